@@ -1,0 +1,108 @@
+"""Argument checks: one fast test when all is well, and an error that names the argument when it is not."""
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["contiguous", "rows", "any"]
+
+
+def tensor(
+    name: str,
+    x: Any,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[str | int, ...],
+    *,
+    layout: Layout = "contiguous",
+    device: torch.device | None = None,
+) -> torch.Size:
+    """Check a tensor argument and return its shape.
+
+    `shape` has a name for each dimension that may have any size and an int for each that may not. `layout` "rows" asks
+    for a unit stride in the last dimension only. Raises TypeError for another type or dtype, ValueError for the rest.
+    """
+    if isinstance(x, Tensor) and x.dtype in dtypes:
+        found = x.shape
+        if len(found) == len(shape) and (device is None or x.device == device):
+            for size, want in zip(found, shape):
+                if want.__class__ is int and size != want:
+                    break
+            else:
+                if layout == "contiguous":
+                    if x.is_contiguous():
+                        return found
+                elif layout == "any" or x.stride(-1) == 1 or found[-1] <= 1:
+                    return found
+    raise _tensor_error(name, x, dtypes, shape, layout, device)
+
+
+def _tensor_error(
+    name: str,
+    x: Any,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[str | int, ...],
+    layout: Layout,
+    device: torch.device | None,
+) -> Exception:
+    if not isinstance(x, Tensor):
+        return TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        return TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.ndim != len(shape) or any(isinstance(want, int) and size != want for size, want in zip(x.shape, shape)):
+        return ValueError(f"{name}: expected shape ({', '.join(map(str, shape))}), got {tuple(x.shape)}")
+    if device is not None and x.device != device:
+        return ValueError(f"{name}: expected device {device}, got {x.device}")
+    wanted = "contiguous" if layout == "contiguous" else "stride 1 in the last dimension"
+    return ValueError(f"{name}: expected {wanted}, got strides {x.stride()} for shape {tuple(x.shape)}")
+
+
+def require(condition: bool, name: str, expected: str, got: Any) -> None:
+    """Raise ValueError that `name` should have been `expected`, unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+
+
+def require_type(condition: bool, name: str, expected: str, got: Any) -> None:
+    """Raise TypeError that `name` should have been `expected`, unless the condition holds."""
+    if not condition:
+        raise TypeError(f"{name}: expected {expected}, got {got!r}")
+
+
+def integer(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is an int (a bool is none)."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+
+
+def multiple_of(name: str, value: int, divisor: int) -> None:
+    """Raise ValueError unless `divisor` divides `value`."""
+    if value % divisor:
+        raise ValueError(f"{name}: expected a multiple of {divisor}, got {value}")
+
+
+def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def in_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise TypeError unless `value` is an int, ValueError unless low ≤ value ≤ high."""
+    integer(name, value)
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {low} to {high}, got {value}")
+
+
+def row_alignment(x: Tensor) -> int:
+    """Bytes, 16 at most, that the address of every row of x is a multiple of: how wide a vector access may be.
+
+    x has at least one dimension; the last is contiguous. A kernel takes it as a compile-time argument.
+    """
+    bits = x.data_ptr() | 16
+    size = x.element_size()
+    for stride, extent in zip(x.stride()[:-1], x.shape):
+        if extent > 1:
+            bits |= stride * size
+    return bits & -bits

@@ -1,0 +1,197 @@
+"""The only file that touches TileLang's internals and its choice of CUDA toolkit.
+
+Kernels use tilelang.language; everything else comes through here, so that a new TileLang is one file's work.
+"""
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tk_core import env
+from tk_core.arch import Arch
+
+SUPPORTED_TILELANG = ">=0.1.15,<0.1.16"
+"""TileLang renames things between patch releases; this is what the tests ran with, and what the packages require."""
+
+num_compilations = 0
+"""Kernels that this process compiled itself, rather than finding them in the disk cache."""
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel, loaded and ready to launch."""
+
+    function: Callable[..., None]
+    """Takes the prim_func's tensors and scalars in order; launches on the current stream of the tensors' device."""
+    library: Path | None
+    """The host library with the cubin inside; None if TileLang's disk cache is switched off."""
+    source: Callable[[], str]
+    """Generated CUDA source."""
+
+
+@dataclass(frozen=True)
+class ResourceUsage:
+    """What ptxas gave one kernel function."""
+
+    registers: int
+    stack_bytes: int
+    """Local memory a thread: spilled registers and arrays that did not fit into registers."""
+    shared_bytes: int
+    """Statically allocated shared memory a block."""
+
+
+def tilelang_version() -> str | None:
+    """Installed version of TileLang, or None."""
+    try:
+        return importlib.metadata.version("tilelang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def wheel_cuda_home() -> Path | None:
+    """The CUDA toolkit that was installed from wheels, if there is one with a compiler in it."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for nvcc in sorted(Path(folder).glob("cu*/bin/nvcc")):
+            return nvcc.parent.parent
+    return None
+
+
+def cuda_home() -> Path | None:
+    """The CUDA toolkit that kernels are compiled with.
+
+    CUDA_HOME or CUDA_PATH if set, else the toolkit from wheels (it matches torch's CUDA), else the one whose nvcc is on
+    PATH, else /usr/local/cuda.
+    """
+    if named := env.get("CUDA_HOME") or env.get("CUDA_PATH"):
+        return Path(named)
+    if (wheels := wheel_cuda_home()) is not None:
+        return wheels
+    if found := shutil.which("nvcc"):
+        visible = Path(found).parent.parent
+        return visible if (visible / "include" / "cuda_runtime.h").exists() else Path(found).resolve().parent.parent
+    default = Path("/usr/local/cuda")
+    return default if default.exists() else None
+
+
+def nvcc_path() -> Path | None:
+    """The CUDA compiler that TileLang will call, if it is there."""
+    home = cuda_home()
+    nvcc = home / "bin" / "nvcc" if home else None
+    return nvcc if nvcc and nvcc.exists() else None
+
+
+def host_compiler() -> str | None:
+    """The C++ compiler that TileLang hands to nvcc and links host code with, if it is there."""
+    tilelang = load_tilelang()
+    from tilelang.contrib import cc
+
+    assert tilelang is not None
+    return cc.get_cplus_compiler()
+
+
+def cache_dir() -> Path:
+    """Folder of the compiled kernels."""
+    return Path(env.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
+
+
+@cache
+def load_tilelang() -> Any:
+    """Import TileLang with our defaults: the toolkit from wheels before one on PATH, and no line per compilation."""
+    home = wheel_cuda_home()
+    if home is not None and env.get("CUDA_PATH") is None:
+        env.set_default("CUDA_HOME", str(home))
+    env.set_default("TILELANG_PRINT_ON_COMPILATION", "0")
+    import tilelang
+
+    return tilelang
+
+
+def compile_prim_func(
+    prim_func: Any, arch: Arch, pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
+) -> CompiledKernel:
+    """Compile a kernel for an architecture, or load it from TileLang's disk cache."""
+    global num_compilations
+    tilelang = load_tilelang()
+    jit_kernel = tilelang.compile(
+        prim_func,
+        target=arch.target,
+        execution_backend="tvm_ffi",
+        pass_configs=dict(pass_configs),
+        compile_flags=list(compile_flags),
+    )
+    # Only a kernel that was compiled just now carries its artifact.
+    num_compilations += hasattr(jit_kernel, "artifact")
+    executable = jit_kernel.adapter.get_exportable_executable()
+    module = executable.jit() if hasattr(executable, "jit") else executable
+    entry = getattr(jit_kernel, "_tilelang_cache_path", None)
+    return CompiledKernel(
+        function=module[str(prim_func.attrs["global_symbol"])],
+        library=Path(entry) / "executable.so" if entry else None,
+        source=lambda: jit_kernel.adapter.get_kernel_source(kernel_only=True),
+    )
+
+
+def cubins(library: Path) -> list[bytes]:
+    """The device binaries that a compiled kernel's host library carries."""
+    data = library.read_bytes()
+    found = []
+    elf_machine_cuda = 190
+    start = data.find(b"\x7fELF", 1)
+    while start >= 0:
+        header = data[start : start + 64]
+        if len(header) == 64 and struct.unpack_from("<H", header, 18)[0] == elf_machine_cuda:
+            section_offset, program_offset = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<Q", header, 32)[0]
+            program_size, programs, section_size, sections = struct.unpack_from("<HHHH", header, 54)
+            end = max(section_offset + section_size * sections, program_offset + program_size * programs)
+            found.append(data[start : start + end])
+        start = data.find(b"\x7fELF", start + 4)
+    return found
+
+
+def cuobjdump_path() -> Path | None:
+    """NVIDIA's tool to look into device binaries: beside the compiler, or on PATH."""
+    home = cuda_home()
+    candidates = [home / "bin" / "cuobjdump"] if home else []
+    if on_path := shutil.which("cuobjdump"):
+        candidates.append(Path(on_path))
+    candidates.append(Path("/usr/local/cuda/bin/cuobjdump"))
+    return next((path for path in candidates if path.exists()), None)
+
+
+def cuobjdump(compiled: CompiledKernel, *options: str) -> str:
+    """What cuobjdump prints about a compiled kernel, such as with --dump-sass."""
+    tool = cuobjdump_path()
+    if tool is None:
+        raise FileNotFoundError("cuobjdump: not found beside nvcc or on PATH; install nvidia-cuda-cuobjdump")
+    if compiled.library is None:
+        raise ValueError("compiled: expected a kernel from the disk cache, but TileLang's cache is switched off")
+    printed = []
+    for cubin in cubins(compiled.library):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            printed.append(subprocess.run([tool, *options, file.name], check=True, capture_output=True, text=True).stdout)
+    return "\n".join(printed)
+
+
+def resource_usage(compiled: CompiledKernel) -> dict[str, ResourceUsage]:
+    """Registers, local and shared memory of each kernel function in a compiled kernel, by name."""
+    pattern = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
+    usage = {
+        name: ResourceUsage(int(registers), int(stack) + int(local), int(shared))
+        for name, registers, stack, shared, local in re.findall(pattern, cuobjdump(compiled, "--dump-resource-usage"))
+    }
+    if not usage:
+        raise ValueError(f"compiled: found no kernel function in {compiled.library}")
+    return usage

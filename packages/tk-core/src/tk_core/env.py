@@ -1,0 +1,54 @@
+"""The environment variables that the tk packages read; nothing else reads os.environ. See docs/environment.md.
+
+Variables are read when they are asked for, except where a function says that its answer is kept: hot paths call those.
+"""
+
+import os
+from functools import cache
+
+VARIABLES = {
+    "TK_ARCH": "compile for this architecture (sm_80 … sm_120a) instead of the device's own",
+    "TK_BACKEND": "`kernel` (default) or `reference`: what serves CUDA tensors; read once",
+    "TK_COMMIT": "commit that benchmark results are recorded under where there is no git checkout",
+    "TK_DEBUG": "1: check data-dependent faults (an index out of range) before launching, at the price of a synchronization",
+    "TK_PRINT_KERNEL_SOURCE": "1: print the generated CUDA source of every kernel as it is loaded",
+    "CUDA_HOME": "CUDA toolkit to compile with; set here to the one installed from wheels if you have not set it",
+    "CUDA_PATH": "the same, read if CUDA_HOME is not set",
+    "CUDA_VISIBLE_DEVICES": "GPUs to use; set for each pytest-xdist worker when there are several",
+    "PYTEST_XDIST_WORKER": "name of the pytest-xdist worker, which picks its GPU",
+    "TILELANG_CACHE_DIR": "folder of the compiled kernels (default ~/.tilelang/cache)",
+    "TILELANG_PRINT_ON_COMPILATION": "0 unless you set it: TileLang's message for each compilation",
+}
+
+
+def get(name: str, default: str | None = None) -> str | None:
+    """Value of one of `VARIABLES`, or `default`; an empty value counts as unset."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not declared in tk_core.env.VARIABLES")
+    return os.environ.get(name) or default
+
+
+def set_default(name: str, value: str) -> None:
+    """Set one of `VARIABLES` for this process and its children unless the user has."""
+    if get(name) is None:
+        os.environ[name] = value
+
+
+def flag(name: str) -> bool:
+    """Whether one of `VARIABLES` is switched on: 1, true, yes or on, in any case."""
+    return (get(name) or "").lower() in {"1", "true", "yes", "on"}
+
+
+@cache
+def debug() -> bool:
+    """Whether TK_DEBUG asks for checks of the data; read once."""
+    return flag("TK_DEBUG")
+
+
+@cache
+def default_backend() -> str:
+    """TK_BACKEND, read once. Raises ValueError on a backend that does not exist."""
+    name = get("TK_BACKEND", "kernel")
+    if name not in {"kernel", "reference"}:
+        raise ValueError(f"TK_BACKEND: expected 'kernel' or 'reference', got {name!r}")
+    return name

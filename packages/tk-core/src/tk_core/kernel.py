@@ -1,0 +1,121 @@
+"""@kernel: from a function that builds a TileLang prim_func to compiled kernels, one for each set of arguments."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tk_core import compat, env
+from tk_core.arch import Arch, compiling_for
+
+_logger = logging.getLogger("tk_core")
+_compile_lock = threading.RLock()
+
+# Exact ops promise each rounding, so nvcc must not contract a·b + c; kernels that mean an fma say so.
+_COMPILE_FLAGS = ("-fmad=false",)
+
+_captured: list["KernelRequest"] | None = None
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """A kernel and the arguments that an op wants it compiled for; the last one is the architecture."""
+
+    kernel: "Kernel"
+    args: tuple[Any, ...]
+
+    @property
+    def arch(self) -> Arch:
+        """Architecture that the kernel is for."""
+        return self.args[-1]
+
+    def compile(self) -> compat.CompiledKernel:
+        """Compile it, or find it in the disk cache."""
+        return self.kernel.compile(*self.args)
+
+
+def _ignore_launch(*_: Any) -> None:
+    """Stand in for a compiled kernel while requests are captured."""
+
+
+class Kernel:
+    """A kernel builder with its table of compiled kernels. Made by `@kernel`."""
+
+    def __init__(
+        self, build: Callable[..., Any], pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
+    ) -> None:
+        self.build = build
+        self.name = f"{build.__module__}.{build.__name__}"
+        self._pass_configs = pass_configs
+        self._compile_flags = compile_flags
+        self._functions: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self.__doc__ = build.__doc__
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name}>"
+
+    def __call__(self, *args: Any) -> Callable[..., None]:
+        """The kernel compiled for these arguments (the last one the `Arch`): call it with tensors and scalars."""
+        if _captured is not None:
+            _captured.append(KernelRequest(self, args))
+            return _ignore_launch
+        function = self._functions.get(args)
+        return self._load(args) if function is None else function
+
+    def _load(self, args: tuple[Any, ...]) -> Callable[..., None]:
+        with _compile_lock:
+            if args not in self._functions:
+                self._functions[args] = self.compile(*args).function
+            return self._functions[args]
+
+    def compile(self, *args: Any) -> compat.CompiledKernel:
+        """Compile for these arguments, or load from the disk cache, without keeping the result."""
+        arch = args[-1]
+        if not isinstance(arch, Arch):
+            raise TypeError(f"{self.name}: expected an Arch as the last argument, got {arch!r}")
+        _logger.debug("loading %s%r", self.name, args)
+        compat.load_tilelang()
+        compiled = compat.compile_prim_func(self.build(*args), arch, self._pass_configs, self._compile_flags)
+        if env.flag("TK_PRINT_KERNEL_SOURCE"):
+            print(f"// {self.name}{args!r}\n{compiled.source()}", flush=True)
+        return compiled
+
+
+def kernel(
+    build: Callable[..., Any] | None = None,
+    *,
+    pass_configs: Mapping[str, Any] | None = None,
+    compile_flags: tuple[str, ...] = (),
+) -> Any:
+    """Turn a function that returns a TileLang prim_func into a `Kernel`.
+
+    The function's arguments are the compile key: all hashable, never a token count, the `Arch` last. It must depend on
+    nothing else. `pass_configs` and `compile_flags` go to TileLang and nvcc beyond the defaults.
+    """
+    configs, flags = dict(pass_configs or {}), (*_COMPILE_FLAGS, *compile_flags)
+    if build is None:
+        return lambda function: Kernel(function, configs, flags)
+    return Kernel(build, configs, flags)
+
+
+@contextmanager
+def capture(arch: Arch) -> Iterator[list[KernelRequest]]:
+    """Collect the kernels that ops would launch on `arch`, compiling and launching none.
+
+    Within it, call ops on tensors of the meta device: they take their kernel path, and each kernel that they ask for is
+    appended to the list.
+    """
+    global _captured
+    before, _captured = _captured, []
+    try:
+        with compiling_for(arch):
+            yield _captured
+    finally:
+        _captured = before
+
+
+def capturing() -> bool:
+    """Whether kernels are being collected by `capture`."""
+    return _captured is not None

@@ -1,0 +1,38 @@
+"""Package namespaces that load an op only when it is first used."""
+
+import importlib
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+
+class _LazyPackage(ModuleType):
+    _lazy_exports: Mapping[str, str]
+
+    def __getattr__(self, name: str) -> Any:
+        exports = self.__dict__.get("_lazy_exports", {})
+        if name not in exports:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{self.__name__}.{exports[name]}"), name)
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # An op and its file share a name; importing the file must not hide the op behind the submodule.
+        if isinstance(value, ModuleType) and self._lazy_exports.get(name) == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *self._lazy_exports})
+
+
+def export(package: str, exports: Mapping[str, str]) -> None:
+    """Let attributes of `package` resolve to `package.<submodule>.<name>` on first use (PEP 562 for whole packages).
+
+    `exports` maps each public name to the submodule that defines it.
+    """
+    module = sys.modules[package]
+    module.__dict__["_lazy_exports"] = dict(exports)
+    module.__class__ = _LazyPackage

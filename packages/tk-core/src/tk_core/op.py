@@ -1,0 +1,141 @@
+"""@op: one launch as a torch operator, with a reference for other devices and a short way to it in eager mode."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tk_core import arch as arch_module
+from tk_core import env, kernel
+from tk_core.arch import UnsupportedArchError, get_arch
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_libraries: dict[str, torch.library.Library] = {}
+_forced_backend: str | None = None
+_several_devices: bool | None = None
+
+
+@contextmanager
+def backend(name: Literal["kernel", "reference"]) -> Iterator[None]:
+    """Serve CUDA tensors by `name` within a with block; CPU tensors are always served by the reference.
+
+    Counts for the whole process. Code that torch.compile has compiled keeps the backend by looking here at run time.
+    """
+    global _forced_backend
+    if name not in ("kernel", "reference"):
+        raise ValueError(f"backend: expected 'kernel' or 'reference', got {name!r}")
+    before, _forced_backend = _forced_backend, name
+    try:
+        yield
+    finally:
+        _forced_backend = before
+
+
+def uses_reference(device: torch.device) -> bool:
+    """Whether ops on this device are served by the reference."""
+    return device.type != "cuda" or (_forced_backend or env.default_backend()) == "reference"
+
+
+def _nothing(*_: Any) -> None:
+    """Fake of an op that only writes into its arguments."""
+
+
+class Op:
+    """An operator that writes into tensors it is given. Made by `@op`."""
+
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[..., None],
+        mutates: tuple[str, ...],
+        reference: Callable[..., None],
+        min_sm: int,
+    ) -> None:
+        namespace, _, short_name = name.partition("::")
+        self.name = name
+        self.launch = launch
+        self.reference = reference
+        self.min_sm = min_sm
+        self.__doc__ = launch.__doc__
+        if namespace not in _libraries:
+            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        library = _libraries[namespace]
+        schema = torch.library.infer_schema(launch, mutates_args=mutates)
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+        library.define(short_name + schema, tags=tags)
+        library.impl(short_name, self._on_cuda, "CUDA")
+        library.impl(short_name, reference, "CPU")
+        library.impl(short_name, _nothing, "Meta")
+        self._overload = getattr(getattr(torch.ops, namespace), short_name).default
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    def archs(self) -> list[arch_module.Arch]:
+        """Architectures that the op has a kernel for."""
+        return [arch for arch in arch_module.ARCHS.values() if arch.sm >= self.min_sm]
+
+    def _on_cuda(self, *args: Any) -> None:
+        if uses_reference(args[0].device):
+            self.reference(*args)
+            return
+        self._check_arch(args[0].device)
+        self._launch_on_device(args)
+
+    def _check_arch(self, device: torch.device) -> None:
+        arch = get_arch(device)
+        if arch.sm < self.min_sm:
+            raise UnsupportedArchError(self.name, arch.name, f"sm_{self.min_sm} or newer")
+
+    def _launch_on_device(self, args: tuple[Any, ...]) -> None:
+        global _several_devices
+        if _several_devices is None:
+            _several_devices = torch.cuda.device_count() > 1
+        device = args[0].device
+        # The host stub selects the tensors' device and leaves it selected.
+        if _several_devices and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.launch(*args)
+        else:
+            self.launch(*args)
+
+    def __call__(self, *args: Any) -> None:
+        """Run it; the first argument is a tensor and decides the device."""
+        if torch.compiler.is_compiling():
+            self._overload(*args)
+            return
+        if kernel.capturing():
+            self._check_arch(args[0].device)
+            self.launch(*args)
+            return
+        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+            self._overload(*args)
+            return
+        for arg in args:
+            if isinstance(arg, Tensor) and type(arg) not in _PLAIN:
+                self._overload(*args)
+                return
+        if args[0].is_cuda:
+            self._on_cuda(*args)
+        else:
+            self._overload(*args)
+
+
+def op(
+    name: str, *, mutates: tuple[str, ...], reference: Callable[..., None], min_sm: int = 80
+) -> Callable[[Callable[..., None]], Op]:
+    """Register a launch as the torch operator `name` ("tk_domain::f_out").
+
+    The decorated function takes tensors (the first argument one) and scalars, writes into the arguments named by
+    `mutates`, and returns nothing; its annotations give the schema. It runs for CUDA tensors; `reference`, with the same
+    arguments, runs for CPU tensors and wherever the reference backend is asked for. `min_sm` is the oldest architecture
+    that it serves. In eager mode, with plain tensors, a call goes straight to it; torch.compile, fake tensors, modes
+    and tensor subclasses go through torch's dispatcher.
+    """
+
+    def decorate(launch: Callable[..., None]) -> Op:
+        return Op(name, launch, mutates, reference, min_sm)
+
+    return decorate

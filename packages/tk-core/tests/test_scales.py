@@ -1,0 +1,169 @@
+import math
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from tk_core.scales import (
+    ScaleLayout,
+    check_scales,
+    decode_ue8m0,
+    empty_scales,
+    pack_scales,
+    scale_layout,
+    unpack_scales,
+)
+
+CPU = torch.device("cpu")
+SHAPES = list(product((0, 1, 3, 4, 5), (0, 1, 2, 3, 4, 5, 9)))
+
+
+def powers_of_two(num_rows: int, num_cols: int) -> torch.Tensor:
+    exponents = torch.arange(num_rows * num_cols, dtype=torch.float32).view(num_rows, num_cols) % 200 - 99
+    return torch.exp2(exponents)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        ((False, False, False), ScaleLayout.ROW_MAJOR),
+        ((False, True, False), ScaleLayout.ROW_MAJOR),
+        ((True, False, False), ScaleLayout.COL_MAJOR),
+        ((True, True, False), ScaleLayout.COL_MAJOR),
+        ((True, True, True), ScaleLayout.PACKED_UE8M0),
+    ],
+)
+def test_layout_of_flags(flags: tuple[bool, bool, bool], layout: ScaleLayout) -> None:
+    assert scale_layout(*flags) is layout
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [((True, False, True), "round_sf"), ((False, True, True), "col_major"), ((False, False, True), "round_sf")],
+)
+def test_packed_needs_powers_of_two_in_columns(flags: tuple[bool, bool, bool], missing: str) -> None:
+    with pytest.raises(ValueError, match=f"use_packed_ue8m0.*{missing}"):
+        scale_layout(*flags)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_cols", "layout", "dtype", "shape", "strides"),
+    [
+        (5, 3, ScaleLayout.ROW_MAJOR, torch.float32, (5, 3), (3, 1)),
+        (5, 3, ScaleLayout.COL_MAJOR, torch.float32, (5, 3), (1, 8)),
+        (5, 1, ScaleLayout.COL_MAJOR, torch.float32, (5, 1), (1, 8)),
+        (1, 1, ScaleLayout.COL_MAJOR, torch.float32, (1, 1), (1, 4)),
+        (8, 2, ScaleLayout.COL_MAJOR, torch.float32, (8, 2), (1, 8)),
+        (5, 3, ScaleLayout.PACKED_UE8M0, torch.int32, (5, 1), (1, 8)),
+        (9, 9, ScaleLayout.PACKED_UE8M0, torch.int32, (9, 3), (1, 12)),
+        (0, 9, ScaleLayout.ROW_MAJOR, torch.float32, (0, 9), (9, 1)),
+        (0, 9, ScaleLayout.COL_MAJOR, torch.float32, (0, 9), (1, 0)),
+        (0, 9, ScaleLayout.PACKED_UE8M0, torch.int32, (0, 3), (1, 0)),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_empty_scales(
+    num_rows: int,
+    num_cols: int,
+    layout: ScaleLayout,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    device: str,
+) -> None:
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    sf = empty_scales(like, num_rows, num_cols, layout)
+    assert (sf.dtype, sf.shape, sf.stride(), sf.device.type) == (dtype, shape, strides, device)
+
+
+@pytest.mark.parametrize("layout", ScaleLayout)
+@pytest.mark.parametrize(("num_rows", "num_cols"), SHAPES)
+def test_round_trip(num_rows: int, num_cols: int, layout: ScaleLayout) -> None:
+    sf = powers_of_two(num_rows, num_cols)
+    packed = pack_scales(sf, layout)
+    assert check_scales("sf", packed, num_rows, num_cols, CPU) is layout
+    unpacked = unpack_scales(packed, num_rows, num_cols)
+    assert unpacked.is_contiguous()
+    assert unpacked.dtype is torch.float32
+    assert torch.equal(unpacked, sf)
+
+
+def test_packed_bytes_by_hand() -> None:
+    sf = torch.tensor([[1.0, 2.0, 0.5, 2.0**-127, 2.0**127], [2.0**-126, 4.0, math.inf, math.nan, 8.0]])
+    packed = pack_scales(sf, ScaleLayout.PACKED_UE8M0)
+    assert packed.tolist() == [
+        [127 | 128 << 8 | 126 << 16 | 0 << 24, 254],
+        [(1 | 129 << 8 | 255 << 16 | 255 << 24) - (1 << 32), 130],
+    ]
+    # Memory order: the first column of words, padded to four rows, then the second.
+    flat = packed.as_strided((6,), (1,))
+    assert flat[:2].tolist() == packed[:, 0].tolist()
+    assert flat[4:].tolist() == packed[:, 1].tolist()
+
+
+def test_every_ue8m0_code() -> None:
+    codes = torch.arange(256)
+    values = decode_ue8m0(codes)
+    assert values.dtype is torch.float32
+    expected = [2.0 ** (code - 127) for code in range(255)]
+    assert values[:255].tolist() == expected
+    assert values[255].isnan()
+    oracle = codes.to(torch.uint8).numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    np.testing.assert_array_equal(values.numpy(), oracle)
+    # Back to bytes: only NaN comes from 255, and 2**-127 survives.
+    packed = pack_scales(values.view(4, 64), ScaleLayout.PACKED_UE8M0)
+    little_endian = packed.contiguous().view(torch.uint8)
+    assert torch.equal(little_endian, codes.to(torch.uint8).view(4, 64))
+
+
+def test_unspecified_bytes_are_not_read() -> None:
+    packed = pack_scales(powers_of_two(3, 5), ScaleLayout.PACKED_UE8M0)
+    packed[:, 1] |= -256
+    assert check_scales("sf", packed, 3, 5, CPU) is ScaleLayout.PACKED_UE8M0
+    assert torch.equal(unpack_scales(packed, 3, 5), powers_of_two(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("sf", "num_rows", "num_cols", "layout"),
+    [
+        # One row: the row's own stride addresses nothing, the column stride decides.
+        (torch.empty(1, 8), 1, 8, ScaleLayout.ROW_MAJOR),
+        (torch.empty_strided((1, 8), (99, 1)), 1, 8, ScaleLayout.ROW_MAJOR),
+        (torch.empty_strided((1, 8), (1, 4)), 1, 8, ScaleLayout.COL_MAJOR),
+        (torch.empty_strided((1, 8), (99, 4)), 1, 8, ScaleLayout.COL_MAJOR),
+        # One column: both fit.
+        (torch.empty(5, 1), 5, 1, ScaleLayout.ROW_MAJOR),
+        (torch.empty_strided((5, 1), (1, 8)), 5, 1, ScaleLayout.COL_MAJOR),
+        (torch.empty_strided((5, 1), (1, 77)), 5, 1, ScaleLayout.ROW_MAJOR),
+        (torch.empty(1, 1), 1, 1, ScaleLayout.ROW_MAJOR),
+        # Nothing at all.
+        (torch.empty(0, 8), 0, 8, ScaleLayout.ROW_MAJOR),
+        (torch.empty(0, 2, dtype=torch.int32), 0, 8, ScaleLayout.PACKED_UE8M0),
+        (torch.empty(5, 0), 5, 0, ScaleLayout.ROW_MAJOR),
+        # A packed single column or row is contiguous and column major at once.
+        (torch.empty(5, 1, dtype=torch.int32), 5, 4, ScaleLayout.PACKED_UE8M0),
+        (torch.empty_strided((1, 2), (9, 4), dtype=torch.int32), 1, 8, ScaleLayout.PACKED_UE8M0),
+    ],
+)
+def test_layout_of_small_tensors(sf: torch.Tensor, num_rows: int, num_cols: int, layout: ScaleLayout) -> None:
+    assert check_scales("sf", sf, num_rows, num_cols, CPU) is layout
+
+
+@pytest.mark.parametrize(
+    ("sf", "error", "match"),
+    [
+        ("sf", TypeError, "x_sf: expected a torch.Tensor, got str"),
+        (torch.empty(5, 8, dtype=torch.bfloat16), TypeError, "x_sf: expected dtype .*got torch.bfloat16"),
+        (torch.empty(5, 7), ValueError, r"x_sf: expected shape \(5, 8\), got \(5, 7\)"),
+        (torch.empty(5, 8, 1), ValueError, r"x_sf: expected shape \(5, 8\), got"),
+        (torch.empty(5, 8, dtype=torch.int32), ValueError, r"x_sf: expected shape \(5, 2\) \(packed"),
+        (torch.empty(5, 8, device="meta"), ValueError, "x_sf: expected device cpu, got meta"),
+        (torch.empty(5, 16)[:, ::2], ValueError, r"x_sf: expected strides \(8, 1\) or \(1, 8\), got \(16, 2\)"),
+        (torch.empty(8, 5).t(), ValueError, r"x_sf: expected strides \(8, 1\) or \(1, 8\), got \(1, 5\)"),
+        (torch.empty(5, 2, dtype=torch.int32), ValueError, r"x_sf: expected strides \(1, 8\), got \(2, 1\)"),
+    ],
+)
+def test_errors(sf: torch.Tensor, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        check_scales("x_sf", sf, 5, 8, CPU)

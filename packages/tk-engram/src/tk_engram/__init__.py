@@ -1,0 +1,3 @@
+"""Engram hash and gate kernels. Empty for now."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Trainable layers over the domain packages. Empty for now."""
+
+__all__: list[str] = []

@@ -1,0 +1,178 @@
+"""transpose: out[n, m] = x[m, n]; batched_transpose: out[b, n, m] = x[b, m, n].
+
+Shapes (num_rows, num_cols) → (num_cols, num_rows), with a leading batch dimension in the batched form. Any dtype of 1, 2
+or 4 bytes; num_rows and num_cols are multiples of 16, rows of x may be strided.
+
+A thread owns a square of 16 bytes by as many rows, transposes it in registers and needs no shared memory:
+
+            4 lanes × 16 bytes of columns                  8 lanes × 16 bytes of rows
+            ┌────┬────┬────┬────┐                          ┌────┬────┬─  ─┬────┐
+    8 lanes │ t0 │ t1 │ t2 │ t3 │  side rows each          │ t0 │ t4 │ …  │ t28│  side columns each
+    of rows ├────┼────┼────┼────┤            ──►           ├────┼────┼─  ─┼────┤
+            │ t4 │ t5 │ t6 │ t7 │                          │ t1 │ t5 │ …  │ t29│
+            └────┴────┴────┴────┘                          └────┴────┴─  ─┴────┘
+    a warp loads 64 contiguous bytes of 8 rows             and stores 128 contiguous bytes of 4 columns at a time.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+
+_DTYPES = tuple(
+    dtype
+    for name in (
+        "float8_e4m3fn float8_e5m2 float8_e8m0fnu uint8 int8 bool bfloat16 float16 int16 uint16 float32 int32 uint32"
+    ).split()
+    if (dtype := getattr(torch, name, None)) is not None
+)
+_WORDS = {1: "uint8", 2: "uint16", 4: "uint32"}
+_LANES_OF_COLS, _LANES_OF_ROWS = 4, 8
+
+
+@dataclass(frozen=True)
+class TransposeConfig:
+    """Launch knobs: how the warps of a block are laid over its tile."""
+
+    warps_of_rows: int
+    warps_of_cols: int
+
+    @staticmethod
+    @cache
+    def best(num_cols: int, itemsize: int, arch: Arch) -> "TransposeConfig":
+        """The configuration for an input's width and element size on an architecture."""
+        return TransposeConfig(warps_of_rows=2, warps_of_cols=2)
+
+
+# Squares are whole, so the guard around a thread's square is all the bounds checking there is to do.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def _transpose_kernel(
+    num_cols: int, dtype: torch.dtype, alignment: int, batched: bool, config: TransposeConfig, arch: Arch
+) -> Any:
+    import tilelang.language as T
+
+    itemsize = dtype.itemsize
+    side = 16 // itemsize
+    load_lanes = max(alignment // itemsize, 1)
+    tile_rows = config.warps_of_rows * _LANES_OF_ROWS * side
+    tile_cols = config.warps_of_cols * _LANES_OF_COLS * side
+    threads = 32 * config.warps_of_rows * config.warps_of_cols
+    element = T.dtype(dtype)
+    batch, num_rows = T.dynamic("batch"), T.dynamic("num_rows")
+    batch_stride, row_stride = T.dynamic("batch_stride"), T.dynamic("row_stride")
+
+    @T.macro
+    def transpose_tile(x: T.Buffer, out: T.Buffer, tile_row: T.int32, tile_col: T.int32, prefix: tuple) -> None:
+        # Checked by the op: what vector accesses need to know of the strides.
+        T.assume(num_rows % 16 == 0)
+        T.assume(row_stride % load_lanes == 0)
+        T.assume(batch_stride % load_lanes == 0)
+        thread = T.get_thread_binding()
+        lane = thread % 32
+        warp = thread // 32
+        row = tile_row + ((warp // config.warps_of_cols) * _LANES_OF_ROWS + lane // _LANES_OF_COLS) * side
+        col = tile_col + ((warp % config.warps_of_cols) * _LANES_OF_COLS + lane % _LANES_OF_COLS) * side
+        square = T.alloc_local((side, side), element)
+        turned = T.alloc_local((side, side), element)
+        if row < num_rows and col < num_cols:
+            for i in T.unroll(side):
+                for j in T.unroll(side // load_lanes):
+                    for k in T.vectorized(load_lanes):
+                        square[i, j * load_lanes + k] = x[(*prefix, row + i, col + j * load_lanes + k)]
+            for i in T.unroll(side):
+                for j in T.unroll(side):
+                    turned[j, i] = square[i, j]
+            words = T.view(turned, (side, 4), "uint32")
+            for j in T.unroll(side):
+                T.stg128(out[(*prefix, col + j, row)], words[j, 0:4])
+
+    if batched:
+
+        @T.prim_func
+        def batched_transpose(
+            x: T.StridedTensor((batch, num_rows, num_cols), (batch_stride, row_stride, 1), element),
+            out: T.Tensor((batch, num_cols, num_rows), element),
+        ) -> None:
+            with T.Kernel(
+                T.ceildiv(num_rows, tile_rows), T.ceildiv(num_cols, tile_cols), batch, threads=threads
+            ) as (block_row, block_col, matrix):
+                transpose_tile(x, out, block_row * tile_rows, block_col * tile_cols, (matrix,))
+
+        return batched_transpose
+
+    @T.prim_func
+    def transpose(
+        x: T.StridedTensor((num_rows, num_cols), (row_stride, 1), element),
+        out: T.Tensor((num_cols, num_rows), element),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_rows, tile_rows), T.ceildiv(num_cols, tile_cols), threads=threads) as (
+            block_row,
+            block_col,
+        ):
+            transpose_tile(x, out, block_row * tile_rows, block_col * tile_cols, ())
+
+    return transpose
+
+
+def _transpose_reference(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x.transpose(-2, -1))
+
+
+@op("tk_quant::transpose_out", mutates=("out",), reference=_transpose_reference)
+def _transpose_out(x: torch.Tensor, out: torch.Tensor) -> None:
+    if out.numel() == 0:
+        return
+    num_cols, dtype = x.shape[-1], x.dtype
+    arch = get_arch(x.device)
+    config = TransposeConfig.best(num_cols, dtype.itemsize, arch)
+    _transpose_kernel(num_cols, dtype, check.row_alignment(x), x.ndim == 3, config, arch)(x, out)
+
+
+def transpose(x: torch.Tensor) -> torch.Tensor:
+    """Transpose a matrix.
+
+    Args:
+        x: (num_rows, num_cols), any dtype of 1, 2 or 4 bytes; both sizes multiples of 16, rows may be strided.
+
+    Returns:
+        (num_cols, num_rows), contiguous, same dtype: out[n, m] = x[m, n].
+
+    Raises:
+        TypeError: x is no tensor, or its dtype has another size.
+        ValueError: x has another rank, a size that is no multiple of 16, or columns that are not contiguous.
+    """
+    num_rows, num_cols = check.tensor("x", x, _DTYPES, ("num_rows", "num_cols"), layout="rows")
+    check.multiple_of("x.shape[0]", num_rows, 16)
+    check.multiple_of("x.shape[1]", num_cols, 16)
+    out = x.new_empty((num_cols, num_rows))
+    _transpose_out(x, out)
+    return out
+
+
+def batched_transpose(x: torch.Tensor) -> torch.Tensor:
+    """Transpose each matrix of a batch.
+
+    Args:
+        x: (batch, num_rows, num_cols), any dtype of 1, 2 or 4 bytes; num_rows and num_cols multiples of 16; rows and
+            batches may be strided.
+
+    Returns:
+        (batch, num_cols, num_rows), contiguous, same dtype: out[b, n, m] = x[b, m, n].
+
+    Raises:
+        TypeError: x is no tensor, or its dtype has another size.
+        ValueError: x has another rank, a row or column count that is no multiple of 16, or columns that are not
+            contiguous.
+    """
+    batch, num_rows, num_cols = check.tensor("x", x, _DTYPES, ("batch", "num_rows", "num_cols"), layout="rows")
+    check.multiple_of("x.shape[1]", num_rows, 16)
+    check.multiple_of("x.shape[2]", num_cols, 16)
+    out = x.new_empty((batch, num_cols, num_rows))
+    _transpose_out(x, out)
+    return out
