@@ -48,5 +48,7 @@ def test_bad_input(x: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         tk_quant.transpose(x)
     if isinstance(x, torch.Tensor):
-        with pytest.raises(error, match=message.replace("(num_rows", "(batch, num_rows").replace("[1", "[2").replace("[0", "[1")):
+        with pytest.raises(
+            error, match=message.replace("(num_rows", "(batch, num_rows").replace("[1", "[2").replace("[0", "[1")
+        ):
             tk_quant.batched_transpose(x.unsqueeze(0))

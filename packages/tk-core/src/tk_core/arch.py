@@ -1,14 +1,13 @@
 """GPU architectures: what a device can do and how to name it to the compiler.
 
-Figures are from NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities" (shared memory a block may ask for), and the
-products' data sheets (multiprocessors). The number of multiprocessors here is only a stand-in for compiling without a
-device; a launch asks the device (`tk_core.get_num_sms`).
+Figures are from NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities" (shared memory a block may ask for), and
+the products' data sheets (multiprocessors). The number of multiprocessors here is only a stand-in for compiling without
+a device; a launch asks the device (`tk_core.get_num_sms`).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 
@@ -99,7 +98,9 @@ def compiling_for(arch: Arch) -> Iterator[None]:
         _compiling_for = before
 
 
-@cache
+_known: dict[torch.device, Arch] = {}
+
+
 def _arch_of_cuda_device(index: int) -> Arch:
     if name := env.get("TK_ARCH"):
         return arch_from_name(name)
@@ -115,10 +116,16 @@ def get_arch(device: torch.device | str | int | None = None) -> Arch:
 
     Raises UnsupportedArchError for a GPU that no kernel serves, ValueError for a device that is no GPU.
     """
+    arch = _known.get(device)  # type: ignore[arg-type]
+    if arch is not None:
+        return arch
     if device is None or isinstance(device, (str, int)):
         device = torch.device("cuda" if device is None else device)
     if device.type == "cuda":
-        return _arch_of_cuda_device(torch.cuda.current_device() if device.index is None else device.index)
+        if device.index is None:
+            return get_arch(torch.device("cuda", torch.cuda.current_device()))
+        _known[device] = _arch_of_cuda_device(device.index)
+        return _known[device]
     if device.type == "meta" and _compiling_for is not None:
         return _compiling_for
     raise ValueError(f"device: expected a CUDA device, got {device}")

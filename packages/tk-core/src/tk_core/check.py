@@ -100,9 +100,8 @@ def row_alignment(x: Tensor) -> int:
 
     x has at least one dimension; the last is contiguous. A kernel takes it as a compile-time argument.
     """
-    bits = x.data_ptr() | 16
     size = x.element_size()
-    for stride, extent in zip(x.stride()[:-1], x.shape):
-        if extent > 1:
-            bits |= stride * size
+    bits = x.data_ptr() | 16
+    for stride in x.stride()[:-1]:
+        bits |= stride * size
     return bits & -bits

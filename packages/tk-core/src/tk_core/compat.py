@@ -151,9 +151,9 @@ def cubins(library: Path) -> list[bytes]:
     while start >= 0:
         header = data[start : start + 64]
         if len(header) == 64 and struct.unpack_from("<H", header, 18)[0] == elf_machine_cuda:
-            section_offset, program_offset = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<Q", header, 32)[0]
+            program_table, section_table = struct.unpack_from("<QQ", header, 32)
             program_size, programs, section_size, sections = struct.unpack_from("<HHHH", header, 54)
-            end = max(section_offset + section_size * sections, program_offset + program_size * programs)
+            end = max(section_table + section_size * sections, program_table + program_size * programs)
             found.append(data[start : start + end])
         start = data.find(b"\x7fELF", start + 4)
     return found
@@ -181,7 +181,8 @@ def cuobjdump(compiled: CompiledKernel, *options: str) -> str:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-            printed.append(subprocess.run([tool, *options, file.name], check=True, capture_output=True, text=True).stdout)
+            command = [tool, *options, file.name]
+            printed.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return "\n".join(printed)
 
 

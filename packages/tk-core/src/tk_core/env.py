@@ -10,7 +10,7 @@ VARIABLES = {
     "TK_ARCH": "compile for this architecture (sm_80 … sm_120a) instead of the device's own",
     "TK_BACKEND": "`kernel` (default) or `reference`: what serves CUDA tensors; read once",
     "TK_COMMIT": "commit that benchmark results are recorded under where there is no git checkout",
-    "TK_DEBUG": "1: check data-dependent faults (an index out of range) before launching, at the price of a synchronization",
+    "TK_DEBUG": "1: check data-dependent faults (an index out of range) before a launch; costs a synchronization",
     "TK_PRINT_KERNEL_SOURCE": "1: print the generated CUDA source of every kernel as it is loaded",
     "CUDA_HOME": "CUDA toolkit to compile with; set here to the one installed from wheels if you have not set it",
     "CUDA_PATH": "the same, read if CUDA_HOME is not set",

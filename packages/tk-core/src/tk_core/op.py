@@ -6,15 +6,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
-from tk_core import arch as arch_module
 from tk_core import env, kernel
-from tk_core.arch import UnsupportedArchError, get_arch
+from tk_core.arch import ARCHS, Arch, UnsupportedArchError, get_arch
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _libraries: dict[str, torch.library.Library] = {}
 _forced_backend: str | None = None
-_several_devices: bool | None = None
 
 
 @contextmanager
@@ -58,6 +59,8 @@ class Op:
         self.launch = launch
         self.reference = reference
         self.min_sm = min_sm
+        self._checked_devices: set[torch.device] = set()
+        self._ready_devices: set[torch.device] = set()
         self.__doc__ = launch.__doc__
         if namespace not in _libraries:
             _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
@@ -73,52 +76,56 @@ class Op:
     def __repr__(self) -> str:
         return f"<op {self.name}>"
 
-    def archs(self) -> list[arch_module.Arch]:
+    def archs(self) -> list[Arch]:
         """Architectures that the op has a kernel for."""
-        return [arch for arch in arch_module.ARCHS.values() if arch.sm >= self.min_sm]
-
-    def _on_cuda(self, *args: Any) -> None:
-        if uses_reference(args[0].device):
-            self.reference(*args)
-            return
-        self._check_arch(args[0].device)
-        self._launch_on_device(args)
+        return [arch for arch in ARCHS.values() if arch.sm >= self.min_sm]
 
     def _check_arch(self, device: torch.device) -> None:
         arch = get_arch(device)
         if arch.sm < self.min_sm:
             raise UnsupportedArchError(self.name, arch.name, f"sm_{self.min_sm} or newer")
 
-    def _launch_on_device(self, args: tuple[Any, ...]) -> None:
-        global _several_devices
-        if _several_devices is None:
-            _several_devices = torch.cuda.device_count() > 1
+    def _on_cuda(self, *args: Any) -> None:
         device = args[0].device
-        # The host stub selects the tensors' device and leaves it selected.
-        if _several_devices and device.index != torch.cuda.current_device():
+        if uses_reference(device):
+            self.reference(*args)
+            return
+        if device not in self._checked_devices:
+            self._check_arch(device)
+            self._checked_devices.add(device)
+        if torch.cuda.device_count() == 1:
+            self.launch(*args)
+        else:
+            # The kernel's host code selects the tensors' device and leaves it selected.
             with torch.cuda.device(device):
                 self.launch(*args)
-        else:
-            self.launch(*args)
 
     def __call__(self, *args: Any) -> None:
         """Run it; the first argument is a tensor and decides the device."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self._overload(*args)
             return
         if kernel.capturing():
             self._check_arch(args[0].device)
             self.launch(*args)
             return
-        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
             self._overload(*args)
             return
         for arg in args:
-            if isinstance(arg, Tensor) and type(arg) not in _PLAIN:
+            kind = type(arg)
+            if kind is not Tensor and kind is not Parameter and isinstance(arg, Tensor):
                 self._overload(*args)
                 return
-        if args[0].is_cuda:
-            self._on_cuda(*args)
+        first = args[0]
+        if first.is_cuda:
+            # Past the first call, on the only GPU: nothing is left to look up.
+            if _forced_backend is None and first.device in self._ready_devices:
+                self.launch(*args)
+            else:
+                self._on_cuda(*args)
+                if env.default_backend() == "kernel" and torch.cuda.device_count() == 1:
+                    self._ready_devices.add(first.device)
         else:
             self._overload(*args)
 
@@ -129,9 +136,9 @@ def op(
     """Register a launch as the torch operator `name` ("tk_domain::f_out").
 
     The decorated function takes tensors (the first argument one) and scalars, writes into the arguments named by
-    `mutates`, and returns nothing; its annotations give the schema. It runs for CUDA tensors; `reference`, with the same
-    arguments, runs for CPU tensors and wherever the reference backend is asked for. `min_sm` is the oldest architecture
-    that it serves. In eager mode, with plain tensors, a call goes straight to it; torch.compile, fake tensors, modes
+    `mutates`, and returns nothing; its annotations give the schema. It runs for CUDA tensors; `reference`, with the
+    same arguments, runs for CPU tensors and wherever the reference backend is asked for. `min_sm` is the oldest
+    architecture that it serves. In eager mode, with plain tensors, a call goes straight to it; torch.compile, fake tensors, modes
     and tensor subclasses go through torch's dispatcher.
     """
 

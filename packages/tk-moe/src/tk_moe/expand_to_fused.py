@@ -15,7 +15,7 @@ end of each segment and after the last one, and this deals a run out to as many 
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -50,7 +50,7 @@ class ExpandConfig:
     """Rows that one block looks through for padding, at most the 32 lanes of a warp. Untuned."""
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def best(num_vectors: int, arch: Arch) -> "ExpandConfig":
         """Knobs for rows of `num_vectors` vectors: up to 256 threads × 4 vectors at a time. Untuned."""
         chunks = ceil_div(num_vectors, 256 * 4)
@@ -59,7 +59,8 @@ class ExpandConfig:
         return ExpandConfig(align(ceil_div(chunk, vectors_per_thread), 32), vectors_per_thread)
 
 
-@kernel
+# Every access stands under a guard of its own.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _expand_kernel(
     cols: int,
     num_topk: int,
@@ -88,12 +89,20 @@ def _expand_kernel(
     out_sf_row_stride, out_sf_col_stride = T.dynamic("out_sf_row_stride"), T.dynamic("out_sf_col_stride")
 
     @T.macro
-    def copy_row(block, tx, x_words, token_topk_to_pos, out_words):
-        pos = T.alloc_local((num_topk,), "int32")
+    def load_maps(block, num_blocks, tx, token_topk_to_pos, pos_to_expert, pos, expert):
+        # Row block + lane * num_blocks is this lane's to look at; every warp looks for itself.
+        expert[0] = 0
+        if tx % 32 < config.max_padding_rows and block + (tx % 32) * num_blocks < num_expanded_tokens:
+            expert[0] = pos_to_expert[block + (tx % 32) * num_blocks]
+        for k in T.unroll(num_topk):
+            pos[k] = -1
+            if block < num_tokens:
+                pos[k] = token_topk_to_pos[block, k]
+
+    @T.macro
+    def copy_row(block, tx, pos, x_words, out_words):
         row = T.alloc_local((vectors_per_thread, lanes), word)
         if block < num_tokens:
-            for k in T.unroll(num_topk):
-                pos[k] = token_topk_to_pos[block, k]
             for chunk in T.serial(num_chunks):
                 for j in T.unroll(vectors_per_thread):
                     if (chunk * vectors_per_thread + j) * threads + tx < num_vectors:
@@ -104,33 +113,9 @@ def _expand_kernel(
                         for j in T.unroll(vectors_per_thread):
                             if (chunk * vectors_per_thread + j) * threads + tx < num_vectors:
                                 for v in T.vectorized(lanes):
-                                    out_words[
-                                        pos[k], ((chunk * vectors_per_thread + j) * threads + tx) * lanes + v
-                                    ] = row[j, v]
-
-    @T.macro
-    def copy_sf(block, tx, sf, token_topk_to_pos, out_sf):
-        pos = T.alloc_local((num_topk,), "int32")
-        factors = T.alloc_local((sf_per_thread,), sf.dtype)
-        if block < num_tokens:
-            for k in T.unroll(num_topk):
-                pos[k] = token_topk_to_pos[block, k]
-            for j in T.unroll(sf_per_thread):
-                if j * threads + tx < sf_cols:
-                    factors[j] = sf[block, j * threads + tx]
-            for k in T.unroll(num_topk):
-                if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                    for j in T.unroll(sf_per_thread):
-                        if j * threads + tx < sf_cols:
-                            out_sf[pos[k], j * threads + tx] = factors[j]
-
-    @T.macro
-    def find_padding(block, num_blocks, tx, pos_to_expert, padding):
-        # Every warp looks for itself, one row a lane: bit i of `padding` is row block + i * num_blocks.
-        expert = T.alloc_var("int32", init=0)
-        if tx % 32 < config.max_padding_rows and block + (tx % 32) * num_blocks < num_expanded_tokens:
-            expert = pos_to_expert[block + (tx % 32) * num_blocks]
-        padding[0] = T.cast(T.ballot(expert < 0), "uint32")
+                                    out_words[pos[k], ((chunk * vectors_per_thread + j) * threads + tx) * lanes + v] = (
+                                        row[j, v]
+                                    )
 
     @T.macro
     def zero_row(row, tx, out_words):
@@ -152,11 +137,14 @@ def _expand_kernel(
             tx = T.get_thread_binding()
             x_words = T.view(x, (num_tokens, row_words), word)
             out_words = T.view(out, (num_expanded_tokens, row_words), word)
-            padding = T.alloc_local((1,), "uint32")
-            find_padding(block, num_blocks, tx, pos_to_expert, padding)
-            copy_row(block, tx, x_words, token_topk_to_pos, out_words)
+            pos = T.alloc_local((num_topk,), "int32")
+            expert = T.alloc_local((1,), "int32")
+            load_maps(block, num_blocks, tx, token_topk_to_pos, pos_to_expert, pos, expert)
+            copy_row(block, tx, pos, x_words, out_words)
+            padding = T.alloc_var("uint32")
+            padding = T.cast(T.ballot(expert[0] < 0), "uint32")
             for i in T.serial(config.max_padding_rows):
-                if (padding[0] >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
+                if (padding >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
                     zero_row(block + i * num_blocks, tx, out_words)
 
     if sf_dtype is None:
@@ -176,16 +164,27 @@ def _expand_kernel(
             tx = T.get_thread_binding()
             x_words = T.view(x, (num_tokens, row_words), word)
             out_words = T.view(out, (num_expanded_tokens, row_words), word)
-            padding = T.alloc_local((1,), "uint32")
-            find_padding(block, num_blocks, tx, pos_to_expert, padding)
-            copy_sf(block, tx, sf, token_topk_to_pos, out_sf)
-            copy_row(block, tx, x_words, token_topk_to_pos, out_words)
+            pos = T.alloc_local((num_topk,), "int32")
+            expert = T.alloc_local((1,), "int32")
+            factors = T.alloc_local((sf_per_thread,), sf_dtype)
+            load_maps(block, num_blocks, tx, token_topk_to_pos, pos_to_expert, pos, expert)
+            for j in T.unroll(sf_per_thread):
+                if block < num_tokens and j * threads + tx < sf_cols:
+                    factors[j] = sf[block, j * threads + tx]
+            copy_row(block, tx, pos, x_words, out_words)
+            for k in T.unroll(num_topk):
+                if pos[k] >= 0 and pos[k] < num_expanded_tokens:
+                    for j in T.unroll(sf_per_thread):
+                        if j * threads + tx < sf_cols:
+                            out_sf[pos[k], j * threads + tx] = factors[j]
+            padding = T.alloc_var("uint32")
+            padding = T.cast(T.ballot(expert[0] < 0), "uint32")
             for i in T.serial(config.max_padding_rows):
-                if (padding[0] >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
+                if (padding >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
                     zero_row(block + i * num_blocks, tx, out_words)
                     for j in T.unroll(sf_per_thread):
                         if j * threads + tx < sf_cols:
-                            out_sf[block + i * num_blocks, j * threads + tx] = T.cast(0, sf.dtype)
+                            out_sf[block + i * num_blocks, j * threads + tx] = T.cast(0, sf_dtype)
 
     return expand_to_fused_with_sf
 
@@ -275,9 +274,7 @@ def _check_maps(token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) ->
     )
 
 
-def expand_to_fused(
-    x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor
-) -> torch.Tensor:
+def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> torch.Tensor:
     """Copy each token's row to its positions in the experts' segments; padding rows become zero.
 
     Args:

@@ -1,7 +1,7 @@
 """transpose: out[n, m] = x[m, n]; batched_transpose: out[b, n, m] = x[b, m, n].
 
-Shapes (num_rows, num_cols) → (num_cols, num_rows), with a leading batch dimension in the batched form. Any dtype of 1, 2
-or 4 bytes; num_rows and num_cols are multiples of 16, rows of x may be strided.
+Shapes (num_rows, num_cols) → (num_cols, num_rows), with a leading batch dimension in the batched form. Any dtype of 1,
+2 or 4 bytes; num_rows and num_cols are multiples of 16, rows of x may be strided.
 
 A thread owns a square of 16 bytes by as many rows, transposes it in registers and needs no shared memory:
 
@@ -25,14 +25,11 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 
-_DTYPES = tuple(
-    dtype
-    for name in (
-        "float8_e4m3fn float8_e5m2 float8_e8m0fnu uint8 int8 bool bfloat16 float16 int16 uint16 float32 int32 uint32"
-    ).split()
-    if (dtype := getattr(torch, name, None)) is not None
+_DTYPES = (
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.bool),
+    *(torch.bfloat16, torch.float16, torch.int16, torch.uint16),
+    *(torch.float32, torch.int32, torch.uint32),
 )
-_WORDS = {1: "uint8", 2: "uint16", 4: "uint32"}
 _LANES_OF_COLS, _LANES_OF_ROWS = 4, 8
 
 
@@ -99,9 +96,11 @@ def _transpose_kernel(
             x: T.StridedTensor((batch, num_rows, num_cols), (batch_stride, row_stride, 1), element),
             out: T.Tensor((batch, num_cols, num_rows), element),
         ) -> None:
-            with T.Kernel(
-                T.ceildiv(num_rows, tile_rows), T.ceildiv(num_cols, tile_cols), batch, threads=threads
-            ) as (block_row, block_col, matrix):
+            with T.Kernel(T.ceildiv(num_rows, tile_rows), T.ceildiv(num_cols, tile_cols), batch, threads=threads) as (
+                block_row,
+                block_col,
+                matrix,
+            ):
                 transpose_tile(x, out, block_row * tile_rows, block_col * tile_cols, (matrix,))
 
         return batched_transpose
@@ -128,6 +127,8 @@ def _transpose_reference(x: torch.Tensor, out: torch.Tensor) -> None:
 def _transpose_out(x: torch.Tensor, out: torch.Tensor) -> None:
     if out.numel() == 0:
         return
+    if x.dtype == torch.bool:  # TileLang has no vectors of bool
+        x, out = x.view(torch.uint8), out.view(torch.uint8)
     num_cols, dtype = x.shape[-1], x.dtype
     arch = get_arch(x.device)
     config = TransposeConfig.best(num_cols, dtype.itemsize, arch)

@@ -1,0 +1,68 @@
+"""`tk list`: the ops of the installed packages."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tk_core.cli.select import select
+
+if TYPE_CHECKING:
+    from tk_core.testing import OpSpec
+
+STATE_COLORS = {"verified": "green", "pending": "yellow", "stale": "red", "missing": "red"}
+
+
+def archs_of(spec: "OpSpec") -> list[str]:
+    """Architectures that an op has kernels for: those that every launch in its file serves."""
+    from tk_core.arch import ARCHS
+    from tk_core.op import Op
+
+    module = sys.modules[spec.op.__module__]
+    launches = [value for value in vars(module).values() if isinstance(value, Op)]
+    own = [launch for launch in launches if launch.name.endswith(f"::{spec.op.__name__}_out")] or launches
+    served = [{arch.name for arch in launch.archs()} for launch in own]
+    return [name for name in ARCHS if served and all(name in names for names in served)]
+
+
+def describe(op: str, spec: "OpSpec") -> dict[str, Any]:
+    """What `tk list --json` says about one op."""
+    from tk_core import ledger
+
+    status = ledger.status(op)
+    return {
+        "op": op,
+        "archs": archs_of(spec),
+        "cases": [case.name for case in spec.cases],
+        "warmup": [case.name for case in spec.cases if case.warmup],
+        "state": status.state,
+        "reason": status.reason,
+        "entry": status.entry,
+    }
+
+
+def list_ops(
+    targets: Annotated[
+        list[str] | None, typer.Argument(metavar="[PACKAGE|OP]...", help="Packages or ops; all by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, case names included.")] = False,
+) -> None:
+    """List ops, the architectures they serve, their cases and whether they are verified on a GPU."""
+    rows = [describe(op, spec) for op, spec in select(targets or []).items()]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2, default=str))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("op", "architectures", "cases", "warm-up", "on a GPU", box=None, pad_edge=False)
+    for row in rows:
+        state = Text(row["state"], STATE_COLORS.get(row["state"], ""))
+        if row["reason"]:
+            state.append(f": {row['reason']}", "default")
+        counts = str(len(row["cases"])), str(len(row["warmup"]))
+        table.add_row(row["op"], " ".join(row["archs"]), *counts, state)
+    Console(highlight=False).print(table)

@@ -1,0 +1,91 @@
+"""Argument checks."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tk_core import check
+
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+def test_tensor_returns_the_shape() -> None:
+    assert check.tensor("x", torch.zeros(3, 4), _FLOATS, ("num_tokens", 4)) == (3, 4)
+    assert check.tensor("x", torch.zeros(0, 4), _FLOATS, ("num_tokens", "hidden")) == (0, 4)
+    assert check.tensor("x", torch.zeros(4, 8)[:, 2:6], _FLOATS, ("num_tokens", 4), layout="rows") == (4, 4)
+    assert check.tensor("x", torch.zeros(4, 8)[:, ::2], _FLOATS, ("num_tokens", 4), layout="any") == (4, 4)
+    assert check.tensor("x", torch.zeros(4, 8)[:, ::8], _FLOATS, ("num_tokens", 1), layout="rows") == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: check.tensor("x", 3, _FLOATS, ("n",)), TypeError, "x: expected a torch.Tensor, got int"),
+        (
+            lambda: check.tensor("x", torch.zeros(3, dtype=torch.int32), _FLOATS, ("n",)),
+            TypeError,
+            "x: expected dtype torch.float32 or torch.bfloat16, got torch.int32",
+        ),
+        (
+            lambda: check.tensor("x", torch.zeros(3), _FLOATS, ("n", "m")),
+            ValueError,
+            r"x: expected shape \(n, m\), got \(3,\)",
+        ),
+        (
+            lambda: check.tensor("x", torch.zeros(3, 5), _FLOATS, ("n", 4)),
+            ValueError,
+            r"x: expected shape \(n, 4\), got \(3, 5\)",
+        ),
+        (
+            lambda: check.tensor("x", torch.zeros(3, device="meta"), _FLOATS, ("n",), device=torch.device("cpu")),
+            ValueError,
+            "x: expected device cpu, got meta",
+        ),
+        (
+            lambda: check.tensor("x", torch.zeros(4, 8)[:, :4], _FLOATS, ("n", "m")),
+            ValueError,
+            r"x: expected contiguous, got strides \(8, 1\)",
+        ),
+        (
+            lambda: check.tensor("x", torch.zeros(4, 8)[:, ::2], _FLOATS, ("n", "m"), layout="rows"),
+            ValueError,
+            r"x: expected stride 1 in the last dimension, got strides \(8, 2\)",
+        ),
+        (lambda: check.multiple_of("n", 7, 4), ValueError, "n: expected a multiple of 4, got 7"),
+        (
+            lambda: check.one_of("fmt", "e3", ("e4m3", "e2m1")),
+            ValueError,
+            "fmt: expected one of 'e4m3', 'e2m1', got 'e3'",
+        ),
+        (lambda: check.in_range("k", 9, 1, 8), ValueError, "k: expected 1 to 8, got 9"),
+        (lambda: check.in_range("k", 1.0, 1, 8), TypeError, "k: expected an int, got 1.0"),
+        (lambda: check.integer("k", True), TypeError, "k: expected an int, got True"),
+        (lambda: check.require(False, "k", "an even number", 3), ValueError, "k: expected an even number, got 3"),
+        (lambda: check.require_type(False, "k", "a tuple", 3), TypeError, "k: expected a tuple, got 3"),
+    ],
+)
+def test_errors(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_is_right_passes() -> None:
+    check.multiple_of("n", 8, 4)
+    check.one_of("fmt", "e4m3", ("e4m3", "e2m1"))
+    check.in_range("k", 1, 1, 8)
+    check.in_range("k", 8, 1, 8)
+    check.require(True, "k", "", None)
+    check.require_type(True, "k", "", None)
+
+
+def test_row_alignment() -> None:
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert x.data_ptr() % 16 == 0
+    assert check.row_alignment(x) == 16
+    assert check.row_alignment(x[:, 1:]) == 2
+    assert check.row_alignment(x[:, 2:]) == 4
+    assert check.row_alignment(x[:, 8:]) == 16
+    assert check.row_alignment(torch.zeros(8, 66, dtype=torch.bfloat16)) == 4
+    assert check.row_alignment(torch.zeros(8, 65, dtype=torch.uint8)[:, :64]) == 1
+    assert check.row_alignment(torch.zeros(2, 3, 60, dtype=torch.bfloat16)) == 8

@@ -1,0 +1,121 @@
+"""@kernel: the compiled-kernel table, capture, and what compat reads out of a compiled kernel."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tk_core import compat
+from tk_core.arch import Arch, arch_from_name
+from tk_core.kernel import KernelRequest, capture, kernel
+
+SM_90A = arch_from_name("sm_90a")
+
+
+@kernel
+def _add_kernel(width: int, arch: Arch) -> Any:
+    """Adds two rows."""
+    import tilelang.language as T
+
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def add(
+        a: T.Tensor((num_tokens, width), "float32"),
+        b: T.Tensor((num_tokens, width), "float32"),
+        out: T.Tensor((num_tokens, width), "float32"),
+    ) -> None:
+        with T.Kernel(num_tokens, threads=width) as token:
+            col = T.get_thread_binding()
+            out[token, col] = a[token, col] * 3.0 + b[token, col]
+
+    return add
+
+
+@kernel
+def _spilling_kernel(width: int, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    @T.prim_func
+    def spill(
+        x: T.Tensor((width,), "float32"), index: T.Tensor((width,), "int32"), out: T.Tensor((width,), "float32")
+    ) -> None:
+        with T.Kernel(1, threads=32):
+            lane = T.get_thread_binding()
+            values = T.alloc_local((32,), "float32")
+            for i in T.serial(32):
+                values[i] = x[i * 32 + lane]
+            for i in T.serial(32):
+                out[i * 32 + lane] = values[index[i * 32 + lane] % 32]
+
+    return spill
+
+
+def test_capture_records_and_launches_nothing() -> None:
+    with capture(SM_90A) as requests:
+        _add_kernel(64, SM_90A)(None, None, None)
+        with capture(arch_from_name("sm_100a")) as inner:
+            _add_kernel(32, arch_from_name("sm_100a"))()
+    assert requests == [KernelRequest(_add_kernel, (64, SM_90A))]
+    assert [request.arch.name for request in inner] == ["sm_100a"]
+    assert _add_kernel.__doc__ == "Adds two rows."
+
+
+def test_the_last_argument_is_the_arch() -> None:
+    with pytest.raises(TypeError, match="_add_kernel: expected an Arch as the last argument, got 64"):
+        _add_kernel(64)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+def test_compiles_without_a_gpu(arch: str) -> None:
+    compiled = _add_kernel.compile(64, arch_from_name(arch))
+    assert "add_kernel" in compiled.source()
+    usage = compat.resource_usage(compiled)
+    assert usage["add_kernel"].stack_bytes == 0
+    assert 0 < usage["add_kernel"].registers <= 255
+
+
+@pytest.mark.compile
+def test_nothing_is_contracted() -> None:
+    sass = compat.cuobjdump(_add_kernel.compile(64, SM_90A), "--dump-sass")
+    assert "FMUL" in sass
+    assert "FADD" in sass
+    assert "FFMA" not in sass
+
+
+@pytest.mark.compile
+def test_local_memory_is_seen() -> None:
+    assert compat.resource_usage(_spilling_kernel.compile(1024, SM_90A))["spill_kernel"].stack_bytes >= 128
+
+
+@pytest.mark.compile
+def test_disk_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    before = compat.num_compilations
+    _add_kernel.compile(96, SM_90A)
+    assert compat.num_compilations == before + 1
+    assert list(tmp_path.glob("**/executable.so"))
+
+
+@pytest.mark.compile
+def test_source_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TK_PRINT_KERNEL_SOURCE", "1")
+    _add_kernel.compile(64, SM_90A)
+    assert "__global__ void" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_launch(caplog: pytest.LogCaptureFixture) -> None:
+    from tk_core.arch import get_arch
+
+    a, b = torch.randn(2, 5, 64, device="cuda")
+    out = torch.empty_like(a)
+    with caplog.at_level(logging.DEBUG, "tk_core"):
+        function = _add_kernel(64, get_arch())
+        assert _add_kernel(64, get_arch()) is function
+    assert len([record for record in caplog.records if "loading" in record.message]) <= 1
+    function(a, b, out)
+    assert torch.equal(out, a * 3 + b)

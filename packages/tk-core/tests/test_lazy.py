@@ -1,0 +1,40 @@
+"""Lazy package namespaces."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    folder = tmp_path / "lazy_sample"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        "from tk_core.lazy import export\nexport(__name__, {'double': 'double', 'triple': 'double'})\n"
+    )
+    (folder / "double.py").write_text("def double(x):\n    return 2 * x\n\ndef triple(x):\n    return 3 * x\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import lazy_sample; assert 'lazy_sample.double' not in sys.modules; assert lazy_sample.double(2) == 4",
+        "import lazy_sample.double, lazy_sample; assert lazy_sample.double(2) == 4 and lazy_sample.triple(2) == 6",
+        "from lazy_sample.double import triple; import lazy_sample; assert lazy_sample.double(2) == 4",
+        "from lazy_sample import triple, double; assert triple(1) == 3 and double(1) == 2",
+        "import lazy_sample; assert {'double', 'triple'} <= set(dir(lazy_sample))",
+    ],
+)
+def test_functions_are_not_hidden_by_their_files(package: Path, code: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(package)!r}); {code}"], check=True)
+
+
+def test_unknown_name(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(package))
+    import lazy_sample
+
+    with pytest.raises(AttributeError, match="module 'lazy_sample' has no attribute 'half'"):
+        _ = lazy_sample.half

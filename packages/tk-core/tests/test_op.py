@@ -1,0 +1,140 @@
+"""@op: registration, backends and the ways through the dispatcher."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import tk_core
+from tk_core import op as op_module
+from tk_core.arch import UnsupportedArchError, arch_from_name
+from tk_core.kernel import capture
+from tk_core.op import op, uses_reference
+
+launches: list[str] = []
+
+
+def _double_reference(x: torch.Tensor, factor: int, out: torch.Tensor) -> None:
+    launches.append("reference")
+    out.copy_(x * factor)
+
+
+@op("tk_core_tests::scale_out", mutates=("out",), reference=_double_reference)
+def _scale_out(x: torch.Tensor, factor: int, out: torch.Tensor) -> None:
+    """Multiply by a factor."""
+    launches.append("kernel")
+
+
+@op("tk_core_tests::modern_out", mutates=("out",), reference=_double_reference, min_sm=90)
+def _modern_out(x: torch.Tensor, factor: int, out: torch.Tensor) -> None:
+    launches.append("kernel")
+
+
+def scale(x: torch.Tensor, factor: int) -> torch.Tensor:
+    out = torch.empty_like(x)
+    _scale_out(x, factor, out)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    launches.clear()
+    yield
+    launches.clear()
+
+
+def test_cpu_runs_the_reference() -> None:
+    x = torch.arange(4.0)
+    assert torch.equal(scale(x, 3), x * 3)
+    assert launches == ["reference"]
+
+
+def test_registered_with_torch() -> None:
+    overload = torch.ops.tk_core_tests.scale_out.default
+    assert str(overload._schema) == "tk_core_tests::scale_out(Tensor x, SymInt factor, Tensor(a2!) out) -> ()"
+    torch.library.opcheck(overload, (torch.arange(4.0), 2, torch.zeros(4)))
+    assert _scale_out.__doc__ == "Multiply by a factor."
+
+
+def test_compiles_into_one_graph() -> None:
+    x = torch.arange(4.0)
+    compiled = torch.compile(lambda x: scale(scale(x, 3) + 1, 2), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), (x * 3 + 1) * 2)
+
+
+def test_fake_and_meta_tensors_launch_nothing() -> None:
+    assert scale(torch.empty(4, device="meta"), 2).device.type == "meta"
+    with FakeTensorMode():
+        assert scale(torch.empty(4, device="cuda"), 2).shape == (4,)
+    assert launches == []
+
+
+class _Wrapped(torch.Tensor):
+    pass
+
+
+def test_subclasses_and_parameters() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    assert torch.equal(scale(parameter, 2), torch.full((2,), 2.0))
+    wrapped = torch.ones(2).as_subclass(_Wrapped)
+    out = torch.empty(2)
+    _scale_out(wrapped, 2, out)
+    assert torch.equal(out, torch.full((2,), 2.0))
+
+
+def test_capture_takes_the_kernel_path() -> None:
+    with capture(arch_from_name("sm_90a")):
+        scale(torch.empty(4, device="meta"), 2)
+    assert launches == ["kernel"]
+
+
+def test_unsupported_arch_is_named_before_anything_runs() -> None:
+    x, out = torch.empty(2, device="meta"), torch.empty(2, device="meta")
+    message = "tk_core_tests::modern_out: found sm_80, needs sm_90 or newer"
+    with capture(arch_from_name("sm_80")), pytest.raises(UnsupportedArchError, match=message):
+        _modern_out(x, 2, out)
+    assert launches == []
+    assert [arch.name for arch in _modern_out.archs()] == ["sm_90a", "sm_100a", "sm_103a", "sm_120a"]
+
+
+def test_backend() -> None:
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert uses_reference(cpu)
+    assert not uses_reference(cuda)
+    with tk_core.backend("reference"):
+        assert uses_reference(cuda)
+        with tk_core.backend("kernel"):
+            assert not uses_reference(cuda)
+            assert uses_reference(cpu)
+        assert uses_reference(cuda)
+    assert not uses_reference(cuda)
+    with (
+        pytest.raises(ValueError, match="backend: expected 'kernel' or 'reference', got 'fast'"),
+        tk_core.backend("fast"),
+    ):
+        pass
+
+
+def test_backend_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TK_BACKEND", "reference")
+    op_module.env.default_backend.cache_clear()
+    try:
+        assert uses_reference(torch.device("cuda", 0))
+        monkeypatch.setenv("TK_BACKEND", "quick")
+        op_module.env.default_backend.cache_clear()
+        with pytest.raises(ValueError, match="TK_BACKEND: expected 'kernel' or 'reference', got 'quick'"):
+            uses_reference(torch.device("cuda", 0))
+    finally:
+        monkeypatch.undo()
+        op_module.env.default_backend.cache_clear()
+
+
+@pytest.mark.gpu
+def test_backend_on_a_gpu() -> None:
+    x = torch.arange(4.0, device="cuda")
+    scale(x, 2)
+    with tk_core.backend("reference"):
+        assert torch.equal(scale(x, 2), x * 2)
+    scale(x, 2)
+    assert launches == ["kernel", "reference", "kernel"]

@@ -1,0 +1,62 @@
+"""reduce_fused in plain PyTorch, with a true fused multiply-add."""
+
+import torch
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c of float32 tensors, rounded once, to nearest even.
+
+    In float64 the product of two float32 is exact. The sum is not, so it is rounded to odd: to the neighbour with an odd
+    last bit, unless it is exact. That keeps what the rounding to float32, 29 bits shorter, needs to know (Boldo and
+    Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+    """
+    product = a.double() * b.double()
+    c = c.double()
+    total = product + c
+    # Knuth's TwoSum: total + error is the exact sum.
+    c_part = total - product
+    error = (product - (total - c_part)) + (c - c_part)
+    bits = total.view(torch.int64)
+    # One step away from zero is one up in the bits; of an even number and its neighbour, the neighbour is odd.
+    step = torch.where((error > 0) == (total > 0), 1, -1)
+    is_inexact = torch.isfinite(total) & (error != 0) & (bits & 1 == 0)
+    return torch.where(is_inexact, bits + step, bits).view(torch.float64).float()
+
+
+def reduce_fused(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    topk_weights: torch.Tensor | None,
+    token_topk_to_pos: torch.Tensor,
+    fp8_format: str = "",
+    sf: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum each token's rows from the experts' segments: acc = fma(x[pos], weight * sf[pos], acc), k ascending.
+
+    x (num_expanded_tokens, hidden) bfloat16 or float32, or a pair with a float32 factor for each row; topk_weights
+    float32 and token_topk_to_pos int32 (num_tokens, num_topk). Slots without a position inside x are skipped. With
+    fp8_format "e4m3" the sum is multiplied by sf[0] if given and rounded to float8_e4m3fn, saturating.
+    Returns (num_tokens, hidden): `out`, or a new tensor.
+    """
+    x, row_sf = x if isinstance(x, tuple | list) else (x, None)
+    num_tokens, num_topk = token_topk_to_pos.shape
+    num_expanded_tokens, hidden = x.shape
+    out_dtype = torch.float8_e4m3fn if fp8_format else x.dtype
+    if out is None:
+        out = x.new_empty((num_tokens, hidden), dtype=out_dtype)
+    acc = x.new_zeros((num_tokens, hidden), dtype=torch.float32)
+    for k in range(num_topk if num_expanded_tokens else 0):
+        pos = token_topk_to_pos[:, k].long()
+        has_row = (pos >= 0) & (pos < num_expanded_tokens)
+        pos = pos.where(has_row, 0)
+        scale = acc.new_ones(num_tokens) if topk_weights is None else topk_weights[:, k]
+        if row_sf is not None:
+            scale = scale * row_sf[pos]
+        acc = torch.where(has_row[:, None], _fma(x[pos].float(), scale[:, None], acc), acc)
+    if fp8_format:
+        if sf is not None:
+            acc = acc * sf
+        is_nan = acc.isnan()
+        rounded = acc.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        return out.copy_(torch.where(is_nan, 0x7F, rounded).to(torch.uint8).view(torch.float8_e4m3fn))
+    return out.copy_(acc)
