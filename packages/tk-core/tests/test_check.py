@@ -54,9 +54,9 @@ def test_tensor_returns_the_shape() -> None:
         ),
         (lambda: check.multiple_of("n", 7, 4), ValueError, "n: expected a multiple of 4, got 7"),
         (
-            lambda: check.one_of("fmt", "e3", ("e4m3", "e2m1")),
+            lambda: check.one_of("fmt", "e3", ("a", "b")),
             ValueError,
-            "fmt: expected one of 'e4m3', 'e2m1', got 'e3'",
+            "fmt: expected one of 'a', 'b', got 'e3'",
         ),
         (lambda: check.in_range("k", 9, 1, 8), ValueError, "k: expected 1 to 8, got 9"),
         (lambda: check.in_range("k", 1.0, 1, 8), TypeError, "k: expected an int, got 1.0"),
@@ -72,7 +72,7 @@ def test_errors(call: Callable[[], object], error: type[Exception], message: str
 
 def test_what_is_right_passes() -> None:
     check.multiple_of("n", 8, 4)
-    check.one_of("fmt", "e4m3", ("e4m3", "e2m1"))
+    check.one_of("fmt", "e4m3", ("a", "b"))
     check.in_range("k", 1, 1, 8)
     check.in_range("k", 8, 1, 8)
     check.require(True, "k", "", None)

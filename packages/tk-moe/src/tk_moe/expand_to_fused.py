@@ -1,4 +1,4 @@
-"""expand_to_fused: each token's row to its positions in the experts' segments; expand_to_fused_with_sf: with scale factors.
+"""expand_to_fused: each token's row to its positions in the experts' segments; expand_to_fused_with_sf: its factors too.
 
     out[token_topk_to_pos[t, k]] = x[t]     for every position that is not negative
     out[p] = 0                              where pos_to_expert[p] < 0 (padding)
@@ -6,16 +6,17 @@
 x (num_tokens, hidden), token_topk_to_pos int32 (num_tokens, num_topk), pos_to_expert int32 (num_expanded_tokens),
 out (num_expanded_tokens, hidden).
 
-One launch writes every row once. Block b reads row b of x into registers, in vectors of up to 16 bytes, and stores it to
-its positions; then it zeroes the padding among rows b, b + G, b + 2G … of the G blocks. Padding stands in runs, at the
-end of each segment and after the last one, and this deals a run out to as many blocks as it has rows.
+One launch writes every row once. Of G blocks, block b reads row b of x into registers, in vectors of up to 16 bytes, and
+stores it to its positions; then it zeroes the padding among the rows b, b + G, b + 2G, ... Padding stands in runs, at
+the end of each segment and after the last one, and this deals a run out to as many blocks as it has rows.
 
-    x       row b ──registers──┬────────┬────────────┐                (at most num_topk stores of a row that is read once)
-    out     ...  [ p0 ]  ...  [ p1 ] ...  [ pad ]  [ p2 ]  [ pad ]    (pad: zeroed by block p mod G)
+    x       row b ──registers──┬────────────┬─────────────┐           (read once, stored up to num_topk times)
+    out             ...      [ p0 ]  ...  [ p1 ] [ pad ] [ p2 ]       (row p of padding: zeroed by block p mod G)
 """
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ def _expand_kernel(
     sf_dtype: torch.dtype | None,
     config: ExpandConfig,
     arch: Arch,
-):
+) -> Any:
     """Copy rows of `cols` elements in vectors of `vector_bytes`, and rows of `sf_cols` 4-byte factors beside them."""
     import tilelang.language as T
 
@@ -89,7 +90,15 @@ def _expand_kernel(
     out_sf_row_stride, out_sf_col_stride = T.dynamic("out_sf_row_stride"), T.dynamic("out_sf_col_stride")
 
     @T.macro
-    def load_maps(block, num_blocks, tx, token_topk_to_pos, pos_to_expert, pos, expert):
+    def load_maps(
+        block: T.int32,
+        num_blocks: T.int32,
+        tx: T.int32,
+        token_topk_to_pos: T.Buffer,
+        pos_to_expert: T.Buffer,
+        pos: T.Buffer,
+        expert: T.Buffer,
+    ) -> None:
         # Row block + lane * num_blocks is this lane's to look at; every warp looks for itself.
         expert[0] = 0
         if tx % 32 < config.max_padding_rows and block + (tx % 32) * num_blocks < num_expanded_tokens:
@@ -100,7 +109,7 @@ def _expand_kernel(
                 pos[k] = token_topk_to_pos[block, k]
 
     @T.macro
-    def copy_row(block, tx, pos, x_words, out_words):
+    def copy_row(block: T.int32, tx: T.int32, pos: T.Buffer, x_words: T.Buffer, out_words: T.Buffer) -> None:
         row = T.alloc_local((vectors_per_thread, lanes), word)
         if block < num_tokens:
             for chunk in T.serial(num_chunks):
@@ -118,7 +127,7 @@ def _expand_kernel(
                                     )
 
     @T.macro
-    def zero_row(row, tx, out_words):
+    def zero_row(row: T.int32, tx: T.int32, out_words: T.Buffer) -> None:
         for chunk in T.serial(num_chunks):
             for j in T.unroll(vectors_per_thread):
                 if (chunk * vectors_per_thread + j) * threads + tx < num_vectors:
@@ -132,7 +141,7 @@ def _expand_kernel(
         pos_to_expert: T.Tensor((num_expanded_tokens,), "int32"),
         out: T.Tensor((num_expanded_tokens, cols), dtype),
         num_blocks: T.int32,
-    ):
+    ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
             tx = T.get_thread_binding()
             x_words = T.view(x, (num_tokens, row_words), word)
@@ -159,7 +168,7 @@ def _expand_kernel(
         out: T.Tensor((num_expanded_tokens, cols), dtype),
         out_sf: T.StridedTensor((num_expanded_tokens, sf_cols), (out_sf_row_stride, out_sf_col_stride), sf_dtype),
         num_blocks: T.int32,
-    ):
+    ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
             tx = T.get_thread_binding()
             x_words = T.view(x, (num_tokens, row_words), word)
@@ -192,7 +201,7 @@ def _expand_kernel(
 def _launch_plan(
     x: torch.Tensor, out: torch.Tensor, arch: Arch
 ) -> tuple[torch.Tensor, torch.Tensor, int, ExpandConfig, int]:
-    """Both tensors in a dtype that kernels take, the widest vector that divides and aligns every row, knobs and blocks."""
+    """Both tensors in a dtype that kernels take, the widest vector for every row in bytes, knobs and number of blocks."""
     if x.dtype not in _NATIVE_DTYPES:
         carrier = _CARRIERS[x.dtype.itemsize]
         x, out = x.view(carrier), out.view(carrier)

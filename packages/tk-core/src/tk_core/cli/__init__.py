@@ -5,18 +5,15 @@ from typing import Annotated
 
 import typer
 
-from tk_core.cli.cache import app as _cache_app
-from tk_core.cli.doctor import doctor
-from tk_core.cli.list import list_ops
-from tk_core.cli.verify import verify
-from tk_core.cli.warmup import warmup
+from tk_core.cli import cache, doctor, verify, warmup
+from tk_core.cli import list as list_module
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
-app.command("doctor")(doctor)
-app.command("list")(list_ops)
-app.command("warmup")(warmup)
-app.command("verify")(verify)
-app.add_typer(_cache_app, name="cache")
+app.command("doctor")(doctor.doctor)
+app.command("list")(list_module.list_ops)
+app.command("warmup")(warmup.warmup)
+app.add_typer(cache.app, name="cache")
+app.command("verify")(verify.verify)
 
 
 def _print_version(wanted: bool) -> None:

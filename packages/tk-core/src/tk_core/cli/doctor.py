@@ -198,6 +198,17 @@ class Machine:
         return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]
 
     @cached_property
+    def cache_error(self) -> OSError | None:
+        """Why nothing can be written to the cache folder; None if it can."""
+        folder = self.compat.cache_dir()
+        try:
+            existing = next(path for path in (folder, *folder.parents) if path.exists())
+            with tempfile.TemporaryDirectory(prefix=".tk-doctor-", dir=existing):
+                return None
+        except OSError as error:
+            return error
+
+    @cached_property
     def os_family(self) -> str:
         """Names that the distribution goes by, such as "ubuntu debian"."""
         try:
@@ -304,6 +315,9 @@ def _tilelang(machine: Machine) -> str:
         raise FaultError("not installed", pip_install(f"tilelang{supported}"))
     if not SpecifierSet(supported).contains(installed, prereleases=True):
         raise FaultError(f"{installed}, supported are {supported}", pip_install(f"tilelang{supported}"))
+    # TileLang makes its cache folder when it is imported.
+    if machine.cache_error is not None:
+        raise SkipError("needs the cache folder")
     if isinstance(machine.tilelang, Exception):
         raise FaultError(
             f"{installed} can't be imported: {_last_line(machine.tilelang)}",
@@ -425,17 +439,14 @@ def _architecture(machine: Machine) -> str:
 
 
 def _cache_folder(machine: Machine) -> str:
-    folder = machine.compat.cache_dir()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".tk-doctor-", dir=existing):
-            free = shutil.disk_usage(existing).free
-    except OSError as error:
-        other = Path.home() / ".cache" / "tilelang"
-        if folder == other or existing == Path.home():
-            other = Path(tempfile.gettempdir(), "tilelang")
+    folder, error = machine.compat.cache_dir(), machine.cache_error
+    if error is not None:
+        # Under a home that can't be written, another folder of it would not do either.
+        below_home = folder.is_relative_to(Path.home())
+        other = Path(tempfile.gettempdir(), "tilelang") if below_home else Path.home() / ".cache" / "tilelang"
         fix = f"export TILELANG_CACHE_DIR={shlex.quote(str(other))}"
-        raise FaultError(f"{folder} can't be written: {error.strerror or error}", fix) from error
+        raise FaultError(f"{folder} can't be written: {error.strerror or error}", fix)
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if free < 1 << 30:
         raise NoteError(f"{folder}: only {free >> 20} MiB free")
     return str(folder)
@@ -446,14 +457,14 @@ CHECKS: tuple[tuple[str, int, Callable[[Machine], str]], ...] = (
     ("Python", 11, _python),
     ("torch", 12, _torch),
     ("CUDA runtime", 13, _cuda_runtime),
-    ("tvm-ffi", 14, _tvm_ffi),
-    ("TileLang", 15, _tilelang),
-    ("host compiler", 16, _host_compiler),
-    ("nvcc", 17, _nvcc),
-    ("CUDA headers", 18, _headers),
-    ("driver", 19, _driver),
-    ("architecture", 20, _architecture),
-    ("cache folder", 21, _cache_folder),
+    ("cache folder", 14, _cache_folder),
+    ("tvm-ffi", 15, _tvm_ffi),
+    ("TileLang", 16, _tilelang),
+    ("host compiler", 17, _host_compiler),
+    ("nvcc", 18, _nvcc),
+    ("CUDA headers", 19, _headers),
+    ("driver", 20, _driver),
+    ("architecture", 21, _architecture),
 )
 
 
@@ -486,9 +497,8 @@ def _last_line(error: Any) -> str:
 
 def _first_error(printed: str) -> str:
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    first = next(
-        (line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)), lines[0] if lines else "no output"
-    )
+    errors = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)]
+    first = next(iter([*errors, *lines, "no output"]))
     # What a compiler says comes after the place where it says it.
     return re.sub(r"^.*?(fatal error|error)\s*:\s*(#error\s*)?", "", first) or first
 
@@ -500,7 +510,7 @@ def doctor(
 
     Each check is ok, or comes with the command that mends it. Exit code 0 if there is no fault (a missing GPU is none:
     compiling works without one), else the number of the first check at fault: 11 Python, 12 torch, 13 CUDA runtime,
-    14 tvm-ffi, 15 TileLang, 16 host compiler, 17 nvcc, 18 CUDA headers, 19 driver, 20 architecture, 21 cache folder.
+    14 cache folder, 15 tvm-ffi, 16 TileLang, 17 host compiler, 18 nvcc, 19 CUDA headers, 20 driver, 21 architecture.
     """
     findings = examine(Machine())
     if as_json:

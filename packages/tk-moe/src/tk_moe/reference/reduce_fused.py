@@ -6,8 +6,8 @@ import torch
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c of float32 tensors, rounded once, to nearest even.
 
-    In float64 the product of two float32 is exact. The sum is not, so it is rounded to odd: to the neighbour with an odd
-    last bit, unless it is exact. That keeps what the rounding to float32, 29 bits shorter, needs to know (Boldo and
+    In float64 the product of two float32 is exact. The sum may not be, and then it is rounded to odd: to its neighbour
+    with an odd last bit. That keeps all that the rounding to float32, 29 bits shorter, needs to know (Boldo and
     Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
     """
     product = a.double() * b.double()
