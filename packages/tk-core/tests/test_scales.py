@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+
 from tk_core.scales import (
     ScaleLayout,
     check_scales,

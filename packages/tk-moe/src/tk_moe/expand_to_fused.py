@@ -1,4 +1,4 @@
-"""expand_to_fused: each token's row to its positions in the experts' segments; expand_to_fused_with_sf: its factors too.
+"""expand_to_fused: each token's row to its positions in the experts' segments; expand_to_fused_with_sf: its factors.
 
     out[token_topk_to_pos[t, k]] = x[t]     for every position that is not negative
     out[p] = 0                              where pos_to_expert[p] < 0 (padding)
@@ -6,9 +6,9 @@
 x (num_tokens, hidden), token_topk_to_pos int32 (num_tokens, num_topk), pos_to_expert int32 (num_expanded_tokens),
 out (num_expanded_tokens, hidden).
 
-One launch writes every row once. Of G blocks, block b reads row b of x into registers, in vectors of up to 16 bytes, and
-stores it to its positions; then it zeroes the padding among the rows b, b + G, b + 2G, ... Padding stands in runs, at
-the end of each segment and after the last one, and this deals a run out to as many blocks as it has rows.
+One launch writes every row once. Of G blocks, block b reads row b of x into registers, in vectors of up to 16 bytes,
+and stores it to its positions; then it zeroes the padding among the rows b, b + G, b + 2G, ... Padding stands in runs,
+at the end of each segment and after the last one, and this deals a run out to as many blocks as it has rows.
 
     x       row b ──registers──┬────────────┬─────────────┐           (read once, stored up to num_topk times)
     out             ...      [ p0 ]  ...  [ p1 ] [ pad ] [ p2 ]       (row p of padding: zeroed by block p mod G)
@@ -201,7 +201,7 @@ def _expand_kernel(
 def _launch_plan(
     x: torch.Tensor, out: torch.Tensor, arch: Arch
 ) -> tuple[torch.Tensor, torch.Tensor, int, ExpandConfig, int]:
-    """Both tensors in a dtype that kernels take, the widest vector for every row in bytes, knobs and number of blocks."""
+    """Both tensors in a dtype that kernels take, the widest vector that fits all rows, knobs, and how many blocks."""
     if x.dtype not in _NATIVE_DTYPES:
         carrier = _CARRIERS[x.dtype.itemsize]
         x, out = x.view(carrier), out.view(carrier)

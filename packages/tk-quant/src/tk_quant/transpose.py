@@ -30,21 +30,23 @@ _DTYPES = (
     *(torch.bfloat16, torch.float16, torch.int16, torch.uint16),
     *(torch.float32, torch.int32, torch.uint32),
 )
-_LANES_OF_COLS, _LANES_OF_ROWS = 4, 8
 
 
 @dataclass(frozen=True)
 class TransposeConfig:
-    """Launch knobs: how the warps of a block are laid over its tile."""
+    """Launch knobs: how the lanes of a warp and the warps of a block are laid over its tile, and which tile is next."""
 
+    lanes_of_cols: int
     warps_of_rows: int
     warps_of_cols: int
+    rows_first: bool
+    """Whether neighbouring blocks take neighbouring rows, rather than columns, of x."""
 
     @staticmethod
     @cache
     def best(num_cols: int, itemsize: int, arch: Arch) -> "TransposeConfig":
         """The configuration for an input's width and element size on an architecture."""
-        return TransposeConfig(warps_of_rows=2, warps_of_cols=2)
+        return TransposeConfig(lanes_of_cols=4, warps_of_rows=2, warps_of_cols=4, rows_first=True)
 
 
 # Squares are whole, so the guard around a thread's square is all the bounds checking there is to do.
@@ -57,8 +59,9 @@ def _transpose_kernel(
     itemsize = dtype.itemsize
     side = 16 // itemsize
     load_lanes = max(alignment // itemsize, 1)
-    tile_rows = config.warps_of_rows * _LANES_OF_ROWS * side
-    tile_cols = config.warps_of_cols * _LANES_OF_COLS * side
+    lanes_of_cols, lanes_of_rows = config.lanes_of_cols, 32 // config.lanes_of_cols
+    tile_rows = config.warps_of_rows * lanes_of_rows * side
+    tile_cols = config.warps_of_cols * lanes_of_cols * side
     threads = 32 * config.warps_of_rows * config.warps_of_cols
     element = T.dtype(dtype)
     batch, num_rows = T.dynamic("batch"), T.dynamic("num_rows")
@@ -73,8 +76,8 @@ def _transpose_kernel(
         thread = T.get_thread_binding()
         lane = thread % 32
         warp = thread // 32
-        row = tile_row + ((warp // config.warps_of_cols) * _LANES_OF_ROWS + lane // _LANES_OF_COLS) * side
-        col = tile_col + ((warp % config.warps_of_cols) * _LANES_OF_COLS + lane % _LANES_OF_COLS) * side
+        row = tile_row + ((warp // config.warps_of_cols) * lanes_of_rows + lane // lanes_of_cols) * side
+        col = tile_col + ((warp % config.warps_of_cols) * lanes_of_cols + lane % lanes_of_cols) * side
         square = T.alloc_local((side, side), element)
         turned = T.alloc_local((side, side), element)
         if row < num_rows and col < num_cols:
@@ -89,6 +92,9 @@ def _transpose_kernel(
             for j in T.unroll(side):
                 T.stg128(out[(*prefix, col + j, row)], words[j, 0:4])
 
+    row_tiles, col_tiles = T.ceildiv(num_rows, tile_rows), T.ceildiv(num_cols, tile_cols)
+    grid = (row_tiles, col_tiles) if config.rows_first else (col_tiles, row_tiles)
+
     if batched:
 
         @T.prim_func
@@ -96,12 +102,9 @@ def _transpose_kernel(
             x: T.StridedTensor((batch, num_rows, num_cols), (batch_stride, row_stride, 1), element),
             out: T.Tensor((batch, num_cols, num_rows), element),
         ) -> None:
-            with T.Kernel(T.ceildiv(num_rows, tile_rows), T.ceildiv(num_cols, tile_cols), batch, threads=threads) as (
-                block_row,
-                block_col,
-                matrix,
-            ):
-                transpose_tile(x, out, block_row * tile_rows, block_col * tile_cols, (matrix,))
+            with T.Kernel(*grid, batch, threads=threads) as (first, second, matrix):
+                row_tile, col_tile = (first, second) if config.rows_first else (second, first)
+                transpose_tile(x, out, row_tile * tile_rows, col_tile * tile_cols, (matrix,))
 
         return batched_transpose
 
@@ -110,11 +113,9 @@ def _transpose_kernel(
         x: T.StridedTensor((num_rows, num_cols), (row_stride, 1), element),
         out: T.Tensor((num_cols, num_rows), element),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_rows, tile_rows), T.ceildiv(num_cols, tile_cols), threads=threads) as (
-            block_row,
-            block_col,
-        ):
-            transpose_tile(x, out, block_row * tile_rows, block_col * tile_cols, ())
+        with T.Kernel(*grid, threads=threads) as (first, second):
+            row_tile, col_tile = (first, second) if config.rows_first else (second, first)
+            transpose_tile(x, out, row_tile * tile_rows, col_tile * tile_cols, ())
 
     return transpose
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -169,7 +170,7 @@ def _unpack(archive: Path, staging: Path) -> list[Entry]:
         raise
     except FileExistsError as error:
         raise BadArchiveError(f"{archive}: has a file twice") from error
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, ValueError, KeyError, TypeError) as error:
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError, KeyError, TypeError) as error:
         raise BadArchiveError(f"{archive}: {error or type(error).__name__}") from error
     except OSError as error:
         if error.errno is None:
