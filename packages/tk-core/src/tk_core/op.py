@@ -16,6 +16,14 @@ from tk_core.arch import ARCHS, Arch, UnsupportedArchError, get_arch
 
 _libraries: dict[str, torch.library.Library] = {}
 _forced_backend: str | None = None
+# No backend but the kernels' is asked for, and no GPU but one is there: eager calls have nothing to look up.
+_kernels_only = False
+
+
+def _look_for_short_cut() -> None:
+    global _kernels_only
+    default = (_forced_backend or env.default_backend()) == "kernel"
+    _kernels_only = default and torch.cuda.device_count() == 1
 
 
 @contextmanager
@@ -24,14 +32,14 @@ def backend(name: Literal["kernel", "reference"]) -> Iterator[None]:
 
     Counts for the whole process. Code that torch.compile has compiled keeps the backend by looking here at run time.
     """
-    global _forced_backend
+    global _forced_backend, _kernels_only
     if name not in ("kernel", "reference"):
         raise ValueError(f"backend: expected 'kernel' or 'reference', got {name!r}")
-    before, _forced_backend = _forced_backend, name
+    before, _forced_backend, _kernels_only = _forced_backend, name, False
     try:
         yield
     finally:
-        _forced_backend = before
+        _forced_backend, _kernels_only = before, False
 
 
 def uses_reference(device: torch.device) -> bool:
@@ -59,7 +67,6 @@ class Op:
         self.launch = launch
         self.reference = reference
         self.min_sm = min_sm
-        self._checked_devices: set[torch.device] = set()
         self._ready_devices: set[torch.device] = set()
         self.__doc__ = launch.__doc__
         if namespace not in _libraries:
@@ -90,10 +97,10 @@ class Op:
         if uses_reference(device):
             self.reference(*args)
             return
-        if device not in self._checked_devices:
+        if device not in self._ready_devices:
             self._check_arch(device)
-            self._checked_devices.add(device)
-        if torch.cuda.device_count() == 1:
+            self._ready_devices.add(device)
+        if device.index == torch.cuda.current_device():
             self.launch(*args)
         else:
             # The kernel's host code selects the tensors' device and leaves it selected.
@@ -118,16 +125,13 @@ class Op:
                 self._overload(*args)
                 return
         first = args[0]
-        if first.is_cuda:
-            # Past the first call, on the only GPU: nothing is left to look up.
-            if _forced_backend is None and first.device in self._ready_devices:
-                self.launch(*args)
-            else:
-                self._on_cuda(*args)
-                if env.default_backend() == "kernel" and torch.cuda.device_count() == 1:
-                    self._ready_devices.add(first.device)
-        else:
+        if not first.is_cuda:
             self._overload(*args)
+        elif _kernels_only and first.device in self._ready_devices:
+            self.launch(*args)
+        else:
+            self._on_cuda(*args)
+            _look_for_short_cut()
 
 
 def op(
@@ -138,8 +142,8 @@ def op(
     The decorated function takes tensors (the first argument one) and scalars, writes into the arguments named by
     `mutates`, and returns nothing; its annotations give the schema. It runs for CUDA tensors; `reference`, with the
     same arguments, runs for CPU tensors and wherever the reference backend is asked for. `min_sm` is the oldest
-    architecture that it serves. In eager mode, with plain tensors, a call goes straight to it; torch.compile, fake tensors, modes
-    and tensor subclasses go through torch's dispatcher.
+    architecture that it serves. In eager mode, with plain tensors, a call goes straight to it; torch.compile, fake
+    tensors, modes and tensor subclasses go through torch's dispatcher.
     """
 
     def decorate(launch: Callable[..., None]) -> Op:
