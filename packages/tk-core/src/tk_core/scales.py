@@ -1,11 +1,13 @@
 """Layouts of scale factors: the one thing that the quantizing and the mixture-of-experts packages share.
 
-A quantized tensor is a pair `(data, sf)`; block (r, c) of data is worth `data * sf[r, c]`. With R rows and C columns of blocks:
+A quantized tensor is a pair `(data, sf)`; block (r, c) of data is worth `data * sf[r, c]`. For R rows and C columns of
+blocks:
 
     ROW_MAJOR     float32 (R, C), contiguous
-    COL_MAJOR     float32 (R, C), strides (1, align(R, 4)), also where C is 1: each column starts on 16 bytes, as TMA wants
-    PACKED_UE8M0  int32 (R, ceil(C / 4)), strides (1, align(R, 4)); byte k of a word (little endian) is the biased exponent
-                  of block 4 * col + k: byte b means 2**(b - 127), 255 means NaN; bytes past C are unspecified (written as 0 here)
+    COL_MAJOR     float32 (R, C), strides (1, align(R, 4)), also where C is 1: each column starts on 16 bytes, for TMA
+    PACKED_UE8M0  int32 (R, ceil(C / 4)), strides (1, align(R, 4)); byte k of a word (little endian) is the biased
+                  exponent of block 4 * col + k: byte b means 2**(b - 127), 255 means NaN; bytes past C are
+                  unspecified (written as 0 here)
 """
 
 import enum
@@ -67,8 +69,8 @@ def empty_scales(like: torch.Tensor, num_rows: int, num_cols: int, layout: Scale
 def check_scales(name: str, sf: torch.Tensor, num_rows: int, num_cols: int, device: torch.device) -> ScaleLayout:
     """The layout of scale factors that a caller gave for `(num_rows, num_cols)` blocks.
 
-    The stride of a dimension with one element or none addresses nothing, so it may be anything. Where both float32 layouts
-    fit (one column, no elements), the tensor counts as column major only if its strides are exactly that layout's.
+    The stride of a dimension with one element or none addresses nothing, so it may be anything. Where both float32
+    layouts fit (one column, no elements), the tensor counts as column major only if its strides are exactly those.
 
     Raises TypeError if `sf` is no float32 or int32 tensor, ValueError on a wrong shape, stride or device.
     """
@@ -99,7 +101,7 @@ def check_scales(name: str, sf: torch.Tensor, num_rows: int, num_cols: int, devi
 
 
 def decode_ue8m0(codes: torch.Tensor) -> torch.Tensor:
-    """Biased exponents (any integer dtype, values 0 to 255) to float32: b means 2**(b - 127), exactly; 255 means NaN."""
+    """Biased exponents (integers from 0 to 255) to float32: b means 2**(b - 127), exactly; 255 means NaN."""
     codes = codes.to(torch.int32)
     bits = codes << 23
     # 2**-127 is a subnormal of float32, which no exponent field alone can say.

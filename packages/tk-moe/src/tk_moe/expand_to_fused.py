@@ -270,7 +270,7 @@ def _expand_to_fused_with_sf_out(
 
 def _check_maps(token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> None:
     """With TK_DEBUG: raise unless the positions are exactly the rows that belong to an expert, each once."""
-    if pos_to_expert.device.type == "meta" or torch.compiler.is_compiling():
+    if pos_to_expert.is_meta:
         return
     num_expanded_tokens = pos_to_expert.shape[0]
     positions = token_topk_to_pos[token_topk_to_pos >= 0].long()
@@ -311,7 +311,7 @@ def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_exp
     (num_expanded_tokens,) = check.tensor(
         "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
     )
-    if env.debug():
+    if not torch.compiler.is_compiling() and env.debug():
         _check_maps(token_topk_to_pos, pos_to_expert)
     out = x.new_empty((num_expanded_tokens, hidden))
     _expand_to_fused_out(x, token_topk_to_pos, pos_to_expert, out)
@@ -371,7 +371,7 @@ def expand_to_fused_with_sf(
     (num_expanded_tokens,) = check.tensor(
         "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
     )
-    if env.debug():
+    if not torch.compiler.is_compiling() and env.debug():
         _check_maps(token_topk_to_pos, pos_to_expert)
     layout = ScaleLayout.ROW_MAJOR
     if use_tma_aligned_col_major_sf:

@@ -8,7 +8,7 @@ x (num_expanded_tokens, hidden) bf16 or float32 with an optional float32 factor 
 nearest even, so every bit is defined.
 
 A block serves one token, each thread one 16-byte vector of columns at a time: it asks for all num_topk rows' vectors
-before it uses the first, so that the memory has num_topk * 16 bytes to fetch for every thread.
+(16 at most) before it uses the first, so that the memory has num_topk * 16 bytes to fetch for every thread.
 
     x     [ p0 | thread 0 | thread 1 | ... ]     out  [ token | thread 0 | thread 1 | ... ]
           [ p1 | thread 0 | thread 1 | ... ]
@@ -39,6 +39,9 @@ class ReduceConfig:
     num_chunks: int
     """Times that the threads of a block, a vector each, go over a row."""
 
+    max_rows_in_flight = 16
+    """Rows that a thread asks for before it uses the first; 4 registers each, and 255 are all there are."""
+
     @staticmethod
     @cache
     def best(num_vectors: int, arch: Arch) -> "ReduceConfig":
@@ -65,6 +68,7 @@ def _reduce_kernel(
     import tilelang.language as T
 
     threads = config.threads
+    rows_in_flight = min(num_topk, config.max_rows_in_flight)
     num_vectors = hidden // lanes
     out_bytes = lanes * out_dtype.itemsize
 
@@ -86,7 +90,7 @@ def _reduce_kernel(
             tx = T.get_thread_binding()
             pos = T.alloc_local((num_topk,), "int32")
             scale = T.alloc_local((num_topk,), "float32")
-            rows = T.alloc_local((num_topk, lanes), dtype)
+            rows = T.alloc_local((rows_in_flight, lanes), dtype)
             acc = T.alloc_local((lanes,), "float32")
             rounded = T.alloc_local((lanes,), out_dtype)
             for k in T.unroll(num_topk):
@@ -103,16 +107,19 @@ def _reduce_kernel(
             for step in T.serial(num_steps):
                 vector = (step * num_splits + split) * threads + tx
                 if vector < num_vectors:
-                    for k in T.unroll(num_topk):
-                        if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                            for v in T.vectorized(lanes):
-                                rows[k, v] = x[pos[k], vector * lanes + v]
                     for v in T.unroll(lanes):
                         acc[v] = T.float32(0)
-                    for k in T.unroll(num_topk):
-                        if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                            for v in T.unroll(lanes):
-                                acc[v] = T.ieee_fmaf(T.cast(rows[k, v], "float32"), scale[k], acc[v])
+                    for group in T.unroll(ceil_div(num_topk, rows_in_flight)):
+                        for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
+                            k = group * rows_in_flight + i
+                            if pos[k] >= 0 and pos[k] < num_expanded_tokens:
+                                for v in T.vectorized(lanes):
+                                    rows[i, v] = x[pos[k], vector * lanes + v]
+                        for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
+                            k = group * rows_in_flight + i
+                            if pos[k] >= 0 and pos[k] < num_expanded_tokens:
+                                for v in T.unroll(lanes):
+                                    acc[v] = T.ieee_fmaf(T.cast(rows[i, v], "float32"), scale[k], acc[v])
                     if has_out_sf:
                         for v in T.unroll(lanes):
                             acc[v] = acc[v] * out_sf[0]
@@ -182,7 +189,7 @@ def _reduce_fused_out(
 
 def _check_positions(token_topk_to_pos: torch.Tensor, num_expanded_tokens: int) -> None:
     """With TK_DEBUG: raise if a position lies past the last row."""
-    if token_topk_to_pos.numel() == 0 or token_topk_to_pos.device.type == "meta" or torch.compiler.is_compiling():
+    if token_topk_to_pos.numel() == 0 or token_topk_to_pos.is_meta:
         return
     high = int(token_topk_to_pos.max())
     check.require(high < num_expanded_tokens, "token_topk_to_pos", f"positions below {num_expanded_tokens}", high)
@@ -240,7 +247,7 @@ def reduce_fused(
         check.require(fp8_format != "", "sf", "None without fp8_format, since only FP8 outputs are scaled", "a tensor")
         check.tensor("sf", sf, (torch.float32,), (1,), device=device)
     out_dtype = torch.float8_e4m3fn if fp8_format else x.dtype
-    if env.debug():
+    if not torch.compiler.is_compiling() and env.debug():
         _check_positions(token_topk_to_pos, num_expanded_tokens)
     if out is None:
         out = x.new_empty((num_tokens, hidden), dtype=out_dtype)

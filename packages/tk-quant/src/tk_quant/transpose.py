@@ -44,9 +44,13 @@ class TransposeConfig:
 
     @staticmethod
     @cache
-    def best(num_cols: int, itemsize: int, arch: Arch) -> "TransposeConfig":
-        """The configuration for an input's width and element size on an architecture."""
-        return TransposeConfig(lanes_of_cols=4, warps_of_rows=2, warps_of_cols=4, rows_first=True)
+    def best(itemsize: int, arch: Arch) -> "TransposeConfig":
+        """The configuration for an input's element size on an architecture."""
+        # H200, 8192 x 7168, against a copy of 57.3 and 29.3 µs: bf16 61.2 µs with 2 x 8 warps of 4 lanes (62.3 with
+        # 4 x 2 of 8), e4m3 32.5 µs with 1 x 2 warps of 8 lanes (33.1 with 4). Columns first was never better by 0.5 µs.
+        if itemsize == 1:
+            return TransposeConfig(lanes_of_cols=8, warps_of_rows=1, warps_of_cols=2, rows_first=True)
+        return TransposeConfig(lanes_of_cols=4, warps_of_rows=2, warps_of_cols=8, rows_first=True)
 
 
 # Squares are whole, so the guard around a thread's square is all the bounds checking there is to do.
@@ -132,7 +136,7 @@ def _transpose_out(x: torch.Tensor, out: torch.Tensor) -> None:
         x, out = x.view(torch.uint8), out.view(torch.uint8)
     num_cols, dtype = x.shape[-1], x.dtype
     arch = get_arch(x.device)
-    config = TransposeConfig.best(num_cols, dtype.itemsize, arch)
+    config = TransposeConfig.best(dtype.itemsize, arch)
     _transpose_kernel(num_cols, dtype, check.row_alignment(x), x.ndim == 3, config, arch)(x, out)
 
 

@@ -8,7 +8,9 @@ import typer
 from tk_core.cli import cache, doctor, verify, warmup
 from tk_core.cli import list as list_module
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 app.command("doctor")(doctor.doctor)
 app.command("list")(list_module.list_ops)
 app.command("warmup")(warmup.warmup)

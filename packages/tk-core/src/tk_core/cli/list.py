@@ -42,6 +42,13 @@ def describe(op: str, spec: "OpSpec") -> dict[str, Any]:
     }
 
 
+def _archs_text(names: list[str]) -> str:
+    from tk_core.arch import ARCHS
+
+    newest = list(ARCHS)[-len(names) :] if names else []
+    return f"{names[0]} and newer" if names == newest else " ".join(names)
+
+
 def list_ops(
     targets: Annotated[
         list[str] | None, typer.Argument(metavar="[PACKAGE|OP]...", help="Packages or ops; all by default.")
@@ -58,11 +65,12 @@ def list_ops(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("op", "architectures", "cases", "warm-up", "on a GPU", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("op", "architectures", "cases", "warm-up", "on a GPU"):
+        table.add_column(column, no_wrap=True)
     for row in rows:
-        state = Text(row["state"], STATE_COLORS.get(row["state"], ""))
-        if row["reason"]:
-            state.append(f": {row['reason']}", "default")
         counts = str(len(row["cases"])), str(len(row["warmup"]))
-        table.add_row(row["op"], " ".join(row["archs"]), *counts, state)
-    Console(highlight=False).print(table)
+        state = Text(row["state"], STATE_COLORS.get(row["state"], ""))
+        table.add_row(row["op"], _archs_text(row["archs"]), *counts, state)
+    # Names must not be cut, however narrow the terminal is.
+    Console(highlight=False, width=max(Console().width, 120)).print(table)

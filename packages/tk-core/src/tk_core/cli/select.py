@@ -1,9 +1,8 @@
-"""Which packages there are and which ops a command line means."""
+"""Which ops a command line means."""
 
 import importlib.util
 from collections.abc import Iterable
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 import typer
@@ -11,27 +10,11 @@ import typer
 if TYPE_CHECKING:
     from tk_core.testing import OpSpec
 
-# What there may be when running from source without installed metadata.
-_FALLBACK = ("tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_modeling")
 
-
-def packages() -> list[str]:
-    """Import names of the installed op packages."""
-    found = sorted({entry.value for entry in entry_points(group="tk_core.packages")})
-    return [name for name in found or _FALLBACK if importlib.util.find_spec(name)]
-
-
-def _has_testing(package: str) -> bool:
-    if not package.isidentifier() or importlib.util.find_spec(package) is None:
+def _is_package(name: str) -> bool:
+    if not name.isidentifier() or importlib.util.find_spec(name) is None:
         return False
-    return importlib.util.find_spec(f"{package}.testing") is not None
-
-
-def specs_of(package: str) -> "dict[str, OpSpec]":
-    """Specs of a package's ops, by "package.op"; none for a package without ops yet."""
-    from tk_core.testing import load_specs
-
-    return load_specs(package) if _has_testing(package) else {}
+    return importlib.util.find_spec(f"{name}.testing") is not None
 
 
 def select(targets: Iterable[str]) -> "dict[str, OpSpec]":
@@ -40,17 +23,19 @@ def select(targets: Iterable[str]) -> "dict[str, OpSpec]":
     A package may be written tk-quant or tk_quant, an op tk_quant.transpose or transpose. Raises typer.BadParameter for
     a name that is neither.
     """
-    targets = list(dict.fromkeys(target.replace("-", "_") for target in targets))
+    from tk_core.testing import load_specs, packages
+
     names = packages()
-    # A package that nobody registered can still be named.
-    for target in targets:
-        package = target.partition(".")[0]
-        if package not in names and _has_testing(package):
-            names.append(package)
-    specs = {op: spec for name in names for op, spec in specs_of(name).items()}
+    targets = list(dict.fromkeys(target.replace("-", "_") for target in targets))
+    named = [target.partition(".")[0] for target in targets]
+    # A package that is no entry point can be named all the same.
+    names += [name for name in dict.fromkeys(named) if name not in names and _is_package(name)]
+    # One package's ops can be had though another's can't be loaded.
+    needed = [name for name in names if name in named] if targets and set(named) <= set(names) else names
+    specs = {op: spec for name in needed for op, spec in load_specs(name).items()}
     if not targets:
         return specs
-    chosen: dict[str, OpSpec] = {}
+    chosen = set()
     for target in targets:
         ops = [op for op in specs if target in (op, op.partition(".")[0], op.partition(".")[2])]
         if not ops and target not in names:
@@ -58,5 +43,5 @@ def select(targets: Iterable[str]) -> "dict[str, OpSpec]":
             near = get_close_matches(target, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise typer.BadParameter(f"{target}: expected a package ({', '.join(names)}) or an op of one{hint}")
-        chosen.update((op, specs[op]) for op in ops)
-    return {op: specs[op] for op in specs if op in chosen}
+        chosen.update(ops)
+    return {op: spec for op, spec in specs.items() if op in chosen}

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import re
-import sys
+import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tk_core.cli.select import select, specs_of
+from tk_core.cli.select import select
 
 if TYPE_CHECKING:
     from tk_core.kernel import KernelRequest
@@ -91,7 +91,9 @@ def summary(error: BaseException) -> str:
 
 @lru_cache(maxsize=8)
 def _worker_requests(op: str, case_name: str, arch: str) -> "list[KernelRequest]":
-    spec = specs_of(op.partition(".")[0])[op]
+    from tk_core.testing import load_specs
+
+    spec = load_specs(op.partition(".")[0])[op]
     case = next(case for case in spec.cases if case.name == case_name)
     return requests_of(spec, case, arch)
 
@@ -109,6 +111,8 @@ def compile_job(job: Job) -> tuple[Outcome, str]:
 
 
 def _start_worker() -> None:
+    # Ctrl-C is for the parent, which ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
@@ -134,18 +138,18 @@ def run(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outcome, str]]
         try:
             while queue or running:
                 while queue and len(running) < size:
-                    job = queue.popleft()
-                    running[pool.submit(compile_job, job)] = job
+                    running[pool.submit(compile_job, queue[0])] = queue[0]
+                    queue.popleft()
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     job = running[future]
                     outcome, why = future.result()
                     del running[future]
                     yield job, outcome, why
         except BrokenProcessPool:
-            if queue is alone:
-                yield next(iter(running.values())), "failed", "the compiler's process died"
-            else:
+            if queue is waiting:
                 alone.extend(running.values())
+            elif running:
+                yield next(iter(running.values())), "failed", "the compiler's process died"
         finally:
             if running:
                 for child in multiprocessing.active_children():
@@ -209,22 +213,15 @@ def warmup(
         raise typer.BadParameter(f"no case of {len(specs)} ops is {which}")
 
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(highlight=False)
     planned = plan(specs, archs, wanted)
     counts: Counter[Outcome] = Counter(failed=len(planned.failures))
     failures = list(planned.failures)
     columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
-        *(TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")),
+        *(TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn()),
+        *(TimeRemainingColumn(), TextColumn("{task.fields[last]}")),
     )
     results = run(planned.jobs, jobs or _num_cores())
     interrupted = False
@@ -235,7 +232,7 @@ def warmup(
                 counts[outcome] += 1
                 if outcome == "failed":
                     failures.append(f"{job}: {why}")
-                progress.update(task, advance=1, last=f"{job.op} {job.case}")
+                progress.update(task, advance=1, last=job.op)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -249,7 +246,6 @@ def warmup(
     if interrupted:
         left = len(planned.jobs) + len(planned.failures) - counts.total()
         console.print(f"interrupted: {total}, {left} left; the same command goes on from here", soft_wrap=True)
-        sys.stdout.flush()
         raise typer.Exit(130)
     console.print(f"{total}, for {', '.join(archs)}", soft_wrap=True)
     raise typer.Exit(1 if failures else 0)

@@ -1,0 +1,297 @@
+"""pytest plugin of the tk packages, loaded by `-p tk_core.testing.plugin` in the root configuration.
+
+Tiers: tests marked gpu run where there is a GPU and are left out, not skipped, where there is none; tests marked
+compile run anywhere; all others are the cpu tier. Benchmarks (marked bench, in bench_*.py) run only if `-m bench` or
+their file asks for them. Each test starts from a seed of its own name. With pytest-xdist each worker gets one GPU.
+"""
+
+import os
+import random
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tk_core import env
+
+_MARKERS = (
+    "gpu(arch=None): needs a GPU, of this architecture if it names one",
+    "compile: compiles kernels, for which no GPU is needed",
+    "bench: measures speed on a GPU; runs only with -m bench or if its file is named",
+    "tk_case(op, test): which test of which op's spec this is",
+)
+_LEFT_OUT = pytest.StashKey[int]()
+_SESSION = pytest.StashKey["_Session"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of ours, all named --tk-*."""
+    group = parser.getgroup("tk", "GPU kernels")
+    group.addoption(
+        "--tk-record",
+        action="store_true",
+        help="write gpu-verified.json for each op whose gpu tests all ran and passed",
+    )
+    group.addoption(
+        "--tk-sanitize",
+        action="store_true",
+        help="afterwards run the small cases of the tested ops under compute-sanitizer",
+    )
+    group.addoption("--tk-results", metavar="FILE", type=Path, help="append benchmark results to FILE, as JSON lines")
+    group.addoption(
+        "--tk-baselines",
+        choices=("none", "eager", "compiled"),
+        default="compiled",
+        help="what benchmarks compare with: nothing, the eager reference, or torch.compile of it too (default)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare markers, pick this worker's GPU, refuse -m gpu without one, collect benchmarks if asked for."""
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
+    workerinput = getattr(config, "workerinput", None)
+    if workerinput is not None:
+        _take_gpu(workerinput)
+    markexpr = config.option.markexpr
+    for name in ("gpu", "bench"):
+        if _requires(markexpr, name) and not _has_gpu():
+            raise pytest.UsageError(f"-m {markexpr!r} needs a GPU and there is none here")
+    if _requires(markexpr, "bench"):
+        config.addinivalue_line("python_files", "bench_*.py")
+    if workerinput is None:
+        config.stash[_SESSION] = session = _Session(config)
+        config.pluginmanager.register(session, "tk-session")
+
+
+def _requires(markexpr: str, name: str) -> bool:
+    """Whether only tests with a marker can match a -m expression."""
+    names = sorted({*re.findall(r"\w+", markexpr)} - {"and", "or", "not", name, "True", "False", "None"})
+    if not re.search(rf"\b{name}\b", markexpr) or len(names) > 8:
+        return False
+    from _pytest.mark.expression import Expression
+
+    expression = Expression.compile(markexpr)
+
+    def matches(marked: bool) -> bool:
+        choices = ({**dict(zip(names, values)), name: marked} for values in product((False, True), repeat=len(names)))
+        return any(expression.evaluate(partial(_is_chosen, choice)) for choice in choices)
+
+    return matches(True) and not matches(False)
+
+
+def _is_chosen(choice: dict[str, bool], name: str, **_: Any) -> bool:
+    return choice.get(name, False)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# ---- selection
+
+
+def _needs_gpu(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("gpu", "bench"))
+
+
+def _runs_here(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("gpu")
+    wanted = marker.kwargs.get("arch") if marker else None
+    if wanted is None:
+        return True
+    from tk_core.arch import get_arch
+
+    return get_arch().name == wanted
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this machine's GPU, or its lack of one, cannot run."""
+    needing = [item for item in items if _needs_gpu(item)]
+    if not needing:
+        return
+    out = {item for item in needing if not _runs_here(item)} if _has_gpu() else set(needing)
+    if out:
+        items[:] = [item for item in items if item not in out]
+        config.hook.pytest_deselected(items=list(out))
+        config.stash[_LEFT_OUT] = len(out)
+
+
+# ---- seeds
+
+
+@pytest.fixture(autouse=True)
+def _tk_seed(request: pytest.FixtureRequest) -> None:
+    import numpy as np
+    import torch
+
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def tk_bench(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The session's `tk_core.testing.bench.Bench`."""
+    from tk_core.testing.bench import Bench
+
+    bench = Bench(baselines=request.config.option.tk_baselines)
+    yield bench
+    bench.close()
+
+
+# ---- GPUs of pytest-xdist's workers
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker which GPUs there are: asking for itself would fix its choice."""
+    import torch
+
+    named = env.get("CUDA_VISIBLE_DEVICES")
+    node.workerinput["tk_gpus"] = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _take_gpu(workerinput: dict[str, Any]) -> None:
+    gpus = workerinput.get("tk_gpus", [])
+    worker = re.search(r"\d+$", workerinput["workerid"])
+    if len(gpus) > 1 and worker:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.group()) % len(gpus)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a worker tell how many tests it left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["tk_left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+# ---- reports
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Count a gpu test that skips as failed, and say which op's test a report is of."""
+    report = yield
+    if not _needs_gpu(item):
+        return report
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{reason}\na gpu test that skips where it could run counts as failed"
+    marker = item.get_closest_marker("tk_case")
+    if marker and item.get_closest_marker("gpu"):
+        report.user_properties.append(("tk_case", [marker.kwargs["op"], marker.kwargs["test"]]))
+    return report
+
+
+class _Session:
+    """What the process that talks to the user gathers from all reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.passed: defaultdict[str, set[str]] = defaultdict(set)
+        self.failed: defaultdict[str, set[str]] = defaultdict(set)
+        self.rows: list[dict[str, Any]] = []
+        self.left_out = 0
+        self.lines: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Gather results of ops' tests, and rows of benchmarks, as they come."""
+        for name, value in report.user_properties:
+            if name == "tk_case":
+                op, test = value
+                if report.failed or hasattr(report, "wasxfail"):
+                    self.failed[op].add(test)
+                elif report.passed and report.when == "call":
+                    self.passed[op].add(test)
+            elif name == "tk_bench" and report.when == "call":
+                self._add_row(value)
+
+    def _add_row(self, row: dict[str, Any]) -> None:
+        from tk_core.testing.bench import append_row
+
+        self.rows.append(row)
+        if file := self.config.option.tk_results:
+            append_row(file, row)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take over what a worker says."""
+        # Every worker collects all tests.
+        self.left_out = max(self.left_out, getattr(node, "workeroutput", {}).get("tk_left_out", 0))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Run the sanitizer and write the records."""
+        self.left_out = max(self.left_out, self.config.stash.get(_LEFT_OUT, 0))
+        options = self.config.option
+        if not (options.tk_sanitize or options.tk_record) or not self._ops():
+            return
+        sanitizer = self._sanitize(session) if options.tk_sanitize else {}
+        if options.tk_record:
+            self._record(sanitizer)
+
+    def _ops(self) -> list[str]:
+        return sorted({*self.passed, *self.failed})
+
+    def _sanitize(self, session: pytest.Session) -> dict[str, Any]:
+        from tk_core.testing import sanitize
+
+        sanitizer = sanitize.find_sanitizer()
+        if sanitizer is None:
+            self.lines.append("compute-sanitizer: not found, nothing sanitized")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            return {}
+        findings = []
+        for tool in sanitize.TOOLS:
+            found = sanitize.run_tool(sanitizer, tool, self._ops())
+            findings.append(found)
+            self.lines.append(f"{tool}: {'clean' if found.passed else 'FAILED'}, {sum(found.cases.values())} cases")
+            if not found.passed:
+                self.lines.append(sanitize.excerpt(found.output))
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        return sanitize.records(findings, sanitize.sanitizer_version(sanitizer))
+
+    def _record(self, sanitizer: dict[str, Any]) -> None:
+        from tk_core import ledger
+        from tk_core.testing.machine import versions
+        from tk_core.testing.specs import load_specs
+        from tk_core.testing.tiers import gpu_test_names
+
+        found = versions()
+        kept = {key: found[key] for key in ("gpu", "driver", "torch", "cuda", "tilelang", "date")}
+        for op, spec in load_specs().items():
+            if op not in self._ops():
+                continue
+            wanted = gpu_test_names(spec)
+            missing = wanted - self.passed[op]
+            if self.failed[op] or missing:
+                what = f"{len(self.failed[op])} failed, {len(missing)} of {len(wanted)} did not pass"
+                self.lines.append(f"{op}: not recorded, {what}")
+                continue
+            ledger.record(op, {**kept, "cases": len(wanted), "sanitizer": sanitizer.get(op)})
+            self.lines.append(f"{op}: recorded, {len(wanted)} tests")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say what was left out, recorded, sanitized and measured."""
+        if self.left_out:
+            why = "not for this GPU's architecture" if _has_gpu() else "no GPU here"
+            terminalreporter.write_line(f"{self.left_out} gpu tests left out: {why}")
+        for line in self.lines:
+            terminalreporter.write_line(line)
+        if self.rows:
+            from tk_core.testing.bench import format_rows
+
+            terminalreporter.section("benchmarks")
+            terminalreporter.write_line(format_rows(self.rows, terminalreporter.isatty))

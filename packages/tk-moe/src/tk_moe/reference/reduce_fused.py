@@ -53,6 +53,9 @@ def reduce_fused(
         if row_sf is not None:
             scale = scale * row_sf[pos]
         acc = torch.where(has_row[:, None], _fma(x[pos].float(), scale[:, None], acc), acc)
+    # Of the many NaN, the one that float32 arithmetic makes on this device.
+    infinity = acc.new_full((), torch.inf)
+    acc = torch.where(acc.isnan(), infinity - infinity, acc)
     if fp8_format:
         if sf is not None:
             acc = acc * sf

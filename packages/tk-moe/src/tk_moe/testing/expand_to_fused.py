@@ -186,7 +186,7 @@ SPEC = OpSpec(
         Case("bf16-h576-t67-one-expert", make(67, 576, 4, num_rows=300, num_experts=1)),
         Case("bf16-h7168-t1-all-rows-of-256-experts", make(1, 7168, 8, num_rows=32640, alignment=128)),
         *(Case(f"{name_of(dtype)}-h576-t67-k3", make(67, 576, 3, dtype)) for dtype in _DTYPES),
-        *(Case(f"bf16-h576-t131-k{k}", make(131, 576, k, share_without_position=0.1)) for k in range(1, 10)),
+        *(Case(f"bf16-h576-t131-k{k}", make(131, 576, k, share_without_position=0.1)) for k in (1, 2, 3, 4, 5, 7)),
         *(
             Case(f"bf16-h{hidden}-t{num_tokens}", make(num_tokens, hidden, num_topk))
             for hidden, num_topk in _TOPK_OF_HIDDEN.items()

@@ -53,6 +53,7 @@ def make(
             "topk_weights": topk_weights if weights else None,
             "token_topk_to_pos": token_topk_to_pos,
             "fp8_format": fp8_format,
+            "out": None,
         }
         if out_sf is not None:
             inputs["sf"] = torch.full((1,), out_sf, device=device)
@@ -75,12 +76,12 @@ def make_with_out(make_inputs: Make, first_element: int = 0) -> Make:
     return build
 
 
-def least_bytes(inputs: dict[str, Any], out: torch.Tensor) -> int:
+def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
     """Bytes of the rows that have a token, of the maps and of the output: rows of padding need not be read."""
     x, row_sf = inputs["x"] if isinstance(inputs["x"], tuple) else (inputs["x"], None)
     num_used = int((inputs["token_topk_to_pos"] >= 0).sum())
     total = num_used * (x.shape[1] * x.element_size() + (4 if row_sf is not None else 0))
-    for tensor in (inputs["topk_weights"], inputs["token_topk_to_pos"], inputs.get("sf"), out):
+    for tensor in (inputs["topk_weights"], inputs["token_topk_to_pos"], inputs.get("sf"), outputs[0]):
         total += tensor.numel() * tensor.element_size() if tensor is not None else 0
     return total
 
@@ -92,6 +93,7 @@ SPEC = OpSpec(
     op=reduce_fused,
     reference=reference.reduce_fused,
     least_bytes=least_bytes,
+    mutates=("out",),
     cases=(
         Case("bf16-h64-t7", make(7, 64, 3, **_SMALL_ROUTING), small=True, modes=True, compile=True),
         Case("float32-h64-t7", make(7, 64, 3, _FLOAT32, **_SMALL_ROUTING), small=True, compile=True),
@@ -140,8 +142,8 @@ SPEC = OpSpec(
         *(
             Case(f"{name_of(dtype)}-h576-t131-k{k}", make(131, 576, k, dtype, share_without_position=0.1))
             for dtype in (_BF16, _FLOAT32)
-            for k in range(1, 10)
-            if dtype == _BF16 or k in (1, 8)
+            for k in (1, 2, 3, 4, 5, 7)
+            if dtype == _BF16 or k == 3
         ),
         Case("bf16-h576-t131-k32", make(131, 576, 32), compile=True),
         *(

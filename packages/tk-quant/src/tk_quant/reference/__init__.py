@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 from tk_core.lazy import export
 
 if TYPE_CHECKING:
-    from tk_quant.reference.transpose import batched_transpose as batched_transpose
     from tk_quant.reference.cast import cast as cast
     from tk_quant.reference.cast_back import cast_back as cast_back
     from tk_quant.reference.per_token_cast import per_token_cast as per_token_cast
-    from tk_quant.reference.per_token_cast_back import per_token_cast_back as per_token_cast_back
     from tk_quant.reference.per_token_cast import (
         per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf,
     )
     from tk_quant.reference.per_token_cast import per_token_cast_with_sf_only as per_token_cast_with_sf_only
-    from tk_quant.reference.transpose import transpose as transpose
+    from tk_quant.reference.per_token_cast_back import per_token_cast_back as per_token_cast_back
     from tk_quant.reference.per_token_cast_back import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
+    from tk_quant.reference.transpose import batched_transpose as batched_transpose
+    from tk_quant.reference.transpose import transpose as transpose
 
 __all__ = [
     "batched_transpose",

@@ -1,9 +1,9 @@
 """The quantizer in plain PyTorch, written once over format, block, rounding and scale layout."""
 
 import torch
+
 from tk_core.math import ceil_div
 from tk_core.scales import pack_scales, scale_layout
-
 from tk_quant.reference.formats import FORMATS, Format, dequantize, expand_blocks
 
 _INFINITY_BITS = 0x7F800000

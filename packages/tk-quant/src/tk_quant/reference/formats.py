@@ -1,9 +1,10 @@
-"""Quantized formats in plain PyTorch: bit patterns, limits, and what a (data, sf) pair is worth. Correct on any device."""
+"""Quantized formats in plain PyTorch: bit patterns, limits, and what a (data, sf) pair is worth. On any device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
 from tk_core.math import ceil_div
 from tk_core.scales import unpack_scales
 
@@ -90,7 +91,8 @@ def expand_blocks(values: torch.Tensor, block_size: tuple[int, int], num_rows: i
 def dequantize(x: tuple[torch.Tensor, torch.Tensor], x_block_size: tuple[int, int]) -> torch.Tensor:
     """What a pair `(data, sf)` with blocks `x_block_size` is worth: data * sf, rounded to float32 once.
 
-    data: float8_e4m3fn (tokens, hidden), or e2m1 as int8, uint8 or float4_e2m1fn_x2 (tokens, hidden / 2). sf: in any layout.
+    data: float8_e4m3fn (tokens, hidden), or e2m1 as int8, uint8 or float4_e2m1fn_x2 (tokens, hidden / 2).
+    sf: in any layout.
     """
     data, sf = x
     values = decode(data)

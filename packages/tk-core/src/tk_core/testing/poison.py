@@ -1,0 +1,64 @@
+"""Allocations full of 0xFF bytes, so that an element that a kernel forgets to write shows."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from tk_core.testing.trees import storage_bytes
+
+_ALLOCATORS = frozenset(
+    (
+        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+        *(Tensor.new_empty, Tensor.new_empty_strided),
+    )
+)
+
+
+@dataclass
+class Poison:
+    """What `poisoned_allocations` has done so far."""
+
+    num_allocations: int = 0
+
+
+def poison(x: Tensor) -> Tensor:
+    """Fill a tensor's whole storage, gaps between strided rows included, with 0xFF bytes; returns x.
+
+    0xFF is NaN in every float format of ours that has one, -1 in signed integers and the greatest unsigned value.
+    """
+    if x.device.type != "meta" and not isinstance(x, FakeTensor):
+        storage_bytes(x).fill_(0xFF)
+    return x
+
+
+# A dispatch mode would push ops off their eager fast path, which has to be what is tested.
+class _PoisonMode(TorchFunctionMode):
+    def __init__(self, done: Poison) -> None:
+        super().__init__()
+        self.done = done
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATORS:
+            poison(result)
+            self.done.num_allocations += 1
+        return result
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[Poison]:
+    """Within it, tensors from torch.empty, x.new_empty and their like hold 0xFF bytes, on any device, of any dtype.
+
+    Not for code under torch.compile, which allocates by itself.
+    """
+    done = Poison()
+    with _PoisonMode(done):
+        yield done

@@ -1,0 +1,138 @@
+"""Small cases of ops under compute-sanitizer: `python -m tk_core.testing.sanitize [OP]...`, needs a GPU.
+
+Each tool runs once over all of them. Inputs are made on the CPU and copied whole, and references do not run, so that
+nearly every kernel that the sanitizer slows down and judges is one of ours; those come from the compile cache.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = ("memcheck", "initcheck", "racecheck")
+_ERROR_EXIT_CODE = 86
+_DEFAULT_PATH = Path("/usr/local/cuda/bin/compute-sanitizer")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one tool said of one run."""
+
+    tool: str
+    cases: dict[str, int]
+    """Small cases that ran to their end, by op."""
+    passed: bool
+    output: str
+
+
+def find_sanitizer() -> str | None:
+    """Path of compute-sanitizer, if there is one."""
+    return shutil.which("compute-sanitizer") or (str(_DEFAULT_PATH) if _DEFAULT_PATH.exists() else None)
+
+
+def sanitizer_version(sanitizer: str) -> str | None:
+    """Its version, such as 2025.3.1.0."""
+    printed = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"[Vv]ersion\s+([\d.]+)", printed)
+    return found.group(1) if found else None
+
+
+def command(sanitizer: str, tool: str, ops: Iterable[str]) -> list[str]:
+    """What runs a tool over the small cases of some ops."""
+    # Failed API calls are torch's to judge: it probes what a device can do by trying.
+    options = ("--report-api-errors", "no") if tool == "memcheck" else ()
+    return [
+        # Of cached memory the sanitizer cannot tell where one tensor ends.
+        *("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"),
+        *(sanitizer, "--tool", tool, *options, "--error-exitcode", str(_ERROR_EXIT_CODE), "--print-limit", "20"),
+        *(sys.executable, "-m", "tk_core.testing.sanitize", "--cases-only", *ops),
+    ]
+
+
+def run_tool(sanitizer: str, tool: str, ops: Iterable[str]) -> Finding:
+    """Run one tool over the small cases of some ops and wait for it."""
+    done = subprocess.run(
+        command(sanitizer, tool, ops), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return finding(tool, done.returncode, done.stdout)
+
+
+def finding(tool: str, exit_code: int, output: str) -> Finding:
+    """Read what a run printed."""
+    cases: dict[str, int] = {}
+    for op in re.findall(r"^tk: done (\S+) \S+$", output, re.MULTILINE):
+        cases[op] = cases.get(op, 0) + 1
+    # It exits with 0 if it could not attach at all, but then it prints no summary of errors.
+    summary = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", output)
+    clean = summary is not None and not any(int(count) for count in summary.groups() if count)
+    return Finding(tool, cases, exit_code == 0 and clean and "tk: all done" in output, output)
+
+
+def records(findings: Sequence[Finding], version: str | None) -> dict[str, dict[str, int | str | None]]:
+    """The ledger's sanitizer entry of each op that every tool has passed."""
+    if not findings or not all(found.passed for found in findings):
+        return {}
+    ops = set.intersection(*(set(found.cases) for found in findings))
+    return {op: {**{found.tool: found.cases[op] for found in findings}, "version": version} for op in sorted(ops)}
+
+
+def _run_cases(ops: Sequence[str]) -> None:
+    """What runs inside the sanitizer: every small case once."""
+    import torch
+
+    from tk_core.testing.specs import load_specs
+    from tk_core.testing.trees import transfer
+
+    for name, spec in load_specs().items():
+        if ops and name not in ops:
+            continue
+        for case in spec.cases:
+            if not (case.small and case.gpu):
+                continue
+            torch.manual_seed(0)
+            kwargs = transfer(case.make("cpu"), "cuda")
+            print(f"tk: case {name} {case.name}", flush=True)
+            spec.op(**kwargs)
+            torch.cuda.synchronize()
+            print(f"tk: done {name} {case.name}", flush=True)
+    print("tk: all done", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tools; exit code 1 if one finds something."""
+    parser = argparse.ArgumentParser(prog="python -m tk_core.testing.sanitize", description=__doc__)
+    parser.add_argument("ops", nargs="*", metavar="OP", help="such as tk_quant.transpose; by default all")
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="by default all three; may be repeated")
+    parser.add_argument("--cases-only", action="store_true", help="run the cases without a sanitizer")
+    options = parser.parse_args(arguments)
+    if options.cases_only:
+        _run_cases(options.ops)
+        return 0
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        parser.error("compute-sanitizer: not found on PATH; it comes with the CUDA toolkit")
+    failed = False
+    for tool in options.tool or TOOLS:
+        found = run_tool(sanitizer, tool, options.ops)
+        failed |= not found.passed
+        print(f"{tool}: {'clean' if found.passed else 'FAILED'}, {sum(found.cases.values())} cases", flush=True)
+        if not found.passed:
+            print(excerpt(found.output), flush=True)
+    return int(failed)
+
+
+def excerpt(output: str, lines: int = 60) -> str:
+    """The part of a sanitizer's output around its first complaint, with the case that it came in."""
+    every = output.splitlines()
+    complaints = (i for i, line in enumerate(every) if line.startswith("=========") and "COMPUTE-SANITIZER" not in line)
+    first = next(complaints, len(every))
+    case = next((line for line in reversed(every[:first]) if line.startswith("tk: case")), "")
+    return "\n".join([case, *every[first : first + lines]] if first < len(every) else every[-lines:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

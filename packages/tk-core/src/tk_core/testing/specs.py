@@ -1,0 +1,101 @@
+"""What tests, benchmarks and the command tk know of an op: its reference and its named cases."""
+
+import importlib
+import importlib.util
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from tk_core.testing.numeric import assert_equal
+from tk_core.testing.trees import distinct_bytes
+
+_SOURCE_PACKAGES = ("tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_modeling")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named input of an op."""
+
+    name: str
+    """Unique in the op, kebab-case, such as bf16-h7168-t4001-strided."""
+    make: Callable[[str], dict[str, Any]]
+    """make(device) → the op's keyword arguments, drawn from torch's global generator. Works on device "meta" too."""
+    compile: bool = False
+    """Its kernels are compiled for sm_90a and sm_100a in the compile tier: one case for each code path."""
+    small: bool = False
+    """Small enough for the cpu tier and for compute-sanitizer: a few thousand elements."""
+    modes: bool = False
+    """Also run on a side stream, under torch.compile and in a CUDA graph."""
+    bench: bool = False
+    """A benchmark shape."""
+    warmup: bool = False
+    """In the default set of `tk warmup`; in benchmarks, the shapes for which torch.compile is measured too."""
+    gpu: bool = True
+    """In the gpu tier; False for a case that only serves benchmarks or warm-up."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", self.name):
+            raise ValueError(f"name: expected kebab-case such as bf16-h7168-t4001, got {self.name!r}")
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One public op, its reference and its cases."""
+
+    op: Callable[..., Any]
+    reference: Callable[..., Any]
+    cases: tuple[Case, ...]
+    compare: Callable[[Any, Any], None] = assert_equal
+    """compare(actual, expected) on trees of tensors; raises AssertionError."""
+    least_bytes: Callable[[dict[str, Any], Any], int] | None = None
+    """(arguments, outputs) → the fewest bytes to move; by default every input and output tensor once."""
+    mutates: tuple[str, ...] = ()
+    """Arguments that the op writes into (`out`, in-place ones); their contents count as outputs."""
+
+    def __post_init__(self) -> None:
+        twice = [name for name, count in Counter(case.name for case in self.cases).items() if count > 1]
+        if twice:
+            raise ValueError(f"cases: expected unique names, got {', '.join(twice)} more than once in {self.name}")
+
+    @property
+    def name(self) -> str:
+        """The op's name, such as "tk_quant.transpose"."""
+        return f"{self.op.__module__.partition('.')[0]}.{self.op.__name__}"
+
+    def bytes_of(self, kwargs: dict[str, Any], outputs: Any) -> int:
+        """The fewest bytes that a call with these arguments and outputs moves."""
+        if self.least_bytes is not None:
+            return self.least_bytes(kwargs, outputs)
+        return distinct_bytes((kwargs, outputs))
+
+
+def packages() -> list[str]:
+    """Import names of the op packages: those registered as entry points, else (run from source) those importable."""
+    found = sorted({entry.value for entry in entry_points(group="tk_core.packages")}) or _SOURCE_PACKAGES
+    return [name for name in found if importlib.util.find_spec(name)]
+
+
+def load_specs(package: str | None = None) -> dict[str, OpSpec]:
+    """Every module-level `OpSpec` in `package.testing`, by op name; of all op packages if none is named.
+
+    Raises ModuleNotFoundError for a package that is not there, ValueError if two specs are for one op.
+    """
+    if package is None:
+        return {name: spec for each in packages() for name, spec in load_specs(each).items()}
+    root = importlib.import_module(package)
+    if importlib.util.find_spec(f"{package}.testing") is None:
+        return {}
+    testing = importlib.import_module(f"{package}.testing")
+    specs: dict[str, OpSpec] = {}
+    for module_name in sorted(info.name for info in pkgutil.iter_modules(testing.__path__)):
+        module = importlib.import_module(f"{testing.__name__}.{module_name}")
+        for value in vars(module).values():
+            if not isinstance(value, OpSpec) or not value.name.startswith(f"{root.__name__}."):
+                continue
+            if specs.setdefault(value.name, value) is not value:
+                raise ValueError(f"{module.__name__}: expected one OpSpec for {value.name}, got another")
+    return specs

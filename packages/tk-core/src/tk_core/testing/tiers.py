@@ -1,0 +1,330 @@
+"""The tests that every op gets from its spec: `test_cpu = tiers.cpu_tests(SPEC)` and so on in its test file."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tk_core import compat, env
+from tk_core.arch import arch_from_name
+from tk_core.kernel import KernelRequest, capture
+from tk_core.testing.numeric import assert_equal, assert_same_metadata
+from tk_core.testing.poison import poison, poisoned_allocations
+from tk_core.testing.specs import Case, OpSpec
+from tk_core.testing.trees import map_tensors, storage_bytes, tensors, transfer
+
+COMPILE_ARCHS = ("sm_90a", "sm_100a")
+"""Architectures for which every kernel has to compile."""
+
+Check = tuple[str, Callable[[], None]]
+Test = Callable[..., None]
+
+
+def cpu_tests(spec: OpSpec) -> Test:
+    """Small cases on the CPU against the reference, on fake and meta tensors, under torch.compile and opcheck."""
+    small = [case for case in spec.cases if case.small]
+    modes = [case for case in small if case.modes]
+    return _test(
+        spec,
+        "cpu",
+        [
+            ("spec", partial(_check_spec, spec)),
+            *((case.name, partial(_check_cpu, spec, case)) for case in small),
+            *((f"torch-compile-{case.name}", partial(_check_cpu_compile, spec, case)) for case in modes),
+            *((f"opcheck-{case.name}", partial(_check_opcheck, spec, case)) for case in modes),
+        ],
+    )
+
+
+def compile_tests(spec: OpSpec) -> Test:
+    """Compile cases for `COMPILE_ARCHS`: each kernel compiles, keeps out of local memory, fits shared memory."""
+    return _test(
+        spec,
+        "compile",
+        [
+            (f"{arch}-{case.name}", partial(_check_compile, spec, case, arch))
+            for case in spec.cases
+            if case.compile
+            for arch in COMPILE_ARCHS
+        ],
+        pytest.mark.compile,
+    )
+
+
+def gpu_tests(spec: OpSpec) -> Test:
+    """Kernel against reference on the GPU: outputs poisoned first, run twice for equal bits, inputs untouched."""
+    return _test(spec, "gpu", _gpu_checks(spec), pytest.mark.gpu)
+
+
+def gpu_mode_tests(spec: OpSpec) -> Test:
+    """Mode cases on a side stream, under torch.compile, in a CUDA graph, and on a device that is not the current one.
+
+    The last only where there are several GPUs.
+    """
+    return _test(spec, "modes", _mode_checks(spec, torch.cuda.device_count() > 1), pytest.mark.gpu)
+
+
+def gpu_test_names(spec: OpSpec) -> set[str]:
+    """Names of the gpu tests that an op has on any machine: those its verification needs."""
+    gpu = {f"gpu-{name}" for name, _ in _gpu_checks(spec)}
+    return gpu | {f"modes-{name}" for name, _ in _mode_checks(spec, several_gpus=False)}
+
+
+def _gpu_checks(spec: OpSpec) -> list[Check]:
+    return [(case.name, partial(_check_gpu, spec, case)) for case in spec.cases if case.gpu]
+
+
+def _mode_checks(spec: OpSpec, several_gpus: bool) -> list[Check]:
+    modes = {"stream": _check_stream, "torch-compile": _check_gpu_compile, "graph": _check_graph}
+    if several_gpus:
+        modes["other-device"] = _check_other_device
+    cases = [case for case in spec.cases if case.modes]
+    return [(f"{mode}-{case.name}", partial(check, spec, case)) for case in cases for mode, check in modes.items()]
+
+
+def _test(spec: OpSpec, tier: str, checks: Iterable[Check], *marks: pytest.MarkDecorator) -> Test:
+    @pytest.mark.parametrize(
+        "check",
+        [
+            pytest.param(check, id=name, marks=pytest.mark.tk_case(op=spec.name, test=f"{tier}-{name}"))
+            for name, check in checks
+        ],
+    )
+    def test(check: Callable[[], None]) -> None:
+        check()
+
+    for mark in marks:
+        test = mark(test)
+    return test
+
+
+# ---- what all tiers share
+
+
+def _outputs(spec: OpSpec, result: Any, kwargs: dict[str, Any]) -> Any:
+    """What a call gave back: its result, and after it the arguments that it writes into, if there are any."""
+    return (result, *(kwargs[name] for name in spec.mutates)) if spec.mutates else result
+
+
+def _run(spec: OpSpec, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    return _outputs(spec, function(**kwargs), kwargs)
+
+
+def _own(spec: OpSpec, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for one call: the same again, or copies if the op writes into some."""
+    return transfer(kwargs) if spec.mutates else kwargs
+
+
+@contextmanager
+def _unchanged(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Every byte of the inputs' storages, gaps between rows included, is the same afterwards."""
+    inputs = {name: value for name, value in kwargs.items() if name not in spec.mutates}
+    before = transfer(inputs)
+    yield
+    for name, value in inputs.items():
+        for now, then in zip(tensors(value), tensors(before[name])):
+            assert torch.equal(storage_bytes(now), storage_bytes(then)), f"{name}: input was changed"
+
+
+def _assert_same_metadata(actual: Any, expected: Any, how: str) -> None:
+    got, want = tensors(actual), tensors(expected)
+    assert len(got) == len(want), f"{how}: expected {len(want)} tensors, got {len(got)}"
+    for index, (x, y) in enumerate(zip(got, want)):
+        assert_same_metadata(x, y, f"{how}, tensor {index}")
+
+
+# ---- cpu
+
+
+def _check_spec(spec: OpSpec) -> None:
+    op, reference = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        for function in (spec.op, spec.reference)
+    )
+    assert op == reference, f"{spec.name}: expected the reference's signature {reference}, got {op}"
+    assert spec.op.__doc__, f"{spec.name}: expected a docstring"
+    for flag in ("small", "modes"):
+        assert any(getattr(case, flag) for case in spec.cases), f"{spec.name}: expected a case with {flag}=True"
+    assert any(case.small and case.modes for case in spec.cases), f"{spec.name}: expected a small case with modes=True"
+
+
+def _check_cpu(spec: OpSpec, case: Case) -> None:
+    kwargs = case.make("cpu")
+    fresh = _own(spec, kwargs)
+    with _unchanged(spec, kwargs), poisoned_allocations():
+        actual = _run(spec, spec.op, kwargs)
+    expected = _run(spec, spec.reference, fresh)
+    spec.compare(actual, expected)
+
+    meta = case.make("meta")
+    _assert_same_metadata(meta, kwargs, f"{case.name} made on meta")
+    _assert_same_metadata(_run(spec, spec.op, meta), expected, "result on meta tensors")
+    mode = FakeTensorMode()
+    fake = map_tensors(mode.from_tensor, fresh)
+    with mode:
+        _assert_same_metadata(_run(spec, spec.op, fake), expected, "result on fake tensors")
+
+
+def _check_cpu_compile(spec: OpSpec, case: Case) -> None:
+    kwargs = case.make("cpu")
+    expected = _run(spec, spec.op, _own(spec, kwargs))
+    torch._dynamo.reset()
+    assert_equal(_run(spec, torch.compile(spec.op, fullgraph=True, backend="aot_eager"), kwargs), expected)
+
+
+class _RecordOps(TorchDispatchMode):
+    """Keeps the calls of our operators, with copies of the arguments as they were before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace.startswith("tk_"):
+            self.calls.append((func, *transfer((args, kwargs or {}))))
+        return func(*args, **(kwargs or {}))
+
+
+# What test_schema computes with the values, torch has not got for these.
+_NO_SCHEMA_TEST = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
+_OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def _check_opcheck(spec: OpSpec, case: Case) -> None:
+    with _RecordOps() as recorded:
+        spec.op(**case.make("cpu"))
+    assert recorded.calls, f"{spec.name}: expected a call of an operator of ours, saw none"
+    for func, args, kwargs in recorded.calls:
+        dtypes = {x.dtype for x in tensors((args, kwargs))}
+        utils = _OPCHECKS[1:] if dtypes & _NO_SCHEMA_TEST else _OPCHECKS
+        torch.library.opcheck(func, args, kwargs, test_utils=utils)
+
+
+# ---- compile
+
+
+@cache
+def _usage(request: KernelRequest) -> dict[str, compat.ResourceUsage]:
+    """Kept for the session: several cases ask for the same kernel."""
+    return compat.resource_usage(request.compile())
+
+
+def _check_compile(spec: OpSpec, case: Case, arch_name: str) -> None:
+    arch = arch_from_name(arch_name)
+    with capture(arch) as captured:
+        spec.op(**case.make("meta"))
+    assert captured, f"{case.name}: expected a kernel, saw none launched; such a case needs no compile=True"
+    for request in captured:
+        for function, used in _usage(request).items():
+            where = f"{request.kernel.name}{request.args!r}, {function}"
+            assert not used.stack_bytes, f"{where}: expected no local memory, got {used.stack_bytes} bytes a thread"
+            assert used.shared_bytes <= arch.max_shared_memory, (
+                f"{where}: expected at most {arch.max_shared_memory} bytes of shared memory, got {used.shared_bytes}"
+            )
+
+
+# ---- gpu
+
+
+def _require_kernels() -> None:
+    assert env.default_backend() == "kernel", "TK_BACKEND: expected kernel for the gpu tier, got reference"
+
+
+def _check_gpu(spec: OpSpec, case: Case) -> None:
+    _require_kernels()
+    kwargs = case.make("cuda")
+    runs = [_own(spec, kwargs) for _ in range(2)]
+    with _unchanged(spec, runs[0]):
+        with poisoned_allocations():
+            first = _run(spec, spec.op, runs[0])
+        torch.cuda.synchronize()
+    with poisoned_allocations():
+        second = _run(spec, spec.op, runs[1])
+    spec.compare(first, _run(spec, spec.reference, kwargs))
+    assert_equal(second, first, name="second run")
+
+
+# About 0.2 s at 2 GHz: by then a call that has been made before is long over.
+_BUSY_CYCLES = 400_000_000
+
+
+def _check_stream(spec: OpSpec, case: Case) -> None:
+    _require_kernels()
+    kwargs = case.make("cuda")
+    warm, run = _own(spec, kwargs), _own(spec, kwargs)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side), poisoned_allocations():
+        # Kernels are loaded and memory is set aside now, or the call below would wait for the device.
+        transfer(_run(spec, spec.op, warm))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY_CYCLES)
+    with torch.cuda.stream(side), poisoned_allocations():
+        actual = transfer(_run(spec, spec.op, run))
+    side.synchronize()
+    still_busy = not torch.cuda.default_stream().query()
+    torch.cuda.synchronize()
+    # A launch on the default stream would have come after the copy of the outputs.
+    spec.compare(actual, _run(spec, spec.reference, kwargs))
+    assert still_busy, f"{spec.name}: expected the default stream to be busy still; does the op synchronize?"
+
+
+def _check_gpu_compile(spec: OpSpec, case: Case) -> None:
+    _require_kernels()
+    kwargs = case.make("cuda")
+    runs = [_own(spec, kwargs) for _ in range(2)]
+    eager = _run(spec, spec.op, runs[0])
+    torch._dynamo.reset()
+    compiled = _run(spec, torch.compile(spec.op, fullgraph=True), runs[1])
+    assert_equal(compiled, eager)
+    spec.compare(compiled, _run(spec, spec.reference, kwargs))
+
+
+def _check_graph(spec: OpSpec, case: Case) -> None:
+    _require_kernels()
+    static = case.make("cuda")
+    fresh = _other_values(case, static)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        _run(spec, spec.op, _own(spec, static))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = _run(spec, spec.op, static)
+    inputs = {x.untyped_storage().data_ptr() for x in tensors(static)}
+    for x in tensors(outputs):
+        if x.untyped_storage().data_ptr() not in inputs:
+            poison(x)
+    for x, y in zip(tensors(static), tensors(fresh)):
+        storage_bytes(x).copy_(storage_bytes(y))
+    graph.replay()
+    torch.cuda.synchronize()
+    spec.compare(outputs, _run(spec, spec.reference, fresh))
+
+
+def _other_values(case: Case, like: dict[str, Any]) -> dict[str, Any]:
+    """The case made again, further on in the random stream."""
+    made = case.make("cuda")
+    _assert_same_metadata(made, like, f"{case.name} made again")
+    return made
+
+
+def _check_other_device(spec: OpSpec, case: Case) -> None:
+    _require_kernels()
+    with torch.cuda.device(0):
+        kwargs = case.make("cuda:1")
+        run = _own(spec, kwargs)
+        with poisoned_allocations():
+            actual = _run(spec, spec.op, run)
+        assert torch.cuda.current_device() == 0, f"{spec.name}: expected cuda:0 to stay the current device"
+        torch.cuda.synchronize(1)
+        devices = {x.device for x in tensors(actual)}
+        assert devices <= {torch.device("cuda:1")}, f"{spec.name}: expected outputs on cuda:1, got {devices}"
+        spec.compare(actual, _run(spec, spec.reference, kwargs))

@@ -1,0 +1,60 @@
+"""Trees of arguments and outputs: tuples, lists and dicts with tensors at their leaves."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, in order."""
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _leaves(item)
+    else:
+        yield tree
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The same tree with `function` applied to each tensor."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, item) for item in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(function, item) for item in tree)
+    return tree
+
+
+def storage_bytes(x: Tensor) -> Tensor:
+    """All bytes of a tensor's storage, gaps between strided rows included, as a uint8 tensor that shares them."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def transfer(tree: Any, device: torch.device | str | None = None) -> Any:
+    """Copies with equal strides, offsets and bits, gaps included; tensors that shared a storage share one again."""
+    copies: dict[tuple[torch.device, int], Tensor] = {}
+
+    def copy(x: Tensor) -> Tensor:
+        key = x.device, x.untyped_storage().data_ptr()
+        if key not in copies:
+            copies[key] = storage_bytes(x).to(device if device is not None else x.device, copy=True)
+        made = torch.empty(0, dtype=x.dtype, device=copies[key].device)
+        return made.set_(copies[key].untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    return map_tensors(copy, tree)
+
+
+def distinct_bytes(tree: Any) -> int:
+    """Bytes of a tree's tensors, each counted once though it appear twice (an output that is also an argument)."""
+    seen = {(x.data_ptr(), x.dtype, x.shape): x.numel() * x.element_size() for x in tensors(tree)}
+    return sum(seen.values())

@@ -1,0 +1,384 @@
+"""`tk list`, `tk warmup` and `tk verify` on a package made for the purpose, whose kernels take no compiler."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tk_core.cli import app, warmup
+
+# "Compiling" leaves a file, so that the next run finds it.
+_OPS = '''
+import os
+import time
+from pathlib import Path
+
+import torch
+from tk_core import compat
+from tk_core.arch import get_arch
+from tk_core.kernel import Kernel
+from tk_core.op import op
+
+FOLDER = Path(__file__).parent / "compiled" / "{name}"
+
+
+class FakeKernel(Kernel):
+    def compile(self, *args):
+        *key, arch = args
+        path = FOLDER / "-".join(map(str, (self.build.__name__, *key, arch.name)))
+        if key == [13]:
+            raise RuntimeError("source code\\n" * 100 + "kernel.cu(3): error: 13 is unlucky\\nCommand: nvcc")
+        if key == [666]:
+            os._exit(9)
+        if key[0] >= 1000:
+            time.sleep(0.4)
+        if not path.exists():
+            path.write_text("")
+            compat.num_compilations += 1
+
+
+def one(cols, arch):
+    """A kernel."""
+
+
+def two(cols, arch):
+    """Another kernel."""
+
+
+_one = FakeKernel(one, {{}}, ())
+_two = FakeKernel(two, {{}}, ())
+
+
+def _reference(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+
+
+@op("{package}::{name}_out", mutates=("out",), reference=_reference, min_sm={min_sm})
+def _out(x: torch.Tensor, out: torch.Tensor) -> None:
+    arch = get_arch(x.device)
+    _one(x.shape[1], arch)(x, out)
+    if x.shape[1] % 2:
+        _two(x.shape[1], arch)(x, out)
+
+
+def {name}(x: torch.Tensor) -> torch.Tensor:
+    """A copy."""
+    out = torch.empty_like(x)
+    _out(x, out)
+    return out
+'''
+
+_SPEC = """
+import torch
+from tk_core.testing import Case, OpSpec
+from {package}.{name} import {name}
+from {package}.reference.{name} import {name} as reference
+
+
+def make(cols, tokens=4):
+    return lambda device: {{"x": torch.zeros(tokens, cols, device=device)}}
+
+
+SPEC = OpSpec(
+    op={name},
+    reference=reference,
+    cases=(
+        Case("c8", make(8), compile=True, small=True, warmup=True),
+        Case("c8-t9", make(8, 9), warmup=True),
+        Case("c9", make(9), small=True, warmup=True),
+        Case("c10", make(10), small=True),
+        Case("bad-c13", make(13)),
+        Case("fatal-c666", make(666)),
+        *(Case(f"slow-c{{c}}", make(c)) for c in range(1000, 1012, 2)),
+    ),
+)
+"""
+
+_INIT = """
+from tk_core.lazy import export
+
+export(__name__, {"copy_rows": "copy_rows", "copy_new": "copy_new"})
+"""
+
+PACKAGE = "tk_cli_test_ops"
+
+
+def _write(folder: Path, op: str, min_sm: int) -> None:
+    names = {"package": PACKAGE, "name": op, "min_sm": min_sm}
+    (folder / f"{op}.py").write_text(_OPS.format(**names))
+    (folder / "testing" / f"{op}.py").write_text(_SPEC.format(**names))
+    (folder / "reference" / f"{op}.py").write_text(f"def {op}(x):\n    return x.clone()\n")
+
+
+@pytest.fixture(scope="module")
+def _package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    parent = tmp_path_factory.mktemp("ops")
+    folder = parent / PACKAGE
+    for each in (folder, folder / "testing", folder / "reference"):
+        each.mkdir()
+        (each / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text(_INIT)
+    _write(folder, "copy_rows", 80)
+    _write(folder, "copy_new", 90)
+    sys.path.insert(0, str(parent))
+    yield folder
+    sys.path.remove(str(parent))
+
+
+@pytest.fixture
+def package(_package: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package, nothing compiled yet and nothing verified."""
+    shutil.rmtree(_package / "compiled", ignore_errors=True)
+    for op in ("copy_rows", "copy_new"):
+        (_package / "compiled" / op).mkdir(parents=True)
+    (_package / "gpu-verified.json").unlink(missing_ok=True)
+    monkeypatch.delenv("TK_ARCH", raising=False)
+    return _package
+
+
+def tk(*arguments: str) -> Any:
+    """Run the command in this process."""
+    return CliRunner().invoke(app, list(arguments))
+
+
+def compiled(package: Path, op: str = "copy_rows") -> list[str]:
+    """An op's kernels that were compiled, by kernel, columns and architecture."""
+    return sorted(path.name for path in (package / "compiled" / op).iterdir())
+
+
+def test_list(package: Path) -> None:
+    result = tk("list", PACKAGE, "--json")
+    assert result.exit_code == 0, result.output
+    rows = {row["op"]: row for row in json.loads(result.output)}
+    assert list(rows) == [f"{PACKAGE}.copy_new", f"{PACKAGE}.copy_rows"]
+    old = rows[f"{PACKAGE}.copy_rows"]
+    assert {"sm_80", "sm_90a", "sm_100a"} <= set(old["archs"])
+    assert "sm_80" not in rows[f"{PACKAGE}.copy_new"]["archs"]
+    assert old["warmup"] == ["c8", "c8-t9", "c9"]
+    assert len(old["cases"]) == 12
+    assert old["state"] == "missing"
+    text = tk("list", f"{PACKAGE}.copy_new").output
+    assert f"{PACKAGE}.copy_new" in text
+    assert "copy_rows" not in text
+
+
+def test_list_takes_a_name_with_dashes_and_an_op_by_itself(package: Path) -> None:
+    by_dashes = json.loads(tk("list", PACKAGE.replace("_", "-"), "--json").output)
+    assert len(by_dashes) == 2
+    both = json.loads(tk("list", PACKAGE, "copy_rows", "--json").output)
+    assert len(both) == 2
+
+
+def test_unknown_name(package: Path) -> None:
+    result = tk("list", f"{PACKAGE}.copy_row")
+    assert result.exit_code == 2
+    assert f"did you mean {PACKAGE}.copy_rows?" in " ".join(result.output.split())
+
+
+def test_every_package_here_can_be_listed() -> None:
+    result = tk("list", "--json")
+    assert result.exit_code == 0, result.output
+    assert all(row["archs"] for row in json.loads(result.output))
+
+
+def test_warmup_compiles_each_kernel_once(package: Path) -> None:
+    (package / "compiled" / "copy_new" / "one-8-sm_90a").write_text("")
+    result = tk("warmup", PACKAGE, "--arch", "sm_90a", "--arch", "sm_100", "--jobs", "2")
+    assert result.exit_code == 0, result.output
+    assert "11 compiled, 1 cached already, 0 failed, for sm_90a, sm_100a" in result.output
+    # c8 and c8-t9 ask for the same kernel.
+    kernels = [f"{name}-{arch}" for name in ("one-8", "one-9", "two-9") for arch in ("sm_100a", "sm_90a")]
+    assert compiled(package) == compiled(package, "copy_new") == kernels
+
+
+def test_warmup_names_failures_and_does_the_rest(package: Path) -> None:
+    arguments = ("--arch", "sm_90a", "--jobs", "2", "--case", "bad-*", "--case", "fatal-*", "--case", "c*")
+    result = tk("warmup", f"{PACKAGE}.copy_rows", *arguments)
+    assert result.exit_code == 1
+    assert "3 failed" in result.output
+    failed = [line for line in result.output.splitlines() if line.startswith("failed")]
+    assert len(failed) == 3
+    unlucky = [line for line in failed if "bad-c13" in line]
+    assert len(unlucky) == 2, "one and two"
+    assert all("error: 13 is unlucky" in line and "source code" not in line for line in unlucky)
+    assert any("fatal-c666" in line and "process died" in line for line in failed)
+    assert compiled(package) == ["one-10-sm_90a", "one-8-sm_90a", "one-9-sm_90a", "two-9-sm_90a"]
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[warmup.Job]:
+    """The jobs that a warm-up would do; none is done."""
+    found: list[warmup.Job] = []
+
+    def run(jobs: list[warmup.Job], _: int) -> Iterator[tuple[warmup.Job, str, str]]:
+        found.extend(jobs)
+        yield from ((job, "compiled", "") for job in jobs)
+
+    monkeypatch.setattr(warmup, "run", run)
+    return found
+
+
+def test_warmup_says_what_an_architecture_does_not_serve(package: Path, jobs: list[warmup.Job]) -> None:
+    result = tk("warmup", PACKAGE, "--arch", "sm_80", "--case", "c8")
+    assert result.exit_code == 0, result.output
+    assert "not served" in result.output
+    assert "sm_90 or newer" in result.output
+    assert [job.op for job in jobs] == [f"{PACKAGE}.copy_rows"]
+
+
+def test_warmup_takes_the_architecture_from_the_environment(
+    package: Path, jobs: list[warmup.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TK_ARCH", "sm_100a")
+    assert tk("warmup", f"{PACKAGE}.copy_rows").exit_code == 0
+    assert [(job.case, job.index, job.arch) for job in jobs] == [
+        ("c8", 0, "sm_100a"),
+        ("c9", 0, "sm_100a"),
+        ("c9", 1, "sm_100a"),
+    ]
+
+
+def test_warmup_of_all_cases(package: Path, jobs: list[warmup.Job]) -> None:
+    assert tk("warmup", f"{PACKAGE}.copy_rows", "--arch", "sm_90a", "--all").exit_code == 0
+    assert len(jobs) == 1 + 2 + 1 + 2 + 1 + 6
+
+
+def test_warmup_without_an_architecture(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = tk("warmup", PACKAGE)
+    assert result.exit_code == 2
+    assert "--arch sm_90a" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("arguments", [("--arch", "sm_42"), ("--arch", "sm_90a", "--case", "nothing-*")])
+def test_warmup_of_nothing(package: Path, arguments: tuple[str, ...]) -> None:
+    assert tk("warmup", PACKAGE, *arguments).exit_code == 2
+    assert compiled(package) == []
+
+
+def test_warmup_goes_on_after_an_interrupt(package: Path) -> None:
+    command = [sys.executable, "-c", "from tk_core.cli import main; main()", "warmup", f"{PACKAGE}.copy_rows"]
+    options = ["--arch", "sm_90a", "--jobs", "1", "--case", "slow-*"]
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    process = subprocess.Popen([*command, *options], env=environment, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(compiled(package)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "interrupted" in output
+    assert "goes on from here" in output
+    done = len(compiled(package))
+    assert 2 <= done < 6
+    result = tk("warmup", f"{PACKAGE}.copy_rows", *options)
+    assert result.exit_code == 0
+    assert f"{6 - done} compiled, {done} cached already" in result.output
+
+
+_REAL = """
+import torch
+from tk_core.arch import get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+from tk_core.testing import Case, OpSpec
+
+
+@kernel
+def _double_kernel(cols, arch):
+    import tilelang.language as T
+
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def double(x: T.Tensor((rows, cols), "float32"), out: T.Tensor((rows, cols), "float32")):
+        with T.Kernel(rows, threads=32) as row:
+            for col in T.Parallel(cols):
+                out[row, col] = x[row, col] * 2.0
+
+    return double
+
+
+@op("tk_cli_test_real::double_out", mutates=("out",), reference=lambda x, out: out.copy_(2 * x))
+def _double_out(x: torch.Tensor, out: torch.Tensor) -> None:
+    _double_kernel(x.shape[1], get_arch(x.device))(x, out)
+
+
+def double(x):
+    out = torch.empty_like(x)
+    _double_out(x, out)
+    return out
+
+
+def make(device):
+    return {"x": torch.empty(3, 64, device=device)}
+
+
+SPEC = OpSpec(double, lambda x: 2 * x, (Case("c64", make, warmup=True),))
+"""
+
+
+@pytest.mark.compile
+def test_warmup_fills_tilelangs_cache(tmp_path: Path) -> None:
+    """With a real kernel and no GPU, the second process finds what the first compiled."""
+    folder = tmp_path / "tk_cli_test_real" / "testing"
+    folder.mkdir(parents=True)
+    for each in (folder.parent, folder):
+        (each / "__init__.py").write_text("")
+    (folder / "double.py").write_text(_REAL)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", "from tk_core.cli import main; main()"]
+    warm_up = [*command, "warmup", "tk_cli_test_real", "--arch", "sm_90a"]
+    for outcome in ("1 compiled, 0 cached already, 0 failed", "0 compiled, 1 cached already, 0 failed"):
+        ran = subprocess.run(warm_up, env=environment, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        assert outcome in ran.stdout
+    info = subprocess.run([*command, "cache", "info", "--json"], env=environment, capture_output=True, text=True)
+    facts = json.loads(info.stdout)
+    assert facts["kernels"] == 1
+    assert facts["broken"] == 0
+
+
+def test_verify(package: Path) -> None:
+    assert tk("verify", PACKAGE).exit_code == 1
+    result = tk("verify", f"{PACKAGE}.copy_rows")
+    assert result.exit_code == 1
+    assert "missing" in result.output
+    assert tk("verify", "--pending", f"{PACKAGE}.copy_rows", "waits for an H200").exit_code == 0
+    result = tk("verify", f"{PACKAGE}.copy_rows")
+    assert result.exit_code == 0, result.output
+    assert "pending" in result.output
+    assert "waits for an H200" in result.output
+    rows = json.loads(tk("verify", PACKAGE, "--json").output)
+    assert [row["state"] for row in rows] == ["missing", "pending"]
+    listed = json.loads(tk("list", "copy_rows", PACKAGE, "--json").output)
+    assert {row["op"]: row["reason"] for row in listed}[f"{PACKAGE}.copy_rows"] == "waits for an H200"
+
+
+@pytest.mark.parametrize("pending", [(PACKAGE, "two ops"), (f"{PACKAGE}.copy_rows", " "), ("nonsense", "why")])
+def test_verify_pending_takes_one_op_and_a_reason(package: Path, pending: tuple[str, str]) -> None:
+    assert tk("verify", "--pending", *pending).exit_code == 2
+    assert not (package / "gpu-verified.json").exists()
+
+
+def test_help_and_version() -> None:
+    commands = ("doctor", "list", "warmup", "verify", "cache")
+    assert all(command in tk("--help").output for command in commands)
+    assert all(tk(command, "--help").exit_code == 0 for command in commands)
+    assert tk("--version").output.startswith("tk-core 0.")
+
+
+def test_help_needs_neither_torch_nor_tilelang() -> None:
+    code = "import sys, tk_core.cli; assert not {'torch', 'tilelang', 'rich'} & sys.modules.keys(), 'slow to start'"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,277 @@
+"""tk_core.testing.plugin: which tests run where, seeds, GPUs of workers, records."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tk_core import ledger
+from tk_core.testing import machine, plugin, specs, tiers
+
+pytest_plugins = ["pytester"]
+
+_TESTS = """
+import pytest
+
+def test_cpu():
+    pass
+
+@pytest.mark.compile
+def test_compile():
+    pass
+
+@pytest.mark.gpu
+def test_gpu():
+    pass
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(*args: str, gpu: bool) -> pytest.RunResult:
+        monkeypatch.setattr(plugin, "_has_gpu", lambda: gpu)
+        return pytester.runpytest_inprocess("-p", "tk_core.testing.plugin", "-p", "no:cacheprovider", *args)
+
+    return run
+
+
+def test_gpu_tests_are_left_out_without_a_gpu(pytester: pytest.Pytester, run: Any) -> None:
+    pytester.makepyfile(_TESTS)
+    result = run(gpu=False)
+    result.assert_outcomes(passed=2, deselected=1)
+    result.stdout.fnmatch_lines(["1 gpu tests left out: no GPU here"])
+
+
+def test_everything_runs_with_a_gpu(pytester: pytest.Pytester, run: Any) -> None:
+    pytester.makepyfile(_TESTS)
+    result = run(gpu=True)
+    result.assert_outcomes(passed=3)
+    result.stdout.no_fnmatch_line("*left out*")
+
+
+@pytest.mark.parametrize("markexpr", ["gpu", "gpu and not compile", "bench", "(gpu) and other"])
+def test_asking_for_a_gpu_without_one_is_an_error(pytester: pytest.Pytester, run: Any, markexpr: str) -> None:
+    pytester.makepyfile(_TESTS)
+    result = run("-m", markexpr, gpu=False)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*needs a GPU and there is none here"])
+
+
+@pytest.mark.parametrize(("markexpr", "passed"), [("not gpu", 2), ("gpu or compile", 1), ("not compile", 1)])
+def test_other_expressions_run_without_a_gpu(pytester: pytest.Pytester, run: Any, markexpr: str, passed: int) -> None:
+    pytester.makepyfile(_TESTS)
+    result = run("-m", markexpr, gpu=False)
+    assert result.ret == 0
+    result.assert_outcomes(passed=passed, deselected=3 - passed)
+
+
+def test_a_gpu_test_that_skips_fails(pytester: pytest.Pytester, run: Any) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.gpu
+        def test_inside():
+            pytest.skip("no time")
+
+        @pytest.mark.gpu
+        @pytest.mark.skipif(True, reason="not today")
+        def test_mark():
+            pass
+
+        def test_cpu():
+            pytest.skip("fine")
+
+        @pytest.mark.gpu
+        @pytest.mark.xfail(strict=True)
+        def test_expected():
+            assert False
+        """
+    )
+    result = run(gpu=True)
+    result.assert_outcomes(failed=1, errors=1, skipped=1, xfailed=1)
+    result.stdout.fnmatch_lines(["*no time*", "a gpu test that skips where it could run counts as failed"])
+
+
+def test_tests_for_another_architecture_are_left_out(
+    pytester: pytest.Pytester, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tk_core.arch import arch_from_name
+
+    monkeypatch.setattr("tk_core.arch.get_arch", lambda device=None: arch_from_name("sm_90a"))
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.gpu(arch="sm_90a")
+        def test_here():
+            pass
+
+        @pytest.mark.gpu(arch="sm_100a")
+        def test_elsewhere():
+            assert False
+        """
+    )
+    result = run(gpu=True)
+    result.assert_outcomes(passed=1, deselected=1)
+    result.stdout.fnmatch_lines(["1 gpu tests left out: not for this GPU's architecture"])
+
+
+_BENCH = """
+import pytest
+
+@pytest.mark.bench
+def test_bench(request):
+    request.node.user_properties.append(("tk_bench", {
+        "op": "tk_zz.f", "case": "big", "us": 2.0, "gbps": 1500.0, "of_copy": 0.5, "eager_us": 8.0,
+        "compiled_error": "no", "host_us": 7.0, "host_bare_us": None,
+    }))
+"""
+
+
+def test_benchmarks_run_only_when_asked_for(pytester: pytest.Pytester, run: Any) -> None:
+    pytester.makepyfile(bench_f=_BENCH, test_f=_TESTS)
+    run(gpu=True).assert_outcomes(passed=3)
+    run("bench_f.py", gpu=True).assert_outcomes(passed=1)
+    run("bench_f.py", gpu=False).assert_outcomes(deselected=1)
+    result = run("-m", "bench", "--tk-results", "results/new.jsonl", gpu=True)
+    result.assert_outcomes(passed=1, deselected=3)
+    result.stdout.fnmatch_lines(["*= benchmarks =*", "tk_zz.f*big*2.0*1500*50%*8.0*error*7.0*–*"])
+    (row,) = (pytester.path / "results/new.jsonl").read_text().splitlines()
+    assert json.loads(row)["case"] == "big"
+
+
+def test_seeds_depend_on_the_test_alone(pytester: pytest.Pytester, run: Any) -> None:
+    pytester.makepyfile(
+        """
+        import random
+        import numpy as np
+        import pytest
+        import torch
+
+        seen = {}
+
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_draw(n):
+            seen[n] = random.random(), np.random.rand(), torch.rand(()).item()
+            print("drew", n, seen[n])
+
+        def test_different():
+            assert all(a != b for a, b in zip(seen[1], seen[2]))
+        """
+    )
+    first, second = (run("-s", gpu=False) for _ in range(2))
+    first.assert_outcomes(passed=3)
+    drew = [[line for line in result.outlines if "drew" in line] for result in (first, second)]
+    assert len(drew[0]) == 2
+    assert drew[0] == drew[1]
+
+
+def test_each_worker_has_a_gpu_of_its_own(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    pytester.makepyfile(
+        """
+        import os
+        import pytest
+
+        @pytest.mark.parametrize("n", range(4))
+        def test_gpu_of(n, worker_id):
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == {"gw0": "4", "gw1": "7"}[worker_id]
+
+        @pytest.mark.gpu
+        def test_gpu():
+            assert False
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "tk_core.testing.plugin", "-n2")
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["1 gpu tests left out: no GPU here"])
+
+
+# ---- records
+
+_OP_TESTS = """
+import pytest
+
+def of(test):
+    return pytest.mark.tk_case(op="tk_zz.f", test=test)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("test", [
+    pytest.param("gpu-one", id="one", marks=of("gpu-one")),
+    pytest.param("gpu-two", id="two", marks=of("gpu-two")),
+    pytest.param("modes-other-device-one", id="more", marks=of("modes-other-device-one")),
+])
+def test_f(test):
+    assert test != BAD
+"""
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    found = dict.fromkeys(("gpu", "driver", "torch", "cuda", "tilelang", "date", "python"), "x")
+    monkeypatch.setattr(machine, "versions", lambda: found)
+    monkeypatch.setattr(specs, "load_specs", lambda: {"tk_zz.f": None, "tk_zz.other": None})
+    monkeypatch.setattr(tiers, "gpu_test_names", lambda spec: {"gpu-one", "gpu-two"})
+    monkeypatch.setattr(ledger, "record", written.__setitem__)
+    return written
+
+
+def test_a_full_run_is_recorded(pytester: pytest.Pytester, run: Any, recorded: dict[str, Any]) -> None:
+    pytester.makepyfile(f"BAD = None\n{_OP_TESTS}")
+    result = run("--tk-record", gpu=True)
+    result.stdout.fnmatch_lines(["tk_zz.f: recorded, 2 tests"])
+    same = dict.fromkeys(("gpu", "driver", "torch", "cuda", "tilelang", "date"), "x")
+    assert recorded == {"tk_zz.f": {**same, "cases": 2, "sanitizer": None}}
+
+
+@pytest.mark.parametrize(
+    ("bad", "args", "line"),
+    [
+        ("None", ["-k", "one"], "tk_zz.f: not recorded, 0 failed, 1 of 2 did not pass"),
+        ("'gpu-two'", [], "tk_zz.f: not recorded, 1 failed, 1 of 2 did not pass"),
+        ("'modes-other-device-one'", [], "tk_zz.f: not recorded, 1 failed, 0 of 2 did not pass"),
+    ],
+)
+def test_less_than_a_full_run_is_not_recorded(
+    pytester: pytest.Pytester, run: Any, recorded: dict[str, Any], bad: str, args: list[str], line: str
+) -> None:
+    pytester.makepyfile(f"BAD = {bad}\n{_OP_TESTS}")
+    run("--tk-record", *args, gpu=True).stdout.fnmatch_lines([line])
+    assert recorded == {}
+
+
+def test_nothing_is_recorded_unless_asked(pytester: pytest.Pytester, run: Any, recorded: dict[str, Any]) -> None:
+    pytester.makepyfile(f"BAD = None\n{_OP_TESTS}")
+    run(gpu=True).assert_outcomes(passed=3)
+    assert recorded == {}
+
+
+def test_sanitizer_results_are_recorded(
+    pytester: pytest.Pytester, run: Any, recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tk_core.testing import sanitize
+
+    asked = []
+
+    def run_tool(sanitizer: str, tool: str, ops: list[str]) -> sanitize.Finding:
+        asked.append((tool, tuple(ops)))
+        return sanitize.Finding(tool, {"tk_zz.f": 3}, True, "")
+
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(sanitize, "sanitizer_version", lambda sanitizer: "2025.3")
+    monkeypatch.setattr(sanitize, "run_tool", run_tool)
+    pytester.makepyfile(f"BAD = None\n{_OP_TESTS}")
+    result = run("--tk-record", "--tk-sanitize", gpu=True)
+    assert result.ret == 0
+    assert asked == [(tool, ("tk_zz.f",)) for tool in ("memcheck", "initcheck", "racecheck")]
+    clean = {"memcheck": 3, "initcheck": 3, "racecheck": 3, "version": "2025.3"}
+    assert recorded["tk_zz.f"]["sanitizer"] == clean
+
+    monkeypatch.setattr(
+        sanitize, "run_tool", lambda sanitizer, tool, ops: sanitize.Finding(tool, {}, tool != "racecheck", "bad")
+    )
+    result = run("--tk-sanitize", gpu=True)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["racecheck: FAILED, 0 cases"])

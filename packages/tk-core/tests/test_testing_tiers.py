@@ -1,0 +1,144 @@
+"""tk_core.testing.tiers: what the tests of every op notice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tk_core.testing import Case, OpSpec, tiers
+
+
+def make(device: str) -> dict[str, Any]:
+    return {"x": torch.randn(4, 8, device=device)[:, :6]}
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """2·x."""
+    out = x.new_empty(x.shape)
+    torch.ops.tk_test_tiers.double_out(x, out)
+    return out
+
+
+def double_reference(x: torch.Tensor) -> torch.Tensor:
+    return (x + x).contiguous()
+
+
+def no_out(x: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros(x.shape) + x + x
+
+
+def changes_gap(x: torch.Tensor) -> torch.Tensor:
+    x.as_strided((1,), (1,), 7).add_(1)
+    return double(x)
+
+
+def forgets_last(x: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(x.shape)
+    out[:-1] = 2 * x[:-1]
+    return out
+
+
+def wrong_strides_on_meta(x: torch.Tensor) -> torch.Tensor:
+    return double(x) if x.device.type == "cpu" else x.new_empty(x.shape[::-1]).t()
+
+
+def breaks_graph(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return double(x)
+
+
+def add_in_place(x: torch.Tensor) -> None:
+    """x + 1, in place."""
+    x.add_(1)
+
+
+def add_in_place_reference(x: torch.Tensor) -> None:
+    x.copy_(x + 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operator() -> Any:
+    library = torch.library.Library("tk_test_tiers", "FRAGMENT")
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    library.define("double_out(Tensor x, Tensor(a!) out) -> ()", tags=tags)
+    library.impl("double_out", lambda x, out: (out.copy_(x + x), None)[1], "CPU")
+    library.impl("double_out", lambda x, out: None, "Meta")
+    yield library
+    library._destroy()
+
+
+def spec_of(op: Callable[..., Any], reference: Callable[..., Any] = double_reference, **more: Any) -> OpSpec:
+    return OpSpec(op, reference, (Case("one", make, small=True, modes=True), Case("big", make)), **more)
+
+
+def checks_of(test: Callable[..., None]) -> dict[str, Callable[[], None]]:
+    (mark,) = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+    return {param.id: param.values[0] for param in mark.args[1]}
+
+
+def test_a_good_op_passes_all() -> None:
+    checks = checks_of(tiers.cpu_tests(spec_of(double)))
+    assert list(checks) == ["spec", "one", "torch-compile-one", "opcheck-one"]
+    for check in checks.values():
+        check()
+
+
+def test_an_op_that_works_in_place_passes() -> None:
+    checks = checks_of(tiers.cpu_tests(spec_of(add_in_place, add_in_place_reference, mutates=("x",))))
+    for name in ("spec", "one", "torch-compile-one"):
+        checks[name]()
+
+
+@pytest.mark.parametrize(
+    ("op", "check", "message"),
+    [
+        (changes_gap, "one", "x: input was changed"),
+        (forgets_last, "one", r"6 of 24 elements differ .* the first at \(3, 0\): got nan \(0xffffffff\)"),
+        (wrong_strides_on_meta, "one", r"result on meta tensors, tensor 0: expected strides \(6, 1\), got \(1, 4\)"),
+        (no_out, "opcheck-one", "expected a call of an operator of ours, saw none"),
+        (no_out, "spec", "expected a docstring"),
+        (lambda x, y=0: x, "spec", "expected the reference's signature"),
+    ],
+)
+def test_what_is_noticed(op: Callable[..., Any], check: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        checks_of(tiers.cpu_tests(spec_of(op)))[check]()
+
+
+def test_graph_breaks_are_noticed() -> None:
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        checks_of(tiers.cpu_tests(spec_of(breaks_graph)))["torch-compile-one"]()
+
+
+def test_a_spec_needs_a_small_case_for_every_mode() -> None:
+    spec = OpSpec(double, double_reference, (Case("one", make, small=True), Case("big", make, modes=True)))
+    with pytest.raises(AssertionError, match="expected a small case with modes=True"):
+        checks_of(tiers.cpu_tests(spec))["spec"]()
+
+
+def test_a_maker_whose_meta_tensors_differ() -> None:
+    case = Case("one", lambda device: {"x": torch.ones(2 if device == "meta" else 3, device=device)}, small=True)
+    spec = OpSpec(double, double_reference, (case,))
+    with pytest.raises(AssertionError, match=r"one made on meta, tensor 0: expected shape \(3,\), got \(2,\)"):
+        checks_of(tiers.cpu_tests(spec))["one"]()
+
+
+def test_a_compile_case_without_a_kernel() -> None:
+    spec = OpSpec(double, double_reference, (Case("one", make, compile=True),))
+    checks = checks_of(tiers.compile_tests(spec))
+    assert list(checks) == ["sm_90a-one", "sm_100a-one"]
+    with pytest.raises(AssertionError, match="one: expected a kernel, saw none launched"):
+        checks["sm_90a-one"]()
+
+
+def test_names_of_gpu_tests() -> None:
+    spec = spec_of(double)
+    names = {"gpu-one", "gpu-big", "modes-stream-one", "modes-torch-compile-one", "modes-graph-one"}
+    assert tiers.gpu_test_names(spec) == names
+    found = set()
+    for test in (tiers.gpu_tests(spec), tiers.gpu_mode_tests(spec)):
+        (mark,) = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+        found |= {mark.kwargs["test"] for param in mark.args[1] for mark in param.marks}
+        assert [mark.name for mark in test.pytestmark if mark.name != "parametrize"] == ["gpu"]
+    assert names <= found

@@ -1,0 +1,456 @@
+"""get_fused_mapping: where each (token, slot) pair goes when pairs are grouped by expert, and back.
+
+Pair i = t · num_topk + k of topk_idx int64 (num_tokens, num_topk) goes to the segment of its expert. Segments follow one
+another in the order of the experts; in each stand its pairs in ascending order (a stable counting sort), then padding
+up to a multiple of `alignment`:
+
+    pos               0 …                                                                  … num_expanded_tokens
+                      ├── expert 0 ──┬─ padding ─┼── expert 1 ──┬─ padding ─┼── …  ─┼── padding after the last ──┤
+    pos_to_expert        0 0 0 0 …      -1 …          1 1 1 …       -1 …                    -1 …
+
+A block takes a chunk of consecutive pairs, each of its warps a run of consecutive pairs of that:
+
+    1. A warp counts its run by expert in shared memory, 32 pairs at a time; lanes with equal experts find each other
+       with one match instruction. What a pair finds there is its rank within the run.
+    2. Sums over the warps before give each warp's offset, sums over the blocks before each block's. A sum over the
+       experts before, of the aligned sizes, gives the segments.
+    3. token_topk_to_pos is written in the order of the pairs; the pos_to_* in the order of the experts, which shared
+       memory holds by then, so that writes of neighbouring lanes are neighbours.
+
+How blocks learn each other's counts depends on how many pairs there are (`GetFusedMappingConfig.best`): one block needs
+nothing; a cluster of blocks reads them in each other's shared memory; beyond that, and where there are no clusters, a
+launch before leaves them in global memory. Every sum is of integers, so nothing depends on the number of blocks.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core import check, env
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_core.num_sms import get_num_sms
+from tk_core.op import op
+
+MAX_EXPERTS = 1024
+MAX_TOPK = 32
+
+_INT32_MAX = 2**31 - 1
+_EXPERT_BITS = 10  # of MAX_EXPERTS
+_PAIR_BITS = 16  # of a pair's number within its chunk
+
+# One element of a neighbour's shared memory; its address there is this block's with the neighbour's rank in it.
+_LOAD_FROM_CLUSTER = """
+__device__ __forceinline__ int tk_load_from_cluster(const int* pointer, int rank) {
+  unsigned int here = static_cast<unsigned int>(__cvta_generic_to_shared(pointer)), there;
+  int value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
+  return value;
+}
+"""
+
+
+@dataclass(frozen=True)
+class GetFusedMappingConfig:
+    """How the pairs are dealt out to blocks."""
+
+    warps: int
+    """Warps of a block; it has a thread for every expert."""
+    cluster_size: int
+    """Blocks of the one cluster that does it all; 0 if any number of blocks does it in two launches."""
+    chunk: int
+    """Pairs that a block has room for in shared memory."""
+
+    rounds = 8
+    """Loads of 32 pairs that a warp has under way at a time."""
+
+    @staticmethod
+    @cache
+    def best(num_pairs: int, num_experts: int, num_sms: int, arch: Arch) -> "GetFusedMappingConfig":
+        """The configuration for `num_pairs` pairs, rounded up to a power of two, on `num_sms` multiprocessors. Untuned."""
+        candidates = [GetFusedMappingConfig(32, 1, 4096)]
+        if arch.sm >= 90:
+            candidates += [GetFusedMappingConfig(32, 8, 2048), GetFusedMappingConfig(32, 8, 8192)]
+            # The blocks of a cluster share a GPC, and of 8 GPCs with more than 120 multiprocessors one has 16.
+            if arch.sm in (90, 100, 103) and num_sms > 120:
+                candidates[2:] = [GetFusedMappingConfig(32, 16, 8192)]
+        for config in candidates:
+            if num_pairs <= config.cluster_size * config.chunk and config.cluster_size <= num_sms:
+                if config.shared_memory_bytes(num_experts) <= arch.max_shared_memory:
+                    return config
+        chunk = 4096
+        while GetFusedMappingConfig(32, 0, chunk).shared_memory_bytes(num_experts) > arch.max_shared_memory:
+            chunk //= 2
+        return GetFusedMappingConfig(32, 0, chunk)
+
+    def shared_memory_bytes(self, num_experts: int) -> int:
+        """Shared memory of a block, up to what aligning the arrays adds."""
+        return 2 * self.warps * num_experts + 4 * (2 * self.chunk + 7 * num_experts + 2 * self.warps)
+
+
+def _load_expert(pairs: Any, index: Any, num_experts: int) -> Any:
+    """The expert of a pair, -1 if it has none."""
+    import tilelang.language as T
+
+    expert = pairs[index]
+    return T.if_then_else(T.And(expert >= 0, expert < num_experts), T.cast(expert, "int32"), -1)
+
+
+# The order of shared memory is kept by the barriers that are written out here, between the lanes of a warp too.
+_PASS_CONFIGS = {
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_shared_memory_reuse": True,
+}
+
+
+@kernel(pass_configs=_PASS_CONFIGS)
+def _count_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConfig, arch: Arch) -> Any:
+    """The first of two launches: how many pairs of each expert a block has."""
+    import tilelang.language as T
+
+    threads, rounds, chunk = config.warps * 32, 4, config.chunk
+    num_tokens, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_blocks")
+
+    @T.prim_func
+    def count_experts(
+        topk_idx: T.Tensor((num_tokens, num_topk), "int64"), block_counts: T.Tensor((num_blocks, num_experts), "int32")
+    ) -> None:
+        with T.Kernel(num_blocks, threads=threads) as block:
+            thread = T.get_thread_binding()
+            num_pairs = num_tokens * num_topk
+            pairs = T.view(topk_idx, (num_pairs,), "int64")
+            counts = T.alloc_shared((num_experts,), "int32")
+            experts = T.alloc_local((rounds,), "int32")
+            if thread < num_experts:
+                counts[thread] = 0
+            T.sync_threads()
+            for batch in T.serial(ceil_div(chunk, threads * rounds)):
+                for u in T.unroll(rounds):
+                    index = (batch * rounds + u) * threads + thread
+                    experts[u] = -1
+                    if index < chunk and index < num_pairs - block * chunk:
+                        experts[u] = _load_expert(pairs, block * chunk + index, num_experts)
+                for u in T.unroll(rounds):
+                    if experts[u] >= 0:
+                        T.atomic_add(counts[experts[u]], 1)
+            T.sync_threads()
+            if thread < num_experts:
+                block_counts[block, thread] = counts[thread]
+
+    return count_experts
+
+
+@kernel(pass_configs=_PASS_CONFIGS)
+def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConfig, arch: Arch) -> Any:
+    """All of the mapping, or the second of two launches, which takes the counts of the first as well."""
+    import tilelang.language as T
+
+    warps, rounds, cluster_size = config.warps, config.rounds, config.cluster_size
+    threads = warps * 32
+    groups = threads // num_experts  # of threads that add up blocks' counts together
+    num_tokens, num_pos = T.dynamic("num_tokens"), T.dynamic("num_pos")
+    num_blocks = cluster_size or T.dynamic("num_blocks")
+    expert_mask = 2**_EXPERT_BITS - 1
+    pair_mask = 2**_PAIR_BITS - 1
+
+    @T.macro
+    def count_run(
+        pairs: T.Buffer,
+        begin: T.int32,
+        size: T.int32,
+        run: T.int32,
+        warp: T.int32,
+        lane: T.int32,
+        ranks: T.Buffer,
+        items: T.Buffer,
+    ) -> None:
+        """Of a warp's run: the number of pairs by expert in `ranks`, and each pair's expert and rank in `items`."""
+        experts = T.alloc_local((rounds,), "int32")
+        equals = T.alloc_local((rounds,), "uint32")
+        before = T.alloc_var("int32")
+        for j in T.serial(ceil_div(num_experts, 32)):
+            if j * 32 + lane < num_experts:
+                ranks[warp, j * 32 + lane] = T.cast(0, "uint16")
+        T.sync_warp()
+        for batch in T.serial(T.ceildiv(run, 32 * rounds)):
+            for u in T.unroll(rounds):
+                experts[u] = -1
+                if (batch * rounds + u) * 32 < run and warp * run + (batch * rounds + u) * 32 + lane < size:
+                    experts[u] = _load_expert(
+                        pairs, begin + warp * run + (batch * rounds + u) * 32 + lane, num_experts
+                    )
+            for u in T.unroll(rounds):
+                equals[u] = T.match_any_sync(experts[u])
+            for u in T.unroll(rounds):
+                # The same for a whole warp.
+                if (batch * rounds + u) * 32 < run and warp * run + (batch * rounds + u) * 32 < size:
+                    lower = T.cast(T.popcount(equals[u] & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))), "int32")
+                    before = 0
+                    if experts[u] >= 0:
+                        before = T.cast(ranks[warp, experts[u]], "int32")
+                    T.sync_warp()
+                    if experts[u] >= 0 and lower == 0:
+                        ranks[warp, experts[u]] = T.cast(before + T.cast(T.popcount(equals[u]), "int32"), "uint16")
+                    T.sync_warp()
+                    items[warp * run + (batch * rounds + u) * 32 + lane] = T.if_then_else(
+                        experts[u] >= 0, ((before + lower) << _EXPERT_BITS) | experts[u], -1
+                    )
+
+    @T.macro
+    def offsets_of_warps(thread: T.int32, ranks: T.Buffer, count: T.Buffer) -> None:
+        """Counts of the warps become the sums over the warps before, `count` the sum over all."""
+        values = T.alloc_local((warps,), "int32")
+        count[0] = 0
+        if thread < num_experts:
+            for w in T.unroll(warps):
+                values[w] = T.cast(ranks[w, thread], "int32")
+            for w in T.unroll(warps):
+                ranks[w, thread] = T.cast(count[0], "uint16")
+                count[0] = count[0] + values[w]
+
+    @T.macro
+    def fill_padding(
+        first: T.int32,
+        last: T.int32,
+        index: T.int32,
+        step: T.int32,
+        pos_to_expert: T.Buffer,
+        pos_to_token: T.Buffer,
+        pos_to_token_topk: T.Buffer,
+    ) -> None:
+        for i in T.serial(T.ceildiv(T.max(T.min(last, num_pos) - first, 0), step)):
+            if first + i * step + index < T.min(last, num_pos):
+                pos_to_expert[first + i * step + index] = -1
+                pos_to_token[first + i * step + index] = -1
+                pos_to_token_topk[first + i * step + index] = -1
+
+    @T.macro
+    def mapping(
+        block: T.int32,
+        alignment: T.int32,
+        topk_idx: T.Buffer,
+        pos_to_expert: T.Buffer,
+        pos_to_token: T.Buffer,
+        pos_to_token_topk: T.Buffer,
+        token_topk_to_pos: T.Buffer,
+        expert_start: T.Buffer,
+        expert_end: T.Buffer,
+        num_tokens_per_expert: T.Buffer,
+        block_counts: Any,
+    ) -> None:
+        thread = T.get_thread_binding()
+        warp, lane = thread // 32, thread % 32
+        num_pairs = num_tokens * num_topk
+        pairs = T.view(topk_idx, (num_pairs,), "int64")
+        flat_pos = T.view(token_topk_to_pos, (num_pairs,), "int32")
+        # Whole runs of 32 pairs: a chunk for each block, a run for each warp.
+        chunk = T.ceildiv(T.ceildiv(num_pairs, num_blocks), 32) * 32
+        run = T.ceildiv(chunk, threads) * 32
+        begin = block * chunk
+        size = T.max(T.min(num_pairs - begin, chunk), 0)
+
+        ranks = T.alloc_shared((warps, num_experts), "uint16")
+        items = T.alloc_shared((config.chunk,), "int32")
+        sorted_items = T.alloc_shared((config.chunk,), "int32")
+        block_count = T.alloc_shared((num_experts,), "int32")
+        all_count = T.alloc_shared((num_experts,), "int32")
+        before_count = T.alloc_shared((num_experts,), "int32")
+        first_pos = T.alloc_shared((num_experts,), "int32")
+        first_sorted = T.alloc_shared((num_experts,), "int32")
+        padding_start = T.alloc_shared((num_experts,), "int32")
+        padding_end = T.alloc_shared((num_experts,), "int32")
+        warp_sums = T.alloc_shared((2, warps), "int32")
+
+        count = T.alloc_local((1,), "int32")
+        total = T.alloc_var("int32")
+        prefix = T.alloc_var("int32")
+        pos = T.alloc_var("int32")
+        sums = T.alloc_local((2,), "int32")  # of aligned sizes; of this block's pairs
+        shifted = T.alloc_local((2,), "int32")
+
+        count_run(pairs, begin, size, run, warp, lane, ranks, items)
+        T.sync_threads()
+        offsets_of_warps(thread, ranks, count)
+
+        # Of this thread's expert: pairs in all blocks, and in those before.
+        total = count[0]
+        prefix = 0
+        if cluster_size > 1:
+            if thread < num_experts:
+                block_count[thread] = count[0]
+            T.cluster_sync()
+            if thread < num_experts:
+                total = 0
+                for other in T.unroll(cluster_size):
+                    counted = T.alloc_var("int32")
+                    counted = T.call_extern("int32", "tk_load_from_cluster", T.access_ptr(block_count[thread], "r"), other)
+                    total = total + counted
+                    prefix = prefix + T.if_then_else(other < block, counted, 0)
+            # The other half stands at the end: no block leaves while another may read its counts.
+            T.cluster_arrive()
+        if cluster_size == 0:
+            if thread < num_experts:
+                all_count[thread] = 0
+                before_count[thread] = 0
+            T.sync_threads()
+            if thread < groups * num_experts:
+                total = 0
+                for i in T.serial(T.ceildiv(num_blocks - thread // num_experts, groups)):
+                    counted = T.alloc_var("int32")
+                    counted = block_counts[i * groups + thread // num_experts, thread % num_experts]
+                    total = total + counted
+                    prefix = prefix + T.if_then_else(i * groups + thread // num_experts < block, counted, 0)
+                T.atomic_add(all_count[thread % num_experts], total)
+                T.atomic_add(before_count[thread % num_experts], prefix)
+            T.sync_threads()
+            if thread < num_experts:
+                total = all_count[thread]
+                prefix = before_count[thread]
+
+        size_of_segment = T.alloc_var("int32")
+        size_of_segment = 0
+        if thread < num_experts:
+            size_of_segment = T.ceildiv(total, alignment) * alignment
+        sums[0] = size_of_segment
+        sums[1] = count[0]
+        for step in T.unroll(5):
+            for i in T.unroll(2):
+                shifted[i] = T.shfl_up(sums[i], 1 << step)
+            for i in T.unroll(2):
+                sums[i] = sums[i] + T.if_then_else(lane >= (1 << step), shifted[i], 0)
+        if lane == 31:
+            for i in T.unroll(2):
+                warp_sums[i, warp] = sums[i]
+        T.sync_threads()
+        used_pos = T.alloc_var("int32")
+        used_sorted = T.alloc_var("int32")
+        for i in T.unroll(2):
+            shifted[i] = 0
+            if lane < warps:
+                shifted[i] = warp_sums[i, lane]
+            sums[i] = sums[i] + T.warp_reduce_sum(T.if_then_else(lane < warp, shifted[i], 0))
+        used_pos = T.warp_reduce_sum(shifted[0])
+        used_sorted = T.warp_reduce_sum(shifted[1])
+        if thread < num_experts:
+            first_pos[thread] = sums[0] - size_of_segment + prefix
+            first_sorted[thread] = sums[1] - count[0]
+            padding_start[thread] = sums[0] - size_of_segment + total
+            padding_end[thread] = sums[0]
+            if block == 0:
+                expert_start[thread] = sums[0] - size_of_segment
+                expert_end[thread] = sums[0]
+                num_tokens_per_expert[thread] = size_of_segment
+        T.sync_threads()
+
+        for j in T.serial(T.ceildiv(num_experts, num_blocks * warps)):
+            expert = (j * warps + warp) * num_blocks + block
+            if expert < num_experts:
+                fill_padding(
+                    padding_start[expert], padding_end[expert], lane, 32, pos_to_expert, pos_to_token, pos_to_token_topk
+                )
+        fill_padding(
+            used_pos,
+            num_pos,
+            block * threads + thread,
+            num_blocks * threads,
+            pos_to_expert,
+            pos_to_token,
+            pos_to_token_topk,
+        )
+
+        for j in T.serial(T.ceildiv(run, 32)):
+            index = warp * run + j * 32 + lane
+            if index < size:
+                item = T.alloc_var("int32")
+                offset = T.alloc_var("int32")
+                item = items[index]
+                pos = -1
+                if item >= 0:
+                    offset = T.cast(ranks[warp, item & expert_mask], "int32") + (item >> _EXPERT_BITS)
+                    sorted_items[first_sorted[item & expert_mask] + offset] = (
+                        (item & expert_mask) << _PAIR_BITS
+                    ) | index
+                    pos = first_pos[item & expert_mask] + offset
+                flat_pos[begin + index] = T.if_then_else(pos < num_pos, pos, -1)
+        T.sync_threads()
+
+        for j in T.serial(T.ceildiv(used_sorted, threads)):
+            if j * threads + thread < used_sorted:
+                item = T.alloc_var("int32")
+                item = sorted_items[j * threads + thread]
+                pos = first_pos[item >> _PAIR_BITS] + j * threads + thread - first_sorted[item >> _PAIR_BITS]
+                if pos < num_pos:
+                    pos_to_expert[pos] = item >> _PAIR_BITS
+                    pos_to_token[pos] = (begin + (item & pair_mask)) // num_topk
+                    pos_to_token_topk[pos] = begin + (item & pair_mask)
+        if cluster_size > 1:
+            T.cluster_wait()
+
+    maps = T.Tensor((num_pos,), "int32")
+    per_expert = T.Tensor((num_experts,), "int32")
+
+    if cluster_size:
+
+        @T.prim_func
+        def get_fused_mapping(
+            topk_idx: T.Tensor((num_tokens, num_topk), "int64"),
+            pos_to_expert: maps,
+            pos_to_token: maps,
+            pos_to_token_topk: maps,
+            token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
+            expert_start: per_expert,
+            expert_end: per_expert,
+            num_tokens_per_expert: per_expert,
+            alignment: T.int32,
+        ) -> None:
+            with T.Kernel(cluster_size, threads=threads, cluster_dims=cluster_size, prelude=_LOAD_FROM_CLUSTER) as block:
+                mapping(
+                    block,
+                    alignment,
+                    topk_idx,
+                    pos_to_expert,
+                    pos_to_token,
+                    pos_to_token_topk,
+                    token_topk_to_pos,
+                    expert_start,
+                    expert_end,
+                    num_tokens_per_expert,
+                    None,
+                )
+
+        return get_fused_mapping
+
+    @T.prim_func
+    def get_fused_mapping_of_blocks(
+        topk_idx: T.Tensor((num_tokens, num_topk), "int64"),
+        pos_to_expert: maps,
+        pos_to_token: maps,
+        pos_to_token_topk: maps,
+        token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
+        expert_start: per_expert,
+        expert_end: per_expert,
+        num_tokens_per_expert: per_expert,
+        alignment: T.int32,
+        block_counts: T.Tensor((num_blocks, num_experts), "int32"),
+    ) -> None:
+        with T.Kernel(num_blocks, threads=threads) as block:
+            mapping(
+                block,
+                alignment,
+                topk_idx,
+                pos_to_expert,
+                pos_to_token,
+                pos_to_token_topk,
+                token_topk_to_pos,
+                expert_start,
+                expert_end,
+                num_tokens_per_expert,
+                block_counts,
+            )
+
+    return get_fused_mapping_of_blocks
