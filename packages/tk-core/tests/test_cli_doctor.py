@@ -77,8 +77,8 @@ def look(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> L
         "tilelang": "0.1.15",
         "apache-tvm-ffi": "0.1.12",
         "nvidia-cuda-runtime": "13.2.86",
+        "nvidia-cuda-cccl": "13.2.86",
     }
-    monkeypatch.setattr(doctor, "_installed", installed.get)
     monkeypatch.setattr(compat, "tilelang_version", lambda: installed.get("tilelang"))
 
     real_machine = doctor.Machine
@@ -94,6 +94,7 @@ def look(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> L
             "gpus": [("NVIDIA H200", (9, 0))],
             "host_compiler": sys.executable,
             "os_family": "ubuntu debian",
+            "installed": installed.get,
         }
 
         def machine() -> Any:
@@ -193,7 +194,25 @@ def test_two_releases_that_compile_are_a_note(look: Look, toolkit: Toolkit) -> N
 def test_no_headers(look: Look, toolkit: Toolkit) -> None:
     toolkit(headers=None)
     fault = _only_fault(look(), "CUDA headers")
-    assert '"nvidia-cuda-runtime==13.2.*"' in fault["fix"]
+    assert "no cuda_runtime_api.h" in fault["found"]
+    assert '"nvidia-cuda-runtime==13.2.*" "nvidia-cuda-cccl==13.2.*"' in fault["fix"]
+    assert "reinstall" in fault["fix"]
+
+
+def test_an_nvcc_that_finds_its_headers_elsewhere(look: Look, toolkit: Toolkit) -> None:
+    (toolkit() / "include" / "cuda_runtime_api.h").unlink()
+    code, findings = look()
+    assert code == 0
+    assert findings["CUDA headers"]["state"] == "ok"
+
+
+def test_headers_without_cccl(look: Look, toolkit: Toolkit) -> None:
+    script = toolkit() / "bin" / "nvcc"
+    message = "probe.cu:2:10: fatal error: cuda/std/cstdint: No such file or directory"
+    script.write_text(f"{script.read_text()}echo '{message}' >&2\nexit 1\n")
+    fault = _only_fault(look(), "CUDA headers")
+    assert "cuda/std/cstdint: No such file" in fault["found"]
+    assert '"nvidia-cuda-cccl==13.2.*"' in fault["fix"]
 
 
 def test_no_nvcc(look: Look, toolkit: Toolkit) -> None:

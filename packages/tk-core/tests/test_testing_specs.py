@@ -32,7 +32,7 @@ def test_names() -> None:
         with pytest.raises(ValueError, match="name: expected kebab-case"):
             Case(bad, make)
     assert Case("bf16-h7168-t0.5", make).gpu
-    with pytest.raises(ValueError, match="expected unique names, got a more than once in tk_zz.identity"):
+    with pytest.raises(ValueError, match=r"expected unique names, got a more than once in tk_zz\.identity"):
         OpSpec(identity, identity, (Case("a", make), Case("a", make)))
 
 

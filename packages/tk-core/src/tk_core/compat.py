@@ -131,7 +131,7 @@ def compile_prim_func(
         compile_flags=list(compile_flags),
     )
     # Only a kernel that was compiled just now carries its artifact.
-    num_compilations += hasattr(jit_kernel, "artifact")
+    num_compilations += jit_kernel.artifact is not None
     executable = jit_kernel.adapter.get_exportable_executable()
     module = executable.jit() if hasattr(executable, "jit") else executable
     entry = getattr(jit_kernel, "_tilelang_cache_path", None)

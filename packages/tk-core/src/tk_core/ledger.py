@@ -73,10 +73,9 @@ def record(op: str, entry: dict[str, Any]) -> None:
     A result of compute-sanitizer for the same source stays if `entry` brings none.
     """
     before = entries(_split(op)[0]).get(op, {})
-    entry = {**entry, "hash": source_hash(op)}
-    if not entry.get("sanitizer") and before.get("hash") == entry["hash"]:
-        entry["sanitizer"] = before.get("sanitizer")
-    _write(op, entry)
+    now = source_hash(op)
+    kept = before.get("sanitizer") if before.get("hash") == now else None
+    _write(op, {**entry, "hash": now, "sanitizer": entry.get("sanitizer") or kept})
 
 
 def mark_pending(op: str, reason: str) -> None:
@@ -182,18 +181,21 @@ def _defining_module(base: str, name: str) -> str:
 
 
 def _canonical(node: Any) -> str:
-    """A syntax tree as text. Empty fields are left out, for newer Pythons have more of them."""
+    """A syntax tree as text without what does not count, and without what Pythons differ in."""
     if isinstance(node, list):
         return f"[{','.join(_canonical(item) for item in node if not _is_text_statement(item))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
+    if isinstance(node, ast.Constant):
+        return f"Constant({node.value!r})"
+    if isinstance(node, ast.JoinedStr):  # 3.12 ends some format specs with an empty text
+        node = ast.JoinedStr([part for part in node.values if not isinstance(part, ast.Constant) or part.value])
+    # Newer Pythons have more fields, empty unless newer syntax is used.
     fields = (
         f"{name}={_canonical(value)}"
         for name, value in sorted(ast.iter_fields(node))
         if value is not None and value != [] and name not in {"ctx", "kind", "type_comment", "type_ignores"}
     )
-    if isinstance(node, ast.Constant):
-        return f"Constant({node.value!r})"
     return f"{type(node).__name__}({','.join(fields)})"
 
 

@@ -31,14 +31,15 @@ import torch
 from tk_core import check, env
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.math import align, ceil_div
+from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
 
-_INT32_MAX = 2**31 - 1
+MAX_POSITIONS = 2**30  # so that no index on the way overflows an int32
+
 _EXPERT_BITS = 10  # of MAX_EXPERTS
 _PAIR_BITS = 16  # of a pair's number within its chunk
 
@@ -113,7 +114,7 @@ def _count_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConfig
     """The first of two launches: how many pairs of each expert a block has."""
     import tilelang.language as T
 
-    threads, rounds, chunk = config.warps * 32, 4, config.chunk
+    threads, rounds = config.warps * 32, 4
     num_tokens, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_blocks")
 
     @T.prim_func
@@ -123,13 +124,14 @@ def _count_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConfig
         with T.Kernel(num_blocks, threads=threads) as block:
             thread = T.get_thread_binding()
             num_pairs = num_tokens * num_topk
-            pairs = T.view(topk_idx, (num_pairs,), "int64")
+            pairs = T.view(topk_idx, (num_tokens * num_topk,), "int64")
+            chunk = T.ceildiv(T.ceildiv(num_pairs, num_blocks), 32) * 32  # as in the second launch
             counts = T.alloc_shared((num_experts,), "int32")
             experts = T.alloc_local((rounds,), "int32")
             if thread < num_experts:
                 counts[thread] = 0
             T.sync_threads()
-            for batch in T.serial(ceil_div(chunk, threads * rounds)):
+            for batch in T.serial(T.ceildiv(chunk, threads * rounds)):
                 for u in T.unroll(rounds):
                     index = (batch * rounds + u) * threads + thread
                     experts[u] = -1
@@ -181,15 +183,15 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
             for u in T.unroll(rounds):
                 experts[u] = -1
                 if (batch * rounds + u) * 32 < run and warp * run + (batch * rounds + u) * 32 + lane < size:
-                    experts[u] = _load_expert(
-                        pairs, begin + warp * run + (batch * rounds + u) * 32 + lane, num_experts
-                    )
+                    experts[u] = _load_expert(pairs, begin + warp * run + (batch * rounds + u) * 32 + lane, num_experts)
             for u in T.unroll(rounds):
                 equals[u] = T.match_any_sync(experts[u])
             for u in T.unroll(rounds):
                 # The same for a whole warp.
                 if (batch * rounds + u) * 32 < run and warp * run + (batch * rounds + u) * 32 < size:
-                    lower = T.cast(T.popcount(equals[u] & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))), "int32")
+                    lower = T.cast(
+                        T.popcount(equals[u] & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))), "int32"
+                    )
                     before = 0
                     if experts[u] >= 0:
                         before = T.cast(ranks[warp, experts[u]], "int32")
@@ -246,8 +248,8 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
         thread = T.get_thread_binding()
         warp, lane = thread // 32, thread % 32
         num_pairs = num_tokens * num_topk
-        pairs = T.view(topk_idx, (num_pairs,), "int64")
-        flat_pos = T.view(token_topk_to_pos, (num_pairs,), "int32")
+        pairs = T.view(topk_idx, (num_tokens * num_topk,), "int64")
+        flat_pos = T.view(token_topk_to_pos, (num_tokens * num_topk,), "int32")
         # Whole runs of 32 pairs: a chunk for each block, a run for each warp.
         chunk = T.ceildiv(T.ceildiv(num_pairs, num_blocks), 32) * 32
         run = T.ceildiv(chunk, threads) * 32
@@ -288,7 +290,9 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
                 total = 0
                 for other in T.unroll(cluster_size):
                     counted = T.alloc_var("int32")
-                    counted = T.call_extern("int32", "tk_load_from_cluster", T.access_ptr(block_count[thread], "r"), other)
+                    counted = T.call_extern(
+                        "int32", "tk_load_from_cluster", T.access_ptr(block_count[thread], "r"), other
+                    )
                     total = total + counted
                     prefix = prefix + T.if_then_else(other < block, counted, 0)
             # The other half stands at the end: no block leaves while another may read its counts.
@@ -391,24 +395,22 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
         if cluster_size > 1:
             T.cluster_wait()
 
-    maps = T.Tensor((num_pos,), "int32")
-    per_expert = T.Tensor((num_experts,), "int32")
-
     if cluster_size:
 
         @T.prim_func
         def get_fused_mapping(
             topk_idx: T.Tensor((num_tokens, num_topk), "int64"),
-            pos_to_expert: maps,
-            pos_to_token: maps,
-            pos_to_token_topk: maps,
+            pos_to_expert: T.Tensor((num_pos,), "int32"),
+            pos_to_token: T.Tensor((num_pos,), "int32"),
+            pos_to_token_topk: T.Tensor((num_pos,), "int32"),
             token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
-            expert_start: per_expert,
-            expert_end: per_expert,
-            num_tokens_per_expert: per_expert,
+            expert_start: T.Tensor((num_experts,), "int32"),
+            expert_end: T.Tensor((num_experts,), "int32"),
+            num_tokens_per_expert: T.Tensor((num_experts,), "int32"),
             alignment: T.int32,
         ) -> None:
-            with T.Kernel(cluster_size, threads=threads, cluster_dims=cluster_size, prelude=_LOAD_FROM_CLUSTER) as block:
+            prelude = _LOAD_FROM_CLUSTER if cluster_size > 1 else None
+            with T.Kernel(cluster_size, threads=threads, cluster_dims=cluster_size, prelude=prelude) as block:
                 mapping(
                     block,
                     alignment,
@@ -428,13 +430,13 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
     @T.prim_func
     def get_fused_mapping_of_blocks(
         topk_idx: T.Tensor((num_tokens, num_topk), "int64"),
-        pos_to_expert: maps,
-        pos_to_token: maps,
-        pos_to_token_topk: maps,
+        pos_to_expert: T.Tensor((num_pos,), "int32"),
+        pos_to_token: T.Tensor((num_pos,), "int32"),
+        pos_to_token_topk: T.Tensor((num_pos,), "int32"),
         token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
-        expert_start: per_expert,
-        expert_end: per_expert,
-        num_tokens_per_expert: per_expert,
+        expert_start: T.Tensor((num_experts,), "int32"),
+        expert_end: T.Tensor((num_experts,), "int32"),
+        num_tokens_per_expert: T.Tensor((num_experts,), "int32"),
         alignment: T.int32,
         block_counts: T.Tensor((num_blocks, num_experts), "int32"),
     ) -> None:
@@ -454,3 +456,180 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
             )
 
     return get_fused_mapping_of_blocks
+
+
+def _check_indices(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """What TK_DEBUG asks for. A stream that is being captured can't be waited for, so nothing is checked there."""
+    if topk_idx.numel() == 0 or topk_idx.is_meta or (topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    highest = int(topk_idx.max())
+    check.require(highest < num_experts, "topk_idx", f"indices below num_experts = {num_experts}", highest)
+
+
+def _get_fused_mapping_reference(
+    topk_idx: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    pos_to_token: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    expert_start: torch.Tensor,
+    expert_end: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    alignment: int,
+) -> None:
+    from tk_moe.reference.get_fused_mapping import get_fused_mapping
+
+    num_experts = expert_start.shape[0]
+    if env.debug():
+        _check_indices(topk_idx, num_experts)
+    *values, _ = get_fused_mapping(topk_idx, num_experts, pos_to_expert.shape[0], alignment, True)
+    outs = (pos_to_expert, pos_to_token, pos_to_token_topk, token_topk_to_pos)
+    for out, value in zip((*outs, expert_start, expert_end, num_tokens_per_expert), values, strict=True):
+        out.copy_(value)
+
+
+@op(
+    "tk_moe::get_fused_mapping_out",
+    mutates=(
+        "pos_to_expert",
+        "pos_to_token",
+        "pos_to_token_topk",
+        "token_topk_to_pos",
+        "expert_start",
+        "expert_end",
+        "num_tokens_per_expert",
+    ),
+    reference=_get_fused_mapping_reference,
+)
+def _get_fused_mapping_out(
+    topk_idx: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    pos_to_token: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    expert_start: torch.Tensor,
+    expert_end: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    alignment: int,
+) -> None:
+    num_tokens, num_topk = topk_idx.shape
+    num_experts = expert_start.shape[0]
+    maps = (pos_to_expert, pos_to_token, pos_to_token_topk)
+    per_expert = (expert_start, expert_end, num_tokens_per_expert)
+    if num_tokens == 0:
+        for out in maps:
+            out.fill_(-1)
+        for out in per_expert:
+            out.zero_()
+        return
+    if env.debug():
+        _check_indices(topk_idx, num_experts)
+    arch = get_arch(topk_idx.device)
+    num_pairs = num_tokens * num_topk
+    power_of_two = 1 << (num_pairs - 1).bit_length()
+    config = GetFusedMappingConfig.best(power_of_two, num_experts, get_num_sms(topk_idx.device), arch)
+    launch = _mapping_kernel(num_experts, num_topk, config, arch)
+    if config.cluster_size:
+        launch(topk_idx, *maps, token_topk_to_pos, *per_expert, alignment)
+        return
+    block_counts = expert_start.new_empty((ceil_div(num_pairs, config.chunk), num_experts))
+    _count_kernel(num_experts, num_topk, config, arch)(topk_idx, block_counts)
+    launch(topk_idx, *maps, token_topk_to_pos, *per_expert, alignment, block_counts)
+
+
+def get_fused_mapping(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    num_expanded_tokens: int,
+    alignment: int,
+    force_no_sync: bool = False,
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    list[int],
+]:
+    """Group (token, slot) pairs by expert: each expert owns a segment of positions whose size `alignment` divides.
+
+    Segments follow the order of the experts. In each stand its pairs in ascending flat order t · num_topk + k, then
+    padding; what comes after the last segment is padding too. An index that is negative, or not below `num_experts`, means no expert; with
+    TK_DEBUG=1 the latter raises.
+
+    With num_expanded_tokens = 0, space for the worst case is set aside: ⌊(T·K + (alignment - 1)·E) / alignment⌋ ·
+    alignment positions. Then, unless `force_no_sync`, the sizes of the segments are read back, which waits for the
+    device, and the pos_to_* are cut to their sum. In all other cases nothing waits, and a CUDA graph can hold the call.
+    Tensors on the meta device hold no sizes to read, and are not cut.
+
+    Args:
+        topk_idx: int64 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
+        num_experts: From 1 to 1024.
+        num_expanded_tokens: Length of the pos_to_*; 0 for the worst case. If it is too small, pairs that do not fit
+            get -1 in token_topk_to_pos; the segments' bounds are as if they did.
+        alignment: What the size of each segment is a multiple of, at least 1.
+        force_no_sync: Keep the worst case's length rather than wait.
+
+    Returns:
+        pos_to_expert, pos_to_token, pos_to_token_topk: int32 (num_expanded_tokens). Expert, token and flat index
+            t · num_topk + k of each position; -1 for padding.
+        token_topk_to_pos: int32 (num_tokens, num_topk). Position of each pair, -1 if it has none.
+        expert_start, expert_end: int32 (num_experts). Bounds of the segments.
+        num_tokens_per_expert: int32 (num_experts). Sizes of the segments, padding included.
+        num_tokens_per_expert_list: The same as a list if it was read back, else empty.
+
+    Raises:
+        TypeError: topk_idx is not an int64 tensor, or another argument is not an int (a bool for force_no_sync).
+        ValueError: topk_idx has another shape or is not contiguous, a size is out of range, or there would be more than
+            2³⁰ positions.
+    """
+    num_tokens, num_topk = check.tensor("topk_idx", topk_idx, (torch.int64,), ("num_tokens", "num_topk"))
+    check.in_range("num_topk (columns of topk_idx)", num_topk, 1, MAX_TOPK)
+    check.in_range("num_experts", num_experts, 1, MAX_EXPERTS)
+    check.in_range("num_expanded_tokens", num_expanded_tokens, 0, MAX_POSITIONS)
+    check.in_range("alignment", alignment, 1, MAX_POSITIONS)
+    check.require_type(isinstance(force_no_sync, bool), "force_no_sync", "a bool", force_no_sync)
+    worst_case = (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
+    check.require(
+        worst_case <= MAX_POSITIONS, "topk_idx", f"at most {MAX_POSITIONS} positions in the worst case", worst_case
+    )
+    num_pos = num_expanded_tokens or worst_case
+    pos_to_expert = topk_idx.new_empty((num_pos,), dtype=torch.int32)
+    pos_to_token = topk_idx.new_empty((num_pos,), dtype=torch.int32)
+    pos_to_token_topk = topk_idx.new_empty((num_pos,), dtype=torch.int32)
+    token_topk_to_pos = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
+    expert_start = topk_idx.new_empty((num_experts,), dtype=torch.int32)
+    expert_end = topk_idx.new_empty((num_experts,), dtype=torch.int32)
+    num_tokens_per_expert = topk_idx.new_empty((num_experts,), dtype=torch.int32)
+    _get_fused_mapping_out(
+        topk_idx,
+        pos_to_expert,
+        pos_to_token,
+        pos_to_token_topk,
+        token_topk_to_pos,
+        expert_start,
+        expert_end,
+        num_tokens_per_expert,
+        alignment,
+    )
+    sizes: list[int] = []
+    if num_expanded_tokens == 0 and not force_no_sync and not topk_idx.is_meta:
+        sizes = num_tokens_per_expert.tolist()
+        used = sum(sizes)
+        pos_to_expert, pos_to_token, pos_to_token_topk = (
+            pos_to_expert[:used],
+            pos_to_token[:used],
+            pos_to_token_topk[:used],
+        )
+    return (
+        pos_to_expert,
+        pos_to_token,
+        pos_to_token_topk,
+        token_topk_to_pos,
+        expert_start,
+        expert_end,
+        num_tokens_per_expert,
+        sizes,
+    )

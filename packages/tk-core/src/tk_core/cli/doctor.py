@@ -1,32 +1,22 @@
 """`tk doctor`: whether kernels can be compiled and run here; for each fault, the exact command that mends it."""
 
-import ctypes
 import importlib.metadata
-import importlib.util
 import json
-import platform
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-Version = tuple[int, int]
+from tk_core.cli.machine import MIN_CUDA, Machine, SkipError, parse, pip_install, release
 
 MIN_PYTHON = (3, 11)
-MIN_CUDA = (13, 0)
-DEFAULT_CUDA = (13, 2)
 # The oldest driver branch that runs each CUDA with all its minor releases (CUDA toolkit release notes, table 2).
 MIN_DRIVER = {12: 525, 13: 580}
 
@@ -57,10 +47,6 @@ class NoteError(Exception):
         self.fix = fix
 
 
-class SkipError(Exception):
-    """A check that an earlier fault makes pointless."""
-
-
 @dataclass(frozen=True)
 class Finding:
     """What one check found."""
@@ -71,202 +57,23 @@ class Finding:
     fix: str | None = None
 
 
-def _text(version: Version) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def pip_install(*requirements: str, options: str = "") -> str:
-    """The command that installs requirements into this Python's environment."""
-    quoted = " ".join(f'"{requirement}"' for requirement in requirements)
-    python = shlex.quote(sys.executable)
-    if importlib.util.find_spec("pip"):
-        return f"{python} -m pip install {options}{quoted}"
-    return f"uv pip install {options.replace('--force-reinstall', '--reinstall')}{quoted} --python {python}"
-
-
-class Machine:
-    """What the checks look at; each fact is found out once. Tests replace facts by setting attributes."""
-
-    @cached_property
-    def python(self) -> tuple[int, int, int]:
-        return sys.version_info[:3]
-
-    @cached_property
-    def torch(self) -> "ModuleType | Exception":
-        """The module, or why it can't be imported."""
-        try:
-            import torch
-        except Exception as error:
-            return error
-        return torch
-
-    @cached_property
-    def torch_cuda(self) -> Version | None:
-        """CUDA release that torch was built for; None without a CUDA build of torch."""
-        found = getattr(getattr(self.torch, "version", None), "cuda", None)
-        return _parse(found) if found else None
-
-    @cached_property
-    def wanted_cuda(self) -> Version:
-        """CUDA release that compiler and headers should be of."""
-        return self.torch_cuda if self.torch_cuda and self.torch_cuda >= MIN_CUDA else DEFAULT_CUDA
-
-    @cached_property
-    def compat(self) -> "ModuleType":
-        if isinstance(self.torch, Exception):
-            raise SkipError("needs torch")
-        from tk_core import compat
-
-        return compat
-
-    @cached_property
-    def tilelang(self) -> "ModuleType | Exception":
-        """The module, or why it can't be imported."""
-        try:
-            return self.compat.load_tilelang()
-        except Exception as error:
-            return error
-
-    @cached_property
-    def cuda_home(self) -> Path | None:
-        return self.compat.cuda_home()
-
-    @cached_property
-    def cuda_home_is_chosen(self) -> bool:
-        """Whether the user named the toolkit, rather than leaving it to us."""
-        from tk_core import env
-
-        named = env.get("CUDA_HOME") or env.get("CUDA_PATH")
-        return named is not None and Path(named) != self.compat.wheel_cuda_home()
-
-    @cached_property
-    def nvcc(self) -> Version:
-        """Release of the CUDA compiler. Raises SkipError if the check of nvcc has nothing to go on."""
-        path = self.compat.nvcc_path()
-        if path is None:
-            raise SkipError("needs nvcc")
-        try:
-            printed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
-        except OSError as error:
-            raise SkipError(f"needs an nvcc that runs ({error})") from error
-        release = re.search(r"release (\d+)\.(\d+)", printed.stdout)
-        if printed.returncode or not release:
-            raise SkipError("needs an nvcc that runs")
-        return int(release[1]), int(release[2])
-
-    @cached_property
-    def host_compiler(self) -> str | None:
-        if isinstance(self.tilelang, Exception):
-            return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-        return self.compat.host_compiler()
-
-    @cached_property
-    def headers(self) -> Version | None:
-        """CUDA release of the headers that go with nvcc."""
-        for folder in ("include", *(f"targets/{name}/include" for name in ("x86_64-linux", "sbsa-linux"))):
-            header = self.cuda_home / folder / "cuda_runtime_api.h" if self.cuda_home else None
-            if header and header.exists():
-                version = re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"))
-                if version:
-                    return int(version[1]) // 1000, int(version[1]) % 1000 // 10
-        return None
-
-    @cached_property
-    def driver_cuda(self) -> Version | None:
-        """Newest CUDA release that the driver knows; None without an NVIDIA driver."""
-        try:
-            driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-            failed = driver.cuDriverGetVersion(ctypes.byref(version))
-        except (OSError, AttributeError):
-            return None
-        return None if failed else (version.value // 1000, version.value % 1000 // 10)
-
-    @cached_property
-    def gpus(self) -> list[tuple[str, Version]]:
-        """Name and compute capability of each GPU that torch can use."""
-        torch = self.torch
-        if isinstance(torch, Exception) or not torch.cuda.is_available():
-            return []
-        count = torch.cuda.device_count()
-        return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]
-
-    @cached_property
-    def cache_error(self) -> OSError | None:
-        """Why nothing can be written to the cache folder; None if it can."""
-        folder = self.compat.cache_dir()
-        try:
-            existing = next(path for path in (folder, *folder.parents) if path.exists())
-            with tempfile.TemporaryDirectory(prefix=".tk-doctor-", dir=existing):
-                return None
-        except OSError as error:
-            return error
-
-    @cached_property
-    def os_family(self) -> str:
-        """Names that the distribution goes by, such as "ubuntu debian"."""
-        try:
-            release = platform.freedesktop_os_release()
-        except OSError:
-            return ""
-        return f"{release.get('ID', '')} {release.get('ID_LIKE', '')}"
-
-    def probe_command(self, source: Path, output: Path) -> list[str]:
-        """The compiler, host compiler and include paths that TileLang would use on `source`."""
-        includes = []
-        if not isinstance(self.tilelang, Exception):
-            from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
-
-            includes = [f"-I{path}" for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR) if path]
-        return [
-            *(str(self.compat.nvcc_path()), f"-ccbin={self.host_compiler}", "--cubin", "-O3", "-w"),
-            *("-arch=sm_90a", "-std=c++20", *includes, "-o", str(output), str(source)),
-        ]
-
-    def compiler_wheels(self) -> list[str]:
-        """Requirements that bring compiler and headers to torch's CUDA release."""
-        pin = f"=={_text(self.wanted_cuda)}.*"
-        wheels = ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"]
-        if not (_installed("nvidia-cuda-runtime") or "").startswith(f"{_text(self.wanted_cuda)}."):
-            wheels.append("nvidia-cuda-runtime")
-        return [f"{wheel}{pin}" for wheel in wheels]
-
-    def mend_toolkit(self) -> str:
-        """The command that brings a CUDA toolkit whose parts fit together."""
-        install = pip_install(*self.compiler_wheels())
-        if not self.cuda_home_is_chosen:
-            return install
-        return "unset CUDA_HOME CUDA_PATH" if self.compat.wheel_cuda_home() else f"unset CUDA_HOME CUDA_PATH; {install}"
-
-
-def _parse(version: str) -> Version:
-    major, minor, *_ = [*re.findall(r"\d+", version), "0", "0"]
-    return int(major), int(minor)
-
-
 def _python(machine: Machine) -> str:
     found = ".".join(map(str, machine.python))
     if machine.python[:2] < MIN_PYTHON:
-        raise FaultError(f"{found}, needs {_text(MIN_PYTHON)} or newer", "uv venv --python 3.13")
+        raise FaultError(f"{found}, needs {release(MIN_PYTHON)} or newer", "uv venv --python 3.13")
     return found
 
 
 def _torch(machine: Machine) -> str:
     torch = machine.torch
     if isinstance(torch, Exception):
-        if (installed := _installed("torch")) is None:
+        if (installed := machine.installed("torch")) is None:
             raise FaultError("not installed", pip_install("torch>=2.10"))
         raise FaultError(
             f"{installed} can't be imported: {_last_line(torch)}",
             pip_install(f"torch=={installed}", options="--force-reinstall "),
         )
-    if _parse(torch.__version__) < (2, 10):
+    if parse(torch.__version__) < (2, 10):
         raise FaultError(f"{torch.__version__}, needs 2.10 or newer", pip_install("torch>=2.10", options="--upgrade "))
     if machine.torch_cuda is None:
         version = torch.__version__.partition("+")[0]
@@ -274,21 +81,21 @@ def _torch(machine: Machine) -> str:
             f"{torch.__version__} is built without CUDA: references work, and compiling ahead, but no kernel can run",
             pip_install(f"torch=={version}", options="--force-reinstall "),
         )
-    return f"{torch.__version__} for CUDA {_text(machine.torch_cuda)}"
+    return f"{torch.__version__} for CUDA {release(machine.torch_cuda)}"
 
 
 def _cuda_runtime(machine: Machine) -> str:
     if machine.torch_cuda is None:
         raise SkipError("needs a CUDA build of torch")
-    wanted, installed = _text(machine.torch_cuda), _installed("nvidia-cuda-runtime")
+    wanted, installed = release(machine.torch_cuda), machine.installed("nvidia-cuda-runtime")
     if machine.torch_cuda < MIN_CUDA:
         raise FaultError(
-            f"torch's CUDA {wanted} is older than {_text(MIN_CUDA)}, which kernels are compiled for",
+            f"torch's CUDA {wanted} is older than {release(MIN_CUDA)}, which kernels are compiled for",
             pip_install("torch>=2.11", options="--upgrade --force-reinstall "),
         )
     if installed is None:
         return f"{wanted}, not from wheels"
-    if _parse(installed) != machine.torch_cuda:
+    if parse(installed) != machine.torch_cuda:
         raise FaultError(f"{installed} beside torch's {wanted}", pip_install(f"nvidia-cuda-runtime=={wanted}.*"))
     return installed
 
@@ -296,11 +103,11 @@ def _cuda_runtime(machine: Machine) -> str:
 def _tvm_ffi(machine: Machine) -> str:
     from packaging.requirements import Requirement
 
-    if _installed("tilelang") is None:
+    if machine.installed("tilelang") is None:
         raise SkipError("needs TileLang")
-    needed = [Requirement(text) for text in importlib.metadata.requires("tilelang") or []]
+    needed = [Requirement(line) for line in importlib.metadata.requires("tilelang") or []]
     requirement = next((r for r in needed if r.name == "apache-tvm-ffi"), Requirement("apache-tvm-ffi"))
-    installed = _installed("apache-tvm-ffi")
+    installed = machine.installed("apache-tvm-ffi")
     if installed is None or not requirement.specifier.contains(installed, prereleases=True):
         found = "not installed" if installed is None else installed
         raise FaultError(f"{found}, TileLang needs {requirement.specifier}", pip_install(str(requirement)))
@@ -350,45 +157,48 @@ def _nvcc(machine: Machine) -> str:
     except SkipError as error:
         raise FaultError(f"{path} does not run", machine.mend_toolkit()) from error
     if found < MIN_CUDA:
-        raise FaultError(f"{_text(found)} at {path}, needs {_text(MIN_CUDA)} or newer", machine.mend_toolkit())
-    return f"{_text(found)}, {path}"
+        raise FaultError(f"{release(found)} at {path}, needs {release(MIN_CUDA)} or newer", machine.mend_toolkit())
+    return f"{release(found)}, {path}"
 
 
 def _headers(machine: Machine) -> str:
     nvcc, headers = machine.nvcc, machine.headers
-    if headers is None:
-        pin = f"=={_text(machine.wanted_cuda)}.*"
-        fix = pip_install(f"nvidia-cuda-runtime{pin}", f"nvidia-cuda-cccl{pin}")
-        fix = machine.mend_toolkit() if machine.cuda_home_is_chosen else fix
-        raise FaultError(f"no cuda_runtime_api.h in {machine.cuda_home}", fix)
     if machine.host_compiler is None:
         raise SkipError("needs a host compiler")
-    versions = f"headers {_text(headers)}, nvcc {_text(nvcc)}"
+    # An nvcc that is a script may find headers elsewhere, so their absence is no fault before the probe has failed.
+    where = f"headers {release(headers)}" if headers else f"no cuda_runtime_api.h in {machine.cuda_home}"
+    versions = f"{where}, nvcc {release(nvcc)}"
     with tempfile.TemporaryDirectory(prefix="tk-doctor-") as folder:
         source = Path(folder, "probe.cu")
         source.write_text(_PROBE)
         command = machine.probe_command(source, Path(folder, "probe.cubin"))
         try:
             probe = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             raise FaultError(f"{versions}: {error}", machine.mend_toolkit()) from error
     if probe.returncode:
         printed = f"{probe.stderr}\n{probe.stdout}"
-        age = "newer" if nvcc > headers else "older"
-        mismatch = f"nvcc is {age} than the CUDA headers: " if nvcc != headers else ""
+        mismatch = ""
+        if headers and nvcc != headers:
+            mismatch = f"nvcc is {'newer' if nvcc > headers else 'older'} than the CUDA headers: "
         raise FaultError(f"{versions}: {mismatch}{_first_error(printed)}", _mend_headers(machine, printed))
-    if nvcc != headers:
+    if headers and nvcc != headers:
         raise NoteError(f"{versions}: of two releases, though a probe compiles", machine.mend_toolkit())
     return f"{versions}, a probe compiles"
 
 
 def _mend_headers(machine: Machine, printed: str) -> str:
+    if machine.cuda_home != machine.compat.wheel_cuda_home():
+        return machine.mend_toolkit()
+    pin = f"=={release(machine.wanted_cuda)}.*"
+    # pip takes a wheel that is installed for whole; where files are missing, only fresh ones can help.
+    fresh = "--force-reinstall --no-deps "
+    if machine.headers is None:
+        return pip_install(f"nvidia-cuda-runtime{pin}", f"nvidia-cuda-cccl{pin}", options=fresh)
     if re.search(r"fatal error: (cuda/std|cub|thrust)\S*: No such file", printed):
-        fix = pip_install(f"nvidia-cuda-cccl=={_text(machine.wanted_cuda)}.*")
-        return machine.mend_toolkit() if machine.cuda_home_is_chosen else fix
-    if machine.nvcc == machine.headers and not machine.cuda_home_is_chosen:
-        # Of one release, yet broken: only fresh files can help.
-        return pip_install(*machine.compiler_wheels(), options="--force-reinstall --no-deps ")
+        return pip_install(f"nvidia-cuda-cccl{pin}", options=fresh)
+    if machine.nvcc == machine.headers:
+        return pip_install(*machine.compiler_wheels(), options=fresh)
     return machine.mend_toolkit()
 
 
@@ -401,10 +211,10 @@ def _driver(machine: Machine) -> str:
         rpm = any(name in machine.os_family for name in ("fedora", "rhel", "suse"))
         fix = "sudo dnf module install --assumeyes nvidia-driver:{}-open" if rpm else _APT_DRIVER
         raise FaultError(
-            f"knows CUDA up to {_text(found)}, torch's CUDA {_text(wanted)} needs driver {branch} or newer",
+            f"knows CUDA up to {release(found)}, torch's CUDA {release(wanted)} needs driver {branch} or newer",
             fix.format(branch),
         )
-    return f"knows CUDA up to {_text(found)}"
+    return f"knows CUDA up to {release(found)}"
 
 
 _APT_DRIVER = "sudo apt-get install --yes nvidia-driver-{}-server-open"

@@ -54,7 +54,7 @@ class OpSpec:
     least_bytes: Callable[[dict[str, Any], Any], int] | None = None
     """(arguments, outputs) → the fewest bytes to move; by default every input and output tensor once."""
     mutates: tuple[str, ...] = ()
-    """Arguments that the op writes into (`out`, in-place ones); their contents count as outputs."""
+    """Arguments that the op writes into (`out`, in-place ones). `compare` then gets (result, *these)."""
 
     def __post_init__(self) -> None:
         twice = [name for name, count in Counter(case.name for case in self.cases).items() if count > 1]

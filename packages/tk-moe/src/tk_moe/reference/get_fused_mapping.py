@@ -3,7 +3,6 @@
 import torch
 
 
-
 def get_fused_mapping(
     topk_idx: torch.Tensor,
     num_experts: int,

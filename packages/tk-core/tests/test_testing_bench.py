@@ -1,0 +1,111 @@
+"""tk_core.testing.bench: what becomes of recorded events, and rows. The measuring itself needs a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tk_core.testing import Case, OpSpec, bench
+
+_SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+
+
+def test_only_what_runs_between_markers_counts() -> None:
+    events = [
+        (0, "fill", 100_000),
+        (100, _SPIN, 10_000),
+        (200, "main_kernel", 2_000),
+        (300, "Memset (Device)", 500),
+        (400, _SPIN, 10),
+        (500, "fill", 100_000),
+        (600, _SPIN, 10_000),
+        (700, _SPIN, 10),
+    ]
+    assert bench.between_markers(list(reversed(events)), 2) == [2.5, 0.0]
+    assert bench.between_markers(events, 3) is None
+    assert bench.between_markers(events[:-1], 2) is None
+    assert bench.between_markers([], 1) is None
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("not on this machine\nmore")
+
+
+SHAPES = (
+    Case("real", lambda device: {"x": torch.ones(4, 8)[:, :6]}, bench=True, warmup=True),
+    Case("other", lambda device: {"x": torch.ones(4)}, bench=True),
+    Case("test", lambda device: {"x": torch.ones(4)}),
+)
+
+
+def test_one_test_for_each_benchmark_case() -> None:
+    test = bench.benchmarks(OpSpec(double, double, SHAPES))
+    marks = {mark.name: mark for mark in test.pytestmark}
+    assert set(marks) == {"bench", "parametrize"}
+    assert [param.id for param in marks["parametrize"].args[1]] == ["real", "other"]
+
+
+@pytest.fixture
+def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Bench without a GPU, whose times are made up."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    times = {"copy": 56.9, "op": 2.0, "eager": 8.0, "compiled": 4.0}
+    made = object.__new__(bench.Bench)
+    made.baselines, made.versions = "compiled", {"gpu": "H200", "date": "2026-11-21"}
+    made._device_times = lambda contenders: ("cupti", {name: times[name] for name in contenders})
+    return made
+
+
+def test_a_row(cpu_bench: Any) -> None:
+    row = cpu_bench.measure(OpSpec(double, double, SHAPES), SHAPES[0])
+    assert row["arguments"] == {"x": "float32[4, 6] strides [8, 1]"}
+    assert row["least_bytes"] == 2 * 4 * 6 * 4
+    assert (row["us"], row["gbps"], row["copy_us"]) == (2.0, 0.1, 56.9)
+    assert row["copy_gbps"] == round(2 * 8192 * 7168 * 2 / 56.9e3, 1)
+    assert (row["eager_us"], row["compiled_us"], row["model_shape"], row["gpu"]) == (8.0, 4.0, True, "H200")
+    assert row["host_us"] > 0
+    assert row["host_bare_us"] is None
+    json.dumps(row)
+    assert cpu_bench.measure(OpSpec(double, double, SHAPES), SHAPES[1])["compiled_us"] is None
+
+
+def test_a_baseline_that_fails_is_a_result(cpu_bench: Any) -> None:
+    row = cpu_bench.measure(OpSpec(double, broken, SHAPES), SHAPES[0])
+    assert row["eager_error"] == row["compiled_error"] == "RuntimeError: not on this machine"
+    assert row["eager_us"] is None
+    cpu_bench.baselines = "none"
+    assert "eager_error" not in cpu_bench.measure(OpSpec(double, broken, SHAPES), SHAPES[0])
+
+
+def test_launches_are_recorded_and_made() -> None:
+    from tk_core.kernel import Kernel
+
+    launched = []
+    kernel = Kernel(lambda: None, {}, ())
+    kernel._functions[("key",)] = lambda *arguments: launched.append(arguments)
+    with bench._recorded_launches() as launches:
+        kernel("key")(1, 2)
+    assert launched == [(1, 2)]
+    ((function, arguments),) = launches
+    function(*arguments)
+    assert launched == [(1, 2), (1, 2)]
+
+
+def test_allocations_are_like_the_outputs() -> None:
+    outputs = (torch.zeros(3, 4), [torch.zeros(4, 3).t(), None])
+    made = [allocate() for allocate in bench._allocations(outputs)]
+    assert [(x.shape, x.stride()) for x in made] == [((3, 4), (4, 1)), ((3, 4), (1, 3))]
+
+
+def test_rows_are_appended(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "results.jsonl"
+    for case in ("one", "µ"):
+        bench.append_row(file, {"case": case})
+    assert [json.loads(line)["case"] for line in file.read_text(encoding="utf-8").splitlines()] == ["one", "µ"]

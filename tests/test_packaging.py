@@ -1,0 +1,313 @@
+"""What the packages promise when installed: each wheel by itself, in an environment of its own."""
+
+import email.message
+import email.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tk_core import compat, env
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECTS: dict[str, dict[str, Any]] = {
+    file.parent.name: tomllib.loads(file.read_text())["project"]
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+DEPENDANTS = sorted(PROJECTS.keys() - {"tk-core"})
+DOMAINS = sorted(PROJECTS.keys() - {"tk-core", "tk-modeling"})
+
+# A stranger's project on the public index has the name tk-core. These are its releases, and some that it may make.
+STRANGERS = ("1.0", "1.0.0a1", "1.0.0rc1", "1.0.dev1", "1.1.8", "1.2.0", "1.3.4", "1.5.0", "1.5.1.post1", "2.0")
+
+# A call that the reference of each package serves on the CPU.
+CALLS = {
+    "tk-core": """
+        from tk_core.math import ceil_div
+        assert ceil_div(7, 2) == 4
+    """,
+    "tk-quant": """
+        import torch
+        from tk_quant import per_token_cast
+        x = torch.arange(2 * 256).reshape(2, 256).to(torch.bfloat16)
+        data, sf = per_token_cast(x, "e4m3", 128)
+        assert (data.dtype, tuple(sf.shape)) == (torch.float8_e4m3fn, (2, 2))
+        blocks = x.float().reshape(2, 2, 128)
+        assert torch.equal(sf, blocks.abs().amax(-1) / 448)
+        error = (data.float().reshape(2, 2, 128) * sf[..., None] - blocks).abs().amax()
+        assert error <= blocks.abs().amax() / 28, error
+    """,
+    "tk-moe": """
+        import torch
+        from tk_moe import topk_gate
+        scores = torch.tensor([[0.1, 0.7, 0.2, 0.7], [3.0, 1.0, 2.0, 0.0]])
+        assert topk_gate(scores, 2).tolist() == [[1, 3], [0, 2]]
+    """,
+}
+
+
+def _import_name(package: str) -> str:
+    return package.replace("-", "_")
+
+
+def _requirements(package: str) -> dict[str, Requirement]:
+    return {canonicalize_name(r.name): r for r in map(Requirement, PROJECTS[package]["dependencies"])}
+
+
+def _uv(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    # `uv run` says in UV which uv it is.
+    uv = os.environ.get("UV") or shutil.which("uv")
+    assert uv, "these tests need uv: python3 -m pip install uv"
+    # uv run would pass on the environment that the tests run in.
+    clean = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    return subprocess.run([uv, *map(str, arguments)], cwd=cwd, env=clean, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="session")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every package's wheel, built from its source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    # hatchling is in the development environment, so that building needs no index.
+    built = _uv("build", "--all-packages", "--no-build-isolation", "--python", sys.executable, "--out-dir", folder)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def _wheel(dist: Path, package: str) -> Path:
+    (wheel,) = dist.glob(f"{_import_name(package)}-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="session")
+def constraints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The lock's versions of everything that is not ours."""
+    file = tmp_path_factory.mktemp("lock") / "constraints.txt"
+    options = ("--frozen", "--no-hashes", "--no-emit-workspace", "--no-annotate", "--no-header")
+    exported = _uv("export", *options, "--output-file", file)
+    assert exported.returncode == 0, exported.stderr
+    return file
+
+
+class Environment:
+    """A virtual environment with one wheel and what it depends on."""
+
+    def __init__(self, folder: Path, dist: Path, constraints: Path, package: str) -> None:
+        self.folder = folder
+        made = _uv("venv", "--python", sys.executable, folder, cwd=folder.parent)
+        assert made.returncode == 0, made.stderr
+        # Never copies, for torch and CUDA take gigabytes. The index is asked only if something is not in uv's cache.
+        cache = Path(_uv("cache", "dir").stdout.strip())
+        link = "hardlink" if cache.stat().st_dev == folder.parent.stat().st_dev else "symlink"
+        options = ("--link-mode", link, "--find-links", dist, "--constraints", constraints, "--python", self.python)
+        for mode in (("--offline",), ()):
+            installed = _uv("pip", "install", *mode, *options, _wheel(dist, package), cwd=folder.parent)
+            if installed.returncode == 0:
+                break
+        assert installed.returncode == 0, installed.stderr
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    def run(self, code: str) -> str:
+        """Run Python code and return what it prints."""
+        command = [self.python, "-I", "-c", textwrap.dedent(code)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    def installed(self) -> set[str]:
+        """Names of the installed distributions."""
+        return {
+            canonicalize_name(name)
+            for name in self.run(
+                "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()), sep='\\n')"
+            ).split()
+        }
+
+
+@pytest.fixture(scope="module")
+def alone(
+    request: pytest.FixtureRequest, dist: Path, constraints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """A package, with an environment in which it is installed by itself."""
+    folder = tmp_path_factory.mktemp("alone") / request.param
+    yield request.param, Environment(folder, dist, constraints, request.param)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("package", sorted(PROJECTS))
+def test_wheel(dist: Path, package: str) -> None:
+    project, name = PROJECTS[package], _import_name(package)
+    with zipfile.ZipFile(_wheel(dist, package)) as wheel:
+        files = set(wheel.namelist())
+        info = f"{name}-{project['version']}.dist-info"
+        assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        metadata = email.parser.BytesParser().parsebytes(wheel.read(f"{info}/METADATA"))
+    source = ROOT / "packages" / package / "src"
+    expected = {
+        path.relative_to(source).as_posix()
+        for path in (source / name).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert f"{name}/py.typed" in files
+    assert {file for file in files if not file.startswith(info)} == expected, "the package's own files and no others"
+    _check_metadata(metadata, package)
+
+
+def _check_metadata(metadata: email.message.Message, package: str) -> None:
+    assert metadata["Name"] == package
+    assert metadata["Version"] == PROJECTS[package]["version"]
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata["Summary"]
+    assert metadata.get_payload().strip(), "the README is the long description"
+    assert SpecifierSet(metadata["Requires-Python"]) == SpecifierSet(">=3.11")
+    assert {Requirement(text) for text in metadata.get_all("Requires-Dist")} == set(_requirements(package).values())
+
+
+@pytest.mark.parametrize("package", sorted(PROJECTS))
+def test_sdist_is_there(dist: Path, package: str) -> None:
+    assert list(dist.glob(f"{_import_name(package)}-*.tar.gz"))
+
+
+@pytest.mark.parametrize("package", sorted(PROJECTS))
+def test_torch_and_tilelang_bounds(package: str) -> None:
+    requirements = _requirements(package)
+    assert requirements["torch"].specifier == SpecifierSet(">=2.10")
+    source = ROOT / "packages" / package / "src"
+    uses_tilelang = any(
+        re.search(r"^\s*(import|from) tilelang\b", file.read_text(), re.MULTILINE) for file in source.rglob("*.py")
+    )
+    if uses_tilelang or "tilelang" in requirements:
+        bounds = requirements["tilelang"].specifier
+        assert bounds == SpecifierSet(compat.SUPPORTED_TILELANG)
+        assert not bounds.contains("0.1.14")
+        assert bounds.contains("0.1.15")
+        assert not bounds.contains("0.2"), "TileLang changes what kernels are written in, so there is a cap"
+
+
+@pytest.mark.parametrize("package", DEPENDANTS)
+def test_no_strangers_release_satisfies_a_bound(package: str) -> None:
+    """The public index has another tk-core: an install without our wheels must fail, not fetch a stranger's code."""
+    requirements = _requirements(package)
+    assert "tk-core" in requirements
+    for name in requirements.keys() & PROJECTS.keys():
+        bounds = requirements[name].specifier
+        for version in STRANGERS:
+            assert not bounds.contains(version, prereleases=True), f"{name}{bounds} takes {version}"
+
+
+@pytest.mark.parametrize("package", sorted(PROJECTS))
+def test_our_versions_stay_below_one(package: str) -> None:
+    assert Version(PROJECTS[package]["version"]) < Version("1.dev0")
+
+
+@pytest.mark.parametrize("package", DEPENDANTS)
+def test_members_satisfy_each_others_bounds(package: str) -> None:
+    """uv takes a workspace member whatever bound another gives."""
+    for name, requirement in _requirements(package).items():
+        if name in PROJECTS:
+            assert requirement.specifier.contains(PROJECTS[name]["version"]), f"{package} needs {requirement}"
+
+
+@pytest.mark.parametrize("package", DOMAINS)
+def test_a_domain_depends_on_tk_core_only(package: str) -> None:
+    assert _requirements(package).keys() & PROJECTS.keys() == {"tk-core"}
+    source = ROOT / "packages" / package / "src"
+    others = "|".join(_import_name(name) for name in PROJECTS if name not in ("tk-core", package))
+    for file in source.rglob("*.py"):
+        assert not re.search(rf"^\s*(import|from) ({others})\b", file.read_text(), re.MULTILINE), file
+
+
+@pytest.mark.parametrize("package", DEPENDANTS)
+def test_entry_point(package: str) -> None:
+    name = _import_name(package)
+    assert PROJECTS[package]["entry-points"]["tk_core.packages"] == {name: name}
+
+
+@pytest.mark.parametrize("package", sorted(PROJECTS))
+def test_documents(package: str) -> None:
+    folder = ROOT / "packages" / package
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert not (folder / "LICENSE").is_symlink(), "a link would not survive in a source distribution"
+    assert (folder / "README.md").read_text().startswith(f"# {package}\n")
+    changelog = (folder / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## .*{re.escape(PROJECTS[package]['version'])}\b", changelog, re.MULTILINE)
+
+
+@pytest.mark.parametrize("alone", sorted(PROJECTS), indirect=True)
+def test_alone(alone: tuple[str, Environment]) -> None:
+    """A wheel brings what it needs and nothing of ours that it does not; it imports, and its reference runs."""
+    package, environment = alone
+    ours = {name for name in environment.installed() if name.startswith("tk-")}
+    expected, todo = {package}, [package]
+    while todo:
+        needed = (_requirements(todo.pop()).keys() & PROJECTS.keys()) - expected
+        expected |= needed
+        todo += needed
+    assert ours == expected
+
+    name = _import_name(package)
+    siblings = sorted(_import_name(other) for other in PROJECTS if other not in (package, "tk-core"))
+    environment.run(
+        f"""
+        import sys
+        import {name}
+        assert {name}.__file__.startswith(sys.prefix), {name}.__file__
+        loaded = [module for module in {["tilelang", "tvm", *siblings]} if module in sys.modules]
+        assert not loaded, loaded
+        """
+    )
+    if package in CALLS:
+        environment.run(f"{textwrap.dedent(CALLS[package])}\nimport sys\nassert 'tilelang' not in sys.modules")
+
+
+@pytest.mark.parametrize("alone", ["tk-core", "tk-moe"], indirect=True)
+def test_command_alone(alone: tuple[str, Environment]) -> None:
+    """The command tk comes with every package and needs none of the development dependencies."""
+    package, environment = alone
+    tk = environment.folder / "bin" / "tk"
+    listed = subprocess.run([tk, "list", "--json"], capture_output=True, text=True, timeout=300)
+    assert listed.returncode == 0, listed.stderr
+    assert ('"tk_moe.topk_gate"' in listed.stdout) == (package == "tk-moe")
+    assert "tk_quant" not in listed.stdout
+
+
+@pytest.mark.parametrize("alone", ["tk-moe"], indirect=True)
+def test_import_time(alone: tuple[str, Environment]) -> None:
+    """A package costs little beyond torch's own import."""
+    _, environment = alone
+    code = """
+        import time
+        import torch
+        start = time.perf_counter()
+        import tk_moe
+        print(time.perf_counter() - start)
+    """
+    assert min(float(environment.run(code)) for _ in range(3)) < 0.2
+
+
+def test_environment_variables_are_documented() -> None:
+    text = (ROOT / "docs" / "environment.md").read_text()
+    listed = re.findall(r"^\| `([A-Z_]+)` \|", text, re.MULTILINE)
+    assert sorted(listed) == sorted(env.VARIABLES)
+    assert len(listed) == len(set(listed))
+
+
+def test_only_tk_core_env_reads_the_environment() -> None:
+    reads = re.compile(r"\bos\.environ\b(?!\[[^]]+\] = )|\bos\.getenv\b|\bfrom os import\b")
+    for file in ROOT.glob("packages/*/src/**/*.py"):
+        if file.parts[-2:] != ("tk_core", "env.py"):
+            assert not reads.search(file.read_text()), file

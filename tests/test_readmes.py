@@ -1,0 +1,15 @@
+"""The tables in the packages' READMEs say what the sources, records and results say."""
+
+from pathlib import Path
+
+import pytest
+
+from tk_core.testing import tables
+
+_READMES = sorted(Path(__file__).parents[1].glob("packages/*/README.md"))
+
+
+@pytest.mark.parametrize("readme", _READMES, ids=lambda readme: readme.parent.name)
+def test_tables_are_up_to_date(readme: Path) -> None:
+    current = readme.read_text(encoding="utf-8") == tables.updated(readme)
+    assert current, f"{readme}: out of date, run python -m tk_core.testing.tables"
