@@ -160,7 +160,7 @@ class Stages:
             backend = "reference" if uses_reference(self.device) else "kernel"
         name = getattr(op, "__name__", str(op))
         self.table.add_row(
-            stage, name, backend, f"{seconds * 1e6:,.0f} µs", f"{moved / 1e6:,.2f}", f"{moved / seconds / 1e9:,.1f}"
+            stage, name, backend, f"{seconds * 1e6:,.0f} µs", f"{moved / 1e6:,.2f}", f"{moved / seconds / 1e9:,.2f}"
         )
         self.total += seconds
         return outputs

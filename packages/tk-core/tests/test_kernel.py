@@ -119,3 +119,27 @@ def test_launch(caplog: pytest.LogCaptureFixture) -> None:
     assert len([record for record in caplog.records if "loading" in record.message]) <= 1
     function(a, b, out)
     assert torch.equal(out, a * 3 + b)
+
+
+@kernel
+def _shared_kernel(width: int, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    @T.prim_func
+    def shared(x: T.Tensor((width,), "float32"), out: T.Tensor((width,), "float32")) -> None:
+        with T.Kernel(1, threads=128):
+            tile = T.alloc_shared((width,), "float32")
+            thread = T.get_thread_binding()
+            for i in T.serial(width // 128):
+                tile[i * 128 + thread] = x[i * 128 + thread]
+            T.sync_threads()
+            for i in T.serial(width // 128):
+                out[i * 128 + thread] = tile[width - 1 - i * 128 - thread]
+
+    return shared
+
+
+@pytest.mark.compile
+def test_shared_memory_asked_for_at_launch_is_seen() -> None:
+    # sm_90 adds the kibibyte that it reserves for itself.
+    assert compat.resource_usage(_shared_kernel.compile(16384, SM_90A))["shared_kernel"].shared_bytes == 65536 + 1024

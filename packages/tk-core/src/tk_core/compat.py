@@ -46,7 +46,7 @@ class ResourceUsage:
     stack_bytes: int
     """Local memory a thread: spilled registers and arrays that did not fit into registers."""
     shared_bytes: int
-    """Statically allocated shared memory a block."""
+    """Shared memory a block: what the function declares and what the launch adds."""
 
 
 def tilelang_version() -> str | None:
@@ -186,11 +186,28 @@ def cuobjdump(compiled: CompiledKernel, *options: str) -> str:
     return "\n".join(printed)
 
 
+def _dynamic_shared_bytes(library: Path) -> dict[str, int]:
+    """Bytes of shared memory that a kernel's host code asks for at launch, for each function that takes any."""
+    host = library.with_name("host_kernel.cu").read_text()
+    device = library.with_name("device_kernel.cu").read_text()
+    functions = re.split(r'(?=extern "C" __global__)', device)
+    found = {}
+    for launch in re.finditer(r"TVMFFIFunctionCall\((\w+)_packed, \(TVMFFIAny\*\) stack_ffi_any, (\d+),", host):
+        name, count = launch[1], int(launch[2])
+        body = next((each for each in functions if re.search(rf"\b{name}\([^;{{]*\)\s*{{", each)), "")
+        if "extern __shared__" in body:
+            # Arguments are stored one by one before the call; the last is the size.
+            last = rf"stack_ffi_any\)\[{count - 1}\]\.v_int64\) = \(\(int64_t\)(\d+)\)"
+            found[name] = int(re.findall(last, host[: launch.start()])[-1])
+    return found
+
+
 def resource_usage(compiled: CompiledKernel) -> dict[str, ResourceUsage]:
     """Registers, local and shared memory of each kernel function in a compiled kernel, by name."""
     pattern = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
+    launched = _dynamic_shared_bytes(compiled.library)
     usage = {
-        name: ResourceUsage(int(registers), int(stack) + int(local), int(shared))
+        name: ResourceUsage(int(registers), int(stack) + int(local), int(shared) + launched.get(name, 0))
         for name, registers, stack, shared, local in re.findall(pattern, cuobjdump(compiled, "--dump-resource-usage"))
     }
     if not usage:

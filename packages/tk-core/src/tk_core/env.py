@@ -28,10 +28,17 @@ def get(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name) or default
 
 
+def put(name: str, value: str) -> None:
+    """Set one of `VARIABLES` for this process and its children."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not declared in tk_core.env.VARIABLES")
+    os.environ[name] = value
+
+
 def set_default(name: str, value: str) -> None:
     """Set one of `VARIABLES` for this process and its children unless the user has."""
     if get(name) is None:
-        os.environ[name] = value
+        put(name, value)
 
 
 def flag(name: str) -> bool:

@@ -1,8 +1,8 @@
 """get_fused_mapping: where each (token, slot) pair goes when pairs are grouped by expert, and back.
 
 Pair i = t · num_topk + k of topk_idx int64 (num_tokens, num_topk) goes to the segment of its expert. Segments follow one
-another in the order of the experts; in each stand its pairs in ascending order (a stable counting sort), then padding
-up to a multiple of `alignment`:
+another in the order of the experts; in each stand its pairs in ascending order (a stable counting sort), then
+padding up to a multiple of `alignment`:
 
     pos               0 …                                                                  … num_expanded_tokens
                       ├── expert 0 ──┬─ padding ─┼── expert 1 ──┬─ padding ─┼── …  ─┼── padding after the last ──┤
@@ -72,7 +72,7 @@ class GetFusedMappingConfig:
     @staticmethod
     @cache
     def best(num_pairs: int, num_experts: int, num_sms: int, arch: Arch) -> "GetFusedMappingConfig":
-        """The configuration for `num_pairs` pairs, rounded up to a power of two, on `num_sms` multiprocessors. Untuned."""
+        """The configuration for `num_pairs` pairs, rounded up to a power of two, on `num_sms` SMs. Untuned."""
         candidates = [GetFusedMappingConfig(32, 1, 4096)]
         if arch.sm >= 90:
             candidates += [GetFusedMappingConfig(32, 8, 2048), GetFusedMappingConfig(32, 8, 8192)]
@@ -80,9 +80,9 @@ class GetFusedMappingConfig:
             if arch.sm in (90, 100, 103) and num_sms > 120:
                 candidates[2:] = [GetFusedMappingConfig(32, 16, 8192)]
         for config in candidates:
-            if num_pairs <= config.cluster_size * config.chunk and config.cluster_size <= num_sms:
-                if config.shared_memory_bytes(num_experts) <= arch.max_shared_memory:
-                    return config
+            fits = config.cluster_size <= num_sms and config.shared_memory_bytes(num_experts) <= arch.max_shared_memory
+            if fits and num_pairs <= config.cluster_size * config.chunk:
+                return config
         chunk = 4096
         while GetFusedMappingConfig(32, 0, chunk).shared_memory_bytes(num_experts) > arch.max_shared_memory:
             chunk //= 2
@@ -93,12 +93,11 @@ class GetFusedMappingConfig:
         return 2 * self.warps * num_experts + 4 * (2 * self.chunk + 7 * num_experts + 2 * self.warps)
 
 
-def _load_expert(pairs: Any, index: Any, num_experts: int) -> Any:
-    """The expert of a pair, -1 if it has none."""
+def _expert_of(index: Any, num_experts: int) -> Any:
+    """An int64 index as an int32, -1 if it is none of an expert."""
     import tilelang.language as T
 
-    expert = pairs[index]
-    return T.if_then_else(T.And(expert >= 0, expert < num_experts), T.cast(expert, "int32"), -1)
+    return T.if_then_else(T.And(index >= 0, index < num_experts), T.cast(index, "int32"), -1)
 
 
 # The order of shared memory is kept by the barriers that are written out here, between the lanes of a warp too.
@@ -127,19 +126,19 @@ def _count_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConfig
             pairs = T.view(topk_idx, (num_tokens * num_topk,), "int64")
             chunk = T.ceildiv(T.ceildiv(num_pairs, num_blocks), 32) * 32  # as in the second launch
             counts = T.alloc_shared((num_experts,), "int32")
-            experts = T.alloc_local((rounds,), "int32")
+            indices = T.alloc_local((rounds,), "int64")
             if thread < num_experts:
                 counts[thread] = 0
             T.sync_threads()
             for batch in T.serial(T.ceildiv(chunk, threads * rounds)):
                 for u in T.unroll(rounds):
                     index = (batch * rounds + u) * threads + thread
-                    experts[u] = -1
+                    indices[u] = T.int64(-1)
                     if index < chunk and index < num_pairs - block * chunk:
-                        experts[u] = _load_expert(pairs, block * chunk + index, num_experts)
+                        indices[u] = pairs[block * chunk + index]
                 for u in T.unroll(rounds):
-                    if experts[u] >= 0:
-                        T.atomic_add(counts[experts[u]], 1)
+                    if indices[u] >= 0 and indices[u] < num_experts:
+                        T.atomic_add(counts[T.cast(indices[u], "int32")], 1)
             T.sync_threads()
             if thread < num_experts:
                 block_counts[block, thread] = counts[thread]
@@ -166,29 +165,32 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
         begin: T.int32,
         size: T.int32,
         run: T.int32,
+        run_rounds: T.int32,
         warp: T.int32,
         lane: T.int32,
         ranks: T.Buffer,
         items: T.Buffer,
     ) -> None:
         """Of a warp's run: the number of pairs by expert in `ranks`, and each pair's expert and rank in `items`."""
+        indices = T.alloc_local((rounds,), "int64")
         experts = T.alloc_local((rounds,), "int32")
         equals = T.alloc_local((rounds,), "uint32")
         before = T.alloc_var("int32")
+        lower = T.alloc_var("int32")
         for j in T.serial(ceil_div(num_experts, 32)):
             if j * 32 + lane < num_experts:
                 ranks[warp, j * 32 + lane] = T.cast(0, "uint16")
         T.sync_warp()
-        for batch in T.serial(T.ceildiv(run, 32 * rounds)):
+        for batch in T.serial(T.ceildiv(run_rounds, rounds)):
             for u in T.unroll(rounds):
-                experts[u] = -1
-                if (batch * rounds + u) * 32 < run and warp * run + (batch * rounds + u) * 32 + lane < size:
-                    experts[u] = _load_expert(pairs, begin + warp * run + (batch * rounds + u) * 32 + lane, num_experts)
+                indices[u] = T.int64(-1)
+                if batch * rounds + u < run_rounds and run + (batch * rounds + u) * 32 + lane < size:
+                    indices[u] = pairs[begin + run + (batch * rounds + u) * 32 + lane]
             for u in T.unroll(rounds):
+                experts[u] = _expert_of(indices[u], num_experts)
                 equals[u] = T.match_any_sync(experts[u])
             for u in T.unroll(rounds):
-                # The same for a whole warp.
-                if (batch * rounds + u) * 32 < run and warp * run + (batch * rounds + u) * 32 < size:
+                if batch * rounds + u < run_rounds:  # the same for a whole warp
                     lower = T.cast(
                         T.popcount(equals[u] & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))), "int32"
                     )
@@ -199,7 +201,7 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
                     if experts[u] >= 0 and lower == 0:
                         ranks[warp, experts[u]] = T.cast(before + T.cast(T.popcount(equals[u]), "int32"), "uint16")
                     T.sync_warp()
-                    items[warp * run + (batch * rounds + u) * 32 + lane] = T.if_then_else(
+                    items[run + (batch * rounds + u) * 32 + lane] = T.if_then_else(
                         experts[u] >= 0, ((before + lower) << _EXPERT_BITS) | experts[u], -1
                     )
 
@@ -225,7 +227,8 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
         pos_to_token: T.Buffer,
         pos_to_token_topk: T.Buffer,
     ) -> None:
-        for i in T.serial(T.ceildiv(T.max(T.min(last, num_pos) - first, 0), step)):
+        # Short as code rather than fast: it runs once or twice.
+        for i in T.unroll(T.ceildiv(T.max(T.min(last, num_pos) - first, 0), step), unroll_factor=1):
             if first + i * step + index < T.min(last, num_pos):
                 pos_to_expert[first + i * step + index] = -1
                 pos_to_token[first + i * step + index] = -1
@@ -250,11 +253,15 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
         num_pairs = num_tokens * num_topk
         pairs = T.view(topk_idx, (num_tokens * num_topk,), "int64")
         flat_pos = T.view(token_topk_to_pos, (num_tokens * num_topk,), "int32")
-        # Whole runs of 32 pairs: a chunk for each block, a run for each warp.
+        # Whole rounds of 32 pairs: a chunk for each block, a run of that for each warp. A variable is worked out once.
+        begin, size = T.alloc_var("int32"), T.alloc_var("int32")  # of the chunk
+        run, run_rounds = T.alloc_var("int32"), T.alloc_var("int32")  # where it begins in the chunk; its length / 32
         chunk = T.ceildiv(T.ceildiv(num_pairs, num_blocks), 32) * 32
-        run = T.ceildiv(chunk, threads) * 32
+        run_length = T.ceildiv(chunk, threads) * 32
         begin = block * chunk
         size = T.max(T.min(num_pairs - begin, chunk), 0)
+        run = warp * run_length
+        run_rounds = T.ceildiv(T.max(T.min(size - run, run_length), 0), 32)
 
         ranks = T.alloc_shared((warps, num_experts), "uint16")
         items = T.alloc_shared((config.chunk,), "int32")
@@ -275,7 +282,7 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
         sums = T.alloc_local((2,), "int32")  # of aligned sizes; of this block's pairs
         shifted = T.alloc_local((2,), "int32")
 
-        count_run(pairs, begin, size, run, warp, lane, ranks, items)
+        count_run(pairs, begin, size, run, run_rounds, warp, lane, ranks, items)
         T.sync_threads()
         offsets_of_warps(thread, ranks, count)
 
@@ -285,6 +292,7 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
         if cluster_size > 1:
             if thread < num_experts:
                 block_count[thread] = count[0]
+            T.sync_warp()  # all its lanes have to come to a cluster's barrier together
             T.cluster_sync()
             if thread < num_experts:
                 total = 0
@@ -295,8 +303,6 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
                     )
                     total = total + counted
                     prefix = prefix + T.if_then_else(other < block, counted, 0)
-            # The other half stands at the end: no block leaves while another may read its counts.
-            T.cluster_arrive()
         if cluster_size == 0:
             if thread < num_experts:
                 all_count[thread] = 0
@@ -319,7 +325,7 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
         size_of_segment = T.alloc_var("int32")
         size_of_segment = 0
         if thread < num_experts:
-            size_of_segment = T.ceildiv(total, alignment) * alignment
+            size_of_segment = T.truncdiv(total + alignment - 1, alignment) * alignment
         sums[0] = size_of_segment
         sums[1] = count[0]
         for step in T.unroll(5):
@@ -350,8 +356,11 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
                 expert_end[thread] = sums[0]
                 num_tokens_per_expert[thread] = size_of_segment
         T.sync_threads()
+        if cluster_size > 1:
+            # This block has read the others' counts, and waits at the end until they have read its own.
+            T.cluster_arrive_relaxed()
 
-        for j in T.serial(T.ceildiv(num_experts, num_blocks * warps)):
+        for j in T.unroll(T.ceildiv(num_experts, num_blocks * warps), unroll_factor=1):
             expert = (j * warps + warp) * num_blocks + block
             if expert < num_experts:
                 fill_padding(
@@ -367,8 +376,9 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
             pos_to_token_topk,
         )
 
-        for j in T.serial(T.ceildiv(run, 32)):
-            index = warp * run + j * 32 + lane
+        for j in T.unroll(run_rounds, unroll_factor=2):
+            index = T.alloc_var("int32")
+            index = run + j * 32 + lane
             if index < size:
                 item = T.alloc_var("int32")
                 offset = T.alloc_var("int32")
@@ -383,7 +393,7 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
                 flat_pos[begin + index] = T.if_then_else(pos < num_pos, pos, -1)
         T.sync_threads()
 
-        for j in T.serial(T.ceildiv(used_sorted, threads)):
+        for j in T.unroll(T.ceildiv(used_sorted, threads), unroll_factor=2):
             if j * threads + thread < used_sorted:
                 item = T.alloc_var("int32")
                 item = sorted_items[j * threads + thread]
@@ -393,6 +403,7 @@ def _mapping_kernel(num_experts: int, num_topk: int, config: GetFusedMappingConf
                     pos_to_token[pos] = (begin + (item & pair_mask)) // num_topk
                     pos_to_token_topk[pos] = begin + (item & pair_mask)
         if cluster_size > 1:
+            T.sync_warp()
             T.cluster_wait()
 
     if cluster_size:

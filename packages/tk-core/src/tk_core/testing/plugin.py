@@ -5,7 +5,6 @@ compile run anywhere; all others are the cpu tier. Benchmarks (marked bench, in 
 their file asks for them. Each test starts from a seed of its own name. With pytest-xdist each worker gets one GPU.
 """
 
-import os
 import random
 import re
 import zlib
@@ -166,7 +165,7 @@ def _take_gpu(workerinput: dict[str, Any]) -> None:
     gpus = workerinput.get("tk_gpus", [])
     worker = re.search(r"\d+$", workerinput["workerid"])
     if len(gpus) > 1 and worker:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.group()) % len(gpus)]
+        env.put("CUDA_VISIBLE_DEVICES", gpus[int(worker.group()) % len(gpus)])
 
 
 @pytest.hookimpl(trylast=True)
