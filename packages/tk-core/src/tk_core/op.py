@@ -18,6 +18,15 @@ _libraries: dict[str, torch.library.Library] = {}
 _forced_backend: str | None = None
 # No backend but the kernels' is asked for, and no GPU but one is there: eager calls have nothing to look up.
 _kernels_only = False
+# Types of arguments that have been seen and hold no tensor subclass.
+_plain: set[tuple[type, ...]] = set()
+
+
+def _are_plain(kinds: tuple[type, ...]) -> bool:
+    plain = all(kind in (Tensor, Parameter) or not issubclass(kind, Tensor) for kind in kinds)
+    if plain:
+        _plain.add(kinds)
+    return plain
 
 
 def _look_for_short_cut() -> None:
@@ -119,11 +128,10 @@ class Op:
         if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
             self._overload(*args)
             return
-        for arg in args:
-            kind = type(arg)
-            if kind is not Tensor and kind is not Parameter and isinstance(arg, Tensor):
-                self._overload(*args)
-                return
+        kinds = tuple(map(type, args))
+        if kinds not in _plain and not _are_plain(kinds):
+            self._overload(*args)
+            return
         first = args[0]
         if not first.is_cuda:
             self._overload(*args)

@@ -39,7 +39,7 @@ _NATIVE_DTYPES = frozenset(
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExpandConfig:
     """How one block copies a row."""
 

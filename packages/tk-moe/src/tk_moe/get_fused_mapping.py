@@ -1,8 +1,8 @@
 """get_fused_mapping: where each (token, slot) pair goes when pairs are grouped by expert, and back.
 
-Pair i = t · num_topk + k of topk_idx int64 (num_tokens, num_topk) goes to the segment of its expert. Segments follow one
-another in the order of the experts; in each stand its pairs in ascending order (a stable counting sort), then
-padding up to a multiple of `alignment`:
+Pair i = t · num_topk + k of topk_idx int64 (num_tokens, num_topk) goes to the segment of its expert. Segments follow
+the order of the experts; in each stand its pairs in ascending order (a stable counting sort), then padding up to a
+multiple of `alignment`:
 
     pos               0 …                                                                  … num_expanded_tokens
                       ├── expert 0 ──┬─ padding ─┼── expert 1 ──┬─ padding ─┼── …  ─┼── padding after the last ──┤
@@ -55,7 +55,7 @@ __device__ __forceinline__ int tk_load_from_cluster(const int* pointer, int rank
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GetFusedMappingConfig:
     """How the pairs are dealt out to blocks."""
 
@@ -567,8 +567,8 @@ def get_fused_mapping(
     """Group (token, slot) pairs by expert: each expert owns a segment of positions whose size `alignment` divides.
 
     Segments follow the order of the experts. In each stand its pairs in ascending flat order t · num_topk + k, then
-    padding; what comes after the last segment is padding too. An index that is negative, or not below `num_experts`, means no expert; with
-    TK_DEBUG=1 the latter raises.
+    padding; what comes after the last segment is padding too. An index that is negative, or not below `num_experts`,
+    means no expert; with TK_DEBUG=1 the latter raises.
 
     With num_expanded_tokens = 0, space for the worst case is set aside: ⌊(T·K + (alignment - 1)·E) / alignment⌋ ·
     alignment positions. Then, unless `force_no_sync`, the sizes of the segments are read back, which waits for the

@@ -20,7 +20,7 @@ from tk_core.op import op
 MAX_TOPK = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NormalizeWeightConfig:
     """Launch knobs."""
 

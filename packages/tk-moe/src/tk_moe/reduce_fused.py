@@ -31,7 +31,7 @@ _INPUT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR_BYTES = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReduceConfig:
     """How one block sums a token's rows."""
 

@@ -33,7 +33,7 @@ MAX_TOPK = 32
 _LEAST = -0x7F800002
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TopkGateConfig:
     """Launch knobs."""
 
@@ -77,10 +77,11 @@ def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: T
         for i in T.unroll(2):
             best[i] = T.int32(_LEAST)
             index[i] = 0
+        key = T.alloc_var("int32")
         for j in T.unroll(per_lane):
-            key = T.alloc_var("int32")
             key = T.if_then_else((spent[0] >> j) & 1 == 0, keys[j], T.int32(_LEAST))
-            # Ascending j and strict comparisons: the first of equals stays ahead.
+            # Ascending j and strict comparisons: the first of equals stays ahead. Branches become predicated moves,
+            # which are cheaper here than selects: the pipe that selects and compares is the busy one.
             if key > best[0]:
                 best[1] = best[0]
                 index[1] = index[0]
@@ -104,22 +105,26 @@ def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: T
                 spent = T.alloc_local((1,), "int32")
                 best = T.alloc_local((2,), "int32")
                 index = T.alloc_local((2,), "int32")
+                current = T.alloc_var("int32")  # index of the key in best[0]
+                holders = T.alloc_var("uint32")
+                this_lane = T.alloc_var("uint32")
                 load_keys(scores, token, lane, keys)
                 spent[0] = 0
                 best_two(keys, spent, best, index)
+                current = index[0]
+                this_lane = T.uint32(1) << T.cast(lane, "uint32")
                 for k in T.serial(num_topk):
-                    holders = T.alloc_var("uint32")
                     holders = T.cast(T.ballot_sync(best[0] == T.warp_reduce_max(best[0])), "uint32")
-                    if holders & ((T.uint32(2) << T.cast(lane, "uint32")) - T.uint32(1)) == T.uint32(1) << T.cast(
-                        lane, "uint32"
-                    ):
-                        out[token, k] = T.cast(lane * per_lane + index[0], "int64")
-                        spent[0] = spent[0] | (T.int32(1) << index[0])
-                        best[0] = best[1]
-                        index[0] = index[1]
-                        best[1] = T.int32(_LEAST)
-                        if best[0] == T.int32(_LEAST):
+                    # The lowest lane that holds the maximum wins.
+                    if holders & (this_lane * T.uint32(2) - T.uint32(1)) == this_lane:
+                        out[token, k] = T.cast(T.cast(lane * per_lane + current, "uint32"), "int64")
+                        if current == index[1]:
+                            spent[0] = spent[0] | (T.int32(1) << index[0]) | (T.int32(1) << index[1])
                             best_two(keys, spent, best, index)
+                            current = index[0]
+                        else:
+                            best[0] = best[1]
+                            current = index[1]
 
     return topk_gate
 

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from tk_core.lazy import export
 
 if TYPE_CHECKING:
-    from tk_quant.transpose import batched_transpose as batched_transpose
     from tk_quant.cast_back import cast_back as cast_back
     from tk_quant.per_token_cast import per_token_cast as per_token_cast
-    from tk_quant.per_token_cast_back import per_token_cast_back as per_token_cast_back
     from tk_quant.per_token_cast import per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf
     from tk_quant.per_token_cast import per_token_cast_with_sf_only as per_token_cast_with_sf_only
+    from tk_quant.per_token_cast_back import per_token_cast_back as per_token_cast_back
+    from tk_quant.transpose import batched_transpose as batched_transpose
     from tk_quant.transpose import transpose as transpose
-    from tk_quant.per_token_cast_back import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
+    from tk_quant.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
 
 __all__ = [
     "batched_transpose",
@@ -35,6 +35,6 @@ export(
         "per_token_cast_with_precomputed_sf": "per_token_cast",
         "per_token_cast_with_sf_only": "per_token_cast",
         "transpose": "transpose",
-        "unpack_from_e2m1fn_x2": "per_token_cast_back",
+        "unpack_from_e2m1fn_x2": "unpack_from_e2m1fn_x2",
     },
 )

@@ -55,7 +55,7 @@ _INFINITY_BITS = 0x7F800000
 _CAST, _SF_ONLY, _PRECOMPUTED = "cast", "sf_only", "precomputed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PerTokenCastConfig:
     """Launch knobs: how a block's threads lie over rows and channels."""
 

@@ -32,7 +32,7 @@ _DTYPES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TransposeConfig:
     """Launch knobs: how the lanes of a warp and the warps of a block are laid over its tile, and which tile is next."""
 

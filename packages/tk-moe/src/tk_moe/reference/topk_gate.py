@@ -8,4 +8,5 @@ def topk_gate(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
     # Radix sorts tell NaNs by their bits and -0 from +0; there is one of each after this.
     scores = torch.where(scores.isnan(), torch.full_like(scores, torch.nan), scores)
     scores = torch.where(scores == 0, torch.zeros_like(scores), scores)
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :num_topk].contiguous()
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    return order[:, :num_topk].clone(memory_format=torch.contiguous_format)

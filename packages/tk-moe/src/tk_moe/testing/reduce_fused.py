@@ -79,9 +79,10 @@ def make_with_out(make_inputs: Make, first_element: int = 0) -> Make:
 def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
     """Bytes of the rows that have a token, of the maps and of the output: rows of padding need not be read."""
     x, row_sf = inputs["x"] if isinstance(inputs["x"], tuple) else (inputs["x"], None)
+    out = outputs[0] if isinstance(outputs, tuple) else outputs
     num_used = int((inputs["token_topk_to_pos"] >= 0).sum())
     total = num_used * (x.shape[1] * x.element_size() + (4 if row_sf is not None else 0))
-    for tensor in (inputs["topk_weights"], inputs["token_topk_to_pos"], inputs.get("sf"), outputs[0]):
+    for tensor in (inputs["topk_weights"], inputs["token_topk_to_pos"], inputs.get("sf"), out):
         total += tensor.numel() * tensor.element_size() if tensor is not None else 0
     return total
 

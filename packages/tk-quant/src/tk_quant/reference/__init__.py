@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     )
     from tk_quant.reference.per_token_cast import per_token_cast_with_sf_only as per_token_cast_with_sf_only
     from tk_quant.reference.per_token_cast_back import per_token_cast_back as per_token_cast_back
-    from tk_quant.reference.per_token_cast_back import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
     from tk_quant.reference.transpose import batched_transpose as batched_transpose
     from tk_quant.reference.transpose import transpose as transpose
+    from tk_quant.reference.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
 
 __all__ = [
     "batched_transpose",
@@ -40,6 +40,6 @@ export(
         "per_token_cast_with_precomputed_sf": "per_token_cast",
         "per_token_cast_with_sf_only": "per_token_cast",
         "transpose": "transpose",
-        "unpack_from_e2m1fn_x2": "per_token_cast_back",
+        "unpack_from_e2m1fn_x2": "unpack_from_e2m1fn_x2",
     },
 )

@@ -1,0 +1,41 @@
+"""per_token_cast_back: dequantize what per_token_cast made, out = data * sf of its token and group of channels.
+
+The kernel is that of cast_back, with blocks of one token.
+"""
+
+import torch
+
+from tk_core import check
+from tk_quant.cast_back import check_pair, dequantize
+
+_GROUPS = (16, 32, 64, 128)
+
+
+def per_token_cast_back(
+    x: tuple[torch.Tensor, torch.Tensor],
+    fmt: str,
+    num_per_channels: int,
+    x_special_fmt: str | None = None,
+) -> torch.Tensor:
+    """Dequantize by groups of channels: data * sf of its token and group, rounded as `cast_back` does.
+
+    Args:
+        x: `(data, sf)`. data: float8_e4m3fn (num_tokens, hidden), or e2m1 in int8 or float4_e2m1fn_x2 (num_tokens,
+            hidden / 2); hidden a multiple of 64, rows may be strided. sf: (num_tokens, ceil(hidden /
+            num_per_channels)), in any layout of tk_core.scales.
+        fmt: Type of the output, "bf16" or "fp32".
+        num_per_channels: Channels of a group: 16, 32, 64, 128 or hidden. The last group of a row may be shorter.
+        x_special_fmt: None, for e4m3 and e2m1 data. No special format is supported yet.
+
+    Returns:
+        (num_tokens, hidden), bfloat16 or float32, contiguous.
+
+    Raises:
+        TypeError: x is no pair of tensors, data or sf has another dtype, or num_per_channels is no int.
+        ValueError: Any other argument is not as described, or is on another device.
+    """
+    data, sf, hidden = check_pair(x, fmt, x_special_fmt)
+    check.integer("num_per_channels", num_per_channels)
+    if num_per_channels not in _GROUPS:
+        check.one_of("num_per_channels", num_per_channels, (*_GROUPS, hidden))
+    return dequantize(data, sf, hidden, fmt, (1, num_per_channels))
