@@ -17,6 +17,8 @@ _compile_lock = threading.RLock()
 _COMPILE_FLAGS = ("-fmad=false",)
 
 _captured: list["KernelRequest"] | None = None
+_launches: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
+_recording_thread = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,17 @@ class KernelRequest:
 
 def _ignore_launch(*_: Any) -> None:
     """Stand in for a compiled kernel while requests are captured."""
+
+
+def _recorded(function: Callable[..., None]) -> Callable[..., None]:
+    """The function, noting its calls if they come from the thread that records."""
+
+    def launch(*args: Any) -> None:
+        function(*args)
+        if _launches is not None and threading.get_ident() == _recording_thread:
+            _launches.append((function, args))
+
+    return launch
 
 
 class Kernel:
@@ -62,7 +75,9 @@ class Kernel:
             _captured.append(KernelRequest(self, args))
             return _ignore_launch
         function = self._functions.get(args)
-        return self._load(args) if function is None else function
+        if function is None:
+            function = self._load(args)
+        return function if _launches is None else _recorded(function)
 
     def _load(self, args: tuple[Any, ...]) -> Callable[..., None]:
         with _compile_lock:
@@ -114,6 +129,18 @@ def capture(arch: Arch) -> Iterator[list[KernelRequest]]:
             yield _captured
     finally:
         _captured = before
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[tuple[Callable[..., None], tuple[Any, ...]]]]:
+    """Note the launches that this thread makes: compiled kernels with their arguments."""
+    global _launches, _recording_thread
+    with _compile_lock:
+        before, _launches, _recording_thread = _launches, [], threading.get_ident()
+        try:
+            yield _launches
+        finally:
+            _launches = before
 
 
 def capturing() -> bool:

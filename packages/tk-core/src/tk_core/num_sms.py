@@ -41,6 +41,11 @@ def set_num_sms(count: int | None) -> None:
     _limit = count
 
 
+def get_limit() -> int | None:
+    """What `set_num_sms` was last given."""
+    return _limit
+
+
 def get_num_sms(device: torch.device | str | int | None = None) -> int:
     """Multiprocessors that a kernel may fill on a device: all of them, or fewer where `set_num_sms` says so."""
     on_device = get_device_num_sms(device)

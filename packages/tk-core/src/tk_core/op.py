@@ -16,8 +16,8 @@ from tk_core.arch import ARCHS, Arch, UnsupportedArchError, get_arch
 
 _libraries: dict[str, torch.library.Library] = {}
 _forced_backend: str | None = None
-# No backend but the kernels' is asked for, and no GPU but one is there: eager calls have nothing to look up.
 _kernels_only = False
+_one_device = False
 # Types of arguments that have been seen and hold no tensor subclass.
 _plain: set[tuple[type, ...]] = set()
 
@@ -29,10 +29,20 @@ def _are_plain(kinds: tuple[type, ...]) -> bool:
     return plain
 
 
+def kernels_only() -> bool:
+    """Whether CUDA tensors go straight to kernels: the reference backend is not asked for, nor are checks of data."""
+    return _kernels_only
+
+
+def current_device() -> int:
+    """Index of the current CUDA device; the only one's without asking."""
+    return 0 if _one_device else torch.cuda.current_device()
+
+
 def _look_for_short_cut() -> None:
-    global _kernels_only
-    default = (_forced_backend or env.default_backend()) == "kernel"
-    _kernels_only = default and torch.cuda.device_count() == 1
+    global _kernels_only, _one_device
+    _kernels_only = (_forced_backend or env.default_backend()) == "kernel" and not env.debug()
+    _one_device = torch.cuda.device_count() == 1
 
 
 @contextmanager
@@ -135,7 +145,7 @@ class Op:
         first = args[0]
         if not first.is_cuda:
             self._overload(*args)
-        elif _kernels_only and first.device in self._ready_devices:
+        elif _kernels_only and _one_device and first.device in self._ready_devices:
             self.launch(*args)
         else:
             self._on_cuda(*args)

@@ -25,6 +25,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
+from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
 
 _E2M1_DTYPES = tuple(
@@ -283,6 +284,7 @@ def _check_maps(token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) ->
     )
 
 
+@replayable
 def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> torch.Tensor:
     """Copy each token's row to its positions in the experts' segments; padding rows become zero.
 
@@ -318,6 +320,7 @@ def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_exp
     return out
 
 
+@replayable
 def expand_to_fused_with_sf(
     x: tuple[torch.Tensor, torch.Tensor],
     num_per_channels: int,

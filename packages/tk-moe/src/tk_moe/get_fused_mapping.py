@@ -34,6 +34,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
+from tk_core.replay import replayable
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
@@ -548,6 +549,51 @@ def _get_fused_mapping_out(
     launch(topk_idx, *maps, token_topk_to_pos, *per_expert, alignment, block_counts)
 
 
+@replayable
+def _map_all(
+    topk_idx: torch.Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool
+) -> tuple[torch.Tensor, ...]:
+    """Everything but the synchronization: all tensors of `get_fused_mapping`, the pos_to_* uncut."""
+    num_tokens, num_topk = check.tensor("topk_idx", topk_idx, (torch.int64,), ("num_tokens", "num_topk"))
+    check.in_range("num_topk (columns of topk_idx)", num_topk, 1, MAX_TOPK)
+    check.in_range("num_experts", num_experts, 1, MAX_EXPERTS)
+    check.in_range("num_expanded_tokens", num_expanded_tokens, 0, MAX_POSITIONS)
+    check.in_range("alignment", alignment, 1, MAX_POSITIONS)
+    check.require_type(isinstance(force_no_sync, bool), "force_no_sync", "a bool", force_no_sync)
+    worst_case = (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
+    check.require(
+        worst_case <= MAX_POSITIONS, "topk_idx", f"at most {MAX_POSITIONS} positions in the worst case", worst_case
+    )
+    num_pos = num_expanded_tokens or worst_case
+    pos_to_expert = topk_idx.new_empty((num_pos,), dtype=torch.int32)
+    pos_to_token = topk_idx.new_empty((num_pos,), dtype=torch.int32)
+    pos_to_token_topk = topk_idx.new_empty((num_pos,), dtype=torch.int32)
+    token_topk_to_pos = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
+    expert_start = topk_idx.new_empty((num_experts,), dtype=torch.int32)
+    expert_end = topk_idx.new_empty((num_experts,), dtype=torch.int32)
+    num_tokens_per_expert = topk_idx.new_empty((num_experts,), dtype=torch.int32)
+    _get_fused_mapping_out(
+        topk_idx,
+        pos_to_expert,
+        pos_to_token,
+        pos_to_token_topk,
+        token_topk_to_pos,
+        expert_start,
+        expert_end,
+        num_tokens_per_expert,
+        alignment,
+    )
+    return (
+        pos_to_expert,
+        pos_to_token,
+        pos_to_token_topk,
+        token_topk_to_pos,
+        expert_start,
+        expert_end,
+        num_tokens_per_expert,
+    )
+
+
 def get_fused_mapping(
     topk_idx: torch.Tensor,
     num_experts: int,
@@ -596,51 +642,10 @@ def get_fused_mapping(
         ValueError: topk_idx has another shape or is not contiguous, a size is out of range, or there would be more than
             2³⁰ positions.
     """
-    num_tokens, num_topk = check.tensor("topk_idx", topk_idx, (torch.int64,), ("num_tokens", "num_topk"))
-    check.in_range("num_topk (columns of topk_idx)", num_topk, 1, MAX_TOPK)
-    check.in_range("num_experts", num_experts, 1, MAX_EXPERTS)
-    check.in_range("num_expanded_tokens", num_expanded_tokens, 0, MAX_POSITIONS)
-    check.in_range("alignment", alignment, 1, MAX_POSITIONS)
-    check.require_type(isinstance(force_no_sync, bool), "force_no_sync", "a bool", force_no_sync)
-    worst_case = (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
-    check.require(
-        worst_case <= MAX_POSITIONS, "topk_idx", f"at most {MAX_POSITIONS} positions in the worst case", worst_case
-    )
-    num_pos = num_expanded_tokens or worst_case
-    pos_to_expert = topk_idx.new_empty((num_pos,), dtype=torch.int32)
-    pos_to_token = topk_idx.new_empty((num_pos,), dtype=torch.int32)
-    pos_to_token_topk = topk_idx.new_empty((num_pos,), dtype=torch.int32)
-    token_topk_to_pos = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
-    expert_start = topk_idx.new_empty((num_experts,), dtype=torch.int32)
-    expert_end = topk_idx.new_empty((num_experts,), dtype=torch.int32)
-    num_tokens_per_expert = topk_idx.new_empty((num_experts,), dtype=torch.int32)
-    _get_fused_mapping_out(
-        topk_idx,
-        pos_to_expert,
-        pos_to_token,
-        pos_to_token_topk,
-        token_topk_to_pos,
-        expert_start,
-        expert_end,
-        num_tokens_per_expert,
-        alignment,
-    )
+    *maps, num_tokens_per_expert = _map_all(topk_idx, num_experts, num_expanded_tokens, alignment, force_no_sync)
     sizes: list[int] = []
     if num_expanded_tokens == 0 and not force_no_sync and not topk_idx.is_meta:
         sizes = num_tokens_per_expert.tolist()
         used = sum(sizes)
-        pos_to_expert, pos_to_token, pos_to_token_topk = (
-            pos_to_expert[:used],
-            pos_to_token[:used],
-            pos_to_token_topk[:used],
-        )
-    return (
-        pos_to_expert,
-        pos_to_token,
-        pos_to_token_topk,
-        token_topk_to_pos,
-        expert_start,
-        expert_end,
-        num_tokens_per_expert,
-        sizes,
-    )
+        maps[:3] = (pos_to[:used] for pos_to in maps[:3])
+    return *maps, num_tokens_per_expert, sizes

@@ -16,6 +16,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
+from tk_core.replay import replayable
 
 MAX_TOPK = 32
 
@@ -87,6 +88,7 @@ def _normalize_weight_out(w: torch.Tensor, denominator: torch.Tensor, normalized
     _normalize_weight_kernel(num_topk, alignment, NormalizeWeightConfig.best(arch), arch)(w, denominator, normalized)
 
 
+@replayable
 def normalize_weight(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide each token's weights by 1e-20 plus their sum, added from the first to the last.
 

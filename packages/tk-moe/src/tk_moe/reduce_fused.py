@@ -26,6 +26,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
+from tk_core.replay import replayable
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR_BYTES = 16
@@ -195,6 +196,7 @@ def _check_positions(token_topk_to_pos: torch.Tensor, num_expanded_tokens: int) 
     check.require(high < num_expanded_tokens, "token_topk_to_pos", f"positions below {num_expanded_tokens}", high)
 
 
+@replayable
 def reduce_fused(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     topk_weights: torch.Tensor | None,

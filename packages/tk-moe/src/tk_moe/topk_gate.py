@@ -25,6 +25,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
+from tk_core.replay import replayable
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
@@ -146,6 +147,7 @@ def _topk_gate_out(scores: torch.Tensor, num_topk: int, out: torch.Tensor) -> No
     _topk_gate_kernel(num_experts, num_topk, check.row_alignment(scores), config, arch)(scores, out)
 
 
+@replayable
 def topk_gate(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
     """Choose the `num_topk` experts with the highest scores for each token, best first.
 

@@ -28,6 +28,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
+from tk_core.replay import replayable
 from tk_core.scales import check_scales
 
 _OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -330,6 +331,7 @@ def dequantize(
     return out
 
 
+@replayable
 def cast_back(
     x: tuple[torch.Tensor, torch.Tensor],
     fmt: str,

@@ -33,6 +33,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
+from tk_core.replay import replayable
 from tk_core.scales import check_scales, empty_scales, scale_layout
 from tk_quant.conversions import E2M1_FROM_BF16, e2m1_source
 
@@ -579,6 +580,7 @@ def _empty_data(x: torch.Tensor, num_tokens: int, hidden: int, fmt: str) -> torc
     return x.new_empty((num_tokens, hidden // 2), dtype=torch.int8)
 
 
+@replayable
 def per_token_cast(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     fmt: str,
@@ -628,6 +630,7 @@ def per_token_cast(
     return data, sf
 
 
+@replayable
 def per_token_cast_with_sf_only(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     fmt: str,
@@ -651,6 +654,7 @@ def per_token_cast_with_sf_only(
     return sf
 
 
+@replayable
 def per_token_cast_with_precomputed_sf(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     fmt: str,

@@ -6,11 +6,13 @@ The kernel is that of cast_back, with blocks of one token.
 import torch
 
 from tk_core import check
+from tk_core.replay import replayable
 from tk_quant.cast_back import check_pair, dequantize
 
 _GROUPS = (16, 32, 64, 128)
 
 
+@replayable
 def per_token_cast_back(
     x: tuple[torch.Tensor, torch.Tensor],
     fmt: str,

@@ -24,6 +24,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
+from tk_core.replay import replayable
 
 _DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.bool),
@@ -140,6 +141,7 @@ def _transpose_out(x: torch.Tensor, out: torch.Tensor) -> None:
     _transpose_kernel(num_cols, dtype, check.row_alignment(x), x.ndim == 3, config, arch)(x, out)
 
 
+@replayable
 def transpose(x: torch.Tensor) -> torch.Tensor:
     """Transpose a matrix.
 
@@ -161,6 +163,7 @@ def transpose(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@replayable
 def batched_transpose(x: torch.Tensor) -> torch.Tensor:
     """Transpose each matrix of a batch.
 

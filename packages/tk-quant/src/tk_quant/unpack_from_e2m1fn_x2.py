@@ -13,6 +13,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
+from tk_core.replay import replayable
 from tk_quant.cast_back import LOAD_16_BITS, e2m1_decode_source
 
 _FLOAT4_DTYPE = getattr(torch, "float4_e2m1fn_x2", None)
@@ -113,6 +114,7 @@ def _unpack_out(x: torch.Tensor, out: torch.Tensor) -> None:
     _unpack_kernel(aligned, out_dtype, UnpackConfig.best(arch), arch)(x, out.view(-1))
 
 
+@replayable
 def unpack_from_e2m1fn_x2(x: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Packed e2m1 (FP4) codes to floats, exactly.
 

@@ -12,20 +12,19 @@ Baselines: the eager reference in every case; the reference under torch.compile,
 the cases that are also warm-up cases (the shapes of real models).
 """
 
+import inspect
 import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tk_core.kernel import Kernel
+from tk_core.kernel import recorded_launches
 from tk_core.testing.machine import versions
 from tk_core.testing.specs import Case, OpSpec
 from tk_core.testing.trees import tensors
@@ -96,7 +95,7 @@ class Bench:
                 del contenders[name]
 
         timer, times = self._device_times(contenders)
-        host_us, host_bare_us = self._host_times(lambda: spec.op(**kwargs), outputs)
+        host_us, host_bare_us = self._host_times(spec.op, kwargs, outputs)
         copy_us, op_us = times["copy"], times["op"]
         gbps, copy_gbps = least_bytes / op_us / 1e3, 2 * _COPY_BYTES / copy_us / 1e3
         return {
@@ -166,13 +165,14 @@ class Bench:
 
     # ---- host time
 
-    def _host_times(self, call: Call, outputs: Any) -> tuple[float, float | None]:
+    def _host_times(self, op: Callable[..., Any], kwargs: dict[str, Any], outputs: Any) -> tuple[float, float | None]:
         """Median µs that the Python thread spends in a call, and in the allocations and launches that it consists of.
 
         The second is None if the call launches no kernel of ours.
         """
-        with _recorded_launches() as launches:
-            call()
+        with recorded_launches() as launches:
+            # Past what `@replayable` remembers, which asks for no kernel.
+            inspect.unwrap(op)(**kwargs)
         allocations = _allocations(outputs)
 
         def bare() -> None:
@@ -181,7 +181,7 @@ class Bench:
             for function, arguments in launches:
                 function(*arguments)
 
-        return _host_time(call), _host_time(bare) if launches else None
+        return _host_time(lambda: op(**kwargs)), _host_time(bare) if launches else None
 
 
 def between_markers(events: Sequence[tuple[int, str, int]], num_calls: int) -> list[float] | None:
@@ -199,25 +199,6 @@ def between_markers(events: Sequence[tuple[int, str, int]], num_calls: int) -> l
         elif inside:
             sums[-1] += duration / 1e3
     return sums if len(sums) == num_calls and not inside else None
-
-
-@contextmanager
-def _recorded_launches() -> Any:
-    """Collects (compiled kernel, arguments) of each launch."""
-    launches: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-    load = Kernel.__call__
-
-    def call(self: Kernel, *key: Any) -> Callable[..., None]:
-        function = load(self, *key)
-
-        def launch(*arguments: Any) -> None:
-            launches.append((function, arguments))
-            function(*arguments)
-
-        return launch
-
-    with mock.patch.object(Kernel, "__call__", call):
-        yield launches
 
 
 def _allocations(outputs: Any) -> list[Call]:

@@ -1,0 +1,192 @@
+"""@replayable: what is remembered, what is not, and that a remembered call does the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tk_core import env, kernel, replay
+from tk_core.arch import arch_from_name
+from tk_core.kernel import Kernel
+
+ARCH = arch_from_name("sm_90a")
+
+
+def fake_kernel(function: Callable[..., None]) -> Kernel:
+    """A kernel whose compiled function is given."""
+    made = Kernel(function, {}, ())
+    made._functions[(ARCH,)] = function
+    return made
+
+
+scale_kernel = fake_kernel(lambda x, factor, out: out.copy_(x * factor))
+count_kernel = fake_kernel(lambda x, out: out.fill_(x.shape[0]))
+
+
+def scale(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    out = x.new_empty_strided(x.shape, (1, x.shape[0]))
+    count = x.new_empty((1,), dtype=torch.int32)
+    scale_kernel(ARCH)(x, factor, out)
+    count_kernel(ARCH)(x, count)
+    return out, None, count
+
+
+def record(function: Callable[..., Any], *args: Any) -> replay._Call | None:
+    tensors: list[torch.Tensor] = []
+    assert replay._signature(args, [], tensors)
+    return replay._record(function, args, {}, tensors)[1]
+
+
+def test_a_replayed_call_does_the_same() -> None:
+    x, other = torch.randn(2, 3, 4)
+    call = record(scale, x, 3)
+    assert call is not None
+    for value in (x, other):
+        out, nothing, count = replay._replay(call, [value])
+        assert torch.equal(out, value * 3)
+        assert out.stride() == (1, 3)
+        assert nothing is None
+        assert (count.dtype, count.tolist()) == (torch.int32, [3])
+
+
+def test_an_output_given_by_the_caller_is_returned() -> None:
+    def into(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        scale_kernel(ARCH)(x, 2, out)
+        return out
+
+    call = record(into, torch.randn(4), torch.empty(4))
+    x, out = torch.randn(4), torch.empty(4)
+    assert call is not None
+    assert replay._replay(call, [x, out]) is out
+    assert torch.equal(out, x * 2)
+
+
+def workspace(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    scale_kernel(ARCH)(torch.ones_like(x), 2, out)
+    return out
+
+
+def view(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    scale_kernel(ARCH)(x, 2, out)
+    return out[:1]
+
+
+def unwritten(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty_like(x)
+    scale_kernel(ARCH)(x, 2, out)
+    return out, torch.zeros_like(x)
+
+
+def no_launch(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def sizes(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    out = torch.empty_like(x)
+    scale_kernel(ARCH)(x, 2, out)
+    return out, [3]
+
+
+@pytest.mark.parametrize("function", [workspace, view, unwritten, no_launch, sizes])
+def test_other_calls_are_not_remembered(function: Callable[..., Any]) -> None:
+    assert record(function, torch.randn(4)) is None
+
+
+def test_one_tensor_for_two_arguments_is_not_remembered() -> None:
+    def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        scale_kernel(ARCH)(x, 2, out)
+        return out
+
+    x = torch.randn(4)
+    assert record(add, x, x) is None
+    assert record(add, x, torch.randn(4)) is not None
+
+
+def key_of(*args: Any) -> tuple[Any, ...]:
+    key: list[Any] = []
+    assert replay._signature(args, key, [])
+    return tuple(key)
+
+
+def test_signatures_tell_calls_apart() -> None:
+    x = torch.zeros(8, 16)
+    keys = [
+        key_of(x),
+        key_of(torch.zeros(8, 17)),
+        key_of(torch.zeros(8, 16, dtype=torch.bfloat16)),
+        key_of(torch.zeros(8, 32)[:, :16]),
+        key_of(torch.zeros(8, 64)[:, :16]),
+        key_of(torch.zeros(8 * 16 + 1)[1:].view(8, 16)),
+        key_of((x, x)),
+        key_of(x, x),
+        key_of(x, 1),
+        key_of(x, True),
+        key_of(x, 1.0),
+        key_of(x, None),
+        key_of(x, "e4m3"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key_of(x, 1) == key_of(torch.ones(8, 16), 1)
+    assert not replay._signature(([x],), [], [])
+
+
+def test_launches_of_other_threads_are_not_noted() -> None:
+    import threading
+
+    x, out = torch.randn(4), torch.empty(4)
+    with kernel.recorded_launches() as launches:
+        thread = threading.Thread(target=lambda: scale_kernel(ARCH)(x, 2, out))
+        thread.start()
+        thread.join()
+        assert launches == []
+        scale_kernel(ARCH)(x, 2, out)
+    assert len(launches) == 1
+
+
+def test_nothing_is_replayed_on_a_cpu() -> None:
+    calls = []
+
+    @replay.replayable
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        """Counts."""
+        calls.append(x)
+        return x * 2
+
+    for _ in range(3):
+        counted(torch.ones(2))
+    assert len(calls) == 3
+    assert counted.__doc__ == "Counts."
+
+
+@pytest.mark.gpu
+def test_checks_run_once_for_each_kind_of_call() -> None:
+    import tk_core
+    import tk_quant
+
+    assert not env.debug()
+    calls = 0
+
+    @replay.replayable
+    def transpose(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return tk_quant.transpose.__wrapped__(x)
+
+    a, b = torch.randn(2, 64, 32, device="cuda")
+    transpose(a)
+    calls = 0
+    for x in (a, b, a):
+        assert torch.equal(transpose(x), x.t())
+    assert calls <= 1
+    before = calls
+    assert torch.equal(transpose(torch.ones(32, 32, device="cuda")), torch.ones(32, 32, device="cuda"))
+    assert calls == before + 1
+    with tk_core.backend("reference"):
+        assert torch.equal(transpose(a), a.t())
+    assert calls == before + 2
+    with pytest.raises(ValueError, match="x: expected shape"):
+        transpose(a[0])
