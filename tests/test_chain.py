@@ -130,7 +130,9 @@ def carry(tmp_path: Path, arch: str, use: str) -> str:
     tk("built", "cache", "export", archive)
     tk("carried", "cache", "import", archive)
     command = [sys.executable, "-c", USE, use]
-    result = subprocess.run(command, env=environment("carried"), check=True, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        command, env=environment("carried"), check=True, capture_output=True, text=True, timeout=600
+    )
     return result.stdout
 
 

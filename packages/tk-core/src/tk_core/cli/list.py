@@ -1,7 +1,7 @@
 """`tk list`: the ops of the installed packages."""
 
 import json
-import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,15 +15,17 @@ STATE_COLORS = {"verified": "green", "pending": "yellow", "stale": "red", "missi
 
 
 def archs_of(spec: "OpSpec") -> list[str]:
-    """Architectures that an op has kernels for: those that every launch in its file serves."""
-    from tk_core.arch import ARCHS
-    from tk_core.op import Op
+    """Architectures that an op has kernels for: those on which its first case that launches any is not refused."""
+    from tk_core.arch import ARCHS, UnsupportedArchError
+    from tk_core.kernel import capture
 
-    module = sys.modules[spec.op.__module__]
-    launches = [value for value in vars(module).values() if isinstance(value, Op)]
-    own = [launch for launch in launches if launch.name.endswith(f"::{spec.op.__name__}_out")] or launches
-    served = [{arch.name for arch in launch.archs()} for launch in own]
-    return [name for name in ARCHS if served and all(name in names for names in served)]
+    case = next(case for case in spec.cases if case.compile)
+    served = []
+    for arch in ARCHS.values():
+        with capture(arch), suppress(UnsupportedArchError):
+            spec.op(**case.make("meta"))
+            served.append(arch.name)
+    return served
 
 
 def describe(op: str, spec: "OpSpec") -> dict[str, Any]:

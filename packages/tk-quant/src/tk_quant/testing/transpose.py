@@ -95,7 +95,7 @@ SPEC = OpSpec(
                 compile=(tokens, hidden) == (8192, 7168),
                 bench=True,
                 gpu=False,
-                warmup=tokens == 8192,
+                warmup=(tokens, hidden) == (8192, 7168),
             )
             for dtype in _DTYPES
             for tokens, hidden in (
