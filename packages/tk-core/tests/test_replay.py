@@ -50,6 +50,18 @@ def test_a_replayed_call_does_the_same() -> None:
         assert (count.dtype, count.tolist()) == (torch.int32, [3])
 
 
+def test_strides_of_single_columns_are_kept() -> None:
+    def column(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty_strided((5, 1), (1, 8))
+        scale_kernel(ARCH)(x, 2, out)
+        return out
+
+    x = torch.randn(5, 1)
+    call = record(column, x)
+    assert call is not None
+    assert replay._replay(call, [x]).stride() == (1, 8)
+
+
 def test_an_output_given_by_the_caller_is_returned() -> None:
     def into(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         scale_kernel(ARCH)(x, 2, out)

@@ -71,6 +71,11 @@ def _signature(values: Any, key: list[Any], tensors: list[Tensor]) -> bool:
     return True
 
 
+def _default_strides(shape: torch.Size) -> tuple[int, ...]:
+    # Not what is_contiguous() says: a dimension of one may have any stride there.
+    return torch.empty(shape, device="meta").stride()
+
+
 def _picker(indices: list[int]) -> Callable[[Any], Any]:
     if len(indices) == 1:
         (only,) = indices
@@ -110,7 +115,7 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, inputs: list[T
         outputs=tuple(
             _Output(
                 tuple(x.shape),
-                None if x.is_contiguous() else x.stride(),
+                None if x.stride() == _default_strides(x.shape) else x.stride(),
                 None if x.dtype == like.dtype else x.dtype,
             )
             for x in outputs

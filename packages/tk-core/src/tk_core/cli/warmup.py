@@ -181,11 +181,14 @@ def warmup(
     ] = None,
     arch: Annotated[
         list[str] | None,
-        typer.Option(metavar="ARCH", help="Architecture such as sm_90a, may be repeated; by default this machine's."),
+        typer.Option(
+            "--arch", metavar="ARCH", help="Architecture such as sm_90a, may be repeated; by default this machine's."
+        ),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; by default one for each core.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes; by default one for each core.")] = None,
     case: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Only cases of this name, of all cases; may be repeated.")
+        list[str] | None,
+        typer.Option("--case", metavar="GLOB", help="Only cases of this name, of all cases; may be repeated."),
     ] = None,
     all_cases: Annotated[bool, typer.Option("--all", help="All cases, not only the warm-up set.")] = False,
 ) -> None:
