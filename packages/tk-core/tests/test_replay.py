@@ -202,3 +202,16 @@ def test_checks_run_once_for_each_kind_of_call() -> None:
     assert calls == before + 2
     with pytest.raises(ValueError, match="x: expected shape"):
         transpose(a[0])
+
+
+@pytest.mark.gpu
+def test_a_tensor_elsewhere_is_named_also_the_second_time() -> None:
+    import tk_moe
+
+    weights = torch.rand(4, 2, device="cuda")
+    rows = torch.randn(8, 64, device="cuda")
+    positions = torch.arange(8, dtype=torch.int32, device="cuda").view(4, 2)
+    for _ in range(2):
+        tk_moe.reduce_fused(rows, weights, positions)
+    with pytest.raises(ValueError, match="topk_weights: expected device cuda:0, got cpu"):
+        tk_moe.reduce_fused(rows, weights.cpu(), positions)

@@ -20,7 +20,7 @@ FILE_NAME = "gpu-verified.json"
 # These decide generated code whether an op imports them or not.
 _ALWAYS = ("tk_core.kernel", "tk_core.math")
 # Of tk_core, what an op imports counts too, but not what only checks, dispatches or asks the device.
-_INFRASTRUCTURE = {"arch", "check", "cli", "compat", "env", "lazy", "ledger", "num_sms", "op", "testing"}
+_INFRASTRUCTURE = {"arch", "check", "cli", "compat", "env", "lazy", "ledger", "num_sms", "op", "replay", "testing"}
 
 
 @dataclass(frozen=True)

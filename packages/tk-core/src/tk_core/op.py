@@ -16,7 +16,8 @@ from tk_core.arch import ARCHS, Arch, UnsupportedArchError, get_arch
 
 _libraries: dict[str, torch.library.Library] = {}
 _forced_backend: str | None = None
-_kernels_only = False
+kernels_only = False
+"""CUDA tensors go straight to kernels: neither the reference backend is asked for nor checks of data."""
 _one_device = False
 # Types of arguments that have been seen and hold no tensor subclass.
 _plain: set[tuple[type, ...]] = set()
@@ -29,19 +30,20 @@ def _are_plain(kinds: tuple[type, ...]) -> bool:
     return plain
 
 
-def kernels_only() -> bool:
-    """Whether CUDA tensors go straight to kernels: the reference backend is not asked for, nor are checks of data."""
-    return _kernels_only
-
-
 def current_device() -> int:
     """Index of the current CUDA device; the only one's without asking."""
     return 0 if _one_device else torch.cuda.current_device()
 
 
+def forget_short_cut() -> None:
+    """Let the next call look everything up again."""
+    global kernels_only
+    kernels_only = False
+
+
 def _look_for_short_cut() -> None:
-    global _kernels_only, _one_device
-    _kernels_only = (_forced_backend or env.default_backend()) == "kernel" and not env.debug()
+    global kernels_only, _one_device
+    kernels_only = (_forced_backend or env.default_backend()) == "kernel" and not env.debug()
     _one_device = torch.cuda.device_count() == 1
 
 
@@ -51,14 +53,14 @@ def backend(name: Literal["kernel", "reference"]) -> Iterator[None]:
 
     Counts for the whole process. Code that torch.compile has compiled keeps the backend by looking here at run time.
     """
-    global _forced_backend, _kernels_only
+    global _forced_backend, kernels_only
     if name not in ("kernel", "reference"):
         raise ValueError(f"backend: expected 'kernel' or 'reference', got {name!r}")
-    before, _forced_backend, _kernels_only = _forced_backend, name, False
+    before, _forced_backend, kernels_only = _forced_backend, name, False
     try:
         yield
     finally:
-        _forced_backend, _kernels_only = before, False
+        _forced_backend, kernels_only = before, False
 
 
 def uses_reference(device: torch.device) -> bool:
@@ -145,7 +147,7 @@ class Op:
         first = args[0]
         if not first.is_cuda:
             self._overload(*args)
-        elif _kernels_only and _one_device and first.device in self._ready_devices:
+        elif kernels_only and _one_device and first.device in self._ready_devices:
             self.launch(*args)
         else:
             self._on_cuda(*args)

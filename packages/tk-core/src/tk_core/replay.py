@@ -30,12 +30,13 @@ _MAX_CALLS = 4096
 
 
 class _Output(NamedTuple):
-    """A tensor that the function allocates, on the device of its first one."""
+    """A tensor that the function allocates."""
 
+    like: Tensor
+    """Empty, of its dtype and device: asking a tensor for a new one costs less than naming both."""
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    """None for that of the first tensor."""
+    """None for contiguous."""
 
 
 class _Call(NamedTuple):
@@ -56,7 +57,7 @@ def _signature(values: Any, key: list[Any], tensors: list[Tensor]) -> bool:
         if kind is Tensor or kind is Parameter:
             tensors.append(value)
             layout = value.is_contiguous() or value.stride()
-            key += (value.dtype, value.shape, value.get_device(), layout, value.data_ptr() & 15)
+            key += (value.dtype, value.shape, layout, value.data_ptr() & 15)
         elif kind is str or value is None:
             key.append(value)
         elif kind is int or kind is bool or kind is float or kind is torch.dtype:
@@ -108,16 +109,11 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, inputs: list[T
         return len(values) - 1
 
     launches = tuple((compiled, _picker([index(x) for x in arguments])) for compiled, arguments in launched)
-    like = inputs[0]
     picked = _picker([index(x) for x in leaves]) if isinstance(result, tuple) else itemgetter(index(result))
     return result, _Call(
-        device=like.device.index,
+        device=inputs[0].device.index,
         outputs=tuple(
-            _Output(
-                tuple(x.shape),
-                None if x.stride() == _default_strides(x.shape) else x.stride(),
-                None if x.dtype == like.dtype else x.dtype,
-            )
+            _Output(x.new_empty((0,)), tuple(x.shape), None if x.stride() == _default_strides(x.shape) else x.stride())
             for x in outputs
         ),
         constants=tuple(values[num_tensors:]),
@@ -128,14 +124,8 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, inputs: list[T
 
 def _replay(call: _Call, values: list[Any]) -> Any:
     """Do it with other tensors, which `values` holds."""
-    like = values[0]
-    for shape, strides, dtype in call.outputs:
-        if strides is not None:
-            values.append(like.new_empty_strided(shape, strides, dtype=dtype))
-        elif dtype is None:
-            values.append(like.new_empty(shape))
-        else:
-            values.append(like.new_empty(shape, dtype=dtype))
+    for like, shape, strides in call.outputs:
+        values.append(like.new_empty(shape) if strides is None else like.new_empty_strided(shape, strides))
     values += call.constants
     for compiled, arguments in call.launches:
         compiled(*arguments(values))
@@ -154,22 +144,24 @@ def replayable(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if (
-            is_compiling()
-            or not op.kernels_only()
-            or _len_torch_dispatch_stack()
-            or peek_interpreter_stack() is not None
-        ):
+        if is_compiling() or not op.kernels_only or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
             return function(*args, **kwargs)
         key: list[Any] = [get_limit(), *kwargs]
         tensors: list[Any] = []
         if not _signature(args, key, tensors) or (kwargs and not _signature(kwargs.values(), key, tensors)):
             return function(*args, **kwargs)
+        if not tensors or not tensors[0].is_cuda:
+            return function(*args, **kwargs)
+        key.append(tensors[0].get_device())
         kind = tuple(key)
         known = calls.get(kind)
         if known is not None and known.device == op.current_device():
-            return _replay(known, tensors)
-        if kind in calls or not tensors or not tensors[0].is_cuda:
+            try:
+                return _replay(known, tensors)
+            except Exception:
+                # TileLang's host code refused a tensor, before it launched: let the function say what is wrong.
+                return function(*args, **kwargs)
+        if kind in calls:
             return function(*args, **kwargs)
         with lock:
             result, noted = _record(function, args, kwargs, tensors)

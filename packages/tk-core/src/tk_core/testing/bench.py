@@ -12,7 +12,6 @@ Baselines: the eager reference in every case; the reference under torch.compile,
 the cases that are also warm-up cases (the shapes of real models).
 """
 
-import inspect
 import json
 import statistics
 import time
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tk_core.kernel import recorded_launches
+from tk_core.op import forget_short_cut
 from tk_core.testing.machine import versions
 from tk_core.testing.specs import Case, OpSpec
 from tk_core.testing.trees import tensors
@@ -170,9 +170,10 @@ class Bench:
 
         The second is None if the call launches no kernel of ours.
         """
+        # What `@replayable` remembers asks for no kernel.
+        forget_short_cut()
         with recorded_launches() as launches:
-            # Past what `@replayable` remembers, which asks for no kernel.
-            inspect.unwrap(op)(**kwargs)
+            op(**kwargs)
         allocations = _allocations(outputs)
 
         def bare() -> None:
