@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -42,7 +41,6 @@ class _Output(NamedTuple):
 class _Call(NamedTuple):
     """What one kind of call does. Its values are the tensors among the arguments, the outputs, and constants."""
 
-    device: int
     outputs: tuple[_Output, ...]
     constants: tuple[Any, ...]
     launches: tuple[tuple[Callable[..., None], Callable[[Any], Any]], ...]
@@ -111,7 +109,6 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, inputs: list[T
     launches = tuple((compiled, _picker([index(x) for x in arguments])) for compiled, arguments in launched)
     picked = _picker([index(x) for x in leaves]) if isinstance(result, tuple) else itemgetter(index(result))
     return result, _Call(
-        device=inputs[0].device.index,
         outputs=tuple(
             _Output(x.new_empty((0,)), tuple(x.shape), None if x.stride() == _default_strides(x.shape) else x.stride())
             for x in outputs
@@ -143,21 +140,29 @@ def replayable(function: Function) -> Function:
     lock = threading.Lock()
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or not op.kernels_only or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not op.kernels_only or _len_torch_dispatch_stack():
             return function(*args, **kwargs)
         key: list[Any] = [get_limit(), *kwargs]
         tensors: list[Any] = []
-        if not _signature(args, key, tensors) or (kwargs and not _signature(kwargs.values(), key, tensors)):
+        flat = args
+        if args and type(args[0]) is tuple:
+            # A quantized pair comes first where there is one; this is quicker than `_signature` calling itself.
+            key.append(len(args[0]))
+            flat = (*args[0], *args[1:])
+        try:
+            known = _signature(flat, key, tensors) and (not kwargs or _signature(kwargs.values(), key, tensors))
+        except RuntimeError:
+            # functorch's tensors have no address.
+            known = False
+        if not known or not tensors or (device := tensors[0].get_device()) < 0:
             return function(*args, **kwargs)
-        if not tensors or not tensors[0].is_cuda:
-            return function(*args, **kwargs)
-        key.append(tensors[0].get_device())
+        key.append(device)
         kind = tuple(key)
-        known = calls.get(kind)
-        if known is not None and known.device == op.current_device():
+        call = calls.get(kind)
+        if call is not None and device == op.current_device():
             try:
-                return _replay(known, tensors)
+                return _replay(call, tensors)
             except Exception:
                 # TileLang's host code refused a tensor, before it launched: let the function say what is wrong.
                 return function(*args, **kwargs)
@@ -170,4 +175,4 @@ def replayable(function: Function) -> Function:
             calls[kind] = noted
         return result
 
-    return call  # type: ignore[return-value]
+    return replay  # type: ignore[return-value]
