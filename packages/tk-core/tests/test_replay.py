@@ -74,6 +74,18 @@ def test_an_output_given_by_the_caller_is_returned() -> None:
     assert torch.equal(out, x * 2)
 
 
+def test_flat_views_are_made_again() -> None:
+    def flat(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        scale_kernel(ARCH)(x.view(-1), 2, out.view(-1))
+        return out
+
+    call = record(flat, torch.randn(3, 4))
+    x = torch.randn(3, 4)
+    assert call is not None
+    assert torch.equal(replay._replay(call, [x]), x * 2)
+
+
 def workspace(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     scale_kernel(ARCH)(torch.ones_like(x), 2, out)

@@ -39,9 +39,11 @@ class _Output(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What one kind of call does. Its values are the tensors among the arguments, the outputs, and constants."""
+    """What one kind of call does. Its values are the tensors among the arguments, outputs, flat views, and constants."""
 
     outputs: tuple[_Output, ...]
+    flattened: tuple[int, ...]
+    """Values of which a kernel takes a view with one dimension."""
     constants: tuple[Any, ...]
     launches: tuple[tuple[Callable[..., None], Callable[[Any], Any]], ...]
     """Compiled kernels, each with what picks its arguments from the values."""
@@ -75,6 +77,11 @@ def _default_strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
+def _is_flat_view(x: Tensor, y: Tensor) -> bool:
+    same_place = x.data_ptr() == y.data_ptr() and x.numel() == y.numel() and x.dtype == y.dtype
+    return same_place and x.ndim == 1 and x.is_contiguous() and y.is_contiguous()
+
+
 def _picker(indices: list[int]) -> Callable[[Any], Any]:
     if len(indices) == 1:
         (only,) = indices
@@ -92,12 +99,21 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, inputs: list[T
     # Of two arguments that are one tensor, nobody can tell which a kernel was given.
     if not launched or len(index_of) != len(values):
         return result, None
-    written = {id(x) for _, arguments in launched for x in arguments if isinstance(x, Tensor)}
-    if not written <= index_of.keys() or any(x.numel() and id(x) not in written for x in outputs):
-        return result, None
     if any(x is not None and id(x) not in index_of for x in leaves):
         return result, None
+    flattened = []
+    for x in (x for _, arguments in launched for x in arguments if isinstance(x, Tensor) and id(x) not in index_of):
+        bases = [index for index, y in enumerate(values) if _is_flat_view(x, y)]
+        if len(bases) != 1:
+            return result, None
+        index_of[id(x)] = len(values) + len(flattened)
+        flattened += bases
+    written = {index_of[id(x)] for _, arguments in launched for x in arguments if isinstance(x, Tensor)}
+    written.update(flattened)
+    if any(x.numel() and index_of[id(x)] not in written for x in outputs):
+        return result, None
 
+    values += [values[index].view(-1) for index in flattened]
     num_tensors = len(values)
 
     def index(x: Any) -> int:
@@ -113,6 +129,7 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, inputs: list[T
             _Output(x.new_empty((0,)), tuple(x.shape), None if x.stride() == _default_strides(x.shape) else x.stride())
             for x in outputs
         ),
+        flattened=tuple(flattened),
         constants=tuple(values[num_tensors:]),
         launches=launches,
         result=picked,
@@ -123,6 +140,8 @@ def _replay(call: _Call, values: list[Any]) -> Any:
     """Do it with other tensors, which `values` holds."""
     for like, shape, strides in call.outputs:
         values.append(like.new_empty(shape) if strides is None else like.new_empty_strided(shape, strides))
+    for index in call.flattened:
+        values.append(values[index].view(-1))
     values += call.constants
     for compiled, arguments in call.launches:
         compiled(*arguments(values))
