@@ -39,7 +39,7 @@ class _Output(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What one kind of call does. Its values are the tensors among the arguments, outputs, flat views, and constants."""
+    """What one kind of call does. Its values: tensors among the arguments, outputs, flat views, constants."""
 
     outputs: tuple[_Output, ...]
     flattened: tuple[int, ...]
@@ -164,13 +164,13 @@ def replayable(function: Function) -> Function:
             return function(*args, **kwargs)
         key: list[Any] = [get_limit(), *kwargs]
         tensors: list[Any] = []
-        flat = args
-        if args and type(args[0]) is tuple:
+        values = (*args, *kwargs.values()) if kwargs else args
+        if values and type(values[0]) is tuple:
             # A quantized pair comes first where there is one; this is quicker than `_signature` calling itself.
-            key.append(len(args[0]))
-            flat = (*args[0], *args[1:])
+            key.append(len(values[0]))
+            values = (*values[0], *values[1:])
         try:
-            known = _signature(flat, key, tensors) and (not kwargs or _signature(kwargs.values(), key, tensors))
+            known = _signature(values, key, tensors)
         except RuntimeError:
             # functorch's tensors have no address.
             known = False
