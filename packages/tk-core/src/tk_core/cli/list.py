@@ -19,9 +19,9 @@ def archs_of(spec: "OpSpec") -> list[str]:
     from tk_core.arch import ARCHS, UnsupportedArchError
     from tk_core.kernel import capture
 
-    case = next(case for case in spec.cases if case.compile)
+    case = next((case for case in spec.cases if case.compile), None)
     served = []
-    for arch in ARCHS.values():
+    for arch in ARCHS.values() if case else ():
         with capture(arch), suppress(UnsupportedArchError):
             spec.op(**case.make("meta"))
             served.append(arch.name)
