@@ -58,9 +58,9 @@ def _signature(values: Any, key: list[Any], tensors: list[Tensor]) -> bool:
             tensors.append(value)
             layout = value.is_contiguous() or value.stride()
             key += (value.dtype, value.shape, layout, value.data_ptr() & 15)
-        elif kind is str or value is None:
+        elif kind is str or kind is int or value is None:
             key.append(value)
-        elif kind is int or kind is bool or kind is float or kind is torch.dtype:
+        elif kind is bool or kind is float or kind is torch.dtype:
             # 1, 1.0 and True are the same key otherwise.
             key += (kind, value)
         elif kind is tuple:

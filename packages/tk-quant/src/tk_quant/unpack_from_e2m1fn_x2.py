@@ -4,7 +4,8 @@ A thread takes what becomes 16 bytes, `pieces` times, a block's width apart.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import mul
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class UnpackConfig:
 
 # Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def _unpack_kernel(aligned: bool, out_dtype: torch.dtype, config: UnpackConfig, arch: Arch) -> Any:
+def _unpack_kernel(ndim: int, aligned: bool, out_dtype: torch.dtype, config: UnpackConfig, arch: Arch) -> Any:
     import tilelang.language as T
 
     threads, pieces = config.threads, config.pieces
@@ -47,7 +48,12 @@ def _unpack_kernel(aligned: bool, out_dtype: torch.dtype, config: UnpackConfig, 
     piece_bytes = vec // 2
     tile_bytes = threads * pieces * piece_bytes
     out_element = T.dtype(out_dtype)
-    num_bytes, num_values = T.dynamic("num_bytes", "int64"), T.dynamic("num_values", "int64")
+    # The host passes tensors as they are, for a flat view would cost it more than the launch's other checks.
+    leading = tuple(T.dynamic(f"size_{i}") for i in range(ndim - 1))
+    row_bytes, row_values = T.dynamic("row_bytes"), T.dynamic("row_values")
+    num_bytes, num_values = (
+        reduce(mul, (T.cast(size, "int64") for size in (*leading, last))) for last in (row_bytes, row_values)
+    )
 
     @T.macro
     def convert(word: T.uint32, rounded: T.Buffer) -> None:
@@ -60,9 +66,13 @@ def _unpack_kernel(aligned: bool, out_dtype: torch.dtype, config: UnpackConfig, 
             rounded[j] = T.cast(values[j], out_element)
 
     @T.prim_func
-    def unpack_from_e2m1fn_x2(x: T.Tensor((num_bytes,), "int8"), out: T.Tensor((num_values,), out_element)) -> None:
+    def unpack_from_e2m1fn_x2(
+        packed: T.Tensor((*leading, row_bytes), "int8"), floats: T.Tensor((*leading, row_values), out_element)
+    ) -> None:
         with T.Kernel(T.cast(T.ceildiv(num_bytes, T.int64(tile_bytes)), "int32"), threads=threads) as block:
             T.import_source(e2m1_decode_source(arch) + LOAD_16_BITS)
+            x = T.view(packed, (num_bytes,))
+            out = T.view(floats, (num_values,))
             thread = T.get_thread_binding()
             first = T.cast(block, "int64") * tile_bytes + thread * piece_bytes
             words = T.alloc_local((pieces,), "uint32")
@@ -109,9 +119,10 @@ def _unpack_out(x: torch.Tensor, out: torch.Tensor) -> None:
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    x, out_dtype = x.view(-1), out.dtype
-    aligned = check.row_alignment(x) * out_dtype.itemsize >= 8
-    _unpack_kernel(aligned, out_dtype, UnpackConfig.best(arch), arch)(x, out.view(-1))
+    out_dtype = out.dtype
+    # Contiguous, so that only its start matters.
+    aligned = x.data_ptr() % (8 // out_dtype.itemsize) == 0
+    _unpack_kernel(x.ndim, aligned, out_dtype, UnpackConfig.best(arch), arch)(x, out)
 
 
 @replayable
