@@ -130,6 +130,37 @@ def test_backend_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         op_module.env.default_backend.cache_clear()
 
 
+def _strict_launch(x: torch.Tensor, out: torch.Tensor) -> None:
+    launches.append("kernel")
+    for tensor in (x, out):
+        if tensor.stride() != torch.empty(tensor.shape).stride():
+            raise RuntimeError("strides[0] violates packed ABI constraint")
+    out.copy_(x)
+
+
+def test_any_stride_of_a_single_row_is_taken() -> None:
+    strict = op("tk_core_tests::strict_out", mutates=("out",), reference=_strict_launch)(_strict_launch)
+    row = torch.arange(12.0).view(3, 4)[1:2, :2]
+    assert row.is_contiguous()
+    assert row.stride() == (4, 1)
+    out = torch.empty(1, 2)
+    strict._launch((row, out))
+    assert out.tolist() == [[4.0, 5.0]]
+    assert launches == ["kernel", "kernel"]
+    with pytest.raises(RuntimeError, match="violates"):
+        strict._launch((torch.zeros(4, 4)[:, :2], torch.empty(4, 2)))
+
+
+@pytest.mark.gpu
+def test_a_single_row_of_a_wider_tensor_on_a_gpu() -> None:
+    import tk_moe
+
+    scores = torch.randn(4, 64, device="cuda")[1:2, :32]
+    assert scores.stride() == (64, 1)
+    for _ in range(2):
+        assert torch.equal(tk_moe.topk_gate(scores, 4), scores.sort(descending=True, stable=True).indices[:, :4])
+
+
 @pytest.mark.gpu
 def test_backend_on_a_gpu() -> None:
     x = torch.arange(4.0, device="cuda")

@@ -68,6 +68,13 @@ def uses_reference(device: torch.device) -> bool:
     return device.type != "cuda" or (_forced_backend or env.default_backend()) == "reference"
 
 
+def _with_usual_strides(x: Tensor) -> Tensor:
+    if not x.is_contiguous():
+        return x
+    usual = torch.empty(x.shape, device="meta").stride()
+    return x if x.stride() == usual else x.as_strided(x.shape, usual)
+
+
 def _nothing(*_: Any) -> None:
     """Fake of an op that only writes into its arguments."""
 
@@ -122,11 +129,22 @@ class Op:
             self._check_arch(device)
             self._ready_devices.add(device)
         if device.index == torch.cuda.current_device():
-            self.launch(*args)
+            self._launch(args)
         else:
             # The kernel's host code selects the tensors' device and leaves it selected.
             with torch.cuda.device(device):
-                self.launch(*args)
+                self._launch(args)
+
+    def _launch(self, args: tuple[Any, ...]) -> None:
+        try:
+            self.launch(*args)
+        except RuntimeError:
+            # Where a dimension has one element or none, torch calls any stride contiguous, but TileLang's host code,
+            # which looks before it launches, takes only the usual one.
+            usual = tuple(_with_usual_strides(arg) if isinstance(arg, Tensor) else arg for arg in args)
+            if all(new is old for new, old in zip(usual, args)):
+                raise
+            self.launch(*usual)
 
     def __call__(self, *args: Any) -> None:
         """Run it; the first argument is a tensor and decides the device."""
@@ -148,7 +166,7 @@ class Op:
         if not first.is_cuda:
             self._overload(*args)
         elif kernels_only and _one_device and first.device in self._ready_devices:
-            self.launch(*args)
+            self._launch(args)
         else:
             self._on_cuda(*args)
             _look_for_short_cut()
