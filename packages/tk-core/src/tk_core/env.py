@@ -15,7 +15,6 @@ VARIABLES = {
     "CUDA_HOME": "CUDA toolkit to compile with; set here to the one installed from wheels if you have not set it",
     "CUDA_PATH": "the same, read if CUDA_HOME is not set",
     "CUDA_VISIBLE_DEVICES": "GPUs to use; set for each pytest-xdist worker when there are several",
-    "PYTEST_XDIST_WORKER": "name of the pytest-xdist worker, which picks its GPU",
     "TILELANG_CACHE_DIR": "folder of the compiled kernels (default ~/.tilelang/cache)",
     "TILELANG_PRINT_ON_COMPILATION": "0 unless you set it: TileLang's message for each compilation",
 }

@@ -68,10 +68,15 @@ def uses_reference(device: torch.device) -> bool:
     return device.type != "cuda" or (_forced_backend or env.default_backend()) == "reference"
 
 
+def usual_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a new tensor; one that is_contiguous() may have others in dimensions of one element or none."""
+    return torch.empty(shape, device="meta").stride()
+
+
 def _with_usual_strides(x: Tensor) -> Tensor:
     if not x.is_contiguous():
         return x
-    usual = torch.empty(x.shape, device="meta").stride()
+    usual = usual_strides(x.shape)
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
 
 

@@ -72,11 +72,6 @@ def _signature(values: Any, key: list[Any], tensors: list[Tensor]) -> bool:
     return True
 
 
-def _default_strides(shape: torch.Size) -> tuple[int, ...]:
-    # Not what is_contiguous() says: a dimension of one may have any stride there.
-    return torch.empty(shape, device="meta").stride()
-
-
 def _is_flat_view(x: Tensor, y: Tensor) -> bool:
     same_place = x.data_ptr() == y.data_ptr() and x.numel() == y.numel() and x.dtype == y.dtype
     return same_place and x.ndim == 1 and x.is_contiguous() and y.is_contiguous()
@@ -126,7 +121,7 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, inputs: list[T
     picked = _picker([index(x) for x in leaves]) if isinstance(result, tuple) else itemgetter(index(result))
     return result, _Call(
         outputs=tuple(
-            _Output(x.new_empty((0,)), tuple(x.shape), None if x.stride() == _default_strides(x.shape) else x.stride())
+            _Output(x.new_empty((0,)), tuple(x.shape), None if x.stride() == op.usual_strides(x.shape) else x.stride())
             for x in outputs
         ),
         flattened=tuple(flattened),
