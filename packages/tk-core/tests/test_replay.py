@@ -33,9 +33,9 @@ def scale(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 def record(function: Callable[..., Any], *args: Any) -> replay._Call | None:
-    tensors: list[torch.Tensor] = []
-    assert replay._signature(args, [], tensors)
-    return replay._record(function, args, {}, tensors)[1]
+    values = replay._signature(args, {}, [])
+    assert values is not None
+    return replay._record(function, args, {}, values)[1]
 
 
 def test_a_replayed_call_does_the_same() -> None:
@@ -43,7 +43,7 @@ def test_a_replayed_call_does_the_same() -> None:
     call = record(scale, x, 3)
     assert call is not None
     for value in (x, other):
-        out, nothing, count = replay._replay(call, [value])
+        out, nothing, count = replay._replay(call, [value, 3])
         assert torch.equal(out, value * 3)
         assert out.stride() == (1, 3)
         assert nothing is None
@@ -132,7 +132,7 @@ def test_one_tensor_for_two_arguments_is_not_remembered() -> None:
 
 def key_of(*args: Any) -> tuple[Any, ...]:
     key: list[Any] = []
-    assert replay._signature(args, key, [])
+    assert replay._signature(args, {}, key) is not None
     return tuple(key)
 
 
@@ -152,10 +152,13 @@ def test_signatures_tell_calls_apart() -> None:
         key_of(x, 1.0),
         key_of(x, None),
         key_of(x, "e4m3"),
+        key_of(x, (1, 32)),
+        key_of(x, 1, 32),
     ]
     assert len(set(keys)) == len(keys)
     assert key_of(x, 1) == key_of(torch.ones(8, 16), 1)
-    assert not replay._signature(([x],), [], [])
+    for other in ([x], (1, True), (x, x)):
+        assert replay._signature((x, other), {}, []) is None
 
 
 def test_launches_of_other_threads_are_not_noted() -> None:

@@ -203,7 +203,7 @@ def between_markers(events: Sequence[tuple[int, str, int]], num_calls: int) -> l
 
 
 def _allocations(outputs: Any) -> list[Call]:
-    """One allocation for each output tensor, made as an op would make it."""
+    """One allocation for each output tensor, made the usual way."""
 
     def allocation(x: Tensor) -> Call:
         shape, stride = tuple(x.shape), x.stride()
