@@ -254,7 +254,7 @@ def test_damaged_archive_imports_nothing_wrong(here: Path, there: Callable[[], P
         shutil.rmtree(target)
 
 
-@pytest.mark.parametrize("data", [b"", b"no archive", gzip.compress(b"no tar")])
+@pytest.mark.parametrize("data", [b"", b"no archive", gzip.compress(b"no tar")], ids=["empty", "text", "no-tar"])
 def test_no_archive(there: Callable[[], Path], tmp_path: Path, data: bytes) -> None:
     archive = tmp_path / "x.tar.gz"
     archive.write_bytes(data)

@@ -268,7 +268,11 @@ def test_warmup_of_nothing(package: Path, arguments: tuple[str, ...]) -> None:
 
 
 def test_warmup_goes_on_after_an_interrupt(package: Path) -> None:
-    command = [sys.executable, "-c", "from tk_core.cli import main; main()", "warmup", f"{PACKAGE}.copy_rows"]
+    # A shell starts what runs in its background with interrupts ignored.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from tk_core.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "warmup", f"{PACKAGE}.copy_rows"]
     options = ["--arch", "sm_90a", "--jobs", "1", "--case", "slow-*"]
     environment = {**os.environ, "PYTHONPATH": str(package.parent)}
     process = subprocess.Popen([*command, *options], env=environment, stdout=subprocess.PIPE, text=True)

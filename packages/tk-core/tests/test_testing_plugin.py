@@ -1,9 +1,11 @@
 """tk_core.testing.plugin: which tests run where, seeds, GPUs of workers, records."""
 
 import json
+import os
 from typing import Any
 
 import pytest
+import torch
 
 from tk_core import ledger
 from tk_core.testing import machine, plugin, specs, tiers
@@ -186,6 +188,18 @@ def test_each_worker_has_a_gpu_of_its_own(pytester: pytest.Pytester, monkeypatch
     result = pytester.runpytest_subprocess("-p", "tk_core.testing.plugin", "-n2")
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["1 gpu tests left out: no GPU here"])
+
+
+@pytest.mark.parametrize(
+    ("args", "workers"), [(["-m", "bench"], 0), (["bench_f.py"], 0), (["bench_f.py::test_f"], 0), (["test_f.py"], 12)]
+)
+def test_nothing_runs_beside_a_benchmark(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, args: list[str], workers: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    config = pytester.parseconfig("-p", "tk_core.testing.plugin", *args)
+    assert plugin.pytest_xdist_auto_num_workers(config) == workers
 
 
 # ---- records

@@ -5,6 +5,7 @@ compile run anywhere; all others are the cpu tier. Benchmarks (marked bench, in 
 their file asks for them. Each test starts from a seed of its own name. With pytest-xdist each worker gets one GPU.
 """
 
+import os
 import random
 import re
 import zlib
@@ -67,6 +68,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if workerinput is None:
         config.stash[_SESSION] = session = _Session(config)
         config.pluginmanager.register(session, "tk-session")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What `-n auto` means: a worker for each core, as kernels take seconds to compile; none where time is measured."""
+    named = (Path(argument.split("::")[0]).name for argument in config.args)
+    if _requires(config.option.markexpr, "bench") or any(name.startswith("bench_") for name in named):
+        return 0
+    return min(os.cpu_count() or 1, 16)
 
 
 def _requires(markexpr: str, name: str) -> bool:
