@@ -9,6 +9,7 @@ import torch
 from tk_core.scales import (
     ScaleLayout,
     check_scales,
+    convert_scales,
     decode_ue8m0,
     empty_scales,
     pack_scales,
@@ -17,6 +18,8 @@ from tk_core.scales import (
 )
 
 CPU = torch.device("cpu")
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+BYTE_DTYPES = (E8M0, E4M3)
 SHAPES = list(product((0, 1, 3, 4, 5), (0, 1, 2, 3, 4, 5, 9)))
 
 
@@ -37,6 +40,14 @@ def powers_of_two(num_rows: int, num_cols: int) -> torch.Tensor:
 )
 def test_layout_of_flags(flags: tuple[bool, bool, bool], layout: ScaleLayout) -> None:
     assert scale_layout(*flags) is layout
+
+
+def test_swizzled_is_no_column_major() -> None:
+    assert scale_layout(False, True, False, True) is ScaleLayout.SWIZZLED
+    with pytest.raises(ValueError, match="use_tma_aligned_col_major_sf: expected False beside use_swizzled_sf"):
+        scale_layout(True, True, False, True)
+    with pytest.raises(ValueError, match="use_packed_ue8m0: expected False beside use_swizzled_sf"):
+        scale_layout(False, True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +72,9 @@ def test_packed_needs_powers_of_two_in_columns(flags: tuple[bool, bool, bool], m
         (0, 9, ScaleLayout.ROW_MAJOR, torch.float32, (0, 9), (9, 1)),
         (0, 9, ScaleLayout.COL_MAJOR, torch.float32, (0, 9), (1, 0)),
         (0, 9, ScaleLayout.PACKED_UE8M0, torch.int32, (0, 3), (1, 0)),
+        (5, 3, ScaleLayout.SWIZZLED, E8M0, (1, 1, 32, 4, 4), (512, 512, 16, 4, 1)),
+        (129, 9, ScaleLayout.SWIZZLED, E8M0, (2, 3, 32, 4, 4), (1536, 512, 16, 4, 1)),
+        (0, 9, ScaleLayout.SWIZZLED, E8M0, (0, 3, 32, 4, 4), (1536, 512, 16, 4, 1)),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -83,7 +97,7 @@ def test_empty_scales(
 def test_round_trip(num_rows: int, num_cols: int, layout: ScaleLayout) -> None:
     sf = powers_of_two(num_rows, num_cols)
     packed = pack_scales(sf, layout)
-    assert check_scales("sf", packed, num_rows, num_cols, CPU) is layout
+    assert check_scales("sf", packed, num_rows, num_cols, CPU, BYTE_DTYPES) is layout
     unpacked = unpack_scales(packed, num_rows, num_cols)
     assert unpacked.is_contiguous()
     assert unpacked.dtype is torch.float32
@@ -101,6 +115,77 @@ def test_packed_bytes_by_hand() -> None:
     flat = packed.as_strided((6,), (1,))
     assert flat[:2].tolist() == packed[:, 0].tolist()
     assert flat[4:].tolist() == packed[:, 1].tolist()
+
+
+def test_swizzled_bytes_by_hand() -> None:
+    """Where cuBLAS's documentation puts them: tiles of 512 bytes, byte (r % 32) * 16 + (r // 32) * 4 + c of a tile."""
+    num_rows, num_cols = 200, 7
+    sf = torch.exp2((torch.arange(num_rows)[:, None] * 3 + torch.arange(num_cols) * 5).float() % 250 - 126)
+    flat = pack_scales(sf, ScaleLayout.SWIZZLED).view(-1).view(torch.uint8)
+    assert len(flat) == 2 * 2 * 512
+    written = set()
+    for row, col in product(range(num_rows), range(num_cols)):
+        tile = row // 128 * 2 + col // 4
+        offset = 512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + col % 4
+        assert 2.0 ** (flat[offset].item() - 127) == sf[row, col].item()
+        written.add(offset)
+    assert all(flat[offset].item() == 0 for offset in range(len(flat)) if offset not in written)
+
+
+def all_layouts(sf: torch.Tensor) -> list[torch.Tensor]:
+    return [pack_scales(sf, layout) for layout in ScaleLayout]
+
+
+@pytest.mark.parametrize(("num_rows", "num_cols"), [(1, 1), (4, 4), (130, 5), (128, 4), (0, 3)])
+def test_layouts_convert_into_each_other(num_rows: int, num_cols: int) -> None:
+    given = all_layouts(powers_of_two(num_rows, num_cols))
+    for sf, (layout, expected) in product(given, zip(ScaleLayout, given)):
+        converted = convert_scales(sf, num_rows, num_cols, layout)
+        assert (converted.dtype, converted.shape, converted.stride()) == (
+            expected.dtype,
+            expected.shape,
+            expected.stride(),
+        )
+        assert torch.equal(
+            converted.view(torch.uint8) if layout is ScaleLayout.SWIZZLED else converted,
+            (expected.view(torch.uint8) if layout is ScaleLayout.SWIZZLED else expected),
+        )
+
+
+def test_e4m3_scales_stay_e4m3() -> None:
+    codes = torch.arange(256 * 5, dtype=torch.int32).remainder(127).to(torch.uint8).view(256, 5)
+    sf = codes.view(E4M3)
+    swizzled = convert_scales(sf, 256, 5, ScaleLayout.SWIZZLED)
+    assert (swizzled.dtype, swizzled.shape) == (E4M3, (2, 2, 32, 4, 4))
+    assert swizzled.view(torch.uint8)[1, 1, 7, 2, 0] == codes[128 + 64 + 7, 4]
+    assert check_scales("sf", swizzled, 256, 5, CPU, BYTE_DTYPES) is ScaleLayout.SWIZZLED
+    assert check_scales("sf", sf, 256, 5, CPU, BYTE_DTYPES) is ScaleLayout.ROW_MAJOR
+    back = convert_scales(swizzled, 256, 5, ScaleLayout.ROW_MAJOR)
+    assert torch.equal(back.view(torch.uint8), codes)
+    assert torch.equal(unpack_scales(swizzled, 256, 5), sf.float())
+    # A whole number of tiles has the same bytes in both layouts, and still can't be mistaken.
+    assert check_scales("sf", sf[:128, :4].contiguous(), 128, 4, CPU, BYTE_DTYPES) is ScaleLayout.ROW_MAJOR
+    for layout in (ScaleLayout.COL_MAJOR, ScaleLayout.PACKED_UE8M0):
+        with pytest.raises(ValueError, match="layout: expected ROW_MAJOR or SWIZZLED for float8_e4m3fn, got"):
+            convert_scales(sf, 256, 5, layout)
+
+
+@pytest.mark.parametrize(
+    ("sf", "byte_dtypes", "error", "match"),
+    [
+        (torch.empty(1, 1, 32, 4, 4).to(E8M0), (), TypeError, "sf: expected dtype torch.float32, or torch.int32"),
+        (torch.empty(1, 1, 32, 4, 4).to(E4M3), (E8M0,), TypeError, "sf: expected dtype"),
+        (torch.empty(5, 3).to(E8M0), (E8M0,), ValueError, r"sf: expected shape \(1, 1, 32, 4, 4\), got \(5, 3\)"),
+        (torch.empty(5, 4).to(E4M3), (E4M3,), ValueError, r"shape \(1, 1, 32, 4, 4\) or \(5, 3\), got \(5, 4\)"),
+        (torch.empty(5, 6).to(E4M3)[:, ::2], (E4M3,), ValueError, "sf: expected a contiguous tensor, got strides"),
+        (torch.empty(5, 3, device="meta").to(E4M3), (E4M3,), ValueError, "sf: expected device cpu, got meta"),
+    ],
+)
+def test_errors_of_bytes(
+    sf: torch.Tensor, byte_dtypes: tuple[torch.dtype, ...], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        check_scales("sf", sf, 5, 3, CPU, byte_dtypes)
 
 
 def test_every_ue8m0_code() -> None:

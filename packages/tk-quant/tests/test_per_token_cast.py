@@ -1,4 +1,4 @@
-"""per_token_cast, per_token_cast_with_sf_only, per_token_cast_with_precomputed_sf."""
+"""per_token_cast, per_token_cast_to_e5m6, per_token_cast_with_sf_only, per_token_cast_with_precomputed_sf."""
 
 import math
 from itertools import product
@@ -10,18 +10,32 @@ import pytest
 import torch
 
 import tk_quant
+from tk_core.arch import arch_from_name
 from tk_core.scales import ScaleLayout, check_scales, pack_scales, unpack_scales
 from tk_core.testing import tiers
 from tk_quant import reference
-from tk_quant.conversions import E2M1_FROM_BF16, e2m1_source
-from tk_quant.per_token_cast import PerTokenCastConfig
+from tk_quant.conversions import e2m1_source
+from tk_quant.per_token_cast_kernel import PerTokenCastConfig
 from tk_quant.reference import formats
-from tk_quant.testing.per_token_cast import FLAGS, SPEC, WITH_PRECOMPUTED_SF_SPEC, WITH_SF_ONLY_SPEC, extremes
+from tk_quant.testing.per_token_cast import (
+    ALL_FLAGS,
+    FLAGS,
+    SPEC,
+    TO_E5M6_SPEC,
+    WITH_PRECOMPUTED_SF_SPEC,
+    WITH_SF_ONLY_SPEC,
+    compare,
+    extremes,
+)
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)
 test_gpu = tiers.gpu_tests(SPEC)
 test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_to_e5m6_cpu = tiers.cpu_tests(TO_E5M6_SPEC)
+test_to_e5m6_compile = tiers.compile_tests(TO_E5M6_SPEC)
+test_to_e5m6_gpu = tiers.gpu_tests(TO_E5M6_SPEC)
+test_to_e5m6_gpu_modes = tiers.gpu_mode_tests(TO_E5M6_SPEC)
 test_with_sf_only_cpu = tiers.cpu_tests(WITH_SF_ONLY_SPEC)
 test_with_sf_only_compile = tiers.compile_tests(WITH_SF_ONLY_SPEC)
 test_with_sf_only_gpu = tiers.gpu_tests(WITH_SF_ONLY_SPEC)
@@ -46,13 +60,6 @@ def nibbles(data: torch.Tensor) -> torch.Tensor:
     """Codes of packed e2m1 data, one an element."""
     codes = data.view(torch.uint8)
     return torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-
-
-def neighbours(values: list[float]) -> torch.Tensor:
-    """The values and the float32 on either side of each, both signs."""
-    x = torch.tensor(values)
-    x = torch.cat((x, torch.nextafter(x, torch.tensor(INF)), torch.nextafter(x, torch.tensor(-INF))))
-    return torch.cat((x, -x))
 
 
 E4M3_TABLE = [
@@ -148,44 +155,6 @@ def test_even_channel_in_the_low_nibble() -> None:
     assert data.view(torch.uint8)[0, :2].tolist() == [0x17, 0x0A]
 
 
-def test_e2m1_against_ml_dtypes() -> None:
-    x = neighbours(
-        [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 1e-45, 1e30, INF]
-    )
-    x = torch.cat((x, torch.randn(10000) * 3))
-    oracle = x.numpy().astype(ml_dtypes.float4_e2m1fn)
-    data = formats.encode_e2m1(x)
-    np.testing.assert_array_equal(nibbles(data).numpy(), oracle.view(np.uint8) & 0xF)
-    decoded = formats.decode_e2m1(data)
-    np.testing.assert_array_equal(decoded.numpy().view(np.int32), oracle.astype(np.float32).view(np.int32))
-    assert nibbles(formats.encode_e2m1(torch.tensor([NAN, -NAN]))).tolist() == [7, 7]
-
-
-def test_every_e2m1_code_returns() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).view(2, 128)
-    assert torch.equal(formats.encode_e2m1(formats.decode_e2m1(codes)), codes)
-    if formats.FLOAT4_DTYPE is not None:
-        assert torch.equal(formats.decode(codes.view(formats.FLOAT4_DTYPE)), formats.decode(codes))
-
-
-def test_e4m3_against_ml_dtypes_and_torch() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    values = codes.to(torch.float32)
-    finite = values[values.isfinite()].sort().values
-    midpoints = ((finite[1:].double() + finite[:-1].double()) / 2).tolist()
-    x = torch.cat((neighbours(midpoints), torch.randn(10000) * 100)).clamp(-448, 448)
-    data = formats.encode_e4m3(x)
-    np.testing.assert_array_equal(
-        data.view(torch.uint8).numpy(), x.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    )
-    assert torch.equal(data.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))
-    special = formats.encode_e4m3(torch.tensor([NAN, -NAN, INF, -INF, 1e30, 465.0, -464.0, -0.0]))
-    assert special.view(torch.uint8).tolist() == [0x7F, 0x7F, 0x7E, 0xFE, 0x7E, 0x7E, 0xFE, 0x80]
-    returned = formats.encode_e4m3(formats.decode_e4m3(codes)).view(torch.uint8)
-    # Byte 0xff is NaN too, and NaN has one byte here.
-    assert torch.equal(returned, torch.where(torch.arange(256) == 255, 0x7F, torch.arange(256)).to(torch.uint8))
-
-
 def test_scaling_against_numpy() -> None:
     x = (torch.randn(64, 192) * torch.exp2(torch.randint(-20, 20, (64, 1)).float())).to(torch.bfloat16)
     values = x.float().numpy()
@@ -243,12 +212,147 @@ def test_layouts_hold_the_same(fmt: str) -> None:
     x = torch.randn(6, 576)
     data, sf = tk_quant.per_token_cast(x, fmt, 64, round_sf=True)
     assert sf.is_contiguous()
-    for name in ("col-round", "packed"):
-        other_data, other_sf = tk_quant.per_token_cast(x, fmt, 64, **FLAGS[name])
+    for name, shape in (("col-round", (6, 9)), ("packed", (6, 3)), ("swizzled", (1, 3, 32, 4, 4))):
+        other_data, other_sf = tk_quant.per_token_cast(x, fmt, 64, **ALL_FLAGS[name])
         assert torch.equal(other_data.view(torch.uint8), data.view(torch.uint8))
         assert torch.equal(unpack_scales(other_sf, 6, 9), sf)
-        assert other_sf.stride() == (1, 8)
-    assert other_sf.shape == (6, 3)
+        assert other_sf.shape == shape
+        assert other_sf.stride() == (1, 8) or name == "swizzled"
+
+
+def test_swizzled_by_hand() -> None:
+    x = torch.zeros(200, 192)
+    x[:, 0], x[165, 176] = 1.0, 4.0
+    _, sf = tk_quant.per_token_cast(x, "e2m1", 16, round_sf=True, use_swizzled_sf=True)
+    assert sf.dtype is torch.float8_e8m0fnu
+    assert sf.shape == (2, 3, 32, 4, 4)
+    # Row 165 is row 37 of the second tile, group 11 the last column of the third; 4 / 6 rounds up to 1, 1 / 6 to 1 / 4.
+    codes = sf.view(torch.uint8)
+    assert codes[1, 2, 5, 1, 3] == 127
+    assert codes[0, 0, 0, 0, 0] == 125
+    assert codes[0, 0, 0, 0, 1] == 1
+    # Rows 200 to 255 are not there: 72 = 2 * 32 + 8 of the second tile are.
+    assert (codes[1, :, 8:, 2] == 0).all()
+    assert (codes[1, :, :, 3] == 0).all()
+    assert (codes[1, :, :8, 2] > 0).all()
+
+
+def e5m6_codes(data: torch.Tensor) -> list[int]:
+    """The codes of a row, by the definition of where they lie: 96 bits, the first word's upper ones first."""
+    row = data.view(torch.uint8).flatten().tolist()
+    codes = []
+    for i in range(0, len(row), 12):
+        words = [int.from_bytes(bytes(row[i + 4 * k : i + 4 * k + 4]), "little") for k in range(3)]
+        bits = words[0] << 64 | words[1] << 32 | words[2]
+        codes += [bits >> (84 - 12 * k) & 0xFFF for k in range(8)]
+    return codes
+
+
+E5M6_TABLE = [
+    (1.0, 0x3C0),
+    (-1.0, 0xBC0),
+    (0.0, 0x000),
+    (-0.0, 0x800),
+    (65024.0, 0x7BF),
+    (-65024.0, 0xFBF),
+    (1 + 2.0**-7, 0x3C0),  # tie between 1 and 1 + 1/64
+    (1 + 3 * 2.0**-7, 0x3C2),  # tie between 1 + 1/64 and 1 + 2/64
+    (1 + 2.0**-7 + 2.0**-23, 0x3C1),
+    (2.0**-14, 0x040),  # least normal
+    (2.0**-20, 0x001),  # least subnormal
+    (2.0**-21, 0x000),  # tie between 0 and that
+    (-(2.0**-21), 0x800),
+    (3 * 2.0**-21, 0x002),  # tie between the first two
+    (2.0**-21 * (1 + 2.0**-23), 0x001),
+    (2.0**-14 - 2.0**-21, 0x040),  # tie between the largest subnormal and the least normal
+    (2.0**-30, 0x000),
+    (1e-45, 0x000),
+]
+
+
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_e5m6_by_hand(dtype: torch.dtype, round_sf: bool) -> None:
+    table = [(value, code) for value, code in E5M6_TABLE if torch.tensor(value, dtype=dtype).item() == value]
+    assert len(table) > 10
+    x = row_with([value for value, _ in table], 65024.0).to(dtype)
+    if dtype is torch.bfloat16:
+        assert x[0, 0] == 65024.0
+    data, sf = tk_quant.per_token_cast_to_e5m6(x, 64, round_sf=round_sf)
+    assert sf.tolist() == [[1.0]]
+    assert data.dtype is torch.uint8
+    assert data.shape == (1, 96)
+    assert e5m6_codes(data)[1 : 1 + len(table)] == [code for _, code in table]
+    same = tk_quant.per_token_cast(x, "e5m6", 64, round_sf=round_sf)
+    assert torch.equal(same[0], data)
+
+
+def test_eight_e5m6_codes_in_twelve_bytes() -> None:
+    # c0 = 0x3c0, c1 = 0x400, c2 = 0x440, c3 = 0x480, c4 = 0x4c0, c5 = 0x500, c6 = 0x540, c7 = 0x7bf
+    x = torch.zeros(1, 64)
+    x[0, :8] = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 65024.0])
+    data, _ = tk_quant.per_token_cast_to_e5m6(x, 64)
+    words = data[0, :12].view(torch.int32)
+    assert [f"{word & 0xFFFFFFFF:08x}" for word in words.tolist()] == ["3c040044", "04804c05", "005407bf"]
+
+
+@pytest.mark.parametrize("times", [1.0, 0.01])
+def test_nvfp4_against_numpy(times: float) -> None:
+    x = (torch.randn(40, 192) * torch.exp2(torch.arange(40)[:, None] - 36.0)).to(torch.bfloat16)
+    tensor_sf = x.abs().max().float() / 2688 * times
+    data, sf = tk_quant.per_token_cast(x, "e2m1", 16, tensor_sf=tensor_sf)
+    assert sf.dtype is torch.float8_e4m3fn
+    assert sf.shape == (40, 12)
+    blocks, scale = x.float().numpy().reshape(40, 12, 16), np.float32(tensor_sf.item())
+    quotient = np.abs(blocks).max(axis=2) / np.float32(6) / scale
+    expected_sf = np.clip(quotient, np.float32(2.0**-9), np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(sf.view(torch.uint8).numpy(), expected_sf.view(np.uint8))
+    factor = np.float32(1) / (expected_sf.astype(np.float32) * scale)
+    expected = (blocks * factor[:, :, None]).astype(ml_dtypes.float4_e2m1fn).reshape(40, 192)
+    np.testing.assert_array_equal(nibbles(data).numpy(), expected.view(np.uint8) & 0xF)
+    assert sf.float().max() == 448
+    assert sf.float().min() == 2.0**-9
+    assert torch.equal(tk_quant.per_token_cast_with_sf_only(x, "e2m1", 16, tensor_sf=tensor_sf).float(), sf.float())
+    swizzled_data, swizzled = tk_quant.per_token_cast(
+        x, "e2m1", 16, use_swizzled_sf=True, tensor_sf=tensor_sf.reshape(1)
+    )
+    assert torch.equal(swizzled_data, data)
+    assert swizzled.shape == (1, 3, 32, 4, 4)
+    assert swizzled.dtype is torch.float8_e4m3fn
+    assert torch.equal(unpack_scales(swizzled, 40, 12), sf.float())
+
+
+def test_nvfp4_by_hand() -> None:
+    x = torch.zeros(3, 64)
+    x[0, :3] = torch.tensor([12.0, -5.0, 1.0])
+    x[1, :2] = torch.tensor([1e6, -1.0])
+    x[2, 17], x[2, 33] = NAN, -INF
+    data, sf = tk_quant.per_token_cast(x, "e2m1", 16, tensor_sf=torch.tensor(0.5))
+    codes = sf.view(torch.uint8).tolist()
+    # 12 / 6 / 0.5 is 4; 1e6 / 6 / 0.5 saturates at 448; nothing is 2**-9, the least; what is not finite is NaN.
+    assert codes == [[0x48, 0x01, 0x01, 0x01], [0x7E, 0x01, 0x01, 0x01], [0x01, 0x7F, 0x7F, 0x01]]
+    # 12, -5 and 1 over 4 * 0.5; 1e6 and -1 over 448 * 0.5.
+    assert nibbles(data)[0, :4].tolist() == [0x7, 0xC, 0x1, 0x0]
+    assert nibbles(data)[1, :3].tolist() == [0x7, 0x8, 0x0]
+
+
+def test_compare_forgives_only_data_of_groups_that_are_not_finite() -> None:
+    x = torch.randn(4, 192)
+    x[1, 40] = NAN
+    for fmt, group, flags in (
+        ("e2m1", 32, "row"),
+        ("e2m1", 16, "packed"),
+        ("e2m1", 16, "swizzled"),
+        ("e5m6", 192, "row"),
+    ):
+        data, sf = tk_quant.per_token_cast(x, fmt, group, **ALL_FLAGS[flags])
+        compare((data, sf), (data, sf))
+        other = data.clone()
+        other[1, (40 // group * group * 12 // 8) if fmt == "e5m6" else 40 // 2] ^= 1
+        compare((other, sf), (data, sf))
+        other[0, 0] ^= 1
+        with pytest.raises(AssertionError):
+            compare((other, sf), (data, sf))
 
 
 @pytest.mark.parametrize("num_per_channels", [16, 32, 64, 128, 192])
@@ -303,10 +407,10 @@ def test_precomputed_sf_by_hand() -> None:
 
 @pytest.mark.parametrize("x_fmt", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("block_size", [(128, 128), (32, 32), (1, 32), (1, 192), (3, 24)])
-@pytest.mark.parametrize("flags", list(FLAGS))
+@pytest.mark.parametrize("flags", list(ALL_FLAGS))
 def test_requantizing_is_dequantizing_first(x_fmt: str, block_size: tuple[int, int], flags: str) -> None:
     x = torch.randn(40, 192) * torch.exp2(torch.randint(-5, 5, (40, 1)).float())
-    pair = reference.cast(x, x_fmt, block_size, **FLAGS[flags])
+    pair = reference.cast(x, x_fmt, block_size, **ALL_FLAGS[flags])
     values = formats.decode(pair[0])
     sf = unpack_scales(pair[1], -(-40 // block_size[0]), -(-192 // block_size[1]))
     for row, col in ((0, 0), (39, 191), (20, 100), (33, 31)):
@@ -343,9 +447,12 @@ def test_reference_cast_of_blocks() -> None:
 
 
 def test_configurations_are_admissible() -> None:
-    for hidden, x_bits, packed in product((64, 192, 576, 2048, 7168, 20480), (4, 8, 16, 32), (False, True)):
-        for group in (16, 32, 64, 128, hidden):
-            config = PerTokenCastConfig.best(hidden, group, x_bits, packed, None)
+    arch = arch_from_name("sm_90a")
+    for hidden, x_bits, in_bytes, fmt in product(
+        (64, 192, 576, 2048, 7168, 20480), (4, 8, 16, 32), (False, True), ("e4m3", "e2m1", "e5m6")
+    ):
+        for group in (hidden,) if fmt == "e5m6" else (16, 32, 64, 128, hidden):
+            config = PerTokenCastConfig.best(hidden, group, x_bits, fmt, in_bytes, in_bytes, arch)
             assert hidden % config.vec == 0
             assert config.vec <= group
             assert config.vec * x_bits % 32 == 0
@@ -353,11 +460,8 @@ def test_configurations_are_admissible() -> None:
 
 
 def test_conversions_are_chosen_by_architecture() -> None:
-    from tk_core.arch import arch_from_name
-
     assert "__nv_cvt_float2_to_fp4x2" in e2m1_source(arch_from_name("sm_100a"))
     assert "__viaddmin_s32" in e2m1_source(arch_from_name("sm_90a"))
-    assert "tk_e2m1x8_bf16" in E2M1_FROM_BF16
 
 
 X = torch.zeros(8, 192)
@@ -375,7 +479,11 @@ PAIR = (torch.zeros(8, 192, dtype=torch.float8_e4m3fn), torch.ones(1, 2))
         ({"x": X[:, :0]}, ValueError, "x: expected a positive multiple of 64 channels"),
         ({"x": torch.zeros(192, 8).t()}, ValueError, "x: expected stride 1"),
         ({"fmt": "e5m2"}, ValueError, "fmt: expected one of 'e4m3', 'e2m1'"),
-        ({"fmt": "e5m6"}, ValueError, "fmt: expected one of 'e4m3', 'e2m1'"),
+        (
+            {"fmt": "e5m6", "x": PAIR, "x_block_size": (128, 128)},
+            ValueError,
+            "x: expected a plain tensor for fmt 'e5m6'",
+        ),
         ({"num_per_channels": 48}, ValueError, "num_per_channels: expected one of 16, 32, 64, 128, 192, got 48"),
         ({"num_per_channels": 0}, ValueError, "num_per_channels"),
         ({"x_block_size": (1, 32)}, ValueError, "x_block_size: expected None"),
@@ -402,6 +510,65 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
         tk_quant.per_token_cast_with_precomputed_sf(**kwargs, sf=torch.ones(8, 6))
 
 
+NVFP4 = {"fmt": "e2m1", "num_per_channels": 16, "tensor_sf": torch.ones(())}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"use_swizzled_sf": True}, ValueError, "use_swizzled_sf: expected round_sf=True or a tensor_sf"),
+        (
+            {"use_swizzled_sf": True, "round_sf": True, "use_tma_aligned_col_major_sf": True},
+            ValueError,
+            "use_tma_aligned_col_major_sf: expected False beside use_swizzled_sf",
+        ),
+        ({**NVFP4, "fmt": "e4m3"}, ValueError, "fmt: expected 'e2m1' with tensor_sf, got 'e4m3'"),
+        ({**NVFP4, "num_per_channels": 32}, ValueError, "num_per_channels: expected 16 with tensor_sf, got 32"),
+        ({**NVFP4, "round_sf": True}, ValueError, "round_sf: expected False with tensor_sf"),
+        (
+            {**NVFP4, "use_tma_aligned_col_major_sf": True},
+            ValueError,
+            "use_tma_aligned_col_major_sf: expected False with tensor_sf",
+        ),
+        ({**NVFP4, "tensor_sf": 1.0}, TypeError, "tensor_sf: expected a torch.Tensor"),
+        ({**NVFP4, "tensor_sf": torch.ones((), dtype=torch.float64)}, TypeError, "tensor_sf: expected dtype"),
+        ({**NVFP4, "tensor_sf": torch.ones(2)}, ValueError, r"tensor_sf: expected shape \(1\), got \(2,\)"),
+        ({**NVFP4, "tensor_sf": torch.ones(1, 1)}, ValueError, "tensor_sf: expected shape"),
+        ({**NVFP4, "tensor_sf": torch.ones((), device="meta")}, ValueError, "tensor_sf: expected device"),
+        (
+            {"x": (PAIR[0], torch.ones(1, 1, 32, 4, 4).to(torch.float8_e4m3fn)), "x_block_size": (128, 128)},
+            TypeError,
+            "x",
+        ),
+        (
+            {"x": (PAIR[0], torch.ones(1, 2, 32, 4, 4).to(torch.float8_e8m0fnu)), "x_block_size": (128, 128)},
+            ValueError,
+            r"x\[1\]: expected shape",
+        ),
+    ],
+)
+def test_bad_input_of_new_layouts(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    kwargs = {"x": X, "fmt": "e4m3", "num_per_channels": 32, **change}
+    for function in (tk_quant.per_token_cast, tk_quant.per_token_cast_with_sf_only):
+        with pytest.raises(error, match=match):
+            function(**kwargs)
+
+
+def test_bad_e5m6() -> None:
+    with pytest.raises(ValueError, match="num_per_channels: expected 192 for fmt 'e5m6', got 64"):
+        tk_quant.per_token_cast(X, "e5m6", 64)
+    with pytest.raises(ValueError, match="num_per_channels: expected 192 for fmt 'e5m6', got 128"):
+        tk_quant.per_token_cast_to_e5m6(X, 128)
+    with pytest.raises(ValueError, match="x: expected a plain tensor for fmt 'e5m6'"):
+        tk_quant.per_token_cast_to_e5m6(PAIR, 192)
+    with pytest.raises(ValueError, match="use_packed_ue8m0: expected round_sf=True"):
+        tk_quant.per_token_cast_to_e5m6(X, 192, use_packed_ue8m0=True)
+    with pytest.raises(ValueError, match="fmt: expected one of 'e4m3', 'e2m1', got 'e5m6'"):
+        tk_quant.per_token_cast_with_sf_only(X, "e5m6", 192)
+    with pytest.raises(ValueError, match="fmt: expected one of 'e4m3', 'e2m1', got 'e5m6'"):
+        tk_quant.per_token_cast_with_precomputed_sf(X, "e5m6", 192, torch.ones(8, 1))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
@@ -424,5 +591,5 @@ def test_any_layout_of_an_input_with_one_block() -> None:
     data = torch.full((1, 64), 2.0).to(torch.float8_e4m3fn)
     for layout in ScaleLayout:
         sf = pack_scales(torch.full((1, 1), 4.0), layout)
-        assert check_scales("sf", sf, 1, 1, sf.device) is layout
+        assert check_scales("sf", sf, 1, 1, sf.device, (torch.float8_e8m0fnu,)) is layout
         assert tk_quant.per_token_cast((data, sf), "e4m3", 64, (1, 64), round_sf=True)[1].item() == 2.0**-5

@@ -7,7 +7,7 @@ import torch
 
 import tk_quant
 from tk_core.testing import assert_equal, tiers
-from tk_quant.testing.cast_back import pair
+from tk_quant.testing.cast_back import more, pair
 from tk_quant.testing.per_token_cast_back import SPEC
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -16,13 +16,22 @@ test_gpu = tiers.gpu_tests(SPEC)
 test_gpu_modes = tiers.gpu_mode_tests(SPEC)
 
 
-@pytest.mark.parametrize("layout", ["row", "col", "packed"])
-@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+@pytest.mark.parametrize(
+    ("fmt", "layout"),
+    [
+        *((fmt, layout) for fmt in ("e4m3", "e2m1", "e5m6") for layout in ("row", "col", "packed", "swizzled")),
+        ("e2m1", "nv"),
+        ("e2m1", "nvswizzled"),
+    ],
+)
 def test_is_cast_back_by_groups(fmt: str, layout: str) -> None:
+    others = more(fmt, layout)("cpu")
     for group in (16, 32, 64, 128, 320):
         x = pair(3, 320, fmt, (1, group), layout)("cpu")
         for out in ("bf16", "fp32"):
-            assert_equal(tk_quant.per_token_cast_back(x, out, group), tk_quant.cast_back(x, out, (1, group)))
+            by_token = tk_quant.per_token_cast_back(x, out, group, **others)
+            assert_equal(by_token, tk_quant.cast_back(x, out, (1, group), **others))
+            assert not by_token.isnan().any()
 
 
 def test_by_hand() -> None:
@@ -44,6 +53,7 @@ def test_there_and_back_again(fmt: str, group: int) -> None:
 
 
 X = (torch.zeros(8, 192, dtype=torch.float8_e4m3fn), torch.ones(8, 6))
+FP4 = torch.zeros(8, 96, dtype=torch.int8)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +71,10 @@ X = (torch.zeros(8, 192, dtype=torch.float8_e4m3fn), torch.ones(8, 6))
         ({"num_per_channels": 48}, ValueError, "num_per_channels: expected one of 16, 32, 64, 128, 192, got 48"),
         ({"num_per_channels": None}, TypeError, "num_per_channels: expected an int, got None"),
         ({"num_per_channels": 32.0}, TypeError, "num_per_channels: expected an int, got 32.0"),
-        ({"x_special_fmt": "e5m6"}, ValueError, "x_special_fmt: expected one of None, got 'e5m6'"),
+        ({"x_special_fmt": "e5m6"}, TypeError, r"x\[0\]: expected dtype torch.uint8"),
+        ({"x_special_fmt": "e5m7"}, ValueError, "x_special_fmt: expected one of None, 'e5m6', got 'e5m7'"),
+        ({"tensor_sf": torch.ones(1)}, ValueError, "tensor_sf: expected None"),
+        ({"x": (FP4, X[1].to(torch.float8_e4m3fn))}, ValueError, "tensor_sf: expected a float32 tensor"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:

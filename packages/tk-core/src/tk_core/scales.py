@@ -8,6 +8,9 @@ blocks:
     PACKED_UE8M0  int32 (R, ceil(C / 4)), strides (1, align(R, 4)); byte k of a word (little endian) is the biased
                   exponent of block 4 * col + k: byte b means 2**(b - 127), 255 means NaN; bytes past C are
                   unspecified (written as 0 here)
+    SWIZZLED      one byte each, float8_e8m0fnu (2**(b - 127), 255 means NaN) or float8_e4m3fn, contiguous
+                  (ceil(R / 128), ceil(C / 4), 32, 4, 4), block (r, c) at [r // 128, c // 4, r % 32, r % 128 // 32,
+                  c % 4]: the 128 x 4 tiles that Blackwell's block-scaled matrix products read; bytes past R and C are 0
 """
 
 import enum
@@ -19,6 +22,7 @@ from tk_core.math import align, ceil_div
 __all__ = [
     "ScaleLayout",
     "check_scales",
+    "convert_scales",
     "decode_ue8m0",
     "empty_scales",
     "pack_scales",
@@ -36,14 +40,22 @@ class ScaleLayout(enum.Enum):
     ROW_MAJOR = "row_major"
     COL_MAJOR = "col_major"
     PACKED_UE8M0 = "packed_ue8m0"
+    SWIZZLED = "swizzled"
 
 
-def scale_layout(use_tma_aligned_col_major_sf: bool, round_sf: bool, use_packed_ue8m0: bool) -> ScaleLayout:
-    """The layout that an op's three flags ask for.
+def scale_layout(
+    use_tma_aligned_col_major_sf: bool, round_sf: bool, use_packed_ue8m0: bool, use_swizzled_sf: bool = False
+) -> ScaleLayout:
+    """The layout that an op's flags ask for.
 
     Raises ValueError if `use_packed_ue8m0` comes without `round_sf` (only powers of two fit a byte) or without
-    `use_tma_aligned_col_major_sf` (packed words are always column major).
+    `use_tma_aligned_col_major_sf` (packed words are always column major), or `use_swizzled_sf` with one of those two.
     """
+    if use_swizzled_sf:
+        if use_tma_aligned_col_major_sf or use_packed_ue8m0:
+            name = "use_tma_aligned_col_major_sf" if use_tma_aligned_col_major_sf else "use_packed_ue8m0"
+            raise ValueError(f"{name}: expected False beside use_swizzled_sf, got True")
+        return ScaleLayout.SWIZZLED
     if use_packed_ue8m0:
         if not round_sf:
             raise ValueError("use_packed_ue8m0: expected round_sf=True beside it, got round_sf=False")
@@ -56,29 +68,52 @@ def scale_layout(use_tma_aligned_col_major_sf: bool, round_sf: bool, use_packed_
     return ScaleLayout.COL_MAJOR if use_tma_aligned_col_major_sf else ScaleLayout.ROW_MAJOR
 
 
-def empty_scales(like: torch.Tensor, num_rows: int, num_cols: int, layout: ScaleLayout) -> torch.Tensor:
-    """Uninitialized scale factors for `(num_rows, num_cols)` blocks in `layout`, on the device of `like`."""
+def _swizzled_shape(num_rows: int, num_cols: int) -> tuple[int, ...]:
+    return (ceil_div(num_rows, 128), ceil_div(num_cols, 4), 32, 4, 4)
+
+
+def empty_scales(
+    like: torch.Tensor, num_rows: int, num_cols: int, layout: ScaleLayout, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Uninitialized scale factors for `(num_rows, num_cols)` blocks in `layout`, on the device of `like`.
+
+    `dtype` is that of the layout; float8_e4m3fn may be asked for where it is ROW_MAJOR or SWIZZLED.
+    """
     if layout is ScaleLayout.ROW_MAJOR:
-        return like.new_empty((num_rows, num_cols), dtype=torch.float32)
+        return like.new_empty((num_rows, num_cols), dtype=dtype or torch.float32)
+    if layout is ScaleLayout.SWIZZLED:
+        return like.new_empty(_swizzled_shape(num_rows, num_cols), dtype=dtype or torch.float8_e8m0fnu)
     strides = (1, align(num_rows, 4))
     if layout is ScaleLayout.COL_MAJOR:
         return like.new_empty_strided((num_rows, num_cols), strides, dtype=torch.float32)
     return like.new_empty_strided((num_rows, ceil_div(num_cols, 4)), strides, dtype=torch.int32)
 
 
-def check_scales(name: str, sf: torch.Tensor, num_rows: int, num_cols: int, device: torch.device) -> ScaleLayout:
+def check_scales(
+    name: str,
+    sf: torch.Tensor,
+    num_rows: int,
+    num_cols: int,
+    device: torch.device,
+    byte_dtypes: tuple[torch.dtype, ...] = (),
+) -> ScaleLayout:
     """The layout of scale factors that a caller gave for `(num_rows, num_cols)` blocks.
+
+    `byte_dtypes` are those of float8_e8m0fnu (swizzled) and float8_e4m3fn (swizzled or row major) that are welcome.
 
     The stride of a dimension with one element or none addresses nothing, so it may be anything. Where both float32
     layouts fit (one column, no elements), the tensor counts as column major only if its strides are exactly those.
 
-    Raises TypeError if `sf` is no float32 or int32 tensor, ValueError on a wrong shape, stride or device.
+    Raises TypeError if `sf` is no tensor of a dtype that is welcome, ValueError on a wrong shape, stride or device.
     """
     if not isinstance(sf, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(sf).__name__}")
     dtype = sf.dtype
+    if dtype in byte_dtypes:
+        return _check_byte_scales(name, sf, num_rows, num_cols, device)
     if dtype is not torch.float32 and dtype is not torch.int32:
-        raise TypeError(f"{name}: expected dtype torch.float32, or torch.int32 (packed UE8M0), got {dtype}")
+        others = "".join(f", {other}" for other in byte_dtypes)
+        raise TypeError(f"{name}: expected dtype torch.float32, or torch.int32 (packed UE8M0){others}, got {dtype}")
     packed = dtype is torch.int32
     expected_shape = (num_rows, ceil_div(num_cols, 4) if packed else num_cols)
     if sf.shape != expected_shape:
@@ -100,6 +135,19 @@ def check_scales(name: str, sf: torch.Tensor, num_rows: int, num_cols: int, devi
     return ScaleLayout.PACKED_UE8M0 if packed else ScaleLayout.COL_MAJOR
 
 
+def _check_byte_scales(name: str, sf: torch.Tensor, num_rows: int, num_cols: int, device: torch.device) -> ScaleLayout:
+    shapes = {_swizzled_shape(num_rows, num_cols): ScaleLayout.SWIZZLED}
+    if sf.dtype is torch.float8_e4m3fn:
+        shapes[num_rows, num_cols] = ScaleLayout.ROW_MAJOR
+    if sf.shape not in shapes:
+        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(sf.shape)}")
+    if sf.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {sf.device}")
+    if not sf.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {sf.stride()}")
+    return shapes[tuple(sf.shape)]
+
+
 def decode_ue8m0(codes: torch.Tensor) -> torch.Tensor:
     """Biased exponents (integers from 0 to 255) to float32: b means 2**(b - 127), exactly; 255 means NaN."""
     codes = codes.to(torch.int32)
@@ -114,22 +162,57 @@ def unpack_scales(sf: torch.Tensor, num_rows: int, num_cols: int) -> torch.Tenso
     """Scale factors of `(num_rows, num_cols)` blocks in any layout, as a contiguous float32 (num_rows, num_cols)."""
     if sf.dtype is torch.float32:
         return sf.contiguous()
+    if sf.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):
+        if sf.ndim == 5:
+            row_tiles, col_tiles = sf.shape[:2]
+            rows = sf.view(torch.uint8).permute(0, 3, 2, 1, 4).reshape(128 * row_tiles, 4 * col_tiles)
+            sf = rows[:num_rows, :num_cols].contiguous().view(sf.dtype)
+        return sf.to(torch.float32) if sf.dtype is torch.float8_e4m3fn else decode_ue8m0(sf.view(torch.uint8))
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=sf.device)
     codes = (sf.unsqueeze(-1) >> shifts) & 0xFF
     return decode_ue8m0(codes.reshape(num_rows, 4 * sf.shape[1])[:, :num_cols].contiguous())
 
 
-def pack_scales(sf: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
-    """Float32 (R, C) scale factors, written in `layout`.
+def pack_scales(sf: torch.Tensor, layout: ScaleLayout, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Float32 (R, C) scale factors, written in `layout`; `dtype` as in `empty_scales`.
 
-    PACKED_UE8M0 keeps the exponent field of each value, so it is exact for powers of two from 2**-127; infinity and NaN
-    become byte 255, which reads back as NaN.
+    Bytes of UE8M0 keep the exponent field of each value, which is exact for powers of two from 2**-127; infinity and
+    NaN become byte 255, which reads back as NaN. For float8_e4m3fn the values must be of that format.
     """
     num_rows, num_cols = sf.shape
-    packed = empty_scales(sf, num_rows, num_cols, layout)
-    if layout is not ScaleLayout.PACKED_UE8M0:
+    packed = empty_scales(sf, num_rows, num_cols, layout, dtype)
+    if packed.dtype is torch.float32:
         return packed.copy_(sf)
-    codes = sf.new_zeros((num_rows, 4 * packed.shape[1]), dtype=torch.int32)
-    codes[:, :num_cols] = (sf.contiguous().view(torch.int32) >> 23) & 0xFF
-    codes = codes.view(num_rows, packed.shape[1], 4)
-    return packed.copy_(codes[..., 0] | codes[..., 1] << 8 | codes[..., 2] << 16 | codes[..., 3] << 24)
+    if packed.dtype is torch.float8_e4m3fn:
+        codes = sf.to(torch.float8_e4m3fn).view(torch.uint8)
+        if layout is ScaleLayout.ROW_MAJOR:
+            return codes.view(torch.float8_e4m3fn)
+    else:
+        codes = (sf.contiguous().view(torch.int32) >> 23) & 0xFF
+    if layout is ScaleLayout.SWIZZLED:
+        row_tiles, col_tiles = packed.shape[:2]
+        padded = torch.zeros((128 * row_tiles, 4 * col_tiles), dtype=torch.uint8, device=sf.device)
+        padded[:num_rows, :num_cols] = codes
+        tiles = padded.view(row_tiles, 4, 32, col_tiles, 4).permute(0, 3, 2, 1, 4)
+        packed.view(torch.uint8).copy_(tiles)
+        return packed
+    words = sf.new_zeros((num_rows, 4 * packed.shape[1]), dtype=torch.int32)
+    words[:, :num_cols] = codes
+    words = words.view(num_rows, packed.shape[1], 4)
+    return packed.copy_(words[..., 0] | words[..., 1] << 8 | words[..., 2] << 16 | words[..., 3] << 24)
+
+
+def convert_scales(sf: torch.Tensor, num_rows: int, num_cols: int, layout: ScaleLayout) -> torch.Tensor:
+    """Scale factors of `(num_rows, num_cols)` blocks from whatever layout they are in to `layout`, a new tensor.
+
+    float8_e4m3fn stays that, as it is no power of two. To PACKED_UE8M0, and to SWIZZLED from float32, only powers of
+    two go exactly; see `pack_scales`. On any device, in plain PyTorch.
+
+    Raises TypeError or ValueError as `check_scales` does, and ValueError for float8_e4m3fn to a layout of float32.
+    """
+    is_e4m3 = isinstance(sf, torch.Tensor) and sf.dtype is torch.float8_e4m3fn
+    check_scales("sf", sf, num_rows, num_cols, sf.device, (torch.float8_e8m0fnu, torch.float8_e4m3fn))
+    if is_e4m3 and layout not in (ScaleLayout.ROW_MAJOR, ScaleLayout.SWIZZLED):
+        raise ValueError(f"layout: expected ROW_MAJOR or SWIZZLED for float8_e4m3fn, got {layout.name}")
+    values = unpack_scales(sf, num_rows, num_cols)
+    return pack_scales(values, layout, torch.float8_e4m3fn if is_e4m3 else None)

@@ -6,7 +6,9 @@ from tk_core.lazy import export
 
 if TYPE_CHECKING:
     from tk_quant.cast_back import cast_back as cast_back
+    from tk_quant.cast_back import cast_back_e5m6 as cast_back_e5m6
     from tk_quant.per_token_cast import per_token_cast as per_token_cast
+    from tk_quant.per_token_cast import per_token_cast_to_e5m6 as per_token_cast_to_e5m6
     from tk_quant.per_token_cast import per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf
     from tk_quant.per_token_cast import per_token_cast_with_sf_only as per_token_cast_with_sf_only
     from tk_quant.per_token_cast_back import per_token_cast_back as per_token_cast_back
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
 __all__ = [
     "batched_transpose",
     "cast_back",
+    "cast_back_e5m6",
     "per_token_cast",
     "per_token_cast_back",
+    "per_token_cast_to_e5m6",
     "per_token_cast_with_precomputed_sf",
     "per_token_cast_with_sf_only",
     "transpose",
@@ -30,8 +34,10 @@ export(
     {
         "batched_transpose": "transpose",
         "cast_back": "cast_back",
+        "cast_back_e5m6": "cast_back",
         "per_token_cast": "per_token_cast",
         "per_token_cast_back": "per_token_cast_back",
+        "per_token_cast_to_e5m6": "per_token_cast",
         "per_token_cast_with_precomputed_sf": "per_token_cast",
         "per_token_cast_with_sf_only": "per_token_cast",
         "transpose": "transpose",

@@ -8,6 +8,8 @@ rounding to the nearest integer with ties to even,
 Adding a power of two whose last place is the step does such a rounding, and leaves the integer in the low bits of the
 sum: three additions and two minima, no branch. In bfloat16 one instruction does two elements, and if the scale is a
 power of two then the scaled bfloat16 is exact.
+
+e5m6 is a float16 with four bits less of mantissa.
 """
 
 from tk_core.arch import Arch
@@ -91,3 +93,238 @@ __device__ __forceinline__ unsigned tk_e2m1x8_bf16(unsigned x0, unsigned x1, uns
 def e2m1_source(arch: Arch) -> str:
     """CUDA source of `uint32 tk_e2m1x8(eight float32)`: eight e2m1 codes, the first in the lowest nibble."""
     return _E2M1_BY_INSTRUCTION if arch.has_fp4_convert else _E2M1_BY_ARITHMETIC
+
+
+_E5M6 = r"""
+#include <cuda_fp16.h>
+
+// Bits of x where the mask has ones, of y where it has zeros; in one instruction, which nvcc makes two.
+template <unsigned mask>
+__device__ __forceinline__ unsigned tk_select_bits(unsigned x, unsigned y) {
+  unsigned bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "n"(mask), "r"(x), "r"(y));
+  return bits;
+}
+
+// The nearest value with six bits of mantissa, ties to even; the last place is worth 2^-20 at least. A zero loses its
+// sign.
+__device__ __forceinline__ float tk_round_to_e5m6(float y) {
+  const float power = fmaxf(__uint_as_float(__float_as_uint(y) & 0x7f800000u), 0x1p-14f);
+  // The last place of a sum with 1.5 * 2^17 times the power of two in y is the 2^-6th of that power.
+  const float sum = __fmaf_rn(power, 196608.0f, y);
+  return __fmaf_rn(power, -196608.0f, sum);
+}
+
+// Eight float32 to eight e5m6 codes in three words. All must be finite and below 65280, from where on they round to
+// more than 65024.
+__device__ __forceinline__ void tk_e5m6x8(const float *y, unsigned *words) {
+  // Two codes in the upper 24 bits.
+  unsigned pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float first = y[2 * i], second = y[2 * i + 1];
+    const __half2 rounded = __floats2half2_rn(tk_round_to_e5m6(second), tk_round_to_e5m6(first));
+    const unsigned signs = __byte_perm(__float_as_uint(second), __float_as_uint(first), 0x7632);
+    const unsigned halves = tk_select_bits<0x80008000u>(signs, reinterpret_cast<const unsigned &>(rounded));
+    pairs[i] = tk_select_bits<0xfff00000u>(halves, halves << 4);
+  }
+  words[0] = __byte_perm(pairs[0], pairs[1], 0x3217);
+  words[1] = __byte_perm(pairs[1], pairs[2], 0x2176);
+  words[2] = __byte_perm(pairs[2], pairs[3], 0x1765);
+}
+"""
+
+
+def e5m6_source() -> str:
+    """CUDA source of `void tk_e5m6x8(const float *, uint32 *)`: eight float32 to eight e5m6 codes in three words.
+
+    They must be below 65280, as they are if their scale was made from the amax of their block.
+    """
+    return _E5M6
+
+
+_E2M1_DECODE_BY_INSTRUCTION = r"""
+#include <cuda_fp4.h>
+
+// Four e2m1 codes in the lower half of `codes`, the first in the lowest nibble, to float32.
+__device__ __forceinline__ void tk_floats_of_e2m1x4(unsigned codes, float *values) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const __half2_raw pair = __nv_cvt_fp4x2_to_halfraw2(__nv_fp4x2_storage_t(codes >> (8 * i)), __NV_E2M1);
+    const float2 pair_values = __half22float2(__half2(pair));
+    values[2 * i] = pair_values.x;
+    values[2 * i + 1] = pair_values.y;
+  }
+}
+"""
+
+_E2M1_DECODE_BY_ARITHMETIC = r"""
+#include <cuda_fp16.h>
+
+// Four bytes of low (0 to 3) and high (4 to 7), chosen by the nibbles of the selector's lower half. With its top bit
+// set a nibble gives eight copies of the chosen byte's top bit instead, which __byte_perm does not promise.
+__device__ __forceinline__ unsigned tk_prmt(unsigned low, unsigned high, unsigned selector) {
+  unsigned bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+  return bytes;
+}
+
+// Four e2m1 codes in the lower half of `codes`, the first in the lowest nibble, to float32.
+__device__ __forceinline__ void tk_floats_of_e2m1x4(unsigned codes, float *values) {
+  // Upper bytes of 0, .5, 1, 1.5, 2, 3, 4, 6 in float16; their lower bytes are 0.
+  const unsigned magnitudes = tk_prmt(0x3e3c3800u, 0x46444240u, codes & 0x7777u);
+  // 0x80 for a positive code and 0xff for a negative one: bit 6 is the sign.
+  const unsigned signs = tk_prmt(0x80808080u, 0x80808080u, codes) << 1;
+  const unsigned upper = magnitudes | (signs & 0x80808080u);
+  const unsigned pairs[2] = {tk_prmt(upper, 0u, 0x1404u), tk_prmt(upper, 0u, 0x3424u)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 pair_values = __half22float2(*reinterpret_cast<const __half2 *>(&pairs[i]));
+    values[2 * i] = pair_values.x;
+    values[2 * i + 1] = pair_values.y;
+  }
+}
+"""
+
+
+def e2m1_decode_source(arch: Arch) -> str:
+    """CUDA source of `void tk_floats_of_e2m1x4(uint32, float *)`."""
+    return _E2M1_DECODE_BY_INSTRUCTION if arch.has_fp4_convert else _E2M1_DECODE_BY_ARITHMETIC
+
+
+E5M6_DECODE = r"""
+#include <cuda_fp16.h>
+
+// Four e5m6 codes in the upper 48 bits of high:low, the first on top, to float32.
+__device__ __forceinline__ void tk_floats_of_e5m6x4(unsigned high, unsigned low, float *values) {
+  // A code is the upper 12 bits of a float16.
+  const unsigned pairs[2] = {
+      ((high >> 16) & 0xfff0u) | ((high << 12) & 0xfff00000u),
+      (__funnelshift_l(low, high, 8) & 0xfff0u) | ((low << 4) & 0xfff00000u)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 pair_values = __half22float2(*reinterpret_cast<const __half2 *>(&pairs[i]));
+    values[2 * i] = pair_values.x;
+    values[2 * i + 1] = pair_values.y;
+  }
+}
+"""
+"""void tk_floats_of_e5m6x4(uint32, uint32, float *): four codes of two words."""
+
+E4M3_DECODE = r"""
+#include <cuda_fp8.h>
+
+// The e4m3 code in the lowest byte, exactly; NaN stays NaN.
+__device__ __forceinline__ float tk_float_of_e4m3(unsigned code) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(__nv_fp8_storage_t(code), __NV_E4M3)));
+}
+"""
+"""float32 tk_float_of_e4m3(uint32)."""
+
+UE8M0_DECODE = r"""
+// Byte `index` of a word as the exponent of a power of two: 0 is 2^-127, 255 is NaN.
+__device__ __forceinline__ float tk_float_of_ue8m0(unsigned word, int index) {
+  const unsigned bits = __byte_perm(word, 0u, 0x0444u | unsigned(index) << 12) >> 1;
+  // 2^-127 is subnormal, so its exponent field would say 0; 255 would say infinity, but infinity * 0 is NaN.
+  const float power = fmaxf(__uint_as_float(bits), 0x1p-127f);
+  return __fmaf_rn(power, 0.0f, power);
+}
+"""
+"""float32 tk_float_of_ue8m0(uint32, int)."""
+
+NARROW_LOADS = r"""
+// Like TileLang's loads of 32 bits and more; unspecified where not valid.
+__device__ __forceinline__ unsigned tk_load_16_bits(const void *address, bool valid) {
+  unsigned short loaded = 0;
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  setp.ne.b32 p, %2, 0;\n"
+      "  @p ld.global.u16 %0, [%1];\n"
+      "}\n"
+      : "+h"(loaded)
+      : "l"(address), "r"(int(valid)));
+  return loaded;
+}
+
+__device__ __forceinline__ unsigned tk_load_8_bits(const void *address, bool valid) {
+  unsigned short loaded = 0;
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  setp.ne.b32 p, %2, 0;\n"
+      "  @p ld.global.u8 %0, [%1];\n"
+      "}\n"
+      : "+h"(loaded)
+      : "l"(address), "r"(int(valid)));
+  return loaded;
+}
+"""
+"""uint32 tk_load_16_bits(pointer, bool) and tk_load_8_bits."""
+
+E2M1_SCALED = r"""
+#include <cuda_bf16.h>
+
+union tk_bf16x2 {
+  unsigned bits;
+  __nv_bfloat162 value;
+  __device__ tk_bf16x2(unsigned bits) : bits(bits) {}
+  __device__ tk_bf16x2(__nv_bfloat162 value) : value(value) {}
+};
+
+// The signs of eight bfloat16 beside eight codes without.
+__device__ __forceinline__ unsigned tk_e2m1x8_signed(
+    unsigned codes, unsigned x0, unsigned x1, unsigned x2, unsigned x3) {
+  const unsigned x01 = __byte_perm(x0, x1, 0x7351), x23 = __byte_perm(x2, x3, 0x7351);
+  const unsigned even = __byte_perm(x01, x23, 0x5410), odd = __byte_perm(x01, x23, 0x7632);
+  return codes | ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
+}
+
+// Codes of two elements in bytes 0 and 2. Sums with 2^7, 2^7 + 2, 2^7 + 4.
+__device__ __forceinline__ unsigned tk_e2m1x2_by_power(unsigned x, unsigned scale) {
+  const __nv_bfloat162 a = __habs2(tk_bf16x2(x).value), once = tk_bf16x2(scale).value;
+  const __nv_bfloat162 twice = __hmul2(once, tk_bf16x2(0x40004000u).value);
+  const __nv_bfloat162 half = __hmul2(once, tk_bf16x2(0x3f003f00u).value);
+  const tk_bf16x2 halves = __hfma2(a, twice, tk_bf16x2(0x43004300u).value);
+  const tk_bf16x2 ones = __hfma2(a, once, tk_bf16x2(0x43024302u).value);
+  const tk_bf16x2 twos = __hfma2(a, half, tk_bf16x2(0x43044304u).value);
+  return __vimin3_s16x2(halves.bits, ones.bits, twos.bits);
+}
+
+// Eight bfloat16 times a power of two, which is given twice, as bfloat16, in `scale`.
+__device__ __forceinline__ unsigned tk_e2m1x8_by_power(
+    unsigned x0, unsigned x1, unsigned x2, unsigned x3, unsigned scale) {
+  const unsigned c01 = __byte_perm(tk_e2m1x2_by_power(x0, scale), tk_e2m1x2_by_power(x1, scale), 0x6240);
+  const unsigned c23 = __byte_perm(tk_e2m1x2_by_power(x2, scale), tk_e2m1x2_by_power(x3, scale), 0x6240);
+  const unsigned codes = __byte_perm(c01, c23, 0x5410) + 16u * __byte_perm(c01, c23, 0x7632);
+  return tk_e2m1x8_signed(codes, x0, x1, x2, x3);
+}
+
+// The code of |x * scale| in byte 0. Sums with 2^23, 2^23 + 2, 2^23 + 4.
+__device__ __forceinline__ unsigned tk_e2m1_by_float(unsigned x, float scale) {
+  const float a = fabsf(__uint_as_float(x)) * scale;
+  const float halves = __fmaf_rn(a, 2.0f, 8388608.0f), twos = __fmaf_rn(a, 0.5f, 8388612.0f);
+  return unsigned(__vimin3_s32(__float_as_int(halves), __float_as_int(a + 8388610.0f), __float_as_int(twos)));
+}
+
+// Eight bfloat16 times a float32, each product rounded to float32.
+__device__ __forceinline__ unsigned tk_e2m1x8_by_float(
+    unsigned x0, unsigned x1, unsigned x2, unsigned x3, float scale) {
+  const unsigned x[4] = {x0, x1, x2, x3};
+  unsigned even[4], odd[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    even[i] = tk_e2m1_by_float(x[i] << 16, scale);
+    odd[i] = tk_e2m1_by_float(x[i] & 0xffff0000u, scale);
+  }
+  const unsigned even_codes =
+      __byte_perm(__byte_perm(even[0], even[1], 0x0040), __byte_perm(even[2], even[3], 0x0040), 0x5410);
+  const unsigned odd_codes =
+      __byte_perm(__byte_perm(odd[0], odd[1], 0x0040), __byte_perm(odd[2], odd[3], 0x0040), 0x5410);
+  return tk_e2m1x8_signed(even_codes + 16u * odd_codes, x0, x1, x2, x3);
+}
+"""
+"""Eight bfloat16 in four uint32 times a scale to eight e2m1 codes: uint32 tk_e2m1x8_by_power(…, uint32 with the scale
+twice), uint32 tk_e2m1x8_by_float(…, float32). No product may be above 7 or not finite, as none is whose scale was made
+from the amax of its block. Multiplying by 1/2, 1 and 2 while adding gives the three sums one exponent, so that one
+instruction takes the least of them."""

@@ -15,7 +15,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.cast_back import LOAD_16_BITS, e2m1_decode_source
+from tk_quant.conversions import NARROW_LOADS, e2m1_decode_source
 
 _FLOAT4_DTYPE = getattr(torch, "float4_e2m1fn_x2", None)
 _DTYPES = (torch.int8, torch.uint8) + ((_FLOAT4_DTYPE,) if _FLOAT4_DTYPE is not None else ())
@@ -70,7 +70,7 @@ def _unpack_kernel(ndim: int, aligned: bool, out_dtype: torch.dtype, config: Unp
         packed: T.Tensor((*leading, row_bytes), "int8"), floats: T.Tensor((*leading, row_values), out_element)
     ) -> None:
         with T.Kernel(T.cast(T.ceildiv(num_bytes, T.int64(tile_bytes)), "int32"), threads=threads) as block:
-            T.import_source(e2m1_decode_source(arch) + LOAD_16_BITS)
+            T.import_source(e2m1_decode_source(arch) + NARROW_LOADS)
             x = T.view(packed, (num_bytes,))
             out = T.view(floats, (num_values,))
             thread = T.get_thread_binding()

@@ -7,7 +7,9 @@ from tk_core.lazy import export
 if TYPE_CHECKING:
     from tk_quant.reference.cast import cast as cast
     from tk_quant.reference.cast_back import cast_back as cast_back
+    from tk_quant.reference.cast_back import cast_back_e5m6 as cast_back_e5m6
     from tk_quant.reference.per_token_cast import per_token_cast as per_token_cast
+    from tk_quant.reference.per_token_cast import per_token_cast_to_e5m6 as per_token_cast_to_e5m6
     from tk_quant.reference.per_token_cast import (
         per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf,
     )
@@ -21,8 +23,10 @@ __all__ = [
     "batched_transpose",
     "cast",
     "cast_back",
+    "cast_back_e5m6",
     "per_token_cast",
     "per_token_cast_back",
+    "per_token_cast_to_e5m6",
     "per_token_cast_with_precomputed_sf",
     "per_token_cast_with_sf_only",
     "transpose",
@@ -35,8 +39,10 @@ export(
         "batched_transpose": "transpose",
         "cast": "cast",
         "cast_back": "cast_back",
+        "cast_back_e5m6": "cast_back",
         "per_token_cast": "per_token_cast",
         "per_token_cast_back": "per_token_cast_back",
+        "per_token_cast_to_e5m6": "per_token_cast",
         "per_token_cast_with_precomputed_sf": "per_token_cast",
         "per_token_cast_with_sf_only": "per_token_cast",
         "transpose": "transpose",

@@ -13,6 +13,8 @@ def per_token_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    use_swizzled_sf: bool = False,
+    tensor_sf: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.per_token_cast."""
     return cast(
@@ -24,7 +26,20 @@ def per_token_cast(
         round_sf,
         use_tma_aligned_col_major_sf,
         use_packed_ue8m0,
+        use_swizzled_sf,
+        tensor_sf,
     )
+
+
+def per_token_cast_to_e5m6(
+    x: torch.Tensor,
+    num_per_channels: int,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See tk_quant.per_token_cast_to_e5m6."""
+    return per_token_cast(x, "e5m6", num_per_channels, None, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
 
 
 def per_token_cast_with_sf_only(
@@ -35,10 +50,20 @@ def per_token_cast_with_sf_only(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    use_swizzled_sf: bool = False,
+    tensor_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_token_cast_with_sf_only."""
     return cast_sf_only(
-        x, fmt, (1, num_per_channels), x_block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
+        x,
+        fmt,
+        (1, num_per_channels),
+        x_block_size,
+        round_sf,
+        use_tma_aligned_col_major_sf,
+        use_packed_ue8m0,
+        use_swizzled_sf,
+        tensor_sf,
     )
 
 

@@ -1,4 +1,4 @@
-"""Named cases of per_token_cast and its relatives with sf only and with precomputed sf."""
+"""Named cases of per_token_cast and its relatives: to e5m6, with sf only, with precomputed sf."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,16 @@ from typing import Any
 import torch
 
 from tk_core.math import ceil_div
-from tk_core.scales import ScaleLayout, pack_scales
-from tk_core.testing import Case, OpSpec
+from tk_core.scales import ScaleLayout, pack_scales, unpack_scales
+from tk_core.testing import Case, OpSpec, assert_equal
 from tk_quant import reference
-from tk_quant.per_token_cast import per_token_cast, per_token_cast_with_precomputed_sf, per_token_cast_with_sf_only
+from tk_quant.per_token_cast import (
+    per_token_cast,
+    per_token_cast_to_e5m6,
+    per_token_cast_with_precomputed_sf,
+    per_token_cast_with_sf_only,
+)
+from tk_quant.reference.formats import expand_blocks
 
 Make = Callable[[str], dict[str, Any]]
 MakeInput = Callable[[str], Any]
@@ -23,6 +29,7 @@ FLAGS = {
     "packed": {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True},
 }
 """Layouts and roundings of sf by the names they have in case names."""
+ALL_FLAGS = {**FLAGS, "swizzled": {"use_swizzled_sf": True, "round_sf": True}}
 
 
 def normal(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
@@ -122,8 +129,39 @@ def strided_pair(num_tokens: int, hidden: int, fmt: str, extra: int) -> MakeInpu
 
 def make(x: MakeInput, fmt: str, num_per_channels: int, flags: str = "row", **more: Any) -> Make:
     """Arguments of per_token_cast or its form with sf only."""
-    kwargs = {"fmt": fmt, "num_per_channels": num_per_channels, **FLAGS[flags], **more}
+    kwargs = {"fmt": fmt, "num_per_channels": num_per_channels, **ALL_FLAGS[flags], **more}
     return lambda device: {"x": x(device), **kwargs}
+
+
+def make_nvfp4(x: MakeInput, swizzled: bool, times: float = 1.0, shape: tuple[int, ...] = (), **more: Any) -> Make:
+    """The same with a tensor_sf, `times` the one by which the largest |x| is just representable."""
+
+    def build(device: str) -> dict[str, Any]:
+        values = x(device)
+        plain = values if isinstance(values, torch.Tensor) else values[1]
+        magnitude = plain.to(torch.float32).abs().nan_to_num(0.0, 0.0).flatten()
+        amax = torch.cat((magnitude, magnitude.new_ones(1))).amax()
+        tensor_sf = (amax * (times / (448 * 6))).reshape(shape)
+        return {
+            "x": values,
+            "fmt": "e2m1",
+            "num_per_channels": 16,
+            "use_swizzled_sf": swizzled,
+            "tensor_sf": tensor_sf,
+            **more,
+        }
+
+    return build
+
+
+def make_to_e5m6(x: MakeInput, flags: str = "row") -> Make:
+    """Arguments of per_token_cast_to_e5m6."""
+
+    def build(device: str) -> dict[str, Any]:
+        values = x(device)
+        return {"x": values, "num_per_channels": values.shape[1], **FLAGS[flags]}
+
+    return build
 
 
 def make_precomputed(x: MakeInput, fmt: str, num_per_channels: int, special: bool = False, **more: Any) -> Make:
@@ -141,8 +179,29 @@ def make_precomputed(x: MakeInput, fmt: str, num_per_channels: int, special: boo
     return build
 
 
+def compare(actual: Any, expected: Any) -> None:
+    """Equal bit for bit, but for e2m1 and e5m6 data of groups with infinity or NaN in them, which may be anything."""
+    if isinstance(expected, tuple) and expected[0].dtype is not torch.float8_e4m3fn:
+        want, sf = expected
+        num_tokens, num_bytes = want.shape
+        hidden, bytes_per_unit, unit = (
+            (num_bytes * 2, 1, 2) if want.dtype is torch.int8 else (num_bytes * 2 // 3, 12, 8)
+        )
+        anything = torch.zeros(num_tokens, hidden, dtype=torch.bool, device=want.device)
+        in_words = sf.ndim == 5 or sf.dtype is torch.int32
+        for group in (*_GROUPS, hidden):
+            num_cols = ceil_div(hidden, group)
+            # In layouts of words several groups may fit; what is no group's byte is 0.
+            if sf.shape[1] == (ceil_div(num_cols, 4) if in_words else num_cols):
+                factors = unpack_scales(sf, num_tokens, num_cols)
+                anything |= ~expand_blocks(factors, (1, group), num_tokens, hidden).isfinite()
+        anything = anything[:, ::unit].repeat_interleave(bytes_per_unit, dim=1)
+        actual = (actual[0].masked_fill(anything, 0), actual[1])
+        expected = (want.masked_fill(anything, 0), sf)
+    assert_equal(actual, expected)
+
+
 _BF16, _FP32 = torch.bfloat16, torch.float32
-_SIZES = tuple((tokens, hidden) for hidden in (576, 2048, 4096, 7168) for tokens in (0, 1, 4001, 8001))
 _GROUPS = (16, 32, 64, 128)
 # name, input format, its blocks, its layout, output format, group, flags
 _PAIRS = (
@@ -151,16 +210,24 @@ _PAIRS = (
     ("e4m3", (32, 32), "col", "e4m3", 32, "row"),
     ("e4m3", (1, 128), "row", "e2m1", 32, "row-round"),
     ("e4m3", (1, 64), "packed", "e4m3", 16, "col"),
+    ("e4m3", (1, 32), "swizzled", "e4m3", 128, "swizzled"),
     ("e2m1", (128, 128), "packed", "e4m3", 128, "row"),
     ("e2m1", (32, 32), "col", "e2m1", 128, "packed"),
     ("e2m1", (32, 32), "row", "e4m3", 32, "packed"),
     ("e2m1", (1, 32), "packed", "e4m3", 128, "packed"),
     ("e2m1", (1, 16), "row", "e4m3", 64, "row"),
+    ("e2m1", (1, 16), "swizzled", "e2m1", 32, "swizzled"),
     # Blocks narrower than what a thread takes, and odd ones.
     ("e4m3", (2, 4), "packed", "e4m3", 128, "row"),
+    ("e4m3", (1, 8), "swizzled", "e4m3", 64, "col-round"),
     ("e2m1", (3, 24), "row", "e4m3", 32, "col"),
 )
-_LAYOUTS = {"row": ScaleLayout.ROW_MAJOR, "col": ScaleLayout.COL_MAJOR, "packed": ScaleLayout.PACKED_UE8M0}
+_LAYOUTS = {
+    "row": ScaleLayout.ROW_MAJOR,
+    "col": ScaleLayout.COL_MAJOR,
+    "packed": ScaleLayout.PACKED_UE8M0,
+    "swizzled": ScaleLayout.SWIZZLED,
+}
 
 
 def _size(num_tokens: int, hidden: int) -> str:
@@ -186,56 +253,74 @@ def _pair_cases(num_tokens: int, hidden: int, make_case: Callable[..., Make], **
     )
 
 
+def _nvfp4(dtype: torch.dtype, swizzled: bool, num_tokens: int, hidden: int, suffix: str = "", **roles: Any) -> Case:
+    name = f"{_NAMES[dtype]}-nvfp4-{'swizzled' if swizzled else 'row'}-{_size(num_tokens, hidden)}{suffix}"
+    return Case(name, make_nvfp4(normal(num_tokens, hidden, dtype), swizzled), **roles)
+
+
 SPEC = OpSpec(
     op=per_token_cast,
     reference=reference.per_token_cast,
+    compare=compare,
     cases=(
-        # Every group, rounding and layout. 576 channels leave the last group of 128 short and the last packed word too.
+        # Every group, rounding and layout. 576 channels leave the last group of 128 short and the last word too.
         *(
             _plain(_BF16, fmt, group, flags, 5, 576, small=True, modes=(fmt, group, flags) == ("e4m3", 128, "row"))
-            for fmt in ("e4m3", "e2m1")
-            for group in (*_GROUPS, 576)
-            for flags in ("row", "packed")
+            for fmt, flags, groups in (
+                ("e4m3", "row", (16, 64, 128, 576)),
+                ("e2m1", "packed", (16, 32, 128)),
+                ("e4m3", "packed", (16, 128, 576)),
+                ("e2m1", "row", (32, 576)),
+                ("e4m3", "swizzled", (32, 576)),
+                ("e2m1", "swizzled", (16, 32)),
+            )
+            for group in groups
         ),
         *(
             _plain(_FP32, fmt, group, flags, 5, 576, small=True)
-            for fmt in ("e4m3", "e2m1")
-            for group in (16, 128, 576)
-            for flags in ("col", "packed")
-        ),
-        *(
-            _plain(_BF16, "e4m3", group, flags, 7, hidden, small=True)
-            for group, flags, hidden in (
-                (32, "col-round", 192),
-                (128, "row-round", 64),
-                (64, "packed", 64),
-                (256, "row", 256),
-                (512, "packed", 512),
-                (320, "col", 320),
-                (128, "packed", 1088),
+            for fmt, group, flags in (
+                ("e4m3", 16, "col"),
+                ("e4m3", 128, "packed"),
+                ("e4m3", 128, "swizzled"),
+                ("e4m3", 576, "col"),
+                ("e2m1", 16, "packed"),
+                ("e2m1", 128, "col"),
             )
         ),
-        _plain(_BF16, "e4m3", 128, "packed", 0, 576, small=True),
-        _plain(_BF16, "e2m1", 576, "row", 0, 576, small=True),
         *(
-            _plain(_BF16, "e4m3", group, "packed", 4001, hidden)
-            for group, hidden in ((2048, 2048), (7168, 7168), (128, 2560), (128, 3072), (128, 6144), (20480, 20480))
+            _plain(_BF16, "e4m3", group, flags, num_tokens, hidden, small=True)
+            for group, flags, num_tokens, hidden in (
+                (32, "col-round", 7, 192),
+                (128, "row-round", 7, 64),
+                (64, "packed", 7, 64),
+                (64, "swizzled", 7, 64),
+                (256, "row", 7, 256),
+                (512, "packed", 7, 512),
+                (320, "col", 7, 320),
+                (128, "packed", 7, 1088),
+                (16, "swizzled", 130, 64),
+                (128, "packed", 0, 576),
+                (32, "swizzled", 0, 576),
+            )
         ),
         # Strided rows, down to rows that start on odd elements.
         *(
             Case(
-                f"{_NAMES[dtype]}-{fmt}-32-{_size(9, 192)}-apart{extra}-from{first}",
-                make(strided(9, 192, dtype, extra, first), fmt, 32),
+                f"{_NAMES[dtype]}-{fmt}-{group}-{_size(9, 192)}-apart{extra}-from{first}",
+                make(strided(9, 192, dtype, extra, first), fmt, group),
                 small=True,
                 compile=(dtype, extra) == (_BF16, 3),
             )
-            for dtype, fmt, extra, first in (
-                (_BF16, "e4m3", 64, 64),
-                (_BF16, "e2m1", 8, 4),
-                (_BF16, "e4m3", 2, 0),
-                (_BF16, "e4m3", 3, 1),
-                (_FP32, "e2m1", 2, 2),
-                (_FP32, "e4m3", 1, 1),
+            for dtype, fmt, group, extra, first in (
+                (_BF16, "e4m3", 32, 64, 64),
+                (_BF16, "e2m1", 32, 8, 4),
+                (_BF16, "e4m3", 32, 2, 0),
+                (_BF16, "e4m3", 32, 3, 1),
+                (_FP32, "e2m1", 32, 2, 2),
+                (_FP32, "e4m3", 32, 1, 1),
+                (_BF16, "e5m6", 192, 4, 4),
+                (_BF16, "e5m6", 192, 3, 1),
+                (_FP32, "e5m6", 192, 1, 1),
             )
         ),
         Case("bf16-e4m3-128-h2048-t4001-half", make(strided(4001, 2048, _BF16, 2048, 2048), "e4m3", 128)),
@@ -247,13 +332,65 @@ SPEC = OpSpec(
                 make(extremes(192, dtype), fmt, group, flags),
                 small=True,
             )
-            for dtype in (_BF16, _FP32)
-            for fmt in ("e4m3", "e2m1")
-            for group, flags in ((16, "row"), (32, "packed"), (192, "row-round"))
+            for dtype, fmt, group, flags in (
+                (_BF16, "e4m3", 16, "row"),
+                (_BF16, "e4m3", 32, "swizzled"),
+                (_BF16, "e4m3", 192, "row-round"),
+                (_BF16, "e2m1", 16, "row"),
+                (_BF16, "e2m1", 32, "packed"),
+                (_BF16, "e2m1", 192, "row-round"),
+                (_BF16, "e5m6", 192, "row"),
+                (_BF16, "e5m6", 192, "packed"),
+                (_FP32, "e4m3", 32, "packed"),
+                (_FP32, "e2m1", 16, "row"),
+                (_FP32, "e2m1", 192, "row-round"),
+                (_FP32, "e5m6", 192, "row"),
+                (_FP32, "e5m6", 192, "row-round"),
+            )
+        ),
+        # E5M6: less than a warp, whole warps, a tail, several pieces; every layout.
+        *(
+            _plain(dtype, "e5m6", hidden, flags, num_tokens, hidden, small=True, modes=hidden == 576)
+            for dtype, flags, num_tokens, hidden in (
+                (_BF16, "packed", 3, 64),
+                (_BF16, "row", 3, 256),
+                (_BF16, "row", 5, 576),
+                (_BF16, "swizzled", 5, 1088),
+                (_BF16, "col-round", 2, 2560),
+                (_FP32, "col", 3, 320),
+                (_FP32, "row-round", 2, 2048),
+                (_BF16, "row", 0, 192),
+            )
+        ),
+        # NVFP4: sf of small groups at its least, saturated ones, a tile and a row more than a tile of swizzled sf.
+        *(
+            _nvfp4(
+                dtype, swizzled, num_tokens, hidden, small=True, modes=(dtype, num_tokens, swizzled) == (_BF16, 5, True)
+            )
+            for dtype, swizzled, num_tokens, hidden in (
+                (_BF16, False, 5, 576),
+                (_BF16, True, 5, 576),
+                (_FP32, True, 129, 64),
+                (_FP32, False, 3, 64),
+                (_BF16, True, 0, 64),
+            )
+        ),
+        *(
+            Case(
+                f"{_NAMES[dtype]}-nvfp4-{'swizzled' if swizzled else 'row'}-h192-extremes-times{times}",
+                make_nvfp4(extremes(192, dtype), swizzled, times, shape=(1,)),
+                small=True,
+            )
+            for dtype, swizzled, times in ((_BF16, True, 1e-30), (_BF16, False, 1.0), (_FP32, False, 1e-37))
+        ),
+        Case(
+            "e4m3-1x128-row-nvfp4-swizzled-h192-t9",
+            make_nvfp4(pair(9, 192, "e4m3", (1, 128), ScaleLayout.ROW_MAJOR), True, 448.0, x_block_size=(1, 128)),
+            small=True,
         ),
         # Quantized input.
-        *_pair_cases(70, 192, make),
         *_pair_cases(5, 192, make, small=True),
+        *_pair_cases(140, 192, make)[::4],
         Case(
             "e4m3-32x32-row-e4m3-32-row-h192-t40-special",
             make(
@@ -289,28 +426,38 @@ SPEC = OpSpec(
         ),
         *(
             Case(
-                f"{x_fmt}-128x128-packed-{fmt}-{group}-packed-{_size(8001, 7168)}",
-                make(
-                    pair(8001, 7168, x_fmt, (128, 128), ScaleLayout.PACKED_UE8M0),
-                    fmt,
-                    group,
-                    "packed",
-                    x_block_size=(128, 128),
-                ),
+                f"{x_fmt}-128x128-{layout}-{fmt}-{group}-{flags}-{_size(8001, 7168)}",
+                make(pair(8001, 7168, x_fmt, (128, 128), _LAYOUTS[layout]), fmt, group, flags, x_block_size=(128, 128)),
                 compile=True,
             )
-            for x_fmt, fmt, group in (("e4m3", "e2m1", 32), ("e2m1", "e4m3", 128))
+            for x_fmt, layout, fmt, group, flags in (
+                ("e4m3", "swizzled", "e2m1", 32, "packed"),
+                ("e2m1", "packed", "e4m3", 128, "swizzled"),
+            )
         ),
         # Real sizes.
         *(
-            _plain(dtype, fmt, group, flags, tokens, hidden)
-            for dtype, fmt, group, flags in (
-                (_BF16, "e4m3", 128, "row"),
-                (_BF16, "e2m1", 32, "packed"),
-                (_FP32, "e4m3", 128, "packed"),
+            _plain(dtype, fmt, group or hidden, flags, num_tokens, hidden)
+            for dtype, fmt, group, flags, num_tokens, hidden in (
+                (_BF16, "e4m3", 128, "row", 1, 576),
+                (_BF16, "e4m3", 128, "row", 8001, 7168),
+                (_BF16, "e4m3", 128, "packed", 4001, 3072),
+                (_BF16, "e4m3", 128, "swizzled", 4001, 6144),
+                (_BF16, "e4m3", None, "packed", 4001, 2048),
+                (_BF16, "e4m3", None, "row", 17, 20480),
+                (_BF16, "e2m1", 32, "packed", 17, 2560),
+                (_BF16, "e2m1", 32, "packed", 8001, 7168),
+                (_BF16, "e2m1", 32, "swizzled", 4001, 4096),
+                (_FP32, "e4m3", 128, "packed", 4001, 3072),
+                (_FP32, "e4m3", 128, "row", 8001, 6144),
+                (_BF16, "e5m6", None, "row", 8001, 7168),
+                (_BF16, "e5m6", None, "packed", 4001, 4096),
+                (_BF16, "e5m6", None, "col", 17, 20480),
+                (_FP32, "e5m6", None, "row", 4001, 6144),
             )
-            for tokens, hidden in _SIZES
         ),
+        _nvfp4(_BF16, True, 4001, 7168),
+        _nvfp4(_BF16, False, 8001, 2048),
         *(
             _plain(dtype, fmt, group, flags, 8192, 7168, "-bench", bench=True, gpu=False, warmup=True, compile=True)
             for dtype, fmt, group, flags in (
@@ -318,21 +465,27 @@ SPEC = OpSpec(
                 (_BF16, "e4m3", 128, "packed"),
                 (_FP32, "e4m3", 128, "row"),
                 (_BF16, "e2m1", 32, "packed"),
+                (_BF16, "e5m6", 7168, "row"),
             )
         ),
         *(
             _plain(dtype, fmt, group, flags, 8192, 7168, "-bench", bench=True, gpu=False, compile=True)
             for dtype, fmt, group, flags in (
                 (_BF16, "e2m1", 32, "row"),
+                (_BF16, "e2m1", 32, "swizzled"),
                 (_FP32, "e4m3", 128, "packed"),
                 (_BF16, "e4m3", 7168, "row"),
+                (_FP32, "e5m6", 7168, "row"),
             )
         ),
+        _nvfp4(_BF16, True, 8192, 7168, "-bench", bench=True, gpu=False, compile=True),
+        _nvfp4(_FP32, False, 8192, 7168, "-bench", bench=True, gpu=False, compile=True),
         *(
-            _plain(_BF16, "e4m3", 128, "row", tokens, hidden, "-bench", bench=True, gpu=False)
-            for tokens, hidden in (
+            _plain(_BF16, fmt, group or hidden, flags, num_tokens, hidden, "-bench", bench=True, gpu=False)
+            for fmt, group, flags in (("e4m3", 128, "row"), ("e2m1", 32, "packed"), ("e5m6", None, "row"))
+            for num_tokens, hidden in (
                 *((8192, hidden) for hidden in (576, 2048, 2560, 3072, 4096, 6144)),
-                *((tokens, 7168) for tokens in (1, 64, 4001, 8001)),
+                *((num_tokens, 7168) for num_tokens in (1, 64, 4001, 8001)),
             )
         ),
         Case(
@@ -350,6 +503,24 @@ SPEC = OpSpec(
     ),
 )
 
+TO_E5M6_SPEC = OpSpec(
+    op=per_token_cast_to_e5m6,
+    reference=reference.per_token_cast_to_e5m6,
+    compare=compare,
+    cases=(
+        *(
+            Case(
+                f"{_NAMES[dtype]}-{flags}-{_size(5, hidden)}",
+                make_to_e5m6(normal(5, hidden, dtype), flags),
+                small=True,
+                modes=flags == "row",
+            )
+            for dtype, flags, hidden in ((_BF16, "row", 576), (_BF16, "packed", 192), (_FP32, "col", 320))
+        ),
+        Case("bf16-row-h7168-t4001", make_to_e5m6(normal(4001, 7168, _BF16)), compile=True),
+    ),
+)
+
 WITH_SF_ONLY_SPEC = OpSpec(
     op=per_token_cast_with_sf_only,
     reference=reference.per_token_cast_with_sf_only,
@@ -357,7 +528,14 @@ WITH_SF_ONLY_SPEC = OpSpec(
         *(
             _plain(_BF16, fmt, group, flags, 5, 576, small=True, modes=(fmt, group, flags) == ("e4m3", 128, "packed"))
             for fmt in ("e4m3", "e2m1")
-            for group, flags in ((16, "packed"), (32, "col"), (128, "row"), (128, "packed"), (576, "row-round"))
+            for group, flags in (
+                (16, "packed"),
+                (32, "col"),
+                (32, "swizzled"),
+                (128, "row"),
+                (128, "packed"),
+                (576, "row-round"),
+            )
         ),
         *(
             Case(
@@ -369,8 +547,19 @@ WITH_SF_ONLY_SPEC = OpSpec(
             for fmt in ("e4m3", "e2m1")
         ),
         Case("bf16-e4m3-32-h192-t9-apart3", make(strided(9, 192, _BF16, 3, 1), "e4m3", 32), small=True),
+        _nvfp4(_BF16, True, 130, 192, small=True),
+        _nvfp4(_FP32, False, 5, 192, small=True),
         *_pair_cases(5, 192, make, small=True),
-        *(_plain(_BF16, "e4m3", 128, "row", tokens, hidden) for tokens, hidden in _SIZES),
+        *(
+            _plain(_BF16, "e4m3", 128, flags, num_tokens, hidden)
+            for flags, num_tokens, hidden in (
+                ("row", 0, 4096),
+                ("row", 1, 2560),
+                ("row", 8001, 7168),
+                ("packed", 4001, 2048),
+                ("swizzled", 4001, 3072),
+            )
+        ),
         *(
             _plain(dtype, "e4m3", 128, flags, 8192, 7168, "-bench", bench=True, gpu=False, compile=True)
             for dtype, flags in ((_BF16, "row"), (_BF16, "packed"), (_FP32, "row"))
@@ -414,8 +603,16 @@ WITH_PRECOMPUTED_SF_SPEC = OpSpec(
             for x_fmt, fmt in (("e4m3", "e2m1"), ("e2m1", "e4m3"))
         ),
         *(
-            Case(f"bf16-e4m3-128-{_size(tokens, hidden)}", make_precomputed(normal(tokens, hidden, _BF16), "e4m3", 128))
-            for tokens, hidden in _SIZES
+            Case(
+                f"bf16-{fmt}-{group}-{_size(num_tokens, hidden)}",
+                make_precomputed(normal(num_tokens, hidden, _BF16), fmt, group),
+            )
+            for fmt, group, num_tokens, hidden in (
+                ("e4m3", 128, 1, 2048),
+                ("e4m3", 128, 8001, 7168),
+                ("e2m1", 32, 4001, 6144),
+                ("e4m3", 4096, 4001, 4096),
+            )
         ),
         *(
             Case(

@@ -1,0 +1,408 @@
+"""The kernel of per_token_cast and its relatives; see per_token_cast.py for the formulas and a picture."""
+
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_core.scales import ScaleLayout
+from tk_quant.conversions import E2M1_SCALED, NARROW_LOADS, UE8M0_DECODE, e2m1_decode_source
+from tk_quant.quantize import (
+    BITS,
+    LIMITS,
+    MAGNITUDES,
+    element,
+    encode_macro,
+    encode_source,
+    float_bits,
+    load_codes_macro,
+    load_macro,
+    power_of_two_scale_macro,
+    scale_macro,
+    store_codes_macro,
+    tensor_scaled_macro,
+)
+
+CAST, SF_ONLY, PRECOMPUTED = "cast", "sf_only", "precomputed"
+FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "e2m1", torch.uint8: "e5m6"}
+"""Format by dtype of the data."""
+ROWS_OF_SWIZZLED_TILE = 128
+
+_ELEMENTS = {"e4m3": "float8_e4m3fn", "e2m1": "int8", "e5m6": "uint8"}
+# Words of shared memory for the amax of each warp; the rest is for codes on their way out.
+_AMAX_WORDS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class PerTokenCastConfig:
+    """Launch knobs: how a block's threads lie over rows and channels."""
+
+    vec: int
+    """Neighbouring channels of a piece, which one thread takes at once."""
+    pieces: int
+    """Pieces of a thread: of as many rows, or of one row where a block takes a whole row."""
+    lanes: int
+    """Threads side by side along a row."""
+    rows: int
+    """Threads above each other, each with rows of its own."""
+    blocks_per_sm: int = 0
+    """Blocks that registers must allow on a multiprocessor; 0 leaves it to the compiler."""
+
+    @staticmethod
+    @cache
+    def best(
+        hidden: int, num_per_channels: int, x_bits: int, fmt: str, round_sf: bool, share_word: bool, arch: Arch
+    ) -> "PerTokenCastConfig":
+        """The configuration for a width, a group, the bits of an input element, and words of four sf or not."""
+        if fmt == "e5m6":
+            num_lanes = hidden // 8
+            pieces = max(min(4, num_lanes // 64), ceil_div(num_lanes, 1024), 1)
+            lanes = align(ceil_div(num_lanes, pieces), 32)
+            # nvcc takes 63 registers by itself and is as well off, instruction by instruction, with 40.
+            return PerTokenCastConfig(8, pieces, lanes, 1, max(1536 // lanes, 1) if x_bits == 16 and pieces <= 4 else 0)
+        # 32 bytes of plain input a piece; a float32 group of 128 takes 64 where its four bytes of sf must meet in one
+        # warp.
+        vec = 8 if x_bits == 32 else 16
+        if share_word:
+            vec = max(vec, min(num_per_channels, 128) // 8)
+        vec = min(vec, num_per_channels)
+        if not fits_warp(num_per_channels, vec):
+            num_lanes = hidden // vec
+            pieces = max(2 if num_lanes >= 128 else 1, ceil_div(num_lanes, 1024))
+            return PerTokenCastConfig(vec, pieces, align(ceil_div(num_lanes, pieces), 32), 1)
+        pieces = 2 if vec * x_bits >= 256 else 4
+        unit = _unit_lanes(hidden, num_per_channels, vec, share_word)
+        num_lanes = align(ceil_div(hidden, vec), unit)
+        lanes = align(ceil_div(num_lanes, ceil_div(num_lanes, 256)), unit)
+        rows = align(max(128 // lanes, 1), 32 // gcd(lanes, 32))
+        # e2m1 from bfloat16 packed as ue8m0: 57 registers by itself, 37 for two instructions in a hundred more.
+        capped = x_bits == 16 and fmt == "e2m1" and round_sf
+        return PerTokenCastConfig(vec, pieces, lanes, rows, max(1344 // (lanes * rows), 1) if capped else 0)
+
+
+def fits_warp(num_per_channels: int, vec: int) -> bool:
+    """Whether a group is a power of two of lanes, at most a warp of them."""
+    lanes = num_per_channels // vec
+    return lanes <= 32 and lanes & (lanes - 1) == 0
+
+
+def _unit_lanes(hidden: int, num_per_channels: int, vec: int, share_word: bool) -> int:
+    """Lanes that must lie in one warp: those of a group, or of the four groups that share a word."""
+    return num_per_channels // vec * (4 if share_word and hidden > num_per_channels else 1)
+
+
+# Every access below has a guard of its own, so TileLang's bounds checks would only repeat them, and barriers are where
+# they must be.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True, "tl.disable_thread_storage_sync": True})
+def per_token_cast_kernel(
+    x_dtype: torch.dtype,
+    alignment: int,
+    x_block_size: tuple[int, int] | None,
+    x_layout: ScaleLayout | None,
+    hidden: int,
+    fmt: str,
+    num_per_channels: int,
+    mode: str,
+    round_sf: bool,
+    has_tensor_sf: bool,
+    layout: ScaleLayout,
+    config: PerTokenCastConfig,
+    arch: Arch,
+) -> Any:
+    """Build `per_token_cast(x, x_sf, tensor_sf, data, sf)`, 0 standing for what there is none of.
+
+    ROW_MAJOR serves COL_MAJOR too: strides of float32 sf are arguments.
+    """
+    import tilelang.language as T
+
+    vec, pieces, lanes = config.vec, config.pieces, config.lanes
+    is_pair = x_block_size is not None
+    x_fmt = FORMATS.get(x_dtype)
+    x_bits = BITS[x_fmt] if is_pair else 8 * x_dtype.itemsize
+    x_words = vec * x_bits // 32
+    is_bf16 = x_dtype is torch.bfloat16
+    # Codes straight from the words of x, by fewer instructions than from scaled float32; nothing may have to saturate.
+    from_words = is_bf16 and fmt == "e2m1" and mode == CAST and not has_tensor_sf and not arch.has_fp4_convert
+    out_words = vec * BITS[fmt] // 32
+    staged = fmt == "e5m6"
+    swizzled = layout is ScaleLayout.SWIZZLED
+    in_bytes = has_tensor_sf or layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
+
+    num_groups = ceil_div(hidden, num_per_channels)
+    by_warp = fits_warp(num_per_channels, vec) and not staged
+    group_lanes = num_per_channels // vec
+    share_word = in_bytes and num_groups > 1
+    if by_warp:
+        unit_lanes = _unit_lanes(hidden, num_per_channels, vec, share_word)
+        assert unit_lanes <= 32
+        assert lanes % unit_lanes == 0
+        col_tiles = ceil_div(align(ceil_div(hidden, vec), unit_lanes), lanes)
+        threads = align(lanes * config.rows, 32)
+        tile_rows = config.rows * pieces
+    else:
+        assert lanes % 32 == 0
+        assert lanes * pieces * vec >= hidden
+        threads = lanes
+        tile_rows = col_tiles = 1
+    num_warps = threads // 32
+    chunks = pieces * out_words * 8
+    """Sixteen bytes of a warp's codes each."""
+
+    scale_of = power_of_two_scale_macro(fmt) if round_sf else scale_macro(fmt, False)
+    encode, store_codes = encode_macro(fmt, vec), store_codes_macro(out_words)
+    if is_pair:
+        load_codes = load_codes_macro(_ELEMENTS[x_fmt], pieces, vec * x_bits // 8, min(alignment, 16))
+        # One scale factor for a piece, or one for each of its elements where blocks are narrower or odd.
+        sf_per_piece = 1 if x_block_size[1] % vec == 0 or x_block_size[1] >= hidden else vec
+        x_in_bytes = x_layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
+        source = (e2m1_decode_source(arch) if x_fmt == "e2m1" else "") + NARROW_LOADS
+        source += UE8M0_DECODE if x_in_bytes else ""
+    else:
+        load_plain = load_macro(x_words, 4 // x_dtype.itemsize, alignment)
+        source = ""
+    if mode != PRECOMPUTED:
+        source += MAGNITUDES
+    if mode != SF_ONLY:
+        source += E2M1_SCALED if from_words else encode_source(fmt, arch)
+    larger_magnitude = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
+
+    num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride")
+    x_type = T.StridedTensor((num_tokens, hidden * x_bits // (8 * x_dtype.itemsize)), (x_stride, 1), T.dtype(x_dtype))
+    x_sf_type, data_type, tensor_sf_type = T.int32, T.int32, T.int32
+    sf_names = ("sf_rows", "sf_row_stride", "sf_col_stride")
+    byte_dtype = "float8_e4m3fn" if has_tensor_sf else "float8_e8m0fnu"
+
+    def type_of_sf(num_cols: int, layout: ScaleLayout, prefix: str = "") -> Any:
+        rows, row_stride, col_stride = (T.dynamic(prefix + name) for name in sf_names)
+        if layout is ScaleLayout.SWIZZLED:
+            return T.Tensor((rows, ceil_div(num_cols, 4), 32, 4, 4), "float8_e8m0fnu" if prefix else byte_dtype)
+        if has_tensor_sf and not prefix:
+            return T.Tensor((rows, num_cols), byte_dtype)
+        packed = layout is ScaleLayout.PACKED_UE8M0
+        shape = (rows, ceil_div(num_cols, 4) if packed else num_cols)
+        return T.StridedTensor(shape, (row_stride, col_stride), "int32" if packed else "float32")
+
+    sf_type = type_of_sf(num_groups, layout)
+    if is_pair:
+        x_sf_type = type_of_sf(ceil_div(hidden, x_block_size[1]), x_layout, "x_")
+    if has_tensor_sf:
+        tensor_sf_type = T.Tensor((1,), "float32")
+    if mode != SF_ONLY:
+        data_type = T.Tensor((num_tokens, hidden * BITS[fmt] // 8), _ELEMENTS[fmt])
+
+    @T.macro
+    def load_piece(x: T.Buffer, words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
+        if is_pair:
+            load_codes(x, words, piece, row, col * x_bits // 8, valid)
+        else:
+            load_plain(x, words, piece, row, col, valid)
+
+    @T.macro
+    def dequantize_piece(
+        words: T.Buffer, x_sf: T.Buffer, values: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool
+    ) -> None:
+        if x_fmt == "e4m3":
+            codes = T.view(words, (pieces, vec), "float8_e4m3fn")
+            for j in T.vectorized(vec):
+                values[piece, j] = T.cast(codes[piece, j], "float32")
+        else:
+            for j in T.unroll(vec // 4):
+                half = words[piece, j // 2] >> T.uint32(j % 2 * 16)
+                T.call_extern("void", "tk_floats_of_e2m1x4", half, T.address_of(values[piece, 4 * j]))
+        factors = T.alloc_local((sf_per_piece,), "float32")
+        word = T.alloc_var("uint32")
+        for j in T.unroll(sf_per_piece):
+            sf_row, sf_col = row // x_block_size[0], (col + j) // x_block_size[1]
+            if x_layout is ScaleLayout.SWIZZLED:
+                word = T.ldg32(x_sf[sf_row // 128, sf_col // 4, sf_row % 32, sf_row % 128 // 32, 0], pred=valid)
+            else:
+                word = T.ldg32(x_sf[sf_row, sf_col // 4 if x_in_bytes else sf_col], pred=valid)
+            if x_in_bytes:
+                factors[j] = T.call_extern("float32", "tk_float_of_ue8m0", word, sf_col % 4)
+            else:
+                factors[j] = T.reinterpret(word, "float32")
+        for j in T.unroll(vec):
+            # What the words hold is unspecified where nothing was read.
+            values[piece, j] = T.if_then_else(valid, values[piece, j] * factors[j % sf_per_piece], T.float32(0))
+
+    @T.macro
+    def take_amax(words: T.Buffer, values: T.Buffer, piece: int, part: T.Ref) -> None:
+        """The larger of part and every |x| of a piece; of bfloat16, both halves for themselves."""
+        for j in T.unroll(vec if is_pair else x_words):
+            bits = T.reinterpret(values[piece, j], "uint32") if is_pair else words[piece, j]
+            part = T.call_extern("uint32", larger_magnitude, part, bits)
+
+    def amax_of(part: T.uint32) -> T.int32:
+        """The bits of amax as a float32: so compared, NaN is above infinity above the rest."""
+        bits = T.max(part << T.uint32(16), part & T.uint32(0xFFFF0000)) if is_bf16 else part
+        amax = T.reinterpret(bits, "int32")
+        return amax if has_tensor_sf else T.max(amax, float_bits(LIMITS[fmt][1]))
+
+    @T.macro
+    def encode_piece(words: T.Buffer, values: T.Buffer, codes: T.Buffer, piece: int, factor: T.uint32) -> None:
+        if from_words:
+            for j in T.unroll(out_words):
+                four = tuple(words[piece, 4 * j + k] for k in range(4))
+                if round_sf:
+                    twice = factor | (factor >> T.uint32(16))
+                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_power", *four, twice)
+                else:
+                    scale = T.reinterpret(factor, "float32")
+                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_float", *four, scale)
+        else:
+            scaled = T.alloc_local((vec,), "float32")
+            for j in T.unroll(vec):
+                value = values[piece, j] if is_pair else element(words, piece, j, is_bf16)
+                scaled[j] = value * T.reinterpret(factor, "float32")
+            encode(scaled, codes)
+
+    @T.macro
+    def store_word(sf: T.Buffer, word: T.uint32, row: T.int32, col: T.int32) -> None:
+        """Four sf of one byte each."""
+        if swizzled:
+            T.stg32(sf[row // 128, col // 4, row % 32, row % 128 // 32, 0], word)
+        else:
+            T.stg32(sf[row, col if has_tensor_sf else col // 4], word)
+
+    @T.macro
+    def store_sf(
+        sf: T.Buffer, value: T.uint32, row: T.int32, col: T.int32, lane: T.int32, inside: T.bool, valid: T.bool
+    ) -> None:
+        """Store what lanes of a group have in common; `inside` also where sf has rows past the last token."""
+        if in_bytes:
+            word = T.alloc_var("uint32")
+            word = value if has_tensor_sf else value >> T.uint32(23)
+            word = T.if_then_else(valid, word, T.uint32(0))
+            if share_word:
+                word = word << T.cast(lane // group_lanes % 4 * 8, "uint32")
+                word = word | T.shfl_xor(word, group_lanes)
+                word = word | T.shfl_xor(word, 2 * group_lanes)
+            if inside and lane % (4 * group_lanes if share_word else group_lanes) == 0:
+                store_word(sf, word, row, col // num_per_channels)
+        elif valid and lane % group_lanes == 0:
+            sf[row, col // num_per_channels] = T.reinterpret(value, "float32")
+
+    num_rows = T.ceildiv(num_tokens, ROWS_OF_SWIZZLED_TILE) * ROWS_OF_SWIZZLED_TILE if swizzled else num_tokens
+
+    @T.macro
+    def cast_groups(
+        x: T.Buffer, x_sf: T.Buffer, tensor_sf: T.Buffer, data: T.Buffer, sf: T.Buffer, block: T.int32
+    ) -> None:
+        """Groups of a few lanes."""
+        thread = T.get_thread_binding()
+        lane = thread % lanes
+        first_row = (block // col_tiles) * tile_rows + thread // lanes * pieces
+        col = ((block % col_tiles) * lanes + lane) * vec
+        inside = col < hidden and thread < lanes * config.rows
+        words = T.alloc_local((pieces, x_words), "uint32")
+        values = T.alloc_local((pieces, vec) if is_pair else (1, 1), "float32")
+        codes = T.alloc_local((out_words,), "uint32")
+        part = T.alloc_var("uint32")
+        amax = T.alloc_var("int32")
+        scale = T.alloc_local((2,), "uint32")
+        for i in T.unroll(pieces):
+            load_piece(x, words, i, first_row + i, col, inside and first_row + i < num_tokens)
+        for i in T.unroll(pieces):
+            row = first_row + i
+            valid = inside and row < num_tokens
+            if is_pair:
+                dequantize_piece(words, x_sf, values, i, row, col, valid)
+            if mode == PRECOMPUTED:
+                given = T.if_then_else(valid, sf[row, col // num_per_channels], T.float32(1))
+                scale[1] = T.reinterpret(T.float32(1) / given, "uint32")
+            else:
+                part = T.uint32(0)
+                take_amax(words, values, i, part)
+                amax = amax_of(part)
+                for j in T.unroll(group_lanes.bit_length() - 1):
+                    amax = T.max(amax, T.shfl_xor(amax, 1 << j))
+                if has_tensor_sf:
+                    tensor_scaled_macro()(amax, tensor_sf[0], scale)
+                else:
+                    scale_of(amax, scale)
+                store_sf(sf, scale[0], row, col, lane, inside and row < num_rows, valid)
+            if mode != SF_ONLY:
+                encode_piece(words, values, codes, i, scale[1])
+                if valid:
+                    store_codes(data, codes, row, col * BITS[fmt] // 8)
+
+    @T.macro
+    def cast_row(x: T.Buffer, x_sf: T.Buffer, data: T.Buffer, sf: T.Buffer, row: T.int32) -> None:
+        """A row that is one group."""
+        thread = T.get_thread_binding()
+        warp = thread // 32
+        words = T.alloc_local((pieces, x_words), "uint32")
+        values = T.alloc_local((pieces, vec) if is_pair else (1, 1), "float32")
+        codes = T.alloc_local((out_words,), "uint32")
+        part = T.alloc_var("uint32")
+        amax = T.alloc_var("uint32")
+        scale = T.alloc_local((2,), "uint32")
+        shared = T.alloc_shared((_AMAX_WORDS + (num_warps * 4 * chunks if staged else 0),), "uint32")
+        for i in T.unroll(pieces):
+            col = (i * lanes + thread) * vec
+            load_piece(x, words, i, row, col, col < hidden and row < num_tokens)
+        part = T.uint32(0)
+        for i in T.unroll(pieces):
+            col = (i * lanes + thread) * vec
+            if is_pair:
+                dequantize_piece(words, x_sf, values, i, row, col, col < hidden and row < num_tokens)
+            if mode != PRECOMPUTED:
+                take_amax(words, values, i, part)
+        if mode == PRECOMPUTED:
+            scale[1] = T.reinterpret(T.float32(1) / sf[row, 0], "uint32")
+        else:
+            amax = T.reinterpret(amax_of(part), "uint32")
+            amax = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), amax)
+            if num_warps > 1:
+                if thread % 32 == 0:
+                    shared[warp] = amax
+                T.sync_threads()
+                amax = T.if_then_else(thread % 32 < num_warps, shared[thread % 32], T.uint32(0))
+                amax = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), amax)
+            scale_of(T.reinterpret(amax, "int32"), scale)
+            if thread == 0:
+                if in_bytes:
+                    store_word(sf, T.if_then_else(row < num_tokens, scale[0] >> T.uint32(23), T.uint32(0)), row, 0)
+                else:
+                    sf[row, 0] = T.reinterpret(scale[0], "float32")
+        if mode != SF_ONLY:
+            for i in T.unroll(pieces):
+                col = (i * lanes + thread) * vec
+                encode_piece(words, values, codes, i, scale[1])
+                if staged:
+                    # Twelve bytes a thread and piece; gathered by the warp, they leave in sixteens.
+                    for j in T.unroll(out_words):
+                        place = (warp * pieces + i) * 32 + thread % 32
+                        shared[_AMAX_WORDS + place * out_words + j] = codes[j]
+                elif col < hidden and row < num_tokens:
+                    store_codes(data, codes, row, col * BITS[fmt] // 8)
+            if staged:
+                T.sync_warp()
+                four = T.alloc_local((4,), "uint32")
+                chunks_of_piece = chunks // pieces
+                for k in T.unroll(ceil_div(chunks, 32)):
+                    chunk = k * 32 + thread % 32
+                    first = (chunk // chunks_of_piece * lanes + warp * 32) * vec * BITS[fmt] // 8
+                    byte = first + chunk % chunks_of_piece * 16
+                    if chunk < chunks and byte < hidden * BITS[fmt] // 8 and row < num_tokens:
+                        for j in T.vectorized(4):
+                            four[j] = shared[_AMAX_WORDS + (warp * chunks + chunk) * 4 + j]
+                        T.stg128(data[row, byte], four[0:4])
+
+    @T.prim_func
+    def per_token_cast(x: x_type, x_sf: x_sf_type, tensor_sf: tensor_sf_type, data: data_type, sf: sf_type) -> None:
+        with T.Kernel(T.ceildiv(num_rows, tile_rows) * col_tiles, threads=threads) as block:
+            T.import_source(source)
+            if config.blocks_per_sm:
+                T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            if by_warp:
+                cast_groups(x, x_sf, tensor_sf, data, sf, block)
+            else:
+                cast_row(x, x_sf, data, sf, block)
+
+    return per_token_cast
