@@ -7,6 +7,10 @@ from tk_core.lazy import export
 if TYPE_CHECKING:
     from tk_quant.cast_back import cast_back as cast_back
     from tk_quant.cast_back import cast_back_e5m6 as cast_back_e5m6
+    from tk_quant.per_block_cast import per_block_cast as per_block_cast
+    from tk_quant.per_block_cast import per_block_cast_with_precomputed_sf as per_block_cast_with_precomputed_sf
+    from tk_quant.per_block_cast import per_block_cast_with_sf_only as per_block_cast_with_sf_only
+    from tk_quant.per_block_cast_lossless import per_block_cast_lossless as per_block_cast_lossless
     from tk_quant.per_token_cast import per_token_cast as per_token_cast
     from tk_quant.per_token_cast import per_token_cast_to_e5m6 as per_token_cast_to_e5m6
     from tk_quant.per_token_cast import per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf
@@ -20,6 +24,10 @@ __all__ = [
     "batched_transpose",
     "cast_back",
     "cast_back_e5m6",
+    "per_block_cast",
+    "per_block_cast_lossless",
+    "per_block_cast_with_precomputed_sf",
+    "per_block_cast_with_sf_only",
     "per_token_cast",
     "per_token_cast_back",
     "per_token_cast_to_e5m6",
@@ -35,6 +43,10 @@ export(
         "batched_transpose": "transpose",
         "cast_back": "cast_back",
         "cast_back_e5m6": "cast_back",
+        "per_block_cast": "per_block_cast",
+        "per_block_cast_lossless": "per_block_cast_lossless",
+        "per_block_cast_with_precomputed_sf": "per_block_cast",
+        "per_block_cast_with_sf_only": "per_block_cast",
         "per_token_cast": "per_token_cast",
         "per_token_cast_back": "per_token_cast_back",
         "per_token_cast_to_e5m6": "per_token_cast",

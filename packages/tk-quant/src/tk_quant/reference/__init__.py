@@ -8,6 +8,12 @@ if TYPE_CHECKING:
     from tk_quant.reference.cast import cast as cast
     from tk_quant.reference.cast_back import cast_back as cast_back
     from tk_quant.reference.cast_back import cast_back_e5m6 as cast_back_e5m6
+    from tk_quant.reference.per_block_cast import per_block_cast as per_block_cast
+    from tk_quant.reference.per_block_cast import (
+        per_block_cast_with_precomputed_sf as per_block_cast_with_precomputed_sf,
+    )
+    from tk_quant.reference.per_block_cast import per_block_cast_with_sf_only as per_block_cast_with_sf_only
+    from tk_quant.reference.per_block_cast_lossless import per_block_cast_lossless as per_block_cast_lossless
     from tk_quant.reference.per_token_cast import per_token_cast as per_token_cast
     from tk_quant.reference.per_token_cast import per_token_cast_to_e5m6 as per_token_cast_to_e5m6
     from tk_quant.reference.per_token_cast import (
@@ -24,6 +30,10 @@ __all__ = [
     "cast",
     "cast_back",
     "cast_back_e5m6",
+    "per_block_cast",
+    "per_block_cast_lossless",
+    "per_block_cast_with_precomputed_sf",
+    "per_block_cast_with_sf_only",
     "per_token_cast",
     "per_token_cast_back",
     "per_token_cast_to_e5m6",
@@ -40,6 +50,10 @@ export(
         "cast": "cast",
         "cast_back": "cast_back",
         "cast_back_e5m6": "cast_back",
+        "per_block_cast": "per_block_cast",
+        "per_block_cast_lossless": "per_block_cast_lossless",
+        "per_block_cast_with_precomputed_sf": "per_block_cast",
+        "per_block_cast_with_sf_only": "per_block_cast",
         "per_token_cast": "per_token_cast",
         "per_token_cast_back": "per_token_cast_back",
         "per_token_cast_to_e5m6": "per_token_cast",
