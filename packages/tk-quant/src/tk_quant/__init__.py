@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from tk_quant.per_block_cast import per_block_cast_with_precomputed_sf as per_block_cast_with_precomputed_sf
     from tk_quant.per_block_cast import per_block_cast_with_sf_only as per_block_cast_with_sf_only
     from tk_quant.per_block_cast_lossless import per_block_cast_lossless as per_block_cast_lossless
+    from tk_quant.per_channel_cast import per_channel_cast as per_channel_cast
+    from tk_quant.per_channel_cast_and_transpose import per_channel_cast_and_transpose as per_channel_cast_and_transpose
+    from tk_quant.per_channel_cast_fused import per_channel_cast_fused as per_channel_cast_fused
+    from tk_quant.per_token_and_channel_cast import per_token_and_channel_cast as per_token_and_channel_cast
     from tk_quant.per_token_cast import per_token_cast as per_token_cast
     from tk_quant.per_token_cast import per_token_cast_to_e5m6 as per_token_cast_to_e5m6
     from tk_quant.per_token_cast import per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf
@@ -28,6 +32,10 @@ __all__ = [
     "per_block_cast_lossless",
     "per_block_cast_with_precomputed_sf",
     "per_block_cast_with_sf_only",
+    "per_channel_cast",
+    "per_channel_cast_and_transpose",
+    "per_channel_cast_fused",
+    "per_token_and_channel_cast",
     "per_token_cast",
     "per_token_cast_back",
     "per_token_cast_to_e5m6",
@@ -47,6 +55,10 @@ export(
         "per_block_cast_lossless": "per_block_cast_lossless",
         "per_block_cast_with_precomputed_sf": "per_block_cast",
         "per_block_cast_with_sf_only": "per_block_cast",
+        "per_channel_cast": "per_channel_cast",
+        "per_channel_cast_and_transpose": "per_channel_cast_and_transpose",
+        "per_channel_cast_fused": "per_channel_cast_fused",
+        "per_token_and_channel_cast": "per_token_and_channel_cast",
         "per_token_cast": "per_token_cast",
         "per_token_cast_back": "per_token_cast_back",
         "per_token_cast_to_e5m6": "per_token_cast",

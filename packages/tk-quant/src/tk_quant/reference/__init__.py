@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     )
     from tk_quant.reference.per_block_cast import per_block_cast_with_sf_only as per_block_cast_with_sf_only
     from tk_quant.reference.per_block_cast_lossless import per_block_cast_lossless as per_block_cast_lossless
+    from tk_quant.reference.per_channel_cast import per_channel_cast as per_channel_cast
+    from tk_quant.reference.per_channel_cast import per_channel_cast_and_transpose as per_channel_cast_and_transpose
+    from tk_quant.reference.per_channel_cast_fused import per_channel_cast_fused as per_channel_cast_fused
+    from tk_quant.reference.per_token_and_channel_cast import per_token_and_channel_cast as per_token_and_channel_cast
     from tk_quant.reference.per_token_cast import per_token_cast as per_token_cast
     from tk_quant.reference.per_token_cast import per_token_cast_to_e5m6 as per_token_cast_to_e5m6
     from tk_quant.reference.per_token_cast import (
@@ -34,6 +38,10 @@ __all__ = [
     "per_block_cast_lossless",
     "per_block_cast_with_precomputed_sf",
     "per_block_cast_with_sf_only",
+    "per_channel_cast",
+    "per_channel_cast_and_transpose",
+    "per_channel_cast_fused",
+    "per_token_and_channel_cast",
     "per_token_cast",
     "per_token_cast_back",
     "per_token_cast_to_e5m6",
@@ -54,6 +62,10 @@ export(
         "per_block_cast_lossless": "per_block_cast_lossless",
         "per_block_cast_with_precomputed_sf": "per_block_cast",
         "per_block_cast_with_sf_only": "per_block_cast",
+        "per_channel_cast": "per_channel_cast",
+        "per_channel_cast_and_transpose": "per_channel_cast",
+        "per_channel_cast_fused": "per_channel_cast_fused",
+        "per_token_and_channel_cast": "per_token_and_channel_cast",
         "per_token_cast": "per_token_cast",
         "per_token_cast_back": "per_token_cast_back",
         "per_token_cast_to_e5m6": "per_token_cast",
