@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from tk_quant.per_token_cast import per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf
     from tk_quant.per_token_cast import per_token_cast_with_sf_only as per_token_cast_with_sf_only
     from tk_quant.per_token_cast_back import per_token_cast_back as per_token_cast_back
+    from tk_quant.swiglu_backward_and_per_token_cast import (
+        swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast,
+    )
+    from tk_quant.swiglu_forward_and_per_channel_cast_and_transpose import (
+        swiglu_forward_and_per_channel_cast_and_transpose as swiglu_forward_and_per_channel_cast_and_transpose,
+    )
+    from tk_quant.swiglu_forward_and_per_token_cast import (
+        swiglu_forward_and_per_token_cast as swiglu_forward_and_per_token_cast,
+    )
     from tk_quant.transpose import batched_transpose as batched_transpose
     from tk_quant.transpose import transpose as transpose
     from tk_quant.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
@@ -41,6 +50,9 @@ __all__ = [
     "per_token_cast_to_e5m6",
     "per_token_cast_with_precomputed_sf",
     "per_token_cast_with_sf_only",
+    "swiglu_backward_and_per_token_cast",
+    "swiglu_forward_and_per_channel_cast_and_transpose",
+    "swiglu_forward_and_per_token_cast",
     "transpose",
     "unpack_from_e2m1fn_x2",
 ]
@@ -64,6 +76,9 @@ export(
         "per_token_cast_to_e5m6": "per_token_cast",
         "per_token_cast_with_precomputed_sf": "per_token_cast",
         "per_token_cast_with_sf_only": "per_token_cast",
+        "swiglu_backward_and_per_token_cast": "swiglu_backward_and_per_token_cast",
+        "swiglu_forward_and_per_channel_cast_and_transpose": "swiglu_forward_and_per_channel_cast_and_transpose",
+        "swiglu_forward_and_per_token_cast": "swiglu_forward_and_per_token_cast",
         "transpose": "transpose",
         "unpack_from_e2m1fn_x2": "unpack_from_e2m1fn_x2",
     },

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     )
     from tk_quant.reference.per_token_cast import per_token_cast_with_sf_only as per_token_cast_with_sf_only
     from tk_quant.reference.per_token_cast_back import per_token_cast_back as per_token_cast_back
+    from tk_quant.reference.swiglu import swiglu_backward as swiglu_backward
+    from tk_quant.reference.swiglu import swiglu_forward as swiglu_forward
+    from tk_quant.reference.swiglu_backward_and_per_token_cast import (
+        swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast,
+    )
+    from tk_quant.reference.swiglu_forward_and_per_channel_cast_and_transpose import (
+        swiglu_forward_and_per_channel_cast_and_transpose as swiglu_forward_and_per_channel_cast_and_transpose,
+    )
+    from tk_quant.reference.swiglu_forward_and_per_token_cast import (
+        swiglu_forward_and_per_token_cast as swiglu_forward_and_per_token_cast,
+    )
     from tk_quant.reference.transpose import batched_transpose as batched_transpose
     from tk_quant.reference.transpose import transpose as transpose
     from tk_quant.reference.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
@@ -47,6 +58,11 @@ __all__ = [
     "per_token_cast_to_e5m6",
     "per_token_cast_with_precomputed_sf",
     "per_token_cast_with_sf_only",
+    "swiglu_backward",
+    "swiglu_backward_and_per_token_cast",
+    "swiglu_forward",
+    "swiglu_forward_and_per_channel_cast_and_transpose",
+    "swiglu_forward_and_per_token_cast",
     "transpose",
     "unpack_from_e2m1fn_x2",
 ]
@@ -71,6 +87,11 @@ export(
         "per_token_cast_to_e5m6": "per_token_cast",
         "per_token_cast_with_precomputed_sf": "per_token_cast",
         "per_token_cast_with_sf_only": "per_token_cast",
+        "swiglu_backward": "swiglu",
+        "swiglu_backward_and_per_token_cast": "swiglu_backward_and_per_token_cast",
+        "swiglu_forward": "swiglu",
+        "swiglu_forward_and_per_channel_cast_and_transpose": "swiglu_forward_and_per_channel_cast_and_transpose",
+        "swiglu_forward_and_per_token_cast": "swiglu_forward_and_per_token_cast",
         "transpose": "transpose",
         "unpack_from_e2m1fn_x2": "unpack_from_e2m1fn_x2",
     },
