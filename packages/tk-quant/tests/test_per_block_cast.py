@@ -93,7 +93,7 @@ def test_blocks_of_one_token_are_groups(fmt: str, num_per_channels: int, flags: 
     assert torch.equal(sf.view(torch.int32), expected_sf.view(torch.int32))
 
 
-@pytest.mark.parametrize(("block_tokens", "block_channels"), product(SIDES, SIDES))
+@pytest.mark.parametrize(("block_tokens", "block_channels"), list(product(SIDES, SIDES)))
 def test_blocks_do_not_mix(block_tokens: int, block_channels: int) -> None:
     x = torch.ones(133, 192)
     x[100, 130] = 448.0
