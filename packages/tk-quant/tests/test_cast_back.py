@@ -201,12 +201,13 @@ def test_float4_dtype() -> None:
     assert_equal(tk_quant.reference.cast_back((data.view(torch.float4_e2m1fn_x2), sf), "bf16", (1, 32)), expected)
 
 
+@pytest.mark.parametrize("x_bits", [4, 8, 12])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("narrow", [False, True])
-def test_config(itemsize: int, narrow: bool) -> None:
+def test_config(x_bits: int, itemsize: int, narrow: bool) -> None:
     """Tiles cover the row, in whole warps, with little to spare; 128-token blocks hold whole tiles where they can."""
     for hidden in range(64, 20481, 64):
-        config = CastBackConfig.best(hidden, itemsize, narrow, arch_from_name("sm_90a"))
+        config = CastBackConfig.best(hidden, x_bits, itemsize, narrow, arch_from_name("sm_90a"))
         threads = config.lanes * config.rows
         col_tiles = -(-hidden // (config.lanes * config.vec))
         assert threads % 32 == 0

@@ -131,11 +131,16 @@ def test_indices_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS.values())
-def test_configuration_is_admissible(arch: Arch) -> None:
-    config = PerChannelRecastConfig.best(arch)
-    assert config.copy_lanes in (4, 8)
-    # Three stages of codes and sf, parts of amax and factors.
-    assert config.blocks_per_sm * (3 * config.width * 128 * 132 + 8192 + 512) <= arch.max_shared_memory
+@pytest.mark.parametrize("hidden", [128, 640, 7168])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_configuration_is_admissible(hidden: int, gathered: bool, arch: Arch) -> None:
+    config = PerChannelRecastConfig.best(hidden, gathered, arch)
+    assert hidden % config.channels == 0
+    # Eight or sixteen rows: a thread has all or none of a map, whose length is a multiple of 16.
+    assert config.rows in (8, 16)
+    assert config.vec in (8, 16)
+    # The largest |value| of each thread's channels, and factors.
+    assert config.blocks_per_sm * config.channels * 4 * (128 // config.rows + 1) <= arch.max_shared_memory
 
 
 X = torch.zeros(256, 128)

@@ -15,7 +15,7 @@ from tk_core.scales import ScaleLayout, check_scales, pack_scales, unpack_scales
 from tk_core.testing import tiers
 from tk_quant import reference
 from tk_quant.conversions import e2m1_source
-from tk_quant.per_token_cast_kernel import PerTokenCastConfig
+from tk_quant.per_token_cast_config import CAST, PRECOMPUTED, SF_ONLY, PerTokenCastConfig
 from tk_quant.reference import formats
 from tk_quant.testing.per_token_cast import (
     ALL_FLAGS,
@@ -448,15 +448,23 @@ def test_reference_cast_of_blocks() -> None:
 
 def test_configurations_are_admissible() -> None:
     arch = arch_from_name("sm_90a")
-    for hidden, x_bits, in_bytes, fmt in product(
-        (64, 192, 576, 2048, 7168, 20480), (4, 8, 16, 32), (False, True), ("e4m3", "e2m1", "e5m6")
+    for hidden, x_bits, layout, fmt, mode in product(
+        (64, 192, 576, 2048, 7168, 20480),
+        (4, 8, 16, 32),
+        ScaleLayout,
+        ("e4m3", "e2m1", "e5m6"),
+        (CAST, SF_ONLY, PRECOMPUTED),
     ):
         for group in (hidden,) if fmt == "e5m6" else (16, 32, 64, 128, hidden):
-            config = PerTokenCastConfig.best(hidden, group, x_bits, fmt, in_bytes, in_bytes, arch)
+            in_bytes = layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
+            of_codes = x_bits == 8 and fmt == "e2m1" and in_bytes and mode == CAST and group <= 128
+            kinds = (x_bits, fmt, mode, in_bytes, layout, in_bytes, of_codes)
+            config = PerTokenCastConfig.best(hidden, group, *kinds, arch)
             assert hidden % config.vec == 0
             assert config.vec <= group
             assert config.vec * x_bits % 32 == 0
             assert config.lanes * config.rows <= 1024
+            assert config.lanes * config.rows % 32 == 0
 
 
 def test_conversions_are_chosen_by_architecture() -> None:

@@ -1,6 +1,7 @@
 """swiglu_backward_and_per_token_cast."""
 
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tk_core.arch import arch_from_name
 from tk_core.testing import assert_equal, tiers
 from tk_quant import reference
 from tk_quant.reference.swiglu import fused_multiply_add
-from tk_quant.swiglu_backward_and_per_token_cast import SwigluBackwardConfig
+from tk_quant.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig
 from tk_quant.testing.swiglu_backward_and_per_token_cast import SPEC, activations, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -212,9 +213,9 @@ def test_not_finite() -> None:
 
 def test_configurations_are_admissible() -> None:
     for hidden in (32, 96, 128, 288, 640, 1024, 1280, 2048, 3584, 7168, 20480):
-        for group in (32, 128):
+        for group, clamps in product((32, 128), (False, True)):
             if hidden % group == 0:
-                config = SwigluBackwardConfig.best(hidden, group, False, arch_from_name("sm_90a"))
+                config = SwigluBackwardConfig.best(hidden, group, clamps, arch_from_name("sm_90a"))
                 assert 32 <= config.threads <= 1024
                 assert config.lanes * config.vec % group == 0
                 assert (config.pieces - 1) * config.lanes * config.vec < hidden

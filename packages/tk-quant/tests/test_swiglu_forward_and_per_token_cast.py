@@ -15,7 +15,7 @@ from tk_core.arch import arch_from_name
 from tk_core.scales import ScaleLayout, unpack_scales
 from tk_core.testing import assert_equal, tiers
 from tk_quant import reference
-from tk_quant.swiglu_forward_and_per_token_cast import SwigluCastConfig
+from tk_quant.swiglu_forward_and_per_token_cast_kernel import SwigluCastConfig
 from tk_quant.testing.swiglu_forward_and_per_token_cast import FLAGS, SPEC, compare
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -206,13 +206,13 @@ def test_compare_looks_at_real_rows_only() -> None:
 
 @pytest.mark.parametrize("hidden", [128, 256, 640, 2048, 4096, 7168, 16384, 20480, 65536])
 def test_configurations_are_admissible(hidden: int) -> None:
-    for group, share_word in product((32, 128, hidden), (False, True)):
-        config = SwigluCastConfig.best(hidden, group, 16, share_word, False, arch_from_name("sm_90a"))
+    for group, share_word, clamps in product((32, 128, hidden), (False, True), (False, True)):
+        config = SwigluCastConfig.best(hidden, group, 16, share_word, clamps, arch_from_name("sm_90a"))
         assert hidden % config.vec == 0
         assert config.lanes * config.rows <= 1024
         assert config.lanes * config.rows % 32 == 0
-        tiles = config.num_tiles(1000, hidden, group)
-        assert tiles * config.rows * config.pieces * config.lanes * config.vec >= 1000 * hidden
+        blocks = config.num_blocks(1000, hidden, group)
+        assert blocks * config.rows * config.pieces * config.lanes * config.vec >= 1000 * hidden
 
 
 X = torch.zeros(8, 256)

@@ -9,9 +9,12 @@ from functools import cache
 from typing import Any
 
 from tk_core.math import ceil_div
-from tk_quant.quantize import LIMITS, float_bits, scale_macro
+from tk_quant.divisions import DIVISIONS_SOURCE
+from tk_quant.quantize import LIMITS, MAGNITUDES, float_bits
 
 TILE_ROWS = 128
+CHANNEL_BLOCK_SOURCE = MAGNITUDES + DIVISIONS_SOURCE
+"""For T.import_source: what the macros below call."""
 
 
 @cache
@@ -23,7 +26,8 @@ def channel_block_macros(
     Also the shape of parts, shared uint32: what `take_amax` writes, the largest |value| of each channel of a thread,
     its channels being those from lane_col on. words: uint32 (rows, vec, or vec / 2 of bfloat16).
     factors: shared float32 (128 / num_per_tokens, num_channels), what values are multiplied by; `make_factors` writes
-    them, and sf to rows of `sf` from sf_row on, columns from `col` on but before `end`. Kernels take in `MAGNITUDES`.
+    them, and sf to rows of `sf` from sf_row on, columns from `col` on but before `end`. Kernels take in
+    `CHANNEL_BLOCK_SOURCE`.
     """
     import tilelang.language as T
 
@@ -40,7 +44,7 @@ def channel_block_macros(
     larger_magnitude = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
     largest, least = LIMITS["e4m3"]
     least_amax = float_bits(least)
-    scale_of = scale_macro("e4m3", round_sf)
+    scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
 
     @T.macro
     def take_amax(words: T.Buffer, parts: T.Buffer, row_lane: T.int32, lane_col: T.int32) -> None:
@@ -82,7 +86,8 @@ def channel_block_macros(
                     scale[0] = T.reinterpret(above / below, "uint32")
                     scale[1] = scale[0]
                 else:
-                    scale_of(T.reinterpret(amax, "int32"), scale)
+                    bits = T.reinterpret(amax, "int32")
+                    T.call_extern("void", scale_of, bits, T.address_of(scale[0]), T.address_of(scale[1]))
                 if (half == 0) and col + channel < end:
                     sf[sf_row + block, col + channel] = T.reinterpret(scale[0], "float32")
                 if half == halves - 1:

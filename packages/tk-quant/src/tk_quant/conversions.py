@@ -6,8 +6,7 @@ rounding to the nearest integer with ties to even,
     code(a) = min(round(2 * a), round(a) + 2, round(a / 2) + 4)          for 0 <= a <= 6.
 
 Adding a power of two whose last place is the step does such a rounding, and leaves the integer in the low bits of the
-sum: three additions and two minima, no branch. In bfloat16 one instruction does two elements, and if the scale is a
-power of two then the scaled bfloat16 is exact.
+sum: three additions and two minima, no branch.
 
 e5m6 is a float16 with four bits less of mantissa.
 """
@@ -50,44 +49,6 @@ __device__ __forceinline__ unsigned tk_e2m1x8(
   return (codes - 0xfb000000u) | (signs & 0x88888888u);
 }
 """
-
-E2M1_FROM_BF16 = r"""
-#include <cuda_bf16.h>
-
-// Two elements of x * scale: magnitude codes in bytes 0 and 2 of `codes`, signs on top of the halves of `scaled`.
-__device__ __forceinline__ void tk_e2m1x2_bf16(unsigned x, unsigned scale, unsigned &codes, unsigned &scaled) {
-  union Pair {
-    unsigned bits;
-    __nv_bfloat162 value;
-    __device__ Pair(unsigned bits) : bits(bits) {}
-    __device__ Pair(__nv_bfloat162 value) : value(value) {}
-  };
-  const Pair y = __hmul2(Pair(x).value, Pair(scale).value);
-  const Pair a = __hmin2(__habs2(y.value), Pair(0x40c040c0u).value);  // 6
-  const Pair halves = __hadd2(a.value, Pair(0x42804280u).value);      // 64
-  const Pair ones = __hadd2(a.value, Pair(0x43024302u).value);        // 128 + 2
-  const Pair twos = __hadd2(a.value, Pair(0x43844384u).value);        // 256 + 8
-  codes = __viaddmin_s16x2(halves.bits, 0x00800080u, ones.bits);
-  codes = __viaddmin_s16x2(twos.bits, 0xff80ff80u, codes);
-  scaled = y.bits;
-}
-
-// Eight bfloat16 times a power of two (twice in `scale`) to eight e2m1 codes, the first in the lowest nibble;
-// saturates, NaN becomes +6.
-__device__ __forceinline__ unsigned tk_e2m1x8_bf16(unsigned x0, unsigned x1, unsigned x2, unsigned x3, unsigned scale) {
-  unsigned c0, c1, c2, c3, y0, y1, y2, y3;
-  tk_e2m1x2_bf16(x0, scale, c0, y0);
-  tk_e2m1x2_bf16(x1, scale, c1, y1);
-  tk_e2m1x2_bf16(x2, scale, c2, y2);
-  tk_e2m1x2_bf16(x3, scale, c3, y3);
-  const unsigned c01 = __byte_perm(c0, c1, 0x6420), c23 = __byte_perm(c2, c3, 0x6420);
-  const unsigned y01 = __byte_perm(y0, y1, 0x7531), y23 = __byte_perm(y2, y3, 0x7531);
-  const unsigned even = __byte_perm(c01, c23, 0x6420), odd = __byte_perm(c01, c23, 0x7531);
-  const unsigned even_signs = __byte_perm(y01, y23, 0x6420), odd_signs = __byte_perm(y01, y23, 0x7531);
-  return even | ((even_signs >> 4) & 0x08080808u) | (odd << 4) | (odd_signs & 0x80808080u);
-}
-"""
-"""uint32 tk_e2m1x8_bf16(four uint32 of bfloat16 pairs, uint32 with the scale twice)."""
 
 
 def e2m1_source(arch: Arch) -> str:
@@ -264,40 +225,81 @@ __device__ __forceinline__ unsigned tk_load_8_bits(const void *address, bool val
 
 E2M1_SCALED = r"""
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
-union tk_bf16x2 {
-  unsigned bits;
-  __nv_bfloat162 value;
-  __device__ tk_bf16x2(unsigned bits) : bits(bits) {}
-  __device__ tk_bf16x2(__nv_bfloat162 value) : value(value) {}
-};
+template <class Pair>
+__device__ __forceinline__ Pair tk_pair(unsigned bits) {
+  return reinterpret_cast<const Pair &>(bits);
+}
 
-// The signs of eight bfloat16 beside eight codes without.
-__device__ __forceinline__ unsigned tk_e2m1x8_signed(
-    unsigned codes, unsigned x0, unsigned x1, unsigned x2, unsigned x3) {
-  const unsigned x01 = __byte_perm(x0, x1, 0x7351), x23 = __byte_perm(x2, x3, 0x7351);
-  const unsigned even = __byte_perm(x01, x23, 0x5410), odd = __byte_perm(x01, x23, 0x7632);
+template <class Pair>
+__device__ __forceinline__ unsigned tk_bits(Pair pair) {
+  return reinterpret_cast<const unsigned &>(pair);
+}
+
+// Eight codes with the signs that are the top bits of the bytes of even and odd.
+__device__ __forceinline__ unsigned tk_signed(unsigned codes, unsigned even, unsigned odd) {
   return codes | ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
 }
 
-// Codes of two elements in bytes 0 and 2. Sums with 2^7, 2^7 + 2, 2^7 + 4.
-__device__ __forceinline__ unsigned tk_e2m1x2_by_power(unsigned x, unsigned scale) {
-  const __nv_bfloat162 a = __habs2(tk_bf16x2(x).value), once = tk_bf16x2(scale).value;
-  const __nv_bfloat162 twice = __hmul2(once, tk_bf16x2(0x40004000u).value);
-  const __nv_bfloat162 half = __hmul2(once, tk_bf16x2(0x3f003f00u).value);
-  const tk_bf16x2 halves = __hfma2(a, twice, tk_bf16x2(0x43004300u).value);
-  const tk_bf16x2 ones = __hfma2(a, once, tk_bf16x2(0x43024302u).value);
-  const tk_bf16x2 twos = __hfma2(a, half, tk_bf16x2(0x43044304u).value);
-  return __vimin3_s16x2(halves.bits, ones.bits, twos.bits);
+// The same with the signs of eight bfloat16.
+__device__ __forceinline__ unsigned tk_signed_like(
+    unsigned codes, unsigned x0, unsigned x1, unsigned x2, unsigned x3) {
+  const unsigned x01 = __byte_perm(x0, x1, 0x7351), x23 = __byte_perm(x2, x3, 0x7351);
+  return tk_signed(codes, __byte_perm(x01, x23, 0x5410), __byte_perm(x01, x23, 0x7632));
 }
 
-// Eight bfloat16 times a power of two, which is given twice, as bfloat16, in `scale`.
+// Eight codes in a word, of pairs in bytes 0 and 2.
+__device__ __forceinline__ unsigned tk_codes_of_pairs(unsigned c0, unsigned c1, unsigned c2, unsigned c3) {
+  const unsigned c01 = __byte_perm(c0, c1, 0x6240), c23 = __byte_perm(c2, c3, 0x6240);
+  return __byte_perm(c01, c23, 0x5410) + 16u * __byte_perm(c01, c23, 0x7632);
+}
+
+// Codes of two elements in bytes 0 and 2. Sums with m, m + 2, m + 4, where the last place of m is worth 1.
+template <class Pair, unsigned one_half, unsigned m>
+__device__ __forceinline__ unsigned tk_e2m1x2_by_power(unsigned x, unsigned scale) {
+  const Pair a = __habs2(tk_pair<Pair>(x)), once = tk_pair<Pair>(scale);
+  const Pair twice = __hadd2(once, once), half = __hmul2(once, tk_pair<Pair>(one_half * 0x10001u));
+  const Pair halves = __hfma2(a, twice, tk_pair<Pair>(m * 0x10001u));
+  const Pair ones = __hfma2(a, once, tk_pair<Pair>((m + 2) * 0x10001u));
+  const Pair twos = __hfma2(a, half, tk_pair<Pair>((m + 4) * 0x10001u));
+  return __vimin3_s16x2(tk_bits(halves), tk_bits(ones), tk_bits(twos));
+}
+
+// Eight bfloat16 times powers of two: one for the first four, one for the others, each twice, as bfloat16.
 __device__ __forceinline__ unsigned tk_e2m1x8_by_power(
-    unsigned x0, unsigned x1, unsigned x2, unsigned x3, unsigned scale) {
-  const unsigned c01 = __byte_perm(tk_e2m1x2_by_power(x0, scale), tk_e2m1x2_by_power(x1, scale), 0x6240);
-  const unsigned c23 = __byte_perm(tk_e2m1x2_by_power(x2, scale), tk_e2m1x2_by_power(x3, scale), 0x6240);
-  const unsigned codes = __byte_perm(c01, c23, 0x5410) + 16u * __byte_perm(c01, c23, 0x7632);
-  return tk_e2m1x8_signed(codes, x0, x1, x2, x3);
+    unsigned x0, unsigned x1, unsigned x2, unsigned x3, unsigned first, unsigned second) {
+  constexpr auto codes = tk_e2m1x2_by_power<__nv_bfloat162, 0x3f00u, 0x4300u>;
+  const unsigned word = tk_codes_of_pairs(codes(x0, first), codes(x1, first), codes(x2, second), codes(x3, second));
+  return tk_signed_like(word, x0, x1, x2, x3);
+}
+
+// Four e4m3 codes as two pairs of float16; NaN stays NaN.
+__device__ __forceinline__ void tk_halves_of_e4m3x4(unsigned codes, unsigned *pairs) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    pairs[i] = tk_bits(__half2(__nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(codes >> (16 * i)), __NV_E4M3)));
+}
+
+// The larger of a and |x|, both float16 pairs; NaN, of bits 0x7fff, where either is.
+__device__ __forceinline__ unsigned tk_larger_magnitude_f16x2(unsigned a, unsigned x) {
+  return tk_bits(__hmax2_nan(tk_pair<__half2>(a), __habs2(tk_pair<__half2>(x))));
+}
+
+// The larger half of a pair as a float32.
+__device__ __forceinline__ float tk_float_of_larger_half(unsigned pair) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(max(pair & 0xffffu, pair >> 16))));
+}
+
+// Eight e4m3 codes, which are also there as float16, times a power of two. Where that is above 2^14 all are zeros: no
+// other amax is that small.
+__device__ __forceinline__ unsigned tk_e2m1x8_of_e4m3(unsigned x0, unsigned x1, const unsigned *halves, float scale) {
+  constexpr auto codes = tk_e2m1x2_by_power<__half2, 0x3800u, 0x6400u>;
+  const unsigned twice = tk_bits(__float2half2_rn(fminf(scale, 0x1p14f)));
+  const unsigned word = tk_codes_of_pairs(
+      codes(halves[0], twice), codes(halves[1], twice), codes(halves[2], twice), codes(halves[3], twice));
+  return tk_signed(word, __byte_perm(x0, x1, 0x6420), __byte_perm(x0, x1, 0x7531));
 }
 
 // The code of |x * scale| in byte 0. Sums with 2^23, 2^23 + 2, 2^23 + 4.
@@ -307,24 +309,109 @@ __device__ __forceinline__ unsigned tk_e2m1_by_float(unsigned x, float scale) {
   return unsigned(__vimin3_s32(__float_as_int(halves), __float_as_int(a + 8388610.0f), __float_as_int(twos)));
 }
 
-// Eight bfloat16 times a float32, each product rounded to float32.
+// Eight bfloat16 times float32, each product rounded to float32: one for the first four, one for the others.
 __device__ __forceinline__ unsigned tk_e2m1x8_by_float(
-    unsigned x0, unsigned x1, unsigned x2, unsigned x3, float scale) {
+    unsigned x0, unsigned x1, unsigned x2, unsigned x3, float first, float second) {
   const unsigned x[4] = {x0, x1, x2, x3};
   unsigned even[4], odd[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    even[i] = tk_e2m1_by_float(x[i] << 16, scale);
-    odd[i] = tk_e2m1_by_float(x[i] & 0xffff0000u, scale);
+    even[i] = tk_e2m1_by_float(x[i] << 16, i < 2 ? first : second);
+    odd[i] = tk_e2m1_by_float(x[i] & 0xffff0000u, i < 2 ? first : second);
   }
   const unsigned even_codes =
       __byte_perm(__byte_perm(even[0], even[1], 0x0040), __byte_perm(even[2], even[3], 0x0040), 0x5410);
   const unsigned odd_codes =
       __byte_perm(__byte_perm(odd[0], odd[1], 0x0040), __byte_perm(odd[2], odd[3], 0x0040), 0x5410);
-  return tk_e2m1x8_signed(even_codes + 16u * odd_codes, x0, x1, x2, x3);
+  return tk_signed_like(even_codes + 16u * odd_codes, x0, x1, x2, x3);
+}
+
+// From the amax of a block, at least 6 * 2^-126: the bits of sf and of what its elements are multiplied by. NaN and
+// infinity come to sf.
+__device__ __forceinline__ void tk_e2m1_scale_of_amax(int amax_bits, unsigned *scale) {
+  const float amax = __int_as_float(amax_bits), quarter = amax * 0.25f;
+  scale[0] = amax_bits == 0x7f800000 ? amax_bits : __float_as_uint(tk_quotient(amax, 6.0f, 1.0f / 6.0f));
+  scale[1] = __float_as_uint(tk_quotient(1.5f, quarter, tk_reciprocal(quarter)));
+}
+
+// From the amax of a group of bfloat16: the byte of sf in e4m3, and the bits of sf * tensor_sf.
+__device__ __forceinline__ void tk_nvfp4_scale_of_amax(int amax_bits, float tensor_sf, unsigned *scale) {
+  const float sixth = tk_quotient(__int_as_float(amax_bits), 6.0f, 1.0f / 6.0f);
+  float quotient;
+  if (tensor_sf >= 0x1p-90f && tensor_sf <= 0x1p90f) {
+    const float reciprocal = tk_reciprocal(tensor_sf);
+    quotient = tk_quotient(sixth, tensor_sf, reciprocal);
+    quotient = __fmaf_rn(-__fmaf_rn(tensor_sf, quotient, -sixth), reciprocal, quotient);
+    quotient = sixth * reciprocal > 1024.0f ? 1024.0f : quotient;
+  } else {
+    quotient = sixth / tensor_sf;
+  }
+  // In this order NaN stays NaN.
+  quotient = quotient < 0x1p-9f ? 0x1p-9f : quotient;
+  quotient = amax_bits < 0x7f800000 ? quotient : __int_as_float(0x7fffffff);
+  const __nv_fp8_storage_t sf = __nv_cvt_float_to_fp8(quotient, __NV_SATFINITE, __NV_E4M3);
+  scale[0] = sf;
+  scale[1] = __float_as_uint(__half2float(__half(__nv_cvt_fp8_to_halfraw(sf, __NV_E4M3))) * tensor_sf);
+}
+
+// 8 * num_words bfloat16 times 1 / sf to codes, whatever they are: saturates, NaN becomes +6. Products above 6 are
+// expected, or else (and then amax is that of the elements) take longer.
+template <int num_words, bool expect_large>
+__device__ __forceinline__ void tk_e2m1_by_sf(const unsigned *x, unsigned sf_bits, int amax, unsigned *codes) {
+  const float sf = __uint_as_float(sf_bits), scale = tk_reciprocal(sf);
+  if (sf >= 0x1p-125f && sf <= 0x1p125f && (expect_large || __int_as_float(amax) * scale < 7.0f)) {
+    // 6.75 * sf, rounded down: what is more has code 7, and so has this.
+    const unsigned most = __byte_perm(__float_as_uint(6.75f * sf), 0u, 0x3232);
+#pragma unroll
+    for (int i = 0; i < num_words; ++i) {
+      unsigned clamped[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        clamped[j] = x[4 * i + j];
+        if (expect_large) {
+          const __nv_bfloat162 below = __hmin2(tk_pair<__nv_bfloat162>(clamped[j]), tk_pair<__nv_bfloat162>(most));
+          clamped[j] = tk_bits(__hmax2(below, tk_pair<__nv_bfloat162>(most ^ 0x80008000u)));
+        }
+      }
+      codes[i] = tk_e2m1x8_by_float(clamped[0], clamped[1], clamped[2], clamped[3], scale, scale);
+    }
+  } else {
+    const float scale = 1.0f / sf;
+#pragma unroll
+    for (int i = 0; i < num_words; ++i) {
+      float y[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const unsigned word = x[4 * i + j / 2];
+        y[j] = __uint_as_float(j % 2 == 0 ? word << 16 : word & 0xffff0000u) * scale;
+      }
+      codes[i] = tk_e2m1x8(y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7]);
+    }
+  }
 }
 """
-"""Eight bfloat16 in four uint32 times a scale to eight e2m1 codes: uint32 tk_e2m1x8_by_power(…, uint32 with the scale
-twice), uint32 tk_e2m1x8_by_float(…, float32). No product may be above 7 or not finite, as none is whose scale was made
-from the amax of its block. Multiplying by 1/2, 1 and 2 while adding gives the three sums one exponent, so that one
-instruction takes the least of them."""
+"""Eight elements times a scale to eight e2m1 codes in a uint32; the signatures are above. For kernels that have taken
+in `DIVISIONS_SOURCE` and `e2m1_source`.
+
+Where it is not said otherwise no product may be 7 or more or not finite, as none is whose scale was made from the amax
+of its block. Multiplying by 1/2, 1 and 2 while adding gives the three sums one exponent, so that one instruction takes
+the least of them."""
+
+STREAMING_LOADS = r"""
+// Sixteen bytes of which the caches need keep no copy, so that they do not drive out what is there; 0 where not valid.
+__device__ __forceinline__ void tk_load_once(unsigned *words, const void *address, bool valid) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  setp.ne.b32 p, %5, 0;\n"
+      "  mov.b32 %0, 0;\n"
+      "  mov.b32 %1, 0;\n"
+      "  mov.b32 %2, 0;\n"
+      "  mov.b32 %3, 0;\n"
+      "  @p ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+      : "l"(address), "r"(int(valid)));
+}
+"""
+"""void tk_load_once(uint32 *, pointer, bool)."""

@@ -21,7 +21,8 @@ from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.scales import ScaleLayout
-from tk_quant.conversions import E2M1_SCALED
+from tk_quant.conversions import E2M1_SCALED, STREAMING_LOADS
+from tk_quant.divisions import DIVISIONS_SOURCE
 from tk_quant.quantize import (
     BITS,
     EXPONENT_STORES,
@@ -55,6 +56,8 @@ class PerBlockCastConfig:
     """Warps of a block, below each other."""
     blocks_per_sm: int
     """Blocks that registers must allow on a multiprocessor."""
+    once: bool = False
+    """Whether caches are told that x is read once."""
 
     @staticmethod
     @cache
@@ -70,8 +73,14 @@ class PerBlockCastConfig:
         while rows > block_tokens and rows // block_tokens * blocks_across > _MAX_BLOCKS_OF_THREAD:
             rows //= 2
         lanes = max(block_channels, 64) // vec
-        warps = max(ceil_div(block_tokens, rows * (32 // lanes)), 8)
-        return PerBlockCastConfig(vec, rows, lanes, warps, 2)
+        if block_size == (1, 1) and itemsize == 2:
+            rows = 2
+        warps = ceil_div(block_tokens, rows * (32 // lanes))
+        if fmt == "e2m1" and itemsize == 2 and min(block_size) >= 32:
+            # Four times as much is read as written: small blocks, and enough of them.
+            warps = max(warps, 2)
+            return PerBlockCastConfig(vec, rows, lanes, warps, 24 // warps, True)
+        return PerBlockCastConfig(vec, rows, lanes, max(warps, 8), 2)
 
 
 # Every access has a guard of its own, so TileLang's bounds checks would only repeat them.
@@ -100,17 +109,22 @@ def per_block_cast_kernel(
     num_block_cols = ceil_div(hidden, block_channels)
     packed = layout is ScaleLayout.PACKED_UE8M0
     least_amax = float_bits(LIMITS[fmt][1])
-    # Codes straight from the words of x, by fewer instructions than from scaled float32.
-    from_words = is_bf16 and fmt == "e2m1" and block_channels >= 8 and mode == CAST and not arch.has_fp4_convert
-    load, store_codes = load_macro(words_per_row, per_word, alignment), store_codes_macro(out_words)
+    # Codes straight from the words of x, by fewer instructions than from scaled float32: 4 channels of a block at once,
+    # or 8 with a precomputed sf, which may make data saturate.
+    least_channels = 8 if mode == PRECOMPUTED else 4
+    from_words = is_bf16 and fmt == "e2m1" and mode != SF_ONLY and block_channels >= least_channels
+    from_words = from_words and not arch.has_fp4_convert
+    words_per_call = min(vec, block_channels) // 8
+    load, store_codes = load_macro(words_per_row, per_word, alignment, config.once), store_codes_macro(out_words)
     scale_of, encode = scale_macro(fmt, round_sf), encode_macro(fmt, vec)
     larger_magnitude = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
 
     source = EXPONENT_STORES if packed else ""
+    source += STREAMING_LOADS if config.once else ""
     if mode != PRECOMPUTED:
         source += MAGNITUDES
     if mode != SF_ONLY:
-        source += E2M1_SCALED if from_words else encode_source(fmt, arch)
+        source += encode_source(fmt, arch) + (DIVISIONS_SOURCE + E2M1_SCALED if from_words else "")
 
     # Blocks of a thread, down and across; a part is a maximum, or a pair of them where bfloat16 are neighbours.
     blocks_down, blocks_across = max(rows // block_tokens, 1), max(vec // block_channels, 1)
@@ -218,16 +232,22 @@ def per_block_cast_kernel(
     def store_row(words: T.Buffer, factors: T.Buffer, data: T.Buffer, i: int, row: T.int32, col: T.int32) -> None:
         codes = T.alloc_local((out_words,), "uint32")
         down = i // rows_of_block
-        if from_words:
+        if from_words and mode == PRECOMPUTED:
+            name = f"tk_e2m1_by_sf<{words_per_call}, true>"
+            for j in T.unroll(out_words // words_per_call):
+                k = j * words_per_call
+                factor = factors[down, 8 * k // block_channels]
+                T.call_extern("void", name, T.address_of(words[i, 4 * k]), factor, 0, T.address_of(codes[k]))
+        elif from_words:
             for j in T.unroll(out_words):
-                factor = factors[down, 8 * j // block_channels]
+                first, second = factors[down, 8 * j // block_channels], factors[down, (8 * j + 4) // block_channels]
                 x_words = (words[i, 4 * j + k] for k in range(4))
                 if round_sf:
-                    twice = factor | (factor >> T.uint32(16))
-                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_power", *x_words, twice)
+                    twice = (first | (first >> T.uint32(16)), second | (second >> T.uint32(16)))
+                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_power", *x_words, *twice)
                 else:
-                    scale = T.reinterpret(factor, "float32")
-                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_float", *x_words, scale)
+                    scales = (T.reinterpret(first, "float32"), T.reinterpret(second, "float32"))
+                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_float", *x_words, *scales)
         else:
             scaled = T.alloc_local((vec,), "float32")
             for j in T.unroll(vec):
@@ -246,7 +266,10 @@ def per_block_cast_kernel(
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
             thread_row = warp * warp_rows + lane // lanes
+            # Variables: as parts of an address these would be divisions of 64 bits.
+            row = T.alloc_var("int32")
             row = tile // col_tiles * tile_rows + thread_row * rows
+            col = T.alloc_var("int32")
             col = tile % col_tiles * tile_cols + lane % lanes * vec
             # hidden is a multiple of vec, and of block_channels where a thread has several blocks of a row.
             inside = col < hidden
@@ -268,9 +291,12 @@ def per_block_cast_kernel(
                 for k in T.unroll(blocks_across):
                     if mode == PRECOMPUTED:
                         given = T.if_then_else(valid, sf[sf_row, sf_col + k], T.float32(1))
-                        factors[i, k] = T.reinterpret(T.float32(1) / given, "uint32")
+                        factors[i, k] = T.reinterpret(given if from_words else T.float32(1) / given, "uint32")
                     else:
-                        scale_of(amax_of(parts, i, k), scale)
+                        if from_words and not round_sf:
+                            T.call_extern("void", "tk_e2m1_scale_of_amax", amax_of(parts, i, k), T.address_of(scale[0]))
+                        else:
+                            scale_of(amax_of(parts, i, k), scale)
                         scales[k] = scale[0]
                         factors[i, k] = scale[1]
                 writes_sf = valid and lane % block_lanes == 0 and thread_row % thread_rows == 0

@@ -8,10 +8,10 @@ For each channel of each block of 128 tokens, in float32:
 x (num_tokens, hidden), bfloat16 or float32; data float8_e4m3fn (num_tokens, hidden), sf float32
 (num_tokens / 128, hidden). per_channel_cast_fused launches the same kernel with a map from rows of data to those of x.
 
-A thread block takes 128 rows by 128 channels. A thread has `rows` neighbouring rows of `vec` channels, reads them once
+A thread block takes 128 rows by `channels`. A thread has `rows` neighbouring rows of `vec` channels, reads them once
 and keeps them in registers. They meet in shared memory twice:
 
-                 128 / vec lanes
+              channels / vec lanes
                ┌────┬────┬─  ─┬─────┐       1. amax of each thread's channels
      row lanes │ t0 │ t1 │ …  │ t15 │       2. one thread for each channel makes sf, and the factor, from 128 / rows of
      × rows    ├────┼────┼─  ─┼─────┤          them
@@ -31,16 +31,16 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.channel_blocks import TILE_ROWS, channel_block_macros
-from tk_quant.quantize import MAGNITUDES, element, encode_macro, load_macro, store_codes_macro
-
-_CHANNELS = 128
+from tk_quant.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_block_macros
+from tk_quant.quantize import element, encode_macro, load_macro, store_codes_macro
 
 
 @dataclass(frozen=True, eq=False)
 class PerChannelCastConfig:
-    """Launch knobs: how much a thread takes, and which tile is next."""
+    """Launch knobs: the tile, how much of it a thread takes, and which is next."""
 
+    channels: int
+    """Channels of a tile: 128 or 256."""
     rows: int
     """Rows of a thread: 4, 8 or 16."""
     vec: int
@@ -56,9 +56,13 @@ class PerChannelCastConfig:
     @cache
     def best(itemsize: int, gathered: bool, arch: Arch) -> "PerChannelCastConfig":
         """The configuration for an input's element size, gathered rows or not, and an architecture."""
-        if itemsize == 4:
-            return PerChannelCastConfig(rows=8, vec=4, rows_first=gathered, halves=2, blocks_per_sm=2)
-        return PerChannelCastConfig(rows=8, vec=8, rows_first=gathered, halves=2, blocks_per_sm=3 if gathered else 4)
+        channels, rows, vec, halves, blocks_per_sm = {
+            (2, False): (128, 8, 8, 2, 4),
+            (2, True): (256, 16, 16, 1, 3),
+            (4, False): (128, 8, 4, 2, 2),
+            (4, True): (128, 16, 8, 1, 3),
+        }[itemsize, gathered]
+        return PerChannelCastConfig(channels, rows, vec, gathered, halves, blocks_per_sm)
 
 
 # A thread's guards cover all that it does. With each shared array for one purpose only, the barriers below are enough.
@@ -81,15 +85,15 @@ def _per_channel_cast_kernel(
     import tilelang.language as T
 
     is_bf16 = dtype is torch.bfloat16
-    rows, vec = config.rows, config.vec
-    col_lanes, row_lanes = _CHANNELS // vec, TILE_ROWS // rows
+    rows, vec, channels = config.rows, config.vec, config.channels
+    col_lanes, row_lanes = channels // vec, TILE_ROWS // rows
     per_word = 2 if is_bf16 else 1
     num_words = vec // per_word
-    col_tiles = ceil_div(hidden, _CHANNELS)
-    is_ragged = hidden % _CHANNELS != 0
+    col_tiles = ceil_div(hidden, channels)
+    is_ragged = hidden % channels != 0
     load = load_macro(num_words, per_word, alignment)
     take_amax, make_factors, parts_shape = channel_block_macros(
-        is_bf16, rows, vec, _CHANNELS, TILE_ROWS, round_sf, config.halves
+        is_bf16, rows, vec, channels, TILE_ROWS, round_sf, config.halves
     )
     encode, store_codes = encode_macro("e4m3", vec), store_codes_macro(vec // 4)
 
@@ -107,17 +111,17 @@ def _per_channel_cast_kernel(
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
         with T.Kernel(*grid, threads=row_lanes * col_lanes) as (first, second):
-            T.import_source(MAGNITUDES)
+            T.import_source(CHANNEL_BLOCK_SOURCE)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             row_tile = first if config.rows_first else first // col_tiles
-            first_col = (second if config.rows_first else first % col_tiles) * _CHANNELS
+            first_col = (second if config.rows_first else first % col_tiles) * channels
             thread = T.get_thread_binding()
             row_lane, lane_col = thread // col_lanes, thread % col_lanes * vec
             row, col = row_tile * TILE_ROWS + row_lane * rows, first_col + lane_col
             inside = col < hidden if is_ragged else True
             words = T.alloc_local((rows, num_words), "uint32")
             parts = T.alloc_shared(parts_shape, "uint32")
-            factors = T.alloc_shared((1, _CHANNELS), "float32")
+            factors = T.alloc_shared((1, channels), "float32")
 
             if gathered:
                 source = T.alloc_local((rows,), "int32")

@@ -36,14 +36,8 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales, empty_scales, scale_layout
-from tk_quant.per_token_cast_kernel import (
-    CAST,
-    FORMATS,
-    PRECOMPUTED,
-    SF_ONLY,
-    PerTokenCastConfig,
-    per_token_cast_kernel,
-)
+from tk_quant.per_token_cast_config import CAST, PRECOMPUTED, SF_ONLY, PerTokenCastConfig, casts_codes
+from tk_quant.per_token_cast_kernel import FORMATS, per_token_cast_kernel
 from tk_quant.quantize import BITS, FLOAT4_DTYPE, LIMITS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -115,20 +109,23 @@ def _per_token_cast_out(
     hidden = x.shape[1] * 8 * x.dtype.itemsize // x_bits
     some_sf = given_sf if sf is None else sf
     layout = _layout_of(some_sf)
-    in_bytes = some_sf.dtype is not torch.float32
+    share_word = some_sf.dtype is not torch.float32
+    mode = PRECOMPUTED if sf is None else SF_ONLY if data is None else CAST
+    x_blocks = (None, None) if x_sf is None else ((x_block_tokens, x_block_channels), _layout_of(x_sf))
+    of_codes = casts_codes(FORMATS.get(x.dtype), *x_blocks, hidden, fmt, num_per_channels, mode, round_sf, arch)
+    kinds = (x_bits, fmt, mode, round_sf, layout, share_word, of_codes)
     per_token_cast_kernel(
         x.dtype,
         check.row_alignment(x),
-        None if x_sf is None else (x_block_tokens, x_block_channels),
-        None if x_sf is None else _layout_of(x_sf),
+        *x_blocks,
         hidden,
         fmt,
         num_per_channels,
-        PRECOMPUTED if sf is None else SF_ONLY if data is None else CAST,
+        mode,
         round_sf,
         tensor_sf is not None,
         layout,
-        PerTokenCastConfig.best(hidden, num_per_channels, x_bits, fmt, round_sf, in_bytes, arch),
+        PerTokenCastConfig.best(hidden, num_per_channels, *kinds, arch),
         arch,
     )(
         x,

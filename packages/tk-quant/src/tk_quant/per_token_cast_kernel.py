@@ -1,8 +1,5 @@
 """The kernel of per_token_cast and its relatives; see per_token_cast.py for the formulas and a picture."""
 
-from dataclasses import dataclass
-from functools import cache
-from math import gcd
 from typing import Any
 
 import torch
@@ -11,7 +8,16 @@ from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout
-from tk_quant.conversions import E2M1_SCALED, NARROW_LOADS, UE8M0_DECODE, e2m1_decode_source
+from tk_quant.conversions import E2M1_SCALED, NARROW_LOADS, STREAMING_LOADS, UE8M0_DECODE, e2m1_decode_source
+from tk_quant.divisions import DIVISIONS_SOURCE
+from tk_quant.per_token_cast_config import (
+    PRECOMPUTED,
+    SF_ONLY,
+    PerTokenCastConfig,
+    casts_codes,
+    fits_warp,
+    unit_lanes,
+)
 from tk_quant.quantize import (
     BITS,
     LIMITS,
@@ -22,13 +28,11 @@ from tk_quant.quantize import (
     float_bits,
     load_codes_macro,
     load_macro,
-    power_of_two_scale_macro,
     scale_macro,
     store_codes_macro,
     tensor_scaled_macro,
 )
 
-CAST, SF_ONLY, PRECOMPUTED = "cast", "sf_only", "precomputed"
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "e2m1", torch.uint8: "e5m6"}
 """Format by dtype of the data."""
 ROWS_OF_SWIZZLED_TILE = 128
@@ -36,64 +40,6 @@ ROWS_OF_SWIZZLED_TILE = 128
 _ELEMENTS = {"e4m3": "float8_e4m3fn", "e2m1": "int8", "e5m6": "uint8"}
 # Words of shared memory for the amax of each warp; the rest is for codes on their way out.
 _AMAX_WORDS = 32
-
-
-@dataclass(frozen=True, eq=False)
-class PerTokenCastConfig:
-    """Launch knobs: how a block's threads lie over rows and channels."""
-
-    vec: int
-    """Neighbouring channels of a piece, which one thread takes at once."""
-    pieces: int
-    """Pieces of a thread: of as many rows, or of one row where a block takes a whole row."""
-    lanes: int
-    """Threads side by side along a row."""
-    rows: int
-    """Threads above each other, each with rows of its own."""
-    blocks_per_sm: int = 0
-    """Blocks that registers must allow on a multiprocessor; 0 leaves it to the compiler."""
-
-    @staticmethod
-    @cache
-    def best(
-        hidden: int, num_per_channels: int, x_bits: int, fmt: str, round_sf: bool, share_word: bool, arch: Arch
-    ) -> "PerTokenCastConfig":
-        """The configuration for a width, a group, the bits of an input element, and words of four sf or not."""
-        if fmt == "e5m6":
-            num_lanes = hidden // 8
-            pieces = max(min(4, num_lanes // 64), ceil_div(num_lanes, 1024), 1)
-            lanes = align(ceil_div(num_lanes, pieces), 32)
-            # nvcc takes 63 registers by itself and is as well off, instruction by instruction, with 40.
-            return PerTokenCastConfig(8, pieces, lanes, 1, max(1536 // lanes, 1) if x_bits == 16 and pieces <= 4 else 0)
-        # 32 bytes of plain input a piece; a float32 group of 128 takes 64 where its four bytes of sf must meet in one
-        # warp.
-        vec = 8 if x_bits == 32 else 16
-        if share_word:
-            vec = max(vec, min(num_per_channels, 128) // 8)
-        vec = min(vec, num_per_channels)
-        if not fits_warp(num_per_channels, vec):
-            num_lanes = hidden // vec
-            pieces = max(2 if num_lanes >= 128 else 1, ceil_div(num_lanes, 1024))
-            return PerTokenCastConfig(vec, pieces, align(ceil_div(num_lanes, pieces), 32), 1)
-        pieces = 2 if vec * x_bits >= 256 else 4
-        unit = _unit_lanes(hidden, num_per_channels, vec, share_word)
-        num_lanes = align(ceil_div(hidden, vec), unit)
-        lanes = align(ceil_div(num_lanes, ceil_div(num_lanes, 256)), unit)
-        rows = align(max(128 // lanes, 1), 32 // gcd(lanes, 32))
-        # e2m1 from bfloat16 packed as ue8m0: 57 registers by itself, 37 for two instructions in a hundred more.
-        capped = x_bits == 16 and fmt == "e2m1" and round_sf
-        return PerTokenCastConfig(vec, pieces, lanes, rows, max(1344 // (lanes * rows), 1) if capped else 0)
-
-
-def fits_warp(num_per_channels: int, vec: int) -> bool:
-    """Whether a group is a power of two of lanes, at most a warp of them."""
-    lanes = num_per_channels // vec
-    return lanes <= 32 and lanes & (lanes - 1) == 0
-
-
-def _unit_lanes(hidden: int, num_per_channels: int, vec: int, share_word: bool) -> int:
-    """Lanes that must lie in one warp: those of a group, or of the four groups that share a word."""
-    return num_per_channels // vec * (4 if share_word and hidden > num_per_channels else 1)
 
 
 # Every access below has a guard of its own, so TileLang's bounds checks would only repeat them, and barriers are where
@@ -126,8 +72,9 @@ def per_token_cast_kernel(
     x_bits = BITS[x_fmt] if is_pair else 8 * x_dtype.itemsize
     x_words = vec * x_bits // 32
     is_bf16 = x_dtype is torch.bfloat16
-    # Codes straight from the words of x, by fewer instructions than from scaled float32; nothing may have to saturate.
-    from_words = is_bf16 and fmt == "e2m1" and mode == CAST and not has_tensor_sf and not arch.has_fp4_convert
+    # Codes straight from the words of x, by fewer instructions than from scaled float32.
+    from_words = is_bf16 and fmt == "e2m1" and mode != SF_ONLY and not arch.has_fp4_convert
+    may_saturate = has_tensor_sf or mode == PRECOMPUTED
     out_words = vec * BITS[fmt] // 32
     staged = fmt == "e5m6"
     swizzled = layout is ScaleLayout.SWIZZLED
@@ -138,10 +85,10 @@ def per_token_cast_kernel(
     group_lanes = num_per_channels // vec
     share_word = in_bytes and num_groups > 1
     if by_warp:
-        unit_lanes = _unit_lanes(hidden, num_per_channels, vec, share_word)
-        assert unit_lanes <= 32
-        assert lanes % unit_lanes == 0
-        col_tiles = ceil_div(align(ceil_div(hidden, vec), unit_lanes), lanes)
+        lanes_of_unit = unit_lanes(hidden, num_per_channels, vec, share_word)
+        assert lanes_of_unit <= 32
+        assert lanes % lanes_of_unit == 0
+        col_tiles = ceil_div(align(ceil_div(hidden, vec), lanes_of_unit), lanes)
         threads = align(lanes * config.rows, 32)
         tile_rows = config.rows * pieces
     else:
@@ -153,22 +100,26 @@ def per_token_cast_kernel(
     chunks = pieces * out_words * 8
     """Sixteen bytes of a warp's codes each."""
 
-    scale_of = power_of_two_scale_macro(fmt) if round_sf else scale_macro(fmt, False)
+    scale_of = scale_macro(fmt, round_sf)
+    from_codes = casts_codes(x_fmt, x_block_size, x_layout, hidden, fmt, num_per_channels, mode, round_sf, arch)
     encode, store_codes = encode_macro(fmt, vec), store_codes_macro(out_words)
     if is_pair:
-        load_codes = load_codes_macro(_ELEMENTS[x_fmt], pieces, vec * x_bits // 8, min(alignment, 16))
+        load_codes = load_codes_macro(_ELEMENTS[x_fmt], pieces, vec * x_bits // 8, min(alignment, 16), config.once)
         # One scale factor for a piece, or one for each of its elements where blocks are narrower or odd.
         sf_per_piece = 1 if x_block_size[1] % vec == 0 or x_block_size[1] >= hidden else vec
         x_in_bytes = x_layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
         source = (e2m1_decode_source(arch) if x_fmt == "e2m1" else "") + NARROW_LOADS
         source += UE8M0_DECODE if x_in_bytes else ""
     else:
-        load_plain = load_macro(x_words, 4 // x_dtype.itemsize, alignment)
+        sf_per_piece = 1
+        load_plain = load_macro(x_words, 4 // x_dtype.itemsize, alignment, config.once)
         source = ""
+    if config.once:
+        source += STREAMING_LOADS
     if mode != PRECOMPUTED:
         source += MAGNITUDES
     if mode != SF_ONLY:
-        source += E2M1_SCALED if from_words else encode_source(fmt, arch)
+        source += encode_source(fmt, arch) + (DIVISIONS_SOURCE + E2M1_SCALED if from_words or from_codes else "")
     larger_magnitude = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
 
     num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride")
@@ -203,18 +154,7 @@ def per_token_cast_kernel(
             load_plain(x, words, piece, row, col, valid)
 
     @T.macro
-    def dequantize_piece(
-        words: T.Buffer, x_sf: T.Buffer, values: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool
-    ) -> None:
-        if x_fmt == "e4m3":
-            codes = T.view(words, (pieces, vec), "float8_e4m3fn")
-            for j in T.vectorized(vec):
-                values[piece, j] = T.cast(codes[piece, j], "float32")
-        else:
-            for j in T.unroll(vec // 4):
-                half = words[piece, j // 2] >> T.uint32(j % 2 * 16)
-                T.call_extern("void", "tk_floats_of_e2m1x4", half, T.address_of(values[piece, 4 * j]))
-        factors = T.alloc_local((sf_per_piece,), "float32")
+    def load_factors(x_sf: T.Buffer, factors: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
         word = T.alloc_var("uint32")
         for j in T.unroll(sf_per_piece):
             sf_row, sf_col = row // x_block_size[0], (col + j) // x_block_size[1]
@@ -223,12 +163,24 @@ def per_token_cast_kernel(
             else:
                 word = T.ldg32(x_sf[sf_row, sf_col // 4 if x_in_bytes else sf_col], pred=valid)
             if x_in_bytes:
-                factors[j] = T.call_extern("float32", "tk_float_of_ue8m0", word, sf_col % 4)
+                factors[piece, j] = T.call_extern("float32", "tk_float_of_ue8m0", word, sf_col % 4)
             else:
-                factors[j] = T.reinterpret(word, "float32")
+                factors[piece, j] = T.reinterpret(word, "float32")
+
+    @T.macro
+    def dequantize_piece(words: T.Buffer, factors: T.Buffer, values: T.Buffer, piece: int, valid: T.bool) -> None:
+        if x_fmt == "e4m3":
+            codes = T.view(words, (pieces, vec), "float8_e4m3fn")
+            for j in T.vectorized(vec):
+                values[piece, j] = T.cast(codes[piece, j], "float32")
+        else:
+            for j in T.unroll(vec // 4):
+                half = words[piece, j // 2] >> T.uint32(j % 2 * 16)
+                T.call_extern("void", "tk_floats_of_e2m1x4", half, T.address_of(values[piece, 4 * j]))
         for j in T.unroll(vec):
             # What the words hold is unspecified where nothing was read.
-            values[piece, j] = T.if_then_else(valid, values[piece, j] * factors[j % sf_per_piece], T.float32(0))
+            value = values[piece, j] * factors[piece, j % sf_per_piece]
+            values[piece, j] = T.if_then_else(valid, value, T.float32(0))
 
     @T.macro
     def take_amax(words: T.Buffer, values: T.Buffer, piece: int, part: T.Ref) -> None:
@@ -244,16 +196,23 @@ def per_token_cast_kernel(
         return amax if has_tensor_sf else T.max(amax, float_bits(LIMITS[fmt][1]))
 
     @T.macro
-    def encode_piece(words: T.Buffer, values: T.Buffer, codes: T.Buffer, piece: int, factor: T.uint32) -> None:
-        if from_words:
+    def encode_piece(
+        words: T.Buffer, values: T.Buffer, codes: T.Buffer, piece: int, factor: T.uint32, amax: T.int32
+    ) -> None:
+        """Codes of a piece times factor, or where they may saturate by 1 / factor."""
+        if from_words and may_saturate:
+            name = f"tk_e2m1_by_sf<{out_words}, {'false' if has_tensor_sf else 'true'}>"
+            most = amax if has_tensor_sf else 0
+            T.call_extern("void", name, T.address_of(words[piece, 0]), factor, most, T.address_of(codes[0]))
+        elif from_words:
             for j in T.unroll(out_words):
                 four = tuple(words[piece, 4 * j + k] for k in range(4))
                 if round_sf:
                     twice = factor | (factor >> T.uint32(16))
-                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_power", *four, twice)
+                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_power", *four, twice, twice)
                 else:
                     scale = T.reinterpret(factor, "float32")
-                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_float", *four, scale)
+                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_float", *four, scale, scale)
         else:
             scaled = T.alloc_local((vec,), "float32")
             for j in T.unroll(vec):
@@ -296,8 +255,11 @@ def per_token_cast_kernel(
         """Groups of a few lanes."""
         thread = T.get_thread_binding()
         lane = thread % lanes
-        first_row = (block // col_tiles) * tile_rows + thread // lanes * pieces
-        col = ((block % col_tiles) * lanes + lane) * vec
+        # Variables: as parts of an address these would be divisions of 64 bits.
+        first_row = T.alloc_var("int32")
+        first_row = block // col_tiles * tile_rows + thread // lanes * pieces
+        col = T.alloc_var("int32")
+        col = (block % col_tiles * lanes + lane) * vec
         inside = col < hidden and thread < lanes * config.rows
         words = T.alloc_local((pieces, x_words), "uint32")
         values = T.alloc_local((pieces, vec) if is_pair else (1, 1), "float32")
@@ -305,29 +267,59 @@ def per_token_cast_kernel(
         part = T.alloc_var("uint32")
         amax = T.alloc_var("int32")
         scale = T.alloc_local((2,), "uint32")
+        factors = T.alloc_local((pieces, sf_per_piece), "float32")
+        halves = T.alloc_local((vec // 2,), "uint32")
         for i in T.unroll(pieces):
             load_piece(x, words, i, first_row + i, col, inside and first_row + i < num_tokens)
         for i in T.unroll(pieces):
+            if is_pair:
+                load_factors(x_sf, factors, i, first_row + i, col, inside and first_row + i < num_tokens)
+        for i in T.unroll(pieces):
             row = first_row + i
             valid = inside and row < num_tokens
-            if is_pair:
-                dequantize_piece(words, x_sf, values, i, row, col, valid)
+            if from_codes:
+                for j in T.unroll(x_words):
+                    T.call_extern("void", "tk_halves_of_e4m3x4", words[i, j], T.address_of(halves[2 * j]))
+            elif is_pair:
+                dequantize_piece(words, factors, values, i, valid)
             if mode == PRECOMPUTED:
                 given = T.if_then_else(valid, sf[row, col // num_per_channels], T.float32(1))
-                scale[1] = T.reinterpret(T.float32(1) / given, "uint32")
+                scale[1] = T.reinterpret(given if from_words else T.float32(1) / given, "uint32")
             else:
                 part = T.uint32(0)
-                take_amax(words, values, i, part)
+                if from_codes:
+                    for j in T.unroll(vec // 2):
+                        part = T.call_extern("uint32", "tk_larger_magnitude_f16x2", part, halves[j])
+                    value = T.call_extern("float32", "tk_float_of_larger_half", part) * factors[i, 0]
+                    part = T.if_then_else(valid, T.reinterpret(value, "uint32"), T.uint32(0))
+                else:
+                    take_amax(words, values, i, part)
                 amax = amax_of(part)
                 for j in T.unroll(group_lanes.bit_length() - 1):
                     amax = T.max(amax, T.shfl_xor(amax, 1 << j))
-                if has_tensor_sf:
+                if has_tensor_sf and from_words:
+                    T.call_extern("void", "tk_nvfp4_scale_of_amax", amax, tensor_sf[0], T.address_of(scale[0]))
+                elif has_tensor_sf:
                     tensor_scaled_macro()(amax, tensor_sf[0], scale)
+                elif from_words and not round_sf:
+                    T.call_extern("void", "tk_e2m1_scale_of_amax", amax, T.address_of(scale[0]))
                 else:
                     scale_of(amax, scale)
                 store_sf(sf, scale[0], row, col, lane, inside and row < num_rows, valid)
             if mode != SF_ONLY:
-                encode_piece(words, values, codes, i, scale[1])
+                if from_codes:
+                    factor = T.reinterpret(scale[1], "float32") * factors[i, 0]
+                    for j in T.unroll(out_words):
+                        codes[j] = T.call_extern(
+                            "uint32",
+                            "tk_e2m1x8_of_e4m3",
+                            words[i, 2 * j],
+                            words[i, 2 * j + 1],
+                            T.address_of(halves[4 * j]),
+                            factor,
+                        )
+                else:
+                    encode_piece(words, values, codes, i, scale[1], amax)
                 if valid:
                     store_codes(data, codes, row, col * BITS[fmt] // 8)
 
@@ -342,19 +334,24 @@ def per_token_cast_kernel(
         part = T.alloc_var("uint32")
         amax = T.alloc_var("uint32")
         scale = T.alloc_local((2,), "uint32")
+        factors = T.alloc_local((pieces, sf_per_piece), "float32")
         shared = T.alloc_shared((_AMAX_WORDS + (num_warps * 4 * chunks if staged else 0),), "uint32")
         for i in T.unroll(pieces):
             col = (i * lanes + thread) * vec
             load_piece(x, words, i, row, col, col < hidden and row < num_tokens)
+        for i in T.unroll(pieces):
+            col = (i * lanes + thread) * vec
+            if is_pair:
+                load_factors(x_sf, factors, i, row, col, col < hidden and row < num_tokens)
         part = T.uint32(0)
         for i in T.unroll(pieces):
             col = (i * lanes + thread) * vec
             if is_pair:
-                dequantize_piece(words, x_sf, values, i, row, col, col < hidden and row < num_tokens)
+                dequantize_piece(words, factors, values, i, col < hidden and row < num_tokens)
             if mode != PRECOMPUTED:
                 take_amax(words, values, i, part)
         if mode == PRECOMPUTED:
-            scale[1] = T.reinterpret(T.float32(1) / sf[row, 0], "uint32")
+            scale[1] = T.reinterpret(sf[row, 0] if from_words else T.float32(1) / sf[row, 0], "uint32")
         else:
             amax = T.reinterpret(amax_of(part), "uint32")
             amax = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), amax)
@@ -364,7 +361,10 @@ def per_token_cast_kernel(
                 T.sync_threads()
                 amax = T.if_then_else(thread % 32 < num_warps, shared[thread % 32], T.uint32(0))
                 amax = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), amax)
-            scale_of(T.reinterpret(amax, "int32"), scale)
+            if from_words and not round_sf:
+                T.call_extern("void", "tk_e2m1_scale_of_amax", T.reinterpret(amax, "int32"), T.address_of(scale[0]))
+            else:
+                scale_of(T.reinterpret(amax, "int32"), scale)
             if thread == 0:
                 if in_bytes:
                     store_word(sf, T.if_then_else(row < num_tokens, scale[0] >> T.uint32(23), T.uint32(0)), row, 0)
@@ -373,7 +373,7 @@ def per_token_cast_kernel(
         if mode != SF_ONLY:
             for i in T.unroll(pieces):
                 col = (i * lanes + thread) * vec
-                encode_piece(words, values, codes, i, scale[1])
+                encode_piece(words, values, codes, i, scale[1], amax)
                 if staged:
                     # Twelve bytes a thread and piece; gathered by the warp, they leave in sixteens.
                     for j in T.unroll(out_words):

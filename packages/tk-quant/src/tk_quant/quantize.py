@@ -29,54 +29,31 @@ def float_bits(value: float) -> int:
 def scale_macro(fmt: str, round_sf: bool) -> Any:
     """Macro `scale_of(amax, scale)`: from the bits of amax (int32) those of sf, scale[0], and of s, scale[1] (uint32).
 
-    amax is that of a block, the least amax already counted in; x is multiplied by s.
+    amax is that of a block, at least the largest value of fmt times 2**-126; x is multiplied by s. NaN and infinity
+    come to sf.
+
+    A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, m and L from 1 below
+    2, the quotient m / L rounds to something above 1 exactly where m is above L; so sf is 2**(e - k), or twice that.
     """
     import tilelang.language as T
 
     largest, _ = LIMITS[fmt]
+    exponent, mantissa = float_bits(largest) >> 23, float_bits(largest) & 0x007FFFFF
 
     @T.macro
     def scale_of(amax: T.int32, scale: T.Buffer) -> None:
-        amax_value = T.reinterpret(amax, "float32")
         if round_sf:
-            quotient = T.alloc_var("uint32")
-            quotient = T.reinterpret(amax_value / T.float32(largest), "uint32")
-            power = (quotient + T.uint32(0x007FFFFF)) & T.uint32(INFINITY_BITS)
+            power = (T.reinterpret(amax, "uint32") + T.uint32(0x007FFFFF - mantissa)) & T.uint32(INFINITY_BITS)
+            power = power - T.uint32((exponent - 127) << 23)
+            not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(INFINITY_BITS), T.uint32(0x7FFFFFFF))
+            scale[0] = T.if_then_else(amax < INFINITY_BITS, power, not_finite)
             # The exponent fields of 2**k and 2**-k sum up to 254. The reciprocal of infinity is 0, that of NaN is NaN.
-            scale[0] = T.if_then_else(amax < INFINITY_BITS, power, quotient)
-            scale[1] = T.if_then_else(
-                amax < INFINITY_BITS,
-                T.uint32(0x7F000000) - power,
-                T.if_then_else(amax == INFINITY_BITS, T.uint32(0), quotient),
-            )
+            not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(0), T.uint32(0x7FFFFFFF))
+            scale[1] = T.if_then_else(amax < INFINITY_BITS, T.uint32(0x7F000000) - power, not_finite)
         else:
+            amax_value = T.reinterpret(amax, "float32")
             scale[0] = T.reinterpret(amax_value / T.float32(largest), "uint32")
             scale[1] = T.reinterpret(T.float32(largest) / amax_value, "uint32")
-
-    return scale_of
-
-
-@cache
-def power_of_two_scale_macro(fmt: str) -> Any:
-    """The same macro as `scale_macro(fmt, True)`, to the bit, without a division.
-
-    With amax = m * 2**e and the largest value of fmt L * 2**k, m and L from 1 below 2, the quotient m / L rounds to
-    something above 1 exactly where m is above L; so sf is 2**(e - k), or twice that.
-    """
-    import tilelang.language as T
-
-    largest = float_bits(LIMITS[fmt][0])
-    exponent, mantissa = largest >> 23, largest & 0x007FFFFF
-
-    @T.macro
-    def scale_of(amax: T.int32, scale: T.Buffer) -> None:
-        power = (T.reinterpret(amax, "uint32") + T.uint32(0x007FFFFF - mantissa)) & T.uint32(INFINITY_BITS)
-        power = power - T.uint32((exponent - 127) << 23)
-        not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(INFINITY_BITS), T.uint32(0x7FFFFFFF))
-        scale[0] = T.if_then_else(amax < INFINITY_BITS, power, not_finite)
-        # The exponent fields of 2**k and 2**-k sum up to 254. The reciprocal of infinity is 0, that of NaN is NaN.
-        not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(0), T.uint32(0x7FFFFFFF))
-        scale[1] = T.if_then_else(amax < INFINITY_BITS, T.uint32(0x7F000000) - power, not_finite)
 
     return scale_of
 
@@ -141,11 +118,12 @@ def encode_macro(fmt: str, num_values: int) -> Any:
 
 
 @cache
-def load_macro(num_words: int, elements_per_word: int, alignment: int) -> Any:
+def load_macro(num_words: int, elements_per_word: int, alignment: int, once: bool = False) -> Any:
     """Macro `load(x, words, index, row, col, valid)`: num_words uint32 of a row of x, from `col` on, to words[index].
 
     `alignment` is what `check.row_alignment` says of x, `col` a multiple of num_words * elements_per_word; elements of
-    2 or 4 bytes. Where `valid` is false nothing is read and the words are 0.
+    2 or 4 bytes. Where `valid` is false nothing is read and the words are 0. Kernels that load them `once`, so that no
+    cache need keep them, take in `STREAMING_LOADS`.
     """
     import tilelang.language as T
 
@@ -153,7 +131,16 @@ def load_macro(num_words: int, elements_per_word: int, alignment: int) -> Any:
 
     @T.macro
     def load(x: T.Buffer, words: T.Buffer, index: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if load_bytes == 16:
+        if load_bytes == 16 and once:
+            for j in T.unroll(num_words // 4):
+                T.call_extern(
+                    "void",
+                    "tk_load_once",
+                    T.address_of(words[index, 4 * j]),
+                    T.address_of(x[row, col + 4 * j * elements_per_word]),
+                    valid,
+                )
+        elif load_bytes == 16:
             for j in T.unroll(num_words // 4):
                 words[index, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 4 * j * elements_per_word], pred=valid)
         elif load_bytes == 8:
@@ -175,12 +162,13 @@ def load_macro(num_words: int, elements_per_word: int, alignment: int) -> Any:
 
 
 @cache
-def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int) -> Any:
+def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, once: bool = False) -> Any:
     """Macro `load(x, words, piece, row, col, valid)`: bytes of a row of x, from `col` on, to words[piece].
 
     x has elements of one byte, the TileLang type `element`; words is uint32 (pieces, ceil(num_bytes / 4)). `alignment`
     is what the row's address and `col` are multiples of, at most 16. Where `valid` is false nothing is read and what
-    the words hold is unspecified. Kernels that use it take in `NARROW_LOADS`.
+    the words hold is unspecified. Kernels that use it take in `NARROW_LOADS`, and those that load `once`, so that no
+    cache need keep the words, `STREAMING_LOADS`.
     """
     import tilelang.language as T
 
@@ -189,7 +177,16 @@ def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int) 
 
     @T.macro
     def load(x: T.Buffer, words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if load_bytes == 16:
+        if load_bytes == 16 and once:
+            for j in T.unroll(num_words // 4):
+                T.call_extern(
+                    "void",
+                    "tk_load_once",
+                    T.address_of(words[piece, 4 * j]),
+                    T.address_of(x[row, col + 16 * j]),
+                    valid,
+                )
+        elif load_bytes == 16:
             for j in T.unroll(num_words // 4):
                 words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 16 * j], pred=valid)
         elif load_bytes == 8:

@@ -76,12 +76,38 @@ __device__ __forceinline__ float tk_if_above(float x, float limit, float then, f
   return x > limit ? then : otherwise;
 }
 
+// A bfloat16 is above clamp where it is above what this returns twice, clamp cut off to a bfloat16.
+__device__ __forceinline__ unsigned tk_cut_off(float clamp) { return __byte_perm(__float_as_uint(clamp), 0u, 0x3232); }
+
+// Whether, of 2 * num_words bfloat16 each, no gate is above clamp and no value's magnitude is.
+template <int num_words>
+__device__ __forceinline__ bool tk_are_within_clamp(const unsigned *gates, const unsigned *values, float clamp) {
+  unsigned most = 0u, least = 0u;
+#pragma unroll
+  for (int i = 0; i < num_words; ++i) {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(gates[i]));
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(values[i]));
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(least), "r"(values[i]));
+  }
+  const unsigned cut = tk_cut_off(clamp);
+  return __vmaxu2(__vmaxu2(most, least & 0x7fff7fffu), cut) == cut;
+}
+
+// The same of float32.
+template <int num_words>
+__device__ __forceinline__ bool tk_are_within_clamp_float(const unsigned *gates, const unsigned *values, float clamp) {
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < num_words; ++i)
+    most = fmaxf(fmaxf(most, __uint_as_float(gates[i])), fabsf(__uint_as_float(values[i])));
+  return most <= clamp;
+}
+
 // Adds the numbers of gates > clamp, values > clamp and values < -clamp; of pairs of bfloat16, at most 16 words.
 template <int num_words>
 __device__ __forceinline__ void tk_count_clamped(
     const unsigned *gates, const unsigned *values, float clamp, int *count) {
-  // A bfloat16 is above clamp where it is above the bfloat16 that clamp is cut off to.
-  const unsigned cut = __byte_perm(__float_as_uint(clamp), 0u, 0x3232);
+  const unsigned cut = tk_cut_off(clamp);
   const __nv_bfloat162 most = reinterpret_cast<const __nv_bfloat162 &>(cut), least = __hneg2(most);
   unsigned beyond[3] = {0u, 0u, 0u};
 #pragma unroll
@@ -114,4 +140,5 @@ __device__ __forceinline__ void tk_add_int64(void *sum, int value) {
   atomicAdd(static_cast<unsigned long long *>(sum), static_cast<unsigned long long>(value));
 }
 """
-"""float tk_clamp, float tk_if_above, void tk_count_clamped<n>, void tk_count_clamped_float<n>, void tk_add_int64."""
+"""float tk_clamp, float tk_if_above, bool tk_are_within_clamp<n>, void tk_count_clamped<n>, both also …_float<n>, and
+void tk_add_int64."""

@@ -9,9 +9,8 @@ For x = [l | r], in float32, evaluated left to right, and for each channel of ea
 x bfloat16 (num_tokens, 2 * hidden); data float8_e4m3fn (hidden, num_tokens), or (num_tokens, hidden) where
 `without_transpose`; sf float32 (num_tokens / num_per_tokens, hidden).
 
-A block takes tiles of 128 tokens by 64 channels, one after the other, and reads the next while it works on one. A
-thread has `rows` tokens of 8 channels, 16 bytes of l and of r in each, and keeps the activation in registers. Three
-meetings in shared memory:
+A block takes 128 tokens by 64 channels. A thread has `rows` tokens of 8 channels, 16 bytes of l and of r in each, and
+keeps the activation in registers. Three meetings in shared memory:
 
                  8 lanes x 8 channels
                ┌────┬────┬─  ─┬────┐        1. amax of each thread's channels
@@ -32,11 +31,9 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.prefetch import PREFETCH_SOURCE, prefetch_macro
-from tk_quant.quantize import LIMITS, encode_macro, float_bits, scale_macro
+from tk_quant.quantize import LIMITS, element, encode_macro, float_bits, load_macro, scale_macro
 from tk_quant.silu import NEAR_LIMIT, SILU_SOURCE
 from tk_quant.transposed_tile import TILE_TOKENS, transposed_tile_macros
 
@@ -88,19 +85,19 @@ __device__ __forceinline__ void tk_swiglu_x8(
 
 @dataclass(frozen=True, eq=False)
 class SwigluForwardAndPerChannelCastAndTransposeConfig:
-    """Launch knobs: how much a thread takes, and how many blocks there are."""
+    """Launch knobs: how much a thread takes, and how many registers."""
 
     rows: int
     """Tokens of a thread: 4, 8 or 16."""
     blocks_per_sm: int
-    """Blocks on a multiprocessor, each of which takes tile after tile."""
+    """Blocks that registers must suffice for."""
 
     @staticmethod
     @cache
     def best(alignment: int, clamped: bool, arch: Arch) -> "SwigluForwardAndPerChannelCastAndTransposeConfig":
         """The configuration for what the address of every row is a multiple of, with a clamp value or not."""
         # 64 registers, which four blocks of 256 threads leave each thread, are too few for the other cases.
-        blocks_per_sm = 4 if alignment == 16 and not clamped else 3
+        blocks_per_sm = 2 if alignment == 2 else 4 if alignment == 16 and not clamped else 3
         return SwigluForwardAndPerChannelCastAndTransposeConfig(rows=4, blocks_per_sm=blocks_per_sm)
 
 
@@ -132,7 +129,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
     num_factors = blocks * _CHANNELS
     col_tiles = hidden // _CHANNELS
     least_amax = float_bits(LIMITS["e4m3"][1])
-    prefetch = prefetch_macro(4, 2, alignment)
+    load = load_macro(4, 2, alignment)
     scale_of = scale_macro("e4m3", round_sf)
     put_codes, store_tile = transposed_tile_macros(_CHANNELS, threads)
     encode = encode_macro("e4m3", rows if transpose else 8)
@@ -140,38 +137,27 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
     num_tokens, sf_rows, row_stride = T.dynamic("num_tokens"), T.dynamic("sf_rows"), T.dynamic("row_stride")
     out_shape = (hidden, num_tokens) if transpose else (num_tokens, hidden)
 
-    def half_of(words: T.Buffer, i: T.int32, j: T.int32) -> T.float32:
-        """The activation of row i and channel j of a thread."""
-        low, high = words[i, j // 2] << T.uint32(16), words[i, j // 2] & T.uint32(0xFFFF0000)
-        return T.reinterpret(T.if_then_else(j % 2 == 0, low, high), "float32")
-
-    @T.macro
-    def prefetch_row(x: T.Buffer, stage: T.Buffer, i: T.int32, row: T.int32, col: T.int32, wanted: T.bool) -> None:
-        thread = T.get_thread_binding()
-        prefetch(x, stage, 2 * i, thread, row + i, col, wanted)
-        prefetch(x, stage, 2 * i + 1, thread, row + i, hidden + col, wanted)
-
     @T.prim_func
     def swiglu_forward_and_per_channel_cast_and_transpose(
         x: T.StridedTensor((num_tokens, 2 * hidden), (row_stride, 1), "bfloat16"),
         out: T.Tensor(out_shape, "float8_e4m3fn"),
         sf: T.Tensor((sf_rows, hidden), "float32"),
         clamp_value: T.float32,
-        num_thread_blocks: T.int32,
     ) -> None:
-        with T.Kernel(num_thread_blocks, threads=threads) as thread_block:
-            T.import_source(PREFETCH_SOURCE + SILU_SOURCE + _SWIGLU)
+        with T.Kernel(T.ceildiv(num_tokens, TILE_TOKENS) * col_tiles, threads=threads) as tile:
+            T.import_source(SILU_SOURCE + _SWIGLU)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             # Checked by the op; vector stores need to know.
             T.assume(num_tokens % TILE_TOKENS == 0)
+            # Variables, so that the tile is divided by once, in 32 bits.
+            first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
+            first_token, first_col = tile // col_tiles * TILE_TOKENS, tile % col_tiles * _CHANNELS
             thread = T.get_thread_binding()
             row_lane = thread // _COL_LANES
             row = row_lane * rows
             col = thread % _COL_LANES * 8
-            num_tiles = num_tokens // TILE_TOKENS * col_tiles
-            stage = T.alloc_shared((2 * rows, threads, 4), "uint32")
-            gate = T.alloc_local((4,), "uint32")
-            value = T.alloc_local((4,), "uint32")
+            gate = T.alloc_local((rows, 4), "uint32")
+            value = T.alloc_local((rows, 4), "uint32")
             words = T.alloc_local((rows, 4), "uint32")
             amax = T.alloc_local((4,), "uint32")
             thread_amax = T.alloc_shared((row_lanes, _CHANNELS // 2), "uint32")
@@ -184,69 +170,56 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
             scaled = T.alloc_local((rows if transpose else 8,), "float32")
             codes = T.alloc_local((rows // 4 if transpose else 2,), "uint32")
 
-            # Variables, so that tiles are divided by once, in 32 bits.
-            first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
-            next_token, next_col = T.alloc_var("int32"), T.alloc_var("int32")
-            next_token, next_col = thread_block // col_tiles * TILE_TOKENS, thread_block % col_tiles * _CHANNELS
             for i in T.unroll(rows):
-                prefetch_row(x, stage, i, next_token + row, next_col + col, True)
-            for turn in T.serial(T.ceildiv(num_tiles - thread_block, num_thread_blocks)):
-                next_tile = thread_block + (turn + 1) * num_thread_blocks
-                first_token, first_col = next_token, next_col
-                next_token, next_col = next_tile // col_tiles * TILE_TOKENS, next_tile % col_tiles * _CHANNELS
-                T.call_extern("void", "tk_wait_for_copies")
-                for j in T.unroll(4):
-                    amax[j] = T.uint32(0)
+                load(x, gate, i, first_token + row + i, first_col + col, True)
+                load(x, value, i, first_token + row + i, hidden + first_col + col, True)
+            for i in T.unroll(rows):
+                T.call_extern(
+                    "void",
+                    f"tk_swiglu_x8<{'true' if clamped else 'false'}>",
+                    T.address_of(gate[i, 0]),
+                    T.address_of(value[i, 0]),
+                    T.address_of(words[i, 0]),
+                    clamp_value,
+                )
+            for j in T.unroll(4):
+                amax[j] = T.uint32(0)
                 for i in T.unroll(rows):
-                    for j in T.vectorized(4):
-                        gate[j] = stage[2 * i, thread, j]
-                    for j in T.vectorized(4):
-                        value[j] = stage[2 * i + 1, thread, j]
-                    prefetch_row(x, stage, i, next_token + row, next_col + col, next_tile < num_tiles)
-                    T.call_extern(
-                        "void",
-                        f"tk_swiglu_x8<{'true' if clamped else 'false'}>",
-                        T.address_of(gate[0]),
-                        T.address_of(value[0]),
-                        T.address_of(words[i, 0]),
-                        clamp_value,
-                    )
-                    for j in T.unroll(4):
-                        amax[j] = T.call_extern("uint32", "__vmaxu2", amax[j], words[i, j] & T.uint32(0x7FFF7FFF))
-                for j in T.vectorized(4):
-                    thread_amax[row_lane, col // 2 + j] = amax[j]
-                T.sync_threads()
+                    amax[j] = T.call_extern("uint32", "__vmaxu2", amax[j], words[i, j] & T.uint32(0x7FFF7FFF))
+            for j in T.vectorized(4):
+                thread_amax[row_lane, col // 2 + j] = amax[j]
+            T.sync_threads()
 
-                for k in T.unroll(ceil_div(num_factors, threads)):
-                    index = k * threads + thread
-                    block, channel = index // _CHANNELS, index % _CHANNELS
-                    if num_factors % threads == 0 or index < num_factors:
-                        column_amax = 0
-                        for i in T.unroll(lanes_per_block):
-                            part = halves[block * lanes_per_block + i, channel]
-                            column_amax = T.max(column_amax, T.cast(part, "int32"))
-                        scale_of(T.max(column_amax << 16, least_amax), scale)
-                        sf_row = first_token // num_per_tokens + block
-                        sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")
-                        factors[block, channel] = T.reinterpret(scale[1], "float32")
-                T.sync_threads()
+            for k in T.unroll(ceil_div(num_factors, threads)):
+                index = k * threads + thread
+                block, channel = index // _CHANNELS, index % _CHANNELS
+                if num_factors % threads == 0 or index < num_factors:
+                    column_amax = 0
+                    for i in T.unroll(lanes_per_block):
+                        part = halves[block * lanes_per_block + i, channel]
+                        column_amax = T.max(column_amax, T.cast(part, "int32"))
+                    scale_of(T.max(column_amax << 16, least_amax), scale)
+                    sf_row = first_token // num_per_tokens + block
+                    sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")
+                    factors[block, channel] = T.reinterpret(scale[1], "float32")
+            T.sync_threads()
 
-                for j in T.vectorized(8):
-                    factor[j] = factors[row // num_per_tokens, col + j]
-                if transpose:
-                    for j in T.unroll(8):
-                        for i in T.unroll(rows):
-                            scaled[i] = half_of(words, i, j) * factor[j]
-                        encode(scaled, codes)
-                        put_codes(tile_codes, T.view(codes, (1, rows // 4)), 0, col + j, row // 4)
-                    T.sync_threads()
-                    store_tile(tile_codes, out, first_col, first_token, hidden)
-                else:
+            for j in T.vectorized(8):
+                factor[j] = factors[row // num_per_tokens, col + j]
+            if transpose:
+                for j in T.unroll(8):
                     for i in T.unroll(rows):
-                        for j in T.unroll(8):
-                            scaled[j] = half_of(words, i, j) * factor[j]
-                        encode(scaled, codes)
-                        T.stg64(out[first_token + row + i, first_col + col], codes[0:2])
+                        scaled[i] = element(words, i, j, True) * factor[j]
+                    encode(scaled, codes)
+                    put_codes(tile_codes, T.view(codes, (1, rows // 4)), 0, col + j, row // 4)
+                T.sync_threads()
+                store_tile(tile_codes, out, first_col, first_token, hidden)
+            else:
+                for i in T.unroll(rows):
+                    for j in T.unroll(8):
+                        scaled[j] = element(words, i, j, True) * factor[j]
+                    encode(scaled, codes)
+                    T.stg64(out[first_token + row + i, first_col + col], codes[0:2])
 
     return swiglu_forward_and_per_channel_cast_and_transpose
 
@@ -289,7 +262,6 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_out(
     hidden = x.shape[1] // 2
     alignment, clamped = check.row_alignment(x), swiglu_clamp_value is not None
     config = SwigluForwardAndPerChannelCastAndTransposeConfig.best(alignment, clamped, arch)
-    num_tiles = x.shape[0] // TILE_TOKENS * (hidden // _CHANNELS)
     _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
         hidden,
         alignment,
@@ -299,13 +271,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_out(
         clamped,
         config,
         arch,
-    )(
-        x,
-        out,
-        sf,
-        0.0 if swiglu_clamp_value is None else swiglu_clamp_value,
-        min(num_tiles, config.blocks_per_sm * get_num_sms(x.device)),
-    )
+    )(x, out, sf, 0.0 if swiglu_clamp_value is None else swiglu_clamp_value)
 
 
 @replayable

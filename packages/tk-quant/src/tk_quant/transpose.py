@@ -3,15 +3,18 @@
 Shapes (num_rows, num_cols) → (num_cols, num_rows), with a leading batch dimension in the batched form. Any dtype of 1,
 2 or 4 bytes; num_rows and num_cols are multiples of 16, rows of x may be strided.
 
-A thread owns a square of 16 bytes by as many rows, transposes it in registers and needs no shared memory:
+A tile goes through shared memory in chunks of 16 bytes, 8 chunks or more of as many rows as 8 chunks have elements:
 
-            4 lanes × 16 bytes of columns                  8 lanes × 16 bytes of rows
-            ┌────┬────┬────┬────┐                          ┌────┬────┬─  ─┬────┐
-    8 lanes │ t0 │ t1 │ t2 │ t3 │  side rows each          │ t0 │ t4 │ …  │ t28│  side columns each
-    of rows ├────┼────┼────┼────┤            ──►           ├────┼────┼─  ─┼────┤
-            │ t4 │ t5 │ t6 │ t7 │                          │ t1 │ t5 │ …  │ t29│
-            └────┴────┴────┴────┘                          └────┴────┴─  ─┴────┘
-    a warp loads 64 contiguous bytes of 8 rows             and stores 128 contiguous bytes of 4 columns at a time.
+      x: a chunk a thread                     shared memory                    out: a chunk a thread
+        ┌────┬────┬─  ─┬────┐          a lane takes 4 bytes of `side`            ┌────┬────┬─  ─┬────┐
+        │ t0 │ t1 │ …  │ t15│          rows, and turns them in registers         │ t0 │ t1 │ …  │ t7 │
+        ├────┼────┼─  ─┼────┤    ──►   into 16 bytes (`side` elements) of   ──►  ├────┼────┼─  ─┼────┤
+        │ t16│ t17│ …  │ t31│          4, 2 or 1 columns                         │ t8 │ t9 │ …  │ t15│
+        └────┴────┴─  ─┴────┘                                                    └────┴────┴─  ─┴────┘
+    a warp loads 256 contiguous bytes                                 and stores 128 contiguous bytes
+    of 2 rows at a time,                                              of 4 columns at a time.
+
+Chunk k of a row in the s-th `side` rows of a tile lies at k ^ (s % 8), so that neither side meets a bank twice.
 """
 
 from dataclasses import dataclass
@@ -23,8 +26,10 @@ import torch
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
+from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant.prefetch import PREFETCH_SOURCE
 
 _DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.bool),
@@ -35,26 +40,28 @@ _DTYPES = (
 
 @dataclass(frozen=True, eq=False)
 class TransposeConfig:
-    """Launch knobs: how the lanes of a warp and the warps of a block are laid over its tile, and which tile is next."""
+    """Launch knobs: the size of a tile, and the threads that work on it."""
 
-    lanes_of_cols: int
-    warps_of_rows: int
-    warps_of_cols: int
-    rows_first: bool
-    """Whether neighbouring blocks take neighbouring rows, rather than columns, of x."""
+    groups: int
+    """Groups of `side` rows in a tile, a multiple of 8."""
+    chunks: int
+    """Chunks of 16 bytes in a row of a tile, a multiple of 8."""
+    threads: int
+    by_registers: bool
+    """Whether rows aligned to 16 bytes go to shared memory through registers, rather than by asynchronous copies."""
 
     @staticmethod
     @cache
     def best(itemsize: int, arch: Arch) -> "TransposeConfig":
         """The configuration for an input's element size on an architecture."""
-        # H200, 8192 x 7168, against a copy of 57.3 and 29.3 µs: bf16 61.2 µs with 2 x 8 warps of 4 lanes (62.3 with
-        # 4 x 2 of 8), e4m3 32.5 µs with 1 x 2 warps of 8 lanes (33.1 with 4). Columns first was never better by 0.5 µs.
+        # H200, 8192 x 7168, against copies of 57.3 and 29.6 µs: bf16 58.8 µs (59.3 with asynchronous copies of tiles
+        # half as high), e4m3 30.8 µs (30.9 through registers, but 1 µs slower than that at 3072 columns).
         if itemsize == 1:
-            return TransposeConfig(lanes_of_cols=8, warps_of_rows=1, warps_of_cols=2, rows_first=True)
-        return TransposeConfig(lanes_of_cols=4, warps_of_rows=2, warps_of_cols=8, rows_first=True)
+            return TransposeConfig(groups=8, chunks=16, threads=128, by_registers=False)
+        return TransposeConfig(groups=16, chunks=16, threads=512, by_registers=True)
 
 
-# Squares are whole, so the guard around a thread's square is all the bounds checking there is to do.
+# Chunks are whole, so the guards around them are all the bounds checking there is to do.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _transpose_kernel(
     num_cols: int, dtype: torch.dtype, alignment: int, batched: bool, config: TransposeConfig, arch: Arch
@@ -62,43 +69,102 @@ def _transpose_kernel(
     import tilelang.language as T
 
     itemsize = dtype.itemsize
-    side = 16 // itemsize
-    load_lanes = max(alignment // itemsize, 1)
-    lanes_of_cols, lanes_of_rows = config.lanes_of_cols, 32 // config.lanes_of_cols
-    tile_rows = config.warps_of_rows * lanes_of_rows * side
-    tile_cols = config.warps_of_cols * lanes_of_cols * side
-    threads = 32 * config.warps_of_rows * config.warps_of_cols
+    side, per_word = 16 // itemsize, 4 // itemsize
+    groups, chunks, threads = config.groups, config.chunks, config.threads
+    tile_rows, tile_cols = groups * side, chunks * side
+    col_tiles = ceil_div(num_cols, tile_cols)
+    loads = tile_rows * chunks // threads
+    by_registers = config.by_registers and alignment == 16
     element = T.dtype(dtype)
     batch, num_rows = T.dynamic("batch"), T.dynamic("num_rows")
     batch_stride, row_stride = T.dynamic("batch_stride"), T.dynamic("row_stride")
+    row_tiles = T.ceildiv(num_rows, tile_rows)
 
     @T.macro
-    def transpose_tile(x: T.Buffer, out: T.Buffer, tile_row: T.int32, tile_col: T.int32, prefix: tuple) -> None:
+    def copy(x: T.Buffer, tile: T.Buffer, row: T.int32, chunk: T.int32, x_at: tuple, wanted: T.bool) -> None:
+        place = (chunk ^ (row // side % 8)) * 4
+        if alignment >= 4:
+            for i in T.unroll(16 // alignment):
+                T.call_extern(
+                    "void",
+                    f"tk_copy_later<{alignment}>",
+                    T.access_ptr(tile[row, place + i * (alignment // 4)], "w"),
+                    T.access_ptr(x[(*x_at[:-1], x_at[-1] + i * (alignment // itemsize))], "r"),
+                    wanted,
+                )
+        elif wanted:
+            elements = T.view(tile, (tile_rows, tile_cols), element)
+            for i in T.unroll(side):
+                elements[row, place * per_word + i] = x[(*x_at[:-1], x_at[-1] + i)]
+
+    @T.macro
+    def turn(words: T.Buffer, turned: T.Buffer) -> None:
+        pairs = T.alloc_local((4,), "uint32")
+        for i in T.unroll(4):
+            if itemsize == 4:
+                turned[0, i] = words[i]
+            elif itemsize == 2:
+                for j in T.unroll(2):
+                    turned[j, i] = T.call_extern(
+                        "uint32", "__byte_perm", words[2 * i], words[2 * i + 1], 0x5410 + 0x2222 * j
+                    )
+            else:
+                for j in T.unroll(4):  # columns 0 and 1 of rows 0 and 1, then of rows 2 and 3, then columns 2 and 3
+                    pairs[j] = T.call_extern(
+                        "uint32",
+                        "__byte_perm",
+                        words[4 * i + j % 2 * 2],
+                        words[4 * i + j % 2 * 2 + 1],
+                        0x5140 + 0x2222 * (j // 2),
+                    )
+                for j in T.unroll(4):
+                    turned[j, i] = T.call_extern(
+                        "uint32", "__byte_perm", pairs[j // 2 * 2], pairs[j // 2 * 2 + 1], 0x5410 + 0x2222 * (j % 2)
+                    )
+
+    @T.macro
+    def transpose_tile(x: T.Buffer, out: T.Buffer, row_tile: T.int32, col_tile: T.int32, prefix: tuple) -> None:
         # Checked by the op: what vector accesses need to know of the strides.
         T.assume(num_rows % 16 == 0)
-        T.assume(row_stride % load_lanes == 0)
-        T.assume(batch_stride % load_lanes == 0)
+        T.assume(row_stride % max(alignment // itemsize, 1) == 0)
+        T.assume(batch_stride % max(alignment // itemsize, 1) == 0)
+        T.import_source(PREFETCH_SOURCE)
         thread = T.get_thread_binding()
+        tile = T.alloc_shared((tile_rows, chunks * 4), "uint32")
+        loaded = T.alloc_local((loads, 4), "uint32")
+        for i in T.unroll(loads):
+            row = (i * threads + thread) // chunks
+            chunk = (i * threads + thread) % chunks
+            x_row, x_col = row_tile * tile_rows + row, col_tile * tile_cols + chunk * side
+            wanted = x_row < num_rows and x_col < num_cols
+            if by_registers:
+                loaded[i, 0:4] = T.ldg128(x[(*prefix, x_row, x_col)], pred=wanted)
+            else:
+                copy(x, tile, row, chunk, (*prefix, x_row, x_col), wanted)
+        if by_registers:
+            for i in T.unroll(loads):
+                row = (i * threads + thread) // chunks
+                chunk = (i * threads + thread) % chunks
+                for j in T.vectorized(4):
+                    tile[row, (chunk ^ (row // side % 8)) * 4 + j] = loaded[i, j]
+        else:
+            T.call_extern("void", "tk_wait_for_copies")
+        T.sync_threads()
         lane = thread % 32
-        warp = thread // 32
-        row = tile_row + ((warp // config.warps_of_cols) * lanes_of_rows + lane // lanes_of_cols) * side
-        col = tile_col + ((warp % config.warps_of_cols) * lanes_of_cols + lane % lanes_of_cols) * side
-        square = T.alloc_local((side, side), element)
-        turned = T.alloc_local((side, side), element)
-        if row < num_rows and col < num_cols:
-            for i in T.unroll(side):
-                for j in T.unroll(side // load_lanes):
-                    for k in T.vectorized(load_lanes):
-                        square[i, j * load_lanes + k] = x[(*prefix, row + i, col + j * load_lanes + k)]
-            for i in T.unroll(side):
+        words = T.alloc_local((side,), "uint32")
+        turned = T.alloc_local((per_word, 4), "uint32")
+        for i in T.unroll(groups * chunks * 4 // threads):
+            turn_of_warp = i * (threads // 32) + thread // 32
+            group = turn_of_warp % (groups // 8) * 8 + lane % 8
+            chunk = turn_of_warp // (groups // 8)
+            row = row_tile * tile_rows + group * side
+            col = col_tile * tile_cols + chunk * side + lane // 8 * per_word
+            if row < num_rows and col < num_cols:
                 for j in T.unroll(side):
-                    turned[j, i] = square[i, j]
-            words = T.view(turned, (side, 4), "uint32")
-            for j in T.unroll(side):
-                T.stg128(out[(*prefix, col + j, row)], words[j, 0:4])
-
-    row_tiles, col_tiles = T.ceildiv(num_rows, tile_rows), T.ceildiv(num_cols, tile_cols)
-    grid = (row_tiles, col_tiles) if config.rows_first else (col_tiles, row_tiles)
+                    words[j] = tile[group * side + j, (chunk ^ (group % 8)) * 4 + lane // 8]
+                turn(words, turned)
+                for j in T.unroll(per_word):
+                    T.stg128(out[(*prefix, col + j, row)], turned[j, 0:4])
 
     if batched:
 
@@ -107,9 +173,12 @@ def _transpose_kernel(
             x: T.StridedTensor((batch, num_rows, num_cols), (batch_stride, row_stride, 1), element),
             out: T.Tensor((batch, num_cols, num_rows), element),
         ) -> None:
-            with T.Kernel(*grid, batch, threads=threads) as (first, second, matrix):
-                row_tile, col_tile = (first, second) if config.rows_first else (second, first)
-                transpose_tile(x, out, row_tile * tile_rows, col_tile * tile_cols, (matrix,))
+            with T.Kernel(row_tiles * col_tiles * batch, threads=threads) as block:
+                # Variables, for TileLang would divide anew at each use.
+                row_tile, other = T.alloc_var("int32"), T.alloc_var("int32")
+                row_tile = T.truncmod(block, row_tiles)
+                other = T.truncdiv(block, row_tiles)
+                transpose_tile(x, out, row_tile, T.truncmod(other, col_tiles), (T.truncdiv(other, col_tiles),))
 
         return batched_transpose
 
@@ -118,9 +187,8 @@ def _transpose_kernel(
         x: T.StridedTensor((num_rows, num_cols), (row_stride, 1), element),
         out: T.Tensor((num_cols, num_rows), element),
     ) -> None:
-        with T.Kernel(*grid, threads=threads) as (first, second):
-            row_tile, col_tile = (first, second) if config.rows_first else (second, first)
-            transpose_tile(x, out, row_tile * tile_rows, col_tile * tile_cols, ())
+        with T.Kernel(row_tiles, col_tiles, threads=threads) as (row_tile, col_tile):
+            transpose_tile(x, out, row_tile, col_tile, ())
 
     return transpose
 

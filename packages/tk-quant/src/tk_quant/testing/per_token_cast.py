@@ -96,12 +96,14 @@ def pair(
     block_size: tuple[int, int],
     layout: ScaleLayout,
     special: bool = False,
+    largest_exponent: int = 9,
 ) -> MakeInput:
     """A pair `(data, sf)` of random codes; `special` puts NaN, infinity and the least power of two among sf."""
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         rows, cols = ceil_div(num_tokens, block_size[0]), ceil_div(hidden, block_size[1])
-        sf = torch.exp2(torch.randint(-9, 9, (rows, cols), device=device).to(torch.float32))
+        exponents = torch.randint(-largest_exponent, largest_exponent, (rows, cols), device=device)
+        sf = torch.exp2(exponents.to(torch.float32))
         if layout is not ScaleLayout.PACKED_UE8M0:
             sf = sf * (1 + torch.rand(rows, cols, device=device))
         if special:
@@ -409,6 +411,27 @@ SPEC = OpSpec(
                 "packed",
                 x_block_size=(1, 32),
             ),
+        ),
+        # Every power of two as sf, and what becomes infinite by it.
+        *(
+            Case(
+                f"e4m3-{block[0]}x{block[1]}-{layout}-e2m1-{group}-{flags}-h576-t40-special",
+                make(
+                    pair(40, 576, "e4m3", block, _LAYOUTS[layout], special=True, largest_exponent=127),
+                    "e2m1",
+                    group,
+                    flags,
+                    x_block_size=block,
+                ),
+            )
+            for block, layout, group, flags in (
+                ((1, 32), "packed", 32, "packed"),
+                ((1, 128), "swizzled", 32, "swizzled"),
+                ((1, 32), "packed", 16, "row-round"),
+                ((2, 64), "packed", 64, "row-round"),
+                ((1, 32), "packed", 128, "packed"),
+                ((1, 32), "swizzled", 32, "row"),
+            )
         ),
         *(
             Case(

@@ -78,6 +78,9 @@ SPEC = OpSpec(
             for dtype in _DTYPES
             for rows, cols in ((0, 64), (16, 16), (16, 4096), (1040, 16))
         ),
+        Case("bfloat16-48x80-rows-on-8-bytes", make_strided((48, 80), torch.bfloat16, 4, 4), compile=True, small=True),
+        Case("bfloat16-48x80-rows-on-4-bytes", make_strided((48, 80), torch.bfloat16, 2, 2), small=True),
+        Case("float8-e4m3fn-48x80-rows-on-4-bytes", make_strided((48, 80), torch.float8_e4m3fn, 4, 4), small=True),
         Case("bfloat16-64x0", make((64, 0), torch.bfloat16), small=True),
         *(
             Case(f"{name_of(dtype)}-t{tokens}-h{hidden}", make((tokens, hidden), dtype))

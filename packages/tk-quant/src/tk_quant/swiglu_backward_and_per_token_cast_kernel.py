@@ -1,0 +1,317 @@
+"""The kernel of swiglu_backward_and_per_token_cast; see there for the formulas and a picture."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_quant.conversions import NARROW_LOADS
+from tk_quant.divisions import DIVISIONS_SOURCE, NEAR_SF
+from tk_quant.quantize import (
+    LIMITS,
+    MAGNITUDES,
+    element,
+    encode_macro,
+    float_bits,
+    load_codes_macro,
+    load_macro,
+    store_codes_macro,
+)
+
+_MAX_LANES = 256
+# Channels that a thread works on at once: more take more registers.
+_CHUNK = 4
+
+
+@dataclass(frozen=True, eq=False)
+class SwigluBackwardConfig:
+    """Launch knobs: how a block's threads lie over rows and channels."""
+
+    vec: int
+    """Neighbouring channels, of each half, which one thread takes at once."""
+    pieces: int
+    """How often a thread does so, one after the other, in its row."""
+    lanes: int
+    """Threads side by side along a row."""
+    rows: int
+    """Rows of a block."""
+    blocks_per_sm: int
+    """Blocks that a multiprocessor should have room for: the compiler keeps registers down to that."""
+
+    @staticmethod
+    @cache
+    def best(hidden: int, num_per_channels: int, clamps: bool, arch: Arch) -> "SwigluBackwardConfig":
+        """The configuration for a width, a group, and with or without a clamp."""
+        # H200, 34560 x 2 * 2048, groups of 128: 222.4 us with vec 16 and 80 registers a thread, 224.3 with vec 8 and
+        # 48, 230 and more where registers are spilled. With a clamp vec 8 takes 232.8 at 48 registers, 246.4 at 60.
+        if hidden == 2048 and num_per_channels == 128 and not clamps:
+            return SwigluBackwardConfig(16, 1, 128, 1, 6)
+        vec = 8
+        num_lanes = hidden // vec
+        pieces = ceil_div(num_lanes, _MAX_LANES)
+        lanes = align(ceil_div(num_lanes, pieces), num_per_channels // vec)
+        rows = 1
+        while pieces == 1 and (lanes * rows < 128 or (lanes * rows % 32 and lanes * rows <= 256)):
+            rows *= 2
+        # 48, 56 or more registers a thread: fewer don't suffice. 3584 takes 391 us so, 443 in one piece, at 62;
+        # 288, whose 8 rows are whole warps, 37.0, and 39.1 with 3 rows; 384 46.2 with 4 rows and 47.4 with 2.
+        is_whole = lanes * rows % 32 == 0 and lanes * pieces * vec == hidden
+        is_simple = pieces == rows == 1 and (lanes & (lanes - 1) == 0 or not clamps)
+        threads_per_sm = (1280 if is_simple else 1152) if is_whole else 896
+        return SwigluBackwardConfig(vec, pieces, lanes, rows, max(threads_per_sm // align(lanes * rows, 32), 1))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return align(self.lanes * self.rows, 32)
+
+    def num_blocks(self, num_positions: int, num_pairs: int) -> int:
+        """Blocks that there are rows or pairs for."""
+        return max(ceil_div(num_positions, self.rows), ceil_div(num_pairs, self.threads))
+
+
+# Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def swiglu_backward_kernel(
+    ndim: int,
+    x_alignment: int,
+    grad_alignment: int,
+    hidden: int,
+    num_per_channels: int,
+    round_sf: bool,
+    clamps: bool,
+    config: SwigluBackwardConfig,
+    arch: Arch,
+) -> Any:
+    import tilelang.language as T
+
+    vec, pieces, lanes, rows = config.vec, config.pieces, config.lanes, config.rows
+    group_lanes = num_per_channels // vec
+    threads = config.threads
+    num_warps = threads // 32
+    code_words, bf16_words = vec // 4, vec // 2
+    sf_cols = 2 * hidden // num_per_channels
+    least_amax = float_bits(LIMITS["e4m3"][1])
+    scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
+    encode = encode_macro("e4m3", vec)
+    load_codes = load_codes_macro("float8_e4m3fn", 2, vec, min(x_alignment, vec))
+    load_grad, store_codes = load_macro(bf16_words, 2, grad_alignment), store_codes_macro(code_words)
+    assert 32 % group_lanes == 0
+    assert lanes % group_lanes == 0
+    assert lanes * pieces * vec >= hidden
+
+    leading = tuple(T.dynamic(f"num_positions_{i}") for i in range(ndim - 1))
+    num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
+    num_positions = leading[0] if ndim == 2 else leading[0] * leading[1]
+    map_size = T.dynamic("map_size")
+
+    def fma(a: Any, b: Any, c: Any) -> Any:
+        return T.call_extern("float32", "__fmaf_rn", a, b, c)
+
+    def clamped(x: Any, clamp: Any, below: bool) -> Any:
+        """x, no more than the clamp and, if `below`, no less than its negative; NaN stays."""
+        if not clamps:
+            return x
+        low = T.if_then_else(x < -clamp, -clamp, x) if below else x
+        return T.if_then_else(x > clamp, clamp, low)
+
+    @T.macro
+    def load_piece(
+        x: T.Buffer,
+        x_sf: T.Buffer,
+        grad_out: T.Buffer,
+        codes: T.Buffer,
+        x_scale: T.Buffer,
+        grad: T.Buffer,
+        row: T.int64,
+        col: T.int32,
+        valid: T.bool,
+    ) -> None:
+        for half in T.unroll(2):
+            load_codes(x, codes, half, row, half * hidden + col, valid)
+        load_grad(grad_out, grad, 0, row, col, valid)
+        for half in T.unroll(2):
+            x_scale[half] = T.reinterpret(
+                T.ldg32(x_sf[row, (half * hidden + col) // num_per_channels], pred=valid), "float32"
+            )
+
+    @T.macro
+    def differentiate(
+        codes: T.Buffer,
+        x_scale: T.Buffer,
+        grad: T.Buffer,
+        weight: T.float32,
+        clamp: T.float32,
+        values: T.Buffer,
+        row_sum: T.Ref,
+    ) -> None:
+        """out, dl and dr of a piece to values; its part of the weight's gradient is added to row_sum."""
+        x_values = T.alloc_local((2, _CHUNK), "float32")
+        sigmoid, silu = T.alloc_local((_CHUNK,), "float32"), T.alloc_local((_CHUNK,), "float32")
+        left, right, scaled = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+        elements = T.view(codes, (2, vec), "float8_e4m3fn")
+        for chunk in T.unroll(vec // _CHUNK):
+            first = chunk * _CHUNK
+            for j in T.vectorized(_CHUNK):
+                x_values[0, j] = T.cast(elements[0, first + j], "float32")
+            for j in T.unroll(_CHUNK):
+                x_values[0, j] = x_values[0, j] * x_scale[0]
+            if T.abs(x_scale[0]) <= T.float32(NEAR_SF):
+                for j in T.unroll(_CHUNK):
+                    left = clamped(x_values[0, j], clamp, False)
+                    T.call_extern("void", "tk_sigmoid_near", left, T.address_of(sigmoid[j]), T.address_of(silu[j]))
+            else:
+                for j in T.unroll(_CHUNK):
+                    left = clamped(x_values[0, j], clamp, False)
+                    T.call_extern("void", "tk_sigmoid", left, T.address_of(sigmoid[j]), T.address_of(silu[j]))
+            for j in T.vectorized(_CHUNK):
+                x_values[1, j] = T.cast(elements[1, first + j], "float32")
+            for j in T.unroll(_CHUNK):
+                x_values[1, j] = x_values[1, j] * x_scale[1]
+                left, right = clamped(x_values[0, j], clamp, False), clamped(x_values[1, j], clamp, True)
+                values[0, first + j] = silu[j] * right
+                row_sum = fma(element(grad, 0, first + j, True), values[0, first + j], row_sum)
+                values[0, first + j] = values[0, first + j] * weight
+                scaled = element(grad, 0, first + j, True) * weight * sigmoid[j]
+                values[1, first + j] = scaled * right * fma(left, T.float32(1) - sigmoid[j], T.float32(1))
+                values[2, first + j] = scaled * left
+                if clamps:
+                    values[1, first + j] = T.if_then_else(x_values[0, j] > clamp, T.float32(0), values[1, first + j])
+                    values[2, first + j] = T.if_then_else(
+                        T.abs(x_values[1, j]) > clamp, T.float32(0), values[2, first + j]
+                    )
+
+    @T.macro
+    def store_bf16(out: T.Buffer, values: T.Buffer, which: int, row: T.int64, col: T.int32) -> None:
+        rounded = T.alloc_local((vec,), "bfloat16")
+        for j in T.vectorized(vec):
+            rounded[j] = T.cast(values[which, j], "bfloat16")
+        words = T.view(rounded, (bf16_words,), "uint32")
+        for j in T.unroll(bf16_words // 4):
+            T.stg128(out[row, col + 8 * j], words[4 * j : 4 * j + 4])
+
+    @T.macro
+    def quantize(values: T.Buffer, data: T.Buffer, sf: T.Buffer, row: T.int64, col: T.int32, valid: T.bool) -> None:
+        """dl and dr of a piece to e4m3; of the lanes of a group, even ones see to dl's scale, odd ones to dr's."""
+        amax, scale = T.alloc_local((2,), "int32"), T.alloc_local((2,), "uint32")
+        factor = T.alloc_local((2,), "uint32")
+        scaled, codes = T.alloc_local((vec,), "float32"), T.alloc_local((code_words,), "uint32")
+        largest, mine = T.alloc_var("uint32"), T.alloc_var("int32")
+        thread = T.get_thread_binding()
+        is_odd = thread % 2 == 1
+        for half in T.unroll(2):
+            largest = T.uint32(0)
+            for j in T.unroll(vec):
+                largest = T.call_extern(
+                    "uint32", "tk_larger_magnitude_f32", largest, T.reinterpret(values[1 + half, j], "uint32")
+                )
+            amax[half] = T.reinterpret(largest, "int32")
+        mine = T.max(T.if_then_else(is_odd, amax[1], amax[0]), least_amax)
+        mine = T.max(mine, T.shfl_xor(T.if_then_else(is_odd, amax[0], amax[1]), 1))
+        for j in T.unroll(1, group_lanes.bit_length() - 1):
+            mine = T.max(mine, T.shfl_xor(mine, 1 << j))
+        T.call_extern("void", scale_of, mine, T.address_of(scale[0]), T.address_of(scale[1]))
+        if valid and thread % lanes % group_lanes < 2:
+            sf[row, (thread % 2 * hidden + col) // num_per_channels] = T.reinterpret(scale[0], "float32")
+        factor[0] = T.shfl_xor(scale[1], 1)
+        factor[1] = T.if_then_else(is_odd, scale[1], factor[0])
+        factor[0] = T.if_then_else(is_odd, factor[0], scale[1])
+        for half in T.unroll(2):
+            for j in T.unroll(vec):
+                scaled[j] = values[1 + half, j] * T.reinterpret(factor[half], "float32")
+            encode(scaled, codes)
+            if valid:
+                store_codes(data, codes, row, half * hidden + col)
+
+    @T.prim_func
+    def swiglu_backward_and_per_token_cast(
+        x: T.Tensor((*leading, 2 * hidden), "float8_e4m3fn"),
+        x_sf: T.Tensor((*leading, sf_cols), "float32"),
+        grad_out: T.Tensor((*leading, hidden), "bfloat16"),
+        weight: T.Tensor((num_tokens, num_topk), "float32"),
+        pos_to_token_topk: T.Tensor((map_size,), "int32"),
+        token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
+        out: T.Tensor((*leading, hidden), "bfloat16"),
+        x_grad_data: T.Tensor((*leading, 2 * hidden), "float8_e4m3fn"),
+        x_grad_sf: T.Tensor((*leading, sf_cols), "float32"),
+        x_grad: T.Tensor((*leading, 2 * hidden), "bfloat16"),
+        weight_grad: T.Tensor((num_tokens, num_topk), "float32"),
+        clamp: T.float32,
+        num_pairs: T.int32,
+        num_blocks: T.int32,
+    ) -> None:
+        with T.Kernel(num_blocks, threads=threads) as block:
+            T.import_source(DIVISIONS_SOURCE + MAGNITUDES + NARROW_LOADS)
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            x_rows, x_sf_rows = T.view(x, (num_positions, 2 * hidden)), T.view(x_sf, (num_positions, sf_cols))
+            grad_rows, out_rows = T.view(grad_out, (num_positions, hidden)), T.view(out, (num_positions, hidden))
+            data_rows, sf_rows = (
+                T.view(x_grad_data, (num_positions, 2 * hidden)),
+                T.view(x_grad_sf, (num_positions, sf_cols)),
+            )
+            x_grad_rows = T.view(x_grad, (num_positions, 2 * hidden))
+            thread = T.get_thread_binding()
+            lane = thread % lanes
+            row = block * rows + thread // lanes
+            wide_row = T.cast(row, "int64")
+            codes = T.alloc_local((2, code_words), "uint32")
+            x_scale = T.alloc_local((2,), "float32")
+            grad = T.alloc_local((1, bf16_words), "uint32")
+            values = T.alloc_local((3, vec), "float32")
+            row_sum, row_weight = T.alloc_var("float32"), T.alloc_var("float32")
+            index, pair_row = T.alloc_var("int32"), T.alloc_var("int32")
+            inside, real = T.alloc_var("bool"), T.alloc_var("bool")
+            row_sums = T.alloc_shared((threads,), "float32")
+            targets = T.alloc_shared((rows,), "int32")
+
+            inside = thread < lanes * rows and row < num_positions
+            index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=inside), "int32")
+            real = inside and index >= 0 and index < num_pairs
+            row_weight = T.reinterpret(T.ldg32(weight[0, index], pred=real), "float32")
+            pair_row = T.reinterpret(T.ldg32(token_topk_to_pos[0, index], pred=real and lane == 0), "int32")
+            row_sum = T.float32(0)
+            for i in T.serial(pieces):
+                col = (i * lanes + lane) * vec
+                in_row = inside and col < hidden
+                load_piece(x_rows, x_sf_rows, grad_rows, codes, x_scale, grad, wide_row, col, real and col < hidden)
+                if real and col < hidden:
+                    differentiate(codes, x_scale, grad, row_weight, clamp, values, row_sum)
+                else:
+                    for j in T.unroll(vec):
+                        values[0, j] = T.float32(0)
+                        values[1, j] = T.float32(0)
+                        values[2, j] = T.float32(0)
+                if in_row:
+                    store_bf16(out_rows, values, 0, wide_row, col)
+                    store_bf16(x_grad_rows, values, 1, wide_row, col)
+                    store_bf16(x_grad_rows, values, 2, wide_row, hidden + col)
+                quantize(values, data_rows, sf_rows, wide_row, col, in_row)
+
+            row_sums[thread] = row_sum
+            if lane == 0 and thread < lanes * rows:
+                targets[thread // lanes] = T.if_then_else(real and pair_row == row, index, -1)
+            T.sync_threads()
+            for turn in T.unroll(ceil_div(rows, num_warps)):
+                summed = thread // 32 + turn * num_warps
+                if summed < rows:
+                    row_sum = T.float32(0)
+                    for k in T.unroll(ceil_div(lanes, 32)):
+                        if k * 32 + thread % 32 < lanes:
+                            row_sum = row_sum + row_sums[summed * lanes + k * 32 + thread % 32]
+                    for j in T.unroll(5):
+                        row_sum = row_sum + T.shfl_xor(row_sum, 1 << j)
+                    if thread % 32 == 0 and targets[summed] >= 0:
+                        weight_grad[0, targets[summed]] = row_sum
+
+            if block < T.ceildiv(num_pairs, threads):
+                pair = block * threads + thread
+                pair_row = T.reinterpret(T.ldg32(token_topk_to_pos[0, pair], pred=pair < num_pairs), "int32")
+                index = -1
+                if pair_row >= 0 and pair_row < num_positions:
+                    index = pos_to_token_topk[pair_row]
+                if pair < num_pairs and index != pair:
+                    weight_grad[0, pair] = T.float32(0)
+
+    return swiglu_backward_and_per_token_cast
