@@ -1,5 +1,6 @@
 """@replayable: what is remembered, what is not, and that a remembered call does the same."""
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,11 @@ def test_one_tensor_for_two_arguments_is_not_remembered() -> None:
     assert record(add, x, torch.randn(4)) is not None
 
 
+class Choice(enum.IntEnum):
+    FIRST = 1
+    SECOND = 2
+
+
 def key_of(*args: Any) -> tuple[Any, ...]:
     key: list[Any] = []
     assert replay._signature(args, {}, key) is not None
@@ -154,6 +160,8 @@ def test_signatures_tell_calls_apart() -> None:
         key_of(x, "e4m3"),
         key_of(x, (1, 32)),
         key_of(x, 1, 32),
+        key_of(x, Choice.FIRST),
+        key_of(x, Choice.SECOND),
     ]
     assert len(set(keys)) == len(keys)
     assert key_of(x, 1) == key_of(torch.ones(8, 16), 1)

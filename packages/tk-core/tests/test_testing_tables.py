@@ -92,3 +92,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert tables.main(["--check", str(tmp_path)]) == 0
     with pytest.raises(SystemExit):
         tables.main([str(tmp_path / "packages")])
+
+
+def test_baselines_of_an_earlier_run(tmp_path: Path) -> None:
+    later = row("bf16", us=39.0, eager_us=None)
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row('bf16'))}\n{json.dumps(later)}\n{json.dumps(row('fp8'))}\n")
+    rows = tables.read_rows(tmp_path)
+    assert [each["us"] for each in rows] == [39.0, 58.4]
+    lines = tables.figures_table(rows).splitlines()
+    assert "| 117 µs (3.0×) † |" in lines[2]
+    assert "| 117 µs (2.0×) |" in lines[3]
+    assert lines[-1].endswith("†: PyTorch measured in an earlier run.")

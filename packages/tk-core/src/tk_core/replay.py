@@ -10,6 +10,7 @@ On an H200 machine this takes 1 to 2 µs of host time a call where the function 
 
 import threading
 from collections.abc import Callable
+from enum import IntEnum
 from functools import wraps
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -67,8 +68,8 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any], key: list[Any]) ->
         elif kind is bool or kind is float or kind is torch.dtype:
             # 1, 1.0 and True are the same key otherwise.
             key += (kind, value)
-        elif kind is tuple and {*map(type, value)} == _ONLY_INT:
-            key.append(value)
+        elif (kind is tuple and {*map(type, value)} == _ONLY_INT) or issubclass(kind, IntEnum):
+            key += (kind, value)
         else:
             return None
     return values

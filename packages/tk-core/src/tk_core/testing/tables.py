@@ -16,6 +16,8 @@ from typing import Any
 from tk_core import ledger
 from tk_core.testing.specs import OpSpec, load_specs
 
+_BASELINES = ("eager_us", "eager_error", "compiled_us", "compiled_error")
+
 
 def ops_table(specs: dict[str, OpSpec]) -> str:
     """A package's ops: what each computes, where it runs, whether it is verified."""
@@ -41,14 +43,21 @@ def _state(op: str) -> str:
 
 
 def read_rows(results: Path) -> list[dict[str, Any]]:
-    """The newest row of each op and case in a folder of result files."""
+    """The newest row of each op and case in a folder of result files; of equal dates, the one that stands last.
+
+    Where that was measured without PyTorch, it takes PyTorch's times from the row before, and has `earlier` set.
+    """
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for file in sorted(results.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             key = row["op"], row["case"]
-            if key not in newest or row["date"] >= newest[key]["date"]:
-                newest[key] = row
+            older = newest.get(key)
+            if older is not None and row["date"] < older["date"]:
+                continue
+            if older is not None and row.get("eager_us") is None and older.get("eager_us") is not None:
+                row |= {name: older.get(name) for name in _BASELINES} | {"earlier": True}
+            newest[key] = row
     return list(newest.values())
 
 
@@ -72,14 +81,16 @@ def figures_table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     headings = ("op", "case", "µs", "TB/s", "of a copy's rate", "PyTorch, eager", "torch.compile", "host µs")
     with_what = sorted({_with_what(row) for row in chosen})
-    return f"{_markdown(headings, cells, numbers_from=2)}\n\nMeasured with: {'; '.join(with_what)}."
+    note = " †: PyTorch measured in an earlier run." if any(row.get("earlier") for row in chosen) else ""
+    return f"{_markdown(headings, cells, numbers_from=2)}\n\nMeasured with: {'; '.join(with_what)}.{note}"
 
 
 def _baseline(row: dict[str, Any], name: str) -> str:
     if row.get(f"{name}_error"):
         return "fails"
     value = row.get(f"{name}_us")
-    return "–" if value is None else f"{value:.0f} µs ({value / row['us']:.1f}×)"
+    mark = " †" if row.get("earlier") else ""
+    return "–" if value is None else f"{value:.0f} µs ({value / row['us']:.1f}×){mark}"
 
 
 def _with_what(row: dict[str, Any]) -> str:
