@@ -1,0 +1,313 @@
+"""What the gates' kernels share: a warp chooses the best experts of a token.
+
+    lane         0               1           …         31
+    experts  0 … V-1         V … 2V-1        …    31V … 32V-1         (V experts a lane; `first` is the lane's first)
+    keys     int32 (V,) in each lane's registers, sorting as the ranks of its experts do
+
+Lanes own consecutive experts (with gaps, if groups of experts want lanes of their own), so among equal keys the lowest
+lane has the smallest index. Each lane knows its best three keys, not where they are; a round is one warp maximum and
+one ballot, and only the lane that wins moves on to its next. A lane that has spent three looks through its registers.
+After the rounds, lane k looks up where the winner of round k has its key, all slots at a time.
+
+A gate does this with all 32 lanes of the warp active (a guard such as `token < num_tokens` is the same for a warp):
+
+    keys = T.alloc_local((per_lane,), "int32")
+    chosen = T.alloc_local((1,), "int32")
+    for j in T.unroll(per_lane):        # rank: the score, or score + bias, float32
+        keys[j] = T.if_then_else(first + j < num_experts, sort_key(rank[j]), T.int32(NO_KEY))
+    choose_macro(per_lane, num_topk)(keys, lane, first, chosen)
+
+Then lane k < num_topk holds in chosen[0] the expert with the k-th best rank, the other lanes hold -1. So what follows
+is done once a token, by all slots at a time: lane k stores its index (one coalesced store a token), and takes the
+unbiased score of its expert by computing it again from `logits[token, chosen[0]]` (in L1 by now), which costs less than
+carrying scores through the selection. Sums over the slots are `T.warp_reduce_sum` of a value that is 0 in other lanes.
+The same tail serves gates whose experts are given. Kernels that use this want
+`@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})` and guards of their own.
+
+Groups of experts get `group_lanes(num_groups)` lanes each; `group_key_macro` makes a key of a group's best one or two.
+
+The functions import TileLang when they are called, like a kernel's builder.
+"""
+
+from functools import cache
+from typing import Any
+
+from tk_core.math import align, ceil_div
+
+NO_KEY = -0x7F800002
+"""One below the key of -∞, which is the least that a rank has: the key of what is no expert."""
+LEAST_KEY = -0x7F800001
+"""The key of -∞."""
+TOP_KEY = 0x7FFFFFFF
+"""The key of NaN."""
+_UNKNOWN = -0x7F800003  # the lane has to look it up
+
+
+def sort_key(rank: Any) -> Any:
+    """The int32 that sorts as the float32 `rank` does: any NaN on top, -0 equal to +0. An expression."""
+    import tilelang.language as T
+
+    return sort_key_of_sum(rank, T.float32(0))
+
+
+def sort_key_of_sum(a: Any, b: Any) -> Any:
+    """The `sort_key` of the float32 a + b, which must not be -0: that is, a and b are not both -0. An expression."""
+    import tilelang.language as T
+
+    # A sum turns any NaN into the one with all bits but the sign set, which is the top key; and -0 + 0 is +0.
+    bits = T.reinterpret(T.ieee_add(a, b), "int32")
+    return bits ^ ((bits >> 31) & T.int32(0x7FFFFFFF))
+
+
+def rank_of(key: Any) -> Any:
+    """The float32 that `key` sorts as. An expression."""
+    import tilelang.language as T
+
+    return T.reinterpret(key ^ ((key >> 31) & T.int32(0x7FFFFFFF)), "float32")
+
+
+def group_lanes(num_groups: int) -> int:
+    """Lanes for each of 1 to 32 groups: a power of two, so that a group finds itself by exchanges."""
+    return 1 << ((32 // num_groups).bit_length() - 1)
+
+
+def lane_vector(num_experts: int, lanes: int, most: int) -> int:
+    """Elements of the vectors in which so many lanes share the experts: at most `most`, both powers of two.
+
+    The widest that divides num_experts and gives a lane no more than a third beyond its share.
+    """
+    share = ceil_div(num_experts, lanes)
+    vector = most
+    while vector > 1 and (num_experts % vector or 3 * align(share, vector) > 4 * share):
+        vector //= 2
+    return vector
+
+
+@cache
+def best_three_macro(per_lane: int) -> Any:
+    """Macro `best_three(keys, best)`: the largest three of a lane's keys, in order.
+
+    keys int32 (per_lane,), best int32 (3,); NO_KEY for what is not there.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def best_three(keys: T.Buffer, best: T.Buffer) -> None:
+        high = T.alloc_local((2,), "int32")
+        low = T.alloc_local((2,), "int32")
+        a = T.alloc_var("int32")
+        b = T.alloc_var("int32")
+        c = T.alloc_var("int32")
+        d = T.alloc_var("int32")
+        for i in T.unroll(3):
+            best[i] = T.int32(NO_KEY)
+        # Four at a time: the best three of two sorted pairs, then of two sorted triples.
+        for j in T.unroll(per_lane // 4):
+            for i in T.unroll(2):
+                high[i] = T.max(keys[4 * j + 2 * i], keys[4 * j + 2 * i + 1])
+                low[i] = T.min(keys[4 * j + 2 * i], keys[4 * j + 2 * i + 1])
+            a = T.max(high[0], high[1])
+            b = T.max(T.min(high[0], high[1]), T.max(low[0], low[1]))
+            c = T.min(T.min(high[0], high[1]), T.max(low[0], low[1]))
+            if j == 0:
+                best[0] = a
+                best[1] = b
+                best[2] = c
+            else:
+                d = T.min(best[0], a)
+                best[0] = T.max(best[0], a)
+                b = T.max(best[1], b)
+                best[1] = T.max(b, d)
+                best[2] = T.max(T.min(b, d), T.max(best[2], c))
+        for j in T.unroll(per_lane % 4):
+            a = keys[per_lane // 4 * 4 + j]
+            b = T.min(best[0], a)
+            best[0] = T.max(best[0], a)
+            c = T.min(best[1], b)
+            best[1] = T.max(best[1], b)
+            best[2] = T.max(best[2], c)
+
+    return best_three
+
+
+@cache
+def choose_macro(per_lane: int, num_topk: int) -> Any:
+    """Macro `choose(keys, lane, first, chosen)`: lane k gets the expert with the k-th best key, the others -1.
+
+    keys int32 (per_lane,), NO_KEY where the lane has no expert; first int32, expert of keys[0], ascending with the
+    lane; chosen int32 (1,). num_topk is at most 32 and at most the number of experts.
+    """
+    import tilelang.language as T
+
+    best_three = best_three_macro(per_lane)
+    choose_from = choose_from_macro(per_lane, num_topk)
+
+    @T.macro
+    def choose(keys: T.Buffer, lane: T.int32, first: T.int32, chosen: T.Buffer) -> None:
+        best = T.alloc_local((3,), "int32")
+        best_three(keys, best)
+        choose_from(keys, best, TOP_KEY, lane, first, chosen)
+
+    return choose
+
+
+@cache
+def _round_macro(per_lane: int, moves_on: bool, looks: bool) -> Any:
+    """Macro of a round: notes it in lane k; then the winner moves on to its next key, and looks for it if it must."""
+    import tilelang.language as T
+
+    @T.macro
+    def play(
+        keys: T.Buffer, best: T.Buffer, wins: T.Buffer, lane: T.int32, k: T.int32, slot: T.Buffer, holders: T.Buffer
+    ) -> None:
+        top = T.alloc_var("int32")
+        held = T.alloc_var("uint32")
+        this_lane = T.alloc_var("uint32")
+        not_less = T.alloc_var("int32")
+        top = T.warp_reduce_max(best[0])
+        held = T.cast(T.ballot_sync(best[0] == top), "uint32")
+        if lane == k:
+            slot[0] = top
+            holders[0] = held
+        if moves_on:
+            # The lowest lane that holds the maximum wins.
+            this_lane = T.uint32(1) << T.cast(lane, "uint32")
+            if held & (this_lane * T.uint32(2) - T.uint32(1)) == this_lane:
+                best[0] = best[1]
+                best[1] = best[2]
+                best[2] = T.int32(_UNKNOWN)
+            # That lane, from its third win on.
+            if looks and best[0] == T.int32(_UNKNOWN):
+                wins[0] = wins[0] + 1
+                not_less = 0
+                best[0] = T.int32(NO_KEY)
+                for j in T.unroll(per_lane):
+                    if keys[j] < top:
+                        best[0] = T.max(best[0], keys[j])
+                    else:
+                        not_less = not_less + 1
+                if not_less > wins[0]:
+                    best[0] = top
+
+    return play
+
+
+@cache
+def choose_from_macro(per_lane: int, num_topk: int) -> Any:
+    """Macro `choose_from(keys, best, most, lane, first, chosen)`: as `choose`, given each lane's best three.
+
+    In a lane where most is LEAST_KEY instead of TOP_KEY, all experts count as having that; so do its `best`, which the
+    caller has lowered. `best` is spent.
+    """
+    import tilelang.language as T
+
+    num_blind = min(2, num_topk - 1)
+    play_blind, play, play_last = (
+        _round_macro(per_lane, *flags) for flags in ((True, False), (True, True), (False, False))
+    )
+
+    @T.macro
+    def choose_from(
+        keys: T.Buffer, best: T.Buffer, most: T.int32, lane: T.int32, first: T.int32, chosen: T.Buffer
+    ) -> None:
+        wins = T.alloc_local((1,), "int32")
+        # Of the round whose number is this lane's.
+        slot = T.alloc_local((1,), "int32")
+        holders = T.alloc_local((1,), "uint32")
+        winner = T.alloc_var("int32")
+        above_key = T.alloc_var("int32")
+        above_winner = T.alloc_var("int32")
+        repeats = T.alloc_var("uint32")
+        earlier = T.alloc_var("int32")
+        found = T.alloc_var("int32")
+        wins[0] = 2  # when the lane first has to look
+        slot[0] = T.int32(NO_KEY)
+        holders[0] = T.uint32(1)
+        for k in T.unroll(num_blind):
+            play_blind(keys, best, wins, lane, k, slot, holders)
+        for k in T.serial(num_blind, num_topk - 1):
+            play(keys, best, wins, lane, k, slot, holders)
+        play_last(keys, best, wins, lane, num_topk - 1, slot, holders)
+
+        winner = T.__ffs(T.reinterpret(holders[0], "int32")) - 1
+        found = 0
+        for j in T.unroll(per_lane):
+            if T.shfl_sync(keys[per_lane - 1 - j], winner) == slot[0]:
+                found = per_lane - 1 - j
+        if per_lane > 1:
+            # Where a lane has won with equal keys, the later slots have the later of them.
+            above_key = T.shfl_up(slot[0], 1)
+            above_winner = T.shfl_up(winner, 1)
+            repeats = T.cast(
+                T.ballot_sync(lane > 0 and lane < num_topk and above_key == slot[0] and above_winner == winner),
+                "uint32",
+            )
+            if T.any_sync(repeats != T.uint32(0) or slot[0] == T.int32(LEAST_KEY)):
+                # The ones that end at this lane's bit.
+                earlier = T.call_extern("int32", "__clz", ~(repeats << T.cast(31 - lane, "uint32")))
+                for j in T.unroll(per_lane):
+                    if T.shfl_sync(T.min(keys[j], most), winner) == slot[0]:
+                        if earlier == 0:
+                            found = j
+                        earlier = earlier - 1
+        found = T.shfl_sync(first, winner) + found
+        chosen[0] = T.if_then_else(lane < num_topk, found, -1)
+
+    return choose_from
+
+
+@cache
+def group_key_macro(lanes: int, num_topk_sum: int) -> Any:
+    """Macro `group_key(best, key)`: in each lane the key of the sum of its group's best one or two ranks.
+
+    lanes from `group_lanes`; best int32 (3,) from `best_three`, key int32 (1,). A group of too few experts gets a key
+    that means nothing.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def group_key(best: T.Buffer, key: T.Buffer) -> None:
+        first = T.alloc_var("int32")
+        second = T.alloc_var("int32")
+        other = T.alloc_var("int32")
+        first = best[0]
+        second = best[1]
+        for step in T.unroll(lanes.bit_length() - 1):
+            other = T.shfl_xor(first, 1 << step)
+            if num_topk_sum == 2:
+                second = T.max(T.min(first, other), T.max(second, T.shfl_xor(second, 1 << step)))
+            first = T.max(first, other)
+        key[0] = first
+        if num_topk_sum == 2:
+            key[0] = sort_key(rank_of(first) + rank_of(second))
+
+    return group_key
+
+
+@cache
+def group_place_macro(num_groups: int) -> Any:
+    """Macro `group_place(key, lane, place)`: in each lane how many groups are ahead of its own.
+
+    key int32 (1,) from `group_key`, the same in all lanes of a group; place int32 (1,). Of equals the first is ahead.
+    """
+    import tilelang.language as T
+
+    lanes = group_lanes(num_groups)
+    per_lane = ceil_div(num_groups, lanes)
+
+    @T.macro
+    def group_place(key: T.Buffer, lane: T.int32, place: T.Buffer) -> None:
+        other = T.alloc_var("int32")
+        least = T.alloc_var("int32")
+        place[0] = 0
+        # A group's lanes share out the comparisons.
+        for i in T.unroll(per_lane):
+            group = lane % lanes * per_lane + i
+            other = T.shfl_sync(key[0], group * lanes % 32)
+            # One less, where an equal key is ahead too; no key is the least int32.
+            least = key[0] - T.cast(group < lane // lanes, "int32")
+            place[0] = place[0] + T.cast(group < num_groups and other > least, "int32")
+        for step in T.unroll(lanes.bit_length() - 1):
+            place[0] = place[0] + T.shfl_xor(place[0], 1 << step)
+
+    return group_place

@@ -1,0 +1,71 @@
+"""Named cases of aux_fi."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tk_core.testing import Case, OpSpec
+from tk_moe import reference
+from tk_moe.aux_fi import aux_fi
+from tk_moe.testing.group_count import indices
+
+Make = Callable[[str], dict[str, Any]]
+
+_MODEL_EXPERTS = (8, 16, 32, 36, 64, 72, 96, 108, 128, 144, 256, 288, 384, 512)
+
+
+def make(
+    num_tokens: int,
+    num_topk: int,
+    num_experts: int,
+    routing: str = "any",
+    num_aux_topk: int | None = None,
+    first_element: int = 0,
+) -> Make:
+    """Arguments of aux_fi; num_aux_topk is num_topk unless given, the rest as in `testing.group_count.indices`."""
+
+    def build(device: str) -> dict[str, Any]:
+        return {
+            "topk_idx": indices(num_tokens, num_topk, num_experts, routing, device, first_element),
+            "num_experts": num_experts,
+            "num_aux_topk": num_aux_topk or num_topk,
+        }
+
+    return build
+
+
+SPEC = OpSpec(
+    op=aux_fi,
+    reference=reference.aux_fi,
+    cases=(
+        # One block: up to 2048 pairs.
+        Case("e256-k8-t31", make(31, 8, 256), small=True, modes=True, compile=True),
+        Case("e13-k3-t31", make(31, 3, 13), small=True),
+        Case("e1024-k32-t9", make(9, 32, 1024), small=True, compile=True),
+        Case("e1-k1-t5", make(5, 1, 1), small=True),
+        Case("e8-k2-t0", make(0, 2, 8), small=True),
+        Case("e8-k2-t1", make(1, 2, 8), small=True),
+        Case("e32-k6-t67-aux5", make(67, 6, 32, num_aux_topk=5), small=True),
+        Case("e32-k6-t67-unaligned", make(67, 6, 32, first_element=1), small=True),
+        Case("e32-k6-t67-last", make(67, 6, 32, "last"), small=True),
+        Case("e32-k6-t67-none", make(67, 6, 32, "none"), small=True),
+        # A cluster.
+        Case("e256-k8-t300", make(300, 8, 256), small=True, modes=True, compile=True),
+        Case("e13-k9-t300-none", make(300, 9, 13, "none"), small=True),
+        # count · num_experts takes more than 24 bits, then more than 31.
+        Case("e1024-k32-t8001-last", make(8001, 32, 1024, "last"), compile=True),
+        Case("e1023-k32-t131071-last", make(131071, 32, 1023, "last", 31)),
+        *(Case(f"e256-k8-t{num_tokens}", make(num_tokens, 8, 256)) for num_tokens in (256, 257, 4001, 8001)),
+        *(Case(f"e256-k8-t4001-{routing}", make(4001, 8, 256, routing)) for routing in ("last", "half", "none")),
+        *(
+            Case(f"e{num_experts}-k{num_topk}-t{num_tokens}", make(num_tokens, num_topk, num_experts))
+            for num_experts in _MODEL_EXPERTS
+            for num_topk, num_tokens in ((1, 2), (7, 8001), (9, 31))
+        ),
+        Case("e256-k8-t8192-bench", make(8192, 8, 256), bench=True, warmup=True, gpu=False),
+        Case("e256-k8-t8192-half-bench", make(8192, 8, 256, "half"), bench=True, gpu=False),
+        *(
+            Case(f"e256-k8-t{num_tokens}-bench", make(num_tokens, 8, 256), bench=True, gpu=False)
+            for num_tokens in (1, 8, 64, 128, 1024)
+        ),
+    ),
+)
