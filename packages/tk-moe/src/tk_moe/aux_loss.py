@@ -34,6 +34,7 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_moe.cluster import largest_cluster
 from tk_moe.get_fused_mapping import _LOAD_FROM_CLUSTER
 
 MAX_EXPERTS = 1024
@@ -58,10 +59,7 @@ class AuxLossConfig:
     @cache
     def best(num_sms: int, arch: Arch) -> "AuxLossConfig":
         """The largest cluster that `num_sms` SMs take; one block without clusters. Untuned."""
-        if arch.sm < 90 or num_sms < 8:
-            return AuxLossConfig(1)
-        # The blocks of a cluster share a GPC, and of 8 GPCs with more than 120 multiprocessors one has 16.
-        return AuxLossConfig(16 if arch.sm in (90, 100, 103) and num_sms > 120 else 8)
+        return AuxLossConfig(largest_cluster(num_sms, arch))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,6 @@ A warp takes a token, lane k its k-th slot. The warp writes the row as it is wit
 -p·Σ, then each slot writes its own element. Slots of one expert, if there are such, first add up in order.
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,26 +31,14 @@ from tk_moe.scoring import (
     ScoringFunc,
     check_scoring_func,
     clamped,
+    load_logits_macro,
     score,
     slope,
     softmax_score,
     softmax_sums_macro,
 )
+from tk_moe.topk_gate import TopkGateConfig
 from tk_moe.topk_gate_with_weights import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK
-
-
-@dataclass(frozen=True, eq=False)
-class GateWeightsBwdConfig:
-    """Launch knobs."""
-
-    warps: int
-    """Tokens that a block takes, a warp each."""
-
-    @staticmethod
-    @cache
-    def best(many_tokens: bool, arch: Arch) -> "GateWeightsBwdConfig":
-        """As topk_gate has it: a warp a scheduler for few tokens, two for many. Untuned."""
-        return GateWeightsBwdConfig(warps=8 if many_tokens else 4)
 
 
 # Every access stands under a guard of its own.
@@ -65,7 +51,7 @@ def _gate_weights_bwd_kernel(
     scoring_func: ScoringFunc,
     renormalize: bool,
     alignment: int,
-    config: GateWeightsBwdConfig,
+    config: TopkGateConfig,
     arch: Arch,
 ) -> Any:
     """`alignment`: what the address of each row of logits and grad_logits is a multiple of, in bytes."""
@@ -78,19 +64,8 @@ def _gate_weights_bwd_kernel(
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
+    load_logits = load_logits_macro(num_experts, vector, dtype)
     softmax_sums = softmax_sums_macro(per_lane)
-
-    @T.macro
-    def load_row(logits: T.Buffer, token: T.int32, lane: T.int32, x: T.Buffer) -> None:
-        values = T.alloc_local((per_lane,), dtype)
-        for c in T.unroll(chunks):
-            if (c * 32 + lane) * vector < num_experts:
-                for v in T.vectorized(vector):
-                    values[c * vector + v] = logits[token, (c * 32 + lane) * vector + v]
-        for j in T.unroll(per_lane):
-            x[j] = T.if_then_else(
-                (j // vector * 32 + lane) * vector < num_experts, T.cast(values[j], "float32"), -T.infinity("float32")
-            )
 
     @T.macro
     def store_row(grad_logits: T.Buffer, token: T.int32, lane: T.int32, values: T.Buffer) -> None:
@@ -155,7 +130,7 @@ def _gate_weights_bwd_kernel(
                 value = T.alloc_var("float32")
                 inner = T.alloc_var("float32")
                 if is_softmax:
-                    load_row(logits, token, lane, x)
+                    load_logits(logits, token, lane, x)
                 expert = -1
                 grad[0] = T.float32(0)
                 if lane < num_topk:
@@ -243,7 +218,7 @@ def _gate_weights_bwd_out(
         ScoringFunc(scoring_func),
         renormalize,
         min(check.row_alignment(logits), check.row_alignment(grad_logits)),
-        GateWeightsBwdConfig.best(num_tokens > 8 * arch.num_sms, arch),
+        TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch),
         arch,
     )
     bwd(grad_weights, logits, topk_idx, routed_scaling_factor, grad_logits)

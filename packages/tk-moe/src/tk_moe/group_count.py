@@ -25,6 +25,7 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_moe.cluster import largest_cluster
 from tk_moe.get_fused_mapping import _LOAD_FROM_CLUSTER
 
 MAX_GROUPS = 1024
@@ -47,11 +48,8 @@ class GroupCountConfig:
     @staticmethod
     @cache
     def best(few_pairs: bool, num_sms: int, arch: Arch) -> "GroupCountConfig":
-        """One block for few pairs or without clusters, else the largest cluster that `num_sms` SMs take. Untuned."""
-        if few_pairs or arch.sm < 90 or num_sms < 8:
-            return GroupCountConfig(1)
-        # The blocks of a cluster share a GPC, and of 8 GPCs with more than 120 multiprocessors one has 16.
-        return GroupCountConfig(16 if arch.sm in (90, 100, 103) and num_sms > 120 else 8)
+        """One block for few pairs, else the largest cluster that `num_sms` SMs take. Untuned."""
+        return GroupCountConfig(1 if few_pairs else largest_cluster(num_sms, arch))
 
 
 # The order of shared memory is kept by the barriers that are written out here.

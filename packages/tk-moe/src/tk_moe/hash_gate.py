@@ -12,8 +12,6 @@ A warp takes a token, lane k its k-th slot: one row of the table, then one gathe
 token's logits, while the table is on its way.
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,22 +22,17 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.scoring import SCORING_SOURCE, ScoringFunc, clamped, score, softmax_score, softmax_sums_macro
+from tk_moe.scoring import (
+    SCORING_SOURCE,
+    ScoringFunc,
+    clamped,
+    load_logits_macro,
+    score,
+    softmax_score,
+    softmax_sums_macro,
+)
+from tk_moe.topk_gate import TopkGateConfig
 from tk_moe.topk_gate_with_weights import LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, check_gate_options
-
-
-@dataclass(frozen=True, eq=False)
-class HashGateConfig:
-    """Launch knobs."""
-
-    warps: int
-    """Tokens that a block takes, a warp each."""
-
-    @staticmethod
-    @cache
-    def best(many_tokens: bool, arch: Arch) -> "HashGateConfig":
-        """As topk_gate has it: a warp a scheduler for few tokens, two for many. Untuned."""
-        return HashGateConfig(warps=8 if many_tokens else 4)
 
 
 # Every access stands under a guard of its own.
@@ -54,7 +47,7 @@ def _hash_gate_kernel(
     renormalize: bool,
     has_mask: bool,
     alignment: int,
-    config: HashGateConfig,
+    config: TopkGateConfig,
     arch: Arch,
 ) -> Any:
     """`alignment`: what the address of each row of logits is a multiple of, in bytes."""
@@ -66,19 +59,8 @@ def _hash_gate_kernel(
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
     vocab_size = T.dynamic("vocab_size")
+    load_logits = load_logits_macro(num_experts, vector, dtype)
     softmax_sums = softmax_sums_macro(per_lane)
-
-    @T.macro
-    def load_row(logits: T.Buffer, token: T.int32, lane: T.int32, x: T.Buffer) -> None:
-        values = T.alloc_local((per_lane,), dtype)
-        for c in T.unroll(per_lane // vector):
-            if (c * 32 + lane) * vector < num_experts:
-                for v in T.vectorized(vector):
-                    values[c * vector + v] = logits[token, (c * 32 + lane) * vector + v]
-        for j in T.unroll(per_lane):
-            x[j] = T.if_then_else(
-                (j // vector * 32 + lane) * vector < num_experts, T.cast(values[j], "float32"), -T.infinity("float32")
-            )
 
     @T.prim_func
     def hash_gate(
@@ -107,7 +89,7 @@ def _hash_gate_kernel(
                 if has_mask:
                     is_wanted = mask[token]
                 if is_softmax:
-                    load_row(logits, token, lane, x)
+                    load_logits(logits, token, lane, x)
                 expert = -1
                 if is_wanted and lane < num_topk and token_id >= 0 and token_id < T.cast(vocab_size, "int64"):
                     expert = table[token_id, lane]
@@ -176,7 +158,7 @@ def _hash_gate_out(
         renormalize,
         mask is not None,
         check.row_alignment(logits),
-        HashGateConfig.best(num_tokens > 8 * arch.num_sms, arch),
+        TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch),
         arch,
     )
     gate(token_ids, table, logits, mask, routed_scaling_factor, topk_idx, topk_weights)

@@ -21,6 +21,8 @@ import enum
 from functools import cache
 from typing import Any
 
+import torch
+
 from tk_core import check
 from tk_moe.selection import rank_of, sort_key
 
@@ -181,3 +183,27 @@ def softmax_sums_macro(per_lane: int) -> Any:
         sums[1] = T.warp_reduce_sum(sums[1])
 
     return softmax_sums
+
+
+@cache
+def load_logits_macro(num_experts: int, vector: int, dtype: torch.dtype) -> Any:
+    """Macro `load_logits(logits, token, lane, x)`: a lane's logits of a token as float32, -∞ where there is no expert.
+
+    x float32, a multiple of `vector`; elements that many apart hold experts 32 * vector apart.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def load_logits(logits: T.Buffer, token: T.int32, lane: T.int32, x: T.Buffer) -> None:
+        per_lane = x.shape[0]
+        values = T.alloc_local((per_lane,), dtype)
+        for c in T.unroll(per_lane // vector):
+            if (c * 32 + lane) * vector < num_experts:
+                for v in T.vectorized(vector):
+                    values[c * vector + v] = logits[token, (c * 32 + lane) * vector + v]
+        for j in T.unroll(per_lane):
+            x[j] = T.if_then_else(
+                (j // vector * 32 + lane) * vector < num_experts, T.cast(values[j], "float32"), -T.infinity("float32")
+            )
+
+    return load_logits

@@ -20,7 +20,8 @@ from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_moe.scoring import ScoringFunc, check_scoring_func
-from tk_moe.top2_sum_gate_kernel import Routing, Top2SumGateConfig, top2_sum_gate_kernel
+from tk_moe.top2_sum_gate_kernel import Routing, top2_sum_gate_kernel
+from tk_moe.topk_gate import TopkGateConfig
 
 MAX_EXPERTS = 1024
 MAX_GROUPS = 32
@@ -100,7 +101,7 @@ def _top2_sum_gate_out(
         (num_experts + max(num_copies - 1, 0)) // num_ep_ranks if num_tp_ranks > 1 else 0,
         num_tp_ranks,
     )
-    config = Top2SumGateConfig.best(num_tokens > 8 * arch.num_sms, arch)
+    config = TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch)
     gate = top2_sum_gate_kernel(
         num_experts, routing, check.row_alignment(logits), check.row_alignment(bias), config, arch
     )

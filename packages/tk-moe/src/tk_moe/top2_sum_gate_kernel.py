@@ -15,7 +15,6 @@ log2(e) is rounded. A score that underflows is 0.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from tk_core.arch import Arch
@@ -35,6 +34,7 @@ from tk_moe.selection import (
     sort_key,
     sort_key_of_sum,
 )
+from tk_moe.topk_gate import TopkGateConfig
 
 # The step from a token to the next one's copy of an expert.
 _COPY_STEP = 23333
@@ -52,20 +52,6 @@ __device__ __forceinline__ float tk_fast_sigmoid(float x) {
   return tk_fast_reciprocal(1.0f + power);
 }
 """
-
-
-@dataclass(frozen=True, eq=False)
-class Top2SumGateConfig:
-    """Launch knobs."""
-
-    warps: int
-    """Tokens that a block takes, a warp each."""
-
-    @staticmethod
-    @cache
-    def best(many_tokens: bool, arch: Arch) -> "Top2SumGateConfig":
-        """As topk_gate has it. Untuned."""
-        return Top2SumGateConfig(warps=8 if many_tokens else 4)
 
 
 @dataclass(frozen=True)
@@ -91,7 +77,7 @@ class Routing:
 # Every access stands under a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def top2_sum_gate_kernel(
-    num_experts: int, routing: Routing, alignment: int, bias_alignment: int, config: Top2SumGateConfig, arch: Arch
+    num_experts: int, routing: Routing, alignment: int, bias_alignment: int, config: TopkGateConfig, arch: Arch
 ) -> Any:
     """`alignment`, `bias_alignment`: what addresses of rows of logits and that of bias are multiples of, in bytes."""
     import tilelang.language as T

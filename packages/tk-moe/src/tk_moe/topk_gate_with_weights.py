@@ -11,8 +11,6 @@ A warp takes a token. Its lanes own consecutive experts and choose as selection.
 expert, whose score it computes again from the logit, and a sum over the warp gives the denominator.
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,25 +32,12 @@ from tk_moe.scoring import (
     write_scores,
 )
 from tk_moe.selection import NO_KEY, choose_macro, lane_vector, sort_key
+from tk_moe.topk_gate import TopkGateConfig
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
 LOGIT_DTYPES = (torch.bfloat16, torch.float32)
 IDX_DTYPES = (torch.int64, torch.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class TopkGateWithWeightsConfig:
-    """Launch knobs."""
-
-    warps: int
-    """Tokens that a block takes, a warp each."""
-
-    @staticmethod
-    @cache
-    def best(many_tokens: bool, arch: Arch) -> "TopkGateWithWeightsConfig":
-        """As topk_gate has it: a warp a scheduler for few tokens, two for many. Untuned."""
-        return TopkGateWithWeightsConfig(warps=8 if many_tokens else 4)
 
 
 # Every access stands under a guard of its own.
@@ -68,7 +53,7 @@ def _topk_gate_with_weights_kernel(
     has_mask: bool,
     alignment: int,
     bias_alignment: int,
-    config: TopkGateWithWeightsConfig,
+    config: TopkGateConfig,
     arch: Arch,
 ) -> Any:
     """`alignment`, `bias_alignment`: what addresses of rows of logits and that of bias are multiples of, in bytes."""
@@ -191,7 +176,7 @@ def _topk_gate_with_weights_out(
         return
     arch = get_arch(logits.device)
     # Eight tokens a multiprocessor: two warps a scheduler.
-    config = TopkGateWithWeightsConfig.best(num_tokens > 8 * arch.num_sms, arch)
+    config = TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch)
     gate = _topk_gate_with_weights_kernel(
         num_experts,
         topk_idx.shape[1],

@@ -9,8 +9,6 @@ A warp takes a token, and of its lanes each group has as many, a power of two. T
 exchanges; then one lane of each group has its sum, and the warp chooses among those as it does among experts.
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,23 +28,10 @@ from tk_moe.selection import (
     lane_vector,
     sort_key,
 )
+from tk_moe.topk_gate import TopkGateConfig
 
 MAX_GROUPS = 32
 MAX_EXPERTS = 1024
-
-
-@dataclass(frozen=True, eq=False)
-class TopkSumAndTopkGroupIdxConfig:
-    """Launch knobs."""
-
-    warps: int
-    """Tokens that a block takes, a warp each."""
-
-    @staticmethod
-    @cache
-    def best(many_tokens: bool, arch: Arch) -> "TopkSumAndTopkGroupIdxConfig":
-        """As topk_gate has it. Untuned."""
-        return TopkSumAndTopkGroupIdxConfig(warps=8 if many_tokens else 4)
 
 
 # Every access stands under a guard of its own.
@@ -57,7 +42,7 @@ def _topk_sum_kernel(
     num_topk_sum: int,
     num_topk_groups: int,
     alignment: int,
-    config: TopkSumAndTopkGroupIdxConfig,
+    config: TopkGateConfig,
     arch: Arch,
 ) -> Any:
     """`alignment`: what the address of each group's scores is a multiple of, in bytes."""
@@ -118,7 +103,7 @@ def _topk_sum_out(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int,
     if num_tokens == 0:
         return
     arch = get_arch(scores.device)
-    config = TopkSumAndTopkGroupIdxConfig.best(num_tokens > 8 * arch.num_sms, arch)
+    config = TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch)
     alignment = check.row_alignment(scores)
     _topk_sum_kernel(num_groups, group_size, num_topk_sum, num_topk_groups, alignment, config, arch)(scores, out)
 
