@@ -58,6 +58,22 @@ def test_records_need_every_tool() -> None:
     assert sanitize.records([], None) == {}
 
 
+def test_records_of_ops_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_tool(sanitizer: str, tool: str, ops: list[str]) -> Finding:
+        return Finding(tool, dict.fromkeys(ops, 2), "f3" not in ops or tool != "initcheck", "========= complaint")
+
+    monkeypatch.setattr(sanitize, "run_tool", run_tool)
+    findings = list(sanitize.run_tools("sanitizer", sanitize.TOOLS, [f"f{i}" for i in range(10)]))
+    assert sanitize.records(findings, None).keys() == {"f4", "f5", "f6", "f7", "f8", "f9"}
+    lines = list(sanitize.summaries(findings))
+    assert [line for line in lines if "cases" in line] == [
+        "memcheck: clean, 20 cases",
+        "initcheck: FAILED, 20 cases",
+        "racecheck: clean, 20 cases",
+    ]
+    assert any("complaint" in line for line in lines)
+
+
 def test_excerpt_begins_at_the_first_complaint() -> None:
     output = _CASES.replace(
         "tk: done tk_zz.f two", "========= Invalid __global__ write of size 4 bytes\n=========     at kernel+0x10"

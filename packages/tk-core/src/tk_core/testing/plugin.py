@@ -262,14 +262,10 @@ class _Session:
             self.lines.append("compute-sanitizer: not found, nothing sanitized")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             return {}
-        findings = []
-        for tool in sanitize.TOOLS:
-            found = sanitize.run_tool(sanitizer, tool, self._ops())
-            findings.append(found)
-            self.lines.append(f"{tool}: {'clean' if found.passed else 'FAILED'}, {sum(found.cases.values())} cases")
-            if not found.passed:
-                self.lines.append(sanitize.excerpt(found.output))
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        findings = list(sanitize.run_tools(sanitizer, sanitize.TOOLS, self._ops()))
+        self.lines.extend(sanitize.summaries(findings))
+        if not all(found.passed for found in findings):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return sanitize.records(findings, sanitize.sanitizer_version(sanitizer))
 
     def _record(self, sanitizer: dict[str, Any]) -> None:

@@ -1,20 +1,24 @@
 """Small cases of ops under compute-sanitizer: `python -m tk_core.testing.sanitize [OP]...`, needs a GPU.
 
-Each tool runs once over all of them. Inputs are made on the CPU and copied whole, and references do not run, so that
-nearly every kernel that the sanitizer slows down and judges is one of ours; those come from the compile cache.
+A process for each tool and each few ops, as many at a time as there are cores. Inputs are made on the CPU and copied
+whole, and references do not run, so that nearly every kernel that the sanitizer slows down and judges is one of ours;
+those come from the compile cache.
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
 _ERROR_EXIT_CODE = 86
+_OPS_A_PROCESS = 4  # starting one takes as long as the cases of a few ops
 _DEFAULT_PATH = Path("/usr/local/cuda/bin/compute-sanitizer")
 
 
@@ -61,6 +65,13 @@ def run_tool(sanitizer: str, tool: str, ops: Iterable[str]) -> Finding:
     return finding(tool, done.returncode, done.stdout)
 
 
+def run_tools(sanitizer: str, tools: Sequence[str], ops: Sequence[str]) -> Iterator[Finding]:
+    """Run tools over the small cases of ops, a finding for each tool and each few ops."""
+    shares = [ops[i : i + _OPS_A_PROCESS] for i in range(0, len(ops), _OPS_A_PROCESS)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(lambda work: run_tool(sanitizer, *work), [(tool, ops) for tool in tools for ops in shares])
+
+
 def finding(tool: str, exit_code: int, output: str) -> Finding:
     """Read what a run printed."""
     cases: dict[str, int] = {}
@@ -74,10 +85,22 @@ def finding(tool: str, exit_code: int, output: str) -> Finding:
 
 def records(findings: Sequence[Finding], version: str | None) -> dict[str, dict[str, int | str | None]]:
     """The ledger's sanitizer entry of each op that every tool has passed."""
-    if not findings or not all(found.passed for found in findings):
-        return {}
-    ops = set.intersection(*(set(found.cases) for found in findings))
-    return {op: {**{found.tool: found.cases[op] for found in findings}, "version": version} for op in sorted(ops)}
+    cases: dict[str, dict[str, int]] = {tool: {} for tool in TOOLS}
+    for found in findings:
+        if found.passed:
+            cases[found.tool].update(found.cases)
+    ops = set.intersection(*(set(passed) for passed in cases.values()))
+    return {op: {**{tool: passed[op] for tool, passed in cases.items()}, "version": version} for op in sorted(ops)}
+
+
+def summaries(findings: Sequence[Finding]) -> Iterator[str]:
+    """A line for each tool, after what it complained of."""
+    for tool in dict.fromkeys(found.tool for found in findings):
+        of_tool = [found for found in findings if found.tool == tool]
+        failed = [found for found in of_tool if not found.passed]
+        yield from (excerpt(found.output) for found in failed)
+        num_cases = sum(sum(found.cases.values()) for found in of_tool)
+        yield f"{tool}: {'FAILED' if failed else 'clean'}, {num_cases} cases"
 
 
 def _run_cases(ops: Sequence[str]) -> None:
@@ -115,14 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sanitizer = find_sanitizer()
     if sanitizer is None:
         parser.error("compute-sanitizer: not found on PATH; it comes with the CUDA toolkit")
-    failed = False
-    for tool in options.tool or TOOLS:
-        found = run_tool(sanitizer, tool, options.ops)
-        failed |= not found.passed
-        print(f"{tool}: {'clean' if found.passed else 'FAILED'}, {sum(found.cases.values())} cases", flush=True)
-        if not found.passed:
-            print(excerpt(found.output), flush=True)
-    return int(failed)
+    from tk_core.testing.specs import load_specs
+
+    findings = list(run_tools(sanitizer, options.tool or TOOLS, options.ops or list(load_specs())))
+    print(*summaries(findings), sep="\n")
+    return int(not all(found.passed for found in findings))
 
 
 def excerpt(output: str, lines: int = 60) -> str:
