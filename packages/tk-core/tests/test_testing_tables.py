@@ -50,6 +50,15 @@ def test_ops_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tables.ops_table({"tk_zz.transpose": spec}).endswith("| pending: no GPU yet |")
 
 
+def test_chain_table() -> None:
+    rows = [row("t8", timer="latency", compiled_us=117.0), row("other", timer="cupti")]
+    lines = tables.chain_table(rows).splitlines()
+    assert lines[0] == "| case | µs | of a copy's rate | torch.compile | host µs |"
+    assert lines[2:4] == ["| t8 | 58.4 | 97% | 117 µs (2.0×) | 9.6 |", ""]
+    assert lines[4].startswith("Measured with: NVIDIA H200, ")
+    assert tables.chain_table(rows[1:]) == "No figures yet."
+
+
 def test_figures_table() -> None:
     rows = [row("bf16"), row("fp8", eager_us=None, compiled_error="no"), row("odd", model_shape=False)]
     lines = tables.figures_table(rows).splitlines()

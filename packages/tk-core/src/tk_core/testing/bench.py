@@ -41,6 +41,8 @@ _HOST_BATCH = 16
 # Long enough for the host to queue the call behind it.
 _MARKER_CYCLES = 20_000
 _MARKER_KERNEL = "spin_kernel"
+# Half a millisecond: as long as the host may take to queue a call of several launches.
+_LATENCY_CYCLES = 900_000
 
 Call = Callable[[], Any]
 
@@ -118,6 +120,38 @@ class Bench:
             **self.versions,
         }
 
+    def measure_latencies(self, name: str, case: str, least_bytes: int, op: Call, compiled: Call) -> dict[str, Any]:
+        """A row for calls of several launches, such as replays of CUDA graphs: what is between them counts as well.
+
+        From the first kernel's start to the last one's end by CUDA events, the copy too.
+        """
+        contenders = {"copy": lambda: self._target.copy_(self._source), "op": op, "compiled": compiled}
+        samples: dict[str, list[float]] = {name: [] for name in contenders}
+        for turn in range(_ROUNDS + 2):
+            for contender in contenders if turn % 2 == 0 else reversed(contenders):
+                elapsed = self._time_by_events(contenders[contender], _LATENCY_CYCLES)
+                if turn >= 2:
+                    samples[contender].append(elapsed)
+        copy_us, op_us, compiled_us = (statistics.median(values) for values in samples.values())
+        gbps, copy_gbps = least_bytes / op_us / 1e3, 2 * _COPY_BYTES / copy_us / 1e3
+        return {
+            "op": name,
+            "case": case,
+            "model_shape": False,
+            "least_bytes": least_bytes,
+            "us": round(op_us, 3),
+            "gbps": round(gbps, 1),
+            "copy_us": round(copy_us, 3),
+            "copy_gbps": round(copy_gbps, 1),
+            "of_copy": round(gbps / copy_gbps, 4),
+            "eager_us": None,
+            "compiled_us": round(compiled_us, 2),
+            "host_us": round(_host_time(op), 2),
+            "host_bare_us": None,
+            "timer": "latency",
+            **self.versions,
+        }
+
     # ---- device time
 
     def _device_times(self, contenders: dict[str, Call]) -> tuple[str, dict[str, float]]:
@@ -137,9 +171,12 @@ class Bench:
         timer = "events" if durations is None else "cupti"
         return timer, {name: statistics.median(values) for name, values in samples.items()}
 
-    def _time_by_events(self, call: Call) -> float:
+    def _time_by_events(self, call: Call, head_start: int = 0) -> float:
+        """From the end of what was queued before to the end of the call, which has so many cycles to be queued."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.fill_(1)
+        if head_start:
+            torch.cuda._sleep(head_start)
         before.record()
         call()
         after.record()

@@ -1,7 +1,8 @@
 """Keeps the tables in the packages' READMEs: `python -m tk_core.testing.tables [--check]`, from the repository's root.
 
-Two blocks of a README are rewritten, each between its marks: <!-- tk:ops --> … <!-- /tk:ops --> lists the package's
-ops; <!-- tk:figures --> … <!-- /tk:figures --> has what benchmarks/results/*.jsonl measured at real models' shapes.
+Blocks of a README are rewritten, each between its marks: <!-- tk:ops --> … <!-- /tk:ops --> lists the package's ops;
+<!-- tk:figures --> … <!-- /tk:figures --> has what benchmarks/results/*.jsonl measured at real models' shapes;
+<!-- tk:chain --> … <!-- /tk:chain --> what they have of several ops in one CUDA graph.
 """
 
 import argparse
@@ -85,6 +86,20 @@ def figures_table(rows: Sequence[dict[str, Any]]) -> str:
     return f"{_markdown(headings, cells, numbers_from=2)}\n\nMeasured with: {'; '.join(with_what)}.{note}"
 
 
+def chain_table(rows: Sequence[dict[str, Any]]) -> str:
+    """What several ops take as one CUDA graph, gaps between kernels included."""
+    chosen = [row for row in rows if row["timer"] == "latency"]
+    if not chosen:
+        return "No figures yet."
+    cells = [
+        (row["case"], f"{row['us']:.1f}", f"{row['of_copy']:.0%}", _baseline(row, "compiled"), f"{row['host_us']:.1f}")
+        for row in chosen
+    ]
+    headings = ("case", "µs", "of a copy's rate", "torch.compile", "host µs")
+    with_what = sorted({_with_what(row) for row in chosen})
+    return f"{_markdown(headings, cells, numbers_from=1)}\n\nMeasured with: {'; '.join(with_what)}."
+
+
 def _baseline(row: dict[str, Any], name: str) -> str:
     if row.get(f"{name}_error"):
         return "fails"
@@ -117,8 +132,9 @@ def updated(readme: Path) -> str:
     text = readme.read_text(encoding="utf-8")
     if "<!-- tk:ops -->" in text:
         text = replace_block(text, "ops", ops_table(load_specs(package)))
-    if "<!-- tk:figures -->" in text:
-        text = replace_block(text, "figures", figures_table(read_rows(readme.parent / "benchmarks" / "results")))
+    for name, table in (("figures", figures_table), ("chain", chain_table)):
+        if f"<!-- tk:{name} -->" in text:
+            text = replace_block(text, name, table(read_rows(readme.parent / "benchmarks" / "results")))
     return text
 
 

@@ -1,0 +1,93 @@
+"""What a skewed router costs: each op at its first model shape with even, half and Zipf routing.
+
+`half`: one expert is among the choices of half of all tokens, the others share the rest evenly. `zipf`: expert e is
+drawn with weight 1 / (e + 1), without replacement, so that the favourites are neighbours too.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tk_core.testing import Case, OpSpec
+from tk_core.testing.bench import Bench
+from tk_core.testing.specs import load_specs
+from tk_moe.get_fused_mapping import get_fused_mapping
+
+NUM_EXPERTS, ALIGNMENT = 256, 16
+ROUTINGS = ("even", "half", "zipf")
+
+
+def logits_of(num_tokens: int, routing: str, device: str) -> torch.Tensor:
+    """float32 (num_tokens, NUM_EXPERTS) whose largest are as a draw without replacement chooses."""
+    logits = torch.empty(num_tokens, NUM_EXPERTS, device=device).exponential_().log().neg()
+    if routing == "half":
+        logits[:, 0] = torch.where(torch.rand(num_tokens, device=device) < 0.5, 50.0, -50.0)
+    elif routing == "zipf":
+        logits -= torch.arange(1, NUM_EXPERTS + 1, device=device).log()
+    return logits
+
+
+def routed(kwargs: dict[str, Any], routing: str, device: str) -> dict[str, Any]:
+    """The arguments of a case with logits, indices or maps of that routing in place of its own."""
+    kwargs = dict(kwargs)
+    changed = False
+    for name in ("logits", "scores"):
+        if name in kwargs:
+            kwargs[name] = logits_of(kwargs[name].shape[0], routing, device).to(kwargs[name].dtype)
+            changed = True
+    for name in ("topk_idx", "group_idx"):
+        if name in kwargs:
+            num_tokens, num_topk = kwargs[name].shape
+            topk_idx = logits_of(num_tokens, routing, device).topk(num_topk).indices
+            kwargs[name] = topk_idx.to(kwargs[name].dtype)
+            changed = True
+    if "token_topk_to_pos" in kwargs:
+        num_tokens, num_topk = kwargs["token_topk_to_pos"].shape
+        x = kwargs.get("pos_to_expert", kwargs.get("x", kwargs.get("grad_rows")))
+        topk_idx = logits_of(num_tokens, routing, device).topk(num_topk).indices
+        pos_to_expert, _, _, token_topk_to_pos, *_ = get_fused_mapping(
+            topk_idx, NUM_EXPERTS, x.shape[0], ALIGNMENT, force_no_sync=True
+        )
+        maps = {"pos_to_expert": pos_to_expert, "token_topk_to_pos": token_topk_to_pos}
+        kwargs |= {name: value for name, value in maps.items() if name in kwargs}
+        changed = True
+    assert changed, f"expected logits, indices or a map among {', '.join(kwargs)}"
+    return kwargs
+
+
+OPS = (
+    *("topk_gate", "topk_gate_with_weights", "top2_sum_gate", "gate_weights_bwd", "aux_fi", "group_count"),
+    *("get_fused_mapping", "expand_to_fused", "expand_to_fused_with_sf", "reduce_fused"),
+    *("expand_to_fused_bwd", "reduce_fused_bwd"),
+)
+
+
+def largest_model_case(spec: OpSpec) -> Case:
+    """Of the cases of real models, the one with the most tokens; the first of equals."""
+    return max((case for case in spec.cases if case.bench and case.warmup), key=lambda case: _num_tokens(case))
+
+
+def _num_tokens(case: Case) -> int:
+    return next(x.shape[0] for x in _tensors(case.make("meta")))
+
+
+def _tensors(kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [x for x in kwargs.values() if isinstance(x, torch.Tensor)]
+
+
+def _make(case: Case, routing: str) -> Callable[[str], dict[str, Any]]:
+    return lambda device: routed(case.make(device), routing, device)
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("op", OPS)
+def test_bench(op: str, routing: str, tk_bench: Bench, request: pytest.FixtureRequest) -> None:
+    spec = load_specs("tk_moe")[f"tk_moe.{op}"]
+    case = largest_model_case(spec)
+    name = f"{case.name.removesuffix('-bench')}-routed-{routing}-bench"
+    skewed = replace(case, name=name, make=_make(case, routing), warmup=False)
+    request.node.user_properties.append(("tk_bench", tk_bench.measure(spec, skewed)))
