@@ -203,8 +203,8 @@ def test_ties_are_made() -> None:
 
 
 def test_configurations_are_admissible() -> None:
-    for side, other, itemsize, fmt in product(SIDES, SIDES, (2, 4), ("e4m3", "e2m1")):
-        config = PerBlockCastConfig.best((side, other), itemsize, fmt, arch_from_name("sm_90a"))
+    for side, other, itemsize, fmt, packed in product(SIDES, SIDES, (2, 4), ("e4m3", "e2m1"), (False, True)):
+        config = PerBlockCastConfig.best((side, other), itemsize, fmt, packed, arch_from_name("sm_90a"))
         assert 64 % config.vec == 0
         assert 32 % config.lanes == 0
         assert config.lanes * config.vec % other == 0

@@ -138,10 +138,11 @@ def test_configurations_are_admissible() -> None:
         assert config.vec in (4, 8, 16)
         assert config.channels in (128, 256)
         assert (128 // config.rows) * (config.channels // config.vec) <= 1024
-    config = PerChannelCastAndTransposeConfig.best(None)
-    assert config.channels in (64, 128)
-    # A thread's rows are of one block of 32.
-    assert config.rows in (4, 8, 16)
+    for hidden in (576, 4160, 7168):
+        config = PerChannelCastAndTransposeConfig.best(hidden, None)
+        assert config.channels in (64, 128)
+        # A thread's rows are of one block of 32.
+        assert config.rows in (4, 8, 16)
 
 
 X = torch.zeros(256, 128, dtype=torch.bfloat16)

@@ -11,11 +11,12 @@ import torch
 import tk_quant
 from tk_core import env
 from tk_core.arch import arch_from_name
+from tk_core.num_sms import num_sms
 from tk_core.testing import assert_equal, tiers
 from tk_quant import reference
 from tk_quant.reference.swiglu import fused_multiply_add
 from tk_quant.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig
-from tk_quant.testing.swiglu_backward_and_per_token_cast import SPEC, activations, make
+from tk_quant.testing.swiglu_backward_and_per_token_cast import SPEC, activations, compare, make
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)
@@ -220,8 +221,22 @@ def test_configurations_are_admissible() -> None:
                 assert config.lanes * config.vec % group == 0
                 assert (config.pieces - 1) * config.lanes * config.vec < hidden
                 assert config.pieces * config.lanes * config.vec >= hidden
-                assert config.num_blocks(1000, 1) * config.rows >= 1000
-                assert config.num_blocks(1, 100000) * config.threads >= 100000
+                for turns in (1, config.turns):
+                    assert config.num_blocks(1000, turns, 1) * config.rows * turns >= 1000
+                    assert config.num_blocks(1, turns, 100000) * config.threads >= 100000
+                assert config.turns_of(1, 132) == 1
+                assert config.turns_of(10**6, 132) == config.turns
+                assert config.rows * config.turns <= config.threads
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clamp", [None, 3.0])
+@pytest.mark.parametrize(("num_positions", "hidden", "group"), [(71, 288, 32), (131, 2048, 128), (102, 3584, 128)])
+def test_blocks_with_several_rows(num_positions: int, hidden: int, group: int, clamp: float | None) -> None:
+    kwargs = make((num_positions,), hidden, group, swiglu_clamp_value=clamp)("cuda")
+    with num_sms(1):
+        actual = tk_quant.swiglu_backward_and_per_token_cast(**kwargs)
+    compare(actual, reference.swiglu_backward_and_per_token_cast(**kwargs))
 
 
 def test_debug_mode_finds_maps_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def _launch(
     if sf.numel() == 0:
         return
     arch = get_arch(x.device)
-    block_size = (block_tokens, block_channels)
+    block_size, packed = (block_tokens, block_channels), sf.dtype is torch.int32
     per_block_cast_kernel(
         x.shape[1],
         x.dtype,
@@ -47,8 +47,8 @@ def _launch(
         block_size,
         mode,
         round_sf,
-        scale_layout(col_major, round_sf, sf.dtype is torch.int32),
-        PerBlockCastConfig.best(block_size, x.dtype.itemsize, fmt, arch),
+        scale_layout(col_major, round_sf, packed),
+        PerBlockCastConfig.best(block_size, x.dtype.itemsize, fmt, packed, arch),
         arch,
     )(x, sf if data is None else data, sf)
 

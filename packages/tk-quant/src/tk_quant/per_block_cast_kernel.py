@@ -38,6 +38,46 @@ from tk_quant.quantize import (
 )
 
 _MAX_BLOCKS_OF_THREAD = 8
+
+_CAST_ELEMENTS = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+// Eight bfloat16, each a block of its own with a power of two for sf: words of the e4m3 codes and of the exponents.
+__device__ __forceinline__ void tk_cast_elements_bf16x8(
+    const unsigned *x, unsigned *codes, unsigned *exponents, int stride) {
+  unsigned largest = 0u;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    unsigned twice[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const unsigned word = x[2 * i + j], magnitude = word & 0x7fff7fffu;
+      largest = __vmaxu2(largest, magnitude);
+      // 256 * sf: the next power of two where the mantissa is above that of 448; for least amax, 1e-4, it is 2^-14.
+      const unsigned power = __vmaxu2((magnitude + 0x001f001fu) & 0x7f807f80u, 0x38803880u);
+      twice[j] = 2u * power - 0x08000800u;
+      const unsigned factor = 0x83008300u - power;
+      const __nv_bfloat162 y = __hmul2(
+          reinterpret_cast<const __nv_bfloat162 &>(word), reinterpret_cast<const __nv_bfloat162 &>(factor));
+      reinterpret_cast<__nv_fp8x2_storage_t *>(codes + i)[j] = __nv_cvt_float2_to_fp8x2(
+          make_float2(__low2float(y), __high2float(y)), __NV_SATFINITE, __NV_E4M3);
+    }
+    exponents[i * stride] = __byte_perm(twice[0], twice[1], 0x7531);
+  }
+  if (__vmaxu2(largest, 0x7f7f7f7fu) != 0x7f7f7f7fu) {
+    // Infinity and NaN: the code of NaN, and the exponent 255.
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const unsigned byte = 0xffu << (j % 4 * 8), magnitude = (x[j / 2] >> (j % 2 * 16)) & 0x7fffu;
+      if (magnitude >= 0x7f80u) {
+        codes[j / 4] = (codes[j / 4] & ~byte) | (byte & 0x7f7f7f7fu);
+        exponents[j / 4 * stride] |= byte;
+      }
+    }
+  }
+}
+"""
 CAST, SF_ONLY, PRECOMPUTED = "cast", "sf_only", "precomputed"
 """What the kernel does: data and sf, sf alone, data with sf as given."""
 
@@ -61,8 +101,8 @@ class PerBlockCastConfig:
 
     @staticmethod
     @cache
-    def best(block_size: tuple[int, int], itemsize: int, fmt: str, arch: Arch) -> "PerBlockCastConfig":
-        """The configuration for a block, an input's element size and a format on an architecture."""
+    def best(block_size: tuple[int, int], itemsize: int, fmt: str, packed: bool, arch: Arch) -> "PerBlockCastConfig":
+        """The configuration for a block, an input's element size, a format and packed sf or not on an architecture."""
         block_tokens, block_channels = block_size
         vec, rows = (16 if itemsize == 2 else 8), 4
         if block_channels == 1:
@@ -74,10 +114,12 @@ class PerBlockCastConfig:
             rows //= 2
         lanes = max(block_channels, 64) // vec
         if block_size == (1, 1) and itemsize == 2:
-            rows = 2
+            rows = 4 if fmt == "e4m3" and packed else 2
         warps = ceil_div(block_tokens, rows * (32 // lanes))
         if fmt == "e2m1" and itemsize == 2 and min(block_size) >= 32:
             # Four times as much is read as written: small blocks, and enough of them.
+            if block_size == (32, 32) and not packed:
+                return PerBlockCastConfig(8, 4, 16, 4, 8, True)
             warps = max(warps, 2)
             return PerBlockCastConfig(vec, rows, lanes, warps, 24 // warps, True)
         return PerBlockCastConfig(vec, rows, lanes, max(warps, 8), 2)
@@ -115,11 +157,15 @@ def per_block_cast_kernel(
     from_words = is_bf16 and fmt == "e2m1" and mode != SF_ONLY and block_channels >= least_channels
     from_words = from_words and not arch.has_fp4_convert
     words_per_call = min(vec, block_channels) // 8
+    # Elements each with an sf of their own.
+    of_elements = is_bf16 and fmt == "e4m3" and block_size == (1, 1) and packed
+    assert not of_elements or (vec == 8 and rows == 4)
     load, store_codes = load_macro(words_per_row, per_word, alignment, config.once), store_codes_macro(out_words)
     scale_of, encode = scale_macro(fmt, round_sf), encode_macro(fmt, vec)
     larger_magnitude = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
 
     source = EXPONENT_STORES if packed else ""
+    source += _CAST_ELEMENTS if of_elements else ""
     source += STREAMING_LOADS if config.once else ""
     if mode != PRECOMPUTED:
         source += MAGNITUDES
@@ -256,6 +302,26 @@ def per_block_cast_kernel(
             encode(scaled, codes)
         store_codes(data, codes, row, col // out_per_byte)
 
+    @T.macro
+    def cast_elements(
+        words: T.Buffer, data: T.Buffer, sf: T.Buffer, row: T.int32, col: T.int32, num_rows: T.int32
+    ) -> None:
+        """Four rows of eight blocks, of which num_rows are there: words of sf are neighbours where rows are."""
+        codes = T.alloc_local((2,), "uint32")
+        exponents = T.alloc_local((2, 4), "uint32")
+        for i in T.unroll(4):
+            name, args = "tk_cast_elements_bf16x8", (T.address_of(codes[0]), T.address_of(exponents[0, i]), 4)
+            T.call_extern("void", name, T.address_of(words[i, 0]), *args)
+            if mode == CAST and i < num_rows:
+                store_codes(data, codes, row + i, col)
+        for k in T.unroll(2):
+            if num_rows >= 4:
+                T.stg128(sf[row, col // 4 + k], exponents[k, 0:4])
+            else:
+                for i in T.unroll(3):
+                    if i < num_rows:
+                        sf[row + i, col // 4 + k] = T.reinterpret(exponents[k, i], "int32")
+
     @T.prim_func
     def per_block_cast(
         x: T.StridedTensor((num_tokens, hidden), (x_stride, 1), T.dtype(dtype)), data: data_type, sf: sf_type
@@ -281,30 +347,35 @@ def per_block_cast_kernel(
 
             for i in T.unroll(rows):
                 load(x, words, i, row + i, col, inside and row + i < num_tokens)
-            if mode != PRECOMPUTED:
-                take_amax(words, parts)
-                share_amax(parts, warp, lane)
-            for i in T.unroll(blocks_down):
-                first_row = row + i * rows_of_block
-                valid = inside and first_row < num_tokens
-                sf_row, sf_col = first_row // block_tokens, col // block_channels
-                for k in T.unroll(blocks_across):
-                    if mode == PRECOMPUTED:
-                        given = T.if_then_else(valid, sf[sf_row, sf_col + k], T.float32(1))
-                        factors[i, k] = T.reinterpret(given if from_words else T.float32(1) / given, "uint32")
-                    else:
-                        if from_words and not round_sf:
-                            T.call_extern("void", "tk_e2m1_scale_of_amax", amax_of(parts, i, k), T.address_of(scale[0]))
+            if of_elements:
+                cast_elements(words, data, sf, row, col, T.if_then_else(inside, num_tokens - row, 0))
+            else:
+                if mode != PRECOMPUTED:
+                    take_amax(words, parts)
+                    share_amax(parts, warp, lane)
+                for i in T.unroll(blocks_down):
+                    first_row = row + i * rows_of_block
+                    valid = inside and first_row < num_tokens
+                    sf_row, sf_col = first_row // block_tokens, col // block_channels
+                    for k in T.unroll(blocks_across):
+                        if mode == PRECOMPUTED:
+                            given = T.if_then_else(valid, sf[sf_row, sf_col + k], T.float32(1))
+                            factors[i, k] = T.reinterpret(given if from_words else T.float32(1) / given, "uint32")
                         else:
-                            scale_of(amax_of(parts, i, k), scale)
-                        scales[k] = scale[0]
-                        factors[i, k] = scale[1]
-                writes_sf = valid and lane % block_lanes == 0 and thread_row % thread_rows == 0
-                if mode != PRECOMPUTED and writes_sf:
-                    store_sf(sf, scales, sf_row, sf_col)
-            if mode != SF_ONLY:
-                for i in T.unroll(rows):
-                    if inside and row + i < num_tokens:
-                        store_row(words, factors, data, i, row + i, col)
+                            if from_words and not round_sf:
+                                T.call_extern(
+                                    "void", "tk_e2m1_scale_of_amax", amax_of(parts, i, k), T.address_of(scale[0])
+                                )
+                            else:
+                                scale_of(amax_of(parts, i, k), scale)
+                            scales[k] = scale[0]
+                            factors[i, k] = scale[1]
+                    writes_sf = valid and lane % block_lanes == 0 and thread_row % thread_rows == 0
+                    if mode != PRECOMPUTED and writes_sf:
+                        store_sf(sf, scales, sf_row, sf_col)
+                if mode != SF_ONLY:
+                    for i in T.unroll(rows):
+                        if inside and row + i < num_tokens:
+                            store_row(words, factors, data, i, row + i, col)
 
     return per_block_cast

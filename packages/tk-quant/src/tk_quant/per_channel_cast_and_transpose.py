@@ -57,8 +57,11 @@ class PerChannelCastAndTransposeConfig:
 
     @staticmethod
     @cache
-    def best(arch: Arch) -> "PerChannelCastAndTransposeConfig":
-        """The configuration for an architecture."""
+    def best(hidden: int, arch: Arch) -> "PerChannelCastAndTransposeConfig":
+        """The configuration for a hidden size and an architecture."""
+        # Narrow tensors have few tiles: smaller ones spread them better.
+        if hidden >= 4096 and hidden % 128 == 0:
+            return PerChannelCastAndTransposeConfig(channels=128, rows=16, rows_first=True, halves=1, blocks_per_sm=4)
         return PerChannelCastAndTransposeConfig(channels=64, rows=8, rows_first=False, halves=2, blocks_per_sm=8)
 
 
@@ -156,7 +159,7 @@ def _per_channel_cast_and_transpose_out(
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    config = PerChannelCastAndTransposeConfig.best(arch)
+    config = PerChannelCastAndTransposeConfig.best(x.shape[1], arch)
     _per_channel_cast_and_transpose_kernel(check.row_alignment(x), x.shape[1], num_per_tokens, round_sf, config, arch)(
         x, out, sf
     )

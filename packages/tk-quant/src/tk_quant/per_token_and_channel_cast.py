@@ -9,15 +9,16 @@ of `per_channel_cast_and_transpose`, for the product over tokens. For each block
 
 x bfloat16 or float32 (num_tokens, hidden); both data float8_e4m3fn, that of channels transposed if wanted.
 
-A block takes tiles of 128 x 128 elements, one after the other, and reads the next while it works on one. A tile is in
-registers, `rows` tokens of 8 channels a thread. Everything is told through shared memory, the same for both directions:
+A block takes 128 tokens by 128 channels, a warp eight of the tokens, a thread four channels of these, in registers.
 
-                 16 lanes x 8 channels
-               ┌────┬────┬─  ─┬─────┐       1. amax of each thread's rows and of its columns
-     row lanes │    │    │    │     │       2. one thread for each row or column of each block makes sf and the factor
-     × rows    ├────┼────┼─  ─┼─────┤       3. codes of the rows are stored as they are, eight bytes a thread; those of
-               │    │    │    │     │          the columns too, or through a tile that is read the other way
-               └────┴────┴─  ─┴─────┘
+                    32 lanes x 4 channels
+              ┌────┬────┬────┬─  ─┬─────┐    1. columns: amax of each thread's channels, told through shared memory
+       warp 0 │ t0 │ t1 │ t2 │    │ t31 │    2. rows: within the warp, until lane % 8 has amax, sf and the factor of
+              ├────┼────┼────┼─  ─┼─────┤       that row in its group; four codes a lane, a line of 128 bytes a row
+       warp 1 │    │    │    │    │     │    3. columns: one thread for each in a block makes sf and the factor
+              ├────┼────┼────┼─  ─┼─────┤    4. their codes, like those of rows or through a tile in shared memory that
+          …   │    │    │    │    │     │       is read the other way: eight lanes store 128 tokens of a channel
+              └────┴────┴────┴─  ─┴─────┘
 """
 
 from dataclasses import dataclass
@@ -30,40 +31,79 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
-from tk_quant.prefetch import PREFETCH_SOURCE, prefetch_macro
-from tk_quant.quantize import LIMITS, encode_macro, float_bits, scale_macro
+from tk_quant.divisions import DIVISIONS_SOURCE
+from tk_quant.quantize import EXPONENT_STORES, LIMITS, MAGNITUDES, element, encode_macro, float_bits, load_macro
 from tk_quant.transposed_tile import TILE_TOKENS, transposed_tile_macros
 
 _CHANNELS = 128
-_COL_LANES = 16
+_ROWS = 8
+_VEC = 4
+_THREADS = TILE_TOKENS // _ROWS * 32
 _GROUPS = (32, 128)
 
-# A word of packed exponents may belong to several blocks, each with bytes of its own.
-_STORE_EXPONENT = r"""
-__device__ __forceinline__ void tk_store_exponent(int *word, int index, unsigned sf) {
-  reinterpret_cast<unsigned char *>(word)[index] = static_cast<unsigned char>(sf >> 23);
+_ROW_AMAX = r"""
+template <bool is_bf16>
+__device__ __forceinline__ unsigned tk_larger(unsigned a, unsigned b) {
+  return is_bf16 ? __vmaxu2(a, b) : max(a, b);
+}
+
+// Lanes that differ in `bit` share words: the one that has it goes on with the upper half, the other with the lower.
+template <bool is_bf16, int num_words, int bit>
+__device__ __forceinline__ void tk_share_words(unsigned *words) {
+  const bool is_upper = threadIdx.x & bit;
+#pragma unroll
+  for (int i = 0; i < num_words / 2; ++i) {
+    const unsigned low = words[i], high = words[num_words / 2 + i];
+    const unsigned other = __shfl_xor_sync(0xffffffffu, is_upper ? low : high, bit);
+    words[i] = tk_larger<is_bf16>(is_upper ? high : low, other);
+  }
+}
+
+// The bits of the largest float32 of row lane % 8 in groups of 8 or 32 lanes, from each lane's eight rows: magnitudes,
+// float32 or pairs of bfloat16.
+template <bool is_bf16, int group_lanes>
+__device__ __forceinline__ unsigned tk_row_amax(const unsigned *rows) {
+  unsigned words[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) words[i] = rows[i];
+  if (is_bf16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned low = __byte_perm(rows[2 * i], rows[2 * i + 1], 0x5410);
+      words[i] = __vmaxu2(low, __byte_perm(rows[2 * i], rows[2 * i + 1], 0x7632));
+    }
+  } else {
+    tk_share_words<is_bf16, 8, 4>(words);
+  }
+  tk_share_words<is_bf16, 4, is_bf16 ? 4 : 2>(words);
+  tk_share_words<is_bf16, 2, is_bf16 ? 2 : 1>(words);
+  unsigned amax = words[0];
+  if (is_bf16) amax = __vmaxu2(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
+#pragma unroll
+  for (int bit = 8; bit < group_lanes; bit *= 2)
+    amax = tk_larger<is_bf16>(amax, __shfl_xor_sync(0xffffffffu, amax, bit));
+  if (is_bf16) amax = threadIdx.x & 1 ? amax & 0xffff0000u : amax << 16;
+  return amax;
 }
 """
 
 
 @dataclass(frozen=True, eq=False)
 class PerTokenAndChannelCastConfig:
-    """Launch knobs: how much a thread takes, and how many blocks there are."""
+    """Launch knobs: how many registers."""
 
-    rows: int
-    """Tokens of a thread: 4, 8 or 16."""
     blocks_per_sm: int
-    """Blocks on a multiprocessor, each of which takes tile after tile."""
+    """Blocks that registers must suffice for."""
 
     @staticmethod
     @cache
-    def best(itemsize: int, transpose: bool, arch: Arch) -> "PerTokenAndChannelCastConfig":
-        """The configuration for an input's element size and either order of the channels' data on an architecture."""
-        return PerTokenAndChannelCastConfig(rows=8, blocks_per_sm=3 if itemsize == 2 else 2)
+    def best(alignment: int, arch: Arch) -> "PerTokenAndChannelCastConfig":
+        """The configuration for what the address of every row is a multiple of."""
+        # Loads of two bytes need more registers than the 64 that two blocks leave each thread.
+        return PerTokenAndChannelCastConfig(blocks_per_sm=2 if alignment >= 4 else 1)
 
 
 # Each access has what guard it needs. With each shared array for one purpose only, the barriers below are enough.
@@ -89,26 +129,22 @@ def _per_token_and_channel_cast_kernel(
     import tilelang.language as T
 
     is_bf16 = dtype is torch.bfloat16
-    rows = config.rows
-    row_lanes = TILE_TOKENS // rows
-    threads = row_lanes * _COL_LANES
     per_word = 2 if is_bf16 else 1
-    words_per_row = 8 // per_word
-    row_words = rows // per_word
-    row_pitch = TILE_TOKENS // per_word + 4
-    amax_dtype = "uint16" if is_bf16 else "uint32"
-    col_blocks, row_groups = TILE_TOKENS // num_per_tokens, _CHANNELS // num_per_channels
-    col_parts, row_parts = num_per_tokens // rows, num_per_channels // 8
-    num_col_factors, num_row_factors = col_blocks * _CHANNELS, row_groups * TILE_TOKENS
+    num_words = _VEC // per_word
+    num_warps = _THREADS // 32
+    group_lanes = num_per_channels // _VEC
+    col_blocks, col_parts = TILE_TOKENS // num_per_tokens, num_per_tokens // _ROWS
     num_groups = ceil_div(hidden, num_per_channels)
     col_tiles = ceil_div(hidden, _CHANNELS)
     is_ragged = hidden % _CHANNELS != 0
     packed = layout is ScaleLayout.PACKED_UE8M0
     least_amax = float_bits(LIMITS["e4m3"][1])
-    prefetch = prefetch_macro(words_per_row, per_word, alignment)
-    scale_of = scale_macro("e4m3", round_sf)
-    put_codes, store_tile = transposed_tile_macros(_CHANNELS, threads)
-    encode_row, encode_four = encode_macro("e4m3", 8), encode_macro("e4m3", 4)
+    larger = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
+    load = load_macro(num_words, per_word, alignment)
+    row_amax_source = f"tk_row_amax<{str(is_bf16).lower()}, {group_lanes}>"
+    scale_source = f"tk_scale_of_amax<{str(round_sf).lower()}>"
+    put_codes, store_tile = transposed_tile_macros(_CHANNELS, _THREADS, _VEC)
+    encode_row, encode_column = encode_macro("e4m3", _VEC), encode_macro("e4m3", _ROWS)
 
     num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
     sf_row_stride, sf_col_stride = T.dynamic("sf_row_stride"), T.dynamic("sf_col_stride")
@@ -116,48 +152,62 @@ def _per_token_and_channel_cast_kernel(
     channel_shape = (hidden, num_tokens) if transpose else (num_tokens, hidden)
 
     @T.macro
-    def take_amax(words: T.Buffer, col_amax: T.Buffer, row_amax: T.Buffer) -> None:
-        """The largest |x| of each column and each row of a thread, as bits: so compared, NaN is above infinity."""
-        for j in T.unroll(words_per_row):
-            col_amax[j] = T.uint32(0)
-        if is_bf16:
-            pair = T.alloc_local((rows,), "uint32")
-            for i in T.unroll(rows):
-                pair[i] = T.uint32(0)
-                for j in T.unroll(4):
-                    magnitude = words[i, j] & T.uint32(0x7FFF7FFF)
-                    col_amax[j] = T.call_extern("uint32", "__vmaxu2", col_amax[j], magnitude)
-                    pair[i] = T.call_extern("uint32", "__vmaxu2", pair[i], magnitude)
-            for i in T.unroll(rows // 2):
-                low = T.call_extern("uint32", "__byte_perm", pair[2 * i], pair[2 * i + 1], 0x5410)
-                high = T.call_extern("uint32", "__byte_perm", pair[2 * i], pair[2 * i + 1], 0x7632)
-                row_amax[i] = T.call_extern("uint32", "__vmaxu2", low, high)
-        else:
-            for i in T.unroll(rows):
-                row_amax[i] = T.uint32(0)
-                for j in T.unroll(8):
-                    magnitude = words[i, j] & T.uint32(0x7FFFFFFF)
-                    col_amax[j] = T.max(col_amax[j], magnitude)
-                    row_amax[i] = T.max(row_amax[i], magnitude)
+    def scale_of(amax: T.int32, scale: T.Buffer) -> None:
+        T.call_extern("void", scale_source, amax, T.address_of(scale[0]), T.address_of(scale[1]))
 
     @T.macro
-    def scale_of_parts(parts: T.Buffer, num_parts: int, first: T.int32, index: T.int32, scale: T.Buffer) -> None:
-        amax = T.alloc_var("uint32")
-        amax = T.uint32(0)
-        for i in T.unroll(num_parts):
-            amax = T.max(amax, T.cast(parts[first + i, index], "uint32"))
-        scale_of(T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), least_amax), scale)
-
-    def value_of(words: T.Buffer, i: T.int32, j: T.int32) -> T.float32:
-        """The element of row i and column j of a thread."""
-        if not is_bf16:
-            return T.reinterpret(words[i, j], "float32")
-        low, high = words[i, j // 2] << T.uint32(16), words[i, j // 2] & T.uint32(0xFFFF0000)
-        return T.reinterpret(T.if_then_else(j % 2 == 0, low, high), "float32")
+    def take_amax(words: T.Buffer, col_amax: T.Buffer, row_amax: T.Buffer) -> None:
+        """The largest |x| of each column and each row of a thread, the latter of pairs for bfloat16."""
+        for j in T.unroll(num_words):
+            col_amax[j] = T.uint32(0)
+        for i in T.unroll(_ROWS):
+            row_amax[i] = T.uint32(0)
+            for j in T.unroll(num_words):
+                col_amax[j] = T.call_extern("uint32", larger, col_amax[j], words[i, j])
+                row_amax[i] = T.call_extern("uint32", larger, row_amax[i], words[i, j])
 
     @T.macro
     def store_exponent(sf: T.Buffer, token: T.int32, group: T.int32, value: T.uint32) -> None:
         T.call_extern("void", "tk_store_exponent", T.access_ptr(sf[token, group // 4], "w"), group % 4, value)
+
+    @T.macro
+    def cast_rows(
+        words: T.Buffer,
+        row_amax: T.Buffer,
+        token_data: T.Buffer,
+        token_sf: T.Buffer,
+        row: T.int32,
+        first_col: T.int32,
+        inside: T.bool,
+    ) -> None:
+        """The codes and scale factors of the eight rows, from `row` on, of a warp."""
+        lane = T.get_thread_binding() % 32
+        scale = T.alloc_local((2,), "uint32")
+        across = T.alloc_local((_VEC,), "float32")
+        code = T.alloc_local((1,), "uint32")
+        factor = T.alloc_var("float32")
+        amax = T.alloc_var("int32")
+        col = first_col + lane * _VEC
+        amax = T.call_extern("int32", row_amax_source, T.address_of(row_amax[0]))
+        scale_of(T.max(amax, least_amax), scale)
+        token, group = row + lane % _ROWS, first_col // num_per_channels + lane // group_lanes
+        if lane % group_lanes < _ROWS and (group < num_groups if is_ragged else True):
+            if packed:
+                store_exponent(token_sf, token, group, scale[0])
+                if group == num_groups - 1:
+                    for i in T.unroll(-num_groups % 4):
+                        store_exponent(token_sf, token, num_groups + i, T.uint32(0))
+            else:
+                token_sf[token, group] = T.reinterpret(scale[0], "float32")
+        for i in T.unroll(_ROWS):
+            factor = T.reinterpret(
+                T.call_extern("uint32", "__shfl_sync", T.uint32(0xFFFFFFFF), scale[1], lane // 8 * 8 + i), "float32"
+            )
+            for j in T.unroll(_VEC):
+                across[j] = element(words, i, j, is_bf16) * factor
+            encode_row(across, code)
+            if inside:
+                T.stg32(token_data[row + i, col], code[0])
 
     @T.prim_func
     def per_token_and_channel_cast(
@@ -166,124 +216,69 @@ def _per_token_and_channel_cast_kernel(
         token_sf: T.StridedTensor(token_sf_shape, (sf_row_stride, sf_col_stride), "int32" if packed else "float32"),
         channel_data: T.Tensor(channel_shape, "float8_e4m3fn"),
         channel_sf: T.Tensor((num_blocks, hidden), "float32"),
-        num_thread_blocks: T.int32,
     ) -> None:
-        with T.Kernel(num_thread_blocks, threads=threads) as thread_block:
-            T.import_source(PREFETCH_SOURCE + _STORE_EXPONENT)
+        with T.Kernel(T.ceildiv(num_tokens, TILE_TOKENS) * col_tiles, threads=_THREADS) as block:
+            T.import_source(MAGNITUDES + EXPONENT_STORES + DIVISIONS_SOURCE + _ROW_AMAX)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             # Checked by the op; vector stores need to know.
             T.assume(num_tokens % TILE_TOKENS == 0)
             thread = T.get_thread_binding()
-            # Half a warp has eight lanes of two rows, which suits writing to the tile; a warp has whole rows.
-            row_lane = thread // 32 * 2 + thread // 8 % 2
-            col_lane = thread % 8 + thread // 16 % 2 * 8
-            row, col = row_lane * rows, col_lane * 8
-            num_tiles = num_tokens // TILE_TOKENS * col_tiles
-            stage = T.alloc_shared((rows, threads, words_per_row), "uint32")
-            words = T.alloc_local((rows, words_per_row), "uint32")
-            col_amax = T.alloc_local((words_per_row,), "uint32")
-            row_amax = T.alloc_local((row_words,), "uint32")
-            col_parts_amax = T.alloc_shared((row_lanes, _CHANNELS // per_word), "uint32")
-            row_parts_amax = T.alloc_shared((_COL_LANES, row_pitch), "uint32")
-            col_halves = T.view(col_parts_amax, (row_lanes, _CHANNELS), amax_dtype)
-            row_halves = T.view(row_parts_amax, (_COL_LANES, row_pitch * per_word), amax_dtype)
-            col_factors = T.alloc_shared((col_blocks, _CHANNELS), "float32")
-            row_factors = T.alloc_shared((row_groups, TILE_TOKENS), "float32")
+            warp, lane = thread // 32, thread % 32
+            # Variables, so that the block is divided by once, in 32 bits.
+            first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
+            first_token, first_col = block // col_tiles * TILE_TOKENS, block % col_tiles * _CHANNELS
+            row, lane_col = warp * _ROWS, lane * _VEC
+            inside = first_col + lane_col < hidden if is_ragged else True
+            words = T.alloc_local((_ROWS, num_words), "uint32")
+            col_amax = T.alloc_local((num_words,), "uint32")
+            row_amax = T.alloc_local((_ROWS,), "uint32")
+            parts = T.alloc_shared((num_warps, _CHANNELS // per_word), "uint32")
+            elements = T.view(parts, (num_warps, _CHANNELS), "uint16" if is_bf16 else "uint32")
+            factors = T.alloc_shared((col_blocks, _CHANNELS), "float32")
             tile_codes = T.alloc_shared((_CHANNELS, TILE_TOKENS // 4) if transpose else (1, 4), "uint32")
             scale = T.alloc_local((2,), "uint32")
-            row_factor = T.alloc_local((4,), "float32")
-            col_factor = T.alloc_local((8,), "float32")
-            across = T.alloc_local((8,), "float32")
-            codes = T.alloc_local((2,), "uint32")
-            down = T.alloc_local((4,), "float32")
-            word = T.alloc_local((1,), "uint32")
+            amax = T.alloc_var("uint32")
+            factor = T.alloc_local((_VEC,), "float32")
+            across = T.alloc_local((_VEC,), "float32")
+            code = T.alloc_local((1,), "uint32")
+            down = T.alloc_local((_ROWS,), "float32")
+            codes = T.alloc_local((1, _ROWS // 4), "uint32")
 
-            # Variables, so that tiles are divided by once, in 32 bits.
-            first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
-            next_token, next_col = T.alloc_var("int32"), T.alloc_var("int32")
-            next_token, next_col = thread_block // col_tiles * TILE_TOKENS, thread_block % col_tiles * _CHANNELS
-            wanted = next_col + col < hidden if is_ragged else True
-            for i in T.unroll(rows):
-                prefetch(x, stage, i, thread, next_token + row + i, next_col + col, wanted)
-            for turn in T.serial(T.ceildiv(num_tiles - thread_block, num_thread_blocks)):
-                next_tile = thread_block + (turn + 1) * num_thread_blocks
-                first_token, first_col = next_token, next_col
-                next_token, next_col = next_tile // col_tiles * TILE_TOKENS, next_tile % col_tiles * _CHANNELS
-                wanted_next = next_tile < num_tiles and (next_col + col < hidden if is_ragged else True)
-                inside = first_col + col < hidden if is_ragged else True
-                T.call_extern("void", "tk_wait_for_copies")
-                for i in T.unroll(rows):
-                    for j in T.vectorized(words_per_row):
-                        words[i, j] = stage[i, thread, j]
-                    if is_ragged:
-                        for j in T.unroll(words_per_row):
-                            words[i, j] = T.if_then_else(inside, words[i, j], T.uint32(0))
-                    prefetch(x, stage, i, thread, next_token + row + i, next_col + col, wanted_next)
-                take_amax(words, col_amax, row_amax)
-                for j in T.vectorized(words_per_row):
-                    col_parts_amax[row_lane, col // per_word + j] = col_amax[j]
-                for j in T.vectorized(row_words):
-                    row_parts_amax[col_lane, row // per_word + j] = row_amax[j]
+            for i in T.unroll(_ROWS):
+                load(x, words, i, first_token + row + i, first_col + lane_col, inside)
+            take_amax(words, col_amax, row_amax)
+            for j in T.vectorized(num_words):
+                parts[warp, lane * num_words + j] = col_amax[j]
+            cast_rows(words, row_amax, token_data, token_sf, first_token + row, first_col, inside)
+            T.sync_threads()
+            if thread < col_blocks * _CHANNELS:
+                block_index, channel = thread // _CHANNELS, thread % _CHANNELS
+                amax = T.uint32(0)
+                for i in T.unroll(col_parts):
+                    amax = T.max(amax, T.cast(elements[block_index * col_parts + i, channel], "uint32"))
+                scale_of(T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), least_amax), scale)
+                if first_col + channel < hidden:
+                    sf_row = first_token // num_per_tokens + block_index
+                    channel_sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")
+                factors[block_index, channel] = T.reinterpret(scale[1], "float32")
+            T.sync_threads()
+            for j in T.vectorized(_VEC):
+                factor[j] = factors[row // num_per_tokens, lane_col + j]
+            if transpose:
+                for j in T.unroll(_VEC):
+                    for i in T.unroll(_ROWS):
+                        down[i] = element(words, i, j, is_bf16) * factor[j]
+                    encode_column(down, codes)
+                    put_codes(tile_codes, codes, 0, lane_col + j, warp * (_ROWS // 4))
                 T.sync_threads()
-
-                for k in T.serial(ceil_div(num_col_factors, threads)):
-                    index = k * threads + thread
-                    if num_col_factors % threads == 0 or index < num_col_factors:
-                        block, channel = index // _CHANNELS, index % _CHANNELS
-                        scale_of_parts(col_halves, col_parts, block * col_parts, channel, scale)
-                        if first_col + channel < hidden:
-                            sf_row = first_token // num_per_tokens + block
-                            channel_sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")
-                        col_factors[block, channel] = T.reinterpret(scale[1], "float32")
-                for k in T.serial(ceil_div(num_row_factors, threads)):
-                    # The other half of the threads first, in case there is work for one half only.
-                    index = k * threads + (thread + threads // 2) % threads
-                    if num_row_factors % threads == 0 or index < num_row_factors:
-                        # Neighbouring threads write to neighbouring places.
-                        by_row = layout is ScaleLayout.COL_MAJOR
-                        token = index % TILE_TOKENS if by_row else index // row_groups
-                        group = index // TILE_TOKENS if by_row else index % row_groups
-                        scale_of_parts(row_halves, row_parts, group * row_parts, token, scale)
-                        sf_col = first_col // num_per_channels + group
-                        if sf_col < num_groups:
-                            if packed:
-                                store_exponent(token_sf, first_token + token, sf_col, scale[0])
-                                if sf_col == num_groups - 1:
-                                    for i in T.unroll(-num_groups % 4):
-                                        store_exponent(token_sf, first_token + token, num_groups + i, T.uint32(0))
-                            else:
-                                token_sf[first_token + token, sf_col] = T.reinterpret(scale[0], "float32")
-                        row_factors[group, token] = T.reinterpret(scale[1], "float32")
-                T.sync_threads()
-
-                for j in T.vectorized(8):
-                    col_factor[j] = col_factors[row // num_per_tokens, col + j]
-                for quad in T.unroll(rows // 4):
-                    # Four rows at a time, so that not all of the elements are floats at once.
-                    for i in T.vectorized(4):
-                        row_factor[i] = row_factors[col // num_per_channels, row + quad * 4 + i]
-                    for i in T.unroll(4):
-                        token = first_token + row + quad * 4 + i
-                        for j in T.unroll(8):
-                            across[j] = value_of(words, quad * 4 + i, j) * row_factor[i]
-                        encode_row(across, codes)
-                        if inside:
-                            T.stg64(token_data[token, first_col + col], codes[0:2])
-                        if not transpose:
-                            for j in T.unroll(8):
-                                across[j] = value_of(words, quad * 4 + i, j) * col_factor[j]
-                            encode_row(across, codes)
-                            if inside:
-                                T.stg64(channel_data[token, first_col + col], codes[0:2])
-                    if transpose:
-                        for j in T.unroll(8):
-                            for i in T.unroll(4):
-                                down[i] = value_of(words, quad * 4 + i, j) * col_factor[j]
-                            encode_four(down, word)
-                            put_codes(tile_codes, T.view(word, (1, 1)), 0, col + j, row // 4 + quad)
-                if transpose:
-                    T.sync_threads()
-                    store_tile(tile_codes, channel_data, first_col, first_token, hidden)
+                store_tile(tile_codes, channel_data, first_col, first_token, hidden)
+            else:
+                for i in T.unroll(_ROWS):
+                    for j in T.unroll(_VEC):
+                        across[j] = element(words, i, j, is_bf16) * factor[j]
+                    encode_row(across, code)
+                    if inside:
+                        T.stg32(channel_data[first_token + row + i, first_col + lane_col], code[0])
 
     return per_token_and_channel_cast
 
@@ -329,13 +324,12 @@ def _per_token_and_channel_cast_out(
     if token_data.numel() == 0:
         return
     arch = get_arch(x.device)
-    num_tokens, hidden = x.shape
-    config = PerTokenAndChannelCastConfig.best(x.dtype.itemsize, transpose, arch)
-    num_tiles = num_tokens // TILE_TOKENS * ceil_div(hidden, _CHANNELS)
+    alignment = check.row_alignment(x)
+    config = PerTokenAndChannelCastConfig.best(alignment, arch)
     _per_token_and_channel_cast_kernel(
-        hidden,
+        x.shape[1],
         x.dtype,
-        check.row_alignment(x),
+        alignment,
         num_per_channels,
         num_per_tokens,
         round_sf,
@@ -343,10 +337,7 @@ def _per_token_and_channel_cast_out(
         transpose,
         config,
         arch,
-    )(
-        *(x, token_data, token_sf, channel_data, channel_sf),
-        min(num_tiles, config.blocks_per_sm * get_num_sms(x.device)),
-    )
+    )(x, token_data, token_sf, channel_data, channel_sf)
 
 
 @replayable

@@ -29,6 +29,8 @@ class PerTokenCastConfig:
     """Blocks that registers must allow on a multiprocessor; 0 leaves it to the compiler."""
     once: bool = False
     """Whether caches are told that x is read once."""
+    apart: int = 1
+    """How far the rows of a thread are from each other."""
 
     @staticmethod
     @cache
@@ -80,6 +82,10 @@ class PerTokenCastConfig:
             # Down a column the words of sf are neighbours, so a block's rows fill whole sectors of them.
             lanes = max(unit, 8)
             rows, blocks_per_sm = (64 if of_codes else 128) // lanes, 0
+        if layout is ScaleLayout.SWIZZLED and fmt == "e2m1" and x_bits == 16 and mode == CAST:
+            # Words of rows 32 apart are neighbours: a thread stores four of them at once.
+            lanes = max(unit, 8)
+            return PerTokenCastConfig(vec, 4, lanes, 128 // lanes, 0, once, apart=32)
         return PerTokenCastConfig(vec, pieces, lanes, rows, blocks_per_sm, once)
 
 

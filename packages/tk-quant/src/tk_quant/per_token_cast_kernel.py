@@ -78,6 +78,7 @@ def per_token_cast_kernel(
     out_words = vec * BITS[fmt] // 32
     staged = fmt == "e5m6"
     swizzled = layout is ScaleLayout.SWIZZLED
+    fours = config.apart == 32
     in_bytes = has_tensor_sf or layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
 
     num_groups = ceil_div(hidden, num_per_channels)
@@ -88,6 +89,7 @@ def per_token_cast_kernel(
         lanes_of_unit = unit_lanes(hidden, num_per_channels, vec, share_word)
         assert lanes_of_unit <= 32
         assert lanes % lanes_of_unit == 0
+        assert config.apart == 1 or (fours and swizzled and pieces == 4 and 32 % config.rows == 0)
         col_tiles = ceil_div(align(ceil_div(hidden, vec), lanes_of_unit), lanes)
         threads = align(lanes * config.rows, 32)
         tile_rows = config.rows * pieces
@@ -196,14 +198,12 @@ def per_token_cast_kernel(
         return amax if has_tensor_sf else T.max(amax, float_bits(LIMITS[fmt][1]))
 
     @T.macro
-    def encode_piece(
-        words: T.Buffer, values: T.Buffer, codes: T.Buffer, piece: int, factor: T.uint32, amax: T.int32
-    ) -> None:
+    def encode_piece(words: T.Buffer, values: T.Buffer, codes: T.Buffer, piece: int, factor: T.uint32) -> None:
         """Codes of a piece times factor, or where they may saturate by 1 / factor."""
         if from_words and may_saturate:
-            name = f"tk_e2m1_by_sf<{out_words}, {'false' if has_tensor_sf else 'true'}>"
-            most = amax if has_tensor_sf else 0
-            T.call_extern("void", name, T.address_of(words[piece, 0]), factor, most, T.address_of(codes[0]))
+            # Products are expected above 6, for groups far below the others of a tensor have large ones.
+            name = f"tk_e2m1_by_sf<{out_words}, true>"
+            T.call_extern("void", name, T.address_of(words[piece, 0]), factor, 0, T.address_of(codes[0]))
         elif from_words:
             for j in T.unroll(out_words):
                 four = tuple(words[piece, 4 * j + k] for k in range(4))
@@ -230,9 +230,20 @@ def per_token_cast_kernel(
 
     @T.macro
     def store_sf(
-        sf: T.Buffer, value: T.uint32, row: T.int32, col: T.int32, lane: T.int32, inside: T.bool, valid: T.bool
+        sf: T.Buffer,
+        value: T.uint32,
+        four: T.Buffer,
+        piece: int,
+        row: T.int32,
+        col: T.int32,
+        lane: T.int32,
+        inside: T.bool,
+        valid: T.bool,
     ) -> None:
-        """Store what lanes of a group have in common; `inside` also where sf has rows past the last token."""
+        """Store what lanes of a group have in common; `inside` also where sf has rows past the last token.
+
+        Words of rows 32 apart are kept in `four` and stored with the last of them.
+        """
         if in_bytes:
             word = T.alloc_var("uint32")
             word = value if has_tensor_sf else value >> T.uint32(23)
@@ -241,8 +252,12 @@ def per_token_cast_kernel(
                 word = word << T.cast(lane // group_lanes % 4 * 8, "uint32")
                 word = word | T.shfl_xor(word, group_lanes)
                 word = word | T.shfl_xor(word, 2 * group_lanes)
+            four[piece] = word
             if inside and lane % (4 * group_lanes if share_word else group_lanes) == 0:
-                store_word(sf, word, row, col // num_per_channels)
+                if not fours:
+                    store_word(sf, word, row, col // num_per_channels)
+                elif piece == 3:
+                    T.stg128(sf[row // 128, col // num_per_channels // 4, row % 32, 0, 0], four[0:4])
         elif valid and lane % group_lanes == 0:
             sf[row, col // num_per_channels] = T.reinterpret(value, "float32")
 
@@ -257,7 +272,8 @@ def per_token_cast_kernel(
         lane = thread % lanes
         # Variables: as parts of an address these would be divisions of 64 bits.
         first_row = T.alloc_var("int32")
-        first_row = block // col_tiles * tile_rows + thread // lanes * pieces
+        first_row = block // col_tiles * config.rows + thread // lanes
+        first_row = first_row // config.apart * (config.apart * pieces) + first_row % config.apart
         col = T.alloc_var("int32")
         col = (block % col_tiles * lanes + lane) * vec
         inside = col < hidden and thread < lanes * config.rows
@@ -269,13 +285,19 @@ def per_token_cast_kernel(
         scale = T.alloc_local((2,), "uint32")
         factors = T.alloc_local((pieces, sf_per_piece), "float32")
         halves = T.alloc_local((vec // 2,), "uint32")
+        given, four = T.alloc_local((pieces,), "float32"), T.alloc_local((pieces,), "uint32")
         for i in T.unroll(pieces):
-            load_piece(x, words, i, first_row + i, col, inside and first_row + i < num_tokens)
+            row = first_row + i * config.apart
+            load_piece(x, words, i, row, col, inside and row < num_tokens)
         for i in T.unroll(pieces):
+            row = first_row + i * config.apart
+            valid = inside and row < num_tokens
             if is_pair:
-                load_factors(x_sf, factors, i, first_row + i, col, inside and first_row + i < num_tokens)
+                load_factors(x_sf, factors, i, row, col, valid)
+            if mode == PRECOMPUTED:
+                given[i] = T.reinterpret(T.ldg32(sf[row, col // num_per_channels], pred=valid), "float32")
         for i in T.unroll(pieces):
-            row = first_row + i
+            row = first_row + i * config.apart
             valid = inside and row < num_tokens
             if from_codes:
                 for j in T.unroll(x_words):
@@ -283,8 +305,8 @@ def per_token_cast_kernel(
             elif is_pair:
                 dequantize_piece(words, factors, values, i, valid)
             if mode == PRECOMPUTED:
-                given = T.if_then_else(valid, sf[row, col // num_per_channels], T.float32(1))
-                scale[1] = T.reinterpret(given if from_words else T.float32(1) / given, "uint32")
+                given[i] = T.if_then_else(valid, given[i], T.float32(1))
+                scale[1] = T.reinterpret(given[i] if from_words else T.float32(1) / given[i], "uint32")
             else:
                 part = T.uint32(0)
                 if from_codes:
@@ -305,7 +327,7 @@ def per_token_cast_kernel(
                     T.call_extern("void", "tk_e2m1_scale_of_amax", amax, T.address_of(scale[0]))
                 else:
                     scale_of(amax, scale)
-                store_sf(sf, scale[0], row, col, lane, inside and row < num_rows, valid)
+                store_sf(sf, scale[0], four, i, row, col, lane, inside and row < num_rows, valid)
             if mode != SF_ONLY:
                 if from_codes:
                     factor = T.reinterpret(scale[1], "float32") * factors[i, 0]
@@ -319,7 +341,7 @@ def per_token_cast_kernel(
                             factor,
                         )
                 else:
-                    encode_piece(words, values, codes, i, scale[1], amax)
+                    encode_piece(words, values, codes, i, scale[1])
                 if valid:
                     store_codes(data, codes, row, col * BITS[fmt] // 8)
 
@@ -373,7 +395,7 @@ def per_token_cast_kernel(
         if mode != SF_ONLY:
             for i in T.unroll(pieces):
                 col = (i * lanes + thread) * vec
-                encode_piece(words, values, codes, i, scale[1], amax)
+                encode_piece(words, values, codes, i, scale[1])
                 if staged:
                     # Twelve bytes a thread and piece; gathered by the warp, they leave in sixteens.
                     for j in T.unroll(out_words):

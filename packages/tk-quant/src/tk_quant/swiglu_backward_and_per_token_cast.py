@@ -9,7 +9,8 @@ w = weight.flat[pos_to_token_topk[p]], in float32, products from left to right:
 x_grad = [dl | dr] comes out in bfloat16 and, quantized from float32 by groups of num_per_channels channels, in e4m3.
 
 A thread takes `vec` neighbouring channels of both halves of a row; the lanes that hold a group agree on its two amax by
-shuffles. A block has `rows` rows, and sums g * a up over each in shared memory, in a fixed order:
+shuffles. A block looks up its rows' indices, takes `rows` rows after the other `rows`, loading the next ones while it
+works on some, and sums g * a up over each row in shared memory, in a fixed order:
 
               left half of x, of x_grad      right half                      grad_out, out
             ┌─────────┬─────────┬─  ─┐     ┌─────────┬─────────┬─  ─┐     ┌─────────┬─────────┬─  ─┐
@@ -26,6 +27,7 @@ import torch
 
 from tk_core import check, env
 from tk_core.arch import get_arch
+from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_quant.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig, swiglu_backward_kernel
@@ -92,6 +94,7 @@ def _swiglu_backward_and_per_token_cast_out(
         return
     arch, clamps = get_arch(data.device), swiglu_clamp_value is not None
     config = SwigluBackwardConfig.best(hidden, num_per_channels, clamps, arch)
+    turns = config.turns_of(num_positions, get_num_sms(data.device))
     swiglu_backward_kernel(
         *(data.ndim, check.row_alignment(data), check.row_alignment(grad_out), hidden, num_per_channels, round_sf),
         *(clamps, config, arch),
@@ -100,7 +103,8 @@ def _swiglu_backward_and_per_token_cast_out(
         *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
         0.0 if swiglu_clamp_value is None else swiglu_clamp_value,
         num_pairs,
-        config.num_blocks(num_positions, num_pairs),
+        turns,
+        config.num_blocks(num_positions, turns, num_pairs),
     )
 
 

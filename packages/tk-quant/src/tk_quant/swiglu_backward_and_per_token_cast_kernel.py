@@ -36,18 +36,16 @@ class SwigluBackwardConfig:
     lanes: int
     """Threads side by side along a row."""
     rows: int
-    """Rows of a block."""
+    """Rows side by side in a block."""
     blocks_per_sm: int
     """Blocks that a multiprocessor should have room for: the compiler keeps registers down to that."""
+    turns: int
+    """Most times that a block takes `rows` rows, one after the other; it loads the next ones meanwhile."""
 
     @staticmethod
     @cache
     def best(hidden: int, num_per_channels: int, clamps: bool, arch: Arch) -> "SwigluBackwardConfig":
         """The configuration for a width, a group, and with or without a clamp."""
-        # H200, 34560 x 2 * 2048, groups of 128: 222.4 us with vec 16 and 80 registers a thread, 224.3 with vec 8 and
-        # 48, 230 and more where registers are spilled. With a clamp vec 8 takes 232.8 at 48 registers, 246.4 at 60.
-        if hidden == 2048 and num_per_channels == 128 and not clamps:
-            return SwigluBackwardConfig(16, 1, 128, 1, 6)
         vec = 8
         num_lanes = hidden // vec
         pieces = ceil_div(num_lanes, _MAX_LANES)
@@ -55,21 +53,24 @@ class SwigluBackwardConfig:
         rows = 1
         while pieces == 1 and (lanes * rows < 128 or (lanes * rows % 32 and lanes * rows <= 256)):
             rows *= 2
-        # 48, 56 or more registers a thread: fewer don't suffice. 3584 takes 391 us so, 443 in one piece, at 62;
-        # 288, whose 8 rows are whole warps, 37.0, and 39.1 with 3 rows; 384 46.2 with 4 rows and 47.4 with 2.
-        is_whole = lanes * rows % 32 == 0 and lanes * pieces * vec == hidden
-        is_simple = pieces == rows == 1 and (lanes & (lanes - 1) == 0 or not clamps)
-        threads_per_sm = (1280 if is_simple else 1152) if is_whole else 896
-        return SwigluBackwardConfig(vec, pieces, lanes, rows, max(threads_per_sm // align(lanes * rows, 32), 1))
+        # H200, 34560 x 2 * 2048, groups of 128: 221.3 us with four turns of 62 registers, 222.8 with a clamp; without
+        # turns 222.7 at 16 channels and 80 registers a thread, 235.6 with a clamp. Fewer registers than 64, or 72 where
+        # a block has rows side by side, don't suffice.
+        blocks_per_sm = max((1024 if rows == 1 else 896) // align(lanes * rows, 32), 1)
+        return SwigluBackwardConfig(vec, pieces, lanes, rows, blocks_per_sm, max(4 // pieces, 1))
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
         return align(self.lanes * self.rows, 32)
 
-    def num_blocks(self, num_positions: int, num_pairs: int) -> int:
+    def turns_of(self, num_positions: int, num_sms: int) -> int:
+        """Turns that leave the multiprocessors two blocks, one after the other, for each that they have room for."""
+        return min(max(num_positions // (2 * self.rows * self.blocks_per_sm * num_sms), 1), self.turns)
+
+    def num_blocks(self, num_positions: int, turns: int, num_pairs: int) -> int:
         """Blocks that there are rows or pairs for."""
-        return max(ceil_div(num_positions, self.rows), ceil_div(num_pairs, self.threads))
+        return max(ceil_div(num_positions, self.rows * turns), ceil_div(num_pairs, self.threads))
 
 
 # Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
@@ -91,6 +92,8 @@ def swiglu_backward_kernel(
     group_lanes = num_per_channels // vec
     threads = config.threads
     num_warps = threads // 32
+    most_rows = rows * config.turns
+    assert most_rows <= threads
     code_words, bf16_words = vec // 4, vec // 2
     sf_cols = 2 * hidden // num_per_channels
     least_amax = float_bits(LIMITS["e4m3"][1])
@@ -240,6 +243,7 @@ def swiglu_backward_kernel(
         weight_grad: T.Tensor((num_tokens, num_topk), "float32"),
         clamp: T.float32,
         num_pairs: T.int32,
+        turns: T.int32,
         num_blocks: T.int32,
     ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
@@ -254,30 +258,57 @@ def swiglu_backward_kernel(
             x_grad_rows = T.view(x_grad, (num_positions, 2 * hidden))
             thread = T.get_thread_binding()
             lane = thread % lanes
-            row = block * rows + thread // lanes
-            wide_row = T.cast(row, "int64")
-            codes = T.alloc_local((2, code_words), "uint32")
-            x_scale = T.alloc_local((2,), "float32")
-            grad = T.alloc_local((1, bf16_words), "uint32")
+            codes, next_codes = T.alloc_local((2, code_words), "uint32"), T.alloc_local((2, code_words), "uint32")
+            x_scale, next_x_scale = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+            grad, next_grad = T.alloc_local((1, bf16_words), "uint32"), T.alloc_local((1, bf16_words), "uint32")
             values = T.alloc_local((3, vec), "float32")
-            row_sum, row_weight = T.alloc_var("float32"), T.alloc_var("float32")
+            row_sum = T.alloc_var("float32")
             index, pair_row = T.alloc_var("int32"), T.alloc_var("int32")
-            inside, real = T.alloc_var("bool"), T.alloc_var("bool")
-            row_sums = T.alloc_shared((threads,), "float32")
-            targets = T.alloc_shared((rows,), "int32")
+            row_sums = T.alloc_shared((config.turns * threads,), "float32")
+            indices, targets = T.alloc_shared((most_rows,), "int32"), T.alloc_shared((most_rows,), "int32")
+            weights = T.alloc_shared((most_rows,), "float32")
+            tile_rows = rows * turns
 
-            inside = thread < lanes * rows and row < num_positions
-            index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=inside), "int32")
-            real = inside and index >= 0 and index < num_pairs
-            row_weight = T.reinterpret(T.ldg32(weight[0, index], pred=real), "float32")
-            pair_row = T.reinterpret(T.ldg32(token_topk_to_pos[0, index], pred=real and lane == 0), "int32")
+            if thread < tile_rows:
+                row = block * tile_rows + thread
+                index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=row < num_positions), "int32")
+                index = T.if_then_else(row < num_positions and index < num_pairs, index, -1)
+                indices[thread] = index
+            T.sync_threads()
+            own_row = thread // lanes
+            load_piece(
+                *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
+                *(T.cast(block * tile_rows + own_row, "int64"), lane * vec),
+                thread < lanes * rows and lane * vec < hidden and indices[own_row] >= 0,
+            )
+            if thread < tile_rows:
+                weights[thread] = T.reinterpret(T.ldg32(weight[0, index], pred=index >= 0), "float32")
+                pair_row = T.reinterpret(T.ldg32(token_topk_to_pos[0, index], pred=index >= 0), "int32")
+                targets[thread] = T.if_then_else(pair_row == block * tile_rows + thread, index, -1)
+            T.sync_threads()
             row_sum = T.float32(0)
-            for i in T.serial(pieces):
-                col = (i * lanes + lane) * vec
-                in_row = inside and col < hidden
-                load_piece(x_rows, x_sf_rows, grad_rows, codes, x_scale, grad, wide_row, col, real and col < hidden)
-                if real and col < hidden:
-                    differentiate(codes, x_scale, grad, row_weight, clamp, values, row_sum)
+            for step in T.serial(turns * pieces):
+                of_tile = step // pieces * rows + own_row
+                row = block * tile_rows + of_tile
+                wide_row = T.cast(row, "int64")
+                col = (step % pieces * lanes + lane) * vec
+                in_row = thread < lanes * rows and row < num_positions and col < hidden
+                for half in T.unroll(2):
+                    x_scale[half] = next_x_scale[half]
+                    for j in T.unroll(code_words):
+                        codes[half, j] = next_codes[half, j]
+                for j in T.unroll(bf16_words):
+                    grad[0, j] = next_grad[0, j]
+                next_of_tile = (step + 1) // pieces * rows + own_row
+                next_col = ((step + 1) % pieces * lanes + lane) * vec
+                wanted = step + 1 < turns * pieces and thread < lanes * rows and next_col < hidden
+                load_piece(
+                    *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
+                    *(T.cast(block * tile_rows + next_of_tile, "int64"), next_col),
+                    wanted and indices[next_of_tile] >= 0,
+                )
+                if in_row and indices[of_tile] >= 0:
+                    differentiate(codes, x_scale, grad, weights[of_tile], clamp, values, row_sum)
                 else:
                     for j in T.unroll(vec):
                         values[0, j] = T.float32(0)
@@ -288,18 +319,19 @@ def swiglu_backward_kernel(
                     store_bf16(x_grad_rows, values, 1, wide_row, col)
                     store_bf16(x_grad_rows, values, 2, wide_row, hidden + col)
                 quantize(values, data_rows, sf_rows, wide_row, col, in_row)
+                if step % pieces == pieces - 1:
+                    row_sums[step // pieces * threads + thread] = row_sum
+                    row_sum = T.float32(0)
 
-            row_sums[thread] = row_sum
-            if lane == 0 and thread < lanes * rows:
-                targets[thread // lanes] = T.if_then_else(real and pair_row == row, index, -1)
             T.sync_threads()
-            for turn in T.unroll(ceil_div(rows, num_warps)):
+            for turn in T.unroll(ceil_div(most_rows, num_warps)):
                 summed = thread // 32 + turn * num_warps
-                if summed < rows:
+                if summed < tile_rows:
                     row_sum = T.float32(0)
                     for k in T.unroll(ceil_div(lanes, 32)):
                         if k * 32 + thread % 32 < lanes:
-                            row_sum = row_sum + row_sums[summed * lanes + k * 32 + thread % 32]
+                            first = summed // rows * threads + summed % rows * lanes
+                            row_sum = row_sum + row_sums[first + k * 32 + thread % 32]
                     for j in T.unroll(5):
                         row_sum = row_sum + T.shfl_xor(row_sum, 1 << j)
                     if thread % 32 == 0 and targets[summed] >= 0:

@@ -29,13 +29,32 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.prefetch import PREFETCH_SOURCE
 
 _DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.bool),
     *(torch.bfloat16, torch.float16, torch.int16, torch.uint16),
     *(torch.float32, torch.int32, torch.uint32),
 )
+
+
+_COPY_SOURCE = r"""
+// Copies num_bytes (4, 8 or 16) from global to shared memory some time before the next tk_wait_for_copies, if `wanted`.
+template <int num_bytes>
+__device__ __forceinline__ void tk_copy_later(void *to, const void *from, bool wanted) {
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  if (num_bytes == 16)
+    asm volatile(
+        "{\n  .reg .pred p;\n  setp.ne.b32 p, %2, 0;\n  @p cp.async.cg.shared.global [%0], [%1], 16;\n}\n"
+        :: "r"(place), "l"(from), "r"(int(wanted)) : "memory");
+  else
+    asm volatile(
+        "{\n  .reg .pred p;\n  setp.ne.b32 p, %2, 0;\n  @p cp.async.ca.shared.global [%0], [%1], %3;\n}\n"
+        :: "r"(place), "l"(from), "r"(int(wanted)), "n"(num_bytes) : "memory");
+}
+
+// The copies of this thread are done, for this thread.
+__device__ __forceinline__ void tk_wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +147,7 @@ def _transpose_kernel(
         T.assume(num_rows % 16 == 0)
         T.assume(row_stride % max(alignment // itemsize, 1) == 0)
         T.assume(batch_stride % max(alignment // itemsize, 1) == 0)
-        T.import_source(PREFETCH_SOURCE)
+        T.import_source(_COPY_SOURCE)
         thread = T.get_thread_binding()
         tile = T.alloc_shared((tile_rows, chunks * 4), "uint32")
         loaded = T.alloc_local((loads, 4), "uint32")

@@ -1,8 +1,9 @@
 """A tile of bytes in shared memory that is written down its columns and stored along them.
 
 A kernel that quantizes (num_tokens, hidden) to (hidden, num_tokens) has a few tokens of a few channels in each thread.
-Its tile has a row of 128 bytes for each channel, in eight chunks of 16 bytes; chunk k of channel c lies at k ^ (c / 8),
-so that eight neighbouring lanes with eight channels each write to all banks, as do eight that read one channel.
+Its tile has a row of 128 bytes for each channel, in eight chunks of 16 bytes; chunk k of channel c lies at
+k ^ (c / vec), so that eight neighbouring lanes with `vec` channels each write to all banks, as do eight that read one
+channel.
 """
 
 from functools import cache
@@ -13,7 +14,7 @@ TILE_TOKENS = 128
 
 
 @cache
-def transposed_tile_macros(num_channels: int, threads: int) -> tuple[Any, Any]:
+def transposed_tile_macros(num_channels: int, threads: int, vec: int = 8) -> tuple[Any, Any]:
     """Macros `put(tile, codes, index, channel, word)` and `store(tile, out, first_channel, first_token, end)`.
 
     tile is uint32 (num_channels, 32) in shared memory; `put` writes the words (1, 2 or 4) of codes[index] there, of
@@ -24,7 +25,7 @@ def transposed_tile_macros(num_channels: int, threads: int) -> tuple[Any, Any]:
 
     @T.macro
     def put(tile: T.Buffer, codes: T.Buffer, index: T.int32, channel: T.int32, word: T.int32) -> None:
-        place = ((word // 4) ^ (channel // 8 % 8)) * 4 + word % 4
+        place = ((word // 4) ^ (channel // vec % 8)) * 4 + word % 4
         for k in T.vectorized(codes.shape[1]):
             tile[channel, place + k] = codes[index, k]
 
@@ -37,7 +38,7 @@ def transposed_tile_macros(num_channels: int, threads: int) -> tuple[Any, Any]:
             chunk = thread % 8
             if first_channel + channel < end:
                 for k in T.vectorized(4):
-                    words[k] = tile[channel, (chunk ^ (channel // 8 % 8)) * 4 + k]
+                    words[k] = tile[channel, (chunk ^ (channel // vec % 8)) * 4 + k]
                 T.stg128(out[first_channel + channel, first_token + chunk * 16], words[0:4])
 
     return put, store

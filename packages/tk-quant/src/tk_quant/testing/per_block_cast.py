@@ -57,6 +57,12 @@ def ties(block_size: Block, dtype: torch.dtype) -> MakeInput:
     return build
 
 
+def every_bfloat16(device: str) -> torch.Tensor:
+    """All 2**16 values, (1024, 64)."""
+    bits = torch.arange(-(2**15), 2**15, device=device).to(torch.int16)
+    return bits.view(torch.bfloat16).view(1024, 64)
+
+
 def make(x: MakeInput, fmt: str, block_size: Block, flags: str = "row") -> Make:
     """Arguments of per_block_cast or its form with sf only."""
     return lambda device: {"x": x(device), "fmt": fmt, "block_size": block_size, **FLAGS[flags]}
@@ -183,6 +189,8 @@ SPEC = OpSpec(
                 (_FP32, (4, 32), "row"),
             )
         ),
+        Case("bf16-e4m3-1x1-packed-every", make(every_bfloat16, "e4m3", (1, 1), "packed"), small=True),
+        Case("bf16-e4m3-1x1-packed-h192-extremes", make(extremes(192, _BF16), "e4m3", (1, 1), "packed"), small=True),
         Case("bf16-e4m3-128x128-row-h192-extremes", make(extremes(192, _BF16), "e4m3", (128, 128)), small=True),
         # Real sizes.
         *(
