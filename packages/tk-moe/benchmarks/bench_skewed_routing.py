@@ -1,7 +1,8 @@
-"""What a skewed router costs: each op at its first model shape with even, half and Zipf routing.
+"""What a skewed router costs: each op at its largest model shape with even, half and Zipf routing.
 
-`half`: one expert is among the choices of half of all tokens, the others share the rest evenly. `zipf`: expert e is
-drawn with weight 1 / (e + 1), without replacement, so that the favourites are neighbours too.
+`half`: one expert is among the choices of half of all tokens, the others share the rest evenly. `zipf`: the n-th of the
+experts in a random order is drawn with weight 1 / n, without replacement. `zipf-sorted`: the order is theirs, so that
+the favourites are neighbours, which is the worst for the gates: one lane of a warp holds them all.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tk_core.testing.specs import load_specs
 from tk_moe.get_fused_mapping import get_fused_mapping
 
 NUM_EXPERTS, ALIGNMENT = 256, 16
-ROUTINGS = ("even", "half", "zipf")
+ROUTINGS = ("even", "half", "zipf", "zipf-sorted")
 
 
 def logits_of(num_tokens: int, routing: str, device: str) -> torch.Tensor:
@@ -25,8 +26,9 @@ def logits_of(num_tokens: int, routing: str, device: str) -> torch.Tensor:
     logits = torch.empty(num_tokens, NUM_EXPERTS, device=device).exponential_().log().neg()
     if routing == "half":
         logits[:, 0] = torch.where(torch.rand(num_tokens, device=device) < 0.5, 50.0, -50.0)
-    elif routing == "zipf":
-        logits -= torch.arange(1, NUM_EXPERTS + 1, device=device).log()
+    elif routing.startswith("zipf"):
+        rank = torch.arange(1, NUM_EXPERTS + 1, device=device)
+        logits -= (rank if routing == "zipf-sorted" else rank[torch.randperm(NUM_EXPERTS, device=device)]).log()
     return logits
 
 

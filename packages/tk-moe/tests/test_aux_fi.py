@@ -23,6 +23,7 @@ def test_by_hand() -> None:
     fi = tk_moe.aux_fi(torch.tensor([[2, 0], [-1, 2], [2, 4], [1, -7]]), 4, 2)
     assert fi.dtype == torch.float32
     assert fi.tolist() == [4 / 8, 4 / 8, 12 / 8, 0.0]
+    assert tk_moe.aux_fi(torch.tensor([[2, 0], [-7, 4]], dtype=torch.int32), 3, 2).tolist() == [3 / 4, 0.0, 3 / 4]
 
 
 def test_even_load_is_one() -> None:
@@ -57,7 +58,7 @@ def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch)
     ("change", "error", "match"),
     [
         ({"topk_idx": [[0]]}, TypeError, "topk_idx.*Tensor"),
-        ({"topk_idx": torch.zeros(4, 2, dtype=torch.int32)}, TypeError, "topk_idx.*int64.*int32"),
+        ({"topk_idx": torch.zeros(4, 2, dtype=torch.int16)}, TypeError, "topk_idx.*int64.*int32.*int16"),
         ({"topk_idx": torch.zeros(4, dtype=torch.int64)}, ValueError, "topk_idx.*shape"),
         ({"topk_idx": torch.zeros(4, 3, dtype=torch.int64)[:, :2]}, ValueError, "topk_idx.*contiguous"),
         ({"topk_idx": torch.zeros(4, 0, dtype=torch.int64)}, ValueError, "topk_idx.*1 to 32"),

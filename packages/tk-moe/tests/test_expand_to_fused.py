@@ -8,7 +8,7 @@ import torch
 import tk_moe
 from tk_core import env
 from tk_core.testing import tiers
-from tk_moe.expand_to_fused import ExpandConfig
+from tk_moe.expand_to_fused_kernel import ExpandConfig
 from tk_moe.testing.expand_to_fused import SPEC, WITH_SF_SPEC
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -171,9 +171,10 @@ def test_debug_mode_finds_maps_that_disagree(monkeypatch: pytest.MonkeyPatch) ->
             tk_moe.expand_to_fused_with_sf(**expand_with_sf_arguments(token_topk_to_pos=pos))
 
 
+@pytest.mark.parametrize("has_sf", [False, True])
 @pytest.mark.parametrize("num_vectors", [1, 31, 32, 33, 72, 256, 257, 320, 448, 896, 1024, 1025, 1792, 7167, 28672])
-def test_config_covers_a_row_with_little_waste(num_vectors: int) -> None:
-    config = ExpandConfig.best(num_vectors, None)
+def test_config_covers_a_row_with_little_waste(num_vectors: int, has_sf: bool) -> None:
+    config = ExpandConfig.best(num_vectors, has_sf, None)
     per_chunk = config.threads * config.vectors_per_thread
     assert config.threads % 32 == 0
     assert 32 <= config.threads <= 256

@@ -1,5 +1,6 @@
 """get_fused_mapping."""
 
+import math
 from typing import Any
 
 import pytest
@@ -49,6 +50,19 @@ MAPPING = {
 
 def test_by_hand() -> None:
     assert run(TOPK_IDX, 3, 0, 2) == MAPPING
+
+
+def test_psum_is_where_each_segment_s_pairs_end() -> None:
+    *outputs, sizes, psum = tk_moe.get_fused_mapping(torch.tensor(TOPK_IDX), 3, 0, 2, with_psum=True)
+    assert psum.dtype == torch.int32
+    assert psum.tolist() == [3, 4, 7]
+    assert [x.tolist() for x in outputs] == [MAPPING[name] for name in NAMES]
+    assert sizes == MAPPING["list"]
+
+
+def test_indices_of_32_bits() -> None:
+    *outputs, _ = tk_moe.get_fused_mapping(torch.tensor(TOPK_IDX, dtype=torch.int32), 3, 0, 2)
+    assert [x.tolist() for x in outputs] == [MAPPING[name] for name in NAMES]
 
 
 def padded(mapping: dict[str, Any], length: int) -> dict[str, Any]:
@@ -177,7 +191,7 @@ GOOD: dict[str, Any] = {
     ("change", "error", "match"),
     [
         ({"topk_idx": [[0]]}, TypeError, "topk_idx.*Tensor"),
-        ({"topk_idx": torch.zeros(4, 2, dtype=torch.int32)}, TypeError, "topk_idx.*int64.*int32"),
+        ({"topk_idx": torch.zeros(4, 2, dtype=torch.int16)}, TypeError, "topk_idx.*int64.*int32.*int16"),
         ({"topk_idx": torch.zeros(4, dtype=torch.int64)}, ValueError, "topk_idx.*shape"),
         ({"topk_idx": torch.zeros(2, 4, 2, dtype=torch.int64)}, ValueError, "topk_idx.*shape"),
         ({"topk_idx": torch.zeros(2, 4, dtype=torch.int64).T}, ValueError, "topk_idx.*contiguous"),
@@ -194,6 +208,7 @@ GOOD: dict[str, Any] = {
         ({"alignment": "16"}, TypeError, "alignment.*int"),
         ({"alignment": MAX_POSITIONS, "num_experts": 2}, ValueError, "topk_idx.*positions"),
         ({"force_no_sync": 1}, TypeError, "force_no_sync.*bool"),
+        ({"with_psum": None}, TypeError, "with_psum.*bool"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -208,17 +223,35 @@ def test_every_config_has_room(arch: tk_core.Arch, num_experts: int) -> None:
         for exponent in range(24):
             config = GetFusedMappingConfig.best(1 << exponent, num_experts, num_sms, arch)
             assert config.shared_memory_bytes(num_experts) <= arch.max_shared_memory
-            assert config.chunk % 32 == 0
-            assert 0 < config.chunk < 2**16
+            assert config.room % 32 == 0
+            assert 0 < config.room < 2**16
             assert config.warps * 32 >= num_experts
-            assert config.cluster_size <= num_sms
+            assert config.cluster_size * config.num_clusters <= num_sms
             assert config.cluster_size in (0, 1) or arch.sm >= 90
-            assert not config.cluster_size or config.cluster_size * config.chunk >= 1 << exponent
+            assert not config.cluster_size or config.max_pairs >= 1 << exponent
 
 
 def test_config_at_the_target_shape() -> None:
     assert GetFusedMappingConfig.best(65536, 256, 132, arch_from_name("sm_90a")).cluster_size > 1
     assert GetFusedMappingConfig.best(65536, 256, 108, arch_from_name("sm_80")).cluster_size == 0
+
+
+def naive_parts(num_pairs: int, config: GetFusedMappingConfig) -> list[range]:
+    """Parts of the blocks as the kernel works them out, in the order of the pairs."""
+    num_chunks = config.cluster_size or math.ceil(num_pairs / config.room)
+    part = math.ceil(math.ceil(num_pairs / num_chunks) / (config.num_clusters * 32)) * 32
+    return [range(i * part, min((i + 1) * part, num_pairs)) for i in range(num_chunks * config.num_clusters)]
+
+
+@pytest.mark.parametrize("num_sms", [1, 8, 100, 132])
+def test_no_block_runs_out_of_room(num_sms: int) -> None:
+    for exponent in range(24):
+        config = GetFusedMappingConfig.best(1 << exponent, 256, num_sms, arch_from_name("sm_90a"))
+        for num_pairs in ((1 << exponent) // 2 + 1, (1 << exponent) - 1, 1 << exponent):
+            parts = naive_parts(num_pairs, config)
+            assert sum(map(len, parts)) == num_pairs
+            assert max(map(len, parts)) <= config.room
+            assert config.cluster_size <= 1 or len(parts[0]) * config.num_clusters < 2**16
 
 
 # Poisoned outputs are full of -1, which is what padding has to be: this fills them with something else.
@@ -228,7 +261,8 @@ def test_config_at_the_target_shape() -> None:
 def test_gpu_writes_all_padding_whatever_the_number_of_blocks(num_tokens: int, num_sms: int | None) -> None:
     topk_idx = torch.randint(-1, 256, (num_tokens, 8), device="cuda")
     for num_pos, alignment in ((num_tokens * 8 + 5000, 16), (num_tokens * 8 + 40000, 128), (num_tokens * 4 + 1, 16)):
-        *expected, _ = reference(topk_idx, 256, num_pos, alignment, True)
+        *expected, _, psum = reference(topk_idx, 256, num_pos, alignment, True, with_psum=True)
+        expected.append(psum)
         outputs = [torch.full_like(x, 0x55555555) for x in expected]
         with tk_core.num_sms(num_sms):
             _get_fused_mapping_out(topk_idx, *outputs, alignment)

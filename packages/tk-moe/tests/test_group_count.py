@@ -26,6 +26,7 @@ def test_by_hand() -> None:
     counts = tk_moe.group_count(torch.tensor([[2, 0, 2], [-1, 3, 4], [2, -(2**63), 2**32]]), 4)
     assert counts.dtype == torch.int32
     assert counts.tolist() == [1, 0, 3, 1]
+    assert tk_moe.group_count(torch.tensor([[2, 0], [-7, 4]], dtype=torch.int32), 3).tolist() == [1, 0, 1]
 
 
 def test_no_tokens() -> None:
@@ -54,7 +55,7 @@ def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch)
     ("change", "error", "match"),
     [
         ({"group_idx": [[0]]}, TypeError, "group_idx.*Tensor"),
-        ({"group_idx": torch.zeros(4, 2, dtype=torch.int32)}, TypeError, "group_idx.*int64.*int32"),
+        ({"group_idx": torch.zeros(4, 2, dtype=torch.int16)}, TypeError, "group_idx.*int64.*int32.*int16"),
         ({"group_idx": torch.zeros(4, dtype=torch.int64)}, ValueError, "group_idx.*shape"),
         ({"group_idx": torch.zeros(2, 4, dtype=torch.int64).T}, ValueError, "group_idx.*contiguous"),
         ({"group_idx": torch.zeros(4, 0, dtype=torch.int64)}, ValueError, "group_idx.*1 to 32"),

@@ -197,5 +197,5 @@ def test_debug_mode_finds_positions_past_the_end(monkeypatch: pytest.MonkeyPatch
 def test_config_covers_a_row_with_little_waste(num_vectors: int) -> None:
     config = ReduceConfig.best(num_vectors, None)
     assert config.threads % 32 == 0
-    assert 32 <= config.threads <= 256
-    assert 0 <= config.threads * config.num_chunks - num_vectors < 32 * config.num_chunks
+    assert 32 <= config.threads <= 128
+    assert 0 <= config.threads * config.num_chunks - num_vectors < 32

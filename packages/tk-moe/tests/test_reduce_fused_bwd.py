@@ -120,9 +120,9 @@ def test_debug_mode_finds_maps_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("num_vectors", [8, 72, 256, 264, 320, 512, 768, 896, 1792, 7168])
 def test_config_covers_a_row_with_little_waste(num_vectors: int) -> None:
-    config = ReduceBwdConfig.best(num_vectors, None)
+    config = ReduceBwdConfig.best(num_vectors, 8, None)
     assert config.threads % 32 == 0
-    assert 32 <= config.threads <= 256
+    assert 32 <= config.threads <= 224
     assert 0 <= config.threads * config.num_chunks - num_vectors < 32 * config.num_chunks
 
 

@@ -2,8 +2,8 @@
 
     fi[e] = float32(count[e] · num_experts) / float32(num_tokens · num_aux_topk)       (one IEEE division)
 
-count[e] is how often e stands in topk_idx int64 (num_tokens, num_topk), fi float32 (num_experts); 1 for every expert
-where the load is even. The kernel is that of `group_count`, whose counts are integers: every bit is defined.
+count[e] is how often e stands in topk_idx int64 or int32 (num_tokens, num_topk), fi float32 (num_experts); 1 for every
+expert where the load is even. The kernel is that of `group_count`, whose counts are integers: every bit is defined.
 """
 
 import torch
@@ -35,7 +35,7 @@ def aux_fi(topk_idx: torch.Tensor, num_experts: int, num_aux_topk: int) -> torch
     TK_DEBUG=1 the latter raises.
 
     Args:
-        topk_idx: int64 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
+        topk_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
         num_experts: From 1 to 1024.
         num_aux_topk: Choices of a token that the loss counts, from 1 to 32: usually num_topk.
 
@@ -43,7 +43,7 @@ def aux_fi(topk_idx: torch.Tensor, num_experts: int, num_aux_topk: int) -> torch
         float32 (num_experts); zeros without tokens.
 
     Raises:
-        TypeError: topk_idx is not an int64 tensor, or another argument is not an int.
+        TypeError: topk_idx is not an int64 or int32 tensor, or another argument is not an int.
         ValueError: topk_idx has another shape or is not contiguous, or a size is out of range.
     """
     check_pairs("topk_idx", topk_idx)

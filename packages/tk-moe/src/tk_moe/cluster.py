@@ -1,6 +1,53 @@
-"""How many blocks one cluster may have."""
+"""How many blocks one cluster may have, and how they reach each other's shared memory."""
 
 from tk_core.arch import Arch
+
+# An address in a neighbour's shared memory is this block's with the neighbour's rank in it.
+LOAD_FROM_CLUSTER = """
+__device__ __forceinline__ int tk_load_from_cluster(const int* pointer, int rank) {
+  unsigned int here = static_cast<unsigned int>(__cvta_generic_to_shared(pointer)), there;
+  int value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
+  return value;
+}
+"""
+
+# Blocks send each other 16 bytes at a time; the receiver's barrier counts what has arrived. A cluster's barrier has the
+# sender wait for it.
+SEND_TO_CLUSTER = """
+__device__ __forceinline__ unsigned int tk_shared_address(const void* pointer) {
+  return static_cast<unsigned int>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void tk_init_cluster_barrier(void* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(tk_shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void tk_expect_from_cluster(void* barrier, int num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :: "r"(tk_shared_address(barrier)), "r"(num_bytes) : "memory");
+}
+
+__device__ __forceinline__ void tk_send_to_cluster(void* to, const void* from, void* barrier, int rank) {
+  unsigned int there, barrier_there;
+  uint4 value = *static_cast<const uint4*>(from);
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(tk_shared_address(to)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(barrier_there) : "r"(tk_shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+               :: "r"(there), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier_there) : "memory");
+}
+
+__device__ __forceinline__ void tk_wait_for_cluster(void* barrier) {
+  unsigned int done = 0;
+  while (!done) {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;"
+                 " selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(tk_shared_address(barrier)) : "memory");
+  }
+}
+"""
 
 
 def largest_cluster(num_sms: int, arch: Arch) -> int:

@@ -12,21 +12,22 @@ at the end of each segment and after the last one, and this deals a run out to a
 
     x       row b ──registers──┬────────────┬─────────────┐           (read once, stored up to num_topk times)
     out             ...      [ p0 ]  ...  [ p1 ] [ pad ] [ p2 ]       (row p of padding: zeroed by block p mod G)
-"""
 
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+Factors in row-major order go with their rows. Column-major ones would be scattered in pieces of 4 bytes, so more than a
+few columns of them are gathered by blocks of their own: such a block looks through all positions for the tokens of its
+rows, then a lane takes a row, and one store writes 32 rows of a column.
+"""
 
 import torch
 
 from tk_core import check, env
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
+from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
+from tk_moe.expand_to_fused_kernel import ExpandConfig, expand_kernel
 
 _E2M1_DTYPES = tuple(
     getattr(torch, name) for name in ("int8", "uint8", "float4_e2m1fn_x2") if hasattr(torch, name)
@@ -40,167 +41,8 @@ _NATIVE_DTYPES = frozenset(
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-@dataclass(frozen=True, eq=False)
-class ExpandConfig:
-    """How one block copies a row."""
-
-    threads: int
-    vectors_per_thread: int
-    """Vectors of a row that a thread holds in registers at a time."""
-
-    max_padding_rows = 8
-    """Rows that one block looks through for padding, at most the 32 lanes of a warp. Untuned."""
-
-    @staticmethod
-    @cache
-    def best(num_vectors: int, arch: Arch) -> "ExpandConfig":
-        """Knobs for rows of `num_vectors` vectors: up to 256 threads × 4 vectors at a time. Untuned."""
-        chunks = ceil_div(num_vectors, 256 * 4)
-        chunk = ceil_div(num_vectors, chunks)
-        vectors_per_thread = ceil_div(chunk, 256)
-        return ExpandConfig(align(ceil_div(chunk, vectors_per_thread), 32), vectors_per_thread)
-
-
-# Every access stands under a guard of its own.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def _expand_kernel(
-    cols: int,
-    num_topk: int,
-    dtype: torch.dtype,
-    vector_bytes: int,
-    sf_cols: int,
-    sf_dtype: torch.dtype | None,
-    config: ExpandConfig,
-    arch: Arch,
-) -> Any:
-    """Copy rows of `cols` elements in vectors of `vector_bytes`, and rows of `sf_cols` 4-byte factors beside them."""
-    import tilelang.language as T
-
-    word = {1: "uint8", 2: "uint16"}.get(vector_bytes, "uint32")
-    word_bytes = min(vector_bytes, 4)
-    lanes = vector_bytes // word_bytes
-    row_words = cols * dtype.itemsize // word_bytes
-    num_vectors = row_words // lanes
-    threads, vectors_per_thread = config.threads, config.vectors_per_thread
-    num_chunks = ceil_div(num_vectors, threads * vectors_per_thread)
-    sf_per_thread = ceil_div(sf_cols, threads)
-
-    num_tokens = T.dynamic("num_tokens")
-    num_expanded_tokens = T.dynamic("num_expanded_tokens")
-    sf_row_stride, sf_col_stride = T.dynamic("sf_row_stride"), T.dynamic("sf_col_stride")
-    out_sf_row_stride, out_sf_col_stride = T.dynamic("out_sf_row_stride"), T.dynamic("out_sf_col_stride")
-
-    @T.macro
-    def load_maps(
-        block: T.int32,
-        num_blocks: T.int32,
-        tx: T.int32,
-        token_topk_to_pos: T.Buffer,
-        pos_to_expert: T.Buffer,
-        pos: T.Buffer,
-        expert: T.Buffer,
-    ) -> None:
-        # Row block + lane * num_blocks is this lane's to look at; every warp looks for itself.
-        expert[0] = 0
-        if tx % 32 < config.max_padding_rows and block + (tx % 32) * num_blocks < num_expanded_tokens:
-            expert[0] = pos_to_expert[block + (tx % 32) * num_blocks]
-        for k in T.unroll(num_topk):
-            pos[k] = -1
-            if block < num_tokens:
-                pos[k] = token_topk_to_pos[block, k]
-
-    @T.macro
-    def copy_row(block: T.int32, tx: T.int32, pos: T.Buffer, x_words: T.Buffer, out_words: T.Buffer) -> None:
-        row = T.alloc_local((vectors_per_thread, lanes), word)
-        if block < num_tokens:
-            for chunk in T.serial(num_chunks):
-                for j in T.unroll(vectors_per_thread):
-                    if (chunk * vectors_per_thread + j) * threads + tx < num_vectors:
-                        for v in T.vectorized(lanes):
-                            row[j, v] = x_words[block, ((chunk * vectors_per_thread + j) * threads + tx) * lanes + v]
-                for k in T.unroll(num_topk):
-                    if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                        for j in T.unroll(vectors_per_thread):
-                            if (chunk * vectors_per_thread + j) * threads + tx < num_vectors:
-                                for v in T.vectorized(lanes):
-                                    out_words[pos[k], ((chunk * vectors_per_thread + j) * threads + tx) * lanes + v] = (
-                                        row[j, v]
-                                    )
-
-    @T.macro
-    def zero_row(row: T.int32, tx: T.int32, out_words: T.Buffer) -> None:
-        for chunk in T.serial(num_chunks):
-            for j in T.unroll(vectors_per_thread):
-                if (chunk * vectors_per_thread + j) * threads + tx < num_vectors:
-                    for v in T.vectorized(lanes):
-                        out_words[row, ((chunk * vectors_per_thread + j) * threads + tx) * lanes + v] = T.cast(0, word)
-
-    @T.prim_func
-    def expand_to_fused(
-        x: T.Tensor((num_tokens, cols), dtype),
-        token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
-        pos_to_expert: T.Tensor((num_expanded_tokens,), "int32"),
-        out: T.Tensor((num_expanded_tokens, cols), dtype),
-        num_blocks: T.int32,
-    ) -> None:
-        with T.Kernel(num_blocks, threads=threads) as block:
-            tx = T.get_thread_binding()
-            x_words = T.view(x, (num_tokens, row_words), word)
-            out_words = T.view(out, (num_expanded_tokens, row_words), word)
-            pos = T.alloc_local((num_topk,), "int32")
-            expert = T.alloc_local((1,), "int32")
-            load_maps(block, num_blocks, tx, token_topk_to_pos, pos_to_expert, pos, expert)
-            copy_row(block, tx, pos, x_words, out_words)
-            padding = T.alloc_var("uint32")
-            padding = T.cast(T.ballot(expert[0] < 0), "uint32")
-            for i in T.serial(config.max_padding_rows):
-                if (padding >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
-                    zero_row(block + i * num_blocks, tx, out_words)
-
-    if sf_dtype is None:
-        return expand_to_fused
-
-    @T.prim_func
-    def expand_to_fused_with_sf(
-        x: T.Tensor((num_tokens, cols), dtype),
-        sf: T.StridedTensor((num_tokens, sf_cols), (sf_row_stride, sf_col_stride), sf_dtype),
-        token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
-        pos_to_expert: T.Tensor((num_expanded_tokens,), "int32"),
-        out: T.Tensor((num_expanded_tokens, cols), dtype),
-        out_sf: T.StridedTensor((num_expanded_tokens, sf_cols), (out_sf_row_stride, out_sf_col_stride), sf_dtype),
-        num_blocks: T.int32,
-    ) -> None:
-        with T.Kernel(num_blocks, threads=threads) as block:
-            tx = T.get_thread_binding()
-            x_words = T.view(x, (num_tokens, row_words), word)
-            out_words = T.view(out, (num_expanded_tokens, row_words), word)
-            pos = T.alloc_local((num_topk,), "int32")
-            expert = T.alloc_local((1,), "int32")
-            factors = T.alloc_local((sf_per_thread,), sf_dtype)
-            load_maps(block, num_blocks, tx, token_topk_to_pos, pos_to_expert, pos, expert)
-            for j in T.unroll(sf_per_thread):
-                if block < num_tokens and j * threads + tx < sf_cols:
-                    factors[j] = sf[block, j * threads + tx]
-            copy_row(block, tx, pos, x_words, out_words)
-            for k in T.unroll(num_topk):
-                if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                    for j in T.unroll(sf_per_thread):
-                        if j * threads + tx < sf_cols:
-                            out_sf[pos[k], j * threads + tx] = factors[j]
-            padding = T.alloc_var("uint32")
-            padding = T.cast(T.ballot(expert[0] < 0), "uint32")
-            for i in T.serial(config.max_padding_rows):
-                if (padding >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
-                    zero_row(block + i * num_blocks, tx, out_words)
-                    for j in T.unroll(sf_per_thread):
-                        if j * threads + tx < sf_cols:
-                            out_sf[block + i * num_blocks, j * threads + tx] = T.cast(0, sf_dtype)
-
-    return expand_to_fused_with_sf
-
-
 def _launch_plan(
-    x: torch.Tensor, out: torch.Tensor, arch: Arch
+    x: torch.Tensor, out: torch.Tensor, has_sf: bool, arch: Arch
 ) -> tuple[torch.Tensor, torch.Tensor, int, ExpandConfig, int]:
     """Both tensors in a dtype that kernels take, the widest vector that fits all rows, knobs, and how many blocks."""
     if x.dtype not in _NATIVE_DTYPES:
@@ -210,8 +52,8 @@ def _launch_plan(
     row_bytes = cols * x.dtype.itemsize
     bits = row_bytes | x.data_ptr() | out.data_ptr() | 16
     vector_bytes = bits & -bits
-    num_blocks = max(num_tokens, -(-out.shape[0] // ExpandConfig.max_padding_rows))
-    return x, out, vector_bytes, ExpandConfig.best(row_bytes // vector_bytes, arch), num_blocks
+    num_blocks = ExpandConfig.num_blocks(num_tokens, out.shape[0])
+    return x, out, vector_bytes, ExpandConfig.best(row_bytes // vector_bytes, has_sf, arch), num_blocks
 
 
 def _expand_reference(
@@ -230,8 +72,9 @@ def _expand_to_fused_out(
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    x, out, vector_bytes, config, num_blocks = _launch_plan(x, out, arch)
-    expand = _expand_kernel(x.shape[1], token_topk_to_pos.shape[1], x.dtype, vector_bytes, 0, None, config, arch)
+    x, out, vector_bytes, config, num_blocks = _launch_plan(x, out, False, arch)
+    num_topk = token_topk_to_pos.shape[1]
+    expand = expand_kernel(x.shape[1], num_topk, x.dtype, vector_bytes, 0, None, False, False, config, arch)
     expand(x, token_topk_to_pos, pos_to_expert, out, num_blocks)
 
 
@@ -262,11 +105,19 @@ def _expand_to_fused_with_sf_out(
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    x, out, vector_bytes, config, num_blocks = _launch_plan(x, out, arch)
-    expand = _expand_kernel(
-        x.shape[1], token_topk_to_pos.shape[1], x.dtype, vector_bytes, sf.shape[1], sf.dtype, config, arch
+    x, out, vector_bytes, config, num_blocks = _launch_plan(x, out, True, arch)
+    num_topk, sf_cols = token_topk_to_pos.shape[1], sf.shape[1]
+    gathers = ExpandConfig.gathers(sf_cols, out_sf.stride(0) == 1)
+    is_aligned = (sf.data_ptr() | token_topk_to_pos.data_ptr()) % 16 == 0
+    expand = expand_kernel(
+        x.shape[1], num_topk, x.dtype, vector_bytes, sf_cols, sf.dtype, gathers, is_aligned, config, arch
     )
-    expand(x, sf, token_topk_to_pos, pos_to_expert, out, out_sf, num_blocks)
+    rows, num_gathering_blocks = 0, 0
+    if gathers:
+        # About one a multiprocessor, since each looks through all positions.
+        rows = min(align(ceil_div(out.shape[0], get_device_num_sms(x.device)), 32), ExpandConfig.max_gathered_rows)
+        num_gathering_blocks = ceil_div(out.shape[0], rows)
+    expand(x, sf, token_topk_to_pos, pos_to_expert, out, out_sf, num_blocks, num_gathering_blocks, rows)
 
 
 def _check_maps(token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> None:

@@ -98,8 +98,8 @@ def _gate_weights_bwd_kernel(
         peers = T.alloc_var("uint32")
         term = T.alloc_var("float32")
         total = T.alloc_var("float32")
-        peers = T.match_any_sync(T.if_then_else(expert < 0, -1 - lane, expert))
-        if T.any_sync(peers != T.uint32(1) << T.cast(lane, "uint32")) != 0:
+        peers = T.match_any_sync(expert)  # takes the whole multiprocessor 2 cycles for each value that occurs
+        if T.any_sync(T.And(expert >= 0, peers != T.uint32(1) << T.cast(lane, "uint32"))) != 0:
             total = T.float32(0)
             for k in T.serial(num_topk):
                 term = T.shfl_sync(grad[0], k)
@@ -218,7 +218,7 @@ def _gate_weights_bwd_out(
         ScoringFunc(scoring_func),
         renormalize,
         min(check.row_alignment(logits), check.row_alignment(grad_logits)),
-        TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch),
+        TopkGateConfig.best(arch),
         arch,
     )
     bwd(grad_weights, logits, topk_idx, routed_scaling_factor, grad_logits)

@@ -2,7 +2,8 @@
 
     count[g] = number of (t, k) with group_idx[t, k] = g
 
-group_idx int64 (num_tokens, num_topk), count int32 (num_groups). `aux_fi` is the same kernel with another last step.
+group_idx int64 or int32 (num_tokens, num_topk), count int32 (num_groups). `aux_fi` is the same kernel with another last
+step.
 
 One launch, whatever the number of pairs: the blocks of one cluster take rounds of pairs in turn, count them in shared
 memory, and then each adds up its share of the groups over the shared memory of all of them. Every sum is of integers,
@@ -25,8 +26,7 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.cluster import largest_cluster
-from tk_moe.get_fused_mapping import _LOAD_FROM_CLUSTER
+from tk_moe.cluster import LOAD_FROM_CLUSTER, largest_cluster
 
 MAX_GROUPS = 1024
 MAX_TOPK = 32
@@ -43,12 +43,12 @@ class GroupCountConfig:
     threads = 512
     rounds = 8
     """Pairs that a thread has under way at a time."""
-    max_pairs_of_one_block = 2048
+    max_pairs_of_one_block = 4096
 
     @staticmethod
     @cache
     def best(few_pairs: bool, num_sms: int, arch: Arch) -> "GroupCountConfig":
-        """One block for few pairs, else the largest cluster that `num_sms` SMs take. Untuned."""
+        """One block for few pairs, else the largest cluster that `num_sms` SMs take."""
         return GroupCountConfig(1 if few_pairs else largest_cluster(num_sms, arch))
 
 
@@ -60,7 +60,9 @@ class GroupCountConfig:
         "tl.disable_shared_memory_reuse": True,
     }
 )
-def _group_count_kernel(num_groups: int, as_fi: bool, config: GroupCountConfig, arch: Arch) -> Any:
+def _group_count_kernel(
+    num_groups: int, idx_dtype: torch.dtype, as_fi: bool, config: GroupCountConfig, arch: Arch
+) -> Any:
     """Counts as int32, or with `as_fi` as float32(count · num_groups) / float32(num_tokens · num_aux_topk)."""
     import tilelang.language as T
 
@@ -70,17 +72,17 @@ def _group_count_kernel(num_groups: int, as_fi: bool, config: GroupCountConfig, 
 
     @T.prim_func
     def group_count(
-        group_idx: T.Tensor((num_tokens, num_topk), "int64"),
+        group_idx: T.Tensor((num_tokens, num_topk), idx_dtype),
         num_aux_topk: T.int32,
         out: T.Tensor((num_groups,), "float32" if as_fi else "int32"),
     ) -> None:
-        prelude = _LOAD_FROM_CLUSTER if cluster_size > 1 else None
+        prelude = LOAD_FROM_CLUSTER if cluster_size > 1 else None
         with T.Kernel(cluster_size, threads=threads, cluster_dims=cluster_size, prelude=prelude) as block:
             thread = T.get_thread_binding()
             num_pairs = num_tokens * num_topk
-            pairs = T.view(group_idx, (num_tokens * num_topk,), "int64")
+            pairs = T.view(group_idx, (num_tokens * num_topk,), idx_dtype)
             counts = T.alloc_shared((num_groups,), "int32")
-            groups = T.alloc_local((rounds,), "int64")
+            groups = T.alloc_local((rounds,), idx_dtype)
             values = T.alloc_local((cluster_size,), "int32")
             total = T.alloc_var("int32")
             for j in T.unroll(ceil_div(num_groups, threads)):
@@ -90,7 +92,7 @@ def _group_count_kernel(num_groups: int, as_fi: bool, config: GroupCountConfig, 
             for batch in T.serial(T.ceildiv(num_pairs, cluster_size * threads * rounds)):
                 for u in T.unroll(rounds):
                     index = ((batch * rounds + u) * cluster_size + block) * threads + thread
-                    groups[u] = T.int64(-1)
+                    groups[u] = T.cast(-1, idx_dtype)
                     if index < num_pairs:
                         groups[u] = pairs[index]
                 for u in T.unroll(rounds):
@@ -139,7 +141,8 @@ def launch_group_count(group_idx: torch.Tensor, num_aux_topk: int | None, out: t
     few_pairs = group_idx.numel() <= GroupCountConfig.max_pairs_of_one_block
     config = GroupCountConfig.best(few_pairs, get_num_sms(group_idx.device), arch)
     as_fi = num_aux_topk is not None
-    _group_count_kernel(out.shape[0], as_fi, config, arch)(group_idx, num_aux_topk if as_fi else 1, out)
+    launch = _group_count_kernel(out.shape[0], group_idx.dtype, as_fi, config, arch)
+    launch(group_idx, num_aux_topk if as_fi else 1, out)
 
 
 def check_indices(name: str, indices: torch.Tensor, bound_name: str, bound: int) -> None:
@@ -154,8 +157,8 @@ def check_indices(name: str, indices: torch.Tensor, bound_name: str, bound: int)
 
 
 def check_pairs(name: str, indices: torch.Tensor) -> None:
-    """Raise unless `indices` is a contiguous int64 (num_tokens, num_topk) of sizes that the kernel takes."""
-    num_tokens, num_topk = check.tensor(name, indices, (torch.int64,), ("num_tokens", "num_topk"))
+    """Raise unless `indices` is a contiguous int64 or int32 (num_tokens, num_topk) of sizes that the kernel takes."""
+    num_tokens, num_topk = check.tensor(name, indices, (torch.int64, torch.int32), ("num_tokens", "num_topk"))
     check.in_range(f"num_topk (columns of {name})", num_topk, 1, MAX_TOPK)
     check.require(num_tokens * num_topk <= MAX_PAIRS, name, f"at most {MAX_PAIRS} elements", num_tokens * num_topk)
 
@@ -179,14 +182,14 @@ def group_count(group_idx: torch.Tensor, num_groups: int) -> torch.Tensor:
     An index that is negative, or not below `num_groups`, is of no group; with TK_DEBUG=1 the latter raises.
 
     Args:
-        group_idx: int64 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
+        group_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
         num_groups: From 1 to 1024.
 
     Returns:
         int32 (num_groups).
 
     Raises:
-        TypeError: group_idx is not an int64 tensor, or num_groups is not an int.
+        TypeError: group_idx is not an int64 or int32 tensor, or num_groups is not an int.
         ValueError: group_idx has another shape or is not contiguous, or a size is out of range.
     """
     check_pairs("group_idx", group_idx)

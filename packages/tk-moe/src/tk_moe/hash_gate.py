@@ -158,7 +158,7 @@ def _hash_gate_out(
         renormalize,
         mask is not None,
         check.row_alignment(logits),
-        TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch),
+        TopkGateConfig.best(arch),
         arch,
     )
     gate(token_ids, table, logits, mask, routed_scaling_factor, topk_idx, topk_weights)

@@ -7,11 +7,12 @@ x (num_expanded_tokens, hidden) bf16 or float32 with an optional float32 factor 
 (num_tokens, num_topk) or none, out (num_tokens, hidden) in x's dtype or e4m3. All in float32, each operation rounded to
 nearest even, so every bit is defined.
 
-A block serves one token, each thread one 16-byte vector of columns at a time: it asks for all num_topk rows' vectors
-(16 at most) before it uses the first, so that the memory has num_topk * 16 bytes to fetch for every thread.
+A thread serves one 16-byte vector of a token's columns: it asks for the vectors of all num_topk rows (16 at most)
+before it uses the first, so that the memory has num_topk * 16 bytes to fetch for every thread. Blocks are small, so
+that those which only start or only wait stand beside others that load.
 
-    x     [ p0 | thread 0 | thread 1 | ... ]     out  [ token | thread 0 | thread 1 | ... ]
-          [ p1 | thread 0 | thread 1 | ... ]
+    x     [ p0 | block 0: thread 0, 1, ... | block 1 | ... ]     out  [ token | block 0: thread 0, 1, ... | ... ]
+          [ p1 | block 0: thread 0, 1, ... | block 1 | ... ]
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from tk_core import check, env
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 
@@ -34,11 +34,11 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True, eq=False)
 class ReduceConfig:
-    """How one block sums a token's rows."""
+    """How the columns of a token are dealt out to blocks."""
 
     threads: int
     num_chunks: int
-    """Times that the threads of a block, a vector each, go over a row."""
+    """Blocks a token, a vector for each thread."""
 
     max_rows_in_flight = 16
     """Rows that a thread asks for before it uses the first; 4 registers each, and 255 are all there are."""
@@ -46,9 +46,14 @@ class ReduceConfig:
     @staticmethod
     @cache
     def best(num_vectors: int, arch: Arch) -> "ReduceConfig":
-        """Knobs for rows of `num_vectors` vectors: the fewest chunks of up to 256 threads. Untuned."""
-        num_chunks = ceil_div(num_vectors, 256)
-        return ReduceConfig(align(ceil_div(num_vectors, num_chunks), 32), num_chunks)
+        """Knobs for rows of `num_vectors` vectors: of up to 128 threads a block, the number that leaves fewest idle."""
+        threads = min((128, 96, 64, 32), key=lambda threads: align(num_vectors, threads))
+        return ReduceConfig(threads, ceil_div(num_vectors, threads))
+
+    def blocks_per_sm(self, num_topk: int, has_out_sf: bool) -> int:
+        """Blocks that a multiprocessor should hold: as many as the registers for the rows in flight allow."""
+        few = 768 if has_out_sf else 1024
+        return (few if num_topk <= 8 else 512 if num_topk <= 16 else 256) // self.threads
 
 
 # Every access to x and out stands under a guard of its own.
@@ -84,11 +89,12 @@ def _reduce_kernel(
         token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
         out_sf: T.Tensor((1,), "float32"),
         out: T.Tensor((num_tokens, hidden), out_dtype),
-        num_splits: T.int32,
-        num_steps: T.int32,
     ) -> None:
-        with T.Kernel(num_tokens, num_splits, threads=threads) as (token, split):
+        with T.Kernel(num_tokens * config.num_chunks, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm(num_topk, has_out_sf))
             tx = T.get_thread_binding()
+            token = block // config.num_chunks
+            vector = block % config.num_chunks * threads + tx
             pos = T.alloc_local((num_topk,), "int32")
             scale = T.alloc_local((num_topk,), "float32")
             rows = T.alloc_local((rows_in_flight, lanes), dtype)
@@ -105,34 +111,32 @@ def _reduce_kernel(
                 for k in T.unroll(num_topk):
                     if pos[k] >= 0 and pos[k] < num_expanded_tokens:
                         scale[k] = scale[k] * row_sf[pos[k]]
-            for step in T.serial(num_steps):
-                vector = (step * num_splits + split) * threads + tx
-                if vector < num_vectors:
+            if vector < num_vectors:
+                for v in T.unroll(lanes):
+                    acc[v] = T.float32(0)
+                for group in T.unroll(ceil_div(num_topk, rows_in_flight)):
+                    for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
+                        k = group * rows_in_flight + i
+                        if pos[k] >= 0 and pos[k] < num_expanded_tokens:
+                            for v in T.vectorized(lanes):
+                                rows[i, v] = x[pos[k], vector * lanes + v]
+                    for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
+                        k = group * rows_in_flight + i
+                        if pos[k] >= 0 and pos[k] < num_expanded_tokens:
+                            for v in T.unroll(lanes):
+                                acc[v] = T.ieee_fmaf(T.cast(rows[i, v], "float32"), scale[k], acc[v])
+                if has_out_sf:
                     for v in T.unroll(lanes):
-                        acc[v] = T.float32(0)
-                    for group in T.unroll(ceil_div(num_topk, rows_in_flight)):
-                        for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
-                            k = group * rows_in_flight + i
-                            if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                                for v in T.vectorized(lanes):
-                                    rows[i, v] = x[pos[k], vector * lanes + v]
-                        for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
-                            k = group * rows_in_flight + i
-                            if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                                for v in T.unroll(lanes):
-                                    acc[v] = T.ieee_fmaf(T.cast(rows[i, v], "float32"), scale[k], acc[v])
-                    if has_out_sf:
-                        for v in T.unroll(lanes):
-                            acc[v] = acc[v] * out_sf[0]
+                        acc[v] = acc[v] * out_sf[0]
+                for v in T.vectorized(lanes):
+                    rounded[v] = T.cast(acc[v], out_dtype)
+                if out_bytes == 16:
+                    T.stg128(out[token, vector * lanes], T.view(rounded, (4,), "uint32")[0:4])
+                elif out_bytes == 8:
+                    T.stg64(out[token, vector * lanes], T.view(rounded, (2,), "uint32")[0:2])
+                else:
                     for v in T.vectorized(lanes):
-                        rounded[v] = T.cast(acc[v], out_dtype)
-                    if out_bytes == 16:
-                        T.stg128(out[token, vector * lanes], T.view(rounded, (4,), "uint32")[0:4])
-                    elif out_bytes == 8:
-                        T.stg64(out[token, vector * lanes], T.view(rounded, (2,), "uint32")[0:2])
-                    else:
-                        for v in T.vectorized(lanes):
-                            out[token, vector * lanes + v] = rounded[v]
+                        out[token, vector * lanes + v] = rounded[v]
 
     return reduce_fused
 
@@ -164,15 +168,11 @@ def _reduce_fused_out(
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    num_tokens, hidden = out.shape
+    hidden = out.shape[1]
     dtype = x.dtype
     # A view into a larger tensor may start anywhere; one element at a time works there.
     lanes = 1 if (x.data_ptr() | out.data_ptr()) % _VECTOR_BYTES else _VECTOR_BYTES // dtype.itemsize
     config = ReduceConfig.best(hidden // lanes, arch)
-    # With few tokens, several blocks share a token's columns.
-    num_splits, num_steps = 1, config.num_chunks
-    if num_tokens < 2 * get_device_num_sms(x.device):
-        num_splits, num_steps = num_steps, num_splits
     reduce = _reduce_kernel(
         hidden,
         token_topk_to_pos.shape[1],
@@ -185,7 +185,7 @@ def _reduce_fused_out(
         config,
         arch,
     )
-    reduce(x, row_sf, topk_weights, token_topk_to_pos, sf, out, num_splits, num_steps)
+    reduce(x, row_sf, topk_weights, token_topk_to_pos, sf, out)
 
 
 def _check_positions(token_topk_to_pos: torch.Tensor, num_expanded_tokens: int) -> None:

@@ -7,7 +7,7 @@ grad (num_tokens, hidden), x and grad_x (num_expanded_tokens, hidden), both bf16
 token_topk_to_pos int32 (num_tokens, num_topk), pos_to_expert int32 (num_expanded_tokens).
 
 One launch reads and writes every row once. Of G blocks, block b takes token b: each thread a 16-byte vector of x's
-columns at a time, of which it asks for all num_topk rows (16 at most) before it uses the first; grad stands in
+columns at a time, of which it asks for all num_topk rows (8 at most) before it uses the first; grad stands in
 registers meanwhile. Then the block zeroes the padding among the rows b, b + G, b + 2G, …, as `expand_to_fused` does.
 
     grad     row b ── registers ──┬──────── · weight ───────┬──────── · weight ────
@@ -32,6 +32,7 @@ from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_moe.expand_to_fused import _check_maps
+from tk_moe.expand_to_fused_kernel import ExpandConfig
 
 _DTYPES = (torch.bfloat16, torch.float32)
 MAX_TOPK = 32
@@ -46,18 +47,26 @@ class ReduceBwdConfig:
     threads: int
     num_chunks: int
     """Times that the threads of a block, a vector each, go over a row."""
+    threads_per_sm: int
+    """How many registers a thread may have: so many threads share those of a multiprocessor."""
 
-    max_rows_in_flight = 16
-    """Rows that a thread asks for before it uses the first; 4 registers each, and 255 are all there are."""
-    max_padding_rows = 8
+    max_rows_in_flight = 8
+    """Rows that a thread asks for before it uses the first, 4 registers each."""
+    max_padding_rows = ExpandConfig.max_padding_rows
     """Rows that one block looks through for padding, at most the 32 lanes of a warp."""
 
     @staticmethod
     @cache
-    def best(num_vectors: int, arch: Arch) -> "ReduceBwdConfig":
-        """Knobs for rows of `num_vectors` vectors: the fewest chunks of up to 256 threads. Untuned."""
-        num_chunks = ceil_div(num_vectors, 256)
-        return ReduceBwdConfig(align(ceil_div(num_vectors, num_chunks), 32), num_chunks)
+    def best(num_vectors: int, num_topk: int, arch: Arch) -> "ReduceBwdConfig":
+        """Knobs for rows of `num_vectors` vectors: few chunks of up to 224 threads, and few idle threads.
+
+        A second chunk asks for its rows while stores of the first are under way, so there are at least two, unless
+        what is kept between them for many slots takes too many registers.
+        """
+        least = max(ceil_div(num_vectors, 224), 2 if num_vectors > 64 and num_topk <= 16 else 1)
+        num_chunks = min(range(least, least + 4), key=lambda chunks: chunks * align(ceil_div(num_vectors, chunks), 32))
+        threads = align(ceil_div(num_vectors, num_chunks), 32)
+        return ReduceBwdConfig(threads, num_chunks, threads_per_sm=512 if num_topk <= 8 else 256)
 
 
 # Every access stands under a guard of its own, and the one barrier is written out.
@@ -115,6 +124,7 @@ def _reduce_bwd_kernel(
         num_blocks: T.int32,
     ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(config.threads_per_sm // threads)
             tx = T.get_thread_binding()
             pos = T.alloc_local((num_topk,), "int32")
             scale = T.alloc_local((num_topk,), "float32")
@@ -219,7 +229,7 @@ def _reduce_fused_bwd_out(
     arch = get_arch(grad.device)
     # A view into a larger tensor may start anywhere; one element at a time works there.
     bits = grad.data_ptr() | (0 if x is None else x.data_ptr()) | grad_x.data_ptr()
-    config = ReduceBwdConfig.best(hidden // (_VECTOR_BYTES // grad_x.dtype.itemsize), arch)
+    config = ReduceBwdConfig.best(hidden // (_VECTOR_BYTES // grad_x.dtype.itemsize), num_topk, arch)
     backward = _reduce_bwd_kernel(
         hidden,
         num_topk,
@@ -230,7 +240,7 @@ def _reduce_fused_bwd_out(
         config,
         arch,
     )
-    num_blocks = max(num_tokens, ceil_div(num_expanded_tokens, ReduceBwdConfig.max_padding_rows))
+    num_blocks = ExpandConfig.num_blocks(num_tokens, num_expanded_tokens)
     backward(grad, x, topk_weights, token_topk_to_pos, pos_to_expert, grad_x, grad_topk_weights, num_blocks)
 
 

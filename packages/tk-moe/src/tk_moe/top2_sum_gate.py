@@ -101,7 +101,7 @@ def _top2_sum_gate_out(
         (num_experts + max(num_copies - 1, 0)) // num_ep_ranks if num_tp_ranks > 1 else 0,
         num_tp_ranks,
     )
-    config = TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch)
+    config = TopkGateConfig.best(arch)
     gate = top2_sum_gate_kernel(
         num_experts, routing, check.row_alignment(logits), check.row_alignment(bias), config, arch
     )

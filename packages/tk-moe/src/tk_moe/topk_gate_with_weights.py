@@ -175,8 +175,7 @@ def _topk_gate_with_weights_out(
     if num_tokens == 0:
         return
     arch = get_arch(logits.device)
-    # Eight tokens a multiprocessor: two warps a scheduler.
-    config = TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch)
+    config = TopkGateConfig.best(arch)
     gate = _topk_gate_with_weights_kernel(
         num_experts,
         topk_idx.shape[1],

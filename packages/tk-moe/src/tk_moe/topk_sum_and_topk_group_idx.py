@@ -103,7 +103,7 @@ def _topk_sum_out(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int,
     if num_tokens == 0:
         return
     arch = get_arch(scores.device)
-    config = TopkGateConfig.best(num_tokens > 8 * arch.num_sms, arch)
+    config = TopkGateConfig.best(arch)
     alignment = check.row_alignment(scores)
     _topk_sum_kernel(num_groups, group_size, num_topk_sum, num_topk_groups, alignment, config, arch)(scores, out)
 

@@ -1,5 +1,7 @@
 """Reference of get_fused_mapping."""
 
+from typing import Any
+
 import torch
 
 
@@ -9,24 +11,17 @@ def get_fused_mapping(
     num_expanded_tokens: int,
     alignment: int,
     force_no_sync: bool = False,
-) -> tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    list[int],
-]:
+    *,
+    with_psum: bool = False,
+) -> tuple[Any, ...]:
     """A stable counting sort of the flat (token, slot) pairs by expert, each expert's segment padded to `alignment`.
 
     Returns (pos_to_expert, pos_to_token, pos_to_token_topk, token_topk_to_pos, expert_start, expert_end,
-    num_tokens_per_expert, num_tokens_per_expert_list).
+    num_tokens_per_expert, num_tokens_per_expert_list), and with `with_psum` expert_psum, expert_start plus the counts.
     """
     num_tokens, num_topk = topk_idx.shape
     num_pairs = num_tokens * num_topk
-    flat = topk_idx.reshape(-1)
+    flat = topk_idx.reshape(-1).long()
     # Pairs without an expert are counted, and sorted, behind the last one.
     expert = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
@@ -56,4 +51,5 @@ def get_fused_mapping(
     if num_expanded_tokens == 0 and not force_no_sync and not topk_idx.is_meta:
         sizes_list = sizes.tolist()
         maps = [each[: sum(sizes_list)] for each in maps]
-    return (*maps, token_topk_to_pos, start.int(), end.int(), sizes.int(), sizes_list)
+    psum = ((start + counts[:num_experts]).int(),) if with_psum else ()
+    return (*maps, token_topk_to_pos, start.int(), end.int(), sizes.int(), sizes_list, *psum)

@@ -238,6 +238,33 @@ WITH_SF_SPEC = OpSpec(
             compile=True,
         ),
         Case("e2m1-h256-t7", make_with_sf(7, 256, 3, 128, dtype=torch.int8, num_rows=41, **_SMALL_ROUTING), small=True),
+        # Factors that blocks of their own gather: in vectors or not, without tokens, and more blocks than an H200 runs.
+        Case(
+            "e4m3-h512-t7-gathered",
+            make_with_sf(7, 512, 4, 32, col_major=True, num_rows=75, **_SMALL_ROUTING),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case(
+            "e2m1-h1200-t40-packed-gathered",
+            make_with_sf(
+                40,
+                1200,
+                3,
+                32,
+                dtype=torch.int8,
+                packed=True,
+                col_major=True,
+                num_rows=110,
+                drop_what_does_not_fit=False,
+                **_SMALL_ROUTING,
+            ),
+            small=True,
+            compile=True,
+        ),
+        Case("e4m3-h300-t0-gathered", make_with_sf(0, 300, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
+        Case("e4m3-h288-t35000-gathered", make_with_sf(35000, 288, 8, 32, col_major=True)),
         # Ragged blocks, one column of factors, one row, columns that no 16 bytes divide, more factors than threads.
         Case("e4m3-h200-t7", make_with_sf(7, 200, 3, 128, num_rows=41, **_SMALL_ROUTING), small=True),
         Case("e4m3-h128-t7-col-major", make_with_sf(7, 128, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING)),

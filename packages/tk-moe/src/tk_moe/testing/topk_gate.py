@@ -19,10 +19,10 @@ _EXTREMES = (
 
 
 def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal", first_element: int = 0) -> Make:
-    """Scores that are `normal`, `ties` (of 4 values), `equal`, `extremes`, any `bits`, or grouped by `lane`.
+    """Scores that are `normal`, `ties` (of 4 values), `equal`, `extremes`, any `bits`, grouped by `lane`, or `last`.
 
-    "lane": each token's best scores are neighbours, so that one lane of a warp holds them all. The scores start
-    `first_element` elements into their storage.
+    "lane": each token's best scores are neighbours, so that one lane of a warp holds them all. "last": a neighbour of
+    the last expert chosen has the same score. The scores start `first_element` elements into their storage.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -40,6 +40,10 @@ def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal
             scores = patterns[torch.randint(0, len(_EXTREMES), shape, device=device)].view(torch.float32)
         elif values == "bits":
             scores = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device).view(torch.float32)
+        elif values == "last":
+            scores = torch.randn(shape, device=device)
+            last = scores.argsort(1, descending=True)[:, num_topk - 1 : num_topk]
+            scores.scatter_(1, (last ^ 1).clamp(max=num_experts - 1), scores.gather(1, last))
         else:
             first = torch.randint(0, num_experts, (num_tokens, 1), device=device)
             scores = torch.rand(shape, device=device) - (torch.arange(num_experts, device=device) - first).abs() // 8
@@ -76,9 +80,10 @@ SPEC = OpSpec(
         Case("e256-k32-t5-extremes", make(5, 256, 32, "extremes"), small=True),
         Case("e256-k32-t5-bits", make(5, 256, 32, "bits"), small=True),
         Case("e256-k16-t5-lane", make(5, 256, 16, "lane"), small=True),
+        Case("e256-k8-t5-last", make(5, 256, 8, "last"), small=True),
         *(
             Case(f"e256-k8-t4001-{values}", make(4001, 256, 8, values))
-            for values in ("ties", "equal", "extremes", "bits", "lane")
+            for values in ("ties", "equal", "extremes", "bits", "lane", "last")
         ),
         *(
             Case(f"e{num_experts}-k{num_topk}-t2003-extremes", make(2003, num_experts, num_topk, "extremes"))
