@@ -83,7 +83,7 @@ def test_bench(num_tokens: int, tk_bench: Bench, request: pytest.FixtureRequest)
         assert torch.equal(actual, wanted), f"{name}: expected the same from both chains"
     row = tk_bench.measure_latencies(
         "tk_moe.gate_map_expand",
-        f"{num_tokens} tokens, segments of {alignment}",
+        f"{num_tokens} token{'s' if num_tokens > 1 else ''}, segments of {alignment}",
         distinct_bytes(((scores, x), outputs)),
         ours.replay,
         theirs.replay,
