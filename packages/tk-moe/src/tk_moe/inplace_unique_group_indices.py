@@ -116,6 +116,7 @@ def inplace_unique_group_indices(group_indices: torch.Tensor, num_groups: int) -
         TypeError: group_indices is not an int64 tensor, or num_groups is not an int.
         ValueError: group_indices has another shape or is not contiguous, or a size is out of range.
     """
+    check.tensor("group_indices", group_indices, (torch.int64,), ("num_tokens", "num_topk"))
     check_pairs("group_indices", group_indices)
     check.in_range("num_groups", num_groups, 1, MAX_GROUPS)
     check_indices("group_indices", group_indices, "num_groups", num_groups)
