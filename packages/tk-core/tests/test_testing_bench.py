@@ -29,6 +29,18 @@ def test_only_what_runs_between_markers_counts() -> None:
     assert bench.between_markers([], 1) is None
 
 
+def test_rates() -> None:
+    # 117,440,512 bytes there and as many back in 56 µs; half of that in 35.
+    assert bench.rates(117_440_512, 35.0, 56.0) == {
+        "least_bytes": 117_440_512,
+        "us": 35.0,
+        "gbps": 3355.4,
+        "copy_us": 56.0,
+        "copy_gbps": 4194.3,
+        "of_copy": 0.8,
+    }
+
+
 def double(x: torch.Tensor) -> torch.Tensor:
     return x + x
 

@@ -98,19 +98,12 @@ class Bench:
 
         timer, times = self._device_times(contenders)
         host_us, host_bare_us = self._host_times(spec.op, kwargs, outputs)
-        copy_us, op_us = times["copy"], times["op"]
-        gbps, copy_gbps = least_bytes / op_us / 1e3, 2 * _COPY_BYTES / copy_us / 1e3
         return {
             "op": spec.name,
             "case": case.name,
             "model_shape": case.warmup,
             "arguments": {name: _describe(value) for name, value in kwargs.items()},
-            "least_bytes": least_bytes,
-            "us": round(op_us, 3),
-            "gbps": round(gbps, 1),
-            "copy_us": round(copy_us, 3),
-            "copy_gbps": round(copy_gbps, 1),
-            "of_copy": round(gbps / copy_gbps, 4),
+            **rates(least_bytes, times["op"], times["copy"]),
             "eager_us": _rounded(times.get("eager")),
             "compiled_us": _rounded(times.get("compiled")),
             **errors,
@@ -133,17 +126,11 @@ class Bench:
                 if turn >= 2:
                     samples[contender].append(elapsed)
         copy_us, op_us, compiled_us = (statistics.median(values) for values in samples.values())
-        gbps, copy_gbps = least_bytes / op_us / 1e3, 2 * _COPY_BYTES / copy_us / 1e3
         return {
             "op": name,
             "case": case,
             "model_shape": False,
-            "least_bytes": least_bytes,
-            "us": round(op_us, 3),
-            "gbps": round(gbps, 1),
-            "copy_us": round(copy_us, 3),
-            "copy_gbps": round(copy_gbps, 1),
-            "of_copy": round(gbps / copy_gbps, 4),
+            **rates(least_bytes, op_us, copy_us),
             "eager_us": None,
             "compiled_us": round(compiled_us, 2),
             "host_us": round(_host_time(op), 2),
@@ -220,6 +207,19 @@ class Bench:
                 function(*arguments)
 
         return _host_time(lambda: op(**kwargs)), _host_time(bare) if launches else None
+
+
+def rates(least_bytes: int, op_us: float, copy_us: float) -> dict[str, float]:
+    """The columns of a row that compare what took `op_us` with the copy of the same run."""
+    gbps, copy_gbps = least_bytes / op_us / 1e3, 2 * _COPY_BYTES / copy_us / 1e3
+    return {
+        "least_bytes": least_bytes,
+        "us": round(op_us, 3),
+        "gbps": round(gbps, 1),
+        "copy_us": round(copy_us, 3),
+        "copy_gbps": round(copy_gbps, 1),
+        "of_copy": round(gbps / copy_gbps, 4),
+    }
 
 
 def between_markers(events: Sequence[tuple[int, str, int]], num_calls: int) -> list[float] | None:
