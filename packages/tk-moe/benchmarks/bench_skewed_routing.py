@@ -15,6 +15,7 @@ import torch
 from tk_core.testing import Case, OpSpec
 from tk_core.testing.bench import Bench
 from tk_core.testing.specs import load_specs
+from tk_core.testing.trees import tensors
 from tk_moe.get_fused_mapping import get_fused_mapping
 
 NUM_EXPERTS, ALIGNMENT = 256, 16
@@ -32,32 +33,28 @@ def logits_of(num_tokens: int, routing: str, device: str) -> torch.Tensor:
     return logits
 
 
+def topk_idx_of(num_tokens: int, num_topk: int, routing: str, device: str) -> torch.Tensor:
+    """int64 (num_tokens, num_topk): the experts that those logits choose."""
+    return logits_of(num_tokens, routing, device).topk(num_topk).indices
+
+
 def routed(kwargs: dict[str, Any], routing: str, device: str) -> dict[str, Any]:
     """The arguments of a case with logits, indices or maps of that routing in place of its own."""
-    kwargs = dict(kwargs)
-    changed = False
+    new: dict[str, Any] = {}
     for name in ("logits", "scores"):
         if name in kwargs:
-            kwargs[name] = logits_of(kwargs[name].shape[0], routing, device).to(kwargs[name].dtype)
-            changed = True
+            new[name] = logits_of(kwargs[name].shape[0], routing, device).to(kwargs[name].dtype)
     for name in ("topk_idx", "group_idx"):
         if name in kwargs:
-            num_tokens, num_topk = kwargs[name].shape
-            topk_idx = logits_of(num_tokens, routing, device).topk(num_topk).indices
-            kwargs[name] = topk_idx.to(kwargs[name].dtype)
-            changed = True
+            new[name] = topk_idx_of(*kwargs[name].shape, routing, device).to(kwargs[name].dtype)
     if "token_topk_to_pos" in kwargs:
-        num_tokens, num_topk = kwargs["token_topk_to_pos"].shape
         x = kwargs.get("pos_to_expert", kwargs.get("x", kwargs.get("grad_rows")))
-        topk_idx = logits_of(num_tokens, routing, device).topk(num_topk).indices
-        pos_to_expert, _, _, token_topk_to_pos, *_ = get_fused_mapping(
+        topk_idx = topk_idx_of(*kwargs["token_topk_to_pos"].shape, routing, device)
+        new["pos_to_expert"], _, _, new["token_topk_to_pos"], *_ = get_fused_mapping(
             topk_idx, NUM_EXPERTS, x.shape[0], ALIGNMENT, force_no_sync=True
         )
-        maps = {"pos_to_expert": pos_to_expert, "token_topk_to_pos": token_topk_to_pos}
-        kwargs |= {name: value for name, value in maps.items() if name in kwargs}
-        changed = True
-    assert changed, f"expected logits, indices or a map among {', '.join(kwargs)}"
-    return kwargs
+    assert new, f"expected logits, indices or a map among {', '.join(kwargs)}"
+    return kwargs | {name: value for name, value in new.items() if name in kwargs}
 
 
 OPS = (
@@ -69,15 +66,12 @@ OPS = (
 
 def largest_model_case(spec: OpSpec) -> Case:
     """Of the cases of real models, the one with the most tokens; the first of equals."""
-    return max((case for case in spec.cases if case.bench and case.warmup), key=lambda case: _num_tokens(case))
+    return max((case for case in spec.cases if case.bench and case.warmup), key=num_rows)
 
 
-def _num_tokens(case: Case) -> int:
-    return next(x.shape[0] for x in _tensors(case.make("meta")))
-
-
-def _tensors(kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [x for x in kwargs.values() if isinstance(x, torch.Tensor)]
+def num_rows(case: Case) -> int:
+    """Of the first tensor."""
+    return tensors(case.make("meta"))[0].shape[0]
 
 
 def _make(case: Case, routing: str) -> Callable[[str], dict[str, Any]]:

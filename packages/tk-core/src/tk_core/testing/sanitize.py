@@ -69,7 +69,8 @@ def run_tools(sanitizer: str, tools: Sequence[str], ops: Sequence[str]) -> Itera
     """Run tools over the small cases of ops, a finding for each tool and each few ops."""
     shares = [ops[i : i + _OPS_A_PROCESS] for i in range(0, len(ops), _OPS_A_PROCESS)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(lambda work: run_tool(sanitizer, *work), [(tool, ops) for tool in tools for ops in shares])
+        runs = [pool.submit(run_tool, sanitizer, tool, share) for tool in tools for share in shares]
+        yield from (run.result() for run in runs)
 
 
 def finding(tool: str, exit_code: int, output: str) -> Finding:

@@ -132,9 +132,10 @@ def updated(readme: Path) -> str:
     text = readme.read_text(encoding="utf-8")
     if "<!-- tk:ops -->" in text:
         text = replace_block(text, "ops", ops_table(load_specs(package)))
+    rows = read_rows(readme.parent / "benchmarks" / "results")
     for name, table in (("figures", figures_table), ("chain", chain_table)):
         if f"<!-- tk:{name} -->" in text:
-            text = replace_block(text, name, table(read_rows(readme.parent / "benchmarks" / "results")))
+            text = replace_block(text, name, table(rows))
     return text
 
 

@@ -9,10 +9,9 @@ from tk_core.testing import Case, OpSpec
 from tk_moe import reference
 from tk_moe.aux_fi import aux_fi
 from tk_moe.testing.group_count import indices
+from tk_moe.testing.models import MODEL_EXPERTS
 
 Make = Callable[[str], dict[str, Any]]
-
-_MODEL_EXPERTS = (8, 16, 32, 36, 64, 72, 96, 108, 128, 144, 256, 288, 384, 512)
 
 
 def make(
@@ -63,7 +62,7 @@ SPEC = OpSpec(
         *(Case(f"e256-k8-t4001-{routing}", make(4001, 8, 256, routing)) for routing in ("last", "half", "none")),
         *(
             Case(f"e{num_experts}-k{num_topk}-t{num_tokens}", make(num_tokens, num_topk, num_experts))
-            for num_experts in _MODEL_EXPERTS
+            for num_experts in MODEL_EXPERTS
             for num_topk, num_tokens in ((1, 2), (7, 8001), (9, 31))
         ),
         Case("e256-k8-t8192-bench", make(8192, 8, 256), bench=True, warmup=True, gpu=False),

@@ -8,6 +8,7 @@ import torch
 from tk_core.testing import Case, OpSpec
 from tk_moe import reference
 from tk_moe.get_fused_mapping import get_fused_mapping
+from tk_moe.testing.models import MODEL_EXPERTS
 
 Make = Callable[[str], dict[str, Any]]
 
@@ -64,8 +65,6 @@ def make(
 
     return build
 
-
-_MODEL_EXPERTS = (8, 16, 32, 36, 64, 72, 96, 108, 128, 144, 256, 288, 384, 512)
 
 SPEC = OpSpec(
     op=get_fused_mapping,
@@ -133,7 +132,7 @@ SPEC = OpSpec(
         ),
         *(
             Case(f"e{num_experts}-k{num_topk}-t{num_tokens}", make(num_tokens, num_topk, num_experts, alignment))
-            for num_experts in _MODEL_EXPERTS
+            for num_experts in MODEL_EXPERTS
             for num_topk, num_tokens, alignment in ((1, 2, 128), (2, 31, 16), (6, 8001, 16), (7, 1, 1), (9, 4001, 128))
         ),
         Case("e256-k8-t8192-bench", make(8192, 8, 256), bench=True, warmup=True, gpu=False, compile=True),

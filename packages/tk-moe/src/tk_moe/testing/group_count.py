@@ -8,12 +8,12 @@ import torch
 from tk_core.testing import Case, OpSpec
 from tk_moe import reference
 from tk_moe.group_count import group_count
+from tk_moe.testing.models import MODEL_EXPERTS
 
 Make = Callable[[str], dict[str, Any]]
 
 # No group, whatever the number of groups: among them values whose low 32 bits alone would be one.
 _NO_GROUP = (-1, -2, -(2**31), -(2**32), -(2**32) + 3, -(2**63), 1024, 2**31, 2**32, 2**32 + 3, 2**63 - 1)
-_MODEL_EXPERTS = (8, 16, 32, 36, 64, 72, 96, 108, 128, 144, 256, 288, 384, 512)
 
 
 def indices(
@@ -89,7 +89,7 @@ SPEC = OpSpec(
         *(Case(f"g256-k8-t4001-{routing}", make(4001, 8, 256, routing)) for routing in ("last", "half", "none")),
         *(
             Case(f"g{num_groups}-k{num_topk}-t{num_tokens}", make(num_tokens, num_topk, num_groups))
-            for num_groups in _MODEL_EXPERTS
+            for num_groups in MODEL_EXPERTS
             for num_topk, num_tokens in ((1, 2), (6, 8001), (9, 31))
         ),
         Case("g256-k8-t8192-bench", make(8192, 8, 256), bench=True, warmup=True, gpu=False),

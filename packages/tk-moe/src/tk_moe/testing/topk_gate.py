@@ -7,6 +7,7 @@ import torch
 
 from tk_core.testing import Case, OpSpec
 from tk_moe import reference
+from tk_moe.testing.models import MODEL_EXPERTS
 from tk_moe.topk_gate import topk_gate
 
 Make = Callable[[str], dict[str, Any]]
@@ -55,8 +56,6 @@ def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal
     return build
 
 
-_MODEL_EXPERTS = (8, 16, 32, 36, 64, 72, 96, 108, 128, 144, 256, 288, 384, 512)
-
 SPEC = OpSpec(
     op=topk_gate,
     reference=reference.topk_gate,
@@ -91,7 +90,7 @@ SPEC = OpSpec(
         ),
         *(
             Case(f"e{num_experts}-k{num_topk}-t{num_tokens}", make(num_tokens, num_experts, num_topk, "ties"))
-            for num_experts in _MODEL_EXPERTS
+            for num_experts in MODEL_EXPERTS
             for num_topk, num_tokens in ((1, 2), (2, 31), (6, 0), (7, 1), (8, 4001), (8, 8001), (9, 31))
             if num_topk <= num_experts
         ),

@@ -9,6 +9,7 @@ from tk_core.testing import Case, OpSpec
 from tk_core.testing.numeric import assert_equal
 from tk_moe import reference
 from tk_moe.scoring import ScoringFunc
+from tk_moe.testing.models import MODEL_EXPERTS
 from tk_moe.topk_gate_with_weights import topk_gate_with_weights
 
 Make = Callable[[str], dict[str, Any]]
@@ -105,7 +106,6 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
-_MODEL_EXPERTS = (8, 16, 32, 36, 64, 72, 96, 108, 128, 144, 256, 288, 384, 512)
 # (dtype, scoring_func, options) in turn.
 _VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
     (FLOAT32, SIGMOID, {"bias": "normal"}),
@@ -119,7 +119,7 @@ _VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
 _TOPK_AND_TOKENS = ((1, 2), (2, 31), (6, 4001), (7, 1), (8, 8001), (9, 31))
 _SIZES = [
     (num_experts, num_topk, num_tokens)
-    for num_experts in _MODEL_EXPERTS
+    for num_experts in MODEL_EXPERTS
     for num_topk, num_tokens in _TOPK_AND_TOKENS
     if num_topk <= num_experts
 ]
