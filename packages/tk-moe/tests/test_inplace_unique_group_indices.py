@@ -18,8 +18,9 @@ test_gpu = tiers.gpu_tests(SPEC)
 test_gpu_modes = tiers.gpu_mode_tests(SPEC)
 
 
-def test_by_hand() -> None:
-    group_indices = torch.tensor([[3, 1, 3, 3], [0, 0, 1, 1], [-1, 2, -1, 2]])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_by_hand(dtype: torch.dtype) -> None:
+    group_indices = torch.tensor([[3, 1, 3, 3], [0, 0, 1, 1], [-1, 2, -1, 2]], dtype=dtype)
     assert tk_moe.inplace_unique_group_indices(group_indices, 4) is None
     assert group_indices.tolist() == [[3, 1, -1, -1], [0, -1, 1, -1], [-1, 2, -1, -1]]
 
@@ -56,7 +57,7 @@ def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch)
     ("change", "error", "match"),
     [
         ({"group_indices": [[0]]}, TypeError, "group_indices.*Tensor"),
-        ({"group_indices": torch.zeros(4, 2, dtype=torch.int32)}, TypeError, "group_indices.*int64.*int32"),
+        ({"group_indices": torch.zeros(4, 2, dtype=torch.int16)}, TypeError, "group_indices.*int64.*int16"),
         ({"group_indices": torch.zeros(4, dtype=torch.int64)}, ValueError, "group_indices.*shape"),
         ({"group_indices": torch.zeros(2, 4, dtype=torch.int64).T}, ValueError, "group_indices.*contiguous"),
         ({"group_indices": torch.zeros(4, 33, dtype=torch.int64)}, ValueError, "group_indices.*1 to 32"),

@@ -18,14 +18,15 @@ test_gpu = tiers.gpu_tests(SPEC)
 test_gpu_modes = tiers.gpu_mode_tests(SPEC)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize(
     ("tp_rank", "expected"),
     [(0, [0, 1, -1, -1, 2, 3, -1, -1, -1]), (1, [-1, -1, 0, 1, -1, -1, 2, 3, -1])],
 )
-def test_by_hand(tp_rank: int, expected: list[int]) -> None:
+def test_by_hand(tp_rank: int, expected: list[int], dtype: torch.dtype) -> None:
     # Four ranks of two experts, of which every second is this one's.
-    out = tk_moe.mask_indices_by_tp(torch.tensor([[*range(8), -5]]), 8, 4, tp_rank, 2)
-    assert out.dtype == torch.int64
+    out = tk_moe.mask_indices_by_tp(torch.tensor([[*range(8), -5]], dtype=dtype), 8, 4, tp_rank, 2)
+    assert out.dtype == dtype
     assert out.tolist() == [expected]
 
 
@@ -59,7 +60,7 @@ def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch)
     ("change", "error", "match"),
     [
         ({"indices": [[0]]}, TypeError, "indices.*Tensor"),
-        ({"indices": torch.zeros(4, 2, dtype=torch.int32)}, TypeError, "indices.*int64.*int32"),
+        ({"indices": torch.zeros(4, 2, dtype=torch.int16)}, TypeError, "indices.*int64.*int16"),
         ({"indices": torch.zeros(4, dtype=torch.int64)}, ValueError, "indices.*shape"),
         ({"indices": torch.zeros(2, 4, dtype=torch.int64).T}, ValueError, "indices.*contiguous"),
         ({"n": 3}, ValueError, "n: expected 4 to"),

@@ -2,8 +2,8 @@
 
     group_indices[t, k] = -1     if it is a group, and group_indices[t, j] is the same one for some j < k
 
-group_indices int64 (num_tokens, num_topk). A thread takes a token, and notes the groups it has seen as bits of up to
-four words; only what changes is written.
+group_indices int64 or int32 (num_tokens, num_topk). A thread takes a token, and notes the groups it has seen as bits of
+up to four words; only what changes is written.
 """
 
 from dataclasses import dataclass
@@ -39,21 +39,26 @@ class InplaceUniqueGroupIndicesConfig:
 # Every access stands under a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _inplace_unique_group_indices_kernel(
-    num_groups: int, num_topk: int, alignment: int, config: InplaceUniqueGroupIndicesConfig, arch: Arch
+    num_groups: int,
+    num_topk: int,
+    idx_dtype: torch.dtype,
+    alignment: int,
+    config: InplaceUniqueGroupIndicesConfig,
+    arch: Arch,
 ) -> Any:
     """`alignment`: what the address of each row is a multiple of, in bytes."""
     import tilelang.language as T
 
-    vector = alignment // 8
+    vector = alignment // idx_dtype.itemsize
     threads = config.threads
     num_words = ceil_div(num_groups, 32)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
-    def inplace_unique_group_indices(group_indices: T.Tensor((num_tokens, num_topk), "int64")) -> None:
+    def inplace_unique_group_indices(group_indices: T.Tensor((num_tokens, num_topk), idx_dtype)) -> None:
         with T.Kernel(T.ceildiv(num_tokens, threads), threads=threads) as block:
             token = block * threads + T.get_thread_binding()
-            groups = T.alloc_local((num_topk,), "int64")
+            groups = T.alloc_local((num_topk,), idx_dtype)
             seen = T.alloc_local((num_words,), "uint32")
             before = T.alloc_var("uint32")
             bit = T.alloc_var("uint32")
@@ -75,7 +80,7 @@ def _inplace_unique_group_indices_kernel(
                         before = before | (seen[word] & bit)
                         seen[word] = seen[word] | bit
                     if before != T.uint32(0):
-                        group_indices[token, k] = T.int64(-1)
+                        group_indices[token, k] = T.cast(-1, idx_dtype)
 
     return inplace_unique_group_indices
 
@@ -99,7 +104,9 @@ def _inplace_unique_group_indices_out(group_indices: torch.Tensor, num_groups: i
     arch = get_arch(group_indices.device)
     config = InplaceUniqueGroupIndicesConfig.best(arch)
     alignment = check.row_alignment(group_indices)
-    _inplace_unique_group_indices_kernel(num_groups, num_topk, alignment, config, arch)(group_indices)
+    _inplace_unique_group_indices_kernel(num_groups, num_topk, group_indices.dtype, alignment, config, arch)(
+        group_indices
+    )
 
 
 @replayable
@@ -109,14 +116,13 @@ def inplace_unique_group_indices(group_indices: torch.Tensor, num_groups: int) -
     Only 0 … num_groups - 1 are groups: other values stay as they are (with TK_DEBUG=1 larger ones raise).
 
     Args:
-        group_indices: int64 (num_tokens, num_topk), contiguous; num_topk from 1 to 32. Changed.
+        group_indices: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32. Changed.
         num_groups: From 1 to 128.
 
     Raises:
-        TypeError: group_indices is not an int64 tensor, or num_groups is not an int.
+        TypeError: group_indices is not a tensor of these dtypes, or num_groups is not an int.
         ValueError: group_indices has another shape or is not contiguous, or a size is out of range.
     """
-    check.tensor("group_indices", group_indices, (torch.int64,), ("num_tokens", "num_topk"))
     check_pairs("group_indices", group_indices)
     check.in_range("num_groups", num_groups, 1, MAX_GROUPS)
     check_indices("group_indices", group_indices, "num_groups", num_groups)

@@ -5,7 +5,7 @@
     out = i' - (i' // (per_rank · num_tp_ranks)) · per_rank · (num_tp_ranks - 1)   if (i // per_rank) mod num_tp_ranks
                                                                                       = tp_rank and i ≥ 0, else -1
 
-indices and out int64 (num_tokens, num_topk). A thread takes an index. Where i is kept, the second quotient is
+indices and out int64 or int32 (num_tokens, num_topk). A thread takes an index. Where i is kept, the second quotient is
 (i // per_rank) // num_tp_ranks, which the remainder takes anyway.
 """
 
@@ -38,7 +38,7 @@ class MaskIndicesByTpConfig:
 
 # Every access stands under a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def _mask_indices_by_tp_kernel(config: MaskIndicesByTpConfig, arch: Arch) -> Any:
+def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, config: MaskIndicesByTpConfig, arch: Arch) -> Any:
     import tilelang.language as T
 
     threads = config.threads
@@ -46,21 +46,21 @@ def _mask_indices_by_tp_kernel(config: MaskIndicesByTpConfig, arch: Arch) -> Any
 
     @T.prim_func
     def mask_indices_by_tp(
-        indices: T.Tensor((num_tokens, num_topk), "int64"),
+        indices: T.Tensor((num_tokens, num_topk), idx_dtype),
         per_rank: T.int32,
         tp_rank: T.int32,
         num_tp_ranks: T.int32,
-        out: T.Tensor((num_tokens, num_topk), "int64"),
+        out: T.Tensor((num_tokens, num_topk), idx_dtype),
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens * num_topk, threads), threads=threads) as block:
-            flat = T.view(indices, (num_tokens * num_topk,), "int64")
-            flat_out = T.view(out, (num_tokens * num_topk,), "int64")
+            flat = T.view(indices, (num_tokens * num_topk,), idx_dtype)
+            flat_out = T.view(out, (num_tokens * num_topk,), idx_dtype)
             at = block * threads + T.get_thread_binding()
             index = T.alloc_var("int64")
             quotient = T.alloc_var("uint64")
             group = T.alloc_var("uint64")
             if at < num_tokens * num_topk:
-                index = flat[at]
+                index = T.cast(flat[at], "int64")
                 # Unsigned, as truncating and flooring are one there.
                 quotient = T.truncdiv(T.cast(index, "uint64"), T.cast(per_rank, "uint64"))
                 group = T.truncdiv(quotient, T.cast(num_tp_ranks, "uint64"))
@@ -70,7 +70,7 @@ def _mask_indices_by_tp_kernel(config: MaskIndicesByTpConfig, arch: Arch) -> Any
                     ) * T.cast(per_rank, "int64")
                 else:
                     index = T.int64(-1)
-                flat_out[at] = index
+                flat_out[at] = T.cast(index, idx_dtype)
 
     return mask_indices_by_tp
 
@@ -91,7 +91,7 @@ def _mask_indices_by_tp_out(
     if out.numel() == 0:
         return
     arch = get_arch(indices.device)
-    mask = _mask_indices_by_tp_kernel(MaskIndicesByTpConfig.best(arch), arch)
+    mask = _mask_indices_by_tp_kernel(indices.dtype, MaskIndicesByTpConfig.best(arch), arch)
     mask(indices, n // num_ep_ranks, tp_rank, num_tp_ranks, out)
 
 
@@ -106,21 +106,21 @@ def mask_indices_by_tp(
     (num_tp_ranks - 1) with i' = i - tp_rank · per_rank. Names and formula are those of DeepSeek's TileKernels 1.0.0.
 
     Args:
-        indices: int64 (num_tokens, num_topk), contiguous; negative means none. One that is not below n is treated as
-            any other; with TK_DEBUG=1 it raises.
+        indices: int64 or int32 (num_tokens, num_topk), contiguous; negative means none. One that is not below n is
+            treated as any other; with TK_DEBUG=1 it raises.
         n: Number of experts, at least num_ep_ranks and below 2³¹.
         num_ep_ranks: Expert-parallel ranks, at least 1.
         tp_rank: From 0 to num_tp_ranks - 1.
         num_tp_ranks: Tensor-parallel ranks, at least 1.
 
     Returns:
-        int64 (num_tokens, num_topk).
+        (num_tokens, num_topk) of the dtype of indices.
 
     Raises:
-        TypeError: indices is not an int64 tensor, or another argument is not an int.
+        TypeError: indices is not a tensor of these dtypes, or another argument is not an int.
         ValueError: indices has another shape or is not contiguous, or a number is out of range.
     """
-    num_tokens, num_topk = check.tensor("indices", indices, (torch.int64,), ("num_tokens", "num_topk"))
+    num_tokens, num_topk = check.tensor("indices", indices, (torch.int64, torch.int32), ("num_tokens", "num_topk"))
     check.require(num_tokens * num_topk <= MAX_PAIRS, "indices", f"at most {MAX_PAIRS} elements", num_tokens * num_topk)
     check.in_range("num_ep_ranks", num_ep_ranks, 1, 2**31 - 1)
     check.in_range("n", n, num_ep_ranks, 2**31 - 1)

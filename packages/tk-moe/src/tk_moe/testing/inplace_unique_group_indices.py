@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tk_core.testing import Case, OpSpec
 from tk_moe import reference
 from tk_moe.inplace_unique_group_indices import inplace_unique_group_indices
@@ -11,11 +13,18 @@ from tk_moe.testing.group_count import indices
 Make = Callable[[str], dict[str, Any]]
 
 
-def make(num_tokens: int, num_topk: int, num_groups: int, routing: str = "any", first_element: int = 0) -> Make:
+def make(
+    num_tokens: int,
+    num_topk: int,
+    num_groups: int,
+    routing: str = "any",
+    first_element: int = 0,
+    dtype: torch.dtype = torch.int64,
+) -> Make:
     """Arguments of inplace_unique_group_indices; routing as in `testing.group_count.indices`."""
 
     def build(device: str) -> dict[str, Any]:
-        drawn = indices(num_tokens, num_topk, num_groups, routing, device, first_element)
+        drawn = indices(num_tokens, num_topk, num_groups, routing, device, first_element, dtype)
         return {"group_indices": drawn, "num_groups": num_groups}
 
     return build
@@ -35,6 +44,9 @@ SPEC = OpSpec(
         Case("g8-k8-t0", make(0, 8, 8), small=True),
         Case("g8-k8-t1", make(1, 8, 8), small=True),
         Case("g8-k8-t67-unaligned", make(67, 8, 8, first_element=1), small=True),
+        Case("g64-k8-t67-int32", make(67, 8, 64, dtype=torch.int32), small=True, modes=True, compile=True),
+        Case("g33-k9-t67-int32-none", make(67, 9, 33, "none", 1, torch.int32), small=True),
+        Case("g128-k8-t8001-int32", make(8001, 8, 128, dtype=torch.int32)),
         Case("g16-k8-t67-last", make(67, 8, 16, "last"), small=True),
         Case("g16-k8-t67-none", make(67, 8, 16, "none"), small=True),
         *(

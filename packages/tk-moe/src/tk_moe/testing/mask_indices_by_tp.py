@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tk_core.testing import Case, OpSpec
 from tk_moe import reference
 from tk_moe.mask_indices_by_tp import mask_indices_by_tp
@@ -20,12 +22,13 @@ def make(
     num_tp_ranks: int,
     routing: str = "any",
     first_element: int = 0,
+    dtype: torch.dtype = torch.int64,
 ) -> Make:
     """Arguments of mask_indices_by_tp; routing as in `testing.group_count.indices`."""
 
     def build(device: str) -> dict[str, Any]:
         return {
-            "indices": indices(num_tokens, num_topk, n, routing, device, first_element),
+            "indices": indices(num_tokens, num_topk, n, routing, device, first_element, dtype),
             "n": n,
             "num_ep_ranks": num_ep_ranks,
             "tp_rank": tp_rank,
@@ -49,6 +52,9 @@ SPEC = OpSpec(
         Case("n256-k8-t67-ep8-tp0of3-unaligned", make(67, 8, 256, 8, 0, 3, first_element=1), small=True),
         Case("n256-k8-t0-ep8-tp0of2", make(0, 8, 256, 8, 0, 2), small=True),
         Case("n256-k8-t1-ep8-tp0of2", make(1, 8, 256, 8, 0, 2), small=True),
+        Case("n256-k8-t67-ep8-tp1of2-int32", make(67, 8, 256, 8, 1, 2, dtype=torch.int32), small=True, compile=True),
+        Case("n256-k7-t31-ep6-tp2of4-int32-none", make(31, 7, 256, 6, 2, 4, "none", 1, torch.int32), small=True),
+        Case("n2147483647-k8-t4001-ep64-tp5of8-int32", make(4001, 8, 2**31 - 1, 64, 5, 8, dtype=torch.int32)),
         *(
             Case(
                 f"n{n}-k{num_topk}-t{num_tokens}-ep{num_ep_ranks}-tp{tp_rank}of{num_tp_ranks}-none",
