@@ -33,9 +33,13 @@ def scale(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor | No
     return out, None, count
 
 
+def read(like: tuple[Any, ...], like_names: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """What a reader that was compiled for the arguments `like` finds in others."""
+    return replay._compile_reader(replay._kinds(like, like_names), tuple(like_names))(args, kwargs)
+
+
 def record(function: Callable[..., Any], *args: Any) -> replay._Call | None:
-    values = replay._signature(args, {}, [])
-    assert values is not None
+    values, _ = read(args, {}, *args)
     return replay._record(function, args, {}, values)[1]
 
 
@@ -137,9 +141,8 @@ class Choice(enum.IntEnum):
 
 
 def key_of(*args: Any) -> tuple[Any, ...]:
-    key: list[Any] = []
-    assert replay._signature(args, {}, key) is not None
-    return tuple(key)
+    _, key = read(args, {}, *args)
+    return *replay._kinds(args, {}), *key
 
 
 def test_signatures_tell_calls_apart() -> None:
@@ -165,8 +168,30 @@ def test_signatures_tell_calls_apart() -> None:
     ]
     assert len(set(keys)) == len(keys)
     assert key_of(x, 1) == key_of(torch.ones(8, 16), 1)
-    for other in ([x], (1, True), (x, x)):
-        assert replay._signature((x, other), {}, []) is None
+    for other in ([x], (1, True), (x, x), (), torch.nn.Module(), torch._subclasses.FakeTensorMode()):
+        assert read((x, other), {}, x, other) is None
+    assert read((1,), {}, 1) is None
+    assert read((), {}) is None
+
+
+def test_a_reader_reads_nothing_else() -> None:
+    x = torch.zeros(2, 3)
+    assert read((x, 1), {"flag": True}, x, 2, flag=False)[0] == [x, 2, False]
+    pair, _ = read(((x, x),), {"a": 1, "b": None}, (x, x), b=None, a=1)
+    assert pair == [x, x, 1, None]
+    for args, names in (
+        ((x, 1), {}),
+        ((x, True), {"flag": True}),
+        ((x, 1), {"other": True}),
+        ((x, 1, 1), {"flag": True}),
+        ((x,), {"flag": True, "k": 1}),
+        (((x, x), 1), {"flag": True}),
+    ):
+        assert read((x, 1), {"flag": True}, *args, **names) is None
+    # A tensor of two rows could be unpacked, too; an absent name is not None.
+    assert read(((x, x),), {}, x) is None
+    assert read(((x, x),), {}, (x, x, x)) is None
+    assert read((x,), {"a": None}, x, b=5) is None
 
 
 def test_launches_of_other_threads_are_not_noted() -> None:
