@@ -7,7 +7,9 @@ import torch
 
 import tk_moe
 from tk_core import env
+from tk_core.arch import ARCHS
 from tk_core.testing import tiers
+from tk_moe.expand_to_fused_bulk_kernel import BulkConfig
 from tk_moe.expand_to_fused_kernel import ExpandConfig
 from tk_moe.testing.expand_to_fused import SPEC, WITH_SF_SPEC
 
@@ -181,3 +183,33 @@ def test_config_covers_a_row_with_little_waste(num_vectors: int, has_sf: bool) -
     assert 1 <= config.vectors_per_thread <= 4
     num_chunks = -(-num_vectors // per_chunk)
     assert num_chunks * per_chunk - num_vectors <= 32 * config.vectors_per_thread * num_chunks
+
+
+@pytest.mark.parametrize("row_bytes", [4096, 5120, 5152, 6144, 7168, 8192, 12288, 14336, 32768, 131072])
+def test_bulk_config_divides_a_row_and_leaves_room_for_all_blocks(row_bytes: int) -> None:
+    arch = ARCHS["sm_90a"]
+    config = BulkConfig.best(row_bytes, arch)
+    piece_bytes = row_bytes // config.pieces_per_row
+    assert piece_bytes * config.pieces_per_row == row_bytes
+    assert piece_bytes % 16 == 0
+    assert 2048 <= piece_bytes <= 4096
+    assert 1 <= config.stages <= 32
+    assert config.blocks_per_sm * (config.stages * piece_bytes + 16 + 1024) <= arch.max_shared_memory + 1024
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "arch"), [(4096, "sm_80"), (4096, "sm_120a"), (4080, "sm_90a"), (4112, "sm_90a")]
+)
+def test_bulk_config_is_none_where_it_does_not_pay(row_bytes: int, arch: str) -> None:
+    assert BulkConfig.best(row_bytes, ARCHS[arch]) is None
+
+
+@pytest.mark.parametrize("num_sms", [1, 16, 132, 148])
+@pytest.mark.parametrize("num_tokens", [1024, 2303, 4001, 4096, 65537])
+def test_bulk_config_deals_out_every_piece(num_tokens: int, num_sms: int) -> None:
+    config = BulkConfig(4, 21)
+    num_blocks, pieces_per_block = config.deal(num_tokens, num_sms)
+    assert 1 <= pieces_per_block <= config.stages
+    # Every block has a piece, and the last rounds of none is missing one.
+    assert num_blocks <= num_tokens * 4 <= num_blocks * pieces_per_block
+    assert num_tokens * 4 > num_blocks * (pieces_per_block - 1)

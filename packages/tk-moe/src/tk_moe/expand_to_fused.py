@@ -13,6 +13,12 @@ at the end of each segment and after the last one, and this deals a run out to a
     x       row b ──registers──┬────────────┬─────────────┐           (read once, stored up to num_topk times)
     out             ...      [ p0 ]  ...  [ p1 ] [ pad ] [ p2 ]       (row p of padding: zeroed by block p mod G)
 
+Many long rows without factors move by bulk copies instead (expand_to_fused_bulk_kernel.py). DRAM loses time where reads
+and writes mix, so a block asks for as much of x as a third of a multiprocessor's shared memory holds, and stores
+nothing before all of it is there. Blocks get equal shares, in whole waves.
+
+    x       pieces b, b + G, b + 2G, ... ──shared memory──> each to the same columns of its positions
+
 Factors in row-major order go with their rows. Column-major ones would be scattered in pieces of 4 bytes, so more than a
 few columns of them are gathered by blocks of their own: such a block looks through all positions for the tokens of its
 rows, then a lane takes a row, and one store writes 32 rows of a column.
@@ -27,6 +33,7 @@ from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
+from tk_moe.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
 from tk_moe.expand_to_fused_kernel import ExpandConfig, expand_kernel
 
 _E2M1_DTYPES = tuple(
@@ -73,7 +80,15 @@ def _expand_to_fused_out(
         return
     arch = get_arch(x.device)
     x, out, vector_bytes, config, num_blocks = _launch_plan(x, out, False, arch)
-    num_topk = token_topk_to_pos.shape[1]
+    num_tokens, num_topk = token_topk_to_pos.shape
+    bulk = None
+    if vector_bytes == 16 and BulkConfig.pays(num_tokens, num_topk, out.shape[0]):
+        bulk = BulkConfig.best(x.shape[1] * x.dtype.itemsize, arch)
+    if bulk is not None:
+        num_blocks, pieces_per_block = bulk.deal(num_tokens, get_device_num_sms(x.device))
+        expand_in_bulk = expand_bulk_kernel(x.shape[1], num_topk, x.dtype, bulk, arch)
+        expand_in_bulk(x, token_topk_to_pos, pos_to_expert, out, num_blocks, pieces_per_block)
+        return
     expand = expand_kernel(x.shape[1], num_topk, x.dtype, vector_bytes, 0, None, False, False, config, arch)
     expand(x, token_topk_to_pos, pos_to_expert, out, num_blocks)
 

@@ -170,6 +170,20 @@ SPEC = OpSpec(
         Case("uint8-h5001-t3", make(3, 5001, 2, torch.uint8, num_rows=12, **_SMALL_ROUTING)),
         Case("bf16-h64-t7-unaligned", make(7, 64, 3, num_rows=40, first_element=1, **_SMALL_ROUTING), small=True),
         Case("float8-h64-t7-unaligned", make(7, 64, 3, torch.float8_e4m3fn, 40, 1, **_SMALL_ROUTING), small=True),
+        # Bulk copies, slots that divide 32 or not; rows that no piece divides, and that start off 16 bytes.
+        Case(
+            "bf16-h2560-t1025-bulk",
+            make(1025, 2560, 3, num_rows=1800, drop_what_does_not_fit=False, **_SMALL_ROUTING),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case(
+            "uint8-h4096-t1500-k1-bulk", make(1500, 4096, 1, torch.uint8, num_rows=1300, **_SMALL_ROUTING), small=True
+        ),
+        Case("float32-h2048-t1100-k5-bulk", make(1100, 2048, 5, torch.float32, num_experts=32), compile=True),
+        Case("bf16-h4112-t1024", make(1024, 4112, 2)),
+        Case("bf16-h2048-t1024-unaligned", make(1024, 2048, 2, first_element=4)),
         # Nothing to copy, nothing to write, rows in excess, rows amiss.
         Case("bf16-h64-t0", make(0, 64, 3, num_rows=40, **_SMALL_ROUTING), small=True),
         Case("bf16-h64-t7-no-rows", make(7, 64, 3, num_rows=0, **_SMALL_ROUTING), small=True),
@@ -193,9 +207,19 @@ SPEC = OpSpec(
             for num_tokens in ((0, 1, 4001, 8001) if hidden < 7168 else (0, 1, 4001))
         ),
         Case("bf16-h7168-t8001-k4", make(8001, 7168, 4)),
+        # The kernel of few tokens, as the bench case below is for the other.
+        Case("bf16-h7168-t64", make(64, 7168, 8), warmup=True),
         Case("float8-e4m3fn-h2560-t4001", make(4001, 2560, 8, torch.float8_e4m3fn)),
         Case("bf16-h2560-t4001", make(4001, 2560, 8)),
-        Case("bf16-h7168-t4096-bench", make(4096, 7168, 8), bench=True, warmup=True, gpu=False, compile=True),
+        # 552 MB: 32768 rows of tokens and 1664 of padding, in the segments and after the last one.
+        Case(
+            "bf16-h7168-t4096-bench",
+            make(4096, 7168, 8, num_rows=34432, num_experts=32, alignment=64),
+            bench=True,
+            warmup=True,
+            gpu=False,
+            compile=True,
+        ),
         *(
             Case(f"bf16-h{hidden}-t4096-bench", make(4096, hidden, 8), bench=True, gpu=False)
             for hidden in _BENCH_HIDDEN[:-1]
