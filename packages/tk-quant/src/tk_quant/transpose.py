@@ -15,6 +15,9 @@ A tile goes through shared memory in chunks of 16 bytes, 8 chunks or more of as 
     of 2 rows at a time,                                              of 4 columns at a time.
 
 Chunk k of a row in the s-th `side` rows of a tile lies at k ^ (s % 8), so that neither side meets a bank twice.
+
+Few blocks share a multiprocessor, so that reads and writes stay close to the order of addresses; to keep memory busy
+all the same, each brings the tile of a later block into L2.
 """
 
 from dataclasses import dataclass
@@ -52,6 +55,11 @@ __device__ __forceinline__ void tk_copy_later(void *to, const void *from, bool w
         :: "r"(place), "l"(from), "r"(int(wanted)), "n"(num_bytes) : "memory");
 }
 
+// Brings the line that holds *from into L2, some time.
+__device__ __forceinline__ void tk_fetch_later(const void *from) {
+  asm volatile("prefetch.global.L2 [%0];" :: "l"(from));
+}
+
 // The copies of this thread are done, for this thread.
 __device__ __forceinline__ void tk_wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 """
@@ -66,18 +74,23 @@ class TransposeConfig:
     chunks: int
     """Chunks of 16 bytes in a row of a tile, a multiple of 8."""
     threads: int
-    by_registers: bool
-    """Whether rows aligned to 16 bytes go to shared memory through registers, rather than by asynchronous copies."""
+    blocks: int
+    """Blocks that share a multiprocessor. More tiles under way than memory needs only slow it down."""
+    ahead: int
+    """How many blocks later the tile is loaded that a block brings into L2; 0 for none."""
 
     @staticmethod
     @cache
-    def best(itemsize: int, arch: Arch) -> "TransposeConfig":
-        """The configuration for an input's element size on an architecture."""
-        # H200, 8192 x 7168, against copies of 57.3 and 29.6 µs: bf16 58.8 µs (59.3 with asynchronous copies of tiles
-        # half as high), e4m3 30.8 µs (30.9 through registers, but 1 µs slower than that at 3072 columns).
+    def best(itemsize: int, num_cols: int, arch: Arch) -> "TransposeConfig":
+        """The configuration for an input's element size and columns on an architecture."""
+        # H200, 8192 x 7168, means over 8 allocations, against copies of 57.5 and 29.9 µs: bf16 58.5 µs (59.7 with as
+        # many blocks as fit and nothing brought in ahead), e4m3 30.4 (30.7). With short rows of single bytes most tiles
+        # are under way at once, and waiting for a turn would cost up to 8 %.
+        if itemsize == 1 and num_cols < 4096:
+            return TransposeConfig(groups=8, chunks=16, threads=128, blocks=6, ahead=0)
         if itemsize == 1:
-            return TransposeConfig(groups=8, chunks=16, threads=128, by_registers=False)
-        return TransposeConfig(groups=16, chunks=16, threads=512, by_registers=True)
+            return TransposeConfig(groups=8, chunks=16, threads=128, blocks=4, ahead=arch.num_sms)
+        return TransposeConfig(groups=16, chunks=16, threads=256, blocks=3 if itemsize == 2 else 4, ahead=arch.num_sms)
 
 
 # Chunks are whole, so the guards around them are all the bounds checking there is to do.
@@ -91,9 +104,10 @@ def _transpose_kernel(
     side, per_word = 16 // itemsize, 4 // itemsize
     groups, chunks, threads = config.groups, config.chunks, config.threads
     tile_rows, tile_cols = groups * side, chunks * side
+    lines = tile_rows * chunks // 8  # of 128 bytes
     col_tiles = ceil_div(num_cols, tile_cols)
-    loads = tile_rows * chunks // threads
-    by_registers = config.by_registers and alignment == 16
+    # A tile keeps as much shared memory as there is for one of `blocks`, 1 KB of which the driver takes.
+    kept_rows = max(tile_rows, ((arch.max_shared_memory + 1024) // config.blocks - 1024) // (chunks * 16))
     element = T.dtype(dtype)
     batch, num_rows = T.dynamic("batch"), T.dynamic("num_rows")
     batch_stride, row_stride = T.dynamic("batch_stride"), T.dynamic("row_stride")
@@ -112,7 +126,7 @@ def _transpose_kernel(
                     wanted,
                 )
         elif wanted:
-            elements = T.view(tile, (tile_rows, tile_cols), element)
+            elements = T.view(tile, (kept_rows, tile_cols), element)
             for i in T.unroll(side):
                 elements[row, place * per_word + i] = x[(*x_at[:-1], x_at[-1] + i)]
 
@@ -149,25 +163,21 @@ def _transpose_kernel(
         T.assume(batch_stride % max(alignment // itemsize, 1) == 0)
         T.import_source(_COPY_SOURCE)
         thread = T.get_thread_binding()
-        tile = T.alloc_shared((tile_rows, chunks * 4), "uint32")
-        loaded = T.alloc_local((loads, 4), "uint32")
-        for i in T.unroll(loads):
+        tile = T.alloc_shared((kept_rows, chunks * 4), "uint32")
+        for i in T.unroll(tile_rows * chunks // threads):
             row = (i * threads + thread) // chunks
             chunk = (i * threads + thread) % chunks
             x_row, x_col = row_tile * tile_rows + row, col_tile * tile_cols + chunk * side
-            wanted = x_row < num_rows and x_col < num_cols
-            if by_registers:
-                loaded[i, 0:4] = T.ldg128(x[(*prefix, x_row, x_col)], pred=wanted)
-            else:
-                copy(x, tile, row, chunk, (*prefix, x_row, x_col), wanted)
-        if by_registers:
-            for i in T.unroll(loads):
-                row = (i * threads + thread) // chunks
-                chunk = (i * threads + thread) % chunks
-                for j in T.vectorized(4):
-                    tile[row, (chunk ^ (row // side % 8)) * 4 + j] = loaded[i, j]
-        else:
-            T.call_extern("void", "tk_wait_for_copies")
+            copy(x, tile, row, chunk, (*prefix, x_row, x_col), x_row < num_rows and x_col < num_cols)
+        if config.ahead:
+            later = T.alloc_var("int32")
+            later = col_tile * row_tiles + row_tile + config.ahead
+            for i in T.unroll(ceil_div(lines, threads)):
+                row = T.truncmod(later, row_tiles) * tile_rows + (i * threads + thread) // (chunks // 8)
+                col = T.truncdiv(later, row_tiles) * tile_cols + (i * threads + thread) % (chunks // 8) * (8 * side)
+                if i * threads + thread < lines and row < num_rows and col < num_cols:
+                    T.call_extern("void", "tk_fetch_later", T.access_ptr(x[(*prefix, row, col)], "r"))
+        T.call_extern("void", "tk_wait_for_copies")
         T.sync_threads()
         lane = thread % 32
         words = T.alloc_local((side,), "uint32")
@@ -224,7 +234,7 @@ def _transpose_out(x: torch.Tensor, out: torch.Tensor) -> None:
         x, out = x.view(torch.uint8), out.view(torch.uint8)
     num_cols, dtype = x.shape[-1], x.dtype
     arch = get_arch(x.device)
-    config = TransposeConfig.best(dtype.itemsize, arch)
+    config = TransposeConfig.best(dtype.itemsize, num_cols, arch)
     _transpose_kernel(num_cols, dtype, check.row_alignment(x), x.ndim == 3, config, arch)(x, out)
 
 
