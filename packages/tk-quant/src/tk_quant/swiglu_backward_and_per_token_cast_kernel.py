@@ -50,14 +50,16 @@ class SwigluBackwardConfig:
         num_lanes = hidden // vec
         pieces = ceil_div(num_lanes, _MAX_LANES)
         lanes = align(ceil_div(num_lanes, pieces), num_per_channels // vec)
+        # H200, 34560 x 2 * 2048, groups of 128: 218.0 us with three turns of 61 registers, 219.6 with four, 223.3 with
+        # two, 252.5 with one; 222.7 at 16 channels and 80 registers a thread without turns. Where a block has rows side
+        # by side two are best: three take 2.5 % longer for hidden 288 and 384. Fewer registers don't suffice.
         rows = 1
-        while pieces == 1 and (lanes * rows < 128 or (lanes * rows % 32 and lanes * rows <= 256)):
-            rows *= 2
-        # H200, 34560 x 2 * 2048, groups of 128: 221.3 us with four turns of 62 registers, 222.8 with a clamp; without
-        # turns 222.7 at 16 channels and 80 registers a thread, 235.6 with a clamp. Fewer registers than 64, or 72 where
-        # a block has rows side by side, don't suffice.
-        blocks_per_sm = max((1024 if rows == 1 else 896) // align(lanes * rows, 32), 1)
-        return SwigluBackwardConfig(vec, pieces, lanes, rows, blocks_per_sm, max(4 // pieces, 1))
+        if pieces == 1:
+            # As many threads as possible that have a row, 1024 of 64 registers being there.
+            candidates = range(ceil_div(96, lanes), max(_MAX_LANES // lanes, ceil_div(96, lanes)) + 1)
+            rows = max(candidates, key=lambda rows: 1024 // align(lanes * rows, 32) * lanes * rows)
+        blocks_per_sm = max(1024 // align(lanes * rows, 32), 1)
+        return SwigluBackwardConfig(vec, pieces, lanes, rows, blocks_per_sm, ceil_div(3 if rows == 1 else 2, pieces))
 
     @property
     def threads(self) -> int:
@@ -289,6 +291,8 @@ def swiglu_backward_kernel(
             row_sum = T.float32(0)
             for step in T.serial(turns * pieces):
                 of_tile = step // pieces * rows + own_row
+                # Variables: as parts of an address these would be sums of 64 bits.
+                row, next_row = T.alloc_var("int32"), T.alloc_var("int32")
                 row = block * tile_rows + of_tile
                 wide_row = T.cast(row, "int64")
                 col = (step % pieces * lanes + lane) * vec
@@ -300,11 +304,12 @@ def swiglu_backward_kernel(
                 for j in T.unroll(bf16_words):
                     grad[0, j] = next_grad[0, j]
                 next_of_tile = (step + 1) // pieces * rows + own_row
+                next_row = block * tile_rows + next_of_tile
                 next_col = ((step + 1) % pieces * lanes + lane) * vec
                 wanted = step + 1 < turns * pieces and thread < lanes * rows and next_col < hidden
                 load_piece(
                     *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
-                    *(T.cast(block * tile_rows + next_of_tile, "int64"), next_col),
+                    *(T.cast(next_row, "int64"), next_col),
                     wanted and indices[next_of_tile] >= 0,
                 )
                 if in_row and indices[of_tile] >= 0:

@@ -34,53 +34,67 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_quant.quantize import LIMITS, element, encode_macro, float_bits, load_macro, scale_macro
-from tk_quant.silu import NEAR_LIMIT, SILU_SOURCE
+from tk_quant.silu import SILU_SOURCE
 from tk_quant.transposed_tile import TILE_TOKENS, transposed_tile_macros
 
 _CHANNELS = 64
 _COL_LANES = 8
 
 _SWIGLU = r"""
-// Two activations of [l | r]. Where it is not `near`, l may be anything; see tk_silu_near.
-template <bool clamped, bool near>
-__device__ __forceinline__ unsigned tk_swiglu_x2(
-    unsigned gate, unsigned value, float clamp_value, float silu_of_clamp) {
-  const float l[2] = {__uint_as_float(gate << 16), __uint_as_float(gate & 0xffff0000u)};
-  float r[2] = {__uint_as_float(value << 16), __uint_as_float(value & 0xffff0000u)};
-  float out[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float silu = near ? tk_silu_near(l[i]) : tk_silu(l[i]);
-    if (clamped) {
-      // The clamp value need not be a bfloat16, so its silu has been divided for.
-      silu = l[i] > clamp_value ? silu_of_clamp : silu;
-      asm("min.NaN.f32 %0, %0, %1;" : "+f"(r[i]) : "f"(clamp_value));
-      asm("max.NaN.f32 %0, %0, %1;" : "+f"(r[i]) : "f"(-clamp_value));
-    }
-    out[i] = silu * r[i];
-  }
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(out[0], out[1]);
-  return reinterpret_cast<const unsigned &>(pair);
+// tk_silu_near with CUDA's expf written out: 2^n * 2^fraction, a product without rounding, is fused with 1 + it.
+__device__ __forceinline__ float tk_silu_near_fused(float l) {
+  float n;
+  asm("fma.rn.sat.f32 %0, %1, %2, 0f3F000000;" : "=f"(n) : "f"(-l), "f"(__uint_as_float(0x3bbb989du)));
+  // n + 127 in the last bits.
+  n = __fmaf_rd(n, 252.0f, 12582913.0f);
+  const float high = __fmaf_rn(-l, __uint_as_float(0x3fb8aa3bu), -(n - 12583039.0f));
+  float power, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmaf_rn(-l, __uint_as_float(0x32a57060u), high)));
+  const float d = __fmaf_rn(__uint_as_float(__float_as_uint(n) << 23), power, 1.0f);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+  const float q = l * r;
+  return __fmaf_rn(-__fmaf_rn(d, q, -l), r, q);
 }
 
-// Eight of them.
-template <bool clamped>
+// Eight activations of [l | r]. Where it is not `near`, l may be anything; see tk_silu_near.
+template <bool clamped, bool near>
 __device__ __forceinline__ void tk_swiglu_x8(
-    const unsigned *gate, const unsigned *value, unsigned *out, float clamp_value) {
-  const float silu_of_clamp = clamped ? tk_silu(clamp_value) : 0.0f;
-  unsigned largest = 0;
+    const unsigned *gate, const unsigned *value, unsigned *out, float clamp_value, float silu_of_clamp) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    largest = tk_max_magnitude_bf16x2(largest, gate[i]);
-    out[i] = tk_swiglu_x2<clamped, true>(gate[i], value[i], clamp_value, silu_of_clamp);
-  }
-  if (__vmaxu2(largest, TK_NEAR_LIMITS) != TK_NEAR_LIMITS) {
+    const float l[2] = {__uint_as_float(gate[i] << 16), __uint_as_float(gate[i] & 0xffff0000u)};
+    float r[2] = {__uint_as_float(value[i] << 16), __uint_as_float(value[i] & 0xffff0000u)};
+    float activation[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      out[i] = tk_swiglu_x2<clamped, false>(gate[i], value[i], clamp_value, silu_of_clamp);
+    for (int j = 0; j < 2; ++j) {
+      float silu = near ? tk_silu_near_fused(l[j]) : tk_silu(l[j]);
+      if (clamped) {
+        // The clamp value need not be a bfloat16, so its silu has been divided for.
+        silu = l[j] > clamp_value ? silu_of_clamp : silu;
+        asm("min.NaN.f32 %0, %0, %1;" : "+f"(r[j]) : "f"(clamp_value));
+        asm("max.NaN.f32 %0, %0, %1;" : "+f"(r[j]) : "f"(-clamp_value));
+      }
+      activation[j] = silu * r[j];
+    }
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(activation[0], activation[1]);
+    out[i] = reinterpret_cast<const unsigned &>(pair);
   }
 }
-""".replace("TK_NEAR_LIMITS", f"0x{NEAR_LIMIT:04x}{NEAR_LIMIT:04x}u")
+
+// `rows` times eight. A branch before the arithmetic, rather than one after it to do it again, needs fewer registers.
+template <bool clamped, int rows>
+__device__ __forceinline__ void tk_swiglu(
+    const unsigned *gate, const unsigned *value, unsigned *out, float clamp_value) {
+  const float silu_of_clamp = clamped ? tk_silu(clamp_value) : 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4 * rows; i += 4) {
+    if (__builtin_expect(tk_are_near<4>(gate + i), true))
+      tk_swiglu_x8<clamped, true>(gate + i, value + i, out + i, clamp_value, silu_of_clamp);
+    else
+      tk_swiglu_x8<clamped, false>(gate + i, value + i, out + i, clamp_value, silu_of_clamp);
+  }
+}
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +108,10 @@ class SwigluForwardAndPerChannelCastAndTransposeConfig:
 
     @staticmethod
     @cache
-    def best(alignment: int, clamped: bool, arch: Arch) -> "SwigluForwardAndPerChannelCastAndTransposeConfig":
-        """The configuration for what the address of every row is a multiple of, with a clamp value or not."""
-        # 64 registers, which four blocks of 256 threads leave each thread, are too few for the other cases.
-        blocks_per_sm = 2 if alignment == 2 else 4 if alignment == 16 and not clamped else 3
-        return SwigluForwardAndPerChannelCastAndTransposeConfig(rows=4, blocks_per_sm=blocks_per_sm)
+    def best(alignment: int, arch: Arch) -> "SwigluForwardAndPerChannelCastAndTransposeConfig":
+        """The configuration for what the address of every row is a multiple of."""
+        # 64 registers, which four blocks of 256 threads leave each thread, are too few for loads of two bytes.
+        return SwigluForwardAndPerChannelCastAndTransposeConfig(rows=4, blocks_per_sm=2 if alignment == 2 else 4)
 
 
 # Tiles are whole, so nothing needs a guard. With each shared array for one purpose only, the barriers below are enough.
@@ -173,15 +186,14 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
             for i in T.unroll(rows):
                 load(x, gate, i, first_token + row + i, first_col + col, True)
                 load(x, value, i, first_token + row + i, hidden + first_col + col, True)
-            for i in T.unroll(rows):
-                T.call_extern(
-                    "void",
-                    f"tk_swiglu_x8<{'true' if clamped else 'false'}>",
-                    T.address_of(gate[i, 0]),
-                    T.address_of(value[i, 0]),
-                    T.address_of(words[i, 0]),
-                    clamp_value,
-                )
+            T.call_extern(
+                "void",
+                f"tk_swiglu<{'true' if clamped else 'false'}, {rows}>",
+                T.address_of(gate[0, 0]),
+                T.address_of(value[0, 0]),
+                T.address_of(words[0, 0]),
+                clamp_value,
+            )
             for j in T.unroll(4):
                 amax[j] = T.uint32(0)
                 for i in T.unroll(rows):
@@ -261,7 +273,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_out(
     arch = get_arch(x.device)
     hidden = x.shape[1] // 2
     alignment, clamped = check.row_alignment(x), swiglu_clamp_value is not None
-    config = SwigluForwardAndPerChannelCastAndTransposeConfig.best(alignment, clamped, arch)
+    config = SwigluForwardAndPerChannelCastAndTransposeConfig.best(alignment, arch)
     _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
         hidden,
         alignment,

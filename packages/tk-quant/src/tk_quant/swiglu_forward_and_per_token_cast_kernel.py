@@ -39,6 +39,17 @@ __device__ __forceinline__ unsigned tk_e2m1x8(
 """uint32 tk_e2m1x8(eight float32), without what conversions.py does about magnitudes above 7, infinity and NaN: none is
 there where the scale was made from the amax of the group, unless that is not finite."""
 
+_LOADS = r"""
+// Sixteen bytes, 0 where not valid. Three quarters of what is read so leave L2 first, before results.
+__device__ __forceinline__ void tk_load_once(unsigned *words, const void *address, bool valid) {
+  asm("{ .reg .pred p; .reg .b64 policy;\n"
+      "  createpolicy.fractional.L2::evict_first.b64 policy, 0.75;\n"
+      "  setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+      "  @p ld.global.nc.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], policy; }"
+      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "l"(address), "r"(int(valid)));
+}
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class SwigluCastConfig:
@@ -62,22 +73,23 @@ class SwigluCastConfig:
     ) -> "SwigluCastConfig":
         """The configuration for a width, a group, the bits of an input element, sf of bytes and a clamp or not."""
         # H200, 34816 x 2 * 2048: 84.5 us with 1536 threads (40 registers each), 88.5 with 1280, 100.4 with the 68
-        # registers that nvcc takes by itself. vec 8 takes 105, two pieces of 80 registers 89.9; loading a row ahead in
-        # a persistent grid is no better, 86.5. With a clamp 40 registers don't suffice. float32, at 52 registers, needs
-        # no cap; kept pieces need more.
+        # registers that nvcc takes by itself; vec 8 takes 105, two pieces 89.9, a row ahead in a persistent grid 86.5.
+        # With a clamp 40 don't suffice; float32 takes 52. Of hidden 640, 40 lanes x 4 rows take 31.6 us, 8 x 16 30.9.
         vec = 16
         num_lanes = hidden // vec
         if _fits_warp(num_per_channels, vec):
             unit = num_per_channels // vec * (4 if share_word else 1)
             num_lanes = align(num_lanes, unit)
             lanes = align(ceil_div(num_lanes, ceil_div(num_lanes, 256)), unit)
-            pieces, rows = 1, align(max(128 // lanes, 1), 32 // gcd(lanes, 32))
+            if lanes % 32 or lanes <= 64:
+                lanes = gcd(num_lanes, 32)
+            pieces, rows = 1, max(128 // lanes, 1)
         else:
             pieces, rows = ceil_div(num_lanes, 512), 1
             lanes = align(ceil_div(num_lanes, pieces), 32)
         threads = 512
         if x_bits == 16 and pieces == 1:
-            threads = (1280 if clamps else 1536) if rows == 1 else (1024 if clamps else 1280)
+            threads = (1280 if rows == 1 else 1024) if clamps else 1536
         return SwigluCastConfig(vec, pieces, lanes, rows, max(threads // (lanes * rows), 1))
 
     def num_blocks(self, num_rows: int, hidden: int, num_per_channels: int) -> int:
@@ -121,7 +133,8 @@ def swiglu_cast_kernel(
     out_words = vec * BITS[fmt] // 32
     out_per_byte = 8 // BITS[fmt]
     source = (
-        SILU_SOURCE
+        _LOADS
+        + SILU_SOURCE
         + (CLAMP_SOURCE if clamps else "")
         + (_BOUNDED_E2M1 if fmt == "e2m1" and not arch.has_fp4_convert else encode_source(fmt, arch))
     )
@@ -173,7 +186,11 @@ def swiglu_cast_kernel(
     def load_half(x: T.Buffer, words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
         if load_bytes == 16:
             for j in T.unroll(words_per_piece // 4):
-                words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 4 * j * per_word], pred=valid)
+                if kept == pieces:
+                    both = T.address_of(words[piece, 4 * j]), T.address_of(x[row, col + 4 * j * per_word])
+                    T.call_extern("void", "tk_load_once", *both, valid)
+                else:
+                    words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 4 * j * per_word], pred=valid)
         elif load_bytes == 8:
             for j in T.unroll(words_per_piece // 2):
                 words[piece, 2 * j : 2 * j + 2] = T.ldg64(x[row, col + 2 * j * per_word], pred=valid)
@@ -348,7 +365,8 @@ def swiglu_cast_kernel(
         num_blocks: T.int32,
     ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
-            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            # Narrow loads take more registers.
+            T.annotate_min_blocks_per_sm(max(config.blocks_per_sm * (4 if load_bytes >= 8 else 3) // 4, 1))
             T.import_source(source)
             thread = T.get_thread_binding()
             lane = thread % lanes
@@ -365,6 +383,8 @@ def swiglu_cast_kernel(
                     total[thread] = 0
                 T.sync_threads()
             if by_warp:
+                # Variables: as parts of an address these would be divisions of 64 bits.
+                first_row, col = T.alloc_var("int32"), T.alloc_var("int32")
                 first_row = (block // col_tiles) * tile_rows + thread // lanes
                 col = ((block % col_tiles) * lanes + lane) * vec
                 inside = col < hidden and thread < lanes * config.rows
