@@ -12,9 +12,21 @@ import tk_quant
 from tk_core import env
 from tk_core.arch import ARCHS, Arch
 from tk_core.testing import tiers
+from tk_quant import gathered_recast, reference
+from tk_quant.gathered_recast import GatheredRecastConfig
 from tk_quant.per_channel_cast_fused import PerChannelRecastConfig
 from tk_quant.testing.per_channel_cast import normal
-from tk_quant.testing.per_channel_cast_fused import SPEC, pair, scattered
+from tk_quant.testing.per_channel_cast_fused import (
+    SPEC,
+    MakeInput,
+    MakeMap,
+    make,
+    padding_only,
+    pair,
+    past_the_end,
+    scattered,
+    strided_pair,
+)
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)
@@ -141,6 +153,45 @@ def test_configuration_is_admissible(hidden: int, gathered: bool, arch: Arch) ->
     assert config.vec in (8, 16)
     # The largest |value| of each thread's channels, and factors.
     assert config.blocks_per_sm * config.channels * 4 * (128 // config.rows + 1) <= arch.max_shared_memory
+
+
+@pytest.mark.parametrize("arch", ARCHS.values())
+def test_kernel_for_many_gathered_rows(arch: Arch) -> None:
+    config = GatheredRecastConfig.best(arch)
+    assert config.steps > 0
+    assert config.singles >= 0
+    assert gathered_recast.is_for(34816, 7168, 16, arch) == (arch.sm in (90, 100, 103))
+    assert not gathered_recast.is_for(544, 7168, 16, arch)
+    assert not gathered_recast.is_for(34816, 7168, 8, arch)
+    assert not gathered_recast.is_for(34816, 7168 + 128, 16, arch)
+
+
+def _everywhere(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
+    return alignment == gathered_recast.ALIGNMENT and hidden % 256 == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize(
+    ("x", "where"),
+    [
+        (pair(64, 2304, special=True), scattered(272, 64)),
+        (pair(64, 512, special=True), scattered(272, 64)),
+        (pair(300, 2304), scattered(16, 300)),
+        (pair(40, 2304), past_the_end(144, 40)),
+        (pair(9, 2304), padding_only(160)),
+        (pair(0, 256), padding_only(144)),
+        (strided_pair(128, 2304, 128), scattered(1040, 128)),
+    ],
+)
+def test_kernel_for_many_gathered_rows_of_few(
+    x: MakeInput, where: MakeMap, round_sf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathered_recast, "is_for", _everywhere)
+    kwargs = make(x, where, round_sf)("cuda")
+    found, expected = tk_quant.per_channel_cast_fused(**kwargs), reference.per_channel_cast_fused(**kwargs)
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
 
 
 X = torch.zeros(256, 128)

@@ -13,8 +13,14 @@ from tk_quant.divisions import DIVISIONS_SOURCE
 from tk_quant.quantize import LIMITS, MAGNITUDES, float_bits
 
 TILE_ROWS = 128
-CHANNEL_BLOCK_SOURCE = MAGNITUDES + DIVISIONS_SOURCE
+_PREFETCH = r"""
+__device__ __forceinline__ void tk_prefetch(const void *address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+"""
+CHANNEL_BLOCK_SOURCE = MAGNITUDES + DIVISIONS_SOURCE + _PREFETCH
 """For T.import_source: what the macros below call."""
+_LINE_BYTES = 128
 
 
 @cache
@@ -94,3 +100,27 @@ def channel_block_macros(
                     factors[block, channel] = T.reinterpret(scale[1], "float32")
 
     return take_amax, make_factors, (row_lanes, pitch)
+
+
+@cache
+def prefetch_macro(num_channels: int, itemsize: int, threads: int) -> Any:
+    """Macro `prefetch(x, row_tile, num_blocks, col)`: a share of x[:, col : col + num_channels] on its way into L2.
+
+    For kernels that gather rows of x, each of them several times, all blocks of rows for one tile of channels before
+    the next tile: the `num_blocks` blocks of rows together fetch what those of the next tile are about to read. Does
+    nothing where a thread would have to fetch more than a line. Kernels take in `CHANNEL_BLOCK_SOURCE`.
+    """
+    import tilelang.language as T
+
+    lines = num_channels * itemsize // _LINE_BYTES
+
+    @T.macro
+    def prefetch(x: T.Buffer, row_tile: T.int32, num_blocks: T.int32, col: T.int32) -> None:
+        thread = T.get_thread_binding()
+        share = T.ceildiv(x.shape[0], num_blocks)
+        row, line_col = thread // lines, col + thread % lines * (_LINE_BYTES // itemsize)
+        token = row_tile * share + row
+        if share <= threads // lines and row < share and token < x.shape[0] and line_col < x.shape[1]:
+            T.call_extern("void", "tk_prefetch", T.address_of(x[token, line_col]))
+
+    return prefetch

@@ -220,9 +220,9 @@ def _lossless_kernel(
             low, high = T.alloc_var("uint32"), T.alloc_var("uint32")
             shared = T.alloc_shared((threads // 32, lanes // out_lanes), "int32")
             for i in T.unroll(pieces):
-                load(x, words, i, first_row + i, col // 2, inside and first_row + i < num_tokens)
-            for i in T.unroll(pieces):
                 load_sf(x_sf, sf_words, i, first_row + i, col, inside and first_row + i < num_tokens)
+            for i in T.unroll(pieces):
+                load(x, words, i, first_row + i, col // 2, inside and first_row + i < num_tokens)
             # Without it ptxas moves loads of data below the first use of a sf.
             T.sync_threads()
             shift = col // x_channels % 4 * 8 if x_packed or swizzled else 23

@@ -6,7 +6,8 @@ For each channel of each block of 128 tokens, in float32:
     with round_sf:               sf = least power of two >= that quotient;   data = round(x * (1 / sf))
 
 x (num_tokens, hidden), bfloat16 or float32; data float8_e4m3fn (num_tokens, hidden), sf float32
-(num_tokens / 128, hidden). per_channel_cast_fused launches the same kernel with a map from rows of data to those of x.
+(num_tokens / 128, hidden). per_channel_cast_fused launches the same kernel with a map from rows of data to those of x:
+blocks then take one tile of channels after the other, and on their way fetch into L2 what the next one needs of x.
 
 A thread block takes 128 rows by `channels`. A thread has `rows` neighbouring rows of `vec` channels, reads them once
 and keeps them in registers. They meet in shared memory twice:
@@ -31,7 +32,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_block_macros
+from tk_quant.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_block_macros, prefetch_macro
 from tk_quant.quantize import element, encode_macro, load_macro, store_codes_macro
 
 
@@ -58,7 +59,7 @@ class PerChannelCastConfig:
         """The configuration for an input's element size, gathered rows or not, and an architecture."""
         channels, rows, vec, halves, blocks_per_sm = {
             (2, False): (128, 8, 8, 2, 4),
-            (2, True): (256, 16, 16, 1, 3),
+            (2, True): (256, 16, 8, 1, 3),
             (4, False): (128, 8, 4, 2, 2),
             (4, True): (128, 16, 8, 1, 3),
         }[itemsize, gathered]
@@ -95,6 +96,7 @@ def _per_channel_cast_kernel(
     take_amax, make_factors, parts_shape = channel_block_macros(
         is_bf16, rows, vec, channels, TILE_ROWS, round_sf, config.halves
     )
+    prefetch = prefetch_macro(channels, 4 // per_word, row_lanes * col_lanes)
     encode, store_codes = encode_macro("e4m3", vec), store_codes_macro(vec // 4)
 
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
@@ -133,6 +135,7 @@ def _per_channel_cast_kernel(
                         source[i] = pos_to_token[row + i]
                 for i in T.unroll(rows):
                     load(x, words, i, source[i], col, inside and source[i] >= 0 and source[i] < num_tokens)
+                prefetch(x, row_tile, num_blocks, first_col + channels)
             else:
                 for i in T.unroll(rows):
                     load(x, words, i, row + i, col, inside)

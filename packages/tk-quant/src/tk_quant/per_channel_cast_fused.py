@@ -9,10 +9,10 @@ For each channel of each block of 128 rows (the last block of gathered rows may 
 x (num_tokens, hidden), bfloat16, float32, or float8_e4m3fn beside float32 (num_tokens, hidden / 128);
 data float8_e4m3fn (num_rows, hidden), sf float32 (ceil(num_rows / 128), hidden).
 
-Tensors go through the kernel of per_channel_cast. The kernel here is for pairs, and goes the same way: a thread has
-`rows` neighbouring rows of `vec` channels, the threads of a block 128 rows of `channels`. But a thread keeps codes, and
-converts them twice: float32 values would take four times the registers, and what hides the latencies here is that six
-times four warps fit a multiprocessor.
+Tensors go through the kernel of per_channel_cast, and many gathered rows of pairs through that of gathered_recast. The
+kernel here is for other pairs, and goes like the first: a thread has `rows` neighbouring rows of `vec` channels, the
+threads of a block 128 rows of `channels`. But a thread keeps codes, and converts them twice: float32 values would take
+four times the registers, and what hides the latencies here is that six times four warps fit a multiprocessor.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant import gathered_recast
 from tk_quant.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_block_macros
 from tk_quant.per_channel_cast import check_blocks, check_plain_cast, per_channel_cast_out
 from tk_quant.quantize import encode_macro, load_codes_macro, store_codes_macro
@@ -192,10 +193,14 @@ def _per_channel_recast_out(
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    hidden, gathered = x.shape[1], pos_to_token is not None
+    hidden, alignment, gathered = x.shape[1], check.row_alignment(x), pos_to_token is not None
+    if gathered and gathered_recast.is_for(out.shape[0], hidden, alignment, arch):
+        config = gathered_recast.GatheredRecastConfig.best(arch)
+        gathered_recast.gathered_recast_kernel(hidden, round_sf, config, arch)(x, x_sf, pos_to_token, out, sf)
+        return
     config = PerChannelRecastConfig.best(hidden, gathered, arch)
-    _per_channel_recast_kernel(check.row_alignment(x), hidden, gathered, round_sf, config, arch)(
-        x, x_sf, 0 if pos_to_token is None else pos_to_token, out, sf
+    _per_channel_recast_kernel(alignment, hidden, gathered, round_sf, config, arch)(
+        x, x_sf, pos_to_token if gathered else 0, out, sf
     )
 
 

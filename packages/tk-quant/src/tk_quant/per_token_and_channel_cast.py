@@ -9,12 +9,12 @@ of `per_channel_cast_and_transpose`, for the product over tokens. For each block
 
 x bfloat16 or float32 (num_tokens, hidden); both data float8_e4m3fn, that of channels transposed if wanted.
 
-A block takes 128 tokens by 128 channels, a warp eight of the tokens, a thread four channels of these, in registers.
+A block takes 128 tokens by 128 channels, a warp 8 or 16 of the tokens, a thread four channels of these, in registers.
 
                     32 lanes x 4 channels
               ┌────┬────┬────┬─  ─┬─────┐    1. columns: amax of each thread's channels, told through shared memory
-       warp 0 │ t0 │ t1 │ t2 │    │ t31 │    2. rows: within the warp, until lane % 8 has amax, sf and the factor of
-              ├────┼────┼────┼─  ─┼─────┤       that row in its group; four codes a lane, a line of 128 bytes a row
+       warp 0 │ t0 │ t1 │ t2 │    │ t31 │    2. rows, by eights: within the warp, until lane % 8 has amax, sf and the
+              ├────┼────┼────┼─  ─┼─────┤       factor of that row in its group; four codes a lane, 128 bytes a row
        warp 1 │    │    │    │    │     │    3. columns: one thread for each in a block makes sf and the factor
               ├────┼────┼────┼─  ─┼─────┤    4. their codes, like those of rows or through a tile in shared memory that
           …   │    │    │    │    │     │       is read the other way: eight lanes store 128 tokens of a channel
@@ -34,15 +34,17 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
-from tk_quant.divisions import DIVISIONS_SOURCE
-from tk_quant.quantize import EXPONENT_STORES, LIMITS, MAGNITUDES, element, encode_macro, float_bits, load_macro
+from tk_quant.channel_blocks import CHANNEL_BLOCK_SOURCE
+from tk_quant.quantize import EXPONENT_STORES, LIMITS, element, encode_macro, float_bits, load_macro
 from tk_quant.transposed_tile import TILE_TOKENS, transposed_tile_macros
 
 _CHANNELS = 128
 _ROWS = 8
+"""Of a warp at once."""
 _VEC = 4
-_THREADS = TILE_TOKENS // _ROWS * 32
 _GROUPS = (32, 128)
+_SECTOR = 8
+"""float32 that memory moves at once."""
 
 _ROW_AMAX = r"""
 template <bool is_bf16>
@@ -93,17 +95,22 @@ __device__ __forceinline__ unsigned tk_row_amax(const unsigned *rows) {
 
 @dataclass(frozen=True, eq=False)
 class PerTokenAndChannelCastConfig:
-    """Launch knobs: how many registers."""
+    """Launch knobs: how much of a tile a thread takes, and how many registers."""
 
+    rows: int
+    """Rows of a warp: 8 or 16."""
     blocks_per_sm: int
     """Blocks that registers must suffice for."""
 
     @staticmethod
     @cache
-    def best(alignment: int, arch: Arch) -> "PerTokenAndChannelCastConfig":
-        """The configuration for what the address of every row is a multiple of."""
+    def best(itemsize: int, num_per_channels: int, alignment: int, arch: Arch) -> "PerTokenAndChannelCastConfig":
+        """The configuration for an element size, a row's blocks and what the address of every row is a multiple of."""
+        if itemsize == 2 and num_per_channels == 128 and alignment >= 4:
+            # Three tiles at a time fit the registers so, with eight rows two.
+            return PerTokenAndChannelCastConfig(rows=16, blocks_per_sm=3)
         # Loads of two bytes need more registers than the 64 that two blocks leave each thread.
-        return PerTokenAndChannelCastConfig(blocks_per_sm=2 if alignment >= 4 else 1)
+        return PerTokenAndChannelCastConfig(rows=8, blocks_per_sm=2 if alignment >= 4 else 1)
 
 
 # Each access has what guard it needs. With each shared array for one purpose only, the barriers below are enough.
@@ -131,20 +138,23 @@ def _per_token_and_channel_cast_kernel(
     is_bf16 = dtype is torch.bfloat16
     per_word = 2 if is_bf16 else 1
     num_words = _VEC // per_word
-    num_warps = _THREADS // 32
+    rows = config.rows
+    num_warps = TILE_TOKENS // rows
+    threads = num_warps * 32
     group_lanes = num_per_channels // _VEC
-    col_blocks, col_parts = TILE_TOKENS // num_per_tokens, num_per_tokens // _ROWS
+    col_blocks, col_parts = TILE_TOKENS // num_per_tokens, num_per_tokens // rows
+    num_factors = col_blocks * _CHANNELS
     num_groups = ceil_div(hidden, num_per_channels)
     col_tiles = ceil_div(hidden, _CHANNELS)
     is_ragged = hidden % _CHANNELS != 0
-    packed = layout is ScaleLayout.PACKED_UE8M0
+    packed, is_row_major = layout is ScaleLayout.PACKED_UE8M0, layout is ScaleLayout.ROW_MAJOR
     least_amax = float_bits(LIMITS["e4m3"][1])
     larger = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
     load = load_macro(num_words, per_word, alignment)
     row_amax_source = f"tk_row_amax<{str(is_bf16).lower()}, {group_lanes}>"
     scale_source = f"tk_scale_of_amax<{str(round_sf).lower()}>"
-    put_codes, store_tile = transposed_tile_macros(_CHANNELS, _THREADS, _VEC)
-    encode_row, encode_column = encode_macro("e4m3", _VEC), encode_macro("e4m3", _ROWS)
+    put_codes, store_tile = transposed_tile_macros(_CHANNELS, threads, _VEC)
+    encode_row, encode_column = encode_macro("e4m3", _VEC), encode_macro("e4m3", rows)
 
     num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
     sf_row_stride, sf_col_stride = T.dynamic("sf_row_stride"), T.dynamic("sf_col_stride")
@@ -156,15 +166,8 @@ def _per_token_and_channel_cast_kernel(
         T.call_extern("void", scale_source, amax, T.address_of(scale[0]), T.address_of(scale[1]))
 
     @T.macro
-    def take_amax(words: T.Buffer, col_amax: T.Buffer, row_amax: T.Buffer) -> None:
-        """The largest |x| of each column and each row of a thread, the latter of pairs for bfloat16."""
-        for j in T.unroll(num_words):
-            col_amax[j] = T.uint32(0)
-        for i in T.unroll(_ROWS):
-            row_amax[i] = T.uint32(0)
-            for j in T.unroll(num_words):
-                col_amax[j] = T.call_extern("uint32", larger, col_amax[j], words[i, j])
-                row_amax[i] = T.call_extern("uint32", larger, row_amax[i], words[i, j])
+    def larger_magnitude(amax: T.Buffer, index: T.int32, word: T.uint32) -> None:
+        amax[index] = T.call_extern("uint32", larger, amax[index], word)
 
     @T.macro
     def store_exponent(sf: T.Buffer, token: T.int32, group: T.int32, value: T.uint32) -> None:
@@ -173,41 +176,46 @@ def _per_token_and_channel_cast_kernel(
     @T.macro
     def cast_rows(
         words: T.Buffer,
-        row_amax: T.Buffer,
         token_data: T.Buffer,
         token_sf: T.Buffer,
         row: T.int32,
         first_col: T.int32,
         inside: T.bool,
     ) -> None:
-        """The codes and scale factors of the eight rows, from `row` on, of a warp."""
+        """The codes and scale factors of a warp's rows, from `row` on."""
         lane = T.get_thread_binding() % 32
+        row_amax = T.alloc_local((_ROWS,), "uint32")
         scale = T.alloc_local((2,), "uint32")
         across = T.alloc_local((_VEC,), "float32")
         code = T.alloc_local((1,), "uint32")
         factor = T.alloc_var("float32")
         amax = T.alloc_var("int32")
         col = first_col + lane * _VEC
-        amax = T.call_extern("int32", row_amax_source, T.address_of(row_amax[0]))
-        scale_of(T.max(amax, least_amax), scale)
-        token, group = row + lane % _ROWS, first_col // num_per_channels + lane // group_lanes
-        if lane % group_lanes < _ROWS and (group < num_groups if is_ragged else True):
-            if packed:
-                store_exponent(token_sf, token, group, scale[0])
-                if group == num_groups - 1:
-                    for i in T.unroll(-num_groups % 4):
-                        store_exponent(token_sf, token, num_groups + i, T.uint32(0))
-            else:
-                token_sf[token, group] = T.reinterpret(scale[0], "float32")
-        for i in T.unroll(_ROWS):
-            factor = T.reinterpret(
-                T.call_extern("uint32", "__shfl_sync", T.uint32(0xFFFFFFFF), scale[1], lane // 8 * 8 + i), "float32"
-            )
-            for j in T.unroll(_VEC):
-                across[j] = element(words, i, j, is_bf16) * factor
-            encode_row(across, code)
-            if inside:
-                T.stg32(token_data[row + i, col], code[0])
+        for part in T.unroll(rows // _ROWS):
+            for i in T.unroll(_ROWS):
+                row_amax[i] = T.uint32(0)
+                for j in T.unroll(num_words):
+                    larger_magnitude(row_amax, i, words[part * _ROWS + i, j])
+            amax = T.call_extern("int32", row_amax_source, T.address_of(row_amax[0]))
+            scale_of(T.max(amax, least_amax), scale)
+            token, group = row + part * _ROWS + lane % _ROWS, first_col // num_per_channels + lane // group_lanes
+            if lane % group_lanes < _ROWS and (group < num_groups if is_ragged else True):
+                if packed:
+                    store_exponent(token_sf, token, group, scale[0])
+                    if group == num_groups - 1:
+                        for i in T.unroll(-num_groups % 4):
+                            store_exponent(token_sf, token, num_groups + i, T.uint32(0))
+                else:
+                    token_sf[token, group] = T.reinterpret(scale[0], "float32")
+            for i in T.unroll(_ROWS):
+                factor = T.reinterpret(
+                    T.call_extern("uint32", "__shfl_sync", T.uint32(0xFFFFFFFF), scale[1], lane // 8 * 8 + i), "float32"
+                )
+                for j in T.unroll(_VEC):
+                    across[j] = element(words, part * _ROWS + i, j, is_bf16) * factor
+                encode_row(across, code)
+                if inside:
+                    T.stg32(token_data[row + part * _ROWS + i, col], code[0])
 
     @T.prim_func
     def per_token_and_channel_cast(
@@ -217,8 +225,8 @@ def _per_token_and_channel_cast_kernel(
         channel_data: T.Tensor(channel_shape, "float8_e4m3fn"),
         channel_sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, TILE_TOKENS) * col_tiles, threads=_THREADS) as block:
-            T.import_source(MAGNITUDES + EXPONENT_STORES + DIVISIONS_SOURCE + _ROW_AMAX)
+        with T.Kernel(T.ceildiv(num_tokens, TILE_TOKENS) * col_tiles, threads=threads) as block:
+            T.import_source(CHANNEL_BLOCK_SOURCE + EXPONENT_STORES + _ROW_AMAX)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             # Checked by the op; vector stores need to know.
             T.assume(num_tokens % TILE_TOKENS == 0)
@@ -227,11 +235,10 @@ def _per_token_and_channel_cast_kernel(
             # Variables, so that the block is divided by once, in 32 bits.
             first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
             first_token, first_col = block // col_tiles * TILE_TOKENS, block % col_tiles * _CHANNELS
-            row, lane_col = warp * _ROWS, lane * _VEC
+            row, lane_col = warp * rows, lane * _VEC
             inside = first_col + lane_col < hidden if is_ragged else True
-            words = T.alloc_local((_ROWS, num_words), "uint32")
+            words = T.alloc_local((rows, num_words), "uint32")
             col_amax = T.alloc_local((num_words,), "uint32")
-            row_amax = T.alloc_local((_ROWS,), "uint32")
             parts = T.alloc_shared((num_warps, _CHANNELS // per_word), "uint32")
             elements = T.view(parts, (num_warps, _CHANNELS), "uint16" if is_bf16 else "uint32")
             factors = T.alloc_shared((col_blocks, _CHANNELS), "float32")
@@ -241,39 +248,50 @@ def _per_token_and_channel_cast_kernel(
             factor = T.alloc_local((_VEC,), "float32")
             across = T.alloc_local((_VEC,), "float32")
             code = T.alloc_local((1,), "uint32")
-            down = T.alloc_local((_ROWS,), "float32")
-            codes = T.alloc_local((1, _ROWS // 4), "uint32")
+            down = T.alloc_local((rows,), "float32")
+            codes = T.alloc_local((1, rows // 4), "uint32")
 
-            for i in T.unroll(_ROWS):
+            # Tiles write parts of the sectors of row-major sf: faster where L2 already holds these.
+            if is_row_major and thread < TILE_TOKENS and first_col % (_SECTOR * num_per_channels) == 0:
+                T.call_extern(
+                    "void", "tk_prefetch", T.address_of(token_sf[first_token + thread, first_col // num_per_channels])
+                )
+            for i in T.unroll(rows):
                 load(x, words, i, first_token + row + i, first_col + lane_col, inside)
-            take_amax(words, col_amax, row_amax)
+            for j in T.unroll(num_words):
+                col_amax[j] = T.uint32(0)
+            for i in T.unroll(rows):
+                for j in T.unroll(num_words):
+                    larger_magnitude(col_amax, j, words[i, j])
             for j in T.vectorized(num_words):
                 parts[warp, lane * num_words + j] = col_amax[j]
-            cast_rows(words, row_amax, token_data, token_sf, first_token + row, first_col, inside)
+            cast_rows(words, token_data, token_sf, first_token + row, first_col, inside)
             T.sync_threads()
-            if thread < col_blocks * _CHANNELS:
-                block_index, channel = thread // _CHANNELS, thread % _CHANNELS
-                amax = T.uint32(0)
-                for i in T.unroll(col_parts):
-                    amax = T.max(amax, T.cast(elements[block_index * col_parts + i, channel], "uint32"))
-                scale_of(T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), least_amax), scale)
-                if first_col + channel < hidden:
-                    sf_row = first_token // num_per_tokens + block_index
-                    channel_sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")
-                factors[block_index, channel] = T.reinterpret(scale[1], "float32")
+            for k in T.unroll(ceil_div(num_factors, threads)):
+                index = k * threads + thread
+                block_index, channel = index // _CHANNELS, index % _CHANNELS
+                if index < num_factors:
+                    amax = T.uint32(0)
+                    for i in T.unroll(col_parts):
+                        amax = T.max(amax, T.cast(elements[block_index * col_parts + i, channel], "uint32"))
+                    scale_of(T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), least_amax), scale)
+                    if first_col + channel < hidden:
+                        sf_row = first_token // num_per_tokens + block_index
+                        channel_sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")
+                    factors[block_index, channel] = T.reinterpret(scale[1], "float32")
             T.sync_threads()
             for j in T.vectorized(_VEC):
                 factor[j] = factors[row // num_per_tokens, lane_col + j]
             if transpose:
                 for j in T.unroll(_VEC):
-                    for i in T.unroll(_ROWS):
+                    for i in T.unroll(rows):
                         down[i] = element(words, i, j, is_bf16) * factor[j]
                     encode_column(down, codes)
-                    put_codes(tile_codes, codes, 0, lane_col + j, warp * (_ROWS // 4))
+                    put_codes(tile_codes, codes, 0, lane_col + j, warp * (rows // 4))
                 T.sync_threads()
                 store_tile(tile_codes, channel_data, first_col, first_token, hidden)
             else:
-                for i in T.unroll(_ROWS):
+                for i in T.unroll(rows):
                     for j in T.unroll(_VEC):
                         across[j] = element(words, i, j, is_bf16) * factor[j]
                     encode_row(across, code)
@@ -325,7 +343,7 @@ def _per_token_and_channel_cast_out(
         return
     arch = get_arch(x.device)
     alignment = check.row_alignment(x)
-    config = PerTokenAndChannelCastConfig.best(alignment, arch)
+    config = PerTokenAndChannelCastConfig.best(x.dtype.itemsize, num_per_channels, alignment, arch)
     _per_token_and_channel_cast_kernel(
         x.shape[1],
         x.dtype,

@@ -1,0 +1,300 @@
+"""The kernel of per_channel_cast_fused for many gathered rows of a pair: written for instructions and latencies.
+
+A thread has 16 neighbouring rows of 16 channels, a block of 128 threads a tile of 128 rows:
+
+                        256 channels
+             +-----+-----+-- ... --+-----+
+     16 rows |  0  |  1  |         |  15 |
+             +-----+-----+-- ... --+-----+     0, 1, ...: threads
+     16 rows |  16 |  17 |         |  31 |     ---> the block's next tile
+             +-----+-----+-- ... --+-----+
+               ...
+
+A thread copies its codes to shared memory, asynchronously, and decodes them from there twice, for amax and to scale
+them: float32 values would take four times the room, and many tiles at a time are what hides the latencies. Most blocks
+take several tiles along the columns; as soon as four rows are done, the next tile's codes are on their way to the place
+of this one's. Blocks of one tile come last, so that all end together.
+
+A code takes 7 instructions: half of one to unpack it with its neighbour, one to float32, one times sf, and half of one
+for amax, as integers can be compared by three; then the same again without amax, one times the factor, and half of one
+to pack it. Tensor cores convert codes to float32 exactly (times 1, plus zeros), but no faster.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_quant.channel_blocks import TILE_ROWS
+from tk_quant.divisions import DIVISIONS_SOURCE
+from tk_quant.quantize import LIMITS, float_bits
+
+ALIGNMENT = 16
+"""What rows of x must be aligned to, in bytes."""
+_GROUP = 128
+_CHANNELS = 256
+_ROWS = 16
+_VEC = 16
+_THREADS = TILE_ROWS // _ROWS * (_CHANNELS // _VEC)
+
+_SOURCE = r"""
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+// Four e4m3 codes to float32.
+__device__ __forceinline__ void tk_floats_of_e4m3x4(unsigned codes, float *values) {
+  const ushort2 pairs = reinterpret_cast<const ushort2 &>(codes);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const __half2 pair = __half2(__nv_cvt_fp8x2_to_halfraw2(i == 0 ? pairs.x : pairs.y, __NV_E4M3));
+    const float2 pair_values = __half22float2(pair);
+    values[2 * i] = pair_values.x;
+    values[2 * i + 1] = pair_values.y;
+  }
+}
+
+// Raises amax, bits of four float32, to |code * sf| of two rows: such bits are in order, NaN above infinity.
+__device__ __forceinline__ void tk_raise_amax(
+    unsigned *amax, unsigned codes0, float sf0, unsigned codes1, float sf1) {
+  float row0[4], row1[4];
+  tk_floats_of_e4m3x4(codes0, row0);
+  tk_floats_of_e4m3x4(codes1, row1);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const unsigned value0 = __float_as_uint(fabsf(row0[k]) * fabsf(sf0));
+    const unsigned value1 = __float_as_uint(fabsf(row1[k]) * fabsf(sf1));
+    amax[k] = __vimax3_u32(amax[k], value0, value1);
+  }
+}
+
+// The codes of code * sf * factor.
+__device__ __forceinline__ unsigned tk_recast(unsigned codes, float sf, const float *factors) {
+  float values[4];
+  tk_floats_of_e4m3x4(codes, values);
+  unsigned new_codes = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 pair = {values[2 * i] * sf * factors[2 * i], values[2 * i + 1] * sf * factors[2 * i + 1]};
+    new_codes |= unsigned(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (16 * i);
+  }
+  return new_codes;
+}
+
+// Starts to copy 16 bytes of a row to shared memory, if the row is below the limit.
+__device__ __forceinline__ void tk_gather(
+    unsigned *copy, const void *column, unsigned row, unsigned row_stride, unsigned limit) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred p;\n"
+      "  .reg .b64 address;\n"
+      "  setp.lt.u32 p, %2, %4;\n"
+      "  mad.wide.u32 address, %2, %3, %1;\n"
+      "  @p cp.async.cg.shared.global [%0], [address], 16;\n"
+      "}\n" ::"r"(unsigned(__cvta_generic_to_shared(copy))), "l"(column), "r"(row), "r"(row_stride), "r"(limit)
+      : "memory");
+}
+
+// Closes a group of such copies.
+__device__ __forceinline__ void tk_close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until no more than `groups` groups of the thread, three at most, are under way.
+__device__ __forceinline__ void tk_await(int groups) {
+  if (groups == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if (groups == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+  if (groups == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+  if (groups == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
+}
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredRecastConfig:
+    """Launch knobs."""
+
+    steps: int
+    """Tiles of a block, but for the last ones."""
+    singles: int
+    """How many of the tiles beside each other, at least, are the only ones of their blocks."""
+    blocks_per_sm: int
+    """Blocks that registers must suffice for."""
+
+    @staticmethod
+    @cache
+    def best(arch: Arch) -> "GatheredRecastConfig":
+        """The configuration for an architecture."""
+        return GatheredRecastConfig(steps=4, singles=4, blocks_per_sm=4)
+
+
+def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
+    """Whether this kernel can do it, and is what does it fastest: not where most blocks would be alone with a tile."""
+    # Four blocks' shared memory fits a multiprocessor.
+    if arch.max_shared_memory < 200 * 1024 or alignment != ALIGNMENT or hidden % _CHANNELS != 0:
+        return False
+    return ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) >= 16 * arch.num_sms
+
+
+# With each shared array for one purpose only, the barriers below are enough.
+@kernel(
+    pass_configs={
+        "tl.disable_safe_memory_legalize": True,
+        "tl.disable_shared_memory_reuse": True,
+        "tl.disable_thread_storage_sync": True,
+    }
+)
+def gathered_recast_kernel(hidden: int, round_sf: bool, config: GatheredRecastConfig, arch: Arch) -> Any:
+    """Kernel (x, x_sf, pos_to_token, out, sf), of the op's tensors."""
+    import tilelang.language as T
+
+    col_lanes, row_lanes = _CHANNELS // _VEC, TILE_ROWS // _ROWS
+    # Neighbouring threads that need the same sf; each loads some.
+    group_lanes = _GROUP // _VEC
+    sf_per_thread = _ROWS // group_lanes
+    col_tiles = hidden // _CHANNELS
+    long_runs = max(col_tiles - config.singles, 0) // config.steps
+    num_runs = long_runs + col_tiles - long_runs * config.steps
+    scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
+    least_amax = float_bits(LIMITS["e4m3"][1])
+
+    num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
+    row_stride = T.dynamic("row_stride")
+
+    def slot(channel: Any) -> Any:
+        """Where shared arrays have a channel, so that threads with 16 channels each meet in no bank."""
+        return channel ^ (channel // 32 % 4 * 4)
+
+    @T.macro
+    def gather(x: T.Buffer, codes: T.Buffer, sources: T.Buffer, quarter: int, col: T.int32, limit: T.uint32) -> None:
+        thread = T.get_thread_binding()
+        four = T.alloc_local((4,), "uint32")
+        four[0:4] = T.lds128(sources[thread // group_lanes, 4 * quarter])
+        for k in T.unroll(4):
+            T.call_extern(
+                "void",
+                "tk_gather",
+                T.address_of(codes[4 * quarter + k, thread, 0]),
+                T.address_of(x[0, col]),
+                four[k],
+                T.cast(row_stride, "uint32"),
+                limit,
+            )
+        T.call_extern("void", "tk_close_group")
+
+    @T.prim_func
+    def gathered_recast(
+        x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), "float8_e4m3fn"),
+        x_sf: T.Tensor((num_tokens, hidden // _GROUP), "float32"),
+        pos_to_token: T.Tensor((num_rows,), "int32"),
+        out: T.Tensor((num_rows, hidden), "float8_e4m3fn"),
+        sf: T.Tensor((num_blocks, hidden), "float32"),
+    ) -> None:
+        # Neighbouring blocks take neighbouring rows: all read from a few channels, which stay in L2.
+        with T.Kernel(num_blocks, num_runs, threads=_THREADS) as (row_tile, run):
+            T.import_source(DIVISIONS_SOURCE + _SOURCE)
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            first_tile = T.if_then_else(run < long_runs, run * config.steps, run + long_runs * (config.steps - 1))
+            num_tiles = T.if_then_else(run < long_runs, config.steps, 1)
+            thread = T.get_thread_binding()
+            row_lane, lane_col = thread // col_lanes, thread % col_lanes * _VEC
+            group, group_lane = thread // group_lanes, thread % group_lanes
+            row = row_tile * TILE_ROWS + row_lane * _ROWS
+            col = T.alloc_var("int32")
+            limit = T.alloc_var("uint32")
+            # Of every thread the codes; of every group where its rows come from, and their sf; of every channel amax
+            # of each row of threads, and the factor.
+            codes = T.alloc_shared((_ROWS, _THREADS, 4), "uint32")
+            sources = T.alloc_shared((_THREADS // group_lanes, _ROWS), "uint32")
+            row_sf = T.alloc_shared((_THREADS // group_lanes, _ROWS), "uint32")
+            parts = T.alloc_shared((row_lanes, _CHANNELS), "uint32")
+            factors = T.alloc_shared((_CHANNELS,), "uint32")
+            next_sf = T.alloc_local((sf_per_thread,), "uint32")
+            four_sf_bits = T.alloc_local((4,), "uint32")
+            four_sf = T.view(four_sf_bits, (4,), "float32")
+            words = T.alloc_local((2, 4), "uint32")
+            amax = T.alloc_local((_VEC,), "uint32")
+            largest = T.alloc_var("uint32")
+            scale = T.alloc_local((2,), "uint32")
+            factor_bits = T.alloc_local((_VEC,), "uint32")
+            factor = T.view(factor_bits, (_VEC,), "float32")
+            new_codes = T.alloc_local((4,), "uint32")
+
+            col = first_tile * _CHANNELS + lane_col
+            # Sources from there on are none, and negative ones are large as uint32.
+            limit = T.cast(num_tokens, "uint32")
+            for k in T.unroll(sf_per_thread):
+                i = group_lane + k * group_lanes
+                sources[group, i] = T.uint32(0xFFFFFFFF)
+                # A multiple of 16 rows: a thread has them all or none.
+                if row < num_rows:
+                    sources[group, i] = T.cast(pos_to_token[row + i], "uint32")
+            # Rows that come from nowhere stay so.
+            for j in T.unroll(4):
+                new_codes[j] = T.uint32(0)
+            for i in T.unroll(_ROWS):
+                T.sts128(codes[i, thread, 0], new_codes[0:4])
+            T.sync_warp()
+            for k in T.unroll(sf_per_thread):
+                source = sources[group, group_lane + k * group_lanes]
+                next_sf[k] = T.ldg32(x_sf[T.cast(source, "int32"), col // _GROUP], pred=source < limit)
+            for quarter in T.unroll(_ROWS // 4):
+                gather(x, codes, sources, quarter, col, limit)
+
+            for tile in T.serial(num_tiles):
+                T.sync_warp()
+                for k in T.unroll(sf_per_thread):
+                    row_sf[group, group_lane + k * group_lanes] = next_sf[k]
+                T.sync_warp()
+                for j in T.unroll(_VEC):
+                    amax[j] = T.uint32(0)
+                for quarter in T.unroll(_ROWS // 4):
+                    T.call_extern("void", "tk_await", _ROWS // 4 - 1 - quarter)
+                    four_sf_bits[0:4] = T.lds128(row_sf[group, 4 * quarter])
+                    for k in T.unroll(2):
+                        words[0, 0:4] = T.lds128(codes[4 * quarter + 2 * k, thread, 0])
+                        words[1, 0:4] = T.lds128(codes[4 * quarter + 2 * k + 1, thread, 0])
+                        for j in T.unroll(4):
+                            T.call_extern(
+                                "void",
+                                "tk_raise_amax",
+                                T.address_of(amax[4 * j]),
+                                words[0, j],
+                                four_sf[2 * k],
+                                words[1, j],
+                                four_sf[2 * k + 1],
+                            )
+                for j in T.unroll(4):
+                    T.sts128(parts[row_lane, slot(lane_col + 4 * j)], amax[4 * j : 4 * j + 4])
+                T.sync_threads()
+                for k in T.unroll(_CHANNELS // _THREADS):
+                    channel = k * _THREADS + thread
+                    largest = T.uint32(least_amax)
+                    for i in T.unroll(row_lanes):
+                        largest = T.max(largest, parts[i, slot(channel)])
+                    bits = T.reinterpret(largest, "int32")
+                    T.call_extern("void", scale_of, bits, T.address_of(scale[0]), T.address_of(scale[1]))
+                    sf[row_tile, col - lane_col + channel] = T.reinterpret(scale[0], "float32")
+                    factors[slot(channel)] = scale[1]
+                T.sync_threads()
+
+                for j in T.unroll(4):
+                    factor_bits[4 * j : 4 * j + 4] = T.lds128(factors[slot(lane_col + 4 * j)])
+                if tile == num_tiles - 1:
+                    limit = T.uint32(0)
+                for k in T.unroll(sf_per_thread):
+                    source = sources[group, group_lane + k * group_lanes]
+                    sf_col = (col + _CHANNELS) // _GROUP
+                    next_sf[k] = T.ldg32(x_sf[T.cast(source, "int32"), sf_col], pred=source < limit)
+                for quarter in T.unroll(_ROWS // 4):
+                    four_sf_bits[0:4] = T.lds128(row_sf[group, 4 * quarter])
+                    for k in T.unroll(4):
+                        words[0, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
+                        for j in T.unroll(4):
+                            new_codes[j] = T.call_extern(
+                                "uint32", "tk_recast", words[0, j], four_sf[k], T.address_of(factor[4 * j])
+                            )
+                        T.stg128(out[row + 4 * quarter + k, col], new_codes[0:4], pred=row < num_rows)
+                    gather(x, codes, sources, quarter, col + _CHANNELS, limit)
+                col = col + _CHANNELS
+
+    return gathered_recast
