@@ -7,8 +7,8 @@
 logits bfloat16 or float32 (num_tokens, num_experts), bias float32 (num_experts), idx int64 or int32 and weights float32
 (num_tokens, num_topk). Tokens of which `mask` is False get -1 and 0.
 
-A warp takes a token. Its lanes own consecutive experts and choose as selection.py says; then lane k has the k-th best
-expert, whose score it computes again from the logit, and a sum over the warp gives the denominator.
+A warp takes a token. Its lanes choose as packed_selection.py says, or selection.py where that cannot; then lane k has
+the k-th best expert, whose score it computes again from the logit, and a sum over the warp gives the denominator.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_moe.packed_selection import PACKED_SOURCE, can_pack, choose_packed_macro, expert_of
 from tk_moe.scoring import (
     SCORING_SOURCE,
     ScoringFunc,
@@ -59,31 +60,41 @@ def _topk_gate_with_weights_kernel(
     """`alignment`, `bias_alignment`: what addresses of rows of logits and that of bias are multiples of, in bytes."""
     import tilelang.language as T
 
-    vector = lane_vector(num_experts, 32, alignment // dtype.itemsize)
-    bias_vector = min(vector, bias_alignment // 4)
-    per_lane = align(ceil_div(num_experts, 32), vector)
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
+    # The order of softmax's sums is that of consecutive experts.
+    is_packed = can_pack(num_experts, num_topk) and not is_softmax
+    most = alignment // dtype.itemsize
+    if is_packed:
+        most = min(most, 4)  # so that of many good neighbours no lane has more than it sorts
+    vector = lane_vector(num_experts, 32, most)
+    per_lane = align(ceil_div(num_experts, 32), vector)
     # Logits where there are no experts: nothing to a sum of exponentials, nothing special elsewhere.
     none = float("-inf") if is_softmax else 0.0
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
+    # A lane's vectors are 32 vectors apart, or neighbours.
+    dealt = vector if is_packed else per_lane
+    bias_vector = min(vector, bias_alignment // 4)
     choose = choose_macro(per_lane, num_topk)
+    choose_packed = choose_packed_macro(num_experts, per_lane, vector, num_topk) if is_packed else None
     softmax_sums = softmax_sums_macro(per_lane)
 
     @T.macro
-    def load(logits: T.Buffer, bias: T.Buffer, token: T.int32, first: T.int32, x: T.Buffer, shift: T.Buffer) -> None:
+    def load(logits: T.Buffer, bias: T.Buffer, token: T.int32, lane: T.int32, x: T.Buffer, shift: T.Buffer) -> None:
         values = T.alloc_local((per_lane,), dtype)
         for c in T.unroll(per_lane // vector):
-            if first + c * vector < num_experts:
+            if expert_of(c * vector, lane, dealt) < num_experts:
                 for v in T.vectorized(vector):
-                    values[c * vector + v] = logits[token, first + c * vector + v]
+                    values[c * vector + v] = logits[token, expert_of(c * vector, lane, dealt) + v]
         if has_bias:
             for c in T.unroll(per_lane // bias_vector):
-                if first + c * bias_vector < num_experts:
+                if expert_of(c * bias_vector, lane, dealt) < num_experts:
                     for v in T.vectorized(bias_vector):
-                        shift[c * bias_vector + v] = bias[first + c * bias_vector + v]
+                        shift[c * bias_vector + v] = bias[expert_of(c * bias_vector, lane, dealt) + v]
         for j in T.unroll(per_lane):
-            x[j] = T.if_then_else(first + j < num_experts, T.cast(values[j], "float32"), T.float32(none))
+            x[j] = T.if_then_else(
+                expert_of(j, lane, dealt) < num_experts, T.cast(values[j], "float32"), T.float32(none)
+            )
 
     @T.prim_func
     def topk_gate_with_weights(
@@ -95,11 +106,10 @@ def _topk_gate_with_weights_kernel(
         topk_weights: T.Tensor((num_tokens, num_topk), "float32"),
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
-            T.import_source(SCORING_SOURCE)
+            T.import_source(SCORING_SOURCE + PACKED_SOURCE)
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32
-            first = lane * per_lane
             if token < num_tokens:  # the same for a whole warp
                 x = T.alloc_local((per_lane,), "float32")
                 shift = T.alloc_local((per_lane,), "float32")
@@ -108,7 +118,7 @@ def _topk_gate_with_weights_kernel(
                 sums = T.alloc_local((2,), "float32")
                 is_wanted = T.alloc_var("bool")
                 value = T.alloc_var("float32")
-                load(logits, bias, token, first, x, shift)
+                load(logits, bias, token, lane, x, shift)
                 is_wanted = True
                 if has_mask:
                     is_wanted = mask[token]
@@ -117,10 +127,18 @@ def _topk_gate_with_weights_kernel(
                 if is_wanted:
                     if scoring_func in (ScoringFunc.SIGMOID, ScoringFunc.SQRTSOFTPLUS):
                         write_scores(scoring_func, x, x, per_lane)
-                    for j in T.unroll(per_lane):
-                        rank = x[j] + shift[j] if has_bias else x[j]
-                        keys[j] = T.if_then_else(first + j < num_experts, sort_key(rank), T.int32(NO_KEY))
-                    choose(keys, lane, first, chosen)
+                    if is_packed:
+                        ranks = T.alloc_local((per_lane,), "float32")
+                        for j in T.unroll(per_lane):
+                            ranks[j] = x[j] + shift[j] if has_bias else x[j]
+                        choose_packed(ranks, lane, chosen)
+                    else:
+                        for j in T.unroll(per_lane):
+                            rank = x[j] + shift[j] if has_bias else x[j]
+                            keys[j] = T.if_then_else(
+                                expert_of(j, lane, dealt) < num_experts, sort_key(rank), T.int32(NO_KEY)
+                            )
+                        choose(keys, lane, expert_of(0, lane, dealt), chosen)
                     if is_softmax:
                         softmax_sums(x, sums)
                     if lane < num_topk:
