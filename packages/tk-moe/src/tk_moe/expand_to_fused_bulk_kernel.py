@@ -17,9 +17,12 @@ __device__ __forceinline__ unsigned int tk_shared_address(const void* pointer) {
   return static_cast<unsigned int>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void tk_expect_bulk_loads(void* barrier, int num_bytes) {
+__device__ __forceinline__ void tk_make_barrier(void* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(tk_shared_address(barrier)) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void tk_expect_bulk_loads(void* barrier, int num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(tk_shared_address(barrier)), "r"(num_bytes) : "memory");
 }
@@ -93,7 +96,7 @@ class BulkConfig:
         return ceil_div(num_pieces, pieces_per_block), pieces_per_block
 
 
-# Every access stands under a guard of its own, and warps never meet.
+# Every access stands under a guard of its own, and warps meet but once.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True, "tl.disable_thread_storage_sync": True})
 def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: BulkConfig, arch: Arch) -> Any:
     """Copy rows of `cols` elements; rows of x and out are whole numbers of 16 bytes and start on 16 bytes."""
@@ -117,9 +120,9 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
         x_words: T.Buffer,
         token_topk_to_pos: T.Buffer,
         out_words: T.Buffer,
+        loaded: T.Buffer,
     ) -> None:
         pieces = T.alloc_shared((stages, piece_words), "uint32")
-        loaded = T.alloc_shared((1,), "uint64")
         pos = T.alloc_local((stores_per_lane,), "int32")
         count = T.alloc_var("int32")
         # Piece block + i * num_blocks of x is this block's for every i below `count`.
@@ -191,8 +194,12 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
             tx = T.get_thread_binding()
             x_words = T.view(x, (num_tokens, row_words), "uint32")
             out_words = T.view(out, (num_expanded_tokens, row_words), "uint32")
+            loaded = T.alloc_shared((1,), "uint64")
+            if tx == 0:
+                T.call_extern("handle", "tk_make_barrier", T.access_ptr(loaded[0], "rw"))
+            T.sync_threads()
             if tx < 32:
-                copy_pieces(block, num_blocks, pieces_per_block, tx, x_words, token_topk_to_pos, out_words)
+                copy_pieces(block, num_blocks, pieces_per_block, tx, x_words, token_topk_to_pos, out_words, loaded)
             else:
                 zero_padding(block, num_blocks, tx - 32, pos_to_expert, out_words)
 
