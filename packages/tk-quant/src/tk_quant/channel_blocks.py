@@ -10,15 +10,11 @@ from typing import Any
 
 from tk_core.math import ceil_div
 from tk_quant.divisions import DIVISIONS_SOURCE
+from tk_quant.prefetch import PREFETCH_SOURCE
 from tk_quant.quantize import LIMITS, MAGNITUDES, float_bits
 
 TILE_ROWS = 128
-_PREFETCH = r"""
-__device__ __forceinline__ void tk_prefetch(const void *address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-"""
-CHANNEL_BLOCK_SOURCE = MAGNITUDES + DIVISIONS_SOURCE + _PREFETCH
+CHANNEL_BLOCK_SOURCE = MAGNITUDES + DIVISIONS_SOURCE + PREFETCH_SOURCE
 """For T.import_source: what the macros below call."""
 _LINE_BYTES = 128
 

@@ -354,12 +354,11 @@ __device__ __forceinline__ void tk_nvfp4_scale_of_amax(int amax_bits, float tens
   scale[1] = __float_as_uint(__half2float(__half(__nv_cvt_fp8_to_halfraw(sf, __NV_E4M3))) * tensor_sf);
 }
 
-// 8 * num_words bfloat16 times 1 / sf to codes, whatever they are: saturates, NaN becomes +6. Products above 6 are
-// expected, or else (and then amax is that of the elements) take longer.
-template <int num_words, bool expect_large>
-__device__ __forceinline__ void tk_e2m1_by_sf(const unsigned *x, unsigned sf_bits, int amax, unsigned *codes) {
+// 8 * num_words bfloat16 times 1 / sf to codes, whatever they are: saturates, NaN becomes +6.
+template <int num_words>
+__device__ __forceinline__ void tk_e2m1_by_sf(const unsigned *x, unsigned sf_bits, unsigned *codes) {
   const float sf = __uint_as_float(sf_bits), scale = tk_reciprocal(sf);
-  if (sf >= 0x1p-125f && sf <= 0x1p125f && (expect_large || __int_as_float(amax) * scale < 7.0f)) {
+  if (sf >= 0x1p-125f && sf <= 0x1p125f) {
     // 6.75 * sf, rounded down: what is more has code 7, and so has this.
     const unsigned most = __byte_perm(__float_as_uint(6.75f * sf), 0u, 0x3232);
 #pragma unroll
@@ -367,11 +366,8 @@ __device__ __forceinline__ void tk_e2m1_by_sf(const unsigned *x, unsigned sf_bit
       unsigned clamped[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        clamped[j] = x[4 * i + j];
-        if (expect_large) {
-          const __nv_bfloat162 below = __hmin2(tk_pair<__nv_bfloat162>(clamped[j]), tk_pair<__nv_bfloat162>(most));
-          clamped[j] = tk_bits(__hmax2(below, tk_pair<__nv_bfloat162>(most ^ 0x80008000u)));
-        }
+        const __nv_bfloat162 below = __hmin2(tk_pair<__nv_bfloat162>(x[4 * i + j]), tk_pair<__nv_bfloat162>(most));
+        clamped[j] = tk_bits(__hmax2(below, tk_pair<__nv_bfloat162>(most ^ 0x80008000u)));
       }
       codes[i] = tk_e2m1x8_by_float(clamped[0], clamped[1], clamped[2], clamped[3], scale, scale);
     }

@@ -279,11 +279,11 @@ def per_block_cast_kernel(
         codes = T.alloc_local((out_words,), "uint32")
         down = i // rows_of_block
         if from_words and mode == PRECOMPUTED:
-            name = f"tk_e2m1_by_sf<{words_per_call}, true>"
+            name = f"tk_e2m1_by_sf<{words_per_call}>"
             for j in T.unroll(out_words // words_per_call):
                 k = j * words_per_call
                 factor = factors[down, 8 * k // block_channels]
-                T.call_extern("void", name, T.address_of(words[i, 4 * k]), factor, 0, T.address_of(codes[k]))
+                T.call_extern("void", name, T.address_of(words[i, 4 * k]), factor, T.address_of(codes[k]))
         elif from_words:
             for j in T.unroll(out_words):
                 first, second = factors[down, 8 * j // block_channels], factors[down, (8 * j + 4) // block_channels]

@@ -201,9 +201,8 @@ def per_token_cast_kernel(
     def encode_piece(words: T.Buffer, values: T.Buffer, codes: T.Buffer, piece: int, factor: T.uint32) -> None:
         """Codes of a piece times factor, or where they may saturate by 1 / factor."""
         if from_words and may_saturate:
-            # Products are expected above 6, for groups far below the others of a tensor have large ones.
-            name = f"tk_e2m1_by_sf<{out_words}, true>"
-            T.call_extern("void", name, T.address_of(words[piece, 0]), factor, 0, T.address_of(codes[0]))
+            name = f"tk_e2m1_by_sf<{out_words}>"
+            T.call_extern("void", name, T.address_of(words[piece, 0]), factor, T.address_of(codes[0]))
         elif from_words:
             for j in T.unroll(out_words):
                 four = tuple(words[piece, 4 * j + k] for k in range(4))

@@ -32,6 +32,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant.prefetch import PREFETCH_SOURCE
 
 _DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.bool),
@@ -53,11 +54,6 @@ __device__ __forceinline__ void tk_copy_later(void *to, const void *from, bool w
     asm volatile(
         "{\n  .reg .pred p;\n  setp.ne.b32 p, %2, 0;\n  @p cp.async.ca.shared.global [%0], [%1], %3;\n}\n"
         :: "r"(place), "l"(from), "r"(int(wanted)), "n"(num_bytes) : "memory");
-}
-
-// Brings the line that holds *from into L2, some time.
-__device__ __forceinline__ void tk_fetch_later(const void *from) {
-  asm volatile("prefetch.global.L2 [%0];" :: "l"(from));
 }
 
 // The copies of this thread are done, for this thread.
@@ -161,7 +157,7 @@ def _transpose_kernel(
         T.assume(num_rows % 16 == 0)
         T.assume(row_stride % max(alignment // itemsize, 1) == 0)
         T.assume(batch_stride % max(alignment // itemsize, 1) == 0)
-        T.import_source(_COPY_SOURCE)
+        T.import_source(_COPY_SOURCE + PREFETCH_SOURCE)
         thread = T.get_thread_binding()
         tile = T.alloc_shared((kept_rows, chunks * 4), "uint32")
         for i in T.unroll(tile_rows * chunks // threads):
@@ -176,7 +172,7 @@ def _transpose_kernel(
                 row = T.truncmod(later, row_tiles) * tile_rows + (i * threads + thread) // (chunks // 8)
                 col = T.truncdiv(later, row_tiles) * tile_cols + (i * threads + thread) % (chunks // 8) * (8 * side)
                 if i * threads + thread < lines and row < num_rows and col < num_cols:
-                    T.call_extern("void", "tk_fetch_later", T.access_ptr(x[(*prefix, row, col)], "r"))
+                    T.call_extern("void", "tk_prefetch", T.access_ptr(x[(*prefix, row, col)], "r"))
         T.call_extern("void", "tk_wait_for_copies")
         T.sync_threads()
         lane = thread % 32
