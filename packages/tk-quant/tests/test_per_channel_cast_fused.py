@@ -23,6 +23,7 @@ from tk_quant.testing.per_channel_cast_fused import (
     make,
     padding_only,
     pair,
+    pair_with_sf_from,
     past_the_end,
     scattered,
     strided_pair,
@@ -157,9 +158,7 @@ def test_configuration_is_admissible(hidden: int, gathered: bool, arch: Arch) ->
 
 @pytest.mark.parametrize("arch", ARCHS.values())
 def test_kernel_for_many_gathered_rows(arch: Arch) -> None:
-    config = GatheredRecastConfig.best(arch)
-    assert config.steps > 0
-    assert config.singles >= 0
+    assert GatheredRecastConfig.best(arch).singles >= 0
     assert gathered_recast.is_for(34816, 7168, 16, arch) == (arch.sm in (90, 100, 103))
     assert not gathered_recast.is_for(544, 7168, 16, arch)
     assert not gathered_recast.is_for(34816, 7168, 8, arch)
@@ -182,6 +181,9 @@ def _everywhere(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
         (pair(9, 2304), padding_only(160)),
         (pair(0, 256), padding_only(144)),
         (strided_pair(128, 2304, 128), scattered(1040, 128)),
+        # sf 8 and 4 bytes of which are aligned.
+        (pair_with_sf_from(64, 2048, 2), scattered(272, 64)),
+        (pair_with_sf_from(64, 2304, 1), scattered(272, 64)),
     ],
 )
 def test_kernel_for_many_gathered_rows_of_few(

@@ -12,8 +12,9 @@ A thread has 16 neighbouring rows of 16 channels, a block of 128 threads a tile 
 
 A thread copies its codes to shared memory, asynchronously, and decodes them from there twice, for amax and to scale
 them: float32 values would take four times the room, and many tiles at a time are what hides the latencies. Most blocks
-take several tiles along the columns; as soon as four rows are done, the next tile's codes are on their way to the place
-of this one's. Blocks of one tile come last, so that all end together.
+take two tiles, side by side; as soon as four rows of the first are done, the second one's codes are on their way to
+their place. The sf of both are 16 bytes of a row, copied at once and past the first-level cache, of which so much
+shared memory leaves little. Blocks of one tile come last, so that all end together.
 
 A code takes 7 instructions: half of one to unpack it with its neighbour, one to float32, one times sf, and half of one
 for amax, as integers can be compared by three; then the same again without amax, one times the factor, and half of one
@@ -96,6 +97,20 @@ __device__ __forceinline__ void tk_gather(
       : "memory");
 }
 
+// Starts to copy num_bytes (4, 8 or 16) of a row to shared memory, or zeroes them if the row is not below the limit.
+template <int num_bytes>
+__device__ __forceinline__ void tk_gather_sf(
+    void *copy, const void *column, unsigned row, unsigned row_stride, unsigned limit) {
+  const unsigned place = __cvta_generic_to_shared(copy);
+  const char *address = static_cast<const char *>(column) + (row < limit ? row * size_t(row_stride) : 0);
+  const int wanted = row < limit ? num_bytes : 0;
+  if (num_bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(address), "r"(wanted) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(place), "l"(address), "n"(num_bytes), "r"(wanted)
+                 : "memory");
+}
+
 // Closes a group of such copies.
 __device__ __forceinline__ void tk_close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -113,8 +128,6 @@ __device__ __forceinline__ void tk_await(int groups) {
 class GatheredRecastConfig:
     """Launch knobs."""
 
-    steps: int
-    """Tiles of a block, but for the last ones."""
     singles: int
     """How many of the tiles beside each other, at least, are the only ones of their blocks."""
     blocks_per_sm: int
@@ -124,7 +137,7 @@ class GatheredRecastConfig:
     @cache
     def best(arch: Arch) -> "GatheredRecastConfig":
         """The configuration for an architecture."""
-        return GatheredRecastConfig(steps=4, singles=4, blocks_per_sm=4)
+        return GatheredRecastConfig(singles=4, blocks_per_sm=4)
 
 
 def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
@@ -143,17 +156,18 @@ def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
         "tl.disable_thread_storage_sync": True,
     }
 )
-def gathered_recast_kernel(hidden: int, round_sf: bool, config: GatheredRecastConfig, arch: Arch) -> Any:
+def gathered_recast_kernel(
+    hidden: int, sf_alignment: int, round_sf: bool, config: GatheredRecastConfig, arch: Arch
+) -> Any:
     """Kernel (x, x_sf, pos_to_token, out, sf), of the op's tensors."""
     import tilelang.language as T
 
     col_lanes, row_lanes = _CHANNELS // _VEC, TILE_ROWS // _ROWS
-    # Neighbouring threads that need the same sf; each loads some.
-    group_lanes = _GROUP // _VEC
-    sf_per_thread = _ROWS // group_lanes
+    groups = _CHANNELS // _GROUP
+    pair_sf = 2 * groups
+    sf_per_copy = sf_alignment // 4
     col_tiles = hidden // _CHANNELS
-    long_runs = max(col_tiles - config.singles, 0) // config.steps
-    num_runs = long_runs + col_tiles - long_runs * config.steps
+    num_pairs = max(col_tiles - config.singles, 0) // 2
     scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
     least_amax = float_bits(LIMITS["e4m3"][1])
 
@@ -168,7 +182,7 @@ def gathered_recast_kernel(hidden: int, round_sf: bool, config: GatheredRecastCo
     def gather(x: T.Buffer, codes: T.Buffer, sources: T.Buffer, quarter: int, col: T.int32, limit: T.uint32) -> None:
         thread = T.get_thread_binding()
         four = T.alloc_local((4,), "uint32")
-        four[0:4] = T.lds128(sources[thread // group_lanes, 4 * quarter])
+        four[0:4] = T.lds128(sources[thread // col_lanes * _ROWS + 4 * quarter])
         for k in T.unroll(4):
             T.call_extern(
                 "void",
@@ -190,25 +204,24 @@ def gathered_recast_kernel(hidden: int, round_sf: bool, config: GatheredRecastCo
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
         # Neighbouring blocks take neighbouring rows: all read from a few channels, which stay in L2.
-        with T.Kernel(num_blocks, num_runs, threads=_THREADS) as (row_tile, run):
+        with T.Kernel(num_blocks, col_tiles - num_pairs, threads=_THREADS) as (row_tile, run):
             T.import_source(DIVISIONS_SOURCE + _SOURCE)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
-            first_tile = T.if_then_else(run < long_runs, run * config.steps, run + long_runs * (config.steps - 1))
-            num_tiles = T.if_then_else(run < long_runs, config.steps, 1)
+            first_tile = T.if_then_else(run < num_pairs, run * 2, run + num_pairs)
+            num_tiles = T.if_then_else(run < num_pairs, 2, 1)
             thread = T.get_thread_binding()
             row_lane, lane_col = thread // col_lanes, thread % col_lanes * _VEC
-            group, group_lane = thread // group_lanes, thread % group_lanes
+            group = lane_col // _GROUP
             row = row_tile * TILE_ROWS + row_lane * _ROWS
             col = T.alloc_var("int32")
             limit = T.alloc_var("uint32")
-            # Of every thread the codes; of every group where its rows come from, and their sf; of every channel amax
-            # of each row of threads, and the factor.
+            # Of every thread the codes; of every row where it comes from, and sf of two tiles; of every channel amax of
+            # each row of threads, and the factor.
             codes = T.alloc_shared((_ROWS, _THREADS, 4), "uint32")
-            sources = T.alloc_shared((_THREADS // group_lanes, _ROWS), "uint32")
-            row_sf = T.alloc_shared((_THREADS // group_lanes, _ROWS), "uint32")
+            sources = T.alloc_shared((TILE_ROWS,), "uint32")
+            row_sf = T.alloc_shared((TILE_ROWS, pair_sf), "uint32")
             parts = T.alloc_shared((row_lanes, _CHANNELS), "uint32")
             factors = T.alloc_shared((_CHANNELS,), "uint32")
-            next_sf = T.alloc_local((sf_per_thread,), "uint32")
             four_sf_bits = T.alloc_local((4,), "uint32")
             four_sf = T.view(four_sf_bits, (4,), "float32")
             words = T.alloc_local((2, 4), "uint32")
@@ -222,34 +235,42 @@ def gathered_recast_kernel(hidden: int, round_sf: bool, config: GatheredRecastCo
             col = first_tile * _CHANNELS + lane_col
             # Sources from there on are none, and negative ones are large as uint32.
             limit = T.cast(num_tokens, "uint32")
-            for k in T.unroll(sf_per_thread):
-                i = group_lane + k * group_lanes
-                sources[group, i] = T.uint32(0xFFFFFFFF)
-                # A multiple of 16 rows: a thread has them all or none.
-                if row < num_rows:
-                    sources[group, i] = T.cast(pos_to_token[row + i], "uint32")
+            source = T.alloc_var("uint32")
+            source = T.uint32(0xFFFFFFFF)
+            if row_tile * TILE_ROWS + thread < num_rows:
+                source = T.cast(pos_to_token[row_tile * TILE_ROWS + thread], "uint32")
+            sources[thread] = source
+            for i in T.unroll(pair_sf // sf_per_copy):
+                sf_col = first_tile // 2 * pair_sf + i * sf_per_copy
+                T.call_extern(
+                    "void",
+                    f"tk_gather_sf<{sf_alignment}>",
+                    T.address_of(row_sf[thread, i * sf_per_copy]),
+                    T.address_of(x_sf[0, sf_col]),
+                    source,
+                    T.uint32(4 * (hidden // _GROUP)),
+                    T.if_then_else(sf_col < hidden // _GROUP, limit, T.uint32(0)),
+                )
             # Rows that come from nowhere stay so.
             for j in T.unroll(4):
                 new_codes[j] = T.uint32(0)
             for i in T.unroll(_ROWS):
                 T.sts128(codes[i, thread, 0], new_codes[0:4])
             T.sync_warp()
-            for k in T.unroll(sf_per_thread):
-                source = sources[group, group_lane + k * group_lanes]
-                next_sf[k] = T.ldg32(x_sf[T.cast(source, "int32"), col // _GROUP], pred=source < limit)
             for quarter in T.unroll(_ROWS // 4):
                 gather(x, codes, sources, quarter, col, limit)
 
             for tile in T.serial(num_tiles):
-                T.sync_warp()
-                for k in T.unroll(sf_per_thread):
-                    row_sf[group, group_lane + k * group_lanes] = next_sf[k]
-                T.sync_warp()
                 for j in T.unroll(_VEC):
                     amax[j] = T.uint32(0)
                 for quarter in T.unroll(_ROWS // 4):
                     T.call_extern("void", "tk_await", _ROWS // 4 - 1 - quarter)
-                    four_sf_bits[0:4] = T.lds128(row_sf[group, 4 * quarter])
+                    if quarter == 0:
+                        T.sync_warp()  # for sf, which other lanes may have copied
+                    for k in T.unroll(4):
+                        four_sf_bits[k] = row_sf[
+                            row_lane * _ROWS + 4 * quarter + k, (first_tile + tile) % 2 * groups + group
+                        ]
                     for k in T.unroll(2):
                         words[0, 0:4] = T.lds128(codes[4 * quarter + 2 * k, thread, 0])
                         words[1, 0:4] = T.lds128(codes[4 * quarter + 2 * k + 1, thread, 0])
@@ -281,12 +302,11 @@ def gathered_recast_kernel(hidden: int, round_sf: bool, config: GatheredRecastCo
                     factor_bits[4 * j : 4 * j + 4] = T.lds128(factors[slot(lane_col + 4 * j)])
                 if tile == num_tiles - 1:
                     limit = T.uint32(0)
-                for k in T.unroll(sf_per_thread):
-                    source = sources[group, group_lane + k * group_lanes]
-                    sf_col = (col + _CHANNELS) // _GROUP
-                    next_sf[k] = T.ldg32(x_sf[T.cast(source, "int32"), sf_col], pred=source < limit)
                 for quarter in T.unroll(_ROWS // 4):
-                    four_sf_bits[0:4] = T.lds128(row_sf[group, 4 * quarter])
+                    for k in T.unroll(4):
+                        four_sf_bits[k] = row_sf[
+                            row_lane * _ROWS + 4 * quarter + k, (first_tile + tile) % 2 * groups + group
+                        ]
                     for k in T.unroll(4):
                         words[0, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
                         for j in T.unroll(4):

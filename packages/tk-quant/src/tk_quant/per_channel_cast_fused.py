@@ -196,7 +196,9 @@ def _per_channel_recast_out(
     hidden, alignment, gathered = x.shape[1], check.row_alignment(x), pos_to_token is not None
     if gathered and gathered_recast.is_for(out.shape[0], hidden, alignment, arch):
         config = gathered_recast.GatheredRecastConfig.best(arch)
-        gathered_recast.gathered_recast_kernel(hidden, round_sf, config, arch)(x, x_sf, pos_to_token, out, sf)
+        gathered_recast.gathered_recast_kernel(hidden, check.row_alignment(x_sf), round_sf, config, arch)(
+            x, x_sf, pos_to_token, out, sf
+        )
         return
     config = PerChannelRecastConfig.best(hidden, gathered, arch)
     _per_channel_recast_kernel(alignment, hidden, gathered, round_sf, config, arch)(

@@ -32,6 +32,16 @@ def strided_pair(num_tokens: int, hidden: int, extra: int) -> MakeInput:
     return build
 
 
+def pair_with_sf_from(num_tokens: int, hidden: int, first: int) -> MakeInput:
+    """A pair whose sf start `first` elements into their allocation."""
+
+    def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        data, sf = pair(num_tokens, hidden)(device)
+        return data, torch.cat([sf.new_zeros(first), sf.flatten()])[first:].view(sf.shape)
+
+    return build
+
+
 def nowhere(device: str) -> None:
     """No map."""
 
