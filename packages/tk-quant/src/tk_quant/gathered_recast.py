@@ -6,23 +6,20 @@ A thread has 16 neighbouring rows of 16 channels, a block of 128 threads a tile 
              +-----+-----+-- ... --+-----+
      16 rows |  0  |  1  |         |  15 |
              +-----+-----+-- ... --+-----+     0, 1, ...: threads
-     16 rows |  16 |  17 |         |  31 |     ---> the block's next tile
+     16 rows |  16 |  17 |         |  31 |
              +-----+-----+-- ... --+-----+
                ...
 
 A thread copies its codes to shared memory, asynchronously, and decodes them from there twice, for amax and to scale
-them: float32 values would take four times the room, and many tiles at a time are what hides the latencies. Most blocks
-take two tiles, side by side; as soon as four rows of the first are done, the second one's codes are on their way to
-their place. The sf of both are 16 bytes of a row, copied at once and past the first-level cache, of which so much
-shared memory leaves little. Blocks of one tile come last, so that all end together.
+them: float32 values would take four times the room, and many tiles at a time are what hides the latencies. The sf of a
+row are copied with their neighbours, 16 bytes, for these pass the first-level cache, of which so much shared memory
+leaves little; loads of 4 bytes would take 5 % longer.
 
 A code takes 7 instructions: half of one to unpack it with its neighbour, one to float32, one times sf, and half of one
 for amax, as integers can be compared by three; then the same again without amax, one times the factor, and half of one
 to pack it. Tensor cores convert codes to float32 exactly (times 1, plus zeros), but no faster.
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from tk_core.arch import Arch
@@ -39,6 +36,7 @@ _CHANNELS = 256
 _ROWS = 16
 _VEC = 16
 _THREADS = TILE_ROWS // _ROWS * (_CHANNELS // _VEC)
+_BLOCKS_PER_SM = 5
 
 _SOURCE = r"""
 #include <cuda_fp16.h>
@@ -83,32 +81,31 @@ __device__ __forceinline__ unsigned tk_recast(unsigned codes, float sf, const fl
   return new_codes;
 }
 
-// Starts to copy 16 bytes of a row to shared memory, if the row is below the limit.
-__device__ __forceinline__ void tk_gather(
-    unsigned *copy, const void *column, unsigned row, unsigned row_stride, unsigned limit) {
-  asm volatile(
-      "{\n"
-      "  .reg .pred p;\n"
-      "  .reg .b64 address;\n"
-      "  setp.lt.u32 p, %2, %4;\n"
-      "  mad.wide.u32 address, %2, %3, %1;\n"
-      "  @p cp.async.cg.shared.global [%0], [address], 16;\n"
-      "}\n" ::"r"(unsigned(__cvta_generic_to_shared(copy))), "l"(column), "r"(row), "r"(row_stride), "r"(limit)
-      : "memory");
-}
-
 // Starts to copy num_bytes (4, 8 or 16) of a row to shared memory, or zeroes them if the row is not below the limit.
 template <int num_bytes>
-__device__ __forceinline__ void tk_gather_sf(
+__device__ __forceinline__ void tk_gather(
     void *copy, const void *column, unsigned row, unsigned row_stride, unsigned limit) {
   const unsigned place = __cvta_generic_to_shared(copy);
-  const char *address = static_cast<const char *>(column) + (row < limit ? row * size_t(row_stride) : 0);
-  const int wanted = row < limit ? num_bytes : 0;
   if (num_bytes == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(address), "r"(wanted) : "memory");
+    asm volatile(
+        "{\n"
+        "  .reg .pred ignored;\n"
+        "  .reg .b64 address;\n"
+        "  setp.ge.u32 ignored, %2, %4;\n"
+        "  mad.wide.u32 address, %2, %3, %1;\n"
+        "  cp.async.cg.shared.global [%0], [address], 16, ignored;\n"
+        "}\n" ::"r"(place), "l"(column), "r"(row), "r"(row_stride), "r"(limit)
+        : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(place), "l"(address), "n"(num_bytes), "r"(wanted)
-                 : "memory");
+    asm volatile(
+        "{\n"
+        "  .reg .pred ignored;\n"
+        "  .reg .b64 address;\n"
+        "  setp.ge.u32 ignored, %2, %4;\n"
+        "  mad.wide.u32 address, %2, %3, %1;\n"
+        "  cp.async.ca.shared.global [%0], [address], %5, ignored;\n"
+        "}\n" ::"r"(place), "l"(column), "r"(row), "r"(row_stride), "r"(limit), "n"(num_bytes)
+        : "memory");
 }
 
 // Closes a group of such copies.
@@ -124,25 +121,9 @@ __device__ __forceinline__ void tk_await(int groups) {
 """
 
 
-@dataclass(frozen=True, eq=False)
-class GatheredRecastConfig:
-    """Launch knobs."""
-
-    singles: int
-    """How many of the tiles beside each other, at least, are the only ones of their blocks."""
-    blocks_per_sm: int
-    """Blocks that registers must suffice for."""
-
-    @staticmethod
-    @cache
-    def best(arch: Arch) -> "GatheredRecastConfig":
-        """The configuration for an architecture."""
-        return GatheredRecastConfig(singles=4, blocks_per_sm=4)
-
-
 def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
-    """Whether this kernel can do it, and is what does it fastest: not where most blocks would be alone with a tile."""
-    # Four blocks' shared memory fits a multiprocessor.
+    """Whether this kernel can do it, and is what does it fastest: not for few tiles."""
+    # _BLOCKS_PER_SM times 43 KB fit a multiprocessor.
     if arch.max_shared_memory < 200 * 1024 or alignment != ALIGNMENT or hidden % _CHANNELS != 0:
         return False
     return ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) >= 16 * arch.num_sms
@@ -156,18 +137,13 @@ def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
         "tl.disable_thread_storage_sync": True,
     }
 )
-def gathered_recast_kernel(
-    hidden: int, sf_alignment: int, round_sf: bool, config: GatheredRecastConfig, arch: Arch
-) -> Any:
+def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:
     """Kernel (x, x_sf, pos_to_token, out, sf), of the op's tensors."""
     import tilelang.language as T
 
     col_lanes, row_lanes = _CHANNELS // _VEC, TILE_ROWS // _ROWS
-    groups = _CHANNELS // _GROUP
-    pair_sf = 2 * groups
+    groups, row_groups = _CHANNELS // _GROUP, hidden // _GROUP
     sf_per_copy = sf_alignment // 4
-    col_tiles = hidden // _CHANNELS
-    num_pairs = max(col_tiles - config.singles, 0) // 2
     scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
     least_amax = float_bits(LIMITS["e4m3"][1])
 
@@ -178,23 +154,6 @@ def gathered_recast_kernel(
         """Where shared arrays have a channel, so that threads with 16 channels each meet in no bank."""
         return channel ^ (channel // 32 % 4 * 4)
 
-    @T.macro
-    def gather(x: T.Buffer, codes: T.Buffer, sources: T.Buffer, quarter: int, col: T.int32, limit: T.uint32) -> None:
-        thread = T.get_thread_binding()
-        four = T.alloc_local((4,), "uint32")
-        four[0:4] = T.lds128(sources[thread // col_lanes * _ROWS + 4 * quarter])
-        for k in T.unroll(4):
-            T.call_extern(
-                "void",
-                "tk_gather",
-                T.address_of(codes[4 * quarter + k, thread, 0]),
-                T.address_of(x[0, col]),
-                four[k],
-                T.cast(row_stride, "uint32"),
-                limit,
-            )
-        T.call_extern("void", "tk_close_group")
-
     @T.prim_func
     def gathered_recast(
         x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), "float8_e4m3fn"),
@@ -204,24 +163,22 @@ def gathered_recast_kernel(
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
         # Neighbouring blocks take neighbouring rows: all read from a few channels, which stay in L2.
-        with T.Kernel(num_blocks, col_tiles - num_pairs, threads=_THREADS) as (row_tile, run):
+        with T.Kernel(num_blocks, hidden // _CHANNELS, threads=_THREADS) as (row_tile, col_tile):
             T.import_source(DIVISIONS_SOURCE + _SOURCE)
-            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
-            first_tile = T.if_then_else(run < num_pairs, run * 2, run + num_pairs)
-            num_tiles = T.if_then_else(run < num_pairs, 2, 1)
+            T.annotate_min_blocks_per_sm(_BLOCKS_PER_SM)
             thread = T.get_thread_binding()
             row_lane, lane_col = thread // col_lanes, thread % col_lanes * _VEC
-            group = lane_col // _GROUP
-            row = row_tile * TILE_ROWS + row_lane * _ROWS
-            col = T.alloc_var("int32")
-            limit = T.alloc_var("uint32")
-            # Of every thread the codes; of every row where it comes from, and sf of two tiles; of every channel amax of
-            # each row of threads, and the factor.
+            first_lane_row, first_row = row_lane * _ROWS, row_tile * TILE_ROWS
+            row, col = first_row + first_lane_row, col_tile * _CHANNELS + lane_col
+            # Of every thread the codes; of every row where it comes from, and sf of this tile and of a neighbour; of
+            # every channel amax of each row of threads, and the factor.
             codes = T.alloc_shared((_ROWS, _THREADS, 4), "uint32")
             sources = T.alloc_shared((TILE_ROWS,), "uint32")
-            row_sf = T.alloc_shared((TILE_ROWS, pair_sf), "uint32")
+            row_sf = T.alloc_shared((TILE_ROWS, 4), "uint32")
             parts = T.alloc_shared((row_lanes, _CHANNELS), "uint32")
             factors = T.alloc_shared((_CHANNELS,), "uint32")
+            source = T.alloc_var("uint32")
+            four_sources = T.alloc_local((4,), "uint32")
             four_sf_bits = T.alloc_local((4,), "uint32")
             four_sf = T.view(four_sf_bits, (4,), "float32")
             words = T.alloc_local((2, 4), "uint32")
@@ -232,89 +189,86 @@ def gathered_recast_kernel(
             factor = T.view(factor_bits, (_VEC,), "float32")
             new_codes = T.alloc_local((4,), "uint32")
 
-            col = first_tile * _CHANNELS + lane_col
-            # Sources from there on are none, and negative ones are large as uint32.
-            limit = T.cast(num_tokens, "uint32")
-            source = T.alloc_var("uint32")
+            # A thread for each row; negative sources are large as uint32.
             source = T.uint32(0xFFFFFFFF)
-            if row_tile * TILE_ROWS + thread < num_rows:
-                source = T.cast(pos_to_token[row_tile * TILE_ROWS + thread], "uint32")
+            if first_row + thread < num_rows:
+                source = T.cast(pos_to_token[first_row + thread], "uint32")
             sources[thread] = source
-            for i in T.unroll(pair_sf // sf_per_copy):
-                sf_col = first_tile // 2 * pair_sf + i * sf_per_copy
+            for i in T.unroll(4 // sf_per_copy):
+                sf_col = col_tile * groups // 4 * 4 + i * sf_per_copy
                 T.call_extern(
                     "void",
-                    f"tk_gather_sf<{sf_alignment}>",
+                    f"tk_gather<{sf_alignment}>",
                     T.address_of(row_sf[thread, i * sf_per_copy]),
                     T.address_of(x_sf[0, sf_col]),
                     source,
-                    T.uint32(4 * (hidden // _GROUP)),
-                    T.if_then_else(sf_col < hidden // _GROUP, limit, T.uint32(0)),
+                    T.uint32(4 * row_groups),
+                    T.if_then_else(sf_col < row_groups, T.cast(num_tokens, "uint32"), T.uint32(0)),
                 )
-            # Rows that come from nowhere stay so.
-            for j in T.unroll(4):
-                new_codes[j] = T.uint32(0)
-            for i in T.unroll(_ROWS):
-                T.sts128(codes[i, thread, 0], new_codes[0:4])
+            # A warp's threads have the rows that its threads have looked up.
             T.sync_warp()
             for quarter in T.unroll(_ROWS // 4):
-                gather(x, codes, sources, quarter, col, limit)
+                four_sources[0:4] = T.lds128(sources[first_lane_row + 4 * quarter])
+                for k in T.unroll(4):
+                    T.call_extern(
+                        "void",
+                        "tk_gather<16>",
+                        T.address_of(codes[4 * quarter + k, thread, 0]),
+                        T.address_of(x[0, col]),
+                        four_sources[k],
+                        T.cast(row_stride, "uint32"),
+                        T.cast(num_tokens, "uint32"),
+                    )
+                T.call_extern("void", "tk_close_group")
 
-            for tile in T.serial(num_tiles):
-                for j in T.unroll(_VEC):
-                    amax[j] = T.uint32(0)
-                for quarter in T.unroll(_ROWS // 4):
-                    T.call_extern("void", "tk_await", _ROWS // 4 - 1 - quarter)
-                    if quarter == 0:
-                        T.sync_warp()  # for sf, which other lanes may have copied
-                    for k in T.unroll(4):
-                        four_sf_bits[k] = row_sf[
-                            row_lane * _ROWS + 4 * quarter + k, (first_tile + tile) % 2 * groups + group
-                        ]
-                    for k in T.unroll(2):
-                        words[0, 0:4] = T.lds128(codes[4 * quarter + 2 * k, thread, 0])
-                        words[1, 0:4] = T.lds128(codes[4 * quarter + 2 * k + 1, thread, 0])
-                        for j in T.unroll(4):
-                            T.call_extern(
-                                "void",
-                                "tk_raise_amax",
-                                T.address_of(amax[4 * j]),
-                                words[0, j],
-                                four_sf[2 * k],
-                                words[1, j],
-                                four_sf[2 * k + 1],
-                            )
-                for j in T.unroll(4):
-                    T.sts128(parts[row_lane, slot(lane_col + 4 * j)], amax[4 * j : 4 * j + 4])
-                T.sync_threads()
-                for k in T.unroll(_CHANNELS // _THREADS):
-                    channel = k * _THREADS + thread
-                    largest = T.uint32(least_amax)
-                    for i in T.unroll(row_lanes):
-                        largest = T.max(largest, parts[i, slot(channel)])
-                    bits = T.reinterpret(largest, "int32")
-                    T.call_extern("void", scale_of, bits, T.address_of(scale[0]), T.address_of(scale[1]))
-                    sf[row_tile, col - lane_col + channel] = T.reinterpret(scale[0], "float32")
-                    factors[slot(channel)] = scale[1]
-                T.sync_threads()
+            for j in T.unroll(_VEC):
+                amax[j] = T.uint32(0)
+            for quarter in T.unroll(_ROWS // 4):
+                T.call_extern("void", "tk_await", _ROWS // 4 - 1 - quarter)
+                if quarter == 0:
+                    T.sync_warp()  # for sf, which other threads have copied
+                for k in T.unroll(4):
+                    sf_col = col_tile * groups % 4 + lane_col // _GROUP
+                    four_sf_bits[k] = row_sf[first_lane_row + 4 * quarter + k, sf_col]
+                for k in T.unroll(2):
+                    words[0, 0:4] = T.lds128(codes[4 * quarter + 2 * k, thread, 0])
+                    words[1, 0:4] = T.lds128(codes[4 * quarter + 2 * k + 1, thread, 0])
+                    for j in T.unroll(4):
+                        T.call_extern(
+                            "void",
+                            "tk_raise_amax",
+                            T.address_of(amax[4 * j]),
+                            words[0, j],
+                            four_sf[2 * k],
+                            words[1, j],
+                            four_sf[2 * k + 1],
+                        )
+            for j in T.unroll(4):
+                T.sts128(parts[row_lane, slot(lane_col + 4 * j)], amax[4 * j : 4 * j + 4])
+            T.sync_threads()
+            for k in T.unroll(_CHANNELS // _THREADS):
+                channel = k * _THREADS + thread
+                largest = T.uint32(least_amax)
+                for i in T.unroll(row_lanes):
+                    largest = T.max(largest, parts[i, slot(channel)])
+                bits = T.reinterpret(largest, "int32")
+                T.call_extern("void", scale_of, bits, T.address_of(scale[0]), T.address_of(scale[1]))
+                sf[row_tile, col_tile * _CHANNELS + channel] = T.reinterpret(scale[0], "float32")
+                factors[slot(channel)] = scale[1]
+            T.sync_threads()
 
-                for j in T.unroll(4):
-                    factor_bits[4 * j : 4 * j + 4] = T.lds128(factors[slot(lane_col + 4 * j)])
-                if tile == num_tiles - 1:
-                    limit = T.uint32(0)
-                for quarter in T.unroll(_ROWS // 4):
-                    for k in T.unroll(4):
-                        four_sf_bits[k] = row_sf[
-                            row_lane * _ROWS + 4 * quarter + k, (first_tile + tile) % 2 * groups + group
-                        ]
-                    for k in T.unroll(4):
-                        words[0, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
-                        for j in T.unroll(4):
-                            new_codes[j] = T.call_extern(
-                                "uint32", "tk_recast", words[0, j], four_sf[k], T.address_of(factor[4 * j])
-                            )
-                        T.stg128(out[row + 4 * quarter + k, col], new_codes[0:4], pred=row < num_rows)
-                    gather(x, codes, sources, quarter, col + _CHANNELS, limit)
-                col = col + _CHANNELS
+            for j in T.unroll(4):
+                factor_bits[4 * j : 4 * j + 4] = T.lds128(factors[slot(lane_col + 4 * j)])
+            for quarter in T.unroll(_ROWS // 4):
+                for k in T.unroll(4):
+                    sf_col = col_tile * groups % 4 + lane_col // _GROUP
+                    four_sf_bits[k] = row_sf[first_lane_row + 4 * quarter + k, sf_col]
+                for k in T.unroll(4):
+                    words[0, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
+                    for j in T.unroll(4):
+                        new_codes[j] = T.call_extern(
+                            "uint32", "tk_recast", words[0, j], four_sf[k], T.address_of(factor[4 * j])
+                        )
+                    T.stg128(out[row + 4 * quarter + k, col], new_codes[0:4], pred=row < num_rows)
 
     return gathered_recast
