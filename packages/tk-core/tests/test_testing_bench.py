@@ -29,6 +29,41 @@ def test_only_what_runs_between_markers_counts() -> None:
     assert bench.between_markers([], 1) is None
 
 
+def test_a_rotation_uses_each_set_of_arguments_and_keeps_each_result() -> None:
+    kept_at_calls = []
+
+    def function(x: int) -> tuple[int, int]:
+        kept_at_calls.append(list(rotation._results))
+        return x, len(kept_at_calls)
+
+    rotation = bench.Rotation(function, [{"x": 0}, {"x": 1}, {"x": 2}])
+    for _ in range(4):
+        rotation()
+    # Memory of the results of the first call is free for those of the fourth.
+    assert kept_at_calls[3] == [None, (1, 2), (2, 3)]
+    assert rotation._results == [(0, 4), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("moved_bytes", "lead"), [(0, 16), (4096, 16), (9 << 20, 15), (64 << 20, 2), (128 << 20, 1), (1 << 30, 1)]
+)
+def test_calls_that_do_not_count_fill_l2(moved_bytes: int, lead: int) -> None:
+    assert bench.lead_of(moved_bytes) == lead
+    assert lead * moved_bytes >= 128 << 20 or lead == 16
+
+
+def test_contenders_take_turns() -> None:
+    # A call of 20 ms gets a fourth of 0.4 s in each of four turns, and of a second none but two.
+    plan = bench.plan_of({"copy": 57.0, "op": 10.0, "eager": 20e3, "compiled": 1e6}, 3)
+    first = [("", False), *[("copy", False)] * 3, *[("copy", True)] * 5]
+    assert plan[: len(first)] == first
+    assert [plan.count((name, True)) for name in ("copy", "op", "eager", "compiled")] == [20, 20, 16, 4]
+    assert [plan.count((name, False)) for name in ("copy", "op", "eager", "compiled", "")] == [12, 12, 4, 4, 16]
+    names = [name for name, _ in plan if name]
+    turns = [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+    assert turns == ["copy", "op", "eager", "compiled", "eager", "op"] * 2 + ["copy"]
+
+
 def test_rates() -> None:
     # 117,440,512 bytes there and as many back in 56 µs; half of that in 35.
     assert bench.rates(117_440_512, 35.0, 56.0) == {
@@ -71,7 +106,8 @@ def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     times = {"copy": 56.9, "op": 2.0, "eager": 8.0, "compiled": 4.0}
     made = object.__new__(bench.Bench)
     made.baselines, made.versions = "compiled", {"gpu": "H200", "date": "2026-11-21"}
-    made._device_times = lambda contenders: ("cupti", {name: times[name] for name in contenders})
+    made._copy = None
+    made._device_times = lambda contenders, lead: ("cupti", {name: times[name] for name in contenders})
     return made
 
 

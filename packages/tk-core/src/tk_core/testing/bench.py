@@ -4,9 +4,17 @@
     pytest packages/tk-quant/benchmarks/bench_f.py           one op's
 
 Device time is the sum of the durations of a call's kernels as CUPTI reports them (torch.profiler), so launch gaps do
-not count; where CUPTI does not work, CUDA events around the call. Before each call 256 MB are written, so that L2 holds
-no input. The op, a device-to-device copy of 117 MB and the baselines take turns within one recording, in this order and
-then in reverse, and each figure is a median; so a drift of clocks meets all of them alike.
+not count. The op, a device-to-device copy of 117 MB and the baselines take turns within one recording, in this order
+and then in reverse, and each figure is a median; so a drift of clocks meets all of them alike.
+
+Each call of a turn has a set of arguments and results of its own, so that none of them is in L2, and the first calls do
+not count: then L2 holds as many unwritten lines as the op itself leaves, and a call pays for the bytes that it moves.
+If L2 were flushed by writing before each call, the call would also have to write 45 MB of that on an H200, up to 11 µs;
+after a flush by reading it would leave its own last 45 MB to others. Calls follow each other closely, as an idle GPU
+writes lines back for free: 10 µs of it take 0.5 µs off a copy.
+
+Where CUPTI does not work, and for calls of several launches in a CUDA graph, whose buffers are fixed, CUDA events
+around a call tell the time, and 256 MB are written before.
 
 Baselines: the eager reference in every case; the reference under torch.compile, which takes seconds to compile, only in
 the cases that are also warm-up cases (the shapes of real models).
@@ -27,22 +35,27 @@ from tk_core.kernel import recorded_launches
 from tk_core.op import forget_short_cut
 from tk_core.testing.machine import versions
 from tk_core.testing.specs import Case, OpSpec
-from tk_core.testing.trees import tensors
+from tk_core.testing.trees import distinct_bytes, tensors, transfer
 
 # Four times the L2 of an H200.
 _FLUSH_BYTES = 256 << 20
+# Twice that L2: what calls that do not count move before those that do.
+_LEAD_BYTES = 128 << 20
+# Smaller calls fill no L2 anyway.
+_LEAD_CALLS = 16
 _COPY_BYTES = 8192 * 7168 * 2
-_ROUNDS = 20
-# Of device time, for the rounds of one slow contender.
+_TURNS = 4
+# Of a turn, those that count.
+_CALLS = 5
+# Of device time, for all turns of one slow contender.
 _SECONDS = 0.4
+_LATENCY_ROUNDS = 20
 _HOST_CALLS = 256
 # Well below the depth of a launch queue, so that no call waits for the device.
 _HOST_BATCH = 16
-# Long enough for the host to queue the call behind it.
-_MARKER_CYCLES = 20_000
 _MARKER_KERNEL = "spin_kernel"
-# Half a millisecond: as long as the host may take to queue a call of several launches.
-_LATENCY_CYCLES = 900_000
+# Half a millisecond: as long as the host may take to queue the calls of a turn, or one of several launches.
+_HEAD_START_CYCLES = 900_000
 
 Call = Callable[[], Any]
 
@@ -58,6 +71,22 @@ def benchmarks(spec: OpSpec) -> Callable[..., None]:
     return test
 
 
+class Rotation:
+    """Calls a function with each of several sets of arguments in turn, and keeps as many results."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[dict[str, Any]]) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._results: list[Any] = [None] * len(arguments)
+        self._next = 0
+
+    def __call__(self) -> None:
+        """The next call. Its results may take the memory of those that the same arguments had last time."""
+        index, self._next = self._next, (self._next + 1) % len(self._arguments)
+        self._results[index] = None
+        self._results[index] = self._function(**self._arguments[index])
+
+
 class Bench:
     """Measures cases on the current GPU. One a session: it holds the buffers that every measurement uses."""
 
@@ -65,14 +94,16 @@ class Bench:
         self.baselines = baselines
         self.versions = versions()
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-        self._source = torch.randint(0, 255, (_COPY_BYTES,), dtype=torch.uint8, device="cuda")
-        self._target = torch.empty_like(self._source)
+        source = torch.randint(0, 255, (_COPY_BYTES,), dtype=torch.uint8, device="cuda")
+        pair = {"source": source, "target": torch.empty_like(source)}
+        pairs = [pair, *(transfer(pair) for _ in range(_CALLS))]
+        self._copy = Rotation(lambda source, target: target.copy_(source), pairs)
         # The first recording of a process loads CUPTI and may miss kernels.
-        self._record([lambda: self._target.copy_(self._source)])
+        self._record([self._copy])
 
     def close(self) -> None:
         """Free the buffers."""
-        del self._flush, self._source, self._target
+        del self._flush, self._copy
         torch.cuda.empty_cache()
 
     def measure(self, spec: OpSpec, case: Case) -> dict[str, Any]:
@@ -80,23 +111,21 @@ class Bench:
         kwargs = case.make("cuda")
         outputs = spec.op(**kwargs)
         least_bytes = spec.bytes_of(kwargs, outputs)
-        contenders: dict[str, Call] = {
-            "copy": lambda: self._target.copy_(self._source),
-            "op": lambda: spec.op(**kwargs),
-        }
+        lead = lead_of(distinct_bytes((kwargs, outputs)))
+        arguments = [kwargs, *(transfer(kwargs) for _ in range(lead + _CALLS - 1))]
+        contenders: dict[str, Call] = {"copy": self._copy, "op": Rotation(spec.op, arguments)}
         errors: dict[str, str] = {}
         if self.baselines != "none":
-            contenders["eager"] = lambda: spec.reference(**kwargs)
+            contenders["eager"] = Rotation(spec.reference, arguments)
         if self.baselines == "compiled" and case.warmup:
             torch._dynamo.reset()
-            compiled = torch.compile(spec.reference)
-            contenders["compiled"] = lambda: compiled(**kwargs)
+            contenders["compiled"] = Rotation(torch.compile(spec.reference), arguments)
         for name in ("eager", "compiled"):
             if name in contenders and (error := _try(contenders[name])):
                 errors[f"{name}_error"] = error
                 del contenders[name]
 
-        timer, times = self._device_times(contenders)
+        timer, times = self._device_times(contenders, lead)
         host_us, host_bare_us = self._host_times(spec.op, kwargs, outputs)
         return {
             "op": spec.name,
@@ -110,6 +139,7 @@ class Bench:
             "host_us": round(host_us, 2),
             "host_bare_us": _rounded(host_bare_us),
             "timer": timer,
+            "cold_by": "rotation" if timer == "cupti" else "flush",
             **self.versions,
         }
 
@@ -118,11 +148,11 @@ class Bench:
 
         From the first kernel's start to the last one's end by CUDA events, the copy too.
         """
-        contenders = {"copy": lambda: self._target.copy_(self._source), "op": op, "compiled": compiled}
+        contenders = {"copy": self._copy, "op": op, "compiled": compiled}
         samples: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(_ROUNDS + 2):
+        for turn in range(_LATENCY_ROUNDS + 2):
             for contender in contenders if turn % 2 == 0 else reversed(contenders):
-                elapsed = self._time_by_events(contenders[contender], _LATENCY_CYCLES)
+                elapsed = self._time_by_events(contenders[contender], _HEAD_START_CYCLES)
                 if turn >= 2:
                     samples[contender].append(elapsed)
         copy_us, op_us, compiled_us = (statistics.median(values) for values in samples.values())
@@ -136,27 +166,30 @@ class Bench:
             "host_us": round(_host_time(op), 2),
             "host_bare_us": None,
             "timer": "latency",
+            "cold_by": "flush",
             **self.versions,
         }
 
     # ---- device time
 
-    def _device_times(self, contenders: dict[str, Call]) -> tuple[str, dict[str, float]]:
+    def _device_times(self, contenders: dict[str, Call], lead: int) -> tuple[str, dict[str, float]]:
         """Median device time of each contender, and what measured it."""
         once = {name: self._time_by_events(call) for name, call in contenders.items()}
-        rounds = max(4, min(_ROUNDS, int(_SECONDS * 1e6 / sum(once.values()))))
-        names = list(contenders)
-        order = [name for turn in range(rounds) for name in (names if turn % 2 == 0 else reversed(names))]
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        durations = self._record([contenders[name] for name in order])
+        plan = plan_of(once, lead)
+        samples: dict[str, list[float]] = {name: [] for name in contenders}
+        durations = self._record([contenders[name] if name else self._read for name, _ in plan])
         if durations is not None:
-            for name, duration in zip(order, durations):
-                samples[name].append(duration)
+            for (name, counts), duration in zip(plan, durations):
+                if counts:
+                    samples[name].append(duration)
         else:
-            for name in order:
+            for name in (name for name, counts in plan if counts):
                 samples[name].append(self._time_by_events(contenders[name]))
         timer = "events" if durations is None else "cupti"
         return timer, {name: statistics.median(values) for name, values in samples.items()}
+
+    def _read(self) -> None:
+        self._flush.view(torch.int64).max()
 
     def _time_by_events(self, call: Call, head_start: int = 0) -> float:
         """From the end of what was queued before to the end of the call, which has so many cycles to be queued."""
@@ -175,8 +208,7 @@ class Bench:
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
             for call in calls:
-                self._flush.fill_(1)
-                torch.cuda._sleep(_MARKER_CYCLES)
+                torch.cuda._sleep(_HEAD_START_CYCLES if call == self._read else 1)
                 call()
                 torch.cuda._sleep(1)
             torch.cuda.synchronize()
@@ -207,6 +239,26 @@ class Bench:
                 function(*arguments)
 
         return _host_time(lambda: op(**kwargs)), _host_time(bare) if launches else None
+
+
+def lead_of(moved_bytes: int) -> int:
+    """How many calls do not count before those that do, for calls that move so many bytes."""
+    return max(1, min(_LEAD_CALLS, -(-_LEAD_BYTES // max(moved_bytes, 1))))
+
+
+def plan_of(once: dict[str, float], lead: int) -> list[tuple[str, bool]]:
+    """Which contender is called when, and whether the call counts, given what one call takes, in µs.
+
+    Each turn starts with a read of 256 MB, by no name, so that the last contender's unwritten lines are gone. A slow
+    contender has fewer calls: two at least, of which the last counts.
+    """
+    plan: list[tuple[str, bool]] = []
+    for turn in range(_TURNS):
+        for name in once if turn % 2 == 0 else reversed(once):
+            calls = max(2, min(lead + _CALLS, int(_SECONDS * 1e6 / _TURNS / once[name])))
+            count = min(_CALLS, calls - 1)
+            plan += [("", False)] + [(name, False)] * (calls - count) + [(name, True)] * count
+    return plan
 
 
 def rates(least_bytes: int, op_us: float, copy_us: float) -> dict[str, float]:
