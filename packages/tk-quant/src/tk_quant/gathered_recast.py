@@ -11,9 +11,10 @@ A thread has 16 neighbouring rows of 16 channels, a block of 128 threads a tile 
                ...
 
 A thread copies its codes to shared memory, asynchronously, and decodes them from there twice, for amax and to scale
-them: float32 values would take four times the room, and many tiles at a time are what hides the latencies. The sf of a
-row are copied with their neighbours, 16 bytes, for these pass the first-level cache, of which so much shared memory
-leaves little; loads of 4 bytes would take 5 % longer.
+them: float32 values would take four times the room, and many tiles at a time are what hides the latencies. Six fit a
+multiprocessor, as the amax of all rows of threads meet in one word a channel. The sf of a row are copied with their
+neighbours, 16 bytes, for these pass the first-level cache, of which so much shared memory leaves little; loads of 4
+bytes would take 5 % longer.
 
 A code takes 7 instructions: half of one to unpack it with its neighbour, one to float32, one times sf, and half of one
 for amax, as integers can be compared by three; then the same again without amax, one times the factor, and half of one
@@ -36,7 +37,7 @@ _CHANNELS = 256
 _ROWS = 16
 _VEC = 16
 _THREADS = TILE_ROWS // _ROWS * (_CHANNELS // _VEC)
-_BLOCKS_PER_SM = 5
+_BLOCKS_PER_SM = 6
 
 _SOURCE = r"""
 #include <cuda_fp16.h>
@@ -81,31 +82,42 @@ __device__ __forceinline__ unsigned tk_recast(unsigned codes, float sf, const fl
   return new_codes;
 }
 
-// Starts to copy num_bytes (4, 8 or 16) of a row to shared memory, or zeroes them if the row is not below the limit.
+// What the thread has looked up that has this one of the 16 rows which the thread and 15 others share.
+__device__ __forceinline__ unsigned tk_source_of(unsigned source, int row) {
+  return __shfl_sync(0xffffffffu, source, row, 16);
+}
+
+// What two threads of a warp, 16 lanes apart, have of 16 channels, merged: 8 channels for each.
+__device__ __forceinline__ void tk_merge_amax(const unsigned *amax, unsigned *merged) {
+  const bool upper = threadIdx.x & 16;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? amax[j] : amax[j + 8], 16);
+    merged[j] = max(upper ? amax[j + 8] : amax[j], other);
+  }
+}
+
+// Starts to copy num_bytes (4, 8 or 16, which pass the first-level cache) of a row to shared memory, or zeroes them if
+// the row is not below the limit.
 template <int num_bytes>
 __device__ __forceinline__ void tk_gather(
     void *copy, const void *column, unsigned row, unsigned row_stride, unsigned limit) {
   const unsigned place = __cvta_generic_to_shared(copy);
-  if (num_bytes == 16)
-    asm volatile(
-        "{\n"
-        "  .reg .pred ignored;\n"
-        "  .reg .b64 address;\n"
-        "  setp.ge.u32 ignored, %2, %4;\n"
-        "  mad.wide.u32 address, %2, %3, %1;\n"
-        "  cp.async.cg.shared.global [%0], [address], 16, ignored;\n"
-        "}\n" ::"r"(place), "l"(column), "r"(row), "r"(row_stride), "r"(limit)
-        : "memory");
+#define TK_COPY(cache)                                                           \
+  asm volatile(                                                                  \
+      "{\n"                                                                      \
+      "  .reg .pred ignored;\n"                                                  \
+      "  .reg .b64 address;\n"                                                   \
+      "  setp.ge.u32 ignored, %2, %4;\n"                                         \
+      "  mad.wide.u32 address, %2, %3, %1;\n"                                    \
+      "  cp.async." cache ".shared.global.L2::128B [%0], [address], %5, ignored;\n" \
+      "}\n" ::"r"(place), "l"(column), "r"(row), "r"(row_stride), "r"(limit), "n"(num_bytes) \
+      : "memory")
+  if constexpr (num_bytes == 16)
+    TK_COPY("cg");
   else
-    asm volatile(
-        "{\n"
-        "  .reg .pred ignored;\n"
-        "  .reg .b64 address;\n"
-        "  setp.ge.u32 ignored, %2, %4;\n"
-        "  mad.wide.u32 address, %2, %3, %1;\n"
-        "  cp.async.ca.shared.global [%0], [address], %5, ignored;\n"
-        "}\n" ::"r"(place), "l"(column), "r"(row), "r"(row_stride), "r"(limit), "n"(num_bytes)
-        : "memory");
+    TK_COPY("ca");
+#undef TK_COPY
 }
 
 // Closes a group of such copies.
@@ -123,7 +135,7 @@ __device__ __forceinline__ void tk_await(int groups) {
 
 def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
     """Whether this kernel can do it, and is what does it fastest: not for few tiles."""
-    # _BLOCKS_PER_SM times 43 KB fit a multiprocessor.
+    # _BLOCKS_PER_SM times 37 KB fit a multiprocessor.
     if arch.max_shared_memory < 200 * 1024 or alignment != ALIGNMENT or hidden % _CHANNELS != 0:
         return False
     return ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) >= 16 * arch.num_sms
@@ -141,7 +153,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
     """Kernel (x, x_sf, pos_to_token, out, sf), of the op's tensors."""
     import tilelang.language as T
 
-    col_lanes, row_lanes = _CHANNELS // _VEC, TILE_ROWS // _ROWS
+    col_lanes = _CHANNELS // _VEC
     groups, row_groups = _CHANNELS // _GROUP, hidden // _GROUP
     sf_per_copy = sf_alignment // 4
     scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
@@ -150,9 +162,12 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
     row_stride = T.dynamic("row_stride")
 
+    # Where shared arrays have a channel, so that threads with 16 channels each, with 8 or with one meet in no bank.
     def slot(channel: Any) -> Any:
-        """Where shared arrays have a channel, so that threads with 16 channels each meet in no bank."""
         return channel ^ (channel // 32 % 4 * 4)
+
+    def slot_of_largest(channel: Any) -> Any:
+        return channel % 8 * 32 + (channel // 8 ^ channel % 8 * 4)
 
     @T.prim_func
     def gathered_recast(
@@ -167,69 +182,74 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             T.import_source(DIVISIONS_SOURCE + _SOURCE)
             T.annotate_min_blocks_per_sm(_BLOCKS_PER_SM)
             thread = T.get_thread_binding()
+            warp, lane = thread // 32, thread % 32
             row_lane, lane_col = thread // col_lanes, thread % col_lanes * _VEC
-            first_lane_row, first_row = row_lane * _ROWS, row_tile * TILE_ROWS
-            row, col = first_row + first_lane_row, col_tile * _CHANNELS + lane_col
-            # Of every thread the codes; of every row where it comes from, and sf of this tile and of a neighbour; of
-            # every channel amax of each row of threads, and the factor.
+            first_row, first_col = row_tile * TILE_ROWS, col_tile * _CHANNELS
+            row, col = first_row + row_lane * _ROWS, first_col + lane_col
+            # Where a thread finds sf of its rows and group.
+            sf_slot = warp * 128 + lane_col // _GROUP * 32 + row_lane % 2 * _ROWS
+            # Of every thread the codes; of every row sf of this tile and of a neighbour; of every channel amax so far,
+            # and the factor.
             codes = T.alloc_shared((_ROWS, _THREADS, 4), "uint32")
-            sources = T.alloc_shared((TILE_ROWS,), "uint32")
-            row_sf = T.alloc_shared((TILE_ROWS, 4), "uint32")
-            parts = T.alloc_shared((row_lanes, _CHANNELS), "uint32")
+            row_sf = T.alloc_shared((TILE_ROWS * 4,), "uint32")
+            largest = T.alloc_shared((_CHANNELS,), "uint32")
             factors = T.alloc_shared((_CHANNELS,), "uint32")
             source = T.alloc_var("uint32")
-            four_sources = T.alloc_local((4,), "uint32")
+            one_sf = T.alloc_local((groups,), "uint32")
             four_sf_bits = T.alloc_local((4,), "uint32")
             four_sf = T.view(four_sf_bits, (4,), "float32")
             words = T.alloc_local((2, 4), "uint32")
             amax = T.alloc_local((_VEC,), "uint32")
-            largest = T.alloc_var("uint32")
+            merged = T.alloc_local((_VEC // 2,), "uint32")
             scale = T.alloc_local((2,), "uint32")
             factor_bits = T.alloc_local((_VEC,), "uint32")
             factor = T.view(factor_bits, (_VEC,), "float32")
             new_codes = T.alloc_local((4,), "uint32")
 
-            # A thread for each row; negative sources are large as uint32.
+            # A thread looks up one row and copies its sf; negative sources are large as uint32.
             source = T.uint32(0xFFFFFFFF)
             if first_row + thread < num_rows:
                 source = T.cast(pos_to_token[first_row + thread], "uint32")
-            sources[thread] = source
             for i in T.unroll(4 // sf_per_copy):
                 sf_col = col_tile * groups // 4 * 4 + i * sf_per_copy
                 T.call_extern(
                     "void",
                     f"tk_gather<{sf_alignment}>",
-                    T.address_of(row_sf[thread, i * sf_per_copy]),
+                    T.address_of(row_sf[thread * 4 + i * sf_per_copy]),
                     T.address_of(x_sf[0, sf_col]),
                     source,
                     T.uint32(4 * row_groups),
                     T.if_then_else(sf_col < row_groups, T.cast(num_tokens, "uint32"), T.uint32(0)),
                 )
-            # A warp's threads have the rows that its threads have looked up.
-            T.sync_warp()
             for quarter in T.unroll(_ROWS // 4):
-                four_sources[0:4] = T.lds128(sources[first_lane_row + 4 * quarter])
                 for k in T.unroll(4):
                     T.call_extern(
                         "void",
                         "tk_gather<16>",
                         T.address_of(codes[4 * quarter + k, thread, 0]),
                         T.address_of(x[0, col]),
-                        four_sources[k],
+                        T.call_extern("uint32", "tk_source_of", source, 4 * quarter + k),
                         T.cast(row_stride, "uint32"),
                         T.cast(num_tokens, "uint32"),
                     )
                 T.call_extern("void", "tk_close_group")
+            for k in T.unroll(_CHANNELS // _THREADS):
+                largest[k * _THREADS + thread] = T.uint32(least_amax)
+            T.sync_threads()
 
             for j in T.unroll(_VEC):
                 amax[j] = T.uint32(0)
             for quarter in T.unroll(_ROWS // 4):
                 T.call_extern("void", "tk_await", _ROWS // 4 - 1 - quarter)
                 if quarter == 0:
-                    T.sync_warp()  # for sf, which other threads have copied
-                for k in T.unroll(4):
-                    sf_col = col_tile * groups % 4 + lane_col // _GROUP
-                    four_sf_bits[k] = row_sf[first_lane_row + 4 * quarter + k, sf_col]
+                    # A warp's threads have the rows whose sf its threads have copied: by row to by group.
+                    for i in T.unroll(groups):
+                        one_sf[i] = row_sf[thread * 4 + col_tile * groups % 4 + i]
+                    T.sync_warp()
+                    for i in T.unroll(groups):
+                        row_sf[warp * 128 + i * 32 + lane] = one_sf[i]
+                    T.sync_warp()
+                four_sf_bits[0:4] = T.lds128(row_sf[sf_slot + 4 * quarter])
                 for k in T.unroll(2):
                     words[0, 0:4] = T.lds128(codes[4 * quarter + 2 * k, thread, 0])
                     words[1, 0:4] = T.lds128(codes[4 * quarter + 2 * k + 1, thread, 0])
@@ -243,32 +263,30 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                             words[1, j],
                             four_sf[2 * k + 1],
                         )
-            for j in T.unroll(4):
-                T.sts128(parts[row_lane, slot(lane_col + 4 * j)], amax[4 * j : 4 * j + 4])
+            T.call_extern("void", "tk_merge_amax", T.address_of(amax[0]), T.address_of(merged[0]))
+            for j in T.unroll(_VEC // 2):
+                channel = lane_col + row_lane % 2 * 8 + j
+                T.call_extern("void", "atomicMax", T.address_of(largest[slot_of_largest(channel)]), merged[j])
             T.sync_threads()
             for k in T.unroll(_CHANNELS // _THREADS):
                 channel = k * _THREADS + thread
-                largest = T.uint32(least_amax)
-                for i in T.unroll(row_lanes):
-                    largest = T.max(largest, parts[i, slot(channel)])
-                bits = T.reinterpret(largest, "int32")
+                bits = T.reinterpret(largest[slot_of_largest(channel)], "int32")
                 T.call_extern("void", scale_of, bits, T.address_of(scale[0]), T.address_of(scale[1]))
-                sf[row_tile, col_tile * _CHANNELS + channel] = T.reinterpret(scale[0], "float32")
+                sf[row_tile, first_col + channel] = T.reinterpret(scale[0], "float32")
                 factors[slot(channel)] = scale[1]
             T.sync_threads()
 
             for j in T.unroll(4):
                 factor_bits[4 * j : 4 * j + 4] = T.lds128(factors[slot(lane_col + 4 * j)])
-            for quarter in T.unroll(_ROWS // 4):
-                for k in T.unroll(4):
-                    sf_col = col_tile * groups % 4 + lane_col // _GROUP
-                    four_sf_bits[k] = row_sf[first_lane_row + 4 * quarter + k, sf_col]
-                for k in T.unroll(4):
-                    words[0, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
-                    for j in T.unroll(4):
-                        new_codes[j] = T.call_extern(
-                            "uint32", "tk_recast", words[0, j], four_sf[k], T.address_of(factor[4 * j])
-                        )
-                    T.stg128(out[row + 4 * quarter + k, col], new_codes[0:4], pred=row < num_rows)
+            if row < num_rows:
+                for quarter in T.unroll(_ROWS // 4):
+                    four_sf_bits[0:4] = T.lds128(row_sf[sf_slot + 4 * quarter])
+                    for k in T.unroll(4):
+                        words[0, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
+                        for j in T.unroll(4):
+                            new_codes[j] = T.call_extern(
+                                "uint32", "tk_recast", words[0, j], four_sf[k], T.address_of(factor[4 * j])
+                            )
+                        T.stg128(out[row + 4 * quarter + k, col], new_codes[0:4])
 
     return gathered_recast

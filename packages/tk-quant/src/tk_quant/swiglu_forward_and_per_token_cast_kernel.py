@@ -41,7 +41,7 @@ there where the scale was made from the amax of the group, unless that is not fi
 
 _LOADS = r"""
 // Sixteen bytes, 0 where not valid. Three quarters of what is read so leave L2 first, before results.
-__device__ __forceinline__ void tk_load_once(unsigned *words, const void *address, bool valid) {
+__device__ __forceinline__ void tk_load_mostly_once(unsigned *words, const void *address, bool valid) {
   asm("{ .reg .pred p; .reg .b64 policy;\n"
       "  createpolicy.fractional.L2::evict_first.b64 policy, 0.75;\n"
       "  setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
@@ -188,7 +188,7 @@ def swiglu_cast_kernel(
             for j in T.unroll(words_per_piece // 4):
                 if kept == pieces:
                     both = T.address_of(words[piece, 4 * j]), T.address_of(x[row, col + 4 * j * per_word])
-                    T.call_extern("void", "tk_load_once", *both, valid)
+                    T.call_extern("void", "tk_load_mostly_once", *both, valid)
                 else:
                     words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 4 * j * per_word], pred=valid)
         elif load_bytes == 8:

@@ -79,14 +79,15 @@ class TransposeConfig:
     @cache
     def best(itemsize: int, num_cols: int, arch: Arch) -> "TransposeConfig":
         """The configuration for an input's element size and columns on an architecture."""
-        # H200, 8192 x 7168, means over 8 allocations, against copies of 57.5 and 29.9 µs: bf16 58.5 µs (59.7 with as
-        # many blocks as fit and nothing brought in ahead), e4m3 30.4 (30.7). With short rows of single bytes most tiles
+        # H200, 8192 x 7168, against copies of 56.9 and 28.7 µs: bf16 58.2 µs (58.6 and 59.5 with 3 and 4 blocks), e4m3
+        # 29.9 (30.05 with 4 blocks; with 4096 columns 18.0 instead of 17.8). With short rows of single bytes most tiles
         # are under way at once, and waiting for a turn would cost up to 8 %.
         if itemsize == 1 and num_cols < 4096:
             return TransposeConfig(groups=8, chunks=16, threads=128, blocks=6, ahead=0)
         if itemsize == 1:
-            return TransposeConfig(groups=8, chunks=16, threads=128, blocks=4, ahead=arch.num_sms)
-        return TransposeConfig(groups=16, chunks=16, threads=256, blocks=3 if itemsize == 2 else 4, ahead=arch.num_sms)
+            blocks = 3 if num_cols > 4096 else 4
+            return TransposeConfig(groups=8, chunks=16, threads=128, blocks=blocks, ahead=arch.num_sms)
+        return TransposeConfig(groups=16, chunks=16, threads=256, blocks=2 if itemsize == 2 else 3, ahead=arch.num_sms)
 
 
 # Chunks are whole, so the guards around them are all the bounds checking there is to do.
