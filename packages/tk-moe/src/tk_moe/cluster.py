@@ -14,22 +14,8 @@ __device__ __forceinline__ int tk_load_from_cluster(const int* pointer, int rank
 """
 
 # Blocks send each other 16 bytes at a time; the receiver's barrier counts what has arrived. A cluster's barrier has the
-# sender wait for it.
+# sender wait for it. For kernels that have taken in MBARRIER.
 SEND_TO_CLUSTER = """
-__device__ __forceinline__ unsigned int tk_shared_address(const void* pointer) {
-  return static_cast<unsigned int>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void tk_init_cluster_barrier(void* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(tk_shared_address(barrier)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void tk_expect_from_cluster(void* barrier, int num_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               :: "r"(tk_shared_address(barrier)), "r"(num_bytes) : "memory");
-}
-
 __device__ __forceinline__ void tk_send_to_cluster(void* to, const void* from, void* barrier, int rank) {
   unsigned int there, barrier_there;
   uint4 value = *static_cast<const uint4*>(from);

@@ -135,7 +135,7 @@ def _expand_to_fused_with_sf_out(
     expand(x, sf, token_topk_to_pos, pos_to_expert, out, out_sf, num_blocks, num_gathering_blocks, rows)
 
 
-def _check_maps(token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> None:
+def check_maps(token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> None:
     """With TK_DEBUG: raise unless the positions are exactly the rows that belong to an expert, each once."""
     if pos_to_expert.is_meta:
         return
@@ -180,7 +180,7 @@ def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_exp
         "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
     )
     if not torch.compiler.is_compiling() and env.debug():
-        _check_maps(token_topk_to_pos, pos_to_expert)
+        check_maps(token_topk_to_pos, pos_to_expert)
     out = x.new_empty((num_expanded_tokens, hidden))
     _expand_to_fused_out(x, token_topk_to_pos, pos_to_expert, out)
     return out
@@ -241,7 +241,7 @@ def expand_to_fused_with_sf(
         "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
     )
     if not torch.compiler.is_compiling() and env.debug():
-        _check_maps(token_topk_to_pos, pos_to_expert)
+        check_maps(token_topk_to_pos, pos_to_expert)
     layout = ScaleLayout.ROW_MAJOR
     if use_tma_aligned_col_major_sf:
         layout = ScaleLayout.PACKED_UE8M0 if packed else ScaleLayout.COL_MAJOR

@@ -9,25 +9,11 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
+from tk_moe.mbarrier import MBARRIER
 
 _KIB = 1024
 _BARRIER_BYTES = 128
-# The barrier counts the bytes that have arrived.
 _BULK_COPIES = """
-__device__ __forceinline__ unsigned int tk_shared_address(const void* pointer) {
-  return static_cast<unsigned int>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void tk_make_barrier(void* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(tk_shared_address(barrier)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void tk_expect_bulk_loads(void* barrier, int num_bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               :: "r"(tk_shared_address(barrier)), "r"(num_bytes) : "memory");
-}
-
 __device__ __forceinline__ void tk_bulk_load(void* to, const void* from, int num_bytes, void* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(tk_shared_address(to)), "l"(from), "r"(num_bytes), "r"(tk_shared_address(barrier)) : "memory");
@@ -129,7 +115,7 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
         # Piece block + i * num_blocks of x is this block's for every i below `count`.
         count = T.min(pieces_per_block, T.ceildiv(num_tokens * pieces_per_row - block, num_blocks))
         if lane == 0:
-            T.call_extern("handle", "tk_expect_bulk_loads", T.access_ptr(loaded[0], "rw"), count * piece_words * 4)
+            T.call_extern("handle", "tk_expect_bytes", T.access_ptr(loaded[0], "rw"), count * piece_words * 4)
         T.sync_warp()
         if lane < count:
             piece = block + lane * num_blocks
@@ -191,14 +177,14 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
         pieces_per_block: T.int32,
     ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
-            T.import_source(_BULK_COPIES)
+            T.import_source(MBARRIER + _BULK_COPIES)
             tx = T.get_thread_binding()
             x_words = T.view(x, (num_tokens, row_words), "uint32")
             out_words = T.view(out, (num_expanded_tokens, row_words), "uint32")
             # 128 bytes, for pieces come next: where these start on 16 bytes only, all takes 202 µs instead of 134.
             loaded = T.alloc_shared((_BARRIER_BYTES // 8,), "uint64")
             if tx == 0:
-                T.call_extern("handle", "tk_make_barrier", T.access_ptr(loaded[0], "rw"))
+                T.call_extern("handle", "tk_make_mbarrier", T.access_ptr(loaded[0], "rw"))
             T.sync_threads()
             if tx < 32:
                 copy_pieces(block, num_blocks, pieces_per_block, tx, x_words, token_topk_to_pos, out_words, loaded)

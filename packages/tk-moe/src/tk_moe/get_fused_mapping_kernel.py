@@ -31,6 +31,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_moe.cluster import SEND_TO_CLUSTER
 from tk_moe.get_fused_mapping_config import GetFusedMappingConfig
+from tk_moe.mbarrier import MBARRIER
 
 _EXPERT_BITS = 10  # of at most 1024 experts
 _PAIR_BITS = 16  # of a pair's number within its block's
@@ -261,7 +262,7 @@ def mapping_kernel(
         expert_psum: T.Tensor((num_experts,), "int32"),
         alignment: T.int32,
     ) -> None:
-        prelude = SEND_TO_CLUSTER if cluster_size > 1 else None
+        prelude = MBARRIER + SEND_TO_CLUSTER if cluster_size > 1 else None
         with T.Kernel(num_blocks, threads=threads, cluster_dims=max(cluster_size, 1), prelude=prelude) as block:
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
@@ -303,7 +304,7 @@ def mapping_kernel(
 
             if cluster_size > 1:
                 if thread == 0:
-                    T.call_extern("handle", "tk_init_cluster_barrier", T.access_ptr(arrived[0], "rw"))
+                    T.call_extern("handle", "tk_make_mbarrier", T.access_ptr(arrived[0], "rw"))
                 T.sync_warp()
                 T.cluster_arrive_relaxed()
             clear(T.view(ranks, (warps * num_experts // 2,), "uint32"), warps * num_experts // 2, thread)
@@ -315,7 +316,7 @@ def mapping_kernel(
             T.sync_threads()
             if cluster_size > 1 and thread == 0:
                 num_bytes = cluster_size * row * 2
-                T.call_extern("handle", "tk_expect_from_cluster", T.access_ptr(arrived[0], "rw"), num_bytes)
+                T.call_extern("handle", "tk_expect_bytes", T.access_ptr(arrived[0], "rw"), num_bytes)
 
             prefix = 0
             total = 0

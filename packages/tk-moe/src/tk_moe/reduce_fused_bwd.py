@@ -31,7 +31,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.expand_to_fused import _check_maps
+from tk_moe.expand_to_fused import check_maps
 from tk_moe.expand_to_fused_kernel import ExpandConfig
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -296,7 +296,7 @@ def reduce_fused_bwd(
     else:
         check.require(x is None, "x", "None without topk_weights", type(x))
     if not torch.compiler.is_compiling() and env.debug():
-        _check_maps(token_topk_to_pos, pos_to_expert)
+        check_maps(token_topk_to_pos, pos_to_expert)
     grad_x = grad.new_empty((num_expanded_tokens, hidden), dtype=dtype)
     _reduce_fused_bwd_out(grad, x, topk_weights, token_topk_to_pos, pos_to_expert, grad_x, grad_topk_weights)
     return grad_x, grad_topk_weights
