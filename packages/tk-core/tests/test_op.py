@@ -95,7 +95,6 @@ def test_unsupported_arch_is_named_before_anything_runs() -> None:
     with capture(arch_from_name("sm_80")), pytest.raises(UnsupportedArchError, match=message):
         _modern_out(x, 2, out)
     assert launches == []
-    assert [arch.name for arch in _modern_out.archs()] == ["sm_90a", "sm_100a", "sm_103a", "sm_120a"]
 
 
 def test_backend() -> None:

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from tk_core import env, kernel
-from tk_core.arch import ARCHS, Arch, UnsupportedArchError, get_arch
+from tk_core.arch import UnsupportedArchError, get_arch
 
 _libraries: dict[str, torch.library.Library] = {}
 _forced_backend: str | None = None
@@ -115,10 +115,6 @@ class Op:
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
-
-    def archs(self) -> list[Arch]:
-        """Architectures that the op has a kernel for."""
-        return [arch for arch in ARCHS.values() if arch.sm >= self.min_sm]
 
     def _check_arch(self, device: torch.device) -> None:
         arch = get_arch(device)
