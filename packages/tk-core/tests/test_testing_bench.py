@@ -1,7 +1,9 @@
 """tk_core.testing.bench: what becomes of recorded events, and rows. The measuring itself needs a GPU."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,14 +57,49 @@ def test_calls_that_do_not_count_fill_l2(moved_bytes: int, lead: int) -> None:
 def test_contenders_take_turns() -> None:
     # Of 0.4 s a contender has 33 ms in each of twelve turns: six calls of 5 ms, and not one of a second.
     plan = bench.plan_of({"copy": 57.0, "op": 10.0, "eager": 5e3, "compiled": 1e6}, 3)
-    first = [("", False), *[("copy", False)] * 3, *[("copy", True)] * 5]
-    assert plan[: len(first)] == first
-    assert [plan.count((name, True)) for name in ("copy", "op", "eager", "compiled")] == [60, 60, 60, 4]
-    assert [plan.count((name, False)) for name in ("copy", "op", "eager", "compiled", "")] == [36, 36, 12, 4, 40]
-    names = [name for name, _ in plan if name]
+    assert plan[0] == ("copy", 8, 5)
+    counting = {name: sum(count for turn, _, count in plan if turn == name) for name, _, _ in plan}
+    others = {name: sum(calls - count for turn, calls, count in plan if turn == name) for name, _, _ in plan}
+    assert counting == {"copy": 60, "op": 60, "eager": 60, "compiled": 4}
+    assert others == {"copy": 36, "op": 36, "eager": 12, "compiled": 4}
+    names = [name for name, _, _ in plan]
+    assert len(names) == 40
     turns = [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
     assert turns[:7] == ["copy", "op", "eager", "compiled", "eager", "op", "copy"]
     assert turns[-5:] == ["copy", "op", "eager", "op", "copy"]
+
+
+def test_each_turn_is_recorded_behind_one_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = []
+
+    def launch(name: str, duration: int) -> None:
+        start = len(device)
+        event = SimpleNamespace(
+            start_ns=lambda: start,
+            name=lambda: name,
+            duration_ns=lambda: duration,
+            device_type=lambda: torch.autograd.DeviceType.CUDA,
+        )
+        device.append((duration, event))
+
+    recorded = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: [event for _, event in device]))
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(SimpleNamespace(profiler=recorded)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: launch(_SPIN, cycles))
+    made = object.__new__(bench.Bench)
+    turns = [[lambda: launch("read", 9), lambda: launch("first", 2000)], [lambda: launch("second", 3000)]]
+    assert made._record(turns) == [[0.009, 2.0], [3.0]]
+    assert [duration for duration, _ in device] == [900_000, 9, 1, 1, 2000, 1, 900_000, 3000, 1]
+
+
+def test_only_the_last_calls_of_a_turn_count() -> None:
+    made = object.__new__(bench.Bench)
+    made._time_by_events = lambda call: 57.0
+    made._record = lambda turns: [[1e9, *range(len(turn) - 1)] for turn in turns]
+    # Eight calls of which five count: 3, 4, 5, 6, 7.
+    assert made._device_times({"copy": None, "op": None}, 3) == ("cupti", {"copy": 5, "op": 5})
+    made._record = lambda turns: None
+    assert made._device_times({"copy": None, "op": None}, 3) == ("events", {"copy": 57.0, "op": 57.0})
 
 
 def test_rates() -> None:

@@ -24,6 +24,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from tk_core.kernel import recorded_launches
+from tk_core.math import ceil_div
 from tk_core.op import forget_short_cut
 from tk_core.testing.machine import versions
 from tk_core.testing.specs import Case, OpSpec
@@ -102,7 +104,7 @@ class Bench:
         pairs = [pair, *(transfer(pair) for _ in range(_CALLS))]
         self._copy = Rotation(lambda source, target: target.copy_(source), pairs)
         # The first recording of a process loads CUPTI and may miss kernels.
-        self._record([self._copy])
+        self._record([[self._copy]])
 
     def close(self) -> None:
         """Free the buffers."""
@@ -180,14 +182,14 @@ class Bench:
         once = {name: self._time_by_events(call) for name, call in contenders.items()}
         plan = plan_of(once, lead)
         samples: dict[str, list[float]] = {name: [] for name in contenders}
-        durations = self._record([contenders[name] if name else self._read for name, _ in plan])
+        # What the last contender left unwritten in L2 goes by reading.
+        durations = self._record([[self._read, *[contenders[name]] * calls] for name, calls, _ in plan])
         if durations is not None:
-            for (name, counts), duration in zip(plan, durations):
-                if counts:
-                    samples[name].append(duration)
+            for (name, _, count), of_turn in zip(plan, durations):
+                samples[name] += of_turn[-count:]
         else:
-            for name in (name for name, counts in plan if counts):
-                samples[name].append(self._time_by_events(contenders[name]))
+            for name, _, count in plan:
+                samples[name] += [self._time_by_events(contenders[name]) for _ in range(count)]
         timer = "events" if durations is None else "cupti"
         return timer, {name: statistics.median(values) for name, values in samples.items()}
 
@@ -206,21 +208,26 @@ class Bench:
         after.synchronize()
         return before.elapsed_time(after) * 1e3
 
-    def _record(self, calls: Sequence[Call]) -> list[float] | None:
-        """Device time of each call in µs from one recording; None if CUPTI reports no kernels."""
+    def _record(self, turns: Sequence[Sequence[Call]]) -> list[list[float]] | None:
+        """Device time of each call of each turn in µs from one recording; None if CUPTI reports no kernels."""
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-            for call in calls:
-                torch.cuda._sleep(_HEAD_START_CYCLES if call == self._read else 1)
-                call()
-                torch.cuda._sleep(1)
+            for turn in turns:
+                for index, call in enumerate(turn):
+                    torch.cuda._sleep(_HEAD_START_CYCLES if index == 0 else 1)
+                    call()
+                    torch.cuda._sleep(1)
             torch.cuda.synchronize()
         events = [
             (event.start_ns(), event.name(), event.duration_ns())
             for event in recorded.profiler.kineto_results.events()
             if event.device_type() == torch.autograd.DeviceType.CUDA
         ]
-        return between_markers(events, len(calls))
+        sums = between_markers(events, sum(len(turn) for turn in turns))
+        if sums is None:
+            return None
+        durations = iter(sums)
+        return [list(islice(durations, len(turn))) for turn in turns]
 
     # ---- host time
 
@@ -246,24 +253,23 @@ class Bench:
 
 def lead_of(moved_bytes: int) -> int:
     """How many calls do not count before those that do, for calls that move so many bytes."""
-    return max(1, min(_LEAD_CALLS, -(-_LEAD_BYTES // max(moved_bytes, 1))))
+    return min(_LEAD_CALLS, ceil_div(_LEAD_BYTES, max(moved_bytes, 1)))
 
 
-def plan_of(once: dict[str, float], lead: int) -> list[tuple[str, bool]]:
-    """Which contender is called when, and whether the call counts, given what one call takes, in µs.
+def plan_of(once: dict[str, float], lead: int) -> list[tuple[str, int, int]]:
+    """The turns: whose it is, how many calls it has, and how many of those, the last, count.
 
-    Each turn starts with a read of 256 MB, by no name, so that the last contender's unwritten lines are gone. A slow
-    contender has fewer calls, but two at least, of which the last counts, in four turns at least.
+    `once` is what one call of each contender takes, in µs. A slow contender has fewer calls, but two at least, in four
+    turns at least.
     """
-    plan: list[tuple[str, bool]] = []
+    plan: list[tuple[str, int, int]] = []
     for turn in range(_TURNS):
         for name in once if turn % 2 == 0 else reversed(once):
             affordable = int(_SECONDS * 1e6 / _TURNS / once[name])
             if affordable < 2 and turn >= _SLOW_TURNS:
                 continue
             calls = max(2, min(lead + _CALLS, affordable))
-            count = min(_CALLS, calls - 1)
-            plan += [("", False)] + [(name, False)] * (calls - count) + [(name, True)] * count
+            plan.append((name, calls, min(_CALLS, calls - 1)))
     return plan
 
 
