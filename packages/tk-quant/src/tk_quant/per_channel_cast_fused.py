@@ -9,10 +9,11 @@ For each channel of each block of 128 rows (the last block of gathered rows may 
 x (num_tokens, hidden), bfloat16, float32, or float8_e4m3fn beside float32 (num_tokens, hidden / 128);
 data float8_e4m3fn (num_rows, hidden), sf float32 (ceil(num_rows / 128), hidden).
 
-Tensors go through the kernel of per_channel_cast, and many gathered rows of pairs through that of gathered_recast. The
-kernel here is for other pairs, and goes like the first: a thread has `rows` neighbouring rows of `vec` channels, the
-threads of a block 128 rows of `channels`. But a thread keeps codes, and converts them twice: float32 values would take
-four times the registers, and what hides the latencies here is that six times four warps fit a multiprocessor.
+Tensors go through the kernel of per_channel_cast, and gathered rows of pairs, unless they are few, through that of
+gathered_recast. The kernel here is for other pairs, and goes like the first: a thread has `rows` neighbouring rows of
+`vec` channels, the threads of a block 128 rows of `channels`. But a thread keeps codes, and converts them twice:
+float32 values would take four times the registers, and what hides the latencies here is that six times four warps fit
+a multiprocessor.
 """
 
 from dataclasses import dataclass
@@ -195,8 +196,9 @@ def _per_channel_recast_out(
     arch = get_arch(x.device)
     hidden, alignment, gathered = x.shape[1], check.row_alignment(x), pos_to_token is not None
     if gathered and gathered_recast.is_for(out.shape[0], hidden, alignment, arch):
+        prefetched = gathered_recast.prefetched(out.shape[0], x.shape[0], hidden, arch)
         gathered_recast.gathered_recast_kernel(hidden, check.row_alignment(x_sf), round_sf, arch)(
-            x, x_sf, pos_to_token, out, sf
+            x, x_sf, pos_to_token, out, sf, *prefetched
         )
         return
     config = PerChannelRecastConfig.best(hidden, gathered, arch)
