@@ -167,7 +167,7 @@ def test_kernel_for_many_gathered_rows(arch: Arch) -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 4096, 16384, 10**6])
 @pytest.mark.parametrize("num_rows", [16, 2064, 34816])
 def test_prefetched_columns_are_columns(num_rows: int, num_tokens: int, hidden: int) -> None:
-    first, count = gathered_recast.prefetched(num_rows, num_tokens, hidden, ARCHS["sm_90a"])
+    _, first, count = gathered_recast.opening(num_rows, num_tokens, hidden, ARCHS["sm_90a"])
     # What a bulk prefetch takes: whole numbers of 16 bytes.
     assert first % 16 == 0
     assert count % 16 == 0
@@ -176,12 +176,15 @@ def test_prefetched_columns_are_columns(num_rows: int, num_tokens: int, hidden: 
     assert count * num_tokens <= 4 << 20
 
 
-def test_prefetched_columns_are_those_of_later_blocks() -> None:
+def test_opening_suits_the_first_blocks() -> None:
     arch = ARCHS["sm_90a"]  # 132 multiprocessors, 6 blocks each: 2.9 times the 272 tiles of rows
-    assert gathered_recast.prefetched(34816, 4096, 7168, arch) == (768, 1024)
-    assert gathered_recast.prefetched(34816, 4096, 1280, arch) == (768, 512)
-    assert gathered_recast.prefetched(34816, 16384, 7168, arch) == (768, 256)
-    assert gathered_recast.prefetched(34816, 16385, 7168, arch)[1] == 0
+    assert gathered_recast.opening(34816, 4096, 7168, arch)[1:] == (768, 1024)
+    assert gathered_recast.opening(34816, 4096, 1280, arch)[1:] == (768, 512)
+    assert gathered_recast.opening(34816, 16384, 7168, arch)[1:] == (768, 256)
+    assert gathered_recast.opening(34816, 16385, 7168, arch)[2] == 0
+    # Whoever waits for nobody takes no turns.
+    assert gathered_recast.opening(34816, 4096, 768, arch)[0] > 0
+    assert gathered_recast.opening(34816, 4096, 512, arch)[0] == 0
 
 
 def _everywhere(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:

@@ -196,9 +196,9 @@ def _per_channel_recast_out(
     arch = get_arch(x.device)
     hidden, alignment, gathered = x.shape[1], check.row_alignment(x), pos_to_token is not None
     if gathered and gathered_recast.is_for(out.shape[0], hidden, alignment, arch):
-        prefetched = gathered_recast.prefetched(out.shape[0], x.shape[0], hidden, arch)
+        opening = gathered_recast.opening(out.shape[0], x.shape[0], hidden, arch)
         gathered_recast.gathered_recast_kernel(hidden, check.row_alignment(x_sf), round_sf, arch)(
-            x, x_sf, pos_to_token, out, sf, *prefetched
+            x, x_sf, pos_to_token, out, sf, *opening
         )
         return
     config = PerChannelRecastConfig.best(hidden, gathered, arch)
