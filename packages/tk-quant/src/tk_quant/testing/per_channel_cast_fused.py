@@ -173,11 +173,15 @@ SPEC = OpSpec(
                 ("pair-scattered", pair(64, 512, special=True), scattered(272, 64)),
             )
         ),
-        # On an H200 about the least that the kernel for many gathered rows is taken for.
-        Case(
-            "pair-h2048-t70-to-2064-past-the-end",
-            make(pair(70, 2048, special=True), past_the_end(2064, 70)),
-            small=True,
+        # On an H200 about the least that the kernel for many gathered rows is taken for, and the least for which its
+        # first blocks take turns and fetch columns of later ones.
+        *(
+            Case(
+                f"pair-h{hidden}-t70-to-{rows}-past-the-end",
+                make(pair(70, hidden, special=True), past_the_end(rows, 70)),
+                small=True,
+            )
+            for hidden, rows in ((2048, 2064), (7168, 3856))
         ),
         *(
             Case(
