@@ -158,7 +158,9 @@ def test_configuration_is_admissible(hidden: int, gathered: bool, arch: Arch) ->
 @pytest.mark.parametrize("arch", ARCHS.values())
 def test_kernel_for_many_gathered_rows(arch: Arch) -> None:
     assert gathered_recast.is_for(34816, 7168, 16, arch) == (arch.sm in (90, 100, 103))
-    assert not gathered_recast.is_for(16, 7168, 16, arch)
+    # A tile of 128 rows for each multiprocessor, and one more.
+    assert not gathered_recast.is_for(128 * arch.num_sms, 256, 16, arch)
+    assert gathered_recast.is_for(128 * arch.num_sms + 16, 256, 16, arch) == (arch.sm in (90, 100, 103))
     assert not gathered_recast.is_for(34816, 7168, 8, arch)
     assert not gathered_recast.is_for(34816, 7168 + 128, 16, arch)
 
