@@ -28,6 +28,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_quant.channel_blocks import TILE_ROWS
 from tk_quant.divisions import DIVISIONS_SOURCE
+from tk_quant.prefetch import BULK_PREFETCH_SOURCE
 from tk_quant.quantize import LIMITS, float_bits
 
 ALIGNMENT = 16
@@ -124,17 +125,6 @@ __device__ __forceinline__ void tk_gather(
 #undef TK_COPY
 }
 
-__device__ __forceinline__ void tk_wait_cycles(unsigned cycles) {
-  const unsigned start = clock();
-  while (unsigned(clock()) - start < cycles) {
-  }
-}
-
-// Starts to bring num_bytes into L2; both are multiples of 16.
-__device__ __forceinline__ void tk_prefetch_bytes(const void *from, int num_bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
-}
-
 // Closes a group of such copies.
 __device__ __forceinline__ void tk_close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -144,6 +134,12 @@ __device__ __forceinline__ void tk_await(int groups) {
   if (groups == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
   if (groups == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
   if (groups == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
+}
+
+__device__ __forceinline__ void tk_wait_cycles(unsigned cycles) {
+  const unsigned start = clock();
+  while (unsigned(clock()) - start < cycles) {
+  }
 }
 """
 
@@ -212,7 +208,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
     ) -> None:
         # Neighbouring blocks take neighbouring rows: all read from a few channels, which stay in L2.
         with T.Kernel(num_blocks, hidden // _CHANNELS, threads=_THREADS) as (row_tile, col_tile):
-            T.import_source(DIVISIONS_SOURCE + _SOURCE)
+            T.import_source(DIVISIONS_SOURCE + BULK_PREFETCH_SOURCE + _SOURCE)
             T.annotate_min_blocks_per_sm(_BLOCKS_PER_SM)
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
