@@ -169,7 +169,7 @@ def test_seeds_depend_on_the_test_alone(pytester: pytest.Pytester, run: Any) -> 
     assert drew[0] == drew[1]
 
 
-def test_each_worker_has_a_gpu_of_its_own(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_worker_begins_with_a_gpu_of_its_own(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     pytester.makepyfile(
         """
@@ -178,7 +178,7 @@ def test_each_worker_has_a_gpu_of_its_own(pytester: pytest.Pytester, monkeypatch
 
         @pytest.mark.parametrize("n", range(4))
         def test_gpu_of(n, worker_id):
-            assert os.environ["CUDA_VISIBLE_DEVICES"] == {"gw0": "4", "gw1": "7"}[worker_id]
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == {"gw0": "4,7", "gw1": "7,4"}[worker_id]
 
         @pytest.mark.gpu
         def test_gpu():

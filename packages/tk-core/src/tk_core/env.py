@@ -14,7 +14,7 @@ VARIABLES = {
     "TK_PRINT_KERNEL_SOURCE": "1: print the generated CUDA source of every kernel as it is loaded",
     "CUDA_HOME": "CUDA toolkit to compile with; set here to the one installed from wheels if you have not set it",
     "CUDA_PATH": "the same, read if CUDA_HOME is not set",
-    "CUDA_VISIBLE_DEVICES": "GPUs to use; set for each pytest-xdist worker when there are several",
+    "CUDA_VISIBLE_DEVICES": "GPUs to use; each pytest-xdist worker begins with another one when there are several",
     "TILELANG_CACHE_DIR": "folder of the compiled kernels (default ~/.tilelang/cache)",
     "TILELANG_PRINT_ON_COMPILATION": "0 unless you set it: TileLang's message for each compilation",
 }

@@ -175,7 +175,9 @@ def _take_gpu(workerinput: dict[str, Any]) -> None:
     gpus = workerinput.get("tk_gpus", [])
     worker = re.search(r"\d+$", workerinput["workerid"])
     if len(gpus) > 1 and worker:
-        env.put("CUDA_VISIBLE_DEVICES", gpus[int(worker.group()) % len(gpus)])
+        first = int(worker.group()) % len(gpus)
+        # The others stay visible: some tests need a second one.
+        env.put("CUDA_VISIBLE_DEVICES", ",".join(gpus[first:] + gpus[:first]))
 
 
 @pytest.hookimpl(trylast=True)
