@@ -16,6 +16,9 @@ multiprocessor, as the amax of all rows of threads meet in one word a channel. T
 neighbours, 16 bytes, for these pass the first-level cache, of which so much shared memory leaves little; loads of 4
 bytes would take 5 % longer.
 
+Neighbouring blocks take neighbouring rows, so that all read from a few columns of x, which stay in L2; what is written
+leaves it first.
+
 A code takes 7 instructions: half of one to unpack it with its neighbour, one to float32, one times sf, and half of one
 for amax, as integers can be compared by three; then the same again without amax, one times the factor, and half of one
 to pack it. Tensor cores convert codes to float32 exactly (times 1, plus zeros), but no faster.
@@ -39,10 +42,12 @@ _ROWS = 16
 _VEC = 16
 _THREADS = TILE_ROWS // _ROWS * (_CHANNELS // _VEC)
 _BLOCKS_PER_SM = 6
-# H200, 4096 tokens to 34816 rows of 2048 and 7168 channels: without either 25.5 and 82.6 us, with 4 MB (of 1 to 8) 25.1
-# and 82.0, with turns of 700 cycles (of 300 to 1400) besides 24.8 and 81.7.
-_PREFETCHED_BYTES = 4 << 20
+# H200, 4096 tokens to 34816 rows of 2048 and 7168 channels: without turns 25.1 and 82.0 us, with 700 cycles (of 300 to
+# 1400) 24.8 and 81.7.
 _TURN_CYCLES = 700
+# As many bytes of x are read before writing begins, those of the first blocks included. With 7 MB 25.2 and 81.7 us (one
+# column at once, copy 58.1), with 11 MB 25.1 and 81.3; 16000 rows of 7168 channels with 11 MB 42.9, with 15 MB 43.3.
+_EARLY_BYTES = 11 << 20
 
 _SOURCE = r"""
 #include <cuda_fp16.h>
@@ -76,6 +81,8 @@ __device__ __forceinline__ void tk_raise_amax(
 
 // The codes of code * sf * factor.
 __device__ __forceinline__ unsigned tk_recast(unsigned codes, float sf, const float *factors) {
+  // As if they came from elsewhere: else the compiler would keep what it has made of them for amax.
+  asm("" : "+r"(codes));
   float values[4];
   tk_floats_of_e4m3x4(codes, values);
   unsigned new_codes = 0;
@@ -136,6 +143,14 @@ __device__ __forceinline__ void tk_await(int groups) {
   if (groups == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
 }
 
+// Stores 16 bytes to a line that is to leave L2 before others.
+__device__ __forceinline__ void tk_store_in_passing(void *to, const unsigned *words) {
+  unsigned long long first_to_leave;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3]), "l"(first_to_leave));
+}
+
 __device__ __forceinline__ void tk_wait_cycles(unsigned cycles) {
   const unsigned start = clock();
   while (unsigned(clock()) - start < cycles) {
@@ -153,6 +168,13 @@ def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
     return ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) > arch.num_sms
 
 
+def _cols_at_once(hidden: int) -> int:
+    """Columns of tiles that are worked on side by side."""
+    # H200, 4096 tokens to 34816 rows: two take 81.0 us of 7168 channels and 69.6 of 6144, one 81.7 and 70.0; but of
+    # 4096 47.6 instead of 47.3, and of 2048 26.0 instead of 25.5.
+    return 2 if hidden >= 6144 and hidden % (2 * _CHANNELS) == 0 else 1
+
+
 def opening(num_rows: int, num_tokens: int, hidden: int, arch: Arch) -> tuple[int, int, int]:
     """How the first blocks begin: `(turn_cycles, later_col, later_cols)`.
 
@@ -162,9 +184,10 @@ def opening(num_rows: int, num_tokens: int, hidden: int, arch: Arch) -> tuple[in
     """
     row_tiles, first_blocks = ceil_div(num_rows, TILE_ROWS), _BLOCKS_PER_SM * arch.num_sms
     turn_cycles = _TURN_CYCLES if row_tiles * (hidden // _CHANNELS) > first_blocks else 0
-    later_col = ceil_div(first_blocks, row_tiles) * _CHANNELS
-    later_cols = _PREFETCHED_BYTES // _CHANNELS // max(num_tokens, 1) * _CHANNELS
-    return turn_cycles, later_col, max(min(later_cols, hidden - later_col), 0)
+    at_once = _cols_at_once(hidden)
+    later_col = min(ceil_div(first_blocks, row_tiles * at_once) * at_once * _CHANNELS, hidden)
+    early_cols = _EARLY_BYTES // _CHANNELS // max(num_tokens, 1) * _CHANNELS
+    return turn_cycles, later_col, max(min(early_cols, hidden) - later_col, 0)
 
 
 # With each shared array for one purpose only, the barriers below are enough.
@@ -181,6 +204,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
 
     col_lanes = _CHANNELS // _VEC
     groups, row_groups = _CHANNELS // _GROUP, hidden // _GROUP
+    at_once = _cols_at_once(hidden)
     sf_per_copy = sf_alignment // 4
     scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
     least_amax = float_bits(LIMITS["e4m3"][1])
@@ -206,10 +230,12 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
         later_col: T.int32,
         later_cols: T.int32,
     ) -> None:
-        # Neighbouring blocks take neighbouring rows: all read from a few channels, which stay in L2.
-        with T.Kernel(num_blocks, hidden // _CHANNELS, threads=_THREADS) as (row_tile, col_tile):
+        grid = (num_blocks * at_once, hidden // _CHANNELS // at_once)
+        with T.Kernel(*grid, threads=_THREADS) as (first, second):
             T.import_source(DIVISIONS_SOURCE + BULK_PREFETCH_SOURCE + _SOURCE)
             T.annotate_min_blocks_per_sm(_BLOCKS_PER_SM)
+            row_tile, col_tile = first // at_once, second * at_once + first % at_once
+            block = second * num_blocks * at_once + first
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
             row_lane, lane_col = thread // col_lanes, thread % col_lanes * _VEC
@@ -227,7 +253,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             one_sf = T.alloc_local((groups,), "uint32")
             four_sf_bits = T.alloc_local((4,), "uint32")
             four_sf = T.view(four_sf_bits, (4,), "float32")
-            words = T.alloc_local((2, 4), "uint32")
+            words = T.alloc_local((4, 4), "uint32")
             amax = T.alloc_local((_VEC,), "uint32")
             merged = T.alloc_local((_VEC // 2,), "uint32")
             scale = T.alloc_local((2,), "uint32")
@@ -239,7 +265,6 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             source = T.uint32(0xFFFFFFFF)
             if first_row + thread < num_rows:
                 source = T.cast(pos_to_token[first_row + thread], "uint32")
-            block = col_tile * num_blocks + row_tile
             if block < _BLOCKS_PER_SM * arch.num_sms:
                 T.call_extern("void", "tk_wait_cycles", T.cast(T.truncdiv(block, arch.num_sms) * turn_cycles, "uint32"))
             for i in T.unroll(4 // sf_per_copy):
@@ -285,18 +310,18 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                         row_sf[warp * 128 + i * 32 + lane] = one_sf[i]
                     T.sync_warp()
                 four_sf_bits[0:4] = T.lds128(row_sf[sf_slot + 4 * quarter])
-                for k in T.unroll(2):
-                    words[0, 0:4] = T.lds128(codes[4 * quarter + 2 * k, thread, 0])
-                    words[1, 0:4] = T.lds128(codes[4 * quarter + 2 * k + 1, thread, 0])
+                for k in T.unroll(0, 4, 2):
+                    words[k, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
+                    words[k + 1, 0:4] = T.lds128(codes[4 * quarter + k + 1, thread, 0])
                     for j in T.unroll(4):
                         T.call_extern(
                             "void",
                             "tk_raise_amax",
                             T.address_of(amax[4 * j]),
-                            words[0, j],
-                            four_sf[2 * k],
-                            words[1, j],
-                            four_sf[2 * k + 1],
+                            words[k, j],
+                            four_sf[k],
+                            words[k + 1, j],
+                            four_sf[k + 1],
                         )
             T.call_extern("void", "tk_merge_amax", T.address_of(amax[0]), T.address_of(merged[0]))
             for j in T.unroll(_VEC // 2):
@@ -314,14 +339,22 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             for j in T.unroll(4):
                 factor_bits[4 * j : 4 * j + 4] = T.lds128(factors[slot(lane_col + 4 * j)])
             if row < num_rows:
-                for quarter in T.unroll(_ROWS // 4):
+                for step in T.unroll(_ROWS // 4):
+                    # The last four rows first, whose codes are still in registers.
+                    quarter = _ROWS // 4 - 1 - step
                     four_sf_bits[0:4] = T.lds128(row_sf[sf_slot + 4 * quarter])
                     for k in T.unroll(4):
-                        words[0, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
+                        if step > 0:
+                            words[k, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
                         for j in T.unroll(4):
                             new_codes[j] = T.call_extern(
-                                "uint32", "tk_recast", words[0, j], four_sf[k], T.address_of(factor[4 * j])
+                                "uint32", "tk_recast", words[k, j], four_sf[k], T.address_of(factor[4 * j])
                             )
-                        T.stg128(out[row + 4 * quarter + k, col], new_codes[0:4])
+                        T.call_extern(
+                            "void",
+                            "tk_store_in_passing",
+                            T.address_of(out[row + 4 * quarter + k, col]),
+                            T.address_of(new_codes[0]),
+                        )
 
     return gathered_recast
