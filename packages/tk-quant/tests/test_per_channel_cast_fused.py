@@ -184,6 +184,9 @@ def test_opening_suits_the_first_blocks() -> None:
     assert gathered_recast.opening(34816, 4096, 4096, arch)[1:] == (768, 2048)
     assert gathered_recast.opening(34816, 4096, 1280, arch)[1:] == (768, 512)
     assert gathered_recast.opening(16000, 4001, 7168, arch)[1:] == (2048, 768)
+    # 11 MB are 1280 columns, one tile past those of the first blocks, of so many tokens at most.
+    assert gathered_recast.opening(34816, 9011, 7168, arch)[1:] == (1024, 256)
+    assert gathered_recast.opening(34816, 9012, 7168, arch)[2] == 0
     assert gathered_recast.opening(34816, 16384, 7168, arch)[2] == 0
     # Whoever waits for nobody takes no turns.
     assert gathered_recast.opening(34816, 4096, 768, arch)[0] > 0

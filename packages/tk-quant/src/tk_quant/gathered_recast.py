@@ -10,11 +10,11 @@ A thread has 16 neighbouring rows of 16 channels, a block of 128 threads a tile 
              +-----+-----+-- ... --+-----+
                ...
 
-A thread copies its codes to shared memory, asynchronously, and decodes them from there twice, for amax and to scale
-them: float32 values would take four times the room, and many tiles at a time are what hides the latencies. Six fit a
-multiprocessor, as the amax of all rows of threads meet in one word a channel. The sf of a row are copied with their
-neighbours, 16 bytes, for these pass the first-level cache, of which so much shared memory leaves little; loads of 4
-bytes would take 5 % longer.
+A thread copies its codes to shared memory, asynchronously, and decodes them from there twice (four rows' stay in
+registers for the second time), for amax and to scale them: float32 values would take four times the room, and many
+tiles at a time are what hides the latencies. Six fit a multiprocessor, as the amax of all rows of threads meet in one
+word a channel. The sf of a row are copied with their neighbours, 16 bytes, for these pass the first-level cache, of
+which so much shared memory leaves little; loads of 4 bytes would take 5 % longer.
 
 Neighbouring blocks take neighbouring rows, so that all read from a few columns of x, which stay in L2; what is written
 leaves it first.
