@@ -18,6 +18,17 @@ def test_tensor_returns_the_shape() -> None:
     assert check.tensor("x", torch.zeros(4, 8)[:, ::8], _FLOATS, ("num_tokens", 1), layout="rows") == (4, 1)
 
 
+@pytest.mark.parametrize("leading", [(), (0,), (3,), (2, 3), (2, 3, 5)])
+def test_any_number_of_leading_dimensions(leading: tuple[int, ...]) -> None:
+    x = torch.zeros(*leading, 4, 8)
+    assert check.tensor("x", x, _FLOATS, (..., "streams", 8)) == x.shape
+    assert check.tensor("x", x, _FLOATS, (*leading, 4, 8)) == x.shape
+    with pytest.raises(ValueError, match=r"x: expected shape \(\.\.\., 5, 8\), got \(.*4, 8\)"):
+        check.tensor("x", x, _FLOATS, (..., 5, 8))
+    with pytest.raises(ValueError, match=r"x: expected shape \(\.\.\., streams, 8\), got \(8,\)"):
+        check.tensor("x", torch.zeros(8), _FLOATS, (..., "streams", 8))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -174,3 +174,20 @@ def test_bad_arguments(zz: Path) -> None:
         ledger.mark_pending("tk_zz.f", " ")
     with pytest.raises(ModuleNotFoundError, match="expected an importable package, got 'tk_not_there'"):
         ledger.status("tk_not_there.f")
+
+
+def test_hash_covers_cuda_headers_beside_a_module(zz: Path) -> None:
+    before = ledger.source_hash("tk_zz.f")
+    device = zz / "device"
+    device.mkdir()
+    (device / "memory.py").write_text("three = 3\n")
+    (device / "memory.cuh").write_text("// one\n")
+    assert ledger.source_hash("tk_zz.f") == before
+    assert ledger.cuda_headers("tk_zz.f") == []
+
+    edit(zz / "deeper.py", "one = 1", "from tk_zz.device.memory import three\none = 1")
+    assert ledger.cuda_headers("tk_zz.f") == [device / "memory.cuh"]
+    included = ledger.source_hash("tk_zz.f")
+    assert included != before
+    (device / "memory.cuh").write_text("// two\n")
+    assert ledger.source_hash("tk_zz.f") != included

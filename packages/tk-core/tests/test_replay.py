@@ -79,14 +79,15 @@ def test_an_output_given_by_the_caller_is_returned() -> None:
     assert torch.equal(out, x * 2)
 
 
-def test_flat_views_are_made_again() -> None:
-    def flat(x: torch.Tensor) -> torch.Tensor:
+@pytest.mark.parametrize("shape", [(-1,), (6, 4), (2, 3, 2, 2)])
+def test_views_of_another_shape_are_made_again(shape: tuple[int, ...]) -> None:
+    def reshape(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        scale_kernel(ARCH)(x.view(-1), 2, out.view(-1))
+        scale_kernel(ARCH)(x.view(shape), 2, out.view(shape))
         return out
 
-    call = record(flat, torch.randn(3, 4))
-    x = torch.randn(3, 4)
+    call = record(reshape, torch.randn(2, 3, 4))
+    x = torch.randn(2, 3, 4)
     assert call is not None
     assert torch.equal(replay._replay(call, [x]), x * 2)
 

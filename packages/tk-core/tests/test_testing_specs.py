@@ -71,6 +71,19 @@ def test_specs_are_found(zz: Path) -> None:
     assert list(load_specs("tk_zz")) == ["tk_zz.f", "tk_zz.g"]
 
 
+@pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
+def test_specs_in_folders_are_found(zz: Path, init: bool) -> None:
+    write_package(zz)
+    folder = zz / "tk_zz" / "testing" / "family" / "deeper"
+    folder.mkdir(parents=True)
+    if init:
+        (folder.parent / "__init__.py").write_text("")
+        (folder / "__init__.py").write_text("")
+    body = "from tk_core.testing import OpSpec\n\ndef k(x):\n    return x\n\n"
+    (folder / "k.py").write_text(f"{body}SPEC = OpSpec(k, k, ())\n")
+    assert list(load_specs("tk_zz")) == ["tk_zz.f", "tk_zz.g", "tk_zz.k"]
+
+
 def test_one_spec_an_op(zz: Path) -> None:
     write_package(zz, "AGAIN = OpSpec(g, g, ())")
     with pytest.raises(ValueError, match=r"tk_zz.testing.h: expected one OpSpec for tk_zz.g"):

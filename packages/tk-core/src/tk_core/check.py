@@ -1,32 +1,35 @@
 """Argument checks: one fast test when all is well, and an error that names the argument when it is not."""
 
 from collections.abc import Collection
+from types import EllipsisType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Layout = Literal["contiguous", "rows", "any"]
+Shape = tuple[str | int | EllipsisType, ...]
 
 
 def tensor(
     name: str,
     x: Any,
     dtypes: tuple[torch.dtype, ...],
-    shape: tuple[str | int, ...],
+    shape: Shape,
     *,
     layout: Layout = "contiguous",
     device: torch.device | None = None,
 ) -> torch.Size:
     """Check a tensor argument and return its shape.
 
-    `shape` has a name for each dimension that may have any size and an int for each that may not. `layout` "rows" asks
-    for a unit stride in the last dimension only. Raises TypeError for another type or dtype, ValueError for the rest.
+    `shape` has a name for each dimension that may have any size and an int for each that may not; if it begins with
+    `...`, any number of dimensions may come before the others, also none. `layout` "rows" asks for a unit stride in the
+    last dimension only. Raises TypeError for another type or dtype, ValueError for the rest.
     """
     if isinstance(x, Tensor) and x.dtype in dtypes:
         found = x.shape
-        if len(found) == len(shape) and (device is None or x.device == device):
-            for size, want in zip(found, shape):
+        if _has_rank(x, shape) and (device is None or x.device == device):
+            for size, want in zip(reversed(found), reversed(shape)):
                 if want.__class__ is int and size != want:
                     break
             else:
@@ -38,11 +41,15 @@ def tensor(
     raise _tensor_error(name, x, dtypes, shape, layout, device)
 
 
+def _has_rank(x: Tensor, shape: Shape) -> bool:
+    return x.ndim >= len(shape) - 1 if shape and shape[0] is ... else x.ndim == len(shape)
+
+
 def _tensor_error(
     name: str,
     x: Any,
     dtypes: tuple[torch.dtype, ...],
-    shape: tuple[str | int, ...],
+    shape: Shape,
     layout: Layout,
     device: torch.device | None,
 ) -> Exception:
@@ -50,8 +57,10 @@ def _tensor_error(
         return TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in dtypes:
         return TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {x.dtype}")
-    if x.ndim != len(shape) or any(isinstance(want, int) and size != want for size, want in zip(x.shape, shape)):
-        return ValueError(f"{name}: expected shape ({', '.join(map(str, shape))}), got {tuple(x.shape)}")
+    pairs = zip(reversed(x.shape), reversed(shape))
+    if not _has_rank(x, shape) or any(isinstance(want, int) and size != want for size, want in pairs):
+        wanted = ", ".join("..." if want is ... else str(want) for want in shape)
+        return ValueError(f"{name}: expected shape ({wanted}), got {tuple(x.shape)}")
     if device is not None and x.device != device:
         return ValueError(f"{name}: expected device {device}, got {x.device}")
     wanted = "contiguous" if layout == "contiguous" else "stride 1 in the last dimension"

@@ -97,12 +97,21 @@ def source_hash(op: str) -> str:
     """SHA-256 over the source that decides what an op computes on a GPU; the same under every Python.
 
     That is the op's file, what it imports of its own package (references and testing apart) and of tk_core (checks and
-    dispatch apart), directly or not, and how kernels are compiled.
+    dispatch apart), directly or not, the CUDA headers (*.cuh) that lie beside these modules, and how kernels are
+    compiled.
     """
     digest = hashlib.sha256()
     for module in source_modules(op):
         digest.update(f"{module}\n{_canonical(_tree(module))}\n".encode())
+    for header in cuda_headers(op):
+        digest.update(f"{header.name}\n{header.read_text(encoding='utf-8')}\n".encode())
     return digest.hexdigest()
+
+
+def cuda_headers(op: str) -> list[Path]:
+    """The CUDA headers that `source_hash` covers: all that lie beside a module that it covers, sorted."""
+    folders = {file.parent for file in map(_file, source_modules(op)) if file is not None}
+    return sorted(header for folder in folders for header in folder.glob("*.cuh"))
 
 
 def source_modules(op: str) -> list[str]:

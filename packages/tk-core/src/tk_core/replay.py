@@ -42,11 +42,11 @@ class _Output(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What one kind of call does. Its values: the arguments, outputs, flat views, constants."""
+    """What one kind of call does. Its values: the arguments, outputs, views of these, constants."""
 
     outputs: tuple[_Output, ...]
-    flattened: tuple[int, ...]
-    """Values of which a kernel takes a view with one dimension."""
+    views: tuple[tuple[int, tuple[int, ...]], ...]
+    """Values of which a kernel takes a view of another shape, and that shape."""
     constants: tuple[Any, ...]
     launches: tuple[tuple[Callable[..., None], Callable[[Any], Any]], ...]
     """Compiled kernels, each with what picks its arguments from the values."""
@@ -126,9 +126,10 @@ def read(args, kwargs):
     return scope["read"]
 
 
-def _is_flat_view(x: Tensor, y: Tensor) -> bool:
+def _is_reshaped(x: Tensor, y: Tensor) -> bool:
+    """Whether x is y.view(x.shape), or of the same address, size and dtype."""
     same_place = x.data_ptr() == y.data_ptr() and x.numel() == y.numel() and x.dtype == y.dtype
-    return same_place and x.ndim == 1 and x.is_contiguous() and y.is_contiguous()
+    return same_place and x.is_contiguous() and y.is_contiguous()
 
 
 def _picker(indices: list[int]) -> Callable[[Any], Any]:
@@ -151,19 +152,19 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, flat: list[Any
         return result, None
     if any(x is not None and id(x) not in index_of for x in leaves):
         return result, None
-    flattened = []
+    views: list[tuple[int, tuple[int, ...]]] = []
     for x in (x for _, arguments in launched for x in arguments if isinstance(x, Tensor) and id(x) not in index_of):
-        bases = [index for index, y in enumerate(values) if isinstance(y, Tensor) and _is_flat_view(x, y)]
+        bases = [index for index, y in enumerate(values) if isinstance(y, Tensor) and _is_reshaped(x, y)]
         if len(bases) != 1:
             return result, None
-        index_of[id(x)] = len(values) + len(flattened)
-        flattened += bases
+        index_of[id(x)] = len(values) + len(views)
+        views.append((bases[0], tuple(x.shape)))
     written = {index_of[id(x)] for _, arguments in launched for x in arguments if isinstance(x, Tensor)}
-    written.update(flattened)
+    written.update(index for index, _ in views)
     if any(x.numel() and index_of[id(x)] not in written for x in outputs):
         return result, None
 
-    values += [values[index].view(-1) for index in flattened]
+    values += [values[index].view(shape) for index, shape in views]
     num_before = len(values)
 
     def index(x: Any) -> int:
@@ -176,7 +177,7 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, flat: list[Any
     picked = _picker([index(x) for x in leaves]) if isinstance(result, tuple) else itemgetter(index(result))
     return result, _Call(
         outputs=tuple(_Output(x.new_empty((0,)), tuple(x.shape), x.stride()) for x in outputs),
-        flattened=tuple(flattened),
+        views=tuple(views),
         constants=tuple(values[num_before:]),
         launches=launches,
         result=picked,
@@ -188,8 +189,8 @@ def _replay(call: _Call, values: list[Any]) -> Any:
     for like, shape, strides in call.outputs:
         # 0.3 µs less than new_empty(shape), also where the strides are the usual ones.
         values.append(like.new_empty_strided(shape, strides))
-    for index in call.flattened:
-        values.append(values[index].view(-1))
+    for index, shape in call.views:
+        values.append(values[index].view(shape))
     values += call.constants
     for compiled, arguments in call.launches:
         compiled(*arguments(values))

@@ -2,12 +2,13 @@
 
 import importlib
 import importlib.util
-import pkgutil
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tk_core.testing.numeric import assert_equal
@@ -79,8 +80,18 @@ def packages() -> list[str]:
     return [name for name in found if importlib.util.find_spec(name)]
 
 
+def _modules_below(package: ModuleType) -> list[str]:
+    """Names of all modules of a package and of its folders, whether or not a folder has an __init__.py; sorted."""
+    names = []
+    for folder in map(Path, package.__path__):
+        for file in folder.rglob("*.py"):
+            parts = file.relative_to(folder).with_suffix("").parts
+            names.append(".".join((package.__name__, *(part for part in parts if part != "__init__"))))
+    return sorted(set(names))
+
+
 def load_specs(package: str | None = None) -> dict[str, OpSpec]:
-    """Every module-level `OpSpec` in `package.testing`, by op name; of all op packages if none is named.
+    """Every module-level `OpSpec` in `package.testing` and its folders, by op name; without a package, of all packages.
 
     Raises ModuleNotFoundError for a package that is not there, ValueError if two specs are for one op.
     """
@@ -91,8 +102,8 @@ def load_specs(package: str | None = None) -> dict[str, OpSpec]:
         return {}
     testing = importlib.import_module(f"{package}.testing")
     specs: dict[str, OpSpec] = {}
-    for module_name in sorted(info.name for info in pkgutil.iter_modules(testing.__path__)):
-        module = importlib.import_module(f"{testing.__name__}.{module_name}")
+    for module_name in _modules_below(testing):
+        module = importlib.import_module(module_name)
         for value in vars(module).values():
             if not isinstance(value, OpSpec) or not value.name.startswith(f"{root.__name__}."):
                 continue
