@@ -55,6 +55,15 @@ CALLS = {
         scores = torch.tensor([[0.1, 0.7, 0.2, 0.7], [3.0, 1.0, 2.0, 0.0]])
         assert topk_gate(scores, 2).tolist() == [[1, 3], [0, 2]]
     """,
+    "tk-mhc": """
+        import torch
+        from tk_mhc import expand_to_mhc, mhc_pre_apply_mix
+        hidden = torch.arange(64).to(torch.bfloat16)
+        streams = expand_to_mhc(hidden, 4)
+        assert torch.equal(streams, hidden.repeat(4, 1))
+        mix = torch.tensor([[0.5], [1.0], [0.25], [0.25]])
+        assert torch.equal(mhc_pre_apply_mix(streams, mix), 2 * hidden)
+    """,
 }
 
 

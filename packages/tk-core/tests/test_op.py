@@ -1,6 +1,7 @@
 """@op: registration, backends and the ways through the dispatcher."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,69 @@ def test_any_stride_of_a_single_row_is_taken() -> None:
     assert launches == ["kernel", "kernel"]
     with pytest.raises(RuntimeError, match="violates"):
         strict._launch((torch.zeros(4, 4)[:, :2], torch.empty(4, 2)))
+
+
+def _sums_reference(x: torch.Tensor, others: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+    launches.append("reference")
+    for other, out in zip(others, outs, strict=True):
+        out.copy_(x + other)
+
+
+@op("tk_core_tests::sums_out", mutates=("outs",), reference=_sums_reference)
+def _sums_out(x: torch.Tensor, others: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+    launches.append("kernel")
+
+
+def sums(x: torch.Tensor, others: list[torch.Tensor]) -> list[torch.Tensor]:
+    outs = [torch.empty_like(x) for _ in others]
+    _sums_out(x, others, outs)
+    return outs
+
+
+def test_lists_of_tensors() -> None:
+    overload = torch.ops.tk_core_tests.sums_out.default
+    schema = "tk_core_tests::sums_out(Tensor x, Tensor[] others, Tensor(a2!)[] outs) -> ()"
+    assert str(overload._schema) == schema
+    x, others = torch.arange(4.0), [torch.ones(4), torch.full((4,), 2.0)]
+    torch.library.opcheck(overload, (x, others, [torch.zeros(4), torch.zeros(4)]))
+    compiled = torch.compile(sums, fullgraph=True, backend="aot_eager")
+    for got in (sums(x, others), compiled(x, others)):
+        assert [y.tolist() for y in got] == [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]
+    assert sums(x, []) == []
+
+
+class _Counted(torch.Tensor):
+    calls = 0
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls += 1
+        return None
+
+
+def test_subclasses_in_lists_go_through_the_dispatcher() -> None:
+    plain, outs = torch.ones(4), [torch.empty(4)]
+    _sums_out(plain, [plain], outs)
+    assert outs[0].tolist() == [2.0] * 4
+    counted = torch.Tensor._make_subclass(_Counted, torch.ones(4))
+    _Counted.calls = 0
+    _sums_out(plain, [counted], outs)
+    assert _Counted.calls == 1
+
+
+def test_any_stride_of_a_single_row_in_a_list_is_taken() -> None:
+    strict = op("tk_core_tests::strict_list_out", mutates=("outs",), reference=_sums_reference)(_strict_list_launch)
+    row, outs = torch.arange(12.0).view(3, 4)[1:2, :2], [torch.empty(1, 2)]
+    strict._launch((torch.ones(1, 2), [row], outs))
+    assert outs[0].tolist() == [[4.0, 5.0]]
+    assert launches == ["kernel", "kernel"]
+    with pytest.raises(RuntimeError, match="violates"):
+        strict._launch((torch.ones(4, 2), [torch.zeros(4, 4)[:, :2]], [torch.empty(4, 2)]))
+
+
+def _strict_list_launch(x: torch.Tensor, others: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+    for other, out in zip(others, outs, strict=True):
+        _strict_launch(other, out)
 
 
 @pytest.mark.gpu

@@ -23,8 +23,12 @@ _one_device = False
 _plain: set[tuple[type, ...]] = set()
 
 
-def _are_plain(kinds: tuple[type, ...]) -> bool:
+def _are_plain(args: tuple[Any, ...]) -> bool:
+    kinds = tuple(map(type, args))
     plain = all(kind in (Tensor, Parameter) or not issubclass(kind, Tensor) for kind in kinds)
+    if list in kinds:
+        # Next time, other tensors may be in the list.
+        return plain and all(_are_plain(tuple(arg)) for arg in args if type(arg) is list)
     if plain:
         _plain.add(kinds)
     return plain
@@ -73,8 +77,11 @@ def usual_strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _with_usual_strides(x: Tensor) -> Tensor:
-    if not x.is_contiguous():
+def _with_usual_strides(x: Any) -> Any:
+    if isinstance(x, list):
+        usual = [_with_usual_strides(y) for y in x]
+        return x if all(new is old for new, old in zip(usual, x)) else usual
+    if not isinstance(x, Tensor) or not x.is_contiguous():
         return x
     usual = usual_strides(x.shape)
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
@@ -142,7 +149,7 @@ class Op:
         except RuntimeError:
             # Where a dimension has one element or none, torch calls any stride contiguous, but TileLang's host code,
             # which looks before it launches, takes only the usual one.
-            usual = tuple(_with_usual_strides(arg) if isinstance(arg, Tensor) else arg for arg in args)
+            usual = tuple(map(_with_usual_strides, args))
             if all(new is old for new, old in zip(usual, args)):
                 raise
             self.launch(*usual)
@@ -160,7 +167,7 @@ class Op:
             self._overload(*args)
             return
         kinds = tuple(map(type, args))
-        if kinds not in _plain and not _are_plain(kinds):
+        if kinds not in _plain and not _are_plain(args):
             self._overload(*args)
             return
         first = args[0]
@@ -178,11 +185,11 @@ def op(
 ) -> Callable[[Callable[..., None]], Op]:
     """Register a launch as the torch operator `name` ("tk_domain::f_out").
 
-    The decorated function takes tensors (the first argument one) and scalars, writes into the arguments named by
-    `mutates`, and returns nothing; its annotations give the schema. It runs for CUDA tensors; `reference`, with the
-    same arguments, runs for CPU tensors and wherever the reference backend is asked for. `min_sm` is the oldest
-    architecture that it serves. In eager mode, with plain tensors, a call goes straight to it; torch.compile, fake
-    tensors, modes and tensor subclasses go through torch's dispatcher.
+    The decorated function takes tensors (the first argument one), lists of tensors and scalars, writes into the
+    arguments named by `mutates`, and returns nothing; its annotations give the schema. It runs for CUDA tensors;
+    `reference`, with the same arguments, runs for CPU tensors and wherever the reference backend is asked for. `min_sm`
+    is the oldest architecture that it serves. In eager mode, with plain tensors, a call goes straight to it;
+    torch.compile, fake tensors, modes and tensor subclasses go through torch's dispatcher.
     """
 
     def decorate(launch: Callable[..., None]) -> Op:

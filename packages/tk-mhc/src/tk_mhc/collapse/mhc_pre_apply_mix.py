@@ -1,0 +1,120 @@
+"""mhc_pre_apply_mix: the m streams of each token collapse into one, the input of a sublayer.
+
+    out[t, i] = bf16(Σ_s mix[t, s] · x[t, s, i])
+
+in float32, one fused multiply-add a stream, streams ascending from 0, rounded once: every bit is defined.
+Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+
+A thread block takes a token and a stretch of its channels, a thread eight neighbouring channels of all streams:
+
+    streams   0   [ thread 0 | thread 1 | … ]      each field 8 channels, one 16-byte load
+              1   [ thread 0 | thread 1 | … ]
+              …
+    out           [ thread 0 | thread 1 | … ]
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_mhc.lib.alignment import aligned
+from tk_mhc.lib.tiles import DIRECT_COPIES, channel_tile
+from tk_mhc.lib.tokens import check_streams, flat
+
+
+@dataclass(frozen=True)
+class MhcPreApplyMixConfig:
+    """Launch knobs."""
+
+    block_channels: int
+    """Channels of a thread block; what goes beyond hidden is left out."""
+    threads: int
+
+    @staticmethod
+    def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPreApplyMixConfig":
+        """Eight channels a thread, so that every load and store takes 16 bytes."""
+        block_channels = channel_tile(hidden, max_threads=256)
+        return MhcPreApplyMixConfig(block_channels, threads=block_channels // 8)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _mhc_pre_apply_mix_kernel(mhc_mult: int, hidden: int, config: MhcPreApplyMixConfig, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    from tk_mhc.lib.collapse import collapse_streams
+
+    block_channels = config.block_channels
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def mhc_pre_apply_mix(
+        x: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        mix: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
+        out: T.Tensor((num_tokens, hidden), "bfloat16"),
+    ) -> None:
+        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=config.threads) as (token, block):
+            channel = block * block_channels
+            streams = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
+            collapsed = T.alloc_fragment((block_channels,), "float32")
+            weights = T.alloc_fragment((mhc_mult,), "float32")
+
+            T.copy(x[token, :, channel : channel + block_channels], streams)
+            T.copy(mix[token, :, 0], weights)
+            collapse_streams(streams, weights, collapsed)
+            T.copy(collapsed, out[token, channel : channel + block_channels])
+
+    return mhc_pre_apply_mix
+
+
+def _mhc_pre_apply_mix_reference(x: Tensor, mix: Tensor, out: Tensor) -> None:
+    from tk_mhc.reference.collapse.mhc_pre_apply_mix import mhc_pre_apply_mix
+
+    mhc_pre_apply_mix(x, mix, out)
+
+
+@op("tk_mhc::mhc_pre_apply_mix_out", mutates=("out",), reference=_mhc_pre_apply_mix_reference)
+def _mhc_pre_apply_mix_out(x: Tensor, mix: Tensor, out: Tensor) -> None:
+    num_tokens, mhc_mult, hidden = x.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(x.device)
+    config = MhcPreApplyMixConfig.best(mhc_mult, hidden, arch)
+    written = aligned(out)
+    _mhc_pre_apply_mix_kernel(mhc_mult, hidden, config, arch)(aligned(x), aligned(mix, min(4 * mhc_mult, 16)), written)
+    if written is not out:
+        out.copy_(written)
+
+
+@replayable
+def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
+    """Collapse the streams of each token: out = Σ_s mix[s] · x[s], in float32, streams ascending, rounded once.
+
+    Source: arXiv 2512.24880. Every bit equals the reference's: each term is one fused multiply-add.
+
+    Args:
+        x: the residual, bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
+        mix: float32 (..., m, 1), contiguous.
+        out: bfloat16 (..., H), contiguous, to be written; None for a new tensor.
+
+    Returns:
+        bfloat16 (..., H): `out`, if it was given.
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype.
+        ValueError: a shape, stride or device does not fit, or m or H is out of range.
+    """
+    leading, mhc_mult, hidden = check_streams("x", x)
+    check.tensor("mix", mix, (torch.float32,), (*leading, mhc_mult, 1), device=x.device)
+    if out is None:
+        out = x.new_empty((*leading, hidden))
+    else:
+        check.tensor("out", out, (torch.bfloat16,), (*leading, hidden), device=x.device)
+    _mhc_pre_apply_mix_out(flat(x, 2), flat(mix, 2), flat(out, 1))
+    return out

@@ -1,0 +1,117 @@
+"""expand_to_mhc: each token's hidden state becomes its m streams, the first residual of a model.
+
+    out[t, s, i] = hidden[t, i]
+
+Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+
+A thread block takes a token and a stretch of its channels, a thread eight neighbouring channels: one 16-byte load, m
+16-byte stores.
+
+    hidden        [ thread 0 | thread 1 | … ]
+    out       0   [ thread 0 | thread 1 | … ]
+              1   [ thread 0 | thread 1 | … ]
+              …
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_mhc.lib.alignment import aligned
+from tk_mhc.lib.tiles import DIRECT_COPIES, VECTOR, channel_tile
+from tk_mhc.lib.tokens import MHC_MULTS, check_hidden, flat
+
+
+@dataclass(frozen=True)
+class ExpandToMhcConfig:
+    """Launch knobs."""
+
+    block_channels: int
+    """Channels of a thread block; what goes beyond hidden is left out."""
+    threads: int
+
+    @staticmethod
+    def best(mhc_mult: int, hidden_size: int, arch: Arch) -> "ExpandToMhcConfig":
+        """Eight channels a thread, so that every load and store takes 16 bytes. Untuned."""
+        block_channels = channel_tile(hidden_size, max_threads=256)
+        return ExpandToMhcConfig(block_channels, threads=block_channels // VECTOR)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _expand_to_mhc_kernel(mhc_mult: int, hidden_size: int, config: ExpandToMhcConfig, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    block_channels = config.block_channels
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def expand_to_mhc(
+        hidden: T.Tensor((num_tokens, hidden_size), "bfloat16"),
+        out: T.Tensor((num_tokens, mhc_mult, hidden_size), "bfloat16"),
+    ) -> None:
+        with T.Kernel(num_tokens, T.ceildiv(hidden_size, block_channels), threads=config.threads) as (token, block):
+            channel = block * block_channels
+            stream = T.alloc_fragment((block_channels,), "bfloat16")
+
+            T.copy(hidden[token, channel : channel + block_channels], stream)
+            for s in T.unroll(mhc_mult):
+                T.copy(stream, out[token, s, channel : channel + block_channels])
+
+    return expand_to_mhc
+
+
+def _expand_to_mhc_reference(hidden: Tensor, out: Tensor) -> None:
+    from tk_mhc.reference.expand.expand_to_mhc import expand_to_mhc
+
+    expand_to_mhc(hidden, out.shape[1], out)
+
+
+@op("tk_mhc::expand_to_mhc_out", mutates=("out",), reference=_expand_to_mhc_reference)
+def _expand_to_mhc_out(hidden: Tensor, out: Tensor) -> None:
+    num_tokens, mhc_mult, hidden_size = out.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(hidden.device)
+    config = ExpandToMhcConfig.best(mhc_mult, hidden_size, arch)
+    written = aligned(out)
+    _expand_to_mhc_kernel(mhc_mult, hidden_size, config, arch)(aligned(hidden), written)
+    if written is not out:
+        out.copy_(written)
+
+
+@replayable
+def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> Tensor:
+    """Copy each token's hidden state into its streams: out[s] = hidden.
+
+    Source: arXiv 2512.24880.
+
+    Args:
+        hidden: bfloat16 (..., H), contiguous; H is a multiple of 64, 64 to 8192.
+        mhc_mult: m, the number of streams: 2, 4 or 8.
+        out: bfloat16 (..., m, H), contiguous, to be written; None for a new tensor.
+
+    Returns:
+        bfloat16 (..., m, H): `out`, if it was given.
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype, or mhc_mult no int.
+        ValueError: a shape, stride or device does not fit, or m or H is out of range.
+    """
+    *leading, hidden_size = check.tensor("hidden", hidden, (torch.bfloat16,), (..., "hidden_size"))
+    check_hidden("hidden_size (last dimension of hidden)", hidden_size)
+    check.integer("mhc_mult", mhc_mult)
+    check.one_of("mhc_mult", mhc_mult, MHC_MULTS)
+    shape = (*leading, mhc_mult, hidden_size)
+    if out is None:
+        out = hidden.new_empty(shape)
+    else:
+        check.tensor("out", out, (torch.bfloat16,), shape, device=hidden.device)
+    _expand_to_mhc_out(flat(hidden, 1), flat(out, 2))
+    return out

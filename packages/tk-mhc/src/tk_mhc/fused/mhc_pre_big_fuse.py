@@ -1,0 +1,185 @@
+"""mhc_pre_big_fuse: all that comes before a sublayer, in two launches.
+
+    mixes           = mhc_pre_norm_fn(residual, fn, norm_weight, rms_eps)
+    pre, post, comb = mhc_pre_split_mixes(mixes, mhc_scale, mhc_base)
+    comb            = sinkhorn_normalize(comb)
+    layer_input     = mhc_pre_apply_mix(residual, pre)
+
+The first launch is the projection (lib/projection.py), the second the rest (lib/pre_fuse.py). Both are made of the
+same macros as the separate ops, so the results have the same bits. Source: arXiv 2512.24880; the shifted form and the
+layer norm are those of vLLM's mhc_pre_delayed and of its fused norm.
+"""
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.op import op
+from tk_mhc.lib.alignment import aligned
+from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
+from tk_mhc.lib.projection import check_n_splits, launch_sums
+from tk_mhc.lib.tokens import check_streams, flat
+
+
+def _mhc_pre_big_fuse_reference(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    norm_weight: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    pre_mix: Tensor | None,
+    post: Tensor,
+    comb: Tensor,
+    layer_input: Tensor,
+    next_pre_mix: Tensor | None,
+    numbers: list[float],
+    layer_norm_eps: float,
+    sinkhorn_repeat: int,
+    n_splits: int,
+) -> None:
+    from tk_mhc.reference.fused.mhc_pre_big_fuse import mhc_pre_big_fuse
+
+    results = mhc_pre_big_fuse(
+        residual,
+        fn,
+        mhc_scale,
+        mhc_base,
+        *numbers,
+        sinkhorn_repeat,
+        n_splits,
+        norm_weight,
+        layer_norm_weight=layer_norm_weight,
+        layer_norm_eps=layer_norm_eps,
+        shifted=next_pre_mix is not None,
+        pre_mix=pre_mix,
+    )
+    for out, value in zip((post, comb, layer_input, next_pre_mix), results):
+        out.copy_(value)
+
+
+@op(
+    "tk_mhc::mhc_pre_big_fuse_out",
+    mutates=("post", "comb", "layer_input", "next_pre_mix"),
+    reference=_mhc_pre_big_fuse_reference,
+)
+def _mhc_pre_big_fuse_out(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    norm_weight: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    pre_mix: Tensor | None,
+    post: Tensor,
+    comb: Tensor,
+    layer_input: Tensor,
+    next_pre_mix: Tensor | None,
+    numbers: list[float],
+    layer_norm_eps: float,
+    sinkhorn_repeat: int,
+    n_splits: int,
+) -> None:
+    num_tokens = residual.shape[0]
+    if num_tokens == 0:
+        return
+    residual = aligned(residual)
+    launch_pre_fuse(
+        residual,
+        launch_sums(residual.view(num_tokens, -1), aligned(fn), norm_weight, n_splits),
+        mhc_scale,
+        mhc_base,
+        numbers,
+        sinkhorn_repeat,
+        (post, comb, layer_input, next_pre_mix),
+        (layer_norm_weight, layer_norm_eps),
+        pre_mix,
+    )
+
+
+def mhc_pre_big_fuse(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    n_splits: int | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    layer_norm_weight: Tensor | None = None,
+    layer_norm_eps: float = 1e-6,
+    shifted: bool = False,
+    pre_mix: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Everything before a sublayer: the mixes of each token, Sinkhorn, and the collapse of its streams.
+
+    mhc_pre_norm_fn, mhc_pre_split_mixes, sinkhorn_normalize and mhc_pre_apply_mix, with the bits of these ops one after
+    the other at the same n_splits; optionally a layer norm after them. Source: arXiv 2512.24880.
+
+    Args:
+        residual: bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
+        fn: float32 (m·(m+2), m·H), contiguous.
+        mhc_scale: float32 (3): of pre, post and comb.
+        mhc_base: float32 (m·(m+2)): of pre, post and comb.
+        rms_eps: added to the mean of squares.
+        mhc_pre_eps: added to pre.
+        mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
+        mhc_post_mult_value: what post is multiplied by.
+        sinkhorn_repeat: iterations, at least 1.
+        n_splits: splits of the projection's sum, see `mhc_pre_norm_fn`.
+        norm_weight: float32 (m·H), or None for ones.
+        layer_norm_weight: bfloat16 or float32 (H): the layer input is rounded to bfloat16, normalized by its root mean
+            square and multiplied by it. None: no norm.
+        layer_norm_eps: added to the mean of squares there.
+        shifted: collapse by `pre_mix` instead of this residual's own pre, which is returned for the next sublayer.
+        pre_mix: float32 (..., m, 1), with `shifted` only: next_pre_mix of the sublayer before; None: stream 0.
+
+    Returns:
+        post: float32 (..., m, 1).
+        comb: float32 (..., m, m), after Sinkhorn.
+        layer_input: bfloat16 (..., H).
+        next_pre_mix: float32 (..., m, 1), with `shifted` only.
+
+    Raises:
+        TypeError: a tensor or number has another type or dtype.
+        ValueError: a shape, stride or device does not fit, or a number is out of range.
+    """
+    leading, mhc_mult, hidden = check_streams("residual", residual)
+    device, width = residual.device, mhc_mult * hidden
+    check.tensor("fn", fn, (torch.float32,), (mhc_mult * (mhc_mult + 2), width), device=device)
+    if norm_weight is not None:
+        check.tensor("norm_weight", norm_weight, (torch.float32,), (width,), device=device)
+    numbers = check_pre_fuse(
+        mhc_scale,
+        mhc_base,
+        (rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value),
+        sinkhorn_repeat,
+        (leading, mhc_mult, hidden),
+        device,
+        (layer_norm_weight, layer_norm_eps),
+        (shifted, pre_mix),
+    )
+    n_splits = check_n_splits(n_splits, width)
+    post, comb, layer_input, next_pre = new_results(residual, leading, mhc_mult, shifted)
+    _mhc_pre_big_fuse_out(
+        flat(residual, 2),
+        fn,
+        mhc_scale,
+        mhc_base,
+        norm_weight,
+        layer_norm_weight,
+        None if pre_mix is None else flat(pre_mix, 2),
+        flat(post, 2),
+        flat(comb, 2),
+        flat(layer_input, 1),
+        None if next_pre is None else flat(next_pre, 2),
+        numbers,
+        float(layer_norm_eps),
+        sinkhorn_repeat,
+        n_splits,
+    )
+    return (post, comb, layer_input) if next_pre is None else (post, comb, layer_input, next_pre)

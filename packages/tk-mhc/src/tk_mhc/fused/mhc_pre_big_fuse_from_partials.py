@@ -1,0 +1,173 @@
+"""mhc_pre_big_fuse_from_partials: what comes before a sublayer, from another kernel's partial products on.
+
+    mixes = Σ_s gemm_out_mul[s] · rsqrt(Σ_s gemm_out_sqrsum[s] / (m·H) + rms_eps)       splits ascending
+
+and from there as mhc_pre_big_fuse, in one launch (lib/pre_fuse.py). Source: arXiv 2512.24880.
+"""
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.op import op
+from tk_mhc.lib.alignment import aligned
+from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
+from tk_mhc.lib.tokens import check_streams, flat
+
+
+def _mhc_pre_big_fuse_from_partials_reference(
+    residual: Tensor,
+    mul: Tensor,
+    sqrsum: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    layer_norm_weight: Tensor | None,
+    pre_mix: Tensor | None,
+    post: Tensor,
+    comb: Tensor,
+    layer_input: Tensor,
+    next_pre_mix: Tensor | None,
+    numbers: list[float],
+    layer_norm_eps: float,
+    sinkhorn_repeat: int,
+) -> None:
+    from tk_mhc.reference.fused.mhc_pre_big_fuse_from_partials import mhc_pre_big_fuse_from_partials
+
+    results = mhc_pre_big_fuse_from_partials(
+        mul,
+        sqrsum,
+        mhc_scale,
+        mhc_base,
+        residual,
+        *numbers,
+        sinkhorn_repeat,
+        layer_norm_weight=layer_norm_weight,
+        layer_norm_eps=layer_norm_eps,
+        shifted=next_pre_mix is not None,
+        pre_mix=pre_mix,
+    )
+    for out, value in zip((post, comb, layer_input, next_pre_mix), results):
+        out.copy_(value)
+
+
+@op(
+    "tk_mhc::mhc_pre_big_fuse_from_partials_out",
+    mutates=("post", "comb", "layer_input", "next_pre_mix"),
+    reference=_mhc_pre_big_fuse_from_partials_reference,
+)
+def _mhc_pre_big_fuse_from_partials_out(
+    residual: Tensor,
+    mul: Tensor,
+    sqrsum: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    layer_norm_weight: Tensor | None,
+    pre_mix: Tensor | None,
+    post: Tensor,
+    comb: Tensor,
+    layer_input: Tensor,
+    next_pre_mix: Tensor | None,
+    numbers: list[float],
+    layer_norm_eps: float,
+    sinkhorn_repeat: int,
+) -> None:
+    if residual.shape[0] == 0:
+        return
+    launch_pre_fuse(
+        aligned(residual),
+        (mul, sqrsum),
+        mhc_scale,
+        mhc_base,
+        numbers,
+        sinkhorn_repeat,
+        (post, comb, layer_input, next_pre_mix),
+        (layer_norm_weight, layer_norm_eps),
+        pre_mix,
+    )
+
+
+def mhc_pre_big_fuse_from_partials(
+    gemm_out_mul: Tensor,
+    gemm_out_sqrsum: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    residual: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    *,
+    layer_norm_weight: Tensor | None = None,
+    layer_norm_eps: float = 1e-6,
+    shifted: bool = False,
+    pre_mix: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Everything before a sublayer, given partial products such as those of mhc_prenorm_gemm.
+
+    The splits are added up ascending; what follows has the bits of `mhc_pre_big_fuse` at as many splits.
+    Source: arXiv 2512.24880.
+
+    Args:
+        gemm_out_mul: float32 (S, T, m·(m+2)), contiguous; S at least 1, T the product of residual's leading dimensions.
+        gemm_out_sqrsum: float32 (S, T), contiguous.
+        mhc_scale: float32 (3): of pre, post and comb.
+        mhc_base: float32 (m·(m+2)): of pre, post and comb.
+        residual: bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
+        rms_eps: added to the mean of squares.
+        mhc_pre_eps: added to pre.
+        mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
+        mhc_post_mult_value: what post is multiplied by.
+        sinkhorn_repeat: iterations, at least 1.
+        layer_norm_weight: bfloat16 or float32 (H): the layer input is rounded to bfloat16, normalized by its root mean
+            square and multiplied by it. None: no norm.
+        layer_norm_eps: added to the mean of squares there.
+        shifted: collapse by `pre_mix` instead of this residual's own pre, which is returned for the next sublayer.
+        pre_mix: float32 (..., m, 1), with `shifted` only: next_pre_mix of the sublayer before; None: stream 0.
+
+    Returns:
+        post: float32 (..., m, 1).
+        comb: float32 (..., m, m), after Sinkhorn.
+        layer_input: bfloat16 (..., H).
+        next_pre_mix: float32 (..., m, 1), with `shifted` only.
+
+    Raises:
+        TypeError: a tensor or number has another type or dtype.
+        ValueError: a shape, stride or device does not fit, or a number is out of range.
+    """
+    leading, mhc_mult, hidden = check_streams("residual", residual)
+    device, num_rows = residual.device, mhc_mult * (mhc_mult + 2)
+    streams = flat(residual, 2)
+    num_tokens = streams.shape[0]
+    shape = ("splits", num_tokens, num_rows)
+    num_splits, _, _ = check.tensor("gemm_out_mul", gemm_out_mul, (torch.float32,), shape, device=device)
+    check.require(num_splits >= 1, "splits (dimension 0 of gemm_out_mul)", "at least 1", num_splits)
+    check.tensor("gemm_out_sqrsum", gemm_out_sqrsum, (torch.float32,), (num_splits, num_tokens), device=device)
+    numbers = check_pre_fuse(
+        mhc_scale,
+        mhc_base,
+        (rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value),
+        sinkhorn_repeat,
+        (leading, mhc_mult, hidden),
+        device,
+        (layer_norm_weight, layer_norm_eps),
+        (shifted, pre_mix),
+    )
+    post, comb, layer_input, next_pre = new_results(residual, leading, mhc_mult, shifted)
+    _mhc_pre_big_fuse_from_partials_out(
+        streams,
+        gemm_out_mul,
+        gemm_out_sqrsum,
+        mhc_scale,
+        mhc_base,
+        layer_norm_weight,
+        None if pre_mix is None else flat(pre_mix, 2),
+        flat(post, 2),
+        flat(comb, 2),
+        flat(layer_input, 1),
+        None if next_pre is None else flat(next_pre, 2),
+        numbers,
+        float(layer_norm_eps),
+        sinkhorn_repeat,
+    )
+    return (post, comb, layer_input) if next_pre is None else (post, comb, layer_input, next_pre)

@@ -1,0 +1,129 @@
+"""From raw mixes to the weights of streams: what the separate ops and the fused ones have in common.
+
+A thread has all numbers of its token in registers, so every sum over streams is a plain ascending loop of one thread:
+its bits are the same in every kernel, whatever the number of tokens and threads of a thread block.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+
+def token_per_thread(shape: tuple[int, ...]) -> Any:
+    """Layout of a fragment (tokens, ...) in which thread t has all elements of token t; any further threads idle."""
+
+    def place(token: Any, *indices: Any) -> tuple[Any, Any]:
+        position: Any = 0
+        for index, size in zip(indices, shape[1:], strict=True):
+            position = position * size + index
+        return token, position
+
+    return T.Fragment(shape, forward_fn=place)
+
+
+@T.macro
+def sigmoid(z: Any) -> Any:
+    """1 / (1 + exp(-z)), with an IEEE division."""
+    return T.float32(1) / (T.float32(1) + T.exp(-z))
+
+
+@T.macro
+def reciprocal(s: Any) -> Any:
+    """1 / s within half a unit in the last place and a little, for a normal s: no branches, as an IEEE division has."""
+    r = T.fast_rcp(s)
+    return T.fma(r, T.fma(-s, r, T.float32(1)), r)
+
+
+@T.macro
+def split_mixes(
+    mixes: T.Buffer,
+    scale: T.Buffer,
+    base: T.Buffer,
+    pre: T.Buffer,
+    post: T.Buffer,
+    comb: T.Buffer,
+    post_mult_value: Any,
+    pre_eps: Any,
+) -> None:
+    """mixes become z = mixes · scale of their group + base: sigmoid(z) + pre_eps, sigmoid(z) · post_mult_value, and z.
+
+    `mixes` (tokens, m·(m + 2)), `pre` and `post` (tokens, m) and `comb` (tokens, m, m) are fragments with a token per
+    thread, `scale` (3) and `base` (m·(m + 2)) global tensors.
+    """
+    num_tokens, mhc_mult = pre.shape
+    for row in T.unroll(mhc_mult + 2):
+        for t, i in T.Parallel(num_tokens, mhc_mult):
+            k = row * mhc_mult + i
+            mixes[t, k] = mixes[t, k] * scale[T.min(row, 2)] + base[k]
+    for t, i in T.Parallel(num_tokens, mhc_mult):
+        pre[t, i] = sigmoid(mixes[t, i]) + pre_eps
+    for t, i in T.Parallel(num_tokens, mhc_mult):
+        post[t, i] = sigmoid(mixes[t, mhc_mult + i]) * post_mult_value
+    for t, i, j in T.Parallel(num_tokens, mhc_mult, mhc_mult):
+        comb[t, i, j] = mixes[t, (2 + i) * mhc_mult + j]
+
+
+@T.macro
+def sinkhorn(comb: T.Buffer, repeat: int, eps: Any) -> None:
+    """Softmax of each row, plus eps; then columns and rows in turn are divided by their sums plus eps, columns last.
+
+    `comb` (tokens, m, m) is a fragment with a token per thread. What is divided by sums is multiplied by reciprocals.
+    """
+    factors = T.alloc_fragment(comb.shape[:2], "float32")
+    softmax_plus_eps(comb, factors, eps)
+    divide_columns(comb, factors, eps)
+    for _ in T.serial(repeat - 1):
+        divide_rows(comb, factors, eps)
+        divide_columns(comb, factors, eps)
+
+
+@T.macro
+def softmax(comb: T.Buffer, factors: T.Buffer) -> None:
+    """Softmax of each row."""
+    num_tokens, mhc_mult, _ = comb.shape
+    for t, i in T.Parallel(num_tokens, mhc_mult):
+        factors[t, i] = comb[t, i, 0]
+    for j in T.unroll(1, mhc_mult):
+        for t, i in T.Parallel(num_tokens, mhc_mult):
+            factors[t, i] = T.max(factors[t, i], comb[t, i, j])
+    for t, i, j in T.Parallel(num_tokens, mhc_mult, mhc_mult):
+        comb[t, i, j] = T.exp(comb[t, i, j] - factors[t, i])
+    divide_rows(comb, factors, T.float32(0))
+
+
+@T.macro
+def softmax_plus_eps(comb: T.Buffer, factors: T.Buffer, eps: Any) -> None:
+    """Softmax of each row, plus eps."""
+    softmax(comb, factors)
+    for t, i, j in T.Parallel(*comb.shape):
+        comb[t, i, j] += eps
+
+
+@T.macro
+def divide_rows(comb: T.Buffer, factors: T.Buffer, eps: Any) -> None:
+    """Divide each row by its sum plus eps; the reciprocals of these stay in `factors`."""
+    num_tokens, mhc_mult, _ = comb.shape
+    for t, i in T.Parallel(num_tokens, mhc_mult):
+        factors[t, i] = comb[t, i, 0]
+    for j in T.unroll(1, mhc_mult):
+        for t, i in T.Parallel(num_tokens, mhc_mult):
+            factors[t, i] += comb[t, i, j]
+    for t, i in T.Parallel(num_tokens, mhc_mult):
+        factors[t, i] = reciprocal(factors[t, i] + eps)
+    for t, i, j in T.Parallel(*comb.shape):
+        comb[t, i, j] *= factors[t, i]
+
+
+@T.macro
+def divide_columns(comb: T.Buffer, factors: T.Buffer, eps: Any) -> None:
+    """Divide each column by its sum plus eps; the reciprocals of these stay in `factors`."""
+    num_tokens, mhc_mult, _ = comb.shape
+    for t, j in T.Parallel(num_tokens, mhc_mult):
+        factors[t, j] = comb[t, 0, j]
+    for i in T.unroll(1, mhc_mult):
+        for t, j in T.Parallel(num_tokens, mhc_mult):
+            factors[t, j] += comb[t, i, j]
+    for t, j in T.Parallel(num_tokens, mhc_mult):
+        factors[t, j] = reciprocal(factors[t, j] + eps)
+    for t, i, j in T.Parallel(*comb.shape):
+        comb[t, i, j] *= factors[t, j]

@@ -1,0 +1,20 @@
+"""The post step of hyper-connections, which a separate op and the fused ones have in common."""
+
+import tilelang.language as T
+
+
+@T.macro
+def post_streams(x: T.Buffer, residual: T.Buffer, post: T.Buffer, comb: T.Buffer, new_streams: T.Buffer) -> None:
+    """new_streams[n, i] = post[n] · x[i] + Σ_k comb[k, n] · residual[k, i] in float32, rounded once.
+
+    The product by x is rounded, then comes one fused multiply-add a stream, ascending. All are fragments: x
+    (block_channels,), residual and new_streams (m, block_channels), post (m,), comb (m, m).
+    """
+    total = T.alloc_fragment((x.shape[0],), "float32")
+    for n in T.unroll(residual.shape[0]):
+        for i in T.Parallel(x.shape[0]):
+            total[i] = post[n] * T.cast(x[i], "float32")
+        for k in T.unroll(residual.shape[0]):
+            for i in T.Parallel(x.shape[0]):
+                total[i] = T.fma(comb[k, n], T.cast(residual[k, i], "float32"), total[i])
+        T.copy(total, new_streams[n, :])

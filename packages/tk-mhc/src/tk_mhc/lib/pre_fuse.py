@@ -1,0 +1,254 @@
+"""What comes before a sublayer, from the projection's sums on: mixes, Sinkhorn, the collapse of streams, a layer norm.
+
+    mixes      = (Σ_s mul[s]) · rsqrt(Σ_s sqrsum[s] / width + rms_eps)
+    pre, post, comb = split_mixes(mixes), comb = sinkhorn(comb)
+    layer_input = Σ_s pre[s] · residual[s]                                   rounded to bfloat16
+    layer_input = layer_input · rsqrt(mean(layer_input²) + eps) · weight     with a layer norm
+
+One launch with two kinds of thread blocks, so that neither waits for the other:
+
+    the first thread blocks             post and comb of a few tokens, one a thread
+    blocks after these                  the collapse of one token's streams, or of some of its channels
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_mhc.lib.scalars import check_number
+from tk_mhc.lib.tiles import DIRECT_COPIES, VECTOR, channel_tile
+
+Collapse = Literal["pre", "given", "first", "broadcast"]
+"""How the streams become the layer's input: weighted by pre; by a pre_mix that is given; stream 0; or by pre where all
+streams are equal (then they are written, too)."""
+
+
+@dataclass(frozen=True)
+class PreFuseConfig:
+    """Launch knobs."""
+
+    threads: int
+    block_channels: int
+    """Channels of a thread block, which it holds in registers; with a layer norm all of hidden."""
+    splits_in_flight: int
+    """Splits whose sums are asked for at once."""
+    mix_tokens: int
+    """Tokens of a thread block that computes post and comb."""
+
+    @staticmethod
+    def best(hidden: int, num_partials: int, has_layer_norm: bool, arch: Arch) -> "PreFuseConfig":
+        """Eight channels a thread. With a layer norm up to 16, and a power of two of threads, for they add up squares.
+
+        Few tokens come with the sums of several splits: then few tokens a thread block, so that little is to be added.
+        """
+        mixing = (1, 16) if num_partials == 1 else (32, 4)
+        if not has_layer_norm:
+            threads = max(128, channel_tile(hidden, max_threads=256) // VECTOR)
+            return PreFuseConfig(threads, threads * VECTOR, *mixing)
+        threads = min(512, max(128, 1 << (ceil_div(hidden, VECTOR) - 1).bit_length()))
+        return PreFuseConfig(threads, align(ceil_div(hidden, threads), VECTOR) * threads, *mixing)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def pre_fuse_kernel(
+    mhc_mult: int,
+    hidden: int,
+    collapse: Collapse,
+    layer_norm: str | None,
+    sinkhorn_repeat: int,
+    config: PreFuseConfig,
+    arch: Arch,
+) -> Any:
+    """`layer_norm`: dtype of the layer norm's weight, or None without one."""
+    import tilelang.language as T
+
+    from tk_mhc.lib.collapse import collapse_streams
+    from tk_mhc.lib.mixes import sigmoid, sinkhorn, split_mixes, token_per_thread
+    from tk_mhc.lib.partials import sum_partials, threads_per_token
+
+    num_rows = mhc_mult * (mhc_mult + 2)
+    block_channels, mix_tokens, in_flight = config.block_channels, config.mix_tokens, config.splits_in_flight
+    num_channel_blocks = ceil_div(hidden, block_channels)
+    all_equal = collapse == "broadcast"
+    num_stored = 1 if all_equal else mhc_mult
+    num_tokens, num_partials = T.dynamic("num_tokens"), T.dynamic("num_partials")
+
+    @T.macro
+    def normalize(row: T.Buffer, weight: T.Buffer, eps: Any) -> None:
+        squares = T.alloc_fragment((block_channels,), "float32")
+        square_sum = T.alloc_fragment((1,), "float32")
+        for i in T.Parallel(block_channels):
+            row[i] = T.cast(T.cast(row[i], "bfloat16"), "float32")
+            squares[i] = T.if_then_else(i < hidden, row[i] * row[i], T.float32(0))
+        T.reduce_sum(squares, square_sum, dim=0)
+        for i in T.Parallel(block_channels):
+            if i < hidden:
+                row[i] = row[i] * T.rsqrt(square_sum[0] / T.float32(hidden) + eps) * T.cast(weight[i], "float32")
+
+    @T.prim_func
+    def pre_fuse(
+        residual: T.Tensor((num_tokens, num_stored, hidden), "bfloat16"),
+        mul: T.Tensor((num_partials, num_tokens, num_rows), "float32"),
+        sqrsum: T.Tensor((num_partials, num_tokens), "float32"),
+        scale: T.Tensor((3,), "float32"),
+        base: T.Tensor((num_rows,), "float32"),
+        pre_mix: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
+        norm_weight: T.Tensor((hidden,), layer_norm or "float32"),
+        next_pre: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
+        post: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
+        comb: T.Tensor((num_tokens, mhc_mult, mhc_mult), "float32"),
+        layer_input: T.Tensor((num_tokens, hidden), "bfloat16"),
+        expanded: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        rms_eps: T.float32,
+        pre_eps: T.float32,
+        sinkhorn_eps: T.float32,
+        post_mult_value: T.float32,
+        norm_eps: T.float32,
+    ) -> None:
+        num_mix_blocks = T.ceildiv(num_tokens, mix_tokens)
+        with T.Kernel(num_mix_blocks + num_tokens * num_channel_blocks, threads=config.threads) as block:
+            if block < num_mix_blocks:
+                first_token = block * mix_tokens
+                summed = T.alloc_fragment((mix_tokens, num_rows), "float32")
+                rstd = T.alloc_shared((mix_tokens,), "float32")
+                mixes = T.alloc_shared((mix_tokens, num_rows), "float32")
+                token_mixes = T.alloc_fragment((mix_tokens, num_rows), "float32")
+                token_pre = T.alloc_fragment((mix_tokens, mhc_mult), "float32")
+                token_post = T.alloc_fragment((mix_tokens, mhc_mult), "float32")
+                token_comb = T.alloc_fragment((mix_tokens, mhc_mult, mhc_mult), "float32")
+                T.annotate_layout(
+                    {x: token_per_thread(x.shape) for x in (token_mixes, token_pre, token_post, token_comb)}
+                    | {summed: threads_per_token(mix_tokens, num_rows, 128 // mix_tokens)}
+                )
+
+                sum_partials(mul, sqrsum, first_token, num_stored * hidden, rms_eps, summed, rstd, in_flight)
+                T.copy(summed, mixes)
+                T.copy(mixes, token_mixes)
+                split_mixes(token_mixes, scale, base, token_pre, token_post, token_comb, post_mult_value, pre_eps)
+                sinkhorn(token_comb, sinkhorn_repeat, sinkhorn_eps)
+                if collapse in ("given", "first"):
+                    T.copy(token_pre, next_pre[first_token : first_token + mix_tokens, :, 0])
+                T.copy(token_post, post[first_token : first_token + mix_tokens, :, 0])
+                T.copy(token_comb, comb[first_token : first_token + mix_tokens, :, :])
+            else:
+                token = (block - num_mix_blocks) // num_channel_blocks
+                channel = (block - num_mix_blocks) % num_channel_blocks * block_channels
+                streams = T.alloc_fragment((num_stored, block_channels), "bfloat16")
+                weights = T.alloc_fragment((1, mhc_mult), "float32")
+                shared_weights = T.alloc_shared((mhc_mult,), "float32")
+                token_rstd = T.alloc_shared((1,), "float32")
+                collapsed = T.alloc_fragment((block_channels,), "float32")
+
+                # Asked for first: the streams are on their way while the weights are computed.
+                T.copy(residual[token, :, channel : channel + block_channels], streams)
+                if collapse in ("pre", "broadcast"):
+                    sum_partials(mul, sqrsum, token, num_stored * hidden, rms_eps, weights, token_rstd, in_flight)
+                    for t, s in T.Parallel(1, mhc_mult):
+                        shared_weights[s] = sigmoid(weights[t, s] * scale[0] + base[s]) + pre_eps
+                elif collapse == "given":
+                    T.copy(pre_mix[token, :, 0], shared_weights)
+                if collapse == "first":
+                    for i in T.Parallel(block_channels):
+                        collapsed[i] = T.cast(streams[0, i], "float32")
+                else:
+                    collapse_streams(streams, shared_weights, collapsed)
+                if all_equal:
+                    for s in T.unroll(mhc_mult):
+                        for i in T.Parallel(block_channels):
+                            if channel + i < hidden:
+                                expanded[token, s, channel + i] = streams[0, i]
+                if layer_norm is not None:
+                    normalize(collapsed, norm_weight, norm_eps)
+                T.copy(collapsed, layer_input[token, channel : channel + block_channels])
+
+    return pre_fuse
+
+
+def check_pre_fuse(
+    scale: Tensor,
+    base: Tensor,
+    numbers: tuple[float, float, float, float],
+    sinkhorn_repeat: int,
+    streams: tuple[tuple[int, ...], int, int],
+    device: torch.device,
+    layer_norm: tuple[Tensor | None, float] = (None, 0.0),
+    shifted: tuple[bool, Tensor | None] = (False, None),
+) -> list[float]:
+    """Check what all ops with this kernel take beside the streams, whose leading dimensions, m and H are given.
+
+    Returns `numbers`: rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value. Raises TypeError or ValueError that
+    names the argument.
+    """
+    leading, mhc_mult, hidden = streams
+    check.tensor("mhc_scale", scale, (torch.float32,), (3,), device=device)
+    check.tensor("mhc_base", base, (torch.float32,), (mhc_mult * (mhc_mult + 2),), device=device)
+    for name, value in zip(("rms_eps", "mhc_pre_eps", "mhc_sinkhorn_eps"), numbers):
+        check_number(name, value, at_least=0)
+    check_number("mhc_post_mult_value", numbers[3])
+    check.integer("sinkhorn_repeat", sinkhorn_repeat)
+    check.require(sinkhorn_repeat >= 1, "sinkhorn_repeat", "at least 1", sinkhorn_repeat)
+    weight, eps = layer_norm
+    if weight is not None:
+        check.tensor("layer_norm_weight", weight, (torch.bfloat16, torch.float32), (hidden,), device=device)
+    check_number("layer_norm_eps", eps, at_least=0)
+    is_shifted, pre_mix = shifted
+    check.require_type(isinstance(is_shifted, bool), "shifted", "a bool", is_shifted)
+    if pre_mix is not None:
+        check.require(is_shifted, "pre_mix", "None unless shifted is True", "a tensor")
+        check.tensor("pre_mix", pre_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
+    return [float(value) for value in numbers]
+
+
+def new_results(
+    residual: Tensor, leading: tuple[int, ...], mhc_mult: int, shifted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Tensors for post, comb, layer_input and, if shifted, next_pre_mix."""
+    post = residual.new_empty((*leading, mhc_mult, 1), dtype=torch.float32)
+    comb = residual.new_empty((*leading, mhc_mult, mhc_mult), dtype=torch.float32)
+    layer_input = residual.new_empty((*leading, residual.shape[-1]))
+    next_pre = residual.new_empty((*leading, mhc_mult, 1), dtype=torch.float32) if shifted else None
+    return post, comb, layer_input, next_pre
+
+
+def launch_pre_fuse(
+    residual: Tensor,
+    sums: tuple[Tensor, Tensor],
+    scale: Tensor,
+    base: Tensor,
+    numbers: tuple[float, float, float, float],
+    sinkhorn_repeat: int,
+    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    layer_norm: tuple[Tensor | None, float] = (None, 0.0),
+    pre_mix: Tensor | None = None,
+    expanded: Tensor | None = None,
+) -> None:
+    """Launch on the projection's sums, (P, T, m·(m+2)) and (P, T), and write `results`, as `new_results` makes them.
+
+    residual is (T, m, H). With `expanded` (T, m, H), which is written, it is the one stream (T, 1, H) that all are.
+    `numbers`: rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value.
+    """
+    post, comb, layer_input, next_pre = results
+    mhc_mult, hidden = post.shape[1], residual.shape[2]
+    weight, norm_eps = layer_norm
+    if next_pre is not None:
+        collapse = "first" if pre_mix is None else "given"
+    else:
+        collapse = "pre" if expanded is None else "broadcast"
+    arch = get_arch(residual.device)
+    kernel = pre_fuse_kernel(
+        mhc_mult,
+        hidden,
+        collapse,
+        None if weight is None else str(weight.dtype).removeprefix("torch."),
+        sinkhorn_repeat,
+        PreFuseConfig.best(hidden, sums[0].shape[0], weight is not None, arch),
+        arch,
+    )
+    outputs = (next_pre, post, comb, layer_input, expanded)
+    kernel(residual, *sums, scale, base, pre_mix, weight, *outputs, *numbers, norm_eps)

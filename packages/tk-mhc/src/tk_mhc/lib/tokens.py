@@ -1,0 +1,49 @@
+"""Leading dimensions: an op takes (..., m, H), its kernel (num_tokens, m, H)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+
+MHC_MULTS = (2, 4, 8)
+"""Numbers of streams that the kernels are built for."""
+HIDDEN_MULTIPLE = 64
+"""What divides every hidden size."""
+MAX_HIDDEN = 8192
+
+
+def flat(x: Tensor, num_dims: int) -> Tensor:
+    """x with all but its last `num_dims` dimensions made one: (..., m, H) → (num_tokens, m, H). A view."""
+    return x if x.ndim == num_dims + 1 else x.view(-1, *x.shape[x.ndim - num_dims :])
+
+
+def check_streams(
+    name: str, x: Any, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,), *, layout: check.Layout = "contiguous"
+) -> tuple[tuple[int, ...], int, int]:
+    """Check a tensor of streams (..., m, H): its leading dimensions, m and H.
+
+    Raises TypeError for another type or dtype, ValueError unless m is 2, 4 or 8 and H a multiple of 64, 64 to 8192.
+    """
+    *leading, mhc_mult, hidden = check.tensor(name, x, dtypes, (..., "mhc_mult", "hidden"), layout=layout)
+    check.one_of(f"mhc_mult (dimension -2 of {name})", mhc_mult, MHC_MULTS)
+    check_hidden(f"hidden (last dimension of {name})", hidden)
+    return tuple(leading), mhc_mult, hidden
+
+
+def check_hidden(name: str, hidden: int) -> None:
+    """Raise ValueError unless `hidden` is a multiple of 64, 64 to 8192."""
+    check.in_range(name, hidden, HIDDEN_MULTIPLE, MAX_HIDDEN)
+    check.multiple_of(name, hidden, HIDDEN_MULTIPLE)
+
+
+def check_fn(name: str, fn: Any, mhc_mult: int, hidden: int, device: torch.device) -> int:
+    """Check the projection's weight, float32 (m·(m+2), m·H) or (m, m·H): its number of rows.
+
+    Raises TypeError for another type or dtype, ValueError for another shape, stride or device.
+    """
+    num_rows, _ = check.tensor(name, fn, (torch.float32,), ("rows", mhc_mult * hidden), device=device)
+    rows = (mhc_mult * (mhc_mult + 2), mhc_mult)
+    check.require(num_rows in rows, f"rows of {name}", f"{rows[0]}, or {rows[1]} for the head", num_rows)
+    return num_rows

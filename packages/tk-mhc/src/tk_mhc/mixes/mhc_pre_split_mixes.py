@@ -1,0 +1,170 @@
+"""mhc_pre_split_mixes: the weights of streams from raw mixes.
+
+    z[t, k] = mixes[t, k] · scale[group of k] + base[k]
+    pre[t, i] = sigmoid(z[t, i]) + pre_eps
+    post[t, i] = sigmoid(z[t, m + i]) · post_mult_value
+    comb[t, i, j] = z[t, 2m + i·m + j]
+
+in float32. The groups are the first m columns, the next m and the last m². A thread takes a token.
+Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_mhc.lib.alignment import aligned
+from tk_mhc.lib.scalars import check_number
+from tk_mhc.lib.tiles import DIRECT_COPIES
+from tk_mhc.lib.tokens import MHC_MULTS, flat
+
+
+@dataclass(frozen=True)
+class MhcPreSplitMixesConfig:
+    """Launch knobs."""
+
+    block_tokens: int
+    """Tokens of a thread block, which has as many threads."""
+
+    @staticmethod
+    def best(arch: Arch) -> "MhcPreSplitMixesConfig":
+        """One warp, so that 8192 tokens reach all multiprocessors. Untuned."""
+        return MhcPreSplitMixesConfig(block_tokens=32)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _mhc_pre_split_mixes_kernel(mhc_mult: int, config: MhcPreSplitMixesConfig, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    from tk_mhc.lib.mixes import split_mixes, token_per_thread
+
+    num_columns = mhc_mult * (mhc_mult + 2)
+    block_tokens = config.block_tokens
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def mhc_pre_split_mixes(
+        input_mixes: T.Tensor((num_tokens, num_columns), "float32"),
+        mhc_scale: T.Tensor((3,), "float32"),
+        mhc_base: T.Tensor((num_columns,), "float32"),
+        pre: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
+        post: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
+        comb: T.Tensor((num_tokens, mhc_mult, mhc_mult), "float32"),
+        post_mult_value: T.float32,
+        pre_eps: T.float32,
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=block_tokens) as block:
+            first = block * block_tokens
+            mixes = T.alloc_fragment((block_tokens, num_columns), "float32")
+            block_pre = T.alloc_fragment((block_tokens, mhc_mult), "float32")
+            block_post = T.alloc_fragment((block_tokens, mhc_mult), "float32")
+            block_comb = T.alloc_fragment((block_tokens, mhc_mult, mhc_mult), "float32")
+            T.annotate_layout({x: token_per_thread(x.shape) for x in (mixes, block_pre, block_post, block_comb)})
+
+            T.copy(input_mixes[first : first + block_tokens, :], mixes)
+            split_mixes(mixes, mhc_scale, mhc_base, block_pre, block_post, block_comb, post_mult_value, pre_eps)
+            T.copy(block_pre, pre[first : first + block_tokens, :, 0])
+            T.copy(block_post, post[first : first + block_tokens, :, 0])
+            T.copy(block_comb, comb[first : first + block_tokens, :, :])
+
+    return mhc_pre_split_mixes
+
+
+def _mhc_pre_split_mixes_reference(
+    input_mixes: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    post_mult_value: float,
+    pre_eps: float,
+    pre: Tensor,
+    post: Tensor,
+    comb: Tensor,
+) -> None:
+    from tk_mhc.reference.mixes.mhc_pre_split_mixes import mhc_pre_split_mixes
+
+    results = mhc_pre_split_mixes(input_mixes, mhc_scale, mhc_base, comb.shape[-1], post_mult_value, pre_eps)
+    for out, result in zip((pre, post, comb), results, strict=True):
+        out.copy_(result)
+
+
+@op(
+    "tk_mhc::mhc_pre_split_mixes_out",
+    mutates=("pre", "post", "comb"),
+    reference=_mhc_pre_split_mixes_reference,
+)
+def _mhc_pre_split_mixes_out(
+    input_mixes: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    post_mult_value: float,
+    pre_eps: float,
+    pre: Tensor,
+    post: Tensor,
+    comb: Tensor,
+) -> None:
+    num_tokens, mhc_mult, _ = comb.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(input_mixes.device)
+    split = _mhc_pre_split_mixes_kernel(mhc_mult, MhcPreSplitMixesConfig.best(arch), arch)
+    split(aligned(input_mixes), mhc_scale, aligned(mhc_base), pre, post, comb, post_mult_value, pre_eps)
+
+
+@replayable
+def mhc_pre_split_mixes(
+    input_mixes: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    mhc_mult: int,
+    mhc_post_mult_value: float,
+    mhc_pre_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split mixes into pre = sigmoid(z) + pre_eps, post = sigmoid(z) · post_mult_value and comb = z of three groups.
+
+    z = mixes · scale + base in float32, with a scale for each group: the first m columns, the next m, the last m².
+    Source: arXiv 2512.24880. comb is raw: `sinkhorn_normalize` comes next.
+
+    Args:
+        input_mixes: float32 (..., m·(m + 2)), contiguous, as `mhc_pre_norm_fn` returns it.
+        mhc_scale: float32 (3).
+        mhc_base: float32 (m·(m + 2)).
+        mhc_mult: m, the number of streams: 2, 4 or 8.
+        mhc_post_mult_value: what sigmoids of the second group are multiplied by.
+        mhc_pre_eps: what is added to sigmoids of the first group.
+
+    Returns:
+        pre and post float32 (..., m, 1), comb float32 (..., m, m).
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype, or not a number.
+        ValueError: a shape, stride or device does not fit, m is none of these, or a number is not finite.
+    """
+    check.integer("mhc_mult", mhc_mult)
+    check.one_of("mhc_mult", mhc_mult, MHC_MULTS)
+    num_columns = mhc_mult * (mhc_mult + 2)
+    *leading, _ = check.tensor("input_mixes", input_mixes, (torch.float32,), (..., num_columns))
+    check.tensor("mhc_scale", mhc_scale, (torch.float32,), (3,), device=input_mixes.device)
+    check.tensor("mhc_base", mhc_base, (torch.float32,), (num_columns,), device=input_mixes.device)
+    check_number("mhc_post_mult_value", mhc_post_mult_value)
+    check_number("mhc_pre_eps", mhc_pre_eps)
+    pre = input_mixes.new_empty((*leading, mhc_mult, 1))
+    post = input_mixes.new_empty((*leading, mhc_mult, 1))
+    comb = input_mixes.new_empty((*leading, mhc_mult, mhc_mult))
+    _mhc_pre_split_mixes_out(
+        flat(input_mixes, 1),
+        mhc_scale,
+        mhc_base,
+        float(mhc_post_mult_value),
+        float(mhc_pre_eps),
+        flat(pre, 2),
+        flat(post, 2),
+        flat(comb, 2),
+    )
+    return pre, post, comb

@@ -1,0 +1,234 @@
+"""mhc_pre_split_mixes_bwd: gradients of `mhc_pre_split_mixes` by mixes, scale and base.
+
+    z = mixes · scale of the group + base, s = sigmoid(z)
+    d_z = d_pre · s(1 - s)                      first m columns
+          d_post · post_mult_value · s(1 - s)   next m
+          d_comb                                last m²
+    d_mixes = d_z · scale of the group
+    d_base[k] = Σ_t d_z[t, k];  d_scale[g] = Σ_t Σ_(k in group g) d_z[t, k] · mixes[t, k]
+
+in float32, the sums in float64. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+
+The tokens are cut into 128 ranges, whatever the GPU. A thread block takes a range, tile by tile; a thread adds up its
+elements of every tile, all of one column, and at the end the threads' sums are added up. A second kernel adds up the
+ranges.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+from tk_mhc.lib.scalars import check_number
+from tk_mhc.lib.tiles import DIRECT_COPIES
+from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
+from tk_mhc.lib.tokens import MHC_MULTS, flat
+
+
+@dataclass(frozen=True)
+class MhcPreSplitMixesBwdConfig:
+    """Launch knobs. They decide which sums are taken first, so the bits of d_scale and d_base."""
+
+    rows: int
+    """Tokens whose elements the threads take at a time, one each."""
+    block_tokens: int
+    """Tokens of a tile."""
+
+    @staticmethod
+    def best(mhc_mult: int, arch: Arch) -> "MhcPreSplitMixesBwdConfig":
+        """At most 256 threads, and eight elements of a thread in flight. Untuned."""
+        rows = {2: 32, 4: 8, 8: 2}[mhc_mult]
+        return MhcPreSplitMixesBwdConfig(rows, block_tokens=8 * rows)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, config: MhcPreSplitMixesBwdConfig, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    from tk_mhc.lib.mixes import sigmoid
+    from tk_mhc.lib.mixes_bwd import add_to_sums, store_sums, thread_per_column
+
+    m = mhc_mult
+    num_columns = m * (m + 2)
+    rows, block_tokens = config.rows, config.block_tokens
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def mhc_pre_split_mixes_bwd(
+        d_pre: T.Tensor((num_tokens, m), "float32"),
+        d_post: T.Tensor((num_tokens, m), "float32"),
+        d_comb: T.Tensor((num_tokens, m * m), "float32"),
+        input_mixes: T.Tensor((num_tokens, num_columns), "float32"),
+        mhc_scale: T.Tensor((3,), "float32"),
+        mhc_base: T.Tensor((num_columns,), "float32"),
+        d_mixes: T.Tensor((num_tokens, num_columns), "float32"),
+        sums: T.Tensor((NUM_RANGES, 3 + num_columns), "float64"),
+        post_mult_value: T.float32,
+    ) -> None:
+        with T.Kernel(NUM_RANGES, threads=rows * num_columns) as token_range:
+            num_tiles = T.ceildiv(num_tokens, NUM_RANGES * block_tokens)
+            mixes = T.alloc_fragment((block_tokens, num_columns), "float32")
+            d_z = T.alloc_fragment((block_tokens, num_columns), "float32")
+            s = T.alloc_fragment((block_tokens, num_columns), "float32")
+            base_sums = T.alloc_fragment((rows, num_columns), "float64")
+            scale_sums = T.alloc_fragment((rows, num_columns), "float64")
+            T.annotate_layout({x: thread_per_column(*x.shape, rows) for x in (mixes, d_z, s, base_sums, scale_sums)})
+            T.clear(base_sums)
+            T.clear(scale_sums)
+
+            for tile in T.serial(num_tiles):
+                first = (token_range * num_tiles + tile) * block_tokens
+                # Rows beyond the last token are zeros, and add nothing.
+                T.copy(input_mixes[first : first + block_tokens, :], mixes)
+                for t, c in T.Parallel(block_tokens, num_columns):
+                    d_z[t, c] = T.if_then_else(
+                        c < m,
+                        d_pre[first + t, c],
+                        T.if_then_else(c < 2 * m, d_post[first + t, c - m], d_comb[first + t, c - 2 * m]),
+                    )
+                for t, c in T.Parallel(block_tokens, num_columns):
+                    s[t, c] = sigmoid(mixes[t, c] * mhc_scale[T.min(c // m, 2)] + mhc_base[c])
+                for t, c in T.Parallel(block_tokens, num_columns):
+                    s[t, c] = s[t, c] * (T.float32(1) - s[t, c])
+                for t, c in T.Parallel(block_tokens, num_columns):
+                    factor = T.if_then_else(c < m, T.float32(1), post_mult_value)
+                    d_z[t, c] *= T.if_then_else(c < 2 * m, factor * s[t, c], T.float32(1))
+                add_to_sums(d_z, mixes, base_sums, scale_sums)
+                for t, c in T.Parallel(block_tokens, num_columns):
+                    d_z[t, c] *= mhc_scale[T.min(c // m, 2)]
+                T.copy(d_z, d_mixes[first : first + block_tokens, :])
+
+            groups = ((0, 0, m), (1, m, 2 * m), (2, 2 * m, num_columns))
+            store_sums(base_sums, scale_sums, groups, sums, token_range)
+
+    return mhc_pre_split_mixes_bwd
+
+
+def _mhc_pre_split_mixes_bwd_reference(
+    d_pre: Tensor,
+    d_post: Tensor,
+    d_comb: Tensor,
+    input_mixes: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    post_mult_value: float,
+    d_mixes: Tensor,
+    d_scale: Tensor,
+    d_base: Tensor,
+    sums: Tensor,
+) -> None:
+    from tk_mhc.reference.mixes.mhc_pre_split_mixes_bwd import mhc_pre_split_mixes_bwd
+
+    m = d_pre.shape[-1]
+    d_pre, d_post, d_comb = d_pre.unsqueeze(-1), d_post.unsqueeze(-1), d_comb.unflatten(-1, (m, m))
+    results = mhc_pre_split_mixes_bwd(d_pre, d_post, d_comb, input_mixes, mhc_scale, mhc_base, m, post_mult_value)
+    for out, result in zip((d_mixes, d_scale, d_base), results, strict=True):
+        out.copy_(result)
+
+
+@op(
+    "tk_mhc::mhc_pre_split_mixes_bwd_out",
+    mutates=("d_mixes", "d_scale", "d_base", "sums"),
+    reference=_mhc_pre_split_mixes_bwd_reference,
+)
+def _mhc_pre_split_mixes_bwd_out(
+    d_pre: Tensor,
+    d_post: Tensor,
+    d_comb: Tensor,
+    input_mixes: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    post_mult_value: float,
+    d_mixes: Tensor,
+    d_scale: Tensor,
+    d_base: Tensor,
+    sums: Tensor,
+) -> None:
+    """`sums` is a workspace, float64 (NUM_RANGES, 3 + m·(m + 2))."""
+    num_tokens, mhc_mult = d_pre.shape
+    if num_tokens == 0:
+        d_scale.zero_()
+        d_base.zero_()
+        return
+    arch = get_arch(input_mixes.device)
+    backward = _mhc_pre_split_mixes_bwd_kernel(mhc_mult, MhcPreSplitMixesBwdConfig.best(mhc_mult, arch), arch)
+    backward(
+        d_pre,
+        d_post,
+        d_comb,
+        input_mixes,
+        mhc_scale,
+        mhc_base,
+        d_mixes,
+        sums,
+        post_mult_value,
+    )
+    sum_ranges_kernel(3, input_mixes.shape[1], arch)(sums, d_scale, d_base)
+
+
+def mhc_pre_split_mixes_bwd(
+    d_pre: Tensor,
+    d_post: Tensor,
+    d_comb: Tensor,
+    input_mixes: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    mhc_mult: int,
+    mhc_post_mult_value: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `mhc_pre_split_mixes` by mixes, scale and base.
+
+    With z = mixes · scale + base and s = sigmoid(z): d_z is d_pre · s(1 - s), d_post · post_mult_value · s(1 - s) and
+    d_comb; d_mixes = d_z · scale, d_scale = Σ d_z · mixes and d_base = Σ d_z over tokens. The sums are float64, of 128
+    ranges of tokens, so their bits are the same at any number of multiprocessors; those of no tokens are zeros.
+    Source: arXiv 2512.24880.
+
+    Args:
+        d_pre: float32 (..., m, 1), contiguous.
+        d_post: float32 (..., m, 1), contiguous.
+        d_comb: float32 (..., m, m), contiguous.
+        input_mixes: float32 (..., m·(m + 2)), contiguous, as the forward was given it.
+        mhc_scale: float32 (3).
+        mhc_base: float32 (m·(m + 2)).
+        mhc_mult: m, the number of streams: 2, 4 or 8.
+        mhc_post_mult_value: what sigmoids of the second group were multiplied by.
+
+    Returns:
+        d_mixes float32 (..., m·(m + 2)), d_scale float32 (3), d_base float32 (m·(m + 2)).
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype, or not a number.
+        ValueError: a shape, stride or device does not fit, m is none of these, or the number is not finite.
+    """
+    check.integer("mhc_mult", mhc_mult)
+    check.one_of("mhc_mult", mhc_mult, MHC_MULTS)
+    dtypes, num_columns = (torch.float32,), mhc_mult * (mhc_mult + 2)
+    *leading, _ = check.tensor("input_mixes", input_mixes, dtypes, (..., num_columns))
+    device = input_mixes.device
+    check.tensor("d_pre", d_pre, dtypes, (*leading, mhc_mult, 1), device=device)
+    check.tensor("d_post", d_post, dtypes, (*leading, mhc_mult, 1), device=device)
+    check.tensor("d_comb", d_comb, dtypes, (*leading, mhc_mult, mhc_mult), device=device)
+    check.tensor("mhc_scale", mhc_scale, dtypes, (3,), device=device)
+    check.tensor("mhc_base", mhc_base, dtypes, (num_columns,), device=device)
+    check_number("mhc_post_mult_value", mhc_post_mult_value)
+    d_mixes = input_mixes.new_empty(input_mixes.shape)
+    d_scale, d_base = input_mixes.new_empty((3,)), input_mixes.new_empty((num_columns,))
+    _mhc_pre_split_mixes_bwd_out(
+        d_pre.view(-1, mhc_mult),
+        d_post.view(-1, mhc_mult),
+        d_comb.view(-1, mhc_mult * mhc_mult),
+        flat(input_mixes, 1),
+        mhc_scale,
+        mhc_base,
+        float(mhc_post_mult_value),
+        flat(d_mixes, 1),
+        d_scale,
+        d_base,
+        input_mixes.new_empty((NUM_RANGES, 3 + num_columns), dtype=torch.float64),
+    )
+    return d_mixes, d_scale, d_base

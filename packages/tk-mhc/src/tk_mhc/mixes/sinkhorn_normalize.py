@@ -1,0 +1,119 @@
+"""sinkhorn_normalize: matrices of streams made doubly stochastic, nearly, by Sinkhorn's iterations.
+
+    x = softmax(x, -1) + eps;  x = x / (Σ over rows + eps)
+    repeat - 1 times:  x = x / (Σ over columns + eps);  x = x / (Σ over rows + eps)
+
+in float32. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+
+A thread has the matrix of a token in registers, so the iterations need neither shared memory nor other threads. Time is
+latency: each half of an iteration waits for m - 1 additions, a reciprocal and a product.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_mhc.lib.alignment import aligned
+from tk_mhc.lib.scalars import check_number
+from tk_mhc.lib.tiles import DIRECT_COPIES
+from tk_mhc.lib.tokens import MHC_MULTS, flat
+
+MAX_REPEAT = 1000
+"""Iterations, at most: so many sums of rows and columns the backward keeps in shared memory on any GPU."""
+
+
+@dataclass(frozen=True)
+class SinkhornNormalizeConfig:
+    """Launch knobs."""
+
+    block_tokens: int
+    """Tokens of a thread block, which has as many threads."""
+
+    @staticmethod
+    def best(arch: Arch) -> "SinkhornNormalizeConfig":
+        """One warp, so that 8192 tokens reach all multiprocessors. Untuned."""
+        return SinkhornNormalizeConfig(block_tokens=32)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _sinkhorn_normalize_kernel(mhc_mult: int, repeat: int, config: SinkhornNormalizeConfig, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    from tk_mhc.lib.mixes import sinkhorn, token_per_thread
+
+    block_tokens = config.block_tokens
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def sinkhorn_normalize(
+        x: T.Tensor((num_tokens, mhc_mult, mhc_mult), "float32"),
+        out: T.Tensor((num_tokens, mhc_mult, mhc_mult), "float32"),
+        eps: T.float32,
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=block_tokens) as block:
+            first = block * block_tokens
+            comb = T.alloc_fragment((block_tokens, mhc_mult, mhc_mult), "float32")
+            T.annotate_layout({comb: token_per_thread(comb.shape)})
+            T.copy(x[first : first + block_tokens, :, :], comb)
+            sinkhorn(comb, repeat, eps)
+            T.copy(comb, out[first : first + block_tokens, :, :])
+
+    return sinkhorn_normalize
+
+
+def _sinkhorn_normalize_reference(x: Tensor, repeat: int, eps: float, out: Tensor) -> None:
+    from tk_mhc.reference.mixes.sinkhorn_normalize import sinkhorn_normalize
+
+    out.copy_(sinkhorn_normalize(x, repeat, eps))
+
+
+@op("tk_mhc::sinkhorn_normalize_out", mutates=("out",), reference=_sinkhorn_normalize_reference)
+def _sinkhorn_normalize_out(x: Tensor, repeat: int, eps: float, out: Tensor) -> None:
+    num_tokens, mhc_mult, _ = x.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(x.device)
+    _sinkhorn_normalize_kernel(mhc_mult, repeat, SinkhornNormalizeConfig.best(arch), arch)(aligned(x), out, eps)
+
+
+@replayable
+def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
+    """Sinkhorn's iterations: softmax of rows, plus eps; then columns and rows in turn divided by their sums plus eps.
+
+    x = softmax(x, -1) + eps, x /= Σ over dimension -2 + eps; then repeat - 1 times x /= Σ over dimension -1 + eps,
+    x /= Σ over dimension -2 + eps. In float32, within torch.testing's tolerances of the reference. With an eps of 0, a
+    sum below 2^-126 counts as 0. Source: arXiv 2512.24880.
+
+    Args:
+        x: float32 (..., m, m); m is 2, 4 or 8. A non-contiguous x is copied first.
+        repeat: iterations, 1 to 1000; each number compiles a kernel of its own.
+        eps: what is added to the softmax and to sums; not negative.
+
+    Returns:
+        float32 (..., m, m), contiguous.
+
+    Raises:
+        TypeError: x is not a float32 tensor, repeat not an int or eps not a number.
+        ValueError: x is not square in its last dimensions, or m, repeat or eps is out of range.
+    """
+    leading, mhc_mult = check_matrices("x", x)
+    check.in_range("repeat", repeat, 1, MAX_REPEAT)
+    check_number("eps", eps, at_least=0)
+    out = x.new_empty((*leading, mhc_mult, mhc_mult))
+    _sinkhorn_normalize_out(flat(x.contiguous(), 2), repeat, float(eps), flat(out, 2))
+    return out
+
+
+def check_matrices(name: str, x: Any) -> tuple[tuple[int, ...], int]:
+    """Check a tensor of float32 matrices (..., m, m) of any strides: its leading dimensions and m."""
+    *leading, rows, columns = check.tensor(name, x, (torch.float32,), (..., "mhc_mult", "mhc_mult"), layout="any")
+    check.require(rows == columns, name, "a square matrix in the last two dimensions", tuple(x.shape))
+    check.one_of(f"mhc_mult (last dimension of {name})", columns, MHC_MULTS)
+    return tuple(leading), columns

@@ -1,0 +1,136 @@
+"""mhc_post: the m streams of each token mixed among themselves, with the output of a sublayer added to each.
+
+    out[t, n, i] = bf16(post[t, n] · x[t, i] + Σ_k comb[t, k, n] · residual[t, k, i])
+
+in float32: the product by x rounded, then one fused multiply-add a stream, ascending, then rounded to bfloat16: every
+bit is defined. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+
+A thread block takes a token and a stretch of its channels, a thread eight neighbouring channels of x and of all
+streams, with all mixes of the token in registers:
+
+    x               [ thread 0 | thread 1 | … ]      each field 8 channels, one 16-byte load
+    residual    0   [ thread 0 | thread 1 | … ]
+                …
+    out         0   [ thread 0 | thread 1 | … ]
+                …
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_mhc.lib.tiles import DIRECT_COPIES, VECTOR, channel_tile
+from tk_mhc.lib.tokens import check_streams, flat
+
+
+@dataclass(frozen=True)
+class MhcPostConfig:
+    """Launch knobs."""
+
+    block_channels: int
+    """Channels of a thread block; what goes beyond hidden is left out."""
+    threads: int
+
+    @staticmethod
+    def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPostConfig":
+        """Eight channels a thread, so that every load and store takes 16 bytes. Untuned.
+
+        With eight streams a thread needs 163 registers, so that smaller blocks leave fewer of them unused.
+        """
+        block_channels = channel_tile(hidden, max_threads=128 if mhc_mult == 8 else 256)
+        return MhcPostConfig(block_channels, threads=block_channels // VECTOR)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _mhc_post_kernel(mhc_mult: int, hidden: int, config: MhcPostConfig, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    from tk_mhc.lib.post import post_streams
+
+    block_channels = config.block_channels
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def mhc_post(
+        x: T.Tensor((num_tokens, hidden), "bfloat16"),
+        residual: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        post_layer_mix: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
+        comb_res_mix: T.Tensor((num_tokens, mhc_mult, mhc_mult), "float32"),
+        out: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+    ) -> None:
+        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=config.threads) as (token, block):
+            channel = block * block_channels
+            layer_output = T.alloc_fragment((block_channels,), "bfloat16")
+            streams = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
+            new_streams = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
+            post = T.alloc_fragment((mhc_mult,), "float32")
+            comb = T.alloc_fragment((mhc_mult, mhc_mult), "float32")
+
+            T.copy(x[token, channel : channel + block_channels], layer_output)
+            T.copy(residual[token, :, channel : channel + block_channels], streams)
+            T.copy(post_layer_mix[token, :, 0], post)
+            T.copy(comb_res_mix[token, :, :], comb)
+            post_streams(layer_output, streams, post, comb, new_streams)
+            T.copy(new_streams, out[token, :, channel : channel + block_channels])
+
+    return mhc_post
+
+
+def _mhc_post_reference(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
+    from tk_mhc.reference.post.mhc_post import mhc_post
+
+    mhc_post(x, residual, post_layer_mix, comb_res_mix, out)
+
+
+@op("tk_mhc::mhc_post_out", mutates=("out",), reference=_mhc_post_reference)
+def _mhc_post_out(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
+    num_tokens, mhc_mult, hidden = residual.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(x.device)
+    config = MhcPostConfig.best(mhc_mult, hidden, arch)
+    _mhc_post_kernel(mhc_mult, hidden, config, arch)(x, residual, post_layer_mix, comb_res_mix, out)
+
+
+@replayable
+def mhc_post(
+    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Mix the streams and add a sublayer's output to each: out[n] = post[n] · x + Σ_k comb[k, n] · residual[k].
+
+    In float32, the product by x rounded, then one fused multiply-add a stream, ascending, then rounded to bfloat16.
+    Source: arXiv 2512.24880.
+
+    Args:
+        x: output of the sublayer, bfloat16 (..., H), contiguous; H is a multiple of 64, 64 to 8192.
+        residual: the streams, bfloat16 (..., m, H); m is 2, 4 or 8. If it is not contiguous, it is copied first.
+        post_layer_mix: post, float32 (..., m, 1), contiguous.
+        comb_res_mix: comb, float32 (..., m, m), contiguous.
+        out: bfloat16 (..., m, H), contiguous, to be written; None for a new tensor.
+
+    Returns:
+        bfloat16 (..., m, H): `out`, if it was given.
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype.
+        ValueError: a shape, stride or device does not fit, or m or H is out of range.
+    """
+    leading, mhc_mult, hidden = check_streams("residual", residual, layout="any")
+    device = residual.device
+    check.tensor("x", x, (torch.bfloat16,), (*leading, hidden), device=device)
+    check.tensor("post_layer_mix", post_layer_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
+    check.tensor("comb_res_mix", comb_res_mix, (torch.float32,), (*leading, mhc_mult, mhc_mult), device=device)
+    if out is None:
+        out = x.new_empty((*leading, mhc_mult, hidden))
+    else:
+        check.tensor("out", out, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
+    streams = flat(residual.contiguous(), 2)
+    _mhc_post_out(flat(x, 1), streams, flat(post_layer_mix, 2), flat(comb_res_mix, 2), flat(out, 2))
+    return out

@@ -1,0 +1,235 @@
+"""mhc_post_bwd: gradients of `mhc_post` by all that went in.
+
+    d_x[t, i]           = bf16(Σ_n post[t, n] · d_o[t, n, i])
+    d_residual[t, k, i] = bf16(Σ_n comb[t, k, n] · d_o[t, n, i])
+    d_post[t, n]        = Σ_i x[t, i] · d_o[t, n, i]
+    d_comb[t, k, n]     = Σ_i residual[t, k, i] · d_o[t, n, i]
+
+in float32. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+
+A thread block takes a token and walks its channels, a thread eight neighbouring ones at a time. What it has read it
+uses for all four gradients; the m + m · m sums over channels stay in registers as one partial sum a thread, and the
+threads add theirs up once, at the end:
+
+    channels    [ thread 0 | thread 1 | … ] [ thread 0 | thread 1 | … ] …       each field 8 channels
+    sums        (m, threads) and (m, m, threads)  →  d_post (m), d_comb (m, m)
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_mhc.lib.tiles import DIRECT_COPIES
+from tk_mhc.lib.tokens import check_streams, flat
+
+
+@dataclass(frozen=True)
+class MhcPostBwdConfig:
+    """Launch knobs. The order of the sums over channels depends on them."""
+
+    threads: int
+    """A power of two, which the sum over the threads of a block needs."""
+    vector: int
+    """Neighbouring channels of a thread."""
+
+    min_blocks: int
+    """Thread blocks that have to fit a multiprocessor: bounds the registers of a thread."""
+
+    @staticmethod
+    def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPostBwdConfig":
+        """16 bytes a thread; of 128, 64 and 32 threads the most that leave as few as possible idle in the last round.
+
+        With four streams 128 registers are enough, eight need all that there are. Untuned.
+        """
+        vector = 8
+        threads = min((128, 64, 32), key=lambda threads: align(hidden // vector, threads))
+        registers = 255 if mhc_mult == 8 else 128
+        return MhcPostBwdConfig(threads, vector, min_blocks=65536 // (threads * registers))
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, config: MhcPostBwdConfig, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    threads, vector = config.threads, config.vector
+    num_vectors = hidden // vector
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def mhc_post_bwd(
+        x: T.Tensor((num_tokens, hidden), "bfloat16"),
+        residual: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        post_layer_mix: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
+        comb_res_mix: T.Tensor((num_tokens, mhc_mult, mhc_mult), "float32"),
+        d_o: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        d_x: T.Tensor((num_tokens, hidden), "bfloat16"),
+        d_residual: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        d_post: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
+        d_comb: T.Tensor((num_tokens, mhc_mult, mhc_mult), "float32"),
+    ) -> None:
+        # Channels of a thread as a dimension of their own: the partial sums are over them alone.
+        x_vectors = T.reshape(x, (num_tokens, num_vectors, vector))
+        residual_vectors = T.reshape(residual, (num_tokens, mhc_mult, num_vectors, vector))
+        d_o_vectors = T.reshape(d_o, (num_tokens, mhc_mult, num_vectors, vector))
+        d_x_vectors = T.reshape(d_x, (num_tokens, num_vectors, vector))
+        d_residual_vectors = T.reshape(d_residual, (num_tokens, mhc_mult, num_vectors, vector))
+
+        with T.Kernel(num_tokens, threads=threads) as token:
+            T.annotate_min_blocks_per_sm(config.min_blocks)
+            post = T.alloc_fragment((mhc_mult,), "float32")
+            comb = T.alloc_fragment((mhc_mult, mhc_mult), "float32")
+            layer_output = T.alloc_fragment((threads, vector), "bfloat16")
+            streams = T.alloc_fragment((mhc_mult, threads, vector), "bfloat16")
+            d_streams = T.alloc_fragment((mhc_mult, threads, vector), "bfloat16")
+            total = T.alloc_fragment((threads, vector), "float32")
+            post_partial = T.alloc_fragment((mhc_mult, threads), "float32")
+            comb_partial = T.alloc_fragment((mhc_mult, mhc_mult, threads), "float32")
+            post_sum = T.alloc_fragment((mhc_mult,), "float32")
+            comb_sum = T.alloc_fragment((mhc_mult, mhc_mult), "float32")
+
+            T.copy(post_layer_mix[token, :, 0], post)
+            T.copy(comb_res_mix[token, :, :], comb)
+            T.clear(post_partial)
+            T.clear(comb_partial)
+            for chunk in T.serial(T.ceildiv(num_vectors, threads)):
+                first = chunk * threads
+                T.copy(d_o_vectors[token, :, first : first + threads, :], d_streams)
+                T.copy(x_vectors[token, first : first + threads, :], layer_output)
+                T.copy(residual_vectors[token, :, first : first + threads, :], streams)
+                T.clear(total)
+                for n in T.unroll(mhc_mult):
+                    for t, v in T.Parallel(threads, vector):
+                        total[t, v] = T.fma(post[n], T.cast(d_streams[n, t, v], "float32"), total[t, v])
+                T.copy(total, d_x_vectors[token, first : first + threads, :])
+                for k in T.unroll(mhc_mult):
+                    T.clear(total)
+                    for n in T.unroll(mhc_mult):
+                        for t, v in T.Parallel(threads, vector):
+                            total[t, v] = T.fma(comb[k, n], T.cast(d_streams[n, t, v], "float32"), total[t, v])
+                    T.copy(total, d_residual_vectors[token, k, first : first + threads, :])
+                for n in T.unroll(mhc_mult):
+                    for t in T.Parallel(threads):
+                        for v in T.unroll(vector):
+                            post_partial[n, t] = T.fma(
+                                T.cast(layer_output[t, v], "float32"),
+                                T.cast(d_streams[n, t, v], "float32"),
+                                post_partial[n, t],
+                            )
+                    for k in T.unroll(mhc_mult):
+                        for t in T.Parallel(threads):
+                            for v in T.unroll(vector):
+                                comb_partial[k, n, t] = T.fma(
+                                    T.cast(streams[k, t, v], "float32"),
+                                    T.cast(d_streams[n, t, v], "float32"),
+                                    comb_partial[k, n, t],
+                                )
+            T.reduce_sum(post_partial, post_sum, dim=1, batch=mhc_mult)
+            T.reduce_sum(comb_partial, comb_sum, dim=2, batch=mhc_mult * mhc_mult)
+            T.copy(post_sum, d_post[token, :, 0])
+            T.copy(comb_sum, d_comb[token, :, :])
+
+    return mhc_post_bwd
+
+
+def _mhc_post_bwd_reference(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    d_o: Tensor,
+    d_x: Tensor,
+    d_residual: Tensor,
+    d_post: Tensor,
+    d_comb: Tensor,
+) -> None:
+    from tk_mhc.reference.post.mhc_post_bwd import mhc_post_bwd
+
+    gradients = mhc_post_bwd(x, residual, post_layer_mix, comb_res_mix, d_o)
+    for out, gradient in zip((d_x, d_residual, d_post, d_comb), gradients, strict=True):
+        out.copy_(gradient)
+
+
+@op(
+    "tk_mhc::mhc_post_bwd_out",
+    mutates=("d_x", "d_residual", "d_post", "d_comb"),
+    reference=_mhc_post_bwd_reference,
+)
+def _mhc_post_bwd_out(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    d_o: Tensor,
+    d_x: Tensor,
+    d_residual: Tensor,
+    d_post: Tensor,
+    d_comb: Tensor,
+) -> None:
+    num_tokens, mhc_mult, hidden = residual.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(x.device)
+    config = MhcPostBwdConfig.best(mhc_mult, hidden, arch)
+    backward = _mhc_post_bwd_kernel(mhc_mult, hidden, config, arch)
+    backward(x, residual, post_layer_mix, comb_res_mix, d_o, d_x, d_residual, d_post, d_comb)
+
+
+@replayable
+def mhc_post_bwd(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    d_o: Tensor,
+    fuse_grad_acc: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `mhc_post` by x, residual, post and comb.
+
+    d_x = Σ_n post[n] · d_o[n], d_residual[k] = Σ_n comb[k, n] · d_o[n], d_post[n] = Σ x · d_o[n] and
+    d_comb[k, n] = Σ residual[k] · d_o[n], these two over channels; all in float32. Source: arXiv 2512.24880.
+
+    Args:
+        x: as `mhc_post` took it: bfloat16 (..., H), contiguous; H is a multiple of 64, 64 to 8192.
+        residual: bfloat16 (..., m, H); m is 2, 4 or 8. If it is not contiguous, it is copied first.
+        post_layer_mix: float32 (..., m, 1), contiguous.
+        comb_res_mix: float32 (..., m, m), contiguous.
+        d_o: gradient of what `mhc_post` returned, bfloat16 (..., m, H). If it is not contiguous, it is copied first.
+        fuse_grad_acc: accepted for TileKernels' callers; changes nothing.
+
+    Returns:
+        (d_x, d_residual, d_post, d_comb): bfloat16 (..., H) and (..., m, H), float32 (..., m, 1) and (..., m, m).
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype.
+        ValueError: a shape, stride or device does not fit, or m or H is out of range.
+    """
+    leading, mhc_mult, hidden = check_streams("residual", residual, layout="any")
+    device = residual.device
+    check.tensor("x", x, (torch.bfloat16,), (*leading, hidden), device=device)
+    check.tensor("post_layer_mix", post_layer_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
+    check.tensor("comb_res_mix", comb_res_mix, (torch.float32,), (*leading, mhc_mult, mhc_mult), device=device)
+    check.tensor("d_o", d_o, (torch.bfloat16,), (*leading, mhc_mult, hidden), layout="any", device=device)
+    d_x = x.new_empty((*leading, hidden))
+    d_residual = x.new_empty((*leading, mhc_mult, hidden))
+    d_post = post_layer_mix.new_empty((*leading, mhc_mult, 1))
+    d_comb = comb_res_mix.new_empty((*leading, mhc_mult, mhc_mult))
+    _mhc_post_bwd_out(
+        flat(x, 1),
+        flat(residual.contiguous(), 2),
+        flat(post_layer_mix, 2),
+        flat(comb_res_mix, 2),
+        flat(d_o.contiguous(), 2),
+        flat(d_x, 1),
+        flat(d_residual, 2),
+        flat(d_post, 2),
+        flat(d_comb, 2),
+    )
+    return d_x, d_residual, d_post, d_comb

@@ -1,0 +1,146 @@
+"""mhc_pre_norm_fn: RMS norm over a token's streams, then the projection on the rows of fn that gives the raw mixes.
+
+    rstd[t]     = rsqrt(Σ_c x[t, c]² / (m·H) + eps)
+    mixes[t, j] = (Σ_c x[t, c] · fn[j, c] · norm_weight[c]) · rstd[t]
+
+lib/projection.py has the product, its arithmetic and the order of the sums. For many tokens its kernel walks all splits
+of the channels and writes mixes; for few the splits are shared out, and a second kernel adds them up. The bits are the
+same.
+Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.num_sms import get_num_sms
+from tk_core.op import op
+from tk_mhc.lib.alignment import aligned
+from tk_mhc.lib.projection import (
+    ProjectionConfig,
+    check_n_splits,
+    launch_partials,
+    project_kernel,
+    splits_per_worker,
+)
+from tk_mhc.lib.scalars import check_number
+from tk_mhc.lib.tiles import DIRECT_COPIES
+from tk_mhc.lib.tokens import check_fn, check_streams, flat
+
+_SUM_TOKENS = 4
+"""Tokens of a thread block of the second kernel."""
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _sum_splits_kernel(num_rows: int, width: int, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    from tk_mhc.lib.partials import sum_partials, threads_per_token
+
+    # All that a model's call has, but for m = 8, where they would take all registers.
+    splits_in_flight = 64 if num_rows <= 24 else 16
+    num_tokens, num_partials = T.dynamic("num_tokens"), T.dynamic("num_partials")
+
+    @T.prim_func
+    def sum_splits(
+        mul: T.Tensor((num_partials, num_tokens, num_rows), "float32"),
+        sqrsum: T.Tensor((num_partials, num_tokens), "float32"),
+        mixes: T.Tensor((num_tokens, num_rows), "float32"),
+        rstd: T.Tensor((num_tokens,), "float32"),
+        eps: T.float32,
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, _SUM_TOKENS), threads=128) as block:
+            first_token = block * _SUM_TOKENS
+            summed = T.alloc_fragment((_SUM_TOKENS, num_rows), "float32")
+            token_rstd = T.alloc_shared((_SUM_TOKENS,), "float32")
+            T.annotate_layout({summed: threads_per_token(_SUM_TOKENS, num_rows, 32)})
+            sum_partials(mul, sqrsum, first_token, width, eps, summed, token_rstd, splits_in_flight)
+            T.copy(summed, mixes[first_token : first_token + _SUM_TOKENS, :])
+            T.copy(token_rstd, rstd[first_token : first_token + _SUM_TOKENS])
+
+    return sum_splits
+
+
+def _mhc_pre_norm_fn_reference(
+    x: Tensor, fn: Tensor, norm_weight: Tensor | None, mixes: Tensor, rstd: Tensor, eps: float, n_splits: int
+) -> None:
+    from tk_mhc.reference.projection.mhc_pre_norm_fn import mhc_pre_norm_fn
+
+    results = mhc_pre_norm_fn(x.unsqueeze(1), fn, norm_weight, eps, return_rstd=True)
+    for out, value in zip((mixes, rstd), results, strict=True):
+        out.copy_(value)
+
+
+@op("tk_mhc::mhc_pre_norm_fn_out", mutates=("mixes", "rstd"), reference=_mhc_pre_norm_fn_reference)
+def _mhc_pre_norm_fn_out(
+    x: Tensor, fn: Tensor, norm_weight: Tensor | None, mixes: Tensor, rstd: Tensor, eps: float, n_splits: int
+) -> None:
+    num_tokens, width = x.shape
+    num_rows = fn.shape[0]
+    if num_tokens == 0:
+        return
+    arch = get_arch(x.device)
+    x, fn = aligned(x), aligned(fn)
+    if splits_per_worker(num_tokens, n_splits, get_num_sms(x.device)) == n_splits:
+        config = ProjectionConfig.best(num_rows, width, n_splits, arch)
+        project = project_kernel(num_rows, width, n_splits, 1, norm_weight is not None, "mixes", config, arch)
+        project(x, fn, norm_weight, mixes.unsqueeze(0), rstd.unsqueeze(0), eps, n_splits)
+    else:
+        mul = fn.new_empty((n_splits, num_tokens, num_rows))
+        sqrsum = fn.new_empty((n_splits, num_tokens))
+        launch_partials(x, fn, norm_weight, n_splits, mul, sqrsum)
+        _sum_splits_kernel(num_rows, width, arch)(mul, sqrsum, mixes, rstd, eps)
+
+
+def mhc_pre_norm_fn(
+    residual: Tensor,
+    mhc_fn: Tensor,
+    mhc_norm_weight: Tensor | None,
+    mhc_norm_eps: float,
+    fuse_grad_acc: bool = True,
+    n_splits: int | None = None,
+    *,
+    return_rstd: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Normalize a token's streams by their root mean square and project them on the rows of mhc_fn.
+
+    mixes = (x · (mhc_fn · mhc_norm_weight)ᵀ) · rstd with rstd = rsqrt(mean(x²) + mhc_norm_eps), x the m·H channels of a
+    token. Source: arXiv 2512.24880.
+
+    A weight counts with 16 bits of mantissa (two bfloat16), sums are float32: closer to float64 than TF32 with its 11.
+    The channels' blocks of 64 are shared out to `n_splits` splits, which are summed one by one and then together,
+    ascending. A token's bits depend on nothing else: it has the same alone and in a batch of any size.
+
+    Args:
+        residual: bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
+        mhc_fn: float32 (m·(m+2), m·H), or (m, m·H) for the head; contiguous.
+        mhc_norm_weight: float32 (m·H), contiguous, or None for ones.
+        mhc_norm_eps: added to the mean of squares.
+        fuse_grad_acc: taken as TileKernels takes it; changes nothing.
+        n_splits: at least 1; more than m·H/64 count as m·H/64. None: a number that follows from m·H.
+        return_rstd: whether to return rstd, too.
+
+    Returns:
+        mixes: float32 (..., rows of mhc_fn).
+        rstd: float32 (...), only with `return_rstd`.
+
+    Raises:
+        TypeError: a tensor or number has another type or dtype.
+        ValueError: a shape, stride or device does not fit, or a number is out of range.
+    """
+    leading, mhc_mult, hidden = check_streams("residual", residual)
+    width = mhc_mult * hidden
+    num_rows = check_fn("mhc_fn", mhc_fn, mhc_mult, hidden, residual.device)
+    if mhc_norm_weight is not None:
+        check.tensor("mhc_norm_weight", mhc_norm_weight, (torch.float32,), (width,), device=residual.device)
+    check_number("mhc_norm_eps", mhc_norm_eps, at_least=0)
+    n_splits = check_n_splits(n_splits, width)
+    mixes = mhc_fn.new_empty((*leading, num_rows))
+    rstd = mhc_fn.new_empty(leading)
+    x = residual.view(-1, width)
+    _mhc_pre_norm_fn_out(x, mhc_fn, mhc_norm_weight, flat(mixes, 1), rstd.view(-1), float(mhc_norm_eps), n_splits)
+    return (mixes, rstd) if return_rstd else mixes

@@ -1,0 +1,84 @@
+"""mhc_prenorm_gemm: each split's partial sums of the projection, for kernels that add them up themselves.
+
+    mul[s, t, j]  = Σ_c x[t, c] · fn[j, c]       c in split s
+    sqrsum[s, t]  = Σ_c x[t, c]²
+
+lib/projection.py has the kernel, its arithmetic and the order of the sums. With several rms groups the channels of each
+are a product of their own. Source: arXiv 2512.24880; the partial products are those of DeepGEMM's tf32_hc_prenorm_gemm.
+"""
+
+from torch import Tensor
+
+from tk_core import check
+from tk_core.op import op
+from tk_mhc.lib.alignment import aligned
+from tk_mhc.lib.projection import CHANNEL_BLOCK, launch_partials
+from tk_mhc.lib.tokens import check_fn, check_streams
+
+
+def _mhc_prenorm_gemm_reference(
+    x: Tensor, fn: Tensor, mul: Tensor, sqrsum: Tensor, n_splits: int, num_rms_groups: int
+) -> None:
+    from tk_mhc.reference.projection.mhc_prenorm_gemm import mhc_prenorm_gemm
+
+    results = mhc_prenorm_gemm(x.unsqueeze(1), fn, n_splits, num_rms_groups=num_rms_groups)
+    for out, value in zip((mul, sqrsum), results, strict=True):
+        out.copy_(value)
+
+
+@op("tk_mhc::mhc_prenorm_gemm_out", mutates=("mul", "sqrsum"), reference=_mhc_prenorm_gemm_reference)
+def _mhc_prenorm_gemm_out(
+    x: Tensor, fn: Tensor, mul: Tensor, sqrsum: Tensor, n_splits: int, num_rms_groups: int
+) -> None:
+    if x.shape[0] == 0:
+        return
+    num_blocks = fn.shape[1] // num_rms_groups // CHANNEL_BLOCK
+    if n_splits > num_blocks:  # Splits without blocks are nobody's.
+        mul.zero_()
+        sqrsum.zero_()
+    launch_partials(
+        aligned(x), aligned(fn), None, n_splits, mul.view(n_splits, x.shape[0], -1), sqrsum.view(n_splits, -1)
+    )
+
+
+def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_groups: int = 1) -> tuple[Tensor, Tensor]:
+    """Partial sums, split by split, of the product of a token's streams with fn's rows and of their squares.
+
+    The m·H channels of a token make `num_rms_groups` groups of B blocks of 64 channels each; split s has blocks
+    ⌊s·B/n_splits⌋ to ⌊(s+1)·B/n_splits⌋ - 1 of each group, and is zeros if there are none. Weights count with 16 bits
+    of mantissa (two bfloat16), sums are float32. Source: arXiv 2512.24880, as DeepGEMM's tf32_hc_prenorm_gemm has it.
+
+    Args:
+        residual: bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
+        fn: float32 (m·(m+2), m·H), or (m, m·H) for the head; contiguous; already times the norm's weight.
+        n_splits: at least 1.
+        num_rms_groups: groups of channels, each a multiple of 64 channels.
+
+    Returns:
+        mul: float32 (n_splits, T, rows of fn), T the product of the leading dimensions; with several groups
+            (n_splits, T, num_rms_groups, rows of fn).
+        sqrsum: float32 (n_splits, T), with several groups (n_splits, T, num_rms_groups).
+
+    Raises:
+        TypeError: a tensor or number has another type or dtype.
+        ValueError: a shape, stride or device does not fit, or a number is out of range.
+    """
+    _, mhc_mult, hidden = check_streams("residual", residual)
+    width = mhc_mult * hidden
+    num_rows = check_fn("fn", fn, mhc_mult, hidden, residual.device)
+    check.integer("n_splits", n_splits)
+    check.require(n_splits >= 1, "n_splits", "at least 1", n_splits)
+    check.integer("num_rms_groups", num_rms_groups)
+    check.require(num_rms_groups >= 1, "num_rms_groups", "at least 1", num_rms_groups)
+    check.require(
+        width % (num_rms_groups * CHANNEL_BLOCK) == 0,
+        "num_rms_groups",
+        f"groups of a multiple of {CHANNEL_BLOCK} of {width} channels",
+        num_rms_groups,
+    )
+    x = residual.view(-1, width)
+    groups = (num_rms_groups,) if num_rms_groups > 1 else ()
+    mul = fn.new_empty((n_splits, x.shape[0], *groups, num_rows))
+    sqrsum = fn.new_empty((n_splits, x.shape[0], *groups))
+    _mhc_prenorm_gemm_out(x, fn, mul, sqrsum, n_splits, num_rms_groups)
+    return mul, sqrsum

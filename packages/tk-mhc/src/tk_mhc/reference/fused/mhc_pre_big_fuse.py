@@ -1,0 +1,81 @@
+"""Reference of mhc_pre_big_fuse, and what it has in common with other ops of the family."""
+
+import torch
+from torch import Tensor
+
+from tk_mhc import reference
+
+
+def mhc_pre_big_fuse(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    n_splits: int | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    layer_norm_weight: Tensor | None = None,
+    layer_norm_eps: float = 1e-6,
+    shifted: bool = False,
+    pre_mix: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """mhc_pre_norm_fn, then what `from_mixes` does with the mixes."""
+    return from_mixes(
+        reference.mhc_pre_norm_fn(residual, fn, norm_weight, rms_eps, n_splits=n_splits),
+        residual,
+        mhc_scale,
+        mhc_base,
+        mhc_pre_eps,
+        mhc_sinkhorn_eps,
+        mhc_post_mult_value,
+        sinkhorn_repeat,
+        layer_norm_weight=layer_norm_weight,
+        layer_norm_eps=layer_norm_eps,
+        shifted=shifted,
+        pre_mix=pre_mix,
+    )
+
+
+def from_mixes(
+    mixes: Tensor,
+    residual: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    *,
+    layer_norm_weight: Tensor | None = None,
+    layer_norm_eps: float = 1e-6,
+    shifted: bool = False,
+    pre_mix: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """mhc_pre_split_mixes, sinkhorn_normalize, mhc_pre_apply_mix and, with a weight, the layer norm.
+
+    Shifted, the streams collapse by pre_mix, or to stream 0 where it is None, and pre is the last result.
+    Returns (post, comb, layer_input) or (post, comb, layer_input, pre).
+    """
+    pre, post, comb = reference.mhc_pre_split_mixes(
+        mixes, mhc_scale, mhc_base, residual.shape[-2], mhc_post_mult_value, mhc_pre_eps
+    )
+    comb = reference.sinkhorn_normalize(comb, sinkhorn_repeat, mhc_sinkhorn_eps)
+    if shifted and pre_mix is None:
+        layer_input = residual[..., 0, :].clone(memory_format=torch.contiguous_format)
+    else:
+        layer_input = reference.mhc_pre_apply_mix(residual, pre if pre_mix is None else pre_mix)
+    if layer_norm_weight is not None:
+        layer_input = _layer_norm(layer_input, layer_norm_weight, layer_norm_eps)
+    return (post, comb, layer_input, pre) if shifted else (post, comb, layer_input)
+
+
+def _layer_norm(layer_input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y · rsqrt(mean(y²) + eps) · weight, in float32 and rounded for a bfloat16 y."""
+    y = layer_input.float() if layer_input.dtype == torch.bfloat16 else layer_input
+    rstd = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y * rstd * weight.to(y.dtype)).to(layer_input.dtype)

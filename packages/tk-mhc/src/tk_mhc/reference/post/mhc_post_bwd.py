@@ -1,0 +1,35 @@
+"""Reference of mhc_post_bwd."""
+
+import torch
+from torch import Tensor
+
+
+def mhc_post_bwd(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    d_o: Tensor,
+    fuse_grad_acc: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(d_x, d_residual, d_post, d_comb) by their formulas, the sums over channels in float64.
+
+    d_x and d_residual are computed in float32 (float64 for float64 x), one fused multiply-add for each stream of d_o,
+    ascending, and rounded to d_o's dtype. `fuse_grad_acc` changes nothing.
+    """
+    return (
+        _mixed(post_layer_mix.mT, d_o).squeeze(-2),
+        _mixed(comb_res_mix, d_o),
+        (d_o.double() @ x.double().unsqueeze(-1)).to(post_layer_mix.dtype),
+        (residual.double() @ d_o.double().mT).to(comb_res_mix.dtype),
+    )
+
+
+def _mixed(mixes: Tensor, d_o: Tensor) -> Tensor:
+    """Σ_n mixes[..., n] · d_o[n]; a product of float32 and bfloat16 is exact in float64."""
+    dtype = torch.promote_types(d_o.dtype, torch.float32)
+    total = torch.zeros((*mixes.shape[:-1], d_o.shape[-1]), dtype=dtype, device=d_o.device)
+    for n in range(d_o.shape[-2]):
+        product = mixes[..., n, None].double() * d_o[..., n, None, :].double()
+        total = (total.double() + product).to(dtype)
+    return total.to(d_o.dtype)

@@ -1,0 +1,185 @@
+"""mhc_pre_apply_mix."""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+import tk_mhc
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.collapse.mhc_pre_apply_mix import MhcPreApplyMixConfig
+from tk_mhc.testing.collapse.mhc_pre_apply_mix import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def collapse(terms: list[tuple[float, float]], device: str) -> float:
+    """The sum of (weight, value) pairs, one a stream, as the op adds them up."""
+    weights, values = zip(*terms, strict=True)
+    x = torch.tensor(values, dtype=torch.float64).bfloat16()
+    assert x.tolist() == list(values), "values that bfloat16 holds"
+    mix = torch.tensor(weights, dtype=torch.float64).float()
+    assert mix.tolist() == list(weights), "weights that float32 holds"
+    out = tk_mhc.mhc_pre_apply_mix(x[:, None].repeat(1, 64).to(device), mix[:, None].to(device))
+    assert (out == out[0]).all()
+    return out[0].item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    assert collapse([(0.5, 3.0), (0.25, -8.0)], device) == -0.5
+    assert collapse([(1.0, 2.0), (2.0, 10.0), (3.0, 100.0), (0.0, 5.0)], device) == 322.0
+    # 257 and 259 are midway between numbers of 8 bits, and go to the one whose last bit is 0.
+    assert collapse([(1.0, 256.0), (1.0, 1.0)], device) == 256.0
+    assert collapse([(1.0, 258.0), (1.0, 1.0)], device) == 260.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_streams_ascend(device: str) -> None:
+    # From the other end 2⁻²⁴ + 2⁻²⁴ would be counted.
+    tiny = 2.0**-24
+    assert collapse([(1.0, 1.0), (tiny, 1.0), (tiny, 1.0), (-1.0, 1.0)], device) == 0.0
+    assert collapse([(-1.0, 1.0), (tiny, 1.0), (tiny, 1.0), (1.0, 1.0)], device) == 2 * tiny
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_are_not_rounded(device: str) -> None:
+    # (1 + 2⁻²³)(1 + 2⁻⁷) = 1 + 2⁻⁷ + 2⁻²³ + 2⁻³⁰: the last term is beyond float32's 24 bits.
+    weight, value = 1 + 2.0**-23, 1 + 2.0**-7
+    assert collapse([(weight, value), (-1.0, value)], device) == 2.0**-23
+    assert collapse([(-1.0, value), (weight, value)], device) == 2.0**-23 + 2.0**-30
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_are_rounded_once(device: str) -> None:
+    # 16519105 · 130 = 2³¹ + 2. Added to 1, the product 2⁻²⁴ + 2⁻⁵⁴ is just more than half of float32's step 2⁻²³, but
+    # exactly half after a first rounding to float64's 53 bits.
+    weight, value = 16519105 * 2.0**-48, 130 * 2.0**-7
+    assert Fraction(weight) * Fraction(value) == Fraction(1, 2**24) + Fraction(1, 2**54)
+    assert collapse([(1.0, 1.0), (weight, value), (-1.0, 1.0), (0.0, 0.0)], device) == 2.0**-23
+    assert collapse([(-1.0, 1.0), (-weight, value), (1.0, 1.0), (0.0, 0.0)], device) == -(2.0**-23)
+    # 14221746 · 151 = 2³¹ - 2: just less than half.
+    weight, value = 14221746 * 2.0**-48, 151 * 2.0**-7
+    assert collapse([(1 + 2.0**-23, 1.0), (weight, value), (-1.0, 1.0), (0.0, 0.0)], device) == 2.0**-23
+
+
+def to_float32(value: Fraction) -> Fraction:
+    """The nearest float32, of two the one with an even last bit; for magnitudes of normal numbers."""
+    if not value:
+        return value
+    exponent = 0
+    while abs(value) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    while abs(value) < Fraction(2) ** exponent:
+        exponent -= 1
+    step = Fraction(2) ** (exponent - 23)
+    return round(value / step) * step
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_against_rational_arithmetic(device: str) -> None:
+    inputs = make((4,), 4, 64)(device)
+    expected = torch.empty(4, 64)
+    for token, (x, mix) in enumerate(zip(inputs["x"].tolist(), inputs["mix"].tolist(), strict=True)):
+        for i in range(64):
+            total = Fraction(0)
+            for s in range(4):
+                total = to_float32(Fraction(mix[s][0]) * Fraction(x[s][i]) + total)
+            expected[token, i] = float(total)
+    assert_equal(tk_mhc.mhc_pre_apply_mix(**inputs).cpu(), expected.bfloat16())
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,)])
+def test_reference_passes_gradcheck(leading: tuple[int, ...]) -> None:
+    x = torch.randn(*leading, 2, 5, dtype=torch.float64, requires_grad=True)
+    mix = torch.randn(*leading, 2, 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(reference.mhc_pre_apply_mix, (x, mix))
+    torch.testing.assert_close(reference.mhc_pre_apply_mix(x, mix), torch.einsum("...si,...so->...i", x, mix))
+
+
+def test_reference_in_float32_is_not_rounded_to_bfloat16() -> None:
+    x, mix = torch.randn(3, 4, 64), torch.rand(3, 4, 1)
+    out = reference.mhc_pre_apply_mix(x, mix)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), (x.double() * mix.double()).sum(-2), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_is_written_and_returned(device: str) -> None:
+    inputs = make((2, 3), 4, 64)(device)
+    expected = tk_mhc.mhc_pre_apply_mix(**inputs)
+    out = torch.full_like(expected, torch.nan)
+    assert tk_mhc.mhc_pre_apply_mix(**{**inputs, "out": out}) is out
+    assert_equal(out, expected)
+    assert expected.shape == (2, 3, 64)
+
+
+X = torch.ones(3, 4, 64, dtype=torch.bfloat16)
+GOOD: dict[str, Any] = {"x": X, "mix": torch.ones(3, 4, 1), "out": torch.full((3, 64), 7.0).bfloat16()}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": None}, TypeError, "x: .*Tensor"),
+        ({"x": X.float()}, TypeError, "x: .*bfloat16"),
+        ({"x": X[0, 0]}, ValueError, "x: .*shape"),
+        ({"x": X.repeat(1, 1, 2)[..., :64]}, ValueError, "x: .*contiguous"),
+        ({"x": X[:, :3].contiguous()}, ValueError, "mhc_mult .*x.*2, 4, 8"),
+        ({"x": X[..., :32].contiguous()}, ValueError, "hidden .*x.*64 to 8192"),
+        ({"x": X.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "hidden .*x.*multiple of 64"),
+        ({"x": X.repeat(1, 1, 129)}, ValueError, "hidden .*x.*64 to 8192"),
+        ({"x": X[:2]}, ValueError, "mix: .*shape"),
+        ({"mix": 1.0}, TypeError, "mix: .*Tensor"),
+        ({"mix": torch.ones(3, 4, 1).bfloat16()}, TypeError, "mix: .*float32"),
+        ({"mix": torch.ones(3, 4)}, ValueError, "mix: .*shape"),
+        ({"mix": torch.ones(3, 2, 1)}, ValueError, "mix: .*shape"),
+        ({"mix": torch.ones(4, 3, 1).transpose(0, 1)}, ValueError, "mix: .*contiguous"),
+        ({"mix": torch.ones(3, 4, 1, device="meta")}, ValueError, "mix: .*device"),
+        ({"out": 1}, TypeError, "out: .*Tensor"),
+        ({"out": torch.ones(3, 64)}, TypeError, "out: .*bfloat16"),
+        ({"out": torch.ones(3, 128).bfloat16()}, ValueError, "out: .*shape"),
+        ({"out": torch.ones(64, 3).bfloat16().T}, ValueError, "out: .*contiguous"),
+        ({"out": torch.ones(3, 64, device="meta").bfloat16()}, ValueError, "out: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.mhc_pre_apply_mix(**{**GOOD, **change})
+    assert (GOOD["out"] == 7).all()
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 576, 2048, 2112, 2560, 7168, 8192])
+def test_config_covers_a_row_in_whole_warps(hidden: int) -> None:
+    config = MhcPreApplyMixConfig.best(4, hidden, ARCHS["sm_90a"])
+    assert config.block_channels == 8 * config.threads
+    assert config.threads % 32 == 0
+    assert config.threads <= 256
+    num_blocks = -(-hidden // config.block_channels)
+    assert num_blocks * config.block_channels - hidden < 256 * num_blocks
+
+
+@pytest.mark.gpu
+def test_gpu_bits_of_a_token_do_not_depend_on_the_others() -> None:
+    inputs = make((8192,), 4, 7168)("cuda")
+    expected = tk_mhc.mhc_pre_apply_mix(**inputs)
+    for token in (0, 4001, 8191):
+        alone = tk_mhc.mhc_pre_apply_mix(inputs["x"][token], inputs["mix"][token])
+        assert_equal(alone, expected[token].clone())
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_tokens = 2**31 // (8 * 8192) + 5
+    inputs = make((num_tokens,), 8, 8192)("cuda")
+    out = tk_mhc.mhc_pre_apply_mix(**inputs)
+    last = {"x": inputs["x"][-9:], "mix": inputs["mix"][-9:]}
+    assert_equal(out[-9:].clone(), reference.mhc_pre_apply_mix(**last))

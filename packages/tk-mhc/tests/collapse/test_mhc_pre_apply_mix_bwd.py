@@ -1,0 +1,157 @@
+"""mhc_pre_apply_mix_bwd."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_mhc
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.collapse.mhc_pre_apply_mix_bwd import MhcPreApplyMixBwdConfig
+from tk_mhc.testing.collapse.mhc_pre_apply_mix_bwd import SPEC, least_bytes, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    d_o = torch.tensor([1.0, -2.0] * 32).bfloat16().to(device)
+    x = torch.tensor([[3.0] * 64, [0.5, 1.0] * 32]).bfloat16().to(device)
+    mix = torch.tensor([[0.5], [-4.0]], device=device)
+    d_x, d_mix = tk_mhc.mhc_pre_apply_mix_bwd(d_o, x, mix)
+    assert d_x[:, :3].tolist() == [[0.5, -1.0, 0.5], [-4.0, 8.0, -4.0]]
+    assert d_mix.tolist() == [[-96.0], [-48.0]]
+    given = torch.full_like(x, 10.0)
+    d_x, d_mix = tk_mhc.mhc_pre_apply_mix_bwd(d_o, x, mix, d_x=given)
+    assert d_x is given
+    assert given[:, :3].tolist() == [[10.5, 9.0, 10.5], [6.0, 18.0, 6.0]]
+    assert d_mix.tolist() == [[-96.0], [-48.0]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_given_d_x_is_added_before_the_sum_is_rounded(device: str) -> None:
+    d_o = torch.full((64,), 1.0).bfloat16().to(device)
+    x = torch.zeros(2, 64).bfloat16().to(device)
+    mix = torch.tensor([[129.25], [1.0]], device=device)
+    given = torch.full_like(x, 128.0)
+    # 257.25 goes to 258; were 129.25 rounded before, to 129, then 257 would go to the even 256.
+    d_x, _ = tk_mhc.mhc_pre_apply_mix_bwd(d_o, x, mix, d_x=given)
+    assert d_x[0].tolist() == [258.0] * 64
+    assert d_x[1].tolist() == [129.0] * 64
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_reference_against_autograd(dtype: torch.dtype, tolerance: float, leading: tuple[int, ...]) -> None:
+    x = torch.randn(*leading, 4, 192, dtype=dtype, requires_grad=True)
+    mix = torch.randn(*leading, 4, 1, dtype=dtype, requires_grad=True)
+    d_o = torch.randn(*leading, 192, dtype=dtype)
+    expected = torch.autograd.grad(reference.mhc_pre_apply_mix(x, mix), (x, mix), d_o)
+    actual = reference.mhc_pre_apply_mix_bwd(d_o, x.detach(), mix.detach())
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    given = torch.randn_like(x).detach()
+    total = given + expected[0]
+    d_x, _ = reference.mhc_pre_apply_mix_bwd(d_o, x.detach(), mix.detach(), d_x=given)
+    assert d_x is given
+    torch.testing.assert_close(given, total, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_op_against_autograd_of_a_plain_formula(device: str) -> None:
+    inputs = make((17,), 4, 576)(device)
+    x, mix = inputs["x"].double().requires_grad_(), inputs["mix"].double().requires_grad_()
+    expected = torch.autograd.grad((x * mix).sum(-2), (x, mix), inputs["d_o"].double())
+    d_x, d_mix = tk_mhc.mhc_pre_apply_mix_bwd(**inputs)
+    torch.testing.assert_close(d_x, expected[0].bfloat16())
+    torch.testing.assert_close(d_mix, expected[1].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_least_bytes_counts_a_given_d_x_twice() -> None:
+    inputs = make((2,), 2, 64)("cpu")
+    once = 2 * 2 * 64 + 2 * (2 * 2 * 2 * 64) + 2 * (4 * 2 * 2)
+    assert least_bytes(inputs, tk_mhc.mhc_pre_apply_mix_bwd(**inputs)) == once
+    inputs = make((2,), 2, 64, given=True)("cpu")
+    assert least_bytes(inputs, tk_mhc.mhc_pre_apply_mix_bwd(**inputs)) == once + 2 * 2 * 2 * 64
+
+
+X = torch.ones(3, 4, 64, dtype=torch.bfloat16)
+GOOD: dict[str, Any] = {
+    "d_o": torch.ones(3, 64).bfloat16(),
+    "x": X,
+    "mix": torch.ones(3, 4, 1),
+    "d_x": torch.full((3, 4, 64), 7.0).bfloat16(),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"d_o": None}, TypeError, "d_o: .*Tensor"),
+        ({"d_o": torch.ones(3, 64)}, TypeError, "d_o: .*bfloat16"),
+        ({"d_o": X}, ValueError, "d_o: .*shape"),
+        ({"d_o": torch.ones(64, 3).bfloat16().T}, ValueError, "d_o: .*contiguous"),
+        ({"d_o": torch.ones(3, 64, device="meta").bfloat16()}, ValueError, "d_o: .*device"),
+        ({"x": 1}, TypeError, "x: .*Tensor"),
+        ({"x": X.float()}, TypeError, "x: .*bfloat16"),
+        ({"x": X[0, 0]}, ValueError, "x: .*shape"),
+        ({"x": X.repeat(1, 1, 2)[..., :64]}, ValueError, "x: .*contiguous"),
+        ({"x": X[:, :3].contiguous()}, ValueError, "mhc_mult .*x.*2, 4, 8"),
+        ({"x": X.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "hidden .*x.*multiple of 64"),
+        ({"x": X.repeat(1, 1, 129)}, ValueError, "hidden .*x.*64 to 8192"),
+        ({"mix": None}, TypeError, "mix: .*Tensor"),
+        ({"mix": torch.ones(3, 4, 1).double()}, TypeError, "mix: .*float32"),
+        ({"mix": torch.ones(3, 4)}, ValueError, "mix: .*shape"),
+        ({"mix": torch.ones(4, 3, 1).transpose(0, 1)}, ValueError, "mix: .*contiguous"),
+        ({"mix": torch.ones(3, 4, 1, device="meta")}, ValueError, "mix: .*device"),
+        ({"d_x": 1.0}, TypeError, "d_x: .*Tensor"),
+        ({"d_x": X.float()}, TypeError, "d_x: .*bfloat16"),
+        ({"d_x": X[:2]}, ValueError, "d_x: .*shape"),
+        ({"d_x": X.repeat(1, 1, 2)[..., ::2]}, ValueError, "d_x: .*contiguous"),
+        ({"d_x": X.to("meta")}, ValueError, "d_x: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.mhc_pre_apply_mix_bwd(**{**GOOD, **change})
+    assert (GOOD["d_x"] == 7).all()
+
+
+def test_d_x_is_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        tk_mhc.mhc_pre_apply_mix_bwd(GOOD["d_o"], X, GOOD["mix"], GOOD["d_x"])
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 512, 576, 960, 1280, 2560, 5120, 7168, 8192])
+def test_config_wastes_less_than_a_tile_of_one_warp(hidden: int) -> None:
+    config = MhcPreApplyMixBwdConfig.best(4, hidden, ARCHS["sm_90a"])
+    assert config.threads in (32, 64, 128)
+    num_tiles = -(-hidden // config.block_channels)
+    assert num_tiles * config.block_channels - hidden < 256
+
+
+@pytest.mark.gpu
+def test_gpu_bits_of_a_token_do_not_depend_on_the_others() -> None:
+    inputs = make((8192,), 4, 7168)("cuda")
+    d_x, d_mix = tk_mhc.mhc_pre_apply_mix_bwd(**inputs)
+    for token in (0, 4001, 8191):
+        alone = tk_mhc.mhc_pre_apply_mix_bwd(*(inputs[name][token] for name in ("d_o", "x", "mix")))
+        assert_equal(alone, (d_x[token].clone(), d_mix[token].clone()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [False, True])
+def test_gpu_beyond_two_to_the_31_elements(given: bool) -> None:
+    num_tokens = 2**31 // (8 * 8192) + 5
+    inputs = make((num_tokens,), 8, 8192, given=given)("cuda")
+    last = {name: None if x is None else x[-9:].clone() for name, x in inputs.items()}
+    d_x, d_mix = tk_mhc.mhc_pre_apply_mix_bwd(**inputs)
+    expected_d_x, expected_d_mix = reference.mhc_pre_apply_mix_bwd(**last)
+    assert_equal(d_x[-9:].clone(), expected_d_x)
+    torch.testing.assert_close(d_mix[-9:], expected_d_mix, rtol=1e-4, atol=1e-4)

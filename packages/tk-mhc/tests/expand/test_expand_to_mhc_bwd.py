@@ -1,0 +1,114 @@
+"""expand_to_mhc_bwd."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_mhc
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.expand.expand_to_mhc_bwd import ExpandToMhcBwdConfig
+from tk_mhc.testing.expand.expand_to_mhc_bwd import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def total(values: list[float], device: str) -> float:
+    """The sum of values, one a stream, as the op adds them up."""
+    d_o = torch.tensor(values, dtype=torch.float64).bfloat16()
+    assert d_o.tolist() == values, "values that bfloat16 holds"
+    d_hidden = tk_mhc.expand_to_mhc_bwd(d_o[:, None].repeat(1, 64).to(device))
+    assert d_hidden.shape == (64,)
+    assert (d_hidden == d_hidden[0]).all()
+    return d_hidden[0].item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    assert total([1.0, -3.5], device) == -2.5
+    assert total([2.0, 20.0, 300.0, 0.0], device) == 322.0
+    # In float32 256 + 1 + 1 is 258; rounded to bfloat16 after each sum it would stay 256.
+    assert total([256.0, 1.0, 1.0, 0.0], device) == 258.0
+    # Streams ascend: 1 is lost beside 2²⁵ unless that has gone before.
+    large = 2.0**25
+    assert total([large, 1.0, -large, 1.0], device) == 1.0
+    assert total([large, -large, 1.0, 1.0], device) == 2.0
+    assert total([1.0, 1.0, large, -large], device) == 0.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sum_of_negative_zeros_is_negative(device: str) -> None:
+    d_o = torch.full((2, 64), -0.0).bfloat16().to(device)
+    assert tk_mhc.expand_to_mhc_bwd(d_o).signbit().all()
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_reference_against_autograd(dtype: torch.dtype, leading: tuple[int, ...]) -> None:
+    hidden = torch.randn(*leading, 192, dtype=dtype, requires_grad=True)
+    d_o = torch.randn(*leading, 4, 192, dtype=dtype)
+    (expected,) = torch.autograd.grad(reference.expand_to_mhc(hidden, 4), hidden, d_o)
+    actual = reference.expand_to_mhc_bwd(d_o)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_against_float64(device: str) -> None:
+    d_o = make((2, 3), 8, 576)(device)["d_o"]
+    expected = d_o.double().sum(-2).bfloat16()
+    torch.testing.assert_close(tk_mhc.expand_to_mhc_bwd(d_o), expected, rtol=2**-8, atol=1e-5)
+
+
+X = torch.ones(3, 4, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("d_o", "error", "match"),
+    [
+        (None, TypeError, "d_o: .*Tensor"),
+        (X.float(), TypeError, "d_o: .*bfloat16"),
+        (X[0, 0], ValueError, "d_o: .*shape"),
+        (X.repeat(1, 1, 2)[..., :64], ValueError, "d_o: .*contiguous"),
+        (X[:, :3].contiguous(), ValueError, "mhc_mult .*d_o.*2, 4, 8"),
+        (X[..., :32].contiguous(), ValueError, "hidden .*d_o.*64 to 8192"),
+        (X.repeat(1, 1, 129), ValueError, "hidden .*d_o.*64 to 8192"),
+        (X.repeat(1, 1, 2)[..., :96].contiguous(), ValueError, "hidden .*d_o.*multiple of 64"),
+    ],
+)
+def test_bad_input(d_o: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.expand_to_mhc_bwd(d_o)
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 576, 2048, 2112, 2560, 7168, 8192])
+def test_config_covers_a_row_in_whole_warps(hidden: int) -> None:
+    config = ExpandToMhcBwdConfig.best(4, hidden, ARCHS["sm_90a"])
+    assert config.block_channels == 8 * config.threads
+    assert config.threads % 32 == 0
+    assert config.threads <= 256
+    num_blocks = -(-hidden // config.block_channels)
+    assert num_blocks * config.block_channels - hidden < 256 * num_blocks
+
+
+@pytest.mark.gpu
+def test_gpu_bits_of_a_token_do_not_depend_on_the_others() -> None:
+    d_o = make((8192,), 4, 7168)("cuda")["d_o"]
+    expected = tk_mhc.expand_to_mhc_bwd(d_o)
+    for token in (0, 4001, 8191):
+        assert_equal(tk_mhc.expand_to_mhc_bwd(d_o[token]), expected[token].clone())
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_tokens = 2**31 // (8 * 8192) + 5
+    d_o = make((num_tokens,), 8, 8192)("cuda")["d_o"]
+    d_hidden = tk_mhc.expand_to_mhc_bwd(d_o)
+    assert_equal(d_hidden[-9:].clone(), reference.expand_to_mhc_bwd(d_o[-9:]))

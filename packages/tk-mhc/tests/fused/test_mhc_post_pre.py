@@ -1,0 +1,277 @@
+"""mhc_post_pre."""
+
+from math import log
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_core
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.fused.mhc_post_pre import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+POST_ARGUMENTS = ("x", "residual", "post_layer_mix", "comb_res_mix")
+
+
+def composed(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """mhc_post, then mhc_pre_big_fuse."""
+    new_residual = tk_mhc.mhc_post(*(inputs[name] for name in POST_ARGUMENTS))
+    rest = {name: value for name, value in inputs.items() if name not in POST_ARGUMENTS}
+    return new_residual, *tk_mhc.mhc_pre_big_fuse(new_residual, **rest)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_by_hand(device: str) -> None:
+    inputs = {
+        "x": torch.ones(64, dtype=torch.bfloat16, device=device),
+        "residual": torch.tensor([1.0, 2.0], dtype=torch.bfloat16, device=device)[:, None].repeat(1, 64),
+        "post_layer_mix": torch.tensor([[2.0], [-1.0]], device=device),
+        # new[0] = 2 - 1 · 1 + 1 · 2 = 3, new[1] = -1 + 4 · 1 + 1 · 2 = 5: not symmetric.
+        "comb_res_mix": torch.tensor([[-1.0, 4.0], [1.0, 1.0]], device=device),
+        # Mixes are 0: z is the base.
+        "fn": torch.zeros(8, 128, device=device),
+        "mhc_scale": torch.ones(3, device=device),
+        "mhc_base": torch.tensor([0.0, log(3), log(3), 0.0, 0.0, log(3), 0.0, log(3)], device=device),
+        "rms_eps": 1e-6,
+        "mhc_pre_eps": 0.25,
+        "mhc_sinkhorn_eps": 0.0,
+        "mhc_post_mult_value": 2.0,
+        "sinkhorn_repeat": 1,
+    }
+    new_residual, post, comb, layer_input = tk_mhc.mhc_post_pre(**inputs)
+    assert new_residual.tolist() == [[3.0] * 64, [5.0] * 64]
+    torch.testing.assert_close(post.cpu(), torch.tensor([[1.5], [1.0]]))
+    torch.testing.assert_close(comb.cpu(), torch.full((2, 2), 0.5))
+    assert layer_input.tolist() == [7.25] * 64
+
+    # One channel of the new stream 1 makes mixes of 5/√17 · 0.4 · √17 = 2: z of post 0 is 3 · log(3), sigmoid 27/28.
+    fn = torch.zeros(8, 128, device=device)
+    fn[2, 70] = 0.4 * 17**0.5
+    scale = torch.full((3,), log(3), device=device)
+    pre_mix = torch.tensor([[2.0], [-1.0]], device=device)
+    for mix, expected in ((pre_mix, 1.0), (None, 3.0)):
+        results = tk_mhc.mhc_post_pre(
+            **{**inputs, "fn": fn, "mhc_scale": scale, "rms_eps": 0.0}, shifted=True, pre_mix=mix
+        )
+        assert len(results) == 5
+        torch.testing.assert_close(results[1].cpu(), torch.tensor([[27 / 14], [1.0]]), rtol=1e-4, atol=0)
+        assert results[3].tolist() == [expected] * 64
+        torch.testing.assert_close(results[4].cpu(), torch.tensor([[0.75], [1.0]]))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_reference_passes_gradcheck(shifted: bool) -> None:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def function(
+        x: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        fn: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        norm_weight: Tensor,
+        layer_norm_weight: Tensor,
+        pre_mix: Tensor,
+    ) -> tuple[Tensor, ...]:
+        return reference.mhc_post_pre(
+            *(x, residual, post, comb, fn, scale, base, 0.1, 0.1, 0.1, 2.0, 2, None, norm_weight),
+            layer_norm_weight=layer_norm_weight,
+            layer_norm_eps=0.1,
+            shifted=shifted,
+            pre_mix=pre_mix if shifted else None,
+        )
+
+    streams = draw(2, 3), draw(2, 2, 3), draw(2, 2, 1), draw(2, 2, 2)
+    assert torch.autograd.gradcheck(function, (*streams, draw(8, 6), draw(3), draw(8), draw(6), draw(3), draw(2, 2, 1)))
+
+
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_reference_mixes_streams_by_comb_transposed(mhc_mult: int) -> None:
+    inputs = {
+        name: value.double() if isinstance(value, Tensor) else value
+        for name, value in make(5, mhc_mult, 64)("cpu").items()
+    }
+    new_residual, post, comb, layer_input = reference.mhc_post_pre(**inputs)
+    x, residual, post_mix, comb_mix = (inputs.pop(name) for name in POST_ARGUMENTS)
+    expected = post_mix * x[:, None] + comb_mix.mT @ residual
+    torch.testing.assert_close(new_residual, expected)
+    torch.testing.assert_close((post, comb, layer_input), reference.mhc_pre_big_fuse(expected, **inputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"shifted": True, "layer_norm": torch.bfloat16}])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
+def test_leading_dimensions(leading: tuple[int, ...], options: dict[str, Any]) -> None:
+    inputs = make(leading, 2, 64, **options)("cpu")
+    results = tk_mhc.mhc_post_pre(**inputs)
+    trailing = ((2, 64), (2, 1), (2, 2), (64,), (2, 1))
+    assert [x.shape for x in results] == [(*leading, *shape) for shape, _ in zip(trailing, results)]
+    shapes = {"x": (64,), "residual": (2, 64), "post_layer_mix": (2, 1), "comb_res_mix": (2, 2)}
+    if options:
+        shapes["pre_mix"] = (2, 1)
+    flat = {name: inputs[name].view(-1, *shape) for name, shape in shapes.items()}
+    for x, y, shape in zip(results, tk_mhc.mhc_post_pre(**{**inputs, **flat}), trailing):
+        assert_equal(x.view(-1, *shape), y)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Good arguments, some of them exchanged."""
+    good = {
+        "x": torch.ones(3, 64, dtype=torch.bfloat16),
+        "residual": torch.ones(3, 4, 64, dtype=torch.bfloat16),
+        "post_layer_mix": torch.ones(3, 4, 1),
+        "comb_res_mix": torch.ones(3, 4, 4),
+        "fn": torch.ones(24, 256),
+        "mhc_scale": torch.ones(3),
+        "mhc_base": torch.ones(24),
+        "rms_eps": 1e-6,
+        "mhc_pre_eps": 1e-6,
+        "mhc_sinkhorn_eps": 1e-6,
+        "mhc_post_mult_value": 2.0,
+        "sinkhorn_repeat": 10,
+    }
+    return {**good, **changes}
+
+
+PRE_MIX = torch.ones(3, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes"),
+    [
+        (TypeError, "x", {"x": None}),
+        (TypeError, "x", {"x": torch.ones(3, 64)}),
+        (ValueError, "x", {"x": torch.ones(2, 64, dtype=torch.bfloat16)}),
+        (ValueError, "x", {"x": torch.ones(3, 4, 64, dtype=torch.bfloat16)}),
+        (ValueError, "x", {"x": torch.ones(3, 64, dtype=torch.bfloat16, device="meta")}),
+        (TypeError, "residual", {"residual": None}),
+        (TypeError, "residual", {"residual": torch.ones(3, 4, 64)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 3, 64, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 96, dtype=torch.bfloat16)}),
+        (TypeError, "post_layer_mix", {"post_layer_mix": 1.0}),
+        (TypeError, "post_layer_mix", {"post_layer_mix": torch.ones(3, 4, 1).bfloat16()}),
+        (ValueError, "post_layer_mix", {"post_layer_mix": torch.ones(3, 4)}),
+        (ValueError, "post_layer_mix", {"post_layer_mix": torch.ones(2, 4, 1)}),
+        (ValueError, "post_layer_mix", {"post_layer_mix": torch.ones(3, 4, 1, device="meta")}),
+        (TypeError, "comb_res_mix", {"comb_res_mix": None}),
+        (TypeError, "comb_res_mix", {"comb_res_mix": torch.ones(3, 4, 4).double()}),
+        (ValueError, "comb_res_mix", {"comb_res_mix": torch.ones(3, 4, 1)}),
+        (ValueError, "comb_res_mix", {"comb_res_mix": torch.ones(2, 4, 4)}),
+        (ValueError, "comb_res_mix", {"comb_res_mix": torch.ones(3, 4, 4, device="meta")}),
+        (TypeError, "fn", {"fn": torch.ones(24, 256, dtype=torch.bfloat16)}),
+        (ValueError, "fn", {"fn": torch.ones(4, 256)}),
+        (ValueError, "fn", {"fn": torch.ones(24, 128)}),
+        (ValueError, "fn", {"fn": torch.ones(256, 24).T}),
+        (ValueError, "fn", {"fn": torch.ones(24, 256, device="meta")}),
+        (TypeError, "mhc_scale", {"mhc_scale": 1.0}),
+        (ValueError, "mhc_scale", {"mhc_scale": torch.ones(1)}),
+        (TypeError, "mhc_base", {"mhc_base": None}),
+        (ValueError, "mhc_base", {"mhc_base": torch.ones(4)}),
+        (TypeError, "rms_eps", {"rms_eps": None}),
+        (ValueError, "rms_eps", {"rms_eps": -1.0}),
+        (TypeError, "mhc_pre_eps", {"mhc_pre_eps": "1e-6"}),
+        (TypeError, "mhc_sinkhorn_eps", {"mhc_sinkhorn_eps": None}),
+        (TypeError, "mhc_post_mult_value", {"mhc_post_mult_value": None}),
+        (TypeError, "sinkhorn_repeat", {"sinkhorn_repeat": 10.0}),
+        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 0}),
+        (TypeError, "n_splits", {"n_splits": 1.0}),
+        (ValueError, "n_splits", {"n_splits": 0}),
+        (TypeError, "norm_weight", {"norm_weight": torch.ones(256, dtype=torch.bfloat16)}),
+        (ValueError, "norm_weight", {"norm_weight": torch.ones(64)}),
+        (TypeError, "layer_norm_weight", {"layer_norm_weight": torch.ones(64).half()}),
+        (ValueError, "layer_norm_weight", {"layer_norm_weight": torch.ones(256)}),
+        (TypeError, "layer_norm_eps", {"layer_norm_weight": torch.ones(64), "layer_norm_eps": None}),
+        (TypeError, "pre_mix", {"shifted": True, "pre_mix": PRE_MIX.bfloat16()}),
+        (ValueError, "pre_mix", {"shifted": True, "pre_mix": PRE_MIX[:2]}),
+        (ValueError, "pre_mix", {"shifted": False, "pre_mix": PRE_MIX}),
+    ],
+)
+def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=rf"\b{name}\b"):
+        tk_mhc.mhc_post_pre(**arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("device", "mhc_mult", "hidden", "num_tokens"),
+    [
+        ("cpu", 4, 64, 5),
+        *(
+            pytest.param("cuda", mhc_mult, hidden, num_tokens, marks=pytest.mark.gpu)
+            for mhc_mult, hidden in (
+                *((2, 64), (2, 576), (2, 8192)),
+                *((4, 64), (4, 192), (4, 1280), (4, 4096), (4, 7168)),
+                *((8, 128), (8, 2560), (8, 8192)),
+            )
+            for num_tokens in (1, 17, 64, 300)
+        ),
+        pytest.param("cuda", 4, 7168, 8192, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_weight": False},
+        {"layer_norm": torch.bfloat16},
+        {"layer_norm": torch.float32, "shifted": True},
+        {"shifted": True, "pre_mix": False},
+    ],
+    ids=["plain", "no-weight", "layer-norm", "shifted-layer-norm", "shifted-stream0"],
+)
+def test_equals_mhc_post_then_mhc_pre_big_fuse(
+    device: str, mhc_mult: int, hidden: int, num_tokens: int, options: dict[str, Any]
+) -> None:
+    inputs = make(num_tokens, mhc_mult, hidden, **options)(device)
+    for n_splits in (None, 1, 2, 7, 10_000):
+        inputs["n_splits"] = n_splits
+        assert_equal(tk_mhc.mhc_post_pre(**inputs), composed(inputs), name=f"n_splits {n_splits}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "options"),
+    [
+        (4, 7168, {}),
+        (4, 7168, {"n_splits": 7, "norm_weight": False}),
+        (4, 7168, {"layer_norm": torch.bfloat16}),
+        (4, 7168, {"shifted": True, "layer_norm": torch.float32}),
+        (2, 576, {}),
+        (2, 64, {"shifted": True, "pre_mix": False}),
+        (8, 1280, {}),
+        (8, 8192, {"n_splits": 16}),
+    ],
+)
+def test_gpu_bits_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, options: dict[str, Any]) -> None:
+    inputs = make(8192, mhc_mult, hidden, **options)("cuda")
+    token_dims = dict.fromkeys((*POST_ARGUMENTS, "pre_mix") if options.get("shifted") else POST_ARGUMENTS, 0)
+    assert_independent_of_batch(tk_mhc.mhc_post_pre, inputs, token_dims)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 64, 300, 8192])
+def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
+    inputs = make(num_tokens)("cuda")
+    expected = tk_mhc.mhc_post_pre(**inputs)
+    for num_sms in (1, 7, 100):
+        with tk_core.num_sms(num_sms):
+            assert_equal(tk_mhc.mhc_post_pre(**inputs), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_more_than_two_to_the_31_elements() -> None:
+    inputs = make(80_000)("cuda")
+    results = tk_mhc.mhc_post_pre(**inputs)
+    last = {name: inputs[name][-100:].clone() for name in POST_ARGUMENTS}
+    assert_equal(tuple(x[-100:].clone() for x in results), tk_mhc.mhc_post_pre(**{**inputs, **last}))

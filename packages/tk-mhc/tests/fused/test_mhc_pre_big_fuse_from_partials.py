@@ -1,0 +1,247 @@
+"""mhc_pre_big_fuse_from_partials."""
+
+from math import log
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_core
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.fused import mhc_pre_big_fuse as big_fuse
+from tk_mhc.testing.fused.mhc_pre_big_fuse_from_partials import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_by_hand(device: str) -> None:
+    # Two splits: Σx² = 128 + 384 = 512 of 128 channels, a mean of 4, rstd 1/2. Mixes: (3 + 1)/2 = 2 and (1 - 5)/2 = -2.
+    mul = torch.zeros(2, 1, 8, device=device)
+    mul[:, 0, 0] = torch.tensor([3.0, 1.0])
+    mul[:, 0, 3] = torch.tensor([1.0, -5.0])
+    arguments = {
+        "gemm_out_mul": mul,
+        "gemm_out_sqrsum": torch.tensor([[128.0], [384.0]], device=device),
+        "mhc_scale": torch.tensor([0.5 * log(3), log(3), 1.0], device=device),
+        "mhc_base": torch.tensor([0.0, log(3), log(3), 0.0, 0.0, log(3), 0.0, log(3)], device=device),
+        # Not what the partial sums come from: they alone count for the mixes.
+        "residual": torch.tensor([3.0, 5.0], dtype=torch.bfloat16, device=device)[:, None].repeat(1, 64),
+        "rms_eps": 0.0,
+        "mhc_pre_eps": 0.25,
+        "mhc_sinkhorn_eps": 0.0,
+        "mhc_post_mult_value": 2.0,
+        "sinkhorn_repeat": 1,
+    }
+    post, comb, layer_input = tk_mhc.mhc_pre_big_fuse_from_partials(**arguments)
+    # z of pre: (log(3), log(3)); of post: (log(3), -2·log(3)).
+    torch.testing.assert_close(post.cpu(), torch.tensor([[1.5], [0.2]]))
+    torch.testing.assert_close(comb.cpu(), torch.full((2, 2), 0.5))
+    torch.testing.assert_close(layer_input.cpu(), torch.full((64,), 8.0, dtype=torch.bfloat16))
+
+    # An eps of 12 halves rstd: z of pre (log(3)/2, log(3)), of which the sigmoids are √3/(1 + √3) and 3/4.
+    pre_mix = torch.tensor([[2.0], [-1.0]], device=device)
+    _, _, layer_input, next_pre_mix = tk_mhc.mhc_pre_big_fuse_from_partials(
+        **{**arguments, "rms_eps": 12.0}, shifted=True, pre_mix=pre_mix
+    )
+    torch.testing.assert_close(next_pre_mix.cpu(), torch.tensor([[3**0.5 / (1 + 3**0.5) + 0.25], [1.0]]))
+    assert layer_input.tolist() == [1.0] * 64
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_reference_passes_gradcheck(shifted: bool) -> None:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def function(
+        mul: Tensor, sqrsum: Tensor, scale: Tensor, base: Tensor, residual: Tensor, weight: Tensor, pre_mix: Tensor
+    ) -> tuple[Tensor, ...]:
+        return reference.mhc_pre_big_fuse_from_partials(
+            *(mul, sqrsum, scale, base, residual, 0.1, 0.1, 0.1, 2.0, 2),
+            layer_norm_weight=weight,
+            layer_norm_eps=0.1,
+            shifted=shifted,
+            pre_mix=pre_mix if shifted else None,
+        )
+
+    sqrsum = (1 + torch.rand(3, 2, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(
+        function, (draw(3, 2, 8), sqrsum, draw(3), draw(8), draw(2, 2, 3), draw(3), draw(2, 2, 1))
+    )
+
+
+@pytest.mark.parametrize("n_splits", [1, 3, 9])
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_references_agree_in_float64(mhc_mult: int, n_splits: int) -> None:
+    inputs = {
+        name: value.double() if isinstance(value, Tensor) else value
+        for name, value in big_fuse.make(5, mhc_mult, 64, layer_norm=torch.float32)("cpu").items()
+    }
+    expected = reference.mhc_pre_big_fuse(**inputs)
+    inputs.pop("n_splits")
+    fn = inputs.pop("fn") * inputs.pop("norm_weight")
+    partials = reference.mhc_prenorm_gemm(inputs["residual"], fn, n_splits)
+    torch.testing.assert_close(reference.mhc_pre_big_fuse_from_partials(*partials, **inputs), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"shifted": True, "layer_norm": torch.bfloat16}])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
+def test_leading_dimensions(leading: tuple[int, ...], options: dict[str, Any]) -> None:
+    inputs = make(leading, 2, 64, 2, **options)("cpu")
+    results = tk_mhc.mhc_pre_big_fuse_from_partials(**inputs)
+    trailing = ((2, 1), (2, 2), (64,), (2, 1))
+    assert [x.shape for x in results] == [(*leading, *shape) for shape, _ in zip(trailing, results)]
+    flat = {"residual": inputs["residual"].view(-1, 2, 64)}
+    if options:
+        flat["pre_mix"] = inputs["pre_mix"].view(-1, 2, 1)
+    for x, y, shape in zip(results, tk_mhc.mhc_pre_big_fuse_from_partials(**{**inputs, **flat}), trailing):
+        assert_equal(x.view(-1, *shape), y)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Good arguments, some of them exchanged."""
+    good = {
+        "gemm_out_mul": torch.ones(2, 3, 24),
+        "gemm_out_sqrsum": torch.ones(2, 3),
+        "mhc_scale": torch.ones(3),
+        "mhc_base": torch.ones(24),
+        "residual": torch.ones(3, 4, 64, dtype=torch.bfloat16),
+        "rms_eps": 1e-6,
+        "mhc_pre_eps": 1e-6,
+        "mhc_sinkhorn_eps": 1e-6,
+        "mhc_post_mult_value": 2.0,
+        "sinkhorn_repeat": 10,
+    }
+    return {**good, **changes}
+
+
+PRE_MIX = torch.ones(3, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes"),
+    [
+        (TypeError, "gemm_out_mul", {"gemm_out_mul": None}),
+        (TypeError, "gemm_out_mul", {"gemm_out_mul": torch.ones(2, 3, 24).bfloat16()}),
+        (ValueError, "gemm_out_mul", {"gemm_out_mul": torch.ones(3, 24)}),
+        (ValueError, "gemm_out_mul", {"gemm_out_mul": torch.ones(2, 4, 24)}),
+        (ValueError, "gemm_out_mul", {"gemm_out_mul": torch.ones(0, 3, 24), "gemm_out_sqrsum": torch.ones(0, 3)}),
+        (ValueError, "gemm_out_mul", {"gemm_out_mul": torch.ones(2, 3, 4)}),
+        (ValueError, "gemm_out_mul", {"gemm_out_mul": torch.ones(2, 3, 48)[..., ::2]}),
+        (ValueError, "gemm_out_mul", {"gemm_out_mul": torch.ones(2, 3, 24, device="meta")}),
+        (TypeError, "gemm_out_sqrsum", {"gemm_out_sqrsum": 1.0}),
+        (TypeError, "gemm_out_sqrsum", {"gemm_out_sqrsum": torch.ones(2, 3).double()}),
+        (ValueError, "gemm_out_sqrsum", {"gemm_out_sqrsum": torch.ones(1, 3)}),
+        (ValueError, "gemm_out_sqrsum", {"gemm_out_sqrsum": torch.ones(2, 4)}),
+        (ValueError, "gemm_out_sqrsum", {"gemm_out_sqrsum": torch.ones(2, 3, 1)}),
+        (ValueError, "gemm_out_sqrsum", {"gemm_out_sqrsum": torch.ones(3, 2).T}),
+        (ValueError, "gemm_out_sqrsum", {"gemm_out_sqrsum": torch.ones(2, 3, device="meta")}),
+        (TypeError, "mhc_scale", {"mhc_scale": 1.0}),
+        (ValueError, "mhc_scale", {"mhc_scale": torch.ones(1)}),
+        (ValueError, "mhc_scale", {"mhc_scale": torch.ones(3, device="meta")}),
+        (TypeError, "mhc_base", {"mhc_base": torch.ones(24).double()}),
+        (ValueError, "mhc_base", {"mhc_base": torch.ones(4)}),
+        (ValueError, "mhc_base", {"mhc_base": torch.ones(48)[::2]}),
+        (TypeError, "residual", {"residual": torch.ones(3, 4, 64)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 3, 64, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 96, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 128, dtype=torch.bfloat16)[..., :64]}),
+        (TypeError, "rms_eps", {"rms_eps": None}),
+        (ValueError, "rms_eps", {"rms_eps": -1.0}),
+        (TypeError, "mhc_pre_eps", {"mhc_pre_eps": "1e-6"}),
+        (TypeError, "mhc_sinkhorn_eps", {"mhc_sinkhorn_eps": None}),
+        (TypeError, "mhc_post_mult_value", {"mhc_post_mult_value": None}),
+        (TypeError, "sinkhorn_repeat", {"sinkhorn_repeat": 10.0}),
+        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 0}),
+        (TypeError, "layer_norm_weight", {"layer_norm_weight": torch.ones(64).half()}),
+        (ValueError, "layer_norm_weight", {"layer_norm_weight": torch.ones(256)}),
+        (ValueError, "layer_norm_weight", {"layer_norm_weight": torch.ones(64, device="meta")}),
+        (TypeError, "layer_norm_eps", {"layer_norm_weight": torch.ones(64), "layer_norm_eps": None}),
+        (TypeError, "pre_mix", {"shifted": True, "pre_mix": PRE_MIX.bfloat16()}),
+        (ValueError, "pre_mix", {"shifted": True, "pre_mix": PRE_MIX[:2]}),
+        (ValueError, "pre_mix", {"shifted": True, "pre_mix": PRE_MIX.to("meta")}),
+        (ValueError, "pre_mix", {"shifted": False, "pre_mix": PRE_MIX}),
+    ],
+)
+def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
+    # Of two shapes that do not fit each other, either argument may be the one that is named.
+    either = f"{name}|residual" if name.startswith("gemm_out") else name
+    with pytest.raises(error, match=rf"\b({either})\b"):
+        tk_mhc.mhc_pre_big_fuse_from_partials(**arguments(**changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm_weight", [False, True])
+@pytest.mark.parametrize("n_splits", [1, 2, 7, 16])
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "num_tokens"),
+    [
+        *((2, 576, 17), (2, 8192, 64), (4, 64, 300), (4, 192, 1)),
+        *((4, 7168, num_tokens) for num_tokens in (1, 17, 64, 300, 8192)),
+        *((8, 128, 17), (8, 8192, 300)),
+    ],
+)
+def test_gpu_after_the_gemm_it_is_mhc_pre_big_fuse(
+    mhc_mult: int, hidden: int, num_tokens: int, n_splits: int, norm_weight: bool
+) -> None:
+    for options in ({}, {"shifted": True, "layer_norm": torch.bfloat16}):
+        inputs = big_fuse.make(num_tokens, mhc_mult, hidden, n_splits=n_splits, norm_weight=norm_weight, **options)(
+            "cuda"
+        )
+        expected = tk_mhc.mhc_pre_big_fuse(**inputs)
+        fn, weight = inputs.pop("fn"), inputs.pop("norm_weight")
+        weighted = fn if weight is None else fn * weight
+        partials = tk_mhc.mhc_prenorm_gemm(inputs["residual"], weighted, inputs.pop("n_splits"))
+        assert_equal(tk_mhc.mhc_pre_big_fuse_from_partials(*partials, **inputs), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 65, 1000])
+def test_gpu_empty_splits_change_nothing(num_tokens: int) -> None:
+    inputs = big_fuse.make(num_tokens, 4, 192, n_splits=12, norm_weight=False)("cuda")
+    expected = tk_mhc.mhc_pre_big_fuse(**inputs)
+    fn, *_ = inputs.pop("fn"), inputs.pop("norm_weight"), inputs.pop("n_splits")
+    for n_splits in (12, 13, 40):
+        partials = tk_mhc.mhc_prenorm_gemm(inputs["residual"], fn, n_splits)
+        assert_equal(tk_mhc.mhc_pre_big_fuse_from_partials(*partials, **inputs), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "n_splits", "options"),
+    [
+        (4, 7168, 1, {}),
+        (4, 7168, 16, {}),
+        (4, 7168, 7, {"layer_norm": torch.bfloat16}),
+        (4, 7168, 16, {"shifted": True, "layer_norm": torch.float32}),
+        (2, 576, 16, {}),
+        (8, 1280, 5, {"shifted": True}),
+    ],
+)
+def test_gpu_bits_do_not_depend_on_the_batch(
+    mhc_mult: int, hidden: int, n_splits: int, options: dict[str, Any]
+) -> None:
+    inputs = make(8192, mhc_mult, hidden, n_splits, **options)("cuda")
+    token_dims = {"gemm_out_mul": 1, "gemm_out_sqrsum": 1, "residual": 0}
+    if options.get("shifted"):
+        token_dims["pre_mix"] = 0
+    assert_independent_of_batch(tk_mhc.mhc_pre_big_fuse_from_partials, inputs, token_dims)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 64, 8192])
+def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
+    inputs = make(num_tokens)("cuda")
+    expected = tk_mhc.mhc_pre_big_fuse_from_partials(**inputs)
+    for num_sms in (1, 7, 100):
+        with tk_core.num_sms(num_sms):
+            assert_equal(tk_mhc.mhc_pre_big_fuse_from_partials(**inputs), expected)

@@ -1,0 +1,215 @@
+"""mhc_pre_broadcast."""
+
+from math import log
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_core
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.compare import assert_relative_error
+from tk_mhc.testing.fused import mhc_pre_big_fuse as big_fuse
+from tk_mhc.testing.fused.mhc_pre_broadcast import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_by_hand(device: str) -> None:
+    # All channels are 4, so x · rstd is 1 and a mix is the sum of a row of fn_folded.
+    fn_folded = torch.zeros(8, 64, device=device)
+    fn_folded[0, 9], fn_folded[3, 63] = 2.0, -2.0
+    residual, post, comb, layer_input = tk_mhc.mhc_pre_broadcast(
+        hidden=torch.full((64,), 4.0, dtype=torch.bfloat16, device=device),
+        fn_folded=fn_folded,
+        mhc_scale=torch.tensor([0.5 * log(3), log(3), 1.0], device=device),
+        mhc_base=torch.tensor([0.0, log(3), log(3), 0.0, 0.0, log(3), 0.0, log(3)], device=device),
+        rms_eps=0.0,
+        mhc_pre_eps=0.25,
+        mhc_sinkhorn_eps=0.0,
+        mhc_post_mult_value=2.0,
+        sinkhorn_repeat=1,
+    )
+    assert residual.tolist() == [[4.0] * 64] * 2
+    # z of pre: (log(3), log(3)), each sigmoid 3/4; of post: (log(3), -2·log(3)), sigmoids 3/4 and 1/10.
+    torch.testing.assert_close(post.cpu(), torch.tensor([[1.5], [0.2]]))
+    torch.testing.assert_close(comb.cpu(), torch.full((2, 2), 0.5))
+    torch.testing.assert_close(layer_input.cpu(), torch.full((64,), 8.0, dtype=torch.bfloat16))
+
+
+def unfolded(num_tokens: int, mhc_mult: int, hidden: int, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of mhc_pre_big_fuse, of which all streams are equal, and of mhc_pre_broadcast all but fn_folded."""
+    inputs = big_fuse.make(num_tokens, mhc_mult, hidden)(device)
+    x = inputs["residual"][:, 0].clone()
+    inputs["residual"] = tk_mhc.expand_to_mhc(x, mhc_mult)
+    given = {name: value for name, value in inputs.items() if name not in ("residual", "fn", "norm_weight")}
+    return inputs, {"hidden": x, **given}
+
+
+def in_float64(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.double() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_reference_is_mhc_pre_big_fuse_of_equal_streams(mhc_mult: int) -> None:
+    inputs, folded = map(in_float64, unfolded(5, mhc_mult, 192, "cpu"))
+    fn_folded = reference.mhc_fold_fn(inputs["fn"], mhc_mult, inputs["norm_weight"])
+    residual, *results = reference.mhc_pre_broadcast(fn_folded=fn_folded, **folded)
+    assert torch.equal(residual, inputs["residual"])
+    torch.testing.assert_close(tuple(results), reference.mhc_pre_big_fuse(**inputs))
+
+
+def test_reference_passes_gradcheck() -> None:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    assert torch.autograd.gradcheck(
+        lambda x, fn, scale, base: reference.mhc_pre_broadcast(x, fn, scale, base, 0.1, 0.1, 0.1, 2.0, 2),
+        (draw(3, 5), draw(8, 5), draw(3), draw(8)),
+    )
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
+def test_leading_dimensions(leading: tuple[int, ...]) -> None:
+    inputs = make(leading, 2, 64)("cpu")
+    results = tk_mhc.mhc_pre_broadcast(**inputs)
+    trailing = ((2, 64), (2, 1), (2, 2), (64,))
+    assert [x.shape for x in results] == [(*leading, *shape) for shape in trailing]
+    inputs["hidden"] = inputs["hidden"].view(-1, 64)
+    for x, y, shape in zip(results, tk_mhc.mhc_pre_broadcast(**inputs), trailing):
+        assert_equal(x.view(-1, *shape), y)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Good arguments, some of them exchanged."""
+    good = {
+        "hidden": torch.ones(3, 64, dtype=torch.bfloat16),
+        "fn_folded": torch.ones(24, 64),
+        "mhc_scale": torch.ones(3),
+        "mhc_base": torch.ones(24),
+        "rms_eps": 1e-6,
+        "mhc_pre_eps": 1e-6,
+        "mhc_sinkhorn_eps": 1e-6,
+        "mhc_post_mult_value": 2.0,
+        "sinkhorn_repeat": 10,
+    }
+    return {**good, **changes}
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes"),
+    [
+        (TypeError, "hidden", {"hidden": None}),
+        (TypeError, "hidden", {"hidden": torch.ones(3, 64)}),
+        (ValueError, "hidden", {"hidden": torch.tensor(1.0, dtype=torch.bfloat16)}),
+        (ValueError, "hidden", {"hidden": torch.ones(3, 96, dtype=torch.bfloat16)}),
+        (ValueError, "hidden", {"hidden": torch.ones(3, 8256, dtype=torch.bfloat16)}),
+        (ValueError, "hidden", {"hidden": torch.ones(3, 128, dtype=torch.bfloat16)[:, :64]}),
+        (TypeError, "fn_folded", {"fn_folded": None}),
+        (TypeError, "fn_folded", {"fn_folded": torch.ones(24, 64, dtype=torch.bfloat16)}),
+        (ValueError, "fn_folded", {"fn_folded": torch.ones(24, 256)}),
+        (ValueError, "fn_folded", {"fn_folded": torch.ones(4, 64)}),
+        (ValueError, "fn_folded", {"fn_folded": torch.ones(15, 64)}),
+        (ValueError, "fn_folded", {"fn_folded": torch.ones(23, 64)}),
+        (ValueError, "fn_folded", {"fn_folded": torch.ones(64, 24).T}),
+        (ValueError, "fn_folded", {"fn_folded": torch.ones(24, 64, device="meta")}),
+        (TypeError, "mhc_scale", {"mhc_scale": 1.0}),
+        (ValueError, "mhc_scale", {"mhc_scale": torch.ones(1)}),
+        (ValueError, "mhc_scale", {"mhc_scale": torch.ones(3, device="meta")}),
+        (TypeError, "mhc_base", {"mhc_base": torch.ones(24).double()}),
+        (ValueError, "mhc_base", {"mhc_base": torch.ones(8)}),
+        (ValueError, "mhc_base", {"mhc_base": torch.ones(48)[::2]}),
+        (TypeError, "rms_eps", {"rms_eps": None}),
+        (ValueError, "rms_eps", {"rms_eps": -1.0}),
+        (TypeError, "mhc_pre_eps", {"mhc_pre_eps": "1e-6"}),
+        (TypeError, "mhc_sinkhorn_eps", {"mhc_sinkhorn_eps": None}),
+        (TypeError, "mhc_post_mult_value", {"mhc_post_mult_value": None}),
+        (TypeError, "sinkhorn_repeat", {"sinkhorn_repeat": 10.0}),
+        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 0}),
+        (TypeError, "n_splits", {"n_splits": 1.0}),
+        (ValueError, "n_splits", {"n_splits": 0}),
+    ],
+)
+def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=rf"\b{name}\b"):
+        tk_mhc.mhc_pre_broadcast(**arguments(**changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "num_tokens"), [(2, 576, 17), (4, 7168, 1), (4, 7168, 64), (4, 7168, 4096), (8, 8192, 300)]
+)
+def test_gpu_mixes_are_those_of_the_unfolded_form(mhc_mult: int, hidden: int, num_tokens: int) -> None:
+    inputs, folded = unfolded(num_tokens, mhc_mult, hidden, "cuda")
+    fn_folded = tk_mhc.mhc_fold_fn(inputs["fn"], mhc_mult, inputs["norm_weight"])
+    residual, post, *_ = tk_mhc.mhc_pre_broadcast(fn_folded=fn_folded, **folded)
+    assert_equal(residual, inputs["residual"])
+    mixes = reference.mhc_pre_norm_fn(
+        residual, inputs["fn"].double(), inputs["norm_weight"].double(), inputs["rms_eps"]
+    )
+    z = mixes[:, mhc_mult : 2 * mhc_mult] * inputs["mhc_scale"][1].double()
+    # z from post, the other way; float32 rounding is about 1e-6 of it.
+    actual = torch.logit(post.double().squeeze(-1) / 2) - inputs["mhc_base"][mhc_mult : 2 * mhc_mult].double()
+    assert_relative_error(actual, z, 5e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_splits", [None, 1, 2, 7, 10_000])
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "num_tokens"),
+    [(2, 64, 17), (2, 576, 300), (4, 7168, 1), (4, 7168, 64), (4, 7168, 8192), (8, 8192, 300)],
+)
+def test_gpu_layer_input_is_the_collapse_of_the_expanded_residual(
+    mhc_mult: int, hidden: int, num_tokens: int, n_splits: int | None
+) -> None:
+    inputs = make(num_tokens, mhc_mult, hidden, n_splits=n_splits)("cuda")
+    # The mixes cannot be had alone. If fn of pre is 0, pre is the sigmoid of its base, the same for each token.
+    inputs["fn_folded"][:mhc_mult] = 0
+    residual, post, comb, layer_input = tk_mhc.mhc_pre_broadcast(**inputs)
+    assert_equal(residual, tk_mhc.expand_to_mhc(inputs["hidden"], mhc_mult))
+    scale, base, post_mult, pre_eps = (
+        inputs[name] for name in ("mhc_scale", "mhc_base", "mhc_post_mult_value", "mhc_pre_eps")
+    )
+    zeros = torch.zeros((num_tokens, mhc_mult * (mhc_mult + 2)), device="cuda")
+    pre, _, _ = tk_mhc.mhc_pre_split_mixes(zeros, scale, base, mhc_mult, post_mult, pre_eps)
+    assert_equal(layer_input, tk_mhc.mhc_pre_apply_mix(residual, pre))
+    expected = reference.mhc_pre_broadcast(**inputs)
+    big_fuse.compare((post, comb, layer_input), expected[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "n_splits"),
+    [(4, 7168, None), (4, 7168, 1), (4, 7168, 7), (2, 576, None), (2, 64, None), (8, 8192, 16)],
+)
+def test_gpu_bits_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, n_splits: int | None) -> None:
+    inputs = make(8192, mhc_mult, hidden, n_splits=n_splits)("cuda")
+    assert_independent_of_batch(tk_mhc.mhc_pre_broadcast, inputs, {"hidden": 0})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 64, 300, 8192])
+def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
+    inputs = make(num_tokens)("cuda")
+    expected = tk_mhc.mhc_pre_broadcast(**inputs)
+    for num_sms in (1, 7, 100):
+        with tk_core.num_sms(num_sms):
+            assert_equal(tk_mhc.mhc_pre_broadcast(**inputs), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_more_than_two_to_the_31_elements() -> None:
+    inputs = make(80_000)("cuda")
+    results = tk_mhc.mhc_pre_broadcast(**inputs)
+    last = tk_mhc.mhc_pre_broadcast(**{**inputs, "hidden": inputs["hidden"][-100:].clone()})
+    assert_equal(tuple(x[-100:].clone() for x in results), last)

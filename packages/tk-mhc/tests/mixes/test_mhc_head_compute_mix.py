@@ -1,0 +1,93 @@
+"""mhc_head_compute_mix."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.mixes.mhc_head_compute_mix import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+def test_by_hand() -> None:
+    # sigmoid(log 3) = 3/4, of -log 3 1/4, of 0 1/2.
+    log3 = math.log(3.0)
+    mix, base = torch.tensor([[log3, 0.0], [-log3, log3]]), torch.tensor([0.0, -log3])
+    out = tk_mhc.mhc_head_compute_mix(mix, torch.tensor([1.0]), base, 0.125)
+    torch.testing.assert_close(out, torch.tensor([[0.875, 0.375], [0.375, 0.625]]))
+    out = tk_mhc.mhc_head_compute_mix(mix, torch.tensor([-1.0]), base, 0.0)
+    torch.testing.assert_close(out, torch.tensor([[0.25, 0.25], [0.75, 0.1]]))
+
+
+def test_it_is_pre_of_the_split_mixes() -> None:
+    mixes, scale, base = torch.randn(20, 24), torch.randn(3), torch.randn(24)
+    pre, _, _ = tk_mhc.mhc_pre_split_mixes(mixes, scale, base, 4, 1.0, 1e-2)
+    out = tk_mhc.mhc_head_compute_mix(mixes[:, :4].contiguous(), scale[:1], base[:4], 1e-2)
+    assert torch.equal(out, pre.squeeze(-1))
+
+
+def test_reference_passes_gradcheck() -> None:
+    mix = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(1, dtype=torch.float64, requires_grad=True)
+    base = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *x: reference.mhc_head_compute_mix(*x, 1e-2), (mix, scale, base))
+
+
+def test_leading_dimensions() -> None:
+    inputs = make((2, 3), 4)("cpu")
+    flat = tk_mhc.mhc_head_compute_mix(**{**inputs, "input_mix": inputs["input_mix"].view(6, 4)})
+    assert torch.equal(tk_mhc.mhc_head_compute_mix(**inputs), flat.view(2, 3, 4))
+
+
+GOOD: dict[str, Any] = {
+    "input_mix": torch.ones(3, 4),
+    "mhc_scale": torch.ones(1),
+    "mhc_base": torch.ones(4),
+    "mhc_pre_eps": 1e-6,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"input_mix": None}, TypeError, "input_mix.*Tensor"),
+        ({"input_mix": torch.ones(3, 4).bfloat16()}, TypeError, "input_mix.*float32"),
+        ({"input_mix": torch.ones(())}, ValueError, "input_mix.*shape"),
+        ({"input_mix": torch.ones(3, 5)}, ValueError, "mhc_mult.*2, 4, 8"),
+        ({"input_mix": torch.ones(3, 24)[:, :4]}, ValueError, "input_mix.*contiguous"),
+        ({"mhc_scale": 1.0}, TypeError, "mhc_scale.*Tensor"),
+        ({"mhc_scale": torch.ones(())}, ValueError, "mhc_scale.*shape"),
+        ({"mhc_scale": torch.ones(1, device="meta")}, ValueError, "mhc_scale.*device"),
+        ({"mhc_base": torch.ones(4).double()}, TypeError, "mhc_base.*float32"),
+        ({"mhc_base": torch.ones(2)}, ValueError, "mhc_base.*shape"),
+        ({"mhc_base": torch.ones(8)[::2]}, ValueError, "mhc_base.*contiguous"),
+        ({"mhc_pre_eps": "1"}, TypeError, "mhc_pre_eps.*number"),
+        ({"mhc_pre_eps": math.nan}, ValueError, "mhc_pre_eps.*finite"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.mhc_head_compute_mix(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int) -> None:
+    inputs = make((8192,), mhc_mult)("cuda")
+    assert_independent_of_batch(tk_mhc.mhc_head_compute_mix, inputs, {"input_mix": 0})
+
+
+@pytest.mark.gpu
+def test_gpu_it_is_pre_of_the_split_mixes() -> None:
+    mixes, scale, base = (torch.randn(*shape, device="cuda") for shape in ((1000, 24), (3,), (24,)))
+    pre, _, _ = tk_mhc.mhc_pre_split_mixes(mixes, scale, base, 4, 1.0, 1e-2)
+    assert_equal(tk_mhc.mhc_head_compute_mix(mixes[:, :4].contiguous(), scale[:1], base[:4], 1e-2), pre.squeeze(-1))

@@ -1,0 +1,116 @@
+"""mhc_head_compute_mix_bwd."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_core
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.testing.mixes.mhc_head_compute_mix_bwd import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+def test_by_hand() -> None:
+    # The slope of sigmoid is 1/4 where z = 0, 3/16 where z = log 3.
+    log3 = math.log(3.0)
+    d_o = torch.tensor([[4.0, 16.0], [8.0, 0.0]])
+    mix = torch.tensor([[0.0, log3 / 2], [0.0, 1.0]])
+    d_mix, d_scale, d_base = tk_mhc.mhc_head_compute_mix_bwd(d_o, mix, torch.tensor([2.0]), torch.zeros(2))
+    torch.testing.assert_close(d_mix, torch.tensor([[2.0, 6.0], [4.0, 0.0]]))
+    torch.testing.assert_close(d_scale, torch.tensor([1.5 * log3]))
+    torch.testing.assert_close(d_base, torch.tensor([3.0, 3.0]))
+
+
+def autograd(inputs: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The gradients of the forward's reference, in another dtype."""
+    leaves = [inputs[name].to(dtype).requires_grad_() for name in ("input_mix", "mhc_scale", "mhc_base")]
+    return torch.autograd.grad(reference.mhc_head_compute_mix(*leaves, 1e-2), leaves, inputs["d_o"].to(dtype))
+
+
+@pytest.mark.parametrize("leading", [(100,), (2, 3), ()])
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.float64, 1e-12, 1e-12), (torch.float32, 1e-4, 1e-5)])
+def test_against_autograd(
+    dtype: torch.dtype, rtol: float, atol: float, mhc_mult: int, leading: tuple[int, ...]
+) -> None:
+    inputs = make(leading, mhc_mult)("cpu")
+    function = tk_mhc.mhc_head_compute_mix_bwd if dtype == torch.float32 else reference.mhc_head_compute_mix_bwd
+    results = function(**{name: x.to(dtype) for name, x in inputs.items()})
+    for actual, expected in zip(results, autograd(inputs, dtype), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def test_sums_of_no_tokens_are_zeros() -> None:
+    d_mix, d_scale, d_base = tk_mhc.mhc_head_compute_mix_bwd(**make((0,), 4)("cpu"))
+    assert d_mix.shape == (0, 4)
+    assert d_scale.tolist() == [0.0]
+    assert d_base.tolist() == [0.0] * 4
+
+
+GOOD: dict[str, Any] = {
+    "d_o": torch.ones(3, 4),
+    "input_mix": torch.ones(3, 4),
+    "mhc_scale": torch.ones(1),
+    "mhc_base": torch.ones(4),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"d_o": None}, TypeError, "d_o.*Tensor"),
+        ({"d_o": torch.ones(3, 4).bfloat16()}, TypeError, "d_o.*float32"),
+        ({"d_o": torch.ones(3, 4, 1)}, ValueError, "d_o.*shape"),
+        ({"d_o": torch.ones(()).expand(3, 4)}, ValueError, "d_o.*contiguous"),
+        ({"d_o": torch.ones(3, 4, device="meta")}, ValueError, "d_o.*device"),
+        ({"input_mix": 1.0}, TypeError, "input_mix.*Tensor"),
+        ({"input_mix": torch.ones(3, 3)}, ValueError, "mhc_mult.*2, 4, 8"),
+        ({"input_mix": torch.ones(4, 3).T}, ValueError, "input_mix.*contiguous"),
+        ({"mhc_scale": None}, TypeError, "mhc_scale.*Tensor"),
+        ({"mhc_scale": torch.ones(3)}, ValueError, "mhc_scale.*shape"),
+        ({"mhc_base": torch.ones(4).half()}, TypeError, "mhc_base.*float32"),
+        ({"mhc_base": torch.ones(8)}, ValueError, "mhc_base.*shape"),
+        ({"mhc_base": torch.ones(4, device="meta")}, ValueError, "mhc_base.*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.mhc_head_compute_mix_bwd(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_gpu_against_autograd_in_float64(mhc_mult: int) -> None:
+    inputs = make((8192,), mhc_mult)("cuda")
+    for actual, expected in zip(
+        tk_mhc.mhc_head_compute_mix_bwd(**inputs), autograd(inputs, torch.float64), strict=True
+    ):
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_gpu_sums_have_the_same_bits_at_every_number_of_multiprocessors() -> None:
+    inputs = make((8001,), 4)("cuda")
+    expected = tk_mhc.mhc_head_compute_mix_bwd(**inputs)
+    for count in (1, 17, 64):
+        with tk_core.num_sms(count):
+            assert_equal(tk_mhc.mhc_head_compute_mix_bwd(**inputs), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_gradient_of_a_token_does_not_depend_on_other_tokens() -> None:
+    inputs = make((8192,), 4)("cuda")
+    expected, _, _ = tk_mhc.mhc_head_compute_mix_bwd(**inputs)
+    for first, end in ((0, 1), (8191, 8192), (100, 777), (63, 4100)):
+        part = {name: inputs[name][first:end].clone() for name in ("d_o", "input_mix")}
+        actual, _, _ = tk_mhc.mhc_head_compute_mix_bwd(**{**inputs, **part})
+        assert_equal(actual, expected[first:end].clone())

@@ -1,0 +1,112 @@
+"""mhc_pre_split_mixes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tk_mhc
+from tk_core.testing import tiers
+from tk_mhc import reference
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.mixes.mhc_pre_split_mixes import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+def test_by_hand() -> None:
+    # sigmoid(log 3) = 3/4; every z of the first two groups is log 3 or -log 3, in three ways.
+    log3 = math.log(3.0)
+    mixes = torch.tensor([[log3 / 2, -log3, -log3, 1.0, 1.0, 2.0, 3.0, 4.0]])
+    scale = torch.tensor([2.0, 1.0, 0.5])
+    base = torch.tensor([0.0, log3, 2 * log3, -1.0 - log3, 0.0, 0.0, 0.0, 10.0])
+    pre, post, comb = tk_mhc.mhc_pre_split_mixes(mixes, scale, base, 2, 2.0, 0.125)
+    torch.testing.assert_close(pre, torch.tensor([[[0.875], [0.375]]]))
+    torch.testing.assert_close(post, torch.tensor([[[1.5], [0.5]]]))
+    assert comb.tolist() == [[[0.5, 1.0], [1.5, 12.0]]]
+
+
+def test_against_plain_loops() -> None:
+    inputs = make((5,), 4)("cpu")
+    pre, post, comb = tk_mhc.mhc_pre_split_mixes(**inputs)
+    mixes, scale, base = (inputs[name].tolist() for name in ("input_mixes", "mhc_scale", "mhc_base"))
+    for t in range(5):
+        for i in range(4):
+            z = mixes[t][i] * scale[0] + base[i]
+            assert math.isclose(pre[t, i, 0].item(), 1 / (1 + math.exp(-z)) + 1e-2, rel_tol=1e-5)
+            z = mixes[t][4 + i] * scale[1] + base[4 + i]
+            assert math.isclose(post[t, i, 0].item(), 2 / (1 + math.exp(-z)), rel_tol=1e-5)
+            for j in range(4):
+                k = 8 + 4 * i + j
+                assert math.isclose(comb[t, i, j].item(), mixes[t][k] * scale[2] + base[k], rel_tol=1e-5, abs_tol=1e-6)
+
+
+def test_reference_passes_gradcheck() -> None:
+    mixes = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    base = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *x: reference.mhc_pre_split_mixes(*x, 2, 2.0, 1e-2), (mixes, scale, base))
+
+
+def test_leading_dimensions() -> None:
+    inputs = make((2, 3), 4)("cpu")
+    flat = tk_mhc.mhc_pre_split_mixes(**{**inputs, "input_mixes": inputs["input_mixes"].view(6, 24)})
+    for result, expected in zip(tk_mhc.mhc_pre_split_mixes(**inputs), flat, strict=True):
+        assert torch.equal(result, expected.view(2, 3, *expected.shape[1:]))
+
+
+def test_integers_are_numbers() -> None:
+    inputs = make((3,), 2)("cpu")
+    whole = tk_mhc.mhc_pre_split_mixes(**{**inputs, "mhc_post_mult_value": 2, "mhc_pre_eps": 0})
+    for result, expected in zip(whole, tk_mhc.mhc_pre_split_mixes(**{**inputs, "mhc_pre_eps": 0.0}), strict=True):
+        assert torch.equal(result, expected)
+
+
+GOOD: dict[str, Any] = {
+    "input_mixes": torch.ones(3, 8),
+    "mhc_scale": torch.ones(3),
+    "mhc_base": torch.ones(8),
+    "mhc_mult": 2,
+    "mhc_post_mult_value": 2.0,
+    "mhc_pre_eps": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"input_mixes": None}, TypeError, "input_mixes.*Tensor"),
+        ({"input_mixes": torch.ones(3, 8).bfloat16()}, TypeError, "input_mixes.*float32"),
+        ({"input_mixes": torch.ones(3, 24)}, ValueError, "input_mixes.*shape"),
+        ({"input_mixes": torch.ones(3, 16)[:, :8]}, ValueError, "input_mixes.*contiguous"),
+        ({"mhc_scale": 1.0}, TypeError, "mhc_scale.*Tensor"),
+        ({"mhc_scale": torch.ones(3).double()}, TypeError, "mhc_scale.*float32"),
+        ({"mhc_scale": torch.ones(1)}, ValueError, "mhc_scale.*shape"),
+        ({"mhc_scale": torch.ones(3, device="meta")}, ValueError, "mhc_scale.*device"),
+        ({"mhc_base": [0.0] * 8}, TypeError, "mhc_base.*Tensor"),
+        ({"mhc_base": torch.ones(24)}, ValueError, "mhc_base.*shape"),
+        ({"mhc_base": torch.ones(16)[::2]}, ValueError, "mhc_base.*contiguous"),
+        ({"mhc_base": torch.ones(8, device="meta")}, ValueError, "mhc_base.*device"),
+        ({"mhc_mult": 2.0}, TypeError, "mhc_mult.*int"),
+        ({"mhc_mult": 3, "input_mixes": torch.ones(3, 15)}, ValueError, "mhc_mult.*2, 4, 8"),
+        ({"mhc_post_mult_value": "2"}, TypeError, "mhc_post_mult_value.*number"),
+        ({"mhc_post_mult_value": math.nan}, ValueError, "mhc_post_mult_value.*finite"),
+        ({"mhc_pre_eps": None}, TypeError, "mhc_pre_eps.*number"),
+        ({"mhc_pre_eps": True}, TypeError, "mhc_pre_eps.*number"),
+        ({"mhc_pre_eps": math.inf}, ValueError, "mhc_pre_eps.*finite"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.mhc_pre_split_mixes(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int) -> None:
+    inputs = make((8192,), mhc_mult)("cuda")
+    assert_independent_of_batch(tk_mhc.mhc_pre_split_mixes, inputs, {"input_mixes": 0})

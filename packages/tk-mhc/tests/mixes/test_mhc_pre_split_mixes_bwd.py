@@ -1,0 +1,130 @@
+"""mhc_pre_split_mixes_bwd."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_core
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.testing.mixes.mhc_pre_split_mixes_bwd import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+def test_by_hand() -> None:
+    # Where z = 0 the slope of sigmoid is 1/4; the second token's z of log 3 has 3/4 · 1/4.
+    log3 = math.log(3.0)
+    d_pre = torch.tensor([[[4.0], [8.0]], [[16.0], [0.0]]])
+    d_post = torch.tensor([[[1.0], [2.0]], [[0.0], [0.0]]])
+    d_comb = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]])
+    mixes = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], [log3, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]])
+    d_mixes, d_scale, d_base = tk_mhc.mhc_pre_split_mixes_bwd(
+        d_pre, d_post, d_comb, mixes, torch.tensor([1.0, 3.0, 10.0]), torch.zeros(8), 2, 2.0
+    )
+    expected = [[1.0, 2.0, 1.5, 3.0, 10.0, 20.0, 30.0, 40.0], [3.0, 0.0, 0.0, 0.0, 50.0, 60.0, 70.0, 80.0]]
+    torch.testing.assert_close(d_mixes, torch.tensor(expected))
+    torch.testing.assert_close(d_scale, torch.tensor([3.0 * log3, 0.0, 20.0]))
+    torch.testing.assert_close(d_base, torch.tensor([4.0, 2.0, 0.5, 1.0, 6.0, 8.0, 10.0, 12.0]))
+
+
+def autograd(inputs: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The gradients of the forward's reference, in another dtype."""
+    leaves = [inputs[name].to(dtype).requires_grad_() for name in ("input_mixes", "mhc_scale", "mhc_base")]
+    results = reference.mhc_pre_split_mixes(*leaves, inputs["mhc_mult"], inputs["mhc_post_mult_value"], 1e-2)
+    return torch.autograd.grad(results, leaves, [inputs[name].to(dtype) for name in ("d_pre", "d_post", "d_comb")])
+
+
+@pytest.mark.parametrize("leading", [(100,), (2, 3), ()])
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_against_autograd(dtype: torch.dtype, tolerance: float, mhc_mult: int, leading: tuple[int, ...]) -> None:
+    inputs = make(leading, mhc_mult)("cpu")
+    function = tk_mhc.mhc_pre_split_mixes_bwd if dtype == torch.float32 else reference.mhc_pre_split_mixes_bwd
+    given = {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    for actual, expected in zip(function(**given), autograd(inputs, dtype), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=2 * tolerance)
+
+
+def test_sums_of_no_tokens_are_zeros() -> None:
+    d_mixes, d_scale, d_base = tk_mhc.mhc_pre_split_mixes_bwd(**make((0,), 4)("cpu"))
+    assert d_mixes.shape == (0, 24)
+    assert d_scale.tolist() == [0.0] * 3
+    assert d_base.tolist() == [0.0] * 24
+
+
+GOOD: dict[str, Any] = {
+    "d_pre": torch.ones(3, 2, 1),
+    "d_post": torch.ones(3, 2, 1),
+    "d_comb": torch.ones(3, 2, 2),
+    "input_mixes": torch.ones(3, 8),
+    "mhc_scale": torch.ones(3),
+    "mhc_base": torch.ones(8),
+    "mhc_mult": 2,
+    "mhc_post_mult_value": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"d_pre": None}, TypeError, "d_pre.*Tensor"),
+        ({"d_pre": torch.ones(3, 2)}, ValueError, "d_pre.*shape"),
+        ({"d_pre": torch.ones(2, 3, 1).transpose(0, 1)}, ValueError, "d_pre.*contiguous"),
+        ({"d_pre": torch.ones(3, 2, 1, device="meta")}, ValueError, "d_pre.*device"),
+        ({"d_post": torch.ones(3, 2, 1).double()}, TypeError, "d_post.*float32"),
+        ({"d_post": torch.ones(4, 2, 1)}, ValueError, "d_post.*shape"),
+        ({"d_post": torch.ones(()).expand(3, 2, 1)}, ValueError, "d_post.*contiguous"),
+        ({"d_comb": torch.ones(3, 2, 2).bfloat16()}, TypeError, "d_comb.*float32"),
+        ({"d_comb": torch.ones(3, 4)}, ValueError, "d_comb.*shape"),
+        ({"d_comb": torch.ones(3, 2, 2).transpose(1, 2)}, ValueError, "d_comb.*contiguous"),
+        ({"input_mixes": 1.0}, TypeError, "input_mixes.*Tensor"),
+        ({"input_mixes": torch.ones(3, 24)}, ValueError, "input_mixes.*shape"),
+        ({"input_mixes": torch.ones(3, 16)[:, :8]}, ValueError, "input_mixes.*contiguous"),
+        ({"mhc_scale": None}, TypeError, "mhc_scale.*Tensor"),
+        ({"mhc_scale": torch.ones(4)}, ValueError, "mhc_scale.*shape"),
+        ({"mhc_base": torch.ones(8).half()}, TypeError, "mhc_base.*float32"),
+        ({"mhc_base": torch.ones(8, device="meta")}, ValueError, "mhc_base.*device"),
+        ({"mhc_mult": None}, TypeError, "mhc_mult.*int"),
+        ({"mhc_mult": 5}, ValueError, "mhc_mult.*2, 4, 8"),
+        ({"mhc_post_mult_value": torch.ones(())}, TypeError, "mhc_post_mult_value.*number"),
+        ({"mhc_post_mult_value": math.inf}, ValueError, "mhc_post_mult_value.*finite"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.mhc_pre_split_mixes_bwd(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_gpu_against_autograd_in_float64(mhc_mult: int) -> None:
+    inputs = make((8192,), mhc_mult)("cuda")
+    for actual, expected in zip(tk_mhc.mhc_pre_split_mixes_bwd(**inputs), autograd(inputs, torch.float64), strict=True):
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.gpu
+def test_gpu_sums_have_the_same_bits_at_every_number_of_multiprocessors() -> None:
+    inputs = make((8001,), 4)("cuda")
+    expected = tk_mhc.mhc_pre_split_mixes_bwd(**inputs)
+    for count in (1, 17, 64):
+        with tk_core.num_sms(count):
+            assert_equal(tk_mhc.mhc_pre_split_mixes_bwd(**inputs), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_gradient_of_a_token_does_not_depend_on_other_tokens() -> None:
+    inputs = make((8192,), 4)("cuda")
+    expected, _, _ = tk_mhc.mhc_pre_split_mixes_bwd(**inputs)
+    for first, end in ((0, 1), (8191, 8192), (100, 777), (63, 4100)):
+        part = {name: inputs[name][first:end].clone() for name in ("d_pre", "d_post", "d_comb", "input_mixes")}
+        actual, _, _ = tk_mhc.mhc_pre_split_mixes_bwd(**{**inputs, **part})
+        assert_equal(actual, expected[first:end].clone())

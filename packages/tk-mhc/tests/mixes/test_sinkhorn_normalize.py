@@ -1,0 +1,133 @@
+"""sinkhorn_normalize."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.mixes.sinkhorn_normalize import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+LOG3 = math.log(3.0)
+
+
+def test_by_hand() -> None:
+    # Softmax of rows: (1/4, 3/4) and (1/2, 1/2); columns then have sums of 3/4 and 5/4, or with eps = 1/4 of 3/2 and 2.
+    x = torch.tensor([[0.0, LOG3], [1.0, 1.0]])
+    once = tk_mhc.sinkhorn_normalize(x, repeat=1, eps=0.0)
+    torch.testing.assert_close(once, torch.tensor([[1 / 3, 3 / 5], [2 / 3, 2 / 5]]))
+    # Rows have sums of 14/15 and 16/15: (5/14, 9/14), (5/8, 3/8). Columns 55/56 and 57/56.
+    twice = tk_mhc.sinkhorn_normalize(x, repeat=2, eps=0.0)
+    torch.testing.assert_close(twice, torch.tensor([[20 / 55, 36 / 57], [35 / 55, 21 / 57]]))
+    # With eps = 1/4: (1/2, 1), (3/4, 3/4); columns 5/4 + 1/4 and 7/4 + 1/4.
+    with_eps = tk_mhc.sinkhorn_normalize(x, repeat=1, eps=0.25)
+    torch.testing.assert_close(with_eps, torch.tensor([[1 / 3, 1 / 2], [1 / 2, 3 / 8]]))
+    # Rows 5/6 + 1/4 and 7/8 + 1/4: (4/13, 6/13), (4/9, 1/3). Columns 88/117 + 1/4, 31/39 + 1/4.
+    columns = (88 / 117 + 0.25, 31 / 39 + 0.25)
+    expected = [[4 / 13 / columns[0], 6 / 13 / columns[1]], [4 / 9 / columns[0], 1 / 3 / columns[1]]]
+    torch.testing.assert_close(tk_mhc.sinkhorn_normalize(x, repeat=2, eps=0.25), torch.tensor(expected))
+
+
+def test_defaults_are_ten_iterations_and_1e_6() -> None:
+    x = torch.randn(7, 4, 4)
+    assert torch.equal(tk_mhc.sinkhorn_normalize(x), tk_mhc.sinkhorn_normalize(x, 10, 1e-6))
+    assert not torch.equal(tk_mhc.sinkhorn_normalize(x), tk_mhc.sinkhorn_normalize(x, 9, 1e-6))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_many_iterations_make_a_matrix_doubly_stochastic(mhc_mult: int, device: str) -> None:
+    result = tk_mhc.sinkhorn_normalize(torch.randn(100, mhc_mult, mhc_mult, device=device), repeat=100, eps=0.0)
+    ones = torch.ones(100, mhc_mult, device=device)
+    torch.testing.assert_close(result.sum(-1), ones, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.sum(-2), ones, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_not_a_number_and_infinity_reach_what_softmax_lets_them(device: str) -> None:
+    x = torch.randn(6, 4, 4, device=device)
+    x[1, 2, 3] = math.nan
+    x[2, 0, 1] = math.inf
+    x[3, 0] = -math.inf
+    x[4, 0, :3] = -math.inf
+    result = tk_mhc.sinkhorn_normalize(x, repeat=3)
+    expected = reference.sinkhorn_normalize(x.cpu(), repeat=3).to(device)
+    torch.testing.assert_close(result, expected, equal_nan=True)
+    assert result.isnan().all((1, 2)).tolist() == [False, True, True, True, False, False]
+
+
+def test_reference_passes_gradcheck() -> None:
+    x = torch.randn(3, 4, 4, dtype=torch.float64, requires_grad=True)
+    for repeat in (1, 2, 5):
+        assert torch.autograd.gradcheck(lambda x, repeat=repeat: reference.sinkhorn_normalize(x, repeat, 1e-6), (x,))
+
+
+def test_reference_in_float32_is_near_float64() -> None:
+    x = torch.randn(1000, 8, 8) * 3
+    expected = reference.sinkhorn_normalize(x.double(), 20)
+    torch.testing.assert_close(tk_mhc.sinkhorn_normalize(x, 20), expected.float())
+
+
+def test_strided_inputs_are_copied() -> None:
+    x = torch.randn(5, 4, 4, 2)[..., 0].transpose(0, 2)[:, :, :4]
+    result = tk_mhc.sinkhorn_normalize(x)
+    assert result.is_contiguous()
+    assert torch.equal(result, tk_mhc.sinkhorn_normalize(x.contiguous()))
+
+
+def test_leading_dimensions() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    assert torch.equal(tk_mhc.sinkhorn_normalize(x), tk_mhc.sinkhorn_normalize(x.view(6, 4, 4)).view(x.shape))
+
+
+GOOD: dict[str, Any] = {"x": torch.ones(3, 4, 4), "repeat": 2, "eps": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": None}, TypeError, "x.*Tensor"),
+        ({"x": torch.ones(3, 4, 4).double()}, TypeError, "x.*float32"),
+        ({"x": torch.ones(4)}, ValueError, "x.*shape"),
+        ({"x": torch.ones(3, 2, 4)}, ValueError, "x.*square"),
+        ({"x": torch.ones(3, 3, 3)}, ValueError, "mhc_mult.*2, 4, 8"),
+        ({"repeat": 2.0}, TypeError, "repeat.*int"),
+        ({"repeat": 0}, ValueError, "repeat.*1 to 1000"),
+        ({"repeat": 1001}, ValueError, "repeat.*1 to 1000"),
+        ({"eps": None}, TypeError, "eps.*number"),
+        ({"eps": -1e-6}, ValueError, "eps.*at least 0"),
+        ({"eps": math.nan}, ValueError, "eps.*finite"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.sinkhorn_normalize(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int) -> None:
+    assert_independent_of_batch(tk_mhc.sinkhorn_normalize, make((8192,), mhc_mult, std=3.0)("cuda"), {"x": 0})
+
+
+@pytest.mark.gpu
+def test_gpu_against_float64() -> None:
+    x = torch.cat([torch.randn(2000, 4, 4, device="cuda") * std for std in (0.1, 1, 10, 80)])
+    for repeat in (1, 2, 10, 20, 1000):
+        expected = reference.sinkhorn_normalize(x.double(), repeat).float()
+        torch.testing.assert_close(tk_mhc.sinkhorn_normalize(x, repeat), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_strided_inputs_have_the_bits_of_contiguous_ones() -> None:
+    x = torch.randn(100, 4, 4, 2, device="cuda")[..., 0].transpose(1, 2)
+    assert_equal(tk_mhc.sinkhorn_normalize(x), tk_mhc.sinkhorn_normalize(x.contiguous()))

@@ -1,0 +1,143 @@
+"""sinkhorn_normalize_bwd."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_mhc
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.mixes.sinkhorn_normalize import MAX_REPEAT
+from tk_mhc.mixes.sinkhorn_normalize_bwd import SinkhornNormalizeBwdConfig
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.mixes.sinkhorn_normalize_bwd import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+def test_by_hand() -> None:
+    # Of equal logits, softmax is 1/2 everywhere, and columns have sums of 1: y = x, d_x = d_y less its column's mean.
+    # (8, 0; 0, 0) → (4, 0; -4, 0), and through the softmax, 1/2 · (d less its row's mean) → (1, -1; -1, 1).
+    # More iterations only take away means that are 0 by then, or that the softmax would.
+    d_o = torch.tensor([[8.0, 0.0], [0.0, 0.0]])
+    for repeat in (1, 2, 10):
+        d_x = tk_mhc.sinkhorn_normalize_bwd(d_o, torch.zeros(2, 2), repeat, 0.0)
+        torch.testing.assert_close(d_x, torch.tensor([[1.0, -1.0], [-1.0, 1.0]]))
+
+
+def test_by_hand_of_unequal_logits() -> None:
+    # Softmax p = (1/4, 3/4; 1/2, 1/2), sums of columns 3/4 and 5/4, y = (1/3, 3/5; 2/3, 2/5).
+    # d = (15, 0; 0, 0): less Σ d · y = 5 of its column, by 3/4: (40/3, 0; -20/3, 0).
+    # Row 0: dot 10/3, p · (40/3 - 10/3, -10/3) = (5/2, -5/2); row 1: dot -10/3, 1/2 · (-10/3, 10/3).
+    x = torch.tensor([[0.0, math.log(3.0)], [1.0, 1.0]])
+    d_x = tk_mhc.sinkhorn_normalize_bwd(torch.tensor([[15.0, 0.0], [0.0, 0.0]]), x, 1, 0.0)
+    torch.testing.assert_close(d_x, torch.tensor([[5 / 2, -5 / 2], [-5 / 3, 5 / 3]]))
+
+
+def autograd(d_o: Tensor, x: Tensor, repeat: int, eps: float) -> Tensor:
+    """The gradient of the forward's reference."""
+    x = x.detach().clone().requires_grad_()
+    (d_x,) = torch.autograd.grad(reference.sinkhorn_normalize(x, repeat, eps), x, d_o)
+    return d_x
+
+
+@pytest.mark.parametrize("repeat", [1, 2, 10, 20])
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+@pytest.mark.parametrize("eps", [1e-6, 1e-2, 0.0])
+def test_against_autograd(eps: float, mhc_mult: int, repeat: int) -> None:
+    inputs = make((50,), mhc_mult, repeat, eps, std=3.0)("cpu")
+    d_o, x = inputs["d_o"].double(), inputs["x"].double()
+    expected = autograd(d_o, x, repeat, eps)
+    torch.testing.assert_close(reference.sinkhorn_normalize_bwd(d_o, x, repeat, eps), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(tk_mhc.sinkhorn_normalize_bwd(**inputs), expected.float())
+
+
+def test_gradient_is_of_no_shift_of_a_row() -> None:
+    # The softmax takes away what is added to a row of logits.
+    d_x = tk_mhc.sinkhorn_normalize_bwd(**make((100,), 4)("cpu"))
+    assert d_x.abs().max() > 0.1
+    torch.testing.assert_close(d_x.sum(-1), torch.zeros(100, 4), rtol=0, atol=1e-6)
+
+
+def test_strided_inputs_are_copied() -> None:
+    d_o, x = (torch.randn(6, 4, 4).transpose(1, 2) for _ in range(2))
+    d_x = tk_mhc.sinkhorn_normalize_bwd(d_o, x, 3, 1e-6)
+    assert d_x.is_contiguous()
+    assert torch.equal(d_x, tk_mhc.sinkhorn_normalize_bwd(d_o.contiguous(), x.contiguous(), 3, 1e-6))
+    one = torch.ones(()).expand(6, 4, 4)
+    assert torch.equal(
+        tk_mhc.sinkhorn_normalize_bwd(one, x, 3, 1e-6), tk_mhc.sinkhorn_normalize_bwd(torch.ones(6, 4, 4), x, 3, 1e-6)
+    )
+
+
+def test_leading_dimensions() -> None:
+    d_o, x = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
+    expected = tk_mhc.sinkhorn_normalize_bwd(d_o.view(6, 4, 4), x.view(6, 4, 4), 3, 1e-6)
+    assert torch.equal(tk_mhc.sinkhorn_normalize_bwd(d_o, x, 3, 1e-6), expected.view(x.shape))
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS.keys())
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_sums_fit_into_shared_memory(mhc_mult: int, arch: Any) -> None:
+    assert SinkhornNormalizeBwdConfig.best(mhc_mult, 20, arch).block_tokens == 32
+    for repeat in (1, 100, 400, MAX_REPEAT):
+        block_tokens = SinkhornNormalizeBwdConfig.best(mhc_mult, repeat, arch).block_tokens
+        assert block_tokens >= 1
+        assert block_tokens * (2 * repeat - 1) * mhc_mult * 4 <= arch.max_shared_memory - 1024
+
+
+GOOD: dict[str, Any] = {"d_o": torch.ones(3, 4, 4), "x": torch.ones(3, 4, 4), "repeat": 2, "eps": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"d_o": None}, TypeError, "d_o.*Tensor"),
+        ({"d_o": torch.ones(3, 4, 4).bfloat16()}, TypeError, "d_o.*float32"),
+        ({"d_o": torch.ones(2, 4, 4)}, ValueError, "d_o.*shape"),
+        ({"d_o": torch.ones(3, 4, 4, device="meta")}, ValueError, "d_o.*device"),
+        ({"x": 1.0}, TypeError, "x.*Tensor"),
+        ({"x": torch.ones(3, 4, 4).half()}, TypeError, "x.*float32"),
+        ({"x": torch.ones(3, 4, 8)}, ValueError, "x.*square"),
+        ({"x": torch.ones(3, 5, 5)}, ValueError, "mhc_mult.*2, 4, 8"),
+        ({"repeat": None}, TypeError, "repeat.*int"),
+        ({"repeat": 0}, ValueError, "repeat.*1 to 1000"),
+        ({"eps": "0"}, TypeError, "eps.*number"),
+        ({"eps": -1.0}, ValueError, "eps.*at least 0"),
+        ({"eps": math.inf}, ValueError, "eps.*finite"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.sinkhorn_normalize_bwd(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int) -> None:
+    inputs = make((8192,), mhc_mult, std=3.0)("cuda")
+    assert_independent_of_batch(tk_mhc.sinkhorn_normalize_bwd, inputs, {"d_o": 0, "x": 0})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+@pytest.mark.parametrize("repeat", [1, 2, 10, 20, 100])
+def test_gpu_against_autograd_in_float64(repeat: int, mhc_mult: int) -> None:
+    x = torch.cat([torch.randn(1000, mhc_mult, mhc_mult, device="cuda") * std for std in (0.1, 1, 10, 80)])
+    d_o = torch.randn_like(x)
+    expected = autograd(d_o.double(), x.double(), repeat, 1e-6).float()
+    torch.testing.assert_close(tk_mhc.sinkhorn_normalize_bwd(d_o, x, repeat, 1e-6), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_strided_inputs_have_the_bits_of_contiguous_ones() -> None:
+    d_o, x = (torch.randn(100, 4, 4, device="cuda").transpose(1, 2) for _ in range(2))
+    expected = tk_mhc.sinkhorn_normalize_bwd(d_o.contiguous(), x.contiguous(), 10, 1e-6)
+    assert_equal(tk_mhc.sinkhorn_normalize_bwd(d_o, x, 10, 1e-6), expected)

@@ -1,0 +1,156 @@
+"""mhc_multilayer_recompute."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.post.mhc_multilayer_recompute import MhcMultilayerRecomputeConfig
+from tk_mhc.testing.post.mhc_multilayer_recompute import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+@pytest.mark.parametrize("function", [tk_mhc.mhc_multilayer_recompute, reference.mhc_multilayer_recompute])
+def test_by_hand(function: Any) -> None:
+    # Two streams and layers, without a post after the second.
+    def channels(*values: float) -> torch.Tensor:
+        return torch.tensor(values).bfloat16()[:, None].repeat(1, 64)
+
+    layer_inputs = [torch.empty(64).bfloat16() for _ in range(2)]
+    residuals = [torch.empty(2, 64).bfloat16()]
+    result = function(
+        channels(1, 10),
+        [torch.tensor([[1.0], [2.0]]), torch.tensor([[0.5], [1.0]])],
+        [channels(100)[0]],
+        [torch.tensor([[1.0], [0.5]])],
+        [torch.tensor([[1.0, 2.0], [3.0, 4.0]])],
+        layer_inputs,
+        residuals,
+    )
+    assert result is None
+    assert layer_inputs[0].tolist() == [1 + 2 * 10] * 64
+    assert residuals[0][:, 5].tolist() == [100 + 1 + 3 * 10, 50 + 2 + 4 * 10]
+    # 131 and 92 are bfloat16; 65.5 + 92 = 157.5 lies half-way between two, of which 158 is even.
+    assert layer_inputs[1].tolist() == [158] * 64
+
+
+def separately(inputs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """layer_input_list and residual_list by an op for each step."""
+    residual, layer_inputs, residuals = inputs["initial_residual"], [], []
+    for i, pre_mix in enumerate(inputs["pre_mix_list"]):
+        layer_inputs.append(tk_mhc.mhc_pre_apply_mix(residual, pre_mix))
+        if i < len(inputs["residual_list"]):
+            mixes = inputs["post_mix_list"][i], inputs["comb_mix_list"][i]
+            residual = tk_mhc.mhc_post(inputs["layer_output_list"][i], residual, *mixes)
+            residuals.append(residual)
+    return layer_inputs, residuals
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "num_layers", "num_posts"), [(4, 64, 3, 2), (8, 576, 2, 2), (2, 64, 1, 0)]
+)
+def test_same_bits_as_the_separate_ops(
+    mhc_mult: int, hidden: int, num_layers: int, num_posts: int, device: str
+) -> None:
+    inputs = make((17,), mhc_mult, hidden, num_layers, num_posts)(device)
+    tk_mhc.mhc_multilayer_recompute(**inputs)
+    assert_equal((inputs["layer_input_list"], inputs["residual_list"]), separately(inputs))
+
+
+@pytest.mark.gpu
+def test_gpu_same_bits_as_the_separate_ops_in_a_batch_and_alone() -> None:
+    inputs = make((8192,), 4, 7168, 10, 9)("cuda")
+    tk_mhc.mhc_multilayer_recompute(**inputs)
+    written = inputs["layer_input_list"], inputs["residual_list"]
+    assert_equal(written, separately(inputs))
+    alone = {
+        name: value[5000:5001].clone() if isinstance(value, torch.Tensor) else [x[5000:5001].clone() for x in value]
+        for name, value in inputs.items()
+    }
+    for x in (*alone["layer_input_list"], *alone["residual_list"]):
+        x.fill_(float("nan"))
+    tk_mhc.mhc_multilayer_recompute(**alone)
+    for got, want in zip((alone["layer_input_list"], alone["residual_list"]), written, strict=True):
+        assert_equal(got, [x[5000:5001].clone() for x in want])
+
+
+def test_tuples_are_taken() -> None:
+    inputs = make((3,), 4, 64, 2, 2)("cpu")
+    tk_mhc.mhc_multilayer_recompute(*(tuple(x) if isinstance(x, list) else x for x in inputs.values()))
+    assert_equal((inputs["layer_input_list"], inputs["residual_list"]), separately(inputs))
+
+
+@pytest.mark.parametrize("hidden", [64, 576, 2560, 7168, 8192])
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_config_covers_hidden_with_whole_warps(mhc_mult: int, hidden: int) -> None:
+    config = MhcMultilayerRecomputeConfig.best(mhc_mult, hidden, None)
+    assert config.threads % 32 == 0
+    assert config.block_channels == 8 * config.threads
+    assert config.min_blocks >= 1
+    assert config.min_blocks * config.threads <= 2048
+
+
+def changed(name: str, place: int | None = None, value: Any = None) -> dict[str, Any]:
+    """Good arguments, but for one of them or one tensor of a list."""
+    inputs = make((5,), 4, 64, 4, 4)("cpu")
+    if place is None:
+        inputs[name] = value
+    else:
+        inputs[name][place] = value
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "match"),
+    [
+        (changed("initial_residual"), TypeError, "initial_residual: .*Tensor"),
+        (changed("initial_residual", value=torch.ones(5, 4, 64)), TypeError, "initial_residual: .*bfloat16"),
+        (changed("initial_residual", value=torch.ones(5, 3, 64).bfloat16()), ValueError, "mhc_mult.*initial_residual"),
+        (changed("initial_residual", value=torch.ones(5, 4, 96).bfloat16()), ValueError, "hidden.*initial_residual"),
+        (
+            changed("initial_residual", value=torch.ones(5, 64, 4).bfloat16().mT),
+            ValueError,
+            "initial_residual: .*contiguous",
+        ),
+        (changed("pre_mix_list", value=torch.ones(4, 5, 4, 1)), TypeError, "pre_mix_list: expected a list"),
+        (changed("pre_mix_list", value=[]), ValueError, "pre_mix_list: expected 1"),
+        (changed("layer_output_list", value=None), TypeError, "layer_output_list: expected a list"),
+        (changed("layer_output_list", value=[]), ValueError, "layer_output_list: expected 3 or 4 tensors, got 0"),
+        (changed("post_mix_list", value=[]), ValueError, "post_mix_list: expected 4 tensors, got 0"),
+        (changed("comb_mix_list", value=()), ValueError, "comb_mix_list: expected 4 tensors, got 0"),
+        (changed("layer_input_list", value=[]), ValueError, "layer_input_list: expected 4 tensors, got 0"),
+        (changed("residual_list", value=[]), ValueError, "residual_list: expected 4 tensors, got 0"),
+        (changed("pre_mix_list", 1, None), TypeError, r"pre_mix_list\[1\]: .*Tensor"),
+        (changed("pre_mix_list", 3, torch.ones(5, 4)), ValueError, r"pre_mix_list\[3\]: .*shape"),
+        (changed("layer_output_list", 0, torch.ones(5, 64)), TypeError, r"layer_output_list\[0\]: .*bfloat16"),
+        (
+            changed("layer_output_list", 2, torch.ones(5, 64, device="meta").bfloat16()),
+            ValueError,
+            r"layer_output_list\[2\]: .*device",
+        ),
+        (changed("post_mix_list", 2, torch.ones(5, 4, 1).double()), TypeError, r"post_mix_list\[2\]: .*float32"),
+        (changed("comb_mix_list", 3, torch.ones(5, 4, 3)), ValueError, r"comb_mix_list\[3\]: .*shape"),
+        (changed("comb_mix_list", 3, torch.ones(5, 4, 4).mT), ValueError, r"comb_mix_list\[3\]: .*contiguous"),
+        (changed("layer_input_list", 1, torch.ones(5, 64)), TypeError, r"layer_input_list\[1\]: .*bfloat16"),
+        (changed("layer_input_list", 1, torch.ones(6, 64).bfloat16()), ValueError, r"layer_input_list\[1\]: .*shape"),
+        (changed("residual_list", 0, torch.ones(5, 4, 64).half()), TypeError, r"residual_list\[0\]: .*bfloat16"),
+        (
+            changed("residual_list", 3, torch.ones(5, 64, 4).bfloat16().mT),
+            ValueError,
+            r"residual_list\[3\]: .*contiguous",
+        ),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_written(inputs: dict[str, Any], error: type[Exception], match: str) -> None:
+    first = inputs["layer_input_list"][0].zero_() if inputs["layer_input_list"] else torch.zeros(1)
+    with pytest.raises(error, match=match):
+        tk_mhc.mhc_multilayer_recompute(**inputs)
+    assert not first.any()

@@ -1,0 +1,131 @@
+"""mhc_post."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.post.mhc_post import MhcPostConfig
+from tk_mhc.testing.post.mhc_post import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+def draw(*args: Any, device: str = "cpu", **kwargs: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a case."""
+    return {name: x for name, x in make(*args, **kwargs)(device).items() if x is not None}
+
+
+def test_by_hand() -> None:
+    # Streams of 1 and 10, a sublayer's output of 100: comb's rows are where a stream goes, its columns what comes in.
+    residual = torch.tensor([1.0, 10.0]).bfloat16()[:, None].repeat(1, 64)
+    x = torch.full((64,), 100.0).bfloat16()
+    post = torch.tensor([[1.0], [0.5]])
+    comb = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    out = tk_mhc.mhc_post(x, residual, post, comb)
+    assert out[:, 5].tolist() == [100 + 1 * 1 + 3 * 10, 50 + 2 * 1 + 4 * 10]
+
+
+def test_streams_that_are_passed_on_unchanged() -> None:
+    inputs = draw((3,), 4, 64)
+    inputs["post_layer_mix"].zero_()
+    inputs["comb_res_mix"].copy_(torch.eye(4))
+    assert_equal(tk_mhc.mhc_post(**inputs), inputs["residual"])
+
+
+def test_each_step_is_a_fused_multiply_add() -> None:
+    # The product has bits down to 2⁻²⁹. Its float32 rounding is taken off it: were it rounded first, 0 would remain.
+    near_one = 1 + 2.0**-7
+    residual = torch.tensor([near_one, 0.0]).bfloat16()[:, None].repeat(1, 64)
+    comb = torch.tensor([[near_one + 2.0**-22, 0.0], [0.0, 0.0]])
+    exact = near_one * (near_one + 2.0**-22)
+    post = torch.tensor([[-torch.tensor(exact).item()], [0.0]])
+    out = tk_mhc.mhc_post(torch.ones(64).bfloat16(), residual, post, comb)
+    assert exact + post[0].item() != 0
+    assert out[0, 0].item() == torch.tensor(exact + post[0].item()).bfloat16().item()
+
+
+def test_against_einsum_in_float64() -> None:
+    inputs = {name: x.double() for name, x in draw((5,), 4, 64).items()}
+    added = inputs["post_layer_mix"] * inputs["x"][:, None]
+    expected = added + torch.einsum("tkn,tki->tni", inputs["comb_res_mix"], inputs["residual"])
+    torch.testing.assert_close(reference.mhc_post(**inputs), expected, rtol=1e-14, atol=1e-14)
+    rounded = {name: x.float() if "mix" in name else x.bfloat16() for name, x in inputs.items()}
+    torch.testing.assert_close(tk_mhc.mhc_post(**rounded), expected.bfloat16())
+
+
+def test_reference_passes_gradcheck() -> None:
+    shapes = (3, 8), (3, 4, 8), (3, 4, 1), (3, 4, 4)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(reference.mhc_post, inputs)
+
+
+def test_out_is_written_and_returned() -> None:
+    inputs = draw((2, 3), 4, 64)
+    expected = tk_mhc.mhc_post(**inputs)
+    out = torch.empty_like(expected)
+    for function in (tk_mhc.mhc_post, reference.mhc_post):
+        out.fill_(float("nan"))
+        assert function(**inputs, out=out) is out
+        assert_equal(out, expected)
+
+
+@pytest.mark.parametrize("hidden", [64, 576, 2560, 7168, 8192])
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_config_covers_hidden_with_whole_warps(mhc_mult: int, hidden: int) -> None:
+    config = MhcPostConfig.best(mhc_mult, hidden, None)
+    assert config.threads % 32 == 0
+    assert config.threads <= 256
+    assert config.block_channels == 8 * config.threads
+    num_blocks = -(-hidden // config.block_channels)
+    assert num_blocks * config.block_channels - hidden < 8 * 32 * num_blocks
+
+
+GOOD = draw((5,), 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": None}, TypeError, "x: .*Tensor"),
+        ({"x": GOOD["x"].float()}, TypeError, "x: .*bfloat16"),
+        ({"x": GOOD["x"][:4]}, ValueError, "x: .*shape"),
+        ({"x": GOOD["x"].repeat(1, 2)[:, ::2]}, ValueError, "x: .*contiguous"),
+        ({"x": GOOD["x"].to("meta")}, ValueError, "x: .*device"),
+        ({"residual": 1.0}, TypeError, "residual: .*Tensor"),
+        ({"residual": GOOD["residual"].float()}, TypeError, "residual: .*bfloat16"),
+        ({"residual": GOOD["residual"][0, 0]}, ValueError, "residual: .*shape"),
+        ({"residual": GOOD["residual"][:, :3]}, ValueError, "mhc_mult.*residual.*2, 4, 8"),
+        ({"residual": GOOD["residual"][..., :32]}, ValueError, "hidden.*residual.*64 to 8192"),
+        ({"residual": GOOD["residual"].repeat(1, 1, 2)[..., :96]}, ValueError, "hidden.*residual.*multiple of 64"),
+        ({"post_layer_mix": GOOD["post_layer_mix"].bfloat16()}, TypeError, "post_layer_mix: .*float32"),
+        ({"post_layer_mix": GOOD["post_layer_mix"][..., 0]}, ValueError, "post_layer_mix: .*shape"),
+        ({"post_layer_mix": GOOD["post_layer_mix"].to("meta")}, ValueError, "post_layer_mix: .*device"),
+        ({"comb_res_mix": GOOD["comb_res_mix"].double()}, TypeError, "comb_res_mix: .*float32"),
+        ({"comb_res_mix": GOOD["comb_res_mix"][:, :3]}, ValueError, "comb_res_mix: .*shape"),
+        ({"comb_res_mix": GOOD["comb_res_mix"].mT}, ValueError, "comb_res_mix: .*contiguous"),
+        ({"comb_res_mix": GOOD["comb_res_mix"].to("meta")}, ValueError, "comb_res_mix: .*device"),
+        ({"out": torch.empty(5, 4, 64)}, TypeError, "out: .*bfloat16"),
+        ({"out": torch.empty(5, 64).bfloat16()}, ValueError, "out: .*shape"),
+        ({"out": torch.empty(5, 64, 4).bfloat16().mT}, ValueError, "out: .*contiguous"),
+        ({"out": torch.empty(5, 4, 64, device="meta").bfloat16()}, ValueError, "out: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.mhc_post(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+def test_gpu_bits_do_not_depend_on_other_tokens_or_strides() -> None:
+    inputs = draw((8192,), 4, 7168, strided=True, device="cuda")
+    expected = tk_mhc.mhc_post(**inputs)
+    for token in (0, 4097, 8191):
+        alone = {name: x[token : token + 1].contiguous() for name, x in inputs.items()}
+        assert_equal(tk_mhc.mhc_post(**alone), expected[token : token + 1].clone())

@@ -1,0 +1,127 @@
+"""mhc_fold_fn."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_mhc
+from tk_core.arch import ARCHS
+from tk_core.testing import tiers
+from tk_mhc import reference
+from tk_mhc.projection.mhc_fold_fn import MhcFoldFnConfig
+from tk_mhc.testing.projection.mhc_fold_fn import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def fold(streams: list[float], weights: list[float] | None, device: str) -> float:
+    """What becomes of a projection that has these values in its streams."""
+    mhc_mult = len(streams)
+    num_rows = mhc_mult * (mhc_mult + 2)
+
+    def row(values: list[float]) -> torch.Tensor:
+        x = torch.tensor(values, dtype=torch.float64)
+        assert x.float().tolist() == values, "values that float32 holds"
+        return x.float().repeat_interleave(64).to(device)
+
+    out = tk_mhc.mhc_fold_fn(row(streams).repeat(num_rows, 1), mhc_mult, None if weights is None else row(weights))
+    assert out.shape == (num_rows, 64)
+    assert (out == out[0, 0]).all()
+    return out[0, 0].item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    assert fold([1.0, 2.5], None, device) == 3.5
+    assert fold([1.0, 2.5], [10.0, -2.0], device) == 5.0
+    assert fold([1.0, 2.0, 3.0, 4.0], [1.0, 10.0, 100.0, 1000.0], device) == 4321.0
+    # Streams ascend: 1 is lost beside 2²⁵ unless that has gone before.
+    large = 2.0**25
+    assert fold([large, 1.0, -large, 1.0], None, device) == 1.0
+    assert fold([large, -large, 1.0, 1.0], None, device) == 2.0
+    # Products are rounded: (1 + 2⁻²³)² = 1 + 2⁻²² + 2⁻⁴⁶ loses its last term.
+    near = 1 + 2.0**-23
+    assert fold([-1.0, near], [1.0, near], device) == 2.0**-22
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sum_of_negative_zeros_is_negative(device: str) -> None:
+    assert tk_mhc.mhc_fold_fn(torch.full((8, 2 * 64), -0.0, device=device), 2).signbit().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_places_are_kept(device: str) -> None:
+    # Powers of two that no two places share, so each sum tells which were added.
+    fn = torch.zeros(8, 2 * 128, device=device)
+    fn[3, 5], fn[3, 128 + 5], fn[7, 127], fn[0, 128] = 1.0, 2.0, 4.0, 8.0
+    out = tk_mhc.mhc_fold_fn(fn, 2)
+    expected = torch.zeros(8, 128, device=device)
+    expected[3, 5], expected[7, 127], expected[0, 0] = 3.0, 4.0, 8.0
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_the_projection_of_equal_streams(device: str) -> None:
+    inputs = make(4, 192)(device)
+    hidden = torch.randn(7, 192, dtype=torch.float64, device=device)
+    streams = reference.expand_to_mhc(hidden, 4).view(7, 4 * 192)
+    expected = streams @ (inputs["fn"] * inputs["norm_weight"]).double().T
+    actual = hidden @ tk_mhc.mhc_fold_fn(**inputs).double().T
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight", [False, True])
+def test_reference_in_float64(weight: bool) -> None:
+    fn = torch.randn(8, 2 * 5, dtype=torch.float64, requires_grad=True)
+    norm_weight = torch.randn(2 * 5, dtype=torch.float64, requires_grad=True) if weight else None
+    assert torch.autograd.gradcheck(lambda fn, w: reference.mhc_fold_fn(fn, 2, w), (fn, norm_weight))
+    weighted = fn * norm_weight if weight else fn
+    torch.testing.assert_close(reference.mhc_fold_fn(fn, 2, norm_weight), weighted[:, :5] + weighted[:, 5:])
+
+
+FN = torch.ones(24, 4 * 64)
+GOOD: dict[str, Any] = {"fn": FN, "mhc_mult": 4, "norm_weight": torch.ones(4 * 64)}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"fn": None}, TypeError, "fn: .*Tensor"),
+        ({"fn": FN.bfloat16()}, TypeError, "fn: .*float32"),
+        ({"fn": FN[:4]}, ValueError, "fn: .*shape"),
+        ({"fn": FN[0]}, ValueError, "fn: .*shape"),
+        ({"fn": torch.ones(4 * 64, 24).T}, ValueError, "fn: .*contiguous"),
+        ({"fn": FN[:, :255].contiguous()}, ValueError, "fn: .*multiple of 4"),
+        ({"fn": FN[:, :128].contiguous()}, ValueError, "hidden.*fn.*64 to 8192"),
+        ({"fn": FN.repeat(1, 129)}, ValueError, "hidden.*fn.*64 to 8192"),
+        ({"fn": FN.repeat(1, 2)[:, : 4 * 96].contiguous()}, ValueError, "hidden.*fn.*multiple of 64"),
+        ({"mhc_mult": 4.0}, TypeError, "mhc_mult: .*int"),
+        ({"mhc_mult": 3}, ValueError, "mhc_mult: .*2, 4, 8"),
+        ({"mhc_mult": 2}, ValueError, "fn: .*shape"),
+        ({"norm_weight": 1.0}, TypeError, "norm_weight: .*Tensor"),
+        ({"norm_weight": torch.ones(4 * 64).bfloat16()}, TypeError, "norm_weight: .*float32"),
+        ({"norm_weight": torch.ones(64)}, ValueError, "norm_weight: .*shape"),
+        ({"norm_weight": torch.ones(4, 64)}, ValueError, "norm_weight: .*shape"),
+        ({"norm_weight": torch.ones(8 * 64)[::2]}, ValueError, "norm_weight: .*contiguous"),
+        ({"norm_weight": torch.ones(4 * 64, device="meta")}, ValueError, "norm_weight: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_mhc.mhc_fold_fn(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 576, 1024, 1088, 2560, 7168, 8192])
+def test_config_covers_a_row_in_whole_warps(hidden: int) -> None:
+    config = MhcFoldFnConfig.best(4, hidden, ARCHS["sm_90a"])
+    assert config.block_channels == 4 * config.threads
+    assert config.threads % 32 == 0
+    assert config.threads <= 256
+    num_blocks = -(-hidden // config.block_channels)
+    assert num_blocks * config.block_channels - hidden < 256 * num_blocks

@@ -1,0 +1,273 @@
+"""mhc_pre_norm_fn."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tk_core
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.compare import assert_relative_error, relative_error
+from tk_mhc.testing.projection.mhc_pre_norm_fn import RELATIVE_ERROR, SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def exact(inputs: dict[str, Any]) -> Tensor:
+    """Mixes of the float64 reference."""
+    weight = inputs["mhc_norm_weight"]
+    mixes = reference.mhc_pre_norm_fn(
+        inputs["residual"],
+        inputs["mhc_fn"].double(),
+        None if weight is None else weight.double(),
+        inputs["mhc_norm_eps"],
+    )
+    assert isinstance(mixes, Tensor)
+    return mixes
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_by_hand(device: str) -> None:
+    # Two streams of 64 channels, all 2 or all 4: means of squares 4 and 16, so rstd 1/2 and 1/4, and x · rstd is 1.
+    residual = torch.tensor([2.0, 4.0], dtype=torch.bfloat16, device=device)[:, None, None].repeat(1, 2, 64)
+    fn = torch.zeros(8, 128, device=device)
+    for row in range(8):
+        fn[row, 16 * row] = row + 1.0
+    mixes, rstd = tk_mhc.mhc_pre_norm_fn(residual, fn, None, 0.0, return_rstd=True)
+    torch.testing.assert_close(rstd, torch.tensor([0.5, 0.25], device=device))
+    row = torch.arange(1.0, 9.0, device=device)
+    torch.testing.assert_close(mixes, row.repeat(2, 1))
+    # The weight of a channel: 3 in stream 0, 5 in stream 1.
+    weight = torch.tensor([3.0, 5.0], device=device).repeat_interleave(64)
+    mixes = tk_mhc.mhc_pre_norm_fn(residual, fn, weight, 0.0)
+    torch.testing.assert_close(mixes, (row * torch.tensor([3.0, 5.0], device=device).repeat_interleave(4)).repeat(2, 1))
+    # With an eps of 12 the first token's rstd is rsqrt(4 + 12) = 1/4: half of what it was.
+    mixes, rstd = tk_mhc.mhc_pre_norm_fn(residual[0], fn, None, 12.0, return_rstd=True)
+    torch.testing.assert_close(rstd, torch.tensor(0.25, device=device))
+    torch.testing.assert_close(mixes, row / 2)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_against_rms_norm_and_linear_of_pytorch(mhc_mult: int, head: bool, device: str) -> None:
+    inputs = make(33, mhc_mult, 192, head=head)(device)
+    x = inputs["residual"].flatten(1).double()
+    normed = F.rms_norm(x, (mhc_mult * 192,), inputs["mhc_norm_weight"].double(), inputs["mhc_norm_eps"])
+    mixes = tk_mhc.mhc_pre_norm_fn(**inputs)
+    assert mixes.shape == (33, mhc_mult if head else mhc_mult * (mhc_mult + 2))
+    assert_relative_error(mixes, F.linear(normed, inputs["mhc_fn"].double()), RELATIVE_ERROR)
+
+
+@pytest.mark.parametrize("return_rstd", [False, True])
+@pytest.mark.parametrize("norm_weight", [False, True])
+def test_reference_passes_gradcheck(norm_weight: bool, return_rstd: bool) -> None:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    weight = draw(6) if norm_weight else None
+    assert torch.autograd.gradcheck(
+        lambda residual, fn, weight: reference.mhc_pre_norm_fn(residual, fn, weight, 0.1, return_rstd=return_rstd),
+        (draw(3, 2, 3), draw(8, 6), weight),
+    )
+
+
+def test_reference_keeps_float64() -> None:
+    mixes, rstd = reference.mhc_pre_norm_fn(
+        torch.randn(3, 2, 64, dtype=torch.float64),
+        torch.randn(8, 128, dtype=torch.float64),
+        None,
+        0.1,
+        return_rstd=True,
+    )
+    assert mixes.dtype == rstd.dtype == torch.float64
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
+def test_leading_dimensions(leading: tuple[int, ...]) -> None:
+    inputs = make(leading, 2, 64, return_rstd=True)("cpu")
+    mixes, rstd = tk_mhc.mhc_pre_norm_fn(**inputs)
+    assert mixes.shape == (*leading, 8)
+    assert rstd.shape == leading
+    inputs["residual"] = inputs["residual"].view(-1, 2, 64)
+    flat_mixes, flat_rstd = tk_mhc.mhc_pre_norm_fn(**inputs)
+    assert_equal(mixes.view(-1, 8), flat_mixes)
+    assert_equal(rstd.view(-1), flat_rstd)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_fuse_grad_acc_changes_nothing(device: str) -> None:
+    inputs = make(17, 4, 192)(device)
+    expected = tk_mhc.mhc_pre_norm_fn(**inputs)
+    for fuse_grad_acc in (False, True):
+        assert_equal(tk_mhc.mhc_pre_norm_fn(**inputs, fuse_grad_acc=fuse_grad_acc), expected)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Good arguments, some of them exchanged."""
+    good = {
+        "residual": torch.ones(3, 4, 64, dtype=torch.bfloat16),
+        "mhc_fn": torch.ones(24, 256),
+        "mhc_norm_weight": torch.ones(256),
+        "mhc_norm_eps": 1e-6,
+    }
+    return {**good, **changes}
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes"),
+    [
+        (TypeError, "residual", {"residual": None}),
+        (TypeError, "residual", {"residual": torch.ones(3, 4, 64)}),
+        (ValueError, "residual", {"residual": torch.ones(64, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 3, 64, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 96, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 0, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 8256, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 128, dtype=torch.bfloat16)[..., :64]}),
+        (TypeError, "mhc_fn", {"mhc_fn": None}),
+        (TypeError, "mhc_fn", {"mhc_fn": torch.ones(24, 256, dtype=torch.bfloat16)}),
+        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(24, 128)}),
+        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(8, 256)}),
+        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(24, 4, 64)}),
+        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(256, 24).T}),
+        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(24, 256, device="meta")}),
+        (TypeError, "mhc_norm_weight", {"mhc_norm_weight": 1.0}),
+        (TypeError, "mhc_norm_weight", {"mhc_norm_weight": torch.ones(256, dtype=torch.bfloat16)}),
+        (ValueError, "mhc_norm_weight", {"mhc_norm_weight": torch.ones(64)}),
+        (ValueError, "mhc_norm_weight", {"mhc_norm_weight": torch.ones(4, 64)}),
+        (ValueError, "mhc_norm_weight", {"mhc_norm_weight": torch.ones(512)[::2]}),
+        (ValueError, "mhc_norm_weight", {"mhc_norm_weight": torch.ones(256, device="meta")}),
+        (TypeError, "mhc_norm_eps", {"mhc_norm_eps": None}),
+        (ValueError, "mhc_norm_eps", {"mhc_norm_eps": -1.0}),
+        (TypeError, "mhc_norm_eps", {"mhc_norm_eps": "1e-6"}),
+        (TypeError, "n_splits", {"n_splits": 1.0}),
+        (TypeError, "n_splits", {"n_splits": True}),
+        (ValueError, "n_splits", {"n_splits": 0}),
+        (ValueError, "n_splits", {"n_splits": -1}),
+    ],
+)
+def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=rf"\b{name}\b"):
+        tk_mhc.mhc_pre_norm_fn(**arguments(**changes))
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """PyTorch's float32 matrix products in TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "num_tokens"),
+    [(2, 576, 1024), (4, 7168, 16), (4, 7168, 512), (4, 7168, 8192), (8, 8192, 512)],
+)
+def test_gpu_is_as_accurate_as_tf32(mhc_mult: int, hidden: int, num_tokens: int, scale: float) -> None:
+    inputs = make(num_tokens, mhc_mult, hidden, scale=scale)("cuda")
+    expected = exact(inputs)
+    mixes = tk_mhc.mhc_pre_norm_fn(**inputs)
+    assert_relative_error(mixes, expected, RELATIVE_ERROR)
+    if scale == 1e-4:
+        torch.testing.assert_close(mixes.double(), expected, rtol=1e-3, atol=1e-3)
+    # Of many tokens, so that cuBLAS takes tensor cores.
+    many = {**inputs, "residual": torch.randn((4096, mhc_mult, hidden), dtype=torch.bfloat16, device="cuda")}
+    with tf32():
+        from_tf32 = reference.mhc_pre_norm_fn(**many)
+    limit = relative_error(from_tf32, exact(many))
+    assert limit > 1e-5, "expected a product in TF32 to compare with, got one in float32"
+    error = relative_error(mixes, expected)
+    assert error <= limit, f"expected a relative error of at most that of TF32, {limit:.3g}, got {error:.3g}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_splits", [None, 1, 2, 7, 10_000])
+@pytest.mark.parametrize("num_tokens", [1, 64, 300])
+def test_gpu_any_number_of_splits_is_accurate(num_tokens: int, n_splits: int | None) -> None:
+    inputs = make(num_tokens, n_splits=n_splits, scale=1.0)("cuda")
+    assert_relative_error(tk_mhc.mhc_pre_norm_fn(**inputs), exact(inputs), RELATIVE_ERROR)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_splits", [1, 2, 7, 10_000])
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "num_tokens"), [(2, 192, 17), (4, 576, 300), (4, 7168, 1), (4, 7168, 65), (8, 1280, 64)]
+)
+def test_gpu_splits_are_added_in_order(mhc_mult: int, hidden: int, num_tokens: int, n_splits: int) -> None:
+    inputs = make(num_tokens, mhc_mult, hidden, n_splits=n_splits, return_rstd=True)("cuda")
+    mixes, rstd = tk_mhc.mhc_pre_norm_fn(**inputs)
+    num_splits = min(n_splits, mhc_mult * hidden // 64)
+    mul, sqrsum = tk_mhc.mhc_prenorm_gemm(inputs["residual"], inputs["mhc_fn"] * inputs["mhc_norm_weight"], num_splits)
+    total, squares = mul[0], sqrsum[0]
+    for split in range(1, num_splits):
+        total, squares = total + mul[split], squares + sqrsum[split]
+    assert_equal(mixes, total * rstd[:, None])
+    mean = squares.double() / (mhc_mult * hidden)
+    torch.testing.assert_close(rstd.double(), torch.rsqrt(mean + inputs["mhc_norm_eps"]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_splits", [1000, 1 << 30])
+def test_gpu_more_splits_than_blocks_are_as_many_as_blocks(n_splits: int) -> None:
+    inputs = make(65, 4, 576)("cuda")
+    expected = tk_mhc.mhc_pre_norm_fn(**{**inputs, "n_splits": 36})
+    assert_equal(tk_mhc.mhc_pre_norm_fn(**{**inputs, "n_splits": n_splits}), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "options"),
+    [
+        (4, 7168, {}),
+        (4, 7168, {"norm_weight": False}),
+        (4, 7168, {"head": True}),
+        (4, 7168, {"n_splits": 1}),
+        (4, 7168, {"n_splits": 7}),
+        (2, 576, {}),
+        (2, 64, {"n_splits": 10_000}),
+        (8, 1280, {}),
+        (8, 8192, {"n_splits": 16}),
+    ],
+)
+def test_gpu_bits_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, options: dict[str, Any]) -> None:
+    inputs = make(8192, mhc_mult, hidden, return_rstd=True, **options)("cuda")
+    assert_independent_of_batch(tk_mhc.mhc_pre_norm_fn, inputs, {"residual": 0})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 64, 300, 8192])
+def test_gpu_bits_do_not_depend_on_multiprocessors_nor_rstd(num_tokens: int) -> None:
+    inputs = make(num_tokens)("cuda")
+    expected = tk_mhc.mhc_pre_norm_fn(**inputs)
+    for num_sms in (1, 7, 100):
+        with tk_core.num_sms(num_sms):
+            assert_equal(tk_mhc.mhc_pre_norm_fn(**inputs), expected)
+    mixes, _ = tk_mhc.mhc_pre_norm_fn(**{**inputs, "return_rstd": True})
+    assert_equal(mixes, expected)
+
+
+@pytest.mark.gpu
+def test_gpu_more_than_two_to_the_31_elements() -> None:
+    inputs = make(80_000, return_rstd=True)("cuda")
+    mixes, rstd = tk_mhc.mhc_pre_norm_fn(**inputs)
+    last = {**inputs, "residual": inputs["residual"][-100:].clone()}
+    assert_equal((mixes[-100:].clone(), rstd[-100:].clone()), tk_mhc.mhc_pre_norm_fn(**last))
+    assert_relative_error(mixes[-100:], exact(last), RELATIVE_ERROR)

@@ -1,0 +1,324 @@
+"""mhc_pre_norm_fn_bwd."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_core
+import tk_mhc
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.projection.mhc_pre_norm_fn_bwd import MhcPreNormFnBwdConfig
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.compare import assert_relative_error
+from tk_mhc.testing.projection.mhc_pre_norm_fn_bwd import RESIDUAL_ERROR, SPEC, WEIGHT_ERROR, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TENSORS = ("d_mixes", "residual", "mhc_fn", "mhc_norm_weight", "mixes", "rstd", "d_residual")
+
+
+def forward(residual: Tensor, fn: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """What is differentiated: mixes and rstd, by the formula."""
+    x = residual.flatten(-2).to(fn.dtype)
+    rstd = torch.rsqrt(x.square().mean(-1) + eps)
+    return (x @ (fn if norm_weight is None else fn * norm_weight).mT) * rstd.unsqueeze(-1), rstd
+
+
+def exact(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the float64 reference; nothing is rounded to bfloat16, and a given d_residual stays as it is."""
+    return reference.mhc_pre_norm_fn_bwd(
+        **{name: None if inputs[name] is None else inputs[name].double() for name in TENSORS}
+    )
+
+
+def assert_accurate(inputs: dict[str, Any]) -> None:
+    """Call the op, and compare with float64."""
+    expected = exact(inputs)
+    d_residual, d_fn, d_norm_weight = tk_mhc.mhc_pre_norm_fn_bwd(**inputs)
+    assert_relative_error(d_residual, expected[0], RESIDUAL_ERROR, "d_residual")
+    assert_relative_error(d_fn, expected[1], WEIGHT_ERROR, "d_fn")
+    if expected[2] is None:
+        assert d_norm_weight is None
+    else:
+        assert d_norm_weight is not None
+        assert_relative_error(d_norm_weight, expected[2], WEIGHT_ERROR, "d_norm_weight")
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_by_hand(device: str) -> None:
+    # Two tokens of 2 · 64 channels, all 1 and all 2. Row 0 of fn is 1 in all channels, row 1 is 4 in channel 5, the
+    # others are 0; the weight is 2.
+    residual = torch.tensor([1.0, 2.0], dtype=torch.bfloat16, device=device)[:, None, None].repeat(1, 2, 64)
+    fn = torch.zeros(8, 128, device=device)
+    fn[0], fn[1, 5] = 1.0, 4.0
+    d_mixes, mixes = (torch.zeros(2, 8, device=device) for _ in range(2))
+    d_mixes[0, 0], d_mixes[1, 1] = 3.0, 1.0
+    mixes[0, 0], mixes[1, 1] = 128.0, 256.0
+    rstd = torch.tensor([1.0, 0.5], device=device)
+    inputs = {"residual": residual, "mhc_fn": fn, "mixes": mixes, "rstd": rstd, "d_mixes": d_mixes}
+    d_residual, d_fn, d_weight = tk_mhc.mhc_pre_norm_fn_bwd(
+        **inputs, mhc_norm_weight=torch.full((128,), 2.0, device=device)
+    )
+    # Token 0: 1 · 3 · 1 · 2 - 1 · 1 / 128 · 3 · 128 = 3. Token 1: - 2 · 0.25 / 128 · 256 = -1, and in channel 5 with
+    # 0.5 · 1 · 4 · 2 added.
+    assert d_residual.flatten(1)[:, 4:7].tolist() == [[3.0, 3.0, 3.0], [-1.0, 3.0, -1.0]]
+    # d_F: row 0 is 1 · 3 · 1, row 1 is 0.5 · 1 · 2, in every channel.
+    assert d_fn[:, 0].tolist() == [6.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert d_weight is not None
+    assert d_weight[4:7].tolist() == [3.0, 7.0, 3.0]
+    # Without a weight F is half of what it was.
+    d_residual, d_fn, d_weight = tk_mhc.mhc_pre_norm_fn_bwd(**inputs, mhc_norm_weight=None)
+    assert d_residual.flatten(1)[:, 4:7].tolist() == [[0.0, 0.0, 0.0], [-1.0, 1.0, -1.0]]
+    assert d_fn[:2, 7].tolist() == [3.0, 1.0]
+    assert d_weight is None
+
+
+@pytest.mark.parametrize("norm_weight", [False, True])
+def test_forward_formula_passes_gradcheck_and_is_the_references(norm_weight: bool) -> None:
+    residual = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
+    fn = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(6, dtype=torch.float64, requires_grad=True) if norm_weight else None
+    assert torch.autograd.gradcheck(lambda *inputs: forward(*inputs, 0.1)[0], (residual, fn, weight))
+    expected = reference.mhc_pre_norm_fn(residual, fn, weight, 0.1, return_rstd=True)
+    torch.testing.assert_close(forward(residual, fn, weight, 0.1), expected)
+
+
+@pytest.mark.parametrize("num_rows", [2, 8])
+@pytest.mark.parametrize("norm_weight", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-4)])
+def test_reference_against_autograd(dtype: torch.dtype, tolerance: float, norm_weight: bool, num_rows: int) -> None:
+    residual = torch.randn(5, 7, 2, 64, dtype=dtype, requires_grad=True)
+    fn = torch.randn(num_rows, 128, dtype=dtype, requires_grad=True)
+    weight = (torch.rand(128, dtype=dtype) + 0.5).requires_grad_() if norm_weight else None
+    mixes, rstd = forward(residual, fn, weight, 0.1)
+    d_mixes = torch.randn_like(mixes)
+    wanted = [x for x in (residual, fn, weight) if x is not None]
+    expected = torch.autograd.grad(mixes, wanted, d_mixes)
+    with torch.no_grad():
+        gradients = reference.mhc_pre_norm_fn_bwd(d_mixes, residual, fn, weight, mixes, rstd)
+    for actual, want in zip([x for x in gradients if x is not None], expected, strict=True):
+        torch.testing.assert_close(actual, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize(("mhc_mult", "head"), [(2, False), (4, False), (4, True), (8, False)])
+def test_against_autograd_at_the_scale_of_a_model(mhc_mult: int, head: bool, device: str) -> None:
+    inputs = make(200, mhc_mult, 192, head=head)(device)
+    leaves = [inputs[name].double().requires_grad_() for name in ("residual", "mhc_fn", "mhc_norm_weight")]
+    mixes, rstd = forward(*leaves, 1e-6)
+    expected = torch.autograd.grad(mixes, leaves, inputs["d_mixes"].double())
+    inputs.update(mixes=mixes.detach().float(), rstd=rstd.detach().float())
+    gradients = tk_mhc.mhc_pre_norm_fn_bwd(**inputs)
+    # The default tolerances for bfloat16.
+    torch.testing.assert_close(gradients[0], expected[0].bfloat16())
+    for actual, want in zip(gradients[1:], expected[1:], strict=True):
+        assert actual is not None
+        assert_relative_error(actual, want, WEIGHT_ERROR)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_each_term_counts(mhc_mult: int, head: bool, device: str) -> None:
+    inputs = make(70, mhc_mult, 64, head=head, given=True)(device)
+    before = inputs["d_residual"].clone()
+    assert_accurate({**inputs, "d_residual": before.clone()})
+    # What is added to stands alone.
+    nothing = {**inputs, "d_mixes": torch.zeros_like(inputs["d_mixes"]), "d_residual": before.clone()}
+    d_residual, d_fn, d_norm_weight = tk_mhc.mhc_pre_norm_fn_bwd(**nothing)
+    assert_equal(d_residual, before)
+    assert not d_fn.any()
+    assert d_norm_weight is not None
+    assert not d_norm_weight.any()
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_given_d_residual_is_written_and_returned(device: str) -> None:
+    inputs = make(17, 4, 64, given=True)(device)
+    given = inputs["d_residual"]
+    before = given.clone()
+    d_residual, _, _ = tk_mhc.mhc_pre_norm_fn_bwd(**inputs)
+    assert d_residual is given
+    assert not torch.equal(given, before)
+    # Added in float32 and rounded once: hardly an element is off by a unit in the last place of bfloat16.
+    expected = exact({**inputs, "d_residual": before})[0].bfloat16()
+    assert (given != expected).float().mean() < 0.01
+    new, _, _ = tk_mhc.mhc_pre_norm_fn_bwd(**{**inputs, "d_residual": None})
+    assert_relative_error(new.double() + before.double(), given.double(), 2 * RESIDUAL_ERROR)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
+@pytest.mark.parametrize("norm_weight", [False, True])
+def test_leading_dimensions_and_no_tokens(norm_weight: bool, leading: tuple[int, ...], device: str) -> None:
+    inputs = make(leading, 2, 64, norm_weight=norm_weight)(device)
+    d_residual, d_fn, d_norm_weight = tk_mhc.mhc_pre_norm_fn_bwd(**inputs)
+    assert d_residual.shape == (*leading, 2, 64)
+    assert (d_norm_weight is not None) == norm_weight
+    if 0 in leading:
+        assert_equal(d_fn, torch.zeros(8, 128, device=device))
+        if norm_weight:
+            assert_equal(d_norm_weight, torch.zeros(128, device=device))
+        return
+    one_dimension = {
+        "residual": inputs["residual"].view(-1, 2, 64),
+        **{name: inputs[name].view(-1, 8) for name in ("d_mixes", "mixes")},
+        "rstd": inputs["rstd"].view(-1),
+    }
+    expected = tk_mhc.mhc_pre_norm_fn_bwd(**{**inputs, **one_dimension})
+    assert_equal(d_residual.view(-1, 2, 64), expected[0])
+    assert_equal((d_fn, d_norm_weight), expected[1:])
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Good arguments, some of them exchanged."""
+    good = {
+        "d_mixes": torch.ones(3, 24),
+        "residual": torch.ones(3, 4, 64, dtype=torch.bfloat16),
+        "mhc_fn": torch.ones(24, 256),
+        "mhc_norm_weight": torch.ones(256),
+        "mixes": torch.ones(3, 24),
+        "rstd": torch.ones(3),
+        "d_residual": None,
+    }
+    return {**good, **changes}
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes"),
+    [
+        (TypeError, "d_mixes", {"d_mixes": None}),
+        (TypeError, "d_mixes", {"d_mixes": torch.ones(3, 24, dtype=torch.bfloat16)}),
+        (ValueError, "d_mixes", {"d_mixes": torch.ones(3, 4)}),
+        (ValueError, "d_mixes", {"d_mixes": torch.ones(2, 24)}),
+        (ValueError, "d_mixes", {"d_mixes": torch.ones(24, 3).T}),
+        (ValueError, "d_mixes", {"d_mixes": torch.ones(3, 24, device="meta")}),
+        (TypeError, "residual", {"residual": None}),
+        (TypeError, "residual", {"residual": torch.ones(3, 4, 64)}),
+        (ValueError, "residual", {"residual": torch.ones(64, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 3, 64, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 96, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 8256, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 128, dtype=torch.bfloat16)[..., :64]}),
+        (TypeError, "mhc_fn", {"mhc_fn": None}),
+        (TypeError, "mhc_fn", {"mhc_fn": torch.ones(24, 256, dtype=torch.bfloat16)}),
+        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(24, 128)}),
+        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(8, 256)}),
+        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(256, 24).T}),
+        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(24, 256, device="meta")}),
+        (TypeError, "mhc_norm_weight", {"mhc_norm_weight": 1.0}),
+        (TypeError, "mhc_norm_weight", {"mhc_norm_weight": torch.ones(256, dtype=torch.bfloat16)}),
+        (ValueError, "mhc_norm_weight", {"mhc_norm_weight": torch.ones(64)}),
+        (ValueError, "mhc_norm_weight", {"mhc_norm_weight": torch.ones(512)[::2]}),
+        (ValueError, "mhc_norm_weight", {"mhc_norm_weight": torch.ones(256, device="meta")}),
+        (TypeError, "mixes", {"mixes": None}),
+        (TypeError, "mixes", {"mixes": torch.ones(3, 24).double()}),
+        (ValueError, "mixes", {"mixes": torch.ones(3, 8)}),
+        (ValueError, "mixes", {"mixes": torch.ones(3, 48)[:, ::2]}),
+        (ValueError, "mixes", {"mixes": torch.ones(3, 24, device="meta")}),
+        (TypeError, "rstd", {"rstd": 1.0}),
+        (TypeError, "rstd", {"rstd": torch.ones(3).double()}),
+        (ValueError, "rstd", {"rstd": torch.ones(3, 1)}),
+        (ValueError, "rstd", {"rstd": torch.ones(6)[::2]}),
+        (ValueError, "rstd", {"rstd": torch.ones(3, device="meta")}),
+        (TypeError, "d_residual", {"d_residual": 0}),
+        (TypeError, "d_residual", {"d_residual": torch.ones(3, 4, 64)}),
+        (ValueError, "d_residual", {"d_residual": torch.ones(3, 256, dtype=torch.bfloat16)}),
+        (ValueError, "d_residual", {"d_residual": torch.ones(2, 4, 64, dtype=torch.bfloat16)}),
+        (ValueError, "d_residual", {"d_residual": torch.ones(3, 4, 128, dtype=torch.bfloat16)[..., :64]}),
+        (ValueError, "d_residual", {"d_residual": torch.ones(3, 4, 64, dtype=torch.bfloat16, device="meta")}),
+    ],
+)
+def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=rf"\b{name}\b"):
+        tk_mhc.mhc_pre_norm_fn_bwd(**arguments(**changes))
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
+@pytest.mark.parametrize("has_d_residual", [False, True])
+def test_config_fits(has_d_residual: bool, arch: tk_core.arch.Arch) -> None:
+    for mhc_mult in (2, 4, 8):
+        for num_rows in (mhc_mult, mhc_mult * (mhc_mult + 2)):
+            for hidden in (64, 576, 7168, 8192):
+                width = mhc_mult * hidden
+                config = MhcPreNormFnBwdConfig.best(width, num_rows, has_d_residual, arch)
+                assert width % config.block_channels == 0
+                assert 1 <= config.num_ranges <= 32
+                assert (config.num_stages > 0) == arch.has_tma
+                assert config.shared_bytes(num_rows, has_d_residual) <= arch.max_shared_memory - 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "num_tokens"),
+    [(2, 64, 8192), (2, 576, 100), (4, 7168, 1), (4, 7168, 65), (4, 7168, 8192), (8, 8192, 512)],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_gpu_is_accurate(given: bool, mhc_mult: int, hidden: int, num_tokens: int, scale: float) -> None:
+    assert_accurate(make(num_tokens, mhc_mult, hidden, scale=scale, given=given)("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "options"),
+    [
+        (4, 7168, {}),
+        (4, 7168, {"given": True}),
+        (4, 7168, {"head": True}),
+        (2, 64, {"norm_weight": False}),
+        (8, 1280, {}),
+    ],
+)
+def test_gpu_bits_of_a_token_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, options: dict[str, Any]) -> None:
+    inputs = make(8192, mhc_mult, hidden, **options)("cuda")
+
+    def d_residual(d_residual: Tensor | None, **others: Any) -> Tensor:
+        given = None if d_residual is None else d_residual.clone()
+        return tk_mhc.mhc_pre_norm_fn_bwd(**others, d_residual=given)[0]
+
+    tokens = dict.fromkeys(("d_mixes", "residual", "mixes", "rstd", "d_residual"), 0)
+    assert_independent_of_batch(d_residual, inputs, tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "num_tokens"), [(576, 1001), (7168, 65), (7168, 8192)])
+def test_gpu_bits_do_not_depend_on_multiprocessors(hidden: int, num_tokens: int) -> None:
+    inputs = make(num_tokens, 4, hidden)("cuda")
+    expected = tk_mhc.mhc_pre_norm_fn_bwd(**inputs)
+    for num_sms in (1, 7, 100):
+        with tk_core.num_sms(num_sms):
+            assert_equal(tk_mhc.mhc_pre_norm_fn_bwd(**inputs), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_writes_no_token_beyond_the_last() -> None:
+    inputs = make(128, 4, 576, given=True)("cuda")
+    whole = inputs["d_residual"]
+    after = whole[70:].clone()
+    few = {name: inputs[name][:70] for name in ("d_mixes", "residual", "mixes", "rstd", "d_residual")}
+    tk_mhc.mhc_pre_norm_fn_bwd(**{**inputs, **few})
+    assert_equal(whole[70:].clone(), after)
+
+
+@pytest.mark.gpu
+def test_gpu_more_than_two_to_the_31_elements() -> None:
+    inputs = make(80_000)("cuda")
+    d_residual, d_fn, _ = tk_mhc.mhc_pre_norm_fn_bwd(**inputs)
+    last = {**inputs, **{name: inputs[name][-100:].clone() for name in ("d_mixes", "residual", "mixes", "rstd")}}
+    assert_equal(d_residual[-100:].clone(), tk_mhc.mhc_pre_norm_fn_bwd(**last)[0])
+    # A token at a time in float64 would take 18 GB more.
+    g = inputs["rstd"][:, None].double() * inputs["d_mixes"].double()
+    d_f = sum(
+        g_part.mT @ x_part.flatten(1).double()
+        for g_part, x_part in zip(g.split(8000), inputs["residual"].split(8000), strict=True)
+    )
+    assert_relative_error(d_fn, d_f * inputs["mhc_norm_weight"].double(), WEIGHT_ERROR, "d_fn")

@@ -1,0 +1,191 @@
+"""mhc_prenorm_gemm."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_core
+import tk_mhc
+from tk_core.testing import assert_equal, tiers
+from tk_mhc import reference
+from tk_mhc.testing.batches import assert_independent_of_batch
+from tk_mhc.testing.compare import assert_relative_error
+from tk_mhc.testing.projection.mhc_pre_norm_fn import RELATIVE_ERROR
+from tk_mhc.testing.projection.mhc_prenorm_gemm import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize(
+    ("n_splits", "mul", "sqrsum"),
+    [
+        (1, [640], [1920]),
+        (2, [192, 448], [320, 1600]),
+        # ⌊s · 4/3⌋ = 0, 1, 2, 4: the last split is the longest.
+        (3, [64, 128, 448], [64, 256, 1600]),
+        (4, [64, 128, 192, 256], [64, 256, 576, 1024]),
+        # ⌊s · 4/6⌋ = 0, 0, 1, 2, 2, 3, 4: splits 0 and 3 are empty.
+        (6, [0, 64, 128, 0, 192, 256], [0, 64, 256, 0, 576, 1024]),
+    ],
+)
+def test_by_hand(n_splits: int, mul: list[float], sqrsum: list[float], device: str) -> None:
+    # Four blocks of 64 channels: all 1, all 2, all 3, all 4. Their sums are 64, 128, 192, 256.
+    block = torch.arange(1.0, 5.0, device=device)[:, None].repeat(1, 64).bfloat16()
+    residual = torch.stack([block, -2 * block])
+    factors = torch.arange(1.0, 25.0, device=device)
+    fn = factors[:, None].repeat(1, 256)
+    actual_mul, actual_sqrsum = tk_mhc.mhc_prenorm_gemm(residual, fn, n_splits)
+    sums = torch.tensor(mul, dtype=torch.float32, device=device)
+    assert torch.equal(actual_mul, torch.stack([sums, -2 * sums], dim=1)[..., None] * factors)
+    squares = torch.tensor(sqrsum, dtype=torch.float32, device=device)
+    assert torch.equal(actual_sqrsum, torch.stack([squares, 4 * squares], dim=1))
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_groups_by_hand(device: str) -> None:
+    residual = torch.arange(1.0, 5.0, device=device)[:, None].repeat(1, 64).bfloat16()
+    fn = torch.arange(1.0, 25.0, device=device)[:, None].repeat(1, 256)
+    for n_splits, groups, mul, sqrsum in (
+        (1, 2, [[192, 448]], [[320, 1600]]),
+        (2, 2, [[64, 192], [128, 256]], [[64, 576], [256, 1024]]),
+        (3, 2, [[0, 0], [64, 192], [128, 256]], [[0, 0], [64, 576], [256, 1024]]),
+        (1, 4, [[64, 128, 192, 256]], [[64, 256, 576, 1024]]),
+    ):
+        actual_mul, actual_sqrsum = tk_mhc.mhc_prenorm_gemm(residual, fn, n_splits, num_rms_groups=groups)
+        assert actual_mul.shape == (n_splits, 1, groups, 24)
+        assert actual_mul[:, 0, :, 0].tolist() == mul
+        assert actual_mul[:, 0, :, 23].tolist() == [[24 * x for x in split] for split in mul]
+        assert actual_sqrsum.tolist() == [[split] for split in sqrsum]
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize(("mhc_mult", "n_splits"), [(2, 1), (4, 5), (8, 7)])
+def test_splits_make_the_whole(mhc_mult: int, n_splits: int, head: bool) -> None:
+    inputs = make(17, mhc_mult, 192, n_splits, head=head)("cpu")
+    x = inputs["residual"].flatten(1).double()
+    mul, sqrsum = tk_mhc.mhc_prenorm_gemm(**inputs)
+    assert_relative_error(mul.sum(0), x @ inputs["fn"].double().T, RELATIVE_ERROR)
+    torch.testing.assert_close(sqrsum.sum(0), x.square().sum(-1).float())
+
+
+def test_reference_passes_gradcheck() -> None:
+    residual = torch.randn(1, 2, 64, dtype=torch.float64, requires_grad=True)
+    fn = torch.randn(1, 128, dtype=torch.float64, requires_grad=True)
+    for n_splits, groups in ((1, 1), (3, 1), (1, 2)):
+        assert torch.autograd.gradcheck(
+            lambda residual, fn, s=n_splits, g=groups: reference.mhc_prenorm_gemm(residual, fn, s, num_rms_groups=g),
+            (residual, fn),
+        )
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
+def test_leading_dimensions_become_one(leading: tuple[int, ...]) -> None:
+    inputs = make(leading, 2, 64, 2)("cpu")
+    num_tokens = inputs["residual"].numel() // 128
+    mul, sqrsum = tk_mhc.mhc_prenorm_gemm(**inputs)
+    assert mul.shape == (2, num_tokens, 8)
+    assert sqrsum.shape == (2, num_tokens)
+    flat = tk_mhc.mhc_prenorm_gemm(**{**inputs, "residual": inputs["residual"].view(-1, 2, 64)})
+    assert_equal((mul, sqrsum), flat)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Good arguments, some of them exchanged."""
+    good = {"residual": torch.ones(3, 4, 64, dtype=torch.bfloat16), "fn": torch.ones(24, 256), "n_splits": 2}
+    return {**good, **changes}
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes"),
+    [
+        (TypeError, "residual", {"residual": None}),
+        (TypeError, "residual", {"residual": torch.ones(3, 4, 64)}),
+        (ValueError, "residual", {"residual": torch.ones(64, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 3, 64, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 96, dtype=torch.bfloat16)}),
+        (ValueError, "residual", {"residual": torch.ones(3, 4, 128, dtype=torch.bfloat16)[..., :64]}),
+        (TypeError, "fn", {"fn": None}),
+        (TypeError, "fn", {"fn": torch.ones(24, 256, dtype=torch.bfloat16)}),
+        (ValueError, "fn", {"fn": torch.ones(24, 128)}),
+        (ValueError, "fn", {"fn": torch.ones(8, 256)}),
+        (ValueError, "fn", {"fn": torch.ones(24, 4, 64)}),
+        (ValueError, "fn", {"fn": torch.ones(256, 24).T}),
+        (ValueError, "fn", {"fn": torch.ones(24, 256, device="meta")}),
+        (TypeError, "n_splits", {"n_splits": None}),
+        (TypeError, "n_splits", {"n_splits": 1.0}),
+        (ValueError, "n_splits", {"n_splits": 0}),
+        (ValueError, "n_splits", {"n_splits": -1}),
+        (TypeError, "num_rms_groups", {"num_rms_groups": 2.0}),
+        (ValueError, "num_rms_groups", {"num_rms_groups": 0}),
+        (ValueError, "num_rms_groups", {"num_rms_groups": -1}),
+        (ValueError, "num_rms_groups", {"num_rms_groups": 3}),
+        (ValueError, "num_rms_groups", {"num_rms_groups": 8}),
+    ],
+)
+def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=rf"\b{name}\b"):
+        tk_mhc.mhc_prenorm_gemm(**arguments(**changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("num_tokens", [1, 64, 4096])
+def test_gpu_every_split_is_accurate(num_tokens: int, scale: float) -> None:
+    inputs = make(num_tokens, n_splits=7, scale=scale)("cuda")
+    mul, _ = tk_mhc.mhc_prenorm_gemm(**inputs)
+    expected, _ = reference.mhc_prenorm_gemm(inputs["residual"], inputs["fn"].double(), 7)
+    for split in range(7):
+        assert_relative_error(mul[split], expected[split], RELATIVE_ERROR, f"split {split}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 65, 1000])
+def test_gpu_empty_splits_are_zero(num_tokens: int) -> None:
+    inputs = make(num_tokens, 4, 192, 25)("cuda")
+    mul, sqrsum = tk_mhc.mhc_prenorm_gemm(**inputs)
+    zeros: list[Tensor] = []
+    for split in range(25):
+        # 12 blocks for 25 splits.
+        if split * 12 // 25 == (split + 1) * 12 // 25:
+            zeros += [mul[split], sqrsum[split]]
+        else:
+            assert mul[split].ne(0).any(-1).all()
+            assert sqrsum[split].gt(0).all()
+    assert len(zeros) == 26
+    assert all(bool(x.view(torch.int32).eq(0).all()) for x in zeros)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mhc_mult", "hidden", "n_splits", "groups"),
+    [(4, 7168, 1, 1), (4, 7168, 7, 1), (4, 7168, 16, 1), (4, 7168, 2, 4), (2, 576, 3, 1), (8, 1280, 4, 2)],
+)
+def test_gpu_bits_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, n_splits: int, groups: int) -> None:
+    inputs = make(8192, mhc_mult, hidden, n_splits, num_rms_groups=groups)("cuda")
+    assert_independent_of_batch(tk_mhc.mhc_prenorm_gemm, inputs, {"residual": 0}, output_token_dim=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 64, 4096])
+def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
+    inputs = make(num_tokens)("cuda")
+    expected = tk_mhc.mhc_prenorm_gemm(**inputs)
+    for num_sms in (1, 7, 100):
+        with tk_core.num_sms(num_sms):
+            assert_equal(tk_mhc.mhc_prenorm_gemm(**inputs), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_more_than_two_to_the_31_elements() -> None:
+    inputs = make(80_000, n_splits=2)("cuda")
+    mul, sqrsum = tk_mhc.mhc_prenorm_gemm(**inputs)
+    last = tk_mhc.mhc_prenorm_gemm(**{**inputs, "residual": inputs["residual"][-100:].clone()})
+    assert_equal((mul[:, -100:].contiguous(), sqrsum[:, -100:].contiguous()), last)
