@@ -215,7 +215,9 @@ def _backward_kernel(
                 T.copy(g[token : token + block_tokens, :], g_tile)
                 if has_d_residual:
                     T.copy(before[here], before_tile)
-                T.copy(factor[token : token + block_tokens], factors)
+                # Not by T.copy: TileLang 0.1.15 would have the loading warps fill registers of their own.
+                for t in T.Parallel(block_tokens):
+                    factors[t] = factor[T.min(token + t, num_tokens - 1)]
                 T.gemm(x_tile, g_tile, d_f, transpose_A=True, policy=T.GemmWarpPolicy.FullRow, annotations=unfinished)
                 T.gemm(g_tile[:, 0:rows], low, d_x, clear_accum=True, annotations=unfinished)
                 T.gemm(g_tile[:, rows : 2 * rows], high, d_x, annotations=unfinished)
