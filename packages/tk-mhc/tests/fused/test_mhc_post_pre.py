@@ -209,12 +209,8 @@ def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -
         ("cpu", 4, 64, 5),
         *(
             pytest.param("cuda", mhc_mult, hidden, num_tokens, marks=pytest.mark.gpu)
-            for mhc_mult, hidden in (
-                *((2, 64), (2, 576), (2, 8192)),
-                *((4, 64), (4, 192), (4, 1280), (4, 4096), (4, 7168)),
-                *((8, 128), (8, 2560), (8, 8192)),
-            )
-            for num_tokens in (1, 17, 64, 300)
+            for mhc_mult, hidden in ((2, 576), (4, 192), (4, 7168), (8, 2560))
+            for num_tokens in (1, 65)
         ),
         pytest.param("cuda", 4, 7168, 8192, marks=pytest.mark.gpu),
     ],

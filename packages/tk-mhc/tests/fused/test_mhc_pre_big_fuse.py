@@ -338,18 +338,32 @@ def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -
         tk_mhc.mhc_pre_big_fuse(**arguments(**changes))
 
 
+def off_alignment(x: Any) -> Any:
+    """The same values one element into a storage of their own; what is no tensor as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    storage = x.new_empty(x.numel() + 1)
+    storage[1:] = x.flatten()
+    return storage[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_unaligned_inputs_change_nothing(device: str, shifted: bool) -> None:
+    inputs = make(17, 4, 192, norm_weight=True, layer_norm=torch.bfloat16, shifted=shifted)(device)
+    unaligned = {name: off_alignment(x) for name, x in inputs.items()}
+    assert unaligned["residual"].data_ptr() % 16
+    assert_equal(tk_mhc.mhc_pre_big_fuse(**unaligned), tk_mhc.mhc_pre_big_fuse(**inputs))
+
+
 @pytest.mark.parametrize(
     ("device", "mhc_mult", "hidden", "num_tokens"),
     [
         ("cpu", 4, 64, 5),
         *(
             pytest.param("cuda", mhc_mult, hidden, num_tokens, marks=pytest.mark.gpu)
-            for mhc_mult, hidden in (
-                *((2, 64), (2, 576), (2, 8192)),
-                *((4, 64), (4, 192), (4, 1280), (4, 4096), (4, 7168)),
-                *((8, 128), (8, 2560), (8, 8192)),
-            )
-            for num_tokens in (1, 17, 64, 300)
+            for mhc_mult, hidden in ((2, 64), (2, 576), (4, 192), (4, 1280), (4, 7168), (8, 128), (8, 8192))
+            for num_tokens in (1, 64, 300)
         ),
         pytest.param("cuda", 4, 7168, 8192, marks=pytest.mark.gpu),
     ],

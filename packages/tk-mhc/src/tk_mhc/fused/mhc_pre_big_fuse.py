@@ -84,6 +84,8 @@ def _mhc_pre_big_fuse_out(
     if num_tokens == 0:
         return
     residual = aligned(residual)
+    if norm_weight is not None:
+        norm_weight = aligned(norm_weight)
     launch_pre_fuse(
         residual,
         launch_sums(residual.view(num_tokens, -1), aligned(fn), norm_weight, n_splits),

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.op import op
-from tk_mhc.lib.alignment import aligned
 from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
 from tk_mhc.lib.tokens import check_streams, flat
 
@@ -74,7 +73,7 @@ def _mhc_pre_big_fuse_from_partials_out(
     if residual.shape[0] == 0:
         return
     launch_pre_fuse(
-        aligned(residual),
+        residual,
         (mul, sqrsum),
         mhc_scale,
         mhc_base,

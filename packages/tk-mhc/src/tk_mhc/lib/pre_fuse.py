@@ -11,6 +11,7 @@ One launch with two kinds of thread blocks, so that neither waits for the other:
     blocks after these                  the collapse of one token's streams, or of some of its channels
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
+from tk_mhc.lib.alignment import aligned
 from tk_mhc.lib.scalars import check_number
 from tk_mhc.lib.tiles import DIRECT_COPIES, VECTOR, channel_tile
 
@@ -221,7 +223,7 @@ def launch_pre_fuse(
     sums: tuple[Tensor, Tensor],
     scale: Tensor,
     base: Tensor,
-    numbers: tuple[float, float, float, float],
+    numbers: Sequence[float],
     sinkhorn_repeat: int,
     results: tuple[Tensor, Tensor, Tensor, Tensor | None],
     layer_norm: tuple[Tensor | None, float] = (None, 0.0),
@@ -250,5 +252,6 @@ def launch_pre_fuse(
         PreFuseConfig.best(hidden, sums[0].shape[0], weight is not None, arch),
         arch,
     )
+    inputs = (residual, *sums, scale, base, pre_mix, weight)
     outputs = (next_pre, post, comb, layer_input, expanded)
-    kernel(residual, *sums, scale, base, pre_mix, weight, *outputs, *numbers, norm_eps)
+    kernel(*(None if x is None else aligned(x) for x in inputs), *outputs, *numbers, norm_eps)
