@@ -17,16 +17,9 @@ from torch import Tensor
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.projection import (
-    ProjectionConfig,
-    check_n_splits,
-    launch_partials,
-    project_kernel,
-    splits_per_worker,
-)
+from tk_mhc.lib.projection import check_n_splits, launch_projection, takes_all_splits
 from tk_mhc.lib.scalars import check_number
 from tk_mhc.lib.tiles import DIRECT_COPIES
 from tk_mhc.lib.tokens import check_fn, check_streams, flat
@@ -83,17 +76,16 @@ def _mhc_pre_norm_fn_out(
     num_rows = fn.shape[0]
     if num_tokens == 0:
         return
-    arch = get_arch(x.device)
     x, fn = aligned(x), aligned(fn)
-    if splits_per_worker(num_tokens, n_splits, get_num_sms(x.device)) == n_splits:
-        config = ProjectionConfig.best(num_rows, width, n_splits, arch)
-        project = project_kernel(num_rows, width, n_splits, 1, norm_weight is not None, "mixes", config, arch)
-        project(x, fn, norm_weight, mixes.unsqueeze(0), rstd.unsqueeze(0), eps, n_splits)
+    if norm_weight is not None:
+        norm_weight = aligned(norm_weight)
+    if takes_all_splits(num_tokens, n_splits, x.device):
+        launch_projection("mixes", x, fn, norm_weight, n_splits, mixes.unsqueeze(0), rstd.unsqueeze(0), eps)
     else:
         mul = fn.new_empty((n_splits, num_tokens, num_rows))
         sqrsum = fn.new_empty((n_splits, num_tokens))
-        launch_partials(x, fn, norm_weight, n_splits, mul, sqrsum)
-        _sum_splits_kernel(num_rows, width, arch)(mul, sqrsum, mixes, rstd, eps)
+        launch_projection("partials", x, fn, norm_weight, n_splits, mul, sqrsum)
+        _sum_splits_kernel(num_rows, width, get_arch(x.device))(mul, sqrsum, mixes, rstd, eps)
 
 
 def mhc_pre_norm_fn(

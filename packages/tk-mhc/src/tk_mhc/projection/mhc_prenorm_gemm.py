@@ -12,7 +12,8 @@ from torch import Tensor
 from tk_core import check
 from tk_core.op import op
 from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.projection import CHANNEL_BLOCK, launch_partials
+from tk_mhc.lib.projection import launch_projection
+from tk_mhc.lib.projection_config import CHANNEL_BLOCK
 from tk_mhc.lib.tokens import check_fn, check_streams
 
 
@@ -36,9 +37,8 @@ def _mhc_prenorm_gemm_out(
     if n_splits > num_blocks:  # Splits without blocks are nobody's.
         mul.zero_()
         sqrsum.zero_()
-    launch_partials(
-        aligned(x), aligned(fn), None, n_splits, mul.view(n_splits, x.shape[0], -1), sqrsum.view(n_splits, -1)
-    )
+    mul, sqrsum = mul.view(n_splits, x.shape[0], -1), sqrsum.view(n_splits, -1)
+    launch_projection("partials", aligned(x), aligned(fn), None, n_splits, mul, sqrsum)
 
 
 def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_groups: int = 1) -> tuple[Tensor, Tensor]:
