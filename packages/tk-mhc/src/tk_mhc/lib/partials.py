@@ -22,9 +22,11 @@ def sum_partials(
     mixes: T.Buffer,
     rstd: T.Buffer,
     splits_in_flight: int,
+    is_normalized: bool = True,
 ) -> None:
     """mixes[t, j] = Σ_s mul[s, t, j] · rstd[t] and rstd[t] = rsqrt(Σ_s sqrsum[s, t] / width + eps), splits ascending.
 
+    If not `is_normalized`, just the two sums.
     `mixes`, a fragment (block_tokens, columns), takes as many of mul's columns as it has, from the first on; `rstd`
     (block_tokens,) is in shared memory. `splits_in_flight` splits at a time come through shared memory, so that their
     loads take no longer than one; what lies beyond the last split or token counts as zeros, which change no sum.
@@ -45,8 +47,10 @@ def sum_partials(
                 square_sum[t] += squares[s, t]
             for t, j in T.Parallel(block_tokens, num_columns):
                 mixes[t, j] += products[s, t, j]
-    for t in T.Parallel(block_tokens):
-        square_sum[t] = T.rsqrt(square_sum[t] / T.float32(width) + eps)
+    if is_normalized:
+        for t in T.Parallel(block_tokens):
+            square_sum[t] = T.rsqrt(square_sum[t] / T.float32(width) + eps)
     T.copy(square_sum, rstd)
-    for t, j in T.Parallel(block_tokens, num_columns):
-        mixes[t, j] = mixes[t, j] * rstd[t]
+    if is_normalized:
+        for t, j in T.Parallel(block_tokens, num_columns):
+            mixes[t, j] = mixes[t, j] * rstd[t]

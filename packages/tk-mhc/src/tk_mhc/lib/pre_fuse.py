@@ -48,10 +48,11 @@ class PreFuseConfig:
         """Eight channels a thread. With a layer norm up to 16, and a power of two of threads, for they add up squares.
 
         Few tokens come with the sums of several splits: then few tokens a thread block, so that little is to be added.
+        m 4, H 7168, 64 tokens, 56 splits on an H200: 5.2 µs, with 32 splits in flight 6.1, with 224 threads 7.4.
         """
-        mixing = (1, 16) if num_partials == 1 else (32, 4)
+        mixing = (1, 16) if num_partials == 1 else (64, 1)
         if not has_layer_norm:
-            threads = max(128, channel_tile(hidden, max_threads=256) // VECTOR)
+            threads = max(128, channel_tile(hidden, max_threads=256) // VECTOR) if num_partials == 1 else 128
             return PreFuseConfig(threads, threads * VECTOR, *mixing)
         threads = min(512, max(128, 1 << (ceil_div(hidden, VECTOR) - 1).bit_length()))
         return PreFuseConfig(threads, align(ceil_div(hidden, threads), VECTOR) * threads, *mixing)

@@ -29,6 +29,7 @@ from tk_mhc.lib.convert_fn import convert_fn
 from tk_mhc.lib.project_mma import project_mma_kernel
 from tk_mhc.lib.project_wgmma import project_wgmma_kernel
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Output, ProjectionConfig, Weights
+from tk_mhc.lib.sum_splits import launch_sum_splits
 
 CONVERT_TOKENS = 2048
 """From so many tokens on, on Hopper, the weights are converted by a kernel of their own.
@@ -36,6 +37,9 @@ CONVERT_TOKENS = 2048
 Width 28672 on an H200, with that kernel and without: 1024 tokens 22.9 and 21.4 µs, 2048 38.0 and 39.8, 4096 68.5 and
 76.1, 8192 118 and 144.
 """
+
+SUM_TOKENS = 256
+"""From so many tokens on, the splits' sums are added up by a kernel of their own, not by each thread block after."""
 
 
 def default_n_splits(width: int) -> int:
@@ -91,15 +95,25 @@ def launch_projection(
 
 
 def launch_sums(x: Tensor, fn: Tensor, norm_weight: Tensor | None, n_splits: int) -> tuple[Tensor, Tensor]:
-    """The projection's sums for a kernel that adds up what it gets: of each split, or for many tokens of all splits.
+    """The projection's sums, for a kernel that adds up what it gets: a few tokens' of each split, otherwise of all.
 
     Returns mul (splits or 1, T, rows of fn) and sqrsum (splits or 1, T).
     """
-    output: Output = "sums" if takes_all_splits(x.shape[0], n_splits, x.device) else "partials"
-    num_partials = 1 if output == "sums" else n_splits
-    mul = fn.new_empty((num_partials, x.shape[0], fn.shape[0]))
-    sqrsum = fn.new_empty((num_partials, x.shape[0]))
-    launch_projection(output, x, fn, norm_weight, n_splits, mul, sqrsum)
+    num_tokens, num_rows = x.shape[0], fn.shape[0]
+
+    def sums_of(num_splits: int) -> tuple[Tensor, Tensor]:
+        return fn.new_empty((num_splits, num_tokens, num_rows)), fn.new_empty((num_splits, num_tokens))
+
+    if takes_all_splits(num_tokens, n_splits, x.device):
+        mul, sqrsum = sums_of(1)
+        launch_projection("sums", x, fn, norm_weight, n_splits, mul, sqrsum)
+        return mul, sqrsum
+    partial_mul, partial_sqrsum = sums_of(n_splits)
+    launch_projection("partials", x, fn, norm_weight, n_splits, partial_mul, partial_sqrsum)
+    if num_tokens < SUM_TOKENS:
+        return partial_mul, partial_sqrsum
+    mul, sqrsum = sums_of(1)
+    launch_sum_splits(partial_mul, partial_sqrsum, mul.squeeze(0), sqrsum.squeeze(0))
     return mul, sqrsum
 
 

@@ -47,9 +47,10 @@ class MhcMultilayerRecomputeConfig:
 
     @staticmethod
     def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcMultilayerRecomputeConfig":
-        """Eight channels a thread, so that every load and store takes 16 bytes. Untuned.
+        """Eight channels a thread, so that every load and store takes 16 bytes.
 
-        As many blocks as fit without spilled registers.
+        As many blocks as fit without spilled registers. m 4, H 7168, ten layers, 8192 tokens on an H200: 1848 µs with
+        five blocks of 1024 channels, 1888 with four, 1934 with two of 1792.
         """
         block_channels = channel_tile(hidden, max_threads=128)
         registers = {2: 64, 4: 96, 8: 168}[mhc_mult]

@@ -9,53 +9,16 @@ same.
 Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_mhc.lib.alignment import aligned
 from tk_mhc.lib.projection import check_n_splits, launch_projection, takes_all_splits
 from tk_mhc.lib.scalars import check_number
-from tk_mhc.lib.tiles import DIRECT_COPIES
+from tk_mhc.lib.sum_splits import launch_sum_splits
 from tk_mhc.lib.tokens import check_fn, check_streams, flat
-
-_SUM_TOKENS = 4
-"""Tokens of a thread block of the second kernel."""
-
-
-@kernel(pass_configs=DIRECT_COPIES)
-def _sum_splits_kernel(num_rows: int, width: int, arch: Arch) -> Any:
-    import tilelang.language as T
-
-    from tk_mhc.lib.partials import sum_partials, threads_per_token
-
-    # All that a model's call has, but for m = 8, where they would take all registers.
-    splits_in_flight = 64 if num_rows <= 24 else 16
-    num_tokens, num_partials = T.dynamic("num_tokens"), T.dynamic("num_partials")
-
-    @T.prim_func
-    def sum_splits(
-        mul: T.Tensor((num_partials, num_tokens, num_rows), "float32"),
-        sqrsum: T.Tensor((num_partials, num_tokens), "float32"),
-        mixes: T.Tensor((num_tokens, num_rows), "float32"),
-        rstd: T.Tensor((num_tokens,), "float32"),
-        eps: T.float32,
-    ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, _SUM_TOKENS), threads=128) as block:
-            first_token = block * _SUM_TOKENS
-            summed = T.alloc_fragment((_SUM_TOKENS, num_rows), "float32")
-            token_rstd = T.alloc_shared((_SUM_TOKENS,), "float32")
-            T.annotate_layout({summed: threads_per_token(_SUM_TOKENS, num_rows, 32)})
-            sum_partials(mul, sqrsum, first_token, width, eps, summed, token_rstd, splits_in_flight)
-            T.copy(summed, mixes[first_token : first_token + _SUM_TOKENS, :])
-            T.copy(token_rstd, rstd[first_token : first_token + _SUM_TOKENS])
-
-    return sum_splits
 
 
 def _mhc_pre_norm_fn_reference(
@@ -85,7 +48,7 @@ def _mhc_pre_norm_fn_out(
         mul = fn.new_empty((n_splits, num_tokens, num_rows))
         sqrsum = fn.new_empty((n_splits, num_tokens))
         launch_projection("partials", x, fn, norm_weight, n_splits, mul, sqrsum)
-        _sum_splits_kernel(num_rows, width, get_arch(x.device))(mul, sqrsum, mixes, rstd, eps)
+        launch_sum_splits(mul, sqrsum, mixes, rstd, (width, eps))
 
 
 def mhc_pre_norm_fn(

@@ -1,0 +1,54 @@
+"""The sums of the projection's splits, added up split by split: each token's own, and the mixes if they are wanted."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_mhc.lib.tiles import DIRECT_COPIES
+
+_BLOCK_TOKENS = 4
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _sum_splits_kernel(num_rows: int, width: int, is_normalized: bool, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    from tk_mhc.lib.partials import sum_partials, threads_per_token
+
+    # All that a model's call has, but for m = 8, where they would take all registers.
+    splits_in_flight = 64 if num_rows <= 24 else 16
+    num_tokens, num_partials = T.dynamic("num_tokens"), T.dynamic("num_partials")
+
+    @T.prim_func
+    def sum_splits(
+        mul: T.Tensor((num_partials, num_tokens, num_rows), "float32"),
+        sqrsum: T.Tensor((num_partials, num_tokens), "float32"),
+        sums: T.Tensor((num_tokens, num_rows), "float32"),
+        square_sums: T.Tensor((num_tokens,), "float32"),
+        eps: T.float32,
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=128) as block:
+            first_token = block * _BLOCK_TOKENS
+            summed = T.alloc_fragment((_BLOCK_TOKENS, num_rows), "float32")
+            squares = T.alloc_shared((_BLOCK_TOKENS,), "float32")
+            T.annotate_layout({summed: threads_per_token(_BLOCK_TOKENS, num_rows, 32)})
+            sum_partials(mul, sqrsum, first_token, width, eps, summed, squares, splits_in_flight, is_normalized)
+            T.copy(summed, sums[first_token : first_token + _BLOCK_TOKENS, :])
+            T.copy(squares, square_sums[first_token : first_token + _BLOCK_TOKENS])
+
+    return sum_splits
+
+
+def launch_sum_splits(
+    mul: Tensor, sqrsum: Tensor, sums: Tensor, square_sums: Tensor, norm: tuple[int, float] | None = None
+) -> None:
+    """Add up mul (splits, T, rows) and sqrsum (splits, T), splits ascending, into sums (T, rows), square_sums (T,).
+
+    With `norm`, the number of channels and an eps, square_sums becomes rstd = rsqrt(square sum / channels + eps), and
+    sums are multiplied by it.
+    """
+    width, eps = (1, 0.0) if norm is None else norm
+    kernel = _sum_splits_kernel(mul.shape[2], width, norm is not None, get_arch(mul.device))
+    kernel(mul, sqrsum, sums, square_sums, eps)
