@@ -39,7 +39,11 @@ Width 28672 on an H200, with that kernel and without: 1024 tokens 22.9 and 21.4 
 """
 
 SUM_TOKENS = 256
-"""From so many tokens on, the splits' sums are added up by a kernel of their own, not by each thread block after."""
+"""From so many tokens on, the splits' sums are added up by a kernel of their own, not by each thread block after.
+
+mhc_pre_big_fuse, m 4, H 7168, on an H200, with that kernel and without: 64 tokens 11.6 and 10.4 µs, 128 12.8 and 12.7,
+256 15.9 and 17.9, 1024 42.6 and 53.4, 4096 148 and 214.
+"""
 
 
 def default_n_splits(width: int) -> int:
