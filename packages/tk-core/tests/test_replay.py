@@ -67,6 +67,32 @@ def test_strides_of_single_columns_are_kept() -> None:
     assert replay._replay(call, [x]).stride() == (1, 8)
 
 
+def test_workspaces_are_made_again() -> None:
+    def scale_twice(x: torch.Tensor, factor: int) -> torch.Tensor:
+        once = replay.new_workspace(x, (1, *x.shape), torch.float64)
+        out = x.new_empty(x.shape)
+        scale_kernel(ARCH)(x, factor, once.squeeze(0))
+        scale_kernel(ARCH)(once.squeeze(0), factor, out)
+        return out
+
+    assert replay.new_workspace(torch.empty(2), (3,)).shape == (3,)  # outside of any recording
+    x, other = torch.randn(2, 3, 4)
+    call = record(scale_twice, x, 3)
+    assert call is not None
+    assert [(a.shape, a.like.dtype) for a in call.allocations] == [((3, 4), torch.float32), ((1, 3, 4), torch.float64)]
+    for value in (x, other):
+        assert torch.equal(replay._replay(call, [value, 3]), ((value * 3).double() * 3).float())
+
+
+def test_a_tensor_that_is_no_workspace_is_not_remembered() -> None:
+    def scale_copy(x: torch.Tensor) -> torch.Tensor:
+        copy, out = x.clone(), x.new_empty(x.shape)
+        scale_kernel(ARCH)(copy, 2, out)
+        return out
+
+    assert record(scale_copy, torch.randn(3, 4)) is None
+
+
 def test_an_output_given_by_the_caller_is_returned() -> None:
     def into(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         scale_kernel(ARCH)(x, 2, out)

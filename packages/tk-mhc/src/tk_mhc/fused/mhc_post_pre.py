@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tk_core import check
+from tk_core.replay import replayable
 from tk_mhc.fused.mhc_pre_big_fuse import _mhc_pre_big_fuse_out
 from tk_mhc.lib.pre_fuse import check_pre_fuse, new_results
 from tk_mhc.lib.projection import check_n_splits
@@ -17,6 +18,7 @@ from tk_mhc.lib.tokens import check_streams, flat
 from tk_mhc.post.mhc_post import _mhc_post_out
 
 
+@replayable
 def mhc_post_pre(
     x: Tensor,
     residual: Tensor,

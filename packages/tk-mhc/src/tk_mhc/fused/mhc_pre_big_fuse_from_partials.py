@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.op import op
+from tk_core.replay import replayable
 from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
 from tk_mhc.lib.tokens import check_streams, flat
 
@@ -85,6 +86,7 @@ def _mhc_pre_big_fuse_from_partials_out(
     )
 
 
+@replayable
 def mhc_pre_big_fuse_from_partials(
     gemm_out_mul: Tensor,
     gemm_out_sqrsum: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.op import op
+from tk_core.replay import replayable
 from tk_mhc.lib.alignment import aligned
 from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
 from tk_mhc.lib.projection import check_n_splits, launch_sums
@@ -69,6 +70,7 @@ def _mhc_pre_broadcast_out(
     )
 
 
+@replayable
 def mhc_pre_broadcast(
     hidden: Tensor,
     fn_folded: Tensor,

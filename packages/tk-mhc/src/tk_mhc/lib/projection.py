@@ -25,6 +25,7 @@ from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
+from tk_core.replay import new_workspace
 from tk_mhc.lib.convert_fn import convert_fn
 from tk_mhc.lib.project_mma import project_mma_kernel
 from tk_mhc.lib.project_wgmma import project_wgmma_kernel
@@ -106,7 +107,7 @@ def launch_sums(x: Tensor, fn: Tensor, norm_weight: Tensor | None, n_splits: int
     num_tokens, num_rows = x.shape[0], fn.shape[0]
 
     def sums_of(num_splits: int) -> tuple[Tensor, Tensor]:
-        return fn.new_empty((num_splits, num_tokens, num_rows)), fn.new_empty((num_splits, num_tokens))
+        return new_workspace(fn, (num_splits, num_tokens, num_rows)), new_workspace(fn, (num_splits, num_tokens))
 
     if takes_all_splits(num_tokens, n_splits, x.device):
         mul, sqrsum = sums_of(1)

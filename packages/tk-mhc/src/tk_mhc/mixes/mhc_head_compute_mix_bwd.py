@@ -18,6 +18,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
+from tk_core.replay import new_workspace, replayable
 from tk_mhc.lib.tiles import DIRECT_COPIES
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
 from tk_mhc.lib.tokens import MHC_MULTS, flat
@@ -132,6 +133,7 @@ def _mhc_head_compute_mix_bwd_out(
     sum_ranges_kernel(1, mhc_mult, arch)(sums, d_scale, d_base)
 
 
+@replayable
 def mhc_head_compute_mix_bwd(
     d_o: Tensor, input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +165,7 @@ def mhc_head_compute_mix_bwd(
     check.tensor("mhc_base", mhc_base, dtypes, (mhc_mult,), device=device)
     d_mix = input_mix.new_empty(input_mix.shape)
     d_scale, d_base = input_mix.new_empty((1,)), input_mix.new_empty((mhc_mult,))
-    sums = input_mix.new_empty((NUM_RANGES, 1 + mhc_mult), dtype=torch.float64)
+    sums = new_workspace(input_mix, (NUM_RANGES, 1 + mhc_mult), torch.float64)
     _mhc_head_compute_mix_bwd_out(
         flat(d_o, 1), flat(input_mix, 1), mhc_scale, mhc_base, flat(d_mix, 1), d_scale, d_base, sums
     )

@@ -24,6 +24,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
+from tk_core.replay import new_workspace, replayable
 from tk_mhc.lib.scalars import check_number
 from tk_mhc.lib.tiles import DIRECT_COPIES
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
@@ -171,6 +172,7 @@ def _mhc_pre_split_mixes_bwd_out(
     sum_ranges_kernel(3, input_mixes.shape[1], arch)(sums, d_scale, d_base)
 
 
+@replayable
 def mhc_pre_split_mixes_bwd(
     d_pre: Tensor,
     d_post: Tensor,
@@ -229,6 +231,6 @@ def mhc_pre_split_mixes_bwd(
         flat(d_mixes, 1),
         d_scale,
         d_base,
-        input_mixes.new_empty((NUM_RANGES, 3 + num_columns), dtype=torch.float64),
+        new_workspace(input_mixes, (NUM_RANGES, 3 + num_columns), torch.float64),
     )
     return d_mixes, d_scale, d_base

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.op import op
+from tk_core.replay import new_workspace, replayable
 from tk_mhc.lib.alignment import aligned
 from tk_mhc.lib.projection import check_n_splits, launch_projection, takes_all_splits
 from tk_mhc.lib.scalars import check_number
@@ -45,12 +46,13 @@ def _mhc_pre_norm_fn_out(
     if takes_all_splits(num_tokens, n_splits, x.device):
         launch_projection("mixes", x, fn, norm_weight, n_splits, mixes.unsqueeze(0), rstd.unsqueeze(0), eps)
     else:
-        mul = fn.new_empty((n_splits, num_tokens, num_rows))
-        sqrsum = fn.new_empty((n_splits, num_tokens))
+        mul = new_workspace(fn, (n_splits, num_tokens, num_rows))
+        sqrsum = new_workspace(fn, (n_splits, num_tokens))
         launch_projection("partials", x, fn, norm_weight, n_splits, mul, sqrsum)
         launch_sum_splits(mul, sqrsum, mixes, rstd, (width, eps))
 
 
+@replayable
 def mhc_pre_norm_fn(
     residual: Tensor,
     mhc_fn: Tensor,
@@ -95,7 +97,7 @@ def mhc_pre_norm_fn(
     check_number("mhc_norm_eps", mhc_norm_eps, at_least=0)
     n_splits = check_n_splits(n_splits, width)
     mixes = mhc_fn.new_empty((*leading, num_rows))
-    rstd = mhc_fn.new_empty(leading)
+    rstd = mhc_fn.new_empty(leading) if return_rstd else new_workspace(mhc_fn, leading)
     x = residual.view(-1, width)
     _mhc_pre_norm_fn_out(x, mhc_fn, mhc_norm_weight, flat(mixes, 1), rstd.view(-1), float(mhc_norm_eps), n_splits)
     return (mixes, rstd) if return_rstd else mixes

@@ -37,6 +37,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
+from tk_core.replay import new_workspace, replayable
 from tk_mhc.lib.alignment import aligned
 from tk_mhc.lib.tokens import check_fn, check_streams, flat
 
@@ -328,13 +329,13 @@ def _mhc_pre_norm_fn_bwd_out(
     fn, weight = aligned(fn), aligned(norm_weight) if has_norm_weight else None
     written = aligned(d_residual)
 
-    g = residual.new_empty((num_tokens, _PARTS * padded_rows(num_rows)))
-    factor = rstd.new_empty((num_tokens,))
+    g = new_workspace(residual, (num_tokens, _PARTS * padded_rows(num_rows)))
+    factor = new_workspace(rstd, (num_tokens,))
     _prepare_kernel(num_rows, width, arch)(aligned(d_mixes), aligned(mixes), aligned(rstd), g, factor)
 
     num_tiles = ceil_div(num_tokens, config.block_tokens)
     num_partials = ceil_div(num_tiles, ceil_div(num_tiles, config.num_ranges))
-    partials = fn.new_empty((num_partials, _PARTS, num_rows, width))
+    partials = new_workspace(fn, (num_partials, _PARTS, num_rows, width))
     backward = _backward_kernel(num_rows, width, has_norm_weight, accumulate, config, arch)
     before = written if accumulate else None
     backward(aligned(residual), fn, weight, g, factor, before, written, partials)
@@ -343,6 +344,7 @@ def _mhc_pre_norm_fn_bwd_out(
     _finish_kernel(num_rows, width, has_norm_weight, arch)(partials, fn, weight, d_fn, d_norm_weight)
 
 
+@replayable
 def mhc_pre_norm_fn_bwd(
     d_mixes: Tensor,
     residual: Tensor,
