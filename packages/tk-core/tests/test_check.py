@@ -100,3 +100,25 @@ def test_row_alignment() -> None:
     assert check.row_alignment(torch.zeros(8, 66, dtype=torch.bfloat16)) == 4
     assert check.row_alignment(torch.zeros(8, 65, dtype=torch.uint8)[:, :64]) == 1
     assert check.row_alignment(torch.zeros(2, 3, 60, dtype=torch.bfloat16)) == 8
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, 1e30])
+def test_numbers_pass(value: float) -> None:
+    check.number("eps", value)
+    check.number("eps", abs(value), at_least=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "expected"),
+    [
+        ("1", TypeError, "eps: expected a number"),
+        (None, TypeError, "eps: expected a number"),
+        (True, TypeError, "eps: expected a number"),
+        (float("nan"), ValueError, "eps: expected a finite number"),
+        (float("inf"), ValueError, "eps: expected a finite number"),
+        (-1e-9, ValueError, "eps: expected at least 0"),
+    ],
+)
+def test_other_numbers_are_named(value: object, error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=expected):
+        check.number("eps", value, at_least=0)

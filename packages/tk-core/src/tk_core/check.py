@@ -1,5 +1,6 @@
 """Argument checks: one fast test when all is well, and an error that names the argument when it is not."""
 
+import math
 from collections.abc import Collection
 from types import EllipsisType
 from typing import Any, Literal
@@ -114,3 +115,12 @@ def row_alignment(x: Tensor) -> int:
     for stride in x.stride()[:-1]:
         bits |= stride * size
     return bits & -bits
+
+
+def number(name: str, value: Any, *, at_least: float | None = None) -> None:
+    """Raise TypeError unless `value` is an int or a float, ValueError unless it is finite and in range."""
+    is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    require_type(is_number, name, "a number", value)
+    require(-math.inf < value < math.inf, name, "a finite number", value)
+    if at_least is not None:
+        require(value >= at_least, name, f"at least {at_least}", value)

@@ -30,9 +30,9 @@ from tk_core.kernel import kernel
 from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.tiles import DIRECT_COPIES, VECTOR
-from tk_mhc.lib.tokens import check_streams, flat
+from tk_core.tiles import DIRECT_COPIES, VECTOR
+from tk_core.views import aligned, flat
+from tk_mhc.lib.tokens import check_streams
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_mhc.lib.tokens import MHC_MULTS, check_hidden, flat
+from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
+from tk_core.views import aligned, flat
+from tk_mhc.lib.tokens import MHC_MULTS, check_hidden
 
 
 @dataclass(frozen=True)

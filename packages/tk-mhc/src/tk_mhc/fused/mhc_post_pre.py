@@ -11,10 +11,11 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.replay import replayable
+from tk_core.views import flat
 from tk_mhc.fused.mhc_pre_big_fuse import _mhc_pre_big_fuse_out
 from tk_mhc.lib.pre_fuse import check_pre_fuse, new_results
 from tk_mhc.lib.projection import check_n_splits
-from tk_mhc.lib.tokens import check_streams, flat
+from tk_mhc.lib.tokens import check_streams
 from tk_mhc.post.mhc_post import _mhc_post_out
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.alignment import aligned
+from tk_core.views import aligned, flat
 from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
 from tk_mhc.lib.projection import check_n_splits, launch_sums
-from tk_mhc.lib.tokens import check_streams, flat
+from tk_mhc.lib.tokens import check_streams
 
 
 def _mhc_pre_big_fuse_reference(

@@ -11,8 +11,9 @@ from torch import Tensor
 from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_core.views import flat
 from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
-from tk_mhc.lib.tokens import check_streams, flat
+from tk_mhc.lib.tokens import check_streams
 
 
 def _mhc_pre_big_fuse_from_partials_reference(

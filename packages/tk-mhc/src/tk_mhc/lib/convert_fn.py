@@ -11,7 +11,7 @@ from torch import Tensor
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.replay import new_workspace
-from tk_mhc.lib.tiles import DIRECT_COPIES, channel_tile
+from tk_core.tiles import DIRECT_COPIES, channel_tile
 
 
 @kernel(pass_configs=DIRECT_COPIES)

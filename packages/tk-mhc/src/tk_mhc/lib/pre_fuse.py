@@ -22,9 +22,8 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.scalars import check_number
-from tk_mhc.lib.tiles import DIRECT_COPIES, VECTOR, channel_tile
+from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
+from tk_core.views import aligned
 
 Collapse = Literal["pre", "given", "first", "broadcast"]
 """How the streams become the layer's input: weighted by pre; by a pre_mix that is given; stream 0; or by pre where all
@@ -194,14 +193,14 @@ def check_pre_fuse(
     check.tensor("mhc_scale", scale, (torch.float32,), (3,), device=device)
     check.tensor("mhc_base", base, (torch.float32,), (mhc_mult * (mhc_mult + 2),), device=device)
     for name, value in zip(("rms_eps", "mhc_pre_eps", "mhc_sinkhorn_eps"), numbers):
-        check_number(name, value, at_least=0)
-    check_number("mhc_post_mult_value", numbers[3])
+        check.number(name, value, at_least=0)
+    check.number("mhc_post_mult_value", numbers[3])
     check.integer("sinkhorn_repeat", sinkhorn_repeat)
     check.require(sinkhorn_repeat >= 1, "sinkhorn_repeat", "at least 1", sinkhorn_repeat)
     weight, eps = layer_norm
     if weight is not None:
         check.tensor("layer_norm_weight", weight, (torch.bfloat16, torch.float32), (hidden,), device=device)
-    check_number("layer_norm_eps", eps, at_least=0)
+    check.number("layer_norm_eps", eps, at_least=0)
     is_shifted, pre_mix = shifted
     check.require_type(isinstance(is_shifted, bool), "shifted", "a bool", is_shifted)
     if pre_mix is not None:

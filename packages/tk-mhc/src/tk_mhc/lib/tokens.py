@@ -1,9 +1,8 @@
-"""Leading dimensions: an op takes (..., m, H), its kernel (num_tokens, m, H)."""
+"""Checks of streams (..., m, H), and the shapes that the kernels are built for."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tk_core import check
 
@@ -12,11 +11,6 @@ MHC_MULTS = (2, 4, 8)
 HIDDEN_MULTIPLE = 64
 """What divides every hidden size."""
 MAX_HIDDEN = 8192
-
-
-def flat(x: Tensor, num_dims: int) -> Tensor:
-    """x with all but its last `num_dims` dimensions made one: (..., m, H) → (num_tokens, m, H). A view."""
-    return x if x.ndim == num_dims + 1 else x.view(-1, *x.shape[x.ndim - num_dims :])
 
 
 def check_streams(

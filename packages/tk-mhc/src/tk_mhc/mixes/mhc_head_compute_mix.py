@@ -16,10 +16,9 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.scalars import check_number
-from tk_mhc.lib.tiles import DIRECT_COPIES
-from tk_mhc.lib.tokens import MHC_MULTS, flat
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned, flat
+from tk_mhc.lib.tokens import MHC_MULTS
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor,
     check.one_of("mhc_mult (last dimension of input_mix)", mhc_mult, MHC_MULTS)
     check.tensor("mhc_scale", mhc_scale, (torch.float32,), (1,), device=input_mix.device)
     check.tensor("mhc_base", mhc_base, (torch.float32,), (mhc_mult,), device=input_mix.device)
-    check_number("mhc_pre_eps", mhc_pre_eps)
+    check.number("mhc_pre_eps", mhc_pre_eps)
     out = input_mix.new_empty(input_mix.shape)
     _mhc_head_compute_mix_out(flat(input_mix, 1), mhc_scale, mhc_base, float(mhc_pre_eps), flat(out, 1))
     return out

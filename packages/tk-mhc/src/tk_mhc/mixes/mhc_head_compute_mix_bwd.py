@@ -19,9 +19,10 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
-from tk_mhc.lib.tiles import DIRECT_COPIES
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import flat
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
-from tk_mhc.lib.tokens import MHC_MULTS, flat
+from tk_mhc.lib.tokens import MHC_MULTS
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,9 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.scalars import check_number
-from tk_mhc.lib.tiles import DIRECT_COPIES
-from tk_mhc.lib.tokens import MHC_MULTS, flat
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned, flat
+from tk_mhc.lib.tokens import MHC_MULTS
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,8 @@ def mhc_pre_split_mixes(
     *leading, _ = check.tensor("input_mixes", input_mixes, (torch.float32,), (..., num_columns))
     check.tensor("mhc_scale", mhc_scale, (torch.float32,), (3,), device=input_mixes.device)
     check.tensor("mhc_base", mhc_base, (torch.float32,), (num_columns,), device=input_mixes.device)
-    check_number("mhc_post_mult_value", mhc_post_mult_value)
-    check_number("mhc_pre_eps", mhc_pre_eps)
+    check.number("mhc_post_mult_value", mhc_post_mult_value)
+    check.number("mhc_pre_eps", mhc_pre_eps)
     pre = input_mixes.new_empty((*leading, mhc_mult, 1))
     post = input_mixes.new_empty((*leading, mhc_mult, 1))
     comb = input_mixes.new_empty((*leading, mhc_mult, mhc_mult))

@@ -25,10 +25,10 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
-from tk_mhc.lib.scalars import check_number
-from tk_mhc.lib.tiles import DIRECT_COPIES
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import flat
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
-from tk_mhc.lib.tokens import MHC_MULTS, flat
+from tk_mhc.lib.tokens import MHC_MULTS
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def mhc_pre_split_mixes_bwd(
     check.tensor("d_comb", d_comb, dtypes, (*leading, mhc_mult, mhc_mult), device=device)
     check.tensor("mhc_scale", mhc_scale, dtypes, (3,), device=device)
     check.tensor("mhc_base", mhc_base, dtypes, (num_columns,), device=device)
-    check_number("mhc_post_mult_value", mhc_post_mult_value)
+    check.number("mhc_post_mult_value", mhc_post_mult_value)
     d_mixes = input_mixes.new_empty(input_mixes.shape)
     d_scale, d_base = input_mixes.new_empty((3,)), input_mixes.new_empty((num_columns,))
     _mhc_pre_split_mixes_bwd_out(

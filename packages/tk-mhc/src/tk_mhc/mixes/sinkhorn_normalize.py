@@ -20,10 +20,9 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.scalars import check_number
-from tk_mhc.lib.tiles import DIRECT_COPIES
-from tk_mhc.lib.tokens import MHC_MULTS, flat
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned, flat
+from tk_mhc.lib.tokens import MHC_MULTS
 
 MAX_REPEAT = 1000
 """Iterations, at most: so many sums of rows and columns the backward keeps in shared memory on any GPU."""
@@ -105,7 +104,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
     """
     leading, mhc_mult = check_matrices("x", x)
     check.in_range("repeat", repeat, 1, MAX_REPEAT)
-    check_number("eps", eps, at_least=0)
+    check.number("eps", eps, at_least=0)
     out = x.new_empty((*leading, mhc_mult, mhc_mult))
     _sinkhorn_normalize_out(flat(x.contiguous(), 2), repeat, float(eps), flat(out, 2))
     return out

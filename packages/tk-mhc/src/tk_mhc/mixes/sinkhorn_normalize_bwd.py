@@ -24,10 +24,8 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.scalars import check_number
-from tk_mhc.lib.tiles import DIRECT_COPIES
-from tk_mhc.lib.tokens import flat
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned, flat
 from tk_mhc.mixes.sinkhorn_normalize import MAX_REPEAT, check_matrices
 
 
@@ -180,7 +178,7 @@ def sinkhorn_normalize_bwd(d_o: Tensor, x: Tensor, repeat: int, eps: float) -> T
     shape = (*leading, mhc_mult, mhc_mult)
     check.tensor("d_o", d_o, (torch.float32,), shape, layout="any", device=x.device)
     check.in_range("repeat", repeat, 1, MAX_REPEAT)
-    check_number("eps", eps, at_least=0)
+    check.number("eps", eps, at_least=0)
     d_x = x.new_empty(shape)
     _sinkhorn_normalize_bwd_out(flat(d_o.contiguous(), 2), flat(x.contiguous(), 2), repeat, float(eps), flat(d_x, 2))
     return d_x

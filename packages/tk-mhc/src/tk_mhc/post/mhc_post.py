@@ -26,8 +26,9 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_mhc.lib.tokens import check_streams, flat
+from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
+from tk_core.views import flat
+from tk_mhc.lib.tokens import check_streams
 
 
 @dataclass(frozen=True)

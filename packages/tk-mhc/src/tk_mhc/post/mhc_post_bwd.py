@@ -27,8 +27,9 @@ from tk_core.kernel import kernel
 from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.tiles import DIRECT_COPIES
-from tk_mhc.lib.tokens import check_streams, flat
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import flat
+from tk_mhc.lib.tokens import check_streams
 
 
 @dataclass(frozen=True)

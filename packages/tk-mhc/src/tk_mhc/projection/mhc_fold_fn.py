@@ -25,8 +25,8 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.tiles import DIRECT_COPIES, channel_tile
+from tk_core.tiles import DIRECT_COPIES, channel_tile
+from tk_core.views import aligned
 from tk_mhc.lib.tokens import MHC_MULTS, check_hidden
 
 _VECTOR = 4

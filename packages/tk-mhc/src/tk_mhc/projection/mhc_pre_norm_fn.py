@@ -15,11 +15,10 @@ from torch import Tensor
 from tk_core import check
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
-from tk_mhc.lib.alignment import aligned
+from tk_core.views import aligned, flat
 from tk_mhc.lib.projection import check_n_splits, launch_projection, takes_all_splits
-from tk_mhc.lib.scalars import check_number
 from tk_mhc.lib.sum_splits import launch_sum_splits
-from tk_mhc.lib.tokens import check_fn, check_streams, flat
+from tk_mhc.lib.tokens import check_fn, check_streams
 
 
 def _mhc_pre_norm_fn_reference(
@@ -94,7 +93,7 @@ def mhc_pre_norm_fn(
     num_rows = check_fn("mhc_fn", mhc_fn, mhc_mult, hidden, residual.device)
     if mhc_norm_weight is not None:
         check.tensor("mhc_norm_weight", mhc_norm_weight, (torch.float32,), (width,), device=residual.device)
-    check_number("mhc_norm_eps", mhc_norm_eps, at_least=0)
+    check.number("mhc_norm_eps", mhc_norm_eps, at_least=0)
     n_splits = check_n_splits(n_splits, width)
     mixes = mhc_fn.new_empty((*leading, num_rows))
     rstd = mhc_fn.new_empty(leading) if return_rstd else new_workspace(mhc_fn, leading)

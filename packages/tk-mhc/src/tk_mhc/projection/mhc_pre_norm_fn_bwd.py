@@ -38,8 +38,8 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
-from tk_mhc.lib.alignment import aligned
-from tk_mhc.lib.tokens import check_fn, check_streams, flat
+from tk_core.views import aligned, flat
+from tk_mhc.lib.tokens import check_fn, check_streams
 
 _PREPARE_TOKENS = 8
 """Tokens of a thread block of the first kernel, sixteen threads each."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.op import op
-from tk_mhc.lib.alignment import aligned
+from tk_core.views import aligned
 from tk_mhc.lib.projection import launch_projection
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK
 from tk_mhc.lib.tokens import check_fn, check_streams

@@ -3,7 +3,7 @@
 import torch
 
 from tk_core.testing import assert_equal
-from tk_mhc.lib.alignment import aligned
+from tk_core.views import aligned
 
 
 def test_aligned_copies_only_what_is_not() -> None:
