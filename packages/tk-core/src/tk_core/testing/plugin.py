@@ -70,7 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(session, "tk-session")
 
 
-@pytest.hookimpl(optionalhook=True)
+# tryfirst: not every xdist lets its own answer come last.
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """What `-n auto` means: a worker for each core, as kernels take seconds to compile; none where time is measured."""
     named = (Path(argument.split("::")[0]).name for argument in config.args)
