@@ -17,7 +17,7 @@ def versions() -> dict[str, str | None]:
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": _driver(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "tilelang": _version("tilelang"),
         "tvm_ffi": _version("apache-tvm-ffi"),
