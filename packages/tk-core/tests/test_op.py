@@ -64,6 +64,16 @@ def test_compiles_into_one_graph() -> None:
     assert torch.equal(compiled(x), (x * 3 + 1) * 2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_builds_no_autograd_graph(compiled: bool) -> None:
+    function = torch.compile(scale, fullgraph=True, backend="aot_eager") if compiled else scale
+    for x in (torch.arange(4.0, requires_grad=True), torch.nn.Parameter(torch.arange(4.0))):
+        out = function(x, 3)
+        assert torch.equal(out, x.detach() * 3)
+        assert not out.requires_grad
+        assert out.grad_fn is None
+
+
 def test_fake_and_meta_tensors_launch_nothing() -> None:
     assert scale(torch.empty(4, device="meta"), 2).device.type == "meta"
     with FakeTensorMode():

@@ -105,7 +105,8 @@ class Op:
         namespace, _, short_name = name.partition("::")
         self.name = name
         self.launch = launch
-        self.reference = reference
+        # A plain op builds no autograd graph, on a CPU no more than on a GPU.
+        self.reference = torch.no_grad()(reference)
         self.min_sm = min_sm
         self._ready_devices: set[torch.device] = set()
         self.__doc__ = launch.__doc__
@@ -116,7 +117,7 @@ class Op:
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
         library.define(short_name + schema, tags=tags)
         library.impl(short_name, self._on_cuda, "CUDA")
-        library.impl(short_name, reference, "CPU")
+        library.impl(short_name, self.reference, "CPU")
         library.impl(short_name, _nothing, "Meta")
         self._overload = getattr(getattr(torch.ops, namespace), short_name).default
 
