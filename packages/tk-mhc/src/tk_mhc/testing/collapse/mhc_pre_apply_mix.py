@@ -52,7 +52,7 @@ SPEC = OpSpec(
         # One tile with idle threads, without, and with whole warps of them; two and more tiles in the gpu tier.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
         Case("m2-h576-t2x3-out", make((2, 3), 2, 576, out=True), small=True, modes=True, compile=True),
-        Case("m8-h192-t3", make((3,), 8, 192), small=True, compile=True),
+        Case("m8-h192-t3", make((3,), 8, 192), small=True),
         Case("m2-h256-t17", make((17,), 2, 256), small=True),
         Case("m4-h2112-t1", make((1,), 4, 2112), small=True, compile=True),
         Case("m4-h128-no-leading", make((), 4, 128), small=True),
