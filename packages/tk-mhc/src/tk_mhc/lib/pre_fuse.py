@@ -87,7 +87,8 @@ def pre_fuse_kernel(
         square_sum = T.alloc_fragment((1,), "float32")
         for i in T.Parallel(block_channels):
             row[i] = T.cast(T.cast(row[i], "bfloat16"), "float32")
-        # A loop of its own: in one that also writes row, TileLang 0.1.15 reads what row was before.
+        # In the loop above, TileLang 0.1.15 would take row[i] as it was before; apart it is read again, while a thread
+        # has more than one vector of row, as it always does here.
         for i in T.Parallel(block_channels):
             squares[i] = T.if_then_else(i < hidden, row[i] * row[i], T.float32(0))
         T.reduce_sum(squares, square_sum, dim=0)
