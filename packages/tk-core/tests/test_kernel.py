@@ -10,6 +10,7 @@ import torch
 from tk_core import compat
 from tk_core.arch import Arch, arch_from_name
 from tk_core.kernel import KernelRequest, capture, kernel
+from tk_core.testing.usage import resource_usage
 
 SM_90A = arch_from_name("sm_90a")
 
@@ -73,7 +74,7 @@ def test_the_last_argument_is_the_arch() -> None:
 def test_compiles_without_a_gpu(arch: str) -> None:
     compiled = _add_kernel.compile(64, arch_from_name(arch))
     assert "add_kernel" in compiled.source()
-    usage = compat.resource_usage(compiled)
+    usage = resource_usage(_add_kernel, 64, arch_from_name(arch))
     assert usage["add_kernel"].stack_bytes == 0
     assert 0 < usage["add_kernel"].registers <= 255
 
@@ -88,7 +89,7 @@ def test_nothing_is_contracted() -> None:
 
 @pytest.mark.compile
 def test_local_memory_is_seen() -> None:
-    assert compat.resource_usage(_spilling_kernel.compile(1024, SM_90A))["spill_kernel"].stack_bytes >= 128
+    assert resource_usage(_spilling_kernel, 1024, SM_90A)["spill_kernel"].stack_bytes >= 128
 
 
 @pytest.mark.compile
@@ -142,4 +143,4 @@ def _shared_kernel(width: int, arch: Arch) -> Any:
 @pytest.mark.compile
 def test_shared_memory_asked_for_at_launch_is_seen() -> None:
     # sm_90 adds the kibibyte that it reserves for itself.
-    assert compat.resource_usage(_shared_kernel.compile(16384, SM_90A))["shared_kernel"].shared_bytes == 65536 + 1024
+    assert resource_usage(_shared_kernel, 16384, SM_90A)["shared_kernel"].shared_bytes == 65536 + 1024

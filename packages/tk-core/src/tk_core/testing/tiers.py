@@ -18,6 +18,7 @@ from tk_core.testing.numeric import assert_equal, assert_same_metadata
 from tk_core.testing.poison import poison, poisoned_allocations
 from tk_core.testing.specs import Case, OpSpec
 from tk_core.testing.trees import map_tensors, storage_bytes, tensors, transfer
+from tk_core.testing.usage import resource_usage
 
 COMPILE_ARCHS = ("sm_90a", "sm_100a")
 """Architectures for which every kernel has to compile."""
@@ -214,7 +215,7 @@ def _check_opcheck(spec: OpSpec, case: Case) -> None:
 @cache
 def _usage(request: KernelRequest) -> dict[str, compat.ResourceUsage]:
     """Kept for the session: several cases ask for the same kernel."""
-    return compat.resource_usage(request.compile())
+    return resource_usage(request.kernel, *request.args)
 
 
 def _check_compile(spec: OpSpec, case: Case, arch_name: str) -> None:
