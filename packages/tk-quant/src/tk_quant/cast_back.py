@@ -34,6 +34,7 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import check_scales
+from tk_core.views import aligned
 from tk_quant.conversions import E4M3_DECODE, E5M6_DECODE, NARROW_LOADS, UE8M0_DECODE, e2m1_decode_source
 from tk_quant.quantize import BITS, FLOAT4_DTYPE, load_codes_macro
 
@@ -296,6 +297,7 @@ def _cast_back_out(
         config,
         arch,
     )
+    x_sf = aligned(x_sf, 4)  # Swizzled ones are bytes, read by fours.
     if tensor_sf is None:
         launch(x, x_sf, out)
     else:

@@ -34,6 +34,7 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import check_scales, empty_scales, scale_layout
+from tk_core.views import aligned
 from tk_quant.conversions import NARROW_LOADS
 from tk_quant.quantize import FLOAT4_DTYPE, load_codes_macro
 
@@ -289,7 +290,7 @@ def _lossless_out(
         sf.dtype is torch.int32,
         LosslessConfig.best(hidden, out_block_tokens, arch),
         arch,
-    )(x, x_sf, out, sf)
+    )(x, aligned(x_sf, 4), out, sf)  # A swizzled x_sf is bytes, read by fours.
 
 
 def _check_block_size(name: str, block_size: tuple[int, int]) -> tuple[int, int]:
