@@ -88,11 +88,10 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
 @pytest.mark.parametrize("hidden_size", [64, 192, 576, 2048, 2112, 2560, 7168, 8192])
 def test_config_covers_a_row_in_whole_warps(hidden_size: int) -> None:
     config = ExpandToMhcConfig.best(4, hidden_size, ARCHS["sm_90a"])
-    assert config.block_channels == 8 * config.threads
+    assert config.block_channels == 16 * config.threads
     assert config.threads % 32 == 0
-    assert config.threads <= 256
-    num_blocks = -(-hidden_size // config.block_channels)
-    assert num_blocks * config.block_channels - hidden_size < 256 * num_blocks
+    assert config.threads <= 512
+    assert hidden_size <= config.block_channels < hidden_size + 16 * 32
 
 
 @pytest.mark.gpu

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import tk_core
 import tk_mhc
+from tk_core.arch import ARCHS
+from tk_core.kernel import capture
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
 from tk_mhc.testing.batches import assert_independent_of_batch
@@ -230,9 +232,16 @@ def test_equals_mhc_post_then_mhc_pre_big_fuse(
     device: str, mhc_mult: int, hidden: int, num_tokens: int, options: dict[str, Any]
 ) -> None:
     inputs = make(num_tokens, mhc_mult, hidden, **options)(device)
-    for n_splits in (None, 1, 2, 7, 10_000):
+    for n_splits in (None, 1, 2, 7, 100, 10_000):
         inputs["n_splits"] = n_splits
         assert_equal(tk_mhc.mhc_post_pre(**inputs), composed(inputs), name=f"n_splits {n_splits}")
+
+
+@pytest.mark.parametrize(("num_tokens", "num_launches"), [(1, 2), (64, 2), (128, 2), (129, 3)])
+def test_few_tokens_take_two_launches(num_tokens: int, num_launches: int) -> None:
+    with capture(ARCHS["sm_90a"]) as requests:
+        tk_mhc.mhc_post_pre(**make(num_tokens)("meta"))
+    assert len(requests) == num_launches
 
 
 @pytest.mark.gpu

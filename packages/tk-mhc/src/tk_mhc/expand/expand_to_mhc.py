@@ -4,12 +4,11 @@
 
 Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
-A thread block takes a token and a stretch of its channels, a thread eight neighbouring channels: one 16-byte load, m
-16-byte stores.
+A thread block takes a token, a thread eight neighbouring channels of each half: two 16-byte loads, 2m 16-byte stores.
 
-    hidden        [ thread 0 | thread 1 | … ]
-    out       0   [ thread 0 | thread 1 | … ]
-              1   [ thread 0 | thread 1 | … ]
+    hidden        [ thread 0 | thread 1 | …  ║  thread 0 | thread 1 | … ]
+    out       0   [ thread 0 | thread 1 | …  ║  thread 0 | thread 1 | … ]
+              1   [ thread 0 | thread 1 | …  ║  thread 0 | thread 1 | … ]
               …
 """
 
@@ -22,9 +21,10 @@ from torch import Tensor
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
+from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import MHC_MULTS, check_hidden
 
@@ -39,9 +39,12 @@ class ExpandToMhcConfig:
 
     @staticmethod
     def best(mhc_mult: int, hidden_size: int, arch: Arch) -> "ExpandToMhcConfig":
-        """Eight channels a thread, so that every load and store takes 16 bytes. Untuned."""
-        block_channels = channel_tile(hidden_size, max_threads=256)
-        return ExpandToMhcConfig(block_channels, threads=block_channels // VECTOR)
+        """A token a thread block, 16 channels a thread: two 16-byte loads in flight.
+
+        m 4, H 7168, 8192 tokens on an H200: 148 µs, with eight channels a thread 154; the writes alone take 139.
+        """
+        threads = align(ceil_div(hidden_size, 2 * VECTOR), 32)
+        return ExpandToMhcConfig(block_channels=2 * VECTOR * threads, threads=threads)
 
 
 @kernel(pass_configs=DIRECT_COPIES)

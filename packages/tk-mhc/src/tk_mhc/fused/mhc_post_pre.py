@@ -3,20 +3,116 @@
     new_residual = mhc_post(x, residual, post_layer_mix, comb_res_mix)
     post, comb, layer_input = mhc_pre_big_fuse(new_residual, fn, …)
 
-with the bits of these two. Source: arXiv 2512.24880.
+with the bits of these two. For few tokens on Hopper in two launches, lib/post_project.py and lib/pre_fuse.py; otherwise
+mhc_post's kernel and those of mhc_pre_big_fuse. Source: arXiv 2512.24880.
 """
 
 import torch
 from torch import Tensor
 
 from tk_core import check
+from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.views import flat
-from tk_mhc.fused.mhc_pre_big_fuse import _mhc_pre_big_fuse_out
-from tk_mhc.lib.pre_fuse import check_pre_fuse, new_results
-from tk_mhc.lib.projection import check_n_splits
+from tk_core.views import aligned, flat
+from tk_mhc.lib.post_project import launch_post_sums, takes_post_project
+from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
+from tk_mhc.lib.projection import check_n_splits, launch_sums
 from tk_mhc.lib.tokens import check_streams
-from tk_mhc.post.mhc_post import _mhc_post_out
+from tk_mhc.post.mhc_post import launch_post
+
+
+def _mhc_post_pre_reference(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    norm_weight: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    pre_mix: Tensor | None,
+    new_residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    layer_input: Tensor,
+    next_pre_mix: Tensor | None,
+    numbers: list[float],
+    layer_norm_eps: float,
+    sinkhorn_repeat: int,
+    n_splits: int,
+) -> None:
+    from tk_mhc.reference.fused.mhc_post_pre import mhc_post_pre
+
+    results = mhc_post_pre(
+        x,
+        residual,
+        post_layer_mix,
+        comb_res_mix,
+        fn,
+        mhc_scale,
+        mhc_base,
+        *numbers,
+        sinkhorn_repeat,
+        n_splits,
+        norm_weight,
+        layer_norm_weight=layer_norm_weight,
+        layer_norm_eps=layer_norm_eps,
+        shifted=next_pre_mix is not None,
+        pre_mix=pre_mix,
+    )
+    for out, value in zip((new_residual, post, comb, layer_input, next_pre_mix), results):
+        out.copy_(value)
+
+
+@op(
+    "tk_mhc::mhc_post_pre_out",
+    mutates=("new_residual", "post", "comb", "layer_input", "next_pre_mix"),
+    reference=_mhc_post_pre_reference,
+)
+def _mhc_post_pre_out(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    norm_weight: Tensor | None,
+    layer_norm_weight: Tensor | None,
+    pre_mix: Tensor | None,
+    new_residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    layer_input: Tensor,
+    next_pre_mix: Tensor | None,
+    numbers: list[float],
+    layer_norm_eps: float,
+    sinkhorn_repeat: int,
+    n_splits: int,
+) -> None:
+    num_tokens, mhc_mult, hidden = residual.shape
+    if num_tokens == 0:
+        return
+    before = (x, residual, post_layer_mix, comb_res_mix)
+    fn = aligned(fn)
+    norm_weight = None if norm_weight is None else aligned(norm_weight)
+    if takes_post_project(num_tokens, mhc_mult, hidden, n_splits, x.device):
+        sums = launch_post_sums(*before, fn, norm_weight, n_splits, new_residual)
+    else:
+        launch_post(*before, new_residual)
+        sums = launch_sums(new_residual.view(num_tokens, -1), fn, norm_weight, n_splits)
+    launch_pre_fuse(
+        new_residual,
+        sums,
+        mhc_scale,
+        mhc_base,
+        numbers,
+        sinkhorn_repeat,
+        (post, comb, layer_input, next_pre_mix),
+        (layer_norm_weight, layer_norm_eps),
+        pre_mix,
+    )
 
 
 @replayable
@@ -99,16 +195,18 @@ def mhc_post_pre(
     n_splits = check_n_splits(n_splits, width)
     new_residual = x.new_empty((*leading, mhc_mult, hidden))
     post, comb, layer_input, next_pre = new_results(x, leading, mhc_mult, shifted)
-    streams = flat(residual.contiguous(), 2)
-    _mhc_post_out(flat(x, 1), streams, flat(post_layer_mix, 2), flat(comb_res_mix, 2), flat(new_residual, 2))
-    _mhc_pre_big_fuse_out(
-        flat(new_residual, 2),
+    _mhc_post_pre_out(
+        flat(x, 1),
+        flat(residual.contiguous(), 2),
+        flat(post_layer_mix, 2),
+        flat(comb_res_mix, 2),
         fn,
         mhc_scale,
         mhc_base,
         norm_weight,
         layer_norm_weight,
         None if pre_mix is None else flat(pre_mix, 2),
+        flat(new_residual, 2),
         flat(post, 2),
         flat(comb, 2),
         flat(layer_input, 1),

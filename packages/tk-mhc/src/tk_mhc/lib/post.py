@@ -1,5 +1,7 @@
 """The post step of hyper-connections, which a separate op and the fused ones have in common."""
 
+from typing import Any
+
 import tilelang.language as T
 
 
@@ -18,3 +20,21 @@ def post_streams(x: T.Buffer, residual: T.Buffer, post: T.Buffer, comb: T.Buffer
             for i in T.Parallel(x.shape[0]):
                 total[i] = T.fma(comb[k, n], T.cast(residual[k, i], "float32"), total[i])
         T.copy(total, new_streams[n, :])
+
+
+@T.macro
+def post_stream_of_tokens(
+    x: T.Buffer, residual: T.Buffer, post: T.Buffer, comb: T.Buffer, stream: Any, new_stream: T.Buffer
+) -> None:
+    """One stream of `post_streams`, with the same bits, for several tokens.
+
+    x and new_stream (tokens, channels) and residual (m, tokens, channels) are fragments, post (tokens, m) and comb
+    (tokens, m, m) lie in shared memory.
+    """
+    total = T.alloc_fragment(x.shape, "float32")
+    for i, c in T.Parallel(*x.shape):
+        total[i, c] = post[i, stream] * T.cast(x[i, c], "float32")
+    for k in T.unroll(residual.shape[0]):
+        for i, c in T.Parallel(*x.shape):
+            total[i, c] = T.fma(comb[i, k, stream], T.cast(residual[k, i, c], "float32"), total[i, c])
+    T.copy(total, new_stream)

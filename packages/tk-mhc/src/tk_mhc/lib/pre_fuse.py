@@ -83,18 +83,18 @@ def pre_fuse_kernel(
 
     @T.macro
     def normalize(row: T.Buffer, weight: T.Buffer, eps: Any) -> None:
+        rounded = T.alloc_fragment((block_channels,), "bfloat16")
         squares = T.alloc_fragment((block_channels,), "float32")
         square_sum = T.alloc_fragment((1,), "float32")
+        T.copy(row, rounded)
         for i in T.Parallel(block_channels):
-            row[i] = T.cast(T.cast(row[i], "bfloat16"), "float32")
-        # In the loop above, TileLang 0.1.15 would take row[i] as it was before; apart it is read again, while a thread
-        # has more than one vector of row, as it always does here.
-        for i in T.Parallel(block_channels):
-            squares[i] = T.if_then_else(i < hidden, row[i] * row[i], T.float32(0))
+            value = T.cast(rounded[i], "float32")
+            squares[i] = T.if_then_else(i < hidden, value * value, T.float32(0))
         T.reduce_sum(squares, square_sum, dim=0)
         for i in T.Parallel(block_channels):
             if i < hidden:
-                row[i] = row[i] * T.rsqrt(square_sum[0] / T.float32(hidden) + eps) * T.cast(weight[i], "float32")
+                rstd = T.rsqrt(square_sum[0] / T.float32(hidden) + eps)
+                row[i] = T.cast(rounded[i], "float32") * rstd * T.cast(weight[i], "float32")
 
     @T.prim_func
     def pre_fuse(

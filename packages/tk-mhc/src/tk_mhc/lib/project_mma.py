@@ -26,16 +26,16 @@ def project_mma_kernel(
 ) -> Any:
     """The product of (num_tokens, width) and (num_rows, width), each of the rms groups of channels on its own.
 
-    With output "partials" a thread block takes `splits_a_worker` of the splits, otherwise all of them.
+    With output "partials" a thread block takes `splits_a_worker` of the splits, otherwise all of them. It takes
+    `fn_parts` because Hopper's kernel does, and does not read it.
     """
     import tilelang.language as T
 
-    from tk_mhc.lib.projection_tiles import add_squares, convert_weights, write_squares, write_sums
+    from tk_mhc.lib.projection_tiles import SplitSteps, add_squares, convert_weights, write_squares, write_sums
 
     block_tokens, block_channels = config.block_tokens, config.block_channels
     group_width = width // num_rms_groups
-    num_blocks = group_width // CHANNEL_BLOCK
-    blocks_a_step = block_channels // CHANNEL_BLOCK
+    steps = SplitSteps(n_splits, group_width // CHANNEL_BLOCK, block_channels // CHANNEL_BLOCK)
     product_rows = padded_rows(num_rows)
     num_partials = n_splits if output == "partials" else 1
     num_tokens = T.dynamic("num_tokens")
@@ -69,8 +69,8 @@ def project_mma_kernel(
             num_steps = T.alloc_var("int32")
             first_split = worker * splits_a_worker
             end_split = T.min(first_split + splits_a_worker, n_splits)
-            first_step = first_split * num_blocks // n_splits // blocks_a_step
-            num_steps = end_split * num_blocks // n_splits // blocks_a_step - first_step
+            first_step = steps.first(first_split)
+            num_steps = steps.first(end_split) - first_step
 
             T.clear(product)
             T.clear(squares)
@@ -87,14 +87,15 @@ def project_mma_kernel(
                 T.gemm(x_tile, parts[0, :, :], product, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 T.gemm(x_tile, parts[1, :, :], product, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 add_squares(x_tile, squares)
-                # The split that ends with this step, if one does.
-                blocks_done = (first_step + step + 1) * blocks_a_step
-                splits_done = T.ceildiv(blocks_done * n_splits, num_blocks)
-                if splits_done * num_blocks < (blocks_done + 1) * n_splits:
+                if steps.ends_split(first_step + step):
                     T.reduce_sum(squares, square_sum, dim=1, clear=False)
                     if output == "partials":
-                        write_sums(product, mul, splits_done - 1, first_token, group * num_rows, num_rows)
-                        write_squares(square_sum, sqrsum, splits_done - 1, first_token, group, num_rms_groups)
+                        write_sums(
+                            product, mul, steps.done(first_step + step) - 1, first_token, group * num_rows, num_rows
+                        )
+                        write_squares(
+                            square_sum, sqrsum, steps.done(first_step + step) - 1, first_token, group, num_rms_groups
+                        )
                         T.clear(square_sum)
                     else:
                         for i, j in T.Parallel(block_tokens, product_rows):

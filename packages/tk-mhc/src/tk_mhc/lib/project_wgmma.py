@@ -63,12 +63,11 @@ def project_wgmma_kernel(
     import tilelang.language as T
     from tilelang.layout import make_swizzled_layout
 
-    from tk_mhc.lib.projection_tiles import add_squares, convert_weights, write_squares, write_sums
+    from tk_mhc.lib.projection_tiles import SplitSteps, add_squares, convert_weights, write_squares, write_sums
 
     block_tokens, block_channels = config.block_tokens, config.block_channels
     group_width = width // num_rms_groups
-    num_blocks = group_width // CHANNEL_BLOCK
-    blocks_a_step = block_channels // CHANNEL_BLOCK
+    steps = SplitSteps(n_splits, group_width // CHANNEL_BLOCK, block_channels // CHANNEL_BLOCK)
     product_rows = padded_rows(num_rows)
     num_partials = n_splits if output == "partials" else 1
     num_tokens = T.dynamic("num_tokens")
@@ -80,16 +79,10 @@ def project_wgmma_kernel(
 
     def step_of(worker: Any, splits_a_worker: Any, step: Any = 0) -> Any:
         """A worker's step, counted from the first channels on."""
-        return T.min(worker * splits_a_worker, n_splits) * num_blocks // n_splits // blocks_a_step + step
+        return steps.first(T.min(worker * splits_a_worker, n_splits)) + step
 
     def channels(group: Any, step: Any) -> slice:
         return slice(group * group_width + step * block_channels, group * group_width + (step + 1) * block_channels)
-
-    def splits_done(step: Any) -> Any:
-        return T.ceildiv((step + 1) * blocks_a_step * n_splits, num_blocks)
-
-    def ends_split(step: Any) -> Any:
-        return splits_done(step) * num_blocks < ((step + 1) * blocks_a_step + 1) * n_splits
 
     @T.prim_func
     def project(
@@ -171,10 +164,10 @@ def project_wgmma_kernel(
                 with T.ws_op("wait"):
                     T.wait_wgmma(0)
                 with T.ws_op("end_split"):
-                    if ends_split(step_of(worker, splits_a_worker, step)):
+                    if steps.ends_split(step_of(worker, splits_a_worker, step)):
                         T.reduce_sum(squares, square_sum, dim=1, clear=False)
                         if output == "partials":
-                            split = splits_done(step_of(worker, splits_a_worker, step)) - 1
+                            split = steps.done(step_of(worker, splits_a_worker, step)) - 1
                             write_sums(product, mul, split, tile * block_tokens, group * num_rows, num_rows)
                             write_squares(square_sum, sqrsum, split, tile * block_tokens, group, num_rms_groups)
                             T.clear(square_sum)

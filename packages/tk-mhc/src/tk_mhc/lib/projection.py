@@ -99,25 +99,26 @@ def launch_projection(
     launch(x, fn, parts, norm_weight, mul, sqrsum, eps, splits)
 
 
+def new_sums(fn: Tensor, num_splits: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Workspaces for mul (num_splits, num_tokens, rows of fn) and sqrsum (num_splits, num_tokens)."""
+    return new_workspace(fn, (num_splits, num_tokens, fn.shape[0])), new_workspace(fn, (num_splits, num_tokens))
+
+
 def launch_sums(x: Tensor, fn: Tensor, norm_weight: Tensor | None, n_splits: int) -> tuple[Tensor, Tensor]:
     """The projection's sums, for a kernel that adds up what it gets: a few tokens' of each split, otherwise of all.
 
     Returns mul (splits or 1, T, rows of fn) and sqrsum (splits or 1, T).
     """
-    num_tokens, num_rows = x.shape[0], fn.shape[0]
-
-    def sums_of(num_splits: int) -> tuple[Tensor, Tensor]:
-        return new_workspace(fn, (num_splits, num_tokens, num_rows)), new_workspace(fn, (num_splits, num_tokens))
-
+    num_tokens = x.shape[0]
     if takes_all_splits(num_tokens, n_splits, x.device):
-        mul, sqrsum = sums_of(1)
+        mul, sqrsum = new_sums(fn, 1, num_tokens)
         launch_projection("sums", x, fn, norm_weight, n_splits, mul, sqrsum)
         return mul, sqrsum
-    partial_mul, partial_sqrsum = sums_of(n_splits)
+    partial_mul, partial_sqrsum = new_sums(fn, n_splits, num_tokens)
     launch_projection("partials", x, fn, norm_weight, n_splits, partial_mul, partial_sqrsum)
     if num_tokens < SUM_TOKENS:
         return partial_mul, partial_sqrsum
-    mul, sqrsum = sums_of(1)
+    mul, sqrsum = new_sums(fn, 1, num_tokens)
     launch_sum_splits(partial_mul, partial_sqrsum, mul.squeeze(0), sqrsum.squeeze(0))
     return mul, sqrsum
 

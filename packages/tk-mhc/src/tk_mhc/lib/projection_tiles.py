@@ -1,8 +1,28 @@
 """What the projection's kernels do with their tiles; these macros fix its arithmetic, for few tokens as for many."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
+
+
+class SplitSteps(NamedTuple):
+    """Where splits begin and end, in steps of a few blocks of channels, counted from the first channels on."""
+
+    n_splits: int
+    num_blocks: int
+    blocks_a_step: int
+
+    def first(self, split: Any) -> Any:
+        """The split's first step; for n_splits how many steps there are."""
+        return split * self.num_blocks // self.n_splits // self.blocks_a_step
+
+    def done(self, step: Any) -> Any:
+        """How many splits have ended when the step has."""
+        return T.ceildiv((step + 1) * self.blocks_a_step * self.n_splits, self.num_blocks)
+
+    def ends_split(self, step: Any) -> Any:
+        """Whether a split ends with the step."""
+        return self.done(step) * self.num_blocks < ((step + 1) * self.blocks_a_step + 1) * self.n_splits
 
 
 @T.macro

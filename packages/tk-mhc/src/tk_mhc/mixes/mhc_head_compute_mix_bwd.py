@@ -20,7 +20,7 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import flat
+from tk_core.views import aligned, flat
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
 from tk_mhc.lib.tokens import MHC_MULTS
 
@@ -130,7 +130,7 @@ def _mhc_head_compute_mix_bwd_out(
         return
     arch = get_arch(input_mix.device)
     backward = _mhc_head_compute_mix_bwd_kernel(mhc_mult, MhcHeadComputeMixBwdConfig.best(mhc_mult, arch), arch)
-    backward(d_o, input_mix, mhc_scale, mhc_base, d_mix, sums)
+    backward(aligned(d_o), aligned(input_mix), mhc_scale, aligned(mhc_base), d_mix, sums)
     sum_ranges_kernel(1, mhc_mult, arch)(sums, d_scale, d_base)
 
 

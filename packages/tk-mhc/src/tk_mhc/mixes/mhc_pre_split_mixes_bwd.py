@@ -26,7 +26,7 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import flat
+from tk_core.views import aligned, flat
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
 from tk_mhc.lib.tokens import MHC_MULTS
 
@@ -158,17 +158,8 @@ def _mhc_pre_split_mixes_bwd_out(
         return
     arch = get_arch(input_mixes.device)
     backward = _mhc_pre_split_mixes_bwd_kernel(mhc_mult, MhcPreSplitMixesBwdConfig.best(mhc_mult, arch), arch)
-    backward(
-        d_pre,
-        d_post,
-        d_comb,
-        input_mixes,
-        mhc_scale,
-        mhc_base,
-        d_mixes,
-        sums,
-        post_mult_value,
-    )
+    gradients = (aligned(d_pre), aligned(d_post), aligned(d_comb))
+    backward(*gradients, aligned(input_mixes), mhc_scale, aligned(mhc_base), d_mixes, sums, post_mult_value)
     sum_ranges_kernel(3, input_mixes.shape[1], arch)(sums, d_scale, d_base)
 
 

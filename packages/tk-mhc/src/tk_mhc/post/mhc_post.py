@@ -27,7 +27,7 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_core.views import flat
+from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import check_streams
 
 
@@ -90,14 +90,22 @@ def _mhc_post_reference(x: Tensor, residual: Tensor, post_layer_mix: Tensor, com
     mhc_post(x, residual, post_layer_mix, comb_res_mix, out)
 
 
-@op("tk_mhc::mhc_post_out", mutates=("out",), reference=_mhc_post_reference)
-def _mhc_post_out(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
-    num_tokens, mhc_mult, hidden = residual.shape
-    if num_tokens == 0:
-        return
+def launch_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
+    """Launch on residual (T, m, H), at least one token."""
+    _, mhc_mult, hidden = residual.shape
     arch = get_arch(x.device)
     config = MhcPostConfig.best(mhc_mult, hidden, arch)
-    _mhc_post_kernel(mhc_mult, hidden, config, arch)(x, residual, post_layer_mix, comb_res_mix, out)
+    inputs = (aligned(x), aligned(residual), aligned(post_layer_mix), aligned(comb_res_mix))
+    written = aligned(out)
+    _mhc_post_kernel(mhc_mult, hidden, config, arch)(*inputs, written)
+    if written is not out:
+        out.copy_(written)
+
+
+@op("tk_mhc::mhc_post_out", mutates=("out",), reference=_mhc_post_reference)
+def _mhc_post_out(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
+    if residual.shape[0] > 0:
+        launch_post(x, residual, post_layer_mix, comb_res_mix, out)
 
 
 @replayable

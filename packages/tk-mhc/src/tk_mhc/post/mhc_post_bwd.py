@@ -28,7 +28,7 @@ from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import flat
+from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import check_streams
 
 
@@ -180,7 +180,8 @@ def _mhc_post_bwd_out(
     arch = get_arch(x.device)
     config = MhcPostBwdConfig.best(mhc_mult, hidden, arch)
     backward = _mhc_post_bwd_kernel(mhc_mult, hidden, config, arch)
-    backward(x, residual, post_layer_mix, comb_res_mix, d_o, d_x, d_residual, d_post, d_comb)
+    inputs = (aligned(x), aligned(residual), aligned(post_layer_mix), aligned(comb_res_mix), aligned(d_o))
+    backward(*inputs, d_x, d_residual, d_post, d_comb)
 
 
 @replayable

@@ -11,10 +11,15 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.op import op
+from tk_core.replay import replayable
 from tk_core.views import aligned
 from tk_mhc.lib.projection import launch_projection
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK
 from tk_mhc.lib.tokens import check_fn, check_streams
+
+
+def _has_empty_splits(n_splits: int, width: int, num_rms_groups: int) -> bool:
+    return n_splits > width // num_rms_groups // CHANNEL_BLOCK
 
 
 def _mhc_prenorm_gemm_reference(
@@ -33,14 +38,14 @@ def _mhc_prenorm_gemm_out(
 ) -> None:
     if x.shape[0] == 0:
         return
-    num_blocks = fn.shape[1] // num_rms_groups // CHANNEL_BLOCK
-    if n_splits > num_blocks:  # Splits without blocks are nobody's.
+    if _has_empty_splits(n_splits, fn.shape[1], num_rms_groups):  # They are no thread block's.
         mul.zero_()
         sqrsum.zero_()
     mul, sqrsum = mul.view(n_splits, x.shape[0], -1), sqrsum.view(n_splits, -1)
     launch_projection("partials", aligned(x), aligned(fn), None, n_splits, mul, sqrsum)
 
 
+@replayable
 def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_groups: int = 1) -> tuple[Tensor, Tensor]:
     """Partial sums, split by split, of the product of a token's streams with fn's rows and of their squares.
 
@@ -81,4 +86,7 @@ def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_gro
     mul = fn.new_empty((n_splits, x.shape[0], *groups, num_rows))
     sqrsum = fn.new_empty((n_splits, x.shape[0], *groups))
     _mhc_prenorm_gemm_out(x, fn, mul, sqrsum, n_splits, num_rms_groups)
+    if _has_empty_splits(n_splits, width, num_rms_groups):
+        # Copies, for @replayable must not remember a call in which a kernel does not write all of the results.
+        return mul.clone(), sqrsum.clone()
     return mul, sqrsum
