@@ -64,6 +64,20 @@ CALLS = {
         mix = torch.tensor([[0.5], [1.0], [0.25], [0.25]])
         assert torch.equal(mhc_pre_apply_mix(streams, mix), 2 * hidden)
     """,
+    "tk-engram": """
+        import torch
+        from tk_engram import engram_hash, engram_lookup, ngram_windows
+        from tk_engram.layout import engram_layout
+        layout = engram_layout(vocab_size=10, layer_ids=[1], max_ngram=2, num_heads=2, table_sizes=5)
+        assert layout.vocab_sizes == (((5, 7),),)
+        ids = torch.tensor([3, 8, 3, 8], dtype=torch.int32)
+        windows = ngram_windows(ids, None, 2, pad_id=0)
+        assert windows.tolist() == [[3, 0], [8, 3], [3, 8], [8, 3]]
+        indices = engram_hash(windows, *layout.tensors())[0]
+        table = torch.arange(12 * 32).reshape(12, 32).to(torch.bfloat16)
+        rows = engram_lookup(indices, table)
+        assert torch.equal(rows, table[indices.long()]) and torch.equal(rows[1], rows[3])
+    """,
 }
 
 

@@ -1,0 +1,378 @@
+"""short_conv: a depthwise causal convolution over normalized tokens, with SiLU: the last part of an Engram layer.
+
+    n[t] = u[t] · rsqrt(mean_H(u[t]²) + eps) · norm_weight
+    y[t] = Σ_j conv_weight[j] · n[t - (3 - j) · dilation], j = 0 … 3
+    out  = bf16(SiLU(y) [+ u + residual])
+
+for each stream and channel on its own, in float32. What lies before the sequence is 0, or in the state.
+Source: ShortConv of the Engram demo, "Conditional Memory via Scalable Lookup", arXiv 2601.07372.
+
+Without a state and up to 8192 channels, one pass over u: thread blocks walk over whole rows, tokens that are a dilation
+apart (see `lib/conv.py` and `lib/conv_rows.py`).
+
+Otherwise two: the rstd of all rows, then the convolution, in thread blocks that take a few channels of one stream and
+walk likewise. Both ways give the same bits:
+
+    channels        [ thread 0 | thread 1 | … | thread 127 ]        each field 8 channels, one 16-byte load
+    token t - 3d    in registers, normalized
+    token t - 2d    in registers, normalized
+    token t - d     in registers, normalized
+    token t         y, SiLU, out
+    token t + d …   on their way
+
+With a state a third launch moves it on.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.num_sms import get_num_sms
+from tk_core.op import op
+from tk_core.replay import new_workspace, replayable
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
+from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd, launch_sequences, name_of
+from tk_engram.lib.conv_rows import MAX_WHOLE_ROW, ConvRowsConfig, rows_walk_length, short_conv_rows_kernel
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """Launch knobs. No bit of a result depends on them."""
+
+    tile: ChannelTile
+    rows_in_flight: int = 4
+    """Rows of a step, which are asked for together."""
+
+    @staticmethod
+    def best(hidden: int, arch: Arch) -> "ShortConvConfig":
+        """Four loads of a thread in flight. Untuned."""
+        return ShortConvConfig(ChannelTile.best(hidden))
+
+
+def walk_length(num_tokens: int, num_rows: int, num_sms: int) -> int:
+    """Tokens of a walk: as many as leave every multiprocessor 16 thread blocks, at most 61.
+
+    A walk reads three rows more, so long ones read less. `num_rows`: of a token, one a stream and tile of channels.
+    """
+    for length in (61, 29, 13, 5):
+        if num_tokens * num_rows >= 16 * num_sms * length:
+            return length
+    return 1
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _short_conv_kernel(
+    mhc_mult: int,
+    hidden: int,
+    dtypes: tuple[str, str],
+    is_packed: bool,
+    has_residual: bool,
+    has_state: bool,
+    config: ShortConvConfig,
+    arch: Arch,
+) -> Any:
+    """`dtypes`: of norm_weight and conv_weight."""
+    import tilelang.language as T
+
+    from tk_engram.lib.conv_tile import (
+        convolve,
+        load_filter,
+        normalize,
+        remember,
+        row_layout,
+        rows_layout,
+        silu,
+        silu_and_residual,
+        taps_layout,
+    )
+
+    channels, num_tiles, in_flight = config.tile.channels, config.tile.num_tiles, config.rows_in_flight
+    num_tokens, num_state_rows = T.dynamic("num_tokens"), T.dynamic("num_state_rows")
+
+    @T.prim_func
+    def short_conv(
+        u: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        norm_weight: T.Tensor((mhc_mult, hidden), dtypes[0]),
+        conv_weight: T.Tensor((mhc_mult, hidden, 4), dtypes[1]),
+        residual: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        state: T.Tensor((num_state_rows, mhc_mult, hidden), "bfloat16"),
+        rstd: T.Tensor((num_tokens, mhc_mult), "float32"),
+        state_rstd: T.Tensor((num_state_rows, mhc_mult), "float32"),
+        sequences: T.Tensor((2, num_tokens), "int32"),
+        out: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        dilation: T.int32,
+        walk_tokens: T.int32,
+    ) -> None:
+        num_walks = T.min(dilation, num_tokens) * T.ceildiv(num_tokens, dilation * walk_tokens)
+        with T.Kernel(num_walks * (mhc_mult * num_tiles), threads=config.tile.threads) as block:
+            weights = T.alloc_fragment((channels,), dtypes[0])
+            taps = T.alloc_fragment((channels, 4), dtypes[1])
+            f = [T.alloc_fragment((channels,), "float32") for _ in range(4)]
+            rows = T.alloc_fragment((in_flight, channels), "bfloat16")
+            rstds = T.alloc_fragment((in_flight,), "float32")
+            starts = T.alloc_fragment((in_flight,), "int32")
+            x = T.alloc_fragment((channels,), "float32")
+            y = T.alloc_fragment((channels,), "float32")
+            before = [T.alloc_fragment((channels,), "float32") for _ in range(3)]
+            result = T.alloc_fragment((channels,), "bfloat16")
+            old = T.alloc_fragment((1, channels), "bfloat16")
+            added = T.alloc_fragment((channels,), "bfloat16")
+            one_row = row_layout(channels, config.tile.threads)
+            T.annotate_layout(
+                {fragment: rows_layout(fragment.shape[0], channels) for fragment in (rows, old)}
+                | dict.fromkeys((weights, *f, x, y, *before, result, added), one_row)
+                | {taps: taps_layout(channels)}
+            )
+            stream = block // num_tiles % mhc_mult
+            channel = block % num_tiles * channels
+            # The last walks first: the end of u is in L2 still.
+            walk = num_walks - 1 - block // (mhc_mult * num_tiles)
+            num_classes = T.min(dilation, num_tokens)
+            first = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            first = walk // num_classes * (dilation * walk_tokens) + walk % num_classes
+            count = T.min(walk_tokens, T.ceildiv(num_tokens - first, dilation))
+
+            load_filter(norm_weight, conv_weight, stream, channel, weights, taps, f)
+            T.clear(before[0])
+            T.clear(before[1])
+            T.clear(before[2])
+            if first < num_tokens:
+                for step in T.serial(T.ceildiv(count + 3, in_flight)):
+                    for k in T.unroll(in_flight):
+                        # Rows outside the walk are read from somewhere, and not looked at.
+                        token = T.max(0, T.min(num_tokens - 1, first + (step * in_flight + k - 3) * dilation))
+                        T.copy(u[token, stream, channel : channel + channels], rows[k, :])
+                        rstds[k] = rstd[token, stream]
+                        starts[k] = sequences[0, token] if is_packed else 0
+                    for k in T.unroll(in_flight):
+                        index = step * in_flight + k - 3
+                        token = first + index * dilation
+                        normalize(rows, k, rstds[k], x)
+                        if index >= 0 and index < count:
+                            if has_state:
+                                sequence = sequences[1, token] if is_packed else 0
+                                for tap, x_before in enumerate(before):
+                                    # Of the state, the row that lies so far from its end as the tap from the start.
+                                    place = 3 * dilation + token - (tap + 1) * dilation - starts[k]
+                                    if place < 3 * dilation:
+                                        state_row = T.max(0, sequence * (3 * dilation) + place)
+                                        T.copy(state[state_row, stream, channel : channel + channels], old[0, :])
+                                        normalize(old, 0, state_rstd[state_row, stream], x_before)
+                            is_there = [has_state or token - (tap + 1) * dilation >= starts[k] for tap in range(3)]
+                            convolve(f, x, before, is_there, y)
+                            if has_residual:
+                                T.copy(residual[token, stream, channel : channel + channels], added)
+                                silu_and_residual(y, rows, k, added, result)
+                            else:
+                                silu(y, result)
+                            T.copy(result, out[token, stream, channel : channel + channels])
+                        remember(before, x)
+
+    return short_conv
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, tile: ChannelTile, arch: Arch) -> Any:
+    """A thread block has a few channels of one stream of a sequence; a thread reads and writes its own alone."""
+    import tilelang.language as T
+
+    from tk_engram.lib.conv_tile import rows_layout
+
+    channels, in_flight = tile.channels, 8
+    num_tokens, num_offsets, num_state_rows = (T.dynamic(f"num_{n}") for n in ("tokens", "offsets", "state_rows"))
+
+    @T.prim_func
+    def advance_state(
+        u: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        cu_seqlens: T.Tensor((num_offsets,), "int32"),
+        state: T.Tensor((num_state_rows, mhc_mult, hidden), "bfloat16"),
+        length: T.int32,
+    ) -> None:
+        num_sequences = num_offsets - 1 if is_packed else 1
+        with T.Kernel(num_sequences * (mhc_mult * tile.num_tiles), threads=tile.threads) as block:
+            rows = T.alloc_fragment((in_flight, channels), "bfloat16")
+            T.annotate_layout({rows: rows_layout(in_flight, channels)})
+            stream = block // tile.num_tiles % mhc_mult
+            channel = block % tile.num_tiles * channels
+            sequence = block // (mhc_mult * tile.num_tiles)
+            start = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            start = cu_seqlens[sequence] if is_packed else 0
+            end = cu_seqlens[sequence + 1] if is_packed else num_tokens
+            for step in T.serial(T.ceildiv(length, in_flight)):
+                # Rows move to the front: those that a step overwrites, no later step reads.
+                for k in T.unroll(in_flight):
+                    place = step * in_flight + k + end - start
+                    if place < length:
+                        row = T.max(0, sequence * length + place)
+                        T.copy(state[row, stream, channel : channel + channels], rows[k, :])
+                    else:
+                        token = T.max(0, T.min(num_tokens - 1, start + place - length))
+                        T.copy(u[token, stream, channel : channel + channels], rows[k, :])
+                for k in T.unroll(in_flight):
+                    if step * in_flight + k < length:
+                        row = sequence * length + step * in_flight + k
+                        T.copy(rows[k, :], state[row, stream, channel : channel + channels])
+
+    return advance_state
+
+
+def _short_conv_reference(
+    u: Tensor,
+    norm_weight: Tensor,
+    conv_weight: Tensor,
+    cu_seqlens: Tensor | None,
+    residual: Tensor | None,
+    state: Tensor | None,
+    dilation: int,
+    eps: float,
+    out: Tensor,
+    rstd: Tensor | None,
+    state_rstd: Tensor | None,
+    sequences: Tensor | None,
+) -> None:
+    from tk_engram.reference.conv.short_conv import convolution
+
+    out.copy_(convolution(u, norm_weight, conv_weight, dilation, cu_seqlens, eps, residual, state))
+
+
+@op(
+    "tk_engram::short_conv_out",
+    mutates=("out", "rstd", "state_rstd", "sequences"),
+    reference=_short_conv_reference,
+)
+def _short_conv_out(
+    u: Tensor,
+    norm_weight: Tensor,
+    conv_weight: Tensor,
+    cu_seqlens: Tensor | None,
+    residual: Tensor | None,
+    state: Tensor | None,
+    dilation: int,
+    eps: float,
+    out: Tensor,
+    rstd: Tensor | None,
+    state_rstd: Tensor | None,
+    sequences: Tensor | None,
+) -> None:
+    """`rstd` (T, m), `state_rstd` (B · 3 · dilation, m) and int32 `sequences` (2, T) are workspaces.
+
+    Without rstd, rows are taken whole; sequences are None where there is one.
+    """
+    num_tokens, mhc_mult, hidden = u.shape
+    if num_tokens == 0:
+        return
+    arch, num_sms = get_arch(u.device), get_num_sms(u.device)
+    u, norm_weight, conv_weight = aligned(u), aligned(norm_weight), aligned(conv_weight)
+    residual = None if residual is None else aligned(residual)
+    state = None if state is None else aligned(state).view(-1, mhc_mult, hidden)
+    inputs, dtypes = (u, norm_weight, conv_weight, residual), (name_of(norm_weight.dtype), name_of(conv_weight.dtype))
+    is_packed, has_residual = cu_seqlens is not None, residual is not None
+    if rstd is None:
+        rows = ConvRowsConfig.best(hidden, has_residual, arch)
+        length = rows_walk_length(num_tokens, dilation, mhc_mult, num_sms * rows.min_blocks)
+        if cu_seqlens is not None and sequences is not None:
+            launch_sequences(cu_seqlens, sequences)
+        convolve_rows = short_conv_rows_kernel(mhc_mult, hidden, dtypes, is_packed, has_residual, rows, arch)
+        convolve_rows(*inputs, sequences, out, dilation, length, eps)
+        return
+    config = ShortConvConfig.best(hidden, arch)
+    length = walk_length(num_tokens, mhc_mult * config.tile.num_tiles, num_sms)
+    launch_rstd(u, cu_seqlens, state, eps, rstd, state_rstd, sequences)
+    modes = is_packed, has_residual, state is not None
+    convolve = _short_conv_kernel(mhc_mult, hidden, dtypes, *modes, config, arch)
+    convolve(*inputs, state, rstd, state_rstd, sequences, out, dilation, length)
+
+
+def _advance_state_reference(u: Tensor, cu_seqlens: Tensor | None, state: Tensor) -> None:
+    from tk_engram.reference.conv.short_conv import advance_state
+
+    advance_state(u, cu_seqlens, state)
+
+
+@op("tk_engram::short_conv_advance_state_out", mutates=("state",), reference=_advance_state_reference)
+def _advance_state_out(u: Tensor, cu_seqlens: Tensor | None, state: Tensor) -> None:
+    num_tokens, mhc_mult, hidden = u.shape
+    if num_tokens == 0:
+        return
+    tile, arch = ChannelTile.best(hidden), get_arch(u.device)
+    written = aligned(state)
+    rows = written.view(-1, mhc_mult, hidden)
+    _advance_state_kernel(mhc_mult, hidden, cu_seqlens is not None, tile, arch)(
+        aligned(u), cu_seqlens, rows, state.shape[1]
+    )
+    if written is not state:
+        state.copy_(written)
+
+
+@replayable
+def short_conv(
+    u: Tensor,
+    norm_weight: Tensor,
+    conv_weight: Tensor,
+    *,
+    dilation: int,
+    cu_seqlens: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    state: Tensor | None = None,
+) -> Tensor:
+    """Causal convolution of width 4 over normalized tokens, and SiLU: SiLU(Σ_j w[j] · n[t - (3 - j) · dilation]).
+
+    n = u · rsqrt(mean_H(u²) + eps) · norm_weight. With `residual` u and it are added: SiLU(y) + u + residual, from left
+    to right. All in float32, rounded once; within one unit in the last place of bfloat16 of the reference, or 1e-6 of
+    the largest value.
+    A token sees only those of its sequence. It has the same bits in any batch, and decoded one by one with a state as
+    in the whole sequence at once.
+
+    The state holds u itself, not n: the last 3 · dilation tokens of each sequence, the oldest first, zeros where there
+    were none. n would have to be kept in float32, or be rounded once more than in a whole sequence; from u the same
+    bits come again. A call reads it as the tokens before its own, then moves it on, in place.
+
+    Source: ShortConv of the Engram demo, arXiv 2601.07372.
+
+    Args:
+        u: bfloat16 (T, m, H), contiguous; m is 1 to 8, H a multiple of 64, 64 to 16384.
+        norm_weight: bfloat16 or float32 (m, H), contiguous.
+        conv_weight: bfloat16 or float32 (m, H, 4), contiguous; the last tap is the token's own.
+        dilation: tokens between taps, 1 to 65536.
+        cu_seqlens: int32 (B + 1), contiguous, on the device of u: sequence b has tokens cu_seqlens[b] to
+            cu_seqlens[b + 1] - 1. It ascends from 0 to T, which is checked with TK_DEBUG. None: one sequence.
+        eps: positive; added to the mean square.
+        residual: bfloat16 (T, m, H), contiguous, or None: SiLU(y) alone.
+        state: bfloat16 (B, 3 · dilation, m, H), contiguous, updated in place; B is 1 without cu_seqlens. None: nothing
+            comes before a sequence.
+
+    Returns:
+        bfloat16 (T, m, H).
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype, dilation not an int or eps not a number.
+        ValueError: a shape, stride or device does not fit, or m, H, dilation or eps is out of range.
+    """
+    num_tokens, mhc_mult, hidden = check_conv(u, norm_weight, conv_weight, dilation, cu_seqlens, eps)
+    dtypes, device = (torch.bfloat16,), u.device
+    if residual is not None:
+        check.tensor("residual", residual, dtypes, (num_tokens, mhc_mult, hidden), device=device)
+    rstd = state_rstd = sequences = None
+    if state is not None:
+        num_sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        check.tensor("state", state, dtypes, (num_sequences, 3 * dilation, mhc_mult, hidden), device=device)
+        state_rstd = new_workspace(u, (num_sequences * 3 * dilation, mhc_mult), torch.float32)
+    if state is not None or hidden > MAX_WHOLE_ROW:
+        rstd = new_workspace(u, (num_tokens, mhc_mult), torch.float32)
+    if cu_seqlens is not None:
+        sequences = new_workspace(u, (2, num_tokens), torch.int32)
+    out = u.new_empty(u.shape)
+    inputs = (u, norm_weight, conv_weight, cu_seqlens, residual, state)
+    _short_conv_out(*inputs, dilation, float(eps), out, rstd, state_rstd, sequences)
+    if state is not None:
+        _advance_state_out(u, cu_seqlens, state)
+    return out

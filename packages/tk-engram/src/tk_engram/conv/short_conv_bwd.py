@@ -1,0 +1,442 @@
+"""short_conv_bwd: gradients of `short_conv` by u and by both weights.
+
+    x = u · rstd,  f[j] = conv_weight[j] · norm_weight,  y[t] = Σ_j f[j] · x[t - (3 - j) · d]
+    d_y = d_out · s(1 + y(1 - s)),  s = sigmoid(y)
+    d_x[t] = Σ_j f[j] · d_y[t + (3 - j) · d]
+    d_u = bf16(rstd · (d_x - x · mean_H(d_x · x)) [+ d_out])
+    d_f[j] = Σ_t d_y[t] · x[t - (3 - j) · d]
+    d_conv_weight[j] = norm_weight · d_f[j],  d_norm_weight = Σ_j conv_weight[j] · d_f[j]
+
+for each stream and channel on its own but for the means, in float32. Taps of other sequences are left out.
+
+Thread blocks walk over tokens as those of `short_conv` do (see `lib/conv.py`), three dilations behind with d_x:
+
+    token t - 3d    x in registers; d_x complete once d_y[t] is known
+    token t - 2d    x and what d_x has so far in registers
+    token t - d     x and what d_x has so far in registers
+    token t         y, d_y
+
+The mean of d_x · x needs all channels of a row, which are more than a multiprocessor's registers hold with all of this.
+So there are two passes over u and d_out, and five launches:
+
+    rstd            of all rows
+    sums            d_f of ranges of tokens, and Σ d_x · x of the channels of each warp
+    weights         d_f of all ranges, ascending
+    means           Σ d_x · x of a row's warps, ascending
+    d_u             d_x once more
+
+The number of ranges depends on m and H alone, so the bits are the same at any number of multiprocessors.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_core.num_sms import get_num_sms
+from tk_core.op import op
+from tk_core.replay import new_workspace, replayable
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
+from tk_engram.conv.short_conv import walk_length
+from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd, name_of
+
+
+@dataclass(frozen=True)
+class ShortConvBwdConfig:
+    """Launch knobs. The number of ranges decides which sums are taken first, so the bits of the weights' gradients."""
+
+    tile: ChannelTile
+    num_ranges: int
+    """Ranges of tokens whose sums are taken apart."""
+    batch: int = 2
+    """Rows of a step, of u and of d_out."""
+    ahead: int = 3
+    """Steps whose rows are on their way to shared memory."""
+
+    @staticmethod
+    def num_ranges_of(mhc_mult: int, tile: ChannelTile) -> int:
+        """As many as make about 784 thread blocks, 28 for m 4, H 7168; at most 128. On every architecture the same."""
+        return min(128, ceil_div(784, mhc_mult * tile.num_tiles))
+
+    @staticmethod
+    def best(mhc_mult: int, hidden: int, arch: Arch) -> "ShortConvBwdConfig":
+        """24 KB of a thread block on their way; two or three blocks fit a multiprocessor's registers. Untuned."""
+        tile = ChannelTile.best(hidden)
+        return ShortConvBwdConfig(tile, ShortConvBwdConfig.num_ranges_of(mhc_mult, tile))
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _walk_kernel(
+    mhc_mult: int,
+    hidden: int,
+    dtypes: tuple[str, str],
+    is_packed: bool,
+    has_residual: bool,
+    sums_only: bool,
+    config: ShortConvBwdConfig,
+    arch: Arch,
+) -> Any:
+    """`sums_only`: d_f and the parts of the means are written, otherwise d_u. `dtypes`: of both weights."""
+    import tilelang.language as T
+
+    from tk_engram.lib.conv_tile import (
+        add_row,
+        add_to_taps,
+        backpropagate,
+        convolve,
+        fetch_rows,
+        load_filter,
+        load_scalars,
+        norm_gradient,
+        normalize,
+        remember,
+        row_layout,
+        rows_layout,
+        silu_gradient,
+        taps_layout,
+    )
+
+    tile, batch, ahead = config.tile, config.batch, config.ahead
+    groups = 2 * batch  # of copies, of a step
+    # With the residual's gradient, three rows of d_out stay until d_u is complete.
+    slots = batch * (1 + ahead) + 3 * has_residual
+    channels, num_tiles, warps, num_ranges = tile.channels, tile.num_tiles, tile.warps, config.num_ranges
+    num_parts = num_tiles * warps
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def short_conv_bwd(
+        u: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        d_out: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        norm_weight: T.Tensor((mhc_mult, hidden), dtypes[0]),
+        conv_weight: T.Tensor((mhc_mult, hidden, 4), dtypes[1]),
+        rstd: T.Tensor((num_tokens, mhc_mult), "float32"),
+        sequences: T.Tensor((2, num_tokens), "int32"),
+        means: T.Tensor((num_tokens, mhc_mult), "float32"),
+        d_f: T.Tensor((num_ranges, mhc_mult, 4, hidden), "float32"),
+        parts: T.Tensor((num_tokens, mhc_mult, num_parts), "float32"),
+        d_u: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        dilation: T.int32,
+        walk_tokens: T.int32,
+    ) -> None:
+        # Tokens of a range, whose walks one thread block takes one after another, or of a group of walks.
+        range_tokens = T.ceildiv(num_tokens, num_ranges) if sums_only else dilation * walk_tokens
+        num_classes = T.min(dilation, num_tokens)
+        num_pieces = num_ranges if sums_only else num_classes * T.ceildiv(num_tokens, range_tokens)
+        with T.Kernel(num_pieces * (mhc_mult * num_tiles), threads=tile.threads) as block:
+            weights = T.alloc_fragment((channels,), dtypes[0])
+            taps = T.alloc_fragment((channels, 4), dtypes[1])
+            f = [T.alloc_fragment((channels,), "float32") for _ in range(4)]
+            before = [T.alloc_fragment((channels,), "float32") for _ in range(3)]
+            pending = [T.alloc_fragment((channels,), "float32") for _ in range(3)]
+            sums = [T.alloc_fragment((channels,), "float32") for _ in range(4)]
+            u_ring = T.alloc_shared((slots, channels), "bfloat16")
+            d_out_ring = T.alloc_shared((slots, channels), "bfloat16")
+            rows = T.alloc_fragment((1, channels), "bfloat16")
+            grads = T.alloc_fragment((1, channels), "bfloat16")
+            scalars = ("float32", "int32", "float32", "float32")
+            now, later = [[T.alloc_local((batch,), dtype) for dtype in scalars] for _ in range(2)]
+            x = T.alloc_fragment((channels,), "float32")
+            y = T.alloc_fragment((channels,), "float32")
+            d_x = T.alloc_fragment((channels,), "float32")
+            products = T.alloc_fragment((warps, 256), "float32")
+            dots = T.alloc_fragment((warps,), "float32")
+            result = T.alloc_fragment((channels,), "bfloat16")
+            one_row = row_layout(channels, tile.threads)
+            T.annotate_layout(
+                dict.fromkeys((weights, *f, *before, *pending, *sums, x, y, d_x, result), one_row)
+                | {fragment: rows_layout(1, channels) for fragment in (rows, grads)}
+                | {
+                    products: T.Fragment((warps, 256), lambda w, i: (w * 32 + i // 8, i % 8)),
+                    taps: taps_layout(channels),
+                }
+            )
+            stream = block // num_tiles % mhc_mult
+            channel = block % num_tiles * channels
+            piece = block // (mhc_mult * num_tiles)
+            first = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            num_walks = T.alloc_var("int32")
+            num_walks = T.min(dilation, range_tokens) if sums_only else 1
+
+            load_filter(norm_weight, conv_weight, stream, channel, weights, taps, f)
+            sources = (rstd, sequences, None if sums_only else means)
+            for fragment in (*before, *pending, *sums, *now, *later):
+                T.clear(fragment)
+            for walk in T.serial(num_walks):
+                if sums_only:
+                    first = piece * range_tokens + walk
+                    end = T.min((piece + 1) * range_tokens, num_tokens)
+                    count = T.max(0, T.ceildiv(end - first, dilation))
+                else:
+                    first = piece // num_classes * range_tokens + piece % num_classes
+                    count = T.max(0, T.min(walk_tokens, T.ceildiv(num_tokens - first, dilation)))
+                # Three rows before the walk's own, for y, and three after them, for d_x.
+                for step in T.unroll(ahead):
+                    fetch_rows(u, u_ring, (first, count + 6, dilation), stream, channel, step, batch)
+                    fetch_rows(d_out, d_out_ring, (first, count + 6, dilation), stream, channel, step, batch)
+                load_scalars(sources, is_packed, (first, dilation), stream, 0, now, later)
+                for step in T.serial(T.if_then_else(count > 0, T.ceildiv(count + 6, batch), 0)):
+                    T.ptx_wait_group(groups * (ahead - 1))
+                    fetch_rows(u, u_ring, (first, count + 6, dilation), stream, channel, step + ahead, batch)
+                    fetch_rows(d_out, d_out_ring, (first, count + 6, dilation), stream, channel, step + ahead, batch)
+                    load_scalars(sources, is_packed, (first, dilation), stream, step + 1, now, later)
+                    for k in T.unroll(batch):
+                        index = step * batch + k - 3
+                        token = first + index * dilation
+                        T.copy(u_ring[(step * batch + k) % slots, :], rows[0, :])
+                        T.copy(d_out_ring[(step * batch + k) % slots, :], grads[0, :])
+                        start = now[1][k] if is_packed else 0
+                        is_there = [token < num_tokens and token - (tap + 1) * dilation >= start for tap in range(3)]
+                        normalize(rows, 0, now[0][k], x)
+                        convolve(f, x, before, is_there, y)
+                        silu_gradient(grads, 0, y)
+                        backpropagate(f, y, is_there, pending, d_x)
+                        if sums_only:
+                            if index >= 0 and index < count:
+                                add_to_taps(y, x, before, is_there, sums)
+                            if index >= 3 and index < count + 3:
+                                for w, i in T.Parallel(warps, 256):
+                                    products[w, i] = d_x[w * 256 + i] * before[2][w * 256 + i]
+                                T.reduce_sum(products, dots, dim=1)
+                                for w in T.Parallel(warps):
+                                    parts[token - 3 * dilation, stream, block % num_tiles * warps + w] = dots[w]
+                        elif index >= 3 and index < count + 3:
+                            norm_gradient(d_x, before[2], now[2][k], now[3][k])
+                            if has_residual:
+                                T.copy(d_out_ring[(step * batch + k + slots - 3) % slots, :], grads[0, :])
+                                add_row(grads, 0, d_x)
+                            T.copy(d_x, result)
+                            T.copy(result, d_u[token - 3 * dilation, stream, channel : channel + channels])
+                        remember(before, x)
+                T.ptx_wait_group(0)
+            if sums_only:
+                for j, total in enumerate(sums):
+                    T.copy(total, d_f[piece, stream, j, channel : channel + channels])
+
+    return short_conv_bwd
+
+
+_SUM_THREADS = 128
+_RANGES_IN_FLIGHT = 4
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _weights_kernel(mhc_mult: int, hidden: int, dtypes: tuple[str, str], num_ranges: int, arch: Arch) -> Any:
+    """A thread adds up one channel's d_f. `dtypes`: of norm_weight and conv_weight."""
+    import tilelang.language as T
+
+    in_flight = max(n for n in range(1, _RANGES_IN_FLIGHT + 1) if num_ranges % n == 0)
+
+    @T.prim_func
+    def weights(
+        d_f: T.Tensor((num_ranges, mhc_mult, 4, hidden), "float32"),
+        norm_weight: T.Tensor((mhc_mult, hidden), dtypes[0]),
+        conv_weight: T.Tensor((mhc_mult, hidden, 4), dtypes[1]),
+        d_norm_weight: T.Tensor((mhc_mult, hidden), "float32"),
+        d_conv_weight: T.Tensor((mhc_mult, hidden, 4), "float32"),
+    ) -> None:
+        with T.Kernel(T.ceildiv(hidden, _SUM_THREADS), mhc_mult, threads=_SUM_THREADS) as (block, stream):
+            channel = block * _SUM_THREADS
+            parts = T.alloc_fragment((in_flight, 4, _SUM_THREADS), "float32")
+            sums = T.alloc_fragment((_SUM_THREADS, 4), "float32")
+            norm = T.alloc_fragment((_SUM_THREADS,), "float32")
+            T.annotate_layout(
+                {
+                    parts: T.Fragment(parts.shape, lambda r, j, i: (i, r * 4 + j)),
+                    sums: T.Fragment(sums.shape, lambda i, j: (i, j)),
+                    norm: T.Fragment(norm.shape, lambda i: (i, 0)),
+                }
+            )
+            T.clear(sums)
+            for step in T.serial(num_ranges // in_flight):
+                first = step * in_flight
+                T.copy(d_f[first : first + in_flight, stream, :, channel : channel + _SUM_THREADS], parts)
+                for r in T.unroll(in_flight):
+                    for i, j in T.Parallel(_SUM_THREADS, 4):
+                        sums[i, j] = sums[i, j] + parts[r, j, i]
+            T.clear(norm)
+            for j in T.unroll(4):
+                for i in T.Parallel(_SUM_THREADS):
+                    if channel + i < hidden:
+                        weight = T.cast(conv_weight[stream, channel + i, j], "float32")
+                        norm[i] = T.fma(weight, sums[i, j], norm[i])
+            for i, j in T.Parallel(_SUM_THREADS, 4):
+                if channel + i < hidden:
+                    weight = T.cast(norm_weight[stream, channel + i], "float32")
+                    d_conv_weight[stream, channel + i, j] = weight * sums[i, j]
+            T.copy(norm, d_norm_weight[stream, channel : channel + _SUM_THREADS])
+
+    return weights
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _means_kernel(num_parts: int, hidden: int, arch: Arch) -> Any:
+    """A thread adds up one row's parts."""
+    import tilelang.language as T
+
+    num_rows = T.dynamic("num_rows")
+
+    @T.prim_func
+    def means(
+        parts: T.Tensor((num_rows, num_parts), "float32"),
+        row_means: T.Tensor((num_rows,), "float32"),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_rows, _SUM_THREADS), threads=_SUM_THREADS) as block:
+            first = block * _SUM_THREADS
+            own = T.alloc_fragment((_SUM_THREADS, num_parts), "float32")
+            sums = T.alloc_fragment((_SUM_THREADS,), "float32")
+            T.annotate_layout({own: T.Fragment(own.shape, lambda r, p: (r, p))})
+            T.copy(parts[first : first + _SUM_THREADS, :], own)
+            T.clear(sums)
+            for p in T.unroll(num_parts):
+                for r in T.Parallel(_SUM_THREADS):
+                    sums[r] = sums[r] + own[r, p]
+            for r in T.Parallel(_SUM_THREADS):
+                sums[r] = sums[r] / T.float32(hidden)
+            T.copy(sums, row_means[first : first + _SUM_THREADS])
+
+    return means
+
+
+def _short_conv_bwd_reference(
+    d_out: Tensor,
+    u: Tensor,
+    norm_weight: Tensor,
+    conv_weight: Tensor,
+    cu_seqlens: Tensor | None,
+    dilation: int,
+    eps: float,
+    has_residual: bool,
+    gradients: list[Tensor],
+    workspaces: list[Tensor],
+) -> None:
+    from tk_engram.reference.conv.short_conv_bwd import short_conv_bwd
+
+    results = short_conv_bwd(
+        d_out,
+        u,
+        norm_weight,
+        conv_weight,
+        dilation=dilation,
+        cu_seqlens=cu_seqlens,
+        eps=eps,
+        has_residual=has_residual,
+    )
+    for gradient, result in zip(gradients, results, strict=True):
+        gradient.copy_(result)
+
+
+@op(
+    "tk_engram::short_conv_bwd_out",
+    mutates=("gradients", "workspaces"),
+    reference=_short_conv_bwd_reference,
+)
+def _short_conv_bwd_out(
+    d_out: Tensor,
+    u: Tensor,
+    norm_weight: Tensor,
+    conv_weight: Tensor,
+    cu_seqlens: Tensor | None,
+    dilation: int,
+    eps: float,
+    has_residual: bool,
+    gradients: list[Tensor],
+    workspaces: list[Tensor],
+) -> None:
+    """`gradients`: d_u, d_norm_weight, d_conv_weight; `workspaces`: as `_new_workspaces` makes them."""
+    num_tokens, mhc_mult, hidden = u.shape
+    d_u, d_norm_weight, d_conv_weight = gradients
+    rstd, sequences, d_f, parts, means = workspaces
+    if num_tokens == 0:
+        d_norm_weight.zero_()
+        d_conv_weight.zero_()
+        return
+    arch = get_arch(u.device)
+    config = ShortConvBwdConfig.best(mhc_mult, hidden, arch)
+    u, d_out = aligned(u), aligned(d_out)
+    weights = aligned(norm_weight), aligned(conv_weight)
+    dtypes = name_of(norm_weight.dtype), name_of(conv_weight.dtype)
+    length = walk_length(num_tokens, mhc_mult * config.tile.num_tiles, get_num_sms(u.device))
+    launch_rstd(u, cu_seqlens, None, eps, rstd, None, sequences)
+    inputs = (u, d_out, *weights, rstd, sequences)
+    is_packed, numbers = cu_seqlens is not None, (dilation, length)
+    add_up = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, False, True, config, arch)
+    add_up(*inputs, None, d_f, parts, None, *numbers)
+    _weights_kernel(mhc_mult, hidden, dtypes, config.num_ranges, arch)(d_f, *weights, d_norm_weight, d_conv_weight)
+    _means_kernel(parts.shape[2], hidden, arch)(parts.view(-1, parts.shape[2]), means.view(-1))
+    differentiate = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, has_residual, False, config, arch)
+    differentiate(*inputs, means, None, None, d_u, *numbers)
+
+
+def _new_workspaces(u: Tensor) -> list[Tensor]:
+    """rstd (T, m), int32 sequences (2, T), d_f (ranges, m, 4, H), parts of means (T, m, warps), means (T, m)."""
+    num_tokens, mhc_mult, hidden = u.shape
+    tile = ChannelTile.best(hidden)
+    num_ranges = ShortConvBwdConfig.num_ranges_of(mhc_mult, tile)
+    shapes = (
+        (num_tokens, mhc_mult),
+        (2, num_tokens),
+        (num_ranges, mhc_mult, 4, hidden),
+        (num_tokens, mhc_mult, tile.num_tiles * tile.warps),
+        (num_tokens, mhc_mult),
+    )
+    return [new_workspace(u, shape, torch.int32 if i == 1 else torch.float32) for i, shape in enumerate(shapes)]
+
+
+@replayable
+def short_conv_bwd(
+    d_out: Tensor,
+    u: Tensor,
+    norm_weight: Tensor,
+    conv_weight: Tensor,
+    *,
+    dilation: int,
+    cu_seqlens: Tensor | None = None,
+    eps: float = 1e-5,
+    has_residual: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `short_conv` without a state, by u, norm_weight and conv_weight.
+
+    d_y = d_out · s(1 + y(1 - s)) with s = sigmoid(y); d_conv_weight[j] = Σ_t d_y[t] · n[t - (3 - j) · dilation];
+    d_n[t] = Σ_j w[j] · d_y[t + (3 - j) · dilation]; d_norm_weight = Σ_t d_n · x with x = u · rstd, d_x = d_n ·
+    norm_weight; d_u = rstd · (d_x - x · mean_H(d_x · x)), plus d_out with a residual. All in float32. d_u is rounded
+    once, and a token's bits are the same in any batch. The sums over tokens are taken in ranges whose number depends
+    on m and H alone, so their bits are the same at any number of multiprocessors. Against the reference calc_diff is
+    below 1e-8 for the weights; d_u is within one unit in the last place of bfloat16, or 1e-6 of its largest value.
+
+    Args:
+        d_out: the gradient by the result, bfloat16 (T, m, H), contiguous. It is that by `residual`, too.
+        u: bfloat16 (T, m, H), contiguous; m is 1 to 8, H a multiple of 64, 64 to 16384.
+        norm_weight: bfloat16 or float32 (m, H), contiguous.
+        conv_weight: bfloat16 or float32 (m, H, 4), contiguous.
+        dilation: tokens between taps, 1 to 65536.
+        cu_seqlens: int32 (B + 1), contiguous, on the device of u, as the forward was given it; None: one sequence.
+        eps: as the forward was given it.
+        has_residual: whether the forward was given a residual, and so added u.
+
+    Returns:
+        (d_u, d_norm_weight, d_conv_weight): bfloat16 (T, m, H), float32 (m, H) and float32 (m, H, 4); of no tokens the
+        last two are zeros.
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype, dilation not an int, eps not a number or has_residual not
+            a bool.
+        ValueError: a shape, stride or device does not fit, or m, H, dilation or eps is out of range.
+    """
+    shape = check_conv(u, norm_weight, conv_weight, dilation, cu_seqlens, eps)
+    check.tensor("d_out", d_out, (torch.bfloat16,), shape, device=u.device)
+    check.require_type(isinstance(has_residual, bool), "has_residual", "a bool", has_residual)
+    d_u = u.new_empty(u.shape)
+    d_norm_weight = u.new_empty(norm_weight.shape, dtype=torch.float32)
+    d_conv_weight = u.new_empty(conv_weight.shape, dtype=torch.float32)
+    gradients = [d_u, d_norm_weight, d_conv_weight]
+    inputs = (d_out, u, norm_weight, conv_weight, cu_seqlens)
+    _short_conv_bwd_out(*inputs, dilation, float(eps), has_residual, gradients, _new_workspaces(u))
+    return d_u, d_norm_weight, d_conv_weight

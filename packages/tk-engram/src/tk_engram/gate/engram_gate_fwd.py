@@ -1,0 +1,288 @@
+"""engram_gate_fwd: what was looked up for a token, v, added to each of its streams as far as a gate lets it.
+
+    rstd_x[t, s] = rsqrt(mean_i(x²) + eps),  rstd_k likewise;  dot[t, s] = Σ_i x · weight · k
+    d            = dot · rstd_x · rstd_k · H^-½
+    gate[t, s]   = sigmoid(sign(d) · √max(|d|, clamp_value))
+    out[t, s, i] = bf16(x + gate · v[t, i]), or bf16(gate · v) without the residual
+
+in float32. sign(0) = 0, so that rows of padding, which are zeros, have a gate of ½. Source: DeepSeek's Engram and its
+TileKernels.
+
+A thread block takes one stream of a few tokens, one after the other, and reads everything once: a token's x and k stay
+in registers while the three sums are taken, and the stream's weight for all its tokens. The blocks of the other streams
+run beside it, so that their v comes from L2:
+
+    channels    [ thread 0 | thread 1 | … ] [ thread 0 | thread 1 | … ] …       each field 8 channels, 16 bytes
+    sums        each thread's own → shuffles within a warp → the warps', through shared memory
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.tiles import DIRECT_COPIES, VECTOR
+from tk_core.views import aligned
+from tk_engram.lib.gate import check_inputs, check_streams, with_aligned_rows
+
+
+@dataclass(frozen=True)
+class EngramGateFwdConfig:
+    """Launch knobs. The order of the sums over channels depends on `threads`."""
+
+    threads: int
+    """Whole warps, which share a token's channels."""
+    min_blocks: int
+    """Thread blocks that have to fit a multiprocessor: bounds the registers of a thread."""
+
+    @staticmethod
+    def best(hidden: int, arch: Arch) -> "EngramGateFwdConfig":
+        """Up to seven vectors of 16 bytes a thread, as few idle lanes as possible, and about twelve warps.
+
+        Three blocks of 128 threads have 129 KB of x, k and v in flight, where a multiprocessor's share of the memory
+        bandwidth needs 30. Several tokens a thread block, with the weight loaded once, are slower: m 4, H 7168, 8192
+        tokens on an H200 351 µs with one, 378 with four, 382 with eight; of 224 threads 348 and 407.
+        """
+        vectors = hidden // VECTOR
+        few = [threads for threads in (128, 160, 96, 224, 192, 256, 64, 32) if vectors <= 7 * threads]
+        threads = min(few or (320,), key=lambda threads: align(vectors, threads))
+        rounds = ceil_div(vectors, threads)
+        # Of a channel a thread keeps x, k and v in 16 bits and the weight in 32.
+        registers = 36 + 18 * rounds
+        # A multiprocessor has four partitions of 512 registers for each lane of a warp.
+        warps = 4 * (512 // registers)
+        return EngramGateFwdConfig(threads, min_blocks=min(32, max(1, warps // (threads // 32))))
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _engram_gate_fwd_kernel(
+    mhc_mult: int,
+    hidden: int,
+    add_residual: bool,
+    has_mask: bool,
+    save_for_backward: bool,
+    config: EngramGateFwdConfig,
+    arch: Arch,
+) -> Any:
+    import tilelang.language as T
+
+    from tk_engram.lib.gate_tiles import channels_of_threads, sum_over_threads
+
+    threads = config.threads
+    tile = VECTOR * threads
+    rounds = ceil_div(hidden, tile)
+    num_tokens = T.dynamic("num_tokens")
+    # In elements; 64 bits, for a tensor may have more than 2³¹ of them.
+    k_token_stride, k_stream_stride = T.dynamic("k_token_stride", "int64"), T.dynamic("k_stream_stride", "int64")
+    v_stride = T.dynamic("v_stride", "int64")
+
+    @T.prim_func
+    def engram_gate_fwd(
+        x: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        k: T.StridedTensor((num_tokens, mhc_mult, hidden), (k_token_stride, k_stream_stride, 1), "bfloat16"),
+        v: T.StridedTensor((num_tokens, hidden), (v_stride, 1), "bfloat16"),
+        weight: T.Tensor((mhc_mult, hidden), "float32"),
+        image_token_mask: T.Tensor((num_tokens,), "bool"),
+        out: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        dot: T.Tensor((num_tokens, mhc_mult), "float32"),
+        gate_score: T.Tensor((num_tokens, mhc_mult), "float32"),
+        rstd_x: T.Tensor((num_tokens, mhc_mult), "float32"),
+        rstd_k: T.Tensor((num_tokens, mhc_mult), "float32"),
+        eps: T.float32,
+        clamp_value: T.float32,
+    ) -> None:
+        # Streams of the same tokens are neighbours in the grid: they run at the same time.
+        with T.Kernel(num_tokens * mhc_mult, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(config.min_blocks)
+            # Checked by the op: what 16-byte loads need to know of the strides.
+            T.assume(k_token_stride % VECTOR == 0)
+            T.assume(k_stream_stride % VECTOR == 0)
+            T.assume(v_stride % VECTOR == 0)
+            token, s = block // mhc_mult, block % mhc_mult
+            weights = T.alloc_fragment((rounds, tile), "float32")
+            xs = T.alloc_fragment((rounds, tile), "bfloat16")
+            ks = T.alloc_fragment((rounds, tile), "bfloat16")
+            vs = T.alloc_fragment((rounds, tile), "bfloat16")
+            outs = T.alloc_fragment((tile,), "bfloat16")
+            dot_parts = T.alloc_fragment((threads,), "float32")
+            x_parts = T.alloc_fragment((threads,), "float32")
+            k_parts = T.alloc_fragment((threads,), "float32")
+            sums = T.alloc_local((3,), "float32")
+            gate = T.alloc_local((1,), "float32")
+            T.annotate_layout({each: channels_of_threads(each.shape) for each in (weights, xs, ks, vs, outs)})
+
+            for r in T.unroll(rounds):
+                T.copy(weight[s, r * tile : (r + 1) * tile], weights[r, :])
+            # Channels beyond hidden are zeros, and add nothing to a sum.
+            for r in T.unroll(rounds):
+                T.copy(x[token, s, r * tile : (r + 1) * tile], xs[r, :])
+                T.copy(k[token, s, r * tile : (r + 1) * tile], ks[r, :])
+            for r in T.unroll(rounds):
+                T.copy(v[token, r * tile : (r + 1) * tile], vs[r, :])
+            for each in (dot_parts, x_parts, k_parts):
+                T.clear(each)
+            for r in T.unroll(rounds):
+                for t in T.Parallel(threads):
+                    for j in T.unroll(VECTOR):
+                        c = t * VECTOR + j
+                        x_float, k_float = T.cast(xs[r, c], "float32"), T.cast(ks[r, c], "float32")
+                        dot_parts[t] = T.fma(x_float * weights[r, c], k_float, dot_parts[t])
+                        x_parts[t] = T.fma(x_float, x_float, x_parts[t])
+                        k_parts[t] = T.fma(k_float, k_float, k_parts[t])
+            sum_over_threads((dot_parts, x_parts, k_parts), sums)
+
+            sums[1] = T.rsqrt(sums[1] / T.float32(hidden) + eps)
+            sums[2] = T.rsqrt(sums[2] / T.float32(hidden) + eps)
+            gate[0] = sums[0] * sums[1] * sums[2] * T.float32(hidden**-0.5)
+            # Neither for 0 nor for NaN.
+            if T.abs(gate[0]) > T.float32(0):
+                root = T.sqrt(T.max(T.abs(gate[0]), clamp_value))
+                gate[0] = T.if_then_else(gate[0] > T.float32(0), root, -root)
+            gate[0] = T.float32(1) / (T.float32(1) + T.exp(-gate[0]))
+            if has_mask:
+                for i in T.unroll(3):
+                    sums[i] = T.if_then_else(image_token_mask[token], T.float32(0), sums[i])
+                gate[0] = T.if_then_else(image_token_mask[token], T.float32(0), gate[0])
+
+            for r in T.unroll(rounds):
+                for i in T.Parallel(tile):
+                    kept = T.cast(xs[r, i], "float32") if add_residual else T.float32(0)
+                    result = T.fma(gate[0], T.cast(vs[r, i], "float32"), kept)
+                    # Also where v is not finite.
+                    outs[i] = T.if_then_else(image_token_mask[token], kept, result) if has_mask else result
+                T.copy(outs, out[token, s, r * tile : (r + 1) * tile])
+            if save_for_backward:
+                for _ in T.Parallel(1):
+                    dot[token, s] = sums[0]
+                    gate_score[token, s] = gate[0]
+                    rstd_x[token, s] = sums[1]
+                    rstd_k[token, s] = sums[2]
+
+    return engram_gate_fwd
+
+
+def _engram_gate_fwd_reference(
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    hidden_states: Tensor | None,
+    image_token_mask: Tensor | None,
+    eps: float,
+    clamp_value: float,
+    add_residual: bool,
+    out: Tensor,
+    dot: Tensor | None,
+    gate_score: Tensor | None,
+    rstd_x: Tensor | None,
+    rstd_k: Tensor | None,
+) -> None:
+    from tk_engram.reference.gate.engram_gate_fwd import engram_gate_fwd
+
+    x = out if hidden_states is None else hidden_states
+    numbers = (eps, clamp_value)
+    results = engram_gate_fwd(
+        x, k, v, weight_fused, *numbers, image_token_mask=image_token_mask, add_residual=add_residual
+    )
+    for each, result in zip((out, dot, gate_score, rstd_x, rstd_k), results, strict=True):
+        if each is not None:
+            each.copy_(result)
+
+
+@op(
+    "tk_engram::engram_gate_fwd_out",
+    mutates=("out", "dot", "gate_score", "rstd_x", "rstd_k"),
+    reference=_engram_gate_fwd_reference,
+)
+def _engram_gate_fwd_out(
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    hidden_states: Tensor | None,
+    image_token_mask: Tensor | None,
+    eps: float,
+    clamp_value: float,
+    add_residual: bool,
+    out: Tensor,
+    dot: Tensor | None,
+    gate_score: Tensor | None,
+    rstd_x: Tensor | None,
+    rstd_k: Tensor | None,
+) -> None:
+    """Without hidden_states, `out` holds them; without `dot`, none of the four are saved."""
+    num_tokens, mhc_mult, hidden = out.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(out.device)
+    config = EngramGateFwdConfig.best(hidden, arch)
+    options = (add_residual, image_token_mask is not None, dot is not None)
+    forward = _engram_gate_fwd_kernel(mhc_mult, hidden, *options, config, arch)
+    written = aligned(out)
+    x = written if hidden_states is None else aligned(hidden_states)
+    inputs = (x, with_aligned_rows(k), with_aligned_rows(v), aligned(weight_fused), image_token_mask)
+    forward(*inputs, written, dot, gate_score, rstd_x, rstd_k, eps, clamp_value)
+    if written is not out:
+        out.copy_(written)
+
+
+@replayable
+def engram_gate_fwd(
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    eps: float,
+    clamp_value: float,
+    save_for_backward: bool = True,
+    *,
+    image_token_mask: Tensor | None = None,
+    inplace: bool = False,
+    add_residual: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Add v to each stream of its token, times a gate: out = x + sigmoid(sign(d) · √max(|d|, clamp_value)) · v.
+
+    d = dot · rstd_x · rstd_k · H^-½, with dot = Σ x · weight_fused · k and rstd = rsqrt(mean(²) + eps) of x and of k,
+    all over a stream's channels, in float32; d = 0 gives a gate of ½. Source: DeepSeek's TileKernels. A token's result
+    does not depend on the other tokens, nor `out` on what is saved.
+
+    Args:
+        hidden_states: x, the streams, bfloat16 (T, m, H), contiguous; m is 1 to 8, H a multiple of 64, up to 16384.
+        k: bfloat16 (T, m, H), any strides of tokens and streams, such as kv[:, :m] of one tensor (T, m + 1, H).
+        v: bfloat16 (T, H), any stride of tokens, such as kv[:, m].
+        weight_fused: float32 (m, H), contiguous, as `fused_weight` gives it.
+        eps: at least 0.
+        clamp_value: at least 0.
+        save_for_backward: whether to return what `engram_gate_bwd` needs.
+        image_token_mask: bool (T), contiguous: tokens that keep their streams; of these 0 is saved. None for none.
+        inplace: write the result into hidden_states; only without save_for_backward.
+        add_residual: False for gate · v alone (0 for masked tokens).
+
+    Returns:
+        (out, dot, gate_score, rstd_x, rstd_k): bfloat16 (T, m, H), `hidden_states` itself if in place, and four float32
+        (T, m), each None without save_for_backward.
+
+    Raises:
+        TypeError: an argument is not of its type, or no tensor of its dtype.
+        ValueError: a shape, stride, device or number does not fit, or inplace together with save_for_backward.
+    """
+    shape = check_streams("hidden_states", hidden_states)
+    check_inputs(k, v, weight_fused, image_token_mask, shape, hidden_states.device)
+    check.number("eps", eps, at_least=0)
+    check.number("clamp_value", clamp_value, at_least=0)
+    flags = {"save_for_backward": save_for_backward, "inplace": inplace, "add_residual": add_residual}
+    for name, flag in flags.items():
+        check.require_type(isinstance(flag, bool), name, "a bool", flag)
+    check.require(not (inplace and save_for_backward), "inplace", "False with save_for_backward", inplace)
+    out = hidden_states if inplace else hidden_states.new_empty(shape)
+    saved: tuple[Tensor | None, ...] = (None,) * 4
+    if save_for_backward:
+        saved = tuple(weight_fused.new_empty(shape[:2]) for _ in range(4))
+    x = None if inplace else hidden_states
+    numbers = (float(eps), float(clamp_value))
+    _engram_gate_fwd_out(k, v, weight_fused, x, image_token_mask, *numbers, add_residual, out, *saved)
+    return (out, *saved)

@@ -1,0 +1,162 @@
+"""grad_w_reduce: the parts of the fused weight's gradient summed, and what follows for the two weights added to them.
+
+    grad_w              = Σ_b grad_w_partial[b]
+    grad_weight_hidden += grad_w · weight_embed
+    grad_weight_embed  += grad_w · weight_hidden
+
+in float32. Source: DeepSeek's Engram and its TileKernels.
+
+A thread block takes 32 neighbouring channels of all parts, so that many thread blocks share the work; 32 parts at a
+time, four channels a thread:
+
+    parts      0, 32, 64, …    [ thread 0 | thread 1 | … | thread 7 ]      each field 4 channels, 16 bytes
+               1, 33, 65, …    [ thread 8 | …                       ]
+               …
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
+from tk_engram.lib.gate import WEIGHT_DTYPES, check_sizes
+
+
+@dataclass(frozen=True)
+class GradWReduceConfig:
+    """Launch knobs. They decide the order of the sums, so they must not depend on the number of multiprocessors."""
+
+    channels: int
+    """Channels of a thread block; they divide m · H."""
+    rows: int
+    """Parts that are read at a time; channels · rows is four a thread."""
+    unroll: int
+    """Reads of a thread that are in flight."""
+
+    @property
+    def threads(self) -> int:
+        """Four channels each: 16 bytes."""
+        return self.channels * self.rows // 4
+
+    @staticmethod
+    def best(arch: Arch) -> "GradWReduceConfig":
+        """Rows of 128 bytes, and of 132 parts about all in flight at once. Untuned."""
+        return GradWReduceConfig(channels=32, rows=32, unroll=4)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _grad_w_reduce_kernel(size: int, hidden_dtype: str, embed_dtype: str, config: GradWReduceConfig, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    channels, rows = config.channels, config.rows
+    num_parts = T.dynamic("num_parts")
+
+    @T.prim_func
+    def grad_w_reduce(
+        grad_w_partial: T.Tensor((num_parts, size), "float32"),
+        weight_hidden: T.Tensor((size,), hidden_dtype),
+        weight_embed: T.Tensor((size,), embed_dtype),
+        grad_weight_hidden: T.Tensor((size,), "float32"),
+        grad_weight_embed: T.Tensor((size,), "float32"),
+    ) -> None:
+        with T.Kernel(size // channels, threads=config.threads) as block:
+            first, last = block * channels, (block + 1) * channels
+            parts = T.alloc_fragment((rows, channels), "float32")
+            row_sums = T.alloc_fragment((rows, channels), "float32")
+            sums = T.alloc_fragment((channels,), "float32")
+            T.clear(row_sums)
+            for i in T.unroll(T.ceildiv(num_parts, rows), unroll_factor=config.unroll):
+                # Beyond the last part come zeros.
+                T.copy(grad_w_partial[i * rows : (i + 1) * rows, first:last], parts)
+                for p, c in T.Parallel(rows, channels):
+                    row_sums[p, c] = row_sums[p, c] + parts[p, c]
+            T.reduce_sum(row_sums, sums, dim=0)
+            for c in T.Parallel(channels):
+                embed = T.cast(weight_embed[first + c], "float32")
+                grad_weight_hidden[first + c] = T.fma(sums[c], embed, grad_weight_hidden[first + c])
+            for c in T.Parallel(channels):
+                hidden = T.cast(weight_hidden[first + c], "float32")
+                grad_weight_embed[first + c] = T.fma(sums[c], hidden, grad_weight_embed[first + c])
+
+    return grad_w_reduce
+
+
+def _grad_w_reduce_reference(
+    grad_w_partial: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    grad_weight_hidden: Tensor,
+    grad_weight_embed: Tensor,
+) -> None:
+    from tk_engram.reference.gate.grad_w_reduce import grad_w_reduce
+
+    grad_w_reduce(grad_w_partial, weight_hidden, weight_embed, grad_weight_hidden, grad_weight_embed)
+
+
+@op(
+    "tk_engram::grad_w_reduce_out",
+    mutates=("grad_weight_hidden", "grad_weight_embed"),
+    reference=_grad_w_reduce_reference,
+)
+def _grad_w_reduce_out(
+    grad_w_partial: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    grad_weight_hidden: Tensor,
+    grad_weight_embed: Tensor,
+) -> None:
+    if grad_w_partial.shape[0] == 0:
+        return
+    arch = get_arch(grad_w_partial.device)
+    size = weight_hidden.numel()
+    dtypes = (str(x.dtype).removeprefix("torch.") for x in (weight_hidden, weight_embed))
+    reduce = _grad_w_reduce_kernel(size, *dtypes, GradWReduceConfig.best(arch), arch)
+    written = aligned(grad_weight_hidden), aligned(grad_weight_embed)
+    inputs = (aligned(weight_hidden), aligned(weight_embed), *written)
+    reduce(aligned(grad_w_partial).view(-1, size), *(x.view(-1) for x in inputs))
+    for new, old in zip(written, (grad_weight_hidden, grad_weight_embed)):
+        if new is not old:
+            old.copy_(new)
+
+
+@replayable
+def grad_w_reduce(
+    grad_w_partial: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    grad_weight_hidden: Tensor,
+    grad_weight_embed: Tensor,
+) -> None:
+    """Sum what `engram_gate_bwd` left of the weight's gradient, and add it, times the other weight, to the two given.
+
+    grad_weight_hidden += Σ_b grad_w_partial[b] · weight_embed, and grad_weight_embed likewise with weight_hidden, in
+    float32. Source: DeepSeek's TileKernels.
+
+    Args:
+        grad_w_partial: float32 (blocks, m, H), contiguous; any number of blocks, none too.
+        weight_hidden: bfloat16 or float32 (m, H), contiguous; m is 1 to 8, H a multiple of 64, up to 16384.
+        weight_embed: likewise, of either dtype.
+        grad_weight_hidden: float32 (m, H), contiguous, added to in place.
+        grad_weight_embed: likewise; another tensor.
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype.
+        ValueError: a shape, stride or device does not fit, or m or H is out of range.
+    """
+    float32 = (torch.float32,)
+    _, *shape = check.tensor("grad_w_partial", grad_w_partial, float32, ("blocks", "hc_mult", "hidden"))
+    check_sizes("grad_w_partial", *shape)
+    device = grad_w_partial.device
+    check.tensor("weight_hidden", weight_hidden, WEIGHT_DTYPES, tuple(shape), device=device)
+    check.tensor("weight_embed", weight_embed, WEIGHT_DTYPES, tuple(shape), device=device)
+    check.tensor("grad_weight_hidden", grad_weight_hidden, float32, tuple(shape), device=device)
+    check.tensor("grad_weight_embed", grad_weight_embed, float32, tuple(shape), device=device)
+    _grad_w_reduce_out(grad_w_partial, weight_hidden, weight_embed, grad_weight_hidden, grad_weight_embed)

@@ -1,0 +1,205 @@
+"""The convolution in one pass: thread blocks hold whole rows, so that they find a row's rstd themselves.
+
+A thread block walks over the tokens of one stream (see `lib/conv.py`), a batch of rows at a time. Rows are copied to
+shared memory some batches ahead, and stay there until no later row needs them:
+
+    shared memory   [ 3 rows before | batch at work | batches on their way ]       a ring of rows
+    registers       the filter of each thread's channels, and the batch's rstds
+
+Formulas and arguments are those of `short_conv`. Rows of a state and wider ones take the two kernels there.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_core.tiles import DIRECT_COPIES, VECTOR
+from tk_engram.lib.conv import RowThreads
+
+MAX_WHOLE_ROW = 8192
+"""Channels of a row at most: the filter takes 64 registers of each of 512 threads."""
+
+
+@dataclass(frozen=True)
+class ConvRowsConfig:
+    """Launch knobs. No bit of a result depends on them."""
+
+    row: RowThreads
+    batch: int
+    """Rows between two barriers."""
+    ahead: int
+    """Batches on their way while one is worked on."""
+    min_blocks: int
+    """Thread blocks that have to fit a multiprocessor: bounds the registers of a thread."""
+
+    @property
+    def slots(self) -> int:
+        """Rows in shared memory."""
+        return 3 + self.batch * (1 + self.ahead)
+
+    @property
+    def residual_slots(self) -> int:
+        """Rows of the residual in shared memory."""
+        return self.batch * (1 + self.ahead)
+
+    def shared_bytes(self, has_residual: bool) -> int:
+        """Shared memory of a thread block, with a little for sums."""
+        return 2 * self.row.channels * (self.slots + has_residual * self.residual_slots) + 1024
+
+    @staticmethod
+    def best(hidden: int, has_residual: bool, arch: Arch) -> "ConvRowsConfig":
+        """Batches of up to four rows, one or two of them on their way, and about 16 warps. Untuned.
+
+        H 7168: 448 threads with 16 channels each, eight rows of 14 KB on their way; a multiprocessor's share of the
+        memory bandwidth needs about 20 KB. With three rows at a time nvcc spills for sm_100 and for more than 448
+        threads.
+        """
+        row = RowThreads.best(hidden)
+        max_batch = 2 if row.threads > 448 or arch.sm >= 100 else 4
+        min_blocks = max(1, 512 // row.threads)
+        # The system takes 1 KiB for each thread block.
+        room = (arch.max_shared_memory + 1024) // min_blocks - 1024
+        for batch, ahead in product(range(max_batch, 0, -1), (2, 1, 0)):
+            config = ConvRowsConfig(row, batch, ahead, min_blocks)
+            if ahead > 0 and config.shared_bytes(has_residual) <= room:
+                return config
+        return ConvRowsConfig(row, 1, 0, 1)
+
+
+def rows_walk_length(num_tokens: int, dilation: int, mhc_mult: int, num_slots: int) -> int:
+    """Tokens of a walk for which the last thread block ends first; `num_slots` of them run at a time."""
+    num_classes = min(dilation, num_tokens)
+    tokens = ceil_div(num_tokens, dilation)
+    lengths = {}
+    for waves in range(1, 9):
+        pieces = min(tokens, max(1, waves * num_slots // (mhc_mult * num_classes)))
+        length = ceil_div(tokens, pieces)
+        num_blocks = mhc_mult * num_classes * ceil_div(tokens, length)
+        # A walk reads three rows more, and waits for the first ones and the filter about as long as for five.
+        lengths[length] = ceil_div(num_blocks, num_slots) * (length + 8)
+    return min(lengths, key=lengths.__getitem__)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def short_conv_rows_kernel(
+    mhc_mult: int,
+    hidden: int,
+    dtypes: tuple[str, str],
+    is_packed: bool,
+    has_residual: bool,
+    config: ConvRowsConfig,
+    arch: Arch,
+) -> Any:
+    """`dtypes`: of norm_weight and conv_weight."""
+    import tilelang.language as T
+
+    from tk_engram.lib import conv_tile
+    from tk_engram.lib.gate_tiles import sum_over_threads
+
+    threads, rounds, channels = config.row.threads, config.row.rounds, config.row.channels
+    tile, batch, ahead, slots = VECTOR * threads, config.batch, config.ahead, config.slots
+    residual_slots = config.residual_slots if has_residual else 1
+    # Each copy is a group of its own.
+    groups = batch * (1 + has_residual)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def short_conv_rows(
+        u: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        norm_weight: T.Tensor((mhc_mult, hidden), dtypes[0]),
+        conv_weight: T.Tensor((mhc_mult, hidden, 4), dtypes[1]),
+        residual: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        sequences: T.Tensor((2, num_tokens), "int32"),
+        out: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
+        dilation: T.int32,
+        walk_tokens: T.int32,
+        eps: T.float32,
+    ) -> None:
+        num_walks = T.min(dilation, num_tokens) * T.ceildiv(num_tokens, dilation * walk_tokens)
+        with T.Kernel(num_walks * mhc_mult, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(config.min_blocks)
+            rows = T.alloc_shared((slots, channels), "bfloat16")
+            residual_rows = T.alloc_shared((residual_slots, channels), "bfloat16")
+            weights = T.alloc_fragment((tile,), dtypes[0])
+            taps = T.alloc_fragment((tile, 4), dtypes[1])
+            f = [[T.alloc_fragment((tile,), "float32") for _ in range(4)] for _ in range(rounds)]
+            row = T.alloc_fragment((1, tile), "bfloat16")
+            added = T.alloc_fragment((tile,), "bfloat16")
+            before = [T.alloc_fragment((tile,), "float32") for _ in range(3)]
+            x = T.alloc_fragment((tile,), "float32")
+            y = T.alloc_fragment((tile,), "float32")
+            result = T.alloc_fragment((tile,), "bfloat16")
+            parts = [T.alloc_fragment((threads,), "float32") for _ in range(batch)]
+            sums = T.alloc_local((batch,), "float32")
+            # Of the three rows before the batch, then of its own.
+            rstds = T.alloc_local((3 + batch,), "float32")
+            starts = T.alloc_local((batch,), "int32")
+            one_row = conv_tile.row_layout(tile, threads)
+            T.annotate_layout(
+                dict.fromkeys((weights, added, *before, x, y, result, *(each for of in f for each in of)), one_row)
+                | {row: conv_tile.rows_layout(1, tile), taps: conv_tile.taps_layout(tile)}
+            )
+            stream, walk = block % mhc_mult, block // mhc_mult
+            num_classes = T.min(dilation, num_tokens)
+            first = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            first = walk // num_classes * (dilation * walk_tokens) + walk % num_classes
+            count = T.min(walk_tokens, T.ceildiv(num_tokens - first, dilation))
+
+            for step in T.unroll(ahead):
+                conv_tile.fetch_rows(u, rows, (first, count + 3, dilation), stream, 0, step, batch)
+                if has_residual:
+                    conv_tile.fetch_rows(residual, residual_rows, (first, count + 3, dilation), stream, 0, step, batch)
+            for r, filters in enumerate(f):
+                conv_tile.load_filter(norm_weight, conv_weight, stream, r * tile, weights, taps, filters)
+            for i in T.unroll(3 + batch):
+                rstds[i] = T.float32(0)
+            for step in T.unroll(T.ceildiv(count + 3, batch), unroll_factor=1):
+                if ahead > 0:
+                    T.ptx_wait_group(groups * (ahead - 1))
+                conv_tile.fetch_rows(u, rows, (first, count + 3, dilation), stream, 0, step + ahead, batch)
+                if has_residual:
+                    conv_tile.fetch_rows(
+                        residual, residual_rows, (first, count + 3, dilation), stream, 0, step + ahead, batch
+                    )
+                if ahead == 0:
+                    T.ptx_wait_group(0)
+                if is_packed:
+                    for k in T.unroll(batch):
+                        token = first + (step * batch + k - 3) * dilation
+                        starts[k] = sequences[0, T.max(0, T.min(num_tokens - 1, token))]
+                for k, of_row in enumerate(parts):
+                    T.clear(of_row)
+                    for r in T.unroll(rounds):
+                        T.copy(rows[(step * batch + k) % slots, r * tile : (r + 1) * tile], row[0, :])
+                        conv_tile.add_squares(row, 0, of_row)
+                sum_over_threads(tuple(parts), sums)
+                for i in T.unroll(3):
+                    rstds[i] = rstds[batch + i]
+                for k in T.unroll(batch):
+                    rstds[3 + k] = T.rsqrt(sums[k] * T.float32(1 / hidden) + eps)
+                for r, filters in enumerate(f):
+                    for i in (0, 1, 2):
+                        T.copy(rows[(step * batch + slots + i - 3) % slots, r * tile : (r + 1) * tile], row[0, :])
+                        conv_tile.normalize(row, 0, rstds[i], before[2 - i])
+                    for k in T.unroll(batch):
+                        index = step * batch + k - 3
+                        token = first + index * dilation
+                        start = starts[k] if is_packed else 0
+                        T.copy(rows[(step * batch + k) % slots, r * tile : (r + 1) * tile], row[0, :])
+                        conv_tile.normalize(row, 0, rstds[3 + k], x)
+                        is_there = [token - (tap + 1) * dilation >= start for tap in range(3)]
+                        conv_tile.convolve(filters, x, before, is_there, y)
+                        if has_residual:
+                            T.copy(residual_rows[(step * batch + k) % residual_slots, r * tile : (r + 1) * tile], added)
+                            conv_tile.silu_and_residual(y, row, 0, added, result)
+                        else:
+                            conv_tile.silu(y, result)
+                        if index >= 0 and index < count:
+                            T.copy(result, out[token, stream, r * tile : (r + 1) * tile])
+                        conv_tile.remember(before, x)
+
+    return short_conv_rows

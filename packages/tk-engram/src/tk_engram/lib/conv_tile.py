@@ -1,0 +1,222 @@
+"""Rows of a few channels in registers: normalized, convolved over tokens, and what SiLU makes of them.
+
+With x = u · rstd, the norm's weight is a factor of the filter: y[t] = Σ_j f[j] · x[t - (3 - j) · dilation] with
+f[j] = conv_weight[j] · norm_weight. A tap is only looked at where it is said to be of the same sequence, so that
+what another sequence holds, NaN perhaps, changes nothing.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+
+def row_layout(channels: int, threads: int) -> Any:
+    """Layout of a fragment (channels,): eight neighbouring channels a thread, then again from the first thread on."""
+    return T.Fragment((channels,), forward_fn=lambda i: (i // 8 % threads, i // (8 * threads) * 8 + i % 8))
+
+
+def rows_layout(num_rows: int, channels: int) -> Any:
+    """Layout of a fragment (num_rows, channels): eight neighbouring channels of all rows a thread."""
+    return T.Fragment((num_rows, channels), forward_fn=lambda k, i: (i // 8, k * 8 + i % 8))
+
+
+def taps_layout(channels: int) -> Any:
+    """Layout of a fragment (channels, 4): all taps of eight neighbouring channels a thread."""
+    return T.Fragment((channels, 4), forward_fn=lambda i, j: (i // 8, i % 8 * 4 + j))
+
+
+@T.macro
+def find_sequence(cu_seqlens: T.Buffer, token: Any, sequences: T.Buffer) -> None:
+    """sequences[:, token] = where its sequence starts, and the last index b with cu_seqlens[b] ≤ token."""
+    low = T.alloc_var("int32")
+    high = T.alloc_var("int32")
+    low = 0
+    high = cu_seqlens.shape[0] - 2
+    while low < high:
+        if cu_seqlens[(low + high + 1) // 2] <= token:
+            low = (low + high + 1) // 2
+        else:
+            high = (low + high + 1) // 2 - 1
+    sequences[0, token] = cu_seqlens[low]
+    sequences[1, token] = low
+
+
+@T.macro
+def fetch_rows(x: T.Buffer, shared: T.Buffer, walk: tuple, stream: Any, channel: Any, step: Any, batch: int) -> None:
+    """Start copies of a batch of a walk's rows, each a group of its own, into a ring of rows of a few channels.
+
+    `walk`: its first token, its rows with the three before it, the dilation. Before and beyond all tokens are zeros.
+    """
+    first, num_rows, dilation = walk
+    for k in T.unroll(batch):
+        row = step * batch + k
+        token = T.alloc_var("int32")
+        token = T.if_then_else(row < num_rows, first + (row - 3) * dilation, x.shape[0])
+        T.async_copy(x[token, stream, channel : channel + shared.shape[1]], shared[row % shared.shape[0], :])
+
+
+@T.macro
+def load_scalars(
+    sources: tuple, is_packed: bool, walk: tuple, stream: Any, step: Any, now: tuple, later: tuple
+) -> None:
+    """now = later; later = what is known of the rows of a step's batch: long before it is needed.
+
+    `sources`: rstd, sequences and means or None. `now` and `later`: of each row its rstd and where its sequence starts,
+    of the row three before it rstd and mean; each a local buffer. Of tokens that do not exist, what another has.
+    """
+    rstd, sequences, means = sources
+    rstds, starts, done_rstds, done_means = later
+    first, dilation = walk
+    batch = rstds.shape[0]
+    for i, each in enumerate(now):
+        for k in T.unroll(batch):
+            each[k] = later[i][k]
+    for k in T.unroll(batch):
+        row = step * batch + k
+        token = T.alloc_var("int32")
+        token = T.max(0, T.min(rstd.shape[0] - 1, first + (row - 3) * dilation))
+        rstds[k] = rstd[token, stream]
+        if is_packed:
+            starts[k] = sequences[0, token]
+        if means is not None:
+            done = T.alloc_var("int32")
+            done = T.max(0, T.min(rstd.shape[0] - 1, first + (row - 6) * dilation))
+            done_rstds[k] = rstd[done, stream]
+            done_means[k] = means[done, stream]
+
+
+@T.macro
+def add_squares(rows: T.Buffer, r: Any, parts: T.Buffer) -> None:
+    """parts[t] += the squares of the eight channels that thread t has of rows[r], one after the other."""
+    for t in T.Parallel(parts.shape[0]):
+        for j in T.unroll(8):
+            value = T.cast(rows[r, t * 8 + j], "float32")
+            parts[t] = T.fma(value, value, parts[t])
+
+
+@T.macro
+def load_filter(
+    norm_weight: T.Buffer, conv_weight: T.Buffer, stream: Any, channel: Any, weights: T.Buffer, taps: T.Buffer, f: Any
+) -> None:
+    """f[j][i] = conv_weight[stream, channel + i, j] · norm_weight[stream, channel + i] in float32; 0 beyond hidden.
+
+    `weights` (channels,) and `taps` (channels, 4) are fragments of the weights' dtypes, filled on the way.
+    """
+    channels = weights.shape[0]
+    T.copy(norm_weight[stream, channel : channel + channels], weights)
+    T.copy(conv_weight[stream, channel : channel + channels, :], taps)
+    for j, factor in enumerate(f):
+        for i in T.Parallel(channels):
+            factor[i] = T.cast(taps[i, j], "float32") * T.cast(weights[i], "float32")
+
+
+@T.macro
+def normalize(rows: T.Buffer, k: Any, rstd: Any, x: T.Buffer) -> None:
+    """x = rows[k] · rstd."""
+    for i in T.Parallel(x.shape[0]):
+        x[i] = T.cast(rows[k, i], "float32") * rstd
+
+
+@T.macro
+def convolve(f: Any, x: T.Buffer, before: Any, is_there: Any, y: T.Buffer) -> None:
+    """y = f[0] · before[2] + f[1] · before[1] + f[2] · before[0] + f[3] · x, each sum rounded once, from left to right.
+
+    before[k] is x of k + 1 dilations before, 0 unless is_there[k].
+    """
+    # Begun with 0, no sum is -0, so that terms of 0 are as good as none.
+    if is_there[2]:
+        for i in T.Parallel(x.shape[0]):
+            y[i] = T.fma(f[0][i], before[2][i], T.float32(0))
+    else:
+        T.clear(y)
+    for tap in (1, 0):
+        if is_there[tap]:
+            for i in T.Parallel(x.shape[0]):
+                y[i] = T.fma(f[2 - tap][i], before[tap][i], y[i])
+    for i in T.Parallel(x.shape[0]):
+        y[i] = T.fma(f[3][i], x[i], y[i])
+
+
+@T.macro
+def remember(before: Any, x: T.Buffer) -> None:
+    """Make x the latest of the rows before."""
+    T.copy(before[1], before[2])
+    T.copy(before[0], before[1])
+    T.copy(x, before[0])
+
+
+@T.macro
+def sigmoid(y: Any) -> Any:
+    """1 / (1 + exp(-y)) within some units in the last place, in four instructions."""
+    return T.fast_rcp(T.float32(1) + T.__exp(-y))
+
+
+@T.macro
+def silu(y: T.Buffer, result: T.Buffer) -> None:
+    """result = SiLU(y), rounded; y becomes what it was before that."""
+    for i in T.Parallel(y.shape[0]):
+        y[i] = y[i] * sigmoid(y[i])
+    T.copy(y, result)
+
+
+@T.macro
+def silu_and_residual(y: T.Buffer, rows: T.Buffer, k: Any, added: T.Buffer, result: T.Buffer) -> None:
+    """result = SiLU(y) + rows[k] + added, from left to right, rounded; y becomes what it was before that."""
+    for i in T.Parallel(y.shape[0]):
+        y[i] = y[i] * sigmoid(y[i]) + T.cast(rows[k, i], "float32") + T.cast(added[i], "float32")
+    T.copy(y, result)
+
+
+@T.macro
+def silu_gradient(grads: T.Buffer, k: Any, y: T.Buffer) -> None:
+    """y becomes the gradient by it: grads[k] · s(1 + y(1 - s)), s = sigmoid(y)."""
+    for i in T.Parallel(y.shape[0]):
+        s = sigmoid(y[i])
+        y[i] = T.cast(grads[k, i], "float32") * (s * T.fma(y[i], T.float32(1) - s, T.float32(1)))
+
+
+@T.macro
+def backpropagate(f: Any, d_y: T.Buffer, is_there: Any, pending: Any, d_x: T.Buffer) -> None:
+    """d_x of three dilations before is complete; those of two, one and none before, `pending`, have got their term.
+
+    d_x[t] = f[3] · d_y[t] + f[2] · d_y[t + d] + …, from left to right, terms only from tokens that saw token t.
+    """
+    T.copy(pending[2], d_x)
+    if is_there[2]:
+        for i in T.Parallel(d_y.shape[0]):
+            d_x[i] = T.fma(f[0][i], d_y[i], pending[2][i])
+    T.copy(pending[1], pending[2])
+    if is_there[1]:
+        for i in T.Parallel(d_y.shape[0]):
+            pending[2][i] = T.fma(f[1][i], d_y[i], pending[1][i])
+    T.copy(pending[0], pending[1])
+    if is_there[0]:
+        for i in T.Parallel(d_y.shape[0]):
+            pending[1][i] = T.fma(f[2][i], d_y[i], pending[0][i])
+    for i in T.Parallel(d_y.shape[0]):
+        pending[0][i] = f[3][i] * d_y[i]
+
+
+@T.macro
+def add_to_taps(d_y: T.Buffer, x: T.Buffer, before: Any, is_there: Any, sums: Any) -> None:
+    """sums[j] += d_y · x of 3 - j dilations before, where that is of the same sequence."""
+    for i in T.Parallel(x.shape[0]):
+        sums[3][i] = T.fma(d_y[i], x[i], sums[3][i])
+    for tap in (0, 1, 2):
+        if is_there[tap]:
+            for i in T.Parallel(x.shape[0]):
+                sums[2 - tap][i] = T.fma(d_y[i], before[tap][i], sums[2 - tap][i])
+
+
+@T.macro
+def norm_gradient(d_x: T.Buffer, x: T.Buffer, rstd: Any, mean: Any) -> None:
+    """d_x becomes the gradient by u: rstd · (d_x - x · mean)."""
+    for i in T.Parallel(x.shape[0]):
+        d_x[i] = rstd * (d_x[i] - x[i] * mean)
+
+
+@T.macro
+def add_row(rows: T.Buffer, k: Any, total: T.Buffer) -> None:
+    """total += rows[k]."""
+    for i in T.Parallel(total.shape[0]):
+        total[i] = total[i] + T.cast(rows[k, i], "float32")

@@ -1,0 +1,146 @@
+"""engram_sinkhorn_momentum_update: the moving average of a gradient, and what the step is made from.
+
+    m' = fma(m, β, RN((1 - β) · g))        m ← m', rounded to the buffer's dtype
+    out = fma(g, 1 - β, RN(β · m')) with nesterov, where m' is not rounded, else m'
+
+in float32; 1 - β is computed in float64, then rounded: every bit is defined.
+Source: the optimizer step for embedding tables of TileKernels 2.1.0, `engram_sinkhorn_momentum_update`.
+
+A thread takes up to eight neighbouring elements, twice, so that several loads are in flight:
+
+    [ thread 0 | thread 1 | … | thread 255 ] [ thread 0 | … ]       each field 8 elements
+"""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.tiles import DIRECT_COPIES, VECTOR
+from tk_core.views import aligned
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class EngramSinkhornMomentumUpdateConfig:
+    """Launch knobs."""
+
+    vector: int
+    """Neighbouring elements of a thread; divides the number of elements, so that no vector is cut at the end."""
+    vectors_per_thread: int
+    threads: int = 256
+
+    @property
+    def block_vectors(self) -> int:
+        """Vectors of a thread block."""
+        return self.vectors_per_thread * self.threads
+
+    @staticmethod
+    def best(num_elements: int, arch: Arch) -> "EngramSinkhornMomentumUpdateConfig":
+        """Eight elements a thread where the number of elements allows it. Untuned."""
+        return EngramSinkhornMomentumUpdateConfig(vector=gcd(num_elements, VECTOR), vectors_per_thread=2)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _momentum_update_kernel(
+    grad_dtype: str, buffer_dtype: str, nesterov: bool, config: EngramSinkhornMomentumUpdateConfig, arch: Arch
+) -> Any:
+    import tilelang.language as T
+
+    block_vectors, vector = config.block_vectors, config.vector
+    num_vectors = T.dynamic("num_vectors")
+
+    @T.prim_func
+    def engram_sinkhorn_momentum_update(
+        grad: T.Tensor((num_vectors, vector), grad_dtype),
+        momentum_buffer: T.Tensor((num_vectors, vector), buffer_dtype),
+        out: T.Tensor((num_vectors, vector), "float32"),
+        beta: T.float32,
+        rest: T.float32,
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_vectors, block_vectors), threads=config.threads) as block:
+            first = block * block_vectors
+            g = T.alloc_fragment((block_vectors, vector), grad_dtype)
+            m = T.alloc_fragment((block_vectors, vector), buffer_dtype)
+            average = T.alloc_fragment((block_vectors, vector), "float32")
+            T.copy(grad[first : first + block_vectors, :], g)
+            T.copy(momentum_buffer[first : first + block_vectors, :], m)
+            for i, v in T.Parallel(block_vectors, vector):
+                average[i, v] = T.fma(T.cast(m[i, v], "float32"), beta, rest * T.cast(g[i, v], "float32"))
+            T.copy(average, momentum_buffer[first : first + block_vectors, :])
+            if nesterov:
+                for i, v in T.Parallel(block_vectors, vector):
+                    average[i, v] = T.fma(T.cast(g[i, v], "float32"), rest, beta * average[i, v])
+            T.copy(average, out[first : first + block_vectors, :])
+
+    return engram_sinkhorn_momentum_update
+
+
+def _momentum_update_reference(
+    grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool, out: Tensor
+) -> None:
+    from tk_engram.reference.optimizer.engram_sinkhorn_momentum_update import engram_sinkhorn_momentum_update
+
+    out.copy_(engram_sinkhorn_momentum_update(grad, momentum_buffer, beta1, nesterov))
+
+
+@op(
+    "tk_engram::engram_sinkhorn_momentum_update_out",
+    mutates=("momentum_buffer", "out"),
+    reference=_momentum_update_reference,
+)
+def _engram_sinkhorn_momentum_update_out(
+    grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool, out: Tensor
+) -> None:
+    if grad.numel() == 0:
+        return
+    arch = get_arch(grad.device)
+    config = EngramSinkhornMomentumUpdateConfig.best(grad.numel(), arch)
+    dtypes = (str(x.dtype).removeprefix("torch.") for x in (grad, momentum_buffer))
+    update = _momentum_update_kernel(*dtypes, nesterov, config, arch)
+    written = aligned(momentum_buffer)
+    tensors = (aligned(grad), written, out)
+    update(*(x.view(-1, config.vector) for x in tensors), beta1, 1.0 - beta1)
+    if written is not momentum_buffer:
+        momentum_buffer.copy_(written)
+
+
+@replayable
+def engram_sinkhorn_momentum_update(
+    grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool = True
+) -> Tensor:
+    """Moving average of a gradient: m ← β·m + (1 - β)·g in place; returns g·(1 - β) + β·m, or m without nesterov.
+
+    In float32, m' = fma(m, β, (1 - β)·g); the buffer gets m' rounded to its dtype, the result is made from m' itself:
+    fma(g, 1 - β, β·m'). β is beta1 as float32, 1 - β that of the float64 difference. Every bit equals the reference's.
+    Source: TileKernels 2.1.0's function of this name.
+
+    Args:
+        grad: g, bfloat16 or float32, contiguous, of any shape.
+        momentum_buffer: m, bfloat16 or float32, contiguous, of the same shape; updated in place.
+        beta1: β, a number from 0 to 1.
+        nesterov: whether the result looks one step ahead.
+
+    Returns:
+        float32, of the same shape.
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype, beta1 not a number or nesterov not a bool.
+        ValueError: a shape, stride or device does not fit, or beta1 is out of range.
+    """
+    check.tensor("grad", grad, _DTYPES, (...,))
+    check.tensor("momentum_buffer", momentum_buffer, _DTYPES, tuple(grad.shape), device=grad.device)
+    check.number("beta1", beta1, at_least=0)
+    check.require(beta1 <= 1, "beta1", "at most 1", beta1)
+    check.require_type(isinstance(nesterov, bool), "nesterov", "a bool", nesterov)
+    out = grad.new_empty(grad.shape, dtype=torch.float32)
+    _engram_sinkhorn_momentum_update_out(grad, momentum_buffer, float(beta1), nesterov, out)
+    return out

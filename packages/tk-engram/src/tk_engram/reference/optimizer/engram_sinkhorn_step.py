@@ -1,0 +1,18 @@
+"""Reference of engram_sinkhorn_step."""
+
+from torch import Tensor
+
+NUM_PARTIALS = 396
+
+
+def engram_sinkhorn_step(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x = (r · M) · c, norm = √Σ_d x², q = 1 / (norm + eps), r ← r · q: (norm, Σ (x · q)² of 396 ranges of rows)."""
+    num_rows, width = matrix.shape
+    x = row_scale[:, None] * matrix * col_scale
+    norm = x.square().sum(1).sqrt()
+    q = 1 / (norm + eps)
+    row_scale.mul_(q)
+    range_rows = -(-num_rows // NUM_PARTIALS)
+    squares = x.new_zeros((NUM_PARTIALS * range_rows, width))
+    squares[:num_rows] = (x * q[:, None]).square()
+    return norm, squares.view(NUM_PARTIALS, range_rows, width).sum(1)

@@ -1,0 +1,1 @@
+"""Named cases of each op, shared by tests, benchmarks and `tk warmup`."""

@@ -1,0 +1,35 @@
+"""How results of the gate are compared with the reference's."""
+
+import torch
+from torch import Tensor
+
+from tk_core.testing.numeric import assert_same_metadata, calc_diff
+
+MANY_ELEMENTS = 4_000_000
+"""From here on single roundings no longer count in a sum over all elements."""
+
+
+def assert_calc_diff(actual: Tensor, expected: Tensor, bound: float, name: str) -> None:
+    """Raise AssertionError unless metadata are equal and calc_diff is less than `bound`."""
+    assert_same_metadata(actual, expected, name)
+    difference = calc_diff(actual, expected)
+    assert difference < bound, f"{name}: expected a calc_diff below {bound}, got {difference:.3g}"
+
+
+def assert_close_bfloat16(actual: Tensor, expected: Tensor, bound: float, name: str) -> None:
+    """calc_diff from `MANY_ELEMENTS` on; below, each element within a unit in its last place or 1e-6."""
+    if expected.numel() >= MANY_ELEMENTS:
+        assert_calc_diff(actual, expected, bound, name)
+        return
+    assert_same_metadata(actual, expected, name)
+    got, want = actual.double(), expected.double()
+    # A bfloat16 in [2^e, 2^(e + 1)) has a unit of 2^(e - 7); frexp gives e + 1.
+    exponent = got.abs().maximum(want.abs()).frexp().exponent
+    unit = torch.ones_like(want).ldexp(exponent - 8)
+    excess = (got - want).abs() - unit.clamp_min(1e-6)
+    # A NaN is not at most 0.
+    wrong = ~(excess <= 0)
+    assert not wrong.any(), (
+        f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are more than one unit in the last place off, "
+        f"got {got[wrong][0].item()}, expected {want[wrong][0].item()}"
+    )

@@ -1,0 +1,259 @@
+"""short_conv."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_core
+import tk_engram
+from tk_core.testing import assert_equal, tiers
+from tk_engram import reference
+from tk_engram.conv.short_conv import walk_length
+from tk_engram.testing.conv.compare import assert_within_a_step
+from tk_engram.testing.conv.short_conv import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def silu(y: float) -> float:
+    """y / (1 + exp(-y))."""
+    return y / (1 + math.exp(-y))
+
+
+def signs(*values: float, device: str) -> Tensor:
+    """Tokens of one stream of 64 channels, each ± one value: n of such a token is ±1."""
+    pattern = torch.tensor([1.0, -1.0] * 32)
+    return torch.stack([value * pattern for value in values])[:, None].bfloat16().to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    u = signs(1.0, 2.0, -4.0, 8.0, 0.5, device=device)
+    norm_weight = torch.full((1, 64), 2.0, device=device)
+    conv_weight = torch.tensor([0.125, 0.25, 0.5, 1.0], device=device).expand(1, 64, 4).contiguous()
+    # n is ±2 with the token's sign; two tokens apart, so that tokens 4, 2, 0 meet, and 3 and 1.
+    y = [2.0, 2.0, -2.0 + 1.0, 2.0 + 1.0, 2.0 - 1.0 + 0.5]
+    out = tk_engram.short_conv(u, norm_weight, conv_weight, dilation=2, eps=1e-12)
+    expected = torch.tensor([[silu(each), silu(-each)] for each in y])
+    torch.testing.assert_close(out[:, 0, :2].cpu(), expected.bfloat16(), rtol=2**-8, atol=0)
+    residual = torch.full_like(u, 16.0)
+    out = tk_engram.short_conv(u, norm_weight, conv_weight, dilation=2, eps=1e-12, residual=residual)
+    torch.testing.assert_close(
+        out[:, 0, :2].cpu(), (expected + u[:, 0, :2].cpu().float() + 16).bfloat16(), rtol=2**-8, atol=0
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_sum_is_rounded_once(device: str) -> None:
+    # n is 1, so y is 129.25, and SiLU(y) the same but for 1e-54. 129.25 + 1 + 127 = 257.25 goes to 258. With SiLU(y)
+    # rounded before, to 129, it would be 257, which goes to the even 256; with 129.25 + 1 rounded, to 130, also 256.
+    u = torch.ones(1, 1, 64, device=device).bfloat16()
+    weights = torch.ones(1, 64, device=device), torch.full((1, 64, 4), 129.25, device=device)
+    out = tk_engram.short_conv(u, *weights, dilation=1, eps=1e-12, residual=u * 127)
+    assert out.unique().tolist() == [258.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sequence_does_not_see_another(device: str) -> None:
+    lengths = (5, 1, 0, 11, 6)
+    inputs = make(23, 2, 128, lengths=lengths, residual=True)(device)
+    packed = tk_engram.short_conv(**inputs)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = {name: inputs[name][part].clone() for name in ("u", "residual")}
+        assert_equal(tk_engram.short_conv(**{**inputs, **alone, "cu_seqlens": None}), packed[part].clone())
+        start += length
+    # Not even NaN.
+    inputs["u"][5] = torch.nan
+    again = tk_engram.short_conv(**inputs)
+    assert again[5].isnan().all()
+    assert_equal(again[:5].clone(), packed[:5].clone())
+    assert_equal(again[6:].clone(), packed[6:].clone())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dilation", [1, 3])
+@pytest.mark.parametrize("sizes", [(1,) * 17, (16, 1), (2, 5, 1, 1, 8), (17,), (0, 17)])
+def test_decode_has_the_bits_of_the_whole_sequence(sizes: tuple[int, ...], dilation: int, device: str) -> None:
+    inputs = make(17, 2, 128, dilation=dilation, residual=True)(device)
+    whole = tk_engram.short_conv(**inputs)
+    state = torch.zeros(1, 3 * dilation, 2, 128, device=device).bfloat16()
+    start = 0
+    for size in sizes:
+        part = slice(start, start + size)
+        token = {name: inputs[name][part].clone() for name in ("u", "residual")}
+        assert_equal(tk_engram.short_conv(**{**inputs, **token, "state": state}), whole[part].clone())
+        start += size
+    last = torch.cat((torch.zeros_like(state[0]), inputs["u"]))[-3 * dilation :]
+    assert_equal(state, last[None].clone())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decode_of_several_sequences(device: str) -> None:
+    # Sequences of 9, 4 and 7 tokens, of which each call takes another number.
+    dilation, totals = 2, (9, 4, 7)
+    inputs = make(20, 2, 64, dilation=dilation, lengths=totals)(device)
+    whole = tk_engram.short_conv(**inputs).split(totals)
+    rows = inputs["u"].split(totals)
+    state = torch.zeros(3, 3 * dilation, 2, 64, device=device).bfloat16()
+    done = [0, 0, 0]
+    for sizes in ((1, 0, 3), (7, 1, 0), (1, 1, 1), (0, 2, 3)):
+        parts = [slice(at, at + size) for at, size in zip(done, sizes, strict=True)]
+        u = torch.cat([x[part] for x, part in zip(rows, parts, strict=True)])
+        cu_seqlens = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32, device=device)
+        out = tk_engram.short_conv(**{**inputs, "u": u, "cu_seqlens": cu_seqlens, "state": state})
+        assert_equal(out, torch.cat([x[part] for x, part in zip(whole, parts, strict=True)]))
+        done = [at + size for at, size in zip(done, sizes, strict=True)]
+    assert done == [*totals]
+    for b, x in enumerate(rows):
+        assert_equal(state[b].clone(), torch.cat((torch.zeros_like(state[b]), x))[-3 * dilation :].clone())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_against_conv1d(device: str) -> None:
+    inputs = make(50, 3, 64, dtypes=(torch.float32, torch.float32), residual=True)(device)
+    u = inputs["u"].double()
+    n = torch.nn.functional.rms_norm(u, (64,), eps=1e-5) * inputs["norm_weight"].double()
+    padded = torch.nn.functional.pad(n.flatten(1).T, (9, 0))
+    filters = inputs["conv_weight"].double().flatten(0, 1)[:, None]
+    y = torch.nn.functional.conv1d(padded[None], filters, dilation=3, groups=192)[0].T.view_as(u)
+    expected = torch.nn.functional.silu(y) + u + inputs["residual"].double()
+    assert_within_a_step(tk_engram.short_conv(**inputs), expected.bfloat16().contiguous(), "out")
+
+
+def test_reference_passes_gradcheck() -> None:
+    cu_seqlens = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    u, residual = torch.randn(2, 8, 2, 3, dtype=torch.float64).unbind()
+    leaves = [u, torch.rand(2, 3).double() + 0.5, torch.randn(2, 3, 4).double(), residual]
+
+    def function(u: Tensor, norm_weight: Tensor, conv_weight: Tensor, residual: Tensor) -> Tensor:
+        return reference.short_conv(
+            u, norm_weight, conv_weight, dilation=2, cu_seqlens=cu_seqlens, residual=residual, eps=0.1
+        )
+
+    assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in leaves])
+
+
+def test_no_tokens_leave_the_state() -> None:
+    inputs = make(0, 2, 64, state=True, lengths=(0, 0))("cpu")
+    before = inputs["state"].clone()
+    assert tk_engram.short_conv(**inputs).shape == (0, 2, 64)
+    assert_equal(inputs["state"], before)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 1000, 4001, 8192, 100000])
+def test_walks_fill_the_gpu(num_tokens: int) -> None:
+    length = walk_length(num_tokens, 28, 132)
+    assert (length + 3) % 4 == 0
+    assert length == 1 or num_tokens * 28 >= 16 * 132 * length
+    assert length == 61 or num_tokens < 8192
+
+
+U = torch.ones(6, 2, 64).bfloat16()
+GOOD: dict[str, Any] = {
+    "u": U,
+    "norm_weight": torch.ones(2, 64),
+    "conv_weight": torch.ones(2, 64, 4),
+    "dilation": 2,
+    "cu_seqlens": torch.tensor([0, 4, 6], dtype=torch.int32),
+    "residual": U,
+    "state": torch.full((2, 6, 2, 64), 7.0).bfloat16(),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"u": None}, TypeError, "u: .*Tensor"),
+        ({"u": U.float()}, TypeError, "u: .*bfloat16"),
+        ({"u": U[0]}, ValueError, "u: .*shape"),
+        ({"u": U.repeat(1, 1, 2)[..., :64]}, ValueError, "u: .*contiguous"),
+        ({"u": U.repeat(1, 5, 1)[:, :9].contiguous()}, ValueError, "m .*u.*1 to 8"),
+        ({"u": U[..., :32].contiguous()}, ValueError, "H .*u.*64 to 16384"),
+        ({"u": U.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "H .*u.*multiple of 64"),
+        ({"norm_weight": None}, TypeError, "norm_weight: .*Tensor"),
+        ({"norm_weight": torch.ones(2, 64).half()}, TypeError, "norm_weight: .*float32"),
+        ({"norm_weight": torch.ones(64)}, ValueError, "norm_weight: .*shape"),
+        ({"norm_weight": torch.ones(64, 2).T}, ValueError, "norm_weight: .*contiguous"),
+        ({"norm_weight": torch.ones(2, 64, device="meta")}, ValueError, "norm_weight: .*device"),
+        ({"conv_weight": None}, TypeError, "conv_weight: .*Tensor"),
+        ({"conv_weight": torch.ones(2, 64, 4).double()}, TypeError, "conv_weight: .*float32"),
+        ({"conv_weight": torch.ones(2, 64, 3)}, ValueError, "conv_weight: .*shape"),
+        ({"conv_weight": torch.ones(4, 64, 2).transpose(0, 2)}, ValueError, "conv_weight: .*contiguous"),
+        ({"conv_weight": torch.ones(2, 64, 4, device="meta")}, ValueError, "conv_weight: .*device"),
+        ({"dilation": 2.0}, TypeError, "dilation: .*int"),
+        ({"dilation": 0}, ValueError, "dilation: .*1 to 65536"),
+        ({"dilation": 65537}, ValueError, "dilation: .*1 to 65536"),
+        ({"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens: .*Tensor"),
+        ({"cu_seqlens": torch.tensor([0, 4, 6])}, TypeError, "cu_seqlens: .*int32"),
+        ({"cu_seqlens": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, "cu_seqlens: .*shape"),
+        ({"cu_seqlens": torch.zeros(1, dtype=torch.int32)}, ValueError, "cu_seqlens: .*two offsets"),
+        ({"cu_seqlens": torch.zeros(6, dtype=torch.int32)[::2]}, ValueError, "cu_seqlens: .*contiguous"),
+        ({"cu_seqlens": torch.zeros(3, dtype=torch.int32, device="meta")}, ValueError, "cu_seqlens: .*device"),
+        ({"eps": None}, TypeError, "eps: .*number"),
+        ({"eps": 0.0}, ValueError, "eps: .*positive"),
+        ({"eps": 1e-50}, ValueError, "eps: .*float32"),
+        ({"eps": float("inf")}, ValueError, "eps: .*finite"),
+        ({"residual": 1.0}, TypeError, "residual: .*Tensor"),
+        ({"residual": U.float()}, TypeError, "residual: .*bfloat16"),
+        ({"residual": U[:5]}, ValueError, "residual: .*shape"),
+        ({"residual": U.repeat(1, 1, 2)[..., ::2]}, ValueError, "residual: .*contiguous"),
+        ({"residual": U.to("meta")}, ValueError, "residual: .*device"),
+        ({"state": 1.0}, TypeError, "state: .*Tensor"),
+        ({"state": torch.ones(2, 6, 2, 64)}, TypeError, "state: .*bfloat16"),
+        ({"state": torch.ones(1, 6, 2, 64).bfloat16()}, ValueError, "state: .*shape"),
+        ({"state": torch.ones(2, 3, 2, 64).bfloat16()}, ValueError, "state: .*shape"),
+        ({"state": torch.ones(2, 6, 2, 128).bfloat16()[..., ::2]}, ValueError, "state: .*contiguous"),
+        ({"state": torch.ones(2, 6, 2, 64, device="meta").bfloat16()}, ValueError, "state: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.short_conv(**{**GOOD, **change})
+    assert (GOOD["state"] == 7).all()
+
+
+@pytest.mark.parametrize("offsets", [[1, 4, 6], [0, 4, 5], [0, 7, 6], [0, 4, 8]])
+def test_offsets_are_checked_in_debug_mode(offsets: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tk_core.env.debug", lambda: True)
+    tk_engram.short_conv(**{**GOOD, "state": GOOD["state"].clone()})
+    with pytest.raises(ValueError, match=r"cu_seqlens: .*ascend from 0 to 6"):
+        tk_engram.short_conv(**{**GOOD, "cu_seqlens": torch.tensor(offsets, dtype=torch.int32)})
+
+
+@pytest.mark.gpu
+def test_gpu_bits_of_a_token_do_not_depend_on_the_others() -> None:
+    inputs = make(4001, 4, 7168, residual=True)("cuda")
+    out = tk_engram.short_conv(**inputs)
+    for count in (1, 17, 132):
+        with tk_core.num_sms(count):
+            assert_equal(tk_engram.short_conv(**inputs), out)
+    # Token 2000 depends on itself and on three before it.
+    alone = {name: inputs[name][1991:2001].clone() for name in ("u", "residual")}
+    assert_equal(tk_engram.short_conv(**{**inputs, **alone})[-1:].clone(), out[2000:2001].clone())
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_tokens = 2**31 // (8 * 8192) + 5
+    inputs = make(num_tokens, 8, 8192, residual=True)("cuda")
+    out = tk_engram.short_conv(**inputs)
+    last = {name: inputs[name][-20:].clone() for name in ("u", "residual")}
+    assert_equal(out[-11:].clone(), tk_engram.short_conv(**{**inputs, **last})[-11:].clone())
+
+
+@pytest.mark.gpu
+def test_gpu_bad_offsets_write_nothing_outside() -> None:
+    inputs = make(64, 1, 64, lengths=(30, 34), state=True)("cuda")
+    inputs["cu_seqlens"].copy_(torch.tensor([50, -(2**20), 2**20]))
+    tk_engram.short_conv(**inputs)
+    torch.cuda.synchronize()

@@ -1,0 +1,166 @@
+"""short_conv_bwd."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_core
+import tk_engram
+from tk_core.testing import assert_equal, calc_diff, tiers
+from tk_engram import reference
+from tk_engram.testing.conv.compare import assert_within_a_step
+from tk_engram.testing.conv.short_conv_bwd import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def autograd(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The gradients of the forward's reference, in float64."""
+    leaves = [inputs[name].double().requires_grad_() for name in ("u", "norm_weight", "conv_weight")]
+    residual = torch.zeros_like(leaves[0]) if inputs["has_residual"] else None
+    options = {name: inputs[name] for name in ("dilation", "cu_seqlens")}
+    out = reference.short_conv(*leaves, residual=residual, **options)
+    return torch.autograd.grad(out, leaves, inputs["d_out"].double())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    # Rows of ±1, so rstd is 1 and x = u. A filter of 0 makes y 0, where SiLU has slope ½: d_y = d_out / 2.
+    u = torch.tensor([1.0, -1.0] * 32, device=device).expand(3, 1, 64).bfloat16().contiguous()
+    d_out = torch.tensor([2.0, 4.0, 8.0], device=device)[:, None, None].expand(3, 1, 64).bfloat16().contiguous()
+    weights = torch.full((1, 64), 3.0, device=device), torch.zeros(1, 64, 4, device=device)
+    d_u, d_norm, d_conv = tk_engram.short_conv_bwd(d_out, u, *weights, dilation=1, eps=1e-12)
+    assert (d_u == 0).all()
+    assert (d_norm == 0).all()
+    # Σ_t d_y[t] · n[t - k], n = ±3: of three tokens, of the last two, of the last, of none.
+    expected = torch.tensor([0.0, 4 * 3.0, (2 + 4) * 3.0, (1 + 2 + 4) * 3.0])
+    torch.testing.assert_close(d_conv[0, 0].cpu(), expected)
+    torch.testing.assert_close(d_conv[0, 1].cpu(), -expected)
+    d_u, *_ = tk_engram.short_conv_bwd(d_out, u, *weights, dilation=1, eps=1e-12, has_residual=True)
+    assert_equal(d_u, d_out)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "options"),
+    [
+        (13, {}),
+        (13, {"dilation": 1, "lengths": (2, 0, 1, 10)}),
+        (13, {"dilation": 5, "lengths": (12, 1)}),
+        (2, {"dilation": 7}),
+        (0, {}),
+    ],
+)
+def test_reference_against_autograd(num_tokens: int, options: dict[str, Any], has_residual: bool) -> None:
+    inputs = make(num_tokens, 2, 64, has_residual=has_residual, **options)("cpu")
+    doubles = {name: inputs[name].double() for name in ("d_out", "u", "norm_weight", "conv_weight")}
+    actual = reference.short_conv_bwd(**{**inputs, **doubles})
+    torch.testing.assert_close(actual, autograd(inputs), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"lengths": (20, 1, 46)}, {"has_residual": True, "dilation": 2}])
+def test_op_against_autograd(options: dict[str, Any], device: str) -> None:
+    inputs = make(67, 2, 576, **options)(device)
+    expected = autograd(inputs)
+    d_u, *weights = tk_engram.short_conv_bwd(**inputs)
+    assert_within_a_step(d_u, expected[0].bfloat16(), "d_u")
+    for x, y in zip(weights, expected[1:], strict=True):
+        assert calc_diff(x, y) < 1e-10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sequence_does_not_see_another(device: str) -> None:
+    inputs = make(23, 2, 128, lengths=(5, 1, 0, 11, 6))(device)
+    before, *_ = tk_engram.short_conv_bwd(**inputs)
+    # Not even NaN, neither forwards nor backwards.
+    inputs["d_out"][5], inputs["u"][5] = torch.nan, torch.nan
+    after, *_ = tk_engram.short_conv_bwd(**inputs)
+    assert after[5].isnan().all()
+    assert_equal(after[:5].clone(), before[:5].clone())
+    assert_equal(after[6:].clone(), before[6:].clone())
+
+
+def test_sums_of_no_tokens_are_zeros() -> None:
+    d_u, *weights = tk_engram.short_conv_bwd(**make(0, 2, 64)("cpu"))
+    assert d_u.shape == (0, 2, 64)
+    for x, shape in zip(weights, ((2, 64), (2, 64, 4)), strict=True):
+        assert x.shape == shape
+        assert (x == 0).all()
+
+
+U = torch.ones(6, 2, 64).bfloat16()
+GOOD: dict[str, Any] = {
+    "d_out": U,
+    "u": U,
+    "norm_weight": torch.ones(2, 64),
+    "conv_weight": torch.ones(2, 64, 4),
+    "dilation": 2,
+    "cu_seqlens": torch.tensor([0, 4, 6], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"d_out": None}, TypeError, "d_out: .*Tensor"),
+        ({"d_out": U.float()}, TypeError, "d_out: .*bfloat16"),
+        ({"d_out": U[:5]}, ValueError, "d_out: .*shape"),
+        ({"d_out": U.repeat(1, 1, 2)[..., ::2]}, ValueError, "d_out: .*contiguous"),
+        ({"d_out": U.to("meta")}, ValueError, "d_out: .*device"),
+        ({"u": 1}, TypeError, "u: .*Tensor"),
+        ({"u": U.float()}, TypeError, "u: .*bfloat16"),
+        ({"u": U[0]}, ValueError, "u: .*shape"),
+        ({"u": U.repeat(1, 5, 1)[:, :9].contiguous()}, ValueError, "m .*u.*1 to 8"),
+        ({"u": U.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "H .*u.*multiple of 64"),
+        ({"norm_weight": torch.ones(2, 64).half()}, TypeError, "norm_weight: .*float32"),
+        ({"norm_weight": torch.ones(64)}, ValueError, "norm_weight: .*shape"),
+        ({"conv_weight": torch.ones(2, 64, 4).double()}, TypeError, "conv_weight: .*float32"),
+        ({"conv_weight": torch.ones(2, 64, 3)}, ValueError, "conv_weight: .*shape"),
+        ({"dilation": True}, TypeError, "dilation: .*int"),
+        ({"dilation": 0}, ValueError, "dilation: .*1 to 65536"),
+        ({"cu_seqlens": torch.tensor([0, 4, 6])}, TypeError, "cu_seqlens: .*int32"),
+        ({"cu_seqlens": torch.zeros(1, dtype=torch.int32)}, ValueError, "cu_seqlens: .*two offsets"),
+        ({"eps": "1"}, TypeError, "eps: .*number"),
+        ({"eps": -1.0}, ValueError, "eps: .*positive"),
+        ({"has_residual": 1}, TypeError, "has_residual: .*bool"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.short_conv_bwd(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+def test_gpu_bits_do_not_depend_on_the_number_of_multiprocessors() -> None:
+    inputs = make(4001, 4, 7168, lengths=(1000, 3001))("cuda")
+    expected = tk_engram.short_conv_bwd(**inputs)
+    for count in (1, 17, 64):
+        with tk_core.num_sms(count):
+            assert_equal(tk_engram.short_conv_bwd(**inputs), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_gradient_of_a_token_does_not_depend_on_others() -> None:
+    inputs = make(4001, 4, 7168)("cuda")
+    d_u, *_ = tk_engram.short_conv_bwd(**inputs)
+    # Token 2000 depends on three before it, three after it, and three before each of these.
+    part = {name: inputs[name][1982:2010].clone() for name in ("d_out", "u")}
+    alone, *_ = tk_engram.short_conv_bwd(**{**inputs, **part})
+    assert_equal(alone[18:19].clone(), d_u[2000:2001].clone())
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_tokens = 2**31 // (8 * 8192) + 5
+    inputs = make(num_tokens, 8, 8192)("cuda")
+    d_u, *_ = tk_engram.short_conv_bwd(**inputs)
+    last = {name: inputs[name][-29:].clone() for name in ("d_out", "u")}
+    assert_equal(d_u[-11:].clone(), tk_engram.short_conv_bwd(**{**inputs, **last})[0][-11:].clone())

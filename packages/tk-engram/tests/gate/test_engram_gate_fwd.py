@@ -1,0 +1,253 @@
+"""engram_gate_fwd."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tk_core
+import tk_engram
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_core.testing.numeric import calc_diff
+from tk_engram import reference
+from tk_engram.gate.engram_gate_fwd import EngramGateFwdConfig
+from tk_engram.testing.gate.compare import assert_close_bfloat16
+from tk_engram.testing.gate.engram_gate_fwd import CLAMP_VALUE, EPS, IN_PLACE, SPEC, least_bytes, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def sigmoid(z: float) -> float:
+    return 1 / (1 + math.exp(-z))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_by_hand(sign: int, device: str) -> None:
+    x = torch.tensor([[3.0] * 64, [0.0] * 64], device=device).bfloat16()[None]
+    k = torch.tensor([[sign * 2.0] * 64, [5.0] * 64], device=device).bfloat16()[None]
+    v = torch.full((1, 64), 8.0, device=device).bfloat16()
+    weight = torch.full((2, 64), 0.5, device=device)
+    out, dot, gate, rstd_x, rstd_k = tk_engram.engram_gate_fwd(x, k, v, weight, 0.25, 1e-6)
+    assert dot.tolist() == [[sign * 192.0, 0.0]]
+    torch.testing.assert_close(rstd_x, torch.tensor([[9.25**-0.5, 2.0]], device=device))
+    torch.testing.assert_close(rstd_k, torch.tensor([[4.25**-0.5, 25.25**-0.5]], device=device))
+    d = 192 / math.sqrt(9.25 * 4.25 * 64)
+    torch.testing.assert_close(gate, torch.tensor([[sigmoid(sign * math.sqrt(d)), 0.5]], device=device))
+    expected = torch.tensor([3 + 8 * sigmoid(sign * math.sqrt(d)), 4.0], device=device).bfloat16()
+    assert_equal(out[0, :, 5].clone(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("clamp_value", [0.0, 1.0, 4.0])
+def test_zero_opens_the_gate_halfway_and_small_ones_are_clamped(clamp_value: float, device: str) -> None:
+    x = torch.ones(3, 1, 64, device=device).bfloat16()
+    k = torch.tensor([0.0, 2.0, -2.0], device=device).bfloat16()[:, None, None].repeat(1, 1, 64)
+    v = torch.ones(3, 64, device=device).bfloat16()
+    weight = torch.full((1, 64), 0.25, device=device)
+    _, _, gate, *_ = tk_engram.engram_gate_fwd(x, k, v, weight, 0.0 if clamp_value else 1e-30, clamp_value)
+    # k = 0 with eps 0 has an infinite rstd.
+    gate = gate[1:] if clamp_value else gate
+    d = 0.25 * 8
+    root = math.sqrt(max(d, clamp_value))
+    expected = [sigmoid(root), sigmoid(-root)] if clamp_value else [0.5, sigmoid(root), sigmoid(-root)]
+    torch.testing.assert_close(gate[:, 0], torch.tensor(expected, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("clamp_value", [0.0, 1e-6, 9.0])
+def test_rows_of_padding(clamp_value: float, device: str) -> None:
+    inputs = make(6, 4, 128, zeros=True)(device)
+    out, dot, gate, *_ = tk_engram.engram_gate_fwd(**{**inputs, "clamp_value": clamp_value})
+    assert (dot[::2] == 0).all()
+    assert (gate[::2] == 0.5).all()
+    assert (gate[1::2] != 0.5).all()
+    expected = inputs["hidden_states"][::2].float() + 0.5 * inputs["v"][::2, None].float()
+    assert_equal(out[::2].clone(), expected.bfloat16())
+
+
+def plain_formula(inputs: dict[str, Any]) -> torch.Tensor:
+    """The gate in float64, token by token and stream by stream."""
+    x, k, weight = (inputs[name].double().cpu() for name in ("hidden_states", "k", "weight_fused"))
+    gates = torch.empty(x.shape[:2], dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for s in range(x.shape[1]):
+            norms = math.sqrt(float((x[t, s] @ x[t, s]) / x.shape[2]) + EPS)
+            norms *= math.sqrt(float((k[t, s] @ k[t, s]) / x.shape[2]) + EPS)
+            d = float((x[t, s] * weight[s]) @ k[t, s]) / norms / math.sqrt(x.shape[2])
+            gates[t, s] = sigmoid(math.copysign(math.sqrt(max(abs(d), CLAMP_VALUE)), d))
+    return gates
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_against_a_plain_formula(device: str) -> None:
+    inputs = make(9, 3, 576, layout="packed")(device)
+    out, _, gate, *_ = tk_engram.engram_gate_fwd(**inputs)
+    expected = plain_formula(inputs)
+    assert calc_diff(gate.cpu(), expected) < 2e-10
+    x, v = inputs["hidden_states"].double().cpu(), inputs["v"].double().cpu()
+    assert_close_bfloat16(out.cpu(), (x + expected[..., None] * v[:, None]).bfloat16(), 2e-10, "out")
+
+
+@pytest.mark.parametrize("add_residual", [True, False])
+def test_gradients_of_the_reference(add_residual: bool) -> None:
+    torch.manual_seed(0)
+    x, k = (torch.randn(2, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    v = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+
+    def out(*inputs: torch.Tensor) -> torch.Tensor:
+        return reference.engram_gate_fwd(*inputs, EPS, CLAMP_VALUE, add_residual=add_residual)[0]
+
+    assert torch.autograd.gradcheck(out, (x, k, v, weight))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_does_not_depend_on_what_is_saved(device: str) -> None:
+    inputs = make(17, 4, 576)(device)
+    saving = tk_engram.engram_gate_fwd(**inputs)
+    out, *saved = tk_engram.engram_gate_fwd(**inputs, save_for_backward=False)
+    assert_equal(out, saving[0])
+    assert saved == [None] * 4
+    in_place, *_ = tk_engram.engram_gate_fwd(**inputs, **IN_PLACE)
+    assert in_place is inputs["hidden_states"]
+    assert_equal(in_place, saving[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("add_residual", [True, False])
+def test_masked_tokens(add_residual: bool, device: str) -> None:
+    inputs = make(7, 2, 192, mask=True)(device)
+    masked = inputs["image_token_mask"]
+    # What lies there does not matter.
+    inputs["k"][masked] = math.nan
+    inputs["v"][masked] = math.inf
+    inputs["hidden_states"][masked.nonzero()[0], 0, 3] = -0.0
+    out, *saved = tk_engram.engram_gate_fwd(**inputs, add_residual=add_residual)
+    kept = inputs["hidden_states"][masked]
+    assert torch.equal(out[masked], kept if add_residual else torch.zeros_like(kept))
+    for each in saved:
+        assert (each[masked] == 0).all()
+        assert (each[~masked] != 0).all()
+    del inputs["image_token_mask"]
+    others = {name: x[~masked] if name in ("hidden_states", "k", "v") else x for name, x in inputs.items()}
+    expected = tk_engram.engram_gate_fwd(**others, add_residual=add_residual)
+    assert_equal((out[~masked], *(each[~masked] for each in saved)), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layouts_of_k_and_v_change_nothing(device: str) -> None:
+    for layout in ("packed", "strided", "unaligned"):
+        inputs = make(5, 3, 320, layout=layout)(device)
+        dense = {**inputs, "k": inputs["k"].contiguous(), "v": inputs["v"].contiguous()}
+        assert_equal(tk_engram.engram_gate_fwd(**inputs), tk_engram.engram_gate_fwd(**dense))
+
+
+def test_least_bytes_counts_overwritten_streams_twice() -> None:
+    rest = 2 * (2 * 2 * 64) + 2 * (2 * 64) + 4 * (2 * 64)
+    for options in ({"save_for_backward": False}, IN_PLACE):
+        inputs = make(2, 2, 64, **options)("cpu")
+        outputs = tk_engram.engram_gate_fwd(**inputs), inputs["hidden_states"]
+        assert least_bytes(inputs, outputs) == rest + 2 * 2 * (2 * 2 * 64)
+
+
+def test_config_covers_hidden() -> None:
+    for hidden in range(64, 16385, 64):
+        config = EngramGateFwdConfig.best(hidden, ARCHS["sm_90a"])
+        assert config.threads % 32 == 0, hidden
+        assert 32 <= config.threads <= 1024, hidden
+        rounds = -(-hidden // (8 * config.threads))
+        assert rounds <= 7, hidden
+        assert 8 * config.threads * rounds - hidden < max(256, hidden // 4), hidden
+        assert 1 <= config.min_blocks <= 32, hidden
+
+
+GOOD = make(3, 2, 64, mask=True)("cpu")
+X, K, V, WEIGHT, MASK = (GOOD[name] for name in ("hidden_states", "k", "v", "weight_fused", "image_token_mask"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"hidden_states": None}, TypeError, "hidden_states: .*Tensor"),
+        ({"hidden_states": X.float()}, TypeError, "hidden_states: .*bfloat16"),
+        ({"hidden_states": X[0]}, ValueError, "hidden_states: .*shape"),
+        ({"hidden_states": X.repeat(1, 1, 2)[..., :64]}, ValueError, "hidden_states: .*contiguous"),
+        ({"hidden_states": X.repeat(1, 5, 1)}, ValueError, "hc_mult .*hidden_states.*1 to 8"),
+        ({"hidden_states": X[:, :0]}, ValueError, "hc_mult .*hidden_states.*1 to 8"),
+        ({"hidden_states": X.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "hidden .*multiple of 64"),
+        ({"hidden_states": X.repeat(1, 1, 257)}, ValueError, "hidden .*hidden_states.*64 to 16384"),
+        ({"k": 1}, TypeError, "k: .*Tensor"),
+        ({"k": K.float()}, TypeError, "k: .*bfloat16"),
+        ({"k": K[:2]}, ValueError, "k: .*shape"),
+        ({"k": K.repeat(1, 1, 2)[..., ::2]}, ValueError, "k: .*stride 1"),
+        ({"k": K.to("meta")}, ValueError, "k: .*device"),
+        ({"v": None}, TypeError, "v: .*Tensor"),
+        ({"v": V.half()}, TypeError, "v: .*bfloat16"),
+        ({"v": K}, ValueError, "v: .*shape"),
+        ({"v": V.repeat(1, 2)[:, ::2]}, ValueError, "v: .*stride 1"),
+        ({"v": V.to("meta")}, ValueError, "v: .*device"),
+        ({"weight_fused": None}, TypeError, "weight_fused: .*Tensor"),
+        ({"weight_fused": WEIGHT.bfloat16()}, TypeError, "weight_fused: .*float32"),
+        ({"weight_fused": WEIGHT[:1]}, ValueError, "weight_fused: .*shape"),
+        ({"weight_fused": torch.ones(64, 2).T}, ValueError, "weight_fused: .*contiguous"),
+        ({"weight_fused": WEIGHT.to("meta")}, ValueError, "weight_fused: .*device"),
+        ({"eps": None}, TypeError, "eps: .*number"),
+        ({"eps": True}, TypeError, "eps: .*number"),
+        ({"eps": -1e-5}, ValueError, "eps: .*at least 0"),
+        ({"eps": math.inf}, ValueError, "eps: .*finite"),
+        ({"clamp_value": "1"}, TypeError, "clamp_value: .*number"),
+        ({"clamp_value": -1.0}, ValueError, "clamp_value: .*at least 0"),
+        ({"clamp_value": math.nan}, ValueError, "clamp_value: .*finite"),
+        ({"save_for_backward": 1}, TypeError, "save_for_backward: .*bool"),
+        ({"image_token_mask": [True] * 3}, TypeError, "image_token_mask: .*Tensor"),
+        ({"image_token_mask": MASK.byte()}, TypeError, "image_token_mask: .*bool"),
+        ({"image_token_mask": MASK[:2]}, ValueError, "image_token_mask: .*shape"),
+        ({"image_token_mask": MASK.repeat(2)[::2]}, ValueError, "image_token_mask: .*contiguous"),
+        ({"image_token_mask": MASK.to("meta")}, ValueError, "image_token_mask: .*device"),
+        ({"inplace": None}, TypeError, "inplace: .*bool"),
+        ({"inplace": True}, ValueError, "inplace: .*save_for_backward"),
+        ({"add_residual": 1}, TypeError, "add_residual: .*bool"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    before = X.clone()
+    with pytest.raises(error, match=match):
+        tk_engram.engram_gate_fwd(**{**GOOD, **change})
+    assert_equal(X, before)
+
+
+def test_new_options_are_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        tk_engram.engram_gate_fwd(X, K, V, WEIGHT, EPS, CLAMP_VALUE, False, MASK)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mhc_mult", "hidden"), [(4, 7168), (3, 576)])
+def test_gpu_bits_of_a_token_do_not_depend_on_the_others(mhc_mult: int, hidden: int) -> None:
+    inputs = make(8001, mhc_mult, hidden, layout="packed")("cuda")
+    whole = tk_engram.engram_gate_fwd(**inputs)
+    with tk_core.num_sms(7):
+        assert_equal(tk_engram.engram_gate_fwd(**inputs), whole)
+    for first, last in ((0, 1), (4001, 4002), (7998, 8001), (1, 64)):
+        part = {name: inputs[name][first:last] for name in ("hidden_states", "k", "v")}
+        expected = tuple(each[first:last].clone() for each in whole)
+        assert_equal(tk_engram.engram_gate_fwd(**{**inputs, **part}), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_tokens = 2**31 // (8 * 8192) + 5
+    inputs = make(num_tokens, 8, 8192)("cuda")
+    last = {name: inputs[name][-9:].clone() for name in ("hidden_states", "k", "v")}
+    out, *saved = tk_engram.engram_gate_fwd(**inputs)
+    expected, *expected_saved = reference.engram_gate_fwd(**{**inputs, **last})
+    assert_close_bfloat16(out[-9:].clone(), expected, 2e-10, "out")
+    torch.testing.assert_close([each[-9:].clone() for each in saved], expected_saved, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,66 @@
+"""fused_weight."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_engram
+from tk_core.testing import tiers
+from tk_engram import reference
+from tk_engram.testing.gate.fused_weight import SPEC
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_by_hand(dtype: torch.dtype, device: str) -> None:
+    hidden = torch.tensor([[1.5, -2.0] * 32, [0.0, 1.0] * 32], dtype=dtype, device=device)
+    embed = torch.tensor([[3.0, 0.25] * 32, [7.0, -1.0] * 32], dtype=dtype, device=device)
+    out = tk_engram.fused_weight(hidden, embed)
+    assert out.dtype == torch.float32
+    assert out[:, :2].tolist() == [[4.5, -0.5], [0.0, -1.0]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_of_bfloat16_are_exact(device: str) -> None:
+    # 129/128 · 129/128 has 15 bits, which bfloat16 does not hold.
+    weight = torch.full((1, 64), 129 / 128, device=device).bfloat16()
+    assert tk_engram.fused_weight(weight, weight)[0, 0].item() == (129 / 128) ** 2
+
+
+def test_gradients_of_the_reference() -> None:
+    weights = [torch.randn(1, 64, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(reference.fused_weight, weights)
+
+
+WEIGHT = torch.ones(2, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"weight_hidden": None}, TypeError, "weight_hidden: .*Tensor"),
+        ({"weight_hidden": WEIGHT.half()}, TypeError, "weight_hidden: .*bfloat16 or torch.float32"),
+        ({"weight_hidden": WEIGHT[0]}, ValueError, "weight_hidden: .*shape"),
+        ({"weight_hidden": WEIGHT.repeat(1, 2)[:, ::2]}, ValueError, "weight_hidden: .*contiguous"),
+        ({"weight_hidden": WEIGHT[:0]}, ValueError, "hc_mult .*weight_hidden.*1 to 8"),
+        ({"weight_hidden": torch.ones(9, 64)}, ValueError, "hc_mult .*weight_hidden.*1 to 8"),
+        ({"weight_hidden": torch.ones(2, 96)}, ValueError, "hidden .*weight_hidden.*multiple of 64"),
+        ({"weight_hidden": torch.ones(2, 16448)}, ValueError, "hidden .*weight_hidden.*64 to 16384"),
+        ({"weight_embed": 1.0}, TypeError, "weight_embed: .*Tensor"),
+        ({"weight_embed": WEIGHT.double()}, TypeError, "weight_embed: .*bfloat16 or torch.float32"),
+        ({"weight_embed": WEIGHT[:1]}, ValueError, "weight_embed: .*shape"),
+        ({"weight_embed": torch.ones(64, 2).T}, ValueError, "weight_embed: .*contiguous"),
+        ({"weight_embed": WEIGHT.to("meta")}, ValueError, "weight_embed: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.fused_weight(**{"weight_hidden": WEIGHT, "weight_embed": WEIGHT, **change})

@@ -1,0 +1,120 @@
+"""grad_w_reduce."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_core
+import tk_engram
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_engram.gate.grad_w_reduce import GradWReduceConfig
+from tk_engram.testing.gate.grad_w_reduce import SPEC, least_bytes, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    partial = torch.tensor([1.0, 10.0, 100.0], device=device)[:, None, None].repeat(1, 2, 64)
+    partial[2, 1, 7] = 500.0
+    hidden = torch.full((2, 64), 3.0, device=device).bfloat16()
+    embed = torch.full((2, 64), -2.0, device=device).bfloat16()
+    by_hidden, by_embed = torch.full((2, 64), 0.5, device=device), torch.zeros(2, 64, device=device)
+    assert tk_engram.grad_w_reduce(partial, hidden, embed, by_hidden, by_embed) is None
+    assert by_hidden[1, 5:8].tolist() == [0.5 - 222, 0.5 - 222, 0.5 - 1022]
+    assert by_embed[1, 5:8].tolist() == [333, 333, 1533]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("blocks", [1, 31, 32, 33, 132, 1000])
+def test_against_float64(blocks: int, device: str) -> None:
+    inputs = make(blocks, 2, 192, torch.float32, torch.bfloat16)(device)
+    grad_w = inputs["grad_w_partial"].double().sum(0)
+    by_hidden = inputs["grad_weight_hidden"].double() + grad_w * inputs["weight_embed"].double()
+    by_embed = inputs["grad_weight_embed"].double() + grad_w * inputs["weight_hidden"].double()
+    tk_engram.grad_w_reduce(**inputs)
+    torch.testing.assert_close(inputs["grad_weight_hidden"], by_hidden.float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(inputs["grad_weight_embed"], by_embed.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_block_changes_nothing(device: str) -> None:
+    inputs = make(0, 4, 64)(device)
+    before = [inputs[name].clone() for name in ("grad_weight_hidden", "grad_weight_embed")]
+    tk_engram.grad_w_reduce(**inputs)
+    assert_equal([inputs["grad_weight_hidden"], inputs["grad_weight_embed"]], before)
+
+
+def test_least_bytes_counts_the_gradients_twice() -> None:
+    inputs = make(3, 2, 64)("cpu")
+    assert least_bytes(inputs, None) == 4 * 3 * 128 + 2 * (2 * 128) + 2 * (2 * 4 * 128)
+
+
+def test_config_divides_every_shape() -> None:
+    config = GradWReduceConfig.best(ARCHS["sm_90a"])
+    assert 64 % config.channels == 0
+    assert config.threads % 32 == 0
+    assert config.threads & (config.threads - 1) == 0
+    assert config.threads <= 1024
+
+
+GOOD = make(3, 2, 64)("cpu")
+FLOAT = torch.ones(2, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"grad_w_partial": None}, TypeError, "grad_w_partial: .*Tensor"),
+        ({"grad_w_partial": GOOD["grad_w_partial"].double()}, TypeError, "grad_w_partial: .*float32"),
+        ({"grad_w_partial": FLOAT}, ValueError, "grad_w_partial: .*shape"),
+        ({"grad_w_partial": torch.ones(2, 3, 64).transpose(0, 1)}, ValueError, "grad_w_partial: .*contiguous"),
+        ({"grad_w_partial": torch.ones(3, 9, 64)}, ValueError, "hc_mult .*grad_w_partial.*1 to 8"),
+        ({"grad_w_partial": torch.ones(3, 2, 32)}, ValueError, "hidden .*grad_w_partial.*64 to 16384"),
+        ({"grad_w_partial": torch.ones(3, 2, 96)}, ValueError, "hidden .*grad_w_partial.*multiple of 64"),
+        ({"weight_hidden": 1}, TypeError, "weight_hidden: .*Tensor"),
+        ({"weight_hidden": FLOAT.half()}, TypeError, "weight_hidden: .*bfloat16 or torch.float32"),
+        ({"weight_hidden": FLOAT[:1]}, ValueError, "weight_hidden: .*shape"),
+        ({"weight_hidden": torch.ones(64, 2).T}, ValueError, "weight_hidden: .*contiguous"),
+        ({"weight_hidden": FLOAT.to("meta")}, ValueError, "weight_hidden: .*device"),
+        ({"weight_embed": None}, TypeError, "weight_embed: .*Tensor"),
+        ({"weight_embed": FLOAT.double()}, TypeError, "weight_embed: .*bfloat16 or torch.float32"),
+        ({"weight_embed": FLOAT[0]}, ValueError, "weight_embed: .*shape"),
+        ({"weight_embed": torch.ones(64, 2).T}, ValueError, "weight_embed: .*contiguous"),
+        ({"weight_embed": FLOAT.to("meta")}, ValueError, "weight_embed: .*device"),
+        ({"grad_weight_hidden": None}, TypeError, "grad_weight_hidden: .*Tensor"),
+        ({"grad_weight_hidden": FLOAT.bfloat16()}, TypeError, "grad_weight_hidden: .*float32"),
+        ({"grad_weight_hidden": FLOAT[:1]}, ValueError, "grad_weight_hidden: .*shape"),
+        ({"grad_weight_hidden": torch.ones(64, 2).T}, ValueError, "grad_weight_hidden: .*contiguous"),
+        ({"grad_weight_hidden": FLOAT.to("meta")}, ValueError, "grad_weight_hidden: .*device"),
+        ({"grad_weight_embed": 0.0}, TypeError, "grad_weight_embed: .*Tensor"),
+        ({"grad_weight_embed": FLOAT.bfloat16()}, TypeError, "grad_weight_embed: .*float32"),
+        ({"grad_weight_embed": FLOAT[0]}, ValueError, "grad_weight_embed: .*shape"),
+        ({"grad_weight_embed": torch.ones(64, 2).T}, ValueError, "grad_weight_embed: .*contiguous"),
+        ({"grad_weight_embed": FLOAT.to("meta")}, ValueError, "grad_weight_embed: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    before = [GOOD[name].clone() for name in ("grad_weight_hidden", "grad_weight_embed")]
+    with pytest.raises(error, match=match):
+        tk_engram.grad_w_reduce(**{**GOOD, **change})
+    assert_equal([GOOD["grad_weight_hidden"], GOOD["grad_weight_embed"]], before)
+
+
+@pytest.mark.gpu
+def test_gpu_bits_do_not_depend_on_the_number_of_multiprocessors() -> None:
+    results = []
+    for count in (None, 7):
+        torch.manual_seed(0)
+        inputs = make(132, 4, 2560)("cuda")
+        with tk_core.num_sms(count):
+            tk_engram.grad_w_reduce(**inputs)
+        results.append((inputs["grad_weight_hidden"], inputs["grad_weight_embed"]))
+    assert_equal(results[1], results[0])

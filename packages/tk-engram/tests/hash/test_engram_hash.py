@@ -1,0 +1,205 @@
+"""engram_hash."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_engram
+from tk_core import env
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_engram import reference
+from tk_engram.hash.engram_hash import EngramHashConfig
+from tk_engram.testing.hash.engram_hash import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def hash_one(
+    ids: list[int], multipliers: list[int], sizes: list[list[int]], offsets: list[int], device: str
+) -> list[int]:
+    """All columns of one token in one layer."""
+    out = tk_engram.engram_hash(
+        torch.tensor([ids], dtype=torch.int32, device=device),
+        torch.tensor([multipliers], device=device),
+        torch.tensor([sizes], dtype=torch.int32, device=device),
+        torch.tensor([offsets], dtype=torch.int32, device=device),
+    )
+    assert out.shape == (1, 1, len(offsets))
+    assert out.dtype == torch.int32
+    return out.flatten().tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    # 3·5 = 15, 4·7 = 28, 15 xor 28 = 0b01111 xor 0b11100 = 19; 2·9 = 18, 19 xor 18 = 1.
+    assert hash_one([3, 4, 2], [5, 7, 9], [[10, 7], [2, 3]], [0, 100, 200, 300], device) == [9, 105, 201, 301]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_negative_hashes_round_down(device: str) -> None:
+    # -1 xor 0 = -1, and -1 mod v is v - 1; -7 xor 0 = -7.
+    assert hash_one([-1, 0], [1, 3], [[10, 1, 2**31 - 1]], [0, 5, 0], device) == [9, 5, 2**31 - 2]
+    assert hash_one([-7, 0], [1, 3], [[5, 7, 100]], [1, 1, 1], device) == [4, 1, 94]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_wrap(device: str) -> None:
+    # 4 · 2⁶² = 2⁶⁴, which is 0; 3 · 2⁶² = 2⁶³ + 2⁶², which is -2⁶². -2³¹ · 2³² = -2⁶³, the least of all.
+    assert hash_one([4, 0], [2**62, 1], [[10]], [0], device) == [0]
+    assert hash_one([3, 0], [2**62, 1], [[10, 3]], [0, 0], device) == [-(2**62) % 10, -(2**62) % 3]
+    assert hash_one([-(2**31), 0], [2**32, 1], [[7, 1000]], [0, 0], device) == [-(2**63) % 7, -(2**63) % 1000]
+    # An id is extended with its sign: -1 · (2⁶³ - 1) = 1 - 2⁶³.
+    assert hash_one([-1, 0], [2**63 - 1, 1], [[1000003]], [0], device) == [(1 - 2**63) % 1000003]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("max_ngram", "num_heads", "values"), [(2, 1, "wide"), (3, 8, "model"), (4, 5, "wide"), (7, 16, "wide")]
+)
+def test_against_integers_without_bounds(max_ngram: int, num_heads: int, values: str, device: str) -> None:
+    inputs = make(9, 3, max_ngram, num_heads, values=values)(device)
+    ids, multipliers, sizes, offsets = (
+        inputs[name].tolist() for name in ("ngram_token_ids", "multipliers", "vocab_sizes", "offsets")
+    )
+    expected = []
+    for layer in range(3):
+        for token in range(9):
+            total = 0
+            for n in range(max_ngram):
+                total ^= (ids[token][n] * multipliers[layer][n] + 2**63) % 2**64 - 2**63
+                for m in range(num_heads if n else 0):
+                    row = total % sizes[layer][n - 1][m]
+                    assert 0 <= row < sizes[layer][n - 1][m]
+                    expected.append(row + offsets[layer][(n - 1) * num_heads + m])
+    assert tk_engram.engram_hash(**inputs).flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_image_tokens_have_no_rows(device: str) -> None:
+    inputs = make(65, 3, 4, masked=True)(device)
+    mask = inputs.pop("image_token_mask")
+    assert mask.any()
+    assert not mask.all()
+    plain = tk_engram.engram_hash(**inputs)
+    out = tk_engram.engram_hash(**inputs, image_token_mask=mask)
+    assert (out[:, mask] == -1).all()
+    assert torch.equal(out[:, ~mask], plain[:, ~mask])
+    assert (plain >= 0).all()
+
+
+def test_make_offsets() -> None:
+    sizes = torch.tensor([[[5, 7], [11, 13]], [[2, 3], [1, 4]]], dtype=torch.int32)
+    expected = torch.tensor([[0, 5, 12, 23], [0, 2, 5, 6]], dtype=torch.int32)
+    assert_equal(reference.make_offsets(sizes), expected)
+    assert "make_offsets" not in reference.__all__
+
+
+def test_rows_of_tables_do_not_meet() -> None:
+    inputs = make(2000, 2, 3, 4)("cpu")
+    offsets = reference.make_offsets(inputs["vocab_sizes"])
+    out = tk_engram.engram_hash(**{**inputs, "offsets": offsets})
+    ends = offsets + inputs["vocab_sizes"].flatten(1)
+    assert torch.equal(ends[:, :-1], offsets[:, 1:])
+    assert (out >= offsets[:, None]).all()
+    assert (out < ends[:, None]).all()
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_no_tokens(num_layers: int) -> None:
+    assert tk_engram.engram_hash(**make(0, num_layers, 4)("cpu")).shape == (num_layers, 0, 24)
+
+
+GOOD: dict[str, Any] = make(5)("cpu")
+IDS, MULTIPLIERS, SIZES, OFFSETS = (GOOD[name] for name in ("ngram_token_ids", "multipliers", "vocab_sizes", "offsets"))
+MASK = torch.zeros(5, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"ngram_token_ids": None}, TypeError, "ngram_token_ids: .*Tensor"),
+        ({"ngram_token_ids": IDS.long()}, TypeError, "ngram_token_ids: .*int32"),
+        ({"ngram_token_ids": IDS[0]}, ValueError, "ngram_token_ids: .*shape"),
+        ({"ngram_token_ids": IDS.T.contiguous().T}, ValueError, "ngram_token_ids: .*contiguous"),
+        ({"ngram_token_ids": IDS[:, :1].contiguous()}, ValueError, "N .*ngram_token_ids.*2 to 16"),
+        ({"ngram_token_ids": IDS.repeat(1, 6)}, ValueError, "N .*ngram_token_ids.*2 to 16"),
+        ({"multipliers": 1}, TypeError, "multipliers: .*Tensor"),
+        ({"multipliers": MULTIPLIERS.int()}, TypeError, "multipliers: .*int64"),
+        ({"multipliers": MULTIPLIERS[:, :2].contiguous()}, ValueError, "multipliers: .*shape"),
+        ({"multipliers": MULTIPLIERS.T.contiguous().T}, ValueError, "multipliers: .*contiguous"),
+        ({"multipliers": MULTIPLIERS.to("meta")}, ValueError, "multipliers: .*device"),
+        ({"multipliers": MULTIPLIERS[:0]}, ValueError, "L .*multipliers.*1 to 65535"),
+        ({"vocab_sizes": SIZES.tolist()}, TypeError, "vocab_sizes: .*Tensor"),
+        ({"vocab_sizes": SIZES.long()}, TypeError, "vocab_sizes: .*int32"),
+        ({"vocab_sizes": SIZES[:1]}, ValueError, "vocab_sizes: .*shape"),
+        ({"vocab_sizes": SIZES[:, :1].contiguous()}, ValueError, "vocab_sizes: .*shape"),
+        ({"vocab_sizes": SIZES.flatten(1)}, ValueError, "vocab_sizes: .*shape"),
+        ({"vocab_sizes": SIZES.mT.contiguous().mT}, ValueError, "vocab_sizes: .*contiguous"),
+        ({"vocab_sizes": SIZES.to("meta")}, ValueError, "vocab_sizes: .*device"),
+        ({"vocab_sizes": SIZES[:, :, :0]}, ValueError, "M .*vocab_sizes.*1 to 64"),
+        ({"vocab_sizes": SIZES.repeat(1, 1, 9)}, ValueError, "M .*vocab_sizes.*1 to 64"),
+        ({"offsets": None}, TypeError, "offsets: .*Tensor"),
+        ({"offsets": OFFSETS.long()}, TypeError, "offsets: .*int32"),
+        ({"offsets": OFFSETS.view(2, 2, 8)}, ValueError, "offsets: .*shape"),
+        ({"offsets": OFFSETS.T.contiguous().T}, ValueError, "offsets: .*contiguous"),
+        ({"offsets": OFFSETS.to("meta")}, ValueError, "offsets: .*device"),
+        ({"image_token_mask": [True] * 5}, TypeError, "image_token_mask: .*Tensor"),
+        ({"image_token_mask": MASK.byte()}, TypeError, "image_token_mask: .*bool"),
+        ({"image_token_mask": MASK[:4]}, ValueError, "image_token_mask: .*shape"),
+        ({"image_token_mask": MASK.repeat(2)[::2]}, ValueError, "image_token_mask: .*contiguous"),
+        ({"image_token_mask": MASK.to("meta")}, ValueError, "image_token_mask: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.engram_hash(**{**GOOD, **change})
+
+
+def test_empty_tables_raise_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    sizes = SIZES.clone()
+    tk_engram.engram_hash(**{**GOOD, "vocab_sizes": sizes})
+    sizes[1, 1, 7] = 0
+    with pytest.raises(ValueError, match=r"vocab_sizes: .*at least 1.*0"):
+        tk_engram.engram_hash(**{**GOOD, "vocab_sizes": sizes})
+
+
+@pytest.mark.parametrize("max_ngram", [2, 3, 4, 7, 16])
+@pytest.mark.parametrize("num_heads", [1, 2, 5, 7, 8, 16, 31, 64])
+def test_config_gives_a_thread_one_column(max_ngram: int, num_heads: int) -> None:
+    num_columns = (max_ngram - 1) * num_heads
+    config = EngramHashConfig.best(max_ngram, num_heads, ARCHS["sm_90a"])
+    assert config.threads % num_columns == 0
+    assert 128 < config.threads <= 1024
+    assert config.block_tokens * num_columns == 4 * config.threads
+
+
+@pytest.mark.gpu
+def test_gpu_remainders_of_all_magnitudes() -> None:
+    """Hashes and sizes of all magnitudes, each against the reference on the CPU."""
+    inputs = make(20_011, 8, 3, 64, values="wide")("cpu")
+    shifts = torch.arange(64, dtype=torch.int32) % 31
+    inputs["vocab_sizes"] = (inputs["vocab_sizes"] >> shifts).clamp_(min=1)
+    # An id of 1 leaves the other product as it is, and that one gets smaller from layer to layer.
+    inputs["multipliers"] >>= torch.arange(8)[:, None] * 8
+    expected = tk_engram.engram_hash(**inputs)
+    moved = {name: x.cuda() for name, x in inputs.items() if x is not None}
+    assert_equal(tk_engram.engram_hash(**moved).cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_tokens = 2**31 // (30 * 128) + 77
+    inputs = make(num_tokens, 30, 3, 64)("cuda")
+    out = tk_engram.engram_hash(**inputs)
+    assert out.numel() > 2**31
+    for part in (slice(0, 9), slice(num_tokens - 9, num_tokens)):
+        expected = reference.engram_hash(**{**inputs, "ngram_token_ids": inputs["ngram_token_ids"][part]})
+        assert_equal(out[:, part].clone(memory_format=torch.contiguous_format), expected)

@@ -1,0 +1,200 @@
+"""ngram_windows."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import tk_engram
+from tk_core import env
+from tk_core.testing import assert_equal, tiers
+from tk_engram.testing.hash.ngram_windows import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def int32(values: Any, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_sequence_by_hand(device: str) -> None:
+    out = tk_engram.ngram_windows(int32([10, 11, 12, 13], device), None, 3, 2)
+    assert out.dtype == torch.int32
+    assert out.tolist() == [[10, 2, 2], [11, 10, 2], [12, 11, 10], [13, 12, 11]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sequences_by_hand(device: str) -> None:
+    ids, bounds = int32([10, 11, 12, 13, 14], device), int32([0, 0, 2, 2, 5, 5], device)
+    out = tk_engram.ngram_windows(ids, bounds, 3, -9)
+    assert out.tolist() == [[10, -9, -9], [11, 10, -9], [12, -9, -9], [13, 12, -9], [14, 13, 12]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_by_hand(device: str) -> None:
+    # 99 is neither in a window nor seen through, not even by itself.
+    out = tk_engram.ngram_windows(int32([10, 99, 11, 12, 13], device), None, 3, 2, block_id=99)
+    assert out.tolist() == [[10, 2, 2], [2, 2, 2], [11, 2, 2], [12, 11, 2], [13, 12, 11]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_history_by_hand(device: str) -> None:
+    ids, bounds = int32([10, 20, 21, 30, 40], device), int32([0, 1, 3, 4, 5], device)
+    # Of the third sequence only the first entry counts; the fourth meets block_id 99 at once.
+    history = int32([[9, 8, 7], [19, -1, 17], [29, -5, 27], [99, 38, 37]], device)
+    out = tk_engram.ngram_windows(ids, bounds, 4, 2, block_id=99, history=history)
+    assert out.tolist() == [[10, 9, 8, 7], [20, 19, 2, 2], [21, 20, 19, 2], [30, 29, 2, 2], [40, 2, 2, 2]]
+    assert tk_engram.ngram_windows(ids[:2], None, 4, 2, history=history[:1]).tolist() == [[10, 9, 8, 7], [20, 10, 9, 8]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_id_is_an_id(device: str) -> None:
+    # Negative ids are none in history only; the extremes are ids and may be pad_id and block_id.
+    low, high = -(2**31), 2**31 - 1
+    ids = int32([-1, low, high, 0], device)
+    assert tk_engram.ngram_windows(ids, None, 2, high).tolist() == [[-1, high], [low, -1], [high, low], [0, high]]
+    out = tk_engram.ngram_windows(ids, None, 2, low, block_id=low)
+    assert out.tolist() == [[-1, low], [low, low], [high, low], [0, high]]
+    out = tk_engram.ngram_windows(ids, None, 2, 5, block_id=0)
+    assert out.tolist() == [[-1, 5], [low, -1], [high, low], [5, 5]]
+
+
+def window(ids: list[int], history: list[int], token: int, inputs: dict[str, Any]) -> list[int]:
+    """The window of a token of one sequence, from all that was before it."""
+    past = [*ids[token::-1]]
+    for earlier in history:
+        if earlier < 0:
+            break
+        past.append(earlier)
+    if inputs["block_id"] in past:
+        past = past[: past.index(inputs["block_id"])]
+    return (past + [inputs["pad_id"]] * inputs["N"])[: inputs["N"]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("history", [False, True])
+@pytest.mark.parametrize("lengths", [(5,), (1,) * 40, (3, 0, 64, 1, 62, 0, 0, 9), (130, 2)], ids=str)
+def test_against_lists(lengths: tuple[int, ...], history: bool, device: str) -> None:
+    inputs = make(lengths, 4, vocab_size=9, block_id=3, history=history)(device)
+    ids, bounds = inputs["token_ids"].tolist(), inputs["cu_seqlens"].tolist()
+    earlier = inputs["history"].tolist() if history else [[]] * len(lengths)
+    expected = [
+        window(ids[begin:end], earlier[b], t, inputs)
+        for b, (begin, end) in enumerate(pairwise(bounds))
+        for t in range(end - begin)
+    ]
+    assert tk_engram.ngram_windows(**inputs).tolist() == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decoding_gives_the_windows_of_the_whole(device: str) -> None:
+    """Token by token, with what came before as history, as all at once."""
+    inputs = make((6, 6, 6), 4, vocab_size=7, block_id=3)(device)
+    whole = tk_engram.ngram_windows(**inputs).view(3, 6, 4)
+    ids = inputs["token_ids"].view(3, 6)
+    history = torch.full((3, 3), -1, dtype=torch.int32, device=device)
+    for step in range(6):
+        now = {**inputs, "token_ids": ids[:, step].contiguous(), "cu_seqlens": int32([0, 1, 2, 3], device)}
+        assert_equal(tk_engram.ngram_windows(**{**now, "history": history}), whole[:, step].contiguous())
+        history = torch.cat([ids[:, step : step + 1], history[:, :2]], 1)
+
+
+@pytest.mark.parametrize("bounds", [None, [0], [0, 0], [0, 0, 0]])
+def test_no_tokens(bounds: list[int] | None) -> None:
+    cu_seqlens = None if bounds is None else int32(bounds)
+    assert tk_engram.ngram_windows(int32([]), cu_seqlens, 3, 2).shape == (0, 3)
+
+
+IDS, BOUNDS, HISTORY = int32([1, 2, 3, 4]), int32([0, 1, 4]), int32([[5, 6], [7, 8]])
+GOOD: dict[str, Any] = {
+    "token_ids": IDS,
+    "cu_seqlens": BOUNDS,
+    "N": 3,
+    "pad_id": 2,
+    "block_id": 9,
+    "history": HISTORY,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"token_ids": [1, 2, 3, 4]}, TypeError, "token_ids: .*Tensor"),
+        ({"token_ids": IDS.long()}, TypeError, "token_ids: .*int32"),
+        ({"token_ids": IDS[None]}, ValueError, "token_ids: .*shape"),
+        ({"token_ids": IDS.repeat(2)[::2]}, ValueError, "token_ids: .*contiguous"),
+        ({"cu_seqlens": [0, 4]}, TypeError, "cu_seqlens: .*Tensor"),
+        ({"cu_seqlens": BOUNDS.long()}, TypeError, "cu_seqlens: .*int32"),
+        ({"cu_seqlens": BOUNDS[None]}, ValueError, "cu_seqlens: .*shape"),
+        ({"cu_seqlens": BOUNDS.repeat(2)[::2]}, ValueError, "cu_seqlens: .*contiguous"),
+        ({"cu_seqlens": BOUNDS.to("meta")}, ValueError, "cu_seqlens: .*device"),
+        ({"cu_seqlens": BOUNDS[:1], "history": None}, ValueError, "cu_seqlens: .*at least 2 elements"),
+        ({"cu_seqlens": BOUNDS[:0], "history": None}, ValueError, "cu_seqlens: .*at least 2 elements"),
+        ({"token_ids": IDS[:0], "cu_seqlens": BOUNDS[:0]}, ValueError, "cu_seqlens: .*at least 1 elements"),
+        ({"N": 3.0}, TypeError, "N: .*int"),
+        ({"N": True}, TypeError, "N: .*int"),
+        ({"N": 1}, ValueError, "N: .*2 to 16"),
+        ({"N": 17}, ValueError, "N: .*2 to 16"),
+        ({"pad_id": None}, TypeError, "pad_id: .*int"),
+        ({"pad_id": 2**31}, ValueError, "pad_id: "),
+        ({"pad_id": -(2**31) - 1}, ValueError, "pad_id: "),
+        ({"block_id": 1.5}, TypeError, "block_id: .*int"),
+        ({"block_id": 2**31}, ValueError, "block_id: "),
+        ({"history": HISTORY.tolist()}, TypeError, "history: .*Tensor"),
+        ({"history": HISTORY.long()}, TypeError, "history: .*int32"),
+        ({"history": HISTORY[:1]}, ValueError, "history: .*shape"),
+        ({"history": HISTORY.repeat(1, 2)}, ValueError, "history: .*shape"),
+        ({"history": HISTORY, "cu_seqlens": None}, ValueError, "history: .*shape"),
+        ({"history": HISTORY.T.contiguous().T}, ValueError, "history: .*contiguous"),
+        ({"history": HISTORY.to("meta")}, ValueError, "history: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.ngram_windows(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("bounds", [[1, 2, 4], [0, 2, 3], [0, 2, 5], [0, 5, 4]])
+def test_bad_bounds_raise_in_debug_mode(bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    tk_engram.ngram_windows(**GOOD)
+    with pytest.raises(ValueError, match="cu_seqlens: "):
+        tk_engram.ngram_windows(**{**GOOD, "cu_seqlens": int32(bounds)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bounds", [[3, 2, 1, 0], [-50, 90, -7, 2**31 - 1], [500, 600, 700, 800], [0] * 4], ids=str)
+def test_gpu_bad_bounds_only_give_other_windows(bounds: list[int]) -> None:
+    """Every element is written, with an id, a history entry or pad_id; nothing else is touched."""
+    inputs = make((90, 5, 5), 4, vocab_size=50, history=True)("cuda")
+    inputs["cu_seqlens"] = int32(bounds, "cuda")
+    out = tk_engram.ngram_windows(**inputs)
+    assert ((out >= 0) & (out < 50)).all()
+
+
+@pytest.mark.gpu
+def test_gpu_window_does_not_depend_on_the_other_sequences() -> None:
+    inputs = make((700, 33, 2000), 4, vocab_size=20, block_id=3, history=True)("cuda")
+    whole = tk_engram.ngram_windows(**inputs)
+    alone = {
+        **inputs,
+        "token_ids": inputs["token_ids"][700:733].contiguous(),
+        "cu_seqlens": None,
+        "history": inputs["history"][1:2].contiguous(),
+    }
+    assert_equal(tk_engram.ngram_windows(**alone), whole[700:733].clone())
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_tokens = 2**31 // 16 + 77
+    token_ids = torch.randint(0, 1000, (num_tokens,), dtype=torch.int32, device="cuda")
+    out = tk_engram.ngram_windows(token_ids, None, 16, 2)
+    assert_equal(out[-99:].clone(), token_ids[-114:].unfold(0, 16, 1).flip(1).contiguous())

@@ -1,0 +1,286 @@
+"""engram_lookup."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tk_engram
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_core.testing.usage import resource_usage
+from tk_engram import reference
+from tk_engram.lookup.engram_lookup import EngramLookupConfig, _engram_lookup_kernel
+from tk_engram.testing.lookup.engram_lookup import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+E4M3 = torch.float8_e4m3fn
+
+
+def look_up(indices: list[list[int]], table: Tensor, table_sf: Tensor | None, device: str) -> Tensor:
+    table_sf = None if table_sf is None else table_sf.to(device)
+    rows = torch.tensor(indices, dtype=torch.int32, device=device)
+    return tk_engram.engram_lookup(rows, table.to(device), table_sf=table_sf).cpu()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    table = torch.tensor([1.0, -2.0, 3.5])[:, None].repeat(1, 32).bfloat16()
+    table[2, 31] = 7.0
+    out = look_up([[2, 0], [-1, 1], [0, -(2**31)]], table, None, device)
+    assert out.shape == (3, 2, 32)
+    assert out[..., 0].tolist() == [[3.5, 1.0], [0.0, -2.0], [1.0, 0.0]]
+    assert out[..., 31].tolist() == [[7.0, 1.0], [0.0, -2.0], [1.0, 0.0]]
+    assert (out[1, 0].view(torch.int16) == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_by_hand(device: str) -> None:
+    # e4m3: sign, four bits of exponent (bias 7), three of mantissa; 0x38 is 1, 0x01 2⁻⁹, 0x7e 448, 0x7f NaN.
+    codes = torch.tensor([0x38, 0xB8, 0x7E, 0x01, 0x3B, 0x7F], dtype=torch.uint8)
+    table = torch.zeros(3, 64, dtype=torch.uint8)
+    table[:, :6], table[:, 32:38] = codes, codes
+    exponents = torch.tensor([[127, 128], [0, 254], [1, 255]], dtype=torch.uint8)
+    out = look_up([[0], [1], [2]], table.view(E4M3), exponents, device)[:, 0].double()
+    values = torch.tensor([1.0, -1.0, 448.0, 2.0**-9, 1.375], dtype=torch.float64)
+    assert_equal(out[0, :5], values)
+    assert_equal(out[0, 32:37], 2 * values)
+    # 2⁻¹³⁶ is below half of bfloat16's least number, 2⁻¹³³; 448 · 2¹²⁷ is beyond its greatest.
+    assert out[1, :5].tolist() == [2.0**-127, -(2.0**-127), 448 * 2.0**-127, 0.0, 11 * 2.0**-130]
+    assert out[1, 32:37].tolist() == [2.0**127, -(2.0**127), float("inf"), 2.0**118, 1.375 * 2.0**127]
+    assert out[2, :3].tolist() == [2.0**-126, -(2.0**-126), 448 * 2.0**-126]
+    assert out[:, 5].isnan().all()
+    assert out[2, 32:].isnan().all()
+    assert not out[0, 6:32].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_are_rounded_to_nearest_even(device: str) -> None:
+    # A code of 1 leaves the scale: 257 and 259 are midway between numbers of 8 bits.
+    sf = torch.tensor([257.0, 259.0, -257.0, 258.9]).view(2, 2)
+    table = torch.full((2, 64), 0x38, dtype=torch.uint8).view(E4M3)
+    out = look_up([[0], [1]], table, sf, device)[:, 0]
+    assert out[:, 0].tolist() == [256.0, -256.0]
+    assert out[:, 32].tolist() == [260.0, 258.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["bf16", "packed", "float"])
+def test_against_torch_embedding(kind: str, device: str) -> None:
+    inputs = make(7, 5, 96, 13, kind=kind)(device)
+    inputs["indices"][0, 0] = 13 - 1
+    table = inputs["table"].float()
+    if kind != "bf16":
+        sf = inputs["table_sf"]
+        scales = sf.view(torch.float8_e8m0fnu).float() if sf.dtype is torch.uint8 else sf
+        table = table * scales.repeat_interleave(32, 1)
+    # Row 0 stands for negative indices.
+    padded = torch.nn.functional.pad(table, (0, 0, 1, 0))
+    expected = torch.nn.functional.embedding(inputs["indices"].clamp(min=-1) + 1, padded).bfloat16()
+    torch.testing.assert_close(tk_engram.engram_lookup(**inputs), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_index_beyond_the_table_counts_as_negative(device: str) -> None:
+    inputs = make(4, 3, 32, 9)(device)
+    expected = tk_engram.engram_lookup(**inputs)
+    rows = inputs["indices"]
+    beyond = torch.where(rows < 0, 9 - 1 - rows, rows)
+    assert (beyond >= 9).any()
+    assert_equal(tk_engram.engram_lookup(**{**inputs, "indices": beyond}), expected)
+
+
+def test_debug_names_an_index_beyond_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make(4, 3, 32, 9)("cpu")
+    monkeypatch.setattr("tk_core.env.debug", lambda: True)
+    tk_engram.engram_lookup(**inputs)
+    inputs["indices"][1, 2] = 9
+    with pytest.raises(ValueError, match=r"indices: expected indices below 9.*got 9"):
+        tk_engram.engram_lookup(**inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_is_written_and_returned(device: str) -> None:
+    inputs = make(3, 2, 64, 9)(device)
+    expected = tk_engram.engram_lookup(**inputs)
+    # Also where it begins on no multiple of 16 bytes.
+    for first in (0, 1):
+        storage = torch.full((first + expected.numel() + 1,), torch.nan, dtype=torch.bfloat16, device=device)
+        out = storage[first:-1].view(expected.shape)
+        assert tk_engram.engram_lookup(**{**inputs, "out": out}) is out
+        assert_equal(out, expected)
+        assert storage[-1].isnan()
+
+
+def test_reference_passes_gradcheck() -> None:
+    indices = torch.tensor([[0, 3], [-1, 3]], dtype=torch.int32)
+    table = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: reference.engram_lookup(indices, x), (table,))
+
+
+def test_result_requires_no_gradient() -> None:
+    inputs = make(3, 2, 64, 9)("cpu")
+    inputs["table"].requires_grad_()
+    assert not tk_engram.engram_lookup(**inputs).requires_grad
+
+
+def test_a_host_table_is_accepted_under_a_fake_mode() -> None:
+    with FakeTensorMode():
+        indices = torch.empty(3, 2, dtype=torch.int32, device="cuda")
+        out = tk_engram.engram_lookup(indices, torch.empty(9, 64, dtype=torch.bfloat16))
+    assert out.device.type == "cuda"
+    assert out.shape == (3, 2, 64)
+
+
+INDICES = torch.zeros(3, 2, dtype=torch.int32)
+TABLE = torch.ones(4, 64, dtype=torch.bfloat16)
+CODES = {"table": TABLE.to(E4M3), "table_sf": torch.ones(4, 2)}
+GOOD: dict[str, Any] = {"indices": INDICES, "table": TABLE, "out": torch.full((3, 2, 64), 7.0).bfloat16()}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"indices": [[0]]}, TypeError, "indices: .*Tensor"),
+        ({"indices": INDICES.long()}, TypeError, "indices: .*int32"),
+        ({"indices": INDICES[0]}, ValueError, "indices: .*shape"),
+        ({"indices": torch.zeros(2, 3, dtype=torch.int32).T}, ValueError, "indices: .*contiguous"),
+        ({"indices": INDICES.to("meta")}, ValueError, "table: .*device meta or pinned host memory.*cpu"),
+        ({"table": None}, TypeError, "table: .*Tensor"),
+        ({"table": TABLE.float()}, TypeError, "table: .*bfloat16 or torch.float8_e4m3fn"),
+        ({"table": TABLE[0]}, ValueError, "table: .*shape"),
+        ({"table": TABLE[:0]}, ValueError, "table: .*at least one row"),
+        ({"table": TABLE.T}, ValueError, "table: .*stride 1"),
+        ({"table": TABLE[:, :0]}, ValueError, "D .*table.*at least 32"),
+        ({"table": TABLE[:, :48]}, ValueError, "D .*table.*multiple of 32"),
+        ({"table": TABLE.to("meta")}, ValueError, "table: .*device cpu or pinned host memory.*meta"),
+        ({"table": TABLE.to(E4M3)}, TypeError, "table_sf: .*Tensor"),
+        ({"table_sf": torch.ones(4, 2)}, ValueError, "table_sf: .*None for a bfloat16 table"),
+        ({**CODES, "table_sf": torch.ones(4, 2).bfloat16()}, TypeError, "table_sf: .*uint8 or torch.float32"),
+        ({**CODES, "table_sf": torch.ones(4, 4)}, ValueError, "table_sf: .*shape"),
+        ({**CODES, "table_sf": torch.ones(3, 2)}, ValueError, "table_sf: .*shape"),
+        ({**CODES, "table_sf": torch.ones(2, 4).T}, ValueError, "table_sf: .*stride 1"),
+        ({**CODES, "table_sf": torch.ones(4, 2, device="meta")}, ValueError, "table_sf: .*device"),
+        ({"out": 1}, TypeError, "out: .*Tensor"),
+        ({"out": torch.ones(3, 2, 64)}, TypeError, "out: .*bfloat16"),
+        ({"out": torch.ones(3, 64).bfloat16()}, ValueError, "out: .*shape"),
+        ({"out": torch.ones(3, 64, 2).bfloat16().mT}, ValueError, "out: .*contiguous"),
+        ({"out": torch.ones(3, 2, 64, device="meta").bfloat16()}, ValueError, "out: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.engram_lookup(**{**GOOD, **change})
+    assert (GOOD["out"] == 7).all()
+
+
+def test_single_scales_may_have_any_stride() -> None:
+    table, sf = torch.ones(4, 32).to(E4M3), torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    rows = torch.tensor([[3, 1]], dtype=torch.int32)
+    out = tk_engram.engram_lookup(rows, table, table_sf=sf.T)
+    assert out[0, :, 0].tolist() == [4.0, 2.0]
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 160, 224, 256, 288, 352, 512, 992, 1280, 4064, 8192])
+def test_config_fills_all_threads(dim: int) -> None:
+    config = EngramLookupConfig.best(dim, ARCHS["sm_90a"])
+    assert dim % config.block_channels == 0
+    vectors = config.block_pairs * config.block_channels // 8
+    assert vectors % config.threads == 0
+    assert 3 <= vectors // config.threads <= 7
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch_name", tiers.COMPILE_ARCHS)
+@pytest.mark.parametrize("sf_dtype", [None, torch.uint8])
+def test_kernels_of_host_tables_compile(sf_dtype: torch.dtype | None, arch_name: str) -> None:
+    arch = ARCHS[arch_name]
+    dtype = torch.bfloat16 if sf_dtype is None else E4M3
+    config = EngramLookupConfig.best(256, arch)
+    (usage,) = resource_usage(_engram_lookup_kernel, 256, dtype, sf_dtype, 8, True, config, arch).values()
+    assert usage.stack_bytes == 0
+
+
+def on_device(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same with everything on the GPU."""
+    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "ue8m0", "float", "packed"])
+@pytest.mark.parametrize("row_gap", [0, 3])
+def test_gpu_reads_pinned_tables_in_place(kind: str, row_gap: int) -> None:
+    inputs = make(1001, 5, 256, 997, kind=kind, row_gap=row_gap, host=True)("cuda")
+    table = inputs["table"]
+    assert table.is_pinned()
+    for _ in range(3):
+        assert_equal(tk_engram.engram_lookup(**inputs), tk_engram.engram_lookup(**on_device(inputs)))
+    # Another table of the same kind, and new contents of this one: nothing was remembered or copied.
+    other = make(1001, 5, 256, 997, kind=kind, row_gap=row_gap, host=True)("cuda")
+    assert_equal(tk_engram.engram_lookup(**other), tk_engram.engram_lookup(**on_device(other)))
+    if kind == "bf16":
+        torch.cuda.synchronize()
+        table.neg_()
+        assert_equal(tk_engram.engram_lookup(**inputs), tk_engram.engram_lookup(**on_device(inputs)))
+
+
+@pytest.mark.gpu
+def test_gpu_device_and_host_tables_in_turn() -> None:
+    inputs = make(17, 5, 64, 9, host=True)("cuda")
+    moved = on_device(inputs)
+    expected = reference.engram_lookup(**inputs)
+    for kwargs in (moved, inputs, moved, moved, inputs):
+        assert_equal(tk_engram.engram_lookup(**kwargs), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_pinned_table_in_a_cuda_graph() -> None:
+    inputs = make(17, 5, 64, 9, host=True)("cuda")
+    expected = tk_engram.engram_lookup(**inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tk_engram.engram_lookup(**inputs)
+    out.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_gpu_refuses_a_table_that_is_not_pinned() -> None:
+    inputs = make(3, 2, 64, 9)("cpu")
+    indices = inputs["indices"].cuda()
+    with pytest.raises(ValueError, match=r"table: .*cuda.* or pinned host memory.*cpu, not pinned"):
+        tk_engram.engram_lookup(indices, inputs["table"])
+    with pytest.raises(ValueError, match=r"table: .*cuda.* or pinned host memory.*cpu, not pinned"):
+        tk_engram.engram_lookup(indices[:0], inputs["table"])
+    codes = make(3, 2, 64, 9, kind="float")("cpu")
+    with pytest.raises(ValueError, match=r"table_sf: .*pinned"):
+        tk_engram.engram_lookup(indices, codes["table"].pin_memory(), table_sf=codes["table_sf"])
+    with pytest.raises(ValueError, match=r"table: .*device cpu.*cuda"):
+        tk_engram.engram_lookup(inputs["indices"], inputs["table"].cuda())
+
+
+@pytest.mark.gpu
+def test_gpu_rows_beyond_two_to_the_31_elements() -> None:
+    num_rows = 2**31 // 64 + 1000
+    table = torch.empty(num_rows, 64, dtype=torch.bfloat16, device="cuda").normal_()
+    rows = torch.randint(num_rows - 900, num_rows, (33, 7), dtype=torch.int32, device="cuda")
+    rows[0, 0], rows[0, 1] = num_rows - 1, 2**31 // 64
+    assert_equal(tk_engram.engram_lookup(rows, table), table[rows.long()])
+
+
+@pytest.mark.gpu
+def test_gpu_results_beyond_two_to_the_31_elements() -> None:
+    table = torch.randn(9, 1024, device="cuda").bfloat16()
+    rows = torch.randint(-3, 9, (2**21 + 5, 1), dtype=torch.int32, device="cuda")
+    out = tk_engram.engram_lookup(rows, table)
+    assert_equal(out[-9:].clone(), reference.engram_lookup(rows[-9:], table))

@@ -1,0 +1,239 @@
+"""engram_lookup_bwd."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_engram
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_engram import reference
+from tk_engram.lookup.engram_lookup_bwd import EngramLookupBwdConfig
+from tk_engram.testing.lookup.engram_lookup_bwd import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    indices = torch.tensor([[3, 1], [-1, 3], [1, 3]], dtype=torch.int32, device=device)
+    d_o = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], device=device).bfloat16()
+    d_o = d_o.view(3, 2, 1).repeat(1, 1, 32)
+    d_o[0, 0, 31] = -1.0
+    grad = tk_engram.engram_lookup_bwd(d_o, indices, 5)
+    assert grad.dtype == torch.float32
+    assert grad[:, 0].tolist() == [0.0, 18.0, 0.0, 41.0, 0.0]
+    assert grad[:, 31].tolist() == [0.0, 18.0, 0.0, 39.0, 0.0]
+
+    assert tk_engram.engram_lookup_bwd(d_o, indices, 5, grad=grad) is grad
+    assert grad[:, 31].tolist() == [0.0, 36.0, 0.0, 78.0, 0.0]
+
+    rows, values, count = tk_engram.engram_lookup_bwd(d_o, indices, 5, sparse=True)
+    assert rows.tolist() == [1, 3, -1, -1, -1, -1]
+    assert values[:, 0].tolist() == [18.0, 41.0, 0.0, 0.0, 0.0, 0.0]
+    assert values[:, 31].tolist() == [18.0, 39.0, 0.0, 0.0, 0.0, 0.0]
+    assert (rows.dtype, values.dtype, count.dtype) == (torch.int32, torch.float32, torch.int32)
+    assert count.tolist() == [2]
+
+
+def sum_of(terms: list[float], device: str, before: float = 0.0) -> float:
+    """The gradient of one row among others whose pairs lie between."""
+    indices = torch.full((len(terms), 3), -1, dtype=torch.int32)
+    indices[:, 1], indices[:, 2] = 1, 2
+    d_o = torch.full((len(terms), 3, 32), 1000.0)
+    d_o[:, 1] = torch.tensor(terms)[:, None]
+    grad = torch.full((4, 32), before)
+    out = tk_engram.engram_lookup_bwd(d_o.to(device), indices.to(device), 4, grad=grad.to(device))
+    assert (out[1] == out[1, 0]).all()
+    return out[1, 0].item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pairs_ascend(device: str) -> None:
+    tiny = 2.0**-24
+    assert sum_of([1.0, tiny, tiny, -1.0], device) == 0.0
+    assert sum_of([tiny, tiny, 1.0, -1.0], device) == 2 * tiny
+    # Over several blocks of pairs, too: each is lost on its own.
+    assert sum_of([1.0] + 300 * [tiny] + [-1.0], device) == 0.0
+    assert sum_of(300 * [tiny] + [1.0], device) == 1.0 + 300 * tiny
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_sum_is_added_to_the_gradient(device: str) -> None:
+    tiny = 2.0**-24
+    assert sum_of([tiny, tiny], device, before=1.0) == 1.0 + 2 * tiny
+    assert sum_of([1.0, -1.0], device, before=2.0**-30) == 2.0**-30
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [32, 96, 256])
+@pytest.mark.parametrize("hot", [0.0, 0.6, 1.0])
+def test_against_one_addition_after_the_other(hot: float, dim: int, device: str) -> None:
+    # Segments that end with a block of pairs, within it, and go over several.
+    for num_tokens in (63, 64, 65, 150):
+        inputs = make(num_tokens, 2, dim, 5, hot=hot)("cpu")
+        expected = torch.zeros(5, dim)
+        pairs = inputs["d_o"].flatten(0, 1).float()
+        for row, pair in zip(inputs["indices"].flatten().tolist(), pairs, strict=True):
+            if row >= 0:
+                expected[row] += pair
+        on_device = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        assert_equal(tk_engram.engram_lookup_bwd(**on_device).cpu(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sparse_is_the_dense_gradient(device: str) -> None:
+    inputs = make(150, 3, 64, 40, hot=0.3)(device)
+    dense = tk_engram.engram_lookup_bwd(**inputs)
+    rows, values, count = tk_engram.engram_lookup_bwd(**{**inputs, "sparse": True})
+    num_rows = int(count)
+    wanted = inputs["indices"].unique()
+    assert_equal(rows[:num_rows], wanted[wanted >= 0])
+    assert (rows[num_rows:] == -1).all()
+    assert_equal(values[:num_rows], dense[rows[:num_rows].long()])
+    assert not values[num_rows:].any()
+    assert num_rows < rows.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_against_autograd(dtype: torch.dtype) -> None:
+    indices = make(11, 3, 32, 7)("cpu")["indices"]
+    table = torch.randn(7, 32, dtype=dtype, requires_grad=True)
+    d_o = torch.randn(11, 3, 32, dtype=dtype)
+    (expected,) = torch.autograd.grad(reference.engram_lookup(indices, table), table, d_o)
+    torch.testing.assert_close(reference.engram_lookup_bwd(d_o, indices, 7), expected)
+    grad = torch.randn(7, 32, dtype=dtype)
+    torch.testing.assert_close(reference.engram_lookup_bwd(d_o, indices, 7, grad=grad.clone()), grad + expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_but_negative_indices(device: str) -> None:
+    d_o = torch.ones(2, 3, 32, device=device)
+    indices = torch.full((2, 3), -7, dtype=torch.int32, device=device)
+    assert not tk_engram.engram_lookup_bwd(d_o, indices, 4).any()
+    rows, values, count = tk_engram.engram_lookup_bwd(d_o, indices, 4, sparse=True)
+    assert rows.tolist() == 6 * [-1]
+    assert not values.any()
+    assert count.item() == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_index_beyond_the_table_counts_as_negative(sparse: bool, device: str) -> None:
+    inputs = make(70, 3, 32, 9, sparse=sparse)(device)
+    expected = tk_engram.engram_lookup_bwd(**inputs)
+    rows = inputs["indices"]
+    beyond = torch.where(rows < 0, 9 - 1 - rows, rows)
+    assert (beyond >= 9).any()
+    assert_equal(tk_engram.engram_lookup_bwd(**{**inputs, "indices": beyond}), expected)
+
+
+def test_debug_names_an_index_beyond_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make(4, 3, 32, 9)("cpu")
+    monkeypatch.setattr("tk_core.env.debug", lambda: True)
+    tk_engram.engram_lookup_bwd(**inputs)
+    inputs["indices"][1, 2] = 9
+    with pytest.raises(ValueError, match=r"indices: expected indices below 9.*got 9"):
+        tk_engram.engram_lookup_bwd(**inputs)
+
+
+INDICES = torch.zeros(3, 2, dtype=torch.int32)
+D_O = torch.ones(3, 2, 64).bfloat16()
+GRAD = torch.full((4, 64), 7.0)
+GOOD: dict[str, Any] = {"d_o": D_O, "indices": INDICES, "num_rows": 4, "grad": GRAD}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"d_o": None}, TypeError, "d_o: .*Tensor"),
+        ({"d_o": D_O.half()}, TypeError, "d_o: .*bfloat16 or torch.float32"),
+        ({"d_o": D_O[0]}, ValueError, "d_o: .*shape"),
+        ({"d_o": D_O.transpose(0, 1)}, ValueError, "d_o: .*contiguous"),
+        ({"d_o": torch.ones(3, 2, 0)}, ValueError, "D .*d_o.*at least 32"),
+        ({"d_o": torch.ones(3, 2, 48)}, ValueError, "D .*d_o.*multiple of 32"),
+        ({"indices": [[0]]}, TypeError, "indices: .*Tensor"),
+        ({"indices": INDICES.long()}, TypeError, "indices: .*int32"),
+        ({"indices": INDICES[0]}, ValueError, "indices: .*shape"),
+        ({"indices": INDICES[:2]}, ValueError, "indices: .*shape"),
+        ({"indices": torch.zeros(2, 3, dtype=torch.int32).T}, ValueError, "indices: .*contiguous"),
+        ({"indices": INDICES.to("meta")}, ValueError, "indices: .*device"),
+        ({"num_rows": 4.0}, TypeError, "num_rows: .*int"),
+        ({"num_rows": 0}, ValueError, "num_rows: .*1 to"),
+        ({"num_rows": 2**31}, ValueError, "num_rows: .*1 to"),
+        ({"grad": 1}, TypeError, "grad: .*Tensor"),
+        ({"grad": GRAD.double()}, TypeError, "grad: .*float32"),
+        ({"grad": GRAD[:3]}, ValueError, "grad: .*shape"),
+        ({"grad": torch.ones(64, 4).T}, ValueError, "grad: .*contiguous"),
+        ({"grad": GRAD.to("meta")}, ValueError, "grad: .*device"),
+        ({"sparse": True}, ValueError, "grad: .*None with sparse"),
+        ({"sparse": 1}, TypeError, "sparse: .*bool"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.engram_lookup_bwd(**{**GOOD, **change})
+    assert (GRAD == 7).all()
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 160, 256, 288, 1280, 4064, 8192])
+def test_config_has_whole_warps(dim: int) -> None:
+    config = EngramLookupBwdConfig.best(dim, ARCHS["sm_90a"])
+    assert dim % config.block_channels == 0
+    # A thread a channel.
+    assert config.block_channels % 32 == 0
+    assert 32 <= config.block_channels <= 128
+    assert config.block_pairs % config.store_pairs == 0
+
+
+@pytest.mark.gpu
+def test_gpu_one_row_of_all_pairs() -> None:
+    d_o = torch.randn(8192, 4, 256, device="cuda").bfloat16()
+    indices = torch.zeros(8192, 4, dtype=torch.int32, device="cuda")
+    grad = tk_engram.engram_lookup_bwd(d_o, indices, 1)
+    # numpy's cumulative sum adds one after the other.
+    terms = d_o.flatten(0, 1).float().cpu().numpy()
+    assert_equal(grad[0].cpu(), torch.from_numpy(terms.cumsum(0, dtype="float32")[-1].copy()))
+
+
+@pytest.mark.gpu
+def test_gpu_bits_of_a_row_do_not_depend_on_the_others() -> None:
+    inputs = make(4001, 5, 64, 3001, hot=0.1)("cuda")
+    expected = tk_engram.engram_lookup_bwd(**inputs)
+    rows = inputs["indices"]
+    for row in (0, 3001 // 3, 3000):
+        alone = torch.where(rows == row, rows, -1)
+        assert_equal(tk_engram.engram_lookup_bwd(**{**inputs, "indices": alone})[row], expected[row])
+
+
+@pytest.mark.gpu
+def test_gpu_rows_beyond_two_to_the_31_elements() -> None:
+    num_rows = 2**31 // 64 + 1000
+    d_o = torch.randn(33, 7, 64, device="cuda").bfloat16()
+    rows = torch.randint(num_rows - 900, num_rows, (33, 7), dtype=torch.int32, device="cuda")
+    rows[0, 0] = num_rows - 1
+    grad = tk_engram.engram_lookup_bwd(d_o, rows, num_rows)
+    first = num_rows - 1000
+    assert_equal(grad[first:].clone(), reference.engram_lookup_bwd(d_o, rows - first, 1000))
+    assert not grad[:first].any()
+    tk_engram.engram_lookup_bwd(d_o, rows, num_rows, grad=grad)
+    assert_equal(grad[first:].clone(), 2 * reference.engram_lookup_bwd(d_o, rows - first, 1000))
+
+
+@pytest.mark.gpu
+def test_gpu_does_not_synchronize() -> None:
+    for sparse in (False, True):
+        inputs = make(17, 3, 64, 9, sparse=sparse)("cuda")
+        tk_engram.engram_lookup_bwd(**inputs)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            tk_engram.engram_lookup_bwd(**inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,108 @@
+"""engram_sinkhorn_finalize."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_engram
+from tk_core.testing import assert_equal, tiers
+from tk_engram import reference
+from tk_engram.testing.optimizer.engram_sinkhorn_finalize import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    # x = (3, 4) and (0, 10), norms 5 and 10.
+    matrix = torch.tensor([[3.0, 8.0], [0.0, 2.0]], device=device)
+    scales = torch.tensor([1.0, 10.0], device=device), torch.tensor([1.0, 0.5], device=device)
+    assert tk_engram.engram_sinkhorn_finalize(matrix, *scales, 0, 5).tolist() == [[3.0, 4.0], [0.0, 5.0]]
+    out = torch.empty_like(matrix)
+    assert tk_engram.engram_sinkhorn_finalize(matrix, *scales, 3.0, 16.0, out) is out
+    torch.testing.assert_close(out.cpu(), torch.tensor([[6.0, 8.0], [0.0, 160 / 13]]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_place(device: str) -> None:
+    inputs = make(40, 100)(device)
+    expected = tk_engram.engram_sinkhorn_finalize(**inputs)
+    assert tk_engram.engram_sinkhorn_finalize(**{**inputs, "out": inputs["matrix"]}) is inputs["matrix"]
+    assert_equal(inputs["matrix"], expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_have_norm_alpha(device: str) -> None:
+    inputs = make(67, 576)(device)
+    out = tk_engram.engram_sinkhorn_finalize(**inputs)
+    torch.testing.assert_close(out.double().square().mean(1).float(), torch.ones(67, device=device))
+
+
+def test_reference_passes_gradcheck() -> None:
+    matrix, row_scale, col_scale = torch.randn(3, 5).double(), torch.rand(3).double() + 1, torch.rand(5).double() + 1
+    leaves = [x.requires_grad_() for x in (matrix, row_scale, col_scale)]
+    assert torch.autograd.gradcheck(lambda *x: reference.engram_sinkhorn_finalize(*x, 0.1, 2.0), leaves)
+
+
+GOOD: dict[str, Any] = {
+    "matrix": torch.ones(3, 8),
+    "row_scale": torch.ones(3),
+    "col_scale": torch.ones(8),
+    "eps": 1e-20,
+    "alpha": 2.0,
+    "out": torch.full((3, 8), 7.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"matrix": None}, TypeError, "matrix: .*Tensor"),
+        ({"matrix": torch.ones(3, 8).bfloat16()}, TypeError, "matrix: .*float32"),
+        ({"matrix": torch.ones(8)}, ValueError, "matrix: .*shape"),
+        ({"matrix": torch.ones(8, 3).T}, ValueError, "matrix: .*contiguous"),
+        ({"matrix": torch.ones(3, 0), "col_scale": torch.ones(0)}, ValueError, "D .*matrix.*1 to 16384"),
+        ({"row_scale": 1.0}, TypeError, "row_scale: .*Tensor"),
+        ({"row_scale": torch.ones(4)}, ValueError, "row_scale: .*shape"),
+        ({"row_scale": torch.ones(3, device="meta")}, ValueError, "row_scale: .*device"),
+        ({"col_scale": torch.ones(8).half()}, TypeError, "col_scale: .*float32"),
+        ({"col_scale": torch.ones(3)}, ValueError, "col_scale: .*shape"),
+        ({"eps": "0"}, TypeError, "eps: .*number"),
+        ({"eps": -1.0}, ValueError, "eps: .*at least 0"),
+        ({"alpha": True}, TypeError, "alpha: .*number"),
+        ({"alpha": float("nan")}, ValueError, "alpha: .*finite"),
+        ({"out": 1.0}, TypeError, "out: .*Tensor"),
+        ({"out": torch.ones(3, 8).bfloat16()}, TypeError, "out: .*float32"),
+        ({"out": torch.ones(4, 8)}, ValueError, "out: .*shape"),
+        ({"out": torch.ones(8, 3).T}, ValueError, "out: .*contiguous"),
+        ({"out": torch.ones(3, 8, device="meta")}, ValueError, "out: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.engram_sinkhorn_finalize(**{**GOOD, **change})
+    assert (GOOD["out"] == 7).all()
+
+
+@pytest.mark.gpu
+def test_gpu_bits_of_a_row_do_not_depend_on_the_others() -> None:
+    inputs = make(4001, 256)("cuda")
+    out = tk_engram.engram_sinkhorn_finalize(**inputs)
+    for row in (0, 17, 4000):
+        alone = {name: inputs[name][row : row + 1].clone() for name in ("matrix", "row_scale")}
+        assert_equal(tk_engram.engram_sinkhorn_finalize(**{**inputs, **alone}), out[row : row + 1].clone())
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_rows = 2**31 // 256 + 5
+    inputs = make(num_rows, 256)("cuda")
+    last = {name: inputs[name][-9:].clone() for name in ("matrix", "row_scale")}
+    out = tk_engram.engram_sinkhorn_finalize(**inputs)
+    torch.testing.assert_close(out[-9:], reference.engram_sinkhorn_finalize(**{**inputs, **last}))

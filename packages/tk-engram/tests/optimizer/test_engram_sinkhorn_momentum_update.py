@@ -1,0 +1,137 @@
+"""engram_sinkhorn_momentum_update."""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+import tk_engram
+from tk_core.testing import assert_equal, tiers
+from tk_engram import reference
+from tk_engram.testing.optimizer.engram_sinkhorn_momentum_update import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("nesterov", "expected"), [(True, [3.25, 1.0]), (False, [2.5, 2.0])])
+def test_by_hand(nesterov: bool, expected: list[float], device: str) -> None:
+    # β = 1/2: m' = (m + g) / 2, and with nesterov (g + m') / 2, for m 1, 4 and g 4, 0.
+    grad, buffer = torch.tensor([4.0, 0.0], device=device), torch.tensor([1.0, 4.0], device=device)
+    out = tk_engram.engram_sinkhorn_momentum_update(grad, buffer, 0.5, nesterov)
+    assert buffer.tolist() == [2.5, 2.0]
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_result_is_made_from_the_average_before_it_is_rounded(device: str) -> None:
+    # m' = 257 needs nine bits: the bfloat16 buffer gets 256, the result (2 + 257) / 2.
+    grad = torch.tensor([2.0], device=device)
+    buffer = torch.tensor([512.0], device=device).bfloat16()
+    out = tk_engram.engram_sinkhorn_momentum_update(grad, buffer, 0.5)
+    assert buffer.tolist() == [256.0]
+    assert out.tolist() == [129.5]
+
+
+def to_float32(value: Fraction) -> Fraction:
+    """The nearest float32, of two the even one; for magnitudes of normal numbers."""
+    if not value:
+        return value
+    exponent = len(bin(abs(value.numerator))) - len(bin(value.denominator))
+    if abs(value) < Fraction(2) ** exponent:
+        exponent -= 1
+    step = Fraction(2) ** (exponent - 23)
+    return round(value / step) * step
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_against_rational_arithmetic(nesterov: bool, device: str) -> None:
+    inputs = make((256,), torch.float32, torch.float32, nesterov=nesterov)(device)
+    beta, rest = (Fraction(torch.tensor(value).item()) for value in (0.95, 1.0 - 0.95))
+    averages, results = [], []
+    for g, m in zip(inputs["grad"].tolist(), inputs["momentum_buffer"].tolist(), strict=True):
+        average = to_float32(Fraction(m) * beta + to_float32(rest * Fraction(g)))
+        averages.append(average)
+        results.append(to_float32(Fraction(g) * rest + to_float32(beta * average)) if nesterov else average)
+    out = tk_engram.engram_sinkhorn_momentum_update(**inputs)
+    assert out.tolist() == [float(x) for x in results]
+    assert inputs["momentum_buffer"].tolist() == [float(x) for x in averages]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_are_rounded_once(device: str) -> None:
+    # 1 + (2⁻²⁴ + 2⁻⁵⁴ or so) is just above the middle of two float32; rounded to float64 first it would be the middle.
+    beta, m = 16519105 * 2.0**-24, 130 * 2.0**-31
+    product = Fraction(beta) * Fraction(m)
+    assert product == Fraction(1, 2**24) + Fraction(1, 2**54)
+    rest = torch.tensor(1.0 - beta, dtype=torch.float32).item()
+    # A gradient whose product with 1 - β is rounded to exactly 1.
+    g = torch.tensor(1 / rest, dtype=torch.float32)
+    g = next(x for x in (g, g.nextafter(g * 2), g.nextafter(g * 0)) if (x * rest).item() == 1.0)
+    buffer = torch.tensor([m], device=device)
+    tk_engram.engram_sinkhorn_momentum_update(g.to(device)[None], buffer, beta)
+    assert buffer.tolist() == [1 + 2.0**-23]
+
+
+def test_reference_in_float64_is_the_formula() -> None:
+    g, m = torch.randn(2, 50, dtype=torch.float64)
+    before = m.clone()
+    out = reference.engram_sinkhorn_momentum_update(g, m, 0.9)
+    torch.testing.assert_close(m, 0.9 * before + (1 - 0.9) * g)
+    torch.testing.assert_close(out, 0.9 * m + (1 - 0.9) * g)
+
+
+@pytest.mark.parametrize("beta1", [0, 1, 0.0, 1.0])
+def test_ends_of_the_range(beta1: float) -> None:
+    g, m = torch.randn(8), torch.randn(8)
+    before = m.clone()
+    out = tk_engram.engram_sinkhorn_momentum_update(g, m, beta1)
+    expected = before if beta1 else g
+    torch.testing.assert_close((m, out), (expected, expected), rtol=0, atol=0)
+
+
+GOOD: dict[str, Any] = {"grad": torch.ones(6), "momentum_buffer": torch.full((6,), 7.0), "beta1": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"grad": None}, TypeError, "grad: .*Tensor"),
+        ({"grad": torch.ones(6).half()}, TypeError, "grad: .*bfloat16"),
+        ({"grad": torch.ones(12)[::2]}, ValueError, "grad: .*contiguous"),
+        ({"momentum_buffer": 1.0}, TypeError, "momentum_buffer: .*Tensor"),
+        ({"momentum_buffer": torch.ones(6).double()}, TypeError, "momentum_buffer: .*float32"),
+        ({"momentum_buffer": torch.ones(7)}, ValueError, "momentum_buffer: .*shape"),
+        ({"momentum_buffer": torch.ones(12)[::2]}, ValueError, "momentum_buffer: .*contiguous"),
+        ({"momentum_buffer": torch.ones(6, device="meta")}, ValueError, "momentum_buffer: .*device"),
+        ({"beta1": "0.5"}, TypeError, "beta1: .*number"),
+        ({"beta1": float("nan")}, ValueError, "beta1: .*finite"),
+        ({"beta1": -0.1}, ValueError, "beta1: .*at least 0"),
+        ({"beta1": 1.1}, ValueError, "beta1: .*at most 1"),
+        ({"nesterov": 1}, TypeError, "nesterov: .*bool"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.engram_sinkhorn_momentum_update(**{**GOOD, **change})
+    assert (GOOD["momentum_buffer"] == 7).all()
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_elements = 2**31 + 8 * 4096 + 8
+    grad = torch.ones(num_elements, dtype=torch.bfloat16, device="cuda")
+    buffer = torch.zeros_like(grad)
+    grad[-9:], buffer[-9:] = 3.0, 5.0
+    last = (grad[-9:].clone(), buffer[-9:].clone())
+    out = tk_engram.engram_sinkhorn_momentum_update(grad, buffer, 0.75)
+    expected = reference.engram_sinkhorn_momentum_update(*last, 0.75)
+    assert_equal((out[-9:].clone(), buffer[-9:].clone()), (expected, last[1]))
+    assert out[: 2**31 : 2**20].eq(out[0]).all()

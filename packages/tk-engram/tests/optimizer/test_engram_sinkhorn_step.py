@@ -1,0 +1,157 @@
+"""engram_sinkhorn_step."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_core
+import tk_engram
+from tk_core.testing import assert_equal, tiers
+from tk_engram import reference
+from tk_engram.lib.scaled_rows import RowTile
+from tk_engram.testing.optimizer.engram_sinkhorn_step import SPEC, least_bytes, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    matrix = torch.tensor([[3.0, 8.0], [0.0, 2.0]], device=device)
+    row_scale = torch.tensor([1.0, 10.0], device=device)
+    col_scale = torch.tensor([1.0, 0.5], device=device)
+    norm, partial = tk_engram.engram_sinkhorn_step(matrix, row_scale, col_scale, 5.0)
+    # x = (3, 4) and (0, 10); q = 1/10 and 1/15.
+    assert norm.tolist() == [5.0, 10.0]
+    torch.testing.assert_close(row_scale.cpu(), torch.tensor([0.1, 10 / 15]))
+    assert partial.shape == (396, 2)
+    torch.testing.assert_close(partial[:2].cpu(), torch.tensor([[0.09, 0.16], [0.0, 100 / 225]]))
+    assert (partial[2:] == 0).all()
+    assert matrix.tolist() == [[3.0, 8.0], [0.0, 2.0]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_range_has_so_many_rows_that_396_are_enough(device: str) -> None:
+    # 1000 rows: 3 a range, so that range 333 has the last row and no later one any.
+    matrix = torch.arange(1.0, 1001.0, device=device)[:, None].expand(1000, 4).contiguous()
+    # A large eps: y = x / eps keeps the rows apart.
+    _, partial = tk_engram.engram_sinkhorn_step(
+        matrix, torch.ones(1000, device=device), torch.ones(4, device=device), 2.0**60
+    )
+    rows = (torch.arange(1.0, 1003.0) * (torch.arange(1.0, 1003.0) < 1001)).square().view(334, 3).sum(1)
+    torch.testing.assert_close(partial[:334, 0].cpu() * 2.0**120, rows)
+    assert (partial[334:] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_iterations_even_out_rows_and_columns(device: str) -> None:
+    # What the optimizer does: after some steps, and scales of columns made from the sums, all norms agree.
+    num_rows, width = 300, 64
+    inputs = make(num_rows, width)(device)
+    matrix, row_scale, col_scale = (inputs[name] for name in ("matrix", "row_scale", "col_scale"))
+    sums = torch.empty_like(col_scale)
+    for _ in range(30):
+        _, partial = tk_engram.engram_sinkhorn_step(matrix, row_scale, col_scale, 1e-20)
+        tk_engram.engram_sinkhorn_step_reduce(partial, sums)
+        col_scale /= (sums * width / num_rows).sqrt()
+    out = tk_engram.engram_sinkhorn_finalize(matrix, row_scale, col_scale, 1e-20, width**0.5)
+    torch.testing.assert_close(out.square().mean(1), torch.ones_like(row_scale))
+    torch.testing.assert_close(out.square().mean(0), torch.ones_like(col_scale), rtol=1e-3, atol=1e-3)
+
+
+def test_reference_in_float64_is_the_formula() -> None:
+    matrix, row_scale, col_scale = torch.randn(900, 5).double(), torch.rand(900).double(), torch.rand(5).double()
+    x = torch.einsum("rd,r,d->rd", matrix, row_scale, col_scale)
+    expected = row_scale / (torch.linalg.vector_norm(x, dim=1) + 0.125)
+    norm, partial = reference.engram_sinkhorn_step(matrix, row_scale, col_scale, 0.125)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(x, dim=1))
+    torch.testing.assert_close(row_scale, expected)
+    y = torch.einsum("rd,r,d->rd", matrix, row_scale, col_scale)
+    torch.testing.assert_close(partial.sum(0), y.square().sum(0))
+    torch.testing.assert_close(partial[7], y[21:24].square().sum(0))
+
+
+def test_no_rows() -> None:
+    norm, partial = tk_engram.engram_sinkhorn_step(torch.empty(0, 3), torch.empty(0), torch.ones(3), 0)
+    assert norm.shape == (0,)
+    assert partial.tolist() == [[0.0] * 3] * 396
+
+
+def test_least_bytes_counts_row_scale_twice() -> None:
+    inputs = make(10, 8)("cpu")
+    outputs = tk_engram.engram_sinkhorn_step(**inputs)
+    assert least_bytes(inputs, outputs) == 4 * (10 * 8 + 10 + 8 + 10 + 10 + 396 * 8)
+
+
+@pytest.mark.parametrize("width", [1, 5, 6, 8, 32, 64, 100, 127, 256, 576, 1000, 2560, 4096, 7168, 8192, 16384])
+def test_tile_holds_each_row_once(width: int) -> None:
+    tile = RowTile.best(width)
+    assert width % tile.vector == 0
+    assert tile.threads == tile.num_groups * tile.threads_per_row
+    assert width <= tile.columns(width) < width + tile.vector * tile.threads_per_row
+    assert tile.columns(width) // tile.threads_per_row <= 32
+
+
+GOOD: dict[str, Any] = {
+    "matrix": torch.ones(3, 8),
+    "row_scale": torch.full((3,), 7.0),
+    "col_scale": torch.ones(8),
+    "eps": 1e-20,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"matrix": None}, TypeError, "matrix: .*Tensor"),
+        ({"matrix": torch.ones(3, 8).bfloat16()}, TypeError, "matrix: .*float32"),
+        ({"matrix": torch.ones(8)}, ValueError, "matrix: .*shape"),
+        ({"matrix": torch.ones(8, 3).T}, ValueError, "matrix: .*contiguous"),
+        ({"matrix": torch.ones(3, 0), "col_scale": torch.ones(0)}, ValueError, "D .*matrix.*1 to 16384"),
+        ({"matrix": torch.ones(3, 16385), "col_scale": torch.ones(16385)}, ValueError, "D .*matrix.*1 to 16384"),
+        ({"row_scale": 1.0}, TypeError, "row_scale: .*Tensor"),
+        ({"row_scale": torch.ones(3).double()}, TypeError, "row_scale: .*float32"),
+        ({"row_scale": torch.ones(4)}, ValueError, "row_scale: .*shape"),
+        ({"row_scale": torch.ones(6)[::2]}, ValueError, "row_scale: .*contiguous"),
+        ({"row_scale": torch.ones(3, device="meta")}, ValueError, "row_scale: .*device"),
+        ({"col_scale": 1.0}, TypeError, "col_scale: .*Tensor"),
+        ({"col_scale": torch.ones(8).half()}, TypeError, "col_scale: .*float32"),
+        ({"col_scale": torch.ones(3)}, ValueError, "col_scale: .*shape"),
+        ({"col_scale": torch.ones(16)[::2]}, ValueError, "col_scale: .*contiguous"),
+        ({"col_scale": torch.ones(8, device="meta")}, ValueError, "col_scale: .*device"),
+        ({"eps": None}, TypeError, "eps: .*number"),
+        ({"eps": -1e-9}, ValueError, "eps: .*at least 0"),
+        ({"eps": float("inf")}, ValueError, "eps: .*finite"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.engram_sinkhorn_step(**{**GOOD, **change})
+    assert (GOOD["row_scale"] == 7).all()
+
+
+@pytest.mark.gpu
+def test_gpu_bits_do_not_depend_on_the_number_of_multiprocessors() -> None:
+    inputs = make(100003, 256)("cuda")
+    results = []
+    for count in (None, 1, 17, 64):
+        scales = inputs["row_scale"].clone()
+        with tk_core.num_sms(count or tk_core.get_device_num_sms()):
+            results.append((tk_engram.engram_sinkhorn_step(**{**inputs, "row_scale": scales}), scales))
+    for result in results[1:]:
+        assert_equal(result, results[0])
+
+
+@pytest.mark.gpu
+def test_gpu_beyond_two_to_the_31_elements() -> None:
+    num_rows = 2**31 // 256 + 5
+    inputs = make(num_rows, 256)("cuda")
+    last = {name: inputs[name][-9:].clone() for name in ("matrix", "row_scale")}
+    norm, _ = tk_engram.engram_sinkhorn_step(**inputs)
+    expected, _ = reference.engram_sinkhorn_step(**{**inputs, **last})
+    torch.testing.assert_close((norm[-9:], inputs["row_scale"][-9:]), (expected, last["row_scale"]))

@@ -1,0 +1,76 @@
+"""engram_sinkhorn_step_reduce."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_engram
+from tk_core.testing import tiers
+from tk_engram.testing.optimizer.engram_sinkhorn_step_reduce import SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    sums = torch.full((2,), 9.0, device=device)
+    partial = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]], device=device)
+    assert tk_engram.engram_sinkhorn_step_reduce(partial, sums) is None
+    assert sums.tolist() == [7.0, 70.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [60, 200])
+def test_partials_ascend(count: int, device: str) -> None:
+    # Each 2⁻²⁴ after the 1 is lost, one by one; those before it are not.
+    tiny = torch.full((count, 1), 2.0**-24, device=device)
+    one = torch.ones(1, 1, device=device)
+    sums = torch.empty(1, device=device)
+    tk_engram.engram_sinkhorn_step_reduce(torch.cat((one, tiny)), sums)
+    assert sums.item() == 1.0
+    tk_engram.engram_sinkhorn_step_reduce(torch.cat((tiny, one)), sums)
+    assert sums.item() == 1.0 + count * 2.0**-24
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_against_a_sum_in_float64(device: str) -> None:
+    inputs = make(396, 100)(device)
+    tk_engram.engram_sinkhorn_step_reduce(**inputs)
+    expected = inputs["col_sumsq_partial"].double().sum(0)
+    torch.testing.assert_close(inputs["col_sumsq"].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_no_partials_are_zero() -> None:
+    sums = torch.full((5,), torch.nan)
+    tk_engram.engram_sinkhorn_step_reduce(torch.empty(0, 5), sums)
+    assert sums.tolist() == [0.0] * 5
+
+
+GOOD: dict[str, Any] = {"col_sumsq_partial": torch.ones(3, 4), "col_sumsq": torch.full((4,), 7.0)}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"col_sumsq_partial": None}, TypeError, "col_sumsq_partial: .*Tensor"),
+        ({"col_sumsq_partial": torch.ones(3, 4).double()}, TypeError, "col_sumsq_partial: .*float32"),
+        ({"col_sumsq_partial": torch.ones(4)}, ValueError, "col_sumsq_partial: .*shape"),
+        ({"col_sumsq_partial": torch.ones(4, 3).T}, ValueError, "col_sumsq_partial: .*contiguous"),
+        ({"col_sumsq_partial": torch.ones(3, 0)}, ValueError, "D .*col_sumsq_partial.*1 to 16384"),
+        ({"col_sumsq": [1.0]}, TypeError, "col_sumsq: .*Tensor"),
+        ({"col_sumsq": torch.ones(4).half()}, TypeError, "col_sumsq: .*float32"),
+        ({"col_sumsq": torch.ones(3)}, ValueError, "col_sumsq: .*shape"),
+        ({"col_sumsq": torch.ones(8)[::2]}, ValueError, "col_sumsq: .*contiguous"),
+        ({"col_sumsq": torch.ones(4, device="meta")}, ValueError, "col_sumsq: .*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_engram.engram_sinkhorn_step_reduce(**{**GOOD, **change})
+    assert (GOOD["col_sumsq"] == 7).all()
