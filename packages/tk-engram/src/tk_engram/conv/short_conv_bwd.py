@@ -66,7 +66,11 @@ class ShortConvBwdConfig:
 
     @staticmethod
     def best(mhc_mult: int, hidden: int, arch: Arch) -> "ShortConvBwdConfig":
-        """24 KB of a thread block on their way; two or three blocks fit a multiprocessor's registers. Untuned."""
+        """24 KB of a thread block on their way; two or three blocks fit a multiprocessor's registers.
+
+        m 4, H 7168, 8192 tokens on an H200: 1105 to 1125 µs with batches of 2 or 4 and 1 to 5 of them ahead, 1261 to
+        1277 with batches of 1.
+        """
         tile = ChannelTile.best(hidden)
         return ShortConvBwdConfig(tile, ShortConvBwdConfig.num_ranges_of(mhc_mult, tile))
 

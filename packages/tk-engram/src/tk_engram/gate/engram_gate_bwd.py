@@ -79,7 +79,8 @@ class EngramGateBwdConfig:
 
         m 4, H 7168: 448 threads with 16 channels each, 43 KB on their way; a multiprocessor's share of the memory
         bandwidth needs about 20. With a mask a thread needs some registers more, and grad_v has to leave them. For
-        sm_100 nvcc spills a few registers, however many there are, with a mask or where a thread has more than 32 sums.
+        sm_100 nvcc spills a few registers, however many there are, with a mask or where a thread has more than 32 sums,
+        and at times (it depends on the paths of files) where 96 are left beside the sums.
         """
         if has_mask and arch.sm >= 100:
             return None
@@ -90,7 +91,7 @@ class EngramGateBwdConfig:
             threads = align(ceil_div(vectors, rounds), 32)
             # A multiprocessor has four partitions of 512 registers for each lane of a warp.
             registers = min(255, 512 // ceil_div(threads * min_blocks, 128))
-            others = 64 if has_mask or arch.sm >= 100 else 48 if registers >= 128 else 56
+            others = 100 if arch.sm >= 100 else 64 if has_mask else 48 if registers >= 128 else 56
             sums = VECTOR * rounds * (mhc_mult + (not shares_v_grads))
             if threads > 1024 or sums > max_sums or sums + others > registers:
                 continue
