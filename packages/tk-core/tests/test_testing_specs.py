@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tk_core.testing import Case, OpSpec, assert_equal, load_specs
-from tk_core.testing.trees import distinct_bytes, map_tensors, storage_bytes, tensors, transfer
+from tk_core.testing.trees import distinct_bytes, map_tensors, storage_bytes, tensors, transfer, unaligned
 
 Pair = namedtuple("Pair", ["data", "sf"])
 
@@ -120,3 +120,11 @@ def test_transfer_keeps_strides_gaps_and_sharing(dtype: torch.dtype) -> None:
     assert_equal(copies, (wide[1:, 2:5], wide, wide[:0], 3))
     assert torch.equal(storage_bytes(copies[0]), storage_bytes(wide))
     assert copies[0].untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr() != wide.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_unaligned_keeps_values_and_strides(dtype: torch.dtype) -> None:
+    x = torch.arange(32).to(dtype).view(4, 8)[1:, 2:5]
+    moved = unaligned(x)
+    assert_equal(moved, x)
+    assert moved.data_ptr() % 16 == (x.storage_offset() + 1) * dtype.itemsize % 16

@@ -9,6 +9,7 @@ import tk_core
 import tk_moe
 from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, tiers
+from tk_core.testing.trees import unaligned
 from tk_moe import reference
 from tk_moe.aux_loss import AuxLossConfig
 from tk_moe.testing.aux_loss import BWD_SPEC, SPEC, make
@@ -128,10 +129,7 @@ def test_gpu_bits_do_not_depend_on_blocks_or_alignment(num_tokens: int, num_expe
         with tk_core.num_sms(num_sms):
             for _ in range(25):
                 assert_equal(tk_moe.aux_loss(**inputs), expected)
-    scores = inputs["scores"]
-    storage = torch.empty(scores.numel() + 1, device="cuda")
-    unaligned = storage[1:].view(scores.shape).copy_(scores)
-    assert_equal(tk_moe.aux_loss(unaligned, inputs["fi"], inputs["alpha"]), expected)
+    assert_equal(tk_moe.aux_loss(unaligned(inputs["scores"]), inputs["fi"], inputs["alpha"]), expected)
 
 
 @pytest.mark.gpu

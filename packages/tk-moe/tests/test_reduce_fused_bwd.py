@@ -8,6 +8,7 @@ import torch
 import tk_moe
 from tk_core import env
 from tk_core.testing import assert_equal, tiers
+from tk_core.testing.trees import unaligned
 from tk_moe import reference
 from tk_moe.reduce_fused_bwd import ReduceBwdConfig
 from tk_moe.testing.reduce_fused_bwd import SPEC, make
@@ -130,9 +131,7 @@ def test_config_covers_a_row_with_little_waste(num_vectors: int) -> None:
 def test_gpu_bits_do_not_depend_on_alignment_or_other_tokens() -> None:
     inputs = make(300, 576, 8)("cuda")
     _, expected = tk_moe.reduce_fused_bwd(**inputs)
-    storage = torch.empty(inputs["grad"].numel() + 1, dtype=torch.bfloat16, device="cuda")
-    unaligned = storage[1:].view(300, 576).copy_(inputs["grad"])
-    _, actual = tk_moe.reduce_fused_bwd(**{**inputs, "grad": unaligned})
+    _, actual = tk_moe.reduce_fused_bwd(**{**inputs, "grad": unaligned(inputs["grad"])})
     assert_equal(actual, expected)
     few = {name: inputs[name][:3].clone() for name in ("grad", "topk_weights", "token_topk_to_pos")}
     _, actual = tk_moe.reduce_fused_bwd(**{**inputs, **few})

@@ -12,6 +12,7 @@ from torch import Tensor
 import tk_core
 import tk_mhc
 from tk_core.testing import assert_equal, tiers
+from tk_core.testing.trees import map_tensors, unaligned
 from tk_mhc import reference
 from tk_mhc.testing.batches import assert_independent_of_batch
 from tk_mhc.testing.compare import assert_relative_error
@@ -338,22 +339,13 @@ def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -
         tk_mhc.mhc_pre_big_fuse(**arguments(**changes))
 
 
-def off_alignment(x: Any) -> Any:
-    """The same values one element into a storage of their own; what is no tensor as it is."""
-    if not isinstance(x, Tensor):
-        return x
-    storage = x.new_empty(x.numel() + 1)
-    storage[1:] = x.flatten()
-    return storage[1:].view(x.shape)
-
-
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 @pytest.mark.parametrize("shifted", [False, True])
 def test_unaligned_inputs_change_nothing(device: str, shifted: bool) -> None:
     inputs = make(17, 4, 192, norm_weight=True, layer_norm=torch.bfloat16, shifted=shifted)(device)
-    unaligned = {name: off_alignment(x) for name, x in inputs.items()}
-    assert unaligned["residual"].data_ptr() % 16
-    assert_equal(tk_mhc.mhc_pre_big_fuse(**unaligned), tk_mhc.mhc_pre_big_fuse(**inputs))
+    moved = map_tensors(unaligned, inputs)
+    assert moved["residual"].data_ptr() % 16
+    assert_equal(tk_mhc.mhc_pre_big_fuse(**moved), tk_mhc.mhc_pre_big_fuse(**inputs))
 
 
 @pytest.mark.parametrize(

@@ -108,13 +108,10 @@ def _test(spec: OpSpec, tier: str, checks: Iterable[Check], *marks: pytest.MarkD
 # ---- what all tiers share
 
 
-def _outputs(spec: OpSpec, result: Any, kwargs: dict[str, Any]) -> Any:
-    """What a call gave back: its result, and after it the arguments that it writes into, if there are any."""
+def run(spec: OpSpec, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """What the op or its reference gives back: its result, and after it the arguments that it writes into, if any."""
+    result = function(**kwargs)
     return (result, *(kwargs[name] for name in spec.mutates)) if spec.mutates else result
-
-
-def _run(spec: OpSpec, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    return _outputs(spec, function(**kwargs), kwargs)
 
 
 def _own(spec: OpSpec, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -159,24 +156,24 @@ def _check_cpu(spec: OpSpec, case: Case) -> None:
     kwargs = case.make("cpu")
     fresh = _own(spec, kwargs)
     with _unchanged(spec, kwargs), poisoned_allocations():
-        actual = _run(spec, spec.op, kwargs)
-    expected = _run(spec, spec.reference, fresh)
+        actual = run(spec, spec.op, kwargs)
+    expected = run(spec, spec.reference, fresh)
     spec.compare(actual, expected)
 
     meta = case.make("meta")
     _assert_same_metadata(meta, kwargs, f"{case.name} made on meta")
-    _assert_same_metadata(_run(spec, spec.op, meta), expected, "result on meta tensors")
+    _assert_same_metadata(run(spec, spec.op, meta), expected, "result on meta tensors")
     mode = FakeTensorMode()
     fake = map_tensors(mode.from_tensor, fresh)
     with mode:
-        _assert_same_metadata(_run(spec, spec.op, fake), expected, "result on fake tensors")
+        _assert_same_metadata(run(spec, spec.op, fake), expected, "result on fake tensors")
 
 
 def _check_cpu_compile(spec: OpSpec, case: Case) -> None:
     kwargs = case.make("cpu")
-    expected = _run(spec, spec.op, _own(spec, kwargs))
+    expected = run(spec, spec.op, _own(spec, kwargs))
     torch._dynamo.reset()
-    assert_equal(_run(spec, torch.compile(spec.op, fullgraph=True, backend="aot_eager"), kwargs), expected)
+    assert_equal(run(spec, torch.compile(spec.op, fullgraph=True, backend="aot_eager"), kwargs), expected)
 
 
 class _RecordOps(TorchDispatchMode):
@@ -245,11 +242,11 @@ def _check_gpu(spec: OpSpec, case: Case) -> None:
     runs = [_own(spec, kwargs) for _ in range(2)]
     with _unchanged(spec, runs[0]):
         with poisoned_allocations():
-            first = _run(spec, spec.op, runs[0])
+            first = run(spec, spec.op, runs[0])
         torch.cuda.synchronize()
     with poisoned_allocations():
-        second = _run(spec, spec.op, runs[1])
-    spec.compare(first, _run(spec, spec.reference, kwargs))
+        second = run(spec, spec.op, runs[1])
+    spec.compare(first, run(spec, spec.reference, kwargs))
     assert_equal(second, first, name="second run")
 
 
@@ -265,16 +262,16 @@ def _check_stream(spec: OpSpec, case: Case) -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(side), poisoned_allocations():
         # Kernels are loaded and memory is set aside now, or the call below would wait for the device.
-        transfer(_run(spec, spec.op, warm))
+        transfer(run(spec, spec.op, warm))
     torch.cuda.synchronize()
     torch.cuda._sleep(_BUSY_CYCLES)
     with torch.cuda.stream(side), poisoned_allocations():
-        actual = transfer(_run(spec, spec.op, run))
+        actual = transfer(run(spec, spec.op, run))
     side.synchronize()
     still_busy = not torch.cuda.default_stream().query()
     torch.cuda.synchronize()
     # A launch on the default stream would have come after the copy of the outputs.
-    spec.compare(actual, _run(spec, spec.reference, kwargs))
+    spec.compare(actual, run(spec, spec.reference, kwargs))
     assert still_busy, f"{spec.name}: expected the default stream to be busy still; does the op synchronize?"
 
 
@@ -282,11 +279,11 @@ def _check_gpu_compile(spec: OpSpec, case: Case) -> None:
     _require_kernels()
     kwargs = case.make("cuda")
     runs = [_own(spec, kwargs) for _ in range(2)]
-    eager = _run(spec, spec.op, runs[0])
+    eager = run(spec, spec.op, runs[0])
     torch._dynamo.reset()
-    compiled = _run(spec, torch.compile(spec.op, fullgraph=True), runs[1])
+    compiled = run(spec, torch.compile(spec.op, fullgraph=True), runs[1])
     assert_equal(compiled, eager)
-    spec.compare(compiled, _run(spec, spec.reference, kwargs))
+    spec.compare(compiled, run(spec, spec.reference, kwargs))
 
 
 def _check_graph(spec: OpSpec, case: Case) -> None:
@@ -294,11 +291,11 @@ def _check_graph(spec: OpSpec, case: Case) -> None:
     static = case.make("cuda")
     fresh = _other_values(case, static)
     # Kernels cannot be loaded while a graph is captured.
-    _run(spec, spec.op, _own(spec, static))
+    run(spec, spec.op, _own(spec, static))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = _run(spec, spec.op, static)
+        outputs = run(spec, spec.op, static)
     inputs = {x.untyped_storage().data_ptr() for x in tensors(static)}
     for x in tensors(outputs):
         if x.untyped_storage().data_ptr() not in inputs:
@@ -307,7 +304,7 @@ def _check_graph(spec: OpSpec, case: Case) -> None:
         storage_bytes(x).copy_(storage_bytes(y))
     graph.replay()
     torch.cuda.synchronize()
-    spec.compare(outputs, _run(spec, spec.reference, fresh))
+    spec.compare(outputs, run(spec, spec.reference, fresh))
 
 
 def _other_values(case: Case, like: dict[str, Any]) -> dict[str, Any]:
@@ -323,9 +320,9 @@ def _check_other_device(spec: OpSpec, case: Case) -> None:
         kwargs = case.make("cuda:1")
         run = _own(spec, kwargs)
         with poisoned_allocations():
-            actual = _run(spec, spec.op, run)
+            actual = run(spec, spec.op, run)
         assert torch.cuda.current_device() == 0, f"{spec.name}: expected cuda:0 to stay the current device"
         torch.cuda.synchronize(1)
         devices = {x.device for x in tensors(actual)}
         assert devices <= {torch.device("cuda:1")}, f"{spec.name}: expected outputs on cuda:1, got {devices}"
-        spec.compare(actual, _run(spec, spec.reference, kwargs))
+        spec.compare(actual, run(spec, spec.reference, kwargs))

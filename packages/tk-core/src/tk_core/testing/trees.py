@@ -40,6 +40,15 @@ def storage_bytes(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
+def unaligned(x: Tensor) -> Tensor:
+    """The same strides and bytes, one element further on in a storage of their own."""
+    size = x.element_size()
+    num_bytes = x.untyped_storage().nbytes() + size
+    storage = torch.empty(num_bytes, dtype=torch.uint8, device=x.device, pin_memory=x.is_pinned())
+    storage[size:] = storage_bytes(x)
+    return storage.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset() + 1)
+
+
 def transfer(tree: Any, device: torch.device | str | None = None) -> Any:
     """Copies with equal strides, offsets and bits, gaps included; tensors that shared a storage share one again."""
     copies: dict[tuple[torch.device, int], Tensor] = {}
