@@ -74,6 +74,31 @@ def test_builds_no_autograd_graph(compiled: bool) -> None:
         assert out.grad_fn is None
 
 
+def _square_reference(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x @ x)
+
+
+@op("tk_core_tests::square_out", mutates=("out",), reference=_square_reference)
+def _square_out(x: torch.Tensor, out: torch.Tensor) -> None:
+    raise AssertionError("no kernel")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast_changes_no_bit(device: str, compiled: bool) -> None:
+    def square(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        _square_out(x, out)
+        return out
+
+    x = torch.randn(8, 8, device=device)
+    run = torch.compile(square, fullgraph=True, backend="aot_eager") if compiled else square
+    with op_module.backend("reference"), torch.autocast(device, torch.bfloat16):
+        found = run(x)
+        assert (x @ x).dtype == torch.bfloat16
+    assert torch.equal(found, x @ x)
+
+
 def test_fake_and_meta_tensors_launch_nothing() -> None:
     assert scale(torch.empty(4, device="meta"), 2).device.type == "meta"
     with FakeTensorMode():

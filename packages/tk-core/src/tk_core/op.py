@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -87,6 +88,17 @@ def _with_usual_strides(x: Any) -> Any:
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
 
 
+def _as_a_kernel(reference: Callable[..., None]) -> Callable[..., None]:
+    """The reference as blind to autograd and autocast as the kernel that it stands for."""
+
+    @wraps(reference)
+    def run(*args: Any) -> None:
+        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
+            reference(*args)
+
+    return run
+
+
 def _nothing(*_: Any) -> None:
     """Fake of an op that only writes into its arguments."""
 
@@ -105,8 +117,7 @@ class Op:
         namespace, _, short_name = name.partition("::")
         self.name = name
         self.launch = launch
-        # A plain op builds no autograd graph, on a CPU no more than on a GPU.
-        self.reference = torch.no_grad()(reference)
+        self.reference = _as_a_kernel(reference)
         self.min_sm = min_sm
         self._ready_devices: set[torch.device] = set()
         self.__doc__ = launch.__doc__
