@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     )
     from tk_quant.reference.per_token_cast import per_token_cast_with_sf_only as per_token_cast_with_sf_only
     from tk_quant.reference.per_token_cast_back import per_token_cast_back as per_token_cast_back
-    from tk_quant.reference.swiglu import swiglu_backward as swiglu_backward
-    from tk_quant.reference.swiglu import swiglu_forward as swiglu_forward
+    from tk_quant.reference.swiglu_backward import swiglu_backward as swiglu_backward
     from tk_quant.reference.swiglu_backward_and_per_token_cast import (
         swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast,
     )
+    from tk_quant.reference.swiglu_forward import swiglu_forward as swiglu_forward
     from tk_quant.reference.swiglu_forward_and_per_channel_cast_and_transpose import (
         swiglu_forward_and_per_channel_cast_and_transpose as swiglu_forward_and_per_channel_cast_and_transpose,
     )
@@ -87,9 +87,9 @@ export(
         "per_token_cast_to_e5m6": "per_token_cast",
         "per_token_cast_with_precomputed_sf": "per_token_cast",
         "per_token_cast_with_sf_only": "per_token_cast",
-        "swiglu_backward": "swiglu",
+        "swiglu_backward": "swiglu_backward",
         "swiglu_backward_and_per_token_cast": "swiglu_backward_and_per_token_cast",
-        "swiglu_forward": "swiglu",
+        "swiglu_forward": "swiglu_forward",
         "swiglu_forward_and_per_channel_cast_and_transpose": "swiglu_forward_and_per_channel_cast_and_transpose",
         "swiglu_forward_and_per_token_cast": "swiglu_forward_and_per_token_cast",
         "transpose": "transpose",
