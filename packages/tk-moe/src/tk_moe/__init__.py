@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tk_moe.hash_gate import hash_gate as hash_gate
     from tk_moe.inplace_unique_group_indices import inplace_unique_group_indices as inplace_unique_group_indices
     from tk_moe.mask_indices_by_tp import mask_indices_by_tp as mask_indices_by_tp
+    from tk_moe.max_expanded_tokens import max_expanded_tokens as max_expanded_tokens
     from tk_moe.normalize_weight import normalize_weight as normalize_weight
     from tk_moe.normalize_weight_bwd import normalize_weight_bwd as normalize_weight_bwd
     from tk_moe.reduce_fused import reduce_fused as reduce_fused
@@ -41,6 +42,7 @@ __all__ = [
     "hash_gate",
     "inplace_unique_group_indices",
     "mask_indices_by_tp",
+    "max_expanded_tokens",
     "normalize_weight",
     "normalize_weight_bwd",
     "reduce_fused",
@@ -67,6 +69,7 @@ export(
         "hash_gate": "hash_gate",
         "inplace_unique_group_indices": "inplace_unique_group_indices",
         "mask_indices_by_tp": "mask_indices_by_tp",
+        "max_expanded_tokens": "max_expanded_tokens",
         "normalize_weight": "normalize_weight",
         "normalize_weight_bwd": "normalize_weight_bwd",
         "reduce_fused": "reduce_fused",
