@@ -4,7 +4,10 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
+import tk_modeling
+import tk_modeling.reference
 from tk_core.testing import packages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +23,8 @@ def _families(package: str) -> set[str]:
     return {folder.name for folder in _source(package).iterdir() if folder.is_dir()} - SHARED
 
 
-IN_FOLDERS = [package for package in packages() if _families(package)]
+# tk_modeling has functions and modules rather than ops.
+IN_FOLDERS = [package for package in packages() if _families(package) and package != "tk_modeling"]
 OPS = [(package, name) for package in IN_FOLDERS for name in importlib.import_module(package).__all__]
 
 
@@ -54,3 +58,16 @@ def test_folders_need_no_init(package: str) -> None:
     source = _source(package)
     found = {file.parent.relative_to(source).as_posix() for file in source.rglob("__init__.py")}
     assert found == {".", "reference", "testing"}
+
+
+@pytest.mark.parametrize("name", tk_modeling.__all__)
+def test_trainable_names_have_their_places(name: str) -> None:
+    """A module of family F lies in F/, with a reference in reference/F.py and a case in testing/F.py."""
+    public = getattr(tk_modeling, name)
+    if not isinstance(public, type) or not issubclass(public, torch.nn.Module):
+        return
+    package, family, _ = public.__module__.split(".")
+    assert (package, family in _families("tk_modeling")) == ("tk_modeling", True)
+    assert getattr(tk_modeling.reference, name).__module__ == f"tk_modeling.reference.{family}"
+    cases = importlib.import_module(f"tk_modeling.testing.{family}").CASES
+    assert any(type(case.make("cpu")) is public for case in cases)

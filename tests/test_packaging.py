@@ -78,6 +78,16 @@ CALLS = {
         rows = engram_lookup(indices, table)
         assert torch.equal(rows, table[indices.long()]) and torch.equal(rows[1], rows[3])
     """,
+    "tk-modeling": """
+        import torch
+        from tk_modeling import HyperConnection, MoE, expand_from_embedding
+        moe = MoE(64, 64, num_experts=4, num_topk=2, dtype=torch.bfloat16)
+        layer = HyperConnection(moe, 64)
+        x = torch.randn(2, 3, 64, dtype=torch.bfloat16)
+        residual, aux = layer(expand_from_embedding(x))
+        (residual.float().square().mean() + aux).backward()
+        assert all(parameter.grad.any() for parameter in (layer.fn, moe.gate_up, moe.down, moe.router.weight))
+    """,
 }
 
 

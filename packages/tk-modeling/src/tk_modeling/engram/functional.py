@@ -1,0 +1,406 @@
+"""Gate, lookup and short convolution of Engram, differentiable."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+import tk_engram
+from tk_core import check
+from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, needs_gradients
+
+_BF16 = (torch.bfloat16,)
+_TABLE_DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+
+
+def engram_gate(
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    clamp_value: float,
+    eps: float,
+    *,
+    image_token_mask: Tensor | None = None,
+    add_residual: bool = True,
+) -> Tensor:
+    """Add v to each stream of its token, times a gate: x + sigmoid(sign(d) · √max(|d|, clamp_value)) · v.
+
+    d = Σ x' · k' / √H over a stream's H channels, with x' = x · rsqrt(mean(x²) + eps) · weight_hidden, k' likewise with
+    weight_embed; d = 0 gives a gate of ½. In float32, rounded once. Nothing comes through the root where
+    |d| < clamp_value. Differentiable by the first five arguments; gradients of weights are computed in float32.
+
+    Args:
+        hidden_states: x, the streams, bfloat16 (..., m, H); m is 1 to 8, H a multiple of 64, up to 16384.
+        k: bfloat16 (..., m, H), such as kv[..., :m, :] of one projection kv (..., m + 1, H).
+        v: bfloat16 (..., H), such as kv[..., m, :].
+        weight_hidden: bfloat16 or float32 (m, H), contiguous. Where it has a float32 `main_grad`, its gradient is added
+            there and `.grad` stays None.
+        weight_embed: likewise, on its own.
+        clamp_value: at least 0.
+        eps: at least 0.
+        image_token_mask: bool (...): tokens that keep their streams, whose k and v have no gradient; None for none.
+        add_residual: False for gate · v alone (0 for masked tokens).
+
+    Streams, k and v may have any strides; what the kernels cannot read in place is copied. Under bfloat16 autocast they
+    may be float32.
+
+    Returns:
+        bfloat16 (..., m, H).
+
+    Raises:
+        TypeError: an argument is not of its type, or no tensor of its dtype.
+        ValueError: a shape, stride, device or number does not fit.
+    """
+    hidden_states, k, v = autocast_to_bf16(hidden_states, k, v)
+    shape = check.tensor("hidden_states", hidden_states, _BF16, (..., "m", "H"), layout="any")
+    leading, device = tuple(shape[:-2]), hidden_states.device
+    check.tensor("k", k, _BF16, tuple(shape), layout="any", device=device)
+    check.tensor("v", v, _BF16, (*leading, shape[-1]), layout="any", device=device)
+    k, v = _with_rows(k.reshape(-1, *shape[-2:])), _with_rows(v.reshape(-1, shape[-1]))
+    weights = weight_hidden, weight_embed
+    return _gate(hidden_states, k, v, weights, clamp_value, eps, image_token_mask, add_residual)
+
+
+def engram_gate_kv(
+    hidden_states: Tensor,
+    kv: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    clamp_value: float,
+    eps: float,
+    *,
+    image_token_mask: Tensor | None = None,
+    add_residual: bool = True,
+) -> Tensor:
+    """`engram_gate` of k = kv[..., :m, :] and v = kv[..., m, :], where kv (..., m + 1, H) has one dense gradient."""
+    hidden_states, kv = autocast_to_bf16(hidden_states, kv)
+    *leading, mhc_mult, hidden = check.tensor("hidden_states", hidden_states, _BF16, (..., "m", "H"), layout="any")
+    shape = (*leading, mhc_mult + 1, hidden)
+    check.tensor("kv", kv, _BF16, shape, layout="any", device=hidden_states.device)
+    kv = _with_rows(kv.reshape(-1, *shape[-2:]))
+    weights = weight_hidden, weight_embed
+    return _gate(hidden_states, kv, None, weights, clamp_value, eps, image_token_mask, add_residual)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """x, copied unless its last dimension has stride 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _gate(
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    weights: tuple[Tensor, Tensor],
+    clamp_value: float,
+    eps: float,
+    image_token_mask: Tensor | None,
+    add_residual: bool,
+) -> Tensor:
+    shape = hidden_states.shape
+    x = hidden_states.reshape(-1, *shape[-2:]).contiguous()
+    if image_token_mask is not None:
+        check.tensor("image_token_mask", image_token_mask, (torch.bool,), tuple(shape[:-2]), layout="any")
+        image_token_mask = image_token_mask.reshape(-1).contiguous()
+    options = (clamp_value, eps, image_token_mask, add_residual)
+    if needs_gradients(x, k, v, *weights):
+        main_grads = main_grad_of("weight_hidden", weights[0]), main_grad_of("weight_embed", weights[1])
+        return _EngramGate.apply(x, k, v, *weights, *main_grads, *options)[0].view(shape)
+    weight_fused = tk_engram.fused_weight(*weights)
+    return _gate_forward(x, k, v, weight_fused, *options, save_for_backward=False)[0].view(shape)
+
+
+def _k_and_v(k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
+    """k and v; without v, k is both, (T, m + 1, H)."""
+    return (k[:, :-1], k[:, -1]) if v is None else (k, v)
+
+
+def _gate_forward(
+    x: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    weight_fused: Tensor,
+    clamp_value: float,
+    eps: float,
+    image_token_mask: Tensor | None,
+    add_residual: bool,
+    save_for_backward: bool,
+) -> tuple[Tensor, ...]:
+    return tk_engram.engram_gate_fwd(
+        x,
+        *_k_and_v(k, v),
+        weight_fused,
+        eps,
+        clamp_value,
+        save_for_backward,
+        image_token_mask=image_token_mask,
+        add_residual=add_residual,
+    )
+
+
+class _EngramGate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        weight_hidden: Tensor,
+        weight_embed: Tensor,
+        main_grad_hidden: Tensor | None,
+        main_grad_embed: Tensor | None,
+        *options: Any,
+    ) -> tuple[Tensor, ...]:
+        weight_fused = tk_engram.fused_weight(weight_hidden, weight_embed)
+        return *_gate_forward(x, k, v, weight_fused, *options, save_for_backward=True), weight_fused
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, main_grad_hidden, main_grad_embed, ctx.clamp_value, _, mask, ctx.add_residual = inputs
+        ctx.main_grads = main_grad_hidden, main_grad_embed
+        ctx.save_for_backward(*tensors, mask, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        x, k, v, weight_hidden, weight_embed, image_token_mask, *saved, weight_fused = ctx.saved_tensors
+        grad_kv = torch.empty_like(k, memory_format=torch.contiguous_format) if v is None else None
+        # It always computes all four, whatever is frozen.
+        grad_x, grad_k, grad_v, grad_w_partial = tk_engram.engram_gate_bwd(
+            grad_out.contiguous(),
+            x,
+            *_k_and_v(k, v),
+            weight_fused,
+            *saved,
+            ctx.clamp_value,
+            image_token_mask=image_token_mask,
+            add_residual=ctx.add_residual,
+            grad_kv=grad_kv,
+        )
+        if grad_kv is not None:
+            grad_k, grad_v = grad_kv, None
+        grads = _gate_weight_gradients(
+            grad_w_partial, (weight_hidden, weight_embed), ctx.main_grads, ctx.needs_input_grad[3:5]
+        )
+        return grad_x, grad_k, grad_v, *grads, *(None,) * 6
+
+
+def _gate_weight_gradients(
+    grad_w_partial: Tensor,
+    weights: tuple[Tensor, Tensor],
+    main_grads: tuple[Tensor | None, Tensor | None],
+    needed: tuple[bool, bool],
+) -> list[Tensor | None]:
+    """Gradients of both weights, None where they went to main_grad or are not needed."""
+    if not any(needed):
+        return [None, None]
+    targets = [main_grad if need else None for main_grad, need in zip(main_grads, needed)]
+    sums = [
+        target if target is not None and target.is_contiguous() else torch.zeros_like(weight, dtype=torch.float32)
+        for target, weight in zip(targets, weights)
+    ]
+    tk_engram.grad_w_reduce(grad_w_partial, *weights, *sums)
+    return [
+        None if total is target or not need else add_to_main_grad(target, total, weight.dtype)
+        for total, target, need, weight in zip(sums, targets, needed, weights)
+    ]
+
+
+def engram_lookup(
+    indices: Tensor, table: Tensor, *, table_sf: Tensor | None = None, sparse_grad: bool = False
+) -> Tensor:
+    """Look up rows of a table: out[..., c, :] = table[indices[..., c]], zeros where the index is negative.
+
+    Differentiable by a table on the device of the indices; its gradient is the sum of each row's, in float32. Codes of
+    an e4m3 table are multiplied by the scale of their row and group of 32 channels.
+
+    Args:
+        indices: int32 (..., C), as `tk_engram.engram_hash` gives them. An index of R or more counts as negative.
+        table: bfloat16 (R, D), D a multiple of 32; rows may be strided. Under bfloat16 autocast it may be float32, of
+            which only the rows that are looked up are rounded. Where it has a float32 `main_grad`, the gradient is
+            added there and `.grad` stays None. Without requires_grad it may also be float8_e4m3fn, or lie in pinned
+            host memory, where it is read in place.
+        table_sf: scales of an e4m3 table, and only there, (R, D / 32): float32, or uint8 exponents of 2^(b - 127).
+        sparse_grad: give the gradient as a sparse COO tensor, of the table's dtype, of as many rows as there are
+            indices, not coalesced: memory and time do not grow with R, and nothing waits for the device. It names only
+            rows that were looked up (row 0, of zeros, if there is none). Not under torch.compile, which knows no sparse
+            gradients. With main_grad it changes nothing.
+
+    Returns:
+        bfloat16 (..., C, D).
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype.
+        ValueError: a shape, stride or device does not fit, or a table requires gradients that may not.
+    """
+    shape = check.tensor("indices", indices, (torch.int32,), (..., "C"), layout="any")
+    check.tensor("table", table, _TABLE_DTYPES, ("R", "D"), layout="rows")
+    check.require_type(isinstance(sparse_grad, bool), "sparse_grad", "a bool", sparse_grad)
+    flat = indices.reshape(-1, shape[-1]).contiguous()
+    if needs_gradients(table):
+        frozen, found = "requires_grad=False", "requires_grad=True"
+        check.require(table.dtype != torch.float8_e4m3fn, "table", f"{frozen} for float8_e4m3fn", found)
+        check.require(table.device == indices.device, "table", f"{frozen} off the device of the indices", found)
+        check.require(table_sf is None, "table_sf", "None for a table without scales", type(table_sf).__name__)
+        rows = _EngramLookup.apply(flat, table, main_grad_of("table", table), sparse_grad)
+    else:
+        rows = _lookup(flat, table, table_sf)
+    return rows.view(*shape, table.shape[1])
+
+
+def _lookup(indices: Tensor, table: Tensor, table_sf: Tensor | None) -> Tensor:
+    if table_sf is not None or table.device != indices.device or not _is_autocast(table):
+        return tk_engram.engram_lookup(indices, table, table_sf=table_sf)
+    num_rows, dim = table.shape
+    check.multiple_of("D (columns of table)", dim, 32)
+    is_row = (indices >= 0) & (indices < num_rows)
+    # A bfloat16 copy of the table could be gigabytes.
+    rows = table[torch.where(is_row, indices, 0)].to(torch.bfloat16)
+    return rows.masked_fill(~is_row.unsqueeze(-1), 0)
+
+
+def _is_autocast(table: Tensor) -> bool:
+    return table.dtype == torch.float32 and autocast_to_bf16(table[:0])[0].dtype == torch.bfloat16
+
+
+class _EngramLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(indices: Tensor, table: Tensor, main_grad: Tensor | None, sparse_grad: bool) -> Tensor:
+        return _lookup(indices, table, None)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        indices, table, ctx.main_grad, ctx.sparse_grad = inputs
+        ctx.save_for_backward(indices)
+        ctx.shape, ctx.dtype = table.shape, table.dtype
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_rows: Tensor) -> tuple[None, Tensor | None, None, None]:
+        (indices,) = ctx.saved_tensors
+        main_grad = ctx.main_grad
+        grad_rows, num_rows = grad_rows.contiguous(), ctx.shape[0]
+        if main_grad is not None and main_grad.is_contiguous():
+            tk_engram.engram_lookup_bwd(grad_rows, indices, num_rows, grad=main_grad)
+            return None, None, None, None
+        if ctx.sparse_grad and main_grad is None:
+            return None, _sparse_gradient(grad_rows, indices, ctx.shape, ctx.dtype), None, None
+        grad = tk_engram.engram_lookup_bwd(grad_rows, indices, num_rows)
+        return None, add_to_main_grad(main_grad, grad, ctx.dtype), None, None
+
+
+def _sparse_gradient(grad_rows: Tensor, indices: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    rows, values, _ = tk_engram.engram_lookup_bwd(grad_rows, indices, shape[0], sparse=True)
+    if rows.numel():
+        # Behind the last row come -1, with zeros: they may name that row again.
+        rows = torch.where(rows < 0, rows.amax().clamp(min=0), rows)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), values.to(dtype), shape, check_invariants=False)
+
+
+def short_conv(
+    u: Tensor,
+    norm_weight: Tensor,
+    conv_weight: Tensor,
+    *,
+    dilation: int,
+    cu_seqlens: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    state: Tensor | None = None,
+) -> Tensor:
+    """Causal convolution of width 4 over normalized tokens, and SiLU: SiLU(Σ_j w[j] · n[t - (3 - j) · dilation]).
+
+    n = u · rsqrt(mean_H(u²) + eps) · norm_weight, zeros before a sequence. With `residual` u and it are added. In
+    float32, rounded once. Differentiable by u, both weights and residual; gradients of weights are computed in float32.
+
+    Args:
+        u: bfloat16 (tokens, m, H), or (batch, sequence, m, H), where each row of the batch is a sequence; m is 1 to 8,
+            H a multiple of 64, up to 16384. Under bfloat16 autocast float32, too.
+        norm_weight: bfloat16 or float32 (m, H), contiguous. Where it has a float32 `main_grad`, its gradient is added
+            there and `.grad` stays None.
+        conv_weight: likewise (m, H, 4); the last tap is the token's own.
+        dilation: tokens between taps, 1 to 65536.
+        cu_seqlens: int32 (B + 1), contiguous: sequence b has tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1, where u is
+            (tokens, m, H). None: one sequence.
+        eps: positive.
+        residual: as u, or None.
+        state: for decoding, without gradients: bfloat16 (B, 3 · dilation, m, H), the u before each sequence, the oldest
+            first; updated in place.
+
+    Returns:
+        bfloat16, in the shape of u.
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype, or no number.
+        ValueError: a shape, stride or device does not fit, a number is out of range, cu_seqlens comes with a batch, or
+            state with gradients.
+    """
+    (u,) = autocast_to_bf16(u)
+    check.require_type(isinstance(u, Tensor), "u", "a torch.Tensor", u)
+    check.require(u.dim() in (3, 4), "u", "shape (tokens, m, H) or (batch, sequence, m, H)", tuple(u.shape))
+    shape = check.tensor("u", u, _BF16, (..., "m", "H"), layout="any")
+    if residual is not None:
+        (residual,) = autocast_to_bf16(residual)
+        check.tensor("residual", residual, _BF16, tuple(shape), layout="any", device=u.device)
+        residual = residual.reshape(-1, *shape[-2:]).contiguous()
+    if u.dim() == 4:
+        check.require(cu_seqlens is None, "cu_seqlens", "None where u has a batch", type(cu_seqlens).__name__)
+        cu_seqlens = batch_offsets(*shape[:2], u.device)
+    u = u.reshape(-1, *shape[-2:]).contiguous()
+    if not needs_gradients(u, norm_weight, conv_weight, residual):
+        options = {"dilation": dilation, "cu_seqlens": cu_seqlens, "eps": eps}
+        out = tk_engram.short_conv(u, norm_weight, conv_weight, **options, residual=residual, state=state)
+        return out.view(shape)
+    check.require(state is None, "state", "None where gradients are needed", type(state).__name__)
+    main_grads = main_grad_of("norm_weight", norm_weight), main_grad_of("conv_weight", conv_weight)
+    out = _ShortConv.apply(u, norm_weight, conv_weight, residual, cu_seqlens, *main_grads, dilation, eps)
+    return out.view(shape)
+
+
+def batch_offsets(batch: int, length: int, device: torch.device) -> Tensor | None:
+    """cu_seqlens of a batch whose rows are sequences of one length, int32; None where there is one at most."""
+    if batch <= 1:
+        return None
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        u: Tensor,
+        norm_weight: Tensor,
+        conv_weight: Tensor,
+        residual: Tensor | None,
+        cu_seqlens: Tensor | None,
+        main_grad_norm: Tensor | None,
+        main_grad_conv: Tensor | None,
+        dilation: int,
+        eps: float,
+    ) -> Tensor:
+        options = {"dilation": dilation, "cu_seqlens": cu_seqlens, "eps": eps}
+        return tk_engram.short_conv(u, norm_weight, conv_weight, **options, residual=residual)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        u, *weights, residual, cu_seqlens, main_grad_norm, main_grad_conv, ctx.dilation, ctx.eps = inputs
+        ctx.save_for_backward(u, *weights, cu_seqlens)
+        ctx.has_residual = residual is not None
+        ctx.main_grads = main_grad_norm, main_grad_conv
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        u, *weights, cu_seqlens = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        options = {"dilation": ctx.dilation, "cu_seqlens": cu_seqlens, "eps": ctx.eps}
+        # It always computes all three, whatever is frozen.
+        d_u, *d_weights = tk_engram.short_conv_bwd(grad_out, u, *weights, **options, has_residual=ctx.has_residual)
+        grads = [
+            add_to_main_grad(main_grad, grad, weight.dtype) if needed else None
+            for main_grad, grad, weight, needed in zip(ctx.main_grads, d_weights, weights, ctx.needs_input_grad[1:3])
+        ]
+        return d_u, *grads, grad_out if ctx.has_residual else None, *(None,) * 5

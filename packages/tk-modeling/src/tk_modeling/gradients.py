@@ -1,0 +1,108 @@
+"""What the autograd functions share: main_grad, products of weights that honour it, and autocast."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from tk_core import check
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed from any of these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def main_grad_of(name: str, parameter: Tensor | None) -> Tensor | None:
+    """The parameter's `main_grad`, the float32 tensor that its gradients are added to, or None if it has none.
+
+    To be called on the parameter itself, not on a cast or a view of it. An autograd function takes the result as an
+    argument, as it is, and keeps it as an attribute of ctx: then it may change before the backward, compiled or not.
+
+    Raises:
+        ValueError: main_grad is not a float32 tensor of the shape and device of the parameter, which `name` names.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return None
+    shape, device = tuple(parameter.shape), parameter.device
+    is_tensor = isinstance(main_grad, Tensor)
+    found = (main_grad.dtype, tuple(main_grad.shape), main_grad.device) if is_tensor else type(main_grad)
+    wanted = (torch.float32, shape, device)
+    check.require(found == wanted, f"main_grad of {name}", f"a tensor of dtype, shape and device {wanted}", found)
+    return main_grad
+
+
+def add_to_main_grad(main_grad: Tensor | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Add the float32 `grad` to main_grad and return None; without a main_grad return grad as `dtype`.
+
+    What comes back is what a backward returns for the parameter.
+    """
+    if main_grad is None:
+        return grad.to(dtype)
+    main_grad.add_(grad)
+    return None
+
+
+def as_float32(parameter: Tensor) -> Tensor:
+    """The parameter, cast to float32 where it is not (differentiably); its main_grad goes with it."""
+    if parameter.dtype == torch.float32:
+        return parameter
+    wide = parameter.float()
+    if hasattr(parameter, "main_grad"):
+        wide.main_grad = parameter.main_grad
+    return wide
+
+
+def float32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a (…, i, k) · b (…, k, j) in float32 that is not rounded to the operands' dtype; not differentiable."""
+    if a.is_cuda and a.dtype != torch.float32:
+        product = torch.mm if a.dim() == 2 else torch.bmm
+        return product(a, b, out_dtype=torch.float32)
+    # A backward may run under autocast, which would round the operands.
+    with torch.autocast("cuda" if a.is_cuda else "cpu", enabled=False):
+        return a.float() @ b.float()
+
+
+def autocast_to_bf16(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, those of float32 as bfloat16 where autocast to bfloat16 is on for their device; differentiable."""
+    return tuple(x.to(torch.bfloat16) if _autocasts_to_bf16(x) else x for x in tensors)
+
+
+def _autocasts_to_bf16(x: Tensor) -> bool:
+    # An argument that is no tensor is for the caller's checks to refuse.
+    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+        return False
+    # A meta tensor stands for one of any device.
+    devices = ("cuda", "cpu") if x.is_meta else (x.device.type,)
+    return any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.bfloat16 for d in devices)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (…, i) · weight (o, i)ᵀ, as torch.nn.functional.linear; the gradient of weight goes to its main_grad, if any.
+
+    There the product that makes it is float32, not rounded to weight's dtype before it is added.
+    """
+    main_grad = main_grad_of("weight", weight)
+    if main_grad is None or not needs_gradients(weight):
+        return torch.nn.functional.linear(x, weight)
+    x, weight = autocast_to_bf16(x, weight)
+    return _LinearToMainGrad.apply(x, weight, main_grad)
+
+
+class _LinearToMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, main_grad: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        x, weight, ctx.main_grad = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        d_rows, rows = (z.reshape(-1, z.shape[-1]) for z in (d_y, x))
+        add_to_main_grad(ctx.main_grad, float32_product(d_rows.t(), rows), torch.float32)
+        return d_y @ weight if ctx.needs_input_grad[0] else None, None, None

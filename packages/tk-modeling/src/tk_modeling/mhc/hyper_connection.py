@@ -1,0 +1,148 @@
+"""HyperConnection: mHC around a sublayer."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tk_core import check
+from tk_modeling.gradients import as_float32, autocast_to_bf16
+from tk_modeling.mhc.functional import PreResult, PreSettings, check_hidden, check_mhc_mult, collapse_streams
+from tk_modeling.mhc.ops import mhc_post
+
+_SCALE = 0.01
+_FN_STD = 0.02
+# Sinkhorn makes nearly the identity of logits with this diagonal.
+_DIAGONAL_LOGIT = 8.0
+
+
+class HyperConnection(nn.Module):
+    """A sublayer with manifold-constrained hyper-connections: mhc_pre, the sublayer, mhc_post.
+
+    The residual is m streams of hidden states. Their weighted sum is the sublayer's input; its output is added to each
+    stream, after the streams were mixed. All weights follow from the residual. Source: arXiv 2512.24880.
+
+    Args:
+        sublayer: takes bfloat16 (..., hidden) and what else forward is given; returns y of that shape and dtype, or a
+            tuple (y, *rest).
+        hidden: a multiple of 64, 64 to 8192.
+        mhc_mult: m, the number of streams: 2, 4 or 8.
+        post_mult_value: what post is multiplied by, more than 1: initially post is 1.
+        norm_eps: added to the mean of squares.
+        pre_eps: added to pre.
+        sinkhorn_eps: added to the softmax and to each sum of a row or column.
+        sinkhorn_repeat: iterations, at least 1.
+        norm_weight: whether the RMS norm of the m·hidden channels has a learned weight.
+        shifted: collapse the streams by the mix that the layer before computed; see forward.
+        device: of the parameters, which are float32.
+
+    Parameters: fn (m·(m+2), m·hidden), scale (3), base (m·(m+2)) and norm_weight (m·hidden) or None, all float32; where
+    they were cast to another dtype, they are used as float32.
+    """
+
+    def __init__(
+        self,
+        sublayer: nn.Module,
+        hidden: int,
+        *,
+        mhc_mult: int = 4,
+        post_mult_value: float = 2.0,
+        norm_eps: float = 1e-6,
+        pre_eps: float = 1e-6,
+        sinkhorn_eps: float = 1e-6,
+        sinkhorn_repeat: int = 20,
+        norm_weight: bool = False,
+        shifted: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_mhc_mult(mhc_mult)
+        check_hidden("hidden", hidden)
+        check.number("post_mult_value", post_mult_value)
+        check.require(post_mult_value > 1, "post_mult_value", "more than 1", post_mult_value)
+        self.sublayer = sublayer
+        self.hidden = hidden
+        self.mhc_mult = mhc_mult
+        self.settings = PreSettings(
+            norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat, n_splits=None, shifted=shifted
+        )
+        num_rows, width = mhc_mult * (mhc_mult + 2), mhc_mult * hidden
+        self.fn = float32_parameter(num_rows, width, device=device)
+        self.scale = float32_parameter(3, device=device)
+        self.base = float32_parameter(num_rows, device=device)
+        self.norm_weight = float32_parameter(width, device=device) if norm_weight else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Begin nearly where a residual connection is: pre is 1/m, post is 1, and a stream mixes with itself alone."""
+        m = self.mhc_mult
+        reset_projection(self.fn, self.scale, self.norm_weight)
+        pre, post, comb = self.base.split((m, m, m * m))
+        pre.fill_(logit(1 / m - self.settings.pre_eps))
+        post.fill_(logit(1 / self.settings.post_mult_value))
+        comb.view(m, m).copy_(_DIAGONAL_LOGIT * torch.eye(m))
+
+    def extra_repr(self) -> str:
+        numbers = ", ".join(f"{k}={v}" for k, v in self.settings._asdict().items() if k != "n_splits")
+        return f"{self.hidden}, mhc_mult={self.mhc_mult}, norm_weight={self.norm_weight is not None}, {numbers}"
+
+    def collapse(self, residual: Tensor, pre_mix: Tensor | None = None) -> PreResult:
+        """What comes before the sublayer."""
+        fn, scale, base = as_float32(self.fn), as_float32(self.scale), as_float32(self.base)
+        norm_weight = None if self.norm_weight is None else as_float32(self.norm_weight)
+        return collapse_streams(residual, fn, scale, base, norm_weight, self.mhc_mult, self.settings, pre_mix)
+
+    def forward(self, residual: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
+        """The streams after the sublayer: residual (..., m, hidden), then arguments of the sublayer.
+
+        Returns the new residual alone, or (residual, *rest) where the sublayer returns (y, *rest). Shifted: the first
+        of the arguments is pre_mix, float32 (..., m, 1), or None before the first layer; (residual, next_pre_mix,
+        *rest) is returned.
+
+        Raises:
+            TypeError: residual, pre_mix or what the sublayer returned is no tensor of its dtype: bfloat16, for the
+                mixes float32. Under autocast to bfloat16, float32 is cast.
+            ValueError: a shape, stride or device does not fit.
+        """
+        pre_mix = None
+        if self.settings.shifted:
+            check.require_type(
+                len(args) > 0, "pre_mix", "a tensor or None behind residual, as the layer is shifted", args
+            )
+            pre_mix, *args = args
+        collapsed = self.collapse(residual, pre_mix)
+        output = self.sublayer(collapsed.layer_input, *args, **kwargs)
+        y, rest = split_output(output, collapsed.layer_input)
+        new_residual = mhc_post(y, collapsed.residual, collapsed.post_mix, collapsed.comb_mix)
+        if self.settings.shifted:
+            return new_residual, collapsed.pre_mix, *rest
+        return (new_residual, *rest) if rest else new_residual
+
+
+def split_output(output: Tensor | tuple[Any, ...], layer_input: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    """What a sublayer returned: its output as mhc_post takes it, and the rest."""
+    y, *rest = output if isinstance(output, tuple) else (output,)
+    (y,) = autocast_to_bf16(y)
+    shape, device = tuple(layer_input.shape), layer_input.device
+    check.tensor("output of sublayer", y, (torch.bfloat16,), shape, layout="any", device=device)
+    return y.contiguous(), tuple(rest)
+
+
+def reset_projection(fn: Tensor, scale: Tensor, norm_weight: Tensor | None) -> None:
+    """Initial values of what makes the mixes, without a gradient."""
+    nn.init.normal_(fn, std=_FN_STD)
+    nn.init.constant_(scale, _SCALE)
+    if norm_weight is not None:
+        nn.init.ones_(norm_weight)
+
+
+def logit(p: float) -> float:
+    """The number that has sigmoid p."""
+    return math.log(p / (1 - p))
+
+
+def float32_parameter(*shape: int, device: torch.device | str | None) -> nn.Parameter:
+    """A parameter that is not initialized."""
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))

@@ -1,0 +1,102 @@
+"""grouped_linear: each expert's matrix product with its segment of rows. FP8 products can take its place here."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from tk_core import check
+from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, needs_gradients
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "weight") -> Tensor:
+    """rows[s:e] · weight[i]ᵀ for each expert i, whose segment of rows is s = ends[i - 1] to e = ends[i].
+
+    On a GPU this is torch.nn.functional.grouped_mm, which waits for nothing on sm_90 and sm_100 (on others torch reads
+    `ends` back). What stands in rows past the last segment has no part in any result, forward or backward; what comes
+    out there, and in the gradient by rows, is unspecified. Rows of padding within a segment are multiplied like all
+    others: they should be zeros, and so should what flows back to them, as with `expand_to_fused`, `swiglu` and
+    `reduce_fused`.
+
+    The gradient of weight goes to its main_grad, if it has one. On a CPU it is not rounded to bfloat16 before; on a GPU
+    it is, as torch has no grouped product with float32 results there.
+
+    Args:
+        rows: (num_rows, in_features), contiguous; bfloat16 or float32.
+        weight: (num_experts, out_features, in_features) of the same dtype; both features multiples of 8. Under autocast
+            to bfloat16 both may be float32.
+        ends: int32 (num_experts,), ascending.
+        name: What errors call weight.
+
+    Returns:
+        (num_rows, out_features).
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: a wrong shape, stride or device.
+    """
+    main_grad = main_grad_of(name, weight)
+    rows, operand = autocast_to_bf16(rows, weight.detach())
+    _, in_features = check.tensor("rows", rows, (torch.bfloat16, torch.float32), ("num_rows", "in_features"))
+    shape = ("num_experts", "out_features", in_features)
+    num_experts, out_features, _ = check.tensor(name, operand, (rows.dtype,), shape, device=rows.device)
+    check.multiple_of("in_features (columns of rows)", in_features, 8)
+    check.multiple_of(f"out_features ({name}.shape[1])", out_features, 8)
+    check.tensor("ends", ends, (torch.int32,), (num_experts,), device=rows.device)
+    if needs_gradients(rows, weight):
+        return _GroupedLinear.apply(rows, weight, operand, ends, main_grad)
+    return _products(rows, operand.transpose(1, 2), ends)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """`operand` is the weight in rows' dtype."""
+
+    @staticmethod
+    def forward(rows: Tensor, weight: Tensor, operand: Tensor, ends: Tensor, main_grad: Tensor | None) -> Tensor:
+        return _products(rows, operand.transpose(1, 2), ends)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        rows, weight, operand, ends, ctx.main_grad = inputs
+        ctx.dtype = weight.dtype
+        ctx.save_for_backward(rows if weight.requires_grad else None, operand if rows.requires_grad else None, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        rows, operand, ends = ctx.saved_tensors
+        d_y = d_y.contiguous()
+        d_rows = None if operand is None else _products(d_y, operand, ends)
+        d_weight = None if rows is None else add_to_main_grad(ctx.main_grad, _products(d_y.t(), rows, ends), ctx.dtype)
+        return d_rows, d_weight, None, None, None
+
+
+def _products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """For each segment a[s:e] · b[i] if b has three dimensions, else a[:, s:e] · b[s:e], float32 on a CPU."""
+    if not a.is_cuda:
+        return _products_by_loop(a, b, ends)
+    # A backward may run under autocast.
+    with torch.autocast("cuda", enabled=False):
+        return torch.nn.functional.grouped_mm(a, b, offs=ends)
+
+
+# An operator of its own, as it reads `ends` and torch.compile can't trace that.
+@torch.library.custom_op("tk_modeling::products_by_loop", mutates_args=())
+def _products_by_loop(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    bounds = [0, *ends.tolist()]
+    segments = list(pairwise(bounds))
+    with torch.autocast(a.device.type, enabled=False):
+        if b.dim() == 2:
+            return torch.stack([a[:, s:e].float() @ b[s:e].float() for s, e in segments])
+        out = a.new_empty((a.shape[0], b.shape[2]))
+        for i, (s, e) in enumerate(segments):
+            torch.mm(a[s:e], b[i], out=out[s:e])
+        return out
+
+
+@_products_by_loop.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    if b.dim() == 2:
+        return a.new_empty((ends.shape[0], a.shape[0], b.shape[1]), dtype=torch.float32)
+    return a.new_empty((a.shape[0], b.shape[2]))

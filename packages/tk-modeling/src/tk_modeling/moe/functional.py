@@ -1,0 +1,344 @@
+"""Differentiable gates, expand, reduce and SwiGLU: the ops of tk_moe and tk_quant with their gradients.
+
+Names, arguments and results are those of the ops; a scoring function may also be given by its name. Where nothing
+requires gradients the op alone runs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+import tk_moe
+import tk_quant
+from tk_core import check
+from tk_modeling.gradients import needs_gradients
+from tk_moe import ScoringFunc
+
+
+def scoring_func_of(scoring_func: ScoringFunc | str) -> ScoringFunc:
+    """The scoring function itself, or that of the name; ValueError for any other name."""
+    if not isinstance(scoring_func, str):
+        return scoring_func
+    check.one_of("scoring_func", scoring_func.lower(), [str(each) for each in ScoringFunc])
+    return ScoringFunc.from_str(scoring_func)
+
+
+def topk_gate_with_weights(
+    logits: Tensor,
+    num_topk: int,
+    scoring_func: ScoringFunc | str,
+    bias: Tensor | None = None,
+    renormalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+    mask: Tensor | None = None,
+    idx_dtype: torch.dtype = torch.int64,
+) -> tuple[Tensor, Tensor]:
+    """`tk_moe.topk_gate_with_weights`; topk_weights is differentiable by logits, topk_idx and bias are not."""
+    scoring_func = scoring_func_of(scoring_func)
+    topk_idx, topk_weights = tk_moe.topk_gate_with_weights(
+        *(logits.detach(), num_topk, scoring_func, bias, renormalize, routed_scaling_factor, mask, idx_dtype)
+    )
+    return topk_idx, _with_gradient(logits, topk_idx, topk_weights, scoring_func, renormalize, routed_scaling_factor)
+
+
+def hash_gate(
+    token_ids: Tensor,
+    table: Tensor,
+    logits: Tensor,
+    scoring_func: ScoringFunc | str,
+    renormalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+    mask: Tensor | None = None,
+    idx_dtype: torch.dtype = torch.int64,
+) -> tuple[Tensor, Tensor]:
+    """`tk_moe.hash_gate`; topk_weights is differentiable by logits."""
+    scoring_func = scoring_func_of(scoring_func)
+    topk_idx, topk_weights = tk_moe.hash_gate(
+        *(token_ids, table, logits.detach(), scoring_func, renormalize, routed_scaling_factor, mask, idx_dtype)
+    )
+    return topk_idx, _with_gradient(logits, topk_idx, topk_weights, scoring_func, renormalize, routed_scaling_factor)
+
+
+def top2_sum_gate(
+    logits: Tensor,
+    bias: Tensor,
+    num_topk: int,
+    num_topk_groups: int,
+    num_groups: int,
+    use_shared_as_routed: bool,
+    num_shared_experts: int,
+    routed_scaling_factor: float,
+    ep_rank: int,
+    num_ep_ranks: int,
+    tp_rank: int,
+    num_tp_ranks: int,
+    scoring_func: ScoringFunc | str,
+    mask: Tensor | None = None,
+    fix_routing_mask: Tensor | None = None,
+    to_physical_map: Tensor | None = None,
+    logical_count: Tensor | None = None,
+    unmapped_topk_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`tk_moe.top2_sum_gate`; topk_weights is differentiable by logits, topk_idx and bias are not."""
+    scoring_func = scoring_func_of(scoring_func)
+    is_mapped = to_physical_map is not None or num_tp_ranks != 1
+    if is_mapped and unmapped_topk_idx is None and needs_gradients(logits):
+        unmapped_topk_idx = logits.new_empty((logits.shape[0], num_topk), dtype=torch.int64)
+    topk_idx, topk_weights = tk_moe.top2_sum_gate(
+        *(logits.detach(), bias, num_topk, num_topk_groups, num_groups, use_shared_as_routed, num_shared_experts),
+        *(routed_scaling_factor, ep_rank, num_ep_ranks, tp_rank, num_tp_ranks, scoring_func, mask),
+        *(fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
+    )
+    if not needs_gradients(logits):
+        return topk_idx, topk_weights
+    experts = topk_idx
+    if unmapped_topk_idx is not None:
+        # The caller may write into the rows that were given before the backward runs.
+        experts = unmapped_topk_idx.clone(memory_format=torch.contiguous_format)
+        if fix_routing_mask is not None:
+            experts = torch.where(fix_routing_mask.unsqueeze(1), experts.clamp(min=0), experts)
+        if mask is not None:
+            experts = torch.where(mask.unsqueeze(1), experts, -1)
+    return topk_idx, _with_gradient(logits, experts, topk_weights, scoring_func, True, routed_scaling_factor)
+
+
+def _with_gradient(
+    logits: Tensor,
+    experts: Tensor,
+    topk_weights: Tensor,
+    scoring_func: ScoringFunc,
+    renormalize: bool,
+    routed_scaling_factor: float,
+) -> Tensor:
+    """A gate's weights as a differentiable function of its logits."""
+    if not needs_gradients(logits):
+        return topk_weights
+    return _GateWeights.apply(logits, experts, topk_weights, scoring_func, renormalize, routed_scaling_factor)
+
+
+class _GateWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(logits: Tensor, experts: Tensor, topk_weights: Tensor, *options: Any) -> Tensor:
+        return topk_weights.view_as(topk_weights)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        logits, experts, _, *ctx.options = inputs
+        ctx.save_for_backward(logits, experts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_weights: Tensor) -> tuple[Tensor | None, ...]:
+        logits, experts = ctx.saved_tensors
+        # Weights of shared experts, behind the others, are constants.
+        d_weights = d_weights[:, : experts.shape[1]].contiguous()
+        return tk_moe.gate_weights_bwd(d_weights, logits, experts, *ctx.options), *(None,) * 5
+
+
+def normalize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
+    """`tk_moe.normalize_weight`, both results differentiable."""
+    return _NormalizeWeight.apply(w) if needs_gradients(w) else tk_moe.normalize_weight(w)
+
+
+class _NormalizeWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(w: Tensor) -> tuple[Tensor, Tensor]:
+        return tk_moe.normalize_weight(w)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_denominator: Tensor | None, d_normalized: Tensor | None) -> Tensor | None:
+        if d_denominator is None and d_normalized is None:
+            return None
+        denominator, normalized = ctx.saved_tensors
+        d_normalized = torch.zeros_like(normalized) if d_normalized is None else d_normalized.contiguous()
+        d_denominator = None if d_denominator is None else d_denominator.contiguous()
+        return tk_moe.normalize_weight_bwd(d_normalized, d_denominator, denominator, normalized)
+
+
+def aux_loss(scores: Tensor, fi: Tensor, alpha: float = 1.0) -> Tensor:
+    """`tk_moe.aux_loss`, differentiable by scores."""
+    return _AuxLoss.apply(scores, fi, alpha) if needs_gradients(scores) else tk_moe.aux_loss(scores, fi, alpha)
+
+
+class _AuxLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(scores: Tensor, fi: Tensor, alpha: float) -> Tensor:
+        return tk_moe.aux_loss(scores, fi, alpha)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        scores, fi, ctx.alpha = inputs
+        ctx.save_for_backward(scores, fi)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_loss: Tensor) -> tuple[Tensor, None, None]:
+        return tk_moe.aux_loss_bwd(d_loss, *ctx.saved_tensors, ctx.alpha), None, None
+
+
+def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:
+    """`tk_moe.expand_to_fused`, differentiable by x if it is bfloat16 or float32 and hidden is a multiple of 64."""
+    if not needs_gradients(x):
+        return tk_moe.expand_to_fused(x, token_topk_to_pos, pos_to_expert)
+    _, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"))
+    check.multiple_of("hidden (columns of x)", hidden, 64)
+    return _ExpandToFused.apply(x, token_topk_to_pos, pos_to_expert)
+
+
+class _ExpandToFused(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:
+        return tk_moe.expand_to_fused(x, token_topk_to_pos, pos_to_expert)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_rows: Tensor) -> tuple[Tensor, None, None]:
+        return tk_moe.expand_to_fused_bwd(d_rows.contiguous(), *ctx.saved_tensors), None, None
+
+
+def reduce_fused(
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_weights: Tensor | None,
+    token_topk_to_pos: Tensor,
+    fp8_format: str = "",
+    sf: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    pos_to_expert: Tensor | None = None,
+) -> Tensor:
+    """`tk_moe.reduce_fused`, differentiable by x and topk_weights where x is one tensor and it returns x's dtype.
+
+    The gradient of rows that no position names is zero. `pos_to_expert` is for the backward, which finds those rows in
+    token_topk_to_pos if it is None.
+
+    Raises:
+        ValueError: besides what the op raises: gradients are needed of FP8, of a pair, or of what is written to `out`.
+    """
+    values = x if isinstance(x, Tensor) else x[0]
+    if not needs_gradients(values, topk_weights):
+        return tk_moe.reduce_fused(x, topk_weights, token_topk_to_pos, fp8_format, sf, out)
+    check.require(isinstance(x, Tensor), "x", "one tensor where gradients are needed", type(x))
+    check.require(fp8_format == "", "fp8_format", "'' where gradients are needed", fp8_format)
+    check.require(out is None, "out", "None where gradients are needed", type(out))
+    check.require(sf is None, "sf", "None without fp8_format", type(sf))
+    if pos_to_expert is not None:
+        check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), (x.shape[0],), device=x.device)
+    return _ReduceFused.apply(x, topk_weights, token_topk_to_pos, pos_to_expert)
+
+
+class _ReduceFused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, topk_weights: Tensor | None, token_topk_to_pos: Tensor, pos_to_expert: Tensor | None
+    ) -> Tensor:
+        return tk_moe.reduce_fused(x, topk_weights, token_topk_to_pos)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+        x, topk_weights, *maps = inputs
+        ctx.num_rows = x.shape[0]
+        # x itself is needed for the gradient of the weights only.
+        ctx.save_for_backward(None if topk_weights is None else x, topk_weights, *maps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, topk_weights, token_topk_to_pos, pos_to_expert = ctx.saved_tensors
+        if pos_to_expert is None:
+            pos_to_expert = _named_rows(token_topk_to_pos, ctx.num_rows)
+        # One kernel computes both gradients.
+        d_x, d_weights = tk_moe.reduce_fused_bwd(d_y.contiguous(), x, topk_weights, token_topk_to_pos, pos_to_expert)
+        return d_x, d_weights, None, None
+
+
+def _named_rows(token_topk_to_pos: Tensor, num_rows: int) -> Tensor:
+    """int32 (num_rows,): 0 for rows that some position names, -1 for all others."""
+    pos = token_topk_to_pos.flatten().long()
+    spare = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=pos.device)
+    return spare.scatter(0, torch.where((pos >= 0) & (pos < num_rows), pos, num_rows), 0)[:num_rows].contiguous()
+
+
+def swiglu(
+    x: Tensor,
+    swiglu_clamp_value: float | None = None,
+    *,
+    fmt: str | None = None,
+    pos_to_token_topk: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    token_topk_to_pos: Tensor | None = None,
+    pos_to_expert: Tensor | None = None,
+) -> Tensor:
+    """`tk_quant.swiglu_forward`, differentiable by x and topk_weights; token_topk_to_pos is for the latter's gradient.
+
+    fmt "bf16" or "fp32" is the result's type, None stands for that of x.
+
+    Raises:
+        ValueError: besides what the op raises: topk_weights requires gradients and token_topk_to_pos is None.
+    """
+    rows = (pos_to_token_topk, topk_weights, token_topk_to_pos, pos_to_expert)
+    fmt = fmt or _format_of(x)
+    if needs_gradients(topk_weights):
+        check.require(token_topk_to_pos is not None, "token_topk_to_pos", "a tensor for topk_weights' gradient", None)
+    if needs_gradients(x, topk_weights):
+        return _Swiglu.apply(x, swiglu_clamp_value, fmt, *rows)
+    return _swiglu_forward(x, swiglu_clamp_value, fmt, *rows)
+
+
+def _format_of(x: Tensor) -> str:
+    return "bf16" if x.dtype == torch.bfloat16 else "fp32"
+
+
+def _swiglu_forward(
+    x: Tensor,
+    swiglu_clamp_value: float | None,
+    fmt: str,
+    pos_to_token_topk: Tensor | None,
+    topk_weights: Tensor | None,
+    token_topk_to_pos: Tensor | None,
+    pos_to_expert: Tensor | None,
+) -> Tensor:
+    return tk_quant.swiglu_forward(
+        *(x, swiglu_clamp_value),
+        fmt=fmt,
+        pos_to_token_topk=pos_to_token_topk,
+        topk_weights=topk_weights,
+        pos_to_expert=pos_to_expert,
+    )
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, swiglu_clamp_value: float | None, fmt: str, *rows: Tensor | None) -> Tensor:
+        return _swiglu_forward(x, swiglu_clamp_value, fmt, *rows)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.swiglu_clamp_value, _, *rows = inputs
+        ctx.save_for_backward(x, *rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, pos_to_token_topk, topk_weights, token_topk_to_pos, pos_to_expert = ctx.saved_tensors
+        needs_weights = ctx.needs_input_grad[4]
+        _, d_x, d_weights = tk_quant.swiglu_backward(
+            *(x, d_out.contiguous(), ctx.swiglu_clamp_value),
+            fmt=_format_of(x),
+            pos_to_token_topk=pos_to_token_topk,
+            topk_weights=topk_weights,
+            token_topk_to_pos=token_topk_to_pos if needs_weights else None,
+            pos_to_expert=pos_to_expert,
+        )
+        return d_x, None, None, None, d_weights, None, None

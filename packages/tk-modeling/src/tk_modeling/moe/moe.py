@@ -1,0 +1,98 @@
+"""MoE: a mixture of experts in place of a feed-forward layer."""
+
+import torch
+from torch import Tensor, nn
+
+import tk_moe
+from tk_core import check
+from tk_modeling.gradients import autocast_to_bf16
+from tk_modeling.moe.experts import grouped_linear
+from tk_modeling.moe.functional import expand_to_fused, reduce_fused, swiglu
+from tk_modeling.moe.router import Router
+from tk_moe import ScoringFunc
+
+ALIGNMENT = 16
+"""What the rows of each expert are a multiple of, for the grouped products."""
+
+
+class MoE(nn.Module):
+    """y = Σ over a token's experts e of weight_e · down[e] · (silu(gate) · up), with gate and up from gate_up[e] · x.
+
+    `router`, a Router with the options of the same names, chooses the experts; no token is dropped. Tokens are copied
+    to one segment of rows for each expert, whose products are torch's grouped bfloat16 ones; nothing waits for the GPU.
+
+    Parameters: gate_up (num_experts, 2 · intermediate, hidden), gate above; down (num_experts, hidden, intermediate);
+    both bfloat16, or float32 under autocast to bfloat16. hidden and intermediate are multiples of 64.
+
+    Shapes:
+        x: (..., hidden), of the parameters' dtype.
+        returns: y (..., hidden), the auxiliary loss float32 ().
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        num_groups: int = 0,
+        num_topk_groups: int = 0,
+        routed_scaling_factor: float = 1.0,
+        scoring_func: ScoringFunc | str = "sigmoid",
+        bias_update_rate: float = 1e-3,
+        aux_loss_factor: float = 1e-4,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check.multiple_of("hidden", hidden, 64)
+        check.multiple_of("intermediate", intermediate, 64)
+        self.hidden, self.intermediate = hidden, intermediate
+        self.router = Router(
+            *(hidden, num_experts, num_topk),
+            num_groups=num_groups,
+            num_topk_groups=num_topk_groups,
+            routed_scaling_factor=routed_scaling_factor,
+            scoring_func=scoring_func,
+            bias_update_rate=bias_update_rate,
+            aux_loss_factor=aux_loss_factor,
+            device=device,
+        )
+        self.gate_up = nn.Parameter(torch.empty((num_experts, 2 * intermediate, hidden), device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty((num_experts, hidden, intermediate), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights that keep the variance of their inputs."""
+        self.router.reset_parameters()
+        for weight in (self.gate_up, self.down):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """y, the auxiliary loss."""
+        (tokens,) = autocast_to_bf16(x)
+        check.tensor("x", tokens, (torch.bfloat16,), (..., self.hidden), layout="any")
+        tokens = tokens.reshape(-1, self.hidden).contiguous()
+        topk_idx, topk_weights, aux = self.router(x)
+        topk_idx, topk_weights = topk_idx.flatten(0, -2), topk_weights.flatten(0, -2)
+        num_experts = self.router.num_experts
+        num_rows = tk_moe.max_expanded_tokens(*topk_idx.shape, num_experts, ALIGNMENT)
+        pos_to_expert, _, pos_to_token_topk, token_topk_to_pos, _, ends, *_ = tk_moe.get_fused_mapping(
+            topk_idx, num_experts, num_rows, ALIGNMENT, force_no_sync=True
+        )
+        rows = expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
+        rows = swiglu(
+            grouped_linear(rows, self.gate_up, ends, name="gate_up"),
+            pos_to_token_topk=pos_to_token_topk,
+            topk_weights=topk_weights,
+            token_topk_to_pos=token_topk_to_pos,
+            pos_to_expert=pos_to_expert,
+        )
+        # The weights are in rows already: this backward reads no products, and they need not be kept for it.
+        rows = grouped_linear(rows, self.down, ends, name="down")
+        y = reduce_fused(rows, None, token_topk_to_pos, pos_to_expert=pos_to_expert)
+        return y.view(x.shape), aux
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden}, intermediate={self.intermediate}"

@@ -1,0 +1,116 @@
+"""Router: which experts each token goes to, with which weights; an even load by a bias and an auxiliary loss."""
+
+import torch
+from torch import Tensor, nn
+
+import tk_moe
+from tk_core import check
+from tk_core.op import op
+from tk_modeling.gradients import as_float32, linear
+from tk_modeling.moe.functional import aux_loss, scoring_func_of, top2_sum_gate
+from tk_moe import ScoringFunc
+
+
+class Router(nn.Module):
+    """Choose `num_topk` of `num_experts` experts for each token by `tk_moe.top2_sum_gate`.
+
+    logits = x · weightᵀ in float32, also under autocast. Experts are ranked by scoring_func(logits) + bias, in the
+    `num_topk_groups` best of `num_groups` groups if there are groups; their weights are the scores without bias,
+    divided by their sum, times `routed_scaling_factor`. The auxiliary loss is tk_moe.aux_loss of all scores of the
+    call, with factor `aux_loss_factor`.
+
+    A forward in training mode adds the number of tokens of each expert to `load`, but for a forward that activation
+    checkpointing runs again within a backward. `update_bias`, to be called after the optimizer's step, moves the bias
+    by `bias_update_rate` towards an even load (DeepSeek-V3, 2.1.2) and sets load to zero; where several processes train
+    one model, all-reduce load before.
+
+    Parameters and buffers: weight float32 (num_experts, hidden), bias float32 and load int64 (num_experts,).
+
+    Shapes:
+        x: (..., hidden), bfloat16 or float32.
+        returns: topk_idx int64 and topk_weights float32 (..., num_topk), aux float32 ().
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        num_groups: int = 0,
+        num_topk_groups: int = 0,
+        routed_scaling_factor: float = 1.0,
+        scoring_func: ScoringFunc | str = "sigmoid",
+        bias_update_rate: float = 1e-3,
+        aux_loss_factor: float = 1e-4,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
+        self.num_groups, self.num_topk_groups = num_groups, num_topk_groups
+        self.routed_scaling_factor = routed_scaling_factor
+        self.scoring_func = scoring_func_of(scoring_func)
+        self.bias_update_rate, self.aux_loss_factor = bias_update_rate, aux_loss_factor
+        self.weight = nn.Parameter(torch.empty((num_experts, hidden), dtype=torch.float32, device=device))
+        self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32, device=device))
+        self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64, device=device))
+        self.reset_parameters()
+        # Options that do not fit are found here.
+        logits = torch.empty((0, num_experts), device="meta")
+        self._gate(logits, logits.new_empty(num_experts))
+
+    def reset_parameters(self) -> None:
+        """Weights that keep the variance of their inputs; no bias, no load."""
+        nn.init.normal_(self.weight, std=self.hidden**-0.5)
+        nn.init.zeros_(self.bias)
+        self.load.zero_()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """topk_idx, topk_weights, aux."""
+        check.tensor("x", x, (torch.bfloat16, torch.float32), (..., self.hidden), layout="any")
+        with torch.autocast(x.device.type, enabled=False):
+            logits = linear(x.reshape(-1, self.hidden).float(), as_float32(self.weight))
+            topk_idx, topk_weights = self._gate(logits, self.bias.float())
+            fi = tk_moe.aux_fi(topk_idx, self.num_experts, self.num_topk)
+            aux = aux_loss(_scores(logits, self.scoring_func), fi, self.aux_loss_factor)
+        if self.training:
+            _add_load(self.load, topk_idx)
+        shape = (*x.shape[:-1], self.num_topk)
+        return topk_idx.view(shape), topk_weights.view(shape), aux
+
+    def _gate(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return top2_sum_gate(
+            *(logits, bias, self.num_topk, self.num_topk_groups, self.num_groups, False, 0),
+            *(self.routed_scaling_factor, 0, 1, 0, 1, self.scoring_func),
+        )
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """bias += bias_update_rate · sign(mean(load) - load); load = 0."""
+        load = self.load.to(torch.float64)
+        self.bias.add_((load.mean() - load).sign().to(self.bias.dtype), alpha=self.bias_update_rate)
+        self.load.zero_()
+
+    def extra_repr(self) -> str:
+        groups = f", {self.num_topk_groups} of {self.num_groups} groups" if self.num_groups else ""
+        return f"{self.hidden}, {self.num_topk} of {self.num_experts} experts{groups}, {self.scoring_func}"
+
+
+def _scores(logits: Tensor, scoring_func: ScoringFunc) -> Tensor:
+    """Scores of all experts, differentiable."""
+    if scoring_func is ScoringFunc.SIGMOID:
+        return logits.sigmoid()
+    if scoring_func is ScoringFunc.SOFTMAX:
+        return logits.softmax(dim=-1)
+    # The root's slope at 0 is infinite.
+    return nn.functional.softplus(logits).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+
+
+def _add_counts(load: Tensor, topk_idx: Tensor) -> None:
+    # Within a backward this is activation checkpointing that computes again what was counted before.
+    if torch._C._current_graph_task_id() == -1:
+        load.add_(tk_moe.group_count(topk_idx, load.shape[0]))
+
+
+# An operator, so that compiled code asks at run time, too, whether it runs within a backward.
+_add_load = op("tk_modeling::add_load", mutates=("load",), reference=_add_counts)(_add_counts)

@@ -1,0 +1,11 @@
+"""The modules of tk_modeling in plain PyTorch: the same parameters and state_dict, any floating-point dtype."""
+
+from tk_modeling.reference.engram import Engram as Engram
+from tk_modeling.reference.engram import EngramGate as EngramGate
+from tk_modeling.reference.mhc import HyperConnection as HyperConnection
+from tk_modeling.reference.mhc import HyperHead as HyperHead
+from tk_modeling.reference.mhc import expand_from_embedding as expand_from_embedding
+from tk_modeling.reference.moe import MoE as MoE
+from tk_modeling.reference.moe import Router as Router
+
+__all__ = ["Engram", "EngramGate", "HyperConnection", "HyperHead", "MoE", "Router", "expand_from_embedding"]

@@ -1,0 +1,127 @@
+"""HyperConnection and HyperHead in plain PyTorch, with the parameters of tk_modeling's.
+
+Mixes are computed in the parameters' dtype, sums over streams in the wider one of it and the residual's.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class HyperConnection(nn.Module):
+    """mHC around a sublayer: mixes from the residual, the streams collapsed, the sublayer, the streams mixed."""
+
+    def __init__(
+        self,
+        sublayer: nn.Module,
+        hidden: int,
+        *,
+        mhc_mult: int = 4,
+        post_mult_value: float = 2.0,
+        norm_eps: float = 1e-6,
+        pre_eps: float = 1e-6,
+        sinkhorn_eps: float = 1e-6,
+        sinkhorn_repeat: int = 20,
+        norm_weight: bool = False,
+        shifted: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.sublayer = sublayer
+        self.mhc_mult = mhc_mult
+        self.post_mult_value = post_mult_value
+        self.norm_eps = norm_eps
+        self.pre_eps = pre_eps
+        self.sinkhorn_eps = sinkhorn_eps
+        self.sinkhorn_repeat = sinkhorn_repeat
+        self.shifted = shifted
+        m, width = mhc_mult, mhc_mult * hidden
+        self.fn = nn.Parameter(0.02 * torch.randn(m * (m + 2), width, device=device))
+        self.scale = nn.Parameter(torch.full((3,), 0.01, device=device))
+        pre = torch.full((m,), _logit(1 / m - pre_eps), device=device)
+        post = torch.full((m,), _logit(1 / post_mult_value), device=device)
+        self.base = nn.Parameter(torch.cat((pre, post, 8 * torch.eye(m, device=device).flatten())))
+        self.norm_weight = nn.Parameter(torch.ones(width, device=device)) if norm_weight else None
+
+    def forward(self, residual: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
+        """The new residual, or (residual, *rest); shifted, (residual, next_pre_mix, *rest) from (residual, pre_mix)."""
+        m = self.mhc_mult
+        mixes = _project(residual, self.fn, self.norm_weight, self.norm_eps)
+        groups = zip(mixes.split((m, m, m * m), -1), self.scale, self.base.split((m, m, m * m)))
+        pre, post, comb = (mix * scale + base for mix, scale, base in groups)
+        pre = (pre.sigmoid() + self.pre_eps).unsqueeze(-1)
+        post = (post.sigmoid() * self.post_mult_value).unsqueeze(-1)
+        comb = _sinkhorn(comb.unflatten(-1, (m, m)), self.sinkhorn_repeat, self.sinkhorn_eps)
+        collapse_mix = pre
+        if self.shifted:
+            collapse_mix, *args = args
+        layer_input = residual[..., 0, :] if collapse_mix is None else _collapse(residual, collapse_mix)
+        output = self.sublayer(layer_input, *args, **kwargs)
+        y, *rest = output if isinstance(output, tuple) else (output,)
+        new_residual = (post * y.unsqueeze(-2) + comb.mT @ residual.to(comb.dtype)).to(residual.dtype)
+        if self.shifted:
+            return new_residual, pre, *rest
+        return (new_residual, *rest) if rest else new_residual
+
+
+class HyperHead(nn.Module):
+    """The streams collapsed by weights that follow from them."""
+
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        mhc_mult: int = 4,
+        norm_eps: float = 1e-6,
+        pre_eps: float = 1e-6,
+        norm_weight: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm_eps = norm_eps
+        self.pre_eps = pre_eps
+        width = mhc_mult * hidden
+        self.fn = nn.Parameter(0.02 * torch.randn(mhc_mult, width, device=device))
+        self.scale = nn.Parameter(torch.full((1,), 0.01, device=device))
+        self.base = nn.Parameter(torch.full((mhc_mult,), _logit(1 / mhc_mult - pre_eps), device=device))
+        self.norm_weight = nn.Parameter(torch.ones(width, device=device)) if norm_weight else None
+
+    def forward(self, residual: Tensor) -> Tensor:
+        """(..., m, hidden) to (..., hidden)."""
+        mixes = _project(residual, self.fn, self.norm_weight, self.norm_eps)
+        pre = (mixes * self.scale + self.base).sigmoid() + self.pre_eps
+        return _collapse(residual, pre.unsqueeze(-1))
+
+
+def _project(residual: Tensor, fn: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
+    """RMS norm over all streams, then the product with fn."""
+    x = residual.flatten(-2).to(fn.dtype)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if norm_weight is not None:
+        x = x * norm_weight
+    return x @ fn.mT
+
+
+def _sinkhorn(logits: Tensor, repeat: int, eps: float) -> Tensor:
+    """Rows, then columns made to sum to 1, again and again."""
+    x = logits.softmax(-1) + eps
+    x = x / (x.sum(-2, keepdim=True) + eps)
+    for _ in range(repeat - 1):
+        x = x / (x.sum(-1, keepdim=True) + eps)
+        x = x / (x.sum(-2, keepdim=True) + eps)
+    return x
+
+
+def _collapse(residual: Tensor, mix: Tensor) -> Tensor:
+    return (mix * residual).sum(-2).to(residual.dtype)
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
+    """(..., H) to (..., mhc_mult, H): copies."""
+    return x.unsqueeze(-2).repeat_interleave(mhc_mult, -2)

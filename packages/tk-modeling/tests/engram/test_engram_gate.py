@@ -1,0 +1,210 @@
+"""engram_gate."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tk_engram
+import tk_modeling
+from tk_core.testing import assert_equal
+from tk_modeling.engram.functional import engram_gate_kv
+from tk_modeling.testing.engram import check_gradients, in_float64, parameter, relative_error, streams
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NUMBERS = (1e-6, 1e-5)
+"""clamp_value and eps."""
+
+
+def gate_inputs(leading: tuple[int, ...] = (3, 7), m: int = 3, hidden: int = 192, device: str = "cpu") -> list[Tensor]:
+    """Leaves: streams (..., m, H) and kv (..., m + 1, H)."""
+    torch.manual_seed(0)
+    x, k = (streams(leading, m, hidden, device) for _ in range(2))
+    kv = torch.cat((k, torch.randn_like(k[..., :1, :])), -2)
+    return [x.requires_grad_(), kv.requires_grad_()]
+
+
+def gate_weights(m: int = 3, hidden: int = 192, **options: Any) -> list[Tensor]:
+    return [parameter(m, hidden, **options) for _ in range(2)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("add_residual", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gate_gradients(dtype: torch.dtype, masked: bool, add_residual: bool, device: str) -> None:
+    x, kv = gate_inputs(device=device)
+    weights = gate_weights(dtype=dtype, device=device)
+    mask = torch.rand(3, 7, device=device) < 0.3 if masked else None
+    out = tk_modeling.engram_gate(
+        x, kv[..., :3, :], kv[..., 3, :], *weights, *NUMBERS, image_token_mask=mask, add_residual=add_residual
+    )
+    weight = torch.randn_like(out)
+    out.backward(weight)
+
+    exact = in_float64([x, kv, *weights])
+    flat_x, flat_kv = (each.flatten(0, 1) for each in exact[:2])
+    want, *_ = tk_engram.reference.engram_gate_fwd(
+        flat_x,
+        flat_kv[:, :3],
+        flat_kv[:, 3],
+        exact[2] * exact[3],
+        *NUMBERS[::-1],
+        image_token_mask=None if mask is None else mask.flatten(),
+        add_residual=add_residual,
+    )
+    want.backward(weight.double().flatten(0, 1))
+    assert out.shape == x.shape
+    assert relative_error(out.flatten(0, 1), want) < 2**-8
+    check_gradients([x, kv, *weights], exact)
+
+
+def test_gate_of_one_tensor_has_the_bits_of_two_and_one_dense_gradient() -> None:
+    x, kv = gate_inputs()
+    weights = gate_weights()
+    seen: list[tuple[bool, bool]] = []
+    kv.register_hook(
+        lambda grad: seen.append((grad.is_contiguous(), grad.untyped_storage().nbytes() == 2 * kv.numel()))
+    )
+    results = []
+    for packed in (False, True):
+        if packed:
+            out = engram_gate_kv(x, kv, *weights, *NUMBERS)
+        else:
+            out = tk_modeling.engram_gate(x, kv[..., :3, :], kv[..., 3, :], *weights, *NUMBERS)
+        torch.manual_seed(1)
+        grads = torch.autograd.grad(out, (x, kv, *weights), torch.randn_like(out))
+        results.append((out.detach(), *grads))
+    assert_equal(results[1], results[0])
+    assert seen[1] == (True, True)
+
+
+def test_gate_takes_any_strides() -> None:
+    x, kv = (each.detach() for each in gate_inputs())
+    weights = gate_weights()
+    expected = tk_modeling.engram_gate(x, kv[..., :3, :], kv[..., 3, :], *weights, *NUMBERS)
+    transposed = [each.transpose(-1, 0).contiguous().transpose(-1, 0) for each in (x, kv[..., :3, :], kv[..., 3, :])]
+    assert not any(each.is_contiguous() for each in transposed)
+    assert_equal(tk_modeling.engram_gate(*transposed, *weights, *NUMBERS), expected)
+    # Without leading dimensions it is one token.
+    assert_equal(
+        tk_modeling.engram_gate(x[1, 2], kv[1, 2, :3], kv[1, 2, 3], *weights, *NUMBERS), expected[1, 2].clone()
+    )
+
+
+@pytest.mark.parametrize("with_main_grad", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_gate_adds_each_gradient_to_main_grad_on_its_own(with_main_grad: tuple[bool, bool], contiguous: bool) -> None:
+    x, kv = gate_inputs()
+    weights = gate_weights()
+    engram_gate_kv(x, kv, *weights, *NUMBERS).sum().backward()
+    expected = [weight.grad for weight in weights]
+    for weight, has_main_grad in zip(weights, with_main_grad):
+        weight.grad = None
+        if has_main_grad:
+            weight.main_grad = torch.full(weight.shape[::-1], 3.0).t()
+            if contiguous:
+                weight.main_grad = weight.main_grad.contiguous()
+    buffers = [getattr(weight, "main_grad", None) for weight in weights]
+    for _ in range(2):
+        engram_gate_kv(x, kv, *weights, *NUMBERS).sum().backward()
+    for weight, want, buffer in zip(weights, expected, buffers):
+        if buffer is None:
+            assert relative_error(weight.grad, 2 * want) < 2**-8
+        else:
+            assert weight.grad is None
+            assert weight.main_grad is buffer
+            assert relative_error(buffer - 3, 2 * want) < 2**-8
+
+
+def test_gate_leaves_the_main_grad_of_a_frozen_weight() -> None:
+    x, kv = gate_inputs()
+    weights = gate_weights()
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape)
+    weights[0].requires_grad_(False)
+    engram_gate_kv(x, kv, *weights, *NUMBERS).sum().backward()
+    assert not weights[0].main_grad.any()
+    assert weights[1].main_grad.any()
+
+
+def test_gate_of_masked_tokens_ignores_what_is_not_finite() -> None:
+    x, kv = gate_inputs((5,))
+    mask = torch.tensor([False, True, False, False, True])
+    kv.data[1], kv.data[4] = torch.nan, torch.inf
+    weights = gate_weights()
+    out = engram_gate_kv(x, kv, *weights, *NUMBERS, image_token_mask=mask)
+    out.backward(torch.ones_like(out))
+    assert_equal(out[mask].detach(), x[mask].detach())
+    assert_equal(x.grad[mask], torch.ones_like(x.grad[mask]))
+    assert not kv.grad[mask].any()
+    assert all(torch.isfinite(each.grad).all() for each in (x, kv, *weights))
+
+
+def test_gate_without_gradients_has_the_same_bits() -> None:
+    x, kv = gate_inputs()
+    weights = gate_weights()
+    expected = engram_gate_kv(x, kv, *weights, *NUMBERS)
+    with torch.no_grad():
+        found = engram_gate_kv(x, kv, *weights, *NUMBERS)
+    assert not found.requires_grad
+    assert_equal(found, expected.detach())
+
+
+def test_gate_of_no_tokens() -> None:
+    x, kv = gate_inputs((2, 0))
+    weights = gate_weights()
+    out = tk_modeling.engram_gate(x, kv[..., :3, :], kv[..., 3, :], *weights, *NUMBERS)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == (2, 0, 3, 192)
+    assert not any(weight.grad.any() for weight in weights)
+
+
+def test_gate_under_autocast_takes_float32() -> None:
+    x, kv = gate_inputs()
+    weights = gate_weights(dtype=torch.float32)
+    expected = engram_gate_kv(x, kv, *weights, *NUMBERS)
+    wide = [each.detach().float().requires_grad_() for each in (x, kv)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = engram_gate_kv(*wide, *weights, *NUMBERS)
+        split = tk_modeling.engram_gate(wide[0], wide[1][..., :3, :], wide[1][..., 3, :], *weights, *NUMBERS)
+    assert_equal(found.detach(), expected.detach())
+    assert_equal(split.detach(), expected.detach())
+    found.sum().backward()
+    assert wide[0].grad.dtype == wide[1].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "name"),
+    [
+        ({"hidden_states": torch.zeros(3, 7, 3, 192)}, TypeError, "hidden_states"),
+        ({"hidden_states": torch.zeros(3, 7, 2, 192).bfloat16()}, ValueError, "k"),
+        ({"k": torch.zeros(21, 3, 192).bfloat16()}, ValueError, "k"),
+        ({"v": torch.zeros(3, 7, 3, 192).bfloat16()}, ValueError, "v"),
+        ({"v": torch.zeros(3, 7, 192)}, TypeError, "v"),
+        ({"weight_hidden": torch.zeros(3, 64)}, ValueError, "weight_embed"),
+        ({"weight_embed": torch.zeros(3, 192).half()}, TypeError, "weight_embed"),
+        ({"clamp_value": -1.0}, ValueError, "clamp_value"),
+        ({"eps": "0"}, TypeError, "eps"),
+        ({"image_token_mask": torch.zeros(21).bool()}, ValueError, "image_token_mask"),
+        ({"image_token_mask": torch.zeros(3, 7)}, TypeError, "image_token_mask"),
+        ({"add_residual": 1}, TypeError, "add_residual"),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_gate_names_what_is_wrong(change: dict[str, Any], error: type[Exception], name: str, trains: bool) -> None:
+    x, kv = (each.detach() for each in gate_inputs())
+    weights = [weight.detach().requires_grad_(trains) for weight in gate_weights()]
+    values = (x, kv[..., :3, :], kv[..., 3, :], *weights, *NUMBERS)
+    names = ("hidden_states", "k", "v", "weight_hidden", "weight_embed", "clamp_value", "eps")
+    with pytest.raises(error, match=rf"^{name}\b"):
+        tk_modeling.engram_gate(**(dict(zip(names, values)) | change))
+
+
+def test_gate_names_a_wrong_main_grad() -> None:
+    x, kv = gate_inputs()
+    weights = gate_weights()
+    weights[1].main_grad = torch.zeros(3, 192).bfloat16()
+    with pytest.raises((TypeError, ValueError), match="main_grad of weight_embed"):
+        engram_gate_kv(x, kv, *weights, *NUMBERS)

@@ -1,0 +1,172 @@
+"""grouped_linear."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tk_core.testing import assert_equal
+from tk_modeling.moe import experts
+from tk_modeling.moe.experts import grouped_linear
+
+ENDS = (0, 7, 7, 16, 20)
+"""Of five experts the first and the third have no rows; of 24 rows the last four belong to none."""
+
+
+def arguments(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[Tensor, nn.Parameter, Tensor]:
+    rows = torch.randn(24, 16, device=device).to(dtype).requires_grad_()
+    weight = nn.Parameter(torch.randn(5, 8, 16, device=device).to(dtype))
+    return rows, weight, torch.tensor(ENDS, dtype=torch.int32, device=device)
+
+
+def by_masks(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each row times the weight of its expert; 0 for rows of none."""
+    expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+    own = nn.functional.one_hot(expert, len(weight) + 1)[:, :-1].to(rows.dtype)
+    return torch.einsum("rk,enk,re->rn", rows, weight, own)
+
+
+def gradients(function: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients of the rows that belong to an expert, the weight's gradient."""
+    y = function(rows, weight, ends)[: ENDS[-1]]
+    d_y = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype)
+    d_rows, d_weight = torch.autograd.grad(y, (rows, weight), d_y)
+    return y.detach(), d_rows[: ENDS[-1]], d_weight
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_against_float64(dtype: torch.dtype, device: str) -> None:
+    rows, weight, ends = arguments(dtype, device)
+    found = gradients(grouped_linear, rows, weight, ends)
+    expected = gradients(
+        by_masks, rows.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), ends
+    )
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - want).norm() <= (2**-8 if dtype == torch.bfloat16 else 1e-5) * want.norm()
+    assert not found[2][[0, 2]].any()
+
+
+def poisoned(rows: Tensor, ends: Tensor) -> Tensor:
+    """The same rows, NaN past the last segment."""
+    return torch.cat((rows[: ends[-1]], torch.full_like(rows[ends[-1] :], torch.nan)))
+
+
+def test_rows_of_no_expert_reach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weight, ends = arguments()
+    expected = gradients(grouped_linear, rows, weight, ends)
+
+    def products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        # As memory that nobody wrote may be.
+        y = experts._products_by_loop(a, b, ends)
+        return y if b.dim() == 2 else poisoned(y, ends)
+
+    monkeypatch.setattr(experts, "_products", products)
+    leaf = poisoned(rows.detach(), ends).requires_grad_()
+    found = gradients(lambda rows, weight, ends: poisoned(grouped_linear(rows, weight, ends), ends), leaf, weight, ends)
+    assert_equal(found, expected)
+
+
+def test_main_grad_takes_float32_products() -> None:
+    rows, weight, ends = arguments()
+    exact = gradients(
+        by_masks, rows.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), ends
+    )
+    weight.main_grad = torch.ones(5, 8, 16)
+    y = grouped_linear(rows, weight, ends)[: ENDS[-1]]
+    d_y = torch.linspace(-1, 1, y.numel()).view_as(y).bfloat16()
+    y.backward(d_y)
+    assert weight.grad is None
+    # d_y is that of float64, rounded to bfloat16.
+    float32_grad = torch.zeros(5, 8, 16)
+    start = 0
+    for i, end in enumerate(ENDS):
+        float32_grad[i] = d_y[start:end].float().t() @ rows[start:end].detach().float()
+        start = end
+    torch.testing.assert_close(weight.main_grad - 1, float32_grad, rtol=1e-5, atol=1e-5)
+    assert (weight.main_grad - 1 - exact[2]).norm() <= 2**-8 * exact[2].norm()
+
+
+@pytest.mark.parametrize("frozen", ["rows", "weight", "both"])
+def test_frozen(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is frozen gets no gradient, and its product is not computed."""
+    rows, weight, ends = arguments()
+    expected = gradients(grouped_linear, rows, weight, ends)
+    rows.requires_grad_(frozen == "weight")
+    weight.requires_grad_(frozen == "rows")
+    calls = 0
+    plain = experts._products
+
+    def products(*args: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return plain(*args)
+
+    monkeypatch.setattr(experts, "_products", products)
+    y = grouped_linear(rows, weight, ends)[: ENDS[-1]]
+    assert_equal(y.detach(), expected[0])
+    assert y.requires_grad == (frozen != "both")
+    if frozen != "both":
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+        assert calls == 2
+        found, want = (weight.grad, expected[2]) if frozen == "rows" else (rows.grad, expected[1])
+        assert_equal(found if frozen == "rows" else found[: ENDS[-1]], want)
+
+
+def test_autocast_casts_rows_and_weights() -> None:
+    rows, weight, ends = arguments()
+    expected = gradients(grouped_linear, rows, weight, ends)
+    wide = rows.detach().float().requires_grad_(), nn.Parameter(weight.detach().float()), ends
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(grouped_linear, *wide)
+    assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, torch.float32]
+    assert_equal(tuple(x.bfloat16() for x in found), expected)
+    # The weight's gradient is not rounded to bfloat16.
+    assert not torch.equal(found[2], expected[2].float())
+
+
+def test_no_rows() -> None:
+    _, weight, ends = arguments()
+    rows = torch.empty(0, 16, dtype=torch.bfloat16, requires_grad=True)
+    y = grouped_linear(rows, weight, torch.zeros_like(ends))
+    y.sum().backward()
+    assert y.shape == (0, 8)
+    assert rows.grad.shape == (0, 16)
+    assert not weight.grad.any()
+
+
+def test_operator_agrees_with_its_fake() -> None:
+    rows, weight, ends = (x.detach() for x in arguments())
+    for operands in ((rows, weight.transpose(1, 2), ends), (rows.t(), rows, ends)):
+        torch.library.opcheck(torch.ops.tk_modeling.products_by_loop.default, operands, test_utils="test_faketensor")
+
+
+ROWS, WEIGHT, INT_ENDS = (x.detach() for x in arguments())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"rows": ROWS.half()}, TypeError, "rows: .*bfloat16"),
+        ({"rows": ROWS[0]}, ValueError, "rows: .*shape"),
+        ({"rows": ROWS.repeat(1, 2)[:, :16]}, ValueError, "rows: .*contiguous"),
+        ({"rows": ROWS[:, :12].contiguous(), "weight": WEIGHT[..., :12].contiguous()}, ValueError, "in_features .*8"),
+        ({"weight": WEIGHT.float()}, TypeError, "weight: .*bfloat16"),
+        ({"weight": WEIGHT[..., :8].contiguous()}, ValueError, "weight: .*shape"),
+        ({"weight": WEIGHT[:, :4].contiguous()}, ValueError, "out_features .*8"),
+        ({"ends": INT_ENDS.long()}, TypeError, "ends: .*int32"),
+        ({"ends": INT_ENDS[:4]}, ValueError, "ends: .*shape"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        grouped_linear(**{"rows": ROWS, "weight": WEIGHT, "ends": INT_ENDS, **change})
+
+
+def test_bad_main_grad_is_named() -> None:
+    rows, weight, ends = arguments()
+    weight.main_grad = torch.zeros(5, 8, 8)
+    with pytest.raises(ValueError, match=r"main_grad of weight: .*shape"):
+        grouped_linear(rows, weight, ends)
