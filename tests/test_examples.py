@@ -1,11 +1,23 @@
-"""The examples, run as a user runs them."""
+"""The examples, run as a user runs them; the training also at a size of its own."""
 
+import importlib.util
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tk_core.testing import assert_equal
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STAGES = ("score", "gate", "normalize", "map", "quantize", "expand", "dequantize", "experts", "reduce")
@@ -35,3 +47,115 @@ def test_moe_layer_names_a_bad_option() -> None:
     result = run_example("moe_layer.py", "--device", "cpu", "--hidden", "100")
     assert result.returncode == 2
     assert "--hidden" in result.stderr
+
+
+@pytest.fixture
+def lm() -> Iterator[ModuleType]:
+    """examples/train_tiny_lm.py as a module; what it sets in torch is set back."""
+    spec = importlib.util.spec_from_file_location("train_tiny_lm", EXAMPLES / "train_tiny_lm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    # Threads that wait for each other cost more than they bring where other tests run beside.
+    torch.set_num_threads(1)
+    yield module
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def micro_run(lm: ModuleType, out: Path, **changes: Any) -> Any:
+    """Six steps of the smallest model that has every part."""
+    small = {"layers": 2, "streams": 2, "engram_layers": (1,), "engram_rows": 64, "batch": 2, "length": 24}
+    options = {
+        "size": replace(lm.SIZES["tiny"], **small, learning_rate=1e-2),
+        "backend": "kernels",
+        "steps": 6,
+        "seed": 0,
+        "device": torch.device("cpu"),
+        "compile": False,
+        "deterministic": False,
+        "save_every": 3,
+    }
+    return lm.Run(out=out, **(options | changes))
+
+
+def test_language_model_trains_and_reports(lm: ModuleType, tmp_path: Path) -> None:
+    app, out = typer.Typer(), tmp_path / "run"
+    app.command()(lm.main)
+    result = CliRunner().invoke(app, ["--device", "cpu", "--size", "tiny", "--steps", "4", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"step 4: loss [\d.]+, [\d,]+ tokens/s, validation loss [\d.]+ \([\d.]+ bits", result.output)
+    assert re.search(r"│ +1\.00 │ 0\.0000 │", result.output)
+    assert "\ndef " in result.output
+    log = lm.read_log(out)
+    assert [entry["step"] for entry in log] == [1, 2, 3, 4]
+    assert all(entry["seconds"] > 0 for entry in log)
+    # A uniform guess costs ln 256 = 5.5 nats per byte.
+    assert log[-1]["validation_loss"] < log[0]["loss"] - 0.5
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("backend", ["kernels", "reference"])
+def test_language_model_resumes_to_the_bit(lm: ModuleType, tmp_path: Path, backend: str) -> None:
+    straight, resumed = (micro_run(lm, tmp_path / name, backend=backend) for name in ("straight", "resumed"))
+    lm.train(straight, False, Console(quiet=True))
+    with pytest.MonkeyPatch.context() as patch:
+        step = lm.Trainer.train_step
+
+        def interrupted(trainer: Any) -> Any:
+            if trainer.step == 4:
+                raise KeyboardInterrupt
+            return step(trainer)
+
+        patch.setattr(lm.Trainer, "train_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lm.train(resumed, False, Console(quiet=True))
+    # What else used random numbers in between does not matter.
+    torch.manual_seed(99)
+    lm.train(resumed, True, Console(quiet=True))
+    expected, found = (lm.series(lm.read_log(run.out), "loss") for run in (straight, resumed))
+    assert found == expected
+    assert expected[6] < expected[1] - 0.5
+    assert_equal(*(torch.load(run.out / "checkpoint.pt") for run in (resumed, straight)))
+
+
+def test_language_model_learns_the_same_with_both_backends(lm: ModuleType, tmp_path: Path) -> None:
+    runs = [micro_run(lm, tmp_path / backend, backend=backend) for backend in ("kernels", "reference")]
+    first, second = (lm.make_model(run.size, run.backend, run.seed).state_dict() for run in runs)
+    assert_equal(first, second)
+    other = lm.make_model(runs[0].size, "kernels", 1).state_dict()
+    assert not torch.equal(other["embedding.weight"], first["embedding.weight"])
+    for run in runs:
+        lm.train(run, False, Console(quiet=True))
+    logs = {run.backend: lm.read_log(run.out) for run in runs}
+    first, second = (lm.series(log, "loss") for log in logs.values())
+    assert max(abs(first[step] - second[step]) for step in range(1, 7)) < 0.02
+    lm.plot(logs, tmp_path / "both.png")
+    assert (tmp_path / "both.png").exists()
+    assert lm.results_table(logs, 48).row_count == 2
+
+
+def test_language_model_holds_whole_files_out(lm: ModuleType) -> None:
+    train, held_out, description = lm.read_text(torch.device("cpu"))
+    assert 5e6 < len(train) < 5e7
+    assert 0.02 < len(held_out) / len(train) < 0.1
+    assert lm.read_text(torch.device("cpu"))[2] == description
+    root = Path(json.__file__).parent.parent
+    names = list(lm.library_files(root))
+    assert "json/decoder.py" in names
+    assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in names)
+    parts = [set(bytes(text.numpy()).split(b"\0")) for text in (train, held_out)]
+    assert (root / "json/decoder.py").read_bytes() in set.union(*parts)
+
+
+def test_language_model_names_what_does_not_fit(lm: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="a folder with a checkpoint"):
+        lm.main(out=tmp_path, resume=True, device="cpu")
+    lm.train(micro_run(lm, tmp_path, steps=1), False, Console(quiet=True))
+    with pytest.raises(typer.BadParameter, match="a folder without a checkpoint, or --resume"):
+        lm.main(out=tmp_path, device="cpu")
+    with pytest.raises(ValueError, match=r"checkpoint.pt: expected .* seed 5, .* seed 0"):
+        lm.train(micro_run(lm, tmp_path, steps=1, seed=5), True, Console(quiet=True))

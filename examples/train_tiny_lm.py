@@ -1,0 +1,511 @@
+"""Train a small byte-level language model with manifold hyper-connections, mixtures of experts and Engram.
+
+    uv run examples/train_tiny_lm.py                # tiny: minutes on a CPU
+    uv run examples/train_tiny_lm.py --size small   # for a GPU
+    uv run examples/train_tiny_lm.py --size small --backend reference --compare runs/small-kernels
+
+It learns the sources of Python's standard library, a part of which is held out for validation. `--backend kernels`
+takes the layers from tk_modeling, `--backend reference` from its plain PyTorch twin; first weights, batches, attention
+and optimizer are the same. `--out` receives loss and time of each step (log.jsonl), a plot (loss.png) and a checkpoint
+from which `--resume` goes on to the same bits: on a GPU with `--deterministic`.
+"""
+
+import json
+import math
+import os
+import platform
+import statistics
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import tk_modeling
+import tk_modeling.reference
+from tk_engram.layout import engram_layout
+
+VOCABULARY = 256  # bytes
+DTYPE = torch.bfloat16  # of activations and of weights in matrix products; the optimizer keeps float32 copies
+READ_EVERY = 10  # Steps after which losses and times are read: reading makes the host wait for the GPU.
+WARM_UP_STEPS = 50  # Not in the median time of a step.
+AVERAGED = 20  # Steps over which plot and table average the loss.
+
+Entry = dict[str, Any]  # A line of the log: one step.
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of the model and its training."""
+
+    hidden: int
+    layers: int
+    heads: int
+    streams: int
+    experts: int
+    topk: int
+    intermediate: int
+    engram_layers: tuple[int, ...]
+    engram_rows: int  # of each table, at least
+    batch: int
+    length: int
+    steps: int
+    learning_rate: float
+
+
+# fmt: off
+SIZES = {
+    "tiny": Size(
+        hidden=64, layers=3, heads=2, streams=4, experts=4, topk=2, intermediate=64,
+        engram_layers=(1, 2), engram_rows=2048,
+        batch=16, length=128, steps=200, learning_rate=4e-3,
+    ),
+    "small": Size(
+        hidden=512, layers=8, heads=8, streams=4, experts=16, topk=4, intermediate=256,
+        engram_layers=(1, 4), engram_rows=32768,
+        batch=64, length=512, steps=300, learning_rate=1e-3,
+    ),
+}
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to train, and how."""
+
+    size: Size
+    backend: str
+    steps: int
+    seed: int
+    out: Path
+    device: torch.device
+    compile: bool
+    deterministic: bool
+    save_every: int
+
+
+# Data
+
+
+def library_files(root: Path) -> Iterator[str]:
+    """Sources and license of the standard library, without tests and what depends on the machine."""
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
+        for name in names:
+            if name == "LICENSE.txt" or (name.endswith(".py") and not name.startswith("_sysconfigdata")):
+                yield Path(folder, name).relative_to(root).as_posix()
+
+
+def read_text(device: torch.device) -> tuple[Tensor, Tensor, str]:
+    """Bytes to train on, bytes held out (uint8), and what they are: files by name, a zero byte between them.
+
+    About one file in twenty, by a hash of its name, is held out.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files: tuple[list[bytes], list[bytes]] = [], []
+    for name in sorted(library_files(root)):
+        files[zlib.crc32(name.encode()) % 20 == 0].append((root / name).read_bytes())
+    train, held_out = (b"\0".join(part) for part in files)
+    description = (
+        f"Python {platform.python_version()}'s library: {len(files[0])} files ({len(train) / 1e6:.1f} MB) to train on, "
+        f"{len(files[1])} ({len(held_out) / 1e6:.1f} MB) held out; CRC {zlib.crc32(train + held_out):08x}"
+    )
+    texts = (torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device) for text in (train, held_out))
+    return *texts, description
+
+
+def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Bytes from each start on, int32, and for each of them the byte that follows, int64."""
+    found = text[starts.to(text.device, non_blocking=True)[:, None] + torch.arange(length + 1, device=text.device)]
+    return found[:, :-1].int(), found[:, 1:].long()
+
+
+# Model
+
+
+class Attention(nn.Module):
+    """Norm and causal self-attention."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
+        self.qkv = nn.Linear(size.hidden, 3 * size.hidden, bias=False, dtype=DTYPE)
+        self.out = nn.Linear(size.hidden, size.hidden, bias=False, dtype=DTYPE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, hidden) to the same shape."""
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Norm and mixture of experts."""
+
+    def __init__(self, size: Size, layers: ModuleType) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
+        self.moe = layers.MoE(size.hidden, size.intermediate, size.experts, size.topk, dtype=DTYPE)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the auxiliary loss, which HyperConnection hands on."""
+        return self.moe(self.norm(x))
+
+
+class LanguageModel(nn.Module):
+    """Bytes to logits of the next byte. `layers` is tk_modeling or tk_modeling.reference."""
+
+    def __init__(self, size: Size, layers: ModuleType) -> None:
+        super().__init__()
+        self.expand, self.streams = layers.expand_from_embedding, size.streams
+        self.embedding = nn.Embedding(VOCABULARY, size.hidden, dtype=DTYPE)
+        # Learned: to rotate q and k in plain PyTorch would take longer than the attention.
+        self.position = nn.Embedding(size.length, size.hidden, dtype=DTYPE)
+        # Two tables each for n-grams of 2, 3 and 4 bytes.
+        layout = engram_layout(VOCABULARY, size.engram_layers, max_ngram=4, num_heads=2, table_sizes=size.engram_rows)
+        options = {"head_dim": 32, "mhc_mult": size.streams, "dtype": DTYPE}
+        self.engrams = nn.ModuleDict(
+            {str(layer): layers.Engram(size.hidden, layout, i, **options) for i, layer in enumerate(layout.layer_ids)}
+        )
+
+        def connected(sublayer: nn.Module) -> nn.Module:
+            return layers.HyperConnection(sublayer, size.hidden, mhc_mult=size.streams)
+
+        self.attentions = nn.ModuleList(connected(Attention(size)) for _ in range(size.layers))
+        self.feed_forwards = nn.ModuleList(connected(FeedForward(size, layers)) for _ in range(size.layers))
+        self.head = layers.HyperHead(size.hidden, mhc_mult=size.streams)
+        self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
+        self.logits = nn.Linear(size.hidden, VOCABULARY, bias=False, dtype=DTYPE)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """int32 (batch, sequence) to float32 logits (batch, sequence, 256) and the sum of the auxiliary losses."""
+        x = self.expand(self.embedding(tokens) + self.position.weight[: tokens.shape[1]], self.streams)
+        auxiliary = torch.zeros((), device=x.device)
+        for layer, (attention, feed_forward) in enumerate(zip(self.attentions, self.feed_forwards)):
+            if str(layer) in self.engrams:
+                x = self.engrams[str(layer)](x, tokens)
+            x, aux = feed_forward(attention(x))
+            auxiliary = auxiliary + aux
+        return self.logits(self.norm(self.head(x))).float(), auxiliary
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy in nats per byte, and the sum of the auxiliary losses."""
+        logits, auxiliary = self(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), auxiliary
+
+
+def make_model(size: Size, backend: str, seed: int) -> LanguageModel:
+    """A model whose first weights depend on the seed alone."""
+    torch.manual_seed(seed)
+    reference = LanguageModel(size, tk_modeling.reference)
+    if backend == "reference":
+        return reference
+    model = LanguageModel(size, tk_modeling)
+    model.load_state_dict(reference.state_dict())
+    return model
+
+
+# Training
+
+
+class Optimizer:
+    """AdamW on float32 copies of the weights: bf16 would round small steps away."""
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        self.weights = weights
+        self.copies = [weight.detach().to(torch.float32, copy=True) for weight in weights]
+        self.adamw = torch.optim.AdamW(self.copies, betas=(0.9, 0.95), fused=True)
+
+    def step(self, learning_rate: float) -> None:
+        """Clip the norm of all gradients to 1, change the weights, drop the gradients."""
+        for weight, copy in zip(self.weights, self.copies):
+            copy.grad, weight.grad = weight.grad.float(), None
+        nn.utils.clip_grad_norm_(self.copies, 1.0)
+        self.adamw.param_groups[0]["lr"] = learning_rate
+        self.adamw.step()
+        with torch.no_grad():
+            for weight, copy in zip(self.weights, self.copies):
+                weight.copy_(copy)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Relative to the highest: a linear warm-up over a tenth of the steps, then half a cosine down to a tenth."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
+
+
+class Trainer:
+    """A model, its optimizer and its place in the data after some steps of a run."""
+
+    def __init__(self, run: Run) -> None:
+        # On a CPU this costs little.
+        torch.use_deterministic_algorithms(run.deterministic or run.device.type == "cpu")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        if run.deterministic:
+            # cuBLAS reads it when it is first used.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # On a GPU float32 products use TF32.
+        torch.set_float32_matmul_precision("high")
+        self.run = run
+        self.train_text, self.held_out, self.description = read_text(run.device)
+        self.model = make_model(run.size, run.backend, run.seed).to(run.device)
+        self.loss = torch.compile(self.model.loss) if run.compile else self.model.loss
+        self.optimizer = Optimizer(list(self.model.parameters()))
+        self.generator = torch.Generator().manual_seed(run.seed)
+        self.step = 0
+        # What a run that goes on must share with the one that it continues.
+        self.identity = f"{run.size}, {run.steps} steps, seed {run.seed}, {self.description}"
+
+    def train_step(self) -> tuple[Tensor, float]:
+        """The loss, which may still be under way on the GPU, and the learning rate."""
+        size = self.run.size
+        starts = torch.randint(len(self.train_text) - size.length, (size.batch,), generator=self.generator)
+        loss, auxiliary = self.loss(*windows(self.train_text, starts, size.length))
+        (loss + auxiliary).backward()
+        rate = size.learning_rate * learning_rate(self.step, self.run.steps)
+        self.optimizer.step(rate)
+        for connection in self.model.feed_forwards:
+            connection.sublayer.moe.router.update_bias()
+        self.step += 1
+        return loss.detach(), rate
+
+    @torch.no_grad()
+    def validation_loss(self, batches: int = 4) -> float:
+        """Mean cross-entropy over windows spread evenly over the held-out text."""
+        text, size = self.held_out, self.run.size
+        number = batches * size.batch
+        starts = torch.arange(number) * (len(text) - size.length - 1) // number
+        self.model.eval()
+        losses = [self.loss(*windows(text, part, size.length))[0] for part in starts.split(size.batch)]
+        self.model.train()
+        return torch.stack(losses).mean().item()
+
+    def save(self, path: Path) -> None:
+        """Write all that the next step depends on, to a file beside `path` that then takes its name."""
+        cuda = self.run.device.type == "cuda"
+        state = {
+            "identity": self.identity,
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "copies": self.optimizer.copies,
+            "adamw": self.optimizer.adamw.state_dict(),
+            "data": self.generator.get_state(),
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state(self.run.device) if cuda else None,
+        }
+        torch.save(state, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["identity"] != self.identity:
+            raise ValueError(f"{path}: expected a checkpoint of {self.identity}, got one of {state['identity']}")
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        for copy, saved in zip(self.optimizer.copies, state["copies"], strict=True):
+            copy.copy_(saved)
+        self.optimizer.adamw.load_state_dict(state["adamw"])
+        self.generator.set_state(state["data"])
+        torch.set_rng_state(state["random"])
+        if self.run.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_random"], self.run.device)
+
+
+def mark(device: torch.device) -> Any:
+    """A point in time: on a GPU an event in its stream, for which the host does not wait."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Seconds between two marks that the device has passed."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+def train_interval(trainer: Trainer) -> list[Entry]:
+    """Train to the next step at which losses and times are read."""
+    run, taken = trainer.run, []
+    while not taken or not any(trainer.step % every == 0 for every in (READ_EVERY, run.save_every, run.steps)):
+        start = mark(run.device)
+        loss, rate = trainer.train_step()
+        taken.append((loss, rate, start, mark(run.device)))
+    losses = torch.stack([loss for loss, *_ in taken]).tolist()
+    first = trainer.step - len(taken) + 1
+    return [
+        {"step": first + i, "loss": losses[i], "seconds": seconds_between(start, end), "learning_rate": rate}
+        for i, (_, rate, start, end) in enumerate(taken)
+    ]
+
+
+def train(run: Run, resume: bool, console: Console) -> LanguageModel:
+    """Train to the last step, with a log, checkpoints and a progress bar."""
+    trainer = Trainer(run)
+    console.print(trainer.description, highlight=False)
+    checkpoint, log = run.out / "checkpoint.pt", run.out / "log.jsonl"
+    if resume:
+        trainer.load(checkpoint)
+    run.out.mkdir(parents=True, exist_ok=True)
+    # Steps after the checkpoint are taken again.
+    kept = log.read_text().splitlines(keepends=True)[: trainer.step] if resume else []
+    log.write_text("".join(kept))
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=run.steps, completed=trainer.step)
+        while trainer.step < run.steps:
+            entries = train_interval(trainer)
+            last, speed = entries[-1], run.size.batch * run.size.length / median_seconds(entries)
+            state = f"loss {last['loss']:.3f}, {speed:,.0f} tokens/s"
+            progress.update(bar, completed=trainer.step, description=state)
+            is_saved = trainer.step % run.save_every == 0 or trainer.step == run.steps
+            if is_saved:
+                loss = last["validation_loss"] = trainer.validation_loss()
+                validation = f"validation loss {loss:.3f} ({loss / math.log(2):.3f} bits per byte)"
+                progress.console.print(f"step {trainer.step}: {state}, {validation}", highlight=False)
+            with log.open("a") as file:
+                file.writelines(json.dumps(entry) + "\n" for entry in entries)
+            if is_saved:
+                trainer.save(checkpoint)
+    return trainer.model
+
+
+# Results
+
+
+def read_log(out: Path) -> list[Entry]:
+    """The steps of a run."""
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def series(log: list[Entry], key: str) -> dict[int, float]:
+    """A number by step, where the log has it."""
+    return {entry["step"]: entry[key] for entry in log if key in entry}
+
+
+def median_seconds(log: list[Entry]) -> float:
+    """Median time of a step after the warm-up; a short log's warm-up is its first half."""
+    return statistics.median(entry["seconds"] for entry in log[min(WARM_UP_STEPS, len(log) // 2) :])
+
+
+def means(log: list[Entry]) -> dict[int, float]:
+    """Mean loss of `AVERAGED` steps, by the last of them."""
+    losses = list(series(log, "loss").values())
+    ends = range(min(AVERAGED, len(losses)), len(losses) + 1)
+    return {end: statistics.fmean(losses[max(0, end - AVERAGED) : end]) for end in ends}
+
+
+def differences(log: list[Entry], first: list[Entry]) -> dict[int, float]:
+    """Mean loss less that of the first run, by step."""
+    expected = means(first)
+    return {step: loss - expected[step] for step, loss in means(log).items() if step in expected}
+
+
+def plot(logs: dict[str, list[Entry]], path: Path) -> None:
+    """Draw the loss of each run, every step, means and validation, and how far the others are from the first."""
+    from matplotlib.figure import Figure
+
+    first, *others = logs.values()
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    panels = figure.subplots(2 if others else 1, sharex=True, squeeze=False, height_ratios=(3, 1) if others else None)
+    for i, (name, log) in enumerate(logs.items()):
+        color, style = f"C{i}", ("-", "--", ":")[i % 3]
+        panels[0, 0].plot(*zip(*series(log, "loss").items()), style, color=color, alpha=0.25)
+        panels[0, 0].plot(*zip(*means(log).items()), style, color=color, label=f"{name}, mean of {AVERAGED} steps")
+        panels[0, 0].plot(*zip(*series(log, "validation_loss").items()), "ox+"[i % 3], color=color, label="validation")
+        if log is not first:
+            panels[1, 0].plot(*zip(*differences(log, first).items()), style, color=color)
+    panels[0, 0].set(ylabel="loss, nats per byte")
+    panels[0, 0].legend()
+    if others:
+        panels[1, 0].set(ylabel="less the first")
+    panels[-1, 0].set(xlabel="step")
+    figure.savefig(path, dpi=120)
+
+
+def results_table(logs: dict[str, list[Entry]], tokens: int) -> Table:
+    """Loss and speed of each run, all of the same size, and how far it is from the first."""
+    table = Table(caption=f"time: median step; off: largest difference of the mean loss of {AVERAGED} steps")
+    table.add_column("run")
+    for heading in ("first loss", "last mean", "validation", "time", "tokens/s", "× first", "off"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    first = next(iter(logs.values()))
+    for name, log in logs.items():
+        seconds, mean = median_seconds(log), means(log)
+        *_, validation = series(log, "validation_loss").values()
+        off = max(map(abs, differences(log, first).values()))
+        losses = f"{log[0]['loss']:.3f}", f"{mean[len(log)]:.3f}", f"{validation:.3f}"
+        speed = f"{seconds * 1e3:,.1f} ms", f"{tokens / seconds:,.0f}", f"{seconds / median_seconds(first):.2f}"
+        table.add_row(name, *losses, *speed, f"{off:.4f}")
+    return table
+
+
+@torch.no_grad()
+def sample(model: LanguageModel, length: int, prompt: bytes, seed: int) -> str:
+    """The prompt and what the model writes after it, `length` bytes together."""
+    generator = torch.Generator().manual_seed(seed)
+    written = list(prompt)
+    model.eval()
+    while len(written) < length:
+        tokens = torch.tensor([written], dtype=torch.int32, device=model.position.weight.device)
+        probabilities = (model(tokens)[0][0, -1].cpu() / 0.8).softmax(0)
+        written.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    return "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "?" for byte in written)
+
+
+# Command line
+
+
+def main(
+    size: Annotated[Literal["tiny", "small"], typer.Option(help="tiny for a CPU, small for a GPU.")] = "tiny",
+    backend: Annotated[
+        Literal["kernels", "reference"] | None, typer.Option(help="Default: kernels on a GPU, else reference.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Default: 200 for tiny, 300 for small.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/SIZE-BACKEND.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
+    compare: Annotated[
+        list[Path] | None, typer.Option(exists=True, help="Folder, of another name, of a run to show too; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    compile: Annotated[bool, typer.Option(help="Use torch.compile.")] = False,
+    deterministic: Annotated[bool, typer.Option(help="Same bits in every run on a GPU, too; slower.")] = False,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints, each with a validation.")] = 50,
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")] = None,
+) -> None:
+    """Train a byte-level language model on Python's standard library."""
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    backend = backend or ("kernels" if where.type == "cuda" else "reference")
+    out = out or Path("runs", f"{size}-{backend}")
+    if resume != (out / "checkpoint.pt").exists():
+        expected = "a folder with a checkpoint" if resume else "a folder without a checkpoint, or --resume"
+        raise typer.BadParameter(f"expected {expected}, got {out}", param_hint="--out")
+    # Wide enough for every column where the output is no terminal.
+    console = Console(width=None if Console().is_terminal else 120)
+    run = Run(SIZES[size], backend, steps or SIZES[size].steps, seed, out, where, compile, deterministic, save_every)
+    model = train(run, resume, console)
+    logs = {folder.name: read_log(folder) for folder in (out, *(compare or []))}
+    plot(logs, out / "loss.png")
+    console.print(results_table(logs, run.size.batch * run.size.length))
+    console.print(sample(model, 100, b"def ", seed), markup=False, highlight=False)
+    console.print(f"log, plot and checkpoint: {out}", highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)
