@@ -150,6 +150,14 @@ def test_sanitizer_results_outlive_runs_without_it(zz: Path) -> None:
     assert ledger.entries("tk_zz")["tk_zz.f"]["sanitizer"] is None
 
 
+def test_a_renewed_record_is_that_of_an_earlier_source(zz: Path) -> None:
+    ledger.mark_pending("tk_zz.f", "why")
+    ledger.renew("tk_zz.f", {"gpu": "a", "hash": "of then", "sanitizer": {"memcheck": 1}})
+    status = ledger.status("tk_zz.f")
+    assert status.state == "verified"
+    assert status.entry == {"gpu": "a", "hash": ledger.source_hash("tk_zz.f"), "sanitizer": {"memcheck": 1}}
+
+
 def test_the_file_is_stable(zz: Path) -> None:
     ledger.record("tk_zz.h", {"b": 1, "a": "µ"})
     ledger.record("tk_zz.f", {"b": 1})

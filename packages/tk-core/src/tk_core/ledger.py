@@ -87,6 +87,11 @@ def mark_pending(op: str, reason: str) -> None:
     _write(op, {**before, "pending": reason.strip()})
 
 
+def renew(op: str, entry: dict[str, Any]) -> None:
+    """Write an earlier verification again, for source that was shown to do the same on a GPU."""
+    _write(op, {**entry, "hash": source_hash(op)})
+
+
 def _write(op: str, entry: dict[str, Any]) -> None:
     package, _ = _split(op)
     text = json.dumps({**entries(package), op: entry}, indent=2, sort_keys=True, ensure_ascii=False)

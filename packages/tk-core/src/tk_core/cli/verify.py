@@ -1,12 +1,70 @@
 """`tk verify`: whether each op is verified on a GPU as its source stands."""
 
 import json
-from typing import Annotated
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from tk_core.cli.list import STATE_COLORS
 from tk_core.cli.select import select
+
+# Records are made on sm_90, so its kernels are what has to be the same.
+_ARCH = "sm_90a"
+
+
+def _fingerprints(sources: Path, ops: Sequence[str]) -> dict[str, Any]:
+    """What tk_core.testing.fingerprints prints of the packages below a folder."""
+    from tk_core.testing import fingerprints
+
+    paths = os.pathsep.join(str(folder) for folder in sorted(sources.glob("packages/*/src")))
+    command = [sys.executable, "-P", fingerprints.__file__, _ARCH, *ops]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True)
+    if ran.returncode:
+        raise typer.BadParameter(f"--unchanged: the ops of {sources} could not be read, see above")
+    return json.loads(ran.stdout)
+
+
+def changes(commit: str, ops: Sequence[str]) -> dict[str, tuple[str | None, dict[str, Any]]]:
+    """For each op why its record of `commit` can't be kept, None if it can, and that record."""
+    if not ops:
+        return {}
+    here = Path(__file__).parent
+    root = Path(subprocess.check_output(["git", "rev-parse", "--show-toplevel"], cwd=here, text=True).strip())
+    with tempfile.TemporaryDirectory() as folder:
+        packed = subprocess.check_output(["git", "archive", commit, "packages"], cwd=root)
+        with tarfile.open(fileobj=BytesIO(packed)) as tar:
+            tar.extractall(folder, filter="data")
+        before, now = _fingerprints(Path(folder), ops), _fingerprints(root, ops)
+    return {op: (why_changed(before[op], now[op]), before[op]["entry"]) for op in ops}
+
+
+def why_changed(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Why a record does not hold for an op's sources of today; None if it does."""
+    if before["state"] != "verified":
+        return f"its record was {before['state']} at that commit"
+    gone = before["cases"].keys() - now["cases"].keys()
+    new = now["cases"].keys() - before["cases"].keys()
+    other = [case for case, digest in before["cases"].items() if now["cases"].get(case, digest) != digest]
+    parts = {"without case": sorted(gone), "with new case": sorted(new), "other kernels or launches in": other}
+    return "; ".join(f"{what} {', '.join(cases[:3])}" for what, cases in parts.items() if cases) or None
+
+
+def _renew(op: str, commit: str, change: tuple[str | None, dict[str, Any]]) -> bool:
+    from tk_core import ledger
+
+    why, entry = change
+    if why is None:
+        ledger.renew(op, entry)
+    typer.echo(f"{op}: {f'as at {commit}, renewed' if why is None else why}")
+    return why is None
 
 
 def verify(
@@ -16,6 +74,14 @@ def verify(
     pending: Annotated[
         tuple[str, str] | None,
         typer.Option("--pending", metavar="OP WHY", help="Record that an op waits for its verification, and why."),
+    ] = None,
+    unchanged: Annotated[
+        str | None,
+        typer.Option(
+            "--unchanged",
+            metavar="COMMIT",
+            help="Renew records of that commit for ops that give compiler and kernels the same now, case by case.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
@@ -35,6 +101,11 @@ def verify(
         ledger.mark_pending(chosen[0], why.strip())
         typer.echo(f"{chosen[0]} pending: {why.strip()}")
         return
+
+    if unchanged is not None:
+        stale = [op for op in select(targets or []) if ledger.status(op).state != "verified"]
+        kept = [_renew(op, unchanged, why) for op, why in changes(unchanged, stale).items()]
+        raise typer.Exit(0 if all(kept) else 1)
 
     statuses = {op: ledger.status(op) for op in select(targets or [])}
     bad = [op for op, status in statuses.items() if status.state in ("stale", "missing")]

@@ -1,0 +1,80 @@
+"""What ops hand to the compiler and to their kernels, as hashes by case: equal ones mean the same work on a GPU.
+
+    PYTHONPATH=… python -P fingerprints.py sm_90a tk_moe.topk_gate …
+
+prints JSON of the sources that PYTHONPATH leads to, also those of an older commit: `tk verify --unchanged` compares the
+two. The program of a kernel is hashed by its structure, so that names of variables do not count, with the constants,
+CUDA text, pass configurations and flags that it is compiled with; a launch by its scalars and by the layout of its
+tensors.
+"""
+
+import hashlib
+import json
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core import compat, kernel, ledger
+from tk_core.arch import Arch, arch_from_name
+from tk_core.testing import Case, OpSpec, load_specs
+
+
+@cache
+def _program(request: kernel.KernelRequest) -> str:
+    """The program of one kernel, with how it is compiled."""
+    compat.load_tilelang()
+    from tilelang import tvm
+
+    build, args = request.kernel.build, request.args
+    how = request.kernel._pass_configs, request.kernel._compile_flags
+    return f"{tvm.ir.structural_hash(build(*args), map_free_vars=True):x} {how}"
+
+
+def _layout(value: Any) -> Any:
+    """A kernel's argument without what differs from run to run."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+    return value
+
+
+def fingerprint(spec: OpSpec, case: Case, arch: Arch) -> str:
+    """Hash of all kernels that one call asks for, in order, and of the arguments that it launches them with."""
+    digest = hashlib.sha256()
+    torch.manual_seed(0)
+    launches: list[tuple[int, tuple[Any, ...]]] = []
+    ignore = kernel._ignore_launch
+    try:
+        with kernel.capture(arch) as requests:
+            kernel._ignore_launch = lambda *args: launches.append((len(requests), args))
+            spec.op(**case.make("meta"))
+    finally:
+        kernel._ignore_launch = ignore
+    for request in requests:
+        digest.update(_program(request).encode())
+    for number, args in launches:
+        digest.update(f"{number} {[_layout(arg) for arg in args]}".encode())
+    return digest.hexdigest()
+
+
+def fingerprints(op: str, arch: Arch) -> dict[str, str]:
+    """`fingerprint` of each case of the op's gpu tier; none of an op that is not there."""
+    spec = load_specs(op.partition(".")[0]).get(op)
+    if spec is None:
+        return {}
+    return {case.name: fingerprint(spec, case, arch) for case in spec.cases if case.gpu}
+
+
+def main(arch: str, *ops: str) -> None:
+    """Print state, entry and fingerprints of each op as JSON."""
+    found = {}
+    for op in ops:
+        cases = fingerprints(op, arch_from_name(arch))
+        status = ledger.status(op) if cases else ledger.Status("missing", None, None)
+        found[op] = {"state": status.state, "entry": status.entry, "cases": cases}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
