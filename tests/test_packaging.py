@@ -205,7 +205,13 @@ def _check_metadata(metadata: email.message.Message, package: str) -> None:
     assert metadata["Version"] == PROJECTS[package]["version"]
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Summary"]
-    assert metadata.get_payload().strip(), "the README is the long description"
+    readme = metadata.get_payload()
+    assert readme.strip(), "the README is the long description"
+    assert not re.findall(r"\]\((?!https://|#)[^)]*\)", readme), "links that are dead outside of the repository"
+    assert metadata["Author"] == "The TK authors"
+    keywords = metadata["Keywords"].split(",")
+    assert len(keywords) == len(set(keywords)) >= 5
+    assert all(re.fullmatch(r"https://\S+", url.partition(", ")[2]) for url in metadata.get_all("Project-URL", []))
     assert SpecifierSet(metadata["Requires-Python"]) == SpecifierSet(">=3.11")
     assert {Requirement(text) for text in metadata.get_all("Requires-Dist")} == set(_requirements(package).values())
 
@@ -299,6 +305,7 @@ def test_alone(alone: tuple[str, Environment]) -> None:
         import sys
         import {name}
         assert {name}.__file__.startswith(sys.prefix), {name}.__file__
+        assert {name}.__version__ == {PROJECTS[package]["version"]!r}
         loaded = [module for module in {["tilelang", "tvm", *siblings]} if module in sys.modules]
         assert not loaded, loaded
         """
@@ -316,6 +323,8 @@ def test_command_alone(alone: tuple[str, Environment]) -> None:
     assert listed.returncode == 0, listed.stderr
     assert ('"tk_moe.topk_gate"' in listed.stdout) == (package == "tk-moe")
     assert "tk_quant" not in listed.stdout
+    module = subprocess.run([environment.python, "-m", "tk_core", "--version"], capture_output=True, text=True)
+    assert module.stdout == f"tk-core {PROJECTS['tk-core']['version']}\n", module.stderr
 
 
 @pytest.mark.parametrize("alone", ["tk-moe"], indirect=True)

@@ -272,6 +272,46 @@ def test_failed_export_leaves_no_file(here: Path, tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
+def test_import_into_a_cache_that_can_not_be_written(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = _export(tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    code, output = _import(archive)
+    assert code == 1
+    (line,) = output.splitlines()
+    assert line.startswith(f"not imported: the cache of kernels, {tmp_path / 'file' / 'cache'}, can't be written: ")
+    assert ". Run: export TILELANG_CACHE_DIR=" in line
+
+
+def test_import_onto_a_full_disk_changes_nothing(
+    here: Path, there: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = _export(tmp_path)
+    target = there()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.shutil, "copyfileobj", full)
+    code, output = _import(archive)
+    assert (code, output) == (1, "not imported: [Errno 28] No space left on device\n")
+    assert not list(target.iterdir())
+
+
+def test_export_that_can_not_be_written(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "_add", full)
+    result = RUNNER.invoke(app, ["cache", "export", str(tmp_path / "x.tar.gz")])
+    assert result.exit_code == 1
+    (line,) = result.output.splitlines()
+    assert line.endswith("x.tar.gz: No space left on device. Run: tk cache export FOLDER/x.tar.gz")
+    assert not list(tmp_path.glob("*x.tar.gz*"))
+
+
 def test_note_about_another_tilelang(here: Path, there: Callable[[], Path], tmp_path: Path) -> None:
     for folder in list(here.iterdir()):
         folder.rename(here / "0.0.1")

@@ -254,10 +254,17 @@ def test_nvcc_that_does_not_run(look: Look, toolkit: Toolkit) -> None:
 @pytest.mark.parametrize(
     ("os_family", "fix"), [("ubuntu debian", "sudo apt-get install --yes g++"), ("rocky rhel fedora", "gcc-c++")]
 )
-@pytest.mark.parametrize("compiler", [None, "/nonexistent/g++"])
-def test_no_host_compiler(look: Look, compiler: str | None, os_family: str, fix: str) -> None:
-    fault = _only_fault(look(host_compiler=compiler, os_family=os_family), "host compiler")
+def test_no_host_compiler(look: Look, os_family: str, fix: str) -> None:
+    fault = _only_fault(look(host_compiler=None, os_family=os_family), "host compiler")
     assert fix in fault["fix"]
+
+
+def test_host_compiler_that_is_not_there(look: Look) -> None:
+    result = look(host_compiler="/nonexistent/g++")
+    fault = _only_fault(result, "host compiler")
+    assert "/nonexistent/g++" in fault["found"]
+    assert fault["fix"] == "unset CXX CC", "installing another would not help"
+    assert result[1]["CUDA headers"]["state"] == "skipped"
 
 
 def test_no_torch(look: Look) -> None:
@@ -280,9 +287,19 @@ def test_old_torch(look: Look) -> None:
     assert '"torch>=2.10"' in _only_fault(look(torch=torch), "torch")["fix"]
 
 
-def test_torch_without_cuda(look: Look) -> None:
+def test_torch_without_cuda_where_there_is_no_gpu(look: Look) -> None:
     torch = SimpleNamespace(__version__="2.15.0+cpu", version=SimpleNamespace(cuda=None))
-    result = look(torch=torch, driver_cuda=None, gpus=[])
+    code, findings = look(torch=torch, driver_cuda=None, gpus=[])
+    assert code == 0
+    assert findings["torch"]["state"] == "note"
+    assert "references and compiling ahead work" in findings["torch"]["found"]
+    assert findings["torch"]["fix"] is None
+    assert findings["CUDA runtime"]["state"] == "skipped"
+
+
+def test_torch_without_cuda_beside_a_driver(look: Look) -> None:
+    torch = SimpleNamespace(__version__="2.15.0+cpu", version=SimpleNamespace(cuda=None))
+    result = look(torch=torch, gpus=[])
     fault = _only_fault(result, "torch")
     assert '"torch==2.15.0"' in fault["fix"]
     assert "reinstall" in fault["fix"], "2.15.0+cpu satisfies torch==2.15.0"
@@ -290,8 +307,13 @@ def test_torch_without_cuda(look: Look) -> None:
 
 
 def test_torch_of_an_older_cuda(look: Look) -> None:
+    """torch 2.10, which the packages' bounds allow, is for CUDA 12.8 on the public index."""
     torch = SimpleNamespace(__version__="2.10.0+cu128", version=SimpleNamespace(cuda="12.8"))
-    _only_fault(look(torch=torch), "CUDA runtime")
+    code, findings = look(torch=torch)
+    assert code == 0
+    assert findings["CUDA runtime"]["state"] == "note"
+    assert "torch's is 12.8; kernels are compiled for 13.2" in findings["CUDA runtime"]["found"]
+    assert "580" in _only_fault(look(torch=torch, driver_cuda=(12, 8)), "driver")["fix"]
 
 
 def test_no_tilelang(look: Look) -> None:

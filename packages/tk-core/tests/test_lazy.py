@@ -1,10 +1,13 @@
 """Lazy package namespaces."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tk_core import lazy
 
 
 @pytest.fixture
@@ -30,6 +33,21 @@ def package(tmp_path: Path) -> Path:
 )
 def test_functions_are_not_hidden_by_their_files(package: Path, code: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(package)!r}); {code}"], check=True)
+
+
+def test_version(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the distribution, looked up when it is asked for; a namespace within a package has none."""
+    monkeypatch.syspath_prepend(str(package))
+    asked = []
+    monkeypatch.setattr(lazy.importlib.metadata, "version", lambda name: asked.append(name) or "1.2.3")
+    import lazy_sample
+
+    assert asked == []
+    assert lazy_sample.__version__ == "1.2.3"
+    assert lazy_sample.__version__ == "1.2.3"
+    assert asked == ["lazy-sample"]
+    reference = importlib.import_module("tk_quant.reference")
+    assert not hasattr(reference, "__version__")
 
 
 def test_unknown_name(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

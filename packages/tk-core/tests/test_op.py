@@ -1,5 +1,8 @@
 """@op: registration, backends and the ways through the dispatcher."""
 
+import importlib.machinery
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +75,74 @@ def test_builds_no_autograd_graph(compiled: bool) -> None:
         assert torch.equal(out, x.detach() * 3)
         assert not out.requires_grad
         assert out.grad_fn is None
+
+
+@pytest.fixture
+def _debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TK_DEBUG", "1")
+    op_module.env.debug.cache_clear()
+    yield
+    monkeypatch.undo()
+    op_module.env.debug.cache_clear()
+
+
+def _count_reference(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.fill_(x.numel())
+
+
+@op("tk_core_tests::count_out", mutates=("out",), reference=_count_reference)
+def _count_out(x: torch.Tensor, out: torch.Tensor) -> None:
+    raise AssertionError("no kernel")
+
+
+@pytest.mark.usefixtures("_debug")
+def test_debug_raises_where_a_gradient_would_be_dropped() -> None:
+    weights = (torch.arange(4.0, requires_grad=True), torch.nn.Parameter(torch.arange(4.0)))
+    for x in weights:
+        with pytest.raises(RuntimeError, match=r"tk_core_tests.scale: drops the gradient of an argument .*no_grad"):
+            scale(x, 3)
+        with pytest.raises(RuntimeError, match=r"tk_core_tests.sums: drops the gradient"):
+            sums(torch.arange(4.0), [x])
+        # Nothing is dropped where no gradient is wanted, or where the output is a count.
+        with torch.no_grad():
+            assert torch.equal(scale(x, 3), x * 3)
+        assert torch.equal(scale(x.detach(), 3), x.detach() * 3)
+        count = torch.empty(1, dtype=torch.int32)
+        _count_out(x, count)
+        assert count.item() == 4
+    assert launches == ["reference"] * 4
+
+
+@pytest.mark.usefixtures("_debug")
+def test_debug_names_what_computes_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tk_mhc
+
+    streams, mix = torch.randn(2, 4, 64).bfloat16().requires_grad_(), torch.rand(2, 4, 1)
+    modeling = types.ModuleType("tk_modeling")
+    modeling.__spec__ = importlib.machinery.ModuleSpec("tk_modeling", None)
+    monkeypatch.setitem(sys.modules, "tk_modeling", modeling)
+    modeling.__all__ = []
+    with pytest.raises(RuntimeError, match=r"requires one; tk_mhc.mhc_pre_apply_mix_bwd computes it$"):
+        tk_mhc.mhc_pre_apply_mix(streams, mix)
+    modeling.__all__ = ["mhc_pre_apply_mix"]
+    with pytest.raises(RuntimeError, match=r"requires one; tk_modeling.mhc_pre_apply_mix is differentiable$"):
+        tk_mhc.mhc_pre_apply_mix(streams, mix)
+
+
+@pytest.mark.usefixtures("_debug")
+def test_debug_takes_ops_in_an_autograd_function() -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return scale(x, 3)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return scale(grad, 3)
+
+    x = torch.arange(4.0, requires_grad=True)
+    Scale.apply(x).sum().backward()
+    assert x.grad.tolist() == [3.0] * 4
 
 
 def _square_reference(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tk_core.num_sms import set_num_sms as set_num_sms
     from tk_core.op import backend as backend
 
+__version__: str
+
 __all__ = [
     "Arch",
     "UnsupportedArchError",

@@ -5,6 +5,7 @@ Kernels use tilelang.language; everything else comes through here, so that a new
 
 import importlib.metadata
 import importlib.util
+import logging
 import re
 import shutil
 import struct
@@ -16,8 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tk_core import env
+from tk_core import env, faults
 from tk_core.arch import Arch
+from tk_core.faults import FaultError
+
+_logger = logging.getLogger("tk_core")
 
 SUPPORTED_TILELANG = ">=0.1.15,<0.1.16"
 """TileLang renames things between patch releases; this is what the tests ran with, and what the packages require."""
@@ -33,7 +37,7 @@ class CompiledKernel:
     function: Callable[..., None]
     """Takes the prim_func's tensors and scalars in order; launches on the current stream of the tensors' device."""
     library: Path | None
-    """The host library with the cubin inside; None if TileLang's disk cache is switched off."""
+    """The host library with the cubin inside; None if TileLang's disk cache is switched off or took no file."""
     source: Callable[[], str]
     """Generated CUDA source."""
 
@@ -107,39 +111,82 @@ def cache_dir() -> Path:
 
 @cache
 def load_tilelang() -> Any:
-    """Import TileLang with our defaults: the toolkit from wheels before one on PATH, and no line per compilation."""
+    """Import TileLang with our defaults: the toolkit from wheels before one on PATH, and no line per compilation.
+
+    Raises FaultError if its cache folder can't be made.
+    """
     home = wheel_cuda_home()
     if home is not None and env.get("CUDA_PATH") is None:
         env.set_default("CUDA_HOME", str(home))
     env.set_default("TILELANG_PRINT_ON_COMPILATION", "0")
-    import tilelang
-
+    try:
+        import tilelang
+    except OSError:
+        # It makes its cache folder when it is imported.
+        if fault := faults.cache_fault(cache_dir()):
+            raise fault from None
+        raise
+    # Of a kernel that could not be kept, `compile_prim_func` says so in one line.
+    logging.getLogger("tilelang.cache.kernel_cache").addFilter(lambda line: line.funcName != "_save_kernel_to_disk")
     return tilelang
 
 
 def compile_prim_func(
     prim_func: Any, arch: Arch, pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
 ) -> CompiledKernel:
-    """Compile a kernel for an architecture, or load it from TileLang's disk cache."""
+    """Compile a kernel for an architecture, or load it from TileLang's disk cache.
+
+    Raises FaultError, with the command that mends it, if compilers or the cache folder keep it from being compiled.
+    """
     global num_compilations
     tilelang = load_tilelang()
-    jit_kernel = tilelang.compile(
-        prim_func,
-        target=arch.target,
-        execution_backend="tvm_ffi",
-        pass_configs=dict(pass_configs),
-        compile_flags=list(compile_flags),
-    )
+    name = str(prim_func.attrs["global_symbol"])
+    try:
+        jit_kernel = tilelang.compile(
+            prim_func,
+            target=arch.target,
+            execution_backend="tvm_ffi",
+            pass_configs=dict(pass_configs),
+            compile_flags=list(compile_flags),
+        )
+        executable = jit_kernel.adapter.get_exportable_executable()
+        module = executable.jit() if hasattr(executable, "jit") else executable
+    except (OSError, RuntimeError) as error:
+        fault = _fault(str(error))
+        if fault is None:
+            raise
+        # The error itself holds all of the CUDA source.
+        shown = error if env.flag("TK_PRINT_KERNEL_SOURCE") else None
+        raise FaultError(f"{name} for {arch.name} was not compiled: {fault.found}", fault.fix) from shown
     # Only a kernel that was compiled just now carries its artifact.
     num_compilations += jit_kernel.artifact is not None
-    executable = jit_kernel.adapter.get_exportable_executable()
-    module = executable.jit() if hasattr(executable, "jit") else executable
     entry = getattr(jit_kernel, "_tilelang_cache_path", None)
+    library = Path(entry) / "executable.so" if entry else None
+    if library and not library.exists():
+        library = None
+        fault = faults.cache_fault(cache_dir()) or faults.unwritable_cache(cache_dir(), "a kernel was not kept")
+        _logger.warning("%s for %s was compiled for this process only: %s", name, arch.name, fault)
     return CompiledKernel(
-        function=module[str(prim_func.attrs["global_symbol"])],
-        library=Path(entry) / "executable.so" if entry else None,
+        function=module[name],
+        library=library,
         source=lambda: jit_kernel.adapter.get_kernel_source(kernel_only=True),
     )
+
+
+def _fault(printed: str) -> FaultError | None:
+    """What of this machine made TileLang raise an error that says `printed`; None if it is nothing we know."""
+    compiler = host_compiler()
+    if compiler is None or shutil.which(compiler) is None:
+        return faults.no_host_compiler(compiler, faults.os_family())
+    if nvcc_path() is None:
+        return FaultError(f"there is no CUDA compiler in {cuda_home()}", "tk doctor")
+    folder = cache_dir()
+    if refused := re.search(rf"\[Errno \d+\] ([^:\n]+): '{re.escape(str(folder))}", printed):
+        return faults.unwritable_cache(folder, refused[1])
+    if fault := faults.cache_fault(folder):
+        return fault
+    _, failed, message = printed.rpartition("Compilation error:")
+    return FaultError(f"the compiler said: {faults.first_error(message)}", "tk doctor") if failed else None
 
 
 def cubins(library: Path) -> list[bytes]:
@@ -172,7 +219,7 @@ def cuobjdump_path() -> Path | None:
 def cuobjdump(compiled: CompiledKernel, *options: str) -> str:
     """What cuobjdump prints about a compiled kernel, such as with --dump-sass."""
     if compiled.library is None:
-        raise ValueError("compiled: expected a kernel from the disk cache, but TileLang's cache is switched off")
+        raise ValueError("compiled: expected a kernel from the disk cache, which is switched off or took no file")
     return "\n".join(_cuobjdump(cubin, options) for cubin in cubins(compiled.library))
 
 

@@ -1,6 +1,7 @@
 """Package namespaces that load an op only when it is first used."""
 
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Mapping
 from types import ModuleType
@@ -12,6 +13,9 @@ class _LazyPackage(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         exports = self.__dict__.get("_lazy_exports", {})
+        if name == "__version__" and "." not in self.__name__:
+            self.__dict__[name] = importlib.metadata.version(self.__name__.replace("_", "-"))
+            return self.__dict__[name]
         if name not in exports:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{self.__name__}.{exports[name]}"), name)
@@ -31,7 +35,8 @@ class _LazyPackage(ModuleType):
 def export(package: str, exports: Mapping[str, str]) -> None:
     """Let attributes of `package` resolve to `package.<submodule>.<name>` on first use (PEP 562 for whole packages).
 
-    `exports` maps each public name to the submodule that defines it.
+    `exports` maps each public name to the submodule that defines it. `__version__` of a top-level package is that of
+    the installed distribution of its name.
     """
     module = sys.modules[package]
     module.__dict__["_lazy_exports"] = dict(exports)

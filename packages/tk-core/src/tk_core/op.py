@@ -1,6 +1,9 @@
 """@op: one launch as a torch operator, with a reference for other devices and a short way to it in eager mode."""
 
-from collections.abc import Callable, Iterator
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal
@@ -103,6 +106,27 @@ def _nothing(*_: Any) -> None:
     """Fake of an op that only writes into its arguments."""
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, those in lists too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from _tensors(value)
+
+
+def _what_differentiates(package: str, name: str) -> str:
+    """What a caller of the op `name` who wants its gradient calls instead, as the end of a sentence."""
+    stem = name.removesuffix("_fwd")
+    if importlib.util.find_spec("tk_modeling"):
+        exported = importlib.import_module("tk_modeling").__all__
+        if found := next((public for public in (name, stem) if public in exported), None):
+            return f"tk_modeling.{found} is differentiable"
+    if importlib.util.find_spec(package) and f"{stem}_bwd" in importlib.import_module(package).__all__:
+        return f"{package}.{stem}_bwd computes it"
+    return "if none is wanted, detach the argument or call it under torch.no_grad()"
+
+
 class Op:
     """An operator that writes into tensors it is given. Made by `@op`."""
 
@@ -117,6 +141,8 @@ class Op:
         namespace, _, short_name = name.partition("::")
         self.name = name
         self.launch = launch
+        names = list(inspect.signature(launch).parameters)
+        self._outputs = [names.index(output) for output in mutates]
         self.reference = _as_a_kernel(reference)
         self.min_sm = min_sm
         self._ready_devices: set[torch.device] = set()
@@ -139,6 +165,20 @@ class Op:
         arch = get_arch(device)
         if arch.sm < self.min_sm:
             raise UnsupportedArchError(self.name, arch.name, f"sm_{self.min_sm} or newer")
+
+    def _check_gradients(self, args: tuple[Any, ...]) -> None:
+        """Raise RuntimeError if the call would drop a gradient: no op builds an autograd graph."""
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in _tensors(args)):
+            return
+        if any(x.is_floating_point() for x in _tensors(args[index] for index in self._outputs)):
+            package, _, name = self.name.removesuffix("_out").partition("::")
+            instead = _what_differentiates(package, name)
+            raise RuntimeError(f"{package}.{name}: drops the gradient of an argument that requires one; {instead}")
+
+    def _dispatch(self, args: tuple[Any, ...]) -> None:
+        if env.debug():
+            self._check_gradients(args)
+        self._overload(*args)
 
     def _on_cuda(self, *args: Any) -> None:
         device = args[0].device
@@ -167,7 +207,10 @@ class Op:
             self.launch(*usual)
 
     def __call__(self, *args: Any) -> None:
-        """Run it; the first argument is a tensor and decides the device."""
+        """Run it; the first argument is a tensor and decides the device.
+
+        With TK_DEBUG=1, an eager call that would drop a gradient raises RuntimeError.
+        """
         if is_compiling():
             self._overload(*args)
             return
@@ -176,18 +219,20 @@ class Op:
             self.launch(*args)
             return
         if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
-            self._overload(*args)
+            self._dispatch(args)
             return
         kinds = tuple(map(type, args))
         if kinds not in _plain and not _are_plain(args):
-            self._overload(*args)
+            self._dispatch(args)
             return
         first = args[0]
         if not first.is_cuda:
-            self._overload(*args)
+            self._dispatch(args)
         elif kernels_only and _one_device and first.device in self._ready_devices:
             self._launch(args)
         else:
+            if env.debug():
+                self._check_gradients(args)
             self._on_cuda(*args)
             _look_for_short_cut()
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         engram_sinkhorn_step_reduce as engram_sinkhorn_step_reduce,
     )
 
+__version__: str
+
 __all__ = [
     "engram_gate_bwd",
     "engram_gate_fwd",

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tk_mhc.projection.mhc_pre_norm_fn_bwd import mhc_pre_norm_fn_bwd as mhc_pre_norm_fn_bwd
     from tk_mhc.projection.mhc_prenorm_gemm import mhc_prenorm_gemm as mhc_prenorm_gemm
 
+__version__: str
+
 __all__ = [
     "expand_to_mhc",
     "expand_to_mhc_bwd",

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from tk_modeling.moe.moe import MoE as MoE
     from tk_modeling.moe.router import Router as Router
 
+__version__: str
+
 __all__ = [
     "Engram",
     "EngramGate",

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tk_moe.topk_gate_with_weights import topk_gate_with_weights as topk_gate_with_weights
     from tk_moe.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx as topk_sum_and_topk_group_idx
 
+__version__: str
+
 __all__ = [
     "ScoringFunc",
     "aux_fi",

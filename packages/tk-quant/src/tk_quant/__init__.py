@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from tk_quant.transpose import transpose as transpose
     from tk_quant.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
 
+__version__: str
+
 __all__ = [
     "batched_transpose",
     "cast_back",

@@ -253,7 +253,12 @@ def export_command(file: Annotated[Path, typer.Argument(help="Archive to write (
     root = cache_dir()
     if not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"{file}: its folder does not exist")
-    entries = export_cache(root, file.absolute())
+    try:
+        entries = export_cache(root, file.absolute())
+    except OSError as error:
+        why = error.strerror or error
+        typer.echo(f"nothing exported: {file}: {why}. Run: tk cache export FOLDER/{file.name}", err=True)
+        raise typer.Exit(1) from error
     typer.echo(f"exported {_summary(entries)}, from {root} to {file} ({size_text(file.stat().st_size)})")
 
 
@@ -263,15 +268,20 @@ def import_command(
 ) -> None:
     """Unpack an archive into the cache. What is there already stays; a bad archive changes nothing.
 
-    An archive holds machine code that will run here: import only what you trust. Exit code 1 for a bad archive.
+    An archive holds machine code that will run here: import only what you trust. Exit code 1 for a bad archive, or a
+    cache folder that can't be written.
     """
     from tk_core.compat import cache_dir, tilelang_version
+    from tk_core.faults import cache_fault
 
     root = cache_dir()
     try:
         imported, kept = import_cache(root, file)
     except BadArchiveError as error:
         typer.echo(f"nothing imported: {error}", err=True)
+        raise typer.Exit(1) from error
+    except OSError as error:
+        typer.echo(f"not imported: {cache_fault(root) or error}", err=True)
         raise typer.Exit(1) from error
     typer.echo(f"imported {_summary(imported)}, into {root}; {len(kept)} entries were there already")
     versions = {entry.version for entry in (*imported, *kept)}

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -14,11 +13,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tk_core import faults
 from tk_core.cli.machine import MIN_CUDA, Machine, SkipError, parse, pip_install, release
+from tk_core.faults import FaultError
 
 MIN_PYTHON = (3, 11)
 # The oldest driver branch that runs each CUDA with all its minor releases (CUDA toolkit release notes, table 2).
-MIN_DRIVER = {12: 525, 13: 580}
+MIN_DRIVER = {13: 580}
 
 # The check that compiler and headers are of one release is CCCL's, and only some of TileLang's headers get there.
 _PROBE = """\
@@ -29,14 +30,6 @@ _PROBE = """\
 #endif
 extern "C" __global__ void probe(float* x) { x[threadIdx.x] = 1.0f; }
 """
-
-
-class FaultError(Exception):
-    """Something that keeps kernels from compiling or running."""
-
-    def __init__(self, found: str, fix: str) -> None:
-        super().__init__(found)
-        self.fix = fix
 
 
 class NoteError(Exception):
@@ -76,11 +69,11 @@ def _torch(machine: Machine) -> str:
     if parse(torch.__version__) < (2, 10):
         raise FaultError(f"{torch.__version__}, needs 2.10 or newer", pip_install("torch>=2.10", options="--upgrade "))
     if machine.torch_cuda is None:
+        found = f"{torch.__version__} is built without CUDA: references and compiling ahead work, but no kernel can run"
+        if machine.driver_cuda is None:
+            raise NoteError(found)
         version = torch.__version__.partition("+")[0]
-        raise FaultError(
-            f"{torch.__version__} is built without CUDA: references work, and compiling ahead, but no kernel can run",
-            pip_install(f"torch=={version}", options="--force-reinstall "),
-        )
+        raise FaultError(found, pip_install(f"torch=={version}", options="--force-reinstall "))
     return f"{torch.__version__} for CUDA {release(machine.torch_cuda)}"
 
 
@@ -89,10 +82,7 @@ def _cuda_runtime(machine: Machine) -> str:
         raise SkipError("needs a CUDA build of torch")
     wanted, installed = release(machine.torch_cuda), machine.installed("nvidia-cuda-runtime")
     if machine.torch_cuda < MIN_CUDA:
-        raise FaultError(
-            f"torch's CUDA {wanted} is older than {release(MIN_CUDA)}, which kernels are compiled for",
-            pip_install("torch>=2.11", options="--upgrade --force-reinstall "),
-        )
+        raise NoteError(f"torch's is {wanted}; kernels are compiled for {release(machine.wanted_cuda)}")
     if installed is None:
         return f"{wanted}, not from wheels"
     if parse(installed) != machine.torch_cuda:
@@ -123,7 +113,7 @@ def _tilelang(machine: Machine) -> str:
     if not SpecifierSet(supported).contains(installed, prereleases=True):
         raise FaultError(f"{installed}, supported are {supported}", pip_install(f"tilelang{supported}"))
     # TileLang makes its cache folder when it is imported.
-    if machine.cache_error is not None:
+    if machine.cache_fault is not None:
         raise SkipError("needs the cache folder")
     if isinstance(machine.tilelang, Exception):
         raise FaultError(
@@ -137,9 +127,7 @@ def _host_compiler(machine: Machine) -> str:
     compiler = machine.host_compiler
     path = shutil.which(compiler) if compiler else None
     if path is None:
-        found = f"{compiler} is not there" if compiler else "no g++, clang++ or c++ on PATH"
-        rpm = any(name in machine.os_family for name in ("fedora", "rhel", "suse"))
-        raise FaultError(found, "sudo dnf install --assumeyes gcc-c++" if rpm else "sudo apt-get install --yes g++")
+        raise faults.no_host_compiler(compiler, machine.os_family)
     try:
         printed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
     except OSError as error:
@@ -163,7 +151,7 @@ def _nvcc(machine: Machine) -> str:
 
 def _headers(machine: Machine) -> str:
     nvcc, headers = machine.nvcc, machine.headers
-    if machine.host_compiler is None:
+    if not shutil.which(machine.host_compiler or ""):
         raise SkipError("needs a host compiler")
     # An nvcc that is a script may find headers elsewhere, so their absence is no fault before the probe has failed.
     where = f"headers {release(headers)}" if headers else f"no cuda_runtime_api.h in {machine.cuda_home}"
@@ -181,7 +169,7 @@ def _headers(machine: Machine) -> str:
         mismatch = ""
         if headers and nvcc != headers:
             mismatch = f"nvcc is {'newer' if nvcc > headers else 'older'} than the CUDA headers: "
-        raise FaultError(f"{versions}: {mismatch}{_first_error(printed)}", _mend_headers(machine, printed))
+        raise FaultError(f"{versions}: {mismatch}{faults.first_error(printed)}", _mend_headers(machine, printed))
     if headers and nvcc != headers:
         raise NoteError(f"{versions}: of two releases, though a probe compiles", machine.mend_toolkit())
     return f"{versions}, a probe compiles"
@@ -203,15 +191,15 @@ def _mend_headers(machine: Machine, printed: str) -> str:
 
 
 def _driver(machine: Machine) -> str:
-    found, wanted = machine.driver_cuda, machine.torch_cuda
+    found, wanted = machine.driver_cuda, max(machine.torch_cuda or MIN_CUDA, MIN_CUDA)
     if found is None:
         raise NoteError("no NVIDIA driver here: kernels can be compiled ahead, CPU tensors take the references")
-    if wanted is not None and found[0] < wanted[0]:
+    if found[0] < wanted[0]:
         branch = MIN_DRIVER.get(wanted[0], max(MIN_DRIVER.values()))
-        rpm = any(name in machine.os_family for name in ("fedora", "rhel", "suse"))
+        rpm = faults.uses_rpm(machine.os_family)
         fix = "sudo dnf module install --assumeyes nvidia-driver:{}-open" if rpm else _APT_DRIVER
         raise FaultError(
-            f"knows CUDA up to {release(found)}, torch's CUDA {release(wanted)} needs driver {branch} or newer",
+            f"knows CUDA up to {release(found)}, kernels for CUDA {release(wanted)} need driver {branch} or newer",
             fix.format(branch),
         )
     return f"knows CUDA up to {release(found)}"
@@ -249,13 +237,9 @@ def _architecture(machine: Machine) -> str:
 
 
 def _cache_folder(machine: Machine) -> str:
-    folder, error = machine.compat.cache_dir(), machine.cache_error
-    if error is not None:
-        # Under a home that can't be written, another folder of it would not do either.
-        below_home = folder.is_relative_to(Path.home())
-        other = Path(tempfile.gettempdir(), "tilelang") if below_home else Path.home() / ".cache" / "tilelang"
-        fix = f"export TILELANG_CACHE_DIR={shlex.quote(str(other))}"
-        raise FaultError(f"{folder} can't be written: {error.strerror or error}", fix)
+    if machine.cache_fault is not None:
+        raise machine.cache_fault
+    folder = machine.compat.cache_dir()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if free < 1 << 30:
         raise NoteError(f"{folder}: only {free >> 20} MiB free")
@@ -285,7 +269,7 @@ def examine(machine: Machine) -> list[Finding]:
         try:
             finding = Finding(check, "ok", look(machine))
         except FaultError as fault:
-            finding = Finding(check, "fault", str(fault), fault.fix)
+            finding = Finding(check, "fault", fault.found, fault.fix)
         except NoteError as note:
             finding = Finding(check, "note", str(note), note.fix)
         except SkipError as skip:
@@ -303,14 +287,6 @@ def exit_code(findings: list[Finding]) -> int:
 def _last_line(error: Any) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
-
-
-def _first_error(printed: str) -> str:
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)]
-    first = next(iter([*errors, *lines, "no output"]))
-    # What a compiler says comes after the place where it says it.
-    return re.sub(r"^.*?(fatal error|error)\s*:\s*(#error\s*)?", "", first) or first
 
 
 def doctor(

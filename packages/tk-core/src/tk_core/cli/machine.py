@@ -3,16 +3,16 @@
 import ctypes
 import importlib.metadata
 import importlib.util
-import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tk_core import faults
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -161,24 +161,14 @@ class Machine:
         return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]
 
     @cached_property
-    def cache_error(self) -> OSError | None:
+    def cache_fault(self) -> faults.FaultError | None:
         """Why nothing can be written to the cache folder; None if it can."""
-        folder = self.compat.cache_dir()
-        try:
-            existing = next(path for path in (folder, *folder.parents) if path.exists())
-            with tempfile.TemporaryDirectory(prefix=".tk-doctor-", dir=existing):
-                return None
-        except OSError as error:
-            return error
+        return faults.cache_fault(self.compat.cache_dir())
 
     @cached_property
     def os_family(self) -> str:
-        """Names that the distribution goes by, such as "ubuntu debian"."""
-        try:
-            about = platform.freedesktop_os_release()
-        except OSError:
-            return ""
-        return f"{about.get('ID', '')} {about.get('ID_LIKE', '')}"
+        """Names that the distribution goes by."""
+        return faults.os_family()
 
     def probe_command(self, source: Path, output: Path) -> list[str]:
         """The compiler, host compiler and include paths that TileLang would use on `source`."""

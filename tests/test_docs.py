@@ -1,0 +1,97 @@
+"""The pages for readers: what they name is there, what they link to exists, and nothing links out of a wheel."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(folder.name for folder in ROOT.glob("packages/*"))
+READMES = [ROOT / "packages" / package / "README.md" for package in PACKAGES]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+MIGRATING = ROOT / "docs" / "migrating.md"
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_NAME = re.compile(rf"\b(?:{'|'.join(package.replace('-', '_') for package in PACKAGES)})(?:\.[A-Za-z]\w*)+")
+# Words that stand for any op in a table of names.
+_ANY_OP = re.compile(r"\.f(_bwd)?$")
+
+
+def _is_outside(target: str) -> bool:
+    return target.startswith(("https://", "http://", "#"))
+
+
+def _resolve(name: str) -> Any:
+    package, *rest = name.split(".")
+    found: Any = importlib.import_module(package)
+    for part in rest:
+        if inspect.ismodule(found) and not hasattr(found, part):
+            importlib.import_module(f"{found.__name__}.{part}")
+        found = getattr(found, part)
+    return found
+
+
+def _spans(page: Path) -> list[str]:
+    """Code within lines of a page, not its blocks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`]+)`", text)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links(page: Path) -> None:
+    targets = [target for target in _LINK.findall(page.read_text(encoding="utf-8")) if not _is_outside(target)]
+    assert not targets or page not in READMES, f"dead on a package index: {targets}"
+    missing = [target for target in targets if not (page.parent / target.partition("#")[0]).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "page", [MIGRATING, ROOT / "README.md", *READMES], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_names_exist(page: Path) -> None:
+    names = {name for span in _spans(page) for name in _NAME.findall(span) if not _ANY_OP.search(name)}
+    for name in sorted(names):
+        assert _resolve(name) is not None, name
+
+
+def test_calls_of_the_migration_tables_fit_the_signatures() -> None:
+    calls = 0
+    for span in _spans(MIGRATING):
+        if not span.startswith("tk_") or not span.endswith(")"):
+            continue
+        call = ast.parse(span, mode="eval").body
+        assert isinstance(call, ast.Call), span
+        keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
+        function = _resolve(ast.unparse(call.func))
+        inspect.signature(function).bind(*call.args, **keywords)
+        calls += 1
+    assert calls >= 5
+
+
+def test_the_migration_example_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", MIGRATING.read_text(encoding="utf-8"), re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    assert scope["y"].shape == scope["again"].shape == scope["x"].shape
+    assert scope["out"].shape == (256, 512)
+
+
+def test_installing_names_packages_of_ours() -> None:
+    text = (ROOT / "docs" / "installing.md").read_text(encoding="utf-8")
+    wheels = set(re.findall(r"dist/(\w+)-\*\.whl", text))
+    folders = set(re.findall(r"packages/([\w-]+)", text))
+    assert {wheel.replace("_", "-") for wheel in wheels} | folders <= set(PACKAGES)
+    assert {"tk_core", "tk_quant"} <= wheels
+    for line in text.splitlines():
+        if re.search(r"pip install .*tk_(?!core)\w+-\*", line):
+            assert "dist/tk_core-*.whl" in line, "or pip may take the stranger's"
+
+
+@pytest.mark.parametrize("readme", [ROOT / "README.md", *READMES], ids=lambda readme: readme.parent.name)
+def test_no_readme_installs_from_an_index(readme: Path) -> None:
+    for block in re.findall(r"^```\n(.*?)^```", readme.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        assert not re.search(r"pip install +\"?tk-", block), block
