@@ -126,7 +126,8 @@ def carry(tmp_path: Path, arch: str, use: str) -> str:
         subprocess.run(command, env=environment(cache, **more), check=True, capture_output=True, timeout=600)
 
     archive = str(tmp_path / "kernels.tar.gz")
-    tk("built", "warmup", OP, "--arch", arch, "--jobs", "2", CUDA_VISIBLE_DEVICES="")
+    overrides = ("--set", "widths=[7168]", "--set", "inputs=['bfloat16', 'float32']")
+    tk("built", "warmup", OP, *overrides, "--arch", arch, "--jobs", "2", CUDA_VISIBLE_DEVICES="")
     tk("built", "cache", "export", archive)
     tk("carried", "cache", "import", archive)
     command = [sys.executable, "-c", USE, use]

@@ -262,6 +262,14 @@ def test_no_archive(there: Callable[[], Path], tmp_path: Path, data: bytes) -> N
     assert _import(archive)[0] == 1
 
 
+def test_export_of_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "none"))
+    result = RUNNER.invoke(app, ["cache", "export", str(tmp_path / "x.tar.gz")])
+    assert result.exit_code == 1
+    assert "tk warmup" in result.output
+    assert not (tmp_path / "x.tar.gz").exists()
+
+
 def test_failed_export_leaves_no_file(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")

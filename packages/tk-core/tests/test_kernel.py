@@ -69,6 +69,17 @@ def test_the_last_argument_is_the_arch() -> None:
         _add_kernel(64)
 
 
+def test_compiling_can_be_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compat.num_compilations
+    monkeypatch.setenv("TK_COMPILE", "forbid")
+    with pytest.raises(compat.CompilationForbiddenError, match="TK_COMPILE=forbid"):
+        _add_kernel.compile(33, SM_90A)  # a width that no other test compiles
+    monkeypatch.setenv("TK_COMPILE", "no")
+    with pytest.raises(ValueError, match="TK_COMPILE: expected 'allow' or 'forbid', got 'no'"):
+        _add_kernel.compile(33, SM_90A)
+    assert compat.num_compilations == before
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
 def test_compiles_without_a_gpu(arch: str) -> None:

@@ -11,7 +11,9 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,12 @@ SUPPORTED_TILELANG = ">=0.1.15,<0.1.16"
 
 num_compilations = 0
 """Kernels that this process compiled itself, rather than finding them in the disk cache."""
+
+_compiling_is_forbidden: ContextVar[bool] = ContextVar("_compiling_is_forbidden", default=False)
+
+
+class CompilationForbiddenError(RuntimeError):
+    """TK_COMPILE=forbid, and a kernel is not in the disk cache."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,28 @@ def load_tilelang() -> Any:
         raise
     # Of a kernel that could not be kept, `compile_prim_func` says so in one line.
     logging.getLogger("tilelang.cache.kernel_cache").addFilter(lambda line: line.funcName != "_save_kernel_to_disk")
+    from tilelang.jit import JITKernel
+
+    compile_kernel = JITKernel._compile_and_create_adapter
+
+    def compile_unless_forbidden(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _compiling_is_forbidden.get():
+            raise CompilationForbiddenError(f"TK_COMPILE=forbid, and it is not in the cache, {cache_dir()}")
+        return compile_kernel(self, *args, **kwargs)
+
+    # What TileLang calls once it has not found a kernel in its cache.
+    JITKernel._compile_and_create_adapter = compile_unless_forbidden
     return tilelang
+
+
+@contextmanager
+def _compiling_as_allowed() -> Iterator[None]:
+    """Within it, this thread compiles only if TK_COMPILE lets it; kernels of others than ours always do."""
+    token = _compiling_is_forbidden.set(env.compiling_is_forbidden())
+    try:
+        yield
+    finally:
+        _compiling_is_forbidden.reset(token)
 
 
 def compile_prim_func(
@@ -136,21 +165,25 @@ def compile_prim_func(
 ) -> CompiledKernel:
     """Compile a kernel for an architecture, or load it from TileLang's disk cache.
 
-    Raises FaultError, with the command that mends it, if compilers or the cache folder keep it from being compiled.
+    Raises FaultError, with the command that mends it, if compilers or the cache folder keep it from being compiled, and
+    CompilationForbiddenError for a kernel that is not there if TK_COMPILE=forbid.
     """
     global num_compilations
     tilelang = load_tilelang()
     name = str(prim_func.attrs["global_symbol"])
     try:
-        jit_kernel = tilelang.compile(
-            prim_func,
-            target=arch.target,
-            execution_backend="tvm_ffi",
-            pass_configs=dict(pass_configs),
-            compile_flags=list(compile_flags),
-        )
+        with _compiling_as_allowed():
+            jit_kernel = tilelang.compile(
+                prim_func,
+                target=arch.target,
+                execution_backend="tvm_ffi",
+                pass_configs=dict(pass_configs),
+                compile_flags=list(compile_flags),
+            )
         executable = jit_kernel.adapter.get_exportable_executable()
         module = executable.jit() if hasattr(executable, "jit") else executable
+    except CompilationForbiddenError:
+        raise
     except (OSError, RuntimeError) as error:
         fault = _fault(str(error))
         if fault is None:

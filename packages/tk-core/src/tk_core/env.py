@@ -10,6 +10,7 @@ VARIABLES = {
     "TK_ARCH": "compile for this architecture (sm_80 … sm_120a) instead of the device's own",
     "TK_BACKEND": "`kernel` (default) or `reference`: what serves CUDA tensors; read once",
     "TK_COMMIT": "commit that benchmark results are recorded under where there is no git checkout",
+    "TK_COMPILE": "`allow` (default) or `forbid`: whether a kernel that is not in the cache is compiled or an error",
     "TK_DEBUG": "1: check data before a launch (costs a synchronization), and raise where a gradient would be dropped",
     "TK_PRINT_KERNEL_SOURCE": "1: print the CUDA source of every kernel as it is loaded, and with a compiler's error",
     "CUDA_HOME": "CUDA toolkit to compile with; set here to the one installed from wheels if you have not set it",
@@ -49,6 +50,14 @@ def flag(name: str) -> bool:
 def debug() -> bool:
     """Whether TK_DEBUG asks for checks of the data; read once."""
     return flag("TK_DEBUG")
+
+
+def compiling_is_forbidden() -> bool:
+    """Whether TK_COMPILE says so. Raises ValueError on a value that does not exist."""
+    value = get("TK_COMPILE", "allow")
+    if value not in {"allow", "forbid"}:
+        raise ValueError(f"TK_COMPILE: expected 'allow' or 'forbid', got {value!r}")
+    return value == "forbid"
 
 
 @cache

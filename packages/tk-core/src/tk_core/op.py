@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from traceback import walk_tb
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import Parameter
 
 from tk_core import env, kernel
 from tk_core.arch import UnsupportedArchError, get_arch
+from tk_core.compat import CompilationForbiddenError
 
 _libraries: dict[str, torch.library.Library] = {}
 _forced_backend: str | None = None
@@ -100,6 +102,14 @@ def _as_a_kernel(reference: Callable[..., None]) -> Callable[..., None]:
             reference(*args)
 
     return run
+
+
+def _kernel_that_failed(error: BaseException) -> str:
+    """The kernel that was being loaded, with its compile-time arguments."""
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code is kernel.Kernel.compile.__code__:
+            return f"{frame.f_locals['self'].name}{frame.f_locals['args']!r}"
+    return "a kernel"
 
 
 def _nothing(*_: Any) -> None:
@@ -198,6 +208,8 @@ class Op:
     def _launch(self, args: tuple[Any, ...]) -> None:
         try:
             self.launch(*args)
+        except CompilationForbiddenError as error:
+            raise CompilationForbiddenError(f"{self.name}: {_kernel_that_failed(error)}: {error}") from error
         except RuntimeError:
             # Where a dimension has one element or none, torch calls any stride contiguous, but TileLang's host code,
             # which looks before it launches, takes only the usual one.

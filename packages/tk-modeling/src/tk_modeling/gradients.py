@@ -59,8 +59,13 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
         product = torch.mm if a.dim() == 2 else torch.bmm
         return product(a, b, out_dtype=torch.float32)
     # A backward may run under autocast, which would round the operands.
-    with torch.autocast("cuda" if a.is_cuda else "cpu", enabled=False):
+    with without_autocast(a):
         return a.float() @ b.float()
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """Within it, autocast is off for the device of x, which may be meta."""
+    return torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False)
 
 
 def autocast_to_bf16(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -247,12 +247,15 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 @app.command("export")
 def export_command(file: Annotated[Path, typer.Argument(help="Archive to write (a gzipped tar).")]) -> None:
-    """Pack every whole entry of the cache into one file."""
+    """Pack every whole entry of the cache into one file. Exit code 1 if there is none."""
     from tk_core.compat import cache_dir
 
     root = cache_dir()
     if not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"{file}: its folder does not exist")
+    if not any(read_entry(root, path) for path in entry_paths(root)):
+        typer.echo(f"nothing exported: {root} holds no kernel; compile some with tk warmup", err=True)
+        raise typer.Exit(1)
     try:
         entries = export_cache(root, file.absolute())
     except OSError as error:

@@ -37,7 +37,6 @@ def describe(op: str, spec: "OpSpec") -> dict[str, Any]:
         "op": op,
         "archs": archs_of(spec),
         "cases": [case.name for case in spec.cases],
-        "warmup": [case.name for case in spec.cases if case.warmup],
         "state": status.state,
         "reason": status.reason,
         "entry": status.entry,
@@ -68,11 +67,10 @@ def list_ops(
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for column in ("op", "architectures", "cases", "warm-up", "on a GPU"):
+    for column in ("op", "architectures", "cases", "on a GPU"):
         table.add_column(column, no_wrap=True)
     for row in rows:
-        counts = str(len(row["cases"])), str(len(row["warmup"]))
         state = Text(row["state"], STATE_COLORS.get(row["state"], ""))
-        table.add_row(row["op"], _archs_text(row["archs"]), *counts, state)
+        table.add_row(row["op"], _archs_text(row["archs"]), str(len(row["cases"])), state)
     # Names must not be cut, however narrow the terminal is.
     Console(highlight=False, width=max(Console().width, 120)).print(table)

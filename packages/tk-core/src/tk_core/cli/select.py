@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,16 +18,29 @@ def _is_package(name: str) -> bool:
     return importlib.util.find_spec(f"{name}.testing") is not None
 
 
+def _built_on(target: str, names: list[str]) -> list[str]:
+    """The packages that one without ops of its own, such as tk_modeling, requires; none for any other target."""
+    from packaging.requirements import Requirement
+
+    from tk_core.testing import load_specs
+
+    if target not in names or load_specs(target):
+        return []
+    required = {Requirement(text).name.replace("-", "_") for text in metadata.requires(target) or ()}
+    return [name for name in names if name in required]
+
+
 def select(targets: Iterable[str]) -> "dict[str, OpSpec]":
     """Specs of the ops that packages and ops on a command line name, of all ops if it names none.
 
-    A package may be written tk-quant or tk_quant, an op tk_quant.transpose or transpose. Raises typer.BadParameter for
-    a name that is neither.
+    A package may be written tk-quant or tk_quant, an op tk_quant.transpose or transpose; one without ops, such as
+    tk-modeling, stands for those that it is built on. Raises typer.BadParameter for a name that is neither.
     """
     from tk_core.testing import load_specs, packages
 
     names = packages()
     targets = list(dict.fromkeys(target.replace("-", "_") for target in targets))
+    targets = [name for target in targets for name in _built_on(target, names) or [target]]
     named = [target.partition(".")[0] for target in targets]
     # A package that is no entry point can be named all the same.
     names += [name for name in dict.fromkeys(named) if name not in names and _is_package(name)]

@@ -1,7 +1,6 @@
 """`tk verify`: whether each op is verified on a GPU as its source stands."""
 
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -24,9 +23,9 @@ def _fingerprints(sources: Path, ops: Sequence[str]) -> dict[str, Any]:
     """What tk_core.testing.fingerprints prints of the packages below a folder."""
     from tk_core.testing import fingerprints
 
-    paths = os.pathsep.join(str(folder) for folder in sorted(sources.glob("packages/*/src")))
-    command = [sys.executable, "-P", fingerprints.__file__, _ARCH, *ops]
-    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True)
+    paths = ":".join(str(folder) for folder in sorted(sources.glob("packages/*/src")))
+    command = ["env", f"PYTHONPATH={paths}", sys.executable, "-P", fingerprints.__file__, _ARCH, *ops]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if ran.returncode:
         raise typer.BadParameter(f"--unchanged: the ops of {sources} could not be read, see above")
     return json.loads(ran.stdout)

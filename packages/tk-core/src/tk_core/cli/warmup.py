@@ -1,171 +1,40 @@
-"""`tk warmup`: compile the kernels of named cases ahead of time, on any machine, in several processes."""
+"""`tk warmup`: compile a model's kernels ahead of time, on any machine, in several processes."""
 
-import multiprocessing
 import os
-import re
-import signal
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
 from fnmatch import fnmatchcase
-from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tk_core.cli import profile, workers
+from tk_core.cli.plan import Job, Plan, ops_called, plan_cases, plan_model
 from tk_core.cli.select import select
 
 if TYPE_CHECKING:
-    from tk_core.kernel import KernelRequest
-    from tk_core.testing import Case, OpSpec
+    from rich.console import Console
 
-Outcome = Literal["compiled", "cached", "failed"]
+    from tk_core.testing import Case
 
-
-@dataclass(frozen=True)
-class Job:
-    """One kernel to compile, named so that another process can ask for it again: nothing in it needs pickling."""
-
-    op: str
-    case: str
-    arch: str
-    index: int
-    """Which of the kernels that the case asks for."""
-    kernel: str
-
-    def __str__(self) -> str:
-        return f"{self.kernel} for {self.arch} ({self.op}, {self.case})"
+DEFAULT_MODEL = "deepseek-v3"
 
 
-@dataclass
-class Plan:
-    """Kernels to compile, and what can't be."""
-
-    jobs: list[Job]
-    failures: list[str]
-    unsupported: list[str]
-
-
-def requests_of(spec: "OpSpec", case: "Case", arch_name: str) -> "list[KernelRequest]":
-    """The kernels that a case launches on an architecture."""
-    from tk_core.arch import arch_from_name
-    from tk_core.kernel import capture
-
-    with capture(arch_from_name(arch_name)) as captured:
-        spec.op(**case.make("meta"))
-    return list(captured)
-
-
-def plan(specs: "dict[str, OpSpec]", archs: Sequence[str], wanted: "Callable[[Case], bool]") -> Plan:
-    """Find the kernels of all wanted cases, each kernel once."""
-    from tk_core.arch import UnsupportedArchError
-
-    found = Plan([], [], [])
-    seen: set[KernelRequest] = set()
-    for op, spec in specs.items():
-        for case in filter(wanted, spec.cases):
-            for arch in archs:
-                try:
-                    requests = requests_of(spec, case, arch)
-                except UnsupportedArchError as error:
-                    found.unsupported.append(f"{op}, {case.name}: {error}")
-                    continue
-                except Exception as error:
-                    found.failures.append(f"{op}, {case.name} for {arch}: {summary(error)}")
-                    continue
-                for index, request in enumerate(requests):
-                    if request not in seen:
-                        seen.add(request)
-                        found.jobs.append(Job(op, case.name, arch, index, request.kernel.name))
-    return found
-
-
-def summary(error: BaseException) -> str:
-    """The telling lines of an error; a compiler's carries the whole source."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)] if len(lines) > 3 else lines
-    return f"{type(error).__name__}: {' | '.join((telling or lines[-1:])[:3])}"
-
-
-@lru_cache(maxsize=8)
-def _worker_requests(op: str, case_name: str, arch: str) -> "list[KernelRequest]":
-    from tk_core.testing import load_specs
-
-    spec = load_specs(op.partition(".")[0])[op]
-    case = next(case for case in spec.cases if case.name == case_name)
-    return requests_of(spec, case, arch)
-
-
-def compile_job(job: Job) -> tuple[Outcome, str]:
-    """Compile one kernel in a worker process; says whether the cache had it, or what went wrong."""
-    from tk_core import compat
-
-    try:
-        before = compat.num_compilations
-        _worker_requests(job.op, job.case, job.arch)[job.index].compile()
-    except Exception as error:
-        return "failed", summary(error)
-    return ("compiled" if compat.num_compilations > before else "cached"), ""
-
-
-def _start_worker() -> None:
-    # Ctrl-C is for the parent, which ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def _pool(workers: int) -> ProcessPoolExecutor:
-    # Forking would copy whatever CUDA and TileLang state this process has.
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
-
-
-def run(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Outcome, str]]:
-    """Compile in `workers` processes and yield each result as it comes.
-
-    A compiler that takes its process down fails its own kernel only. Closing the iterator early ends the workers; the
-    cache stays good, since TileLang publishes an entry by one rename.
-    """
-    waiting, alone = deque(jobs), deque[Job]()
-    while waiting or alone:
-        # When a pool breaks, any of the kernels in it may be at fault, so each of those is tried again by itself.
-        queue, size = (alone, 1) if alone else (waiting, min(workers, len(waiting)))
-        pool = _pool(size)
-        running: dict[Future[tuple[Outcome, str]], Job] = {}
-        try:
-            while queue or running:
-                while queue and len(running) < size:
-                    running[pool.submit(compile_job, queue[0])] = queue[0]
-                    queue.popleft()
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    job = running[future]
-                    outcome, why = future.result()
-                    del running[future]
-                    yield job, outcome, why
-        except BrokenProcessPool:
-            if queue is waiting:
-                alone.extend(running.values())
-            elif running:
-                yield next(iter(running.values())), "failed", "the compiler's process died"
-        finally:
-            if running:
-                for child in multiprocessing.active_children():
-                    child.terminate()
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def default_archs() -> list[str]:
-    """The architecture of this machine's GPU, or the one TK_ARCH names. Raises typer.BadParameter without either."""
+def _archs(named: list[str] | None) -> list[str]:
+    """The architectures that a command line names, else TK_ARCH, else those of this machine's GPUs."""
     import torch
 
     from tk_core import env
     from tk_core.arch import arch_from_name, get_arch
 
-    if named := env.get("TK_ARCH"):
-        return [arch_from_name(named).name]
+    names = [name for text in named or () for name in text.split(",") if name] or [env.get("TK_ARCH")]
+    try:
+        if names[0]:
+            return list(dict.fromkeys(arch_from_name(name).name for name in names))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if torch.cuda.is_available():
         return list(dict.fromkeys(get_arch(index).name for index in range(torch.cuda.device_count())))
     raise typer.BadParameter("no GPU here and TK_ARCH is not set: name one, such as --arch sm_90a")
@@ -175,80 +44,140 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def warmup(
-    targets: Annotated[
-        list[str] | None, typer.Argument(metavar="[PACKAGE|OP]...", help="Packages or ops; all by default.")
-    ] = None,
-    arch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--arch", metavar="ARCH", help="Architecture such as sm_90a, may be repeated; by default this machine's."
-        ),
-    ] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes; by default one for each core.")] = None,
-    case: Annotated[
-        list[str] | None,
-        typer.Option("--case", metavar="GLOB", help="Only cases of this name, of all cases; may be repeated."),
-    ] = None,
-    all_cases: Annotated[bool, typer.Option("--all", help="All cases, not only the warm-up set.")] = False,
-) -> None:
-    """Compile kernels ahead of time, without a GPU if need be.
-
-    Kernels that are in the cache are not compiled again, so an interrupted run can be repeated. Exit code 1 if a kernel
-    fails, 130 if interrupted.
-    """
-    from tk_core.arch import arch_from_name
-
+def _plan_for_model(
+    model: str, overrides: list[str], targets: list[str], archs: list[str], num_sms: int | None
+) -> Plan:
     try:
-        archs = list(dict.fromkeys(arch_from_name(name).name for name in arch)) if arch else default_archs()
-    except ValueError as error:
+        loaded = profile.load(model, overrides)
+        called = set(ops_called(loaded))
+    except profile.ProfileError as error:
         raise typer.BadParameter(str(error)) from error
+    except Exception as error:  # sizes of which no arguments can be made
+        raise typer.BadParameter(f"{model}: {type(error).__name__}: {error}") from error
+    ops = called & select(targets).keys() if targets else called
+    if not ops:
+        raise typer.BadParameter(f"{', '.join(targets)}: {model} calls none of it; --set changes a value of the model")
+    return plan_model(loaded, archs, ops, num_sms)
 
-    specs = select(targets or [])
 
-    def wanted(candidate: "Case") -> bool:
-        if case:
-            return any(fnmatchcase(candidate.name, pattern) for pattern in case)
-        return all_cases or candidate.warmup
+def _plan_for_cases(patterns: list[str], targets: list[str], archs: list[str]) -> Plan:
+    specs = select(targets)
 
-    if not any(wanted(candidate) for spec in specs.values() for candidate in spec.cases):
-        which = f"named {' or '.join(case)}" if case else "in the warm-up set; --all takes every case"
-        raise typer.BadParameter(f"no case of {len(specs)} ops is {which}")
+    def wanted(case: "Case") -> bool:
+        return any(fnmatchcase(case.name, pattern) for pattern in patterns)
 
-    from rich.console import Console
+    if not any(wanted(case) for spec in specs.values() for case in spec.cases):
+        raise typer.BadParameter(f"no case of {len(specs)} ops is named {' or '.join(patterns)}")
+    return plan_cases(specs, archs, wanted)
+
+
+def _require_writable_cache() -> None:
+    from tk_core.compat import cache_dir
+
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        typer.echo(f"nothing compiled: kernels can't be stored in {folder}: {error.strerror}", err=True)
+        typer.echo("Free or mend it, or name another folder: TILELANG_CACHE_DIR=/path tk warmup …", err=True)
+        raise typer.Exit(1) from error
+
+
+def _report(
+    results: Iterator[tuple[Job, workers.Result]], counts: Counter[str], total: int, console: "Console"
+) -> None:
+    """Count results as they come and show them: failures, and on a terminal a bar, else a line each."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(highlight=False)
-    planned = plan(specs, archs, wanted)
-    counts: Counter[Outcome] = Counter(failed=len(planned.failures))
-    failures = list(planned.failures)
     columns = (
         *(TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn()),
         *(TimeRemainingColumn(), TextColumn("{task.fields[last]}")),
     )
-    results = run(planned.jobs, jobs or _num_cores())
-    interrupted = False
-    try:
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task(", ".join(archs), total=len(planned.jobs), last="")
-            for job, outcome, why in results:
-                counts[outcome] += 1
-                if outcome == "failed":
-                    failures.append(f"{job}: {why}")
-                progress.update(task, advance=1, last=job.op)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        results.close()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("kernels", total=total, last="")
+        for job, result in results:
+            counts[result.outcome] += 1
+            if result.outcome == "failed":
+                console.print(f"failed    {job}: {result.why}", soft_wrap=True, markup=False)
+            elif not console.is_terminal:
+                line = f"{result.outcome:<9} {job}, {result.seconds:.1f} s [{counts.total()}/{total}]"
+                console.print(line, soft_wrap=True, markup=False)
+            progress.update(task, advance=1, last=job.asked_by)
 
-    for line in planned.unsupported:
+
+def warmup(
+    targets: Annotated[
+        list[str] | None, typer.Argument(metavar="[PACKAGE|OP]...", help="Packages or ops; all by default.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="NAME|FILE", help=f"deepseek-v3, deepseek-v4-flash or a TOML file [{DEFAULT_MODEL}]."
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the model; may be repeated."),
+    ] = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option("--arch", metavar="ARCH,...", help="Such as sm_90a,sm_100a; by default this machine's."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default one for each core.")
+    ] = None,
+    num_sms: Annotated[
+        int | None,
+        typer.Option("--num-sms", min=1, help="Multiprocessors, where the GPU has fewer than its architecture's best."),
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="GLOB", help="Instead of a model: cases of tests of this name; '*' for all."),
+    ] = None,
+) -> None:
+    """Compile the kernels that a model takes, ahead of time, without a GPU if need be.
+
+    Kernels that are in the cache are not compiled again, so an interrupted run can be repeated. Exit code 1 if a kernel
+    fails or can't be stored, 130 if interrupted, 143 if terminated.
+    """
+    if case and (model or overrides or num_sms):
+        raise typer.BadParameter("--case: expected no --model, --set or --num-sms beside it")
+    archs, targets = _archs(arch), targets or []
+    try:
+        with workers.terminable():
+            _require_writable_cache()
+            if case:
+                plan = _plan_for_cases(case, targets, archs)
+            else:
+                plan = _plan_for_model(model or DEFAULT_MODEL, overrides or [], targets, archs, num_sms)
+            num_failed = _compile(plan, archs, jobs or _num_cores())
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error
+    except workers.TerminatedError as error:
+        raise typer.Exit(143) from error
+    raise typer.Exit(1 if num_failed else 0)
+
+
+def _compile(plan: Plan, archs: list[str], num_workers: int) -> int:
+    """Compile what is planned and print how it went; gives the number of failures."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for line in plan.unsupported:
         console.print(f"not served  {line}", soft_wrap=True, markup=False)
-    for line in failures:
-        console.print(f"failed  {line}", soft_wrap=True, markup=False)
-    total = f"{counts['compiled']} compiled, {counts['cached']} cached already, {counts['failed']} failed"
-    if interrupted:
-        left = len(planned.jobs) + len(planned.failures) - counts.total()
-        console.print(f"interrupted: {total}, {left} left; the same command goes on from here", soft_wrap=True)
-        raise typer.Exit(130)
-    console.print(f"{total}, for {', '.join(archs)}", soft_wrap=True)
-    raise typer.Exit(1 if failures else 0)
+    for line in plan.failures:
+        console.print(f"failed    {line}", soft_wrap=True, markup=False)
+    counts: Counter[str] = Counter()
+    num_jobs = len(plan.jobs)
+    try:
+        with closing(workers.run(list(plan.jobs.values()), num_workers)) as results:
+            _report(results, counts, num_jobs, console)
+    finally:
+        failed = counts["failed"] + len(plan.failures)
+        done = f"{counts['compiled']} compiled, {counts['cached']} cached already, {failed} failed"
+        left = num_jobs - counts.total()
+        rest = f"; interrupted with {left} left: the same command goes on from here" if left else ""
+        console.print(f"{done}, for {', '.join(archs)}{rest}", soft_wrap=True)
+    return failed

@@ -34,9 +34,9 @@ class Case:
     bench: bool = False
     """A benchmark shape."""
     warmup: bool = False
-    """In the default set of `tk warmup`; in benchmarks, the shapes for which torch.compile is measured too."""
+    """In benchmarks, a shape for which torch.compile is measured too."""
     gpu: bool = True
-    """In the gpu tier; False for a case that only serves benchmarks or warm-up."""
+    """In the gpu tier; False for a case that only serves benchmarks."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", self.name):

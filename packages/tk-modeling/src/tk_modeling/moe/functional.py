@@ -287,6 +287,7 @@ def swiglu(
     Raises:
         ValueError: besides what the op raises: topk_weights requires gradients and token_topk_to_pos is None.
     """
+    check.require_type(isinstance(x, Tensor), "x", "a torch.Tensor", x)
     rows = (pos_to_token_topk, topk_weights, token_topk_to_pos, pos_to_expert)
     fmt = fmt or _format_of(x)
     if needs_gradients(topk_weights):

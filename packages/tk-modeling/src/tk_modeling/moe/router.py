@@ -6,7 +6,7 @@ from torch import Tensor, nn
 import tk_moe
 from tk_core import check
 from tk_core.op import op
-from tk_modeling.gradients import as_float32, linear
+from tk_modeling.gradients import as_float32, linear, without_autocast
 from tk_modeling.moe.functional import aux_loss, scoring_func_of, top2_sum_gate
 from tk_moe import ScoringFunc
 
@@ -68,7 +68,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """topk_idx, topk_weights, aux."""
         check.tensor("x", x, (torch.bfloat16, torch.float32), (..., self.hidden), layout="any")
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             logits = linear(x.reshape(-1, self.hidden).float(), as_float32(self.weight))
             topk_idx, topk_weights = self._gate(logits, self.bias.float())
             fi = tk_moe.aux_fi(topk_idx, self.num_experts, self.num_topk)

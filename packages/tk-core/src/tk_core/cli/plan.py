@@ -1,0 +1,124 @@
+"""Which kernels `tk warmup` compiles: those that ops ask for when they run on tensors of the meta device."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from tk_core.cli.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from tk_core.kernel import KernelRequest
+    from tk_core.testing import Case, OpSpec
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: what a worker process needs to build it, and who asked for it."""
+
+    kernel: str
+    """Module and name."""
+    args: tuple[Any, ...]
+    """Its compile-time arguments, the architecture last."""
+    asked_by: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel} for {self.args[-1]} ({self.asked_by})"
+
+
+@dataclass
+class Plan:
+    """Kernels to compile, each once, and what can't be."""
+
+    jobs: dict[Key, Job] = field(default_factory=dict)
+    failures: dict[str, None] = field(default_factory=dict)
+    unsupported: dict[str, None] = field(default_factory=dict)
+
+    def ask(self, call: Callable[[], Any], arch_name: str, asked_by: str) -> frozenset[Key]:
+        """Take up the kernels that a call launches on an architecture; says which."""
+        from tk_core.arch import UnsupportedArchError, arch_from_name
+        from tk_core.kernel import capture
+
+        try:
+            with capture(arch_from_name(arch_name)) as requests:
+                call()
+        except UnsupportedArchError as error:
+            self.unsupported[f"{asked_by}: {error}"] = None
+            return frozenset()
+        except Exception as error:
+            self.failures[f"{asked_by} for {arch_name}: {type(error).__name__}: {error}"] = None
+            return frozenset()
+        for request in requests:
+            self.jobs.setdefault(_key(request), Job(request.kernel.name, request.args, asked_by))
+        return frozenset(map(_key, requests))
+
+
+def _key(request: "KernelRequest") -> Key:
+    # Some configurations are equal in value only.
+    return request.kernel.name, repr(request.args)
+
+
+def plan_cases(specs: "dict[str, OpSpec]", archs: Sequence[str], wanted: "Callable[[Case], bool]") -> Plan:
+    """The kernels of all wanted cases of tests."""
+    plan = Plan()
+    for op, spec in specs.items():
+        for case in filter(wanted, spec.cases):
+            for arch in archs:
+                plan.ask(lambda spec=spec, case=case: spec.op(**case.make("meta")), arch, f"{op}, {case.name}")
+    return plan
+
+
+def token_counts(max_tokens: int) -> list[int]:
+    """Sizes of batches to begin with: around powers of two and halfway between them, and the largest."""
+    powers = [1 << bit for bit in range(max_tokens.bit_length())]
+    near = {count + offset for power in powers for count in (power, power + power // 2) for offset in (-1, 0, 1)}
+    return sorted({count for count in near if 1 <= count <= max_tokens} | {max_tokens})
+
+
+def plan_model(profile: ModelProfile, archs: Sequence[str], ops: Collection[str], num_sms: int | None = None) -> Plan:
+    """The kernels that these ops take for batches of 1 to `profile.max_tokens` tokens, in a model of this profile.
+
+    Some ops choose kernels by the number of tokens. Between two numbers for which an op takes different ones, others
+    are looked at until those where it changes are found. `num_sms`: of a GPU that has fewer multiprocessors than usual
+    for its architecture.
+    """
+    plan = Plan()
+    for arch in archs:
+        with _limited_to(num_sms):
+            _ask_for_all_counts(plan, profile, arch, ops)
+    return plan
+
+
+def _limited_to(num_sms: int | None) -> AbstractContextManager[None]:
+    import tk_core
+
+    return nullcontext() if num_sms is None else tk_core.num_sms(num_sms)
+
+
+def _ask_for_all_counts(plan: Plan, profile: ModelProfile, arch: str, ops: Collection[str]) -> None:
+    def kernels_at(num_tokens: int, ops: Collection[str]) -> dict[str, set[Key]]:
+        found: dict[str, set[Key]] = defaultdict(set)
+        for name, op, arguments in profile.calls(num_tokens):
+            if name in ops:
+                found[name] |= plan.ask(lambda op=op, arguments=arguments: op(**arguments), arch, name)
+        return found
+
+    counts = token_counts(profile.max_tokens)
+    found = {count: kernels_at(count, ops) for count in counts}
+    waiting = list(pairwise(counts))
+    while waiting:
+        few, many = waiting.pop()
+        changed = {op for op in found[few].keys() & found[many].keys() if found[few][op] != found[many][op]}
+        middle = (few + many) // 2
+        if changed and few < middle:
+            found[middle] = kernels_at(middle, changed)
+            waiting += [(few, middle), (middle, many)]
+
+
+def ops_called(profile: ModelProfile) -> Iterable[str]:
+    """Names of all ops that a model calls."""
+    return dict.fromkeys(name for name, _, _ in profile.calls(1))

@@ -1,0 +1,228 @@
+"""The calls that a mixture-of-experts model makes of this package's ops; `tk warmup` compiles the kernels of these."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+import tk_moe as moe
+from tk_core.math import align, ceil_div
+from tk_core.scales import ScaleLayout, empty_scales
+
+IdxDtype = Literal["int64", "int32"]
+FloatDtype = Literal["bfloat16", "float32"]
+Call = tuple[Any, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Section [tk_moe] of a model's profile."""
+
+    hidden: int
+    num_experts: int
+    """Routed experts, each counted once."""
+    num_topk: int
+    """Routed experts of a token."""
+    num_groups: int = 0
+    """Groups of experts, of which `num_topk_groups` are kept; 0 for none."""
+    num_topk_groups: int = 0
+    scoring_func: Literal["sigmoid", "sqrtsoftplus", "softmax"] = "sigmoid"
+    num_shared_slots: int = 0
+    """Shared experts that take slots of the routing beside the routed ones."""
+    num_extra_experts: int = 0
+    """Physical copies of experts beyond one of each; with 0 no map to physical experts is given."""
+    num_ep_ranks: int = 1
+    num_tp_ranks: int = 1
+    logits: tuple[FloatDtype, ...] = ("float32",)
+    indices: tuple[IdxDtype, ...] = ("int64",)
+    expert_bias: tuple[bool, ...] = (True,)
+    """Whether `topk_gate_with_weights` is given a bias."""
+    token_masks: tuple[bool, ...] = (False,)
+    """Whether gates are given a mask of the tokens that are no padding."""
+    fixed_routing: bool = False
+    """Whether `top2_sum_gate` is also given a routing, or asked for its selection before physical copies."""
+    token_ids: tuple[IdxDtype, ...] = ()
+    """Dtypes of the ids that `hash_gate` looks experts up by; none without such layers."""
+    expert_psum: tuple[bool, ...] = (False,)
+    """Whether `get_fused_mapping` is asked where the pairs of each expert end."""
+    alignments: tuple[int, ...] = (128,)
+    """What each expert's number of rows is a multiple of."""
+    rows: tuple[Literal["bfloat16", "float32", "e4m3", "e2m1"], ...] = ("bfloat16",)
+    """Formats in which rows go to their experts; the quantized ones with scale factors."""
+    num_per_channels: tuple[Literal[32, 128], ...] = (128,)
+    """Channels of one scale factor of such rows."""
+    sf_layouts: tuple[Literal["row_major", "col_major", "packed_ue8m0"], ...] = ("row_major",)
+    """Layouts in which such rows' scale factors leave `expand_to_fused_with_sf`."""
+    combine: tuple[FloatDtype, ...] = ("bfloat16",)
+    """Dtypes of the rows that `reduce_fused` adds up, weighted and unweighted."""
+    training: bool = False
+    """Whether backwards and the auxiliary loss are called too."""
+
+
+def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
+    """Ops with their arguments on the meta device, for a batch of `num_tokens` tokens."""
+    yield from _gates(profile, num_tokens)
+    yield from _indices(profile, num_tokens)
+    yield from _rows(profile, num_tokens)
+    if profile.training:
+        yield from _training(profile, num_tokens)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
+    num_experts, num_topk = profile.num_experts, profile.num_topk
+    scoring_func = moe.ScoringFunc.from_str(profile.scoring_func)
+    scores, bias = _empty(num_tokens, num_experts), _empty(num_experts)
+    yield moe.topk_gate, {"scores": scores, "num_topk": num_topk}
+    weights = _empty(num_tokens, num_topk)
+    yield moe.normalize_weight, {"w": weights}
+    if profile.num_groups:
+        groups = _empty(num_tokens, profile.num_groups, num_experts // profile.num_groups)
+        for num_topk_sum in (1, 2):
+            sizes = {"num_topk_sum": num_topk_sum, "num_topk_groups": profile.num_topk_groups}
+            yield moe.topk_sum_and_topk_group_idx, {"scores": groups, **sizes}
+    for masked in profile.token_masks:
+        mask = _empty(num_tokens, dtype=torch.bool) if masked else None
+        for logits_dtype, idx_dtype in product(profile.logits, profile.indices):
+            logits = _empty(num_tokens, num_experts, dtype=_dtype(logits_dtype))
+            options = {"scoring_func": scoring_func, "mask": mask, "idx_dtype": _dtype(idx_dtype)}
+            for has_bias in profile.expert_bias:
+                arguments = {"logits": logits, "num_topk": num_topk, "bias": bias if has_bias else None}
+                yield moe.topk_gate_with_weights, {**arguments, **options}
+            table = _empty(1, num_topk, dtype=torch.int32)
+            for id_dtype in profile.token_ids:
+                token_ids = _empty(num_tokens, dtype=_dtype(id_dtype))
+                yield moe.hash_gate, {"token_ids": token_ids, "table": table, "logits": logits, **options}
+        yield from _top2_sum_gates(profile, scores, bias, mask)
+
+
+def _top2_sum_gates(
+    profile: Profile, logits: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None
+) -> Iterator[Call]:
+    num_tokens = logits.shape[0]
+    fixed: list[dict[str, torch.Tensor]] = [{}]
+    if profile.fixed_routing:
+        unmapped = {"unmapped_topk_idx": _empty(num_tokens, profile.num_topk, dtype=torch.int64)}
+        fixed += [unmapped, {**unmapped, "fix_routing_mask": _empty(num_tokens, dtype=torch.bool)}]
+    physical = {}
+    if profile.num_extra_experts:
+        num_logical = profile.num_experts + profile.num_shared_slots
+        physical = {
+            "to_physical_map": _empty(num_logical, 1 + profile.num_extra_experts, dtype=torch.int32),
+            "logical_count": _empty(num_logical, dtype=torch.int32),
+        }
+    for routing in fixed:
+        yield (
+            moe.top2_sum_gate,
+            {
+                "logits": logits,
+                "bias": bias,
+                "num_topk": profile.num_topk,
+                "num_topk_groups": profile.num_topk_groups,
+                "num_groups": profile.num_groups,
+                "use_shared_as_routed": profile.num_shared_slots > 0,
+                "num_shared_experts": profile.num_shared_slots,
+                "routed_scaling_factor": 1.0,
+                "ep_rank": 0,
+                "num_ep_ranks": profile.num_ep_ranks,
+                "tp_rank": 0,
+                "num_tp_ranks": profile.num_tp_ranks,
+                "scoring_func": moe.ScoringFunc.from_str(profile.scoring_func),
+                "mask": mask,
+                **routing,
+                **physical,
+            },
+        )
+
+
+def _indices(profile: Profile, num_tokens: int) -> Iterator[Call]:
+    num_experts = profile.num_experts
+    for dtype in profile.indices:
+        idx = _empty(num_tokens, profile.num_topk, dtype=_dtype(dtype))
+        for with_psum in profile.expert_psum:
+            sizes = {"num_experts": num_experts, "num_expanded_tokens": 0, "alignment": profile.alignments[0]}
+            yield moe.get_fused_mapping, {"topk_idx": idx, **sizes, "with_psum": with_psum}
+        for num_groups in sorted({num_experts, profile.num_groups, profile.num_ep_ranks} - {0, 1}):
+            yield moe.group_count, {"group_idx": idx, "num_groups": num_groups}
+            if num_groups < num_experts:
+                yield moe.inplace_unique_group_indices, {"group_indices": idx, "num_groups": num_groups}
+        if profile.num_tp_ranks > 1:
+            ranks = {"num_ep_ranks": profile.num_ep_ranks, "tp_rank": 0, "num_tp_ranks": profile.num_tp_ranks}
+            yield moe.mask_indices_by_tp, {"indices": idx, "n": num_experts, **ranks}
+
+
+def _maps(profile: Profile, num_tokens: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The maps between tokens and rows, with the fewest rows that there can be and with the most."""
+    num_pairs = num_tokens * profile.num_topk
+    token_topk_to_pos = _empty(num_tokens, profile.num_topk, dtype=torch.int32)
+    for alignment in profile.alignments:
+        most = (num_pairs + (alignment - 1) * profile.num_experts) // alignment * alignment
+        for num_rows in (align(num_pairs, alignment), most):
+            pos_to_expert = _empty(num_rows, dtype=torch.int32)
+            yield {"token_topk_to_pos": token_topk_to_pos, "pos_to_expert": pos_to_expert}
+
+
+def _rows(profile: Profile, num_tokens: int) -> Iterator[Call]:
+    weights = _empty(num_tokens, profile.num_topk)
+    for maps in _maps(profile, num_tokens):
+        for row_format in profile.rows:
+            if row_format in ("e4m3", "e2m1"):
+                yield from _quantized_rows(profile, num_tokens, row_format, maps)
+            else:
+                x = _empty(num_tokens, profile.hidden, dtype=_dtype(row_format))
+                yield moe.expand_to_fused, {"x": x, **maps}
+        for dtype, topk_weights in product(profile.combine, (weights, None)):
+            x = _empty(maps["pos_to_expert"].shape[0], profile.hidden, dtype=_dtype(dtype))
+            arguments = {"topk_weights": topk_weights, "token_topk_to_pos": maps["token_topk_to_pos"]}
+            yield moe.reduce_fused, {"x": x, **arguments}
+
+
+def _quantized_rows(
+    profile: Profile, num_tokens: int, row_format: str, maps: dict[str, torch.Tensor]
+) -> Iterator[Call]:
+    if row_format == "e4m3":
+        data = _empty(num_tokens, profile.hidden, dtype=torch.float8_e4m3fn)
+    else:
+        data = _empty(num_tokens, profile.hidden // 2, dtype=torch.int8)
+    for num_per_channels, layout in product(profile.num_per_channels, map(ScaleLayout, profile.sf_layouts)):
+        num_sf = ceil_div(profile.hidden, num_per_channels)
+        if layout is ScaleLayout.PACKED_UE8M0:
+            sf = _empty(num_tokens, ceil_div(num_sf, 4), dtype=torch.int32)
+        else:
+            sf = empty_scales(data, num_tokens, num_sf, ScaleLayout.ROW_MAJOR)
+        flag = {"use_tma_aligned_col_major_sf": layout is not ScaleLayout.ROW_MAJOR}
+        yield moe.expand_to_fused_with_sf, {"x": (data, sf), "num_per_channels": num_per_channels, **maps, **flag}
+
+
+def _training(profile: Profile, num_tokens: int) -> Iterator[Call]:
+    num_experts, num_topk = profile.num_experts, profile.num_topk
+    weights, denominator = _empty(num_tokens, num_topk), _empty(num_tokens)
+    for grad_denominator in (None, denominator):
+        backward = {"grad_denominator": grad_denominator, "denominator": denominator, "normalized": weights}
+        yield moe.normalize_weight_bwd, {"grad_normalized": weights, **backward}
+    scores, fi = _empty(num_tokens, num_experts), _empty(num_experts)
+    yield moe.aux_loss, {"scores": scores, "fi": fi}
+    yield moe.aux_loss_bwd, {"grad_loss": _empty(), "scores": scores, "fi": fi}
+    for dtype in profile.indices:
+        idx = _empty(num_tokens, num_topk, dtype=_dtype(dtype))
+        yield moe.aux_fi, {"topk_idx": idx, "num_experts": num_experts, "num_aux_topk": num_topk}
+        for logits_dtype in profile.logits:
+            logits = _empty(num_tokens, num_experts, dtype=_dtype(logits_dtype))
+            scoring_func = moe.ScoringFunc.from_str(profile.scoring_func)
+            gate = {"logits": logits, "topk_idx": idx, "scoring_func": scoring_func}
+            yield moe.gate_weights_bwd, {"grad_weights": weights, **gate}
+    for maps, dtype in product(_maps(profile, num_tokens), profile.combine):
+        rows = _empty(maps["pos_to_expert"].shape[0], profile.hidden, dtype=_dtype(dtype))
+        grad = _empty(num_tokens, profile.hidden, dtype=_dtype(dtype))
+        yield moe.expand_to_fused_bwd, {"grad_rows": rows, "token_topk_to_pos": maps["token_topk_to_pos"]}
+        yield moe.reduce_fused_bwd, {"grad": grad, "x": rows, "topk_weights": weights, **maps}
+        yield moe.reduce_fused_bwd, {"grad": grad, "x": None, "topk_weights": None, **maps}

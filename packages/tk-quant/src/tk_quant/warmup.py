@@ -1,0 +1,281 @@
+"""The calls that a quantized model makes of this package's ops; `tk warmup` compiles the kernels of these."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+import tk_quant as quant
+from tk_core.math import align, ceil_div
+from tk_core.scales import ScaleLayout, empty_scales
+
+Call = tuple[Any, dict[str, Any]]
+Layout = Literal["row_major", "col_major", "packed_ue8m0", "swizzled"]
+Block = tuple[int, int]
+
+_TOKENS = 128  # of a block of one channel
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of activations, with one scale factor for some channels of a token."""
+
+    fmt: Literal["e4m3", "e2m1", "e5m6"]
+    num_per_channels: int = 0
+    """Channels of a scale factor; 0 for all."""
+    sf_layouts: tuple[Layout, ...] = ("row_major",)
+    round_sf: bool = False
+    """Whether scale factors are powers of two in the layouts that may have others."""
+    tensor_sf: bool = False
+    """Whether they are in e4m3 beside one factor for the whole tensor (NVFP4)."""
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of weights, with one scale factor for a block."""
+
+    fmt: Literal["e4m3", "e2m1"]
+    block: Block
+    sf_layouts: tuple[Literal["row_major", "col_major", "packed_ue8m0"], ...] = ("row_major",)
+    round_sf: bool = False
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Section [tk_quant] of a model's profile."""
+
+    widths: tuple[int, ...]
+    """Channels of the activations that are cast, and of the weights that they are multiplied with."""
+    intermediate: tuple[int, ...] = ()
+    """Channels that leave a SwiGLU."""
+    activations: tuple[Format, ...] = ()
+    weights: tuple[BlockFormat, ...] = ()
+    inputs: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
+    outputs: tuple[Literal["bf16", "fp32"], ...] = ("bf16",)
+    """What quantized tensors are cast back to."""
+    num_experts: int = 1
+    num_topk: int = 1
+    swiglu_clamps: tuple[bool, ...] = (False,)
+    """Whether the SwiGLU clamps its input."""
+    separate_sf: bool = False
+    """Whether scale factors are also found and applied in calls of their own."""
+    recasts: tuple[Block, ...] = ()
+    """Blocks of e4m3 inputs that are cast by `activations` again."""
+    lossless_blocks: tuple[Block, ...] = ()
+    """Blocks of e4m3 that e2m1 weights with blocks of (1, 32) are turned into."""
+    training: bool = False
+    """Whether backwards, casts by channels and transposes are called too."""
+
+
+def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
+    """Ops with their arguments on the meta device, for a batch of `num_tokens` tokens."""
+    for width, form in product(profile.widths, profile.activations):
+        yield from _casts_by_token(profile, form, width, num_tokens)
+    for width in profile.widths:
+        yield from _weights(profile, width)
+    for hidden, form in product(profile.intermediate, profile.activations):
+        yield from _swiglu(profile, form, hidden, num_tokens)
+    if profile.training:
+        for width, dtype in product(profile.widths, profile.inputs):
+            yield from _casts_by_channel(profile, width, _dtype(dtype), num_tokens)
+        for hidden in profile.intermediate:
+            yield from _swiglu_training(profile, hidden, num_tokens)
+            yield from _plain_swiglu_training(profile, hidden, num_tokens)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _flags(layout: str, round_sf: bool) -> dict[str, bool]:
+    """Flags of the ops for a layout, without those that not all have."""
+    packed = layout == "packed_ue8m0"
+    return {
+        "use_tma_aligned_col_major_sf": layout in ("col_major", "packed_ue8m0"),
+        "round_sf": round_sf or packed,
+        "use_packed_ue8m0": packed,
+    }
+
+
+def _token_options(form: Format, layout: str) -> dict[str, Any]:
+    """Options of the ops that have swizzled scale factors and factors of whole tensors too."""
+    if layout != "swizzled":
+        flags = _flags(layout, form.round_sf)
+    else:
+        flags = {**_flags(layout, not form.tensor_sf), "use_swizzled_sf": True}
+    return {**flags, "tensor_sf": _empty(1)} if form.tensor_sf else flags
+
+
+def _data(fmt: str, num_rows: int, width: int) -> torch.Tensor:
+    if fmt == "e4m3":
+        return _empty(num_rows, width, dtype=torch.float8_e4m3fn)
+    if fmt == "e2m1":
+        return _empty(num_rows, width // 2, dtype=torch.int8)
+    return _empty(num_rows, width * 3 // 2, dtype=torch.uint8)
+
+
+def _casts_by_token(profile: Profile, form: Format, width: int, num_tokens: int) -> Iterator[Call]:
+    group = form.num_per_channels or width
+    for dtype, layout in product(profile.inputs, form.sf_layouts):
+        x, options = _empty(num_tokens, width, dtype=_dtype(dtype)), _token_options(form, layout)
+        if form.fmt == "e5m6":
+            yield quant.per_token_cast_to_e5m6, {"x": x, "num_per_channels": group, **options}
+            continue
+        cast = {"fmt": form.fmt, "num_per_channels": group}
+        yield quant.per_token_cast, {"x": x, **cast, **options}
+        if profile.separate_sf:
+            yield quant.per_token_cast_with_sf_only, {"x": x, **cast, **options}
+            if layout == "row_major" and not form.tensor_sf:
+                sf = _empty(num_tokens, ceil_div(width, group))
+                yield quant.per_token_cast_with_precomputed_sf, {"x": x, **cast, "sf": sf}
+        for block in profile.recasts:
+            blocks = ceil_div(num_tokens, block[0]), ceil_div(width, block[1])
+            pair = _data("e4m3", num_tokens, width), _empty(*blocks)
+            yield quant.per_token_cast, {"x": pair, **cast, "x_block_size": block, **options}
+    for layout in form.sf_layouts:
+        yield from _casts_back(profile, form, layout, width, num_tokens)
+
+
+def _casts_back(profile: Profile, form: Format, layout: str, width: int, num_tokens: int) -> Iterator[Call]:
+    group, data = form.num_per_channels or width, _data(form.fmt, num_tokens, width)
+    sf_dtype = torch.float8_e4m3fn if form.tensor_sf else None
+    pair = data, empty_scales(data, num_tokens, ceil_div(width, group), ScaleLayout(layout), sf_dtype)
+    for fmt in profile.outputs:
+        if form.fmt == "e5m6":
+            yield quant.cast_back_e5m6, {"x": pair, "fmt": fmt, "x_block_size": (1, group)}
+            continue
+        tensor_sf = {"tensor_sf": _empty(1)} if form.tensor_sf else {}
+        yield quant.per_token_cast_back, {"x": pair, "fmt": fmt, "num_per_channels": group, **tensor_sf}
+        if form.fmt == "e2m1":
+            out_dtype = torch.bfloat16 if fmt == "bf16" else torch.float32
+            yield quant.unpack_from_e2m1fn_x2, {"x": data, "out_dtype": out_dtype}
+
+
+def _weights(profile: Profile, width: int) -> Iterator[Call]:
+    num_rows = 256  # of a weight; no kernel depends on it
+    for form, dtype, layout in product(profile.weights, profile.inputs, ("row_major", "col_major", "packed_ue8m0")):
+        if layout not in form.sf_layouts:
+            continue
+        x, sizes = _empty(num_rows, width, dtype=_dtype(dtype)), {"fmt": form.fmt, "block_size": form.block}
+        flags = _flags(layout, form.round_sf)
+        yield quant.per_block_cast, {"x": x, **sizes, **flags}
+        num_blocks = ceil_div(num_rows, form.block[0]), ceil_div(width, form.block[1])
+        if profile.separate_sf:
+            yield quant.per_block_cast_with_sf_only, {"x": x, **sizes, **flags}
+            if layout == "row_major":
+                yield quant.per_block_cast_with_precomputed_sf, {"x": x, **sizes, "sf": _empty(*num_blocks)}
+        data = _data(form.fmt, num_rows, width)
+        for fmt in profile.outputs:
+            pair = data, empty_scales(data, *num_blocks, ScaleLayout(layout))
+            yield quant.cast_back, {"x": pair, "fmt": fmt, "x_block_size": form.block}
+    codes = _data("e2m1", num_rows, width)
+    for block, layout in product(profile.lossless_blocks, (ScaleLayout.ROW_MAJOR, ScaleLayout.PACKED_UE8M0)):
+        pair = codes, empty_scales(codes, num_rows, ceil_div(width, 32), layout)
+        arguments = {"x": pair, "fmt": "e4m3", "x_block_size": (1, 32), "out_block_size": block}
+        yield quant.per_block_cast_lossless, {**arguments, **_flags(layout.value, True)}
+
+
+def _numbers_of_rows(profile: Profile, num_tokens: int) -> tuple[int, int]:
+    """The fewest rows in which all pairs of a token and an expert have a place, and as many as there can be."""
+    num_pairs = num_tokens * profile.num_topk
+    return align(num_pairs, 16), align(num_pairs + (_TOKENS - 1) * profile.num_experts, _TOKENS)
+
+
+def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Iterator[Call]:
+    group = form.num_per_channels or hidden
+    if form.fmt == "e5m6" or form.tensor_sf or group not in (32, _TOKENS, hidden):
+        return
+    num_rows = _numbers_of_rows(profile, num_tokens)[0]
+    rows, weights = _empty(num_rows, dtype=torch.int32), _empty(num_tokens, profile.num_topk)
+    weighted = {"pos_to_token_topk": rows, "topk_weights": weights}
+    dense: list[dict[str, Any]] = [{}]
+    routed = [weighted, {"pos_to_expert": rows}, {**weighted, "pos_to_expert": rows}]
+    for dtype, layout, clamps in product(profile.inputs, form.sf_layouts, profile.swiglu_clamps):
+        x = _empty(num_rows, 2 * hidden, dtype=_dtype(dtype))
+        arguments = {"x": x, "fmt": form.fmt, "num_per_channels": group, **_token_options(form, layout)}
+        for row_arguments in dense + (routed if profile.num_experts > 1 else []):
+            counts = (None, _empty(3, dtype=torch.int64)) if clamps and profile.training else (None,)
+            for clamped_count in counts:
+                clamp = {"swiglu_clamp_value": 10.0 if clamps else None, "clamped_count": clamped_count}
+                yield quant.swiglu_forward_and_per_token_cast, {**arguments, **row_arguments, **clamp}
+
+
+def _casts_by_channel(profile: Profile, width: int, dtype: torch.dtype, num_tokens: int) -> Iterator[Call]:
+    x = _empty(align(num_tokens, _TOKENS), width, dtype=dtype)
+    for round_sf in sorted({form.round_sf for form in profile.activations if form.fmt == "e4m3"}):
+        cast = {"fmt": "e4m3", "num_per_tokens": _TOKENS, "round_sf": round_sf}
+        yield quant.per_channel_cast, {"x": x, **cast}
+        if dtype is torch.bfloat16:
+            yield quant.per_channel_cast_and_transpose, {"x": x, **cast}
+        yield from _gathers(profile, width, dtype, num_tokens, cast)
+    for form in profile.activations:
+        if form.fmt == "e4m3" and form.num_per_channels in (32, _TOKENS):
+            layouts = [layout for layout in form.sf_layouts if layout != "swizzled"]
+            for layout, transposes in product(layouts, (False, True)):
+                sizes = {"fmt": "e4m3", "num_per_channels": form.num_per_channels, "num_per_tokens": _TOKENS}
+                flags = {**_flags(layout, form.round_sf), "transpose_channel_data": transposes}
+                yield quant.per_token_and_channel_cast, {"x": x, **sizes, **flags}
+    for y in (x, _data("e4m3", *x.shape)):
+        yield quant.transpose, {"x": y}
+        yield quant.batched_transpose, {"x": y.unsqueeze(0)}
+
+
+def _gathers(profile: Profile, width: int, dtype: torch.dtype, num_tokens: int, cast: dict[str, Any]) -> Iterator[Call]:
+    """`per_channel_cast_fused` of rows as they are, and of rows that are fetched from their tokens."""
+    whole, tokens = align(num_tokens, _TOKENS), _empty(num_tokens, width, dtype=dtype)
+    yield quant.per_channel_cast_fused, {"x": _empty(whole, width, dtype=dtype), **cast}
+    gathered = [_empty(num_rows, dtype=torch.int32) for num_rows in _numbers_of_rows(profile, num_tokens)]
+    for pos_to_token in gathered:
+        yield quant.per_channel_cast_fused, {"x": tokens, **cast, "pos_to_token": pos_to_token}
+    if dtype is torch.bfloat16 and width % 128 == 0:
+        recast = {**cast, "num_per_channels": 128}
+        pair = _data("e4m3", whole, width), _empty(whole, width // 128)
+        yield quant.per_channel_cast_fused, {"x": pair, **recast}
+        pair = _data("e4m3", num_tokens, width), _empty(num_tokens, width // 128)
+        for pos_to_token in gathered:
+            yield quant.per_channel_cast_fused, {"x": pair, **recast, "pos_to_token": pos_to_token}
+
+
+def _swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator[Call]:
+    num_rows = _numbers_of_rows(profile, num_tokens)[0]
+    formats = sorted({(f.num_per_channels, f.round_sf) for f in profile.activations if f.fmt == "e4m3"})
+    for (group, round_sf), clamps in product(formats, profile.swiglu_clamps):
+        if group not in (32, _TOKENS):
+            continue
+        clamp = {"round_sf": round_sf, "swiglu_clamp_value": 10.0 if clamps else None}
+        pair = _data("e4m3", num_rows, 2 * hidden), _empty(num_rows, 2 * hidden // group)
+        pairs = num_tokens, profile.num_topk
+        maps = {
+            "weight": _empty(*pairs),
+            "pos_to_token_topk": _empty(num_rows, dtype=torch.int32),
+            "token_topk_to_pos": _empty(*pairs, dtype=torch.int32),
+        }
+        grad_out = _empty(num_rows, hidden, dtype=torch.bfloat16)
+        backward = {"x": pair, "grad_out": grad_out, **maps, "num_per_channels": group}
+        yield quant.swiglu_backward_and_per_token_cast, {**backward, **clamp}
+        x = _empty(align(num_rows, _TOKENS), 2 * hidden, dtype=torch.bfloat16)
+        forward = quant.swiglu_forward_and_per_channel_cast_and_transpose
+        for without_transpose in (False, True):
+            cast = {"fmt": "e4m3", "num_per_tokens": _TOKENS, "without_transpose": without_transpose}
+            yield forward, {"x": x, **cast, **clamp}
+
+
+def _plain_swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator[Call]:
+    """Forward and backward without a cast, of dense rows and of those of experts."""
+    num_rows = _numbers_of_rows(profile, num_tokens)[0]
+    pairs = num_tokens, profile.num_topk
+    rows = _empty(num_rows, dtype=torch.int32)
+    weighted = {"pos_to_token_topk": rows, "topk_weights": _empty(*pairs), "pos_to_expert": rows}
+    for (dtype, clamps), maps in product(product(profile.inputs, profile.swiglu_clamps), ({}, weighted)):
+        x = _empty(num_rows, 2 * hidden, dtype=_dtype(dtype))
+        options = {"swiglu_clamp_value": 10.0 if clamps else None, "fmt": "bf16" if dtype == "bfloat16" else "fp32"}
+        yield quant.swiglu_forward, {"x": x, **options, **maps}
+        of_weights = {"token_topk_to_pos": _empty(*pairs, dtype=torch.int32)} if maps else {}
+        backward = {"x": x, "grad_out": _empty(num_rows, hidden, dtype=_dtype(dtype)), **options, **maps, **of_weights}
+        yield quant.swiglu_backward, backward

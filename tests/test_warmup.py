@@ -1,0 +1,157 @@
+"""`tk warmup --model`: what profiles cover, and that a server with TK_COMPILE=forbid finds all of it."""
+
+import os
+import random
+import re
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+
+import tk_core
+import tk_moe
+from tk_core.arch import arch_from_name
+from tk_core.cli.plan import Plan, ops_called, plan_model
+from tk_core.cli.profile import ModelProfile, load, shipped
+from tk_core.kernel import KernelRequest, capture
+from tk_core.testing import load_specs
+
+ROOT = Path(__file__).resolve().parents[1]
+EVERY_OP = str(ROOT / "tests" / "profiles" / "every-op.toml")
+README_MODEL = str(ROOT / "tests" / "profiles" / "readmes.toml")
+MODELING_MODEL = str(ROOT / "tests" / "profiles" / "modeling.toml")
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+
+
+def plan_of(model: ModelProfile, arch: str = "sm_90a") -> Plan:
+    plan = plan_model(model, [arch], set(ops_called(model)))
+    assert not plan.failures
+    assert not plan.unsupported
+    return plan
+
+
+def missing(requests: list[KernelRequest], plan: Plan) -> list[str]:
+    """Kernels that were asked for and are not planned."""
+    return [str(r) for r in requests if (r.kernel.name, repr(r.args)) not in plan.jobs]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_profiles(name: str, arch: str) -> None:
+    assert len(plan_of(load(name), arch).jobs) > 100
+
+
+def test_a_profile_can_call_every_op() -> None:
+    called = set(ops_called(load(EVERY_OP)))
+    assert called == load_specs().keys() - {op for op in load_specs() if op.startswith("tk_modeling.")}
+
+
+def test_all_numbers_of_tokens_are_covered() -> None:
+    """Ops that choose kernels by the number of tokens find theirs among those planned, wherever they change."""
+    model = load(EVERY_OP)
+    plan = plan_of(model)
+    counts = random.Random(0).sample(range(1, model.max_tokens + 1), 12)
+    for num_tokens in (*counts, 511, 513):
+        for _, op, arguments in model.calls(num_tokens):
+            with capture(arch_from_name("sm_90a")) as requests:
+                op(**arguments)
+            assert not missing(requests, plan), num_tokens
+
+
+def test_a_smaller_gpu_is_covered_if_it_is_named() -> None:
+    plan = plan_model(load(EVERY_OP), ["sm_90a"], {"tk_moe.get_fused_mapping", "tk_moe.group_count"}, num_sms=13)
+    idx = torch.empty(500, 4, dtype=torch.int64, device="meta")
+    with tk_core.num_sms(13), capture(arch_from_name("sm_90a")) as requests:
+        tk_moe.get_fused_mapping(idx, 16, 0, 16)
+        tk_moe.group_count(idx, 16)
+    assert requests
+    assert not missing(requests, plan)
+
+
+def examples(readme: Path) -> list[str]:
+    """Python examples of a README, with tensors on the meta device."""
+    codes = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    return [re.sub(r'"(cuda|cpu)"', '"meta"', code) for code in codes]
+
+
+@pytest.mark.parametrize("readme", [r for r in READMES if examples(r)], ids=lambda readme: readme.parent.name)
+def test_examples_of_the_readmes_are_covered(readme: Path) -> None:
+    with capture(arch_from_name("sm_90a")) as requests:
+        for code in examples(readme):
+            exec(code, {})
+    assert requests
+    model = MODELING_MODEL if readme.parent.name == "tk-modeling" else README_MODEL
+    assert not missing(requests, plan_of(load(model)))
+
+
+def test_the_example_layer_is_covered() -> None:
+    spec = spec_from_file_location("moe_layer", ROOT / "examples" / "moe_layer.py")
+    example = module_from_spec(spec)
+    sys.modules["moe_layer"] = example  # dataclasses look their module up
+    spec.loader.exec_module(example)
+    device = torch.device("meta")
+    layer = example.make_layer(example.FULL, device)
+    x = torch.empty(example.FULL.tokens, example.FULL.hidden, dtype=torch.bfloat16, device=device)
+    with capture(arch_from_name("sm_90a")) as requests:
+        example.run_layer(layer, x, example.FULL.topk, example.Stages("", device))
+    assert len({request.kernel.name for request in requests}) >= 7
+    assert not missing(requests, plan_of(load("deepseek-v3")))
+
+
+_SMALL = """
+max_tokens = 300
+[tk_quant]
+widths = [256]
+intermediate = [128]
+activations = [{ fmt = "e4m3", num_per_channels = 128 }]
+"""
+
+_SERVE = """
+import sys
+from tk_core import compat
+from tk_core.arch import arch_from_name, compiling_for
+from tk_core.cli.profile import load
+from tk_core.kernel import Kernel
+from tk_core.op import Op
+
+# Kernels are loaded as on a GPU, but not launched.
+Op.__call__ = lambda self, *args: self._launch(args)
+Kernel.__call__ = lambda self, *args: (self.compile(*args), lambda *_: None)[1]
+
+
+def serve(*overrides):
+    for num_tokens in (1, 77, 300):
+        for _, op, arguments in load(sys.argv[1], overrides).calls(num_tokens):
+            op(**arguments)
+
+
+with compiling_for(arch_from_name("sm_90a")):
+    serve()
+    print("compilations:", compat.num_compilations)
+    serve("widths=[320]")
+"""
+
+
+@pytest.mark.compile
+def test_a_warm_model_is_served_without_compiling(tmp_path: Path) -> None:
+    model = tmp_path / "small.toml"
+    model.write_text(_SMALL)
+    environment = {**os.environ, "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
+
+    def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
+        whole = [sys.executable, *command]
+        return subprocess.run(whole, env=environment | more, capture_output=True, text=True, timeout=300)
+
+    warm = run("-m", "tk_core.cli", "warmup", "--model", str(model), "--arch", "sm_90a", "-j", "2")
+    assert warm.returncode == 0, warm.stdout + warm.stderr
+    assert "3 compiled, 0 cached already, 0 failed" in warm.stdout
+    served = run("-c", _SERVE, str(model), TK_COMPILE="forbid")
+    assert "compilations: 0" in served.stdout, served.stderr
+    # Another width takes another kernel.
+    assert served.returncode != 0
+    error = served.stderr.strip().splitlines()[-1]
+    kernel = r"tk_quant\.per_token_cast_kernel\.per_token_cast_kernel\(.*, 320, .*sm_90a\)"
+    assert re.search(f"tk_quant::per_token_cast_out: {kernel}: TK_COMPILE=forbid", error), error
