@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tk_core
 import tk_moe
@@ -69,6 +70,27 @@ def padded(mapping: dict[str, Any], length: int) -> dict[str, Any]:
     """The mapping in `length` positions, and not read back."""
     longer = {name: mapping[name] + [-1] * (length - len(mapping[name])) for name in NAMES[:3]}
     return {**mapping, **longer, "list": []}
+
+
+def test_sizes_can_not_be_read_where_there_are_none() -> None:
+    def mapped(idx: torch.Tensor) -> torch.Tensor:
+        return tk_moe.get_fused_mapping(idx, 3, 0, 2)[0]
+
+    class Mapped(torch.nn.Module):
+        def forward(self, idx: torch.Tensor) -> torch.Tensor:
+            return mapped(idx)
+
+    idx = torch.tensor(TOPK_IDX)
+    message = "num_expanded_tokens.*tk_moe.max_expanded_tokens"
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=message):
+        mapped(mode.from_tensor(idx))
+    with pytest.raises(ValueError, match=message):
+        torch.export.export(Mapped(), (idx,))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(mapped, fullgraph=True, backend="aot_eager")(idx)
+    size = tk_moe.max_expanded_tokens(*idx.shape, 3, 2)
+    sized = torch.compile(lambda idx: tk_moe.get_fused_mapping(idx, 3, size, 2)[0], fullgraph=True, backend="aot_eager")
+    assert sized(idx).shape == (size,)
 
 
 def test_worst_case_is_kept_without_synchronization() -> None:

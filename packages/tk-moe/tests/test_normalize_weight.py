@@ -58,19 +58,19 @@ def test_reference_against_exact_arithmetic(weights: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("w", "error", "match"),
+    ("topk_weights", "error", "match"),
     [
-        ([[1.0]], TypeError, "w.*Tensor"),
-        (torch.zeros(2, 8, dtype=torch.bfloat16), TypeError, "w.*float32"),
-        (torch.zeros(2, 8, dtype=torch.float64), TypeError, "w.*float32"),
-        (torch.zeros(8), ValueError, "w.*shape"),
-        (torch.zeros(2, 2, 8), ValueError, "w.*shape"),
-        (torch.zeros(8, 2).T, ValueError, "w.*contiguous"),
-        (torch.zeros(2, 16)[:, :8], ValueError, "w.*contiguous"),
-        (torch.zeros(2, 0), ValueError, "w.*1 to 32"),
-        (torch.zeros(2, 33), ValueError, "w.*1 to 32"),
+        ([[1.0]], TypeError, "topk_weights.*Tensor"),
+        (torch.zeros(2, 8, dtype=torch.bfloat16), TypeError, "topk_weights.*float32"),
+        (torch.zeros(2, 8, dtype=torch.float64), TypeError, "topk_weights.*float32"),
+        (torch.zeros(8), ValueError, "topk_weights.*shape"),
+        (torch.zeros(2, 2, 8), ValueError, "topk_weights.*shape"),
+        (torch.zeros(8, 2).T, ValueError, "topk_weights.*contiguous"),
+        (torch.zeros(2, 16)[:, :8], ValueError, "topk_weights.*contiguous"),
+        (torch.zeros(2, 0), ValueError, "topk_weights.*1 to 32"),
+        (torch.zeros(2, 33), ValueError, "topk_weights.*1 to 32"),
     ],
 )
-def test_bad_input(w: Any, error: type[Exception], match: str) -> None:
+def test_bad_input(topk_weights: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        tk_moe.normalize_weight(w)
+        tk_moe.normalize_weight(topk_weights)

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tk_moe import ScoringFunc
+import tk_moe
+from tk_core.testing import assert_equal
+from tk_moe import ScoringFunc, reference
 from tk_moe.reference.scoring import scores_of
-from tk_moe.scoring import check_scoring_func
+from tk_moe.scoring import scoring_func_of
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 
@@ -33,11 +35,33 @@ def test_from_str_refuses_others(label: Any) -> None:
         ScoringFunc.from_str(label)
 
 
-@pytest.mark.parametrize("scoring_func", [0, "sigmoid", None, True])
-def test_only_members_are_scoring_functions(scoring_func: Any) -> None:
-    check_scoring_func(SIGMOID)
-    with pytest.raises(TypeError, match=r"scoring_func.*ScoringFunc"):
-        check_scoring_func(scoring_func)
+@pytest.mark.parametrize("scoring_func", [SOFTMAX, "softmax", "SoftMax"])
+def test_ops_take_members_and_their_names(scoring_func: Any) -> None:
+    assert scoring_func_of(scoring_func) is SOFTMAX
+
+
+@pytest.mark.parametrize(
+    ("scoring_func", "error"), [(0, TypeError), (None, TypeError), (True, TypeError), ("tanh", ValueError)]
+)
+def test_only_members_are_scoring_functions(scoring_func: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"scoring_func"):
+        scoring_func_of(scoring_func)
+
+
+def test_every_op_and_reference_takes_the_name() -> None:
+    logits, bias, one = torch.randn(5, 8), torch.randn(8), torch.ones(5, 2)
+    for module in (tk_moe, reference):
+        for name in ("sigmoid", "softmax"):
+            member = ScoringFunc.from_str(name)
+            idx, weights = module.topk_gate_with_weights(logits, 2, name)
+            assert_equal((idx, weights), module.topk_gate_with_weights(logits, 2, member))
+            table = torch.arange(16, dtype=torch.int32).view(8, 2) % 8
+            ids = torch.arange(5)
+            assert_equal(module.hash_gate(ids, table, logits, name), module.hash_gate(ids, table, logits, member))
+            grads = [module.gate_weights_bwd(one, logits, idx, func) for func in (name, member)]
+            assert_equal(*grads)
+            routed = [module.top2_sum_gate(logits, bias, 2, 0, 0, False, 0, 1.0, 0, 1, 0, 1, f) for f in (name, member)]
+            assert_equal(*routed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

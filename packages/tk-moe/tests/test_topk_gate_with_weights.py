@@ -133,7 +133,7 @@ GOOD: dict[str, Any] = {"logits": torch.zeros(2, 8), "num_topk": 2, "scoring_fun
         ({"num_topk": 9}, ValueError, "num_topk.*1 to 8.*9"),
         ({"logits": torch.zeros(2, 64), "num_topk": 33}, ValueError, "num_topk.*1 to 32.*33"),
         ({"num_topk": 2.0}, TypeError, "num_topk.*int"),
-        ({"scoring_func": "sigmoid"}, TypeError, "scoring_func.*ScoringFunc"),
+        ({"scoring_func": 0}, TypeError, "scoring_func.*ScoringFunc"),
         ({"bias": torch.zeros(8, dtype=torch.bfloat16)}, TypeError, "bias.*float32"),
         ({"bias": torch.zeros(7)}, ValueError, "bias.*shape"),
         ({"bias": torch.zeros(16)[::2]}, ValueError, "bias.*contiguous"),

@@ -326,7 +326,7 @@ POS, EXPERT = torch.zeros(NUM_TOKENS, 3, dtype=torch.int32), torch.zeros(60, dty
         (lambda: tk_modeling.topk_gate_with_weights(LOGITS, 2, 0), TypeError, "scoring_func: .*ScoringFunc"),
         (lambda: tk_modeling.topk_gate_with_weights(LOGITS, 7, "sigmoid"), ValueError, "num_topk: .*1 to 6"),
         (lambda: tk_modeling.aux_loss(LOGITS, torch.ones(5)), ValueError, "fi: .*shape"),
-        (lambda: tk_modeling.normalize_weight(LOGITS.double()), TypeError, "w: .*float32"),
+        (lambda: tk_modeling.normalize_weight(LOGITS.double()), TypeError, "topk_weights: .*float32"),
         (
             lambda: tk_modeling.expand_to_fused(X[:11, :32].contiguous(), POS, EXPERT),
             ValueError,

@@ -43,7 +43,7 @@ _NUM_STRANDS = 256
 _GROUP = 4  # consecutive experts of a lane
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AuxLossConfig:
     """How the strands are dealt out to blocks."""
 
@@ -61,7 +61,7 @@ class AuxLossConfig:
         return AuxLossConfig(largest_cluster(num_sms, arch))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AuxLossBwdConfig:
     """Launch knobs."""
 

@@ -39,7 +39,7 @@ __device__ __forceinline__ void tk_wait_for_bulk_stores() {
 """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BulkConfig:
     """How one block copies its part of x."""
 

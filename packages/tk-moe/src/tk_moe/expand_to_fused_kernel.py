@@ -11,7 +11,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ExpandConfig:
     """How one block copies a row."""
 

@@ -29,10 +29,10 @@ from tk_moe.scoring import (
     LEAST_SUM,
     SCORING_SOURCE,
     ScoringFunc,
-    check_scoring_func,
     clamped,
     load_logits_macro,
     score,
+    scoring_func_of,
     slope,
     softmax_score,
     softmax_sums_macro,
@@ -229,7 +229,7 @@ def gate_weights_bwd(
     grad_weights: torch.Tensor,
     logits: torch.Tensor,
     topk_idx: torch.Tensor,
-    scoring_func: ScoringFunc,
+    scoring_func: ScoringFunc | str,
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
 ) -> torch.Tensor:
@@ -262,7 +262,7 @@ def gate_weights_bwd(
     _, num_experts = check.tensor("logits", logits, LOGIT_DTYPES, (num_tokens, "num_experts"), device=device)
     check.in_range("num_experts (columns of logits)", num_experts, 1, MAX_EXPERTS)
     check.tensor("topk_idx", topk_idx, IDX_DTYPES, (num_tokens, num_topk), device=device)
-    check_scoring_func(scoring_func)
+    scoring_func = scoring_func_of(scoring_func)
     check.require_type(isinstance(renormalize, bool), "renormalize", "a bool", renormalize)
     is_number = isinstance(routed_scaling_factor, int | float) and not isinstance(routed_scaling_factor, bool)
     check.require_type(is_number, "routed_scaling_factor", "a number", routed_scaling_factor)

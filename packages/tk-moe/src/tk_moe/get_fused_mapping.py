@@ -14,6 +14,7 @@ get_fused_mapping_kernel.py tells how.
 from typing import Any, Literal, overload
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tk_core import check, env
 from tk_core.arch import get_arch
@@ -214,7 +215,9 @@ def get_fused_mapping(
     With num_expanded_tokens = 0, space for the worst case is set aside: ⌊(T·K + (alignment - 1)·E) / alignment⌋ ·
     alignment positions. Then, unless `force_no_sync`, the sizes of the segments are read back, which waits for the
     device, and the pos_to_* are cut to their sum. In all other cases nothing waits, and a CUDA graph can hold the call.
-    Tensors on the meta device hold no sizes to read, and are not cut.
+    Tensors on the meta device hold no sizes to read, and are not cut. Fake ones, and those that torch.compile and
+    torch.export trace with, need a size or `force_no_sync`: `tk_moe.max_expanded_tokens` computes the most that any
+    routing takes.
 
     Args:
         topk_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
@@ -237,14 +240,21 @@ def get_fused_mapping(
 
     Raises:
         TypeError: topk_idx is not an int64 or int32 tensor, or another argument is not an int (a bool for a flag).
-        ValueError: topk_idx has another shape or is not contiguous, a size is out of range, or there would be more than
-            2³⁰ positions.
+        ValueError: topk_idx has another shape or is not contiguous, a size is out of range, there would be more than
+            2³⁰ positions, or sizes would have to be read back of tensors that hold none.
     """
+    reads_sizes = num_expanded_tokens == 0 and not force_no_sync
+    if reads_sizes and (torch.compiler.is_compiling() or isinstance(topk_idx, FakeTensor)):
+        # Sizes can't be read back of a tensor that holds none.
+        size = (
+            "a size, as tk_moe.max_expanded_tokens computes it, or force_no_sync, under torch.compile and fake tensors"
+        )
+        check.require(False, "num_expanded_tokens", size, 0)
     *maps, num_tokens_per_expert, expert_psum = _map_all(
         topk_idx, num_experts, num_expanded_tokens, alignment, force_no_sync, with_psum
     )
     sizes: list[int] = []
-    if num_expanded_tokens == 0 and not force_no_sync and not topk_idx.is_meta:
+    if reads_sizes and not topk_idx.is_meta:
         sizes = num_tokens_per_expert.tolist()
         used = sum(sizes)
         maps[:3] = (pos_to[:used] for pos_to in maps[:3])

@@ -7,7 +7,7 @@ from tk_core.arch import Arch
 from tk_core.math import align
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class GetFusedMappingConfig:
     """How the pairs are dealt out to blocks."""
 

@@ -33,7 +33,7 @@ MAX_TOPK = 32
 MAX_PAIRS = 2**30  # so that no index on the way overflows an int32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class GroupCountConfig:
     """How the pairs are dealt out to blocks."""
 

@@ -28,6 +28,7 @@ from tk_moe.scoring import (
     clamped,
     load_logits_macro,
     score,
+    scoring_func_of,
     softmax_score,
     softmax_sums_macro,
 )
@@ -179,7 +180,7 @@ def hash_gate(
     token_ids: torch.Tensor,
     table: torch.Tensor,
     logits: torch.Tensor,
-    scoring_func: ScoringFunc,
+    scoring_func: ScoringFunc | str,
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
     mask: torch.Tensor | None = None,
@@ -196,7 +197,7 @@ def hash_gate(
         table: int32 (vocab_size, num_topk), contiguous; num_topk from 1 to 32. Negative entries mean no expert, and so
             do those from num_experts on (`TK_DEBUG=1` raises ValueError for the latter).
         logits: bfloat16 or float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
-        scoring_func: Any ScoringFunc; softmax is over all experts.
+        scoring_func: Any ScoringFunc, or its name; softmax is over all experts.
         renormalize: Whether to divide by the sum of the token's scores.
         routed_scaling_factor: What weights are multiplied by at last.
         mask: bool (num_tokens), contiguous: tokens to route; the others, padding, get indices -1 and weights 0.
@@ -217,7 +218,8 @@ def hash_gate(
     check.in_range("num_topk (columns of table)", num_topk, 1, MAX_TOPK)
     _, num_experts = check.tensor("logits", logits, LOGIT_DTYPES, (num_tokens, "num_experts"), device=device)
     check.in_range("num_experts (columns of logits)", num_experts, 1, MAX_EXPERTS)
-    check_gate_options(scoring_func, renormalize, routed_scaling_factor, mask, idx_dtype, logits)
+    scoring_func = scoring_func_of(scoring_func)
+    check_gate_options(renormalize, routed_scaling_factor, mask, idx_dtype, logits)
     if not torch.compiler.is_compiling() and env.debug():
         _check_table(token_ids, table, num_experts)
     topk_idx = logits.new_empty((num_tokens, num_topk), dtype=idx_dtype)

@@ -23,7 +23,7 @@ from tk_moe.group_count import check_indices, check_pairs
 MAX_GROUPS = 128
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class InplaceUniqueGroupIndicesConfig:
     """Launch knobs."""
 

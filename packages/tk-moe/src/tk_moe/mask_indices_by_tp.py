@@ -23,7 +23,7 @@ from tk_core.replay import replayable
 from tk_moe.group_count import MAX_PAIRS, check_indices
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MaskIndicesByTpConfig:
     """Launch knobs."""
 

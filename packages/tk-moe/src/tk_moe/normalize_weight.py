@@ -21,7 +21,7 @@ from tk_core.replay import replayable
 MAX_TOPK = 32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class NormalizeWeightConfig:
     """Launch knobs."""
 
@@ -89,23 +89,23 @@ def _normalize_weight_out(w: torch.Tensor, denominator: torch.Tensor, normalized
 
 
 @replayable
-def normalize_weight(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def normalize_weight(topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide each token's weights by 1e-20 plus their sum, added from the first to the last.
 
     Args:
-        w: float32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
+        topk_weights: float32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
 
     Returns:
         denominator: float32 (num_tokens).
-        normalized: float32 (num_tokens, num_topk), w / denominator.
+        normalized: float32 (num_tokens, num_topk), topk_weights / denominator.
 
     Raises:
-        TypeError: w is not a float32 tensor.
-        ValueError: w has another shape or is not contiguous, or num_topk is out of range.
+        TypeError: topk_weights is not a float32 tensor.
+        ValueError: topk_weights has another shape or is not contiguous, or num_topk is out of range.
     """
-    num_tokens, num_topk = check.tensor("w", w, (torch.float32,), ("num_tokens", "num_topk"))
-    check.in_range("num_topk (columns of w)", num_topk, 1, MAX_TOPK)
-    denominator = w.new_empty((num_tokens,))
-    normalized = w.new_empty((num_tokens, num_topk))
-    _normalize_weight_out(w, denominator, normalized)
+    num_tokens, num_topk = check.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", "num_topk"))
+    check.in_range("num_topk (columns of topk_weights)", num_topk, 1, MAX_TOPK)
+    denominator = topk_weights.new_empty((num_tokens,))
+    normalized = topk_weights.new_empty((num_tokens, num_topk))
+    _normalize_weight_out(topk_weights, denominator, normalized)
     return denominator, normalized

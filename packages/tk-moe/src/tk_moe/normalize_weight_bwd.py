@@ -22,7 +22,7 @@ from tk_core.replay import replayable
 from tk_moe.normalize_weight import MAX_TOPK
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class NormalizeWeightBwdConfig:
     """Launch knobs."""
 

@@ -32,7 +32,7 @@ _INPUT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR_BYTES = 16
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ReduceConfig:
     """How the columns of a token are dealt out to blocks."""
 

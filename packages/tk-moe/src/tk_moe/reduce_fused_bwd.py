@@ -40,7 +40,7 @@ MAX_TOPK = 32
 _VECTOR_BYTES = 16
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ReduceBwdConfig:
     """How one block serves a token. It decides the order of the dot products, so it must not depend on num_tokens."""
 

@@ -50,9 +50,13 @@ class ScoringFunc(enum.IntEnum):
             raise ValueError(f"label: expected one of {names}, got {label!r}") from None
 
 
-def check_scoring_func(scoring_func: Any) -> None:
-    """Raise TypeError unless `scoring_func` is a ScoringFunc."""
-    check.require_type(isinstance(scoring_func, ScoringFunc), "scoring_func", "a ScoringFunc", scoring_func)
+def scoring_func_of(scoring_func: ScoringFunc | str) -> ScoringFunc:
+    """The ScoringFunc itself, or that of a name in any case; TypeError or ValueError for anything else."""
+    if isinstance(scoring_func, str):
+        check.one_of("scoring_func", scoring_func.lower(), [str(member) for member in ScoringFunc])
+        return ScoringFunc.from_str(scoring_func)
+    check.require_type(isinstance(scoring_func, ScoringFunc), "scoring_func", "a ScoringFunc or its name", scoring_func)
+    return scoring_func
 
 
 SCORING_SOURCE = r"""

@@ -19,7 +19,7 @@ from tk_core import check, env
 from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.scoring import ScoringFunc, check_scoring_func
+from tk_moe.scoring import ScoringFunc, scoring_func_of
 from tk_moe.top2_sum_gate_kernel import Routing, top2_sum_gate_kernel
 from tk_moe.topk_gate import TopkGateConfig
 
@@ -120,7 +120,6 @@ def _check_routing(
     num_extra: int,
     scoring_func: ScoringFunc,
 ) -> None:
-    check_scoring_func(scoring_func)
     check.require(
         scoring_func != ScoringFunc.IDENTITY, "scoring_func", "sigmoid, sqrtsoftplus or softmax", str(scoring_func)
     )
@@ -185,7 +184,7 @@ def top2_sum_gate(
     num_ep_ranks: int,
     tp_rank: int,
     num_tp_ranks: int,
-    scoring_func: ScoringFunc,
+    scoring_func: ScoringFunc | str,
     mask: torch.Tensor | None = None,
     fix_routing_mask: torch.Tensor | None = None,
     to_physical_map: torch.Tensor | None = None,
@@ -221,7 +220,7 @@ def top2_sum_gate(
             num_topk / S divides num_experts.
         routed_scaling_factor: Factor of the weights, except those of shared experts.
         ep_rank, num_ep_ranks, tp_rank, num_tp_ranks: This rank of expert and of tensor parallelism, and how many.
-        scoring_func: SIGMOID, SQRTSOFTPLUS or SOFTMAX.
+        scoring_func: SIGMOID, SQRTSOFTPLUS or SOFTMAX, or its name.
         mask: bool (num_tokens), False for padding.
         fix_routing_mask: bool (num_tokens), True where the routing is given.
         to_physical_map: int32 (num_experts + S, 1 + X), physical copies of each expert; X extra ones, S <= X < 32768.
@@ -262,6 +261,7 @@ def top2_sum_gate(
     if logical_count is not None:
         check.require(to_physical_map is not None, "to_physical_map", "a tensor beside logical_count", to_physical_map)
         check.tensor("logical_count", logical_count, (torch.int32,), (num_experts + num_shared,), device=device)
+    scoring_func = scoring_func_of(scoring_func)
     _check_routing(num_experts, num_topk, num_topk_groups, num_groups, num_shared, num_extra, scoring_func)
     check.in_range("num_ep_ranks", num_ep_ranks, 1, num_experts + num_extra)
     check.in_range("ep_rank", ep_rank, 0, num_ep_ranks - 1)

@@ -26,7 +26,7 @@ MAX_EXPERTS = 1024
 MAX_TOPK = 32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TopkGateConfig:
     """Launch knobs."""
 

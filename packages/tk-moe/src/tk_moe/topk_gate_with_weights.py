@@ -25,9 +25,9 @@ from tk_moe.packed_selection import PACKED_SOURCE, can_pack, choose_packed_macro
 from tk_moe.scoring import (
     SCORING_SOURCE,
     ScoringFunc,
-    check_scoring_func,
     clamped,
     score,
+    scoring_func_of,
     softmax_score,
     softmax_sums_macro,
     write_scores,
@@ -215,7 +215,7 @@ def _topk_gate_with_weights_out(
 def topk_gate_with_weights(
     logits: torch.Tensor,
     num_topk: int,
-    scoring_func: ScoringFunc,
+    scoring_func: ScoringFunc | str,
     bias: torch.Tensor | None = None,
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
@@ -232,7 +232,7 @@ def topk_gate_with_weights(
     Args:
         logits: bfloat16 or float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
         num_topk: Experts a token, from 1 to num_experts and at most 32.
-        scoring_func: Any ScoringFunc.
+        scoring_func: Any ScoringFunc, or its name.
         bias: float32 (num_experts), contiguous, or None for zeros. It has no part in the weights.
         renormalize: Whether to divide by the sum of the chosen scores.
         routed_scaling_factor: What weights are multiplied by at last.
@@ -252,7 +252,8 @@ def topk_gate_with_weights(
     check.in_range("num_topk", num_topk, 1, min(num_experts, MAX_TOPK))
     if bias is not None:
         check.tensor("bias", bias, (torch.float32,), (num_experts,), device=logits.device)
-    check_gate_options(scoring_func, renormalize, routed_scaling_factor, mask, idx_dtype, logits)
+    scoring_func = scoring_func_of(scoring_func)
+    check_gate_options(renormalize, routed_scaling_factor, mask, idx_dtype, logits)
     topk_idx = logits.new_empty((num_tokens, num_topk), dtype=idx_dtype)
     topk_weights = logits.new_empty((num_tokens, num_topk), dtype=torch.float32)
     _topk_gate_with_weights_out(
@@ -262,7 +263,6 @@ def topk_gate_with_weights(
 
 
 def check_gate_options(
-    scoring_func: Any,
     renormalize: Any,
     routed_scaling_factor: Any,
     mask: Any,
@@ -270,7 +270,6 @@ def check_gate_options(
     logits: torch.Tensor,
 ) -> None:
     """Check the arguments that gates with weights have in common."""
-    check_scoring_func(scoring_func)
     check.require_type(isinstance(renormalize, bool), "renormalize", "a bool", renormalize)
     is_number = isinstance(routed_scaling_factor, int | float) and not isinstance(routed_scaling_factor, bool)
     check.require_type(is_number, "routed_scaling_factor", "a number", routed_scaling_factor)

@@ -84,7 +84,7 @@ def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
     scores, bias = _empty(num_tokens, num_experts), _empty(num_experts)
     yield moe.topk_gate, {"scores": scores, "num_topk": num_topk}
     weights = _empty(num_tokens, num_topk)
-    yield moe.normalize_weight, {"w": weights}
+    yield moe.normalize_weight, {"topk_weights": weights}
     if profile.num_groups:
         groups = _empty(num_tokens, profile.num_groups, num_experts // profile.num_groups)
         for num_topk_sum in (1, 2):

@@ -137,9 +137,11 @@ class _GateWeights(torch.autograd.Function):
         return tk_moe.gate_weights_bwd(d_weights, logits, experts, *ctx.options), *(None,) * 5
 
 
-def normalize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
+def normalize_weight(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     """`tk_moe.normalize_weight`, both results differentiable."""
-    return _NormalizeWeight.apply(w) if needs_gradients(w) else tk_moe.normalize_weight(w)
+    if not needs_gradients(topk_weights):
+        return tk_moe.normalize_weight(topk_weights)
+    return _NormalizeWeight.apply(topk_weights)
 
 
 class _NormalizeWeight(torch.autograd.Function):

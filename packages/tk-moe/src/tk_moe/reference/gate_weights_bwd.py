@@ -3,18 +3,19 @@
 import torch
 
 from tk_moe.reference.scoring import as_floats, scores_of
-from tk_moe.scoring import LEAST_SUM, ScoringFunc
+from tk_moe.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 
 def gate_weights_bwd(
     grad_weights: torch.Tensor,
     logits: torch.Tensor,
     topk_idx: torch.Tensor,
-    scoring_func: ScoringFunc,
+    scoring_func: ScoringFunc | str,
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
 ) -> torch.Tensor:
     """Gradient (num_tokens, num_experts) of the logits; an index that is none of 0 … num_experts-1 has no part."""
+    scoring_func = scoring_func_of(scoring_func)
     is_expert = (topk_idx >= 0) & (topk_idx < logits.shape[1])
     has_expert = is_expert.any(dim=1, keepdim=True)
     safe_idx = torch.where(is_expert, topk_idx, 0).long()

@@ -6,7 +6,7 @@ from tk_moe.reference.mask_indices_by_tp import mask_indices_by_tp
 from tk_moe.reference.scoring import scores_of
 from tk_moe.reference.topk_gate import topk_gate
 from tk_moe.reference.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
-from tk_moe.scoring import ScoringFunc
+from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 
 def biased_ranks(logits: torch.Tensor, bias: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
@@ -64,7 +64,7 @@ def top2_sum_gate(
     num_ep_ranks: int,
     tp_rank: int,
     num_tp_ranks: int,
-    scoring_func: ScoringFunc,
+    scoring_func: ScoringFunc | str,
     mask: torch.Tensor | None = None,
     fix_routing_mask: torch.Tensor | None = None,
     to_physical_map: torch.Tensor | None = None,
@@ -72,6 +72,7 @@ def top2_sum_gate(
     unmapped_topk_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices int64 and weights float32, both (num_tokens, num_topk + shared experts); see the op."""
+    scoring_func = scoring_func_of(scoring_func)
     num_tokens, num_experts = logits.shape
     ranks = biased_ranks(logits, bias, scoring_func)
     if num_groups != num_topk_groups:

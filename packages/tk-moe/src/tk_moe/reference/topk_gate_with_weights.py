@@ -4,13 +4,13 @@ import torch
 
 from tk_moe.reference.scoring import as_floats, scores_of, weights_of
 from tk_moe.reference.topk_gate import topk_gate
-from tk_moe.scoring import ScoringFunc
+from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 
 def topk_gate_with_weights(
     logits: torch.Tensor,
     num_topk: int,
-    scoring_func: ScoringFunc,
+    scoring_func: ScoringFunc | str,
     bias: torch.Tensor | None = None,
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
@@ -18,6 +18,7 @@ def topk_gate_with_weights(
     idx_dtype: torch.dtype = torch.int64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `num_topk` experts of the largest score + bias (softmax: logit + bias), and weights from their scores."""
+    scoring_func = scoring_func_of(scoring_func)
     # Softmax keeps the order of the logits, which have no ties that rounding made.
     ranks = as_floats(logits) if scoring_func is ScoringFunc.SOFTMAX else scores_of(logits, scoring_func)
     ranks = ranks.detach() if bias is None else ranks.detach() + bias

@@ -22,7 +22,7 @@ def make(num_tokens: int, num_topk: int, values: str = "uniform", first_element:
         shape = (num_tokens, num_topk)
         w = torch.empty(first_element + num_tokens * num_topk, device=device)[first_element:].view(shape)
         if device == "meta":
-            return {"w": w}
+            return {"topk_weights": w}
         if values == "uniform":
             w.uniform_()
         elif values == "zeros":
@@ -32,7 +32,7 @@ def make(num_tokens: int, num_topk: int, values: str = "uniform", first_element:
         else:
             table = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-40, 1e-20, -1e-20, 3e38, 1.0, torch.inf], device=device)
             w.copy_(table[torch.randint(0, len(table), shape, device=device)])
-        return {"w": w}
+        return {"topk_weights": w}
 
     return build
 
