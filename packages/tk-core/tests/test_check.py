@@ -116,9 +116,29 @@ def test_numbers_pass(value: float) -> None:
         (True, TypeError, "eps: expected a number"),
         (float("nan"), ValueError, "eps: expected a finite number"),
         (float("inf"), ValueError, "eps: expected a finite number"),
+        (1e300, ValueError, "eps: expected a finite number of float32"),
+        (10**400, ValueError, "eps: expected a finite number of float32"),
         (-1e-9, ValueError, "eps: expected at least 0"),
     ],
 )
 def test_other_numbers_are_named(value: object, error: type[Exception], expected: str) -> None:
     with pytest.raises(error, match=expected):
         check.number("eps", value, at_least=0)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "True", [True]])
+def test_flags_are_bools(value: object) -> None:
+    check.flag("round_sf", True)
+    with pytest.raises(TypeError, match="round_sf: expected a bool"):
+        check.flag("round_sf", value)
+
+
+def test_integers_are_of_64_bits() -> None:
+    check.integer("repeat", 2**63 - 1)
+    with pytest.raises(ValueError, match="repeat: expected an int of 64 bits, got one of 64"):
+        check.integer("repeat", 2**63)
+
+
+def test_what_can_not_be_hashed_is_none_of_those_allowed() -> None:
+    with pytest.raises(ValueError, match="fmt: expected one of 'bf16'"):
+        check.one_of("fmt", ["bf16"], {"bf16": 1})

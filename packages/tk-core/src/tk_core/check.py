@@ -1,6 +1,5 @@
 """Argument checks: one fast test when all is well, and an error that names the argument when it is not."""
 
-import math
 from collections.abc import Collection
 from types import EllipsisType
 from typing import Any, Literal
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 Layout = Literal["contiguous", "rows", "any"]
+_LARGEST = torch.finfo(torch.float32).max
 Shape = tuple[str | int | EllipsisType, ...]
 
 
@@ -81,9 +81,16 @@ def require_type(condition: bool, name: str, expected: str, got: Any) -> None:
 
 
 def integer(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is an int (a bool is none)."""
+    """Raise TypeError unless `value` is an int (a bool is none), ValueError unless 64 bits hold it."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {value!r}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected an int of 64 bits, got one of {value.bit_length()}")
+
+
+def flag(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a bool."""
+    require_type(isinstance(value, bool), name, "a bool", value)
 
 
 def multiple_of(name: str, value: int, divisor: int) -> None:
@@ -94,7 +101,8 @@ def multiple_of(name: str, value: int, divisor: int) -> None:
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
+    # As a list, for what is not hashable is none of them either.
+    if value not in list(allowed):
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
@@ -118,9 +126,9 @@ def row_alignment(x: Tensor) -> int:
 
 
 def number(name: str, value: Any, *, at_least: float | None = None) -> None:
-    """Raise TypeError unless `value` is an int or a float, ValueError unless it is finite and in range."""
+    """Raise TypeError unless `value` is an int or a float, ValueError unless it is finite in float32 and in range."""
     is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
     require_type(is_number, name, "a number", value)
-    require(-math.inf < value < math.inf, name, "a finite number", value)
+    require(-_LARGEST <= value <= _LARGEST, name, "a finite number of float32", value)
     if at_least is not None:
         require(value >= at_least, name, f"at least {at_least}", value)

@@ -17,6 +17,7 @@ import enum
 
 import torch
 
+from tk_core import check
 from tk_core.math import align, ceil_div
 
 __all__ = [
@@ -48,9 +49,14 @@ def scale_layout(
 ) -> ScaleLayout:
     """The layout that an op's flags ask for.
 
-    Raises ValueError if `use_packed_ue8m0` comes without `round_sf` (only powers of two fit a byte) or without
-    `use_tma_aligned_col_major_sf` (packed words are always column major), or `use_swizzled_sf` with one of those two.
+    Raises TypeError if a flag is no bool; ValueError if `use_packed_ue8m0` comes without `round_sf` (only powers of two
+    fit a byte) or without `use_tma_aligned_col_major_sf` (packed words are always column major), or `use_swizzled_sf`
+    with one of those two.
     """
+    check.flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
+    check.flag("round_sf", round_sf)
+    check.flag("use_packed_ue8m0", use_packed_ue8m0)
+    check.flag("use_swizzled_sf", use_swizzled_sf)
     if use_swizzled_sf:
         if use_tma_aligned_col_major_sf or use_packed_ue8m0:
             name = "use_tma_aligned_col_major_sf" if use_tma_aligned_col_major_sf else "use_packed_ue8m0"

@@ -308,7 +308,7 @@ def _check_arguments(scores: torch.Tensor, fi: torch.Tensor, alpha: float) -> No
     check.in_range("num_experts (columns of scores)", num_experts, 1, MAX_EXPERTS)
     check.in_range("num_tokens (rows of scores)", num_tokens, 0, MAX_TOKENS)
     check.tensor("fi", fi, (torch.float32,), (num_experts,), device=scores.device)
-    check.require_type(isinstance(alpha, float | int) and not isinstance(alpha, bool), "alpha", "a float", alpha)
+    check.number("alpha", alpha)
 
 
 @replayable

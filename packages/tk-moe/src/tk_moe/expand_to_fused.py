@@ -215,7 +215,9 @@ def expand_to_fused_with_sf(
     check.require_type(isinstance(x, tuple | list) and len(x) == 2, "x", "a pair (data, sf)", type(x))
     data, sf = x
     num_tokens, cols = check.tensor("x[0]", data, _QUANTIZED_DTYPES, ("num_tokens", "hidden"))
+    check.integer("num_per_channels", num_per_channels)
     check.one_of("num_per_channels", num_per_channels, (32, 128))
+    check.flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
     device = data.device
     hidden = cols if data.dtype is torch.float8_e4m3fn else 2 * cols
     num_sf = ceil_div(hidden, num_per_channels)

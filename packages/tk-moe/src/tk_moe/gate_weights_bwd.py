@@ -263,9 +263,8 @@ def gate_weights_bwd(
     check.in_range("num_experts (columns of logits)", num_experts, 1, MAX_EXPERTS)
     check.tensor("topk_idx", topk_idx, IDX_DTYPES, (num_tokens, num_topk), device=device)
     scoring_func = scoring_func_of(scoring_func)
-    check.require_type(isinstance(renormalize, bool), "renormalize", "a bool", renormalize)
-    is_number = isinstance(routed_scaling_factor, int | float) and not isinstance(routed_scaling_factor, bool)
-    check.require_type(is_number, "routed_scaling_factor", "a number", routed_scaling_factor)
+    check.flag("renormalize", renormalize)
+    check.number("routed_scaling_factor", routed_scaling_factor)
     grad_logits = logits.new_empty((num_tokens, num_experts))
     _gate_weights_bwd_out(
         grad_weights, logits, topk_idx, int(scoring_func), renormalize, float(routed_scaling_factor), grad_logits

@@ -134,8 +134,8 @@ def _map_all(
     check.in_range("num_experts", num_experts, 1, MAX_EXPERTS)
     check.in_range("num_expanded_tokens", num_expanded_tokens, 0, MAX_POSITIONS)
     check.in_range("alignment", alignment, 1, MAX_POSITIONS)
-    check.require_type(isinstance(force_no_sync, bool), "force_no_sync", "a bool", force_no_sync)
-    check.require_type(isinstance(with_psum, bool), "with_psum", "a bool", with_psum)
+    check.flag("force_no_sync", force_no_sync)
+    check.flag("with_psum", with_psum)
     worst_case = (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
     check.require(
         worst_case <= MAX_POSITIONS, "topk_idx", f"at most {MAX_POSITIONS} positions in the worst case", worst_case

@@ -234,7 +234,7 @@ def reduce_fused(
         )
         x, row_sf = x
     num_expanded_tokens, hidden = check.tensor("x", x, _INPUT_DTYPES, ("num_expanded_tokens", "hidden"))
-    check.multiple_of("hidden", hidden, 64)
+    check.multiple_of("hidden (columns of x)", hidden, 64)
     device = x.device
     num_tokens, num_topk = check.tensor(
         "token_topk_to_pos", token_topk_to_pos, (torch.int32,), ("num_tokens", "num_topk"), device=device

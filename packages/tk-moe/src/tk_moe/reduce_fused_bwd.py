@@ -277,7 +277,7 @@ def reduce_fused_bwd(
             given or both None.
     """
     num_tokens, hidden = check.tensor("grad", grad, _DTYPES, ("num_tokens", "hidden"))
-    check.multiple_of("hidden", hidden, 64)
+    check.multiple_of("hidden (columns of grad)", hidden, 64)
     device = grad.device
     _, num_topk = check.tensor(
         "token_topk_to_pos", token_topk_to_pos, (torch.int32,), (num_tokens, "num_topk"), device=device

@@ -243,13 +243,10 @@ def top2_sum_gate(
     check.in_range("num_experts (columns of logits)", num_experts, 1, MAX_EXPERTS)
     device = logits.device
     check.tensor("bias", bias, (torch.float32,), (num_experts,), device=device)
-    check.require_type(isinstance(use_shared_as_routed, bool), "use_shared_as_routed", "a bool", use_shared_as_routed)
+    check.flag("use_shared_as_routed", use_shared_as_routed)
     check.in_range("num_shared_experts", num_shared_experts, *((1, 2) if use_shared_as_routed else (0, num_experts)))
     num_shared = num_shared_experts if use_shared_as_routed else 0
-    check.require_type(
-        isinstance(routed_scaling_factor, int | float) and not isinstance(routed_scaling_factor, bool),
-        *("routed_scaling_factor", "a float", routed_scaling_factor),
-    )
+    check.number("routed_scaling_factor", routed_scaling_factor)
     num_extra = 0
     if to_physical_map is not None:
         shape = check.tensor(

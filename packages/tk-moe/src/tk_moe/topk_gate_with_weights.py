@@ -270,9 +270,8 @@ def check_gate_options(
     logits: torch.Tensor,
 ) -> None:
     """Check the arguments that gates with weights have in common."""
-    check.require_type(isinstance(renormalize, bool), "renormalize", "a bool", renormalize)
-    is_number = isinstance(routed_scaling_factor, int | float) and not isinstance(routed_scaling_factor, bool)
-    check.require_type(is_number, "routed_scaling_factor", "a number", routed_scaling_factor)
+    check.flag("renormalize", renormalize)
+    check.number("routed_scaling_factor", routed_scaling_factor)
     if mask is not None:
         check.tensor("mask", mask, (torch.bool,), (logits.shape[0],), device=logits.device)
     check.require_type(idx_dtype in IDX_DTYPES, "idx_dtype", "torch.int64 or torch.int32", idx_dtype)

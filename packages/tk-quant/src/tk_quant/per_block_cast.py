@@ -132,8 +132,7 @@ def _check_input(x: torch.Tensor, fmt: str, block_size: tuple[int, int]) -> tupl
     """Check what the three functions share: `(block tokens, block channels, blocks down, blocks across)`."""
     num_tokens, hidden = check.tensor("x", x, _DTYPES, ("num_tokens", "hidden"), layout="rows")
     check.require(hidden > 0 and hidden % 64 == 0, "x", "a positive multiple of 64 channels", hidden)
-    if fmt not in _FORMATS:
-        check.one_of("fmt", fmt, _FORMATS)
+    check.one_of("fmt", fmt, _FORMATS)
     check.require_type(isinstance(block_size, (tuple, list)), "block_size", "a pair of ints", block_size)
     check.require(len(block_size) == 2, "block_size", "a pair of ints", block_size)
     for side in block_size:
@@ -248,9 +247,11 @@ def per_block_cast_with_precomputed_sf(
         TypeError: x or sf is no tensor or has another dtype, or block_size is no pair of ints.
         ValueError: Any other argument is not as described, or sf is on another device.
     """
-    if use_tma_aligned_col_major_sf or use_packed_ue8m0:
-        name = "use_tma_aligned_col_major_sf" if use_tma_aligned_col_major_sf else "use_packed_ue8m0"
-        check.require(False, name, "False, for a precomputed sf is row-major float32", True)
+    check.flag("round_sf", round_sf)
+    flags = {"use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf, "use_packed_ue8m0": use_packed_ue8m0}
+    for name, value in flags.items():
+        check.flag(name, value)
+        check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
     block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
     check.tensor("sf", sf, (torch.float32,), (num_rows, num_cols), device=x.device)
     data = _empty_data(x, fmt)

@@ -82,7 +82,7 @@ CAST, SF_ONLY, PRECOMPUTED = "cast", "sf_only", "precomputed"
 """What the kernel does: data and sf, sf alone, data with sf as given."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PerBlockCastConfig:
     """Launch knobs: what a thread keeps, and how the threads of a block lie over rows and channels."""
 

@@ -84,7 +84,7 @@ __device__ __forceinline__ void tk_store_ue8m0(int *word, int index, int exponen
 """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class LosslessConfig:
     """Launch knobs: how a block's threads lie over rows and channels."""
 

@@ -36,7 +36,7 @@ from tk_quant.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_blo
 from tk_quant.quantize import element, encode_macro, load_macro, store_codes_macro
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PerChannelCastConfig:
     """Launch knobs: the tile, how much of it a thread takes, and which is next."""
 
@@ -197,7 +197,7 @@ def check_blocks(fmt: str, num_per_tokens: int, round_sf: bool, sizes: tuple[int
     check.one_of("fmt", fmt, ("e4m3",))
     check.integer("num_per_tokens", num_per_tokens)
     check.one_of("num_per_tokens", num_per_tokens, sizes)
-    check.require_type(isinstance(round_sf, bool), "round_sf", "a bool", round_sf)
+    check.flag("round_sf", round_sf)
 
 
 @replayable

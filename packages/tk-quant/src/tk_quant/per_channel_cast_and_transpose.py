@@ -40,7 +40,7 @@ _SIZES = (32, 128)
 _VEC = 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PerChannelCastAndTransposeConfig:
     """Launch knobs: the tile, how much of it a thread takes, and which is next."""
 

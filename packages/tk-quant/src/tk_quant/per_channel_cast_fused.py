@@ -44,7 +44,7 @@ __device__ __forceinline__ unsigned tk_hide(unsigned x) {
 """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PerChannelRecastConfig:
     """Launch knobs of the kernel for pairs: the tile, how much of it a thread takes, and which is next."""
 

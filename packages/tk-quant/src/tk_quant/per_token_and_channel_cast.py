@@ -93,7 +93,7 @@ __device__ __forceinline__ unsigned tk_row_amax(const unsigned *rows) {
 """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PerTokenAndChannelCastConfig:
     """Launch knobs: how much of a tile a thread takes, and how many registers."""
 
@@ -378,7 +378,7 @@ def _cast(
         check.integer(name, value)
         check.one_of(name, value, _GROUPS)
     for name, flag in (("round_sf", round_sf), ("transpose_channel_data", transpose_channel_data)):
-        check.require_type(isinstance(flag, bool), name, "a bool", flag)
+        check.flag(name, flag)
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     token_data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
     token_sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout)

@@ -154,6 +154,7 @@ def _check_input(
             x = x.view(torch.int8)
         hidden = width if x.dtype is torch.float8_e4m3fn else 2 * width
         check.require(x_block_size is not None, "x_block_size", "the block size of the pair x", x_block_size)
+        check.require_type(isinstance(x_block_size, tuple | list), "x_block_size", "a pair of ints", x_block_size)
         x_block_size = tuple(x_block_size)
         check.require(len(x_block_size) == 2, "x_block_size", "two numbers", x_block_size)
         for size in x_block_size:
@@ -162,8 +163,8 @@ def _check_input(
         rows, cols = ceil_div(num_tokens, x_block_size[0]), ceil_div(hidden, x_block_size[1])
         check_scales("x[1]", x_sf, rows, cols, x.device, (torch.float8_e8m0fnu,))
     check.require(hidden > 0 and hidden % 64 == 0, "x", "a positive multiple of 64 channels", hidden)
-    if fmt not in formats:
-        check.one_of("fmt", fmt, formats)
+    check.one_of("fmt", fmt, formats)
+    check.integer("num_per_channels", num_per_channels)
     if fmt == "e5m6":
         check.require(num_per_channels == hidden, "num_per_channels", f"{hidden} for fmt 'e5m6'", num_per_channels)
     elif num_per_channels not in _GROUPS:
@@ -329,9 +330,11 @@ def per_token_cast_with_precomputed_sf(
         TypeError: x or sf is no tensor, or has another dtype.
         ValueError: Any other argument is not as described, or is on another device.
     """
-    if use_tma_aligned_col_major_sf or use_packed_ue8m0:
-        name = "use_tma_aligned_col_major_sf" if use_tma_aligned_col_major_sf else "use_packed_ue8m0"
-        check.require(False, name, "False, for a precomputed sf is row-major float32", True)
+    check.flag("round_sf", round_sf)
+    flags = {"use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf, "use_packed_ue8m0": use_packed_ue8m0}
+    for name, value in flags.items():
+        check.flag(name, value)
+        check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
     checked = _check_input(x, fmt, _FORMATS_FROM_PAIRS, num_per_channels, x_block_size)
     x, x_sf, num_tokens, hidden, x_block_size = checked
     num_groups = ceil_div(hidden, num_per_channels)

@@ -13,7 +13,7 @@ CAST, SF_ONLY, PRECOMPUTED = "cast", "sf_only", "precomputed"
 _VEC_OF_CODES = 32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PerTokenCastConfig:
     """Launch knobs: how a block's threads lie over rows and channels."""
 

@@ -283,7 +283,7 @@ def swiglu_backward(
     dtype = check_swiglu_arguments(x, swiglu_clamp_value, fmt, pos_to_token_topk, topk_weights, pos_to_expert)
     num_positions, hidden = x.shape[0], x.shape[1] // 2
     check.tensor("grad_out", grad_out, DTYPES, (num_positions, hidden), device=x.device)
-    check.require_type(isinstance(with_out, bool), "with_out", "a bool", with_out)
+    check.flag("with_out", with_out)
     weight_grad = None
     if token_topk_to_pos is not None:
         check.require(topk_weights is not None, "topk_weights", "a tensor beside token_topk_to_pos", None)

@@ -158,7 +158,7 @@ def _swiglu_backward_and_per_token_cast(
     flat = not (batched and isinstance(pos_to_token_topk, torch.Tensor) and pos_to_token_topk.ndim == 2)
     positions = (math.prod(leading),) if flat else tuple(leading)
     check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
-    check.require_type(isinstance(round_sf, bool), "round_sf", "a bool", round_sf)
+    check.flag("round_sf", round_sf)
     if swiglu_clamp_value is not None:
         is_number = isinstance(swiglu_clamp_value, int | float) and not isinstance(swiglu_clamp_value, bool)
         check.require_type(is_number, "swiglu_clamp_value", "a number", swiglu_clamp_value)

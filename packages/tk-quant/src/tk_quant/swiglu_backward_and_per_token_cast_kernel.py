@@ -25,7 +25,7 @@ _MAX_LANES = 256
 _CHUNK = 4
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SwigluBackwardConfig:
     """Launch knobs: how a block's threads lie over rows and channels."""
 

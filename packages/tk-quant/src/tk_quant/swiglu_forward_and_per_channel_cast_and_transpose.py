@@ -97,7 +97,7 @@ __device__ __forceinline__ void tk_swiglu(
 """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SwigluForwardAndPerChannelCastAndTransposeConfig:
     """Launch knobs: how much a thread takes, and how many registers."""
 
@@ -328,7 +328,7 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     check.integer("num_per_tokens", num_per_tokens)
     check.one_of("num_per_tokens", num_per_tokens, (32, 128))
     for name, flag in (("round_sf", round_sf), ("without_transpose", without_transpose)):
-        check.require_type(isinstance(flag, bool), name, "a bool", flag)
+        check.flag(name, flag)
     if swiglu_clamp_value is not None:
         is_number = isinstance(swiglu_clamp_value, (int, float)) and not isinstance(swiglu_clamp_value, bool)
         check.require_type(is_number, "swiglu_clamp_value", "a number or None", swiglu_clamp_value)

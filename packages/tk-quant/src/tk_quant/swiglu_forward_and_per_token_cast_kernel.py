@@ -51,7 +51,7 @@ __device__ __forceinline__ void tk_load_mostly_once(unsigned *words, const void 
 """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SwigluCastConfig:
     """Launch knobs: how a block's threads lie over rows and channels."""
 

@@ -61,7 +61,7 @@ __device__ __forceinline__ void tk_wait_for_copies() { asm volatile("cp.async.wa
 """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TransposeConfig:
     """Launch knobs: the size of a tile, and the threads that work on it."""
 

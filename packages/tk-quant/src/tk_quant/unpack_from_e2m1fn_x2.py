@@ -22,7 +22,7 @@ _DTYPES = (torch.int8, torch.uint8) + ((_FLOAT4_DTYPE,) if _FLOAT4_DTYPE is not 
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class UnpackConfig:
     """Launch knobs."""
 

@@ -436,7 +436,7 @@ def short_conv_bwd(
     """
     shape = check_conv(u, norm_weight, conv_weight, dilation, cu_seqlens, eps)
     check.tensor("d_out", d_out, (torch.bfloat16,), shape, device=u.device)
-    check.require_type(isinstance(has_residual, bool), "has_residual", "a bool", has_residual)
+    check.flag("has_residual", has_residual)
     d_u = u.new_empty(u.shape)
     d_norm_weight = u.new_empty(norm_weight.shape, dtype=torch.float32)
     d_conv_weight = u.new_empty(conv_weight.shape, dtype=torch.float32)

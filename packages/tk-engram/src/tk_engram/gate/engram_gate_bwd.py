@@ -383,7 +383,7 @@ def engram_gate_bwd(
     for name, each in zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved):
         check.tensor(name, each, (torch.float32,), (num_tokens, mhc_mult), device=device)
     check.number("clamp_value", clamp_value, at_least=0)
-    check.require_type(isinstance(add_residual, bool), "add_residual", "a bool", add_residual)
+    check.flag("add_residual", add_residual)
     if grad_kv is not None:
         check.tensor("grad_kv", grad_kv, bfloat16, (num_tokens, mhc_mult + 1, hidden), device=device)
     grad_x = hidden_states.new_empty(shape)

@@ -276,7 +276,7 @@ def engram_gate_fwd(
     check.number("clamp_value", clamp_value, at_least=0)
     flags = {"save_for_backward": save_for_backward, "inplace": inplace, "add_residual": add_residual}
     for name, flag in flags.items():
-        check.require_type(isinstance(flag, bool), name, "a bool", flag)
+        check.flag(name, flag)
     check.require(not (inplace and save_for_backward), "inplace", "False with save_for_backward", inplace)
     out = hidden_states if inplace else hidden_states.new_empty(shape)
     saved: tuple[Tensor | None, ...] = (None,) * 4

@@ -310,7 +310,7 @@ def engram_lookup_bwd(
     check.in_range("num_rows", num_rows, 1, _MAX_ROWS)
     shape = check_indices(indices, num_rows, d_o.device)
     check.require(shape == (num_tokens, num_columns), "indices", f"shape {(num_tokens, num_columns)}", shape)
-    check.require_type(isinstance(sparse, bool), "sparse", "a bool", sparse)
+    check.flag("sparse", sparse)
     if sparse:
         check.require(grad is None, "grad", "None with sparse=True", type(grad).__name__)
         num_pairs = num_tokens * num_columns

@@ -140,7 +140,7 @@ def engram_sinkhorn_momentum_update(
     check.tensor("momentum_buffer", momentum_buffer, _DTYPES, tuple(grad.shape), device=grad.device)
     check.number("beta1", beta1, at_least=0)
     check.require(beta1 <= 1, "beta1", "at most 1", beta1)
-    check.require_type(isinstance(nesterov, bool), "nesterov", "a bool", nesterov)
+    check.flag("nesterov", nesterov)
     out = grad.new_empty(grad.shape, dtype=torch.float32)
     _engram_sinkhorn_momentum_update_out(grad, momentum_buffer, float(beta1), nesterov, out)
     return out

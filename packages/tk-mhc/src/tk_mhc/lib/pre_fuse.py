@@ -203,7 +203,7 @@ def check_pre_fuse(
         check.tensor("layer_norm_weight", weight, (torch.bfloat16, torch.float32), (hidden,), device=device)
     check.number("layer_norm_eps", eps, at_least=0)
     is_shifted, pre_mix = shifted
-    check.require_type(isinstance(is_shifted, bool), "shifted", "a bool", is_shifted)
+    check.flag("shifted", is_shifted)
     if pre_mix is not None:
         check.require(is_shifted, "pre_mix", "None unless shifted is True", "a tensor")
         check.tensor("pre_mix", pre_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)

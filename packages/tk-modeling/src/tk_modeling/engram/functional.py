@@ -239,7 +239,7 @@ def engram_lookup(
     """
     shape = check.tensor("indices", indices, (torch.int32,), (..., "C"), layout="any")
     check.tensor("table", table, _TABLE_DTYPES, ("R", "D"), layout="rows")
-    check.require_type(isinstance(sparse_grad, bool), "sparse_grad", "a bool", sparse_grad)
+    check.flag("sparse_grad", sparse_grad)
     flat = indices.reshape(-1, shape[-1]).contiguous()
     if needs_gradients(table):
         frozen, found = "requires_grad=False", "requires_grad=True"
