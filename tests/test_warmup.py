@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def plan_of(model: ModelProfile, arch: str = "sm_90a") -> Plan:
 
 def missing(requests: list[KernelRequest], plan: Plan) -> list[str]:
     """Kernels that were asked for and are not planned."""
-    return [str(r) for r in requests if (r.kernel.name, repr(r.args)) not in plan.jobs]
+    return [str(r) for r in requests if r not in plan.jobs]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
@@ -47,6 +48,26 @@ def test_shipped_profiles(name: str, arch: str) -> None:
 def test_a_profile_can_call_every_op() -> None:
     called = set(ops_called(load(EVERY_OP)))
     assert called == load_specs().keys() - {op for op in load_specs() if op.startswith("tk_modeling.")}
+
+
+def test_few_kernels_depend_on_the_number_of_tokens() -> None:
+    model = load(EVERY_OP)
+    found: dict[str, dict[int, set[KernelRequest]]] = defaultdict(lambda: defaultdict(set))
+    for num_tokens in (1, 2, 3, 64, 511, 513, 4099, 20000):
+        for name, op, arguments in model.calls(num_tokens):
+            with capture(arch_from_name("sm_90a")) as requests:
+                op(**arguments)
+            found[name][num_tokens].update(requests)
+    for name, by_count in found.items():
+        kernels = set().union(*by_count.values())
+        # What is the same kernel is the same key, or a server would load it again.
+        assert len(kernels) == len({(request.kernel.name, repr(request.args)) for request in kernels}), name
+        assert len(kernels) <= 4 * max(map(len, by_count.values())), name
+    changing = {name for name, by_count in found.items() if len(set(map(frozenset, by_count.values()))) > 1}
+    table = (ROOT / "docs" / "warmup.md").read_text(encoding="utf-8").partition("| ops | why |")[2]
+    named = set(re.findall(r"`(?:tk_\w+\.)?(\w+)`", table.partition("\n\n")[0]))
+    # expand_to_fused has another kernel for wide rows only.
+    assert {name.partition(".")[2] for name in changing} == named - {"expand_to_fused"}
 
 
 def test_all_numbers_of_tokens_are_covered() -> None:
@@ -111,6 +132,7 @@ activations = [{ fmt = "e4m3", num_per_channels = 128 }]
 
 _SERVE = """
 import sys
+from collections import defaultdict
 from tk_core import compat
 from tk_core.arch import arch_from_name, compiling_for
 from tk_core.cli.profile import load

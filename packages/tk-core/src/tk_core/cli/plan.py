@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from tk_core.kernel import KernelRequest
     from tk_core.testing import Case, OpSpec
 
-Key = tuple[str, str]
-
 
 @dataclass(frozen=True)
 class Job:
@@ -34,11 +32,11 @@ class Job:
 class Plan:
     """Kernels to compile, each once, and what can't be."""
 
-    jobs: dict[Key, Job] = field(default_factory=dict)
+    jobs: "dict[KernelRequest, Job]" = field(default_factory=dict)
     failures: dict[str, None] = field(default_factory=dict)
     unsupported: dict[str, None] = field(default_factory=dict)
 
-    def ask(self, call: Callable[[], Any], arch_name: str, asked_by: str) -> frozenset[Key]:
+    def ask(self, call: Callable[[], Any], arch_name: str, asked_by: str) -> "frozenset[KernelRequest]":
         """Take up the kernels that a call launches on an architecture; says which."""
         from tk_core.arch import UnsupportedArchError, arch_from_name
         from tk_core.kernel import capture
@@ -53,13 +51,8 @@ class Plan:
             self.failures[f"{asked_by} for {arch_name}: {type(error).__name__}: {error}"] = None
             return frozenset()
         for request in requests:
-            self.jobs.setdefault(_key(request), Job(request.kernel.name, request.args, asked_by))
-        return frozenset(map(_key, requests))
-
-
-def _key(request: "KernelRequest") -> Key:
-    # Some configurations are equal in value only.
-    return request.kernel.name, repr(request.args)
+            self.jobs.setdefault(request, Job(request.kernel.name, request.args, asked_by))
+        return frozenset(requests)
 
 
 def plan_cases(specs: "dict[str, OpSpec]", archs: Sequence[str], wanted: "Callable[[Case], bool]") -> Plan:
@@ -100,8 +93,8 @@ def _limited_to(num_sms: int | None) -> AbstractContextManager[None]:
 
 
 def _ask_for_all_counts(plan: Plan, profile: ModelProfile, arch: str, ops: Collection[str]) -> None:
-    def kernels_at(num_tokens: int, ops: Collection[str]) -> dict[str, set[Key]]:
-        found: dict[str, set[Key]] = defaultdict(set)
+    def kernels_at(num_tokens: int, ops: Collection[str]) -> "dict[str, set[KernelRequest]]":
+        found: dict[str, set[KernelRequest]] = defaultdict(set)
         for name, op, arguments in profile.calls(num_tokens):
             if name in ops:
                 found[name] |= plan.ask(lambda op=op, arguments=arguments: op(**arguments), arch, name)
