@@ -180,7 +180,7 @@ def test_repr_and_reset() -> None:
         (lambda: Router(8, 4, 2, scoring_func="identity"), ValueError, "scoring_func: .*sqrtsoftplus"),
         (lambda: Router(8, 12, 2, num_groups=5, num_topk_groups=2), ValueError, "num_groups: .*divisor of 12"),
         (lambda: Router(8, 12, 2, num_groups=4), ValueError, "num_topk_groups: .*1 to 4"),
-        (lambda: Router(8, 4, 2, routed_scaling_factor="1"), TypeError, "routed_scaling_factor: .*float"),
+        (lambda: Router(8, 4, 2, routed_scaling_factor="1"), TypeError, "routed_scaling_factor: .*number"),
     ],
 )
 def test_bad_input(call: Any, error: type[Exception], match: str) -> None:
