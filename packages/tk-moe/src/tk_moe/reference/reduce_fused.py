@@ -2,6 +2,10 @@
 
 import torch
 
+# Elements that are added up together: their float64 values stay in a CPU's cache.
+_CPU_CHUNK = 1 << 17
+_CHUNK = 1 << 24
+
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c of float32 tensors, rounded once, to nearest even.
@@ -39,20 +43,43 @@ def reduce_fused(
     Returns (num_tokens, hidden): `out`, or a new tensor.
     """
     x, row_sf = x if isinstance(x, tuple | list) else (x, None)
-    num_tokens, num_topk = token_topk_to_pos.shape
-    num_expanded_tokens, hidden = x.shape
+    num_tokens, hidden = token_topk_to_pos.shape[0], x.shape[1]
     out_dtype = torch.float8_e4m3fn if fp8_format else x.dtype
     if out is None:
         out = x.new_empty((num_tokens, hidden), dtype=out_dtype)
+    scales = _scales(topk_weights, row_sf, token_topk_to_pos)
+    chunk = max(1, (_CPU_CHUNK if x.device.type == "cpu" else _CHUNK) // max(1, hidden))
+    for first in range(0, num_tokens, chunk):
+        tokens = slice(first, first + chunk)
+        acc = _sum(x, None if scales is None else scales[tokens], token_topk_to_pos[tokens])
+        _write(acc, fp8_format, sf, out[tokens])
+    return out
+
+
+def _scales(
+    topk_weights: torch.Tensor | None, row_sf: torch.Tensor | None, token_topk_to_pos: torch.Tensor
+) -> torch.Tensor | None:
+    """What each row is multiplied by, float32 (num_tokens, num_topk); None for nothing."""
+    if row_sf is None or not len(row_sf):
+        return topk_weights
+    row_sf = row_sf[token_topk_to_pos.long().clamp(0, len(row_sf) - 1)]
+    return row_sf if topk_weights is None else topk_weights * row_sf
+
+
+def _sum(x: torch.Tensor, scales: torch.Tensor | None, token_topk_to_pos: torch.Tensor) -> torch.Tensor:
+    num_tokens, num_topk = token_topk_to_pos.shape
+    num_expanded_tokens, hidden = x.shape
     acc = x.new_zeros((num_tokens, hidden), dtype=torch.float32)
     for k in range(num_topk if num_expanded_tokens else 0):
         pos = token_topk_to_pos[:, k].long()
         has_row = (pos >= 0) & (pos < num_expanded_tokens)
-        pos = pos.where(has_row, 0)
-        scale = acc.new_ones(num_tokens) if topk_weights is None else topk_weights[:, k]
-        if row_sf is not None:
-            scale = scale * row_sf[pos]
-        acc = torch.where(has_row[:, None], _fma(x[pos].float(), scale[:, None], acc), acc)
+        rows = x[pos.where(has_row, 0)].float()
+        added = acc + rows if scales is None else _fma(rows, scales[:, k, None], acc)
+        acc = torch.where(has_row[:, None], added, acc)
+    return acc
+
+
+def _write(acc: torch.Tensor, fp8_format: str, sf: torch.Tensor | None, out: torch.Tensor) -> None:
     # Of the many NaN, the one that float32 arithmetic makes on this device.
     infinity = acc.new_full((), torch.inf)
     acc = torch.where(acc.isnan(), infinity - infinity, acc)
@@ -61,5 +88,5 @@ def reduce_fused(
             acc = acc * sf
         is_nan = acc.isnan()
         rounded = acc.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-        return out.copy_(torch.where(is_nan, 0x7F, rounded).to(torch.uint8).view(torch.float8_e4m3fn))
-    return out.copy_(acc)
+        acc = torch.where(is_nan, 0x7F, rounded).to(torch.uint8).view(torch.float8_e4m3fn)
+    out.copy_(acc)
