@@ -142,3 +142,10 @@ def test_integers_are_of_64_bits() -> None:
 def test_what_can_not_be_hashed_is_none_of_those_allowed() -> None:
     with pytest.raises(ValueError, match="fmt: expected one of 'bf16'"):
         check.one_of("fmt", ["bf16"], {"bf16": 1})
+
+
+def test_empty_tensors_have_any_strides() -> None:
+    for layout in ("contiguous", "rows"):
+        for strides in ((1, 0), (16, 2), (0, 0)):
+            empty = torch.empty_strided((0, 8), strides)
+            assert check.tensor("x", empty, (torch.float32,), ("n", 8), layout=layout) == (0, 8)

@@ -37,7 +37,7 @@ def tensor(
                 if layout == "contiguous":
                     if x.is_contiguous():
                         return found
-                elif layout == "any" or x.stride(-1) == 1 or found[-1] <= 1:
+                elif layout == "any" or x.stride(-1) == 1 or found[-1] <= 1 or not x.numel():
                     return found
     raise _tensor_error(name, x, dtypes, shape, layout, device)
 
