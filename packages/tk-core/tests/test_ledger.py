@@ -152,10 +152,14 @@ def test_sanitizer_results_outlive_runs_without_it(zz: Path) -> None:
 
 def test_a_renewed_record_is_that_of_an_earlier_source(zz: Path) -> None:
     ledger.mark_pending("tk_zz.f", "why")
-    ledger.renew("tk_zz.f", {"gpu": "a", "hash": "of then", "sanitizer": {"memcheck": 1}})
+    ledger.renew("tk_zz.f", {"gpu": "a", "hash": "of then", "sanitizer": {"memcheck": 1}}, "abc")
     status = ledger.status("tk_zz.f")
     assert status.state == "verified"
-    assert status.entry == {"gpu": "a", "hash": ledger.source_hash("tk_zz.f"), "sanitizer": {"memcheck": 1}}
+    kept = {"gpu": "a", "sanitizer": {"memcheck": 1}}
+    assert status.entry == {**kept, "hash": ledger.source_hash("tk_zz.f"), "unchanged_since": "abc"}
+    # Renewed again, it is still the first commit whose source ran.
+    ledger.renew("tk_zz.f", status.entry, "def")
+    assert ledger.status("tk_zz.f").entry == status.entry
 
 
 def test_the_file_is_stable(zz: Path) -> None:

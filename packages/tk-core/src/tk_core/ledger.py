@@ -87,9 +87,9 @@ def mark_pending(op: str, reason: str) -> None:
     _write(op, {**before, "pending": reason.strip()})
 
 
-def renew(op: str, entry: dict[str, Any]) -> None:
-    """Write an earlier verification again, for source that was shown to do the same on a GPU."""
-    _write(op, {**entry, "hash": source_hash(op)})
+def renew(op: str, entry: dict[str, Any], commit: str) -> None:
+    """Write the verification of a commit again, for source that was shown to do the same on a GPU."""
+    _write(op, {"unchanged_since": commit, **entry, "hash": source_hash(op)})
 
 
 def _write(op: str, entry: dict[str, Any]) -> None:

@@ -31,14 +31,17 @@ def _fingerprints(sources: Path, ops: Sequence[str]) -> dict[str, Any]:
     return json.loads(ran.stdout)
 
 
+def _git(*arguments: str, cwd: Path = Path(__file__).parent) -> bytes:
+    return subprocess.check_output(["git", *arguments], cwd=cwd)
+
+
 def changes(commit: str, ops: Sequence[str]) -> dict[str, tuple[str | None, dict[str, Any]]]:
     """For each op why its record of `commit` can't be kept, None if it can, and that record."""
     if not ops:
         return {}
-    here = Path(__file__).parent
-    root = Path(subprocess.check_output(["git", "rev-parse", "--show-toplevel"], cwd=here, text=True).strip())
+    root = Path(_git("rev-parse", "--show-toplevel").decode().strip())
     with tempfile.TemporaryDirectory() as folder:
-        packed = subprocess.check_output(["git", "archive", commit, "packages"], cwd=root)
+        packed = _git("archive", commit, "packages", cwd=root)
         with tarfile.open(fileobj=BytesIO(packed)) as tar:
             tar.extractall(folder, filter="data")
         before, now = _fingerprints(Path(folder), ops), _fingerprints(root, ops)
@@ -61,7 +64,7 @@ def _renew(op: str, commit: str, change: tuple[str | None, dict[str, Any]]) -> b
 
     why, entry = change
     if why is None:
-        ledger.renew(op, entry)
+        ledger.renew(op, entry, commit)
     typer.echo(f"{op}: {f'as at {commit}, renewed' if why is None else why}")
     return why is None
 
@@ -102,6 +105,7 @@ def verify(
         return
 
     if unchanged is not None:
+        unchanged = _git("rev-parse", "--short", unchanged).decode().strip()
         stale = [op for op in select(targets or []) if ledger.status(op).state != "verified"]
         kept = [_renew(op, unchanged, why) for op, why in changes(unchanged, stale).items()]
         raise typer.Exit(0 if all(kept) else 1)
