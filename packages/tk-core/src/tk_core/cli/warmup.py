@@ -1,7 +1,6 @@
 """`tk warmup`: compile a model's kernels ahead of time, on any machine, in several processes."""
 
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -73,16 +72,11 @@ def _plan_for_cases(patterns: list[str], targets: list[str], archs: list[str]) -
 
 def _require_writable_cache() -> None:
     from tk_core.compat import cache_dir
+    from tk_core.faults import cache_fault
 
-    folder = cache_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(1 << 16))
-    except OSError as error:
-        typer.echo(f"nothing compiled: kernels can't be stored in {folder}: {error.strerror}", err=True)
-        typer.echo("Free or mend it, or name another folder: TILELANG_CACHE_DIR=/path tk warmup …", err=True)
-        raise typer.Exit(1) from error
+    if fault := cache_fault(cache_dir()):
+        typer.echo(f"nothing compiled: {fault}", err=True)
+        raise typer.Exit(1)
 
 
 def _report(

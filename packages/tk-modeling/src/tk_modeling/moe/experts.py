@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from tk_core import check
-from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, needs_gradients
+from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, needs_gradients, without_autocast
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "weight") -> Tensor:
@@ -77,7 +77,7 @@ def _products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if not a.is_cuda:
         return _products_by_loop(a, b, ends)
     # A backward may run under autocast.
-    with torch.autocast("cuda", enabled=False):
+    with without_autocast(a):
         return torch.nn.functional.grouped_mm(a, b, offs=ends)
 
 
@@ -86,7 +86,7 @@ def _products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 def _products_by_loop(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     bounds = [0, *ends.tolist()]
     segments = list(pairwise(bounds))
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a):
         if b.dim() == 2:
             return torch.stack([a[:, s:e].float() @ b[s:e].float() for s, e in segments])
         out = a.new_empty((a.shape[0], b.shape[2]))

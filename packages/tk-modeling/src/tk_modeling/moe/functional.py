@@ -1,7 +1,6 @@
 """Differentiable gates, expand, reduce and SwiGLU: the ops of tk_moe and tk_quant with their gradients.
 
-Names, arguments and results are those of the ops; a scoring function may also be given by its name. Where nothing
-requires gradients the op alone runs.
+Names, arguments and results are those of the ops. Where nothing requires gradients the op alone runs.
 """
 
 from typing import Any
@@ -17,14 +16,6 @@ from tk_modeling.gradients import needs_gradients
 from tk_moe import ScoringFunc
 
 
-def scoring_func_of(scoring_func: ScoringFunc | str) -> ScoringFunc:
-    """The scoring function itself, or that of the name; ValueError for any other name."""
-    if not isinstance(scoring_func, str):
-        return scoring_func
-    check.one_of("scoring_func", scoring_func.lower(), [str(each) for each in ScoringFunc])
-    return ScoringFunc.from_str(scoring_func)
-
-
 def topk_gate_with_weights(
     logits: Tensor,
     num_topk: int,
@@ -36,7 +27,6 @@ def topk_gate_with_weights(
     idx_dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
     """`tk_moe.topk_gate_with_weights`; topk_weights is differentiable by logits, topk_idx and bias are not."""
-    scoring_func = scoring_func_of(scoring_func)
     topk_idx, topk_weights = tk_moe.topk_gate_with_weights(
         *(logits.detach(), num_topk, scoring_func, bias, renormalize, routed_scaling_factor, mask, idx_dtype)
     )
@@ -54,7 +44,6 @@ def hash_gate(
     idx_dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
     """`tk_moe.hash_gate`; topk_weights is differentiable by logits."""
-    scoring_func = scoring_func_of(scoring_func)
     topk_idx, topk_weights = tk_moe.hash_gate(
         *(token_ids, table, logits.detach(), scoring_func, renormalize, routed_scaling_factor, mask, idx_dtype)
     )
@@ -82,7 +71,6 @@ def top2_sum_gate(
     unmapped_topk_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`tk_moe.top2_sum_gate`; topk_weights is differentiable by logits, topk_idx and bias are not."""
-    scoring_func = scoring_func_of(scoring_func)
     is_mapped = to_physical_map is not None or num_tp_ranks != 1
     if is_mapped and unmapped_topk_idx is None and needs_gradients(logits):
         unmapped_topk_idx = logits.new_empty((logits.shape[0], num_topk), dtype=torch.int64)
@@ -108,7 +96,7 @@ def _with_gradient(
     logits: Tensor,
     experts: Tensor,
     topk_weights: Tensor,
-    scoring_func: ScoringFunc,
+    scoring_func: ScoringFunc | str,
     renormalize: bool,
     routed_scaling_factor: float,
 ) -> Tensor:

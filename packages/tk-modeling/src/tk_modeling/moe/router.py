@@ -7,7 +7,7 @@ import tk_moe
 from tk_core import check
 from tk_core.op import op
 from tk_modeling.gradients import as_float32, linear, without_autocast
-from tk_modeling.moe.functional import aux_loss, scoring_func_of, top2_sum_gate
+from tk_modeling.moe.functional import aux_loss, top2_sum_gate
 from tk_moe import ScoringFunc
 
 
@@ -49,7 +49,7 @@ class Router(nn.Module):
         self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
         self.num_groups, self.num_topk_groups = num_groups, num_topk_groups
         self.routed_scaling_factor = routed_scaling_factor
-        self.scoring_func = scoring_func_of(scoring_func)
+        self.scoring_func = scoring_func
         self.bias_update_rate, self.aux_loss_factor = bias_update_rate, aux_loss_factor
         self.weight = nn.Parameter(torch.empty((num_experts, hidden), dtype=torch.float32, device=device))
         self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32, device=device))
@@ -58,6 +58,8 @@ class Router(nn.Module):
         # Options that do not fit are found here.
         logits = torch.empty((0, num_experts), device="meta")
         self._gate(logits, logits.new_empty(num_experts))
+        if isinstance(scoring_func, str):
+            self.scoring_func = ScoringFunc.from_str(scoring_func)
 
     def reset_parameters(self) -> None:
         """Weights that keep the variance of their inputs; no bias, no load."""
