@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tk_engram
+import tk_engram.reference
 import tk_modeling
 from tk_core.testing import assert_equal
 from tk_modeling.engram.functional import engram_gate_kv

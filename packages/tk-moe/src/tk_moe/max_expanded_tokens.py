@@ -1,7 +1,5 @@
 """max_expanded_tokens: how many rows get_fused_mapping can need, whatever experts the tokens choose."""
 
-import torch
-
 from tk_core import check
 
 
@@ -35,4 +33,4 @@ def max_expanded_tokens(num_tokens: int, num_topk: int, num_experts: int, alignm
         check.integer(name, value)
         check.require(value >= least, name, f"at least {least}", value)
     pairs = num_tokens * num_topk
-    return (pairs + (alignment - 1) * torch.sym_min(num_experts, pairs)) // alignment * alignment
+    return (pairs + (alignment - 1) * min(num_experts, pairs)) // alignment * alignment

@@ -257,7 +257,7 @@ _BUSY_CYCLES = 400_000_000
 def _check_stream(spec: OpSpec, case: Case) -> None:
     _require_kernels()
     kwargs = case.make("cuda")
-    warm, run = _own(spec, kwargs), _own(spec, kwargs)
+    warm, owned = _own(spec, kwargs), _own(spec, kwargs)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side), poisoned_allocations():
@@ -266,7 +266,7 @@ def _check_stream(spec: OpSpec, case: Case) -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(_BUSY_CYCLES)
     with torch.cuda.stream(side), poisoned_allocations():
-        actual = transfer(run(spec, spec.op, run))
+        actual = transfer(run(spec, spec.op, owned))
     side.synchronize()
     still_busy = not torch.cuda.default_stream().query()
     torch.cuda.synchronize()
@@ -318,9 +318,9 @@ def _check_other_device(spec: OpSpec, case: Case) -> None:
     _require_kernels()
     with torch.cuda.device(0):
         kwargs = case.make("cuda:1")
-        run = _own(spec, kwargs)
+        owned = _own(spec, kwargs)
         with poisoned_allocations():
-            actual = run(spec, spec.op, run)
+            actual = run(spec, spec.op, owned)
         assert torch.cuda.current_device() == 0, f"{spec.name}: expected cuda:0 to stay the current device"
         torch.cuda.synchronize(1)
         devices = {x.device for x in tensors(actual)}

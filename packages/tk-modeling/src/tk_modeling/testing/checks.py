@@ -2,8 +2,9 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class ModuleCase:
     """make_inputs(leading, device): bfloat16 activations, drawn from torch's global generator."""
     float32: tuple[str, ...] = ()
     """Names of parameters and buffers that stay float32 where the reference computes in bfloat16."""
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """Relative errors of gradients that the ops behind them are allowed, where plain PyTorch computes in float32."""
     trains_inputs: bool = True
     """False where no input takes a gradient."""
 
@@ -88,7 +91,10 @@ def _in(dtype: torch.dtype, inputs: Any) -> Any:
 
 
 def check_gradients(case: ModuleCase, device: str) -> None:
-    """Errors to float64 are at most 1.1 times those of the reference in bfloat16: root mean square of several draws."""
+    """Errors to float64 are at most 1.1 times those of the reference in bfloat16, or the case's bounds.
+
+    Both are root mean squares of several draws.
+    """
     errors: dict[str, list[tuple[float, float]]] = {}
     for seed in range(_SEEDS):
         module = _seeded(case, device, seed)
@@ -101,10 +107,11 @@ def check_gradients(case: ModuleCase, device: str) -> None:
             size = want.norm()
             assert size, f"{name}: expected a gradient that is not zero everywhere"
             pair = tuple(float(((found[name].double() - want).norm() / size) ** 2) for found in (ours, plain))
-            errors.setdefault(name if want.numel() >= _FEW else "all smaller ones", []).append(pair)
+            is_alone = want.numel() >= _FEW or name in case.bounds
+            errors.setdefault(name if is_alone else "all smaller ones", []).append(pair)
     for name, pairs in errors.items():
-        our_error, plain_error = (sum(values) ** 0.5 for values in zip(*pairs))
-        assert our_error <= max(1.1 * plain_error, _NO_ERROR), (
+        our_error, plain_error = (statistics.fmean(values) ** 0.5 for values in zip(*pairs))
+        assert our_error <= max(1.1 * plain_error, case.bounds.get(name, _NO_ERROR)), (
             f"{name}: error {our_error:.3g}, in plain bfloat16 {plain_error:.3g}"
         )
 
