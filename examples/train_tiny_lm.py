@@ -217,6 +217,14 @@ def make_model(size: Size, backend: str, seed: int) -> LanguageModel:
     return model
 
 
+def compile_layers(model: LanguageModel) -> None:
+    """Compile each kind of layer once: to compile the whole model takes minutes, for it repeats them."""
+    # Kinds of layers, with gradients and without.
+    torch._dynamo.config.recompile_limit = 32
+    for layer in (*model.engrams.values(), *model.attentions, *model.feed_forwards, model.head):
+        layer.compile()
+
+
 # Training
 
 
@@ -226,18 +234,21 @@ class Optimizer:
     def __init__(self, weights: list[nn.Parameter]) -> None:
         self.weights = weights
         self.copies = [weight.detach().to(torch.float32, copy=True) for weight in weights]
+        for copy in self.copies:
+            copy.grad = torch.empty_like(copy)
         self.adamw = torch.optim.AdamW(self.copies, betas=(0.9, 0.95), fused=True)
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Clip the norm of all gradients to 1, change the weights, drop the gradients."""
-        for weight, copy in zip(self.weights, self.copies):
-            copy.grad, weight.grad = weight.grad.float(), None
+        # torch's own optimizers use _foreach: one launch for many tensors.
+        torch._foreach_copy_([copy.grad for copy in self.copies], [weight.grad for weight in self.weights])
+        for weight in self.weights:
+            weight.grad = None
         nn.utils.clip_grad_norm_(self.copies, 1.0)
         self.adamw.param_groups[0]["lr"] = learning_rate
         self.adamw.step()
-        with torch.no_grad():
-            for weight, copy in zip(self.weights, self.copies):
-                weight.copy_(copy)
+        torch._foreach_copy_(self.weights, self.copies)
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -263,7 +274,8 @@ class Trainer:
         self.run = run
         self.train_text, self.held_out, self.description = read_text(run.device)
         self.model = make_model(run.size, run.backend, run.seed).to(run.device)
-        self.loss = torch.compile(self.model.loss) if run.compile else self.model.loss
+        if run.compile:
+            compile_layers(self.model)
         self.optimizer = Optimizer(list(self.model.parameters()))
         self.generator = torch.Generator().manual_seed(run.seed)
         self.step = 0
@@ -274,7 +286,7 @@ class Trainer:
         """The loss, which may still be under way on the GPU, and the learning rate."""
         size = self.run.size
         starts = torch.randint(len(self.train_text) - size.length, (size.batch,), generator=self.generator)
-        loss, auxiliary = self.loss(*windows(self.train_text, starts, size.length))
+        loss, auxiliary = self.model.loss(*windows(self.train_text, starts, size.length))
         (loss + auxiliary).backward()
         rate = size.learning_rate * learning_rate(self.step, self.run.steps)
         self.optimizer.step(rate)
@@ -290,7 +302,7 @@ class Trainer:
         number = batches * size.batch
         starts = torch.arange(number) * (len(text) - size.length - 1) // number
         self.model.eval()
-        losses = [self.loss(*windows(text, part, size.length))[0] for part in starts.split(size.batch)]
+        losses = [self.model.loss(*windows(text, part, size.length))[0] for part in starts.split(size.batch)]
         self.model.train()
         return torch.stack(losses).mean().item()
 
@@ -464,7 +476,10 @@ def sample(model: LanguageModel, length: int, prompt: bytes, seed: int) -> str:
     model.eval()
     while len(written) < length:
         tokens = torch.tensor([written], dtype=torch.int32, device=model.position.weight.device)
-        probabilities = (model(tokens)[0][0, -1].cpu() / 0.8).softmax(0)
+        # Every length would be compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            logits = model(tokens)[0][0, -1]
+        probabilities = (logits.cpu() / 0.8).softmax(0)
         written.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "?" for byte in written)
 
