@@ -111,10 +111,12 @@ def test_index_past_the_weights_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("counts", [False, True])
 def test_configurations_are_admissible(hidden: int, counts: bool) -> None:
     config = SwigluForwardConfig.best(hidden, counts, arch_from_name("sm_90a"))
-    assert config.block_channels == 8 * config.threads
-    assert 32 <= config.threads <= 256
     assert config.threads % 32 == 0
-    assert not counts or config.threads & (config.threads - 1) == 0
+    assert 64 <= config.threads <= 512
+    assert config.block_rows * config.block_channels % (8 * config.threads) == 0
+    assert -hidden % config.block_channels < 512
+    # A count of one row fits in ten bits.
+    assert not counts or config.block_channels <= 512
 
 
 X, INDEX, WEIGHTS = torch.ones(3, 128), torch.zeros(3, dtype=torch.int32), torch.ones(2, 4)

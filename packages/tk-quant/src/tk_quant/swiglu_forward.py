@@ -6,7 +6,8 @@ For each position p and channel j, with l = x[p, j] and r = x[p, hidden + j], in
 
 rounded once to the output's dtype. x (num_positions, 2 · hidden), out (num_positions, hidden).
 
-A thread block takes a position and a stretch of its channels, a thread eight neighbouring channels of both halves:
+A thread block takes some rows and a stretch of their channels, a thread eight neighbouring channels of both halves, of
+one row or two:
 
     x, left     [ thread 0 | thread 1 | … ]      each field 8 channels, one 16-byte load of bfloat16
     x, right    [ thread 0 | thread 1 | … ]
@@ -25,7 +26,7 @@ from torch import Tensor
 from tk_core import check, env
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.math import align
+from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
@@ -37,26 +38,40 @@ _LEAST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
+class Given:
+    """Which of its optional arguments a call gives."""
+
+    weights: bool
+    experts: bool
+    clamp: bool
+
+
+@dataclass(frozen=True)
 class SwigluForwardConfig:
     """Launch knobs."""
 
+    block_rows: int
     block_channels: int
     """Channels of a thread block; what goes beyond hidden is left out."""
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.block_channels // VECTOR
+    threads: int
 
     @staticmethod
     def best(hidden: int, counts: bool, arch: Arch) -> "SwigluForwardConfig":
-        """As few idle threads as possible. Not measured yet.
+        """Blocks of at least 128 threads; wide rows in stretches of up to 1024 channels, two rows a thread.
 
-        Counts are added up over all threads of a block, for which T.reduce_sum wants a power of two.
+        H200, 34816 rows in bfloat16: hidden 2048 104.5 µs where one row a thread takes 115.6, 256 15.0 µs in blocks of
+        four rows where blocks of one take 23.2.
         """
         if counts:
-            return SwigluForwardConfig(min((2048, 1024, 512, 256), key=lambda channels: align(hidden, channels)))
-        return SwigluForwardConfig(channel_tile(hidden, max_threads=256))
+            # T.reduce_sum wants a power of two of threads, and their counts have ten bits each.
+            block_channels = min((512, 256, 128, 64), key=lambda channels: align(hidden, channels))
+            return SwigluForwardConfig(1024 // block_channels, block_channels, 128)
+        if hidden >= 1024:
+            block_channels = channel_tile(hidden, max_threads=128)
+            return SwigluForwardConfig(2, block_channels, block_channels // VECTOR)
+        row_threads = hidden // VECTOR
+        rows = next(rows for rows in (2, 4, 8, 16) if rows * row_threads >= 128 and rows * row_threads % 32 == 0)
+        return SwigluForwardConfig(rows, hidden, rows * row_threads)
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -64,8 +79,7 @@ def _swiglu_forward_kernel(
     hidden: int,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
-    has_weights: bool,
-    has_experts: bool,
+    given: Given,
     counts: bool,
     config: SwigluForwardConfig,
     arch: Arch,
@@ -73,10 +87,11 @@ def _swiglu_forward_kernel(
     """`counts`: there is clamped_count."""
     import tilelang.language as T
 
-    from tk_quant.swiglu_tiles import clamp_gate, clamp_value, is_real_row
+    from tk_quant.swiglu_tiles import clamp_gate, clamp_value, pair_of_row
 
-    block_channels = config.block_channels
+    block_rows, block_channels = config.block_rows, config.block_channels
     num_positions, num_pairs = T.dynamic("num_positions"), T.dynamic("num_pairs")
+    num_tiles, zero = ceil_div(hidden, block_channels), T.cast(0, dtype)
 
     @T.prim_func
     def swiglu_forward(
@@ -88,37 +103,42 @@ def _swiglu_forward_kernel(
         out: T.Tensor((num_positions, hidden), out_dtype),
         clamped_count: T.Tensor((3,), "int64"),
     ) -> None:
-        with T.Kernel(num_positions, T.ceildiv(hidden, block_channels), threads=config.threads) as (position, block):
-            channel = block * block_channels
-            gates = T.alloc_fragment((block_channels,), dtype)
-            values = T.alloc_fragment((block_channels,), dtype)
-            activated = T.alloc_fragment((block_channels,), "float32")
-            beyond = T.alloc_fragment((3, block_channels), "int32")
-            counted = T.alloc_fragment((3,), "int32")
-            weight = T.alloc_var("float32")
-            if is_real_row(position, pos_to_token_topk, pos_to_expert, num_pairs, has_weights, has_experts):
-                T.copy(x[position, 0, channel : channel + block_channels], gates)
-                T.copy(x[position, 1, channel : channel + block_channels], values)
-                if has_weights:
-                    weight = topk_weights[pos_to_token_topk[position]]
-                for i in T.Parallel(block_channels):
-                    gate = clamp_gate(T.cast(gates[i], "float32"), limit)
-                    value = clamp_value(T.cast(values[i], "float32"), limit)
-                    a = gate / (T.float32(1) + T.exp(-gate)) * value
-                    activated[i] = a * weight if has_weights else a
-                if counts:
-                    for k, i in T.Parallel(3, block_channels):
-                        gate, value = T.cast(gates[i], "float32"), T.cast(values[i], "float32")
-                        is_above = T.if_then_else(k == 0, gate > limit, value > limit)
-                        is_beyond = T.if_then_else(k == 2, value < -limit, is_above)
-                        beyond[k, i] = T.cast(is_beyond and channel + i < hidden, "int32")
-                    T.reduce_sum(beyond, counted, dim=1, batch=3)
-                    for k in T.Parallel(3):
-                        if counted[k] > 0:
-                            T.atomic_add(clamped_count[k], T.cast(counted[k], "int64"))
-            else:
-                T.clear(activated)
-            T.copy(activated, out[position, channel : channel + block_channels])
+        with T.Kernel(T.ceildiv(num_positions, block_rows) * num_tiles, threads=config.threads) as block:
+            first, channel = block // num_tiles * block_rows, block % num_tiles * block_channels
+            pairs = T.alloc_fragment((block_rows,), "int32")
+            weights = T.alloc_fragment((block_rows,), "float32")
+            gates = T.alloc_fragment((block_rows, block_channels), dtype)
+            values = T.alloc_fragment((block_rows, block_channels), dtype)
+            activated = T.alloc_fragment((block_rows, block_channels), "float32")
+            beyond = T.alloc_fragment((block_rows, block_channels), "int32")
+            counted = T.alloc_fragment((block_rows,), "int32")
+            for r in T.Parallel(block_rows):
+                pairs[r] = pair_of_row(first + r, num_positions, pos_to_token_topk, pos_to_expert, num_pairs, given)
+                if given.weights:
+                    weights[r] = T.if_then_else(pairs[r] >= 0, topk_weights[pairs[r]], T.float32(0))
+            for r, i in T.Parallel(block_rows, block_channels):
+                is_read = pairs[r] >= 0 and channel + i < hidden
+                gates[r, i] = T.if_then_else(is_read, x[first + r, 0, channel + i], zero)
+            for r, i in T.Parallel(block_rows, block_channels):
+                is_read = pairs[r] >= 0 and channel + i < hidden
+                values[r, i] = T.if_then_else(is_read, x[first + r, 1, channel + i], zero)
+            for r, i in T.Parallel(block_rows, block_channels):
+                gate = clamp_gate(T.cast(gates[r, i], "float32"), limit, given)
+                value = clamp_value(T.cast(values[r, i], "float32"), limit, given)
+                a = gate / (T.float32(1) + T.exp(-gate)) * value
+                activated[r, i] = a * weights[r] if given.weights else a
+            T.copy(activated, out[first : first + block_rows, channel : channel + block_channels])
+            if counts:
+                for r, i in T.Parallel(block_rows, block_channels):
+                    gate, value = T.cast(gates[r, i], "float32"), T.cast(values[r, i], "float32")
+                    of_values = T.if_then_else(value > limit, 1 << 10, T.if_then_else(value < -limit, 1 << 20, 0))
+                    beyond[r, i] = T.if_then_else(gate > limit, 1, 0) + of_values
+                T.reduce_sum(beyond, counted, dim=1)
+                for k in T.serial(3):
+                    for r in T.Parallel(block_rows):
+                        count = (counted[r] >> (10 * k)) & 1023
+                        if count > 0:
+                            T.atomic_add(clamped_count[k], T.cast(count, "int64"))
 
     return swiglu_forward
 
@@ -161,9 +181,9 @@ def _swiglu_forward_out(
         return
     arch = get_arch(x.device)
     counts = clamped_count is not None
+    given = Given(topk_weights is not None, pos_to_expert is not None, swiglu_clamp_value is not None)
     forward = _swiglu_forward_kernel(
-        *(hidden, x.dtype, out.dtype, topk_weights is not None, pos_to_expert is not None),
-        *(counts, SwigluForwardConfig.best(hidden, counts, arch), arch),
+        hidden, x.dtype, out.dtype, given, counts, SwigluForwardConfig.best(hidden, counts, arch), arch
     )
     limit = math.inf if swiglu_clamp_value is None else swiglu_clamp_value
     weights = None if topk_weights is None else topk_weights.view(-1)
