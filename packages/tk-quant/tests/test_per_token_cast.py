@@ -1,6 +1,7 @@
 """per_token_cast, per_token_cast_to_e5m6, per_token_cast_with_sf_only, per_token_cast_with_precomputed_sf."""
 
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import tk_quant
+from tk_core import env
 from tk_core.arch import arch_from_name
 from tk_core.scales import ScaleLayout, check_scales, pack_scales, unpack_scales
 from tk_core.testing import tiers
@@ -516,6 +518,22 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
             function(**kwargs)
     with pytest.raises(error, match=match):
         tk_quant.per_token_cast_with_precomputed_sf(**kwargs, sf=torch.ones(8, 6))
+
+
+@pytest.mark.parametrize("op", [tk_quant.per_token_cast, tk_quant.per_token_cast_with_sf_only])
+def test_debug_mode_finds_a_tensor_sf_that_scales_nothing(monkeypatch: pytest.MonkeyPatch, op: Callable) -> None:
+    x = torch.ones(2, 64)
+    monkeypatch.setattr(env, "debug", lambda: True)
+    op(x, "e2m1", 16, tensor_sf=torch.tensor(0.5))
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="tensor_sf: expected a number above 0"):
+            op(x, "e2m1", 16, tensor_sf=torch.tensor(wrong))
+
+
+def test_what_tilekernels_lacks_has_no_position() -> None:
+    # 2.1.0 has use_e4m3_sf in eighth place.
+    with pytest.raises(TypeError, match="positional"):
+        tk_quant.per_token_cast(torch.ones(2, 64), "e4m3", 64, None, False, True, False, True)
 
 
 NVFP4 = {"fmt": "e2m1", "num_per_channels": 16, "tensor_sf": torch.ones(())}

@@ -173,7 +173,6 @@ MAPS = {"pos_to_token_topk": INDEX, "topk_weights": WEIGHTS}
         ({"grad_out": torch.ones(64, 3).t()}, ValueError, "grad_out: .*contiguous"),
         ({"fmt": 3}, ValueError, "fmt: .*'bf16', 'fp32'"),
         ({"with_out": 1}, TypeError, "with_out: .*bool"),
-        ({"swiglu_clamp_value": -1.0}, ValueError, "swiglu_clamp_value: .*at least"),
         ({"token_topk_to_pos": PAIRS}, ValueError, "topk_weights: .*tensor beside token_topk_to_pos"),
         ({**MAPS, "token_topk_to_pos": PAIRS.long()}, TypeError, "token_topk_to_pos: .*int32"),
         ({**MAPS, "token_topk_to_pos": PAIRS[:1]}, ValueError, "token_topk_to_pos: .*shape"),

@@ -267,7 +267,7 @@ def _cast_back_reference(
 
     fmt = "bf16" if out.dtype is torch.bfloat16 else "fp32"
     special_fmt = "e5m6" if x.dtype is torch.uint8 else None
-    out.copy_(cast_back((x, x_sf), fmt, (x_block_tokens, x_block_channels), special_fmt, tensor_sf))
+    out.copy_(cast_back((x, x_sf), fmt, (x_block_tokens, x_block_channels), special_fmt, tensor_sf=tensor_sf))
 
 
 @op("tk_quant::cast_back_out", mutates=("out",), reference=_cast_back_reference)
@@ -393,6 +393,7 @@ def cast_back(
     fmt: str,
     x_block_size: tuple[int, int] = (32, 32),
     x_special_fmt: str | None = None,
+    *,
     tensor_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Dequantize: data * sf of its block, rounded to float32, and that to bfloat16 where `fmt` is "bf16".

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tk_core import check
+from tk_core import check, env
 from tk_core.arch import get_arch
 from tk_core.math import ceil_div
 from tk_core.op import op
@@ -78,11 +78,12 @@ def _reference(
         return
     layout = _layout_of(sf)
     packed = layout is ScaleLayout.PACKED_UE8M0
-    options = (block_size, packed, round_sf, packed, layout is ScaleLayout.SWIZZLED, tensor_sf)
+    flags = (block_size, packed, round_sf, packed)
+    more = {"use_swizzled_sf": layout is ScaleLayout.SWIZZLED, "tensor_sf": tensor_sf}
     if data is None:
-        sf.copy_(reference.per_token_cast_with_sf_only(*args, *options))
+        sf.copy_(reference.per_token_cast_with_sf_only(*args, *flags, **more))
         return
-    new_data, new_sf = reference.per_token_cast(*args, *options)
+    new_data, new_sf = reference.per_token_cast(*args, *flags, **more)
     data.copy_(new_data)
     sf.copy_(new_sf)
 
@@ -195,6 +196,9 @@ def _check_sf(
     check.require(not round_sf, "round_sf", "False with tensor_sf", round_sf)
     if use_tma_aligned_col_major_sf:
         check.require(False, "use_tma_aligned_col_major_sf", "False with tensor_sf", True)
+    if not torch.compiler.is_compiling() and env.debug() and not tensor_sf.is_meta:
+        value = float(tensor_sf)
+        check.require(value > 0, "tensor_sf", "a number above 0", value)
     return layout, torch.float8_e4m3fn, tensor_sf if ndim else tensor_sf.view(1)
 
 
@@ -211,6 +215,7 @@ def per_token_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
 ) -> Pair:
@@ -242,7 +247,8 @@ def per_token_cast(
         use_swizzled_sf: sf as Blackwell's block-scaled matrix products read it; needs round_sf or tensor_sf.
         tensor_sf: NVFP4: float32, one element, shape () or (1,), that all values are to be multiplied by on top of sf;
             for fmt "e2m1" in groups of 16, without round_sf and column-major sf. Let it be the largest |x| of the
-            tensor / (448 * 6), computed or calibrated; groups with more than 448 * 6 * tensor_sf saturate.
+            tensor / (448 * 6), computed or calibrated; groups with more than 448 * 6 * tensor_sf saturate. Above 0
+            (`TK_DEBUG=1` raises ValueError where it is not).
 
     Returns:
         `(data, sf)`: data float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2) with the even channel in
@@ -285,6 +291,7 @@ def per_token_cast_with_sf_only(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:

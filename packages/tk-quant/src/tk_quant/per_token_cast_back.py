@@ -18,6 +18,7 @@ def per_token_cast_back(
     fmt: str,
     num_per_channels: int,
     x_special_fmt: str | None = None,
+    *,
     tensor_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Dequantize by groups of channels: data * sf of its token and group, rounded as `cast_back` does.

@@ -265,8 +265,8 @@ def swiglu_backward(
         x: (num_positions, 2 * hidden) bfloat16 or float32, contiguous, the gate l in the left half; hidden a multiple
             of 64.
         grad_out: (num_positions, hidden) bfloat16 or float32, contiguous.
-        swiglu_clamp_value: c > 0: l is clamped to at most c first, r to [-c, c]; x_grad is 0 where they were. NaN stays
-            NaN.
+        swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]; x_grad is 0 where
+            they were. NaN stays NaN.
         fmt: "bf16" or "fp32", the type of x_grad and out.
         pos_to_token_topk: int32 (num_positions,), index of each row's weight in topk_weights, flat; a row where it is
             negative or past the end (`TK_DEBUG=1` raises ValueError for that) is padding.

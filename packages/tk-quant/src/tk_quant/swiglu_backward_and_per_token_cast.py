@@ -30,12 +30,12 @@ from tk_core.arch import get_arch
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant.clamp import check_clamp_value
 from tk_quant.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig, swiglu_backward_kernel
 
 _GROUPS = (32, 128)
 # The last block's threads count a little further.
 _MAX_PAIRS = 2**31 - 2**10
-_LEAST_NORMAL = 2.0**-126
 
 
 def _reference(
@@ -159,11 +159,7 @@ def _swiglu_backward_and_per_token_cast(
     positions = (math.prod(leading),) if flat else tuple(leading)
     check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
     check.flag("round_sf", round_sf)
-    if swiglu_clamp_value is not None:
-        is_number = isinstance(swiglu_clamp_value, int | float) and not isinstance(swiglu_clamp_value, bool)
-        check.require_type(is_number, "swiglu_clamp_value", "a number", swiglu_clamp_value)
-        least = f"a number of at least {_LEAST_NORMAL}"
-        check.require(swiglu_clamp_value >= _LEAST_NORMAL, "swiglu_clamp_value", least, swiglu_clamp_value)
+    check_clamp_value(swiglu_clamp_value)
     if not torch.compiler.is_compiling() and env.debug() and not data.is_meta:
         _check_indices(pos_to_token_topk, token_topk_to_pos)
 
@@ -221,8 +217,8 @@ def swiglu_backward_and_per_token_cast(
             disagree.
         num_per_channels: Channels of a group, of x and of x_grad: 32 or 128.
         round_sf: Round sf up to a power of two.
-        swiglu_clamp_value: c > 0: l is clamped to at most c first, r to [-c, c]; x_grad is 0 where they were. NaN stays
-            NaN.
+        swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]; x_grad is 0 where
+            they were. NaN stays NaN.
 
     Returns:
         `(out, (data, sf), x_grad, weight_grad)`: out bfloat16, as grad_out; data float8_e4m3fn and sf float32, as x;

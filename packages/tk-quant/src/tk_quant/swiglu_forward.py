@@ -31,10 +31,10 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import aligned
+from tk_quant.clamp import check_clamp_value
 
 DTYPES = (torch.bfloat16, torch.float32)
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_LEAST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,7 @@ def check_swiglu_arguments(
         check.require(False, "pos_to_token_topk", "a tensor beside topk_weights", None)
     if pos_to_expert is not None:
         check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), (num_positions,), device=x.device)
-    if swiglu_clamp_value is not None:
-        is_number = isinstance(swiglu_clamp_value, int | float) and not isinstance(swiglu_clamp_value, bool)
-        check.require_type(is_number, "swiglu_clamp_value", "a number", swiglu_clamp_value)
-        least = f"a number of at least {_LEAST_NORMAL}"
-        check.require(swiglu_clamp_value >= _LEAST_NORMAL, "swiglu_clamp_value", least, swiglu_clamp_value)
+    check_clamp_value(swiglu_clamp_value)
     return OUT_DTYPES[fmt]
 
 
@@ -242,7 +238,7 @@ def swiglu_forward(
     Args:
         x: (num_positions, 2 * hidden) bfloat16 or float32, contiguous, the gate l in the left half; hidden a multiple
             of 64.
-        swiglu_clamp_value: c > 0: l is clamped to at most c first, r to [-c, c]. NaN stays NaN.
+        swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]. NaN stays NaN.
         fmt: "bf16" or "fp32", the output's type.
         pos_to_token_topk: int32 (num_positions,), index of each row's weight in topk_weights, flat; a row where it is
             negative or past the end (`TK_DEBUG=1` raises ValueError for that) is padding.

@@ -33,6 +33,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant.clamp import check_clamp_value
 from tk_quant.quantize import LIMITS, element, encode_macro, float_bits, load_macro, scale_macro
 from tk_quant.silu import SILU_SOURCE
 from tk_quant.transposed_tile import TILE_TOKENS, transposed_tile_macros
@@ -309,7 +310,7 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
         num_per_tokens: tokens of a block, 32 or 128.
         round_sf: whether scale factors are powers of two.
         without_transpose: whether data stays (num_tokens, hidden).
-        swiglu_clamp_value: c, finite and not negative: l is limited to (-inf, c] and r to [-c, c] first.
+        swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]. NaN stays NaN.
 
     Returns:
         `(data, sf)`: float8_e4m3fn (hidden, num_tokens) or, without transposing, (num_tokens, hidden); float32
@@ -329,12 +330,9 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     check.one_of("num_per_tokens", num_per_tokens, (32, 128))
     for name, flag in (("round_sf", round_sf), ("without_transpose", without_transpose)):
         check.flag(name, flag)
+    check_clamp_value(swiglu_clamp_value)
     if swiglu_clamp_value is not None:
-        is_number = isinstance(swiglu_clamp_value, (int, float)) and not isinstance(swiglu_clamp_value, bool)
-        check.require_type(is_number, "swiglu_clamp_value", "a number or None", swiglu_clamp_value)
-        is_limit = math.isfinite(swiglu_clamp_value) and swiglu_clamp_value >= 0
-        check.require(is_limit, "swiglu_clamp_value", "a finite number, not negative", swiglu_clamp_value)
-        swiglu_clamp_value = float(swiglu_clamp_value)
+        swiglu_clamp_value = None if swiglu_clamp_value == math.inf else float(swiglu_clamp_value)
     hidden = width // 2
     out = x.new_empty((num_tokens, hidden) if without_transpose else (hidden, num_tokens), dtype=torch.float8_e4m3fn)
     sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)

@@ -21,7 +21,6 @@ written. A thread waits for its row's index and then for 64 bytes of x, so as ma
 multiprocessor: registers are capped. silu.py keeps instructions below what the bandwidth leaves time for.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
+from tk_quant.clamp import check_clamp_value
 from tk_quant.quantize import BITS, LIMITS
 from tk_quant.swiglu_forward_and_per_token_cast_kernel import (
     ROWS_OF_SWIZZLED_TILE,
@@ -68,7 +68,8 @@ def _reference(
     swizzled = layout is ScaleLayout.SWIZZLED
     new_data, new_sf = swiglu_forward_and_per_token_cast(
         *(x, fmt, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert, packed, round_sf, packed),
-        *(swiglu_clamp_value, clamped_count, sf_clamp_min, swizzled),
+        *(swiglu_clamp_value, clamped_count, sf_clamp_min),
+        use_swizzled_sf=swizzled,
     )
     data.copy_(new_data)
     sf.copy_(new_sf)
@@ -155,6 +156,7 @@ def swiglu_forward_and_per_token_cast(
     swiglu_clamp_value: float | None = None,
     clamped_count: torch.Tensor | None = None,
     sf_clamp_min: float | None = None,
+    *,
     use_swizzled_sf: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SwiGLU of each row, times its weight where there are weights, quantized by groups of channels in the same pass.
@@ -183,7 +185,7 @@ def swiglu_forward_and_per_token_cast(
         use_tma_aligned_col_major_sf: sf with strides (1, num_positions rounded up to 4), as TMA wants it.
         round_sf: Round sf up to a power of two.
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
-        swiglu_clamp_value: c > 0: l is clamped to at most c first, r to [-c, c]. NaN stays NaN.
+        swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]. NaN stays NaN.
         clamped_count: int64 (3,), changed in place: the numbers of l > c, r > c and r < -c in rows that are no padding
             are added. Needs swiglu_clamp_value.
         sf_clamp_min: The least amax instead of the format's; at least max * 2**-126.
@@ -211,8 +213,7 @@ def swiglu_forward_and_per_token_cast(
     if layout is not ScaleLayout.ROW_MAJOR and num_per_channels not in _GROUPS:
         check.require(False, "num_per_channels", f"32 or 128 for sf in layout {layout.name}", num_per_channels)
     _check_maps(x, pos_to_token_topk, topk_weights, pos_to_expert)
-    if swiglu_clamp_value is not None:
-        _check_number("swiglu_clamp_value", swiglu_clamp_value, _LEAST_NORMAL, math.inf)
+    check_clamp_value(swiglu_clamp_value)
     if clamped_count is not None:
         check.require(swiglu_clamp_value is not None, "swiglu_clamp_value", "a number beside clamped_count", None)
         check.tensor("clamped_count", clamped_count, (torch.int64,), (3,), device=x.device)

@@ -62,6 +62,7 @@ def cast(
     round_sf: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
@@ -99,6 +100,7 @@ def cast_sf_only(
     round_sf: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:

@@ -12,6 +12,7 @@ def cast_back(
     fmt: str,
     x_block_size: tuple[int, int] = (32, 32),
     x_special_fmt: str | None = None,
+    *,
     tensor_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """data * sf of its block, rounded to float32, then to the output type; any NaN is 0x7fffffff (bf16: 0x7fff)."""

@@ -13,6 +13,7 @@ def per_token_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,8 +27,8 @@ def per_token_cast(
         round_sf,
         use_tma_aligned_col_major_sf,
         use_packed_ue8m0,
-        use_swizzled_sf,
-        tensor_sf,
+        use_swizzled_sf=use_swizzled_sf,
+        tensor_sf=tensor_sf,
     )
 
 
@@ -50,6 +51,7 @@ def per_token_cast_with_sf_only(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -62,8 +64,8 @@ def per_token_cast_with_sf_only(
         round_sf,
         use_tma_aligned_col_major_sf,
         use_packed_ue8m0,
-        use_swizzled_sf,
-        tensor_sf,
+        use_swizzled_sf=use_swizzled_sf,
+        tensor_sf=tensor_sf,
     )
 
 

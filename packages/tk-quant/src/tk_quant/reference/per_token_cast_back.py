@@ -10,7 +10,8 @@ def per_token_cast_back(
     fmt: str,
     num_per_channels: int,
     x_special_fmt: str | None = None,
+    *,
     tensor_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_token_cast_back."""
-    return cast_back(x, fmt, (1, num_per_channels), x_special_fmt, tensor_sf)
+    return cast_back(x, fmt, (1, num_per_channels), x_special_fmt, tensor_sf=tensor_sf)

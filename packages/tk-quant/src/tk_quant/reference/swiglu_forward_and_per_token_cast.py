@@ -23,6 +23,7 @@ def swiglu_forward_and_per_token_cast(
     swiglu_clamp_value: float | None = None,
     clamped_count: torch.Tensor | None = None,
     sf_clamp_min: float | None = None,
+    *,
     use_swizzled_sf: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.swiglu_forward_and_per_token_cast; padding rows come out as zeros, data and sf, as no others do."""
