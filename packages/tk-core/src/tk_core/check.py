@@ -68,6 +68,35 @@ def _tensor_error(
     return ValueError(f"{name}: expected {wanted}, got strides {x.stride()} for shape {tuple(x.shape)}")
 
 
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether the memory from the first to the last element of x meets that of y."""
+    begin, other = x.data_ptr(), y.data_ptr()
+    return begin < other + _extent(y) and other < begin + _extent(x) and x.numel() > 0 and y.numel() > 0
+
+
+def _extent(x: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if x.is_contiguous():
+        return x.numel() * x.element_size()
+    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
+
+
+def apart(name: str, out: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError if `out`, which is to be written, overlaps one of the tensors that are read meanwhile.
+
+    Under torch.compile and for fake tensors and other subclasses, which have no address, nothing is looked at.
+    """
+    if torch.compiler.is_compiling() or out.is_meta or type(out) is not Tensor:
+        return
+    for other, x in others.items():
+        try:
+            is_apart = x is None or not overlap(out, x)
+        except RuntimeError:  # one of functorch's, without an address
+            return
+        if not is_apart:
+            raise ValueError(f"{name}: expected memory of its own, got some of {other}")
+
+
 def require(condition: bool, name: str, expected: str, got: Any) -> None:
     """Raise ValueError that `name` should have been `expected`, unless the condition holds."""
     if not condition:

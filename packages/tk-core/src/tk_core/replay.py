@@ -21,7 +21,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tk_core import kernel, op
+from tk_core import check, kernel, op
 from tk_core.num_sms import get_limit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -51,6 +51,8 @@ class _Call(NamedTuple):
     launches: tuple[tuple[Callable[..., None], Callable[[Any], Any]], ...]
     """Compiled kernels, each with what picks its arguments from the values."""
     result: Callable[[Any], Any]
+    given: tuple[int, ...]
+    """Arguments that are results, such as `out`: where they overlap others, the function has to judge."""
 
 
 class _Reading(NamedTuple):
@@ -201,6 +203,16 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, flat: list[Any
         constants=tuple(values[num_before:]),
         launches=launches,
         result=picked,
+        given=tuple(index for index, x in enumerate(flat) if any(x is y for y in leaves if isinstance(y, Tensor))),
+    )
+
+
+def _overlaps(given: tuple[int, ...], values: list[Any]) -> bool:
+    """Whether one of the arguments that are results overlaps another argument."""
+    return any(
+        index != other and isinstance(x, Tensor) and check.overlap(values[index], x)
+        for index in given
+        for other, x in enumerate(values)
     )
 
 
@@ -252,7 +264,7 @@ def replayable(function: Function) -> Function:
         if device < 0:
             return function(*args, **kwargs)
         call = calls.get(key)
-        if call is not None and device == op.current_device():
+        if call is not None and device == op.current_device() and not (call.given and _overlaps(call.given, values)):
             try:
                 return _replay(call, values)
             except Exception:

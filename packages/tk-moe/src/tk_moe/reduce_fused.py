@@ -219,7 +219,7 @@ def reduce_fused(
             ignored (`TK_DEBUG=1` raises ValueError).
         fp8_format: "" to return x's dtype, "e4m3" for float8_e4m3fn (rounded to nearest even, saturating at 448).
         sf: float32 (1,), with "e4m3" only: the sum is multiplied by it before rounding.
-        out: (num_tokens, hidden) of the output's dtype, contiguous, to write into; it must not overlap x.
+        out: (num_tokens, hidden) of the output's dtype, contiguous, to write into; it must overlap no other argument.
 
     Returns:
         (num_tokens, hidden): `out`, or a new tensor.
@@ -255,5 +255,13 @@ def reduce_fused(
         out = x.new_empty((num_tokens, hidden), dtype=out_dtype)
     else:
         check.tensor("out", out, (out_dtype,), (num_tokens, hidden), device=device)
+        inputs = {
+            "x": x,
+            "x[1]": row_sf,
+            "topk_weights": topk_weights,
+            "token_topk_to_pos": token_topk_to_pos,
+            "sf": sf,
+        }
+        check.apart("out", out, **inputs)
     _reduce_fused_out(x, row_sf, topk_weights, token_topk_to_pos, sf, out)
     return out

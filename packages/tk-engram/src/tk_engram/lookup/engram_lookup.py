@@ -216,6 +216,7 @@ def _engram_lookup(indices: Tensor, table: Tensor, table_sf: Tensor | None, out:
         out = indices.new_empty(shape, dtype=torch.bfloat16)
     else:
         check.tensor("out", out, (torch.bfloat16,), shape, device=device)
+        check.apart("out", out, indices=indices, table=table, table_sf=table_sf)
     _engram_lookup_out(indices, table, table_sf, out)
     return out
 
@@ -240,7 +241,7 @@ def engram_lookup(
             bytes, those of e4m3 on 8.
         table_sf: for e4m3, and only there, (R, D / 32): float32, or uint8 exponents, b for 2^(b - 127), 255 for NaN. On
             the table's device; rows may be strided, so that a row's codes and exponents can lie side by side.
-        out: bfloat16 (T, C, D), contiguous, to be written; None for a new tensor.
+        out: bfloat16 (T, C, D), contiguous, to be written, of no other argument's memory; None for a new tensor.
 
     Returns:
         bfloat16 (T, C, D): `out`, if it was given.

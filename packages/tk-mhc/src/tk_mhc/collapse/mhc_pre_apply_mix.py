@@ -101,7 +101,7 @@ def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tens
     Args:
         x: the residual, bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
         mix: float32 (..., m, 1), contiguous.
-        out: bfloat16 (..., H), contiguous, to be written; None for a new tensor.
+        out: bfloat16 (..., H), contiguous, to be written, of no other argument's memory; None for a new tensor.
 
     Returns:
         bfloat16 (..., H): `out`, if it was given.
@@ -116,5 +116,6 @@ def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tens
         out = x.new_empty((*leading, hidden))
     else:
         check.tensor("out", out, (torch.bfloat16,), (*leading, hidden), device=x.device)
+        check.apart("out", out, x=x, mix=mix)
     _mhc_pre_apply_mix_out(flat(x, 2), flat(mix, 2), flat(out, 1))
     return out

@@ -98,7 +98,7 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
     Args:
         hidden: bfloat16 (..., H), contiguous; H is a multiple of 64, 64 to 8192.
         mhc_mult: m, the number of streams: 2, 4 or 8.
-        out: bfloat16 (..., m, H), contiguous, to be written; None for a new tensor.
+        out: bfloat16 (..., m, H), contiguous, to be written, of no other argument's memory; None for a new tensor.
 
     Returns:
         bfloat16 (..., m, H): `out`, if it was given.
@@ -116,5 +116,6 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
         out = hidden.new_empty(shape)
     else:
         check.tensor("out", out, (torch.bfloat16,), shape, device=hidden.device)
+        check.apart("out", out, hidden=hidden)
     _expand_to_mhc_out(flat(hidden, 1), flat(out, 2))
     return out

@@ -122,7 +122,7 @@ def mhc_post(
         residual: the streams, bfloat16 (..., m, H); m is 2, 4 or 8. If it is not contiguous, it is copied first.
         post_layer_mix: post, float32 (..., m, 1), contiguous.
         comb_res_mix: comb, float32 (..., m, m), contiguous.
-        out: bfloat16 (..., m, H), contiguous, to be written; None for a new tensor.
+        out: bfloat16 (..., m, H), contiguous, to be written, of no other argument's memory; None for a new tensor.
 
     Returns:
         bfloat16 (..., m, H): `out`, if it was given.
@@ -140,6 +140,8 @@ def mhc_post(
         out = x.new_empty((*leading, mhc_mult, hidden))
     else:
         check.tensor("out", out, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
+        mixes = {"post_layer_mix": post_layer_mix, "comb_res_mix": comb_res_mix}
+        check.apart("out", out, x=x, residual=residual, **mixes)
     streams = flat(residual.contiguous(), 2)
     _mhc_post_out(flat(x, 1), streams, flat(post_layer_mix, 2), flat(comb_res_mix, 2), flat(out, 2))
     return out
