@@ -63,6 +63,8 @@ class PerChannelCastConfig:
             (4, False): (128, 8, 4, 2, 2),
             (4, True): (128, 16, 8, 1, 3),
         }[itemsize, gathered]
+        if gathered and arch.sm != 90:
+            blocks_per_sm = 2  # on sm_100a, nvcc spills up to 16 bytes of a thread to make room for three
         return PerChannelCastConfig(channels, rows, vec, gathered, halves, blocks_per_sm)
 
 
