@@ -8,7 +8,7 @@ import torch
 
 import tk_modeling
 import tk_modeling.reference
-from tk_core.testing import packages
+from tk_core.testing import OpSpec, load_specs, packages
 
 ROOT = Path(__file__).resolve().parents[1]
 # Folders of a package that are no families of ops.
@@ -25,31 +25,32 @@ def _families(package: str) -> set[str]:
 
 # tk_modeling has functions and modules rather than ops.
 IN_FOLDERS = [package for package in packages() if _families(package) and package != "tk_modeling"]
-OPS = [(package, name) for package in IN_FOLDERS for name in importlib.import_module(package).__all__]
+SPECS = [spec for package in IN_FOLDERS for spec in load_specs(package).values()]
 
 
-@pytest.mark.parametrize(("package", "name"), OPS, ids=lambda value: value)
-def test_op_has_its_places(package: str, name: str) -> None:
-    """Of op f in folder F: reference.F.f, testing.F.f with SPEC, tests/F/test_f.py, benchmarks/F/bench_f.py."""
-    op = getattr(importlib.import_module(package), name)
-    family = op.__module__.split(".")[1]
-    assert op.__module__ == f"{package}.{family}.{name}"
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_op_has_its_places(spec: OpSpec) -> None:
+    """Of F/f.py: reference/F/f.py, testing/F/f.py, tests/F/test_f.py and benchmarks/F/bench_f.py.
+
+    f.py holds op f, and perhaps forms of it that share its kernel: their names have f in them.
+    """
+    package, family, file = spec.op.__module__.split(".")
+    op = spec.name.removeprefix(f"{package}.")
     assert family in _families(package)
-    reference = getattr(importlib.import_module(f"{package}.reference"), name)
-    assert reference.__module__ == f"{package}.reference.{family}.{name}"
-    spec = importlib.import_module(f"{package}.testing.{family}.{name}").SPEC
-    assert spec.name == f"{package}.{name}"
-    assert spec.op is op
-    assert spec.reference is reference
+    assert file in op
+    assert spec.reference is getattr(importlib.import_module(f"{package}.reference"), op)
+    assert spec.reference.__module__ == f"{package}.reference.{family}.{file}"
+    assert spec in vars(importlib.import_module(f"{package}.testing.{family}.{file}")).values()
     project = ROOT / "packages" / package.replace("_", "-")
-    for file in (f"tests/{family}/test_{name}.py", f"benchmarks/{family}/bench_{name}.py"):
-        assert (project / file).is_file(), file
+    for path in (f"tests/{family}/test_{file}.py", f"benchmarks/{family}/bench_{file}.py"):
+        assert (project / path).is_file(), path
 
 
 @pytest.mark.parametrize("package", IN_FOLDERS)
-def test_references_have_the_ops_names(package: str) -> None:
-    reference = importlib.import_module(f"{package}.reference")
-    assert sorted(reference.__all__) == sorted(importlib.import_module(package).__all__)
+def test_files_are_called_after_ops(package: str) -> None:
+    """Every file of a family is called after a public name; what several ops share is in lib/."""
+    files = {file.stem for family in _families(package) for file in (_source(package) / family).glob("*.py")}
+    assert files <= set(importlib.import_module(package).__all__)
 
 
 @pytest.mark.parametrize("package", IN_FOLDERS)

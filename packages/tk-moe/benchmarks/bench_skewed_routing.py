@@ -16,7 +16,7 @@ from tk_core.testing import Case, OpSpec
 from tk_core.testing.bench import Bench
 from tk_core.testing.specs import load_specs
 from tk_core.testing.trees import tensors
-from tk_moe.get_fused_mapping import get_fused_mapping
+from tk_moe.mapping.get_fused_mapping import get_fused_mapping
 
 NUM_EXPERTS, ALIGNMENT = 256, 16
 ROUTINGS = ("even", "half", "zipf", "zipf-sorted")

@@ -5,28 +5,30 @@ from typing import TYPE_CHECKING
 from tk_core.lazy import export
 
 if TYPE_CHECKING:
-    from tk_moe.reference.aux_fi import aux_fi as aux_fi
-    from tk_moe.reference.aux_loss import aux_loss as aux_loss
-    from tk_moe.reference.aux_loss import aux_loss_bwd as aux_loss_bwd
-    from tk_moe.reference.expand_to_fused import expand_to_fused as expand_to_fused
-    from tk_moe.reference.expand_to_fused import expand_to_fused_with_sf as expand_to_fused_with_sf
-    from tk_moe.reference.expand_to_fused_bwd import expand_to_fused_bwd as expand_to_fused_bwd
-    from tk_moe.reference.gate_weights_bwd import gate_weights_bwd as gate_weights_bwd
-    from tk_moe.reference.get_fused_mapping import get_fused_mapping as get_fused_mapping
-    from tk_moe.reference.group_count import group_count as group_count
-    from tk_moe.reference.hash_gate import hash_gate as hash_gate
-    from tk_moe.reference.inplace_unique_group_indices import (
+    from tk_moe.reference.balance.aux_fi import aux_fi as aux_fi
+    from tk_moe.reference.balance.aux_loss import aux_loss as aux_loss
+    from tk_moe.reference.balance.aux_loss import aux_loss_bwd as aux_loss_bwd
+    from tk_moe.reference.balance.group_count import group_count as group_count
+    from tk_moe.reference.expand.expand_to_fused import expand_to_fused as expand_to_fused
+    from tk_moe.reference.expand.expand_to_fused import expand_to_fused_with_sf as expand_to_fused_with_sf
+    from tk_moe.reference.expand.expand_to_fused_bwd import expand_to_fused_bwd as expand_to_fused_bwd
+    from tk_moe.reference.gate.gate_weights_bwd import gate_weights_bwd as gate_weights_bwd
+    from tk_moe.reference.gate.hash_gate import hash_gate as hash_gate
+    from tk_moe.reference.gate.top2_sum_gate import top2_sum_gate as top2_sum_gate
+    from tk_moe.reference.gate.topk_gate import topk_gate as topk_gate
+    from tk_moe.reference.gate.topk_gate_with_weights import topk_gate_with_weights as topk_gate_with_weights
+    from tk_moe.reference.gate.topk_sum_and_topk_group_idx import (
+        topk_sum_and_topk_group_idx as topk_sum_and_topk_group_idx,
+    )
+    from tk_moe.reference.mapping.get_fused_mapping import get_fused_mapping as get_fused_mapping
+    from tk_moe.reference.mapping.inplace_unique_group_indices import (
         inplace_unique_group_indices as inplace_unique_group_indices,
     )
-    from tk_moe.reference.mask_indices_by_tp import mask_indices_by_tp as mask_indices_by_tp
-    from tk_moe.reference.normalize_weight import normalize_weight as normalize_weight
-    from tk_moe.reference.normalize_weight_bwd import normalize_weight_bwd as normalize_weight_bwd
-    from tk_moe.reference.reduce_fused import reduce_fused as reduce_fused
-    from tk_moe.reference.reduce_fused_bwd import reduce_fused_bwd as reduce_fused_bwd
-    from tk_moe.reference.top2_sum_gate import top2_sum_gate as top2_sum_gate
-    from tk_moe.reference.topk_gate import topk_gate as topk_gate
-    from tk_moe.reference.topk_gate_with_weights import topk_gate_with_weights as topk_gate_with_weights
-    from tk_moe.reference.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx as topk_sum_and_topk_group_idx
+    from tk_moe.reference.mapping.mask_indices_by_tp import mask_indices_by_tp as mask_indices_by_tp
+    from tk_moe.reference.reduce.reduce_fused import reduce_fused as reduce_fused
+    from tk_moe.reference.reduce.reduce_fused_bwd import reduce_fused_bwd as reduce_fused_bwd
+    from tk_moe.reference.weights.normalize_weight import normalize_weight as normalize_weight
+    from tk_moe.reference.weights.normalize_weight_bwd import normalize_weight_bwd as normalize_weight_bwd
 
 __all__ = [
     "aux_fi",
@@ -54,25 +56,25 @@ __all__ = [
 export(
     __name__,
     {
-        "aux_fi": "aux_fi",
-        "aux_loss": "aux_loss",
-        "aux_loss_bwd": "aux_loss",
-        "expand_to_fused": "expand_to_fused",
-        "expand_to_fused_bwd": "expand_to_fused_bwd",
-        "expand_to_fused_with_sf": "expand_to_fused",
-        "gate_weights_bwd": "gate_weights_bwd",
-        "get_fused_mapping": "get_fused_mapping",
-        "group_count": "group_count",
-        "hash_gate": "hash_gate",
-        "inplace_unique_group_indices": "inplace_unique_group_indices",
-        "mask_indices_by_tp": "mask_indices_by_tp",
-        "normalize_weight": "normalize_weight",
-        "normalize_weight_bwd": "normalize_weight_bwd",
-        "reduce_fused": "reduce_fused",
-        "reduce_fused_bwd": "reduce_fused_bwd",
-        "top2_sum_gate": "top2_sum_gate",
-        "topk_gate": "topk_gate",
-        "topk_gate_with_weights": "topk_gate_with_weights",
-        "topk_sum_and_topk_group_idx": "topk_sum_and_topk_group_idx",
+        "aux_fi": "balance.aux_fi",
+        "aux_loss": "balance.aux_loss",
+        "aux_loss_bwd": "balance.aux_loss",
+        "expand_to_fused": "expand.expand_to_fused",
+        "expand_to_fused_bwd": "expand.expand_to_fused_bwd",
+        "expand_to_fused_with_sf": "expand.expand_to_fused",
+        "gate_weights_bwd": "gate.gate_weights_bwd",
+        "get_fused_mapping": "mapping.get_fused_mapping",
+        "group_count": "balance.group_count",
+        "hash_gate": "gate.hash_gate",
+        "inplace_unique_group_indices": "mapping.inplace_unique_group_indices",
+        "mask_indices_by_tp": "mapping.mask_indices_by_tp",
+        "normalize_weight": "weights.normalize_weight",
+        "normalize_weight_bwd": "weights.normalize_weight_bwd",
+        "reduce_fused": "reduce.reduce_fused",
+        "reduce_fused_bwd": "reduce.reduce_fused_bwd",
+        "top2_sum_gate": "gate.top2_sum_gate",
+        "topk_gate": "gate.topk_gate",
+        "topk_gate_with_weights": "gate.topk_gate_with_weights",
+        "topk_sum_and_topk_group_idx": "gate.topk_sum_and_topk_group_idx",
     },
 )

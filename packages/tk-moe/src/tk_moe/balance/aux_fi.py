@@ -1,0 +1,55 @@
+"""aux_fi: each expert's share of the routed (token, slot) pairs, as the auxiliary loss for load balance takes it.
+
+    fi[e] = float32(count[e] · num_experts) / float32(num_tokens · num_aux_topk)       (one IEEE division)
+
+count[e] is how often e stands in topk_idx int64 or int32 (num_tokens, num_topk), fi float32 (num_experts); 1 for every
+expert where the load is even. The kernel is that of `group_count`, whose counts are integers: every bit is defined.
+"""
+
+import torch
+
+from tk_core import check
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_moe.balance.group_count import MAX_GROUPS, MAX_TOPK, check_indices, check_pairs, launch_group_count
+
+
+def _aux_fi_reference(topk_idx: torch.Tensor, num_aux_topk: int, fi: torch.Tensor) -> None:
+    from tk_moe.reference.balance.aux_fi import aux_fi
+
+    fi.copy_(aux_fi(topk_idx, fi.shape[0], num_aux_topk))
+
+
+@op("tk_moe::aux_fi_out", mutates=("fi",), reference=_aux_fi_reference)
+def _aux_fi_out(topk_idx: torch.Tensor, num_aux_topk: int, fi: torch.Tensor) -> None:
+    """Launch."""
+    launch_group_count(topk_idx, num_aux_topk, fi)
+
+
+@replayable
+def aux_fi(topk_idx: torch.Tensor, num_experts: int, num_aux_topk: int) -> torch.Tensor:
+    """Share of each expert in the choices of all tokens, times the number of experts.
+
+    fi[e] = float32(count[e] · num_experts) / float32(num_tokens · num_aux_topk). Names and formula are those of
+    DeepSeek's TileKernels 1.0.0. An index that is negative, or not below `num_experts`, is of no expert; with
+    TK_DEBUG=1 the latter raises.
+
+    Args:
+        topk_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
+        num_experts: From 1 to 1024.
+        num_aux_topk: Choices of a token that the loss counts, from 1 to 32: usually num_topk.
+
+    Returns:
+        float32 (num_experts); zeros without tokens.
+
+    Raises:
+        TypeError: topk_idx is not an int64 or int32 tensor, or another argument is not an int.
+        ValueError: topk_idx has another shape or is not contiguous, or a size is out of range.
+    """
+    check_pairs("topk_idx", topk_idx)
+    check.in_range("num_experts", num_experts, 1, MAX_GROUPS)
+    check.in_range("num_aux_topk", num_aux_topk, 1, MAX_TOPK)
+    check_indices("topk_idx", topk_idx, "num_experts", num_experts)
+    fi = topk_idx.new_empty((num_experts,), dtype=torch.float32)
+    _aux_fi_out(topk_idx, num_aux_topk, fi)
+    return fi

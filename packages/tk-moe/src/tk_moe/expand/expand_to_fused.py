@@ -1,0 +1,253 @@
+"""expand_to_fused: each token's row to its positions in the experts' segments; expand_to_fused_with_sf: its factors.
+
+    out[token_topk_to_pos[t, k]] = x[t]     for every position that is not negative
+    out[p] = 0                              where pos_to_expert[p] < 0 (padding)
+
+x (num_tokens, hidden), token_topk_to_pos int32 (num_tokens, num_topk), pos_to_expert int32 (num_expanded_tokens),
+out (num_expanded_tokens, hidden).
+
+One launch writes every row once. Of G blocks, block b reads row b of x into registers, in vectors of up to 16 bytes,
+and stores it to its positions; then it zeroes the padding among the rows b, b + G, b + 2G, ... Padding stands in runs,
+at the end of each segment and after the last one, and this deals a run out to as many blocks as it has rows.
+
+    x       row b ──registers──┬────────────┬─────────────┐           (read once, stored up to num_topk times)
+    out             ...      [ p0 ]  ...  [ p1 ] [ pad ] [ p2 ]       (row p of padding: zeroed by block p mod G)
+
+Many long rows without factors move by bulk copies instead (expand_to_fused_bulk_kernel.py). DRAM loses time where reads
+and writes mix, so a block asks for as much of x as a third of a multiprocessor's shared memory holds, and stores
+nothing before all of it is there. Blocks get equal shares, in whole waves.
+
+    x       pieces b, b + G, b + 2G, ... ──shared memory──> each to the same columns of its positions
+
+Factors in row-major order go with their rows. Column-major ones would be scattered in pieces of 4 bytes, so more than a
+few columns of them are gathered by blocks of their own: such a block looks through all positions for the tokens of its
+rows, then a lane takes a row, and one store writes 32 rows of a column.
+"""
+
+import torch
+
+from tk_core import check, env
+from tk_core.arch import Arch, get_arch
+from tk_core.math import align, ceil_div
+from tk_core.num_sms import get_device_num_sms
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.scales import ScaleLayout, empty_scales
+from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
+from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel
+
+_E2M1_DTYPES = tuple(
+    getattr(torch, name) for name in ("int8", "uint8", "float4_e2m1fn_x2") if hasattr(torch, name)
+)  # two FP4 codes a byte
+_QUANTIZED_DTYPES = (torch.float8_e4m3fn, *_E2M1_DTYPES)
+
+# Dtypes that a kernel takes as they are; a row of any other is the same bytes under the carrier of its width.
+_NATIVE_DTYPES = frozenset(
+    (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int8, torch.uint8, torch.float8_e4m3fn)
+)
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _launch_plan(
+    x: torch.Tensor, out: torch.Tensor, has_sf: bool, arch: Arch
+) -> tuple[torch.Tensor, torch.Tensor, int, ExpandConfig, int]:
+    """Both tensors in a dtype that kernels take, the widest vector that fits all rows, knobs, and how many blocks."""
+    if x.dtype not in _NATIVE_DTYPES:
+        carrier = _CARRIERS[x.dtype.itemsize]
+        x, out = x.view(carrier), out.view(carrier)
+    num_tokens, cols = x.shape
+    row_bytes = cols * x.dtype.itemsize
+    bits = row_bytes | x.data_ptr() | out.data_ptr() | 16
+    vector_bytes = bits & -bits
+    num_blocks = ExpandConfig.num_blocks(num_tokens, out.shape[0])
+    return x, out, vector_bytes, ExpandConfig.best(row_bytes // vector_bytes, has_sf, arch), num_blocks
+
+
+def _expand_reference(
+    x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor, out: torch.Tensor
+) -> None:
+    from tk_moe.reference.expand.expand_to_fused import expand_to_fused
+
+    out.copy_(expand_to_fused(x, token_topk_to_pos, pos_to_expert))
+
+
+@op("tk_moe::expand_to_fused_out", mutates=("out",), reference=_expand_reference)
+def _expand_to_fused_out(
+    x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Launch."""
+    if out.numel() == 0:
+        return
+    arch = get_arch(x.device)
+    x, out, vector_bytes, config, num_blocks = _launch_plan(x, out, False, arch)
+    num_tokens, num_topk = token_topk_to_pos.shape
+    bulk = None
+    if vector_bytes == 16 and BulkConfig.pays(num_tokens, num_topk, out.shape[0]):
+        bulk = BulkConfig.best(x.shape[1] * x.dtype.itemsize, arch)
+    if bulk is not None:
+        num_blocks, pieces_per_block = bulk.deal(num_tokens, get_device_num_sms(x.device))
+        expand_in_bulk = expand_bulk_kernel(x.shape[1], num_topk, x.dtype, bulk, arch)
+        expand_in_bulk(x, token_topk_to_pos, pos_to_expert, out, num_blocks, pieces_per_block)
+        return
+    expand = expand_kernel(x.shape[1], num_topk, x.dtype, vector_bytes, 0, None, False, False, config, arch)
+    expand(x, token_topk_to_pos, pos_to_expert, out, num_blocks)
+
+
+def _expand_with_sf_reference(
+    x: torch.Tensor,
+    sf: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    out: torch.Tensor,
+    out_sf: torch.Tensor,
+) -> None:
+    from tk_moe.reference.expand.expand_to_fused import expand_to_fused
+
+    out.copy_(expand_to_fused(x, token_topk_to_pos, pos_to_expert))
+    out_sf.copy_(expand_to_fused(sf, token_topk_to_pos, pos_to_expert))
+
+
+@op("tk_moe::expand_to_fused_with_sf_out", mutates=("out", "out_sf"), reference=_expand_with_sf_reference)
+def _expand_to_fused_with_sf_out(
+    x: torch.Tensor,
+    sf: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    out: torch.Tensor,
+    out_sf: torch.Tensor,
+) -> None:
+    """Launch."""
+    if out.numel() == 0:
+        return
+    arch = get_arch(x.device)
+    x, out, vector_bytes, config, num_blocks = _launch_plan(x, out, True, arch)
+    num_topk, sf_cols = token_topk_to_pos.shape[1], sf.shape[1]
+    gathers = ExpandConfig.gathers(sf_cols, out_sf.stride(0) == 1)
+    is_aligned = (sf.data_ptr() | token_topk_to_pos.data_ptr()) % 16 == 0
+    expand = expand_kernel(
+        x.shape[1], num_topk, x.dtype, vector_bytes, sf_cols, sf.dtype, gathers, is_aligned, config, arch
+    )
+    rows, num_gathering_blocks = 0, 0
+    if gathers:
+        # About one a multiprocessor, since each looks through all positions.
+        rows = min(align(ceil_div(out.shape[0], get_device_num_sms(x.device)), 32), ExpandConfig.max_gathered_rows)
+        num_gathering_blocks = ceil_div(out.shape[0], rows)
+    expand(x, sf, token_topk_to_pos, pos_to_expert, out, out_sf, num_blocks, num_gathering_blocks, rows)
+
+
+def check_maps(token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> None:
+    """With TK_DEBUG: raise unless the positions are exactly the rows that belong to an expert, each once."""
+    if pos_to_expert.is_meta:
+        return
+    num_expanded_tokens = pos_to_expert.shape[0]
+    positions = token_topk_to_pos[token_topk_to_pos >= 0].long()
+    high = int(positions.max()) if positions.numel() else -1
+    check.require(high < num_expanded_tokens, "token_topk_to_pos", f"positions below {num_expanded_tokens}", high)
+    wrong = torch.bincount(positions, minlength=num_expanded_tokens) != (pos_to_expert >= 0)
+    where = wrong.nonzero().flatten()[:4].tolist()
+    check.require(
+        not where, "token_topk_to_pos", "each row with pos_to_expert >= 0 once and no other", f"else at rows {where}"
+    )
+
+
+@replayable
+def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> torch.Tensor:
+    """Copy each token's row to its positions in the experts' segments; padding rows become zero.
+
+    Args:
+        x: (num_tokens, hidden), any dtype of 1 to 4 bytes, contiguous.
+        token_topk_to_pos: int32 (num_tokens, num_topk), as `get_fused_mapping` gives it; negative means none, and a
+            position past the last row is ignored.
+        pos_to_expert: int32 (num_expanded_tokens,); negative marks padding. Every other row must be the position of
+            exactly one (token, slot), else its contents are unspecified (`TK_DEBUG=1` raises ValueError).
+
+    Returns:
+        (num_expanded_tokens, hidden) of x's dtype, contiguous; exactly the bits of x.
+
+    Raises:
+        TypeError: x is wider than 4 bytes an element, or a map is not int32.
+        ValueError: a shape, stride or device does not fit.
+    """
+    if not isinstance(x, torch.Tensor) or x.dtype.itemsize > 4:
+        check.require_type(False, "x", "a torch.Tensor with 1 to 4 bytes an element", getattr(x, "dtype", type(x)))
+    num_tokens, hidden = check.tensor("x", x, (x.dtype,), ("num_tokens", "hidden"))
+    device = x.device
+    _, num_topk = check.tensor(
+        "token_topk_to_pos", token_topk_to_pos, (torch.int32,), (num_tokens, "num_topk"), device=device
+    )
+    check.require(num_topk >= 1, "token_topk_to_pos", "at least one slot a token", num_topk)
+    (num_expanded_tokens,) = check.tensor(
+        "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
+    )
+    if not torch.compiler.is_compiling() and env.debug():
+        check_maps(token_topk_to_pos, pos_to_expert)
+    out = x.new_empty((num_expanded_tokens, hidden))
+    _expand_to_fused_out(x, token_topk_to_pos, pos_to_expert, out)
+    return out
+
+
+@replayable
+def expand_to_fused_with_sf(
+    x: tuple[torch.Tensor, torch.Tensor],
+    num_per_channels: int,
+    token_topk_to_pos: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    use_tma_aligned_col_major_sf: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`expand_to_fused` of a quantized pair: rows and their scale factors in one launch.
+
+    Args:
+        x: (data, sf). data (num_tokens, hidden) float8_e4m3fn, or (num_tokens, hidden / 2) int8, uint8 or
+            float4_e2m1fn_x2 with two e2m1 codes a byte, contiguous. sf row-major, one factor for `num_per_channels`
+            columns of a row: float32 (num_tokens, C), C = ceil(hidden / num_per_channels), or packed UE8M0 int32
+            (num_tokens, ceil(C / 4)).
+        num_per_channels: 32 or 128.
+        token_topk_to_pos, pos_to_expert: as in `expand_to_fused`.
+        use_tma_aligned_col_major_sf: give sf' column major, strides (1, align(num_expanded_tokens, 4)); packed factors
+            need it.
+
+    Returns:
+        (data', sf') with num_expanded_tokens rows; in padding rows both are zero. sf' is contiguous without the flag.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: a wrong shape, stride, device or flag.
+    """
+    check.require_type(isinstance(x, tuple | list) and len(x) == 2, "x", "a pair (data, sf)", type(x))
+    data, sf = x
+    num_tokens, cols = check.tensor("x[0]", data, _QUANTIZED_DTYPES, ("num_tokens", "hidden"))
+    check.integer("num_per_channels", num_per_channels)
+    check.one_of("num_per_channels", num_per_channels, (32, 128))
+    check.flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
+    device = data.device
+    hidden = cols if data.dtype is torch.float8_e4m3fn else 2 * cols
+    num_sf = ceil_div(hidden, num_per_channels)
+    packed = getattr(sf, "dtype", None) is torch.int32
+    check.tensor(
+        "x[1]",
+        sf,
+        (torch.float32, torch.int32),
+        (num_tokens, ceil_div(num_sf, 4) if packed else num_sf),
+        device=device,
+    )
+    check.require(
+        use_tma_aligned_col_major_sf or not packed,
+        "use_tma_aligned_col_major_sf",
+        "True, since x[1] is packed UE8M0",
+        use_tma_aligned_col_major_sf,
+    )
+    _, num_topk = check.tensor(
+        "token_topk_to_pos", token_topk_to_pos, (torch.int32,), (num_tokens, "num_topk"), device=device
+    )
+    check.require(num_topk >= 1, "token_topk_to_pos", "at least one slot a token", num_topk)
+    (num_expanded_tokens,) = check.tensor(
+        "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
+    )
+    if not torch.compiler.is_compiling() and env.debug():
+        check_maps(token_topk_to_pos, pos_to_expert)
+    layout = ScaleLayout.ROW_MAJOR
+    if use_tma_aligned_col_major_sf:
+        layout = ScaleLayout.PACKED_UE8M0 if packed else ScaleLayout.COL_MAJOR
+    out = data.new_empty((num_expanded_tokens, cols))
+    out_sf = empty_scales(data, num_expanded_tokens, num_sf, layout)
+    _expand_to_fused_with_sf_out(data, sf, token_topk_to_pos, pos_to_expert, out, out_sf)
+    return out, out_sf

@@ -1,0 +1,272 @@
+"""gate_weights_bwd: from the gradient of a gate's weights to that of its logits, in one launch.
+
+The weights of a token are w = s / D · factor, with s = scoring_func(logits)[idx] and D = max(Σ s, 1e-20), or 1 without
+renormalization. With g = grad_weights · factor,
+
+    grad_s[k] = g[k] / D                                where D is constant: 1, or 1e-20
+              = Σ over j of (g[k] - g[j]) · s[j]/D / D  else; as (g - Σ g·s/D) / D, but nothing cancels
+    grad_x[e] = Σ grad_s[k] · s'(x[e])                  over the slots k with idx[k] = e: 0 for what is not chosen
+    grad_x[e] = p[e] · (Σ grad_s[k] - Σ grad_s·s)       softmax; the second Σ, over all slots, is 0 unless D is constant
+
+grad_weights float32 and idx int64 or int32 (num_tokens, num_topk), logits and grad_logits bfloat16 or float32
+(num_tokens, num_experts), float32 in between. An index that is none of 0 … num_experts-1 has no part in anything.
+
+A warp takes a token, lane k its k-th slot. The warp writes the row as it is without the chosen experts, zeros or
+-p·Σ, then each slot writes its own element. Slots of one expert, if there are such, first add up in order.
+"""
+
+from typing import Any
+
+import torch
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_moe.gate.topk_gate import TopkGateConfig
+from tk_moe.gate.topk_gate_with_weights import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK
+from tk_moe.lib.scoring import (
+    LEAST_SUM,
+    SCORING_SOURCE,
+    ScoringFunc,
+    clamped,
+    load_logits_macro,
+    score,
+    scoring_func_of,
+    slope,
+    softmax_score,
+    softmax_sums_macro,
+)
+
+
+# Every access stands under a guard of its own.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def _gate_weights_bwd_kernel(
+    num_experts: int,
+    num_topk: int,
+    dtype: torch.dtype,
+    idx_dtype: torch.dtype,
+    scoring_func: ScoringFunc,
+    renormalize: bool,
+    alignment: int,
+    config: TopkGateConfig,
+    arch: Arch,
+) -> Any:
+    """`alignment`: what the address of each row of logits and grad_logits is a multiple of, in bytes."""
+    import tilelang.language as T
+
+    vector = alignment // dtype.itemsize
+    chunks = ceil_div(num_experts, 32 * vector)
+    per_lane = chunks * vector
+    words = alignment // 4
+    is_softmax = scoring_func is ScoringFunc.SOFTMAX
+    warps = config.warps
+    num_tokens = T.dynamic("num_tokens")
+    load_logits = load_logits_macro(num_experts, vector, dtype)
+    softmax_sums = softmax_sums_macro(per_lane)
+
+    @T.macro
+    def store_row(grad_logits: T.Buffer, token: T.int32, lane: T.int32, values: T.Buffer) -> None:
+        for c in T.unroll(chunks):
+            if (c * 32 + lane) * vector < num_experts:
+                if words == 4:
+                    view = T.view(values, (chunks * words,), "uint32")
+                    T.stg128(grad_logits[token, (c * 32 + lane) * vector], view[c * 4 : c * 4 + 4])
+                elif words == 2:
+                    view = T.view(values, (chunks * words,), "uint32")
+                    T.stg64(grad_logits[token, (c * 32 + lane) * vector], view[c * 2 : c * 2 + 2])
+                else:
+                    for v in T.vectorized(vector):
+                        grad_logits[token, (c * 32 + lane) * vector + v] = values[c * vector + v]
+
+    @T.macro
+    def subtract_mean(grad: T.Buffer, weight: T.float32) -> None:
+        # Σ over the slots of (grad - theirs) · their weight; the weights add up to 1.
+        difference = T.alloc_var("float32")
+        total = T.alloc_var("float32")
+        total = T.float32(0)
+        for k in T.unroll(num_topk):
+            difference = grad[0] - T.shfl_sync(grad[0], k)
+            total = total + difference * T.shfl_sync(weight, k)
+        grad[0] = total
+
+    @T.macro
+    def add_up(grad: T.Buffer, expert: T.int32, lane: T.int32) -> None:
+        # Slots of one expert get the sum of theirs, in the order of the slots.
+        peers = T.alloc_var("uint32")
+        term = T.alloc_var("float32")
+        total = T.alloc_var("float32")
+        peers = T.match_any_sync(expert)  # takes the whole multiprocessor 2 cycles for each value that occurs
+        if T.any_sync(T.And(expert >= 0, peers != T.uint32(1) << T.cast(lane, "uint32"))) != 0:
+            total = T.float32(0)
+            for k in T.serial(num_topk):
+                term = T.shfl_sync(grad[0], k)
+                if (peers >> T.cast(k, "uint32")) & T.uint32(1) != T.uint32(0):
+                    total = total + term
+            grad[0] = total
+
+    @T.prim_func
+    def gate_weights_bwd(
+        grad_weights: T.Tensor((num_tokens, num_topk), "float32"),
+        logits: T.Tensor((num_tokens, num_experts), dtype),
+        topk_idx: T.Tensor((num_tokens, num_topk), idx_dtype),
+        factor: T.float32,
+        grad_logits: T.Tensor((num_tokens, num_experts), dtype),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
+            T.import_source(SCORING_SOURCE)
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            token = block * warps + thread // 32
+            if token < num_tokens:  # the same for a whole warp
+                x = T.alloc_local((per_lane,), "float32")
+                row = T.alloc_local((per_lane,), dtype)
+                sums = T.alloc_local((2,), "float32")
+                grad = T.alloc_local((1,), "float32")
+                expert = T.alloc_var("int32")
+                logit = T.alloc_var("float32")
+                value = T.alloc_var("float32")
+                inner = T.alloc_var("float32")
+                if is_softmax:
+                    load_logits(logits, token, lane, x)
+                expert = -1
+                grad[0] = T.float32(0)
+                if lane < num_topk:
+                    index = topk_idx[token, lane]
+                    grad[0] = grad_weights[token, lane] * factor
+                    if index >= 0 and index < num_experts:
+                        expert = T.cast(index, "int32")
+                    else:
+                        grad[0] = T.float32(0)
+                logit = T.float32(0)
+                value = T.float32(0)
+                if is_softmax:
+                    softmax_sums(x, sums)
+                if expert >= 0:
+                    logit = T.cast(logits[token, expert], "float32")
+                    value = softmax_score(logit, sums) if is_softmax else score(scoring_func, logit)
+                if renormalize:
+                    total = T.warp_reduce_sum(value)
+                    denominator = clamped(total)
+                    if total >= T.float32(LEAST_SUM):
+                        subtract_mean(grad, value / denominator)
+                    grad[0] = T.if_then_else(expert < 0, T.float32(0), grad[0] / denominator)
+                if is_softmax:
+                    inner = T.float32(0)
+                    if not renormalize or total < T.float32(LEAST_SUM):
+                        inner = T.warp_reduce_sum(grad[0] * value)
+                    # A token without an expert gets zeros, whatever its logits are.
+                    has_expert = T.any_sync(expert >= 0) != 0
+                    scale = (T.float32(0) - inner) / sums[1]
+                    for j in T.unroll(per_lane):
+                        row[j] = T.cast(T.if_then_else(has_expert, x[j] * scale, T.float32(0)), dtype)
+                else:
+                    for j in T.unroll(per_lane):
+                        row[j] = T.cast(T.float32(0), dtype)
+                store_row(grad_logits, token, lane, row)
+                add_up(grad, expert, lane)
+                # The row is there before its elements are.
+                T.sync_warp()
+                if expert >= 0:
+                    if is_softmax:
+                        grad_logits[token, expert] = T.cast(value * (grad[0] - inner), dtype)
+                    else:
+                        grad_logits[token, expert] = T.cast(grad[0] * slope(scoring_func, logit, value), dtype)
+
+    return gate_weights_bwd
+
+
+def _gate_weights_bwd_reference(
+    grad_weights: torch.Tensor,
+    logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    scoring_func: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    grad_logits: torch.Tensor,
+) -> None:
+    from tk_moe.reference.gate.gate_weights_bwd import gate_weights_bwd
+
+    grad_logits.copy_(
+        gate_weights_bwd(
+            *(grad_weights, logits, topk_idx, ScoringFunc(scoring_func), renormalize, routed_scaling_factor)
+        )
+    )
+
+
+@op("tk_moe::gate_weights_bwd_out", mutates=("grad_logits",), reference=_gate_weights_bwd_reference)
+def _gate_weights_bwd_out(
+    grad_weights: torch.Tensor,
+    logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    scoring_func: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    grad_logits: torch.Tensor,
+) -> None:
+    num_tokens, num_experts = logits.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(logits.device)
+    bwd = _gate_weights_bwd_kernel(
+        num_experts,
+        topk_idx.shape[1],
+        logits.dtype,
+        topk_idx.dtype,
+        ScoringFunc(scoring_func),
+        renormalize,
+        min(check.row_alignment(logits), check.row_alignment(grad_logits)),
+        TopkGateConfig.best(arch),
+        arch,
+    )
+    bwd(grad_weights, logits, topk_idx, routed_scaling_factor, grad_logits)
+
+
+@replayable
+def gate_weights_bwd(
+    grad_weights: torch.Tensor,
+    logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    scoring_func: ScoringFunc | str,
+    renormalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> torch.Tensor:
+    """Gradient of a gate's logits from that of the weights that it gave: of `topk_gate_with_weights` and `hash_gate`
+    with the same options, and of `top2_sum_gate`, which always renormalizes.
+
+    The choice of experts and the bias have no gradient. Below 1e-20 the sum that divides the weights is a constant.
+    The slope of sqrtsoftplus where the score is 0 is 0.
+
+    Args:
+        grad_weights: float32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
+        logits: bfloat16 or float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
+        topk_idx: int64 or int32 (num_tokens, num_topk), contiguous: experts as the logits count them, that is before
+            `top2_sum_gate` maps them to physical ones or to ranks (its `unmapped_topk_idx`). An index that is none of 0
+            to num_experts-1 is ignored with its gradient: no expert, or a shared one, whose weight is constant.
+        scoring_func: What the gate was given, and so the next two.
+        renormalize: Whether weights were divided by their sum.
+        routed_scaling_factor: What they were multiplied by.
+
+    Returns:
+        (num_tokens, num_experts) in logits' dtype; zeros for a token without an expert.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: a wrong shape, stride or device, or a size out of range.
+    """
+    num_tokens, num_topk = check.tensor("grad_weights", grad_weights, (torch.float32,), ("num_tokens", "num_topk"))
+    device = grad_weights.device
+    check.in_range("num_topk (columns of grad_weights)", num_topk, 1, MAX_TOPK)
+    _, num_experts = check.tensor("logits", logits, LOGIT_DTYPES, (num_tokens, "num_experts"), device=device)
+    check.in_range("num_experts (columns of logits)", num_experts, 1, MAX_EXPERTS)
+    check.tensor("topk_idx", topk_idx, IDX_DTYPES, (num_tokens, num_topk), device=device)
+    scoring_func = scoring_func_of(scoring_func)
+    check.flag("renormalize", renormalize)
+    check.number("routed_scaling_factor", routed_scaling_factor)
+    grad_logits = logits.new_empty((num_tokens, num_experts))
+    _gate_weights_bwd_out(
+        grad_weights, logits, topk_idx, int(scoring_func), renormalize, float(routed_scaling_factor), grad_logits
+    )
+    return grad_logits

@@ -1,0 +1,293 @@
+"""top2_sum_gate: scores of a token's logits, its best groups of experts, its best experts in those, and their weights.
+
+    rank      = scoring_func(logits[t]) + bias                        softmax: logits[t] + bias
+    groups    = the num_topk_groups with the largest sum of their two best ranks; the others' ranks become -∞
+    selection = argsort(rank, descending, stable)[:num_topk]          or given: unmapped_topk_idx[t]
+    weights   = score / max(Σ score, 1e-20) · routed_scaling_factor   (scores of the selection, without bias)
+
+then num_shared_experts more slots, a physical copy of each expert, and the view of a tensor-parallel rank.
+
+logits float32 (num_tokens, num_experts), bias float32 (num_experts), topk_idx int64 and topk_weights float32
+(num_tokens, num_slots).
+
+The kernel, which has a warp for each token, is in top2_sum_gate_kernel.py.
+"""
+
+import torch
+
+from tk_core import check, env
+from tk_core.arch import get_arch
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_moe.gate.topk_gate import TopkGateConfig
+from tk_moe.lib.scoring import ScoringFunc, scoring_func_of
+from tk_moe.lib.top2_sum_gate_kernel import Routing, top2_sum_gate_kernel
+
+MAX_EXPERTS = 1024
+MAX_GROUPS = 32
+MAX_SLOTS = 32
+MAX_EXTRA_EXPERTS = 32767
+
+
+def _top2_sum_gate_reference(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    fix_routing_mask: torch.Tensor | None,
+    to_physical_map: torch.Tensor | None,
+    logical_count: torch.Tensor | None,
+    unmapped_topk_idx: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    sizes: list[int],
+    routed_scaling_factor: float,
+    ranks: list[int],
+    scoring_func: int,
+) -> None:
+    from tk_moe.reference.gate.top2_sum_gate import top2_sum_gate
+
+    num_topk, num_topk_groups, num_groups, num_shared = sizes
+    result = top2_sum_gate(
+        logits,
+        bias,
+        *(num_topk, num_topk_groups, num_groups, num_shared > 0, num_shared),
+        routed_scaling_factor,
+        *ranks,
+        ScoringFunc(scoring_func),
+        *(mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
+    )
+    for out, value in zip((topk_idx, topk_weights), result, strict=True):
+        out.copy_(value)
+
+
+@op(
+    "tk_moe::top2_sum_gate_out",
+    mutates=("unmapped_topk_idx", "topk_idx", "topk_weights"),
+    reference=_top2_sum_gate_reference,
+)
+def _top2_sum_gate_out(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    fix_routing_mask: torch.Tensor | None,
+    to_physical_map: torch.Tensor | None,
+    logical_count: torch.Tensor | None,
+    unmapped_topk_idx: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    sizes: list[int],
+    routed_scaling_factor: float,
+    ranks: list[int],
+    scoring_func: int,
+) -> None:
+    """Launch. sizes: num_topk, num_topk_groups, num_groups, shared slots; ranks: ep, how many, tp, how many."""
+    num_tokens, num_experts = logits.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(logits.device)
+    num_topk, num_topk_groups, num_groups, num_shared = sizes
+    ep_rank, num_ep_ranks, tp_rank, num_tp_ranks = ranks
+    num_copies = 0 if to_physical_map is None else to_physical_map.shape[1]
+    routing = Routing(
+        num_topk,
+        num_topk_groups if num_groups != num_topk_groups else 1,
+        num_groups if num_groups != num_topk_groups else 1,
+        num_shared,
+        ScoringFunc(scoring_func),
+        mask is not None,
+        fix_routing_mask is not None,
+        unmapped_topk_idx is not None,
+        num_copies,
+        (num_experts + max(num_copies - 1, 0)) // num_ep_ranks if num_tp_ranks > 1 else 0,
+        num_tp_ranks,
+    )
+    config = TopkGateConfig.best(arch)
+    gate = top2_sum_gate_kernel(
+        num_experts, routing, check.row_alignment(logits), check.row_alignment(bias), config, arch
+    )
+    gate(
+        *(logits, bias, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
+        *(topk_idx, topk_weights, routed_scaling_factor, ep_rank, tp_rank),
+    )
+
+
+def _check_routing(
+    num_experts: int,
+    num_topk: int,
+    num_topk_groups: int,
+    num_groups: int,
+    num_shared: int,
+    num_extra: int,
+    scoring_func: ScoringFunc,
+) -> None:
+    check.require(
+        scoring_func != ScoringFunc.IDENTITY, "scoring_func", "sigmoid, sqrtsoftplus or softmax", str(scoring_func)
+    )
+    check.in_range("num_topk", num_topk, 1, min(num_experts, MAX_SLOTS - num_shared))
+    check.in_range("num_groups", num_groups, 0, num_experts)
+    check.in_range("num_topk_groups", num_topk_groups, 0, num_groups)
+    if num_groups:
+        check.require(
+            num_topk_groups > 0, "num_topk_groups", f"1 to {num_groups}, as there are groups", num_topk_groups
+        )
+        check.require(num_experts % num_groups == 0, "num_groups", f"a divisor of {num_experts} experts", num_groups)
+    if num_groups != num_topk_groups:
+        group_size = num_experts // num_groups
+        check.in_range("num_groups (with fewer kept)", num_groups, 1, MAX_GROUPS)
+        check.require(group_size >= 2, "num_groups", "groups of at least 2 experts", num_groups)
+        check.in_range("num_topk (experts in the groups kept)", num_topk, 1, num_topk_groups * group_size)
+    if num_shared:
+        check.multiple_of("num_topk (by num_shared_experts)", num_topk, num_shared)
+        check.multiple_of("num_experts (by num_topk / num_shared_experts)", num_experts, num_topk // num_shared)
+        check.require(
+            num_shared <= num_extra,
+            "num_shared_experts",
+            f"at most {num_extra}, the extra physical experts",
+            num_shared,
+        )
+
+
+def _check_data(
+    num_experts: int,
+    fix_routing_mask: torch.Tensor | None,
+    unmapped_topk_idx: torch.Tensor | None,
+    to_physical_map: torch.Tensor | None,
+    logical_count: torch.Tensor | None,
+) -> None:
+    """With TK_DEBUG: raise for an index or a count out of range."""
+    if fix_routing_mask is not None and unmapped_topk_idx is not None:
+        given = unmapped_topk_idx[fix_routing_mask]
+        if given.numel():
+            check.require(
+                int(given.max()) < num_experts, "unmapped_topk_idx", f"experts below {num_experts}", int(given.max())
+            )
+    if to_physical_map is not None and logical_count is not None:
+        num_copies = to_physical_map.shape[1]
+        low, high = int(logical_count.min()), int(logical_count.max())
+        check.require(low >= 1 and high <= num_copies, "logical_count", f"1 to {num_copies}", (low, high))
+        high = int(to_physical_map.max())
+        num_physical = num_experts + num_copies - 1
+        check.require(high < num_physical, "to_physical_map", f"experts below {num_physical}", high)
+
+
+@replayable
+def top2_sum_gate(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    num_topk: int,
+    num_topk_groups: int,
+    num_groups: int,
+    use_shared_as_routed: bool,
+    num_shared_experts: int,
+    routed_scaling_factor: float,
+    ep_rank: int,
+    num_ep_ranks: int,
+    tp_rank: int,
+    num_tp_ranks: int,
+    scoring_func: ScoringFunc | str,
+    mask: torch.Tensor | None = None,
+    fix_routing_mask: torch.Tensor | None = None,
+    to_physical_map: torch.Tensor | None = None,
+    logical_count: torch.Tensor | None = None,
+    unmapped_topk_idx: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Route tokens: the best groups of experts by their two best, the best experts in those, weights, physical copies.
+
+    Names and formulas are those of DeepSeek's TileKernels 1.0.0. For each token t:
+
+    1. Experts rank by scoring_func(logits) + bias, with softmax by logits + bias.
+    2. If num_groups differs from num_topk_groups, only the num_topk_groups groups with the largest sums of their two
+       best ranks stay; the others' ranks become -inf.
+    3. The num_topk best are selected, best first. Of equals, here and in 2, the smaller index comes first; NaN is on
+       top. A weight is the score without bias / max(sum of the token's scores, 1e-20) * routed_scaling_factor.
+    4. Where fix_routing_mask[t], unmapped_topk_idx[t] is the selection instead, a negative index scoring as expert 0.
+    5. With use_shared_as_routed, num_shared_experts slots follow: experts num_experts, num_experts + 1, weights 1.
+    6. With to_physical_map, expert e becomes to_physical_map[e, (ep_rank + t * 23333) mod logical_count[e]].
+    7. Of the physical experts, (num_experts + X) // num_ep_ranks on each rank, those of rank r with r mod num_tp_ranks
+       = tp_rank stay, numbered as by `mask_indices_by_tp`; others become -1 and keep their weights.
+    8. Where mask[t] is False, indices are -1 and weights 0.
+
+    Where ranks (or sums of two) differ by more than 2e-6 the order is the reference's; weights agree to rtol 1e-5, atol
+    1e-8.
+
+    Args:
+        logits: float32 (num_tokens, num_experts), contiguous, at most 1024 experts.
+        bias: float32 (num_experts), contiguous.
+        num_topk: Experts a token; with the shared ones at most 32.
+        num_topk_groups, num_groups: Groups kept and groups in all; both 0 for none. Where they differ, at most 32
+            groups, of 2 experts or more.
+        use_shared_as_routed, num_shared_experts: If set, 1 or 2 shared experts (S) take slots; S divides num_topk,
+            num_topk / S divides num_experts.
+        routed_scaling_factor: Factor of the weights, except those of shared experts.
+        ep_rank, num_ep_ranks, tp_rank, num_tp_ranks: This rank of expert and of tensor parallelism, and how many.
+        scoring_func: SIGMOID, SQRTSOFTPLUS or SOFTMAX, or its name.
+        mask: bool (num_tokens), False for padding.
+        fix_routing_mask: bool (num_tokens), True where the routing is given.
+        to_physical_map: int32 (num_experts + S, 1 + X), physical copies of each expert; X extra ones, S <= X < 32768.
+            Without it X is 0.
+        logical_count: int32 (num_experts + S), copies of each expert, 1 to 1 + X; others count as the nearest of these.
+        unmapped_topk_idx: int64 (num_tokens, num_topk), rows may be strided: written the selection of every token whose
+            routing is not given, -1 where mask is False.
+
+    Returns:
+        topk_idx: int64 (num_tokens, num_topk + S).
+        topk_weights: float32 (num_tokens, num_topk + S).
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape, stride or device; a size or rank out of range; identity scoring; a map without counts
+            or counts without a map; fix_routing_mask without unmapped_topk_idx. With `TK_DEBUG=1` also indices and
+            counts out of range, which otherwise read some expert's numbers.
+    """
+    num_tokens, num_experts = check.tensor("logits", logits, (torch.float32,), ("num_tokens", "num_experts"))
+    check.in_range("num_experts (columns of logits)", num_experts, 1, MAX_EXPERTS)
+    device = logits.device
+    check.tensor("bias", bias, (torch.float32,), (num_experts,), device=device)
+    check.flag("use_shared_as_routed", use_shared_as_routed)
+    check.in_range("num_shared_experts", num_shared_experts, *((1, 2) if use_shared_as_routed else (0, num_experts)))
+    num_shared = num_shared_experts if use_shared_as_routed else 0
+    check.number("routed_scaling_factor", routed_scaling_factor)
+    num_extra = 0
+    if to_physical_map is not None:
+        shape = check.tensor(
+            "to_physical_map", to_physical_map, (torch.int32,), (num_experts + num_shared, "1 + X"), device=device
+        )
+        num_extra = shape[1] - 1
+        check.in_range("X (columns of to_physical_map - 1)", num_extra, 0, MAX_EXTRA_EXPERTS)
+        check.require(logical_count is not None, "logical_count", "a tensor beside to_physical_map", logical_count)
+    if logical_count is not None:
+        check.require(to_physical_map is not None, "to_physical_map", "a tensor beside logical_count", to_physical_map)
+        check.tensor("logical_count", logical_count, (torch.int32,), (num_experts + num_shared,), device=device)
+    scoring_func = scoring_func_of(scoring_func)
+    _check_routing(num_experts, num_topk, num_topk_groups, num_groups, num_shared, num_extra, scoring_func)
+    check.in_range("num_ep_ranks", num_ep_ranks, 1, num_experts + num_extra)
+    check.in_range("ep_rank", ep_rank, 0, num_ep_ranks - 1)
+    check.in_range("num_tp_ranks", num_tp_ranks, 1, num_experts + num_extra)
+    check.in_range("tp_rank", tp_rank, 0, num_tp_ranks - 1)
+    for name, tokens in (("mask", mask), ("fix_routing_mask", fix_routing_mask)):
+        if tokens is not None:
+            check.tensor(name, tokens, (torch.bool,), (num_tokens,), device=device)
+    if unmapped_topk_idx is not None:
+        check.tensor(
+            *("unmapped_topk_idx", unmapped_topk_idx, (torch.int64,), (num_tokens, num_topk)),
+            layout="rows",
+            device=device,
+        )
+        check.require(
+            num_tokens < 2 or unmapped_topk_idx.stride(0) >= num_topk,
+            *("unmapped_topk_idx", "rows that do not overlap", unmapped_topk_idx.stride()),
+        )
+    check.require(
+        fix_routing_mask is None or unmapped_topk_idx is not None,
+        *("unmapped_topk_idx", "a tensor beside fix_routing_mask", unmapped_topk_idx),
+    )
+    if not torch.compiler.is_compiling() and env.debug() and not logits.is_meta:
+        _check_data(num_experts, fix_routing_mask, unmapped_topk_idx, to_physical_map, logical_count)
+    topk_idx = logits.new_empty((num_tokens, num_topk + num_shared), dtype=torch.int64)
+    topk_weights = logits.new_empty((num_tokens, num_topk + num_shared))
+    _top2_sum_gate_out(
+        *(logits, bias, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
+        *(topk_idx, topk_weights, [num_topk, num_topk_groups, num_groups, num_shared], float(routed_scaling_factor)),
+        *([ep_rank, num_ep_ranks, tp_rank, num_tp_ranks], int(scoring_func)),
+    )
+    return topk_idx, topk_weights

@@ -1,0 +1,140 @@
+"""topk_sum_and_topk_group_idx: the best groups of experts of each token, by their best one or two scores.
+
+    sum[t, g] = sum of the num_topk_sum largest of scores[t, g]               (one float32 addition)
+    out[t]    = argsort(sum[t], descending, stable)[:num_topk_groups]
+
+scores float32 (num_tokens, num_groups, num_experts_per_group), out int64 (num_tokens, num_topk_groups).
+
+A warp takes a token, and of its lanes each group has as many, a power of two. They find the best of their scores by
+exchanges; then one lane of each group has its sum, and the warp chooses among those as it does among experts.
+"""
+
+from typing import Any
+
+import torch
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_moe.gate.topk_gate import TopkGateConfig
+from tk_moe.lib.selection import (
+    NO_KEY,
+    best_three_macro,
+    choose_macro,
+    group_key_macro,
+    group_lanes,
+    lane_vector,
+    sort_key,
+)
+
+MAX_GROUPS = 32
+MAX_EXPERTS = 1024
+
+
+# Every access stands under a guard of its own.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def _topk_sum_kernel(
+    num_groups: int,
+    group_size: int,
+    num_topk_sum: int,
+    num_topk_groups: int,
+    alignment: int,
+    config: TopkGateConfig,
+    arch: Arch,
+) -> Any:
+    """`alignment`: what the address of each group's scores is a multiple of, in bytes."""
+    import tilelang.language as T
+
+    lanes = group_lanes(num_groups)
+    vector = lane_vector(group_size, lanes, alignment // 4)
+    per_lane = align(ceil_div(group_size, lanes), vector)
+    warps = config.warps
+    num_tokens = T.dynamic("num_tokens")
+    best_three, group_key = best_three_macro(per_lane), group_key_macro(lanes, num_topk_sum)
+    choose = choose_macro(1, num_topk_groups)
+
+    @T.prim_func
+    def topk_sum_and_topk_group_idx(
+        scores: T.Tensor((num_tokens, num_groups, group_size), "float32"),
+        out: T.Tensor((num_tokens, num_topk_groups), "int64"),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            token = block * warps + thread // 32
+            group = lane // lanes
+            first = lane % lanes * per_lane
+            if token < num_tokens:  # the same for a whole warp
+                values = T.alloc_local((per_lane,), "float32")
+                keys = T.alloc_local((per_lane,), "int32")
+                best = T.alloc_local((3,), "int32")
+                key = T.alloc_local((1,), "int32")
+                chosen = T.alloc_local((1,), "int32")
+                if group < num_groups:
+                    for c in T.unroll(per_lane // vector):
+                        if first + c * vector < group_size:
+                            for v in T.vectorized(vector):
+                                values[c * vector + v] = scores[token, group, first + c * vector + v]
+                for j in T.unroll(per_lane):
+                    keys[j] = T.if_then_else(first + j < group_size, sort_key(values[j]), T.int32(NO_KEY))
+                best_three(keys, best)
+                group_key(best, key)
+                # A group's first lane stands for it.
+                key[0] = T.if_then_else(group < num_groups and lane % lanes == 0, key[0], T.int32(NO_KEY))
+                choose(key, lane, group, chosen)
+                if lane < num_topk_groups:
+                    out[token, lane] = T.cast(T.cast(chosen[0], "uint32"), "int64")
+
+    return topk_sum_and_topk_group_idx
+
+
+def _topk_sum_reference(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int, out: torch.Tensor) -> None:
+    from tk_moe.reference.gate.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
+
+    out.copy_(topk_sum_and_topk_group_idx(scores, num_topk_sum, num_topk_groups))
+
+
+@op("tk_moe::topk_sum_and_topk_group_idx_out", mutates=("out",), reference=_topk_sum_reference)
+def _topk_sum_out(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int, out: torch.Tensor) -> None:
+    num_tokens, num_groups, group_size = scores.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(scores.device)
+    config = TopkGateConfig.best(arch)
+    alignment = check.row_alignment(scores)
+    _topk_sum_kernel(num_groups, group_size, num_topk_sum, num_topk_groups, alignment, config, arch)(scores, out)
+
+
+@replayable
+def topk_sum_and_topk_group_idx(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int) -> torch.Tensor:
+    """Choose the `num_topk_groups` groups with the largest sum of their best one or two scores, best first.
+
+    The order is that of a stable descending sort: NaN above +∞, -0 equal to +0, among equals the smaller index first.
+    Name and formula are those of DeepSeek's TileKernels 1.0.0.
+
+    Args:
+        scores: float32 (num_tokens, num_groups, num_experts_per_group), contiguous; 1 to 32 groups, at most 1024
+            experts in all.
+        num_topk_sum: Scores of a group that count, 1 or 2, and not more than it has.
+        num_topk_groups: Groups a token, from 1 to num_groups.
+
+    Returns:
+        int64 (num_tokens, num_topk_groups): distinct indices of groups.
+
+    Raises:
+        TypeError: scores is not a float32 tensor, or a number is not an int.
+        ValueError: scores has another shape or is not contiguous, or a size is out of range.
+    """
+    num_tokens, num_groups, group_size = check.tensor(
+        "scores", scores, (torch.float32,), ("num_tokens", "num_groups", "num_experts_per_group")
+    )
+    check.in_range("num_groups (dimension 1 of scores)", num_groups, 1, MAX_GROUPS)
+    check.in_range("num_experts_per_group (dimension 2 of scores)", group_size, 1, MAX_EXPERTS // num_groups)
+    check.in_range("num_topk_sum", num_topk_sum, 1, min(2, group_size))
+    check.in_range("num_topk_groups", num_topk_groups, 1, num_groups)
+    out = scores.new_empty((num_tokens, num_topk_groups), dtype=torch.int64)
+    _topk_sum_out(scores, num_topk_sum, num_topk_groups, out)
+    return out

@@ -1,0 +1,213 @@
+"""ScoringFunc: how a gate's logits become scores; and what the gates' kernels share to compute them.
+
+sigmoid        1 / (1 + exp(-x))
+sqrtsoftplus   sqrt(log(1 + exp(x))), the logarithm being x itself above 20
+softmax        exp(x - max) / Σ exp(x - max), over the experts of a token
+identity       x
+
+A kernel imports SCORING_SOURCE into its device code:
+
+    T.import_source(SCORING_SOURCE)
+    value = score(scoring_func, x)                     # not for softmax
+    softmax_sums_macro(per_lane)(x, sums)              # for softmax: the row's maximum and sum, then
+    value = softmax_score(x, sums)
+    total = T.warp_reduce_sum(value)                   # the value being 0 in lanes without a slot
+    weight = value / clamped(total) * factor
+
+Every operation rounds as torch's does on the same device: accurate exponentials, IEEE divisions and square roots.
+"""
+
+import enum
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core import check
+from tk_moe.lib.selection import rank_of, sort_key
+
+__all__ = ["ScoringFunc"]
+
+
+class ScoringFunc(enum.IntEnum):
+    """How logits become scores. Its str() is the lower-case name; numbers and names are those of TileKernels 1.0.0."""
+
+    SIGMOID = 0
+    SQRTSOFTPLUS = 1
+    SOFTMAX = 2
+    IDENTITY = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    @classmethod
+    def from_str(cls, label: str) -> "ScoringFunc":
+        """The member of that name, in any case; ValueError for any other."""
+        try:
+            return cls[label.upper()]
+        except (KeyError, AttributeError):
+            names = ", ".join(repr(str(member)) for member in cls)
+            raise ValueError(f"label: expected one of {names}, got {label!r}") from None
+
+
+def scoring_func_of(scoring_func: ScoringFunc | str) -> ScoringFunc:
+    """The ScoringFunc itself, or that of a name in any case; TypeError or ValueError for anything else."""
+    if isinstance(scoring_func, str):
+        check.one_of("scoring_func", scoring_func.lower(), [str(member) for member in ScoringFunc])
+        return ScoringFunc.from_str(scoring_func)
+    check.require_type(isinstance(scoring_func, ScoringFunc), "scoring_func", "a ScoringFunc or its name", scoring_func)
+    return scoring_func
+
+
+SCORING_SOURCE = r"""
+__device__ __forceinline__ float tk_score_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+__device__ __forceinline__ float tk_score_sqrtsoftplus(float x) {
+  return sqrtf(x > 20.0f ? x : log1pf(expf(x)));
+}
+
+// The same, bit for bit, for n logits at a time. Within +-64 no special case occurs in division and root: what nvcc
+// makes of them is written out without its branches, so that the n chains of instructions overlap.
+template <int n> __device__ __forceinline__ bool tk_are_near(const float *x) {
+  bool near = true;
+#pragma unroll
+  for (int i = 0; i < n; ++i) near &= fabsf(x[i]) <= 64.0f;
+  return near;
+}
+
+template <int n> __device__ __forceinline__ void tk_scores_sigmoid(const float *x, float *scores) {
+  if (tk_are_near<n>(x)) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float d = 1.0f + expf(-x[i]);
+      float r;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+      scores[i] = __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; ++i) scores[i] = tk_score_sigmoid(x[i]);
+  }
+}
+
+template <int n> __device__ __forceinline__ void tk_scores_sqrtsoftplus(const float *x, float *scores) {
+  if (tk_are_near<n>(x)) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float e = expf(fminf(x[i], 20.0f));
+      __builtin_assume(__float_as_uint(e) < 0x7f800000u);
+      const float l = x[i] > 20.0f ? x[i] : log1pf(e);
+      float r;
+      asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(l));
+      const float root = l * r;
+      scores[i] = __fmaf_rn(__fmaf_rn(-root, root, l), 0.5f * r, root);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; ++i) scores[i] = tk_score_sqrtsoftplus(x[i]);
+  }
+}
+
+// Derivatives, given the score as well.
+__device__ __forceinline__ float tk_slope_sigmoid(float, float score) { return (1.0f - score) * score; }
+
+__device__ __forceinline__ float tk_slope_sqrtsoftplus(float x, float score) {
+  const float e = expf(x);
+  // Where the score is 0 its slope is too: in the limit it is half the score.
+  return score == 0.0f ? 0.0f : (x > 20.0f ? 1.0f : e / (e + 1.0f)) / (score + score);
+}
+"""
+
+LEAST_SUM = 1e-20
+"""What the sum of a token's scores is raised to before it divides them."""
+
+
+def score(scoring_func: ScoringFunc, x: Any) -> Any:
+    """Score of the float32 logit `x`, an expression; of softmax the logit itself, by which it ranks."""
+    import tilelang.language as T
+
+    if scoring_func in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY):
+        return x
+    return T.call_extern("float32", f"tk_score_{scoring_func}", x)
+
+
+def write_scores(scoring_func: ScoringFunc, x: Any, scores: Any, count: int) -> Any:
+    """Statement: scores[i] = `score` of x[i] for i < count, float32 in registers; not for softmax and identity."""
+    import tilelang.language as T
+
+    return T.call_extern("void", f"tk_scores_{scoring_func}<{count}>", T.address_of(x[0]), T.address_of(scores[0]))
+
+
+def slope(scoring_func: ScoringFunc, x: Any, value: Any) -> Any:
+    """Derivative of the score of the float32 logit `x`, whose score is `value`, an expression; not for softmax."""
+    import tilelang.language as T
+
+    if scoring_func is ScoringFunc.IDENTITY:
+        return T.float32(1)
+    return T.call_extern("float32", f"tk_slope_{scoring_func}", x, value)
+
+
+def softmax_score(x: Any, sums: Any) -> Any:
+    """Softmax score of the float32 logit `x`, an expression; `sums` comes from `softmax_sums_macro`."""
+    import tilelang.language as T
+
+    return T.call_extern("float32", "expf", x - sums[0]) / sums[1]
+
+
+def clamped(total: Any) -> Any:
+    """max(total, 1e-20), an expression; NaN stays NaN."""
+    import tilelang.language as T
+
+    return T.if_then_else(total < T.float32(LEAST_SUM), T.float32(LEAST_SUM), total)
+
+
+@cache
+def softmax_sums_macro(per_lane: int) -> Any:
+    """Macro `softmax_sums(x, sums)`: sums = (max, Σ exp(x - max)) over the logits of a token, and x = exp(x - max).
+
+    x float32 (per_lane,) in each lane of a warp, -∞ where the lane has no expert; sums float32 (2,), the same in every
+    lane. The sum goes through a lane's experts in order, then over the lanes in halves.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def softmax_sums(x: T.Buffer, sums: T.Buffer) -> None:
+        key = T.alloc_var("int32")
+        sums[0] = x[0]
+        for j in T.unroll(1, per_lane):
+            sums[0] = T.max(sums[0], x[j])
+        # As integers that sort as floats do, one instruction finds the maximum of a warp.
+        key = sort_key(sums[0])
+        key = T.warp_reduce_max(key)
+        sums[0] = rank_of(key)
+        sums[1] = T.float32(0)
+        for j in T.unroll(per_lane):
+            x[j] = T.call_extern("float32", "expf", x[j] - sums[0])
+            sums[1] = sums[1] + x[j]
+        sums[1] = T.warp_reduce_sum(sums[1])
+
+    return softmax_sums
+
+
+@cache
+def load_logits_macro(num_experts: int, vector: int, dtype: torch.dtype) -> Any:
+    """Macro `load_logits(logits, token, lane, x)`: a lane's logits of a token as float32, -∞ where there is no expert.
+
+    x float32, a multiple of `vector`; elements that many apart hold experts 32 * vector apart.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def load_logits(logits: T.Buffer, token: T.int32, lane: T.int32, x: T.Buffer) -> None:
+        per_lane = x.shape[0]
+        values = T.alloc_local((per_lane,), dtype)
+        for c in T.unroll(per_lane // vector):
+            if (c * 32 + lane) * vector < num_experts:
+                for v in T.vectorized(vector):
+                    values[c * vector + v] = logits[token, (c * 32 + lane) * vector + v]
+        for j in T.unroll(per_lane):
+            x[j] = T.if_then_else(
+                (j // vector * 32 + lane) * vector < num_experts, T.cast(values[j], "float32"), -T.infinity("float32")
+            )
+
+    return load_logits

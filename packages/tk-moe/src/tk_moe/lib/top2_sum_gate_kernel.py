@@ -1,0 +1,250 @@
+"""The kernel of top2_sum_gate.
+
+A warp takes a token. With 8 groups of 32 experts, for instance, its lanes own
+
+    group        0              1        …       7
+    lanes    0  1  2  3     4  5  6  7      28 29 30 31
+    experts  0  8 16 24    32 40 48 56     224 …          (of each lane the first; it holds 8)
+
+A group's lanes exchange their best two ranks for the sum, and share out the comparisons with the other groups. Lanes of
+groups that are out lower their keys, and the warp chooses as selection.py says. From then on lane k has slot k: it
+computes the score of its expert again, and maps and stores it.
+
+Sigmoids come from the fast exponential and reciprocal: 2e-7 off at most, and 4e-6 of their value, as the product with
+log2(e) is rounded. A score that underflows is 0.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_moe.gate.topk_gate import TopkGateConfig
+from tk_moe.lib.scoring import SCORING_SOURCE, ScoringFunc, clamped, score, softmax_score, softmax_sums_macro
+from tk_moe.lib.selection import (
+    LEAST_KEY,
+    NO_KEY,
+    TOP_KEY,
+    best_three_macro,
+    choose_from_macro,
+    group_key_macro,
+    group_lanes,
+    group_place_macro,
+    lane_vector,
+    sort_key,
+    sort_key_of_sum,
+)
+
+# The step from a token to the next one's copy of an expert.
+_COPY_STEP = 23333
+
+_FAST_SOURCE = r"""
+__device__ __forceinline__ float tk_fast_reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+__device__ __forceinline__ float tk_fast_sigmoid(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
+  return tk_fast_reciprocal(1.0f + power);
+}
+"""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What is fixed when the kernel is built; the tensors that it denies are left out of the arguments."""
+
+    num_topk: int
+    num_topk_groups: int
+    num_groups: int
+    """1 where all groups are kept."""
+    num_shared: int
+    scoring_func: ScoringFunc
+    has_mask: bool
+    has_fixed: bool
+    has_unmapped: bool
+    num_copies: int
+    """Columns of to_physical_map, 0 without."""
+    per_rank: int
+    """Physical experts of an expert-parallel rank."""
+    num_tp_ranks: int
+
+
+# Every access stands under a guard of its own.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def top2_sum_gate_kernel(
+    num_experts: int, routing: Routing, alignment: int, bias_alignment: int, config: TopkGateConfig, arch: Arch
+) -> Any:
+    """`alignment`, `bias_alignment`: what addresses of rows of logits and that of bias are multiples of, in bytes."""
+    import tilelang.language as T
+
+    num_topk, num_groups, num_copies = routing.num_topk, routing.num_groups, routing.num_copies
+    num_slots = num_topk + routing.num_shared
+    scoring_func = routing.scoring_func
+    is_softmax = scoring_func is ScoringFunc.SOFTMAX
+    lanes = group_lanes(num_groups)
+    group_size = num_experts // num_groups
+    vector = lane_vector(group_size, lanes, alignment // 4)
+    bias_vector = min(vector, bias_alignment // 4)
+    per_lane = align(ceil_div(group_size, lanes), vector)
+    warps = config.warps
+    num_tokens, unmapped_stride = T.dynamic("num_tokens"), T.dynamic("unmapped_stride")
+    num_mapped = num_experts + routing.num_shared
+    best_three, choose_from = best_three_macro(per_lane), choose_from_macro(per_lane, num_topk)
+    group_key, group_place = group_key_macro(lanes, 2), group_place_macro(num_groups)
+    softmax_sums = softmax_sums_macro(per_lane)
+
+    def score_of(x: Any) -> Any:
+        if scoring_func is ScoringFunc.SIGMOID:
+            return T.call_extern("float32", "tk_fast_sigmoid", x)
+        return score(scoring_func, x)
+
+    def key_of(x: Any, shift: Any) -> Any:
+        # No score is -0.
+        return sort_key(x + shift) if is_softmax else sort_key_of_sum(score_of(x), shift)
+
+    @T.macro
+    def load(
+        logits: T.Buffer, bias: T.Buffer, token: T.int32, first: T.int32, limit: T.int32, x: T.Buffer, shift: T.Buffer
+    ) -> None:
+        for c in T.unroll(per_lane // vector):
+            if first + c * vector < limit:
+                for v in T.vectorized(vector):
+                    x[c * vector + v] = logits[token, first + c * vector + v]
+        for c in T.unroll(per_lane // bias_vector):
+            if first + c * bias_vector < limit:
+                for v in T.vectorized(bias_vector):
+                    shift[c * bias_vector + v] = bias[first + c * bias_vector + v]
+
+    @T.macro
+    def select(x: T.Buffer, shift: T.Buffer, lane: T.int32, first: T.int32, limit: T.int32, chosen: T.Buffer) -> None:
+        keys = T.alloc_local((per_lane,), "int32")
+        best = T.alloc_local((3,), "int32")
+        key = T.alloc_local((1,), "int32")
+        place = T.alloc_local((1,), "int32")
+        most = T.alloc_var("int32")
+        most = T.int32(TOP_KEY)
+        for j in T.unroll(per_lane):
+            keys[j] = T.if_then_else(first + j < limit, key_of(x[j], shift[j]), T.int32(NO_KEY))
+        best_three(keys, best)
+        if num_groups > 1:
+            group_key(best, key)
+            group_place(key, lane, place)
+            most = T.if_then_else(place[0] < routing.num_topk_groups, T.int32(TOP_KEY), T.int32(LEAST_KEY))
+            for i in T.unroll(3):
+                best[i] = T.min(best[i], most)
+        choose_from(keys, best, most, lane, first, chosen)
+
+    @T.macro
+    def physical(
+        to_physical_map: T.Buffer, logical_count: T.Buffer, token: T.int32, ep_rank: T.int32, chosen: T.Buffer
+    ) -> None:
+        """The copy of the expert `chosen[0]` that this token goes to."""
+        expert = T.alloc_var("int32")
+        count = T.alloc_var("int32")
+        copy = T.alloc_var("int32")
+        expert = T.min(chosen[0], num_mapped - 1)
+        count = T.max(T.min(logical_count[expert], num_copies), 1)
+        # (ep_rank + token * 23333) mod count, of which nothing passes 2**31.
+        copy = T.truncmod(T.truncmod(token, count) * T.truncmod(_COPY_STEP, count), count)
+        copy = T.truncmod(copy + T.truncmod(ep_rank, count), count)
+        chosen[0] = T.max(to_physical_map[expert, copy], -1)
+
+    @T.macro
+    def as_tp_rank_sees_it(tp_rank: T.int32, chosen: T.Buffer) -> None:
+        owner = T.alloc_var("int32")
+        owner = T.truncdiv(chosen[0], routing.per_rank)
+        if T.truncmod(owner, routing.num_tp_ranks) == tp_rank:
+            chosen[0] = (
+                chosen[0]
+                - (tp_rank + T.truncdiv(owner, routing.num_tp_ranks) * (routing.num_tp_ranks - 1)) * routing.per_rank
+            )
+        else:
+            chosen[0] = -1
+
+    @T.prim_func
+    def top2_sum_gate(
+        logits: T.Tensor((num_tokens, num_experts), "float32"),
+        bias: T.Tensor((num_experts,), "float32"),
+        mask: T.Tensor((num_tokens,), "bool"),
+        fix_routing_mask: T.Tensor((num_tokens,), "bool"),
+        to_physical_map: T.Tensor((num_mapped, max(num_copies, 1)), "int32"),
+        logical_count: T.Tensor((num_mapped,), "int32"),
+        unmapped_topk_idx: T.StridedTensor((num_tokens, num_topk), (unmapped_stride, 1), "int64"),
+        topk_idx: T.Tensor((num_tokens, num_slots), "int64"),
+        topk_weights: T.Tensor((num_tokens, num_slots), "float32"),
+        factor: T.float32,
+        ep_rank: T.int32,
+        tp_rank: T.int32,
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
+            T.import_source(SCORING_SOURCE + _FAST_SOURCE)
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            token = block * warps + thread // 32
+            group = lane // lanes
+            first = group * group_size + lane % lanes * per_lane
+            limit = T.if_then_else(group < num_groups, (group + 1) * group_size, 0)
+            if token < num_tokens:  # the same for a whole warp, as are masks
+                x = T.alloc_local((per_lane,), "float32")
+                shift = T.alloc_local((per_lane,), "float32")
+                chosen = T.alloc_local((1,), "int32")
+                sums = T.alloc_local((2,), "float32")
+                is_routed = T.alloc_var("bool")
+                is_fixed = T.alloc_var("bool")
+                given = T.alloc_var("int64")
+                expert = T.alloc_var("int32")
+                value = T.alloc_var("float32")
+                total = T.alloc_var("float32")
+                load(logits, bias, token, first, limit, x, shift)
+                is_routed = True
+                if routing.has_mask:
+                    is_routed = mask[token]
+                is_fixed = False
+                if routing.has_fixed:
+                    is_fixed = fix_routing_mask[token]
+                chosen[0] = -1
+                value = T.float32(0)
+                if is_routed:
+                    if routing.has_fixed:
+                        if is_fixed:
+                            if lane < num_topk:
+                                given = unmapped_topk_idx[token, lane]
+                                chosen[0] = T.if_then_else(given < 0, -1, T.cast(given, "int32"))
+                        else:
+                            select(x, shift, lane, first, limit, chosen)
+                    else:
+                        select(x, shift, lane, first, limit, chosen)
+                    if routing.has_unmapped and lane < num_topk and not is_fixed:
+                        unmapped_topk_idx[token, lane] = T.cast(chosen[0], "int64")
+                    if is_softmax:
+                        for j in T.unroll(per_lane):
+                            x[j] = T.if_then_else(first + j < limit, x[j], -T.infinity("float32"))
+                        softmax_sums(x, sums)
+                    if lane < num_topk:
+                        expert = T.min(T.max(chosen[0], 0), num_experts - 1)
+                        value = logits[token, expert]
+                        value = softmax_score(value, sums) if is_softmax else score_of(value)
+                    total = value
+                    for step in T.unroll((num_topk - 1).bit_length()):
+                        total = total + T.shfl_xor(total, 1 << step)
+                    value = value * T.call_extern("float32", "tk_fast_reciprocal", clamped(total)) * factor
+                    if routing.num_shared and lane >= num_topk:
+                        chosen[0] = num_experts - num_topk + lane
+                        value = T.float32(1)
+                    if lane < num_slots and chosen[0] >= 0:
+                        if num_copies:
+                            physical(to_physical_map, logical_count, token, ep_rank, chosen)
+                        if routing.num_tp_ranks > 1 and chosen[0] >= 0:
+                            as_tp_rank_sees_it(tp_rank, chosen)
+                elif routing.has_unmapped and lane < num_topk:
+                    unmapped_topk_idx[token, lane] = T.int64(-1)
+                if lane < num_slots:
+                    topk_idx[token, lane] = T.cast(chosen[0], "int64")
+                    topk_weights[token, lane] = value
+
+    return top2_sum_gate

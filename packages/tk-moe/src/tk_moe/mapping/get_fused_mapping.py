@@ -1,0 +1,263 @@
+"""get_fused_mapping: where each (token, slot) pair goes when pairs are grouped by expert, and back.
+
+Pair i = t · num_topk + k of topk_idx int64 or int32 (num_tokens, num_topk) goes to the segment of its expert. Segments
+follow the order of the experts; in each stand its pairs in ascending order (a stable counting sort), then padding up to
+a multiple of `alignment`:
+
+    pos               0 …                                                                  … num_expanded_tokens
+                      ├── expert 0 ──┬─ padding ─┼── expert 1 ──┬─ padding ─┼── …  ─┼── padding after the last ──┤
+    pos_to_expert        0 0 0 0 …      -1 …          1 1 1 …       -1 …                    -1 …
+
+get_fused_mapping_kernel.py tells how.
+"""
+
+from typing import Any, Literal, overload
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tk_core import check, env
+from tk_core.arch import get_arch
+from tk_core.math import ceil_div
+from tk_core.num_sms import get_num_sms
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
+from tk_moe.lib.get_fused_mapping_kernel import count_kernel, mapping_kernel
+
+MAX_EXPERTS = 1024
+MAX_TOPK = 32
+
+MAX_POSITIONS = 2**30  # so that no index on the way overflows an int32
+
+_Mapping = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]
+]
+
+
+def _check_indices(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """What TK_DEBUG asks for. A stream that is being captured can't be waited for, so nothing is checked there."""
+    if topk_idx.numel() == 0 or topk_idx.is_meta or (topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    highest = int(topk_idx.max())
+    check.require(highest < num_experts, "topk_idx", f"indices below num_experts = {num_experts}", highest)
+
+
+def _get_fused_mapping_reference(
+    topk_idx: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    pos_to_token: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    expert_start: torch.Tensor,
+    expert_end: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    expert_psum: torch.Tensor | None,
+    alignment: int,
+) -> None:
+    from tk_moe.reference.mapping.get_fused_mapping import get_fused_mapping
+
+    num_experts = expert_start.shape[0]
+    if env.debug():
+        _check_indices(topk_idx, num_experts)
+    *values, _, psum = get_fused_mapping(topk_idx, num_experts, pos_to_expert.shape[0], alignment, True, with_psum=True)
+    outs = (pos_to_expert, pos_to_token, pos_to_token_topk, token_topk_to_pos)
+    for out, value in zip((*outs, expert_start, expert_end, num_tokens_per_expert), values, strict=True):
+        out.copy_(value)
+    if expert_psum is not None:
+        expert_psum.copy_(psum)
+
+
+@op(
+    "tk_moe::get_fused_mapping_out",
+    mutates=(
+        "pos_to_expert",
+        "pos_to_token",
+        "pos_to_token_topk",
+        "token_topk_to_pos",
+        "expert_start",
+        "expert_end",
+        "num_tokens_per_expert",
+        "expert_psum",
+    ),
+    reference=_get_fused_mapping_reference,
+)
+def _get_fused_mapping_out(
+    topk_idx: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    pos_to_token: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    expert_start: torch.Tensor,
+    expert_end: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    expert_psum: torch.Tensor | None,
+    alignment: int,
+) -> None:
+    num_tokens, num_topk = topk_idx.shape
+    num_experts = expert_start.shape[0]
+    maps = (pos_to_expert, pos_to_token, pos_to_token_topk)
+    per_expert = (expert_start, expert_end, num_tokens_per_expert)
+    if num_tokens == 0:
+        for out in maps:
+            out.fill_(-1)
+        for out in (*per_expert, expert_psum):
+            if out is not None:
+                out.zero_()
+        return
+    if env.debug():
+        _check_indices(topk_idx, num_experts)
+    arch = get_arch(topk_idx.device)
+    num_pairs = num_tokens * num_topk
+    power_of_two = 1 << (num_pairs - 1).bit_length()
+    config = GetFusedMappingConfig.best(power_of_two, num_experts, get_num_sms(topk_idx.device), arch)
+    block_counts = None
+    if config.cluster_size == 0:
+        block_counts = expert_start.new_empty((ceil_div(num_pairs, config.room), num_experts))
+        count_kernel(num_experts, num_topk, topk_idx.dtype, config, arch)(topk_idx, block_counts)
+    launch = mapping_kernel(num_experts, num_topk, topk_idx.dtype, expert_psum is not None, config, arch)
+    launch(topk_idx, block_counts, *maps, token_topk_to_pos, *per_expert, expert_psum, alignment)
+
+
+@replayable
+def _map_all(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    num_expanded_tokens: int,
+    alignment: int,
+    force_no_sync: bool,
+    with_psum: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Everything but the synchronization: all tensors of `get_fused_mapping`, the pos_to_* uncut."""
+    num_tokens, num_topk = check.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"))
+    check.in_range("num_topk (columns of topk_idx)", num_topk, 1, MAX_TOPK)
+    check.in_range("num_experts", num_experts, 1, MAX_EXPERTS)
+    check.in_range("num_expanded_tokens", num_expanded_tokens, 0, MAX_POSITIONS)
+    check.in_range("alignment", alignment, 1, MAX_POSITIONS)
+    check.flag("force_no_sync", force_no_sync)
+    check.flag("with_psum", with_psum)
+    worst_case = (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
+    check.require(
+        worst_case <= MAX_POSITIONS, "topk_idx", f"at most {MAX_POSITIONS} positions in the worst case", worst_case
+    )
+    num_pos = num_expanded_tokens or worst_case
+    pos_to_expert = topk_idx.new_empty((num_pos,), dtype=torch.int32)
+    pos_to_token = topk_idx.new_empty((num_pos,), dtype=torch.int32)
+    pos_to_token_topk = topk_idx.new_empty((num_pos,), dtype=torch.int32)
+    token_topk_to_pos = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
+    expert_start = topk_idx.new_empty((num_experts,), dtype=torch.int32)
+    expert_end = topk_idx.new_empty((num_experts,), dtype=torch.int32)
+    num_tokens_per_expert = topk_idx.new_empty((num_experts,), dtype=torch.int32)
+    expert_psum = topk_idx.new_empty((num_experts,), dtype=torch.int32) if with_psum else None
+    _get_fused_mapping_out(
+        topk_idx,
+        pos_to_expert,
+        pos_to_token,
+        pos_to_token_topk,
+        token_topk_to_pos,
+        expert_start,
+        expert_end,
+        num_tokens_per_expert,
+        expert_psum,
+        alignment,
+    )
+    return (
+        pos_to_expert,
+        pos_to_token,
+        pos_to_token_topk,
+        token_topk_to_pos,
+        expert_start,
+        expert_end,
+        num_tokens_per_expert,
+        expert_psum,
+    )
+
+
+@overload
+def get_fused_mapping(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    num_expanded_tokens: int,
+    alignment: int,
+    force_no_sync: bool = False,
+    *,
+    with_psum: Literal[False] = False,
+) -> _Mapping: ...
+
+
+@overload
+def get_fused_mapping(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    num_expanded_tokens: int,
+    alignment: int,
+    force_no_sync: bool = False,
+    *,
+    with_psum: Literal[True],
+) -> tuple[*_Mapping, torch.Tensor]: ...
+
+
+def get_fused_mapping(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    num_expanded_tokens: int,
+    alignment: int,
+    force_no_sync: bool = False,
+    *,
+    with_psum: bool = False,
+) -> tuple[Any, ...]:
+    """Group (token, slot) pairs by expert: each expert owns a segment of positions whose size `alignment` divides.
+
+    Segments follow the order of the experts. In each stand its pairs in ascending flat order t · num_topk + k, then
+    padding; what comes after the last segment is padding too. An index that is negative, or not below `num_experts`,
+    means no expert; with TK_DEBUG=1 the latter raises.
+
+    With num_expanded_tokens = 0, space for the worst case is set aside: ⌊(T·K + (alignment - 1)·E) / alignment⌋ ·
+    alignment positions. Then, unless `force_no_sync`, the sizes of the segments are read back, which waits for the
+    device, and the pos_to_* are cut to their sum. In all other cases nothing waits, and a CUDA graph can hold the call.
+    Tensors on the meta device hold no sizes to read, and are not cut. Fake ones, and those that torch.compile and
+    torch.export trace with, need a size or `force_no_sync`: `tk_moe.max_expanded_tokens` computes the most that any
+    routing takes.
+
+    Args:
+        topk_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
+        num_experts: From 1 to 1024.
+        num_expanded_tokens: Length of the pos_to_*; 0 for the worst case. If it is too small, pairs that do not fit
+            get -1 in token_topk_to_pos; the segments' bounds are as if they did.
+        alignment: What the size of each segment is a multiple of, at least 1.
+        force_no_sync: Keep the worst case's length rather than wait.
+        with_psum: Also return expert_psum.
+
+    Returns:
+        pos_to_expert, pos_to_token, pos_to_token_topk: int32 (num_expanded_tokens). Expert, token and flat index
+            t · num_topk + k of each position; -1 for padding.
+        token_topk_to_pos: int32 (num_tokens, num_topk). Position of each pair, -1 if it has none.
+        expert_start, expert_end: int32 (num_experts). Bounds of the segments.
+        num_tokens_per_expert: int32 (num_experts). Sizes of the segments, padding included.
+        num_tokens_per_expert_list: The same as a list if it was read back, else empty.
+        expert_psum: With `with_psum` only: int32 (num_experts). Where the pairs of each expert end and its padding
+            begins, expert_start plus the number of its pairs, for grouped matrix products that skip the padding.
+
+    Raises:
+        TypeError: topk_idx is not an int64 or int32 tensor, or another argument is not an int (a bool for a flag).
+        ValueError: topk_idx has another shape or is not contiguous, a size is out of range, there would be more than
+            2³⁰ positions, or sizes would have to be read back of tensors that hold none.
+    """
+    reads_sizes = num_expanded_tokens == 0 and not force_no_sync
+    if reads_sizes and (torch.compiler.is_compiling() or isinstance(topk_idx, FakeTensor)):
+        # Sizes can't be read back of a tensor that holds none.
+        size = (
+            "a size, as tk_moe.max_expanded_tokens computes it, or force_no_sync, under torch.compile and fake tensors"
+        )
+        check.require(False, "num_expanded_tokens", size, 0)
+    *maps, num_tokens_per_expert, expert_psum = _map_all(
+        topk_idx, num_experts, num_expanded_tokens, alignment, force_no_sync, with_psum
+    )
+    sizes: list[int] = []
+    if reads_sizes and not topk_idx.is_meta:
+        sizes = num_tokens_per_expert.tolist()
+        used = sum(sizes)
+        maps[:3] = (pos_to[:used] for pos_to in maps[:3])
+    if with_psum:
+        return *maps, num_tokens_per_expert, sizes, expert_psum
+    return *maps, num_tokens_per_expert, sizes

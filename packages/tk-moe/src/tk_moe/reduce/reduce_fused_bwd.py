@@ -1,0 +1,302 @@
+"""reduce_fused_bwd: gradients of `reduce_fused` by the experts' rows and by the weights, for positions pos of (t, k).
+
+    grad_x[pos] = round(topk_weights[t, k] · grad[t])        (float32; rows of padding are zero)
+    grad_topk_weights[t, k] = Σ_h grad[t, h] · x[pos, h]     (float32; 0 for a pair without a position)
+
+grad (num_tokens, hidden), x and grad_x (num_expanded_tokens, hidden), both bf16 or float32, topk_weights float32 and
+token_topk_to_pos int32 (num_tokens, num_topk), pos_to_expert int32 (num_expanded_tokens).
+
+One launch reads and writes every row once. Of G blocks, block b takes token b: each thread a 16-byte vector of x's
+columns at a time, of which it asks for all num_topk rows (8 at most) before it uses the first; grad stands in
+registers meanwhile. Then the block zeroes the padding among the rows b, b + G, b + 2G, …, as `expand_to_fused` does.
+
+    grad     row b ── registers ──┬──────── · weight ───────┬──────── · weight ────
+    x                      ...  [ p0 ] ─ dot product ...  [ p1 ] ─ dot product
+    grad_x                 ...  [ p0 ]      [ pad ]  ...  [ p1 ]
+
+A dot product is added in one order, which depends on hidden and x's dtype alone: by fused multiply-adds over a thread's
+columns, ascending; over the lanes of a warp in a tree (lane l and l xor 16, then 8, 4, 2, 1); over the warps,
+ascending.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core import check, env
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_moe.expand.expand_to_fused import check_maps
+from tk_moe.lib.expand_to_fused_kernel import ExpandConfig
+
+_DTYPES = (torch.bfloat16, torch.float32)
+MAX_TOPK = 32
+
+_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ReduceBwdConfig:
+    """How one block serves a token. It decides the order of the dot products, so it must not depend on num_tokens."""
+
+    threads: int
+    num_chunks: int
+    """Times that the threads of a block, a vector each, go over a row."""
+    threads_per_sm: int
+    """How many registers a thread may have: so many threads share those of a multiprocessor."""
+
+    max_rows_in_flight = 8
+    """Rows that a thread asks for before it uses the first, 4 registers each."""
+    max_padding_rows = ExpandConfig.max_padding_rows
+    """Rows that one block looks through for padding, at most the 32 lanes of a warp."""
+
+    @staticmethod
+    @cache
+    def best(num_vectors: int, num_topk: int, arch: Arch) -> "ReduceBwdConfig":
+        """Knobs for rows of `num_vectors` vectors: few chunks of up to 224 threads, and few idle threads.
+
+        A second chunk asks for its rows while stores of the first are under way, so there are at least two, unless
+        what is kept between them for many slots takes too many registers.
+        """
+        least = max(ceil_div(num_vectors, 224), 2 if num_vectors > 64 and num_topk <= 16 else 1)
+        num_chunks = min(range(least, least + 4), key=lambda chunks: chunks * align(ceil_div(num_vectors, chunks), 32))
+        threads = align(ceil_div(num_vectors, num_chunks), 32)
+        return ReduceBwdConfig(threads, num_chunks, threads_per_sm=512 if num_topk <= 8 else 256)
+
+
+# Every access stands under a guard of its own, and the one barrier is written out.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True, "tl.disable_thread_storage_sync": True})
+def _reduce_bwd_kernel(
+    hidden: int,
+    num_topk: int,
+    grad_dtype: torch.dtype,
+    dtype: torch.dtype,
+    is_aligned: bool,
+    has_weights: bool,
+    config: ReduceBwdConfig,
+    arch: Arch,
+) -> Any:
+    """Without weights there are no x, topk_weights and grad_topk_weights; `is_aligned`: every row is to 16 bytes."""
+    import tilelang.language as T
+
+    threads = config.threads
+    warps = threads // 32
+    lanes = _VECTOR_BYTES // dtype.itemsize
+    # Elements of one load.
+    vector = lanes if is_aligned else 1
+    grad_vector = min(lanes, _VECTOR_BYTES // grad_dtype.itemsize) if is_aligned else 1
+    rows_in_flight = min(num_topk, config.max_rows_in_flight)
+    num_vectors = hidden // lanes
+    num_tokens = T.dynamic("num_tokens")
+    num_expanded_tokens = T.dynamic("num_expanded_tokens")
+
+    @T.macro
+    def sum_products(
+        tx: T.int32, token: T.int32, dots: T.Buffer, warp_sums: T.Buffer, grad_topk_weights: T.Buffer
+    ) -> None:
+        """Each thread's part of the dot products to their sums over the block."""
+        for k in T.unroll(num_topk):
+            dots[k] = T.warp_reduce_sum(dots[k])
+        if tx % 32 == 0:
+            for k in T.unroll(num_topk):
+                warp_sums[tx // 32, k] = dots[k]
+        T.sync_threads()
+        if tx < num_topk:
+            dots[0] = warp_sums[0, tx]
+            for w in T.unroll(1, warps):
+                dots[0] = dots[0] + warp_sums[w, tx]
+            grad_topk_weights[token, tx] = dots[0]
+
+    @T.prim_func
+    def reduce_fused_bwd(
+        grad: T.Tensor((num_tokens, hidden), grad_dtype),
+        x: T.Tensor((num_expanded_tokens, hidden), dtype),
+        topk_weights: T.Tensor((num_tokens, num_topk), "float32"),
+        token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
+        pos_to_expert: T.Tensor((num_expanded_tokens,), "int32"),
+        grad_x: T.Tensor((num_expanded_tokens, hidden), dtype),
+        grad_topk_weights: T.Tensor((num_tokens, num_topk), "float32"),
+        num_blocks: T.int32,
+    ) -> None:
+        with T.Kernel(num_blocks, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(config.threads_per_sm // threads)
+            tx = T.get_thread_binding()
+            pos = T.alloc_local((num_topk,), "int32")
+            scale = T.alloc_local((num_topk,), "float32")
+            dots = T.alloc_local((num_topk,), "float32")
+            rows = T.alloc_local((rows_in_flight, lanes), dtype)
+            grads = T.alloc_local((lanes,), grad_dtype)
+            products = T.alloc_local((lanes,), "float32")
+            rounded = T.alloc_local((lanes,), dtype)
+            warp_sums = T.alloc_shared((warps, num_topk), "float32")
+            expert = T.alloc_var("int32")
+            padding = T.alloc_var("uint32")
+            # Row block + lane * num_blocks is this lane's to look at; every warp looks for itself.
+            expert = 0
+            if tx % 32 < config.max_padding_rows and block + (tx % 32) * num_blocks < num_expanded_tokens:
+                expert = pos_to_expert[block + (tx % 32) * num_blocks]
+            if block < num_tokens:
+                for k in T.unroll(num_topk):
+                    pos[k] = token_topk_to_pos[block, k]
+                for k in T.unroll(num_topk):
+                    scale[k] = T.float32(1)
+                    if has_weights:
+                        scale[k] = topk_weights[block, k]
+                    dots[k] = T.float32(0)
+                for chunk in T.serial(config.num_chunks):
+                    if chunk * threads + tx < num_vectors:
+                        column = (chunk * threads + tx) * lanes
+                        for part in T.unroll(lanes // grad_vector):
+                            for v in T.vectorized(grad_vector):
+                                grads[part * grad_vector + v] = grad[block, column + part * grad_vector + v]
+                        for group in T.unroll(ceil_div(num_topk, rows_in_flight)):
+                            if has_weights:
+                                for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
+                                    k = group * rows_in_flight + i
+                                    if pos[k] >= 0 and pos[k] < num_expanded_tokens:
+                                        for part in T.unroll(lanes // vector):
+                                            for v in T.vectorized(vector):
+                                                rows[i, part * vector + v] = x[pos[k], column + part * vector + v]
+                            for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
+                                k = group * rows_in_flight + i
+                                if pos[k] >= 0 and pos[k] < num_expanded_tokens:
+                                    if has_weights:
+                                        for v in T.unroll(lanes):
+                                            dots[k] = T.ieee_fmaf(
+                                                T.cast(grads[v], "float32"), T.cast(rows[i, v], "float32"), dots[k]
+                                            )
+                                    for v in T.unroll(lanes):
+                                        products[v] = scale[k] * T.cast(grads[v], "float32")
+                                    for v in T.vectorized(lanes):
+                                        rounded[v] = T.cast(products[v], dtype)
+                                    T.stg128(grad_x[pos[k], column], T.view(rounded, (4,), "uint32")[0:4])
+                if has_weights:
+                    sum_products(tx, block, dots, warp_sums, grad_topk_weights)
+            padding = T.cast(T.ballot(expert < 0), "uint32")
+            for i in T.serial(config.max_padding_rows):
+                if (padding >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
+                    for chunk in T.serial(config.num_chunks):
+                        if chunk * threads + tx < num_vectors:
+                            for v in T.vectorized(lanes):
+                                grad_x[block + i * num_blocks, (chunk * threads + tx) * lanes + v] = T.cast(0, dtype)
+
+    return reduce_fused_bwd
+
+
+def _reduce_fused_bwd_reference(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    token_topk_to_pos: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    grad_x: torch.Tensor,
+    grad_topk_weights: torch.Tensor | None,
+) -> None:
+    from tk_moe.reference.reduce.reduce_fused_bwd import reduce_fused_bwd
+
+    values = reduce_fused_bwd(grad, x, topk_weights, token_topk_to_pos, pos_to_expert)
+    for out, value in zip((grad_x, grad_topk_weights), values, strict=True):
+        if out is not None and value is not None:
+            out.copy_(value)
+
+
+@op(
+    "tk_moe::reduce_fused_bwd_out",
+    mutates=("grad_x", "grad_topk_weights"),
+    reference=_reduce_fused_bwd_reference,
+)
+def _reduce_fused_bwd_out(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    token_topk_to_pos: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    grad_x: torch.Tensor,
+    grad_topk_weights: torch.Tensor | None,
+) -> None:
+    """Launch."""
+    num_expanded_tokens, hidden = grad_x.shape
+    num_tokens, num_topk = token_topk_to_pos.shape
+    if num_expanded_tokens == 0 or hidden == 0:
+        if grad_topk_weights is not None:
+            grad_topk_weights.zero_()
+        return
+    arch = get_arch(grad.device)
+    # A view into a larger tensor may start anywhere; one element at a time works there.
+    bits = grad.data_ptr() | (0 if x is None else x.data_ptr()) | grad_x.data_ptr()
+    config = ReduceBwdConfig.best(hidden // (_VECTOR_BYTES // grad_x.dtype.itemsize), num_topk, arch)
+    backward = _reduce_bwd_kernel(
+        hidden,
+        num_topk,
+        grad.dtype,
+        grad_x.dtype,
+        bits % _VECTOR_BYTES == 0,
+        topk_weights is not None,
+        config,
+        arch,
+    )
+    num_blocks = ExpandConfig.num_blocks(num_tokens, num_expanded_tokens)
+    backward(grad, x, topk_weights, token_topk_to_pos, pos_to_expert, grad_x, grad_topk_weights, num_blocks)
+
+
+@replayable
+def reduce_fused_bwd(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    token_topk_to_pos: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients by x and topk_weights of `reduce_fused(x, topk_weights, token_topk_to_pos)`.
+
+    grad_x[token_topk_to_pos[t, k]] = topk_weights[t, k] · grad[t], multiplied in float32 and rounded once more to
+    grad_x's dtype; grad_topk_weights[t, k] = Σ_h grad[t, h] · x[token_topk_to_pos[t, k], h] in float32, added in a
+    fixed order.
+
+    Args:
+        grad: (num_tokens, hidden) bfloat16 or float32, contiguous, hidden % 64 == 0.
+        x: (num_expanded_tokens, hidden) bfloat16 or float32, contiguous: what the forward pass reduced. Needed with
+            topk_weights only; None otherwise.
+        topk_weights: float32 (num_tokens, num_topk), or None if the forward pass had none (all ones).
+        token_topk_to_pos: int32 (num_tokens, num_topk), num_topk from 1 to 32; negative means none, and a position past
+            the last row is ignored.
+        pos_to_expert: int32 (num_expanded_tokens,); negative marks padding. Every other row must be the position of
+            exactly one (token, slot), else its gradient is unspecified (`TK_DEBUG=1` raises ValueError).
+
+    Returns:
+        grad_x: (num_expanded_tokens, hidden) of x's dtype (grad's without x); rows of padding are zero.
+        grad_topk_weights: float32 (num_tokens, num_topk), 0 for a pair without a position; None without topk_weights.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: a wrong shape, stride or device, or x and topk_weights not both
+            given or both None.
+    """
+    num_tokens, hidden = check.tensor("grad", grad, _DTYPES, ("num_tokens", "hidden"))
+    check.multiple_of("hidden (columns of grad)", hidden, 64)
+    device = grad.device
+    _, num_topk = check.tensor(
+        "token_topk_to_pos", token_topk_to_pos, (torch.int32,), (num_tokens, "num_topk"), device=device
+    )
+    check.in_range("num_topk (columns of token_topk_to_pos)", num_topk, 1, MAX_TOPK)
+    (num_expanded_tokens,) = check.tensor(
+        "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
+    )
+    dtype = grad.dtype
+    grad_topk_weights = None
+    if topk_weights is not None:
+        check.tensor("topk_weights", topk_weights, (torch.float32,), (num_tokens, num_topk), device=device)
+        check.tensor("x", x, _DTYPES, (num_expanded_tokens, hidden), device=device)
+        dtype = x.dtype
+        grad_topk_weights = grad.new_empty((num_tokens, num_topk), dtype=torch.float32)
+    else:
+        check.require(x is None, "x", "None without topk_weights", type(x))
+    if not torch.compiler.is_compiling() and env.debug():
+        check_maps(token_topk_to_pos, pos_to_expert)
+    grad_x = grad.new_empty((num_expanded_tokens, hidden), dtype=dtype)
+    _reduce_fused_bwd_out(grad, x, topk_weights, token_topk_to_pos, pos_to_expert, grad_x, grad_topk_weights)
+    return grad_x, grad_topk_weights

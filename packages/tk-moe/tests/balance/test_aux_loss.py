@@ -1,0 +1,142 @@
+"""aux_loss and aux_loss_bwd."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_core
+import tk_moe
+from tk_core.arch import ARCHS
+from tk_core.testing import assert_equal, tiers
+from tk_core.testing.trees import unaligned
+from tk_moe import reference
+from tk_moe.balance.aux_loss import AuxLossConfig
+from tk_moe.testing.balance.aux_loss import BWD_SPEC, SPEC, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_bwd_cpu = tiers.cpu_tests(BWD_SPEC)
+test_bwd_compile = tiers.compile_tests(BWD_SPEC)
+test_bwd_gpu = tiers.gpu_tests(BWD_SPEC)
+test_bwd_gpu_modes = tiers.gpu_mode_tests(BWD_SPEC)
+
+
+def test_by_hand() -> None:
+    scores = torch.tensor([[1.0, 3.0], [2.0, 2.0]])
+    fi = torch.tensor([0.5, 2.0])
+    # Shares (1/4, 3/4) and (1/2, 1/2), so P = (3/8, 5/8).
+    assert tk_moe.aux_loss(scores, fi).item() == 0.5 * 3 / 8 + 2 * 5 / 8
+    assert tk_moe.aux_loss(scores, fi, 4.0).item() == 4 * (0.5 * 3 / 8 + 2 * 5 / 8)
+    # part = (1.625, 1.25), row sums 4 and 4, weight 1/2 a token.
+    grad = tk_moe.aux_loss_bwd(torch.tensor(8.0), scores, fi)
+    assert grad.tolist() == [[-1.125, 0.375], [-0.75, 0.75]]
+
+
+def test_even_load_costs_alpha() -> None:
+    scores = torch.rand(64, 8)
+    fi = tk_moe.aux_fi(torch.arange(512).view(64, 8) % 8, 8, 8)
+    torch.testing.assert_close(tk_moe.aux_loss(scores, fi, 0.25), torch.tensor(0.25))
+
+
+def test_a_token_without_scores_adds_nothing() -> None:
+    scores = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    assert tk_moe.aux_loss(scores, torch.tensor([1.0, 3.0])).item() == 1.0
+
+
+def test_no_tokens() -> None:
+    scores, fi = torch.empty(0, 4), torch.ones(4)
+    assert tk_moe.aux_loss(scores, fi).item() == 0.0
+    assert tk_moe.aux_loss_bwd(torch.tensor(1.0), scores, fi).shape == (0, 4)
+
+
+def test_reference_passes_gradcheck() -> None:
+    scores = torch.rand(6, 5, dtype=torch.float64, requires_grad=True)
+    fi = torch.rand(5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: reference.aux_loss(x, fi, 0.7), (scores,))
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_against_autograd(dtype: torch.dtype, rtol: float) -> None:
+    scores = torch.rand(50, 12, dtype=dtype, requires_grad=True)
+    fi = torch.rand(12, dtype=dtype)
+    grad_loss = torch.tensor(3.0, dtype=dtype)
+    (expected,) = torch.autograd.grad(reference.aux_loss(scores, fi, 0.7), scores, grad_loss)
+    function = tk_moe.aux_loss_bwd if dtype == torch.float32 else reference.aux_loss_bwd
+    grad_scores = function(grad_loss, scores.detach(), fi, 0.7)
+    torch.testing.assert_close(grad_scores, expected, rtol=rtol, atol=rtol * expected.abs().max().item())
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    """Good arguments, some of them exchanged."""
+    return {"scores": torch.ones(4, 3), "fi": torch.ones(3), "alpha": 1.0, **changes}
+
+
+BAD: list[Any] = [
+    ({"scores": None}, TypeError, "scores.*Tensor"),
+    ({"scores": torch.ones(4, 3).bfloat16()}, TypeError, "scores.*float32"),
+    ({"scores": torch.ones(4)}, ValueError, "scores.*shape"),
+    ({"scores": torch.ones(3, 4).T}, ValueError, "scores.*contiguous"),
+    ({"scores": torch.ones(4, 1025)}, ValueError, "scores.*1 to 1024"),
+    ({"fi": [1.0] * 3}, TypeError, "fi.*Tensor"),
+    ({"fi": torch.ones(3).double()}, TypeError, "fi.*float32"),
+    ({"fi": torch.ones(4)}, ValueError, "fi.*shape"),
+    ({"fi": torch.ones(6)[::2]}, ValueError, "fi.*contiguous"),
+    ({"fi": torch.ones(3, device="meta")}, ValueError, "fi.*device"),
+    ({"alpha": "1"}, TypeError, "alpha.*number"),
+    ({"alpha": True}, TypeError, "alpha.*number"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "match"), BAD)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_moe.aux_loss(**good(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        *BAD,
+        ({"grad_loss": 1.0}, TypeError, "grad_loss.*Tensor"),
+        ({"grad_loss": torch.tensor(1.0).double()}, TypeError, "grad_loss.*float32"),
+        ({"grad_loss": torch.ones(1)}, ValueError, "grad_loss.*shape"),
+        ({"grad_loss": torch.ones((), device="meta")}, ValueError, "grad_loss.*device"),
+    ],
+)
+def test_bad_input_of_the_backward_pass(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_moe.aux_loss_bwd(**{"grad_loss": torch.tensor(1.0), **good(**change)})
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
+def test_every_strand_has_a_warp(arch: tk_core.Arch) -> None:
+    for num_sms in (1, 7, 8, 60, 132):
+        config = AuxLossConfig.best(num_sms, arch)
+        assert config.cluster_size <= num_sms
+        assert 256 % (config.cluster_size * config.warps) == 0
+        assert config.cluster_size == 1 or arch.sm >= 90
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 256), (255, 13), (8001, 256), (1000, 1024)])
+def test_gpu_bits_do_not_depend_on_blocks_or_alignment(num_tokens: int, num_experts: int) -> None:
+    inputs = make(num_tokens, num_experts)("cuda")
+    expected = tk_moe.aux_loss(**inputs)
+    for num_sms in (None, 100, 8, 1):
+        with tk_core.num_sms(num_sms):
+            for _ in range(25):
+                assert_equal(tk_moe.aux_loss(**inputs), expected)
+    assert_equal(tk_moe.aux_loss(unaligned(inputs["scores"]), inputs["fi"], inputs["alpha"]), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_against_autograd_of_the_reference() -> None:
+    scores = torch.rand(4001, 256, device="cuda", requires_grad=True)
+    fi = tk_moe.aux_fi(torch.randint(0, 256, (4001, 8), device="cuda"), 256, 8)
+    grad_loss = torch.tensor(3.0, device="cuda")
+    (expected,) = torch.autograd.grad(reference.aux_loss(scores, fi, 0.01), scores, grad_loss)
+    grad_scores = tk_moe.aux_loss_bwd(grad_loss, scores.detach(), fi, 0.01)
+    torch.testing.assert_close(grad_scores, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())

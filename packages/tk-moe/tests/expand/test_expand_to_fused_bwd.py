@@ -1,0 +1,77 @@
+"""expand_to_fused_bwd."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_moe
+from tk_core import env
+from tk_core.testing import tiers
+from tk_moe.testing.expand.expand_to_fused import make_maps
+from tk_moe.testing.expand.expand_to_fused_bwd import SPEC
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+POS = torch.tensor([[2, 0], [1, -1], [-1, -5], [0, 3]], dtype=torch.int32)
+
+
+def test_by_hand() -> None:
+    grad_rows = torch.arange(1, 5, dtype=torch.float32)[:, None].repeat(1, 64)
+    assert tk_moe.expand_to_fused_bwd(grad_rows, POS)[:, 5].tolist() == [4.0, 2.0, 0.0, 5.0]
+
+
+def test_sum_is_in_order_of_slots_and_rounded_once() -> None:
+    values = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])
+    grad_rows = values[:, None].repeat(1, 64)
+    pos = torch.tensor([[0, 1, 2, 3], [1, 2, 0, 3]], dtype=torch.int32)
+    assert tk_moe.expand_to_fused_bwd(grad_rows, pos)[:, 0].tolist() == [0.0, 2.0]
+    assert tk_moe.expand_to_fused_bwd(grad_rows.bfloat16(), pos)[:, 0].tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_against_autograd_of_indexing(dtype: torch.dtype) -> None:
+    pos, pos_to_expert = make_maps(30, 3, 130, "cpu", num_experts=4, alignment=8, share_without_position=0.2)
+    x = torch.randn(30, 64, dtype=dtype, requires_grad=True)
+    pair = torch.full((130,), -1).long()
+    pair[pos[pos >= 0].long()] = torch.arange(90)[pos.flatten() >= 0]
+    rows = torch.where((pos_to_expert >= 0)[:, None], x[pair.clamp(min=0) // 3], 0)
+    grad_rows = torch.randn_like(rows)
+    (expected,) = torch.autograd.grad(rows, x, grad_rows)
+    if dtype == torch.float32:
+        assert torch.equal(rows, tk_moe.expand_to_fused(x.detach(), pos, pos_to_expert))
+        grad_x = tk_moe.expand_to_fused_bwd(grad_rows, pos)
+    else:
+        # The reference adds in float32.
+        grad_rows, expected = grad_rows.float(), expected.float()
+        grad_x = tk_moe.reference.expand_to_fused_bwd(grad_rows, pos)
+    torch.testing.assert_close(grad_x, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"grad_rows": None}, TypeError, "grad_rows.*Tensor"),
+        ({"grad_rows": torch.ones(5, 64).half()}, TypeError, "grad_rows.*bfloat16"),
+        ({"grad_rows": torch.ones(5)}, ValueError, "grad_rows.*shape"),
+        ({"grad_rows": torch.ones(5, 128)[:, :64]}, ValueError, "grad_rows.*contiguous"),
+        ({"grad_rows": torch.ones(5, 96)}, ValueError, "hidden.*64"),
+        ({"token_topk_to_pos": POS.long()}, TypeError, "token_topk_to_pos.*int32"),
+        ({"token_topk_to_pos": POS[0]}, ValueError, "token_topk_to_pos.*shape"),
+        ({"token_topk_to_pos": POS[:, :0]}, ValueError, "token_topk_to_pos.*slot"),
+        ({"token_topk_to_pos": POS.to("meta")}, ValueError, "token_topk_to_pos.*device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_moe.expand_to_fused_bwd(**{"grad_rows": torch.ones(5, 64), "token_topk_to_pos": POS, **change})
+
+
+def test_debug_mode_finds_positions_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    tk_moe.expand_to_fused_bwd(torch.ones(4, 64), POS)
+    with pytest.raises(ValueError, match="token_topk_to_pos"):
+        tk_moe.expand_to_fused_bwd(torch.ones(3, 64), POS)

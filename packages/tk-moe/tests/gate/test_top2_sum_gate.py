@@ -1,0 +1,416 @@
+"""top2_sum_gate."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tk_moe
+from tk_core import env
+from tk_core.testing import tiers
+from tk_moe import ScoringFunc, reference
+from tk_moe.testing.gate.top2_sum_gate import SPEC, assert_selection, compare, make
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+INF, NAN = math.inf, math.nan
+SIGMOID, SQRTSOFTPLUS, SOFTMAX = ScoringFunc.SIGMOID, ScoringFunc.SQRTSOFTPLUS, ScoringFunc.SOFTMAX
+
+
+def route(logits: list[list[float]], bias: list[float] | None = None, num_topk: int = 2, **more: Any) -> Any:
+    """The op, with as little as can be."""
+    x = torch.tensor(logits)
+    arguments: dict[str, Any] = {"num_topk_groups": 0, "num_groups": 0, "use_shared_as_routed": False}
+    arguments |= {"num_shared_experts": 0, "routed_scaling_factor": 1.0, "ep_rank": 0, "num_ep_ranks": 1}
+    arguments |= {"tp_rank": 0, "num_tp_ranks": 1, "scoring_func": SIGMOID}
+    b = torch.zeros(x.shape[1]) if bias is None else torch.tensor(bias)
+    return tk_moe.top2_sum_gate(x, b, num_topk, **(arguments | more))
+
+
+def logit(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+# ---- by hand
+
+SCORES = [0.1, 0.4, 0.8, 0.2, 0.5, 0.6]
+
+
+def test_weights_by_hand() -> None:
+    idx, weights = route([[logit(p) for p in SCORES]], num_topk=3, routed_scaling_factor=1.9)
+    assert idx.dtype == torch.int64
+    assert idx.tolist() == [[2, 5, 4]]
+    torch.testing.assert_close(weights, torch.tensor([[0.8, 0.6, 0.5]]))
+
+
+def test_bias_ranks_but_does_not_weigh() -> None:
+    idx, weights = route([[logit(p) for p in SCORES]], [1.0, 0.0, 0.0, 0.0, 0.0, 0.25])
+    assert idx.tolist() == [[0, 5]]
+    torch.testing.assert_close(weights, torch.tensor([[0.1, 0.6]]) / 0.7)
+
+
+def test_groups_by_hand() -> None:
+    # Sums of the best two: 0.5, 1.0, 1.1 in pairs; 1.2, 1.1 in threes.
+    logits = [[logit(p) for p in SCORES]]
+    assert route(logits, num_groups=3, num_topk_groups=1)[0].tolist() == [[5, 4]]
+    assert route(logits, num_groups=3, num_topk_groups=2, num_topk=3)[0].tolist() == [[2, 5, 4]]
+    assert route(logits, num_groups=3, num_topk_groups=3)[0].tolist() == [[2, 5]]
+    assert route(logits, num_groups=2, num_topk_groups=1, num_topk=3)[0].tolist() == [[2, 1, 0]]
+
+
+def test_ties_go_to_the_smaller_index() -> None:
+    assert route([[0.0] * 8], num_topk=3)[0].tolist() == [[0, 1, 2]]
+    assert route([[0.0] * 8], num_topk=3, num_groups=4, num_topk_groups=2)[0].tolist() == [[0, 1, 2]]
+    assert route([[0.0, 0.0, 1.0, -1.0, 1.0, 0.0, 1.0, 0.0]], num_groups=4, num_topk_groups=1)[0].tolist() == [[4, 5]]
+
+
+def test_scoring_functions_by_hand() -> None:
+    logits = [[0.0, 2.0, 30.0, -1.0]]
+    _, weights = route(logits, scoring_func=SQRTSOFTPLUS)
+    scores = torch.tensor([[math.sqrt(30.0), math.sqrt(math.log1p(math.exp(2.0)))]])
+    torch.testing.assert_close(weights, scores / scores.sum())
+    logits = [[0.0, 2.0, 3.0, -1.0]]
+    idx, weights = route(logits, [0.0, 5.0, 0.0, 0.0], scoring_func=SOFTMAX)
+    assert idx.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[1 / (1 + math.e), math.e / (1 + math.e)]]))
+
+
+def test_small_sums_and_not_finite() -> None:
+    _, weights = route([[-60.0, -70.0, -80.0]])
+    torch.testing.assert_close(weights, torch.tensor([[math.exp(-60) / 1e-20, 0.0]]), rtol=1e-4, atol=1e-8)
+    idx, weights = route([[INF, NAN, -INF, 0.0]], num_topk=4)
+    assert idx.tolist() == [[1, 0, 3, 2]]
+    assert weights.isnan().all()
+    idx, weights = route([[INF, 0.0, -INF, 0.0]], num_topk=4)
+    assert idx.tolist() == [[0, 1, 3, 2]]
+    assert weights.tolist() == [[0.5, 0.25, 0.25, 0.0]]
+
+
+def test_no_valid_expert() -> None:
+    idx, _ = route([[1.0, 2.0, 3.0, 4.0]], [-INF] * 4, num_groups=2, num_topk_groups=1)
+    assert idx.tolist() == [[0, 1]]
+
+
+def test_mask_and_unmapped() -> None:
+    unmapped = torch.full((2, 2), 99)
+    mask = torch.tensor([False, True])
+    idx, weights = route([[1.0, 2.0, 3.0]] * 2, mask=mask, unmapped_topk_idx=unmapped)
+    assert idx.tolist() == [[-1, -1], [2, 1]]
+    assert weights[0].tolist() == [0.0, 0.0]
+    assert unmapped.tolist() == [[-1, -1], [2, 1]]
+
+
+def test_fixed_routing() -> None:
+    unmapped = torch.tensor([[3, 1], [1, -5], [2, 2]])
+    fix, mask = torch.tensor([True, True, False]), torch.tensor([True, True, True])
+    logits = [[logit(p) for p in (0.2, 0.4, 0.6, 0.1)]] * 3
+    idx, weights = route(logits, fix_routing_mask=fix, mask=mask, unmapped_topk_idx=unmapped)
+    assert idx.tolist() == [[3, 1], [1, -1], [2, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[0.2, 0.8], [2 / 3, 1 / 3], [0.6, 0.4]]))
+    assert unmapped.tolist() == [[3, 1], [1, -5], [2, 1]]
+
+
+def test_fixed_and_masked() -> None:
+    unmapped = torch.tensor([[3, 1]])
+    off, on = torch.tensor([False]), torch.tensor([True])
+    idx, weights = route([[0.0] * 4], fix_routing_mask=on, mask=off, unmapped_topk_idx=unmapped)
+    assert (idx.tolist(), weights.tolist(), unmapped.tolist()) == ([[-1, -1]], [[0.0, 0.0]], [[-1, -1]])
+
+
+def test_copies_by_hand() -> None:
+    # Two routed experts and one shared, with one or two copies each of five physical ones.
+    physical = torch.tensor([[0, 4, 9], [1, 2, 9], [3, 9, 9]], dtype=torch.int32)
+    count = torch.tensor([2, 2, 1], dtype=torch.int32)
+    unmapped = torch.zeros((3, 1), dtype=torch.int64)
+    for ep_rank in (0, 1):
+        idx, weights = route(
+            [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]],
+            num_topk=1,
+            use_shared_as_routed=True,
+            num_shared_experts=1,
+            routed_scaling_factor=3.0,
+            ep_rank=ep_rank,
+            num_ep_ranks=2,
+            to_physical_map=physical,
+            logical_count=count,
+            unmapped_topk_idx=unmapped,
+        )
+        # 23333 is odd: copies alternate from token to token.
+        expected = [[0, 3], [4, 3], [1, 3]] if ep_rank == 0 else [[4, 3], [0, 3], [2, 3]]
+        assert idx.tolist() == expected
+        assert weights.tolist() == [[3.0, 1.0]] * 3
+        assert unmapped.tolist() == [[0], [0], [1]]
+
+
+def test_copies_count_in_64_bits() -> None:
+    num_tokens = 200_000
+    physical = torch.arange(7, dtype=torch.int32).view(1, 7)
+    idx, _ = route(
+        [[0.0]] * num_tokens,
+        num_topk=1,
+        ep_rank=3,
+        num_ep_ranks=7,
+        to_physical_map=physical,
+        logical_count=torch.tensor([7], dtype=torch.int32),
+    )
+    assert idx[:, 0].tolist() == [(3 + t * 23333) % 7 for t in range(num_tokens)]
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_tensor_parallel_view(tp_rank: int) -> None:
+    logits = torch.randn(20, 24)
+    bias = torch.zeros(24)
+    whole, weights = tk_moe.top2_sum_gate(logits, bias, 6, 0, 0, False, 0, 1.0, 0, 1, 0, 1, SIGMOID)
+    own, own_weights = tk_moe.top2_sum_gate(logits, bias, 6, 0, 0, False, 0, 1.0, 0, 6, tp_rank, 2, SIGMOID)
+    assert torch.equal(own, reference.mask_indices_by_tp(whole, 24, 6, tp_rank, 2))
+    assert bool((own == -1).any())
+    assert torch.equal(weights, own_weights)
+
+
+# ---- against plain Python
+
+
+def naive(
+    logits: list[float], bias: list[float], num_topk: int, kept: int, num_groups: int, scoring_func: ScoringFunc
+) -> tuple[list[int], list[float]]:
+    """Selection and weights in Python's float64."""
+    if scoring_func is SOFTMAX:
+        powers = [math.exp(x - max(logits)) for x in logits]
+        scores, ranks = [p / sum(powers) for p in powers], [x + b for x, b in zip(logits, bias)]
+    else:
+        sigmoid = scoring_func is SIGMOID
+        scores = [1 / (1 + math.exp(-x)) if sigmoid else math.sqrt(math.log1p(math.exp(x))) for x in logits]
+        ranks = [s + b for s, b in zip(scores, bias)]
+    left = list(range(len(logits)))
+    if num_groups:
+        size = len(logits) // num_groups
+        sums = [sum(sorted(ranks[g * size : (g + 1) * size])[-2:]) for g in range(num_groups)]
+        best = sorted(range(num_groups), key=lambda g: (-sums[g], g))[:kept]
+        left = [e for e in left if e // size in best]
+    chosen = sorted(left, key=lambda e: (-ranks[e], e))[:num_topk]
+    total = max(sum(scores[e] for e in chosen), 1e-20)
+    return chosen, [scores[e] / total for e in chosen]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_reference_against_plain_python(data: st.DataObject) -> None:
+    num_groups = data.draw(st.integers(1, 5))
+    size, kept = data.draw(st.integers(2, 6)), data.draw(st.integers(1, num_groups))
+    num_topk = data.draw(st.integers(1, kept * size))
+    scoring_func = data.draw(st.sampled_from([SIGMOID, SQRTSOFTPLUS, SOFTMAX]))
+    few = data.draw(st.booleans())
+    # Equal, or so far apart that no rounding of a rank or of a sum of two matters.
+    values = (-1.3, -0.4, 0.5, 1.9) if few else tuple(-3 + 0.0371 * i + 0.0001 * i**2 for i in range(97))
+    logits = data.draw(st.lists(st.sampled_from(values), min_size=num_groups * size, max_size=num_groups * size))
+    bias = [0.0] * len(logits)
+    x = torch.tensor([logits])
+    if not few and num_groups != kept:
+        num_groups = kept = 0
+    idx, weights = tk_moe.top2_sum_gate(
+        x, torch.tensor(bias), num_topk, kept, num_groups, False, 0, 1.0, 0, 1, 0, 1, scoring_func
+    )
+    expected, expected_weights = naive(x[0].tolist(), bias, num_topk, kept, num_groups, scoring_func)
+    assert idx.tolist() == [expected]
+    torch.testing.assert_close(weights, torch.tensor([expected_weights]), rtol=1e-5, atol=1e-8)
+
+
+# ---- the comparison that the gpu tests rest on
+
+
+@pytest.mark.parametrize(
+    ("ranks", "selection", "kept", "num_groups", "right"),
+    [
+        ([0.5, 0.5 + 1e-6, 0.1, 0.2], [0, 1], 0, 0, True),
+        ([0.5, 0.5 + 1e-6, 0.1, 0.2], [1, 0], 0, 0, True),
+        ([0.5, 0.5 + 3e-6, 0.1, 0.2], [0, 1], 0, 0, False),
+        ([0.5, 0.5 + 1e-6, 0.1, 0.2], [0, 0], 0, 0, False),
+        ([0.5, 0.5 + 1e-6, 0.1, 0.2], [0], 0, 0, True),
+        ([0.5, 0.4, 0.1, 0.2], [0, 3], 0, 0, False),
+        ([0.5, 0.4, 0.1, 0.2], [0, 4], 0, 0, False),
+        ([0.5, 0.4, 0.1, 0.2], [0, -1], 0, 0, False),
+        ([NAN, INF, 0.0, -INF], [0, 1, 2, 3], 0, 0, True),
+        ([NAN, INF, 0.0, -INF], [1, 0], 0, 0, False),
+        ([0.5, 0.4, 0.6, 0.3 + 1e-6], [2, 3], 1, 2, True),  # sums 0.9 and 0.900001
+        ([0.5, 0.4, 0.6, 0.3 + 1e-6], [0, 1], 1, 2, True),
+        ([0.5, 0.4, 0.6, 0.3 + 1e-6], [2, 0], 1, 2, False),
+        ([0.5, 0.4, 0.6, 0.3 + 1e-5], [0, 1], 1, 2, False),
+        ([0.5, 0.4, 0.6, 0.2, 0.3, 0.2], [2, 0], 2, 3, True),
+        ([0.5, 0.4, 0.3, 0.2, 0.3, 0.2], [0, 1, 4], 2, 3, True),
+        ([0.5, 0.4, 0.3, 0.2, 0.3, 0.2], [0, 1, 2, 4], 2, 3, False),
+    ],
+)
+def test_assert_selection(ranks: list[float], selection: list[int], kept: int, num_groups: int, right: bool) -> None:
+    if right:
+        assert_selection(torch.tensor(ranks), selection, kept, num_groups)
+    else:
+        with pytest.raises(AssertionError):
+            assert_selection(torch.tensor(ranks), selection, kept, num_groups)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"unmapped": "contiguous"}, {"mask": True, "num_extra": 3, "unmapped": "strided"}]
+)
+def test_compare_finds_each_fault(options: dict[str, Any]) -> None:
+    kwargs = make(50, 16, 4, (2, 4), **options)("cpu")
+    inputs = tuple(value for name, value in kwargs.items() if name != "unmapped_topk_idx")
+
+    def outputs() -> Any:
+        unmapped = kwargs["unmapped_topk_idx"]
+        unmapped = None if unmapped is None else unmapped.clone()
+        return tk_moe.top2_sum_gate(**{**kwargs, "unmapped_topk_idx": unmapped}), unmapped
+
+    (expected, unmapped) = outputs()
+    compare((expected, unmapped, *inputs), (expected, unmapped, *inputs))
+    row = int(torch.nonzero(expected[0][:, 0] >= 0)[0])
+    for fault in ("index", "weight", "order", "logits", *(["unmapped"] if unmapped is not None else [])):
+        (idx, weights), own = outputs()
+        changed = inputs
+        if fault == "index":
+            idx[row, 1] = (idx[row, 1] + 1) % 16
+        elif fault == "weight":
+            weights[row, 1] *= 1 + 1e-4
+        elif fault == "order":
+            idx[row] = idx[row].flip(0)
+        elif fault == "unmapped":
+            own[row] = own[row].flip(0)
+        else:
+            changed = (inputs[0] + 1, *inputs[1:])
+        with pytest.raises(AssertionError):
+            compare(((idx, weights), own, *changed), (expected, unmapped, *inputs))
+
+
+def test_compare_allows_near_ties() -> None:
+    kwargs = make(1, 8, 2)("cpu")
+    kwargs["logits"] = torch.tensor([[0.0, 0.0, 3.0, 3.0 + 1e-5, 0.0, 0.0, 0.0, 0.0]])
+    kwargs["bias"] = torch.zeros(8)
+    inputs = tuple(value for name, value in kwargs.items() if name != "unmapped_topk_idx")
+    idx, weights = tk_moe.top2_sum_gate(**kwargs)
+    assert idx.tolist() == [[3, 2]]
+    other = (idx.flip(1).contiguous(), weights.flip(1).contiguous())
+    compare((other, None, *inputs), ((idx, weights), None, *inputs))
+    with pytest.raises(AssertionError):
+        compare(((other[0], weights + 1e-3), None, *inputs), ((idx, weights), None, *inputs))
+
+
+# ---- bad input
+
+MAP = {"to_physical_map": torch.zeros(9, 3, dtype=torch.int32), "logical_count": torch.ones(9, dtype=torch.int32)}
+SHARED = {"use_shared_as_routed": True, "num_shared_experts": 1, **MAP}
+GOOD: dict[str, Any] = {
+    "logits": torch.zeros(3, 8),
+    "bias": torch.zeros(8),
+    "num_topk": 2,
+    "num_topk_groups": 2,
+    "num_groups": 4,
+    "use_shared_as_routed": False,
+    "num_shared_experts": 0,
+    "routed_scaling_factor": 1.0,
+    "ep_rank": 0,
+    "num_ep_ranks": 1,
+    "tp_rank": 0,
+    "num_tp_ranks": 1,
+    "scoring_func": SIGMOID,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"logits": [[1.0]]}, TypeError, "logits.*Tensor"),
+        ({"logits": torch.zeros(3, 8, dtype=torch.bfloat16)}, TypeError, "logits.*float32"),
+        ({"logits": torch.zeros(8)}, ValueError, "logits.*shape"),
+        ({"logits": torch.zeros(3, 16)[:, ::2]}, ValueError, "logits.*contiguous"),
+        ({"logits": torch.zeros(3, 0)}, ValueError, "num_experts.*1 to 1024"),
+        ({"logits": torch.zeros(3, 1025)}, ValueError, "num_experts.*1 to 1024"),
+        ({"bias": None}, TypeError, "bias.*Tensor"),
+        ({"bias": torch.zeros(8, dtype=torch.float64)}, TypeError, "bias.*float32"),
+        ({"bias": torch.zeros(7)}, ValueError, "bias.*shape"),
+        ({"bias": torch.zeros(8, device="meta")}, ValueError, "bias.*device"),
+        ({"num_topk": 0}, ValueError, "num_topk.*1 to 8"),
+        ({"num_topk": 9}, ValueError, "num_topk.*1 to 8"),
+        ({"num_topk": 5}, ValueError, "num_topk.*groups kept.*1 to 4.*5"),
+        ({"num_topk": 2.0}, TypeError, "num_topk.*int"),
+        ({"num_groups": 3}, ValueError, "num_groups.*divisor of 8.*3"),
+        ({"num_groups": 3, "num_topk_groups": 3}, ValueError, "num_groups.*divisor of 8.*3"),
+        ({"num_groups": 0}, ValueError, "num_topk_groups.*0 to 0.*2"),
+        ({"num_topk_groups": 0}, ValueError, "num_topk_groups.*1 to 4.*0"),
+        ({"num_topk_groups": 5}, ValueError, "num_topk_groups.*0 to 4.*5"),
+        ({"num_groups": -1}, ValueError, "num_groups"),
+        ({"num_groups": 8}, ValueError, "num_groups.*at least 2 experts.*8"),
+        ({"num_groups": 2.0}, TypeError, "num_groups.*int"),
+        ({"logits": torch.zeros(1, 66), "bias": torch.zeros(66), "num_groups": 33}, ValueError, "num_groups.*1 to 32"),
+        ({"use_shared_as_routed": 1}, TypeError, "use_shared_as_routed.*bool"),
+        ({"num_shared_experts": 1.0}, TypeError, "num_shared_experts.*int"),
+        ({**SHARED, "num_shared_experts": 0}, ValueError, "num_shared_experts.*1 to 2.*0"),
+        ({**SHARED, "num_shared_experts": 3}, ValueError, "num_shared_experts.*1 to 2.*3"),
+        ({"use_shared_as_routed": True, "num_shared_experts": 1}, ValueError, "num_shared_experts.*at most 0"),
+        ({**SHARED, "num_topk": 3}, ValueError, "num_experts.*multiple of 3"),
+        (
+            {
+                "use_shared_as_routed": True,
+                "num_shared_experts": 2,
+                "num_topk": 3,
+                "to_physical_map": torch.zeros(10, 3, dtype=torch.int32),
+                "logical_count": torch.ones(10, dtype=torch.int32),
+            },
+            ValueError,
+            "num_topk.*multiple of 2",
+        ),
+        ({"routed_scaling_factor": "1"}, TypeError, "routed_scaling_factor.*number"),
+        ({"routed_scaling_factor": True}, TypeError, "routed_scaling_factor.*number"),
+        ({"ep_rank": 1}, ValueError, "ep_rank.*0 to 0"),
+        ({"ep_rank": -1}, ValueError, "ep_rank"),
+        ({"ep_rank": 0.0}, TypeError, "ep_rank.*int"),
+        ({"num_ep_ranks": 0}, ValueError, "num_ep_ranks.*1 to 8"),
+        ({"num_ep_ranks": 9}, ValueError, "num_ep_ranks.*1 to 8"),
+        ({"tp_rank": 1}, ValueError, "tp_rank.*0 to 0"),
+        ({"num_tp_ranks": 0}, ValueError, "num_tp_ranks.*1 to"),
+        ({"scoring_func": 0}, TypeError, "scoring_func.*ScoringFunc"),
+        ({"scoring_func": ScoringFunc.IDENTITY}, ValueError, "scoring_func.*identity"),
+        ({"mask": torch.ones(3)}, TypeError, "mask.*bool"),
+        ({"mask": torch.ones(4, dtype=torch.bool)}, ValueError, "mask.*shape"),
+        ({"fix_routing_mask": torch.ones(3, dtype=torch.bool)}, ValueError, "unmapped_topk_idx.*fix_routing_mask"),
+        (
+            {"fix_routing_mask": torch.ones(3), "unmapped_topk_idx": torch.zeros(3, 2, dtype=torch.int64)},
+            TypeError,
+            "fix_routing_mask.*bool",
+        ),
+        ({"unmapped_topk_idx": torch.zeros(3, 2, dtype=torch.int32)}, TypeError, "unmapped_topk_idx.*int64"),
+        ({"unmapped_topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, ValueError, "unmapped_topk_idx.*shape"),
+        ({"unmapped_topk_idx": torch.zeros(2, 3, dtype=torch.int64).T}, ValueError, "unmapped_topk_idx.*stride 1"),
+        (
+            {"unmapped_topk_idx": torch.zeros(1, 2, dtype=torch.int64).expand(3, 2)},
+            ValueError,
+            "unmapped_topk_idx.*overlap",
+        ),
+        ({"to_physical_map": torch.zeros(8, 2, dtype=torch.int32)}, ValueError, "logical_count.*to_physical_map"),
+        ({"logical_count": torch.ones(8, dtype=torch.int32)}, ValueError, "to_physical_map.*logical_count"),
+        ({**MAP}, ValueError, "to_physical_map.*shape"),
+        ({**SHARED, "to_physical_map": torch.zeros(9, 3)}, TypeError, "to_physical_map.*int32"),
+        ({**SHARED, "to_physical_map": torch.zeros(9, 0, dtype=torch.int32)}, ValueError, "X.*0 to 32767"),
+        ({**SHARED, "logical_count": torch.ones(8, dtype=torch.int32)}, ValueError, "logical_count.*shape"),
+        ({**SHARED, "logical_count": torch.ones(9, dtype=torch.int64)}, TypeError, "logical_count.*int32"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_moe.top2_sum_gate(**{**GOOD, **change})
+
+
+def test_bad_data_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    given = {"fix_routing_mask": torch.tensor([True, False, True]), "unmapped_topk_idx": torch.tensor([[0, 8]] * 3)}
+    with pytest.raises(ValueError, match=r"unmapped_topk_idx.*below 8.*8"):
+        tk_moe.top2_sum_gate(**{**GOOD, **given})
+    for count in (0, 4):
+        with pytest.raises(ValueError, match=r"logical_count.*1 to 3"):
+            tk_moe.top2_sum_gate(**{**GOOD, **SHARED, "logical_count": torch.full((9,), count, dtype=torch.int32)})
+    with pytest.raises(ValueError, match=r"to_physical_map.*below 10"):
+        tk_moe.top2_sum_gate(**{**GOOD, **SHARED, "to_physical_map": torch.full((9, 3), 10, dtype=torch.int32)})

@@ -1,0 +1,291 @@
+"""get_fused_mapping."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tk_core
+import tk_moe
+from tk_core import env
+from tk_core.arch import ARCHS, arch_from_name
+from tk_core.testing import assert_equal, tiers
+from tk_moe.mapping.get_fused_mapping import MAX_POSITIONS, GetFusedMappingConfig, _get_fused_mapping_out
+from tk_moe.reference import get_fused_mapping as reference
+from tk_moe.testing.mapping.get_fused_mapping import SPEC
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+NAMES = (
+    *("pos_to_expert", "pos_to_token", "pos_to_token_topk", "token_topk_to_pos"),
+    *("expert_start", "expert_end", "num_tokens_per_expert"),
+)
+
+
+def run(topk_idx: list[list[int]], *args: Any) -> dict[str, Any]:
+    """The op's outputs as lists, by name."""
+    *outputs, sizes = tk_moe.get_fused_mapping(torch.tensor(topk_idx), *args)
+    assert all(x.dtype == torch.int32 for x in outputs)
+    return {**{name: x.tolist() for name, x in zip(NAMES, outputs, strict=True)}, "list": sizes}
+
+
+TOPK_IDX = [[2, 0], [0, -1], [2, 0], [-7, 2]]
+MAPPING = {
+    "pos_to_expert": [0, 0, 0, -1, 2, 2, 2, -1],
+    "pos_to_token": [0, 1, 2, -1, 0, 2, 3, -1],
+    "pos_to_token_topk": [1, 2, 5, -1, 0, 4, 7, -1],
+    "token_topk_to_pos": [[4, 0], [1, -1], [5, 2], [-1, 6]],
+    "expert_start": [0, 4, 4],
+    "expert_end": [4, 4, 8],
+    "num_tokens_per_expert": [4, 0, 4],
+    "list": [4, 0, 4],
+}
+
+
+def test_by_hand() -> None:
+    assert run(TOPK_IDX, 3, 0, 2) == MAPPING
+
+
+def test_psum_is_where_each_segment_s_pairs_end() -> None:
+    *outputs, sizes, psum = tk_moe.get_fused_mapping(torch.tensor(TOPK_IDX), 3, 0, 2, with_psum=True)
+    assert psum.dtype == torch.int32
+    assert psum.tolist() == [3, 4, 7]
+    assert [x.tolist() for x in outputs] == [MAPPING[name] for name in NAMES]
+    assert sizes == MAPPING["list"]
+
+
+def test_indices_of_32_bits() -> None:
+    *outputs, _ = tk_moe.get_fused_mapping(torch.tensor(TOPK_IDX, dtype=torch.int32), 3, 0, 2)
+    assert [x.tolist() for x in outputs] == [MAPPING[name] for name in NAMES]
+
+
+def padded(mapping: dict[str, Any], length: int) -> dict[str, Any]:
+    """The mapping in `length` positions, and not read back."""
+    longer = {name: mapping[name] + [-1] * (length - len(mapping[name])) for name in NAMES[:3]}
+    return {**mapping, **longer, "list": []}
+
+
+def test_sizes_can_not_be_read_where_there_are_none() -> None:
+    def mapped(idx: torch.Tensor) -> torch.Tensor:
+        return tk_moe.get_fused_mapping(idx, 3, 0, 2)[0]
+
+    class Mapped(torch.nn.Module):
+        def forward(self, idx: torch.Tensor) -> torch.Tensor:
+            return mapped(idx)
+
+    idx = torch.tensor(TOPK_IDX)
+    message = "num_expanded_tokens.*tk_moe.max_expanded_tokens"
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=message):
+        mapped(mode.from_tensor(idx))
+    with pytest.raises(ValueError, match=message):
+        torch.export.export(Mapped(), (idx,))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(mapped, fullgraph=True, backend="aot_eager")(idx)
+    size = tk_moe.max_expanded_tokens(*idx.shape, 3, 2)
+    sized = torch.compile(lambda idx: tk_moe.get_fused_mapping(idx, 3, size, 2)[0], fullgraph=True, backend="aot_eager")
+    assert sized(idx).shape == (size,)
+
+
+def test_worst_case_is_kept_without_synchronization() -> None:
+    # ⌊(8 pairs + 1 · 3 experts) / 2⌋ · 2
+    assert run(TOPK_IDX, 3, 0, 2, True) == padded(MAPPING, 10)
+
+
+@pytest.mark.parametrize("force_no_sync", [False, True])
+def test_given_number_of_positions(force_no_sync: bool) -> None:
+    assert run(TOPK_IDX, 3, 13, 2, force_no_sync) == padded(MAPPING, 13)
+
+
+def test_pairs_that_do_not_fit_have_no_position() -> None:
+    expected = {
+        **MAPPING,
+        **{name: MAPPING[name][:5] for name in NAMES[:3]},
+        "token_topk_to_pos": [[4, 0], [1, -1], [-1, 2], [-1, -1]],
+        "list": [],
+    }
+    assert run(TOPK_IDX, 3, 5, 2) == expected
+
+
+@pytest.mark.parametrize(("alignment", "worst_case"), [(1, 0), (16, 32), (128, 256)])
+def test_no_tokens(alignment: int, worst_case: int) -> None:
+    nothing = [0, 0, 0]
+    for args, length, sizes in (
+        ((0, alignment), 0, nothing),
+        ((0, alignment, True), worst_case, []),
+        ((7, alignment), 7, []),
+    ):
+        *maps, token_topk_to_pos, start, end, counts, listed = tk_moe.get_fused_mapping(
+            torch.empty(0, 4, dtype=torch.int64), 3, *args
+        )
+        assert [x.tolist() for x in maps] == [[-1] * length] * 3
+        assert token_topk_to_pos.shape == (0, 4)
+        assert [x.tolist() for x in (start, end, counts)] == [nothing] * 3
+        assert listed == sizes
+
+
+def test_all_tokens_to_one_expert_of_many() -> None:
+    out = run([[5]] * 20, 9, 0, 16)
+    assert out["pos_to_token"] == [*range(20), *[-1] * 12]
+    assert out["list"] == [0, 0, 0, 0, 0, 32, 0, 0, 0]
+    assert out["token_topk_to_pos"] == [[token] for token in range(20)]
+
+
+def test_no_pair_has_an_expert() -> None:
+    out = run([[-1, -(2**63)], [4, 2**32]], 4, 0, 16)
+    assert out["pos_to_expert"] == []
+    assert out["token_topk_to_pos"] == [[-1, -1], [-1, -1]]
+    assert out["list"] == [0, 0, 0, 0]
+
+
+def naive_mapping(
+    topk_idx: list[list[int]], num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool
+) -> dict[str, Any]:
+    """Fill the segments one pair after another."""
+    num_pairs = sum(map(len, topk_idx))
+    length = num_expanded_tokens or (num_pairs + (alignment - 1) * num_experts) // alignment * alignment
+    cut = not num_expanded_tokens and not force_no_sync
+    out: dict[str, Any] = {name: [] for name in NAMES}
+    out["token_topk_to_pos"] = [[-1] * len(row) for row in topk_idx]
+    maps: list[list[int]] = [[], [], []]
+    for expert in range(num_experts):
+        out["expert_start"].append(len(maps[0]))
+        for token, row in enumerate(topk_idx):
+            for slot, chosen in enumerate(row):
+                if chosen == expert:
+                    if len(maps[0]) < length:
+                        out["token_topk_to_pos"][token][slot] = len(maps[0])
+                    for values, value in zip(maps, (expert, token, token * len(row) + slot), strict=True):
+                        values.append(value)
+        while len(maps[0]) % alignment:
+            for values in maps:
+                values.append(-1)
+        out["expert_end"].append(len(maps[0]))
+        out["num_tokens_per_expert"].append(out["expert_end"][-1] - out["expert_start"][-1])
+    for name, values in zip(NAMES[:3], maps, strict=True):
+        out[name] = values if cut else (values + [-1] * length)[:length]
+    out["list"] = out["num_tokens_per_expert"] if cut else []
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_reference_against_a_loop(data: st.DataObject) -> None:
+    num_experts = data.draw(st.integers(1, 6))
+    num_topk = data.draw(st.integers(1, 4))
+    index = st.integers(-2, num_experts) | st.sampled_from([-(2**63), 2**32, 2**63 - 1])
+    row = st.lists(index, min_size=num_topk, max_size=num_topk)
+    topk_idx = data.draw(st.lists(row, min_size=1, max_size=12))
+    args = (num_experts, data.draw(st.integers(0, 60)), data.draw(st.integers(1, 9)), data.draw(st.booleans()))
+    assert run(topk_idx, *args) == naive_mapping(topk_idx, *args)
+
+
+def test_cut_maps_share_no_more_than_their_storage() -> None:
+    topk_idx = torch.tensor(TOPK_IDX)
+    before = topk_idx.clone()
+    pos_to_expert, *_ = tk_moe.get_fused_mapping(topk_idx, 3, 0, 2)
+    assert pos_to_expert.is_contiguous()
+    assert torch.equal(topk_idx, before)
+
+
+def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    run(TOPK_IDX, 3, 0, 2)
+    with pytest.raises(ValueError, match=r"topk_idx.*num_experts = 3.*3"):
+        run([[0, 3]], 3, 0, 2)
+
+
+GOOD: dict[str, Any] = {
+    "topk_idx": torch.zeros(4, 2, dtype=torch.int64),
+    "num_experts": 4,
+    "num_expanded_tokens": 0,
+    "alignment": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"topk_idx": [[0]]}, TypeError, "topk_idx.*Tensor"),
+        ({"topk_idx": torch.zeros(4, 2, dtype=torch.int16)}, TypeError, "topk_idx.*int64.*int32.*int16"),
+        ({"topk_idx": torch.zeros(4, dtype=torch.int64)}, ValueError, "topk_idx.*shape"),
+        ({"topk_idx": torch.zeros(2, 4, 2, dtype=torch.int64)}, ValueError, "topk_idx.*shape"),
+        ({"topk_idx": torch.zeros(2, 4, dtype=torch.int64).T}, ValueError, "topk_idx.*contiguous"),
+        ({"topk_idx": torch.zeros(4, 3, dtype=torch.int64)[:, :2]}, ValueError, "topk_idx.*contiguous"),
+        ({"topk_idx": torch.zeros(4, 0, dtype=torch.int64)}, ValueError, "topk_idx.*1 to 32"),
+        ({"topk_idx": torch.zeros(4, 33, dtype=torch.int64)}, ValueError, "topk_idx.*1 to 32"),
+        ({"num_experts": 0}, ValueError, "num_experts.*1 to 1024"),
+        ({"num_experts": 1025}, ValueError, "num_experts.*1 to 1024"),
+        ({"num_experts": 4.0}, TypeError, "num_experts.*int"),
+        ({"num_expanded_tokens": -1}, ValueError, "num_expanded_tokens"),
+        ({"num_expanded_tokens": MAX_POSITIONS + 1}, ValueError, "num_expanded_tokens"),
+        ({"num_expanded_tokens": None}, TypeError, "num_expanded_tokens.*int"),
+        ({"alignment": 0}, ValueError, "alignment"),
+        ({"alignment": "16"}, TypeError, "alignment.*int"),
+        ({"alignment": MAX_POSITIONS, "num_experts": 2}, ValueError, "topk_idx.*positions"),
+        ({"force_no_sync": 1}, TypeError, "force_no_sync.*bool"),
+        ({"with_psum": None}, TypeError, "with_psum.*bool"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_moe.get_fused_mapping(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
+@pytest.mark.parametrize("num_experts", [1, 8, 256, 512, 1024])
+def test_every_config_has_room(arch: tk_core.Arch, num_experts: int) -> None:
+    for num_sms in (1, 7, 16, 60, 132):
+        for exponent in range(24):
+            config = GetFusedMappingConfig.best(1 << exponent, num_experts, num_sms, arch)
+            assert config.shared_memory_bytes(num_experts) <= arch.max_shared_memory
+            assert config.room % 32 == 0
+            assert 0 < config.room < 2**16
+            assert config.warps * 32 >= num_experts
+            assert config.cluster_size * config.num_clusters <= num_sms
+            assert config.cluster_size in (0, 1) or arch.sm >= 90
+            assert not config.cluster_size or config.max_pairs >= 1 << exponent
+
+
+def test_config_at_the_target_shape() -> None:
+    assert GetFusedMappingConfig.best(65536, 256, 132, arch_from_name("sm_90a")).cluster_size > 1
+    assert GetFusedMappingConfig.best(65536, 256, 108, arch_from_name("sm_80")).cluster_size == 0
+
+
+def naive_parts(num_pairs: int, config: GetFusedMappingConfig) -> list[range]:
+    """Parts of the blocks as the kernel works them out, in the order of the pairs."""
+    num_chunks = config.cluster_size or math.ceil(num_pairs / config.room)
+    part = math.ceil(math.ceil(num_pairs / num_chunks) / (config.num_clusters * 32)) * 32
+    return [range(i * part, min((i + 1) * part, num_pairs)) for i in range(num_chunks * config.num_clusters)]
+
+
+@pytest.mark.parametrize("num_sms", [1, 8, 100, 132])
+def test_no_block_runs_out_of_room(num_sms: int) -> None:
+    for exponent in range(24):
+        config = GetFusedMappingConfig.best(1 << exponent, 256, num_sms, arch_from_name("sm_90a"))
+        for num_pairs in ((1 << exponent) // 2 + 1, (1 << exponent) - 1, 1 << exponent):
+            parts = naive_parts(num_pairs, config)
+            assert sum(map(len, parts)) == num_pairs
+            assert max(map(len, parts)) <= config.room
+            assert config.cluster_size <= 1 or len(parts[0]) * config.num_clusters < 2**16
+
+
+# Poisoned outputs are full of -1, which is what padding has to be: this fills them with something else.
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_sms", [None, 8, 1])
+@pytest.mark.parametrize("num_tokens", [0, 1, 128, 520, 4001, 16401])
+def test_gpu_writes_all_padding_whatever_the_number_of_blocks(num_tokens: int, num_sms: int | None) -> None:
+    topk_idx = torch.randint(-1, 256, (num_tokens, 8), device="cuda")
+    for num_pos, alignment in ((num_tokens * 8 + 5000, 16), (num_tokens * 8 + 40000, 128), (num_tokens * 4 + 1, 16)):
+        *expected, _, psum = reference(topk_idx, 256, num_pos, alignment, True, with_psum=True)
+        expected.append(psum)
+        outputs = [torch.full_like(x, 0x55555555) for x in expected]
+        with tk_core.num_sms(num_sms):
+            _get_fused_mapping_out(topk_idx, *outputs, alignment)
+        assert_equal(outputs, expected)

@@ -1,0 +1,201 @@
+"""reduce_fused."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+import tk_moe
+from tk_core import env
+from tk_core.testing import tiers
+from tk_moe.reduce.reduce_fused import ReduceConfig
+from tk_moe.testing.reduce.reduce_fused import SPEC
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+POS = torch.tensor([[2, 0], [1, -1], [-1, -5], [0, 3]], dtype=torch.int32)
+
+
+def round_to_float32(value: Fraction) -> float:
+    """Nearest float32, ties to even, in exact arithmetic."""
+    if value == 0:
+        return 0.0
+    exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
+    exponent -= Fraction(2) ** exponent > abs(value)
+    unit = Fraction(2) ** max(exponent - 23, -149)
+    rounded = round(value / unit) * unit
+    return float(rounded) if abs(rounded) < Fraction(2) ** 128 else math.copysign(math.inf, value)
+
+
+def sum_exactly(x: list[float], scales: list[float]) -> float:
+    """fma(x[k], scales[k], acc) for each k, in exact arithmetic with one rounding each."""
+    acc = 0.0
+    for value, scale in zip(x, scales, strict=True):
+        acc = round_to_float32(Fraction(value) * Fraction(scale) + Fraction(acc))
+    return acc
+
+
+def reduce_values(x: list[float], scales: list[float]) -> float:
+    """The same by reduce_fused: one token, one slot for each value."""
+    rows = torch.tensor(x)[:, None].repeat(1, 64)
+    pos = torch.arange(len(x), dtype=torch.int32)[None]
+    out = tk_moe.reduce_fused(rows, torch.tensor(scales)[None], pos)
+    assert (out.view(torch.int32) == out[0, 0].view(torch.int32)).all()
+    return out[0, 0].item()
+
+
+def test_rows_by_hand() -> None:
+    x = torch.arange(1, 5, dtype=torch.float32)[:, None].repeat(1, 64)
+    weights = torch.tensor([[0.5, 10.0], [2.0, math.nan], [1.0, 1.0], [-1.0, 0.25]])
+    assert tk_moe.reduce_fused(x, weights, POS)[:, 5].tolist() == [11.5, 4.0, 0.0, 0.0]
+    assert tk_moe.reduce_fused(x, None, POS)[:, 5].tolist() == [4.0, 2.0, 0.0, 5.0]
+    row_sf = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    assert tk_moe.reduce_fused((x, row_sf), weights, POS)[:, 5].tolist() == [16.0, 8.0, 0.0, 7.0]
+    assert tk_moe.reduce_fused((x.bfloat16(), row_sf), None, POS)[:, 5].tolist() == [13.0, 4.0, 0.0, 33.0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(-4, 4), (-75, -60), (-45, -30), (40, 63)])
+def test_sums_are_fused_multiply_adds(low: int, high: int) -> None:
+    count, num_topk = 500, 4
+    mantissa = torch.randint(-(2**24), 2**24, (2, count, num_topk)).double()
+    values = torch.ldexp(mantissa, torch.randint(low, high, mantissa.shape) - 24).float()
+    for x, scales in zip(values[0].tolist(), values[1].tolist(), strict=True):
+        expected = sum_exactly(x, scales)
+        if math.isfinite(expected):
+            assert reduce_values(x, scales) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "sign", "differs"),
+    [(1.0, 1, True), (1 + 2**-23, 1, False), (1 + 2**-22, -1, True), (1 + 2**-23, -1, False)],
+)
+def test_sums_next_to_ties_are_rounded_once(first: float, sign: int, differs: bool) -> None:
+    # 65/64 * 16519105 * 2**-48 is 2**-24 * (1 + 2**-30): a float64 sum with 1 loses the 2**-54.
+    x, scales = [first, sign * 65 / 64], [1.0, 16519105 * 2.0**-48]
+    assert reduce_values(x, scales) == sum_exactly(x, scales)
+    naive = torch.tensor(x[1] * scales[1] + first, dtype=torch.float64).float().item()
+    assert (naive != sum_exactly(x, scales)) == differs
+
+
+def test_not_finite() -> None:
+    inf, nan = math.inf, math.nan
+    assert reduce_values([inf, 1.0], [1.0, 1.0]) == inf
+    assert reduce_values([3e38, 3e38], [1.0, 1.0]) == inf
+    assert reduce_values([3e38, -3e38], [2.0, 2.0]) != 0
+    for x, scales in (([inf, -inf], [1.0, 1.0]), ([0.0], [inf]), ([nan, 1.0], [1.0, 1.0]), ([1.0, 1.0], [nan, 0.0])):
+        assert math.isnan(reduce_values(x, scales))
+
+
+def test_zeros_are_positive_and_slots_without_position_do_not_count() -> None:
+    x = torch.full((4, 64), -0.0)
+    out = tk_moe.reduce_fused(x, torch.tensor([[1.0, 1.0]]).repeat(4, 1), POS)
+    assert (out.view(torch.int32) == 0).all()
+    weights = torch.full((4, 2), math.nan)
+    assert tk_moe.reduce_fused(x, weights, torch.full_like(POS, -1)).tolist() == [[0.0] * 64] * 4
+    past_the_end = torch.tensor([[4, 2**31 - 1]] * 4, dtype=torch.int32)
+    assert tk_moe.reduce_fused(x, weights, past_the_end).tolist() == [[0.0] * 64] * 4
+
+
+def test_e4m3_rounds_to_even_and_saturates() -> None:
+    values = [0.0, 1.0, 1.0625, 1.1875, 447.9, 465.0, 1e30, math.inf, -math.inf, 2.0**-10, 3 * 2.0**-10, -(2.0**-9)]
+    codes = [0x00, 0x38, 0x38, 0x3A, 0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0x00, 0x02, 0x81]
+    x = torch.tensor(values)[:, None].repeat(1, 64)
+    pos = torch.arange(len(values), dtype=torch.int32)[:, None]
+    out = tk_moe.reduce_fused(x, None, pos, "e4m3")
+    assert out.dtype == torch.float8_e4m3fn
+    assert out.view(torch.uint8)[:, 9].tolist() == codes
+    nan = tk_moe.reduce_fused(torch.full((1, 64), -math.nan), None, pos[:1], "e4m3")
+    assert nan.view(torch.uint8).unique().tolist() == [0x7F]
+    scaled = tk_moe.reduce_fused(x, None, pos, "e4m3", torch.tensor([2.0]))
+    assert scaled.float()[:7, 0].tolist() == [0.0, 2.0, 2.0, 2.5, 448.0, 448.0, 448.0]
+
+
+def test_output_scalar_is_applied_in_float32() -> None:
+    # In float32 the product is 17.0 * 2**-4, a tie; exactly it is just above, and would round up.
+    value, factor = 1 + 2**-12, (17 / 16) / (1 + 2**-12)
+    x = torch.full((1, 64), value)
+    sf = torch.tensor([factor])
+    product = x[0, 0] * sf[0]
+    out = tk_moe.reduce_fused(x, None, torch.zeros((1, 1), dtype=torch.int32), "e4m3", sf)
+    assert torch.equal(out[0, 0].float(), product.to(torch.float8_e4m3fn).float())
+
+
+def test_out_is_written_and_returned() -> None:
+    x = torch.randn(4, 128).bfloat16()
+    out = torch.full((4, 128), math.nan, dtype=torch.bfloat16)
+    assert tk_moe.reduce_fused(x, None, POS, out=out) is out
+    assert torch.equal(out, tk_moe.reduce_fused(x, None, POS))
+
+
+def test_expand_then_reduce_is_the_number_of_positions() -> None:
+    x = torch.randn(4, 64)
+    pos_to_expert = torch.tensor([0, 0, 0, 0, -1], dtype=torch.int32)
+    pos = torch.tensor([[2], [-1], [0], [3]], dtype=torch.int32)
+    expanded = tk_moe.expand_to_fused(x, pos, pos_to_expert)
+    assert torch.equal(tk_moe.reduce_fused(expanded, None, pos), x * torch.tensor([1, 0, 1, 1])[:, None])
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Good arguments, some of them exchanged."""
+    return {"x": torch.ones(5, 64), "topk_weights": torch.ones(4, 2), "token_topk_to_pos": POS, **changes}
+
+
+X = torch.ones(5, 64)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes"),
+    [
+        (TypeError, "x", {"x": None}),
+        (TypeError, "x", {"x": (X, torch.ones(5), X)}),
+        (TypeError, "x", {"x": X.half()}),
+        (ValueError, "x", {"x": X[0]}),
+        (ValueError, "x", {"x": torch.ones(5, 128)[:, :64]}),
+        (ValueError, "hidden", {"x": torch.ones(5, 96)}),
+        (TypeError, r"x\[1\]", {"x": (X, torch.ones(5).double())}),
+        (ValueError, r"x\[1\]", {"x": (X, torch.ones(4))}),
+        (ValueError, r"x\[1\]", {"x": (X, torch.ones(10)[::2])}),
+        (ValueError, r"x\[1\]", {"x": (X, torch.ones(5, device="meta"))}),
+        (TypeError, "topk_weights", {"topk_weights": torch.ones(4, 2).bfloat16()}),
+        (ValueError, "topk_weights", {"topk_weights": torch.ones(4, 3)}),
+        (ValueError, "topk_weights", {"topk_weights": torch.ones(4, 2, device="meta")}),
+        (ValueError, "topk_weights", {"topk_weights": torch.ones(2, 4).t()}),
+        (TypeError, "token_topk_to_pos", {"token_topk_to_pos": POS.long()}),
+        (ValueError, "token_topk_to_pos", {"token_topk_to_pos": POS[0]}),
+        (ValueError, "token_topk_to_pos", {"token_topk_to_pos": POS[:, :0]}),
+        (ValueError, "token_topk_to_pos", {"token_topk_to_pos": POS.to("meta")}),
+        (ValueError, "fp8_format", {"fp8_format": "e5m2"}),
+        (ValueError, "fp8_format", {"fp8_format": None}),
+        (ValueError, "sf", {"sf": torch.ones(1)}),
+        (TypeError, "sf", {"sf": 1.0, "fp8_format": "e4m3"}),
+        (ValueError, "sf", {"sf": torch.ones(2), "fp8_format": "e4m3"}),
+        (TypeError, "out", {"out": torch.empty(4, 64).bfloat16()}),
+        (TypeError, "out", {"out": torch.empty(4, 64), "fp8_format": "e4m3"}),
+        (ValueError, "out", {"out": torch.empty(5, 64)}),
+        (ValueError, "out", {"out": torch.empty(64, 4).t()}),
+        (ValueError, "out", {"out": torch.empty(4, 64, device="meta")}),
+    ],
+)
+def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=name):
+        tk_moe.reduce_fused(**arguments(**changes))
+
+
+def test_debug_mode_finds_positions_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    tk_moe.reduce_fused(**arguments())
+    with pytest.raises(ValueError, match="token_topk_to_pos"):
+        tk_moe.reduce_fused(**arguments(x=X[:3]))
+
+
+@pytest.mark.parametrize("num_vectors", [8, 72, 256, 264, 320, 512, 768, 896, 1792, 7168])
+def test_config_covers_a_row_with_little_waste(num_vectors: int) -> None:
+    config = ReduceConfig.best(num_vectors, None)
+    assert config.threads % 32 == 0
+    assert 32 <= config.threads <= 128
+    assert 0 <= config.threads * config.num_chunks - num_vectors < 32

@@ -1,0 +1,88 @@
+"""normalize_weight_bwd."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_moe
+from tk_core.testing import tiers
+from tk_moe import reference
+from tk_moe.testing.weights.normalize_weight_bwd import SPEC
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+def test_by_hand() -> None:
+    # w = (1, 3): a sum of 4, shares of 1/4 and 3/4; dot = 8 · 1/4 + 4 · 3/4 = 5.
+    grad = torch.tensor([[8.0, 4.0]])
+    denominator, normalized = torch.tensor([4.0]), torch.tensor([[0.25, 0.75]])
+    assert tk_moe.normalize_weight_bwd(grad, None, denominator, normalized).tolist() == [[0.75, -0.25]]
+    grad_w = tk_moe.normalize_weight_bwd(grad, torch.tensor([2.0]), denominator, normalized)
+    assert grad_w.tolist() == [[2.75, 1.75]]
+
+
+def test_forward_reference_passes_gradcheck() -> None:
+    w = torch.rand(5, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(reference.normalize_weight, (w,))
+
+
+@pytest.mark.parametrize("has_grad_denominator", [False, True])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_against_autograd(dtype: torch.dtype, rtol: float, has_grad_denominator: bool) -> None:
+    w = (torch.rand(100, 8, dtype=dtype) + 0.1).requires_grad_()
+    denominator, normalized = reference.normalize_weight(w)
+    grad_normalized = torch.randn_like(normalized)
+    grad_denominator = torch.randn_like(denominator) if has_grad_denominator else None
+    expected = torch.autograd.grad(
+        (normalized, denominator) if has_grad_denominator else (normalized,),
+        w,
+        (grad_normalized, grad_denominator) if has_grad_denominator else (grad_normalized,),
+    )[0]
+    function = tk_moe.normalize_weight_bwd if dtype == torch.float32 else reference.normalize_weight_bwd
+    grad_w = function(grad_normalized, grad_denominator, denominator.detach(), normalized.detach())
+    torch.testing.assert_close(grad_w, expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.gpu
+def test_gpu_against_autograd_of_the_reference() -> None:
+    w = (torch.rand(4001, 8, device="cuda") + 0.1).requires_grad_()
+    denominator, normalized = reference.normalize_weight(w)
+    grads = torch.randn_like(normalized), torch.randn_like(denominator)
+    expected = torch.autograd.grad((normalized, denominator), w, grads)[0]
+    grad_w = tk_moe.normalize_weight_bwd(*grads, *tk_moe.normalize_weight(w.detach()))
+    torch.testing.assert_close(grad_w, expected, rtol=1e-5, atol=1e-5)
+
+
+GOOD: dict[str, Any] = {
+    "grad_normalized": torch.ones(4, 2),
+    "grad_denominator": torch.ones(4),
+    "denominator": torch.ones(4),
+    "normalized": torch.ones(4, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"grad_normalized": [[0.0]]}, TypeError, "grad_normalized.*Tensor"),
+        ({"grad_normalized": torch.ones(4, 2).double()}, TypeError, "grad_normalized.*float32"),
+        ({"grad_normalized": torch.ones(4)}, ValueError, "grad_normalized.*shape"),
+        ({"grad_normalized": torch.ones(2, 4).T}, ValueError, "grad_normalized.*contiguous"),
+        ({"grad_normalized": torch.ones(4, 33)}, ValueError, "grad_normalized.*1 to 32"),
+        ({"grad_denominator": 1.0}, TypeError, "grad_denominator.*Tensor"),
+        ({"grad_denominator": torch.ones(3)}, ValueError, "grad_denominator.*shape"),
+        ({"denominator": None}, TypeError, "denominator.*Tensor"),
+        ({"denominator": torch.ones(4, 1)}, ValueError, "denominator.*shape"),
+        ({"denominator": torch.ones(4, device="meta")}, ValueError, "denominator.*device"),
+        ({"normalized": torch.ones(4, 2).bfloat16()}, TypeError, "normalized.*float32"),
+        ({"normalized": torch.ones(4, 3)}, ValueError, "normalized.*shape"),
+        ({"normalized": torch.ones(4, 3)[:, :2]}, ValueError, "normalized.*contiguous"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        tk_moe.normalize_weight_bwd(**{**GOOD, **change})

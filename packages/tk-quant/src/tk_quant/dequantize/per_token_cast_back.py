@@ -1,0 +1,47 @@
+"""per_token_cast_back: dequantize what per_token_cast made, out = data * sf of its token and group of channels.
+
+The kernel is that of cast_back, with blocks of one token.
+"""
+
+import torch
+
+from tk_core import check
+from tk_core.replay import replayable
+from tk_quant.dequantize.cast_back import check_pair, dequantize
+
+_GROUPS = (16, 32, 64, 128)
+
+
+@replayable
+def per_token_cast_back(
+    x: tuple[torch.Tensor, torch.Tensor],
+    fmt: str,
+    num_per_channels: int,
+    x_special_fmt: str | None = None,
+    *,
+    tensor_sf: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dequantize by groups of channels: data * sf of its token and group, rounded as `cast_back` does.
+
+    Args:
+        x: `(data, sf)`. data: float8_e4m3fn (num_tokens, hidden), or e2m1 in int8 or float4_e2m1fn_x2 (num_tokens,
+            hidden / 2), or e5m6 in uint8 (num_tokens, hidden * 3 / 2); hidden a multiple of 64, rows may be strided.
+            sf: (num_tokens, ceil(hidden / num_per_channels)) blocks in any layout of tk_core.scales; for NVFP4
+            float8_e4m3fn, row major or swizzled.
+        fmt: Type of the output, "bf16" or "fp32".
+        num_per_channels: Channels of a group: 16, 32, 64, 128 or hidden. The last group of a row may be shorter.
+        x_special_fmt: "e5m6" for e5m6 data, else None.
+        tensor_sf: float32, one element, for an sf of float8_e4m3fn (NVFP4) and only there; see `cast_back`.
+
+    Returns:
+        (num_tokens, hidden), bfloat16 or float32, contiguous.
+
+    Raises:
+        TypeError: x is no pair of tensors, data, sf or tensor_sf has another dtype, or num_per_channels is no int.
+        ValueError: Any other argument is not as described, or is on another device.
+    """
+    data, sf, hidden = check_pair(x, fmt, x_special_fmt)
+    check.integer("num_per_channels", num_per_channels)
+    if num_per_channels not in _GROUPS:
+        check.one_of("num_per_channels", num_per_channels, (*_GROUPS, hidden))
+    return dequantize(data, sf, hidden, fmt, (1, num_per_channels), tensor_sf)

@@ -1,0 +1,360 @@
+"""The kernel of per_channel_cast_fused for gathered rows of a pair: written for instructions and latencies.
+
+A thread has 16 neighbouring rows of 16 channels, a block of 128 threads a tile of 128 rows:
+
+                        256 channels
+             +-----+-----+-- ... --+-----+
+     16 rows |  0  |  1  |         |  15 |
+             +-----+-----+-- ... --+-----+     0, 1, ...: threads
+     16 rows |  16 |  17 |         |  31 |
+             +-----+-----+-- ... --+-----+
+               ...
+
+A thread copies its codes to shared memory, asynchronously, and decodes them from there twice (four rows' stay in
+registers for the second time), for amax and to scale them: float32 values would take four times the room, and many
+tiles at a time are what hides the latencies. Six fit a multiprocessor, as the amax of all rows of threads meet in one
+word a channel. The sf of a row are copied with their neighbours, 16 bytes, for these pass the first-level cache, of
+which so much shared memory leaves little; loads of 4 bytes would take 5 % longer.
+
+Neighbouring blocks take neighbouring rows, so that all read from a few columns of x, which stay in L2; what is written
+leaves it first.
+
+A code takes 7 instructions: half of one to unpack it with its neighbour, one to float32, one times sf, and half of one
+for amax, as integers can be compared by three; then the same again without amax, one times the factor, and half of one
+to pack it. Tensor cores convert codes to float32 exactly (times 1, plus zeros), but no faster.
+"""
+
+from typing import Any
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_quant.lib.channel_blocks import TILE_ROWS
+from tk_quant.lib.divisions import DIVISIONS_SOURCE
+from tk_quant.lib.prefetch import BULK_PREFETCH_SOURCE
+from tk_quant.lib.quantize import LIMITS, float_bits
+
+ALIGNMENT = 16
+"""What rows of x must be aligned to, in bytes."""
+_GROUP = 128
+_CHANNELS = 256
+_ROWS = 16
+_VEC = 16
+_THREADS = TILE_ROWS // _ROWS * (_CHANNELS // _VEC)
+_BLOCKS_PER_SM = 6
+# H200, 4096 tokens to 34816 rows of 2048 and 7168 channels: without turns 25.1 and 82.0 us, with 700 cycles (of 300 to
+# 1400) 24.8 and 81.7.
+_TURN_CYCLES = 700
+# As many bytes of x are read before writing begins, those of the first blocks included. With 7 MB 25.2 and 81.7 us (one
+# column at once, copy 58.1), with 11 MB 25.1 and 81.3; 16000 rows of 7168 channels with 11 MB 42.9, with 15 MB 43.3.
+_EARLY_BYTES = 11 << 20
+
+_SOURCE = r"""
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+// Four e4m3 codes to float32.
+__device__ __forceinline__ void tk_floats_of_e4m3x4(unsigned codes, float *values) {
+  const ushort2 pairs = reinterpret_cast<const ushort2 &>(codes);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const __half2 pair = __half2(__nv_cvt_fp8x2_to_halfraw2(i == 0 ? pairs.x : pairs.y, __NV_E4M3));
+    const float2 pair_values = __half22float2(pair);
+    values[2 * i] = pair_values.x;
+    values[2 * i + 1] = pair_values.y;
+  }
+}
+
+// Raises amax, bits of four float32, to |code * sf| of two rows: such bits are in order, NaN above infinity.
+__device__ __forceinline__ void tk_raise_amax(
+    unsigned *amax, unsigned codes0, float sf0, unsigned codes1, float sf1) {
+  float row0[4], row1[4];
+  tk_floats_of_e4m3x4(codes0, row0);
+  tk_floats_of_e4m3x4(codes1, row1);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const unsigned value0 = __float_as_uint(fabsf(row0[k]) * fabsf(sf0));
+    const unsigned value1 = __float_as_uint(fabsf(row1[k]) * fabsf(sf1));
+    amax[k] = __vimax3_u32(amax[k], value0, value1);
+  }
+}
+
+// The codes of code * sf * factor.
+__device__ __forceinline__ unsigned tk_recast(unsigned codes, float sf, const float *factors) {
+  // As if they came from elsewhere: else the compiler would keep what it has made of them for amax.
+  asm("" : "+r"(codes));
+  float values[4];
+  tk_floats_of_e4m3x4(codes, values);
+  unsigned new_codes = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 pair = {values[2 * i] * sf * factors[2 * i], values[2 * i + 1] * sf * factors[2 * i + 1]};
+    new_codes |= unsigned(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (16 * i);
+  }
+  return new_codes;
+}
+
+// What the thread has looked up that has this one of the 16 rows which the thread and 15 others share.
+__device__ __forceinline__ unsigned tk_source_of(unsigned source, int row) {
+  return __shfl_sync(0xffffffffu, source, row, 16);
+}
+
+// What two threads of a warp, 16 lanes apart, have of 16 channels, merged: 8 channels for each.
+__device__ __forceinline__ void tk_merge_amax(const unsigned *amax, unsigned *merged) {
+  const bool upper = threadIdx.x & 16;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? amax[j] : amax[j + 8], 16);
+    merged[j] = max(upper ? amax[j + 8] : amax[j], other);
+  }
+}
+
+// Starts to copy num_bytes (4, 8 or 16, which pass the first-level cache) of a row to shared memory, or zeroes them if
+// the row is not below the limit.
+template <int num_bytes>
+__device__ __forceinline__ void tk_gather(
+    void *copy, const void *column, unsigned row, unsigned row_stride, unsigned limit) {
+  const unsigned place = __cvta_generic_to_shared(copy);
+#define TK_COPY(cache)                                                                         \
+  asm volatile(                                                                                \
+      "{\n"                                                                                    \
+      "  .reg .pred ignored;\n"                                                                \
+      "  .reg .b64 address;\n"                                                                 \
+      "  setp.ge.u32 ignored, %2, %4;\n"                                                       \
+      "  mad.wide.u32 address, %2, %3, %1;\n"                                                  \
+      "  cp.async." cache ".shared.global.L2::128B [%0], [address], %5, ignored;\n"            \
+      "}\n" ::"r"(place), "l"(column), "r"(row), "r"(row_stride), "r"(limit), "n"(num_bytes)   \
+      : "memory")
+  if constexpr (num_bytes == 16)
+    TK_COPY("cg");
+  else
+    TK_COPY("ca");
+#undef TK_COPY
+}
+
+// Closes a group of such copies.
+__device__ __forceinline__ void tk_close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until no more than `groups` groups of the thread, three at most, are under way.
+__device__ __forceinline__ void tk_await(int groups) {
+  if (groups == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if (groups == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+  if (groups == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+  if (groups == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
+}
+
+// Stores 16 bytes to a line that is to leave L2 before others.
+__device__ __forceinline__ void tk_store_in_passing(void *to, const unsigned *words) {
+  unsigned long long first_to_leave;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3]), "l"(first_to_leave));
+}
+
+__device__ __forceinline__ void tk_wait_cycles(unsigned cycles) {
+  const unsigned start = clock();
+  while (unsigned(clock()) - start < cycles) {
+  }
+}
+"""
+
+
+def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
+    """Whether this kernel can do it, and is what does it fastest."""
+    # _BLOCKS_PER_SM times 37 KB fit a multiprocessor.
+    if arch.max_shared_memory < 200 * 1024 or alignment != ALIGNMENT or hidden % _CHANNELS != 0:
+        return False
+    # Tiles alone on a multiprocessor take it 3 to 12 % longer than the other kernel, several up to 25 % less (H200).
+    return ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) > arch.num_sms
+
+
+def _cols_at_once(hidden: int) -> int:
+    """Columns of tiles that are worked on side by side."""
+    # H200, 4096 tokens to 34816 rows: two take 81.0 us of 7168 channels and 69.6 of 6144, one 81.7 and 70.0; but of
+    # 4096 47.6 instead of 47.3, and of 2048 26.0 instead of 25.5.
+    return 2 if hidden >= 6144 and hidden % (2 * _CHANNELS) == 0 else 1
+
+
+def opening(num_rows: int, num_tokens: int, hidden: int, arch: Arch) -> tuple[int, int, int]:
+    """How the first blocks begin: `(turn_cycles, later_col, later_cols)`.
+
+    A multiprocessor's first blocks take turns, some cycles apart. If all asked at once, all would wait for the last.
+    Once one a multiprocessor has asked for its own rows, it brings columns of x into L2 for later blocks, `later_cols`
+    from `later_col` on: as long as nothing is written, reading costs least.
+    """
+    row_tiles, first_blocks = ceil_div(num_rows, TILE_ROWS), _BLOCKS_PER_SM * arch.num_sms
+    turn_cycles = _TURN_CYCLES if row_tiles * (hidden // _CHANNELS) > first_blocks else 0
+    at_once = _cols_at_once(hidden)
+    later_col = min(ceil_div(first_blocks, row_tiles * at_once) * at_once * _CHANNELS, hidden)
+    early_cols = _EARLY_BYTES // _CHANNELS // max(num_tokens, 1) * _CHANNELS
+    return turn_cycles, later_col, max(min(early_cols, hidden) - later_col, 0)
+
+
+# With each shared array for one purpose only, the barriers below are enough.
+@kernel(
+    pass_configs={
+        "tl.disable_safe_memory_legalize": True,
+        "tl.disable_shared_memory_reuse": True,
+        "tl.disable_thread_storage_sync": True,
+    }
+)
+def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:
+    """Kernel (x, x_sf, pos_to_token, out, sf, *opening), of the op's tensors and what `opening` says."""
+    import tilelang.language as T
+
+    col_lanes = _CHANNELS // _VEC
+    groups, row_groups = _CHANNELS // _GROUP, hidden // _GROUP
+    at_once = _cols_at_once(hidden)
+    sf_per_copy = sf_alignment // 4
+    scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
+    least_amax = float_bits(LIMITS["e4m3"][1])
+
+    num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
+    row_stride = T.dynamic("row_stride")
+
+    # Where shared arrays have a channel, so that threads with 16 channels each, with 8 or with one meet in no bank.
+    def slot(channel: Any) -> Any:
+        return channel ^ (channel // 32 % 4 * 4)
+
+    def slot_of_largest(channel: Any) -> Any:
+        return channel % 8 * 32 + (channel // 8 ^ channel % 8 * 4)
+
+    @T.prim_func
+    def gathered_recast(
+        x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), "float8_e4m3fn"),
+        x_sf: T.Tensor((num_tokens, hidden // _GROUP), "float32"),
+        pos_to_token: T.Tensor((num_rows,), "int32"),
+        out: T.Tensor((num_rows, hidden), "float8_e4m3fn"),
+        sf: T.Tensor((num_blocks, hidden), "float32"),
+        turn_cycles: T.int32,
+        later_col: T.int32,
+        later_cols: T.int32,
+    ) -> None:
+        grid = (num_blocks * at_once, hidden // _CHANNELS // at_once)
+        with T.Kernel(*grid, threads=_THREADS) as (first, second):
+            T.import_source(DIVISIONS_SOURCE + BULK_PREFETCH_SOURCE + _SOURCE)
+            T.annotate_min_blocks_per_sm(_BLOCKS_PER_SM)
+            row_tile, col_tile = first // at_once, second * at_once + first % at_once
+            block = second * num_blocks * at_once + first
+            thread = T.get_thread_binding()
+            warp, lane = thread // 32, thread % 32
+            row_lane, lane_col = thread // col_lanes, thread % col_lanes * _VEC
+            first_row, first_col = row_tile * TILE_ROWS, col_tile * _CHANNELS
+            row, col = first_row + row_lane * _ROWS, first_col + lane_col
+            # Where a thread finds sf of its rows and group.
+            sf_slot = warp * 128 + lane_col // _GROUP * 32 + row_lane % 2 * _ROWS
+            # Of every thread the codes; of every row sf of this tile and of a neighbour; of every channel amax so far,
+            # and the factor.
+            codes = T.alloc_shared((_ROWS, _THREADS, 4), "uint32")
+            row_sf = T.alloc_shared((TILE_ROWS * 4,), "uint32")
+            largest = T.alloc_shared((_CHANNELS,), "uint32")
+            factors = T.alloc_shared((_CHANNELS,), "uint32")
+            source = T.alloc_var("uint32")
+            one_sf = T.alloc_local((groups,), "uint32")
+            four_sf_bits = T.alloc_local((4,), "uint32")
+            four_sf = T.view(four_sf_bits, (4,), "float32")
+            words = T.alloc_local((4, 4), "uint32")
+            amax = T.alloc_local((_VEC,), "uint32")
+            merged = T.alloc_local((_VEC // 2,), "uint32")
+            scale = T.alloc_local((2,), "uint32")
+            factor_bits = T.alloc_local((_VEC,), "uint32")
+            factor = T.view(factor_bits, (_VEC,), "float32")
+            new_codes = T.alloc_local((4,), "uint32")
+
+            # A thread looks up one row and copies its sf; negative sources are large as uint32.
+            source = T.uint32(0xFFFFFFFF)
+            if first_row + thread < num_rows:
+                source = T.cast(pos_to_token[first_row + thread], "uint32")
+            if block < _BLOCKS_PER_SM * arch.num_sms:
+                T.call_extern("void", "tk_wait_cycles", T.cast(T.truncdiv(block, arch.num_sms) * turn_cycles, "uint32"))
+            for i in T.unroll(4 // sf_per_copy):
+                sf_col = col_tile * groups // 4 * 4 + i * sf_per_copy
+                T.call_extern(
+                    "void",
+                    f"tk_gather<{sf_alignment}>",
+                    T.address_of(row_sf[thread * 4 + i * sf_per_copy]),
+                    T.address_of(x_sf[0, sf_col]),
+                    source,
+                    T.uint32(4 * row_groups),
+                    T.if_then_else(sf_col < row_groups, T.cast(num_tokens, "uint32"), T.uint32(0)),
+                )
+            for quarter in T.unroll(_ROWS // 4):
+                for k in T.unroll(4):
+                    T.call_extern(
+                        "void",
+                        "tk_gather<16>",
+                        T.address_of(codes[4 * quarter + k, thread, 0]),
+                        T.address_of(x[0, col]),
+                        T.call_extern("uint32", "tk_source_of", source, 4 * quarter + k),
+                        T.cast(row_stride, "uint32"),
+                        T.cast(num_tokens, "uint32"),
+                    )
+                T.call_extern("void", "tk_close_group")
+            token = block + thread * arch.num_sms
+            if block < arch.num_sms and token < num_tokens and later_cols > 0:
+                T.call_extern("void", "tk_prefetch_bytes", T.address_of(x[token, later_col]), later_cols)
+            for k in T.unroll(_CHANNELS // _THREADS):
+                largest[k * _THREADS + thread] = T.uint32(least_amax)
+            T.sync_threads()
+
+            for j in T.unroll(_VEC):
+                amax[j] = T.uint32(0)
+            for quarter in T.unroll(_ROWS // 4):
+                T.call_extern("void", "tk_await", _ROWS // 4 - 1 - quarter)
+                if quarter == 0:
+                    # A warp's threads have the rows whose sf its threads have copied: by row to by group.
+                    for i in T.unroll(groups):
+                        one_sf[i] = row_sf[thread * 4 + col_tile * groups % 4 + i]
+                    T.sync_warp()
+                    for i in T.unroll(groups):
+                        row_sf[warp * 128 + i * 32 + lane] = one_sf[i]
+                    T.sync_warp()
+                four_sf_bits[0:4] = T.lds128(row_sf[sf_slot + 4 * quarter])
+                for k in T.unroll(0, 4, 2):
+                    words[k, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
+                    words[k + 1, 0:4] = T.lds128(codes[4 * quarter + k + 1, thread, 0])
+                    for j in T.unroll(4):
+                        T.call_extern(
+                            "void",
+                            "tk_raise_amax",
+                            T.address_of(amax[4 * j]),
+                            words[k, j],
+                            four_sf[k],
+                            words[k + 1, j],
+                            four_sf[k + 1],
+                        )
+            T.call_extern("void", "tk_merge_amax", T.address_of(amax[0]), T.address_of(merged[0]))
+            for j in T.unroll(_VEC // 2):
+                channel = lane_col + row_lane % 2 * 8 + j
+                T.call_extern("void", "atomicMax", T.address_of(largest[slot_of_largest(channel)]), merged[j])
+            T.sync_threads()
+            for k in T.unroll(_CHANNELS // _THREADS):
+                channel = k * _THREADS + thread
+                bits = T.reinterpret(largest[slot_of_largest(channel)], "int32")
+                T.call_extern("void", scale_of, bits, T.address_of(scale[0]), T.address_of(scale[1]))
+                sf[row_tile, first_col + channel] = T.reinterpret(scale[0], "float32")
+                factors[slot(channel)] = scale[1]
+            T.sync_threads()
+
+            for j in T.unroll(4):
+                factor_bits[4 * j : 4 * j + 4] = T.lds128(factors[slot(lane_col + 4 * j)])
+            if row < num_rows:
+                for step in T.unroll(_ROWS // 4):
+                    # The last four rows first, whose codes are still in registers.
+                    quarter = _ROWS // 4 - 1 - step
+                    four_sf_bits[0:4] = T.lds128(row_sf[sf_slot + 4 * quarter])
+                    for k in T.unroll(4):
+                        if step > 0:
+                            words[k, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
+                        for j in T.unroll(4):
+                            new_codes[j] = T.call_extern(
+                                "uint32", "tk_recast", words[k, j], four_sf[k], T.address_of(factor[4 * j])
+                            )
+                        T.call_extern(
+                            "void",
+                            "tk_store_in_passing",
+                            T.address_of(out[row + 4 * quarter + k, col]),
+                            T.address_of(new_codes[0]),
+                        )
+
+    return gathered_recast

@@ -1,0 +1,273 @@
+"""What the kernels of every cast share: limits of the formats, scale factors from amax, float32 to packed codes.
+
+The functions return TileLang macros; like a kernel's builder they import TileLang when they are called.
+"""
+
+import struct
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core.arch import Arch
+from tk_quant.lib.conversions import e2m1_source, e5m6_source
+
+FLOAT4_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0, 1e-4)}
+"""Format: (largest finite value, least amax)."""
+BITS = {"e4m3": 8, "e2m1": 4, "e5m6": 12}
+"""Format: bits of a code."""
+INFINITY_BITS = 0x7F800000
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float32, as an int32: so compared, NaN is above infinity above the rest of the positive ones."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+@cache
+def scale_macro(fmt: str, round_sf: bool) -> Any:
+    """Macro `scale_of(amax, scale)`: from the bits of amax (int32) those of sf, scale[0], and of s, scale[1] (uint32).
+
+    amax is that of a block, at least the largest value of fmt times 2**-126; x is multiplied by s. NaN and infinity
+    come to sf.
+
+    A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, m and L from 1 below
+    2, the quotient m / L rounds to something above 1 exactly where m is above L; so sf is 2**(e - k), or twice that.
+    """
+    import tilelang.language as T
+
+    largest, _ = LIMITS[fmt]
+    exponent, mantissa = float_bits(largest) >> 23, float_bits(largest) & 0x007FFFFF
+
+    @T.macro
+    def scale_of(amax: T.int32, scale: T.Buffer) -> None:
+        if round_sf:
+            power = (T.reinterpret(amax, "uint32") + T.uint32(0x007FFFFF - mantissa)) & T.uint32(INFINITY_BITS)
+            power = power - T.uint32((exponent - 127) << 23)
+            not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(INFINITY_BITS), T.uint32(0x7FFFFFFF))
+            scale[0] = T.if_then_else(amax < INFINITY_BITS, power, not_finite)
+            # The exponent fields of 2**k and 2**-k sum up to 254. The reciprocal of infinity is 0, that of NaN is NaN.
+            not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(0), T.uint32(0x7FFFFFFF))
+            scale[1] = T.if_then_else(amax < INFINITY_BITS, T.uint32(0x7F000000) - power, not_finite)
+        else:
+            amax_value = T.reinterpret(amax, "float32")
+            scale[0] = T.reinterpret(amax_value / T.float32(largest), "uint32")
+            scale[1] = T.reinterpret(T.float32(largest) / amax_value, "uint32")
+
+    return scale_of
+
+
+@cache
+def tensor_scaled_macro() -> Any:
+    """Macro `scale_of(amax, tensor_sf, scale)` for e2m1 with sf in float8_e4m3fn: the byte of sf, and the bits of s.
+
+    amax as its bits, no least amax counted in; sf is at least 2**-9, saturates, and is NaN where amax is not finite.
+    """
+    import tilelang.language as T
+
+    largest, _ = LIMITS["e2m1"]
+
+    @T.macro
+    def scale_of(amax: T.int32, tensor_sf: T.float32, scale: T.Buffer) -> None:
+        quotient = T.alloc_var("float32")
+        quotient = T.reinterpret(amax, "float32") / T.float32(largest) / tensor_sf
+        # In this order NaN stays NaN.
+        quotient = T.if_then_else(quotient < T.float32(2.0**-9), T.float32(2.0**-9), quotient)
+        quotient = T.if_then_else(amax < INFINITY_BITS, quotient, T.reinterpret(T.uint32(0x7FFFFFFF), "float32"))
+        sf = T.alloc_local((4,), "float8_e4m3fn")
+        for i in T.vectorized(4):
+            sf[i] = T.cast(quotient, "float8_e4m3fn")
+        scale[0] = T.view(sf, (1,), "uint32")[0] & T.uint32(0xFF)
+        scale[1] = T.reinterpret(T.float32(1) / (T.cast(sf[0], "float32") * tensor_sf), "uint32")
+
+    return scale_of
+
+
+def encode_source(fmt: str, arch: Arch) -> str:
+    """CUDA source that a kernel takes in with T.import_source before it uses `encode_macro`; may be empty."""
+    return {"e4m3": "", "e2m1": e2m1_source(arch), "e5m6": e5m6_source()}[fmt]
+
+
+@cache
+def encode_macro(fmt: str, num_values: int) -> Any:
+    """Macro `encode(scaled, words)`: float32 (num_values,) to codes packed in uint32 (num_values * bits / 32,).
+
+    To nearest, ties to even, saturating; for e5m6 nothing may be above the largest value. num_values is a multiple of 4
+    for e4m3, of 8 for e2m1 and e5m6.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def encode_e4m3(scaled: T.Buffer, words: T.Buffer) -> None:
+        codes = T.view(words, (num_values,), "float8_e4m3fn")
+        for j in T.vectorized(num_values):
+            codes[j] = T.cast(scaled[j], "float8_e4m3fn")
+
+    @T.macro
+    def encode_e2m1(scaled: T.Buffer, words: T.Buffer) -> None:
+        for j in T.unroll(num_values // 8):
+            words[j] = T.call_extern("uint32", "tk_e2m1x8", *(scaled[8 * j + k] for k in range(8)))
+
+    @T.macro
+    def encode_e5m6(scaled: T.Buffer, words: T.Buffer) -> None:
+        for j in T.unroll(num_values // 8):
+            T.call_extern("void", "tk_e5m6x8", T.address_of(scaled[8 * j]), T.address_of(words[3 * j]))
+
+    return {"e4m3": encode_e4m3, "e2m1": encode_e2m1, "e5m6": encode_e5m6}[fmt]
+
+
+@cache
+def load_macro(num_words: int, elements_per_word: int, alignment: int, once: bool = False) -> Any:
+    """Macro `load(x, words, index, row, col, valid)`: num_words uint32 of a row of x, from `col` on, to words[index].
+
+    `alignment` is what `check.row_alignment` says of x, `col` a multiple of num_words * elements_per_word; elements of
+    2 or 4 bytes. Where `valid` is false nothing is read and the words are 0. Kernels that load them `once`, so that no
+    cache need keep them, take in `STREAMING_LOADS`.
+    """
+    import tilelang.language as T
+
+    load_bytes = min(alignment, 4 * num_words)
+
+    @T.macro
+    def load(x: T.Buffer, words: T.Buffer, index: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
+        if load_bytes == 16 and once:
+            for j in T.unroll(num_words // 4):
+                T.call_extern(
+                    "void",
+                    "tk_load_once",
+                    T.address_of(words[index, 4 * j]),
+                    T.address_of(x[row, col + 4 * j * elements_per_word]),
+                    valid,
+                )
+        elif load_bytes == 16:
+            for j in T.unroll(num_words // 4):
+                words[index, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 4 * j * elements_per_word], pred=valid)
+        elif load_bytes == 8:
+            for j in T.unroll(num_words // 2):
+                words[index, 2 * j : 2 * j + 2] = T.ldg64(x[row, col + 2 * j * elements_per_word], pred=valid)
+        elif load_bytes == 4:
+            for j in T.unroll(num_words):
+                words[index, j] = T.ldg32(x[row, col + j * elements_per_word], pred=valid)
+        else:
+            for j in T.unroll(num_words):
+                words[index, j] = T.uint32(0)
+            if valid:
+                for j in T.unroll(num_words):
+                    low = T.cast(T.reinterpret(x[row, col + 2 * j], "uint16"), "uint32")
+                    high = T.cast(T.reinterpret(x[row, col + 2 * j + 1], "uint16"), "uint32")
+                    words[index, j] = low | (high << T.uint32(16))
+
+    return load
+
+
+@cache
+def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, once: bool = False) -> Any:
+    """Macro `load(x, words, piece, row, col, valid)`: bytes of a row of x, from `col` on, to words[piece].
+
+    x has elements of one byte, the TileLang type `element`; words is uint32 (pieces, ceil(num_bytes / 4)). `alignment`
+    is what the row's address and `col` are multiples of, at most 16. Where `valid` is false nothing is read and what
+    the words hold is unspecified. Kernels that use it take in `NARROW_LOADS`, and those that load `once`, so that no
+    cache need keep the words, `STREAMING_LOADS`.
+    """
+    import tilelang.language as T
+
+    load_bytes = min(alignment, num_bytes & -num_bytes, 16)
+    num_words = (num_bytes + 3) // 4
+
+    @T.macro
+    def load(x: T.Buffer, words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
+        if load_bytes == 16 and once:
+            for j in T.unroll(num_words // 4):
+                T.call_extern(
+                    "void",
+                    "tk_load_once",
+                    T.address_of(words[piece, 4 * j]),
+                    T.address_of(x[row, col + 16 * j]),
+                    valid,
+                )
+        elif load_bytes == 16:
+            for j in T.unroll(num_words // 4):
+                words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 16 * j], pred=valid)
+        elif load_bytes == 8:
+            for j in T.unroll(num_words // 2):
+                words[piece, 2 * j : 2 * j + 2] = T.ldg64(x[row, col + 8 * j], pred=valid)
+        elif load_bytes == 4:
+            for j in T.unroll(num_words):
+                words[piece, j] = T.ldg32(x[row, col + 4 * j], pred=valid)
+        elif load_bytes == 2 and num_bytes == 2:
+            words[piece, 0] = T.call_extern("uint32", "tk_load_16_bits", T.address_of(x[row, col]), valid)
+        else:
+            elements = T.view(words, (pieces, 4 * num_words), element)
+            if valid:
+                for j in T.unroll(num_bytes):
+                    elements[piece, j] = x[row, col + j]
+
+    return load
+
+
+def element(words: Any, row: Any, index: Any, is_bf16: bool) -> Any:
+    """Element `index` of words[row], uint32 that hold bfloat16 pairs or float32, as a float32 expression."""
+    import tilelang.language as T
+
+    if not is_bf16:
+        return T.reinterpret(words[row, index], "float32")
+    word = words[row, index // 2]
+    half = T.if_then_else(index % 2 == 0, word << T.uint32(16), word & T.uint32(0xFFFF0000))
+    return T.reinterpret(half, "float32")
+
+
+@cache
+def store_codes_macro(num_words: int, elements_per_word: int = 4) -> Any:
+    """Macro `store(out, words, row, col)`: 1, 2 or a multiple of 4 uint32 to a row of out, as wide as they are."""
+    import tilelang.language as T
+
+    @T.macro
+    def store(out: T.Buffer, words: T.Buffer, row: T.int32, col: T.int32) -> None:
+        if num_words == 1:
+            T.stg32(out[row, col], words[0])
+        elif num_words == 2:
+            T.stg64(out[row, col], words[0:2])
+        else:
+            for j in T.unroll(num_words // 4):
+                T.stg128(out[row, col + 4 * j * elements_per_word], words[4 * j : 4 * j + 4])
+
+    return store
+
+
+EXPONENT_STORES = r"""
+// The exponent of a power of two to byte `index` of a word whose other bytes are others' to write.
+__device__ __forceinline__ void tk_store_exponent(int *word, int index, unsigned sf) {
+  reinterpret_cast<unsigned char *>(word)[index] = static_cast<unsigned char>(sf >> 23);
+}
+"""
+"""void tk_store_exponent(int32 *, int32, uint32)."""
+
+MAGNITUDES = r"""
+// The larger of a and |x|, both bfloat16 pairs; NaN, of bits 0x7fff, where either is.
+__device__ __forceinline__ unsigned tk_larger_magnitude_bf16x2(unsigned a, unsigned x) {
+  unsigned larger;
+  asm("{\n"
+      "  .reg .b32 magnitude;\n"
+      "  abs.bf16x2 magnitude, %2;\n"
+      "  max.NaN.bf16x2 %0, %1, magnitude;\n"
+      "}\n"
+      : "=r"(larger)
+      : "r"(a), "r"(x));
+  return larger;
+}
+
+// The same of float32; NaN has the bits 0x7fffffff.
+__device__ __forceinline__ unsigned tk_larger_magnitude_f32(unsigned a, unsigned x) {
+  unsigned larger;
+  asm("{\n"
+      "  .reg .b32 magnitude;\n"
+      "  abs.f32 magnitude, %2;\n"
+      "  max.NaN.f32 %0, %1, magnitude;\n"
+      "}\n"
+      : "=r"(larger)
+      : "r"(a), "r"(x));
+  return larger;
+}
+"""
+"""uint32 tk_larger_magnitude_bf16x2(uint32, uint32), uint32 tk_larger_magnitude_f32(uint32, uint32)."""

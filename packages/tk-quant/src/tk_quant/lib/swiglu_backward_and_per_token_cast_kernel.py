@@ -1,0 +1,354 @@
+"""The kernel of swiglu_backward_and_per_token_cast; see there for the formulas and a picture."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_quant.lib.conversions import NARROW_LOADS
+from tk_quant.lib.divisions import DIVISIONS_SOURCE, NEAR_SF
+from tk_quant.lib.quantize import (
+    LIMITS,
+    MAGNITUDES,
+    element,
+    encode_macro,
+    float_bits,
+    load_codes_macro,
+    load_macro,
+    store_codes_macro,
+)
+
+_MAX_LANES = 256
+# Channels that a thread works on at once: more take more registers.
+_CHUNK = 4
+
+
+@dataclass(frozen=True)
+class SwigluBackwardConfig:
+    """Launch knobs: how a block's threads lie over rows and channels."""
+
+    vec: int
+    """Neighbouring channels, of each half, which one thread takes at once."""
+    pieces: int
+    """How often a thread does so, one after the other, in its row."""
+    lanes: int
+    """Threads side by side along a row."""
+    rows: int
+    """Rows side by side in a block."""
+    blocks_per_sm: int
+    """Blocks that a multiprocessor should have room for: the compiler keeps registers down to that."""
+    turns: int
+    """Most times that a block takes `rows` rows, one after the other; it loads the next ones meanwhile."""
+
+    @staticmethod
+    @cache
+    def best(hidden: int, num_per_channels: int, clamps: bool, arch: Arch) -> "SwigluBackwardConfig":
+        """The configuration for a width, a group, and with or without a clamp."""
+        vec = 8
+        num_lanes = hidden // vec
+        pieces = ceil_div(num_lanes, _MAX_LANES)
+        lanes = align(ceil_div(num_lanes, pieces), num_per_channels // vec)
+        # H200, 34560 x 2 * 2048, groups of 128: 218.0 us with three turns of 61 registers, 219.6 with four, 223.3 with
+        # two, 252.5 with one; 222.7 at 16 channels and 80 registers a thread without turns. Where a block has rows side
+        # by side two are best: three take 2.5 % longer for hidden 288 and 384. Fewer registers don't suffice.
+        rows = 1
+        if pieces == 1:
+            # As many threads as possible that have a row, 1024 of 64 registers being there.
+            candidates = range(ceil_div(96, lanes), max(_MAX_LANES // lanes, ceil_div(96, lanes)) + 1)
+            rows = max(candidates, key=lambda rows: 1024 // align(lanes * rows, 32) * lanes * rows)
+        blocks_per_sm = max(1024 // align(lanes * rows, 32), 1)
+        return SwigluBackwardConfig(vec, pieces, lanes, rows, blocks_per_sm, ceil_div(3 if rows == 1 else 2, pieces))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return align(self.lanes * self.rows, 32)
+
+    def turns_of(self, num_positions: int, num_sms: int) -> int:
+        """Turns that leave the multiprocessors two blocks, one after the other, for each that they have room for."""
+        return min(max(num_positions // (2 * self.rows * self.blocks_per_sm * num_sms), 1), self.turns)
+
+    def num_blocks(self, num_positions: int, turns: int, num_pairs: int) -> int:
+        """Blocks that there are rows or pairs for."""
+        return max(ceil_div(num_positions, self.rows * turns), ceil_div(num_pairs, self.threads))
+
+
+# Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def swiglu_backward_kernel(
+    ndim: int,
+    x_alignment: int,
+    grad_alignment: int,
+    hidden: int,
+    num_per_channels: int,
+    round_sf: bool,
+    clamps: bool,
+    config: SwigluBackwardConfig,
+    arch: Arch,
+) -> Any:
+    import tilelang.language as T
+
+    vec, pieces, lanes, rows = config.vec, config.pieces, config.lanes, config.rows
+    group_lanes = num_per_channels // vec
+    threads = config.threads
+    num_warps = threads // 32
+    most_rows = rows * config.turns
+    assert most_rows <= threads
+    code_words, bf16_words = vec // 4, vec // 2
+    sf_cols = 2 * hidden // num_per_channels
+    least_amax = float_bits(LIMITS["e4m3"][1])
+    scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
+    encode = encode_macro("e4m3", vec)
+    load_codes = load_codes_macro("float8_e4m3fn", 2, vec, min(x_alignment, vec))
+    load_grad, store_codes = load_macro(bf16_words, 2, grad_alignment), store_codes_macro(code_words)
+    assert 32 % group_lanes == 0
+    assert lanes % group_lanes == 0
+    assert lanes * pieces * vec >= hidden
+
+    leading = tuple(T.dynamic(f"num_positions_{i}") for i in range(ndim - 1))
+    num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
+    num_positions = leading[0] if ndim == 2 else leading[0] * leading[1]
+    map_size = T.dynamic("map_size")
+
+    def fma(a: Any, b: Any, c: Any) -> Any:
+        return T.call_extern("float32", "__fmaf_rn", a, b, c)
+
+    def clamped(x: Any, clamp: Any, below: bool) -> Any:
+        """x, no more than the clamp and, if `below`, no less than its negative; NaN stays."""
+        if not clamps:
+            return x
+        low = T.if_then_else(x < -clamp, -clamp, x) if below else x
+        return T.if_then_else(x > clamp, clamp, low)
+
+    @T.macro
+    def load_piece(
+        x: T.Buffer,
+        x_sf: T.Buffer,
+        grad_out: T.Buffer,
+        codes: T.Buffer,
+        x_scale: T.Buffer,
+        grad: T.Buffer,
+        row: T.int64,
+        col: T.int32,
+        valid: T.bool,
+    ) -> None:
+        for half in T.unroll(2):
+            load_codes(x, codes, half, row, half * hidden + col, valid)
+        load_grad(grad_out, grad, 0, row, col, valid)
+        for half in T.unroll(2):
+            x_scale[half] = T.reinterpret(
+                T.ldg32(x_sf[row, (half * hidden + col) // num_per_channels], pred=valid), "float32"
+            )
+
+    @T.macro
+    def differentiate(
+        codes: T.Buffer,
+        x_scale: T.Buffer,
+        grad: T.Buffer,
+        weight: T.float32,
+        clamp: T.float32,
+        values: T.Buffer,
+        row_sum: T.Ref,
+    ) -> None:
+        """out, dl and dr of a piece to values; its part of the weight's gradient is added to row_sum."""
+        x_values = T.alloc_local((2, _CHUNK), "float32")
+        sigmoid, silu = T.alloc_local((_CHUNK,), "float32"), T.alloc_local((_CHUNK,), "float32")
+        left, right, scaled = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+        elements = T.view(codes, (2, vec), "float8_e4m3fn")
+        for chunk in T.unroll(vec // _CHUNK):
+            first = chunk * _CHUNK
+            for j in T.vectorized(_CHUNK):
+                x_values[0, j] = T.cast(elements[0, first + j], "float32")
+            for j in T.unroll(_CHUNK):
+                x_values[0, j] = x_values[0, j] * x_scale[0]
+            if T.abs(x_scale[0]) <= T.float32(NEAR_SF):
+                for j in T.unroll(_CHUNK):
+                    left = clamped(x_values[0, j], clamp, False)
+                    T.call_extern("void", "tk_sigmoid_near", left, T.address_of(sigmoid[j]), T.address_of(silu[j]))
+            else:
+                for j in T.unroll(_CHUNK):
+                    left = clamped(x_values[0, j], clamp, False)
+                    T.call_extern("void", "tk_sigmoid", left, T.address_of(sigmoid[j]), T.address_of(silu[j]))
+            for j in T.vectorized(_CHUNK):
+                x_values[1, j] = T.cast(elements[1, first + j], "float32")
+            for j in T.unroll(_CHUNK):
+                x_values[1, j] = x_values[1, j] * x_scale[1]
+                left, right = clamped(x_values[0, j], clamp, False), clamped(x_values[1, j], clamp, True)
+                values[0, first + j] = silu[j] * right
+                row_sum = fma(element(grad, 0, first + j, True), values[0, first + j], row_sum)
+                values[0, first + j] = values[0, first + j] * weight
+                scaled = element(grad, 0, first + j, True) * weight * sigmoid[j]
+                values[1, first + j] = scaled * right * fma(left, T.float32(1) - sigmoid[j], T.float32(1))
+                values[2, first + j] = scaled * left
+                if clamps:
+                    values[1, first + j] = T.if_then_else(x_values[0, j] > clamp, T.float32(0), values[1, first + j])
+                    values[2, first + j] = T.if_then_else(
+                        T.abs(x_values[1, j]) > clamp, T.float32(0), values[2, first + j]
+                    )
+
+    @T.macro
+    def store_bf16(out: T.Buffer, values: T.Buffer, which: int, row: T.int64, col: T.int32) -> None:
+        rounded = T.alloc_local((vec,), "bfloat16")
+        for j in T.vectorized(vec):
+            rounded[j] = T.cast(values[which, j], "bfloat16")
+        words = T.view(rounded, (bf16_words,), "uint32")
+        for j in T.unroll(bf16_words // 4):
+            T.stg128(out[row, col + 8 * j], words[4 * j : 4 * j + 4])
+
+    @T.macro
+    def quantize(values: T.Buffer, data: T.Buffer, sf: T.Buffer, row: T.int64, col: T.int32, valid: T.bool) -> None:
+        """dl and dr of a piece to e4m3; of the lanes of a group, even ones see to dl's scale, odd ones to dr's."""
+        amax, scale = T.alloc_local((2,), "int32"), T.alloc_local((2,), "uint32")
+        factor = T.alloc_local((2,), "uint32")
+        scaled, codes = T.alloc_local((vec,), "float32"), T.alloc_local((code_words,), "uint32")
+        largest, mine = T.alloc_var("uint32"), T.alloc_var("int32")
+        thread = T.get_thread_binding()
+        is_odd = thread % 2 == 1
+        for half in T.unroll(2):
+            largest = T.uint32(0)
+            for j in T.unroll(vec):
+                largest = T.call_extern(
+                    "uint32", "tk_larger_magnitude_f32", largest, T.reinterpret(values[1 + half, j], "uint32")
+                )
+            amax[half] = T.reinterpret(largest, "int32")
+        mine = T.max(T.if_then_else(is_odd, amax[1], amax[0]), least_amax)
+        mine = T.max(mine, T.shfl_xor(T.if_then_else(is_odd, amax[0], amax[1]), 1))
+        for j in T.unroll(1, group_lanes.bit_length() - 1):
+            mine = T.max(mine, T.shfl_xor(mine, 1 << j))
+        T.call_extern("void", scale_of, mine, T.address_of(scale[0]), T.address_of(scale[1]))
+        if valid and thread % lanes % group_lanes < 2:
+            sf[row, (thread % 2 * hidden + col) // num_per_channels] = T.reinterpret(scale[0], "float32")
+        factor[0] = T.shfl_xor(scale[1], 1)
+        factor[1] = T.if_then_else(is_odd, scale[1], factor[0])
+        factor[0] = T.if_then_else(is_odd, factor[0], scale[1])
+        for half in T.unroll(2):
+            for j in T.unroll(vec):
+                scaled[j] = values[1 + half, j] * T.reinterpret(factor[half], "float32")
+            encode(scaled, codes)
+            if valid:
+                store_codes(data, codes, row, half * hidden + col)
+
+    @T.prim_func
+    def swiglu_backward_and_per_token_cast(
+        x: T.Tensor((*leading, 2 * hidden), "float8_e4m3fn"),
+        x_sf: T.Tensor((*leading, sf_cols), "float32"),
+        grad_out: T.Tensor((*leading, hidden), "bfloat16"),
+        weight: T.Tensor((num_tokens, num_topk), "float32"),
+        pos_to_token_topk: T.Tensor((map_size,), "int32"),
+        token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
+        out: T.Tensor((*leading, hidden), "bfloat16"),
+        x_grad_data: T.Tensor((*leading, 2 * hidden), "float8_e4m3fn"),
+        x_grad_sf: T.Tensor((*leading, sf_cols), "float32"),
+        x_grad: T.Tensor((*leading, 2 * hidden), "bfloat16"),
+        weight_grad: T.Tensor((num_tokens, num_topk), "float32"),
+        clamp: T.float32,
+        num_pairs: T.int32,
+        turns: T.int32,
+        num_blocks: T.int32,
+    ) -> None:
+        with T.Kernel(num_blocks, threads=threads) as block:
+            T.import_source(DIVISIONS_SOURCE + MAGNITUDES + NARROW_LOADS)
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            x_rows, x_sf_rows = T.view(x, (num_positions, 2 * hidden)), T.view(x_sf, (num_positions, sf_cols))
+            grad_rows, out_rows = T.view(grad_out, (num_positions, hidden)), T.view(out, (num_positions, hidden))
+            data_rows, sf_rows = (
+                T.view(x_grad_data, (num_positions, 2 * hidden)),
+                T.view(x_grad_sf, (num_positions, sf_cols)),
+            )
+            x_grad_rows = T.view(x_grad, (num_positions, 2 * hidden))
+            thread = T.get_thread_binding()
+            lane = thread % lanes
+            codes, next_codes = T.alloc_local((2, code_words), "uint32"), T.alloc_local((2, code_words), "uint32")
+            x_scale, next_x_scale = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+            grad, next_grad = T.alloc_local((1, bf16_words), "uint32"), T.alloc_local((1, bf16_words), "uint32")
+            values = T.alloc_local((3, vec), "float32")
+            row_sum = T.alloc_var("float32")
+            index, pair_row = T.alloc_var("int32"), T.alloc_var("int32")
+            row_sums = T.alloc_shared((config.turns * threads,), "float32")
+            indices, targets = T.alloc_shared((most_rows,), "int32"), T.alloc_shared((most_rows,), "int32")
+            weights = T.alloc_shared((most_rows,), "float32")
+            tile_rows = rows * turns
+
+            if thread < tile_rows:
+                row = block * tile_rows + thread
+                index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=row < num_positions), "int32")
+                index = T.if_then_else(row < num_positions and index < num_pairs, index, -1)
+                indices[thread] = index
+            T.sync_threads()
+            own_row = thread // lanes
+            load_piece(
+                *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
+                *(T.cast(block * tile_rows + own_row, "int64"), lane * vec),
+                thread < lanes * rows and lane * vec < hidden and indices[own_row] >= 0,
+            )
+            if thread < tile_rows:
+                weights[thread] = T.reinterpret(T.ldg32(weight[0, index], pred=index >= 0), "float32")
+                pair_row = T.reinterpret(T.ldg32(token_topk_to_pos[0, index], pred=index >= 0), "int32")
+                targets[thread] = T.if_then_else(pair_row == block * tile_rows + thread, index, -1)
+            T.sync_threads()
+            row_sum = T.float32(0)
+            for step in T.serial(turns * pieces):
+                of_tile = step // pieces * rows + own_row
+                # Variables: as parts of an address these would be sums of 64 bits.
+                row, next_row = T.alloc_var("int32"), T.alloc_var("int32")
+                row = block * tile_rows + of_tile
+                wide_row = T.cast(row, "int64")
+                col = (step % pieces * lanes + lane) * vec
+                in_row = thread < lanes * rows and row < num_positions and col < hidden
+                for half in T.unroll(2):
+                    x_scale[half] = next_x_scale[half]
+                    for j in T.unroll(code_words):
+                        codes[half, j] = next_codes[half, j]
+                for j in T.unroll(bf16_words):
+                    grad[0, j] = next_grad[0, j]
+                next_of_tile = (step + 1) // pieces * rows + own_row
+                next_row = block * tile_rows + next_of_tile
+                next_col = ((step + 1) % pieces * lanes + lane) * vec
+                wanted = step + 1 < turns * pieces and thread < lanes * rows and next_col < hidden
+                load_piece(
+                    *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
+                    *(T.cast(next_row, "int64"), next_col),
+                    wanted and indices[next_of_tile] >= 0,
+                )
+                if in_row and indices[of_tile] >= 0:
+                    differentiate(codes, x_scale, grad, weights[of_tile], clamp, values, row_sum)
+                else:
+                    for j in T.unroll(vec):
+                        values[0, j] = T.float32(0)
+                        values[1, j] = T.float32(0)
+                        values[2, j] = T.float32(0)
+                if in_row:
+                    store_bf16(out_rows, values, 0, wide_row, col)
+                    store_bf16(x_grad_rows, values, 1, wide_row, col)
+                    store_bf16(x_grad_rows, values, 2, wide_row, hidden + col)
+                quantize(values, data_rows, sf_rows, wide_row, col, in_row)
+                if step % pieces == pieces - 1:
+                    row_sums[step // pieces * threads + thread] = row_sum
+                    row_sum = T.float32(0)
+
+            T.sync_threads()
+            for turn in T.unroll(ceil_div(most_rows, num_warps)):
+                summed = thread // 32 + turn * num_warps
+                if summed < tile_rows:
+                    row_sum = T.float32(0)
+                    for k in T.unroll(ceil_div(lanes, 32)):
+                        if k * 32 + thread % 32 < lanes:
+                            first = summed // rows * threads + summed % rows * lanes
+                            row_sum = row_sum + row_sums[first + k * 32 + thread % 32]
+                    for j in T.unroll(5):
+                        row_sum = row_sum + T.shfl_xor(row_sum, 1 << j)
+                    if thread % 32 == 0 and targets[summed] >= 0:
+                        weight_grad[0, targets[summed]] = row_sum
+
+            if block < T.ceildiv(num_pairs, threads):
+                pair = block * threads + thread
+                pair_row = T.reinterpret(T.ldg32(token_topk_to_pos[0, pair], pred=pair < num_pairs), "int32")
+                index = -1
+                if pair_row >= 0 and pair_row < num_positions:
+                    index = pos_to_token_topk[pair_row]
+                if pair < num_pairs and index != pair:
+                    weight_grad[0, pair] = T.float32(0)
+
+    return swiglu_backward_and_per_token_cast

@@ -1,0 +1,259 @@
+"""per_block_cast: quantize by blocks of tokens and channels, `data * sf` standing for x.
+
+For each block of (block tokens, block channels), those at the ends being smaller, in float32:
+
+    amax = max(max |x|, least amax);   sf = amax / largest;   data = round(x * (largest / amax))
+    with round_sf:                     sf = least power of two >= that quotient;   data = round(x * (1 / sf))
+
+x (num_tokens, hidden), bfloat16 or float32; data e4m3 (num_tokens, hidden) or e2m1 (num_tokens, hidden / 2). Two
+relatives share the kernel, which is in per_block_cast_kernel.py: one returns sf alone, the other takes sf as given.
+"""
+
+import torch
+
+from tk_core import check
+from tk_core.arch import get_arch
+from tk_core.math import ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.scales import ScaleLayout, empty_scales, scale_layout
+from tk_quant.lib.per_block_cast_kernel import CAST, PRECOMPUTED, SF_ONLY, PerBlockCastConfig, per_block_cast_kernel
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_FORMATS = ("e4m3", "e2m1")
+_BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def _launch(
+    x: torch.Tensor,
+    data: torch.Tensor | None,
+    sf: torch.Tensor,
+    fmt: str,
+    block_tokens: int,
+    block_channels: int,
+    mode: str,
+    round_sf: bool,
+    col_major: bool,
+) -> None:
+    if sf.numel() == 0:
+        return
+    arch = get_arch(x.device)
+    block_size, packed = (block_tokens, block_channels), sf.dtype is torch.int32
+    per_block_cast_kernel(
+        x.shape[1],
+        x.dtype,
+        check.row_alignment(x),
+        fmt,
+        block_size,
+        mode,
+        round_sf,
+        scale_layout(col_major, round_sf, packed),
+        PerBlockCastConfig.best(block_size, x.dtype.itemsize, fmt, packed, arch),
+        arch,
+    )(x, sf if data is None else data, sf)
+
+
+def _reference(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    sf: torch.Tensor,
+    fmt: str,
+    block_tokens: int,
+    block_channels: int,
+    round_sf: bool,
+    col_major: bool,
+) -> None:
+    from tk_quant.reference.per_block.per_block_cast import per_block_cast
+
+    flags = (col_major, round_sf, sf.dtype is torch.int32)
+    new_data, new_sf = per_block_cast(x, fmt, (block_tokens, block_channels), *flags)
+    data.copy_(new_data)
+    sf.copy_(new_sf)
+
+
+@op("tk_quant::per_block_cast_out", mutates=("data", "sf"), reference=_reference)
+def _per_block_cast_out(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    sf: torch.Tensor,
+    fmt: str,
+    block_tokens: int,
+    block_channels: int,
+    round_sf: bool,
+    col_major: bool,
+) -> None:
+    _launch(x, data, sf, fmt, block_tokens, block_channels, CAST, round_sf, col_major)
+
+
+def _sf_only_reference(
+    x: torch.Tensor,
+    sf: torch.Tensor,
+    fmt: str,
+    block_tokens: int,
+    block_channels: int,
+    round_sf: bool,
+    col_major: bool,
+) -> None:
+    from tk_quant.reference.per_block.per_block_cast import per_block_cast_with_sf_only
+
+    flags = (col_major, round_sf, sf.dtype is torch.int32)
+    sf.copy_(per_block_cast_with_sf_only(x, fmt, (block_tokens, block_channels), *flags))
+
+
+@op("tk_quant::per_block_cast_with_sf_only_out", mutates=("sf",), reference=_sf_only_reference)
+def _per_block_cast_with_sf_only_out(
+    x: torch.Tensor,
+    sf: torch.Tensor,
+    fmt: str,
+    block_tokens: int,
+    block_channels: int,
+    round_sf: bool,
+    col_major: bool,
+) -> None:
+    _launch(x, None, sf, fmt, block_tokens, block_channels, SF_ONLY, round_sf, col_major)
+
+
+def _precomputed_sf_reference(
+    x: torch.Tensor, sf: torch.Tensor, data: torch.Tensor, fmt: str, block_tokens: int, block_channels: int
+) -> None:
+    from tk_quant.reference.per_block.per_block_cast import per_block_cast_with_precomputed_sf
+
+    data.copy_(per_block_cast_with_precomputed_sf(x, fmt, (block_tokens, block_channels), sf))
+
+
+@op("tk_quant::per_block_cast_with_precomputed_sf_out", mutates=("data",), reference=_precomputed_sf_reference)
+def _per_block_cast_with_precomputed_sf_out(
+    x: torch.Tensor, sf: torch.Tensor, data: torch.Tensor, fmt: str, block_tokens: int, block_channels: int
+) -> None:
+    _launch(x, data, sf, fmt, block_tokens, block_channels, PRECOMPUTED, False, False)
+
+
+def _check_input(x: torch.Tensor, fmt: str, block_size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Check what the three functions share: `(block tokens, block channels, blocks down, blocks across)`."""
+    num_tokens, hidden = check.tensor("x", x, _DTYPES, ("num_tokens", "hidden"), layout="rows")
+    check.require(hidden > 0 and hidden % 64 == 0, "x", "a positive multiple of 64 channels", hidden)
+    check.one_of("fmt", fmt, _FORMATS)
+    check.require_type(isinstance(block_size, (tuple, list)), "block_size", "a pair of ints", block_size)
+    check.require(len(block_size) == 2, "block_size", "a pair of ints", block_size)
+    for side in block_size:
+        if type(side) is not int:
+            check.integer("block_size", side)
+        if side not in _BLOCK_SIDES:
+            check.require(False, "block_size", "two powers of two from 1 to 128", block_size)
+    block_tokens, block_channels = block_size
+    return block_tokens, block_channels, ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
+
+
+def _empty_data(x: torch.Tensor, fmt: str) -> torch.Tensor:
+    num_tokens, hidden = x.shape
+    if fmt == "e4m3":
+        return x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
+    return x.new_empty((num_tokens, hidden // 2), dtype=torch.int8)
+
+
+@replayable
+def per_block_cast(
+    x: torch.Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize by blocks of tokens and channels.
+
+    For each block, every operation in float32 to nearest with ties to even, max and least amax being 448 and 1e-4 for
+    e4m3, 6 and 6 * 2**-126 for e2m1:
+
+        amax = max(max |x|, least amax);  sf = amax / max;  data = round(x * (max / amax))
+        with round_sf: sf = least power of two >= amax / max;  data = round(x / sf)
+
+    data saturates and keeps the sign of zero. A block with NaN or infinity in it has NaN or infinity for its sf. The
+    formulas and names are those of DeepSeek's TileKernels 1.0.0.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16 or float32, hidden a multiple of 64; rows may be strided.
+        fmt: "e4m3" or "e2m1".
+        block_size: (tokens, channels) of a block, powers of two from 1 to 128. The last blocks may be smaller.
+        use_tma_aligned_col_major_sf: sf with strides (1, its rows rounded up to 4), as TMA wants it.
+        round_sf: Round sf up to a power of two.
+        use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
+
+    Returns:
+        `(data, sf)`: data float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2) with the even channel in
+        the low nibble; sf float32 (ceil(num_tokens / block tokens), ceil(hidden / block channels)), or packed int32
+        with a quarter of the columns.
+
+    Raises:
+        TypeError: x is no tensor or has another dtype, or block_size is no pair of ints.
+        ValueError: Any other argument is not as described.
+    """
+    layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
+    data = _empty_data(x, fmt)
+    sf = empty_scales(x, num_rows, num_cols, layout)
+    col_major = layout is not ScaleLayout.ROW_MAJOR
+    _per_block_cast_out(x, data, sf, fmt, block_tokens, block_channels, round_sf, col_major)
+    return data, sf
+
+
+@replayable
+def per_block_cast_with_sf_only(
+    x: torch.Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor:
+    """The sf that `per_block_cast` would return, without the data.
+
+    Args, errors and layouts: see `per_block_cast`.
+
+    Returns:
+        sf, float32 (ceil(num_tokens / block tokens), ceil(hidden / block channels)), or packed int32 with a quarter of
+        the columns.
+    """
+    layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
+    sf = empty_scales(x, num_rows, num_cols, layout)
+    col_major = layout is not ScaleLayout.ROW_MAJOR
+    _per_block_cast_with_sf_only_out(x, sf, fmt, block_tokens, block_channels, round_sf, col_major)
+    return sf
+
+
+@replayable
+def per_block_cast_with_precomputed_sf(
+    x: torch.Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    sf: torch.Tensor,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor:
+    """Quantize with scale factors that are there already: data = round(x * (1 / sf)), both operations in float32.
+
+    Args:
+        x, fmt, block_size: see `per_block_cast`.
+        sf: float32 (ceil(num_tokens / block tokens), ceil(hidden / block channels)), contiguous.
+        use_tma_aligned_col_major_sf, use_packed_ue8m0: must be False, as they would describe another layout of sf.
+        round_sf: Either: 1 / sf is exact anyway where sf is a power of two.
+
+    Returns:
+        data, float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2).
+
+    Raises:
+        TypeError: x or sf is no tensor or has another dtype, or block_size is no pair of ints.
+        ValueError: Any other argument is not as described, or sf is on another device.
+    """
+    check.flag("round_sf", round_sf)
+    flags = {"use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf, "use_packed_ue8m0": use_packed_ue8m0}
+    for name, value in flags.items():
+        check.flag(name, value)
+        check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
+    block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
+    check.tensor("sf", sf, (torch.float32,), (num_rows, num_cols), device=x.device)
+    data = _empty_data(x, fmt)
+    _per_block_cast_with_precomputed_sf_out(x, sf, data, fmt, block_tokens, block_channels)
+    return data

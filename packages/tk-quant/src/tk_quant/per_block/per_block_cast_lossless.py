@@ -1,0 +1,401 @@
+"""per_block_cast_lossless: e2m1 with power-of-two scale factors to e4m3 with fewer of them, the values unchanged.
+
+Blocks of x_block_size lie whole in blocks of out_block_size. With e the biased exponent of a block of x and E the
+largest of those in its block of the output:
+
+    out exponent = max(E - 6, 1);   data = e4m3 nearest to code * 2**(e - out exponent);   sf = 2**(out exponent - 127)
+
+6 * 2**6 = 384 still fits e4m3, whose least step is 2**-9; so .5 is exact down to e = E - 14. Past that data rounds.
+
+All eight magnitudes of a block of x are cast once; they fill two words, in which prmt looks four codes up at a time. A
+thread has 16 channels of `pieces` rows, all loads in flight while the threads of a block of the output agree on E: by
+shuffles among lanes, through shared memory among warps.
+
+                lanes x 16 channels              e.g. (1, 32) to (128, 128), 16 lanes x 16 rows of threads x 8 pieces
+             ┌────┬────┬─   ─┬────┐
+      pieces │    │    │     │    │   t0 has `pieces` rows, one under another
+             │ t0 │ t1 │  …  │    │
+             ├────┼────┼─   ─┼────┤
+      pieces │    │    │     │    │   blocks of the output: as many lanes as it has channels / 16,
+             │    │    │     │    │   as many rows of threads as it has tokens / pieces, or fewer tokens than pieces
+             └────┴────┴─   ─┴────┘
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core import check, env
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.scales import check_scales, empty_scales, scale_layout
+from tk_core.views import aligned
+from tk_quant.lib.conversions import NARROW_LOADS
+from tk_quant.lib.quantize import FLOAT4_DTYPE, load_codes_macro
+
+_DATA_DTYPES = (torch.int8,) + ((FLOAT4_DTYPE,) if FLOAT4_DTYPE is not None else ())
+_BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
+_CHANNELS = 16
+"""Of a piece: what becomes 16 bytes of the output."""
+_EXACT_RATIO = 14
+
+_SOURCE = r"""
+#include <cuda_fp8.h>
+
+__device__ __forceinline__ unsigned tk_e4m3x2(float first, float second) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
+}
+
+// 0, .5, 1, 1.5 (low) and 2, 3, 4, 6 (high) times 2^shift as e4m3. From 2^-20 on all of them round to zero.
+__device__ __forceinline__ void tk_e4m3_magnitudes(int shift, unsigned &low, unsigned &high) {
+  const float one = __int_as_float((max(shift, -20) + 127) << 23);
+  low = tk_e4m3x2(0.0f, 0.5f * one) | tk_e4m3x2(one, 1.5f * one) << 16;
+  high = tk_e4m3x2(2.0f * one, 3.0f * one) | tk_e4m3x2(4.0f * one, 6.0f * one) << 16;
+}
+
+// Bytes of low (0 to 3) and high (4 to 7), chosen by the four nibbles of the selector's lower half, each below 8.
+__device__ __forceinline__ unsigned tk_look_up(unsigned low, unsigned high, unsigned selector) {
+  unsigned bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+  return bytes;
+}
+
+// Eight e2m1 codes to eight bytes.
+__device__ __forceinline__ void tk_e4m3_of_e2m1x8(unsigned codes, unsigned low, unsigned high, unsigned *bytes) {
+  const unsigned magnitudes = codes & 0x77777777u;
+  // Signs on top of bytes: those of even codes here, those of odd ones in `codes` itself.
+  const unsigned even = codes << 4;
+  bytes[0] = tk_look_up(low, high, magnitudes) | (__byte_perm(even, codes, 0x5140) & 0x80808080u);
+  bytes[1] = tk_look_up(low, high, magnitudes >> 16) | (__byte_perm(even, codes, 0x7362) & 0x80808080u);
+}
+
+// One byte of a packed word, and zeros above it if it is the row's last.
+__device__ __forceinline__ void tk_store_ue8m0(int *word, int index, int exponent, bool is_last) {
+  unsigned char *bytes = reinterpret_cast<unsigned char *>(word);
+  bytes[index] = exponent;
+  if (is_last)
+    for (int i = index + 1; i < 4; ++i) bytes[i] = 0;
+}
+"""
+
+
+@dataclass(frozen=True)
+class LosslessConfig:
+    """Launch knobs: how a block's threads lie over rows and channels."""
+
+    lanes: int
+    """Threads side by side along a row: a power of two, at most a warp, whole blocks of the output."""
+    rows: int
+    """Threads above each other."""
+    pieces: int
+    """Neighbouring rows of a thread, a power of two; all of a tile's rows are whole blocks of the output."""
+
+    @staticmethod
+    @cache
+    def best(hidden: int, out_block_tokens: int, arch: Arch) -> "LosslessConfig":
+        """The configuration for a width and the height of the output's blocks."""
+        # H200, 8192 x 7168, 1 x 32 to 128 x 128: 26.0 us with 16 pieces, 26.6 with 8, 27.3 with 4. To 1 x 128:
+        # 32 lanes with 2 pieces 27.4, with 4 27.6, with 8 28.3; 16 lanes 28.7, 29.1 and 29.5.
+        if out_block_tokens == 1 and hidden % (32 * _CHANNELS) == 0:
+            return LosslessConfig(32, 8, 2)
+        lanes = 16 if hidden > 128 else 8
+        pieces = 16 if out_block_tokens == 128 else 8
+        return LosslessConfig(lanes, max(128 // lanes, out_block_tokens // pieces), pieces)
+
+
+# Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def _lossless_kernel(
+    alignment: int,
+    hidden: int,
+    x_block_size: tuple[int, int],
+    x_sf_dtype: torch.dtype,
+    out_block_size: tuple[int, int],
+    packed: bool,
+    config: LosslessConfig,
+    arch: Arch,
+) -> Any:
+    import tilelang.language as T
+
+    lanes, rows, pieces = config.lanes, config.rows, config.pieces
+    x_tokens, x_channels = x_block_size
+    out_tokens, out_channels = out_block_size
+    threads, tile_rows = lanes * rows, rows * pieces
+    col_tiles = ceil_div(hidden, lanes * _CHANNELS)
+    x_lanes, out_lanes = x_channels // _CHANNELS, out_channels // _CHANNELS
+    # A thread's pieces lie in `groups` blocks; a block takes `block_rows` rows of threads.
+    group_pieces = min(out_tokens, pieces)
+    groups = pieces // group_pieces
+    block_rows = max(out_tokens // pieces, 1)
+    warp_rows = 32 // lanes
+    block_warps = max(block_rows // warp_rows, 1)
+    x_sf_cols, out_sf_cols = ceil_div(hidden, x_channels), ceil_div(hidden, out_channels)
+    x_packed, swizzled = x_sf_dtype is torch.int32, x_sf_dtype is torch.float8_e8m0fnu
+    load = load_codes_macro("int8", pieces, _CHANNELS // 2, alignment)
+    assert threads % 32 == 0
+    assert lanes % out_lanes == 0
+    assert tile_rows % out_tokens == 0
+
+    num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride")
+    x_sf_rows, sf_rows = T.dynamic("x_sf_rows"), T.dynamic("sf_rows")
+    sf_row_stride, sf_col_stride = T.dynamic("sf_row_stride"), T.dynamic("sf_col_stride")
+    if swizzled:
+        x_sf_type = T.Tensor((x_sf_rows, ceil_div(x_sf_cols, 4), 32, 4, 4), "float8_e8m0fnu")
+    else:
+        x_sf_row_stride, x_sf_col_stride = T.dynamic("x_sf_row_stride"), T.dynamic("x_sf_col_stride")
+        x_sf_type = T.StridedTensor(
+            (x_sf_rows, ceil_div(x_sf_cols, 4) if x_packed else x_sf_cols),
+            (x_sf_row_stride, x_sf_col_stride),
+            "int32" if x_packed else "float32",
+        )
+    sf_type = T.StridedTensor(
+        (sf_rows, ceil_div(out_sf_cols, 4) if packed else out_sf_cols),
+        (sf_row_stride, sf_col_stride),
+        "int32" if packed else "float32",
+    )
+
+    @T.macro
+    def load_sf(x_sf: T.Buffer, sf_words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
+        sf_row, sf_col = row // x_tokens, col // x_channels
+        if swizzled:
+            tile_row, tile_col = sf_row // 128, sf_col // 4
+            sf_words[piece] = T.ldg32(x_sf[tile_row, tile_col, sf_row % 32, sf_row % 128 // 32, 0], pred=valid)
+        else:
+            sf_words[piece] = T.ldg32(x_sf[sf_row, sf_col // 4 if x_packed else sf_col], pred=valid)
+
+    @T.macro
+    def largest_of_blocks(exponents: T.Buffer, largest: T.Buffer, shared: T.Buffer, thread: T.int32) -> None:
+        for g in T.unroll(groups):
+            largest[g] = exponents[g * group_pieces]
+            for i in T.unroll(1, group_pieces):
+                largest[g] = T.max(largest[g], exponents[g * group_pieces + i])
+            for j in T.unroll(out_lanes.bit_length() - x_lanes.bit_length()):
+                largest[g] = T.max(largest[g], T.shfl_xor(largest[g], x_lanes << j))
+            for j in T.unroll(min(block_rows, warp_rows).bit_length() - 1):
+                largest[g] = T.max(largest[g], T.shfl_xor(largest[g], lanes << j))
+        if block_warps > 1:
+            warp, lane = thread // 32, thread % 32
+            if lane < lanes and lane % out_lanes == 0:
+                shared[warp, lane // out_lanes] = largest[0]
+            T.sync_threads()
+            for j in T.unroll(block_warps):
+                other = shared[warp // block_warps * block_warps + j, lane % lanes // out_lanes]
+                largest[0] = T.max(largest[0], other)
+
+    @T.macro
+    def store_sf(sf: T.Buffer, row: T.int32, col: T.int32, largest: T.int32, out_exponent: T.int32) -> None:
+        sf_row, sf_col = row // out_tokens, col // out_channels
+        exponent = T.if_then_else(largest == 255, 255, out_exponent)
+        if packed:
+            is_last = sf_col == out_sf_cols - 1
+            T.call_extern(
+                "void", "tk_store_ue8m0", T.access_ptr(sf[sf_row, sf_col // 4], "w"), sf_col % 4, exponent, is_last
+            )
+        else:
+            bits = T.if_then_else(largest == 255, 0x7FC00000, exponent << 23)
+            sf[sf_row, sf_col] = T.reinterpret(bits, "float32")
+
+    @T.prim_func
+    def per_block_cast_lossless(
+        x: T.StridedTensor((num_tokens, hidden // 2), (x_stride, 1), "int8"),
+        x_sf: x_sf_type,
+        out: T.Tensor((num_tokens, hidden), "float8_e4m3fn"),
+        sf: sf_type,
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, tile_rows) * col_tiles, threads=threads) as block:
+            T.import_source(_SOURCE + NARROW_LOADS)
+            thread = T.get_thread_binding()
+            first_row = block // col_tiles * tile_rows + thread // lanes * pieces
+            col = (block % col_tiles * lanes + thread % lanes) * _CHANNELS
+            inside = col < hidden
+            words = T.alloc_local((pieces, _CHANNELS // 8), "uint32")
+            sf_words = T.alloc_local((pieces,), "uint32")
+            exponents = T.alloc_local((pieces,), "int32")
+            largest = T.alloc_local((groups,), "int32")
+            bytes_ = T.alloc_local((_CHANNELS // 4,), "uint32")
+            low, high = T.alloc_var("uint32"), T.alloc_var("uint32")
+            shared = T.alloc_shared((threads // 32, lanes // out_lanes), "int32")
+            for i in T.unroll(pieces):
+                load_sf(x_sf, sf_words, i, first_row + i, col, inside and first_row + i < num_tokens)
+            for i in T.unroll(pieces):
+                load(x, words, i, first_row + i, col // 2, inside and first_row + i < num_tokens)
+            # Without it ptxas moves loads of data below the first use of a sf.
+            T.sync_threads()
+            shift = col // x_channels % 4 * 8 if x_packed or swizzled else 23
+            for i in T.unroll(pieces):
+                exponents[i] = T.reinterpret((sf_words[i] >> T.cast(shift, "uint32")) & T.uint32(0xFF), "int32")
+            largest_of_blocks(exponents, largest, shared, thread)
+            for g in T.unroll(groups):
+                row = first_row + g * group_pieces
+                out_exponent = T.max(largest[g] - 6, 1)
+                if thread // lanes % block_rows == 0 and thread % out_lanes == 0 and inside and row < num_tokens:
+                    store_sf(sf, row, col, largest[g], out_exponent)
+                for i in T.unroll(group_pieces):
+                    piece = g * group_pieces + i
+                    T.call_extern("void", "tk_e4m3_magnitudes", exponents[piece] - out_exponent, low, high)
+                    for j in T.unroll(_CHANNELS // 8):
+                        T.call_extern(
+                            "void", "tk_e4m3_of_e2m1x8", words[piece, j], low, high, T.address_of(bytes_[2 * j])
+                        )
+                    T.stg128(out[row + i, col], bytes_[0:4], pred=inside and row + i < num_tokens)
+
+    return per_block_cast_lossless
+
+
+def _lossless_reference(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    out: torch.Tensor,
+    sf: torch.Tensor,
+    x_block_tokens: int,
+    x_block_channels: int,
+    out_block_tokens: int,
+    out_block_channels: int,
+) -> None:
+    from tk_quant.reference.per_block.per_block_cast_lossless import per_block_cast_lossless
+
+    packed = sf.dtype is torch.int32
+    blocks = (x_block_tokens, x_block_channels), (out_block_tokens, out_block_channels)
+    new_out, new_sf = per_block_cast_lossless((x, x_sf), "e4m3", *blocks, packed, packed, packed)
+    out.copy_(new_out)
+    sf.copy_(new_sf)
+
+
+@op("tk_quant::per_block_cast_lossless_out", mutates=("out", "sf"), reference=_lossless_reference)
+def _lossless_out(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    out: torch.Tensor,
+    sf: torch.Tensor,
+    x_block_tokens: int,
+    x_block_channels: int,
+    out_block_tokens: int,
+    out_block_channels: int,
+) -> None:
+    if out.numel() == 0:
+        return
+    arch = get_arch(x.device)
+    hidden = out.shape[1]
+    _lossless_kernel(
+        check.row_alignment(x),
+        hidden,
+        (x_block_tokens, x_block_channels),
+        x_sf.dtype,
+        (out_block_tokens, out_block_channels),
+        sf.dtype is torch.int32,
+        LosslessConfig.best(hidden, out_block_tokens, arch),
+        arch,
+    )(x, aligned(x_sf, 4), out, sf)  # A swizzled x_sf is bytes, read by fours.
+
+
+def _check_block_size(name: str, block_size: tuple[int, int]) -> tuple[int, int]:
+    check.require_type(isinstance(block_size, (tuple, list)), name, "a tuple of two", block_size)
+    check.require(len(block_size) == 2, name, "two numbers", block_size)
+    for size in block_size:
+        check.integer(name, size)
+    tokens, channels = block_size
+    check.require(
+        tokens in _BLOCK_SIDES and channels in _BLOCK_SIDES and channels >= _CHANNELS,
+        name,
+        f"powers of two, tokens from 1 and channels from {_CHANNELS} to 128",
+        block_size,
+    )
+    return tokens, channels
+
+
+def _check_exact(
+    data: torch.Tensor, sf: torch.Tensor, x_block_size: tuple[int, int], out_block_size: tuple[int, int]
+) -> None:
+    """With TK_DEBUG: raise if a nonzero block's sf is too far below the largest that it shares a block with."""
+    from tk_quant.reference.lib.cast import block_amax
+    from tk_quant.reference.lib.formats import decode_e2m1, expand_blocks
+    from tk_quant.reference.per_block.per_block_cast_lossless import sf_exponents
+
+    if data.numel() == 0 or data.is_meta:
+        return
+    amax = block_amax(decode_e2m1(data), x_block_size)
+    exponents = sf_exponents(sf, *amax.shape)
+    ratio = (out_block_size[0] // x_block_size[0], out_block_size[1] // x_block_size[1])
+    largest = expand_blocks(block_amax(exponents, ratio), ratio, *amax.shape)
+    # Below 2**-120 the output's sf doesn't sink with the largest any more, but then nothing is 2**14 below it either.
+    below = torch.where((amax > 0) & (largest < 255), largest - exponents, 0).max().item()
+    check.require(
+        below <= _EXACT_RATIO,
+        "x[1]",
+        f"scale factors of nonzero blocks at most 2**{_EXACT_RATIO} below the largest in their block of the output",
+        f"2**{int(below)} below",
+    )
+
+
+@replayable
+def per_block_cast_lossless(
+    x: tuple[torch.Tensor, torch.Tensor],
+    fmt: str,
+    x_block_size: tuple[int, int],
+    out_block_size: tuple[int, int],
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """e2m1 with power-of-two scale factors to e4m3 with larger blocks, the values unchanged.
+
+    With e the biased exponent of a block of x and E the largest of those in its block of the output:
+
+        out exponent = max(E - 6, 1)
+        data = e4m3 nearest to code * 2**(e - out exponent);   sf = 2**(out exponent - 127)
+
+    Every value is exact while no block of x with a nonzero code has a sf more than 2**14 below the largest in its block
+    of the output. Past that data rounds to nearest, ties to even; TK_DEBUG=1 raises instead. Where E is 255 (a sf that
+    is NaN or infinite) the sf of the output's block is NaN, so that all of it reads back as NaN; its data follows the
+    formula as if 255 were any exponent. The name is that of DeepSeek's TileKernels 1.0.0.
+
+    Args:
+        x: `(data, sf)`. data: e2m1 in int8 or float4_e2m1fn_x2 (num_tokens, hidden / 2), the even channel in the low
+            nibble; hidden a multiple of 32, rows may be strided. sf: one for each block, positive powers of two, in any
+            layout of tk_core.scales: packed UE8M0, swizzled float8_e8m0fnu, or float32, which counts by its exponent
+            bits alone (0 and subnormals as 2**-127).
+        fmt: Format of the output, "e4m3".
+        x_block_size: (tokens, channels) of a block of x, powers of two: 1 to 128 tokens, 16 to 128 channels.
+        out_block_size: The same of the output, multiples of those of x, such as (1, 128), (32, 32), (128, 128).
+        use_tma_aligned_col_major_sf: The output's sf column major, see tk_core.scales.
+        round_sf: The output's sf is a power of two either way; `use_packed_ue8m0` needs it.
+        use_packed_ue8m0: The output's sf as packed UE8M0 words.
+
+    Returns:
+        `(data, sf)`: float8_e4m3fn (num_tokens, hidden), contiguous, and one sf for each block of the output, edge
+        blocks being smaller.
+
+    Raises:
+        TypeError: x is no pair of tensors, data or sf has another dtype, or a block size is no pair of ints.
+        ValueError: Any other argument is not as described, or is on another device.
+    """
+    if fmt != "e4m3":
+        check.one_of("fmt", fmt, ("e4m3",))
+    if not isinstance(x, (tuple, list)) or len(x) != 2:
+        check.require_type(isinstance(x, (tuple, list)), "x", "a pair (data, sf)", type(x).__name__)
+        check.require(False, "x", "a pair (data, sf)", f"{len(x)} items")
+    data, x_sf = x
+    num_tokens, num_bytes = check.tensor("x[0]", data, _DATA_DTYPES, ("num_tokens", "hidden / 2"), layout="rows")
+    hidden = 2 * num_bytes
+    if hidden <= 0 or hidden % 32:
+        check.require(False, "x", "a positive multiple of 32 channels", hidden)
+    x_tokens, x_channels = _check_block_size("x_block_size", x_block_size)
+    out_tokens, out_channels = _check_block_size("out_block_size", out_block_size)
+    if out_tokens % x_tokens or out_channels % x_channels:
+        check.require(False, "out_block_size", f"multiples of x_block_size {x_block_size}", out_block_size)
+    layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    x_sf_rows, x_sf_cols = ceil_div(num_tokens, x_tokens), ceil_div(hidden, x_channels)
+    check_scales("x[1]", x_sf, x_sf_rows, x_sf_cols, data.device, (torch.float8_e8m0fnu,))
+    if data.dtype is not torch.int8:
+        data = data.view(torch.int8)
+    if not torch.compiler.is_compiling() and env.debug():
+        _check_exact(data, x_sf, (x_tokens, x_channels), (out_tokens, out_channels))
+    out = data.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
+    sf = empty_scales(data, ceil_div(num_tokens, out_tokens), ceil_div(hidden, out_channels), layout)
+    _lossless_out(data, x_sf, out, sf, x_tokens, x_channels, out_tokens, out_channels)
+    return out, sf

@@ -1,0 +1,235 @@
+"""per_channel_cast: quantize each channel by blocks of 128 tokens.
+
+For each channel of each block of 128 tokens, in float32:
+
+    amax = max(max |x|, 1e-4);   sf = amax / 448;   data = round(x * (448 / amax))
+    with round_sf:               sf = least power of two >= that quotient;   data = round(x * (1 / sf))
+
+x (num_tokens, hidden), bfloat16 or float32; data float8_e4m3fn (num_tokens, hidden), sf float32
+(num_tokens / 128, hidden). per_channel_cast_fused launches the same kernel with a map from rows of data to those of x:
+blocks then take one tile of channels after the other, and on their way fetch into L2 what the next one needs of x.
+
+A thread block takes 128 rows by `channels`. A thread has `rows` neighbouring rows of `vec` channels, reads them once
+and keeps them in registers. They meet in shared memory twice:
+
+              channels / vec lanes
+               ┌────┬────┬─  ─┬─────┐       1. amax of each thread's channels
+     row lanes │ t0 │ t1 │ …  │ t15 │       2. one thread for each channel makes sf, and the factor, from 128 / rows of
+     × rows    ├────┼────┼─  ─┼─────┤          them
+               │ t16│ …  │    │     │
+               └────┴────┴─  ─┴─────┘       A warp reads and writes at least 128 bytes of a row at once.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_quant.lib.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_block_macros, prefetch_macro
+from tk_quant.lib.quantize import element, encode_macro, load_macro, store_codes_macro
+
+
+@dataclass(frozen=True)
+class PerChannelCastConfig:
+    """Launch knobs: the tile, how much of it a thread takes, and which is next."""
+
+    channels: int
+    """Channels of a tile: 128 or 256."""
+    rows: int
+    """Rows of a thread: 4, 8 or 16."""
+    vec: int
+    """Channels of a thread: 4, 8 or 16."""
+    rows_first: bool
+    """Whether neighbouring blocks take neighbouring rows, rather than channels."""
+    halves: int
+    """Half warps that share the work on a factor: 1, or 2 where there are threads for it."""
+    blocks_per_sm: int
+    """Blocks that registers must suffice for."""
+
+    @staticmethod
+    @cache
+    def best(itemsize: int, gathered: bool, arch: Arch) -> "PerChannelCastConfig":
+        """The configuration for an input's element size, gathered rows or not, and an architecture."""
+        channels, rows, vec, halves, blocks_per_sm = {
+            (2, False): (128, 8, 8, 2, 4),
+            (2, True): (256, 16, 8, 1, 3),
+            (4, False): (128, 8, 4, 2, 2),
+            (4, True): (128, 16, 8, 1, 3),
+        }[itemsize, gathered]
+        if gathered and arch.sm != 90:
+            blocks_per_sm = 2  # on sm_100a, nvcc spills up to 16 bytes of a thread to make room for three
+        return PerChannelCastConfig(channels, rows, vec, gathered, halves, blocks_per_sm)
+
+
+# A thread's guards cover all that it does. With each shared array for one purpose only, the barriers below are enough.
+@kernel(
+    pass_configs={
+        "tl.disable_safe_memory_legalize": True,
+        "tl.disable_shared_memory_reuse": True,
+        "tl.disable_thread_storage_sync": True,
+    }
+)
+def _per_channel_cast_kernel(
+    dtype: torch.dtype,
+    alignment: int,
+    hidden: int,
+    gathered: bool,
+    round_sf: bool,
+    config: PerChannelCastConfig,
+    arch: Arch,
+) -> Any:
+    import tilelang.language as T
+
+    is_bf16 = dtype is torch.bfloat16
+    rows, vec, channels = config.rows, config.vec, config.channels
+    col_lanes, row_lanes = channels // vec, TILE_ROWS // rows
+    per_word = 2 if is_bf16 else 1
+    num_words = vec // per_word
+    col_tiles = ceil_div(hidden, channels)
+    is_ragged = hidden % channels != 0
+    load = load_macro(num_words, per_word, alignment)
+    take_amax, make_factors, parts_shape = channel_block_macros(
+        is_bf16, rows, vec, channels, TILE_ROWS, round_sf, config.halves
+    )
+    prefetch = prefetch_macro(channels, 4 // per_word, row_lanes * col_lanes)
+    encode, store_codes = encode_macro("e4m3", vec), store_codes_macro(vec // 4)
+
+    num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
+    row_stride = T.dynamic("row_stride")
+    x_rows = num_tokens if gathered else num_rows
+    map_type = T.Tensor((num_rows,), "int32") if gathered else T.int32
+    grid = (num_blocks, col_tiles) if config.rows_first else (num_blocks * col_tiles, 1)
+
+    @T.prim_func
+    def per_channel_cast(
+        x: T.StridedTensor((x_rows, hidden), (row_stride, 1), T.dtype(dtype)),
+        pos_to_token: map_type,
+        out: T.Tensor((num_rows, hidden), "float8_e4m3fn"),
+        sf: T.Tensor((num_blocks, hidden), "float32"),
+    ) -> None:
+        with T.Kernel(*grid, threads=row_lanes * col_lanes) as (first, second):
+            T.import_source(CHANNEL_BLOCK_SOURCE)
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            row_tile = first if config.rows_first else first // col_tiles
+            first_col = (second if config.rows_first else first % col_tiles) * channels
+            thread = T.get_thread_binding()
+            row_lane, lane_col = thread // col_lanes, thread % col_lanes * vec
+            row, col = row_tile * TILE_ROWS + row_lane * rows, first_col + lane_col
+            inside = col < hidden if is_ragged else True
+            words = T.alloc_local((rows, num_words), "uint32")
+            parts = T.alloc_shared(parts_shape, "uint32")
+            factors = T.alloc_shared((1, channels), "float32")
+
+            if gathered:
+                source = T.alloc_local((rows,), "int32")
+                for i in T.unroll(rows):
+                    source[i] = -1
+                # A multiple of 16 rows: a thread has them all or none.
+                if row < num_rows:
+                    for i in T.unroll(rows):
+                        source[i] = pos_to_token[row + i]
+                for i in T.unroll(rows):
+                    load(x, words, i, source[i], col, inside and source[i] >= 0 and source[i] < num_tokens)
+                prefetch(x, row_tile, num_blocks, first_col + channels)
+            else:
+                for i in T.unroll(rows):
+                    load(x, words, i, row + i, col, inside)
+            take_amax(words, parts, row_lane, lane_col)
+            T.sync_threads()
+            make_factors(parts, factors, sf, row_tile, first_col, hidden)
+            T.sync_threads()
+
+            factor = T.alloc_local((vec,), "float32")
+            scaled = T.alloc_local((vec,), "float32")
+            codes = T.alloc_local((vec // 4,), "uint32")
+            for j in T.vectorized(vec):
+                factor[j] = factors[0, lane_col + j]
+            if inside and (row < num_rows if gathered else True):
+                for i in T.unroll(rows):
+                    for j in T.unroll(vec):
+                        scaled[j] = element(words, i, j, is_bf16) * factor[j]
+                    encode(scaled, codes)
+                    store_codes(out, codes, row + i, col)
+
+    return per_channel_cast
+
+
+def _reference(
+    x: torch.Tensor, pos_to_token: torch.Tensor | None, out: torch.Tensor, sf: torch.Tensor, round_sf: bool
+) -> None:
+    from tk_quant.reference.per_channel.per_channel_cast_fused import per_channel_cast_fused
+
+    new_out, new_sf = per_channel_cast_fused(x, "e4m3", TILE_ROWS, round_sf, pos_to_token=pos_to_token)
+    out.copy_(new_out)
+    sf.copy_(new_sf)
+
+
+@op("tk_quant::per_channel_cast_out", mutates=("out", "sf"), reference=_reference)
+def per_channel_cast_out(
+    x: torch.Tensor, pos_to_token: torch.Tensor | None, out: torch.Tensor, sf: torch.Tensor, round_sf: bool
+) -> None:
+    """Launch; what per_channel_cast_fused is too, for a tensor."""
+    if out.numel() == 0:
+        return
+    arch = get_arch(x.device)
+    gathered = pos_to_token is not None
+    config = PerChannelCastConfig.best(x.dtype.itemsize, gathered, arch)
+    _per_channel_cast_kernel(x.dtype, check.row_alignment(x), x.shape[1], gathered, round_sf, config, arch)(
+        x, 0 if pos_to_token is None else pos_to_token, out, sf
+    )
+
+
+def check_plain_cast(x: torch.Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> tuple[int, int]:
+    """Raise unless these arguments are served; (num_tokens, hidden), num_tokens whatever it is."""
+    num_tokens, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"), layout="rows")
+    check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
+    check_blocks(fmt, num_per_tokens, round_sf)
+    return num_tokens, hidden
+
+
+def check_blocks(fmt: str, num_per_tokens: int, round_sf: bool, sizes: tuple[int, ...] = (TILE_ROWS,)) -> None:
+    """Raise unless a cast by channels serves these; `sizes` are those that num_per_tokens may have."""
+    check.one_of("fmt", fmt, ("e4m3",))
+    check.integer("num_per_tokens", num_per_tokens)
+    check.one_of("num_per_tokens", num_per_tokens, sizes)
+    check.flag("round_sf", round_sf)
+
+
+@replayable
+def per_channel_cast(
+    x: torch.Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize by blocks of one channel and 128 tokens.
+
+    For each block: amax = max(max |x|, 1e-4), sf = amax / 448, data = round(x * (448 / amax)); with `round_sf`: sf =
+    the least power of two at least amax / 448, data = round(x * (1 / sf)). Name, arguments and formula are those of
+    DeepSeek's TileKernels 1.0.0.
+
+    Args:
+        x: bfloat16 or float32 (num_tokens, hidden); num_tokens a multiple of 128, hidden of 64; rows may be strided.
+        fmt: "e4m3".
+        num_per_tokens: 128.
+        round_sf: whether scale factors are powers of two.
+
+    Returns:
+        data float8_e4m3fn (num_tokens, hidden) and sf float32 (num_tokens / 128, hidden), both contiguous. A block with
+        an infinity or a NaN has that for sf.
+
+    Raises:
+        TypeError: x is no bfloat16 or float32 tensor, or an argument has another type.
+        ValueError: x has another rank or a size that is not such a multiple, or columns that are not contiguous; fmt or
+            num_per_tokens is none of those above.
+    """
+    num_tokens, hidden = check_plain_cast(x, fmt, num_per_tokens, round_sf)
+    check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
+    data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
+    sf = x.new_empty((num_tokens // TILE_ROWS, hidden), dtype=torch.float32)
+    per_channel_cast_out(x, None, data, sf, round_sf)
+    return data, sf

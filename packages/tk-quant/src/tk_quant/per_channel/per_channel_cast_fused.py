@@ -1,0 +1,278 @@
+"""per_channel_cast_fused: quantize each channel by blocks of 128 rows, of x, of a pair, or of gathered rows of either.
+
+For each channel of each block of 128 rows (the last block of gathered rows may be shorter), in float32:
+
+    value[p] = x[p], or data[p] * sf[p] of a pair;   with pos_to_token, of row pos_to_token[p], or 0 where there is none
+    amax = max(max |value|, 1e-4);   sf = amax / 448;   data = round(value * (448 / amax))
+    with round_sf:    sf = least power of two >= that quotient;   data = round(value * (1 / sf))
+
+x (num_tokens, hidden), bfloat16, float32, or float8_e4m3fn beside float32 (num_tokens, hidden / 128);
+data float8_e4m3fn (num_rows, hidden), sf float32 (ceil(num_rows / 128), hidden).
+
+Tensors go through the kernel of per_channel_cast, and gathered rows of pairs, unless they are few, through that of
+gathered_recast. The kernel here is for other pairs, and goes like the first: a thread has `rows` neighbouring rows of
+`vec` channels, the threads of a block 128 rows of `channels`. But a thread keeps codes, and converts them twice:
+float32 values would take four times the registers, and what hides the latencies here is that six times four warps fit
+a multiprocessor.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core import check, env
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_quant.lib import gathered_recast
+from tk_quant.lib.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_block_macros
+from tk_quant.lib.quantize import encode_macro, load_codes_macro, store_codes_macro
+from tk_quant.per_channel.per_channel_cast import check_blocks, check_plain_cast, per_channel_cast_out
+
+_GROUP = 128
+
+_HIDE = r"""
+// x, but as if it came from elsewhere: a compiler that knows better would keep what it has made of x.
+__device__ __forceinline__ unsigned tk_hide(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+"""
+
+
+@dataclass(frozen=True)
+class PerChannelRecastConfig:
+    """Launch knobs of the kernel for pairs: the tile, how much of it a thread takes, and which is next."""
+
+    channels: int
+    """Channels of a tile: 128, or 256 where hidden is a multiple."""
+    rows: int
+    """Rows of a thread: 8 or 16."""
+    vec: int
+    """Channels of a thread: 8 or 16."""
+    rows_first: bool
+    """Whether neighbouring blocks take neighbouring rows, rather than channels."""
+    blocks_per_sm: int
+    """Blocks that registers must suffice for."""
+
+    @staticmethod
+    @cache
+    def best(hidden: int, gathered: bool, arch: Arch) -> "PerChannelRecastConfig":
+        """The configuration for a hidden size, gathered rows or not, and an architecture."""
+        # Threads with wider pieces execute fewer instructions, but on sm_100a nvcc spills some of their registers.
+        wide = arch.sm == 90
+        if gathered and hidden % 256 == 0:
+            rows, vec = (8, 16) if wide else (16, 8)
+            return PerChannelRecastConfig(channels=256, rows=rows, vec=vec, rows_first=True, blocks_per_sm=3)
+        vec, blocks_per_sm = (16, 6) if wide else (8, 3)
+        return PerChannelRecastConfig(
+            channels=_GROUP, rows=8, vec=vec, rows_first=gathered, blocks_per_sm=blocks_per_sm
+        )
+
+
+# A thread's guards cover all that it does. With each shared array for one purpose only, the barriers below are enough.
+@kernel(
+    pass_configs={
+        "tl.disable_safe_memory_legalize": True,
+        "tl.disable_shared_memory_reuse": True,
+        "tl.disable_thread_storage_sync": True,
+    }
+)
+def _per_channel_recast_kernel(
+    alignment: int, hidden: int, gathered: bool, round_sf: bool, config: PerChannelRecastConfig, arch: Arch
+) -> Any:
+    import tilelang.language as T
+
+    rows, vec, channels = config.rows, config.vec, config.channels
+    col_lanes, row_lanes, num_words = channels // vec, TILE_ROWS // rows, vec // 4
+    col_tiles = hidden // channels
+    load = load_codes_macro("float8_e4m3fn", rows, vec, alignment)
+    take_amax, make_factors, parts_shape = channel_block_macros(False, rows, vec, channels, TILE_ROWS, round_sf, 1)
+    encode, store_codes = encode_macro("e4m3", vec), store_codes_macro(num_words)
+
+    num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
+    row_stride = T.dynamic("row_stride")
+    x_rows = num_tokens if gathered else num_rows
+    map_type = T.Tensor((num_rows,), "int32") if gathered else T.int32
+    grid = (num_blocks, col_tiles) if config.rows_first else (num_blocks * col_tiles, 1)
+
+    @T.macro
+    def dequantize(words: T.Buffer, row_sf: T.Buffer, row: int, values: T.Buffer) -> None:
+        codes = T.view(words, (rows, vec), "float8_e4m3fn")
+        decoded = T.alloc_local((vec,), "float32")
+        for j in T.vectorized(vec):
+            decoded[j] = T.cast(codes[row, j], "float32")
+        for j in T.unroll(vec):
+            values[row, j] = T.reinterpret(decoded[j] * T.reinterpret(row_sf[row], "float32"), "uint32")
+
+    @T.prim_func
+    def per_channel_recast(
+        x: T.StridedTensor((x_rows, hidden), (row_stride, 1), "float8_e4m3fn"),
+        x_sf: T.Tensor((x_rows, hidden // _GROUP), "float32"),
+        pos_to_token: map_type,
+        out: T.Tensor((num_rows, hidden), "float8_e4m3fn"),
+        sf: T.Tensor((num_blocks, hidden), "float32"),
+    ) -> None:
+        with T.Kernel(*grid, threads=row_lanes * col_lanes) as (first, second):
+            T.import_source(CHANNEL_BLOCK_SOURCE + _HIDE)
+            # Narrow loads need more registers.
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm if alignment == 16 else config.blocks_per_sm // 2)
+            row_tile = first if config.rows_first else first // col_tiles
+            first_col = (second if config.rows_first else first % col_tiles) * channels
+            thread = T.get_thread_binding()
+            row_lane, lane_col = thread // col_lanes, thread % col_lanes * vec
+            row, col = row_tile * TILE_ROWS + row_lane * rows, first_col + lane_col
+            source = T.alloc_local((rows,), "int32")
+            words = T.alloc_local((rows, num_words), "uint32")
+            row_sf = T.alloc_local((rows,), "uint32")
+            values = T.alloc_local((rows, vec), "uint32")
+            parts = T.alloc_shared(parts_shape, "uint32")
+            factors = T.alloc_shared((1, channels), "float32")
+
+            for i in T.unroll(rows):
+                source[i] = -1
+            # A multiple of 16 rows: a thread has them all or none.
+            if row < num_rows:
+                for i in T.unroll(rows):
+                    source[i] = pos_to_token[row + i] if gathered else row + i
+            for i in T.unroll(rows):
+                # Negative ones are large so.
+                valid = T.cast(source[i], "uint32") < T.cast(x_rows, "uint32")
+                for j in T.unroll(num_words):
+                    words[i, j] = T.uint32(0)
+                load(x, words, i, source[i], col, valid)
+                row_sf[i] = T.ldg32(x_sf[source[i], col // _GROUP], pred=valid)
+            for i in T.unroll(rows):
+                dequantize(words, row_sf, i, values)
+            take_amax(values, parts, row_lane, lane_col)
+            T.sync_threads()
+            make_factors(parts, factors, sf, row_tile, first_col, hidden)
+            T.sync_threads()
+
+            factor = T.alloc_local((vec,), "float32")
+            scaled = T.alloc_local((vec,), "float32")
+            codes = T.alloc_local((num_words,), "uint32")
+            for j in T.vectorized(vec):
+                factor[j] = factors[0, lane_col + j]
+            if row < num_rows:
+                for i in T.unroll(rows):
+                    for j in T.unroll(num_words):
+                        words[i, j] = T.call_extern("uint32", "tk_hide", words[i, j])
+                    dequantize(words, row_sf, i, values)
+                    for j in T.unroll(vec):
+                        scaled[j] = T.reinterpret(values[i, j], "float32") * factor[j]
+                    encode(scaled, codes)
+                    store_codes(out, codes, row + i, col)
+
+    return per_channel_recast
+
+
+def _reference(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    pos_to_token: torch.Tensor | None,
+    out: torch.Tensor,
+    sf: torch.Tensor,
+    round_sf: bool,
+) -> None:
+    from tk_quant.reference.per_channel.per_channel_cast_fused import per_channel_cast_fused as whole
+
+    new_out, new_sf = whole((x, x_sf), "e4m3", TILE_ROWS, round_sf, _GROUP, pos_to_token)
+    out.copy_(new_out)
+    sf.copy_(new_sf)
+
+
+@op("tk_quant::per_channel_recast_out", mutates=("out", "sf"), reference=_reference)
+def _per_channel_recast_out(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    pos_to_token: torch.Tensor | None,
+    out: torch.Tensor,
+    sf: torch.Tensor,
+    round_sf: bool,
+) -> None:
+    if out.numel() == 0:
+        return
+    arch = get_arch(x.device)
+    hidden, alignment, gathered = x.shape[1], check.row_alignment(x), pos_to_token is not None
+    if gathered and gathered_recast.is_for(out.shape[0], hidden, alignment, arch):
+        opening = gathered_recast.opening(out.shape[0], x.shape[0], hidden, arch)
+        gathered_recast.gathered_recast_kernel(hidden, check.row_alignment(x_sf), round_sf, arch)(
+            x, x_sf, pos_to_token, out, sf, *opening
+        )
+        return
+    config = PerChannelRecastConfig.best(hidden, gathered, arch)
+    _per_channel_recast_kernel(alignment, hidden, gathered, round_sf, config, arch)(
+        x, x_sf, pos_to_token if gathered else 0, out, sf
+    )
+
+
+@replayable
+def per_channel_cast_fused(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool = False,
+    num_per_channels: int | None = None,
+    pos_to_token: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize by blocks of one channel: of a tensor, of what a pair stands for, or of gathered rows of either.
+
+    value[p] = x[p], or for a pair data[p] * sf[p] rounded to float32; with `pos_to_token`, of row pos_to_token[p], and
+    0 where that is negative. For each channel of each 128 rows: amax = max(max |value|, 1e-4), sf = amax / 448,
+    data = round(value * (448 / amax)); with `round_sf`: sf = the least power of two at least amax / 448,
+    data = round(value * (1 / sf)). Name, arguments and formula are those of DeepSeek's TileKernels 1.0.0.
+
+    Args:
+        x: bfloat16 or float32 (num_tokens, hidden), hidden a multiple of 64; or a pair `(data, sf)`, float8_e4m3fn
+            (num_tokens, hidden) and contiguous float32 (num_tokens, hidden / 128), hidden a multiple of 128. Rows of x
+            or of data may be strided.
+        fmt: "e4m3".
+        num_per_tokens: 128, rows of a block.
+        round_sf: whether scale factors are powers of two.
+        num_per_channels: 128 for a pair, channels of a block of it; None otherwise.
+        pos_to_token: int32 (num_rows,), the row of x that a row of the result comes from; negative for none, and an
+            index past the last row counts as that (`TK_DEBUG=1` raises ValueError). num_rows is a multiple of 16.
+            Without it num_rows is num_tokens, a multiple of 128.
+
+    Returns:
+        data float8_e4m3fn (num_rows, hidden) and sf float32 (ceil(num_rows / 128), hidden), both contiguous. A block
+        with an infinity or a NaN has that for sf.
+
+    Raises:
+        TypeError: x is none of these, or an argument has another type or dtype.
+        ValueError: a shape, stride or device is not as described; fmt, num_per_tokens or num_per_channels is none of
+            those above.
+    """
+    x_sf = None
+    if isinstance(x, tuple | list):
+        check.require(len(x) == 2, "x", "a pair (data, sf)", x)
+        x, x_sf = x
+        num_tokens, hidden = check.tensor("x[0]", x, (torch.float8_e4m3fn,), ("num_tokens", "hidden"), layout="rows")
+        check.require(hidden > 0 and hidden % _GROUP == 0, "x[0].shape[1]", f"a positive multiple of {_GROUP}", hidden)
+        check.tensor("x[1]", x_sf, (torch.float32,), (num_tokens, hidden // _GROUP), device=x.device)
+        check.one_of("num_per_channels", num_per_channels, (_GROUP,))
+        check_blocks(fmt, num_per_tokens, round_sf)
+    else:
+        num_tokens, hidden = check_plain_cast(x, fmt, num_per_tokens, round_sf)
+        check.require(num_per_channels is None, "num_per_channels", "None, for x is no pair", num_per_channels)
+    num_rows = num_tokens
+    if pos_to_token is None:
+        check.multiple_of("rows of x", num_rows, TILE_ROWS)
+    else:
+        (num_rows,) = check.tensor("pos_to_token", pos_to_token, (torch.int32,), ("num_rows",), device=x.device)
+        check.multiple_of("pos_to_token.shape[0]", num_rows, 16)
+        if not torch.compiler.is_compiling() and env.debug() and num_rows and not pos_to_token.is_meta:
+            highest = int(pos_to_token.max())
+            check.require(highest < num_tokens, "pos_to_token", f"indices below {num_tokens}", highest)
+    out = x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn)
+    sf = x.new_empty((ceil_div(num_rows, TILE_ROWS), hidden), dtype=torch.float32)
+    if x_sf is None:
+        per_channel_cast_out(x, pos_to_token, out, sf, round_sf)
+    else:
+        _per_channel_recast_out(x, x_sf, pos_to_token, out, sf, round_sf)
+    return out, sf

@@ -1,0 +1,436 @@
+"""per_token_and_channel_cast: quantize along rows and down columns, from one read of x.
+
+What a linear layer's backward pass wants of a gradient or an activation: the cast of `per_token_cast`, blocks of
+(1, num_per_channels), for the product over channels, and that of `per_channel_cast`, blocks of (num_per_tokens, 1), or
+of `per_channel_cast_and_transpose`, for the product over tokens. For each block of either kind, in float32:
+
+    amax = max(max |x|, 1e-4);   sf = amax / 448;   data = round(x * (448 / amax))
+    with round_sf:               sf = least power of two >= that quotient;   data = round(x * (1 / sf))
+
+x bfloat16 or float32 (num_tokens, hidden); both data float8_e4m3fn, that of channels transposed if wanted.
+
+A block takes 128 tokens by 128 channels, a warp 8 or 16 of the tokens, a thread four channels of these, in registers.
+
+                    32 lanes x 4 channels
+              ┌────┬────┬────┬─  ─┬─────┐    1. columns: amax of each thread's channels, told through shared memory
+       warp 0 │ t0 │ t1 │ t2 │    │ t31 │    2. rows, by eights: within the warp, until lane % 8 has amax, sf and the
+              ├────┼────┼────┼─  ─┼─────┤       factor of that row in its group; four codes a lane, 128 bytes a row
+       warp 1 │    │    │    │    │     │    3. columns: one thread for each in a block makes sf and the factor
+              ├────┼────┼────┼─  ─┼─────┤    4. their codes, like those of rows or through a tile in shared memory that
+          …   │    │    │    │    │     │       is read the other way: eight lanes store 128 tokens of a channel
+              └────┴────┴────┴─  ─┴─────┘
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.scales import ScaleLayout, empty_scales, scale_layout
+from tk_quant.lib.channel_blocks import CHANNEL_BLOCK_SOURCE
+from tk_quant.lib.quantize import EXPONENT_STORES, LIMITS, element, encode_macro, float_bits, load_macro
+from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
+
+_CHANNELS = 128
+_ROWS = 8
+"""Of a warp at once."""
+_VEC = 4
+_GROUPS = (32, 128)
+_SECTOR = 8
+"""float32 that memory moves at once."""
+
+_ROW_AMAX = r"""
+template <bool is_bf16>
+__device__ __forceinline__ unsigned tk_larger(unsigned a, unsigned b) {
+  return is_bf16 ? __vmaxu2(a, b) : max(a, b);
+}
+
+// Lanes that differ in `bit` share words: the one that has it goes on with the upper half, the other with the lower.
+template <bool is_bf16, int num_words, int bit>
+__device__ __forceinline__ void tk_share_words(unsigned *words) {
+  const bool is_upper = threadIdx.x & bit;
+#pragma unroll
+  for (int i = 0; i < num_words / 2; ++i) {
+    const unsigned low = words[i], high = words[num_words / 2 + i];
+    const unsigned other = __shfl_xor_sync(0xffffffffu, is_upper ? low : high, bit);
+    words[i] = tk_larger<is_bf16>(is_upper ? high : low, other);
+  }
+}
+
+// The bits of the largest float32 of row lane % 8 in groups of 8 or 32 lanes, from each lane's eight rows: magnitudes,
+// float32 or pairs of bfloat16.
+template <bool is_bf16, int group_lanes>
+__device__ __forceinline__ unsigned tk_row_amax(const unsigned *rows) {
+  unsigned words[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) words[i] = rows[i];
+  if (is_bf16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned low = __byte_perm(rows[2 * i], rows[2 * i + 1], 0x5410);
+      words[i] = __vmaxu2(low, __byte_perm(rows[2 * i], rows[2 * i + 1], 0x7632));
+    }
+  } else {
+    tk_share_words<is_bf16, 8, 4>(words);
+  }
+  tk_share_words<is_bf16, 4, is_bf16 ? 4 : 2>(words);
+  tk_share_words<is_bf16, 2, is_bf16 ? 2 : 1>(words);
+  unsigned amax = words[0];
+  if (is_bf16) amax = __vmaxu2(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
+#pragma unroll
+  for (int bit = 8; bit < group_lanes; bit *= 2)
+    amax = tk_larger<is_bf16>(amax, __shfl_xor_sync(0xffffffffu, amax, bit));
+  if (is_bf16) amax = threadIdx.x & 1 ? amax & 0xffff0000u : amax << 16;
+  return amax;
+}
+"""
+
+
+@dataclass(frozen=True)
+class PerTokenAndChannelCastConfig:
+    """Launch knobs: how much of a tile a thread takes, and how many registers."""
+
+    rows: int
+    """Rows of a warp: 8 or 16."""
+    blocks_per_sm: int
+    """Blocks that registers must suffice for."""
+
+    @staticmethod
+    @cache
+    def best(itemsize: int, num_per_channels: int, alignment: int, arch: Arch) -> "PerTokenAndChannelCastConfig":
+        """The configuration for an element size, a row's blocks and what the address of every row is a multiple of."""
+        if itemsize == 2 and num_per_channels == 128 and alignment >= 4:
+            # Three tiles at a time fit the registers so, with eight rows two.
+            return PerTokenAndChannelCastConfig(rows=16, blocks_per_sm=3)
+        # Loads of two bytes need more registers than the 64 that two blocks leave each thread.
+        return PerTokenAndChannelCastConfig(rows=8, blocks_per_sm=2 if alignment >= 4 else 1)
+
+
+# Each access has what guard it needs. With each shared array for one purpose only, the barriers below are enough.
+@kernel(
+    pass_configs={
+        "tl.disable_safe_memory_legalize": True,
+        "tl.disable_shared_memory_reuse": True,
+        "tl.disable_thread_storage_sync": True,
+    }
+)
+def _per_token_and_channel_cast_kernel(
+    hidden: int,
+    dtype: torch.dtype,
+    alignment: int,
+    num_per_channels: int,
+    num_per_tokens: int,
+    round_sf: bool,
+    layout: ScaleLayout,
+    transpose: bool,
+    config: PerTokenAndChannelCastConfig,
+    arch: Arch,
+) -> Any:
+    import tilelang.language as T
+
+    is_bf16 = dtype is torch.bfloat16
+    per_word = 2 if is_bf16 else 1
+    num_words = _VEC // per_word
+    rows = config.rows
+    num_warps = TILE_TOKENS // rows
+    threads = num_warps * 32
+    group_lanes = num_per_channels // _VEC
+    col_blocks, col_parts = TILE_TOKENS // num_per_tokens, num_per_tokens // rows
+    num_factors = col_blocks * _CHANNELS
+    num_groups = ceil_div(hidden, num_per_channels)
+    col_tiles = ceil_div(hidden, _CHANNELS)
+    is_ragged = hidden % _CHANNELS != 0
+    packed, is_row_major = layout is ScaleLayout.PACKED_UE8M0, layout is ScaleLayout.ROW_MAJOR
+    least_amax = float_bits(LIMITS["e4m3"][1])
+    larger = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
+    load = load_macro(num_words, per_word, alignment)
+    row_amax_source = f"tk_row_amax<{str(is_bf16).lower()}, {group_lanes}>"
+    scale_source = f"tk_scale_of_amax<{str(round_sf).lower()}>"
+    put_codes, store_tile = transposed_tile_macros(_CHANNELS, threads, _VEC)
+    encode_row, encode_column = encode_macro("e4m3", _VEC), encode_macro("e4m3", rows)
+
+    num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
+    sf_row_stride, sf_col_stride = T.dynamic("sf_row_stride"), T.dynamic("sf_col_stride")
+    token_sf_shape = (num_tokens, ceil_div(num_groups, 4) if packed else num_groups)
+    channel_shape = (hidden, num_tokens) if transpose else (num_tokens, hidden)
+
+    @T.macro
+    def scale_of(amax: T.int32, scale: T.Buffer) -> None:
+        T.call_extern("void", scale_source, amax, T.address_of(scale[0]), T.address_of(scale[1]))
+
+    @T.macro
+    def larger_magnitude(amax: T.Buffer, index: T.int32, word: T.uint32) -> None:
+        amax[index] = T.call_extern("uint32", larger, amax[index], word)
+
+    @T.macro
+    def store_exponent(sf: T.Buffer, token: T.int32, group: T.int32, value: T.uint32) -> None:
+        T.call_extern("void", "tk_store_exponent", T.access_ptr(sf[token, group // 4], "w"), group % 4, value)
+
+    @T.macro
+    def cast_rows(
+        words: T.Buffer,
+        token_data: T.Buffer,
+        token_sf: T.Buffer,
+        row: T.int32,
+        first_col: T.int32,
+        inside: T.bool,
+    ) -> None:
+        """The codes and scale factors of a warp's rows, from `row` on."""
+        lane = T.get_thread_binding() % 32
+        row_amax = T.alloc_local((_ROWS,), "uint32")
+        scale = T.alloc_local((2,), "uint32")
+        across = T.alloc_local((_VEC,), "float32")
+        code = T.alloc_local((1,), "uint32")
+        factor = T.alloc_var("float32")
+        amax = T.alloc_var("int32")
+        col = first_col + lane * _VEC
+        for part in T.unroll(rows // _ROWS):
+            for i in T.unroll(_ROWS):
+                row_amax[i] = T.uint32(0)
+                for j in T.unroll(num_words):
+                    larger_magnitude(row_amax, i, words[part * _ROWS + i, j])
+            amax = T.call_extern("int32", row_amax_source, T.address_of(row_amax[0]))
+            scale_of(T.max(amax, least_amax), scale)
+            token, group = row + part * _ROWS + lane % _ROWS, first_col // num_per_channels + lane // group_lanes
+            if lane % group_lanes < _ROWS and (group < num_groups if is_ragged else True):
+                if packed:
+                    store_exponent(token_sf, token, group, scale[0])
+                    if group == num_groups - 1:
+                        for i in T.unroll(-num_groups % 4):
+                            store_exponent(token_sf, token, num_groups + i, T.uint32(0))
+                else:
+                    token_sf[token, group] = T.reinterpret(scale[0], "float32")
+            for i in T.unroll(_ROWS):
+                factor = T.reinterpret(
+                    T.call_extern("uint32", "__shfl_sync", T.uint32(0xFFFFFFFF), scale[1], lane // 8 * 8 + i), "float32"
+                )
+                for j in T.unroll(_VEC):
+                    across[j] = element(words, part * _ROWS + i, j, is_bf16) * factor
+                encode_row(across, code)
+                if inside:
+                    T.stg32(token_data[row + part * _ROWS + i, col], code[0])
+
+    @T.prim_func
+    def per_token_and_channel_cast(
+        x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), T.dtype(dtype)),
+        token_data: T.Tensor((num_tokens, hidden), "float8_e4m3fn"),
+        token_sf: T.StridedTensor(token_sf_shape, (sf_row_stride, sf_col_stride), "int32" if packed else "float32"),
+        channel_data: T.Tensor(channel_shape, "float8_e4m3fn"),
+        channel_sf: T.Tensor((num_blocks, hidden), "float32"),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, TILE_TOKENS) * col_tiles, threads=threads) as block:
+            T.import_source(CHANNEL_BLOCK_SOURCE + EXPONENT_STORES + _ROW_AMAX)
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            # Checked by the op; vector stores need to know.
+            T.assume(num_tokens % TILE_TOKENS == 0)
+            thread = T.get_thread_binding()
+            warp, lane = thread // 32, thread % 32
+            # Variables, so that the block is divided by once, in 32 bits.
+            first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
+            first_token, first_col = block // col_tiles * TILE_TOKENS, block % col_tiles * _CHANNELS
+            row, lane_col = warp * rows, lane * _VEC
+            inside = first_col + lane_col < hidden if is_ragged else True
+            words = T.alloc_local((rows, num_words), "uint32")
+            col_amax = T.alloc_local((num_words,), "uint32")
+            parts = T.alloc_shared((num_warps, _CHANNELS // per_word), "uint32")
+            elements = T.view(parts, (num_warps, _CHANNELS), "uint16" if is_bf16 else "uint32")
+            factors = T.alloc_shared((col_blocks, _CHANNELS), "float32")
+            tile_codes = T.alloc_shared((_CHANNELS, TILE_TOKENS // 4) if transpose else (1, 4), "uint32")
+            scale = T.alloc_local((2,), "uint32")
+            amax = T.alloc_var("uint32")
+            factor = T.alloc_local((_VEC,), "float32")
+            across = T.alloc_local((_VEC,), "float32")
+            code = T.alloc_local((1,), "uint32")
+            down = T.alloc_local((rows,), "float32")
+            codes = T.alloc_local((1, rows // 4), "uint32")
+
+            # Tiles write parts of the sectors of row-major sf: faster where L2 already holds these.
+            if is_row_major and thread < TILE_TOKENS and first_col % (_SECTOR * num_per_channels) == 0:
+                T.call_extern(
+                    "void", "tk_prefetch", T.address_of(token_sf[first_token + thread, first_col // num_per_channels])
+                )
+            for i in T.unroll(rows):
+                load(x, words, i, first_token + row + i, first_col + lane_col, inside)
+            for j in T.unroll(num_words):
+                col_amax[j] = T.uint32(0)
+            for i in T.unroll(rows):
+                for j in T.unroll(num_words):
+                    larger_magnitude(col_amax, j, words[i, j])
+            for j in T.vectorized(num_words):
+                parts[warp, lane * num_words + j] = col_amax[j]
+            cast_rows(words, token_data, token_sf, first_token + row, first_col, inside)
+            T.sync_threads()
+            for k in T.unroll(ceil_div(num_factors, threads)):
+                index = k * threads + thread
+                block_index, channel = index // _CHANNELS, index % _CHANNELS
+                if index < num_factors:
+                    amax = T.uint32(0)
+                    for i in T.unroll(col_parts):
+                        amax = T.max(amax, T.cast(elements[block_index * col_parts + i, channel], "uint32"))
+                    scale_of(T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), least_amax), scale)
+                    if first_col + channel < hidden:
+                        sf_row = first_token // num_per_tokens + block_index
+                        channel_sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")
+                    factors[block_index, channel] = T.reinterpret(scale[1], "float32")
+            T.sync_threads()
+            for j in T.vectorized(_VEC):
+                factor[j] = factors[row // num_per_tokens, lane_col + j]
+            if transpose:
+                for j in T.unroll(_VEC):
+                    for i in T.unroll(rows):
+                        down[i] = element(words, i, j, is_bf16) * factor[j]
+                    encode_column(down, codes)
+                    put_codes(tile_codes, codes, 0, lane_col + j, warp * (rows // 4))
+                T.sync_threads()
+                store_tile(tile_codes, channel_data, first_col, first_token, hidden)
+            else:
+                for i in T.unroll(rows):
+                    for j in T.unroll(_VEC):
+                        across[j] = element(words, i, j, is_bf16) * factor[j]
+                    encode_row(across, code)
+                    if inside:
+                        T.stg32(channel_data[first_token + row + i, first_col + lane_col], code[0])
+
+    return per_token_and_channel_cast
+
+
+def _reference(
+    x: torch.Tensor,
+    token_data: torch.Tensor,
+    token_sf: torch.Tensor,
+    channel_data: torch.Tensor,
+    channel_sf: torch.Tensor,
+    num_per_channels: int,
+    num_per_tokens: int,
+    round_sf: bool,
+    transpose: bool,
+    col_major: bool,
+) -> None:
+    from tk_quant.reference.per_channel.per_token_and_channel_cast import per_token_and_channel_cast as whole
+
+    packed = token_sf.dtype is torch.int32
+    groups = (num_per_channels, num_per_tokens)
+    by_token, by_channel = whole(x, "e4m3", *groups, round_sf, transpose, col_major, packed)
+    for out, result in zip((token_data, token_sf, channel_data, channel_sf), (*by_token, *by_channel)):
+        out.copy_(result)
+
+
+@op(
+    "tk_quant::per_token_and_channel_cast_out",
+    mutates=("token_data", "token_sf", "channel_data", "channel_sf"),
+    reference=_reference,
+)
+def _per_token_and_channel_cast_out(
+    x: torch.Tensor,
+    token_data: torch.Tensor,
+    token_sf: torch.Tensor,
+    channel_data: torch.Tensor,
+    channel_sf: torch.Tensor,
+    num_per_channels: int,
+    num_per_tokens: int,
+    round_sf: bool,
+    transpose: bool,
+    col_major: bool,
+) -> None:
+    if token_data.numel() == 0:
+        return
+    arch = get_arch(x.device)
+    alignment = check.row_alignment(x)
+    config = PerTokenAndChannelCastConfig.best(x.dtype.itemsize, num_per_channels, alignment, arch)
+    _per_token_and_channel_cast_kernel(
+        x.shape[1],
+        x.dtype,
+        alignment,
+        num_per_channels,
+        num_per_tokens,
+        round_sf,
+        scale_layout(col_major, round_sf, token_sf.dtype is torch.int32),
+        transpose,
+        config,
+        arch,
+    )(x, token_data, token_sf, channel_data, channel_sf)
+
+
+@replayable
+def _cast(
+    x: torch.Tensor,
+    fmt: str,
+    num_per_channels: int,
+    num_per_tokens: int,
+    round_sf: bool,
+    transpose_channel_data: bool,
+    use_tma_aligned_col_major_sf: bool,
+    use_packed_ue8m0: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The public function, its results in a flat tuple."""
+    num_tokens, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"), layout="rows")
+    check.multiple_of("x.shape[0]", num_tokens, TILE_TOKENS)
+    check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
+    check.one_of("fmt", fmt, ("e4m3",))
+    for name, value in (("num_per_channels", num_per_channels), ("num_per_tokens", num_per_tokens)):
+        check.integer(name, value)
+        check.one_of(name, value, _GROUPS)
+    for name, flag in (("round_sf", round_sf), ("transpose_channel_data", transpose_channel_data)):
+        check.flag(name, flag)
+    layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    token_data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
+    token_sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout)
+    channel_shape = (hidden, num_tokens) if transpose_channel_data else (num_tokens, hidden)
+    channel_data = x.new_empty(channel_shape, dtype=torch.float8_e4m3fn)
+    channel_sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)
+    _per_token_and_channel_cast_out(
+        *(x, token_data, token_sf, channel_data, channel_sf, num_per_channels, num_per_tokens),
+        *(round_sf, transpose_channel_data, layout is not ScaleLayout.ROW_MAJOR),
+    )
+    return token_data, token_sf, channel_data, channel_sf
+
+
+def per_token_and_channel_cast(
+    x: torch.Tensor,
+    fmt: str,
+    num_per_channels: int = 128,
+    num_per_tokens: int = 128,
+    round_sf: bool = False,
+    transpose_channel_data: bool = False,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Quantize a tensor twice, by blocks of one token and by blocks of one channel, reading it once.
+
+    Bit for bit what `per_token_cast(x, fmt, num_per_channels)` and `per_channel_cast(x, fmt, num_per_tokens)`, or
+    `per_channel_cast_and_transpose`, return with the same `round_sf`. For each block: amax = max(max |x|, 1e-4),
+    sf = amax / 448, data = round(x * (448 / amax)); with `round_sf`: sf = the least power of two at least amax / 448,
+    data = round(x * (1 / sf)). TileKernels has no such op.
+
+    Args:
+        x: bfloat16 or float32 (num_tokens, hidden); num_tokens a multiple of 128, hidden of 64; rows may be strided.
+        fmt: "e4m3".
+        num_per_channels: channels of a block of one token, 32 or 128; the last block of a token may be shorter.
+        num_per_tokens: tokens of a block of one channel, 32 or 128.
+        round_sf: whether scale factors are powers of two.
+        transpose_channel_data: whether the data that is quantized by channels is transposed to (hidden, num_tokens).
+        use_tma_aligned_col_major_sf: whether the scale factors of tokens are column major, columns on 16 bytes.
+        use_packed_ue8m0: whether they are packed exponents, four an int32; needs that flag and `round_sf`.
+
+    Returns:
+        `((token_data, token_sf), (channel_data, channel_sf))`: token_data float8_e4m3fn (num_tokens, hidden); token_sf
+        float32 (num_tokens, ceil(hidden / num_per_channels)) or packed int32 (num_tokens, a fourth of it), in the
+        layout that the flags ask for; channel_data float8_e4m3fn (num_tokens, hidden) or (hidden, num_tokens);
+        channel_sf float32 (num_tokens / num_per_tokens, hidden), contiguous. A block with an infinity or a NaN has
+        that for sf (packed: 255).
+
+    Raises:
+        TypeError: x is no bfloat16 or float32 tensor, or a flag or a size of blocks has another type.
+        ValueError: x has another rank or a size that is not such a multiple, or columns that are not contiguous; fmt or
+            a size of blocks is none of those above; `use_packed_ue8m0` comes without the flags that it needs.
+    """
+    flags = (round_sf, transpose_channel_data, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    token_data, token_sf, channel_data, channel_sf = _cast(x, fmt, num_per_channels, num_per_tokens, *flags)
+    return (token_data, token_sf), (channel_data, channel_sf)

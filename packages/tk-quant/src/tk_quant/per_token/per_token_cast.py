@@ -1,0 +1,351 @@
+"""per_token_cast: quantize each token by groups of channels, `data * sf` standing for x.
+
+For each token and each group of num_per_channels channels (the last one of a row may be shorter), in float32:
+
+    amax = max(max |x|, least amax);   sf = amax / largest;   data = round(x * (largest / amax))
+    with round_sf:                     sf = least power of two >= that quotient;   data = round(x * (1 / sf))
+    with tensor_sf (NVFP4):            sf = e4m3 nearest to max |x| / 6 / tensor_sf;
+                                       data = round(x * (1 / (sf * tensor_sf)))
+
+x (num_tokens, hidden), bfloat16 or float32, or itself a pair of e4m3 or e2m1 data and scale factors; data e4m3, e2m1 or
+e5m6. Two relatives share the kernel: one returns sf alone, the other takes sf as given.
+
+A thread takes a piece of `vec` neighbouring channels, from each of `pieces` rows at once so that enough loads are in
+flight. A group is owned by neighbouring lanes of one warp, which agree on amax by shuffles; no shared memory is needed:
+
+              tile of lanes x vec channels                  e.g. bfloat16, groups of 128, vec 16:
+            ┌───────────┬───────────┬─   ─┬────────┐
+    rows ×  │ group     │ group     │  …  │        │         lane  0 … 7   8 … 15   16 … 23   24 … 31
+    pieces  │ l0 … l7   │ l8 … l15  │     │        │         group    0        1         2         3
+            └───────────┴───────────┴─   ─┴────────┘         one word of four sf, put together by shuffles too
+
+Where a group is a whole row and no power of two of lanes, a block takes the row, each thread `pieces` pieces of it. So
+it does for e5m6, whose eight codes are twelve bytes: a warp gathers them in shared memory and stores sixteen a thread.
+
+Swizzled sf has rows up to a multiple of 128, and each byte is written: blocks reach that far, those below have only
+zeros to write.
+"""
+
+from typing import Any
+
+import torch
+
+from tk_core import check, env
+from tk_core.arch import get_arch
+from tk_core.math import ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.scales import ScaleLayout, check_scales, empty_scales, scale_layout
+from tk_quant.lib.per_token_cast_config import CAST, PRECOMPUTED, SF_ONLY, PerTokenCastConfig, casts_codes
+from tk_quant.lib.per_token_cast_kernel import FORMATS, per_token_cast_kernel
+from tk_quant.lib.quantize import BITS, FLOAT4_DTYPE, LIMITS
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+_GROUPS = (16, 32, 64, 128)
+_PLAIN_DTYPES = (torch.bfloat16, torch.float32)
+_PAIR_DTYPES = (torch.float8_e4m3fn, torch.int8) + ((FLOAT4_DTYPE,) if FLOAT4_DTYPE is not None else ())
+_DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}
+_FORMATS_FROM_PAIRS = ("e4m3", "e2m1")
+
+
+def _layout_of(sf: torch.Tensor) -> ScaleLayout:
+    """Layout of sf as far as kernels tell them apart: the strides of float32 are arguments."""
+    if sf.ndim == 5:
+        return ScaleLayout.SWIZZLED
+    return ScaleLayout.PACKED_UE8M0 if sf.dtype is torch.int32 else ScaleLayout.ROW_MAJOR
+
+
+def _reference(
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    given_sf: torch.Tensor | None,
+    tensor_sf: torch.Tensor | None,
+    data: torch.Tensor | None,
+    sf: torch.Tensor | None,
+    fmt: str,
+    num_per_channels: int,
+    x_block_tokens: int,
+    x_block_channels: int,
+    round_sf: bool,
+) -> None:
+    from tk_quant import reference
+
+    values, block_size = (x, None) if x_sf is None else ((x, x_sf), (x_block_tokens, x_block_channels))
+    args = (values, fmt, num_per_channels)
+    if sf is None:
+        data.copy_(reference.per_token_cast_with_precomputed_sf(*args, given_sf, block_size))
+        return
+    layout = _layout_of(sf)
+    packed = layout is ScaleLayout.PACKED_UE8M0
+    flags = (block_size, packed, round_sf, packed)
+    more = {"use_swizzled_sf": layout is ScaleLayout.SWIZZLED, "tensor_sf": tensor_sf}
+    if data is None:
+        sf.copy_(reference.per_token_cast_with_sf_only(*args, *flags, **more))
+        return
+    new_data, new_sf = reference.per_token_cast(*args, *flags, **more)
+    data.copy_(new_data)
+    sf.copy_(new_sf)
+
+
+@op("tk_quant::per_token_cast_out", mutates=("data", "sf"), reference=_reference)
+def _per_token_cast_out(
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    given_sf: torch.Tensor | None,
+    tensor_sf: torch.Tensor | None,
+    data: torch.Tensor | None,
+    sf: torch.Tensor | None,
+    fmt: str,
+    num_per_channels: int,
+    x_block_tokens: int,
+    x_block_channels: int,
+    round_sf: bool,
+) -> None:
+    """Write `data` and `sf`, or only one of the two; data without sf goes by `given_sf`."""
+    if x.shape[0] == 0:
+        return
+    arch = get_arch(x.device)
+    x_bits = BITS[FORMATS[x.dtype]] if x.dtype in FORMATS else 8 * x.dtype.itemsize
+    hidden = x.shape[1] * 8 * x.dtype.itemsize // x_bits
+    some_sf = given_sf if sf is None else sf
+    layout = _layout_of(some_sf)
+    share_word = some_sf.dtype is not torch.float32
+    mode = PRECOMPUTED if sf is None else SF_ONLY if data is None else CAST
+    x_blocks = (None, None) if x_sf is None else ((x_block_tokens, x_block_channels), _layout_of(x_sf))
+    of_codes = casts_codes(FORMATS.get(x.dtype), *x_blocks, hidden, fmt, num_per_channels, mode, round_sf, arch)
+    kinds = (x_bits, fmt, mode, round_sf, layout, share_word, of_codes)
+    per_token_cast_kernel(
+        x.dtype,
+        check.row_alignment(x),
+        *x_blocks,
+        hidden,
+        fmt,
+        num_per_channels,
+        mode,
+        round_sf,
+        tensor_sf is not None,
+        layout,
+        PerTokenCastConfig.best(hidden, num_per_channels, *kinds, arch),
+        arch,
+    )(
+        x,
+        0 if x_sf is None else x_sf,
+        0 if tensor_sf is None else tensor_sf,
+        0 if data is None else data,
+        some_sf,
+    )
+
+
+def _check_input(
+    x: torch.Tensor | Pair, fmt: str, formats: tuple[str, ...], num_per_channels: int, x_block_size: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, int, int, tuple[int, int]]:
+    """Check what all functions share: `(data of x, sf of x, num_tokens, hidden, x_block_size)`."""
+    if isinstance(x, torch.Tensor):
+        num_tokens, hidden = check.tensor("x", x, _PLAIN_DTYPES, ("num_tokens", "hidden"), layout="rows")
+        check.require(x_block_size is None, "x_block_size", "None for a plain tensor x", x_block_size)
+        x_sf, x_block_size = None, (0, 0)
+    else:
+        check.require_type(isinstance(x, (tuple, list)), "x", "a tensor or a pair (data, sf)", type(x).__name__)
+        check.require(len(x) == 2, "x", "a pair (data, sf)", f"{len(x)} items")
+        check.require(fmt != "e5m6", "x", "a plain tensor for fmt 'e5m6'", "a pair")
+        x, x_sf = x
+        num_tokens, width = check.tensor("x[0]", x, _PAIR_DTYPES, ("num_tokens", "hidden"), layout="rows")
+        if x.dtype is not torch.float8_e4m3fn and x.dtype is not torch.int8:
+            x = x.view(torch.int8)
+        hidden = width if x.dtype is torch.float8_e4m3fn else 2 * width
+        check.require(x_block_size is not None, "x_block_size", "the block size of the pair x", x_block_size)
+        check.require_type(isinstance(x_block_size, tuple | list), "x_block_size", "a pair of ints", x_block_size)
+        x_block_size = tuple(x_block_size)
+        check.require(len(x_block_size) == 2, "x_block_size", "two numbers", x_block_size)
+        for size in x_block_size:
+            check.integer("x_block_size", size)
+            check.require(size > 0, "x_block_size", "two positive numbers", x_block_size)
+        rows, cols = ceil_div(num_tokens, x_block_size[0]), ceil_div(hidden, x_block_size[1])
+        check_scales("x[1]", x_sf, rows, cols, x.device, (torch.float8_e8m0fnu,))
+    check.require(hidden > 0 and hidden % 64 == 0, "x", "a positive multiple of 64 channels", hidden)
+    check.one_of("fmt", fmt, formats)
+    check.integer("num_per_channels", num_per_channels)
+    if fmt == "e5m6":
+        check.require(num_per_channels == hidden, "num_per_channels", f"{hidden} for fmt 'e5m6'", num_per_channels)
+    elif num_per_channels not in _GROUPS:
+        check.one_of("num_per_channels", num_per_channels, (*_GROUPS, hidden))
+    return x, x_sf, num_tokens, hidden, x_block_size
+
+
+def _check_sf(
+    x: torch.Tensor,
+    fmt: str,
+    num_per_channels: int,
+    use_tma_aligned_col_major_sf: bool,
+    round_sf: bool,
+    use_packed_ue8m0: bool,
+    use_swizzled_sf: bool,
+    tensor_sf: torch.Tensor | None,
+) -> tuple[ScaleLayout, torch.dtype | None, torch.Tensor | None]:
+    """Check what says how to make sf: `(layout, dtype, tensor_sf with one dimension)`."""
+    layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
+    if tensor_sf is None:
+        if use_swizzled_sf and not round_sf:
+            check.require(False, "use_swizzled_sf", "round_sf=True or a tensor_sf beside it", "neither")
+        return layout, None, None
+    ndim = tensor_sf.ndim if isinstance(tensor_sf, torch.Tensor) else 0
+    check.tensor("tensor_sf", tensor_sf, (torch.float32,), (1,) if ndim else (), device=x.device)
+    check.require(fmt == "e2m1", "fmt", "'e2m1' with tensor_sf", fmt)
+    check.require(num_per_channels == 16, "num_per_channels", "16 with tensor_sf", num_per_channels)
+    check.require(not round_sf, "round_sf", "False with tensor_sf", round_sf)
+    if use_tma_aligned_col_major_sf:
+        check.require(False, "use_tma_aligned_col_major_sf", "False with tensor_sf", True)
+    if not torch.compiler.is_compiling() and env.debug() and not tensor_sf.is_meta:
+        value = float(tensor_sf)
+        check.require(value > 0, "tensor_sf", "a number above 0", value)
+    return layout, torch.float8_e4m3fn, tensor_sf if ndim else tensor_sf.view(1)
+
+
+def _empty_data(x: torch.Tensor, num_tokens: int, hidden: int, fmt: str) -> torch.Tensor:
+    return x.new_empty((num_tokens, hidden * BITS[fmt] // 8), dtype=_DTYPES[fmt])
+
+
+@replayable
+def per_token_cast(
+    x: torch.Tensor | Pair,
+    fmt: str,
+    num_per_channels: int,
+    x_block_size: tuple[int, int] | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+    *,
+    use_swizzled_sf: bool = False,
+    tensor_sf: torch.Tensor | None = None,
+) -> Pair:
+    """Quantize each token by groups of channels; a quantized input is dequantized on the way, in the same pass.
+
+    For each token and group, every operation in float32 to nearest with ties to even, max and least amax being 448 and
+    1e-4 for e4m3, 6 and 6 * 2**-126 for e2m1, 65024 and 1e-4 for e5m6:
+
+        amax = max(max |x|, least amax);  sf = amax / max;  data = round(x * (max / amax))
+        with round_sf: sf = least power of two >= amax / max;  data = round(x / sf)
+        with tensor_sf: sf = e4m3 nearest to max |x| / 6 / tensor_sf, at least 2**-9, at most 448;
+            data = round(x * (1 / (sf * tensor_sf)))
+
+    data saturates and keeps the sign of zero. A group with NaN or infinity in it has NaN or infinity for its sf; its
+    data are unspecified for e2m1 and e5m6. The formulas and names are those of DeepSeek's TileKernels 1.0.0;
+    use_swizzled_sf and tensor_sf are not in it.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16 or float32, hidden a multiple of 64, rows may be strided; or a pair
+            `(data, sf)`: float8_e4m3fn (num_tokens, hidden), or e2m1 in int8 or float4_e2m1fn_x2 (num_tokens,
+            hidden / 2), with sf of blocks `x_block_size` in any layout of tk_core.scales. The pair's value is
+            data * sf, rounded to float32.
+        fmt: "e4m3", "e2m1", or for a plain x and num_per_channels == hidden "e5m6".
+        num_per_channels: Channels of a group: 16, 32, 64, 128 or hidden. The last group of a row may be shorter.
+        x_block_size: (tokens, channels) of a block of the pair x; None for a plain x.
+        use_tma_aligned_col_major_sf: sf with strides (1, num_tokens rounded up to 4), as TMA wants it.
+        round_sf: Round sf up to a power of two.
+        use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
+        use_swizzled_sf: sf as Blackwell's block-scaled matrix products read it; needs round_sf or tensor_sf.
+        tensor_sf: NVFP4: float32, one element, shape () or (1,), that all values are to be multiplied by on top of sf;
+            for fmt "e2m1" in groups of 16, without round_sf and column-major sf. Let it be the largest |x| of the
+            tensor / (448 * 6), computed or calibrated; groups with more than 448 * 6 * tensor_sf saturate. Above 0
+            (`TK_DEBUG=1` raises ValueError where it is not).
+
+    Returns:
+        `(data, sf)`: data float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2) with the even channel in
+        the low nibble, or uint8 (num_tokens, hidden * 3 / 2) with eight e5m6 codes in three little-endian words; sf
+        float32 (num_tokens, C), C = ceil(hidden / num_per_channels), or packed int32 (num_tokens, ceil(C / 4)), or
+        swizzled float8_e8m0fnu (ceil(num_tokens / 128), ceil(C / 4), 32, 4, 4); with tensor_sf float8_e4m3fn in the
+        first or the last shape.
+
+    Raises:
+        TypeError: x, its sf or tensor_sf is no tensor, or has another dtype.
+        ValueError: Any other argument is not as described, or is on another device.
+    """
+    flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
+    x, x_sf, num_tokens, hidden, x_block_size = _check_input(x, fmt, tuple(LIMITS), num_per_channels, x_block_size)
+    layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf)
+    data = _empty_data(x, num_tokens, hidden, fmt)
+    sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout, sf_dtype)
+    _per_token_cast_out(x, x_sf, None, tensor_sf, data, sf, fmt, num_per_channels, *x_block_size, round_sf)
+    return data, sf
+
+
+def per_token_cast_to_e5m6(
+    x: torch.Tensor,
+    num_per_channels: int,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> Pair:
+    """`per_token_cast(x, "e5m6", ...)`, which see: x is a plain tensor, num_per_channels its hidden."""
+    flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    return per_token_cast(x, "e5m6", num_per_channels, None, *flags)
+
+
+@replayable
+def per_token_cast_with_sf_only(
+    x: torch.Tensor | Pair,
+    fmt: str,
+    num_per_channels: int,
+    x_block_size: tuple[int, int] | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+    *,
+    use_swizzled_sf: bool = False,
+    tensor_sf: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sf that `per_token_cast` would return, without the data.
+
+    Args, errors and layouts: see `per_token_cast`; fmt is "e4m3" or "e2m1".
+
+    Returns:
+        sf, float32 (num_tokens, ceil(hidden / num_per_channels)), or as the flags and tensor_sf say.
+    """
+    flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
+    checked = _check_input(x, fmt, _FORMATS_FROM_PAIRS, num_per_channels, x_block_size)
+    x, x_sf, num_tokens, hidden, x_block_size = checked
+    layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf)
+    sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout, sf_dtype)
+    _per_token_cast_out(x, x_sf, None, tensor_sf, None, sf, fmt, num_per_channels, *x_block_size, round_sf)
+    return sf
+
+
+@replayable
+def per_token_cast_with_precomputed_sf(
+    x: torch.Tensor | Pair,
+    fmt: str,
+    num_per_channels: int,
+    sf: torch.Tensor,
+    x_block_size: tuple[int, int] | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor:
+    """Quantize with scale factors that are there already: data = round(x * (1 / sf)), both operations in float32.
+
+    Args:
+        x, fmt, num_per_channels, x_block_size: see `per_token_cast`; fmt is "e4m3" or "e2m1".
+        sf: float32 (num_tokens, ceil(hidden / num_per_channels)), contiguous; another layout is not supported.
+        use_tma_aligned_col_major_sf, use_packed_ue8m0: must be False, as they would describe another layout of sf.
+        round_sf: Either: 1 / sf is exact anyway where sf is a power of two.
+
+    Returns:
+        data, float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2).
+
+    Raises:
+        TypeError: x or sf is no tensor, or has another dtype.
+        ValueError: Any other argument is not as described, or is on another device.
+    """
+    check.flag("round_sf", round_sf)
+    flags = {"use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf, "use_packed_ue8m0": use_packed_ue8m0}
+    for name, value in flags.items():
+        check.flag(name, value)
+        check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
+    checked = _check_input(x, fmt, _FORMATS_FROM_PAIRS, num_per_channels, x_block_size)
+    x, x_sf, num_tokens, hidden, x_block_size = checked
+    num_groups = ceil_div(hidden, num_per_channels)
+    check.tensor("sf", sf, (torch.float32,), (num_tokens, num_groups), device=x.device)
+    data = _empty_data(x, num_tokens, hidden, fmt)
+    _per_token_cast_out(x, x_sf, sf, None, data, None, fmt, num_per_channels, *x_block_size, False)
+    return data

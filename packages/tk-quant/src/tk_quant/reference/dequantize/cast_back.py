@@ -1,0 +1,32 @@
+"""Reference of cast_back."""
+
+import torch
+
+from tk_quant.reference.lib.formats import dequantize
+
+_OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def cast_back(
+    x: tuple[torch.Tensor, torch.Tensor],
+    fmt: str,
+    x_block_size: tuple[int, int] = (32, 32),
+    x_special_fmt: str | None = None,
+    *,
+    tensor_sf: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """data * sf of its block, rounded to float32, then to the output type; any NaN is 0x7fffffff (bf16: 0x7fff)."""
+    if x_special_fmt not in (None, "e5m6"):
+        raise ValueError(f"x_special_fmt: expected None or 'e5m6', got {x_special_fmt!r}")
+    out = dequantize(x, x_block_size, x_special_fmt, tensor_sf).to(_OUT_DTYPES[fmt])
+    # What GPUs make of any NaN; a CPU keeps sign and payload of one that it is given.
+    if fmt == "bf16":
+        out.view(torch.int16).masked_fill_(out.isnan(), 0x7FFF)
+    else:
+        out.view(torch.int32).masked_fill_(out.isnan(), 0x7FFFFFFF)
+    return out
+
+
+def cast_back_e5m6(x: tuple[torch.Tensor, torch.Tensor], fmt: str, x_block_size: tuple[int, int]) -> torch.Tensor:
+    """See tk_quant.cast_back_e5m6."""
+    return cast_back(x, fmt, x_block_size, "e5m6")

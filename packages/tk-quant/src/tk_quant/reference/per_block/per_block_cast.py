@@ -1,0 +1,42 @@
+"""Per-block casts in plain PyTorch: `reference.cast` without its quantized input."""
+
+import torch
+
+from tk_quant.reference.lib.cast import cast, cast_sf_only
+
+
+def per_block_cast(
+    x: torch.Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See tk_quant.per_block_cast."""
+    return cast(x, fmt, block_size, None, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+
+
+def per_block_cast_with_sf_only(
+    x: torch.Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor:
+    """See tk_quant.per_block_cast_with_sf_only."""
+    return cast_sf_only(x, fmt, block_size, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+
+
+def per_block_cast_with_precomputed_sf(
+    x: torch.Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    sf: torch.Tensor,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor:
+    """See tk_quant.per_block_cast_with_precomputed_sf."""
+    return cast(x, fmt, block_size, sf, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)

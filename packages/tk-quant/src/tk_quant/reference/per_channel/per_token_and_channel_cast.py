@@ -1,0 +1,23 @@
+"""Reference of per_token_and_channel_cast: `reference.cast` twice."""
+
+import torch
+
+from tk_quant.reference.layout.transpose import transpose
+from tk_quant.reference.lib.cast import cast
+
+
+def per_token_and_channel_cast(
+    x: torch.Tensor,
+    fmt: str,
+    num_per_channels: int = 128,
+    num_per_tokens: int = 128,
+    round_sf: bool = False,
+    transpose_channel_data: bool = False,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """See tk_quant.per_token_and_channel_cast."""
+    flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    by_token = cast(x, fmt, (1, num_per_channels), None, None, *flags)
+    data, sf = cast(x, fmt, (num_per_tokens, 1), round_sf=round_sf)
+    return by_token, (transpose(data) if transpose_channel_data else data, sf)

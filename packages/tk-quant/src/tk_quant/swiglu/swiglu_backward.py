@@ -1,0 +1,309 @@
+"""swiglu_backward: gradients of `swiglu_forward` by x and by the weights; the forward is computed again.
+
+For each position p and channel j, with l and r as in the forward, g = grad_out[p, j] and w the row's weight, in
+float32, products from left to right:
+
+    d = 1 + exp(-l);  s = 1 / d;  a = l / d · r;  gs = g · w · s
+    out = a · w;  x_grad = [gs · r · fma(l, 1 - s, 1) | gs · l];  weight_grad.flat[pos_to_token_topk[p]] = Σ_j g · a
+
+x and x_grad (num_positions, 2 · hidden), grad_out and out (num_positions, hidden).
+
+A thread block takes some rows, the wider the fewer, and walks over their channels in tiles, a thread eight neighbouring
+channels of both halves of one row; products for the weight's gradient stay in registers, a sum for each channel of a
+tile, and are added up after the last tile:
+
+    tile                       0                            1                            …
+    x, x_grad   left, right    [ thread 0 | thread 1 | … ]  [ thread 0 | thread 1 | … ]
+    grad_out, out              [ thread 0 | thread 1 | … ]  [ thread 0 | thread 1 | … ]
+
+The blocks also share out the pairs and write zeros for those without a position. Rows of padding are not read. The
+order of the sums depends on hidden and the dtypes alone.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check, env
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.tiles import DIRECT_COPIES, VECTOR
+from tk_core.views import aligned
+from tk_quant.swiglu.swiglu_forward import DTYPES, Given, check_swiglu_arguments
+
+
+@dataclass(frozen=True)
+class SwigluBackwardConfig:
+    """Launch knobs. They decide the order of the sums, so they must not depend on the number of positions."""
+
+    block_rows: int
+    block_channels: int
+    """Channels of a tile; what the last one has beyond hidden is left out."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.block_rows * self.block_channels // VECTOR
+
+    @staticmethod
+    def best(hidden: int, arch: Arch) -> "SwigluBackwardConfig":
+        """Tiles of 512 elements with the fewest threads idle in the last one, for T.reduce_sum a power of two wide.
+
+        H200, 34816 rows in bfloat16: hidden 2048 189 µs in blocks of 64 threads where 128 take 201 and 256 213 µs.
+        """
+        block_channels = min((512, 256, 128, 64), key=lambda channels: align(hidden, channels))
+        return SwigluBackwardConfig(512 // block_channels, block_channels)
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _swiglu_backward_kernel(
+    hidden: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    given: Given,
+    has_weight_grad: bool,
+    with_out: bool,
+    config: SwigluBackwardConfig,
+    arch: Arch,
+) -> Any:
+    """`dtypes`: of x, grad_out and x_grad. `steps`: how many pairs a thread looks at for those without a position."""
+    import tilelang.language as T
+
+    from tk_quant.lib.swiglu_tiles import clamp_gate, clamp_value, pair_of_row
+
+    block_rows, block_channels, threads = config.block_rows, config.block_channels, config.threads
+    num_positions, num_pairs = T.dynamic("num_positions"), T.dynamic("num_pairs")
+    tile_shape = (block_rows, block_channels)
+
+    @T.prim_func
+    def swiglu_backward(
+        x: T.Tensor((num_positions, 2, hidden), dtypes[0]),
+        grad_out: T.Tensor((num_positions, hidden), dtypes[1]),
+        pos_to_token_topk: T.Tensor((num_positions,), "int32"),
+        topk_weights: T.Tensor((num_pairs,), "float32"),
+        token_topk_to_pos: T.Tensor((num_pairs,), "int32"),
+        pos_to_expert: T.Tensor((num_positions,), "int32"),
+        limit: T.float32,
+        steps: T.int32,
+        x_grad: T.Tensor((num_positions, 2, hidden), dtypes[2]),
+        weight_grad: T.Tensor((num_pairs,), "float32"),
+        out: T.Tensor((num_positions, hidden), dtypes[2]),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_positions, block_rows), threads=threads) as block:
+            first = block * block_rows
+            pairs = T.alloc_fragment((block_rows,), "int32")
+            weights = T.alloc_fragment((block_rows,), "float32")
+            gates = T.alloc_fragment(tile_shape, dtypes[0])
+            values = T.alloc_fragment(tile_shape, dtypes[0])
+            grads = T.alloc_fragment(tile_shape, dtypes[1])
+            gate_grads = T.alloc_fragment(tile_shape, "float32")
+            value_grads = T.alloc_fragment(tile_shape, "float32")
+            activated = T.alloc_fragment(tile_shape, "float32")
+            products = T.alloc_fragment(tile_shape, "float32")
+            sums = T.alloc_fragment((block_rows,), "float32")
+            for r in T.Parallel(block_rows):
+                pairs[r] = pair_of_row(first + r, num_positions, pos_to_token_topk, pos_to_expert, num_pairs, given)
+                if given.weights:
+                    weights[r] = T.if_then_else(pairs[r] >= 0, topk_weights[pairs[r]], T.float32(0))
+            if has_weight_grad:
+                T.clear(products)
+            for tile in T.serial(T.ceildiv(hidden, block_channels)):
+                channel = tile * block_channels
+                for r, i in T.Parallel(*tile_shape):
+                    is_read = pairs[r] >= 0 and channel + i < hidden
+                    gates[r, i] = T.if_then_else(is_read, x[first + r, 0, channel + i], T.cast(0, dtypes[0]))
+                for r, i in T.Parallel(*tile_shape):
+                    is_read = pairs[r] >= 0 and channel + i < hidden
+                    values[r, i] = T.if_then_else(is_read, x[first + r, 1, channel + i], T.cast(0, dtypes[0]))
+                for r, i in T.Parallel(*tile_shape):
+                    is_read = pairs[r] >= 0 and channel + i < hidden
+                    grads[r, i] = T.if_then_else(is_read, grad_out[first + r, channel + i], T.cast(0, dtypes[1]))
+                for r, i in T.Parallel(*tile_shape):
+                    g = T.cast(grads[r, i], "float32")
+                    gate = clamp_gate(T.cast(gates[r, i], "float32"), limit, given)
+                    value = clamp_value(T.cast(values[r, i], "float32"), limit, given)
+                    d = T.float32(1) + T.exp(-gate)
+                    s = T.float32(1) / d
+                    a = gate / d * value
+                    gs = g * weights[r] * s if given.weights else g * s
+                    activated[r, i] = a * weights[r] if given.weights else a
+                    gate_grads[r, i] = gs * value * T.fma(gate, T.float32(1) - s, T.float32(1))
+                    value_grads[r, i] = gs * gate
+                    if has_weight_grad:
+                        products[r, i] = products[r, i] + g * a
+                if given.clamp:
+                    for r, i in T.Parallel(*tile_shape):
+                        if T.cast(gates[r, i], "float32") > limit:
+                            gate_grads[r, i] = T.float32(0)
+                        if T.abs(T.cast(values[r, i], "float32")) > limit:
+                            value_grads[r, i] = T.float32(0)
+                T.copy(gate_grads, x_grad[first : first + block_rows, 0, channel : channel + block_channels])
+                T.copy(value_grads, x_grad[first : first + block_rows, 1, channel : channel + block_channels])
+                if with_out:
+                    T.copy(activated, out[first : first + block_rows, channel : channel + block_channels])
+            if has_weight_grad:
+                T.reduce_sum(products, sums, dim=1)
+                for r in T.Parallel(block_rows):
+                    pair = T.if_then_else(first + r < num_positions, pos_to_token_topk[first + r], -1)
+                    if pair >= 0 and pair < num_pairs:
+                        weight_grad[pair] = sums[r]
+                for step in T.serial(steps):
+                    for i in T.Parallel(threads):
+                        num_blocks = T.ceildiv(num_positions, block_rows)
+                        other = (T.cast(step, "int64") * num_blocks + block) * threads + i
+                        if other < num_pairs:
+                            pos = token_topk_to_pos[other]
+                            if pos < 0 or pos >= num_positions:
+                                weight_grad[other] = T.float32(0)
+
+    return swiglu_backward
+
+
+def _reference(
+    x: Tensor,
+    grad_out: Tensor,
+    pos_to_token_topk: Tensor | None,
+    topk_weights: Tensor | None,
+    token_topk_to_pos: Tensor | None,
+    pos_to_expert: Tensor | None,
+    x_grad: Tensor,
+    weight_grad: Tensor | None,
+    out: Tensor | None,
+    swiglu_clamp_value: float | None,
+) -> None:
+    from tk_quant.reference.swiglu.swiglu_backward import swiglu_backward
+
+    values = swiglu_backward(
+        *(x, grad_out, swiglu_clamp_value),
+        fmt="fp32" if x_grad.dtype is torch.float32 else "bf16",
+        pos_to_token_topk=pos_to_token_topk,
+        topk_weights=topk_weights,
+        token_topk_to_pos=token_topk_to_pos,
+        pos_to_expert=pos_to_expert,
+        with_out=out is not None,
+    )
+    for written, value in zip((out, x_grad, weight_grad), values, strict=True):
+        if written is not None and value is not None:
+            written.copy_(value)
+
+
+@op("tk_quant::swiglu_backward_out", mutates=("x_grad", "weight_grad", "out"), reference=_reference)
+def _swiglu_backward_out(
+    x: Tensor,
+    grad_out: Tensor,
+    pos_to_token_topk: Tensor | None,
+    topk_weights: Tensor | None,
+    token_topk_to_pos: Tensor | None,
+    pos_to_expert: Tensor | None,
+    x_grad: Tensor,
+    weight_grad: Tensor | None,
+    out: Tensor | None,
+    swiglu_clamp_value: float | None,
+) -> None:
+    num_positions, hidden = grad_out.shape
+    if num_positions == 0:
+        if weight_grad is not None:
+            weight_grad.zero_()
+        return
+    arch = get_arch(x.device)
+    config = SwigluBackwardConfig.best(hidden, arch)
+    dtypes = x.dtype, grad_out.dtype, x_grad.dtype
+    given = Given(topk_weights is not None, pos_to_expert is not None, swiglu_clamp_value is not None)
+    backward = _swiglu_backward_kernel(hidden, dtypes, given, weight_grad is not None, out is not None, config, arch)
+    of_pairs = (None if each is None else each.view(-1) for each in (topk_weights, token_topk_to_pos, weight_grad))
+    weights, positions, written = of_pairs
+    num_pairs = 0 if written is None else written.shape[0]
+    backward(
+        *(aligned(x).view(num_positions, 2, hidden), aligned(grad_out), pos_to_token_topk, weights, positions),
+        *(pos_to_expert, math.inf if swiglu_clamp_value is None else swiglu_clamp_value),
+        ceil_div(num_pairs, ceil_div(num_positions, config.block_rows) * config.threads),
+        *(x_grad.view(num_positions, 2, hidden), written, out),
+    )
+
+
+def _check_maps(pos_to_token_topk: Tensor, token_topk_to_pos: Tensor) -> None:
+    """Raise ValueError unless each pair that has a position is named there."""
+    pos = token_topk_to_pos.flatten().long()
+    pairs = ((pos >= 0) & (pos < pos_to_token_topk.shape[0])).nonzero().flatten()
+    is_wrong = pos_to_token_topk[pos[pairs]] != pairs
+    if is_wrong.any():
+        pair = int(pairs[is_wrong][0])
+        named = int(pos_to_token_topk[pos[pair]])
+        check.require(False, "pos_to_token_topk", f"{pair} at position {int(pos[pair])}", named)
+
+
+@replayable
+def swiglu_backward(
+    x: Tensor,
+    grad_out: Tensor,
+    swiglu_clamp_value: float | None = None,
+    *,
+    fmt: str = "fp32",
+    pos_to_token_topk: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    token_topk_to_pos: Tensor | None = None,
+    pos_to_expert: Tensor | None = None,
+    with_out: bool = False,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Gradients of `swiglu_forward` by x and by the weights, and on demand its output once more.
+
+    With l and r the left and right half of a row of x, g = grad_out, and w the row's weight (1 without weights); every
+    operation in float32 to nearest with ties to even, products from left to right, fma rounded once:
+
+        d = 1 + exp(-l);  s = 1 / d;  a = l / d * r;  gs = g * w * s
+        out = a * w;  x_grad = [gs * r * fma(l, 1 - s, 1) | gs * l];  weight_grad = sum of g * a over the row
+
+    All is exact but weight_grad, which is summed up in float32, in an order that depends on hidden and the
+    dtypes alone.
+
+    Args:
+        x: (num_positions, 2 * hidden) bfloat16 or float32, contiguous, the gate l in the left half; hidden a multiple
+            of 64.
+        grad_out: (num_positions, hidden) bfloat16 or float32, contiguous.
+        swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]; x_grad is 0 where
+            they were. NaN stays NaN.
+        fmt: "bf16" or "fp32", the type of x_grad and out.
+        pos_to_token_topk: int32 (num_positions,), index of each row's weight in topk_weights, flat; a row where it is
+            negative or past the end (`TK_DEBUG=1` raises ValueError for that) is padding.
+        topk_weights: float32 (num_tokens, num_topk), contiguous; with pos_to_token_topk only, and the other way round.
+        token_topk_to_pos: int32 (num_tokens, num_topk), contiguous, with topk_weights only, for whose gradient it
+            stands: the position of each pair; where that is none of x, the pair has no position. For all others
+            pos_to_token_topk has to name the pair in return, else its gradient is unspecified (`TK_DEBUG=1` raises
+            ValueError).
+        pos_to_expert: int32 (num_positions,); a row where it is negative is padding. Rows of padding come out as zeros,
+            whatever x and grad_out hold there.
+        with_out: Also return the forward's output.
+
+    Returns:
+        out: (num_positions, hidden), or None without `with_out`.
+        x_grad: (num_positions, 2 * hidden).
+        weight_grad: float32 (num_tokens, num_topk), 0 for a pair without a position; None without token_topk_to_pos.
+
+    Raises:
+        TypeError: A tensor, number or flag is none, or has another dtype.
+        ValueError: Any other argument is not as described, or is on another device.
+    """
+    dtype = check_swiglu_arguments(x, swiglu_clamp_value, fmt, pos_to_token_topk, topk_weights, pos_to_expert)
+    num_positions, hidden = x.shape[0], x.shape[1] // 2
+    check.tensor("grad_out", grad_out, DTYPES, (num_positions, hidden), device=x.device)
+    check.flag("with_out", with_out)
+    weight_grad = None
+    if token_topk_to_pos is not None:
+        check.require(topk_weights is not None, "topk_weights", "a tensor beside token_topk_to_pos", None)
+        pairs = tuple(topk_weights.shape)
+        check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), pairs, device=x.device)
+        if not torch.compiler.is_compiling() and env.debug() and not x.is_meta:
+            _check_maps(pos_to_token_topk, token_topk_to_pos)
+        weight_grad = torch.empty_like(topk_weights)
+    x_grad = x.new_empty((num_positions, 2 * hidden), dtype=dtype)
+    out = x.new_empty((num_positions, hidden), dtype=dtype) if with_out else None
+    _swiglu_backward_out(
+        *(x, grad_out, pos_to_token_topk, topk_weights, token_topk_to_pos, pos_to_expert),
+        *(x_grad, weight_grad, out, None if swiglu_clamp_value is None else float(swiglu_clamp_value)),
+    )
+    return out, x_grad, weight_grad

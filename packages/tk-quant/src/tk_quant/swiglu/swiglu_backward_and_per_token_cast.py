@@ -1,0 +1,234 @@
+"""swiglu_backward_and_per_token_cast: backward of SwiGLU from a quantized input, its result quantized, in one pass.
+
+For each position p and channel j, with l and r the dequantized x[p, j] and x[p, hidden + j], g = grad_out[p, j] and
+w = weight.flat[pos_to_token_topk[p]], in float32, products from left to right:
+
+    d = 1 + exp(-l);  s = 1 / d;  a = l / d * r;  gs = g * w * s
+    out = a * w;  dl = gs * r * fma(l, 1 - s, 1);  dr = gs * l;  weight_grad.flat[pos_to_token_topk[p]] = sum of g * a
+
+x_grad = [dl | dr] comes out in bfloat16 and, quantized from float32 by groups of num_per_channels channels, in e4m3.
+
+A thread takes `vec` neighbouring channels of both halves of a row; the lanes that hold a group agree on its two amax by
+shuffles. A block looks up its rows' indices, takes `rows` rows after the other `rows`, loading the next ones while it
+works on some, and sums g * a up over each row in shared memory, in a fixed order:
+
+              left half of x, of x_grad      right half                      grad_out, out
+            ┌─────────┬─────────┬─  ─┐     ┌─────────┬─────────┬─  ─┐     ┌─────────┬─────────┬─  ─┐
+     rows   │ l0 … l7 │ l8… l15 │ …  │     │ l0 … l7 │ l8… l15 │ …  │     │ l0 … l7 │ l8… l15 │ …  │
+            └─────────┴─────────┴─  ─┘     └─────────┴─────────┴─  ─┘     └─────────┴─────────┴─  ─┘
+
+Threads then look for pairs of a token and an expert that have no row, and write their zeros. Rows of padding are not
+read. Instructions are short beside bandwidth: see divisions.py for what is saved on each.
+"""
+
+import math
+
+import torch
+
+from tk_core import check, env
+from tk_core.arch import get_arch
+from tk_core.num_sms import get_num_sms
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_quant.lib.clamp import check_clamp_value
+from tk_quant.lib.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig, swiglu_backward_kernel
+
+_GROUPS = (32, 128)
+# The last block's threads count a little further.
+_MAX_PAIRS = 2**31 - 2**10
+
+
+def _reference(
+    data: torch.Tensor,
+    sf: torch.Tensor,
+    grad_out: torch.Tensor,
+    weight: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    out: torch.Tensor,
+    x_grad_data: torch.Tensor,
+    x_grad_sf: torch.Tensor,
+    x_grad: torch.Tensor,
+    weight_grad: torch.Tensor,
+    num_per_channels: int,
+    round_sf: bool,
+    swiglu_clamp_value: float | None,
+) -> None:
+    from tk_quant.reference.swiglu.swiglu_backward_and_per_token_cast import swiglu_backward_and_per_token_cast as whole
+
+    new_out, (new_data, new_sf), new_x_grad, new_weight_grad = whole(
+        (data, sf),
+        *(grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels, round_sf, swiglu_clamp_value),
+    )
+    out.copy_(new_out)
+    x_grad_data.copy_(new_data)
+    x_grad_sf.copy_(new_sf)
+    x_grad.copy_(new_x_grad)
+    weight_grad.copy_(new_weight_grad)
+
+
+@op(
+    "tk_quant::swiglu_backward_and_per_token_cast_out",
+    mutates=("out", "x_grad_data", "x_grad_sf", "x_grad", "weight_grad"),
+    reference=_reference,
+)
+def _swiglu_backward_and_per_token_cast_out(
+    data: torch.Tensor,
+    sf: torch.Tensor,
+    grad_out: torch.Tensor,
+    weight: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    out: torch.Tensor,
+    x_grad_data: torch.Tensor,
+    x_grad_sf: torch.Tensor,
+    x_grad: torch.Tensor,
+    weight_grad: torch.Tensor,
+    num_per_channels: int,
+    round_sf: bool,
+    swiglu_clamp_value: float | None,
+) -> None:
+    hidden, num_pairs, num_positions = grad_out.shape[-1], weight.numel(), pos_to_token_topk.numel()
+    if num_positions == 0:
+        weight_grad.zero_()
+        return
+    arch, clamps = get_arch(data.device), swiglu_clamp_value is not None
+    config = SwigluBackwardConfig.best(hidden, num_per_channels, clamps, arch)
+    turns = config.turns_of(num_positions, get_num_sms(data.device))
+    swiglu_backward_kernel(
+        *(data.ndim, check.row_alignment(data), check.row_alignment(grad_out), hidden, num_per_channels, round_sf),
+        *(clamps, config, arch),
+    )(
+        *(data, sf, grad_out, weight, pos_to_token_topk, token_topk_to_pos),
+        *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
+        0.0 if swiglu_clamp_value is None else swiglu_clamp_value,
+        num_pairs,
+        turns,
+        config.num_blocks(num_positions, turns, num_pairs),
+    )
+
+
+def _check_indices(pos_to_token_topk: torch.Tensor, token_topk_to_pos: torch.Tensor) -> None:
+    """Whether the two maps stay inside each other and agree; waits for the device."""
+    pairs, positions = token_topk_to_pos.flatten(), pos_to_token_topk.flatten()
+    for name, indices, size in (
+        ("pos_to_token_topk", positions, pairs.numel()),
+        ("token_topk_to_pos", pairs, positions.numel()),
+    ):
+        highest = int(indices.max()) if indices.numel() else -1
+        check.require(highest < size, name, f"indices below {size}", highest)
+    with_row = (pairs >= 0).nonzero().flatten()
+    back = positions[pairs[with_row].to(torch.int64)]
+    strays = with_row[back != with_row]
+    if strays.numel():
+        pair = int(strays[0])
+        got = int(positions[pairs[pair]])
+        check.require(False, "pos_to_token_topk", f"{pair} at position {int(pairs[pair])} of that pair", got)
+
+
+@replayable
+def _swiglu_backward_and_per_token_cast(
+    x: tuple[torch.Tensor, torch.Tensor],
+    grad_out: torch.Tensor,
+    weight: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    num_per_channels: int,
+    round_sf: bool,
+    swiglu_clamp_value: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The public function, its results in a flat tuple."""
+    check.require_type(isinstance(x, (tuple, list)), "x", "a pair (data, sf)", type(x).__name__)
+    check.require(len(x) == 2, "x", "a pair (data, sf)", f"{len(x)} items")
+    data, sf = x
+    batched = isinstance(data, torch.Tensor) and data.ndim == 3
+    names = ("num_experts", "num_rows") if batched else ("num_positions",)
+    *leading, width = check.tensor("x[0]", data, (torch.float8_e4m3fn,), (*names, "2 * hidden"))
+    device = data.device
+    check.integer("num_per_channels", num_per_channels)
+    check.one_of("num_per_channels", num_per_channels, _GROUPS)
+    channels = 2 * num_per_channels
+    check.require(width > 0 and width % channels == 0, "x[0]", f"a positive multiple of {channels} columns", width)
+    hidden, sf_shape = width // 2, (*leading, width // num_per_channels)
+    check.tensor("x[1]", sf, (torch.float32,), sf_shape, device=device)
+    check.tensor("grad_out", grad_out, (torch.bfloat16,), (*leading, hidden), device=device)
+    pairs = check.tensor("weight", weight, (torch.float32,), ("num_tokens", "num_topk"), device=device)
+    check.require(weight.numel() <= _MAX_PAIRS, "weight", f"at most {_MAX_PAIRS} elements", weight.numel())
+    check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), tuple(pairs), device=device)
+    flat = not (batched and isinstance(pos_to_token_topk, torch.Tensor) and pos_to_token_topk.ndim == 2)
+    positions = (math.prod(leading),) if flat else tuple(leading)
+    check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
+    check.flag("round_sf", round_sf)
+    check_clamp_value(swiglu_clamp_value)
+    if not torch.compiler.is_compiling() and env.debug() and not data.is_meta:
+        _check_indices(pos_to_token_topk, token_topk_to_pos)
+
+    x_grad_data, x_grad_sf = torch.empty_like(data), torch.empty_like(sf)
+    out, x_grad = torch.empty_like(grad_out), grad_out.new_empty((*leading, width))
+    weight_grad = torch.empty_like(weight)
+    _swiglu_backward_and_per_token_cast_out(
+        *(data, sf, grad_out, weight, pos_to_token_topk if flat else pos_to_token_topk.view(-1), token_topk_to_pos),
+        *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
+        *(num_per_channels, round_sf, swiglu_clamp_value),
+    )
+    return out, x_grad_data, x_grad_sf, x_grad, weight_grad
+
+
+def swiglu_backward_and_per_token_cast(
+    x: tuple[torch.Tensor, torch.Tensor],
+    grad_out: torch.Tensor,
+    weight: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    num_per_channels: int,
+    round_sf: bool = False,
+    swiglu_clamp_value: float | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Backward of SwiGLU times a weight for each row, from a quantized input; the forward is computed again.
+
+    With l and r the left and right half of a row of x = data * sf, rounded to float32, g = grad_out, and w the row's
+    weight; every operation in float32 to nearest with ties to even, products from left to right, fma rounded once:
+
+        d = 1 + exp(-l);  s = 1 / d;  a = l / d * r;  gs = g * w * s
+        out = a * w;  x_grad = [gs * r * fma(l, 1 - s, 1) | gs * l];  weight_grad = sum of g * a over the row
+
+    and for each group of num_per_channels channels of x_grad, before it is rounded to bfloat16,
+
+        amax = max(max |x_grad|, 1e-4);  sf = amax / 448;  data = round(x_grad * (448 / amax))
+        with round_sf: sf = least power of two >= amax / 448;  data = round(x_grad / sf)
+
+    data saturates and keeps the sign of zero. A group with NaN or infinity in it has NaN or infinity for its sf. All is
+    exact but weight_grad, which is summed up in float32, in an order that depends on hidden, num_per_channels and on
+    whether there is a clamp alone. Names and formulas are those of DeepSeek's TileKernels 1.0.0.
+
+    Args:
+        x: `(data, sf)`: float8_e4m3fn (num_positions, 2 * hidden), the gate l in the left half, hidden a multiple of
+            num_per_channels, and float32 (num_positions, 2 * hidden / num_per_channels), both contiguous. Both may
+            have experts and their rows, (num_experts, num_rows, ...), for positions: num_positions is the product
+            then, position p row p % num_rows of expert p // num_rows.
+        grad_out: bfloat16 (num_positions, hidden), or (num_experts, num_rows, hidden) as x; contiguous.
+        weight: float32 (num_tokens, num_topk), contiguous.
+        pos_to_token_topk: int32 (num_positions,), or (num_experts, num_rows) as x: index of each row's weight, flat. A
+            row where it is negative or past the end is padding: it is not read, out and x_grad are 0 there, and sf is
+            that of a group of zeros.
+        token_topk_to_pos: int32 (num_tokens, num_topk), the position of each pair of a token and an expert; negative
+            where it has none. weight_grad is 0 for these, and for any whose position is not inside x or has another
+            pair in pos_to_token_topk. `TK_DEBUG=1` raises ValueError for indices past the end and for maps that
+            disagree.
+        num_per_channels: Channels of a group, of x and of x_grad: 32 or 128.
+        round_sf: Round sf up to a power of two.
+        swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]; x_grad is 0 where
+            they were. NaN stays NaN.
+
+    Returns:
+        `(out, (data, sf), x_grad, weight_grad)`: out bfloat16, as grad_out; data float8_e4m3fn and sf float32, as x;
+        x_grad bfloat16, with the shape of data; weight_grad float32 (num_tokens, num_topk).
+
+    Raises:
+        TypeError: A tensor, number or flag is none, or has another dtype.
+        ValueError: Any other argument is not as described, or is on another device.
+    """
+    out, x_grad_data, x_grad_sf, x_grad, weight_grad = _swiglu_backward_and_per_token_cast(
+        *(x, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels, round_sf, swiglu_clamp_value)
+    )
+    return out, (x_grad_data, x_grad_sf), x_grad, weight_grad

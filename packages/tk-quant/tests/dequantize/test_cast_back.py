@@ -1,0 +1,311 @@
+"""cast_back."""
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import tk_quant
+from tk_core.arch import arch_from_name
+from tk_core.scales import ScaleLayout, convert_scales, pack_scales
+from tk_core.testing import assert_equal, tiers
+from tk_quant.dequantize.cast_back import CastBackConfig
+from tk_quant.testing.dequantize.cast_back import E5M6_SPEC, SPEC, SPECIAL_SF, every_code, pair, random_codes
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_cpu_e5m6 = tiers.cpu_tests(E5M6_SPEC)
+test_compile_e5m6 = tiers.compile_tests(E5M6_SPEC)
+test_gpu_e5m6 = tiers.gpu_tests(E5M6_SPEC)
+test_gpu_modes_e5m6 = tiers.gpu_mode_tests(E5M6_SPEC)
+
+INF, NAN = math.inf, math.nan
+OUT = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAN_BITS = {"fp32": 0x7FFFFFFF, "bf16": 0x7FFF}
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def by_ml_dtypes(data: torch.Tensor, sf: np.ndarray, fmt: str) -> tuple[np.ndarray, np.ndarray]:
+    """Bits of data times sf (float32, one an element) in `fmt`, and where they are NaN; not by any code of ours."""
+    codes = data.view(torch.uint8).numpy()
+    if data.dtype is torch.float8_e4m3fn:
+        values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    elif data.dtype is torch.uint8:
+        # A string of bits, twelve a code, once the words are big endian.
+        bits = np.unpackbits(codes.copy().view("<u4").astype(">u4").view(np.uint8), axis=1)
+        halves = np.pad(bits.reshape(codes.shape[0], -1, 12), ((0, 0), (0, 0), (0, 4)))
+        values = np.packbits(halves, axis=2).view(">f2").astype(np.float32)[..., 0]
+    else:
+        nibbles = np.stack((codes & 0xF, codes >> 4), axis=-1).reshape(codes.shape[0], -1)
+        values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    with np.errstate(all="ignore"):
+        product = values * sf
+    if fmt == "fp32":
+        return product.view(np.int32), np.isnan(product)
+    return product.astype(ml_dtypes.bfloat16).view(np.int16), np.isnan(product)
+
+
+@pytest.mark.parametrize("layout", ["row", "packed"])
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+@pytest.mark.parametrize("x_fmt", ["e4m3", "e2m1", "e5m6"])
+def test_every_code_against_ml_dtypes(x_fmt: str, fmt: str, layout: str) -> None:
+    data, sf = every_code(x_fmt, layout)("cpu")
+    hidden = {"e4m3": 256, "e2m1": 512, "e5m6": 4096}[x_fmt]
+    if layout == "packed":
+        scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32).reshape(-1, 1)
+    else:
+        scales = np.array(SPECIAL_SF, dtype=np.float32).reshape(-1, 1)
+    out = tk_quant.cast_back((data, sf), fmt, (1, hidden), "e5m6" if x_fmt == "e5m6" else None)
+    assert out.dtype is OUT[fmt]
+    expected, is_nan = by_ml_dtypes(data, scales, fmt)
+    got = out.view(torch.int32 if fmt == "fp32" else torch.int16).numpy()
+    np.testing.assert_array_equal(got[~is_nan], expected[~is_nan])
+    assert is_nan.any()
+    assert (got[is_nan] == NAN_BITS[fmt]).all()
+
+
+@pytest.mark.parametrize("tensor_sf", [1.0, 1 / 3, 1.3 * 2.0**-130, 3e38, -2.0, math.nan, math.inf])
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+def test_nvfp4_against_ml_dtypes(fmt: str, tensor_sf: float) -> None:
+    data, sf = every_code("e2m1", "nv")("cpu")
+    out = tk_quant.cast_back((data, sf), fmt, (1, 512), tensor_sf=torch.tensor(tensor_sf))
+    scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(-1, 1)
+    codes = data.view(torch.uint8).numpy()
+    nibbles = np.stack((codes & 0xF, codes >> 4), axis=-1).reshape(256, -1)
+    with np.errstate(all="ignore"):
+        product = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * scales * np.float32(tensor_sf)
+    is_nan = np.isnan(product)
+    expected = product.astype(ml_dtypes.bfloat16).view(np.int16) if fmt == "bf16" else product.view(np.int32)
+    got = out.view(torch.int32 if fmt == "fp32" else torch.int16).numpy()
+    np.testing.assert_array_equal(got[~is_nan], expected[~is_nan])
+    assert is_nan[[127, 255]].all()
+    assert (got[is_nan] == NAN_BITS[fmt]).all()
+
+
+def test_nvfp4_by_hand() -> None:
+    """Blocks of 16: sf of block b is b + 1, the tensor's 0.125; all codes 7 (6.0)."""
+    data = torch.full((2, 32), 0x77, dtype=torch.int8)
+    sf = torch.arange(1.0, 9.0).view(2, 4).to(torch.float8_e4m3fn)
+    for tensor_sf in (torch.tensor(0.125), torch.tensor([0.125]), torch.tensor([[0.125]])):
+        for scales in (sf, convert_scales(sf, 2, 4, ScaleLayout.SWIZZLED)):
+            out = tk_quant.cast_back((data, scales), "fp32", (1, 16), tensor_sf=tensor_sf)
+            assert out[:, ::16].tolist() == [[0.75 * (b + 1) for b in range(r, r + 4)] for r in (0, 4)]
+
+
+def test_e5m6_by_hand() -> None:
+    """Eight ones are twelve bytes that docs/numerics.md spells out; 1 and 1/64 more, the largest, a subnormal, -0."""
+    ones = torch.tensor([0x3C, 0xC0, 0x03, 0x3C, 0x03, 0x3C, 0xC0, 0x03, 0xC0, 0x03, 0x3C, 0xC0], dtype=torch.uint8)
+    data = ones.repeat(2, 8)
+    sf = torch.tensor([[1.0], [3.0]])
+    out = tk_quant.cast_back_e5m6((data, sf), "bf16", (1, 64))
+    assert torch.equal(out, sf.expand(2, 64).to(torch.bfloat16))
+    codes = [0x3C0, 0x3C1, 0x7BF, 0x001, 0x800, 0xFBF, 0x040, 0x03F]
+    bits = "".join(f"{code:012b}" for code in codes)
+    words = [int(bits[i : i + 32], 2) for i in (0, 32, 64)]
+    data[0, :12] = torch.tensor([byte for word in words for byte in word.to_bytes(4, "little")], dtype=torch.uint8)
+    out = tk_quant.cast_back((data, sf), "fp32", (1, 64), "e5m6")
+    assert out[0, :8].tolist() == [1.0, 1 + 2.0**-6, 65024.0, 2.0**-20, -0.0, -65024.0, 2.0**-14, 63 * 2.0**-20]
+    assert out[0, 4].signbit()
+
+
+def test_default_block_is_32_by_32() -> None:
+    x = pair(70, 192, "e4m3", (32, 32), "row")("cpu")
+    assert_equal(tk_quant.cast_back(x, "bf16"), tk_quant.cast_back(x, "bf16", (32, 32)))
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+def test_e5m6_by_either_name(fmt: str) -> None:
+    for block_size in ((1, 192), (1, 32), (32, 32), (128, 128), (128, 1)):
+        x = pair(33, 192, "e5m6", block_size, "packed")("cpu")
+        out = tk_quant.cast_back_e5m6(x, fmt, block_size)
+        assert_equal(out, tk_quant.cast_back(x, fmt, block_size, x_special_fmt="e5m6"))
+        assert not out.isnan().any()
+
+
+def test_e4m3_by_hand() -> None:
+    data = torch.zeros(1, 64)
+    data[0, :6] = torch.tensor([1.0, -1.0, 448.0, -(2.0**-9), 0.0, 1.125])
+    data = data.to(torch.float8_e4m3fn)
+    out = tk_quant.cast_back((data, torch.tensor([[3.0]])), "fp32", (1, 64))
+    assert out[0, :6].tolist() == [3.0, -3.0, 1344.0, -3 * 2.0**-9, 0.0, 3.375]
+    # 3.375 * (1 + 2**-8) lies between two bfloat16 that are 2**-6 apart.
+    out = tk_quant.cast_back((data, torch.tensor([[3 * (1 + 2.0**-8)]])), "bf16", (1, 64))
+    assert out[0, 5].item() == 3.390625
+
+
+def test_e2m1_by_hand() -> None:
+    data = torch.zeros(2, 32, dtype=torch.uint8)
+    # The even channel is the low nibble.
+    data[:, :8] = torch.tensor([2 * k | (2 * k + 1) << 4 for k in range(8)])
+    sf = torch.tensor([[1.0], [-0.5]])
+    out = tk_quant.cast_back((data.view(torch.int8), sf), "fp32", (1, 64))
+    assert_equal(out[:, :16].clone(), torch.tensor([E2M1, [-0.5 * value for value in E2M1]]))
+
+
+def test_rounds_to_float32_first() -> None:
+    # The product is 1 + 2**-8 + 2**-24. Float32 drops the last bit, which leaves a tie of bfloat16, and the even one of
+    # its neighbours is 1; rounded at once it would be 1 + 2**-7.
+    sf = (1 + 2.0**-8 + 2.0**-24) / 1.5
+    assert torch.tensor(sf).item() == sf
+    data = torch.full((1, 64), 1.5).to(torch.float8_e4m3fn)
+    out = tk_quant.cast_back((data, torch.tensor([[sf]])), "bf16", (1, 64))
+    assert out[0, 0].item() == 1.0
+
+
+@pytest.mark.parametrize("layout", list(ScaleLayout))
+def test_blocks_by_hand(layout: ScaleLayout) -> None:
+    """sf is 2**(10 * row + col) of its block; 130 tokens and 192 channels leave edge blocks."""
+    data = torch.ones(130, 192).to(torch.float8_e4m3fn)
+    for block_tokens, block_channels in ((1, 128), (32, 32), (128, 128), (128, 1), (64, 16), (1, 192), (1, 50)):
+        rows, cols = -(-130 // block_tokens), -(-192 // block_channels)
+        exponents = (torch.arange(rows)[:, None] * 10 + torch.arange(cols)) % 100 - 50
+        sf = pack_scales(torch.exp2(exponents.float()), layout)
+        out = tk_quant.cast_back((data, sf), "fp32", (block_tokens, block_channels))
+        for token, channel in ((0, 0), (1, 1), (31, 31), (32, 32), (127, 127), (128, 128), (129, 191), (129, 0)):
+            exponent = (10 * (token // block_tokens) + channel // block_channels) % 100 - 50
+            assert out[token, channel].item() == 2.0**exponent, (block_tokens, block_channels, token, channel)
+
+
+def test_negative_zero_and_nan() -> None:
+    data = torch.zeros(1, 64)
+    data[0, 1], data[0, 2], data[0, 3] = -0.0, NAN, 1.0
+    data = data.to(torch.float8_e4m3fn)
+    out = tk_quant.cast_back((data, torch.tensor([[2.0]])), "fp32", (1, 64)).view(torch.int32)
+    assert out[0, :4].tolist() == [0, -(1 << 31), 0x7FFFFFFF, 0x40000000]
+    out = tk_quant.cast_back((data, torch.tensor([[INF]])), "bf16", (1, 64)).view(torch.int16)
+    assert out[0, :4].tolist() == [0x7FFF, 0x7FFF, 0x7FFF, 0x7F80]
+    out = tk_quant.cast_back((data, torch.tensor([[-NAN]])), "bf16", (1, 64)).view(torch.int16)
+    assert out[0, :4].tolist() == [0x7FFF] * 4
+
+
+def test_what_a_cast_made() -> None:
+    x = torch.randn(5, 192)
+    for fmt, error in (("e4m3", 2.0**-4), ("e2m1", 0.25)):
+        for flags in ({}, {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True}):
+            pair_ = tk_quant.per_token_cast(x, fmt, 32, **flags)
+            out = tk_quant.cast_back(pair_, "fp32", (1, 32))
+            amax = x.abs().view(5, 6, 32).amax(2, keepdim=True)
+            assert ((out - x).abs().view(5, 6, 32) <= error * amax).all()
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch has no float4_e2m1fn_x2")
+def test_float4_dtype() -> None:
+    data, sf = pair(3, 64, "e2m1", (1, 32), "packed")("cpu")
+    expected = tk_quant.cast_back((data, sf), "bf16", (1, 32))
+    assert_equal(tk_quant.cast_back((data.view(torch.float4_e2m1fn_x2), sf), "bf16", (1, 32)), expected)
+    assert_equal(tk_quant.reference.cast_back((data.view(torch.float4_e2m1fn_x2), sf), "bf16", (1, 32)), expected)
+
+
+@pytest.mark.parametrize("x_bits", [4, 8, 12])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_config(x_bits: int, itemsize: int, narrow: bool) -> None:
+    """Tiles cover the row, in whole warps, with little to spare; 128-token blocks hold whole tiles where they can."""
+    for hidden in range(64, 20481, 64):
+        config = CastBackConfig.best(hidden, x_bits, itemsize, narrow, arch_from_name("sm_90a"))
+        threads = config.lanes * config.rows
+        col_tiles = -(-hidden // (config.lanes * config.vec))
+        assert threads % 32 == 0
+        assert 32 <= threads <= 1024
+        assert hidden % config.vec == 0
+        assert col_tiles * config.lanes * config.vec <= 1.25 * hidden
+        assert 128 % (config.rows * config.pieces) == 0
+
+
+X = (torch.zeros(8, 192, dtype=torch.float8_e4m3fn), torch.ones(1, 2))
+FP4 = torch.zeros(8, 96, dtype=torch.int8)
+E5M6 = torch.zeros(8, 288, dtype=torch.uint8)
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": X[0]}, TypeError, "x: expected a pair"),
+        ({"x": (*X, X[1])}, ValueError, "x: expected a pair"),
+        ({"x": (X[0].float(), X[1])}, TypeError, r"x\[0\]: expected dtype"),
+        ({"x": (X[0].view(torch.uint8), X[1])}, TypeError, r"x\[0\]: expected dtype"),
+        ({"x": (None, X[1])}, TypeError, r"x\[0\]: expected a torch.Tensor"),
+        ({"x": (X[0][0], X[1])}, ValueError, r"x\[0\]: expected shape"),
+        ({"x": (X[0][:, ::2], X[1])}, ValueError, r"x\[0\]: expected stride 1"),
+        ({"x": (X[0][:, :100], X[1])}, ValueError, "x: expected a positive multiple of 64 channels, got 100"),
+        ({"x": (X[0][:, :0], X[1])}, ValueError, "x: expected a positive multiple of 64 channels, got 0"),
+        ({"x": (X[0][:, :16].view(torch.int8), X[1])}, ValueError, "x: expected a positive multiple of 64 channels"),
+        ({"x": (X[0], X[1].half())}, TypeError, r"x\[1\]: expected dtype"),
+        ({"x": (X[0], None)}, TypeError, r"x\[1\]: expected a torch.Tensor"),
+        ({"x": (X[0], torch.ones(1, 3))}, ValueError, r"x\[1\]: expected shape \(1, 2\)"),
+        ({"x": (X[0], torch.ones(1, 2, dtype=torch.int32))}, ValueError, r"x\[1\]: expected shape \(1, 1\)"),
+        ({"x": (X[0], torch.ones(8, 12)[:, ::2]), "x_block_size": (1, 32)}, ValueError, r"x\[1\]: expected strides"),
+        ({"x": (X[0], X[1].to("meta"))}, ValueError, r"x\[1\]: expected device cpu, got meta"),
+        ({"fmt": "fp16"}, ValueError, "fmt: expected one of 'bf16', 'fp32', got 'fp16'"),
+        ({"fmt": torch.bfloat16}, ValueError, "fmt: expected one of 'bf16', 'fp32'"),
+        ({"x_block_size": 128}, TypeError, "x_block_size: expected a tuple of two, got 128"),
+        ({"x_block_size": (128,)}, ValueError, "x_block_size: expected two numbers"),
+        ({"x_block_size": (128, 0)}, ValueError, "x_block_size: expected"),
+        ({"x_block_size": (1, 0)}, ValueError, "x_block_size: expected"),
+        ({"x_block_size": (3, 128)}, ValueError, "x_block_size: expected"),
+        ({"x_block_size": (256, 128)}, ValueError, "x_block_size: expected"),
+        ({"x_block_size": (128, 128.0)}, TypeError, "x_block_size: expected an int"),
+        ({"x_special_fmt": "e5m7"}, ValueError, "x_special_fmt: expected one of None, 'e5m6', got 'e5m7'"),
+        ({"x_special_fmt": "e5m6"}, TypeError, r"x\[0\]: expected dtype torch.uint8"),
+        ({"x": (E5M6[:, :192], X[1]), "x_special_fmt": "e5m6"}, ValueError, r"x\[1\]: expected shape \(1, 1\)"),
+        (
+            {"x": (E5M6[:, :90], X[1]), "x_special_fmt": "e5m6"},
+            ValueError,
+            r"x\[0\]: expected a positive multiple of 96",
+        ),
+        (
+            {"x": (E5M6[:, :0], X[1]), "x_special_fmt": "e5m6"},
+            ValueError,
+            r"x\[0\]: expected a positive multiple of 96",
+        ),
+        ({"x": (E5M6[0], X[1]), "x_special_fmt": "e5m6"}, ValueError, r"x\[0\]: expected shape"),
+        ({"x": (X[0], X[1].to(E8M0))}, ValueError, r"x\[1\]: expected shape \(1, 1, 32, 4, 4\)"),
+        (
+            {"x": (FP4, X[1].to(E4M3))},
+            ValueError,
+            r"tensor_sf: expected a float32 tensor beside an x\[1\] of float8_e4m3fn",
+        ),
+        ({"x": (FP4, X[1]), "tensor_sf": ONE}, ValueError, r"tensor_sf: expected None unless x\[1\] is float8_e4m3fn"),
+        ({"x": (FP4, torch.ones(1, 1, 32, 4, 4).to(E8M0)), "tensor_sf": ONE}, ValueError, "tensor_sf: expected None"),
+        ({"x": (X[0], X[1].to(E4M3)), "tensor_sf": ONE}, ValueError, r"x\[0\]: expected e2m1 beside an x\[1\]"),
+        ({"x": (FP4, X[1].to(E4M3)), "tensor_sf": 1.0}, TypeError, "tensor_sf: expected a torch.Tensor, got 'float'"),
+        ({"x": (FP4, X[1].to(E4M3)), "tensor_sf": ONE.double()}, TypeError, "tensor_sf: expected dtype torch.float32"),
+        ({"x": (FP4, X[1].to(E4M3)), "tensor_sf": torch.ones(2)}, ValueError, "tensor_sf: expected one element"),
+        ({"x": (FP4, X[1].to(E4M3)), "tensor_sf": ONE.to("meta")}, ValueError, "tensor_sf: expected device cpu"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    kwargs = {"x": X, "fmt": "bf16", "x_block_size": (128, 128), **change}
+    with pytest.raises(error, match=match):
+        tk_quant.cast_back(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": (E5M6.view(torch.int8), X[1])}, TypeError, r"x\[0\]: expected dtype torch.uint8"),
+        ({"x": E5M6}, TypeError, "x: expected a pair"),
+        ({"x": (E5M6, torch.ones(1, 3))}, ValueError, r"x\[1\]: expected shape \(1, 2\)"),
+        ({"fmt": "e5m6"}, ValueError, "fmt: expected one of 'bf16', 'fp32', got 'e5m6'"),
+        ({"x_block_size": (3, 128)}, ValueError, "x_block_size: expected"),
+        ({"x_block_size": 128}, TypeError, "x_block_size: expected a tuple of two"),
+        ({"x": (E5M6, X[1].to(E4M3))}, ValueError, r"x\[0\]: expected e2m1 beside"),
+    ],
+)
+def test_bad_input_e5m6(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    kwargs = {"x": (E5M6, X[1]), "fmt": "bf16", "x_block_size": (128, 128), **change}
+    with pytest.raises(error, match=match):
+        tk_quant.cast_back_e5m6(**kwargs)
+
+
+def test_generated_e5m6_is_finite() -> None:
+    codes = random_codes(7, 96, "e5m6", "cpu")
+    assert codes.shape == (7, 96)
+    assert tk_quant.reference.cast_back_e5m6((codes, torch.ones(7, 1)), "fp32", (1, 64)).isfinite().all()

@@ -1,0 +1,83 @@
+"""per_token_cast_back."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_quant
+from tk_core.testing import assert_equal, tiers
+from tk_quant.testing.dequantize.cast_back import more, pair
+from tk_quant.testing.dequantize.per_token_cast_back import SPEC
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "layout"),
+    [
+        *((fmt, layout) for fmt in ("e4m3", "e2m1", "e5m6") for layout in ("row", "col", "packed", "swizzled")),
+        ("e2m1", "nv"),
+        ("e2m1", "nvswizzled"),
+    ],
+)
+def test_is_cast_back_by_groups(fmt: str, layout: str) -> None:
+    others = more(fmt, layout)("cpu")
+    for group in (16, 32, 64, 128, 320):
+        x = pair(3, 320, fmt, (1, group), layout)("cpu")
+        for out in ("bf16", "fp32"):
+            by_token = tk_quant.per_token_cast_back(x, out, group, **others)
+            assert_equal(by_token, tk_quant.cast_back(x, out, (1, group), **others))
+            assert not by_token.isnan().any()
+
+
+def test_by_hand() -> None:
+    data = torch.full((2, 128), 2.0).to(torch.float8_e4m3fn)
+    out = tk_quant.per_token_cast_back((data, torch.tensor([[1.0, 2.0], [3.0, 4.0]])), "bf16", 64)
+    assert out.dtype is torch.bfloat16
+    assert out[:, ::63].tolist() == [[2.0, 2.0, 4.0], [6.0, 6.0, 8.0]]
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 192])
+def test_there_and_back_again(fmt: str, group: int) -> None:
+    """What was cast back casts to the same values: powers of two for sf leave nothing to round."""
+    x = torch.randn(5, 192)
+    flags = {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True}
+    out = tk_quant.per_token_cast_back(tk_quant.per_token_cast(x, fmt, group, **flags), "fp32", group)
+    again = tk_quant.per_token_cast_back(tk_quant.per_token_cast(out, fmt, group, **flags), "fp32", group)
+    assert_equal(again, out)
+
+
+X = (torch.zeros(8, 192, dtype=torch.float8_e4m3fn), torch.ones(8, 6))
+FP4 = torch.zeros(8, 96, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": X[0]}, TypeError, "x: expected a pair"),
+        ({"x": (X[0].half(), X[1])}, TypeError, r"x\[0\]: expected dtype"),
+        ({"x": (X[0], X[1].double())}, TypeError, r"x\[1\]: expected dtype"),
+        ({"x": (X[0], X[1][:7])}, ValueError, r"x\[1\]: expected shape \(8, 6\)"),
+        ({"x": (X[0], torch.ones(6, 16).t()[:8])}, ValueError, r"x\[1\]: expected strides"),
+        ({"x": (X[0], X[1].to("meta"))}, ValueError, r"x\[1\]: expected device"),
+        ({"x": (X[0].t(), X[1])}, ValueError, r"x\[0\]: expected stride 1"),
+        ({"x": (X[0][:, :96], X[1])}, ValueError, "x: expected a positive multiple of 64 channels, got 96"),
+        ({"fmt": "e4m3"}, ValueError, "fmt: expected one of 'bf16', 'fp32', got 'e4m3'"),
+        ({"num_per_channels": 48}, ValueError, "num_per_channels: expected one of 16, 32, 64, 128, 192, got 48"),
+        ({"num_per_channels": None}, TypeError, "num_per_channels: expected an int, got None"),
+        ({"num_per_channels": 32.0}, TypeError, "num_per_channels: expected an int, got 32.0"),
+        ({"x_special_fmt": "e5m6"}, TypeError, r"x\[0\]: expected dtype torch.uint8"),
+        ({"x_special_fmt": "e5m7"}, ValueError, "x_special_fmt: expected one of None, 'e5m6', got 'e5m7'"),
+        ({"tensor_sf": torch.ones(1)}, ValueError, "tensor_sf: expected None"),
+        ({"x": (FP4, X[1].to(torch.float8_e4m3fn))}, ValueError, "tensor_sf: expected a float32 tensor"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    kwargs = {"x": X, "fmt": "bf16", "num_per_channels": 32, **change}
+    with pytest.raises(error, match=match):
+        tk_quant.per_token_cast_back(**kwargs)

@@ -1,0 +1,178 @@
+"""per_channel_cast and per_channel_cast_and_transpose."""
+
+import math
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import tk_quant
+from tk_core.testing import tiers
+from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig
+from tk_quant.per_channel.per_channel_cast_and_transpose import PerChannelCastAndTransposeConfig
+from tk_quant.testing.per_channel.per_channel_cast import SPEC, extremes, normal
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+# What a block of this amax makes of 1e-4, and of itself.
+LEAST_SF = np.float32(1e-4) / np.float32(448)
+
+
+def channel_with(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """(128, 64): in channel 3 448, so that nothing is scaled, and the values; zeros elsewhere."""
+    x = torch.zeros(128, 64)
+    x[0, 3] = 448.0
+    x[1 : 1 + len(values), 3] = torch.tensor(values)
+    return x.to(dtype)
+
+
+TABLE = [
+    (1.0, 0x38),
+    (-1.0, 0xB8),
+    (-0.0, 0x80),
+    (-448.0, 0xFE),
+    (432.0, 0x7E),  # tie between 416 (0x7d) and 448 (0x7e)
+    (17.0, 0x58),  # tie between 16 (0x58) and 18 (0x59)
+    (19.0, 0x5A),  # tie between 18 (0x59) and 20 (0x5a)
+    (2.0**-9, 0x01),  # least subnormal
+    (2.0**-10, 0x00),  # tie between 0 and that
+    (-(2.0**-10), 0x80),
+    (1.5 * 2.0**-9, 0x02),  # tie between the first two subnormals
+]
+
+
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_by_hand(dtype: torch.dtype, round_sf: bool) -> None:
+    x = channel_with([value for value, _ in TABLE], dtype)
+    data, sf = tk_quant.per_channel_cast(x, "e4m3", 128, round_sf)
+    assert data.shape == (128, 64)
+    assert sf.shape == (1, 64)
+    assert data.view(torch.uint8)[:12, 3].tolist() == [0x7E, *(code for _, code in TABLE)]
+    assert not data.view(torch.uint8)[12:].any()
+    assert sf[0, 3] == 1.0
+    assert sf[0, 4] == (2.0**-22 if round_sf else LEAST_SF)
+
+
+def test_transposed_by_hand() -> None:
+    x = channel_with([value for value, _ in TABLE], torch.bfloat16)
+    x[32:64, 5] = 896.0
+    for num_per_tokens, expected in ((128, [[2.0]]), (32, [[LEAST_SF], [2.0], [LEAST_SF], [LEAST_SF]])):
+        data, sf = tk_quant.per_channel_cast_and_transpose(x, "e4m3", num_per_tokens)
+        assert data.shape == (64, 128)
+        assert data.is_contiguous()
+        assert data.view(torch.uint8)[3, :12].tolist() == [0x7E, *(code for _, code in TABLE)]
+        assert data.view(torch.uint8)[5].tolist() == [0] * 32 + [0x7E] * 32 + [0] * 64
+        assert sf[:, 5:6].tolist() == [[float(value) for value in row] for row in expected]
+
+
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize(("num_per_tokens", "transpose"), [(128, False), (128, True), (32, True)])
+def test_against_numpy(num_per_tokens: int, transpose: bool, round_sf: bool) -> None:
+    x = normal(256, 192, torch.bfloat16)("cpu")
+    cast = tk_quant.per_channel_cast_and_transpose if transpose else tk_quant.per_channel_cast
+    data, sf = cast(x, "e4m3", num_per_tokens, round_sf)
+    blocks = x.float().numpy().reshape(-1, num_per_tokens, 192)
+    amax = np.maximum(np.abs(blocks).max(axis=1), np.float32(1e-4))
+    expected_sf, factor = amax / np.float32(448), np.float32(448) / amax
+    if round_sf:
+        expected_sf = np.exp2(np.ceil(np.log2(expected_sf.astype(np.float64)))).astype(np.float32)
+        factor = np.float32(1) / expected_sf
+    expected = (blocks * factor[:, None]).reshape(256, 192).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    np.testing.assert_array_equal(data.view(torch.uint8).numpy(), expected.T if transpose else expected)
+    np.testing.assert_array_equal(sf.numpy(), expected_sf)
+
+
+def test_transposing_changes_nothing_else() -> None:
+    x = extremes(256, torch.bfloat16)("cpu")
+    data, sf = tk_quant.per_channel_cast(x, "e4m3", 128)
+    transposed, same_sf = tk_quant.per_channel_cast_and_transpose(x, "e4m3", 128)
+    assert torch.equal(transposed.view(torch.uint8).t(), data.view(torch.uint8))
+    assert torch.equal(same_sf.view(torch.int32), sf.view(torch.int32))
+
+
+def test_casting_by_channels_is_casting_the_transpose_by_tokens() -> None:
+    x = normal(128, 128, torch.float32)("cpu")
+    data, sf = tk_quant.per_channel_cast(x, "e4m3", 128)
+    expected_data, expected_sf = tk_quant.per_token_cast(x.t().contiguous(), "e4m3", 128)
+    assert torch.equal(data.view(torch.uint8).t(), expected_data.view(torch.uint8))
+    assert torch.equal(sf.t(), expected_sf)
+
+
+@pytest.mark.parametrize("round_sf", [False, True])
+def test_not_finite(round_sf: bool) -> None:
+    x = torch.ones(256, 64)
+    x[3, 0], x[200, 1], x[5, 2], x[6, 2] = math.nan, -math.inf, math.inf, math.nan
+    data, sf = tk_quant.per_channel_cast(x, "e4m3", 128, round_sf)
+    codes = data.view(torch.uint8)
+    assert sf.isnan().nonzero().tolist() == [[0, 0], [0, 2]]
+    assert sf.isinf().nonzero().tolist() == [[1, 1]]
+    assert (codes[:128, 0] & 0x7F == 0x7F).all()
+    assert codes[200, 1] & 0x7F == 0x7F
+    assert not codes[128:200, 1].any()
+    assert sf[:, 3:].isfinite().all()
+
+
+def test_blocks_do_not_mix() -> None:
+    x = torch.full((384, 192), 448.0, dtype=torch.bfloat16)
+    x[200, 77] = 896.0
+    expected = torch.ones(3, 192)
+    expected[1, 77] = 2.0
+    assert torch.equal(tk_quant.per_channel_cast(x, "e4m3", 128)[1], expected)
+    assert torch.equal(tk_quant.per_channel_cast_and_transpose(x, "e4m3", 128)[1], expected)
+    expected = torch.ones(12, 192)
+    expected[6, 77] = 2.0
+    assert torch.equal(tk_quant.per_channel_cast_and_transpose(x, "e4m3", 32)[1], expected)
+
+
+def test_configurations_are_admissible() -> None:
+    for itemsize, gathered in product((2, 4), (False, True)):
+        config = PerChannelCastConfig.best(itemsize, gathered, None)
+        assert 128 % (4 * config.rows) == 0
+        assert config.vec in (4, 8, 16)
+        assert config.channels in (128, 256)
+        assert (128 // config.rows) * (config.channels // config.vec) <= 1024
+    for hidden in (576, 4160, 7168):
+        config = PerChannelCastAndTransposeConfig.best(hidden, None)
+        assert config.channels in (64, 128)
+        # A thread's rows are of one block of 32.
+        assert config.rows in (4, 8, 16)
+
+
+X = torch.zeros(256, 128, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": [[1.0]]}, TypeError, "x: expected a torch.Tensor"),
+        ({"x": (X, X)}, TypeError, "x: expected a torch.Tensor"),
+        ({"x": X.half()}, TypeError, "x: expected dtype torch.bfloat16"),
+        ({"x": X[0]}, ValueError, "x: expected shape"),
+        ({"x": X[:127]}, ValueError, r"x.shape\[0\]: expected a multiple of 128, got 127"),
+        ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
+        ({"x": X[:, :0]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 0"),
+        ({"x": X.t()}, ValueError, "x: expected stride 1"),
+        ({"fmt": "e2m1"}, ValueError, "fmt: expected one of 'e4m3', got 'e2m1'"),
+        ({"num_per_tokens": 64}, ValueError, "num_per_tokens: expected one of .*128, got 64"),
+        ({"num_per_tokens": 128.0}, TypeError, "num_per_tokens: expected an int"),
+        ({"round_sf": 1}, TypeError, "round_sf: expected a bool, got 1"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    for cast in (tk_quant.per_channel_cast, tk_quant.per_channel_cast_and_transpose):
+        with pytest.raises(error, match=message):
+            cast(**{"x": X, "fmt": "e4m3", "num_per_tokens": 128, **change})
+
+
+def test_what_only_one_of_them_serves() -> None:
+    with pytest.raises(ValueError, match="num_per_tokens: expected one of 128, got 32"):
+        tk_quant.per_channel_cast(X, "e4m3", 32)
+    with pytest.raises(TypeError, match=r"x: expected dtype torch.bfloat16, got torch.float32"):
+        tk_quant.per_channel_cast_and_transpose(X.float(), "e4m3", 32)

@@ -1,0 +1,285 @@
+"""per_channel_cast_fused."""
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import tk_quant
+from tk_core import env
+from tk_core.arch import ARCHS, Arch
+from tk_core.testing import tiers
+from tk_quant import reference
+from tk_quant.lib import gathered_recast
+from tk_quant.per_channel.per_channel_cast_fused import PerChannelRecastConfig
+from tk_quant.testing.per_channel.per_channel_cast import normal
+from tk_quant.testing.per_channel.per_channel_cast_fused import (
+    SPEC,
+    MakeInput,
+    MakeMap,
+    make,
+    padding_only,
+    pair,
+    pair_with_sf_from,
+    past_the_end,
+    scattered,
+    strided_pair,
+)
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+def rows(*indices: int) -> torch.Tensor:
+    """A map of 16 rows: these, and padding."""
+    return torch.tensor([*indices, *[-1] * (16 - len(indices))], dtype=torch.int32)
+
+
+def test_gather_by_hand() -> None:
+    x = torch.zeros(3, 64)
+    x[0, :4], x[1, :4], x[2, :4] = torch.tensor([448.0, 1, 0, -3]), torch.tensor([2.0, -448, 0, 0]), torch.tensor(7.0)
+    data, sf = tk_quant.per_channel_cast_fused(x, "e4m3", 128, pos_to_token=rows(1, -5, 0, 0, 1))
+    assert data.shape == (16, 64)
+    assert sf.shape == (1, 64)
+    assert sf[0, :2].tolist() == [1.0, 1.0]
+    assert data.view(torch.uint8)[:5, 0].tolist() == [0x40, 0x00, 0x7E, 0x7E, 0x40]
+    assert data.view(torch.uint8)[:5, 1].tolist() == [0xFE, 0x00, 0x38, 0x38, 0xFE]
+    # -3 is all there is in channel 3; nothing in channel 2, for row 2 is not asked for.
+    assert data.view(torch.uint8)[:5, 3].tolist() == [0x00, 0x00, 0xFE, 0xFE, 0x00]
+    assert sf[0, 2] == np.float32(1e-4) / np.float32(448)
+    assert not data.view(torch.uint8)[5:].any()
+
+
+def test_requantizing_by_hand() -> None:
+    # Tokens on scales 1 and 2**-6 of the same codes; the second one loses what is below half of 2**-9 of it.
+    codes = torch.tensor([0x7E, 0x38, 0x01, 0xB9], dtype=torch.uint8)
+    data = torch.zeros(2, 128, dtype=torch.uint8)
+    data[:, :4] = codes
+    x = (data.view(torch.float8_e4m3fn), torch.tensor([[1.0], [2.0**-6]]))
+    out, sf = tk_quant.per_channel_cast_fused(x, "e4m3", 128, True, 128, rows(0, 1))
+    # 448; 1; 2**-9; 1.125: each the largest of its channel but for the power of two above amax / 448.
+    assert sf[0, :4].tolist() == [1.0, 2.0**-8, 2.0**-17, 2.0**-8]
+    assert out.view(torch.uint8)[0, :4].tolist() == [0x7E, 0x78, 0x78, 0xF9]
+    assert out.view(torch.uint8)[1, :4].tolist() == [0x4E, 0x48, 0x48, 0xC9]
+
+
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize("num_rows", [None, 16, 128, 144, 400])
+def test_against_numpy(num_rows: int | None, round_sf: bool) -> None:
+    data, sf = pair(128, 256)("cpu")
+    where = None if num_rows is None else scattered(num_rows, 128)("cpu")
+    out, out_sf = tk_quant.per_channel_cast_fused((data, sf), "e4m3", 128, round_sf, 128, where)
+    values = data.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    values = values * np.repeat(sf.numpy(), 128, axis=1)
+    if where is not None:
+        values = np.where(where.numpy()[:, None] >= 0, values[where.numpy()], np.float32(0))
+    assert out_sf.shape == (-(-len(values) // 128), 256)
+    for block in range(len(out_sf)):
+        part = values[128 * block : 128 * (block + 1)]
+        amax = np.maximum(np.abs(part).max(axis=0), np.float32(1e-4))
+        expected_sf, factor = amax / np.float32(448), np.float32(448) / amax
+        if round_sf:
+            expected_sf = np.exp2(np.ceil(np.log2(expected_sf.astype(np.float64)))).astype(np.float32)
+            factor = np.float32(1) / expected_sf
+        np.testing.assert_array_equal(out_sf[block].numpy(), expected_sf)
+        expected = (part * factor).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        np.testing.assert_array_equal(out.view(torch.uint8)[128 * block : 128 * (block + 1)].numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_a_map_it_is_per_channel_cast(dtype: torch.dtype) -> None:
+    x = normal(256, 192, dtype)("cpu")
+    expected = tk_quant.per_channel_cast(x, "e4m3", 128, True)
+    identity = torch.arange(256, dtype=torch.int32)
+    for found in (
+        tk_quant.per_channel_cast_fused(x, "e4m3", 128, True),
+        tk_quant.per_channel_cast_fused(x, "e4m3", 128, True, pos_to_token=identity),
+    ):
+        assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+        assert torch.equal(found[1], expected[1])
+
+
+def test_requantizing_is_dequantizing_first() -> None:
+    x = pair(70, 256)("cpu")
+    where = scattered(144, 70)("cpu")
+    whole = tk_quant.per_token_cast_back(x, "fp32", 128)
+    found = tk_quant.per_channel_cast_fused(x, "e4m3", 128, False, 128, where)
+    expected = tk_quant.per_channel_cast_fused(whole, "e4m3", 128, pos_to_token=where)
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(found[1], expected[1])
+
+
+def test_a_token_that_is_not_asked_for_counts_nothing() -> None:
+    data, sf = pair(20, 128)("cpu")
+    sf[7] = math.nan
+    where = torch.tensor([token for token in range(20) if token != 7][:16], dtype=torch.int32)
+    assert tk_quant.per_channel_cast_fused((data, sf), "e4m3", 128, False, 128, where)[1].isfinite().all()
+    where[3] = 7
+    assert tk_quant.per_channel_cast_fused((data, sf), "e4m3", 128, False, 128, where)[1].isnan().all()
+
+
+def test_padding_is_zero() -> None:
+    least = np.float32(1e-4) / np.float32(448)
+    for x, more in ((pair(9, 128)("cpu"), 128), (torch.ones(9, 128), None), (torch.ones(0, 128), None)):
+        where = torch.full((144,), -1, dtype=torch.int32)
+        data, sf = tk_quant.per_channel_cast_fused(x, "e4m3", 128, False, more, where)
+        assert not data.view(torch.uint8).any()
+        assert sf.shape == (2, 128)
+        assert (sf == least).all()
+
+
+def test_indices_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, 64)
+    data, _ = tk_quant.per_channel_cast_fused(x, "e4m3", 128, pos_to_token=rows(0, 4, 2**31 - 1, 3))
+    assert data.float()[:4, 0].tolist() == [448.0, 0.0, 0.0, 448.0]
+    monkeypatch.setattr(env, "debug", lambda: True)
+    tk_quant.per_channel_cast_fused(x, "e4m3", 128, pos_to_token=rows(0, 3))
+    with pytest.raises(ValueError, match="pos_to_token: expected indices below 4, got 4"):
+        tk_quant.per_channel_cast_fused(x, "e4m3", 128, pos_to_token=rows(0, 4))
+
+
+@pytest.mark.parametrize("arch", ARCHS.values())
+@pytest.mark.parametrize("hidden", [128, 640, 7168])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_configuration_is_admissible(hidden: int, gathered: bool, arch: Arch) -> None:
+    config = PerChannelRecastConfig.best(hidden, gathered, arch)
+    assert hidden % config.channels == 0
+    # Eight or sixteen rows: a thread has all or none of a map, whose length is a multiple of 16.
+    assert config.rows in (8, 16)
+    assert config.vec in (8, 16)
+    # The largest |value| of each thread's channels, and factors.
+    assert config.blocks_per_sm * config.channels * 4 * (128 // config.rows + 1) <= arch.max_shared_memory
+
+
+@pytest.mark.parametrize("arch", ARCHS.values())
+def test_kernel_for_many_gathered_rows(arch: Arch) -> None:
+    assert gathered_recast.is_for(34816, 7168, 16, arch) == (arch.sm in (90, 100, 103))
+    # A tile of 128 rows for each multiprocessor, and one more.
+    assert not gathered_recast.is_for(128 * arch.num_sms, 256, 16, arch)
+    assert gathered_recast.is_for(128 * arch.num_sms + 16, 256, 16, arch) == (arch.sm in (90, 100, 103))
+    assert not gathered_recast.is_for(34816, 7168, 8, arch)
+    assert not gathered_recast.is_for(34816, 7168 + 128, 16, arch)
+
+
+@pytest.mark.parametrize("hidden", [256, 2304, 7168])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4096, 16384, 10**6])
+@pytest.mark.parametrize("num_rows", [16, 2064, 34816])
+def test_prefetched_columns_are_columns(num_rows: int, num_tokens: int, hidden: int) -> None:
+    _, first, count = gathered_recast.opening(num_rows, num_tokens, hidden, ARCHS["sm_90a"])
+    # What a bulk prefetch takes: whole numbers of 16 bytes.
+    assert first % 16 == 0
+    assert count % 16 == 0
+    assert count >= 0
+    assert count == 0 or first + count <= hidden
+    assert count == 0 or (first + count) * num_tokens <= 11 << 20
+
+
+def test_opening_suits_the_first_blocks() -> None:
+    arch = ARCHS["sm_90a"]  # 132 multiprocessors, 6 blocks each: 2.9 times the 272 tiles of rows
+    assert gathered_recast.opening(34816, 4096, 7168, arch)[1:] == (1024, 1792)
+    assert gathered_recast.opening(34816, 4096, 4096, arch)[1:] == (768, 2048)
+    assert gathered_recast.opening(34816, 4096, 1280, arch)[1:] == (768, 512)
+    assert gathered_recast.opening(16000, 4001, 7168, arch)[1:] == (2048, 768)
+    # 11 MB are 1280 columns, one tile past those of the first blocks, of so many tokens at most.
+    assert gathered_recast.opening(34816, 9011, 7168, arch)[1:] == (1024, 256)
+    assert gathered_recast.opening(34816, 9012, 7168, arch)[2] == 0
+    assert gathered_recast.opening(34816, 16384, 7168, arch)[2] == 0
+    # Whoever waits for nobody takes no turns.
+    assert gathered_recast.opening(34816, 4096, 768, arch)[0] > 0
+    assert gathered_recast.opening(34816, 4096, 512, arch)[0] == 0
+
+
+def _everywhere(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
+    return alignment == gathered_recast.ALIGNMENT and hidden % 256 == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize(
+    ("x", "where"),
+    [
+        (pair(64, 2304, special=True), scattered(272, 64)),
+        (pair(64, 512, special=True), scattered(272, 64)),
+        (pair(300, 2304), scattered(16, 300)),
+        (pair(40, 2304), past_the_end(144, 40)),
+        (pair(9, 2304), padding_only(160)),
+        (pair(0, 256), padding_only(144)),
+        (strided_pair(128, 2304, 128), scattered(1040, 128)),
+        # sf 8 and 4 bytes of which are aligned.
+        (pair_with_sf_from(64, 2048, 2), scattered(272, 64)),
+        (pair_with_sf_from(64, 2304, 1), scattered(272, 64)),
+    ],
+)
+def test_kernel_for_many_gathered_rows_of_few(
+    x: MakeInput, where: MakeMap, round_sf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathered_recast, "is_for", _everywhere)
+    kwargs = make(x, where, round_sf)("cuda")
+    found, expected = tk_quant.per_channel_cast_fused(**kwargs), reference.per_channel_cast_fused(**kwargs)
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+X = torch.zeros(256, 128)
+PAIR = (X.to(torch.float8_e4m3fn), torch.ones(256, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": 1.0}, TypeError, "x: expected a torch.Tensor"),
+        ({"x": X.half()}, TypeError, "x: expected dtype torch.bfloat16 or torch.float32"),
+        ({"x": PAIR[0]}, TypeError, "x: expected dtype"),
+        ({"x": X[0]}, ValueError, "x: expected shape"),
+        ({"x": X[:127]}, ValueError, "rows of x: expected a multiple of 128, got 127"),
+        ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
+        ({"x": X.t()}, ValueError, "x: expected stride 1"),
+        ({"fmt": "e2m1"}, ValueError, "fmt: expected one of 'e4m3', got 'e2m1'"),
+        ({"num_per_tokens": 32}, ValueError, "num_per_tokens: expected one of 128, got 32"),
+        ({"num_per_tokens": "128"}, TypeError, "num_per_tokens: expected an int"),
+        ({"round_sf": 0}, TypeError, "round_sf: expected a bool, got 0"),
+        ({"num_per_channels": 128}, ValueError, "num_per_channels: expected None, for x is no pair, got 128"),
+        ({"pos_to_token": [0] * 16}, TypeError, "pos_to_token: expected a torch.Tensor"),
+        ({"pos_to_token": torch.zeros(16)}, TypeError, "pos_to_token: expected dtype torch.int32"),
+        ({"pos_to_token": rows()[None]}, ValueError, "pos_to_token: expected shape"),
+        ({"pos_to_token": rows()[:15]}, ValueError, r"pos_to_token.shape\[0\]: expected a multiple of 16, got 15"),
+        ({"pos_to_token": rows().repeat(2)[::2]}, ValueError, "pos_to_token: expected contiguous"),
+        ({"pos_to_token": rows().to("meta")}, ValueError, "pos_to_token: expected device"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tk_quant.per_channel_cast_fused(**{"x": X, "fmt": "e4m3", "num_per_tokens": 128, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": (*PAIR, 1)}, ValueError, r"x: expected a pair \(data, sf\)"),
+        ({"x": (X, PAIR[1])}, TypeError, r"x\[0\]: expected dtype torch.float8_e4m3fn"),
+        (
+            {"x": (PAIR[0][:, :64], PAIR[1])},
+            ValueError,
+            r"x\[0\].shape\[1\]: expected a positive multiple of 128, got 64",
+        ),
+        ({"x": (PAIR[0].t(), PAIR[1])}, ValueError, r"x\[0\]: expected stride 1"),
+        ({"x": (PAIR[0][:100], PAIR[1][:100])}, ValueError, "rows of x: expected a multiple of 128, got 100"),
+        ({"x": (PAIR[0], PAIR[1].half())}, TypeError, r"x\[1\]: expected dtype torch.float32"),
+        ({"x": (PAIR[0], PAIR[1][:255])}, ValueError, r"x\[1\]: expected shape \(256, 1\), got \(255, 1\)"),
+        ({"x": (PAIR[0], torch.ones(256, 2)[:, :1])}, ValueError, r"x\[1\]: expected contiguous"),
+        ({"x": (PAIR[0], PAIR[1].to("meta"))}, ValueError, r"x\[1\]: expected device"),
+        ({"num_per_channels": None}, ValueError, "num_per_channels: expected one of 128, got None"),
+        ({"num_per_channels": 64}, ValueError, "num_per_channels: expected one of 128, got 64"),
+        ({"fmt": "e5m6"}, ValueError, "fmt: expected one of 'e4m3', got 'e5m6'"),
+        ({"num_per_tokens": 64}, ValueError, "num_per_tokens: expected one of 128, got 64"),
+    ],
+)
+def test_bad_pair(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    kwargs = {"x": PAIR, "fmt": "e4m3", "num_per_tokens": 128, "num_per_channels": 128, **change}
+    with pytest.raises(error, match=message):
+        tk_quant.per_channel_cast_fused(**kwargs)

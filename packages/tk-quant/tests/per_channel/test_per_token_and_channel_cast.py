@@ -1,0 +1,154 @@
+"""per_token_and_channel_cast."""
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import tk_quant
+from tk_core.scales import unpack_scales
+from tk_core.testing import tiers
+from tk_quant.testing.per_channel.per_token_and_channel_cast import FLAGS, SPEC, extreme_blocks
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+INF, NAN = math.inf, math.nan
+cast = tk_quant.per_token_and_channel_cast
+
+
+def quantize(x: np.ndarray, axis: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, sf) of float32 x by blocks of `size` along `axis`, with ml_dtypes' rounding."""
+    x = np.moveaxis(x, axis, -1)
+    blocks = x.reshape(*x.shape[:-1], -1, size)
+    amax = np.maximum(np.abs(blocks).max(axis=-1), np.float32(1e-4))
+    codes = (blocks * (np.float32(448) / amax)[..., None]).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.moveaxis(codes.reshape(x.shape), -1, axis), np.moveaxis(amax / np.float32(448), -1, axis)
+
+
+def test_by_hand() -> None:
+    x = torch.zeros(128, 64)
+    x[0, :4] = torch.tensor([448.0, 224.0, -1.0, 0.0])
+    x[1, :4] = torch.tensor([224.0, 448.0, -448.0, -0.0])
+    x[2, :4] = torch.tensor([896.0, 14.0, 0.0, 448.0])
+    (token_data, token_sf), (channel_data, channel_sf) = cast(x, "e4m3")
+    assert token_sf[:4, 0].tolist() == [1.0, 1.0, 2.0, float(np.float32(1e-4) / np.float32(448))]
+    assert channel_sf[0, :4].tolist() == [2.0, 1.0, 1.0, 1.0]
+    rows, columns = token_data.view(torch.uint8), channel_data.view(torch.uint8)
+    assert rows[0, :4].tolist() == [0x7E, 0x76, 0xB8, 0x00]
+    assert rows[1, :4].tolist() == [0x76, 0x7E, 0xFE, 0x80]
+    assert rows[2, :4].tolist() == [0x7E, 0x4E, 0x00, 0x76]
+    assert columns[:3, 0].tolist() == [0x76, 0x6E, 0x7E]
+    assert columns[:3, 1].tolist() == [0x76, 0x7E, 0x56]
+    assert columns[:3, 2].tolist() == [0xB8, 0xFE, 0x00]
+    assert columns[:3, 3].tolist() == [0x00, 0x80, 0x7E]
+    _, (turned, turned_sf) = cast(x, "e4m3", transpose_channel_data=True)
+    assert turned.shape == (64, 128)
+    assert turned.is_contiguous()
+    assert torch.equal(turned.view(torch.uint8), columns.t())
+    assert torch.equal(turned_sf, channel_sf)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_per_channels", [32, 128])
+@pytest.mark.parametrize("num_per_tokens", [32, 128])
+def test_against_numpy(dtype: torch.dtype, num_per_channels: int, num_per_tokens: int) -> None:
+    x = (torch.randn(256, 384) * torch.exp2(torch.randint(-20, 20, (256, 1)).float())).to(dtype)
+    values = x.float().numpy()
+    by_token, by_channel = cast(x, "e4m3", num_per_channels, num_per_tokens)
+    for (data, sf), axis, size in ((by_token, 1, num_per_channels), (by_channel, 0, num_per_tokens)):
+        codes, expected_sf = quantize(values, axis, size)
+        np.testing.assert_array_equal(data.view(torch.uint8).numpy(), codes)
+        np.testing.assert_array_equal(sf.numpy(), expected_sf)
+
+
+@pytest.mark.parametrize("flags", list(FLAGS))
+@pytest.mark.parametrize("num_per_channels", [32, 128])
+def test_tokens_are_those_of_per_token_cast(flags: str, num_per_channels: int) -> None:
+    x = extreme_blocks(128, 192, torch.bfloat16)("cpu")
+    (data, sf), _ = cast(x, "e4m3", num_per_channels, **FLAGS[flags])
+    expected_data, expected_sf = tk_quant.per_token_cast(x, "e4m3", num_per_channels, **FLAGS[flags])
+    assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))
+    assert torch.equal(sf.view(torch.int32), expected_sf.view(torch.int32))
+    assert sf.stride() == expected_sf.stride()
+
+
+@pytest.mark.parametrize("flags", list(FLAGS))
+@pytest.mark.parametrize("num_per_tokens", [32, 128])
+def test_channels_are_those_of_per_token_cast_of_the_transpose(flags: str, num_per_tokens: int) -> None:
+    x = extreme_blocks(128, 192, torch.float32)("cpu")
+    _, (data, sf) = cast(x, "e4m3", 128, num_per_tokens, transpose_channel_data=True, **FLAGS[flags])
+    expected_data, expected_sf = tk_quant.per_token_cast(
+        x.t().contiguous(), "e4m3", num_per_tokens, round_sf="round_sf" in FLAGS[flags]
+    )
+    assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))
+    np.testing.assert_array_equal(sf.t().numpy(), expected_sf.numpy())
+    assert sf.is_contiguous()
+
+
+def test_layouts_hold_the_same() -> None:
+    x = torch.randn(128, 576)
+    (data, sf), _ = cast(x, "e4m3", round_sf=True)
+    (other_data, other_sf), _ = cast(x, "e4m3", **FLAGS["packed"])
+    assert torch.equal(other_data.view(torch.uint8), data.view(torch.uint8))
+    assert other_sf.shape == (128, 2)
+    assert other_sf.stride() == (1, 128)
+    assert torch.equal(unpack_scales(other_sf, 128, 5), sf)
+
+
+@pytest.mark.parametrize("round_sf", [False, True])
+def test_not_finite(round_sf: bool) -> None:
+    x = torch.ones(128, 128)
+    x[5, 40], x[70, 3], x[100, 100] = INF, NAN, -INF
+    (data, sf), (channel_data, channel_sf) = cast(x, "e4m3", 32, 32, round_sf)
+    expected = torch.zeros(128, 4, dtype=torch.bool)
+    expected[5, 1] = expected[70, 0] = expected[100, 3] = True
+    assert torch.equal(~sf.isfinite(), expected)
+    expected = torch.zeros(4, 128, dtype=torch.bool)
+    expected[0, 40] = expected[2, 3] = expected[3, 100] = True
+    assert torch.equal(~channel_sf.isfinite(), expected)
+    assert sf[5, 1] == INF
+    assert channel_sf[3, 100] == INF
+    assert data.float()[70, :32].isnan().all()
+    assert channel_data.float()[64:96, 3].isnan().all()
+    assert data.float()[5, 40].isnan()
+    assert (data.float()[5, 32:40] == 0).all()
+
+
+X = torch.zeros(128, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": [[1.0]]}, TypeError, "x: expected a torch.Tensor"),
+        ({"x": (X, X)}, TypeError, "x: expected a torch.Tensor"),
+        ({"x": X.half()}, TypeError, "x: expected dtype torch.bfloat16 or torch.float32"),
+        ({"x": X[0]}, ValueError, "x: expected shape"),
+        ({"x": X[:100]}, ValueError, r"x.shape\[0\]: expected a multiple of 128, got 100"),
+        ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
+        ({"x": X[:, :0]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 0"),
+        ({"x": X.t()}, ValueError, "x: expected stride 1"),
+        ({"fmt": "e2m1"}, ValueError, "fmt: expected one of 'e4m3', got 'e2m1'"),
+        ({"num_per_channels": 64}, ValueError, "num_per_channels: expected one of 32, 128, got 64"),
+        ({"num_per_channels": 32.0}, TypeError, "num_per_channels: expected an int"),
+        ({"num_per_tokens": 16}, ValueError, "num_per_tokens: expected one of 32, 128, got 16"),
+        ({"num_per_tokens": None}, TypeError, "num_per_tokens: expected an int"),
+        ({"round_sf": 1}, TypeError, "round_sf: expected a bool, got 1"),
+        ({"transpose_channel_data": None}, TypeError, "transpose_channel_data: expected a bool, got None"),
+        ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected round_sf=True"),
+        (
+            {"use_packed_ue8m0": True, "round_sf": True},
+            ValueError,
+            "use_packed_ue8m0: expected use_tma_aligned_col_major_sf=True",
+        ),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cast(**{"x": X, "fmt": "e4m3", **change})

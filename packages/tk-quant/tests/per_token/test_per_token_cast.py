@@ -1,0 +1,621 @@
+"""per_token_cast, per_token_cast_to_e5m6, per_token_cast_with_sf_only, per_token_cast_with_precomputed_sf."""
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import tk_quant
+from tk_core import env
+from tk_core.arch import arch_from_name
+from tk_core.scales import ScaleLayout, check_scales, pack_scales, unpack_scales
+from tk_core.testing import tiers
+from tk_quant import reference
+from tk_quant.lib.conversions import e2m1_source
+from tk_quant.lib.per_token_cast_config import CAST, PRECOMPUTED, SF_ONLY, PerTokenCastConfig
+from tk_quant.reference.lib import formats
+from tk_quant.testing.per_token.per_token_cast import (
+    ALL_FLAGS,
+    FLAGS,
+    SPEC,
+    TO_E5M6_SPEC,
+    WITH_PRECOMPUTED_SF_SPEC,
+    WITH_SF_ONLY_SPEC,
+    compare,
+    extremes,
+)
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_to_e5m6_cpu = tiers.cpu_tests(TO_E5M6_SPEC)
+test_to_e5m6_compile = tiers.compile_tests(TO_E5M6_SPEC)
+test_to_e5m6_gpu = tiers.gpu_tests(TO_E5M6_SPEC)
+test_to_e5m6_gpu_modes = tiers.gpu_mode_tests(TO_E5M6_SPEC)
+test_with_sf_only_cpu = tiers.cpu_tests(WITH_SF_ONLY_SPEC)
+test_with_sf_only_compile = tiers.compile_tests(WITH_SF_ONLY_SPEC)
+test_with_sf_only_gpu = tiers.gpu_tests(WITH_SF_ONLY_SPEC)
+test_with_sf_only_gpu_modes = tiers.gpu_mode_tests(WITH_SF_ONLY_SPEC)
+test_with_precomputed_sf_cpu = tiers.cpu_tests(WITH_PRECOMPUTED_SF_SPEC)
+test_with_precomputed_sf_compile = tiers.compile_tests(WITH_PRECOMPUTED_SF_SPEC)
+test_with_precomputed_sf_gpu = tiers.gpu_tests(WITH_PRECOMPUTED_SF_SPEC)
+test_with_precomputed_sf_gpu_modes = tiers.gpu_mode_tests(WITH_PRECOMPUTED_SF_SPEC)
+
+INF, NAN = math.inf, math.nan
+
+
+def row_with(values: list[float], largest: float) -> torch.Tensor:
+    """One token of 64 channels: `largest` (so that nothing is scaled), the values, zeros."""
+    row = torch.zeros(1, 64)
+    row[0, 0] = largest
+    row[0, 1 : 1 + len(values)] = torch.tensor(values)
+    return row
+
+
+def nibbles(data: torch.Tensor) -> torch.Tensor:
+    """Codes of packed e2m1 data, one an element."""
+    codes = data.view(torch.uint8)
+    return torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+
+
+E4M3_TABLE = [
+    (1.0, 0x38),
+    (-1.0, 0xB8),
+    (0.0, 0x00),
+    (-0.0, 0x80),
+    (448.0, 0x7E),
+    (-448.0, 0xFE),
+    (440.0, 0x7E),  # 432 lies between 416 and 448
+    (432.0, 0x7E),  # tie between 416 (0x7d) and 448 (0x7e)
+    (431.9, 0x7D),
+    (17.0, 0x58),  # tie between 16 (0x58) and 18 (0x59)
+    (19.0, 0x5A),  # tie between 18 (0x59) and 20 (0x5a)
+    (1.0625, 0x38),  # tie between 1 and 1.125
+    (1.1875, 0x3A),  # tie between 1.125 and 1.25
+    (2.0**-6, 0x08),  # least normal
+    (2.0**-9, 0x01),  # least subnormal
+    (2.0**-10, 0x00),  # tie between 0 and the least subnormal
+    (-(2.0**-10), 0x80),
+    (1.5 * 2.0**-9, 0x02),  # tie between the first two subnormals
+    (7.5 * 2.0**-9, 0x08),  # tie between the largest subnormal and the least normal
+    (1.001 * 2.0**-10, 0x01),
+]
+
+E2M1_TABLE = [
+    (0.0, 0x0),
+    (0.5, 0x1),
+    (1.0, 0x2),
+    (1.5, 0x3),
+    (2.0, 0x4),
+    (3.0, 0x5),
+    (4.0, 0x6),
+    (6.0, 0x7),
+    (-0.0, 0x8),
+    (-0.5, 0x9),
+    (-1.0, 0xA),
+    (-1.5, 0xB),
+    (-2.0, 0xC),
+    (-3.0, 0xD),
+    (-4.0, 0xE),
+    (-6.0, 0xF),
+    # Ties go to the even code.
+    (0.25, 0x0),
+    (0.75, 0x2),
+    (1.25, 0x2),
+    (1.75, 0x4),
+    (2.5, 0x4),
+    (3.5, 0x6),
+    (5.0, 0x6),
+    (-0.25, 0x8),
+    (-0.75, 0xA),
+    (-1.25, 0xA),
+    (-1.75, 0xC),
+    (-2.5, 0xC),
+    (-3.5, 0xE),
+    (-5.0, 0xE),
+    (0.251, 0x1),
+    (0.749, 0x1),
+    (1.251, 0x3),
+    (1.749, 0x3),
+    (2.501, 0x5),
+    (3.499, 0x5),
+    (5.001, 0x7),
+    (1e-40, 0x0),
+    (-1e-40, 0x8),
+]
+
+
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_e4m3_by_hand(dtype: torch.dtype, round_sf: bool) -> None:
+    table = [(value, code) for value, code in E4M3_TABLE if torch.tensor(value, dtype=dtype).item() == value]
+    assert len(table) > 10
+    x = row_with([value for value, _ in table], 448.0).to(dtype)
+    data, sf = tk_quant.per_token_cast(x, "e4m3", 64, round_sf=round_sf)
+    assert sf.tolist() == [[1.0]]
+    assert data.view(torch.uint8)[0, 1 : 1 + len(table)].tolist() == [code for _, code in table]
+
+
+@pytest.mark.parametrize("round_sf", [False, True])
+def test_e2m1_by_hand(round_sf: bool) -> None:
+    x = row_with([value for value, _ in E2M1_TABLE], 6.0)
+    data, sf = tk_quant.per_token_cast(x, "e2m1", 64, round_sf=round_sf)
+    assert sf.tolist() == [[1.0]]
+    assert data.dtype is torch.int8
+    assert nibbles(data)[0, 1 : 1 + len(E2M1_TABLE)].tolist() == [code for _, code in E2M1_TABLE]
+
+
+def test_even_channel_in_the_low_nibble() -> None:
+    x = row_with([0.5, -1.0], 6.0)
+    data, _ = tk_quant.per_token_cast(x, "e2m1", 64)
+    assert data.view(torch.uint8)[0, :2].tolist() == [0x17, 0x0A]
+
+
+def test_scaling_against_numpy() -> None:
+    x = (torch.randn(64, 192) * torch.exp2(torch.randint(-20, 20, (64, 1)).float())).to(torch.bfloat16)
+    values = x.float().numpy()
+    for (fmt, largest, oracle), group in product(
+        (("e4m3", 448.0, ml_dtypes.float8_e4m3fn), ("e2m1", 6.0, ml_dtypes.float4_e2m1fn)), (16, 32, 64, 128, 192)
+    ):
+        data, sf = tk_quant.per_token_cast(x, fmt, group)
+        for index, start in enumerate(range(0, 192, group)):
+            block = values[:, start : start + group]
+            amax = np.maximum(np.abs(block).max(axis=1, keepdims=True), np.float32(1e-4 if fmt == "e4m3" else 0))
+            np.testing.assert_array_equal(sf[:, index].numpy(), (amax / np.float32(largest))[:, 0])
+            expected = (block * (np.float32(largest) / amax)).astype(oracle).view(np.uint8)
+            codes = data.view(torch.uint8) if fmt == "e4m3" else nibbles(data)
+            np.testing.assert_array_equal(
+                codes[:, start : start + group].numpy(), expected & (0xFF if fmt == "e4m3" else 0xF)
+            )
+
+
+@pytest.mark.parametrize(
+    ("fmt", "amax", "sf", "rounded"),
+    [
+        ("e4m3", 0.0, float(np.float32(1e-4) / np.float32(448)), 2.0**-22),
+        ("e4m3", 5e-5, float(np.float32(1e-4) / np.float32(448)), 2.0**-22),
+        ("e4m3", 448.0, 1.0, 1.0),
+        ("e4m3", 3.5, 2.0**-7, 2.0**-7),
+        ("e4m3", float(np.nextafter(np.float32(448), np.float32(500))), 1 + 2.0**-23, 2.0),
+        ("e4m3", float(np.nextafter(np.float32(448), np.float32(0))), 1 - 2.0**-24, 1.0),
+        ("e2m1", 0.0, 2.0**-126, 2.0**-126),
+        ("e2m1", 2.0**-149, 2.0**-126, 2.0**-126),
+        ("e2m1", 12 * 2.0**-126, 2.0**-125, 2.0**-125),
+        ("e2m1", 7.0, float(np.float32(7) / np.float32(6)), 2.0),
+        ("e2m1", float(np.finfo(np.float32).max), float(np.finfo(np.float32).max / np.float32(6)), 2.0**126),
+    ],
+)
+def test_sf_by_hand(fmt: str, amax: float, sf: float, rounded: float) -> None:
+    x = torch.zeros(1, 64)
+    x[0, 17] = -amax
+    assert tk_quant.per_token_cast_with_sf_only(x, fmt, 64).item() == sf
+    assert tk_quant.per_token_cast_with_sf_only(x, fmt, 64, round_sf=True).item() == rounded
+
+
+@pytest.mark.parametrize(("fmt", "largest"), [("e4m3", 448.0), ("e2m1", 6.0)])
+def test_rounded_sf_is_the_least_admissible(fmt: str, largest: float) -> None:
+    x = torch.randn(512, 64) * torch.exp2(torch.randint(-10, 60, (512, 1)).float())
+    exact = tk_quant.per_token_cast_with_sf_only(x, fmt, 64)
+    sf = tk_quant.per_token_cast_with_sf_only(x, fmt, 64, round_sf=True)
+    assert bool((torch.frexp(sf).mantissa == 0.5).all())
+    assert bool((sf >= exact).all())
+    assert bool((sf / 2 < exact).all())
+    assert bool((x.abs().amax(1, keepdim=True) / sf <= largest).all())
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+def test_layouts_hold_the_same(fmt: str) -> None:
+    x = torch.randn(6, 576)
+    data, sf = tk_quant.per_token_cast(x, fmt, 64, round_sf=True)
+    assert sf.is_contiguous()
+    for name, shape in (("col-round", (6, 9)), ("packed", (6, 3)), ("swizzled", (1, 3, 32, 4, 4))):
+        other_data, other_sf = tk_quant.per_token_cast(x, fmt, 64, **ALL_FLAGS[name])
+        assert torch.equal(other_data.view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(unpack_scales(other_sf, 6, 9), sf)
+        assert other_sf.shape == shape
+        assert other_sf.stride() == (1, 8) or name == "swizzled"
+
+
+def test_swizzled_by_hand() -> None:
+    x = torch.zeros(200, 192)
+    x[:, 0], x[165, 176] = 1.0, 4.0
+    _, sf = tk_quant.per_token_cast(x, "e2m1", 16, round_sf=True, use_swizzled_sf=True)
+    assert sf.dtype is torch.float8_e8m0fnu
+    assert sf.shape == (2, 3, 32, 4, 4)
+    # Row 165 is row 37 of the second tile, group 11 the last column of the third; 4 / 6 rounds up to 1, 1 / 6 to 1 / 4.
+    codes = sf.view(torch.uint8)
+    assert codes[1, 2, 5, 1, 3] == 127
+    assert codes[0, 0, 0, 0, 0] == 125
+    assert codes[0, 0, 0, 0, 1] == 1
+    # Rows 200 to 255 are not there: 72 = 2 * 32 + 8 of the second tile are.
+    assert (codes[1, :, 8:, 2] == 0).all()
+    assert (codes[1, :, :, 3] == 0).all()
+    assert (codes[1, :, :8, 2] > 0).all()
+
+
+def e5m6_codes(data: torch.Tensor) -> list[int]:
+    """The codes of a row, by the definition of where they lie: 96 bits, the first word's upper ones first."""
+    row = data.view(torch.uint8).flatten().tolist()
+    codes = []
+    for i in range(0, len(row), 12):
+        words = [int.from_bytes(bytes(row[i + 4 * k : i + 4 * k + 4]), "little") for k in range(3)]
+        bits = words[0] << 64 | words[1] << 32 | words[2]
+        codes += [bits >> (84 - 12 * k) & 0xFFF for k in range(8)]
+    return codes
+
+
+E5M6_TABLE = [
+    (1.0, 0x3C0),
+    (-1.0, 0xBC0),
+    (0.0, 0x000),
+    (-0.0, 0x800),
+    (65024.0, 0x7BF),
+    (-65024.0, 0xFBF),
+    (1 + 2.0**-7, 0x3C0),  # tie between 1 and 1 + 1/64
+    (1 + 3 * 2.0**-7, 0x3C2),  # tie between 1 + 1/64 and 1 + 2/64
+    (1 + 2.0**-7 + 2.0**-23, 0x3C1),
+    (2.0**-14, 0x040),  # least normal
+    (2.0**-20, 0x001),  # least subnormal
+    (2.0**-21, 0x000),  # tie between 0 and that
+    (-(2.0**-21), 0x800),
+    (3 * 2.0**-21, 0x002),  # tie between the first two
+    (2.0**-21 * (1 + 2.0**-23), 0x001),
+    (2.0**-14 - 2.0**-21, 0x040),  # tie between the largest subnormal and the least normal
+    (2.0**-30, 0x000),
+    (1e-45, 0x000),
+]
+
+
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_e5m6_by_hand(dtype: torch.dtype, round_sf: bool) -> None:
+    table = [(value, code) for value, code in E5M6_TABLE if torch.tensor(value, dtype=dtype).item() == value]
+    assert len(table) > 10
+    x = row_with([value for value, _ in table], 65024.0).to(dtype)
+    if dtype is torch.bfloat16:
+        assert x[0, 0] == 65024.0
+    data, sf = tk_quant.per_token_cast_to_e5m6(x, 64, round_sf=round_sf)
+    assert sf.tolist() == [[1.0]]
+    assert data.dtype is torch.uint8
+    assert data.shape == (1, 96)
+    assert e5m6_codes(data)[1 : 1 + len(table)] == [code for _, code in table]
+    same = tk_quant.per_token_cast(x, "e5m6", 64, round_sf=round_sf)
+    assert torch.equal(same[0], data)
+
+
+def test_eight_e5m6_codes_in_twelve_bytes() -> None:
+    # c0 = 0x3c0, c1 = 0x400, c2 = 0x440, c3 = 0x480, c4 = 0x4c0, c5 = 0x500, c6 = 0x540, c7 = 0x7bf
+    x = torch.zeros(1, 64)
+    x[0, :8] = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 65024.0])
+    data, _ = tk_quant.per_token_cast_to_e5m6(x, 64)
+    words = data[0, :12].view(torch.int32)
+    assert [f"{word & 0xFFFFFFFF:08x}" for word in words.tolist()] == ["3c040044", "04804c05", "005407bf"]
+
+
+@pytest.mark.parametrize("times", [1.0, 0.01])
+def test_nvfp4_against_numpy(times: float) -> None:
+    x = (torch.randn(40, 192) * torch.exp2(torch.arange(40)[:, None] - 36.0)).to(torch.bfloat16)
+    tensor_sf = x.abs().max().float() / 2688 * times
+    data, sf = tk_quant.per_token_cast(x, "e2m1", 16, tensor_sf=tensor_sf)
+    assert sf.dtype is torch.float8_e4m3fn
+    assert sf.shape == (40, 12)
+    blocks, scale = x.float().numpy().reshape(40, 12, 16), np.float32(tensor_sf.item())
+    quotient = np.abs(blocks).max(axis=2) / np.float32(6) / scale
+    expected_sf = np.clip(quotient, np.float32(2.0**-9), np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(sf.view(torch.uint8).numpy(), expected_sf.view(np.uint8))
+    factor = np.float32(1) / (expected_sf.astype(np.float32) * scale)
+    expected = (blocks * factor[:, :, None]).astype(ml_dtypes.float4_e2m1fn).reshape(40, 192)
+    np.testing.assert_array_equal(nibbles(data).numpy(), expected.view(np.uint8) & 0xF)
+    assert sf.float().max() == 448
+    assert sf.float().min() == 2.0**-9
+    assert torch.equal(tk_quant.per_token_cast_with_sf_only(x, "e2m1", 16, tensor_sf=tensor_sf).float(), sf.float())
+    swizzled_data, swizzled = tk_quant.per_token_cast(
+        x, "e2m1", 16, use_swizzled_sf=True, tensor_sf=tensor_sf.reshape(1)
+    )
+    assert torch.equal(swizzled_data, data)
+    assert swizzled.shape == (1, 3, 32, 4, 4)
+    assert swizzled.dtype is torch.float8_e4m3fn
+    assert torch.equal(unpack_scales(swizzled, 40, 12), sf.float())
+
+
+def test_nvfp4_by_hand() -> None:
+    x = torch.zeros(3, 64)
+    x[0, :3] = torch.tensor([12.0, -5.0, 1.0])
+    x[1, :2] = torch.tensor([1e6, -1.0])
+    x[2, 17], x[2, 33] = NAN, -INF
+    data, sf = tk_quant.per_token_cast(x, "e2m1", 16, tensor_sf=torch.tensor(0.5))
+    codes = sf.view(torch.uint8).tolist()
+    # 12 / 6 / 0.5 is 4; 1e6 / 6 / 0.5 saturates at 448; nothing is 2**-9, the least; what is not finite is NaN.
+    assert codes == [[0x48, 0x01, 0x01, 0x01], [0x7E, 0x01, 0x01, 0x01], [0x01, 0x7F, 0x7F, 0x01]]
+    # 12, -5 and 1 over 4 * 0.5; 1e6 and -1 over 448 * 0.5.
+    assert nibbles(data)[0, :4].tolist() == [0x7, 0xC, 0x1, 0x0]
+    assert nibbles(data)[1, :3].tolist() == [0x7, 0x8, 0x0]
+
+
+def test_compare_forgives_only_data_of_groups_that_are_not_finite() -> None:
+    x = torch.randn(4, 192)
+    x[1, 40] = NAN
+    for fmt, group, flags in (
+        ("e2m1", 32, "row"),
+        ("e2m1", 16, "packed"),
+        ("e2m1", 16, "swizzled"),
+        ("e5m6", 192, "row"),
+    ):
+        data, sf = tk_quant.per_token_cast(x, fmt, group, **ALL_FLAGS[flags])
+        compare((data, sf), (data, sf))
+        other = data.clone()
+        other[1, (40 // group * group * 12 // 8) if fmt == "e5m6" else 40 // 2] ^= 1
+        compare((other, sf), (data, sf))
+        other[0, 0] ^= 1
+        with pytest.raises(AssertionError):
+            compare((other, sf), (data, sf))
+
+
+@pytest.mark.parametrize("num_per_channels", [16, 32, 64, 128, 192])
+def test_groups_do_not_mix(num_per_channels: int) -> None:
+    x = torch.ones(3, 192)
+    x[1, 100] = 448.0
+    _, sf = tk_quant.per_token_cast(x, "e4m3", num_per_channels, round_sf=True)
+    expected = torch.full_like(sf, 2.0**-8)
+    expected[1, 100 // num_per_channels] = 1.0
+    assert torch.equal(sf, expected)
+
+
+def test_not_finite() -> None:
+    x = torch.ones(3, 64)
+    x[0, 1], x[1, 2], x[2, 3], x[2, 4] = INF, NAN, -INF, NAN
+    for flags in ("row", "row-round", "col"):
+        data, sf = tk_quant.per_token_cast(x, "e4m3", 32, **FLAGS[flags])
+        assert sf[0, 0] == INF
+        assert sf[1:, 0].isnan().all()
+        assert sf[:, 1].isfinite().all()
+        codes = data.view(torch.uint8)
+        assert codes[0, :3].tolist() == [0x00, 0x7F, 0x00]
+        assert (codes[1:, :32] == 0x7F).all()
+    for fmt in ("e4m3", "e2m1"):
+        sf = tk_quant.per_token_cast_with_sf_only(x, fmt, 32, **FLAGS["packed"])
+        assert (sf & 0xFF == 255).all()
+        back = formats.dequantize(tk_quant.per_token_cast(x, fmt, 32, **FLAGS["packed"]), (1, 32))
+        assert back[:, :32].isnan().all()
+        assert back[:, 32:].isfinite().all()
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("flags", ["row", "row-round"])
+def test_relatives_agree(fmt: str, flags: str) -> None:
+    x = extremes(192, torch.bfloat16)("cpu")
+    data, sf = tk_quant.per_token_cast(x, fmt, 64, **FLAGS[flags])
+    only = tk_quant.per_token_cast_with_sf_only(x, fmt, 64, **FLAGS[flags])
+    assert torch.equal(only.view(torch.int32), sf.view(torch.int32))
+    if flags == "row-round":
+        again = tk_quant.per_token_cast_with_precomputed_sf(x, fmt, 64, sf, **FLAGS[flags])
+        assert torch.equal(again.view(torch.uint8), data.view(torch.uint8))
+
+
+def test_precomputed_sf_by_hand() -> None:
+    # 1 / 3 is rounded before it multiplies; 7 * (1 / 3) and 7 / 3 are both near 2.333, but 1000 / 3 saturates in e2m1.
+    x = row_with([7.5, 1000.0, -1000.0, 0.0, INF], 3.0)
+    data = tk_quant.per_token_cast_with_precomputed_sf(x, "e2m1", 64, torch.full((1, 1), 3.0))
+    assert nibbles(data)[0, :6].tolist() == [0x2, 0x4, 0x7, 0xF, 0x0, 0x7]
+    data = tk_quant.per_token_cast_with_precomputed_sf(x, "e4m3", 64, torch.zeros(1, 1))
+    assert data.view(torch.uint8)[0, :6].tolist() == [0x7E, 0x7E, 0x7E, 0xFE, 0x7F, 0x7E]
+
+
+@pytest.mark.parametrize("x_fmt", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("block_size", [(128, 128), (32, 32), (1, 32), (1, 192), (3, 24)])
+@pytest.mark.parametrize("flags", list(ALL_FLAGS))
+def test_requantizing_is_dequantizing_first(x_fmt: str, block_size: tuple[int, int], flags: str) -> None:
+    x = torch.randn(40, 192) * torch.exp2(torch.randint(-5, 5, (40, 1)).float())
+    pair = reference.cast(x, x_fmt, block_size, **ALL_FLAGS[flags])
+    values = formats.decode(pair[0])
+    sf = unpack_scales(pair[1], -(-40 // block_size[0]), -(-192 // block_size[1]))
+    for row, col in ((0, 0), (39, 191), (20, 100), (33, 31)):
+        values[row, col] *= sf[row // block_size[0], col // block_size[1]]
+        assert values[row, col] == formats.dequantize(pair, block_size)[row, col]
+    whole = formats.dequantize(pair, block_size)
+    for fmt in ("e4m3", "e2m1"):
+        data, out_sf = tk_quant.per_token_cast(pair, fmt, 32, block_size, round_sf=True)
+        expected_data, expected_sf = tk_quant.per_token_cast(whole, fmt, 32, round_sf=True)
+        assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))
+        assert torch.equal(out_sf, expected_sf)
+
+
+def test_float4_dtype() -> None:
+    if formats.FLOAT4_DTYPE is None:
+        pytest.skip("torch has no float4_e2m1fn_x2")
+    data = torch.randint(-128, 128, (5, 96), dtype=torch.int8)
+    sf = torch.rand(5, 6)
+    expected = tk_quant.per_token_cast((data, sf), "e4m3", 64, (1, 32))
+    found = tk_quant.per_token_cast((data.view(formats.FLOAT4_DTYPE), sf), "e4m3", 64, (1, 32))
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(found[1], expected[1])
+
+
+def test_reference_cast_of_blocks() -> None:
+    x = torch.randn(70, 192)
+    data, sf = reference.cast(x, "e4m3", (32, 64))
+    assert sf.shape == (3, 3)
+    assert sf[2, 1] == x[64:, 64:128].abs().max() / torch.tensor(448.0)
+    assert torch.equal(reference.cast(x, "e4m3", (32, 64), sf=torch.ones(3, 3)).float(), formats.encode_e4m3(x).float())
+    assert torch.equal(
+        formats.encode_e4m3(formats.dequantize((data, torch.ones_like(sf)), (32, 64))).float(), data.float()
+    )
+
+
+def test_configurations_are_admissible() -> None:
+    arch = arch_from_name("sm_90a")
+    for hidden, x_bits, layout, fmt, mode in product(
+        (64, 192, 576, 2048, 7168, 20480),
+        (4, 8, 16, 32),
+        ScaleLayout,
+        ("e4m3", "e2m1", "e5m6"),
+        (CAST, SF_ONLY, PRECOMPUTED),
+    ):
+        for group in (hidden,) if fmt == "e5m6" else (16, 32, 64, 128, hidden):
+            in_bytes = layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
+            of_codes = x_bits == 8 and fmt == "e2m1" and in_bytes and mode == CAST and group <= 128
+            kinds = (x_bits, fmt, mode, in_bytes, layout, in_bytes, of_codes)
+            config = PerTokenCastConfig.best(hidden, group, *kinds, arch)
+            assert hidden % config.vec == 0
+            assert config.vec <= group
+            assert config.vec * x_bits % 32 == 0
+            assert config.lanes * config.rows <= 1024
+            assert config.lanes * config.rows % 32 == 0
+
+
+def test_conversions_are_chosen_by_architecture() -> None:
+    assert "__nv_cvt_float2_to_fp4x2" in e2m1_source(arch_from_name("sm_100a"))
+    assert "__viaddmin_s32" in e2m1_source(arch_from_name("sm_90a"))
+
+
+X = torch.zeros(8, 192)
+PAIR = (torch.zeros(8, 192, dtype=torch.float8_e4m3fn), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": [[1.0]]}, ValueError, "x: expected a pair"),
+        ({"x": 1.0}, TypeError, "x: expected a tensor or a pair"),
+        ({"x": X.half()}, TypeError, "x: expected dtype"),
+        ({"x": X[0]}, ValueError, "x: expected shape"),
+        ({"x": X[:, :100]}, ValueError, "x: expected a positive multiple of 64 channels, got 100"),
+        ({"x": X[:, :0]}, ValueError, "x: expected a positive multiple of 64 channels"),
+        ({"x": torch.zeros(192, 8).t()}, ValueError, "x: expected stride 1"),
+        ({"fmt": "e5m2"}, ValueError, "fmt: expected one of 'e4m3', 'e2m1'"),
+        (
+            {"fmt": "e5m6", "x": PAIR, "x_block_size": (128, 128)},
+            ValueError,
+            "x: expected a plain tensor for fmt 'e5m6'",
+        ),
+        ({"num_per_channels": 48}, ValueError, "num_per_channels: expected one of 16, 32, 64, 128, 192, got 48"),
+        ({"num_per_channels": 0}, ValueError, "num_per_channels"),
+        ({"x_block_size": (1, 32)}, ValueError, "x_block_size: expected None"),
+        ({"x": PAIR}, ValueError, "x_block_size: expected the block size"),
+        ({"x": PAIR, "x_block_size": (128,)}, ValueError, "x_block_size: expected two"),
+        ({"x": PAIR, "x_block_size": (128, 0)}, ValueError, "x_block_size: expected two positive"),
+        ({"x": PAIR, "x_block_size": (128, 1.5)}, TypeError, "x_block_size: expected an int"),
+        ({"x": PAIR, "x_block_size": (128, 64)}, ValueError, r"x\[1\]: expected shape \(1, 3\)"),
+        ({"x": (X, PAIR[1]), "x_block_size": (128, 128)}, TypeError, r"x\[0\]: expected dtype"),
+        ({"x": (PAIR[0], PAIR[1].half()), "x_block_size": (128, 128)}, TypeError, r"x\[1\]: expected dtype"),
+        ({"x": (PAIR[0], PAIR[1].to("meta")), "x_block_size": (128, 128)}, ValueError, r"x\[1\]: expected device"),
+        ({"x": (PAIR[0], torch.ones(8, 12)[:, ::2]), "x_block_size": (1, 32)}, ValueError, r"x\[1\]: expected strides"),
+        ({"x": (PAIR[0], PAIR[1], 0), "x_block_size": (128, 128)}, ValueError, "x: expected a pair"),
+        ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0"),
+        ({"use_packed_ue8m0": True, "round_sf": True}, ValueError, "use_packed_ue8m0"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    kwargs = {"x": X, "fmt": "e4m3", "num_per_channels": 32, **change}
+    for function in (tk_quant.per_token_cast, tk_quant.per_token_cast_with_sf_only):
+        with pytest.raises(error, match=match):
+            function(**kwargs)
+    with pytest.raises(error, match=match):
+        tk_quant.per_token_cast_with_precomputed_sf(**kwargs, sf=torch.ones(8, 6))
+
+
+@pytest.mark.parametrize("op", [tk_quant.per_token_cast, tk_quant.per_token_cast_with_sf_only])
+def test_debug_mode_finds_a_tensor_sf_that_scales_nothing(monkeypatch: pytest.MonkeyPatch, op: Callable) -> None:
+    x = torch.ones(2, 64)
+    monkeypatch.setattr(env, "debug", lambda: True)
+    op(x, "e2m1", 16, tensor_sf=torch.tensor(0.5))
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="tensor_sf: expected a number above 0"):
+            op(x, "e2m1", 16, tensor_sf=torch.tensor(wrong))
+
+
+def test_what_tilekernels_lacks_has_no_position() -> None:
+    # 2.1.0 has use_e4m3_sf in eighth place.
+    with pytest.raises(TypeError, match="positional"):
+        tk_quant.per_token_cast(torch.ones(2, 64), "e4m3", 64, None, False, True, False, True)
+
+
+NVFP4 = {"fmt": "e2m1", "num_per_channels": 16, "tensor_sf": torch.ones(())}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"use_swizzled_sf": True}, ValueError, "use_swizzled_sf: expected round_sf=True or a tensor_sf"),
+        (
+            {"use_swizzled_sf": True, "round_sf": True, "use_tma_aligned_col_major_sf": True},
+            ValueError,
+            "use_tma_aligned_col_major_sf: expected False beside use_swizzled_sf",
+        ),
+        ({**NVFP4, "fmt": "e4m3"}, ValueError, "fmt: expected 'e2m1' with tensor_sf, got 'e4m3'"),
+        ({**NVFP4, "num_per_channels": 32}, ValueError, "num_per_channels: expected 16 with tensor_sf, got 32"),
+        ({**NVFP4, "round_sf": True}, ValueError, "round_sf: expected False with tensor_sf"),
+        (
+            {**NVFP4, "use_tma_aligned_col_major_sf": True},
+            ValueError,
+            "use_tma_aligned_col_major_sf: expected False with tensor_sf",
+        ),
+        ({**NVFP4, "tensor_sf": 1.0}, TypeError, "tensor_sf: expected a torch.Tensor"),
+        ({**NVFP4, "tensor_sf": torch.ones((), dtype=torch.float64)}, TypeError, "tensor_sf: expected dtype"),
+        ({**NVFP4, "tensor_sf": torch.ones(2)}, ValueError, r"tensor_sf: expected shape \(1\), got \(2,\)"),
+        ({**NVFP4, "tensor_sf": torch.ones(1, 1)}, ValueError, "tensor_sf: expected shape"),
+        ({**NVFP4, "tensor_sf": torch.ones((), device="meta")}, ValueError, "tensor_sf: expected device"),
+        (
+            {"x": (PAIR[0], torch.ones(1, 1, 32, 4, 4).to(torch.float8_e4m3fn)), "x_block_size": (128, 128)},
+            TypeError,
+            "x",
+        ),
+        (
+            {"x": (PAIR[0], torch.ones(1, 2, 32, 4, 4).to(torch.float8_e8m0fnu)), "x_block_size": (128, 128)},
+            ValueError,
+            r"x\[1\]: expected shape",
+        ),
+    ],
+)
+def test_bad_input_of_new_layouts(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    kwargs = {"x": X, "fmt": "e4m3", "num_per_channels": 32, **change}
+    for function in (tk_quant.per_token_cast, tk_quant.per_token_cast_with_sf_only):
+        with pytest.raises(error, match=match):
+            function(**kwargs)
+
+
+def test_bad_e5m6() -> None:
+    with pytest.raises(ValueError, match="num_per_channels: expected 192 for fmt 'e5m6', got 64"):
+        tk_quant.per_token_cast(X, "e5m6", 64)
+    with pytest.raises(ValueError, match="num_per_channels: expected 192 for fmt 'e5m6', got 128"):
+        tk_quant.per_token_cast_to_e5m6(X, 128)
+    with pytest.raises(ValueError, match="x: expected a plain tensor for fmt 'e5m6'"):
+        tk_quant.per_token_cast_to_e5m6(PAIR, 192)
+    with pytest.raises(ValueError, match="use_packed_ue8m0: expected round_sf=True"):
+        tk_quant.per_token_cast_to_e5m6(X, 192, use_packed_ue8m0=True)
+    with pytest.raises(ValueError, match="fmt: expected one of 'e4m3', 'e2m1', got 'e5m6'"):
+        tk_quant.per_token_cast_with_sf_only(X, "e5m6", 192)
+    with pytest.raises(ValueError, match="fmt: expected one of 'e4m3', 'e2m1', got 'e5m6'"):
+        tk_quant.per_token_cast_with_precomputed_sf(X, "e5m6", 192, torch.ones(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"sf": None}, TypeError, "sf: expected a torch.Tensor"),
+        ({"sf": torch.ones(8, 6, dtype=torch.int32)}, TypeError, "sf: expected dtype"),
+        ({"sf": torch.ones(8, 5)}, ValueError, r"sf: expected shape \(8, 6\)"),
+        ({"sf": torch.ones(6, 8).t()}, ValueError, "sf: expected contiguous"),
+        ({"sf": torch.ones(8, 6, device="meta")}, ValueError, "sf: expected device"),
+        ({"use_tma_aligned_col_major_sf": True}, ValueError, "use_tma_aligned_col_major_sf: expected False"),
+        ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected False"),
+    ],
+)
+def test_bad_precomputed_sf(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    kwargs = {"x": X, "fmt": "e4m3", "num_per_channels": 32, "sf": torch.ones(8, 6), **change}
+    with pytest.raises(error, match=match):
+        tk_quant.per_token_cast_with_precomputed_sf(**kwargs)
+
+
+def test_any_layout_of_an_input_with_one_block() -> None:
+    data = torch.full((1, 64), 2.0).to(torch.float8_e4m3fn)
+    for layout in ScaleLayout:
+        sf = pack_scales(torch.full((1, 1), 4.0), layout)
+        assert check_scales("sf", sf, 1, 1, sf.device, (torch.float8_e8m0fnu,)) is layout
+        assert tk_quant.per_token_cast((data, sf), "e4m3", 64, (1, 64), round_sf=True)[1].item() == 2.0**-5

@@ -1,0 +1,184 @@
+"""swiglu_backward."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+import tk_quant
+from tk_core import env
+from tk_core.arch import arch_from_name
+from tk_core.testing import assert_equal, tiers
+from tk_quant.swiglu.swiglu_backward import SwigluBackwardConfig
+from tk_quant.testing.swiglu.swiglu_backward import SPEC
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+NAN = math.nan
+op = tk_quant.swiglu_backward
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def rows(weights: list[float], device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Row i has weight i."""
+    index = torch.arange(len(weights), dtype=torch.int32, device=device)
+    return {
+        "pos_to_token_topk": index,
+        "topk_weights": torch.tensor([weights], device=device),
+        "token_topk_to_pos": index.view(1, -1),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    # sigmoid(0) = 1/2 and sigmoid(32) rounds to 1; silu has slopes 1/2 and 1 there.
+    x = torch.zeros(2, 128, device=device)
+    x[:, :64], x[:, 64:] = torch.tensor([[0.0], [32.0]]), torch.tensor([[6.0], [-3.0]])
+    grad_out = torch.full((2, 64), 4.0, device=device)
+    out, x_grad, weight_grad = op(x, grad_out, with_out=True, **rows([0.5, 2.0], device))
+    assert out[:, 0].tolist() == [0.0, -192.0]
+    assert x_grad[:, 0].tolist() == [6.0, -24.0]
+    assert x_grad[:, 64].tolist() == [0.0, 256.0]
+    assert weight_grad.tolist() == [[0.0, 64 * 4 * -96.0]]
+    assert (x_grad[:, :64] == x_grad[:, :1]).all()
+    assert (x_grad[:, 64:] == x_grad[:, 64:65]).all()
+
+
+def to_float32(value: Fraction) -> Fraction:
+    """The nearest float32, of two the one with an even last bit; for magnitudes of normal numbers."""
+    exponent = 0
+    while abs(value) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    while abs(value) < Fraction(2) ** exponent:
+        exponent -= 1
+    step = Fraction(2) ** (exponent - 23)
+    return round(value / step) * step
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_operation_is_rounded_once(device: str) -> None:
+    x, grad_out = torch.randn(4, 128, device=device), torch.randn(4, 64, device=device)
+    weights = torch.rand(4).tolist()
+    out, x_grad, _ = op(x, grad_out, with_out=True, **rows(weights, device))
+    divisors = (1 + torch.exp(-x[:, :64])).tolist()
+    one = Fraction(1)
+    for p in range(4):
+        for j in range(64):
+            gate, value, grad, weight = map(
+                Fraction, (x[p, j].item(), x[p, 64 + j].item(), grad_out[p, j].item(), torch.tensor(weights[p]).item())
+            )
+            divisor = Fraction(divisors[p][j])
+            sigmoid = to_float32(one / divisor)
+            activated = to_float32(to_float32(gate / divisor) * value)
+            scaled = to_float32(to_float32(grad * weight) * sigmoid)
+            slope = to_float32(gate * to_float32(one - sigmoid) + 1)
+            assert out[p, j].item() == to_float32(activated * weight)
+            assert x_grad[p, j].item() == to_float32(to_float32(scaled * value) * slope)
+            assert x_grad[p, 64 + j].item() == to_float32(scaled * gate)
+
+
+@pytest.mark.parametrize("clamp", [None, 0.7])
+def test_against_autograd(clamp: float | None) -> None:
+    x = torch.randn(5, 256, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    grad_out = torch.randn(5, 128, dtype=torch.float64)
+    gate, value = x.chunk(2, dim=1)
+    if clamp is not None:
+        gate, value = gate.clamp(max=clamp), value.clamp(-clamp, clamp)
+    expected = torch.nn.functional.silu(gate) * value * weights[:, None]
+    expected.backward(grad_out)
+    given = rows(weights.tolist())
+    out, x_grad, weight_grad = op(x.detach().float(), grad_out.float(), clamp, with_out=True, **given)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x_grad.double(), x.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight_grad[0].double(), weights.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_out_is_that_of_the_forward() -> None:
+    x = torch.randn(9, 256).bfloat16()
+    given = rows(torch.rand(9).tolist())
+    out, _, _ = op(x, x[:, :128].contiguous(), 1.5, fmt="bf16", with_out=True, **given)
+    del given["token_topk_to_pos"]
+    assert_equal(out, tk_quant.swiglu_forward(x, 1.5, fmt="bf16", **given))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_is_not_looked_at(device: str) -> None:
+    x, grad_out = torch.ones(4, 128, device=device), torch.ones(4, 64, device=device)
+    x[1:3], grad_out[1:3] = NAN, NAN
+    index = torch.tensor([3, -1, 1, 0], dtype=torch.int32, device=device)
+    expert = torch.tensor([0, 0, -1, 2], dtype=torch.int32, device=device)
+    pairs = torch.tensor([[3, 2, -1, 0], [-1, 4, -7, 99]], dtype=torch.int32, device=device)
+    weights = torch.ones(2, 4, device=device)
+    out, x_grad, weight_grad = op(
+        *(x, grad_out),
+        pos_to_token_topk=index,
+        topk_weights=weights,
+        token_topk_to_pos=pairs,
+        pos_to_expert=expert,
+        with_out=True,
+    )
+    for rows_of in (out, x_grad):
+        assert not rows_of[1:3].any()
+        assert_equal(rows_of[0], rows_of[3])
+        assert rows_of[0].all()
+    expected = 64 / (1 + math.exp(-1))
+    torch.testing.assert_close(weight_grad.cpu(), torch.tensor([[expected, 0, 0, expected], [0, 0, 0, 0]]))
+
+
+def test_weights_without_their_gradient() -> None:
+    x, grad_out = torch.randn(3, 128), torch.randn(3, 64)
+    given = rows([0.5, 1.5, 2.5])
+    with_gradient = op(x, grad_out, **given)
+    del given["token_topk_to_pos"]
+    without = op(x, grad_out, **given)
+    assert without[0] is None
+    assert without[2] is None
+    assert_equal(without[1], with_gradient[1])
+
+
+def test_debug_mode_finds_maps_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    given = rows([1.0, 1.0, 1.0])
+    op(torch.zeros(3, 128), torch.zeros(3, 64), **given)
+    given["token_topk_to_pos"] = torch.tensor([[0, 2, -1]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="pos_to_token_topk: expected 1 at position 2, got 2"):
+        op(torch.zeros(3, 128), torch.zeros(3, 64), **given)
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 640, 2048, 2112, 7168, 40960])
+def test_configurations_are_admissible(hidden: int) -> None:
+    config = SwigluBackwardConfig.best(hidden, arch_from_name("sm_90a"))
+    assert config.threads == 64
+    assert hidden % config.block_channels == 0
+
+
+X, GRAD = torch.ones(3, 128), torch.ones(3, 64)
+INDEX, WEIGHTS, PAIRS = torch.zeros(3, dtype=torch.int32), torch.ones(2, 4), torch.full((2, 4), -1, dtype=torch.int32)
+MAPS = {"pos_to_token_topk": INDEX, "topk_weights": WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": X.half()}, TypeError, "x: .*bfloat16"),
+        ({"x": torch.ones(3, 192)}, ValueError, "x: .*multiple of 128"),
+        ({"grad_out": GRAD.half()}, TypeError, "grad_out: .*bfloat16"),
+        ({"grad_out": GRAD[:2]}, ValueError, "grad_out: .*shape"),
+        ({"grad_out": torch.ones(64, 3).t()}, ValueError, "grad_out: .*contiguous"),
+        ({"fmt": 3}, ValueError, "fmt: .*'bf16', 'fp32'"),
+        ({"with_out": 1}, TypeError, "with_out: .*bool"),
+        ({"token_topk_to_pos": PAIRS}, ValueError, "topk_weights: .*tensor beside token_topk_to_pos"),
+        ({**MAPS, "token_topk_to_pos": PAIRS.long()}, TypeError, "token_topk_to_pos: .*int32"),
+        ({**MAPS, "token_topk_to_pos": PAIRS[:1]}, ValueError, "token_topk_to_pos: .*shape"),
+        ({"pos_to_expert": INDEX.long()}, TypeError, "pos_to_expert: .*int32"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        op(**{"x": X, "grad_out": GRAD, **change})

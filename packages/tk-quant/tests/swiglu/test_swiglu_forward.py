@@ -1,0 +1,147 @@
+"""swiglu_forward."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tk_quant
+from tk_core import env
+from tk_core.arch import arch_from_name
+from tk_core.testing import assert_equal, tiers
+from tk_quant.swiglu.swiglu_forward import SwigluForwardConfig
+from tk_quant.testing.swiglu.swiglu_forward import SPEC
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+INF, NAN = math.inf, math.nan
+F32 = np.float32
+op = tk_quant.swiglu_forward
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def row(left: list[float], right: list[float]) -> torch.Tensor:
+    """One position of 64 channels, zeros where nothing is given."""
+    x = torch.zeros(1, 128)
+    x[0, : len(left)], x[0, 64 : 64 + len(right)] = torch.tensor(left), torch.tensor(right)
+    return x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_by_hand(device: str) -> None:
+    # From 17.4 on 1 + exp(-l) rounds to 1; below -88.73 it is infinite.
+    left = [100.0, 18.0, -100.0, 0.0, -0.0, 0.0, INF, -INF, NAN, 1.0, -100.0]
+    right = [4.5, -1.0, 3.0, 5.0, 5.0, INF, 2.0, 1.0, 1.0, NAN, INF]
+    expected = [450.0, -18.0, -0.0, 0.0, -0.0, NAN, INF, NAN, NAN, NAN, NAN]
+    out = op(row(left, right).to(device))[0, : len(left)].cpu()
+    torch.testing.assert_close(out, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+    assert out[2:5].signbit().tolist() == [True, False, True]
+    # 257 is midway between numbers of 8 bits, and goes to the one whose last bit is 0.
+    assert op(row([257.0], [1.0]).to(device), fmt="bf16")[0, 0] == 256
+
+
+@pytest.mark.parametrize("clamp", [None, 1.25])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_against_numpy(dtype: torch.dtype, clamp: float | None) -> None:
+    x = (3 * torch.randn(40, 384)).to(dtype)
+    index, weights = torch.randperm(40).to(torch.int32), torch.rand(5, 8)
+    out = op(x, clamp, pos_to_token_topk=index, topk_weights=weights)
+    left, right = np.split(x.float().numpy(), 2, axis=1)
+    if clamp is not None:
+        left, right = np.minimum(left, F32(clamp)), np.clip(right, -F32(clamp), F32(clamp))
+    expected = left / (F32(1) + np.exp(-left.astype(np.float64)).astype(F32)) * right
+    expected *= weights.flatten()[index.long()].numpy()[:, None]
+    # torch's exp on the CPU and that of float64 differ in the last place at times.
+    np.testing.assert_allclose(out.numpy(), expected, rtol=4e-7, atol=1e-30)
+
+
+def test_weight_comes_last_and_result_is_rounded_once() -> None:
+    x, weights = torch.randn(64, 256).bfloat16(), torch.rand(8, 8)
+    rows = {"pos_to_token_topk": torch.arange(64, dtype=torch.int32), "topk_weights": weights}
+    silu = x[:, :128].float() / (1 + torch.exp(-x[:, :128].float()))
+    value, weight = x[:, 128:].float(), weights.view(64, 1)
+    exact = silu * value * weight
+    assert_equal(op(x, **rows), exact)
+    assert not torch.equal(exact, silu * (value * weight))
+    assert_equal(op(x, fmt="bf16", **rows), exact.bfloat16())
+    assert not torch.equal(exact.bfloat16(), ((silu * value).bfloat16() * weight).bfloat16())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_clamp_and_count(device: str) -> None:
+    left = [3.0, 2.0, 2.5, -9.0, 0.0, 0.0, 0.0, NAN, 1.0, INF]
+    right = [1.0, 1.0, 1.0, 1.0, 2.5, -2.5, -2.0, 1.0, NAN, -INF]
+    count = torch.tensor([10, 20, 30], device=device)
+    x = row(left, right).to(device)
+    out = op(x, 2, clamped_count=count)
+    assert count.tolist() == [13, 21, 32]
+    clamped = row([2.0, 2.0, 2.0, -9.0, 0.0, 0.0, 0.0, NAN, 1.0, 2.0], [*right[:4], 2.0, -2.0, -2.0, 1.0, NAN, -2.0])
+    assert_equal(out, op(clamped.to(device)))
+    assert_equal(op(x, INF), op(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_is_zero_whatever_x_holds(device: str) -> None:
+    x = torch.full((6, 128), 5.0, device=device)
+    x[1:5] = NAN
+    index = torch.tensor([0, -1, 15, 16, 2**31 - 1, 7], dtype=torch.int32, device=device)
+    expert = torch.tensor([0, 0, -5, 3, 0, 0], dtype=torch.int32, device=device)
+    weights, count = torch.arange(16.0, device=device).view(2, 8) + 1, torch.zeros(3, dtype=torch.int64, device=device)
+    maps = {"pos_to_token_topk": index, "topk_weights": weights, "pos_to_expert": expert}
+    out = op(x, 4.0, clamped_count=count, **maps)
+    assert not out[1:5].any()
+    assert torch.equal(out[5], 8 * out[0])
+    assert out[0].all()
+    assert count.tolist() == [128, 128, 0]
+
+
+def test_index_past_the_weights_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    index = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="pos_to_token_topk: expected indices into topk_weights, below 8, got 8"):
+        op(torch.zeros(2, 128), pos_to_token_topk=index, topk_weights=torch.ones(1, 8))
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 640, 2048, 2112, 7168, 40960])
+@pytest.mark.parametrize("counts", [False, True])
+def test_configurations_are_admissible(hidden: int, counts: bool) -> None:
+    config = SwigluForwardConfig.best(hidden, counts, arch_from_name("sm_90a"))
+    assert config.threads % 32 == 0
+    assert 64 <= config.threads <= 512
+    assert config.block_rows * config.block_channels % (8 * config.threads) == 0
+    assert -hidden % config.block_channels < 512
+    # A count of one row fits in ten bits.
+    assert not counts or config.block_channels <= 512
+
+
+X, INDEX, WEIGHTS = torch.ones(3, 128), torch.zeros(3, dtype=torch.int32), torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": None}, TypeError, "x: .*Tensor"),
+        ({"x": X.half()}, TypeError, "x: .*bfloat16"),
+        ({"x": X[0]}, ValueError, "x: .*shape"),
+        ({"x": torch.ones(3, 256)[:, :128]}, ValueError, "x: .*contiguous"),
+        ({"x": torch.ones(3, 192)}, ValueError, "x: .*multiple of 128"),
+        ({"x": torch.ones(3, 0)}, ValueError, "x: .*positive multiple of 128"),
+        ({"fmt": "e4m3"}, ValueError, "fmt: .*'bf16', 'fp32'"),
+        ({"topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: .*tensor beside topk_weights"),
+        ({"pos_to_token_topk": INDEX}, TypeError, "topk_weights: .*Tensor"),
+        ({"pos_to_token_topk": INDEX.long(), "topk_weights": WEIGHTS}, TypeError, "pos_to_token_topk: .*int32"),
+        ({"pos_to_token_topk": INDEX[:2], "topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: .*shape"),
+        ({"pos_to_token_topk": INDEX, "topk_weights": WEIGHTS.half()}, TypeError, "topk_weights: .*float32"),
+        ({"pos_to_expert": INDEX[:2]}, ValueError, "pos_to_expert: .*shape"),
+        ({"clamped_count": torch.zeros(3, dtype=torch.int64)}, ValueError, "swiglu_clamp_value: .*clamped_count"),
+        ({"clamped_count": torch.zeros(3), "swiglu_clamp_value": 1.0}, TypeError, "clamped_count: .*int64"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        op(**{"x": X, **change})
