@@ -16,7 +16,8 @@ from tk_core.arch import get_arch
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.scales import ScaleLayout, empty_scales, scale_layout
+from tk_core.scales import ScaleLayout, scale_layout
+from tk_quant.lib.outputs import data_output, for_vectors, output_pair, scales_output
 from tk_quant.lib.per_block_cast_kernel import CAST, PRECOMPUTED, SF_ONLY, PerBlockCastConfig, per_block_cast_kernel
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -37,6 +38,7 @@ def _launch(
 ) -> None:
     if sf.numel() == 0:
         return
+    written_data, written_sf = for_vectors(data), sf if mode == PRECOMPUTED else for_vectors(sf)
     arch = get_arch(x.device)
     block_size, packed = (block_tokens, block_channels), sf.dtype is torch.int32
     per_block_cast_kernel(
@@ -50,7 +52,11 @@ def _launch(
         scale_layout(col_major, round_sf, packed),
         PerBlockCastConfig.best(block_size, x.dtype.itemsize, fmt, packed, arch),
         arch,
-    )(x, sf if data is None else data, sf)
+    )(x, written_sf if data is None else written_data, written_sf)
+    if written_data is not data:
+        data.copy_(written_data)
+    if written_sf is not sf:
+        sf.copy_(written_sf)
 
 
 def _reference(
@@ -144,13 +150,6 @@ def _check_input(x: torch.Tensor, fmt: str, block_size: tuple[int, int]) -> tupl
     return block_tokens, block_channels, ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
 
 
-def _empty_data(x: torch.Tensor, fmt: str) -> torch.Tensor:
-    num_tokens, hidden = x.shape
-    if fmt == "e4m3":
-        return x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
-    return x.new_empty((num_tokens, hidden // 2), dtype=torch.int8)
-
-
 @replayable
 def per_block_cast(
     x: torch.Tensor,
@@ -159,6 +158,7 @@ def per_block_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize by blocks of tokens and channels.
 
@@ -169,7 +169,7 @@ def per_block_cast(
         with round_sf: sf = least power of two >= amax / max;  data = round(x / sf)
 
     data saturates and keeps the sign of zero. A block with NaN or infinity in it has NaN or infinity for its sf. The
-    formulas and names are those of DeepSeek's TileKernels 1.0.0.
+    formulas and names are those of DeepSeek's TileKernels 1.0.0, and `out` is from 2.1.0.
 
     Args:
         x: (num_tokens, hidden) bfloat16 or float32, hidden a multiple of 64; rows may be strided.
@@ -178,11 +178,13 @@ def per_block_cast(
         use_tma_aligned_col_major_sf: sf with strides (1, its rows rounded up to 4), as TMA wants it.
         round_sf: Round sf up to a power of two.
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
+        out: `(data, sf)` to write into, with the dtypes, shapes and strides of what is returned otherwise. They overlap
+            x no more than each other.
 
     Returns:
-        `(data, sf)`: data float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2) with the even channel in
-        the low nibble; sf float32 (ceil(num_tokens / block tokens), ceil(hidden / block channels)), or packed int32
-        with a quarter of the columns.
+        `(data, sf)`, which are those of `out` if it is given: data float8_e4m3fn (num_tokens, hidden), or int8
+        (num_tokens, hidden / 2) with the even channel in the low nibble; sf float32 (ceil(num_tokens / block tokens),
+        ceil(hidden / block channels)), or packed int32 with a quarter of the columns.
 
     Raises:
         TypeError: x is no tensor or has another dtype, or block_size is no pair of ints.
@@ -190,8 +192,9 @@ def per_block_cast(
     """
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
-    data = _empty_data(x, fmt)
-    sf = empty_scales(x, num_rows, num_cols, layout)
+    data, sf = output_pair(out)
+    data = data_output("out[0]", data, x, *x.shape, fmt, x=x)
+    sf = scales_output("out[1]", sf, x, num_rows, num_cols, layout, **{"x": x, "out[0]": data})
     col_major = layout is not ScaleLayout.ROW_MAJOR
     _per_block_cast_out(x, data, sf, fmt, block_tokens, block_channels, round_sf, col_major)
     return data, sf
@@ -205,18 +208,19 @@ def per_block_cast_with_sf_only(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    out_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sf that `per_block_cast` would return, without the data.
 
-    Args, errors and layouts: see `per_block_cast`.
+    Args, errors and layouts: see `per_block_cast`. `out_sf` is what to write into, as `out` there.
 
     Returns:
-        sf, float32 (ceil(num_tokens / block tokens), ceil(hidden / block channels)), or packed int32 with a quarter of
-        the columns.
+        `out_sf`, or a new sf: float32 (ceil(num_tokens / block tokens), ceil(hidden / block channels)), or packed int32
+        with a quarter of the columns.
     """
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
-    sf = empty_scales(x, num_rows, num_cols, layout)
+    sf = scales_output("out_sf", out_sf, x, num_rows, num_cols, layout, x=x)
     col_major = layout is not ScaleLayout.ROW_MAJOR
     _per_block_cast_with_sf_only_out(x, sf, fmt, block_tokens, block_channels, round_sf, col_major)
     return sf
@@ -231,6 +235,7 @@ def per_block_cast_with_precomputed_sf(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Quantize with scale factors that are there already: data = round(x * (1 / sf)), both operations in float32.
 
@@ -239,9 +244,10 @@ def per_block_cast_with_precomputed_sf(
         sf: float32 (ceil(num_tokens / block tokens), ceil(hidden / block channels)), contiguous.
         use_tma_aligned_col_major_sf, use_packed_ue8m0: must be False, as they would describe another layout of sf.
         round_sf: Either: 1 / sf is exact anyway where sf is a power of two.
+        out: data to write into, contiguous; it overlaps no other argument.
 
     Returns:
-        data, float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2).
+        `out`, or new data, float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2).
 
     Raises:
         TypeError: x or sf is no tensor or has another dtype, or block_size is no pair of ints.
@@ -254,6 +260,6 @@ def per_block_cast_with_precomputed_sf(
         check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
     block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
     check.tensor("sf", sf, (torch.float32,), (num_rows, num_cols), device=x.device)
-    data = _empty_data(x, fmt)
+    data = data_output("out", out, x, *x.shape, fmt, x=x, sf=sf)
     _per_block_cast_with_precomputed_sf_out(x, sf, data, fmt, block_tokens, block_channels)
     return data

@@ -26,7 +26,9 @@ Swizzled sf has rows up to a multiple of 128, and each byte is written: blocks r
 zeros to write.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,7 +37,8 @@ from tk_core.arch import get_arch
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.scales import ScaleLayout, check_scales, empty_scales, scale_layout
+from tk_core.scales import ScaleLayout, check_scales, scale_layout
+from tk_quant.lib.outputs import data_output, for_vectors, output_pair, scales_output
 from tk_quant.lib.per_token_cast_config import CAST, PRECOMPUTED, SF_ONLY, PerTokenCastConfig, casts_codes
 from tk_quant.lib.per_token_cast_kernel import FORMATS, per_token_cast_kernel
 from tk_quant.lib.quantize import BITS, FLOAT4_DTYPE, LIMITS
@@ -45,7 +48,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 _GROUPS = (16, 32, 64, 128)
 _PLAIN_DTYPES = (torch.bfloat16, torch.float32)
 _PAIR_DTYPES = (torch.float8_e4m3fn, torch.int8) + ((FLOAT4_DTYPE,) if FLOAT4_DTYPE is not None else ())
-_DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}
 _FORMATS_FROM_PAIRS = ("e4m3", "e2m1")
 
 
@@ -115,6 +117,7 @@ def _per_token_cast_out(
     x_blocks = (None, None) if x_sf is None else ((x_block_tokens, x_block_channels), _layout_of(x_sf))
     of_codes = casts_codes(FORMATS.get(x.dtype), *x_blocks, hidden, fmt, num_per_channels, mode, round_sf, arch)
     kinds = (x_bits, fmt, mode, round_sf, layout, share_word, of_codes)
+    written_data, written_sf = for_vectors(data), for_vectors(sf)
     per_token_cast_kernel(
         x.dtype,
         check.row_alignment(x),
@@ -132,9 +135,13 @@ def _per_token_cast_out(
         x,
         0 if x_sf is None else x_sf,
         0 if tensor_sf is None else tensor_sf,
-        0 if data is None else data,
-        some_sf,
+        0 if data is None else written_data,
+        given_sf if sf is None else written_sf,
     )
+    if written_data is not data:
+        data.copy_(written_data)
+    if written_sf is not sf:
+        sf.copy_(written_sf)
 
 
 def _check_input(
@@ -202,8 +209,22 @@ def _check_sf(
     return layout, torch.float8_e4m3fn, tensor_sf if ndim else tensor_sf.view(1)
 
 
-def _empty_data(x: torch.Tensor, num_tokens: int, hidden: int, fmt: str) -> torch.Tensor:
-    return x.new_empty((num_tokens, hidden * BITS[fmt] // 8), dtype=_DTYPES[fmt])
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def flags_may_begin_at(position: int) -> Callable[[Function], Function]:
+    """Let flags stand where x_block_size does, and that be left out: the order of TileKernels 2.1.0 beside 1.0.0's."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > position and isinstance(args[position], bool):
+                args = (*args[:position], None, *args[position:])
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 @replayable
@@ -218,6 +239,7 @@ def per_token_cast(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
+    out: Pair | None = None,
 ) -> Pair:
     """Quantize each token by groups of channels; a quantized input is dequantized on the way, in the same pass.
 
@@ -231,7 +253,7 @@ def per_token_cast(
 
     data saturates and keeps the sign of zero. A group with NaN or infinity in it has NaN or infinity for its sf; its
     data are unspecified for e2m1 and e5m6. The formulas and names are those of DeepSeek's TileKernels 1.0.0;
-    use_swizzled_sf and tensor_sf are not in it.
+    use_swizzled_sf and tensor_sf are not in it, and `out` is from 2.1.0.
 
     Args:
         x: (num_tokens, hidden) bfloat16 or float32, hidden a multiple of 64, rows may be strided; or a pair
@@ -249,13 +271,15 @@ def per_token_cast(
             for fmt "e2m1" in groups of 16, without round_sf and column-major sf. Let it be the largest |x| of the
             tensor / (448 * 6), computed or calibrated; groups with more than 448 * 6 * tensor_sf saturate. Above 0
             (`TK_DEBUG=1` raises ValueError where it is not).
+        out: `(data, sf)` to write into, with the dtypes, shapes and strides of what is returned otherwise. They overlap
+            no other argument and not each other.
 
     Returns:
-        `(data, sf)`: data float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2) with the even channel in
-        the low nibble, or uint8 (num_tokens, hidden * 3 / 2) with eight e5m6 codes in three little-endian words; sf
-        float32 (num_tokens, C), C = ceil(hidden / num_per_channels), or packed int32 (num_tokens, ceil(C / 4)), or
-        swizzled float8_e8m0fnu (ceil(num_tokens / 128), ceil(C / 4), 32, 4, 4); with tensor_sf float8_e4m3fn in the
-        first or the last shape.
+        `(data, sf)`, which are those of `out` if it is given: data float8_e4m3fn (num_tokens, hidden), or int8
+        (num_tokens, hidden / 2) with the even channel in the low nibble, or uint8 (num_tokens, hidden * 3 / 2) with
+        eight e5m6 codes in three little-endian words; sf float32 (num_tokens, C), C = ceil(hidden / num_per_channels),
+        or packed int32 (num_tokens, ceil(C / 4)), or swizzled float8_e8m0fnu (ceil(num_tokens / 128), ceil(C / 4), 32,
+        4, 4); with tensor_sf float8_e4m3fn in the first or the last shape.
 
     Raises:
         TypeError: x, its sf or tensor_sf is no tensor, or has another dtype.
@@ -264,8 +288,11 @@ def per_token_cast(
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     x, x_sf, num_tokens, hidden, x_block_size = _check_input(x, fmt, tuple(LIMITS), num_per_channels, x_block_size)
     layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf)
-    data = _empty_data(x, num_tokens, hidden, fmt)
-    sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout, sf_dtype)
+    data, sf = output_pair(out)
+    inputs = {"x": x, "x[1]": x_sf, "tensor_sf": tensor_sf}
+    data = data_output("out[0]", data, x, num_tokens, hidden, fmt, **inputs)
+    num_groups = ceil_div(hidden, num_per_channels)
+    sf = scales_output("out[1]", sf, x, num_tokens, num_groups, layout, sf_dtype, **inputs, **{"out[0]": data})
     _per_token_cast_out(x, x_sf, None, tensor_sf, data, sf, fmt, num_per_channels, *x_block_size, round_sf)
     return data, sf
 
@@ -277,12 +304,13 @@ def per_token_cast_to_e5m6(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
 ) -> Pair:
-    """`per_token_cast(x, "e5m6", ...)`, which see: x is a plain tensor, num_per_channels its hidden."""
+    """`per_token_cast(x, "e5m6", ...)` of a plain tensor x, num_per_channels being its hidden: see there."""
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     return per_token_cast(x, "e5m6", num_per_channels, None, *flags)
 
 
 @replayable
+@flags_may_begin_at(3)
 def per_token_cast_with_sf_only(
     x: torch.Tensor | Pair,
     fmt: str,
@@ -294,24 +322,29 @@ def per_token_cast_with_sf_only(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
+    out_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sf that `per_token_cast` would return, without the data.
 
-    Args, errors and layouts: see `per_token_cast`; fmt is "e4m3" or "e2m1".
+    Args, errors and layouts: see `per_token_cast`; fmt is "e4m3" or "e2m1". The flags may begin in fourth place, as in
+    TileKernels 2.1.0, or after x_block_size, as in 1.0.0. `out_sf` is what to write into, as `out` there.
 
     Returns:
-        sf, float32 (num_tokens, ceil(hidden / num_per_channels)), or as the flags and tensor_sf say.
+        `out_sf`, or a new sf, float32 (num_tokens, ceil(hidden / num_per_channels)), or as the flags and tensor_sf say.
     """
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     checked = _check_input(x, fmt, _FORMATS_FROM_PAIRS, num_per_channels, x_block_size)
     x, x_sf, num_tokens, hidden, x_block_size = checked
     layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf)
-    sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout, sf_dtype)
+    inputs = {"x": x, "x[1]": x_sf, "tensor_sf": tensor_sf}
+    num_groups = ceil_div(hidden, num_per_channels)
+    sf = scales_output("out_sf", out_sf, x, num_tokens, num_groups, layout, sf_dtype, **inputs)
     _per_token_cast_out(x, x_sf, None, tensor_sf, None, sf, fmt, num_per_channels, *x_block_size, round_sf)
     return sf
 
 
 @replayable
+@flags_may_begin_at(4)
 def per_token_cast_with_precomputed_sf(
     x: torch.Tensor | Pair,
     fmt: str,
@@ -321,17 +354,22 @@ def per_token_cast_with_precomputed_sf(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Quantize with scale factors that are there already: data = round(x * (1 / sf)), both operations in float32.
+
+    The flags may begin in fifth place, as in TileKernels 2.1.0, or after x_block_size, as in 1.0.0.
 
     Args:
         x, fmt, num_per_channels, x_block_size: see `per_token_cast`; fmt is "e4m3" or "e2m1".
         sf: float32 (num_tokens, ceil(hidden / num_per_channels)), contiguous; another layout is not supported.
         use_tma_aligned_col_major_sf, use_packed_ue8m0: must be False, as they would describe another layout of sf.
         round_sf: Either: 1 / sf is exact anyway where sf is a power of two.
+        out: data to write into, contiguous; it overlaps no other argument.
 
     Returns:
-        data, float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2).
+        `out`, or new data, float8_e4m3fn (num_tokens, hidden), or int8 (num_tokens, hidden / 2).
 
     Raises:
         TypeError: x or sf is no tensor, or has another dtype.
@@ -346,6 +384,6 @@ def per_token_cast_with_precomputed_sf(
     x, x_sf, num_tokens, hidden, x_block_size = checked
     num_groups = ceil_div(hidden, num_per_channels)
     check.tensor("sf", sf, (torch.float32,), (num_tokens, num_groups), device=x.device)
-    data = _empty_data(x, num_tokens, hidden, fmt)
+    data = data_output("out", out, x, num_tokens, hidden, fmt, **{"x": x, "x[1]": x_sf, "sf": sf})
     _per_token_cast_out(x, x_sf, sf, None, data, None, fmt, num_per_channels, *x_block_size, False)
     return data

@@ -6,6 +6,8 @@ from tk_core.math import ceil_div
 from tk_core.scales import pack_scales, scale_layout
 from tk_quant.reference.lib.formats import FORMATS, Format, decode_e4m3, dequantize, encode_e4m3, expand_blocks
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 _INFINITY_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
 _LEAST_E4M3 = 2.0**-9
@@ -51,6 +53,15 @@ def tensor_scaled_factors(
     sf = decode_e4m3(encode_e4m3(sf.clamp(min=_LEAST_E4M3)))
     sf = torch.where(amax.isfinite(), sf, torch.nan)
     return sf, torch.ones_like(sf) / (sf * tensor_sf)
+
+
+def written(out: Pair | torch.Tensor | None, result: Pair | torch.Tensor) -> Pair | torch.Tensor:
+    """`out` with the result in it, or without it the result."""
+    if out is None:
+        return result
+    for given, new in zip(out, result, strict=True) if isinstance(result, tuple) else [(out, result)]:
+        given.copy_(new)
+    return out
 
 
 def cast(

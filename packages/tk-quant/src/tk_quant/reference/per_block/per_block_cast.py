@@ -2,7 +2,7 @@
 
 import torch
 
-from tk_quant.reference.lib.cast import cast, cast_sf_only
+from tk_quant.reference.lib.cast import cast, cast_sf_only, written
 
 
 def per_block_cast(
@@ -12,9 +12,10 @@ def per_block_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.per_block_cast."""
-    return cast(x, fmt, block_size, None, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    return written(out, cast(x, fmt, block_size, None, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0))
 
 
 def per_block_cast_with_sf_only(
@@ -24,9 +25,11 @@ def per_block_cast_with_sf_only(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    out_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_block_cast_with_sf_only."""
-    return cast_sf_only(x, fmt, block_size, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    sf = cast_sf_only(x, fmt, block_size, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    return written(out_sf, sf)
 
 
 def per_block_cast_with_precomputed_sf(
@@ -37,6 +40,7 @@ def per_block_cast_with_precomputed_sf(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_block_cast_with_precomputed_sf."""
-    return cast(x, fmt, block_size, sf, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    return written(out, cast(x, fmt, block_size, sf, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0))

@@ -2,7 +2,7 @@
 
 import torch
 
-from tk_quant.reference.lib.cast import cast, cast_sf_only
+from tk_quant.reference.lib.cast import cast, cast_sf_only, written
 
 
 def per_token_cast(
@@ -16,9 +16,10 @@ def per_token_cast(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.per_token_cast."""
-    return cast(
+    result = cast(
         x,
         fmt,
         (1, num_per_channels),
@@ -30,6 +31,7 @@ def per_token_cast(
         use_swizzled_sf=use_swizzled_sf,
         tensor_sf=tensor_sf,
     )
+    return written(out, result)
 
 
 def per_token_cast_to_e5m6(
@@ -54,9 +56,10 @@ def per_token_cast_with_sf_only(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
+    out_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_token_cast_with_sf_only."""
-    return cast_sf_only(
+    result = cast_sf_only(
         x,
         fmt,
         (1, num_per_channels),
@@ -67,6 +70,7 @@ def per_token_cast_with_sf_only(
         use_swizzled_sf=use_swizzled_sf,
         tensor_sf=tensor_sf,
     )
+    return written(out_sf, result)
 
 
 def per_token_cast_with_precomputed_sf(
@@ -78,9 +82,11 @@ def per_token_cast_with_precomputed_sf(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_token_cast_with_precomputed_sf."""
-    return cast(
+    result = cast(
         x,
         fmt,
         (1, num_per_channels),
@@ -90,3 +96,4 @@ def per_token_cast_with_precomputed_sf(
         use_tma_aligned_col_major_sf,
         use_packed_ue8m0,
     )
+    return written(out, result)

@@ -1,0 +1,70 @@
+"""Data and scale factors that a cast writes: new ones, or those that the caller gives as `out` or `out_sf`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.scales import ScaleLayout, check_scales, empty_scales
+from tk_quant.lib.per_token_cast_kernel import FORMATS
+from tk_quant.lib.quantize import BITS
+
+_DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}
+
+
+def output_pair(out: Any) -> tuple[Tensor | None, Tensor | None]:
+    """`out` of a cast that returns data and scale factors, (None, None) if it is None."""
+    if out is None:
+        return None, None
+    check.require_type(isinstance(out, tuple | list), "out", "a pair (data, sf)", type(out).__name__)
+    check.require(len(out) == 2, "out", "a pair (data, sf)", f"{len(out)} items")
+    return out[0], out[1]
+
+
+def data_output(
+    name: str, given: Any, like: Tensor, num_tokens: int, hidden: int, fmt: str, **inputs: Tensor | None
+) -> Tensor:
+    """The tensor for the codes of (num_tokens, hidden) values; `given`, unless it is None.
+
+    Raises TypeError or ValueError if that has another dtype, shape, device or strides, or overlaps one of the inputs.
+    """
+    shape, dtype = (num_tokens, hidden * BITS[fmt] // 8), _DTYPES[fmt]
+    if given is None:
+        return like.new_empty(shape, dtype=dtype)
+    check.tensor(name, given, (dtype,), shape, device=like.device)
+    check.apart(name, given, **inputs)
+    return given
+
+
+def scales_output(
+    name: str,
+    given: Any,
+    like: Tensor,
+    num_rows: int,
+    num_cols: int,
+    layout: ScaleLayout,
+    dtype: torch.dtype | None = None,
+    **inputs: Tensor | None,
+) -> Tensor:
+    """The tensor for the scale factors of (num_rows, num_cols) blocks in `layout`; `given`, unless it is None.
+
+    Raises TypeError or ValueError if that has another dtype, shape, device or strides, or overlaps one of the inputs.
+    """
+    if given is None:
+        return empty_scales(like, num_rows, num_cols, layout, dtype)
+    expected = empty_scales(torch.empty((), device="meta"), num_rows, num_cols, layout, dtype)
+    check_scales(name, given, num_rows, num_cols, like.device, (torch.float8_e8m0fnu, torch.float8_e4m3fn))
+    check.require_type(given.dtype == expected.dtype, name, f"dtype {expected.dtype}", given.dtype)
+    strides = zip(given.shape, given.stride(), expected.stride(), strict=True)
+    fits = given.numel() == 0 or all(size == 1 or got == want for size, got, want in strides)
+    check.require(fits, name, f"strides {expected.stride()}", given.stride())
+    check.apart(name, given, **inputs)
+    return given
+
+
+def for_vectors(x: Tensor | None) -> Tensor | None:
+    """x if its address is a multiple of 16 bytes, as kernels want it, else a tensor like it, to be copied back."""
+    if x is None or x.data_ptr() % 16 == 0:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
