@@ -31,6 +31,7 @@ def zz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def forget() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "tk_zz"]:
             del sys.modules[name]
+        ledger._source.cache_clear()
 
     package = tmp_path / "tk_zz"
     files = {
@@ -56,7 +57,7 @@ def edit(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
-    ledger._parse.cache_clear()
+    ledger._source.cache_clear()
 
 
 def test_what_a_hash_covers(zz: Path) -> None:
@@ -152,13 +153,13 @@ def test_sanitizer_results_outlive_runs_without_it(zz: Path) -> None:
 
 def test_a_renewed_record_is_that_of_an_earlier_source(zz: Path) -> None:
     ledger.mark_pending("tk_zz.f", "why")
-    ledger.renew("tk_zz.f", {"gpu": "a", "hash": "of then", "sanitizer": {"memcheck": 1}}, "abc")
+    ledger.record("tk_zz.f", {"unchanged_since": "abc", "gpu": "a", "hash": "of then", "sanitizer": {"memcheck": 1}})
     status = ledger.status("tk_zz.f")
     assert status.state == "verified"
     kept = {"gpu": "a", "sanitizer": {"memcheck": 1}}
     assert status.entry == {**kept, "hash": ledger.source_hash("tk_zz.f"), "unchanged_since": "abc"}
     # Renewed again, it is still the first commit whose source ran.
-    ledger.renew("tk_zz.f", status.entry, "def")
+    ledger.record("tk_zz.f", {"unchanged_since": "def", **status.entry})
     assert ledger.status("tk_zz.f").entry == status.entry
 
 
@@ -175,17 +176,16 @@ def test_the_file_is_stable(zz: Path) -> None:
 
 
 def test_bad_arguments(zz: Path) -> None:
-    for bad in ("tk_zz", "f", "tk_zz.", "tk_zz.reference.f"):
-        with pytest.raises(ValueError, match="op: expected a name such as"):
+    for bad in ("tk_zz", "tk_zz.", "tk_zz.reference.f", "tk_zz.nothing"):
+        with pytest.raises(ValueError, match=f'op: expected a name such as "tk_quant.transpose", got {bad!r}'):
             ledger.status(bad)
-    with pytest.raises(ValueError, match=r"op: expected a public name of tk_zz, got 'tk_zz\.nothing'"):
-        ledger.source_hash("tk_zz.nothing")
-    with pytest.raises(ValueError, match="op: expected a public name"):
-        ledger.mark_pending("tk_zz.nothing", "why")
+        with pytest.raises(ValueError, match=f"op: expected .* got {bad!r}"):
+            ledger.mark_pending(bad, "why")
     with pytest.raises(ValueError, match="reason: expected why"):
         ledger.mark_pending("tk_zz.f", " ")
-    with pytest.raises(ModuleNotFoundError, match="expected an importable package, got 'tk_not_there'"):
-        ledger.status("tk_not_there.f")
+    for bad in ("tk_not_there", "tk_not_there.f"):
+        with pytest.raises(ModuleNotFoundError, match="No module named 'tk_not_there'"):
+            ledger.status(bad)
 
 
 def test_hash_covers_cuda_headers_beside_a_module(zz: Path) -> None:
@@ -195,10 +195,8 @@ def test_hash_covers_cuda_headers_beside_a_module(zz: Path) -> None:
     (device / "memory.py").write_text("three = 3\n")
     (device / "memory.cuh").write_text("// one\n")
     assert ledger.source_hash("tk_zz.f") == before
-    assert ledger.cuda_headers("tk_zz.f") == []
 
     edit(zz / "deeper.py", "one = 1", "from tk_zz.device.memory import three\none = 1")
-    assert ledger.cuda_headers("tk_zz.f") == [device / "memory.cuh"]
     included = ledger.source_hash("tk_zz.f")
     assert included != before
     (device / "memory.cuh").write_text("// two\n")

@@ -64,7 +64,7 @@ def _renew(op: str, commit: str, change: tuple[str | None, dict[str, Any]]) -> b
 
     why, entry = change
     if why is None:
-        ledger.renew(op, entry, commit)
+        ledger.record(op, {"unchanged_since": commit, **entry})
     typer.echo(f"{op}: {f'as at {commit}, renewed' if why is None else why}")
     return why is None
 
