@@ -166,11 +166,12 @@ Members = list[tuple[zipfile.ZipInfo, bytes]]
 def _repack(archive: Path, change: Callable[[Members], None]) -> None:
     """Write an archive again with other members."""
     with zipfile.ZipFile(archive) as packed:
-        members = [(member, packed.read(member)) for member in packed.infolist()]
+        members, comment = [(member, packed.read(member)) for member in packed.infolist()], packed.comment
     change(members)
     with zipfile.ZipFile(archive, "w") as packed:
         for member, data in members:
             packed.writestr(member, data)
+        packed.comment = comment
 
 
 def _add_member(name: str, kind: int = stat.S_IFREG) -> Callable[[Members], None]:
@@ -212,6 +213,7 @@ _INSIDE = f"0.1.15/linux-x86_64/kernels/{_key('a')}"
         pytest.param(_add_member(f"{_INSIDE}/manifest.json"), id="twice"),
         pytest.param(_add_member(f"0.1.15/linux-x86_64/kernels/{_key('z')}/params.json"), id="part-of-a-kernel"),
         pytest.param(lambda members: members.pop(), id="file-missing"),
+        pytest.param(lambda members: members.__delitem__(slice(5)), id="kernel-missing"),
         pytest.param(lambda members: members.clear(), id="empty"),
         pytest.param(lambda members: members.__setitem__(0, (members[0][0], b"[]")), id="manifest-of-another-kind"),
         pytest.param(lambda members: members.__setitem__(0, (members[0][0], b"{")), id="manifest-no-json"),

@@ -1,11 +1,9 @@
-"""`tk cache`: the kernels in TileLang's disk cache, and carrying them to another machine.
+"""`tk cache`: the kernels in TileLang's disk cache, and a zip to carry them to another machine.
 
-A kernel is a folder, <version of TileLang>/<platform>/kernels/<key>, whose manifest.json has the size and hash of each
-file in it. An archive is a zip of these folders; what else the cache holds is read only when kernels are compiled.
+Each is a folder <TileLang>/<platform>/kernels/<key> with a manifest.json; the rest of the cache serves compiling only.
 """
 
 import json
-import os
 import shutil
 import tempfile
 import zipfile
@@ -30,7 +28,7 @@ def _kernels(root: Path) -> dict[str, list[Path]]:
 def _files(folder: Path) -> list[Path]:
     try:
         recorded = json.loads((folder / "manifest.json").read_text())["files"]
-        found = {name: (folder / name).read_bytes() for name in os.listdir(folder) if name != "manifest.json"}
+        found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "manifest.json"}
         facts = {name: {"size": len(data), "sha256": sha256(data).hexdigest()} for name, data in found.items()}
     except (OSError, ValueError, LookupError, TypeError):
         return []
@@ -71,6 +69,7 @@ def export(file: Annotated[Path, typer.Argument(help="Archive to write (a zip)."
             with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as packed:
                 for path in (path for files in kernels for path in files):
                     packed.write(path, path.relative_to(cache_dir()))
+                packed.comment = b"%d kernels" % len(kernels)
             unfinished.replace(file)
     except OSError as error:
         _fail("exported", FaultError(f"{file}: {error.strerror}", f"tk cache export FOLDER/{file.name}"))
@@ -109,12 +108,13 @@ def _unpack(archive: Path, folder: Path) -> list[str]:
     try:
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(folder)  # it writes nothing outside of the folder, and no links
-        kernels, names = _kernels(folder), packed.namelist()
-        if not names or {folder / name for name in names} != {file for files in kernels.values() for file in files}:
-            raise zipfile.BadZipFile("it holds other files than kernels have")
+        kernels, names = _kernels(folder), {folder / name for name in packed.namelist()}
+        is_whole = names == {file for files in kernels.values() for file in files}
+        if not is_whole or not kernels or packed.comment != b"%d kernels" % len(kernels):
+            raise zipfile.BadZipFile("it holds other files than its kernels have, or fewer")
     except OSError:
         raise
     except Exception as error:  # zipfile raises many kinds over damaged bytes
-        why = f"{archive} is damaged or not what tk cache export writes: {error}"
+        why = f"{archive} is damaged or not what tk cache export writes: {error or 'it ends too early'}"
         _fail("imported", FaultError(why, f"tk cache export {archive.name}, where its kernels were compiled"))
     return list(kernels)
