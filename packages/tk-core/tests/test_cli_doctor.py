@@ -1,6 +1,7 @@
 """`tk doctor` on simulated faults: what it says, the command that mends it, and the exit code."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tk_core import compat
+from tk_core import compat, faults
 from tk_core.cli import app, doctor
 
 CODES = {check: code for check, code, _ in doctor.CHECKS}
@@ -379,6 +380,60 @@ def test_cache_folder_that_can_not_be_written(look: Look, tmp_path: Path, monkey
     fault = _only_fault(look(), "cache folder")
     assert str(tmp_path / "file") in fault["found"]
     assert fault["fix"].startswith("export TILELANG_CACHE_DIR=")
+
+
+@pytest.fixture
+def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder, in which nothing can be written."""
+    folder, access = tmp_path / "cache", os.access
+    folder.mkdir()
+
+    def refuse(**_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(faults.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    return folder
+
+
+def _add_kernel(cache: Path) -> None:
+    library = cache / "0.1.15" / "linux-x86_64" / "kernels" / "key" / "executable.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+
+
+def test_read_only_cache_with_kernels_is_a_note(look: Look, read_only: Path) -> None:
+    _add_kernel(read_only)
+    code, findings = look()
+    assert code == 0
+    assert findings["cache folder"] == {
+        "check": "cache folder",
+        "state": "note",
+        "found": f"{read_only} is read-only: its 1 kernels can be loaded, but no others can be compiled",
+        "fix": None,
+    }
+    assert findings["TileLang"]["state"] == "ok"
+
+
+def test_read_only_cache_that_tilelang_can_not_load(look: Look, read_only: Path) -> None:
+    """Without a folder .staging in it, TileLang can't be imported."""
+    _add_kernel(read_only)
+    error = faults.unwritable_cache(read_only, "Read-only file system")
+    fault = _only_fault(look(tilelang=error), "TileLang")
+    assert (fault["found"], fault["fix"]) == (error.found, error.fix)
+
+
+def test_read_only_cache_without_kernels(look: Look, read_only: Path) -> None:
+    fault = _only_fault(look(), "cache folder")
+    assert fault["found"].endswith("can't be written: Read-only file system")
+    assert fault["fix"].startswith("export TILELANG_CACHE_DIR=")
+
+
+def test_cache_on_a_full_disk(look: Look, read_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not read-only, so that kernels were meant to be added."""
+    _add_kernel(read_only)
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    _only_fault(look(), "cache folder")
 
 
 def test_pip_install_names_the_environment() -> None:

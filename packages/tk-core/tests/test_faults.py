@@ -117,6 +117,32 @@ def test_importing_tilelang_with_a_cache_that_can_not_be_made(tmp_path: Path) ->
     assert "KernelCache" not in ran.stderr
 
 
+def test_kernels_load_from_a_read_only_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written when a kernel is in the cache, which is how a server ships."""
+    _fill_kernel.compile(64, "fabsf", SM_90A)
+    folder = compat.cache_dir()
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(path.stat().st_mode & ~0o222)
+    script = f"""if True:
+        import os, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from test_faults import SM_90A, _fill_kernel, compat
+        from tk_core.cli import doctor, machine
+        assert not os.access(compat.cache_dir(), os.W_OK)
+        loaded = _fill_kernel.compile(64, "fabsf", SM_90A)
+        print(loaded.library, compat.num_compilations, doctor._cache_folder(machine.Machine())[0])
+    """
+    # Root may write anywhere as long as it has the capability.
+    without = ["setpriv", "--bounding-set", "-dac_override", "--"] if os.geteuid() == 0 else []
+    command = [*without, sys.executable, "-c", script]
+    ran = subprocess.run(command, env={**os.environ, "TK_COMPILE": "forbid"}, capture_output=True, text=True)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(path.stat().st_mode | 0o200)
+    assert ran.returncode == 0, ran.stderr
+    (library,) = folder.rglob("executable.so")
+    assert ran.stdout.split() == [str(library), "0", "note"]
+
+
 def _full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 

@@ -71,10 +71,12 @@ def _plan_for_cases(patterns: list[str], targets: list[str], archs: list[str]) -
 
 
 def _require_writable_cache() -> None:
+    from tk_core import env
     from tk_core.compat import cache_dir
     from tk_core.faults import cache_fault
 
-    if fault := cache_fault(cache_dir()):
+    # Where nothing is compiled, nothing is written: what is missing in a read-only cache can be listed.
+    if not env.compiling_is_forbidden() and (fault := cache_fault(cache_dir())):
         typer.echo(f"nothing compiled: {fault}", err=True)
         raise typer.Exit(1)
 
