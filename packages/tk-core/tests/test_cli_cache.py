@@ -81,7 +81,7 @@ def test_info(here: Path) -> None:
     (add_kernel(here, "broken") / "executable.so").unlink()
     result = RUNNER.invoke(app, ["cache", "info", "--json"])
     facts = json.loads(result.output)
-    assert (facts["folder"], facts["kernels"], facts["damaged"]) == (str(here), 3, 1)
+    assert (facts["folder"], facts["kernels"], facts["broken"]) == (str(here), 3, 1)
     assert facts["bytes"] == sum(len(data) for path, data in tree(here).items() if _key("broken") not in path)
     assert facts["tilelang"] == {"0.1.14": 1, "0.1.15": 2}
     text = RUNNER.invoke(app, ["cache", "info"]).output

@@ -339,6 +339,15 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return found
 
 
+def test_warmup_looks_for_what_a_read_only_cache_lacks(
+    package: Path, jobs: list[Job], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILELANG_CACHE_DIR", f"{model}/cache")
+    monkeypatch.setenv("TK_COMPILE", "forbid")
+    assert tk("warmup", PACKAGE, "--model", model, "--arch", "sm_90a").exit_code == 0
+    assert jobs
+
+
 def test_warmup_says_what_an_architecture_does_not_serve(package: Path, jobs: list[Job]) -> None:
     result = tk("warmup", PACKAGE, "--arch", "sm_80", *cases("c8"))
     assert result.exit_code == 0, result.output

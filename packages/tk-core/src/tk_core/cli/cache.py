@@ -49,8 +49,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")]
     kernels = _kernels(cache_dir())
     versions = Counter(path.partition("/")[0] for path, files in kernels.items() if files)
     size = sum(file.stat().st_size for files in kernels.values() for file in files)
-    whole, damaged = versions.total(), len(kernels) - versions.total()
-    facts = {"folder": str(cache_dir()), "kernels": whole, "bytes": size, "tilelang": versions, "damaged": damaged}
+    whole, broken = versions.total(), len(kernels) - versions.total()
+    facts = {"folder": str(cache_dir()), "kernels": whole, "bytes": size, "tilelang": versions, "broken": broken}
     text = "\n".join(f"{name:<9} {value}" for name, value in (facts | {"tilelang": ", ".join(versions)}).items())
     typer.echo(json.dumps(facts, indent=2) if as_json else text)
 

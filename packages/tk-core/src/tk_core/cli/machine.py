@@ -20,7 +20,7 @@ MIN_CUDA = (13, 0)
 
 def parse(version: str) -> Version:
     """Major and minor of a version such as 13.2.86 or 2.15.0+cu132."""
-    major, minor, *_ = [*re.findall(r"\d+", version), "0", "0"]
+    major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
 
 
@@ -58,18 +58,15 @@ class Machine:
     @property
     def torch_cuda(self) -> Version | None:
         """CUDA release that torch was built for."""
-        found = getattr(getattr(self.torch, "version", None), "cuda", None)
-        return parse(found) if found else None
+        version = getattr(self.torch, "version", None)
+        return parse(version.cuda) if version and version.cuda else None
 
     @property
     def nvcc(self) -> Version | None:
         """Release of the CUDA compiler, if it runs."""
-        try:
-            printed = subprocess.check_output([self.compat.nvcc_path() or "", "--version"], text=True)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        found = re.search(r"release (\d+\.\d+)", printed)
-        return parse(found[1]) if found else None
+        command = f"{shlex.quote(str(self.compat.nvcc_path()))} --version"
+        printed = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+        return parse(found[1]) if (found := re.search(r"release (\d+\.\d+)", printed)) else None
 
     @property
     def headers(self) -> Version | None:

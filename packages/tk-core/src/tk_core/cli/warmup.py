@@ -76,7 +76,7 @@ def _require_writable_cache() -> None:
     from tk_core.faults import cache_fault
 
     # Where nothing is compiled, nothing is written: what is missing in a read-only cache can be listed.
-    if not env.compiling_is_forbidden() and (fault := cache_fault(cache_dir())):
+    if (fault := cache_fault(cache_dir())) and not env.compiling_is_forbidden():
         typer.echo(f"nothing compiled: {fault}", err=True)
         raise typer.Exit(1)
 
