@@ -6,6 +6,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +45,8 @@ def changes(commit: str, ops: Sequence[str]) -> dict[str, tuple[str | None, dict
         packed = _git("archive", commit, "packages", cwd=root)
         with tarfile.open(fileobj=BytesIO(packed)) as tar:
             tar.extractall(folder, filter="data")
-        before, now = _fingerprints(Path(folder), ops), _fingerprints(root, ops)
+        with ThreadPoolExecutor() as pool:  # minutes of processor time each
+            before, now = pool.map(lambda sources: _fingerprints(sources, ops), (Path(folder), root))
     return {op: (why_changed(before[op], now[op]), before[op]["entry"]) for op in ops}
 
 
