@@ -71,10 +71,10 @@ def _tensor_error(
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether the memory from the first to the last element of x meets that of y."""
     begin, other = x.data_ptr(), y.data_ptr()
-    return begin < other + _extent(y) and other < begin + _extent(x) and x.numel() > 0 and y.numel() > 0
+    return begin < other + extent(y) and other < begin + extent(x) and x.numel() > 0 and y.numel() > 0
 
 
-def _extent(x: Tensor) -> int:
+def extent(x: Tensor) -> int:
     """Bytes from the first to the last element."""
     if x.is_contiguous():
         return x.numel() * x.element_size()
