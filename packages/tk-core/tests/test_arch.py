@@ -12,7 +12,6 @@ def test_features_grow_with_the_architecture() -> None:
     assert [arch.sm for arch in ARCHS.values()] == [80, 86, 89, 90, 100, 103, 120]
     assert [name for name, arch in ARCHS.items() if arch.has_wgmma] == ["sm_90a"]
     assert all(arch.has_tma == (arch.sm >= 90) for arch in ARCHS.values())
-    assert all(arch.has_fp8 == (arch.sm >= 89) for arch in ARCHS.values())
     assert all(arch.has_fp4_convert == (arch.sm >= 100) for arch in ARCHS.values())
     assert arch_from_name("sm_90a").max_shared_memory == 232448
 

@@ -1,4 +1,4 @@
-"""@kernel: the compiled-kernel table, capture, and what compat reads out of a compiled kernel."""
+"""@kernel: the compiled-kernel table, capture, and what is read out of a compiled kernel."""
 
 import logging
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from tk_core import compat
 from tk_core.arch import Arch, arch_from_name
 from tk_core.kernel import KernelRequest, capture, kernel
-from tk_core.testing.usage import resource_usage
+from tk_core.testing.usage import cuobjdump, resource_usage
 
 SM_90A = arch_from_name("sm_90a")
 
@@ -92,7 +92,7 @@ def test_compiles_without_a_gpu(arch: str) -> None:
 
 @pytest.mark.compile
 def test_nothing_is_contracted() -> None:
-    sass = compat.cuobjdump(_add_kernel.compile(64, SM_90A), "--dump-sass")
+    sass = cuobjdump(_add_kernel.compile(64, SM_90A), "--dump-sass")
     assert "FMUL" in sass
     assert "FADD" in sass
     assert "FFMA" not in sass

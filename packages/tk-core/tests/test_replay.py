@@ -373,6 +373,9 @@ def _several_launches(
     if mode == "nested":
         _in_place(data)
         return result, None
+    if mode == "bits":
+        _third(result.view(torch.int32 if result.dtype is torch.float32 else torch.int16))
+        return result
     if mode == "part of x":
         part = data[:1]
         _third(part, result)
@@ -389,7 +392,6 @@ def _several_launches(
         _second(sf, workspace)
     _third(workspace.view(-1), rows, data if y is None else y, total)
     if mode == "views":
-        _third(total.view(torch.float32))
         return total, result[:1]
     return total, None, result
 
@@ -405,7 +407,7 @@ _FIELDS: dict[str, list[Any]] = {
     "out": [None, "new", "x", "overlapping", "wrong"],
     "sizes": [(1, 2), (2, 1), (True, 2), (3,), ()],
     "factor": [1, True, 1.0, 2, 0.0, -0.0, Choice.FIRST],
-    "mode": ["all", "views", "plain", "nested", "part of x", "copy", "unwritten"],
+    "mode": ["all", "views", "plain", "nested", "bits", "part of x", "copy", "unwritten"],
     "sides": [{}, {"rows": 2}, {"columns": 2}, {"rows": 2, "columns": 3}, {"columns": 2, "rows": 3}],
     "num_keywords": [0, 1, 5],
     "limit": [None, 2],

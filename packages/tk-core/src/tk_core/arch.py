@@ -43,8 +43,6 @@ class Arch:
     """Bulk tensor copies between global and shared memory."""
     has_wgmma: bool
     """Hopper's warp-group matrix instructions."""
-    has_fp8: bool
-    """Conversions between float and e4m3 in one instruction."""
     has_fp4_convert: bool
     """Conversions between float and e2m1 in one instruction."""
     target: dict[str, str] = field(init=False)
@@ -64,14 +62,14 @@ _KIB = 1024
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
-        # name, sm, num_sms, shared memory, TMA, wgmma, FP8, FP4
-        Arch("sm_80", 80, 108, 163 * _KIB, False, False, False, False),  # A100
-        Arch("sm_86", 86, 84, 99 * _KIB, False, False, False, False),  # A40
-        Arch("sm_89", 89, 142, 99 * _KIB, False, False, True, False),  # L40S
-        Arch("sm_90a", 90, 132, 227 * _KIB, True, True, True, False),  # H100, H200
-        Arch("sm_100a", 100, 148, 227 * _KIB, True, False, True, True),  # B200
-        Arch("sm_103a", 103, 148, 227 * _KIB, True, False, True, True),  # B300
-        Arch("sm_120a", 120, 188, 99 * _KIB, True, False, True, True),  # RTX PRO 6000
+        # name, sm, num_sms, shared memory, TMA, wgmma, FP4
+        Arch("sm_80", 80, 108, 163 * _KIB, False, False, False),  # A100
+        Arch("sm_86", 86, 84, 99 * _KIB, False, False, False),  # A40
+        Arch("sm_89", 89, 142, 99 * _KIB, False, False, False),  # L40S
+        Arch("sm_90a", 90, 132, 227 * _KIB, True, True, False),  # H100, H200
+        Arch("sm_100a", 100, 148, 227 * _KIB, True, False, True),  # B200
+        Arch("sm_103a", 103, 148, 227 * _KIB, True, False, True),  # B300
+        Arch("sm_120a", 120, 188, 99 * _KIB, True, False, True),  # RTX PRO 6000
     )
 }
 _BY_SM = {arch.sm: arch for arch in ARCHS.values()}

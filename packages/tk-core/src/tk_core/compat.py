@@ -1,6 +1,7 @@
-"""The only file that touches TileLang's internals and its choice of CUDA toolkit.
+"""The only file that touches TileLang's internals and its choice of CUDA toolkit at run time.
 
 Kernels use tilelang.language; everything else comes through here, so that a new TileLang is one file's work.
+`tk_core.testing.usage`, which tests use, is the other file that has to know them.
 """
 
 import importlib.metadata
@@ -8,10 +9,7 @@ import importlib.util
 import logging
 import re
 import shutil
-import struct
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -48,17 +46,6 @@ class CompiledKernel:
     """The host library with the cubin inside; None if TileLang's disk cache is switched off or took no file."""
     source: Callable[[], str]
     """Generated CUDA source."""
-
-
-@dataclass(frozen=True)
-class ResourceUsage:
-    """What ptxas gave one kernel function."""
-
-    registers: int
-    stack_bytes: int
-    """Local memory a thread: spilled registers and arrays that did not fit into registers."""
-    shared_bytes: int
-    """Shared memory a block: what the function declares and what the launch adds."""
 
 
 def tilelang_version() -> str | None:
@@ -220,88 +207,3 @@ def _fault(printed: str) -> FaultError | None:
         return fault
     _, failed, message = printed.rpartition("Compilation error:")
     return FaultError(f"the compiler said: {faults.first_error(message)}", "tk doctor") if failed else None
-
-
-def cubins(library: Path) -> list[bytes]:
-    """The device binaries that a compiled kernel's host library carries."""
-    data = library.read_bytes()
-    found = []
-    elf_machine_cuda = 190
-    start = data.find(b"\x7fELF", 1)
-    while start >= 0:
-        header = data[start : start + 64]
-        if len(header) == 64 and struct.unpack_from("<H", header, 18)[0] == elf_machine_cuda:
-            program_table, section_table = struct.unpack_from("<QQ", header, 32)
-            program_size, programs, section_size, sections = struct.unpack_from("<HHHH", header, 54)
-            end = max(section_table + section_size * sections, program_table + program_size * programs)
-            found.append(data[start : start + end])
-        start = data.find(b"\x7fELF", start + 4)
-    return found
-
-
-def cuobjdump_path() -> Path | None:
-    """NVIDIA's tool to look into device binaries: beside the compiler, or on PATH."""
-    home = cuda_home()
-    candidates = [home / "bin" / "cuobjdump"] if home else []
-    if on_path := shutil.which("cuobjdump"):
-        candidates.append(Path(on_path))
-    candidates.append(Path("/usr/local/cuda/bin/cuobjdump"))
-    return next((path for path in candidates if path.exists()), None)
-
-
-def cuobjdump(compiled: CompiledKernel, *options: str) -> str:
-    """What cuobjdump prints about a compiled kernel, such as with --dump-sass."""
-    if compiled.library is None:
-        raise ValueError("compiled: expected a kernel from the disk cache, which is switched off or took no file")
-    return "\n".join(_cuobjdump(cubin, options) for cubin in cubins(compiled.library))
-
-
-def _cuobjdump(cubin: bytes, options: Iterable[str]) -> str:
-    tool = cuobjdump_path()
-    if tool is None:
-        raise FileNotFoundError("cuobjdump: not found beside nvcc or on PATH; install nvidia-cuda-cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool, *options, file.name], check=True, capture_output=True, text=True).stdout
-
-
-def resource_usage(
-    prim_func: Any, arch: Arch, pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
-) -> dict[str, ResourceUsage]:
-    """Registers, local and shared memory of each function of a kernel, by name.
-
-    Compiled as by `compile_prim_func`, but without the host library, which takes a third of the time, or the cache.
-    """
-    lower = load_tilelang().lower
-    from tilelang import tvm
-    from tilelang.cuda.backend import tilelang_callback_cuda_compile
-
-    configs, target = {**pass_configs, "tl.device_compile_flags": list(compile_flags)}, tvm.target.Target(arch.target)
-    with tvm.transform.PassContext(opt_level=3, config=configs), target:
-        artifact = lower(prim_func, target=target, enable_host_codegen=True)
-    cubin = tilelang_callback_cuda_compile(artifact.kernel_source, target, configs)
-    printed = _cuobjdump(bytes(cubin), ["--dump-resource-usage"])
-    launched = _dynamic_shared_bytes(artifact.rt_mod.inspect_source(), artifact.kernel_source)
-    pattern = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
-    usage = {
-        name: ResourceUsage(int(registers), int(stack) + int(local), int(shared) + launched.get(name, 0))
-        for name, registers, stack, shared, local in re.findall(pattern, printed)
-    }
-    if not usage:
-        raise ValueError(f"prim_func: found no kernel function in what {prim_func.attrs['global_symbol']} compiles to")
-    return usage
-
-
-def _dynamic_shared_bytes(host: str, device: str) -> dict[str, int]:
-    """Bytes of shared memory that host code asks for at launch, for each function of the device code that takes any."""
-    functions = re.split(r'(?=extern "C" __global__)', device)
-    found = {}
-    for launch in re.finditer(r"TVMFFIFunctionCall\((\w+)_packed, \(TVMFFIAny\*\) stack_ffi_any, (\d+),", host):
-        name, count = launch[1], int(launch[2])
-        body = next((each for each in functions if re.search(rf"\b{name}\([^;{{]*\)\s*{{", each)), "")
-        if "extern __shared__" in body:
-            # Arguments are stored one by one before the call; the last is the size.
-            last = rf"stack_ffi_any\)\[{count - 1}\]\.v_int64\) = \(\(int64_t\)(\d+)\)"
-            found[name] = int(re.findall(last, host[: launch.start()])[-1])
-    return found

@@ -11,14 +11,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tk_core import compat, env
+from tk_core import env
 from tk_core.arch import arch_from_name
 from tk_core.kernel import KernelRequest, capture
 from tk_core.testing.numeric import assert_equal, assert_same_metadata
 from tk_core.testing.poison import poison, poisoned_allocations
 from tk_core.testing.specs import Case, OpSpec
 from tk_core.testing.trees import map_tensors, storage_bytes, tensors, transfer
-from tk_core.testing.usage import resource_usage
+from tk_core.testing.usage import ResourceUsage, resource_usage
 
 COMPILE_ARCHS = ("sm_90a", "sm_100a")
 """Architectures for which every kernel has to compile."""
@@ -210,7 +210,7 @@ def _check_opcheck(spec: OpSpec, case: Case) -> None:
 
 
 @cache
-def _usage(request: KernelRequest) -> dict[str, compat.ResourceUsage]:
+def _usage(request: KernelRequest) -> dict[str, ResourceUsage]:
     """Kept for the session: several cases ask for the same kernel."""
     return resource_usage(request.kernel, *request.args)
 
