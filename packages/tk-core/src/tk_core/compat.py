@@ -9,8 +9,7 @@ import importlib.util
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +28,8 @@ SUPPORTED_TILELANG = ">=0.1.15,<0.1.16"
 num_compilations = 0
 """Kernels that this process compiled itself, rather than finding them in the disk cache."""
 
-_compiling_is_forbidden: ContextVar[bool] = ContextVar("_compiling_is_forbidden", default=False)
+_forbidden_kernel: ContextVar[str | None] = ContextVar("_forbidden_kernel", default=None)
+"""The kernel that is being loaded and must not be compiled; None for kernels of others than ours."""
 
 
 class CompilationForbiddenError(RuntimeError):
@@ -128,8 +128,8 @@ def load_tilelang() -> Any:
     compile_kernel = JITKernel._compile_and_create_adapter
 
     def compile_unless_forbidden(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _compiling_is_forbidden.get():
-            raise CompilationForbiddenError(f"TK_COMPILE=forbid, and it is not in the cache, {cache_dir()}")
+        if (kernel := _forbidden_kernel.get()) is not None:
+            raise CompilationForbiddenError(f"{kernel}: TK_COMPILE=forbid, and it is not in the cache, {cache_dir()}")
         return compile_kernel(self, *args, **kwargs)
 
     # What TileLang calls once it has not found a kernel in its cache.
@@ -137,20 +137,10 @@ def load_tilelang() -> Any:
     return tilelang
 
 
-@contextmanager
-def _compiling_as_allowed() -> Iterator[None]:
-    """Within it, this thread compiles only if TK_COMPILE lets it; kernels of others than ours always do."""
-    token = _compiling_is_forbidden.set(env.compiling_is_forbidden())
-    try:
-        yield
-    finally:
-        _compiling_is_forbidden.reset(token)
-
-
 def compile_prim_func(
-    prim_func: Any, arch: Arch, pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
+    kernel: str, prim_func: Any, arch: Arch, pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
 ) -> CompiledKernel:
-    """Compile a kernel for an architecture, or load it from TileLang's disk cache.
+    """Compile a kernel for an architecture, or load it from TileLang's disk cache; `kernel` names it in errors.
 
     Raises FaultError, with the command that mends it, if compilers or the cache folder keep it from being compiled, and
     CompilationForbiddenError for a kernel that is not there if TK_COMPILE=forbid.
@@ -158,15 +148,15 @@ def compile_prim_func(
     global num_compilations
     tilelang = load_tilelang()
     name = str(prim_func.attrs["global_symbol"])
+    before = _forbidden_kernel.set(kernel if env.compiling_is_forbidden() else None)
     try:
-        with _compiling_as_allowed():
-            jit_kernel = tilelang.compile(
-                prim_func,
-                target=arch.target,
-                execution_backend="tvm_ffi",
-                pass_configs=dict(pass_configs),
-                compile_flags=list(compile_flags),
-            )
+        jit_kernel = tilelang.compile(
+            prim_func,
+            target=arch.target,
+            execution_backend="tvm_ffi",
+            pass_configs=dict(pass_configs),
+            compile_flags=list(compile_flags),
+        )
         executable = jit_kernel.adapter.get_exportable_executable()
         module = executable.jit() if hasattr(executable, "jit") else executable
     except CompilationForbiddenError:
@@ -178,6 +168,8 @@ def compile_prim_func(
         # The error itself holds all of the CUDA source.
         shown = error if env.flag("TK_PRINT_KERNEL_SOURCE") else None
         raise FaultError(f"{name} for {arch.name} was not compiled: {fault.found}", fault.fix) from shown
+    finally:
+        _forbidden_kernel.reset(before)
     # Only a kernel that was compiled just now carries its artifact.
     num_compilations += jit_kernel.artifact is not None
     entry = getattr(jit_kernel, "_tilelang_cache_path", None)

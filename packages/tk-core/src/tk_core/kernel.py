@@ -90,11 +90,12 @@ class Kernel:
         arch = args[-1]
         if not isinstance(arch, Arch):
             raise TypeError(f"{self.name}: expected an Arch as the last argument, got {arch!r}")
-        _logger.debug("loading %s%r", self.name, args)
+        name = f"{self.name}{args!r}"
+        _logger.debug("loading %s", name)
         compat.load_tilelang()
-        compiled = compat.compile_prim_func(self.build(*args), arch, self._pass_configs, self._compile_flags)
+        compiled = compat.compile_prim_func(name, self.build(*args), arch, self._pass_configs, self._compile_flags)
         if env.flag("TK_PRINT_KERNEL_SOURCE"):
-            print(f"// {self.name}{args!r}\n{compiled.source()}", flush=True)
+            print(f"// {name}\n{compiled.source()}", flush=True)
         return compiled
 
 

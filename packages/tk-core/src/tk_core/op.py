@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from traceback import walk_tb
 from typing import Any, Literal
 
 import torch
@@ -102,14 +101,6 @@ def _as_a_kernel(reference: Callable[..., None]) -> Callable[..., None]:
             reference(*args)
 
     return run
-
-
-def _kernel_that_failed(error: BaseException) -> str:
-    """The kernel that was being loaded, with its compile-time arguments."""
-    for frame, _ in walk_tb(error.__traceback__):
-        if frame.f_code is kernel.Kernel.compile.__code__:
-            return f"{frame.f_locals['self'].name}{frame.f_locals['args']!r}"
-    return "a kernel"
 
 
 def _nothing(*_: Any) -> None:
@@ -209,7 +200,7 @@ class Op:
         try:
             self.launch(*args)
         except CompilationForbiddenError as error:
-            raise CompilationForbiddenError(f"{self.name}: {_kernel_that_failed(error)}: {error}") from error
+            raise CompilationForbiddenError(f"{self.name}: {error}") from error
         except RuntimeError:
             # Where a dimension has one element or none, torch calls any stride contiguous, but TileLang's host code,
             # which looks before it launches, takes only the usual one.
