@@ -66,7 +66,7 @@ OPS = (
 
 def largest_model_case(spec: OpSpec) -> Case:
     """Of the cases of real models, the one with the most tokens; the first of equals."""
-    return max((case for case in spec.cases if case.bench and case.warmup), key=num_rows)
+    return max((case for case in spec.cases if case.bench and case.model_shape), key=num_rows)
 
 
 def num_rows(case: Case) -> int:
@@ -85,5 +85,5 @@ def test_bench(op: str, routing: str, tk_bench: Bench, request: pytest.FixtureRe
     spec = load_specs("tk_moe")[f"tk_moe.{op}"]
     case = largest_model_case(spec)
     name = f"{case.name.removesuffix('-bench')}-routed-{routing}-bench"
-    skewed = replace(case, name=name, make=_make(case, routing), warmup=False)
+    skewed = replace(case, name=name, make=_make(case, routing), model_shape=False)
     request.node.user_properties.append(("tk_bench", tk_bench.measure(spec, skewed)))

@@ -122,7 +122,7 @@ class Bench:
         errors: dict[str, str] = {}
         if self.baselines != "none":
             contenders["eager"] = Rotation(spec.reference, arguments)
-        if self.baselines == "compiled" and case.warmup:
+        if self.baselines == "compiled" and case.model_shape:
             torch._dynamo.reset()
             contenders["compiled"] = Rotation(torch.compile(spec.reference), arguments)
         for name in ("eager", "compiled"):
@@ -135,7 +135,7 @@ class Bench:
         return {
             "op": spec.name,
             "case": case.name,
-            "model_shape": case.warmup,
+            "model_shape": case.model_shape,
             "arguments": {name: _describe(value) for name, value in kwargs.items()},
             **rates(least_bytes, times["op"], times["copy"]),
             "eager_us": _rounded(times.get("eager")),

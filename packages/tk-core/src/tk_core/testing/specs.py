@@ -33,8 +33,8 @@ class Case:
     """Also run on a side stream, under torch.compile and in a CUDA graph."""
     bench: bool = False
     """A benchmark shape."""
-    warmup: bool = False
-    """In benchmarks, a shape for which torch.compile is measured too."""
+    model_shape: bool = False
+    """A benchmark shape of real models: torch.compile is measured for it too, and tables are made of these."""
     gpu: bool = True
     """In the gpu tier; False for a case that only serves benchmarks."""
 

@@ -118,13 +118,15 @@ SPEC = OpSpec(
         Case("m2-h8192-t257-packed", make(257, 2, 8192, lengths=(100, 157), residual=True)),
         Case("m1-h16384-t65", make(65, 1, 16384)),
         Case("m4-h7168-t64-decode", make(64, 4, 7168, lengths=(1,) * 64, state=True, residual=True)),
-        Case("m4-h7168-t8192-bench", make(8192, 4, 7168), bench=True, warmup=True, gpu=False, compile=True),
-        Case("m4-h7168-t8192-residual-bench", make(8192, 4, 7168, residual=True), bench=True, warmup=True, gpu=False),
+        Case("m4-h7168-t8192-bench", make(8192, 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
+        Case(
+            "m4-h7168-t8192-residual-bench", make(8192, 4, 7168, residual=True), bench=True, model_shape=True, gpu=False
+        ),
         Case(
             "m4-h7168-t8192-packed-bench",
             make(8192, 4, 7168, residual=True, lengths=(2048,) * 4),
             bench=True,
-            warmup=True,
+            model_shape=True,
             gpu=False,
             compile=True,
         ),
@@ -132,7 +134,7 @@ SPEC = OpSpec(
             "m4-h7168-t64-decode-bench",
             make(64, 4, 7168, residual=True, lengths=(1,) * 64, state=True),
             bench=True,
-            warmup=True,
+            model_shape=True,
             gpu=False,
         ),
         *(Case(f"m4-h7168-t{n}-bench", make(n, 4, 7168), bench=True, gpu=False) for n in (1, 64, 4001, 8001)),

@@ -94,7 +94,7 @@ SPEC = OpSpec(
         Case("m1-h16384-t401", make(401, 1, 16384)),
         Case("m4-h7168-t1001-mask", make(1001, 4, 7168, layout="packed", mask=True, given=True), compile=True),
         Case("m4-h4096-t401-alone", make(401, 4, 4096, given=True, add_residual=False), compile=True),
-        Case("m4-h7168-t8192-bench", make(8192, 4, 7168), bench=True, warmup=True, gpu=False, compile=True),
+        Case("m4-h7168-t8192-bench", make(8192, 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
         *(
             Case(f"m4-h7168-t{tokens}-bench", make(tokens, 4, 7168), bench=True, gpu=False)
             for tokens in (1, 64, 4001, 8001)

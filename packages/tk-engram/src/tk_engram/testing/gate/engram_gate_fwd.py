@@ -128,7 +128,7 @@ SPEC = OpSpec(
             compile=True,
         ),
         Case("m3-h576-t17-inplace", make(17, 3, 576, layout="unaligned", **IN_PLACE)),
-        Case("m4-h7168-t8192-bench", make(8192, 4, 7168), bench=True, warmup=True, gpu=False, compile=True),
+        Case("m4-h7168-t8192-bench", make(8192, 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
         *(
             Case(f"m4-h7168-t{tokens}-bench", make(tokens, 4, 7168), bench=True, gpu=False)
             for tokens in (1, 64, 4001, 8001)

@@ -84,8 +84,8 @@ SPEC = OpSpec(
         Case("l2-n3-m9-t4001-wide", make(4001, 2, 3, 9, values="wide")),
         Case("l30-n3-m64-t257", make(257, 30, 3, 64)),
         Case("l2-n16-m64-t129", make(129, 2, 16, 64)),
-        Case("l2-n3-m8-t8192-bench", make(8192), bench=True, warmup=True, gpu=False),
-        Case("l3-n4-m8-t8192-bench", make(8192, 3, 4), bench=True, warmup=True, gpu=False, compile=True),
+        Case("l2-n3-m8-t8192-bench", make(8192), bench=True, model_shape=True, gpu=False),
+        Case("l3-n4-m8-t8192-bench", make(8192, 3, 4), bench=True, model_shape=True, gpu=False, compile=True),
         *(
             Case(f"l2-n3-m8-t{num_tokens}-bench", make(num_tokens), bench=True, gpu=False)
             for num_tokens in (1, 64, 4001, 8001, 65536)

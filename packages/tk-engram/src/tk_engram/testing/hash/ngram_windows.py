@@ -74,8 +74,8 @@ SPEC = OpSpec(
         Case("n4-b300-t8001-history", make(_lengths(300, 8001), 4, vocab_size=50, block_id=7, history=True)),
         Case("n3-b4001-decode", make((1,) * 4001, history=True)),
         Case("n3-b4096-t4096", make((0, 2) * 2048, history=True)),
-        Case("n3-b16-t8192-bench", make(_lengths(16, 8192)), bench=True, warmup=True, gpu=False, compile=True),
-        Case("n3-t8192-bench", make(8192), bench=True, warmup=True, gpu=False),
+        Case("n3-b16-t8192-bench", make(_lengths(16, 8192)), bench=True, model_shape=True, gpu=False, compile=True),
+        Case("n3-t8192-bench", make(8192), bench=True, model_shape=True, gpu=False),
         *(
             Case(f"n3-b{num_tokens}-decode-bench", make((1,) * num_tokens, history=True), bench=True, gpu=False)
             for num_tokens in (1, 64, 4001, 8001)

@@ -73,9 +73,9 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
     return 4 * indices.numel() + indices.numel() * (row + 2 * table.shape[1])
 
 
-def _bench(name: str, *args: Any, warmup: bool = False, compile: bool = False, **kwargs: Any) -> Case:
+def _bench(name: str, *args: Any, model_shape: bool = False, compile: bool = False, **kwargs: Any) -> Case:
     made = make(*args, negatives=False, **kwargs)
-    return Case(f"{name}-bench", made, bench=True, gpu=False, warmup=warmup, compile=compile)
+    return Case(f"{name}-bench", made, bench=True, gpu=False, model_shape=model_shape, compile=compile)
 
 
 # 8.6 and 8.9 GB.
@@ -106,8 +106,8 @@ SPEC = OpSpec(
         *(Case(f"bf16-d{dim}-t1001", make(1001, 8, dim, 1009)) for dim in (64, 160, 576, 1280, 4096)),
         *(Case(f"float-d{dim}-t1001", make(1001, 8, dim, 1009, kind="float")) for dim in (64, 352, 1280)),
         Case("ue8m0-d512-t1001-strided", make(1001, 8, 512, 1009, kind="ue8m0", row_gap=4)),
-        _bench("bf16-d256-t8192", 8192, 16, 256, _BF16_ROWS, warmup=True, compile=True),
-        _bench("packed-d256-t8192", 8192, 16, 256, _PACKED_ROWS, kind="packed", warmup=True, compile=True),
+        _bench("bf16-d256-t8192", 8192, 16, 256, _BF16_ROWS, model_shape=True, compile=True),
+        _bench("packed-d256-t8192", 8192, 16, 256, _PACKED_ROWS, kind="packed", model_shape=True, compile=True),
         _bench("float-d256-t8192", 8192, 16, 256, _PACKED_ROWS, kind="float"),
         _bench("bf16-d64-t8192", 8192, 16, 64, _BF16_ROWS),
         _bench("bf16-d1280-t8192", 8192, 16, 1280, 1 << 22),

@@ -65,9 +65,9 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
     return num_bytes + (8 * d_o.numel() if grad is not None else 4 * kwargs["num_rows"] * d_o.shape[-1])
 
 
-def _bench(name: str, *args: Any, warmup: bool = False, compile: bool = False, **kwargs: Any) -> Case:
+def _bench(name: str, *args: Any, model_shape: bool = False, compile: bool = False, **kwargs: Any) -> Case:
     made = make(*args, negatives=False, **kwargs)
-    return Case(f"{name}-bench", made, bench=True, gpu=False, warmup=warmup, compile=compile)
+    return Case(f"{name}-bench", made, bench=True, gpu=False, model_shape=model_shape, compile=compile)
 
 
 _FLOAT32 = torch.float32
@@ -98,9 +98,9 @@ SPEC = OpSpec(
         Case("d128-t1001-hot-given", make(1001, 8, 128, 1009, hot=0.5, given=True)),
         Case("d256-t1001-hot-sparse", make(1001, 8, 256, 1009, hot=0.5, sparse=True)),
         Case("d64-t1001-two-rows", make(1001, 3, 64, 2)),
-        _bench("d256-t8192-sparse", 8192, 16, 256, 1 << 24, sparse=True, warmup=True, compile=True),
-        _bench("d256-t8192-given", 8192, 16, 256, 1 << 22, given=True, warmup=True),
-        _bench("d256-t8192-new", 8192, 16, 256, 1 << 18, warmup=True, compile=True),
+        _bench("d256-t8192-sparse", 8192, 16, 256, 1 << 24, sparse=True, model_shape=True, compile=True),
+        _bench("d256-t8192-given", 8192, 16, 256, 1 << 22, given=True, model_shape=True),
+        _bench("d256-t8192-new", 8192, 16, 256, 1 << 18, model_shape=True, compile=True),
         _bench("d256-t8192-hot-sparse", 8192, 16, 256, 1 << 24, sparse=True, hot=0.0625),
         _bench("d64-t8192-sparse", 8192, 16, 64, 1 << 24, sparse=True),
         *(_bench(f"d256-t{t}-sparse", t, 16, 256, 1 << 22, sparse=True) for t in (1, 64, 4001, 8001)),

@@ -80,7 +80,7 @@ SPEC = OpSpec(
             "bf16-fp32-n268435456-bench",
             make((1 << 28,), _BF16, _FP32),
             bench=True,
-            warmup=True,
+            model_shape=True,
             gpu=False,
             compile=True,
         ),

@@ -42,7 +42,7 @@ SPEC = OpSpec(
         Case("r1000-d8192", make(1000, 8192)),
         Case("r1000-d16384", make(1000, 16384), compile=True),
         Case("r100003-d256", make(100003, 256)),
-        Case("r1048576-d256-bench", make(1048576, 256), bench=True, warmup=True, gpu=False, compile=True),
+        Case("r1048576-d256-bench", make(1048576, 256), bench=True, model_shape=True, gpu=False, compile=True),
         Case("r65536-d256-bench", make(65536, 256), bench=True, gpu=False),
         Case("r262144-d1024-bench", make(262144, 1024), bench=True, gpu=False),
         Case("r65536-d4096-bench", make(65536, 4096), bench=True, gpu=False),

@@ -40,7 +40,7 @@ SPEC = OpSpec(
         Case("p396-d576", make(396, 576)),
         Case("p1001-d8192", make(1001, 8192)),
         Case("p396-d16384", make(396, 16384)),
-        Case("p396-d256-bench", make(396, 256), bench=True, warmup=True, gpu=False, compile=True),
+        Case("p396-d256-bench", make(396, 256), bench=True, model_shape=True, gpu=False, compile=True),
         Case("p396-d1024-bench", make(396, 1024), bench=True, gpu=False),
         Case("p396-d4096-bench", make(396, 4096), bench=True, gpu=False),
     ),

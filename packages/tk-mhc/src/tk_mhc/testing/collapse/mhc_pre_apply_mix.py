@@ -65,7 +65,7 @@ SPEC = OpSpec(
         *(Case(f"m4-h{hidden}-t65", make((65,), 4, hidden, out=True)) for hidden in HIDDEN_SIZES),
         *(Case(f"m{m}-h{hidden}-t1001", make((1001,), m, hidden)) for m in (2, 8) for hidden in (576, 7168)),
         Case("m4-h7168-t257-wide", make((257,), 4, 7168, values="wide")),
-        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, warmup=True, gpu=False, compile=True),
+        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
         *(
             Case(f"m4-h7168-t{num_tokens}-bench", make((num_tokens,), 4, 7168), bench=True, gpu=False)
             for num_tokens in (1, 64, 4096)

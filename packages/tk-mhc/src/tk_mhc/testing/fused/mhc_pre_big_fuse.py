@@ -188,7 +188,7 @@ SPEC = OpSpec(
                 f"m4-h7168-t{num_tokens}-bench",
                 make(num_tokens, eps=MODEL_EPS),
                 bench=True,
-                warmup=True,
+                model_shape=True,
                 gpu=False,
                 compile=True,
             )

@@ -59,7 +59,7 @@ SPEC = OpSpec(
             "m4-h7168-t8192-l10-p9-bench",
             make((8192,), 4, 7168, 10, 9),
             bench=True,
-            warmup=True,
+            model_shape=True,
             gpu=False,
             compile=True,
         ),

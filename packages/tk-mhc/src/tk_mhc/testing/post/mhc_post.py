@@ -67,7 +67,7 @@ SPEC = OpSpec(
         ),
         *(Case(f"m{mhc_mult}-h7168-t17", make((17,), mhc_mult, 7168), compile=True) for mhc_mult in (2, 8)),
         Case("m4-h2560-t4001-strided", make((4001,), 4, 2560, strided=True)),
-        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, warmup=True, gpu=False, compile=True),
+        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
         *(
             Case(f"m4-h7168-t{num_tokens}-bench", make((num_tokens,), 4, 7168), bench=True, gpu=False)
             for num_tokens in (1, 64, 4001)

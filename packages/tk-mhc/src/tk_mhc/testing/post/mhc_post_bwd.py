@@ -57,7 +57,7 @@ SPEC = OpSpec(
         Case("m8-h7168-t17", make((17,), 8, 7168), compile=True),
         Case("m2-h7168-t17", make((17,), 2, 7168)),
         Case("m4-h2560-t4001-strided", make((4001,), 4, 2560, strided=True)),
-        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, warmup=True, gpu=False, compile=True),
+        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
         *(
             Case(f"m4-h7168-t{tokens}-bench", make((tokens,), 4, 7168), bench=True, gpu=False)
             for tokens in (1, 64, 4001)

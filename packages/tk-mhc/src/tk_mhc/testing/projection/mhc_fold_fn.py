@@ -46,7 +46,7 @@ SPEC = OpSpec(
         *(Case(f"m8-h{hidden}", make(8, hidden)) for hidden in (64, 576, 8192)),
         Case("m8-h7168", make(8, 7168), compile=True),
         Case("m4-h2560-no-weight", make(4, 2560, weight=False)),
-        Case("m4-h7168-bench", make(4, 7168), bench=True, warmup=True, gpu=False, compile=True),
+        Case("m4-h7168-bench", make(4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
         *(Case(f"m4-h{hidden}-bench", make(4, hidden), bench=True, gpu=False) for hidden in (576, 2048, 2560, 4096)),
     ),
 )

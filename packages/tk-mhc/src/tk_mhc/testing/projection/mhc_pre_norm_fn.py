@@ -120,7 +120,7 @@ SPEC = OpSpec(
                 f"m4-h7168-t{num_tokens}-bench",
                 make(num_tokens, eps=1e-6),
                 bench=True,
-                warmup=True,
+                model_shape=True,
                 gpu=False,
                 compile=True,
             )

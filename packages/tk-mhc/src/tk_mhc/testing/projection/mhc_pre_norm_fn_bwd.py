@@ -121,8 +121,10 @@ SPEC = OpSpec(
         Case("m4-h7168-t1001-no-weight", make(1001, norm_weight=False)),
         Case("m4-h7168-t8192-head", make(8192, head=True)),
         Case("m4-h7168-t8192-scale1", make(8192, scale=1.0)),
-        Case("m4-h7168-t8192-bench", make(8192), bench=True, warmup=True, gpu=False, compile=True),
-        Case("m4-h7168-t8192-given-bench", make(8192, given=True), bench=True, warmup=True, gpu=False, compile=True),
+        Case("m4-h7168-t8192-bench", make(8192), bench=True, model_shape=True, gpu=False, compile=True),
+        Case(
+            "m4-h7168-t8192-given-bench", make(8192, given=True), bench=True, model_shape=True, gpu=False, compile=True
+        ),
         *(
             Case(f"m4-h7168-t{num_tokens}-bench", make(num_tokens), bench=True, gpu=False)
             for num_tokens in (1, 64, 4001, 8001)

@@ -95,7 +95,7 @@ SPEC = OpSpec(
                 f"m4-h7168-t{num_tokens}-splits{n_splits}-bench",
                 make(num_tokens, n_splits=n_splits),
                 bench=True,
-                warmup=True,
+                model_shape=True,
                 gpu=False,
                 compile=True,
             )

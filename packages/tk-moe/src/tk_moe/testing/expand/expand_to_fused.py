@@ -208,7 +208,7 @@ SPEC = OpSpec(
         ),
         Case("bf16-h7168-t8001-k4", make(8001, 7168, 4)),
         # The kernel of few tokens, as the bench case below is for the other.
-        Case("bf16-h7168-t64", make(64, 7168, 8), warmup=True),
+        Case("bf16-h7168-t64", make(64, 7168, 8), model_shape=True),
         Case("float8-e4m3fn-h2560-t4001", make(4001, 2560, 8, torch.float8_e4m3fn)),
         Case("bf16-h2560-t4001", make(4001, 2560, 8)),
         # 552 MB: 32768 rows of tokens and 1664 of padding, in the segments and after the last one.
@@ -216,7 +216,7 @@ SPEC = OpSpec(
             "bf16-h7168-t4096-bench",
             make(4096, 7168, 8, num_rows=34432, num_experts=32, alignment=64),
             bench=True,
-            warmup=True,
+            model_shape=True,
             gpu=False,
             compile=True,
         ),
@@ -323,7 +323,7 @@ WITH_SF_SPEC = OpSpec(
             make_with_sf(4096, 7168, 8, 128, packed=True, col_major=True),
             bench=True,
             gpu=False,
-            warmup=True,
+            model_shape=True,
         ),
         *(
             Case(
@@ -331,7 +331,7 @@ WITH_SF_SPEC = OpSpec(
                 make_with_sf(4096, hidden, 8, 128, col_major=True),
                 bench=True,
                 gpu=False,
-                warmup=hidden == 7168,
+                model_shape=hidden == 7168,
             )
             for hidden in _BENCH_HIDDEN
         ),

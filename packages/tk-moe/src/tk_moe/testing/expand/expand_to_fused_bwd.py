@@ -64,7 +64,7 @@ SPEC = OpSpec(
         ),
         Case("float32-h7168-t4001-k2", make(4001, 7168, 2, torch.float32)),
         Case("bf16-h7168-t8001-k1", make(8001, 7168, 1)),
-        Case("bf16-h7168-t4096-bench", make(4096, 7168, 8), bench=True, warmup=True, gpu=False),
+        Case("bf16-h7168-t4096-bench", make(4096, 7168, 8), bench=True, model_shape=True, gpu=False),
         *(
             Case(f"bf16-h7168-t{num_tokens}-bench", make(num_tokens, 7168, 8), bench=True, gpu=False)
             for num_tokens in (1, 64, 1024, 4001)

@@ -160,7 +160,7 @@ SPEC = OpSpec(
                 f"{function}-float32-e256-k8-t{num_tokens}-bench",
                 make(num_tokens, 256, 8, function),
                 bench=True,
-                warmup=function is SIGMOID and num_tokens in (128, 8192),
+                model_shape=function is SIGMOID and num_tokens in (128, 8192),
                 gpu=False,
             )
             for function in (SIGMOID, SOFTMAX)

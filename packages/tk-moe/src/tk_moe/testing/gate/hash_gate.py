@@ -156,7 +156,7 @@ SPEC = OpSpec(
                 f"{function}-float32-e256-k6-t{num_tokens}-bench",
                 make(num_tokens, 256, 6, function, vocab_size=129280),
                 bench=True,
-                warmup=function is SQRTSOFTPLUS and num_tokens in (128, 8192),
+                model_shape=function is SQRTSOFTPLUS and num_tokens in (128, 8192),
                 gpu=False,
             )
             for function in (SQRTSOFTPLUS, SOFTMAX)

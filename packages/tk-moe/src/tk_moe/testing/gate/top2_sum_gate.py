@@ -293,7 +293,7 @@ SPEC = OpSpec(
                 f"e256-g4of8-k8-t{num_tokens}-bench",
                 make(num_tokens, 256, 8, (4, 8)),
                 bench=True,
-                warmup=num_tokens in (128, 8192),
+                model_shape=num_tokens in (128, 8192),
                 compile=num_tokens == 8192,
                 gpu=False,
             )

@@ -205,7 +205,7 @@ SPEC = OpSpec(
                 f"sigmoid-float32-e256-k8-t{num_tokens}-bench",
                 make(num_tokens, 256, 8, bias="normal"),
                 bench=True,
-                warmup=num_tokens in (128, 8192),
+                model_shape=num_tokens in (128, 8192),
                 gpu=False,
                 compile=num_tokens == 8192,
             )

@@ -60,7 +60,11 @@ SPEC = OpSpec(
         Case("g8-e32-s2-k4-t4001-bits", make(4001, 8, 32, 2, 4, "bits")),
         *(
             Case(
-                f"g8-e32-s2-k4-t{tokens}-bench", make(tokens, 8, 32, 2, 4), bench=True, warmup=tokens == 8192, gpu=False
+                f"g8-e32-s2-k4-t{tokens}-bench",
+                make(tokens, 8, 32, 2, 4),
+                bench=True,
+                model_shape=tokens == 8192,
+                gpu=False,
             )
             for tokens in (1, 8, 64, 128, 1024, 8192)
         ),

@@ -135,8 +135,8 @@ SPEC = OpSpec(
             for num_experts in MODEL_EXPERTS
             for num_topk, num_tokens, alignment in ((1, 2, 128), (2, 31, 16), (6, 8001, 16), (7, 1, 1), (9, 4001, 128))
         ),
-        Case("e256-k8-t8192-bench", make(8192, 8, 256), bench=True, warmup=True, gpu=False, compile=True),
-        Case("e256-k8-t128-bench", make(128, 8, 256), bench=True, warmup=True, gpu=False),
+        Case("e256-k8-t8192-bench", make(8192, 8, 256), bench=True, model_shape=True, gpu=False, compile=True),
+        Case("e256-k8-t128-bench", make(128, 8, 256), bench=True, model_shape=True, gpu=False),
         Case("e256-k8-t8192-int32-bench", make(8192, 8, 256, idx_dtype=torch.int32), bench=True, gpu=False),
         Case("e256-k8-t8192-last-bench", make(8192, 8, 256, routing="last"), bench=True, gpu=False),
         Case("e256-k8-t8192-half-bench", make(8192, 8, 256, routing="half"), bench=True, gpu=False),

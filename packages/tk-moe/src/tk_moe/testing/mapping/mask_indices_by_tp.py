@@ -69,7 +69,7 @@ SPEC = OpSpec(
                 (512, 1, 2, 16, 1, 2),
             )
         ),
-        Case("n256-k8-t8192-ep8-tp1of2-bench", make(8192, 8, 256, 8, 1, 2), bench=True, warmup=True, gpu=False),
+        Case("n256-k8-t8192-ep8-tp1of2-bench", make(8192, 8, 256, 8, 1, 2), bench=True, model_shape=True, gpu=False),
         *(
             Case(f"n256-k8-t{num_tokens}-ep8-tp1of2-bench", make(num_tokens, 8, 256, 8, 1, 2), bench=True, gpu=False)
             for num_tokens in (1, 128, 1024)

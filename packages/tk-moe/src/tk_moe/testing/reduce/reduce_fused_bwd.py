@@ -131,7 +131,7 @@ SPEC = OpSpec(
         Case("bf16-h2048-t8001", make(8001, 2048, 8)),
         Case("float32-h7168-t4001-k4", make(4001, 7168, 4, _FLOAT32)),
         Case("bf16-h7168-t4001-no-weights", make(4001, 7168, 8, weights=False)),
-        Case("bf16-h7168-t4096-bench", make(4096, 7168, 8), bench=True, warmup=True, gpu=False, compile=True),
+        Case("bf16-h7168-t4096-bench", make(4096, 7168, 8), bench=True, model_shape=True, gpu=False, compile=True),
         Case("float32-h7168-t4096-bench", make(4096, 7168, 8, _FLOAT32), bench=True, gpu=False),
         Case("bf16-h7168-t4096-no-weights-bench", make(4096, 7168, 8, weights=False), bench=True, gpu=False),
         *(

@@ -339,9 +339,19 @@ SPEC = OpSpec(
         ),
         *(
             _case(
-                fmt, block_size, layout, out, 8192, 7168, "-bench", bench=True, gpu=False, compile=True, warmup=warmup
+                fmt,
+                block_size,
+                layout,
+                out,
+                8192,
+                7168,
+                "-bench",
+                bench=True,
+                gpu=False,
+                compile=True,
+                model_shape=model_shape,
             )
-            for fmt, block_size, layout, out, warmup in (
+            for fmt, block_size, layout, out, model_shape in (
                 ("e4m3", (128, 128), "row", "bf16", True),
                 ("e4m3", (128, 128), "packed", "fp32", False),
                 ("e4m3", (128, 1), "row", "bf16", False),
@@ -385,7 +395,9 @@ E5M6_SPEC = OpSpec(
         *(_e5m6_case((1, hidden), "row", "bf16", 4001, hidden) for hidden in (2560, 3072, 6144)),
         _e5m6_case((128, 128), "packed", "bf16", 8001, 7168),
         *(
-            _e5m6_case((1, 7168), "row", out, 8192, 7168, "-bench", bench=True, gpu=False, compile=True, warmup=True)
+            _e5m6_case(
+                (1, 7168), "row", out, 8192, 7168, "-bench", bench=True, gpu=False, compile=True, model_shape=True
+            )
             for out in ("bf16", "fp32")
         ),
         *(

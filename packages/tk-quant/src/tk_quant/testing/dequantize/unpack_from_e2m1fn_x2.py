@@ -84,7 +84,7 @@ SPEC = OpSpec(
                 make((tokens, 3584), out_dtype),
                 bench=True,
                 gpu=False,
-                warmup=tokens == 8192,
+                model_shape=tokens == 8192,
             )
             for out_dtype in _NAMES
             for tokens in (64, 8192)

@@ -98,7 +98,7 @@ SPEC = OpSpec(
                 compile=(tokens, hidden) == (8192, 7168),
                 bench=True,
                 gpu=False,
-                warmup=(tokens, hidden) == (8192, 7168),
+                model_shape=(tokens, hidden) == (8192, 7168),
             )
             for dtype in _DTYPES
             for tokens, hidden in (
@@ -137,7 +137,7 @@ BATCHED_SPEC = OpSpec(
             make((32, 2048, 7168), torch.bfloat16),
             bench=True,
             gpu=False,
-            warmup=True,
+            model_shape=True,
         ),
     ),
 )

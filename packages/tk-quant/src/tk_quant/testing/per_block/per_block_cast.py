@@ -213,7 +213,7 @@ SPEC = OpSpec(
             )
         ),
         *(
-            _bench(_BF16, fmt, block, flags, 8192, 7168, warmup=True, compile=True)
+            _bench(_BF16, fmt, block, flags, 8192, 7168, model_shape=True, compile=True)
             for fmt, block, flags in (
                 ("e4m3", (128, 128), "row"),
                 ("e4m3", (128, 128), "packed"),

@@ -137,13 +137,13 @@ SPEC = OpSpec(
         *(
             _case((1, 32), out_block_size, layout, flags, 8192, 7168, suffix="-bench", bench=True, gpu=False, **roles)
             for out_block_size, layout, flags, roles in (
-                ((128, 128), "row", "row", {"warmup": True, "compile": True}),
-                ((128, 128), "packed", "packed", {"warmup": True, "compile": True}),
+                ((128, 128), "row", "row", {"model_shape": True, "compile": True}),
+                ((128, 128), "packed", "packed", {"model_shape": True, "compile": True}),
                 ((128, 128), "swizzled", "row", {"compile": True}),
                 ((32, 32), "row", "row", {"compile": True}),
                 ((32, 32), "packed", "packed", {"compile": True}),
                 ((1, 128), "row", "row", {"compile": True}),
-                ((1, 128), "packed", "packed", {"warmup": True, "compile": True}),
+                ((1, 128), "packed", "packed", {"model_shape": True, "compile": True}),
             )
         ),
         *(

@@ -123,9 +123,9 @@ SPEC = OpSpec(
             for hidden in HIDDENS
         ),
         case(65536, 64, BF16, 128, False),
-        case(8192, 7168, FP32, 128, False, "-bench", bench=True, gpu=False, warmup=True, compile=True),
+        case(8192, 7168, FP32, 128, False, "-bench", bench=True, gpu=False, model_shape=True, compile=True),
         *(
-            case(*(8192, 7168, BF16, 128, round_sf, "-bench"), bench=True, gpu=False, warmup=True, compile=True)
+            case(*(8192, 7168, BF16, 128, round_sf, "-bench"), bench=True, gpu=False, model_shape=True, compile=True)
             for round_sf in (False, True)
         ),
         *(

@@ -41,7 +41,13 @@ SPEC = OpSpec(
         ),
         case(65536, 64, BF16, 32, False),
         *(
-            case(*(8192, 7168, BF16, *kind, "-bench"), bench=True, gpu=False, warmup=kind == (128, False), compile=True)
+            case(
+                *(8192, 7168, BF16, *kind, "-bench"),
+                bench=True,
+                gpu=False,
+                model_shape=kind == (128, False),
+                compile=True,
+            )
             for kind in _KINDS
         ),
         *(

@@ -220,11 +220,11 @@ SPEC = OpSpec(
             for tokens, rows, hidden in ((1, 16, 7168), (64, 4000, 576), (4001, 20000, 2048), (8001, 8016, 3072))
         ),
         *(
-            _bench(kind, 7168, round_sf, warmup=kind == "pair", compile=True)
+            _bench(kind, 7168, round_sf, model_shape=kind == "pair", compile=True)
             for kind, round_sf in (("pair", False), ("pair", True), ("bf16", False), ("fp32", False))
         ),
         # The kernel for few rows, as the first bench case is for many.
-        Case("pair-h7168-t64-to-512", make(pair(64, 7168), scattered(512, 64)), warmup=True),
+        Case("pair-h7168-t64-to-512", make(pair(64, 7168), scattered(512, 64)), model_shape=True),
         *(_bench("pair", hidden) for hidden in (640, *HIDDENS[1:-1])),
         *(
             Case(

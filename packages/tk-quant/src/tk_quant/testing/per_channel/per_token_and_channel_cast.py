@@ -129,7 +129,14 @@ SPEC = OpSpec(
         _case(65536, 64, *_MXFP8),
         *(
             _case(
-                8192, 7168, *path, "-bench", bench=True, gpu=False, warmup=path == _PATHS[0], compile=path == _PATHS[0]
+                8192,
+                7168,
+                *path,
+                "-bench",
+                bench=True,
+                gpu=False,
+                model_shape=path == _PATHS[0],
+                compile=path == _PATHS[0],
             )
             for path in (
                 _PATHS[0],

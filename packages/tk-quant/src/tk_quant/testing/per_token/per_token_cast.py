@@ -482,7 +482,9 @@ SPEC = OpSpec(
         _nvfp4(_BF16, True, 4001, 7168),
         _nvfp4(_BF16, False, 8001, 2048),
         *(
-            _plain(dtype, fmt, group, flags, 8192, 7168, "-bench", bench=True, gpu=False, warmup=True, compile=True)
+            _plain(
+                dtype, fmt, group, flags, 8192, 7168, "-bench", bench=True, gpu=False, model_shape=True, compile=True
+            )
             for dtype, fmt, group, flags in (
                 (_BF16, "e4m3", 128, "row"),
                 (_BF16, "e4m3", 128, "packed"),

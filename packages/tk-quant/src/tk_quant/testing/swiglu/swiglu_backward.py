@@ -130,7 +130,7 @@ SPEC = OpSpec(
         # 2**31 elements and more.
         _case(_BF16, 300001, 4096, "-large", num_real=1000),
         # Benchmarks.
-        _case(_BF16, 34816, 2048, "-bench", "bench warmup compile", num_real=32768),
+        _case(_BF16, 34816, 2048, "-bench", "bench model_shape compile", num_real=32768),
         _case(_BF16, 34816, 2048, "-out-bench", "bench", num_real=32768, with_out=True),
         _case(_FP32, 34816, 2048, "-bench", "bench compile", num_real=32768),
         *(_case(_BF16, 34816, hidden, "-bench", "bench", num_real=32768) for hidden in (256, 640, 1536, 7168)),

@@ -126,7 +126,7 @@ SPEC = OpSpec(
         # 2**31 elements and more.
         _case(_BF16, 300001, 4096, "-large", padding=(299000, 300000)),
         # Benchmarks.
-        _bench(34816, 2048, "bench warmup compile"),
+        _bench(34816, 2048, "bench model_shape compile"),
         _bench(34816, 2048, suffix="-clamped-counted-bench", swiglu_clamp_value=10.0, counted=True),
         _bench(34816, 2048, dtype=_FP32, roles="bench compile"),
         *(_bench(34816, hidden) for hidden in (256, 640, 1536, 7168)),

@@ -165,7 +165,7 @@ SPEC = OpSpec(
                 bench=True,
                 gpu=False,
                 compile=(num_per_tokens, flags) == (128, "plain"),
-                warmup=(num_per_tokens, flags) == (128, "plain"),
+                model_shape=(num_per_tokens, flags) == (128, "plain"),
             )
             for num_per_tokens, flags in (
                 *((128, "plain"), (128, "round"), (128, "straight"), (128, "clamp"), (32, "plain"), (32, "round")),

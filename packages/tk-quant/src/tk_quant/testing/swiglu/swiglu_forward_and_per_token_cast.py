@@ -283,7 +283,7 @@ SPEC = OpSpec(
             *(_BF16, "e4m3", 128, "row", 34816, 2048, "-bench"),
             x=activations,
             padding=(8, 136),
-            roles={**_BENCH, **_COMPILE, "warmup": True},
+            roles={**_BENCH, **_COMPILE, "model_shape": True},
         ),
         *(
             _case(*(_BF16, fmt, group, flags, 34816, 2048, "-bench"), x=activations, padding=(8, 136), roles=_BENCH)
