@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tk_core.scales import (
-    ScaleLayout,
-    check_scales,
-    convert_scales,
-    decode_ue8m0,
-    empty_scales,
-    pack_scales,
-    scale_layout,
-    unpack_scales,
-)
+from tk_core.reference.scales import convert_scales, decode_ue8m0, pack_scales, unpack_scales
+from tk_core.scales import ScaleLayout, check_scales, empty_scales, scale_layout
 
 CPU = torch.device("cpu")
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn

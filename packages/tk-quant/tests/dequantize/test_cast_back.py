@@ -10,7 +10,8 @@ import torch
 
 import tk_quant
 from tk_core.arch import arch_from_name
-from tk_core.scales import ScaleLayout, convert_scales, pack_scales
+from tk_core.reference.scales import convert_scales, pack_scales
+from tk_core.scales import ScaleLayout
 from tk_core.testing import assert_equal, tiers
 from tk_quant.dequantize.cast_back import CastBackConfig
 from tk_quant.testing.dequantize.cast_back import E5M6_SPEC, SPEC, SPECIAL_SF, every_code, pair, random_codes

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tk_core.math import ceil_div
-from tk_core.scales import ScaleLayout, unpack_scales
+from tk_core.reference.scales import unpack_scales
+from tk_core.scales import ScaleLayout
 from tk_quant import reference
 from tk_quant.reference.lib.cast import block_amax
 from tk_quant.reference.lib.formats import FORMATS, decode, dequantize, expand_blocks

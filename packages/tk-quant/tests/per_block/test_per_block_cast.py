@@ -11,7 +11,7 @@ import torch
 
 import tk_quant
 from tk_core.arch import arch_from_name
-from tk_core.scales import unpack_scales
+from tk_core.reference.scales import unpack_scales
 from tk_core.testing import tiers
 from tk_quant.lib.per_block_cast_kernel import PerBlockCastConfig
 from tk_quant.reference.lib.formats import dequantize

@@ -10,7 +10,7 @@ import torch
 import tk_quant
 from tk_core import env
 from tk_core.arch import arch_from_name
-from tk_core.scales import decode_ue8m0, pack_scales, unpack_scales
+from tk_core.reference.scales import decode_ue8m0, pack_scales, unpack_scales
 from tk_core.testing import assert_equal, tiers
 from tk_quant.per_block.per_block_cast_lossless import LosslessConfig
 from tk_quant.testing.dequantize.cast_back import LAYOUTS

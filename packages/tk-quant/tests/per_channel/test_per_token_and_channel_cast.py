@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tk_quant
-from tk_core.scales import unpack_scales
+from tk_core.reference.scales import unpack_scales
 from tk_core.testing import tiers
 from tk_quant.testing.per_channel.per_token_and_channel_cast import FLAGS, SPEC, extreme_blocks
 

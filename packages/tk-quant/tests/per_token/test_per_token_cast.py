@@ -13,7 +13,8 @@ import torch
 import tk_quant
 from tk_core import env
 from tk_core.arch import arch_from_name
-from tk_core.scales import ScaleLayout, check_scales, pack_scales, unpack_scales
+from tk_core.reference.scales import pack_scales, unpack_scales
+from tk_core.scales import ScaleLayout, check_scales
 from tk_core.testing import tiers
 from tk_quant import reference
 from tk_quant.lib.conversions import e2m1_source

@@ -12,7 +12,8 @@ import torch
 import tk_quant
 from tk_core import env
 from tk_core.arch import arch_from_name
-from tk_core.scales import ScaleLayout, unpack_scales
+from tk_core.reference.scales import unpack_scales
+from tk_core.scales import ScaleLayout
 from tk_core.testing import assert_equal, tiers
 from tk_quant import reference
 from tk_quant.lib.swiglu_forward_and_per_token_cast_kernel import SwigluCastConfig

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tk_core.scales import decode_ue8m0
+from tk_core.reference.scales import decode_ue8m0
 
 
 def engram_lookup(

@@ -3,7 +3,8 @@
 import torch
 
 from tk_core.math import ceil_div
-from tk_core.scales import pack_scales, scale_layout
+from tk_core.reference.scales import pack_scales
+from tk_core.scales import scale_layout
 from tk_quant.reference.lib.formats import FORMATS, Format, decode_e4m3, dequantize, encode_e4m3, expand_blocks
 
 Pair = tuple[torch.Tensor, torch.Tensor]

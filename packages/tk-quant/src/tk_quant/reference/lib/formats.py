@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tk_core.math import ceil_div
-from tk_core.scales import unpack_scales
+from tk_core.reference.scales import unpack_scales
 
 _E4M3_NAN = 0x7F
 _E5M6_LARGEST = 65024.0

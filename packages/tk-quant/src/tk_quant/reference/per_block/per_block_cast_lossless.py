@@ -3,7 +3,8 @@
 import torch
 
 from tk_core.math import ceil_div
-from tk_core.scales import decode_ue8m0, pack_scales, scale_layout, unpack_scales
+from tk_core.reference.scales import decode_ue8m0, pack_scales, unpack_scales
+from tk_core.scales import scale_layout
 from tk_quant.reference.lib.cast import block_amax
 from tk_quant.reference.lib.formats import decode_e2m1, encode_e4m3, expand_blocks
 

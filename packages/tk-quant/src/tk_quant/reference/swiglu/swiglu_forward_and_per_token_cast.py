@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from tk_core.scales import pack_scales, scale_layout
+from tk_core.reference.scales import pack_scales
+from tk_core.scales import scale_layout
 from tk_quant.reference.lib.cast import block_amax, quantization_factors
 from tk_quant.reference.lib.formats import FORMATS, expand_blocks
 from tk_quant.reference.lib.swiglu import count_clamped, position_weights, real_positions, swiglu_forward

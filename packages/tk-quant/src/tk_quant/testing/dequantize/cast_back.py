@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from tk_core.math import ceil_div
-from tk_core.scales import ScaleLayout, pack_scales
+from tk_core.reference.scales import pack_scales
+from tk_core.scales import ScaleLayout
 from tk_core.testing import Case, OpSpec
 from tk_quant import reference
 from tk_quant.dequantize.cast_back import cast_back, cast_back_e5m6

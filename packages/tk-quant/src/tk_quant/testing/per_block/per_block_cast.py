@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tk_core.math import ceil_div
-from tk_core.scales import unpack_scales
+from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, OpSpec, assert_equal
 from tk_quant import reference
 from tk_quant.per_block.per_block_cast import (

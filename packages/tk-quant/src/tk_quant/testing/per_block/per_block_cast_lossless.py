@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tk_core.math import ceil_div
-from tk_core.scales import decode_ue8m0, pack_scales
+from tk_core.reference.scales import decode_ue8m0, pack_scales
 from tk_core.testing import Case, OpSpec
 from tk_quant import reference
 from tk_quant.per_block.per_block_cast_lossless import per_block_cast_lossless

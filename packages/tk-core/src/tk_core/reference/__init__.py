@@ -1,0 +1,1 @@
+"""What the references of the packages share: plain PyTorch, for any device."""
