@@ -3,6 +3,7 @@
 import enum
 import math
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +242,24 @@ def test_what_is_in_tuples_comes_last() -> None:
     expected = [pair, 1, None, sizes, x, y, 2, 3]
     assert len(values) == len(expected)
     assert all(map(operator.is_, values, expected))
+
+
+def test_nothing_keeps_the_memory_of_a_call() -> None:
+    x = torch.randn(3, 4)
+    call = record(scale, x, 3)
+    memory = weakref.ref(x)
+    assert call is not None
+    del x
+    assert memory() is None
+
+
+def test_a_sparse_result_is_not_remembered() -> None:
+    def sparse(x: torch.Tensor) -> torch.Tensor:
+        scale_kernel(ARCH)(x, 2, x)
+        return x.to_sparse()
+
+    for size in (0, 4):
+        assert record(sparse, torch.ones(size)) is None
 
 
 def test_launches_of_other_threads_are_not_noted() -> None:

@@ -24,8 +24,8 @@ def tensor(
     """Check a tensor argument and return its shape.
 
     `shape` has a name for each dimension that may have any size and an int for each that may not; if it begins with
-    `...`, any number of dimensions may come before the others, also none. `layout` "rows" asks for a unit stride in the
-    last dimension only. Raises TypeError for another type or dtype, ValueError for the rest.
+    `...`, zero or more dimensions may come before the others. `layout` "rows" asks for a unit stride in the last
+    dimension only. Raises TypeError for another type or dtype, ValueError for the rest.
     """
     if isinstance(x, Tensor) and x.dtype in dtypes:
         found = x.shape
@@ -69,13 +69,13 @@ def _tensor_error(
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether the memory from the first to the last element of x meets that of y."""
+    """Whether the address ranges of x and y, from the first to the last element, overlap."""
     begin, other = x.data_ptr(), y.data_ptr()
     return begin < other + extent(y) and other < begin + extent(x) and x.numel() > 0 and y.numel() > 0
 
 
 def extent(x: Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Bytes from the beginning of the first element to the end of the last."""
     if x.is_contiguous():
         return x.numel() * x.element_size()
     return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
@@ -84,14 +84,14 @@ def extent(x: Tensor) -> int:
 def apart(name: str, out: Tensor, **others: Tensor | None) -> None:
     """Raise ValueError if `out`, which is to be written, overlaps one of the tensors that are read meanwhile.
 
-    Under torch.compile and for fake tensors and other subclasses, which have no address, nothing is looked at.
+    Nothing is checked under torch.compile, or for fake tensors and other subclasses, which have no address.
     """
     if torch.compiler.is_compiling() or out.is_meta or type(out) is not Tensor:
         return
     for other, x in others.items():
         try:
             is_apart = x is None or not overlap(out, x)
-        except RuntimeError:  # one of functorch's, without an address
+        except RuntimeError:  # functorch's tensors have no address
             return
         if not is_apart:
             raise ValueError(f"{name}: expected memory of its own, got some of {other}")
@@ -110,7 +110,7 @@ def require_type(condition: bool, name: str, expected: str, got: Any) -> None:
 
 
 def integer(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is an int (a bool is none), ValueError unless 64 bits hold it."""
+    """Raise TypeError unless `value` is an int (not a bool), ValueError unless it fits 64 bits."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got {value!r}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -130,7 +130,7 @@ def multiple_of(name: str, value: int, divisor: int) -> None:
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
-    # As a list, for what is not hashable is none of them either.
+    # A list: a value that cannot be hashed is an error too.
     if value not in list(allowed):
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
 
@@ -143,7 +143,7 @@ def in_range(name: str, value: int, low: int, high: int) -> None:
 
 
 def row_alignment(x: Tensor) -> int:
-    """Bytes, 16 at most, that the address of every row of x is a multiple of: how wide a vector access may be.
+    """Alignment in bytes, 16 at most, of all rows of x: how wide a vector access may be.
 
     x has at least one dimension; the last is contiguous. A kernel takes it as a compile-time argument.
     """

@@ -29,7 +29,7 @@ num_compilations = 0
 """Kernels that this process compiled itself, rather than finding them in the disk cache."""
 
 _forbidden_kernel: ContextVar[str | None] = ContextVar("_forbidden_kernel", default=None)
-"""The kernel that is being loaded and must not be compiled; None for kernels of others than ours."""
+"""The kernel that is being loaded and must not be compiled. None while TileLang compiles kernels that are not ours."""
 
 
 class CompilationForbiddenError(RuntimeError):
@@ -43,7 +43,7 @@ class CompiledKernel:
     function: Callable[..., None]
     """Takes the prim_func's tensors and scalars in order; launches on the current stream of the tensors' device."""
     library: Path | None
-    """The host library with the cubin inside; None if TileLang's disk cache is switched off or took no file."""
+    """The host library with the cubin inside; None if TileLang's disk cache is off or could not be written."""
     source: Callable[[], str]
     """Generated CUDA source."""
 
@@ -58,7 +58,7 @@ def tilelang_version() -> str | None:
 
 @cache
 def wheel_cuda_home() -> Path | None:
-    """The CUDA toolkit that was installed from wheels, if there is one with a compiler in it."""
+    """The CUDA toolkit installed from wheels, if it includes nvcc."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for nvcc in sorted(Path(folder).glob("cu*/bin/nvcc")):
@@ -121,7 +121,7 @@ def load_tilelang() -> Any:
         if fault := faults.cache_fault(cache_dir()):
             raise fault from None
         raise
-    # Of a kernel that could not be kept, `compile_prim_func` says so in one line.
+    # `compile_prim_func` logs a kernel that could not be stored, in one line.
     logging.getLogger("tilelang.cache.kernel_cache").addFilter(lambda line: line.funcName != "_save_kernel_to_disk")
     from tilelang.jit import JITKernel
 
@@ -142,7 +142,7 @@ def compile_prim_func(
 ) -> CompiledKernel:
     """Compile a kernel for an architecture, or load it from TileLang's disk cache; `kernel` names it in errors.
 
-    Raises FaultError, with the command that mends it, if compilers or the cache folder keep it from being compiled, and
+    Raises FaultError, with the command that fixes it, if compilers or the cache folder keep it from being compiled, and
     CompilationForbiddenError for a kernel that is not there if TK_COMPILE=forbid.
     """
     global num_compilations
@@ -165,12 +165,12 @@ def compile_prim_func(
         fault = _fault(str(error))
         if fault is None:
             raise
-        # The error itself holds all of the CUDA source.
+        # The error's message includes all of the CUDA source.
         shown = error if env.flag("TK_PRINT_KERNEL_SOURCE") else None
         raise FaultError(f"{name} for {arch.name} was not compiled: {fault.found}", fault.fix) from shown
     finally:
         _forbidden_kernel.reset(before)
-    # Only a kernel that was compiled just now carries its artifact.
+    # A kernel from the cache has no artifact.
     num_compilations += jit_kernel.artifact is not None
     entry = getattr(jit_kernel, "_tilelang_cache_path", None)
     library = Path(entry) / "executable.so" if entry else None
@@ -186,7 +186,7 @@ def compile_prim_func(
 
 
 def _fault(printed: str) -> FaultError | None:
-    """What of this machine made TileLang raise an error that says `printed`; None if it is nothing we know."""
+    """What is wrong with this machine, given TileLang's error message `printed`; None if that is not known."""
     compiler = host_compiler()
     if compiler is None or shutil.which(compiler) is None:
         return faults.no_host_compiler(compiler, faults.os_family())

@@ -1,4 +1,4 @@
-"""What keeps kernels from being compiled or kept on a machine: a sentence each, and the command that mends it."""
+"""Why a machine cannot compile or cache kernels: a sentence for each cause, and the command that fixes it."""
 
 import platform
 import re
@@ -8,20 +8,20 @@ from pathlib import Path
 
 
 class FaultError(RuntimeError):
-    """Something about this machine that keeps kernels from being compiled, kept or run."""
+    """This machine cannot compile, cache or run kernels."""
 
     def __init__(self, found: str, fix: str) -> None:
         super().__init__(found, fix)
         self.found = found
         self.fix = fix
-        """The command that mends it."""
+        """The command that fixes it."""
 
     def __str__(self) -> str:
         return f"{self.found.rstrip('.')}. Run: {self.fix}"
 
 
 def os_family() -> str:
-    """Names that the Linux distribution goes by, such as "ubuntu debian"."""
+    """ID and ID_LIKE of the Linux distribution, such as "ubuntu debian"."""
     try:
         about = platform.freedesktop_os_release()
     except OSError:
@@ -30,12 +30,12 @@ def os_family() -> str:
 
 
 def uses_rpm(family: str) -> bool:
-    """Whether a distribution of these names installs with dnf rather than apt-get."""
+    """Whether such a distribution installs packages with dnf rather than apt-get."""
     return any(name in family for name in ("fedora", "rhel", "suse"))
 
 
 def no_host_compiler(named: str | None, family: str) -> FaultError:
-    """The fault of a C++ compiler that is not there: one that CXX or CC names, or any at all."""
+    """There is no C++ compiler, or not the one that CXX or CC names."""
     if named:
         return FaultError(f"CXX or CC names a C++ compiler that is not there, {named}", "unset CXX CC")
     install = "sudo dnf install --assumeyes gcc-c++" if uses_rpm(family) else "sudo apt-get install --yes g++"
@@ -43,7 +43,7 @@ def no_host_compiler(named: str | None, family: str) -> FaultError:
 
 
 def cache_fault(folder: Path) -> FaultError | None:
-    """Why nothing can be written to the cache folder; None if it can."""
+    """Why the cache folder cannot be written; None if it can."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -54,8 +54,8 @@ def cache_fault(folder: Path) -> FaultError | None:
 
 
 def unwritable_cache(folder: Path, why: str) -> FaultError:
-    """The fault of a cache folder that takes no file."""
-    # Under a home that can't be written, another folder of it would not do either.
+    """The cache folder cannot be written, because of `why`."""
+    # Not another folder below a home directory that cannot be written.
     below_home = folder.is_relative_to(Path.home())
     other = Path(tempfile.gettempdir(), "tilelang") if below_home else Path.home() / ".cache" / "tilelang"
     return FaultError(
@@ -65,7 +65,7 @@ def unwritable_cache(folder: Path, why: str) -> FaultError:
 
 
 def first_error(printed: str) -> str:
-    """The first error in what a compiler printed, without the place that it names."""
+    """The first error in a compiler's output, without file and line."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)]
     first = next(iter([*errors, *lines, "no output"]))

@@ -1,4 +1,4 @@
-"""@kernel: from a function that builds a TileLang prim_func to compiled kernels, one for each set of arguments."""
+"""@kernel: compiles what a builder of TileLang prim_funcs returns, once for each set of arguments."""
 
 import logging
 import threading
@@ -43,7 +43,7 @@ def _ignore_launch(*_: Any) -> None:
 
 
 def _recorded(function: Callable[..., None]) -> Callable[..., None]:
-    """The function, noting its calls if they come from the thread that records."""
+    """The function; calls are recorded if they come from the thread that records."""
 
     def launch(*args: Any) -> None:
         function(*args)
@@ -134,7 +134,7 @@ def capture(arch: Arch) -> Iterator[list[KernelRequest]]:
 
 @contextmanager
 def recorded_launches() -> Iterator[list[tuple[Callable[..., None], tuple[Any, ...]]]]:
-    """Note the launches that this thread makes: compiled kernels with their arguments."""
+    """Record the launches that this thread makes: compiled kernels with their arguments."""
     global _launches, _recording_thread
     with _compile_lock:
         before, _launches, _recording_thread = _launches, [], threading.get_ident()

@@ -1,4 +1,4 @@
-"""@op: one launch as a torch operator, with a reference for other devices and a short way to it in eager mode."""
+"""@op: a kernel launch as a torch operator, with a reference for other devices; eager calls bypass the dispatcher."""
 
 import importlib
 import importlib.util
@@ -22,9 +22,9 @@ from tk_core.compat import CompilationForbiddenError
 _libraries: dict[str, torch.library.Library] = {}
 _forced_backend: str | None = None
 kernels_only = False
-"""CUDA tensors go straight to kernels: neither the reference backend is asked for nor checks of data."""
+"""Kernels serve CUDA tensors: neither the reference backend nor TK_DEBUG is on. False also until that was looked up."""
 _one_device = False
-# Types of arguments that have been seen and hold no tensor subclass.
+# Types of arguments of earlier calls, without tensor subclasses.
 _plain: set[tuple[type, ...]] = set()
 
 
@@ -40,12 +40,12 @@ def _are_plain(args: tuple[Any, ...]) -> bool:
 
 
 def current_device() -> int:
-    """Index of the current CUDA device; the only one's without asking."""
+    """Index of the current CUDA device, without asking the driver if there is only one."""
     return 0 if _one_device else torch.cuda.current_device()
 
 
 def forget_short_cut() -> None:
-    """Let the next call look everything up again."""
+    """Let the next call look up the backend again, past what `@replayable` remembers."""
     global kernels_only
     kernels_only = False
 
@@ -78,7 +78,7 @@ def uses_reference(device: torch.device) -> bool:
 
 
 def usual_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a new tensor; one that is_contiguous() may have others in dimensions of one element or none."""
+    """Strides of a new tensor. A contiguous one may have others in dimensions of size 0 or 1."""
     return torch.empty(shape, device="meta").stride()
 
 
@@ -93,7 +93,7 @@ def _with_usual_strides(x: Any) -> Any:
 
 
 def _as_a_kernel(reference: Callable[..., None]) -> Callable[..., None]:
-    """The reference as blind to autograd and autocast as the kernel that it stands for."""
+    """The reference without autograd and autocast, which a kernel does not see either."""
 
     @wraps(reference)
     def run(*args: Any) -> None:
@@ -104,7 +104,7 @@ def _as_a_kernel(reference: Callable[..., None]) -> Callable[..., None]:
 
 
 def _nothing(*_: Any) -> None:
-    """Fake of an op that only writes into its arguments."""
+    """Fake implementation: an op only writes into its arguments."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -117,7 +117,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _what_differentiates(package: str, name: str) -> str:
-    """What a caller of the op `name` who wants its gradient calls instead, as the end of a sentence."""
+    """The end of an error message: what to call instead of the op `name` to get a gradient."""
     stem = name.removesuffix("_fwd")
     if importlib.util.find_spec("tk_modeling"):
         exported = importlib.import_module("tk_modeling").__all__
@@ -202,8 +202,8 @@ class Op:
         except CompilationForbiddenError as error:
             raise CompilationForbiddenError(f"{self.name}: {error}") from error
         except RuntimeError:
-            # Where a dimension has one element or none, torch calls any stride contiguous, but TileLang's host code,
-            # which looks before it launches, takes only the usual one.
+            # In a dimension of size 0 or 1 any stride counts as contiguous in torch, but TileLang's host code accepts
+            # only the usual one; it checks before it launches.
             usual = tuple(map(_with_usual_strides, args))
             if all(new is old for new, old in zip(usual, args)):
                 raise

@@ -1,4 +1,4 @@
-"""Records what a call allocates and launches, as a function that does the same with other arguments."""
+"""Records what a call allocates and launches, and makes a function of it that does the same for other arguments."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from tk_core import check, kernel, op
 
 Repeat = tuple[Callable[[list[Any]], Any], list[tuple[int, int]]]
-"""What repeats a call, and pairs of arguments, one of them returned (as `out` is), which must not overlap for that."""
+"""What repeats a call, and pairs of arguments that must not overlap for that; one of each pair is returned, as `out`."""
 
 workspaces: ContextVar[list[Tensor] | None] = ContextVar("workspaces", default=None)
 """Those of the call that is being recorded; None while none is."""
@@ -30,10 +30,11 @@ def new_workspace(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | Non
 
 
 def record(function: Callable[..., Any], args: Any, kwargs: Any, values: list[Any]) -> tuple[Any, Repeat | None]:
-    """Call the function, and return its result and what repeats the call with other `values`, its flat arguments.
+    """Call the function. Returns its result, and what repeats the call, a function of such a list as `values`.
 
-    That is for tensors of the same metadata and equal plain values. It is None if the call did anything but allocate
-    tensors and launch kernels that write them, or if nobody can tell which of its tensors a kernel was given.
+    `values` are the arguments, and what is in tuples among them. The next list has other tensors of the same metadata,
+    and equal plain values. There is no such function (None) if the call did anything but allocate tensors and launch
+    kernels that write them, or if it is not clear which of its tensors a kernel was given.
     """
     before = workspaces.set([])
     try:
@@ -45,7 +46,7 @@ def record(function: Callable[..., Any], args: Any, kwargs: Any, values: list[An
 
 
 def _identity(x: Any) -> Any:
-    """What tells values apart: of a tensor, its memory and dtype."""
+    """Equal for an argument and what a kernel is given of it: for tensors, the address range and the dtype."""
     return (x.data_ptr(), check.extent(x), x.dtype) if isinstance(x, Tensor) else id(x)
 
 
@@ -58,9 +59,12 @@ def _picker(indices: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 
 def _repeat_of(values: list[Any], launches: list[Any], made: list[Tensor], result: Any) -> Repeat | None:
+    """Values are numbered: the arguments, constants, what the call allocates (outputs, then `made`), views of these."""
     results = result if type(result) is tuple else (result,)
     arguments = [x for x in values if isinstance(x, Tensor)]
     outputs = [x for x in results if isinstance(x, Tensor) and not any(x is y for y in arguments)]
+    if not (launches and results) or any(x.layout is not torch.strided for x in outputs):
+        return None
     allocated = [*outputs, *made]
     operands = [x for _, operands in launches for x in operands]
     constants = [None, *(x for x in operands if not isinstance(x, Tensor))]
@@ -72,13 +76,14 @@ def _repeat_of(values: list[Any], launches: list[Any], made: list[Tensor], resul
     is_known = index_of.keys() >= {*used, *map(_identity, results)}
     is_written = all(_identity(x) in used for x in outputs if x.numel())
     is_clear = len({_identity(x) for x in (*arguments, *allocated)}) == len(arguments) + len(allocated)
-    is_view = any(check.overlap(x, y) for x in outputs for y in arguments)
-    if not (launches and results and is_here and is_known and is_written and is_clear) or is_view:
+    is_new = not any(check.overlap(x, y) for x in outputs for y in arguments)
+    if not (is_here and is_known and is_written and is_clear and is_new):
         return None
 
     views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
 
     def locate(x: Any) -> int:
+        """The number of an operand. Another shape or other strides make it a view."""
         index = index_of[_identity(x)]
         if not isinstance(x, Tensor) or (x.shape, x.stride()) == (known[index].shape, known[index].stride()):
             return index
