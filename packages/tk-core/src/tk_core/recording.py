@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from tk_core import check, kernel, op
 
 Repeat = tuple[Callable[[list[Any]], Any], list[tuple[int, int]]]
-"""What repeats a call, and pairs of arguments that must not overlap for that; one of each pair is returned, as `out`."""
+"""What repeats a call, and pairs of arguments that must not overlap for that; one of each is returned, as `out` is."""
 
 workspaces: ContextVar[list[Tensor] | None] = ContextVar("workspaces", default=None)
 """Those of the call that is being recorded; None while none is."""
