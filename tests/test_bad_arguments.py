@@ -1,4 +1,4 @@
-"""Every op refuses every kind of bad argument with an error that names an argument, before it does anything."""
+"""Every op rejects every kind of bad argument with an error that names an argument, before it does anything."""
 
 import inspect
 import math
@@ -13,12 +13,12 @@ from tk_core.testing import OpSpec, load_specs
 from tk_core.testing.trees import transfer
 
 SPECS = load_specs()
-# Arguments that nothing reads: they are there for callers of TileKernels.
+# Arguments that nothing reads: they are accepted for compatibility with TileKernels.
 UNREAD = {"fuse_grad_acc"}
 
 
 def wrong_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
-    """Tensors that are not like x, and other things."""
+    """Tensors that differ from x in one respect, and values that are no tensors."""
     yield "complex", torch.zeros(x.shape, dtype=torch.complex64)
     yield "float16", torch.zeros(x.shape, dtype=torch.float16)
     yield "one more dimension", x.unsqueeze(0).unsqueeze(0).unsqueeze(0).unsqueeze(0)
@@ -36,7 +36,7 @@ def wrong_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def wrong_values(value: Any) -> Iterator[tuple[str, Any]]:
-    """Things that are not like a value that is no tensor."""
+    """Values of a wrong type or range in place of a value that is no tensor."""
     if isinstance(value, bool):
         yield from ((repr(wrong), wrong) for wrong in (0, 1, 2.0, "yes", [True], None))
     elif isinstance(value, int):
@@ -69,14 +69,14 @@ def wrong_arguments(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def must_be_refused(value: Any, wrong: Any) -> bool:
-    """Whether no value of this kind is ever right; others may be, such as another number."""
+    """Whether a wrong value can never be valid. Some may be, such as another number."""
     if isinstance(value, Tensor):
         return not isinstance(wrong, Tensor) or wrong.is_complex()
     return type(wrong) is not type(value) if isinstance(value, bool | int | str) else isinstance(wrong, complex)
 
 
 def says_which(error: Exception, spec: OpSpec) -> bool:
-    """Whether an error is one of ours, about an argument of the op."""
+    """Whether an error is one that our checks raise, and names an argument of the op."""
     subject = str(error).partition(":")[0]
     names = inspect.signature(spec.op).parameters
     return type(error) in (TypeError, ValueError) and ":" in str(error) and any(name in subject for name in names)

@@ -1,4 +1,4 @@
-"""Ops of several packages together: one graph under torch.compile, one CUDA graph, kernels carried between machines."""
+"""Ops of several packages together: one graph under torch.compile, one CUDA graph, kernels copied between machines."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def num_expanded(num_tokens: int) -> int:
 
 
 def chain(logits: torch.Tensor, x: torch.Tensor) -> Tensors:
-    """Gate, map, quantize, expand, cast back, reduce; everything that can be without a synchronization."""
+    """Gate, map, quantize, expand, cast back, reduce; without a synchronization."""
     topk_idx = tk_moe.topk_gate(logits, NUM_TOPK)
     _, topk_weights = tk_moe.normalize_weight(logits.sigmoid().gather(1, topk_idx))
     pos_to_expert, pos_to_token, pos_to_token_topk, token_topk_to_pos, start, end, count, _ = tk_moe.get_fused_mapping(
@@ -116,7 +116,7 @@ print("compilations:", compat.num_compilations)
 
 
 def carry(tmp_path: Path, arch: str, use: str) -> str:
-    """Warm a cache up without a GPU, export it, import it into an empty one, and use that."""
+    """Warm up a cache without a GPU, export it, import it into an empty one, and use that."""
 
     def environment(cache: str, **more: str) -> dict[str, str]:
         return {**os.environ, "TILELANG_CACHE_DIR": str(tmp_path / cache), **more}

@@ -1,4 +1,5 @@
-"""The pages for readers: what they name is there, what they link to exists, and nothing links out of a wheel."""
+"""The documentation: names and link targets exist, and a package's README, which goes into its wheel, has no relative
+links."""
 
 import ast
 import importlib
@@ -17,7 +18,7 @@ MIGRATING = ROOT / "docs" / "migrating.md"
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _NAME = re.compile(rf"\b(?:{'|'.join(package.replace('-', '_') for package in PACKAGES)})(?:\.[A-Za-z]\w*)+")
-# Words that stand for any op in a table of names.
+# Names that stand for any op in a table.
 _ANY_OP = re.compile(r"\.f(_bwd)?$")
 
 
@@ -36,7 +37,7 @@ def _resolve(name: str) -> Any:
 
 
 def _spans(page: Path) -> list[str]:
-    """Code within lines of a page, not its blocks."""
+    """Inline code of a page, without its code blocks."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"`([^`]+)`", text)
 

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them; the training also at a size of its own."""
+"""The examples, run as a user runs them; the training example also at a size for tests."""
 
 import importlib.util
 import json
@@ -51,13 +51,13 @@ def test_moe_layer_names_a_bad_option() -> None:
 
 @pytest.fixture
 def lm() -> Iterator[ModuleType]:
-    """examples/train_tiny_lm.py as a module; what it sets in torch is set back."""
+    """examples/train_tiny_lm.py as a module; settings of torch that it changes are restored."""
     spec = importlib.util.spec_from_file_location("train_tiny_lm", EXAMPLES / "train_tiny_lm.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    # Threads that wait for each other cost more than they bring where other tests run beside.
+    # Where other tests run in parallel, several threads lose more by waiting for each other than they gain.
     torch.set_num_threads(1)
     yield module
     torch.set_num_threads(threads)
@@ -113,7 +113,7 @@ def test_language_model_resumes_to_the_bit(lm: ModuleType, tmp_path: Path, backe
         patch.setattr(lm.Trainer, "train_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             lm.train(resumed, False, Console(quiet=True))
-    # What else used random numbers in between does not matter.
+    # Random numbers drawn elsewhere in between do not matter.
     torch.manual_seed(99)
     lm.train(resumed, True, Console(quiet=True))
     expected, found = (lm.series(lm.read_log(run.out), "loss") for run in (straight, resumed))

@@ -1,4 +1,4 @@
-"""Where packages whose ops live in folders keep what belongs to an op: always at the same place under another root."""
+"""What belongs to an op (reference, cases, tests, benchmarks) has the same relative path under each root."""
 
 import importlib
 from pathlib import Path
@@ -11,7 +11,7 @@ import tk_modeling.reference
 from tk_core.testing import OpSpec, load_specs, packages
 
 ROOT = Path(__file__).resolve().parents[1]
-# Folders of a package that are no families of ops.
+# Folders of a package that are not families of ops.
 SHARED = {"device", "lib", "reference", "testing", "__pycache__"}
 
 
@@ -30,9 +30,9 @@ SPECS = [spec for package in IN_FOLDERS for spec in load_specs(package).values()
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_op_has_its_places(spec: OpSpec) -> None:
-    """Of F/f.py: reference/F/f.py, testing/F/f.py, tests/F/test_f.py and benchmarks/F/bench_f.py.
+    """For an op in F/f.py there are reference/F/f.py, testing/F/f.py, tests/F/test_f.py and benchmarks/F/bench_f.py.
 
-    f.py holds op f, and perhaps forms of it that share its kernel: their names have f in them.
+    f.py has op f, and perhaps variants that share its kernel, whose names contain f.
     """
     package, family, file = spec.op.__module__.split(".")
     op = spec.name.removeprefix(f"{package}.")
@@ -48,14 +48,14 @@ def test_op_has_its_places(spec: OpSpec) -> None:
 
 @pytest.mark.parametrize("package", IN_FOLDERS)
 def test_files_are_called_after_ops(package: str) -> None:
-    """Every file of a family is called after a public name; what several ops share is in lib/."""
+    """Every file of a family is named after a public name; what several ops share is in lib/."""
     files = {file.stem for family in _families(package) for file in (_source(package) / family).glob("*.py")}
     assert files <= set(importlib.import_module(package).__all__)
 
 
 @pytest.mark.parametrize("package", IN_FOLDERS)
 def test_folders_need_no_init(package: str) -> None:
-    """A family is a plain folder; only the package itself, reference and testing have names of their own."""
+    """A family is a plain folder; only the package itself, reference and testing have an __init__.py."""
     source = _source(package)
     found = {file.parent.relative_to(source).as_posix() for file in source.rglob("__init__.py")}
     assert found == {".", "reference", "testing"}
@@ -63,7 +63,7 @@ def test_folders_need_no_init(package: str) -> None:
 
 @pytest.mark.parametrize("name", tk_modeling.__all__)
 def test_trainable_names_have_their_places(name: str) -> None:
-    """A module of family F lies in F/, with a reference in reference/F.py and a case in testing/F.py."""
+    """A module of family F is in F/, with a reference in reference/F.py and a case in testing/F.py."""
     public = getattr(tk_modeling, name)
     if not isinstance(public, type) or not issubclass(public, torch.nn.Module):
         return

@@ -1,4 +1,4 @@
-"""Every op is verified on a GPU as its source stands, or says why it is not yet."""
+"""Every op was verified on a GPU with its present source, or is marked pending with a reason."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ops that write into a tensor that the caller gives: it must not be another argument's memory."""
+"""Ops that write into a tensor given by the caller reject one that shares memory with another argument."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ import tk_moe
 Call = Callable[[Tensor], object]
 
 BF16 = torch.bfloat16
-# Memory of all arguments, from which a call takes some for `out`.
+# Memory of the arguments, part of which each call also takes as `out`.
 ROWS = torch.zeros(8, 4, 64, dtype=BF16)
 MATRIX = torch.ones(4, 8)
 POS = torch.zeros(8, 2, dtype=torch.int32)

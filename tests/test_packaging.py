@@ -1,4 +1,4 @@
-"""What the packages promise when installed: each wheel by itself, in an environment of its own."""
+"""The packages as installed: each wheel alone, in an environment of its own."""
 
 import email.message
 import email.parser
@@ -29,7 +29,7 @@ PROJECTS: dict[str, dict[str, Any]] = {
 DEPENDANTS = sorted(PROJECTS.keys() - {"tk-core"})
 DOMAINS = sorted(PROJECTS.keys() - {"tk-core", "tk-modeling"})
 
-# A stranger's project on the public index has the name tk-core. These are its releases, and some that it may make.
+# Somebody else's project on the public index is named tk-core. These are its releases, and some that may follow.
 STRANGERS = ("1.0", "1.0.0a1", "1.0.0rc1", "1.0.dev1", "1.1.8", "1.2.0", "1.3.4", "1.5.0", "1.5.1.post1", "2.0")
 
 # A call that the reference of each package serves on the CPU.
@@ -100,10 +100,10 @@ def _requirements(package: str) -> dict[str, Requirement]:
 
 
 def _uv(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    # `uv run` says in UV which uv it is.
+    # `uv run` sets UV to the path of its uv.
     uv = os.environ.get("UV") or shutil.which("uv")
     assert uv, "these tests need uv: python3 -m pip install uv"
-    # uv run would pass on the environment that the tests run in.
+    # Under `uv run` these would name the environment that the tests run in.
     clean = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
     return subprocess.run([uv, *map(str, arguments)], cwd=cwd, env=clean, capture_output=True, text=True)
 
@@ -112,7 +112,7 @@ def _uv(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every package's wheel, built from its source distribution."""
     folder = tmp_path_factory.mktemp("dist")
-    # hatchling is in the development environment, so that building needs no index.
+    # hatchling is in the development environment, so building needs no index.
     built = _uv("build", "--all-packages", "--no-build-isolation", "--python", sys.executable, "--out-dir", folder)
     assert built.returncode == 0, built.stderr
     return folder
@@ -125,7 +125,7 @@ def _wheel(dist: Path, package: str) -> Path:
 
 @pytest.fixture(scope="session")
 def constraints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The lock's versions of everything that is not ours."""
+    """The versions in uv.lock of all packages from elsewhere."""
     file = tmp_path_factory.mktemp("lock") / "constraints.txt"
     options = ("--frozen", "--no-hashes", "--no-emit-workspace", "--no-annotate", "--no-header")
     exported = _uv("export", *options, "--output-file", file)
@@ -140,7 +140,7 @@ class Environment:
         self.folder = folder
         made = _uv("venv", "--python", sys.executable, folder, cwd=folder.parent)
         assert made.returncode == 0, made.stderr
-        # Never copies, for torch and CUDA take gigabytes. The index is asked only if something is not in uv's cache.
+        # Links, never copies: torch and CUDA take gigabytes. The index is asked only for what is not in uv's cache.
         cache = Path(_uv("cache", "dir").stdout.strip())
         link = "hardlink" if cache.stat().st_dev == folder.parent.stat().st_dev else "symlink"
         options = ("--link-mode", link, "--find-links", dist, "--constraints", constraints, "--python", self.python)
@@ -239,7 +239,7 @@ def test_torch_and_tilelang_bounds(package: str) -> None:
 
 @pytest.mark.parametrize("package", DEPENDANTS)
 def test_no_strangers_release_satisfies_a_bound(package: str) -> None:
-    """The public index has another tk-core: an install without our wheels must fail, not fetch a stranger's code."""
+    """The public index has another tk-core: an install without our wheels must fail, not install that one."""
     requirements = _requirements(package)
     assert "tk-core" in requirements
     for name in requirements.keys() & PROJECTS.keys():
@@ -255,7 +255,7 @@ def test_our_versions_stay_below_one(package: str) -> None:
 
 @pytest.mark.parametrize("package", DEPENDANTS)
 def test_members_satisfy_each_others_bounds(package: str) -> None:
-    """uv takes a workspace member whatever bound another gives."""
+    """uv ignores the bounds that workspace members set for each other."""
     for name, requirement in _requirements(package).items():
         if name in PROJECTS:
             assert requirement.specifier.contains(PROJECTS[name]["version"]), f"{package} needs {requirement}"
@@ -288,7 +288,7 @@ def test_documents(package: str) -> None:
 
 @pytest.mark.parametrize("alone", sorted(PROJECTS), indirect=True)
 def test_alone(alone: tuple[str, Environment]) -> None:
-    """A wheel brings what it needs and nothing of ours that it does not; it imports, and its reference runs."""
+    """A wheel installs exactly those of our packages that it needs; it can be imported, and its reference runs."""
     package, environment = alone
     ours = {name for name in environment.installed() if name.startswith("tk-")}
     expected, todo = {package}, [package]
@@ -316,7 +316,7 @@ def test_alone(alone: tuple[str, Environment]) -> None:
 
 @pytest.mark.parametrize("alone", ["tk-core", "tk-moe"], indirect=True)
 def test_command_alone(alone: tuple[str, Environment]) -> None:
-    """The command tk comes with every package and needs none of the development dependencies."""
+    """The command tk is installed with every package and needs none of the development dependencies."""
     package, environment = alone
     tk = environment.folder / "bin" / "tk"
     listed = subprocess.run([tk, "list", "--json"], capture_output=True, text=True, timeout=300)
@@ -329,7 +329,7 @@ def test_command_alone(alone: tuple[str, Environment]) -> None:
 
 @pytest.mark.parametrize("alone", ["tk-moe"], indirect=True)
 def test_import_time(alone: tuple[str, Environment]) -> None:
-    """A package costs little beyond torch's own import."""
+    """Importing a package takes little time beyond that of torch."""
     _, environment = alone
     code = """
         import time

@@ -1,4 +1,4 @@
-"""The tables in the packages' READMEs say what the sources, records and results say; their examples run."""
+"""The tables in the packages' READMEs agree with the sources, records and results; their examples run."""
 
 import re
 from pathlib import Path

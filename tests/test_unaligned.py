@@ -1,4 +1,4 @@
-"""Every op takes tensors whose addresses are multiples of nothing but the size of their elements."""
+"""Every op takes tensors whose addresses are aligned to no more than the size of an element."""
 
 import pytest
 

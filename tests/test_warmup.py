@@ -60,13 +60,13 @@ def test_few_kernels_depend_on_the_number_of_tokens() -> None:
             found[name][num_tokens].update(requests)
     for name, by_count in found.items():
         kernels = set().union(*by_count.values())
-        # What is the same kernel is the same key, or a server would load it again.
+        # Equal kernels have equal keys, or a server would load one twice.
         assert len(kernels) == len({(request.kernel.name, repr(request.args)) for request in kernels}), name
         assert len(kernels) <= 4 * max(map(len, by_count.values())), name
     changing = {name for name, by_count in found.items() if len(set(map(frozenset, by_count.values()))) > 1}
     table = (ROOT / "docs" / "warmup.md").read_text(encoding="utf-8").partition("| ops | why |")[2]
     named = set(re.findall(r"`(?:tk_\w+\.)?(\w+)`", table.partition("\n\n")[0]))
-    # expand_to_fused has another kernel for wide rows only.
+    # expand_to_fused has a second kernel only for rows wider than those here.
     assert {name.partition(".")[2] for name in changing} == named - {"expand_to_fused"}
 
 
@@ -139,7 +139,7 @@ from tk_core.cli.profile import load
 from tk_core.kernel import Kernel
 from tk_core.op import Op
 
-# Kernels are loaded as on a GPU, but not launched.
+# Kernels are compiled or loaded as on a GPU, but not launched.
 Op.__call__ = lambda self, *args: self._launch(args)
 Kernel.__call__ = lambda self, *args: (self.compile(*args), lambda *_: None)[1]
 
@@ -172,7 +172,7 @@ def test_a_warm_model_is_served_without_compiling(tmp_path: Path) -> None:
     assert "3 compiled, 0 cached already, 0 failed" in warm.stdout
     served = run("-c", _SERVE, str(model), TK_COMPILE="forbid")
     assert "compilations: 0" in served.stdout, served.stderr
-    # Another width takes another kernel.
+    # Another width needs another kernel.
     assert served.returncode != 0
     error = served.stderr.strip().splitlines()[-1]
     kernel = r"tk_quant\.lib\.per_token_cast_kernel\.per_token_cast_kernel\(.*, 320, .*sm_90a\)"
