@@ -1,4 +1,4 @@
-"""Named cases of ops, and what compares their outputs. Importing this imports torch but not TileLang."""
+"""Named cases of ops, and functions that compare their outputs. Importing this imports torch but not TileLang."""
 
 from tk_core.testing.numeric import assert_equal as assert_equal
 from tk_core.testing.numeric import calc_diff as calc_diff

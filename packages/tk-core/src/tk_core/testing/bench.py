@@ -1,20 +1,20 @@
-"""Benchmarks of ops from their specs: `test_bench = benchmarks(SPEC)` in benchmarks/bench_f.py.
+"""Benchmarks of ops from their specs: `test_bench = benchmarks(SPEC)` in benchmarks/F/bench_f.py.
 
     pytest -m bench --tk-results FILE                        all of them
-    pytest packages/tk-quant/benchmarks/bench_f.py           one op's
+    pytest packages/tk-quant/benchmarks/F/bench_f.py         one op's
 
-Device time is the sum of the durations of a call's kernels as CUPTI reports them (torch.profiler), so launch gaps do
-not count. The op, a device-to-device copy of 117 MB and the baselines take turns within one recording, in this order
-and then in reverse, and each figure is a median; so a drift of clocks meets all of them alike.
+Device time is the sum of the durations of a call's kernels as CUPTI reports them (torch.profiler), so gaps between
+launches do not count. The op, a device-to-device copy of 117 MB and the baselines take turns within one recording, in
+this order and then in reverse, and each figure is a median; so a drift of the clock rate affects all of them alike.
 
-Each call of a turn has a set of arguments and results of its own, so that none of them is in L2, and the first calls do
-not count: then L2 holds as many unwritten lines as the op itself leaves, and a call pays for the bytes that it moves.
-If L2 were flushed by writing before each call, the call would also have to write 45 MB of that on an H200, up to 11 µs;
-after a flush by reading it would leave its own last 45 MB to others. Calls follow each other closely, as an idle GPU
-writes lines back for free: 10 µs of it take 0.5 µs off a copy.
+Each call of a turn has arguments and results of its own, so that none of them is in L2, and the first calls do not
+count: then L2 holds as many dirty lines as the op itself leaves, and a call pays for the bytes that it moves. If L2
+were flushed by writing before each call, the call would also have to write back 45 MB of that on an H200, up to 11 µs;
+after a flush by reading it would leave its own last 45 MB for others to write back. Calls follow each other closely,
+as an idle GPU writes lines back at no cost: 10 µs of idle time take 0.5 µs off a copy.
 
-Where CUPTI does not work, and for calls of several launches in a CUDA graph, whose buffers are fixed, CUDA events
-around a call tell the time, and 256 MB are written before.
+Where CUPTI does not work, and for calls of several launches in a CUDA graph, whose buffers are fixed, a call is timed
+by CUDA events around it, and L2 is flushed before by writing 256 MB.
 
 Baselines: the eager reference in every case; the reference under torch.compile, which takes seconds to compile, only in
 the cases that are also warm-up cases (the shapes of real models).
@@ -41,25 +41,25 @@ from tk_core.testing.trees import distinct_bytes, tensors, transfer
 
 # Four times the L2 of an H200.
 _FLUSH_BYTES = 256 << 20
-# Twice that L2: what calls that do not count move before those that do.
+# Twice that L2: bytes that the calls which do not count move before those that do.
 _LEAD_BYTES = 128 << 20
-# Smaller calls fill no L2 anyway.
+# At most this many calls: small ones do not fill L2 anyway.
 _LEAD_CALLS = 16
 _COPY_BYTES = 8192 * 7168 * 2
 # A copy takes 55 or 57 µs on an H200, call by call: the median of 60 stays where that of 20 jumps.
 _TURNS = 12
-# Turns of a contender of which two calls take more than its share of the time.
+# Turns of a contender if two of its calls take longer than one turn's share of the time.
 _SLOW_TURNS = 4
-# Of a turn, those that count.
+# Calls of a turn that count.
 _CALLS = 5
-# Of device time, for all turns of one contender.
+# Device time of all turns of one contender.
 _SECONDS = 0.4
 _LATENCY_ROUNDS = 20
 _HOST_CALLS = 256
 # Well below the depth of a launch queue, so that no call waits for the device.
 _HOST_BATCH = 16
 _MARKER_KERNEL = "spin_kernel"
-# Half a millisecond: as long as the host may take to queue the calls of a turn, or one of several launches.
+# Half a millisecond: enough for the host to queue the calls of a turn, or one call of several launches.
 _HEAD_START_CYCLES = 900_000
 
 Call = Callable[[], Any]
@@ -77,7 +77,7 @@ def benchmarks(spec: OpSpec) -> Callable[..., None]:
 
 
 class Rotation:
-    """Calls a function with each of several sets of arguments in turn, and keeps as many results."""
+    """Calls a function with several sets of arguments in turn, and keeps the last result of each."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[dict[str, Any]]) -> None:
         self._function = function
@@ -86,14 +86,14 @@ class Rotation:
         self._next = 0
 
     def __call__(self) -> None:
-        """The next call. Its results may take the memory of those that the same arguments had last time."""
+        """The next call. Its results may reuse the memory of the last results of the same arguments."""
         index, self._next = self._next, (self._next + 1) % len(self._arguments)
         self._results[index] = None
         self._results[index] = self._function(**self._arguments[index])
 
 
 class Bench:
-    """Measures cases on the current GPU. One a session: it holds the buffers that every measurement uses."""
+    """Measures cases on the current GPU. One per session: it owns the buffers that every measurement uses."""
 
     def __init__(self, baselines: str = "compiled") -> None:
         self.baselines = baselines
@@ -149,9 +149,9 @@ class Bench:
         }
 
     def measure_latencies(self, name: str, case: str, least_bytes: int, op: Call, compiled: Call) -> dict[str, Any]:
-        """A row for calls of several launches, such as replays of CUDA graphs: what is between them counts as well.
+        """A row for calls of several launches, such as replays of CUDA graphs: gaps between launches count as well.
 
-        From the first kernel's start to the last one's end by CUDA events, the copy too.
+        Everything, the copy too, is timed by CUDA events, from the start of the first kernel to the end of the last.
         """
         contenders = {"copy": self._copy, "op": op, "compiled": compiled}
         samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -178,11 +178,11 @@ class Bench:
     # ---- device time
 
     def _device_times(self, contenders: dict[str, Call], lead: int) -> tuple[str, dict[str, float]]:
-        """Median device time of each contender, and what measured it."""
+        """Median device time of each contender, preceded by the timer that measured it."""
         once = {name: self._time_by_events(call) for name, call in contenders.items()}
         plan = plan_of(once, lead)
         samples: dict[str, list[float]] = {name: [] for name in contenders}
-        # What the last contender left unwritten in L2 goes by reading.
+        # Reading evicts the dirty lines that the last contender left in L2.
         durations = self._record([[self._read, *[contenders[name]] * calls] for name, calls, _ in plan])
         if durations is not None:
             for (name, _, count), of_turn in zip(plan, durations):
@@ -197,7 +197,8 @@ class Bench:
         self._flush.view(torch.int64).max()
 
     def _time_by_events(self, call: Call, head_start: int = 0) -> float:
-        """From the end of what was queued before to the end of the call, which has so many cycles to be queued."""
+        """Time in µs from the end of earlier work to the end of the call, which the host has `head_start` cycles to
+        queue."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.fill_(1)
         if head_start:
@@ -232,11 +233,11 @@ class Bench:
     # ---- host time
 
     def _host_times(self, op: Callable[..., Any], kwargs: dict[str, Any], outputs: Any) -> tuple[float, float | None]:
-        """Median µs that the Python thread spends in a call, and in the allocations and launches that it consists of.
+        """Median µs that the Python thread spends in a call, and in its allocations and launches alone.
 
         The second is None if the call launches no kernel of ours.
         """
-        # What `@replayable` remembers asks for no kernel.
+        # A call replayed by `@replayable` would bypass `recorded_launches`.
         forget_short_cut()
         with recorded_launches() as launches:
             op(**kwargs)
@@ -252,15 +253,15 @@ class Bench:
 
 
 def lead_of(moved_bytes: int) -> int:
-    """How many calls do not count before those that do, for calls that move so many bytes."""
+    """Number of calls to make before those that count, for calls that move so many bytes."""
     return min(_LEAD_CALLS, ceil_div(_LEAD_BYTES, max(moved_bytes, 1)))
 
 
 def plan_of(once: dict[str, float], lead: int) -> list[tuple[str, int, int]]:
-    """The turns: whose it is, how many calls it has, and how many of those, the last, count.
+    """The turns, each with its contender, its number of calls, and how many of these, the last ones, count.
 
-    `once` is what one call of each contender takes, in µs. A slow contender has fewer calls, but two at least, in four
-    turns at least.
+    `once` has the time of one call of each contender in µs. A slow contender makes fewer calls, but at least two per
+    turn in at least four turns.
     """
     plan: list[tuple[str, int, int]] = []
     for turn in range(_TURNS):
@@ -274,7 +275,7 @@ def plan_of(once: dict[str, float], lead: int) -> list[tuple[str, int, int]]:
 
 
 def rates(least_bytes: int, op_us: float, copy_us: float) -> dict[str, float]:
-    """The columns of a row that compare what took `op_us` with the copy of the same run."""
+    """The columns of a row that compare a call, which takes `op_us`, with the copy of the same run."""
     gbps, copy_gbps = least_bytes / op_us / 1e3, 2 * _COPY_BYTES / copy_us / 1e3
     return {
         "least_bytes": least_bytes,
@@ -287,7 +288,7 @@ def rates(least_bytes: int, op_us: float, copy_us: float) -> dict[str, float]:
 
 
 def between_markers(events: Sequence[tuple[int, str, int]], num_calls: int) -> list[float] | None:
-    """Sums, in µs, of the durations of what ran between each pair of marker kernels.
+    """The total duration in µs of the kernels between each pair of marker kernels.
 
     `events` are (start, name, duration) in ns, in any order. None if there is not one pair of markers for each call.
     """
@@ -326,7 +327,7 @@ def _host_time(call: Call) -> float:
 
 
 def _try(call: Call) -> str | None:
-    """The error of a baseline, if it has one: that is a result, not a failure. Warms it up otherwise."""
+    """The error of a baseline, if it raises one, which is a result and not a failure. Otherwise warms it up."""
     try:
         for _ in range(2):
             call()
@@ -354,14 +355,14 @@ def _rounded(value: float | None) -> float | None:
 
 
 def append_row(file: Path, row: dict[str, Any]) -> None:
-    """Add one row to a file of JSON lines at once, so that an interrupted run keeps what it has."""
+    """Append one row to a file of JSON lines at once, so that an interrupted run keeps its rows."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def format_rows(rows: Sequence[dict[str, Any]], color: bool = False) -> str:
-    """Rows as a short table, by op."""
+    """Rows as a table, sorted by op."""
     import io
 
     from rich.console import Console

@@ -1,11 +1,11 @@
-"""What ops hand to the compiler and to their kernels, as hashes by case: equal ones mean the same work on a GPU.
+"""Hashes of the programs that ops compile and of the arguments they launch them with, by case.
 
     PYTHONPATH=… python -P fingerprints.py sm_90a tk_moe.topk_gate …
 
-prints JSON of the sources that PYTHONPATH leads to, also those of an older commit: `tk verify --unchanged` compares the
-two. The program of a kernel is hashed by its structure, so that names of variables do not count, with the constants,
-CUDA text, pass configurations and flags that it is compiled with; a launch by its scalars and by the layout of its
-tensors.
+prints them as JSON for the sources on PYTHONPATH, which may be those of an older commit: `tk verify --unchanged`
+compares the two. Equal hashes mean the same work on a GPU. A kernel's program is hashed by its structure, so that names
+of variables do not count, with the constants, CUDA text, pass configurations and flags that it is compiled with; a
+launch is hashed by its scalars and the layouts of its tensors.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from tk_core.testing import Case, OpSpec, load_specs
 
 @cache
 def _program(request: kernel.KernelRequest) -> str:
-    """The program of one kernel, with how it is compiled."""
+    """Hash of a kernel's program, with the options that it is compiled with."""
     compat.load_tilelang()
     from tilelang import tvm
 
@@ -33,14 +33,14 @@ def _program(request: kernel.KernelRequest) -> str:
 
 
 def _layout(value: Any) -> Any:
-    """A kernel's argument without what differs from run to run."""
+    """A kernel's argument, for a tensor only its layout: addresses and data differ from run to run."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
     return value
 
 
 def fingerprint(spec: OpSpec, case: Case, arch: Arch) -> str:
-    """Hash of all kernels that one call asks for, in order, and of the arguments that it launches them with."""
+    """Hash of all kernels that one call requests, in order, and of the arguments that it launches them with."""
     digest = hashlib.sha256()
     torch.manual_seed(0)
     launches: list[tuple[int, tuple[Any, ...]]] = []
@@ -59,7 +59,7 @@ def fingerprint(spec: OpSpec, case: Case, arch: Arch) -> str:
 
 
 def fingerprints(op: str, arch: Arch) -> dict[str, str]:
-    """`fingerprint` of each case of the op's gpu tier; none of an op that is not there."""
+    """`fingerprint` of each case of the op's gpu tier; empty if there is no such op."""
     spec = load_specs(op.partition(".")[0]).get(op)
     if spec is None:
         return {}

@@ -1,4 +1,4 @@
-"""What a result was measured or verified with."""
+"""The GPU and versions with which a result was measured or verified."""
 
 import datetime
 import importlib.metadata
@@ -13,7 +13,7 @@ from tk_core import env
 
 
 def versions() -> dict[str, str | None]:
-    """GPU, driver and versions of everything that a result depends on, and today's date; None where there is none."""
+    """GPU, driver and versions of everything that a result depends on, and today's date; None for what is absent."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "driver": _driver(),
@@ -35,7 +35,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _printed(*command: str) -> str | None:
-    """First line that a program prints; None if it is not there or fails."""
+    """First line that a program prints; None if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
@@ -49,7 +49,7 @@ def _driver() -> str | None:
 
 def _commit() -> str | None:
     commit = env.get("TK_COMMIT") or _printed("git", "rev-parse", "--short=12", "HEAD")
-    # An uncommitted change is not what the commit names.
+    # With uncommitted changes the commit alone does not identify the sources.
     if commit and not env.get("TK_COMMIT") and _printed("git", "status", "--porcelain", "--untracked-files=no"):
         commit += "+changes"
     return commit

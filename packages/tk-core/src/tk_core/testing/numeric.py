@@ -1,4 +1,4 @@
-"""Equality bit by bit, and two figures for results that may differ: how far apart, and whether to one side."""
+"""Bitwise equality, and two checks for results that may differ: by how much, and whether with a bias."""
 
 import math
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def _assert_equal_tensors(actual: Any, expected: Tensor, name: str) -> None:
         return
     differ = (got != want).reshape(-1)
     count, total = int(differ.sum()), differ.numel()
-    # argmax takes the first of equals.
+    # argmax returns the first of equal elements.
     index = tuple(int(i) for i in torch.unravel_index(differ.view(torch.uint8).argmax(), got.shape))
     digits = 2 * got.element_size()
     mask = (1 << 8 * got.element_size()) - 1
@@ -89,7 +89,7 @@ def _chunks(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def calc_diff(x: Tensor, y: Tensor) -> float:
-    """1 - 2·Σxy / Σ(x² + y²) in float64: 0 for equal tensors and for two of zeros, NaN if either holds a NaN.
+    """1 - 2·Σxy / Σ(x² + y²) in float64: 0 for equal tensors and if both are all zeros, NaN if either has a NaN.
 
     Raises ValueError for tensors of different shapes.
     """
@@ -101,12 +101,13 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 
 def check_bias(x: Tensor, ref: Tensor, *, sigmas: float = 5.0, allowance: float = 0.1) -> None:
-    """Raise AssertionError if the errors of `x`, a rounding of `ref`, lean to one side.
+    """Raise AssertionError if the errors of `x`, a rounding of `ref`, are biased.
 
-    Of the errors e = x - ref (finite ones that are not 0), and again of e·sign(ref), the mean must be within
-    `sigmas` standard errors plus `allowance` · rms(e) of 0. Five standard errors: unbiased rounding fails once in a
-    million. The allowance is for densities that slope within one step of a coarse format (rounding e4m3 to nearest
-    leans by 0.04 rms on normal data; truncation by 0.87 in e·sign(ref)); a format of one mantissa bit needs 0.2.
+    With e = x - ref, counting finite errors that are not 0, the means of e and of e·sign(ref) must be within `sigmas`
+    standard errors plus `allowance` · rms(e) of 0. With five standard errors, unbiased rounding fails once in a
+    million. The allowance is needed where the density of the data is not constant within one step of a coarse format
+    (rounding to the nearest e4m3 has a bias of 0.04 rms on normal data; truncation has 0.87 in e·sign(ref)); a format
+    with one mantissa bit needs 0.2.
     """
     count = 0
     sum_squares = 0.0

@@ -1,8 +1,9 @@
 """pytest plugin of the tk packages, loaded by `-p tk_core.testing.plugin` in the root configuration.
 
-Tiers: tests marked gpu run where there is a GPU and are left out, not skipped, where there is none; tests marked
-compile run anywhere; all others are the cpu tier. Benchmarks (marked bench, in bench_*.py) run only if `-m bench` or
-their file asks for them. Each test starts from a seed of its own name. With pytest-xdist each worker gets one GPU.
+Tiers: tests marked gpu run where there is a GPU and are deselected, not skipped, where there is none; tests marked
+compile run anywhere; all others are the cpu tier. Benchmarks (marked bench, in bench_*.py) run only with `-m bench` or
+if their file is named. Each test starts from a random seed that depends on its name. With pytest-xdist each worker
+gets one GPU.
 """
 
 import os
@@ -53,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare markers, pick this worker's GPU, refuse -m gpu without one, collect benchmarks if asked for."""
+    """Declare markers, pick this worker's GPU, reject -m gpu without one, collect benchmarks with -m bench."""
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
     workerinput = getattr(config, "workerinput", None)
@@ -70,10 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(session, "tk-session")
 
 
-# tryfirst: not every xdist lets its own answer come last.
+# tryfirst: not every version of xdist calls its own implementation last.
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What `-n auto` means: a worker for each core, as kernels take seconds to compile; none where time is measured."""
+    """Workers of `-n auto`: one per core, as kernels take seconds to compile; none for benchmarks."""
     named = (Path(argument.split("::")[0]).name for argument in config.args)
     if _requires(config.option.markexpr, "bench") or any(name.startswith("bench_") for name in named):
         return 0
@@ -125,7 +126,7 @@ def _runs_here(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what this machine's GPU, or its lack of one, cannot run."""
+    """Deselect tests that need a GPU, or another GPU than this machine's."""
     needing = [item for item in items if _needs_gpu(item)]
     if not needing:
         return
@@ -165,7 +166,7 @@ def tk_bench(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker which GPUs there are: asking for itself would fix its choice."""
+    """Tell a worker which GPUs there are: once it asks CUDA, it can no longer change CUDA_VISIBLE_DEVICES."""
     import torch
 
     named = env.get("CUDA_VISIBLE_DEVICES")
@@ -183,7 +184,7 @@ def _take_gpu(workerinput: dict[str, Any]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let a worker tell how many tests it left out."""
+    """In a worker, report how many tests it deselected."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["tk_left_out"] = session.config.stash.get(_LEFT_OUT, 0)
@@ -194,7 +195,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Count a gpu test that skips as failed, and say which op's test a report is of."""
+    """Count a gpu test that skips as failed, and note in the report which op's test it is of."""
     report = yield
     if not _needs_gpu(item):
         return report
@@ -209,7 +210,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 class _Session:
-    """What the process that talks to the user gathers from all reports."""
+    """Results that the main process, not a worker, collects from all reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -220,7 +221,7 @@ class _Session:
         self.lines: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Gather results of ops' tests, and rows of benchmarks, as they come."""
+        """Collect results of ops' tests, and rows of benchmarks, as they come."""
         for name, value in report.user_properties:
             if name == "tk_case":
                 op, test = value
@@ -240,8 +241,8 @@ class _Session:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take over what a worker says."""
-        # Every worker collects all tests.
+        """Read how many tests a worker deselected."""
+        # Every worker collects all tests, so the numbers are equal and not to be added.
         self.left_out = max(self.left_out, getattr(node, "workeroutput", {}).get("tk_left_out", 0))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -292,7 +293,7 @@ class _Session:
             self.lines.append(f"{op}: recorded, {len(wanted)} tests")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what was left out, recorded, sanitized and measured."""
+        """Print what was deselected, recorded, sanitized and measured."""
         if self.left_out:
             why = "not for this GPU's architecture" if _has_gpu() else "no GPU here"
             terminalreporter.write_line(f"{self.left_out} gpu tests left out: {why}")

@@ -1,4 +1,4 @@
-"""Allocations full of 0xFF bytes, so that an element that a kernel forgets to write shows."""
+"""Allocations filled with 0xFF bytes, so that tests see elements that a kernel did not write."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,14 +30,14 @@ class Poison:
 def poison(x: Tensor) -> Tensor:
     """Fill a tensor's whole storage, gaps between strided rows included, with 0xFF bytes; returns x.
 
-    0xFF is NaN in every float format of ours that has one, -1 in signed integers and the greatest unsigned value.
+    0xFF bytes are NaN in every float format here that has one, -1 in signed integers, the largest unsigned integer.
     """
     if x.device.type != "meta" and not isinstance(x, FakeTensor):
         storage_bytes(x).fill_(0xFF)
     return x
 
 
-# A dispatch mode would push ops off their eager fast path, which has to be what is tested.
+# Not a dispatch mode: under one, ops leave their eager fast path, which is what has to be tested.
 class _PoisonMode(TorchFunctionMode):
     def __init__(self, done: Poison) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class _PoisonMode(TorchFunctionMode):
 
 @contextmanager
 def poisoned_allocations() -> Iterator[Poison]:
-    """Within it, tensors from torch.empty, x.new_empty and their like hold 0xFF bytes, on any device, of any dtype.
+    """Context in which torch.empty, x.new_empty and the like return tensors of 0xFF bytes, on any device, of any dtype.
 
-    Not for code under torch.compile, which allocates by itself.
+    Has no effect on code under torch.compile, which does its own allocations.
     """
     done = Poison()
     with _PoisonMode(done):

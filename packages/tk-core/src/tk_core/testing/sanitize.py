@@ -1,8 +1,8 @@
 """Small cases of ops under compute-sanitizer: `python -m tk_core.testing.sanitize [OP]...`, needs a GPU.
 
-A process for each tool and each few ops, as many at a time as there are cores. Inputs are made on the CPU and copied
-whole, and references do not run, so that nearly every kernel that the sanitizer slows down and judges is one of ours;
-those come from the compile cache.
+There is a process for each tool and group of ops, and as many run at a time as there are cores. Inputs are made on the
+CPU and copied to the GPU, and references do not run, so that nearly every kernel that the sanitizer slows down and
+checks is one of ours; those come from the compile cache.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _DEFAULT_PATH = Path("/usr/local/cuda/bin/compute-sanitizer")
 
 @dataclass(frozen=True)
 class Finding:
-    """What one tool said of one run."""
+    """Result of one tool for one run."""
 
     tool: str
     cases: dict[str, int]
@@ -46,11 +46,11 @@ def sanitizer_version(sanitizer: str) -> str | None:
 
 
 def command(sanitizer: str, tool: str, ops: Iterable[str]) -> list[str]:
-    """What runs a tool over the small cases of some ops."""
-    # Failed API calls are torch's to judge: it probes what a device can do by trying.
+    """The command line that runs a tool over the small cases of some ops."""
+    # API errors are not reported: torch makes calls that may fail, to find out what a device can do.
     options = ("--report-api-errors", "no") if tool == "memcheck" else ()
     return [
-        # Of cached memory the sanitizer cannot tell where one tensor ends.
+        # In memory of torch's caching allocator the sanitizer cannot tell where one tensor ends.
         *("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"),
         *(sanitizer, "--tool", tool, *options, "--error-exitcode", str(_ERROR_EXIT_CODE), "--print-limit", "20"),
         *(sys.executable, "-m", "tk_core.testing.sanitize", "--cases-only", *ops),
@@ -66,7 +66,7 @@ def run_tool(sanitizer: str, tool: str, ops: Iterable[str]) -> Finding:
 
 
 def run_tools(sanitizer: str, tools: Sequence[str], ops: Sequence[str]) -> Iterator[Finding]:
-    """Run tools over the small cases of ops, a finding for each tool and each few ops."""
+    """Run tools over the small cases of ops; yields a finding for each tool and group of ops."""
     shares = [ops[i : i + _OPS_A_PROCESS] for i in range(0, len(ops), _OPS_A_PROCESS)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = [pool.submit(run_tool, sanitizer, tool, share) for tool in tools for share in shares]
@@ -74,18 +74,18 @@ def run_tools(sanitizer: str, tools: Sequence[str], ops: Sequence[str]) -> Itera
 
 
 def finding(tool: str, exit_code: int, output: str) -> Finding:
-    """Read what a run printed."""
+    """Parse the output of a run."""
     cases: dict[str, int] = {}
     for op in re.findall(r"^tk: done (\S+) \S+$", output, re.MULTILINE):
         cases[op] = cases.get(op, 0) + 1
-    # It exits with 0 if it could not attach at all, but then it prints no summary of errors.
+    # The sanitizer exits with 0 if it could not attach at all, but then it prints no summary of errors.
     summary = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", output)
     clean = summary is not None and not any(int(count) for count in summary.groups() if count)
     return Finding(tool, cases, exit_code == 0 and clean and "tk: all done" in output, output)
 
 
 def records(findings: Sequence[Finding], version: str | None) -> dict[str, dict[str, int | str | None]]:
-    """The ledger's sanitizer entry of each op that every tool has passed."""
+    """The ledger's sanitizer entry of each op that passed every tool."""
     cases: dict[str, dict[str, int]] = {tool: {} for tool in TOOLS}
     for found in findings:
         if found.passed:
@@ -95,7 +95,7 @@ def records(findings: Sequence[Finding], version: str | None) -> dict[str, dict[
 
 
 def summaries(findings: Sequence[Finding]) -> Iterator[str]:
-    """A line for each tool, after what it complained of."""
+    """For each tool, excerpts of its complaints and then one line."""
     for tool in dict.fromkeys(found.tool for found in findings):
         of_tool = [found for found in findings if found.tool == tool]
         failed = [found for found in of_tool if not found.passed]

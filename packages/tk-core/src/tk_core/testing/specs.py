@@ -1,4 +1,4 @@
-"""What tests, benchmarks and the command tk know of an op: its reference and its named cases."""
+"""What tests, benchmarks and the command tk know about an op: its reference and its named cases."""
 
 import importlib
 import importlib.util
@@ -75,7 +75,7 @@ class OpSpec:
 
 
 def packages() -> list[str]:
-    """Import names of the op packages: those registered as entry points, else (run from source) those importable."""
+    """Import names of the op packages: those registered as entry points, or if none is, those that can be imported."""
     found = sorted({entry.value for entry in entry_points(group="tk_core.packages")}) or _SOURCE_PACKAGES
     return [name for name in found if importlib.util.find_spec(name)]
 
@@ -93,7 +93,7 @@ def _modules_below(package: ModuleType) -> list[str]:
 def load_specs(package: str | None = None) -> dict[str, OpSpec]:
     """Every module-level `OpSpec` in `package.testing` and its folders, by op name; without a package, of all packages.
 
-    Raises ModuleNotFoundError for a package that is not there, ValueError if two specs are for one op.
+    Raises ModuleNotFoundError for a package that is not installed, ValueError if two specs are for one op.
     """
     if package is None:
         return {name: spec for each in packages() for name, spec in load_specs(each).items()}

@@ -1,8 +1,8 @@
-"""Keeps the tables in the packages' READMEs: `python -m tk_core.testing.tables [--check]`, from the repository's root.
+"""Updates the tables in the packages' READMEs: `python -m tk_core.testing.tables [--check]`, in the repository's root.
 
-Blocks of a README are rewritten, each between its marks: <!-- tk:ops --> … <!-- /tk:ops --> lists the package's ops;
-<!-- tk:figures --> … <!-- /tk:figures --> has what benchmarks/results/*.jsonl measured at real models' shapes;
-<!-- tk:chain --> … <!-- /tk:chain --> what they have of several ops in one CUDA graph.
+It rewrites the text between markers: <!-- tk:ops --> … <!-- /tk:ops --> has the package's ops,
+<!-- tk:figures --> … <!-- /tk:figures --> the results in benchmarks/results/*.jsonl for the shapes of real models,
+<!-- tk:chain --> … <!-- /tk:chain --> those for several ops in one CUDA graph.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _BASELINES = ("eager_us", "eager_error", "compiled_us", "compiled_error")
 
 
 def ops_table(specs: dict[str, OpSpec]) -> str:
-    """A package's ops: what each computes, where it runs, whether it is verified."""
+    """A package's ops: what each computes, its architectures, and whether it is verified."""
     from tk_core.cli.list import archs_of
 
     rows = [
@@ -44,9 +44,9 @@ def _state(op: str) -> str:
 
 
 def read_rows(results: Path) -> list[dict[str, Any]]:
-    """The newest row of each op and case in a folder of result files; of equal dates, the one that stands last.
+    """The newest row of each op and case in a folder of result files; of equal dates, the last one.
 
-    Where that was measured without PyTorch, it takes PyTorch's times from the row before, and has `earlier` set.
+    A row measured without PyTorch takes PyTorch's times from the previous row, and has `earlier` set.
     """
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for file in sorted(results.glob("*.jsonl")):
@@ -63,7 +63,7 @@ def read_rows(results: Path) -> list[dict[str, Any]]:
 
 
 def figures_table(rows: Sequence[dict[str, Any]]) -> str:
-    """What was measured at the shapes of real models, and with what."""
+    """Results at the shapes of real models, and the GPU and versions they were measured with."""
     chosen = [row for row in rows if row["model_shape"]]
     if not chosen:
         return "No figures yet."
@@ -87,7 +87,7 @@ def figures_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def chain_table(rows: Sequence[dict[str, Any]]) -> str:
-    """What several ops take as one CUDA graph, gaps between kernels included."""
+    """Times of several ops as one CUDA graph, gaps between kernels included."""
     chosen = [row for row in rows if row["timer"] == "latency"]
     if not chosen:
         return "No figures yet."
@@ -121,7 +121,7 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers_fr
 
 
 def replace_block(text: str, name: str, block: str) -> str:
-    """`text` with what is between <!-- tk:name --> and <!-- /tk:name --> replaced; as it is without such marks."""
+    """`text` with the part between <!-- tk:name --> and <!-- /tk:name --> replaced; unchanged without such markers."""
     pattern = rf"(<!-- tk:{name} -->\n).*?(<!-- /tk:{name} -->)"
     return re.sub(pattern, lambda found: f"{found[1]}\n{block}\n\n{found[2]}", text, flags=re.DOTALL)
 

@@ -44,7 +44,7 @@ def cpu_tests(spec: OpSpec) -> Test:
 
 
 def compile_tests(spec: OpSpec) -> Test:
-    """Compile cases for `COMPILE_ARCHS`: each kernel compiles, keeps out of local memory, fits shared memory."""
+    """Compile cases for `COMPILE_ARCHS`: each kernel compiles, uses no local memory, and fits in shared memory."""
     return _test(
         spec,
         "compile",
@@ -59,7 +59,7 @@ def compile_tests(spec: OpSpec) -> Test:
 
 
 def gpu_tests(spec: OpSpec) -> Test:
-    """Kernel against reference on the GPU: outputs poisoned first, run twice for equal bits, inputs untouched."""
+    """Kernel against reference on the GPU: outputs poisoned first, run twice for equal bits, inputs unchanged."""
     return _test(spec, "gpu", _gpu_checks(spec), pytest.mark.gpu)
 
 
@@ -72,7 +72,7 @@ def gpu_mode_tests(spec: OpSpec) -> Test:
 
 
 def gpu_test_names(spec: OpSpec) -> set[str]:
-    """Names of the gpu tests that an op has on any machine: those its verification needs."""
+    """Names of the gpu tests that an op has on any machine: those that have to pass for a record."""
     gpu = {f"gpu-{name}" for name, _ in _gpu_checks(spec)}
     return gpu | {f"modes-{name}" for name, _ in _mode_checks(spec, several_gpus=False)}
 
@@ -109,19 +109,19 @@ def _test(spec: OpSpec, tier: str, checks: Iterable[Check], *marks: pytest.MarkD
 
 
 def run(spec: OpSpec, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """What the op or its reference gives back: its result, and after it the arguments that it writes into, if any."""
+    """The result of the op or its reference, followed by the arguments that it writes into, if any."""
     result = function(**kwargs)
     return (result, *(kwargs[name] for name in spec.mutates)) if spec.mutates else result
 
 
 def _own(spec: OpSpec, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for one call: the same again, or copies if the op writes into some."""
+    """Arguments for one call: the given ones, or copies if the op writes into some."""
     return transfer(kwargs) if spec.mutates else kwargs
 
 
 @contextmanager
 def _unchanged(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Every byte of the inputs' storages, gaps between rows included, is the same afterwards."""
+    """Assert that every byte of the inputs' storages, gaps between rows included, is the same afterwards."""
     inputs = {name: value for name, value in kwargs.items() if name not in spec.mutates}
     before = transfer(inputs)
     yield
@@ -177,7 +177,7 @@ def _check_cpu_compile(spec: OpSpec, case: Case) -> None:
 
 
 class _RecordOps(TorchDispatchMode):
-    """Keeps the calls of our operators, with copies of the arguments as they were before."""
+    """Records the calls of our operators, with copies of the arguments made before the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class _RecordOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# What test_schema computes with the values, torch has not got for these.
+# test_schema computes with the values, which torch cannot do in these dtypes.
 _NO_SCHEMA_TEST = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
 _OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -211,7 +211,7 @@ def _check_opcheck(spec: OpSpec, case: Case) -> None:
 
 @cache
 def _usage(request: KernelRequest) -> dict[str, ResourceUsage]:
-    """Kept for the session: several cases ask for the same kernel."""
+    """Cached for the session: several cases request the same kernel."""
     return resource_usage(request.kernel, *request.args)
 
 
@@ -250,7 +250,7 @@ def _check_gpu(spec: OpSpec, case: Case) -> None:
     assert_equal(second, first, name="second run")
 
 
-# About 0.2 s at 2 GHz: by then a call that has been made before is long over.
+# About 0.2 s at 2 GHz: much longer than a call whose kernels are loaded.
 _BUSY_CYCLES = 400_000_000
 
 
@@ -261,7 +261,7 @@ def _check_stream(spec: OpSpec, case: Case) -> None:
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side), poisoned_allocations():
-        # Kernels are loaded and memory is set aside now, or the call below would wait for the device.
+        # Load kernels and reserve memory now, or the call below would wait for the device.
         transfer(run(spec, spec.op, warm))
     torch.cuda.synchronize()
     torch.cuda._sleep(_BUSY_CYCLES)
@@ -270,7 +270,7 @@ def _check_stream(spec: OpSpec, case: Case) -> None:
     side.synchronize()
     still_busy = not torch.cuda.default_stream().query()
     torch.cuda.synchronize()
-    # A launch on the default stream would have come after the copy of the outputs.
+    # A launch on the default stream would have run after the copy of the outputs.
     spec.compare(actual, run(spec, spec.reference, kwargs))
     assert still_busy, f"{spec.name}: expected the default stream to be busy still; does the op synchronize?"
 
@@ -308,7 +308,7 @@ def _check_graph(spec: OpSpec, case: Case) -> None:
 
 
 def _other_values(case: Case, like: dict[str, Any]) -> dict[str, Any]:
-    """The case made again, further on in the random stream."""
+    """Inputs of the same case with other random values."""
     made = case.make("cuda")
     _assert_same_metadata(made, like, f"{case.name} made again")
     return made

@@ -41,7 +41,7 @@ def storage_bytes(x: Tensor) -> Tensor:
 
 
 def unaligned(x: Tensor) -> Tensor:
-    """The same strides and bytes, one element further on in a storage of their own."""
+    """A copy with the same strides and bytes that begins one element later in a storage of its own."""
     size = x.element_size()
     num_bytes = x.untyped_storage().nbytes() + size
     storage = torch.empty(num_bytes, dtype=torch.uint8, device=x.device, pin_memory=x.is_pinned())
@@ -64,6 +64,6 @@ def transfer(tree: Any, device: torch.device | str | None = None) -> Any:
 
 
 def distinct_bytes(tree: Any) -> int:
-    """Bytes of a tree's tensors, each counted once though it appear twice (an output that is also an argument)."""
+    """Bytes of a tree's tensors; one that appears twice (an output that is also an argument) counts once."""
     seen = {(x.data_ptr(), x.dtype, x.shape): x.numel() * x.element_size() for x in tensors(tree)}
     return sum(seen.values())

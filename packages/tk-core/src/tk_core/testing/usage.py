@@ -1,4 +1,4 @@
-"""What a kernel takes of a multiprocessor (registers, local and shared memory), and its machine code.
+"""Resources of an SM that a kernel uses (registers, local and shared memory), and its machine code.
 
 Only tests use it. Like `tk_core.compat`, it has to know TileLang's internals.
 """
