@@ -1,8 +1,8 @@
 """Blocks of one channel in the kernels that cast by channels: from a tile in registers to sf and factors.
 
-A thread block has a tile of 128 rows by `num_channels`; a thread has `rows` neighbouring rows of `vec` channels of it,
-as uint32 words that are bfloat16 pairs or float32. Between `take_amax` and `make_factors`, and after that, the kernel
-puts a barrier.
+A thread block has a tile of 128 rows by `num_channels`; each thread has `vec` channels of `rows` neighbouring rows of
+it, as uint32 words of bfloat16 pairs or float32. The kernel has to place a barrier between `take_amax` and
+`make_factors`, and another one after that.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ from tk_quant.lib.quantize import LIMITS, MAGNITUDES, float_bits
 
 TILE_ROWS = 128
 CHANNEL_BLOCK_SOURCE = MAGNITUDES + DIVISIONS_SOURCE + PREFETCH_SOURCE
-"""For T.import_source: what the macros below call."""
+"""For T.import_source: the device functions that the macros below call."""
 _LINE_BYTES = 128
 
 
@@ -25,11 +25,11 @@ def channel_block_macros(
 ) -> tuple[Any, Any, tuple[int, int]]:
     """Macros `take_amax(words, parts, row_lane, lane_col)` and `make_factors(parts, factors, sf, sf_row, col, end)`.
 
-    Also the shape of parts, shared uint32: what `take_amax` writes, the largest |value| of each channel of a thread,
-    its channels being those from lane_col on. words: uint32 (rows, vec, or vec / 2 of bfloat16).
-    factors: shared float32 (128 / num_per_tokens, num_channels), what values are multiplied by; `make_factors` writes
-    them, and sf to rows of `sf` from sf_row on, columns from `col` on but before `end`. Kernels take in
-    `CHANNEL_BLOCK_SOURCE`.
+    Also returns the shape of `parts`, uint32 in shared memory, to which `take_amax` writes the largest |value| of each
+    of a thread's channels, which start at lane_col. words: uint32 (rows, vec), of bfloat16 (rows, vec / 2).
+    factors: float32 (128 / num_per_tokens, num_channels) in shared memory, by which values are to be multiplied.
+    `make_factors` writes them, and sf to rows of `sf` from sf_row on, to columns from `col` to before `end`. The kernel
+    imports `CHANNEL_BLOCK_SOURCE`.
     """
     import tilelang.language as T
 
@@ -39,10 +39,11 @@ def channel_block_macros(
     threads = num_channels // vec * row_lanes
     num_factors = TILE_ROWS // num_per_tokens * num_channels
     lanes_per_block = num_per_tokens // rows
-    # Of two half warps, where there are threads for it, one takes the even parts and makes sf, the other the factor.
+    # If there are enough threads, the first half of a warp reduces the even parts and computes sf, the second half
+    # reduces the odd parts and computes the factor.
     halves = halves if threads >= 2 * num_factors else 1
     per_turn = threads // halves
-    pitch = num_channels // per_word + (16 if halves == 2 else 0)  # so that they meet in no bank
+    pitch = num_channels // per_word + (16 if halves == 2 else 0)  # padded to avoid bank conflicts of the halves
     larger_magnitude = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
     largest, least = LIMITS["e4m3"]
     least_amax = float_bits(least)
@@ -100,11 +101,11 @@ def channel_block_macros(
 
 @cache
 def prefetch_macro(num_channels: int, itemsize: int, threads: int) -> Any:
-    """Macro `prefetch(x, row_tile, num_blocks, col)`: a share of x[:, col : col + num_channels] on its way into L2.
+    """Macro `prefetch(x, row_tile, num_blocks, col)`: prefetch a share of x[:, col : col + num_channels] into L2.
 
-    For kernels that gather rows of x, each of them several times, all blocks of rows for one tile of channels before
-    the next tile: the `num_blocks` blocks of rows together fetch what those of the next tile are about to read. Does
-    nothing where a thread would have to fetch more than a line. Kernels take in `CHANNEL_BLOCK_SOURCE`.
+    For kernels that gather each row of x several times, and process all blocks of rows for one tile of channels before
+    the next tile: the `num_blocks` blocks of rows together prefetch the next tile. Does nothing where a thread would
+    have to prefetch more than one cache line. The kernel imports `CHANNEL_BLOCK_SOURCE`.
     """
     import tilelang.language as T
 

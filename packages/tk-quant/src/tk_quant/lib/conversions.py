@@ -1,14 +1,14 @@
-"""Conversions that TileLang has no expression for, as CUDA device functions: kernels take one in with T.import_source.
+"""Conversions that TileLang has no expression for, as CUDA device functions that kernels import with T.import_source.
 
-e2m1 (FP4): value 0, .5, 1, 1.5, 2, 3, 4, 6 is code 0 to 7. Below 2 the codes step by .5, then by 1, from 4 by 2; hence,
-rounding to the nearest integer with ties to even,
+e2m1 (FP4): the values 0, .5, 1, 1.5, 2, 3, 4, 6 have the codes 0 to 7. The values are .5 apart up to 2, then 1 apart,
+and 2 apart from 4 on; hence, with `round` to the nearest integer, ties to even,
 
     code(a) = min(round(2 * a), round(a) + 2, round(a / 2) + 4)          for 0 <= a <= 6.
 
-Adding a power of two whose last place is the step does such a rounding, and leaves the integer in the low bits of the
-sum: three additions and two minima, no branch.
+Adding a power of two whose last place is worth the step rounds in this way, and leaves the integer in the low bits of
+the sum: three additions and two minima, no branch.
 
-e5m6 is a float16 with four bits less of mantissa.
+e5m6 is a float16 with four fewer bits of mantissa.
 """
 
 from tk_core.arch import Arch
@@ -99,7 +99,7 @@ __device__ __forceinline__ void tk_e5m6x8(const float *y, unsigned *words) {
 def e5m6_source() -> str:
     """CUDA source of `void tk_e5m6x8(const float *, uint32 *)`: eight float32 to eight e5m6 codes in three words.
 
-    They must be below 65280, as they are if their scale was made from the amax of their block.
+    Magnitudes must be below 65280, as they are if the scale was computed from the amax of the block.
     """
     return _E5M6
 
@@ -386,12 +386,12 @@ __device__ __forceinline__ void tk_e2m1_by_sf(const unsigned *x, unsigned sf_bit
   }
 }
 """
-"""Eight elements times a scale to eight e2m1 codes in a uint32; the signatures are above. For kernels that have taken
-in `DIVISIONS_SOURCE` and `e2m1_source`.
+"""Eight elements times a scale to eight e2m1 codes in a uint32; the signatures are above. For kernels that also import
+`DIVISIONS_SOURCE` and `e2m1_source`.
 
-Where it is not said otherwise no product may be 7 or more or not finite, as none is whose scale was made from the amax
-of its block. Multiplying by 1/2, 1 and 2 while adding gives the three sums one exponent, so that one instruction takes
-the least of them."""
+Unless stated otherwise, products must be finite and below 7 in magnitude, as they are if the scale was computed from
+the amax of the block. Fused multiply-adds by 1/2, 1 and 2 give the three sums the same exponent, so that one
+instruction finds the least of them."""
 
 STREAMING_LOADS = r"""
 // Sixteen bytes of which the caches need keep no copy, so that they do not drive out what is there; 0 where not valid.

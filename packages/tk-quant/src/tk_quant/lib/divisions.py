@@ -1,15 +1,15 @@
 """IEEE divisions of float32 in a few instructions without a branch, as CUDA device functions.
 
-A division costs nvcc 8 instructions and a branch to the special cases, which ends a stretch of code that could be
-interleaved. With r = 1 / d, approximately, all brackets fused,
+nvcc compiles a division to 8 instructions and a branch to the special cases, which keeps it from interleaving several
+divisions. With r = 1 / d, approximately, where each bracket and each sum is one fused multiply-add,
 
     s = r + r * (1 - d * r)                             is 1 / d correctly rounded, for d from 2**-126 to 2**126;
     q = l * s;  quotient = q - (d * q - l) * s          is l / d, if
 
-  - d = 1 + exp(-l) for any float32 l within +-87, with CUDA's exp or one off either way, or
-  - one of l and d is 448, and nothing on the way is subnormal.
+  - d = 1 + exp(-l) for any float32 l within +-87, with CUDA's exp or one unit in the last place off, or
+  - one of l and d is 448, and no intermediate result is subnormal.
 
-The bracket is d * q - l, not l - d * q, for the sake of l = -0. The gpu tier of tests/test_divisions.py goes through
+The bracket is d * q - l and not l - d * q, so that l = -0 gives -0. The gpu tier of tests/lib/test_divisions.py checks
 all float32.
 """
 
@@ -67,8 +67,8 @@ __device__ __forceinline__ void tk_scale_of_amax(int amax_bits, unsigned *sf, un
   }
 }
 """
-"""With every bit of IEEE divisions: void tk_sigmoid_near(float32, float32 *, float32 *), void tk_sigmoid (same) and
+"""With the bits of IEEE divisions: void tk_sigmoid_near(float32, float32 *, float32 *), void tk_sigmoid (same) and
 void tk_scale_of_amax<bool>(int32, uint32 *, uint32 *)."""
 
 NEAR_SF = 0.194
-"""e4m3 codes times no more than this are within +-87, or NaN."""
+"""Largest sf for which every e4m3 code times sf is within +-87, or NaN."""

@@ -1,6 +1,6 @@
-"""The kernel of per_channel_cast_fused for gathered rows of a pair: written for instructions and latencies.
+"""The kernel of per_channel_cast_fused for gathered rows of a pair, tuned for few instructions and hidden latency.
 
-A thread has 16 neighbouring rows of 16 channels, a block of 128 threads a tile of 128 rows:
+A thread has 16 channels of 16 neighbouring rows, a thread block of 128 threads a tile of 128 rows and 256 channels:
 
                         256 channels
              +-----+-----+-- ... --+-----+
@@ -10,18 +10,20 @@ A thread has 16 neighbouring rows of 16 channels, a block of 128 threads a tile 
              +-----+-----+-- ... --+-----+
                ...
 
-A thread copies its codes to shared memory, asynchronously, and decodes them from there twice (four rows' stay in
-registers for the second time), for amax and to scale them: float32 values would take four times the room, and many
-tiles at a time are what hides the latencies. Six fit a multiprocessor, as the amax of all rows of threads meet in one
-word a channel. The sf of a row are copied with their neighbours, 16 bytes, for these pass the first-level cache, of
-which so much shared memory leaves little; loads of 4 bytes would take 5 % longer.
+Each thread copies its codes to shared memory asynchronously and decodes them from there twice: once for amax and once
+to scale them (the codes of four rows stay in registers in between). Keeping codes takes a quarter of the shared memory
+of float32 values, and latency is hidden by many tiles in flight. Six thread blocks fit on an SM, as amax takes only one
+word of shared memory per channel, which all threads of that channel update by atomicMax. The sf of a row are copied
+together with their neighbours, 16 bytes at a time, because such copies bypass L1, of which so much shared memory
+leaves little; loads of 4 bytes would take 5 % longer.
 
-Neighbouring blocks take neighbouring rows, so that all read from a few columns of x, which stay in L2; what is written
-leaves it first.
+Neighbouring thread blocks take neighbouring rows of the same channels, so that all of them read a few columns of x,
+which stay in L2; the output is stored with an L2 evict-first hint.
 
-A code takes 7 instructions: half of one to unpack it with its neighbour, one to float32, one times sf, and half of one
-for amax, as integers can be compared by three; then the same again without amax, one times the factor, and half of one
-to pack it. Tensor cores convert codes to float32 exactly (times 1, plus zeros), but no faster.
+A code takes 7 instructions. The first pass takes half of one to unpack it with its neighbour, one to convert to
+float32, one to multiply by sf, and half of one for amax, as one instruction finds the maximum of three integers. The
+second pass unpacks, converts and multiplies by sf again, takes one to multiply by the factor and half of one to pack.
+Tensor cores can convert codes to float32 exactly (times 1, plus zeros), but no faster.
 """
 
 from typing import Any
@@ -35,18 +37,18 @@ from tk_quant.lib.prefetch import BULK_PREFETCH_SOURCE
 from tk_quant.lib.quantize import LIMITS, float_bits
 
 ALIGNMENT = 16
-"""What rows of x must be aligned to, in bytes."""
+"""Alignment of the rows of x that the kernel needs, in bytes."""
 _GROUP = 128
 _CHANNELS = 256
 _ROWS = 16
 _VEC = 16
 _THREADS = TILE_ROWS // _ROWS * (_CHANNELS // _VEC)
 _BLOCKS_PER_SM = 6
-# H200, 4096 tokens to 34816 rows of 2048 and 7168 channels: without turns 25.1 and 82.0 us, with 700 cycles (of 300 to
-# 1400) 24.8 and 81.7.
+# Delay between the starts of an SM's first thread blocks. H200, 4096 tokens to 34816 rows of 2048 and 7168 channels:
+# without a delay 25.1 and 82.0 us, with 700 cycles (the best of 300 to 1400) 24.8 and 81.7.
 _TURN_CYCLES = 700
-# As many bytes of x are read before writing begins, those of the first blocks included. With 7 MB 25.2 and 81.7 us (one
-# column at once, copy 58.1), with 11 MB 25.1 and 81.3; 16000 rows of 7168 channels with 11 MB 42.9, with 15 MB 43.3.
+# Bytes of x read before writing begins, those of the first thread blocks included. With 7 MB 25.2 and 81.7 us (one
+# column of tiles at a time, copy 58.1), with 11 MB 25.1 and 81.3; 16000 rows of 7168 channels: 11 MB 42.9, 15 MB 43.3.
 _EARLY_BYTES = 11 << 20
 
 _SOURCE = r"""
@@ -160,27 +162,27 @@ __device__ __forceinline__ void tk_wait_cycles(unsigned cycles) {
 
 
 def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
-    """Whether this kernel can do it, and is what does it fastest."""
-    # _BLOCKS_PER_SM times 37 KB fit a multiprocessor.
+    """Whether this kernel supports such a call and is the fastest for it."""
+    # An SM has to hold _BLOCKS_PER_SM thread blocks of 37 KB of shared memory.
     if arch.max_shared_memory < 200 * 1024 or alignment != ALIGNMENT or hidden % _CHANNELS != 0:
         return False
-    # Tiles alone on a multiprocessor take it 3 to 12 % longer than the other kernel, several up to 25 % less (H200).
+    # With one tile per SM this kernel takes 3 to 12 % longer than the other, with several up to 25 % less (H200).
     return ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) > arch.num_sms
 
 
 def _cols_at_once(hidden: int) -> int:
-    """Columns of tiles that are worked on side by side."""
-    # H200, 4096 tokens to 34816 rows: two take 81.0 us of 7168 channels and 69.6 of 6144, one 81.7 and 70.0; but of
-    # 4096 47.6 instead of 47.3, and of 2048 26.0 instead of 25.5.
+    """Columns of tiles that are in flight at a time."""
+    # H200, 4096 tokens to 34816 rows, two columns and one: with 7168 channels 81.0 and 81.7 us, with 6144 69.6 and
+    # 70.0; but with 4096 47.6 and 47.3, with 2048 26.0 and 25.5.
     return 2 if hidden >= 6144 and hidden % (2 * _CHANNELS) == 0 else 1
 
 
 def opening(num_rows: int, num_tokens: int, hidden: int, arch: Arch) -> tuple[int, int, int]:
-    """How the first blocks begin: `(turn_cycles, later_col, later_cols)`.
+    """How the first thread blocks start: `(turn_cycles, later_col, later_cols)`.
 
-    A multiprocessor's first blocks take turns, some cycles apart. If all asked at once, all would wait for the last.
-    Once one a multiprocessor has asked for its own rows, it brings columns of x into L2 for later blocks, `later_cols`
-    from `later_col` on: as long as nothing is written, reading costs least.
+    The first thread blocks of an SM start `turn_cycles` apart: if all issued their loads at once, all would wait for
+    the last. After issuing its loads, one thread block per SM prefetches columns of x into L2 for later ones,
+    `later_cols` from `later_col` on: reads are cheapest while nothing is written yet.
     """
     row_tiles, first_blocks = ceil_div(num_rows, TILE_ROWS), _BLOCKS_PER_SM * arch.num_sms
     turn_cycles = _TURN_CYCLES if row_tiles * (hidden // _CHANNELS) > first_blocks else 0
@@ -190,7 +192,7 @@ def opening(num_rows: int, num_tokens: int, hidden: int, arch: Arch) -> tuple[in
     return turn_cycles, later_col, max(min(early_cols, hidden) - later_col, 0)
 
 
-# With each shared array for one purpose only, the barriers below are enough.
+# Shared arrays are not reused for other purposes, so the barriers below suffice.
 @kernel(
     pass_configs={
         "tl.disable_safe_memory_legalize": True,
@@ -199,7 +201,7 @@ def opening(num_rows: int, num_tokens: int, hidden: int, arch: Arch) -> tuple[in
     }
 )
 def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:
-    """Kernel (x, x_sf, pos_to_token, out, sf, *opening), of the op's tensors and what `opening` says."""
+    """Kernel (x, x_sf, pos_to_token, out, sf, *opening): the op's tensors and the results of `opening`."""
     import tilelang.language as T
 
     col_lanes = _CHANNELS // _VEC
@@ -212,7 +214,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
     row_stride = T.dynamic("row_stride")
 
-    # Where shared arrays have a channel, so that threads with 16 channels each, with 8 or with one meet in no bank.
+    # Position of a channel in shared arrays. Avoids bank conflicts of threads that access 16 channels each, 8 or one.
     def slot(channel: Any) -> Any:
         return channel ^ (channel // 32 % 4 * 4)
 
@@ -241,10 +243,10 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             row_lane, lane_col = thread // col_lanes, thread % col_lanes * _VEC
             first_row, first_col = row_tile * TILE_ROWS, col_tile * _CHANNELS
             row, col = first_row + row_lane * _ROWS, first_col + lane_col
-            # Where a thread finds sf of its rows and group.
+            # Position of the sf of the thread's rows and group.
             sf_slot = warp * 128 + lane_col // _GROUP * 32 + row_lane % 2 * _ROWS
-            # Of every thread the codes; of every row sf of this tile and of a neighbour; of every channel amax so far,
-            # and the factor.
+            # The codes of each thread; the sf of each row, for this tile and a neighbouring one; amax so far and the
+            # factor of each channel.
             codes = T.alloc_shared((_ROWS, _THREADS, 4), "uint32")
             row_sf = T.alloc_shared((TILE_ROWS * 4,), "uint32")
             largest = T.alloc_shared((_CHANNELS,), "uint32")
@@ -261,7 +263,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             factor = T.view(factor_bits, (_VEC,), "float32")
             new_codes = T.alloc_local((4,), "uint32")
 
-            # A thread looks up one row and copies its sf; negative sources are large as uint32.
+            # Each thread looks up one row and copies its sf; a negative source becomes a large uint32.
             source = T.uint32(0xFFFFFFFF)
             if first_row + thread < num_rows:
                 source = T.cast(pos_to_token[first_row + thread], "uint32")
@@ -302,7 +304,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             for quarter in T.unroll(_ROWS // 4):
                 T.call_extern("void", "tk_await", _ROWS // 4 - 1 - quarter)
                 if quarter == 0:
-                    # A warp's threads have the rows whose sf its threads have copied: by row to by group.
+                    # From row-major to group-major. A warp needs only the sf that its own threads have copied.
                     for i in T.unroll(groups):
                         one_sf[i] = row_sf[thread * 4 + col_tile * groups % 4 + i]
                     T.sync_warp()
@@ -340,7 +342,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                 factor_bits[4 * j : 4 * j + 4] = T.lds128(factors[slot(lane_col + 4 * j)])
             if row < num_rows:
                 for step in T.unroll(_ROWS // 4):
-                    # The last four rows first, whose codes are still in registers.
+                    # The last four rows come first: their codes are still in registers.
                     quarter = _ROWS // 4 - 1 - step
                     four_sf_bits[0:4] = T.lds128(row_sf[sf_slot + 4 * quarter])
                     for k in T.unroll(4):

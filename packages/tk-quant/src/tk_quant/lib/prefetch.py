@@ -1,4 +1,4 @@
-"""CUDA device functions that bring into L2 early what another block is about to read."""
+"""CUDA device functions that prefetch into L2 what another thread block is about to read."""
 
 PREFETCH_SOURCE = r"""
 // Brings the line that holds *address into L2, some time.

@@ -1,4 +1,4 @@
-"""What the kernels of every cast share: limits of the formats, scale factors from amax, float32 to packed codes.
+"""Shared by the kernels of all casts: limits of the formats, scale factors from amax, float32 to packed codes.
 
 The functions return TileLang macros; like a kernel's builder they import TileLang when they are called.
 """
@@ -21,7 +21,7 @@ INFINITY_BITS = 0x7F800000
 
 
 def float_bits(value: float) -> int:
-    """The bits of a float32, as an int32: so compared, NaN is above infinity above the rest of the positive ones."""
+    """The bits of a float32 as an int32. For non-negative floats these compare in order, with NaN above infinity."""
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
@@ -29,11 +29,11 @@ def float_bits(value: float) -> int:
 def scale_macro(fmt: str, round_sf: bool) -> Any:
     """Macro `scale_of(amax, scale)`: from the bits of amax (int32) those of sf, scale[0], and of s, scale[1] (uint32).
 
-    amax is that of a block, at least the largest value of fmt times 2**-126; x is multiplied by s. NaN and infinity
-    come to sf.
+    amax is that of a block, at least the largest value of fmt times 2**-126; x is to be multiplied by s. Where amax is
+    NaN or infinite, so is sf.
 
-    A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, m and L from 1 below
-    2, the quotient m / L rounds to something above 1 exactly where m is above L; so sf is 2**(e - k), or twice that.
+    A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, 1 <= m < 2 and
+    1 <= L < 2, the quotient m / L rounds to a value above 1 exactly where m > L; so sf is 2**(e - k), or twice that.
     """
     import tilelang.language as T
 
@@ -47,7 +47,7 @@ def scale_macro(fmt: str, round_sf: bool) -> Any:
             power = power - T.uint32((exponent - 127) << 23)
             not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(INFINITY_BITS), T.uint32(0x7FFFFFFF))
             scale[0] = T.if_then_else(amax < INFINITY_BITS, power, not_finite)
-            # The exponent fields of 2**k and 2**-k sum up to 254. The reciprocal of infinity is 0, that of NaN is NaN.
+            # The exponent fields of 2**k and 2**-k add up to 254. The reciprocal of infinity is 0, that of NaN is NaN.
             not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(0), T.uint32(0x7FFFFFFF))
             scale[1] = T.if_then_else(amax < INFINITY_BITS, T.uint32(0x7F000000) - power, not_finite)
         else:
@@ -62,7 +62,8 @@ def scale_macro(fmt: str, round_sf: bool) -> Any:
 def tensor_scaled_macro() -> Any:
     """Macro `scale_of(amax, tensor_sf, scale)` for e2m1 with sf in float8_e4m3fn: the byte of sf, and the bits of s.
 
-    amax as its bits, no least amax counted in; sf is at least 2**-9, saturates, and is NaN where amax is not finite.
+    amax is given as its bits, not clamped from below; sf is at least 2**-9, saturates, and is NaN where amax is not
+    finite.
     """
     import tilelang.language as T
 
@@ -72,7 +73,7 @@ def tensor_scaled_macro() -> Any:
     def scale_of(amax: T.int32, tensor_sf: T.float32, scale: T.Buffer) -> None:
         quotient = T.alloc_var("float32")
         quotient = T.reinterpret(amax, "float32") / T.float32(largest) / tensor_sf
-        # In this order NaN stays NaN.
+        # Written so that NaN stays NaN.
         quotient = T.if_then_else(quotient < T.float32(2.0**-9), T.float32(2.0**-9), quotient)
         quotient = T.if_then_else(amax < INFINITY_BITS, quotient, T.reinterpret(T.uint32(0x7FFFFFFF), "float32"))
         sf = T.alloc_local((4,), "float8_e4m3fn")
@@ -85,7 +86,7 @@ def tensor_scaled_macro() -> Any:
 
 
 def encode_source(fmt: str, arch: Arch) -> str:
-    """CUDA source that a kernel takes in with T.import_source before it uses `encode_macro`; may be empty."""
+    """CUDA source that a kernel must import with T.import_source before it uses `encode_macro`; may be empty."""
     return {"e4m3": "", "e2m1": e2m1_source(arch), "e5m6": e5m6_source()}[fmt]
 
 
@@ -93,8 +94,8 @@ def encode_source(fmt: str, arch: Arch) -> str:
 def encode_macro(fmt: str, num_values: int) -> Any:
     """Macro `encode(scaled, words)`: float32 (num_values,) to codes packed in uint32 (num_values * bits / 32,).
 
-    To nearest, ties to even, saturating; for e5m6 nothing may be above the largest value. num_values is a multiple of 4
-    for e4m3, of 8 for e2m1 and e5m6.
+    Rounds to nearest, ties to even, and saturates; for e5m6 no magnitude may exceed the largest value. num_values is a
+    multiple of 4 for e4m3, of 8 for e2m1 and e5m6.
     """
     import tilelang.language as T
 
@@ -121,9 +122,9 @@ def encode_macro(fmt: str, num_values: int) -> Any:
 def load_macro(num_words: int, elements_per_word: int, alignment: int, once: bool = False) -> Any:
     """Macro `load(x, words, index, row, col, valid)`: num_words uint32 of a row of x, from `col` on, to words[index].
 
-    `alignment` is what `check.row_alignment` says of x, `col` a multiple of num_words * elements_per_word; elements of
-    2 or 4 bytes. Where `valid` is false nothing is read and the words are 0. Kernels that load them `once`, so that no
-    cache need keep them, take in `STREAMING_LOADS`.
+    `alignment` is the result of `check.row_alignment` for x; `col` is a multiple of num_words * elements_per_word.
+    Elements have 2 or 4 bytes. The loads are predicated: where `valid` is false nothing is read and the words are 0.
+    `once`: load with a streaming cache hint, for data that is read only once; the kernel imports `STREAMING_LOADS`.
     """
     import tilelang.language as T
 
@@ -165,10 +166,10 @@ def load_macro(num_words: int, elements_per_word: int, alignment: int, once: boo
 def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, once: bool = False) -> Any:
     """Macro `load(x, words, piece, row, col, valid)`: bytes of a row of x, from `col` on, to words[piece].
 
-    x has elements of one byte, the TileLang type `element`; words is uint32 (pieces, ceil(num_bytes / 4)). `alignment`
-    is what the row's address and `col` are multiples of, at most 16. Where `valid` is false nothing is read and what
-    the words hold is unspecified. Kernels that use it take in `NARROW_LOADS`, and those that load `once`, so that no
-    cache need keep the words, `STREAMING_LOADS`.
+    x has elements of one byte, of the TileLang type `element`; words is uint32 (pieces, ceil(num_bytes / 4)).
+    `alignment`, at most 16, divides the row's address and `col`. The loads are predicated: where `valid` is false
+    nothing is read and the words are unspecified. The kernel imports `NARROW_LOADS`, and with `once` (a streaming cache
+    hint, for data that is read only once) also `STREAMING_LOADS`.
     """
     import tilelang.language as T
 
@@ -207,7 +208,7 @@ def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, 
 
 
 def element(words: Any, row: Any, index: Any, is_bf16: bool) -> Any:
-    """Element `index` of words[row], uint32 that hold bfloat16 pairs or float32, as a float32 expression."""
+    """Element `index` of words[row], uint32 words of bfloat16 pairs or float32, as a float32 expression."""
     import tilelang.language as T
 
     if not is_bf16:
@@ -219,7 +220,7 @@ def element(words: Any, row: Any, index: Any, is_bf16: bool) -> Any:
 
 @cache
 def store_codes_macro(num_words: int, elements_per_word: int = 4) -> Any:
-    """Macro `store(out, words, row, col)`: 1, 2 or a multiple of 4 uint32 to a row of out, as wide as they are."""
+    """Macro `store(out, words, row, col)`: 1, 2 or a multiple of 4 uint32 to a row of out, in the widest stores."""
     import tilelang.language as T
 
     @T.macro

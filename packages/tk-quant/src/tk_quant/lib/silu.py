@@ -1,15 +1,17 @@
-"""SiLU, l / (1 + exp(-l)), as CUDA device functions with every bit of CUDA's accurate expf and of IEEE division.
+"""SiLU, l / (1 + exp(-l)), as CUDA device functions with the bits of CUDA's accurate expf and of IEEE division.
 
-A division costs nvcc 8 instructions and a branch to the special cases, which ends a stretch of code that could be
-interleaved. For a bfloat16 l within ±87 four do, without a branch. With d = 1 + exp(-l), a normal float32 then,
+nvcc compiles a division to 8 instructions and a branch to the special cases, which keeps it from interleaving several
+divisions. For a bfloat16 l within ±87 four instructions without a branch are enough. Then d = 1 + exp(-l) is a normal
+float32, and
 
-    r = 1 / d, approximately;  q = l * r;  out = q - (d * q - l) * r          both brackets fused
+    r = 1 / d, approximately;  q = l * r;  out = q - (d * q - l) * r          both differences fused
 
-is l / d correctly rounded: tests/test_silu.py goes through all such l, with exp and r one off either way. Sole
-exception is d = 2 - 2**-23, where r has to be the nearest float32 to 1 / d. nvcc's own division needs that as well, and
-the gpu tier compares all bfloat16 values. The inner bracket is d * q - l, not l - d * q, for the sake of l = -0.
+is l / d correctly rounded: tests/lib/test_silu.py checks all such l, with exp and r also one unit in the last place
+off. The sole exception is d = 2 - 2**-23, where r has to be the float32 nearest to 1 / d. nvcc's own division needs
+that as well, and the gpu tier compares all bfloat16 values. The inner bracket is d * q - l and not l - d * q, so that
+l = -0 gives -0.
 
-CLAMP_SOURCE is for a SwiGLU whose inputs are clamped and counted first.
+CLAMP_SOURCE is for a SwiGLU that first clamps its inputs and counts those that were clamped.
 """
 
 NEAR_LIMIT = 0x42AE
@@ -140,5 +142,5 @@ __device__ __forceinline__ void tk_add_int64(void *sum, int value) {
   atomicAdd(static_cast<unsigned long long *>(sum), static_cast<unsigned long long>(value));
 }
 """
-"""float tk_clamp, float tk_if_above, bool tk_are_within_clamp<n>, void tk_count_clamped<n>, both also …_float<n>, and
-void tk_add_int64."""
+"""float tk_clamp, float tk_if_above, bool tk_are_within_clamp<n> and void tk_count_clamped<n>, the last two also as
+…_float<n>, and void tk_add_int64."""

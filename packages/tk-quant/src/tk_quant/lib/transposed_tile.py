@@ -1,25 +1,25 @@
-"""A tile of bytes in shared memory that is written down its columns and stored along them.
+"""A tile of bytes in shared memory through which a kernel transposes its output.
 
-A kernel that quantizes (num_tokens, hidden) to (hidden, num_tokens) has a few tokens of a few channels in each thread.
-Its tile has a row of 128 bytes for each channel, in eight chunks of 16 bytes; chunk k of channel c lies at
-k ^ (c / vec), so that eight neighbouring lanes with `vec` channels each write to all banks, as do eight that read one
-channel.
+In a kernel that quantizes (num_tokens, hidden) to (hidden, num_tokens), each thread has a few tokens of a few channels.
+The tile has a row of 128 bytes for each channel, in eight chunks of 16 bytes, swizzled: chunk k of channel c is at
+k ^ (c / vec). So neither eight neighbouring lanes that write `vec` channels each, nor eight that read one channel, have
+bank conflicts.
 """
 
 from functools import cache
 from typing import Any
 
 TILE_TOKENS = 128
-"""Tokens, and bytes of a channel, of a tile."""
+"""Tokens of a tile; a channel of it has as many bytes."""
 
 
 @cache
 def transposed_tile_macros(num_channels: int, threads: int, vec: int = 8) -> tuple[Any, Any]:
     """Macros `put(tile, codes, index, channel, word)` and `store(tile, out, first_channel, first_token, end)`.
 
-    tile is uint32 (num_channels, 32) in shared memory; `put` writes the words (1, 2 or 4) of codes[index] there, of
-    four tokens of a channel each, from `word` on (a multiple of their number). `store` copies the channels before `end`
-    to out, bytes (hidden, num_tokens) with num_tokens % 128 == 0, by all threads after a barrier.
+    tile is uint32 (num_channels, 32) in shared memory. `put` writes codes[index] to it, 1, 2 or 4 words with four
+    tokens of a channel each, from `word` on (a multiple of the number of words). After a barrier, all threads call
+    `store`, which copies the channels before `end` to out, bytes (hidden, num_tokens) with num_tokens % 128 == 0.
     """
     import tilelang.language as T
 
