@@ -9,10 +9,10 @@ renormalization. With g = grad_weights · factor,
     grad_x[e] = p[e] · (Σ grad_s[k] - Σ grad_s·s)       softmax; the second Σ, over all slots, is 0 unless D is constant
 
 grad_weights float32 and idx int64 or int32 (num_tokens, num_topk), logits and grad_logits bfloat16 or float32
-(num_tokens, num_experts), float32 in between. An index that is none of 0 … num_experts-1 has no part in anything.
+(num_tokens, num_experts), float32 in between. Indices outside 0 … num_experts-1 are ignored.
 
-A warp takes a token, lane k its k-th slot. The warp writes the row as it is without the chosen experts, zeros or
--p·Σ, then each slot writes its own element. Slots of one expert, if there are such, first add up in order.
+A warp takes a token, lane k its k-th slot. The warp first writes the whole row as if no expert were chosen, zeros or
+-p·Σ; then each slot overwrites its own element. If several slots have the same expert, they are first added in order.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ from tk_moe.lib.scoring import (
 )
 
 
-# Every access stands under a guard of its own.
+# Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _gate_weights_bwd_kernel(
     num_experts: int,
@@ -54,7 +54,7 @@ def _gate_weights_bwd_kernel(
     config: TopkGateConfig,
     arch: Arch,
 ) -> Any:
-    """`alignment`: what the address of each row of logits and grad_logits is a multiple of, in bytes."""
+    """`alignment` of the rows of logits and grad_logits is in bytes."""
     import tilelang.language as T
 
     vector = alignment // dtype.itemsize
@@ -83,7 +83,7 @@ def _gate_weights_bwd_kernel(
 
     @T.macro
     def subtract_mean(grad: T.Buffer, weight: T.float32) -> None:
-        # Σ over the slots of (grad - theirs) · their weight; the weights add up to 1.
+        # Σ over the slots j of (grad - grad[j]) · weight[j]; the weights add up to 1.
         difference = T.alloc_var("float32")
         total = T.alloc_var("float32")
         total = T.float32(0)
@@ -94,11 +94,11 @@ def _gate_weights_bwd_kernel(
 
     @T.macro
     def add_up(grad: T.Buffer, expert: T.int32, lane: T.int32) -> None:
-        # Slots of one expert get the sum of theirs, in the order of the slots.
+        # Slots with the same expert get their sum, in the order of the slots.
         peers = T.alloc_var("uint32")
         term = T.alloc_var("float32")
         total = T.alloc_var("float32")
-        peers = T.match_any_sync(expert)  # takes the whole multiprocessor 2 cycles for each value that occurs
+        peers = T.match_any_sync(expert)  # occupies the whole SM for 2 cycles per distinct value
         if T.any_sync(T.And(expert >= 0, peers != T.uint32(1) << T.cast(lane, "uint32"))) != 0:
             total = T.float32(0)
             for k in T.serial(num_topk):
@@ -120,7 +120,7 @@ def _gate_weights_bwd_kernel(
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32
-            if token < num_tokens:  # the same for a whole warp
+            if token < num_tokens:  # uniform in a warp
                 x = T.alloc_local((per_lane,), "float32")
                 row = T.alloc_local((per_lane,), dtype)
                 sums = T.alloc_local((2,), "float32")
@@ -167,7 +167,7 @@ def _gate_weights_bwd_kernel(
                         row[j] = T.cast(T.float32(0), dtype)
                 store_row(grad_logits, token, lane, row)
                 add_up(grad, expert, lane)
-                # The row is there before its elements are.
+                # The row is written before the slots' elements.
                 T.sync_warp()
                 if expert >= 0:
                     if is_softmax:
@@ -245,9 +245,9 @@ def gate_weights_bwd(
         topk_idx: int64 or int32 (num_tokens, num_topk), contiguous: experts as the logits count them, that is before
             `top2_sum_gate` maps them to physical ones or to ranks (its `unmapped_topk_idx`). An index that is none of 0
             to num_experts-1 is ignored with its gradient: no expert, or a shared one, whose weight is constant.
-        scoring_func: What the gate was given, and so the next two.
+        scoring_func: The gate's, as are the next two.
         renormalize: Whether weights were divided by their sum.
-        routed_scaling_factor: What they were multiplied by.
+        routed_scaling_factor: The factor of the weights.
 
     Returns:
         (num_tokens, num_experts) in logits' dtype; zeros for a token without an expert.

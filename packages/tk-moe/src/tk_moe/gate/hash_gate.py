@@ -5,11 +5,11 @@
     weights = scores / max(Σ scores, 1e-20) · routed_scaling_factor
 
 token_ids int32 or int64 (num_tokens), table int32 (vocab_size, num_topk), logits bfloat16 or float32
-(num_tokens, num_experts), idx int64 or int32 and weights float32 (num_tokens, num_topk). An entry that is no expert,
-and every slot of a token whose id the table does not have or whose `mask` is False, becomes -1 with weight 0.
+(num_tokens, num_experts), idx int64 or int32 and weights float32 (num_tokens, num_topk). Entries that are not experts,
+and all slots of a token whose id is not in the table or whose `mask` is False, become -1 with weight 0.
 
-A warp takes a token, lane k its k-th slot: one row of the table, then one gather of logits. Only softmax reads all of a
-token's logits, while the table is on its way.
+A warp takes a token, lane k its k-th slot: it loads one row of the table, then gathers the logits of those experts.
+Only softmax reads all logits of a token, while the load of the table is in flight.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ from tk_moe.lib.scoring import (
 )
 
 
-# Every access stands under a guard of its own.
+# Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _hash_gate_kernel(
     num_experts: int,
@@ -51,7 +51,7 @@ def _hash_gate_kernel(
     config: TopkGateConfig,
     arch: Arch,
 ) -> Any:
-    """`alignment`: what the address of each row of logits is a multiple of, in bytes."""
+    """`alignment` of the rows of logits is in bytes."""
     import tilelang.language as T
 
     vector = alignment // dtype.itemsize
@@ -78,7 +78,7 @@ def _hash_gate_kernel(
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32
-            if token < num_tokens:  # the same for a whole warp
+            if token < num_tokens:  # uniform in a warp
                 x = T.alloc_local((per_lane,), "float32")
                 sums = T.alloc_local((2,), "float32")
                 is_wanted = T.alloc_var("bool")
@@ -166,7 +166,7 @@ def _hash_gate_out(
 
 
 def _check_table(token_ids: torch.Tensor, table: torch.Tensor, num_experts: int) -> None:
-    """With TK_DEBUG: raise if the table lacks a token's id or names an expert that there is none of."""
+    """With TK_DEBUG: raise if the table lacks a token's id or has an expert that does not exist."""
     if token_ids.is_meta or token_ids.numel() == 0:
         return
     low, high = (int(x) for x in token_ids.aminmax())
@@ -192,14 +192,14 @@ def hash_gate(
     1e-20) if `renormalize`, times `routed_scaling_factor`. `gate_weights_bwd` is the backward of the weights.
 
     Args:
-        token_ids: int32 or int64 (num_tokens), contiguous. An id that is no row of the table gives -1 and 0 in all
-            slots (`TK_DEBUG=1` raises ValueError).
-        table: int32 (vocab_size, num_topk), contiguous; num_topk from 1 to 32. Negative entries mean no expert, and so
-            do those from num_experts on (`TK_DEBUG=1` raises ValueError for the latter).
+        token_ids: int32 or int64 (num_tokens), contiguous. An id without a row in the table gives -1 and 0 in all slots
+            (`TK_DEBUG=1` raises ValueError).
+        table: int32 (vocab_size, num_topk), contiguous; num_topk from 1 to 32. Negative entries, and those from
+            num_experts on, mean no expert (`TK_DEBUG=1` raises ValueError for the latter).
         logits: bfloat16 or float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
         scoring_func: Any ScoringFunc, or its name; softmax is over all experts.
         renormalize: Whether to divide by the sum of the token's scores.
-        routed_scaling_factor: What weights are multiplied by at last.
+        routed_scaling_factor: Factor of the weights, applied last.
         mask: bool (num_tokens), contiguous: tokens to route; the others, padding, get indices -1 and weights 0.
         idx_dtype: torch.int64 or torch.int32.
 

@@ -80,7 +80,8 @@ def _top2_sum_gate_out(
     ranks: list[int],
     scoring_func: int,
 ) -> None:
-    """Launch. sizes: num_topk, num_topk_groups, num_groups, shared slots; ranks: ep, how many, tp, how many."""
+    """Launch the kernel. sizes: num_topk, num_topk_groups, num_groups, shared slots; ranks: ep_rank, num_ep_ranks,
+    tp_rank, num_tp_ranks."""
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         return
@@ -198,36 +199,36 @@ def top2_sum_gate(
     1. Experts rank by scoring_func(logits) + bias, with softmax by logits + bias.
     2. If num_groups differs from num_topk_groups, only the num_topk_groups groups with the largest sums of their two
        best ranks stay; the others' ranks become -inf.
-    3. The num_topk best are selected, best first. Of equals, here and in 2, the smaller index comes first; NaN is on
-       top. A weight is the score without bias / max(sum of the token's scores, 1e-20) * routed_scaling_factor.
-    4. Where fix_routing_mask[t], unmapped_topk_idx[t] is the selection instead, a negative index scoring as expert 0.
+    3. The num_topk best are selected, best first. Of equals, here and in 2, the smaller index comes first; NaN ranks
+       highest. A weight is the score without bias / max(sum of the selected scores, 1e-20) * routed_scaling_factor.
+    4. Where fix_routing_mask[t], the selection is unmapped_topk_idx[t] instead; a negative index has expert 0's score.
     5. With use_shared_as_routed, num_shared_experts slots follow: experts num_experts, num_experts + 1, weights 1.
     6. With to_physical_map, expert e becomes to_physical_map[e, (ep_rank + t * 23333) mod logical_count[e]].
-    7. Of the physical experts, (num_experts + X) // num_ep_ranks on each rank, those of rank r with r mod num_tp_ranks
-       = tp_rank stay, numbered as by `mask_indices_by_tp`; others become -1 and keep their weights.
+    7. There are (num_experts + X) // num_ep_ranks physical experts on each rank. Those of ranks r with
+       r mod num_tp_ranks = tp_rank stay, numbered as by `mask_indices_by_tp`; others become -1 and keep their weights.
     8. Where mask[t] is False, indices are -1 and weights 0.
 
-    Where ranks (or sums of two) differ by more than 2e-6 the order is the reference's; weights agree to rtol 1e-5, atol
-    1e-8.
+    The order is the reference's where ranks (or sums of two) differ by more than 2e-6; weights agree within rtol 1e-5,
+    atol 1e-8.
 
     Args:
         logits: float32 (num_tokens, num_experts), contiguous, at most 1024 experts.
         bias: float32 (num_experts), contiguous.
-        num_topk: Experts a token; with the shared ones at most 32.
+        num_topk: Experts per token; with the shared ones at most 32.
         num_topk_groups, num_groups: Groups kept and groups in all; both 0 for none. Where they differ, at most 32
             groups, of 2 experts or more.
         use_shared_as_routed, num_shared_experts: If set, 1 or 2 shared experts (S) take slots; S divides num_topk,
             num_topk / S divides num_experts.
         routed_scaling_factor: Factor of the weights, except those of shared experts.
-        ep_rank, num_ep_ranks, tp_rank, num_tp_ranks: This rank of expert and of tensor parallelism, and how many.
+        ep_rank, num_ep_ranks, tp_rank, num_tp_ranks: This rank in expert and in tensor parallelism, and their numbers.
         scoring_func: SIGMOID, SQRTSOFTPLUS or SOFTMAX, or its name.
         mask: bool (num_tokens), False for padding.
         fix_routing_mask: bool (num_tokens), True where the routing is given.
         to_physical_map: int32 (num_experts + S, 1 + X), physical copies of each expert; X extra ones, S <= X < 32768.
             Without it X is 0.
-        logical_count: int32 (num_experts + S), copies of each expert, 1 to 1 + X; others count as the nearest of these.
-        unmapped_topk_idx: int64 (num_tokens, num_topk), rows may be strided: written the selection of every token whose
-            routing is not given, -1 where mask is False.
+        logical_count: int32 (num_experts + S), copies of each expert, clamped to 1 to 1 + X.
+        unmapped_topk_idx: int64 (num_tokens, num_topk), rows may be strided. The selection of every token whose routing
+            is not given is written to it, -1 where mask is False.
 
     Returns:
         topk_idx: int64 (num_tokens, num_topk + S).
@@ -237,7 +238,7 @@ def top2_sum_gate(
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, stride or device; a size or rank out of range; identity scoring; a map without counts
             or counts without a map; fix_routing_mask without unmapped_topk_idx. With `TK_DEBUG=1` also indices and
-            counts out of range, which otherwise read some expert's numbers.
+            counts out of range, which otherwise give the weight or copy of some other expert.
     """
     num_tokens, num_experts = check.tensor("logits", logits, (torch.float32,), ("num_tokens", "num_experts"))
     check.in_range("num_experts (columns of logits)", num_experts, 1, MAX_EXPERTS)

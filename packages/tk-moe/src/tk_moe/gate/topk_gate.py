@@ -1,10 +1,10 @@
-"""topk_gate: the num_topk best experts of each token, as a stable descending sort of its scores puts them.
+"""topk_gate: the num_topk best experts of each token, in the order of a stable descending sort of its scores.
 
     out[t] = argsort(scores[t], descending, stable)[:num_topk]
 
 scores float32 (num_tokens, num_experts), out int64 (num_tokens, num_topk).
 
-A warp takes a token, and its lanes choose as packed_selection.py says, or as selection.py does where that cannot.
+A warp takes a token and chooses as in packed_selection.py, or where that does not apply as in selection.py.
 """
 
 from dataclasses import dataclass
@@ -28,26 +28,27 @@ MAX_TOPK = 32
 
 @dataclass(frozen=True)
 class TopkGateConfig:
-    """Launch knobs."""
+    """Launch configuration."""
 
     warps: int
-    """Tokens that a block takes, a warp each."""
+    """Tokens of a thread block, one per warp."""
 
     @staticmethod
     @cache
     def best(arch: Arch, is_packed: bool = False) -> "TopkGateConfig":
-        """Tuned on an H200, few tokens and many; `is_packed`: for `topk_gate` with packed keys.
+        """Tuned on an H200 for few tokens and for many; `is_packed`: for `topk_gate` with packed keys.
 
-        Four warps have a scheduler each; 8 and 16 are up to 5 % slower. Blocks of 6 do not fill a multiprocessor, so
-        that the last ones go where data came sooner: 2 % faster, where the selection is short.
+        With four warps each has a scheduler of its own; 8 and 16 are up to 5 % slower. Thread blocks of 6 do not divide
+        an SM's warps evenly, so that the last ones go to SMs that are done sooner: 2 % faster where the selection is
+        short.
         """
         return TopkGateConfig(warps=6 if is_packed else 4)
 
 
-# Every access stands under a guard of its own.
+# Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: TopkGateConfig, arch: Arch) -> Any:
-    """`alignment`: what the address of each row of scores is a multiple of, in bytes."""
+    """`alignment` of the rows of scores is in bytes."""
     import tilelang.language as T
 
     vector = lane_vector(num_experts, 32, alignment // 4)
@@ -55,7 +56,7 @@ def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: T
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
     is_packed = can_pack(num_experts, num_topk)
-    # A lane's vectors are 32 vectors apart, or neighbours.
+    # Consecutive experts of a lane: its vectors are 32 vectors apart, or all neighbours.
     dealt = vector if is_packed else per_lane
     choose = choose_macro(per_lane, num_topk)
     choose_packed = choose_packed_macro(num_experts, per_lane, vector, num_topk) if is_packed else None
@@ -69,7 +70,7 @@ def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: T
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32
-            if token < num_tokens:  # the same for a whole warp
+            if token < num_tokens:  # uniform in a warp
                 values = T.alloc_local((per_lane,), "float32")
                 keys = T.alloc_local((per_lane,), "int32")
                 chosen = T.alloc_local((1,), "int32")
@@ -115,7 +116,7 @@ def topk_gate(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
 
     Args:
         scores: float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
-        num_topk: Experts a token, from 1 to num_experts and at most 32.
+        num_topk: Experts per token, from 1 to num_experts and at most 32.
 
     Returns:
         int64 (num_tokens, num_topk): distinct indices of experts.

@@ -5,10 +5,10 @@
     weights = scores[idx] / max(Σ scores[idx], 1e-20) · routed_scaling_factor
 
 logits bfloat16 or float32 (num_tokens, num_experts), bias float32 (num_experts), idx int64 or int32 and weights float32
-(num_tokens, num_topk). Tokens of which `mask` is False get -1 and 0.
+(num_tokens, num_topk). Tokens whose `mask` is False get -1 and 0.
 
-A warp takes a token. Its lanes choose as packed_selection.py says, or selection.py where that cannot; then lane k has
-the k-th best expert, whose score it computes again from the logit, and a sum over the warp gives the denominator.
+A warp takes a token and chooses as in packed_selection.py, or where that does not apply as in selection.py. Then lane k
+has the k-th best expert and computes its score again from the logit, and a warp reduction gives the denominator.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ LOGIT_DTYPES = (torch.bfloat16, torch.float32)
 IDX_DTYPES = (torch.int64, torch.int32)
 
 
-# Every access stands under a guard of its own.
+# Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _topk_gate_with_weights_kernel(
     num_experts: int,
@@ -57,22 +57,22 @@ def _topk_gate_with_weights_kernel(
     config: TopkGateConfig,
     arch: Arch,
 ) -> Any:
-    """`alignment`, `bias_alignment`: what addresses of rows of logits and that of bias are multiples of, in bytes."""
+    """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
     import tilelang.language as T
 
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
-    # The order of softmax's sums is that of consecutive experts.
+    # Not for softmax, whose sums take a lane's experts to be consecutive.
     is_packed = can_pack(num_experts, num_topk) and not is_softmax
     most = alignment // dtype.itemsize
     if is_packed:
-        most = min(most, 4)  # so that of many good neighbours no lane has more than it sorts
+        most = min(most, 4)  # a lane sorts four keys: neighbouring experts may all be good
     vector = lane_vector(num_experts, 32, most)
     per_lane = align(ceil_div(num_experts, 32), vector)
-    # Logits where there are no experts: nothing to a sum of exponentials, nothing special elsewhere.
+    # The logit where there is no expert: it adds nothing to a sum of exponentials, and is harmless elsewhere.
     none = float("-inf") if is_softmax else 0.0
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
-    # A lane's vectors are 32 vectors apart, or neighbours.
+    # Consecutive experts of a lane: its vectors are 32 vectors apart, or all neighbours.
     dealt = vector if is_packed else per_lane
     bias_vector = min(vector, bias_alignment // 4)
     choose = choose_macro(per_lane, num_topk)
@@ -110,7 +110,7 @@ def _topk_gate_with_weights_kernel(
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32
-            if token < num_tokens:  # the same for a whole warp
+            if token < num_tokens:  # uniform in a warp
                 x = T.alloc_local((per_lane,), "float32")
                 shift = T.alloc_local((per_lane,), "float32")
                 keys = T.alloc_local((per_lane,), "int32")
@@ -224,18 +224,18 @@ def topk_gate_with_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the `num_topk` best experts for each token and weigh them by their scores.
 
-    With scores = scoring_func(logits), computed in float32 (NaN and infinity as they come out), experts are ranked by
+    With scores = scoring_func(logits), computed in float32 (NaN and infinity included), experts are ranked by
     scores + bias; by logits + bias for softmax. The order is that of `topk_gate`: best first, NaN above +∞, among
     equals the smaller index first. A weight is the expert's score without bias, divided by max(Σ of the chosen, 1e-20)
     if `renormalize`, times `routed_scaling_factor`. `gate_weights_bwd` is the backward of the weights.
 
     Args:
         logits: bfloat16 or float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
-        num_topk: Experts a token, from 1 to num_experts and at most 32.
+        num_topk: Experts per token, from 1 to num_experts and at most 32.
         scoring_func: Any ScoringFunc, or its name.
-        bias: float32 (num_experts), contiguous, or None for zeros. It has no part in the weights.
+        bias: float32 (num_experts), contiguous, or None for zeros. It does not enter the weights.
         renormalize: Whether to divide by the sum of the chosen scores.
-        routed_scaling_factor: What weights are multiplied by at last.
+        routed_scaling_factor: Factor of the weights, applied last.
         mask: bool (num_tokens), contiguous: tokens to route; the others, padding, get indices -1 and weights 0.
         idx_dtype: torch.int64 or torch.int32.
 
@@ -269,7 +269,7 @@ def check_gate_options(
     idx_dtype: Any,
     logits: torch.Tensor,
 ) -> None:
-    """Check the arguments that gates with weights have in common."""
+    """Check the arguments that all gates with weights have."""
     check.flag("renormalize", renormalize)
     check.number("routed_scaling_factor", routed_scaling_factor)
     if mask is not None:

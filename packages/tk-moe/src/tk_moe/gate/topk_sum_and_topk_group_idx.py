@@ -5,8 +5,8 @@
 
 scores float32 (num_tokens, num_groups, num_experts_per_group), out int64 (num_tokens, num_topk_groups).
 
-A warp takes a token, and of its lanes each group has as many, a power of two. They find the best of their scores by
-exchanges; then one lane of each group has its sum, and the warp chooses among those as it does among experts.
+A warp takes a token. Each group has the same number of lanes, a power of two, which agree on its best scores by
+shuffles. Then one lane of each group contributes its sum, and the warp chooses among these as it does among experts.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ MAX_GROUPS = 32
 MAX_EXPERTS = 1024
 
 
-# Every access stands under a guard of its own.
+# Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _topk_sum_kernel(
     num_groups: int,
@@ -45,7 +45,7 @@ def _topk_sum_kernel(
     config: TopkGateConfig,
     arch: Arch,
 ) -> Any:
-    """`alignment`: what the address of each group's scores is a multiple of, in bytes."""
+    """`alignment` of each group's scores is in bytes."""
     import tilelang.language as T
 
     lanes = group_lanes(num_groups)
@@ -67,7 +67,7 @@ def _topk_sum_kernel(
             token = block * warps + thread // 32
             group = lane // lanes
             first = lane % lanes * per_lane
-            if token < num_tokens:  # the same for a whole warp
+            if token < num_tokens:  # uniform in a warp
                 values = T.alloc_local((per_lane,), "float32")
                 keys = T.alloc_local((per_lane,), "int32")
                 best = T.alloc_local((3,), "int32")
@@ -82,7 +82,7 @@ def _topk_sum_kernel(
                     keys[j] = T.if_then_else(first + j < group_size, sort_key(values[j]), T.int32(NO_KEY))
                 best_three(keys, best)
                 group_key(best, key)
-                # A group's first lane stands for it.
+                # The first lane of each group contributes its key.
                 key[0] = T.if_then_else(group < num_groups and lane % lanes == 0, key[0], T.int32(NO_KEY))
                 choose(key, lane, group, chosen)
                 if lane < num_topk_groups:
@@ -118,8 +118,8 @@ def topk_sum_and_topk_group_idx(scores: torch.Tensor, num_topk_sum: int, num_top
     Args:
         scores: float32 (num_tokens, num_groups, num_experts_per_group), contiguous; 1 to 32 groups, at most 1024
             experts in all.
-        num_topk_sum: Scores of a group that count, 1 or 2, and not more than it has.
-        num_topk_groups: Groups a token, from 1 to num_groups.
+        num_topk_sum: Number of a group's scores to add, 1 or 2, and at most num_experts_per_group.
+        num_topk_groups: Groups per token, from 1 to num_groups.
 
     Returns:
         int64 (num_tokens, num_topk_groups): distinct indices of groups.

@@ -1,8 +1,8 @@
-"""How many blocks one cluster may have, and how they reach each other's shared memory."""
+"""The size of thread block clusters, and CUDA device functions for distributed shared memory."""
 
 from tk_core.arch import Arch
 
-# An address in a neighbour's shared memory is this block's with the neighbour's rank in it.
+# mapa maps an address in this block's shared memory to the same place in that of another block of the cluster.
 LOAD_FROM_CLUSTER = """
 __device__ __forceinline__ int tk_load_from_cluster(const int* pointer, int rank) {
   unsigned int here = static_cast<unsigned int>(__cvta_generic_to_shared(pointer)), there;
@@ -13,8 +13,8 @@ __device__ __forceinline__ int tk_load_from_cluster(const int* pointer, int rank
 }
 """
 
-# Blocks send each other 16 bytes at a time; the receiver's barrier counts what has arrived. A cluster's barrier has the
-# sender wait for it. For kernels that have taken in MBARRIER.
+# Thread blocks send each other 16 bytes at a time; the receiver's mbarrier counts the bytes that have arrived. Before
+# that, a cluster barrier ensures that the receiver's mbarrier is initialized. For kernels that also import MBARRIER.
 SEND_TO_CLUSTER = """
 __device__ __forceinline__ void tk_send_to_cluster(void* to, const void* from, void* barrier, int rank) {
   unsigned int there, barrier_there;
@@ -37,8 +37,8 @@ __device__ __forceinline__ void tk_wait_for_cluster(void* barrier) {
 
 
 def largest_cluster(num_sms: int, arch: Arch) -> int:
-    """Blocks of the largest cluster that `num_sms` multiprocessors take; 1 where there are no clusters of 8."""
+    """Number of thread blocks of the largest cluster that fits on `num_sms` SMs; 1 where clusters of 8 do not."""
     if arch.sm < 90 or num_sms < 8:
         return 1
-    # The blocks of a cluster share a GPC, and of 8 GPCs with more than 120 multiprocessors one has 16.
+    # The blocks of a cluster share a GPC. If 8 GPCs have more than 120 SMs together, one of them has at least 16.
     return 16 if arch.sm in (90, 100, 103) and num_sms > 120 else 8

@@ -1,4 +1,4 @@
-"""Bulk copies for expand_to_fused of many long rows; expand_to_fused.py tells how the work is dealt out."""
+"""The kernel of expand_to_fused with bulk copies, for many long rows; expand_to_fused.py describes the tiling."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -41,12 +41,12 @@ __device__ __forceinline__ void tk_wait_for_bulk_stores() {
 
 @dataclass(frozen=True)
 class BulkConfig:
-    """How one block copies its part of x."""
+    """How one thread block copies its part of x."""
 
     pieces_per_row: int
-    """A row is copied in as many pieces of equal size."""
+    """Number of pieces of equal size in which a row is copied."""
     stages: int
-    """Pieces that a block has room for; at most 32, a lane asks for one."""
+    """Pieces that fit in a thread block's shared memory; at most 32, as each lane loads one."""
 
     threads = 128
     """One warp copies, the others zero padding."""
@@ -56,9 +56,9 @@ class BulkConfig:
     @staticmethod
     @cache
     def best(row_bytes: int, arch: Arch) -> "BulkConfig | None":
-        """Large pieces, as many as fit; None where bulk copies do not pay or no good piece divides a row.
+        """Large pieces, as many as fit; None where bulk copies are slower or no piece of good size divides a row.
 
-        Measured on an H200 for rows of 2 KiB and more; it takes large shared memory to read long enough at a time.
+        Measured on an H200 for rows of 2 KiB and more. Long phases of reading need a large shared memory.
         """
         has_room = arch.has_tma and arch.max_shared_memory >= 200 * _KIB
         if not has_room or row_bytes < BulkConfig.max_piece_bytes or row_bytes % 16:
@@ -67,26 +67,26 @@ class BulkConfig:
         pieces_per_row = next((count for count in counts if row_bytes // 16 % count == 0), None)
         if pieces_per_row is None:
             return None
-        # Each block takes 1 KiB more than it asks for.
+        # CUDA reserves 1 KiB of shared memory per thread block.
         room = (arch.max_shared_memory + _KIB) // BulkConfig.blocks_per_sm - _KIB - _BARRIER_BYTES
         return BulkConfig(pieces_per_row, min(room // (row_bytes // pieces_per_row), 32))
 
     @staticmethod
     def pays(num_tokens: int, num_topk: int, num_expanded_tokens: int) -> bool:
-        """Whether there are enough tokens to fill all blocks, and few rows of padding beside them."""
+        """Whether there are enough tokens to fill all thread blocks, and not too many rows of padding."""
         return num_tokens >= 1024 and num_expanded_tokens <= 2 * num_tokens * num_topk
 
     def deal(self, num_tokens: int, num_sms: int) -> tuple[int, int]:
-        """How many blocks, and at most how many pieces each; all multiprocessors get the same, in full waves."""
+        """`(num_blocks, pieces_per_block)`, the latter at most; SMs get equal shares, in full waves."""
         num_pieces, slots = num_tokens * self.pieces_per_row, num_sms * self.blocks_per_sm
         pieces_per_block = ceil_div(num_pieces, slots * ceil_div(num_pieces, slots * self.stages))
         return ceil_div(num_pieces, pieces_per_block), pieces_per_block
 
 
-# Every access stands under a guard of its own, and warps meet but once.
+# Every access has a guard of its own, and the one barrier that is needed is written out.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True, "tl.disable_thread_storage_sync": True})
 def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: BulkConfig, arch: Arch) -> Any:
-    """Copy rows of `cols` elements; rows of x and out are whole numbers of 16 bytes and start on 16 bytes."""
+    """Copy rows of `cols` elements; rows of x and out are multiples of 16 bytes and aligned to 16 bytes."""
     import tilelang.language as T
 
     threads, stages, pieces_per_row = config.threads, config.stages, config.pieces_per_row
@@ -112,7 +112,7 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
         pieces = T.alloc_shared((stages, piece_words), "uint32")
         pos = T.alloc_local((stores_per_lane,), "int32")
         count = T.alloc_var("int32")
-        # Piece block + i * num_blocks of x is this block's for every i below `count`.
+        # This block copies the pieces block + i * num_blocks of x for i < count.
         count = T.min(pieces_per_block, T.ceildiv(num_tokens * pieces_per_row - block, num_blocks))
         if lane == 0:
             T.call_extern("handle", "tk_expect_bytes", T.access_ptr(loaded[0], "rw"), count * piece_words * 4)
@@ -153,7 +153,7 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
         expert = T.alloc_var("int32")
         padding = T.alloc_var("uint32")
         for i in T.serial(T.ceildiv(num_expanded_tokens - block, num_blocks * 32)):
-            # Row block + (i * 32 + lane) * num_blocks is this lane's to look at; every warp looks for itself.
+            # Each lane checks row block + (i * 32 + lane) * num_blocks; every warp checks all 32 rows for itself.
             expert = 0
             if block + (i * 32 + tx % 32) * num_blocks < num_expanded_tokens:
                 expert = pos_to_expert[block + (i * 32 + tx % 32) * num_blocks]
@@ -181,7 +181,7 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
             tx = T.get_thread_binding()
             x_words = T.view(x, (num_tokens, row_words), "uint32")
             out_words = T.view(out, (num_expanded_tokens, row_words), "uint32")
-            # 128 bytes, for pieces come next: where these start on 16 bytes only, all takes 202 µs instead of 134.
+            # 128 bytes, so that the pieces, which come next, are aligned: with 16 bytes 202 µs instead of 134.
             loaded = T.alloc_shared((_BARRIER_BYTES // 8,), "uint64")
             if tx == 0:
                 T.call_extern("handle", "tk_make_mbarrier", T.access_ptr(loaded[0], "rw"))

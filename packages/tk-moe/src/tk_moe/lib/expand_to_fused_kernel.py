@@ -1,4 +1,4 @@
-"""Kernel of expand_to_fused and expand_to_fused_with_sf; expand_to_fused.py tells how the work is dealt out."""
+"""The kernel of expand_to_fused and expand_to_fused_with_sf; expand_to_fused.py describes the tiling."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,28 +13,28 @@ from tk_core.math import align, ceil_div
 
 @dataclass(frozen=True)
 class ExpandConfig:
-    """How one block copies a row."""
+    """How one thread block copies a row."""
 
     threads: int
     vectors_per_thread: int
     """Vectors of a row that a thread holds in registers at a time."""
 
     max_padding_rows = 8
-    """Rows that one block looks through for padding, at most the 32 lanes of a warp."""
+    """Rows that one thread block checks for padding; at most 32, one per lane of a warp."""
     max_gathered_rows = 2048
-    """Rows whose factors one block gathers, at most; 4 bytes of shared memory each."""
+    """Most rows whose scale factors one thread block gathers; each takes 4 bytes of shared memory."""
     gathered_columns = 16
-    """Columns of factors that a thread holds in registers at a time."""
+    """Columns of scale factors that a thread holds in registers at a time."""
     pairs_in_flight = 32
-    """Positions that a thread of a gathering block asks for before it looks at the first."""
+    """Loads of positions that a thread of a gathering block has in flight."""
 
     @staticmethod
     @cache
     def best(num_vectors: int, has_sf: bool, arch: Arch) -> "ExpandConfig":
-        """Knobs for rows of `num_vectors` vectors: 4 of them a thread at a time, up to 256 threads.
+        """The configuration for rows of `num_vectors` vectors: 4 per thread at a time, up to 256 threads.
 
-        Rows with factors are short and get all the threads that they can use: those of a gathering block look through
-        all positions.
+        Rows with scale factors are short and get as many threads as they have vectors, because a gathering block has to
+        search all positions.
         """
         chunk = ceil_div(num_vectors, ceil_div(num_vectors, 256 * 4))
         vectors_per_thread = ceil_div(chunk, 256) if has_sf else min(4, ceil_div(chunk, 32))
@@ -42,17 +42,17 @@ class ExpandConfig:
 
     @staticmethod
     def num_blocks(num_tokens: int, num_expanded_tokens: int) -> int:
-        """One block a token; more where there is much padding, so that a few thousand share it."""
+        """One thread block per token; more where there is much padding, so that up to a few thousand share it."""
         enough = ceil_div(num_expanded_tokens, ExpandConfig.max_padding_rows)
         return max(num_tokens, min(ceil_div(num_expanded_tokens, 2), 2048), enough)
 
     @staticmethod
     def gathers(sf_cols: int, is_col_major: bool) -> bool:
-        """Whether blocks of their own write the factors; below some columns, looking for tokens costs more."""
+        """Whether separate thread blocks gather the scale factors. For few columns, searching for tokens costs more."""
         return is_col_major and sf_cols > 8
 
 
-# Every access stands under a guard of its own, and the barriers are written out.
+# Every access has a guard of its own, and the barriers are written out.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True, "tl.disable_thread_storage_sync": True})
 def expand_kernel(
     cols: int,
@@ -66,9 +66,10 @@ def expand_kernel(
     config: ExpandConfig,
     arch: Arch,
 ) -> Any:
-    """Copy rows of `cols` elements in vectors of `vector_bytes`, and rows of `sf_cols` 4-byte factors beside them.
+    """Copy rows of `cols` elements in vectors of `vector_bytes`, and their `sf_cols` scale factors of 4 bytes.
 
-    `gathers`: blocks of their own write the factors; `is_aligned`: factors and positions start on 16 bytes.
+    `gathers`: separate thread blocks write the scale factors; `is_aligned`: scale factors and positions are aligned to
+    16 bytes.
     """
     import tilelang.language as T
 
@@ -100,7 +101,7 @@ def expand_kernel(
         pos: T.Buffer,
         expert: T.Buffer,
     ) -> None:
-        # Row block + lane * num_blocks is this lane's to look at; every warp looks for itself.
+        # Each lane checks row block + lane * num_blocks; every warp checks all of them for itself.
         expert[0] = 0
         if tx % 32 < config.max_padding_rows and block + (tx % 32) * num_blocks < num_expanded_tokens:
             expert[0] = pos_to_expert[block + (tx % 32) * num_blocks]
@@ -165,7 +166,7 @@ def expand_kernel(
                     if found[j, v] >= first_row and found[j, v] < first_row + num_rows:
                         token_of_row[found[j, v] - first_row] = pair // num_topk
         T.sync_threads()
-        # A warp takes 32 rows and some of their columns.
+        # Each warp writes some columns of 32 rows.
         for i in T.serial(T.ceildiv(T.ceildiv(num_rows, 32) * sf_chunks, threads // 32)):
             item = i * (threads // 32) + tx // 32
             row = item // sf_chunks * 32 + tx % 32

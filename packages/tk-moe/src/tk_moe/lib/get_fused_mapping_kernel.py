@@ -1,25 +1,25 @@
 """The kernels of get_fused_mapping.
 
-A block takes consecutive pairs, each of its warps a run of consecutive pairs of those:
+Each thread block takes consecutive pairs, and each of its warps a run of consecutive pairs of those:
 
-    1. A warp counts its run by expert in shared memory, 32 pairs at a time; lanes with equal experts find each other
-       by setting their bits in one word. What a pair finds there is its rank within the run.
-    2. Sums over the warps before give each warp's offset; pairs of the blocks before, each block's. A sum over the
-       experts before, of the aligned sizes, gives the segments.
-    3. token_topk_to_pos is written in the order of the pairs; the pos_to_* in the order of the experts, which shared
-       memory holds by then, so that writes of neighbouring lanes are neighbours.
+    1. A warp counts its run by expert in shared memory, 32 pairs at a time. Lanes with equal experts find each other by
+       setting their bits in one word. A pair's rank within the run is the count so far plus the equal lanes below it.
+    2. Prefix sums of these counts over the warps give each warp's offset, and over the thread blocks each block's. A
+       prefix sum of the aligned sizes over the experts gives the segments.
+    3. token_topk_to_pos is written in the order of the pairs. The pos_to_* are written in the order of the experts, for
+       which the pairs are first sorted in shared memory, so that the writes are coalesced.
 
-How a block learns of the other blocks' pairs depends on how many there are (`GetFusedMappingConfig.best`).
+How a thread block learns the counts of the others depends on the number of pairs (`GetFusedMappingConfig.best`).
 
-In one launch, every cluster counts all pairs: block b of each cluster the b-th chunk. A chunk has a part for each
-cluster, and what the block of cluster c does beyond counting, it does for part c alone. Blocks of a cluster copy their
-counts to each other; clusters need not meet.
+With one launch, every cluster counts all pairs: block b of each cluster counts the b-th chunk. A chunk has a part for
+each cluster, and beyond counting, the block of cluster c works on part c alone. The blocks of a cluster send their
+counts to each other; clusters do not communicate.
 
     pairs    │      chunk 0      │      chunk 1      │ …
     cluster  │ 0  │ 1  │ 2  │ 3  │ 0  │ 1  │ 2  │ 3  │ …
 
-For more pairs, and where there are no clusters, a launch before leaves the blocks' counts in global memory. Every sum
-is of integers, so nothing depends on the number of blocks.
+For more pairs, and where there are no clusters, a first launch writes the blocks' counts to global memory. All sums are
+of integers, so the result does not depend on the number of thread blocks.
 """
 
 from typing import Any
@@ -33,18 +33,18 @@ from tk_moe.lib.cluster import SEND_TO_CLUSTER
 from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
 from tk_moe.lib.mbarrier import MBARRIER
 
-_EXPERT_BITS = 10  # of at most 1024 experts
-_PAIR_BITS = 16  # of a pair's number within its block's
+_EXPERT_BITS = 10  # for at most 1024 experts
+_PAIR_BITS = 16  # for the index of a pair within its thread block
 
 
 def _expert_of(index: Any, num_experts: int) -> Any:
-    """An index as an int32, -1 if it is none of an expert."""
+    """An index as an int32, -1 if it is not that of an expert."""
     import tilelang.language as T
 
     return T.if_then_else(T.And(index >= 0, index < num_experts), T.cast(index, "int32"), -1)
 
 
-# The order of shared memory is kept by the barriers that are written out here, between the lanes of a warp too.
+# All barriers are written out here, those between the lanes of a warp too.
 _PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_thread_storage_sync": True,
@@ -56,7 +56,7 @@ _PASS_CONFIGS = {
 def count_kernel(
     num_experts: int, num_topk: int, idx_dtype: torch.dtype, config: GetFusedMappingConfig, arch: Arch
 ) -> Any:
-    """The first of two launches: how many pairs of each expert a block has."""
+    """The first of two launches: the number of pairs by thread block and expert."""
     import tilelang.language as T
 
     threads, rounds = config.warps * 32, 4
@@ -102,17 +102,17 @@ def mapping_kernel(
     config: GetFusedMappingConfig,
     arch: Arch,
 ) -> Any:
-    """All of the mapping, or the second of two launches, which takes the counts of the first as well.
+    """The whole mapping in one launch, or the second of two launches, which also takes the counts of the first.
 
-    One launch is without block_counts; expert_psum is there with `with_psum` only.
+    block_counts is None with one launch, expert_psum without `with_psum`.
     """
     import tilelang.language as T
 
     warps, rounds, cluster_size = config.warps, config.rounds, config.cluster_size
     threads = warps * 32
-    groups = threads // num_experts  # of threads that add up blocks' counts together
+    groups = threads // num_experts  # threads per expert that add up the counts of the blocks
     row = align(num_experts, 8)  # of 16-bit counts
-    run_batch = rounds if cluster_size == 0 else 1  # a part is in the cache once its chunk is counted
+    run_batch = rounds if cluster_size == 0 else 1  # with clusters, the part is in the cache since the counting
     num_tokens, num_pos = T.dynamic("num_tokens"), T.dynamic("num_pos")
     num_blocks = cluster_size * config.num_clusters or T.dynamic("num_blocks")
     num_chunks, num_parts = cluster_size or num_blocks, config.num_clusters
@@ -131,7 +131,7 @@ def mapping_kernel(
     def count_chunk(
         pairs: T.Buffer, begin: T.int32, size: T.int32, part: T.int32, thread: T.int32, counts: T.Buffer
     ) -> None:
-        """Of a chunk: the number of pairs by expert, before this block's part and from there on."""
+        """Count the pairs of a chunk by expert: those before this block's part, and those from there on."""
         indices = T.alloc_local((rounds,), idx_dtype)
         after = T.alloc_var("int32")
         for batch in T.serial(T.ceildiv(size, threads * rounds)):
@@ -158,7 +158,7 @@ def mapping_kernel(
         masks: T.Buffer,
         items: T.Buffer,
     ) -> None:
-        """Of a warp's run: the number of pairs by expert in `ranks`, and each pair's expert and rank in `items`."""
+        """Count the pairs of a warp's run by expert in `ranks`, and note each pair's expert and rank in `items`."""
         indices = T.alloc_local((run_batch,), idx_dtype)
         experts = T.alloc_local((run_batch,), "int32")
         equals = T.alloc_local((run_batch,), "uint32")
@@ -175,9 +175,9 @@ def mapping_kernel(
                 if not in_memory:
                     equals[u] = T.match_any_sync(experts[u])
             for u in T.unroll(run_batch):
-                if batch * run_batch + u < run_rounds:  # the same for a whole warp
+                if batch * run_batch + u < run_rounds:  # uniform in a warp
                     if in_memory:
-                        # A match instruction takes 60 cycles of the whole multiprocessor where all experts differ.
+                        # A match instruction occupies the whole SM for 60 cycles where all experts differ.
                         equals[u] = T.uint32(0)
                         if experts[u] >= 0:
                             T.call_extern(
@@ -203,7 +203,7 @@ def mapping_kernel(
 
     @T.macro
     def offsets_of_warps(thread: T.int32, ranks: T.Buffer, count: T.Buffer) -> None:
-        """Counts of the warps become the sums over the warps before, `count` the sum over all."""
+        """Exclusive prefix sum of the counts over the warps, in place; `count` becomes the total."""
         values = T.alloc_local((warps,), "int32")
         count[0] = 0
         if thread < num_experts:
@@ -215,7 +215,7 @@ def mapping_kernel(
 
     @T.macro
     def scan(warp: T.int32, lane: T.int32, warp_sums: T.Buffer, sums: T.Buffer, all_sums: T.Buffer) -> None:
-        """Values become the sums over the threads up to this one; `all_sums` are those over all."""
+        """Inclusive prefix sum over the threads of the block, in place; `all_sums` become the totals."""
         shifted = T.alloc_local((2,), "int32")
         of_warp = T.alloc_var("uint32")
         everyone = T.uint32(0xFFFFFFFF)
@@ -269,12 +269,12 @@ def mapping_kernel(
             num_pairs = num_tokens * num_topk
             pairs = T.view(topk_idx, (num_tokens * num_topk,), idx_dtype)
             flat_pos = T.view(token_topk_to_pos, (num_tokens * num_topk,), "int32")
-            # Whole rounds of 32 pairs: a part for each block, a run of that for each warp.
+            # Each block has a part and each warp a run of that, all multiples of 32 pairs.
             begin, size = T.alloc_var("int32"), T.alloc_var("int32")  # of the part
-            run, run_rounds = T.alloc_var("int32"), T.alloc_var("int32")  # where it begins in the part; its length / 32
+            run, run_rounds = T.alloc_var("int32"), T.alloc_var("int32")  # its offset in the part; its length / 32
             part = T.ceildiv(T.ceildiv(num_pairs, num_chunks), num_parts * 32) * 32
             run_length = T.ceildiv(part, threads) * 32
-            rank = block % num_chunks  # in the cluster
+            rank = block % num_chunks  # of the block in its cluster
             begin = (rank * num_parts + block // num_chunks) * part
             size = T.max(T.min(num_pairs - begin, part), 0)
             run = warp * run_length
@@ -294,7 +294,7 @@ def mapping_kernel(
             warp_sums = T.alloc_shared((2, warps), "uint32")
             arrived = T.alloc_shared((1,), "uint64")
 
-            # Of this thread's expert: pairs in the part, before it, and in all.
+            # Numbers of pairs of this thread's expert: in the part, before it, and in all.
             count = T.alloc_local((1,), "int32")
             prefix = T.alloc_var("int32")
             total = T.alloc_var("int32")
@@ -337,7 +337,7 @@ def mapping_kernel(
                 if thread < num_experts:
                     chunk_count[thread] = T.cast(total, "uint16")
                 T.sync_threads()
-                T.cluster_wait()  # until all blocks have begun, so that there is something to copy to
+                T.cluster_wait()  # until all blocks have started and their shared memory can be written
                 if warp < cluster_size:
                     for j in T.unroll(ceil_div(row, 256)):
                         if (j * 32 + lane) * 8 < row:
@@ -378,7 +378,7 @@ def mapping_kernel(
             size_of_segment = 0
             if thread < num_experts:
                 size_of_segment = total + alignment - 1
-                if T.bitwise_and(alignment, alignment - 1) == 0:  # spares the time of a division
+                if T.bitwise_and(alignment, alignment - 1) == 0:  # a power of two needs no division
                     size_of_segment = T.bitwise_and(size_of_segment, -alignment)
                 else:
                     size_of_segment = T.truncdiv(size_of_segment, alignment) * alignment

@@ -1,4 +1,4 @@
-"""CUDA device functions: a barrier in shared memory that counts the bytes which arrive there."""
+"""CUDA device functions for an mbarrier: a barrier in shared memory that counts the bytes that have arrived."""
 
 MBARRIER = """
 __device__ __forceinline__ unsigned int tk_shared_address(const void* pointer) {

@@ -1,18 +1,19 @@
-"""How gates without groups choose few of at most 512 experts: by keys that hold their expert's number.
+"""Top-k for gates without groups, with few chosen of at most 512 experts: by keys that contain the expert's index.
 
-    experts   0 … V-1    V … 2V-1    …   31V … 32V-1   32V … 33V-1   …      (vectors of V, dealt out to lanes in turn)
+    experts   0 … V-1    V … 2V-1    …   31V … 32V-1   32V … 33V-1   …      (vectors of V, assigned to lanes in turn)
     lane          0          1       …        31            0        …
     key       int32: the upper bits of the rank's `sort_key`, and in the lower 8 (9 for more than 256 experts) 255 (511)
               minus the expert
 
 All keys of a token differ, and of equal ranks the smaller index has the larger key. Each lane sorts the best four of
-its keys. A round is one warp maximum, which tells who wins and where that is; the lane that has it moves on to its
-next. Then lane k takes what round k found.
+its keys. A round is one warp-wide maximum, whose lower bits name the winning expert; the lane that held it moves on to
+its next key. After the rounds, lane k takes the winner of round k.
 
-Keys say nothing about ranks that differ in the lower bits only, and a lane that has given away four knows no fifth.
-If one of the two happens among the chosen and the next (with normal scores in 3 tokens of 1000), neighbours change
-places where the full sort keys want it, and the choice is right if they are in order then and exactly num_topk - 1
-experts are ahead of the last. If not (in 1 of 100000, unless many ranks are near), it is made again with full keys.
+This is approximate in two cases: keys do not order ranks that differ only in the lower bits, and a lane that has won
+four times has no fifth key sorted. If either occurs among the chosen experts and the next one (with normal scores in 3
+of 1000 tokens), neighbouring slots are exchanged where their full sort keys are out of order. The choice is right if
+then all slots are in order and exactly num_topk - 1 experts are ahead of the last one. If not (in 1 of 100000 tokens,
+unless many ranks are close), the choice is made again with full keys.
 
 A gate does this with all 32 lanes of the warp active:
 
@@ -21,7 +22,7 @@ A gate does this with all 32 lanes of the warp active:
     chosen = T.alloc_local((1,), "int32")
     choose_packed_macro(num_experts, per_lane, vector, num_topk)(ranks, lane, chosen)
 
-Then lane k < num_topk holds in chosen[0] the expert with the k-th best rank; the other lanes hold nothing of use.
+Then chosen[0] of lane k < num_topk is the expert with the k-th best rank; in other lanes it is unspecified.
 """
 
 from functools import cache
@@ -30,7 +31,7 @@ from typing import Any
 from tk_core.math import align
 from tk_moe.lib.selection import NO_KEY, sort_key
 
-_NONE = -(2**31)  # a key below all of experts
+_NONE = -(2**31)  # below the key of any expert
 
 PACKED_SOURCE = r"""
 // The lane whose best key is `top` moves on to its next. Multiplications by 1 (the grid has one row) take another pipe
@@ -45,12 +46,12 @@ __device__ __forceinline__ void tk_move_on(int *best, int top) {
 
 
 def can_pack(num_experts: int, num_topk: int) -> bool:
-    """Whether keys are long enough, and lanes seldom give away all that they have sorted."""
+    """Whether keys have bits enough for the expert, and lanes seldom win more often than they have sorted keys."""
     return num_experts <= 512 and num_topk <= 16
 
 
 def expert_of(j: Any, lane: Any, vector: int) -> Any:
-    """The expert of `lane` whose number among the lane's is `j`, an expression; ascending in j."""
+    """The j-th expert of `lane`, an expression; ascending in j."""
     return j // vector * (32 * vector) + lane * vector + j % vector
 
 
@@ -58,7 +59,7 @@ def expert_of(j: Any, lane: Any, vector: int) -> Any:
 def choose_packed_macro(num_experts: int, per_lane: int, vector: int, num_topk: int) -> Any:
     """Macro `choose(ranks, lane, chosen)`: lane k < num_topk gets the expert with the k-th best rank.
 
-    ranks float32 (per_lane,), of any value where there is no expert; chosen int32 (1,). For what `can_pack`.
+    ranks float32 (per_lane,), of any value where there is no expert; chosen int32 (1,). Requires `can_pack`.
     """
     import tilelang.language as T
 
@@ -67,10 +68,10 @@ def choose_packed_macro(num_experts: int, per_lane: int, vector: int, num_topk: 
     best_four = _best_four_macro(padded)
     is_right = _is_right_macro(per_lane, vector, num_topk)
     choose_again = _choose_again_macro(per_lane, vector, num_topk)
-    # The lane of slot k finds it by the bits of k.
+    # Lane k selects the winner of round k by the bits of k.
     bits = (num_topk - 1).bit_length()
 
-    # What lane 0's keys 0 to 3 hold in their lower bytes.
+    # The lower bytes of lane 0's keys 0 to 3.
     bytes_of_lane_0 = sum(255 - expert_of(j, 0, vector) << 8 * j for j in range(4))
 
     @T.macro
@@ -119,7 +120,7 @@ def choose_packed_macro(num_experts: int, per_lane: int, vector: int, num_topk: 
         if num_topk > 1:
             above = T.shfl_sync(tops[0], lane - 1)
             is_near = T.cast(tops[0] ^ above, "uint32") < T.uint32(field)
-            # Lane 0 looks at lane 31, which has another slot if all lanes have one.
+            # Lane 0 compares with lane 31, which has the last slot if num_topk is a power of two.
             is_doubtful = is_doubtful or (is_near and (num_topk == 1 << bits or (lane > 0 and lane < num_topk)))
         if T.any_sync(is_doubtful) != 0:
             for j in T.unroll(per_lane):
@@ -155,7 +156,7 @@ def _best_four_macro(count: int) -> Any:
         sort_four(keys, 0, best)
         for group in T.unroll(1, count // 4):
             sort_four(keys, 4 * group, four)
-            # The larger of opposite keys of both are the best four, rising and falling; then they are sorted.
+            # A bitonic merge: the larger of opposite keys are the best four, as a bitonic sequence, which is sorted.
             for i in T.unroll(4):
                 best_of_two[i] = T.max(best[i], four[3 - i])
             for i in T.unroll(2):
@@ -170,7 +171,7 @@ def _best_four_macro(count: int) -> Any:
 
 @cache
 def _is_right_macro(per_lane: int, vector: int, num_topk: int) -> Any:
-    """Macro `is_right(keys, lane, chosen, right)`: lets neighbours change places; is the choice right then?
+    """Macro `is_right(keys, lane, chosen, right)`: exchange neighbouring slots, and tell whether the choice is right.
 
     keys int32 (per_lane,): full sort keys, NO_KEY where there is no expert; right bool (1,), the same in every lane.
     """
@@ -223,7 +224,7 @@ def _is_right_macro(per_lane: int, vector: int, num_topk: int) -> Any:
 
 @cache
 def _choose_again_macro(per_lane: int, vector: int, num_topk: int) -> Any:
-    """Macro `choose_again(keys, lane, chosen)`: the choice by full sort keys, two warp reductions a round."""
+    """Macro `choose_again(keys, lane, chosen)`: choose by full sort keys, with two warp reductions per round."""
     import tilelang.language as T
 
     @T.macro

@@ -1,7 +1,7 @@
-"""ScoringFunc: how a gate's logits become scores; and what the gates' kernels share to compute them.
+"""ScoringFunc: how a gate's logits become scores; and the code for it that the gates' kernels share.
 
 sigmoid        1 / (1 + exp(-x))
-sqrtsoftplus   sqrt(log(1 + exp(x))), the logarithm being x itself above 20
+sqrtsoftplus   sqrt(log(1 + exp(x))), where the logarithm is replaced by x for x above 20
 softmax        exp(x - max) / Σ exp(x - max), over the experts of a token
 identity       x
 
@@ -11,7 +11,7 @@ A kernel imports SCORING_SOURCE into its device code:
     value = score(scoring_func, x)                     # not for softmax
     softmax_sums_macro(per_lane)(x, sums)              # for softmax: the row's maximum and sum, then
     value = softmax_score(x, sums)
-    total = T.warp_reduce_sum(value)                   # the value being 0 in lanes without a slot
+    total = T.warp_reduce_sum(value)                   # with value = 0 in lanes without a slot
     weight = value / clamped(total) * factor
 
 Every operation rounds as torch's does on the same device: accurate exponentials, IEEE divisions and square roots.
@@ -42,7 +42,7 @@ class ScoringFunc(enum.IntEnum):
 
     @classmethod
     def from_str(cls, label: str) -> "ScoringFunc":
-        """The member of that name, in any case; ValueError for any other."""
+        """The member of that name, in upper or lower case; ValueError for any other name."""
         try:
             return cls[label.upper()]
         except (KeyError, AttributeError):
@@ -51,7 +51,7 @@ class ScoringFunc(enum.IntEnum):
 
 
 def scoring_func_of(scoring_func: ScoringFunc | str) -> ScoringFunc:
-    """The ScoringFunc itself, or that of a name in any case; TypeError or ValueError for anything else."""
+    """A ScoringFunc itself, or that of a name in upper or lower case; TypeError or ValueError for anything else."""
     if isinstance(scoring_func, str):
         check.one_of("scoring_func", scoring_func.lower(), [str(member) for member in ScoringFunc])
         return ScoringFunc.from_str(scoring_func)
@@ -119,11 +119,11 @@ __device__ __forceinline__ float tk_slope_sqrtsoftplus(float x, float score) {
 """
 
 LEAST_SUM = 1e-20
-"""What the sum of a token's scores is raised to before it divides them."""
+"""Lower bound of the sum by which a token's scores are divided."""
 
 
 def score(scoring_func: ScoringFunc, x: Any) -> Any:
-    """Score of the float32 logit `x`, an expression; of softmax the logit itself, by which it ranks."""
+    """Score of the float32 logit `x`, an expression; for softmax the logit itself, which gives the same ranking."""
     import tilelang.language as T
 
     if scoring_func in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY):
@@ -132,7 +132,7 @@ def score(scoring_func: ScoringFunc, x: Any) -> Any:
 
 
 def write_scores(scoring_func: ScoringFunc, x: Any, scores: Any, count: int) -> Any:
-    """Statement: scores[i] = `score` of x[i] for i < count, float32 in registers; not for softmax and identity."""
+    """Statement scores[i] = `score` of x[i] for i < count, float32 in registers; not for softmax and identity."""
     import tilelang.language as T
 
     return T.call_extern("void", f"tk_scores_{scoring_func}<{count}>", T.address_of(x[0]), T.address_of(scores[0]))
@@ -166,7 +166,7 @@ def softmax_sums_macro(per_lane: int) -> Any:
     """Macro `softmax_sums(x, sums)`: sums = (max, Σ exp(x - max)) over the logits of a token, and x = exp(x - max).
 
     x float32 (per_lane,) in each lane of a warp, -∞ where the lane has no expert; sums float32 (2,), the same in every
-    lane. The sum goes through a lane's experts in order, then over the lanes in halves.
+    lane. Each lane adds its experts in order, then a butterfly reduction adds the lanes.
     """
     import tilelang.language as T
 
@@ -176,7 +176,7 @@ def softmax_sums_macro(per_lane: int) -> Any:
         sums[0] = x[0]
         for j in T.unroll(1, per_lane):
             sums[0] = T.max(sums[0], x[j])
-        # As integers that sort as floats do, one instruction finds the maximum of a warp.
+        # For integers one instruction finds the maximum of a warp, and sort keys are in the order of the floats.
         key = sort_key(sums[0])
         key = T.warp_reduce_max(key)
         sums[0] = rank_of(key)
@@ -193,7 +193,7 @@ def softmax_sums_macro(per_lane: int) -> Any:
 def load_logits_macro(num_experts: int, vector: int, dtype: torch.dtype) -> Any:
     """Macro `load_logits(logits, token, lane, x)`: a lane's logits of a token as float32, -∞ where there is no expert.
 
-    x float32, a multiple of `vector`; elements that many apart hold experts 32 * vector apart.
+    The length of x, float32, is a multiple of `vector`; consecutive vectors of a lane are 32 * vector experts apart.
     """
     import tilelang.language as T
 

@@ -1,15 +1,15 @@
-"""What the gates' kernels share: a warp chooses the best experts of a token.
+"""Top-k by a warp, shared by the gates' kernels: the best experts of a token.
 
     lane         0               1           …         31
-    experts  0 … V-1         V … 2V-1        …    31V … 32V-1         (V experts a lane; `first` is the lane's first)
-    keys     int32 (V,) in each lane's registers, sorting as the ranks of its experts do
+    experts  0 … V-1         V … 2V-1        …    31V … 32V-1         (V experts per lane; `first` is the lane's first)
+    keys     int32 (V,) in each lane's registers, in the order of the ranks of its experts
 
-Lanes own consecutive experts (with gaps, if groups of experts want lanes of their own), so among equal keys the lowest
-lane has the smallest index. Each lane knows its best three keys, not where they are; a round is one warp maximum and
-one ballot, and only the lane that wins moves on to its next. A lane that has spent three looks through its registers.
-After the rounds, lane k looks up where the winner of round k has its key, all slots at a time.
+Each lane owns consecutive experts (with gaps where groups of experts have lanes of their own), so among equal keys the
+lowest lane has the smallest index. Each lane keeps its best three keys, without their experts. A round is one warp-wide
+maximum and one ballot, after which only the winning lane moves on to its next key; a lane that has used up three
+searches its registers. After the rounds, lane k finds the expert of round k's winning key, for all slots in parallel.
 
-A gate does this with all 32 lanes of the warp active (a guard such as `token < num_tokens` is the same for a warp):
+A gate does this with all 32 lanes of the warp active (a guard such as `token < num_tokens` is uniform in a warp):
 
     keys = T.alloc_local((per_lane,), "int32")
     chosen = T.alloc_local((1,), "int32")
@@ -17,14 +17,15 @@ A gate does this with all 32 lanes of the warp active (a guard such as `token < 
         keys[j] = T.if_then_else(first + j < num_experts, sort_key(rank[j]), T.int32(NO_KEY))
     choose_macro(per_lane, num_topk)(keys, lane, first, chosen)
 
-Then lane k < num_topk holds in chosen[0] the expert with the k-th best rank, the other lanes hold -1. So what follows
-is done once a token, by all slots at a time: lane k stores its index (one coalesced store a token), and takes the
-unbiased score of its expert by computing it again from `logits[token, chosen[0]]` (in L1 by now), which costs less than
-carrying scores through the selection. Sums over the slots are `T.warp_reduce_sum` of a value that is 0 in other lanes.
-The same tail serves gates whose experts are given. Kernels that use this want
+Then chosen[0] of lane k < num_topk is the expert with the k-th best rank, and -1 in the other lanes. What follows works
+on all slots of a token in parallel: lane k stores its index (one coalesced store per token), and computes the unbiased
+score of its expert again from `logits[token, chosen[0]]` (in L1 by now), which is cheaper than carrying scores through
+the selection. Sums over the slots are `T.warp_reduce_sum` of a value that is 0 in the other lanes. The same code also
+serves gates whose experts are given. Kernels that use this need
 `@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})` and guards of their own.
 
-Groups of experts get `group_lanes(num_groups)` lanes each; `group_key_macro` makes a key of a group's best one or two.
+Groups of experts get `group_lanes(num_groups)` lanes each; `group_key_macro` computes a key from the best one or two
+ranks of a group.
 
 The functions import TileLang when they are called, like a kernel's builder.
 """
@@ -35,16 +36,16 @@ from typing import Any
 from tk_core.math import align, ceil_div
 
 NO_KEY = -0x7F800002
-"""One below the key of -∞, which is the least that a rank has: the key of what is no expert."""
+"""The key where there is no expert: one below the key of -∞, which is the least key of a rank."""
 LEAST_KEY = -0x7F800001
 """The key of -∞."""
 TOP_KEY = 0x7FFFFFFF
 """The key of NaN."""
-_UNKNOWN = -0x7F800003  # the lane has to look it up
+_UNKNOWN = -0x7F800003  # the lane has to search its registers
 
 
 def sort_key(rank: Any) -> Any:
-    """The int32 that sorts as the float32 `rank` does: any NaN on top, -0 equal to +0. An expression."""
+    """The int32 that sorts like the float32 `rank`: any NaN on top, -0 equal to +0. An expression."""
     import tilelang.language as T
 
     return sort_key_of_sum(rank, T.float32(0))
@@ -54,27 +55,27 @@ def sort_key_of_sum(a: Any, b: Any) -> Any:
     """The `sort_key` of the float32 a + b, which must not be -0: that is, a and b are not both -0. An expression."""
     import tilelang.language as T
 
-    # A sum turns any NaN into the one with all bits but the sign set, which is the top key; and -0 + 0 is +0.
+    # A sum turns any NaN into the one with all bits but the sign set, whose key is TOP_KEY; and -0 + 0 is +0.
     bits = T.reinterpret(T.ieee_add(a, b), "int32")
     return bits ^ ((bits >> 31) & T.int32(0x7FFFFFFF))
 
 
 def rank_of(key: Any) -> Any:
-    """The float32 that `key` sorts as. An expression."""
+    """The float32 whose `sort_key` is `key`. An expression."""
     import tilelang.language as T
 
     return T.reinterpret(key ^ ((key >> 31) & T.int32(0x7FFFFFFF)), "float32")
 
 
 def group_lanes(num_groups: int) -> int:
-    """Lanes for each of 1 to 32 groups: a power of two, so that a group finds itself by exchanges."""
+    """Lanes for each of 1 to 32 groups: a power of two, so that butterfly shuffles stay within a group."""
     return 1 << ((32 // num_groups).bit_length() - 1)
 
 
 def lane_vector(num_experts: int, lanes: int, most: int) -> int:
-    """Elements of the vectors in which so many lanes share the experts: at most `most`, both powers of two.
+    """Elements of the vectors in which `lanes` lanes load the experts: a power of two, at most `most`.
 
-    The widest that divides num_experts and gives a lane no more than a third beyond its share.
+    It is the widest that divides num_experts and gives no lane more than a third beyond its share.
     """
     share = ceil_div(num_experts, lanes)
     vector = most
@@ -87,7 +88,7 @@ def lane_vector(num_experts: int, lanes: int, most: int) -> int:
 def best_three_macro(per_lane: int) -> Any:
     """Macro `best_three(keys, best)`: the largest three of a lane's keys, in order.
 
-    keys int32 (per_lane,), best int32 (3,); NO_KEY for what is not there.
+    keys int32 (per_lane,), best int32 (3,), NO_KEY if there are fewer.
     """
     import tilelang.language as T
 
@@ -153,7 +154,7 @@ def choose_macro(per_lane: int, num_topk: int) -> Any:
 
 @cache
 def _round_macro(per_lane: int, moves_on: bool, looks: bool) -> Any:
-    """Macro of a round: notes it in lane k; then the winner moves on to its next key, and looks for it if it must."""
+    """Macro of a round: lane k records the winner, which moves on to its next key and searches for it if it has to."""
     import tilelang.language as T
 
     @T.macro
@@ -176,7 +177,7 @@ def _round_macro(per_lane: int, moves_on: bool, looks: bool) -> Any:
                 best[0] = best[1]
                 best[1] = best[2]
                 best[2] = T.int32(_UNKNOWN)
-            # That lane, from its third win on.
+            # The winning lane, from its third win on.
             if looks and best[0] == T.int32(_UNKNOWN):
                 wins[0] = wins[0] + 1
                 not_less = 0
@@ -196,8 +197,8 @@ def _round_macro(per_lane: int, moves_on: bool, looks: bool) -> Any:
 def choose_from_macro(per_lane: int, num_topk: int) -> Any:
     """Macro `choose_from(keys, best, most, lane, first, chosen)`: as `choose`, given each lane's best three.
 
-    In a lane where most is LEAST_KEY instead of TOP_KEY, all experts count as having that; so do its `best`, which the
-    caller has lowered. `best` is spent.
+    `most` is an upper bound on the keys of a lane: TOP_KEY, or LEAST_KEY where its experts are ruled out. The caller
+    has applied it to `best`, which is overwritten.
     """
     import tilelang.language as T
 
@@ -211,7 +212,7 @@ def choose_from_macro(per_lane: int, num_topk: int) -> Any:
         keys: T.Buffer, best: T.Buffer, most: T.int32, lane: T.int32, first: T.int32, chosen: T.Buffer
     ) -> None:
         wins = T.alloc_local((1,), "int32")
-        # Of the round whose number is this lane's.
+        # The winning key of round `lane`, and the lanes that held it.
         slot = T.alloc_local((1,), "int32")
         holders = T.alloc_local((1,), "uint32")
         winner = T.alloc_var("int32")
@@ -220,7 +221,7 @@ def choose_from_macro(per_lane: int, num_topk: int) -> Any:
         repeats = T.alloc_var("uint32")
         earlier = T.alloc_var("int32")
         found = T.alloc_var("int32")
-        wins[0] = 2  # when the lane first has to look
+        wins[0] = 2  # wins before the lane first searches
         slot[0] = T.int32(NO_KEY)
         holders[0] = T.uint32(1)
         for k in T.unroll(num_blind):
@@ -235,7 +236,7 @@ def choose_from_macro(per_lane: int, num_topk: int) -> Any:
             if T.shfl_sync(keys[per_lane - 1 - j], winner) == slot[0]:
                 found = per_lane - 1 - j
         if per_lane > 1:
-            # Where a lane has won with equal keys, the later slots have the later of them.
+            # Where a lane has won repeatedly with equal keys, the slots take its experts in order.
             above_key = T.shfl_up(slot[0], 1)
             above_winner = T.shfl_up(winner, 1)
             repeats = T.cast(
@@ -243,7 +244,7 @@ def choose_from_macro(per_lane: int, num_topk: int) -> Any:
                 "uint32",
             )
             if T.any_sync(repeats != T.uint32(0) or slot[0] == T.int32(LEAST_KEY)):
-                # The ones that end at this lane's bit.
+                # The number of consecutive repeats up to this lane.
                 earlier = T.call_extern("int32", "__clz", ~(repeats << T.cast(31 - lane, "uint32")))
                 for j in T.unroll(per_lane):
                     if T.shfl_sync(T.min(keys[j], most), winner) == slot[0]:
@@ -260,8 +261,8 @@ def choose_from_macro(per_lane: int, num_topk: int) -> Any:
 def group_key_macro(lanes: int, num_topk_sum: int) -> Any:
     """Macro `group_key(best, key)`: in each lane the key of the sum of its group's best one or two ranks.
 
-    lanes from `group_lanes`; best int32 (3,) from `best_three`, key int32 (1,). A group of too few experts gets a key
-    that means nothing.
+    lanes from `group_lanes`; best int32 (3,) from `best_three`, key int32 (1,). The key of a group with too few experts
+    is meaningless.
     """
     import tilelang.language as T
 
@@ -286,9 +287,10 @@ def group_key_macro(lanes: int, num_topk_sum: int) -> Any:
 
 @cache
 def group_place_macro(num_groups: int) -> Any:
-    """Macro `group_place(key, lane, place)`: in each lane how many groups are ahead of its own.
+    """Macro `group_place(key, lane, place)`: in each lane the number of groups ahead of its own.
 
-    key int32 (1,) from `group_key`, the same in all lanes of a group; place int32 (1,). Of equals the first is ahead.
+    key int32 (1,) from `group_key`, the same in all lanes of a group; place int32 (1,). Of equal keys the first group
+    is ahead.
     """
     import tilelang.language as T
 
@@ -300,11 +302,11 @@ def group_place_macro(num_groups: int) -> Any:
         other = T.alloc_var("int32")
         least = T.alloc_var("int32")
         place[0] = 0
-        # A group's lanes share out the comparisons.
+        # The comparisons are divided among a group's lanes.
         for i in T.unroll(per_lane):
             group = lane % lanes * per_lane + i
             other = T.shfl_sync(key[0], group * lanes % 32)
-            # One less, where an equal key is ahead too; no key is the least int32.
+            # One less where equal keys are ahead as well; no key is the least int32, so this does not overflow.
             least = key[0] - T.cast(group < lane // lanes, "int32")
             place[0] = place[0] + T.cast(group < num_groups and other > least, "int32")
         for step in T.unroll(lanes.bit_length() - 1):

@@ -4,14 +4,14 @@ A warp takes a token. With 8 groups of 32 experts, for instance, its lanes own
 
     group        0              1        …       7
     lanes    0  1  2  3     4  5  6  7      28 29 30 31
-    experts  0  8 16 24    32 40 48 56     224 …          (of each lane the first; it holds 8)
+    experts  0  8 16 24    32 40 48 56     224 …          (the first expert of each lane, which has 8)
 
-A group's lanes exchange their best two ranks for the sum, and share out the comparisons with the other groups. Lanes of
-groups that are out lower their keys, and the warp chooses as selection.py says. From then on lane k has slot k: it
-computes the score of its expert again, and maps and stores it.
+A group's lanes agree on its best two ranks by shuffles, and divide the comparisons with the other groups among
+themselves. Lanes of groups that are ruled out lower their keys, and the warp chooses experts as selection.py says. From
+then on lane k has slot k: it computes the score of its expert again, maps the expert and stores both.
 
-Sigmoids come from the fast exponential and reciprocal: 2e-7 off at most, and 4e-6 of their value, as the product with
-log2(e) is rounded. A score that underflows is 0.
+Sigmoids use the fast exponential and reciprocal: their error is at most 2e-7, and 4e-6 of their value, as the product
+with log2(e) is rounded. A score that underflows is 0.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from tk_moe.lib.selection import (
     sort_key_of_sum,
 )
 
-# The step from a token to the next one's copy of an expert.
+# The copies of an expert that consecutive tokens use are this far apart, modulo the number of copies.
 _COPY_STEP = 23333
 
 _FAST_SOURCE = r"""
@@ -56,7 +56,7 @@ __device__ __forceinline__ float tk_fast_sigmoid(float x) {
 
 @dataclass(frozen=True)
 class Routing:
-    """What is fixed when the kernel is built; the tensors that it denies are left out of the arguments."""
+    """Compile-time options; the tensors of options that are off are None in the arguments."""
 
     num_topk: int
     num_topk_groups: int
@@ -74,12 +74,12 @@ class Routing:
     num_tp_ranks: int
 
 
-# Every access stands under a guard of its own.
+# Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def top2_sum_gate_kernel(
     num_experts: int, routing: Routing, alignment: int, bias_alignment: int, config: TopkGateConfig, arch: Arch
 ) -> Any:
-    """`alignment`, `bias_alignment`: what addresses of rows of logits and that of bias are multiples of, in bytes."""
+    """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
     import tilelang.language as T
 
     num_topk, num_groups, num_copies = routing.num_topk, routing.num_groups, routing.num_copies
@@ -143,13 +143,13 @@ def top2_sum_gate_kernel(
     def physical(
         to_physical_map: T.Buffer, logical_count: T.Buffer, token: T.int32, ep_rank: T.int32, chosen: T.Buffer
     ) -> None:
-        """The copy of the expert `chosen[0]` that this token goes to."""
+        """Replace the expert `chosen[0]` by the physical copy of it that this token goes to."""
         expert = T.alloc_var("int32")
         count = T.alloc_var("int32")
         copy = T.alloc_var("int32")
         expert = T.min(chosen[0], num_mapped - 1)
         count = T.max(T.min(logical_count[expert], num_copies), 1)
-        # (ep_rank + token * 23333) mod count, of which nothing passes 2**31.
+        # (ep_rank + token * 23333) mod count, computed so that nothing exceeds 2**31.
         copy = T.truncmod(T.truncmod(token, count) * T.truncmod(_COPY_STEP, count), count)
         copy = T.truncmod(copy + T.truncmod(ep_rank, count), count)
         chosen[0] = T.max(to_physical_map[expert, copy], -1)
@@ -189,7 +189,7 @@ def top2_sum_gate_kernel(
             group = lane // lanes
             first = group * group_size + lane % lanes * per_lane
             limit = T.if_then_else(group < num_groups, (group + 1) * group_size, 0)
-            if token < num_tokens:  # the same for a whole warp, as are masks
+            if token < num_tokens:  # uniform in a warp, as are the masks
                 x = T.alloc_local((per_lane,), "float32")
                 shift = T.alloc_local((per_lane,), "float32")
                 chosen = T.alloc_local((1,), "int32")

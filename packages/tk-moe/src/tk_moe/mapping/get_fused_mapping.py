@@ -1,14 +1,14 @@
 """get_fused_mapping: where each (token, slot) pair goes when pairs are grouped by expert, and back.
 
 Pair i = t · num_topk + k of topk_idx int64 or int32 (num_tokens, num_topk) goes to the segment of its expert. Segments
-follow the order of the experts; in each stand its pairs in ascending order (a stable counting sort), then padding up to
-a multiple of `alignment`:
+are in the order of the experts. Each has its pairs in ascending order (a stable counting sort), then padding up to a
+multiple of `alignment`:
 
     pos               0 …                                                                  … num_expanded_tokens
                       ├── expert 0 ──┬─ padding ─┼── expert 1 ──┬─ padding ─┼── …  ─┼── padding after the last ──┤
     pos_to_expert        0 0 0 0 …      -1 …          1 1 1 …       -1 …                    -1 …
 
-get_fused_mapping_kernel.py tells how.
+get_fused_mapping_kernel.py describes the kernels.
 """
 
 from typing import Any, Literal, overload
@@ -28,7 +28,7 @@ from tk_moe.lib.get_fused_mapping_kernel import count_kernel, mapping_kernel
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
 
-MAX_POSITIONS = 2**30  # so that no index on the way overflows an int32
+MAX_POSITIONS = 2**30  # so that no intermediate index overflows an int32
 
 _Mapping = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]
@@ -36,7 +36,7 @@ _Mapping = tuple[
 
 
 def _check_indices(topk_idx: torch.Tensor, num_experts: int) -> None:
-    """What TK_DEBUG asks for. A stream that is being captured can't be waited for, so nothing is checked there."""
+    """The check of TK_DEBUG. While a stream is being captured, synchronizing is not possible and nothing is checked."""
     if topk_idx.numel() == 0 or topk_idx.is_meta or (topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     highest = int(topk_idx.max())
@@ -128,7 +128,7 @@ def _map_all(
     force_no_sync: bool,
     with_psum: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Everything but the synchronization: all tensors of `get_fused_mapping`, the pos_to_* uncut."""
+    """Everything but the synchronization: all tensors of `get_fused_mapping`, the pos_to_* in full length."""
     num_tokens, num_topk = check.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"))
     check.in_range("num_topk (columns of topk_idx)", num_topk, 1, MAX_TOPK)
     check.in_range("num_experts", num_experts, 1, MAX_EXPERTS)
@@ -208,24 +208,24 @@ def get_fused_mapping(
 ) -> tuple[Any, ...]:
     """Group (token, slot) pairs by expert: each expert owns a segment of positions whose size `alignment` divides.
 
-    Segments follow the order of the experts. In each stand its pairs in ascending flat order t · num_topk + k, then
-    padding; what comes after the last segment is padding too. An index that is negative, or not below `num_experts`,
-    means no expert; with TK_DEBUG=1 the latter raises.
+    Segments are in the order of the experts. Each has its pairs in ascending flat order t · num_topk + k, then padding;
+    positions after the last segment are padding too. An index that is negative, or not below `num_experts`, means no
+    expert; with TK_DEBUG=1 the latter raises.
 
-    With num_expanded_tokens = 0, space for the worst case is set aside: ⌊(T·K + (alignment - 1)·E) / alignment⌋ ·
-    alignment positions. Then, unless `force_no_sync`, the sizes of the segments are read back, which waits for the
-    device, and the pos_to_* are cut to their sum. In all other cases nothing waits, and a CUDA graph can hold the call.
-    Tensors on the meta device hold no sizes to read, and are not cut. Fake ones, and those that torch.compile and
-    torch.export trace with, need a size or `force_no_sync`: `tk_moe.max_expanded_tokens` computes the most that any
-    routing takes.
+    With num_expanded_tokens = 0, the pos_to_* are allocated for the worst case, ⌊(T·K + (alignment - 1)·E) /
+    alignment⌋ · alignment positions. Then, unless `force_no_sync`, the sizes of the segments are read back, which
+    synchronizes with the device, and the pos_to_* are cut to their sum. In all other cases there is no synchronization,
+    and the call can be captured in a CUDA graph. On the meta device there are no sizes to read, and nothing is cut.
+    Fake tensors, torch.compile and torch.export need a size or `force_no_sync`: `tk_moe.max_expanded_tokens` computes
+    the most that any routing needs.
 
     Args:
         topk_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
         num_experts: From 1 to 1024.
         num_expanded_tokens: Length of the pos_to_*; 0 for the worst case. If it is too small, pairs that do not fit
             get -1 in token_topk_to_pos; the segments' bounds are as if they did.
-        alignment: What the size of each segment is a multiple of, at least 1.
-        force_no_sync: Keep the worst case's length rather than wait.
+        alignment: The size of each segment is a multiple of this; at least 1.
+        force_no_sync: Keep the length of the worst case instead of synchronizing.
         with_psum: Also return expert_psum.
 
     Returns:
@@ -234,18 +234,18 @@ def get_fused_mapping(
         token_topk_to_pos: int32 (num_tokens, num_topk). Position of each pair, -1 if it has none.
         expert_start, expert_end: int32 (num_experts). Bounds of the segments.
         num_tokens_per_expert: int32 (num_experts). Sizes of the segments, padding included.
-        num_tokens_per_expert_list: The same as a list if it was read back, else empty.
-        expert_psum: With `with_psum` only: int32 (num_experts). Where the pairs of each expert end and its padding
-            begins, expert_start plus the number of its pairs, for grouped matrix products that skip the padding.
+        num_tokens_per_expert_list: The same as a list if it was read back, otherwise empty.
+        expert_psum: With `with_psum` only: int32 (num_experts). The position where the pairs of each expert end and its
+            padding begins: expert_start plus the number of its pairs. For grouped matrix products that skip padding.
 
     Raises:
         TypeError: topk_idx is not an int64 or int32 tensor, or another argument is not an int (a bool for a flag).
         ValueError: topk_idx has another shape or is not contiguous, a size is out of range, there would be more than
-            2³⁰ positions, or sizes would have to be read back of tensors that hold none.
+            2³⁰ positions, or sizes would have to be read back from fake tensors.
     """
     reads_sizes = num_expanded_tokens == 0 and not force_no_sync
     if reads_sizes and (torch.compiler.is_compiling() or isinstance(topk_idx, FakeTensor)):
-        # Sizes can't be read back of a tensor that holds none.
+        # A fake tensor has no data from which sizes could be read back.
         size = (
             "a size, as tk_moe.max_expanded_tokens computes it, or force_no_sync, under torch.compile and fake tensors"
         )

@@ -2,8 +2,8 @@
 
     group_indices[t, k] = -1     if it is a group, and group_indices[t, j] is the same one for some j < k
 
-group_indices int64 or int32 (num_tokens, num_topk). A thread takes a token, and notes the groups it has seen as bits of
-up to four words; only what changes is written.
+group_indices int64 or int32 (num_tokens, num_topk). A thread takes a token, and marks the groups it has seen in a
+bitmask of up to four words; only indices that change are written.
 """
 
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ MAX_GROUPS = 128
 
 @dataclass(frozen=True)
 class InplaceUniqueGroupIndicesConfig:
-    """Launch knobs."""
+    """Launch configuration."""
 
     threads: int
 
     @staticmethod
     @cache
     def best(arch: Arch) -> "InplaceUniqueGroupIndicesConfig":
-        """Small blocks, so that 8192 tokens reach most multiprocessors. Untuned."""
+        """Small thread blocks, so that 8192 tokens occupy most SMs. Untuned."""
         return InplaceUniqueGroupIndicesConfig(threads=64)
 
 
-# Every access stands under a guard of its own.
+# Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _inplace_unique_group_indices_kernel(
     num_groups: int,
@@ -46,7 +46,7 @@ def _inplace_unique_group_indices_kernel(
     config: InplaceUniqueGroupIndicesConfig,
     arch: Arch,
 ) -> Any:
-    """`alignment`: what the address of each row is a multiple of, in bytes."""
+    """`alignment` of each row is in bytes."""
     import tilelang.language as T
 
     vector = alignment // idx_dtype.itemsize
@@ -71,7 +71,7 @@ def _inplace_unique_group_indices_kernel(
                 for k in T.unroll(num_topk):
                     before = T.uint32(0)
                     for word in T.unroll(num_words):
-                        # Every word takes part: one picked by its number would be in memory.
+                        # All words are updated: an array that is indexed dynamically would be in local memory.
                         bit = T.if_then_else(
                             T.And(groups[k] >= 32 * word, groups[k] < T.min(32 * word + 32, num_groups)),
                             T.uint32(1) << (T.cast(groups[k], "uint32") & T.uint32(31)),
@@ -97,7 +97,7 @@ def _inplace_unique_group_indices_reference(group_indices: torch.Tensor, num_gro
     reference=_inplace_unique_group_indices_reference,
 )
 def _inplace_unique_group_indices_out(group_indices: torch.Tensor, num_groups: int) -> None:
-    """Launch."""
+    """Launch the kernel."""
     num_tokens, num_topk = group_indices.shape
     if num_tokens == 0:
         return

@@ -5,8 +5,8 @@
     out = i' - (i' // (per_rank · num_tp_ranks)) · per_rank · (num_tp_ranks - 1)   if (i // per_rank) mod num_tp_ranks
                                                                                       = tp_rank and i ≥ 0, else -1
 
-indices and out int64 or int32 (num_tokens, num_topk). A thread takes an index. Where i is kept, the second quotient is
-(i // per_rank) // num_tp_ranks, which the remainder takes anyway.
+indices and out int64 or int32 (num_tokens, num_topk). A thread takes an index. Where i is kept, i' // (per_rank ·
+num_tp_ranks) is (i // per_rank) // num_tp_ranks, which the remainder needs anyway.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from tk_moe.balance.group_count import MAX_PAIRS, check_indices
 
 @dataclass(frozen=True)
 class MaskIndicesByTpConfig:
-    """Launch knobs."""
+    """Launch configuration."""
 
     threads: int
 
@@ -36,7 +36,7 @@ class MaskIndicesByTpConfig:
         return MaskIndicesByTpConfig(threads=128)
 
 
-# Every access stands under a guard of its own.
+# Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, config: MaskIndicesByTpConfig, arch: Arch) -> Any:
     import tilelang.language as T
@@ -61,7 +61,7 @@ def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, config: MaskIndicesByTpCo
             group = T.alloc_var("uint64")
             if at < num_tokens * num_topk:
                 index = T.cast(flat[at], "int64")
-                # Unsigned, as truncating and flooring are one there.
+                # Unsigned, where truncating and flooring division are the same.
                 quotient = T.truncdiv(T.cast(index, "uint64"), T.cast(per_rank, "uint64"))
                 group = T.truncdiv(quotient, T.cast(num_tp_ranks, "uint64"))
                 if index >= 0 and quotient - group * T.cast(num_tp_ranks, "uint64") == T.cast(tp_rank, "uint64"):
@@ -87,7 +87,7 @@ def _mask_indices_by_tp_reference(
 def _mask_indices_by_tp_out(
     indices: torch.Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int, out: torch.Tensor
 ) -> None:
-    """Launch."""
+    """Launch the kernel."""
     if out.numel() == 0:
         return
     arch = get_arch(indices.device)
@@ -101,7 +101,7 @@ def mask_indices_by_tp(
 ) -> torch.Tensor:
     """Keep and renumber the experts of one tensor-parallel rank; all others become -1.
 
-    Experts are dealt out to expert-parallel ranks in runs of per_rank = n // num_ep_ranks. Expert i is kept where
+    Each expert-parallel rank has per_rank = n // num_ep_ranks consecutive experts. Expert i is kept where
     (i // per_rank) mod num_tp_ranks = tp_rank, and becomes i' - (i' // (per_rank · num_tp_ranks)) · per_rank ·
     (num_tp_ranks - 1) with i' = i - tp_rank · per_rank. Names and formula are those of DeepSeek's TileKernels 1.0.0.
 

@@ -6,20 +6,20 @@ from tk_core import check
 def max_expanded_tokens(num_tokens: int, num_topk: int, num_experts: int, alignment: int) -> int:
     """Most rows that `get_fused_mapping` can need for num_tokens · num_topk pairs, over all routings.
 
-    ⌊(pairs + (alignment - 1) · min(num_experts, pairs)) / alignment⌋ · alignment: each expert that has pairs, of which
-    there are at most min(num_experts, pairs), rounds up by at most alignment - 1, and the sum is a multiple of
-    alignment. Reached where all but one of these experts have one pair each.
+    ⌊(pairs + (alignment - 1) · min(num_experts, pairs)) / alignment⌋ · alignment: at most min(num_experts, pairs)
+    experts have pairs, each of these is padded by at most alignment - 1 rows, and the sum is a multiple of alignment.
+    The bound is reached where all but one of these experts have one pair each.
 
-    Rows made by it suffice for any routing, so that nothing has to wait for the sizes of the segments:
+    So many rows suffice for any routing, and no synchronization is needed to read the sizes of the segments:
 
         num_rows = max_expanded_tokens(num_tokens, num_topk, num_experts, 16)
         get_fused_mapping(topk_idx, num_experts, num_rows, 16, force_no_sync=True)
 
     Args:
-        num_tokens: At least 0; also a torch.SymInt, as torch.compile makes of a size that varies.
+        num_tokens: At least 0; may be a torch.SymInt, which torch.compile uses for a dynamic size.
         num_topk: At least 1.
         num_experts: At least 1.
-        alignment: What the size of each segment is a multiple of, at least 1.
+        alignment: The size of each segment is a multiple of this; at least 1.
 
     Raises:
         TypeError: an argument is not an int. ValueError: it is out of range.
