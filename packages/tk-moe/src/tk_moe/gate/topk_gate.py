@@ -57,7 +57,7 @@ def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: T
     num_tokens = T.dynamic("num_tokens")
     is_packed = can_pack(num_experts, num_topk)
     # Consecutive experts of a lane: its vectors are 32 vectors apart, or all neighbours.
-    dealt = vector if is_packed else per_lane
+    run_length = vector if is_packed else per_lane
     choose = choose_macro(per_lane, num_topk)
     choose_packed = choose_packed_macro(num_experts, per_lane, vector, num_topk) if is_packed else None
 
@@ -75,17 +75,17 @@ def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: T
                 keys = T.alloc_local((per_lane,), "int32")
                 chosen = T.alloc_local((1,), "int32")
                 for c in T.unroll(per_lane // vector):
-                    if expert_of(c * vector, lane, dealt) < num_experts:
+                    if expert_of(c * vector, lane, run_length) < num_experts:
                         for v in T.vectorized(vector):
-                            values[c * vector + v] = scores[token, expert_of(c * vector, lane, dealt) + v]
+                            values[c * vector + v] = scores[token, expert_of(c * vector, lane, run_length) + v]
                 if is_packed:
                     choose_packed(values, lane, chosen)
                 else:
                     for j in T.unroll(per_lane):
                         keys[j] = T.if_then_else(
-                            expert_of(j, lane, dealt) < num_experts, sort_key(values[j]), T.int32(NO_KEY)
+                            expert_of(j, lane, run_length) < num_experts, sort_key(values[j]), T.int32(NO_KEY)
                         )
-                    choose(keys, lane, expert_of(0, lane, dealt), chosen)
+                    choose(keys, lane, expert_of(0, lane, run_length), chosen)
                 if lane < num_topk:
                     out[token, lane] = T.cast(T.cast(chosen[0], "uint32"), "int64")
 

@@ -73,7 +73,7 @@ def _topk_gate_with_weights_kernel(
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
     # Consecutive experts of a lane: its vectors are 32 vectors apart, or all neighbours.
-    dealt = vector if is_packed else per_lane
+    run_length = vector if is_packed else per_lane
     bias_vector = min(vector, bias_alignment // 4)
     choose = choose_macro(per_lane, num_topk)
     choose_packed = choose_packed_macro(num_experts, per_lane, vector, num_topk) if is_packed else None
@@ -83,17 +83,17 @@ def _topk_gate_with_weights_kernel(
     def load(logits: T.Buffer, bias: T.Buffer, token: T.int32, lane: T.int32, x: T.Buffer, shift: T.Buffer) -> None:
         values = T.alloc_local((per_lane,), dtype)
         for c in T.unroll(per_lane // vector):
-            if expert_of(c * vector, lane, dealt) < num_experts:
+            if expert_of(c * vector, lane, run_length) < num_experts:
                 for v in T.vectorized(vector):
-                    values[c * vector + v] = logits[token, expert_of(c * vector, lane, dealt) + v]
+                    values[c * vector + v] = logits[token, expert_of(c * vector, lane, run_length) + v]
         if has_bias:
             for c in T.unroll(per_lane // bias_vector):
-                if expert_of(c * bias_vector, lane, dealt) < num_experts:
+                if expert_of(c * bias_vector, lane, run_length) < num_experts:
                     for v in T.vectorized(bias_vector):
-                        shift[c * bias_vector + v] = bias[expert_of(c * bias_vector, lane, dealt) + v]
+                        shift[c * bias_vector + v] = bias[expert_of(c * bias_vector, lane, run_length) + v]
         for j in T.unroll(per_lane):
             x[j] = T.if_then_else(
-                expert_of(j, lane, dealt) < num_experts, T.cast(values[j], "float32"), T.float32(none)
+                expert_of(j, lane, run_length) < num_experts, T.cast(values[j], "float32"), T.float32(none)
             )
 
     @T.prim_func
@@ -136,9 +136,9 @@ def _topk_gate_with_weights_kernel(
                         for j in T.unroll(per_lane):
                             rank = x[j] + shift[j] if has_bias else x[j]
                             keys[j] = T.if_then_else(
-                                expert_of(j, lane, dealt) < num_experts, sort_key(rank), T.int32(NO_KEY)
+                                expert_of(j, lane, run_length) < num_experts, sort_key(rank), T.int32(NO_KEY)
                             )
-                        choose(keys, lane, expert_of(0, lane, dealt), chosen)
+                        choose(keys, lane, expert_of(0, lane, run_length), chosen)
                     if is_softmax:
                         softmax_sums(x, sums)
                     if lane < num_topk:
