@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tk_quant
+from tk_core.arch import ARCHS, Arch
 from tk_core.testing import tiers
 from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig
 from tk_quant.per_channel.per_channel_cast_and_transpose import PerChannelCastAndTransposeConfig
@@ -131,15 +132,16 @@ def test_blocks_do_not_mix() -> None:
     assert torch.equal(tk_quant.per_channel_cast_and_transpose(x, "e4m3", 32)[1], expected)
 
 
-def test_configurations_are_admissible() -> None:
+@pytest.mark.parametrize("arch", ARCHS.values())
+def test_configurations_are_admissible(arch: Arch) -> None:
     for itemsize, gathered in product((2, 4), (False, True)):
-        config = PerChannelCastConfig.best(itemsize, gathered, None)
+        config = PerChannelCastConfig.best(itemsize, gathered, arch)
         assert 128 % (4 * config.rows) == 0
         assert config.vec in (4, 8, 16)
         assert config.channels in (128, 256)
         assert (128 // config.rows) * (config.channels // config.vec) <= 1024
     for hidden in (576, 4160, 7168):
-        config = PerChannelCastAndTransposeConfig.best(hidden, None)
+        config = PerChannelCastAndTransposeConfig.best(hidden, arch)
         assert config.channels in (64, 128)
         # A thread's rows are of one block of 32.
         assert config.rows in (4, 8, 16)
