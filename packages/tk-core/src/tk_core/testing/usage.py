@@ -72,21 +72,28 @@ def _cuobjdump(cubin: bytes, options: Iterable[str]) -> str:
         return subprocess.run([tool, *options, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def resource_usage(kernel: Kernel, *args: Any) -> dict[str, ResourceUsage]:
+def lower(kernel: Kernel, *args: Any) -> Any:
+    """What TileLang generates of a kernel for these arguments: `kernel_source` is its CUDA, not compiled yet."""
+    lower_prim_func = load_tilelang().lower
+    from tilelang import tvm
+
+    target = tvm.target.Target(args[-1].target)
+    with tvm.transform.PassContext(opt_level=3, config=_configs(kernel)), target:
+        return lower_prim_func(kernel.build(*args), target=target, enable_host_codegen=True)
+
+
+def resource_usage(kernel: Kernel, *args: Any, lowered: Any = None) -> dict[str, ResourceUsage]:
     """Registers, local and shared memory of each function of a kernel compiled for these arguments, by name.
 
     Compiled as by `Kernel.compile`, but without the host library, which takes a third of the time, or the cache.
+    `lowered` is what `lower` returned for them, if it is there.
     """
-    lower = load_tilelang().lower
+    artifact = lowered or lower(kernel, *args)
     from tilelang import tvm
     from tilelang.cuda.backend import tilelang_callback_cuda_compile
 
-    prim_func, arch = kernel.build(*args), args[-1]
-    configs = {**kernel._pass_configs, "tl.device_compile_flags": list(kernel._compile_flags)}
-    target = tvm.target.Target(arch.target)
-    with tvm.transform.PassContext(opt_level=3, config=configs), target:
-        artifact = lower(prim_func, target=target, enable_host_codegen=True)
-    cubin = tilelang_callback_cuda_compile(artifact.kernel_source, target, configs)
+    target = tvm.target.Target(args[-1].target)
+    cubin = tilelang_callback_cuda_compile(artifact.kernel_source, target, _configs(kernel))
     printed = _cuobjdump(bytes(cubin), ["--dump-resource-usage"])
     launched = _dynamic_shared_bytes(artifact.rt_mod.inspect_source(), artifact.kernel_source)
     pattern = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
@@ -97,6 +104,10 @@ def resource_usage(kernel: Kernel, *args: Any) -> dict[str, ResourceUsage]:
     if not usage:
         raise ValueError(f"{kernel.name}{args!r}: found no kernel function in what it compiles to")
     return usage
+
+
+def _configs(kernel: Kernel) -> dict[str, Any]:
+    return {**kernel._pass_configs, "tl.device_compile_flags": list(kernel._compile_flags)}
 
 
 def _dynamic_shared_bytes(host: str, device: str) -> dict[str, int]:
