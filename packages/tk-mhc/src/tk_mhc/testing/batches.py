@@ -1,4 +1,4 @@
-"""A check for ops whose results for a token depend on that token alone."""
+"""A check for ops whose result for a token depends only on that token."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -24,10 +24,10 @@ def assert_independent_of_batch(
     output_token_dim: int = 0,
     num_random: int = 8,
 ) -> None:
-    """Raise AssertionError unless each part of a batch of 8192 tokens gives the bits that it has in the whole.
+    """Raise AssertionError unless each part of a batch of 8192 tokens has the same bits as within the whole batch.
 
-    `token_dims`: the arguments that hold a token each, and in which dimension. The parts are tokens alone, the first n
-    for `BATCH_SIZES`, and `num_random` others that begin and end anywhere.
+    `token_dims`: the arguments with a dimension of tokens, and which it is. The parts are single tokens, the first n
+    tokens for `BATCH_SIZES`, and `num_random` random ranges.
     """
     whole = op(**inputs)
     draws = random.Random(0)

@@ -1,4 +1,4 @@
-"""How results of ops that are not exact are compared with the reference's."""
+"""Comparison of results of inexact ops with the reference's."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ TOKEN_COUNTS = (0, 1, 3, 17, 64, 4096, 8192)
 
 
 def within(rtol: float | None = None, atol: float | None = None) -> Any:
-    """compare(actual, expected) of trees by torch.testing.assert_close, by default at its tolerances for the dtype."""
+    """compare(actual, expected) for trees by torch.testing.assert_close, by default with its tolerances by dtype."""
 
     def compare(actual: Any, expected: Any) -> None:
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)

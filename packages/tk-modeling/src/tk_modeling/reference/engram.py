@@ -1,4 +1,4 @@
-"""EngramGate and Engram in plain PyTorch, in whatever dtype their parameters have."""
+"""EngramGate and Engram in plain PyTorch, in the dtype of their parameters."""
 
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,7 @@ class Engram(nn.Module):
         hashes = torch.zeros_like(ids)
         remainders = []
         for k in range(len(multipliers)):
-            # Before a sequence there is nothing: False.
+            # False before the start of a sequence.
             before = F.pad(ids, (k, 0))[:, : ids.shape[1]]
             is_open = is_open & F.pad(torch.ones_like(is_open), (k, 0))[:, : ids.shape[1]]
             if self.block_id is not None:
@@ -147,7 +147,7 @@ class Engram(nn.Module):
 
     def _conv(self, u: Tensor) -> Tensor:
         """SiLU of the causal convolution of u (batch, sequence, m, H), normalized."""
-        if u.shape[1] == 0:  # of which conv1d makes an error
+        if u.shape[1] == 0:  # conv1d rejects it
             return u
         dilation = len(self.multipliers[0])
         n = _rms_norm(u, self.norm_weight, self.conv_eps).flatten(-2).transpose(1, 2)

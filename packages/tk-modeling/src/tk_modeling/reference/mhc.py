@@ -1,6 +1,6 @@
 """HyperConnection and HyperHead in plain PyTorch, with the parameters of tk_modeling's.
 
-Mixes are computed in the parameters' dtype, sums over streams in the wider one of it and the residual's.
+Mixes are computed in the parameters' dtype, sums over streams in the wider of that and the residual's.
 """
 
 import math
@@ -67,7 +67,7 @@ class HyperConnection(nn.Module):
 
 
 class HyperHead(nn.Module):
-    """The streams collapsed by weights that follow from them."""
+    """The streams collapsed with weights that are computed from them."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ def _project(residual: Tensor, fn: Tensor, norm_weight: Tensor | None, eps: floa
 
 
 def _sinkhorn(logits: Tensor, repeat: int, eps: float) -> Tensor:
-    """Rows, then columns made to sum to 1, again and again."""
+    """Normalize rows, then columns, to sum to 1, repeatedly."""
     x = logits.softmax(-1) + eps
     x = x / (x.sum(-2, keepdim=True) + eps)
     for _ in range(repeat - 1):

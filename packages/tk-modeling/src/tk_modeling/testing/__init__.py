@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: cases of the modules and the checks that each has to pass."""
+"""Shared by tests and benchmarks: cases of the modules and the checks that each has to pass."""

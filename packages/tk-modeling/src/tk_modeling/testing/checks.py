@@ -1,4 +1,4 @@
-"""What every module has to keep, given a way to make it, its reference and inputs for both."""
+"""Checks of what every module promises, for cases that make it, its reference and inputs for both."""
 
 import copy
 import pickle
@@ -17,10 +17,10 @@ from tk_core.testing.trees import map_tensors, tensors
 
 LEADING = (3, 5)
 """Leading dimensions of the inputs: (batch, sequence)."""
-# Gradients of fewer elements than this are judged together: the error of a few numbers is luck.
+# Gradients of fewer elements than this are compared together: the error of a few numbers is too random.
 _FEW = 1024
 _SEEDS = 6
-# What float32 arithmetic rounds off: below it, which of two modules is nearer is luck.
+# Errors of float32 arithmetic: below this it is random which of two modules is closer.
 _NO_ERROR = 1e-6
 
 
@@ -31,7 +31,7 @@ class ModuleCase:
     name: str
     """Kebab-case, such as hyper-connection-shifted."""
     make: Callable[[str], nn.Module]
-    """make(device), with the module's usual dtypes; parameters that start as constants are to be drawn at random."""
+    """make(device), with the module's usual dtypes; parameters that are initially constant have to be randomized."""
     make_reference: Callable[[str], nn.Module]
     """The reference, with parameters and buffers of the same names, shapes and dtypes."""
     make_inputs: Callable[[tuple[int, ...], str], tuple[Any, ...]]
@@ -39,7 +39,7 @@ class ModuleCase:
     float32: tuple[str, ...] = ()
     """Names of parameters and buffers that stay float32 where the reference computes in bfloat16."""
     bounds: Mapping[str, float] = field(default_factory=dict)
-    """Relative errors of gradients that the ops behind them are allowed, where plain PyTorch computes in float32."""
+    """Relative errors that the ops allow in gradients that plain PyTorch computes in float32."""
     trains_inputs: bool = True
     """False where no input takes a gradient."""
 
@@ -77,7 +77,7 @@ def gradients(module: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
 
 
 def reference_in(case: ModuleCase, module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
-    """The reference with the module's parameters, in float64, or in bfloat16 but for `case.float32`."""
+    """The reference with the module's parameters, in float64, or in bfloat16 except `case.float32`."""
     reference = case.make_reference(device)
     reference.load_state_dict(module.state_dict())
     for name, tensor in [*reference.named_parameters(), *reference.named_buffers()]:
@@ -91,7 +91,7 @@ def _in(dtype: torch.dtype, inputs: Any) -> Any:
 
 
 def check_gradients(case: ModuleCase, device: str) -> None:
-    """Errors to float64 are at most 1.1 times those of the reference in bfloat16, or the case's bounds.
+    """Errors relative to float64 are at most 1.1 times those of the reference in bfloat16, or the case's bounds.
 
     Both are root mean squares of several draws.
     """
@@ -139,7 +139,7 @@ def check_reference_gradients(case: ModuleCase) -> None:
 
 
 def check_leading_dimensions(case: ModuleCase, device: str) -> None:
-    """(batch, sequence, …) gives what (tokens, …) gives, where a batch of one is one sequence."""
+    """(batch, sequence, …) gives the same as (tokens, …) for a batch of one, which is one sequence."""
     module = _seeded(case, device)
     inputs = _inputs(case, device, (1, 7))
     flat = map_tensors(lambda x: x.flatten(0, 1), inputs)
@@ -147,7 +147,7 @@ def check_leading_dimensions(case: ModuleCase, device: str) -> None:
 
 
 def check_zero_tokens(case: ModuleCase, device: str) -> None:
-    """No tokens: outputs of the right shapes, gradients of parameters that are zeros."""
+    """Zero tokens: outputs have the right shapes, gradients of parameters are zeros."""
     module = _seeded(case, device)
     few, none = (module(*_inputs(case, device, leading)) for leading in ((1, 2), (1, 0)))
     for some, empty in zip(tensors(few), tensors(none), strict=True):
@@ -159,7 +159,7 @@ def check_zero_tokens(case: ModuleCase, device: str) -> None:
 
 
 def check_without_gradients(case: ModuleCase, device: str) -> None:
-    """Under no_grad and inference_mode the numbers are those of training, and nothing requires gradients."""
+    """Under no_grad and inference_mode the results are those of training, and nothing requires gradients."""
     module, inputs = _seeded(case, device).eval(), _inputs(case, device)
     expected = map_tensors(Tensor.detach, module(*inputs))
     for mode in (torch.no_grad, torch.inference_mode):
@@ -193,7 +193,7 @@ def check_functional_call(case: ModuleCase, device: str) -> None:
 
 
 def check_frozen(case: ModuleCase, device: str) -> None:
-    """Freezing a parameter leaves it without a gradient and all others with theirs."""
+    """A frozen parameter gets no gradient, and all others get the same as before."""
     module, inputs = _seeded(case, device), _inputs(case, device)
     expected = gradients(module, inputs)
     for name, parameter in module.named_parameters():
@@ -254,7 +254,7 @@ def check_compile(case: ModuleCase, device: str) -> None:
     torch._dynamo.reset()
     module = _seeded(case, device)
     compiled = copy.deepcopy(module)
-    # On a CPU the code generator is left out: it takes a minute and none of our kernels is in it.
+    # On a CPU without code generation, which takes a minute and involves none of our kernels.
     compiled.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     for length in (5, 9):
         inputs = _inputs(case, device, (3, length))
@@ -267,7 +267,7 @@ def check_compile(case: ModuleCase, device: str) -> None:
 
 
 def check_autocast(case: ModuleCase, device: str) -> None:
-    """Under bfloat16 autocast, float32 parameters and inputs give what bfloat16 ones give, but for roundings."""
+    """Under bfloat16 autocast, float32 parameters and inputs give the same as bfloat16 ones, up to rounding."""
     module = _seeded(case, device).eval()
     inputs = _inputs(case, device)
     expected = gradients(module, inputs)
@@ -281,7 +281,7 @@ def check_autocast(case: ModuleCase, device: str) -> None:
 
 
 def check_stream(case: ModuleCase) -> None:
-    """Forward and backward on a stream of their own give the usual bits."""
+    """Forward and backward on another stream give the same bits."""
     module, inputs = _seeded(case, "cuda"), _inputs(case, "cuda")
     expected = gradients(copy.deepcopy(module), inputs)
     stream = torch.cuda.Stream()
@@ -293,7 +293,7 @@ def check_stream(case: ModuleCase) -> None:
 
 
 def check_graph(case: ModuleCase) -> None:
-    """The forward in a CUDA graph follows its inputs."""
+    """The forward in a CUDA graph computes with new values of its inputs."""
     module, inputs, others = _seeded(case, "cuda").eval(), _inputs(case, "cuda"), _inputs(case, "cuda", seed=8)
     with torch.no_grad():
         expected = map_tensors(torch.clone, module(*others))
@@ -325,7 +325,7 @@ GPU_CHECKS = {"stream": check_stream, "graph": check_graph}
 
 
 def checks(case: ModuleCase) -> Iterator[tuple[str, Callable[[], None], bool]]:
-    """(name, check, whether it needs a GPU) of everything that a module has to keep."""
+    """(name, check, whether it needs a GPU) for all checks of a module."""
     yield f"{case.name}-reference-gradients", lambda: check_reference_gradients(case), False
     for name, check in DEVICE_CHECKS.items():
         for device in ("cpu", "cuda"):

@@ -15,8 +15,8 @@ VOCAB_SIZE = 50
 LAYOUT = engram_layout(VOCAB_SIZE, layer_ids=(1, 4), max_ngram=3, num_heads=2, table_sizes=(17, 23))
 
 
-# Mean and standard deviation. The slope of the gate's root has no bound where d is 0, and no arithmetic is exact enough
-# there: streams and what is looked up for them have means other than 0, so that |d| is about half of √H.
+# Mean and standard deviation. The slope of the gate's root is unbounded at d = 0, where no arithmetic is exact enough.
+# So streams and the rows looked up for them have means other than 0, and |d| is about half of √H.
 _PARAMETERS = {
     "table": (1, 1),
     "kv_weight": (0.01, 0.05),
@@ -52,7 +52,7 @@ def in_float64(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def relative_error(found: Tensor, want: Tensor) -> float:
-    """Norm of the difference, in norms of `want`."""
+    """Norm of the difference relative to the norm of `want`."""
     found, want = found.detach().double(), want.detach().double()
     return float((found - want).norm() / want.norm())
 

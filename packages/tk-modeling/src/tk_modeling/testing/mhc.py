@@ -30,7 +30,7 @@ class Mlp(nn.Module):
 
 @torch.no_grad()
 def randomize(module: nn.Module) -> nn.Module:
-    """Draw mHC's parameters anew, so that no gradient is close to nothing as it is at the initial values."""
+    """Randomize mHC's parameters, as some gradients are close to zero at the initial values."""
     module.fn.normal_(std=0.1)
     module.scale.uniform_(0.5, 1.5)
     module.base.normal_()
@@ -40,7 +40,7 @@ def randomize(module: nn.Module) -> nn.Module:
 
 
 def draw_residual(leading: tuple[int, ...], device: str, mhc_mult: int = 4, hidden: int = HIDDEN) -> Tensor:
-    """Streams as they come out of a layer: bfloat16, contiguous, all of a size."""
+    """Streams like those that a layer returns: bfloat16, contiguous, of similar magnitude."""
     return torch.randn(*leading, mhc_mult, hidden, device=device).bfloat16()
 
 

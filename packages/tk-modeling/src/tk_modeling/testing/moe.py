@@ -17,7 +17,7 @@ _GROUPS = {"num_groups": 4, "num_topk_groups": 2, "routed_scaling_factor": 2.5, 
 
 def _make(module: type[nn.Module], sizes: tuple[int, ...], options: dict[str, Any], device: str) -> nn.Module:
     made = module(_HIDDEN, *sizes, **options, device=device)
-    # As after some training, and an auxiliary loss that is no rounding error beside the rest.
+    # As after some training; the auxiliary loss must not vanish in the rounding of the rest.
     (made if isinstance(made, Router | reference.Router) else made.router).bias.normal_(std=0.1)
     return made
 

@@ -1,11 +1,11 @@
-"""Reference of short_conv, and what its gradient's reference has in common with it."""
+"""Reference of short_conv, and the parts that the reference of its gradient shares."""
 
 import torch
 from torch import Tensor
 
 
 def sequence_of(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each token the index of its sequence and the sequence's first token, int64 (T,)."""
+    """For each token, the index of its sequence and that of the sequence's first token, int64 (T,)."""
     tokens = torch.arange(num_tokens, device=device)
     if cu_seqlens is None:
         return torch.zeros_like(tokens), torch.zeros_like(tokens)
@@ -14,7 +14,7 @@ def sequence_of(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device
 
 
 def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x · rstd and rstd = rsqrt(mean(x²) + eps) over the last dimension, in float32, or float64 if x is that."""
+    """x · rstd and rstd = rsqrt(mean(x²) + eps) over the last dimension, in float32, or float64 if x is float64."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * rstd, rstd
@@ -45,7 +45,7 @@ def convolution(
     residual: Tensor | None,
     state: Tensor | None,
 ) -> Tensor:
-    """short_conv, which leaves the state as it is."""
+    """short_conv, without updating the state."""
     n = normalized(u, eps)[0] * norm_weight
     old = None if state is None else normalized(state, eps)[0] * norm_weight
     y = torch.zeros_like(n)
@@ -58,7 +58,7 @@ def convolution(
 
 
 def advance_state(u: Tensor, cu_seqlens: Tensor | None, state: Tensor) -> None:
-    """Let each sequence's state (B, L, m, H) hold the last L of its old rows and its rows of u after them, in place."""
+    """Update each sequence's state (B, L, m, H) in place to the last L of its old rows followed by its rows of u."""
     offsets = [0, u.shape[0]] if cu_seqlens is None else cu_seqlens.tolist()
     for rows, start, end in zip(state, offsets, offsets[1:]):
         rows.copy_(torch.cat((rows, u[start:end]))[-len(rows) :])
@@ -77,8 +77,8 @@ def short_conv(
 ) -> Tensor:
     """SiLU(Σ_j w[j] · n[t - (3 - j) · dilation]) with n = u · rsqrt(mean_H(u²) + eps) · norm_weight, + u + residual.
 
-    u and residual (T, m, H), norm_weight (m, H), conv_weight (m, H, 4); cu_seqlens (B + 1). What lies before a sequence
-    is 0, or the state's (B, 3 · dilation, m, H), which is moved on. In float32, or float64 if u is that; rounded to u's
+    u and residual (T, m, H), norm_weight (m, H), conv_weight (m, H, 4); cu_seqlens (B + 1). Rows before a sequence are
+    0, or the state's (B, 3 · dilation, m, H), which is updated. In float32, or float64 if u is float64; rounded to u's
     dtype at the end.
     """
     out = convolution(u, norm_weight, conv_weight, dilation, cu_seqlens, eps, residual, state)

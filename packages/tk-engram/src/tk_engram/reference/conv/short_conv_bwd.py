@@ -17,7 +17,7 @@ def short_conv_bwd(
     eps: float = 1e-5,
     has_residual: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `short_conv` without a state by u, norm_weight and conv_weight, in float32, or float64 if u is that.
+    """Gradients of `short_conv` without a state by u, norm_weight and conv_weight, in float32 (float64 for float64 u).
 
     With x = u · rstd and n = x · norm_weight: d_y = d_out · SiLU'(y), d_conv_weight[j] =
     Σ_t d_y[t] · n[t - (3 - j) · d], d_n[t] = Σ_j w[j] · d_y[t + (3 - j) · d], d_norm_weight = Σ_t d_n · x,

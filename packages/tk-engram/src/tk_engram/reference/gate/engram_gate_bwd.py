@@ -24,7 +24,7 @@ def engram_gate_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `engram_gate_fwd` by x, k and v, rounded to their dtype, and by the fused weight in parts.
 
-    Computed in float32, or float64 if x is that. Part b of the weight's gradient is the sum over tokens b, b + parts, …
+    Computed in float32, or float64 for float64 x. Part b of the weight's gradient sums the tokens b, b + parts, …
     """
     num_tokens, mhc_mult, hidden = hidden_states.shape
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)

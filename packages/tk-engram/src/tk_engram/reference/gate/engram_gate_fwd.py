@@ -19,8 +19,8 @@ def engram_gate_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """x + sigmoid(sign(d) · √max(|d|, clamp_value)) · v with d = dot · rstd_x · rstd_k · H^-½, rounded to x's dtype.
 
-    x and k (T, m, H), v (T, H), weight_fused (m, H); computed in float32, or float64 if x is that. Returns (out, dot,
-    gate, rstd_x, rstd_k), the last four (T, m), or None each.
+    x and k (T, m, H), v (T, H), weight_fused (m, H); computed in float32, for float64 x in float64. Returns (out, dot,
+    gate, rstd_x, rstd_k), of which the last four are (T, m), or all None.
     """
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     x, k, v = hidden_states.to(dtype), k.to(dtype), v.to(dtype).unsqueeze(1)

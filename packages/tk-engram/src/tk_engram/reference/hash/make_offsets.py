@@ -1,4 +1,4 @@
-"""make_offsets: where each table begins when the tables of a layer lie one after the other."""
+"""make_offsets: the first row of each table when the tables of a layer are stored one after the other."""
 
 import torch
 from torch import Tensor

@@ -13,7 +13,7 @@ def ngram_windows(
     block_id: int | None = None,
     history: Tensor | None = None,
 ) -> Tensor:
-    """out[t, k] = id of token t - k; from the first k on that lies before the sequence or equals block_id, pad_id.
+    """out[t, k] = id of token t - k; pad_id from the first k on whose token is before the sequence or block_id.
 
     token_ids (T); cu_seqlens (B + 1), or None for one sequence; history (B, N - 1), the ids before each sequence,
     newest first, until one is negative. (T, N).

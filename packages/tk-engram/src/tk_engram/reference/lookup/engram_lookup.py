@@ -9,10 +9,10 @@ from tk_core.reference.scales import decode_ue8m0
 def engram_lookup(
     indices: Tensor, table: Tensor, *, table_sf: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """out[t, c] = table[indices[t, c]], for an e4m3 table times its scale; zeros where there is no such row.
+    """out[t, c] = table[indices[t, c]], times its scale for an e4m3 table; zeros where there is no such row.
 
-    indices (T, C) and table (R, D) -> (T, C, D), on the device of the indices: bfloat16, but of a float32 or float64
-    table its dtype. table_sf (R, D / 32): uint8 exponents or float32. Products are rounded to float32, then bfloat16.
+    indices (T, C) and table (R, D) -> (T, C, D), on the device of the indices: bfloat16, or the dtype of a float32 or
+    float64 table. table_sf (R, D / 32): uint8 exponents or float32. Products are rounded to float32, then to bfloat16.
     """
     rows = indices.long().to(table.device)
     is_row = (rows >= 0) & (rows < table.shape[0])

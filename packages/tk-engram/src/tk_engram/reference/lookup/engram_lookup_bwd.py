@@ -9,8 +9,8 @@ def engram_lookup_bwd(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Each row's sum of d_o (T, C, D) over the pairs with indices[t, c] = row, (t, c) ascending, in float32 from 0.
 
-    Added to grad (num_rows, D), or to zeros. If sparse: rows, then -1; their sums, then zeros; their number. Float64 is
-    computed in float64.
+    Added to grad (num_rows, D), or to zeros. If sparse, returns the rows, padded with -1; their sums, padded with 0;
+    and their number. Float64 is computed in float64.
     """
     dim, pairs = d_o.shape[-1], d_o.flatten(0, 1)
     sums_dtype = torch.promote_types(d_o.dtype, torch.float32)

@@ -7,14 +7,14 @@ from torch import Tensor
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a · b + c, rounded once to float32. Float64 is computed in float64, rounded twice.
 
-    In float64 the product of two float32 is exact, the sum perhaps not. Where it is not, and its last bit is 0, it is
-    moved by one bit towards the exact sum: then it is never halfway between two float32, unless the exact sum is.
+    In float64 the product of two float32 is exact, but the sum may not be. An inexact sum whose last bit is 0 is moved
+    by one bit towards the exact sum: then it is never halfway between two float32 unless the exact sum is.
     """
     if a.dtype is torch.float64:
         return a * b + c
     p, c = a.double() * b.double(), c.double()
     total = p + c
-    # What the rounding of total left out, exactly (Knuth's TwoSum).
+    # The exact rounding error of total (Knuth's TwoSum).
     of_c = total - p
     lost = (p - (total - of_c)) + (c - of_c)
     is_even = total.view(torch.int64) % 2 == 0
@@ -26,9 +26,9 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def engram_sinkhorn_momentum_update(
     grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool = True
 ) -> Tensor:
-    """m' = fma(m, β, (1 - β) · g), which momentum_buffer gets, rounded; fma(g, 1 - β, β · m') with nesterov, else m'.
+    """m' = fma(m, β, (1 - β) · g), rounded, to momentum_buffer; returns fma(g, 1 - β, β · m') with nesterov, else m'.
 
-    In float32, products rounded, or in float64 if grad is that.
+    In float32 with rounded products, for float64 grad in float64.
     """
     dtype = torch.promote_types(grad.dtype, torch.float32)
     g, m = grad.to(dtype), momentum_buffer.to(dtype)

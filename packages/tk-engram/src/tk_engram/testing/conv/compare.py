@@ -1,4 +1,4 @@
-"""How rounded results of the convolution are compared with the reference's."""
+"""Comparison of rounded results of the convolution with the reference's."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from tk_core.testing.numeric import assert_same_metadata
 
 
 def assert_within_a_step(actual: Tensor, expected: Tensor, name: str) -> None:
-    """Raise AssertionError unless each element is equal or next to the expected bfloat16, or near it.
+    """Raise AssertionError unless each element is the expected bfloat16, a neighbour of it, or close to it.
 
-    Near is within 1e-6 of the largest magnitude: results of that size are differences of terms that are rounded.
+    Close is within 1e-6 of the largest magnitude: results of that size are differences of rounded terms.
     """
     assert_same_metadata(actual, expected, name)
     if not actual.numel():
@@ -17,7 +17,7 @@ def assert_within_a_step(actual: Tensor, expected: Tensor, name: str) -> None:
     assert actual.isfinite().all(), f"{name}: expected finite values"
     distance = (actual.float() - expected.float()).abs()
     magnitude = torch.maximum(actual.abs(), expected.abs()).float()
-    # A bfloat16 has 7 bits after the first.
+    # A bfloat16 has 7 bits of mantissa after the leading one.
     step = torch.exp2(torch.floor(torch.log2(magnitude.clamp(min=1e-30))) - 7)
     near = 1e-6 * float(expected.abs().max())
     worst = float((distance - step.clamp(min=near)).max())

@@ -25,9 +25,9 @@ def make_conv(
     dtypes: tuple[torch.dtype, torch.dtype] = (_BF16, _BF16),
     first_element: int = 0,
 ) -> dict[str, Any]:
-    """Normal tokens of several magnitudes, norm weights around 1, normal taps. `lengths`: of sequences, T in all.
+    """Normal tokens of several magnitudes, norm weights around 1, normal taps. The sequences' `lengths` add up to T.
 
-    Tensors start `first_element` elements into their storage.
+    Tensors start at element `first_element` of their storage.
     """
     u = rows((num_tokens, mhc_mult, hidden), device, first_element)
     u.mul_(torch.exp2(torch.randint(-2, 3, (num_tokens, mhc_mult, 1), device=device)))
@@ -48,7 +48,7 @@ def make_conv(
 
 
 def rows(shape: tuple[int, ...], device: str, first_element: int, dtype: torch.dtype = _BF16) -> torch.Tensor:
-    """Normal values that start `first_element` elements into their storage."""
+    """Normal values that start at element `first_element` of their storage."""
     x = torch.empty(first_element + torch.Size(shape).numel(), dtype=dtype, device=device).normal_()
     return x[first_element:].view(shape)
 
@@ -89,7 +89,7 @@ SPEC = OpSpec(
     compare=compare,
     mutates=("state",),
     cases=(
-        # Sequences shorter and longer than the taps reach, and an empty one; steps that are full and that are not.
+        # Sequences shorter and longer than the reach of the taps, and an empty one; full and partial steps.
         Case("m2-h64-t17", make(17, 2, 64), small=True, modes=True),
         Case(
             "m1-h64-t23-packed-residual-state",

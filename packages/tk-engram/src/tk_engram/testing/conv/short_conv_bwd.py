@@ -49,7 +49,7 @@ SPEC = OpSpec(
     reference=reference.short_conv_bwd,
     compare=compare,
     cases=(
-        # Sequences shorter and longer than the taps reach, and an empty one; ranges of tokens with and without any.
+        # Sequences shorter and longer than the reach of the taps, and an empty one; empty ranges of tokens.
         Case("m2-h64-t17", make(17, 2, 64), small=True, modes=True),
         Case(
             "m1-h64-t23-packed-residual",

@@ -1,4 +1,4 @@
-"""How results of the gate are compared with the reference's."""
+"""Comparison of the gate's results with the reference's."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from tk_core.testing.numeric import assert_same_metadata, calc_diff
 
 MANY_ELEMENTS = 4_000_000
-"""From here on single roundings no longer count in a sum over all elements."""
+"""From this many elements on, single roundings do not matter in a sum over all."""
 
 
 def assert_calc_diff(actual: Tensor, expected: Tensor, bound: float, name: str) -> None:

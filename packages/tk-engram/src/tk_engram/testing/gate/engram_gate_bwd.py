@@ -29,7 +29,10 @@ def make(
     clamp_value: float = CLAMP_VALUE,
     **options: bool,
 ) -> Make:
-    """As for the forward, with what it saves. `given`: with a grad_kv, `first_element` elements into its storage."""
+    """As for the forward, with the tensors that it saves.
+
+    `given`: with a grad_kv, which starts at element `first_element` of its storage.
+    """
 
     def build(device: str) -> dict[str, Any]:
         inputs = make_forward(
@@ -51,7 +54,7 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Gradients of bfloat16 as `assert_close_bfloat16` has them, also as written to grad_kv; parts within 1e-8."""
+    """bfloat16 gradients by `assert_close_bfloat16`, those written to grad_kv too; parts within 1e-8."""
     (result, written), (expected_result, expected_written) = actual, expected
     for name, got, want in zip(("grad_x", "grad_k", "grad_v"), result, expected_result):
         assert_close_bfloat16(got, want, 1e-8, name)
@@ -73,7 +76,7 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("grad_kv",),
     cases=(
-        # One warp and several, one round of channels and more, the last one full or not; any number of streams.
+        # One warp and several, one round of channels and several, the last one full or partial; any number of streams.
         Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
         Case("m1-h576-t2", make(2, 1, 576), small=True),
         Case("m8-h128-t1", make(1, 8, 128), small=True),

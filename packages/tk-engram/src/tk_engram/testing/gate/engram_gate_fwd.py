@@ -21,7 +21,7 @@ def draw_kv(num_tokens: int, mhc_mult: int, hidden: int, layout: Layout, device:
     """Normal k (T, m, H) and v (T, H).
 
     packed: views of one (T, m + 1, H). strided: gaps between streams and tokens, rows at multiples of 16 bytes.
-    unaligned: slices of a projection whose rows begin anywhere.
+    unaligned: slices of a projection whose rows are not aligned.
     """
 
     def normal(*shape: int) -> Tensor:
@@ -53,7 +53,7 @@ def make(
     """Normal values.
 
     `zeros`: every other token's k is 0, as rows of padding are. `mask`: every third token is an image's. The streams
-    begin `first_element` elements into their storage. `options` are the op's.
+    begin at element `first_element` of their storage. `options` are the op's.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """out as `assert_close_bfloat16` has it, also where it was written in place; what is saved within 2e-10."""
+    """out by `assert_close_bfloat16`, also where it was written in place; saved tensors within 2e-10."""
     (result, written), (expected_result, expected_written) = actual, expected
     assert_close_bfloat16(result[0], expected_result[0], 2e-10, "out")
     assert_close_bfloat16(written, expected_written, 2e-10, "hidden_states")
@@ -103,7 +103,7 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("hidden_states",),
     cases=(
-        # One warp and several, one round of channels and more, the last one full or not; any number of streams.
+        # One warp and several, one round of channels and several, the last one full or partial; any number of streams.
         Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
         Case("m1-h576-t2", make(2, 1, 576), small=True),
         Case("m8-h128-t1", make(1, 8, 128), small=True),

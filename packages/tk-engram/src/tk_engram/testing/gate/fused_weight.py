@@ -19,7 +19,7 @@ def make(
     embed_dtype: torch.dtype | None = None,
     first_element: int = 0,
 ) -> Make:
-    """Normal weights, which begin `first_element` elements into their storage."""
+    """Normal weights, which begin at element `first_element` of their storage."""
 
     def build(device: str) -> dict[str, Any]:
         def weight(dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ def make(
     embed_dtype: torch.dtype | None = None,
     first_element: int = 0,
 ) -> Make:
-    """Normal values, also in the gradients. Tensors begin `first_element` elements into their storage."""
+    """Normal values, also in the gradients. Tensors begin at element `first_element` of their storage."""
 
     def build(device: str) -> dict[str, Any]:
         def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -62,7 +62,7 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("grad_weight_hidden", "grad_weight_embed"),
     cases=(
-        # One round of parts and several, the last one full or not; no part.
+        # One round of parts and several, the last one full or partial; zero parts.
         Case("b33-bf16-m2-h64", make(33, 2, 64), small=True, modes=True),
         Case("b7-fp32-m1-h192", make(7, 1, 192, torch.float32), small=True, modes=True),
         Case(

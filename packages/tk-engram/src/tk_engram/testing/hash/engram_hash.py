@@ -11,7 +11,7 @@ from tk_engram.hash.engram_hash import engram_hash
 
 Make = Callable[[str], dict[str, Any]]
 
-# Sizes of tables at which a quotient or a remainder is as large or as small as it gets.
+# Sizes of tables with the largest and smallest quotients and remainders.
 _EXTREME_SIZES = (1, 2, 3, 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, 2**31 - 1)
 
 
@@ -28,7 +28,7 @@ def make(
     """Ids of a vocabulary, multipliers as a layout has them, tables of some 650,000 rows; with `values` "wide" all ids,
     all multipliers and sizes of all magnitudes.
 
-    Tensors start `first_element` elements into their storage.
+    Tensors start at element `first_element` of their storage.
     """
 
     def build(device: str) -> dict[str, Any]:

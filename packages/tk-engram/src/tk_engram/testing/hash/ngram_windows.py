@@ -23,7 +23,7 @@ def make(
 ) -> Make:
     """Ids of a vocabulary, in sequences of these lengths; an int is one sequence without cu_seqlens.
 
-    Of `history`, a third is none.
+    A third of `history` is empty.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def make(
 
 
 def _lengths(num_sequences: int, num_tokens: int) -> tuple[int, ...]:
-    """Sequences of all lengths from 0 on, that are so many tokens together."""
+    """Lengths of sequences from 0 on, with num_tokens tokens in all."""
     lengths = [7 * i % 23 for i in range(num_sequences - 1)]
     return (*lengths, num_tokens - sum(lengths))
 

@@ -25,11 +25,11 @@ def make(
     out: bool = False,
     host: bool = False,
 ) -> Make:
-    """Random indices, of which with `negatives` each third or so is negative, and a table of `kind`.
+    """Random indices, with `negatives` about a third of them negative, and a table of `kind`.
 
     "bf16"; "ue8m0" and "float": e4m3 with scales in a tensor of their own; "packed": e4m3 with the exponents of a row
     after its codes, as in DeepSeek's V4.1. Any code and exponent may come. Rows of bf16 and codes have `row_gap`
-    elements between them, the first begins `first_element` elements into its storage. `host` tables of a GPU are in
+    elements between them, the first begins at element `first_element` of its storage. `host` tables of a GPU are in
     pinned memory.
     """
 
@@ -67,7 +67,7 @@ def make(
 
 
 def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
-    """Bytes of the indices, of each row that one names, and of the result."""
+    """Bytes of the indices, of each row that is looked up, and of the result."""
     indices, table, table_sf = kwargs["indices"], kwargs["table"], kwargs["table_sf"]
     row = table.shape[1] * table.itemsize + (0 if table_sf is None else table_sf.shape[1] * table_sf.itemsize)
     return 4 * indices.numel() + indices.numel() * (row + 2 * table.shape[1])

@@ -27,7 +27,7 @@ def make(
 ) -> Make:
     """Random indices, with `negatives` a third of them negative, and a share of `hot` all for one row.
 
-    A gradient may be given; it and d_o start `first_element` elements into their storage.
+    A gradient may be given; it and d_o start at element `first_element` of their storage.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def make(
 
 
 def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
-    """d_o, the indices, and of the gradient what is written: all of a new one, of another each row that is touched.
+    """d_o, the indices, and the written part of the gradient: all of a new one, otherwise the rows that are touched.
 
-    The rows touched are counted as if no two pairs were of one row; those of a given gradient are read, too.
+    Rows are counted as if no two pairs had the same one; those of a given gradient are read as well.
     """
     d_o, indices, grad = kwargs["d_o"], kwargs["indices"], kwargs["grad"]
     num_bytes = d_o.numel() * d_o.itemsize + indices.numel() * 4

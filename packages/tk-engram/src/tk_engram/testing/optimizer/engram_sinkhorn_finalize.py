@@ -14,7 +14,7 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def make(num_rows: int, width: int, *, out: bool = False, first_element: int = 0) -> Make:
-    """Arguments of the op, alpha √D; `out` is given full of NaN."""
+    """Arguments of the op, alpha √D; `out` is filled with NaN."""
 
     def build(device: str) -> dict[str, Any]:
         inputs = make_rows(num_rows, width, device, first_element=first_element)
@@ -30,7 +30,7 @@ SPEC = OpSpec(
     compare=compare,
     mutates=("out",),
     cases=(
-        # Less than a tile of rows, more; columns in vectors of four, two and one; one column.
+        # A partial tile of rows, several tiles; columns in vectors of four, two and one; one column.
         Case("r5-d64", make(5, 64), small=True, modes=True),
         Case("r67-d8-out", make(67, 8, out=True), small=True, modes=True),
         Case("r40-d100", make(40, 100), small=True),

@@ -25,7 +25,7 @@ def make(
 ) -> Make:
     """Normal values, or of all magnitudes with infinities and NaN (`wide`).
 
-    Tensors start `first_element` elements into their storage.
+    Tensors start at element `first_element` of their storage.
     """
 
     def build(device: str) -> dict[str, Any]:

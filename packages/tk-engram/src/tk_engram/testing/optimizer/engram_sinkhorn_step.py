@@ -29,7 +29,7 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("row_scale",),
     cases=(
-        # A row a range and less; several, the last range shorter; columns in vectors of four, two and one; one column.
+        # At most one row per range, and several; a shorter last range; columns in vectors of 4, 2 and 1; one column.
         Case("r5-d64", make(5, 64), small=True, modes=True),
         Case("r797-d8", make(797, 8), small=True, modes=True),
         Case("r40-d100", make(40, 100), small=True),

@@ -13,7 +13,10 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def make(num_partials: int, width: int, *, first_element: int = 0) -> Make:
-    """Sums of squares of 0 … 1, to be added up into NaN. Tensors start `first_element` elements into their storage."""
+    """Sums of squares from 0 to 1; the output is filled with NaN.
+
+    Tensors start at element `first_element` of their storage.
+    """
 
     def build(device: str) -> dict[str, Any]:
         partials = torch.rand(first_element + num_partials * width, device=device)
@@ -31,7 +34,7 @@ SPEC = OpSpec(
     reference=reference.engram_sinkhorn_step_reduce,
     mutates=("col_sumsq",),
     cases=(
-        # Less than what is in flight at once, more; columns of one thread block, and some of the next.
+        # Fewer partials than are in flight, and more; columns of one thread block, and some of a second.
         Case("p3-d32", make(3, 32), small=True, modes=True),
         Case("p67-d33", make(67, 33), small=True, modes=True),
         Case("p133-d1", make(133, 1), small=True),

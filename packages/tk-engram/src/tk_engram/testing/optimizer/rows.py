@@ -11,7 +11,7 @@ from tk_core.testing.trees import tensors
 def make_rows(num_rows: int, width: int, device: str, *, first_element: int = 0) -> dict[str, Any]:
     """A normal matrix with a column of 1000-fold values, and scales of 0.5 … 2.
 
-    Tensors start `first_element` elements into their storage.
+    Tensors start at element `first_element` of their storage.
     """
 
     def tensor(*shape: int) -> torch.Tensor:

@@ -8,8 +8,8 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a · b + c of float32 tensors, rounded once, to nearest even. Autograd follows it.
 
     The product is exact in float64. The sum may not be; rounding it to nearest and then to float32 would round twice.
-    So it is rounded to odd: an inexact sum becomes its neighbour with an odd last bit, which float32, 29 bits shorter,
-    never takes for a tie (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    So it is rounded to odd: an inexact sum becomes its neighbour with an odd last bit, which is never a tie for
+    float32, 29 bits shorter (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
@@ -24,7 +24,7 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
-    """out = Σ_s mix[s] · x[s]: from 0, one fused multiply-add a stream, ascending, in float32; rounded to x's dtype.
+    """out = Σ_s mix[s] · x[s] by fused multiply-adds in float32, from 0, streams ascending; rounded to x's dtype.
 
     x (..., m, H) and mix (..., m, 1); out (..., H), or a new tensor. Float64 is computed in float64, without fma.
     """

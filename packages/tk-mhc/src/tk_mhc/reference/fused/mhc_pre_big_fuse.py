@@ -1,4 +1,4 @@
-"""Reference of mhc_pre_big_fuse, and what it has in common with other ops of the family."""
+"""Reference of mhc_pre_big_fuse, and the part that other ops of the family share."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def mhc_pre_big_fuse(
     shifted: bool = False,
     pre_mix: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """mhc_pre_norm_fn, then what `from_mixes` does with the mixes."""
+    """mhc_pre_norm_fn, then `from_mixes` of the mixes."""
     return from_mixes(
         reference.mhc_pre_norm_fn(residual, fn, norm_weight, rms_eps, n_splits=n_splits),
         residual,
@@ -58,7 +58,7 @@ def from_mixes(
 ) -> tuple[Tensor, ...]:
     """mhc_pre_split_mixes, sinkhorn_normalize, mhc_pre_apply_mix and, with a weight, the layer norm.
 
-    Shifted, the streams collapse by pre_mix, or to stream 0 where it is None, and pre is the last result.
+    If shifted, the streams are collapsed with pre_mix, or to stream 0 where it is None, and pre is the last result.
     Returns (post, comb, layer_input) or (post, comb, layer_input, pre).
     """
     pre, post, comb = reference.mhc_pre_split_mixes(

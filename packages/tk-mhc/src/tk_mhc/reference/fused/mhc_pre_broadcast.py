@@ -22,8 +22,8 @@ def mhc_pre_broadcast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first mhc_pre of a model, whose streams are all `hidden`: expand_to_mhc, then mhc_pre_big_fuse.
 
-    fn_folded is fn with its columns of all streams added up, by `mhc_fold_fn`; so one stream's channels are projected:
-    mixes = (hidden · fn_foldedᵀ) · rsqrt(mean(hidden²) + rms_eps). n_splits changes the order of that sum only, which
+    fn_folded is fn with the columns of all streams added, by `mhc_fold_fn`; so only one stream is projected:
+    mixes = (hidden · fn_foldedᵀ) · rsqrt(mean(hidden²) + rms_eps). n_splits changes only the order of that sum, which
     here is PyTorch's. Returns (residual, post, comb, layer_input).
     """
     # fn_folded has m(m + 2) = (m + 1)² - 1 rows.

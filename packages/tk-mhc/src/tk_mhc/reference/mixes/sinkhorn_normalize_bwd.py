@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def sinkhorn_normalize_bwd(d_o: Tensor, x: Tensor, repeat: int, eps: float) -> Tensor:
-    """The steps of sinkhorn_normalize backwards, with the matrices and sums that it had.
+    """The backward of each step of sinkhorn_normalize, last to first, with the matrices and sums of the forward.
 
     y = x / (Σ x + eps) has d_x = (d_y - Σ d_y · y) / (Σ x + eps), the softmax y has d_x = y · (d_y - Σ d_y · y).
     """

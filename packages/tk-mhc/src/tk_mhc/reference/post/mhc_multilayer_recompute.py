@@ -17,7 +17,7 @@ def mhc_multilayer_recompute(
     layer_input_list: Sequence[Tensor],
     residual_list: Sequence[Tensor],
 ) -> None:
-    """mhc_pre_apply_mix of each layer, and mhc_post after each but perhaps the last, one after the other."""
+    """For each layer in turn, mhc_pre_apply_mix and then mhc_post, which may be missing after the last."""
     residual = initial_residual
     for i, (pre_mix, layer_input) in enumerate(zip(pre_mix_list, layer_input_list, strict=True)):
         mhc_pre_apply_mix(residual, pre_mix, out=layer_input)

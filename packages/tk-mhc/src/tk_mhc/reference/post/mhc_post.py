@@ -9,8 +9,8 @@ def mhc_post(
 ) -> Tensor:
     """out[n] = post[n] · x + Σ_k comb[k, n] · residual[k] in float32 (float64 for float64 x), rounded to x's dtype.
 
-    The product by x is rounded. Then each step is a fused multiply-add, k ascending: a product of float32 and bfloat16
-    is exact in float64.
+    The product with x is rounded. Then each step is a fused multiply-add, k ascending: a product of float32 and
+    bfloat16 is exact in float64.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     total = post_layer_mix.to(dtype) * x.to(dtype).unsqueeze(-2)

@@ -12,7 +12,7 @@ def mhc_post_bwd(
     d_o: Tensor,
     fuse_grad_acc: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(d_x, d_residual, d_post, d_comb) by their formulas, the sums over channels in float64.
+    """(d_x, d_residual, d_post, d_comb) by their formulas, with sums over channels in float64.
 
     d_x and d_residual are computed in float32 (float64 for float64 x), one fused multiply-add for each stream of d_o,
     ascending, and rounded to d_o's dtype. `fuse_grad_acc` changes nothing.

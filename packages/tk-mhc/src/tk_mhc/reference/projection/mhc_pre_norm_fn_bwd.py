@@ -16,7 +16,7 @@ def mhc_pre_norm_fn_bwd(
     """(d_residual, d_fn, d_norm_weight or None) of `mhc_pre_norm_fn`, in the dtype of mhc_fn: float32, or float64.
 
     With F = mhc_fn · mhc_norm_weight and g = rstd · d_mixes: d_residual = g · F - x · rstd² / (m·H) · Σ_j d_mixes_j ·
-    mixes_j, rounded to the residual's dtype after the given d_residual, which is written, was added; with d_F = gᵀ · x:
+    mixes_j, rounded to the residual's dtype after adding the given d_residual, which is overwritten; with d_F = gᵀ · x:
     d_fn = d_F · mhc_norm_weight and d_norm_weight = Σ_j d_F_j · mhc_fn_j.
     """
     num_rows, width = mhc_fn.shape

@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-# Splits and groups begin at a multiple of as many channels.
+# Splits and groups begin at multiples of this many channels.
 _BLOCK = 64
 
 
 def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_groups: int = 1) -> tuple[Tensor, Tensor]:
     """Partial sums of x · fnᵀ and x², one for each split of the m·H channels x of a token.
 
-    The channels make num_rms_groups groups of as many blocks of 64. Of the B blocks of a group, split s has those from
-    ⌊s·B/n_splits⌋ to ⌊(s+1)·B/n_splits⌋, that one excluded; a split without blocks sums to 0. In the dtype of fn.
+    The channels form num_rms_groups groups of equally many blocks of 64. Split s has the blocks from ⌊s·B/n_splits⌋
+    to before ⌊(s+1)·B/n_splits⌋ of the B blocks of a group; a split without blocks sums to 0. In the dtype of fn.
     Returns mul (n_splits, T, rows of fn) and sqrsum (n_splits, T), T tokens; with several groups (n_splits, T, groups,
     rows of fn) and (n_splits, T, groups).
     """

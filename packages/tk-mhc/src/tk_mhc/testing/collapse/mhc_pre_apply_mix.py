@@ -24,7 +24,7 @@ def make(
 ) -> Make:
     """A residual of normal values, or of all magnitudes with infinities and NaN (`wide`), and weights of 0 … 1.
 
-    Tensors start `first_element` elements into their storage. `out` is given full of NaN.
+    Tensors start at element `first_element` of their storage. `out` is filled with NaN.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ SPEC = OpSpec(
     reference=reference.mhc_pre_apply_mix,
     mutates=("out",),
     cases=(
-        # One tile with idle threads, without, and with whole warps of them; two and more tiles in the gpu tier.
+        # One tile with idle threads, without, and with idle warps; the gpu tier also has two and more tiles.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
         Case("m2-h576-t2x3-out", make((2, 3), 2, 576, out=True), small=True, modes=True, compile=True),
         Case("m8-h192-t3", make((3,), 8, 192), small=True),

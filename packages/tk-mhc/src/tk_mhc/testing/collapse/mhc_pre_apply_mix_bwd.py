@@ -15,7 +15,7 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, given: bool = False, first_element: int = 0) -> Make:
-    """Normal values, and weights of 0 … 1. Tensors start `first_element` elements into their storage.
+    """Normal values, and weights of 0 … 1. Tensors start at element `first_element` of their storage.
 
     `given`: with a d_x to be added to.
     """
@@ -54,7 +54,7 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("d_x",),
     cases=(
-        # One tile; several of one warp, of two and of four, the last tile full or not.
+        # One tile; several tiles of one, two and four warps, the last tile full or partial.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
         Case("m2-h576-t2x3-given", make((2, 3), 2, 576, given=True), small=True, modes=True, compile=True),
         Case("m8-h192-t3-given", make((3,), 8, 192, given=True), small=True),

@@ -16,7 +16,7 @@ Make = Callable[[str], dict[str, Any]]
 def make(
     leading: tuple[int, ...], mhc_mult: int, hidden_size: int, *, out: bool = False, first_element: int = 0
 ) -> Make:
-    """Normal values. Tensors start `first_element` elements into their storage; `out` is given full of NaN."""
+    """Normal values. Tensors start at element `first_element` of their storage; `out` is filled with NaN."""
 
     def build(device: str) -> dict[str, Any]:
         def tensor(*shape: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ SPEC = OpSpec(
     reference=reference.expand_to_mhc,
     mutates=("out",),
     cases=(
-        # One tile with idle threads, without, and with whole warps of them; two and more tiles in the gpu tier.
+        # One tile with idle threads, without, and with idle warps; the gpu tier also has two and more tiles.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
         Case("m2-h576-t2x3-out", make((2, 3), 2, 576, out=True), small=True, modes=True, compile=True),
         Case("m8-h192-t3", make((3,), 8, 192), small=True, compile=True),

@@ -16,7 +16,10 @@ Make = Callable[[str], dict[str, Any]]
 def make(
     leading: tuple[int, ...], mhc_mult: int, hidden: int, *, values: str = "normal", first_element: int = 0
 ) -> Make:
-    """Normal values, or all magnitudes with infinities, NaN and -0 (`wide`), `first_element` into their storage."""
+    """Normal values, or all magnitudes with infinities, NaN and -0 (`wide`).
+
+    They start at element `first_element` of their storage.
+    """
 
     def build(device: str) -> dict[str, Any]:
         size = torch.Size((*leading, mhc_mult, hidden))
@@ -34,7 +37,7 @@ SPEC = OpSpec(
     op=expand_to_mhc_bwd,
     reference=reference.expand_to_mhc_bwd,
     cases=(
-        # One tile with idle threads, without, and with whole warps of them; two and more tiles in the gpu tier.
+        # One tile with idle threads, without, and with idle warps; the gpu tier also has two and more tiles.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
         Case("m2-h576-t2x3", make((2, 3), 2, 576), small=True, modes=True, compile=True),
         Case("m8-h192-t3", make((3,), 8, 192), small=True, compile=True),

@@ -55,10 +55,10 @@ def make(
 
 
 def compare(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    """new_residual as mhc_post's, the rest as mhc_pre_big_fuse's, which starts from new_residual.
+    """new_residual as for mhc_post, the rest as for mhc_pre_big_fuse, whose input is new_residual.
 
     An element of new_residual that lies between two bfloat16 may round to either. Those up to 8 are then 2⁻⁵ apart,
-    and so is layer_input, wherever streams cancel. Few are: new_residual as a whole is within 1e-3.
+    and so is layer_input, wherever streams cancel. Such elements are few: new_residual as a whole is within 1e-3.
     """
     assert len(actual) == len(expected), f"expected {len(expected)} results, got {len(actual)}"
     assert_same_metadata(actual[0], expected[0], "new_residual")

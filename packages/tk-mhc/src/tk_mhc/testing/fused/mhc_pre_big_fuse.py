@@ -1,4 +1,4 @@
-"""Named cases of mhc_pre_big_fuse, and what the other fused ops' cases have in common with them."""
+"""Named cases of mhc_pre_big_fuse, and the parts that the other fused ops' cases share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ MODEL_EPS = 1e-6
 def draw_parameters(mhc_mult: int, num_channels: int, scale: float, eps: float, device: str) -> dict[str, Any]:
     """fn, scale, base and the numbers. The sums of num_channels products times mhc_scale are about 1 for any `scale`.
 
-    An eps of 1e-2, that of cases for tests, is so large that a result in which one is left out shows.
+    Cases for tests have an eps of 1e-2, large enough to detect a result that leaves one out.
     """
     num_mixes = mhc_mult * (mhc_mult + 2)
     return {
@@ -46,7 +46,7 @@ def draw_options(
     eps: float,
     device: str,
 ) -> dict[str, Any]:
-    """The keyword arguments for the layer norm and for the shifted form; none that are not asked for."""
+    """The keyword arguments for the layer norm and for the shifted form, if wanted."""
     options: dict[str, Any] = {}
     if layer_norm is not None:
         weight = 0.5 + torch.rand((hidden,), device=device)
@@ -91,19 +91,19 @@ def make(
 def assert_close_mix(name: str, actual: Tensor, expected: Tensor) -> None:
     """post, comb or next_pre_mix within rtol = atol = 1e-3.
 
-    Mixes may have a relative error of 5e-4; then that is how far off z is, which is about 1, and twice in its tail. At
-    most a quarter of it comes through a sigmoid, times post_mult_value = 2; a softmax has it as a relative error.
+    Mixes may have a relative error of 5e-4. Then z, which is about 1, has this error, and twice that in its tail. A
+    sigmoid passes on at most a quarter of it, times post_mult_value = 2; for a softmax it is a relative error.
     """
     assert_same_metadata(actual, expected, name)
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3, msg=lambda message: f"{name}: {message}")
 
 
 def assert_close_input(actual: Tensor, expected: Tensor, atol: float = 4e-3) -> None:
-    """layer_input: element by element at the tolerance of bfloat16 plus `atol`, and together within 5e-3.
+    """layer_input: each element within the tolerance of bfloat16 plus `atol`, and as a whole within 5e-3.
 
     Weights of streams may be off by 2.5e-4, in their tail by twice that, as in `assert_close_mix`; times Σ|residual|,
-    8 in its tail, that is 4e-3, however small the sum. As a whole, layer_input is off by such weights, and by the
-    elements that round to the next bfloat16 for it.
+    8 in its tail, that is 4e-3, however small the sum. As a whole, layer_input has the error of such weights, and of
+    the elements that therefore round to the next bfloat16.
     """
     assert_same_metadata(actual, expected, "layer_input")
     torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=atol, msg=lambda message: f"layer_input: {message}")

@@ -28,7 +28,7 @@ def make(
     shifted: bool = False,
     pre_mix: bool = True,
 ) -> Make:
-    """Normal residual and fn, and the partial sums that the reference has for them."""
+    """Normal residual and fn, and the reference's partial sums of them."""
     leading = (leading,) if isinstance(leading, int) else leading
 
     def build(device: str) -> dict[str, Any]:
@@ -47,9 +47,9 @@ def make(
 
 
 def compare(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    """Both add the same float32 numbers in the same order, so what differs are rsqrt, exp and sums of few numbers.
+    """Both add the same float32 numbers in the same order, so only rsqrt, exp and sums of few numbers differ.
 
-    They put weights off by about 1e-6; the sum of rounding errors of ten Sinkhorn iterations stays below 1e-5.
+    They change weights by about 1e-6; the sum of rounding errors of ten Sinkhorn iterations stays below 1e-5.
     """
     assert len(actual) == len(expected), f"expected {len(expected)} results, got {len(actual)}"
     for name, x, y in zip(("post", "comb", "layer_input", "next_pre_mix"), actual, expected):

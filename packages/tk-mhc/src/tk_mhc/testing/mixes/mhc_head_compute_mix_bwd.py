@@ -15,7 +15,7 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, *, first_element: int = 0, std: float = 1.0) -> Make:
-    """Arguments of the op: a normal gradient, which starts `first_element` elements into its storage."""
+    """Arguments of the op: a normal gradient, which starts at element `first_element` of its storage."""
 
     def build(device: str) -> dict[str, Any]:
         shape = (*leading, mhc_mult)
@@ -41,7 +41,7 @@ SPEC = OpSpec(
         Case("m4-t67-wide", make((67,), 4, std=10.0), small=True),
         Case("m4-t67-unaligned", make((67,), 4, first_element=1), small=True),
         *(Case(f"m4-t{num_tokens}", make((num_tokens,), 4)) for num_tokens in TOKEN_COUNTS if num_tokens > 17),
-        # Several tiles a range, the last ranges without a token, and a tile that is not full.
+        # Several tiles per range, empty ranges at the end, and a partial tile.
         Case("m4-t40001", make((40001,), 4)),
         Case("m2-t4001", make((4001,), 2)),
         Case("m8-t20001", make((20001,), 8)),

@@ -54,7 +54,7 @@ SPEC = OpSpec(
         Case("m4-t1", make((1,), 4), small=True),
         Case("m4-t0", make((0,), 4), small=True),
         Case("m8-0x3", make((0, 3), 8), small=True),
-        # Sigmoids of 0 and 1, and exponentials that overflow.
+        # Sigmoids that round to 0 and 1, and exponentials that overflow.
         Case("m4-t67-wide", make((67,), 4, std=100.0), small=True),
         Case("m4-t67-unaligned", make((67,), 4, first_element=1), small=True),
         *(Case(f"m4-t{num_tokens}", make((num_tokens,), 4)) for num_tokens in TOKEN_COUNTS if num_tokens > 17),

@@ -22,7 +22,7 @@ def make_logits(
     transposed: bool = False,
     first_element: int = 0,
 ) -> torch.Tensor:
-    """Normal matrices, transposed views of them, or such that start `first_element` elements into their storage."""
+    """Normal matrices, transposed views of them, or views that start at element `first_element` of their storage."""
     shape = (*leading, mhc_mult, mhc_mult)
     x = (torch.randn(first_element + torch.Size(shape).numel(), device=device) * std)[first_element:].view(shape)
     return x.transpose(-2, -1) if transposed else x
@@ -49,7 +49,7 @@ SPEC = OpSpec(
         Case("m4-t0", make((0,), 4), small=True),
         Case("m8-0x3", make((0, 3), 8), small=True),
         Case("m4-t33-no-eps", make((33,), 4, eps=0.0), small=True),
-        # Rows with one large logit: columns of next to nothing, and others of several rows' weight.
+        # Rows with one large logit: columns with a sum of nearly 0, and others with that of several rows.
         Case("m4-t67-wide", make((67,), 4, std=20.0), small=True),
         Case("m8-t67-very-wide", make((67,), 8, std=80.0), small=True),
         Case("m4-t67-transposed", make((67,), 4, transposed=True), small=True),

@@ -15,7 +15,7 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, num_layers: int, num_posts: int) -> Make:
-    """Normal values and mixes of the model's kind, and tensors to be written."""
+    """Normal values and mixes like those of a model, and output tensors."""
 
     def build(device: str) -> dict[str, Any]:
         bfloat16 = {"dtype": torch.bfloat16, "device": device}
@@ -38,7 +38,7 @@ SPEC = OpSpec(
     reference=reference.mhc_multilayer_recompute,
     mutates=("layer_input_list", "residual_list"),
     cases=(
-        # A post after the last layer and none; one layer; tiles with channels beyond hidden; the streams there are.
+        # With and without a post after the last layer; one layer; partial tiles; all numbers of streams.
         Case("m4-h64-t3-l3-p2", make((3,), 4, 64, 3, 2), small=True, modes=True),
         Case("m4-h64-t3-l2-p2", make((3,), 4, 64, 2, 2), small=True, modes=True),
         Case("m2-h192-t3-l4-p3", make((3,), 2, 192, 4, 3), small=True),
@@ -53,7 +53,7 @@ SPEC = OpSpec(
         *(Case(f"m4-h7168-t{tokens}-l3-p3", make((tokens,), 4, 7168, 3, 3)) for tokens in TOKEN_COUNTS),
         Case("m2-h7168-t17-l10-p10", make((17,), 2, 7168, 10, 10)),
         Case("m8-h7168-t17-l10-p9", make((17,), 8, 7168, 10, 9), compile=True),
-        # More layers than a thread block has threads for their mixes at once.
+        # More layers than one round of a thread block's threads can load mixes for.
         Case("m8-h64-t3-l20-p20", make((3,), 8, 64, 20, 20)),
         Case(
             "m4-h7168-t8192-l10-p9-bench",

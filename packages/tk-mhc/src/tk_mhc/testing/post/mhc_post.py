@@ -28,7 +28,7 @@ def draw_mixes(leading: tuple[int, ...], mhc_mult: int, device: str) -> tuple[to
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, strided: bool = False, has_out: bool = False) -> Make:
-    """Normal values and mixes of the model's kind."""
+    """Normal values and mixes like those of a model."""
 
     def build(device: str) -> dict[str, Any]:
         post, comb = draw_mixes(leading, mhc_mult, device)
@@ -49,7 +49,7 @@ SPEC = OpSpec(
     reference=reference.mhc_post,
     mutates=("out",),
     cases=(
-        # Tiles with and without channels beyond hidden; the streams that there are.
+        # Full and partial tiles; all numbers of streams.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
         Case("m2-h192-t17", make((17,), 2, 192), small=True),
         Case("m8-h128-t3", make((3,), 8, 128), small=True),

@@ -15,13 +15,13 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def compare(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    """d_x and d_residual bit for bit, d_post and d_comb within 1e-4: they are added up in another order."""
+    """d_x and d_residual bit for bit, d_post and d_comb within 1e-4: they are added in another order."""
     assert_equal(actual[:2], expected[:2], name="d_x, d_residual")
     within(rtol=1e-4, atol=1e-4)(actual[2:], expected[2:])
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, strided: bool = False) -> Make:
-    """Normal values and mixes of the model's kind; `strided`: residual and d_o are not contiguous."""
+    """Normal values and mixes like those of a model; `strided`: residual and d_o are not contiguous."""
 
     def build(device: str) -> dict[str, Any]:
         post, comb = draw_mixes(leading, mhc_mult, device)
@@ -41,7 +41,7 @@ SPEC = OpSpec(
     reference=reference.mhc_post_bwd,
     compare=compare,
     cases=(
-        # One warp to a token and several, rounds with idle threads and without; the streams that there are.
+        # One warp per token and several, rounds with and without idle threads; all numbers of streams.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
         Case("m2-h192-t17", make((17,), 2, 192), small=True),
         Case("m8-h128-t3", make((3,), 8, 128), small=True),

@@ -14,7 +14,7 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def make(mhc_mult: int, hidden: int, *, weight: bool = True, first_element: int = 0) -> Make:
-    """A projection of normal values, norm weights around 1; both start `first_element` elements into their storage."""
+    """A projection of normal values, norm weights around 1; both start at element `first_element` of their storage."""
 
     def build(device: str) -> dict[str, Any]:
         def tensor(*shape: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ SPEC = OpSpec(
     op=mhc_fold_fn,
     reference=reference.mhc_fold_fn,
     cases=(
-        # One tile with idle threads and without, and in the gpu tier several, the last full or not.
+        # One tile with and without idle threads; in the gpu tier several, the last full or partial.
         Case("m2-h64", make(2, 64), small=True, modes=True),
         Case("m2-h192-no-weight", make(2, 192, weight=False), small=True, modes=True, compile=True),
         Case("m4-h64", make(4, 64), small=True),

@@ -42,7 +42,7 @@ def make(
     n_splits: int | None = None,
     return_rstd: bool = False,
 ) -> Make:
-    """Normal residual and fn. The usual eps is so large that mixes without it are wrong by ten times what is allowed.
+    """Normal residual and fn. The default eps is so large that leaving it out would give ten times the allowed error.
 
     `head`: fn has m rows, not m(m + 2).
     """
@@ -90,7 +90,7 @@ SPEC = OpSpec(
         Case("m4-h128-t17-head", make(17, 4, 128, head=True, return_rstd=True), small=True, compile=True),
         Case("m2-h64-t3-head", make(3, 2, 64, head=True), small=True),
         Case("m8-h64-t3-head-no-weight", make(3, 8, 64, head=True, norm_weight=False), small=True),
-        # One split, splits of two lengths, as many as blocks, more than blocks.
+        # One split, splits of two lengths, one per block of channels, more than blocks.
         *(
             Case(f"m4-h192-t3-splits{n_splits}", make(3, 4, 192, n_splits=n_splits), small=True)
             for n_splits in (1, 7, 12, 10_000)

@@ -34,10 +34,10 @@ def make(
     scale: float = MODEL_SCALE,
     first_element: int = 0,
 ) -> Make:
-    """Normal values. mixes are so large that both terms of d_residual are: those of a model make the second 1 %.
+    """Normal values. mixes are large, so that both terms of d_residual matter: in a model the second is about 1 %.
 
-    `head`: fn has m rows, not m(m + 2). `given`: with a d_residual to be added to, about as large as what is added.
-    Tensors start `first_element` elements into their storage.
+    `head`: fn has m rows, not m(m + 2). `given`: with a d_residual to be added to, of about the gradient's magnitude.
+    Tensors start at element `first_element` of their storage.
     """
     leading = (leading,) if isinstance(leading, int) else leading
 
@@ -64,7 +64,7 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Relative errors to the float32 reference within the contract's bounds; a given d_residual is what comes back."""
+    """Relative errors to the float32 reference within the contract's bounds; a given d_residual is the one returned."""
     (gradients, written), (expected_gradients, _) = actual, expected
     bounds = {"d_residual": RESIDUAL_ERROR, "d_fn": WEIGHT_ERROR, "d_norm_weight": WEIGHT_ERROR}
     for (name, bound), x, y in zip(bounds.items(), gradients, expected_gradients, strict=True):
@@ -97,7 +97,7 @@ SPEC = OpSpec(
         Case("m8-h64-t17-head-given", make(17, 8, 64, head=True, given=True), small=True),
         Case("m2-h576-t1", make(1, 2, 576), small=True),
         Case("m4-h64-t3-scale1", make(3, 4, 64, scale=1.0), small=True),
-        # A tile and one token of the next; two tiles, all but one token; more tiles than ranges, the last with fewer.
+        # One token more than a tile; one less than two tiles; more tiles than ranges, the last range with fewer.
         Case("m2-h64-t65", make(65, 2, 64), small=True),
         Case("m2-h64-t127-no-weight", make(127, 2, 64, norm_weight=False), small=True),
         Case("m2-h64-t2300-given", make(2300, 2, 64, given=True)),

@@ -57,7 +57,7 @@ SPEC = OpSpec(
         Case("m4-h64-t3-splits2", make(3, 4, 64, 2), small=True, modes=True),
         Case("m2-h64-t17-splits1", make(17, 2, 64, 1), small=True, compile=True),
         Case("m8-h64-t3-splits3", make(3, 8, 64, 3), small=True, compile=True),
-        # Splits of two lengths; as many as blocks; more, so that some are empty, more than twice as many.
+        # Splits of two lengths; one per block of channels; more, so that some are empty; more than twice as many.
         *(Case(f"m4-h192-t3-splits{n_splits}", make(3, 4, 192, n_splits), small=True) for n_splits in (5, 12, 13, 31)),
         Case("m4-h128-t17-splits3-head", make(17, 4, 128, 3, head=True), small=True, compile=True),
         Case(
@@ -67,7 +67,7 @@ SPEC = OpSpec(
             modes=True,
             compile=True,
         ),
-        # A group of several streams, one that ends within a stream, one block a group, splits without a block.
+        # A group of several streams, one that ends within a stream, one block per group, empty splits.
         Case("m4-h64-t17-splits1-groups2", make(17, 4, 64, 1, num_rms_groups=2), small=True),
         Case("m2-h192-t3-splits2-groups3", make(3, 2, 192, 2, num_rms_groups=3), small=True),
         Case("m4-h64-t3-splits3-groups4", make(3, 4, 64, 3, num_rms_groups=4), small=True),

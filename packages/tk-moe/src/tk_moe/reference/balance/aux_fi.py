@@ -10,6 +10,6 @@ def aux_fi(topk_idx: torch.Tensor, num_experts: int, num_aux_topk: int) -> torch
     counts = group_count(topk_idx, num_experts)
     if topk_idx.shape[0] == 0:
         return counts.float()
-    # A tensor, as a division by a plain number becomes a multiplication on a GPU.
+    # A tensor: on a GPU, torch replaces division by a Python number with multiplication by its reciprocal.
     total = counts.new_tensor(topk_idx.shape[0] * num_aux_topk, dtype=torch.int64)
     return (counts.long() * num_experts).float() / total.float()

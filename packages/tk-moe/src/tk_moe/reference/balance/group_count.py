@@ -4,9 +4,9 @@ import torch
 
 
 def group_count(group_idx: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """How often each of 0 … num_groups - 1 stands in group_idx int64 or int32 (num_tokens, num_topk), as int32."""
+    """How often each of 0 … num_groups - 1 occurs in group_idx int64 or int32 (num_tokens, num_topk), as int32."""
     flat = group_idx.reshape(-1).long()
-    # What is of no group is counted behind the last one.
+    # Indices of no group are counted as one more group, which is cut off.
     flat = torch.where((flat >= 0) & (flat < num_groups), flat, num_groups)
     counts = torch.zeros(num_groups + 1, dtype=torch.int32, device=flat.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:num_groups].clone()

@@ -5,7 +5,7 @@ import torch
 from tk_core.math import ceil_div
 from tk_core.scales import ScaleLayout, empty_scales
 
-# Rows move as integers of the same width, so that every dtype can be indexed and keeps its bits.
+# Rows are copied as integers of the same width, so that every dtype can be indexed and keeps its bits.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -21,7 +21,7 @@ def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_exp
     if num_tokens == 0:
         return rows.new_zeros((num_expanded_tokens, x.shape[1])).view(x.dtype)
     inside = (token_topk_to_pos >= 0) & (token_topk_to_pos < num_expanded_tokens)
-    # One row more than there are takes what has no position.
+    # Pairs without a position go to an extra row, which is cut off.
     pos = torch.where(inside, token_topk_to_pos, num_expanded_tokens).flatten().long()
     pos_to_token = pos.new_full((num_expanded_tokens + 1,), -1)
     pos_to_token[pos] = torch.arange(num_tokens, device=x.device).repeat_interleave(num_topk)

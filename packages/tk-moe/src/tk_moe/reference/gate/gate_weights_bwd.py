@@ -14,7 +14,7 @@ def gate_weights_bwd(
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Gradient (num_tokens, num_experts) of the logits; an index that is none of 0 … num_experts-1 has no part."""
+    """Gradient (num_tokens, num_experts) of the logits; indices outside 0 … num_experts-1 are ignored."""
     scoring_func = scoring_func_of(scoring_func)
     is_expert = (topk_idx >= 0) & (topk_idx < logits.shape[1])
     has_expert = is_expert.any(dim=1, keepdim=True)
@@ -34,7 +34,7 @@ def gate_weights_bwd(
         total = scores.sum(dim=1, keepdim=True)
         denominator = total.clamp(min=LEAST_SUM)
         is_clamped = total < LEAST_SUM
-        # The gradient minus its mean by weight, which add up to 1, without cancellation.
+        # The gradient minus its weighted mean, with weights that add up to 1, without cancellation.
         differences = (grad_scores.unsqueeze(2) - grad_scores.unsqueeze(1)) * (scores / denominator).unsqueeze(1)
         grad_scores = torch.where(is_clamped, grad_scores, differences.sum(dim=2)) / denominator
     grad_scores = torch.where(is_expert, grad_scores, 0.0)
@@ -42,7 +42,7 @@ def gate_weights_bwd(
     grad = torch.zeros_like(logits, dtype=x.dtype)
     if scoring_func is ScoringFunc.SOFTMAX:
         grad.scatter_add_(1, safe_idx, grad_scores)
-        # Of weights that add up to 1, no part goes to the experts that were not chosen.
+        # If the weights add up to 1, experts that were not chosen get no gradient.
         inner = torch.where(is_clamped, (grad_scores * scores).sum(dim=1, keepdim=True), 0.0)
         grad = torch.where(has_expert, probabilities * (grad - inner), 0.0)
     else:

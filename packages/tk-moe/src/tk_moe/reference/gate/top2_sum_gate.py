@@ -10,7 +10,7 @@ from tk_moe.reference.mapping.mask_indices_by_tp import mask_indices_by_tp
 
 
 def biased_ranks(logits: torch.Tensor, bias: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
-    """What experts are ranked by: scores + bias, logits + bias for softmax."""
+    """The ranks of the experts: scores + bias, or logits + bias for softmax."""
     return (logits if scoring_func == ScoringFunc.SOFTMAX else scores_of(logits, scoring_func)) + bias
 
 
@@ -39,7 +39,7 @@ def physical_experts(
     to_physical_map: torch.Tensor | None,
     logical_count: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What becomes of logical experts (num_tokens, any): a copy for each token, as the tensor-parallel rank sees it."""
+    """Logical experts (num_tokens, any) mapped to each token's physical copies, as indices of the TP rank."""
     index, num_physical = selection, num_experts
     if to_physical_map is not None and logical_count is not None:
         token = torch.arange(selection.shape[0], dtype=torch.int64, device=selection.device)

@@ -5,7 +5,7 @@ import torch
 
 def topk_gate(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
     """First `num_topk` columns of a stable descending argsort of each row of scores (num_tokens, num_experts)."""
-    # Radix sorts tell NaNs by their bits and -0 from +0; there is one of each after this.
+    # Radix sorts distinguish NaNs by their bits, and -0 from +0; so make them equal first.
     scores = torch.where(scores.isnan(), torch.full_like(scores, torch.nan), scores)
     scores = torch.where(scores == 0, torch.zeros_like(scores), scores)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices

@@ -19,7 +19,7 @@ def topk_gate_with_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `num_topk` experts of the largest score + bias (softmax: logit + bias), and weights from their scores."""
     scoring_func = scoring_func_of(scoring_func)
-    # Softmax keeps the order of the logits, which have no ties that rounding made.
+    # Softmax has the order of the logits, which avoids ties that rounding the scores would make.
     ranks = as_floats(logits) if scoring_func is ScoringFunc.SOFTMAX else scores_of(logits, scoring_func)
     ranks = ranks.detach() if bias is None else ranks.detach() + bias
     topk_idx = topk_gate(ranks, num_topk)

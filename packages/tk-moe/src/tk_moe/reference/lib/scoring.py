@@ -6,7 +6,7 @@ from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc
 
 
 def as_floats(logits: torch.Tensor) -> torch.Tensor:
-    """Logits in the dtype that scores are computed in: float32, or float64 if they are that."""
+    """Logits in the dtype that scores are computed in: float32, or float64 if they are float64."""
     return logits if logits.dtype is torch.float64 else logits.to(torch.float32)
 
 
@@ -17,7 +17,7 @@ def scores_of(logits: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
         return torch.sigmoid(x)
     if scoring_func is ScoringFunc.SQRTSOFTPLUS:
         softplus = torch.nn.functional.softplus(x, beta=1.0, threshold=20.0)
-        # The root has no derivative at 0, the score has: 0 in the limit.
+        # The root has no derivative at 0, but that of the score tends to 0.
         is_zero = softplus == 0
         return torch.where(is_zero, softplus, torch.where(is_zero, torch.ones_like(softplus), softplus).sqrt())
     if scoring_func is ScoringFunc.SOFTMAX:
@@ -32,10 +32,10 @@ def weights_of(
     renormalize: bool,
     routed_scaling_factor: float,
 ) -> torch.Tensor:
-    """Weights (num_tokens, num_topk) of the chosen experts; 0 for an index that is none of 0 … num_experts-1."""
+    """Weights (num_tokens, num_topk) of the chosen experts; 0 for an index outside 0 … num_experts-1."""
     is_expert = (topk_idx >= 0) & (topk_idx < logits.shape[1])
     safe_idx = torch.where(is_expert, topk_idx, 0).long()
-    # What no index asks for, NaN maybe, has no part in the result nor in its gradient.
+    # Tokens without an expert, whose scores may be NaN, must not affect the result or its gradient.
     has_expert = is_expert.any(dim=1, keepdim=True)
     logits = torch.where(has_expert, logits, torch.zeros_like(logits))
     if scoring_func is ScoringFunc.SOFTMAX:

@@ -22,7 +22,7 @@ def get_fused_mapping(
     num_tokens, num_topk = topk_idx.shape
     num_pairs = num_tokens * num_topk
     flat = topk_idx.reshape(-1).long()
-    # Pairs without an expert are counted, and sorted, behind the last one.
+    # Pairs without an expert count as one more expert, which comes last.
     expert = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, expert, torch.ones_like(expert))
@@ -36,7 +36,7 @@ def get_fused_mapping(
     num_pos = num_expanded_tokens
     if num_pos == 0:
         num_pos = (num_pairs + (alignment - 1) * num_experts) // alignment * alignment
-    # A spare position after the last one takes all pairs that have none.
+    # An extra position after the last one takes all pairs that have none.
     pos = torch.where(expert < num_experts, start[expert.clamp(max=num_experts - 1)] + rank, num_pos).clamp(max=num_pos)
     pair = torch.arange(num_pairs, device=flat.device)
 

@@ -8,7 +8,7 @@ def mask_indices_by_tp(
 ) -> torch.Tensor:
     """Indices of the experts that a tensor-parallel rank has, renumbered; -1 for all others."""
     per_rank = n // num_ep_ranks
-    # A rank's first expert may have a number of more than 32 bits.
+    # The index of a rank's first expert may exceed 32 bits.
     wide = indices.long()
     shifted = wide - tp_rank * per_rank
     renumbered = shifted - shifted.div(per_rank * num_tp_ranks, rounding_mode="floor") * (per_rank * (num_tp_ranks - 1))

@@ -2,7 +2,7 @@
 
 import torch
 
-# Elements that are added up together: their float64 values stay in a CPU's cache.
+# Elements processed at a time, so that their float64 values stay in a CPU's cache.
 _CPU_CHUNK = 1 << 17
 _CHUNK = 1 << 24
 
@@ -11,7 +11,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c of float32 tensors, rounded once, to nearest even.
 
     In float64 the product of two float32 is exact. The sum may not be, and then it is rounded to odd: to its neighbour
-    with an odd last bit. That keeps all that the rounding to float32, 29 bits shorter, needs to know (Boldo and
+    with an odd last bit. Then rounding to float32, which is 29 bits shorter, gives the right result (Boldo and
     Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
     """
     product = a.double() * b.double()
@@ -21,7 +21,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     c_part = total - product
     error = (product - (total - c_part)) + (c - c_part)
     bits = total.view(torch.int64)
-    # One step away from zero is one up in the bits; of an even number and its neighbour, the neighbour is odd.
+    # Adding 1 to the bits is one step away from zero, and turns an even last bit into an odd one.
     step = torch.where((error > 0) == (total > 0), 1, -1)
     is_inexact = torch.isfinite(total) & (error != 0) & (bits & 1 == 0)
     return torch.where(is_inexact, bits + step, bits).view(torch.float64).float()
@@ -59,7 +59,7 @@ def reduce_fused(
 def _scales(
     topk_weights: torch.Tensor | None, row_sf: torch.Tensor | None, token_topk_to_pos: torch.Tensor
 ) -> torch.Tensor | None:
-    """What each row is multiplied by, float32 (num_tokens, num_topk); None for nothing."""
+    """The factor of each row, float32 (num_tokens, num_topk), or None."""
     if row_sf is None or not len(row_sf):
         return topk_weights
     row_sf = row_sf[token_topk_to_pos.long().clamp(0, len(row_sf) - 1)]
@@ -80,7 +80,7 @@ def _sum(x: torch.Tensor, scales: torch.Tensor | None, token_topk_to_pos: torch.
 
 
 def _write(acc: torch.Tensor, fp8_format: str, sf: torch.Tensor | None, out: torch.Tensor) -> None:
-    # Of the many NaN, the one that float32 arithmetic makes on this device.
+    # The NaN that float32 arithmetic produces on this device.
     infinity = acc.new_full((), torch.inf)
     acc = torch.where(acc.isnan(), infinity - infinity, acc)
     if fp8_format:

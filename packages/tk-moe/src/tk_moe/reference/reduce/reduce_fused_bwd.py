@@ -17,7 +17,7 @@ def reduce_fused_bwd(
     """
     num_topk = token_topk_to_pos.shape[1]
     num_expanded_tokens = pos_to_expert.shape[0]
-    # One row more than there are takes what has no position.
+    # Pairs without a position go to an extra row, which is cut off.
     grad_x = grad.new_zeros((num_expanded_tokens + 1, grad.shape[1]), dtype=grad.dtype if x is None else x.dtype)
     has_row = (token_topk_to_pos >= 0) & (token_topk_to_pos < num_expanded_tokens)
     pos = torch.where(has_row, token_topk_to_pos, num_expanded_tokens).long()

@@ -23,7 +23,7 @@ def make(
     first_element: int = 0,
     dtype: torch.dtype = torch.int64,
 ) -> Make:
-    """Arguments of aux_fi; num_aux_topk is num_topk unless given, the rest as in `testing.group_count.indices`."""
+    """Arguments of aux_fi; num_aux_topk is num_topk unless given. The rest is as in `group_count.indices`."""
 
     def build(device: str) -> dict[str, Any]:
         return {

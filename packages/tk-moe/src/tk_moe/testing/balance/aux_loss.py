@@ -14,7 +14,7 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within 1e-5 of what is expected, or 1e-6 of the largest magnitude in its row where terms cancel."""
+    """Within a relative error of 1e-5, or within 1e-6 of the largest magnitude in the row where terms cancel."""
     assert_same_metadata(actual, expected, "result")
     if expected.numel() == 0:
         return
@@ -35,7 +35,7 @@ def make(
 ) -> Make:
     """Scores of normal logits by sigmoid or softmax, or "sparse": most are 0, and all of every third token.
 
-    The scores start `first_element` elements into their storage.
+    The scores start at element `first_element` of their storage.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _cases(backward: bool) -> tuple[Case, ...]:
         return make(*args, backward=backward, **kwargs)
 
     return (
-        # One, two and eight vectors of 4 a lane; vectors of 2 and 1; lanes without any.
+        # One, two and eight vectors of 4 per lane; vectors of 2 and 1; lanes without any.
         Case("e256-t67", made(67, 256), small=True, modes=True, compile=True),
         Case("e72-t33", made(33, 72, alpha=0.001), small=True, compile=True),
         Case("e13-t17", made(17, 13, alpha=-2.0), small=True, compile=True),

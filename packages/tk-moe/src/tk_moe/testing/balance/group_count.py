@@ -1,4 +1,4 @@
-"""Named cases of group_count, and the indices that its neighbours need too."""
+"""Named cases of group_count, and indices that cases of other ops use too."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from tk_moe.testing.models import MODEL_EXPERTS
 
 Make = Callable[[str], dict[str, Any]]
 
-# No group, whatever the number of groups: among them values whose low 32 bits alone would be one.
+# Not a group for any number of groups; includes values whose low 32 bits alone would be one.
 _NO_GROUP = (-1, -2, -(2**31), -(2**32), -(2**32) + 3, -(2**63), 1024, 2**31, 2**32, 2**32 + 3, 2**63 - 1)
 
 
@@ -27,7 +27,7 @@ def indices(
 ) -> torch.Tensor:
     """Indices that are "any", all the "last", "half" of them group 0, or mostly of "none"; contiguous.
 
-    They start `first_element` elements into their storage.
+    They start at element `first_element` of their storage.
     """
     shape = (num_tokens, num_topk)
     out = torch.empty(first_element + num_tokens * num_topk, dtype=dtype, device=device)[first_element:]

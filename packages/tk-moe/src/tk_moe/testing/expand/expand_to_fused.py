@@ -1,4 +1,4 @@
-"""Named cases of expand_to_fused and expand_to_fused_with_sf, and the maps that reduce_fused needs too."""
+"""Named cases of expand_to_fused and expand_to_fused_with_sf, and the maps that cases of reduce_fused use too."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ _MODEL_ALIGNMENT = 16
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A tensor with every bit drawn at random, NaN and infinity among its values."""
+    """A tensor of random bits, which include NaN and infinity."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, device=device).to(torch.bool)
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
@@ -26,7 +26,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torc
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name in a case name."""
+    """The name of a dtype in case names."""
     return str(dtype).removeprefix("torch.").replace("_", "-").replace("bfloat16", "bf16")
 
 
@@ -46,7 +46,7 @@ def make_maps(
     share_without_position: float = 0.0,
     drop_what_does_not_fit: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_topk_to_pos` and `pos_to_expert` of random routing, as `get_fused_mapping` lays it out.
+    """`token_topk_to_pos` and `pos_to_expert` of random routing, as `get_fused_mapping` returns them.
 
     A share of the (token, slot) pairs, and every fifth token if it is not zero, go to no expert. Pairs that do not fit
     into `num_rows` have no position either, or else keep one past the last row.
@@ -88,7 +88,7 @@ def make(
     first_element: int = 0,
     **routing: Any,
 ) -> Make:
-    """Inputs of expand_to_fused; x is contiguous and starts `first_element` elements into its storage."""
+    """Inputs of expand_to_fused; x is contiguous and starts at element `first_element` of its storage."""
 
     def build(device: str) -> dict[str, Any]:
         rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows
@@ -111,7 +111,7 @@ def make_with_sf(
     num_rows: int | None = None,
     **routing: Any,
 ) -> Make:
-    """Inputs of expand_to_fused_with_sf for `hidden` values a token."""
+    """Inputs of expand_to_fused_with_sf with `hidden` values per token."""
 
     def build(device: str) -> dict[str, Any]:
         rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows
@@ -159,7 +159,7 @@ SPEC = OpSpec(
     op=expand_to_fused,
     reference=reference.expand_to_fused,
     cases=(
-        # Vectors of 16, 8, 4, 2 bytes and 1; several chunks of columns; x that starts off 16 bytes.
+        # Vectors of 16, 8, 4, 2 bytes and 1; several chunks of columns; x that is not aligned to 16 bytes.
         Case("bf16-h64-t7", make(7, 64, 3, num_rows=40, **_SMALL_ROUTING), small=True, modes=True, compile=True),
         Case("bf16-h65-t7", make(7, 65, 3, num_rows=40, **_SMALL_ROUTING), small=True, compile=True),
         Case("bf16-h66-t7", make(7, 66, 3, num_rows=40, **_SMALL_ROUTING), small=True),
@@ -170,7 +170,7 @@ SPEC = OpSpec(
         Case("uint8-h5001-t3", make(3, 5001, 2, torch.uint8, num_rows=12, **_SMALL_ROUTING)),
         Case("bf16-h64-t7-unaligned", make(7, 64, 3, num_rows=40, first_element=1, **_SMALL_ROUTING), small=True),
         Case("float8-h64-t7-unaligned", make(7, 64, 3, torch.float8_e4m3fn, 40, 1, **_SMALL_ROUTING), small=True),
-        # Bulk copies, slots that divide 32 or not; rows that no piece divides, and that start off 16 bytes.
+        # Bulk copies, slots that divide 32 or not; rows that no piece divides, and rows not aligned to 16 bytes.
         Case(
             "bf16-h2560-t1025-bulk",
             make(1025, 2560, 3, num_rows=1800, drop_what_does_not_fit=False, **_SMALL_ROUTING),
@@ -184,7 +184,7 @@ SPEC = OpSpec(
         Case("float32-h2048-t1100-k5-bulk", make(1100, 2048, 5, torch.float32, num_experts=32), compile=True),
         Case("bf16-h4112-t1024", make(1024, 4112, 2)),
         Case("bf16-h2048-t1024-unaligned", make(1024, 2048, 2, first_element=4)),
-        # Nothing to copy, nothing to write, rows in excess, rows amiss.
+        # Nothing to copy, nothing to write, more rows than needed, fewer.
         Case("bf16-h64-t0", make(0, 64, 3, num_rows=40, **_SMALL_ROUTING), small=True),
         Case("bf16-h64-t7-no-rows", make(7, 64, 3, num_rows=0, **_SMALL_ROUTING), small=True),
         Case("bf16-h0-t7", make(7, 0, 3, num_rows=40, **_SMALL_ROUTING), small=True),
@@ -207,7 +207,7 @@ SPEC = OpSpec(
             for num_tokens in ((0, 1, 4001, 8001) if hidden < 7168 else (0, 1, 4001))
         ),
         Case("bf16-h7168-t8001-k4", make(8001, 7168, 4)),
-        # The kernel of few tokens, as the bench case below is for the other.
+        # The kernel for few tokens; the bench case below has the other one.
         Case("bf16-h7168-t64", make(64, 7168, 8), model_shape=True),
         Case("float8-e4m3fn-h2560-t4001", make(4001, 2560, 8, torch.float8_e4m3fn)),
         Case("bf16-h2560-t4001", make(4001, 2560, 8)),
@@ -262,7 +262,7 @@ WITH_SF_SPEC = OpSpec(
             compile=True,
         ),
         Case("e2m1-h256-t7", make_with_sf(7, 256, 3, 128, dtype=torch.int8, num_rows=41, **_SMALL_ROUTING), small=True),
-        # Factors that blocks of their own gather: in vectors or not, without tokens, and more blocks than an H200 runs.
+        # Scale factors gathered by separate blocks: in vectors or not, without tokens, more blocks than fit on an H200.
         Case(
             "e4m3-h512-t7-gathered",
             make_with_sf(7, 512, 4, 32, col_major=True, num_rows=75, **_SMALL_ROUTING),
@@ -289,7 +289,7 @@ WITH_SF_SPEC = OpSpec(
         ),
         Case("e4m3-h300-t0-gathered", make_with_sf(0, 300, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
         Case("e4m3-h288-t35000-gathered", make_with_sf(35000, 288, 8, 32, col_major=True)),
-        # Ragged blocks, one column of factors, one row, columns that no 16 bytes divide, more factors than threads.
+        # Partial blocks, one column of factors, one row, columns that are not whole vectors, more factors than threads.
         Case("e4m3-h200-t7", make_with_sf(7, 200, 3, 128, num_rows=41, **_SMALL_ROUTING), small=True),
         Case("e4m3-h128-t7-col-major", make_with_sf(7, 128, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING)),
         Case(

@@ -62,9 +62,9 @@ def make(
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within 1e-4 (bfloat16: 2^-7), 1e-5 of the row's largest, and 1e-6, as differences of nearly equal terms want.
+    """Within 1e-4 (bfloat16: 2^-7), 1e-5 of the row's largest, and 1e-6, which differences of nearly equal terms need.
 
-    Terms are up to 11, the largest of the gradients of weights times the factor: 1e-6 is two roundings of such.
+    Terms are up to 11, the largest of the gradients of weights times the factor: 1e-6 is two roundings of such a term.
     """
     assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
@@ -115,7 +115,7 @@ SPEC = OpSpec(
         Case("softmax-float32-e1023-k32-t3", make(3, 1023, 32, SOFTMAX), small=True, compile=True),
         Case("sigmoid-bf16-e66-k4-t5", make(5, 66, 4, SIGMOID, BF16), small=True),
         Case("sigmoid-bf16-e13-k3-t5", make(5, 13, 3, SIGMOID, BF16), small=True, compile=True),
-        # One expert without and with a sum over it, which leaves no gradient; experts that come several times.
+        # One expert without and with renormalization, which leaves no gradient; repeated experts.
         Case("sigmoid-float32-e1-k1-t3", make(3, 1, 1, renormalize=False), small=True),
         Case("sigmoid-float32-e16-k1-t3-one-slot", make(3, 16, 1), small=True),
         *(
@@ -136,7 +136,7 @@ SPEC = OpSpec(
             )
             for function in ScoringFunc
             for renormalize in (False, True)
-            # What sums of numbers of both signs overflow to depends on their order.
+            # The result of overflow in a sum of numbers of both signs depends on their order.
             if not (renormalize and function is IDENTITY)
         ),
         *(

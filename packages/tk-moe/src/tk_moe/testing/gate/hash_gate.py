@@ -16,7 +16,7 @@ Make = Callable[[str], dict[str, Any]]
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 
-# Ids that no table has, some with low 32 bits that one has.
+# Ids that no table has, some of which would be in it by their low 32 bits.
 _NO_TOKEN = (-1, -(2**31), 2**31 - 1, 2**32, 2**32 + 3, -(2**63), 2**63 - 1)
 
 
@@ -71,7 +71,7 @@ def make(
 
 
 def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
-    """Each token's id, row of the table, logits and outputs; of the logits only the chosen, without softmax."""
+    """Each token's id, row of the table, logits and outputs; without softmax, only the chosen logits."""
     num_slots = outputs[0].numel()
     logits = kwargs["logits"]
     wanted = logits.numel() if kwargs["scoring_func"] is SOFTMAX else num_slots
@@ -123,7 +123,7 @@ SPEC = OpSpec(
                     values="extremes",
                     faults=True,
                     vocab_size=50,
-                    # What sums of numbers of both signs overflow to depends on their order.
+                    # The result of overflow in a sum of numbers of both signs depends on their order.
                     renormalize=function is not IDENTITY,
                 ),
                 small=True,

@@ -1,4 +1,4 @@
-"""Named cases of top2_sum_gate, and what its results must have in common with the reference's."""
+"""Named cases of top2_sum_gate, and the comparison of its results with the reference's."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from tk_moe.reference.gate.topk_gate import topk_gate
 
 Make = Callable[[str], dict[str, Any]]
 
-# Ranks may come out in another order where they differ by no more.
+# The order of ranks that differ by no more than this is unspecified.
 _TOLERANCE = 2e-6
 
 # Sums of two scores of these, with or without a bias of _BIASES, are equal or far apart.
@@ -47,8 +47,8 @@ def make(
     """Inputs of top2_sum_gate.
 
     Values: "normal" with a small bias, "ties" (of 4 values, with one of 2 biases), "equal", "extremes", "none" (a bias
-    of -∞ everywhere), "low" (60 lower: sums near the least one). groups, ep, tp: which or how many, of how many.
-    unmapped: "", "contiguous" or "strided". The logits start `first_element` elements into their storage.
+    of -∞ everywhere), "low" (60 lower: sums near the least one). groups, ep, tp: which or how many, and of how many.
+    unmapped: "", "contiguous" or "strided". The logits start at element `first_element` of their storage.
     """
 
     def draw(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +160,7 @@ def compare(actual: Any, expected: Any) -> None:
     for name, value, before in zip(_INPUTS, inputs, expected[2:], strict=True):
         assert_equal(value, before, name=name)
     kwargs = dict(zip(_INPUTS, inputs, strict=True))
-    # Logical experts: what the reference selected, and what was selected where that can be told.
+    # Logical experts: the reference's selection, and the actual one where it can be inferred.
     selection = torch.full_like(expected_indices[:, : kwargs["num_topk"]], -1)
     reference.top2_sum_gate(**_given(kwargs, fix=False), unmapped_topk_idx=selection)
     if unmapped is not None:
@@ -186,7 +186,7 @@ def compare(actual: Any, expected: Any) -> None:
                 assert_selection(row_ranks, experts, kwargs["num_topk_groups"], kwargs["num_groups"])
             except AssertionError as error:
                 raise AssertionError(f"token {row}: {error}; expected {selection[row].tolist()}") from None
-        # Everything else, had this been the selection.
+        # The other results, given this selection.
         given = own.contiguous().clone()
         expected_indices, expected_weights = reference.top2_sum_gate(**_given(kwargs, True), unmapped_topk_idx=given)
     assert_equal(indices, expected_indices, name="topk_idx")
@@ -209,7 +209,7 @@ SPEC = OpSpec(
     op=top2_sum_gate,
     reference=reference.top2_sum_gate,
     compare=compare,
-    # The last seventeen only come along for `compare`, which sees to it that they stay what they are.
+    # All others are listed only for `compare`, which checks that they are unchanged.
     mutates=("unmapped_topk_idx", *_INPUTS),
     cases=(
         Case("e256-g4of8-k8-t9", make(9, 256, 8, (4, 8)), small=True, modes=True, compile=True),
@@ -286,7 +286,7 @@ SPEC = OpSpec(
             "e256-g4of8-k8-t8001-shared1-everything",
             make(8001, 256, 8, (4, 8), num_shared=1, ep=(7, 8), tp=(1, 2), **_EVERYTHING),
         ),
-        # t * 23333 passes 2^31.
+        # t * 23333 exceeds 2^31.
         Case("e8-k2-t100003-map", make(100003, 8, 2, num_extra=6, ep=(1, 2), unmapped="contiguous")),
         *(
             Case(

@@ -22,8 +22,8 @@ _EXTREMES = (
 def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal", first_element: int = 0) -> Make:
     """Scores that are `normal`, `ties` (of 4 values), `equal`, `extremes`, any `bits`, grouped by `lane`, or `last`.
 
-    "lane": each token's best scores are neighbours, so that one lane of a warp holds them all. "last": a neighbour of
-    the last expert chosen has the same score. The scores start `first_element` elements into their storage.
+    "lane": each token's best scores are neighbours, so that one lane of a warp has them all. \"last\": a neighbour of
+    the last expert chosen has the same score. The scores start at element `first_element` of their storage.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ SPEC = OpSpec(
     op=topk_gate,
     reference=reference.topk_gate,
     cases=(
-        # One, several and 32 scores a lane, in vectors of 4, 2 and 1; lanes without any.
+        # One, several and 32 scores per lane, in vectors of 4, 2 and 1; lanes without any.
         Case("e256-k8-t9", make(9, 256, 8), small=True, modes=True, compile=True),
         Case("e13-k3-t17", make(17, 13, 3), small=True, compile=True),
         Case("e66-k6-t5", make(5, 66, 6), small=True, compile=True),

@@ -16,7 +16,7 @@ Make = Callable[[str], dict[str, Any]]
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 
-# NaN, infinities, and what exponentials overflow, vanish or lose all bits at.
+# NaN, infinities, and values whose exponentials overflow, underflow or lose all bits.
 _EXTREMES = (
     *(torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 89.0, -89.0, 104.0, -104.0, 20.0, 20.125, -87.5, -20.0),
     *(0.0, -0.0, 1e-40, -1e-40, 1.0, -1.0),
@@ -28,9 +28,9 @@ def make_logits(
 ) -> torch.Tensor:
     """Logits that are `normal`, `ties` (of 4 values), `equal`, `wide` (to ±30), `close` or `extremes`.
 
-    "close": within a token so near each other that many scores are equal, and others differ by one rounding.
+    \"close\": so close within a token that many scores are equal, and others differ by one rounding.
 
-    They start `first_element` elements into their storage.
+    They start at element `first_element` of their storage.
     """
     shape = (num_tokens, num_experts)
     logits = torch.empty(first_element + num_tokens * num_experts, dtype=dtype, device=device)[first_element:]
@@ -53,7 +53,7 @@ def make_logits(
 
 
 def make_mask(num_tokens: int, device: str) -> torch.Tensor:
-    """About two tokens of three are no padding."""
+    """True for about two of three tokens; the others are padding."""
     if device == "meta":
         return torch.empty((num_tokens,), dtype=torch.bool, device=device)
     return torch.randint(0, 3, (num_tokens,), device=device) > 0
@@ -95,13 +95,13 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Indices are equal, weights within rtol 1e-5, atol 1e-8: sums over a token's slots have another order."""
+    """Indices are equal, weights within rtol 1e-5, atol 1e-8: sums over a token's slots are in another order."""
     assert_equal(actual[0], expected[0], name="topk_idx")
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-8, equal_nan=True)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name in a case name."""
+    """The name of a dtype in case names."""
     return {torch.bfloat16: "bf16", torch.float32: "float32"}[dtype]
 
 
@@ -145,7 +145,7 @@ SPEC = OpSpec(
             compile=True,
         ),
         Case("identity-float32-e33-k7-t9", make(9, 33, 7, IDENTITY, renormalize=False), small=True),
-        # One expert, all of them, lanes without any, 32 a lane; rows and biases that start off 16 bytes.
+        # One expert, all of them, lanes without any, 32 per lane; rows and biases that are not aligned to 16 bytes.
         Case("sigmoid-bf16-e1-k1-t3", make(3, 1, 1, SIGMOID, BF16), small=True),
         Case("sigmoid-float32-e32-k32-t2", make(2, 32, 32, bias="ties"), small=True),
         Case("sqrtsoftplus-bf16-e1024-k32-t3", make(3, 1024, 32, SQRTSOFTPLUS, BF16, bias="normal"), small=True),
@@ -162,7 +162,7 @@ SPEC = OpSpec(
         *(
             Case(
                 f"{function}-float32-e64-k{k}-t31-{values}",
-                # What sums of numbers of both signs overflow to depends on their order.
+                # The result of overflow in a sum of numbers of both signs depends on their order.
                 make(31, 64, k, function, values=values, renormalize=function is not IDENTITY),
                 small=True,
             )
@@ -196,7 +196,7 @@ SPEC = OpSpec(
                 make(num_tokens, num_experts, num_topk, function, dtype, **options),
             )
             for index, (num_experts, num_topk, num_tokens) in enumerate(_SIZES)
-            # Two of five: the seven variants meet sizes of all kinds, and the whole stays short.
+            # Two of five: every variant still gets sizes of all kinds, in less time.
             if index % 5 in (0, 2)
             for dtype, function, options in (_VARIANTS[index % 7],)
         ),

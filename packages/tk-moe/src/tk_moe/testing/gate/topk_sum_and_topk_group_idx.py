@@ -20,7 +20,7 @@ def make(
     values: str = "normal",
     first_element: int = 0,
 ) -> Make:
-    """Scores of any kind that topk_gate's cases have, in groups."""
+    """Scores as in topk_gate's cases, in groups."""
     make_scores = gate_cases.make(num_tokens, num_groups * group_size, 1, values, first_element)
 
     def build(device: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ SPEC = OpSpec(
     op=topk_sum_and_topk_group_idx,
     reference=reference.topk_sum_and_topk_group_idx,
     cases=(
-        # A power of two of lanes a group or fewer, idle lanes, one score a lane, more than four, vectors of 4, 2 and 1.
+        # Numbers of groups that are powers of two or not, idle lanes, one score per lane and more, vectors of 4, 2, 1.
         Case("g8-e32-s2-k4-t9", make(9, 8, 32, 2, 4), small=True, modes=True, compile=True),
         Case("g8-e32-s1-k4-t9", make(9, 8, 32, 1, 4), small=True, compile=True),
         Case("g3-e14-s2-k2-t7", make(7, 3, 14, 2, 2), small=True, compile=True),

@@ -12,7 +12,7 @@ from tk_moe.testing.models import MODEL_EXPERTS
 
 Make = Callable[[str], dict[str, Any]]
 
-# No expert, whatever the number of experts: among them values whose low 32 bits alone would be one.
+# Not an expert for any number of experts; includes values whose low 32 bits alone would be one.
 _NO_EXPERT = (-1, -2, -(2**31), -(2**32), -(2**32) + 3, -(2**63), 1024, 2**31, 2**32, 2**32 + 3, 2**63 - 1)
 
 
@@ -70,7 +70,7 @@ SPEC = OpSpec(
     op=get_fused_mapping,
     reference=reference.get_fused_mapping,
     cases=(
-        # Small cases do not read sizes back, which no fake tensor has.
+        # Small cases do not read sizes back, which fake tensors cannot.
         Case("e32-k6-t67", make(67, 6, 32), small=True, modes=True, compile=True),
         Case("e256-k8-t31", make(31, 8, 256), small=True, compile=True),
         Case("e13-k3-t31", make(31, 3, 13, 1), small=True, compile=True),
@@ -94,7 +94,7 @@ SPEC = OpSpec(
         Case("e32-k6-t0-psum", make(0, 6, 32, with_psum=True), small=True),
         Case("e32-k6-t67-int32", make(67, 6, 32, idx_dtype=torch.int32), small=True, modes=True, compile=True),
         Case("e32-k6-t67-int32-none", make(67, 6, 32, routing="none", idx_dtype=torch.int32), small=True),
-        # More than clusters take goes into two launches.
+        # More pairs than clusters can take need two launches.
         Case("e32-k8-t520", make(520, 8, 32), small=True, modes=True, compile=True),
         Case("e1024-k8-t520-none", make(520, 8, 1024, routing="none"), compile=True),
         Case("e13-k7-t601-few", make(601, 7, 13, 1, routing="few"), compile=True),
@@ -107,7 +107,7 @@ SPEC = OpSpec(
         Case("e256-k8-t4001-int32", make(4001, 8, 256, 128, idx_dtype=torch.int32)),
         Case("e256-k8-t131071-int32", make(131071, 8, 256, idx_dtype=torch.int32), compile=True),
         Case("e7-k32-t65536", make(65536, 32, 7, 128, routing="any")),
-        # Around what blocks have room for.
+        # Around the capacity of thread blocks.
         *(
             Case(f"e256-k8-t{num_tokens}-any", make(num_tokens, 8, 256, routing="any"))
             for num_tokens in (512, 513, 2048, 2049, 4096, 8192, 8193, 16384, 16385, 65536, 65537)

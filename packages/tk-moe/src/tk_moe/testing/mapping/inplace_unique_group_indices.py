@@ -21,7 +21,7 @@ def make(
     first_element: int = 0,
     dtype: torch.dtype = torch.int64,
 ) -> Make:
-    """Arguments of inplace_unique_group_indices; routing as in `testing.group_count.indices`."""
+    """Arguments of inplace_unique_group_indices; routing as in `testing.balance.group_count.indices`."""
 
     def build(device: str) -> dict[str, Any]:
         drawn = indices(num_tokens, num_topk, num_groups, routing, device, first_element, dtype)

@@ -24,7 +24,7 @@ def make(
     first_element: int = 0,
     dtype: torch.dtype = torch.int64,
 ) -> Make:
-    """Arguments of mask_indices_by_tp; routing as in `testing.group_count.indices`."""
+    """Arguments of mask_indices_by_tp; routing as in `testing.balance.group_count.indices`."""
 
     def build(device: str) -> dict[str, Any]:
         return {
@@ -43,7 +43,7 @@ SPEC = OpSpec(
     reference=reference.mask_indices_by_tp,
     cases=(
         Case("n256-k8-t67-ep8-tp1of2", make(67, 8, 256, 8, 1, 2), small=True, modes=True, compile=True),
-        # Ranks that do not divide, fewer ranks than there would be, one rank, indices beyond n and beyond 32 bits.
+        # Numbers of ranks that do not divide n or each other, one rank, indices from n on and beyond 32 bits.
         Case("n256-k7-t31-ep6-tp2of4", make(31, 7, 256, 6, 2, 4), small=True),
         Case("n13-k3-t17-ep13-tp4of5", make(17, 3, 13, 13, 4, 5), small=True),
         Case("n8-k2-t5-ep1-tp0of1", make(5, 2, 8, 1, 0, 1), small=True),

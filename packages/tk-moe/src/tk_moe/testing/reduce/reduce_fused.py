@@ -30,8 +30,8 @@ def make(
 ) -> Make:
     """Inputs of reduce_fused. Values: "normal", "bits" (every bit random), "ties".
 
-    With "ties" many sums lie 2**-54 off the middle of two float32, where rounding first to float64 goes astray: 1 plus
-    65 / 64 times 16519105 * 2**-48, which is 2**-24 * (1 + 2**-30).
+    With "ties" many sums are 2**-54 off the midpoint of two float32, where rounding to float64 first gives a wrong
+    result: 1 plus 65 / 64 times 16519105 * 2**-48, which is 2**-24 * (1 + 2**-30).
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def make(
 
 
 def make_with_out(make_inputs: Make, first_element: int = 0) -> Make:
-    """The same with a given output, which starts `first_element` elements into its storage."""
+    """The same with a given output, which starts at element `first_element` of its storage."""
 
     def build(device: str) -> dict[str, Any]:
         inputs = make_inputs(device)
@@ -116,7 +116,7 @@ SPEC = OpSpec(
         ),
         Case("bf16-h64-t7-out", make_with_out(make(7, 64, 3, **_SMALL_ROUTING)), small=True, modes=True),
         Case("bf16-h64-t7-e4m3-out", make_with_out(make(7, 64, 3, fp8_format="e4m3", **_SMALL_ROUTING)), small=True),
-        # Tensors that start off 16 bytes are served element by element.
+        # Tensors that are not aligned to 16 bytes are read element by element.
         Case("bf16-h64-t7-unaligned", make(7, 64, 3, first_element=1, **_SMALL_ROUTING), small=True, compile=True),
         Case("float32-h64-t7-unaligned-out", make_with_out(make(7, 64, 3, _FLOAT32, **_SMALL_ROUTING), 3), small=True),
         Case(
@@ -135,7 +135,7 @@ SPEC = OpSpec(
         ),
         Case("bf16-h576-t67-no-position", make(67, 576, 4, num_rows=256, share_without_position=1.0)),
         Case("bf16-h576-t67-one-expert", make(67, 576, 4, num_rows=300, num_experts=1)),
-        # Not finite, subnormal, largest; sums whose exact value lies near the middle of two floats.
+        # NaN, infinities, subnormals, largest values; sums whose exact value is near the midpoint of two floats.
         Case("bf16-h576-t300-bits", make(300, 576, 3, values="bits", row_sf=True)),
         Case("float32-h576-t300-bits", make(300, 576, 3, _FLOAT32, values="bits")),
         Case("float32-h576-t300-e4m3-bits", make(300, 576, 3, _FLOAT32, values="bits", fp8_format="e4m3", out_sf=1.0)),

@@ -46,7 +46,10 @@ def make(
     first_element: int = 0,
     **routing: Any,
 ) -> Make:
-    """Normal values and maps as `get_fused_mapping` gives them; grad and x start `first_element` into their storage."""
+    """Normal values, and maps as `get_fused_mapping` returns them.
+
+    grad and x start at element `first_element` of their storage.
+    """
 
     def build(device: str) -> dict[str, Any]:
         rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows
@@ -99,11 +102,11 @@ SPEC = OpSpec(
             small=True,
             compile=True,
         ),
-        # Several warps and chunks; tensors that start off 16 bytes are read element by element, in the same order.
+        # Several warps and chunks; tensors not aligned to 16 bytes are read element by element, in the same order.
         Case("bf16-h576-t7", make(7, 576, 3, **_SMALL_ROUTING), small=True),
         Case("bf16-h64-t7-unaligned", make(7, 64, 3, first_element=1, **_SMALL_ROUTING), small=True, compile=True),
         Case("float32-h64-t7-unaligned", make(7, 64, 3, _FLOAT32, first_element=3, **_SMALL_ROUTING), small=True),
-        # No tokens, no rows, no positions, rows in excess, positions past the last row, one row, one expert.
+        # No tokens, no rows, no positions, more rows than needed, positions past the last row, one row, one expert.
         Case("bf16-h64-t0", make(0, 64, 3, **_SMALL_ROUTING), small=True),
         Case("bf16-h64-t7-no-rows", make(7, 64, 3, **{**_SMALL_ROUTING, "num_rows": 0}), small=True),
         Case("bf16-h64-t3-mostly-padding", make(3, 64, 2, **{**_SMALL_ROUTING, "num_rows": 600}), small=True),

@@ -15,7 +15,7 @@ Make = Callable[[str], dict[str, Any]]
 def make(num_tokens: int, num_topk: int, values: str = "uniform", first_element: int = 0) -> Make:
     """Weights that are `uniform`, `zeros`, of all magnitudes (`wide`), or full of ∞ and subnormals (`extremes`).
 
-    They start `first_element` elements into their storage.
+    They start at element `first_element` of their storage.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ SPEC = OpSpec(
         Case("k8-t1", make(1, 8), small=True),
         Case("k8-t67-zeros", make(67, 8, "zeros"), small=True),
         Case("k7-t67-wide", make(67, 7, "wide"), small=True),
-        # Several kinds of NaN come of ∞ over ∞ on a CPU, so that is for the GPU.
+        # ∞ / ∞ gives different NaNs on CPUs, so this case runs only on the GPU.
         Case("k3-t4001-extremes", make(4001, 3, "extremes")),
         *(
             Case(f"k{num_topk}-t{num_tokens}-wide", make(num_tokens, num_topk, "wide"))

@@ -15,9 +15,9 @@ Make = Callable[[str], dict[str, Any]]
 def make(
     num_tokens: int, num_topk: int, grad_denominator: bool = False, values: str = "uniform", first_element: int = 0
 ) -> Make:
-    """What the forward pass gives for weights in 0 … 1 (`uniform`) or of all magnitudes (`wide`), and gradients.
+    """Outputs of the forward for weights in 0 … 1 (`uniform`) or of all magnitudes (`wide`), and gradients.
 
-    The matrices start `first_element` elements into their storage.
+    The matrices start at element `first_element` of their storage.
     """
 
     def build(device: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def cast_back(
     if x_special_fmt not in (None, "e5m6"):
         raise ValueError(f"x_special_fmt: expected None or 'e5m6', got {x_special_fmt!r}")
     out = dequantize(x, x_block_size, x_special_fmt, tensor_sf).to(_OUT_DTYPES[fmt])
-    # What GPUs make of any NaN; a CPU keeps sign and payload of one that it is given.
+    # A GPU writes every NaN like this; a CPU keeps its sign and payload.
     if fmt == "bf16":
         out.view(torch.int16).masked_fill_(out.isnan(), 0x7FFF)
     else:

@@ -1,4 +1,4 @@
-"""The quantizer in plain PyTorch, written once over format, block, rounding and scale layout."""
+"""The quantizer in plain PyTorch, for all formats, blocks, roundings and scale layouts."""
 
 import torch
 
@@ -15,9 +15,9 @@ _LEAST_E4M3 = 2.0**-9
 
 
 def block_amax(x: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
-    """max |x| of each block of (rows, cols), float32 (⌈rows / block rows⌉, ⌈cols / block cols⌉); NaN wins."""
+    """max |x| of each block of (rows, cols), float32 (⌈rows / block rows⌉, ⌈cols / block cols⌉); NaN propagates."""
     num_rows, num_cols = x.shape
-    # A block may be far wider than a row.
+    # Clamped, as a block may be far larger than the tensor.
     block_rows, block_cols = min(block_size[0], max(num_rows, 1)), min(block_size[1], max(num_cols, 1))
     count_rows, count_cols = ceil_div(num_rows, block_rows), ceil_div(num_cols, block_cols)
     missing = (0, count_cols * block_cols - num_cols, 0, count_rows * block_rows - num_rows)
@@ -35,8 +35,8 @@ def least_power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantization_factors(amax: torch.Tensor, fmt: Format, round_sf: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(sf, s)` of blocks with this amax (float32): what multiplies back, and what x is multiplied by."""
-    # A divisor that is a Python number would be multiplied by its reciprocal on CUDA, hence tensors on both sides.
+    """`(sf, s)` of blocks with this amax (float32): the scale factor, and the factor that x is multiplied by."""
+    # On CUDA, torch replaces division by a Python number with multiplication by its reciprocal; hence a tensor.
     largest = torch.full_like(amax, fmt.largest)
     amax = amax.clamp(min=fmt.least_amax)
     sf = amax / largest
@@ -49,7 +49,7 @@ def quantization_factors(amax: torch.Tensor, fmt: Format, round_sf: bool) -> tup
 def tensor_scaled_factors(
     amax: torch.Tensor, fmt: Format, tensor_sf: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(sf, s)` where sf is float8_e4m3fn beside one float32 for the whole tensor (NVFP4); sf as float32."""
+    """`(sf, s)` for sf in float8_e4m3fn with one float32 factor for the tensor (NVFP4); sf is returned as float32."""
     sf = amax / torch.full_like(amax, fmt.largest) / tensor_sf
     sf = decode_e4m3(encode_e4m3(sf.clamp(min=_LEAST_E4M3)))
     sf = torch.where(amax.isfinite(), sf, torch.nan)
@@ -57,7 +57,7 @@ def tensor_scaled_factors(
 
 
 def written(out: Pair | torch.Tensor | None, result: Pair | torch.Tensor) -> Pair | torch.Tensor:
-    """`out` with the result in it, or without it the result."""
+    """The result, copied to `out` if that is given."""
     if out is None:
         return result
     for given, new in zip(out, result, strict=True) if isinstance(result, tuple) else [(out, result)]:

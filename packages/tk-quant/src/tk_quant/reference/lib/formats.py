@@ -1,4 +1,4 @@
-"""Quantized formats in plain PyTorch: bit patterns, limits, and what a (data, sf) pair is worth. On any device."""
+"""Quantized formats in plain PyTorch: bit patterns, limits, and the values of a (data, sf) pair. For any device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ class Format:
     largest: float
     """Largest finite value."""
     least_amax: float
-    """A block's amax counts as at least this."""
+    """Lower bound of a block's amax."""
     encode: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -132,8 +132,8 @@ def decode(data: torch.Tensor, special_fmt: str | None = None) -> torch.Tensor:
 
 
 def expand_blocks(values: torch.Tensor, block_size: tuple[int, int], num_rows: int, num_cols: int) -> torch.Tensor:
-    """One value a block, (R, C), to one an element: a new (num_rows, num_cols)."""
-    # A block may be far wider than a row.
+    """From one value per block, (R, C), to one per element: a new (num_rows, num_cols)."""
+    # Clamped, as a block may be far larger than the tensor.
     block_rows, block_cols = min(block_size[0], max(num_rows, 1)), min(block_size[1], max(num_cols, 1))
     count_rows, count_cols = values.shape
     elements = values[:, None, :, None].expand(count_rows, block_rows, count_cols, block_cols)
@@ -146,7 +146,7 @@ def dequantize(
     special_fmt: str | None = None,
     tensor_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What a pair `(data, sf)` with blocks `x_block_size` is worth: data * sf, rounded to float32 once.
+    """The values of a pair `(data, sf)` with blocks `x_block_size`: data * sf, rounded once to float32.
 
     data: float8_e4m3fn (tokens, hidden), or e2m1 as int8, uint8 or float4_e2m1fn_x2 (tokens, hidden / 2), or with
         `special_fmt` "e5m6" uint8 (tokens, hidden * 3 / 2).

@@ -1,4 +1,4 @@
-"""SwiGLU in plain PyTorch: what the references of the fused ops are put together from. On any device."""
+"""SwiGLU in plain PyTorch: the parts of the fused ops' references. For any device."""
 
 import torch
 
@@ -19,7 +19,7 @@ def swiglu_forward(
     Args:
         x: (..., 2 * hidden), the gate l in the left half; computed in float32 whatever its dtype.
         swiglu_clamp_value: l and r are clamped first, see `halves`.
-        weight: float32 (...,), one for each row: what it is multiplied by, last.
+        weight: float32 (...,), a factor for each row, multiplied last.
 
     Returns:
         float32 (..., hidden).
@@ -45,7 +45,7 @@ def swiglu_backward(
     Args:
         x: (..., 2 * hidden), the gate l in the left half; computed in float32 whatever its dtype.
         grad_out: (..., hidden), the gradient of out.
-        swiglu_clamp_value: l and r are clamped first, see `halves`; dl and dr are zero where they were.
+        swiglu_clamp_value: l and r are clamped first, see `halves`; dl and dr are zero where l and r were clamped.
         weight: float32 (...,), one for each row; 1 if None.
 
     Returns:
@@ -72,13 +72,13 @@ def swiglu_backward(
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c of float32 tensors, rounded once, to nearest even.
 
-    The product of two float32 is exact in float64. Of a sum that is not, the bits that float32 has no room for still
-    tell on which side of a tie it lies if it is rounded to odd: to that neighbour of the exact sum whose last bit is 1.
+    The product of two float32 is exact in float64. The sum is rounded to odd: if it is
+    inexact, to that neighbour whose last bit is 1. Rounding this to float32 gives what a single rounding would.
     """
     product = a.to(torch.float64) * b.to(torch.float64)
     c = c.to(torch.float64)
     total = product + c
-    # What the sum has lost, exactly.
+    # The exact rounding error of the sum (Knuth's TwoSum).
     c_part = total - product
     error = (product - (total - c_part)) + (c - c_part)
     bits = total.view(torch.int64)
@@ -102,7 +102,7 @@ def real_positions(
     pos_to_expert: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """Which positions are no padding, bool (num_positions,): indices not negative, and inside topk_weights."""
+    """Which positions are not padding, bool (num_positions,): indices not negative, and inside topk_weights."""
     is_real = torch.ones(num_positions, dtype=torch.bool, device=device)
     if pos_to_token_topk is not None:
         is_real &= pos_to_token_topk >= 0

@@ -1,4 +1,4 @@
-"""Reference of per_channel_cast_and_transpose: the one op after the other."""
+"""Reference of per_channel_cast_and_transpose: per_channel_cast, then transpose."""
 
 import torch
 

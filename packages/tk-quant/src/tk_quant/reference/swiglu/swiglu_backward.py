@@ -32,7 +32,7 @@ def swiglu_backward(
     if token_topk_to_pos is not None:
         row_grads = row_grads.masked_fill(~is_real, 0)
         has_row = (token_topk_to_pos >= 0) & (token_topk_to_pos < x.shape[0])
-        # A row of zero for the pairs that have none.
+        # An extra row of zero for pairs without a row.
         weight_grad = torch.cat((row_grads, row_grads.new_zeros(1)))[token_topk_to_pos.where(has_row, -1).long()]
     return out if with_out else None, x_grad, weight_grad
 
@@ -44,7 +44,7 @@ def _in_pieces(
     weight: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """out and x_grad in `dtype` and each row's gradient of its weight; float64 of all rows at once may not fit."""
+    """out and x_grad in `dtype` and each row's weight gradient. In pieces, as float64 of all rows may not fit."""
     inputs = (x, grad_out) if weight is None else (x, grad_out, weight)
     pieces = []
     for part_x, part_grad, *part_weight in zip(*(each.split(_ROWS) for each in inputs)):

@@ -28,7 +28,7 @@ def swiglu_backward_and_per_token_cast(
     values = dequantize((data[is_real], sf[is_real]), block_size)
     results = swiglu_backward(values, grad_out[is_real], swiglu_clamp_value, weight=weights)
 
-    # Padding is what comes of zeros.
+    # Padding has the result of a row of zeros.
     zeros = torch.zeros(1, 2 * num_per_channels, dtype=torch.float32, device=data.device)
     x_grad_data = torch.zeros_like(data)
     x_grad_sf = cast(zeros, "e4m3", block_size, round_sf=round_sf)[1][:, :1].repeat(sf.shape)
@@ -54,7 +54,7 @@ def swiglu_backward_and_per_token_cast(
 
 
 def _to_bf16(x: torch.Tensor) -> torch.Tensor:
-    """To nearest, ties to even; any NaN becomes what GPUs make of it."""
+    """To nearest, ties to even; any NaN becomes the one that a GPU writes."""
     rounded = x.to(torch.bfloat16)
     rounded.view(torch.int16).masked_fill_(x.isnan(), _BF16_NAN_BITS)
     return rounded

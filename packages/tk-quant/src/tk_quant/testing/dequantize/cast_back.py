@@ -25,7 +25,7 @@ LAYOUTS = {
     "nv": ScaleLayout.ROW_MAJOR,
     "nvswizzled": ScaleLayout.SWIZZLED,
 }
-"""Layouts of sf by the names they have in case names."""
+"""Layouts of sf, by their names in case names."""
 BYTES = {"e4m3": (1, 1), "e2m1": (1, 2), "e5m6": (3, 2)}
 """Bytes of so many channels."""
 SIZES = tuple((tokens, hidden) for hidden in (576, 2048, 4096, 7168) for tokens in (0, 1, 4001, 8001))
@@ -33,9 +33,9 @@ NEIGHBOURS = (
     *((8192, hidden) for hidden in (576, 2048, 2560, 3072, 4096, 6144)),
     *((tokens, 7168) for tokens in (1, 64, 4001, 8001)),
 )
-"""Benchmark shapes beside (8192, 7168)."""
+"""Benchmark shapes in addition to (8192, 7168)."""
 
-# Products with these are NaN, infinite, zero of either sign, subnormal, or round at every place.
+# Products with these are NaN, infinite, zeros of both signs, subnormal, or rounded at every bit.
 SPECIAL_SF = (
     *(torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, -1.5),
     *(2.0**-149, 3 * 2.0**-148, 2.0**-127, 2.0**-126, 1.2345e-38, 2.0**-133, 5e-41),
@@ -50,7 +50,7 @@ def pack_e5m6(codes: torch.Tensor) -> torch.Tensor:
 
 
 def random_codes(num_tokens: int, num_bytes: int, fmt: str, device: str) -> torch.Tensor:
-    """Any byte; of e4m3 and e5m6 no NaN and no infinity. num_bytes of e5m6 may be any number."""
+    """Random bytes, without NaN and infinity of e4m3 and e5m6. num_bytes of e5m6 may be any number."""
     if fmt == "e5m6":
         codes = torch.randint(0, 4096, (num_tokens, (num_bytes + 11) // 12 * 8), device=device)
         codes = torch.where((codes >> 6) & 0x1F == 0x1F, codes - 64, codes)
@@ -62,7 +62,7 @@ def random_codes(num_tokens: int, num_bytes: int, fmt: str, device: str) -> torc
 
 
 def random_sf(rows: int, cols: int, layout: str, device: str) -> torch.Tensor:
-    """Scale factors around 1 in a layout, what is unspecified in a packed word filled with ones."""
+    """Scale factors around 1 in a layout, with the unspecified bytes of packed words set to ones."""
     if layout in ("nv", "nvswizzled"):
         codes = torch.randint(0, 0x7F, (rows, cols), device=device).to(torch.uint8)
         return pack_scales(codes.view(torch.float8_e4m3fn).to(torch.float32), LAYOUTS[layout], torch.float8_e4m3fn)
@@ -84,7 +84,7 @@ def pair(
     extra: int = 0,
     first: int = 0,
 ) -> MakePair:
-    """Random data and sf. Data rows are `extra` bytes further apart than they are long and start at byte `first`."""
+    """Random data and sf. Data rows have gaps of `extra` bytes and start at byte `first`."""
 
     def build(device: str) -> Pair:
         num_bytes = hidden * BYTES[fmt][0] // BYTES[fmt][1]
@@ -96,7 +96,7 @@ def pair(
 
 
 def every_code(fmt: str, layout: str, as_float4: bool = False) -> MakePair:
-    """A token has every byte once, and one sf: SPECIAL_SF, or each of the 256 bytes. Of e5m6 it has every code."""
+    """Each token has every byte (for e5m6 every code) once, and one sf: of SPECIAL_SF, or of the 256 UE8M0 bytes."""
 
     def build(device: str) -> Pair:
         if layout == "packed":
@@ -134,7 +134,7 @@ def make_tensor_sf(device: str) -> torch.Tensor:
 
 
 def more(fmt: str, layout: str) -> Callable[[str], dict[str, Any]]:
-    """The arguments that a format and a layout need beside x."""
+    """The arguments that a format and a layout need in addition to x."""
 
     def build(device: str) -> dict[str, Any]:
         special: dict[str, Any] = {"x_special_fmt": "e5m6"} if fmt == "e5m6" else {}
@@ -177,7 +177,7 @@ SPEC = OpSpec(
     op=cast_back,
     reference=reference.cast_back,
     cases=(
-        # 576 channels leave the last block of 128 short, and the last packed word too.
+        # 576 channels leave the last block of 128 and the last packed word partial.
         *(
             _case(
                 fmt,
@@ -248,7 +248,7 @@ SPEC = OpSpec(
             _case("e4m3", (128, 128), "packed", "bf16", tokens, hidden, small=tokens <= 2)
             for tokens, hidden in ((0, 576), (1, 64), (2, 960), (3, 1088), (4, 2368), (33, 20480), (300, 192))
         ),
-        # Rows of data further apart, down to rows that start anywhere.
+        # Rows of data with gaps, down to rows that are not aligned at all.
         *(
             _case(
                 fmt,
@@ -313,7 +313,7 @@ SPEC = OpSpec(
             if hasattr(torch, "float4_e2m1fn_x2")
             else ()
         ),
-        # Real sizes.
+        # Sizes of real models.
         *(
             _case(fmt, block_size, layout, out, tokens, hidden)
             for fmt, block_size, layout, out in (

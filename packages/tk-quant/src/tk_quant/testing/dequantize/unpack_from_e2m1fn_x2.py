@@ -15,7 +15,7 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 def make(
     shape: tuple[int, ...], out_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.int8, first: int = 0
 ) -> Callable[[str], dict[str, Any]]:
-    """Random bytes, beginning `first` bytes into their storage."""
+    """Random bytes, from byte `first` of their storage."""
 
     def build(device: str) -> dict[str, Any]:
         size = 1

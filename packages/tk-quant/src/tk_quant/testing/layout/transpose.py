@@ -13,7 +13,7 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A tensor with every bit drawn at random, NaN and infinity among its values."""
+    """A tensor of random bits, which include NaN and infinity."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, device=device).to(torch.bool)
@@ -27,7 +27,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype) -> Make:
 
 
 def make_strided(shape: tuple[int, ...], dtype: torch.dtype, extra_cols: int, first_col: int = 0) -> Make:
-    """A view of a wider tensor: its rows are `extra_cols` further apart and begin at `first_col`."""
+    """A view of a wider tensor: its rows have gaps of `extra_cols` columns and start at `first_col`."""
 
     def build(device: str) -> dict[str, Any]:
         wide = random_bits((*shape[:-1], shape[-1] + extra_cols), dtype, device)
@@ -37,7 +37,7 @@ def make_strided(shape: tuple[int, ...], dtype: torch.dtype, extra_cols: int, fi
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name in a case name."""
+    """The name of a dtype in case names."""
     return str(dtype).removeprefix("torch.").replace("_", "-")
 
 

@@ -21,19 +21,19 @@ Block = tuple[int, int]
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _NAMES = {_BF16: "bf16", _FP32: "fp32"}
 _SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Blocks of warps, of a warp, of lanes; several in a thread, down and across.
+# Blocks shared by warps, by a warp, by some lanes; several in a thread, along tokens and channels.
 _BLOCKS = ((128, 128), (32, 32), (1, 128), (128, 1), (1, 1), (2, 128), (64, 2), (16, 4), (8, 8), (1, 16), (4, 64))
 _EDGES = ((128, 16), (4, 128), (2, 2), (32, 1), (16, 64), (2, 1), (128, 8), (64, 64))
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Equal bit for bit, but for the e2m1 data of blocks with infinity or NaN in them, which may be anything."""
+    """Bitwise equal, except e2m1 data of blocks that contain infinity or NaN, which are unspecified."""
     if isinstance(expected, tuple) and expected[0].dtype is torch.int8:
         (data, sf), want = actual, expected[0]
         num_tokens, hidden = want.shape[0], 2 * want.shape[1]
         num_rows, num_cols = expected[1].shape
         per_word = 4 if expected[1].dtype is torch.int32 else 1
-        # Where several sizes fit, all of them cover the tensor; packed factors must fill more than a word of a row.
+        # Any size that fits the shape of sf will do; packed factors must fill more than one word of a row.
         block_tokens = next(side for side in _SIDES if ceil_div(num_tokens, side) == num_rows)
         block_channels = next(side for side in _SIDES if ceil_div(ceil_div(hidden, side), per_word) == num_cols)
         factors = unpack_scales(expected[1], num_rows, ceil_div(hidden, block_channels))
@@ -45,10 +45,10 @@ def compare(actual: Any, expected: Any) -> None:
 
 
 def ties(block_size: Block, dtype: torch.dtype) -> MakeInput:
-    """Every block has the amax 6 * u, u another integer for each of 64, and multiples of u / 4 up to that.
+    """Every block has amax 6 * u, with 64 different integers u, and multiples of u / 4 up to that.
 
-    Where they are representable, their quotients are e2m1 values and what lies midway between two, but 6 / amax is
-    rounded, so that products are too or are off by little.
+    Their exact quotients are e2m1 values and midpoints between two of them. As 6 / amax is rounded, the products hit
+    them exactly or just miss them.
     """
 
     def build(device: str) -> torch.Tensor:
@@ -73,7 +73,7 @@ def make(x: MakeInput, fmt: str, block_size: Block, flags: str = "row") -> Make:
 
 
 def make_precomputed(x: MakeInput, fmt: str, block_size: Block, special: bool = False) -> Make:
-    """Arguments of the form with precomputed sf: random, so that some of it makes data saturate."""
+    """Arguments of the form with precomputed sf: random, so that some data saturate."""
 
     def build(device: str) -> dict[str, Any]:
         values = x(device)
@@ -94,7 +94,7 @@ def _name(dtype: torch.dtype, fmt: str, block: Block, flags: str, num_tokens: in
 def _plain(
     dtype: torch.dtype, fmt: str, block: Block, flags: str, num_tokens: int, hidden: int, suffix: str = "", **roles: Any
 ) -> Case:
-    """A case with normally distributed input, each token on a scale of its own."""
+    """A case with normally distributed input, each token with a scale of its own."""
     name = _name(dtype, fmt, block, flags, num_tokens, hidden) + suffix
     return Case(name, make(normal(num_tokens, hidden, dtype), fmt, block, flags), **roles)
 
@@ -120,7 +120,7 @@ SPEC = OpSpec(
     reference=reference.per_block_cast,
     compare=compare,
     cases=(
-        # Blocks of every kind, cut off at both ends; 576 channels are no multiple of 128, 192 leave a word unfilled.
+        # Blocks of every kind, partial ones at both edges; 128 does not divide 576 channels, 192 leave a partial word.
         *(
             _plain(_BF16, fmt, block, flags, 133, 192, small=True, modes=(fmt, block) == ("e4m3", (128, 128)))
             for block in _BLOCKS
@@ -150,7 +150,7 @@ SPEC = OpSpec(
             for block, tokens in (((128, 128), 0), ((128, 128), 1), ((32, 32), 1), ((1, 1), 1))
         ),
         _plain(_BF16, "e2m1", (32, 32), "row", 0, 576, small=True),
-        # Strided rows, down to rows that start on odd elements.
+        # Strided rows, down to rows that start at odd elements.
         *(
             Case(
                 f"{_NAMES[dtype]}-{fmt}-{block[0]}x{block[1]}-h192-t40-apart{extra}-from{first}",
@@ -196,7 +196,7 @@ SPEC = OpSpec(
         Case("bf16-e4m3-1x1-packed-every", make(every_bfloat16, "e4m3", (1, 1), "packed"), small=True),
         Case("bf16-e4m3-1x1-packed-h192-extremes", make(extremes(192, _BF16), "e4m3", (1, 1), "packed"), small=True),
         Case("bf16-e4m3-128x128-row-h192-extremes", make(extremes(192, _BF16), "e4m3", (128, 128)), small=True),
-        # Real sizes.
+        # Sizes of real models.
         *(
             _plain(dtype, fmt, block, flags, tokens, hidden)
             for dtype, fmt, block, flags, tokens, hidden in (

@@ -14,28 +14,28 @@ from tk_quant.testing.dequantize.cast_back import LAYOUTS, NEIGHBOURS, Pair, ran
 
 Block = tuple[int, int]
 
-# Exponents from the first on, below the second.
+# From the first exponent to before the second.
 EXPONENTS = {"near": (100, 115), "apart": (90, 118), "tiny": (0, 15), "huge": (232, 255), "any": (0, 256)}
-"""Ranges of biased exponents: exact at any ratio, rounding at some, at either end of what there is, and with NaN."""
+"""Ranges of biased exponents: exact for all ratios, rounding for some, at both ends of the range, and with NaN."""
 FLAGS = {
     "row": {},
     "col": {"use_tma_aligned_col_major_sf": True},
     "round": {"round_sf": True},
     "packed": {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True},
 }
-"""Layouts of the output's sf by the names they have in case names."""
+"""Layouts of the output's sf, by their names in case names."""
 
 
 def pair(
     num_tokens: int, hidden: int, block_size: Block, layout: str, exponents: str = "near", extra: int = 0
 ) -> Callable[[str], Pair]:
-    """Random codes, a third of the blocks zero; float32 sf with any mantissa bits. Rows `extra` bytes apart."""
+    """Random codes, a third of the blocks zero; float32 sf with any mantissa bits. Rows have gaps of `extra` bytes."""
 
     def build(device: str) -> Pair:
         rows, cols = ceil_div(num_tokens, block_size[0]), ceil_div(hidden, block_size[1])
         data = random_codes(num_tokens, hidden // 2 + extra, "e2m1", device)[:, extra:]
         zero = torch.randint(0, 3, (num_tokens, hidden // 16), device=device).repeat_interleave(8, dim=1) == 0
-        # Signs stay: -0 is a code of its own.
+        # Keeps the signs: -0 has a code of its own.
         data.copy_(torch.where(zero, data & -0x78, data))
         codes = torch.randint(*EXPONENTS[exponents], (rows, cols), device=device)
         sf = decode_ue8m0(codes)
@@ -76,8 +76,8 @@ SPEC = OpSpec(
     op=per_block_cast_lossless,
     reference=reference.per_block_cast_lossless,
     cases=(
-        # Each way from blocks to blocks, each layout in and out. 576 and 160 channels leave the last block short, and
-        # the last packed word too.
+        # Every combination of input and output blocks, each layout in and out. 576 and 160 channels leave the last
+        # block and the last packed word partial.
         *(
             _case(x_block_size, out_block_size, layout, flags, tokens, hidden, exponents, small=True, modes=modes)
             for x_block_size, out_block_size, layout, flags, tokens, hidden, exponents, modes in (
@@ -92,7 +92,7 @@ SPEC = OpSpec(
                 ((1, 32), (128, 128), "swizzled", "packed", 129, 288, "any", False),
                 ((1, 32), (128, 128), "col", "col", 1, 64, "tiny", False),
                 ((1, 32), (128, 128), "row", "packed", 130, 96, "huge", False),
-                # Blocks that rows of threads or a thread's pieces share otherwise, and other sizes of x.
+                # Blocks that are divided differently among threads or within a thread, and other sizes of x.
                 ((1, 16), (1, 16), "row", "row", 3, 96, "near", False),
                 ((1, 16), (2, 64), "packed", "packed", 11, 96, "any", False),
                 ((1, 16), (8, 32), "row", "row", 21, 96, "apart", False),
@@ -107,12 +107,12 @@ SPEC = OpSpec(
             _case((1, 32), out_block_size, "packed", "packed", 0, 96, small=True)
             for out_block_size in ((1, 128), (128, 128))
         ),
-        # Rows further apart, down to rows that start anywhere.
+        # Rows with gaps, down to rows that are not aligned at all.
         *(
             _case((1, 32), (32, 32), "row", "row", 9, 96, "near", extra, small=True, compile=extra == 3)
             for extra in (16, 8, 4, 2, 3)
         ),
-        # Real sizes.
+        # Sizes of real models.
         *(
             _case((1, 32), out_block_size, layout, flags, tokens, hidden, exponents)
             for out_block_size, layout, flags, exponents in (

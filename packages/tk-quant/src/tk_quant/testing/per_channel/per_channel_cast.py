@@ -19,7 +19,7 @@ HIDDENS = (576, 2048, 2560, 3072, 4096, 6144, 7168)
 
 
 def normal(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
-    """Normally distributed, each channel on a scale of its own, and that of tokens apart by up to 16."""
+    """Normally distributed, each channel with a scale of its own, and each token with one of up to 16."""
 
     def build(device: str) -> torch.Tensor:
         x = torch.randn(num_tokens, hidden, device=device)
@@ -31,7 +31,7 @@ def normal(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
 
 
 def strided(num_tokens: int, hidden: int, dtype: torch.dtype, extra: int, first: int) -> MakeInput:
-    """Rows `extra` elements further apart than they are long, beginning at column `first` of a wider tensor."""
+    """Rows with a gap of `extra` elements, which start at column `first` of a wider tensor."""
     wide = normal(num_tokens, hidden + extra, dtype)
     return lambda device: wide(device)[:, first : first + hidden]
 
@@ -39,13 +39,13 @@ def strided(num_tokens: int, hidden: int, dtype: torch.dtype, extra: int, first:
 def extremes(num_tokens: int, dtype: torch.dtype) -> MakeInput:
     """64 channels: zeros, infinity, NaN, subnormals, the largest values, ties, quotients at powers of two, random bits.
 
-    24 of them are what `testing.per_token_cast.extremes` has for tokens.
+    24 of them are as `testing.per_token.per_token_cast.extremes` has for tokens.
     """
     special = by_token.extremes(num_tokens, dtype)
 
     def build(device: str) -> torch.Tensor:
         x = torch.randn(num_tokens, 64)
-        # One token of a block is enough to decide it: the first, the last, one in the middle of a thread's.
+        # Blocks whose amax is in one token: the first, the last, one in the middle of a thread's rows.
         x[0, 24], x[num_tokens - 1, 25], x[num_tokens // 2 + 3, 26] = 2.0**60, -(2.0**60), 2.0**60
         x[5, 27], x[num_tokens - 2, 28], x[num_tokens // 2 + 1, 29] = torch.nan, torch.inf, -torch.inf
         x[:, 30] = 3.0

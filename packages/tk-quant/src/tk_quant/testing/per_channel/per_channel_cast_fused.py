@@ -18,12 +18,12 @@ MakeMap = Callable[[str], torch.Tensor | None]
 
 
 def pair(num_tokens: int, hidden: int, special: bool = False) -> MakeInput:
-    """e4m3 codes with blocks of (1, 128); `special` puts NaN codes, and NaN and infinity among sf."""
+    """e4m3 codes with blocks of (1, 128); `special` adds NaN codes, and NaN and infinity to sf."""
     return by_token.pair(num_tokens, hidden, "e4m3", (1, 128), ScaleLayout.ROW_MAJOR, special)
 
 
 def strided_pair(num_tokens: int, hidden: int, extra: int) -> MakeInput:
-    """A pair whose data rows are `extra` bytes further apart than they are long."""
+    """A pair whose data rows have gaps of `extra` bytes."""
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         data, sf = pair(num_tokens, hidden + extra)(device)
@@ -33,7 +33,7 @@ def strided_pair(num_tokens: int, hidden: int, extra: int) -> MakeInput:
 
 
 def pair_with_sf_from(num_tokens: int, hidden: int, first: int) -> MakeInput:
-    """A pair whose sf start `first` elements into their allocation."""
+    """A pair whose sf start at element `first` of their allocation."""
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         data, sf = pair(num_tokens, hidden)(device)
@@ -58,7 +58,7 @@ def padding_only(num_rows: int) -> MakeMap:
 
 
 def past_the_end(num_rows: int, num_tokens: int) -> MakeMap:
-    """Also indices that no token has, from num_tokens itself to the largest."""
+    """Also indices past the last token, from num_tokens to the largest int32."""
 
     def build(device: str) -> torch.Tensor:
         rows = torch.randint(0, 2 * num_tokens + 1, (num_rows,), device=device, dtype=torch.int32)
@@ -69,7 +69,7 @@ def past_the_end(num_rows: int, num_tokens: int) -> MakeMap:
 
 
 def segments(num_experts: int, rows: int, padding: int, num_tokens: int) -> MakeMap:
-    """As mixtures of experts have it: for each expert ascending tokens, then padding."""
+    """As in a mixture of experts: for each expert its tokens in ascending order, then padding."""
 
     def build(device: str) -> torch.Tensor:
         tokens = torch.randint(0, num_tokens, (num_experts, rows), device=device).sort(dim=1).values
@@ -120,7 +120,7 @@ def _bench(kind: str, hidden: int, round_sf: bool = False, **roles: Any) -> Case
 
 
 def _least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
-    """Each output and each input once, whatever the map picks."""
+    """Each output and each input once, whichever rows the map names."""
     values, rows = kwargs["x"], kwargs["pos_to_token"]
     inputs = (*values, rows) if isinstance(values, tuple) else (values, rows)
     return sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs) if tensor is not None)
@@ -137,7 +137,7 @@ SPEC = OpSpec(
             for round_sf in (False, True)
             for tokens in (0, 128, 384)
         ),
-        # 16 and 144 rows leave a short block, 400 a longer one.
+        # Numbers of rows that 128 divides, and others, which leave the last block partial.
         *(
             _gathered(kind, tokens, rows, 256, rows == 144, small=True, modes=rows == 16 and tokens == 5)
             for kind in ("bf16", "fp32", "pair")
@@ -173,8 +173,8 @@ SPEC = OpSpec(
                 ("pair-scattered", pair(64, 512, special=True), scattered(272, 64)),
             )
         ),
-        # On an H200 about the least that the kernel for many gathered rows is taken for, and the least for which its
-        # first blocks take turns and fetch columns of later ones.
+        # On an H200, about the fewest rows for which the kernel for many gathered rows is chosen, and the fewest for
+        # which its first blocks start with delays and prefetch columns of later ones.
         *(
             Case(
                 f"pair-h{hidden}-t70-to-{rows}-past-the-end",
@@ -223,7 +223,7 @@ SPEC = OpSpec(
             _bench(kind, 7168, round_sf, model_shape=kind == "pair", compile=True)
             for kind, round_sf in (("pair", False), ("pair", True), ("bf16", False), ("fp32", False))
         ),
-        # The kernel for few rows, as the first bench case is for many.
+        # The kernel for few rows; the first bench case has the one for many.
         Case("pair-h7168-t64-to-512", make(pair(64, 7168), scattered(512, 64)), model_shape=True),
         *(_bench("pair", hidden) for hidden in (640, *HIDDENS[1:-1])),
         *(

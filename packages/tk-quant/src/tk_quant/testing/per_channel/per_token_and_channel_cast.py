@@ -20,11 +20,11 @@ FLAGS: dict[str, dict[str, bool]] = {
     "col": {"use_tma_aligned_col_major_sf": True},
     "packed": {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True},
 }
-"""Layouts of the tokens' sf and roundings by the names they have in case names."""
+"""Layouts of the tokens' sf and roundings, by their names in case names."""
 
 
 def extreme_blocks(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
-    """Rows of zeros, infinity, NaN and so on, further down columns of them, random values in between."""
+    """Rows and columns of zeros, infinity, NaN and so on, with random values in between."""
     rows, columns = extremes(hidden, dtype), extremes(num_tokens, dtype)
 
     def build(device: str) -> torch.Tensor:

@@ -29,12 +29,12 @@ FLAGS = {
     "col-round": {"use_tma_aligned_col_major_sf": True, "round_sf": True},
     "packed": {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True},
 }
-"""Layouts and roundings of sf by the names they have in case names."""
+"""Layouts and roundings of sf, by their names in case names."""
 ALL_FLAGS = {**FLAGS, "swizzled": {"use_swizzled_sf": True, "round_sf": True}}
 
 
 def normal(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
-    """Normally distributed, each token on a scale of its own."""
+    """Normally distributed, each token with a scale of its own."""
 
     def build(device: str) -> torch.Tensor:
         scale = torch.exp2(torch.randint(-12, 12, (num_tokens, 1), device=device).to(torch.float32))
@@ -44,7 +44,7 @@ def normal(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
 
 
 def strided(num_tokens: int, hidden: int, dtype: torch.dtype, extra: int, first: int) -> MakeInput:
-    """Rows `extra` elements further apart than they are long, beginning at column `first` of a wider tensor."""
+    """Rows with a gap of `extra` elements, which start at column `first` of a wider tensor."""
     wide = normal(num_tokens, hidden + extra, dtype)
     return lambda device: wide(device)[:, first : first + hidden]
 
@@ -71,14 +71,14 @@ def extremes(hidden: int, dtype: torch.dtype) -> MakeInput:
         x[9], x[9, ::2] = info.max, -info.max
         x[10] = noise[10] * 2.0**-60
         x[10, ::64] = info.max
-        # Divided by nothing (amax is the format's largest) every midpoint between two codes is met.
+        # With scale 1 (amax is the format's largest) there is every midpoint between two codes.
         x[11] = torch.arange(hidden) % 49 * 0.25 - 6
         x[12] = torch.arange(hidden) % 49 * 0.125 * (1 + 2.0**-7) - 6
         x[12, ::16] = 6.0
         x[13] = torch.arange(hidden) % 897 - 448.0
         x[14] = (torch.arange(hidden) % 64 - 32) * 2.0**-10
         x[14, ::16] = 448.0
-        # Quotients at, just under and just over a power of two.
+        # Quotients at, just below and just above a power of two.
         x[15], x[16], x[17] = 6 * 2.0**5, 448 * 2.0**-5, 448 * 2.0**-5 * (1 + 2.0**-7)
         x[18], x[19], x[20] = 1e-4, 1.5e-4, 0.5e-4
         x[21] = noise[21] * 2.0**100
@@ -99,7 +99,7 @@ def pair(
     special: bool = False,
     largest_exponent: int = 9,
 ) -> MakeInput:
-    """A pair `(data, sf)` of random codes; `special` puts NaN, infinity and the least power of two among sf."""
+    """A pair `(data, sf)` of random codes; `special` adds NaN, infinity and the least power of two to sf."""
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         rows, cols = ceil_div(num_tokens, block_size[0]), ceil_div(hidden, block_size[1])
@@ -111,7 +111,7 @@ def pair(
             sf[0, 0], sf[-1, -1], sf[rows // 2, cols // 2] = torch.nan, 2.0**-127, torch.inf
         codes = torch.randint(0, 256, (num_tokens, hidden if fmt == "e4m3" else hidden // 2), device=device)
         if fmt == "e4m3":
-            # Bytes 0x7f and 0xff are NaN, and a random row of 7168 would nearly always hold one.
+            # Bytes 0x7f and 0xff are NaN, of which nearly every random row of 7168 would have one.
             codes = codes if special else torch.where(codes & 0x7F == 0x7F, codes - 1, codes)
             return codes.to(torch.uint8).view(torch.float8_e4m3fn), pack_scales(sf, layout)
         return codes.to(torch.uint8).view(torch.int8), pack_scales(sf, layout)
@@ -120,7 +120,7 @@ def pair(
 
 
 def strided_pair(num_tokens: int, hidden: int, fmt: str, extra: int) -> MakeInput:
-    """A pair whose data rows are `extra` bytes further apart than they are long; one sf a token."""
+    """A pair whose data rows have gaps of `extra` bytes; one sf per token."""
     wide = pair(num_tokens, hidden + (extra if fmt == "e4m3" else 2 * extra), fmt, (1, 1 << 20), ScaleLayout.ROW_MAJOR)
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +137,7 @@ def make(x: MakeInput, fmt: str, num_per_channels: int, flags: str = "row", **mo
 
 
 def make_nvfp4(x: MakeInput, swizzled: bool, times: float = 1.0, shape: tuple[int, ...] = (), **more: Any) -> Make:
-    """The same with a tensor_sf, `times` the one by which the largest |x| is just representable."""
+    """The same with a tensor_sf that is `times` the least one with which the largest |x| is representable."""
 
     def build(device: str) -> dict[str, Any]:
         values = x(device)
@@ -168,7 +168,7 @@ def make_to_e5m6(x: MakeInput, flags: str = "row") -> Make:
 
 
 def make_precomputed(x: MakeInput, fmt: str, num_per_channels: int, special: bool = False, **more: Any) -> Make:
-    """Arguments of the form with precomputed sf: random, so that some of it makes data saturate."""
+    """Arguments of the form with precomputed sf: random, so that some data saturate."""
 
     def build(device: str) -> dict[str, Any]:
         values = x(device)
@@ -183,7 +183,7 @@ def make_precomputed(x: MakeInput, fmt: str, num_per_channels: int, special: boo
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Equal bit for bit, but for e2m1 and e5m6 data of groups with infinity or NaN in them, which may be anything."""
+    """Bitwise equal, except e2m1 and e5m6 data of groups that contain infinity or NaN, which are unspecified."""
     if isinstance(expected, tuple) and expected[0].dtype is not torch.float8_e4m3fn:
         want, sf = expected
         num_tokens, num_bytes = want.shape
@@ -194,7 +194,7 @@ def compare(actual: Any, expected: Any) -> None:
         in_words = sf.ndim == 5 or sf.dtype is torch.int32
         for group in (*_GROUPS, hidden):
             num_cols = ceil_div(hidden, group)
-            # In layouts of words several groups may fit; what is no group's byte is 0.
+            # A packed layout may fit several group sizes; bytes past the last group are 0.
             if sf.shape[1] == (ceil_div(num_cols, 4) if in_words else num_cols):
                 factors = unpack_scales(sf, num_tokens, num_cols)
                 anything |= ~expand_blocks(factors, (1, group), num_tokens, hidden).isfinite()
@@ -220,7 +220,7 @@ _PAIRS = (
     ("e2m1", (1, 32), "packed", "e4m3", 128, "packed"),
     ("e2m1", (1, 16), "row", "e4m3", 64, "row"),
     ("e2m1", (1, 16), "swizzled", "e2m1", 32, "swizzled"),
-    # Blocks narrower than what a thread takes, and odd ones.
+    # Blocks narrower than a thread's vector, and odd ones.
     ("e4m3", (2, 4), "packed", "e4m3", 128, "row"),
     ("e4m3", (1, 8), "swizzled", "e4m3", 64, "col-round"),
     ("e2m1", (3, 24), "row", "e4m3", 32, "col"),
@@ -266,7 +266,7 @@ SPEC = OpSpec(
     reference=reference.per_token_cast,
     compare=compare,
     cases=(
-        # Every group, rounding and layout. 576 channels leave the last group of 128 short and the last word too.
+        # Every group, rounding and layout. 576 channels leave the last group of 128 and the last word partial.
         *(
             _plain(_BF16, fmt, group, flags, 5, 576, small=True, modes=(fmt, group, flags) == ("e4m3", 128, "row"))
             for fmt, flags, groups in (
@@ -306,7 +306,7 @@ SPEC = OpSpec(
                 (32, "swizzled", 0, 576),
             )
         ),
-        # Strided rows, down to rows that start on odd elements.
+        # Strided rows, down to rows that start at odd elements.
         *(
             Case(
                 f"{_NAMES[dtype]}-{fmt}-{group}-{_size(9, 192)}-apart{extra}-from{first}",
@@ -351,7 +351,7 @@ SPEC = OpSpec(
                 (_FP32, "e5m6", 192, "row-round"),
             )
         ),
-        # E5M6: less than a warp, whole warps, a tail, several pieces; every layout.
+        # E5M6: part of a warp, whole warps, a tail, several rounds; every layout.
         *(
             _plain(dtype, "e5m6", hidden, flags, num_tokens, hidden, small=True, modes=hidden == 576)
             for dtype, flags, num_tokens, hidden in (
@@ -365,7 +365,7 @@ SPEC = OpSpec(
                 (_BF16, "row", 0, 192),
             )
         ),
-        # NVFP4: sf of small groups at its least, saturated ones, a tile and a row more than a tile of swizzled sf.
+        # NVFP4: groups with the least sf, saturated ones, one tile of swizzled sf and one row more.
         *(
             _nvfp4(
                 dtype, swizzled, num_tokens, hidden, small=True, modes=(dtype, num_tokens, swizzled) == (_BF16, 5, True)
@@ -413,7 +413,7 @@ SPEC = OpSpec(
                 x_block_size=(1, 32),
             ),
         ),
-        # Every power of two as sf, and what becomes infinite by it.
+        # Every power of two as sf, and values that overflow with it.
         *(
             Case(
                 f"e4m3-{block[0]}x{block[1]}-{layout}-e2m1-{group}-{flags}-h576-t40-special",
@@ -459,7 +459,7 @@ SPEC = OpSpec(
                 ("e2m1", "packed", "e4m3", 128, "swizzled"),
             )
         ),
-        # Real sizes.
+        # Sizes of real models.
         *(
             _plain(dtype, fmt, group or hidden, flags, num_tokens, hidden)
             for dtype, fmt, group, flags, num_tokens, hidden in (

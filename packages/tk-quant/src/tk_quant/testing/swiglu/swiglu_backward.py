@@ -31,7 +31,7 @@ def make(
 ) -> Make:
     """Arguments. `num_real`: with weights, of which so many have a position; `weight_grad`: with their gradient.
 
-    x and grad_out start `first_element` elements into their storage, and are NaN in rows of padding.
+    x and grad_out start at element `first_element` of their storage, and are NaN in rows of padding.
     """
 
     def shifted(values: torch.Tensor) -> torch.Tensor:
@@ -43,13 +43,13 @@ def make(
         grad_out = torch.randn(num_positions, hidden, device=device).to(grad_dtype or values.dtype)
         kwargs: dict[str, Any] = {"fmt": FORMATS[values.dtype], **more}
         if num_real is not None:
-            # Pairs without a position, too.
+            # Includes pairs without a position.
             num_tokens = num_positions // NUM_TOPK + 2
             pos_to_token_topk, token_topk_to_pos = maps(num_positions, num_tokens, NUM_TOPK, num_real)(device)
             kwargs["pos_to_token_topk"] = pos_to_token_topk
             kwargs["topk_weights"] = torch.rand(num_tokens, NUM_TOPK, device=device)
             if weight_grad:
-                # Those with a position past the last row have none.
+                # Positions past the last row count as none.
                 is_none = torch.arange(num_tokens * NUM_TOPK, device=device).view(num_tokens, NUM_TOPK) % 3 == 0
                 beyond = torch.where(is_none & (token_topk_to_pos < 0), num_positions + 5, token_topk_to_pos)
                 kwargs["token_topk_to_pos"] = beyond.int()
@@ -64,7 +64,7 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Bit for bit but for weight_grad, which is summed up in another order."""
+    """Bitwise equal, except weight_grad, which is added in another order."""
     assert_equal(actual[:2], expected[:2])
     got, want = actual[2], expected[2]
     if want is None:
@@ -97,7 +97,7 @@ SPEC = OpSpec(
     compare=compare,
     least_bytes=least_bytes,
     cases=(
-        # One tile with idle threads, without, several; which arguments there are.
+        # One tile with idle threads, without, several; with and without the optional arguments.
         _case(_BF16, 7, 256, "-plain", "small modes"),
         _case(_BF16, 33, 64, "-weights", "small modes", num_real=25),
         _case(_BF16, 33, 320, "-experts", "small compile", experts=True),
@@ -108,26 +108,26 @@ SPEC = OpSpec(
         _case(_FP32, 9, 192, "-plain", "small"),
         _case(_FP32, 9, 192, "-to-bf16", "small compile", num_real=7, fmt="bf16", grad_dtype=_BF16),
         _case(_FP32, 33, 640, "-clamped", "small compile", num_real=30, swiglu_clamp_value=2, with_out=True),
-        # More pairs than threads; no rows, one row; views that start on an odd element.
+        # More pairs than threads; zero rows, one row; views that start at an odd element.
         _case(_BF16, 1, 64, "", "small", num_real=1),
         _case(_BF16, 0, 128, "", "small", num_real=0),
         _case(_BF16, 0, 128, "-plain", "small", with_out=True),
         _case(_BF16, 9, 128, "-unaligned", "small", num_real=7, first_element=1),
         _case(_FP32, 9, 128, "-unaligned", "small", first_element=1, with_out=True),
-        # Zeros, infinity, NaN, subnormals, random bits; every gate there is.
+        # Zeros, infinity, NaN, subnormals, random bits; every possible gate.
         *(
             Case(f"{name}-h256-extremes{'-clamped' * bool(more)}", make(extremes(512, dtype), **more), small=True)
             for name, dtype in (("bf16", _BF16), ("fp32", _FP32))
             for more in ({}, {"swiglu_clamp_value": 3.3, "with_out": True})
         ),
         Case("bf16-h128-every-gate", make(every_gate)),
-        # Real sizes.
+        # Sizes of real models.
         *(
             _case(_BF16, num_positions, hidden, num_real=num_positions * 7 // 8)
             for num_positions, hidden in ((4001, 640), (8001, 2048), (17, 3072), (4001, 7168), (3, 40960))
         ),
         _case(_FP32, 4001, 2048, num_real=3500, with_out=True),
-        # 2**31 elements and more.
+        # More than 2**31 elements.
         _case(_BF16, 300001, 4096, "-large", num_real=1000),
         # Benchmarks.
         _case(_BF16, 34816, 2048, "-bench", "bench model_shape compile", num_real=32768),

@@ -31,7 +31,7 @@ def activations(leading: tuple[int, ...], width: int, num_per_channels: int) -> 
 
 
 def codes(leading: tuple[int, ...], width: int, num_per_channels: int) -> MakePair:
-    """Random codes but NaN, which takes less memory to make."""
+    """Random codes without NaN; takes less memory than `activations`."""
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         data = torch.randint(0, _CODES_WITHOUT_NAN, (*leading, width), dtype=torch.uint8, device=device)
@@ -44,16 +44,16 @@ def codes(leading: tuple[int, ...], width: int, num_per_channels: int) -> MakePa
 
 SF_EXTREMES = (1.0, 0.194, 0.2, 87.0 / 448.0, 88.0 / 448.0, 89.0 / 448.0, 2.0, 1e4, -0.1, -1.0, 0.0, -0.0)
 SF_EXTREMES += (1e-38, 1e-42, 2.0**-149, 2.0**120, 3.4e38, torch.inf, -torch.inf, torch.nan)
-"""Scale factors of gates: near the limits of the quick path and of float32, negative, not finite."""
+"""Scale factors of gates: near the limits of the fast path and of float32, negative, NaN and infinity."""
 
 
 def extremes(num_per_channels: int) -> MakePair:
-    """(128, 512): all codes in both halves, beside each other in many ways; gates on the scales of SF_EXTREMES."""
+    """(128, 512): all codes in both halves, in many combinations; gates with the scales of SF_EXTREMES."""
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         row, col = torch.arange(128, device=device).unsqueeze(1), torch.arange(256, device=device)
         gate, value = col.expand(128, 256), (col * 5 + row * 2 + 1) % 256
-        # Every second row without NaN, which would be all there is to see.
+        # Every second row without NaN, which would hide everything else.
         data = torch.cat((gate, value), dim=1)
         data = torch.where((row % 2 == 0) & (data % 128 == _CODES_WITHOUT_NAN), 0, data)
         groups = 256 // num_per_channels
@@ -71,7 +71,7 @@ def maps(
 ) -> Callable[[str], tuple[torch.Tensor, torch.Tensor]]:
     """`(pos_to_token_topk, token_topk_to_pos)`: num_real random positions and pairs that belong together.
 
-    `disagree`: some indices past the end, and pairs of which the other map knows nothing.
+    `disagree`: some indices past the end, and pairs that the other map does not have.
     """
     num_pairs = num_tokens * num_topk
 
@@ -145,7 +145,7 @@ def make_extremes(num_per_channels: int, **more: Any) -> Make:
         position = torch.arange(128, dtype=torch.int32, device=device)
         grad_out = torch.exp2(torch.randint(-10, 10, (128, 256), device=device).to(torch.float32)) - 1
         grad_out[3, 7], grad_out[4, 9], grad_out[5, 11] = torch.inf, -torch.inf, torch.nan
-        # Padding that must not be looked at.
+        # Padding, which must not be read.
         grad_out[120:] = torch.nan
         weight = torch.rand(16, 8, device=device)
         weight[5, :5] = torch.tensor([0.0, -0.0, -2.0, torch.inf, torch.nan], device=device)
@@ -164,7 +164,7 @@ def make_extremes(num_per_channels: int, **more: Any) -> Make:
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Bit for bit but for weight_grad, which is summed up in another order."""
+    """Bitwise equal, except weight_grad, which is added in another order."""
     assert_equal(actual[:3], expected[:3])
     got, want = actual[3], expected[3]
     assert_same_metadata(got, want, "weight_grad")
@@ -224,12 +224,12 @@ SPEC = OpSpec(
         # Positions of experts.
         _case((3, 5), 128, 128, roles={"small": True, "modes": True, "compile": True}),
         _case((2, 7), 64, 32, "-map-as-x", roles=_SMALL, map_as_x=True, swiglu_clamp_value=0.1),
-        # Few or many channels in a row, whole warps or not.
+        # Few or many channels per row, with and without idle lanes.
         _case(70, 32, 32, roles=_SMALL),
         _case(7, 288, 32, roles=_SMALL),
         _case(33, 128, 128, roles=_SMALL),
         _case(3, 4224, 128, roles={**_SMALL, **_COMPILE}),
-        # None and one of everything; far more pairs than threads.
+        # Zero and one of everything; many more pairs than threads.
         _case(0, 128, 128, "-16-tokens", roles=_SMALL, num_tokens=16),
         _case((2, 0), 128, 128, roles=_SMALL, num_tokens=4),
         _case(5, 128, 128, "-no-tokens", roles=_SMALL, num_tokens=0),
@@ -237,15 +237,15 @@ SPEC = OpSpec(
         _case(1, 128, 128, roles=_SMALL, num_tokens=1, num_topk=1),
         _case(2, 64, 32, "-many-pairs", roles=_SMALL, num_tokens=300),
         _case(17, 128, 128, "-all-padding", roles=_SMALL, num_real=0),
-        # Maps that point past the end of each other, or elsewhere than back.
+        # Maps with indices past the end of each other, or that are not inverse to each other.
         _case(40, 64, 32, "-disagree", roles=_SMALL, disagree=True),
         _case(40, 384, 128, "-disagree", roles=_SMALL, disagree=True),
-        # Tensors that begin anywhere.
+        # Unaligned tensors.
         *(
             _case(7, 128, group, f"-shifted-{data}-{grad}", roles={**_SMALL, "compile": data == 1}, shift=(data, grad))
             for group, data, grad in ((128, 8, 8), (32, 4, 4), (128, 2, 2), (32, 1, 2))
         ),
-        # Every code on many scales: far gates, not finite, subnormal.
+        # Every code with many scales: large gates, NaN and infinity, subnormals.
         *(
             Case(f"{group}-extremes{suffix}", make_extremes(group, **more), small=True)
             for group, suffix, more in (
@@ -256,7 +256,7 @@ SPEC = OpSpec(
                 (128, "-clamped-far", {"swiglu_clamp_value": torch.inf}),
             )
         ),
-        # Real sizes.
+        # Sizes of real models.
         *(
             _case(num_positions, hidden, group, roles=_COMPILE if first else None, **more)
             for group, more, sizes in (
@@ -276,7 +276,7 @@ SPEC = OpSpec(
         _case(4001, 2048, 128, "-all-padding", num_real=0),
         _case((8, 512), 2048, 128),
         _case((8, 500), 1280, 32, "-map-as-x", map_as_x=True),
-        # Real rows at the ends of 2**31 elements and more.
+        # Real rows at both ends of more than 2**31 elements.
         _case(300001, 4096, 128, "-large", x=codes, num_tokens=500, num_real=3000),
         # Benchmarks.
         _case(34560, 2048, 128, "-bench", roles={**_BENCH, **_COMPILE, "model_shape": True}, num_real=34560),

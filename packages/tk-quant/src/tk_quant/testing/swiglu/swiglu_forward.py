@@ -32,7 +32,7 @@ def make(
 ) -> Make:
     """Arguments. `padding`: with weights, see `segments`; `beyond` puts some indices past their end.
 
-    x starts `first_element` elements into its storage, and is NaN in rows of padding.
+    x starts at element `first_element` of its storage, and is NaN in rows of padding.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def make(
 
 
 def real_rows(kwargs: dict[str, Any], num_positions: int, device: torch.device) -> torch.Tensor:
-    """bool (num_positions,): rows that are no padding."""
+    """bool (num_positions,): rows that are not padding."""
     maps = (kwargs.get(name) for name in ("pos_to_token_topk", "topk_weights", "pos_to_expert"))
     return real_positions(num_positions, *maps, device)
 
@@ -90,7 +90,7 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("clamped_count",),
     cases=(
-        # One tile with idle threads, without, several; which arguments there are.
+        # One tile with idle threads, without, several; with and without the optional arguments.
         _case(_BF16, 7, 256, "-plain", "small modes"),
         _case(_BF16, 33, 64, "-weights", "small", padding=(2, 7)),
         _case(_BF16, 33, 320, "-experts", "small compile", experts=True),
@@ -103,27 +103,27 @@ SPEC = OpSpec(
         _case(_FP32, 9, 192, "-plain", "small"),
         _case(_FP32, 9, 192, "-to-bf16", "small compile", padding=(1, 4), fmt="bf16"),
         _case(_FP32, 33, 640, "-counted", "small compile", padding=(1, 4), swiglu_clamp_value=0.5, counted=True),
-        # No rows, one row; a view that starts on an odd element.
+        # Zero rows, one row; a view that starts at an odd element.
         _case(_BF16, 0, 128, "", "small", padding=(1, 4)),
         _case(_BF16, 0, 128, "-counted", "small", swiglu_clamp_value=1.0, counted=True),
         _case(_BF16, 1, 640, "", "small"),
         _case(_BF16, 9, 128, "-unaligned", "small", padding=(1, 4), first_element=1),
         _case(_FP32, 9, 128, "-unaligned", "small", first_element=1),
-        # Zeros, infinity, NaN, subnormals, random bits; every gate there is.
+        # Zeros, infinity, NaN, subnormals, random bits; every possible gate.
         *(
             Case(f"{name}-h256-extremes{'-clamped' * bool(more)}", make(extremes(512, dtype), **more), small=True)
             for name, dtype in (("bf16", _BF16), ("fp32", _FP32))
             for more in ({}, {"swiglu_clamp_value": 3.3, "counted": True})
         ),
         Case("bf16-h128-every-gate", make(every_gate)),
-        # Real sizes.
+        # Sizes of real models.
         *(
             _case(_BF16, num_positions, hidden, padding=(8, 136))
             for num_positions, hidden in ((4001, 640), (8001, 2048), (17, 3072), (4001, 7168), (3, 40960))
         ),
         _case(_BF16, 8001, 2048, "-counted", padding=(8, 136), experts=True, swiglu_clamp_value=2.0, counted=True),
         _case(_FP32, 4001, 2048, padding=(8, 136)),
-        # 2**31 elements and more.
+        # More than 2**31 elements.
         _case(_BF16, 300001, 4096, "-large", padding=(299000, 300000)),
         # Benchmarks.
         _bench(34816, 2048, "bench model_shape compile"),

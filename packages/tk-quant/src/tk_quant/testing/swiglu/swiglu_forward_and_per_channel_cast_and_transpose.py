@@ -16,7 +16,7 @@ MakeInput = Callable[[str], torch.Tensor]
 
 
 def normal(num_tokens: int, hidden: int) -> MakeInput:
-    """Normally distributed [l | r], each channel of r on a scale of its own."""
+    """Normally distributed [l | r], each channel of r with a scale of its own."""
 
     def build(device: str) -> torch.Tensor:
         x = torch.randn(num_tokens, 2 * hidden, device=device) * 3
@@ -27,7 +27,7 @@ def normal(num_tokens: int, hidden: int) -> MakeInput:
 
 
 def strided(num_tokens: int, hidden: int, extra: int, first: int) -> MakeInput:
-    """Rows `extra` elements further apart than they are long, beginning at column `first` of a wider tensor."""
+    """Rows with a gap of `extra` elements, which start at column `first` of a wider tensor."""
 
     def build(device: str) -> torch.Tensor:
         wide = torch.randn(num_tokens, 2 * hidden + extra, device=device).to(torch.bfloat16)
@@ -54,7 +54,7 @@ def extremes(num_tokens: int, hidden: int) -> MakeInput:
         noise = torch.randn(num_tokens, 2 * hidden)
         x = noise.clone()
         left, right = x[:, :hidden], x[:, hidden:]
-        # One token of a column is enough to decide its block; l first, then r.
+        # Blocks that a single token decides; first in l, then in r.
         left[0, 0], left[1, 1], left[2, 2], left[3, 3] = torch.inf, -torch.inf, torch.nan, -torch.nan
         right[4, 4], right[5, 5], right[6, 6] = torch.inf, -torch.inf, torch.nan
         left[7, 7], right[7, 7] = torch.inf, 0.0
@@ -63,7 +63,7 @@ def extremes(num_tokens: int, hidden: int) -> MakeInput:
         left[:, 12] = noise[:, 12] * 2.0**-130
         right[:, 13] = noise[:, 13] * 2.0**-130
         left[:, 14], right[:, 14] = 2.0**100, 2.0**40
-        # Where exp(-l) is near the end of the range and past it, beside large and small r.
+        # exp(-l) close to overflow and beyond it, with large and small r.
         left[:, 15] = -87 + torch.arange(num_tokens) % 16 * -0.5
         left[:, 16], right[:, 16] = left[:, 15], 1e30
         left[:, 17], right[:, 17] = left[:, 15], 3e38
@@ -92,7 +92,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "straight-round": {"without_transpose": True, "round_sf": True},
     "clamp": {"swiglu_clamp_value": 7.0},
     "straight-clamp": {"without_transpose": True, "swiglu_clamp_value": 10},
-    # Not a bfloat16.
+    # Not representable in bfloat16.
     "round-odd-clamp": {"round_sf": True, "swiglu_clamp_value": 1.2345678},
 }
 _PAIRS = tuple((num_per_tokens, flags) for num_per_tokens in (32, 128) for flags in FLAGS)
@@ -146,7 +146,7 @@ SPEC = OpSpec(
                 (32, "plain", 3, 1),
             )
         ),
-        # Each gate comes through l / (1 + exp(-l)) and its rounding to bfloat16; of the blocks of 32, most are finite.
+        # Every gate through l / (1 + exp(-l)) and rounding to bfloat16; most blocks of 32 are finite.
         *(
             Case(f"32-{flags}-every-gate-{name}", make(every_gate(value), 32, **FLAGS[flags]))
             for flags in ("straight", "clamp", "round-odd-clamp")

@@ -17,19 +17,19 @@ from tk_quant.testing.per_token.per_token_cast import MakeInput, extremes, norma
 Make = Callable[[str], dict[str, Any]]
 
 FLAGS = {**per_token_cast.FLAGS, "swizzled": {"round_sf": True, "use_swizzled_sf": True}}
-"""Layouts and roundings of sf by the names they have in case names."""
+"""Layouts and roundings of sf, by their names in case names."""
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _NUM_TOPK = 8
 
 
 def activations(num_positions: int, width: int, dtype: torch.dtype) -> MakeInput:
-    """Normally distributed with a deviation of 2, as what a gate is for."""
+    """Normally distributed with a standard deviation of 2."""
     return lambda device: (2 * torch.randn(num_positions, width, device=device)).to(dtype)
 
 
 def every_gate(device: str) -> torch.Tensor:
-    """(16384, 256): each bfloat16 is the only gate but zeros in its group of 32, beside a value of 1."""
+    """(16384, 256): each bfloat16 as the only nonzero gate of its group of 32, with a value of 1."""
     x = torch.zeros(16384, 256, dtype=_BF16, device=device)
     gates = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=device).to(torch.int16).view(_BF16)
     x[:, :128:32] = gates.view(16384, 4)
@@ -66,7 +66,7 @@ def make(
         num_positions = values.shape[0]
         kwargs = {"x": values, "fmt": fmt, "num_per_channels": num_per_channels, **FLAGS[flags], **more}
         if padding is not None:
-            # Some weights more than needed, or too few.
+            # More weights than needed, or too few.
             num_tokens = ceil_div(num_positions, 2 * _NUM_TOPK if beyond else _NUM_TOPK)
             kwargs["pos_to_token_topk"] = segments(num_positions, padding)(device)
             kwargs["topk_weights"] = torch.rand(num_tokens, _NUM_TOPK, device=device)
@@ -82,9 +82,9 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Bit for bit but for padding rows, which the reference gives an sf of 0, as no other row has it.
+    """Bitwise equal, except padding rows, which have an sf of 0 in the reference and nowhere else.
 
-    And for e2m1 data of groups with infinity or NaN in them, as in per_token_cast.
+    Also except e2m1 data of groups that contain infinity or NaN, as in per_token_cast.
     """
     ((data, sf), count), ((expected_data, expected_sf), expected_count) = actual, expected
     assert_equal(count, expected_count, name="clamped_count")
@@ -169,7 +169,7 @@ SPEC = OpSpec(
                 ("e2m1", 32, "col-round"),
             )
         ),
-        # Which arguments there are.
+        # With and without the optional arguments.
         _case(_BF16, "e4m3", 128, "row", 7, 256, "-plain", roles={"small": True, "modes": True}),
         _case(_BF16, "e4m3", 0, "row", 7, 256, "-one-warp", roles=_SMALL),
         _case(_BF16, "e4m3", 128, "row-round", 33, 128, "-experts", roles=_SMALL, experts=True),
@@ -207,12 +207,12 @@ SPEC = OpSpec(
         ),
         _case(_BF16, "e4m3", 32, "row", 9, 256, "-least", roles=_SMALL, sf_clamp_min=0.5),
         _case(_BF16, "e2m1", 128, "packed", 9, 256, "-least", roles=_SMALL, sf_clamp_min=3),
-        # No rows, one row.
+        # Zero rows, one row.
         _case(_BF16, "e4m3", 128, "row", 0, 640, roles=_SMALL, padding=(1, 4)),
         _case(_BF16, "e4m3", 128, "swizzled", 0, 640, roles=_SMALL),
         _case(_BF16, "e4m3", 0, "row", 0, 640, roles=_SMALL, swiglu_clamp_value=1.0, counted=True),
         _case(_BF16, "e2m1", 128, "packed", 1, 640, roles=_SMALL),
-        # Strided rows, down to rows that start on odd elements.
+        # Strided rows, down to rows that start at odd elements.
         *(
             Case(
                 f"{'bf16' if dtype is _BF16 else 'fp32'}-e4m3-{group}-h256-t9-apart{extra}-from{first}",
@@ -229,7 +229,7 @@ SPEC = OpSpec(
                 (_FP32, 0, 1, 1),
             )
         ),
-        # Zeros, infinity, NaN, subnormals, ties, random bits; every gate there is.
+        # Zeros, infinity, NaN, subnormals, ties, random bits; every possible gate.
         *(
             Case(
                 f"{'bf16' if dtype is _BF16 else 'fp32'}-{fmt}-{group}-{flags}-h256-extremes{'-clamped' * bool(more)}",
@@ -248,7 +248,7 @@ SPEC = OpSpec(
             )
         ),
         *(Case(f"bf16-{fmt}-32-row-every-gate", make(every_gate, fmt, 32)) for fmt in ("e4m3", "e2m1")),
-        # Real sizes.
+        # Sizes of real models.
         *(
             _case(dtype, fmt, group, flags, num_positions, hidden, padding=(8, 136), roles=_COMPILE if first else None)
             for dtype, fmt, group, flags, sizes in (
@@ -276,7 +276,7 @@ SPEC = OpSpec(
             )
             for group, hidden in ((128, 2048), (0, 3072))
         ),
-        # 2**31 elements and more.
+        # More than 2**31 elements.
         _case(_BF16, "e4m3", 128, "row", 300001, 4096, "-large", x=activations, padding=(299000, 300000)),
         # Benchmarks.
         _case(
