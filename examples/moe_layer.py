@@ -1,12 +1,12 @@
-"""One mixture-of-experts layer in the shape of DeepSeek-V3, stage by stage, with the time and the traffic of each.
+"""One mixture-of-experts layer with DeepSeek-V3's sizes, stage by stage, with the time and memory traffic of each.
 
     uv run examples/moe_layer.py            # on a GPU the whole layer, on a CPU a small one
     uv run examples/moe_layer.py --full     # the whole layer anywhere: 22.5 GB of expert weights
 
-Tokens choose their experts (sigmoid scores, the best `topk`, normalized weights), travel as e4m3 with one scale factor
-for 128 channels into one segment of rows for each expert, pass that expert's SwiGLU, and come back as a weighted sum.
-The matrix products are plain torch; everything between them is an op of tk-quant or tk-moe: its kernel on a GPU, its
-reference on a CPU.
+Each token chooses its experts (the best `topk` by sigmoid scores, with normalized weights). Its row is quantized to
+e4m3 with one scale factor for 128 channels and copied into a segment of rows for each of these experts. The experts
+apply their SwiGLU, and a weighted sum of their outputs is the result. The matrix products are plain torch; everything
+between them is an op of tk-quant or tk-moe: its kernel on a GPU, its reference on a CPU.
 """
 
 import statistics
@@ -24,10 +24,10 @@ import tk_moe
 import tk_quant
 from tk_core.op import uses_reference
 
-# Rows of a segment: torch's and most grouped matrix products want a multiple of 16.
+# Alignment of segments: torch's and most other grouped matrix products need a multiple of 16 rows.
 ALIGNMENT = 16
 NUM_PER_CHANNELS = 128
-# Activations of real models have a few channels far above the rest; those decide what quantization costs.
+# Real activations have a few channels far larger than the rest, which decide the error of quantization.
 OUTLIER_CHANNELS = 0.01
 OUTLIER_SCALE = 30.0
 
@@ -49,18 +49,18 @@ SMALL = LayerSize(tokens=256, hidden=512, experts=16, topk=4, intermediate=256)
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer, bf16 but for the router."""
+    """Weights of one layer, bf16 except the router."""
 
     router: torch.Tensor
     """float32 (experts, hidden): in bf16 many scores would be equal"""
     gate_up: torch.Tensor
-    """(experts, 2 * intermediate, hidden): the SwiGLU's gate above, its linear half below"""
+    """(experts, 2 * intermediate, hidden): rows of the SwiGLU's gate, then those of its linear half"""
     down: torch.Tensor
     """(experts, hidden, intermediate)"""
 
 
 def make_layer(size: LayerSize, device: torch.device) -> Layer:
-    """Random weights that keep the variance of their inputs."""
+    """Random weights that preserve the variance of their inputs."""
 
     def weights(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(shape[-1] ** -0.5)
@@ -103,7 +103,7 @@ def plain_layer(layer: Layer, x: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def run_experts(layer: Layer, rows: torch.Tensor, rows_per_expert: list[int]) -> torch.Tensor:
-    """Each expert's SwiGLU on its segment of rows; what lies past the last segment stays as it is."""
+    """Each expert's SwiGLU on its segment of rows; rows past the last segment are not written."""
     out = torch.empty_like(rows)
     start = 0
     for expert, num_rows in enumerate(rows_per_expert):
@@ -121,7 +121,7 @@ def bytes_of(tree: Any) -> int:
 
 
 class Stages:
-    """Runs stages one after the other and keeps a table of what each took."""
+    """Runs stages one after the other and keeps a table of their times."""
 
     def __init__(self, title: str, device: torch.device) -> None:
         self.device = device
@@ -135,7 +135,7 @@ class Stages:
         self.total = 0.0
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Median time of a call: on a GPU by events, after two calls to warm up; on a CPU one call after another."""
+        """Time of a call: on a GPU the median of ten by CUDA events, after two for warm-up; on a CPU one call."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             call()
@@ -152,7 +152,7 @@ class Stages:
         return statistics.median(times)
 
     def run(self, stage: str, op: Callable[..., Any], *inputs: Any, backend: str | None = None, read: Any = ()) -> Any:
-        """Outputs of `op(*inputs)`; `read` names tensors that it reads besides."""
+        """Outputs of `op(*inputs)`, which is timed; `read` has further tensors that it reads."""
         outputs = op(*inputs)
         seconds = self.seconds(lambda: op(*inputs))
         moved = bytes_of(inputs) + bytes_of(read) + bytes_of(outputs)
@@ -167,7 +167,7 @@ class Stages:
 
 
 def run_layer(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> torch.Tensor:
-    """The layer out of tk ops."""
+    """The layer, made of tk ops."""
     num_experts = layer.router.shape[0]
     scores = stages.run("score", router_scores, layer, x, backend="torch", read=layer.router)
     topk_idx = stages.run("gate", tk_moe.topk_gate, scores, topk)
@@ -217,7 +217,7 @@ def main(
         out = run_layer(layer, x, size.topk, stages).float()
         plain = plain_layer(layer, x, size.topk).float()
     error = ((out - plain).norm() / plain.norm()).item()
-    # Wide enough for every column where the output is no terminal.
+    # Wide enough for every column where the output is not a terminal.
     console = Console(width=None if Console().is_terminal else 120)
     console.print(stages.table)
     console.print(f"all stages: {stages.total * 1e3:,.3f} ms")

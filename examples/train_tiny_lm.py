@@ -5,9 +5,10 @@
     uv run examples/train_tiny_lm.py --size small --backend reference --compare runs/small-kernels
 
 It learns the sources of Python's standard library, a part of which is held out for validation. `--backend kernels`
-takes the layers from tk_modeling, `--backend reference` from its plain PyTorch twin; first weights, batches, attention
-and optimizer are the same. `--out` receives loss and time of each step (log.jsonl), a plot (loss.png) and a checkpoint
-from which `--resume` goes on to the same bits: on a GPU with `--deterministic`.
+takes the layers from tk_modeling, `--backend reference` from its plain PyTorch references; initial weights, batches,
+attention and optimizer are the same. Loss and time of each step (log.jsonl), a plot (loss.png) and a checkpoint are
+written to `--out`. `--resume` continues from the checkpoint with the same bits as an uninterrupted run; on a GPU this
+needs `--deterministic`.
 """
 
 import json
@@ -38,7 +39,7 @@ from tk_engram.layout import engram_layout
 
 VOCABULARY = 256  # bytes
 DTYPE = torch.bfloat16  # of activations and of weights in matrix products; the optimizer keeps float32 copies
-READ_EVERY = 10  # Steps after which losses and times are read: reading makes the host wait for the GPU.
+READ_EVERY = 10  # Steps between reads of losses and times, for which the host has to wait for the GPU.
 WARM_UP_STEPS = 50  # Not in the median time of a step.
 AVERAGED = 20  # Steps over which plot and table average the loss.
 
@@ -99,7 +100,7 @@ class Run:
 
 
 def library_files(root: Path) -> Iterator[str]:
-    """Sources and license of the standard library, without tests and what depends on the machine."""
+    """Sources and license of the standard library, without tests and files that depend on the machine."""
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped]
@@ -109,7 +110,7 @@ def library_files(root: Path) -> Iterator[str]:
 
 
 def read_text(device: torch.device) -> tuple[Tensor, Tensor, str]:
-    """Bytes to train on, bytes held out (uint8), and what they are: files by name, a zero byte between them.
+    """Bytes to train on, bytes held out (both uint8), and their description: files by name, separated by zero bytes.
 
     About one file in twenty, by a hash of its name, is held out.
     """
@@ -127,7 +128,7 @@ def read_text(device: torch.device) -> tuple[Tensor, Tensor, str]:
 
 
 def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Bytes from each start on, int32, and for each of them the byte that follows, int64."""
+    """`length` bytes from each start on, int32, and for each of them the next byte, int64."""
     found = text[starts.to(text.device, non_blocking=True)[:, None] + torch.arange(length + 1, device=text.device)]
     return found[:, :-1].int(), found[:, 1:].long()
 
@@ -160,7 +161,7 @@ class FeedForward(nn.Module):
         self.moe = layers.MoE(size.hidden, size.intermediate, size.experts, size.topk, dtype=DTYPE)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The output and the auxiliary loss, which HyperConnection hands on."""
+        """The output and the auxiliary loss, which HyperConnection passes on."""
         return self.moe(self.norm(x))
 
 
@@ -171,7 +172,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.expand, self.streams = layers.expand_from_embedding, size.streams
         self.embedding = nn.Embedding(VOCABULARY, size.hidden, dtype=DTYPE)
-        # Learned: to rotate q and k in plain PyTorch would take longer than the attention.
+        # Learned positions: rotating q and k in plain PyTorch would take longer than the attention.
         self.position = nn.Embedding(size.length, size.hidden, dtype=DTYPE)
         # Two tables each for n-grams of 2, 3 and 4 bytes.
         layout = engram_layout(VOCABULARY, size.engram_layers, max_ngram=4, num_heads=2, table_sizes=size.engram_rows)
@@ -207,7 +208,7 @@ class LanguageModel(nn.Module):
 
 
 def make_model(size: Size, backend: str, seed: int) -> LanguageModel:
-    """A model whose first weights depend on the seed alone."""
+    """A model whose initial weights depend only on the seed."""
     torch.manual_seed(seed)
     reference = LanguageModel(size, tk_modeling.reference)
     if backend == "reference":
@@ -218,8 +219,8 @@ def make_model(size: Size, backend: str, seed: int) -> LanguageModel:
 
 
 def compile_layers(model: LanguageModel) -> None:
-    """Compile each kind of layer once: to compile the whole model takes minutes, for it repeats them."""
-    # Kinds of layers, with gradients and without.
+    """Compile each kind of layer once: compiling the whole model takes minutes, as it repeats the layers."""
+    # Enough for all kinds of layers, with gradients and without.
     torch._dynamo.config.recompile_limit = 32
     for layer in (*model.engrams.values(), *model.attentions, *model.feed_forwards, model.head):
         layer.compile()
@@ -240,7 +241,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Clip the norm of all gradients to 1, change the weights, drop the gradients."""
+        """Clip the norm of all gradients to 1, update the weights, drop the gradients."""
         # torch's own optimizers use _foreach: one launch for many tensors.
         torch._foreach_copy_([copy.grad for copy in self.copies], [weight.grad for weight in self.weights])
         for weight in self.weights:
@@ -279,11 +280,11 @@ class Trainer:
         self.optimizer = Optimizer(list(self.model.parameters()))
         self.generator = torch.Generator().manual_seed(run.seed)
         self.step = 0
-        # What a run that goes on must share with the one that it continues.
+        # Must be the same for a run and the one that it continues.
         self.identity = f"{run.size}, {run.steps} steps, seed {run.seed}, {self.description}"
 
     def train_step(self) -> tuple[Tensor, float]:
-        """The loss, which may still be under way on the GPU, and the learning rate."""
+        """The loss, which the GPU may still be computing, and the learning rate."""
         size = self.run.size
         starts = torch.randint(len(self.train_text) - size.length, (size.batch,), generator=self.generator)
         loss, auxiliary = self.model.loss(*windows(self.train_text, starts, size.length))
@@ -307,7 +308,7 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
     def save(self, path: Path) -> None:
-        """Write all that the next step depends on, to a file beside `path` that then takes its name."""
+        """Write all that the next step depends on, to a temporary file that is then renamed to `path`."""
         cuda = self.run.device.type == "cuda"
         state = {
             "identity": self.identity,
@@ -323,7 +324,7 @@ class Trainer:
         path.with_suffix(".tmp").replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["identity"] != self.identity:
             raise ValueError(f"{path}: expected a checkpoint of {self.identity}, got one of {state['identity']}")
@@ -375,7 +376,7 @@ def train(run: Run, resume: bool, console: Console) -> LanguageModel:
     if resume:
         trainer.load(checkpoint)
     run.out.mkdir(parents=True, exist_ok=True)
-    # Steps after the checkpoint are taken again.
+    # Steps after the checkpoint are repeated.
     kept = log.read_text().splitlines(keepends=True)[: trainer.step] if resume else []
     log.write_text("".join(kept))
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
@@ -424,13 +425,13 @@ def means(log: list[Entry]) -> dict[int, float]:
 
 
 def differences(log: list[Entry], first: list[Entry]) -> dict[int, float]:
-    """Mean loss less that of the first run, by step."""
+    """Difference of the mean loss from that of the first run, by step."""
     expected = means(first)
     return {step: loss - expected[step] for step, loss in means(log).items() if step in expected}
 
 
 def plot(logs: dict[str, list[Entry]], path: Path) -> None:
-    """Draw the loss of each run, every step, means and validation, and how far the others are from the first."""
+    """Draw each run's loss by step, its means and validation losses, and the differences from the first run."""
     from matplotlib.figure import Figure
 
     first, *others = logs.values()
@@ -452,7 +453,7 @@ def plot(logs: dict[str, list[Entry]], path: Path) -> None:
 
 
 def results_table(logs: dict[str, list[Entry]], tokens: int) -> Table:
-    """Loss and speed of each run, all of the same size, and how far it is from the first."""
+    """Loss and speed of each run, all of the same size, and its difference from the first."""
     table = Table(caption=f"time: median step; off: largest difference of the mean loss of {AVERAGED} steps")
     table.add_column("run")
     for heading in ("first loss", "last mean", "validation", "time", "tokens/s", "× first", "off"):
@@ -476,7 +477,7 @@ def sample(model: LanguageModel, length: int, prompt: bytes, seed: int) -> str:
     model.eval()
     while len(written) < length:
         tokens = torch.tensor([written], dtype=torch.int32, device=model.position.weight.device)
-        # Every length would be compiled anew.
+        # Eager, as every length would be compiled separately.
         with torch.compiler.set_stance("force_eager"):
             logits = model(tokens)[0][0, -1]
         probabilities = (logits.cpu() / 0.8).softmax(0)
@@ -511,7 +512,7 @@ def main(
     if resume != (out / "checkpoint.pt").exists():
         expected = "a folder with a checkpoint" if resume else "a folder without a checkpoint, or --resume"
         raise typer.BadParameter(f"expected {expected}, got {out}", param_hint="--out")
-    # Wide enough for every column where the output is no terminal.
+    # Wide enough for every column where the output is not a terminal.
     console = Console(width=None if Console().is_terminal else 120)
     run = Run(SIZES[size], backend, steps or SIZES[size].steps, seed, out, where, compile, deterministic, save_every)
     model = train(run, resume, console)
