@@ -102,9 +102,9 @@ SPEC = OpSpec(
     op={name},
     reference=reference,
     cases=(
-        Case("c8", make(8), compile=True, small=True, warmup=True),
-        Case("c8-t9", make(8, 9), warmup=True),
-        Case("c9", make(9), small=True, warmup=True),
+        Case("c8", make(8), compile=True, small=True, model_shape=True),
+        Case("c8-t9", make(8, 9), model_shape=True),
+        Case("c9", make(9), small=True, model_shape=True),
         Case("c10", make(10), small=True),
         Case("bad-c13", make(13)),
         Case("fatal-c666", make(666)),
@@ -496,7 +496,7 @@ def make(device):
     return {"x": torch.empty(3, 64, device=device)}
 
 
-SPEC = OpSpec(double, lambda x: 2 * x, (Case("c64", make, warmup=True),))
+SPEC = OpSpec(double, lambda x: 2 * x, (Case("c64", make, model_shape=True),))
 """
 
 

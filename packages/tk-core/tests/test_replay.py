@@ -406,7 +406,7 @@ def _several_launches(
         return result, data.new_zeros(3)
     workspace = recording.new_workspace(data, (*sizes, data.numel()), torch.float64)
     total = data.new_empty((data.shape[0],), dtype=torch.int32)
-    rows = result.view(-1) if result.is_contiguous() else result.t()
+    rows = result.view(-1) if result.is_contiguous() else result.transpose(0, -1)
     if sf is not None:
         _second(sf, workspace)
     _third(workspace.view(-1), rows, data if y is None else y, total)

@@ -102,3 +102,11 @@ def test_a_score_of_zero_has_no_slope() -> None:
     scores_of(logits, SQRTSOFTPLUS).sum().backward()
     assert logits.grad[0, 0].item() == 0.0
     assert logits.grad[0, 1].item() == pytest.approx(0.25 / math.sqrt(math.log(2)))
+
+
+@pytest.mark.parametrize("scoring_func", ScoringFunc)
+def test_equal_logits_have_equal_scores(scoring_func: ScoringFunc) -> None:
+    """Wherever they stand in a row: of 20, a CPU computes the last four by another loop than the first 16."""
+    logits = torch.linspace(-8, 8, 4001)[:, None].expand(-1, 20).contiguous()
+    scores = scores_of(logits, scoring_func)
+    assert torch.equal(scores, scores[:, :1].expand(-1, 20))

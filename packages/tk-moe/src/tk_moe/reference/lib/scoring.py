@@ -13,6 +13,13 @@ def as_floats(logits: torch.Tensor) -> torch.Tensor:
 def scores_of(logits: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
     """Scores of (num_tokens, num_experts) logits; float32 unless they are float64."""
     x = as_floats(logits)
+    if x.is_cpu and x.dtype is torch.float32 and scoring_func is not ScoringFunc.IDENTITY:
+        # A CPU's vectorized loop and the scalar one that ends it differ in the last bit: equal logits would not tie.
+        return _scores_of(x.double(), scoring_func).to(torch.float32)
+    return _scores_of(x, scoring_func)
+
+
+def _scores_of(x: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
     if scoring_func is ScoringFunc.SIGMOID:
         return torch.sigmoid(x)
     if scoring_func is ScoringFunc.SQRTSOFTPLUS:
