@@ -13,17 +13,12 @@ def as_floats(logits: torch.Tensor) -> torch.Tensor:
 def scores_of(logits: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
     """Scores of (num_tokens, num_experts) logits; float32 unless they are float64."""
     x = as_floats(logits)
-    if x.is_cpu and x.dtype is torch.float32 and scoring_func is not ScoringFunc.IDENTITY:
-        # A CPU's vectorized loop and the scalar one that ends it differ in the last bit: equal logits would not tie.
-        return _scores_of(x.double(), scoring_func).to(torch.float32)
-    return _scores_of(x, scoring_func)
-
-
-def _scores_of(x: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
+    # A CPU's vectorized loop and the scalar one that ends it differ in the last bit: equal logits would not tie.
+    wide = x.double() if x.is_cpu else x
     if scoring_func is ScoringFunc.SIGMOID:
-        return torch.sigmoid(x)
+        return torch.sigmoid(wide).to(x.dtype)
     if scoring_func is ScoringFunc.SQRTSOFTPLUS:
-        softplus = torch.nn.functional.softplus(x, beta=1.0, threshold=20.0)
+        softplus = torch.nn.functional.softplus(wide, beta=1.0, threshold=20.0).to(x.dtype)
         # The root has no derivative at 0, but that of the score tends to 0.
         is_zero = softplus == 0
         return torch.where(is_zero, softplus, torch.where(is_zero, torch.ones_like(softplus), softplus).sqrt())
