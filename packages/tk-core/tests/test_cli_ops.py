@@ -38,7 +38,7 @@ FOLDER = Path(__file__).parent / "compiled" / "{name}"
 class FakeKernel(Kernel):
     def compile(self, *args):
         *key, arch = args
-        path = FOLDER / "-".join(map(str, (self.build.__name__, *key, arch.name)))
+        path = FOLDER / "-".join(map(str, (self.name.rpartition(".")[2], *key, arch.name)))
         if key == [13]:
             raise RuntimeError("source code\\n" * 100 + "kernel.cu(3): error: 13 is unlucky\\nCommand: nvcc")
         if key == [666]:

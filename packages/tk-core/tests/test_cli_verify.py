@@ -49,18 +49,44 @@ def _triple(size: int, arch: Arch) -> Any:
     return double
 
 
-def _fingerprint(build: Any, factor: float = 1.0, width: int = 64, **options: Any) -> str:
+def _add_by(source: str, function: str) -> Any:
+    def add(size: int, arch: Arch) -> Any:
+        import tilelang.language as T
+
+        @T.prim_func
+        def add(x: T.Tensor((size,), "float32"), factor: T.float32) -> None:
+            with T.Kernel(1, threads=32):
+                T.import_source(source)
+                for i in T.Parallel(size):
+                    x[i] = T.call_extern("float32", function, x[i], factor)
+
+        return add
+
+    return add
+
+
+def _fingerprint(build: Any, factor: float = 1.0, width: int = 64, compiled: bool = False, **options: Any) -> str:
     built = kernel(**options)(build)
 
     def op(x: torch.Tensor) -> None:
         built(64, get_arch(x.device))(x, factor)
 
     case = Case("case", lambda device: {"x": torch.empty(2, width, device=device)[:, :64]})
-    return fingerprint(OpSpec(op, op, (case,)), case, arch_from_name("sm_90a"))
+    return fingerprint(OpSpec(op, op, (case,)), case, arch_from_name("sm_90a"), compiled)
 
 
 def test_names_and_docstrings_do_not_count() -> None:
     assert _fingerprint(_double) == _fingerprint(_double_by_other_names)
+
+
+def test_cuda_counts_by_its_instructions_where_programs_differ() -> None:
+    first = _add_by("__device__ float add(float a, float b) { return a + b; }\n", "add")
+    same = _add_by("// Renamed.\n__device__ float plus(float a, float b) {\n  return b + a;\n}\n", "plus")
+    other = _add_by("__device__ float add(float a, float b) { return a - b; }\n", "add")
+    assert _fingerprint(first) != _fingerprint(same)
+    assert _fingerprint(first, compiled=True) == _fingerprint(same, compiled=True)
+    assert _fingerprint(first, compiled=True) != _fingerprint(other, compiled=True)
+    assert _fingerprint(first, compiled=True, width=72) != _fingerprint(first, compiled=True)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,21 @@ def load_tilelang() -> Any:
     return tilelang
 
 
+def with_prelude(prim_func: Any, cuda: str) -> Any:
+    """A prim_func with CUDA source before its kernel, and before what T.import_source added."""
+    from tilelang import tvm
+
+    def add(block: Any) -> Any:
+        if block.name_hint != "tilelang_root":
+            return None
+        annotations = dict(block.annotations)
+        annotations["pragma_import_c"] = cuda + str(annotations.get("pragma_import_c", ""))
+        parts = (block.iter_vars, block.reads, block.writes, block.name_hint, block.body, block.init)
+        return tvm.tirx.SBlock(*parts, block.alloc_buffers, block.match_buffers, annotations)
+
+    return prim_func.with_body(tvm.tirx.stmt_functor.ir_transform(prim_func.body, None, add, ["tirx.SBlock"]))
+
+
 def compile_prim_func(
     kernel: str, prim_func: Any, arch: Arch, pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
 ) -> CompiledKernel:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tk_core import compat, env
+from tk_core import compat, env, headers
 from tk_core.arch import Arch, compiling_for
 
 _logger = logging.getLogger("tk_core")
@@ -59,7 +59,7 @@ class Kernel:
     def __init__(
         self, build: Callable[..., Any], pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
     ) -> None:
-        self.build = build
+        self._build = build
         self.name = f"{build.__module__}.{build.__name__}"
         self._pass_configs = pass_configs
         self._compile_flags = compile_flags
@@ -68,6 +68,12 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}>"
+
+    def build(self, *args: Any) -> Any:
+        """The TileLang prim_func for these arguments, with the CUDA headers that it calls."""
+        with headers.collected() as called:
+            prim_func = self._build(*args)
+        return compat.with_prelude(prim_func, headers.prelude(called)) if called else prim_func
 
     def __call__(self, *args: Any) -> Callable[..., None]:
         """The kernel compiled for these arguments (the last one the `Arch`): call it with tensors and scalars."""

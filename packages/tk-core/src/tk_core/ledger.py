@@ -11,8 +11,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tk_core.headers import with_includes
+
 # Of tk_core, what only checks, dispatches or asks the device does not count.
-_INFRASTRUCTURE = {"arch", "check", "cli", "compat", "env", "lazy", "ledger", "num_sms", "op", "replay", "testing"}
+_INFRASTRUCTURE = {
+    "arch",
+    "check",
+    "cli",
+    "compat",
+    "env",
+    "headers",
+    "lazy",
+    "ledger",
+    "num_sms",
+    "op",
+    "replay",
+    "testing",
+}
 
 
 class Status(NamedTuple):
@@ -66,11 +81,12 @@ def _write(op: str, entry: dict[str, Any]) -> None:
 
 
 def source_hash(op: str) -> str:
-    """SHA-256 of `source_modules` and of the CUDA headers (*.cuh) beside them; equal under every Python."""
+    """SHA-256 of `source_modules` and of the CUDA headers that those beside them include; equal under every Python."""
     sources = {module: _source(module) for module in source_modules(op)}
     texts = [(module, _canonical(tree)) for module, (_, _, tree) in sources.items()]
-    headers = {header for file, _, _ in sources.values() for header in file.parent.glob("*.cuh")}
-    texts += [(header.name, header.read_text(encoding="utf-8")) for header in sorted(headers)]
+    beside = (file.with_suffix(".cuh") for file, _, _ in sources.values())
+    included = with_includes(path for path in beside if path.exists())
+    texts += [(header.name, header.read_text(encoding="utf-8")) for header in included]
     return hashlib.sha256("".join(f"{name}\n{text}\n" for name, text in texts).encode()).hexdigest()
 
 

@@ -1,15 +1,17 @@
 """Hashes of the programs that ops compile and of the arguments they launch them with, by case.
 
-    PYTHONPATH=… python -P fingerprints.py sm_90a tk_moe.topk_gate …
+    PYTHONPATH=… python -P fingerprints.py sm_90a programs tk_moe.topk_gate …
 
 prints them as JSON for the sources on PYTHONPATH, which may be those of an older commit: `tk verify --unchanged`
 compares the two. Equal hashes mean the same work on a GPU. A kernel's program is hashed by its structure, so that names
-of variables do not count, with the constants, CUDA text, pass configurations and flags that it is compiled with; a
-launch is hashed by its scalars and the layouts of its tensors.
+of variables do not count, with the constants, CUDA text, pass configurations and flags that it is compiled with; with
+`machine-code` in place of `programs`, by the instructions that it compiles to, which takes a second or more a kernel.
+A launch is hashed by its scalars and the layouts of its tensors.
 """
 
 import hashlib
 import json
+import re
 import sys
 from functools import cache
 from typing import Any
@@ -19,12 +21,32 @@ import torch
 from tk_core import compat, kernel, ledger
 from tk_core.arch import Arch, arch_from_name
 from tk_core.testing import Case, OpSpec, load_specs
+from tk_core.testing.usage import _configs, _cuobjdump, lower
+
+
+def machine_code(request: kernel.KernelRequest) -> str:
+    """What a launch of a kernel runs, as text: its instructions, registers and shared memory, and the host's part.
+
+    Names in the host's code are replaced by numbers, so that it does not depend on what variables are called.
+    """
+    from tilelang import tvm
+    from tilelang.cuda.backend import tilelang_callback_cuda_compile
+
+    artifact = lower(request.kernel, *request.args)
+    target = tvm.target.Target(request.arch.target)
+    cubin = tilelang_callback_cuda_compile(artifact.kernel_source, target, _configs(request.kernel))
+    device = _cuobjdump(bytes(cubin), ["--dump-sass", "--dump-resource-usage"])
+    numbers: dict[str, int] = {}
+    host = artifact.rt_mod.inspect_source()
+    return device + re.sub(r"[A-Za-z_]\w*", lambda name: f"n{numbers.setdefault(name[0], len(numbers))}", host)
 
 
 @cache
-def _program(request: kernel.KernelRequest) -> str:
-    """Hash of a kernel's program, with the options that it is compiled with."""
+def _program(request: kernel.KernelRequest, compiled: bool) -> str:
+    """Hash of a kernel's program, with the options that it is compiled with, or of what it is compiled to."""
     compat.load_tilelang()
+    if compiled:
+        return hashlib.sha256(machine_code(request).encode()).hexdigest()
     from tilelang import tvm
 
     build, args = request.kernel.build, request.args
@@ -39,7 +61,7 @@ def _layout(value: Any) -> Any:
     return value
 
 
-def fingerprint(spec: OpSpec, case: Case, arch: Arch) -> str:
+def fingerprint(spec: OpSpec, case: Case, arch: Arch, compiled: bool = False) -> str:
     """Hash of all kernels that one call requests, in order, and of the arguments that it launches them with."""
     digest = hashlib.sha256()
     torch.manual_seed(0)
@@ -52,25 +74,25 @@ def fingerprint(spec: OpSpec, case: Case, arch: Arch) -> str:
     finally:
         kernel._ignore_launch = ignore
     for request in requests:
-        digest.update(_program(request).encode())
+        digest.update(_program(request, compiled).encode())
     for number, args in launches:
         digest.update(f"{number} {[_layout(arg) for arg in args]}".encode())
     return digest.hexdigest()
 
 
-def fingerprints(op: str, arch: Arch) -> dict[str, str]:
+def fingerprints(op: str, arch: Arch, compiled: bool) -> dict[str, str]:
     """`fingerprint` of each case of the op's gpu tier; empty if there is no such op."""
     spec = load_specs(op.partition(".")[0]).get(op)
     if spec is None:
         return {}
-    return {case.name: fingerprint(spec, case, arch) for case in spec.cases if case.gpu}
+    return {case.name: fingerprint(spec, case, arch, compiled) for case in spec.cases if case.gpu}
 
 
-def main(arch: str, *ops: str) -> None:
+def main(arch: str, hashed: str, *ops: str) -> None:
     """Print state, entry and fingerprints of each op as JSON."""
     found = {}
     for op in ops:
-        cases = fingerprints(op, arch_from_name(arch))
+        cases = fingerprints(op, arch_from_name(arch), hashed == "machine-code")
         status = ledger.status(op) if cases else ledger.Status("missing", None, None)
         found[op] = {"state": status.state, "entry": status.entry, "cases": cases}
     print(json.dumps(found))

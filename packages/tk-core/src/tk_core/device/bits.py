@@ -1,0 +1,41 @@
+"""CUDA's own functions on bits and warps that TileLang has no name for; they need no header."""
+
+from typing import Any
+
+from tk_core.headers import builtin
+
+_WHOLE_WARP = 0xFFFFFFFF
+
+
+def byte_perm(low: Any, high: Any, selector: Any, dtype: str = "uint32") -> Any:
+    """Four of the eight bytes of `low` and `high`, chosen by the nibbles of `selector`."""
+    return builtin(dtype, "__byte_perm", low, high, selector)
+
+
+def funnel_shift_left(low: Any, high: Any, shift: Any) -> Any:
+    """The upper word of high:low after a shift to the left by `shift` bits, modulo 32."""
+    return builtin("uint32", "__funnelshift_l", low, high, shift)
+
+
+def count_leading_zeros(x: Any) -> Any:
+    """Number of zeros above the highest one of an int32."""
+    return builtin("int32", "__clz", x)
+
+
+def max_u16x2(a: Any, b: Any) -> Any:
+    """The larger of each half, as unsigned 16-bit integers."""
+    return builtin("uint32", "__vmaxu2", a, b)
+
+
+def warp_max_u32(x: Any) -> Any:
+    """The largest uint32 of a whole warp, in one instruction."""
+    import tilelang.language as T
+
+    return builtin("uint32", "__reduce_max_sync", T.uint32(_WHOLE_WARP), x)
+
+
+def warp_sum_u32(x: Any) -> Any:
+    """The sum of the uint32 of a whole warp, in one instruction."""
+    import tilelang.language as T
+
+    return builtin("uint32", "__reduce_add_sync", T.uint32(_WHOLE_WARP), x)

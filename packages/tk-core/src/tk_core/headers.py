@@ -1,0 +1,75 @@
+"""CUDA headers: what TileLang has no expression for, in *.cuh files, each beside a module of typed macros that call it.
+
+    _CACHE_HINTS = Header(__file__)                    # in cache_hints.py, beside cache_hints.cuh
+
+    def prefetch(address: Any) -> Any:
+        '''Bring the cache line of `address` into L2.'''
+        return _CACHE_HINTS.call("void", "tk_prefetch", address)
+
+A kernel whose builder uses such macros gets the text of their headers as its prelude, so the cache key of the compiled
+kernel contains it, and no kernel names a header. A header may include others, of its own folder or of tk_core/device.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
+_SHARED = Path(__file__).parent / "device"
+
+_called: ContextVar[set[Path] | None] = ContextVar("_called", default=None)
+"""Headers that the kernel which is being built has called."""
+
+
+class Header:
+    """The header beside a module: `Header(__file__)`."""
+
+    def __init__(self, module: str) -> None:
+        self._path = Path(module).with_suffix(".cuh")
+
+    def call(self, dtype: str, function: str, *args: Any) -> Any:
+        """Call one of the header's functions in the kernel that is being built; `dtype` is that of its result."""
+        import tilelang.language as T
+
+        called = _called.get()
+        if called is None:
+            raise RuntimeError(f"{function}: expected to be called in a builder under @kernel, which adds its header")
+        called.add(self._path)
+        return T.call_extern(dtype, function, *args)
+
+
+def builtin(dtype: str, function: str, *args: Any) -> Any:
+    """Call a function that CUDA has without a header, such as __byte_perm."""
+    import tilelang.language as T
+
+    return T.call_extern(dtype, function, *args)
+
+
+@contextmanager
+def collected() -> Iterator[set[Path]]:
+    """Collect the headers of the functions that are called within."""
+    before = _called.set(set())
+    try:
+        yield _called.get()
+    finally:
+        _called.reset(before)
+
+
+def with_includes(paths: Iterable[Path]) -> list[Path]:
+    """Headers and those that they include, each once, behind those that it includes."""
+    ordered: dict[Path, None] = {}
+    for path in sorted(paths):
+        names = _INCLUDE.findall(path.read_text(encoding="utf-8"))
+        beside = [path.with_name(name) for name in names]
+        ordered |= dict.fromkeys(with_includes(found if found.exists() else _SHARED / found.name for found in beside))
+        ordered[path] = None
+    return list(ordered)
+
+
+def prelude(paths: Iterable[Path]) -> str:
+    """The text of headers and of what they include, as one piece of CUDA source."""
+    texts = (path.read_text(encoding="utf-8") for path in with_includes(paths))
+    return "".join(_INCLUDE.sub("", text).replace("#pragma once\n", "") for text in texts)
