@@ -1,9 +1,9 @@
 #pragma once
-// Global memory with cache hints and prefetches. TileLang's T.ldg128 and T.copy would replace these if they took a cache
-// hint, T.ldg32's family if it had 8 and 16 bits.
+// Global memory with cache hints and prefetches. TileLang's T.ldg128 and T.copy would replace these if they took a
+// cache hint, T.ldg32's family if it had 8 and 16 bits.
 
 // Sixteen bytes, zeros where not valid, of which the caches need keep no copy.
-__device__ __forceinline__ void tk_load_streaming(unsigned *words, const void *address, bool valid) {
+__device__ __forceinline__ void tk_load_streaming(unsigned* words, const void* address, bool valid) {
   asm volatile(
       "{\n"
       "  .reg .pred p;\n"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void tk_load_streaming(unsigned *words, const void *a
 }
 
 // Sixteen bytes, zeros where not valid, of memory that no one writes. Three quarters of the lines leave L2 first.
-__device__ __forceinline__ void tk_load_mostly_evict_first(unsigned *words, const void *address, bool valid) {
+__device__ __forceinline__ void tk_load_mostly_evict_first(unsigned* words, const void* address, bool valid) {
   asm("{\n"
       "  .reg .pred p;\n"
       "  .reg .b64 policy;\n"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void tk_load_mostly_evict_first(unsigned *words, cons
 }
 
 // Two bytes, unspecified where not valid.
-__device__ __forceinline__ unsigned tk_load_16_bits(const void *address, bool valid) {
+__device__ __forceinline__ unsigned tk_load_16_bits(const void* address, bool valid) {
   unsigned short loaded = 0;
   asm volatile(
       "{\n"
@@ -50,7 +50,7 @@ __device__ __forceinline__ unsigned tk_load_16_bits(const void *address, bool va
 }
 
 // One byte, unspecified where not valid.
-__device__ __forceinline__ unsigned tk_load_8_bits(const void *address, bool valid) {
+__device__ __forceinline__ unsigned tk_load_8_bits(const void* address, bool valid) {
   unsigned short loaded = 0;
   asm volatile(
       "{\n"
@@ -64,7 +64,7 @@ __device__ __forceinline__ unsigned tk_load_8_bits(const void *address, bool val
 }
 
 // Sixteen bytes to a line that is to leave L2 before others.
-__device__ __forceinline__ void tk_store_evict_first(void *address, const unsigned *words) {
+__device__ __forceinline__ void tk_store_evict_first(void* address, const unsigned* words) {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address), "r"(words[0]),
@@ -72,11 +72,11 @@ __device__ __forceinline__ void tk_store_evict_first(void *address, const unsign
 }
 
 // Starts to bring the line that holds *address into L2.
-__device__ __forceinline__ void tk_prefetch_line(const void *address) {
+__device__ __forceinline__ void tk_prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // Starts to bring num_bytes from `address` on into L2; both are multiples of 16.
-__device__ __forceinline__ void tk_prefetch_bytes(const void *address, int num_bytes) {
+__device__ __forceinline__ void tk_prefetch_bytes(const void* address, int num_bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(num_bytes) : "memory");
 }
