@@ -39,3 +39,8 @@ def warp_sum_u32(x: Any) -> Any:
     import tilelang.language as T
 
     return builtin("uint32", "__reduce_add_sync", T.uint32(_WHOLE_WARP), x)
+
+
+def atomic_or_u32(address: Any, bits: Any) -> Any:
+    """Set bits in the uint32 at an address, atomically."""
+    return builtin("uint32", "atomicOr", address, bits)

@@ -34,7 +34,8 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.cluster import LOAD_FROM_CLUSTER, largest_cluster
+from tk_moe.device.async_copy import load_from_cluster
+from tk_moe.lib.cluster import largest_cluster
 
 MAX_EXPERTS = 1024
 MAX_TOKENS = 2**30  # so that no index on the way overflows an int32
@@ -151,8 +152,7 @@ def _aux_loss_kernel(num_experts: int, alignment: int, config: AuxLossConfig, ar
         alpha: T.float32,
         loss: T.Tensor((1,), "float32"),
     ) -> None:
-        prelude = LOAD_FROM_CLUSTER if cluster_size > 1 else None
-        with T.Kernel(cluster_size, threads=warps * 32, cluster_dims=cluster_size, prelude=prelude) as block:
+        with T.Kernel(cluster_size, threads=warps * 32, cluster_dims=cluster_size) as block:
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
             strand_sums = T.alloc_shared((strands_per_warp * warps,), "int32")  # the bits of float32
@@ -190,12 +190,7 @@ def _aux_loss_kernel(num_experts: int, alignment: int, config: AuxLossConfig, ar
                     slot = thread // (warps * cluster_size) * warps + thread % warps
                     if cluster_size > 1:
                         total = T.reinterpret(
-                            T.call_extern(
-                                "int32",
-                                "tk_load_from_cluster",
-                                T.access_ptr(strand_sums[slot], "r"),
-                                thread // warps % cluster_size,
-                            ),
+                            load_from_cluster(T.access_ptr(strand_sums[slot], "r"), thread // warps % cluster_size),
                             "float32",
                         )
                     else:

@@ -26,7 +26,8 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.cluster import LOAD_FROM_CLUSTER, largest_cluster
+from tk_moe.device.async_copy import load_from_cluster
+from tk_moe.lib.cluster import largest_cluster
 
 MAX_GROUPS = 1024
 MAX_TOPK = 32
@@ -76,8 +77,7 @@ def _group_count_kernel(
         num_aux_topk: T.int32,
         out: T.Tensor((num_groups,), "float32" if as_fi else "int32"),
     ) -> None:
-        prelude = LOAD_FROM_CLUSTER if cluster_size > 1 else None
-        with T.Kernel(cluster_size, threads=threads, cluster_dims=cluster_size, prelude=prelude) as block:
+        with T.Kernel(cluster_size, threads=threads, cluster_dims=cluster_size) as block:
             thread = T.get_thread_binding()
             num_pairs = num_tokens * num_topk
             pairs = T.view(group_idx, (num_tokens * num_topk,), idx_dtype)
@@ -108,9 +108,7 @@ def _group_count_kernel(
                 if j * threads + thread < share and group < num_groups:
                     if cluster_size > 1:
                         for rank in T.unroll(cluster_size):
-                            values[rank] = T.call_extern(
-                                "int32", "tk_load_from_cluster", T.access_ptr(counts[group], "r"), rank
-                            )
+                            values[rank] = load_from_cluster(T.access_ptr(counts[group], "r"), rank)
                     else:
                         values[0] = counts[group]
                     total = 0

@@ -29,7 +29,6 @@ from tk_moe.gate.topk_gate import TopkGateConfig
 from tk_moe.gate.topk_gate_with_weights import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK
 from tk_moe.lib.scoring import (
     LEAST_SUM,
-    SCORING_SOURCE,
     ScoringFunc,
     clamped,
     load_logits_macro,
@@ -116,7 +115,6 @@ def _gate_weights_bwd_kernel(
         grad_logits: T.Tensor((num_tokens, num_experts), dtype),
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
-            T.import_source(SCORING_SOURCE)
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32

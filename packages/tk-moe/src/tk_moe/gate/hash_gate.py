@@ -25,7 +25,6 @@ from tk_core.replay import replayable
 from tk_moe.gate.topk_gate import TopkGateConfig
 from tk_moe.gate.topk_gate_with_weights import LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, check_gate_options
 from tk_moe.lib.scoring import (
-    SCORING_SOURCE,
     ScoringFunc,
     clamped,
     load_logits_macro,
@@ -74,7 +73,6 @@ def _hash_gate_kernel(
         topk_weights: T.Tensor((num_tokens, num_topk), "float32"),
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
-            T.import_source(SCORING_SOURCE)
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32

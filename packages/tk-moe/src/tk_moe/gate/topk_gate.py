@@ -19,7 +19,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.packed_selection import PACKED_SOURCE, can_pack, choose_packed_macro, expert_of
+from tk_moe.lib.packed_selection import can_pack, choose_packed_macro, expert_of
 from tk_moe.lib.selection import NO_KEY, choose_macro, lane_vector, sort_key
 
 MAX_EXPERTS = 1024
@@ -66,7 +66,6 @@ def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: T
         scores: T.Tensor((num_tokens, num_experts), "float32"), out: T.Tensor((num_tokens, num_topk), "int64")
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
-            T.import_source(PACKED_SOURCE)
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32

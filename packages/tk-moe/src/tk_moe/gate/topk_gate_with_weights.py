@@ -22,9 +22,8 @@ from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_moe.gate.topk_gate import TopkGateConfig
-from tk_moe.lib.packed_selection import PACKED_SOURCE, can_pack, choose_packed_macro, expert_of
+from tk_moe.lib.packed_selection import can_pack, choose_packed_macro, expert_of
 from tk_moe.lib.scoring import (
-    SCORING_SOURCE,
     ScoringFunc,
     clamped,
     score,
@@ -106,7 +105,6 @@ def _topk_gate_with_weights_kernel(
         topk_weights: T.Tensor((num_tokens, num_topk), "float32"),
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
-            T.import_source(SCORING_SOURCE + PACKED_SOURCE)
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32

@@ -9,34 +9,17 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_moe.lib.mbarrier import MBARRIER
+from tk_moe.device.async_copy import (
+    bulk_load,
+    bulk_store,
+    expect_bytes,
+    init_mbarrier,
+    wait_for_bulk_loads,
+    wait_for_bulk_stores,
+)
 
 _KIB = 1024
 _BARRIER_BYTES = 128
-_BULK_COPIES = """
-__device__ __forceinline__ void tk_bulk_load(void* to, const void* from, int num_bytes, void* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(tk_shared_address(to)), "l"(from), "r"(num_bytes), "r"(tk_shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void tk_wait_for_bulk_loads(void* barrier) {
-  unsigned int done = 0;
-  while (!done) {
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;"
-                 " selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(tk_shared_address(barrier)) : "memory");
-  }
-}
-
-__device__ __forceinline__ void tk_bulk_store(void* to, const void* from, int num_bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               :: "l"(to), "r"(tk_shared_address(from)), "r"(num_bytes) : "memory");
-}
-
-__device__ __forceinline__ void tk_wait_for_bulk_stores() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -115,13 +98,11 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
         # This block copies the pieces block + i * num_blocks of x for i < count.
         count = T.min(pieces_per_block, T.ceildiv(num_tokens * pieces_per_row - block, num_blocks))
         if lane == 0:
-            T.call_extern("handle", "tk_expect_bytes", T.access_ptr(loaded[0], "rw"), count * piece_words * 4)
+            expect_bytes(T.access_ptr(loaded[0], "rw"), count * piece_words * 4)
         T.sync_warp()
         if lane < count:
             piece = block + lane * num_blocks
-            T.call_extern(
-                "handle",
-                "tk_bulk_load",
+            bulk_load(
                 T.access_ptr(pieces[lane, 0], "w"),
                 T.access_ptr(x_words[piece // pieces_per_row, piece % pieces_per_row * piece_words], "r"),
                 piece_words * 4,
@@ -132,19 +113,17 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
             pos[j] = -1
             if stage < count:
                 pos[j] = token_topk_to_pos[(block + stage * num_blocks) // pieces_per_row, (j * 32 + lane) % num_topk]
-        T.call_extern("handle", "tk_wait_for_bulk_loads", T.access_ptr(loaded[0], "rw"))
+        wait_for_bulk_loads(T.access_ptr(loaded[0], "rw"))
         for j in T.unroll(stores_per_lane):
             if pos[j] >= 0 and pos[j] < num_expanded_tokens:
                 stage = (j * 32 + lane) // num_topk
                 column = (block + stage * num_blocks) % pieces_per_row * piece_words
-                T.call_extern(
-                    "handle",
-                    "tk_bulk_store",
+                bulk_store(
                     T.access_ptr(out_words[pos[j], column], "w"),
                     T.access_ptr(pieces[stage, 0], "r"),
                     piece_words * 4,
                 )
-        T.call_extern("handle", "tk_wait_for_bulk_stores")
+        wait_for_bulk_stores()
 
     @T.macro
     def zero_padding(
@@ -177,14 +156,13 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
         pieces_per_block: T.int32,
     ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
-            T.import_source(MBARRIER + _BULK_COPIES)
             tx = T.get_thread_binding()
             x_words = T.view(x, (num_tokens, row_words), "uint32")
             out_words = T.view(out, (num_expanded_tokens, row_words), "uint32")
             # 128 bytes, so that the pieces, which come next, are aligned: with 16 bytes 202 µs instead of 134.
             loaded = T.alloc_shared((_BARRIER_BYTES // 8,), "uint64")
             if tx == 0:
-                T.call_extern("handle", "tk_make_mbarrier", T.access_ptr(loaded[0], "rw"))
+                init_mbarrier(T.access_ptr(loaded[0], "rw"))
             T.sync_threads()
             if tx < 32:
                 copy_pieces(block, num_blocks, pieces_per_block, tx, x_words, token_topk_to_pos, out_words, loaded)

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from tk_core.arch import Arch
+from tk_core.device.bits import atomic_or_u32, warp_sum_u32
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_moe.lib.cluster import SEND_TO_CLUSTER
+from tk_moe.device.async_copy import expect_bytes, init_mbarrier, send_to_cluster, wait_for_cluster
 from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
-from tk_moe.lib.mbarrier import MBARRIER
 
 _EXPERT_BITS = 10  # for at most 1024 experts
 _PAIR_BITS = 16  # for the index of a pair within its thread block
@@ -180,9 +180,7 @@ def mapping_kernel(
                         # A match instruction occupies the whole SM for 60 cycles where all experts differ.
                         equals[u] = T.uint32(0)
                         if experts[u] >= 0:
-                            T.call_extern(
-                                "uint32", "atomicOr", T.access_ptr(masks[warp * num_experts + experts[u]], "rw"), bit
-                            )
+                            atomic_or_u32(T.access_ptr(masks[warp * num_experts + experts[u]], "rw"), bit)
                         T.sync_warp()
                         if experts[u] >= 0:
                             equals[u] = masks[warp * num_experts + experts[u]]
@@ -218,7 +216,6 @@ def mapping_kernel(
         """Inclusive prefix sum over the threads of the block, in place; `all_sums` become the totals."""
         shifted = T.alloc_local((2,), "int32")
         of_warp = T.alloc_var("uint32")
-        everyone = T.uint32(0xFFFFFFFF)
         for step in T.unroll(5):
             for i in T.unroll(2):
                 shifted[i] = T.shfl_up(sums[i], 1 << step)
@@ -232,9 +229,9 @@ def mapping_kernel(
             of_warp = T.uint32(0)
             if lane < warps:
                 of_warp = warp_sums[i, lane]
-            all_sums[i] = T.cast(T.call_extern("uint32", "__reduce_add_sync", everyone, of_warp), "int32")
+            all_sums[i] = T.cast(warp_sum_u32(of_warp), "int32")
             of_warp = T.if_then_else(lane < warp, of_warp, T.uint32(0))
-            sums[i] = sums[i] + T.cast(T.call_extern("uint32", "__reduce_add_sync", everyone, of_warp), "int32")
+            sums[i] = sums[i] + T.cast(warp_sum_u32(of_warp), "int32")
 
     @T.macro
     def fill_padding(first: T.int32, last: T.int32, step: T.int32, maps: Any) -> None:
@@ -262,8 +259,7 @@ def mapping_kernel(
         expert_psum: T.Tensor((num_experts,), "int32"),
         alignment: T.int32,
     ) -> None:
-        prelude = MBARRIER + SEND_TO_CLUSTER if cluster_size > 1 else None
-        with T.Kernel(num_blocks, threads=threads, cluster_dims=max(cluster_size, 1), prelude=prelude) as block:
+        with T.Kernel(num_blocks, threads=threads, cluster_dims=max(cluster_size, 1)) as block:
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
             num_pairs = num_tokens * num_topk
@@ -304,7 +300,7 @@ def mapping_kernel(
 
             if cluster_size > 1:
                 if thread == 0:
-                    T.call_extern("handle", "tk_make_mbarrier", T.access_ptr(arrived[0], "rw"))
+                    init_mbarrier(T.access_ptr(arrived[0], "rw"))
                 T.sync_warp()
                 T.cluster_arrive_relaxed()
             clear(T.view(ranks, (warps * num_experts // 2,), "uint32"), warps * num_experts // 2, thread)
@@ -316,7 +312,7 @@ def mapping_kernel(
             T.sync_threads()
             if cluster_size > 1 and thread == 0:
                 num_bytes = cluster_size * row * 2
-                T.call_extern("handle", "tk_expect_bytes", T.access_ptr(arrived[0], "rw"), num_bytes)
+                expect_bytes(T.access_ptr(arrived[0], "rw"), num_bytes)
 
             prefix = 0
             total = 0
@@ -341,9 +337,7 @@ def mapping_kernel(
                 if warp < cluster_size:
                     for j in T.unroll(ceil_div(row, 256)):
                         if (j * 32 + lane) * 8 < row:
-                            T.call_extern(
-                                "handle",
-                                "tk_send_to_cluster",
+                            send_to_cluster(
                                 T.access_ptr(chunk_counts[rank, (j * 32 + lane) * 8], "w"),
                                 T.access_ptr(chunk_count[(j * 32 + lane) * 8], "r"),
                                 T.access_ptr(arrived[0], "rw"),
@@ -362,7 +356,7 @@ def mapping_kernel(
             T.sync_threads()
             offsets_of_warps(thread, ranks, count)
             if cluster_size > 1:
-                T.call_extern("handle", "tk_wait_for_cluster", T.access_ptr(arrived[0], "rw"))
+                wait_for_cluster(T.access_ptr(arrived[0], "rw"))
                 if thread < num_experts:
                     total = 0
                     for other in T.unroll(cluster_size):

@@ -17,7 +17,6 @@ unless many ranks are close), the choice is made again with full keys.
 
 A gate does this with all 32 lanes of the warp active:
 
-    T.import_source(PACKED_SOURCE)
     ranks = T.alloc_local((per_lane,), "float32")      # ranks[j] of expert_of(j, lane, vector)
     chosen = T.alloc_local((1,), "int32")
     choose_packed_macro(num_experts, per_lane, vector, num_topk)(ranks, lane, chosen)
@@ -28,21 +27,12 @@ Then chosen[0] of lane k < num_topk is the expert with the k-th best rank; in ot
 from functools import cache
 from typing import Any
 
+from tk_core.device.bits import byte_perm
 from tk_core.math import align
+from tk_moe.device.selection import take_best
 from tk_moe.lib.selection import NO_KEY, sort_key
 
 _NONE = -(2**31)  # below the key of any expert
-
-PACKED_SOURCE = r"""
-// The lane whose best key is `top` moves on to its next. Multiplications by 1 (the grid has one row) take another pipe
-// than selections would, which is the busy one.
-__device__ __forceinline__ void tk_move_on(int *best, int top) {
-  asm("{\n.reg .pred p;\nsetp.eq.s32 p, %0, %4;\n"
-      "@p mad.lo.s32 %0, %1, %5, 0;\n@p mad.lo.s32 %1, %2, %5, 0;\n@p mad.lo.s32 %2, %3, %5, 0;\n"
-      "@p mov.b32 %3, 0x80000000;\n}"
-      : "+r"(best[0]), "+r"(best[1]), "+r"(best[2]), "+r"(best[3]) : "r"(top), "r"(gridDim.y));
-}
-"""
 
 
 def can_pack(num_experts: int, num_topk: int) -> bool:
@@ -90,7 +80,7 @@ def choose_packed_macro(num_experts: int, per_lane: int, vector: int, num_topk: 
             if j < per_lane:
                 keys[j] = T.reinterpret(T.ieee_add(ranks[j], T.float32(0)), "int32")
                 if field == 256:
-                    keys[j] = T.call_extern("int32", "__byte_perm", keys[j], numbers[j // 4], 0x3214 + j % 4)
+                    keys[j] = byte_perm(keys[j], numbers[j // 4], 0x3214 + j % 4, "int32")
                 else:
                     keys[j] = keys[j] & T.int32(-field) | (field - 1 - 31 * vector - expert_of(j, 0, vector))
                 keys[j] = keys[j] ^ ((keys[j] >> 31) & T.int32(0x80000000 - field))
@@ -104,7 +94,7 @@ def choose_packed_macro(num_experts: int, per_lane: int, vector: int, num_topk: 
                 best[i] = best[i] | (31 - lane) * vector
         for k in T.unroll(num_topk):
             tops[k] = T.warp_reduce_max(best[0])
-            T.call_extern("void", "tk_move_on", T.address_of(best[0]), tops[k])
+            take_best(T.address_of(best[0]), tops[k])
         last = tops[num_topk - 1]
         for b in T.unroll(bits):
             for i in T.unroll(1 << (bits - b - 1)):

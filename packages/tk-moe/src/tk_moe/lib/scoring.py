@@ -5,9 +5,8 @@ sqrtsoftplus   sqrt(log(1 + exp(x))), where the logarithm is replaced by x for x
 softmax        exp(x - max) / Σ exp(x - max), over the experts of a token
 identity       x
 
-A kernel imports SCORING_SOURCE into its device code:
+In a kernel:
 
-    T.import_source(SCORING_SOURCE)
     value = score(scoring_func, x)                     # not for softmax
     softmax_sums_macro(per_lane)(x, sums)              # for softmax: the row's maximum and sum, then
     value = softmax_score(x, sums)
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from tk_core import check
+from tk_moe.device import scoring
 from tk_moe.lib.selection import rank_of, sort_key
 
 __all__ = ["ScoringFunc"]
@@ -59,83 +59,22 @@ def scoring_func_of(scoring_func: ScoringFunc | str) -> ScoringFunc:
     return scoring_func
 
 
-SCORING_SOURCE = r"""
-__device__ __forceinline__ float tk_score_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-__device__ __forceinline__ float tk_score_sqrtsoftplus(float x) {
-  return sqrtf(x > 20.0f ? x : log1pf(expf(x)));
-}
-
-// The same, bit for bit, for n logits at a time. Within +-64 no special case occurs in division and root: what nvcc
-// makes of them is written out without its branches, so that the n chains of instructions overlap.
-template <int n> __device__ __forceinline__ bool tk_are_near(const float *x) {
-  bool near = true;
-#pragma unroll
-  for (int i = 0; i < n; ++i) near &= fabsf(x[i]) <= 64.0f;
-  return near;
-}
-
-template <int n> __device__ __forceinline__ void tk_scores_sigmoid(const float *x, float *scores) {
-  if (tk_are_near<n>(x)) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const float d = 1.0f + expf(-x[i]);
-      float r;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
-      scores[i] = __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < n; ++i) scores[i] = tk_score_sigmoid(x[i]);
-  }
-}
-
-template <int n> __device__ __forceinline__ void tk_scores_sqrtsoftplus(const float *x, float *scores) {
-  if (tk_are_near<n>(x)) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const float e = expf(fminf(x[i], 20.0f));
-      __builtin_assume(__float_as_uint(e) < 0x7f800000u);
-      const float l = x[i] > 20.0f ? x[i] : log1pf(e);
-      float r;
-      asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(l));
-      const float root = l * r;
-      scores[i] = __fmaf_rn(__fmaf_rn(-root, root, l), 0.5f * r, root);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < n; ++i) scores[i] = tk_score_sqrtsoftplus(x[i]);
-  }
-}
-
-// Derivatives, given the score as well.
-__device__ __forceinline__ float tk_slope_sigmoid(float, float score) { return (1.0f - score) * score; }
-
-__device__ __forceinline__ float tk_slope_sqrtsoftplus(float x, float score) {
-  const float e = expf(x);
-  // Where the score is 0 its slope is too: in the limit it is half the score.
-  return score == 0.0f ? 0.0f : (x > 20.0f ? 1.0f : e / (e + 1.0f)) / (score + score);
-}
-"""
-
 LEAST_SUM = 1e-20
 """Lower bound of the sum by which a token's scores are divided."""
 
 
 def score(scoring_func: ScoringFunc, x: Any) -> Any:
     """Score of the float32 logit `x`, an expression; for softmax the logit itself, which gives the same ranking."""
-    import tilelang.language as T
-
     if scoring_func in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY):
         return x
-    return T.call_extern("float32", f"tk_score_{scoring_func}", x)
+    return scoring.score(str(scoring_func), x)
 
 
 def write_scores(scoring_func: ScoringFunc, x: Any, scores: Any, count: int) -> Any:
     """Statement scores[i] = `score` of x[i] for i < count, float32 in registers; not for softmax and identity."""
     import tilelang.language as T
 
-    return T.call_extern("void", f"tk_scores_{scoring_func}<{count}>", T.address_of(x[0]), T.address_of(scores[0]))
+    return scoring.store_scores(str(scoring_func), T.address_of(x[0]), T.address_of(scores[0]), count)
 
 
 def slope(scoring_func: ScoringFunc, x: Any, value: Any) -> Any:
@@ -144,14 +83,12 @@ def slope(scoring_func: ScoringFunc, x: Any, value: Any) -> Any:
 
     if scoring_func is ScoringFunc.IDENTITY:
         return T.float32(1)
-    return T.call_extern("float32", f"tk_slope_{scoring_func}", x, value)
+    return scoring.slope(str(scoring_func), x, value)
 
 
 def softmax_score(x: Any, sums: Any) -> Any:
     """Softmax score of the float32 logit `x`, an expression; `sums` comes from `softmax_sums_macro`."""
-    import tilelang.language as T
-
-    return T.call_extern("float32", "expf", x - sums[0]) / sums[1]
+    return scoring.exp(x - sums[0]) / sums[1]
 
 
 def clamped(total: Any) -> Any:
@@ -182,7 +119,7 @@ def softmax_sums_macro(per_lane: int) -> Any:
         sums[0] = rank_of(key)
         sums[1] = T.float32(0)
         for j in T.unroll(per_lane):
-            x[j] = T.call_extern("float32", "expf", x[j] - sums[0])
+            x[j] = scoring.exp(x[j] - sums[0])
             sums[1] = sums[1] + x[j]
         sums[1] = T.warp_reduce_sum(sums[1])
 

@@ -33,6 +33,7 @@ The functions import TileLang when they are called, like a kernel's builder.
 from functools import cache
 from typing import Any
 
+from tk_core.device.bits import count_leading_zeros
 from tk_core.math import align, ceil_div
 
 NO_KEY = -0x7F800002
@@ -245,7 +246,7 @@ def choose_from_macro(per_lane: int, num_topk: int) -> Any:
             )
             if T.any_sync(repeats != T.uint32(0) or slot[0] == T.int32(LEAST_KEY)):
                 # The number of consecutive repeats up to this lane.
-                earlier = T.call_extern("int32", "__clz", ~(repeats << T.cast(31 - lane, "uint32")))
+                earlier = count_leading_zeros(~(repeats << T.cast(31 - lane, "uint32")))
                 for j in T.unroll(per_lane):
                     if T.shfl_sync(T.min(keys[j], most), winner) == slot[0]:
                         if earlier == 0:

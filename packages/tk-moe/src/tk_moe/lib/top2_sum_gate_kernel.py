@@ -20,8 +20,9 @@ from typing import Any
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
+from tk_moe.device.scoring import fast_sigmoid
 from tk_moe.gate.topk_gate import TopkGateConfig
-from tk_moe.lib.scoring import SCORING_SOURCE, ScoringFunc, clamped, score, softmax_score, softmax_sums_macro
+from tk_moe.lib.scoring import ScoringFunc, clamped, score, softmax_score, softmax_sums_macro
 from tk_moe.lib.selection import (
     LEAST_KEY,
     NO_KEY,
@@ -38,20 +39,6 @@ from tk_moe.lib.selection import (
 
 # The copies of an expert that consecutive tokens use are this far apart, modulo the number of copies.
 _COPY_STEP = 23333
-
-_FAST_SOURCE = r"""
-__device__ __forceinline__ float tk_fast_reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-__device__ __forceinline__ float tk_fast_sigmoid(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
-  return tk_fast_reciprocal(1.0f + power);
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +87,7 @@ def top2_sum_gate_kernel(
 
     def score_of(x: Any) -> Any:
         if scoring_func is ScoringFunc.SIGMOID:
-            return T.call_extern("float32", "tk_fast_sigmoid", x)
+            return fast_sigmoid(x)
         return score(scoring_func, x)
 
     def key_of(x: Any, shift: Any) -> Any:
@@ -182,7 +169,6 @@ def top2_sum_gate_kernel(
         tp_rank: T.int32,
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
-            T.import_source(SCORING_SOURCE + _FAST_SOURCE)
             thread = T.get_thread_binding()
             lane = thread % 32
             token = block * warps + thread // 32
@@ -232,7 +218,7 @@ def top2_sum_gate_kernel(
                     total = value
                     for step in T.unroll((num_topk - 1).bit_length()):
                         total = total + T.shfl_xor(total, 1 << step)
-                    value = value * T.call_extern("float32", "tk_fast_reciprocal", clamped(total)) * factor
+                    value = value * T.fast_rcp(clamped(total)) * factor
                     if routing.num_shared and lane >= num_topk:
                         chosen[0] = num_experts - num_topk + lane
                         value = T.float32(1)

@@ -1,0 +1,58 @@
+"""Bulk copies and stores to other blocks of a cluster, whose bytes an mbarrier in shared memory counts.
+
+Arguments named `barrier`, `shared` and `memory` are pointers, such as T.access_ptr gives.
+"""
+
+from typing import Any
+
+from tk_core.headers import Header
+
+_ASYNC_COPY = Header(__file__)
+
+
+def init_mbarrier(barrier: Any) -> Any:
+    """Initialize an mbarrier for one arrival; by one thread, before a barrier of all threads."""
+    return _ASYNC_COPY.call("handle", "tk_init_mbarrier", barrier)
+
+
+def expect_bytes(barrier: Any, num_bytes: Any) -> Any:
+    """Arrive at an mbarrier, which opens once so many bytes have arrived too; by one thread."""
+    return _ASYNC_COPY.call("handle", "tk_expect_bytes", barrier, num_bytes)
+
+
+def bulk_load(shared: Any, memory: Any, num_bytes: Any, barrier: Any) -> Any:
+    """Start to copy bytes to shared memory; addresses and number are multiples of 16."""
+    return _ASYNC_COPY.call("handle", "tk_bulk_load", shared, memory, num_bytes, barrier)
+
+
+def wait_for_bulk_loads(barrier: Any) -> Any:
+    """Wait until the mbarrier's first phase is complete."""
+    return _ASYNC_COPY.call("handle", "tk_wait_for_bulk_loads", barrier)
+
+
+def bulk_store(memory: Any, shared: Any, num_bytes: Any) -> Any:
+    """Start to copy bytes from shared memory; addresses and number are multiples of 16."""
+    return _ASYNC_COPY.call("handle", "tk_bulk_store", memory, shared, num_bytes)
+
+
+def wait_for_bulk_stores() -> Any:
+    """Wait until the thread's bulk stores have read their shared memory."""
+    return _ASYNC_COPY.call("handle", "tk_wait_for_bulk_stores")
+
+
+def load_from_cluster(shared: Any, rank: Any) -> Any:
+    """The int32 at the same place of the shared memory of the cluster's block `rank`."""
+    return _ASYNC_COPY.call("int32", "tk_load_from_cluster", shared, rank)
+
+
+def send_to_cluster(there: Any, here: Any, barrier: Any, rank: Any) -> Any:
+    """Store 16 bytes of this block's shared memory to that of block `rank`, whose mbarrier counts them.
+
+    That mbarrier must have been initialized: a barrier of the cluster comes before.
+    """
+    return _ASYNC_COPY.call("handle", "tk_send_to_cluster", there, here, barrier, rank)
+
+
+def wait_for_cluster(barrier: Any) -> Any:
+    """Wait until the mbarrier's first phase is complete, in which other blocks of the cluster have sent."""
+    return _ASYNC_COPY.call("handle", "tk_wait_for_cluster", barrier)
