@@ -25,6 +25,7 @@ from tk_core.replay import replayable
 from tk_moe.gate.topk_gate import TopkGateConfig
 from tk_moe.gate.topk_gate_with_weights import LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, check_gate_options
 from tk_moe.lib.scoring import (
+    GateOptions,
     ScoringFunc,
     clamped,
     load_logits_macro,
@@ -43,9 +44,7 @@ def _hash_gate_kernel(
     dtype: torch.dtype,
     token_ids_dtype: torch.dtype,
     idx_dtype: torch.dtype,
-    scoring_func: ScoringFunc,
-    renormalize: bool,
-    has_mask: bool,
+    options: GateOptions,
     alignment: int,
     config: TopkGateConfig,
     arch: Arch,
@@ -55,7 +54,7 @@ def _hash_gate_kernel(
 
     vector = alignment // dtype.itemsize
     per_lane = align(ceil_div(num_experts, 32), vector)
-    is_softmax = scoring_func is ScoringFunc.SOFTMAX
+    is_softmax = options.scoring_func is ScoringFunc.SOFTMAX
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
     vocab_size = T.dynamic("vocab_size")
@@ -85,7 +84,7 @@ def _hash_gate_kernel(
                 value = T.alloc_var("float32")
                 token_id = T.cast(token_ids[token], "int64")
                 is_wanted = True
-                if has_mask:
+                if options.has_mask:
                     is_wanted = mask[token]
                 if is_softmax:
                     load_logits(logits, token, lane, x)
@@ -97,10 +96,10 @@ def _hash_gate_kernel(
                 value = T.float32(0)
                 if expert >= 0 and expert < num_experts:
                     logit = T.cast(logits[token, expert], "float32")
-                    value = softmax_score(logit, sums) if is_softmax else score(scoring_func, logit)
+                    value = softmax_score(logit, sums) if is_softmax else score(options.scoring_func, logit)
                 else:
                     expert = -1
-                if renormalize:
+                if options.renormalize:
                     total = T.warp_reduce_sum(value)
                     value = T.if_then_else(expert < 0, T.float32(0), value / clamped(total))
                 if lane < num_topk:
@@ -153,9 +152,7 @@ def _hash_gate_out(
         logits.dtype,
         token_ids.dtype,
         topk_idx.dtype,
-        ScoringFunc(scoring_func),
-        renormalize,
-        mask is not None,
+        GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, has_bias=False),
         check.row_alignment(logits),
         TopkGateConfig.best(arch),
         arch,

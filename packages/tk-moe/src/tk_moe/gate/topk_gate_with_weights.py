@@ -24,6 +24,7 @@ from tk_core.replay import replayable
 from tk_moe.gate.topk_gate import TopkGateConfig
 from tk_moe.lib.packed_selection import can_pack, choose_packed_macro, expert_of
 from tk_moe.lib.scoring import (
+    GateOptions,
     ScoringFunc,
     clamped,
     score,
@@ -47,10 +48,7 @@ def _topk_gate_with_weights_kernel(
     num_topk: int,
     dtype: torch.dtype,
     idx_dtype: torch.dtype,
-    scoring_func: ScoringFunc,
-    renormalize: bool,
-    has_bias: bool,
-    has_mask: bool,
+    options: GateOptions,
     alignment: int,
     bias_alignment: int,
     config: TopkGateConfig,
@@ -59,6 +57,7 @@ def _topk_gate_with_weights_kernel(
     """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
     import tilelang.language as T
 
+    scoring_func, has_bias = options.scoring_func, options.has_bias
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
     # Not for softmax, whose sums take a lane's experts to be consecutive.
     is_packed = can_pack(num_experts, num_topk) and not is_softmax
@@ -118,7 +117,7 @@ def _topk_gate_with_weights_kernel(
                 value = T.alloc_var("float32")
                 load(logits, bias, token, lane, x, shift)
                 is_wanted = True
-                if has_mask:
+                if options.has_mask:
                     is_wanted = mask[token]
                 chosen[0] = -1
                 value = T.float32(0)
@@ -142,7 +141,7 @@ def _topk_gate_with_weights_kernel(
                     if lane < num_topk:
                         logit = T.cast(logits[token, chosen[0]], "float32")
                         value = softmax_score(logit, sums) if is_softmax else score(scoring_func, logit)
-                    if renormalize:
+                    if options.renormalize:
                         total = T.warp_reduce_sum(value)
                         value = value / clamped(total)
                 if lane < num_topk:
@@ -197,10 +196,7 @@ def _topk_gate_with_weights_out(
         topk_idx.shape[1],
         logits.dtype,
         topk_idx.dtype,
-        ScoringFunc(scoring_func),
-        renormalize,
-        bias is not None,
-        mask is not None,
+        GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, bias is not None),
         check.row_alignment(logits),
         16 if bias is None else check.row_alignment(bias),
         config,

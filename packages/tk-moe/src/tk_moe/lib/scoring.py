@@ -17,6 +17,7 @@ Every operation rounds as torch's does on the same device: accurate exponentials
 """
 
 import enum
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -57,6 +58,16 @@ def scoring_func_of(scoring_func: ScoringFunc | str) -> ScoringFunc:
         return ScoringFunc.from_str(scoring_func)
     check.require_type(isinstance(scoring_func, ScoringFunc), "scoring_func", "a ScoringFunc or its name", scoring_func)
     return scoring_func
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """Options of a gate with weights that its kernel is compiled for."""
+
+    scoring_func: ScoringFunc
+    renormalize: bool
+    has_mask: bool
+    has_bias: bool
 
 
 LEAST_SUM = 1e-20

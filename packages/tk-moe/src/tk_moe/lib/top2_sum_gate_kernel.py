@@ -15,6 +15,7 @@ with log2(e) is rounded. A score that underflows is 0.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from tk_core.arch import Arch
@@ -61,6 +62,48 @@ class Routing:
     num_tp_ranks: int
 
 
+@cache
+def _physical_macro(num_mapped: int, num_copies: int) -> Any:
+    """Macro `physical(to_physical_map, logical_count, token, ep_rank, chosen)`: of an expert, the copy for this token.
+
+    It replaces chosen[0]. The map has `num_mapped` rows of `num_copies` physical experts.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def physical(
+        to_physical_map: T.Buffer, logical_count: T.Buffer, token: T.int32, ep_rank: T.int32, chosen: T.Buffer
+    ) -> None:
+        expert = T.alloc_var("int32")
+        count = T.alloc_var("int32")
+        copy = T.alloc_var("int32")
+        expert = T.min(chosen[0], num_mapped - 1)
+        count = T.max(T.min(logical_count[expert], num_copies), 1)
+        # (ep_rank + token * 23333) mod count, computed so that nothing exceeds 2**31.
+        copy = T.truncmod(T.truncmod(token, count) * T.truncmod(_COPY_STEP, count), count)
+        copy = T.truncmod(copy + T.truncmod(ep_rank, count), count)
+        chosen[0] = T.max(to_physical_map[expert, copy], -1)
+
+    return physical
+
+
+@cache
+def _of_tp_rank_macro(per_rank: int, num_tp_ranks: int) -> Any:
+    """Macro `of_tp_rank(tp_rank, chosen)`: the index that chosen[0] has among the experts of this rank, or -1."""
+    import tilelang.language as T
+
+    @T.macro
+    def of_tp_rank(tp_rank: T.int32, chosen: T.Buffer) -> None:
+        owner = T.alloc_var("int32")
+        owner = T.truncdiv(chosen[0], per_rank)
+        if T.truncmod(owner, num_tp_ranks) == tp_rank:
+            chosen[0] = chosen[0] - (tp_rank + T.truncdiv(owner, num_tp_ranks) * (num_tp_ranks - 1)) * per_rank
+        else:
+            chosen[0] = -1
+
+    return of_tp_rank
+
+
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def top2_sum_gate_kernel(
@@ -84,6 +127,8 @@ def top2_sum_gate_kernel(
     best_three, choose_from = best_three_macro(per_lane), choose_from_macro(per_lane, num_topk)
     group_key, group_place = group_key_macro(lanes, 2), group_place_macro(num_groups)
     softmax_sums = softmax_sums_macro(per_lane)
+    physical = _physical_macro(num_mapped, num_copies)
+    of_tp_rank = _of_tp_rank_macro(routing.per_rank, routing.num_tp_ranks)
 
     def score_of(x: Any) -> Any:
         if scoring_func is ScoringFunc.SIGMOID:
@@ -125,33 +170,6 @@ def top2_sum_gate_kernel(
             for i in T.unroll(3):
                 best[i] = T.min(best[i], most)
         choose_from(keys, best, most, lane, first, chosen)
-
-    @T.macro
-    def physical(
-        to_physical_map: T.Buffer, logical_count: T.Buffer, token: T.int32, ep_rank: T.int32, chosen: T.Buffer
-    ) -> None:
-        """Replace the expert `chosen[0]` by the physical copy of it that this token goes to."""
-        expert = T.alloc_var("int32")
-        count = T.alloc_var("int32")
-        copy = T.alloc_var("int32")
-        expert = T.min(chosen[0], num_mapped - 1)
-        count = T.max(T.min(logical_count[expert], num_copies), 1)
-        # (ep_rank + token * 23333) mod count, computed so that nothing exceeds 2**31.
-        copy = T.truncmod(T.truncmod(token, count) * T.truncmod(_COPY_STEP, count), count)
-        copy = T.truncmod(copy + T.truncmod(ep_rank, count), count)
-        chosen[0] = T.max(to_physical_map[expert, copy], -1)
-
-    @T.macro
-    def as_tp_rank_sees_it(tp_rank: T.int32, chosen: T.Buffer) -> None:
-        owner = T.alloc_var("int32")
-        owner = T.truncdiv(chosen[0], routing.per_rank)
-        if T.truncmod(owner, routing.num_tp_ranks) == tp_rank:
-            chosen[0] = (
-                chosen[0]
-                - (tp_rank + T.truncdiv(owner, routing.num_tp_ranks) * (routing.num_tp_ranks - 1)) * routing.per_rank
-            )
-        else:
-            chosen[0] = -1
 
     @T.prim_func
     def top2_sum_gate(
@@ -226,7 +244,7 @@ def top2_sum_gate_kernel(
                         if num_copies:
                             physical(to_physical_map, logical_count, token, ep_rank, chosen)
                         if routing.num_tp_ranks > 1 and chosen[0] >= 0:
-                            as_tp_rank_sees_it(tp_rank, chosen)
+                            of_tp_rank(tp_rank, chosen)
                 elif routing.has_unmapped and lane < num_topk:
                     unmapped_topk_idx[token, lane] = T.int64(-1)
                 if lane < num_slots:
