@@ -5,61 +5,35 @@
 // Sixteen bytes, zeros where not valid, of which the caches need keep no copy.
 __device__ __forceinline__ void tk_load_streaming(unsigned* words, const void* address, bool valid) {
   asm volatile(
-      "{\n"
-      "  .reg .pred p;\n"
-      "  setp.ne.b32 p, %5, 0;\n"
-      "  mov.b32 %0, 0;\n"
-      "  mov.b32 %1, 0;\n"
-      "  mov.b32 %2, 0;\n"
-      "  mov.b32 %3, 0;\n"
-      "  @p ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+      "  @p ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4]; }"
       : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
       : "l"(address), "r"(int(valid)));
 }
 
 // Sixteen bytes, zeros where not valid, of memory that no one writes. Three quarters of the lines leave L2 first.
 __device__ __forceinline__ void tk_load_mostly_evict_first(unsigned* words, const void* address, bool valid) {
-  asm("{\n"
-      "  .reg .pred p;\n"
-      "  .reg .b64 policy;\n"
-      "  createpolicy.fractional.L2::evict_first.b64 policy, 0.75;\n"
-      "  setp.ne.b32 p, %5, 0;\n"
-      "  mov.b32 %0, 0;\n"
-      "  mov.b32 %1, 0;\n"
-      "  mov.b32 %2, 0;\n"
-      "  mov.b32 %3, 0;\n"
-      "  @p ld.global.nc.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], policy;\n"
-      "}\n"
+  asm("{ .reg .pred p; .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 0.75;\n"
+      "  setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+      "  @p ld.global.nc.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], policy; }"
       : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
       : "l"(address), "r"(int(valid)));
 }
 
-// Two bytes, unspecified where not valid.
+// Two bytes and one, unspecified where not valid.
 __device__ __forceinline__ unsigned tk_load_16_bits(const void* address, bool valid) {
   unsigned short loaded = 0;
-  asm volatile(
-      "{\n"
-      "  .reg .pred p;\n"
-      "  setp.ne.b32 p, %2, 0;\n"
-      "  @p ld.global.u16 %0, [%1];\n"
-      "}\n"
-      : "+h"(loaded)
-      : "l"(address), "r"(int(valid)));
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.u16 %0, [%1]; }"
+               : "+h"(loaded)
+               : "l"(address), "r"(int(valid)));
   return loaded;
 }
 
-// One byte, unspecified where not valid.
 __device__ __forceinline__ unsigned tk_load_8_bits(const void* address, bool valid) {
   unsigned short loaded = 0;
-  asm volatile(
-      "{\n"
-      "  .reg .pred p;\n"
-      "  setp.ne.b32 p, %2, 0;\n"
-      "  @p ld.global.u8 %0, [%1];\n"
-      "}\n"
-      : "+h"(loaded)
-      : "l"(address), "r"(int(valid)));
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.u8 %0, [%1]; }"
+               : "+h"(loaded)
+               : "l"(address), "r"(int(valid)));
   return loaded;
 }
 
