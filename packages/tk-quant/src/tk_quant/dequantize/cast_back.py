@@ -29,13 +29,17 @@ import torch
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.device.bits import funnel_shift_left
+from tk_core.device.memory import load_8_bits
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import check_scales
 from tk_core.views import aligned
-from tk_quant.lib.conversions import E4M3_DECODE, E5M6_DECODE, NARROW_LOADS, UE8M0_DECODE, e2m1_decode_source
+from tk_quant.device.e5m6 import decode_e5m6x4
+from tk_quant.device.fp4 import decode_e2m1x4
+from tk_quant.device.fp8 import decode_e4m3, decode_ue8m0
 from tk_quant.lib.quantize import BITS, FLOAT4_DTYPE, load_codes_macro
 
 _OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -125,8 +129,6 @@ def _cast_back_kernel(
     packed = sf_dtype is torch.int32
     is_nvfp4 = sf_dtype is torch.float8_e4m3fn
     load = load_codes_macro(x_element, pieces, x_bytes, min(alignment, 4 if half_of_e5m6 else 16))
-    source = {"e4m3": "", "e2m1": e2m1_decode_source(arch), "e5m6": E5M6_DECODE}[x_fmt] + NARROW_LOADS
-    source += E4M3_DECODE if is_nvfp4 else UE8M0_DECODE if packed or swizzled else ""
     assert threads % 32 == 0
     assert hidden % vec == 0
     assert out_words % 4 == 0
@@ -163,14 +165,14 @@ def _cast_back_kernel(
             if swizzled:
                 word = T.ldg32(x_sf[sf_row // 128, sf_col // 4, sf_row % 32, sf_row % 128 // 32, 0], pred=valid)
             elif is_nvfp4:
-                word = T.call_extern("uint32", "tk_load_8_bits", T.address_of(x_sf[sf_row, sf_col]), valid)
+                word = load_8_bits(T.address_of(x_sf[sf_row, sf_col]), valid)
             else:
                 word = T.ldg32(x_sf[sf_row, sf_col // 4 if packed else sf_col], pred=valid)
             if is_nvfp4:
                 code = word >> T.cast(sf_col % 4 * 8, "uint32") if swizzled else word
-                sf[piece, j] = T.call_extern("float32", "tk_float_of_e4m3", code)
+                sf[piece, j] = decode_e4m3(code)
             elif packed or swizzled:
-                sf[piece, j] = T.call_extern("float32", "tk_float_of_ue8m0", word, sf_col % 4)
+                sf[piece, j] = decode_ue8m0(word, sf_col % 4)
             else:
                 sf[piece, j] = T.reinterpret(word, "float32")
 
@@ -183,17 +185,17 @@ def _cast_back_kernel(
         elif x_fmt == "e2m1":
             for j in T.unroll(vec // 4):
                 codes = words[piece, j // 2] if j % 2 == 0 else words[piece, j // 2] >> T.uint32(16)
-                T.call_extern("void", "tk_floats_of_e2m1x4", codes, T.address_of(values[4 * j]))
+                decode_e2m1x4(codes, T.address_of(values[4 * j]))
         elif half_of_e5m6:
             shift = T.cast(col // 4 % 2 * 16, "uint32")
-            high = T.call_extern("uint32", "__funnelshift_l", words[piece, 1], words[piece, 0], shift)
-            T.call_extern("void", "tk_floats_of_e5m6x4", high, words[piece, 1] << shift, T.address_of(values[0]))
+            high = funnel_shift_left(words[piece, 1], words[piece, 0], shift)
+            decode_e5m6x4(high, words[piece, 1] << shift, T.address_of(values[0]))
         else:
             for j in T.unroll(vec // 8):
                 w0, w1, w2 = words[piece, 3 * j], words[piece, 3 * j + 1], words[piece, 3 * j + 2]
-                T.call_extern("void", "tk_floats_of_e5m6x4", w0, w1, T.address_of(values[8 * j]))
+                decode_e5m6x4(w0, w1, T.address_of(values[8 * j]))
                 w1 = (w1 << T.uint32(16)) | (w2 >> T.uint32(16))
-                T.call_extern("void", "tk_floats_of_e5m6x4", w1, w2 << T.uint32(16), T.address_of(values[8 * j + 4]))
+                decode_e5m6x4(w1, w2 << T.uint32(16), T.address_of(values[8 * j + 4]))
 
     @T.macro
     def store_piece(
@@ -219,7 +221,6 @@ def _cast_back_kernel(
 
     @T.macro
     def cast_tile(x: T.Buffer, x_sf: T.Buffer, tensor_sf: T.float32, out: T.Buffer, block: T.int32) -> None:
-        T.import_source(source)
         thread = T.get_thread_binding()
         first_row = (block // col_tiles) * tile_rows + thread // lanes
         col = ((block % col_tiles) * lanes + thread % lanes) * vec

@@ -12,10 +12,11 @@ import torch
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.device.memory import load_16_bits
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.lib.conversions import NARROW_LOADS, e2m1_decode_source
+from tk_quant.device.fp4 import decode_e2m1x4
 
 _FLOAT4_DTYPE = getattr(torch, "float4_e2m1fn_x2", None)
 _DTYPES = (torch.int8, torch.uint8) + ((_FLOAT4_DTYPE,) if _FLOAT4_DTYPE is not None else ())
@@ -59,9 +60,7 @@ def _unpack_kernel(ndim: int, aligned: bool, out_dtype: torch.dtype, config: Unp
     def convert(word: T.uint32, rounded: T.Buffer) -> None:
         values = T.alloc_local((vec,), "float32")
         for j in T.unroll(vec // 4):
-            T.call_extern(
-                "void", "tk_floats_of_e2m1x4", word if j == 0 else word >> T.uint32(16), T.address_of(values[4 * j])
-            )
+            decode_e2m1x4(word if j == 0 else word >> T.uint32(16), T.address_of(values[4 * j]))
         for j in T.vectorized(vec):
             rounded[j] = T.cast(values[j], out_element)
 
@@ -70,7 +69,6 @@ def _unpack_kernel(ndim: int, aligned: bool, out_dtype: torch.dtype, config: Unp
         packed: T.Tensor((*leading, row_bytes), "int8"), floats: T.Tensor((*leading, row_values), out_element)
     ) -> None:
         with T.Kernel(T.cast(T.ceildiv(num_bytes, T.int64(tile_bytes)), "int32"), threads=threads) as block:
-            T.import_source(e2m1_decode_source(arch) + NARROW_LOADS)
             x = T.view(packed, (num_bytes,))
             out = T.view(floats, (num_values,))
             thread = T.get_thread_binding()
@@ -84,9 +82,7 @@ def _unpack_kernel(ndim: int, aligned: bool, out_dtype: torch.dtype, config: Unp
                 if aligned and piece_bytes == 4:
                     words[i] = T.ldg32(x[start], pred=start + piece_bytes <= num_bytes)
                 elif aligned:
-                    words[i] = T.call_extern(
-                        "uint32", "tk_load_16_bits", T.address_of(x[start]), start + piece_bytes <= num_bytes
-                    )
+                    words[i] = load_16_bits(T.address_of(x[start]), start + piece_bytes <= num_bytes)
                 elif start + piece_bytes <= num_bytes:
                     for j in T.unroll(piece_bytes):
                         elements[i, j] = x[start + j]

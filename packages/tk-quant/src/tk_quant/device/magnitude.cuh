@@ -2,28 +2,16 @@
 // Maxima of magnitudes in which NaN stays; T.reduce_absmax(nan_propagate=True) has them for tiles of 16-bit types,
 // TileLang has no max.NaN of float32.
 
-// The larger of a and |x|, both bfloat16 pairs; NaN, of bits 0x7fff, where either is.
-__device__ __forceinline__ unsigned tk_larger_magnitude_bf16x2(unsigned a, unsigned x) {
-  unsigned larger;
-  asm("{\n"
-      "  .reg .b32 magnitude;\n"
-      "  abs.bf16x2 magnitude, %2;\n"
-      "  max.NaN.bf16x2 %0, %1, magnitude;\n"
-      "}\n"
-      : "=r"(larger)
-      : "r"(a), "r"(x));
-  return larger;
-}
-
-// The same of the bits of float32; NaN has the bits 0x7fffffff.
-__device__ __forceinline__ unsigned tk_larger_magnitude_f32(unsigned a, unsigned x) {
-  unsigned larger;
-  asm("{\n"
-      "  .reg .b32 magnitude;\n"
-      "  abs.f32 magnitude, %2;\n"
-      "  max.NaN.f32 %0, %1, magnitude;\n"
-      "}\n"
-      : "=r"(larger)
-      : "r"(a), "r"(x));
-  return larger;
-}
+// The bits of the larger of a and |x|: of float32, or of both halves of a pair. NaN, of bits 0x7fff or 0x7fffffff,
+// where either is.
+#define TK_LARGER_MAGNITUDE(type)                                                                    \
+  __device__ __forceinline__ unsigned tk_larger_magnitude_##type(unsigned a, unsigned x) {           \
+    unsigned larger;                                                                                 \
+    asm("{ .reg .b32 magnitude; abs." #type " magnitude, %2; max.NaN." #type " %0, %1, magnitude; }" \
+        : "=r"(larger)                                                                               \
+        : "r"(a), "r"(x));                                                                           \
+    return larger;                                                                                   \
+  }
+TK_LARGER_MAGNITUDE(bf16x2)
+TK_LARGER_MAGNITUDE(f16x2)
+TK_LARGER_MAGNITUDE(f32)

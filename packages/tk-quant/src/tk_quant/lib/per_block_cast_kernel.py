@@ -18,19 +18,18 @@ from typing import Any
 import torch
 
 from tk_core.arch import Arch
+from tk_core.device.bits import max_u16x2
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.scales import ScaleLayout
-from tk_quant.lib.conversions import E2M1_SCALED, STREAMING_LOADS
-from tk_quant.lib.divisions import DIVISIONS_SOURCE
+from tk_quant.device.fp8 import cast_elements_bf16x8, store_exponent
+from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
+from tk_quant.device.scaled_fp4 import e2m1_by_sf, e2m1_scale_of_amax, e2m1x8_by_float, e2m1x8_by_power
 from tk_quant.lib.quantize import (
     BITS,
-    EXPONENT_STORES,
     LIMITS,
-    MAGNITUDES,
     element,
     encode_macro,
-    encode_source,
     float_bits,
     load_macro,
     scale_macro,
@@ -39,45 +38,6 @@ from tk_quant.lib.quantize import (
 
 _MAX_BLOCKS_OF_THREAD = 8
 
-_CAST_ELEMENTS = r"""
-#include <cuda_bf16.h>
-#include <cuda_fp8.h>
-
-// Eight bfloat16, each a block of its own with a power of two for sf: words of the e4m3 codes and of the exponents.
-__device__ __forceinline__ void tk_cast_elements_bf16x8(
-    const unsigned *x, unsigned *codes, unsigned *exponents, int stride) {
-  unsigned largest = 0u;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    unsigned twice[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const unsigned word = x[2 * i + j], magnitude = word & 0x7fff7fffu;
-      largest = __vmaxu2(largest, magnitude);
-      // 256 * sf: the next power of two where the mantissa is above that of 448; for least amax, 1e-4, it is 2^-14.
-      const unsigned power = __vmaxu2((magnitude + 0x001f001fu) & 0x7f807f80u, 0x38803880u);
-      twice[j] = 2u * power - 0x08000800u;
-      const unsigned factor = 0x83008300u - power;
-      const __nv_bfloat162 y = __hmul2(
-          reinterpret_cast<const __nv_bfloat162 &>(word), reinterpret_cast<const __nv_bfloat162 &>(factor));
-      reinterpret_cast<__nv_fp8x2_storage_t *>(codes + i)[j] = __nv_cvt_float2_to_fp8x2(
-          make_float2(__low2float(y), __high2float(y)), __NV_SATFINITE, __NV_E4M3);
-    }
-    exponents[i * stride] = __byte_perm(twice[0], twice[1], 0x7531);
-  }
-  if (__vmaxu2(largest, 0x7f7f7f7fu) != 0x7f7f7f7fu) {
-    // Infinity and NaN: the code of NaN, and the exponent 255.
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const unsigned byte = 0xffu << (j % 4 * 8), magnitude = (x[j / 2] >> (j % 2 * 16)) & 0x7fffu;
-      if (magnitude >= 0x7f80u) {
-        codes[j / 4] = (codes[j / 4] & ~byte) | (byte & 0x7f7f7f7fu);
-        exponents[j / 4 * stride] |= byte;
-      }
-    }
-  }
-}
-"""
 CAST, SF_ONLY, PRECOMPUTED = "cast", "sf_only", "precomputed"
 """What the kernel does: data and sf, sf alone, data with sf as given."""
 
@@ -96,7 +56,7 @@ class PerBlockCastConfig:
     """Warps of a block, below each other."""
     blocks_per_sm: int
     """Blocks that registers must allow on a multiprocessor."""
-    once: bool = False
+    streaming: bool = False
     """Whether caches are told that x is read once."""
 
     @staticmethod
@@ -160,17 +120,9 @@ def per_block_cast_kernel(
     # Elements each with an sf of their own.
     of_elements = is_bf16 and fmt == "e4m3" and block_size == (1, 1) and packed
     assert not of_elements or (vec == 8 and rows == 4)
-    load, store_codes = load_macro(words_per_row, per_word, alignment, config.once), store_codes_macro(out_words)
+    load, store_codes = load_macro(words_per_row, per_word, alignment, config.streaming), store_codes_macro(out_words)
     scale_of, encode = scale_macro(fmt, round_sf), encode_macro(fmt, vec)
-    larger_magnitude = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
-
-    source = EXPONENT_STORES if packed else ""
-    source += _CAST_ELEMENTS if of_elements else ""
-    source += STREAMING_LOADS if config.once else ""
-    if mode != PRECOMPUTED:
-        source += MAGNITUDES
-    if mode != SF_ONLY:
-        source += encode_source(fmt, arch) + (DIVISIONS_SOURCE + E2M1_SCALED if from_words else "")
+    larger_magnitude = larger_magnitude_bf16x2 if is_bf16 else larger_magnitude_f32
 
     # Blocks of a thread, down and across; a part is a maximum, or a pair of them where bfloat16 are neighbours.
     blocks_down, blocks_across = max(rows // block_tokens, 1), max(vec // block_channels, 1)
@@ -206,13 +158,13 @@ def per_block_cast_kernel(
         for i in T.unroll(rows):
             for j in T.unroll(words_per_row):
                 k = i // rows_of_block * parts_across + j // words_of_part
-                parts[k] = T.call_extern("uint32", larger_magnitude, parts[k], words[i, j])
+                parts[k] = larger_magnitude(parts[k], words[i, j])
         for k in T.unroll(num_parts):
             if is_bf16 and block_channels > 1:
                 parts[k] = T.max(parts[k] << T.uint32(16), parts[k] & T.uint32(0xFFFF0000))
 
     def larger(a: T.uint32, b: T.uint32) -> T.uint32:
-        return T.call_extern("uint32", "__vmaxu2", a, b) if is_bf16 and block_channels == 1 else T.max(a, b)
+        return max_u16x2(a, b) if is_bf16 and block_channels == 1 else T.max(a, b)
 
     @T.macro
     def share_amax(parts: T.Buffer, warp: T.int32, lane: T.int32) -> None:
@@ -255,13 +207,11 @@ def per_block_cast_kernel(
                 sf[row, col // 4 + k] = T.reinterpret(word, "int32")
         else:
             for k in T.unroll(blocks_across):
-                T.call_extern(
-                    "void", "tk_store_exponent", T.access_ptr(sf[row, (col + k) // 4], "w"), (col + k) % 4, codes[k]
-                )
+                store_exponent(T.access_ptr(sf[row, (col + k) // 4], "w"), (col + k) % 4, codes[k])
             if num_block_cols % 4 != 0 and col + blocks_across == num_block_cols:
                 for k in T.unroll(-num_block_cols % 4):
                     index = num_block_cols % 4 + k
-                    T.call_extern("void", "tk_store_exponent", T.access_ptr(sf[row, col // 4], "w"), index, T.uint32(0))
+                    store_exponent(T.access_ptr(sf[row, col // 4], "w"), index, T.uint32(0))
 
     @T.macro
     def store_sf(sf: T.Buffer, codes: T.Buffer, row: T.int32, col: T.int32) -> None:
@@ -279,21 +229,19 @@ def per_block_cast_kernel(
         codes = T.alloc_local((out_words,), "uint32")
         down = i // rows_of_block
         if from_words and mode == PRECOMPUTED:
-            name = f"tk_e2m1_by_sf<{words_per_call}>"
             for j in T.unroll(out_words // words_per_call):
                 k = j * words_per_call
                 factor = factors[down, 8 * k // block_channels]
-                T.call_extern("void", name, T.address_of(words[i, 4 * k]), factor, T.address_of(codes[k]))
+                e2m1_by_sf(words_per_call, T.address_of(words[i, 4 * k]), factor, T.address_of(codes[k]))
         elif from_words:
             for j in T.unroll(out_words):
                 first, second = factors[down, 8 * j // block_channels], factors[down, (8 * j + 4) // block_channels]
-                x_words = (words[i, 4 * j + k] for k in range(4))
                 if round_sf:
                     twice = (first | (first >> T.uint32(16)), second | (second >> T.uint32(16)))
-                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_power", *x_words, *twice)
+                    codes[j] = e2m1x8_by_power(T.address_of(words[i, 4 * j]), *twice)
                 else:
                     scales = (T.reinterpret(first, "float32"), T.reinterpret(second, "float32"))
-                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_float", *x_words, *scales)
+                    codes[j] = e2m1x8_by_float(T.address_of(words[i, 4 * j]), *scales)
         else:
             scaled = T.alloc_local((vec,), "float32")
             for j in T.unroll(vec):
@@ -310,8 +258,7 @@ def per_block_cast_kernel(
         codes = T.alloc_local((2,), "uint32")
         exponents = T.alloc_local((2, 4), "uint32")
         for i in T.unroll(4):
-            name, args = "tk_cast_elements_bf16x8", (T.address_of(codes[0]), T.address_of(exponents[0, i]), 4)
-            T.call_extern("void", name, T.address_of(words[i, 0]), *args)
+            cast_elements_bf16x8(T.address_of(words[i, 0]), T.address_of(codes[0]), T.address_of(exponents[0, i]), 4)
             if mode == CAST and i < num_rows:
                 store_codes(data, codes, row + i, col)
         for k in T.unroll(2):
@@ -327,7 +274,6 @@ def per_block_cast_kernel(
         x: T.StridedTensor((num_tokens, hidden), (x_stride, 1), T.dtype(dtype)), data: data_type, sf: sf_type
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, tile_rows) * col_tiles, threads=threads) as tile:
-            T.import_source(source)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
@@ -363,9 +309,7 @@ def per_block_cast_kernel(
                             factors[i, k] = T.reinterpret(given if from_words else T.float32(1) / given, "uint32")
                         else:
                             if from_words and not round_sf:
-                                T.call_extern(
-                                    "void", "tk_e2m1_scale_of_amax", amax_of(parts, i, k), T.address_of(scale[0])
-                                )
+                                e2m1_scale_of_amax(amax_of(parts, i, k), T.address_of(scale[0]))
                             else:
                                 scale_of(amax_of(parts, i, k), scale)
                             scales[k] = scale[0]

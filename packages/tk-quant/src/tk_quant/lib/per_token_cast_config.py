@@ -27,7 +27,7 @@ class PerTokenCastConfig:
     """Threads above each other, each with rows of its own."""
     blocks_per_sm: int = 0
     """Blocks that registers must allow on a multiprocessor; 0 leaves it to the compiler."""
-    once: bool = False
+    streaming: bool = False
     """Whether caches are told that x is read once."""
     apart: int = 1
     """How far the rows of a thread are from each other."""
@@ -73,10 +73,10 @@ class PerTokenCastConfig:
         num_lanes = align(ceil_div(hidden, vec), unit)
         lanes = align(ceil_div(num_lanes, ceil_div(num_lanes, 256)), unit)
         rows = align(max(128 // lanes, 1), 32 // gcd(lanes, 32))
-        blocks_per_sm, once = 0, (fmt == "e2m1" and x_bits == 8) or (mode == SF_ONLY and x_bits == 16)
+        blocks_per_sm, streaming = 0, (fmt == "e2m1" and x_bits == 8) or (mode == SF_ONLY and x_bits == 16)
         if fmt == "e2m1" and x_bits == 16 and mode != SF_ONLY:
             # Four times as much is read as written: with few registers more reads are on their way.
-            once = True
+            streaming = True
             blocks_per_sm = max(1344 // (lanes * rows), 1) if round_sf or not arch.has_fp4_convert else 0
         if (layout is ScaleLayout.PACKED_UE8M0 and fmt == "e2m1" and x_bits == 16 and mode == CAST) or of_codes:
             # Down a column the words of sf are neighbours, so a block's rows fill whole sectors of them.
@@ -85,8 +85,8 @@ class PerTokenCastConfig:
         if layout is ScaleLayout.SWIZZLED and fmt == "e2m1" and x_bits == 16 and mode == CAST:
             # Words of rows 32 apart are neighbours: a thread stores four of them at once.
             lanes = max(unit, 8)
-            return PerTokenCastConfig(vec, 4, lanes, 128 // lanes, 0, once, apart=32)
-        return PerTokenCastConfig(vec, pieces, lanes, rows, blocks_per_sm, once)
+            return PerTokenCastConfig(vec, 4, lanes, 128 // lanes, 0, streaming, apart=32)
+        return PerTokenCastConfig(vec, pieces, lanes, rows, blocks_per_sm, streaming)
 
 
 def fits_warp(num_per_channels: int, vec: int) -> bool:

@@ -5,11 +5,21 @@ from typing import Any
 import torch
 
 from tk_core.arch import Arch
+from tk_core.device.bits import warp_max_u32
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout
-from tk_quant.lib.conversions import E2M1_SCALED, NARROW_LOADS, STREAMING_LOADS, UE8M0_DECODE, e2m1_decode_source
-from tk_quant.lib.divisions import DIVISIONS_SOURCE
+from tk_quant.device.fp4 import decode_e2m1x4
+from tk_quant.device.fp8 import decode_e4m3x4_f16, decode_ue8m0
+from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f16x2, larger_magnitude_f32
+from tk_quant.device.scaled_fp4 import (
+    e2m1_by_sf,
+    e2m1_scale_of_amax,
+    e2m1x8_by_float,
+    e2m1x8_by_power,
+    e2m1x8_of_e4m3,
+    nvfp4_scale_of_amax,
+)
 from tk_quant.lib.per_token_cast_config import (
     PRECOMPUTED,
     SF_ONLY,
@@ -21,10 +31,8 @@ from tk_quant.lib.per_token_cast_config import (
 from tk_quant.lib.quantize import (
     BITS,
     LIMITS,
-    MAGNITUDES,
     element,
     encode_macro,
-    encode_source,
     float_bits,
     load_codes_macro,
     load_macro,
@@ -106,23 +114,14 @@ def per_token_cast_kernel(
     from_codes = casts_codes(x_fmt, x_block_size, x_layout, hidden, fmt, num_per_channels, mode, round_sf, arch)
     encode, store_codes = encode_macro(fmt, vec), store_codes_macro(out_words)
     if is_pair:
-        load_codes = load_codes_macro(_ELEMENTS[x_fmt], pieces, vec * x_bits // 8, min(alignment, 16), config.once)
+        load_codes = load_codes_macro(_ELEMENTS[x_fmt], pieces, vec * x_bits // 8, min(alignment, 16), config.streaming)
         # One scale factor for a piece, or one for each of its elements where blocks are narrower or odd.
         sf_per_piece = 1 if x_block_size[1] % vec == 0 or x_block_size[1] >= hidden else vec
         x_in_bytes = x_layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
-        source = (e2m1_decode_source(arch) if x_fmt == "e2m1" else "") + NARROW_LOADS
-        source += UE8M0_DECODE if x_in_bytes else ""
     else:
         sf_per_piece = 1
-        load_plain = load_macro(x_words, 4 // x_dtype.itemsize, alignment, config.once)
-        source = ""
-    if config.once:
-        source += STREAMING_LOADS
-    if mode != PRECOMPUTED:
-        source += MAGNITUDES
-    if mode != SF_ONLY:
-        source += encode_source(fmt, arch) + (DIVISIONS_SOURCE + E2M1_SCALED if from_words or from_codes else "")
-    larger_magnitude = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
+        load_plain = load_macro(x_words, 4 // x_dtype.itemsize, alignment, config.streaming)
+    larger_magnitude = larger_magnitude_bf16x2 if is_bf16 else larger_magnitude_f32
 
     num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride")
     x_type = T.StridedTensor((num_tokens, hidden * x_bits // (8 * x_dtype.itemsize)), (x_stride, 1), T.dtype(x_dtype))
@@ -165,7 +164,7 @@ def per_token_cast_kernel(
             else:
                 word = T.ldg32(x_sf[sf_row, sf_col // 4 if x_in_bytes else sf_col], pred=valid)
             if x_in_bytes:
-                factors[piece, j] = T.call_extern("float32", "tk_float_of_ue8m0", word, sf_col % 4)
+                factors[piece, j] = decode_ue8m0(word, sf_col % 4)
             else:
                 factors[piece, j] = T.reinterpret(word, "float32")
 
@@ -178,7 +177,7 @@ def per_token_cast_kernel(
         else:
             for j in T.unroll(vec // 4):
                 half = words[piece, j // 2] >> T.uint32(j % 2 * 16)
-                T.call_extern("void", "tk_floats_of_e2m1x4", half, T.address_of(values[piece, 4 * j]))
+                decode_e2m1x4(half, T.address_of(values[piece, 4 * j]))
         for j in T.unroll(vec):
             # What the words hold is unspecified where nothing was read.
             value = values[piece, j] * factors[piece, j % sf_per_piece]
@@ -189,7 +188,7 @@ def per_token_cast_kernel(
         """The larger of part and every |x| of a piece; of bfloat16, both halves for themselves."""
         for j in T.unroll(vec if is_pair else x_words):
             bits = T.reinterpret(values[piece, j], "uint32") if is_pair else words[piece, j]
-            part = T.call_extern("uint32", larger_magnitude, part, bits)
+            part = larger_magnitude(part, bits)
 
     def amax_of(part: T.uint32) -> T.int32:
         """The bits of amax as a float32: so compared, NaN is above infinity above the rest."""
@@ -201,17 +200,15 @@ def per_token_cast_kernel(
     def encode_piece(words: T.Buffer, values: T.Buffer, codes: T.Buffer, piece: int, factor: T.uint32) -> None:
         """Codes of a piece times factor, or where they may saturate by 1 / factor."""
         if from_words and may_saturate:
-            name = f"tk_e2m1_by_sf<{out_words}>"
-            T.call_extern("void", name, T.address_of(words[piece, 0]), factor, T.address_of(codes[0]))
+            e2m1_by_sf(out_words, T.address_of(words[piece, 0]), factor, T.address_of(codes[0]))
         elif from_words:
             for j in T.unroll(out_words):
-                four = tuple(words[piece, 4 * j + k] for k in range(4))
                 if round_sf:
                     twice = factor | (factor >> T.uint32(16))
-                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_power", *four, twice, twice)
+                    codes[j] = e2m1x8_by_power(T.address_of(words[piece, 4 * j]), twice, twice)
                 else:
                     scale = T.reinterpret(factor, "float32")
-                    codes[j] = T.call_extern("uint32", "tk_e2m1x8_by_float", *four, scale, scale)
+                    codes[j] = e2m1x8_by_float(T.address_of(words[piece, 4 * j]), scale, scale)
         else:
             scaled = T.alloc_local((vec,), "float32")
             for j in T.unroll(vec):
@@ -300,7 +297,7 @@ def per_token_cast_kernel(
             valid = inside and row < num_tokens
             if from_codes:
                 for j in T.unroll(x_words):
-                    T.call_extern("void", "tk_halves_of_e4m3x4", words[i, j], T.address_of(halves[2 * j]))
+                    decode_e4m3x4_f16(words[i, j], T.address_of(halves[2 * j]))
             elif is_pair:
                 dequantize_piece(words, factors, values, i, valid)
             if mode == PRECOMPUTED:
@@ -310,8 +307,9 @@ def per_token_cast_kernel(
                 part = T.uint32(0)
                 if from_codes:
                     for j in T.unroll(vec // 2):
-                        part = T.call_extern("uint32", "tk_larger_magnitude_f16x2", part, halves[j])
-                    value = T.call_extern("float32", "tk_float_of_larger_half", part) * factors[i, 0]
+                        part = larger_magnitude_f16x2(part, halves[j])
+                    larger_half = T.cast(T.max(part & T.uint32(0xFFFF), part >> T.uint32(16)), "uint16")
+                    value = T.cast(T.reinterpret(larger_half, "float16"), "float32") * factors[i, 0]
                     part = T.if_then_else(valid, T.reinterpret(value, "uint32"), T.uint32(0))
                 else:
                     take_amax(words, values, i, part)
@@ -319,11 +317,11 @@ def per_token_cast_kernel(
                 for j in T.unroll(group_lanes.bit_length() - 1):
                     amax = T.max(amax, T.shfl_xor(amax, 1 << j))
                 if has_tensor_sf and from_words:
-                    T.call_extern("void", "tk_nvfp4_scale_of_amax", amax, tensor_sf[0], T.address_of(scale[0]))
+                    nvfp4_scale_of_amax(amax, tensor_sf[0], T.address_of(scale[0]))
                 elif has_tensor_sf:
                     tensor_scaled_macro()(amax, tensor_sf[0], scale)
                 elif from_words and not round_sf:
-                    T.call_extern("void", "tk_e2m1_scale_of_amax", amax, T.address_of(scale[0]))
+                    e2m1_scale_of_amax(amax, T.address_of(scale[0]))
                 else:
                     scale_of(amax, scale)
                 store_sf(sf, scale[0], four, i, row, col, lane, inside and row < num_rows, valid)
@@ -331,13 +329,8 @@ def per_token_cast_kernel(
                 if from_codes:
                     factor = T.reinterpret(scale[1], "float32") * factors[i, 0]
                     for j in T.unroll(out_words):
-                        codes[j] = T.call_extern(
-                            "uint32",
-                            "tk_e2m1x8_of_e4m3",
-                            words[i, 2 * j],
-                            words[i, 2 * j + 1],
-                            T.address_of(halves[4 * j]),
-                            factor,
+                        codes[j] = e2m1x8_of_e4m3(
+                            words[i, 2 * j], words[i, 2 * j + 1], T.address_of(halves[4 * j]), factor
                         )
                 else:
                     encode_piece(words, values, codes, i, scale[1])
@@ -375,15 +368,15 @@ def per_token_cast_kernel(
             scale[1] = T.reinterpret(sf[row, 0] if from_words else T.float32(1) / sf[row, 0], "uint32")
         else:
             amax = T.reinterpret(amax_of(part), "uint32")
-            amax = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), amax)
+            amax = warp_max_u32(amax)
             if num_warps > 1:
                 if thread % 32 == 0:
                     shared[warp] = amax
                 T.sync_threads()
                 amax = T.if_then_else(thread % 32 < num_warps, shared[thread % 32], T.uint32(0))
-                amax = T.call_extern("uint32", "__reduce_max_sync", T.uint32(0xFFFFFFFF), amax)
+                amax = warp_max_u32(amax)
             if from_words and not round_sf:
-                T.call_extern("void", "tk_e2m1_scale_of_amax", T.reinterpret(amax, "int32"), T.address_of(scale[0]))
+                e2m1_scale_of_amax(T.reinterpret(amax, "int32"), T.address_of(scale[0]))
             else:
                 scale_of(T.reinterpret(amax, "int32"), scale)
             if thread == 0:
@@ -418,7 +411,6 @@ def per_token_cast_kernel(
     @T.prim_func
     def per_token_cast(x: x_type, x_sf: x_sf_type, tensor_sf: tensor_sf_type, data: data_type, sf: sf_type) -> None:
         with T.Kernel(T.ceildiv(num_rows, tile_rows) * col_tiles, threads=threads) as block:
-            T.import_source(source)
             if config.blocks_per_sm:
                 T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             if by_warp:

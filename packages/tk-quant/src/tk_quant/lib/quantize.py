@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from tk_core.arch import Arch
-from tk_quant.lib.conversions import e2m1_source, e5m6_source
+from tk_core.device import memory
+from tk_quant.device.e5m6 import encode_e5m6x8
+from tk_quant.device.fp4 import encode_e2m1x8
 
 FLOAT4_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0, 1e-4)}
@@ -85,17 +86,12 @@ def tensor_scaled_macro() -> Any:
     return scale_of
 
 
-def encode_source(fmt: str, arch: Arch) -> str:
-    """CUDA source that a kernel must import with T.import_source before it uses `encode_macro`; may be empty."""
-    return {"e4m3": "", "e2m1": e2m1_source(arch), "e5m6": e5m6_source()}[fmt]
-
-
 @cache
-def encode_macro(fmt: str, num_values: int) -> Any:
+def encode_macro(fmt: str, num_values: int, are_bounded: bool = False) -> Any:
     """Macro `encode(scaled, words)`: float32 (num_values,) to codes packed in uint32 (num_values * bits / 32,).
 
     Rounds to nearest, ties to even, and saturates; for e5m6 no magnitude may exceed the largest value. num_values is a
-    multiple of 4 for e4m3, of 8 for e2m1 and e5m6.
+    multiple of 4 for e4m3, of 8 for e2m1 and e5m6. `are_bounded`: see `encode_e2m1x8`.
     """
     import tilelang.language as T
 
@@ -108,23 +104,23 @@ def encode_macro(fmt: str, num_values: int) -> Any:
     @T.macro
     def encode_e2m1(scaled: T.Buffer, words: T.Buffer) -> None:
         for j in T.unroll(num_values // 8):
-            words[j] = T.call_extern("uint32", "tk_e2m1x8", *(scaled[8 * j + k] for k in range(8)))
+            words[j] = encode_e2m1x8(T.address_of(scaled[8 * j]), are_bounded)
 
     @T.macro
     def encode_e5m6(scaled: T.Buffer, words: T.Buffer) -> None:
         for j in T.unroll(num_values // 8):
-            T.call_extern("void", "tk_e5m6x8", T.address_of(scaled[8 * j]), T.address_of(words[3 * j]))
+            encode_e5m6x8(T.address_of(scaled[8 * j]), T.address_of(words[3 * j]))
 
     return {"e4m3": encode_e4m3, "e2m1": encode_e2m1, "e5m6": encode_e5m6}[fmt]
 
 
 @cache
-def load_macro(num_words: int, elements_per_word: int, alignment: int, once: bool = False) -> Any:
+def load_macro(num_words: int, elements_per_word: int, alignment: int, streaming: bool = False) -> Any:
     """Macro `load(x, words, index, row, col, valid)`: num_words uint32 of a row of x, from `col` on, to words[index].
 
     `alignment` is the result of `check.row_alignment` for x; `col` is a multiple of num_words * elements_per_word.
     Elements have 2 or 4 bytes. The loads are predicated: where `valid` is false nothing is read and the words are 0.
-    `once`: load with a streaming cache hint, for data that is read only once; the kernel imports `STREAMING_LOADS`.
+    `streaming`: load with a cache hint for data that is read only once.
     """
     import tilelang.language as T
 
@@ -132,14 +128,10 @@ def load_macro(num_words: int, elements_per_word: int, alignment: int, once: boo
 
     @T.macro
     def load(x: T.Buffer, words: T.Buffer, index: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if load_bytes == 16 and once:
+        if load_bytes == 16 and streaming:
             for j in T.unroll(num_words // 4):
-                T.call_extern(
-                    "void",
-                    "tk_load_once",
-                    T.address_of(words[index, 4 * j]),
-                    T.address_of(x[row, col + 4 * j * elements_per_word]),
-                    valid,
+                memory.load_streaming(
+                    T.address_of(words[index, 4 * j]), T.address_of(x[row, col + 4 * j * elements_per_word]), valid
                 )
         elif load_bytes == 16:
             for j in T.unroll(num_words // 4):
@@ -163,13 +155,12 @@ def load_macro(num_words: int, elements_per_word: int, alignment: int, once: boo
 
 
 @cache
-def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, once: bool = False) -> Any:
+def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, streaming: bool = False) -> Any:
     """Macro `load(x, words, piece, row, col, valid)`: bytes of a row of x, from `col` on, to words[piece].
 
     x has elements of one byte, of the TileLang type `element`; words is uint32 (pieces, ceil(num_bytes / 4)).
     `alignment`, at most 16, divides the row's address and `col`. The loads are predicated: where `valid` is false
-    nothing is read and the words are unspecified. The kernel imports `NARROW_LOADS`, and with `once` (a streaming cache
-    hint, for data that is read only once) also `STREAMING_LOADS`.
+    nothing is read and the words are unspecified. `streaming`: load with a cache hint for data that is read only once.
     """
     import tilelang.language as T
 
@@ -178,15 +169,9 @@ def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, 
 
     @T.macro
     def load(x: T.Buffer, words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if load_bytes == 16 and once:
+        if load_bytes == 16 and streaming:
             for j in T.unroll(num_words // 4):
-                T.call_extern(
-                    "void",
-                    "tk_load_once",
-                    T.address_of(words[piece, 4 * j]),
-                    T.address_of(x[row, col + 16 * j]),
-                    valid,
-                )
+                memory.load_streaming(T.address_of(words[piece, 4 * j]), T.address_of(x[row, col + 16 * j]), valid)
         elif load_bytes == 16:
             for j in T.unroll(num_words // 4):
                 words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 16 * j], pred=valid)
@@ -197,7 +182,7 @@ def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, 
             for j in T.unroll(num_words):
                 words[piece, j] = T.ldg32(x[row, col + 4 * j], pred=valid)
         elif load_bytes == 2 and num_bytes == 2:
-            words[piece, 0] = T.call_extern("uint32", "tk_load_16_bits", T.address_of(x[row, col]), valid)
+            words[piece, 0] = memory.load_16_bits(T.address_of(x[row, col]), valid)
         else:
             elements = T.view(words, (pieces, 4 * num_words), element)
             if valid:
@@ -234,41 +219,3 @@ def store_codes_macro(num_words: int, elements_per_word: int = 4) -> Any:
                 T.stg128(out[row, col + 4 * j * elements_per_word], words[4 * j : 4 * j + 4])
 
     return store
-
-
-EXPONENT_STORES = r"""
-// The exponent of a power of two to byte `index` of a word whose other bytes are others' to write.
-__device__ __forceinline__ void tk_store_exponent(int *word, int index, unsigned sf) {
-  reinterpret_cast<unsigned char *>(word)[index] = static_cast<unsigned char>(sf >> 23);
-}
-"""
-"""void tk_store_exponent(int32 *, int32, uint32)."""
-
-MAGNITUDES = r"""
-// The larger of a and |x|, both bfloat16 pairs; NaN, of bits 0x7fff, where either is.
-__device__ __forceinline__ unsigned tk_larger_magnitude_bf16x2(unsigned a, unsigned x) {
-  unsigned larger;
-  asm("{\n"
-      "  .reg .b32 magnitude;\n"
-      "  abs.bf16x2 magnitude, %2;\n"
-      "  max.NaN.bf16x2 %0, %1, magnitude;\n"
-      "}\n"
-      : "=r"(larger)
-      : "r"(a), "r"(x));
-  return larger;
-}
-
-// The same of float32; NaN has the bits 0x7fffffff.
-__device__ __forceinline__ unsigned tk_larger_magnitude_f32(unsigned a, unsigned x) {
-  unsigned larger;
-  asm("{\n"
-      "  .reg .b32 magnitude;\n"
-      "  abs.f32 magnitude, %2;\n"
-      "  max.NaN.f32 %0, %1, magnitude;\n"
-      "}\n"
-      : "=r"(larger)
-      : "r"(a), "r"(x));
-  return larger;
-}
-"""
-"""uint32 tk_larger_magnitude_bf16x2(uint32, uint32), uint32 tk_larger_magnitude_f32(uint32, uint32)."""

@@ -35,7 +35,8 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import check_scales, empty_scales, scale_layout
 from tk_core.views import aligned
-from tk_quant.lib.conversions import NARROW_LOADS
+from tk_quant.device.fp4 import e4m3_of_e2m1_magnitudes, e4m3_of_e2m1x8
+from tk_quant.device.fp8 import store_biased_exponent
 from tk_quant.lib.quantize import FLOAT4_DTYPE, load_codes_macro
 
 _DATA_DTYPES = (torch.int8,) + ((FLOAT4_DTYPE,) if FLOAT4_DTYPE is not None else ())
@@ -43,45 +44,6 @@ _BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
 _CHANNELS = 16
 """Of a piece: what becomes 16 bytes of the output."""
 _EXACT_RATIO = 14
-
-_SOURCE = r"""
-#include <cuda_fp8.h>
-
-__device__ __forceinline__ unsigned tk_e4m3x2(float first, float second) {
-  return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
-}
-
-// 0, .5, 1, 1.5 (low) and 2, 3, 4, 6 (high) times 2^shift as e4m3. From 2^-20 on all of them round to zero.
-__device__ __forceinline__ void tk_e4m3_magnitudes(int shift, unsigned &low, unsigned &high) {
-  const float one = __int_as_float((max(shift, -20) + 127) << 23);
-  low = tk_e4m3x2(0.0f, 0.5f * one) | tk_e4m3x2(one, 1.5f * one) << 16;
-  high = tk_e4m3x2(2.0f * one, 3.0f * one) | tk_e4m3x2(4.0f * one, 6.0f * one) << 16;
-}
-
-// Bytes of low (0 to 3) and high (4 to 7), chosen by the four nibbles of the selector's lower half, each below 8.
-__device__ __forceinline__ unsigned tk_look_up(unsigned low, unsigned high, unsigned selector) {
-  unsigned bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
-  return bytes;
-}
-
-// Eight e2m1 codes to eight bytes.
-__device__ __forceinline__ void tk_e4m3_of_e2m1x8(unsigned codes, unsigned low, unsigned high, unsigned *bytes) {
-  const unsigned magnitudes = codes & 0x77777777u;
-  // Signs on top of bytes: those of even codes here, those of odd ones in `codes` itself.
-  const unsigned even = codes << 4;
-  bytes[0] = tk_look_up(low, high, magnitudes) | (__byte_perm(even, codes, 0x5140) & 0x80808080u);
-  bytes[1] = tk_look_up(low, high, magnitudes >> 16) | (__byte_perm(even, codes, 0x7362) & 0x80808080u);
-}
-
-// One byte of a packed word, and zeros above it if it is the row's last.
-__device__ __forceinline__ void tk_store_ue8m0(int *word, int index, int exponent, bool is_last) {
-  unsigned char *bytes = reinterpret_cast<unsigned char *>(word);
-  bytes[index] = exponent;
-  if (is_last)
-    for (int i = index + 1; i < 4; ++i) bytes[i] = 0;
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -193,9 +155,7 @@ def _lossless_kernel(
         exponent = T.if_then_else(largest == 255, 255, out_exponent)
         if packed:
             is_last = sf_col == out_sf_cols - 1
-            T.call_extern(
-                "void", "tk_store_ue8m0", T.access_ptr(sf[sf_row, sf_col // 4], "w"), sf_col % 4, exponent, is_last
-            )
+            store_biased_exponent(T.access_ptr(sf[sf_row, sf_col // 4], "w"), sf_col % 4, exponent, is_last)
         else:
             bits = T.if_then_else(largest == 255, 0x7FC00000, exponent << 23)
             sf[sf_row, sf_col] = T.reinterpret(bits, "float32")
@@ -208,7 +168,6 @@ def _lossless_kernel(
         sf: sf_type,
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, tile_rows) * col_tiles, threads=threads) as block:
-            T.import_source(_SOURCE + NARROW_LOADS)
             thread = T.get_thread_binding()
             first_row = block // col_tiles * tile_rows + thread // lanes * pieces
             col = (block % col_tiles * lanes + thread % lanes) * _CHANNELS
@@ -237,11 +196,9 @@ def _lossless_kernel(
                     store_sf(sf, row, col, largest[g], out_exponent)
                 for i in T.unroll(group_pieces):
                     piece = g * group_pieces + i
-                    T.call_extern("void", "tk_e4m3_magnitudes", exponents[piece] - out_exponent, low, high)
+                    e4m3_of_e2m1_magnitudes(exponents[piece] - out_exponent, low, high)
                     for j in T.unroll(_CHANNELS // 8):
-                        T.call_extern(
-                            "void", "tk_e4m3_of_e2m1x8", words[piece, j], low, high, T.address_of(bytes_[2 * j])
-                        )
+                        e4m3_of_e2m1x8(words[piece, j], low, high, T.address_of(bytes_[2 * j]))
                     T.stg128(out[row + i, col], bytes_[0:4], pred=inside and row + i < num_tokens)
 
     return per_block_cast_lossless

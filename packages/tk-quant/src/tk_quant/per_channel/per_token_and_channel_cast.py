@@ -29,13 +29,17 @@ import torch
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.device.memory import prefetch_line
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
-from tk_quant.lib.channel_blocks import CHANNEL_BLOCK_SOURCE
-from tk_quant.lib.quantize import EXPONENT_STORES, LIMITS, element, encode_macro, float_bits, load_macro
+from tk_quant.device.division import scale_of_amax
+from tk_quant.device.fp8 import store_exponent
+from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
+from tk_quant.device.row_amax import row_amax
+from tk_quant.lib.quantize import LIMITS, element, encode_macro, float_bits, load_macro
 from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
 
 _CHANNELS = 128
@@ -45,52 +49,6 @@ _VEC = 4
 _GROUPS = (32, 128)
 _SECTOR = 8
 """float32 that memory moves at once."""
-
-_ROW_AMAX = r"""
-template <bool is_bf16>
-__device__ __forceinline__ unsigned tk_larger(unsigned a, unsigned b) {
-  return is_bf16 ? __vmaxu2(a, b) : max(a, b);
-}
-
-// Lanes that differ in `bit` share words: the one that has it goes on with the upper half, the other with the lower.
-template <bool is_bf16, int num_words, int bit>
-__device__ __forceinline__ void tk_share_words(unsigned *words) {
-  const bool is_upper = threadIdx.x & bit;
-#pragma unroll
-  for (int i = 0; i < num_words / 2; ++i) {
-    const unsigned low = words[i], high = words[num_words / 2 + i];
-    const unsigned other = __shfl_xor_sync(0xffffffffu, is_upper ? low : high, bit);
-    words[i] = tk_larger<is_bf16>(is_upper ? high : low, other);
-  }
-}
-
-// The bits of the largest float32 of row lane % 8 in groups of 8 or 32 lanes, from each lane's eight rows: magnitudes,
-// float32 or pairs of bfloat16.
-template <bool is_bf16, int group_lanes>
-__device__ __forceinline__ unsigned tk_row_amax(const unsigned *rows) {
-  unsigned words[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) words[i] = rows[i];
-  if (is_bf16) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const unsigned low = __byte_perm(rows[2 * i], rows[2 * i + 1], 0x5410);
-      words[i] = __vmaxu2(low, __byte_perm(rows[2 * i], rows[2 * i + 1], 0x7632));
-    }
-  } else {
-    tk_share_words<is_bf16, 8, 4>(words);
-  }
-  tk_share_words<is_bf16, 4, is_bf16 ? 4 : 2>(words);
-  tk_share_words<is_bf16, 2, is_bf16 ? 2 : 1>(words);
-  unsigned amax = words[0];
-  if (is_bf16) amax = __vmaxu2(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
-#pragma unroll
-  for (int bit = 8; bit < group_lanes; bit *= 2)
-    amax = tk_larger<is_bf16>(amax, __shfl_xor_sync(0xffffffffu, amax, bit));
-  if (is_bf16) amax = threadIdx.x & 1 ? amax & 0xffff0000u : amax << 16;
-  return amax;
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -149,10 +107,8 @@ def _per_token_and_channel_cast_kernel(
     is_ragged = hidden % _CHANNELS != 0
     packed, is_row_major = layout is ScaleLayout.PACKED_UE8M0, layout is ScaleLayout.ROW_MAJOR
     least_amax = float_bits(LIMITS["e4m3"][1])
-    larger = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
+    larger_magnitude = larger_magnitude_bf16x2 if is_bf16 else larger_magnitude_f32
     load = load_macro(num_words, per_word, alignment)
-    row_amax_source = f"tk_row_amax<{str(is_bf16).lower()}, {group_lanes}>"
-    scale_source = f"tk_scale_of_amax<{str(round_sf).lower()}>"
     put_codes, store_tile = transposed_tile_macros(_CHANNELS, threads, _VEC)
     encode_row, encode_column = encode_macro("e4m3", _VEC), encode_macro("e4m3", rows)
 
@@ -160,18 +116,6 @@ def _per_token_and_channel_cast_kernel(
     sf_row_stride, sf_col_stride = T.dynamic("sf_row_stride"), T.dynamic("sf_col_stride")
     token_sf_shape = (num_tokens, ceil_div(num_groups, 4) if packed else num_groups)
     channel_shape = (hidden, num_tokens) if transpose else (num_tokens, hidden)
-
-    @T.macro
-    def scale_of(amax: T.int32, scale: T.Buffer) -> None:
-        T.call_extern("void", scale_source, amax, T.address_of(scale[0]), T.address_of(scale[1]))
-
-    @T.macro
-    def larger_magnitude(amax: T.Buffer, index: T.int32, word: T.uint32) -> None:
-        amax[index] = T.call_extern("uint32", larger, amax[index], word)
-
-    @T.macro
-    def store_exponent(sf: T.Buffer, token: T.int32, group: T.int32, value: T.uint32) -> None:
-        T.call_extern("void", "tk_store_exponent", T.access_ptr(sf[token, group // 4], "w"), group % 4, value)
 
     @T.macro
     def cast_rows(
@@ -184,7 +128,7 @@ def _per_token_and_channel_cast_kernel(
     ) -> None:
         """The codes and scale factors of a warp's rows, from `row` on."""
         lane = T.get_thread_binding() % 32
-        row_amax = T.alloc_local((_ROWS,), "uint32")
+        magnitudes = T.alloc_local((_ROWS,), "uint32")
         scale = T.alloc_local((2,), "uint32")
         across = T.alloc_local((_VEC,), "float32")
         code = T.alloc_local((1,), "uint32")
@@ -193,24 +137,23 @@ def _per_token_and_channel_cast_kernel(
         col = first_col + lane * _VEC
         for part in T.unroll(rows // _ROWS):
             for i in T.unroll(_ROWS):
-                row_amax[i] = T.uint32(0)
+                magnitudes[i] = T.uint32(0)
                 for j in T.unroll(num_words):
-                    larger_magnitude(row_amax, i, words[part * _ROWS + i, j])
-            amax = T.call_extern("int32", row_amax_source, T.address_of(row_amax[0]))
-            scale_of(T.max(amax, least_amax), scale)
+                    magnitudes[i] = larger_magnitude(magnitudes[i], words[part * _ROWS + i, j])
+            amax = row_amax(T.address_of(magnitudes[0]), is_bf16, group_lanes)
+            scale_of_amax(T.max(amax, least_amax), T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
             token, group = row + part * _ROWS + lane % _ROWS, first_col // num_per_channels + lane // group_lanes
             if lane % group_lanes < _ROWS and (group < num_groups if is_ragged else True):
                 if packed:
-                    store_exponent(token_sf, token, group, scale[0])
+                    store_exponent(T.access_ptr(token_sf[token, group // 4], "w"), group % 4, scale[0])
                     if group == num_groups - 1:
                         for i in T.unroll(-num_groups % 4):
-                            store_exponent(token_sf, token, num_groups + i, T.uint32(0))
+                            index = num_groups + i
+                            store_exponent(T.access_ptr(token_sf[token, index // 4], "w"), index % 4, T.uint32(0))
                 else:
                     token_sf[token, group] = T.reinterpret(scale[0], "float32")
             for i in T.unroll(_ROWS):
-                factor = T.reinterpret(
-                    T.call_extern("uint32", "__shfl_sync", T.uint32(0xFFFFFFFF), scale[1], lane // 8 * 8 + i), "float32"
-                )
+                factor = T.reinterpret(T.shfl_sync(scale[1], lane // 8 * 8 + i), "float32")
                 for j in T.unroll(_VEC):
                     across[j] = element(words, part * _ROWS + i, j, is_bf16) * factor
                 encode_row(across, code)
@@ -226,7 +169,6 @@ def _per_token_and_channel_cast_kernel(
         channel_sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, TILE_TOKENS) * col_tiles, threads=threads) as block:
-            T.import_source(CHANNEL_BLOCK_SOURCE + EXPONENT_STORES + _ROW_AMAX)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             # Checked by the op; vector stores need to know.
             T.assume(num_tokens % TILE_TOKENS == 0)
@@ -253,16 +195,14 @@ def _per_token_and_channel_cast_kernel(
 
             # Tiles write parts of the sectors of row-major sf: faster where L2 already holds these.
             if is_row_major and thread < TILE_TOKENS and first_col % (_SECTOR * num_per_channels) == 0:
-                T.call_extern(
-                    "void", "tk_prefetch", T.address_of(token_sf[first_token + thread, first_col // num_per_channels])
-                )
+                prefetch_line(T.address_of(token_sf[first_token + thread, first_col // num_per_channels]))
             for i in T.unroll(rows):
                 load(x, words, i, first_token + row + i, first_col + lane_col, inside)
             for j in T.unroll(num_words):
                 col_amax[j] = T.uint32(0)
             for i in T.unroll(rows):
                 for j in T.unroll(num_words):
-                    larger_magnitude(col_amax, j, words[i, j])
+                    col_amax[j] = larger_magnitude(col_amax[j], words[i, j])
             for j in T.vectorized(num_words):
                 parts[warp, lane * num_words + j] = col_amax[j]
             cast_rows(words, token_data, token_sf, first_token + row, first_col, inside)
@@ -274,7 +214,8 @@ def _per_token_and_channel_cast_kernel(
                     amax = T.uint32(0)
                     for i in T.unroll(col_parts):
                         amax = T.max(amax, T.cast(elements[block_index * col_parts + i, channel], "uint32"))
-                    scale_of(T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), least_amax), scale)
+                    bits = T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), least_amax)
+                    scale_of_amax(bits, T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
                     if first_col + channel < hidden:
                         sf_row = first_token // num_per_tokens + block_index
                         channel_sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")

@@ -1,0 +1,41 @@
+"""e2m1 (FP4): casts from and to float32, and to e4m3.
+
+The values 0, .5, 1, 1.5, 2, 3, 4, 6 have the codes 0 to 7. The values are .5 apart up to 2, then 1 apart, and 2 apart
+from 4 on; hence, with `round` to the nearest integer, ties to even,
+
+    code(a) = min(round(2 * a), round(a) + 2, round(a / 2) + 4)          for 0 <= a <= 6.
+
+Adding a power of two whose last place is worth the step rounds in this way, and leaves the integer in the low bits of
+the sum: three additions and two minima, no branch. Fused multiply-adds by 1/2 and 2 give the three sums the same
+exponent, so that one instruction finds the least of them. From sm_100 on casts are instructions.
+"""
+
+from typing import Any
+
+from tk_core.headers import Header
+
+_FP4 = Header(__file__)
+
+
+def encode_e2m1x8(values: Any, are_bounded: bool = False) -> Any:
+    """Eight float32 at an address to eight codes in a uint32, the first in the lowest nibble.
+
+    They saturate and NaN becomes +6. `are_bounded`: magnitudes are below 7, as they are if the scale was made from the
+    amax of the group; codes of others are unspecified.
+    """
+    return _FP4.call("uint32", f"tk_encode_e2m1x8<{str(are_bounded).lower()}>", values)
+
+
+def decode_e2m1x4(codes: Any, values: Any) -> Any:
+    """Store the values of four codes, the lower half of a uint32, at a float32 address."""
+    return _FP4.call("void", "tk_decode_e2m1x4", codes, values)
+
+
+def e4m3_of_e2m1_magnitudes(shift: Any, low: Any, high: Any) -> Any:
+    """Assign e4m3 codes of the values 0 to 1.5 times 2**shift to the uint32 variable `low`, of 2 to 6 to `high`."""
+    return _FP4.call("void", "tk_e4m3_of_e2m1_magnitudes", shift, low, high)
+
+
+def e4m3_of_e2m1x8(codes: Any, low: Any, high: Any, words: Any) -> Any:
+    """Store e4m3 codes of eight e2m1 codes at the address of two uint32, by what `e4m3_of_e2m1_magnitudes` assigned."""
+    return _FP4.call("void", "tk_e4m3_of_e2m1x8", codes, low, high, words)

@@ -1,0 +1,37 @@
+"""The device functions of fp4.cuh; those of the casts cover the values."""
+
+from typing import Any
+
+import pytest
+
+from tk_core.arch import ARCHS, Arch, arch_from_name
+from tk_core.kernel import KernelRequest, kernel
+from tk_core.testing.fingerprints import machine_code
+from tk_quant.device.fp4 import decode_e2m1x4, encode_e2m1x8
+
+
+@kernel
+def _fp4_kernel(arch: Arch) -> Any:
+    import tilelang.language as T
+
+    @T.prim_func
+    def fp4(x: T.Tensor((32, 8), "float32"), values: T.Tensor((32, 4), "float32")) -> None:
+        with T.Kernel(1, threads=32):
+            lane = T.get_thread_binding()
+            y = T.alloc_local((8,), "float32")
+            decoded = T.alloc_local((4,), "float32")
+            for i in T.vectorized(8):
+                y[i] = x[lane, i]
+            decode_e2m1x4(encode_e2m1x8(T.address_of(y[0])), T.address_of(decoded[0]))
+            for i in T.vectorized(4):
+                values[lane, i] = decoded[i]
+
+    return fp4
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+def test_casts_are_instructions_where_there_are_any(name: str) -> None:
+    arch = arch_from_name(name)
+    code = machine_code(KernelRequest(_fp4_kernel, (arch,)))
+    assert code.count("E2M1") == (6 if ARCHS[name].has_fp4_convert else 0)
