@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tk_core.arch import ARCHS, Arch, arch_from_name
+from tk_core.arch import Arch, arch_from_name
 from tk_core.kernel import KernelRequest, kernel
 from tk_core.testing.fingerprints import machine_code
 from tk_quant.device.fp4 import decode_e2m1x4, encode_e2m1x8
@@ -34,4 +34,4 @@ def _fp4_kernel(arch: Arch) -> Any:
 def test_casts_are_instructions_where_there_are_any(name: str) -> None:
     arch = arch_from_name(name)
     code = machine_code(KernelRequest(_fp4_kernel, (arch,)))
-    assert code.count("E2M1") == (6 if ARCHS[name].has_fp4_convert else 0)
+    assert ("E2M1" in code) is arch.has_fp4_convert

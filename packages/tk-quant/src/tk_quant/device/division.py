@@ -9,8 +9,8 @@ divisions. With r = 1 / d, approximately, where each bracket and each sum is one
   - d = 1 + exp(-l) for any float32 l within +-87, with CUDA's exp or one unit in the last place off, or
   - one of l and d is 448, and no intermediate result is subnormal.
 
-The bracket is d * q - l and not l - d * q, so that l = -0 gives -0. The gpu tier of tests/lib/test_divisions.py checks
-all float32.
+The bracket is d * q - l and not l - d * q, so that l = -0 gives -0. The gpu tier of tests/device/test_division.py
+checks all float32.
 """
 
 from typing import Any

@@ -14,8 +14,8 @@ __device__ __forceinline__ unsigned tk_signed(unsigned codes, unsigned even, uns
 }
 
 // The same with the signs of eight bfloat16.
-__device__ __forceinline__ unsigned tk_signed_like(unsigned codes, const unsigned* x) {
-  const unsigned x01 = __byte_perm(x[0], x[1], 0x7351), x23 = __byte_perm(x[2], x[3], 0x7351);
+__device__ __forceinline__ unsigned tk_signed_like(unsigned codes, unsigned x0, unsigned x1, unsigned x2, unsigned x3) {
+  const unsigned x01 = __byte_perm(x0, x1, 0x7351), x23 = __byte_perm(x2, x3, 0x7351);
   return tk_signed(codes, __byte_perm(x01, x23, 0x5410), __byte_perm(x01, x23, 0x7632));
 }
 
@@ -37,10 +37,11 @@ __device__ __forceinline__ unsigned tk_e2m1x2_by_power(unsigned x, unsigned scal
 }
 
 // Eight bfloat16 times powers of two: one for the first four, one for the others, each twice, as bfloat16.
-__device__ __forceinline__ unsigned tk_e2m1x8_by_power(const unsigned* x, unsigned first, unsigned second) {
+__device__ __forceinline__ unsigned tk_e2m1x8_by_power(unsigned x0, unsigned x1, unsigned x2, unsigned x3,
+                                                       unsigned first, unsigned second) {
   constexpr auto codes = tk_e2m1x2_by_power<__nv_bfloat162, 0x3f00u, 0x4300u>;
-  const unsigned c0 = codes(x[0], first), c1 = codes(x[1], first), c2 = codes(x[2], second), c3 = codes(x[3], second);
-  return tk_signed_like(tk_codes_of_pairs(c0, c1, c2, c3), x);
+  const unsigned word = tk_codes_of_pairs(codes(x0, first), codes(x1, first), codes(x2, second), codes(x3, second));
+  return tk_signed_like(word, x0, x1, x2, x3);
 }
 
 // Eight e4m3 codes, which are also there as float16, times a power of two. Where that is above 2^14 all are zeros: no
@@ -54,7 +55,9 @@ __device__ __forceinline__ unsigned tk_e2m1x8_of_e4m3(unsigned x0, unsigned x1, 
 }
 
 // Eight bfloat16 times float32, each product rounded to float32: one for the first four, one for the others.
-__device__ __forceinline__ unsigned tk_e2m1x8_by_float(const unsigned* x, float first, float second) {
+__device__ __forceinline__ unsigned tk_e2m1x8_by_float(unsigned x0, unsigned x1, unsigned x2, unsigned x3, float first,
+                                                       float second) {
+  const unsigned x[4] = {x0, x1, x2, x3};
   unsigned even[4], odd[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -66,7 +69,7 @@ __device__ __forceinline__ unsigned tk_e2m1x8_by_float(const unsigned* x, float 
       __byte_perm(__byte_perm(even[0], even[1], 0x0040), __byte_perm(even[2], even[3], 0x0040), 0x5410);
   const unsigned odd_codes =
       __byte_perm(__byte_perm(odd[0], odd[1], 0x0040), __byte_perm(odd[2], odd[3], 0x0040), 0x5410);
-  return tk_signed_like(even_codes + 16u * odd_codes, x);
+  return tk_signed_like(even_codes + 16u * odd_codes, x0, x1, x2, x3);
 }
 
 // From the amax of a block, at least 6 * 2^-126: the bits of sf and of what its elements are multiplied by. sf is NaN
@@ -112,7 +115,7 @@ __device__ __forceinline__ void tk_e2m1_by_sf(const unsigned* x, unsigned sf_bit
         const __nv_bfloat162 below = __hmin2(tk_pair<__nv_bfloat162>(x[4 * i + j]), tk_pair<__nv_bfloat162>(most));
         clamped[j] = tk_bits(__hmax2(below, tk_pair<__nv_bfloat162>(most ^ 0x80008000u)));
       }
-      codes[i] = tk_e2m1x8_by_float(clamped, scale, scale);
+      codes[i] = tk_e2m1x8_by_float(clamped[0], clamped[1], clamped[2], clamped[3], scale, scale);
     }
   } else {
     const float scale = 1.0f / sf;

@@ -1,9 +1,10 @@
 """Elements times a scale to e2m1 codes, and those scales, in few instructions where no instruction casts to FP4.
 
-`x` is the address of uint32 with bfloat16 pairs. Unless stated otherwise, products must be finite and below 7 in
-magnitude, as they are if the scale was made from the amax of the block. See fp4.py for how codes are found.
+`x` is four uint32 of bfloat16 pairs, or the address of more. Unless stated otherwise, products must be finite and below
+7 in magnitude, as they are if the scale was made from the amax of the block. See fp4.py for how codes are found.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from tk_core.headers import Header
@@ -11,17 +12,17 @@ from tk_core.headers import Header
 _SCALED_FP4 = Header(__file__)
 
 
-def e2m1x8_by_power(x: Any, first: Any, second: Any) -> Any:
+def e2m1x8_by_power(x: Sequence[Any], first: Any, second: Any) -> Any:
     """Codes of eight bfloat16, four times a power of two and four times another, in a uint32.
 
     Each power is given as a uint32 that holds it twice as bfloat16.
     """
-    return _SCALED_FP4.call("uint32", "tk_e2m1x8_by_power", x, first, second)
+    return _SCALED_FP4.call("uint32", "tk_e2m1x8_by_power", *x, first, second)
 
 
-def e2m1x8_by_float(x: Any, first: Any, second: Any) -> Any:
+def e2m1x8_by_float(x: Sequence[Any], first: Any, second: Any) -> Any:
     """Codes of eight bfloat16, four times a float32 and four times another, in a uint32."""
-    return _SCALED_FP4.call("uint32", "tk_e2m1x8_by_float", x, first, second)
+    return _SCALED_FP4.call("uint32", "tk_e2m1x8_by_float", *x, first, second)
 
 
 def e2m1_by_sf(num_words: int, x: Any, sf_bits: Any, codes: Any) -> Any:

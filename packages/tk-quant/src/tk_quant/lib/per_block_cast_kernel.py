@@ -236,12 +236,13 @@ def per_block_cast_kernel(
         elif from_words:
             for j in T.unroll(out_words):
                 first, second = factors[down, 8 * j // block_channels], factors[down, (8 * j + 4) // block_channels]
+                four = tuple(words[i, 4 * j + k] for k in range(4))
                 if round_sf:
                     twice = (first | (first >> T.uint32(16)), second | (second >> T.uint32(16)))
-                    codes[j] = e2m1x8_by_power(T.address_of(words[i, 4 * j]), *twice)
+                    codes[j] = e2m1x8_by_power(four, *twice)
                 else:
                     scales = (T.reinterpret(first, "float32"), T.reinterpret(second, "float32"))
-                    codes[j] = e2m1x8_by_float(T.address_of(words[i, 4 * j]), *scales)
+                    codes[j] = e2m1x8_by_float(four, *scales)
         else:
             scaled = T.alloc_local((vec,), "float32")
             for j in T.unroll(vec):

@@ -203,12 +203,13 @@ def per_token_cast_kernel(
             e2m1_by_sf(out_words, T.address_of(words[piece, 0]), factor, T.address_of(codes[0]))
         elif from_words:
             for j in T.unroll(out_words):
+                four = tuple(words[piece, 4 * j + k] for k in range(4))
                 if round_sf:
                     twice = factor | (factor >> T.uint32(16))
-                    codes[j] = e2m1x8_by_power(T.address_of(words[piece, 4 * j]), twice, twice)
+                    codes[j] = e2m1x8_by_power(four, twice, twice)
                 else:
                     scale = T.reinterpret(factor, "float32")
-                    codes[j] = e2m1x8_by_float(T.address_of(words[piece, 4 * j]), scale, scale)
+                    codes[j] = e2m1x8_by_float(four, scale, scale)
         else:
             scaled = T.alloc_local((vec,), "float32")
             for j in T.unroll(vec):
