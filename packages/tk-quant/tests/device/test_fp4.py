@@ -22,7 +22,7 @@ def _fp4_kernel(arch: Arch) -> Any:
             decoded = T.alloc_local((4,), "float32")
             for i in T.vectorized(8):
                 y[i] = x[lane, i]
-            decode_e2m1x4(encode_e2m1x8(T.address_of(y[0])), T.address_of(decoded[0]))
+            decode_e2m1x4(encode_e2m1x8(y[i] for i in range(8)), T.address_of(decoded[0]))
             for i in T.vectorized(4):
                 values[lane, i] = decoded[i]
 

@@ -24,7 +24,9 @@ __device__ __forceinline__ int tk_saturated_e2m1_code(float a) {
 // Eight codes, the first in the lowest nibble. They saturate and NaN becomes +6, unless magnitudes are known to be
 // below 7.
 template <bool are_bounded>
-__device__ __forceinline__ unsigned tk_encode_e2m1x8(const float* y) {
+__device__ __forceinline__ unsigned tk_encode_e2m1x8(float y0, float y1, float y2, float y3, float y4, float y5,
+                                                     float y6, float y7) {
+  const float y[8] = {y0, y1, y2, y3, y4, y5, y6, y7};
   unsigned codes = 0;
 #if __CUDA_ARCH__ >= 1000
 #pragma unroll

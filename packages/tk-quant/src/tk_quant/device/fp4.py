@@ -10,6 +10,7 @@ the sum: three additions and two minima, no branch. Fused multiply-adds by 1/2 a
 exponent, so that one instruction finds the least of them. From sm_100 on casts are instructions.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from tk_core.headers import Header
@@ -17,13 +18,13 @@ from tk_core.headers import Header
 _FP4 = Header(__file__)
 
 
-def encode_e2m1x8(values: Any, are_bounded: bool = False) -> Any:
-    """Eight float32 at an address to eight codes in a uint32, the first in the lowest nibble.
+def encode_e2m1x8(values: Iterable[Any], are_bounded: bool = False) -> Any:
+    """Eight float32 to eight codes in a uint32, the first in the lowest nibble.
 
     They saturate and NaN becomes +6. `are_bounded`: magnitudes are below 7, as they are if the scale was made from the
     amax of the group; codes of others are unspecified.
     """
-    return _FP4.call("uint32", f"tk_encode_e2m1x8<{str(are_bounded).lower()}>", values)
+    return _FP4.call("uint32", f"tk_encode_e2m1x8<{str(are_bounded).lower()}>", *values)
 
 
 def decode_e2m1x4(codes: Any, values: Any) -> Any:

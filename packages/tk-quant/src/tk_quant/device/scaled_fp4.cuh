@@ -127,7 +127,7 @@ __device__ __forceinline__ void tk_e2m1_by_sf(const unsigned* x, unsigned sf_bit
         const unsigned word = x[4 * i + j / 2];
         y[j] = __uint_as_float(j % 2 == 0 ? word << 16 : word & 0xffff0000u) * scale;
       }
-      codes[i] = tk_encode_e2m1x8<false>(y);
+      codes[i] = tk_encode_e2m1x8<false>(y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7]);
     }
   }
 }

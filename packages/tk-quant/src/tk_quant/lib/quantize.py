@@ -104,7 +104,7 @@ def encode_macro(fmt: str, num_values: int, are_bounded: bool = False) -> Any:
     @T.macro
     def encode_e2m1(scaled: T.Buffer, words: T.Buffer) -> None:
         for j in T.unroll(num_values // 8):
-            words[j] = encode_e2m1x8(T.address_of(scaled[8 * j]), are_bounded)
+            words[j] = encode_e2m1x8((scaled[8 * j + k] for k in range(8)), are_bounded)
 
     @T.macro
     def encode_e5m6(scaled: T.Buffer, words: T.Buffer) -> None:
