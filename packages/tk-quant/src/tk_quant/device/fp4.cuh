@@ -58,21 +58,23 @@ __device__ __forceinline__ unsigned tk_look_up(unsigned low, unsigned high, unsi
 
 // Four codes in the lower half of `codes`, the first in the lowest nibble, to float32.
 __device__ __forceinline__ void tk_decode_e2m1x4(unsigned codes, float* values) {
-  unsigned pairs[2];
 #if __CUDA_ARCH__ >= 1000
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
-    pairs[i] = tk_bits(__half2(__nv_cvt_fp4x2_to_halfraw2(__nv_fp4x2_storage_t(codes >> (8 * i)), __NV_E2M1)));
+  for (int i = 0; i < 2; ++i) {
+    const __half2_raw pair = __nv_cvt_fp4x2_to_halfraw2(__nv_fp4x2_storage_t(codes >> (8 * i)), __NV_E2M1);
+    const float2 two = __half22float2(__half2(pair));
+    values[2 * i] = two.x;
+    values[2 * i + 1] = two.y;
+  }
 #else
   // Upper bytes of 0, .5, 1, 1.5, 2, 3, 4, 6 in float16; their lower bytes are 0.
   const unsigned magnitudes = tk_look_up(0x3e3c3800u, 0x46444240u, codes & 0x7777u);
   // 0x80 for a positive code and 0xff for a negative one: bit 6 is the sign.
   const unsigned signs = tk_look_up(0x80808080u, 0x80808080u, codes) << 1;
   const unsigned upper = magnitudes | (signs & 0x80808080u);
-  pairs[0] = tk_look_up(upper, 0u, 0x1404u);
-  pairs[1] = tk_look_up(upper, 0u, 0x3424u);
-#endif
+  const unsigned pairs[2] = {tk_look_up(upper, 0u, 0x1404u), tk_look_up(upper, 0u, 0x3424u)};
   tk_floats_of_halves(pairs, values);
+#endif
 }
 
 // Two float32 to two e4m3 codes.
