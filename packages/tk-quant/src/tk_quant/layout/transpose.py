@@ -28,37 +28,19 @@ import torch
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.device.bits import byte_perm
+from tk_core.device.memory import prefetch_line
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.lib.prefetch import PREFETCH_SOURCE
+from tk_quant.device.async_copy import copy_async, wait_for_copies
 
 _DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.bool),
     *(torch.bfloat16, torch.float16, torch.int16, torch.uint16),
     *(torch.float32, torch.int32, torch.uint32),
 )
-
-
-_COPY_SOURCE = r"""
-// Copies num_bytes (4, 8 or 16) from global to shared memory some time before the next tk_wait_for_copies, if `wanted`.
-template <int num_bytes>
-__device__ __forceinline__ void tk_copy_later(void *to, const void *from, bool wanted) {
-  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  if (num_bytes == 16)
-    asm volatile(
-        "{\n  .reg .pred p;\n  setp.ne.b32 p, %2, 0;\n  @p cp.async.cg.shared.global [%0], [%1], 16;\n}\n"
-        :: "r"(place), "l"(from), "r"(int(wanted)) : "memory");
-  else
-    asm volatile(
-        "{\n  .reg .pred p;\n  setp.ne.b32 p, %2, 0;\n  @p cp.async.ca.shared.global [%0], [%1], %3;\n}\n"
-        :: "r"(place), "l"(from), "r"(int(wanted)), "n"(num_bytes) : "memory");
-}
-
-// The copies of this thread are done, for this thread.
-__device__ __forceinline__ void tk_wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-"""
 
 
 @dataclass(frozen=True)
@@ -115,12 +97,11 @@ def _transpose_kernel(
         place = (chunk ^ (row // side % 8)) * 4
         if alignment >= 4:
             for i in T.unroll(16 // alignment):
-                T.call_extern(
-                    "void",
-                    f"tk_copy_later<{alignment}>",
+                copy_async(
                     T.access_ptr(tile[row, place + i * (alignment // 4)], "w"),
                     T.access_ptr(x[(*x_at[:-1], x_at[-1] + i * (alignment // itemsize))], "r"),
                     wanted,
+                    alignment,
                 )
         elif wanted:
             elements = T.view(tile, (kept_rows, tile_cols), element)
@@ -135,22 +116,13 @@ def _transpose_kernel(
                 turned[0, i] = words[i]
             elif itemsize == 2:
                 for j in T.unroll(2):
-                    turned[j, i] = T.call_extern(
-                        "uint32", "__byte_perm", words[2 * i], words[2 * i + 1], 0x5410 + 0x2222 * j
-                    )
+                    turned[j, i] = byte_perm(words[2 * i], words[2 * i + 1], 0x5410 + 0x2222 * j)
             else:
                 for j in T.unroll(4):  # columns 0 and 1 of rows 0 and 1, then of rows 2 and 3, then columns 2 and 3
-                    pairs[j] = T.call_extern(
-                        "uint32",
-                        "__byte_perm",
-                        words[4 * i + j % 2 * 2],
-                        words[4 * i + j % 2 * 2 + 1],
-                        0x5140 + 0x2222 * (j // 2),
-                    )
+                    first = 4 * i + j % 2 * 2
+                    pairs[j] = byte_perm(words[first], words[first + 1], 0x5140 + 0x2222 * (j // 2))
                 for j in T.unroll(4):
-                    turned[j, i] = T.call_extern(
-                        "uint32", "__byte_perm", pairs[j // 2 * 2], pairs[j // 2 * 2 + 1], 0x5410 + 0x2222 * (j % 2)
-                    )
+                    turned[j, i] = byte_perm(pairs[j // 2 * 2], pairs[j // 2 * 2 + 1], 0x5410 + 0x2222 * (j % 2))
 
     @T.macro
     def transpose_tile(x: T.Buffer, out: T.Buffer, row_tile: T.int32, col_tile: T.int32, prefix: tuple) -> None:
@@ -158,7 +130,6 @@ def _transpose_kernel(
         T.assume(num_rows % 16 == 0)
         T.assume(row_stride % max(alignment // itemsize, 1) == 0)
         T.assume(batch_stride % max(alignment // itemsize, 1) == 0)
-        T.import_source(_COPY_SOURCE + PREFETCH_SOURCE)
         thread = T.get_thread_binding()
         tile = T.alloc_shared((kept_rows, chunks * 4), "uint32")
         for i in T.unroll(tile_rows * chunks // threads):
@@ -173,8 +144,8 @@ def _transpose_kernel(
                 row = T.truncmod(later, row_tiles) * tile_rows + (i * threads + thread) // (chunks // 8)
                 col = T.truncdiv(later, row_tiles) * tile_cols + (i * threads + thread) % (chunks // 8) * (8 * side)
                 if i * threads + thread < lines and row < num_rows and col < num_cols:
-                    T.call_extern("void", "tk_prefetch", T.access_ptr(x[(*prefix, row, col)], "r"))
-        T.call_extern("void", "tk_wait_for_copies")
+                    prefetch_line(T.access_ptr(x[(*prefix, row, col)], "r"))
+        wait_for_copies()
         T.sync_threads()
         lane = thread % 32
         words = T.alloc_local((side,), "uint32")

@@ -8,7 +8,10 @@ it, as uint32 words of bfloat16 pairs or float32. The kernel has to place a barr
 from functools import cache
 from typing import Any
 
+from tk_core.device.memory import prefetch_line
 from tk_core.math import ceil_div
+from tk_quant.device.division import scale_of_amax
+from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.lib.divisions import DIVISIONS_SOURCE
 from tk_quant.lib.prefetch import PREFETCH_SOURCE
 from tk_quant.lib.quantize import LIMITS, MAGNITUDES, float_bits
@@ -28,8 +31,7 @@ def channel_block_macros(
     Also returns the shape of `parts`, uint32 in shared memory, to which `take_amax` writes the largest |value| of each
     of a thread's channels, which start at lane_col. words: uint32 (rows, vec), of bfloat16 (rows, vec / 2).
     factors: float32 (128 / num_per_tokens, num_channels) in shared memory, by which values are to be multiplied.
-    `make_factors` writes them, and sf to rows of `sf` from sf_row on, to columns from `col` to before `end`. The kernel
-    imports `CHANNEL_BLOCK_SOURCE`.
+    `make_factors` writes them, and sf to rows of `sf` from sf_row on, to columns from `col` to before `end`.
     """
     import tilelang.language as T
 
@@ -44,10 +46,9 @@ def channel_block_macros(
     halves = halves if threads >= 2 * num_factors else 1
     per_turn = threads // halves
     pitch = num_channels // per_word + (16 if halves == 2 else 0)  # padded to avoid bank conflicts of the halves
-    larger_magnitude = "tk_larger_magnitude_bf16x2" if is_bf16 else "tk_larger_magnitude_f32"
+    larger_magnitude = larger_magnitude_bf16x2 if is_bf16 else larger_magnitude_f32
     largest, least = LIMITS["e4m3"]
     least_amax = float_bits(least)
-    scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
 
     @T.macro
     def take_amax(words: T.Buffer, parts: T.Buffer, row_lane: T.int32, lane_col: T.int32) -> None:
@@ -56,7 +57,7 @@ def channel_block_macros(
             amax[j] = T.uint32(0)
         for i in T.unroll(rows):
             for j in T.unroll(num_words):
-                amax[j] = T.call_extern("uint32", larger_magnitude, amax[j], words[i, j])
+                amax[j] = larger_magnitude(amax[j], words[i, j])
         for j in T.vectorized(num_words):
             parts[row_lane, lane_col // per_word + j] = amax[j]
 
@@ -90,7 +91,7 @@ def channel_block_macros(
                     scale[1] = scale[0]
                 else:
                     bits = T.reinterpret(amax, "int32")
-                    T.call_extern("void", scale_of, bits, T.address_of(scale[0]), T.address_of(scale[1]))
+                    scale_of_amax(bits, T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
                 if (half == 0) and col + channel < end:
                     sf[sf_row + block, col + channel] = T.reinterpret(scale[0], "float32")
                 if half == halves - 1:
@@ -105,7 +106,7 @@ def prefetch_macro(num_channels: int, itemsize: int, threads: int) -> Any:
 
     For kernels that gather each row of x several times, and process all blocks of rows for one tile of channels before
     the next tile: the `num_blocks` blocks of rows together prefetch the next tile. Does nothing where a thread would
-    have to prefetch more than one cache line. The kernel imports `CHANNEL_BLOCK_SOURCE`.
+    have to prefetch more than one cache line.
     """
     import tilelang.language as T
 
@@ -118,6 +119,6 @@ def prefetch_macro(num_channels: int, itemsize: int, threads: int) -> Any:
         row, line_col = thread // lines, col + thread % lines * (_LINE_BYTES // itemsize)
         token = row_tile * share + row
         if share <= threads // lines and row < share and token < x.shape[0] and line_col < x.shape[1]:
-            T.call_extern("void", "tk_prefetch", T.address_of(x[token, line_col]))
+            prefetch_line(T.address_of(x[token, line_col]))
 
     return prefetch

@@ -29,11 +29,13 @@ Tensor cores can convert codes to float32 exactly (times 1, plus zeros), but no 
 from typing import Any
 
 from tk_core.arch import Arch
+from tk_core.device.memory import prefetch_bytes, store_evict_first
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
+from tk_quant.device.async_copy import commit_copies, gather_async, wait_for_groups
+from tk_quant.device.division import scale_of_amax
+from tk_quant.device.recast import atomic_max, merge_amax, raise_amax, recast, wait_cycles
 from tk_quant.lib.channel_blocks import TILE_ROWS
-from tk_quant.lib.divisions import DIVISIONS_SOURCE
-from tk_quant.lib.prefetch import BULK_PREFETCH_SOURCE
 from tk_quant.lib.quantize import LIMITS, float_bits
 
 ALIGNMENT = 16
@@ -50,115 +52,6 @@ _TURN_CYCLES = 700
 # Bytes of x read before writing begins, those of the first thread blocks included. With 7 MB 25.2 and 81.7 us (one
 # column of tiles at a time, copy 58.1), with 11 MB 25.1 and 81.3; 16000 rows of 7168 channels: 11 MB 42.9, 15 MB 43.3.
 _EARLY_BYTES = 11 << 20
-
-_SOURCE = r"""
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
-// Four e4m3 codes to float32.
-__device__ __forceinline__ void tk_floats_of_e4m3x4(unsigned codes, float *values) {
-  const ushort2 pairs = reinterpret_cast<const ushort2 &>(codes);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const __half2 pair = __half2(__nv_cvt_fp8x2_to_halfraw2(i == 0 ? pairs.x : pairs.y, __NV_E4M3));
-    const float2 pair_values = __half22float2(pair);
-    values[2 * i] = pair_values.x;
-    values[2 * i + 1] = pair_values.y;
-  }
-}
-
-// Raises amax, bits of four float32, to |code * sf| of two rows: such bits are in order, NaN above infinity.
-__device__ __forceinline__ void tk_raise_amax(
-    unsigned *amax, unsigned codes0, float sf0, unsigned codes1, float sf1) {
-  float row0[4], row1[4];
-  tk_floats_of_e4m3x4(codes0, row0);
-  tk_floats_of_e4m3x4(codes1, row1);
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const unsigned value0 = __float_as_uint(fabsf(row0[k]) * fabsf(sf0));
-    const unsigned value1 = __float_as_uint(fabsf(row1[k]) * fabsf(sf1));
-    amax[k] = __vimax3_u32(amax[k], value0, value1);
-  }
-}
-
-// The codes of code * sf * factor.
-__device__ __forceinline__ unsigned tk_recast(unsigned codes, float sf, const float *factors) {
-  // As if they came from elsewhere: else the compiler would keep what it has made of them for amax.
-  asm("" : "+r"(codes));
-  float values[4];
-  tk_floats_of_e4m3x4(codes, values);
-  unsigned new_codes = 0;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float2 pair = {values[2 * i] * sf * factors[2 * i], values[2 * i + 1] * sf * factors[2 * i + 1]};
-    new_codes |= unsigned(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (16 * i);
-  }
-  return new_codes;
-}
-
-// What the thread has looked up that has this one of the 16 rows which the thread and 15 others share.
-__device__ __forceinline__ unsigned tk_source_of(unsigned source, int row) {
-  return __shfl_sync(0xffffffffu, source, row, 16);
-}
-
-// What two threads of a warp, 16 lanes apart, have of 16 channels, merged: 8 channels for each.
-__device__ __forceinline__ void tk_merge_amax(const unsigned *amax, unsigned *merged) {
-  const bool upper = threadIdx.x & 16;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? amax[j] : amax[j + 8], 16);
-    merged[j] = max(upper ? amax[j + 8] : amax[j], other);
-  }
-}
-
-// Starts to copy num_bytes (4, 8 or 16, which pass the first-level cache) of a row to shared memory, or zeroes them if
-// the row is not below the limit.
-template <int num_bytes>
-__device__ __forceinline__ void tk_gather(
-    void *copy, const void *column, unsigned row, unsigned row_stride, unsigned limit) {
-  const unsigned place = __cvta_generic_to_shared(copy);
-#define TK_COPY(cache)                                                                         \
-  asm volatile(                                                                                \
-      "{\n"                                                                                    \
-      "  .reg .pred ignored;\n"                                                                \
-      "  .reg .b64 address;\n"                                                                 \
-      "  setp.ge.u32 ignored, %2, %4;\n"                                                       \
-      "  mad.wide.u32 address, %2, %3, %1;\n"                                                  \
-      "  cp.async." cache ".shared.global.L2::128B [%0], [address], %5, ignored;\n"            \
-      "}\n" ::"r"(place), "l"(column), "r"(row), "r"(row_stride), "r"(limit), "n"(num_bytes)   \
-      : "memory")
-  if constexpr (num_bytes == 16)
-    TK_COPY("cg");
-  else
-    TK_COPY("ca");
-#undef TK_COPY
-}
-
-// Closes a group of such copies.
-__device__ __forceinline__ void tk_close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until no more than `groups` groups of the thread, three at most, are under way.
-__device__ __forceinline__ void tk_await(int groups) {
-  if (groups == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
-  if (groups == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-  if (groups == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
-  if (groups == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
-}
-
-// Stores 16 bytes to a line that is to leave L2 before others.
-__device__ __forceinline__ void tk_store_in_passing(void *to, const unsigned *words) {
-  unsigned long long first_to_leave;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
-  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(words[0]), "r"(words[1]),
-               "r"(words[2]), "r"(words[3]), "l"(first_to_leave));
-}
-
-__device__ __forceinline__ void tk_wait_cycles(unsigned cycles) {
-  const unsigned start = clock();
-  while (unsigned(clock()) - start < cycles) {
-  }
-}
-"""
 
 
 def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
@@ -208,7 +101,6 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
     groups, row_groups = _CHANNELS // _GROUP, hidden // _GROUP
     at_once = _cols_at_once(hidden)
     sf_per_copy = sf_alignment // 4
-    scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
     least_amax = float_bits(LIMITS["e4m3"][1])
 
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
@@ -234,7 +126,6 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
     ) -> None:
         grid = (num_blocks * at_once, hidden // _CHANNELS // at_once)
         with T.Kernel(*grid, threads=_THREADS) as (first, second):
-            T.import_source(DIVISIONS_SOURCE + BULK_PREFETCH_SOURCE + _SOURCE)
             T.annotate_min_blocks_per_sm(_BLOCKS_PER_SM)
             row_tile, col_tile = first // at_once, second * at_once + first % at_once
             block = second * num_blocks * at_once + first
@@ -268,33 +159,31 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             if first_row + thread < num_rows:
                 source = T.cast(pos_to_token[first_row + thread], "uint32")
             if block < _BLOCKS_PER_SM * arch.num_sms:
-                T.call_extern("void", "tk_wait_cycles", T.cast(T.truncdiv(block, arch.num_sms) * turn_cycles, "uint32"))
+                wait_cycles(T.cast(T.truncdiv(block, arch.num_sms) * turn_cycles, "uint32"))
             for i in T.unroll(4 // sf_per_copy):
                 sf_col = col_tile * groups // 4 * 4 + i * sf_per_copy
-                T.call_extern(
-                    "void",
-                    f"tk_gather<{sf_alignment}>",
+                gather_async(
                     T.address_of(row_sf[thread * 4 + i * sf_per_copy]),
                     T.address_of(x_sf[0, sf_col]),
                     source,
                     T.uint32(4 * row_groups),
                     T.if_then_else(sf_col < row_groups, T.cast(num_tokens, "uint32"), T.uint32(0)),
+                    sf_alignment,
                 )
             for quarter in T.unroll(_ROWS // 4):
                 for k in T.unroll(4):
-                    T.call_extern(
-                        "void",
-                        "tk_gather<16>",
+                    gather_async(
                         T.address_of(codes[4 * quarter + k, thread, 0]),
                         T.address_of(x[0, col]),
-                        T.call_extern("uint32", "tk_source_of", source, 4 * quarter + k),
+                        T.shfl_sync(source, 4 * quarter + k, width=_ROWS),
                         T.cast(row_stride, "uint32"),
                         T.cast(num_tokens, "uint32"),
+                        16,
                     )
-                T.call_extern("void", "tk_close_group")
+                commit_copies()
             token = block + thread * arch.num_sms
             if block < arch.num_sms and token < num_tokens and later_cols > 0:
-                T.call_extern("void", "tk_prefetch_bytes", T.address_of(x[token, later_col]), later_cols)
+                prefetch_bytes(T.address_of(x[token, later_col]), later_cols)
             for k in T.unroll(_CHANNELS // _THREADS):
                 largest[k * _THREADS + thread] = T.uint32(least_amax)
             T.sync_threads()
@@ -302,7 +191,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             for j in T.unroll(_VEC):
                 amax[j] = T.uint32(0)
             for quarter in T.unroll(_ROWS // 4):
-                T.call_extern("void", "tk_await", _ROWS // 4 - 1 - quarter)
+                wait_for_groups(_ROWS // 4 - 1 - quarter)
                 if quarter == 0:
                     # From row-major to group-major. A warp needs only the sf that its own threads have copied.
                     for i in T.unroll(groups):
@@ -316,24 +205,16 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                     words[k, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
                     words[k + 1, 0:4] = T.lds128(codes[4 * quarter + k + 1, thread, 0])
                     for j in T.unroll(4):
-                        T.call_extern(
-                            "void",
-                            "tk_raise_amax",
-                            T.address_of(amax[4 * j]),
-                            words[k, j],
-                            four_sf[k],
-                            words[k + 1, j],
-                            four_sf[k + 1],
-                        )
-            T.call_extern("void", "tk_merge_amax", T.address_of(amax[0]), T.address_of(merged[0]))
+                        raise_amax(T.address_of(amax[4 * j]), words[k, j], four_sf[k], words[k + 1, j], four_sf[k + 1])
+            merge_amax(T.address_of(amax[0]), T.address_of(merged[0]))
             for j in T.unroll(_VEC // 2):
                 channel = lane_col + row_lane % 2 * 8 + j
-                T.call_extern("void", "atomicMax", T.address_of(largest[slot_of_largest(channel)]), merged[j])
+                atomic_max(T.address_of(largest[slot_of_largest(channel)]), merged[j])
             T.sync_threads()
             for k in T.unroll(_CHANNELS // _THREADS):
                 channel = k * _THREADS + thread
                 bits = T.reinterpret(largest[slot_of_largest(channel)], "int32")
-                T.call_extern("void", scale_of, bits, T.address_of(scale[0]), T.address_of(scale[1]))
+                scale_of_amax(bits, T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
                 sf[row_tile, first_col + channel] = T.reinterpret(scale[0], "float32")
                 factors[slot(channel)] = scale[1]
             T.sync_threads()
@@ -349,14 +230,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                         if step > 0:
                             words[k, 0:4] = T.lds128(codes[4 * quarter + k, thread, 0])
                         for j in T.unroll(4):
-                            new_codes[j] = T.call_extern(
-                                "uint32", "tk_recast", words[k, j], four_sf[k], T.address_of(factor[4 * j])
-                            )
-                        T.call_extern(
-                            "void",
-                            "tk_store_in_passing",
-                            T.address_of(out[row + 4 * quarter + k, col]),
-                            T.address_of(new_codes[0]),
-                        )
+                            new_codes[j] = recast(words[k, j], four_sf[k], T.address_of(factor[4 * j]))
+                        store_evict_first(T.address_of(out[row + 4 * quarter + k, col]), T.address_of(new_codes[0]))
 
     return gathered_recast

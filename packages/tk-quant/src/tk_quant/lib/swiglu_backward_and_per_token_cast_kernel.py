@@ -7,11 +7,10 @@ from typing import Any
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_quant.lib.conversions import NARROW_LOADS
-from tk_quant.lib.divisions import DIVISIONS_SOURCE, NEAR_SF
+from tk_quant.device.division import NEAR_SF, scale_of_amax, sigmoid
+from tk_quant.device.magnitude import larger_magnitude_f32
 from tk_quant.lib.quantize import (
     LIMITS,
-    MAGNITUDES,
     element,
     encode_macro,
     float_bits,
@@ -99,7 +98,6 @@ def swiglu_backward_kernel(
     code_words, bf16_words = vec // 4, vec // 2
     sf_cols = 2 * hidden // num_per_channels
     least_amax = float_bits(LIMITS["e4m3"][1])
-    scale_of = f"tk_scale_of_amax<{str(round_sf).lower()}>"
     encode = encode_macro("e4m3", vec)
     load_codes = load_codes_macro("float8_e4m3fn", 2, vec, min(x_alignment, vec))
     load_grad, store_codes = load_macro(bf16_words, 2, grad_alignment), store_codes_macro(code_words)
@@ -111,9 +109,6 @@ def swiglu_backward_kernel(
     num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
     num_positions = leading[0] if ndim == 2 else leading[0] * leading[1]
     map_size = T.dynamic("map_size")
-
-    def fma(a: Any, b: Any, c: Any) -> Any:
-        return T.call_extern("float32", "__fmaf_rn", a, b, c)
 
     def clamped(x: Any, clamp: Any, below: bool) -> Any:
         """x, no more than the clamp and, if `below`, no less than its negative; NaN stays."""
@@ -154,7 +149,7 @@ def swiglu_backward_kernel(
     ) -> None:
         """out, dl and dr of a piece to values; its part of the weight's gradient is added to row_sum."""
         x_values = T.alloc_local((2, _CHUNK), "float32")
-        sigmoid, silu = T.alloc_local((_CHUNK,), "float32"), T.alloc_local((_CHUNK,), "float32")
+        sigmoids, silus = T.alloc_local((_CHUNK,), "float32"), T.alloc_local((_CHUNK,), "float32")
         left, right, scaled = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
         elements = T.view(codes, (2, vec), "float8_e4m3fn")
         for chunk in T.unroll(vec // _CHUNK):
@@ -166,21 +161,21 @@ def swiglu_backward_kernel(
             if T.abs(x_scale[0]) <= T.float32(NEAR_SF):
                 for j in T.unroll(_CHUNK):
                     left = clamped(x_values[0, j], clamp, False)
-                    T.call_extern("void", "tk_sigmoid_near", left, T.address_of(sigmoid[j]), T.address_of(silu[j]))
+                    sigmoid(left, T.address_of(sigmoids[j]), T.address_of(silus[j]), is_near=True)
             else:
                 for j in T.unroll(_CHUNK):
                     left = clamped(x_values[0, j], clamp, False)
-                    T.call_extern("void", "tk_sigmoid", left, T.address_of(sigmoid[j]), T.address_of(silu[j]))
+                    sigmoid(left, T.address_of(sigmoids[j]), T.address_of(silus[j]))
             for j in T.vectorized(_CHUNK):
                 x_values[1, j] = T.cast(elements[1, first + j], "float32")
             for j in T.unroll(_CHUNK):
                 x_values[1, j] = x_values[1, j] * x_scale[1]
                 left, right = clamped(x_values[0, j], clamp, False), clamped(x_values[1, j], clamp, True)
-                values[0, first + j] = silu[j] * right
-                row_sum = fma(element(grad, 0, first + j, True), values[0, first + j], row_sum)
+                values[0, first + j] = silus[j] * right
+                row_sum = T.ieee_fmaf(element(grad, 0, first + j, True), values[0, first + j], row_sum)
                 values[0, first + j] = values[0, first + j] * weight
-                scaled = element(grad, 0, first + j, True) * weight * sigmoid[j]
-                values[1, first + j] = scaled * right * fma(left, T.float32(1) - sigmoid[j], T.float32(1))
+                scaled = element(grad, 0, first + j, True) * weight * sigmoids[j]
+                values[1, first + j] = scaled * right * T.ieee_fmaf(left, T.float32(1) - sigmoids[j], T.float32(1))
                 values[2, first + j] = scaled * left
                 if clamps:
                     values[1, first + j] = T.if_then_else(x_values[0, j] > clamp, T.float32(0), values[1, first + j])
@@ -209,15 +204,13 @@ def swiglu_backward_kernel(
         for half in T.unroll(2):
             largest = T.uint32(0)
             for j in T.unroll(vec):
-                largest = T.call_extern(
-                    "uint32", "tk_larger_magnitude_f32", largest, T.reinterpret(values[1 + half, j], "uint32")
-                )
+                largest = larger_magnitude_f32(largest, T.reinterpret(values[1 + half, j], "uint32"))
             amax[half] = T.reinterpret(largest, "int32")
         mine = T.max(T.if_then_else(is_odd, amax[1], amax[0]), least_amax)
         mine = T.max(mine, T.shfl_xor(T.if_then_else(is_odd, amax[0], amax[1]), 1))
         for j in T.unroll(1, group_lanes.bit_length() - 1):
             mine = T.max(mine, T.shfl_xor(mine, 1 << j))
-        T.call_extern("void", scale_of, mine, T.address_of(scale[0]), T.address_of(scale[1]))
+        scale_of_amax(mine, T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
         if valid and thread % lanes % group_lanes < 2:
             sf[row, (thread % 2 * hidden + col) // num_per_channels] = T.reinterpret(scale[0], "float32")
         factor[0] = T.shfl_xor(scale[1], 1)
@@ -249,7 +242,6 @@ def swiglu_backward_kernel(
         num_blocks: T.int32,
     ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
-            T.import_source(DIVISIONS_SOURCE + MAGNITUDES + NARROW_LOADS)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             x_rows, x_sf_rows = T.view(x, (num_positions, 2 * hidden)), T.view(x_sf, (num_positions, sf_cols))
             grad_rows, out_rows = T.view(grad_out, (num_positions, hidden)), T.view(out, (num_positions, hidden))

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from tk_core.arch import Arch
+from tk_core.device.memory import load_mostly_evict_first
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout
+from tk_quant.device.magnitude import larger_magnitude_f32
+from tk_quant.device.swiglu import are_near, are_within_clamp, clamp_value, count_clamped, silu
 from tk_quant.lib.quantize import BITS, encode_macro, encode_source, scale_macro
-from tk_quant.lib.silu import CLAMP_SOURCE, SILU_SOURCE
 
 ROWS_OF_SWIZZLED_TILE = 128
 # Pieces of a row that a thread keeps in registers where a block takes a whole row; it computes more of them twice.
@@ -38,17 +40,6 @@ __device__ __forceinline__ unsigned tk_e2m1x8(
 """
 """uint32 tk_e2m1x8(eight float32), without what conversions.py does about magnitudes above 7, infinity and NaN: none is
 there where the scale was made from the amax of the group, unless that is not finite."""
-
-_LOADS = r"""
-// Sixteen bytes, 0 where not valid. Three quarters of what is read so leave L2 first, before results.
-__device__ __forceinline__ void tk_load_mostly_once(unsigned *words, const void *address, bool valid) {
-  asm("{ .reg .pred p; .reg .b64 policy;\n"
-      "  createpolicy.fractional.L2::evict_first.b64 policy, 0.75;\n"
-      "  setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-      "  @p ld.global.nc.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], policy; }"
-      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "l"(address), "r"(int(valid)));
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -132,12 +123,7 @@ def swiglu_cast_kernel(
     load_bytes = min(alignment, 16)
     out_words = vec * BITS[fmt] // 32
     out_per_byte = 8 // BITS[fmt]
-    source = (
-        _LOADS
-        + SILU_SOURCE
-        + (CLAMP_SOURCE if clamps else "")
-        + (_BOUNDED_E2M1 if fmt == "e2m1" and not arch.has_fp4_convert else encode_source(fmt, arch))
-    )
+    source = _BOUNDED_E2M1 if fmt == "e2m1" and not arch.has_fp4_convert else encode_source(fmt, arch)
     scale_of, encode = scale_macro(fmt, round_sf), encode_macro(fmt, vec)
 
     num_groups = hidden // num_per_channels
@@ -188,7 +174,7 @@ def swiglu_cast_kernel(
             for j in T.unroll(words_per_piece // 4):
                 if kept == pieces:
                     both = T.address_of(words[piece, 4 * j]), T.address_of(x[row, col + 4 * j * per_word])
-                    T.call_extern("void", "tk_load_mostly_once", *both, valid)
+                    load_mostly_evict_first(*both, valid)
                 else:
                     words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 4 * j * per_word], pred=valid)
         elif load_bytes == 8:
@@ -242,31 +228,34 @@ def swiglu_cast_kernel(
         if has_weights:
             weight[piece] = T.reinterpret(T.ldg32(topk_weights[0, index], pred=real[piece]), "float32")
 
-    def of_words(function: str) -> str:
-        return f"{function}{'' if is_bf16 else '_float'}<{words_per_piece}>"
-
     @T.macro
     def count_piece(gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, total: T.Buffer) -> None:
         count = T.alloc_local((3,), "int32")
         T.clear(count)
-        words = T.address_of(gate[piece, 0]), T.address_of(value[piece, 0])
-        T.call_extern("void", of_words("tk_count_clamped"), *words, clamp, T.address_of(count[0]))
+        if is_bf16:
+            words = T.address_of(gate[piece, 0]), T.address_of(value[piece, 0])
+            count_clamped(*words, words_per_piece, clamp, T.address_of(count[0]))
+        else:
+            for j in T.unroll(vec):
+                count[0] = count[0] + T.cast(element(gate, piece, j) > clamp, "int32")
+                count[1] = count[1] + T.cast(element(value, piece, j) > clamp, "int32")
+                count[2] = count[2] + T.cast(element(value, piece, j) < -clamp, "int32")
         for i in T.unroll(3):
             T.atomic_add(total[i], count[i])
 
     @T.macro
-    def silu_of_piece(gate: T.Buffer, values: T.Buffer, piece: int, function: str) -> None:
+    def silu_of_piece(gate: T.Buffer, values: T.Buffer, piece: int, near: bool) -> None:
         for j in T.unroll(vec):
-            values[piece, j] = T.call_extern("float32", function, element(gate, piece, j))
+            values[piece, j] = silu(element(gate, piece, j), near)
 
     @T.macro
     def silus_of_piece(gate: T.Buffer, values: T.Buffer, piece: int) -> None:
         if not is_bf16:
-            silu_of_piece(gate, values, piece, "tk_silu")
-        elif T.call_extern("bool", f"tk_are_near<{words_per_piece}>", T.address_of(gate[piece, 0])):
-            silu_of_piece(gate, values, piece, "tk_silu_near")
+            silu_of_piece(gate, values, piece, False)
+        elif are_near(T.address_of(gate[piece, 0]), words_per_piece):
+            silu_of_piece(gate, values, piece, True)
         else:
-            silu_of_piece(gate, values, piece, "tk_silu")
+            silu_of_piece(gate, values, piece, False)
 
     @T.macro
     def activate(
@@ -283,19 +272,22 @@ def swiglu_cast_kernel(
         within, silu_of_clamp = T.alloc_var("bool"), T.alloc_var("float32")
         silus_of_piece(gate, values, piece)
         if clamps:
-            words = T.address_of(gate[piece, 0]), T.address_of(value[piece, 0])
-            within = T.call_extern("bool", of_words("tk_are_within_clamp"), *words, clamp)
+            if is_bf16:
+                words = T.address_of(gate[piece, 0]), T.address_of(value[piece, 0])
+                within = are_within_clamp(*words, words_per_piece, clamp)
+            else:
+                largest = T.alloc_var("float32")
+                largest = T.float32(0)
+                for j in T.unroll(vec):
+                    largest = T.max(T.max(largest, element(gate, piece, j)), T.abs(element(value, piece, j)))
+                within = largest <= clamp
             if not within:
                 if counting:
                     count_piece(gate, value, piece, clamp, total)
-                silu_of_clamp = T.call_extern("float32", "tk_silu", clamp)
+                silu_of_clamp = silu(clamp)
                 for j in T.unroll(vec):
-                    values[piece, j] = T.call_extern(
-                        "float32", "tk_if_above", element(gate, piece, j), clamp, silu_of_clamp, values[piece, j]
-                    )
-                    values[piece, j] = values[piece, j] * T.call_extern(
-                        "float32", "tk_clamp", element(value, piece, j), -clamp, clamp
-                    )
+                    values[piece, j] = T.if_then_else(element(gate, piece, j) > clamp, silu_of_clamp, values[piece, j])
+                    values[piece, j] = values[piece, j] * clamp_value(element(value, piece, j), -clamp, clamp)
             else:
                 for j in T.unroll(vec):
                     values[piece, j] = values[piece, j] * element(value, piece, j)
@@ -309,10 +301,10 @@ def swiglu_cast_kernel(
     @T.macro
     def piece_amax(values: T.Buffer, piece: int, amax: T.Ref) -> None:
         """The largest magnitude of a piece and amax, as bits: so compared, NaN is above infinity above the rest."""
-        largest = T.alloc_var("float32")
-        largest = T.float32(0)
+        largest = T.alloc_var("uint32")
+        largest = T.uint32(0)
         for j in T.unroll(vec):
-            largest = T.call_extern("float32", "tk_max_magnitude", largest, values[piece, j])
+            largest = larger_magnitude_f32(largest, T.reinterpret(values[piece, j], "uint32"))
         amax = T.max(amax, T.reinterpret(largest, "int32"))
 
     @T.macro
@@ -445,6 +437,6 @@ def swiglu_cast_kernel(
             if counts:
                 T.sync_threads()
                 if thread < 3 and total[thread] > 0:
-                    T.call_extern("void", "tk_add_int64", T.address_of(clamped_count[thread]), total[thread])
+                    T.atomic_add(clamped_count[thread], T.cast(total[thread], "int64"))
 
     return swiglu_forward_and_per_token_cast

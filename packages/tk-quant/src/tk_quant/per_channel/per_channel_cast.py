@@ -32,7 +32,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.lib.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_block_macros, prefetch_macro
+from tk_quant.lib.channel_blocks import TILE_ROWS, channel_block_macros, prefetch_macro
 from tk_quant.lib.quantize import element, encode_macro, load_macro, store_codes_macro
 
 
@@ -115,7 +115,6 @@ def _per_channel_cast_kernel(
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
         with T.Kernel(*grid, threads=row_lanes * col_lanes) as (first, second):
-            T.import_source(CHANNEL_BLOCK_SOURCE)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             row_tile = first if config.rows_first else first // col_tiles
             first_col = (second if config.rows_first else first % col_tiles) * channels

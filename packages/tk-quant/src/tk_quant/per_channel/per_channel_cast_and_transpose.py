@@ -31,7 +31,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.lib.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_block_macros
+from tk_quant.lib.channel_blocks import TILE_ROWS, channel_block_macros
 from tk_quant.lib.quantize import element, encode_macro, load_macro
 from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
 from tk_quant.per_channel.per_channel_cast import check_blocks
@@ -105,7 +105,6 @@ def _per_channel_cast_and_transpose_kernel(
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
         with T.Kernel(*grid, threads=threads) as (first, second):
-            T.import_source(CHANNEL_BLOCK_SOURCE)
             # Loads of two bytes need more registers.
             T.annotate_min_blocks_per_sm(config.blocks_per_sm if alignment >= 4 else config.blocks_per_sm // 2)
             # Checked by the op; vector stores need to know.

@@ -28,20 +28,13 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant.device.recast import hide
 from tk_quant.lib import gathered_recast
-from tk_quant.lib.channel_blocks import CHANNEL_BLOCK_SOURCE, TILE_ROWS, channel_block_macros
+from tk_quant.lib.channel_blocks import TILE_ROWS, channel_block_macros
 from tk_quant.lib.quantize import encode_macro, load_codes_macro, store_codes_macro
 from tk_quant.per_channel.per_channel_cast import check_blocks, check_plain_cast, per_channel_cast_out
 
 _GROUP = 128
-
-_HIDE = r"""
-// x, but as if it came from elsewhere: a compiler that knows better would keep what it has made of x.
-__device__ __forceinline__ unsigned tk_hide(unsigned x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,6 @@ def _per_channel_recast_kernel(
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
         with T.Kernel(*grid, threads=row_lanes * col_lanes) as (first, second):
-            T.import_source(CHANNEL_BLOCK_SOURCE + _HIDE)
             # Narrow loads need more registers.
             T.annotate_min_blocks_per_sm(config.blocks_per_sm if alignment == 16 else config.blocks_per_sm // 2)
             row_tile = first if config.rows_first else first // col_tiles
@@ -161,7 +153,7 @@ def _per_channel_recast_kernel(
             if row < num_rows:
                 for i in T.unroll(rows):
                     for j in T.unroll(num_words):
-                        words[i, j] = T.call_extern("uint32", "tk_hide", words[i, j])
+                        words[i, j] = hide(words[i, j])
                     dequantize(words, row_sf, i, values)
                     for j in T.unroll(vec):
                         scaled[j] = T.reinterpret(values[i, j], "float32") * factor[j]

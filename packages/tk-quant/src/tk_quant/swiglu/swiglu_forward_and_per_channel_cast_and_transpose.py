@@ -29,73 +29,18 @@ import torch
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.device.bits import max_u16x2
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant.device.swiglu import swiglu
 from tk_quant.lib.clamp import check_clamp_value
 from tk_quant.lib.quantize import LIMITS, element, encode_macro, float_bits, load_macro, scale_macro
-from tk_quant.lib.silu import SILU_SOURCE
 from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
 
 _CHANNELS = 64
 _COL_LANES = 8
-
-_SWIGLU = r"""
-// tk_silu_near with CUDA's expf written out: 2^n * 2^fraction, a product without rounding, is fused with 1 + it.
-__device__ __forceinline__ float tk_silu_near_fused(float l) {
-  float n;
-  asm("fma.rn.sat.f32 %0, %1, %2, 0f3F000000;" : "=f"(n) : "f"(-l), "f"(__uint_as_float(0x3bbb989du)));
-  // n + 127 in the last bits.
-  n = __fmaf_rd(n, 252.0f, 12582913.0f);
-  const float high = __fmaf_rn(-l, __uint_as_float(0x3fb8aa3bu), -(n - 12583039.0f));
-  float power, r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmaf_rn(-l, __uint_as_float(0x32a57060u), high)));
-  const float d = __fmaf_rn(__uint_as_float(__float_as_uint(n) << 23), power, 1.0f);
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
-  const float q = l * r;
-  return __fmaf_rn(-__fmaf_rn(d, q, -l), r, q);
-}
-
-// Eight activations of [l | r]. Where it is not `near`, l may be anything; see tk_silu_near.
-template <bool clamped, bool near>
-__device__ __forceinline__ void tk_swiglu_x8(
-    const unsigned *gate, const unsigned *value, unsigned *out, float clamp_value, float silu_of_clamp) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float l[2] = {__uint_as_float(gate[i] << 16), __uint_as_float(gate[i] & 0xffff0000u)};
-    float r[2] = {__uint_as_float(value[i] << 16), __uint_as_float(value[i] & 0xffff0000u)};
-    float activation[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float silu = near ? tk_silu_near_fused(l[j]) : tk_silu(l[j]);
-      if (clamped) {
-        // The clamp value need not be a bfloat16, so its silu has been divided for.
-        silu = l[j] > clamp_value ? silu_of_clamp : silu;
-        asm("min.NaN.f32 %0, %0, %1;" : "+f"(r[j]) : "f"(clamp_value));
-        asm("max.NaN.f32 %0, %0, %1;" : "+f"(r[j]) : "f"(-clamp_value));
-      }
-      activation[j] = silu * r[j];
-    }
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(activation[0], activation[1]);
-    out[i] = reinterpret_cast<const unsigned &>(pair);
-  }
-}
-
-// `rows` times eight. A branch before the arithmetic, rather than one after it to do it again, needs fewer registers.
-template <bool clamped, int rows>
-__device__ __forceinline__ void tk_swiglu(
-    const unsigned *gate, const unsigned *value, unsigned *out, float clamp_value) {
-  const float silu_of_clamp = clamped ? tk_silu(clamp_value) : 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4 * rows; i += 4) {
-    if (__builtin_expect(tk_are_near<4>(gate + i), true))
-      tk_swiglu_x8<clamped, true>(gate + i, value + i, out + i, clamp_value, silu_of_clamp);
-    else
-      tk_swiglu_x8<clamped, false>(gate + i, value + i, out + i, clamp_value, silu_of_clamp);
-  }
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -159,7 +104,6 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
         clamp_value: T.float32,
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, TILE_TOKENS) * col_tiles, threads=threads) as tile:
-            T.import_source(SILU_SOURCE + _SWIGLU)
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             # Checked by the op; vector stores need to know.
             T.assume(num_tokens % TILE_TOKENS == 0)
@@ -187,18 +131,12 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
             for i in T.unroll(rows):
                 load(x, gate, i, first_token + row + i, first_col + col, True)
                 load(x, value, i, first_token + row + i, hidden + first_col + col, True)
-            T.call_extern(
-                "void",
-                f"tk_swiglu<{'true' if clamped else 'false'}, {rows}>",
-                T.address_of(gate[0, 0]),
-                T.address_of(value[0, 0]),
-                T.address_of(words[0, 0]),
-                clamp_value,
-            )
+            halves_of_x = T.address_of(gate[0, 0]), T.address_of(value[0, 0])
+            swiglu(*halves_of_x, T.address_of(words[0, 0]), clamp_value, rows, clamped)
             for j in T.unroll(4):
                 amax[j] = T.uint32(0)
                 for i in T.unroll(rows):
-                    amax[j] = T.call_extern("uint32", "__vmaxu2", amax[j], words[i, j] & T.uint32(0x7FFF7FFF))
+                    amax[j] = max_u16x2(amax[j], words[i, j] & T.uint32(0x7FFF7FFF))
             for j in T.vectorized(4):
                 thread_amax[row_lane, col // 2 + j] = amax[j]
             T.sync_threads()

@@ -1,4 +1,4 @@
-"""The device functions of silu.py."""
+"""The device functions of swiglu.cuh."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from tk_core.arch import Arch, arch_from_name, get_arch
 from tk_core.kernel import kernel
 from tk_core.testing import assert_equal
-from tk_quant.lib.silu import NEAR_LIMIT, SILU_SOURCE
+from tk_quant.device.swiglu import NEAR_LIMIT, silu
 from tk_quant.reference.lib.swiglu import swiglu_forward
 
 F32, F64 = np.float32, np.float64
@@ -63,19 +63,18 @@ def _silu_kernel(arch: Arch) -> object:
     num_gates = T.dynamic("num_gates")
 
     @T.prim_func
-    def silu(
+    def silu_of_gates(
         gate: T.Tensor((num_gates,), "float32"),
         out: T.Tensor((num_gates,), "float32"),
         near: T.Tensor((num_gates,), "float32"),
     ) -> None:
         with T.Kernel(T.ceildiv(num_gates, 128), threads=128) as block:
-            T.import_source(SILU_SOURCE)
             index = block * 128 + T.get_thread_binding()
             if index < num_gates:
-                out[index] = T.call_extern("float32", "tk_silu", gate[index])
-                near[index] = T.call_extern("float32", "tk_silu_near", gate[index])
+                out[index] = silu(gate[index])
+                near[index] = silu(gate[index], is_near=True)
 
-    return silu
+    return silu_of_gates
 
 
 @pytest.mark.compile

@@ -1,0 +1,40 @@
+"""Casts of e4m3 data with one sf to e4m3 data with another, in thread-level kernels that decode the codes twice."""
+
+from typing import Any
+
+from tk_core.headers import Header, builtin
+
+_RECAST = Header(__file__)
+
+
+def hide(x: Any) -> Any:
+    """The uint32 x, in a way that keeps the compiler from holding on to what it computed from x before."""
+    return _RECAST.call("uint32", "tk_hide", x)
+
+
+def atomic_max(address: Any, x: Any) -> Any:
+    """Raise the uint32 at an address to x, atomically."""
+    return builtin("void", "atomicMax", address, x)
+
+
+def raise_amax(amax: Any, codes0: Any, sf0: Any, codes1: Any, sf1: Any) -> Any:
+    """Raise amax, at the address of four uint32 with the bits of float32, to |code * sf| of four codes in two rows."""
+    return _RECAST.call("void", "tk_raise_amax", amax, codes0, sf0, codes1, sf1)
+
+
+def merge_amax(amax: Any, merged: Any) -> Any:
+    """Of the 16 amax at the address `amax` in each of two lanes, 16 apart, the larger ones at the address `merged`.
+
+    They are uint32; the lower lane gets the first 8, the upper lane the last 8.
+    """
+    return _RECAST.call("void", "tk_merge_amax", amax, merged)
+
+
+def recast(codes: Any, sf: Any, factors: Any) -> Any:
+    """The e4m3 codes of code * sf * factor, of four codes in a uint32; `factors` is the address of four float32."""
+    return _RECAST.call("uint32", "tk_recast", codes, sf, factors)
+
+
+def wait_cycles(cycles: Any) -> Any:
+    """Wait for that many of the SM's clock cycles, a uint32."""
+    return _RECAST.call("void", "tk_wait_cycles", cycles)

@@ -1,0 +1,124 @@
+#pragma once
+// SiLU without a branch and clamps of several elements at once; swiglu.py says why the divisions are right. TileLang
+// has neither maxima of bfloat16 pairs nor max.NaN of float32.
+#include <cuda_bf16.h>
+
+#include "division.cuh"
+
+// l / d for d = 1 + exp(-l), with l a bfloat16 within +-87 or NaN.
+__device__ __forceinline__ float tk_silu_quotient(float l, float d) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+  return tk_quotient(l, d, r);
+}
+
+__device__ __forceinline__ float tk_silu(float l) { return l / (1.0f + expf(-l)); }
+
+// The same for a bfloat16 within +-87 or NaN.
+__device__ __forceinline__ float tk_silu_near(float l) { return tk_silu_quotient(l, 1.0f + expf(-l)); }
+
+// The same with CUDA's expf written out: 2^n * 2^fraction, a product without rounding, is fused with 1 + it.
+__device__ __forceinline__ float tk_silu_near_fused(float l) {
+  float n;
+  asm("fma.rn.sat.f32 %0, %1, %2, 0f3F000000;" : "=f"(n) : "f"(-l), "f"(__uint_as_float(0x3bbb989du)));
+  // n + 127 in the last bits.
+  n = __fmaf_rd(n, 252.0f, 12582913.0f);
+  const float high = __fmaf_rn(-l, __uint_as_float(0x3fb8aa3bu), -(n - 12583039.0f));
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmaf_rn(-l, __uint_as_float(0x32a57060u), high)));
+  return tk_silu_quotient(l, __fmaf_rn(__uint_as_float(__float_as_uint(n) << 23), power, 1.0f));
+}
+
+// The larger and the smaller of two numbers; NaN if either is.
+__device__ __forceinline__ float tk_max_nan(float a, float b) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+__device__ __forceinline__ float tk_min_nan(float a, float b) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+
+// x, at least `least` and at most `most`; NaN stays NaN.
+__device__ __forceinline__ float tk_clamp(float x, float least, float most) {
+  return tk_min_nan(tk_max_nan(x, least), most);
+}
+
+// A bfloat16 is above clamp where it is above what this returns twice, clamp rounded down to a bfloat16.
+__device__ __forceinline__ unsigned tk_round_down(float clamp) {
+  return __byte_perm(__float_as_uint(clamp), 0u, 0x3232);
+}
+
+// Whether no bfloat16 of num_words words has a magnitude above the limit, and of num_gates none is above it; NaN is
+// not.
+template <int num_gates, int num_words>
+__device__ __forceinline__ bool tk_are_within(const unsigned* gates, const unsigned* words, unsigned limits) {
+  unsigned most = 0u, least = 0u;
+#pragma unroll
+  for (int i = 0; i < num_words; ++i) {
+    // Either chain takes three operands an instruction.
+    if (i < num_gates) asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(gates[i]));
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(words[i]));
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(least), "r"(words[i]));
+  }
+  // The bits of positive numbers are in order.
+  return __vmaxu2(__vmaxu2(most, least & 0x7fff7fffu), limits) == limits;
+}
+
+// Adds the numbers of gates > clamp, values > clamp and values < -clamp, of at most 16 words of bfloat16 pairs.
+template <int num_words>
+__device__ __forceinline__ void tk_count_clamped(const unsigned* gates, const unsigned* values, float clamp,
+                                                 int* count) {
+  const unsigned cut = tk_round_down(clamp);
+  const __nv_bfloat162 most = reinterpret_cast<const __nv_bfloat162&>(cut), least = __hneg2(most);
+  unsigned beyond[3] = {0u, 0u, 0u};
+#pragma unroll
+  for (int i = 0; i < num_words; ++i) {
+    const __nv_bfloat162 gate = reinterpret_cast<const __nv_bfloat162*>(gates)[i];
+    const __nv_bfloat162 value = reinterpret_cast<const __nv_bfloat162*>(values)[i];
+    // A bit of either half for each word.
+    beyond[0] |= __hgt2_mask(gate, most) & (0x10001u << i);
+    beyond[1] |= __hgt2_mask(value, most) & (0x10001u << i);
+    beyond[2] |= __hlt2_mask(value, least) & (0x10001u << i);
+  }
+#pragma unroll
+  for (int i = 0; i < 3; ++i) count[i] += __popc(beyond[i]);
+}
+
+// Eight activations of bfloat16 [l | r]; `near`: every l is within +-87 or NaN.
+template <bool clamped, bool near>
+__device__ __forceinline__ void tk_swiglu_x8(const unsigned* gate, const unsigned* value, unsigned* out, float clamp,
+                                             float silu_of_clamp) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float l[2] = {__uint_as_float(gate[i] << 16), __uint_as_float(gate[i] & 0xffff0000u)};
+    float r[2] = {__uint_as_float(value[i] << 16), __uint_as_float(value[i] & 0xffff0000u)};
+    float activation[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float silu = near ? tk_silu_near_fused(l[j]) : tk_silu(l[j]);
+      if (clamped) {
+        // The clamp need not be a bfloat16, so tk_silu_near does not serve it.
+        silu = l[j] > clamp ? silu_of_clamp : silu;
+        r[j] = tk_max_nan(tk_min_nan(r[j], clamp), -clamp);
+      }
+      activation[j] = silu * r[j];
+    }
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(activation[0], activation[1]);
+    out[i] = reinterpret_cast<const unsigned&>(pair);
+  }
+}
+
+// `rows` times eight. A branch before the arithmetic, rather than one after it to do it again, needs fewer registers.
+template <bool clamped, int rows>
+__device__ __forceinline__ void tk_swiglu(const unsigned* gate, const unsigned* value, unsigned* out, float clamp,
+                                          unsigned near_limits) {
+  const float silu_of_clamp = clamped ? tk_silu(clamp) : 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4 * rows; i += 4) {
+    if (__builtin_expect(tk_are_within<0, 4>(gate + i, gate + i, near_limits), true))
+      tk_swiglu_x8<clamped, true>(gate + i, value + i, out + i, clamp, silu_of_clamp);
+    else
+      tk_swiglu_x8<clamped, false>(gate + i, value + i, out + i, clamp, silu_of_clamp);
+  }
+}
