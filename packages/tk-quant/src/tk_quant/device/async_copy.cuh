@@ -7,17 +7,12 @@ template <int num_bytes>
 __device__ __forceinline__ void tk_gather_async(void* shared, const void* row0, unsigned row, unsigned stride,
                                                 unsigned limit) {
   const unsigned to = __cvta_generic_to_shared(shared);
-#define TK_GATHER(cache)                                           \
-  asm volatile(                                                    \
-      "{\n"                                                        \
-      "  .reg .pred ignored;\n"                                    \
-      "  .reg .b64 address;\n"                                     \
-      "  setp.ge.u32 ignored, %2, %4;\n"                           \
-      "  mad.wide.u32 address, %2, %3, %1;\n"                      \
-      "  cp.async." cache                                          \
-      ".shared.global.L2::128B [%0], [address], %5, ignored;\n"    \
-      "}\n" ::"r"(to),                                             \
-      "l"(row0), "r"(row), "r"(stride), "r"(limit), "n"(num_bytes) \
+#define TK_GATHER(cache)                                                                       \
+  asm volatile(                                                                                \
+      "{ .reg .pred ignored; .reg .b64 address;\n"                                             \
+      "  setp.ge.u32 ignored, %2, %4; mad.wide.u32 address, %2, %3, %1;\n"                     \
+      "  cp.async." cache ".shared.global.L2::128B [%0], [address], %5, ignored; }" ::"r"(to), \
+      "l"(row0), "r"(row), "r"(stride), "r"(limit), "n"(num_bytes)                             \
       : "memory")
   if constexpr (num_bytes == 16)
     TK_GATHER("cg");
@@ -30,16 +25,11 @@ __device__ __forceinline__ void tk_gather_async(void* shared, const void* row0, 
 template <int num_bytes>
 __device__ __forceinline__ void tk_copy_async(void* shared, const void* address, bool valid) {
   const unsigned to = __cvta_generic_to_shared(shared);
-#define TK_COPY(cache)                              \
-  asm volatile(                                     \
-      "{\n"                                         \
-      "  .reg .pred p;\n"                           \
-      "  setp.ne.b32 p, %2, 0;\n"                   \
-      "  @p cp.async." cache                        \
-      ".shared.global [%0], [%1], %3;\n"            \
-      "}\n" ::"r"(to),                              \
-      "l"(address), "r"(int(valid)), "n"(num_bytes) \
-      : "memory")
+#define TK_COPY(cache)                                                    \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async." cache \
+               ".shared.global [%0], [%1], %3; }" ::"r"(to),              \
+               "l"(address), "r"(int(valid)), "n"(num_bytes)              \
+               : "memory")
   if constexpr (num_bytes == 16)
     TK_COPY("cg");
   else

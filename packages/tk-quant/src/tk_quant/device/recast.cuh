@@ -11,21 +11,21 @@ __device__ __forceinline__ unsigned tk_hide(unsigned x) {
 }
 
 // Four e4m3 codes to float32.
-__device__ __forceinline__ void tk_floats_of_e4m3x4(unsigned codes, float* values) {
+__device__ __forceinline__ void tk_decode_e4m3x4(unsigned codes, float* values) {
   const ushort2 pairs = reinterpret_cast<const ushort2&>(codes);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float2 pair = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(i == 0 ? pairs.x : pairs.y, __NV_E4M3)));
-    values[2 * i] = pair.x;
-    values[2 * i + 1] = pair.y;
+    const float2 two = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(i == 0 ? pairs.x : pairs.y, __NV_E4M3)));
+    values[2 * i] = two.x;
+    values[2 * i + 1] = two.y;
   }
 }
 
 // Raises amax, the bits of four float32, to |code * sf| of two rows; such bits are in order, NaN above infinity.
 __device__ __forceinline__ void tk_raise_amax(unsigned* amax, unsigned codes0, float sf0, unsigned codes1, float sf1) {
   float row0[4], row1[4];
-  tk_floats_of_e4m3x4(codes0, row0);
-  tk_floats_of_e4m3x4(codes1, row1);
+  tk_decode_e4m3x4(codes0, row0);
+  tk_decode_e4m3x4(codes1, row1);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const unsigned value0 = __float_as_uint(fabsf(row0[k]) * fabsf(sf0));
@@ -47,7 +47,7 @@ __device__ __forceinline__ void tk_merge_amax(const unsigned* amax, unsigned* me
 // The codes of code * sf * factor.
 __device__ __forceinline__ unsigned tk_recast(unsigned codes, float sf, const float* factors) {
   float values[4];
-  tk_floats_of_e4m3x4(tk_hide(codes), values);
+  tk_decode_e4m3x4(tk_hide(codes), values);
   unsigned new_codes = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

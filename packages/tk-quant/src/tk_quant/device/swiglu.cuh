@@ -44,13 +44,8 @@ __device__ __forceinline__ float tk_clamp(float x, float least, float most) {
   return tk_min_nan(tk_max_nan(x, least), most);
 }
 
-// A bfloat16 is above clamp where it is above what this returns twice, clamp rounded down to a bfloat16.
-__device__ __forceinline__ unsigned tk_round_down(float clamp) {
-  return __byte_perm(__float_as_uint(clamp), 0u, 0x3232);
-}
-
-// Whether no bfloat16 of num_words words has a magnitude above the limit, and of num_gates none is above it; NaN is
-// not.
+// Whether no bfloat16 of num_words has a magnitude above the limit, and none of num_gates words is above it; NaN
+// passes, and `limits` is the limit twice.
 template <int num_gates, int num_words>
 __device__ __forceinline__ bool tk_are_within(const unsigned* gates, const unsigned* words, unsigned limits) {
   unsigned most = 0u, least = 0u;
@@ -65,12 +60,11 @@ __device__ __forceinline__ bool tk_are_within(const unsigned* gates, const unsig
   return __vmaxu2(__vmaxu2(most, least & 0x7fff7fffu), limits) == limits;
 }
 
-// Adds the numbers of gates > clamp, values > clamp and values < -clamp, of at most 16 words of bfloat16 pairs.
+// Adds the numbers of gates > limit, values > limit and values < -limit, of at most 16 words; `limits` is it twice.
 template <int num_words>
-__device__ __forceinline__ void tk_count_clamped(const unsigned* gates, const unsigned* values, float clamp,
-                                                 int* count) {
-  const unsigned cut = tk_round_down(clamp);
-  const __nv_bfloat162 most = reinterpret_cast<const __nv_bfloat162&>(cut), least = __hneg2(most);
+__device__ __forceinline__ void tk_count_beyond(const unsigned* gates, const unsigned* values, unsigned limits,
+                                                int* count) {
+  const __nv_bfloat162 most = reinterpret_cast<const __nv_bfloat162&>(limits), least = __hneg2(most);
   unsigned beyond[3] = {0u, 0u, 0u};
 #pragma unroll
   for (int i = 0; i < num_words; ++i) {

@@ -32,6 +32,13 @@ def _near_limits() -> Any:
     return T.uint32(NEAR_LIMIT * 0x10001)
 
 
+def _clamp_limits(clamp: Any) -> Any:
+    """`clamp` rounded down to bfloat16, in both halves: the same bfloat16 are above it."""
+    import tilelang.language as T
+
+    return byte_perm(T.reinterpret(clamp, "uint32"), T.uint32(0), 0x3232)
+
+
 def silu(x: Any, is_near: bool = False) -> Any:
     """SiLU of a float32; `is_near`: x is a bfloat16 that is known to be within ±87, or NaN."""
     return _SWIGLU.call("float32", "tk_silu_near" if is_near else "tk_silu", x)
@@ -43,12 +50,8 @@ def are_near(words: Any, num_words: int) -> Any:
 
 
 def are_within_clamp(gates: Any, values: Any, num_words: int, clamp: Any) -> Any:
-    """Whether no gate is above the float32 `clamp` and no value's magnitude is."""
-    import tilelang.language as T
-
-    # A bfloat16 is above clamp where it is above clamp rounded down to bfloat16.
-    limits = byte_perm(T.reinterpret(clamp, "uint32"), T.uint32(0), 0x3232)
-    return _SWIGLU.call("bool", f"tk_are_within<{num_words}, {num_words}>", gates, values, limits)
+    """Whether no gate is above the float32 `clamp`, and no value's magnitude; NaN passes."""
+    return _SWIGLU.call("bool", f"tk_are_within<{num_words}, {num_words}>", gates, values, _clamp_limits(clamp))
 
 
 def count_clamped(gates: Any, values: Any, num_words: int, clamp: Any, count: Any) -> Any:
@@ -56,7 +59,12 @@ def count_clamped(gates: Any, values: Any, num_words: int, clamp: Any, count: An
 
     There are at most 16 words of gates and of values.
     """
-    return _SWIGLU.call("void", f"tk_count_clamped<{num_words}>", gates, values, clamp, count)
+    return _SWIGLU.call("void", f"tk_count_beyond<{num_words}>", gates, values, _clamp_limits(clamp), count)
+
+
+def max_nan(a: Any, b: Any) -> Any:
+    """The larger of two float32; NaN if either is."""
+    return _SWIGLU.call("float32", "tk_max_nan", a, b)
 
 
 def clamp_value(x: Any, least: Any, most: Any) -> Any:

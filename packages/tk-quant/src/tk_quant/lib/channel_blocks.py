@@ -12,13 +12,9 @@ from tk_core.device.memory import prefetch_line
 from tk_core.math import ceil_div
 from tk_quant.device.division import scale_of_amax
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
-from tk_quant.lib.divisions import DIVISIONS_SOURCE
-from tk_quant.lib.prefetch import PREFETCH_SOURCE
-from tk_quant.lib.quantize import LIMITS, MAGNITUDES, float_bits
+from tk_quant.lib.quantize import LIMITS, float_bits
 
 TILE_ROWS = 128
-CHANNEL_BLOCK_SOURCE = MAGNITUDES + DIVISIONS_SOURCE + PREFETCH_SOURCE
-"""For T.import_source: the device functions that the macros below call."""
 _LINE_BYTES = 128
 
 

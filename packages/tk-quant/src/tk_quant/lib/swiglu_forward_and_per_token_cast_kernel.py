@@ -12,34 +12,12 @@ from tk_core.device.memory import load_mostly_evict_first
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout
-from tk_quant.device.magnitude import larger_magnitude_f32
-from tk_quant.device.swiglu import are_near, are_within_clamp, clamp_value, count_clamped, silu
-from tk_quant.lib.quantize import BITS, encode_macro, encode_source, scale_macro
+from tk_quant.device.swiglu import are_near, are_within_clamp, clamp_value, count_clamped, max_nan, silu
+from tk_quant.lib.quantize import BITS, encode_macro, scale_macro
 
 ROWS_OF_SWIZZLED_TILE = 128
 # Pieces of a row that a thread keeps in registers where a block takes a whole row; it computes more of them twice.
 _MAX_KEPT_PIECES = 4
-
-_BOUNDED_E2M1 = r"""
-// Eight float32, of magnitude 7 at most, to eight e2m1 codes, the first in the lowest nibble.
-__device__ __forceinline__ unsigned tk_e2m1x8(
-    float y0, float y1, float y2, float y3, float y4, float y5, float y6, float y7) {
-  const float y[8] = {y0, y1, y2, y3, y4, y5, y6, y7};
-  unsigned codes = 0, signs = 0;
-#pragma unroll
-  for (int i = 7; i >= 0; --i) {
-    // Sums with 2^23, 2^23 + 2, 2^23 + 4; the bits of 2^23 are 0x4b000000.
-    const float a = fabsf(y[i]), halves = __fmaf_rn(a, 2.0f, 8388608.0f), twos = __fmaf_rn(a, 0.5f, 8388612.0f);
-    const int code = __vimin3_s32(__float_as_int(halves), __float_as_int(a + 8388610.0f), __float_as_int(twos));
-    codes = (codes << 4) + unsigned(code);
-    signs = __funnelshift_l(__float_as_uint(y[i]), signs, 4);
-  }
-  // 0xfb000000 is what the eight 0x4b000000 have summed up to.
-  return (codes - 0xfb000000u) | (signs & 0x88888888u);
-}
-"""
-"""uint32 tk_e2m1x8(eight float32), without what conversions.py does about magnitudes above 7, infinity and NaN: none is
-there where the scale was made from the amax of the group, unless that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +101,9 @@ def swiglu_cast_kernel(
     load_bytes = min(alignment, 16)
     out_words = vec * BITS[fmt] // 32
     out_per_byte = 8 // BITS[fmt]
-    source = _BOUNDED_E2M1 if fmt == "e2m1" and not arch.has_fp4_convert else encode_source(fmt, arch)
-    scale_of, encode = scale_macro(fmt, round_sf), encode_macro(fmt, vec)
+    scale_of = scale_macro(fmt, round_sf)
+    # Scales are made from the amax of the group, so magnitudes are bounded unless that is not finite.
+    encode = encode_macro(fmt, vec, are_bounded=True)
 
     num_groups = hidden // num_per_channels
     swizzled = layout is ScaleLayout.SWIZZLED
@@ -301,10 +280,10 @@ def swiglu_cast_kernel(
     @T.macro
     def piece_amax(values: T.Buffer, piece: int, amax: T.Ref) -> None:
         """The largest magnitude of a piece and amax, as bits: so compared, NaN is above infinity above the rest."""
-        largest = T.alloc_var("uint32")
-        largest = T.uint32(0)
+        largest = T.alloc_var("float32")
+        largest = T.float32(0)
         for j in T.unroll(vec):
-            largest = larger_magnitude_f32(largest, T.reinterpret(values[piece, j], "uint32"))
+            largest = max_nan(largest, T.abs(values[piece, j]))
         amax = T.max(amax, T.reinterpret(largest, "int32"))
 
     @T.macro
@@ -359,7 +338,6 @@ def swiglu_cast_kernel(
         with T.Kernel(num_blocks, threads=threads) as block:
             # Narrow loads take more registers.
             T.annotate_min_blocks_per_sm(max(config.blocks_per_sm * (4 if load_bytes >= 8 else 3) // 4, 1))
-            T.import_source(source)
             thread = T.get_thread_binding()
             lane = thread % lanes
             gate = T.alloc_local((kept, words_per_piece), "uint32")
