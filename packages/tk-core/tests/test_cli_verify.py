@@ -80,9 +80,9 @@ def test_names_and_docstrings_do_not_count() -> None:
 
 
 def test_cuda_counts_by_its_instructions_where_programs_differ() -> None:
-    first = _add_by("__device__ float add(float a, float b) { return a + b; }\n", "add")
-    same = _add_by("// Renamed.\n__device__ float plus(float a, float b) {\n  return b + a;\n}\n", "plus")
-    other = _add_by("__device__ float add(float a, float b) { return a - b; }\n", "add")
+    first = _add_by("#define add(a, b) ((a) + (b))\n", "add")
+    same = _add_by("// Renamed.\n#define plus(a, b) ((b) + (a))\n", "plus")
+    other = _add_by("#define add(a, b) ((a) - (b))\n", "add")
     assert _fingerprint(first) != _fingerprint(same)
     assert _fingerprint(first, compiled=True) == _fingerprint(same, compiled=True)
     assert _fingerprint(first, compiled=True) != _fingerprint(other, compiled=True)

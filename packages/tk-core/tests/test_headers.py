@@ -17,14 +17,14 @@ _TWICE = """\
 #include "half.cuh"
 #include <cuda_fp16.h>
 
-__device__ __forceinline__ float tk_twice(float x) { return x / tk_half(); }
+#define tk_twice(x) ((x) / tk_half())
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "twice.cuh").write_text(_TWICE)
-    (tmp_path / "half.cuh").write_text("#pragma once\n__device__ __forceinline__ float tk_half() { return 0.5f; }\n")
+    (tmp_path / "half.cuh").write_text("#pragma once\n#define tk_half() 0.5f\n")
     return tmp_path
 
 
@@ -57,7 +57,7 @@ def test_an_edit_of_an_included_header_compiles_the_kernel_anew(folder: Path) ->
     before, same = kernel.compile(32, SM_90A), kernel.compile(32, SM_90A)
     assert before.library is not None
     assert before.library == same.library
-    (folder / "half.cuh").write_text("__device__ __forceinline__ float tk_half() { return 0.25f * 2.0f; }\n")
+    (folder / "half.cuh").write_text("#define tk_half() (0.25f * 2.0f)\n")
     after = kernel.compile(32, SM_90A)
     assert after.library not in (None, before.library)
     assert "0.25f" not in before.source()
@@ -66,8 +66,8 @@ def test_an_edit_of_an_included_header_compiles_the_kernel_anew(folder: Path) ->
 
 def test_a_prelude_has_each_header_once_behind_what_it_includes(folder: Path) -> None:
     program = str(_kernel(folder).build(32, SM_90A).script(show_meta=True))
-    assert [program.count(text) for text in ("float tk_half()", "float tk_twice(", "What the kernel brings")] == [1] * 3
-    assert program.index("float tk_half()") < program.index("float tk_twice(") < program.index("What the kernel brings")
+    assert [program.count(text) for text in ("define tk_half()", "define tk_twice(", "What the kernel brings")] == [1] * 3
+    assert program.index("define tk_half()") < program.index("define tk_twice(") < program.index("What the kernel brings")
     assert "#pragma once" not in program
     assert "half.cuh" not in program
     assert "#include <cuda_fp16.h>" in program
@@ -79,7 +79,7 @@ def test_a_header_may_include_one_of_tk_core(folder: Path, monkeypatch: pytest.M
     (folder / "half.cuh").rename(shared / "half.cuh")
     monkeypatch.setattr(headers, "_SHARED", shared)
     assert headers.with_includes([folder / "twice.cuh"]) == [shared / "half.cuh", folder / "twice.cuh"]
-    assert headers.prelude([folder / "twice.cuh"]).startswith("__device__ __forceinline__ float tk_half()")
+    assert headers.prelude([folder / "twice.cuh"]).startswith("#define tk_half()")
 
 
 def test_a_call_outside_of_a_builder_is_an_error(folder: Path) -> None:

@@ -27,6 +27,11 @@ def fast_sigmoid(x: Any) -> Any:
     return _SCORING.call("float32", "tk_fast_sigmoid", x)
 
 
+def fast_reciprocal(x: Any) -> Any:
+    """The reciprocal of a float32, approximately; a subnormal counts as 0."""
+    return _SCORING.call("float32", "tk_fast_reciprocal", x)
+
+
 def exp(x: Any) -> Any:
     """CUDA's accurate exponential of a float32."""
     return builtin("float32", "expf", x)

@@ -21,7 +21,7 @@ from typing import Any
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_moe.device.scoring import fast_sigmoid
+from tk_moe.device.scoring import fast_reciprocal, fast_sigmoid
 from tk_moe.gate.topk_gate import TopkGateConfig
 from tk_moe.lib.scoring import ScoringFunc, clamped, score, softmax_score, softmax_sums_macro
 from tk_moe.lib.selection import (
@@ -236,7 +236,7 @@ def top2_sum_gate_kernel(
                     total = value
                     for step in T.unroll((num_topk - 1).bit_length()):
                         total = total + T.shfl_xor(total, 1 << step)
-                    value = value * T.fast_rcp(clamped(total)) * factor
+                    value = value * fast_reciprocal(clamped(total)) * factor
                     if routing.num_shared and lane >= num_topk:
                         chosen[0] = num_experts - num_topk + lane
                         value = T.float32(1)
