@@ -7,11 +7,9 @@ import torch
 
 import tk_core
 import tk_moe
-from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, tiers
 from tk_core.testing.trees import unaligned
 from tk_moe import reference
-from tk_moe.balance.aux_loss import AuxLossConfig
 from tk_moe.testing.balance.aux_loss import BWD_SPEC, SPEC, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -44,6 +42,17 @@ def test_even_load_costs_alpha() -> None:
 def test_a_token_without_scores_adds_nothing() -> None:
     scores = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     assert tk_moe.aux_loss(scores, torch.tensor([1.0, 3.0])).item() == 1.0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_token_without_scores_has_no_gradient(device: str) -> None:
+    scores = torch.tensor([[0.0, 0.0], [1.0, 3.0], [-0.0, 0.0]], device=device, requires_grad=True)
+    fi, grad_loss = torch.tensor([1.0, 3.0], device=device), torch.tensor(6.0, device=device)
+    # The scores sum to 4, part = 2.5, and each of three tokens weighs a third.
+    expected = [[0.0, 0.0], [-0.75, 0.25], [0.0, 0.0]]
+    assert tk_moe.aux_loss_bwd(grad_loss, scores.detach(), fi).tolist() == expected
+    (grad_scores,) = torch.autograd.grad(reference.aux_loss(scores, fi), scores, grad_loss)
+    assert grad_scores.tolist() == expected
 
 
 def test_no_tokens() -> None:
@@ -109,15 +118,6 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
 def test_bad_input_of_the_backward_pass(change: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         tk_moe.aux_loss_bwd(**{"grad_loss": torch.tensor(1.0), **good(**change)})
-
-
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
-def test_every_strand_has_a_warp(arch: tk_core.Arch) -> None:
-    for num_sms in (1, 7, 8, 60, 132):
-        config = AuxLossConfig.best(num_sms, arch)
-        assert config.cluster_size <= num_sms
-        assert 256 % (config.cluster_size * config.warps) == 0
-        assert config.cluster_size == 1 or arch.sm >= 90
 
 
 @pytest.mark.gpu

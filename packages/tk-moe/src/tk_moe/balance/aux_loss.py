@@ -1,28 +1,30 @@
 """aux_loss: the auxiliary loss that evens out experts' load, from scores and `aux_fi`; aux_loss_bwd: its gradient.
 
-    share[t, e] = scores[t, e] / (1e-20 + Σ_e scores[t, e])
-    loss = alpha · Σ_e fi[e] · P[e],  P[e] = (1 / num_tokens) · Σ_t share[t, e]
-         = (alpha / num_tokens) · Σ_t part[t],  part[t] = Σ_e fi[e] · scores[t, e] / (1e-20 + Σ_e scores[t, e])
+    sum[t]  = Σ_e scores[t, e]
+    part[t] = Σ_e fi[e] · scores[t, e] / (1e-20 + sum[t])
+    loss    = (alpha / num_tokens) · Σ_t part[t]
 
-    grad_scores[t, e] = grad_loss · (alpha / num_tokens) · (fi[e] - part[t]) / (1e-20 + Σ_e scores[t, e])
+    grad_scores[t, e] = grad_loss · (alpha / num_tokens) · (fi[e] - part[t]) / (1e-20 + sum[t]),  0 where sum[t] = 0
 
-scores float32 (num_tokens, num_experts), fi float32 (num_experts), loss and grad_loss float32 (). fi counts, so nothing
-flows back through it.
+which is alpha · Σ_e fi[e] · P[e] with P[e] the mean of scores[t, e] / (1e-20 + sum[t]) over tokens. scores float32
+(num_tokens, num_experts), fi float32 (num_experts), loss and grad_loss float32 (). fi counts, so nothing flows back
+through it.
 
-A warp takes a token at a time, lane l the experts e with e // 4 mod 32 = l. Everything is added in one order, whatever
-the number of blocks and the alignment of the tensors:
+A thread block has some tokens, a warp for each, and a thread four consecutive experts of every 128:
 
-    1. Within a token a lane adds its experts, ascending; then the lanes are added in a tree (lane l and l xor 16, then
-       8, 4, 2, 1).
-    2. Tokens t, t + 256, t + 512, … make up strand t mod 256, and are added ascending.
-    3. 32 strands each are added in such a tree, then those 8 sums ascending.
+    token 0    [ thread 0 | thread 1 | … | thread 31 | thread 0 | … ]      each field 4 experts, one 16-byte load
+    token 1    [ thread 32 | …                                      ]
 
-The loss is one launch of one cluster, of which each warp takes one strand or several; the gradient has a warp for each
-token.
+A second launch, of one thread block, sums the parts. The order of all sums is fixed, so that the bits depend on the
+scores alone:
+
+    1. Within a token a thread adds its experts, ascending; then the lanes are added in a tree (lane l and l xor 16,
+       then 8, 4, 2, 1).
+    2. Thread s of 256 adds the parts of tokens s, s + 256, s + 512, …, ascending.
+    3. The lanes of each of the 8 warps are added in such a tree, then the warps, ascending.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,199 +32,116 @@ import torch
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.math import ceil_div
-from tk_core.num_sms import get_num_sms
+from tk_core.math import align
 from tk_core.op import op
-from tk_core.replay import replayable
-from tk_moe.device.async_copy import load_from_cluster
-from tk_moe.lib.cluster import largest_cluster
+from tk_core.replay import new_workspace, replayable
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
 
 MAX_EXPERTS = 1024
 MAX_TOKENS = 2**30  # so that no index on the way overflows an int32
 
-_NUM_STRANDS = 256
-_GROUP = 4  # consecutive experts of a lane
+_SUM_THREADS = 256
+"""Threads of the block that sums the parts; they decide the order of the sum."""
 
 
 @dataclass(frozen=True)
 class AuxLossConfig:
-    """How the strands are dealt out to blocks."""
-
-    cluster_size: int
-    """Blocks of the one cluster that does it all."""
-
-    warps = 16
-    floats_in_flight = 32
-    """Scores that a lane asks for before it uses the first."""
-
-    @staticmethod
-    @cache
-    def best(num_sms: int, arch: Arch) -> "AuxLossConfig":
-        """The largest cluster that `num_sms` SMs take; one block without clusters."""
-        return AuxLossConfig(largest_cluster(num_sms, arch))
-
-
-@dataclass(frozen=True)
-class AuxLossBwdConfig:
     """Launch knobs."""
 
-    warps: int
-    """Tokens that a block takes, a warp each."""
+    block_tokens: int
+    """Tokens of a thread block, a warp each."""
+    parts_in_flight: int
+    """Parts that a thread loads before it adds the first."""
 
     @staticmethod
-    @cache
-    def best(arch: Arch) -> "AuxLossBwdConfig":
-        """2 to 8 warps take the same time on an H200."""
-        return AuxLossBwdConfig(warps=4)
+    def best(arch: Arch) -> "AuxLossConfig":
+        """For the gradient, 2 to 8 tokens per block take the same time on an H200."""
+        return AuxLossConfig(block_tokens=4, parts_in_flight=32)
 
 
-def _per_lane(num_experts: int) -> int:
-    """Scores of a token that a lane has."""
-    return ceil_div(num_experts, 32 * _GROUP) * _GROUP
-
-
-def _macros(num_experts: int, alignment: int) -> tuple[Any, Any]:
-    """What both kernels do with tokens in registers: load a lane's scores, and add over all lanes."""
+@kernel(pass_configs=DIRECT_COPIES)
+def _aux_loss_parts_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) -> Any:
     import tilelang.language as T
 
-    vector = alignment // 4
-    per_lane = _per_lane(num_experts)
+    from tk_moe.lib.score_tiles import experts_of_lanes, sum_scores
 
-    def expert_of(j: int, lane: Any) -> Any:
-        return (j // _GROUP * 32 + lane) * _GROUP + j % _GROUP
-
-    @T.macro
-    def load_fi(fi: T.Buffer, lane: T.int32, factors: T.Buffer) -> None:
-        for j in T.unroll(per_lane // vector):
-            for v in T.vectorized(vector):
-                factors[j * vector + v] = T.float32(0)
-            if expert_of(j * vector, lane) < num_experts:
-                for v in T.vectorized(vector):
-                    factors[j * vector + v] = fi[expert_of(j * vector, lane) + v]
-
-    @T.macro
-    def load_scores(
-        scores: T.Buffer, token: T.int32, lane: T.int32, is_token: T.bool, values: T.Buffer, u: T.int32
-    ) -> None:
-        """A token's scores of this lane into values[u]; zeros behind the last expert, and for no token."""
-        for j in T.unroll(per_lane // vector):
-            for v in T.vectorized(vector):
-                values[u, j * vector + v] = T.float32(0)
-            if is_token and expert_of(j * vector, lane) < num_experts:
-                for v in T.vectorized(vector):
-                    values[u, j * vector + v] = scores[token, expert_of(j * vector, lane) + v]
-
-    @T.macro
-    def add(values: T.Buffer, u: T.int32, factors: T.Buffer, sums: T.Buffer) -> None:
-        """1e-20 plus the sum of a token's scores; that of their products with fi over it."""
-        sums[0] = T.float32(0)
-        sums[1] = T.float32(0)
-        for j in T.unroll(per_lane):
-            sums[0] = sums[0] + values[u, j]
-            sums[1] = sums[1] + values[u, j] * factors[j]
-        sums[0] = T.float32(1e-20) + T.warp_reduce_sum(sums[0])
-        sums[1] = T.warp_reduce_sum(sums[1]) / sums[0]
-
-    return load_fi, load_scores, add
-
-
-# The order of shared memory is kept by the barriers that are written out here.
-@kernel(
-    pass_configs={
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_thread_storage_sync": True,
-        "tl.disable_shared_memory_reuse": True,
-    }
-)
-def _aux_loss_kernel(num_experts: int, alignment: int, config: AuxLossConfig, arch: Arch) -> Any:
-    """`alignment`: what the address of each row of scores, and that of fi, is a multiple of, in bytes."""
-    import tilelang.language as T
-
-    warps, cluster_size = config.warps, config.cluster_size
-    per_lane = _per_lane(num_experts)
-    in_flight = max(1, config.floats_in_flight // per_lane)
-    strands_per_warp = _NUM_STRANDS // (warps * cluster_size)
-    load_fi, load_scores, add = _macros(num_experts, alignment)
+    block_tokens, tile = config.block_tokens, align(num_experts, 128)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
-    def aux_loss(
+    def aux_loss_parts(
         scores: T.Tensor((num_tokens, num_experts), "float32"),
         fi: T.Tensor((num_experts,), "float32"),
-        alpha: T.float32,
-        loss: T.Tensor((1,), "float32"),
+        parts: T.Tensor((num_tokens,), "float32"),
     ) -> None:
-        with T.Kernel(cluster_size, threads=warps * 32, cluster_dims=cluster_size) as block:
-            thread = T.get_thread_binding()
-            warp, lane = thread // 32, thread % 32
-            strand_sums = T.alloc_shared((strands_per_warp * warps,), "int32")  # the bits of float32
-            warp_sums = T.alloc_shared((_NUM_STRANDS // 32,), "float32")
-            values = T.alloc_local((in_flight, per_lane), "float32")
-            factors = T.alloc_local((per_lane,), "float32")
-            sums = T.alloc_local((2,), "float32")
-            total = T.alloc_var("float32")
-            load_fi(fi, lane, factors)
-            for s in T.serial(strands_per_warp):
-                strand = (s * cluster_size + block) * warps + warp
-                total = T.float32(0)
-                for batch in T.serial(T.ceildiv(num_tokens, _NUM_STRANDS * in_flight)):
-                    for u in T.unroll(in_flight):
-                        load_scores(
-                            scores,
-                            (batch * in_flight + u) * _NUM_STRANDS + strand,
-                            lane,
-                            (batch * in_flight + u) * _NUM_STRANDS + strand < num_tokens,
-                            values,
-                            u,
-                        )
-                    for u in T.unroll(in_flight):
-                        add(values, u, factors, sums)  # 0 behind the last token
-                        total = total + sums[1]
-                if lane == 0:
-                    strand_sums[s * warps + warp] = T.reinterpret(total, "int32")
-            if cluster_size > 1:
-                T.sync_warp()  # all its lanes have to come to a cluster's barrier together
-                T.cluster_sync()
-            else:
-                T.sync_threads()
-            if block == 0:
-                if thread < _NUM_STRANDS:  # the same for a whole warp
-                    slot = thread // (warps * cluster_size) * warps + thread % warps
-                    if cluster_size > 1:
-                        total = T.reinterpret(
-                            load_from_cluster(T.access_ptr(strand_sums[slot], "r"), thread // warps % cluster_size),
-                            "float32",
-                        )
-                    else:
-                        total = T.reinterpret(strand_sums[slot], "float32")
-                    total = T.warp_reduce_sum(total)
-                    if lane == 0:
-                        warp_sums[warp] = total
-                T.sync_threads()
-                if thread == 0:
-                    total = warp_sums[0]
-                    for i in T.unroll(1, _NUM_STRANDS // 32):
-                        total = total + warp_sums[i]
-                    loss[0] = total / T.cast(num_tokens, "float32") * alpha
-            if cluster_size > 1:
-                # No block goes before the first has read its sums: what that stores above depends on them.
-                T.sync_warp()
-                T.cluster_arrive_relaxed()
-                T.cluster_wait()
+        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=32 * block_tokens) as block:
+            first = block * block_tokens
+            values = T.alloc_fragment((block_tokens, tile), "float32")
+            factors = T.alloc_fragment((block_tokens, tile), "float32")
+            sums = T.alloc_fragment((block_tokens,), "float32")
+            dots = T.alloc_fragment((block_tokens,), "float32")
+            T.annotate_layout({x: experts_of_lanes(x.shape) for x in (values, factors)})
+            T.copy(scores[first : first + block_tokens, 0:tile], values)
+            for t, e in T.Parallel(block_tokens, tile):
+                factors[t, e] = T.if_then_else(e < num_experts, fi[e], T.float32(0))
+            sum_scores(values, factors, sums, dots)
+            for t in T.Parallel(block_tokens):
+                dots[t] = dots[t] / (T.float32(1e-20) + sums[t])
+            T.copy(dots, parts[first : first + block_tokens])
 
-    return aux_loss
+    return aux_loss_parts
 
 
-# Every access stands under a guard of its own.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def _aux_loss_bwd_kernel(num_experts: int, alignment: int, config: AuxLossBwdConfig, arch: Arch) -> Any:
-    """`alignment`: what the address of each row of scores and their gradient, and of fi, is a multiple of, in bytes."""
+@kernel(pass_configs=DIRECT_COPIES)
+def _aux_loss_sum_kernel(config: AuxLossConfig, arch: Arch) -> Any:
     import tilelang.language as T
 
-    vector = alignment // 4
-    warps = config.warps
-    per_lane = _per_lane(num_experts)
-    load_fi, load_scores, add = _macros(num_experts, alignment)
+    in_flight = config.parts_in_flight
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def aux_loss_sum(
+        parts: T.Tensor((num_tokens,), "float32"), alpha: T.float32, loss: T.Tensor((1,), "float32")
+    ) -> None:
+        with T.Kernel(1, threads=_SUM_THREADS):
+            values = T.alloc_fragment((in_flight, _SUM_THREADS), "float32")
+            thread_sums = T.alloc_fragment((_SUM_THREADS,), "float32")
+            warp_sums = T.alloc_fragment((_SUM_THREADS // 32,), "float32")
+            shared_sums = T.alloc_shared((_SUM_THREADS // 32,), "float32")
+            total = T.alloc_var("float32")
+            T.annotate_layout(
+                {
+                    values: T.Fragment(values.shape, forward_fn=lambda i, s: (s, i)),
+                    thread_sums: T.Fragment(thread_sums.shape, forward_fn=lambda s: (s, 0)),
+                }
+            )
+            T.clear(thread_sums)
+            for batch in T.serial(T.ceildiv(num_tokens, in_flight * _SUM_THREADS)):
+                for i, s in T.Parallel(in_flight, _SUM_THREADS):
+                    token = (batch * in_flight + i) * _SUM_THREADS + s
+                    values[i, s] = T.if_then_else(token < num_tokens, parts[token], T.float32(0))
+                for i in T.unroll(in_flight):
+                    for s in T.Parallel(_SUM_THREADS):
+                        thread_sums[s] = thread_sums[s] + values[i, s]
+            T.reduce_sum(T.reshape(thread_sums, (_SUM_THREADS // 32, 32)), warp_sums, dim=1)
+            T.copy(warp_sums, shared_sums)
+            total = shared_sums[0]
+            for i in T.unroll(1, _SUM_THREADS // 32):
+                total = total + shared_sums[i]
+            for i in T.Parallel(1):
+                loss[i] = total / T.cast(num_tokens, "float32") * alpha
+
+    return aux_loss_sum
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _aux_loss_bwd_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    from tk_moe.lib.score_tiles import experts_of_lanes, sum_scores
+
+    block_tokens, tile = config.block_tokens, align(num_experts, 128)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -233,26 +152,24 @@ def _aux_loss_bwd_kernel(num_experts: int, alignment: int, config: AuxLossBwdCon
         alpha: T.float32,
         grad_scores: T.Tensor((num_tokens, num_experts), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
-            thread = T.get_thread_binding()
-            lane = thread % 32
-            token = block * warps + thread // 32
-            values = T.alloc_local((1, per_lane), "float32")
-            factors = T.alloc_local((per_lane,), "float32")
-            sums = T.alloc_local((2,), "float32")
+        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=32 * block_tokens) as block:
+            first = block * block_tokens
+            values = T.alloc_fragment((block_tokens, tile), "float32")
+            factors = T.alloc_fragment((block_tokens, tile), "float32")
+            sums = T.alloc_fragment((block_tokens,), "float32")
+            dots = T.alloc_fragment((block_tokens,), "float32")
             scale = T.alloc_var("float32")
-            if token < num_tokens:  # the same for a whole warp
-                load_scores(scores, token, lane, True, values, 0)
-                load_fi(fi, lane, factors)
-                scale = grad_loss[0] * (alpha / T.cast(num_tokens, "float32"))
-                add(values, 0, factors, sums)
-                for j in T.unroll(per_lane):
-                    values[0, j] = (factors[j] - sums[1]) / sums[0] * scale
-                for j in T.unroll(per_lane // vector):
-                    expert = (j * vector // _GROUP * 32 + lane) * _GROUP + j * vector % _GROUP
-                    if expert < num_experts:
-                        for v in T.vectorized(vector):
-                            grad_scores[token, expert + v] = values[0, j * vector + v]
+            T.annotate_layout({x: experts_of_lanes(x.shape) for x in (values, factors)})
+            T.copy(scores[first : first + block_tokens, 0:tile], values)
+            for t, e in T.Parallel(block_tokens, tile):
+                factors[t, e] = T.if_then_else(e < num_experts, fi[e], T.float32(0))
+            scale = grad_loss[0] * (alpha / T.cast(num_tokens, "float32"))
+            sum_scores(values, factors, sums, dots)
+            for t, e in T.Parallel(block_tokens, tile):
+                divisor = T.float32(1e-20) + sums[t]
+                gradient = (factors[t, e] - dots[t] / divisor) / divisor * scale
+                values[t, e] = T.if_then_else(sums[t] == T.float32(0), T.float32(0), gradient)
+            T.copy(values, grad_scores[first : first + block_tokens, 0:tile])
 
     return aux_loss_bwd
 
@@ -271,9 +188,10 @@ def _aux_loss_out(scores: torch.Tensor, fi: torch.Tensor, alpha: float, loss: to
         loss.zero_()
         return
     arch = get_arch(scores.device)
-    config = AuxLossConfig.best(get_num_sms(scores.device), arch)
-    alignment = min(check.row_alignment(scores), check.row_alignment(fi))
-    _aux_loss_kernel(num_experts, alignment, config, arch)(scores, fi, alpha, loss.view(1))
+    config = AuxLossConfig.best(arch)
+    parts = new_workspace(scores, (num_tokens,))
+    _aux_loss_parts_kernel(num_experts, config, arch)(aligned(scores), aligned(fi), parts)
+    _aux_loss_sum_kernel(config, arch)(parts, alpha, loss.view(1))
 
 
 def _aux_loss_bwd_reference(
@@ -293,9 +211,11 @@ def _aux_loss_bwd_out(
     if num_tokens == 0:
         return
     arch = get_arch(scores.device)
-    alignment = min(check.row_alignment(x) for x in (scores, fi, grad_scores))
-    backward = _aux_loss_bwd_kernel(num_experts, alignment, AuxLossBwdConfig.best(arch), arch)
-    backward(scores, fi, grad_loss.view(1), alpha, grad_scores)
+    written = aligned(grad_scores)
+    backward = _aux_loss_bwd_kernel(num_experts, AuxLossConfig.best(arch), arch)
+    backward(aligned(scores), aligned(fi), grad_loss.view(1), alpha, written)
+    if written is not grad_scores:
+        grad_scores.copy_(written)
 
 
 def _check_arguments(scores: torch.Tensor, fi: torch.Tensor, alpha: float) -> None:
@@ -339,7 +259,8 @@ def aux_loss_bwd(grad_loss: torch.Tensor, scores: torch.Tensor, fi: torch.Tensor
     """Gradient of `aux_loss` by scores; fi counts as a constant.
 
     grad_scores[t, e] = grad_loss · (alpha / num_tokens) · (fi[e] - part[t]) / (1e-20 + Σ_e scores[t, e]), where
-    part[t] = Σ_e fi[e] · scores[t, e] / (1e-20 + Σ_e scores[t, e]).
+    part[t] = Σ_e fi[e] · scores[t, e] / (1e-20 + Σ_e scores[t, e]). A token whose scores sum to 0 adds nothing to the
+    loss, and its gradient is 0.
 
     Args:
         grad_loss: float32 ().
