@@ -3,11 +3,10 @@
     denominator[t] = 1e-20 + w[t, 0] + w[t, 1] + …       (float32, added in that order)
     normalized[t, k] = w[t, k] / denominator[t]          (IEEE division)
 
-w and normalized float32 (num_tokens, num_topk), denominator float32 (num_tokens). A thread takes a token.
+w and normalized float32 (num_tokens, num_topk), denominator float32 (num_tokens). One thread per token.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,31 +16,30 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
 
 MAX_TOPK = 32
 
 
 @dataclass(frozen=True)
 class NormalizeWeightConfig:
-    """Launch knobs."""
+    """Launch configuration, also of the backward."""
 
-    threads: int
+    block_tokens: int
+    """Tokens, and threads, of a thread block."""
 
     @staticmethod
-    @cache
     def best(arch: Arch) -> "NormalizeWeightConfig":
-        """Small blocks, so that 8192 tokens reach most multiprocessors. Untuned."""
-        return NormalizeWeightConfig(threads=64)
+        """Small thread blocks, so that 8192 tokens occupy most SMs. Untuned."""
+        return NormalizeWeightConfig(block_tokens=64)
 
 
-# Every access stands under a guard of its own.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def _normalize_weight_kernel(num_topk: int, alignment: int, config: NormalizeWeightConfig, arch: Arch) -> Any:
-    """`alignment`: what the address of each row of w and normalized is a multiple of, in bytes."""
+@kernel(pass_configs=DIRECT_COPIES)
+def _normalize_weight_kernel(num_topk: int, config: NormalizeWeightConfig, arch: Arch) -> Any:
     import tilelang.language as T
 
-    vector = alignment // 4
-    threads = config.threads
+    block_tokens = config.block_tokens
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -50,23 +48,21 @@ def _normalize_weight_kernel(num_topk: int, alignment: int, config: NormalizeWei
         denominator: T.Tensor((num_tokens,), "float32"),
         normalized: T.Tensor((num_tokens, num_topk), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, threads), threads=threads) as block:
-            token = block * threads + T.get_thread_binding()
-            weights = T.alloc_local((num_topk,), "float32")
-            total = T.alloc_var("float32")
-            if token < num_tokens:
-                for c in T.unroll(num_topk // vector):
-                    for v in T.vectorized(vector):
-                        weights[c * vector + v] = w[token, c * vector + v]
-                total = T.float32(1e-20)
+        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=block_tokens) as block:
+            first = block * block_tokens
+            end = first + block_tokens
+            weights = T.alloc_fragment((block_tokens, num_topk), "float32")
+            total = T.alloc_fragment((block_tokens,), "float32")
+            T.annotate_layout({weights: T.Fragment(weights.shape, forward_fn=lambda t, k: (t, k))})
+            T.copy(w[first:end, :], weights)
+            for t in T.Parallel(block_tokens):
+                total[t] = T.float32(1e-20)
                 for k in T.unroll(num_topk):
-                    total = total + weights[k]
-                denominator[token] = total
-                for k in T.unroll(num_topk):
-                    weights[k] = weights[k] / total
-                for c in T.unroll(num_topk // vector):
-                    for v in T.vectorized(vector):
-                        normalized[token, c * vector + v] = weights[c * vector + v]
+                    total[t] = total[t] + weights[t, k]
+            T.copy(total, denominator[first:end])
+            for t, k in T.Parallel(block_tokens, num_topk):
+                weights[t, k] = weights[t, k] / total[t]
+            T.copy(weights, normalized[first:end, :])
 
     return normalize_weight
 
@@ -84,8 +80,10 @@ def _normalize_weight_out(w: torch.Tensor, denominator: torch.Tensor, normalized
     if num_tokens == 0:
         return
     arch = get_arch(w.device)
-    alignment = min(check.row_alignment(w), check.row_alignment(normalized))
-    _normalize_weight_kernel(num_topk, alignment, NormalizeWeightConfig.best(arch), arch)(w, denominator, normalized)
+    written = aligned(normalized)
+    _normalize_weight_kernel(num_topk, NormalizeWeightConfig.best(arch), arch)(aligned(w), denominator, written)
+    if written is not normalized:
+        normalized.copy_(written)
 
 
 @replayable

@@ -3,13 +3,11 @@
     dot[t] = grad_normalized[t, 0] · normalized[t, 0] + grad_normalized[t, 1] · normalized[t, 1] + …
     grad_w[t, k] = (grad_normalized[t, k] - dot[t]) / denominator[t]  [+ grad_denominator[t]]
 
-in float32, the products and sums in that order, each rounded, the division IEEE: every bit is defined. It takes what
-the forward pass returned, not what went in: the expert weights outlive it anyway, as `reduce_fused_bwd` needs them, and
-beside them denominator is one number a token where w would be num_topk. A thread takes a token.
+in float32, the products and sums in that order, each rounded, the division IEEE: every bit is defined. It takes the
+outputs of the forward pass, not its input: normalized is kept for `reduce_fused_bwd` anyway, and denominator is one
+number per token where w would be num_topk. One thread per token.
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,32 +17,18 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.weights.normalize_weight import MAX_TOPK
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
+from tk_moe.weights.normalize_weight import MAX_TOPK, NormalizeWeightConfig
 
 
-@dataclass(frozen=True)
-class NormalizeWeightBwdConfig:
-    """Launch knobs."""
-
-    threads: int
-
-    @staticmethod
-    @cache
-    def best(arch: Arch) -> "NormalizeWeightBwdConfig":
-        """Small blocks, so that 8192 tokens reach most multiprocessors. Untuned."""
-        return NormalizeWeightBwdConfig(threads=64)
-
-
-# Every access stands under a guard of its own.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+@kernel(pass_configs=DIRECT_COPIES)
 def _normalize_weight_bwd_kernel(
-    num_topk: int, alignment: int, has_grad_denominator: bool, config: NormalizeWeightBwdConfig, arch: Arch
+    num_topk: int, has_grad_denominator: bool, config: NormalizeWeightConfig, arch: Arch
 ) -> Any:
-    """`alignment`: what the address of each row of the matrices is a multiple of, in bytes."""
     import tilelang.language as T
 
-    vector = alignment // 4
-    threads = config.threads
+    block_tokens = config.block_tokens
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -55,33 +39,29 @@ def _normalize_weight_bwd_kernel(
         normalized: T.Tensor((num_tokens, num_topk), "float32"),
         grad_w: T.Tensor((num_tokens, num_topk), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, threads), threads=threads) as block:
-            token = block * threads + T.get_thread_binding()
-            grads = T.alloc_local((num_topk,), "float32")
-            weights = T.alloc_local((num_topk,), "float32")
-            divisor = T.alloc_var("float32")
-            added = T.alloc_var("float32")
-            dot = T.alloc_var("float32")
-            if token < num_tokens:
-                for c in T.unroll(num_topk // vector):
-                    for v in T.vectorized(vector):
-                        grads[c * vector + v] = grad_normalized[token, c * vector + v]
-                for c in T.unroll(num_topk // vector):
-                    for v in T.vectorized(vector):
-                        weights[c * vector + v] = normalized[token, c * vector + v]
-                divisor = denominator[token]
-                if has_grad_denominator:
-                    added = grad_denominator[token]
-                dot = grads[0] * weights[0]
+        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=block_tokens) as block:
+            first = block * block_tokens
+            end = first + block_tokens
+            grads = T.alloc_fragment((block_tokens, num_topk), "float32")
+            weights = T.alloc_fragment((block_tokens, num_topk), "float32")
+            divisors = T.alloc_fragment((block_tokens,), "float32")
+            added = T.alloc_fragment((block_tokens,), "float32")
+            dots = T.alloc_fragment((block_tokens,), "float32")
+            T.annotate_layout({x: T.Fragment(x.shape, forward_fn=lambda t, k: (t, k)) for x in (grads, weights)})
+            T.copy(grad_normalized[first:end, :], grads)
+            T.copy(normalized[first:end, :], weights)
+            T.copy(denominator[first:end], divisors)
+            if has_grad_denominator:
+                T.copy(grad_denominator[first:end], added)
+            for t in T.Parallel(block_tokens):
+                dots[t] = grads[t, 0] * weights[t, 0]
+            for t in T.Parallel(block_tokens):
                 for k in T.unroll(1, num_topk):
-                    dot = dot + grads[k] * weights[k]
-                for k in T.unroll(num_topk):
-                    grads[k] = (grads[k] - dot) / divisor
-                    if has_grad_denominator:
-                        grads[k] = grads[k] + added
-                for c in T.unroll(num_topk // vector):
-                    for v in T.vectorized(vector):
-                        grad_w[token, c * vector + v] = grads[c * vector + v]
+                    dots[t] = dots[t] + grads[t, k] * weights[t, k]
+            for t, k in T.Parallel(block_tokens, num_topk):
+                grad = (grads[t, k] - dots[t]) / divisors[t]
+                weights[t, k] = grad + added[t] if has_grad_denominator else grad
+            T.copy(weights, grad_w[first:end, :])
 
     return normalize_weight_bwd
 
@@ -111,10 +91,13 @@ def _normalize_weight_bwd_out(
     if num_tokens == 0:
         return
     arch = get_arch(normalized.device)
-    alignment = min(check.row_alignment(x) for x in (grad_normalized, normalized, grad_w))
-    config = NormalizeWeightBwdConfig.best(arch)
-    backward = _normalize_weight_bwd_kernel(num_topk, alignment, grad_denominator is not None, config, arch)
-    backward(grad_normalized, grad_denominator, denominator, normalized, grad_w)
+    written = aligned(grad_w)
+    backward = _normalize_weight_bwd_kernel(
+        num_topk, grad_denominator is not None, NormalizeWeightConfig.best(arch), arch
+    )
+    backward(aligned(grad_normalized), grad_denominator, denominator, aligned(normalized), written)
+    if written is not grad_w:
+        grad_w.copy_(written)
 
 
 @replayable
