@@ -7,12 +7,14 @@ x (num_expanded_tokens, hidden) bf16 or float32 with an optional float32 factor 
 (num_tokens, num_topk) or none, out (num_tokens, hidden) in x's dtype or e4m3. All in float32, each operation rounded to
 nearest even, so every bit is defined.
 
-A thread serves one 16-byte vector of a token's columns: it asks for the vectors of all num_topk rows (16 at most)
-before it uses the first, so that the memory has num_topk * 16 bytes to fetch for every thread. Blocks are small, so
-that those which only start or only wait stand beside others that load.
+A thread block computes some of a token's channels; a thread has one 16-byte vector of them in every row. It loads the
+vectors of all num_topk rows (16 at most) before it uses the first, so that many loads are in flight. Thread blocks are
+small, so that an SM holds many, and some load while others start or wait.
 
-    x     [ p0 | block 0: thread 0, 1, ... | block 1 | ... ]     out  [ token | block 0: thread 0, 1, ... | ... ]
-          [ p1 | block 0: thread 0, 1, ... | block 1 | ... ]
+    x     row pos[0]    [ thread 0 | thread 1 | … ]      each field 8 channels of bfloat16, 4 of float32
+          row pos[1]    [ thread 0 | thread 1 | … ]
+          …
+    out   row t         [ thread 0 | thread 1 | … ]
 """
 
 from dataclasses import dataclass
@@ -27,59 +29,67 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
+class Given:
+    """Which of its optional arguments a call gives."""
+
+    row_sf: bool
+    weights: bool
+    out_sf: bool
+
+
+@dataclass(frozen=True)
 class ReduceConfig:
-    """How the columns of a token are dealt out to blocks."""
+    """How the channels of a token are divided among thread blocks."""
 
     threads: int
     num_chunks: int
-    """Blocks a token, a vector for each thread."""
+    """Thread blocks per token, a vector for each thread."""
 
     max_rows_in_flight = 16
-    """Rows that a thread asks for before it uses the first; 4 registers each, and 255 are all there are."""
+    """Rows that a thread loads before it uses the first, in 4 registers each, of 255 at most."""
 
     @staticmethod
     @cache
     def best(num_vectors: int, arch: Arch) -> "ReduceConfig":
-        """Knobs for rows of `num_vectors` vectors: of up to 128 threads a block, the number that leaves fewest idle."""
+        """The configuration for rows of `num_vectors` vectors: up to 128 threads, as few of them idle as possible.
+
+        4096 tokens of 8 rows in bfloat16 on an H200, 128 threads with 64 registers instead of 224 with 88: hidden 7168
+        125.3 µs instead of 138.2, 2048 41.5 instead of 48.6.
+        """
         threads = min((128, 96, 64, 32), key=lambda threads: align(num_vectors, threads))
         return ReduceConfig(threads, ceil_div(num_vectors, threads))
 
     def blocks_per_sm(self, num_topk: int, has_out_sf: bool) -> int:
-        """Blocks that a multiprocessor should hold: as many as the registers for the rows in flight allow."""
+        """Thread blocks that an SM should hold: as many as the registers for the rows in flight allow."""
         few = 768 if has_out_sf else 1024
         return (few if num_topk <= 8 else 512 if num_topk <= 16 else 256) // self.threads
 
 
-# Every access to x and out stands under a guard of its own.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def _reduce_kernel(
+@kernel(pass_configs=DIRECT_COPIES)
+def _reduce_fused_kernel(
     hidden: int,
     num_topk: int,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
-    lanes: int,
-    has_row_sf: bool,
-    has_weights: bool,
-    has_out_sf: bool,
+    given: Given,
     config: ReduceConfig,
     arch: Arch,
 ) -> Any:
-    """Sum rows in vectors of `lanes` elements; the tensors that a flag denies are left out of the arguments."""
     import tilelang.language as T
 
-    threads = config.threads
-    rows_in_flight = min(num_topk, config.max_rows_in_flight)
-    num_vectors = hidden // lanes
-    out_bytes = lanes * out_dtype.itemsize
+    from tk_moe.lib.expanded_rows import load_positions, vectors_of_threads
 
-    num_tokens = T.dynamic("num_tokens")
-    num_expanded_tokens = T.dynamic("num_expanded_tokens")
+    vector, zero = _VECTOR_BYTES // dtype.itemsize, T.cast(0, dtype)
+    block_channels, rows_in_flight = config.threads * vector, min(num_topk, config.max_rows_in_flight)
+    num_tokens, num_expanded_tokens = T.dynamic("num_tokens"), T.dynamic("num_expanded_tokens")
 
     @T.prim_func
     def reduce_fused(
@@ -90,53 +100,37 @@ def _reduce_kernel(
         out_sf: T.Tensor((1,), "float32"),
         out: T.Tensor((num_tokens, hidden), out_dtype),
     ) -> None:
-        with T.Kernel(num_tokens * config.num_chunks, threads=threads) as block:
-            T.annotate_min_blocks_per_sm(config.blocks_per_sm(num_topk, has_out_sf))
-            tx = T.get_thread_binding()
-            token = block // config.num_chunks
-            vector = block % config.num_chunks * threads + tx
+        with T.Kernel(num_tokens * config.num_chunks, threads=config.threads) as block:
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm(num_topk, given.out_sf))
+            token, channel = block // config.num_chunks, block % config.num_chunks * block_channels
+            # -1 for none.
             pos = T.alloc_local((num_topk,), "int32")
             scale = T.alloc_local((num_topk,), "float32")
-            rows = T.alloc_local((rows_in_flight, lanes), dtype)
-            acc = T.alloc_local((lanes,), "float32")
-            rounded = T.alloc_local((lanes,), out_dtype)
+            rows = T.alloc_fragment((rows_in_flight, block_channels), dtype)
+            acc = T.alloc_fragment((block_channels,), "float32")
+            T.annotate_layout({x: vectors_of_threads(x.shape, vector, config.threads) for x in (rows, acc)})
+            load_positions(token_topk_to_pos, token, num_expanded_tokens, pos)
             for k in T.unroll(num_topk):
-                pos[k] = token_topk_to_pos[token, k]
+                scale[k] = topk_weights[token, k] if given.weights else T.float32(1)
             for k in T.unroll(num_topk):
-                if has_weights:
-                    scale[k] = topk_weights[token, k]
-                else:
-                    scale[k] = T.float32(1)
-            if has_row_sf:
-                for k in T.unroll(num_topk):
-                    if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                        scale[k] = scale[k] * row_sf[pos[k]]
-            if vector < num_vectors:
-                for v in T.unroll(lanes):
-                    acc[v] = T.float32(0)
-                for group in T.unroll(ceil_div(num_topk, rows_in_flight)):
-                    for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
-                        k = group * rows_in_flight + i
-                        if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                            for v in T.vectorized(lanes):
-                                rows[i, v] = x[pos[k], vector * lanes + v]
-                    for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
-                        k = group * rows_in_flight + i
-                        if pos[k] >= 0 and pos[k] < num_expanded_tokens:
-                            for v in T.unroll(lanes):
-                                acc[v] = T.ieee_fmaf(T.cast(rows[i, v], "float32"), scale[k], acc[v])
-                if has_out_sf:
-                    for v in T.unroll(lanes):
-                        acc[v] = acc[v] * out_sf[0]
-                for v in T.vectorized(lanes):
-                    rounded[v] = T.cast(acc[v], out_dtype)
-                if out_bytes == 16:
-                    T.stg128(out[token, vector * lanes], T.view(rounded, (4,), "uint32")[0:4])
-                elif out_bytes == 8:
-                    T.stg64(out[token, vector * lanes], T.view(rounded, (2,), "uint32")[0:2])
-                else:
-                    for v in T.vectorized(lanes):
-                        out[token, vector * lanes + v] = rounded[v]
+                if given.row_sf and pos[k] >= 0:
+                    scale[k] = scale[k] * row_sf[pos[k]]
+            T.clear(acc)
+            for group in T.unroll(ceil_div(num_topk, rows_in_flight)):
+                for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
+                    k = group * rows_in_flight + i
+                    for c in T.Parallel(block_channels):
+                        is_read = pos[k] >= 0 and channel + c < hidden
+                        rows[i, c] = T.if_then_else(is_read, x[pos[k], channel + c], zero)
+                for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
+                    k = group * rows_in_flight + i
+                    if pos[k] >= 0:
+                        for c in T.Parallel(block_channels):
+                            acc[c] = T.ieee_fmaf(T.cast(rows[i, c], "float32"), scale[k], acc[c])
+            if given.out_sf:
+                for c in T.Parallel(block_channels):
+                    acc[c] = acc[c] * out_sf[0]
+            T.copy(acc, out[token, channel : channel + block_channels])
 
     return reduce_fused
 
@@ -168,24 +162,14 @@ def _reduce_fused_out(
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    hidden = out.shape[1]
-    dtype = x.dtype
-    # A view into a larger tensor may start anywhere; one element at a time works there.
-    lanes = 1 if (x.data_ptr() | out.data_ptr()) % _VECTOR_BYTES else _VECTOR_BYTES // dtype.itemsize
-    config = ReduceConfig.best(hidden // lanes, arch)
-    reduce = _reduce_kernel(
-        hidden,
-        token_topk_to_pos.shape[1],
-        dtype,
-        out.dtype,
-        lanes,
-        row_sf is not None,
-        topk_weights is not None,
-        sf is not None,
-        config,
-        arch,
-    )
-    reduce(x, row_sf, topk_weights, token_topk_to_pos, sf, out)
+    hidden, num_topk = out.shape[1], token_topk_to_pos.shape[1]
+    given = Given(row_sf is not None, topk_weights is not None, sf is not None)
+    config = ReduceConfig.best(hidden * x.itemsize // _VECTOR_BYTES, arch)
+    written = aligned(out)
+    reduce = _reduce_fused_kernel(hidden, num_topk, x.dtype, out.dtype, given, config, arch)
+    reduce(aligned(x), row_sf, topk_weights, token_topk_to_pos, sf, written)
+    if written is not out:
+        out.copy_(written)
 
 
 def _check_positions(token_topk_to_pos: torch.Tensor, num_expanded_tokens: int) -> None:
