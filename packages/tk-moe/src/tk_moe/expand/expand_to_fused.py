@@ -6,35 +6,40 @@
 x (num_tokens, hidden), token_topk_to_pos int32 (num_tokens, num_topk), pos_to_expert int32 (num_expanded_tokens),
 out (num_expanded_tokens, hidden).
 
-One launch writes every row once. Of G blocks, block b reads row b of x into registers, in vectors of up to 16 bytes,
-and stores it to its positions; then it zeroes the padding among the rows b, b + G, b + 2G, ... Padding stands in runs,
-at the end of each segment and after the last one, and this deals a run out to as many blocks as it has rows.
+One launch writes every row once. Of G thread blocks, block b loads row b of x, up to four 16-byte vectors per thread at
+a time, and stores it to its positions. Then it zeroes the padding among the rows b, b + G, b + 2G, … Padding comes in
+runs, at the end of each segment and after the last one, and so as many blocks share a run as it has rows.
 
-    x       row b ──registers──┬────────────┬─────────────┐           (read once, stored up to num_topk times)
-    out             ...      [ p0 ]  ...  [ p1 ] [ pad ] [ p2 ]       (row p of padding: zeroed by block p mod G)
+    x      row b             [ thread 0 | thread 1 | … | thread 0 | … ]      each field one vector
+    out    row pos[b, 0]     [ thread 0 | thread 1 | …                ]
+           row pos[b, 1]     [ thread 0 | …                           ]
+           …
 
-Many long rows without factors move by bulk copies instead (expand_to_fused_bulk_kernel.py). DRAM loses time where reads
-and writes mix, so a block asks for as much of x as a third of a multiprocessor's shared memory holds, and stores
-nothing before all of it is there. Blocks get equal shares, in whole waves.
+Many long rows without scale factors move by bulk copies instead (lib/expand_to_fused_bulk_kernel.py). DRAM loses time
+where reads and writes mix, so a thread block loads as much of x as a third of an SM's shared memory holds, and stores
+nothing before all of it has arrived. All blocks get equal shares, in whole waves.
 
     x       pieces b, b + G, b + 2G, ... ──shared memory──> each to the same columns of its positions
 
-Factors in row-major order go with their rows. Column-major ones would be scattered in pieces of 4 bytes, so more than a
-few columns of them are gathered by blocks of their own: such a block looks through all positions for the tokens of its
-rows, then a lane takes a row, and one store writes 32 rows of a column.
+Scale factors in row-major order are copied along with their rows. Column-major ones would be scattered in stores of 4
+bytes, so more than a few columns of them are gathered by separate thread blocks
+(lib/expand_to_fused_gathered_kernel.py): such a block searches all positions for the tokens of its rows; then each lane
+takes a row, and one store of a warp writes 32 rows of a column.
 """
 
 import torch
 
 from tk_core import check, env
-from tk_core.arch import Arch, get_arch
-from tk_core.math import align, ceil_div
+from tk_core.arch import get_arch
+from tk_core.math import ceil_div
 from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
+from tk_core.views import aligned
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
-from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel
+from tk_moe.lib.expand_to_fused_gathered_kernel import GatherConfig, expand_gathered_kernel
+from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, vector_of
 
 _E2M1_DTYPES = tuple(
     getattr(torch, name) for name in ("int8", "uint8", "float4_e2m1fn_x2") if hasattr(torch, name)
@@ -48,19 +53,9 @@ _NATIVE_DTYPES = frozenset(
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def _launch_plan(
-    x: torch.Tensor, out: torch.Tensor, has_sf: bool, arch: Arch
-) -> tuple[torch.Tensor, torch.Tensor, int, ExpandConfig, int]:
-    """Both tensors in a dtype that kernels take, the widest vector that fits all rows, knobs, and how many blocks."""
-    if x.dtype not in _NATIVE_DTYPES:
-        carrier = _CARRIERS[x.dtype.itemsize]
-        x, out = x.view(carrier), out.view(carrier)
-    num_tokens, cols = x.shape
-    row_bytes = cols * x.dtype.itemsize
-    bits = row_bytes | x.data_ptr() | out.data_ptr() | 16
-    vector_bytes = bits & -bits
-    num_blocks = ExpandConfig.num_blocks(num_tokens, out.shape[0])
-    return x, out, vector_bytes, ExpandConfig.best(row_bytes // vector_bytes, has_sf, arch), num_blocks
+def _as_carrier(x: torch.Tensor) -> torch.Tensor:
+    """x itself in a dtype that kernels take, else its bytes."""
+    return x if x.dtype in _NATIVE_DTYPES else x.view(_CARRIERS[x.dtype.itemsize])
 
 
 def _expand_reference(
@@ -79,18 +74,21 @@ def _expand_to_fused_out(
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    x, out, vector_bytes, config, num_blocks = _launch_plan(x, out, False, arch)
-    num_tokens, num_topk = token_topk_to_pos.shape
+    x, written = aligned(_as_carrier(x)), aligned(_as_carrier(out))
+    (num_tokens, num_topk), cols = token_topk_to_pos.shape, x.shape[1]
     bulk = None
-    if vector_bytes == 16 and BulkConfig.pays(num_tokens, num_topk, out.shape[0]):
-        bulk = BulkConfig.best(x.shape[1] * x.dtype.itemsize, arch)
+    if BulkConfig.pays(num_tokens, num_topk, out.shape[0]):
+        bulk = BulkConfig.best(cols * x.itemsize, arch)
     if bulk is not None:
         num_blocks, pieces_per_block = bulk.deal(num_tokens, get_device_num_sms(x.device))
-        expand_in_bulk = expand_bulk_kernel(x.shape[1], num_topk, x.dtype, bulk, arch)
-        expand_in_bulk(x, token_topk_to_pos, pos_to_expert, out, num_blocks, pieces_per_block)
-        return
-    expand = expand_kernel(x.shape[1], num_topk, x.dtype, vector_bytes, 0, None, False, False, config, arch)
-    expand(x, token_topk_to_pos, pos_to_expert, out, num_blocks)
+        expand_in_bulk = expand_bulk_kernel(cols, num_topk, x.dtype, bulk, arch)
+        expand_in_bulk(x, token_topk_to_pos, pos_to_expert, written, num_blocks, pieces_per_block)
+    else:
+        config = ExpandConfig.best(cols // vector_of(cols, x.itemsize), False, arch)
+        expand = expand_kernel(cols, num_topk, x.dtype, 0, None, config, arch)
+        expand(x, token_topk_to_pos, pos_to_expert, written, ExpandConfig.num_blocks(num_tokens, out.shape[0]))
+    if written.data_ptr() != out.data_ptr():
+        out.view(written.dtype).copy_(written)
 
 
 def _expand_with_sf_reference(
@@ -120,19 +118,22 @@ def _expand_to_fused_with_sf_out(
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    x, out, vector_bytes, config, num_blocks = _launch_plan(x, out, True, arch)
-    num_topk, sf_cols = token_topk_to_pos.shape[1], sf.shape[1]
-    gathers = ExpandConfig.gathers(sf_cols, out_sf.stride(0) == 1)
-    is_aligned = (sf.data_ptr() | token_topk_to_pos.data_ptr()) % 16 == 0
-    expand = expand_kernel(
-        x.shape[1], num_topk, x.dtype, vector_bytes, sf_cols, sf.dtype, gathers, is_aligned, config, arch
-    )
-    rows, num_gathering_blocks = 0, 0
-    if gathers:
-        # About one a multiprocessor, since each looks through all positions.
-        rows = min(align(ceil_div(out.shape[0], get_device_num_sms(x.device)), 32), ExpandConfig.max_gathered_rows)
-        num_gathering_blocks = ceil_div(out.shape[0], rows)
-    expand(x, sf, token_topk_to_pos, pos_to_expert, out, out_sf, num_blocks, num_gathering_blocks, rows)
+    x, written = aligned(_as_carrier(x)), aligned(_as_carrier(out))
+    (num_tokens, num_topk), cols, sf_cols = token_topk_to_pos.shape, x.shape[1], sf.shape[1]
+    config = ExpandConfig.best(cols // vector_of(cols, x.itemsize), True, arch)
+    num_blocks = ExpandConfig.num_blocks(num_tokens, out.shape[0])
+    gather = GatherConfig.best(sf_cols, out_sf.stride(0) == 1, arch)
+    if gather is not None:
+        gathered_rows = gather.num_rows(out.shape[0], get_device_num_sms(x.device))
+        num_gathering_blocks = ceil_div(out.shape[0], gathered_rows)
+        expand = expand_gathered_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, config, gather, arch)
+        maps = aligned(token_topk_to_pos), pos_to_expert
+        expand(x, *maps, written, num_blocks, aligned(sf), out_sf, num_gathering_blocks, gathered_rows)
+    else:
+        expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, config, arch)
+        expand(x, token_topk_to_pos, pos_to_expert, written, num_blocks, aligned(sf), out_sf)
+    if written.data_ptr() != out.data_ptr():
+        out.view(written.dtype).copy_(written)
 
 
 def check_maps(token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> None:
