@@ -5,9 +5,9 @@
 group_idx int64 or int32 (num_tokens, num_topk), count int32 (num_groups). `aux_fi` is the same kernel with another last
 step.
 
-One launch, whatever the number of pairs: the blocks of one cluster take rounds of pairs in turn, count them in shared
-memory, and then each adds up its share of the groups over the shared memory of all of them. Every sum is of integers,
-so the result does not depend on the number of blocks, nor on who comes first.
+One launch of one cluster, whatever the number of pairs. Its thread blocks take turns with the pairs and count them in
+shared memory. Then each sends every other one its counts of some groups, and sums what it received. These are sums of
+integers, so the result depends neither on the number of blocks nor on the order of the atomic additions.
 
     pairs     [ block 0 | block 1 | … | block C-1 | block 0 | block 1 | … ]
     counts    block 0 … C-1, num_groups each      ──►      block b: groups b · ⌈num_groups / C⌉ and on, from all C
@@ -26,7 +26,7 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.device.async_copy import load_from_cluster
+from tk_core.tiles import DIRECT_COPIES
 from tk_moe.lib.cluster import largest_cluster
 
 MAX_GROUPS = 1024
@@ -36,27 +36,28 @@ MAX_PAIRS = 2**30  # so that no index on the way overflows an int32
 
 @dataclass(frozen=True)
 class GroupCountConfig:
-    """How the pairs are dealt out to blocks."""
+    """Launch configuration."""
 
     cluster_size: int
-    """Blocks of the one cluster that does it all."""
+    """Thread blocks of the one cluster."""
 
     threads = 512
     rounds = 8
-    """Pairs that a thread has under way at a time."""
+    """Pairs that a thread loads before it counts the first."""
     max_pairs_of_one_block = 4096
 
     @staticmethod
     @cache
     def best(few_pairs: bool, num_sms: int, arch: Arch) -> "GroupCountConfig":
-        """One block for few pairs, else the largest cluster that `num_sms` SMs take."""
+        """One thread block for few pairs, else the largest cluster that fits on `num_sms` SMs."""
         return GroupCountConfig(1 if few_pairs else largest_cluster(num_sms, arch))
 
 
-# The order of shared memory is kept by the barriers that are written out here.
+# Blocks write into each other's shared memory, which TileLang does not see: so barriers are written out, and no memory
+# is reused.
 @kernel(
     pass_configs={
-        "tl.disable_safe_memory_legalize": True,
+        **DIRECT_COPIES,
         "tl.disable_thread_storage_sync": True,
         "tl.disable_shared_memory_reuse": True,
     }
@@ -78,54 +79,42 @@ def _group_count_kernel(
         out: T.Tensor((num_groups,), "float32" if as_fi else "int32"),
     ) -> None:
         with T.Kernel(cluster_size, threads=threads, cluster_dims=cluster_size) as block:
-            thread = T.get_thread_binding()
-            num_pairs = num_tokens * num_topk
             pairs = T.view(group_idx, (num_tokens * num_topk,), idx_dtype)
-            counts = T.alloc_shared((num_groups,), "int32")
-            groups = T.alloc_local((rounds,), idx_dtype)
-            values = T.alloc_local((cluster_size,), "int32")
-            total = T.alloc_var("int32")
-            for j in T.unroll(ceil_div(num_groups, threads)):
-                if j * threads + thread < num_groups:
-                    counts[j * threads + thread] = 0
-            T.sync_threads()
-            for batch in T.serial(T.ceildiv(num_pairs, cluster_size * threads * rounds)):
-                for u in T.unroll(rounds):
-                    index = ((batch * rounds + u) * cluster_size + block) * threads + thread
-                    groups[u] = T.cast(-1, idx_dtype)
-                    if index < num_pairs:
-                        groups[u] = pairs[index]
-                for u in T.unroll(rounds):
-                    if groups[u] >= 0 and groups[u] < num_groups:
-                        T.atomic_add(counts[T.cast(groups[u], "int32")], 1)
+            groups = T.alloc_fragment((rounds, threads), idx_dtype)
+            counts = T.alloc_shared((cluster_size * share,), "int32")
+            received = T.alloc_shared((cluster_size * share,), "int32")
             if cluster_size > 1:
-                T.sync_warp()  # all its lanes have to come to a cluster's barrier together
+                T.cluster_arrive_relaxed()
+            T.clear(counts)
+            T.sync_threads()
+            for batch in T.serial(T.ceildiv(num_tokens * num_topk, cluster_size * threads * rounds)):
+                for u, i in T.Parallel(rounds, threads):
+                    pair = ((batch * rounds + u) * cluster_size + block) * threads + i
+                    groups[u, i] = T.if_then_else(pair < num_tokens * num_topk, pairs[pair], T.cast(-1, idx_dtype))
+                for u, i in T.Parallel(rounds, threads):
+                    if groups[u, i] >= 0 and groups[u, i] < num_groups:
+                        T.atomic_add(counts[T.cast(groups[u, i], "int32")], 1)
+            T.sync_threads()
+            if cluster_size > 1:
+                T.cluster_wait()  # All blocks have started, so that their shared memory may be written.
+                for rank in T.unroll(cluster_size):
+                    first, place = rank * share, block * share
+                    T.copy_cluster(counts[first : first + share], received[place : place + share], dst_block=rank)
                 T.cluster_sync()
-            else:
-                T.sync_threads()
-            for j in T.unroll(ceil_div(share, threads)):
-                group = block * share + j * threads + thread
-                if j * threads + thread < share and group < num_groups:
-                    if cluster_size > 1:
-                        for rank in T.unroll(cluster_size):
-                            values[rank] = load_from_cluster(T.access_ptr(counts[group], "r"), rank)
-                    else:
-                        values[0] = counts[group]
-                    total = 0
-                    for rank in T.unroll(cluster_size):
-                        total = total + values[rank]
+            terms = received if cluster_size > 1 else counts
+            for i in T.Parallel(share):
+                total = T.alloc_var("int32")
+                total = terms[i]
+                for rank in T.unroll(1, cluster_size):
+                    total = total + terms[rank * share + i]
+                if block * share + i < num_groups:
                     if as_fi:
                         # A long product, as num_tokens · num_topk · num_groups may take more than 31 bits.
-                        out[group] = T.cast(T.cast(total, "int64") * num_groups, "float32") / T.cast(
+                        out[block * share + i] = T.cast(T.cast(total, "int64") * num_groups, "float32") / T.cast(
                             T.cast(num_tokens, "int64") * num_aux_topk, "float32"
                         )
                     else:
-                        out[group] = total
-            if cluster_size > 1:
-                # No block goes before the others have read its counts: what is stored above depends on them.
-                T.sync_warp()
-                T.cluster_arrive_relaxed()
-                T.cluster_wait()
+                        out[block * share + i] = total
 
     return group_count
 
