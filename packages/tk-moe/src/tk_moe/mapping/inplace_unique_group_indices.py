@@ -2,8 +2,7 @@
 
     group_indices[t, k] = -1     if it is a group, and group_indices[t, j] is the same one for some j < k
 
-group_indices int64 or int32 (num_tokens, num_topk). A thread takes a token, and marks the groups it has seen in a
-bitmask of up to four words; only indices that change are written.
+group_indices int64 or int32 (num_tokens, num_topk). One thread per token; only indices that change are written.
 """
 
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ import torch
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
 from tk_moe.balance.group_count import check_indices, check_pairs
 
 MAX_GROUPS = 128
@@ -27,60 +27,44 @@ MAX_GROUPS = 128
 class InplaceUniqueGroupIndicesConfig:
     """Launch configuration."""
 
-    threads: int
+    block_tokens: int
+    """Tokens, and threads, of a thread block."""
 
     @staticmethod
     @cache
     def best(arch: Arch) -> "InplaceUniqueGroupIndicesConfig":
         """Small thread blocks, so that 8192 tokens occupy most SMs. Untuned."""
-        return InplaceUniqueGroupIndicesConfig(threads=64)
+        return InplaceUniqueGroupIndicesConfig(block_tokens=64)
 
 
-# Every access has a guard of its own.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+@kernel(pass_configs=DIRECT_COPIES)
 def _inplace_unique_group_indices_kernel(
-    num_groups: int,
-    num_topk: int,
-    idx_dtype: torch.dtype,
-    alignment: int,
-    config: InplaceUniqueGroupIndicesConfig,
-    arch: Arch,
+    num_groups: int, num_topk: int, idx_dtype: torch.dtype, config: InplaceUniqueGroupIndicesConfig, arch: Arch
 ) -> Any:
-    """`alignment` of each row is in bytes."""
     import tilelang.language as T
 
-    vector = alignment // idx_dtype.itemsize
-    threads = config.threads
-    num_words = ceil_div(num_groups, 32)
+    block_tokens = config.block_tokens
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
     def inplace_unique_group_indices(group_indices: T.Tensor((num_tokens, num_topk), idx_dtype)) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, threads), threads=threads) as block:
-            token = block * threads + T.get_thread_binding()
-            groups = T.alloc_local((num_topk,), idx_dtype)
-            seen = T.alloc_local((num_words,), "uint32")
-            before = T.alloc_var("uint32")
-            bit = T.alloc_var("uint32")
-            if token < num_tokens:
-                for c in T.unroll(num_topk // vector):
-                    for v in T.vectorized(vector):
-                        groups[c * vector + v] = group_indices[token, c * vector + v]
-                for word in T.unroll(num_words):
-                    seen[word] = T.uint32(0)
-                for k in T.unroll(num_topk):
-                    before = T.uint32(0)
-                    for word in T.unroll(num_words):
-                        # All words are updated: an array that is indexed dynamically would be in local memory.
-                        bit = T.if_then_else(
-                            T.And(groups[k] >= 32 * word, groups[k] < T.min(32 * word + 32, num_groups)),
-                            T.uint32(1) << (T.cast(groups[k], "uint32") & T.uint32(31)),
-                            T.uint32(0),
-                        )
-                        before = before | (seen[word] & bit)
-                        seen[word] = seen[word] | bit
-                    if before != T.uint32(0):
-                        group_indices[token, k] = T.cast(-1, idx_dtype)
+        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=block_tokens) as block:
+            first = block * block_tokens
+            groups = T.alloc_fragment((block_tokens, num_topk), idx_dtype)
+            # The same registers: in one loop TileLang indexes a fragment in one way only.
+            earlier = T.alloc_fragment((block_tokens, num_topk), idx_dtype)
+            T.annotate_layout({x: T.Fragment(x.shape, forward_fn=lambda t, k: (t, k)) for x in (groups, earlier)})
+            T.copy(group_indices[first : first + block_tokens, :], groups)
+            T.copy(groups, earlier)
+            for t in T.Parallel(block_tokens):
+                for k in T.unroll(1, num_topk):
+                    is_copy = T.alloc_var("bool")
+                    is_copy = False
+                    for j in T.unroll(num_topk - 1):
+                        is_copy = is_copy or (j < k and earlier[t, j] == groups[t, k])
+                    is_group = groups[t, k] >= 0 and groups[t, k] < num_groups
+                    if is_copy and is_group and first + t < num_tokens:
+                        group_indices[first + t, k] = T.cast(-1, idx_dtype)
 
     return inplace_unique_group_indices
 
@@ -103,10 +87,10 @@ def _inplace_unique_group_indices_out(group_indices: torch.Tensor, num_groups: i
         return
     arch = get_arch(group_indices.device)
     config = InplaceUniqueGroupIndicesConfig.best(arch)
-    alignment = check.row_alignment(group_indices)
-    _inplace_unique_group_indices_kernel(num_groups, num_topk, group_indices.dtype, alignment, config, arch)(
-        group_indices
-    )
+    written = aligned(group_indices)
+    _inplace_unique_group_indices_kernel(num_groups, num_topk, written.dtype, config, arch)(written)
+    if written is not group_indices:
+        group_indices.copy_(written)
 
 
 @replayable
