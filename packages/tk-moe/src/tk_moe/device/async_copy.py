@@ -1,6 +1,6 @@
-"""Bulk copies and stores to other blocks of a cluster, whose bytes an mbarrier in shared memory counts.
+"""Stores to other blocks of a cluster, whose bytes an mbarrier in shared memory counts.
 
-Arguments named `barrier`, `shared` and `memory` are pointers, such as T.access_ptr gives.
+Arguments named `barrier`, `here` and `there` are pointers, such as T.access_ptr gives.
 """
 
 from typing import Any
@@ -18,31 +18,6 @@ def init_mbarrier(barrier: Any) -> Any:
 def expect_bytes(barrier: Any, num_bytes: Any) -> Any:
     """Arrive at an mbarrier, which opens once so many bytes have arrived too; by one thread."""
     return _ASYNC_COPY.call("handle", "tk_expect_bytes", barrier, num_bytes)
-
-
-def bulk_load(shared: Any, memory: Any, num_bytes: Any, barrier: Any) -> Any:
-    """Start to copy bytes to shared memory; addresses and number are multiples of 16."""
-    return _ASYNC_COPY.call("handle", "tk_bulk_load", shared, memory, num_bytes, barrier)
-
-
-def wait_for_bulk_loads(barrier: Any) -> Any:
-    """Wait until the mbarrier's first phase is complete."""
-    return _ASYNC_COPY.call("handle", "tk_wait_for_bulk_loads", barrier)
-
-
-def bulk_store(memory: Any, shared: Any, num_bytes: Any) -> Any:
-    """Start to copy bytes from shared memory; addresses and number are multiples of 16."""
-    return _ASYNC_COPY.call("handle", "tk_bulk_store", memory, shared, num_bytes)
-
-
-def wait_for_bulk_stores() -> Any:
-    """Wait until the thread's bulk stores have read their shared memory."""
-    return _ASYNC_COPY.call("handle", "tk_wait_for_bulk_stores")
-
-
-def load_from_cluster(shared: Any, rank: Any) -> Any:
-    """The int32 at the same place of the shared memory of the cluster's block `rank`."""
-    return _ASYNC_COPY.call("int32", "tk_load_from_cluster", shared, rank)
 
 
 def send_to_cluster(there: Any, here: Any, barrier: Any, rank: Any) -> Any:
