@@ -27,22 +27,23 @@ from typing import Any
 import torch
 
 from tk_core.arch import Arch
-from tk_core.device.bits import atomic_or_u32, warp_sum_u32
 from tk_core.kernel import kernel
-from tk_core.math import align, ceil_div
-from tk_moe.device.async_copy import expect_bytes, init_mbarrier, send_to_cluster, wait_for_cluster
+from tk_core.math import align
+from tk_moe.device.async_copy import expect_bytes, init_mbarrier, wait_for_cluster
 from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
-
-_EXPERT_BITS = 10  # for at most 1024 experts
-_PAIR_BITS = 16  # for the index of a pair within its thread block
-
-
-def _expert_of(index: Any, num_experts: int) -> Any:
-    """An index as an int32, -1 if it is not that of an expert."""
-    import tilelang.language as T
-
-    return T.if_then_else(T.And(index >= 0, index < num_experts), T.cast(index, "int32"), -1)
-
+from tk_moe.lib.get_fused_mapping_steps import (
+    add_block_counts_macro,
+    add_cluster_counts_macro,
+    clear_macro,
+    count_chunk_macro,
+    count_run_macro,
+    exchange_counts_macro,
+    fill_padding_macro,
+    offsets_of_warps_macro,
+    scan_macro,
+    sort_run_macro,
+    write_positions_macro,
+)
 
 # All barriers are written out here, those between the lanes of a warp too.
 _PASS_CONFIGS = {
@@ -108,142 +109,24 @@ def mapping_kernel(
     """
     import tilelang.language as T
 
-    warps, rounds, cluster_size = config.warps, config.rounds, config.cluster_size
+    warps, cluster_size = config.warps, config.cluster_size
     threads = warps * 32
-    groups = threads // num_experts  # threads per expert that add up the counts of the blocks
     row = align(num_experts, 8)  # of 16-bit counts
-    run_batch = rounds if cluster_size == 0 else 1  # with clusters, the part is in the cache since the counting
     num_tokens, num_pos = T.dynamic("num_tokens"), T.dynamic("num_pos")
     num_blocks = cluster_size * config.num_clusters or T.dynamic("num_blocks")
     num_chunks, num_parts = cluster_size or num_blocks, config.num_clusters
     in_memory = config.finds_equals_in_memory(num_experts)
-    expert_mask = 2**_EXPERT_BITS - 1
-    pair_mask = 2**_PAIR_BITS - 1
-
-    @T.macro
-    def clear(words: T.Buffer, size: int, thread: T.int32) -> None:
-        for j in T.unroll(ceil_div(size, threads * 4)):
-            if (j * threads + thread) * 4 < size:
-                for v in T.vectorized(4):
-                    words[(j * threads + thread) * 4 + v] = T.uint32(0)
-
-    @T.macro
-    def count_chunk(
-        pairs: T.Buffer, begin: T.int32, size: T.int32, part: T.int32, thread: T.int32, counts: T.Buffer
-    ) -> None:
-        """Count the pairs of a chunk by expert: those before this block's part, and those from there on."""
-        indices = T.alloc_local((rounds,), idx_dtype)
-        after = T.alloc_var("int32")
-        for batch in T.serial(T.ceildiv(size, threads * rounds)):
-            for u in T.unroll(rounds):
-                index = (batch * rounds + u) * threads + thread
-                indices[u] = T.cast(-1, idx_dtype)
-                if index < size:
-                    indices[u] = pairs[begin + index]
-            for u in T.unroll(rounds):
-                if indices[u] >= 0 and indices[u] < num_experts:
-                    after = T.if_then_else((batch * rounds + u) * threads + thread < part, 0, 1)
-                    T.atomic_add(counts[after, T.cast(indices[u], "int32")], 1)
-
-    @T.macro
-    def count_run(
-        pairs: T.Buffer,
-        begin: T.int32,
-        size: T.int32,
-        run: T.int32,
-        run_rounds: T.int32,
-        warp: T.int32,
-        lane: T.int32,
-        ranks: T.Buffer,
-        masks: T.Buffer,
-        items: T.Buffer,
-    ) -> None:
-        """Count the pairs of a warp's run by expert in `ranks`, and note each pair's expert and rank in `items`."""
-        indices = T.alloc_local((run_batch,), idx_dtype)
-        experts = T.alloc_local((run_batch,), "int32")
-        equals = T.alloc_local((run_batch,), "uint32")
-        before = T.alloc_var("int32")
-        lower = T.alloc_var("int32")
-        bit = T.uint32(1) << T.cast(lane, "uint32")
-        for batch in T.serial(T.ceildiv(run_rounds, run_batch)):
-            for u in T.unroll(run_batch):
-                indices[u] = T.cast(-1, idx_dtype)
-                if batch * run_batch + u < run_rounds and run + (batch * run_batch + u) * 32 + lane < size:
-                    indices[u] = pairs[begin + run + (batch * run_batch + u) * 32 + lane]
-            for u in T.unroll(run_batch):
-                experts[u] = _expert_of(indices[u], num_experts)
-                if not in_memory:
-                    equals[u] = T.match_any_sync(experts[u])
-            for u in T.unroll(run_batch):
-                if batch * run_batch + u < run_rounds:  # uniform in a warp
-                    if in_memory:
-                        # A match instruction occupies the whole SM for 60 cycles where all experts differ.
-                        equals[u] = T.uint32(0)
-                        if experts[u] >= 0:
-                            atomic_or_u32(T.access_ptr(masks[warp * num_experts + experts[u]], "rw"), bit)
-                        T.sync_warp()
-                        if experts[u] >= 0:
-                            equals[u] = masks[warp * num_experts + experts[u]]
-                    lower = T.cast(T.popcount(equals[u] & (bit - T.uint32(1))), "int32")
-                    before = 0
-                    if experts[u] >= 0:
-                        before = T.cast(ranks[warp * num_experts + experts[u]], "int32")
-                    T.sync_warp()
-                    if experts[u] >= 0 and lower == 0:
-                        after = before + T.cast(T.popcount(equals[u]), "int32")
-                        ranks[warp * num_experts + experts[u]] = T.cast(after, "uint16")
-                        if in_memory:
-                            masks[warp * num_experts + experts[u]] = T.uint32(0)
-                    T.sync_warp()
-                    items[run + (batch * run_batch + u) * 32 + lane] = T.if_then_else(
-                        experts[u] >= 0, ((before + lower) << _EXPERT_BITS) | experts[u], -1
-                    )
-
-    @T.macro
-    def offsets_of_warps(thread: T.int32, ranks: T.Buffer, count: T.Buffer) -> None:
-        """Exclusive prefix sum of the counts over the warps, in place; `count` becomes the total."""
-        values = T.alloc_local((warps,), "int32")
-        count[0] = 0
-        if thread < num_experts:
-            for w in T.unroll(warps):
-                values[w] = T.cast(ranks[w * num_experts + thread], "int32")
-            for w in T.unroll(warps):
-                ranks[w * num_experts + thread] = T.cast(count[0], "uint16")
-                count[0] = count[0] + values[w]
-
-    @T.macro
-    def scan(warp: T.int32, lane: T.int32, warp_sums: T.Buffer, sums: T.Buffer, all_sums: T.Buffer) -> None:
-        """Inclusive prefix sum over the threads of the block, in place; `all_sums` become the totals."""
-        shifted = T.alloc_local((2,), "int32")
-        of_warp = T.alloc_var("uint32")
-        for step in T.unroll(5):
-            for i in T.unroll(2):
-                shifted[i] = T.shfl_up(sums[i], 1 << step)
-            for i in T.unroll(2):
-                sums[i] = sums[i] + T.if_then_else(lane >= (1 << step), shifted[i], 0)
-        if lane == 31:
-            for i in T.unroll(2):
-                warp_sums[i, warp] = T.cast(sums[i], "uint32")
-        T.sync_threads()
-        for i in T.unroll(2):
-            of_warp = T.uint32(0)
-            if lane < warps:
-                of_warp = warp_sums[i, lane]
-            all_sums[i] = T.cast(warp_sum_u32(of_warp), "int32")
-            of_warp = T.if_then_else(lane < warp, of_warp, T.uint32(0))
-            sums[i] = sums[i] + T.cast(warp_sum_u32(of_warp), "int32")
-
-    @T.macro
-    def fill_padding(first: T.int32, last: T.int32, step: T.int32, maps: Any) -> None:
-        pos = T.alloc_var("int32")
-        end = T.alloc_var("int32")
-        pos = first
-        end = T.min(last, num_pos)
-        while pos < end:
-            maps[0][pos] = -1
-            maps[1][pos] = -1
-            maps[2][pos] = -1
-            pos = pos + step
+    clear = clear_macro(threads)
+    exchange_counts = exchange_counts_macro(num_experts, cluster_size)
+    add_block_counts, add_cluster_counts = (
+        add_block_counts_macro(num_experts, threads),
+        add_cluster_counts_macro(cluster_size),
+    )
+    count_chunk = count_chunk_macro(num_experts, idx_dtype, config)
+    count_run = count_run_macro(num_experts, idx_dtype, config)
+    offsets_of_warps, scan = offsets_of_warps_macro(num_experts, warps), scan_macro(warps)
+    fill_padding, sort_run = fill_padding_macro(num_experts, warps), sort_run_macro(num_experts)
+    write_positions = write_positions_macro(threads, num_topk)
 
     @T.prim_func
     def get_fused_mapping(
@@ -294,7 +177,6 @@ def mapping_kernel(
             count = T.alloc_local((1,), "int32")
             prefix = T.alloc_var("int32")
             total = T.alloc_var("int32")
-            pos = T.alloc_var("int32")
             sums = T.alloc_local((2,), "int32")  # of aligned sizes; of this part's pairs
             all_sums = T.alloc_local((2,), "int32")
 
@@ -311,8 +193,7 @@ def mapping_kernel(
                 counts[1, thread] = 0
             T.sync_threads()
             if cluster_size > 1 and thread == 0:
-                num_bytes = cluster_size * row * 2
-                expect_bytes(T.access_ptr(arrived[0], "rw"), num_bytes)
+                expect_bytes(T.access_ptr(arrived[0], "rw"), cluster_size * row * 2)
 
             prefix = 0
             total = 0
@@ -334,36 +215,18 @@ def mapping_kernel(
                     chunk_count[thread] = T.cast(total, "uint16")
                 T.sync_threads()
                 T.cluster_wait()  # until all blocks have started and their shared memory can be written
-                if warp < cluster_size:
-                    for j in T.unroll(ceil_div(row, 256)):
-                        if (j * 32 + lane) * 8 < row:
-                            send_to_cluster(
-                                T.access_ptr(chunk_counts[rank, (j * 32 + lane) * 8], "w"),
-                                T.access_ptr(chunk_count[(j * 32 + lane) * 8], "r"),
-                                T.access_ptr(arrived[0], "rw"),
-                                warp,
-                            )
-            if cluster_size == 0 and thread < groups * num_experts:
-                for i in T.serial(T.ceildiv(num_blocks - thread // num_experts, groups)):
-                    counted = T.alloc_var("int32")
-                    counted = block_counts[i * groups + thread // num_experts, thread % num_experts]
-                    total = total + counted
-                    prefix = prefix + T.if_then_else(i * groups + thread // num_experts < block, counted, 0)
-                T.atomic_add(counts[0, thread % num_experts], prefix)
-                T.atomic_add(counts[1, thread % num_experts], total)
+                exchange_counts(chunk_count, chunk_counts, arrived, rank, warp, lane)
+            if cluster_size == 0:
+                add_block_counts(block_counts, block, num_blocks, thread, counts)
 
-            count_run(pairs, begin, size, run, run_rounds, warp, lane, ranks, masks, items)
+            runs = (begin, size, run, run_rounds)
+            count_run(pairs, runs, warp, lane, ranks, masks, items)
             T.sync_threads()
             offsets_of_warps(thread, ranks, count)
             if cluster_size > 1:
                 wait_for_cluster(T.access_ptr(arrived[0], "rw"))
                 if thread < num_experts:
-                    total = 0
-                    for other in T.unroll(cluster_size):
-                        counted = T.alloc_var("int32")
-                        counted = T.cast(chunk_counts[other, thread], "int32")
-                        total = total + counted
-                        prefix = prefix + T.if_then_else(other < rank, counted, 0)
+                    add_cluster_counts(chunk_counts, rank, thread, prefix, total)
             if cluster_size == 0 and thread < num_experts:
                 prefix = counts[0, thread]
                 total = counts[1, thread]
@@ -393,38 +256,9 @@ def mapping_kernel(
             T.sync_threads()
 
             maps = (pos_to_expert, pos_to_token, pos_to_token_topk)
-            for j in T.unroll(T.ceildiv(num_experts, num_blocks * warps), unroll_factor=1):
-                expert = (j * warps + warp) * num_blocks + block
-                if expert < num_experts:
-                    fill_padding(padding_start[expert] + lane, padding_end[expert], 32, maps)
-            fill_padding(all_sums[0] + block * threads + thread, num_pos, num_blocks * threads, maps)
-
-            for j in T.unroll(run_rounds, unroll_factor=2):
-                index = T.alloc_var("int32")
-                index = run + j * 32 + lane
-                if index < size:
-                    item = T.alloc_var("int32")
-                    offset = T.alloc_var("int32")
-                    expert = T.alloc_var("int32")
-                    item = items[index]
-                    pos = -1
-                    if item >= 0:
-                        expert = item & expert_mask
-                        offset = T.cast(ranks[warp * num_experts + expert], "int32") + (item >> _EXPERT_BITS)
-                        sorted_items[first_sorted[expert] + offset] = (expert << _PAIR_BITS) | index
-                        pos = first_pos[expert] + offset
-                    flat_pos[begin + index] = T.if_then_else(pos < num_pos, pos, -1)
+            fill_padding(block, num_blocks, thread, (padding_start, padding_end), all_sums[0], maps, num_pos)
+            sort_run(runs, warp, lane, items, ranks, (first_sorted, first_pos), sorted_items, flat_pos, num_pos)
             T.sync_threads()
-            for j in T.unroll(T.ceildiv(all_sums[1], threads), unroll_factor=2):
-                if j * threads + thread < all_sums[1]:
-                    item = T.alloc_var("int32")
-                    expert = T.alloc_var("int32")
-                    item = sorted_items[j * threads + thread]
-                    expert = item >> _PAIR_BITS
-                    pos = first_pos[expert] + j * threads + thread - first_sorted[expert]
-                    if pos < num_pos:
-                        pos_to_expert[pos] = expert
-                        pos_to_token[pos] = (begin + (item & pair_mask)) // num_topk
-                        pos_to_token_topk[pos] = begin + (item & pair_mask)
+            write_positions(begin, all_sums[1], thread, sorted_items, (first_sorted, first_pos), maps, num_pos)
 
     return get_fused_mapping
