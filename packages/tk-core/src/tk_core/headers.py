@@ -42,7 +42,7 @@ class Header:
 
 
 def builtin(dtype: str, function: str, *args: Any) -> Any:
-    """Call a function that CUDA has without a header, such as __byte_perm."""
+    """Call a function that needs no header: one of CUDA's own, such as __byte_perm, or one of TileLang's, in tl::."""
     import tilelang.language as T
 
     return T.call_extern(dtype, function, *args)

@@ -1,11 +1,11 @@
-"""Stores to other blocks of a cluster, whose bytes an mbarrier in shared memory counts.
+"""Bulk stores, and stores to other blocks of a cluster, whose bytes an mbarrier in shared memory counts.
 
 Arguments named `barrier`, `here` and `there` are pointers, such as T.access_ptr gives.
 """
 
 from typing import Any
 
-from tk_core.headers import Header
+from tk_core.headers import Header, builtin
 
 _ASYNC_COPY = Header(__file__)
 
@@ -31,3 +31,8 @@ def send_to_cluster(there: Any, here: Any, barrier: Any, rank: Any) -> Any:
 def wait_for_cluster(barrier: Any) -> Any:
     """Wait until the mbarrier's first phase is complete, in which other blocks of the cluster have sent."""
     return _ASYNC_COPY.call("handle", "tk_wait_for_cluster", barrier)
+
+
+def bulk_store(there: Any, here: Any, num_bytes: Any) -> Any:
+    """Start to store bytes of shared memory to global memory: TileLang's own function, which has no name in Python."""
+    return builtin("handle", "tl::tma_store", there, here, num_bytes)

@@ -10,6 +10,7 @@ from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.tiles import DIRECT_COPIES
+from tk_moe.device.async_copy import bulk_store
 
 _KIB = 1024
 
@@ -113,9 +114,7 @@ def expand_bulk_kernel(cols: int, num_topk: int, dtype: torch.dtype, config: Bul
                 if pos[j] >= 0 and pos[j] < num_expanded_tokens:
                     stage = (j * threads + tx) // num_topk
                     destination = out[pos[j], (block + stage * num_blocks) % pieces_per_row * piece]
-                    # TileLang has no function of its own for this one.
-                    to, staged = T.access_ptr(destination, "w"), T.access_ptr(pieces[stage, 0], "r")
-                    T.call_extern("handle", "tl::tma_store", to, staged, piece_bytes)
+                    bulk_store(T.access_ptr(destination, "w"), T.access_ptr(pieces[stage, 0], "r"), piece_bytes)
             T.tma_store_arrive()
             T.tma_store_wait(0)
 
