@@ -31,19 +31,6 @@ from tk_core.kernel import kernel
 from tk_core.math import align
 from tk_moe.device.async_copy import expect_bytes, init_mbarrier, wait_for_cluster
 from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
-from tk_moe.lib.get_fused_mapping_steps import (
-    add_block_counts_macro,
-    add_cluster_counts_macro,
-    clear_macro,
-    count_chunk_macro,
-    count_run_macro,
-    exchange_counts_macro,
-    fill_padding_macro,
-    offsets_of_warps_macro,
-    scan_macro,
-    sort_run_macro,
-    write_positions_macro,
-)
 
 # All barriers are written out here, those between the lanes of a warp too.
 _PASS_CONFIGS = {
@@ -109,6 +96,20 @@ def mapping_kernel(
     """
     import tilelang.language as T
 
+    from tk_moe.lib.get_fused_mapping_steps import (
+        add_block_counts,
+        add_cluster_counts,
+        clear,
+        count_chunk,
+        count_run,
+        exchange_counts,
+        fill_padding,
+        locate_segments,
+        offsets_of_warps,
+        sort_run,
+        write_positions,
+    )
+
     warps, cluster_size = config.warps, config.cluster_size
     threads = warps * 32
     row = align(num_experts, 8)  # of 16-bit counts
@@ -116,17 +117,6 @@ def mapping_kernel(
     num_blocks = cluster_size * config.num_clusters or T.dynamic("num_blocks")
     num_chunks, num_parts = cluster_size or num_blocks, config.num_clusters
     in_memory = config.finds_equals_in_memory(num_experts)
-    clear = clear_macro(threads)
-    exchange_counts = exchange_counts_macro(num_experts, cluster_size)
-    add_block_counts, add_cluster_counts = (
-        add_block_counts_macro(num_experts, threads),
-        add_cluster_counts_macro(cluster_size),
-    )
-    count_chunk = count_chunk_macro(num_experts, idx_dtype, config)
-    count_run = count_run_macro(num_experts, idx_dtype, config)
-    offsets_of_warps, scan = offsets_of_warps_macro(num_experts, warps), scan_macro(warps)
-    fill_padding, sort_run = fill_padding_macro(num_experts, warps), sort_run_macro(num_experts)
-    write_positions = write_positions_macro(threads, num_topk)
 
     @T.prim_func
     def get_fused_mapping(
@@ -166,28 +156,24 @@ def mapping_kernel(
             counts = T.alloc_shared((2, num_experts), "int32")
             chunk_count = T.alloc_shared((row,), "uint16")
             chunk_counts = T.alloc_shared((max(cluster_size, 1), row), "uint16")
-            first_pos = T.alloc_shared((num_experts,), "int32")
-            first_sorted = T.alloc_shared((num_experts,), "int32")
-            padding_start = T.alloc_shared((num_experts,), "int32")
-            padding_end = T.alloc_shared((num_experts,), "int32")
+            first_sorted, first_pos = (T.alloc_shared((num_experts,), "int32") for _ in range(2))
+            padding_start, padding_end = (T.alloc_shared((num_experts,), "int32") for _ in range(2))
             warp_sums = T.alloc_shared((2, warps), "uint32")
             arrived = T.alloc_shared((1,), "uint64")
 
             # Numbers of pairs of this thread's expert: in the part, before it, and in all.
             count = T.alloc_local((1,), "int32")
-            prefix = T.alloc_var("int32")
-            total = T.alloc_var("int32")
-            sums = T.alloc_local((2,), "int32")  # of aligned sizes; of this part's pairs
-            all_sums = T.alloc_local((2,), "int32")
+            prefix, total = T.alloc_var("int32"), T.alloc_var("int32")
+            all_sums = T.alloc_local((2,), "int32")  # of aligned sizes; of this part's pairs
 
             if cluster_size > 1:
                 if thread == 0:
                     init_mbarrier(T.access_ptr(arrived[0], "rw"))
                 T.sync_warp()
                 T.cluster_arrive_relaxed()
-            clear(T.view(ranks, (warps * num_experts // 2,), "uint32"), warps * num_experts // 2, thread)
+            clear(T.view(ranks, (warps * num_experts // 2,), "uint32"), threads, thread)
             if in_memory:
-                clear(masks, warps * num_experts, thread)
+                clear(masks, threads, thread)
             if thread < num_experts:
                 counts[0, thread] = 0
                 counts[1, thread] = 0
@@ -205,6 +191,7 @@ def mapping_kernel(
                     block // num_chunks * part,
                     thread,
                     counts,
+                    config,
                 )
                 T.sync_threads()
                 if thread < num_experts:
@@ -217,12 +204,12 @@ def mapping_kernel(
                 T.cluster_wait()  # until all blocks have started and their shared memory can be written
                 exchange_counts(chunk_count, chunk_counts, arrived, rank, warp, lane)
             if cluster_size == 0:
-                add_block_counts(block_counts, block, num_blocks, thread, counts)
+                add_block_counts(block_counts, block, num_blocks, threads, thread, counts)
 
             runs = (begin, size, run, run_rounds)
-            count_run(pairs, runs, warp, lane, ranks, masks, items)
+            count_run(pairs, runs, warp, lane, ranks, masks, items, num_experts, config)
             T.sync_threads()
-            offsets_of_warps(thread, ranks, count)
+            offsets_of_warps(thread, ranks, num_experts, count)
             if cluster_size > 1:
                 wait_for_cluster(T.access_ptr(arrived[0], "rw"))
                 if thread < num_experts:
@@ -231,34 +218,17 @@ def mapping_kernel(
                 prefix = counts[0, thread]
                 total = counts[1, thread]
 
-            size_of_segment = T.alloc_var("int32")
-            size_of_segment = 0
-            if thread < num_experts:
-                size_of_segment = total + alignment - 1
-                if T.bitwise_and(alignment, alignment - 1) == 0:  # a power of two needs no division
-                    size_of_segment = T.bitwise_and(size_of_segment, -alignment)
-                else:
-                    size_of_segment = T.truncdiv(size_of_segment, alignment) * alignment
-            sums[0] = size_of_segment
-            sums[1] = count[0]
-            scan(warp, lane, warp_sums, sums, all_sums)
-            if thread < num_experts:
-                first_pos[thread] = sums[0] - size_of_segment + prefix
-                padding_start[thread] = sums[0] - size_of_segment + total
-                padding_end[thread] = sums[0]
-                first_sorted[thread] = sums[1] - count[0]
-                if block == 0:
-                    expert_start[thread] = sums[0] - size_of_segment
-                    expert_end[thread] = sums[0]
-                    num_tokens_per_expert[thread] = size_of_segment
-                    if with_psum:
-                        expert_psum[thread] = sums[0] - size_of_segment + total
+            firsts, padding = (first_sorted, first_pos), (padding_start, padding_end)
+            segments = (expert_start, expert_end, num_tokens_per_expert, expert_psum if with_psum else None)
+            locate_segments(
+                alignment, block, thread, prefix, total, count[0], warp_sums, all_sums, firsts, padding, segments
+            )
             T.sync_threads()
 
             maps = (pos_to_expert, pos_to_token, pos_to_token_topk)
-            fill_padding(block, num_blocks, thread, (padding_start, padding_end), all_sums[0], maps, num_pos)
-            sort_run(runs, warp, lane, items, ranks, (first_sorted, first_pos), sorted_items, flat_pos, num_pos)
+            fill_padding(block, num_blocks, warps, thread, padding, all_sums[0], maps, num_pos)
+            sort_run(runs, warp, lane, items, ranks, firsts, sorted_items, flat_pos, num_pos)
             T.sync_threads()
-            write_positions(begin, all_sums[1], thread, sorted_items, (first_sorted, first_pos), maps, num_pos)
+            write_positions(begin, all_sums[1], thread, threads, num_topk, sorted_items, firsts, maps, num_pos)
 
     return get_fused_mapping
