@@ -87,7 +87,8 @@ def _aux_loss_parts_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) 
                 factors[t, e] = T.if_then_else(e < num_experts, fi[e], T.float32(0))
             sum_scores(values, factors, sums, dots)
             for t in T.Parallel(block_tokens):
-                dots[t] = dots[t] / (T.float32(1e-20) + sums[t])
+                if first + t < num_tokens:  # a division of the zeros beyond would take longer
+                    dots[t] = dots[t] / (T.float32(1e-20) + sums[t])
             T.copy(dots, parts[first : first + block_tokens])
 
     return aux_loss_parts
@@ -166,9 +167,11 @@ def _aux_loss_bwd_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) ->
             scale = grad_loss[0] * (alpha / T.cast(num_tokens, "float32"))
             sum_scores(values, factors, sums, dots)
             for t, e in T.Parallel(block_tokens, tile):
-                divisor = T.float32(1e-20) + sums[t]
-                gradient = (factors[t, e] - dots[t] / divisor) / divisor * scale
-                values[t, e] = T.if_then_else(sums[t] == T.float32(0), T.float32(0), gradient)
+                if sums[t] != T.float32(0):
+                    divisor = T.float32(1e-20) + sums[t]
+                    values[t, e] = (factors[t, e] - dots[t] / divisor) / divisor * scale
+                else:
+                    values[t, e] = T.float32(0)
             T.copy(values, grad_scores[first : first + block_tokens, 0:tile])
 
     return aux_loss_bwd

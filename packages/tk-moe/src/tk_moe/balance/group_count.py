@@ -22,7 +22,7 @@ import torch
 from tk_core import check, env
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.math import ceil_div
+from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
@@ -69,7 +69,7 @@ def _group_count_kernel(
     import tilelang.language as T
 
     threads, rounds, cluster_size = config.threads, config.rounds, config.cluster_size
-    share = ceil_div(num_groups, cluster_size)
+    share = align(ceil_div(num_groups, cluster_size), 4)  # 16 bytes, which T.copy_cluster sends at once
     num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
 
     @T.prim_func
@@ -81,7 +81,7 @@ def _group_count_kernel(
         with T.Kernel(cluster_size, threads=threads, cluster_dims=cluster_size) as block:
             pairs = T.view(group_idx, (num_tokens * num_topk,), idx_dtype)
             groups = T.alloc_fragment((rounds, threads), idx_dtype)
-            counts = T.alloc_shared((cluster_size * share,), "int32")
+            counts = T.alloc_shared((align(cluster_size * share, threads),), "int32")
             received = T.alloc_shared((cluster_size * share,), "int32")
             if cluster_size > 1:
                 T.cluster_arrive_relaxed()
@@ -97,7 +97,7 @@ def _group_count_kernel(
             T.sync_threads()
             if cluster_size > 1:
                 T.cluster_wait()  # All blocks have started, so that their shared memory may be written.
-                for rank in T.unroll(cluster_size):
+                for rank in T.unroll(ceil_div(num_groups, share)):
                     first, place = rank * share, block * share
                     T.copy_cluster(counts[first : first + share], received[place : place + share], dst_block=rank)
                 T.cluster_sync()

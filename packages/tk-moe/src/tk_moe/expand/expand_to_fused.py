@@ -122,7 +122,7 @@ def _expand_to_fused_with_sf_out(
     (num_tokens, num_topk), cols, sf_cols = token_topk_to_pos.shape, x.shape[1], sf.shape[1]
     config = ExpandConfig.best(cols // vector_of(cols, x.itemsize), True, arch)
     num_blocks = ExpandConfig.num_blocks(num_tokens, out.shape[0])
-    gather = GatherConfig.best(sf_cols, out_sf.stride(0) == 1, arch)
+    gather = GatherConfig.best(sf_cols, out_sf.stride(0) == 1, config.threads // 32, arch)
     if gather is not None:
         gathered_rows = gather.num_rows(out.shape[0], get_device_num_sms(x.device))
         num_gathering_blocks = ceil_div(out.shape[0], gathered_rows)

@@ -20,15 +20,25 @@ class GatherConfig:
     max_rows: int
     """Most rows of one thread block; each takes 4 bytes of shared memory."""
     columns_per_lane: int
-    """Most columns that a lane holds in registers at a time."""
+    """Columns that a lane holds in registers at a time."""
+    column_warps: int
+    """Warps that share a tile's columns; the others take further rows."""
     pairs_in_flight: int
     """Positions that a thread loads before it compares the first."""
 
     @staticmethod
     @cache
-    def best(sf_cols: int, is_col_major: bool, arch: Arch) -> "GatherConfig | None":
-        """None where rows copy their own factors: for few columns, searching for tokens costs more."""
-        return GatherConfig(2048, 16, 32) if is_col_major and sf_cols > 8 else None
+    def best(sf_cols: int, is_col_major: bool, warps: int, arch: Arch) -> "GatherConfig | None":
+        """None where rows copy their own factors: for few columns, searching for tokens costs more.
+
+        Of the ways to share a tile's columns among the warps, one whose tiles fit the columns best.
+        """
+        if not is_col_major or sf_cols <= 8:
+            return None
+        divisors = [count for count in range(1, warps + 1) if warps % count == 0]
+        ways = [(columns, column_warps) for columns in (4, 8, 16) for column_warps in divisors]
+        columns, column_warps = min(ways, key=lambda way: (align(sf_cols, way[0] * way[1]), -way[0], -way[1]))
+        return GatherConfig(2048, columns, column_warps, 32)
 
     def num_rows(self, num_expanded_tokens: int, num_sms: int) -> int:
         """Rows of a thread block, of which there is about one per SM, since each searches all positions."""
@@ -53,11 +63,14 @@ def expand_gathered_kernel(
 
     threads, vector = config.threads, vector_of(cols, dtype.itemsize)
     block_channels = threads * config.vectors_per_thread * vector
-    block_pairs, warps = gather.pairs_in_flight * threads, threads // 32
-    lane_columns = min(gather.columns_per_lane, align(ceil_div(sf_cols, warps), 4))
-    block_columns = lane_columns * warps
+    block_pairs, lane_columns = gather.pairs_in_flight * threads, gather.columns_per_lane
+    column_warps = gather.column_warps
+    block_rows, block_columns = threads // 32 // column_warps * 32, lane_columns * column_warps
     num_tokens, num_expanded_tokens = T.dynamic("num_tokens"), T.dynamic("num_expanded_tokens")
     out_sf_strides = (1, T.dynamic("out_sf_col_stride"))
+
+    def place(row: Any, column: Any) -> tuple[Any, Any]:
+        return (row // 32 * column_warps + column // lane_columns) * 32 + row % 32, column % lane_columns
 
     @T.macro
     def find_tokens(pairs: T.Buffer, first_row: Any, num_rows: Any, token_of_row: T.Buffer) -> None:
@@ -76,19 +89,17 @@ def expand_gathered_kernel(
     @T.macro
     def gather_factors(token_of_row: T.Buffer, first_row: Any, num_rows: Any, sf: T.Buffer, out_sf: T.Buffer) -> None:
         """A lane takes a row and some of its columns, so that a warp stores 32 consecutive factors of a column."""
-        factors = T.alloc_fragment((32, block_columns), sf_dtype)
-        T.annotate_layout(
-            {factors: T.Fragment(factors.shape, forward_fn=lambda r, c: (c // lane_columns * 32 + r, c % lane_columns))}
-        )
-        for tile, part in T.grid(T.ceildiv(num_rows, 32), ceil_div(sf_cols, block_columns)):
-            for r, c in T.Parallel(32, block_columns):
-                column, is_row = part * block_columns + c, tile * 32 + r < num_rows
-                token = T.if_then_else(is_row, token_of_row[tile * 32 + r], -1)
+        factors = T.alloc_fragment((block_rows, block_columns), sf_dtype)
+        T.annotate_layout({factors: T.Fragment(factors.shape, forward_fn=place)})
+        for tile, part in T.grid(T.ceildiv(num_rows, block_rows), ceil_div(sf_cols, block_columns)):
+            for r, c in T.Parallel(block_rows, block_columns):
+                column, is_row = part * block_columns + c, tile * block_rows + r < num_rows
+                token = T.if_then_else(is_row, token_of_row[tile * block_rows + r], -1)
                 is_read = token >= 0 and column < sf_cols
                 factors[r, c] = T.if_then_else(is_read, sf[token, column], T.cast(0, sf_dtype))
-            for r, c in T.Parallel(32, block_columns):
-                if tile * 32 + r < num_rows and part * block_columns + c < sf_cols:
-                    out_sf[first_row + tile * 32 + r, part * block_columns + c] = factors[r, c]
+            for r, c in T.Parallel(block_rows, block_columns):
+                if tile * block_rows + r < num_rows and part * block_columns + c < sf_cols:
+                    out_sf[first_row + tile * block_rows + r, part * block_columns + c] = factors[r, c]
 
     @T.prim_func
     def expand_to_fused_gathered(

@@ -20,7 +20,6 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.tiles import DIRECT_COPIES
 from tk_moe.balance.group_count import MAX_PAIRS, check_indices
 
 
@@ -37,7 +36,8 @@ class MaskIndicesByTpConfig:
         return MaskIndicesByTpConfig(threads=128)
 
 
-@kernel(pass_configs=DIRECT_COPIES)
+# Every access has a guard of its own.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, config: MaskIndicesByTpConfig, arch: Arch) -> Any:
     import tilelang.language as T
 

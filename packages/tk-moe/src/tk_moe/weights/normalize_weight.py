@@ -61,7 +61,8 @@ def _normalize_weight_kernel(num_topk: int, config: NormalizeWeightConfig, arch:
                     total[t] = total[t] + weights[t, k]
             T.copy(total, denominator[first:end])
             for t, k in T.Parallel(block_tokens, num_topk):
-                weights[t, k] = weights[t, k] / total[t]
+                if first + t < num_tokens:  # a division of the zeros beyond would take longer
+                    weights[t, k] = weights[t, k] / total[t]
             T.copy(weights, normalized[first:end, :])
 
     return normalize_weight

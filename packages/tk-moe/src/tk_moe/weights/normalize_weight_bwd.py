@@ -59,8 +59,9 @@ def _normalize_weight_bwd_kernel(
                 for k in T.unroll(1, num_topk):
                     dots[t] = dots[t] + grads[t, k] * weights[t, k]
             for t, k in T.Parallel(block_tokens, num_topk):
-                grad = (grads[t, k] - dots[t]) / divisors[t]
-                weights[t, k] = grad + added[t] if has_grad_denominator else grad
+                if first + t < num_tokens:  # a division of the zeros beyond would take longer
+                    grad = (grads[t, k] - dots[t]) / divisors[t]
+                    weights[t, k] = grad + added[t] if has_grad_denominator else grad
             T.copy(weights, grad_w[first:end, :])
 
     return normalize_weight_bwd
