@@ -1,0 +1,137 @@
+"""Scale factors in a kernel: from the amax of blocks, and to and from memory in every layout of tk_core.scales.
+
+Kernels import this module in their builder, as it imports TileLang.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from tk_core.math import align, ceil_div
+from tk_core.scales import ScaleLayout
+from tk_quant.lib.quantize import INFINITY_BITS, LIMITS, float_bits
+
+_NAN_BITS = 0x7FFFFFFF
+_LEAST_E4M3 = 2.0**-9
+_BYTES = (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
+
+
+def scales_type(
+    num_rows: Any, num_cols: int, layout: ScaleLayout, byte_dtype: str = "float8_e8m0fnu", prefix: str = ""
+) -> Any:
+    """Type of a kernel's argument with the scale factors of (num_rows, num_cols) blocks.
+
+    COL_MAJOR has run-time strides, so that such a kernel serves ROW_MAJOR too. `byte_dtype` is float8_e4m3fn for NVFP4,
+    in ROW_MAJOR or SWIZZLED. `prefix` tells the symbols of several such arguments apart.
+    """
+    if layout is ScaleLayout.SWIZZLED:
+        return T.Tensor((T.dynamic(prefix + "sf_row_tiles"), ceil_div(num_cols, 4), 32, 4, 4), byte_dtype)
+    if layout is ScaleLayout.ROW_MAJOR:
+        return T.Tensor((num_rows, num_cols), "float32" if byte_dtype == "float8_e8m0fnu" else byte_dtype)
+    packed = layout is ScaleLayout.PACKED_UE8M0
+    strides = (T.dynamic(prefix + "sf_row_stride"), T.dynamic(prefix + "sf_col_stride"))
+    shape = (num_rows, ceil_div(num_cols, 4) if packed else num_cols)
+    return T.StridedTensor(shape, strides, "int32" if packed else "float32")
+
+
+def scale_rows(num_rows: Any, layout: ScaleLayout) -> Any:
+    """Rows that a kernel has to write: those of swizzled tiles are complete, with zeros after the last block."""
+    return T.ceildiv(num_rows, 128) * 128 if layout is ScaleLayout.SWIZZLED else num_rows
+
+
+def scale_of_amax(amax: Any, fmt: str, round_sf: bool, least_amax: Any = None) -> tuple[Any, Any]:
+    """`(sf, s)` of a block, float32 expressions: x / sf is x * s, as the formulas of the casts round it.
+
+    amax is int32, the bits of max |x| as a float32: so compared, NaN is above infinity above the rest. NaN and infinity
+    come to sf. `least_amax`, int32 bits as well, stands for the format's.
+
+    A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, m and L from 1 below
+    2, the quotient m / L rounds to something above 1 exactly where m is above L; so sf is 2**(e - k), or twice that.
+    """
+    largest, least_of_format = LIMITS[fmt]
+    amax = T.max(amax, float_bits(least_of_format) if least_amax is None else least_amax)
+    if not round_sf:
+        value = T.reinterpret(amax, "float32")
+        return value / T.float32(largest), T.float32(largest) / value
+    exponent, mantissa = float_bits(largest) >> 23, float_bits(largest) & 0x007FFFFF
+    rounded_up = (T.reinterpret(amax, "uint32") + T.uint32(0x007FFFFF - mantissa)) & T.uint32(INFINITY_BITS)
+    power = rounded_up - T.uint32((exponent - 127) << 23)
+    is_finite, is_infinite = amax < INFINITY_BITS, amax == INFINITY_BITS
+    not_finite = T.if_then_else(is_infinite, T.uint32(INFINITY_BITS), T.uint32(_NAN_BITS))
+    sf = T.if_then_else(is_finite, power, not_finite)
+    # The exponent fields of 2**k and 2**-k sum up to 254. The reciprocal of infinity is 0, that of NaN is NaN.
+    not_finite = T.if_then_else(is_infinite, T.uint32(0), T.uint32(_NAN_BITS))
+    factor = T.if_then_else(is_finite, T.uint32(0x7F000000) - power, not_finite)
+    return T.reinterpret(sf, "float32"), T.reinterpret(factor, "float32")
+
+
+def nvfp4_scale_of_amax(amax: Any, tensor_sf: Any) -> Any:
+    """sf of a block before it is rounded to e4m3, a float32 expression: amax / 6 / tensor_sf, from 2**-9 on, or NaN."""
+    quotient = T.reinterpret(amax, "float32") / T.float32(LIMITS["e2m1"][0]) / tensor_sf
+    # In this order NaN stays NaN.
+    quotient = T.if_then_else(quotient < T.float32(_LEAST_E4M3), T.float32(_LEAST_E4M3), quotient)
+    return T.if_then_else(amax < INFINITY_BITS, quotient, T.reinterpret(T.uint32(_NAN_BITS), "float32"))
+
+
+def float_of_ue8m0(exponent: Any) -> Any:
+    """A biased exponent (uint8) as the float32 that it means, an expression: 0 is 2**-127, 255 is NaN."""
+    wide = T.cast(exponent, "uint32")
+    bits = T.if_then_else(wide == 0, T.uint32(0x00400000), wide << T.uint32(23))
+    return T.reinterpret(T.if_then_else(wide == 255, T.uint32(_NAN_BITS), bits), "float32")
+
+
+def scale_bytes(sf: T.Buffer, layout: ScaleLayout) -> T.Buffer:
+    """sf as bytes (rows, columns of words, 4) or swizzled (row tiles, column tiles, 32, 4, 4); float32 as it is."""
+    if layout is ScaleLayout.PACKED_UE8M0:
+        row_stride, col_stride = sf.strides
+        return T.view(sf, (*sf.shape, 4), "uint8", strides=(4 * row_stride, 4 * col_stride, 1))
+    if layout is ScaleLayout.SWIZZLED:
+        return T.view(sf, sf.shape, "uint8")
+    return sf
+
+
+def scale_place(row: Any, col: Any, layout: ScaleLayout) -> tuple[Any, ...]:
+    """Where in `scale_bytes` the scale factor of block (row, col) is."""
+    if layout is ScaleLayout.PACKED_UE8M0:
+        return row, col // 4, col % 4
+    if layout is ScaleLayout.SWIZZLED:
+        return row // 128, col // 4, row % 32, row % 128 // 32, col % 4
+    return row, col
+
+
+def load_scale(sf: T.Buffer, row: Any, col: Any, layout: ScaleLayout) -> Any:
+    """The scale factor of block (row, col) as a float32 expression; `sf` is what `scale_bytes` gave."""
+    value = sf[scale_place(row, col, layout)]
+    return float_of_ue8m0(value) if layout in _BYTES else value
+
+
+@T.macro
+def store_scales(
+    sf: T.Buffer, values: T.Buffer, row: T.int32, col: T.int32, num_rows: T.int32, num_cols: int, layout: ScaleLayout
+) -> None:
+    """Store a fragment of scale factors, float32 (rows, columns), those of blocks from (row, col) on.
+
+    Of sf in e8m0 the values are powers of two, infinity or NaN. There are (num_rows, num_cols) blocks; what goes beyond
+    is left out. Of bytes, those after the last column are written too, as zeros, by a fragment that has all columns, or
+    by fragments that reach as far; and of swizzled sf the rows after the last, up to `scale_rows`.
+    """
+    if layout not in _BYTES:
+        for i, j in T.Parallel(values.shape[0], values.shape[1]):
+            if row + i < num_rows and col + j < num_cols:
+                sf[row + i, col + j] = T.cast(values[i, j], sf.dtype)
+    else:
+        places = scale_bytes(sf, layout)
+        for i, j in T.Parallel(values.shape[0], values.shape[1]):
+            if row + i < scale_rows(num_rows, layout) and col + j < align(num_cols, 4):
+                is_block = row + i < num_rows and col + j < num_cols
+                if sf.dtype == "float8_e4m3fn":
+                    byte = T.reinterpret(T.cast(values[i, j], "float8_e4m3fn"), "uint8")
+                else:
+                    byte = T.cast(T.reinterpret(values[i, j], "uint32") >> T.uint32(23), "uint8")
+                places[scale_place(row + i, col + j, layout)] = T.if_then_else(is_block, byte, T.uint8(0))
+        num_last = align(num_cols, 4) - values.shape[1]
+        if num_cols <= values.shape[1] and num_last > 0:
+            # The last bytes of the row have no element of the fragment.
+            for i, j in T.Parallel(values.shape[0], num_last):
+                if row + i < scale_rows(num_rows, layout):
+                    places[scale_place(row + i, values.shape[1] + j, layout)] = T.uint8(0)
