@@ -203,19 +203,20 @@ def test_float4_dtype() -> None:
 
 
 @pytest.mark.parametrize("x_bits", [4, 8, 12])
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("narrow", [False, True])
-def test_config(x_bits: int, itemsize: int, narrow: bool) -> None:
-    """Tiles cover the row, in whole warps, with little to spare; 128-token blocks hold whole tiles where they can."""
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_config(x_bits: int, out_dtype: torch.dtype) -> None:
+    """Tiles cover the row, in whole warps, with little to spare; 128-token blocks hold whole tiles."""
+    vector = 16 // out_dtype.itemsize
     for hidden in range(64, 20481, 64):
-        config = CastBackConfig.best(hidden, x_bits, itemsize, narrow, arch_from_name("sm_90a"))
-        threads = config.lanes * config.rows
-        col_tiles = -(-hidden // (config.lanes * config.vec))
-        assert threads % 32 == 0
-        assert 32 <= threads <= 1024
-        assert hidden % config.vec == 0
-        assert col_tiles * config.lanes * config.vec <= 1.25 * hidden
-        assert 128 % (config.rows * config.pieces) == 0
+        config = CastBackConfig.best(hidden, x_bits, out_dtype, arch_from_name("sm_90a"))
+        tile = config.block_rows * config.block_channels
+        assert config.threads % 32 == 0
+        assert 32 <= config.threads <= 1024
+        assert tile % (vector * config.threads) == 0
+        assert tile // config.threads in (2 * vector, 4 * vector)
+        assert config.block_channels % vector == 0
+        assert -(-hidden // config.block_channels) * config.block_channels <= 1.25 * hidden
+        assert 128 % config.block_rows == 0
 
 
 X = (torch.zeros(8, 192, dtype=torch.float8_e4m3fn), torch.ones(1, 2))

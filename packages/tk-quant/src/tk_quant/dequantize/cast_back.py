@@ -5,19 +5,17 @@ sf for each block of x_block_size = (tokens, channels), in any layout; blocks at
 is rounded to float32 and, for bf16, rounded once more. With NVFP4 a float32 for the whole tensor comes on top:
 (data * sf) * tensor_sf. per_token_cast_back is the same with blocks of one token.
 
-It is all memory traffic, most of it stores. So a thread takes as many neighbouring channels as 16 bytes of the output
-hold (or a multiple), from `pieces` rows at once so that enough loads are in flight; each store of a warp then writes
-512 bytes in a row:
+It is all memory traffic, most of it stores. So a thread has as many neighbouring channels as 16 bytes of the output
+hold, a vector, and each store of a warp writes 512 bytes in a row. The vectors of a tile go to its threads in turn:
 
-              lanes x vec channels            e.g. e4m3 to float32, vec 4: a warp loads 128 bytes and stores 512
-            ┌────┬────┬────┬─   ─┬────┐
-     rows × │ t0 │ t1 │ t2 │  …  │    │       pieces of a thread lie `rows` rows apart
-     pieces ├────┼────┼────┼─   ─┼────┤
-            │    │    │    │  …  │    │
-            └────┴────┴────┴─   ─┴────┘
+                   block_channels            e.g. e4m3 to float32, vectors of 4: a warp loads 128 bytes and stores 512
+             ┌────┬────┬────┬─   ─┬────┐
+       block │ t0 │ t1 │ t2 │  …  │    │
+       rows  ├────┼────┼────┼─   ─┼────┤     a thread's loads are all in flight before it needs the first
+             │ t0 │ t1 │ t2 │  …  │    │
+             └────┴────┴────┴─   ─┴────┘
 
-Eight e5m6 codes are three words. Where a thread takes four of them, it loads two words: the first four codes are the
-upper 48 bits of words 0 and 1, the others the lower 48 bits of words 1 and 2.
+TileLang converts e2m1 to e4m3 and that to float32, four codes at a time; e5m6 comes as words (lib/e5m6_words.py).
 """
 
 from dataclasses import dataclass
@@ -29,229 +27,176 @@ import torch
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.device.bits import funnel_shift_left
-from tk_core.device.memory import load_8_bits
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.scales import check_scales
+from tk_core.scales import ScaleLayout, check_scales
+from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
-from tk_quant.device.e5m6 import decode_e5m6x4
-from tk_quant.device.fp4 import decode_e2m1x4
-from tk_quant.device.fp8 import decode_e4m3, decode_ue8m0
-from tk_quant.lib.quantize import BITS, FLOAT4_DTYPE, load_codes_macro
+from tk_quant.lib.quantize import FLOAT4_DTYPE
 
 _OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _PAIR_DTYPES = (torch.float8_e4m3fn, torch.int8) + ((FLOAT4_DTYPE,) if FLOAT4_DTYPE is not None else ())
 _BYTE_SF_DTYPES = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
 _BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
-_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "e2m1", torch.uint8: "e5m6"}
-_ELEMENTS = {"e4m3": "float8_e4m3fn", "e2m1": "int8", "e5m6": "uint8"}
+_BITS = {torch.float8_e4m3fn: 8, torch.int8: 4, torch.uint8: 12}
+
+# Without the last one nvcc splits some of the stores.
+_PASS_CONFIGS = {**DIRECT_COPIES, "tl.enable_lower_ldgstg": True}
+
+
+@dataclass(frozen=True)
+class QuantizedInput:
+    """What a kernel is compiled for: data and their scale factors."""
+
+    dtype: torch.dtype
+    """float8_e4m3fn, int8 (e2m1) or uint8 (e5m6)."""
+    alignment: int
+    """What `check.row_alignment` says of the data."""
+    block_size: tuple[int, int]
+    """Tokens and channels of a block."""
+    layout: ScaleLayout
+    """Of the scale factors; COL_MAJOR for float32 of any strides."""
+    is_nvfp4: bool
+    """Whether they are float8_e4m3fn, on top of a scale of the whole tensor."""
+
+    @staticmethod
+    def of(x: torch.Tensor, x_sf: torch.Tensor, block_size: tuple[int, int]) -> "QuantizedInput":
+        """That of tensors which `dequantize` has checked."""
+        layouts = {torch.float32: ScaleLayout.COL_MAJOR, torch.int32: ScaleLayout.PACKED_UE8M0}
+        layout = ScaleLayout.SWIZZLED if x_sf.ndim == 5 else layouts.get(x_sf.dtype, ScaleLayout.ROW_MAJOR)
+        is_nvfp4 = x_sf.dtype is torch.float8_e4m3fn
+        return QuantizedInput(x.dtype, check.row_alignment(x), block_size, layout, is_nvfp4)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return _BITS[self.dtype]
 
 
 @dataclass(frozen=True)
 class CastBackConfig:
-    """Launch knobs: how a block's threads lie over rows and channels."""
+    """Launch knobs."""
 
-    vec: int
-    """Neighbouring channels of a piece, which one thread takes at once: 16 bytes of the output, or a multiple."""
-    pieces: int
-    """Rows that a thread takes a piece of."""
-    lanes: int
-    """Threads side by side along a row."""
-    rows: int
-    """Threads above each other."""
+    block_rows: int
+    block_channels: int
+    """Channels of a thread block; what goes beyond hidden is left out."""
+    threads: int
+    """A divisor of the tile's vectors."""
 
     @staticmethod
     @cache
-    def best(hidden: int, x_bits: int, out_itemsize: int, narrow_blocks: bool, arch: Arch) -> "CastBackConfig":
-        """The configuration for a width, bits of a code, an output type, and blocks narrower than a piece or not."""
-        # H200, 8192 x 7168: two pieces of 4 bytes or less, e4m3 to fp32 72.6 us and e2m1 to fp32 68.7, to bf16 39.0;
-        # four 75.1, 69.4 and 39.7, eight 77.1, 72.3 and 39.4. Of 8 bytes, e4m3 to bf16, four take 44.4, two 45.2. 32
-        # bytes of the output in each thread take 112 and more: a store should write whole lines. Hints to the caches
-        # gain nothing. Narrow blocks need a sf for each channel, so more rows share them.
-        # fp32 of 128 x 1 takes 74.6 us with 4 pieces, 77.1 with 8.
-        vec = 16 // out_itemsize
-        pieces = 2 if vec * x_bits <= 32 else 4
-        if narrow_blocks:
-            pieces = 16 // out_itemsize
-        num_lanes = hidden // vec
-        if num_lanes <= 128:
+    def best(hidden: int, x_bits: int, out_dtype: torch.dtype, arch: Arch) -> "CastBackConfig":
+        """Up to 256 threads side by side, each with vectors of two or four rows; of narrow tensors, more rows.
+
+        H200, 8192 x 7168, the kernel before this one, which had such tiles: two vectors a thread for codes of 4 bytes
+        or less, e4m3 to fp32 72.6 µs and e2m1 to fp32 68.7; four 75.1 and 69.4. Of 8 bytes, e4m3 to bf16, four 44.4,
+        two 45.2. Two vectors side by side in a thread, 32 bytes of fp32, 112 and more.
+        """
+        vector = 16 // out_dtype.itemsize
+        rows_per_thread = 2 if vector * x_bits <= 32 else 4
+        num_vectors = hidden // vector
+        if num_vectors <= 128:
             # Whole warps, and a power of two, so that the rows of a tile lie in one block where blocks have many rows.
-            rows = 32 // gcd(num_lanes, 32)
-            while num_lanes * rows < 128:
+            rows = 32 // gcd(num_vectors, 32)
+            while num_vectors * rows < 128:
                 rows *= 2
-            return CastBackConfig(vec, pieces, num_lanes, rows)
-        least = ceil_div(num_lanes, 256)
-        for col_tiles in range(least, 2 * least + 1):
-            if num_lanes % (32 * col_tiles) == 0:
-                return CastBackConfig(vec, pieces, num_lanes // col_tiles, 1)
-        return CastBackConfig(vec, pieces, 32 * ceil_div(num_lanes, 32 * least), 1)
+            return CastBackConfig(rows * rows_per_thread, hidden, num_vectors * rows)
+        least = ceil_div(num_vectors, 256)
+        # A power of two of tiles in a row spares each thread a division.
+        counts = sorted(range(least, 2 * least + 1), key=lambda count: (count & (count - 1) != 0, count))
+        threads = next((num_vectors // count for count in counts if num_vectors % (32 * count) == 0), None)
+        if threads is None:
+            threads = 32 * ceil_div(num_vectors, 32 * least)
+        return CastBackConfig(rows_per_thread, threads * vector, threads)
 
 
-def _narrow(x_block_channels: int, hidden: int, vec: int) -> bool:
-    """Whether a piece may need several scale factors."""
-    return x_block_channels % vec != 0 and x_block_channels < hidden
-
-
-# Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+@kernel(pass_configs=_PASS_CONFIGS)
 def _cast_back_kernel(
-    x_dtype: torch.dtype,
-    alignment: int,
-    x_block_size: tuple[int, int],
-    sf_dtype: torch.dtype,
-    swizzled: bool,
-    hidden: int,
-    out_dtype: torch.dtype,
-    config: CastBackConfig,
-    arch: Arch,
+    quantized: QuantizedInput, hidden: int, out_dtype: torch.dtype, config: CastBackConfig, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
-    vec, pieces, lanes, rows = config.vec, config.pieces, config.lanes, config.rows
-    block_tokens, block_channels = x_block_size
-    x_fmt = _FORMATS[x_dtype]
-    half_of_e5m6 = x_fmt == "e5m6" and vec == 4
-    x_bytes = 8 if half_of_e5m6 else vec * BITS[x_fmt] // 8
-    x_words = ceil_div(x_bytes, 4)
-    x_element = _ELEMENTS[x_fmt]
-    out_element = T.dtype(out_dtype)
-    out_words = vec * out_dtype.itemsize // 4
-    threads = lanes * rows
-    tile_rows = rows * pieces
-    col_tiles = ceil_div(hidden, lanes * vec)
-    sf_cols = ceil_div(hidden, block_channels)
-    sf_per_piece = vec if _narrow(block_channels, hidden, vec) else 1
-    # Where a tile lies in one row of blocks, the pieces of a thread have their scale factors in common.
-    sf_pieces = 1 if block_tokens % tile_rows == 0 else pieces
-    packed = sf_dtype is torch.int32
-    is_nvfp4 = sf_dtype is torch.float8_e4m3fn
-    load = load_codes_macro(x_element, pieces, x_bytes, min(alignment, 4 if half_of_e5m6 else 16))
-    assert threads % 32 == 0
-    assert hidden % vec == 0
-    assert out_words % 4 == 0
+    from tk_quant.lib.e5m6_words import decode_e5m6, load_e5m6, words_of_vector
+    from tk_quant.lib.scales_io import float_of_ue8m0, scale_bytes, scale_place, scales_type
 
+    block_rows, block_channels, threads = config.block_rows, config.block_channels, config.threads
+    vector, num_tiles = 16 // out_dtype.itemsize, ceil_div(hidden, block_channels)
+    vectors, num_words = block_channels // vector, words_of_vector(vector)
+    dtype, alignment, layout, is_nvfp4 = quantized.dtype, quantized.alignment, quantized.layout, quantized.is_nvfp4
+    # Rows and channels of a tile that surely have one scale factor.
+    block_tokens, channels_of_sf = quantized.block_size
+    sf_rows = block_rows if block_tokens % block_rows == 0 else 1
+    sf_channels = vector if channels_of_sf % vector == 0 or channels_of_sf >= hidden else 1
+    sf_dtype = "float8_e4m3fn" if is_nvfp4 else "float8_e8m0fnu"
+    has_exponents = not is_nvfp4 and layout is not ScaleLayout.COL_MAJOR
+    sf_code_dtype = "uint8" if has_exponents else sf_dtype if is_nvfp4 else "float32"
     num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride")
-    x_type = T.StridedTensor((num_tokens, hidden * BITS[x_fmt] // 8), (x_stride, 1), x_element)
-    sf_rows = T.dynamic("sf_rows")
-    if swizzled:
-        sf_element = "float8_e4m3fn" if is_nvfp4 else "float8_e8m0fnu"
-        sf_type = T.Tensor((sf_rows, ceil_div(sf_cols, 4), 32, 4, 4), sf_element)
-    elif is_nvfp4:
-        sf_type = T.Tensor((sf_rows, sf_cols), "float8_e4m3fn")
-    else:
-        sf_row_stride, sf_col_stride = T.dynamic("sf_row_stride"), T.dynamic("sf_col_stride")
-        sf_type = T.StridedTensor(
-            (sf_rows, ceil_div(sf_cols, 4) if packed else sf_cols),
-            (sf_row_stride, sf_col_stride),
-            "int32" if packed else "float32",
-        )
-    out_type = T.Tensor((num_tokens, hidden), out_element)
+
+    def of_channel(row: Any, channel: Any) -> tuple[Any, Any]:
+        index = (row * block_channels + channel) // vector
+        return index % threads, index // threads * vector + channel % vector
+
+    def of_word(row: Any, column: Any, word: Any) -> tuple[Any, Any]:
+        index = row * vectors + column
+        return index % threads, index // threads * num_words + word
 
     @T.macro
-    def load_piece(x: T.Buffer, words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if half_of_e5m6:
-            load(x, words, piece, row, col // 8 * 12 + col // 4 % 2 * 4, valid)
-        else:
-            load(x, words, piece, row, col * BITS[x_fmt] // 8, valid)
+    def load_values(x: T.Buffer, values: T.Buffer, token: T.int32, channel: T.int32) -> None:
+        """float32 values of a tile's codes."""
+        e4m3 = T.alloc_fragment(values.shape, "float8_e4m3fn")
+        T.annotate_layout({e4m3: T.Fragment(values.shape, forward_fn=of_channel)})
+        if dtype is torch.uint8:
+            words = T.alloc_fragment((block_rows, vectors, num_words), "uint32")
+            T.annotate_layout({words: T.Fragment(words.shape, forward_fn=of_word)})
+            load_e5m6(x, words, token, channel // vector, alignment)
+            decode_e5m6(words, values, channel // vector)
+        elif dtype is torch.int8:
+            e2m1 = T.alloc_fragment(values.shape, "float4_e2m1fn")
+            T.annotate_layout({e2m1: T.Fragment(values.shape, forward_fn=of_channel)})
+            codes = T.view(x, (num_tokens, hidden), "float4_e2m1fn", strides=(2 * x_stride, 1))
+            T.copy(codes[token : token + block_rows, channel : channel + block_channels], e2m1)
+            T.copy(e2m1, e4m3)
+            T.copy(e4m3, values)
+        elif alignment >= 4:
+            T.copy(x[token : token + block_rows, channel : channel + block_channels], e4m3)
+            T.copy(e4m3, values)
+        else:  # bytes put together to words would go through local memory
+            T.copy(x[token : token + block_rows, channel : channel + block_channels], values)
 
     @T.macro
-    def load_sf(x_sf: T.Buffer, sf: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        word = T.alloc_var("uint32")
-        for j in T.unroll(sf_per_piece):
-            sf_row, sf_col = row // block_tokens, (col + j) // block_channels
-            if swizzled:
-                word = T.ldg32(x_sf[sf_row // 128, sf_col // 4, sf_row % 32, sf_row % 128 // 32, 0], pred=valid)
-            elif is_nvfp4:
-                word = load_8_bits(T.address_of(x_sf[sf_row, sf_col]), valid)
-            else:
-                word = T.ldg32(x_sf[sf_row, sf_col // 4 if packed else sf_col], pred=valid)
-            if is_nvfp4:
-                code = word >> T.cast(sf_col % 4 * 8, "uint32") if swizzled else word
-                sf[piece, j] = decode_e4m3(code)
-            elif packed or swizzled:
-                sf[piece, j] = decode_ue8m0(word, sf_col % 4)
-            else:
-                sf[piece, j] = T.reinterpret(word, "float32")
-
-    @T.macro
-    def decode_piece(words: T.Buffer, values: T.Buffer, piece: int, col: T.int32) -> None:
-        if x_fmt == "e4m3":
-            elements = T.view(words, (pieces, vec), x_element)
-            for j in T.vectorized(vec):
-                values[j] = T.cast(elements[piece, j], "float32")
-        elif x_fmt == "e2m1":
-            for j in T.unroll(vec // 4):
-                codes = words[piece, j // 2] if j % 2 == 0 else words[piece, j // 2] >> T.uint32(16)
-                decode_e2m1x4(codes, T.address_of(values[4 * j]))
-        elif half_of_e5m6:
-            shift = T.cast(col // 4 % 2 * 16, "uint32")
-            high = funnel_shift_left(words[piece, 1], words[piece, 0], shift)
-            decode_e5m6x4(high, words[piece, 1] << shift, T.address_of(values[0]))
-        else:
-            for j in T.unroll(vec // 8):
-                w0, w1, w2 = words[piece, 3 * j], words[piece, 3 * j + 1], words[piece, 3 * j + 2]
-                decode_e5m6x4(w0, w1, T.address_of(values[8 * j]))
-                w1 = (w1 << T.uint32(16)) | (w2 >> T.uint32(16))
-                decode_e5m6x4(w1, w2 << T.uint32(16), T.address_of(values[8 * j + 4]))
-
-    @T.macro
-    def store_piece(
-        values: T.Buffer,
-        sf: T.Buffer,
-        tensor_sf: T.float32,
-        out: T.Buffer,
-        piece: int,
-        row: T.int32,
-        col: T.int32,
-        valid: T.bool,
-    ) -> None:
-        rounded = T.alloc_local((vec,), out_element)
-        for j in T.unroll(vec):
-            values[j] = values[j] * sf[piece % sf_pieces, j % sf_per_piece]
-            if is_nvfp4:
-                values[j] = values[j] * tensor_sf
-        for j in T.vectorized(vec):
-            rounded[j] = T.cast(values[j], out_element)
-        rounded_words = T.view(rounded, (out_words,), "uint32")
-        for j in T.unroll(out_words // 4):
-            T.stg128(out[row, col + j * (vec * 4 // out_words)], rounded_words[4 * j : 4 * j + 4], pred=valid)
-
-    @T.macro
-    def cast_tile(x: T.Buffer, x_sf: T.Buffer, tensor_sf: T.float32, out: T.Buffer, block: T.int32) -> None:
-        thread = T.get_thread_binding()
-        first_row = (block // col_tiles) * tile_rows + thread // lanes
-        col = ((block % col_tiles) * lanes + thread % lanes) * vec
-        inside = col < hidden
-        words = T.alloc_local((pieces, x_words), "uint32")
-        sf = T.alloc_local((sf_pieces, sf_per_piece), "float32")
-        values = T.alloc_local((vec,), "float32")
-        for i in T.unroll(pieces):
-            load_piece(x, words, i, first_row + i * rows, col, inside and first_row + i * rows < num_tokens)
-        for i in T.unroll(sf_pieces):
-            load_sf(x_sf, sf, i, first_row + i * rows, col, inside and first_row + i * rows < num_tokens)
-        for i in T.unroll(pieces):
-            row = first_row + i * rows
-            decode_piece(words, values, i, col)
-            store_piece(values, sf, tensor_sf, out, i, row, col, inside and row < num_tokens)
-
-    num_blocks = T.ceildiv(num_tokens, tile_rows) * col_tiles
-
-    if is_nvfp4:
-
-        @T.prim_func
-        def cast_back_nvfp4(x: x_type, x_sf: sf_type, tensor_sf: T.Tensor((1,), "float32"), out: out_type) -> None:
-            with T.Kernel(num_blocks, threads=threads) as block:
-                cast_tile(x, x_sf, tensor_sf[0], out, block)
-
-        return cast_back_nvfp4
+    def load_sf(x_sf: T.Buffer, sf: T.Buffer, token: T.int32, channel: T.int32) -> None:
+        """float32 scale factors of a tile's blocks."""
+        codes = T.alloc_fragment(sf.shape, sf_code_dtype)
+        places = x_sf if is_nvfp4 else scale_bytes(x_sf, layout)
+        for i, j in T.Parallel(*sf.shape):
+            row, col = (token + i * sf_rows) // block_tokens, (channel + j * sf_channels) // channels_of_sf
+            codes[i, j] = places[scale_place(row, col, layout)]
+        for i, j in T.Parallel(*sf.shape):
+            sf[i, j] = float_of_ue8m0(codes[i, j]) if has_exponents else T.cast(codes[i, j], "float32")
 
     @T.prim_func
-    def cast_back(x: x_type, x_sf: sf_type, out: out_type) -> None:
-        with T.Kernel(num_blocks, threads=threads) as block:
-            cast_tile(x, x_sf, T.float32(1), out, block)
+    def cast_back(
+        x: T.StridedTensor((num_tokens, hidden * quantized.bits // 8), (x_stride, 1), T.dtype(dtype)),
+        x_sf: scales_type(T.dynamic("sf_rows"), ceil_div(hidden, channels_of_sf), layout, sf_dtype),
+        tensor_sf: T.Tensor((1,), "float32"),
+        out: T.Tensor((num_tokens, hidden), T.dtype(out_dtype)),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, block_rows) * num_tiles, threads=threads) as block:
+            T.assume(x_stride % alignment == 0)
+            token, channel = block // num_tiles * block_rows, block % num_tiles * block_channels
+            values = T.alloc_fragment((block_rows, block_channels), "float32")
+            rounded = T.alloc_fragment(values.shape, T.dtype(out_dtype))
+            sf = T.alloc_fragment((block_rows // sf_rows, block_channels // sf_channels), "float32")
+            T.annotate_layout({each: T.Fragment(each.shape, forward_fn=of_channel) for each in (values, rounded)})
+
+            load_values(x, values, token, channel)
+            load_sf(x_sf, sf, token, channel)
+            for i, j in T.Parallel(block_rows, block_channels):
+                value = values[i, j] * sf[i // sf_rows, j // sf_channels]
+                rounded[i, j] = T.cast(value * tensor_sf[0] if is_nvfp4 else value, T.dtype(out_dtype))
+            T.copy(rounded, out[token : token + block_rows, channel : channel + block_channels])
 
     return cast_back
 
@@ -284,25 +229,9 @@ def _cast_back_out(
         return
     arch = get_arch(x.device)
     hidden, out_dtype = out.shape[1], out.dtype
-    itemsize = out_dtype.itemsize
-    narrow = _narrow(x_block_channels, hidden, 16 // itemsize)
-    config = CastBackConfig.best(hidden, BITS[_FORMATS[x.dtype]], itemsize, narrow, arch)
-    launch = _cast_back_kernel(
-        x.dtype,
-        check.row_alignment(x),
-        (x_block_tokens, x_block_channels),
-        x_sf.dtype,
-        x_sf.ndim == 5,
-        hidden,
-        out_dtype,
-        config,
-        arch,
-    )
-    x_sf = aligned(x_sf, 4)  # Swizzled ones are bytes, read by fours.
-    if tensor_sf is None:
-        launch(x, x_sf, out)
-    else:
-        launch(x, x_sf, tensor_sf, out)
+    quantized = QuantizedInput.of(x, x_sf, (x_block_tokens, x_block_channels))
+    config = CastBackConfig.best(hidden, quantized.bits, out_dtype, arch)
+    _cast_back_kernel(quantized, hidden, out_dtype, config, arch)(x, aligned(x_sf, 16), tensor_sf, out)
 
 
 def check_pair(

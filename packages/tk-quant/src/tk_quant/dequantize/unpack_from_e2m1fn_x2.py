@@ -1,6 +1,10 @@
 """unpack_from_e2m1fn_x2: each byte to the two floats that its nibbles stand for, the low one first.
 
-A thread takes what becomes 16 bytes, `pieces` times, a block's width apart.
+Tensors are taken as flat. A thread has some vectors, neighbouring values that are 16 bytes of the output, a thread
+block's width apart:
+
+    x      [ thread 0 | thread 1 | … | thread 0 | … ]      each field 2 or 4 bytes
+    out    [ thread 0 | thread 1 | … | thread 0 | … ]      and 16
 """
 
 from dataclasses import dataclass
@@ -12,11 +16,11 @@ import torch
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.device.memory import load_16_bits
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.device.fp4 import decode_e2m1x4
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
 
 _FLOAT4_DTYPE = getattr(torch, "float4_e2m1fn_x2", None)
 _DTYPES = (torch.int8, torch.uint8) + ((_FLOAT4_DTYPE,) if _FLOAT4_DTYPE is not None else ())
@@ -28,78 +32,56 @@ class UnpackConfig:
     """Launch knobs."""
 
     threads: int
-    pieces: int
-    """Pieces of a thread, each 16 bytes of the output."""
+    vectors_per_thread: int
+    """Vectors of a thread, all loaded before the first is stored."""
 
     @staticmethod
     @cache
     def best(arch: Arch) -> "UnpackConfig":
         """The configuration for an architecture."""
         # Untuned.
-        return UnpackConfig(threads=256, pieces=4)
+        return UnpackConfig(threads=256, vectors_per_thread=4)
 
 
-# Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def _unpack_kernel(ndim: int, aligned: bool, out_dtype: torch.dtype, config: UnpackConfig, arch: Arch) -> Any:
+@kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True})
+def _unpack_kernel(ndim: int, out_dtype: torch.dtype, config: UnpackConfig, arch: Arch) -> Any:
     import tilelang.language as T
 
-    threads, pieces = config.threads, config.pieces
-    vec = 16 // out_dtype.itemsize
-    piece_bytes = vec // 2
-    tile_bytes = threads * pieces * piece_bytes
-    out_element = T.dtype(out_dtype)
+    threads, vectors = config.threads, config.threads * config.vectors_per_thread
+    vector, dtype = 16 // out_dtype.itemsize, T.dtype(out_dtype)
     # The host passes tensors as they are, for a flat view would cost it more than the launch's other checks.
     leading = tuple(T.dynamic(f"size_{i}") for i in range(ndim - 1))
     row_bytes, row_values = T.dynamic("row_bytes"), T.dynamic("row_values")
-    num_bytes, num_values = (
-        reduce(mul, (T.cast(size, "int64") for size in (*leading, last))) for last in (row_bytes, row_values)
-    )
+    num_bytes = reduce(mul, (T.cast(size, "int64") for size in (*leading, row_bytes)))
+    num_vectors = num_bytes // (vector // 2)
+
+    def in_turn(index: Any, place: Any) -> tuple[Any, Any]:
+        return index % threads, index // threads * vector + place
 
     @T.macro
-    def convert(word: T.uint32, rounded: T.Buffer) -> None:
-        values = T.alloc_local((vec,), "float32")
-        for j in T.unroll(vec // 4):
-            decode_e2m1x4(word if j == 0 else word >> T.uint32(16), T.address_of(values[4 * j]))
-        for j in T.vectorized(vec):
-            rounded[j] = T.cast(values[j], out_element)
+    def unpack(x: T.Buffer, out: T.Buffer, first: T.int64, shape: tuple[int, int]) -> None:
+        """Rows of x from `first` on, as floats to out: as many as a tile of this shape has, or as there are."""
+        e2m1, e4m3 = T.alloc_fragment(shape, "float4_e2m1fn"), T.alloc_fragment(shape, "float8_e4m3fn")
+        floats = T.alloc_fragment(shape, dtype)
+        T.annotate_layout({each: T.Fragment(shape, forward_fn=in_turn) for each in (e2m1, e4m3, floats)})
+        T.copy(x[first : first + shape[0], :], e2m1)
+        T.copy(e2m1, e4m3)
+        T.copy(e4m3, floats)
+        T.copy(floats, out[first : first + shape[0], :])
 
     @T.prim_func
     def unpack_from_e2m1fn_x2(
-        packed: T.Tensor((*leading, row_bytes), "int8"), floats: T.Tensor((*leading, row_values), out_element)
+        x: T.Tensor((*leading, row_bytes), "int8"), out: T.Tensor((*leading, row_values), dtype)
     ) -> None:
-        with T.Kernel(T.cast(T.ceildiv(num_bytes, T.int64(tile_bytes)), "int32"), threads=threads) as block:
-            x = T.view(packed, (num_bytes,))
-            out = T.view(floats, (num_values,))
-            thread = T.get_thread_binding()
-            first = T.cast(block, "int64") * tile_bytes + thread * piece_bytes
-            words = T.alloc_local((pieces,), "uint32")
-            rounded = T.alloc_local((vec,), out_element)
-            rounded_words = T.view(rounded, (4,), "uint32")
-            elements = T.view(words, (pieces, 4), "int8")
-            for i in T.unroll(pieces):
-                start = first + i * (threads * piece_bytes)
-                if aligned and piece_bytes == 4:
-                    words[i] = T.ldg32(x[start], pred=start + piece_bytes <= num_bytes)
-                elif aligned:
-                    words[i] = load_16_bits(T.address_of(x[start]), start + piece_bytes <= num_bytes)
-                elif start + piece_bytes <= num_bytes:
-                    for j in T.unroll(piece_bytes):
-                        elements[i, j] = x[start + j]
-            for i in T.unroll(pieces):
-                start = first + i * (threads * piece_bytes)
-                if start + piece_bytes <= num_bytes:
-                    convert(words[i], rounded)
-                    T.stg128(out[2 * start], rounded_words[0:4])
-                elif start < num_bytes:
-                    words[i] = T.uint32(0)
-                    for j in T.unroll(piece_bytes - 1):
-                        if start + j < num_bytes:
-                            elements[i, j] = x[start + j]
-                    convert(words[i], rounded)
-                    for j in T.unroll(vec - 2):
-                        if 2 * start + j < num_values:
-                            out[2 * start + j] = rounded[j]
+        with T.Kernel(T.cast(T.ceildiv(num_bytes, vectors * vector // 2), "int32"), threads=threads) as block:
+            first = T.cast(block, "int64") * vectors
+            x_vectors = T.Tensor((num_vectors, vector), "float4_e2m1fn", x.data)
+            out_vectors = T.Tensor((num_vectors, vector), dtype, out.data)
+            unpack(x_vectors, out_vectors, first, (vectors, vector))
+            if first + vectors >= num_vectors:  # what is left, fewer bytes than a vector has
+                x_bytes = T.Tensor((num_bytes, 2), "float4_e2m1fn", x.data)
+                out_pairs = T.Tensor((num_bytes, 2), dtype, out.data)
+                unpack(x_bytes, out_pairs, num_vectors * (vector // 2), (vector // 2, 2))
 
     return unpack_from_e2m1fn_x2
 
@@ -115,10 +97,7 @@ def _unpack_out(x: torch.Tensor, out: torch.Tensor) -> None:
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
-    out_dtype = out.dtype
-    # Contiguous, so that only its start matters.
-    aligned = x.data_ptr() % (8 // out_dtype.itemsize) == 0
-    _unpack_kernel(x.ndim, aligned, out_dtype, UnpackConfig.best(arch), arch)(x, out)
+    _unpack_kernel(x.ndim, out.dtype, UnpackConfig.best(arch), arch)(aligned(x, 4), out)
 
 
 @replayable

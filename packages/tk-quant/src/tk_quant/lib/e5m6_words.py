@@ -1,0 +1,49 @@
+"""e5m6 codes in registers: loaded as words, and made floats.
+
+Eight codes of 12 bits are three words. The first four are the upper 48 bits of words 0 and 1, the others the lower 48
+bits of words 1 and 2. So a vector of eight codes takes three words, and one of four takes two, of which it shares one.
+
+Kernels import this module in their builder, as it imports TileLang.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+
+def words_of_vector(vector: int) -> int:
+    """Words that hold a vector of 4 or 8 codes."""
+    return {4: 2, 8: 3}[vector]
+
+
+def _first_word(vector_index: Any, num_words: int) -> Any:
+    """Where in a row the words of a vector begin."""
+    return vector_index * 3 if num_words == 3 else vector_index // 2 * 3 + vector_index % 2
+
+
+@T.macro
+def load_e5m6(x: T.Buffer, words: T.Buffer, row: T.int32, first_vector: T.int32, alignment: int) -> None:
+    """Load uint32 words (rows, vectors, words of a vector) of x, uint8 with rows on multiples of `alignment` bytes."""
+    for i, j, k in T.Parallel(*words.shape):
+        index = _first_word(first_vector + j, words.shape[2]) + k
+        if alignment >= 4:
+            shape, strides = (x.shape[0], x.shape[1] // 4), (x.strides[0] // 4, 1)
+            words[i, j, k] = T.view(x, shape, "uint32", strides=strides)[row + i, index]
+        else:
+            of_bytes = [T.cast(x[row + i, index * 4 + byte], "uint32") << T.uint32(8 * byte) for byte in range(4)]
+            words[i, j, k] = of_bytes[0] | of_bytes[1] | of_bytes[2] | of_bytes[3]
+
+
+@T.macro
+def decode_e5m6(words: T.Buffer, values: T.Buffer, first_vector: T.int32) -> None:
+    """float32 values (rows, channels) of words; a code is the upper 12 bits of a float16."""
+    num_words, vector = words.shape[2], values.shape[1] // words.shape[1]
+    for i, j in T.Parallel(words.shape[0], words.shape[1]):
+        of_vector = T.alloc_local((num_words,), "uint64")
+        for k in T.unroll(num_words):
+            of_vector[k] = T.cast(words[i, j, k], "uint64")
+        for k in T.unroll(vector):
+            skipped = k // 4 * 16 if vector == 8 else (first_vector + j) % 2 * 16
+            four = (of_vector[k // 4] << T.uint64(32) | of_vector[k // 4 + 1]) << T.cast(skipped + k % 4 * 12, "uint64")
+            bits = T.cast(four >> T.uint64(48), "uint16") & T.uint16(0xFFF0)
+            values[i, j * vector + k] = T.cast(T.reinterpret(bits, "float16"), "float32")
