@@ -3,13 +3,13 @@
 Shapes (num_rows, num_cols) → (num_cols, num_rows), with a leading batch dimension in the batched form. Any dtype of 1,
 2 or 4 bytes; num_rows and num_cols are multiples of 16, rows of x may be strided.
 
-A tile goes through shared memory in chunks of 16 bytes, 8 chunks or more of as many rows as 8 chunks have elements:
+A tile goes through shared memory, and from there, transposed, through registers. A chunk is 16 bytes, `side` elements:
 
       x: a chunk a thread                     shared memory                    out: a chunk a thread
-        ┌────┬────┬─  ─┬────┐          a lane takes 4 bytes of `side`            ┌────┬────┬─  ─┬────┐
-        │ t0 │ t1 │ …  │ t15│          rows, and turns them in registers         │ t0 │ t1 │ …  │ t7 │
-        ├────┼────┼─  ─┼────┤    ──►   into 16 bytes (`side` elements) of   ──►  ├────┼────┼─  ─┼────┤
-        │ t16│ t17│ …  │ t31│          4, 2 or 1 columns                         │ t8 │ t9 │ …  │ t15│
+        ┌────┬────┬─  ─┬────┐            a thread reads a word of each           ┌────┬────┬─  ─┬────┐
+        │ t0 │ t1 │ …  │ t15│            of `side` rows and makes the            │ t0 │ t1 │ …  │ t7 │
+        ├────┼────┼─  ─┼────┤    ──►     chunks of 4, 2 or 1 columns of  ──►     ├────┼────┼─  ─┼────┤
+        │ t16│ t17│ …  │ t31│            them                                    │ t8 │ t9 │ …  │ t15│
         └────┴────┴─  ─┴────┘                                                    └────┴────┴─  ─┴────┘
     a warp loads 256 contiguous bytes                                 and stores 128 contiguous bytes
     of 2 rows at a time,                                              of 4 columns at a time.
@@ -21,7 +21,8 @@ all the same, each brings the tile of a later block into L2.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -34,13 +35,15 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.device.async_copy import copy_async, wait_for_copies
+from tk_core.tiles import DIRECT_COPIES
 
 _DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8, torch.bool),
     *(torch.bfloat16, torch.float16, torch.int16, torch.uint16),
     *(torch.float32, torch.int32, torch.uint32),
 )
+
+_MAX_BATCH = 65535  # the third dimension of a grid
 
 
 @dataclass(frozen=True)
@@ -72,120 +75,96 @@ class TransposeConfig:
         return TransposeConfig(groups=16, chunks=16, threads=256, blocks=2 if itemsize == 2 else 3, ahead=arch.num_sms)
 
 
-# Chunks are whole, so the guards around them are all the bounds checking there is to do.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+@kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True})
 def _transpose_kernel(
     num_cols: int, dtype: torch.dtype, alignment: int, batched: bool, config: TransposeConfig, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
-    itemsize = dtype.itemsize
+    itemsize, threads, warps = dtype.itemsize, config.threads, config.threads // 32
     side, per_word = 16 // itemsize, 4 // itemsize
-    groups, chunks, threads = config.groups, config.chunks, config.threads
-    tile_rows, tile_cols = groups * side, chunks * side
-    lines = tile_rows * chunks // 8  # of 128 bytes
-    col_tiles = ceil_div(num_cols, tile_cols)
+    tile_rows, tile_cols, tile_words = config.groups * side, config.chunks * side, config.chunks * 4
     # A tile keeps as much shared memory as there is for one of `blocks`, 1 KB of which the driver takes.
-    kept_rows = max(tile_rows, ((arch.max_shared_memory + 1024) // config.blocks - 1024) // (chunks * 16))
-    element = T.dtype(dtype)
-    batch, num_rows = T.dynamic("batch"), T.dynamic("num_rows")
-    batch_stride, row_stride = T.dynamic("batch_stride"), T.dynamic("row_stride")
-    row_tiles = T.ceildiv(num_rows, tile_rows)
+    kept_rows = max(tile_rows, ((arch.max_shared_memory + 1024) // config.blocks - 1024) // (config.chunks * 16))
+    num_rows, row_stride = T.dynamic("num_rows"), T.dynamic("row_stride")
+    batch, batch_stride = (T.dynamic("batch"), T.dynamic("batch_stride")) if batched else (1, 0)
+    leading, leading_strides = ((batch,), (batch_stride,)) if batched else ((), ())
+    row_tiles, col_tiles = T.ceildiv(num_rows, tile_rows), ceil_div(num_cols, tile_cols)
+
+    def swizzled(row: Any, word: Any) -> tuple[Any, Any]:
+        return row, (word // 4 ^ (row // side % 8)) * 4 + word % 4
+
+    def of_warps(col: Any, group: Any, word: Any) -> tuple[Any, Any]:
+        """A warp has eight groups of rows side by side, of all columns of a chunk."""
+        turn = col // side * (config.groups // 8) + group // 8
+        thread = turn % warps * 32 + col % side // per_word * 8 + group % 8
+        return thread, (turn // warps * per_word + col % per_word) * 4 + word
+
+    def words_of(x: T.Buffer) -> T.Buffer:
+        shape, strides = (batch, num_rows, num_cols // per_word), (batch_stride // per_word, row_stride // per_word, 1)
+        return T.view(x, shape, "uint32", strides=strides)
+
+    def transposed_word(tile: T.Buffer, col: Any, row: Any) -> Any:
+        """The elements of a column in as many rows as they make a word, from `row` on."""
+        words = [tile[row + i, col // per_word] for i in range(per_word)]
+        if itemsize == 4:
+            return words[0]
+        if itemsize == 2:
+            return byte_perm(*words, 0x5410 + col % 2 * 0x2222)
+        # Byte 0 of rows 0 and 1, and byte 1 of these; or bytes 2 and 3.
+        selector = 0x5140 + col % 4 // 2 * 0x2222
+        pairs = [byte_perm(*words[i : i + 2], selector) for i in (0, 2)]
+        return byte_perm(*pairs, 0x5410 + col % 2 * 0x2222)
 
     @T.macro
-    def copy(x: T.Buffer, tile: T.Buffer, row: T.int32, chunk: T.int32, x_at: tuple, wanted: T.bool) -> None:
-        place = (chunk ^ (row // side % 8)) * 4
+    def load_tile(x: T.Buffer, tile: T.Buffer, index: T.int32, row: T.int32, col: T.int32) -> None:
         if alignment >= 4:
-            for i in T.unroll(16 // alignment):
-                copy_async(
-                    T.access_ptr(tile[row, place + i * (alignment // 4)], "w"),
-                    T.access_ptr(x[(*x_at[:-1], x_at[-1] + i * (alignment // itemsize))], "r"),
-                    wanted,
-                    alignment,
-                )
-        elif wanted:
-            elements = T.view(tile, (kept_rows, tile_cols), element)
-            for i in T.unroll(side):
-                elements[row, place * per_word + i] = x[(*x_at[:-1], x_at[-1] + i)]
+            words, word = words_of(x), col // per_word
+            T.async_copy(words[index, row : row + tile_rows, word : word + tile_words], tile[0:tile_rows, :])
+        else:
+            elements = T.view(
+                x, (batch, num_rows, num_cols), f"uint{8 * itemsize}", strides=(batch_stride, row_stride, 1)
+            )
+            for i, j in T.Parallel(tile_rows, tile_words):
+                parts = [T.cast(elements[index, row + i, col + j * per_word + k], "uint32") for k in range(per_word)]
+                shifted = [part << T.uint32(8 * itemsize * k) for k, part in enumerate(parts)]
+                tile[i, j] = reduce(or_, shifted)
 
     @T.macro
-    def turn(words: T.Buffer, turned: T.Buffer) -> None:
-        pairs = T.alloc_local((4,), "uint32")
-        for i in T.unroll(4):
-            if itemsize == 4:
-                turned[0, i] = words[i]
-            elif itemsize == 2:
-                for j in T.unroll(2):
-                    turned[j, i] = byte_perm(words[2 * i], words[2 * i + 1], 0x5410 + 0x2222 * j)
-            else:
-                for j in T.unroll(4):  # columns 0 and 1 of rows 0 and 1, then of rows 2 and 3, then columns 2 and 3
-                    first = 4 * i + j % 2 * 2
-                    pairs[j] = byte_perm(words[first], words[first + 1], 0x5140 + 0x2222 * (j // 2))
-                for j in T.unroll(4):
-                    turned[j, i] = byte_perm(pairs[j // 2 * 2], pairs[j // 2 * 2 + 1], 0x5410 + 0x2222 * (j % 2))
-
-    @T.macro
-    def transpose_tile(x: T.Buffer, out: T.Buffer, row_tile: T.int32, col_tile: T.int32, prefix: tuple) -> None:
-        # Checked by the op: what vector accesses need to know of the strides.
-        T.assume(num_rows % 16 == 0)
-        T.assume(row_stride % max(alignment // itemsize, 1) == 0)
-        T.assume(batch_stride % max(alignment // itemsize, 1) == 0)
-        thread = T.get_thread_binding()
-        tile = T.alloc_shared((kept_rows, chunks * 4), "uint32")
-        for i in T.unroll(tile_rows * chunks // threads):
-            row = (i * threads + thread) // chunks
-            chunk = (i * threads + thread) % chunks
-            x_row, x_col = row_tile * tile_rows + row, col_tile * tile_cols + chunk * side
-            copy(x, tile, row, chunk, (*prefix, x_row, x_col), x_row < num_rows and x_col < num_cols)
-        if config.ahead:
-            later = T.alloc_var("int32")
-            later = col_tile * row_tiles + row_tile + config.ahead
-            for i in T.unroll(ceil_div(lines, threads)):
-                row = T.truncmod(later, row_tiles) * tile_rows + (i * threads + thread) // (chunks // 8)
-                col = T.truncdiv(later, row_tiles) * tile_cols + (i * threads + thread) % (chunks // 8) * (8 * side)
-                if i * threads + thread < lines and row < num_rows and col < num_cols:
-                    prefetch_line(T.access_ptr(x[(*prefix, row, col)], "r"))
-        wait_for_copies()
-        T.sync_threads()
-        lane = thread % 32
-        words = T.alloc_local((side,), "uint32")
-        turned = T.alloc_local((per_word, 4), "uint32")
-        for i in T.unroll(groups * chunks * 4 // threads):
-            turn_of_warp = i * (threads // 32) + thread // 32
-            group = turn_of_warp % (groups // 8) * 8 + lane % 8
-            chunk = turn_of_warp // (groups // 8)
-            row = row_tile * tile_rows + group * side
-            col = col_tile * tile_cols + chunk * side + lane // 8 * per_word
-            if row < num_rows and col < num_cols:
-                for j in T.unroll(side):
-                    words[j] = tile[group * side + j, (chunk ^ (group % 8)) * 4 + lane // 8]
-                turn(words, turned)
-                for j in T.unroll(per_word):
-                    T.stg128(out[(*prefix, col + j, row)], turned[j, 0:4])
-
-    if batched:
-
-        @T.prim_func
-        def batched_transpose(
-            x: T.StridedTensor((batch, num_rows, num_cols), (batch_stride, row_stride, 1), element),
-            out: T.Tensor((batch, num_cols, num_rows), element),
-        ) -> None:
-            with T.Kernel(row_tiles * col_tiles * batch, threads=threads) as block:
-                # Variables, for TileLang would divide anew at each use.
-                row_tile, other = T.alloc_var("int32"), T.alloc_var("int32")
-                row_tile = T.truncmod(block, row_tiles)
-                other = T.truncdiv(block, row_tiles)
-                transpose_tile(x, out, row_tile, T.truncmod(other, col_tiles), (T.truncdiv(other, col_tiles),))
-
-        return batched_transpose
+    def prefetch_tile(x: T.Buffer, index: T.int32, row_tile: T.int32, col_tile: T.int32) -> None:
+        """Bring the tile of the block `config.ahead` later into L2, if that has another tile of the same matrix."""
+        words, later = words_of(x), T.alloc_var("int32")
+        later = col_tile * row_tiles + row_tile + config.ahead
+        for i, j in T.Parallel(tile_rows, config.chunks // 8):
+            row = T.truncmod(later, row_tiles) * tile_rows + i
+            word = T.truncdiv(later, row_tiles) * tile_words + j * 32
+            if row < num_rows and word < num_cols // per_word:
+                prefetch_line(T.access_ptr(words[index, row, word], "r"))
 
     @T.prim_func
     def transpose(
-        x: T.StridedTensor((num_rows, num_cols), (row_stride, 1), element),
-        out: T.Tensor((num_cols, num_rows), element),
+        x: T.StridedTensor((*leading, num_rows, num_cols), (*leading_strides, row_stride, 1), T.dtype(dtype)),
+        out: T.Tensor((*leading, num_cols, num_rows), T.dtype(dtype)),
     ) -> None:
-        with T.Kernel(row_tiles, col_tiles, threads=threads) as (row_tile, col_tile):
-            transpose_tile(x, out, row_tile, col_tile, ())
+        with T.Kernel(row_tiles, col_tiles, batch, threads=threads) as (row_tile, col_tile, index):
+            # Checked by the op: what vector accesses need to know of the strides.
+            T.assume(row_stride % max(alignment // itemsize, 1) == 0)
+            T.assume(batch_stride % max(alignment // itemsize, 1) == 0)
+            tile = T.alloc_shared((kept_rows, tile_words), "uint32")
+            transposed = T.alloc_fragment((tile_cols, config.groups, 4), "uint32")
+            T.annotate_layout({tile: T.Layout(tile.shape, swizzled)})
+            T.annotate_layout({transposed: T.Fragment(transposed.shape, forward_fn=of_warps)})
+
+            col, group = col_tile * tile_cols, row_tile * config.groups
+            load_tile(x, tile, index, row_tile * tile_rows, col)
+            if config.ahead:
+                prefetch_tile(x, index, row_tile, col_tile)
+            T.ptx_wait_group(0)
+            for i, j, k in T.Parallel(*transposed.shape):
+                transposed[i, j, k] = transposed_word(tile, i, j * side + k * per_word)
+            # num_rows is a multiple of 16.
+            chunks = T.Tensor((batch, num_cols, num_rows // side, 4), "uint32", out.data)
+            T.copy(transposed, chunks[index, col : col + tile_cols, group : group + config.groups, :])
 
     return transpose
 
@@ -203,7 +182,12 @@ def _transpose_out(x: torch.Tensor, out: torch.Tensor) -> None:
     num_cols, dtype = x.shape[-1], x.dtype
     arch = get_arch(x.device)
     config = TransposeConfig.best(dtype.itemsize, num_cols, arch)
-    _transpose_kernel(num_cols, dtype, check.row_alignment(x), x.ndim == 3, config, arch)(x, out)
+    launch = _transpose_kernel(num_cols, dtype, check.row_alignment(x), x.ndim == 3, config, arch)
+    if x.ndim == 2 or x.shape[0] <= _MAX_BATCH:
+        launch(x, out)
+    else:
+        for some, some_out in zip(x.split(_MAX_BATCH), out.split(_MAX_BATCH), strict=True):
+            launch(some, some_out)
 
 
 @replayable

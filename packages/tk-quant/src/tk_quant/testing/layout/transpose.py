@@ -127,6 +127,7 @@ BATCHED_SPEC = OpSpec(
         Case("bfloat16-3x48x80-odd-rows", make_strided((3, 48, 80), torch.bfloat16, 7, 3), small=True),
         Case("bfloat16-0x48x80", make((0, 48, 80), torch.bfloat16), small=True),
         Case("float8-e4m3fn-2x0x80", make((2, 0, 80), torch.float8_e4m3fn), small=True),
+        Case("uint8-65537x16x16-more-than-a-grid", make((65537, 16, 16), torch.uint8)),
         *(
             Case(f"{name_of(dtype)}-4x{tokens}x{hidden}", make((4, tokens, hidden), dtype))
             for dtype in _DTYPES
