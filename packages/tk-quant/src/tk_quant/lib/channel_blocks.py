@@ -8,14 +8,12 @@ it, as uint32 words of bfloat16 pairs or float32. The kernel has to place a barr
 from functools import cache
 from typing import Any
 
-from tk_core.device.memory import prefetch_line
 from tk_core.math import ceil_div
 from tk_quant.device.division import scale_of_amax
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.lib.quantize import LIMITS, float_bits
 
 TILE_ROWS = 128
-_LINE_BYTES = 128
 
 
 @cache
@@ -94,27 +92,3 @@ def channel_block_macros(
                     factors[block, channel] = T.reinterpret(scale[1], "float32")
 
     return take_amax, make_factors, (row_lanes, pitch)
-
-
-@cache
-def prefetch_macro(num_channels: int, itemsize: int, threads: int) -> Any:
-    """Macro `prefetch(x, row_tile, num_blocks, col)`: prefetch a share of x[:, col : col + num_channels] into L2.
-
-    For kernels that gather each row of x several times, and process all blocks of rows for one tile of channels before
-    the next tile: the `num_blocks` blocks of rows together prefetch the next tile. Does nothing where a thread would
-    have to prefetch more than one cache line.
-    """
-    import tilelang.language as T
-
-    lines = num_channels * itemsize // _LINE_BYTES
-
-    @T.macro
-    def prefetch(x: T.Buffer, row_tile: T.int32, num_blocks: T.int32, col: T.int32) -> None:
-        thread = T.get_thread_binding()
-        share = T.ceildiv(x.shape[0], num_blocks)
-        row, line_col = thread // lines, col + thread % lines * (_LINE_BYTES // itemsize)
-        token = row_tile * share + row
-        if share <= threads // lines and row < share and token < x.shape[0] and line_col < x.shape[1]:
-            prefetch_line(T.address_of(x[token, line_col]))
-
-    return prefetch

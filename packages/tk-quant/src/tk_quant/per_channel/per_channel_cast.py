@@ -32,8 +32,9 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.lib.channel_blocks import TILE_ROWS, channel_block_macros, prefetch_macro
-from tk_quant.lib.quantize import element, encode_macro, load_macro, store_codes_macro
+from tk_core.tiles import DIRECT_COPIES
+from tk_core.views import aligned
+from tk_quant.lib.channel_blocks import TILE_ROWS
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,6 @@ class PerChannelCastConfig:
     """Channels of a thread: 4, 8 or 16."""
     rows_first: bool
     """Whether neighbouring blocks take neighbouring rows, rather than channels."""
-    halves: int
-    """Half warps that share the work on a factor: 1, or 2 where there are threads for it."""
     blocks_per_sm: int
     """Blocks that registers must suffice for."""
 
@@ -57,25 +56,18 @@ class PerChannelCastConfig:
     @cache
     def best(itemsize: int, gathered: bool, arch: Arch) -> "PerChannelCastConfig":
         """The configuration for an input's element size, gathered rows or not, and an architecture."""
-        channels, rows, vec, halves, blocks_per_sm = {
-            (2, False): (128, 8, 8, 2, 4),
-            (2, True): (256, 16, 8, 1, 3),
-            (4, False): (128, 8, 4, 2, 2),
-            (4, True): (128, 16, 8, 1, 3),
+        channels, rows, vec, blocks_per_sm = {
+            (2, False): (128, 8, 8, 4),
+            (2, True): (256, 8, 8, 2),
+            (4, False): (128, 8, 4, 2),
+            (4, True): (128, 16, 8, 3),
         }[itemsize, gathered]
         if gathered and arch.sm != 90:
             blocks_per_sm = 2  # on sm_100a, nvcc spills up to 16 bytes of a thread to make room for three
-        return PerChannelCastConfig(channels, rows, vec, gathered, halves, blocks_per_sm)
+        return PerChannelCastConfig(channels, rows, vec, gathered, blocks_per_sm)
 
 
-# A thread's guards cover all that it does. With each shared array for one purpose only, the barriers below are enough.
-@kernel(
-    pass_configs={
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_shared_memory_reuse": True,
-        "tl.disable_thread_storage_sync": True,
-    }
-)
+@kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True})
 def _per_channel_cast_kernel(
     dtype: torch.dtype,
     alignment: int,
@@ -87,25 +79,35 @@ def _per_channel_cast_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    is_bf16 = dtype is torch.bfloat16
-    rows, vec, channels = config.rows, config.vec, config.channels
-    col_lanes, row_lanes = channels // vec, TILE_ROWS // rows
-    per_word = 2 if is_bf16 else 1
-    num_words = vec // per_word
-    col_tiles = ceil_div(hidden, channels)
-    is_ragged = hidden % channels != 0
-    load = load_macro(num_words, per_word, alignment)
-    take_amax, make_factors, parts_shape = channel_block_macros(
-        is_bf16, rows, vec, channels, TILE_ROWS, round_sf, config.halves
+    from tk_quant.lib.channel_tiles import (
+        ChannelTile,
+        columns_of,
+        factors_of_blocks,
+        load_values,
+        prefetch_share,
+        store_codes,
     )
-    prefetch = prefetch_macro(channels, 4 // per_word, row_lanes * col_lanes)
-    encode, store_codes = encode_macro("e4m3", vec), store_codes_macro(vec // 4)
 
+    channels = config.channels
+    tile = ChannelTile(channels, config.rows, config.vec, TILE_ROWS)
+    col_tiles = ceil_div(hidden, channels)
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
-    row_stride = T.dynamic("row_stride")
-    x_rows = num_tokens if gathered else num_rows
+    row_stride, x_rows = T.dynamic("row_stride"), num_tokens if gathered else num_rows
     map_type = T.Tensor((num_rows,), "int32") if gathered else T.int32
-    grid = (num_blocks, col_tiles) if config.rows_first else (num_blocks * col_tiles, 1)
+    row_tiles = T.ceildiv(num_rows, TILE_ROWS)
+    grid = (row_tiles, col_tiles) if config.rows_first else (row_tiles * col_tiles, 1)
+
+    @T.macro
+    def gather(x: T.Buffer, pos_to_token: T.Buffer, values: T.Buffer, row: T.int32, channel: T.int32) -> None:
+        """Values of a tile, zeros where a row has no token."""
+        tokens = T.alloc_fragment(tile.shape[:3], "int32")
+        for b, i, r in T.Parallel(*tokens.shape):
+            tokens[b, i, r] = -1
+            if row + tile.token(b, i, r) < num_rows:
+                tokens[b, i, r] = pos_to_token[row + tile.token(b, i, r)]
+        for b, i, r, j in T.Parallel(*tile.shape):
+            is_read = tokens[b, i, r] >= 0 and tokens[b, i, r] < num_tokens and channel + j < hidden
+            values[b, i, r, j] = T.if_then_else(is_read, x[tokens[b, i, r], channel + j], T.cast(0, dtype))
 
     @T.prim_func
     def per_channel_cast(
@@ -114,48 +116,29 @@ def _per_channel_cast_kernel(
         out: T.Tensor((num_rows, hidden), "float8_e4m3fn"),
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
-        with T.Kernel(*grid, threads=row_lanes * col_lanes) as (first, second):
-            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+        with T.Kernel(*grid, threads=tile.threads) as (first, second):
+            # Loads of two bytes need more registers.
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm if alignment >= 4 else config.blocks_per_sm // 2)
+            # Checked by the op.
+            T.assume(row_stride % max(alignment // dtype.itemsize, 1) == 0)
+            T.assume(num_rows % (16 if gathered else TILE_ROWS) == 0)
             row_tile = first if config.rows_first else first // col_tiles
-            first_col = (second if config.rows_first else first % col_tiles) * channels
-            thread = T.get_thread_binding()
-            row_lane, lane_col = thread // col_lanes, thread % col_lanes * vec
-            row, col = row_tile * TILE_ROWS + row_lane * rows, first_col + lane_col
-            inside = col < hidden if is_ragged else True
-            words = T.alloc_local((rows, num_words), "uint32")
-            parts = T.alloc_shared(parts_shape, "uint32")
-            factors = T.alloc_shared((1, channels), "float32")
+            channel = (second if config.rows_first else first % col_tiles) * channels
+            row = row_tile * TILE_ROWS
+            values = T.alloc_fragment(tile.shape, T.dtype(dtype))
+            columns = T.alloc_fragment(tile.shape_of_columns, T.dtype(dtype))
+            factors = T.alloc_fragment((tile.blocks, channels), "float32")
+            T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
+            T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
 
             if gathered:
-                source = T.alloc_local((rows,), "int32")
-                for i in T.unroll(rows):
-                    source[i] = -1
-                # A multiple of 16 rows: a thread has them all or none.
-                if row < num_rows:
-                    for i in T.unroll(rows):
-                        source[i] = pos_to_token[row + i]
-                for i in T.unroll(rows):
-                    load(x, words, i, source[i], col, inside and source[i] >= 0 and source[i] < num_tokens)
-                prefetch(x, row_tile, num_blocks, first_col + channels)
+                gather(x, pos_to_token, values, row, channel)
+                prefetch_share(x, row_tile, row_tiles, channel + channels, tile)
             else:
-                for i in T.unroll(rows):
-                    load(x, words, i, row + i, col, inside)
-            take_amax(words, parts, row_lane, lane_col)
-            T.sync_threads()
-            make_factors(parts, factors, sf, row_tile, first_col, hidden)
-            T.sync_threads()
-
-            factor = T.alloc_local((vec,), "float32")
-            scaled = T.alloc_local((vec,), "float32")
-            codes = T.alloc_local((vec // 4,), "uint32")
-            for j in T.vectorized(vec):
-                factor[j] = factors[0, lane_col + j]
-            if inside and (row < num_rows if gathered else True):
-                for i in T.unroll(rows):
-                    for j in T.unroll(vec):
-                        scaled[j] = element(words, i, j, is_bf16) * factor[j]
-                    encode(scaled, codes)
-                    store_codes(out, codes, row + i, col)
+                load_values(x, values, row, channel, tile)
+            columns_of(values, columns)
+            factors_of_blocks(columns, sf, factors, row_tile, channel, tile, round_sf)
+            store_codes(columns, factors, out, row, channel, tile)
 
     return per_channel_cast
 
@@ -181,7 +164,7 @@ def per_channel_cast_out(
     gathered = pos_to_token is not None
     config = PerChannelCastConfig.best(x.dtype.itemsize, gathered, arch)
     _per_channel_cast_kernel(x.dtype, check.row_alignment(x), x.shape[1], gathered, round_sf, config, arch)(
-        x, 0 if pos_to_token is None else pos_to_token, out, sf
+        x, 0 if pos_to_token is None else aligned(pos_to_token), out, sf
     )
 
 

@@ -31,9 +31,8 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.lib.channel_blocks import TILE_ROWS, channel_block_macros
-from tk_quant.lib.quantize import element, encode_macro, load_macro
-from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
+from tk_core.tiles import DIRECT_COPIES
+from tk_quant.lib.transposed_tile import TILE_TOKENS
 from tk_quant.per_channel.per_channel_cast import check_blocks
 
 _SIZES = (32, 128)
@@ -50,8 +49,6 @@ class PerChannelCastAndTransposeConfig:
     """Tokens of a thread: 4, 8 or 16."""
     rows_first: bool
     """Whether neighbouring blocks take neighbouring tokens, rather than channels."""
-    halves: int
-    """Half warps that share the work on a factor: 1, or 2 where there are threads for it."""
     blocks_per_sm: int
     """Blocks that registers must suffice for."""
 
@@ -59,20 +56,13 @@ class PerChannelCastAndTransposeConfig:
     @cache
     def best(hidden: int, arch: Arch) -> "PerChannelCastAndTransposeConfig":
         """The configuration for a hidden size and an architecture."""
-        # Narrow tensors have few tiles: smaller ones spread them better.
+        # Narrow tensors have few tiles: smaller ones spread them better. More blocks, and nvcc spills registers.
         if hidden >= 4096 and hidden % 128 == 0:
-            return PerChannelCastAndTransposeConfig(channels=128, rows=16, rows_first=True, halves=1, blocks_per_sm=4)
-        return PerChannelCastAndTransposeConfig(channels=64, rows=8, rows_first=False, halves=2, blocks_per_sm=8)
+            return PerChannelCastAndTransposeConfig(channels=128, rows=16, rows_first=True, blocks_per_sm=3)
+        return PerChannelCastAndTransposeConfig(channels=64, rows=8, rows_first=False, blocks_per_sm=5)
 
 
-# A thread's guards cover all that it does. With each shared array for one purpose only, the barriers below are enough.
-@kernel(
-    pass_configs={
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_shared_memory_reuse": True,
-        "tl.disable_thread_storage_sync": True,
-    }
-)
+@kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True})
 def _per_channel_cast_and_transpose_kernel(
     alignment: int,
     hidden: int,
@@ -83,17 +73,17 @@ def _per_channel_cast_and_transpose_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    rows, channels = config.rows, config.channels
-    col_lanes, row_lanes = channels // _VEC, TILE_ROWS // rows
-    threads = col_lanes * row_lanes
-    col_tiles = ceil_div(hidden, channels)
-    load = load_macro(_VEC // 2, 2, alignment)
-    take_amax, make_factors, parts_shape = channel_block_macros(
-        True, rows, _VEC, channels, num_per_tokens, round_sf, config.halves
+    from tk_quant.lib.channel_tiles import (
+        ChannelTile,
+        columns_of,
+        factors_of_blocks,
+        load_values,
+        store_transposed_codes,
     )
-    encode = encode_macro("e4m3", rows)
-    put_codes, store_tile = transposed_tile_macros(channels, threads)
 
+    channels = config.channels
+    tile = ChannelTile(channels, config.rows, _VEC, num_per_tokens)
+    col_tiles = ceil_div(hidden, channels)
     num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
     row_tiles = T.ceildiv(num_tokens, TILE_TOKENS)
     grid = (row_tiles, col_tiles) if config.rows_first else (row_tiles * col_tiles, 1)
@@ -104,41 +94,23 @@ def _per_channel_cast_and_transpose_kernel(
         out: T.Tensor((hidden, num_tokens), "float8_e4m3fn"),
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
-        with T.Kernel(*grid, threads=threads) as (first, second):
+        with T.Kernel(*grid, threads=tile.threads) as (first, second):
             # Loads of two bytes need more registers.
             T.annotate_min_blocks_per_sm(config.blocks_per_sm if alignment >= 4 else config.blocks_per_sm // 2)
-            # Checked by the op; vector stores need to know.
+            # Checked by the op: what vector accesses need to know of the strides.
             T.assume(num_tokens % TILE_TOKENS == 0)
+            T.assume(row_stride % max(alignment // 2, 1) == 0)
             row_tile = first if config.rows_first else first // col_tiles
-            first_col = (second if config.rows_first else first % col_tiles) * channels
-            thread = T.get_thread_binding()
-            row_lane, lane_col = thread // col_lanes, thread % col_lanes * _VEC
-            row, col = row_tile * TILE_TOKENS + row_lane * rows, first_col + lane_col
-            inside = col < hidden if hidden % channels else True
-            words = T.alloc_local((rows, _VEC // 2), "uint32")
-            parts = T.alloc_shared(parts_shape, "uint32")
-            factors = T.alloc_shared((TILE_TOKENS // num_per_tokens, channels), "float32")
-            tile = T.alloc_shared((channels, TILE_TOKENS // 4), "uint32")
-
-            for i in T.unroll(rows):
-                load(x, words, i, row + i, col, inside)
-            take_amax(words, parts, row_lane, lane_col)
-            T.sync_threads()
-            make_factors(parts, factors, sf, row_tile * (TILE_TOKENS // num_per_tokens), first_col, hidden)
-            T.sync_threads()
-
-            factor = T.alloc_local((_VEC,), "float32")
-            scaled = T.alloc_local((rows,), "float32")
-            codes = T.alloc_local((1, rows // 4), "uint32")
-            for j in T.vectorized(_VEC):
-                factor[j] = factors[row_lane * rows // num_per_tokens, lane_col + j]
-            for j in T.unroll(_VEC):
-                for i in T.unroll(rows):
-                    scaled[i] = element(words, i, j, True) * factor[j]
-                encode(scaled, codes)
-                put_codes(tile, codes, 0, lane_col + j, row_lane * rows // 4)
-            T.sync_threads()
-            store_tile(tile, out, first_col, row_tile * TILE_TOKENS, hidden)
+            channel = (second if config.rows_first else first % col_tiles) * channels
+            values = T.alloc_fragment(tile.shape, "bfloat16")
+            columns = T.alloc_fragment(tile.shape_of_columns, "bfloat16")
+            factors = T.alloc_fragment((tile.blocks, channels), "float32")
+            T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
+            T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
+            load_values(x, values, row_tile * TILE_TOKENS, channel, tile)
+            columns_of(values, columns)
+            factors_of_blocks(columns, sf, factors, row_tile * tile.blocks, channel, tile, round_sf)
+            store_transposed_codes(columns, factors, out, row_tile * TILE_TOKENS, channel, tile)
 
     return per_channel_cast_and_transpose
 

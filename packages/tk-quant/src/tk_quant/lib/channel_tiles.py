@@ -1,0 +1,218 @@
+"""Tiles of 128 tokens in the kernels that cast by channels: from values in registers to scale factors and codes.
+
+A thread has `vec` channels of `rows` neighbouring tokens. The largest magnitudes of a block, in many threads, meet in
+shared memory:
+
+    columns    [block of tokens, row lane, channel, row]    each thread's largest of a channel
+    parts      [block of tokens, row lane, channel]         through shared memory: then one thread, or one in each half
+                                                            of a warp, has all of a channel, and their largest
+    amax       [block of tokens, channel]                   sf, and the factor, through shared memory to all row lanes
+
+Kernels import this module in their builder, as it imports TileLang.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from tk_core.device.memory import prefetch_line
+from tk_quant.lib.scales_io import scale_of_amax
+from tk_quant.lib.transposed_tile import TILE_TOKENS
+
+_MAGNITUDE_BITS = 0x7FFFFFFF
+_LINE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class ChannelTile:
+    """How a tile lies over threads."""
+
+    channels: int
+    rows: int
+    """Tokens of a thread: a divisor of num_per_tokens."""
+    vec: int
+    """Channels of a thread."""
+    num_per_tokens: int
+    """Tokens of a block, which has a scale factor for each channel."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of tokens."""
+        return TILE_TOKENS // self.num_per_tokens
+
+    @property
+    def lanes(self) -> int:
+        """Threads that have tokens of a block."""
+        return self.num_per_tokens // self.rows
+
+    @property
+    def threads(self) -> int:
+        """Threads of a tile."""
+        return self.channels // self.vec * self.blocks * self.lanes
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the values as they are loaded."""
+        return (self.blocks, self.lanes, self.rows, self.channels)
+
+    @property
+    def shape_of_columns(self) -> tuple[int, int, int, int]:
+        """Shape of the values with a thread's rows side by side."""
+        return (self.blocks, self.lanes, self.channels, self.rows)
+
+    @property
+    def halves(self) -> int:
+        """Halves of a warp that share the parts of a channel: 2 where there are twice as many threads as factors."""
+        return 2 if self.threads >= 2 * self.blocks * self.channels and self.lanes >= 2 else 1
+
+    def token(self, block: Any, lane: Any, row: Any) -> Any:
+        """Which token of the tile a value belongs to."""
+        return (block * self.lanes + lane) * self.rows + row
+
+    def indices(self, token: Any) -> tuple[Any, Any, Any]:
+        """Block, lane and row of a token of the tile."""
+        return token // self.num_per_tokens, token % self.num_per_tokens // self.rows, token % self.rows
+
+    def of_value(self, block: Any, lane: Any, row: Any, channel: Any) -> tuple[Any, Any]:
+        """Thread and place of a value: a thread's rows one after the other."""
+        thread, place = self.of_part(block, lane, channel)
+        return thread, row * self.vec + place
+
+    def of_column(self, block: Any, lane: Any, channel: Any, row: Any) -> tuple[Any, Any]:
+        """The same with a thread's channels one after the other."""
+        thread, place = self.of_part(block, lane, channel)
+        return thread, place * self.rows + row
+
+    def of_transposed(self, channel: Any, token: Any) -> tuple[Any, Any]:
+        """The same of a tile (channels, tokens)."""
+        block, lane, row = self.indices(token)
+        return self.of_column(block, lane, channel, row)
+
+    def swizzled(self, channel: Any, token: Any) -> tuple[Any, Any]:
+        """Place in shared memory of a transposed tile's code.
+
+        Eight lanes that write neighbouring vectors of channels, and eight that read one channel, meet no bank twice.
+        """
+        return channel, (token // 16 ^ (channel // self.vec % 8)) * 16 + token % 16
+
+    def of_part(self, block: Any, lane: Any, channel: Any) -> tuple[Any, Any]:
+        """The same of a thread's largest magnitudes."""
+        return (block * self.lanes + lane) * (self.channels // self.vec) + channel // self.vec, channel % self.vec
+
+    def of_gathered(self, block: Any, lane: Any, channel: Any) -> tuple[Any, Any]:
+        """The same of them behind shared memory: all of a channel in one thread, or in lanes i and i + 16 of a warp."""
+        at_once, factor = self.threads // self.halves, block * self.channels + channel
+        slot = factor % at_once
+        thread = slot // 16 * 32 + lane % 2 * 16 + slot % 16 if self.halves == 2 else slot
+        return thread, factor // at_once * (self.lanes // self.halves) + lane // self.halves
+
+
+@T.macro
+def load_values(x: T.Buffer, values: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile) -> None:
+    """Values of a tile: those of x (rows, channels) from (row, channel) on, zeros beyond its channels."""
+    for b, i, r, j in T.Parallel(*tile.shape):
+        values[b, i, r, j] = x[row + tile.token(b, i, r), channel + j]
+
+
+@T.macro
+def columns_of(values: T.Buffer, columns: T.Buffer) -> None:
+    """The same values with a thread's rows side by side, where bfloat16 are reduced in pairs."""
+    for b, i, j, r in T.Parallel(*columns.shape):
+        columns[b, i, j, r] = values[b, i, r, j]
+
+
+@T.macro
+def amax_bits(values: T.Buffer, amax: T.Buffer, dim: int) -> None:
+    """amax: the bits of max |values| over a dimension, as int32: those of NaN are above all others."""
+    if values.dtype == "bfloat16":
+        largest = T.alloc_fragment(amax.shape, "bfloat16")
+        T.reduce_absmax(values, largest, dim=dim, nan_propagate=True)
+        for index in T.Parallel(*amax.shape):
+            amax[*index] = T.reinterpret(T.cast(largest[*index], "float32"), "int32")
+    else:
+        magnitudes = T.alloc_fragment(values.shape, "int32")
+        for index in T.Parallel(*values.shape):
+            magnitudes[*index] = T.reinterpret(values[*index], "int32") & _MAGNITUDE_BITS
+        T.reduce_max(magnitudes, amax, dim=dim)
+
+
+@T.macro
+def factors_of_blocks(
+    columns: T.Buffer,
+    sf: T.Buffer,
+    factors: T.Buffer,
+    sf_row: T.int32,
+    channel: T.int32,
+    tile: ChannelTile,
+    round_sf: bool,
+) -> None:
+    """Store sf of a tile's blocks, in rows from `sf_row` on, and leave in `factors` what to multiply the values by.
+
+    columns: bfloat16 or float32, from `channel` on. sf: float32 (blocks of all tokens, hidden).
+    factors: float32 (blocks, channels) in registers.
+    """
+    parts = T.alloc_fragment((tile.blocks, tile.lanes, tile.channels), "int32")
+    gathered = T.alloc_fragment(parts.shape, "int32")
+    T.annotate_layout({parts: T.Fragment(parts.shape, forward_fn=tile.of_part)})
+    T.annotate_layout({gathered: T.Fragment(parts.shape, forward_fn=tile.of_gathered)})
+    amax_bits(columns, parts, 3)
+    # Padded, so that the halves of a warp read from different banks.
+    exchanged = T.alloc_shared((tile.blocks, tile.lanes, tile.channels + 16 * (tile.halves - 1)), "int32")
+    T.copy(parts, exchanged[:, :, 0 : tile.channels])
+    T.copy(exchanged[:, :, 0 : tile.channels], gathered)
+    amax = T.alloc_fragment((tile.blocks, tile.channels), "int32")
+    T.reduce_max(gathered, amax, dim=1)
+    of_blocks = T.alloc_shared((tile.blocks, tile.channels), "float32")
+    for b, j in T.Parallel(tile.blocks, tile.channels):
+        scale, factor = scale_of_amax(amax[b, j], "e4m3", round_sf)
+        sf[sf_row + b, channel + j] = scale
+        of_blocks[b, j] = factor
+    T.copy(of_blocks, factors)
+
+
+@T.macro
+def store_codes(
+    columns: T.Buffer, factors: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile
+) -> None:
+    """e4m3 codes of values times factors, to out (rows, channels) from (row, channel) on."""
+    scaled, codes = T.alloc_fragment(tile.shape, "float32"), T.alloc_fragment(tile.shape, "float8_e4m3fn")
+    T.annotate_layout({each: T.Fragment(tile.shape, forward_fn=tile.of_value) for each in (scaled, codes)})
+    for b, i, r, j in T.Parallel(*tile.shape):
+        scaled[b, i, r, j] = T.cast(columns[b, i, j, r], "float32") * factors[b, j]
+    T.copy(scaled, codes)
+    for b, i, r, j in T.Parallel(*tile.shape):
+        out[row + tile.token(b, i, r), channel + j] = codes[b, i, r, j]
+
+
+@T.macro
+def store_transposed_codes(
+    columns: T.Buffer, factors: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile
+) -> None:
+    """The same to out (channels, rows) from (channel, row) on, by way of shared memory."""
+    by_channel = T.alloc_shared((tile.channels, TILE_TOKENS), "float8_e4m3fn")
+    scaled = T.alloc_fragment(by_channel.shape, "float32")
+    codes = T.alloc_fragment(by_channel.shape, "float8_e4m3fn")
+    T.annotate_layout({by_channel: T.Layout(by_channel.shape, tile.swizzled)})
+    T.annotate_layout({each: T.Fragment(each.shape, forward_fn=tile.of_transposed) for each in (scaled, codes)})
+    for j, t in T.Parallel(*by_channel.shape):
+        b, i, r = tile.indices(t)
+        scaled[j, t] = T.cast(columns[b, i, j, r], "float32") * factors[b, j]
+    T.copy(scaled, codes)
+    T.copy(codes, by_channel)
+    T.copy(by_channel, out[channel : channel + tile.channels, row : row + TILE_TOKENS])
+
+
+@T.macro
+def prefetch_share(x: T.Buffer, row_tile: T.int32, num_tiles: T.int32, channel: T.int32, tile: ChannelTile) -> None:
+    """Bring a share of x, from `channel` on, into L2: all `num_tiles` tiles of rows together what one of channels is.
+
+    For kernels that gather each row of x several times and process all tiles of rows before the next of channels. Does
+    nothing where a thread would have to bring more than one cache line.
+    """
+    per_line = _LINE_BYTES * 8 // T.dtype(x.dtype).bits
+    share, rows = T.ceildiv(x.shape[0], num_tiles), tile.threads * per_line // tile.channels
+    for i, j in T.Parallel(rows, tile.channels // per_line):
+        token, first = row_tile * share + i, channel + j * per_line
+        if share <= rows and i < share and token < x.shape[0] and first < x.shape[1]:
+            prefetch_line(T.access_ptr(x[token, first], "r"))
