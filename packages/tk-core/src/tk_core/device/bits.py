@@ -12,11 +12,6 @@ def byte_perm(low: Any, high: Any, selector: Any, dtype: str = "uint32") -> Any:
     return builtin(dtype, "__byte_perm", low, high, selector)
 
 
-def funnel_shift_left(low: Any, high: Any, shift: Any) -> Any:
-    """The upper word of high:low after a shift to the left by `shift` bits, modulo 32."""
-    return builtin("uint32", "__funnelshift_l", low, high, shift)
-
-
 def count_leading_zeros(x: Any) -> Any:
     """Number of zeros above the highest one of an int32."""
     return builtin("int32", "__clz", x)

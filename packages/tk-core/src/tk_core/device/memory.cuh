@@ -1,6 +1,6 @@
 #pragma once
 // Global memory with cache hints and prefetches. TileLang's T.ldg128 and T.copy would replace these if they took a
-// cache hint, T.ldg32's family if it had 8 and 16 bits.
+// cache hint, T.ldg32's family if it had 16 bits.
 
 // Sixteen bytes, zeros where not valid, of which the caches need keep no copy.
 __device__ __forceinline__ void tk_load_streaming(unsigned* words, const void* address, bool valid) {
@@ -20,18 +20,10 @@ __device__ __forceinline__ void tk_load_mostly_evict_first(unsigned* words, cons
       : "l"(address), "r"(int(valid)));
 }
 
-// Two bytes and one, unspecified where not valid.
+// Two bytes, unspecified where not valid.
 __device__ __forceinline__ unsigned tk_load_16_bits(const void* address, bool valid) {
   unsigned short loaded = 0;
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.u16 %0, [%1]; }"
-               : "+h"(loaded)
-               : "l"(address), "r"(int(valid)));
-  return loaded;
-}
-
-__device__ __forceinline__ unsigned tk_load_8_bits(const void* address, bool valid) {
-  unsigned short loaded = 0;
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.u8 %0, [%1]; }"
                : "+h"(loaded)
                : "l"(address), "r"(int(valid)));
   return loaded;

@@ -25,11 +25,6 @@ def load_16_bits(address: Any, valid: Any) -> Any:
     return _MEMORY.call("uint32", "tk_load_16_bits", address, valid)
 
 
-def load_8_bits(address: Any, valid: Any) -> Any:
-    """One byte as a uint32; unspecified where not `valid`, where nothing is read."""
-    return _MEMORY.call("uint32", "tk_load_8_bits", address, valid)
-
-
 def store_evict_first(address: Any, words: Any) -> Any:
     """Store 16 bytes to a line that is to leave L2 before others."""
     return _MEMORY.call("void", "tk_store_evict_first", address, words)

@@ -1,6 +1,6 @@
 #pragma once
 // Asynchronous copies of 4, 8 or 16 bytes to shared memory; only those of 16 bypass L1. TileLang's T.ptx_cp_async would
-// replace them if it had an L2 prefetch size, and a predicate that leaves shared memory as it is.
+// replace them if it had an L2 prefetch size.
 
 // Copies a piece of the row, given row 0's, and the line around it to L2; zeros if the row is not below the limit.
 template <int num_bytes>
@@ -21,22 +21,6 @@ __device__ __forceinline__ void tk_gather_async(void* shared, const void* row0, 
 #undef TK_GATHER
 }
 
-// Copies if valid, else leaves shared memory as it is.
-template <int num_bytes>
-__device__ __forceinline__ void tk_copy_async(void* shared, const void* address, bool valid) {
-  const unsigned to = __cvta_generic_to_shared(shared);
-#define TK_COPY(cache)                                                    \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async." cache \
-               ".shared.global [%0], [%1], %3; }" ::"r"(to),              \
-               "l"(address), "r"(int(valid)), "n"(num_bytes)              \
-               : "memory")
-  if constexpr (num_bytes == 16)
-    TK_COPY("cg");
-  else
-    TK_COPY("ca");
-#undef TK_COPY
-}
-
 // Ends a group of this thread's copies.
 __device__ __forceinline__ void tk_commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -47,6 +31,3 @@ __device__ __forceinline__ void tk_wait_for_groups(int num_groups) {
   if (num_groups == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
   if (num_groups == 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
 }
-
-// Waits for all copies of this thread; cheaper than groups are.
-__device__ __forceinline__ void tk_wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

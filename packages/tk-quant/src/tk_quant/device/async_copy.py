@@ -1,4 +1,4 @@
-"""Asynchronous copies from global to shared memory, which a thread waits for all at once, or in groups.
+"""Asynchronous copies from global to shared memory, which a thread waits for in groups.
 
 Addresses are pointers, such as T.address_of(x[row, col]) gives, aligned to the 4, 8 or 16 bytes of a copy.
 """
@@ -18,11 +18,6 @@ def gather_async(shared: Any, row0: Any, row: Any, stride: Any, limit: Any, num_
     return _ASYNC_COPY.call("void", f"tk_gather_async<{num_bytes}>", shared, row0, row, stride, limit)
 
 
-def copy_async(shared: Any, address: Any, valid: Any, num_bytes: int) -> Any:
-    """Start to copy bytes if `valid`, and else leave shared memory as it is."""
-    return _ASYNC_COPY.call("void", f"tk_copy_async<{num_bytes}>", shared, address, valid)
-
-
 def commit_copies() -> Any:
     """End a group of this thread's copies."""
     return _ASYNC_COPY.call("void", "tk_commit_copies")
@@ -31,8 +26,3 @@ def commit_copies() -> Any:
 def wait_for_groups(num_groups: Any) -> Any:
     """Wait until at most that many groups of this thread, three or fewer, are in flight."""
     return _ASYNC_COPY.call("void", "tk_wait_for_groups", num_groups)
-
-
-def wait_for_copies() -> Any:
-    """Wait until all copies of this thread are done, in groups or not."""
-    return _ASYNC_COPY.call("void", "tk_wait_for_copies")

@@ -1,5 +1,5 @@
 #pragma once
-// e5m6, a float16 with four fewer bits of mantissa, from and to float32. TileLang has no such type.
+// float32 to e5m6, a float16 with four fewer bits of mantissa. TileLang has no such type.
 #include "pairs.cuh"
 
 // Bits of x where the mask has ones, of y where it has zeros; in one instruction, which nvcc makes two.
@@ -35,11 +35,4 @@ __device__ __forceinline__ void tk_encode_e5m6x8(const float* y, unsigned* words
   words[0] = __byte_perm(pairs[0], pairs[1], 0x3217);
   words[1] = __byte_perm(pairs[1], pairs[2], 0x2176);
   words[2] = __byte_perm(pairs[2], pairs[3], 0x1765);
-}
-
-// Four codes in the upper 48 bits of high:low, the first on top, to float32. A code is the upper 12 bits of a float16.
-__device__ __forceinline__ void tk_decode_e5m6x4(unsigned high, unsigned low, float* values) {
-  const unsigned pairs[2] = {((high >> 16) & 0xfff0u) | ((high << 12) & 0xfff00000u),
-                             (__funnelshift_l(low, high, 8) & 0xfff0u) | ((low << 4) & 0xfff00000u)};
-  tk_floats_of_halves(pairs, values);
 }

@@ -1,4 +1,4 @@
-"""e5m6, a float16 with four fewer bits of mantissa: casts from and to float32."""
+"""e5m6, a float16 with four fewer bits of mantissa: casts from float32."""
 
 from typing import Any
 
@@ -13,8 +13,3 @@ def encode_e5m6x8(values: Any, words: Any) -> Any:
     Magnitudes must be below 65280, as they are if the scale was made from the amax of the block.
     """
     return _E5M6.call("void", "tk_encode_e5m6x8", values, words)
-
-
-def decode_e5m6x4(high: Any, low: Any, values: Any) -> Any:
-    """Store the values of four codes, the upper 48 bits of two uint32, the first on top, at a float32 address."""
-    return _E5M6.call("void", "tk_decode_e5m6x4", high, low, values)

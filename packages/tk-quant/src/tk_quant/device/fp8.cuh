@@ -6,11 +6,6 @@
 
 #include "pairs.cuh"
 
-// The e4m3 code in the lowest byte, exactly; NaN stays NaN.
-__device__ __forceinline__ float tk_decode_e4m3(unsigned code) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(__nv_fp8_storage_t(code), __NV_E4M3)));
-}
-
 // Four e4m3 codes as two pairs of float16; NaN stays NaN.
 __device__ __forceinline__ void tk_decode_e4m3x4_f16(unsigned codes, unsigned* pairs) {
 #pragma unroll
