@@ -7,11 +7,6 @@ from tk_core.headers import Header, builtin
 _RECAST = Header(__file__)
 
 
-def hide(x: Any) -> Any:
-    """The uint32 x, in a way that keeps the compiler from holding on to what it computed from x before."""
-    return _RECAST.call("uint32", "tk_hide", x)
-
-
 def atomic_max(address: Any, x: Any) -> Any:
     """Raise the uint32 at an address to x, atomically."""
     return builtin("void", "atomicMax", address, x)

@@ -17,8 +17,8 @@ from typing import Any
 import tilelang.language as T
 
 from tk_core.device.memory import prefetch_line
+from tk_quant.lib.quantize import TILE_ROWS
 from tk_quant.lib.scales_io import scale_of_amax
-from tk_quant.lib.transposed_tile import TILE_TOKENS
 
 _MAGNITUDE_BITS = 0x7FFFFFFF
 _LINE_BYTES = 128
@@ -39,7 +39,7 @@ class ChannelTile:
     @property
     def blocks(self) -> int:
         """Blocks of tokens."""
-        return TILE_TOKENS // self.num_per_tokens
+        return TILE_ROWS // self.num_per_tokens
 
     @property
     def lanes(self) -> int:
@@ -113,6 +113,18 @@ def load_values(x: T.Buffer, values: T.Buffer, row: T.int32, channel: T.int32, t
     """Values of a tile: those of x (rows, channels) from (row, channel) on, zeros beyond its channels."""
     for b, i, r, j in T.Parallel(*tile.shape):
         values[b, i, r, j] = x[row + tile.token(b, i, r), channel + j]
+
+
+@T.macro
+def find_tokens(
+    pos_to_token: T.Buffer, tokens: T.Buffer, row: T.int32, num_rows: T.int32, num_tokens: T.int32, tile: ChannelTile
+) -> None:
+    """Rows of x that a tile's rows come from, int32 (blocks, lanes, rows); -1 where there is none."""
+    for b, i, r in T.Parallel(*tokens.shape):
+        tokens[b, i, r] = -1
+        if row + tile.token(b, i, r) < num_rows:
+            token = pos_to_token[row + tile.token(b, i, r)]
+            tokens[b, i, r] = T.if_then_else(token < num_tokens, token, -1)
 
 
 @T.macro
@@ -190,7 +202,7 @@ def store_transposed_codes(
     columns: T.Buffer, factors: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile
 ) -> None:
     """The same to out (channels, rows) from (channel, row) on, by way of shared memory."""
-    by_channel = T.alloc_shared((tile.channels, TILE_TOKENS), "float8_e4m3fn")
+    by_channel = T.alloc_shared((tile.channels, TILE_ROWS), "float8_e4m3fn")
     scaled = T.alloc_fragment(by_channel.shape, "float32")
     codes = T.alloc_fragment(by_channel.shape, "float8_e4m3fn")
     T.annotate_layout({by_channel: T.Layout(by_channel.shape, tile.swizzled)})
@@ -200,7 +212,7 @@ def store_transposed_codes(
         scaled[j, t] = T.cast(columns[b, i, j, r], "float32") * factors[b, j]
     T.copy(scaled, codes)
     T.copy(codes, by_channel)
-    T.copy(by_channel, out[channel : channel + tile.channels, row : row + TILE_TOKENS])
+    T.copy(by_channel, out[channel : channel + tile.channels, row : row + TILE_ROWS])
 
 
 @T.macro

@@ -35,8 +35,7 @@ from tk_core.math import ceil_div
 from tk_quant.device.async_copy import commit_copies, gather_async, wait_for_groups
 from tk_quant.device.division import scale_of_amax
 from tk_quant.device.recast import atomic_max, merge_amax, raise_amax, recast, wait_cycles
-from tk_quant.lib.channel_blocks import TILE_ROWS
-from tk_quant.lib.quantize import LIMITS, float_bits
+from tk_quant.lib.quantize import LIMITS, TILE_ROWS, float_bits
 
 ALIGNMENT = 16
 """Alignment of the rows of x that the kernel needs, in bytes."""

@@ -19,6 +19,8 @@ LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0,
 BITS = {"e4m3": 8, "e2m1": 4, "e5m6": 12}
 """Format: bits of a code."""
 INFINITY_BITS = 0x7F800000
+TILE_ROWS = 128
+"""Rows of a tile in the kernels that cast by channels."""
 
 
 def float_bits(value: float) -> int:

@@ -34,7 +34,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
-from tk_quant.lib.channel_blocks import TILE_ROWS
+from tk_quant.lib.quantize import TILE_ROWS
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def _per_channel_cast_kernel(
         ChannelTile,
         columns_of,
         factors_of_blocks,
+        find_tokens,
         load_values,
         prefetch_share,
         store_codes,
@@ -101,12 +102,9 @@ def _per_channel_cast_kernel(
     def gather(x: T.Buffer, pos_to_token: T.Buffer, values: T.Buffer, row: T.int32, channel: T.int32) -> None:
         """Values of a tile, zeros where a row has no token."""
         tokens = T.alloc_fragment(tile.shape[:3], "int32")
-        for b, i, r in T.Parallel(*tokens.shape):
-            tokens[b, i, r] = -1
-            if row + tile.token(b, i, r) < num_rows:
-                tokens[b, i, r] = pos_to_token[row + tile.token(b, i, r)]
+        find_tokens(pos_to_token, tokens, row, num_rows, num_tokens, tile)
         for b, i, r, j in T.Parallel(*tile.shape):
-            is_read = tokens[b, i, r] >= 0 and tokens[b, i, r] < num_tokens and channel + j < hidden
+            is_read = tokens[b, i, r] >= 0 and channel + j < hidden
             values[b, i, r, j] = T.if_then_else(is_read, x[tokens[b, i, r], channel + j], T.cast(0, dtype))
 
     @T.prim_func

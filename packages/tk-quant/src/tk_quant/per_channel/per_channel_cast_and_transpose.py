@@ -32,7 +32,7 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_quant.lib.transposed_tile import TILE_TOKENS
+from tk_quant.lib.quantize import TILE_ROWS
 from tk_quant.per_channel.per_channel_cast import check_blocks
 
 _SIZES = (32, 128)
@@ -85,7 +85,7 @@ def _per_channel_cast_and_transpose_kernel(
     tile = ChannelTile(channels, config.rows, _VEC, num_per_tokens)
     col_tiles = ceil_div(hidden, channels)
     num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
-    row_tiles = T.ceildiv(num_tokens, TILE_TOKENS)
+    row_tiles = T.ceildiv(num_tokens, TILE_ROWS)
     grid = (row_tiles, col_tiles) if config.rows_first else (row_tiles * col_tiles, 1)
 
     @T.prim_func
@@ -98,7 +98,7 @@ def _per_channel_cast_and_transpose_kernel(
             # Loads of two bytes need more registers.
             T.annotate_min_blocks_per_sm(config.blocks_per_sm if alignment >= 4 else config.blocks_per_sm // 2)
             # Checked by the op: what vector accesses need to know of the strides.
-            T.assume(num_tokens % TILE_TOKENS == 0)
+            T.assume(num_tokens % TILE_ROWS == 0)
             T.assume(row_stride % max(alignment // 2, 1) == 0)
             row_tile = first if config.rows_first else first // col_tiles
             channel = (second if config.rows_first else first % col_tiles) * channels
@@ -107,10 +107,10 @@ def _per_channel_cast_and_transpose_kernel(
             factors = T.alloc_fragment((tile.blocks, channels), "float32")
             T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
             T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
-            load_values(x, values, row_tile * TILE_TOKENS, channel, tile)
+            load_values(x, values, row_tile * TILE_ROWS, channel, tile)
             columns_of(values, columns)
             factors_of_blocks(columns, sf, factors, row_tile * tile.blocks, channel, tile, round_sf)
-            store_transposed_codes(columns, factors, out, row_tile * TILE_TOKENS, channel, tile)
+            store_transposed_codes(columns, factors, out, row_tile * TILE_ROWS, channel, tile)
 
     return per_channel_cast_and_transpose
 
@@ -162,7 +162,7 @@ def per_channel_cast_and_transpose(
             num_per_tokens is none of those above.
     """
     num_tokens, hidden = check.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), layout="rows")
-    check.multiple_of("x.shape[0]", num_tokens, TILE_TOKENS)
+    check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
     check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
     check_blocks(fmt, num_per_tokens, round_sf, _SIZES)
     data = x.new_empty((hidden, num_tokens), dtype=torch.float8_e4m3fn)

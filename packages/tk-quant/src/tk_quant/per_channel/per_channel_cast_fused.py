@@ -11,9 +11,8 @@ data float8_e4m3fn (num_rows, hidden), sf float32 (ceil(num_rows / 128), hidden)
 
 Tensors go through the kernel of per_channel_cast, and gathered rows of pairs, unless they are few, through that of
 gathered_recast. The kernel here is for other pairs, and goes like the first: a thread has `rows` neighbouring rows of
-`vec` channels, the threads of a block 128 rows of `channels`. But a thread keeps codes, and converts them twice:
-float32 values would take four times the registers, and what hides the latencies here is that six times four warps fit
-a multiprocessor.
+`vec` channels, the threads of a block 128 rows of 128 channels. But codes wait in shared memory for the factors and
+are converted twice: float32 values would take four times the room, and what hides the latencies here is many warps.
 """
 
 from dataclasses import dataclass
@@ -28,10 +27,9 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.device.recast import hide
+from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib import gathered_recast
-from tk_quant.lib.channel_blocks import TILE_ROWS, channel_block_macros
-from tk_quant.lib.quantize import encode_macro, load_codes_macro, store_codes_macro
+from tk_quant.lib.quantize import TILE_ROWS
 from tk_quant.per_channel.per_channel_cast import check_blocks, check_plain_cast, per_channel_cast_out
 
 _GROUP = 128
@@ -39,14 +37,12 @@ _GROUP = 128
 
 @dataclass(frozen=True)
 class PerChannelRecastConfig:
-    """Launch knobs of the kernel for pairs: the tile, how much of it a thread takes, and which is next."""
+    """Launch knobs of the kernel for pairs: how much of a tile of 128 channels a thread takes, and which is next."""
 
-    channels: int
-    """Channels of a tile: 128, or 256 where hidden is a multiple."""
     rows: int
-    """Rows of a thread: 8 or 16."""
+    """Rows of a thread: 4, 8 or 16."""
     vec: int
-    """Channels of a thread: 8 or 16."""
+    """Channels of a thread: 4, 8 or 16."""
     rows_first: bool
     """Whether neighbouring blocks take neighbouring rows, rather than channels."""
     blocks_per_sm: int
@@ -54,111 +50,88 @@ class PerChannelRecastConfig:
 
     @staticmethod
     @cache
-    def best(hidden: int, gathered: bool, arch: Arch) -> "PerChannelRecastConfig":
-        """The configuration for a hidden size, gathered rows or not, and an architecture."""
-        # Threads with wider pieces execute fewer instructions, but on sm_100a nvcc spills some of their registers.
-        wide = arch.sm == 90
-        if gathered and hidden % 256 == 0:
-            rows, vec = (8, 16) if wide else (16, 8)
-            return PerChannelRecastConfig(channels=256, rows=rows, vec=vec, rows_first=True, blocks_per_sm=3)
-        vec, blocks_per_sm = (16, 6) if wide else (8, 3)
-        return PerChannelRecastConfig(
-            channels=_GROUP, rows=8, vec=vec, rows_first=gathered, blocks_per_sm=blocks_per_sm
-        )
+    def best(gathered: bool, arch: Arch) -> "PerChannelRecastConfig":
+        """The configuration for gathered rows or not, and an architecture."""
+        return PerChannelRecastConfig(rows=4, vec=16, rows_first=gathered, blocks_per_sm=3)
 
 
-# A thread's guards cover all that it does. With each shared array for one purpose only, the barriers below are enough.
-@kernel(
-    pass_configs={
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_shared_memory_reuse": True,
-        "tl.disable_thread_storage_sync": True,
-    }
-)
+@kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True})
 def _per_channel_recast_kernel(
     alignment: int, hidden: int, gathered: bool, round_sf: bool, config: PerChannelRecastConfig, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
-    rows, vec, channels = config.rows, config.vec, config.channels
-    col_lanes, row_lanes, num_words = channels // vec, TILE_ROWS // rows, vec // 4
-    col_tiles = hidden // channels
-    load = load_codes_macro("float8_e4m3fn", rows, vec, alignment)
-    take_amax, make_factors, parts_shape = channel_block_macros(False, rows, vec, channels, TILE_ROWS, round_sf, 1)
-    encode, store_codes = encode_macro("e4m3", vec), store_codes_macro(num_words)
+    from tk_quant.lib.channel_tiles import ChannelTile, factors_of_blocks, find_tokens, store_codes
 
+    tile, col_tiles = ChannelTile(_GROUP, config.rows, config.vec, TILE_ROWS), hidden // _GROUP
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
-    row_stride = T.dynamic("row_stride")
-    x_rows = num_tokens if gathered else num_rows
+    row_stride, x_rows = T.dynamic("row_stride"), num_tokens if gathered else num_rows
     map_type = T.Tensor((num_rows,), "int32") if gathered else T.int32
-    grid = (num_blocks, col_tiles) if config.rows_first else (num_blocks * col_tiles, 1)
+    row_tiles = T.ceildiv(num_rows, TILE_ROWS)
+    grid = (row_tiles, col_tiles) if config.rows_first else (row_tiles * col_tiles, 1)
 
     @T.macro
-    def dequantize(words: T.Buffer, row_sf: T.Buffer, row: int, values: T.Buffer) -> None:
-        codes = T.view(words, (rows, vec), "float8_e4m3fn")
-        decoded = T.alloc_local((vec,), "float32")
-        for j in T.vectorized(vec):
-            decoded[j] = T.cast(codes[row, j], "float32")
-        for j in T.unroll(vec):
-            values[row, j] = T.reinterpret(decoded[j] * T.reinterpret(row_sf[row], "float32"), "uint32")
+    def load(
+        x: T.Buffer, x_sf: T.Buffer, codes: T.Buffer, row_sf: T.Buffer, pos_to_token: Any, row: T.int32, group: T.int32
+    ) -> None:
+        """Codes and scale factors of a tile, zeros where a row has no token."""
+        if gathered:
+            tokens = T.alloc_fragment(tile.shape[:3], "int32")
+            find_tokens(pos_to_token, tokens, row, num_rows, num_tokens, tile)
+            for b, i, r in T.Parallel(*row_sf.shape):
+                row_sf[b, i, r] = T.if_then_else(tokens[b, i, r] >= 0, x_sf[tokens[b, i, r], group], T.float32(0))
+            for b, i, r, j in T.Parallel(*tile.shape):
+                code = x[tokens[b, i, r], group * _GROUP + j]
+                codes[b, i, r, j] = T.if_then_else(tokens[b, i, r] >= 0, code, T.cast(0, "float8_e4m3fn"))
+        else:
+            for b, i, r in T.Parallel(*row_sf.shape):
+                row_sf[b, i, r] = x_sf[row + tile.token(b, i, r), group]
+            for b, i, r, j in T.Parallel(*tile.shape):
+                codes[b, i, r, j] = x[row + tile.token(b, i, r), group * _GROUP + j]
+
+    @T.macro
+    def dequantize(codes: T.Buffer, row_sf: T.Buffer, columns: T.Buffer) -> None:
+        decoded = T.alloc_fragment(tile.shape, "float32")
+        T.annotate_layout({decoded: T.Fragment(tile.shape, forward_fn=tile.of_value)})
+        T.copy(codes, decoded)
+        for b, i, j, r in T.Parallel(*columns.shape):
+            columns[b, i, j, r] = decoded[b, i, r, j] * row_sf[b, i, r]
 
     @T.prim_func
     def per_channel_recast(
         x: T.StridedTensor((x_rows, hidden), (row_stride, 1), "float8_e4m3fn"),
-        x_sf: T.Tensor((x_rows, hidden // _GROUP), "float32"),
+        x_sf: T.Tensor((x_rows, col_tiles), "float32"),
         pos_to_token: map_type,
         out: T.Tensor((num_rows, hidden), "float8_e4m3fn"),
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
-        with T.Kernel(*grid, threads=row_lanes * col_lanes) as (first, second):
-            # Narrow loads need more registers.
-            T.annotate_min_blocks_per_sm(config.blocks_per_sm if alignment == 16 else config.blocks_per_sm // 2)
+        with T.Kernel(*grid, threads=tile.threads) as (first, second):
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            # Checked by the op.
+            T.assume(row_stride % alignment == 0)
+            T.assume(num_rows % (16 if gathered else TILE_ROWS) == 0)
             row_tile = first if config.rows_first else first // col_tiles
-            first_col = (second if config.rows_first else first % col_tiles) * channels
-            thread = T.get_thread_binding()
-            row_lane, lane_col = thread // col_lanes, thread % col_lanes * vec
-            row, col = row_tile * TILE_ROWS + row_lane * rows, first_col + lane_col
-            source = T.alloc_local((rows,), "int32")
-            words = T.alloc_local((rows, num_words), "uint32")
-            row_sf = T.alloc_local((rows,), "uint32")
-            values = T.alloc_local((rows, vec), "uint32")
-            parts = T.alloc_shared(parts_shape, "uint32")
-            factors = T.alloc_shared((1, channels), "float32")
+            group = second if config.rows_first else first % col_tiles
+            row, channel = row_tile * TILE_ROWS, group * _GROUP
+            codes = T.alloc_fragment(tile.shape, "float8_e4m3fn")
+            again = T.alloc_fragment(tile.shape, "float8_e4m3fn")
+            kept = T.alloc_shared((TILE_ROWS, _GROUP), "float8_e4m3fn")
+            row_sf = T.alloc_fragment(tile.shape[:3], "float32")
+            columns = T.alloc_fragment(tile.shape_of_columns, "float32")
+            values = T.alloc_fragment(tile.shape_of_columns, "float32")
+            factors = T.alloc_fragment((tile.blocks, _GROUP), "float32")
+            T.annotate_layout({each: T.Fragment(each.shape, forward_fn=tile.of_value) for each in (codes, again)})
+            T.annotate_layout({each: T.Fragment(each.shape, forward_fn=tile.of_column) for each in (columns, values)})
 
-            for i in T.unroll(rows):
-                source[i] = -1
-            # A multiple of 16 rows: a thread has them all or none.
-            if row < num_rows:
-                for i in T.unroll(rows):
-                    source[i] = pos_to_token[row + i] if gathered else row + i
-            for i in T.unroll(rows):
-                # Negative ones are large so.
-                valid = T.cast(source[i], "uint32") < T.cast(x_rows, "uint32")
-                for j in T.unroll(num_words):
-                    words[i, j] = T.uint32(0)
-                load(x, words, i, source[i], col, valid)
-                row_sf[i] = T.ldg32(x_sf[source[i], col // _GROUP], pred=valid)
-            for i in T.unroll(rows):
-                dequantize(words, row_sf, i, values)
-            take_amax(values, parts, row_lane, lane_col)
-            T.sync_threads()
-            make_factors(parts, factors, sf, row_tile, first_col, hidden)
-            T.sync_threads()
-
-            factor = T.alloc_local((vec,), "float32")
-            scaled = T.alloc_local((vec,), "float32")
-            codes = T.alloc_local((num_words,), "uint32")
-            for j in T.vectorized(vec):
-                factor[j] = factors[0, lane_col + j]
-            if row < num_rows:
-                for i in T.unroll(rows):
-                    for j in T.unroll(num_words):
-                        words[i, j] = hide(words[i, j])
-                    dequantize(words, row_sf, i, values)
-                    for j in T.unroll(vec):
-                        scaled[j] = T.reinterpret(values[i, j], "float32") * factor[j]
-                    encode(scaled, codes)
-                    store_codes(out, codes, row + i, col)
+            load(x, x_sf, codes, row_sf, pos_to_token, row, group)
+            for b, i, r, j in T.Parallel(*tile.shape):
+                kept[tile.token(b, i, r), j] = codes[b, i, r, j]
+            dequantize(codes, row_sf, columns)
+            factors_of_blocks(columns, sf, factors, row_tile, channel, tile, round_sf)
+            for b, i, r, j in T.Parallel(*tile.shape):
+                again[b, i, r, j] = kept[tile.token(b, i, r), j]
+            dequantize(again, row_sf, values)
+            store_codes(values, factors, out, row, channel, tile)
 
     return per_channel_recast
 
@@ -197,7 +170,7 @@ def _per_channel_recast_out(
             x, x_sf, pos_to_token, out, sf, *opening
         )
         return
-    config = PerChannelRecastConfig.best(hidden, gathered, arch)
+    config = PerChannelRecastConfig.best(gathered, arch)
     _per_channel_recast_kernel(alignment, hidden, gathered, round_sf, config, arch)(
         x, x_sf, pos_to_token if gathered else 0, out, sf
     )

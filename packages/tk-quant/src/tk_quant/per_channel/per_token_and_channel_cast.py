@@ -37,7 +37,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_core.tiles import DIRECT_COPIES
-from tk_quant.lib.transposed_tile import TILE_TOKENS
+from tk_quant.lib.quantize import TILE_ROWS
 
 _CHANNELS = 128
 _GROUPS = (32, 128)
@@ -102,14 +102,14 @@ def _per_token_and_channel_cast_kernel(
         grouped = T.alloc_fragment((*tile.shape[:3], groups, size), T.dtype(dtype))
         T.annotate_layout({grouped: T.Fragment(grouped.shape, forward_fn=of_grouped)})
         of_lanes = T.alloc_fragment((*tile.shape[:3], groups), "int32")
-        amax = T.alloc_shared((TILE_TOKENS, groups), "int32")
+        amax = T.alloc_shared((TILE_ROWS, groups), "int32")
         for b, i, r, g, j in T.Parallel(*grouped.shape):
             grouped[b, i, r, g, j] = values[b, i, r, g * size + j]
         tiles.amax_bits(grouped, of_lanes, 4)
         for b, i, r, g in T.Parallel(*of_lanes.shape):
             amax[tile.token(b, i, r), g] = of_lanes[b, i, r, g]
         places, group = scale_bytes(token_sf, layout), channel // size
-        for t, g in T.Parallel(TILE_TOKENS, groups):
+        for t, g in T.Parallel(TILE_ROWS, groups):
             sf, factor = scale_of_amax(amax[t, g], "e4m3", round_sf)
             factors[t, g] = factor
             if group + g < num_groups:
@@ -119,7 +119,7 @@ def _per_token_and_channel_cast_kernel(
                 else:
                     places[scale_place(row + t, group + g, layout)] = sf
         if padding and group + groups >= num_groups:
-            for t, k in T.Parallel(TILE_TOKENS, padding):
+            for t, k in T.Parallel(TILE_ROWS, padding):
                 places[scale_place(row + t, num_groups + k, layout)] = T.uint8(0)
 
     @T.macro
@@ -140,23 +140,23 @@ def _per_token_and_channel_cast_kernel(
         channel_data: T.Tensor((hidden, num_tokens) if casts.transpose else (num_tokens, hidden), "float8_e4m3fn"),
         channel_sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, TILE_TOKENS) * col_tiles, threads=tile.threads) as block:
+        with T.Kernel(T.ceildiv(num_tokens, TILE_ROWS) * col_tiles, threads=tile.threads) as block:
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             # Checked by the op: what vector accesses need to know of the strides.
-            T.assume(num_tokens % TILE_TOKENS == 0)
+            T.assume(num_tokens % TILE_ROWS == 0)
             T.assume(row_stride % max(alignment // dtype.itemsize, 1) == 0)
             row_tile, channel = block // col_tiles, block % col_tiles * _CHANNELS
-            row = row_tile * TILE_TOKENS
+            row = row_tile * TILE_ROWS
             values = T.alloc_fragment(tile.shape, T.dtype(dtype))
             columns = T.alloc_fragment(tile.shape_of_columns, T.dtype(dtype))
             factors = T.alloc_fragment((tile.blocks, _CHANNELS), "float32")
-            token_factors = T.alloc_shared((TILE_TOKENS, groups), "float32")
+            token_factors = T.alloc_shared((TILE_ROWS, groups), "float32")
             T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
             T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
 
             # Tiles write parts of the sectors of row-major sf: faster where L2 already holds these.
             if layout is ScaleLayout.ROW_MAJOR and channel % (_SECTOR * size) == 0:
-                for t in T.Parallel(TILE_TOKENS):
+                for t in T.Parallel(TILE_ROWS):
                     prefetch_line(T.access_ptr(token_sf[row + t, channel // size], "r"))
             tiles.load_values(x, values, row, channel, tile)
             scale_tokens(values, token_sf, token_factors, row, channel)
@@ -233,7 +233,7 @@ def _cast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The public function, its results in a flat tuple."""
     num_tokens, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"), layout="rows")
-    check.multiple_of("x.shape[0]", num_tokens, TILE_TOKENS)
+    check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
     check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
     check.one_of("fmt", fmt, ("e4m3",))
     for name, value in (("num_per_channels", num_per_channels), ("num_per_tokens", num_per_tokens)):
