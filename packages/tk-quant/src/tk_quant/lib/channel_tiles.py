@@ -109,29 +109,46 @@ class ChannelTile:
 
 
 @T.macro
-def load_values(x: T.Buffer, values: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile) -> None:
+def load_values(x: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile) -> T.Buffer:
     """Values of a tile: those of x (rows, channels) from (row, channel) on, zeros beyond its channels."""
+    values = T.alloc_fragment(tile.shape, x.dtype)
+    T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
     for b, i, r, j in T.Parallel(*tile.shape):
         values[b, i, r, j] = x[row + tile.token(b, i, r), channel + j]
+    return values
 
 
 @T.macro
-def find_tokens(
-    pos_to_token: T.Buffer, tokens: T.Buffer, row: T.int32, num_rows: T.int32, num_tokens: T.int32, tile: ChannelTile
-) -> None:
-    """Rows of x that a tile's rows come from, int32 (blocks, lanes, rows); -1 where there is none."""
+def find_tokens(pos_to_token: T.Buffer, row: T.int32, num_tokens: T.int32, tile: ChannelTile) -> T.Buffer:
+    """Rows of x that a tile's rows, from `row` on, come from, int32 (blocks, lanes, rows); -1 where there is none."""
+    tokens = T.alloc_fragment(tile.shape[:3], "int32")
     for b, i, r in T.Parallel(*tokens.shape):
         tokens[b, i, r] = -1
-        if row + tile.token(b, i, r) < num_rows:
+        if row + tile.token(b, i, r) < pos_to_token.shape[0]:
             token = pos_to_token[row + tile.token(b, i, r)]
             tokens[b, i, r] = T.if_then_else(token < num_tokens, token, -1)
+    return tokens
 
 
 @T.macro
-def columns_of(values: T.Buffer, columns: T.Buffer) -> None:
+def gather_values(x: T.Buffer, tokens: T.Buffer, channel: T.int32, tile: ChannelTile) -> T.Buffer:
+    """Values of a tile: those of rows `tokens` of x from `channel` on, zeros where a token is negative."""
+    values = T.alloc_fragment(tile.shape, x.dtype)
+    T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
+    for b, i, r, j in T.Parallel(*tile.shape):
+        is_read = tokens[b, i, r] >= 0 and channel + j < x.shape[1]
+        values[b, i, r, j] = T.if_then_else(is_read, x[tokens[b, i, r], channel + j], T.cast(0, x.dtype))
+    return values
+
+
+@T.macro
+def columns_of(values: T.Buffer, tile: ChannelTile) -> T.Buffer:
     """The same values with a thread's rows side by side, where bfloat16 are reduced in pairs."""
+    columns = T.alloc_fragment(tile.shape_of_columns, values.dtype)
+    T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
     for b, i, j, r in T.Parallel(*columns.shape):
         columns[b, i, j, r] = values[b, i, r, j]
+    return columns
 
 
 @T.macro
@@ -151,18 +168,12 @@ def amax_bits(values: T.Buffer, amax: T.Buffer, dim: int) -> None:
 
 @T.macro
 def factors_of_blocks(
-    columns: T.Buffer,
-    sf: T.Buffer,
-    factors: T.Buffer,
-    sf_row: T.int32,
-    channel: T.int32,
-    tile: ChannelTile,
-    round_sf: bool,
-) -> None:
-    """Store sf of a tile's blocks, in rows from `sf_row` on, and leave in `factors` what to multiply the values by.
+    columns: T.Buffer, sf: T.Buffer, sf_row: T.int32, channel: T.int32, tile: ChannelTile, round_sf: bool
+) -> T.Buffer:
+    """Store sf of a tile's blocks, in rows from `sf_row` on, and return what to multiply its values by.
 
     columns: bfloat16 or float32, from `channel` on. sf: float32 (blocks of all tokens, hidden).
-    factors: float32 (blocks, channels) in registers.
+    Returns float32 (blocks, channels) in registers.
     """
     parts = T.alloc_fragment((tile.blocks, tile.lanes, tile.channels), "int32")
     gathered = T.alloc_fragment(parts.shape, "int32")
@@ -180,7 +191,9 @@ def factors_of_blocks(
         scale, factor = scale_of_amax(amax[b, j], "e4m3", round_sf)
         sf[sf_row + b, channel + j] = scale
         of_blocks[b, j] = factor
+    factors = T.alloc_fragment((tile.blocks, tile.channels), "float32")
     T.copy(of_blocks, factors)
+    return factors
 
 
 @T.macro

@@ -79,33 +79,16 @@ def _per_channel_cast_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    from tk_quant.lib.channel_tiles import (
-        ChannelTile,
-        columns_of,
-        factors_of_blocks,
-        find_tokens,
-        load_values,
-        prefetch_share,
-        store_codes,
-    )
+    from tk_quant.lib import channel_tiles as tiles
 
     channels = config.channels
-    tile = ChannelTile(channels, config.rows, config.vec, TILE_ROWS)
+    tile = tiles.ChannelTile(channels, config.rows, config.vec, TILE_ROWS)
     col_tiles = ceil_div(hidden, channels)
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
     row_stride, x_rows = T.dynamic("row_stride"), num_tokens if gathered else num_rows
     map_type = T.Tensor((num_rows,), "int32") if gathered else T.int32
     row_tiles = T.ceildiv(num_rows, TILE_ROWS)
     grid = (row_tiles, col_tiles) if config.rows_first else (row_tiles * col_tiles, 1)
-
-    @T.macro
-    def gather(x: T.Buffer, pos_to_token: T.Buffer, values: T.Buffer, row: T.int32, channel: T.int32) -> None:
-        """Values of a tile, zeros where a row has no token."""
-        tokens = T.alloc_fragment(tile.shape[:3], "int32")
-        find_tokens(pos_to_token, tokens, row, num_rows, num_tokens, tile)
-        for b, i, r, j in T.Parallel(*tile.shape):
-            is_read = tokens[b, i, r] >= 0 and channel + j < hidden
-            values[b, i, r, j] = T.if_then_else(is_read, x[tokens[b, i, r], channel + j], T.cast(0, dtype))
 
     @T.prim_func
     def per_channel_cast(
@@ -123,20 +106,15 @@ def _per_channel_cast_kernel(
             row_tile = first if config.rows_first else first // col_tiles
             channel = (second if config.rows_first else first % col_tiles) * channels
             row = row_tile * TILE_ROWS
-            values = T.alloc_fragment(tile.shape, T.dtype(dtype))
-            columns = T.alloc_fragment(tile.shape_of_columns, T.dtype(dtype))
-            factors = T.alloc_fragment((tile.blocks, channels), "float32")
-            T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
-            T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
-
             if gathered:
-                gather(x, pos_to_token, values, row, channel)
-                prefetch_share(x, row_tile, row_tiles, channel + channels, tile)
+                tokens = tiles.find_tokens(pos_to_token, row, num_tokens, tile)
+                values = tiles.gather_values(x, tokens, channel, tile)
+                tiles.prefetch_share(x, row_tile, row_tiles, channel + channels, tile)
             else:
-                load_values(x, values, row, channel, tile)
-            columns_of(values, columns)
-            factors_of_blocks(columns, sf, factors, row_tile, channel, tile, round_sf)
-            store_codes(columns, factors, out, row, channel, tile)
+                values = tiles.load_values(x, row, channel, tile)
+            columns = tiles.columns_of(values, tile)
+            factors = tiles.factors_of_blocks(columns, sf, row_tile, channel, tile, round_sf)
+            tiles.store_codes(columns, factors, out, row, channel, tile)
 
     return per_channel_cast
 

@@ -73,16 +73,10 @@ def _per_channel_cast_and_transpose_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    from tk_quant.lib.channel_tiles import (
-        ChannelTile,
-        columns_of,
-        factors_of_blocks,
-        load_values,
-        store_transposed_codes,
-    )
+    from tk_quant.lib import channel_tiles as tiles
 
     channels = config.channels
-    tile = ChannelTile(channels, config.rows, _VEC, num_per_tokens)
+    tile = tiles.ChannelTile(channels, config.rows, _VEC, num_per_tokens)
     col_tiles = ceil_div(hidden, channels)
     num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
     row_tiles = T.ceildiv(num_tokens, TILE_ROWS)
@@ -102,15 +96,9 @@ def _per_channel_cast_and_transpose_kernel(
             T.assume(row_stride % max(alignment // 2, 1) == 0)
             row_tile = first if config.rows_first else first // col_tiles
             channel = (second if config.rows_first else first % col_tiles) * channels
-            values = T.alloc_fragment(tile.shape, "bfloat16")
-            columns = T.alloc_fragment(tile.shape_of_columns, "bfloat16")
-            factors = T.alloc_fragment((tile.blocks, channels), "float32")
-            T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
-            T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
-            load_values(x, values, row_tile * TILE_ROWS, channel, tile)
-            columns_of(values, columns)
-            factors_of_blocks(columns, sf, factors, row_tile * tile.blocks, channel, tile, round_sf)
-            store_transposed_codes(columns, factors, out, row_tile * TILE_ROWS, channel, tile)
+            columns = tiles.columns_of(tiles.load_values(x, row_tile * TILE_ROWS, channel, tile), tile)
+            factors = tiles.factors_of_blocks(columns, sf, row_tile * tile.blocks, channel, tile, round_sf)
+            tiles.store_transposed_codes(columns, factors, out, row_tile * TILE_ROWS, channel, tile)
 
     return per_channel_cast_and_transpose
 

@@ -61,9 +61,9 @@ def _per_channel_recast_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    from tk_quant.lib.channel_tiles import ChannelTile, factors_of_blocks, find_tokens, store_codes
+    from tk_quant.lib import channel_tiles as tiles
 
-    tile, col_tiles = ChannelTile(_GROUP, config.rows, config.vec, TILE_ROWS), hidden // _GROUP
+    tile, col_tiles = tiles.ChannelTile(_GROUP, config.rows, config.vec, TILE_ROWS), hidden // _GROUP
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
     row_stride, x_rows = T.dynamic("row_stride"), num_tokens if gathered else num_rows
     map_type = T.Tensor((num_rows,), "int32") if gathered else T.int32
@@ -71,31 +71,16 @@ def _per_channel_recast_kernel(
     grid = (row_tiles, col_tiles) if config.rows_first else (row_tiles * col_tiles, 1)
 
     @T.macro
-    def load(
-        x: T.Buffer, x_sf: T.Buffer, codes: T.Buffer, row_sf: T.Buffer, pos_to_token: Any, row: T.int32, group: T.int32
-    ) -> None:
-        """Codes and scale factors of a tile, zeros where a row has no token."""
-        if gathered:
-            tokens = T.alloc_fragment(tile.shape[:3], "int32")
-            find_tokens(pos_to_token, tokens, row, num_rows, num_tokens, tile)
-            for b, i, r in T.Parallel(*row_sf.shape):
-                row_sf[b, i, r] = T.if_then_else(tokens[b, i, r] >= 0, x_sf[tokens[b, i, r], group], T.float32(0))
-            for b, i, r, j in T.Parallel(*tile.shape):
-                code = x[tokens[b, i, r], group * _GROUP + j]
-                codes[b, i, r, j] = T.if_then_else(tokens[b, i, r] >= 0, code, T.cast(0, "float8_e4m3fn"))
-        else:
-            for b, i, r in T.Parallel(*row_sf.shape):
-                row_sf[b, i, r] = x_sf[row + tile.token(b, i, r), group]
-            for b, i, r, j in T.Parallel(*tile.shape):
-                codes[b, i, r, j] = x[row + tile.token(b, i, r), group * _GROUP + j]
-
-    @T.macro
-    def dequantize(codes: T.Buffer, row_sf: T.Buffer, columns: T.Buffer) -> None:
+    def dequantize(codes: T.Buffer, row_sf: T.Buffer) -> T.Buffer:
+        """float32 columns of a tile's codes."""
         decoded = T.alloc_fragment(tile.shape, "float32")
-        T.annotate_layout({decoded: T.Fragment(tile.shape, forward_fn=tile.of_value)})
+        columns = T.alloc_fragment(tile.shape_of_columns, "float32")
+        T.annotate_layout({decoded: T.Fragment(decoded.shape, forward_fn=tile.of_value)})
+        T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
         T.copy(codes, decoded)
         for b, i, j, r in T.Parallel(*columns.shape):
             columns[b, i, j, r] = decoded[b, i, r, j] * row_sf[b, i, r]
+        return columns
 
     @T.prim_func
     def per_channel_recast(
@@ -113,25 +98,22 @@ def _per_channel_recast_kernel(
             row_tile = first if config.rows_first else first // col_tiles
             group = second if config.rows_first else first % col_tiles
             row, channel = row_tile * TILE_ROWS, group * _GROUP
-            codes = T.alloc_fragment(tile.shape, "float8_e4m3fn")
-            again = T.alloc_fragment(tile.shape, "float8_e4m3fn")
-            kept = T.alloc_shared((TILE_ROWS, _GROUP), "float8_e4m3fn")
             row_sf = T.alloc_fragment(tile.shape[:3], "float32")
-            columns = T.alloc_fragment(tile.shape_of_columns, "float32")
-            values = T.alloc_fragment(tile.shape_of_columns, "float32")
-            factors = T.alloc_fragment((tile.blocks, _GROUP), "float32")
-            T.annotate_layout({each: T.Fragment(each.shape, forward_fn=tile.of_value) for each in (codes, again)})
-            T.annotate_layout({each: T.Fragment(each.shape, forward_fn=tile.of_column) for each in (columns, values)})
-
-            load(x, x_sf, codes, row_sf, pos_to_token, row, group)
+            kept = T.alloc_shared((TILE_ROWS, _GROUP), "float8_e4m3fn")
+            if gathered:
+                tokens = tiles.find_tokens(pos_to_token, row, num_tokens, tile)
+                for b, i, r in T.Parallel(*row_sf.shape):
+                    row_sf[b, i, r] = T.if_then_else(tokens[b, i, r] >= 0, x_sf[tokens[b, i, r], group], T.float32(0))
+                codes = tiles.gather_values(x, tokens, channel, tile)
+            else:
+                for b, i, r in T.Parallel(*row_sf.shape):
+                    row_sf[b, i, r] = x_sf[row + tile.token(b, i, r), group]
+                codes = tiles.load_values(x, row, channel, tile)
             for b, i, r, j in T.Parallel(*tile.shape):
                 kept[tile.token(b, i, r), j] = codes[b, i, r, j]
-            dequantize(codes, row_sf, columns)
-            factors_of_blocks(columns, sf, factors, row_tile, channel, tile, round_sf)
-            for b, i, r, j in T.Parallel(*tile.shape):
-                again[b, i, r, j] = kept[tile.token(b, i, r), j]
-            dequantize(again, row_sf, values)
-            store_codes(values, factors, out, row, channel, tile)
+            factors = tiles.factors_of_blocks(dequantize(codes, row_sf), sf, row_tile, channel, tile, round_sf)
+            again = tiles.load_values(kept, 0, 0, tile)
+            tiles.store_codes(dequantize(again, row_sf), factors, out, row, channel, tile)
 
     return per_channel_recast
 

@@ -147,21 +147,16 @@ def _per_token_and_channel_cast_kernel(
             T.assume(row_stride % max(alignment // dtype.itemsize, 1) == 0)
             row_tile, channel = block // col_tiles, block % col_tiles * _CHANNELS
             row = row_tile * TILE_ROWS
-            values = T.alloc_fragment(tile.shape, T.dtype(dtype))
-            columns = T.alloc_fragment(tile.shape_of_columns, T.dtype(dtype))
-            factors = T.alloc_fragment((tile.blocks, _CHANNELS), "float32")
             token_factors = T.alloc_shared((TILE_ROWS, groups), "float32")
-            T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
-            T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
 
             # Tiles write parts of the sectors of row-major sf: faster where L2 already holds these.
             if layout is ScaleLayout.ROW_MAJOR and channel % (_SECTOR * size) == 0:
                 for t in T.Parallel(TILE_ROWS):
                     prefetch_line(T.access_ptr(token_sf[row + t, channel // size], "r"))
-            tiles.load_values(x, values, row, channel, tile)
+            values = tiles.load_values(x, row, channel, tile)
             scale_tokens(values, token_sf, token_factors, row, channel)
-            tiles.columns_of(values, columns)
-            tiles.factors_of_blocks(columns, channel_sf, factors, row_tile * tile.blocks, channel, tile, round_sf)
+            columns = tiles.columns_of(values, tile)
+            factors = tiles.factors_of_blocks(columns, channel_sf, row_tile * tile.blocks, channel, tile, round_sf)
             store_tokens(columns, token_factors, token_data, row, channel)
             if casts.transpose:
                 tiles.store_transposed_codes(columns, factors, channel_data, row, channel, tile)
