@@ -198,13 +198,23 @@ def factors_of_blocks(
 
 @T.macro
 def store_codes(
-    columns: T.Buffer, factors: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile
+    columns: T.Buffer,
+    factors: T.Buffer,
+    out: T.Buffer,
+    row: T.int32,
+    channel: T.int32,
+    tile: ChannelTile,
+    num_per_channels: int | None = None,
 ) -> None:
-    """e4m3 codes of values times factors, to out (rows, channels) from (row, channel) on."""
+    """e4m3 codes of values times factors, to out (rows, channels) from (row, channel) on.
+
+    factors: of blocks of tokens, (blocks, channels), or where `num_per_channels` is given of tokens, (tokens, groups).
+    """
     scaled, codes = T.alloc_fragment(tile.shape, "float32"), T.alloc_fragment(tile.shape, "float8_e4m3fn")
     T.annotate_layout({each: T.Fragment(tile.shape, forward_fn=tile.of_value) for each in (scaled, codes)})
     for b, i, r, j in T.Parallel(*tile.shape):
-        scaled[b, i, r, j] = T.cast(columns[b, i, j, r], "float32") * factors[b, j]
+        place = (tile.token(b, i, r), j // num_per_channels) if num_per_channels else (b, j)
+        scaled[b, i, r, j] = T.cast(columns[b, i, j, r], "float32") * factors[place]
     T.copy(scaled, codes)
     for b, i, r, j in T.Parallel(*tile.shape):
         out[row + tile.token(b, i, r), channel + j] = codes[b, i, r, j]

@@ -122,16 +122,6 @@ def _per_token_and_channel_cast_kernel(
             for t, k in T.Parallel(TILE_ROWS, padding):
                 places[scale_place(row + t, num_groups + k, layout)] = T.uint8(0)
 
-    @T.macro
-    def store_tokens(columns: T.Buffer, factors: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32) -> None:
-        scaled, codes = T.alloc_fragment(tile.shape, "float32"), T.alloc_fragment(tile.shape, "float8_e4m3fn")
-        T.annotate_layout({each: T.Fragment(tile.shape, forward_fn=tile.of_value) for each in (scaled, codes)})
-        for b, i, r, j in T.Parallel(*tile.shape):
-            scaled[b, i, r, j] = T.cast(columns[b, i, j, r], "float32") * factors[tile.token(b, i, r), j // size]
-        T.copy(scaled, codes)
-        for b, i, r, j in T.Parallel(*tile.shape):
-            out[row + tile.token(b, i, r), channel + j] = codes[b, i, r, j]
-
     @T.prim_func
     def per_token_and_channel_cast(
         x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), T.dtype(dtype)),
@@ -157,7 +147,7 @@ def _per_token_and_channel_cast_kernel(
             scale_tokens(values, token_sf, token_factors, row, channel)
             columns = tiles.columns_of(values, tile)
             factors = tiles.factors_of_blocks(columns, channel_sf, row_tile * tile.blocks, channel, tile, round_sf)
-            store_tokens(columns, token_factors, token_data, row, channel)
+            tiles.store_codes(columns, token_factors, token_data, row, channel, tile, size)
             if casts.transpose:
                 tiles.store_transposed_codes(columns, factors, channel_data, row, channel, tile)
             else:
