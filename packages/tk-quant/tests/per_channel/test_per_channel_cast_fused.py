@@ -156,19 +156,19 @@ def test_configuration_is_admissible(gathered: bool, arch: Arch) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS.values())
 def test_kernel_for_many_gathered_rows(arch: Arch) -> None:
-    assert gathered_recast.is_for(34816, 7168, 16, arch) == (arch.sm in (90, 100, 103))
-    # A tile of 128 rows for each multiprocessor, and one more.
-    assert not gathered_recast.is_for(128 * arch.num_sms, 256, 16, arch)
-    assert gathered_recast.is_for(128 * arch.num_sms + 16, 256, 16, arch) == (arch.sm in (90, 100, 103))
-    assert not gathered_recast.is_for(34816, 7168, 8, arch)
-    assert not gathered_recast.is_for(34816, 7168 + 128, 16, arch)
+    assert gathered_recast.is_fastest(34816, 7168, 16, arch.num_sms, arch) == (arch.sm in (90, 100, 103))
+    # A tile of 128 rows for each SM, and one more.
+    assert not gathered_recast.is_fastest(128 * 132, 256, 16, 132, arch)
+    assert gathered_recast.is_fastest(128 * 132 + 16, 256, 16, 132, arch) == (arch.sm in (90, 100, 103))
+    assert not gathered_recast.is_fastest(34816, 7168, 8, arch.num_sms, arch)
+    assert not gathered_recast.is_fastest(34816, 7168 + 128, 16, arch.num_sms, arch)
 
 
 @pytest.mark.parametrize("hidden", [256, 2304, 7168])
 @pytest.mark.parametrize("num_tokens", [0, 1, 4096, 16384, 10**6])
 @pytest.mark.parametrize("num_rows", [16, 2064, 34816])
 def test_prefetched_columns_are_columns(num_rows: int, num_tokens: int, hidden: int) -> None:
-    _, first, count = gathered_recast.opening(num_rows, num_tokens, hidden, ARCHS["sm_90a"])
+    first, count = gathered_recast.prefetched_columns(num_rows, num_tokens, hidden, 132)
     # What a bulk prefetch takes: whole numbers of 16 bytes.
     assert first % 16 == 0
     assert count % 16 == 0
@@ -177,22 +177,19 @@ def test_prefetched_columns_are_columns(num_rows: int, num_tokens: int, hidden: 
     assert count == 0 or (first + count) * num_tokens <= 11 << 20
 
 
-def test_opening_suits_the_first_blocks() -> None:
-    arch = ARCHS["sm_90a"]  # 132 multiprocessors, 6 blocks each: 2.9 times the 272 tiles of rows
-    assert gathered_recast.opening(34816, 4096, 7168, arch)[1:] == (1024, 1792)
-    assert gathered_recast.opening(34816, 4096, 4096, arch)[1:] == (768, 2048)
-    assert gathered_recast.opening(34816, 4096, 1280, arch)[1:] == (768, 512)
-    assert gathered_recast.opening(16000, 4001, 7168, arch)[1:] == (2048, 768)
+def test_prefetched_columns_follow_those_of_the_first_blocks() -> None:
+    # 132 SMs of 6 thread blocks each: 2.9 times the 272 tiles of rows.
+    assert gathered_recast.prefetched_columns(34816, 4096, 7168, 132) == (1024, 1792)
+    assert gathered_recast.prefetched_columns(34816, 4096, 4096, 132) == (768, 2048)
+    assert gathered_recast.prefetched_columns(34816, 4096, 1280, 132) == (768, 512)
+    assert gathered_recast.prefetched_columns(16000, 4001, 7168, 132) == (2048, 768)
     # 11 MB are 1280 columns, one tile past those of the first blocks, of so many tokens at most.
-    assert gathered_recast.opening(34816, 9011, 7168, arch)[1:] == (1024, 256)
-    assert gathered_recast.opening(34816, 9012, 7168, arch)[2] == 0
-    assert gathered_recast.opening(34816, 16384, 7168, arch)[2] == 0
-    # Whoever waits for nobody takes no turns.
-    assert gathered_recast.opening(34816, 4096, 768, arch)[0] > 0
-    assert gathered_recast.opening(34816, 4096, 512, arch)[0] == 0
+    assert gathered_recast.prefetched_columns(34816, 9011, 7168, 132) == (1024, 256)
+    assert gathered_recast.prefetched_columns(34816, 9012, 7168, 132)[1] == 0
+    assert gathered_recast.prefetched_columns(34816, 16384, 7168, 132)[1] == 0
 
 
-def _everywhere(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
+def _everywhere(num_rows: int, hidden: int, alignment: int, num_sms: int, arch: Arch) -> bool:
     return alignment == gathered_recast.ALIGNMENT and hidden % 256 == 0
 
 
@@ -216,7 +213,7 @@ def _everywhere(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
 def test_kernel_for_many_gathered_rows_of_few(
     x: MakeInput, where: MakeMap, round_sf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathered_recast, "is_for", _everywhere)
+    monkeypatch.setattr(gathered_recast, "is_fastest", _everywhere)
     kwargs = make(x, where, round_sf)("cuda")
     found, expected = tk_quant.per_channel_cast_fused(**kwargs), reference.per_channel_cast_fused(**kwargs)
     assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))

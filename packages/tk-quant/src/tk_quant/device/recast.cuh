@@ -56,10 +56,3 @@ __device__ __forceinline__ unsigned tk_recast(unsigned codes, float sf, const fl
   }
   return new_codes;
 }
-
-// Returns after a number of clock cycles.
-__device__ __forceinline__ void tk_wait_cycles(unsigned cycles) {
-  const unsigned start = clock();
-  while (unsigned(clock()) - start < cycles) {
-  }
-}

@@ -28,8 +28,3 @@ def merge_amax(amax: Any, merged: Any) -> Any:
 def recast(codes: Any, sf: Any, factors: Any) -> Any:
     """The e4m3 codes of code * sf * factor, of four codes in a uint32; `factors` is the address of four float32."""
     return _RECAST.call("uint32", "tk_recast", codes, sf, factors)
-
-
-def wait_cycles(cycles: Any) -> Any:
-    """Wait for that many of the SM's clock cycles, a uint32."""
-    return _RECAST.call("void", "tk_wait_cycles", cycles)

@@ -34,7 +34,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_quant.device.async_copy import commit_copies, gather_async, wait_for_groups
 from tk_quant.device.division import scale_of_amax
-from tk_quant.device.recast import atomic_max, merge_amax, raise_amax, recast, wait_cycles
+from tk_quant.device.recast import atomic_max, merge_amax, raise_amax, recast
 from tk_quant.lib.quantize import LIMITS, TILE_ROWS, float_bits
 
 ALIGNMENT = 16
@@ -45,21 +45,18 @@ _ROWS = 16
 _VEC = 16
 _THREADS = TILE_ROWS // _ROWS * (_CHANNELS // _VEC)
 _BLOCKS_PER_SM = 6
-# Delay between the starts of an SM's first thread blocks. H200, 4096 tokens to 34816 rows of 2048 and 7168 channels:
-# without a delay 25.1 and 82.0 us, with 700 cycles (the best of 300 to 1400) 24.8 and 81.7.
-_TURN_CYCLES = 700
 # Bytes of x read before writing begins, those of the first thread blocks included. With 7 MB 25.2 and 81.7 us (one
 # column of tiles at a time, copy 58.1), with 11 MB 25.1 and 81.3; 16000 rows of 7168 channels: 11 MB 42.9, 15 MB 43.3.
 _EARLY_BYTES = 11 << 20
 
 
-def is_for(num_rows: int, hidden: int, alignment: int, arch: Arch) -> bool:
+def is_fastest(num_rows: int, hidden: int, alignment: int, num_sms: int, arch: Arch) -> bool:
     """Whether this kernel supports such a call and is the fastest for it."""
     # An SM has to hold _BLOCKS_PER_SM thread blocks of 37 KB of shared memory.
     if arch.max_shared_memory < 200 * 1024 or alignment != ALIGNMENT or hidden % _CHANNELS != 0:
         return False
     # With one tile per SM this kernel takes 3 to 12 % longer than the other, with several up to 25 % less (H200).
-    return ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) > arch.num_sms
+    return ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) > num_sms
 
 
 def _cols_at_once(hidden: int) -> int:
@@ -69,19 +66,16 @@ def _cols_at_once(hidden: int) -> int:
     return 2 if hidden >= 6144 and hidden % (2 * _CHANNELS) == 0 else 1
 
 
-def opening(num_rows: int, num_tokens: int, hidden: int, arch: Arch) -> tuple[int, int, int]:
-    """How the first thread blocks start: `(turn_cycles, later_col, later_cols)`.
+def prefetched_columns(num_rows: int, num_tokens: int, hidden: int, num_sms: int) -> tuple[int, int]:
+    """`(first_col, num_cols)` of x that the first thread block on each SM prefetches into L2, for later blocks.
 
-    The first thread blocks of an SM start `turn_cycles` apart: if all issued their loads at once, all would wait for
-    the last. After issuing its loads, one thread block per SM prefetches columns of x into L2 for later ones,
-    `later_cols` from `later_col` on: reads are cheapest while nothing is written yet.
+    It does so after issuing its own loads: reads are cheapest while nothing is written yet.
     """
-    row_tiles, first_blocks = ceil_div(num_rows, TILE_ROWS), _BLOCKS_PER_SM * arch.num_sms
-    turn_cycles = _TURN_CYCLES if row_tiles * (hidden // _CHANNELS) > first_blocks else 0
+    row_tiles, first_blocks = ceil_div(num_rows, TILE_ROWS), _BLOCKS_PER_SM * num_sms
     at_once = _cols_at_once(hidden)
-    later_col = min(ceil_div(first_blocks, row_tiles * at_once) * at_once * _CHANNELS, hidden)
+    first_col = min(ceil_div(first_blocks, row_tiles * at_once) * at_once * _CHANNELS, hidden)
     early_cols = _EARLY_BYTES // _CHANNELS // max(num_tokens, 1) * _CHANNELS
-    return turn_cycles, later_col, max(min(early_cols, hidden) - later_col, 0)
+    return first_col, max(min(early_cols, hidden) - first_col, 0)
 
 
 # Shared arrays are not reused for other purposes, so the barriers below suffice.
@@ -93,7 +87,7 @@ def opening(num_rows: int, num_tokens: int, hidden: int, arch: Arch) -> tuple[in
     }
 )
 def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:
-    """Kernel (x, x_sf, pos_to_token, out, sf, *opening): the op's tensors and the results of `opening`."""
+    """Kernel (x, x_sf, pos_to_token, out, sf, num_sms, *prefetched_columns(...))."""
     import tilelang.language as T
 
     col_lanes = _CHANNELS // _VEC
@@ -119,9 +113,9 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
         pos_to_token: T.Tensor((num_rows,), "int32"),
         out: T.Tensor((num_rows, hidden), "float8_e4m3fn"),
         sf: T.Tensor((num_blocks, hidden), "float32"),
-        turn_cycles: T.int32,
-        later_col: T.int32,
-        later_cols: T.int32,
+        num_sms: T.int32,
+        prefetched_col: T.int32,
+        num_prefetched: T.int32,
     ) -> None:
         grid = (num_blocks * at_once, hidden // _CHANNELS // at_once)
         with T.Kernel(*grid, threads=_THREADS) as (first, second):
@@ -157,8 +151,6 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             source = T.uint32(0xFFFFFFFF)
             if first_row + thread < num_rows:
                 source = T.cast(pos_to_token[first_row + thread], "uint32")
-            if block < _BLOCKS_PER_SM * arch.num_sms:
-                wait_cycles(T.cast(T.truncdiv(block, arch.num_sms) * turn_cycles, "uint32"))
             for i in T.unroll(4 // sf_per_copy):
                 sf_col = col_tile * groups // 4 * 4 + i * sf_per_copy
                 gather_async(
@@ -180,9 +172,9 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                         16,
                     )
                 commit_copies()
-            token = block + thread * arch.num_sms
-            if block < arch.num_sms and token < num_tokens and later_cols > 0:
-                prefetch_bytes(T.address_of(x[token, later_col]), later_cols)
+            token = block + thread * num_sms
+            if block < num_sms and token < num_tokens and num_prefetched > 0:
+                prefetch_bytes(T.address_of(x[token, prefetched_col]), num_prefetched)
             for k in T.unroll(_CHANNELS // _THREADS):
                 largest[k * _THREADS + thread] = T.uint32(least_amax)
             T.sync_threads()

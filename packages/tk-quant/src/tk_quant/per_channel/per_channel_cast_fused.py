@@ -25,6 +25,7 @@ from tk_core import check, env
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
+from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
@@ -146,10 +147,11 @@ def _per_channel_recast_out(
         return
     arch = get_arch(x.device)
     hidden, alignment, gathered = x.shape[1], check.row_alignment(x), pos_to_token is not None
-    if gathered and gathered_recast.is_for(out.shape[0], hidden, alignment, arch):
-        opening = gathered_recast.opening(out.shape[0], x.shape[0], hidden, arch)
+    num_sms = get_device_num_sms(x.device)
+    if gathered and gathered_recast.is_fastest(out.shape[0], hidden, alignment, num_sms, arch):
+        prefetched = gathered_recast.prefetched_columns(out.shape[0], x.shape[0], hidden, num_sms)
         gathered_recast.gathered_recast_kernel(hidden, check.row_alignment(x_sf), round_sf, arch)(
-            x, x_sf, pos_to_token, out, sf, *opening
+            x, x_sf, pos_to_token, out, sf, num_sms, *prefetched
         )
         return
     config = PerChannelRecastConfig.best(gathered, arch)
