@@ -175,5 +175,5 @@ def test_a_warm_model_is_served_without_compiling(tmp_path: Path) -> None:
     # Another width needs another kernel.
     assert served.returncode != 0
     error = served.stderr.strip().splitlines()[-1]
-    kernel = r"tk_quant\.lib\.per_token_cast_kernel\.per_token_cast_kernel\(.*, 320, .*sm_90a\)"
-    assert re.search(f"tk_quant::per_token_cast_out: {kernel}: TK_COMPILE=forbid", error), error
+    kernel = r"tk_quant\.lib\.cast_kernels\.cast_kernel\(.*, 320, .*sm_90a\)"
+    assert re.search(f"tk_quant::cast_out: {kernel}: TK_COMPILE=forbid", error), error

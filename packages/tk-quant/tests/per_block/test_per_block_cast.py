@@ -13,7 +13,7 @@ import tk_quant
 from tk_core.arch import arch_from_name
 from tk_core.reference.scales import unpack_scales
 from tk_core.testing import tiers
-from tk_quant.lib.per_block_cast_kernel import PerBlockCastConfig
+from tk_quant.lib.cast_config import TileConfig
 from tk_quant.reference.lib.formats import dequantize
 from tk_quant.testing.per_block.per_block_cast import SPEC, WITH_PRECOMPUTED_SF_SPEC, WITH_SF_ONLY_SPEC, compare, ties
 from tk_quant.testing.per_token.per_token_cast import FLAGS, extremes
@@ -202,15 +202,20 @@ def test_ties_are_made() -> None:
     assert torch.equal(sf.flatten(), torch.arange(1.0, 65.0).mul(6).to(torch.bfloat16).float() / torch.tensor(6.0))
 
 
-def test_configurations_are_admissible() -> None:
-    for side, other, itemsize, fmt, packed in product(SIDES, SIDES, (2, 4), ("e4m3", "e2m1"), (False, True)):
-        config = PerBlockCastConfig.best((side, other), itemsize, fmt, packed, arch_from_name("sm_90a"))
-        assert 64 % config.vec == 0
-        assert 32 % config.lanes == 0
-        assert config.lanes * config.vec % other == 0
-        assert 32 // config.lanes * config.rows * config.warps % side == 0
-        assert config.warps <= 32
-        assert config.vec % 8 == 0
+@pytest.mark.parametrize("hidden", [64, 192, 576, 7168])
+def test_tiles_are_whole_blocks(hidden: int) -> None:
+    for side, other, itemsize, packed in product(SIDES, SIDES, (2, 4), (False, True)):
+        config = TileConfig.best(hidden, (side, other), 8 * itemsize, packed, arch_from_name("sm_90a"))
+        assert config.tokens % side == 0
+        assert config.channels % other == 0
+        assert config.channels % 8 == 0
+        assert config.threads % 32 == 0
+        assert config.threads <= 1024
+        assert config.tokens * config.channels % (config.threads * config.vec) == 0
+        if config.splits((side, other)):
+            assert (config.tokens, config.channels) == (side, other)
+        elif side == 1 and packed:
+            assert config.channels >= hidden or config.blocks_across % 4 == 0
 
 
 X = torch.zeros(8, 192)

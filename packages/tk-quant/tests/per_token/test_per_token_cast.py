@@ -17,7 +17,7 @@ from tk_core.reference.scales import pack_scales, unpack_scales
 from tk_core.scales import ScaleLayout, check_scales
 from tk_core.testing import tiers
 from tk_quant import reference
-from tk_quant.lib.per_token_cast_config import CAST, PRECOMPUTED, SF_ONLY, PerTokenCastConfig
+from tk_quant.lib.cast_config import TileConfig
 from tk_quant.reference.lib import formats
 from tk_quant.testing.per_token.per_token_cast import (
     ALL_FLAGS,
@@ -448,25 +448,28 @@ def test_reference_cast_of_blocks() -> None:
     )
 
 
-def test_configurations_are_admissible() -> None:
-    arch = arch_from_name("sm_90a")
-    for hidden, x_bits, layout, fmt, mode in product(
-        (64, 192, 576, 2048, 7168, 20480),
-        (4, 8, 16, 32),
-        ScaleLayout,
-        ("e4m3", "e2m1", "e5m6"),
-        (CAST, SF_ONLY, PRECOMPUTED),
-    ):
-        for group in (hidden,) if fmt == "e5m6" else (16, 32, 64, 128, hidden):
-            in_bytes = layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
-            of_codes = x_bits == 8 and fmt == "e2m1" and in_bytes and mode == CAST and group <= 128
-            kinds = (x_bits, fmt, mode, in_bytes, layout, in_bytes, of_codes)
-            config = PerTokenCastConfig.best(hidden, group, *kinds, arch)
-            assert hidden % config.vec == 0
-            assert config.vec <= group
-            assert config.vec * x_bits % 32 == 0
-            assert config.lanes * config.rows <= 1024
-            assert config.lanes * config.rows % 32 == 0
+ARCH = arch_from_name("sm_90a")
+
+
+@pytest.mark.parametrize("x_bits", [4, 8, 16, 32])
+def test_tiles_cover_a_row_in_whole_warps(x_bits: int) -> None:
+    widths = (*range(64, 4096, 64), *range(4096, 20544, 576))
+    for hidden, in_bytes, group in product(widths, (False, True), (16, 32, 64, 128, 0)):
+        group = group or hidden
+        config = TileConfig.best(hidden, (1, group), x_bits, in_bytes, ARCH)
+        lanes = config.block_channels // config.vec
+        assert lanes & (lanes - 1) == 0
+        assert lanes <= 32
+        assert config.threads % 32 == 0
+        assert config.threads <= 1024
+        assert config.tokens * config.channels % (config.threads * config.vec) == 0
+        covers_row = config.channels >= hidden
+        if group == hidden:
+            assert covers_row
+            assert config.block_channels >= hidden or config.tokens == 1
+        else:
+            assert config.block_channels == group
+            assert covers_row or not in_bytes or config.blocks_across % 4 == 0
 
 
 X = torch.zeros(8, 192)

@@ -22,13 +22,6 @@ def max_u16x2(a: Any, b: Any) -> Any:
     return builtin("uint32", "__vmaxu2", a, b)
 
 
-def warp_max_u32(x: Any) -> Any:
-    """The largest uint32 of a whole warp, in one instruction."""
-    import tilelang.language as T
-
-    return builtin("uint32", "__reduce_max_sync", T.uint32(_WHOLE_WARP), x)
-
-
 def warp_sum_u32(x: Any) -> Any:
     """The sum of the uint32 of a whole warp, in one instruction."""
     import tilelang.language as T

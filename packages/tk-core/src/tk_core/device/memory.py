@@ -10,9 +10,9 @@ from tk_core.headers import Header
 _MEMORY = Header(__file__)
 
 
-def load_streaming(words: Any, address: Any, valid: Any) -> Any:
+def load_streaming(to: Any, address: Any, valid: Any) -> Any:
     """Load 16 bytes, zeros where not `valid`, that the caches need not keep, as they are read only once."""
-    return _MEMORY.call("void", "tk_load_streaming", words, address, valid)
+    return _MEMORY.call("void", "tk_load_streaming", to, address, valid)
 
 
 def load_mostly_evict_first(words: Any, address: Any, valid: Any) -> Any:

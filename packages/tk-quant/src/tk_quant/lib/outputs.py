@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.scales import ScaleLayout, check_scales, empty_scales
-from tk_quant.lib.per_token_cast_kernel import FORMATS
+from tk_quant.lib.cast_formats import FORMATS
 from tk_quant.lib.quantize import BITS
 
 _DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}

@@ -6,136 +6,25 @@ For each block of (block tokens, block channels), those at the ends being smalle
     with round_sf:                     sf = least power of two >= that quotient;   data = round(x * (1 / sf))
 
 x (num_tokens, hidden), bfloat16 or float32; data e4m3 (num_tokens, hidden) or e2m1 (num_tokens, hidden / 2). Two
-relatives share the kernel, which is in per_block_cast_kernel.py: one returns sf alone, the other takes sf as given.
+relatives: one returns sf alone, the other takes sf as given. The kernels, with a picture, are in lib/cast_kernels.py.
 """
 
 import torch
 
 from tk_core import check
-from tk_core.arch import get_arch
 from tk_core.math import ceil_div
-from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.scales import ScaleLayout, scale_layout
-from tk_quant.lib.outputs import data_output, for_vectors, output_pair, scales_output
-from tk_quant.lib.per_block_cast_kernel import CAST, PRECOMPUTED, SF_ONLY, PerBlockCastConfig, per_block_cast_kernel
+from tk_core.scales import scale_layout
+from tk_quant.lib.cast_kernels import cast_out
+from tk_quant.lib.outputs import data_output, output_pair, scales_output
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _FORMATS = ("e4m3", "e2m1")
 _BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def _launch(
-    x: torch.Tensor,
-    data: torch.Tensor | None,
-    sf: torch.Tensor,
-    fmt: str,
-    block_tokens: int,
-    block_channels: int,
-    mode: str,
-    round_sf: bool,
-    col_major: bool,
-) -> None:
-    if sf.numel() == 0:
-        return
-    written_data, written_sf = for_vectors(data), sf if mode == PRECOMPUTED else for_vectors(sf)
-    arch = get_arch(x.device)
-    block_size, packed = (block_tokens, block_channels), sf.dtype is torch.int32
-    per_block_cast_kernel(
-        x.shape[1],
-        x.dtype,
-        check.row_alignment(x),
-        fmt,
-        block_size,
-        mode,
-        round_sf,
-        scale_layout(col_major, round_sf, packed),
-        PerBlockCastConfig.best(block_size, x.dtype.itemsize, fmt, packed, arch),
-        arch,
-    )(x, written_sf if data is None else written_data, written_sf)
-    if written_data is not data:
-        data.copy_(written_data)
-    if written_sf is not sf:
-        sf.copy_(written_sf)
-
-
-def _reference(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    sf: torch.Tensor,
-    fmt: str,
-    block_tokens: int,
-    block_channels: int,
-    round_sf: bool,
-    col_major: bool,
-) -> None:
-    from tk_quant.reference.per_block.per_block_cast import per_block_cast
-
-    flags = (col_major, round_sf, sf.dtype is torch.int32)
-    new_data, new_sf = per_block_cast(x, fmt, (block_tokens, block_channels), *flags)
-    data.copy_(new_data)
-    sf.copy_(new_sf)
-
-
-@op("tk_quant::per_block_cast_out", mutates=("data", "sf"), reference=_reference)
-def _per_block_cast_out(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    sf: torch.Tensor,
-    fmt: str,
-    block_tokens: int,
-    block_channels: int,
-    round_sf: bool,
-    col_major: bool,
-) -> None:
-    _launch(x, data, sf, fmt, block_tokens, block_channels, CAST, round_sf, col_major)
-
-
-def _sf_only_reference(
-    x: torch.Tensor,
-    sf: torch.Tensor,
-    fmt: str,
-    block_tokens: int,
-    block_channels: int,
-    round_sf: bool,
-    col_major: bool,
-) -> None:
-    from tk_quant.reference.per_block.per_block_cast import per_block_cast_with_sf_only
-
-    flags = (col_major, round_sf, sf.dtype is torch.int32)
-    sf.copy_(per_block_cast_with_sf_only(x, fmt, (block_tokens, block_channels), *flags))
-
-
-@op("tk_quant::per_block_cast_with_sf_only_out", mutates=("sf",), reference=_sf_only_reference)
-def _per_block_cast_with_sf_only_out(
-    x: torch.Tensor,
-    sf: torch.Tensor,
-    fmt: str,
-    block_tokens: int,
-    block_channels: int,
-    round_sf: bool,
-    col_major: bool,
-) -> None:
-    _launch(x, None, sf, fmt, block_tokens, block_channels, SF_ONLY, round_sf, col_major)
-
-
-def _precomputed_sf_reference(
-    x: torch.Tensor, sf: torch.Tensor, data: torch.Tensor, fmt: str, block_tokens: int, block_channels: int
-) -> None:
-    from tk_quant.reference.per_block.per_block_cast import per_block_cast_with_precomputed_sf
-
-    data.copy_(per_block_cast_with_precomputed_sf(x, fmt, (block_tokens, block_channels), sf))
-
-
-@op("tk_quant::per_block_cast_with_precomputed_sf_out", mutates=("data",), reference=_precomputed_sf_reference)
-def _per_block_cast_with_precomputed_sf_out(
-    x: torch.Tensor, sf: torch.Tensor, data: torch.Tensor, fmt: str, block_tokens: int, block_channels: int
-) -> None:
-    _launch(x, data, sf, fmt, block_tokens, block_channels, PRECOMPUTED, False, False)
-
-
-def _check_input(x: torch.Tensor, fmt: str, block_size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Check what the three functions share: `(block tokens, block channels, blocks down, blocks across)`."""
+def _check_input(x: torch.Tensor, fmt: str, block_size: tuple[int, int]) -> tuple[tuple[int, int], int, int]:
+    """Check what the three functions share: `(block_size, blocks down, blocks across)`."""
     num_tokens, hidden = check.tensor("x", x, _DTYPES, ("num_tokens", "hidden"), layout="rows")
     check.require(hidden > 0 and hidden % 64 == 0, "x", "a positive multiple of 64 channels", hidden)
     check.one_of("fmt", fmt, _FORMATS)
@@ -147,7 +36,7 @@ def _check_input(x: torch.Tensor, fmt: str, block_size: tuple[int, int]) -> tupl
         if side not in _BLOCK_SIDES:
             check.require(False, "block_size", "two powers of two from 1 to 128", block_size)
     block_tokens, block_channels = block_size
-    return block_tokens, block_channels, ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
+    return (block_tokens, block_channels), ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
 
 
 @replayable
@@ -191,12 +80,11 @@ def per_block_cast(
         ValueError: Any other argument is not as described.
     """
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
+    block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
     data, sf = output_pair(out)
     data = data_output("out[0]", data, x, *x.shape, fmt, x=x)
     sf = scales_output("out[1]", sf, x, num_rows, num_cols, layout, **{"x": x, "out[0]": data})
-    col_major = layout is not ScaleLayout.ROW_MAJOR
-    _per_block_cast_out(x, data, sf, fmt, block_tokens, block_channels, round_sf, col_major)
+    cast_out(x, None, None, None, data, sf, fmt, *block_size, 0, 0, round_sf)
     return data, sf
 
 
@@ -219,10 +107,9 @@ def per_block_cast_with_sf_only(
         with a quarter of the columns.
     """
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
+    block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
     sf = scales_output("out_sf", out_sf, x, num_rows, num_cols, layout, x=x)
-    col_major = layout is not ScaleLayout.ROW_MAJOR
-    _per_block_cast_with_sf_only_out(x, sf, fmt, block_tokens, block_channels, round_sf, col_major)
+    cast_out(x, None, None, None, None, sf, fmt, *block_size, 0, 0, round_sf)
     return sf
 
 
@@ -258,8 +145,8 @@ def per_block_cast_with_precomputed_sf(
     for name, value in flags.items():
         check.flag(name, value)
         check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
-    block_tokens, block_channels, num_rows, num_cols = _check_input(x, fmt, block_size)
+    block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
     check.tensor("sf", sf, (torch.float32,), (num_rows, num_cols), device=x.device)
     data = data_output("out", out, x, *x.shape, fmt, x=x, sf=sf)
-    _per_block_cast_with_precomputed_sf_out(x, sf, data, fmt, block_tokens, block_channels)
+    cast_out(x, None, sf, None, data, None, fmt, *block_size, 0, 0, False)
     return data

@@ -8,22 +8,8 @@ For each token and each group of num_per_channels channels (the last one of a ro
                                        data = round(x * (1 / (sf * tensor_sf)))
 
 x (num_tokens, hidden), bfloat16 or float32, or itself a pair of e4m3 or e2m1 data and scale factors; data e4m3, e2m1 or
-e5m6. Two relatives share the kernel: one returns sf alone, the other takes sf as given.
-
-A thread takes a piece of `vec` neighbouring channels, from each of `pieces` rows at once so that enough loads are in
-flight. A group is owned by neighbouring lanes of one warp, which agree on amax by shuffles; no shared memory is needed:
-
-              tile of lanes x vec channels                  e.g. bfloat16, groups of 128, vec 16:
-            ┌───────────┬───────────┬─   ─┬────────┐
-    rows ×  │ group     │ group     │  …  │        │         lane  0 … 7   8 … 15   16 … 23   24 … 31
-    pieces  │ l0 … l7   │ l8 … l15  │     │        │         group    0        1         2         3
-            └───────────┴───────────┴─   ─┴────────┘         one word of four sf, put together by shuffles too
-
-Where a group is a whole row and no power of two of lanes, a block takes the row, each thread `pieces` pieces of it. So
-it does for e5m6, whose eight codes are twelve bytes: a warp gathers them in shared memory and stores sixteen a thread.
-
-Swizzled sf has rows up to a multiple of 128, and each byte is written: blocks reach that far, those below have only
-zeros to write.
+e5m6. Of two relatives one returns sf alone, the other takes sf as given. The kernels, with a picture, are in
+lib/cast_kernels.py.
 """
 
 from collections.abc import Callable
@@ -33,15 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 from tk_core import check, env
-from tk_core.arch import get_arch
 from tk_core.math import ceil_div
-from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales, scale_layout
-from tk_quant.lib.outputs import data_output, for_vectors, output_pair, scales_output
-from tk_quant.lib.per_token_cast_config import CAST, PRECOMPUTED, SF_ONLY, PerTokenCastConfig, casts_codes
-from tk_quant.lib.per_token_cast_kernel import FORMATS, per_token_cast_kernel
-from tk_quant.lib.quantize import BITS, FLOAT4_DTYPE, LIMITS
+from tk_quant.lib.cast_kernels import cast_out
+from tk_quant.lib.outputs import data_output, output_pair, scales_output
+from tk_quant.lib.quantize import FLOAT4_DTYPE, LIMITS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -49,99 +32,6 @@ _GROUPS = (16, 32, 64, 128)
 _PLAIN_DTYPES = (torch.bfloat16, torch.float32)
 _PAIR_DTYPES = (torch.float8_e4m3fn, torch.int8) + ((FLOAT4_DTYPE,) if FLOAT4_DTYPE is not None else ())
 _FORMATS_FROM_PAIRS = ("e4m3", "e2m1")
-
-
-def _layout_of(sf: torch.Tensor) -> ScaleLayout:
-    """Layout of sf as far as kernels tell them apart: the strides of float32 are arguments."""
-    if sf.ndim == 5:
-        return ScaleLayout.SWIZZLED
-    return ScaleLayout.PACKED_UE8M0 if sf.dtype is torch.int32 else ScaleLayout.ROW_MAJOR
-
-
-def _reference(
-    x: torch.Tensor,
-    x_sf: torch.Tensor | None,
-    given_sf: torch.Tensor | None,
-    tensor_sf: torch.Tensor | None,
-    data: torch.Tensor | None,
-    sf: torch.Tensor | None,
-    fmt: str,
-    num_per_channels: int,
-    x_block_tokens: int,
-    x_block_channels: int,
-    round_sf: bool,
-) -> None:
-    from tk_quant import reference
-
-    values, block_size = (x, None) if x_sf is None else ((x, x_sf), (x_block_tokens, x_block_channels))
-    args = (values, fmt, num_per_channels)
-    if sf is None:
-        data.copy_(reference.per_token_cast_with_precomputed_sf(*args, given_sf, block_size))
-        return
-    layout = _layout_of(sf)
-    packed = layout is ScaleLayout.PACKED_UE8M0
-    flags = (block_size, packed, round_sf, packed)
-    more = {"use_swizzled_sf": layout is ScaleLayout.SWIZZLED, "tensor_sf": tensor_sf}
-    if data is None:
-        sf.copy_(reference.per_token_cast_with_sf_only(*args, *flags, **more))
-        return
-    new_data, new_sf = reference.per_token_cast(*args, *flags, **more)
-    data.copy_(new_data)
-    sf.copy_(new_sf)
-
-
-@op("tk_quant::per_token_cast_out", mutates=("data", "sf"), reference=_reference)
-def _per_token_cast_out(
-    x: torch.Tensor,
-    x_sf: torch.Tensor | None,
-    given_sf: torch.Tensor | None,
-    tensor_sf: torch.Tensor | None,
-    data: torch.Tensor | None,
-    sf: torch.Tensor | None,
-    fmt: str,
-    num_per_channels: int,
-    x_block_tokens: int,
-    x_block_channels: int,
-    round_sf: bool,
-) -> None:
-    """Write `data` and `sf`, or only one of the two; data without sf goes by `given_sf`."""
-    if x.shape[0] == 0:
-        return
-    arch = get_arch(x.device)
-    x_bits = BITS[FORMATS[x.dtype]] if x.dtype in FORMATS else 8 * x.dtype.itemsize
-    hidden = x.shape[1] * 8 * x.dtype.itemsize // x_bits
-    some_sf = given_sf if sf is None else sf
-    layout = _layout_of(some_sf)
-    share_word = some_sf.dtype is not torch.float32
-    mode = PRECOMPUTED if sf is None else SF_ONLY if data is None else CAST
-    x_blocks = (None, None) if x_sf is None else ((x_block_tokens, x_block_channels), _layout_of(x_sf))
-    of_codes = casts_codes(FORMATS.get(x.dtype), *x_blocks, hidden, fmt, num_per_channels, mode, round_sf, arch)
-    kinds = (x_bits, fmt, mode, round_sf, layout, share_word, of_codes)
-    written_data, written_sf = for_vectors(data), for_vectors(sf)
-    per_token_cast_kernel(
-        x.dtype,
-        check.row_alignment(x),
-        *x_blocks,
-        hidden,
-        fmt,
-        num_per_channels,
-        mode,
-        round_sf,
-        tensor_sf is not None,
-        layout,
-        PerTokenCastConfig.best(hidden, num_per_channels, *kinds, arch),
-        arch,
-    )(
-        x,
-        0 if x_sf is None else x_sf,
-        0 if tensor_sf is None else tensor_sf,
-        0 if data is None else written_data,
-        given_sf if sf is None else written_sf,
-    )
-    if written_data is not data:
-        data.copy_(written_data)
-    if written_sf is not sf:
-        sf.copy_(written_sf)
 
 
 def _check_input(
@@ -293,7 +183,7 @@ def per_token_cast(
     data = data_output("out[0]", data, x, num_tokens, hidden, fmt, **inputs)
     num_groups = ceil_div(hidden, num_per_channels)
     sf = scales_output("out[1]", sf, x, num_tokens, num_groups, layout, sf_dtype, **inputs, **{"out[0]": data})
-    _per_token_cast_out(x, x_sf, None, tensor_sf, data, sf, fmt, num_per_channels, *x_block_size, round_sf)
+    cast_out(x, x_sf, None, tensor_sf, data, sf, fmt, 1, num_per_channels, *x_block_size, round_sf)
     return data, sf
 
 
@@ -339,7 +229,7 @@ def per_token_cast_with_sf_only(
     inputs = {"x": x, "x[1]": x_sf, "tensor_sf": tensor_sf}
     num_groups = ceil_div(hidden, num_per_channels)
     sf = scales_output("out_sf", out_sf, x, num_tokens, num_groups, layout, sf_dtype, **inputs)
-    _per_token_cast_out(x, x_sf, None, tensor_sf, None, sf, fmt, num_per_channels, *x_block_size, round_sf)
+    cast_out(x, x_sf, None, tensor_sf, None, sf, fmt, 1, num_per_channels, *x_block_size, round_sf)
     return sf
 
 
@@ -385,5 +275,5 @@ def per_token_cast_with_precomputed_sf(
     num_groups = ceil_div(hidden, num_per_channels)
     check.tensor("sf", sf, (torch.float32,), (num_tokens, num_groups), device=x.device)
     data = data_output("out", out, x, num_tokens, hidden, fmt, **{"x": x, "x[1]": x_sf, "sf": sf})
-    _per_token_cast_out(x, x_sf, sf, None, data, None, fmt, num_per_channels, *x_block_size, False)
+    cast_out(x, x_sf, sf, None, data, None, fmt, 1, num_per_channels, *x_block_size, False)
     return data

@@ -1,0 +1,139 @@
+"""How the tile-level kernels of the casts are launched."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from tk_core.arch import Arch
+from tk_core.math import align, ceil_div
+
+_WARP = 32
+_MAX_THREADS = 512
+_MIN_THREADS = 128
+_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Launch knobs: the tile that a thread block has in registers. What goes beyond the tensor's end is left out."""
+
+    blocks_down: int
+    """Blocks, those that share a scale factor, above each other; or parts of one block."""
+    block_tokens: int
+    """Tokens of a block or a part."""
+    blocks_across: int
+    """Blocks side by side; or parts of one block."""
+    block_channels: int
+    """Channels of a block or a part."""
+    vec: int
+    """Neighbouring channels of a thread."""
+    thread_rows: int
+    """Threads above each other in a block or a part; each has every so many of its tokens."""
+    threads: int
+    blocks_per_sm: int = 0
+    """Thread blocks that registers must allow on an SM; 0 leaves it to the compiler."""
+    streaming: bool = False
+    """Whether caches are told that x is read once."""
+
+    @property
+    def tile(self) -> tuple[int, int, int, int]:
+        """Shape of the tile."""
+        return self.blocks_down, self.block_tokens, self.blocks_across, self.block_channels
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Blocks of the tile, or parts of its only one."""
+        return self.blocks_down, self.blocks_across
+
+    def splits(self, block_size: tuple[int, int]) -> bool:
+        """Whether the tile is one such block in parts, each a warp's."""
+        return self.block_tokens < block_size[0] or self.block_channels < block_size[1]
+
+    def blocks_of_tile(self, block_size: tuple[int, int]) -> tuple[int, int]:
+        """Such blocks of the tile, down and across."""
+        return (1, 1) if self.splits(block_size) else self.parts
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the tile."""
+        return self.blocks_down * self.block_tokens
+
+    @property
+    def channels(self) -> int:
+        """Channels of the tile."""
+        return self.blocks_across * self.block_channels
+
+    @staticmethod
+    @cache
+    def best(
+        hidden: int, block_size: tuple[int, int], x_bits: int, fmt: str, with_data: bool, in_bytes: bool, arch: Arch
+    ) -> "TileConfig":
+        """The configuration for a width, blocks, the bits of an element of x, what is made of it, and sf in bytes."""
+        block_tokens, block_channels = block_size
+        to_e2m1 = fmt == "e2m1" and with_data
+        if block_tokens > 1:
+            return TileConfig._of_blocks(block_size, x_bits, to_e2m1, arch)
+        vec = 8 if x_bits == 32 else 16
+        if block_channels == hidden and hidden > _WARP * vec:
+            return TileConfig._of_rows(ceil_div(hidden, _WARP * vec), vec)
+        # H200, 8192 x 7168, sf alone 31.4 us instead of 34.8; casts to e4m3 lose 2 us.
+        streaming = x_bits <= 16 and (to_e2m1 or not with_data)
+        if to_e2m1 and in_bytes and x_bits <= 16 and block_channels >= vec and hidden >= 4 * block_channels:
+            # Down a column words of sf are neighbours, so a thread block's rows fill whole sectors of them.
+            across = max(8 * vec // block_channels, 4)
+            rows = 256 * vec // (across * block_channels)
+            return TileConfig(rows, 1, across, block_channels, vec, 1, 256, 1792 // 256, streaming)
+        config = TileConfig._of_groups(hidden, block_channels, vec, in_bytes)
+        return replace(config, streaming=streaming, blocks_per_sm=1792 // config.threads if to_e2m1 else 0)
+
+    @staticmethod
+    def _of_groups(hidden: int, group: int, vec: int, in_bytes: bool) -> "TileConfig":
+        """Groups of channels, as many of a row as threads allow.
+
+        H200, bfloat16, 8192 x 7168, groups of 128, rows x channels of a block: 1 x 7168 45.3 us with 16 channels a
+        thread, 1 x 3584 46.2, 8 x 1024 46.5; 4 x 1024 46.9 with 8 channels a thread.
+        """
+        if group < vec:
+            lanes, size, unit = 1, group, vec // group
+        else:
+            # Threads that agree on a maximum are a power of two.
+            lanes = 1 << (ceil_div(group, vec) - 1).bit_length()
+            size, unit = lanes * vec, 1
+        num_groups = align(ceil_div(hidden, size), unit)
+        num_tiles = ceil_div(num_groups * size // vec, _MAX_THREADS)
+        across = align(ceil_div(num_groups, num_tiles), unit)
+        whole_warps = _WARP // lanes * unit
+        if num_tiles > 1:
+            # Of bytes, whole words.
+            across = align(across, max(4 if in_bytes else 1, whole_warps))
+        elif across * size // vec > _MAX_THREADS // 4:
+            across = align(across, whole_warps)
+        row_threads = across * size // vec
+        rows = next(n for n in range(1, 129) if n * row_threads >= _MIN_THREADS and n * row_threads % _WARP == 0)
+        return TileConfig(rows, 1, across, size, vec, 1, rows * row_threads)
+
+    @staticmethod
+    def _of_rows(num_parts: int, vec: int) -> "TileConfig":
+        """A row that is one group, in parts of a warp."""
+        num_warps = ceil_div(num_parts, ceil_div(num_parts, _WARP))
+        return TileConfig(1, 1, align(num_parts, num_warps), _WARP * vec, vec, 1, _WARP * num_warps)
+
+    @staticmethod
+    def _of_blocks(block_size: tuple[int, int], x_bits: int, to_e2m1: bool, arch: Arch) -> "TileConfig":
+        """Blocks of several tokens, four of them a thread; those that take more than a warp in parts."""
+        block_tokens, block_channels = block_size
+        vec = 16 if x_bits == 16 and block_channels > 1 else 8
+        lanes = max(block_channels, 64) // vec
+        thread_rows = max(block_tokens // _TOKENS, 1)
+        down, across, warp_rows = 1, lanes * vec // block_channels, thread_rows
+        if across == 1 and thread_rows * lanes > _WARP:
+            warp_rows = _WARP // lanes
+            down = thread_rows // warp_rows
+            block_tokens //= down
+        else:
+            down = max((64 if to_e2m1 else 256) // (lanes * thread_rows), 1)
+        threads = down * warp_rows * lanes
+        # nvcc takes 80 registers by itself; with 64 half as many warps again have their loads in flight. For sm_100a it
+        # spills some of them then.
+        blocks_per_sm = (1024 if arch.sm < 100 else 768) // threads if min(block_size) >= 32 else 0
+        streaming = to_e2m1 and x_bits == 16 and min(block_size) >= 32
+        return TileConfig(down, block_tokens, across, block_channels, vec, warp_rows, threads, blocks_per_sm, streaming)

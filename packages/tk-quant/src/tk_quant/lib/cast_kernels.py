@@ -1,0 +1,221 @@
+"""Kernels of per_token_cast and per_block_cast.
+
+A block is what has one scale factor: some channels of one token or of several. A thread block takes a tile of whole
+blocks, which it has in registers from the load to the store; a thread 8 or 16 neighbouring channels:
+
+                tile of blocks x channels of a block       e.g. bfloat16, blocks of 1 x 128, 16 channels a thread:
+              ┌───────────┬───────────┬─   ─┬────────┐
+    blocks ×  │ block     │ block     │  …  │        │       thread  0 … 7   8 … 15   16 … 23   24 … 31
+    tokens    │ t0 … t7   │ t8 … t15  │     │        │       block      0        1         2         3
+              └───────────┴───────────┴─   ─┴────────┘       and of 128 x 128, threads 0, 8, 16 … 248 below each other
+
+A block that takes more than a warp, such as a whole row or 128 x 128, has parts, a warp each, which are reduced as
+blocks are, and then their maxima.
+"""
+
+from typing import Any
+
+import torch
+
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_core.op import op
+from tk_core.tiles import DIRECT_COPIES
+from tk_quant.lib.cast_config import TileConfig
+from tk_quant.lib.cast_elements import cast_elements_kernel
+from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, layout_of
+from tk_quant.lib.outputs import for_vectors
+from tk_quant.lib.quantize import BITS
+
+# Each access says itself where tensors end, so TileLang's bounds checks would only repeat it.
+_PASS_CONFIGS = {**DIRECT_COPIES, "tl.disable_safe_memory_legalize": True}
+
+
+def _tiles_across(num_cols: int, in_bytes: bool, across: int) -> int:
+    """Tiles side by side, of so many blocks; they reach the last byte of the last word of scale factors."""
+    return 1 if across >= num_cols else ceil_div(align(num_cols, 4) if in_bytes else num_cols, across)
+
+
+@kernel(pass_configs=_PASS_CONFIGS)
+def cast_kernel(
+    source: CastInput,
+    hidden: int,
+    fmt: str,
+    block_size: tuple[int, int],
+    scales: CastScales,
+    with_data: bool,
+    config: TileConfig,
+    arch: Arch,
+) -> Any:
+    """Build `cast(x, x_sf, tensor_sf, data, sf)`, None standing for what there is none of."""
+    import tilelang.language as T
+
+    from tk_quant.lib import cast_tiles as tiles
+    from tk_quant.lib.scales_io import nvfp4_scale_of_amax, scale_of_amax, scale_rows, scales_type, store_scales
+
+    block_tokens, block_channels = block_size
+    splits, (down, across) = config.splits(block_size), config.blocks_of_tile(block_size)
+    num_cols = ceil_div(hidden, block_channels)
+    num_tiles = _tiles_across(num_cols, scales.in_bytes, across)
+    num_tokens = T.dynamic("num_tokens")
+    sf_rows = num_tokens if block_tokens == 1 else T.dynamic("sf_rows")
+
+    def scale_of(amax: Any) -> tuple[Any, Any]:
+        if fmt == "e2m1" and not scales.round_sf:
+            return tiles.e2m1_scale_of_amax(amax)
+        return scale_of_amax(amax, fmt, scales.round_sf)
+
+    @T.prim_func
+    def cast(
+        x: tiles.input_type(source, num_tokens, hidden),
+        x_sf: tiles.input_scales_type(source, hidden),
+        tensor_sf: T.Tensor((1,), "float32"),
+        data: T.Tensor((num_tokens, hidden * BITS[fmt] // 8), ELEMENTS[fmt]),
+        sf: scales_type(sf_rows, num_cols, scales.layout, scales.byte_dtype),
+    ) -> None:
+        num_rows = T.ceildiv(num_tokens, block_tokens)
+        with T.Kernel(T.ceildiv(scale_rows(num_rows, scales.layout), down) * num_tiles, threads=config.threads) as tile:
+            if config.blocks_per_sm:
+                T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            # Variables: as parts of an address these would be divisions of 64 bits.
+            row_tile, col_tile = T.alloc_var("int32"), T.alloc_var("int32")
+            row_tile, col_tile = tile // num_tiles, tile % num_tiles
+            block_row, block_col = row_tile * down, col_tile * across
+            row, col = block_row * block_tokens, block_col * block_channels
+            values = T.alloc_fragment(config.tile, tiles.values_dtype(source))
+            whole = T.alloc_var("int32", init=0)
+            amax, factors = T.alloc_fragment(config.parts, "int32"), T.alloc_fragment(config.parts, "float32")
+            block_sf = T.alloc_fragment((down, across), "float32")
+            T.annotate_layout({values: tiles.layout_of_tile(config)})
+            tiles.load_values(x, x_sf, values, row, col, source, config)
+            tiles.block_amax(values, amax, config)
+            if splits:
+                tiles.amax_of_parts(amax, whole)
+            for i, g in T.Parallel(down, across):
+                if scales.of_tensor:
+                    block_sf[i, g] = nvfp4_scale_of_amax(amax[i, g], tensor_sf[0])
+                else:
+                    block_sf[i, g] = scale_of(whole if splits else amax[i, g])[0]
+            store_scales(sf, block_sf, block_row, block_col, num_rows, num_cols, scales.layout)
+            if with_data:
+                for i, g in T.Parallel(*config.parts):
+                    if scales.of_tensor:
+                        rounded = T.cast(T.cast(block_sf[i, g], "float8_e4m3fn"), "float32")
+                        factors[i, g] = T.float32(1) / (rounded * tensor_sf[0])
+                    else:
+                        factors[i, g] = scale_of(whole if splits else amax[i, g])[1]
+                tiles.store_codes(values, factors, data, row, col, fmt, not scales.of_tensor, config)
+
+    return cast
+
+
+@kernel(pass_configs=_PASS_CONFIGS)
+def cast_by_sf_kernel(
+    source: CastInput, hidden: int, fmt: str, block_size: tuple[int, int], config: TileConfig, arch: Arch
+) -> Any:
+    """Build `cast_by_sf(x, x_sf, sf, data)`: sf is given, row-major; x_sf is None for a plain x."""
+    import tilelang.language as T
+
+    from tk_quant.lib import cast_tiles as tiles
+
+    block_tokens, block_channels = block_size
+    num_cols, num_tiles = ceil_div(hidden, block_channels), ceil_div(hidden, config.channels)
+    num_tokens = T.dynamic("num_tokens")
+    sf_rows = num_tokens if block_tokens == 1 else T.dynamic("sf_rows")
+
+    @T.prim_func
+    def cast_by_sf(
+        x: tiles.input_type(source, num_tokens, hidden),
+        x_sf: tiles.input_scales_type(source, hidden),
+        sf: T.Tensor((sf_rows, num_cols), "float32"),
+        data: T.Tensor((num_tokens, hidden * BITS[fmt] // 8), ELEMENTS[fmt]),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_tokens, config.tokens) * num_tiles, threads=config.threads) as tile:
+            if config.blocks_per_sm:
+                T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+            row_tile, col_tile = T.alloc_var("int32"), T.alloc_var("int32")
+            row_tile, col_tile = tile // num_tiles, tile % num_tiles
+            row, col = row_tile * config.tokens, col_tile * config.channels
+            values = T.alloc_fragment(config.tile, tiles.values_dtype(source))
+            factors = T.alloc_fragment(config.parts, "float32")
+            T.annotate_layout({values: tiles.layout_of_tile(config)})
+            tiles.load_values(x, x_sf, values, row, col, source, config)
+            for i, g in T.Parallel(*config.parts):
+                token, channel = row + i * config.block_tokens, col + g * config.block_channels
+                # The place is one that there is, as TileLang may load before it looks at the condition.
+                sf_row, sf_col = T.min(token, num_tokens - 1) // block_tokens, T.min(channel, hidden - 1)
+                given = T.if_then_else(token < num_tokens, sf[sf_row, sf_col // block_channels], T.float32(1))
+                factors[i, g] = T.float32(1) / given
+            tiles.store_codes(values, factors, data, row, col, fmt, False, config)
+
+    return cast_by_sf
+
+
+def _reference(
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    given_sf: torch.Tensor | None,
+    tensor_sf: torch.Tensor | None,
+    data: torch.Tensor | None,
+    sf: torch.Tensor | None,
+    fmt: str,
+    block_tokens: int,
+    block_channels: int,
+    x_block_tokens: int,
+    x_block_channels: int,
+    round_sf: bool,
+) -> None:
+    from tk_quant.reference.lib.cast import cast, cast_sf_only
+
+    values = x if x_sf is None else (x, x_sf)
+    block_size, x_block_size = (block_tokens, block_channels), (x_block_tokens, x_block_channels)
+    if sf is None:
+        data.copy_(cast(values, fmt, block_size, given_sf, x_block_size))
+        return
+    packed, swizzled = sf.dtype is torch.int32, sf.ndim == 5
+    flags = (x_block_size, round_sf, packed, packed)
+    if data is None:
+        sf.copy_(cast_sf_only(values, fmt, block_size, *flags, use_swizzled_sf=swizzled, tensor_sf=tensor_sf))
+        return
+    new_data, new_sf = cast(values, fmt, block_size, None, *flags, use_swizzled_sf=swizzled, tensor_sf=tensor_sf)
+    data.copy_(new_data)
+    sf.copy_(new_sf)
+
+
+@op("tk_quant::cast_out", mutates=("data", "sf"), reference=_reference)
+def cast_out(
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    given_sf: torch.Tensor | None,
+    tensor_sf: torch.Tensor | None,
+    data: torch.Tensor | None,
+    sf: torch.Tensor | None,
+    fmt: str,
+    block_tokens: int,
+    block_channels: int,
+    x_block_tokens: int,
+    x_block_channels: int,
+    round_sf: bool,
+) -> None:
+    """Write `data` and `sf`, or only one of the two; data without sf goes by `given_sf`. `x_sf` is that of a pair x."""
+    if x.shape[0] == 0:
+        return
+    block_size = (block_tokens, block_channels)
+    arch, source = get_arch(x.device), CastInput.of(x, x_sf, (x_block_tokens, x_block_channels))
+    hidden = x.shape[1] * 8 * x.dtype.itemsize // source.bits
+    written_data, written_sf = for_vectors(data), for_vectors(sf)
+    if sf is None:
+        config = TileConfig.best(hidden, block_size, source.bits, fmt, True, False, arch)
+        cast_by_sf_kernel(source, hidden, fmt, block_size, config, arch)(x, x_sf, given_sf, written_data)
+    elif block_size == (1, 1) and fmt == "e4m3" and sf.dtype is torch.int32 and x.dtype is torch.bfloat16:
+        cast_elements_kernel(source, hidden, data is not None, arch)(x, written_data, written_sf)
+    else:
+        scales = CastScales(layout_of(sf), round_sf, tensor_sf is not None)
+        config = TileConfig.best(hidden, block_size, source.bits, fmt, data is not None, scales.in_bytes, arch)
+        args = (source, hidden, fmt, block_size, scales, data is not None, config, arch)
+        cast_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
+    if written_data is not data:
+        data.copy_(written_data)
+    if written_sf is not sf:
+        sf.copy_(written_sf)

@@ -1,0 +1,258 @@
+"""Tiles of the casts: loading, maxima of blocks, and codes.
+
+A tile is a fragment (blocks down, tokens of a block, blocks across, channels of a block). Each thread has a few
+neighbouring channels, of several tokens or blocks where there are more of them than threads. Kernels import this module
+in their builder, as it imports TileLang.
+"""
+
+from math import gcd
+from typing import Any
+
+import tilelang.language as T
+
+from tk_core.device.memory import load_streaming
+from tk_core.math import ceil_div
+from tk_quant.device.e5m6 import encode_e5m6x8
+from tk_quant.device.fp4 import encode_e2m1x8
+from tk_quant.lib.cast_config import TileConfig
+from tk_quant.lib.cast_formats import ELEMENTS, FORMATS, CastInput
+from tk_quant.lib.quantize import INFINITY_BITS, LIMITS, float_bits
+from tk_quant.lib.scales_io import load_scale, scale_bytes, scales_type
+
+_MAGNITUDE_BITS = 0x7FFFFFFF
+# e2m1 magnitudes, put at the top of a float32's mantissa, are 2**-126 times what they mean.
+_E2M1_SCALE = 2.0**126
+
+
+def _place(config: TileConfig, channels: int, block: Any, token: Any, index: Any) -> tuple[Any, Any]:
+    """Thread and register of element `index` of a token's row, which has one for every so many channels of the tile."""
+    down, _, across, size = config.tile
+    width, vec, rows = across * size // channels, config.vec // channels, config.thread_rows
+    pieces = down * rows * width // vec // config.threads
+    piece = ((block * rows + token % rows) * width + index) // vec
+    own = token // rows * pieces + piece // config.threads
+    return piece % config.threads, own * vec + index % vec
+
+
+def layout_of_tile(config: TileConfig, channels: int = 1) -> T.Fragment:
+    """Layout of a tile, or of what has one element for every so many channels of a block."""
+    down, tokens, across, size = config.tile
+    size //= channels
+    return T.Fragment(
+        (down, tokens, across, size), forward_fn=lambda i, t, g, j: _place(config, channels, i, t, g * size + j)
+    )
+
+
+def layout_of_rows(config: TileConfig, channels: int) -> T.Fragment:
+    """Layout of (blocks down, tokens of a block, so many channels each)."""
+    shape = (config.blocks_down, config.block_tokens, config.channels // channels)
+    return T.Fragment(shape, forward_fn=lambda i, t, w: _place(config, channels, i, t, w))
+
+
+def input_type(x: CastInput, num_tokens: Any, hidden: int) -> Any:
+    """Type of the argument with x, or the data of a pair."""
+    width = hidden * x.bits // (8 * x.dtype.itemsize)
+    return T.StridedTensor((num_tokens, width), (T.dynamic("x_stride"), 1), T.dtype(x.dtype))
+
+
+def input_scales_type(x: CastInput, hidden: int) -> Any:
+    """Type of the argument with the scale factors of x; for a plain x it is None."""
+    if not x.is_pair:
+        return T.Tensor((T.dynamic("x_sf_rows"),), "float32")
+    return scales_type(T.dynamic("x_sf_rows"), ceil_div(hidden, x.block_size[1]), x.layout, prefix="x_")
+
+
+def values_dtype(x: CastInput) -> str:
+    """Type of the elements of a tile: that of a plain x, or float32, which a pair is dequantized to."""
+    return "float32" if x.is_pair else T.dtype(x.dtype)
+
+
+def _factor_channels(x: CastInput, hidden: int, vec: int) -> int:
+    """Neighbouring channels of a thread that have one scale factor of x."""
+    _, block_channels = x.block_size
+    return vec if block_channels >= hidden else gcd(block_channels, vec)
+
+
+@T.macro
+def _load(x: T.Buffer, tile: T.Buffer, row: T.int32, col: T.int32, of: CastInput, config: TileConfig) -> None:
+    """The tile at (row, col) of x, of whole elements of x, which may hold two channels; zeros where x ends."""
+    down, tokens, across, size = tile.shape
+    per_element = config.block_channels // size
+    vec, per_load = config.vec // per_element, 16 // of.dtype.itemsize
+    if config.streaming and of.alignment == 16 and vec % per_load == 0 and size % vec == 0:
+        is_inside = T.alloc_fragment((down, tokens, across, size // vec), "int32")
+        T.annotate_layout({is_inside: layout_of_tile(config, config.vec)})
+        for i, t, g, v in T.Parallel(*is_inside.shape):
+            token, column = row + i * tokens + t, col // per_element + g * size + v * vec
+            is_inside[i, t, g, v] = T.if_then_else(token < x.shape[0] and column < x.shape[1], 1, 0)
+        for i, t, g, v in T.Parallel(*is_inside.shape):
+            for k in T.unroll(vec // per_load):
+                j = v * vec + k * per_load
+                load_streaming(
+                    T.address_of(tile[i, t, g, j]),
+                    T.address_of(x[row + i * tokens + t, col // per_element + g * size + j]),
+                    is_inside[i, t, g, v] != 0,
+                )
+    else:
+        for i, t, g, j in T.Parallel(*tile.shape):
+            token, column = row + i * tokens + t, col // per_element + g * size + j
+            is_inside = token < x.shape[0] and column < x.shape[1]
+            tile[i, t, g, j] = T.if_then_else(is_inside, x[token, column], T.cast(0, tile.dtype))
+
+
+@T.macro
+def load_values(
+    x: T.Buffer, x_sf: T.Buffer, values: T.Buffer, row: T.int32, col: T.int32, of: CastInput, config: TileConfig
+) -> None:
+    """The tile at (row, col) of x, in its own type, or of a pair dequantized to float32; zeros where x ends."""
+    num_tokens, hidden = x.shape[0], x.shape[1] * 8 * of.dtype.itemsize // of.bits
+    T.assume(x.strides[0] % (of.alignment // of.dtype.itemsize) == 0)
+    down, tokens, across, size = config.tile
+    if not of.is_pair:
+        _load(x, values, row, col, of, config)
+    else:
+        per_byte = 8 // of.bits
+        codes = T.alloc_fragment((down, tokens, across, size // per_byte), ELEMENTS[FORMATS[of.dtype]])
+        T.annotate_layout({codes: layout_of_tile(config, per_byte)})
+        _load(x, codes, row, col, of, config)
+        step = _factor_channels(of, hidden, config.vec)
+        factors = T.alloc_fragment((down, tokens, across, size // step), "float32")
+        T.annotate_layout({factors: layout_of_tile(config, step)})
+        scales, (block_tokens, block_channels) = scale_bytes(x_sf, of.layout), of.block_size
+        for i, t, g, k in T.Parallel(down, tokens, across, size // step):
+            token, channel = row + i * tokens + t, col + g * size + k * step
+            is_inside = token < num_tokens and channel < hidden
+            # The place is one that there is, as TileLang may load before it looks at the condition.
+            sf_row, sf_col = T.min(token, num_tokens - 1) // block_tokens, T.min(channel, hidden - 1) // block_channels
+            sf = load_scale(scales, sf_row, sf_col, of.layout)
+            factors[i, t, g, k] = T.if_then_else(is_inside, sf, T.float32(0))
+        for i, t, g, j in T.Parallel(down, tokens, across, size):
+            if per_byte == 1:
+                value = T.cast(codes[i, t, g, j], "float32")
+            else:
+                nibble = T.cast(codes[i, t, g, j // 2], "uint32") >> T.cast(j % 2 * 4, "uint32")
+                bits = (nibble & T.uint32(7)) << T.uint32(22) | (nibble & T.uint32(8)) << T.uint32(28)
+                value = T.reinterpret(bits, "float32") * T.float32(_E2M1_SCALE)
+            values[i, t, g, j] = value * factors[i, t, g, j // step]
+
+
+@T.macro
+def block_amax(values: T.Buffer, amax: T.Buffer, config: TileConfig) -> None:
+    """amax[i, g], int32: the bits of max |values[i, :, g, :]| as a float32, those of NaN being above all others."""
+    down, tokens, across, size = config.tile
+    # Of narrow blocks a thread has several, whose maxima go through one exchange.
+    batch = max(config.vec // size, 1)
+    if values.dtype == "bfloat16":
+        of_tokens = T.alloc_fragment((down, tokens, across), "bfloat16")
+        largest = T.alloc_fragment((down, across), "bfloat16")
+        T.reduce_absmax(values, of_tokens, dim=3, nan_propagate=True)
+        if tokens > 1:
+            T.reduce_max(of_tokens, largest, dim=1, nan_propagate=True, batch=batch)
+            for i, g in T.Parallel(down, across):
+                amax[i, g] = T.reinterpret(T.cast(largest[i, g], "float32"), "int32")
+        else:
+            for i, g in T.Parallel(down, across):
+                amax[i, g] = T.reinterpret(T.cast(of_tokens[i, 0, g], "float32"), "int32")
+    else:
+        magnitudes = T.alloc_fragment(values.shape, "int32")
+        of_tokens = T.alloc_fragment((down, tokens, across), "int32")
+        for i, t, g, j in T.Parallel(down, tokens, across, size):
+            magnitudes[i, t, g, j] = T.reinterpret(values[i, t, g, j], "int32") & _MAGNITUDE_BITS
+        T.reduce_max(magnitudes, of_tokens, dim=3)
+        if tokens > 1:
+            T.reduce_max(of_tokens, amax, dim=1, batch=batch)
+        else:
+            for i, g in T.Parallel(down, across):
+                amax[i, g] = of_tokens[i, 0, g]
+
+
+@T.macro
+def e2m1_scale_of_amax(amax: T.int32) -> tuple[T.float32, T.float32]:
+    """The bits of `scale_of_amax` for e2m1 without the branches of divisions; s is NaN where amax is infinite.
+
+    With r = 1 / d correctly rounded and q = l * r, q - (d * q - l) * r is l / d, each bracket rounded once.
+    """
+    largest = T.reinterpret(T.max(amax, float_bits(LIMITS["e2m1"][1])), "float32")
+    sixth = largest * T.float32(1 / 6)
+    sf = T.fma(-T.fma(T.float32(6), sixth, -largest), T.float32(1 / 6), sixth)
+    # A quarter, whose reciprocal is normal.
+    quarter = largest * T.float32(0.25)
+    estimate = T.fast_rcp(quarter)
+    reciprocal = T.fma(estimate, T.fma(-quarter, estimate, T.float32(1)), estimate)
+    quotient = T.float32(1.5) * reciprocal
+    s = T.fma(-T.fma(quarter, quotient, T.float32(-1.5)), reciprocal, quotient)
+    return T.if_then_else(amax == INFINITY_BITS, largest, sf), s
+
+
+@T.macro
+def amax_of_parts(amax: T.Buffer, largest: T.Ref) -> None:
+    """largest = the largest element of amax, of 0 before: the parts of a tile become one block."""
+    parts = T.alloc_shared(amax.shape, "int32")
+    T.copy(amax, parts)
+    for i in T.unroll(amax.shape[0]):
+        for g in T.unroll(amax.shape[1]):
+            largest = T.max(largest, parts[i, g])
+
+
+@T.macro
+def _store_words(words: T.Buffer, data: T.Buffer, row: T.int32, first: T.int32, tokens: int, vector: int) -> None:
+    """words (blocks down, tokens of a block, words of a row) to rows of data from word `first` on, some at a time."""
+    num_tokens, num_words = data.shape[0], data.shape[1] // 4
+    out = T.view(data, (num_tokens, num_words), "uint32")
+    for i, t, w in T.Parallel(*words.shape):
+        token, word = row + i * tokens + t, first + w
+        # In vectors, so that a vector's elements are seen to have one guard.
+        if token < num_tokens and word // vector < num_words // vector:
+            out[token, word] = words[i, t, w]
+
+
+@T.macro
+def store_codes(
+    values: T.Buffer,
+    factors: T.Buffer,
+    data: T.Buffer,
+    row: T.int32,
+    col: T.int32,
+    fmt: str,
+    are_bounded: bool,
+    config: TileConfig,
+) -> None:
+    """values * factors of their blocks, rounded to `fmt`, to the tile at (row, col) of data.
+
+    `are_bounded`: the factors were made from the values' amax, so that nothing finite saturates. Eight codes of e5m6
+    are twelve bytes, which go through shared memory, so that a warp's stores are neighbours.
+    """
+    down, tokens, _, size = config.tile
+    width = config.channels // 8
+    scaled = T.alloc_fragment(config.tile, "float32")
+    T.annotate_layout({scaled: layout_of_tile(config)})
+    for i, t, g, j in T.Parallel(*config.tile):
+        scaled[i, t, g, j] = T.cast(values[i, t, g, j], "float32") * factors[i, g]
+    if fmt == "e4m3":
+        codes = T.alloc_fragment(config.tile, "float8_e4m3fn")
+        T.annotate_layout({codes: layout_of_tile(config)})
+        T.copy(scaled, codes)
+        for i, t, g, j in T.Parallel(*config.tile):
+            token, channel = row + i * tokens + t, col + g * size + j
+            if token < data.shape[0] and channel // config.vec < data.shape[1] // config.vec:
+                data[token, channel] = codes[i, t, g, j]
+    elif fmt == "e2m1":
+        words = T.alloc_fragment((down, tokens, width), "uint32")
+        T.annotate_layout({words: layout_of_rows(config, 8)})
+        for i, t, w in T.Parallel(down, tokens, width):
+            eight = T.alloc_local((8,), "float32")
+            for k in T.unroll(8):
+                eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
+            # NaN and infinity would spoil codes of other blocks.
+            words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded and size >= 8)
+        _store_words(words, data, row, col // 8, tokens, config.vec // 8)
+    else:
+        words = T.alloc_shared((down, tokens, 3 * width), "uint32")
+        for i, t, w in T.Parallel(down, tokens, width):
+            eight, three = T.alloc_local((8,), "float32"), T.alloc_local((3,), "uint32")
+            for k in T.unroll(8):
+                eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
+            encode_e5m6x8(T.address_of(eight[0]), T.address_of(three[0]))
+            for k in T.unroll(3):
+                words[i, t, 3 * w + k] = three[k]
+        _store_words(words, data, row, col // 8 * 3, tokens, 4)
