@@ -121,11 +121,9 @@ def _fused_kernel(
 
     threads, num_stages, padded = config.threads, config.num_stages, config.padded(hidden)
     tile, slots, num_ranges = VECTOR * threads, config.token_slots(mhc_mult), num_token_ranges(mhc_mult, hidden)
-    rounds, all_channels = padded // tile, slice(0, padded)
-    num_tokens = T.dynamic("num_tokens")
+    rounds, all_channels, num_tokens = padded // tile, slice(0, padded), T.dynamic("num_tokens")
     k_token_stride, k_stream_stride = T.dynamic("k_token_stride", "int64"), T.dynamic("k_stream_stride", "int64")
-    v_stride = T.dynamic("v_stride", "int64")
-    saved_shape = (num_tokens, mhc_mult)
+    v_stride, saved_shape = T.dynamic("v_stride", "int64"), (num_tokens, mhc_mult)
 
     @T.macro
     def fetch(inputs: tuple, shared: tuple, token_range: Any, n: Any, s: Any) -> None:

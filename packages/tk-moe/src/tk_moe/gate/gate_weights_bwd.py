@@ -29,6 +29,7 @@ from tk_moe.gate.topk_gate import TopkGateConfig
 from tk_moe.gate.topk_gate_with_weights import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK
 from tk_moe.lib.scoring import (
     LEAST_SUM,
+    GateOptions,
     ScoringFunc,
     clamped,
     load_logits_macro,
@@ -46,9 +47,7 @@ def _gate_weights_bwd_kernel(
     num_experts: int,
     num_topk: int,
     dtype: torch.dtype,
-    idx_dtype: torch.dtype,
-    scoring_func: ScoringFunc,
-    renormalize: bool,
+    options: GateOptions,
     alignment: int,
     config: TopkGateConfig,
     arch: Arch,
@@ -60,6 +59,7 @@ def _gate_weights_bwd_kernel(
     chunks = ceil_div(num_experts, 32 * vector)
     per_lane = chunks * vector
     words = alignment // 4
+    scoring_func = options.scoring_func
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
@@ -110,7 +110,7 @@ def _gate_weights_bwd_kernel(
     def gate_weights_bwd(
         grad_weights: T.Tensor((num_tokens, num_topk), "float32"),
         logits: T.Tensor((num_tokens, num_experts), dtype),
-        topk_idx: T.Tensor((num_tokens, num_topk), idx_dtype),
+        topk_idx: T.Tensor((num_tokens, num_topk), options.idx_dtype),
         factor: T.float32,
         grad_logits: T.Tensor((num_tokens, num_experts), dtype),
     ) -> None:
@@ -145,7 +145,7 @@ def _gate_weights_bwd_kernel(
                 if expert >= 0:
                     logit = T.cast(logits[token, expert], "float32")
                     value = softmax_score(logit, sums) if is_softmax else score(scoring_func, logit)
-                if renormalize:
+                if options.renormalize:
                     total = T.warp_reduce_sum(value)
                     denominator = clamped(total)
                     if total >= T.float32(LEAST_SUM):
@@ -153,7 +153,7 @@ def _gate_weights_bwd_kernel(
                     grad[0] = T.if_then_else(expert < 0, T.float32(0), grad[0] / denominator)
                 if is_softmax:
                     inner = T.float32(0)
-                    if not renormalize or total < T.float32(LEAST_SUM):
+                    if not options.renormalize or total < T.float32(LEAST_SUM):
                         inner = T.warp_reduce_sum(grad[0] * value)
                     # A token without an expert gets zeros, whatever its logits are.
                     has_expert = T.any_sync(expert >= 0) != 0
@@ -212,9 +212,7 @@ def _gate_weights_bwd_out(
         num_experts,
         topk_idx.shape[1],
         logits.dtype,
-        topk_idx.dtype,
-        ScoringFunc(scoring_func),
-        renormalize,
+        GateOptions(ScoringFunc(scoring_func), renormalize, False, False, topk_idx.dtype),
         min(check.row_alignment(logits), check.row_alignment(grad_logits)),
         TopkGateConfig.best(arch),
         arch,

@@ -43,7 +43,6 @@ def _hash_gate_kernel(
     num_topk: int,
     dtype: torch.dtype,
     token_ids_dtype: torch.dtype,
-    idx_dtype: torch.dtype,
     options: GateOptions,
     alignment: int,
     config: TopkGateConfig,
@@ -68,7 +67,7 @@ def _hash_gate_kernel(
         logits: T.Tensor((num_tokens, num_experts), dtype),
         mask: T.Tensor((num_tokens,), "bool"),
         factor: T.float32,
-        topk_idx: T.Tensor((num_tokens, num_topk), idx_dtype),
+        topk_idx: T.Tensor((num_tokens, num_topk), options.idx_dtype),
         topk_weights: T.Tensor((num_tokens, num_topk), "float32"),
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
@@ -103,7 +102,7 @@ def _hash_gate_kernel(
                     total = T.warp_reduce_sum(value)
                     value = T.if_then_else(expert < 0, T.float32(0), value / clamped(total))
                 if lane < num_topk:
-                    topk_idx[token, lane] = T.cast(expert, idx_dtype)
+                    topk_idx[token, lane] = T.cast(expert, options.idx_dtype)
                     topk_weights[token, lane] = T.if_then_else(expert < 0, T.float32(0), value * factor)
 
     return hash_gate
@@ -151,8 +150,7 @@ def _hash_gate_out(
         topk_idx.shape[1],
         logits.dtype,
         token_ids.dtype,
-        topk_idx.dtype,
-        GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, has_bias=False),
+        GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, False, topk_idx.dtype),
         check.row_alignment(logits),
         TopkGateConfig.best(arch),
         arch,

@@ -47,7 +47,6 @@ def _topk_gate_with_weights_kernel(
     num_experts: int,
     num_topk: int,
     dtype: torch.dtype,
-    idx_dtype: torch.dtype,
     options: GateOptions,
     alignment: int,
     bias_alignment: int,
@@ -100,7 +99,7 @@ def _topk_gate_with_weights_kernel(
         bias: T.Tensor((num_experts,), "float32"),
         mask: T.Tensor((num_tokens,), "bool"),
         factor: T.float32,
-        topk_idx: T.Tensor((num_tokens, num_topk), idx_dtype),
+        topk_idx: T.Tensor((num_tokens, num_topk), options.idx_dtype),
         topk_weights: T.Tensor((num_tokens, num_topk), "float32"),
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
@@ -145,7 +144,7 @@ def _topk_gate_with_weights_kernel(
                         total = T.warp_reduce_sum(value)
                         value = value / clamped(total)
                 if lane < num_topk:
-                    topk_idx[token, lane] = T.cast(chosen[0], idx_dtype)
+                    topk_idx[token, lane] = T.cast(chosen[0], options.idx_dtype)
                     topk_weights[token, lane] = value * factor
 
     return topk_gate_with_weights
@@ -195,8 +194,7 @@ def _topk_gate_with_weights_out(
         num_experts,
         topk_idx.shape[1],
         logits.dtype,
-        topk_idx.dtype,
-        GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, bias is not None),
+        GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, bias is not None, topk_idx.dtype),
         check.row_alignment(logits),
         16 if bias is None else check.row_alignment(bias),
         config,

@@ -68,6 +68,8 @@ class GateOptions:
     renormalize: bool
     has_mask: bool
     has_bias: bool
+    idx_dtype: torch.dtype
+    """Of topk_idx."""
 
 
 LEAST_SUM = 1e-20
