@@ -79,9 +79,10 @@ class TileConfig:
         streaming = x_bits <= 16 and (to_e2m1 or not with_data)
         if to_e2m1 and in_bytes and x_bits <= 16 and block_channels >= vec and hidden >= 4 * block_channels:
             # Down a column words of sf are neighbours, so a thread block's rows fill whole sectors of them.
+            vec = 32 if x_bits == 8 and block_channels >= 32 else vec
             across = max(8 * vec // block_channels, 4)
             rows = 256 * vec // (across * block_channels)
-            return TileConfig(rows, 1, across, block_channels, vec, 1, 256, 1792 // 256, streaming)
+            return TileConfig(rows, 1, across, block_channels, vec, 1, 256, 4 if vec == 32 else 7, streaming)
         config = TileConfig._of_groups(hidden, block_channels, vec, in_bytes)
         return replace(config, streaming=streaming, blocks_per_sm=1792 // config.threads if to_e2m1 else 0)
 

@@ -60,6 +60,7 @@ def cast_kernel(
     num_tiles = _tiles_across(num_cols, scales.in_bytes, across)
     num_tokens = T.dynamic("num_tokens")
     sf_rows = num_tokens if block_tokens == 1 else T.dynamic("sf_rows")
+    by_code = scales.by_code(source, hidden, fmt, block_size)
 
     def scale_of(amax: Any) -> tuple[Any, Any]:
         if fmt == "e2m1" and not scales.round_sf:
@@ -78,18 +79,27 @@ def cast_kernel(
         with T.Kernel(T.ceildiv(scale_rows(num_rows, scales.layout), down) * num_tiles, threads=config.threads) as tile:
             if config.blocks_per_sm:
                 T.annotate_min_blocks_per_sm(config.blocks_per_sm)
-            # Variables: as parts of an address these would be divisions of 64 bits.
-            row_tile, col_tile = T.alloc_var("int32"), T.alloc_var("int32")
             row_tile, col_tile = tile // num_tiles, tile % num_tiles
+            if config.streaming:
+                # Variables: as parts of an address these would be divisions of 64 bits. But where TileLang makes the
+                # vectors, it has to see what columns are multiples of.
+                row_tile, col_tile = T.alloc_var("int32", init=row_tile), T.alloc_var("int32", init=col_tile)
             block_row, block_col = row_tile * down, col_tile * across
             row, col = block_row * block_tokens, block_col * block_channels
-            values = T.alloc_fragment(config.tile, tiles.values_dtype(source))
+            values = T.alloc_fragment(config.tile, tiles.values_dtype(source, by_code))
             whole = T.alloc_var("int32", init=0)
             amax, factors = T.alloc_fragment(config.parts, "int32"), T.alloc_fragment(config.parts, "float32")
             block_sf = T.alloc_fragment((down, across), "float32")
             T.annotate_layout({values: tiles.layout_of_tile(config)})
-            tiles.load_values(x, x_sf, values, row, col, source, config)
+            if by_code:
+                x_factors = T.alloc_fragment(config.parts, "float32")
+                tiles.load_codes(x, x_sf, values, x_factors, row, col, source, config)
+            else:
+                tiles.load_values(x, x_sf, values, row, col, source, config)
             tiles.block_amax(values, amax, config)
+            if by_code:
+                for i, g in T.Parallel(*config.parts):
+                    amax[i, g] = T.reinterpret(T.reinterpret(amax[i, g], "float32") * x_factors[i, g], "int32")
             if splits:
                 tiles.amax_of_parts(amax, whole)
             for i, g in T.Parallel(down, across):
@@ -105,6 +115,10 @@ def cast_kernel(
                         factors[i, g] = T.float32(1) / (rounded * tensor_sf[0])
                     else:
                         factors[i, g] = scale_of(whole if splits else amax[i, g])[1]
+                if by_code:
+                    # Above 2**14 all codes are zeros.
+                    for i, g in T.Parallel(*config.parts):
+                        factors[i, g] = T.min(factors[i, g] * x_factors[i, g], T.float32(2.0**14))
                 tiles.store_codes(values, factors, data, row, col, fmt, not scales.of_tensor, config)
 
     return cast
@@ -134,9 +148,7 @@ def cast_by_sf_kernel(
         with T.Kernel(T.ceildiv(num_tokens, config.tokens) * num_tiles, threads=config.threads) as tile:
             if config.blocks_per_sm:
                 T.annotate_min_blocks_per_sm(config.blocks_per_sm)
-            row_tile, col_tile = T.alloc_var("int32"), T.alloc_var("int32")
-            row_tile, col_tile = tile // num_tiles, tile % num_tiles
-            row, col = row_tile * config.tokens, col_tile * config.channels
+            row, col = tile // num_tiles * config.tokens, tile % num_tiles * config.channels
             values = T.alloc_fragment(config.tile, tiles.values_dtype(source))
             factors = T.alloc_fragment(config.parts, "float32")
             T.annotate_layout({values: tiles.layout_of_tile(config)})

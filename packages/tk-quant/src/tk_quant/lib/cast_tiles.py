@@ -16,7 +16,7 @@ from tk_quant.device.e5m6 import encode_e5m6x8
 from tk_quant.device.fp4 import encode_e2m1x8
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_formats import ELEMENTS, FORMATS, CastInput
-from tk_quant.lib.quantize import INFINITY_BITS, LIMITS, float_bits
+from tk_quant.lib.quantize import INFINITY_BITS, LIMITS, float_bits, store_codes_macro
 from tk_quant.lib.scales_io import load_scale, scale_bytes, scales_type
 
 _MAGNITUDE_BITS = 0x7FFFFFFF
@@ -62,9 +62,9 @@ def input_scales_type(x: CastInput, hidden: int) -> Any:
     return scales_type(T.dynamic("x_sf_rows"), ceil_div(hidden, x.block_size[1]), x.layout, prefix="x_")
 
 
-def values_dtype(x: CastInput) -> str:
-    """Type of the elements of a tile: that of a plain x, or float32, which a pair is dequantized to."""
-    return "float32" if x.is_pair else T.dtype(x.dtype)
+def values_dtype(x: CastInput, by_code: bool = False) -> str:
+    """Type of the elements of a tile: that of a plain x; float32 of a pair, or float16 of its codes alone."""
+    return ("float16" if by_code else "float32") if x.is_pair else T.dtype(x.dtype)
 
 
 def _factor_channels(x: CastInput, hidden: int, vec: int) -> int:
@@ -137,14 +137,39 @@ def load_values(
 
 
 @T.macro
+def load_codes(
+    x: T.Buffer,
+    x_sf: T.Buffer,
+    values: T.Buffer,
+    factors: T.Buffer,
+    row: T.int32,
+    col: T.int32,
+    of: CastInput,
+    config: TileConfig,
+) -> None:
+    """Codes of the tile at (row, col) of a pair as float16, and scale factors of x by block of the tile."""
+    T.assume(x.strides[0] % of.alignment == 0)
+    codes = T.alloc_fragment(values.shape, ELEMENTS[FORMATS[of.dtype]])
+    T.annotate_layout({codes: layout_of_tile(config)})
+    _load(x, codes, row, col, of, config)
+    scales, (block_tokens, block_channels) = scale_bytes(x_sf, of.layout), of.block_size
+    for i, g in T.Parallel(*factors.shape):
+        # The place is one that there is, as TileLang may load before it looks at the condition.
+        token, channel = T.min(row + i, x.shape[0] - 1), T.min(col + g * config.block_channels, x.shape[1] - 1)
+        factors[i, g] = load_scale(scales, token // block_tokens, channel // block_channels, of.layout)
+    for i, t, g, j in T.Parallel(*values.shape):
+        values[i, t, g, j] = T.cast(codes[i, t, g, j], "float16")
+
+
+@T.macro
 def block_amax(values: T.Buffer, amax: T.Buffer, config: TileConfig) -> None:
     """amax[i, g], int32: the bits of max |values[i, :, g, :]| as a float32, those of NaN being above all others."""
     down, tokens, across, size = config.tile
     # Of narrow blocks a thread has several, whose maxima go through one exchange.
     batch = max(config.vec // size, 1)
-    if values.dtype == "bfloat16":
-        of_tokens = T.alloc_fragment((down, tokens, across), "bfloat16")
-        largest = T.alloc_fragment((down, across), "bfloat16")
+    if values.dtype != "float32":
+        of_tokens = T.alloc_fragment((down, tokens, across), values.dtype)
+        largest = T.alloc_fragment((down, across), values.dtype)
         T.reduce_absmax(values, of_tokens, dim=3, nan_propagate=True)
         if tokens > 1:
             T.reduce_max(of_tokens, largest, dim=1, nan_propagate=True, batch=batch)
@@ -195,18 +220,6 @@ def amax_of_parts(amax: T.Buffer, largest: T.Ref) -> None:
 
 
 @T.macro
-def _store_words(words: T.Buffer, data: T.Buffer, row: T.int32, first: T.int32, tokens: int, vector: int) -> None:
-    """words (blocks down, tokens of a block, words of a row) to rows of data from word `first` on, some at a time."""
-    num_tokens, num_words = data.shape[0], data.shape[1] // 4
-    out = T.view(data, (num_tokens, num_words), "uint32")
-    for i, t, w in T.Parallel(*words.shape):
-        token, word = row + i * tokens + t, first + w
-        # In vectors, so that a vector's elements are seen to have one guard.
-        if token < num_tokens and word // vector < num_words // vector:
-            out[token, word] = words[i, t, w]
-
-
-@T.macro
 def store_codes(
     values: T.Buffer,
     factors: T.Buffer,
@@ -223,36 +236,51 @@ def store_codes(
     are twelve bytes, which go through shared memory, so that a warp's stores are neighbours.
     """
     down, tokens, _, size = config.tile
-    width = config.channels // 8
-    scaled = T.alloc_fragment(config.tile, "float32")
-    T.annotate_layout({scaled: layout_of_tile(config)})
-    for i, t, g, j in T.Parallel(*config.tile):
-        scaled[i, t, g, j] = T.cast(values[i, t, g, j], "float32") * factors[i, g]
+    width, vector = config.channels // 8, config.vec // 8
     if fmt == "e4m3":
         codes = T.alloc_fragment(config.tile, "float8_e4m3fn")
         T.annotate_layout({codes: layout_of_tile(config)})
-        T.copy(scaled, codes)
+        for i, t, g, j in T.Parallel(*config.tile):
+            codes[i, t, g, j] = T.cast(T.cast(values[i, t, g, j], "float32") * factors[i, g], "float8_e4m3fn")
         for i, t, g, j in T.Parallel(*config.tile):
             token, channel = row + i * tokens + t, col + g * size + j
+            # In vectors, so that a vector's elements are seen to have one guard.
             if token < data.shape[0] and channel // config.vec < data.shape[1] // config.vec:
                 data[token, channel] = codes[i, t, g, j]
-    elif fmt == "e2m1":
-        words = T.alloc_fragment((down, tokens, width), "uint32")
-        T.annotate_layout({words: layout_of_rows(config, 8)})
-        for i, t, w in T.Parallel(down, tokens, width):
-            eight = T.alloc_local((8,), "float32")
-            for k in T.unroll(8):
-                eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
-            # NaN and infinity would spoil codes of other blocks.
-            words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded and size >= 8)
-        _store_words(words, data, row, col // 8, tokens, config.vec // 8)
     else:
-        words = T.alloc_shared((down, tokens, 3 * width), "uint32")
-        for i, t, w in T.Parallel(down, tokens, width):
-            eight, three = T.alloc_local((8,), "float32"), T.alloc_local((3,), "uint32")
-            for k in T.unroll(8):
-                eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
-            encode_e5m6x8(T.address_of(eight[0]), T.address_of(three[0]))
-            for k in T.unroll(3):
-                words[i, t, 3 * w + k] = three[k]
-        _store_words(words, data, row, col // 8 * 3, tokens, 4)
+        scaled, num_words = T.alloc_fragment(config.tile, "float32"), data.shape[1] // 4
+        out = T.view(data, (data.shape[0], num_words), "uint32")
+        T.annotate_layout({scaled: layout_of_tile(config)})
+        for i, t, g, j in T.Parallel(*config.tile):
+            scaled[i, t, g, j] = T.cast(values[i, t, g, j], "float32") * factors[i, g]
+        if fmt == "e2m1":
+            store = store_codes_macro(vector, 1)
+            words = T.alloc_fragment((down, tokens, width), "uint32")
+            T.annotate_layout({words: layout_of_rows(config, 8)})
+            for i, t, w in T.Parallel(down, tokens, width):
+                eight = T.alloc_local((8,), "float32")
+                for k in T.unroll(8):
+                    eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
+                # NaN and infinity would spoil codes of other blocks.
+                words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded and size >= 8)
+            for i, t, v in T.Parallel(down, tokens, width // vector):
+                token, word = row + i * tokens + t, col // 8 + v * vector
+                # nvcc would split a store of words that were computed one by one.
+                own = T.alloc_local((vector,), "uint32")
+                for k in T.unroll(vector):
+                    own[k] = words[i, t, v * vector + k]
+                if token < data.shape[0] and word < num_words:
+                    store(out, own, token, word)
+        else:
+            words = T.alloc_shared((down, tokens, 3 * width), "uint32")
+            for i, t, w in T.Parallel(down, tokens, width):
+                eight, three = T.alloc_local((8,), "float32"), T.alloc_local((3,), "uint32")
+                for k in T.unroll(8):
+                    eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
+                encode_e5m6x8(T.address_of(eight[0]), T.address_of(three[0]))
+                for k in T.unroll(3):
+                    words[i, t, 3 * w + k] = three[k]
+            for i, t, w in T.Parallel(*words.shape):
+                token, word = row + i * tokens + t, col // 8 * 3 + w
+                if token < data.shape[0] and word // 4 < num_words // 4:
+                    out[token, word] = words[i, t, w]
