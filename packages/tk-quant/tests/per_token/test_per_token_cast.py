@@ -454,9 +454,9 @@ ARCH = arch_from_name("sm_90a")
 @pytest.mark.parametrize("x_bits", [4, 8, 16, 32])
 def test_tiles_cover_a_row_in_whole_warps(x_bits: int) -> None:
     widths = (*range(64, 4096, 64), *range(4096, 20544, 576))
-    for hidden, in_bytes, group in product(widths, (False, True), (16, 32, 64, 128, 0)):
+    for hidden, fmt, in_bytes, group in product(widths, ("e4m3", "e2m1"), (False, True), (16, 32, 64, 128, 0)):
         group = group or hidden
-        config = TileConfig.best(hidden, (1, group), x_bits, in_bytes, ARCH)
+        config = TileConfig.best(hidden, (1, group), x_bits, fmt, True, in_bytes, ARCH)
         lanes = config.block_channels // config.vec
         assert lanes & (lanes - 1) == 0
         assert lanes <= 32

@@ -135,6 +135,7 @@ class TileConfig:
         threads = down * warp_rows * lanes
         # nvcc takes 80 registers by itself; with 64 half as many warps again have their loads in flight. For sm_100a it
         # spills some of them then.
-        blocks_per_sm = (1024 if arch.sm < 100 else 768) // threads if min(block_size) >= 32 else 0
+        most_threads = 1024 if arch.sm < 100 else 640 if to_e2m1 else 768
+        blocks_per_sm = most_threads // threads if min(block_size) >= 32 else 0
         streaming = to_e2m1 and x_bits == 16 and min(block_size) >= 32
         return TileConfig(down, block_tokens, across, block_channels, vec, warp_rows, threads, blocks_per_sm, streaming)
