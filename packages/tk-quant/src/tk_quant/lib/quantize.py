@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from tk_core.device import memory
+from tk_quant.device.e5m6 import encode_e5m6x8
+from tk_quant.device.fp4 import encode_e2m1x8
 
 FLOAT4_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0, 1e-4)}
@@ -173,109 +175,6 @@ def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, 
             for j in T.unroll(num_words // 4):
                 memory.load_streaming(T.address_of(words[piece, 4 * j]), T.address_of(x[row, col + 16 * j]), valid)
         elif load_bytes == 16:
-            for j in T.unroll(num_words // 4):
-                words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 16 * j], pred=valid)
-        elif load_bytes == 8:
-            for j in T.unroll(num_words // 2):
-                words[piece, 2 * j : 2 * j + 2] = T.ldg64(x[row, col + 8 * j], pred=valid)
-        elif load_bytes == 4:
-            for j in T.unroll(num_words):
-                words[piece, j] = T.ldg32(x[row, col + 4 * j], pred=valid)
-        elif load_bytes == 2 and num_bytes == 2:
-            words[piece, 0] = memory.load_16_bits(T.address_of(x[row, col]), valid)
-        else:
-            elements = T.view(words, (pieces, 4 * num_words), element)
-            if valid:
-                for j in T.unroll(num_bytes):
-                    elements[piece, j] = x[row, col + j]
-
-    return load
-
-
-def element(words: Any, row: Any, index: Any, is_bf16: bool) -> Any:
-    """Element `index` of words[row], uint32 words of bfloat16 pairs or float32, as a float32 expression."""
-    import tilelang.language as T
-
-    if not is_bf16:
-        return T.reinterpret(words[row, index], "float32")
-    word = words[row, index // 2]
-    half = T.if_then_else(index % 2 == 0, word << T.uint32(16), word & T.uint32(0xFFFF0000))
-    return T.reinterpret(half, "float32")
-
-
-@cache
-def store_codes_macro(num_words: int, elements_per_word: int = 4) -> Any:
-    """Macro `store(out, words, row, col)`: 1, 2 or a multiple of 4 uint32 to a row of out, in the widest stores."""
-    import tilelang.language as T
-
-    @T.macro
-    def store(out: T.Buffer, words: T.Buffer, row: T.int32, col: T.int32) -> None:
-        if num_words == 1:
-            T.stg32(out[row, col], words[0])
-        elif num_words == 2:
-            T.stg64(out[row, col], words[0:2])
-        else:
-            for j in T.unroll(num_words // 4):
-                T.stg128(out[row, col + 4 * j * elements_per_word], words[4 * j : 4 * j + 4])
-
-    return store
-
-
-def float_bits(value: float) -> int:
-    """The bits of a float32 as an int32. For non-negative floats these compare in order, with NaN above infinity."""
-    return struct.unpack("<i", struct.pack("<f", value))[0]
-
-
-@cache
-def load_macro(num_words: int, elements_per_word: int, alignment: int) -> Any:
-    """Macro `load(x, words, index, row, col, valid)`: num_words uint32 of a row of x, from `col` on, to words[index].
-
-    `alignment` is the result of `check.row_alignment` for x; `col` is a multiple of num_words * elements_per_word.
-    Elements have 2 or 4 bytes. The loads are predicated: where `valid` is false nothing is read and the words are 0.
-    """
-    import tilelang.language as T
-
-    load_bytes = min(alignment, 4 * num_words)
-
-    @T.macro
-    def load(x: T.Buffer, words: T.Buffer, index: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if load_bytes == 16:
-            for j in T.unroll(num_words // 4):
-                words[index, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 4 * j * elements_per_word], pred=valid)
-        elif load_bytes == 8:
-            for j in T.unroll(num_words // 2):
-                words[index, 2 * j : 2 * j + 2] = T.ldg64(x[row, col + 2 * j * elements_per_word], pred=valid)
-        elif load_bytes == 4:
-            for j in T.unroll(num_words):
-                words[index, j] = T.ldg32(x[row, col + j * elements_per_word], pred=valid)
-        else:
-            for j in T.unroll(num_words):
-                words[index, j] = T.uint32(0)
-            if valid:
-                for j in T.unroll(num_words):
-                    low = T.cast(T.reinterpret(x[row, col + 2 * j], "uint16"), "uint32")
-                    high = T.cast(T.reinterpret(x[row, col + 2 * j + 1], "uint16"), "uint32")
-                    words[index, j] = low | (high << T.uint32(16))
-
-    return load
-
-
-@cache
-def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int) -> Any:
-    """Macro `load(x, words, piece, row, col, valid)`: bytes of a row of x, from `col` on, to words[piece].
-
-    x has elements of one byte, of the TileLang type `element`; words is uint32 (pieces, ceil(num_bytes / 4)).
-    `alignment`, at most 16, divides the row's address and `col`. The loads are predicated: where `valid` is false
-    nothing is read and the words are unspecified.
-    """
-    import tilelang.language as T
-
-    load_bytes = min(alignment, num_bytes & -num_bytes, 16)
-    num_words = (num_bytes + 3) // 4
-
-    @T.macro
-    def load(x: T.Buffer, words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if load_bytes == 16:
             for j in T.unroll(num_words // 4):
                 words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 16 * j], pred=valid)
         elif load_bytes == 8:
