@@ -167,11 +167,10 @@ def _aux_loss_bwd_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) ->
             scale = grad_loss[0] * (alpha / T.cast(num_tokens, "float32"))
             sum_scores(values, factors, sums, dots)
             for t, e in T.Parallel(block_tokens, tile):
-                if sums[t] != T.float32(0):
-                    divisor = T.float32(1e-20) + sums[t]
-                    values[t, e] = (factors[t, e] - dots[t] / divisor) / divisor * scale
-                else:
-                    values[t, e] = T.float32(0)
+                # 1 for tokens beyond the last, as a division by their 1e-20 would take longer.
+                divisor = T.if_then_else(first + t < num_tokens, T.float32(1e-20) + sums[t], T.float32(1))
+                gradient = (factors[t, e] - dots[t] / divisor) / divisor * scale
+                values[t, e] = T.if_then_else(sums[t] == T.float32(0), T.float32(0), gradient)
             T.copy(values, grad_scores[first : first + block_tokens, 0:tile])
 
     return aux_loss_bwd

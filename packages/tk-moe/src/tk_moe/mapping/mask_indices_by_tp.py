@@ -5,7 +5,7 @@
     out = i' - (i' // (per_rank · num_tp_ranks)) · per_rank · (num_tp_ranks - 1)   if (i // per_rank) mod num_tp_ranks
                                                                                       = tp_rank and i ≥ 0, else -1
 
-indices and out int64 or int32 (num_tokens, num_topk). One thread per index. Where i is kept, i' // (per_rank ·
+indices and out int64 or int32 (num_tokens, num_topk). A thread takes an index. Where i is kept, i' // (per_rank ·
 num_tp_ranks) is (i // per_rank) // num_tp_ranks, which the remainder needs anyway.
 """
 
@@ -55,16 +55,22 @@ def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, config: MaskIndicesByTpCo
         with T.Kernel(T.ceildiv(num_tokens * num_topk, threads), threads=threads) as block:
             flat = T.view(indices, (num_tokens * num_topk,), idx_dtype)
             flat_out = T.view(out, (num_tokens * num_topk,), idx_dtype)
-            for i in T.Parallel(threads):
-                if block * threads + i < num_tokens * num_topk:
-                    index = T.cast(flat[block * threads + i], "int64")
-                    # Unsigned, where truncating and flooring division are the same.
-                    rank = T.truncdiv(T.cast(index, "uint64"), T.cast(per_rank, "uint64"))
-                    group = T.truncdiv(rank, T.cast(num_tp_ranks, "uint64"))
-                    is_kept = index >= 0 and rank - group * T.cast(num_tp_ranks, "uint64") == T.cast(tp_rank, "uint64")
-                    others = T.cast(tp_rank, "int64") + T.cast(group, "int64") * T.cast(num_tp_ranks - 1, "int64")
-                    renumbered = T.if_then_else(is_kept, index - others * T.cast(per_rank, "int64"), T.int64(-1))
-                    flat_out[block * threads + i] = T.cast(renumbered, idx_dtype)
+            at = block * threads + T.get_thread_binding()
+            index = T.alloc_var("int64")
+            quotient = T.alloc_var("uint64")
+            group = T.alloc_var("uint64")
+            if at < num_tokens * num_topk:
+                index = T.cast(flat[at], "int64")
+                # Unsigned, where truncating and flooring division are the same.
+                quotient = T.truncdiv(T.cast(index, "uint64"), T.cast(per_rank, "uint64"))
+                group = T.truncdiv(quotient, T.cast(num_tp_ranks, "uint64"))
+                if index >= 0 and quotient - group * T.cast(num_tp_ranks, "uint64") == T.cast(tp_rank, "uint64"):
+                    index = index - (
+                        T.cast(tp_rank, "int64") + T.cast(group, "int64") * T.cast(num_tp_ranks - 1, "int64")
+                    ) * T.cast(per_rank, "int64")
+                else:
+                    index = T.int64(-1)
+                flat_out[at] = T.cast(index, idx_dtype)
 
     return mask_indices_by_tp
 
