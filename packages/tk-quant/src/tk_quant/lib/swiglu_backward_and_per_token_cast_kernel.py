@@ -7,21 +7,9 @@ from typing import Any
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_quant.device.division import NEAR_SF, scale_of_amax, sigmoid
-from tk_quant.device.magnitude import larger_magnitude_f32
-from tk_quant.lib.quantize import (
-    LIMITS,
-    element,
-    encode_macro,
-    float_bits,
-    load_codes_macro,
-    load_macro,
-    store_codes_macro,
-)
+from tk_quant.swiglu.swiglu_forward import Given
 
 _MAX_LANES = 256
-# Channels that a thread works on at once: more take more registers.
-_CHUNK = 4
 
 
 @dataclass(frozen=True)
@@ -74,12 +62,12 @@ class SwigluBackwardConfig:
         return max(ceil_div(num_positions, self.rows * turns), ceil_div(num_pairs, self.threads))
 
 
+# H200, 34560 x 2 * 2048: 220 us where a tile-level kernel takes 264; docs/tuning/tile-level/swiglu.md.
 # Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def swiglu_backward_kernel(
     ndim: int,
-    x_alignment: int,
-    grad_alignment: int,
+    alignments: tuple[int, int],
     hidden: int,
     num_per_channels: int,
     round_sf: bool,
@@ -87,141 +75,31 @@ def swiglu_backward_kernel(
     config: SwigluBackwardConfig,
     arch: Arch,
 ) -> Any:
+    """`alignments`: what `check.row_alignment` says of x and of grad_out."""
     import tilelang.language as T
 
+    from tk_quant.lib.swiglu_backward_and_per_token_cast_steps import (
+        differentiate,
+        load_piece,
+        quantize,
+        store_bf16,
+        store_row_sums,
+    )
+
     vec, pieces, lanes, rows = config.vec, config.pieces, config.lanes, config.rows
-    group_lanes = num_per_channels // vec
-    threads = config.threads
-    num_warps = threads // 32
-    most_rows = rows * config.turns
+    threads, most_rows = config.threads, rows * config.turns
     assert most_rows <= threads
     code_words, bf16_words = vec // 4, vec // 2
     sf_cols = 2 * hidden // num_per_channels
-    least_amax = float_bits(LIMITS["e4m3"][1])
-    encode = encode_macro("e4m3", vec)
-    load_codes = load_codes_macro("float8_e4m3fn", 2, vec, min(x_alignment, vec))
-    load_grad, store_codes = load_macro(bf16_words, 2, grad_alignment), store_codes_macro(code_words)
-    assert 32 % group_lanes == 0
-    assert lanes % group_lanes == 0
+    given = Given(weights=True, experts=False, clamp=clamps)
+    assert 32 % (num_per_channels // vec) == 0
+    assert lanes * vec % num_per_channels == 0
     assert lanes * pieces * vec >= hidden
 
     leading = tuple(T.dynamic(f"num_positions_{i}") for i in range(ndim - 1))
     num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
     num_positions = leading[0] if ndim == 2 else leading[0] * leading[1]
     map_size = T.dynamic("map_size")
-
-    def clamped(x: Any, clamp: Any, below: bool) -> Any:
-        """x, no more than the clamp and, if `below`, no less than its negative; NaN stays."""
-        if not clamps:
-            return x
-        low = T.if_then_else(x < -clamp, -clamp, x) if below else x
-        return T.if_then_else(x > clamp, clamp, low)
-
-    @T.macro
-    def load_piece(
-        x: T.Buffer,
-        x_sf: T.Buffer,
-        grad_out: T.Buffer,
-        codes: T.Buffer,
-        x_scale: T.Buffer,
-        grad: T.Buffer,
-        row: T.int64,
-        col: T.int32,
-        valid: T.bool,
-    ) -> None:
-        for half in T.unroll(2):
-            load_codes(x, codes, half, row, half * hidden + col, valid)
-        load_grad(grad_out, grad, 0, row, col, valid)
-        for half in T.unroll(2):
-            x_scale[half] = T.reinterpret(
-                T.ldg32(x_sf[row, (half * hidden + col) // num_per_channels], pred=valid), "float32"
-            )
-
-    @T.macro
-    def differentiate(
-        codes: T.Buffer,
-        x_scale: T.Buffer,
-        grad: T.Buffer,
-        weight: T.float32,
-        clamp: T.float32,
-        values: T.Buffer,
-        row_sum: T.Ref,
-    ) -> None:
-        """out, dl and dr of a piece to values; its part of the weight's gradient is added to row_sum."""
-        x_values = T.alloc_local((2, _CHUNK), "float32")
-        sigmoids, silus = T.alloc_local((_CHUNK,), "float32"), T.alloc_local((_CHUNK,), "float32")
-        left, right, scaled = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
-        elements = T.view(codes, (2, vec), "float8_e4m3fn")
-        for chunk in T.unroll(vec // _CHUNK):
-            first = chunk * _CHUNK
-            for j in T.vectorized(_CHUNK):
-                x_values[0, j] = T.cast(elements[0, first + j], "float32")
-            for j in T.unroll(_CHUNK):
-                x_values[0, j] = x_values[0, j] * x_scale[0]
-            if T.abs(x_scale[0]) <= T.float32(NEAR_SF):
-                for j in T.unroll(_CHUNK):
-                    left = clamped(x_values[0, j], clamp, False)
-                    sigmoid(left, T.address_of(sigmoids[j]), T.address_of(silus[j]), is_near=True)
-            else:
-                for j in T.unroll(_CHUNK):
-                    left = clamped(x_values[0, j], clamp, False)
-                    sigmoid(left, T.address_of(sigmoids[j]), T.address_of(silus[j]))
-            for j in T.vectorized(_CHUNK):
-                x_values[1, j] = T.cast(elements[1, first + j], "float32")
-            for j in T.unroll(_CHUNK):
-                x_values[1, j] = x_values[1, j] * x_scale[1]
-                left, right = clamped(x_values[0, j], clamp, False), clamped(x_values[1, j], clamp, True)
-                values[0, first + j] = silus[j] * right
-                row_sum = T.ieee_fmaf(element(grad, 0, first + j, True), values[0, first + j], row_sum)
-                values[0, first + j] = values[0, first + j] * weight
-                scaled = element(grad, 0, first + j, True) * weight * sigmoids[j]
-                values[1, first + j] = scaled * right * T.ieee_fmaf(left, T.float32(1) - sigmoids[j], T.float32(1))
-                values[2, first + j] = scaled * left
-                if clamps:
-                    values[1, first + j] = T.if_then_else(x_values[0, j] > clamp, T.float32(0), values[1, first + j])
-                    values[2, first + j] = T.if_then_else(
-                        T.abs(x_values[1, j]) > clamp, T.float32(0), values[2, first + j]
-                    )
-
-    @T.macro
-    def store_bf16(out: T.Buffer, values: T.Buffer, which: int, row: T.int64, col: T.int32) -> None:
-        rounded = T.alloc_local((vec,), "bfloat16")
-        for j in T.vectorized(vec):
-            rounded[j] = T.cast(values[which, j], "bfloat16")
-        words = T.view(rounded, (bf16_words,), "uint32")
-        for j in T.unroll(bf16_words // 4):
-            T.stg128(out[row, col + 8 * j], words[4 * j : 4 * j + 4])
-
-    @T.macro
-    def quantize(values: T.Buffer, data: T.Buffer, sf: T.Buffer, row: T.int64, col: T.int32, valid: T.bool) -> None:
-        """dl and dr of a piece to e4m3; of the lanes of a group, even ones see to dl's scale, odd ones to dr's."""
-        amax, scale = T.alloc_local((2,), "int32"), T.alloc_local((2,), "uint32")
-        factor = T.alloc_local((2,), "uint32")
-        scaled, codes = T.alloc_local((vec,), "float32"), T.alloc_local((code_words,), "uint32")
-        largest, mine = T.alloc_var("uint32"), T.alloc_var("int32")
-        thread = T.get_thread_binding()
-        is_odd = thread % 2 == 1
-        for half in T.unroll(2):
-            largest = T.uint32(0)
-            for j in T.unroll(vec):
-                largest = larger_magnitude_f32(largest, T.reinterpret(values[1 + half, j], "uint32"))
-            amax[half] = T.reinterpret(largest, "int32")
-        mine = T.max(T.if_then_else(is_odd, amax[1], amax[0]), least_amax)
-        mine = T.max(mine, T.shfl_xor(T.if_then_else(is_odd, amax[0], amax[1]), 1))
-        for j in T.unroll(1, group_lanes.bit_length() - 1):
-            mine = T.max(mine, T.shfl_xor(mine, 1 << j))
-        scale_of_amax(mine, T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
-        if valid and thread % lanes % group_lanes < 2:
-            sf[row, (thread % 2 * hidden + col) // num_per_channels] = T.reinterpret(scale[0], "float32")
-        factor[0] = T.shfl_xor(scale[1], 1)
-        factor[1] = T.if_then_else(is_odd, scale[1], factor[0])
-        factor[0] = T.if_then_else(is_odd, factor[0], scale[1])
-        for half in T.unroll(2):
-            for j in T.unroll(vec):
-                scaled[j] = values[1 + half, j] * T.reinterpret(factor[half], "float32")
-            encode(scaled, codes)
-            if valid:
-                store_codes(data, codes, row, half * hidden + col)
 
     @T.prim_func
     def swiglu_backward_and_per_token_cast(
@@ -274,6 +152,7 @@ def swiglu_backward_kernel(
                 *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
                 *(T.cast(block * tile_rows + own_row, "int64"), lane * vec),
                 thread < lanes * rows and lane * vec < hidden and indices[own_row] >= 0,
+                alignments,
             )
             if thread < tile_rows:
                 weights[thread] = T.reinterpret(T.ldg32(weight[0, index], pred=index >= 0), "float32")
@@ -303,9 +182,10 @@ def swiglu_backward_kernel(
                     *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
                     *(T.cast(next_row, "int64"), next_col),
                     wanted and indices[next_of_tile] >= 0,
+                    alignments,
                 )
                 if in_row and indices[of_tile] >= 0:
-                    differentiate(codes, x_scale, grad, weights[of_tile], clamp, values, row_sum)
+                    differentiate(codes, x_scale, grad, weights[of_tile], clamp, values, row_sum, given)
                 else:
                     for j in T.unroll(vec):
                         values[0, j] = T.float32(0)
@@ -315,24 +195,13 @@ def swiglu_backward_kernel(
                     store_bf16(out_rows, values, 0, wide_row, col)
                     store_bf16(x_grad_rows, values, 1, wide_row, col)
                     store_bf16(x_grad_rows, values, 2, wide_row, hidden + col)
-                quantize(values, data_rows, sf_rows, wide_row, col, in_row)
+                quantize(values, data_rows, sf_rows, wide_row, col, in_row, lanes, round_sf)
                 if step % pieces == pieces - 1:
                     row_sums[step // pieces * threads + thread] = row_sum
                     row_sum = T.float32(0)
 
             T.sync_threads()
-            for turn in T.unroll(ceil_div(most_rows, num_warps)):
-                summed = thread // 32 + turn * num_warps
-                if summed < tile_rows:
-                    row_sum = T.float32(0)
-                    for k in T.unroll(ceil_div(lanes, 32)):
-                        if k * 32 + thread % 32 < lanes:
-                            first = summed // rows * threads + summed % rows * lanes
-                            row_sum = row_sum + row_sums[first + k * 32 + thread % 32]
-                    for j in T.unroll(5):
-                        row_sum = row_sum + T.shfl_xor(row_sum, 1 << j)
-                    if thread % 32 == 0 and targets[summed] >= 0:
-                        weight_grad[0, targets[summed]] = row_sum
+            store_row_sums(row_sums, targets, weight_grad, row_sum, thread, tile_rows, threads, rows, lanes)
 
             if block < T.ceildiv(num_pairs, threads):
                 pair = block * threads + thread

@@ -95,10 +95,8 @@ def _swiglu_backward_and_per_token_cast_out(
     arch, clamps = get_arch(data.device), swiglu_clamp_value is not None
     config = SwigluBackwardConfig.best(hidden, num_per_channels, clamps, arch)
     turns = config.turns_of(num_positions, get_num_sms(data.device))
-    swiglu_backward_kernel(
-        *(data.ndim, check.row_alignment(data), check.row_alignment(grad_out), hidden, num_per_channels, round_sf),
-        *(clamps, config, arch),
-    )(
+    alignments = check.row_alignment(data), check.row_alignment(grad_out)
+    swiglu_backward_kernel(data.ndim, alignments, hidden, num_per_channels, round_sf, clamps, config, arch)(
         *(data, sf, grad_out, weight, pos_to_token_topk, token_topk_to_pos),
         *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
         0.0 if swiglu_clamp_value is None else swiglu_clamp_value,

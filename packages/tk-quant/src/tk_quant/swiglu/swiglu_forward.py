@@ -44,6 +44,7 @@ class Given:
     weights: bool
     experts: bool
     clamp: bool
+    count: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,9 @@ def _swiglu_forward_kernel(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     given: Given,
-    counts: bool,
     config: SwigluForwardConfig,
     arch: Arch,
 ) -> Any:
-    """`counts`: there is clamped_count."""
     import tilelang.language as T
 
     from tk_quant.lib.swiglu_tiles import clamp_gate, clamp_value, pair_of_row
@@ -128,7 +127,7 @@ def _swiglu_forward_kernel(
                 a = gate / (T.float32(1) + T.exp(-gate)) * value
                 activated[r, i] = a * weights[r] if given.weights else a
             T.copy(activated, out[first : first + block_rows, channel : channel + block_channels])
-            if counts:
+            if given.count:
                 for r, i in T.Parallel(block_rows, block_channels):
                     gate, value = T.cast(gates[r, i], "float32"), T.cast(values[r, i], "float32")
                     of_values = T.if_then_else(value > limit, 1 << 10, T.if_then_else(value < -limit, 1 << 20, 0))
@@ -180,11 +179,10 @@ def _swiglu_forward_out(
     if num_positions == 0:
         return
     arch = get_arch(x.device)
-    counts = clamped_count is not None
-    given = Given(topk_weights is not None, pos_to_expert is not None, swiglu_clamp_value is not None)
-    forward = _swiglu_forward_kernel(
-        hidden, x.dtype, out.dtype, given, counts, SwigluForwardConfig.best(hidden, counts, arch), arch
-    )
+    optional = topk_weights, pos_to_expert, swiglu_clamp_value, clamped_count
+    given = Given(*(each is not None for each in optional))
+    config = SwigluForwardConfig.best(hidden, given.count, arch)
+    forward = _swiglu_forward_kernel(hidden, x.dtype, out.dtype, given, config, arch)
     limit = math.inf if swiglu_clamp_value is None else swiglu_clamp_value
     weights = None if topk_weights is None else topk_weights.view(-1)
     forward(

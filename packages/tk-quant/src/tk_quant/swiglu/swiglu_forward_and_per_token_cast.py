@@ -31,18 +31,21 @@ from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
+from tk_quant.lib.cast_formats import CastInput, CastScales, layout_of
 from tk_quant.lib.clamp import check_clamp_value
 from tk_quant.lib.quantize import BITS, LIMITS
 from tk_quant.lib.swiglu_forward_and_per_token_cast_kernel import (
-    ROWS_OF_SWIZZLED_TILE,
     SwigluCastConfig,
-    swiglu_cast_kernel,
+    fits_warp,
+    swiglu_group_cast_kernel,
+    swiglu_row_cast_kernel,
 )
+from tk_quant.swiglu.swiglu_forward import Given
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _FORMATS = ("e4m3", "e2m1")
 _GROUPS = (32, 128)
-_LAYOUT_OF_DTYPE = {torch.int32: ScaleLayout.PACKED_UE8M0, torch.float8_e8m0fnu: ScaleLayout.SWIZZLED}
+_ROWS_OF_SWIZZLED_TILE = 128
 _LEAST_NORMAL = 2.0**-126
 _LARGEST = (2 - 2.0**-23) * 2.0**127
 
@@ -63,7 +66,7 @@ def _reference(
 ) -> None:
     from tk_quant.reference.swiglu.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 
-    layout = _LAYOUT_OF_DTYPE.get(sf.dtype, ScaleLayout.ROW_MAJOR)
+    layout = layout_of(sf)
     packed = layout is ScaleLayout.PACKED_UE8M0
     swizzled = layout is ScaleLayout.SWIZZLED
     new_data, new_sf = swiglu_forward_and_per_token_cast(
@@ -94,17 +97,16 @@ def _swiglu_forward_and_per_token_cast_out(
     if num_positions == 0:
         return
     arch = get_arch(x.device)
-    layout = _LAYOUT_OF_DTYPE.get(sf.dtype, ScaleLayout.ROW_MAJOR)
-    clamps = swiglu_clamp_value is not None
-    config = SwigluCastConfig.best(
-        hidden, num_per_channels, 8 * x.dtype.itemsize, layout in _LAYOUT_OF_DTYPE.values(), clamps, arch
-    )
-    num_rows = align(num_positions, ROWS_OF_SWIZZLED_TILE) if layout is ScaleLayout.SWIZZLED else num_positions
-    swiglu_cast_kernel(
-        *(x.dtype, check.row_alignment(x), hidden, fmt, num_per_channels, round_sf, layout),
-        *(pos_to_token_topk is not None, pos_to_expert is not None),
-        *(clamps, clamped_count is not None, config, arch),
-    )(
+    source, scales = CastInput(x.dtype, check.row_alignment(x)), CastScales(layout_of(sf), round_sf)
+    weights, experts, clamps = pos_to_token_topk is not None, pos_to_expert is not None, swiglu_clamp_value is not None
+    given = Given(weights, experts, clamps, clamped_count is not None)
+    config = SwigluCastConfig.best(hidden, num_per_channels, source.bits, scales.in_bytes, clamps, arch)
+    num_rows = align(num_positions, _ROWS_OF_SWIZZLED_TILE) if scales.layout is ScaleLayout.SWIZZLED else num_positions
+    if fits_warp(num_per_channels, config.vec):
+        cast = swiglu_group_cast_kernel(hidden, source, fmt, num_per_channels, scales, given, config, arch)
+    else:
+        cast = swiglu_row_cast_kernel(hidden, source, fmt, round_sf, given, config, arch)
+    cast(
         x,
         0 if pos_to_token_topk is None else pos_to_token_topk,
         0 if topk_weights is None else topk_weights,
