@@ -16,12 +16,10 @@ from typing import Any
 
 import tilelang.language as T
 
-from tk_core.device.memory import prefetch_line
 from tk_quant.lib.quantize import TILE_ROWS
 from tk_quant.lib.scales_io import scale_of_amax
 
 _MAGNITUDE_BITS = 0x7FFFFFFF
-_LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -198,23 +196,13 @@ def factors_of_blocks(
 
 @T.macro
 def store_codes(
-    columns: T.Buffer,
-    factors: T.Buffer,
-    out: T.Buffer,
-    row: T.int32,
-    channel: T.int32,
-    tile: ChannelTile,
-    num_per_channels: int | None = None,
+    columns: T.Buffer, factors: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile
 ) -> None:
-    """e4m3 codes of values times factors, to out (rows, channels) from (row, channel) on.
-
-    factors: of blocks of tokens, (blocks, channels), or where `num_per_channels` is given of tokens, (tokens, groups).
-    """
+    """e4m3 codes of values times factors (blocks, channels), to out (rows, channels) from (row, channel) on."""
     scaled, codes = T.alloc_fragment(tile.shape, "float32"), T.alloc_fragment(tile.shape, "float8_e4m3fn")
     T.annotate_layout({each: T.Fragment(tile.shape, forward_fn=tile.of_value) for each in (scaled, codes)})
     for b, i, r, j in T.Parallel(*tile.shape):
-        place = (tile.token(b, i, r), j // num_per_channels) if num_per_channels else (b, j)
-        scaled[b, i, r, j] = T.cast(columns[b, i, j, r], "float32") * factors[place]
+        scaled[b, i, r, j] = T.cast(columns[b, i, j, r], "float32") * factors[b, j]
     T.copy(scaled, codes)
     for b, i, r, j in T.Parallel(*tile.shape):
         out[row + tile.token(b, i, r), channel + j] = codes[b, i, r, j]
@@ -236,18 +224,3 @@ def store_transposed_codes(
     T.copy(scaled, codes)
     T.copy(codes, by_channel)
     T.copy(by_channel, out[channel : channel + tile.channels, row : row + TILE_ROWS])
-
-
-@T.macro
-def prefetch_share(x: T.Buffer, row_tile: T.int32, num_tiles: T.int32, channel: T.int32, tile: ChannelTile) -> None:
-    """Bring a share of x, from `channel` on, into L2: all `num_tiles` tiles of rows together what one of channels is.
-
-    For kernels that gather each row of x several times and process all tiles of rows before the next of channels. Does
-    nothing where a thread would have to bring more than one cache line.
-    """
-    per_line = _LINE_BYTES * 8 // T.dtype(x.dtype).bits
-    share, rows = T.ceildiv(x.shape[0], num_tiles), tile.threads * per_line // tile.channels
-    for i, j in T.Parallel(rows, tile.channels // per_line):
-        token, first = row_tile * share + i, channel + j * per_line
-        if share <= rows and i < share and token < x.shape[0] and first < x.shape[1]:
-            prefetch_line(T.access_ptr(x[token, first], "r"))
