@@ -39,8 +39,8 @@ class UnpackConfig:
     @cache
     def best(arch: Arch) -> "UnpackConfig":
         """The configuration for an architecture."""
-        # Untuned.
-        return UnpackConfig(threads=256, vectors_per_thread=4)
+        # H200, 8192 x 7168: 38.1 µs to bfloat16 and 69.1 to float32; with 4 vectors 38.2 and 70.2, with 8 39.3, 71.6.
+        return UnpackConfig(threads=256, vectors_per_thread=2)
 
 
 @kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True})
