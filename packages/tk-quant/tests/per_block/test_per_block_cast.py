@@ -205,7 +205,7 @@ def test_ties_are_made() -> None:
 @pytest.mark.parametrize("hidden", [64, 192, 576, 7168])
 def test_tiles_are_whole_blocks(hidden: int) -> None:
     for side, other, itemsize, fmt, packed in product(SIDES, SIDES, (2, 4), ("e4m3", "e2m1"), (False, True)):
-        config = TileConfig.best(hidden, (side, other), 8 * itemsize, fmt, True, packed, arch_from_name("sm_90a"))
+        config = TileConfig.best(hidden, (side, other), 8 * itemsize, fmt, "data", packed, arch_from_name("sm_90a"))
         assert config.tokens % side == 0
         assert config.channels % other == 0
         assert config.channels % 8 == 0

@@ -18,6 +18,8 @@ from tk_core.scales import ScaleLayout, check_scales
 from tk_core.testing import tiers
 from tk_quant import reference
 from tk_quant.lib.cast_config import TileConfig
+from tk_quant.lib.cast_formats import CastScales
+from tk_quant.lib.cast_to_e2m1 import PieceConfig
 from tk_quant.reference.lib import formats
 from tk_quant.testing.per_token.per_token_cast import (
     ALL_FLAGS,
@@ -456,7 +458,7 @@ def test_tiles_cover_a_row_in_whole_warps(x_bits: int) -> None:
     widths = (*range(64, 4096, 64), *range(4096, 20544, 576))
     for hidden, fmt, in_bytes, group in product(widths, ("e4m3", "e2m1"), (False, True), (16, 32, 64, 128, 0)):
         group = group or hidden
-        config = TileConfig.best(hidden, (1, group), x_bits, fmt, True, in_bytes, ARCH)
+        config = TileConfig.best(hidden, (1, group), x_bits, fmt, "data", in_bytes, ARCH)
         lanes = config.block_channels // config.vec
         assert lanes & (lanes - 1) == 0
         assert lanes <= 32
@@ -470,6 +472,21 @@ def test_tiles_cover_a_row_in_whole_warps(x_bits: int) -> None:
         else:
             assert config.block_channels == group
             assert covers_row or not in_bytes or config.blocks_across % 4 == 0
+
+
+@pytest.mark.parametrize("x_bits", [4, 8, 16, 32])
+def test_pieces_are_whole_words_of_a_group(x_bits: int) -> None:
+    for hidden, group, layout, by_code, with_data in product(
+        (64, 192, 576, 2048, 7168, 20480), (16, 32, 64, 128), ScaleLayout, (False, x_bits == 8), (False, True)
+    ):
+        config = PieceConfig.best(hidden, group, x_bits, CastScales(layout, True), by_code, with_data, ARCH)
+        assert hidden % config.vec == 0
+        assert config.vec <= group
+        assert config.vec * x_bits % 32 == 0
+        assert config.unit <= 32
+        assert config.lanes % config.unit == 0
+        assert config.lanes * config.rows <= 1024
+        assert config.lanes * config.rows % 32 == 0
 
 
 X = torch.zeros(8, 192)

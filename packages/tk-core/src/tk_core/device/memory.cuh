@@ -3,7 +3,16 @@
 // cache hint, T.ldg32's family if it had 16 bits.
 
 // Sixteen bytes, zeros where not valid, of which the caches need keep no copy.
-__device__ __forceinline__ void tk_load_streaming(void* to, const void* address, bool valid) {
+__device__ __forceinline__ void tk_load_streaming(unsigned* words, const void* address, bool valid) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+      "  @p ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+      : "l"(address), "r"(int(valid)));
+}
+
+// The same at a place that nvcc chooses, to any type.
+__device__ __forceinline__ void tk_load_streaming_to(void* to, const void* address, bool valid) {
   uint4 words = make_uint4(0, 0, 0, 0);
   if (valid) words = __ldcs(static_cast<const uint4*>(address));
   *static_cast<uint4*>(to) = words;

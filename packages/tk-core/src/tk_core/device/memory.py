@@ -10,9 +10,17 @@ from tk_core.headers import Header
 _MEMORY = Header(__file__)
 
 
-def load_streaming(to: Any, address: Any, valid: Any) -> Any:
-    """Load 16 bytes, zeros where not `valid`, that the caches need not keep, as they are read only once."""
-    return _MEMORY.call("void", "tk_load_streaming", to, address, valid)
+def load_streaming(words: Any, address: Any, valid: Any) -> Any:
+    """Load 16 bytes, zeros where not `valid`, that the caches need not keep, as they are read only once.
+
+    The loads are issued in the order of the calls.
+    """
+    return _MEMORY.call("void", "tk_load_streaming", words, address, valid)
+
+
+def load_streaming_to(to: Any, address: Any, valid: Any) -> Any:
+    """The same to elements of any type, in an order that nvcc chooses."""
+    return _MEMORY.call("void", "tk_load_streaming_to", to, address, valid)
 
 
 def load_mostly_evict_first(words: Any, address: Any, valid: Any) -> Any:

@@ -71,10 +71,3 @@ class CastScales:
     @property
     def in_bytes(self) -> bool:
         return self.of_tensor or self.layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
-
-    def by_code(self, x: CastInput, hidden: int, fmt: str, block_size: tuple[int, int]) -> bool:
-        """Whether codes of a pair x are cast as they are, as the factor of a block takes in its power of two."""
-        from_powers = x.dtype is torch.float8_e4m3fn and x.layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
-        if not from_powers or fmt != "e2m1" or not self.round_sf:
-            return False
-        return x.block_size[1] % block_size[1] == 0 or x.block_size[1] >= hidden

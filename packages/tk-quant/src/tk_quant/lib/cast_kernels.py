@@ -21,10 +21,13 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
+from tk_core.scales import ScaleLayout
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_elements import cast_elements_kernel
 from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, layout_of
+from tk_quant.lib.cast_narrow_blocks import cast_narrow_blocks_kernel
+from tk_quant.lib.cast_to_e2m1 import PieceConfig, cast_to_e2m1_kernel, casts_codes
 from tk_quant.lib.outputs import for_vectors
 from tk_quant.lib.quantize import BITS
 
@@ -48,11 +51,11 @@ def cast_kernel(
     config: TileConfig,
     arch: Arch,
 ) -> Any:
-    """Build `cast(x, x_sf, tensor_sf, data, sf)`, None standing for what there is none of."""
+    """Build `cast(x, x_sf, data, sf)`, None standing for what there is none of."""
     import tilelang.language as T
 
     from tk_quant.lib import cast_tiles as tiles
-    from tk_quant.lib.scales_io import nvfp4_scale_of_amax, scale_of_amax, scale_rows, scales_type, store_scales
+    from tk_quant.lib.scales_io import scale_of_amax, scale_rows, scales_type, store_scales
 
     block_tokens, block_channels = block_size
     splits, (down, across) = config.splits(block_size), config.blocks_of_tile(block_size)
@@ -60,7 +63,6 @@ def cast_kernel(
     num_tiles = _tiles_across(num_cols, scales.in_bytes, across)
     num_tokens = T.dynamic("num_tokens")
     sf_rows = num_tokens if block_tokens == 1 else T.dynamic("sf_rows")
-    by_code = scales.by_code(source, hidden, fmt, block_size)
 
     def scale_of(amax: Any) -> tuple[Any, Any]:
         if fmt == "e2m1" and not scales.round_sf:
@@ -71,9 +73,8 @@ def cast_kernel(
     def cast(
         x: tiles.input_type(source, num_tokens, hidden),
         x_sf: tiles.input_scales_type(source, hidden),
-        tensor_sf: T.Tensor((1,), "float32"),
         data: T.Tensor((num_tokens, hidden * BITS[fmt] // 8), ELEMENTS[fmt]),
-        sf: scales_type(sf_rows, num_cols, scales.layout, scales.byte_dtype),
+        sf: scales_type(sf_rows, num_cols, scales.layout),
     ) -> None:
         num_rows = T.ceildiv(num_tokens, block_tokens)
         with T.Kernel(T.ceildiv(scale_rows(num_rows, scales.layout), down) * num_tiles, threads=config.threads) as tile:
@@ -86,40 +87,22 @@ def cast_kernel(
                 row_tile, col_tile = T.alloc_var("int32", init=row_tile), T.alloc_var("int32", init=col_tile)
             block_row, block_col = row_tile * down, col_tile * across
             row, col = block_row * block_tokens, block_col * block_channels
-            values = T.alloc_fragment(config.tile, tiles.values_dtype(source, by_code))
+            values = T.alloc_fragment(config.tile, tiles.values_dtype(source))
             whole = T.alloc_var("int32", init=0)
             amax, factors = T.alloc_fragment(config.parts, "int32"), T.alloc_fragment(config.parts, "float32")
             block_sf = T.alloc_fragment((down, across), "float32")
             T.annotate_layout({values: tiles.layout_of_tile(config)})
-            if by_code:
-                x_factors = T.alloc_fragment(config.parts, "float32")
-                tiles.load_codes(x, x_sf, values, x_factors, row, col, source, config)
-            else:
-                tiles.load_values(x, x_sf, values, row, col, source, config)
+            tiles.load_values(x, x_sf, values, row, col, source, config)
             tiles.block_amax(values, amax, config)
-            if by_code:
-                for i, g in T.Parallel(*config.parts):
-                    amax[i, g] = T.reinterpret(T.reinterpret(amax[i, g], "float32") * x_factors[i, g], "int32")
             if splits:
                 tiles.amax_of_parts(amax, whole)
             for i, g in T.Parallel(down, across):
-                if scales.of_tensor:
-                    block_sf[i, g] = nvfp4_scale_of_amax(amax[i, g], tensor_sf[0])
-                else:
-                    block_sf[i, g] = scale_of(whole if splits else amax[i, g])[0]
+                block_sf[i, g] = scale_of(whole if splits else amax[i, g])[0]
             store_scales(sf, block_sf, block_row, block_col, num_rows, num_cols, scales.layout)
             if with_data:
                 for i, g in T.Parallel(*config.parts):
-                    if scales.of_tensor:
-                        rounded = T.cast(T.cast(block_sf[i, g], "float8_e4m3fn"), "float32")
-                        factors[i, g] = T.float32(1) / (rounded * tensor_sf[0])
-                    else:
-                        factors[i, g] = scale_of(whole if splits else amax[i, g])[1]
-                if by_code:
-                    # Above 2**14 all codes are zeros.
-                    for i, g in T.Parallel(*config.parts):
-                        factors[i, g] = T.min(factors[i, g] * x_factors[i, g], T.float32(2.0**14))
-                tiles.store_codes(values, factors, data, row, col, fmt, not scales.of_tensor, config)
+                    factors[i, g] = scale_of(whole if splits else amax[i, g])[1]
+                tiles.store_codes(values, factors, data, row, col, fmt, True, config)
 
     return cast
 
@@ -217,16 +200,28 @@ def cast_out(
     arch, source = get_arch(x.device), CastInput.of(x, x_sf, (x_block_tokens, x_block_channels))
     hidden = x.shape[1] * 8 * x.dtype.itemsize // source.bits
     written_data, written_sf = for_vectors(data), for_vectors(sf)
+    with_data, makes = data is not None, "data" if sf is None else "sf" if data is None else "both"
     if sf is None:
-        config = TileConfig.best(hidden, block_size, source.bits, fmt, True, False, arch)
+        config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, False, arch)
         cast_by_sf_kernel(source, hidden, fmt, block_size, config, arch)(x, x_sf, given_sf, written_data)
     elif block_size == (1, 1) and fmt == "e4m3" and sf.dtype is torch.int32 and x.dtype is torch.bfloat16:
-        cast_elements_kernel(source, hidden, data is not None, arch)(x, written_data, written_sf)
-    else:
+        cast_elements_kernel(source, hidden, with_data, arch)(x, written_data, written_sf)
+    elif block_channels < 8:
+        row_major = sf.dtype is torch.float32 and sf.stride(1) == 1
+        scales = CastScales(ScaleLayout.ROW_MAJOR if row_major else layout_of(sf), round_sf)
+        args = (source, hidden, fmt, block_size, scales, with_data, arch)
+        cast_narrow_blocks_kernel(*args)(x, written_data, written_sf)
+    elif fmt == "e2m1" and block_tokens == 1 and block_channels <= 128:
         scales = CastScales(layout_of(sf), round_sf, tensor_sf is not None)
-        config = TileConfig.best(hidden, block_size, source.bits, fmt, data is not None, scales.in_bytes, arch)
-        args = (source, hidden, fmt, block_size, scales, data is not None, config, arch)
-        cast_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
+        by_code = casts_codes(source, hidden, scales, with_data, arch)
+        config = PieceConfig.best(hidden, block_channels, source.bits, scales, by_code, with_data, arch)
+        args = (source, hidden, block_channels, scales, with_data, by_code, config, arch)
+        cast_to_e2m1_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
+    else:
+        scales = CastScales(layout_of(sf), round_sf)
+        config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
+        args = (source, hidden, fmt, block_size, scales, with_data, config, arch)
+        cast_kernel(*args)(x, x_sf, written_data, written_sf)
     if written_data is not data:
         data.copy_(written_data)
     if written_sf is not sf:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tk_core.device.memory import load_streaming
+from tk_core.device.memory import load_streaming_to
 from tk_core.math import ceil_div
 from tk_quant.device.e5m6 import encode_e5m6x8
 from tk_quant.device.fp4 import encode_e2m1x8
@@ -62,9 +62,9 @@ def input_scales_type(x: CastInput, hidden: int) -> Any:
     return scales_type(T.dynamic("x_sf_rows"), ceil_div(hidden, x.block_size[1]), x.layout, prefix="x_")
 
 
-def values_dtype(x: CastInput, by_code: bool = False) -> str:
-    """Type of the elements of a tile: that of a plain x; float32 of a pair, or float16 of its codes alone."""
-    return ("float16" if by_code else "float32") if x.is_pair else T.dtype(x.dtype)
+def values_dtype(x: CastInput) -> str:
+    """Type of the elements of a tile: that of a plain x, float32 of a pair."""
+    return "float32" if x.is_pair else T.dtype(x.dtype)
 
 
 def _factor_channels(x: CastInput, hidden: int, vec: int) -> int:
@@ -88,7 +88,7 @@ def _load(x: T.Buffer, tile: T.Buffer, row: T.int32, col: T.int32, of: CastInput
         for i, t, g, v in T.Parallel(*is_inside.shape):
             for k in T.unroll(vec // per_load):
                 j = v * vec + k * per_load
-                load_streaming(
+                load_streaming_to(
                     T.address_of(tile[i, t, g, j]),
                     T.address_of(x[row + i * tokens + t, col // per_element + g * size + j]),
                     is_inside[i, t, g, v] != 0,
@@ -134,31 +134,6 @@ def load_values(
                 bits = (nibble & T.uint32(7)) << T.uint32(22) | (nibble & T.uint32(8)) << T.uint32(28)
                 value = T.reinterpret(bits, "float32") * T.float32(_E2M1_SCALE)
             values[i, t, g, j] = value * factors[i, t, g, j // step]
-
-
-@T.macro
-def load_codes(
-    x: T.Buffer,
-    x_sf: T.Buffer,
-    values: T.Buffer,
-    factors: T.Buffer,
-    row: T.int32,
-    col: T.int32,
-    of: CastInput,
-    config: TileConfig,
-) -> None:
-    """Codes of the tile at (row, col) of a pair as float16, and scale factors of x by block of the tile."""
-    T.assume(x.strides[0] % of.alignment == 0)
-    codes = T.alloc_fragment(values.shape, ELEMENTS[FORMATS[of.dtype]])
-    T.annotate_layout({codes: layout_of_tile(config)})
-    _load(x, codes, row, col, of, config)
-    scales, (block_tokens, block_channels) = scale_bytes(x_sf, of.layout), of.block_size
-    for i, g in T.Parallel(*factors.shape):
-        # The place is one that there is, as TileLang may load before it looks at the condition.
-        token, channel = T.min(row + i, x.shape[0] - 1), T.min(col + g * config.block_channels, x.shape[1] - 1)
-        factors[i, g] = load_scale(scales, token // block_tokens, channel // block_channels, of.layout)
-    for i, t, g, j in T.Parallel(*values.shape):
-        values[i, t, g, j] = T.cast(codes[i, t, g, j], "float16")
 
 
 @T.macro
@@ -261,8 +236,7 @@ def store_codes(
                 eight = T.alloc_local((8,), "float32")
                 for k in T.unroll(8):
                     eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
-                # NaN and infinity would spoil codes of other blocks.
-                words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded and size >= 8)
+                words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded)
             for i, t, v in T.Parallel(down, tokens, width // vector):
                 token, word = row + i * tokens + t, col // 8 + v * vector
                 # nvcc would split a store of words that were computed one by one.
