@@ -1,4 +1,4 @@
-"""Kernels of per_token_cast and per_block_cast.
+"""Kernels of per_token_cast and per_block_cast at the tile level, and `cast_out`, which chooses among all of them.
 
 A block is what has one scale factor: some channels of one token or of several. A thread block takes a tile of whole
 blocks, which it has in registers from the load to the store; a thread 8 or 16 neighbouring channels:
@@ -11,6 +11,8 @@ blocks, which it has in registers from the load to the store; a thread 8 or 16 n
 
 A block that takes more than a warp, such as a whole row or 128 x 128, has parts, a warp each, which are reduced as
 blocks are, and then their maxima.
+
+Where the tile level is slower, cast_to_e2m1.py, cast_narrow_blocks.py and cast_elements.py go thread by thread.
 """
 
 from typing import Any

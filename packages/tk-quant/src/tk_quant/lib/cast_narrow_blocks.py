@@ -14,6 +14,7 @@ from tk_core.device.bits import max_u16x2
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.scales import ScaleLayout
+from tk_quant.device.fp8 import store_exponent
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.device.scaled_fp4 import e2m1_scale_of_amax, e2m1x8_by_float, e2m1x8_by_power
 from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales
@@ -57,7 +58,7 @@ def cast_narrow_blocks_kernel(
     import tilelang.language as T
 
     from tk_quant.lib.cast_tiles import input_type
-    from tk_quant.lib.scales_io import scale_bytes, scales_type
+    from tk_quant.lib.scales_io import scales_type
 
     block_tokens, block_channels = block_size
     is_bf16 = source.dtype is torch.bfloat16
@@ -126,9 +127,8 @@ def cast_narrow_blocks_kernel(
                     word = word | (codes[4 * k + i] >> T.uint32(23)) << T.uint32(8 * i)
                 sf[row, col // 4 + k] = T.reinterpret(word, "int32")
         elif packed:
-            exponents = scale_bytes(sf, scales.layout)
             for k in T.unroll(across):
-                exponents[row, (col + k) // 4, (col + k) % 4] = T.cast(codes[k] >> T.uint32(23), "uint8")
+                store_exponent(T.access_ptr(sf[row, (col + k) // 4], "w"), (col + k) % 4, codes[k])
         elif scales.layout is ScaleLayout.ROW_MAJOR:
             store_codes_macro(across, 1)(sf, codes, row, col)
         else:

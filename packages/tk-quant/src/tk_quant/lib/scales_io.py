@@ -12,7 +12,6 @@ from tk_core.scales import ScaleLayout
 from tk_quant.lib.quantize import INFINITY_BITS, LIMITS, float_bits
 
 _NAN_BITS = 0x7FFFFFFF
-_LEAST_E4M3 = 2.0**-9
 _BYTES = (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
 
 
@@ -65,14 +64,6 @@ def scale_of_amax(amax: Any, fmt: str, round_sf: bool, least_amax: Any = None) -
     return T.reinterpret(sf, "float32"), T.reinterpret(factor, "float32")
 
 
-def nvfp4_scale_of_amax(amax: Any, tensor_sf: Any) -> Any:
-    """sf of a block before it is rounded to e4m3, a float32 expression: amax / 6 / tensor_sf, from 2**-9 on, or NaN."""
-    quotient = T.reinterpret(amax, "float32") / T.float32(LIMITS["e2m1"][0]) / tensor_sf
-    # In this order NaN stays NaN.
-    quotient = T.if_then_else(quotient < T.float32(_LEAST_E4M3), T.float32(_LEAST_E4M3), quotient)
-    return T.if_then_else(amax < INFINITY_BITS, quotient, T.reinterpret(T.uint32(_NAN_BITS), "float32"))
-
-
 def float_of_ue8m0(exponent: Any) -> Any:
     """A biased exponent (uint8) as the float32 that it means, an expression: 0 is 2**-127, 255 is NaN."""
     wide = T.cast(exponent, "uint32")
@@ -118,16 +109,13 @@ def store_scales(
     if layout not in _BYTES:
         for i, j in T.Parallel(values.shape[0], values.shape[1]):
             if row + i < num_rows and col + j < num_cols:
-                sf[row + i, col + j] = T.cast(values[i, j], sf.dtype)
+                sf[row + i, col + j] = values[i, j]
     else:
         places = scale_bytes(sf, layout)
         for i, j in T.Parallel(values.shape[0], values.shape[1]):
             if row + i < scale_rows(num_rows, layout) and col + j < align(num_cols, 4):
                 is_block = row + i < num_rows and col + j < num_cols
-                if sf.dtype == "float8_e4m3fn":
-                    byte = T.reinterpret(T.cast(values[i, j], "float8_e4m3fn"), "uint8")
-                else:
-                    byte = T.cast(T.reinterpret(values[i, j], "uint32") >> T.uint32(23), "uint8")
+                byte = T.cast(T.reinterpret(values[i, j], "uint32") >> T.uint32(23), "uint8")
                 places[scale_place(row + i, col + j, layout)] = T.if_then_else(is_block, byte, T.uint8(0))
         num_last = align(num_cols, 4) - values.shape[1]
         if num_cols <= values.shape[1] and num_last > 0:
