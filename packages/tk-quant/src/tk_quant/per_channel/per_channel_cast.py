@@ -81,7 +81,6 @@ def _per_channel_cast_kernel(
     @T.prim_func
     def per_channel_cast(
         x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), T.dtype(dtype)),
-        pos_to_token: T.int32,
         out: T.Tensor((num_tokens, hidden), "float8_e4m3fn"),
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
@@ -121,7 +120,7 @@ def per_channel_cast_out(
         gathered_cast_kernel(x.dtype, alignment, hidden, round_sf, arch)(x, pos_to_token, out, sf)
         return
     config = PerChannelCastConfig.best(x.dtype.itemsize, arch)
-    _per_channel_cast_kernel(x.dtype, alignment, hidden, round_sf, config, arch)(x, 0, out, sf)
+    _per_channel_cast_kernel(x.dtype, alignment, hidden, round_sf, config, arch)(x, out, sf)
 
 
 def check_plain_cast(x: torch.Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> tuple[int, int]:
