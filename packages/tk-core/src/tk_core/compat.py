@@ -4,6 +4,7 @@ Kernels use tilelang.language; everything else comes through here, so that a new
 `tk_core.testing.usage`, which tests use, is the other file that has to know them.
 """
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import logging
@@ -40,6 +41,8 @@ class CompilationForbiddenError(RuntimeError):
 class CompiledKernel:
     """One kernel, loaded and ready to launch."""
 
+    name: str
+    """Of its function."""
     function: Callable[..., None]
     """Takes the prim_func's tensors and scalars in order; launches on the current stream of the tensors' device."""
     library: Path | None
@@ -137,6 +140,24 @@ def load_tilelang() -> Any:
     return tilelang
 
 
+@cache
+def _load_runtime() -> None:
+    """Load TileLang's libraries, as its import does, without its Python."""
+    spec = importlib.util.find_spec("tilelang")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    for name in ("libtvm_runtime.so", "libtvm_compiler.so", "libtilelang.so"):
+        ctypes.CDLL(str(Path(spec.submodule_search_locations[0], "lib", name)), ctypes.RTLD_GLOBAL)
+
+
+def load_function(library: Path, name: str) -> Callable[..., None]:
+    """The function of a compiled kernel's library; TileLang need not have been imported."""
+    import tvm_ffi
+
+    _load_runtime()
+    return tvm_ffi.load_module(str(library))[name]
+
+
 def with_prelude(prim_func: Any, cuda: str) -> Any:
     """A prim_func with CUDA source before its kernel, and before what T.import_source added."""
     from tilelang import tvm
@@ -194,6 +215,7 @@ def compile_prim_func(
         fault = faults.cache_fault(cache_dir()) or faults.unwritable_cache(cache_dir(), "a kernel was not kept")
         _logger.warning("%s for %s was compiled for this process only: %s", name, arch.name, fault)
     return CompiledKernel(
+        name=name,
         function=module[name],
         library=library,
         source=lambda: jit_kernel.adapter.get_kernel_source(kernel_only=True),

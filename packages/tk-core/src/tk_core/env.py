@@ -46,6 +46,14 @@ def flag(name: str) -> bool:
     return (get(name) or "").lower() in {"1", "true", "yes", "on"}
 
 
+def tilelang_settings() -> list[tuple[str, str]]:
+    """TileLang's own variables that are set and may change what it compiles."""
+    others = {"TILELANG_CACHE_DIR", "TILELANG_PRINT_ON_COMPILATION"}
+    return sorted(
+        (name, value) for name, value in os.environ.items() if name.startswith("TILELANG_") and name not in others
+    )
+
+
 @cache
 def debug() -> bool:
     """Whether TK_DEBUG asks for checks of the data; read once."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tk_core import compat, env, headers
+from tk_core import compat, env, headers, stored
 from tk_core.arch import Arch, compiling_for
 
 _logger = logging.getLogger("tk_core")
@@ -98,8 +98,13 @@ class Kernel:
             raise TypeError(f"{self.name}: expected an Arch as the last argument, got {arch!r}")
         name = f"{self.name}{args!r}"
         _logger.debug("loading %s", name)
-        compat.load_tilelang()
-        compiled = compat.compile_prim_func(name, self.build(*args), arch, self._pass_configs, self._compile_flags)
+        note = stored.note_path(self._build, args, self._pass_configs, self._compile_flags)
+        compiled = stored.load(note) if note else None
+        if compiled is None:
+            compat.load_tilelang()
+            compiled = compat.compile_prim_func(name, self.build(*args), arch, self._pass_configs, self._compile_flags)
+            if note:
+                stored.write_note(note, compiled)
         if env.flag("TK_PRINT_KERNEL_SOURCE"):
             print(f"// {name}\n{compiled.source()}", flush=True)
         return compiled

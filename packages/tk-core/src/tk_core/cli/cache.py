@@ -8,32 +8,26 @@ import shutil
 import tempfile
 import zipfile
 from collections import Counter
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from tk_core.faults import FaultError, unwritable_cache
+from tk_core.stored import read_note, whole_files
 
 app = typer.Typer(no_args_is_help=True, help="Look into the cache of compiled kernels, or carry it to another machine.")
-_REQUIRED = {"device_kernel.cu", "executable.so", "host_kernel.cu", "params.json"}
 
 
 def _kernels(root: Path) -> dict[str, list[Path]]:
     """The files of each kernel, by its folder below `root`; no files if they are not as they were written."""
-    return {str(folder.relative_to(root)): _files(folder) for folder in sorted(root.glob("*/*/kernels/*"))}
+    return {str(folder.relative_to(root)): whole_files(folder) for folder in sorted(root.glob("*/*/kernels/*"))}
 
 
-def _files(folder: Path) -> list[Path]:
-    try:
-        recorded = json.loads((folder / "manifest.json").read_text())["files"]
-        found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "manifest.json"}
-        facts = {name: {"size": len(data), "sha256": sha256(data).hexdigest()} for name, data in found.items()}
-    except (OSError, ValueError, LookupError, TypeError):
-        return []
-    is_whole = facts == recorded and facts.keys() >= _REQUIRED
-    return [folder / name for name in ("manifest.json", *sorted(facts))] if is_whole else []
+def _notes(root: Path, kernels: dict[str, list[Path]]) -> list[Path]:
+    """The notes of `tk_core.stored` that lead to these kernels."""
+    notes = {path: read_note(path) for path in sorted(root.glob("tk/*"))}
+    return [path for path, note in notes.items() if note and kernels.get(str(note[0]))]
 
 
 def _fail(what: str, fault: FaultError) -> NoReturn:
@@ -60,14 +54,15 @@ def export(file: Annotated[Path, typer.Argument(help="Archive to write (a zip)."
     """Pack the kernels of the cache into one file, all but damaged ones. Exit code 1 if there is none."""
     from tk_core.compat import cache_dir
 
-    kernels = [files for files in _kernels(cache_dir()).values() if files]
+    found = _kernels(cache_dir())
+    kernels = [files for files in found.values() if files]
     if not kernels:
         _fail("exported", FaultError(f"{cache_dir()} holds no kernel", "tk warmup"))
     try:
         with tempfile.TemporaryDirectory(prefix=".tk-export-", dir=file.parent) as folder:
             unfinished = Path(folder, file.name)
             with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as packed:
-                for path in (path for files in kernels for path in files):
+                for path in (path for files in (*kernels, _notes(cache_dir(), found)) for path in files):
                     packed.write(path, path.relative_to(cache_dir()))
                 packed.comment = b"%d kernels" % len(kernels)
             unfinished.replace(file)
@@ -86,13 +81,16 @@ def import_(file: Annotated[Path, typer.Argument(help="What export wrote.", exis
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tk-import-", dir=root) as folder:
             kernels = _unpack(file, Path(folder))
-            for kernel in (kernel for kernel in kernels if not _files(root / kernel)):
+            for kernel in (kernel for kernel in kernels if not whole_files(root / kernel)):
                 # TileLang makes .staging when it is imported; a cache that is read-only from now on must have it.
                 for needed in ("kernels", ".staging"):
                     (root / kernel).parent.with_name(needed).mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(root / kernel, ignore_errors=True)
                 Path(folder, kernel).rename(root / kernel)
                 added.append(root / kernel)
+            (root / "tk").mkdir(exist_ok=True)
+            for note in Path(folder).glob("tk/*"):
+                note.replace(root / "tk" / note.name)
     except OSError as error:
         for target in added:
             shutil.rmtree(target, ignore_errors=True)
@@ -109,7 +107,7 @@ def _unpack(archive: Path, folder: Path) -> list[str]:
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(folder)  # it writes nothing outside of the folder, and no links
         kernels, names = _kernels(folder), {folder / name for name in packed.namelist()}
-        is_whole = names == {file for files in kernels.values() for file in files}
+        is_whole = names == {file for files in (*kernels.values(), _notes(folder, kernels)) for file in files}
         if not is_whole or not kernels or packed.comment != b"%d kernels" % len(kernels):
             raise zipfile.BadZipFile("it holds other files than its kernels have, or fewer")
     except OSError:

@@ -1,0 +1,114 @@
+"""Kernels are loaded from the disk cache without TileLang, which compiles them anew where anything has changed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tk_core import stored
+
+_BUILDER = """\
+from typing import Any
+
+import torch
+
+from tk_core.arch import Arch
+from tk_core.device.bits import count_leading_zeros
+from tk_core.kernel import kernel
+from tk_stored_helper.factor import FACTOR
+
+
+@kernel
+def scale_kernel(size: int, dtype: torch.dtype, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    @T.prim_func
+    def scale(x: T.Tensor((size,), dtype)) -> None:
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(size):
+                x[i] = x[i] * T.cast(FACTOR, dtype) + T.cast(count_leading_zeros(i), dtype)
+
+    return scale
+"""
+_LOAD = """\
+import sys
+import torch
+from tk_core import compat
+from tk_core.arch import arch_from_name
+from tk_stored_test.scale import scale_kernel
+compiled = scale_kernel.compile(int(sys.argv[1]), torch.float32, arch_from_name("sm_90a"))
+assert callable(compiled.function)
+try:
+    compiled.function(torch.zeros(int(sys.argv[1])))
+except Exception as error:
+    assert "cuda" in str(error).lower(), error
+else:
+    raise AssertionError("took a tensor of the CPU")
+print("tilelang" in sys.modules, compat.num_compilations, compiled.library and compiled.library.parent.name)
+"""
+
+Load = Callable[..., list[str]]
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A package with a kernel, and one that it imports."""
+    for name, module, text in (
+        ("tk_stored_test", "scale.py", _BUILDER),
+        ("tk_stored_helper", "factor.py", "FACTOR = 0.5\n"),
+    ):
+        folder = tmp_path / "packages" / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / module).write_text(text)
+    return tmp_path / "packages"
+
+
+@pytest.fixture
+def load(packages: Path, tmp_path: Path) -> Load:
+    """Load the kernel in a process of its own: was TileLang imported, how many were compiled, which was it, ..."""
+
+    def run(size: int = 32, **variables: str) -> list[str]:
+        paths = [str(packages), *(path for path in sys.path if path)]
+        command = (sys.executable, "-B", "-c", _LOAD, str(size))
+        variables = {"PYTHONPATH": ":".join(paths), "TILELANG_CACHE_DIR": str(tmp_path / "cache"), **variables}
+        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1].split()
+
+    return run
+
+
+@pytest.mark.compile
+def test_a_compiled_kernel_is_loaded_without_tilelang(load: Load, packages: Path, tmp_path: Path) -> None:
+    compiled = load()
+    assert compiled[:2] == ["True", "1"]
+    assert load(TK_COMPILE="forbid") == ["False", "0", *compiled[2:]]
+    # Another size is another kernel, for which TileLang is imported after its libraries.
+    assert load(16)[:2] == ["True", "1"]
+    (packages / "tk_stored_helper" / "factor.py").write_text("FACTOR = 0.25\n")
+    assert load()[:2] == ["True", "1"]
+    # Without notes, or with damaged ones, TileLang finds it; a damaged library is compiled anew.
+    for note in (tmp_path / "cache" / "tk").iterdir():
+        note.write_text("nonsense")
+    (packages / "tk_stored_helper" / "factor.py").write_text("FACTOR = 0.5\n")
+    assert load() == ["True", "0", *compiled[2:]]
+    [library] = tmp_path.glob(f"cache/*/*/kernels/{compiled[2]}/executable.so")
+    library.write_bytes(library.read_bytes()[:-1] + b"?")
+    assert load() == ["True", "1", *compiled[2:]]
+    assert load(TILELANG_DISABLE_CACHE="1") == ["True", "1", "None"]
+
+
+def test_builders_that_may_depend_on_more_have_no_note() -> None:
+    def local() -> None:
+        """Defined where it may see anything."""
+
+    assert stored.note_path(local, (), {}, ()) is None
+    assert stored.note_path(_module_level, (), {}, ()) is None
+
+
+def _module_level() -> None:
+    """In a module that is in no package."""
