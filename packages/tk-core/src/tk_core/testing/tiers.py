@@ -1,9 +1,12 @@
 """The tests that every op gets from its spec: `test_cpu = tiers.cpu_tests(SPEC)` and so on in its test file."""
 
+import fcntl
 import inspect
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,6 +250,11 @@ def _require_kernels() -> None:
 def _check_gpu(spec: OpSpec, case: Case) -> None:
     _require_kernels()
     kwargs = case.make("cuda")
+    with _large_in_turn(kwargs):
+        _compare_runs(spec, kwargs)
+
+
+def _compare_runs(spec: OpSpec, kwargs: dict[str, Any]) -> None:
     runs = [_own(spec, kwargs) for _ in range(2)]
     with _unchanged(spec, runs[0]):
         with poisoned_allocations():
@@ -256,6 +264,20 @@ def _check_gpu(spec: OpSpec, case: Case) -> None:
         second = run(spec, spec.op, runs[1])
     spec.compare(first, run(spec, spec.reference, kwargs))
     assert_equal(second, first, name="second run")
+
+
+@contextmanager
+def _large_in_turn(kwargs: dict[str, Any]) -> Iterator[None]:
+    """One process at a time for inputs of 1 GiB and more: with their references in float32 they take tens of GB."""
+    if sum(x.nbytes for x in tensors(kwargs)) < 2**30:
+        yield
+        return
+    with Path(tempfile.gettempdir(), "tk-large-cases.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
 
 
 # About 0.2 s at 2 GHz: much longer than a call whose kernels are loaded.
