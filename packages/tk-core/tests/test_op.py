@@ -286,6 +286,39 @@ def test_lists_of_tensors() -> None:
     assert sums(x, []) == []
 
 
+@op(
+    "tk_core_tests::split_out",
+    mutates=("parts", "count", "workspace"),
+    reference=lambda x, size, workspace: (x.split(size), None, workspace.fill_(7)),
+    translate=lambda call: {"size": call.width},
+)
+def _split_out(
+    x: torch.Tensor, width: int, parts: list[torch.Tensor], count: torch.Tensor | None, workspace: torch.Tensor
+) -> None:
+    raise AssertionError("no kernel")
+
+
+def test_results_of_the_reference_are_copied_in_order() -> None:
+    parts, count, workspace = [torch.zeros(2), torch.zeros(2)], torch.ones(1), torch.zeros(1)
+    _split_out(torch.arange(4.0), 2, parts, count, workspace)
+    assert [part.tolist() for part in parts] == [[0.0, 1.0], [2.0, 3.0]]
+    assert (count.item(), workspace.item()) == (1, 7)
+    _split_out(torch.arange(4.0), 2, parts, None, workspace)
+
+
+def test_a_reference_is_found_by_its_name() -> None:
+    def launch(x: torch.Tensor, n: int, out: torch.Tensor) -> None:
+        raise AssertionError("no kernel")
+
+    launch.__module__ = "tk_moe.gate.topk_gate"
+    for number, reference in enumerate(("topk_gate", "gate.topk_gate.topk_gate")):
+        translate = {"translate": lambda call: {"scores": call.x, "num_topk": call.n}}
+        found = op(f"tk_core_tests::best{number}_out", mutates=("out",), reference=reference, **translate)(launch)
+        out = torch.zeros(1, 2, dtype=torch.int64)
+        found(torch.tensor([[1.0, 3.0, 2.0]]), 2, out)
+        assert out.tolist() == [[1, 2]]
+
+
 class _Counted(torch.Tensor):
     calls = 0
 

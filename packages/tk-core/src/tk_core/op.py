@@ -5,7 +5,8 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -92,13 +93,36 @@ def _with_usual_strides(x: Any) -> Any:
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
 
 
-def _as_a_kernel(reference: Callable[..., None]) -> Callable[..., None]:
-    """The reference without autograd and autocast, which a kernel does not see either."""
+def _stand_in(
+    launch: Callable[..., None],
+    mutates: tuple[str, ...],
+    reference: str | Callable[..., Any],
+    translate: Callable[[Any], dict[str, Any]] | None,
+) -> Callable[..., None]:
+    """The reference, with the operator's arguments. Like a kernel, it sees neither autograd nor autocast."""
+    names = tuple(inspect.signature(launch).parameters)
 
-    @wraps(reference)
+    @cache
+    def find() -> tuple[Callable[..., Any], list[str]]:
+        """The reference, and those of its parameters that are arguments of the operator."""
+        found = reference
+        if isinstance(reference, str):
+            package, _, beside = launch.__module__.partition(".")
+            place, _, name = reference.rpartition(".")
+            found = getattr(importlib.import_module(f"{package}.reference.{place or beside}"), name)
+        return found, [name for name in inspect.signature(found).parameters if name in names]
+
     def run(*args: Any) -> None:
+        function, shared = find()
+        call = dict(zip(names, args))
+        given = {name: call[name] for name in shared}
+        if translate is not None:
+            given |= translate(SimpleNamespace(**call))
         with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
-            reference(*args)
+            results = _flat([function(**given)])
+            for out, result in zip(_flat(call[name] for name in mutates), results):
+                if result is not None and out is not None and result is not out:
+                    out.copy_(result)
 
     return run
 
@@ -107,13 +131,18 @@ def _nothing(*_: Any) -> None:
     """Fake implementation: an op only writes into its arguments."""
 
 
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and in place of lists and tuples among them what these contain."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among arguments, those in lists too."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list):
-            yield from _tensors(value)
+    return (value for value in _flat(values) if isinstance(value, Tensor))
 
 
 def _what_differentiates(package: str, name: str) -> str:
@@ -136,7 +165,7 @@ class Op:
         name: str,
         launch: Callable[..., None],
         mutates: tuple[str, ...],
-        reference: Callable[..., None],
+        stand_in: Callable[..., None],
         min_sm: int,
     ) -> None:
         namespace, _, short_name = name.partition("::")
@@ -144,7 +173,7 @@ class Op:
         self.launch = launch
         names = list(inspect.signature(launch).parameters)
         self._outputs = [names.index(output) for output in mutates]
-        self.reference = _as_a_kernel(reference)
+        self.reference = stand_in
         self.min_sm = min_sm
         self._ready_devices: set[torch.device] = set()
         self.__doc__ = launch.__doc__
@@ -241,18 +270,29 @@ class Op:
 
 
 def op(
-    name: str, *, mutates: tuple[str, ...], reference: Callable[..., None], min_sm: int = 80
+    name: str,
+    *,
+    mutates: tuple[str, ...],
+    reference: str | Callable[..., Any],
+    translate: Callable[[Any], dict[str, Any]] | None = None,
+    min_sm: int = 80,
 ) -> Callable[[Callable[..., None]], Op]:
     """Register a launch as the torch operator `name` ("tk_domain::f_out").
 
     The decorated function takes tensors (the first argument one), lists of tensors and scalars, writes into the
     arguments named by `mutates`, and returns nothing; its annotations give the schema. It runs for CUDA tensors;
-    `reference`, with the same arguments, runs for CPU tensors and wherever the reference backend is asked for. `min_sm`
-    is the oldest architecture that it serves. In eager mode, with plain tensors, a call goes straight to it;
-    torch.compile, fake tensors, modes and tensor subclasses go through torch's dispatcher.
+    `reference` runs for CPU tensors and wherever the reference backend is asked for. `min_sm` is the oldest
+    architecture that it serves. In eager mode, with plain tensors, a call goes straight to it; torch.compile, fake
+    tensors, modes and tensor subclasses go through torch's dispatcher.
+
+    `reference` is a function, or the name of one in the module's counterpart below `reference/` (or a dotted name from
+    there), imported at the first call. It is called with the operator's arguments that it has parameters of the same
+    name for, and with what `translate` makes of all of them (attributes of its argument) where the two differ. What it
+    returns, tensors, None or tuples of these, is copied into the first of `mutates`, in order; what it has written
+    itself it need not return.
     """
 
     def decorate(launch: Callable[..., None]) -> Op:
-        return Op(name, launch, mutates, reference, min_sm)
+        return Op(name, launch, mutates, _stand_in(launch, mutates, reference, translate), min_sm)
 
     return decorate

@@ -224,29 +224,10 @@ def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, tile: Cha
     return advance_state
 
 
-def _short_conv_reference(
-    u: Tensor,
-    norm_weight: Tensor,
-    conv_weight: Tensor,
-    cu_seqlens: Tensor | None,
-    residual: Tensor | None,
-    state: Tensor | None,
-    dilation: int,
-    eps: float,
-    out: Tensor,
-    rstd: Tensor | None,
-    state_rstd: Tensor | None,
-    sequences: Tensor | None,
-) -> None:
-    from tk_engram.reference.conv.short_conv import convolution
-
-    out.copy_(convolution(u, norm_weight, conv_weight, dilation, cu_seqlens, eps, residual, state))
-
-
 @op(
     "tk_engram::short_conv_out",
     mutates=("out", "rstd", "state_rstd", "sequences"),
-    reference=_short_conv_reference,
+    reference="convolution",
 )
 def _short_conv_out(
     u: Tensor,
@@ -291,13 +272,7 @@ def _short_conv_out(
     convolve(*inputs, state, rstd, state_rstd, sequences, out, dilation, length)
 
 
-def _advance_state_reference(u: Tensor, cu_seqlens: Tensor | None, state: Tensor) -> None:
-    from tk_engram.reference.conv.short_conv import advance_state
-
-    advance_state(u, cu_seqlens, state)
-
-
-@op("tk_engram::short_conv_advance_state_out", mutates=("state",), reference=_advance_state_reference)
+@op("tk_engram::short_conv_advance_state_out", mutates=("state",), reference="advance_state")
 def _advance_state_out(u: Tensor, cu_seqlens: Tensor | None, state: Tensor) -> None:
     num_tokens, mhc_mult, hidden = u.shape
     if num_tokens == 0:

@@ -309,38 +309,10 @@ def _means_kernel(num_parts: int, hidden: int, arch: Arch) -> Any:
     return means
 
 
-def _short_conv_bwd_reference(
-    d_out: Tensor,
-    u: Tensor,
-    norm_weight: Tensor,
-    conv_weight: Tensor,
-    cu_seqlens: Tensor | None,
-    dilation: int,
-    eps: float,
-    has_residual: bool,
-    gradients: list[Tensor],
-    workspaces: list[Tensor],
-) -> None:
-    from tk_engram.reference.conv.short_conv_bwd import short_conv_bwd
-
-    results = short_conv_bwd(
-        d_out,
-        u,
-        norm_weight,
-        conv_weight,
-        dilation=dilation,
-        cu_seqlens=cu_seqlens,
-        eps=eps,
-        has_residual=has_residual,
-    )
-    for gradient, result in zip(gradients, results, strict=True):
-        gradient.copy_(result)
-
-
 @op(
     "tk_engram::short_conv_bwd_out",
     mutates=("gradients", "workspaces"),
-    reference=_short_conv_bwd_reference,
+    reference="short_conv_bwd",
 )
 def _short_conv_bwd_out(
     d_out: Tensor,

@@ -167,37 +167,11 @@ def _engram_gate_fwd_kernel(
     return engram_gate_fwd
 
 
-def _engram_gate_fwd_reference(
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    hidden_states: Tensor | None,
-    image_token_mask: Tensor | None,
-    eps: float,
-    clamp_value: float,
-    add_residual: bool,
-    out: Tensor,
-    dot: Tensor | None,
-    gate_score: Tensor | None,
-    rstd_x: Tensor | None,
-    rstd_k: Tensor | None,
-) -> None:
-    from tk_engram.reference.gate.engram_gate_fwd import engram_gate_fwd
-
-    x = out if hidden_states is None else hidden_states
-    numbers = (eps, clamp_value)
-    results = engram_gate_fwd(
-        x, k, v, weight_fused, *numbers, image_token_mask=image_token_mask, add_residual=add_residual
-    )
-    for each, result in zip((out, dot, gate_score, rstd_x, rstd_k), results, strict=True):
-        if each is not None:
-            each.copy_(result)
-
-
 @op(
     "tk_engram::engram_gate_fwd_out",
     mutates=("out", "dot", "gate_score", "rstd_x", "rstd_k"),
-    reference=_engram_gate_fwd_reference,
+    reference="engram_gate_fwd",
+    translate=lambda call: {"hidden_states": call.out if call.hidden_states is None else call.hidden_states},
 )
 def _engram_gate_fwd_out(
     k: Tensor,

@@ -48,13 +48,7 @@ def _fused_weight_kernel(size: int, hidden_dtype: str, embed_dtype: str, arch: A
     return fused_weight
 
 
-def _fused_weight_reference(weight_hidden: Tensor, weight_embed: Tensor, out: Tensor) -> None:
-    from tk_engram.reference.gate.fused_weight import fused_weight
-
-    out.copy_(fused_weight(weight_hidden, weight_embed))
-
-
-@op("tk_engram::fused_weight_out", mutates=("out",), reference=_fused_weight_reference)
+@op("tk_engram::fused_weight_out", mutates=("out",), reference="fused_weight")
 def _fused_weight_out(weight_hidden: Tensor, weight_embed: Tensor, out: Tensor) -> None:
     dtypes = (str(x.dtype).removeprefix("torch.") for x in (weight_hidden, weight_embed))
     fuse = _fused_weight_kernel(out.numel(), *dtypes, get_arch(out.device))

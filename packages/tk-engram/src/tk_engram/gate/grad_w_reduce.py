@@ -89,22 +89,10 @@ def _grad_w_reduce_kernel(size: int, hidden_dtype: str, embed_dtype: str, config
     return grad_w_reduce
 
 
-def _grad_w_reduce_reference(
-    grad_w_partial: Tensor,
-    weight_hidden: Tensor,
-    weight_embed: Tensor,
-    grad_weight_hidden: Tensor,
-    grad_weight_embed: Tensor,
-) -> None:
-    from tk_engram.reference.gate.grad_w_reduce import grad_w_reduce
-
-    grad_w_reduce(grad_w_partial, weight_hidden, weight_embed, grad_weight_hidden, grad_weight_embed)
-
-
 @op(
     "tk_engram::grad_w_reduce_out",
     mutates=("grad_weight_hidden", "grad_weight_embed"),
-    reference=_grad_w_reduce_reference,
+    reference="grad_w_reduce",
 )
 def _grad_w_reduce_out(
     grad_w_partial: Tensor,

@@ -124,20 +124,7 @@ def _engram_hash_kernel(max_ngram: int, num_heads: int, has_mask: bool, config: 
     return engram_hash
 
 
-def _engram_hash_reference(
-    ngram_token_ids: Tensor,
-    multipliers: Tensor,
-    vocab_sizes: Tensor,
-    offsets: Tensor,
-    image_token_mask: Tensor | None,
-    out: Tensor,
-) -> None:
-    from tk_engram.reference.hash.engram_hash import engram_hash
-
-    out.copy_(engram_hash(ngram_token_ids, multipliers, vocab_sizes, offsets, image_token_mask=image_token_mask))
-
-
-@op("tk_engram::engram_hash_out", mutates=("out",), reference=_engram_hash_reference)
+@op("tk_engram::engram_hash_out", mutates=("out",), reference="engram_hash")
 def _engram_hash_out(
     ngram_token_ids: Tensor,
     multipliers: Tensor,

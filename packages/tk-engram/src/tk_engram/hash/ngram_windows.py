@@ -104,20 +104,12 @@ def _ngram_windows_kernel(
     return ngram_windows
 
 
-def _ngram_windows_reference(
-    token_ids: Tensor,
-    cu_seqlens: Tensor | None,
-    history: Tensor | None,
-    pad_id: int,
-    block_id: int | None,
-    out: Tensor,
-) -> None:
-    from tk_engram.reference.hash.ngram_windows import ngram_windows
-
-    out.copy_(ngram_windows(token_ids, cu_seqlens, out.shape[1], pad_id, block_id=block_id, history=history))
-
-
-@op("tk_engram::ngram_windows_out", mutates=("out",), reference=_ngram_windows_reference)
+@op(
+    "tk_engram::ngram_windows_out",
+    mutates=("out",),
+    reference="ngram_windows",
+    translate=lambda call: {"N": call.out.shape[1]},
+)
 def _ngram_windows_out(
     token_ids: Tensor,
     cu_seqlens: Tensor | None,

@@ -248,20 +248,11 @@ def _engram_lookup_bwd_out(d_o: Tensor, indices: Tensor, grad: Tensor, accumulat
         grad.copy_(written)
 
 
-def _engram_lookup_bwd_sparse_reference(
-    d_o: Tensor, indices: Tensor, num_rows: int, rows: Tensor, values: Tensor, count: Tensor
-) -> None:
-    from tk_engram.reference.lookup.engram_lookup_bwd import engram_lookup_bwd
-
-    results = engram_lookup_bwd(d_o.unsqueeze(1), indices.unsqueeze(1), num_rows, sparse=True)
-    for out, result in zip((rows, values, count), results, strict=True):
-        out.copy_(result)
-
-
 @op(
     "tk_engram::engram_lookup_bwd_sparse_out",
     mutates=("rows", "values", "count"),
-    reference=_engram_lookup_bwd_sparse_reference,
+    reference="engram_lookup_bwd",
+    translate=lambda call: {"d_o": call.d_o.unsqueeze(1), "indices": call.indices.unsqueeze(1), "sparse": True},
 )
 def _engram_lookup_bwd_sparse_out(
     d_o: Tensor, indices: Tensor, num_rows: int, rows: Tensor, values: Tensor, count: Tensor

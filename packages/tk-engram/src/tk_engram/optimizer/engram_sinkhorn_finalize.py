@@ -59,18 +59,10 @@ def _engram_sinkhorn_finalize_kernel(width: int, tile: RowTile, arch: Arch) -> A
     return engram_sinkhorn_finalize
 
 
-def _engram_sinkhorn_finalize_reference(
-    matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float, out: Tensor
-) -> None:
-    from tk_engram.reference.optimizer.engram_sinkhorn_finalize import engram_sinkhorn_finalize
-
-    engram_sinkhorn_finalize(matrix, row_scale, col_scale, eps, alpha, out)
-
-
 @op(
     "tk_engram::engram_sinkhorn_finalize_out",
     mutates=("out",),
-    reference=_engram_sinkhorn_finalize_reference,
+    reference="engram_sinkhorn_finalize",
 )
 def _engram_sinkhorn_finalize_out(
     matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float, out: Tensor

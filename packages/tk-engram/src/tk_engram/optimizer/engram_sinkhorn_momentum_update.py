@@ -84,18 +84,10 @@ def _momentum_update_kernel(
     return engram_sinkhorn_momentum_update
 
 
-def _momentum_update_reference(
-    grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool, out: Tensor
-) -> None:
-    from tk_engram.reference.optimizer.engram_sinkhorn_momentum_update import engram_sinkhorn_momentum_update
-
-    out.copy_(engram_sinkhorn_momentum_update(grad, momentum_buffer, beta1, nesterov))
-
-
 @op(
     "tk_engram::engram_sinkhorn_momentum_update_out",
-    mutates=("momentum_buffer", "out"),
-    reference=_momentum_update_reference,
+    mutates=("out", "momentum_buffer"),
+    reference="engram_sinkhorn_momentum_update",
 )
 def _engram_sinkhorn_momentum_update_out(
     grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool, out: Tensor

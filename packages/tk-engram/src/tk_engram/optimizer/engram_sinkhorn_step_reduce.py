@@ -55,16 +55,10 @@ def _engram_sinkhorn_step_reduce_kernel(arch: Arch) -> Any:
     return engram_sinkhorn_step_reduce
 
 
-def _engram_sinkhorn_step_reduce_reference(col_sumsq_partial: Tensor, col_sumsq: Tensor) -> None:
-    from tk_engram.reference.optimizer.engram_sinkhorn_step_reduce import engram_sinkhorn_step_reduce
-
-    engram_sinkhorn_step_reduce(col_sumsq_partial, col_sumsq)
-
-
 @op(
     "tk_engram::engram_sinkhorn_step_reduce_out",
     mutates=("col_sumsq",),
-    reference=_engram_sinkhorn_step_reduce_reference,
+    reference="engram_sinkhorn_step_reduce",
 )
 def _engram_sinkhorn_step_reduce_out(col_sumsq_partial: Tensor, col_sumsq: Tensor) -> None:
     if col_sumsq_partial.shape[0] == 0:

@@ -73,13 +73,7 @@ def _mhc_pre_apply_mix_kernel(mhc_mult: int, hidden: int, config: MhcPreApplyMix
     return mhc_pre_apply_mix
 
 
-def _mhc_pre_apply_mix_reference(x: Tensor, mix: Tensor, out: Tensor) -> None:
-    from tk_mhc.reference.collapse.mhc_pre_apply_mix import mhc_pre_apply_mix
-
-    mhc_pre_apply_mix(x, mix, out)
-
-
-@op("tk_mhc::mhc_pre_apply_mix_out", mutates=("out",), reference=_mhc_pre_apply_mix_reference)
+@op("tk_mhc::mhc_pre_apply_mix_out", mutates=("out",), reference="mhc_pre_apply_mix")
 def _mhc_pre_apply_mix_out(x: Tensor, mix: Tensor, out: Tensor) -> None:
     num_tokens, mhc_mult, hidden = x.shape
     if num_tokens == 0:

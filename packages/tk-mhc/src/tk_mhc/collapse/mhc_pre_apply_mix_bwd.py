@@ -104,21 +104,11 @@ def _mhc_pre_apply_mix_bwd_kernel(
     return mhc_pre_apply_mix_bwd
 
 
-def _mhc_pre_apply_mix_bwd_reference(
-    d_o: Tensor, x: Tensor, mix: Tensor, accumulate: bool, d_x: Tensor, d_mix: Tensor
-) -> None:
-    from tk_mhc.reference.collapse.mhc_pre_apply_mix_bwd import mhc_pre_apply_mix_bwd
-
-    new_d_x, new_d_mix = mhc_pre_apply_mix_bwd(d_o, x, mix, d_x=d_x if accumulate else None)
-    if not accumulate:
-        d_x.copy_(new_d_x)
-    d_mix.copy_(new_d_mix)
-
-
 @op(
     "tk_mhc::mhc_pre_apply_mix_bwd_out",
     mutates=("d_x", "d_mix"),
-    reference=_mhc_pre_apply_mix_bwd_reference,
+    reference="mhc_pre_apply_mix_bwd",
+    translate=lambda call: {"d_x": call.d_x if call.accumulate else None},
 )
 def _mhc_pre_apply_mix_bwd_out(
     d_o: Tensor, x: Tensor, mix: Tensor, accumulate: bool, d_x: Tensor, d_mix: Tensor

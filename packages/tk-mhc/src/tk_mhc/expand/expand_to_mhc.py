@@ -70,13 +70,12 @@ def _expand_to_mhc_kernel(mhc_mult: int, hidden_size: int, config: ExpandToMhcCo
     return expand_to_mhc
 
 
-def _expand_to_mhc_reference(hidden: Tensor, out: Tensor) -> None:
-    from tk_mhc.reference.expand.expand_to_mhc import expand_to_mhc
-
-    expand_to_mhc(hidden, out.shape[1], out)
-
-
-@op("tk_mhc::expand_to_mhc_out", mutates=("out",), reference=_expand_to_mhc_reference)
+@op(
+    "tk_mhc::expand_to_mhc_out",
+    mutates=("out",),
+    reference="expand_to_mhc",
+    translate=lambda call: {"mhc_mult": call.out.shape[1]},
+)
 def _expand_to_mhc_out(hidden: Tensor, out: Tensor) -> None:
     num_tokens, mhc_mult, hidden_size = out.shape
     if num_tokens == 0:

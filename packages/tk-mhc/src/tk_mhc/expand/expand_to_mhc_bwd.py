@@ -70,13 +70,7 @@ def _expand_to_mhc_bwd_kernel(mhc_mult: int, hidden: int, config: ExpandToMhcBwd
     return expand_to_mhc_bwd
 
 
-def _expand_to_mhc_bwd_reference(d_o: Tensor, d_hidden: Tensor) -> None:
-    from tk_mhc.reference.expand.expand_to_mhc_bwd import expand_to_mhc_bwd
-
-    d_hidden.copy_(expand_to_mhc_bwd(d_o))
-
-
-@op("tk_mhc::expand_to_mhc_bwd_out", mutates=("d_hidden",), reference=_expand_to_mhc_bwd_reference)
+@op("tk_mhc::expand_to_mhc_bwd_out", mutates=("d_hidden",), reference="expand_to_mhc_bwd")
 def _expand_to_mhc_bwd_out(d_o: Tensor, d_hidden: Tensor) -> None:
     num_tokens, mhc_mult, hidden = d_o.shape
     if num_tokens == 0:

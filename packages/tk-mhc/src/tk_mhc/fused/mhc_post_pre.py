@@ -15,60 +15,17 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import aligned, flat
 from tk_mhc.lib.post_project import launch_post_sums, takes_post_project
-from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
+from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, named_numbers, new_results
 from tk_mhc.lib.projection import check_n_splits, launch_sums
 from tk_mhc.lib.tokens import check_streams
 from tk_mhc.post.mhc_post import launch_post
 
 
-def _mhc_post_pre_reference(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    fn: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    norm_weight: Tensor | None,
-    layer_norm_weight: Tensor | None,
-    pre_mix: Tensor | None,
-    new_residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    layer_input: Tensor,
-    next_pre_mix: Tensor | None,
-    numbers: list[float],
-    layer_norm_eps: float,
-    sinkhorn_repeat: int,
-    n_splits: int,
-) -> None:
-    from tk_mhc.reference.fused.mhc_post_pre import mhc_post_pre
-
-    results = mhc_post_pre(
-        x,
-        residual,
-        post_layer_mix,
-        comb_res_mix,
-        fn,
-        mhc_scale,
-        mhc_base,
-        *numbers,
-        sinkhorn_repeat,
-        n_splits,
-        norm_weight,
-        layer_norm_weight=layer_norm_weight,
-        layer_norm_eps=layer_norm_eps,
-        shifted=next_pre_mix is not None,
-        pre_mix=pre_mix,
-    )
-    for out, value in zip((new_residual, post, comb, layer_input, next_pre_mix), results):
-        out.copy_(value)
-
-
 @op(
     "tk_mhc::mhc_post_pre_out",
     mutates=("new_residual", "post", "comb", "layer_input", "next_pre_mix"),
-    reference=_mhc_post_pre_reference,
+    reference="mhc_post_pre",
+    translate=lambda call: {**named_numbers(call.numbers), "shifted": call.next_pre_mix is not None},
 )
 def _mhc_post_pre_out(
     x: Tensor,

@@ -17,52 +17,16 @@ from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import aligned, flat
-from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
+from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, named_numbers, new_results
 from tk_mhc.lib.projection import check_n_splits, launch_sums
 from tk_mhc.lib.tokens import check_streams
-
-
-def _mhc_pre_big_fuse_reference(
-    residual: Tensor,
-    fn: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    norm_weight: Tensor | None,
-    layer_norm_weight: Tensor | None,
-    pre_mix: Tensor | None,
-    post: Tensor,
-    comb: Tensor,
-    layer_input: Tensor,
-    next_pre_mix: Tensor | None,
-    numbers: list[float],
-    layer_norm_eps: float,
-    sinkhorn_repeat: int,
-    n_splits: int,
-) -> None:
-    from tk_mhc.reference.fused.mhc_pre_big_fuse import mhc_pre_big_fuse
-
-    results = mhc_pre_big_fuse(
-        residual,
-        fn,
-        mhc_scale,
-        mhc_base,
-        *numbers,
-        sinkhorn_repeat,
-        n_splits,
-        norm_weight,
-        layer_norm_weight=layer_norm_weight,
-        layer_norm_eps=layer_norm_eps,
-        shifted=next_pre_mix is not None,
-        pre_mix=pre_mix,
-    )
-    for out, value in zip((post, comb, layer_input, next_pre_mix), results):
-        out.copy_(value)
 
 
 @op(
     "tk_mhc::mhc_pre_big_fuse_out",
     mutates=("post", "comb", "layer_input", "next_pre_mix"),
-    reference=_mhc_pre_big_fuse_reference,
+    reference="mhc_pre_big_fuse",
+    translate=lambda call: {**named_numbers(call.numbers), "shifted": call.next_pre_mix is not None},
 )
 def _mhc_pre_big_fuse_out(
     residual: Tensor,

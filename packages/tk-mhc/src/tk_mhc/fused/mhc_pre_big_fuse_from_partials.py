@@ -12,49 +12,20 @@ from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import flat
-from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
+from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, named_numbers, new_results
 from tk_mhc.lib.tokens import check_streams
-
-
-def _mhc_pre_big_fuse_from_partials_reference(
-    residual: Tensor,
-    mul: Tensor,
-    sqrsum: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    layer_norm_weight: Tensor | None,
-    pre_mix: Tensor | None,
-    post: Tensor,
-    comb: Tensor,
-    layer_input: Tensor,
-    next_pre_mix: Tensor | None,
-    numbers: list[float],
-    layer_norm_eps: float,
-    sinkhorn_repeat: int,
-) -> None:
-    from tk_mhc.reference.fused.mhc_pre_big_fuse_from_partials import mhc_pre_big_fuse_from_partials
-
-    results = mhc_pre_big_fuse_from_partials(
-        mul,
-        sqrsum,
-        mhc_scale,
-        mhc_base,
-        residual,
-        *numbers,
-        sinkhorn_repeat,
-        layer_norm_weight=layer_norm_weight,
-        layer_norm_eps=layer_norm_eps,
-        shifted=next_pre_mix is not None,
-        pre_mix=pre_mix,
-    )
-    for out, value in zip((post, comb, layer_input, next_pre_mix), results):
-        out.copy_(value)
 
 
 @op(
     "tk_mhc::mhc_pre_big_fuse_from_partials_out",
     mutates=("post", "comb", "layer_input", "next_pre_mix"),
-    reference=_mhc_pre_big_fuse_from_partials_reference,
+    reference="mhc_pre_big_fuse_from_partials",
+    translate=lambda call: {
+        "gemm_out_mul": call.mul,
+        "gemm_out_sqrsum": call.sqrsum,
+        **named_numbers(call.numbers),
+        "shifted": call.next_pre_mix is not None,
+    },
 )
 def _mhc_pre_big_fuse_from_partials_out(
     residual: Tensor,

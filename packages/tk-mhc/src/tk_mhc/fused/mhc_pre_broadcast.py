@@ -17,35 +17,16 @@ from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import aligned, flat
-from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, new_results
+from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, named_numbers, new_results
 from tk_mhc.lib.projection import check_n_splits, launch_sums
 from tk_mhc.lib.tokens import MHC_MULTS, check_hidden
-
-
-def _mhc_pre_broadcast_reference(
-    hidden: Tensor,
-    fn_folded: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    layer_input: Tensor,
-    numbers: list[float],
-    sinkhorn_repeat: int,
-    n_splits: int,
-) -> None:
-    from tk_mhc.reference.fused.mhc_pre_broadcast import mhc_pre_broadcast
-
-    results = mhc_pre_broadcast(hidden, fn_folded, mhc_scale, mhc_base, *numbers, sinkhorn_repeat, n_splits)
-    for out, value in zip((residual, post, comb, layer_input), results, strict=True):
-        out.copy_(value)
 
 
 @op(
     "tk_mhc::mhc_pre_broadcast_out",
     mutates=("residual", "post", "comb", "layer_input"),
-    reference=_mhc_pre_broadcast_reference,
+    reference="mhc_pre_broadcast",
+    translate=lambda call: named_numbers(call.numbers),
 )
 def _mhc_pre_broadcast_out(
     hidden: Tensor,

@@ -210,6 +210,11 @@ def check_pre_fuse(
     return [float(value) for value in numbers]
 
 
+def named_numbers(numbers: Sequence[float]) -> dict[str, float]:
+    """`numbers`, as `check_pre_fuse` returns them, under their names."""
+    return dict(zip(("rms_eps", "mhc_pre_eps", "mhc_sinkhorn_eps", "mhc_post_mult_value"), numbers))
+
+
 def new_results(
     residual: Tensor, leading: tuple[int, ...], mhc_mult: int, shifted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -62,15 +62,12 @@ def _mhc_head_compute_mix_kernel(mhc_mult: int, config: MhcHeadComputeMixConfig,
     return mhc_head_compute_mix
 
 
-def _mhc_head_compute_mix_reference(
-    input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, pre_eps: float, out: Tensor
-) -> None:
-    from tk_mhc.reference.mixes.mhc_head_compute_mix import mhc_head_compute_mix
-
-    out.copy_(mhc_head_compute_mix(input_mix, mhc_scale, mhc_base, pre_eps))
-
-
-@op("tk_mhc::mhc_head_compute_mix_out", mutates=("out",), reference=_mhc_head_compute_mix_reference)
+@op(
+    "tk_mhc::mhc_head_compute_mix_out",
+    mutates=("out",),
+    reference="mhc_head_compute_mix",
+    translate=lambda call: {"mhc_pre_eps": call.pre_eps},
+)
 def _mhc_head_compute_mix_out(
     input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, pre_eps: float, out: Tensor
 ) -> None:

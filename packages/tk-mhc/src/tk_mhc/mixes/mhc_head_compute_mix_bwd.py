@@ -90,27 +90,10 @@ def _mhc_head_compute_mix_bwd_kernel(mhc_mult: int, config: MhcHeadComputeMixBwd
     return mhc_head_compute_mix_bwd
 
 
-def _mhc_head_compute_mix_bwd_reference(
-    d_o: Tensor,
-    input_mix: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    d_mix: Tensor,
-    d_scale: Tensor,
-    d_base: Tensor,
-    sums: Tensor,
-) -> None:
-    from tk_mhc.reference.mixes.mhc_head_compute_mix_bwd import mhc_head_compute_mix_bwd
-
-    results = mhc_head_compute_mix_bwd(d_o, input_mix, mhc_scale, mhc_base)
-    for out, result in zip((d_mix, d_scale, d_base), results, strict=True):
-        out.copy_(result)
-
-
 @op(
     "tk_mhc::mhc_head_compute_mix_bwd_out",
     mutates=("d_mix", "d_scale", "d_base", "sums"),
-    reference=_mhc_head_compute_mix_bwd_reference,
+    reference="mhc_head_compute_mix_bwd",
 )
 def _mhc_head_compute_mix_bwd_out(
     d_o: Tensor,

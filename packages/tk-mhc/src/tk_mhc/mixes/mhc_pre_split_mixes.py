@@ -76,27 +76,15 @@ def _mhc_pre_split_mixes_kernel(mhc_mult: int, config: MhcPreSplitMixesConfig, a
     return mhc_pre_split_mixes
 
 
-def _mhc_pre_split_mixes_reference(
-    input_mixes: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    post_mult_value: float,
-    pre_eps: float,
-    pre: Tensor,
-    post: Tensor,
-    comb: Tensor,
-) -> None:
-    from tk_mhc.reference.mixes.mhc_pre_split_mixes import mhc_pre_split_mixes
-
-    results = mhc_pre_split_mixes(input_mixes, mhc_scale, mhc_base, comb.shape[-1], post_mult_value, pre_eps)
-    for out, result in zip((pre, post, comb), results, strict=True):
-        out.copy_(result)
-
-
 @op(
     "tk_mhc::mhc_pre_split_mixes_out",
     mutates=("pre", "post", "comb"),
-    reference=_mhc_pre_split_mixes_reference,
+    reference="mhc_pre_split_mixes",
+    translate=lambda call: {
+        "mhc_mult": call.comb.shape[-1],
+        "mhc_post_mult_value": call.post_mult_value,
+        "mhc_pre_eps": call.pre_eps,
+    },
 )
 def _mhc_pre_split_mixes_out(
     input_mixes: Tensor,

@@ -110,32 +110,17 @@ def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, config: MhcPreSplitMixesBwdCo
     return mhc_pre_split_mixes_bwd
 
 
-def _mhc_pre_split_mixes_bwd_reference(
-    d_pre: Tensor,
-    d_post: Tensor,
-    d_comb: Tensor,
-    input_mixes: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    post_mult_value: float,
-    d_mixes: Tensor,
-    d_scale: Tensor,
-    d_base: Tensor,
-    sums: Tensor,
-) -> None:
-    from tk_mhc.reference.mixes.mhc_pre_split_mixes_bwd import mhc_pre_split_mixes_bwd
-
-    m = d_pre.shape[-1]
-    d_pre, d_post, d_comb = d_pre.unsqueeze(-1), d_post.unsqueeze(-1), d_comb.unflatten(-1, (m, m))
-    results = mhc_pre_split_mixes_bwd(d_pre, d_post, d_comb, input_mixes, mhc_scale, mhc_base, m, post_mult_value)
-    for out, result in zip((d_mixes, d_scale, d_base), results, strict=True):
-        out.copy_(result)
-
-
 @op(
     "tk_mhc::mhc_pre_split_mixes_bwd_out",
     mutates=("d_mixes", "d_scale", "d_base", "sums"),
-    reference=_mhc_pre_split_mixes_bwd_reference,
+    reference="mhc_pre_split_mixes_bwd",
+    translate=lambda call: {
+        "d_pre": call.d_pre.unsqueeze(-1),
+        "d_post": call.d_post.unsqueeze(-1),
+        "d_comb": call.d_comb.unflatten(-1, (call.d_pre.shape[-1],) * 2),
+        "mhc_mult": call.d_pre.shape[-1],
+        "mhc_post_mult_value": call.post_mult_value,
+    },
 )
 def _mhc_pre_split_mixes_bwd_out(
     d_pre: Tensor,

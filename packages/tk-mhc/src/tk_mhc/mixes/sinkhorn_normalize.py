@@ -67,13 +67,7 @@ def _sinkhorn_normalize_kernel(mhc_mult: int, repeat: int, config: SinkhornNorma
     return sinkhorn_normalize
 
 
-def _sinkhorn_normalize_reference(x: Tensor, repeat: int, eps: float, out: Tensor) -> None:
-    from tk_mhc.reference.mixes.sinkhorn_normalize import sinkhorn_normalize
-
-    out.copy_(sinkhorn_normalize(x, repeat, eps))
-
-
-@op("tk_mhc::sinkhorn_normalize_out", mutates=("out",), reference=_sinkhorn_normalize_reference)
+@op("tk_mhc::sinkhorn_normalize_out", mutates=("out",), reference="sinkhorn_normalize")
 def _sinkhorn_normalize_out(x: Tensor, repeat: int, eps: float, out: Tensor) -> None:
     num_tokens, mhc_mult, _ = x.shape
     if num_tokens == 0:

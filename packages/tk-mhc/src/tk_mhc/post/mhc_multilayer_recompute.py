@@ -152,32 +152,10 @@ def _mhc_multilayer_recompute_kernel(
     return mhc_multilayer_recompute
 
 
-def _mhc_multilayer_recompute_reference(
-    initial_residual: Tensor,
-    pre_mix_list: list[Tensor],
-    layer_output_list: list[Tensor],
-    post_mix_list: list[Tensor],
-    comb_mix_list: list[Tensor],
-    layer_input_list: list[Tensor],
-    residual_list: list[Tensor],
-) -> None:
-    from tk_mhc.reference.post.mhc_multilayer_recompute import mhc_multilayer_recompute
-
-    mhc_multilayer_recompute(
-        initial_residual,
-        pre_mix_list,
-        layer_output_list,
-        post_mix_list,
-        comb_mix_list,
-        layer_input_list,
-        residual_list,
-    )
-
-
 @op(
     "tk_mhc::mhc_multilayer_recompute_out",
     mutates=("layer_input_list", "residual_list"),
-    reference=_mhc_multilayer_recompute_reference,
+    reference="mhc_multilayer_recompute",
 )
 def _mhc_multilayer_recompute_out(
     initial_residual: Tensor,

@@ -84,12 +84,6 @@ def _mhc_post_kernel(mhc_mult: int, hidden: int, config: MhcPostConfig, arch: Ar
     return mhc_post
 
 
-def _mhc_post_reference(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
-    from tk_mhc.reference.post.mhc_post import mhc_post
-
-    mhc_post(x, residual, post_layer_mix, comb_res_mix, out)
-
-
 def launch_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
     """Launch on residual (T, m, H), at least one token."""
     _, mhc_mult, hidden = residual.shape
@@ -102,7 +96,7 @@ def launch_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mi
         out.copy_(written)
 
 
-@op("tk_mhc::mhc_post_out", mutates=("out",), reference=_mhc_post_reference)
+@op("tk_mhc::mhc_post_out", mutates=("out",), reference="mhc_post")
 def _mhc_post_out(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
     if residual.shape[0] > 0:
         launch_post(x, residual, post_layer_mix, comb_res_mix, out)

@@ -140,28 +140,10 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, config: MhcPostBwdConfig, a
     return mhc_post_bwd
 
 
-def _mhc_post_bwd_reference(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    d_o: Tensor,
-    d_x: Tensor,
-    d_residual: Tensor,
-    d_post: Tensor,
-    d_comb: Tensor,
-) -> None:
-    from tk_mhc.reference.post.mhc_post_bwd import mhc_post_bwd
-
-    gradients = mhc_post_bwd(x, residual, post_layer_mix, comb_res_mix, d_o)
-    for out, gradient in zip((d_x, d_residual, d_post, d_comb), gradients, strict=True):
-        out.copy_(gradient)
-
-
 @op(
     "tk_mhc::mhc_post_bwd_out",
     mutates=("d_x", "d_residual", "d_post", "d_comb"),
-    reference=_mhc_post_bwd_reference,
+    reference="mhc_post_bwd",
 )
 def _mhc_post_bwd_out(
     x: Tensor,

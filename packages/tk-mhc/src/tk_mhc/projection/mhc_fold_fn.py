@@ -83,14 +83,16 @@ def _mhc_fold_fn_kernel(mhc_mult: int, hidden: int, weighted: bool, config: MhcF
     return mhc_fold_fn
 
 
-def _mhc_fold_fn_reference(fn: Tensor, norm_weight: Tensor | None, out: Tensor) -> None:
-    from tk_mhc.reference.projection.mhc_fold_fn import mhc_fold_fn
-
-    flat_weight = None if norm_weight is None else norm_weight.view(-1)
-    out.copy_(mhc_fold_fn(fn.view(fn.shape[0], -1), fn.shape[1], flat_weight))
-
-
-@op("tk_mhc::mhc_fold_fn_out", mutates=("out",), reference=_mhc_fold_fn_reference)
+@op(
+    "tk_mhc::mhc_fold_fn_out",
+    mutates=("out",),
+    reference="mhc_fold_fn",
+    translate=lambda call: {
+        "fn": call.fn.flatten(1),
+        "mhc_mult": call.fn.shape[1],
+        "norm_weight": None if call.norm_weight is None else call.norm_weight.view(-1),
+    },
+)
 def _mhc_fold_fn_out(fn: Tensor, norm_weight: Tensor | None, out: Tensor) -> None:
     _, mhc_mult, hidden = fn.shape
     arch = get_arch(fn.device)

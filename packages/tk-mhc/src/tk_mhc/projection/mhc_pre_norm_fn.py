@@ -21,17 +21,18 @@ from tk_mhc.lib.sum_splits import launch_sum_splits
 from tk_mhc.lib.tokens import check_fn, check_streams
 
 
-def _mhc_pre_norm_fn_reference(
-    x: Tensor, fn: Tensor, norm_weight: Tensor | None, mixes: Tensor, rstd: Tensor, eps: float, n_splits: int
-) -> None:
-    from tk_mhc.reference.projection.mhc_pre_norm_fn import mhc_pre_norm_fn
-
-    results = mhc_pre_norm_fn(x.unsqueeze(1), fn, norm_weight, eps, return_rstd=True)
-    for out, value in zip((mixes, rstd), results, strict=True):
-        out.copy_(value)
-
-
-@op("tk_mhc::mhc_pre_norm_fn_out", mutates=("mixes", "rstd"), reference=_mhc_pre_norm_fn_reference)
+@op(
+    "tk_mhc::mhc_pre_norm_fn_out",
+    mutates=("mixes", "rstd"),
+    reference="mhc_pre_norm_fn",
+    translate=lambda call: {
+        "residual": call.x.unsqueeze(1),
+        "mhc_fn": call.fn,
+        "mhc_norm_weight": call.norm_weight,
+        "mhc_norm_eps": call.eps,
+        "return_rstd": True,
+    },
+)
 def _mhc_pre_norm_fn_out(
     x: Tensor, fn: Tensor, norm_weight: Tensor | None, mixes: Tensor, rstd: Tensor, eps: float, n_splits: int
 ) -> None:

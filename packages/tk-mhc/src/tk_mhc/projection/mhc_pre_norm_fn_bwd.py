@@ -277,32 +277,15 @@ def _finish_kernel(num_rows: int, width: int, has_norm_weight: bool, arch: Arch)
     return finish
 
 
-def _mhc_pre_norm_fn_bwd_reference(
-    d_mixes: Tensor,
-    residual: Tensor,
-    fn: Tensor,
-    norm_weight: Tensor | None,
-    mixes: Tensor,
-    rstd: Tensor,
-    d_residual: Tensor,
-    d_fn: Tensor,
-    d_norm_weight: Tensor | None,
-    accumulate: bool,
-) -> None:
-    from tk_mhc.reference.projection.mhc_pre_norm_fn_bwd import mhc_pre_norm_fn_bwd
-
-    before = d_residual.unsqueeze(1) if accumulate else None
-    gradients = mhc_pre_norm_fn_bwd(d_mixes, residual.unsqueeze(1), fn, norm_weight, mixes, rstd, d_residual=before)
-    d_residual.copy_(gradients[0].squeeze(1))
-    d_fn.copy_(gradients[1])
-    if d_norm_weight is not None:
-        d_norm_weight.copy_(gradients[2])
-
-
 @op(
     "tk_mhc::mhc_pre_norm_fn_bwd_out",
     mutates=("d_residual", "d_fn", "d_norm_weight"),
-    reference=_mhc_pre_norm_fn_bwd_reference,
+    reference="mhc_pre_norm_fn_bwd",
+    translate=lambda call: {
+        "mhc_fn": call.fn,
+        "mhc_norm_weight": call.norm_weight,
+        "d_residual": call.d_residual if call.accumulate else None,
+    },
 )
 def _mhc_pre_norm_fn_bwd_out(
     d_mixes: Tensor,

@@ -22,17 +22,12 @@ def _has_empty_splits(n_splits: int, width: int, num_rms_groups: int) -> bool:
     return n_splits > width // num_rms_groups // CHANNEL_BLOCK
 
 
-def _mhc_prenorm_gemm_reference(
-    x: Tensor, fn: Tensor, mul: Tensor, sqrsum: Tensor, n_splits: int, num_rms_groups: int
-) -> None:
-    from tk_mhc.reference.projection.mhc_prenorm_gemm import mhc_prenorm_gemm
-
-    results = mhc_prenorm_gemm(x.unsqueeze(1), fn, n_splits, num_rms_groups=num_rms_groups)
-    for out, value in zip((mul, sqrsum), results, strict=True):
-        out.copy_(value)
-
-
-@op("tk_mhc::mhc_prenorm_gemm_out", mutates=("mul", "sqrsum"), reference=_mhc_prenorm_gemm_reference)
+@op(
+    "tk_mhc::mhc_prenorm_gemm_out",
+    mutates=("mul", "sqrsum"),
+    reference="mhc_prenorm_gemm",
+    translate=lambda call: {"residual": call.x.unsqueeze(1)},
+)
 def _mhc_prenorm_gemm_out(
     x: Tensor, fn: Tensor, mul: Tensor, sqrsum: Tensor, n_splits: int, num_rms_groups: int
 ) -> None:

@@ -14,13 +14,7 @@ from tk_core.replay import replayable
 from tk_moe.balance.group_count import MAX_GROUPS, MAX_TOPK, check_indices, check_pairs, launch_group_count
 
 
-def _aux_fi_reference(topk_idx: torch.Tensor, num_aux_topk: int, fi: torch.Tensor) -> None:
-    from tk_moe.reference.balance.aux_fi import aux_fi
-
-    fi.copy_(aux_fi(topk_idx, fi.shape[0], num_aux_topk))
-
-
-@op("tk_moe::aux_fi_out", mutates=("fi",), reference=_aux_fi_reference)
+@op("tk_moe::aux_fi_out", mutates=("fi",), reference="aux_fi", translate=lambda call: {"num_experts": call.fi.shape[0]})
 def _aux_fi_out(topk_idx: torch.Tensor, num_aux_topk: int, fi: torch.Tensor) -> None:
     """Launch."""
     launch_group_count(topk_idx, num_aux_topk, fi)

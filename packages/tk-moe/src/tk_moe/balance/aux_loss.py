@@ -176,13 +176,7 @@ def _aux_loss_bwd_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) ->
     return aux_loss_bwd
 
 
-def _aux_loss_reference(scores: torch.Tensor, fi: torch.Tensor, alpha: float, loss: torch.Tensor) -> None:
-    from tk_moe.reference.balance.aux_loss import aux_loss
-
-    loss.copy_(aux_loss(scores, fi, alpha))
-
-
-@op("tk_moe::aux_loss_out", mutates=("loss",), reference=_aux_loss_reference)
+@op("tk_moe::aux_loss_out", mutates=("loss",), reference="aux_loss")
 def _aux_loss_out(scores: torch.Tensor, fi: torch.Tensor, alpha: float, loss: torch.Tensor) -> None:
     """Launch."""
     num_tokens, num_experts = scores.shape
@@ -196,15 +190,7 @@ def _aux_loss_out(scores: torch.Tensor, fi: torch.Tensor, alpha: float, loss: to
     _aux_loss_sum_kernel(config, arch)(parts, alpha, loss.view(1))
 
 
-def _aux_loss_bwd_reference(
-    scores: torch.Tensor, fi: torch.Tensor, grad_loss: torch.Tensor, alpha: float, grad_scores: torch.Tensor
-) -> None:
-    from tk_moe.reference.balance.aux_loss import aux_loss_bwd
-
-    grad_scores.copy_(aux_loss_bwd(grad_loss, scores, fi, alpha))
-
-
-@op("tk_moe::aux_loss_bwd_out", mutates=("grad_scores",), reference=_aux_loss_bwd_reference)
+@op("tk_moe::aux_loss_bwd_out", mutates=("grad_scores",), reference="aux_loss_bwd")
 def _aux_loss_bwd_out(
     scores: torch.Tensor, fi: torch.Tensor, grad_loss: torch.Tensor, alpha: float, grad_scores: torch.Tensor
 ) -> None:

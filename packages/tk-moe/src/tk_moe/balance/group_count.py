@@ -150,13 +150,12 @@ def check_pairs(name: str, indices: torch.Tensor) -> None:
     check.require(num_tokens * num_topk <= MAX_PAIRS, name, f"at most {MAX_PAIRS} elements", num_tokens * num_topk)
 
 
-def _group_count_reference(group_idx: torch.Tensor, out: torch.Tensor) -> None:
-    from tk_moe.reference.balance.group_count import group_count
-
-    out.copy_(group_count(group_idx, out.shape[0]))
-
-
-@op("tk_moe::group_count_out", mutates=("out",), reference=_group_count_reference)
+@op(
+    "tk_moe::group_count_out",
+    mutates=("out",),
+    reference="group_count",
+    translate=lambda call: {"num_groups": call.out.shape[0]},
+)
 def _group_count_out(group_idx: torch.Tensor, out: torch.Tensor) -> None:
     """Launch."""
     launch_group_count(group_idx, None, out)

@@ -58,15 +58,7 @@ def _as_carrier(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in _NATIVE_DTYPES else x.view(_CARRIERS[x.dtype.itemsize])
 
 
-def _expand_reference(
-    x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor, out: torch.Tensor
-) -> None:
-    from tk_moe.reference.expand.expand_to_fused import expand_to_fused
-
-    out.copy_(expand_to_fused(x, token_topk_to_pos, pos_to_expert))
-
-
-@op("tk_moe::expand_to_fused_out", mutates=("out",), reference=_expand_reference)
+@op("tk_moe::expand_to_fused_out", mutates=("out",), reference="expand_to_fused")
 def _expand_to_fused_out(
     x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor, out: torch.Tensor
 ) -> None:
@@ -92,17 +84,11 @@ def _expand_to_fused_out(
 
 
 def _expand_with_sf_reference(
-    x: torch.Tensor,
-    sf: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
-    pos_to_expert: torch.Tensor,
-    out: torch.Tensor,
-    out_sf: torch.Tensor,
-) -> None:
+    x: torch.Tensor, sf: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     from tk_moe.reference.expand.expand_to_fused import expand_to_fused
 
-    out.copy_(expand_to_fused(x, token_topk_to_pos, pos_to_expert))
-    out_sf.copy_(expand_to_fused(sf, token_topk_to_pos, pos_to_expert))
+    return tuple(expand_to_fused(rows, token_topk_to_pos, pos_to_expert) for rows in (x, sf))
 
 
 @op("tk_moe::expand_to_fused_with_sf_out", mutates=("out", "out_sf"), reference=_expand_with_sf_reference)

@@ -176,25 +176,12 @@ def _gate_weights_bwd_kernel(
     return gate_weights_bwd
 
 
-def _gate_weights_bwd_reference(
-    grad_weights: torch.Tensor,
-    logits: torch.Tensor,
-    topk_idx: torch.Tensor,
-    scoring_func: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    grad_logits: torch.Tensor,
-) -> None:
-    from tk_moe.reference.gate.gate_weights_bwd import gate_weights_bwd
-
-    grad_logits.copy_(
-        gate_weights_bwd(
-            *(grad_weights, logits, topk_idx, ScoringFunc(scoring_func), renormalize, routed_scaling_factor)
-        )
-    )
-
-
-@op("tk_moe::gate_weights_bwd_out", mutates=("grad_logits",), reference=_gate_weights_bwd_reference)
+@op(
+    "tk_moe::gate_weights_bwd_out",
+    mutates=("grad_logits",),
+    reference="gate_weights_bwd",
+    translate=lambda call: {"scoring_func": ScoringFunc(call.scoring_func)},
+)
 def _gate_weights_bwd_out(
     grad_weights: torch.Tensor,
     logits: torch.Tensor,

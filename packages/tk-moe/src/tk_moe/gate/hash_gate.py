@@ -108,28 +108,12 @@ def _hash_gate_kernel(
     return hash_gate
 
 
-def _hash_gate_reference(
-    token_ids: torch.Tensor,
-    table: torch.Tensor,
-    logits: torch.Tensor,
-    mask: torch.Tensor | None,
-    scoring_func: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> None:
-    from tk_moe.reference.gate.hash_gate import hash_gate
-
-    values = hash_gate(
-        *(token_ids, table, logits, ScoringFunc(scoring_func), renormalize, routed_scaling_factor, mask),
-        topk_idx.dtype,
-    )
-    for out, value in zip((topk_idx, topk_weights), values, strict=True):
-        out.copy_(value)
-
-
-@op("tk_moe::hash_gate_out", mutates=("topk_idx", "topk_weights"), reference=_hash_gate_reference)
+@op(
+    "tk_moe::hash_gate_out",
+    mutates=("topk_idx", "topk_weights"),
+    reference="hash_gate",
+    translate=lambda call: {"scoring_func": ScoringFunc(call.scoring_func), "idx_dtype": call.topk_idx.dtype},
+)
 def _hash_gate_out(
     token_ids: torch.Tensor,
     table: torch.Tensor,

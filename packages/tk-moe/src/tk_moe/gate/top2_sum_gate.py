@@ -13,6 +13,8 @@ logits float32 (num_tokens, num_experts), bias float32 (num_experts), topk_idx i
 The kernel, which has a warp for each token, is in top2_sum_gate_kernel.py.
 """
 
+from typing import Any
+
 import torch
 
 from tk_core import check, env
@@ -29,41 +31,19 @@ MAX_SLOTS = 32
 MAX_EXTRA_EXPERTS = 32767
 
 
-def _top2_sum_gate_reference(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    mask: torch.Tensor | None,
-    fix_routing_mask: torch.Tensor | None,
-    to_physical_map: torch.Tensor | None,
-    logical_count: torch.Tensor | None,
-    unmapped_topk_idx: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    sizes: list[int],
-    routed_scaling_factor: float,
-    ranks: list[int],
-    scoring_func: int,
-) -> None:
-    from tk_moe.reference.gate.top2_sum_gate import top2_sum_gate
-
-    num_topk, num_topk_groups, num_groups, num_shared = sizes
-    result = top2_sum_gate(
-        logits,
-        bias,
-        *(num_topk, num_topk_groups, num_groups, num_shared > 0, num_shared),
-        routed_scaling_factor,
-        *ranks,
-        ScoringFunc(scoring_func),
-        *(mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
-    )
-    for out, value in zip((topk_idx, topk_weights), result, strict=True):
-        out.copy_(value)
+def _of_the_reference(call: Any) -> dict[str, Any]:
+    """The arguments that the reference takes one by one, from the operator's lists of them."""
+    sizes = dict(zip(("num_topk", "num_topk_groups", "num_groups", "num_shared_experts"), call.sizes))
+    ranks = dict(zip(("ep_rank", "num_ep_ranks", "tp_rank", "num_tp_ranks"), call.ranks))
+    scoring_func = ScoringFunc(call.scoring_func)
+    return {**sizes, **ranks, "use_shared_as_routed": sizes["num_shared_experts"] > 0, "scoring_func": scoring_func}
 
 
 @op(
     "tk_moe::top2_sum_gate_out",
-    mutates=("unmapped_topk_idx", "topk_idx", "topk_weights"),
-    reference=_top2_sum_gate_reference,
+    mutates=("topk_idx", "topk_weights", "unmapped_topk_idx"),
+    reference="top2_sum_gate",
+    translate=_of_the_reference,
 )
 def _top2_sum_gate_out(
     logits: torch.Tensor,

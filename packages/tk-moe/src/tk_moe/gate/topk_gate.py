@@ -91,13 +91,7 @@ def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: T
     return topk_gate
 
 
-def _topk_gate_reference(scores: torch.Tensor, num_topk: int, out: torch.Tensor) -> None:
-    from tk_moe.reference.gate.topk_gate import topk_gate
-
-    out.copy_(topk_gate(scores, num_topk))
-
-
-@op("tk_moe::topk_gate_out", mutates=("out",), reference=_topk_gate_reference)
+@op("tk_moe::topk_gate_out", mutates=("out",), reference="topk_gate")
 def _topk_gate_out(scores: torch.Tensor, num_topk: int, out: torch.Tensor) -> None:
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:

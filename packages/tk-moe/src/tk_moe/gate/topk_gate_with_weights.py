@@ -150,30 +150,15 @@ def _topk_gate_with_weights_kernel(
     return topk_gate_with_weights
 
 
-def _topk_gate_with_weights_reference(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    scoring_func: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> None:
-    from tk_moe.reference.gate.topk_gate_with_weights import topk_gate_with_weights
-
-    values = topk_gate_with_weights(
-        *(logits, topk_idx.shape[1], ScoringFunc(scoring_func), bias, renormalize, routed_scaling_factor, mask),
-        topk_idx.dtype,
-    )
-    for out, value in zip((topk_idx, topk_weights), values, strict=True):
-        out.copy_(value)
-
-
 @op(
     "tk_moe::topk_gate_with_weights_out",
     mutates=("topk_idx", "topk_weights"),
-    reference=_topk_gate_with_weights_reference,
+    reference="topk_gate_with_weights",
+    translate=lambda call: {
+        "num_topk": call.topk_idx.shape[1],
+        "scoring_func": ScoringFunc(call.scoring_func),
+        "idx_dtype": call.topk_idx.dtype,
+    },
 )
 def _topk_gate_with_weights_out(
     logits: torch.Tensor,

@@ -91,13 +91,7 @@ def _topk_sum_kernel(
     return topk_sum_and_topk_group_idx
 
 
-def _topk_sum_reference(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int, out: torch.Tensor) -> None:
-    from tk_moe.reference.gate.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
-
-    out.copy_(topk_sum_and_topk_group_idx(scores, num_topk_sum, num_topk_groups))
-
-
-@op("tk_moe::topk_sum_and_topk_group_idx_out", mutates=("out",), reference=_topk_sum_reference)
+@op("tk_moe::topk_sum_and_topk_group_idx_out", mutates=("out",), reference="topk_sum_and_topk_group_idx")
 def _topk_sum_out(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int, out: torch.Tensor) -> None:
     num_tokens, num_groups, group_size = scores.shape
     if num_tokens == 0:

@@ -44,28 +44,15 @@ def _check_indices(topk_idx: torch.Tensor, num_experts: int) -> None:
 
 
 def _get_fused_mapping_reference(
-    topk_idx: torch.Tensor,
-    pos_to_expert: torch.Tensor,
-    pos_to_token: torch.Tensor,
-    pos_to_token_topk: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
-    expert_start: torch.Tensor,
-    expert_end: torch.Tensor,
-    num_tokens_per_expert: torch.Tensor,
-    expert_psum: torch.Tensor | None,
-    alignment: int,
-) -> None:
+    topk_idx: torch.Tensor, pos_to_expert: torch.Tensor, expert_start: torch.Tensor, alignment: int
+) -> tuple[torch.Tensor, ...]:
     from tk_moe.reference.mapping.get_fused_mapping import get_fused_mapping
 
     num_experts = expert_start.shape[0]
     if env.debug():
         _check_indices(topk_idx, num_experts)
     *values, _, psum = get_fused_mapping(topk_idx, num_experts, pos_to_expert.shape[0], alignment, True, with_psum=True)
-    outs = (pos_to_expert, pos_to_token, pos_to_token_topk, token_topk_to_pos)
-    for out, value in zip((*outs, expert_start, expert_end, num_tokens_per_expert), values, strict=True):
-        out.copy_(value)
-    if expert_psum is not None:
-        expert_psum.copy_(psum)
+    return *values, psum
 
 
 @op(

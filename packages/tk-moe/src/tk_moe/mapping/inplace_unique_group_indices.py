@@ -69,16 +69,10 @@ def _inplace_unique_group_indices_kernel(
     return inplace_unique_group_indices
 
 
-def _inplace_unique_group_indices_reference(group_indices: torch.Tensor, num_groups: int) -> None:
-    from tk_moe.reference.mapping.inplace_unique_group_indices import inplace_unique_group_indices
-
-    inplace_unique_group_indices(group_indices, num_groups)
-
-
 @op(
     "tk_moe::inplace_unique_group_indices_out",
     mutates=("group_indices",),
-    reference=_inplace_unique_group_indices_reference,
+    reference="inplace_unique_group_indices",
 )
 def _inplace_unique_group_indices_out(group_indices: torch.Tensor, num_groups: int) -> None:
     """Launch the kernel."""

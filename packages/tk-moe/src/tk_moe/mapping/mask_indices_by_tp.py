@@ -75,15 +75,7 @@ def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, config: MaskIndicesByTpCo
     return mask_indices_by_tp
 
 
-def _mask_indices_by_tp_reference(
-    indices: torch.Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int, out: torch.Tensor
-) -> None:
-    from tk_moe.reference.mapping.mask_indices_by_tp import mask_indices_by_tp
-
-    out.copy_(mask_indices_by_tp(indices, n, num_ep_ranks, tp_rank, num_tp_ranks))
-
-
-@op("tk_moe::mask_indices_by_tp_out", mutates=("out",), reference=_mask_indices_by_tp_reference)
+@op("tk_moe::mask_indices_by_tp_out", mutates=("out",), reference="mask_indices_by_tp")
 def _mask_indices_by_tp_out(
     indices: torch.Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int, out: torch.Tensor
 ) -> None:

@@ -135,21 +135,15 @@ def _reduce_fused_kernel(
     return reduce_fused
 
 
-def _reduce_fused_reference(
-    x: torch.Tensor,
-    row_sf: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    token_topk_to_pos: torch.Tensor,
-    sf: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    from tk_moe.reference.reduce.reduce_fused import reduce_fused
-
-    fp8_format = "e4m3" if out.dtype == torch.float8_e4m3fn else ""
-    reduce_fused(x if row_sf is None else (x, row_sf), topk_weights, token_topk_to_pos, fp8_format, sf, out)
-
-
-@op("tk_moe::reduce_fused_out", mutates=("out",), reference=_reduce_fused_reference)
+@op(
+    "tk_moe::reduce_fused_out",
+    mutates=("out",),
+    reference="reduce_fused",
+    translate=lambda call: {
+        "x": call.x if call.row_sf is None else (call.x, call.row_sf),
+        "fp8_format": "e4m3" if call.out.dtype == torch.float8_e4m3fn else "",
+    },
+)
 def _reduce_fused_out(
     x: torch.Tensor,
     row_sf: torch.Tensor | None,

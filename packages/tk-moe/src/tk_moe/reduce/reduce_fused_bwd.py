@@ -189,27 +189,10 @@ def _reduce_bwd_kernel(
     return reduce_fused_bwd
 
 
-def _reduce_fused_bwd_reference(
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    token_topk_to_pos: torch.Tensor,
-    pos_to_expert: torch.Tensor,
-    grad_x: torch.Tensor,
-    grad_topk_weights: torch.Tensor | None,
-) -> None:
-    from tk_moe.reference.reduce.reduce_fused_bwd import reduce_fused_bwd
-
-    values = reduce_fused_bwd(grad, x, topk_weights, token_topk_to_pos, pos_to_expert)
-    for out, value in zip((grad_x, grad_topk_weights), values, strict=True):
-        if out is not None and value is not None:
-            out.copy_(value)
-
-
 @op(
     "tk_moe::reduce_fused_bwd_out",
     mutates=("grad_x", "grad_topk_weights"),
-    reference=_reduce_fused_bwd_reference,
+    reference="reduce_fused_bwd",
 )
 def _reduce_fused_bwd_out(
     grad: torch.Tensor,

@@ -68,14 +68,12 @@ def _normalize_weight_kernel(num_topk: int, config: NormalizeWeightConfig, arch:
     return normalize_weight
 
 
-def _normalize_weight_reference(w: torch.Tensor, denominator: torch.Tensor, normalized: torch.Tensor) -> None:
-    from tk_moe.reference.weights.normalize_weight import normalize_weight
-
-    for out, value in zip((denominator, normalized), normalize_weight(w), strict=True):
-        out.copy_(value)
-
-
-@op("tk_moe::normalize_weight_out", mutates=("denominator", "normalized"), reference=_normalize_weight_reference)
+@op(
+    "tk_moe::normalize_weight_out",
+    mutates=("denominator", "normalized"),
+    reference="normalize_weight",
+    translate=lambda call: {"topk_weights": call.w},
+)
 def _normalize_weight_out(w: torch.Tensor, denominator: torch.Tensor, normalized: torch.Tensor) -> None:
     num_tokens, num_topk = w.shape
     if num_tokens == 0:

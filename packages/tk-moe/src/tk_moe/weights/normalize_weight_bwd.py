@@ -67,19 +67,7 @@ def _normalize_weight_bwd_kernel(
     return normalize_weight_bwd
 
 
-def _normalize_weight_bwd_reference(
-    grad_normalized: torch.Tensor,
-    grad_denominator: torch.Tensor | None,
-    denominator: torch.Tensor,
-    normalized: torch.Tensor,
-    grad_w: torch.Tensor,
-) -> None:
-    from tk_moe.reference.weights.normalize_weight_bwd import normalize_weight_bwd
-
-    grad_w.copy_(normalize_weight_bwd(grad_normalized, grad_denominator, denominator, normalized))
-
-
-@op("tk_moe::normalize_weight_bwd_out", mutates=("grad_w",), reference=_normalize_weight_bwd_reference)
+@op("tk_moe::normalize_weight_bwd_out", mutates=("grad_w",), reference="normalize_weight_bwd")
 def _normalize_weight_bwd_out(
     grad_normalized: torch.Tensor,
     grad_denominator: torch.Tensor | None,

@@ -201,22 +201,17 @@ def _cast_back_kernel(
     return cast_back
 
 
-def _cast_back_reference(
-    x: torch.Tensor,
-    x_sf: torch.Tensor,
-    tensor_sf: torch.Tensor | None,
-    out: torch.Tensor,
-    x_block_tokens: int,
-    x_block_channels: int,
-) -> None:
-    from tk_quant.reference.dequantize.cast_back import cast_back
-
-    fmt = "bf16" if out.dtype is torch.bfloat16 else "fp32"
-    special_fmt = "e5m6" if x.dtype is torch.uint8 else None
-    out.copy_(cast_back((x, x_sf), fmt, (x_block_tokens, x_block_channels), special_fmt, tensor_sf=tensor_sf))
-
-
-@op("tk_quant::cast_back_out", mutates=("out",), reference=_cast_back_reference)
+@op(
+    "tk_quant::cast_back_out",
+    mutates=("out",),
+    reference="cast_back",
+    translate=lambda call: {
+        "x": (call.x, call.x_sf),
+        "fmt": "bf16" if call.out.dtype is torch.bfloat16 else "fp32",
+        "x_block_size": (call.x_block_tokens, call.x_block_channels),
+        "x_special_fmt": "e5m6" if call.x.dtype is torch.uint8 else None,
+    },
+)
 def _cast_back_out(
     x: torch.Tensor,
     x_sf: torch.Tensor,

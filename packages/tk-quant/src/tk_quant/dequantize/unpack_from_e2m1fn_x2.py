@@ -86,13 +86,12 @@ def _unpack_kernel(ndim: int, out_dtype: torch.dtype, config: UnpackConfig, arch
     return unpack_from_e2m1fn_x2
 
 
-def _unpack_reference(x: torch.Tensor, out: torch.Tensor) -> None:
-    from tk_quant.reference.dequantize.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2
-
-    out.copy_(unpack_from_e2m1fn_x2(x, out.dtype))
-
-
-@op("tk_quant::unpack_from_e2m1fn_x2_out", mutates=("out",), reference=_unpack_reference)
+@op(
+    "tk_quant::unpack_from_e2m1fn_x2_out",
+    mutates=("out",),
+    reference="unpack_from_e2m1fn_x2",
+    translate=lambda call: {"out_dtype": call.out.dtype},
+)
 def _unpack_out(x: torch.Tensor, out: torch.Tensor) -> None:
     if out.numel() == 0:
         return

@@ -23,6 +23,17 @@ def layout_of(sf: torch.Tensor) -> ScaleLayout:
     return ScaleLayout.PACKED_UE8M0 if sf.dtype is torch.int32 else ScaleLayout.COL_MAJOR
 
 
+def flags_of(sf: torch.Tensor) -> dict[str, bool]:
+    """The flags that make a reference's sf of the same layout; one in columns has the values of one in rows."""
+    layout = layout_of(sf)
+    packed = layout is ScaleLayout.PACKED_UE8M0
+    return {
+        "use_tma_aligned_col_major_sf": packed,
+        "use_packed_ue8m0": packed,
+        "use_swizzled_sf": layout is ScaleLayout.SWIZZLED,
+    }
+
+
 @dataclass(frozen=True)
 class CastInput:
     """x of a cast: a plain tensor, or data and scale factors."""

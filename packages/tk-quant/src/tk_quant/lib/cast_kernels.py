@@ -27,7 +27,7 @@ from tk_core.scales import ScaleLayout
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_elements import cast_elements_kernel
-from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, layout_of
+from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, flags_of, layout_of
 from tk_quant.lib.cast_narrow_blocks import cast_narrow_blocks_kernel
 from tk_quant.lib.cast_to_e2m1 import PieceConfig, cast_to_e2m1_kernel, casts_codes
 from tk_quant.lib.outputs import for_vectors
@@ -149,38 +149,18 @@ def cast_by_sf_kernel(
     return cast_by_sf
 
 
-def _reference(
-    x: torch.Tensor,
-    x_sf: torch.Tensor | None,
-    given_sf: torch.Tensor | None,
-    tensor_sf: torch.Tensor | None,
-    data: torch.Tensor | None,
-    sf: torch.Tensor | None,
-    fmt: str,
-    block_tokens: int,
-    block_channels: int,
-    x_block_tokens: int,
-    x_block_channels: int,
-    round_sf: bool,
-) -> None:
-    from tk_quant.reference.lib.cast import cast, cast_sf_only
-
-    values = x if x_sf is None else (x, x_sf)
-    block_size, x_block_size = (block_tokens, block_channels), (x_block_tokens, x_block_channels)
-    if sf is None:
-        data.copy_(cast(values, fmt, block_size, given_sf, x_block_size))
-        return
-    packed, swizzled = sf.dtype is torch.int32, sf.ndim == 5
-    flags = (x_block_size, round_sf, packed, packed)
-    if data is None:
-        sf.copy_(cast_sf_only(values, fmt, block_size, *flags, use_swizzled_sf=swizzled, tensor_sf=tensor_sf))
-        return
-    new_data, new_sf = cast(values, fmt, block_size, None, *flags, use_swizzled_sf=swizzled, tensor_sf=tensor_sf)
-    data.copy_(new_data)
-    sf.copy_(new_sf)
-
-
-@op("tk_quant::cast_out", mutates=("data", "sf"), reference=_reference)
+@op(
+    "tk_quant::cast_out",
+    mutates=("data", "sf"),
+    reference="lib.cast.cast",
+    translate=lambda call: {
+        "x": call.x if call.x_sf is None else (call.x, call.x_sf),
+        "sf": call.given_sf,
+        "block_size": (call.block_tokens, call.block_channels),
+        "x_block_size": (call.x_block_tokens, call.x_block_channels),
+        **({} if call.sf is None else flags_of(call.sf)),
+    },
+)
 def cast_out(
     x: torch.Tensor,
     x_sf: torch.Tensor | None,

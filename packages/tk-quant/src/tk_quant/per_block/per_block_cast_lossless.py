@@ -204,26 +204,18 @@ def _lossless_kernel(
     return per_block_cast_lossless
 
 
-def _lossless_reference(
-    x: torch.Tensor,
-    x_sf: torch.Tensor,
-    out: torch.Tensor,
-    sf: torch.Tensor,
-    x_block_tokens: int,
-    x_block_channels: int,
-    out_block_tokens: int,
-    out_block_channels: int,
-) -> None:
-    from tk_quant.reference.per_block.per_block_cast_lossless import per_block_cast_lossless
-
-    packed = sf.dtype is torch.int32
-    blocks = (x_block_tokens, x_block_channels), (out_block_tokens, out_block_channels)
-    new_out, new_sf = per_block_cast_lossless((x, x_sf), "e4m3", *blocks, packed, packed, packed)
-    out.copy_(new_out)
-    sf.copy_(new_sf)
-
-
-@op("tk_quant::per_block_cast_lossless_out", mutates=("out", "sf"), reference=_lossless_reference)
+@op(
+    "tk_quant::per_block_cast_lossless_out",
+    mutates=("out", "sf"),
+    reference="per_block_cast_lossless",
+    translate=lambda call: {
+        "x": (call.x, call.x_sf),
+        "fmt": "e4m3",
+        "x_block_size": (call.x_block_tokens, call.x_block_channels),
+        "out_block_size": (call.out_block_tokens, call.out_block_channels),
+        **dict.fromkeys(("use_tma_aligned_col_major_sf", "round_sf", "use_packed_ue8m0"), call.sf.dtype is torch.int32),
+    },
+)
 def _lossless_out(
     x: torch.Tensor,
     x_sf: torch.Tensor,

@@ -98,17 +98,12 @@ def _per_channel_cast_kernel(
     return per_channel_cast
 
 
-def _reference(
-    x: torch.Tensor, pos_to_token: torch.Tensor | None, out: torch.Tensor, sf: torch.Tensor, round_sf: bool
-) -> None:
-    from tk_quant.reference.per_channel.per_channel_cast_fused import per_channel_cast_fused
-
-    new_out, new_sf = per_channel_cast_fused(x, "e4m3", TILE_ROWS, round_sf, pos_to_token=pos_to_token)
-    out.copy_(new_out)
-    sf.copy_(new_sf)
-
-
-@op("tk_quant::per_channel_cast_out", mutates=("out", "sf"), reference=_reference)
+@op(
+    "tk_quant::per_channel_cast_out",
+    mutates=("out", "sf"),
+    reference="per_channel.per_channel_cast_fused.per_channel_cast_fused",
+    translate=lambda call: {"fmt": "e4m3", "num_per_tokens": TILE_ROWS},
+)
 def per_channel_cast_out(
     x: torch.Tensor, pos_to_token: torch.Tensor | None, out: torch.Tensor, sf: torch.Tensor, round_sf: bool
 ) -> None:

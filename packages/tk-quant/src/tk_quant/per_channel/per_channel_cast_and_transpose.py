@@ -103,15 +103,12 @@ def _per_channel_cast_and_transpose_kernel(
     return per_channel_cast_and_transpose
 
 
-def _reference(x: torch.Tensor, out: torch.Tensor, sf: torch.Tensor, num_per_tokens: int, round_sf: bool) -> None:
-    from tk_quant.reference.per_channel.per_channel_cast_and_transpose import per_channel_cast_and_transpose as whole
-
-    new_out, new_sf = whole(x, "e4m3", num_per_tokens, round_sf)
-    out.copy_(new_out)
-    sf.copy_(new_sf)
-
-
-@op("tk_quant::per_channel_cast_and_transpose_out", mutates=("out", "sf"), reference=_reference)
+@op(
+    "tk_quant::per_channel_cast_and_transpose_out",
+    mutates=("out", "sf"),
+    reference="per_channel_cast_and_transpose",
+    translate=lambda call: {"fmt": "e4m3"},
+)
 def _per_channel_cast_and_transpose_out(
     x: torch.Tensor, out: torch.Tensor, sf: torch.Tensor, num_per_tokens: int, round_sf: bool
 ) -> None:

@@ -121,22 +121,17 @@ def _per_channel_recast_kernel(
     return per_channel_recast
 
 
-def _reference(
-    x: torch.Tensor,
-    x_sf: torch.Tensor,
-    pos_to_token: torch.Tensor | None,
-    out: torch.Tensor,
-    sf: torch.Tensor,
-    round_sf: bool,
-) -> None:
-    from tk_quant.reference.per_channel.per_channel_cast_fused import per_channel_cast_fused as whole
-
-    new_out, new_sf = whole((x, x_sf), "e4m3", TILE_ROWS, round_sf, _GROUP, pos_to_token)
-    out.copy_(new_out)
-    sf.copy_(new_sf)
-
-
-@op("tk_quant::per_channel_recast_out", mutates=("out", "sf"), reference=_reference)
+@op(
+    "tk_quant::per_channel_recast_out",
+    mutates=("out", "sf"),
+    reference="per_channel_cast_fused",
+    translate=lambda call: {
+        "x": (call.x, call.x_sf),
+        "fmt": "e4m3",
+        "num_per_tokens": TILE_ROWS,
+        "num_per_channels": _GROUP,
+    },
+)
 def _per_channel_recast_out(
     x: torch.Tensor,
     x_sf: torch.Tensor,

@@ -265,31 +265,16 @@ def _per_token_and_channel_cast_kernel(
     return per_token_and_channel_cast
 
 
-def _reference(
-    x: torch.Tensor,
-    token_data: torch.Tensor,
-    token_sf: torch.Tensor,
-    channel_data: torch.Tensor,
-    channel_sf: torch.Tensor,
-    num_per_channels: int,
-    num_per_tokens: int,
-    round_sf: bool,
-    transpose: bool,
-    col_major: bool,
-) -> None:
-    from tk_quant.reference.per_channel.per_token_and_channel_cast import per_token_and_channel_cast as whole
-
-    packed = token_sf.dtype is torch.int32
-    groups = (num_per_channels, num_per_tokens)
-    by_token, by_channel = whole(x, "e4m3", *groups, round_sf, transpose, col_major, packed)
-    for out, result in zip((token_data, token_sf, channel_data, channel_sf), (*by_token, *by_channel)):
-        out.copy_(result)
-
-
 @op(
     "tk_quant::per_token_and_channel_cast_out",
     mutates=("token_data", "token_sf", "channel_data", "channel_sf"),
-    reference=_reference,
+    reference="per_token_and_channel_cast",
+    translate=lambda call: {
+        "fmt": "e4m3",
+        "transpose_channel_data": call.transpose,
+        "use_tma_aligned_col_major_sf": call.col_major,
+        "use_packed_ue8m0": call.token_sf.dtype is torch.int32,
+    },
 )
 def _per_token_and_channel_cast_out(
     x: torch.Tensor,

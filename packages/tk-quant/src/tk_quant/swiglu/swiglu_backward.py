@@ -164,35 +164,15 @@ def _swiglu_backward_kernel(
     return swiglu_backward
 
 
-def _reference(
-    x: Tensor,
-    grad_out: Tensor,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    token_topk_to_pos: Tensor | None,
-    pos_to_expert: Tensor | None,
-    x_grad: Tensor,
-    weight_grad: Tensor | None,
-    out: Tensor | None,
-    swiglu_clamp_value: float | None,
-) -> None:
-    from tk_quant.reference.swiglu.swiglu_backward import swiglu_backward
-
-    values = swiglu_backward(
-        *(x, grad_out, swiglu_clamp_value),
-        fmt="fp32" if x_grad.dtype is torch.float32 else "bf16",
-        pos_to_token_topk=pos_to_token_topk,
-        topk_weights=topk_weights,
-        token_topk_to_pos=token_topk_to_pos,
-        pos_to_expert=pos_to_expert,
-        with_out=out is not None,
-    )
-    for written, value in zip((out, x_grad, weight_grad), values, strict=True):
-        if written is not None and value is not None:
-            written.copy_(value)
-
-
-@op("tk_quant::swiglu_backward_out", mutates=("x_grad", "weight_grad", "out"), reference=_reference)
+@op(
+    "tk_quant::swiglu_backward_out",
+    mutates=("out", "x_grad", "weight_grad"),
+    reference="swiglu_backward",
+    translate=lambda call: {
+        "fmt": "fp32" if call.x_grad.dtype is torch.float32 else "bf16",
+        "with_out": call.out is not None,
+    },
+)
 def _swiglu_backward_out(
     x: Tensor,
     grad_out: Tensor,

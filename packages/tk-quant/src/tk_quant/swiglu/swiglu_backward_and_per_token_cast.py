@@ -38,39 +38,11 @@ _GROUPS = (32, 128)
 _MAX_PAIRS = 2**31 - 2**10
 
 
-def _reference(
-    data: torch.Tensor,
-    sf: torch.Tensor,
-    grad_out: torch.Tensor,
-    weight: torch.Tensor,
-    pos_to_token_topk: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
-    out: torch.Tensor,
-    x_grad_data: torch.Tensor,
-    x_grad_sf: torch.Tensor,
-    x_grad: torch.Tensor,
-    weight_grad: torch.Tensor,
-    num_per_channels: int,
-    round_sf: bool,
-    swiglu_clamp_value: float | None,
-) -> None:
-    from tk_quant.reference.swiglu.swiglu_backward_and_per_token_cast import swiglu_backward_and_per_token_cast as whole
-
-    new_out, (new_data, new_sf), new_x_grad, new_weight_grad = whole(
-        (data, sf),
-        *(grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels, round_sf, swiglu_clamp_value),
-    )
-    out.copy_(new_out)
-    x_grad_data.copy_(new_data)
-    x_grad_sf.copy_(new_sf)
-    x_grad.copy_(new_x_grad)
-    weight_grad.copy_(new_weight_grad)
-
-
 @op(
     "tk_quant::swiglu_backward_and_per_token_cast_out",
     mutates=("out", "x_grad_data", "x_grad_sf", "x_grad", "weight_grad"),
-    reference=_reference,
+    reference="swiglu_backward_and_per_token_cast",
+    translate=lambda call: {"x": (call.data, call.sf)},
 )
 def _swiglu_backward_and_per_token_cast_out(
     data: torch.Tensor,

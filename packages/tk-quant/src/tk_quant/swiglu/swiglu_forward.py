@@ -142,30 +142,12 @@ def _swiglu_forward_kernel(
     return swiglu_forward
 
 
-def _reference(
-    x: Tensor,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    pos_to_expert: Tensor | None,
-    out: Tensor,
-    clamped_count: Tensor | None,
-    swiglu_clamp_value: float | None,
-) -> None:
-    from tk_quant.reference.swiglu.swiglu_forward import swiglu_forward
-
-    out.copy_(
-        swiglu_forward(
-            *(x, swiglu_clamp_value),
-            fmt="fp32" if out.dtype is torch.float32 else "bf16",
-            pos_to_token_topk=pos_to_token_topk,
-            topk_weights=topk_weights,
-            pos_to_expert=pos_to_expert,
-            clamped_count=clamped_count,
-        )
-    )
-
-
-@op("tk_quant::swiglu_forward_out", mutates=("out", "clamped_count"), reference=_reference)
+@op(
+    "tk_quant::swiglu_forward_out",
+    mutates=("out", "clamped_count"),
+    reference="swiglu_forward",
+    translate=lambda call: {"fmt": "fp32" if call.out.dtype is torch.float32 else "bf16"},
+)
 def _swiglu_forward_out(
     x: Tensor,
     pos_to_token_topk: Tensor | None,

@@ -176,28 +176,11 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
     return swiglu_forward_and_per_channel_cast_and_transpose
 
 
-def _reference(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    sf: torch.Tensor,
-    num_per_tokens: int,
-    round_sf: bool,
-    without_transpose: bool,
-    swiglu_clamp_value: float | None,
-) -> None:
-    from tk_quant.reference.swiglu.swiglu_forward_and_per_channel_cast_and_transpose import (
-        swiglu_forward_and_per_channel_cast_and_transpose as whole,
-    )
-
-    new_out, new_sf = whole(x, "e4m3", num_per_tokens, round_sf, without_transpose, swiglu_clamp_value)
-    out.copy_(new_out)
-    sf.copy_(new_sf)
-
-
 @op(
     "tk_quant::swiglu_forward_and_per_channel_cast_and_transpose_out",
     mutates=("out", "sf"),
-    reference=_reference,
+    reference="swiglu_forward_and_per_channel_cast_and_transpose",
+    translate=lambda call: {"fmt": "e4m3"},
 )
 def _swiglu_forward_and_per_channel_cast_and_transpose_out(
     x: torch.Tensor,

@@ -31,7 +31,7 @@ from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
-from tk_quant.lib.cast_formats import CastInput, CastScales, layout_of
+from tk_quant.lib.cast_formats import CastInput, CastScales, flags_of, layout_of
 from tk_quant.lib.clamp import check_clamp_value
 from tk_quant.lib.quantize import BITS, LIMITS
 from tk_quant.lib.swiglu_forward_and_per_token_cast_kernel import (
@@ -50,35 +50,12 @@ _LEAST_NORMAL = 2.0**-126
 _LARGEST = (2 - 2.0**-23) * 2.0**127
 
 
-def _reference(
-    x: torch.Tensor,
-    pos_to_token_topk: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    pos_to_expert: torch.Tensor | None,
-    data: torch.Tensor,
-    sf: torch.Tensor,
-    clamped_count: torch.Tensor | None,
-    fmt: str,
-    num_per_channels: int,
-    round_sf: bool,
-    swiglu_clamp_value: float | None,
-    sf_clamp_min: float | None,
-) -> None:
-    from tk_quant.reference.swiglu.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
-
-    layout = layout_of(sf)
-    packed = layout is ScaleLayout.PACKED_UE8M0
-    swizzled = layout is ScaleLayout.SWIZZLED
-    new_data, new_sf = swiglu_forward_and_per_token_cast(
-        *(x, fmt, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert, packed, round_sf, packed),
-        *(swiglu_clamp_value, clamped_count, sf_clamp_min),
-        use_swizzled_sf=swizzled,
-    )
-    data.copy_(new_data)
-    sf.copy_(new_sf)
-
-
-@op("tk_quant::swiglu_forward_and_per_token_cast_out", mutates=("data", "sf", "clamped_count"), reference=_reference)
+@op(
+    "tk_quant::swiglu_forward_and_per_token_cast_out",
+    mutates=("data", "sf", "clamped_count"),
+    reference="swiglu_forward_and_per_token_cast",
+    translate=lambda call: flags_of(call.sf),
+)
 def _swiglu_forward_and_per_token_cast_out(
     x: torch.Tensor,
     pos_to_token_topk: torch.Tensor | None,
