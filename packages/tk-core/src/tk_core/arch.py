@@ -51,6 +51,10 @@ class Arch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", {"kind": "cuda", "arch": self.name})
 
+    def shared_memory_each(self, blocks: int) -> int:
+        """Bytes of shared memory for each of so many thread blocks on a multiprocessor; the system takes 1 KiB more."""
+        return (self.max_shared_memory + _KIB) // blocks - _KIB
+
     def __repr__(self) -> str:
         return self.name
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tk_core import env
+
 Layout = Literal["contiguous", "rows", "any"]
 _LARGEST = torch.finfo(torch.float32).max
 Shape = tuple[str | int | EllipsisType, ...]
@@ -140,6 +142,19 @@ def in_range(name: str, value: int, low: int, high: int) -> None:
     integer(name, value)
     if not low <= value <= high:
         raise ValueError(f"{name}: expected {low} to {high}, got {value}")
+
+
+def reads_data(x: Tensor) -> bool:
+    """Whether to check what x contains: TK_DEBUG asks for it, and this is neither torch.compile nor a meta tensor."""
+    return not torch.compiler.is_compiling() and env.debug() and not x.is_meta
+
+
+def below(name: str, indices: Tensor, bound: int, expected: str) -> None:
+    """Raise ValueError unless all indices are below `bound`, if `reads_data`, and no stream is being captured."""
+    # A stream that is being captured can't be waited for.
+    if reads_data(indices) and indices.numel() and not (indices.is_cuda and torch.cuda.is_current_stream_capturing()):
+        highest = int(indices.max())
+        require(highest < bound, name, expected, highest)
 
 
 def row_alignment(x: Tensor) -> int:

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 import tk_moe as moe
 from tk_core.math import align, ceil_div
@@ -70,7 +71,7 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _training(profile, num_tokens)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -105,11 +106,9 @@ def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _top2_sum_gates(profile, scores, bias, mask)
 
 
-def _top2_sum_gates(
-    profile: Profile, logits: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None
-) -> Iterator[Call]:
+def _top2_sum_gates(profile: Profile, logits: Tensor, bias: Tensor, mask: Tensor | None) -> Iterator[Call]:
     num_tokens = logits.shape[0]
-    fixed: list[dict[str, torch.Tensor]] = [{}]
+    fixed: list[dict[str, Tensor]] = [{}]
     if profile.fixed_routing:
         unmapped = {"unmapped_topk_idx": _empty(num_tokens, profile.num_topk, dtype=torch.int64)}
         fixed += [unmapped, {**unmapped, "fix_routing_mask": _empty(num_tokens, dtype=torch.bool)}]
@@ -160,7 +159,7 @@ def _indices(profile: Profile, num_tokens: int) -> Iterator[Call]:
             yield moe.mask_indices_by_tp, {"indices": idx, "n": num_experts, **ranks}
 
 
-def _maps(profile: Profile, num_tokens: int) -> Iterator[dict[str, torch.Tensor]]:
+def _maps(profile: Profile, num_tokens: int) -> Iterator[dict[str, Tensor]]:
     """The maps between tokens and rows, with the fewest rows that there can be and with the most."""
     num_pairs = num_tokens * profile.num_topk
     token_topk_to_pos = _empty(num_tokens, profile.num_topk, dtype=torch.int32)
@@ -186,9 +185,7 @@ def _rows(profile: Profile, num_tokens: int) -> Iterator[Call]:
             yield moe.reduce_fused, {"x": x, **arguments}
 
 
-def _quantized_rows(
-    profile: Profile, num_tokens: int, row_format: str, maps: dict[str, torch.Tensor]
-) -> Iterator[Call]:
+def _quantized_rows(profile: Profile, num_tokens: int, row_format: str, maps: dict[str, Tensor]) -> Iterator[Call]:
     if row_format == "e4m3":
         data = _empty(num_tokens, profile.hidden, dtype=torch.float8_e4m3fn)
     else:

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 import tk_quant as quant
 from tk_core.math import align, ceil_div
@@ -85,7 +86,7 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             yield from _plain_swiglu_training(profile, hidden, num_tokens)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -112,7 +113,7 @@ def _token_options(form: Format, layout: str) -> dict[str, Any]:
     return {**flags, "tensor_sf": _empty(1)} if form.tensor_sf else flags
 
 
-def _data(fmt: str, num_rows: int, width: int) -> torch.Tensor:
+def _data(fmt: str, num_rows: int, width: int) -> Tensor:
     if fmt == "e4m3":
         return _empty(num_rows, width, dtype=torch.float8_e4m3fn)
     if fmt == "e2m1":

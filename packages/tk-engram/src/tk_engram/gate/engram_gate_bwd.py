@@ -97,9 +97,7 @@ class EngramGateBwdConfig:
                 continue
             for shared_weights, num_stages in product(range(mhc_mult, -1, -1), (3, 2)):
                 config = EngramGateBwdConfig(threads, num_stages, shared_weights, shares_v_grads, min_blocks)
-                # The system takes 1 KiB for each thread block.
-                room = (arch.max_shared_memory + 1024) // min_blocks - 1024
-                if config.shared_bytes(mhc_mult, hidden) <= room:
+                if config.shared_bytes(mhc_mult, hidden) <= arch.shared_memory_each(min_blocks):
                     return config
         return None
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
@@ -182,7 +182,7 @@ def ngram_windows(
         check.require(num_sequences >= fewest, "cu_seqlens", f"at least {fewest + 1} elements", num_bounds)
     if history is not None:
         check.tensor("history", history, (torch.int32,), (num_sequences, N - 1), device=device)
-    if cu_seqlens is not None and not torch.compiler.is_compiling() and env.debug() and not cu_seqlens.is_meta:
+    if cu_seqlens is not None and check.reads_data(cu_seqlens):
         _check_bounds(cu_seqlens, num_tokens)
     out = token_ids.new_empty((num_tokens, N))
     _ngram_windows_out(token_ids, cu_seqlens, history, pad_id, block_id, out)

@@ -59,8 +59,7 @@ class ConvRowsConfig:
         row = RowThreads.best(hidden)
         max_batch = 2 if row.threads > 448 or arch.sm >= 100 else 4
         min_blocks = max(1, 512 // row.threads)
-        # The system takes 1 KiB for each thread block.
-        room = (arch.max_shared_memory + 1024) // min_blocks - 1024
+        room = arch.shared_memory_each(min_blocks)
         for batch, ahead in product(range(max_batch, 0, -1), (2, 1)):
             config = ConvRowsConfig(row, batch, ahead, min_blocks)
             if config.shared_bytes(has_residual) <= room:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 
 
 def check_indices(indices: Tensor, num_rows: int, device: torch.device | None = None) -> tuple[int, int]:
@@ -12,9 +12,7 @@ def check_indices(indices: Tensor, num_rows: int, device: torch.device | None = 
     With TK_DEBUG an index of num_rows or more is a ValueError, which costs a synchronization.
     """
     num_tokens, num_columns = check.tensor("indices", indices, (torch.int32,), ("T", "C"), device=device)
-    if not torch.compiler.is_compiling() and env.debug() and indices.device.type != "meta" and indices.numel():
-        largest = int(indices.max())
-        check.require(largest < num_rows, "indices", f"indices below {num_rows}, the rows of the table", largest)
+    check.below("indices", indices, num_rows, f"indices below {num_rows}, the rows of the table")
     return num_tokens, num_columns
 
 

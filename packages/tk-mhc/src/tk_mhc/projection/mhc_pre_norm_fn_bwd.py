@@ -104,8 +104,7 @@ class MhcPreNormFnBwdConfig:
         num_ranges = max(1, min(32, 132 * blocks_per_sm * block_channels // width))
         for num_stages in (3, 2, 1):
             config = MhcPreNormFnBwdConfig(block_channels, num_ranges, num_stages, threads, blocks_per_sm)
-            # Of each block's share the system takes 1 KiB, and barriers, with what aligns the tiles, another.
-            room = (arch.max_shared_memory + 1024) // blocks_per_sm - 2048
+            room = arch.shared_memory_each(blocks_per_sm) - 1024  # for barriers, and what aligns the tiles
             if arch.has_tma and config.shared_bytes(num_rows, has_d_residual) <= room:
                 return config
         return MhcPreNormFnBwdConfig(block_channels, num_ranges, 0, threads, blocks_per_sm)

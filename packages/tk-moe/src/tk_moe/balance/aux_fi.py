@@ -7,21 +7,22 @@ expert where the load is even. The kernel is that of `group_count`, whose counts
 """
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.balance.group_count import MAX_GROUPS, MAX_TOPK, check_indices, check_pairs, launch_group_count
+from tk_moe.balance.group_count import MAX_GROUPS, MAX_TOPK, check_pairs, launch_group_count
 
 
 @op("tk_moe::aux_fi_out", mutates=("fi",), reference="aux_fi", translate=lambda call: {"num_experts": call.fi.shape[0]})
-def _aux_fi_out(topk_idx: torch.Tensor, num_aux_topk: int, fi: torch.Tensor) -> None:
+def _aux_fi_out(topk_idx: Tensor, num_aux_topk: int, fi: Tensor) -> None:
     """Launch."""
     launch_group_count(topk_idx, num_aux_topk, fi)
 
 
 @replayable
-def aux_fi(topk_idx: torch.Tensor, num_experts: int, num_aux_topk: int) -> torch.Tensor:
+def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
     """Share of each expert in the choices of all tokens, times the number of experts.
 
     fi[e] = float32(count[e] · num_experts) / float32(num_tokens · num_aux_topk). Names and formula are those of
@@ -43,7 +44,7 @@ def aux_fi(topk_idx: torch.Tensor, num_experts: int, num_aux_topk: int) -> torch
     check_pairs("topk_idx", topk_idx)
     check.in_range("num_experts", num_experts, 1, MAX_GROUPS)
     check.in_range("num_aux_topk", num_aux_topk, 1, MAX_TOPK)
-    check_indices("topk_idx", topk_idx, "num_experts", num_experts)
+    check.below("topk_idx", topk_idx, num_experts, f"indices below num_experts = {num_experts}")
     fi = topk_idx.new_empty((num_experts,), dtype=torch.float32)
     _aux_fi_out(topk_idx, num_aux_topk, fi)
     return fi

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -177,7 +178,7 @@ def _aux_loss_bwd_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) ->
 
 
 @op("tk_moe::aux_loss_out", mutates=("loss",), reference="aux_loss")
-def _aux_loss_out(scores: torch.Tensor, fi: torch.Tensor, alpha: float, loss: torch.Tensor) -> None:
+def _aux_loss_out(scores: Tensor, fi: Tensor, alpha: float, loss: Tensor) -> None:
     """Launch."""
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:
@@ -191,9 +192,7 @@ def _aux_loss_out(scores: torch.Tensor, fi: torch.Tensor, alpha: float, loss: to
 
 
 @op("tk_moe::aux_loss_bwd_out", mutates=("grad_scores",), reference="aux_loss_bwd")
-def _aux_loss_bwd_out(
-    scores: torch.Tensor, fi: torch.Tensor, grad_loss: torch.Tensor, alpha: float, grad_scores: torch.Tensor
-) -> None:
+def _aux_loss_bwd_out(scores: Tensor, fi: Tensor, grad_loss: Tensor, alpha: float, grad_scores: Tensor) -> None:
     """Launch."""
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:
@@ -206,7 +205,7 @@ def _aux_loss_bwd_out(
         grad_scores.copy_(written)
 
 
-def _check_arguments(scores: torch.Tensor, fi: torch.Tensor, alpha: float) -> None:
+def _check_arguments(scores: Tensor, fi: Tensor, alpha: float) -> None:
     num_tokens, num_experts = check.tensor("scores", scores, (torch.float32,), ("num_tokens", "num_experts"))
     check.in_range("num_experts (columns of scores)", num_experts, 1, MAX_EXPERTS)
     check.in_range("num_tokens (rows of scores)", num_tokens, 0, MAX_TOKENS)
@@ -215,7 +214,7 @@ def _check_arguments(scores: torch.Tensor, fi: torch.Tensor, alpha: float) -> No
 
 
 @replayable
-def aux_loss(scores: torch.Tensor, fi: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+def aux_loss(scores: Tensor, fi: Tensor, alpha: float = 1.0) -> Tensor:
     """Auxiliary loss that evens out the experts' load: alpha · Σ_e fi[e] · P[e].
 
     P[e] is the mean over tokens of scores[t, e] / (1e-20 + Σ_e scores[t, e]). With fi = aux_fi(topk_idx, num_experts,
@@ -243,7 +242,7 @@ def aux_loss(scores: torch.Tensor, fi: torch.Tensor, alpha: float = 1.0) -> torc
 
 
 @replayable
-def aux_loss_bwd(grad_loss: torch.Tensor, scores: torch.Tensor, fi: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+def aux_loss_bwd(grad_loss: Tensor, scores: Tensor, fi: Tensor, alpha: float = 1.0) -> Tensor:
     """Gradient of `aux_loss` by scores; fi counts as a constant.
 
     grad_scores[t, e] = grad_loss · (alpha / num_tokens) · (fi[e] - part[t]) / (1e-20 + Σ_e scores[t, e]), where

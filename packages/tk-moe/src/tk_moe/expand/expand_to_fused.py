@@ -28,8 +28,9 @@ takes a row, and one store of a warp writes 32 rows of a column.
 """
 
 import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_device_num_sms
@@ -37,6 +38,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
 from tk_core.views import aligned
+from tk_moe.lib.check_maps import check_each_once, check_experts, check_positions
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
 from tk_moe.lib.expand_to_fused_gathered_kernel import GatherConfig, expand_gathered_kernel
 from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, vector_of
@@ -53,15 +55,13 @@ _NATIVE_DTYPES = frozenset(
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def _as_carrier(x: torch.Tensor) -> torch.Tensor:
+def _as_carrier(x: Tensor) -> Tensor:
     """x itself in a dtype that kernels take, else its bytes."""
     return x if x.dtype in _NATIVE_DTYPES else x.view(_CARRIERS[x.dtype.itemsize])
 
 
 @op("tk_moe::expand_to_fused_out", mutates=("out",), reference="expand_to_fused")
-def _expand_to_fused_out(
-    x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor, out: torch.Tensor
-) -> None:
+def _expand_to_fused_out(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, out: Tensor) -> None:
     """Launch."""
     if out.numel() == 0:
         return
@@ -84,8 +84,8 @@ def _expand_to_fused_out(
 
 
 def _expand_with_sf_reference(
-    x: torch.Tensor, sf: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, sf: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor
+) -> tuple[Tensor, Tensor]:
     from tk_moe.reference.expand.expand_to_fused import expand_to_fused
 
     return tuple(expand_to_fused(rows, token_topk_to_pos, pos_to_expert) for rows in (x, sf))
@@ -93,12 +93,7 @@ def _expand_with_sf_reference(
 
 @op("tk_moe::expand_to_fused_with_sf_out", mutates=("out", "out_sf"), reference=_expand_with_sf_reference)
 def _expand_to_fused_with_sf_out(
-    x: torch.Tensor,
-    sf: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
-    pos_to_expert: torch.Tensor,
-    out: torch.Tensor,
-    out_sf: torch.Tensor,
+    x: Tensor, sf: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, out: Tensor, out_sf: Tensor
 ) -> None:
     """Launch."""
     if out.numel() == 0:
@@ -122,23 +117,8 @@ def _expand_to_fused_with_sf_out(
         out.view(written.dtype).copy_(written)
 
 
-def check_maps(token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> None:
-    """With TK_DEBUG: raise unless the positions are exactly the rows that belong to an expert, each once."""
-    if pos_to_expert.is_meta:
-        return
-    num_expanded_tokens = pos_to_expert.shape[0]
-    positions = token_topk_to_pos[token_topk_to_pos >= 0].long()
-    high = int(positions.max()) if positions.numel() else -1
-    check.require(high < num_expanded_tokens, "token_topk_to_pos", f"positions below {num_expanded_tokens}", high)
-    wrong = torch.bincount(positions, minlength=num_expanded_tokens) != (pos_to_expert >= 0)
-    where = wrong.nonzero().flatten()[:4].tolist()
-    check.require(
-        not where, "token_topk_to_pos", "each row with pos_to_expert >= 0 once and no other", f"else at rows {where}"
-    )
-
-
 @replayable
-def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor) -> torch.Tensor:
+def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:
     """Copy each token's row to its positions in the experts' segments; padding rows become zero.
 
     Args:
@@ -155,19 +135,13 @@ def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_exp
         TypeError: x is wider than 4 bytes an element, or a map is not int32.
         ValueError: a shape, stride or device does not fit.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype.itemsize > 4:
+    if not isinstance(x, Tensor) or x.dtype.itemsize > 4:
         check.require_type(False, "x", "a torch.Tensor with 1 to 4 bytes an element", getattr(x, "dtype", type(x)))
     num_tokens, hidden = check.tensor("x", x, (x.dtype,), ("num_tokens", "hidden"))
     device = x.device
-    _, num_topk = check.tensor(
-        "token_topk_to_pos", token_topk_to_pos, (torch.int32,), (num_tokens, "num_topk"), device=device
-    )
-    check.require(num_topk >= 1, "token_topk_to_pos", "at least one slot a token", num_topk)
-    (num_expanded_tokens,) = check.tensor(
-        "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
-    )
-    if not torch.compiler.is_compiling() and env.debug():
-        check_maps(token_topk_to_pos, pos_to_expert)
+    num_expanded_tokens = check_experts(pos_to_expert, device)
+    check_positions(token_topk_to_pos, num_tokens, num_expanded_tokens, device)
+    check_each_once(token_topk_to_pos, pos_to_expert)
     out = x.new_empty((num_expanded_tokens, hidden))
     _expand_to_fused_out(x, token_topk_to_pos, pos_to_expert, out)
     return out
@@ -175,12 +149,12 @@ def expand_to_fused(x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_exp
 
 @replayable
 def expand_to_fused_with_sf(
-    x: tuple[torch.Tensor, torch.Tensor],
+    x: tuple[Tensor, Tensor],
     num_per_channels: int,
-    token_topk_to_pos: torch.Tensor,
-    pos_to_expert: torch.Tensor,
+    token_topk_to_pos: Tensor,
+    pos_to_expert: Tensor,
     use_tma_aligned_col_major_sf: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`expand_to_fused` of a quantized pair: rows and their scale factors in one launch.
 
     Args:
@@ -222,15 +196,9 @@ def expand_to_fused_with_sf(
         "True, since x[1] is packed UE8M0",
         use_tma_aligned_col_major_sf,
     )
-    _, num_topk = check.tensor(
-        "token_topk_to_pos", token_topk_to_pos, (torch.int32,), (num_tokens, "num_topk"), device=device
-    )
-    check.require(num_topk >= 1, "token_topk_to_pos", "at least one slot a token", num_topk)
-    (num_expanded_tokens,) = check.tensor(
-        "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
-    )
-    if not torch.compiler.is_compiling() and env.debug():
-        check_maps(token_topk_to_pos, pos_to_expert)
+    num_expanded_tokens = check_experts(pos_to_expert, device)
+    check_positions(token_topk_to_pos, num_tokens, num_expanded_tokens, device)
+    check_each_once(token_topk_to_pos, pos_to_expert)
     layout = ScaleLayout.ROW_MAJOR
     if use_tma_aligned_col_major_sf:
         layout = ScaleLayout.PACKED_UE8M0 if packed else ScaleLayout.COL_MAJOR

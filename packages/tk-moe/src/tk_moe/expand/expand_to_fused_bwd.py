@@ -6,15 +6,16 @@
 This is `reduce_fused` without weights, bit for bit (fma(x, 1, acc) is x + acc, rounded once), and its kernel.
 """
 
-import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.replay import replayable
-from tk_moe.reduce.reduce_fused import _INPUT_DTYPES, _check_positions, _reduce_fused_out
+from tk_moe.lib.check_maps import check_positions
+from tk_moe.reduce.reduce_fused import _INPUT_DTYPES, _reduce_fused_out
 
 
 @replayable
-def expand_to_fused_bwd(grad_rows: torch.Tensor, token_topk_to_pos: torch.Tensor) -> torch.Tensor:
+def expand_to_fused_bwd(grad_rows: Tensor, token_topk_to_pos: Tensor) -> Tensor:
     """Gradient by x of `expand_to_fused(x, token_topk_to_pos, pos_to_expert)`: x's copies' gradients, added up.
 
     The sum is over the slots from the first to the last, in float32, rounded once more to the dtype of grad_rows. Rows
@@ -34,12 +35,7 @@ def expand_to_fused_bwd(grad_rows: torch.Tensor, token_topk_to_pos: torch.Tensor
     """
     num_expanded_tokens, hidden = check.tensor("grad_rows", grad_rows, _INPUT_DTYPES, ("num_expanded_tokens", "hidden"))
     check.multiple_of("hidden (columns of grad_rows)", hidden, 64)
-    num_tokens, num_topk = check.tensor(
-        "token_topk_to_pos", token_topk_to_pos, (torch.int32,), ("num_tokens", "num_topk"), device=grad_rows.device
-    )
-    check.require(num_topk >= 1, "token_topk_to_pos", "at least one slot a token", num_topk)
-    if not torch.compiler.is_compiling() and env.debug():
-        _check_positions(token_topk_to_pos, num_expanded_tokens)
+    num_tokens, _ = check_positions(token_topk_to_pos, "num_tokens", num_expanded_tokens, grad_rows.device)
     grad_x = grad_rows.new_empty((num_tokens, hidden))
     _reduce_fused_out(grad_rows, None, None, token_topk_to_pos, None, grad_x)
     return grad_x

@@ -18,6 +18,7 @@ A warp takes a token, lane k its k-th slot. The warp first writes the whole row 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -183,13 +184,13 @@ def _gate_weights_bwd_kernel(
     translate=lambda call: {"scoring_func": ScoringFunc(call.scoring_func)},
 )
 def _gate_weights_bwd_out(
-    grad_weights: torch.Tensor,
-    logits: torch.Tensor,
-    topk_idx: torch.Tensor,
+    grad_weights: Tensor,
+    logits: Tensor,
+    topk_idx: Tensor,
     scoring_func: int,
     renormalize: bool,
     routed_scaling_factor: float,
-    grad_logits: torch.Tensor,
+    grad_logits: Tensor,
 ) -> None:
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
@@ -209,13 +210,13 @@ def _gate_weights_bwd_out(
 
 @replayable
 def gate_weights_bwd(
-    grad_weights: torch.Tensor,
-    logits: torch.Tensor,
-    topk_idx: torch.Tensor,
+    grad_weights: Tensor,
+    logits: Tensor,
+    topk_idx: Tensor,
     scoring_func: ScoringFunc | str,
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Gradient of a gate's logits from that of the weights that it gave: of `topk_gate_with_weights` and `hash_gate`
     with the same options, and of `top2_sum_gate`, which always renormalizes.
 

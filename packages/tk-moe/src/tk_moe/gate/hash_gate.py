@@ -15,8 +15,9 @@ Only softmax reads all logits of a token, while the load of the table is in flig
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
@@ -115,15 +116,15 @@ def _hash_gate_kernel(
     translate=lambda call: {"scoring_func": ScoringFunc(call.scoring_func), "idx_dtype": call.topk_idx.dtype},
 )
 def _hash_gate_out(
-    token_ids: torch.Tensor,
-    table: torch.Tensor,
-    logits: torch.Tensor,
-    mask: torch.Tensor | None,
+    token_ids: Tensor,
+    table: Tensor,
+    logits: Tensor,
+    mask: Tensor | None,
     scoring_func: int,
     renormalize: bool,
     routed_scaling_factor: float,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
 ) -> None:
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
@@ -142,10 +143,8 @@ def _hash_gate_out(
     gate(token_ids, table, logits, mask, routed_scaling_factor, topk_idx, topk_weights)
 
 
-def _check_table(token_ids: torch.Tensor, table: torch.Tensor, num_experts: int) -> None:
+def _check_table(token_ids: Tensor, table: Tensor, num_experts: int) -> None:
     """With TK_DEBUG: raise if the table lacks a token's id or has an expert that does not exist."""
-    if token_ids.is_meta or token_ids.numel() == 0:
-        return
     low, high = (int(x) for x in token_ids.aminmax())
     check.require(low >= 0 and high < table.shape[0], "token_ids", f"0 to {table.shape[0] - 1}", (low, high))
     largest = int(table.max())
@@ -154,15 +153,15 @@ def _check_table(token_ids: torch.Tensor, table: torch.Tensor, num_experts: int)
 
 @replayable
 def hash_gate(
-    token_ids: torch.Tensor,
-    table: torch.Tensor,
-    logits: torch.Tensor,
+    token_ids: Tensor,
+    table: Tensor,
+    logits: Tensor,
     scoring_func: ScoringFunc | str,
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     idx_dtype: torch.dtype = torch.int64,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Look up each token's experts by its id and weigh them by the scores of its logits.
 
     topk_idx = table[token_ids]; a weight is scoring_func(logits)[expert] in float32, divided by max(Σ of the token's,
@@ -197,7 +196,7 @@ def hash_gate(
     check.in_range("num_experts (columns of logits)", num_experts, 1, MAX_EXPERTS)
     scoring_func = scoring_func_of(scoring_func)
     check_gate_options(renormalize, routed_scaling_factor, mask, idx_dtype, logits)
-    if not torch.compiler.is_compiling() and env.debug():
+    if check.reads_data(token_ids) and token_ids.numel():
         _check_table(token_ids, table, num_experts)
     topk_idx = logits.new_empty((num_tokens, num_topk), dtype=idx_dtype)
     topk_weights = logits.new_empty((num_tokens, num_topk), dtype=torch.float32)

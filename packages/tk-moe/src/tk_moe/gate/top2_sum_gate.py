@@ -16,8 +16,9 @@ The kernel, which has a warp for each token, is in top2_sum_gate_kernel.py.
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
@@ -46,15 +47,15 @@ def _of_the_reference(call: Any) -> dict[str, Any]:
     translate=_of_the_reference,
 )
 def _top2_sum_gate_out(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    mask: torch.Tensor | None,
-    fix_routing_mask: torch.Tensor | None,
-    to_physical_map: torch.Tensor | None,
-    logical_count: torch.Tensor | None,
-    unmapped_topk_idx: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
+    logits: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    fix_routing_mask: Tensor | None,
+    to_physical_map: Tensor | None,
+    logical_count: Tensor | None,
+    unmapped_topk_idx: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
     sizes: list[int],
     routed_scaling_factor: float,
     ranks: list[int],
@@ -130,10 +131,10 @@ def _check_routing(
 
 def _check_data(
     num_experts: int,
-    fix_routing_mask: torch.Tensor | None,
-    unmapped_topk_idx: torch.Tensor | None,
-    to_physical_map: torch.Tensor | None,
-    logical_count: torch.Tensor | None,
+    fix_routing_mask: Tensor | None,
+    unmapped_topk_idx: Tensor | None,
+    to_physical_map: Tensor | None,
+    logical_count: Tensor | None,
 ) -> None:
     """With TK_DEBUG: raise for an index or a count out of range."""
     if fix_routing_mask is not None and unmapped_topk_idx is not None:
@@ -153,8 +154,8 @@ def _check_data(
 
 @replayable
 def top2_sum_gate(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
+    logits: Tensor,
+    bias: Tensor,
     num_topk: int,
     num_topk_groups: int,
     num_groups: int,
@@ -166,12 +167,12 @@ def top2_sum_gate(
     tp_rank: int,
     num_tp_ranks: int,
     scoring_func: ScoringFunc | str,
-    mask: torch.Tensor | None = None,
-    fix_routing_mask: torch.Tensor | None = None,
-    to_physical_map: torch.Tensor | None = None,
-    logical_count: torch.Tensor | None = None,
-    unmapped_topk_idx: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    mask: Tensor | None = None,
+    fix_routing_mask: Tensor | None = None,
+    to_physical_map: Tensor | None = None,
+    logical_count: Tensor | None = None,
+    unmapped_topk_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Route tokens: the best groups of experts by their two best, the best experts in those, weights, physical copies.
 
     Names and formulas are those of DeepSeek's TileKernels 1.0.0. For each token t:
@@ -262,7 +263,7 @@ def top2_sum_gate(
         fix_routing_mask is None or unmapped_topk_idx is not None,
         *("unmapped_topk_idx", "a tensor beside fix_routing_mask", unmapped_topk_idx),
     )
-    if not torch.compiler.is_compiling() and env.debug() and not logits.is_meta:
+    if check.reads_data(logits):
         _check_data(num_experts, fix_routing_mask, unmapped_topk_idx, to_physical_map, logical_count)
     topk_idx = logits.new_empty((num_tokens, num_topk + num_shared), dtype=torch.int64)
     topk_weights = logits.new_empty((num_tokens, num_topk + num_shared))

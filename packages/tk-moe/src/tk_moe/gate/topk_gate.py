@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -92,7 +93,7 @@ def _topk_gate_kernel(num_experts: int, num_topk: int, alignment: int, config: T
 
 
 @op("tk_moe::topk_gate_out", mutates=("out",), reference="topk_gate")
-def _topk_gate_out(scores: torch.Tensor, num_topk: int, out: torch.Tensor) -> None:
+def _topk_gate_out(scores: Tensor, num_topk: int, out: Tensor) -> None:
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:
         return
@@ -102,7 +103,7 @@ def _topk_gate_out(scores: torch.Tensor, num_topk: int, out: torch.Tensor) -> No
 
 
 @replayable
-def topk_gate(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
+def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     """Choose the `num_topk` experts with the highest scores for each token, best first.
 
     The order is that of a stable descending sort: NaN above +∞, -0 equal to +0, among equals the smaller index first.

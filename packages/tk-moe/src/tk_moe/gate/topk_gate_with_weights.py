@@ -14,6 +14,7 @@ has the k-th best expert and computes its score again from the logit, and a warp
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -161,14 +162,14 @@ def _topk_gate_with_weights_kernel(
     },
 )
 def _topk_gate_with_weights_out(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
+    logits: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
     scoring_func: int,
     renormalize: bool,
     routed_scaling_factor: float,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
 ) -> None:
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
@@ -190,15 +191,15 @@ def _topk_gate_with_weights_out(
 
 @replayable
 def topk_gate_with_weights(
-    logits: torch.Tensor,
+    logits: Tensor,
     num_topk: int,
     scoring_func: ScoringFunc | str,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     idx_dtype: torch.dtype = torch.int64,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Choose the `num_topk` best experts for each token and weigh them by their scores.
 
     With scores = scoring_func(logits), computed in float32 (NaN and infinity included), experts are ranked by
@@ -239,13 +240,7 @@ def topk_gate_with_weights(
     return topk_idx, topk_weights
 
 
-def check_gate_options(
-    renormalize: Any,
-    routed_scaling_factor: Any,
-    mask: Any,
-    idx_dtype: Any,
-    logits: torch.Tensor,
-) -> None:
+def check_gate_options(renormalize: Any, routed_scaling_factor: Any, mask: Any, idx_dtype: Any, logits: Tensor) -> None:
     """Check the arguments that all gates with weights have."""
     check.flag("renormalize", renormalize)
     check.number("routed_scaling_factor", routed_scaling_factor)

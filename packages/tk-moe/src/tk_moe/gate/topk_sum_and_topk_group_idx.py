@@ -12,6 +12,7 @@ shuffles. Then one lane of each group contributes its sum, and the warp chooses 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -92,7 +93,7 @@ def _topk_sum_kernel(
 
 
 @op("tk_moe::topk_sum_and_topk_group_idx_out", mutates=("out",), reference="topk_sum_and_topk_group_idx")
-def _topk_sum_out(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int, out: torch.Tensor) -> None:
+def _topk_sum_out(scores: Tensor, num_topk_sum: int, num_topk_groups: int, out: Tensor) -> None:
     num_tokens, num_groups, group_size = scores.shape
     if num_tokens == 0:
         return
@@ -103,7 +104,7 @@ def _topk_sum_out(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int,
 
 
 @replayable
-def topk_sum_and_topk_group_idx(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int) -> torch.Tensor:
+def topk_sum_and_topk_group_idx(scores: Tensor, num_topk_sum: int, num_topk_groups: int) -> Tensor:
     """Choose the `num_topk_groups` groups with the largest sum of their best one or two scores, best first.
 
     The order is that of a stable descending sort: NaN above +∞, -0 equal to +0, among equals the smaller index first.

@@ -44,8 +44,7 @@ class BulkConfig:
         pieces_per_row = next((count for count in counts if row_bytes // 16 % count == 0), None)
         if pieces_per_row is None:
             return None
-        # Of each thread block's shared memory CUDA reserves 1 KiB, and another goes to the barrier and the experts.
-        room = (arch.max_shared_memory + _KIB) // BulkConfig.blocks_per_sm - 2 * _KIB
+        room = arch.shared_memory_each(BulkConfig.blocks_per_sm) - _KIB  # for the barrier and the experts
         return BulkConfig(pieces_per_row, min(room // (row_bytes // pieces_per_row), 32))
 
     @staticmethod

@@ -83,12 +83,7 @@ def count_kernel(
 
 @kernel(pass_configs=_PASS_CONFIGS)
 def mapping_kernel(
-    num_experts: int,
-    num_topk: int,
-    idx_dtype: torch.dtype,
-    with_psum: bool,
-    config: GetFusedMappingConfig,
-    arch: Arch,
+    num_experts: int, num_topk: int, idx_dtype: torch.dtype, with_psum: bool, config: GetFusedMappingConfig, arch: Arch
 ) -> Any:
     """The whole mapping in one launch, or the second of two launches, which also takes the counts of the first.
 

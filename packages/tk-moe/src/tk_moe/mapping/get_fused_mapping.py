@@ -14,9 +14,10 @@ get_fused_mapping_kernel.py describes the kernels.
 from typing import Any, Literal, overload
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
@@ -30,27 +31,16 @@ MAX_TOPK = 32
 
 MAX_POSITIONS = 2**30  # so that no intermediate index overflows an int32
 
-_Mapping = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]
-]
-
-
-def _check_indices(topk_idx: torch.Tensor, num_experts: int) -> None:
-    """The check of TK_DEBUG. While a stream is being captured, synchronizing is not possible and nothing is checked."""
-    if topk_idx.numel() == 0 or topk_idx.is_meta or (topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    highest = int(topk_idx.max())
-    check.require(highest < num_experts, "topk_idx", f"indices below num_experts = {num_experts}", highest)
+_Mapping = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]
 
 
 def _get_fused_mapping_reference(
-    topk_idx: torch.Tensor, pos_to_expert: torch.Tensor, expert_start: torch.Tensor, alignment: int
-) -> tuple[torch.Tensor, ...]:
+    topk_idx: Tensor, pos_to_expert: Tensor, expert_start: Tensor, alignment: int
+) -> tuple[Tensor, ...]:
     from tk_moe.reference.mapping.get_fused_mapping import get_fused_mapping
 
     num_experts = expert_start.shape[0]
-    if env.debug():
-        _check_indices(topk_idx, num_experts)
+    check.below("topk_idx", topk_idx, num_experts, f"indices below num_experts = {num_experts}")
     *values, _, psum = get_fused_mapping(topk_idx, num_experts, pos_to_expert.shape[0], alignment, True, with_psum=True)
     return *values, psum
 
@@ -70,15 +60,15 @@ def _get_fused_mapping_reference(
     reference=_get_fused_mapping_reference,
 )
 def _get_fused_mapping_out(
-    topk_idx: torch.Tensor,
-    pos_to_expert: torch.Tensor,
-    pos_to_token: torch.Tensor,
-    pos_to_token_topk: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
-    expert_start: torch.Tensor,
-    expert_end: torch.Tensor,
-    num_tokens_per_expert: torch.Tensor,
-    expert_psum: torch.Tensor | None,
+    topk_idx: Tensor,
+    pos_to_expert: Tensor,
+    pos_to_token: Tensor,
+    pos_to_token_topk: Tensor,
+    token_topk_to_pos: Tensor,
+    expert_start: Tensor,
+    expert_end: Tensor,
+    num_tokens_per_expert: Tensor,
+    expert_psum: Tensor | None,
     alignment: int,
 ) -> None:
     num_tokens, num_topk = topk_idx.shape
@@ -92,8 +82,7 @@ def _get_fused_mapping_out(
             if out is not None:
                 out.zero_()
         return
-    if env.debug():
-        _check_indices(topk_idx, num_experts)
+    check.below("topk_idx", topk_idx, num_experts, f"indices below num_experts = {num_experts}")
     arch = get_arch(topk_idx.device)
     num_pairs = num_tokens * num_topk
     power_of_two = 1 << (num_pairs - 1).bit_length()
@@ -108,13 +97,8 @@ def _get_fused_mapping_out(
 
 @replayable
 def _map_all(
-    topk_idx: torch.Tensor,
-    num_experts: int,
-    num_expanded_tokens: int,
-    alignment: int,
-    force_no_sync: bool,
-    with_psum: bool,
-) -> tuple[torch.Tensor | None, ...]:
+    topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool, with_psum: bool
+) -> tuple[Tensor | None, ...]:
     """Everything but the synchronization: all tensors of `get_fused_mapping`, the pos_to_* in full length."""
     num_tokens, num_topk = check.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"))
     check.in_range("num_topk (columns of topk_idx)", num_topk, 1, MAX_TOPK)
@@ -128,41 +112,18 @@ def _map_all(
         worst_case <= MAX_POSITIONS, "topk_idx", f"at most {MAX_POSITIONS} positions in the worst case", worst_case
     )
     num_pos = num_expanded_tokens or worst_case
-    pos_to_expert = topk_idx.new_empty((num_pos,), dtype=torch.int32)
-    pos_to_token = topk_idx.new_empty((num_pos,), dtype=torch.int32)
-    pos_to_token_topk = topk_idx.new_empty((num_pos,), dtype=torch.int32)
-    token_topk_to_pos = topk_idx.new_empty((num_tokens, num_topk), dtype=torch.int32)
-    expert_start = topk_idx.new_empty((num_experts,), dtype=torch.int32)
-    expert_end = topk_idx.new_empty((num_experts,), dtype=torch.int32)
-    num_tokens_per_expert = topk_idx.new_empty((num_experts,), dtype=torch.int32)
-    expert_psum = topk_idx.new_empty((num_experts,), dtype=torch.int32) if with_psum else None
-    _get_fused_mapping_out(
-        topk_idx,
-        pos_to_expert,
-        pos_to_token,
-        pos_to_token_topk,
-        token_topk_to_pos,
-        expert_start,
-        expert_end,
-        num_tokens_per_expert,
-        expert_psum,
-        alignment,
-    )
-    return (
-        pos_to_expert,
-        pos_to_token,
-        pos_to_token_topk,
-        token_topk_to_pos,
-        expert_start,
-        expert_end,
-        num_tokens_per_expert,
-        expert_psum,
-    )
+    # In the operator's order: maps from positions, the map to them, then what there is one of for each expert.
+    shapes = [(num_pos,)] * 3 + [(num_tokens, num_topk)] + [(num_experts,)] * (4 if with_psum else 3)
+    outs = [topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes]
+    if not with_psum:
+        outs.append(None)
+    _get_fused_mapping_out(topk_idx, *outs, alignment)
+    return tuple(outs)
 
 
 @overload
 def get_fused_mapping(
-    topk_idx: torch.Tensor,
+    topk_idx: Tensor,
     num_experts: int,
     num_expanded_tokens: int,
     alignment: int,
@@ -174,18 +135,18 @@ def get_fused_mapping(
 
 @overload
 def get_fused_mapping(
-    topk_idx: torch.Tensor,
+    topk_idx: Tensor,
     num_experts: int,
     num_expanded_tokens: int,
     alignment: int,
     force_no_sync: bool = False,
     *,
     with_psum: Literal[True],
-) -> tuple[*_Mapping, torch.Tensor]: ...
+) -> tuple[*_Mapping, Tensor]: ...
 
 
 def get_fused_mapping(
-    topk_idx: torch.Tensor,
+    topk_idx: Tensor,
     num_experts: int,
     num_expanded_tokens: int,
     alignment: int,

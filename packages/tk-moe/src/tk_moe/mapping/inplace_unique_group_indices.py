@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -18,7 +19,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
-from tk_moe.balance.group_count import check_indices, check_pairs
+from tk_moe.balance.group_count import check_pairs
 
 MAX_GROUPS = 128
 
@@ -74,7 +75,7 @@ def _inplace_unique_group_indices_kernel(
     mutates=("group_indices",),
     reference="inplace_unique_group_indices",
 )
-def _inplace_unique_group_indices_out(group_indices: torch.Tensor, num_groups: int) -> None:
+def _inplace_unique_group_indices_out(group_indices: Tensor, num_groups: int) -> None:
     """Launch the kernel."""
     num_tokens, num_topk = group_indices.shape
     if num_tokens == 0:
@@ -88,7 +89,7 @@ def _inplace_unique_group_indices_out(group_indices: torch.Tensor, num_groups: i
 
 
 @replayable
-def inplace_unique_group_indices(group_indices: torch.Tensor, num_groups: int) -> None:
+def inplace_unique_group_indices(group_indices: Tensor, num_groups: int) -> None:
     """Leave the first copy of each group in each row and set the others to -1, in place.
 
     Only 0 … num_groups - 1 are groups: other values stay as they are (with TK_DEBUG=1 larger ones raise).
@@ -103,5 +104,5 @@ def inplace_unique_group_indices(group_indices: torch.Tensor, num_groups: int) -
     """
     check_pairs("group_indices", group_indices)
     check.in_range("num_groups", num_groups, 1, MAX_GROUPS)
-    check_indices("group_indices", group_indices, "num_groups", num_groups)
+    check.below("group_indices", group_indices, num_groups, f"indices below num_groups = {num_groups}")
     _inplace_unique_group_indices_out(group_indices, num_groups)

@@ -14,13 +14,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.balance.group_count import MAX_PAIRS, check_indices
+from tk_moe.balance.group_count import MAX_PAIRS
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, config: MaskIndicesByTpCo
 
 @op("tk_moe::mask_indices_by_tp_out", mutates=("out",), reference="mask_indices_by_tp")
 def _mask_indices_by_tp_out(
-    indices: torch.Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int, out: torch.Tensor
+    indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int, out: Tensor
 ) -> None:
     """Launch the kernel."""
     if out.numel() == 0:
@@ -88,9 +89,7 @@ def _mask_indices_by_tp_out(
 
 
 @replayable
-def mask_indices_by_tp(
-    indices: torch.Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int
-) -> torch.Tensor:
+def mask_indices_by_tp(indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int) -> Tensor:
     """Keep and renumber the experts of one tensor-parallel rank; all others become -1.
 
     Each expert-parallel rank has per_rank = n // num_ep_ranks consecutive experts. Expert i is kept where
@@ -118,7 +117,7 @@ def mask_indices_by_tp(
     check.in_range("n", n, num_ep_ranks, 2**31 - 1)
     check.in_range("num_tp_ranks", num_tp_ranks, 1, 2**31 - 1)
     check.in_range("tp_rank", tp_rank, 0, num_tp_ranks - 1)
-    check_indices("indices", indices, "n", n)
+    check.below("indices", indices, n, f"indices below n = {n}")
     out = torch.empty_like(indices)
     _mask_indices_by_tp_out(indices, n, num_ep_ranks, tp_rank, num_tp_ranks, out)
     return out

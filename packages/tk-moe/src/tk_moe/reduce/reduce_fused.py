@@ -22,8 +22,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
@@ -31,6 +32,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
+from tk_moe.lib.check_maps import check_positions
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR_BYTES = 16
@@ -145,12 +147,12 @@ def _reduce_fused_kernel(
     },
 )
 def _reduce_fused_out(
-    x: torch.Tensor,
-    row_sf: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    token_topk_to_pos: torch.Tensor,
-    sf: torch.Tensor | None,
-    out: torch.Tensor,
+    x: Tensor,
+    row_sf: Tensor | None,
+    topk_weights: Tensor | None,
+    token_topk_to_pos: Tensor,
+    sf: Tensor | None,
+    out: Tensor,
 ) -> None:
     """Launch."""
     if out.numel() == 0:
@@ -166,23 +168,15 @@ def _reduce_fused_out(
         out.copy_(written)
 
 
-def _check_positions(token_topk_to_pos: torch.Tensor, num_expanded_tokens: int) -> None:
-    """With TK_DEBUG: raise if a position lies past the last row."""
-    if token_topk_to_pos.numel() == 0 or token_topk_to_pos.is_meta:
-        return
-    high = int(token_topk_to_pos.max())
-    check.require(high < num_expanded_tokens, "token_topk_to_pos", f"positions below {num_expanded_tokens}", high)
-
-
 @replayable
 def reduce_fused(
-    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    topk_weights: torch.Tensor | None,
-    token_topk_to_pos: torch.Tensor,
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_weights: Tensor | None,
+    token_topk_to_pos: Tensor,
     fp8_format: str = "",
-    sf: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sf: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Sum each token's rows from the experts' segments, weighted: the inverse of `expand_to_fused`.
 
     In float32, for k = 0, 1, ... with pos = token_topk_to_pos[t, k] >= 0:
@@ -206,7 +200,7 @@ def reduce_fused(
         TypeError: a wrong type or dtype. ValueError: a wrong shape, stride, device or format.
     """
     row_sf = None
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         check.require_type(
             isinstance(x, tuple | list) and len(x) == 2, "x", "a torch.Tensor or a pair (x, sf)", type(x)
         )
@@ -214,10 +208,7 @@ def reduce_fused(
     num_expanded_tokens, hidden = check.tensor("x", x, _INPUT_DTYPES, ("num_expanded_tokens", "hidden"))
     check.multiple_of("hidden (columns of x)", hidden, 64)
     device = x.device
-    num_tokens, num_topk = check.tensor(
-        "token_topk_to_pos", token_topk_to_pos, (torch.int32,), ("num_tokens", "num_topk"), device=device
-    )
-    check.require(num_topk >= 1, "token_topk_to_pos", "at least one slot a token", num_topk)
+    num_tokens, num_topk = check_positions(token_topk_to_pos, "num_tokens", num_expanded_tokens, device)
     if row_sf is not None:
         check.tensor("x[1]", row_sf, (torch.float32,), (num_expanded_tokens,), device=device)
     if topk_weights is not None:
@@ -227,8 +218,6 @@ def reduce_fused(
         check.require(fp8_format != "", "sf", "None without fp8_format, since only FP8 outputs are scaled", "a tensor")
         check.tensor("sf", sf, (torch.float32,), (1,), device=device)
     out_dtype = torch.float8_e4m3fn if fp8_format else x.dtype
-    if not torch.compiler.is_compiling() and env.debug():
-        _check_positions(token_topk_to_pos, num_expanded_tokens)
     if out is None:
         out = x.new_empty((num_tokens, hidden), dtype=out_dtype)
     else:

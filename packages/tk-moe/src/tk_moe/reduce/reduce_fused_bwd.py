@@ -24,14 +24,15 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.expand.expand_to_fused import check_maps
+from tk_moe.lib.check_maps import check_each_once, check_experts
 from tk_moe.lib.expand_to_fused_kernel import ExpandConfig
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -195,13 +196,13 @@ def _reduce_bwd_kernel(
     reference="reduce_fused_bwd",
 )
 def _reduce_fused_bwd_out(
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    token_topk_to_pos: torch.Tensor,
-    pos_to_expert: torch.Tensor,
-    grad_x: torch.Tensor,
-    grad_topk_weights: torch.Tensor | None,
+    grad: Tensor,
+    x: Tensor | None,
+    topk_weights: Tensor | None,
+    token_topk_to_pos: Tensor,
+    pos_to_expert: Tensor,
+    grad_x: Tensor,
+    grad_topk_weights: Tensor | None,
 ) -> None:
     """Launch."""
     num_expanded_tokens, hidden = grad_x.shape
@@ -230,12 +231,8 @@ def _reduce_fused_bwd_out(
 
 @replayable
 def reduce_fused_bwd(
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    token_topk_to_pos: torch.Tensor,
-    pos_to_expert: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    grad: Tensor, x: Tensor | None, topk_weights: Tensor | None, token_topk_to_pos: Tensor, pos_to_expert: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Gradients by x and topk_weights of `reduce_fused(x, topk_weights, token_topk_to_pos)`.
 
     grad_x[token_topk_to_pos[t, k]] = topk_weights[t, k] · grad[t], multiplied in float32 and rounded once more to
@@ -267,9 +264,7 @@ def reduce_fused_bwd(
         "token_topk_to_pos", token_topk_to_pos, (torch.int32,), (num_tokens, "num_topk"), device=device
     )
     check.in_range("num_topk (columns of token_topk_to_pos)", num_topk, 1, MAX_TOPK)
-    (num_expanded_tokens,) = check.tensor(
-        "pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device
-    )
+    num_expanded_tokens = check_experts(pos_to_expert, device)
     dtype = grad.dtype
     grad_topk_weights = None
     if topk_weights is not None:
@@ -279,8 +274,7 @@ def reduce_fused_bwd(
         grad_topk_weights = grad.new_empty((num_tokens, num_topk), dtype=torch.float32)
     else:
         check.require(x is None, "x", "None without topk_weights", type(x))
-    if not torch.compiler.is_compiling() and env.debug():
-        check_maps(token_topk_to_pos, pos_to_expert)
+    check_each_once(token_topk_to_pos, pos_to_expert)
     grad_x = grad.new_empty((num_expanded_tokens, hidden), dtype=dtype)
     _reduce_fused_bwd_out(grad, x, topk_weights, token_topk_to_pos, pos_to_expert, grad_x, grad_topk_weights)
     return grad_x, grad_topk_weights

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -74,7 +75,7 @@ def _normalize_weight_kernel(num_topk: int, config: NormalizeWeightConfig, arch:
     reference="normalize_weight",
     translate=lambda call: {"topk_weights": call.w},
 )
-def _normalize_weight_out(w: torch.Tensor, denominator: torch.Tensor, normalized: torch.Tensor) -> None:
+def _normalize_weight_out(w: Tensor, denominator: Tensor, normalized: Tensor) -> None:
     num_tokens, num_topk = w.shape
     if num_tokens == 0:
         return
@@ -86,7 +87,7 @@ def _normalize_weight_out(w: torch.Tensor, denominator: torch.Tensor, normalized
 
 
 @replayable
-def normalize_weight(topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def normalize_weight(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Divide each token's weights by 1e-20 plus their sum, added from the first to the last.
 
     Args:

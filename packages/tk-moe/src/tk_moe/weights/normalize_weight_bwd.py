@@ -11,6 +11,7 @@ number per token where w would be num_topk. One thread per token.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -69,11 +70,7 @@ def _normalize_weight_bwd_kernel(
 
 @op("tk_moe::normalize_weight_bwd_out", mutates=("grad_w",), reference="normalize_weight_bwd")
 def _normalize_weight_bwd_out(
-    grad_normalized: torch.Tensor,
-    grad_denominator: torch.Tensor | None,
-    denominator: torch.Tensor,
-    normalized: torch.Tensor,
-    grad_w: torch.Tensor,
+    grad_normalized: Tensor, grad_denominator: Tensor | None, denominator: Tensor, normalized: Tensor, grad_w: Tensor
 ) -> None:
     """Launch."""
     num_tokens, num_topk = normalized.shape
@@ -91,11 +88,8 @@ def _normalize_weight_bwd_out(
 
 @replayable
 def normalize_weight_bwd(
-    grad_normalized: torch.Tensor,
-    grad_denominator: torch.Tensor | None,
-    denominator: torch.Tensor,
-    normalized: torch.Tensor,
-) -> torch.Tensor:
+    grad_normalized: Tensor, grad_denominator: Tensor | None, denominator: Tensor, normalized: Tensor
+) -> Tensor:
     """Gradient by w of `denominator, normalized = normalize_weight(w)`.
 
     grad_w[t, k] = (grad_normalized[t, k] - Σ_j grad_normalized[t, j] · normalized[t, j]) / denominator[t] +

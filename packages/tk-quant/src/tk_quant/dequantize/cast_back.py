@@ -24,6 +24,7 @@ from math import gcd
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -62,7 +63,7 @@ class QuantizedInput:
     """Whether they are float8_e4m3fn, on top of a scale of the whole tensor."""
 
     @staticmethod
-    def of(x: torch.Tensor, x_sf: torch.Tensor, block_size: tuple[int, int]) -> "QuantizedInput":
+    def of(x: Tensor, x_sf: Tensor, block_size: tuple[int, int]) -> "QuantizedInput":
         """That of tensors which `dequantize` has checked."""
         layouts = {torch.float32: ScaleLayout.COL_MAJOR, torch.int32: ScaleLayout.PACKED_UE8M0}
         layout = ScaleLayout.SWIZZLED if x_sf.ndim == 5 else layouts.get(x_sf.dtype, ScaleLayout.ROW_MAJOR)
@@ -213,12 +214,7 @@ def _cast_back_kernel(
     },
 )
 def _cast_back_out(
-    x: torch.Tensor,
-    x_sf: torch.Tensor,
-    tensor_sf: torch.Tensor | None,
-    out: torch.Tensor,
-    x_block_tokens: int,
-    x_block_channels: int,
+    x: Tensor, x_sf: Tensor, tensor_sf: Tensor | None, out: Tensor, x_block_tokens: int, x_block_channels: int
 ) -> None:
     if out.numel() == 0:
         return
@@ -229,9 +225,7 @@ def _cast_back_out(
     _cast_back_kernel(quantized, hidden, out_dtype, config, arch)(x, aligned(x_sf, 16), tensor_sf, out)
 
 
-def check_pair(
-    x: tuple[torch.Tensor, torch.Tensor], fmt: str, x_special_fmt: str | None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+def check_pair(x: tuple[Tensor, Tensor], fmt: str, x_special_fmt: str | None) -> tuple[Tensor, Tensor, int]:
     """Check what does not depend on blocks: `(data, sf, hidden)`, the data of e2m1 as int8; sf is not looked at."""
     check.one_of("fmt", fmt, _OUT_DTYPES)
     if x_special_fmt is not None:
@@ -255,14 +249,14 @@ def check_pair(
     return data, sf, hidden
 
 
-def _check_tensor_sf(data: torch.Tensor, sf: torch.Tensor, tensor_sf: torch.Tensor | None) -> torch.Tensor | None:
+def _check_tensor_sf(data: Tensor, sf: Tensor, tensor_sf: Tensor | None) -> Tensor | None:
     """tensor_sf with one dimension."""
-    if not isinstance(sf, torch.Tensor) or sf.dtype is not torch.float8_e4m3fn:
+    if not isinstance(sf, Tensor) or sf.dtype is not torch.float8_e4m3fn:
         check.require(tensor_sf is None, "tensor_sf", "None unless x[1] is float8_e4m3fn", type(tensor_sf).__name__)
         return None
     check.require(data.dtype is torch.int8, "x[0]", "e2m1 beside an x[1] of float8_e4m3fn", data.dtype)
     check.require(tensor_sf is not None, "tensor_sf", "a float32 tensor beside an x[1] of float8_e4m3fn", None)
-    check.require_type(isinstance(tensor_sf, torch.Tensor), "tensor_sf", "a torch.Tensor", type(tensor_sf).__name__)
+    check.require_type(isinstance(tensor_sf, Tensor), "tensor_sf", "a torch.Tensor", type(tensor_sf).__name__)
     dtype, shape, device = tensor_sf.dtype, tensor_sf.shape, tensor_sf.device
     check.require_type(dtype is torch.float32, "tensor_sf", "dtype torch.float32", dtype)
     check.require(tensor_sf.numel() == 1, "tensor_sf", "one element", tuple(shape))
@@ -271,13 +265,8 @@ def _check_tensor_sf(data: torch.Tensor, sf: torch.Tensor, tensor_sf: torch.Tens
 
 
 def dequantize(
-    data: torch.Tensor,
-    sf: torch.Tensor,
-    hidden: int,
-    fmt: str,
-    x_block_size: tuple[int, int],
-    tensor_sf: torch.Tensor | None,
-) -> torch.Tensor:
+    data: Tensor, sf: Tensor, hidden: int, fmt: str, x_block_size: tuple[int, int], tensor_sf: Tensor | None
+) -> Tensor:
     """The rest of the check, the allocation and the launch; blocks have positive sides."""
     num_tokens = data.shape[0]
     block_tokens, block_channels = x_block_size
@@ -290,12 +279,12 @@ def dequantize(
 
 
 def _by_blocks(
-    x: tuple[torch.Tensor, torch.Tensor],
+    x: tuple[Tensor, Tensor],
     fmt: str,
     x_block_size: tuple[int, int],
     x_special_fmt: str | None,
-    tensor_sf: torch.Tensor | None,
-) -> torch.Tensor:
+    tensor_sf: Tensor | None,
+) -> Tensor:
     data, sf, hidden = check_pair(x, fmt, x_special_fmt)
     check.require_type(isinstance(x_block_size, (tuple, list)), "x_block_size", "a tuple of two", x_block_size)
     check.require(len(x_block_size) == 2, "x_block_size", "two numbers", x_block_size)
@@ -314,13 +303,13 @@ def _by_blocks(
 
 @replayable
 def cast_back(
-    x: tuple[torch.Tensor, torch.Tensor],
+    x: tuple[Tensor, Tensor],
     fmt: str,
     x_block_size: tuple[int, int] = (32, 32),
     x_special_fmt: str | None = None,
     *,
-    tensor_sf: torch.Tensor | None = None,
-) -> torch.Tensor:
+    tensor_sf: Tensor | None = None,
+) -> Tensor:
     """Dequantize: data * sf of its block, rounded to float32, and that to bfloat16 where `fmt` is "bf16".
 
     Both roundings are to nearest, ties to even, subnormals included. Data or sf that is NaN, and infinity times 0, give
@@ -351,7 +340,7 @@ def cast_back(
 
 
 @replayable
-def cast_back_e5m6(x: tuple[torch.Tensor, torch.Tensor], fmt: str, x_block_size: tuple[int, int]) -> torch.Tensor:
+def cast_back_e5m6(x: tuple[Tensor, Tensor], fmt: str, x_block_size: tuple[int, int]) -> Tensor:
     """`cast_back` of e5m6 data: data * sf of its block.
 
     Args:

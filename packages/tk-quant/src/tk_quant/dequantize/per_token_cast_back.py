@@ -3,7 +3,7 @@
 The kernel is that of cast_back, with blocks of one token.
 """
 
-import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.replay import replayable
@@ -14,13 +14,13 @@ _GROUPS = (16, 32, 64, 128)
 
 @replayable
 def per_token_cast_back(
-    x: tuple[torch.Tensor, torch.Tensor],
+    x: tuple[Tensor, Tensor],
     fmt: str,
     num_per_channels: int,
     x_special_fmt: str | None = None,
     *,
-    tensor_sf: torch.Tensor | None = None,
-) -> torch.Tensor:
+    tensor_sf: Tensor | None = None,
+) -> Tensor:
     """Dequantize by groups of channels: data * sf of its token and group, rounded as `cast_back` does.
 
     Args:

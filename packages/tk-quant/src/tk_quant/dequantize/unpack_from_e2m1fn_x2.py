@@ -13,6 +13,7 @@ from operator import mul
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -92,7 +93,7 @@ def _unpack_kernel(ndim: int, out_dtype: torch.dtype, config: UnpackConfig, arch
     reference="unpack_from_e2m1fn_x2",
     translate=lambda call: {"out_dtype": call.out.dtype},
 )
-def _unpack_out(x: torch.Tensor, out: torch.Tensor) -> None:
+def _unpack_out(x: Tensor, out: Tensor) -> None:
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
@@ -100,7 +101,7 @@ def _unpack_out(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @replayable
-def unpack_from_e2m1fn_x2(x: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def unpack_from_e2m1fn_x2(x: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     """Packed e2m1 (FP4) codes to floats, exactly.
 
     A code is sign, two exponent bits with bias 1, one mantissa bit: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, -0
@@ -117,7 +118,7 @@ def unpack_from_e2m1fn_x2(x: torch.Tensor, out_dtype: torch.dtype = torch.float3
         TypeError: x is no tensor or has another dtype, or `out_dtype` is another one.
         ValueError: x has no dimension or is not contiguous.
     """
-    check.require_type(isinstance(x, torch.Tensor), "x", "a torch.Tensor", type(x).__name__)
+    check.require_type(isinstance(x, Tensor), "x", "a torch.Tensor", type(x).__name__)
     check.require(x.ndim > 0, "x", "at least one dimension", tuple(x.shape))
     shape = check.tensor("x", x, _DTYPES, ("size",) * x.ndim)
     check.require_type(out_dtype in _OUT_DTYPES, "out_dtype", "torch.float32 or torch.bfloat16", out_dtype)

@@ -26,6 +26,7 @@ from operator import or_
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -84,8 +85,8 @@ def _transpose_kernel(
     itemsize, threads, warps = dtype.itemsize, config.threads, config.threads // 32
     side, per_word = 16 // itemsize, 4 // itemsize
     tile_rows, tile_cols, tile_words = config.groups * side, config.chunks * side, config.chunks * 4
-    # A tile keeps as much shared memory as there is for one of `blocks`, 1 KB of which the driver takes.
-    kept_rows = max(tile_rows, ((arch.max_shared_memory + 1024) // config.blocks - 1024) // (config.chunks * 16))
+    # A tile keeps as much shared memory as there is for one of `blocks`.
+    kept_rows = max(tile_rows, arch.shared_memory_each(config.blocks) // (config.chunks * 16))
     num_rows, row_stride = T.dynamic("num_rows"), T.dynamic("row_stride")
     batch, batch_stride = (T.dynamic("batch"), T.dynamic("batch_stride")) if batched else (1, 0)
     leading, leading_strides = ((batch,), (batch_stride,)) if batched else ((), ())
@@ -170,7 +171,7 @@ def _transpose_kernel(
 
 
 @op("tk_quant::transpose_out", mutates=("out",), reference=lambda x: x.transpose(-2, -1))
-def _transpose_out(x: torch.Tensor, out: torch.Tensor) -> None:
+def _transpose_out(x: Tensor, out: Tensor) -> None:
     if out.numel() == 0:
         return
     if x.dtype == torch.bool:  # TileLang has no vectors of bool
@@ -187,7 +188,7 @@ def _transpose_out(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @replayable
-def transpose(x: torch.Tensor) -> torch.Tensor:
+def transpose(x: Tensor) -> Tensor:
     """Transpose a matrix.
 
     Args:
@@ -209,7 +210,7 @@ def transpose(x: torch.Tensor) -> torch.Tensor:
 
 
 @replayable
-def batched_transpose(x: torch.Tensor) -> torch.Tensor:
+def batched_transpose(x: Tensor) -> Tensor:
     """Transpose each matrix of a batch.
 
     Args:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.scales import ScaleLayout
@@ -14,7 +15,7 @@ ELEMENTS = {"e4m3": "float8_e4m3fn", "e2m1": "int8", "e5m6": "uint8"}
 """TileLang's type of the data by format."""
 
 
-def layout_of(sf: torch.Tensor) -> ScaleLayout:
+def layout_of(sf: Tensor) -> ScaleLayout:
     """Layout of sf as far as kernels tell them apart: COL_MAJOR stands for all float32, whose strides are arguments."""
     if sf.ndim == 5:
         return ScaleLayout.SWIZZLED
@@ -23,7 +24,7 @@ def layout_of(sf: torch.Tensor) -> ScaleLayout:
     return ScaleLayout.PACKED_UE8M0 if sf.dtype is torch.int32 else ScaleLayout.COL_MAJOR
 
 
-def flags_of(sf: torch.Tensor) -> dict[str, bool]:
+def flags_of(sf: Tensor) -> dict[str, bool]:
     """The flags that make a reference's sf of the same layout; one in columns has the values of one in rows."""
     layout = layout_of(sf)
     packed = layout is ScaleLayout.PACKED_UE8M0
@@ -56,7 +57,7 @@ class CastInput:
         return BITS[FORMATS[self.dtype]] if self.is_pair else 8 * self.dtype.itemsize
 
     @staticmethod
-    def of(x: torch.Tensor, x_sf: torch.Tensor | None, block_size: tuple[int, int]) -> "CastInput":
+    def of(x: Tensor, x_sf: Tensor | None, block_size: tuple[int, int]) -> "CastInput":
         """That of tensors which an op has checked."""
         if x_sf is None:
             return CastInput(x.dtype, check.row_alignment(x))

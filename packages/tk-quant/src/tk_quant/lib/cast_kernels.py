@@ -18,6 +18,7 @@ Where the tile level is slower, cast_to_e2m1.py, cast_narrow_blocks.py and cast_
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
@@ -162,12 +163,12 @@ def cast_by_sf_kernel(
     },
 )
 def cast_out(
-    x: torch.Tensor,
-    x_sf: torch.Tensor | None,
-    given_sf: torch.Tensor | None,
-    tensor_sf: torch.Tensor | None,
-    data: torch.Tensor | None,
-    sf: torch.Tensor | None,
+    x: Tensor,
+    x_sf: Tensor | None,
+    given_sf: Tensor | None,
+    tensor_sf: Tensor | None,
+    data: Tensor | None,
+    sf: Tensor | None,
     fmt: str,
     block_tokens: int,
     block_channels: int,

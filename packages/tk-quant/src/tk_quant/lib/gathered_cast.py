@@ -19,6 +19,7 @@ from tk_quant.device.division import scale_of_amax
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.lib.quantize import (
     LIMITS,
+    OWN_GUARDS_AND_BARRIERS,
     TILE_ROWS,
     element,
     encode_macro,
@@ -33,13 +34,7 @@ _VEC = 8
 
 
 # A thread's guards cover all that it does. With each shared array for one purpose only, the barriers below are enough.
-@kernel(
-    pass_configs={
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_shared_memory_reuse": True,
-        "tl.disable_thread_storage_sync": True,
-    }
-)
+@kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def gathered_cast_kernel(dtype: torch.dtype, alignment: int, hidden: int, round_sf: bool, arch: Arch) -> Any:
     """Kernel (x, pos_to_token, out, sf)."""
     import tilelang.language as T

@@ -35,7 +35,7 @@ from tk_core.math import ceil_div
 from tk_quant.device.async_copy import commit_copies, gather_async, wait_for_groups
 from tk_quant.device.division import scale_of_amax
 from tk_quant.device.recast import atomic_max, merge_amax, raise_amax, recast
-from tk_quant.lib.quantize import LIMITS, TILE_ROWS, float_bits
+from tk_quant.lib.quantize import LIMITS, OWN_GUARDS_AND_BARRIERS, TILE_ROWS, float_bits
 
 ALIGNMENT = 16
 """Alignment of the rows of x that the kernel needs, in bytes."""
@@ -79,13 +79,7 @@ def prefetched_columns(num_rows: int, num_tokens: int, hidden: int, num_sms: int
 
 
 # Shared arrays are not reused for other purposes, so the barriers below suffice.
-@kernel(
-    pass_configs={
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_shared_memory_reuse": True,
-        "tl.disable_thread_storage_sync": True,
-    }
-)
+@kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:
     """Kernel (x, x_sf, pos_to_token, out, sf, num_sms, *prefetched_columns(...))."""
     import tilelang.language as T

@@ -1,4 +1,4 @@
-"""Data and scale factors that a cast writes: new ones, or those that the caller gives as `out` or `out_sf`."""
+"""Data and scale factors that a cast writes, new or given as `out` or `out_sf`, and flags beside given factors."""
 
 from typing import Any
 
@@ -20,6 +20,15 @@ def output_pair(out: Any) -> tuple[Tensor | None, Tensor | None]:
     check.require_type(isinstance(out, tuple | list), "out", "a pair (data, sf)", type(out).__name__)
     check.require(len(out) == 2, "out", "a pair (data, sf)", f"{len(out)} items")
     return out[0], out[1]
+
+
+def check_flags_of_given_sf(use_tma_aligned_col_major_sf: Any, round_sf: Any, use_packed_ue8m0: Any) -> None:
+    """Raise unless these flags fit scale factors that are given, in row-major float32."""
+    check.flag("round_sf", round_sf)
+    flags = {"use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf, "use_packed_ue8m0": use_packed_ue8m0}
+    for name, value in flags.items():
+        check.flag(name, value)
+        check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
 
 
 def data_output(

@@ -21,6 +21,12 @@ BITS = {"e4m3": 8, "e2m1": 4, "e5m6": 12}
 INFINITY_BITS = 0x7F800000
 TILE_ROWS = 128
 """Rows of a tile in the kernels that cast by channels."""
+OWN_GUARDS_AND_BARRIERS = {
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_shared_memory_reuse": True,
+    "tl.disable_thread_storage_sync": True,
+}
+"""Pass configs for kernels that guard their accesses and, each shared array serving one purpose, synchronize alone."""
 
 
 def float_bits(value: float) -> int:

@@ -174,13 +174,7 @@ def swiglu_group_cast_kernel(
 
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def swiglu_row_cast_kernel(
-    hidden: int,
-    source: CastInput,
-    fmt: str,
-    round_sf: bool,
-    given: Given,
-    config: SwigluCastConfig,
-    arch: Arch,
+    hidden: int, source: CastInput, fmt: str, round_sf: bool, given: Given, config: SwigluCastConfig, arch: Arch
 ) -> Any:
     """Groups that are whole rows, each of which a thread block takes; sf in float32."""
     import tilelang.language as T

@@ -10,20 +10,21 @@ relatives: one returns sf alone, the other takes sf as given. The kernels, with 
 """
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.math import ceil_div
 from tk_core.replay import replayable
 from tk_core.scales import scale_layout
 from tk_quant.lib.cast_kernels import cast_out
-from tk_quant.lib.outputs import data_output, output_pair, scales_output
+from tk_quant.lib.outputs import check_flags_of_given_sf, data_output, output_pair, scales_output
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _FORMATS = ("e4m3", "e2m1")
 _BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def _check_input(x: torch.Tensor, fmt: str, block_size: tuple[int, int]) -> tuple[tuple[int, int], int, int]:
+def _check_input(x: Tensor, fmt: str, block_size: tuple[int, int]) -> tuple[tuple[int, int], int, int]:
     """Check what the three functions share: `(block_size, blocks down, blocks across)`."""
     num_tokens, hidden = check.tensor("x", x, _DTYPES, ("num_tokens", "hidden"), layout="rows")
     check.require(hidden > 0 and hidden % 64 == 0, "x", "a positive multiple of 64 channels", hidden)
@@ -41,14 +42,14 @@ def _check_input(x: torch.Tensor, fmt: str, block_size: tuple[int, int]) -> tupl
 
 @replayable
 def per_block_cast(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     block_size: tuple[int, int],
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Quantize by blocks of tokens and channels.
 
     For each block, every operation in float32 to nearest with ties to even, max and least amax being 448 and 1e-4 for
@@ -90,14 +91,14 @@ def per_block_cast(
 
 @replayable
 def per_block_cast_with_sf_only(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     block_size: tuple[int, int],
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
-    out_sf: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out_sf: Tensor | None = None,
+) -> Tensor:
     """The sf that `per_block_cast` would return, without the data.
 
     Args, errors and layouts: see `per_block_cast`. `out_sf` is what to write into, as `out` there.
@@ -115,15 +116,15 @@ def per_block_cast_with_sf_only(
 
 @replayable
 def per_block_cast_with_precomputed_sf(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     block_size: tuple[int, int],
-    sf: torch.Tensor,
+    sf: Tensor,
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Quantize with scale factors that are there already: data = round(x * (1 / sf)), both operations in float32.
 
     Args:
@@ -140,11 +141,7 @@ def per_block_cast_with_precomputed_sf(
         TypeError: x or sf is no tensor or has another dtype, or block_size is no pair of ints.
         ValueError: Any other argument is not as described, or sf is on another device.
     """
-    check.flag("round_sf", round_sf)
-    flags = {"use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf, "use_packed_ue8m0": use_packed_ue8m0}
-    for name, value in flags.items():
-        check.flag(name, value)
-        check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
+    check_flags_of_given_sf(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
     check.tensor("sf", sf, (torch.float32,), (num_rows, num_cols), device=x.device)
     data = data_output("out", out, x, *x.shape, fmt, x=x, sf=sf)

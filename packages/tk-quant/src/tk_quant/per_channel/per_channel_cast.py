@@ -25,6 +25,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -62,12 +63,7 @@ class PerChannelCastConfig:
 
 @kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True})
 def _per_channel_cast_kernel(
-    dtype: torch.dtype,
-    alignment: int,
-    hidden: int,
-    round_sf: bool,
-    config: PerChannelCastConfig,
-    arch: Arch,
+    dtype: torch.dtype, alignment: int, hidden: int, round_sf: bool, config: PerChannelCastConfig, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
@@ -104,9 +100,7 @@ def _per_channel_cast_kernel(
     reference="per_channel.per_channel_cast_fused.per_channel_cast_fused",
     translate=lambda call: {"fmt": "e4m3", "num_per_tokens": TILE_ROWS},
 )
-def per_channel_cast_out(
-    x: torch.Tensor, pos_to_token: torch.Tensor | None, out: torch.Tensor, sf: torch.Tensor, round_sf: bool
-) -> None:
+def per_channel_cast_out(x: Tensor, pos_to_token: Tensor | None, out: Tensor, sf: Tensor, round_sf: bool) -> None:
     """Launch; what per_channel_cast_fused is too, for a tensor."""
     if out.numel() == 0:
         return
@@ -118,7 +112,7 @@ def per_channel_cast_out(
     _per_channel_cast_kernel(x.dtype, alignment, hidden, round_sf, config, arch)(x, out, sf)
 
 
-def check_plain_cast(x: torch.Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> tuple[int, int]:
+def check_plain_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> tuple[int, int]:
     """Raise unless these arguments are served; (num_tokens, hidden), num_tokens whatever it is."""
     num_tokens, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"), layout="rows")
     check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
@@ -135,9 +129,7 @@ def check_blocks(fmt: str, num_per_tokens: int, round_sf: bool, sizes: tuple[int
 
 
 @replayable
-def per_channel_cast(
-    x: torch.Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def per_channel_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize by blocks of one channel and 128 tokens.
 
     For each block: amax = max(max |x|, 1e-4), sf = amax / 448, data = round(x * (448 / amax)); with `round_sf`: sf =

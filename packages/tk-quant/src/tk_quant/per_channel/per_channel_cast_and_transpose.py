@@ -24,6 +24,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -110,7 +111,7 @@ def _per_channel_cast_and_transpose_kernel(
     translate=lambda call: {"fmt": "e4m3"},
 )
 def _per_channel_cast_and_transpose_out(
-    x: torch.Tensor, out: torch.Tensor, sf: torch.Tensor, num_per_tokens: int, round_sf: bool
+    x: Tensor, out: Tensor, sf: Tensor, num_per_tokens: int, round_sf: bool
 ) -> None:
     if out.numel() == 0:
         return
@@ -123,8 +124,8 @@ def _per_channel_cast_and_transpose_out(
 
 @replayable
 def per_channel_cast_and_transpose(
-    x: torch.Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False
+) -> tuple[Tensor, Tensor]:
     """Quantize by blocks of one channel and 32 or 128 tokens, and transpose the data.
 
     For each block: amax = max(max |x|, 1e-4), sf = amax / 448, data = round(x * (448 / amax)); with `round_sf`: sf =

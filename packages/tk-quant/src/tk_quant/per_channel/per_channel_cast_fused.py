@@ -21,8 +21,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
@@ -133,12 +134,7 @@ def _per_channel_recast_kernel(
     },
 )
 def _per_channel_recast_out(
-    x: torch.Tensor,
-    x_sf: torch.Tensor,
-    pos_to_token: torch.Tensor | None,
-    out: torch.Tensor,
-    sf: torch.Tensor,
-    round_sf: bool,
+    x: Tensor, x_sf: Tensor, pos_to_token: Tensor | None, out: Tensor, sf: Tensor, round_sf: bool
 ) -> None:
     if out.numel() == 0:
         return
@@ -159,13 +155,13 @@ def _per_channel_recast_out(
 
 @replayable
 def per_channel_cast_fused(
-    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    x: Tensor | tuple[Tensor, Tensor],
     fmt: str,
     num_per_tokens: int,
     round_sf: bool = False,
     num_per_channels: int | None = None,
-    pos_to_token: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    pos_to_token: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Quantize by blocks of one channel: of a tensor, of what a pair stands for, or of gathered rows of either.
 
     value[p] = x[p], or for a pair data[p] * sf[p] rounded to float32; with `pos_to_token`, of row pos_to_token[p], and
@@ -212,9 +208,7 @@ def per_channel_cast_fused(
     else:
         (num_rows,) = check.tensor("pos_to_token", pos_to_token, (torch.int32,), ("num_rows",), device=x.device)
         check.multiple_of("pos_to_token.shape[0]", num_rows, 16)
-        if not torch.compiler.is_compiling() and env.debug() and num_rows and not pos_to_token.is_meta:
-            highest = int(pos_to_token.max())
-            check.require(highest < num_tokens, "pos_to_token", f"indices below {num_tokens}", highest)
+        check.below("pos_to_token", pos_to_token, num_tokens, f"indices below {num_tokens}")
     out = x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn)
     sf = x.new_empty((ceil_div(num_rows, TILE_ROWS), hidden), dtype=torch.float32)
     if x_sf is None:

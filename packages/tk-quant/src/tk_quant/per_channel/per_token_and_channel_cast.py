@@ -26,6 +26,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -39,7 +40,7 @@ from tk_quant.device.division import scale_of_amax
 from tk_quant.device.fp8 import store_exponent
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.device.row_amax import row_amax
-from tk_quant.lib.quantize import LIMITS, element, encode_macro, float_bits, load_macro
+from tk_quant.lib.quantize import LIMITS, OWN_GUARDS_AND_BARRIERS, element, encode_macro, float_bits, load_macro
 from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
 
 _CHANNELS = 128
@@ -96,12 +97,7 @@ def _cast_rows_macro(hidden: int, is_bf16: bool, casts: TwoCasts, rows: int) -> 
 
     @T.macro
     def cast_rows(
-        words: T.Buffer,
-        token_data: T.Buffer,
-        token_sf: T.Buffer,
-        row: T.int32,
-        first_col: T.int32,
-        inside: T.bool,
+        words: T.Buffer, token_data: T.Buffer, token_sf: T.Buffer, row: T.int32, first_col: T.int32, inside: T.bool
     ) -> None:
         """The codes and scale factors of a warp's rows, from `row` on."""
         lane = T.get_thread_binding() % 32
@@ -142,20 +138,9 @@ def _cast_rows_macro(hidden: int, is_bf16: bool, casts: TwoCasts, rows: int) -> 
 
 # Thread level: on an H200, 8192 x 7168 bfloat16 take 62 to 65 µs so, at the tile level 73 to 86.
 # Each access has what guard it needs. With each shared array for one purpose only, the barriers below are enough.
-@kernel(
-    pass_configs={
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_shared_memory_reuse": True,
-        "tl.disable_thread_storage_sync": True,
-    }
-)
+@kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def _per_token_and_channel_cast_kernel(
-    hidden: int,
-    dtype: torch.dtype,
-    alignment: int,
-    casts: TwoCasts,
-    config: PerTokenAndChannelCastConfig,
-    arch: Arch,
+    hidden: int, dtype: torch.dtype, alignment: int, casts: TwoCasts, config: PerTokenAndChannelCastConfig, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
@@ -277,11 +262,11 @@ def _per_token_and_channel_cast_kernel(
     },
 )
 def _per_token_and_channel_cast_out(
-    x: torch.Tensor,
-    token_data: torch.Tensor,
-    token_sf: torch.Tensor,
-    channel_data: torch.Tensor,
-    channel_sf: torch.Tensor,
+    x: Tensor,
+    token_data: Tensor,
+    token_sf: Tensor,
+    channel_data: Tensor,
+    channel_sf: Tensor,
     num_per_channels: int,
     num_per_tokens: int,
     round_sf: bool,
@@ -301,7 +286,7 @@ def _per_token_and_channel_cast_out(
 
 @replayable
 def _cast(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     num_per_channels: int,
     num_per_tokens: int,
@@ -309,7 +294,7 @@ def _cast(
     transpose_channel_data: bool,
     use_tma_aligned_col_major_sf: bool,
     use_packed_ue8m0: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The public function, its results in a flat tuple."""
     num_tokens, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"), layout="rows")
     check.multiple_of("x.shape[0]", num_tokens, TILE_TOKENS)
@@ -334,7 +319,7 @@ def _cast(
 
 
 def per_token_and_channel_cast(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     num_per_channels: int = 128,
     num_per_tokens: int = 128,
@@ -342,7 +327,7 @@ def per_token_and_channel_cast(
     transpose_channel_data: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
-) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Quantize a tensor twice, by blocks of one token and by blocks of one channel, reading it once.
 
     Bit for bit what `per_token_cast(x, fmt, num_per_channels)` and `per_channel_cast(x, fmt, num_per_tokens)`, or

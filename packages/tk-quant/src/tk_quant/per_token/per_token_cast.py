@@ -17,16 +17,17 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.math import ceil_div
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales, scale_layout
 from tk_quant.lib.cast_kernels import cast_out
-from tk_quant.lib.outputs import data_output, output_pair, scales_output
+from tk_quant.lib.outputs import check_flags_of_given_sf, data_output, output_pair, scales_output
 from tk_quant.lib.quantize import FLOAT4_DTYPE, LIMITS
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 _GROUPS = (16, 32, 64, 128)
 _PLAIN_DTYPES = (torch.bfloat16, torch.float32)
@@ -35,10 +36,10 @@ _FORMATS_FROM_PAIRS = ("e4m3", "e2m1")
 
 
 def _check_input(
-    x: torch.Tensor | Pair, fmt: str, formats: tuple[str, ...], num_per_channels: int, x_block_size: Any
-) -> tuple[torch.Tensor, torch.Tensor | None, int, int, tuple[int, int]]:
+    x: Tensor | Pair, fmt: str, formats: tuple[str, ...], num_per_channels: int, x_block_size: Any
+) -> tuple[Tensor, Tensor | None, int, int, tuple[int, int]]:
     """Check what all functions share: `(data of x, sf of x, num_tokens, hidden, x_block_size)`."""
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, Tensor):
         num_tokens, hidden = check.tensor("x", x, _PLAIN_DTYPES, ("num_tokens", "hidden"), layout="rows")
         check.require(x_block_size is None, "x_block_size", "None for a plain tensor x", x_block_size)
         x_sf, x_block_size = None, (0, 0)
@@ -71,29 +72,29 @@ def _check_input(
 
 
 def _check_sf(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     num_per_channels: int,
     use_tma_aligned_col_major_sf: bool,
     round_sf: bool,
     use_packed_ue8m0: bool,
     use_swizzled_sf: bool,
-    tensor_sf: torch.Tensor | None,
-) -> tuple[ScaleLayout, torch.dtype | None, torch.Tensor | None]:
+    tensor_sf: Tensor | None,
+) -> tuple[ScaleLayout, torch.dtype | None, Tensor | None]:
     """Check what says how to make sf: `(layout, dtype, tensor_sf with one dimension)`."""
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     if tensor_sf is None:
         if use_swizzled_sf and not round_sf:
             check.require(False, "use_swizzled_sf", "round_sf=True or a tensor_sf beside it", "neither")
         return layout, None, None
-    ndim = tensor_sf.ndim if isinstance(tensor_sf, torch.Tensor) else 0
+    ndim = tensor_sf.ndim if isinstance(tensor_sf, Tensor) else 0
     check.tensor("tensor_sf", tensor_sf, (torch.float32,), (1,) if ndim else (), device=x.device)
     check.require(fmt == "e2m1", "fmt", "'e2m1' with tensor_sf", fmt)
     check.require(num_per_channels == 16, "num_per_channels", "16 with tensor_sf", num_per_channels)
     check.require(not round_sf, "round_sf", "False with tensor_sf", round_sf)
     if use_tma_aligned_col_major_sf:
         check.require(False, "use_tma_aligned_col_major_sf", "False with tensor_sf", True)
-    if not torch.compiler.is_compiling() and env.debug() and not tensor_sf.is_meta:
+    if check.reads_data(tensor_sf):
         value = float(tensor_sf)
         check.require(value > 0, "tensor_sf", "a number above 0", value)
     return layout, torch.float8_e4m3fn, tensor_sf if ndim else tensor_sf.view(1)
@@ -119,7 +120,7 @@ def flags_may_begin_at(position: int) -> Callable[[Function], Function]:
 
 @replayable
 def per_token_cast(
-    x: torch.Tensor | Pair,
+    x: Tensor | Pair,
     fmt: str,
     num_per_channels: int,
     x_block_size: tuple[int, int] | None = None,
@@ -128,7 +129,7 @@ def per_token_cast(
     use_packed_ue8m0: bool = False,
     *,
     use_swizzled_sf: bool = False,
-    tensor_sf: torch.Tensor | None = None,
+    tensor_sf: Tensor | None = None,
     out: Pair | None = None,
 ) -> Pair:
     """Quantize each token by groups of channels; a quantized input is dequantized on the way, in the same pass.
@@ -188,7 +189,7 @@ def per_token_cast(
 
 
 def per_token_cast_to_e5m6(
-    x: torch.Tensor,
+    x: Tensor,
     num_per_channels: int,
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
@@ -202,7 +203,7 @@ def per_token_cast_to_e5m6(
 @replayable
 @flags_may_begin_at(3)
 def per_token_cast_with_sf_only(
-    x: torch.Tensor | Pair,
+    x: Tensor | Pair,
     fmt: str,
     num_per_channels: int,
     x_block_size: tuple[int, int] | None = None,
@@ -211,9 +212,9 @@ def per_token_cast_with_sf_only(
     use_packed_ue8m0: bool = False,
     *,
     use_swizzled_sf: bool = False,
-    tensor_sf: torch.Tensor | None = None,
-    out_sf: torch.Tensor | None = None,
-) -> torch.Tensor:
+    tensor_sf: Tensor | None = None,
+    out_sf: Tensor | None = None,
+) -> Tensor:
     """The sf that `per_token_cast` would return, without the data.
 
     Args, errors and layouts: see `per_token_cast`; fmt is "e4m3" or "e2m1". The flags may begin in fourth place, as in
@@ -236,17 +237,17 @@ def per_token_cast_with_sf_only(
 @replayable
 @flags_may_begin_at(4)
 def per_token_cast_with_precomputed_sf(
-    x: torch.Tensor | Pair,
+    x: Tensor | Pair,
     fmt: str,
     num_per_channels: int,
-    sf: torch.Tensor,
+    sf: Tensor,
     x_block_size: tuple[int, int] | None = None,
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Quantize with scale factors that are there already: data = round(x * (1 / sf)), both operations in float32.
 
     The flags may begin in fifth place, as in TileKernels 2.1.0, or after x_block_size, as in 1.0.0.
@@ -265,11 +266,7 @@ def per_token_cast_with_precomputed_sf(
         TypeError: x or sf is no tensor, or has another dtype.
         ValueError: Any other argument is not as described, or is on another device.
     """
-    check.flag("round_sf", round_sf)
-    flags = {"use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf, "use_packed_ue8m0": use_packed_ue8m0}
-    for name, value in flags.items():
-        check.flag(name, value)
-        check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
+    check_flags_of_given_sf(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     checked = _check_input(x, fmt, _FORMATS_FROM_PAIRS, num_per_channels, x_block_size)
     x, x_sf, num_tokens, hidden, x_block_size = checked
     num_groups = ceil_div(hidden, num_per_channels)

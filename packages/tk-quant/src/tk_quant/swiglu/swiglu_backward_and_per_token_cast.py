@@ -24,13 +24,14 @@ read. Instructions are short beside bandwidth: see device/division.py for what i
 import math
 
 import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.lib.clamp import check_clamp_value
+from tk_quant.lib.swiglu_arguments import check_clamp_value
 from tk_quant.lib.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig, swiglu_backward_kernel
 
 _GROUPS = (32, 128)
@@ -45,17 +46,17 @@ _MAX_PAIRS = 2**31 - 2**10
     translate=lambda call: {"x": (call.data, call.sf)},
 )
 def _swiglu_backward_and_per_token_cast_out(
-    data: torch.Tensor,
-    sf: torch.Tensor,
-    grad_out: torch.Tensor,
-    weight: torch.Tensor,
-    pos_to_token_topk: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
-    out: torch.Tensor,
-    x_grad_data: torch.Tensor,
-    x_grad_sf: torch.Tensor,
-    x_grad: torch.Tensor,
-    weight_grad: torch.Tensor,
+    data: Tensor,
+    sf: Tensor,
+    grad_out: Tensor,
+    weight: Tensor,
+    pos_to_token_topk: Tensor,
+    token_topk_to_pos: Tensor,
+    out: Tensor,
+    x_grad_data: Tensor,
+    x_grad_sf: Tensor,
+    x_grad: Tensor,
+    weight_grad: Tensor,
     num_per_channels: int,
     round_sf: bool,
     swiglu_clamp_value: float | None,
@@ -78,7 +79,7 @@ def _swiglu_backward_and_per_token_cast_out(
     )
 
 
-def _check_indices(pos_to_token_topk: torch.Tensor, token_topk_to_pos: torch.Tensor) -> None:
+def _check_indices(pos_to_token_topk: Tensor, token_topk_to_pos: Tensor) -> None:
     """Whether the two maps stay inside each other and agree; waits for the device."""
     pairs, positions = token_topk_to_pos.flatten(), pos_to_token_topk.flatten()
     for name, indices, size in (
@@ -98,20 +99,20 @@ def _check_indices(pos_to_token_topk: torch.Tensor, token_topk_to_pos: torch.Ten
 
 @replayable
 def _swiglu_backward_and_per_token_cast(
-    x: tuple[torch.Tensor, torch.Tensor],
-    grad_out: torch.Tensor,
-    weight: torch.Tensor,
-    pos_to_token_topk: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
+    x: tuple[Tensor, Tensor],
+    grad_out: Tensor,
+    weight: Tensor,
+    pos_to_token_topk: Tensor,
+    token_topk_to_pos: Tensor,
     num_per_channels: int,
     round_sf: bool,
     swiglu_clamp_value: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The public function, its results in a flat tuple."""
     check.require_type(isinstance(x, (tuple, list)), "x", "a pair (data, sf)", type(x).__name__)
     check.require(len(x) == 2, "x", "a pair (data, sf)", f"{len(x)} items")
     data, sf = x
-    batched = isinstance(data, torch.Tensor) and data.ndim == 3
+    batched = isinstance(data, Tensor) and data.ndim == 3
     names = ("num_experts", "num_rows") if batched else ("num_positions",)
     *leading, width = check.tensor("x[0]", data, (torch.float8_e4m3fn,), (*names, "2 * hidden"))
     device = data.device
@@ -125,12 +126,12 @@ def _swiglu_backward_and_per_token_cast(
     pairs = check.tensor("weight", weight, (torch.float32,), ("num_tokens", "num_topk"), device=device)
     check.require(weight.numel() <= _MAX_PAIRS, "weight", f"at most {_MAX_PAIRS} elements", weight.numel())
     check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), tuple(pairs), device=device)
-    flat = not (batched and isinstance(pos_to_token_topk, torch.Tensor) and pos_to_token_topk.ndim == 2)
+    flat = not (batched and isinstance(pos_to_token_topk, Tensor) and pos_to_token_topk.ndim == 2)
     positions = (math.prod(leading),) if flat else tuple(leading)
     check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
     check.flag("round_sf", round_sf)
     check_clamp_value(swiglu_clamp_value)
-    if not torch.compiler.is_compiling() and env.debug() and not data.is_meta:
+    if check.reads_data(data):
         _check_indices(pos_to_token_topk, token_topk_to_pos)
 
     x_grad_data, x_grad_sf = torch.empty_like(data), torch.empty_like(sf)
@@ -145,15 +146,15 @@ def _swiglu_backward_and_per_token_cast(
 
 
 def swiglu_backward_and_per_token_cast(
-    x: tuple[torch.Tensor, torch.Tensor],
-    grad_out: torch.Tensor,
-    weight: torch.Tensor,
-    pos_to_token_topk: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
+    x: tuple[Tensor, Tensor],
+    grad_out: Tensor,
+    weight: Tensor,
+    pos_to_token_topk: Tensor,
+    token_topk_to_pos: Tensor,
     num_per_channels: int,
     round_sf: bool = False,
     swiglu_clamp_value: float | None = None,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
     """Backward of SwiGLU times a weight for each row, from a quantized input; the forward is computed again.
 
     With l and r the left and right half of a row of x = data * sf, rounded to float32, g = grad_out, and w the row's

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
@@ -31,7 +31,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import aligned
-from tk_quant.lib.clamp import check_clamp_value
+from tk_quant.lib.swiglu_arguments import check_clamp_value, check_row_maps
 
 DTYPES = (torch.bfloat16, torch.float32)
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -77,12 +77,7 @@ class SwigluForwardConfig:
 
 @kernel(pass_configs=DIRECT_COPIES)
 def _swiglu_forward_kernel(
-    hidden: int,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    given: Given,
-    config: SwigluForwardConfig,
-    arch: Arch,
+    hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, given: Given, config: SwigluForwardConfig, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
@@ -182,19 +177,10 @@ def check_swiglu_arguments(
     pos_to_expert: Tensor | None,
 ) -> torch.dtype:
     """Check what the forward and the backward have in common; the output's dtype."""
-    num_positions, width = check.tensor("x", x, DTYPES, ("num_positions", "2 * hidden"))
+    _, width = check.tensor("x", x, DTYPES, ("num_positions", "2 * hidden"))
     check.require(width > 0 and width % 128 == 0, "x", "a positive multiple of 128 columns", width)
     check.one_of("fmt", fmt, OUT_DTYPES)
-    if pos_to_token_topk is not None:
-        check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), (num_positions,), device=x.device)
-        check.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", "num_topk"), device=x.device)
-        if not torch.compiler.is_compiling() and env.debug() and num_positions and not x.is_meta:
-            highest, size = int(pos_to_token_topk.max()), topk_weights.numel()
-            check.require(highest < size, "pos_to_token_topk", f"indices into topk_weights, below {size}", highest)
-    elif topk_weights is not None:
-        check.require(False, "pos_to_token_topk", "a tensor beside topk_weights", None)
-    if pos_to_expert is not None:
-        check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), (num_positions,), device=x.device)
+    check_row_maps(x, pos_to_token_topk, topk_weights, pos_to_expert)
     check_clamp_value(swiglu_clamp_value)
     return OUT_DTYPES[fmt]
 

@@ -26,6 +26,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
@@ -35,8 +36,16 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_quant.device.swiglu import swiglu
-from tk_quant.lib.clamp import check_clamp_value
-from tk_quant.lib.quantize import LIMITS, element, encode_macro, float_bits, load_macro, scale_macro
+from tk_quant.lib.quantize import (
+    LIMITS,
+    OWN_GUARDS_AND_BARRIERS,
+    element,
+    encode_macro,
+    float_bits,
+    load_macro,
+    scale_macro,
+)
+from tk_quant.lib.swiglu_arguments import check_clamp_value
 from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
 
 _CHANNELS = 64
@@ -62,13 +71,7 @@ class SwigluForwardAndPerChannelCastAndTransposeConfig:
 
 # H200, 16384 x 2 * 2048: 42.3 us where a tile-level kernel takes 48.0; docs/tuning/tile-level/swiglu.md.
 # Tiles are whole, so nothing needs a guard. With each shared array for one purpose only, the barriers below are enough.
-@kernel(
-    pass_configs={
-        "tl.disable_safe_memory_legalize": True,
-        "tl.disable_shared_memory_reuse": True,
-        "tl.disable_thread_storage_sync": True,
-    }
-)
+@kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
     hidden: int,
     alignment: int,
@@ -183,9 +186,9 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
     translate=lambda call: {"fmt": "e4m3"},
 )
 def _swiglu_forward_and_per_channel_cast_and_transpose_out(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    sf: torch.Tensor,
+    x: Tensor,
+    out: Tensor,
+    sf: Tensor,
     num_per_tokens: int,
     round_sf: bool,
     without_transpose: bool,
@@ -211,13 +214,13 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_out(
 
 @replayable
 def swiglu_forward_and_per_channel_cast_and_transpose(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     num_per_tokens: int,
     round_sf: bool = False,
     without_transpose: bool = False,
     swiglu_clamp_value: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """SwiGLU, rounded to bfloat16, then quantized by blocks of one channel, and transposed.
 
     For x = [l | r]: activation = bfloat16(l / (1 + exp(-l)) * r), evaluated in float32 from left to right. For each

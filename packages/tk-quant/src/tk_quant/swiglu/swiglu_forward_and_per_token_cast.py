@@ -24,16 +24,17 @@ multiprocessor: registers are capped. device/swiglu.py keeps instructions below 
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tk_core import check, env
+from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_quant.lib.cast_formats import CastInput, CastScales, flags_of, layout_of
-from tk_quant.lib.clamp import check_clamp_value
 from tk_quant.lib.quantize import BITS, LIMITS
+from tk_quant.lib.swiglu_arguments import check_clamp_value, check_row_maps
 from tk_quant.lib.swiglu_forward_and_per_token_cast_kernel import (
     SwigluCastConfig,
     fits_warp,
@@ -57,13 +58,13 @@ _LARGEST = (2 - 2.0**-23) * 2.0**127
     translate=lambda call: flags_of(call.sf),
 )
 def _swiglu_forward_and_per_token_cast_out(
-    x: torch.Tensor,
-    pos_to_token_topk: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    pos_to_expert: torch.Tensor | None,
-    data: torch.Tensor,
-    sf: torch.Tensor,
-    clamped_count: torch.Tensor | None,
+    x: Tensor,
+    pos_to_token_topk: Tensor | None,
+    topk_weights: Tensor | None,
+    pos_to_expert: Tensor | None,
+    data: Tensor,
+    sf: Tensor,
+    clamped_count: Tensor | None,
     fmt: str,
     num_per_channels: int,
     round_sf: bool,
@@ -97,25 +98,6 @@ def _swiglu_forward_and_per_token_cast_out(
     )
 
 
-def _check_maps(
-    x: torch.Tensor,
-    pos_to_token_topk: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    pos_to_expert: torch.Tensor | None,
-) -> None:
-    num_positions, device = x.shape[0], x.device
-    if pos_to_token_topk is not None:
-        check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), (num_positions,), device=device)
-        check.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", "num_topk"), device=device)
-        if not torch.compiler.is_compiling() and env.debug() and num_positions and not x.is_meta:
-            highest, size = int(pos_to_token_topk.max()), topk_weights.numel()
-            check.require(highest < size, "pos_to_token_topk", f"indices into topk_weights, below {size}", highest)
-    elif topk_weights is not None:
-        check.require(False, "pos_to_token_topk", "a tensor beside topk_weights", None)
-    if pos_to_expert is not None:
-        check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), (num_positions,), device=device)
-
-
 def _check_number(name: str, value: Any, least: float, most: float) -> None:
     check.require_type(isinstance(value, int | float) and not isinstance(value, bool), name, "a number", value)
     check.require(least <= value <= most, name, f"a number from {least} to {most}", value)
@@ -123,21 +105,21 @@ def _check_number(name: str, value: Any, least: float, most: float) -> None:
 
 @replayable
 def swiglu_forward_and_per_token_cast(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     num_per_channels: int,
-    pos_to_token_topk: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-    pos_to_expert: torch.Tensor | None = None,
+    pos_to_token_topk: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    pos_to_expert: Tensor | None = None,
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     swiglu_clamp_value: float | None = None,
-    clamped_count: torch.Tensor | None = None,
+    clamped_count: Tensor | None = None,
     sf_clamp_min: float | None = None,
     *,
     use_swizzled_sf: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """SwiGLU of each row, times its weight where there are weights, quantized by groups of channels in the same pass.
 
     With l and r the left and right half of a row, every operation in float32 to nearest with ties to even, from left to
@@ -191,7 +173,7 @@ def swiglu_forward_and_per_token_cast(
     num_per_channels = num_per_channels or hidden
     if layout is not ScaleLayout.ROW_MAJOR and num_per_channels not in _GROUPS:
         check.require(False, "num_per_channels", f"32 or 128 for sf in layout {layout.name}", num_per_channels)
-    _check_maps(x, pos_to_token_topk, topk_weights, pos_to_expert)
+    check_row_maps(x, pos_to_token_topk, topk_weights, pos_to_expert)
     check_clamp_value(swiglu_clamp_value)
     if clamped_count is not None:
         check.require(swiglu_clamp_value is not None, "swiglu_clamp_value", "a number beside clamped_count", None)

@@ -1,0 +1,39 @@
+"""Checks of the maps between tokens and their positions in the experts' segments."""
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+
+
+def check_positions(
+    token_topk_to_pos: Tensor, num_tokens: int | str, num_expanded_tokens: int, device: torch.device
+) -> torch.Size:
+    """Check int32 (num_tokens, num_topk) positions; their shape. With TK_DEBUG, one past the last row is an error."""
+    shape = check.tensor(
+        "token_topk_to_pos", token_topk_to_pos, (torch.int32,), (num_tokens, "num_topk"), device=device
+    )
+    check.require(shape[1] >= 1, "token_topk_to_pos", "at least one slot a token", shape[1])
+    expected = f"positions below {num_expanded_tokens}"
+    check.below("token_topk_to_pos", token_topk_to_pos, num_expanded_tokens, expected)
+    return shape
+
+
+def check_experts(pos_to_expert: Tensor, device: torch.device) -> int:
+    """Check int32 (num_expanded_tokens,) experts of positions; their number."""
+    return check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device)[0]
+
+
+def check_each_once(token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> None:
+    """With TK_DEBUG: raise unless the positions are exactly the rows that belong to an expert, each once."""
+    if not check.reads_data(pos_to_expert):
+        return
+    num_expanded_tokens = pos_to_expert.shape[0]
+    positions = token_topk_to_pos[token_topk_to_pos >= 0].long()
+    high = int(positions.max()) if positions.numel() else -1
+    check.require(high < num_expanded_tokens, "token_topk_to_pos", f"positions below {num_expanded_tokens}", high)
+    wrong = torch.bincount(positions, minlength=num_expanded_tokens) != (pos_to_expert >= 0)
+    where = wrong.nonzero().flatten()[:4].tolist()
+    check.require(
+        not where, "token_topk_to_pos", "each row with pos_to_expert >= 0 once and no other", f"else at rows {where}"
+    )

@@ -1,0 +1,33 @@
+"""Checks of arguments that several SwiGLU ops have."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+
+_LEAST_NORMAL = 2.0**-126
+
+
+def check_clamp_value(value: Any) -> None:
+    """Raise unless `value` is None, a positive normal float32, or infinity, which clamps nothing."""
+    if value is not None and not (isinstance(value, float) and value == math.inf):
+        check.number("swiglu_clamp_value", value, at_least=_LEAST_NORMAL)
+
+
+def check_row_maps(
+    x: Tensor, pos_to_token_topk: Tensor | None, topk_weights: Tensor | None, pos_to_expert: Tensor | None
+) -> None:
+    """Check what names the weight and the expert of each row of x. With TK_DEBUG, an index past the end is an error."""
+    num_positions, device = x.shape[0], x.device
+    if pos_to_token_topk is not None:
+        check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), (num_positions,), device=device)
+        check.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", "num_topk"), device=device)
+        size = topk_weights.numel()
+        check.below("pos_to_token_topk", pos_to_token_topk, size, f"indices into topk_weights, below {size}")
+    elif topk_weights is not None:
+        check.require(False, "pos_to_token_topk", "a tensor beside topk_weights", None)
+    if pos_to_expert is not None:
+        check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), (num_positions,), device=device)
