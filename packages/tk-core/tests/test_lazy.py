@@ -35,6 +35,21 @@ def test_functions_are_not_hidden_by_their_files(package: Path, code: str) -> No
     subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(package)!r}); {code}"], check=True)
 
 
+def test_a_stub_is_the_table(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = package / "lazy_stub"
+    (package / "lazy_sample").rename(folder)
+    (folder / "__init__.py").write_text("from tk_core.lazy import export_stub\nexport_stub(__name__, __file__)\n")
+    names = ("double", "triple")
+    (folder / "__init__.pyi").write_text("".join(f"from .double import {name} as {name}\n" for name in names))
+    monkeypatch.syspath_prepend(str(package))
+    import lazy_stub
+
+    assert lazy_stub.__all__ == ["double", "triple"]
+    assert "lazy_stub.double" not in sys.modules
+    assert lazy_stub.double(2) == 4
+    assert lazy_stub.triple(2) == 6
+
+
 def test_version(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the distribution, looked up when it is asked for; a namespace within a package has none."""
     monkeypatch.syspath_prepend(str(package))

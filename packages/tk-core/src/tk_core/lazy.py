@@ -1,9 +1,11 @@
 """Package namespaces that load an op only when it is first used."""
 
+import ast
 import importlib
 import importlib.metadata
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -40,4 +42,15 @@ def export(package: str, exports: Mapping[str, str]) -> None:
     """
     module = sys.modules[package]
     module.__dict__["_lazy_exports"] = dict(exports)
+    module.__dict__["__all__"] = sorted(exports)
     module.__class__ = _LazyPackage
+
+
+def export_stub(package: str, init: str) -> None:
+    """`export` what the stub beside the package's file `init`, __init__.pyi, imports: `from .submodule import x as x`.
+
+    Type checkers read the stub alone, so that each public name is in one table.
+    """
+    stub = ast.parse(Path(init).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    export(package, {alias.name: str(node.module) for node in imports for alias in node.names})

@@ -14,18 +14,21 @@ from typing import Annotated, NoReturn
 import typer
 
 from tk_core.faults import FaultError, unwritable_cache
-from tk_core.stored import read_note, whole_files
 
 app = typer.Typer(no_args_is_help=True, help="Look into the cache of compiled kernels, or carry it to another machine.")
 
 
 def _kernels(root: Path) -> dict[str, list[Path]]:
     """The files of each kernel, by its folder below `root`; no files if they are not as they were written."""
+    from tk_core.stored import whole_files
+
     return {str(folder.relative_to(root)): whole_files(folder) for folder in sorted(root.glob("*/*/kernels/*"))}
 
 
 def _notes(root: Path, kernels: dict[str, list[Path]]) -> list[Path]:
     """The notes of `tk_core.stored` that lead to these kernels."""
+    from tk_core.stored import read_note
+
     notes = {path: read_note(path) for path in sorted(root.glob("tk/*"))}
     return [path for path, note in notes.items() if note and kernels.get(str(note[0]))]
 
@@ -75,6 +78,7 @@ def export(file: Annotated[Path, typer.Argument(help="Archive to write (a zip)."
 def import_(file: Annotated[Path, typer.Argument(help="What export wrote.", exists=True, dir_okay=False)]) -> None:
     """Add an archive's kernels to the cache, all or none (exit code 1). They will run here: import what you trust."""
     from tk_core.compat import cache_dir, tilelang_version
+    from tk_core.stored import whole_files
 
     root, added = cache_dir(), []
     try:

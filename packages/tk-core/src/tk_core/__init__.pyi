@@ -1,0 +1,10 @@
+from .arch import Arch as Arch
+from .arch import UnsupportedArchError as UnsupportedArchError
+from .arch import get_arch as get_arch
+from .num_sms import get_device_num_sms as get_device_num_sms
+from .num_sms import get_num_sms as get_num_sms
+from .num_sms import num_sms as num_sms
+from .num_sms import set_num_sms as set_num_sms
+from .op import backend as backend
+
+__version__: str

@@ -1,0 +1,35 @@
+from .engram.engram import Engram as Engram
+from .engram.engram import EngramState as EngramState
+from .engram.engram_gate import EngramGate as EngramGate
+from .engram.functional import engram_gate as engram_gate
+from .engram.functional import engram_lookup as engram_lookup
+from .engram.functional import short_conv as short_conv
+from .mhc.checkpoint_streams import checkpoint_streams as checkpoint_streams
+from .mhc.functional import expand_from_embedding as expand_from_embedding
+from .mhc.functional import mhc_head as mhc_head
+from .mhc.functional import mhc_pre as mhc_pre
+from .mhc.hyper_connection import HyperConnection as HyperConnection
+from .mhc.hyper_head import HyperHead as HyperHead
+from .mhc.ops import expand_to_mhc as expand_to_mhc
+from .mhc.ops import mhc_head_compute_mix as mhc_head_compute_mix
+from .mhc.ops import mhc_multilayer_recompute as mhc_multilayer_recompute
+from .mhc.ops import mhc_post as mhc_post
+from .mhc.ops import mhc_post_bwd as mhc_post_bwd
+from .mhc.ops import mhc_post_fwd as mhc_post_fwd
+from .mhc.ops import mhc_pre_apply_mix as mhc_pre_apply_mix
+from .mhc.ops import mhc_pre_big_fuse as mhc_pre_big_fuse
+from .mhc.ops import mhc_pre_norm_fn as mhc_pre_norm_fn
+from .mhc.ops import mhc_pre_split_mixes as mhc_pre_split_mixes
+from .mhc.ops import sinkhorn_normalize as sinkhorn_normalize
+from .moe.functional import aux_loss as aux_loss
+from .moe.functional import expand_to_fused as expand_to_fused
+from .moe.functional import hash_gate as hash_gate
+from .moe.functional import normalize_weight as normalize_weight
+from .moe.functional import reduce_fused as reduce_fused
+from .moe.functional import swiglu as swiglu
+from .moe.functional import top2_sum_gate as top2_sum_gate
+from .moe.functional import topk_gate_with_weights as topk_gate_with_weights
+from .moe.moe import MoE as MoE
+from .moe.router import Router as Router
+
+__version__: str
