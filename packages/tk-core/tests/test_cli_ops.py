@@ -49,7 +49,7 @@ class FakeKernel(Kernel):
             compat.num_compilations += 1
             if key != [28]:
                 path.write_text("")
-        return CompiledKernel(print, path, str)
+        return CompiledKernel("copy_rows", print, path, str)
 
 
 def _kernel(build):
