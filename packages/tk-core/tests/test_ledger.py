@@ -61,7 +61,7 @@ def edit(file: Path, old: str, new: str) -> None:
 
 
 def test_what_a_hash_covers(zz: Path) -> None:
-    always = ["tk_core.kernel", "tk_core.math", "tk_core.scales"]
+    always = ["tk_core.kernel", "tk_core.math", "tk_core.scales", "tk_core.stored"]
     assert ledger.source_modules("tk_zz.f") == [*always, "tk_zz.deeper", "tk_zz.f", "tk_zz.helper"]
     assert ledger.source_modules("tk_zz.h") == [*always, "tk_zz.deeper", "tk_zz.f", "tk_zz.h", "tk_zz.helper"]
 
