@@ -11,7 +11,7 @@ import torch
 from tk_core import compat
 from tk_core.arch import Arch, arch_from_name
 from tk_core.kernel import KernelRequest, capture, kernel
-from tk_core.testing.usage import cuobjdump, resource_usage
+from tk_core.testing.usage import cuobjdump, lower, resource_usage, resource_usages
 
 SM_90A = arch_from_name("sm_90a")
 
@@ -157,3 +157,21 @@ def _shared_kernel(width: int, arch: Arch) -> Any:
 def test_shared_memory_asked_for_at_launch_is_seen() -> None:
     # sm_90 adds the kibibyte that it reserves for itself.
     assert resource_usage(_shared_kernel, 16384, SM_90A)["shared_kernel"].shared_bytes == 65536 + 1024
+
+
+@pytest.mark.compile
+def test_kernels_compiled_together_are_told_apart() -> None:
+    """Two have the same name, one uses local and one shared memory."""
+    requests = [
+        KernelRequest(_add_kernel, (64, SM_90A)),
+        KernelRequest(_spilling_kernel, (1024, SM_90A)),
+        KernelRequest(_add_kernel, (32, SM_90A)),
+        KernelRequest(_shared_kernel, (16384, SM_90A)),
+    ]
+    usages = resource_usages(requests, [lower(request.kernel, *request.args) for request in requests])
+    assert [list(usage) for usage in usages] == [["add_kernel"], ["spill_kernel"], ["add_kernel"], ["shared_kernel"]]
+    first, spilling, second, shared = (used for usage in usages for used in usage.values())
+    assert spilling.stack_bytes >= 128
+    assert [used.stack_bytes for used in (first, second, shared)] == [0, 0, 0]
+    assert shared.shared_bytes == 65536 + 1024
+    assert max(first.shared_bytes, second.shared_bytes, spilling.shared_bytes) <= 1024

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
 from tk_core.testing import Case, OpSpec, tiers
 
 
@@ -130,6 +132,59 @@ def test_a_compile_case_without_a_kernel() -> None:
     assert list(checks) == ["one"]
     with pytest.raises(AssertionError, match="one: expected a kernel, saw none launched"):
         checks["one"]()
+
+
+@kernel
+def _fill_kernel(size: int, body: str, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    @T.prim_func
+    def fill(out: T.Tensor((size,), "int32")) -> None:
+        with T.Kernel(1, threads=32):
+            lane = T.get_thread_binding()
+            if body == "refused":
+                out[lane] = T.call_extern("int32", "tk_no_such_function", lane)
+            elif body == "local":
+                values = T.alloc_local((32,), "int32")
+                for i in T.serial(32):
+                    values[i] = out[i * 32 + lane]
+                for i in T.serial(32):
+                    out[i * 32 + lane] = values[out[i * 32 + lane] % 32]
+            else:
+                out[lane] = size
+
+    return fill
+
+
+def fill(out: torch.Tensor, body: str = "good") -> None:
+    if out.numel() == 0:
+        return
+    _fill_kernel(out.numel(), body, get_arch(out.device))(out)
+
+
+def fill_case(size: int, body: str = "good") -> Case:
+    return Case(f"{body}{size}", lambda device: {"out": torch.empty(size, device=device), "body": body}, compile=True)
+
+
+def test_several_cases_are_compiled_in_one_test() -> None:
+    spec = OpSpec(fill, fill, tuple(fill_case(1024 + i) for i in range(13)))
+    tests = list(checks_of(tiers.compile_tests(spec)))
+    assert tests == ["good1024-and-5-more", "good1030-and-5-more", "good1036"]
+
+
+@pytest.mark.compile
+def test_one_bad_kernel_among_good_ones_is_noticed() -> None:
+    def check(*cases: Case) -> None:
+        (test,) = checks_of(tiers.compile_tests(OpSpec(fill, fill, cases))).values()
+        test()
+
+    check(fill_case(1024), fill_case(1056))
+    with pytest.raises(AssertionError, match=r"_fill_kernel\(1024, 'local', sm_90a\), fill_kernel: expected no local"):
+        check(fill_case(1056), fill_case(1024, "local"), fill_case(1088))
+    with pytest.raises(RuntimeError, match=r'"tk_no_such_function" is undefined'):
+        check(fill_case(1056), fill_case(1024, "refused"), fill_case(1088))
+    with pytest.raises(AssertionError, match="small: expected a kernel, saw none launched"):
+        check(fill_case(1056), Case("small", lambda device: {"out": torch.empty(0)}, compile=True))
 
 
 def test_names_of_gpu_tests() -> None:

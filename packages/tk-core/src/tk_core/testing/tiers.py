@@ -3,9 +3,9 @@
 import fcntl
 import inspect
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tk_core.testing.numeric import assert_equal, assert_same_metadata
 from tk_core.testing.poison import poison, poisoned_allocations
 from tk_core.testing.specs import Case, OpSpec
 from tk_core.testing.trees import map_tensors, storage_bytes, tensors, transfer
-from tk_core.testing.usage import ResourceUsage, lower, resource_usage
+from tk_core.testing.usage import ResourceUsage, lower, resource_usages
 
 COMPILE_ARCHS = ("sm_90a", "sm_100a")
 """Architectures that kernels are compiled for, the second only where it gets other CUDA than the first."""
@@ -47,8 +47,13 @@ def cpu_tests(spec: OpSpec) -> Test:
 
 
 def compile_tests(spec: OpSpec) -> Test:
-    """Compile cases for `COMPILE_ARCHS`: each kernel compiles, uses no local memory, and fits in shared memory."""
-    checks = [(case.name, partial(_check_compile, spec, case)) for case in spec.cases if case.compile]
+    """Compile cases for `COMPILE_ARCHS`: each kernel compiles, uses no local memory, and fits in shared memory.
+
+    A test has several cases, because one run of nvcc compiles the kernels of all in hardly more time than one kernel.
+    """
+    cases = [case for case in spec.cases if case.compile]
+    groups = [cases[start : start + _COMPILED_TOGETHER] for start in range(0, len(cases), _COMPILED_TOGETHER)]
+    checks = [(_group_name(group), partial(_check_compile, spec, group)) for group in groups]
     return _test(spec, "compile", checks, pytest.mark.compile)
 
 
@@ -203,40 +208,52 @@ def _check_opcheck(spec: OpSpec, case: Case) -> None:
 # ---- compile
 
 
-@lru_cache(maxsize=8)
-def _lowered(request: KernelRequest) -> Any:
-    return lower(request.kernel, *request.args)
+# Few enough that several processes share the work evenly.
+_COMPILED_TOGETHER = 6
 
 
-# These two are cached for the session: several cases request the same kernel.
-@cache
-def _source(request: KernelRequest) -> str:
-    return _lowered(request).kernel_source
+def _group_name(cases: Sequence[Case]) -> str:
+    return cases[0].name if len(cases) == 1 else f"{cases[0].name}-and-{len(cases) - 1}-more"
 
 
-@cache
-def _usage(request: KernelRequest) -> dict[str, ResourceUsage]:
-    return resource_usage(request.kernel, *request.args, lowered=_lowered(request))
-
-
-def _check_compile(spec: OpSpec, case: Case) -> None:
+def _check_compile(spec: OpSpec, cases: Sequence[Case]) -> None:
     sources: set[str] = set()
     for arch in map(arch_from_name, COMPILE_ARCHS):
+        requests = _requests(spec, cases, arch)
+        lowered = [lower(request.kernel, *request.args) for request in requests]
+        new = [index for index, artifact in enumerate(lowered) if artifact.kernel_source not in sources]
+        sources.update(artifact.kernel_source for artifact in lowered)
+        chosen = [requests[index] for index in new]
+        for request, usage in zip(chosen, _usages(chosen, [lowered[index] for index in new])):
+            _check_usage(request, usage)
+
+
+def _requests(spec: OpSpec, cases: Sequence[Case], arch: Arch) -> list[KernelRequest]:
+    """The kernels that the cases launch, each once."""
+    found: list[KernelRequest] = []
+    for case in cases:
         with capture(arch) as captured:
             spec.op(**case.make("meta"))
         assert captured, f"{case.name}: expected a kernel, saw none launched; such a case needs no compile=True"
-        new = [request for request in captured if _source(request) not in sources]
-        for request in new:
-            _check_usage(request, arch)
-        sources.update(map(_source, new))
+        found += captured
+    return list(dict.fromkeys(found))
 
 
-def _check_usage(request: KernelRequest, arch: Arch) -> None:
-    for function, used in _usage(request).items():
+def _usages(requests: Sequence[KernelRequest], lowered: Sequence[Any]) -> list[dict[str, ResourceUsage]]:
+    try:
+        return resource_usages(requests, lowered)
+    except RuntimeError:
+        # The compiler's message about one kernel alone says which it refuses.
+        return [usage for each in zip(requests, lowered) for usage in resource_usages(*([one] for one in each))]
+
+
+def _check_usage(request: KernelRequest, usage: dict[str, ResourceUsage]) -> None:
+    for function, used in usage.items():
         where = f"{request.kernel.name}{request.args!r}, {function}"
         assert not used.stack_bytes, f"{where}: expected no local memory, got {used.stack_bytes} bytes a thread"
-        assert used.shared_bytes <= arch.max_shared_memory, (
-            f"{where}: expected at most {arch.max_shared_memory} bytes of shared memory, got {used.shared_bytes}"
+        assert used.shared_bytes <= request.arch.max_shared_memory, (
+            f"{where}: expected at most {request.arch.max_shared_memory} bytes of shared memory, "
+            f"got {used.shared_bytes}"
         )
 
 

@@ -8,13 +8,14 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tk_core.arch import Arch
 from tk_core.compat import CompiledKernel, cuda_home, load_tilelang
-from tk_core.kernel import Kernel
+from tk_core.kernel import Kernel, KernelRequest
 
 
 @dataclass(frozen=True)
@@ -82,28 +83,71 @@ def lower(kernel: Kernel, *args: Any) -> Any:
         return lower_prim_func(kernel.build(*args), target=target, enable_host_codegen=True)
 
 
-def resource_usage(kernel: Kernel, *args: Any, lowered: Any = None) -> dict[str, ResourceUsage]:
+def resource_usage(kernel: Kernel, *args: Any) -> dict[str, ResourceUsage]:
     """Registers, local and shared memory of each function of a kernel compiled for these arguments, by name.
 
     Compiled as by `Kernel.compile`, but without the host library, which takes a third of the time, or the cache.
-    `lowered` is what `lower` returned for them, if it is there.
     """
-    artifact = lowered or lower(kernel, *args)
+    (usage,) = resource_usages([KernelRequest(kernel, args)], [lower(kernel, *args)])
+    return usage
+
+
+def resource_usages(requests: Sequence[KernelRequest], lowered: Sequence[Any]) -> list[dict[str, ResourceUsage]]:
+    """`resource_usage` of several kernels for one architecture; `lowered` is what `lower` returned for each.
+
+    One run of nvcc compiles all that have the same options: TileLang's headers take it 2 s, a kernel 0.1 s.
+    """
+    options = [_configs(request.kernel) for request in requests]
+    found: list[dict[str, ResourceUsage]] = [{} for _ in requests]
+    for chosen in {repr(each): each for each in options}.values():
+        indices = [index for index, each in enumerate(options) if each == chosen]
+        sources = list(dict.fromkeys(lowered[index].kernel_source for index in indices))
+        printed = _resources(_joined(sources), requests[indices[0]].arch, chosen)
+        for index in indices:
+            found[index] = _usage_in(printed, sources.index(lowered[index].kernel_source), lowered[index])
+            if not found[index]:
+                raise ValueError(f"{requests[index]}: found no kernel function in what it compiles to")
+    return found
+
+
+# An include, with its condition where it has one of its own.
+_INCLUDE = re.compile(r"^(?:#ifdef \w+\n#include <\S+>\n#endif|#include <\S+>)\n", re.MULTILINE)
+
+
+def _joined(sources: Sequence[str]) -> str:
+    """CUDA sources as one: what they include, then each in a namespace, its kernel functions with its index behind."""
+    includes = dict.fromkeys(include for source in sources for include in _INCLUDE.findall(source))
+    bodies = (
+        f"namespace source_{index} {{\n{_with_index(_INCLUDE.sub('', source), index)}}}\n"
+        for index, source in enumerate(sources)
+    )
+    return "".join((*includes, *bodies))
+
+
+def _with_index(source: str, index: int) -> str:
+    # extern "C" functions of one name are one function, whatever namespace they are in.
+    names = re.findall(r'^extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(', source, re.MULTILINE)
+    return re.sub(rf"\b({'|'.join(dict.fromkeys(names))})\b", rf"\1_{index}", source)
+
+
+def _resources(source: str, arch: Arch, configs: dict[str, Any]) -> str:
+    """What cuobjdump prints about the resources of CUDA source."""
+    load_tilelang()
     from tilelang import tvm
     from tilelang.cuda.backend import tilelang_callback_cuda_compile
 
-    target = tvm.target.Target(args[-1].target)
-    cubin = tilelang_callback_cuda_compile(artifact.kernel_source, target, _configs(kernel))
-    printed = _cuobjdump(bytes(cubin), ["--dump-resource-usage"])
-    launched = _dynamic_shared_bytes(artifact.rt_mod.inspect_source(), artifact.kernel_source)
-    pattern = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
-    usage = {
+    cubin = tilelang_callback_cuda_compile(source, tvm.target.Target(arch.target), configs)
+    return _cuobjdump(bytes(cubin), ["--dump-resource-usage"])
+
+
+def _usage_in(printed: str, index: int, lowered: Any) -> dict[str, ResourceUsage]:
+    """Usage of the functions of one source, by the names that they have there."""
+    launched = _dynamic_shared_bytes(lowered.rt_mod.inspect_source(), lowered.kernel_source)
+    pattern = rf"Function (\S+)_{index}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
+    return {
         name: ResourceUsage(int(registers), int(stack) + int(local), int(shared) + launched.get(name, 0))
         for name, registers, stack, shared, local in re.findall(pattern, printed)
     }
-    if not usage:
-        raise ValueError(f"{kernel.name}{args!r}: found no kernel function in what it compiles to")
-    return usage
 
 
 def _configs(kernel: Kernel) -> dict[str, Any]:
