@@ -294,7 +294,6 @@ SPEC = OpSpec(
                 make(num_tokens, 256, 8, (4, 8)),
                 bench=True,
                 model_shape=num_tokens in (128, 8192),
-                compile=num_tokens == 8192,
                 gpu=False,
             )
             for num_tokens in (1, 8, 64, 128, 1024, 8192)

@@ -207,7 +207,6 @@ SPEC = OpSpec(
                 bench=True,
                 model_shape=num_tokens in (128, 8192),
                 gpu=False,
-                compile=num_tokens == 8192,
             )
             for num_tokens in (1, 8, 64, 128, 1024, 4001, 8192)
         ),

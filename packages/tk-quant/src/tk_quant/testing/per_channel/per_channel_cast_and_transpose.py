@@ -46,7 +46,8 @@ SPEC = OpSpec(
                 bench=True,
                 gpu=False,
                 model_shape=kind == (128, False),
-                compile=True,
+                # The others' kernels have no smaller case; that one is as for 128 rows above.
+                compile=kind != (128, False),
             )
             for kind in _KINDS
         ),

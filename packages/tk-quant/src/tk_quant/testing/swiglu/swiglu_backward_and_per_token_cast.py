@@ -279,7 +279,7 @@ SPEC = OpSpec(
         # Real rows at both ends of more than 2**31 elements.
         _case(300001, 4096, 128, "-large", x=codes, num_tokens=500, num_real=3000),
         # Benchmarks.
-        _case(34560, 2048, 128, "-bench", roles={**_BENCH, **_COMPILE, "model_shape": True}, num_real=34560),
+        _case(34560, 2048, 128, "-bench", roles={**_BENCH, "model_shape": True}, num_real=34560),
         _case(34816, 2048, 128, "-padded-bench", roles=_BENCH, num_tokens=4096, num_real=32768),
         _case(34560, 2048, 32, "-bench", roles=_BENCH, num_real=34560),
         _case(34560, 2048, 128, "-bench", roles=_BENCH, num_real=34560, round_sf=True),

@@ -164,7 +164,6 @@ SPEC = OpSpec(
                 *(*_BENCH_SHAPE, num_per_tokens, flags, "-bench"),
                 bench=True,
                 gpu=False,
-                compile=(num_per_tokens, flags) == (128, "plain"),
                 model_shape=(num_per_tokens, flags) == (128, "plain"),
             )
             for num_per_tokens, flags in (
