@@ -198,7 +198,7 @@ def test_config_fills_all_threads(dim: int) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("arch_name", tiers.COMPILE_ARCHS)
+@pytest.mark.parametrize("arch_name", SPEC.archs)
 @pytest.mark.parametrize("sf_dtype", [None, torch.uint8])
 def test_kernels_of_host_tables_compile(sf_dtype: torch.dtype | None, arch_name: str) -> None:
     arch = ARCHS[arch_name]

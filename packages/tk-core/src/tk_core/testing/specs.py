@@ -14,7 +14,7 @@ from typing import Any
 from tk_core.testing.numeric import assert_equal
 from tk_core.testing.trees import distinct_bytes
 
-_SOURCE_PACKAGES = ("tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_modeling")
+_SOURCE_PACKAGES = ("tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_gemm", "tk_modeling")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Case:
     make: Callable[[str], dict[str, Any]]
     """make(device) → the op's keyword arguments, drawn from torch's global generator. Works on device "meta" too."""
     compile: bool = False
-    """Its kernels are compiled for sm_90a and sm_100a in the compile tier: one case for each code path."""
+    """Its kernels are compiled for the spec's `archs` in the compile tier: one case for each code path."""
     small: bool = False
     """Small enough for the cpu tier and for compute-sanitizer: a few thousand elements."""
     modes: bool = False
@@ -56,6 +56,8 @@ class OpSpec:
     """(arguments, outputs) → the fewest bytes to move; by default every input and output tensor once."""
     mutates: tuple[str, ...] = ()
     """Arguments that the op writes into (`out`, in-place ones). `compare` then gets (result, *these)."""
+    archs: tuple[str, ...] = ("sm_90a", "sm_100a")
+    """Architectures of the compile tier that the op has kernels for."""
 
     def __post_init__(self) -> None:
         twice = [name for name, count in Counter(case.name for case in self.cases).items() if count > 1]

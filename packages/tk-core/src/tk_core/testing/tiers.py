@@ -23,9 +23,6 @@ from tk_core.testing.specs import Case, OpSpec
 from tk_core.testing.trees import map_tensors, storage_bytes, tensors, transfer
 from tk_core.testing.usage import ResourceUsage, lower, resource_usages
 
-COMPILE_ARCHS = ("sm_90a", "sm_100a")
-"""Architectures that kernels are compiled for, the second only where it gets other CUDA than the first."""
-
 Check = tuple[str, Callable[[], None]]
 Test = Callable[..., None]
 
@@ -47,9 +44,10 @@ def cpu_tests(spec: OpSpec) -> Test:
 
 
 def compile_tests(spec: OpSpec) -> Test:
-    """Compile cases for `COMPILE_ARCHS`: each kernel compiles, uses no local memory, and fits in shared memory.
+    """Compile cases: each kernel compiles, uses no local memory, and fits in shared memory.
 
-    A test has several cases, because one run of nvcc compiles the kernels of all in hardly more time than one kernel.
+    For each of the spec's architectures, the later ones only where they get other CUDA than those before. A test has
+    several cases, because one run of nvcc compiles the kernels of all in hardly more time than one kernel.
     """
     cases = [case for case in spec.cases if case.compile]
     groups = [cases[start : start + _COMPILED_TOGETHER] for start in range(0, len(cases), _COMPILED_TOGETHER)]
@@ -218,7 +216,7 @@ def _group_name(cases: Sequence[Case]) -> str:
 
 def _check_compile(spec: OpSpec, cases: Sequence[Case]) -> None:
     sources: set[str] = set()
-    for arch in map(arch_from_name, COMPILE_ARCHS):
+    for arch in map(arch_from_name, spec.archs):
         requests = _requests(spec, cases, arch)
         lowered = [lower(request.kernel, *request.args) for request in requests]
         new = [index for index, artifact in enumerate(lowered) if artifact.kernel_source not in sources]

@@ -29,6 +29,10 @@ class ResourceUsage:
     """Shared memory a block: what the function declares and what the launch adds."""
 
 
+_RESERVED = 1024
+"""Shared memory that the system keeps in each block: cuobjdump counts it, the limit of a block does not."""
+
+
 def cubins(library: Path) -> list[bytes]:
     """The device binaries that a compiled kernel's host library carries."""
     data = library.read_bytes()
@@ -145,7 +149,9 @@ def _usage_in(printed: str, index: int, lowered: Any) -> dict[str, ResourceUsage
     launched = _dynamic_shared_bytes(lowered.rt_mod.inspect_source(), lowered.kernel_source)
     pattern = rf"Function (\S+)_{index}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
     return {
-        name: ResourceUsage(int(registers), int(stack) + int(local), int(shared) + launched.get(name, 0))
+        name: ResourceUsage(
+            int(registers), int(stack) + int(local), max(0, int(shared) - _RESERVED) + launched.get(name, 0)
+        )
         for name, registers, stack, shared, local in re.findall(pattern, printed)
     }
 
