@@ -55,6 +55,14 @@ CALLS = {
         scores = torch.tensor([[0.1, 0.7, 0.2, 0.7], [3.0, 1.0, 2.0, 0.0]])
         assert topk_gate(scores, 2).tolist() == [[1, 3], [0, 2]]
     """,
+    "tk-gemm": """
+        import torch
+        from tk_gemm import fp8_gemm_nt
+        ones = torch.ones(16, 256).to(torch.float8_e4m3fn)
+        a = ones[:2], torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        d = fp8_gemm_nt(a, (ones, torch.tensor([[0.5, 0.25]])))
+        assert torch.equal(d.float(), torch.tensor([[128.0], [320.0]]).expand(2, 16))
+    """,
     "tk-mhc": """
         import torch
         from tk_mhc import expand_to_mhc, mhc_pre_apply_mix

@@ -8,7 +8,7 @@ import pytest
 from tk_core.testing import tables
 
 _PACKAGES = Path(__file__).parents[1] / "packages"
-_WITH_OPS = ["tk-engram", "tk-mhc", "tk-moe", "tk-quant"]
+_WITH_OPS = ["tk-engram", "tk-gemm", "tk-mhc", "tk-moe", "tk-quant"]
 _EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 # An example asks for the GPU and for the sizes of a model; here it runs on a CPU, on small ones.
 _SMALLER = {'"cuda"': '"cpu"', "4096": "256", "7168": "256"}

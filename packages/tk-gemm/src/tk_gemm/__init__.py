@@ -1,0 +1,5 @@
+"""FP8 matrix products with block scales, dense and grouped by expert. Names load on first use."""
+
+from tk_core.lazy import export_stub
+
+export_stub(__name__, __file__)

@@ -1,0 +1,200 @@
+"""fp8_gemm_nt: D = A·Bᵀ + C of e4m3 operands with a scale factor for each 128 channels; nn, tn, tt are its views.
+
+    acc[m, n] = 0;  for each block k of 128 channels, in order:
+        acc[m, n] = fma(a_sf[m, k] · b_sf[n, k], Σ_j a[m, 128 k + j] · b[n, 128 k + j], acc[m, n])
+    d[m, n] = round(acc[m, n] + c[m, n])
+
+in float32, with b_sf of the row's 128 × 128 block, or of the row itself. The kernel's plan is in docs/tuning/gemm.md.
+"""
+
+import torch
+
+from tk_core.math import ceil_div
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_gemm.lib.launch_fp8_product import launch_fp8_product
+from tk_gemm.lib.operands import (
+    BLOCK,
+    E4M3,
+    OUT,
+    compiler_hints,
+    fp8_a,
+    is_per_row,
+    matrix,
+    pair,
+    per_block_factors,
+    per_row_factors,
+    positive_multiple,
+    result,
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Recipe = tuple[int, int, int]
+SideRecipe = tuple[int, int]
+
+
+def _fp8_gemm_nt_reference(
+    a: torch.Tensor,
+    a_sf: torch.Tensor,
+    b: torch.Tensor,
+    b_sf: torch.Tensor,
+    c: torch.Tensor | None,
+    d: torch.Tensor,
+    b_is_per_row: bool,
+    accumulate: bool,
+) -> None:
+    from tk_gemm.reference.dense.fp8_gemm_nt import fp8_gemm_nt
+
+    recipe = (1, 1, BLOCK) if b_is_per_row else (1, BLOCK, BLOCK)
+    fp8_gemm_nt((a, a_sf), (b, b_sf), d, d if accumulate else c, recipe)
+
+
+@op("tk_gemm::fp8_gemm_nt_out", mutates=("d",), reference=_fp8_gemm_nt_reference, min_sm=90)
+def _fp8_gemm_nt_out(
+    a: torch.Tensor,
+    a_sf: torch.Tensor,
+    b: torch.Tensor,
+    b_sf: torch.Tensor,
+    c: torch.Tensor | None,
+    d: torch.Tensor,
+    b_is_per_row: bool,
+    accumulate: bool,
+) -> None:
+    launch_fp8_product(
+        "tk_gemm.fp8_gemm_nt",
+        "dense",
+        a.unsqueeze(0),
+        a_sf.unsqueeze(0),
+        b.unsqueeze(0),
+        b_sf if b_is_per_row else b_sf.unsqueeze(0),
+        None,
+        d.unsqueeze(0) if accumulate else c if c is None else c.unsqueeze(0),
+        d.unsqueeze(0),
+    )
+
+
+@replayable
+def fp8_gemm_nt(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    recipe: Recipe | None = None,
+    recipe_a: SideRecipe | None = None,
+    recipe_b: SideRecipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> torch.Tensor:
+    """D = A·Bᵀ + C in FP8: products of blocks of 128 channels, scaled and summed in float32, in the order of K.
+
+    A row's bits depend on that row of a and on b alone. Name and arguments are DeepGEMM 2.6's; there d is required.
+
+    Args:
+        a: `(data, sf)`: float8_e4m3fn (M, K), rows strided by multiples of 16 bytes; M from 0, K a multiple of 128.
+            float32 sf (M, K/128), row major, or column major with columns a multiple of 4 elements apart.
+        b: `(data, sf)`: float8_e4m3fn (N, K), N a multiple of 16; float32 sf (⌈N/128⌉, K/128) of any strides, or with
+            factors for each row (N, K/128) as a's.
+        d: bfloat16 or float32 (M, N), written; by default new, of c's dtype or without c bfloat16. With factors for
+            each row of b: float32.
+        c: (M, N) of d's dtype, added last; may be d.
+        recipe: (1, 128, 128), the default, or (1, 1, 128): factors for each row of b.
+        recipe_a: (1, 128), instead of recipe.
+        recipe_b: (128, 128) or (1, 128), instead of recipe.
+        compiled_dims: Of DeepGEMM's compiler; without effect.
+        disable_ue8m0_cast: The same.
+
+    Returns:
+        d.
+
+    Raises:
+        TypeError: A tensor is none, or has another dtype, or a is no pair.
+        ValueError: A shape, stride, base (16 bytes), device or recipe is not as described, or d overlaps an operand.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+    """
+    b_is_per_row = is_per_row(recipe, recipe_a, recipe_b)
+    compiler_hints(compiled_dims, disable_ue8m0_cast)
+    a_data, a_sf, num_rows, num_channels = fp8_a(a)
+    b_data, b_sf = pair("b", b)
+    device = a_data.device
+    num_cols, _ = matrix("b[0]", b_data, E4M3, ("N", num_channels), device)
+    positive_multiple("b[0] (N)", num_cols, 16)
+    num_blocks = num_channels // BLOCK
+    if b_is_per_row:
+        per_row_factors("b[1]", b_sf, (num_cols, num_blocks), device)
+    else:
+        per_block_factors("b[1]", b_sf, (ceil_div(num_cols, BLOCK), num_blocks), device)
+    dtypes = (torch.float32,) if b_is_per_row else OUT
+    operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf}
+    d, c, accumulate = result(d, c, (num_rows, num_cols), a_data, dtypes, **operands)
+    if num_rows:
+        _fp8_gemm_nt_out(a_data, a_sf, b_data, b_sf, c, d, b_is_per_row, accumulate)
+    return d
+
+
+def _transposed(name: str, x: Pair) -> Pair:
+    data, sf = pair(name, x)
+    for index, part in enumerate((data, sf)):
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(f"{name}[{index}]: expected a torch.Tensor, got {type(part).__name__}")
+        if part.ndim != 2:
+            raise ValueError(f"{name}[{index}]: expected two dimensions, got shape {tuple(part.shape)}")
+    return data.t(), sf.t()
+
+
+def fp8_gemm_nn(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    recipe: Recipe | None = None,
+    recipe_a: SideRecipe | None = None,
+    recipe_b: SideRecipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> torch.Tensor:
+    """D = A·B + C: `fp8_gemm_nt` of a (M, K) and b (K, N), whose memory is contiguous along K all the same.
+
+    Hopper's FP8 products read both operands along K: a transposed operand is a view, such as `(w.t(), w_sf.t())`.
+    Shapes, strides and factors are those of `fp8_gemm_nt` once it is transposed back; the same errors.
+    """
+    return fp8_gemm_nt(a, _transposed("b", b), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+
+
+def fp8_gemm_tn(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    recipe: Recipe | None = None,
+    recipe_a: SideRecipe | None = None,
+    recipe_b: SideRecipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> torch.Tensor:
+    """D = Aᵀ·B + C: `fp8_gemm_nt` of a (K, M) and b (K, N), whose memory is contiguous along K all the same.
+
+    Hopper's FP8 products read both operands along K: a transposed operand is a view, such as `(w.t(), w_sf.t())`.
+    Shapes, strides and factors are those of `fp8_gemm_nt` once it is transposed back; the same errors.
+    """
+    return fp8_gemm_nt(
+        _transposed("a", a), _transposed("b", b), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
+    )
+
+
+def fp8_gemm_tt(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    recipe: Recipe | None = None,
+    recipe_a: SideRecipe | None = None,
+    recipe_b: SideRecipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> torch.Tensor:
+    """D = Aᵀ·Bᵀ + C: `fp8_gemm_nt` of a (K, M) and b (N, K), whose memory is contiguous along K all the same.
+
+    Hopper's FP8 products read both operands along K: a transposed operand is a view, such as `(w.t(), w_sf.t())`.
+    Shapes, strides and factors are those of `fp8_gemm_nt` once it is transposed back; the same errors.
+    """
+    return fp8_gemm_nt(_transposed("a", a), b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)

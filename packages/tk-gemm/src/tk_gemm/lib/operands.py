@@ -1,0 +1,184 @@
+"""Checks of operands, scale factors and results that every product shares."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tk_core import check
+from tk_core.math import ceil_div
+
+BLOCK = 128
+E4M3 = (torch.float8_e4m3fn,)
+BF16 = (torch.bfloat16,)
+FLOAT32 = (torch.float32,)
+OUT = (torch.bfloat16, torch.float32)
+
+_PER_ROW_RECIPE = (1, 1, BLOCK)
+_RECIPES = (None, (1, BLOCK, BLOCK), _PER_ROW_RECIPE)
+_WIDE = 16  # bytes: what TMA asks of bases and strides
+
+
+def is_debugging(x: Tensor) -> bool:
+    """Whether TK_DEBUG asks for a look at the values of x, and they can be looked at."""
+    if not check.reads_data(x) or type(x) not in (Tensor, Parameter):
+        return False
+    # A stream that is being captured can't be waited for.
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def pair(name: str, x: Any) -> tuple[Any, Any]:
+    """Raise TypeError unless x is a pair; return it."""
+    check.require_type(isinstance(x, (tuple, list)) and len(x) == 2, name, "a pair (data, sf)", type(x).__name__)
+    return x[0], x[1]
+
+
+def aligned(name: str, x: Tensor) -> None:
+    """Raise ValueError unless the base and all strides but the last of x are on 16 bytes, as TMA asks.
+
+    A tensor without elements is not looked at, nor the base of one without memory (fake tensors, torch.compile).
+    """
+    if not x.numel():
+        return
+    size = x.element_size()
+    for dim in range(x.ndim - 1):
+        if x.shape[dim] > 1 and x.stride(dim) * size % _WIDE:
+            got = f"stride {x.stride(dim)} in dimension {dim}"
+            raise ValueError(f"{name}: expected strides that are multiples of {_WIDE // size} elements, got {got}")
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter) or x.is_meta:
+        return
+    if x.data_ptr() % _WIDE:
+        raise ValueError(f"{name}: expected a base on {_WIDE} bytes, got one at {x.data_ptr() % _WIDE} past that")
+
+
+def matrix(
+    name: str,
+    x: Any,
+    dtypes: tuple[torch.dtype, ...],
+    shape: check.Shape,
+    device: torch.device | None = None,
+) -> torch.Size:
+    """Check an operand or a result: unit stride in the last dimension, the rest on 16 bytes. Return its shape."""
+    found = check.tensor(name, x, dtypes, shape, layout="rows", device=device)
+    aligned(name, x)
+    return found
+
+
+def positive_multiple(name: str, size: int, divisor: int) -> None:
+    """Raise ValueError unless a size is a positive multiple of `divisor`."""
+    check.require(size > 0 and size % divisor == 0, name, f"a positive multiple of {divisor}", size)
+
+
+def per_row_factors(name: str, sf: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check float32 factors (..., rows, blocks) of 1 × 128 blocks: row major, or column major on 16 bytes.
+
+    Column major is unit stride along rows, and columns that are a multiple of 4 elements apart and do not overlap: what
+    casts write with use_tma_aligned_col_major_sf=True, whole or sliced in rows. Groups are a multiple of 4 elements
+    apart, or follow each other along the rows of one cast, which TMA reads as one matrix.
+    """
+    check.tensor(name, sf, FLOAT32, shape, layout="any", device=device)
+    num_rows, num_cols = shape[-2:]
+    if not sf.numel():
+        return
+    row_stride, col_stride = sf.stride()[-2:]
+    is_row_major = (num_cols == 1 or col_stride == 1) and (num_rows == 1 or row_stride >= num_cols)
+    if is_row_major:
+        return
+    is_col_major = (num_rows == 1 or row_stride == 1) and (
+        num_cols == 1 or (col_stride % 4 == 0 and col_stride >= num_rows)
+    )
+    if not is_col_major:
+        raise ValueError(
+            f"{name}: expected rows of stride 1 element apart and columns a multiple of 4 from {num_rows} on, or "
+            f"contiguous rows, got strides {sf.stride()} for shape {tuple(sf.shape)}"
+        )
+    is_one_cast = sf.ndim == 3 and sf.stride(0) == num_rows and (num_cols == 1 or col_stride >= shape[0] * num_rows)
+    aligned(name, (sf[0] if is_one_cast else sf).mT)
+
+
+def per_block_factors(name: str, sf: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check float32 factors (..., ⌈N/128⌉, K/128) of 128 × 128 blocks; their strides may be any, they are few."""
+    check.tensor(name, sf, FLOAT32, shape, layout="any", device=device)
+
+
+def is_per_row(
+    recipe: tuple[int, int, int] | None, recipe_a: tuple[int, int] | None, recipe_b: tuple[int, int] | None
+) -> bool:
+    """Whether B has factors for each row, not for 128 × 128 blocks. Raises TypeError or ValueError for others."""
+    allowed = (
+        ("recipe", recipe, _RECIPES),
+        ("recipe_a", recipe_a, (None, (1, BLOCK))),
+        ("recipe_b", recipe_b, (None, (1, BLOCK), (BLOCK, BLOCK))),
+    )
+    for name, blocks, choices in allowed:
+        check.require_type(blocks is None or isinstance(blocks, (tuple, list)), name, "a tuple or None", blocks)
+        check.one_of(name, None if blocks is None else tuple(blocks), choices)
+    if recipe is not None:
+        check.require(recipe_a is None, "recipe_a", "None beside recipe", recipe_a)
+        check.require(recipe_b is None, "recipe_b", "None beside recipe", recipe_b)
+        return tuple(recipe) == _PER_ROW_RECIPE
+    return recipe_b is not None and recipe_b[0] == 1
+
+
+def only_per_block(
+    recipe: tuple[int, int, int] | None, recipe_a: tuple[int, int] | None, recipe_b: tuple[int, int] | None
+) -> None:
+    """Raise ValueError unless B's factors are of 128 × 128 blocks: products of rows grouped by expert take no other."""
+    if is_per_row(recipe, recipe_a, recipe_b):
+        name, got = ("recipe", recipe) if recipe is not None else ("recipe_b", recipe_b)
+        check.require(False, name, "factors of 128 x 128 blocks for b", got)
+
+
+def compiler_hints(compiled_dims: str, disable_ue8m0_cast: bool = False) -> None:
+    """Check what DeepGEMM's compiler takes and this package accepts without effect."""
+    check.require_type(isinstance(compiled_dims, str), "compiled_dims", "a str", compiled_dims)
+    check.flag("disable_ue8m0_cast", disable_ue8m0_cast)
+
+
+def fp8_a(a: Any, device: torch.device | None = None) -> tuple[Tensor, Tensor, int, int]:
+    """Check activations (M, K) and their factors; return data, factors, M, K."""
+    data, sf = pair("a", a)
+    num_rows, num_channels = matrix("a[0]", data, E4M3, ("M", "K"), device)
+    positive_multiple("a[0] (K)", num_channels, BLOCK)
+    per_row_factors("a[1]", sf, (num_rows, num_channels // BLOCK), data.device)
+    return data, sf, num_rows, num_channels
+
+
+def fp8_weights(b: Any, num_channels: int, device: torch.device, num_groups: int | str) -> tuple[Tensor, Tensor]:
+    """Check weights (G, N, K) and factors (G, ⌈N/128⌉, K/128); return both."""
+    data, sf = pair("b", b)
+    groups, num_cols, _ = matrix("b[0]", data, E4M3, (num_groups, "N", num_channels), device)
+    check.require(groups > 0, "b[0]", "at least one group", groups)
+    positive_multiple("b[0] (N)", num_cols, 16)
+    per_block_factors("b[1]", sf, (groups, ceil_div(num_cols, BLOCK), num_channels // BLOCK), device)
+    return data, sf
+
+
+def result(
+    d: Tensor | None,
+    c: Tensor | None,
+    shape: tuple[int, ...],
+    like: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    **others: Tensor | None,
+) -> tuple[Tensor, Tensor | None, bool]:
+    """Check d and c, or allocate d; return `(d, c, accumulate)`, with c None and accumulate True where c is d.
+
+    A new d has c's dtype, or the first of `dtypes`. Raises ValueError where d overlaps one of `others`, or c in part.
+    """
+    device = like.device
+    if c is not None:
+        matrix("c", c, dtypes, shape, device)
+    if d is None:
+        d = like.new_empty(shape, dtype=dtypes[0] if c is None else c.dtype)
+        return d, c, False
+    matrix("d", d, dtypes, shape, device)
+    check.apart("d", d, **others)
+    if c is None:
+        return d, None, False
+    check.require_type(c.dtype is d.dtype, "c", f"d's dtype {d.dtype}", c.dtype)
+    if c is d:
+        return d, None, True
+    check.apart("d", d, c=c)
+    return d, c, False

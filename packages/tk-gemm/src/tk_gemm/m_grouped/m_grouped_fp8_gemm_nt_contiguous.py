@@ -1,0 +1,156 @@
+"""m_grouped_fp8_gemm_nt_contiguous: rows grouped by expert, each times its expert's FP8 weights.
+
+    d[r] = a[r] · b[group of r]ᵀ,  d[r] = 0 in padding rows between groups
+
+Numerics are those of `fp8_gemm_nt`, to the bit. Padding rows are selected, never multiplied: theirs may hold NaN.
+
+    rows    0        128       256       384
+    groups  | 0 0 0 pad | 1 1 1 1 1 1 1 pad | 2 pad | unspecified
+"""
+
+import torch
+
+from tk_core import check
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_gemm.lib.groups import check_grouped_layout
+from tk_gemm.lib.launch_fp8_product import launch_fp8_product
+from tk_gemm.lib.operands import BF16, compiler_hints, fp8_a, fp8_weights, only_per_block, pair, result
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _reference(
+    a: torch.Tensor,
+    a_sf: torch.Tensor,
+    b: torch.Tensor,
+    b_sf: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    d: torch.Tensor,
+    use_psum_layout: bool,
+) -> None:
+    from tk_gemm.reference.m_grouped.m_grouped_fp8_gemm_nt_contiguous import m_grouped_fp8_gemm_nt_contiguous
+
+    m_grouped_fp8_gemm_nt_contiguous((a, a_sf), (b, b_sf), d, grouped_layout, use_psum_layout=use_psum_layout)
+
+
+@op("tk_gemm::m_grouped_fp8_gemm_nt_contiguous_out", mutates=("d",), reference=_reference, min_sm=90)
+def _m_grouped_fp8_gemm_nt_contiguous_out(
+    a: torch.Tensor,
+    a_sf: torch.Tensor,
+    b: torch.Tensor,
+    b_sf: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    d: torch.Tensor,
+    use_psum_layout: bool,
+) -> None:
+    launch_fp8_product(
+        "tk_gemm.m_grouped_fp8_gemm_nt_contiguous",
+        "psum" if use_psum_layout else "ids",
+        a.unsqueeze(0),
+        a_sf.unsqueeze(0),
+        b,
+        b_sf,
+        grouped_layout,
+        None,
+        d.unsqueeze(0),
+    )
+
+
+@replayable
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor | None,
+    grouped_layout: torch.Tensor,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> torch.Tensor:
+    """Multiply each row of a with the weights of its group, in FP8.
+
+    A row's bits are those of `fp8_gemm_nt` with its group's weights. Name and arguments are DeepGEMM 2.6's.
+
+    Args:
+        a: `(data, sf)`: float8_e4m3fn (M, K), rows strided by multiples of 16 bytes; M from 0, K a multiple of 128.
+            float32 sf (M, K/128), row major, or column major with columns a multiple of 4 elements apart.
+        b: `(data, sf)`: float8_e4m3fn (G, N, K), N a multiple of 16; float32 sf (G, ⌈N/128⌉, K/128).
+        d: bfloat16 (M, N), written; None: new.
+        grouped_layout: int32 (M): each row's group, -1 for padding; groups ascend, begin at multiples of
+            128, and have -1 only where they end: tk_moe's pos_to_expert, with an alignment of 128.
+            With use_psum_layout int32 (G): where each group's rows end, the next one beginning at the next multiple of
+            128; an end past M counts as M.
+        recipe: (1, 128, 128), the default.
+        recipe_a: (1, 128), instead of recipe.
+        recipe_b: (128, 128), instead of recipe.
+        compiled_dims: Of DeepGEMM's compiler; without effect.
+        disable_ue8m0_cast: The same.
+        use_psum_layout: What grouped_layout is.
+        ensure_zero_padding: Without effect: padding rows between groups are always written zero.
+        expected_m_for_psum_layout: Rows that the caller expects; does not change a bit.
+
+    Returns:
+        d. Rows after the last group are unspecified.
+
+    Raises:
+        TypeError: A tensor is none, or has another dtype, or an option is of another type.
+        ValueError: A shape, stride, base (16 bytes), device or option is not as described, d overlaps an operand, or
+            with TK_DEBUG=1 the values of grouped_layout are not.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+    """
+    only_per_block(recipe, recipe_a, recipe_b)
+    compiler_hints(compiled_dims, disable_ue8m0_cast)
+    check.flag("ensure_zero_padding", ensure_zero_padding)
+    if expected_m_for_psum_layout is not None:
+        check.in_range("expected_m_for_psum_layout", expected_m_for_psum_layout, 0, 2**31 - 1)
+    a_data, a_sf, num_rows, num_channels = fp8_a(a)
+    b_data, b_sf = fp8_weights(b, num_channels, a_data.device, "G")
+    num_groups, num_cols, _ = b_data.shape
+    check_grouped_layout(grouped_layout, num_rows, num_groups, use_psum_layout, a_data.device)
+    operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf, "grouped_layout": grouped_layout}
+    d, _, _ = result(d, None, (num_rows, num_cols), a_data, BF16, **operands)
+    if num_rows:
+        _m_grouped_fp8_gemm_nt_contiguous_out(a_data, a_sf, b_data, b_sf, grouped_layout, d, use_psum_layout)
+    return d
+
+
+def m_grouped_fp8_gemm_nn_contiguous(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor | None,
+    grouped_layout: torch.Tensor,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> torch.Tensor:
+    """`m_grouped_fp8_gemm_nt_contiguous` of b (G, K, N) with factors (G, K/128, ⌈N/128⌉), contiguous along K."""
+    data, sf = pair("b", b)
+    for index, part in enumerate((data, sf)):
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(f"b[{index}]: expected a torch.Tensor, got {type(part).__name__}")
+        if part.ndim != 3:
+            raise ValueError(f"b[{index}]: expected three dimensions, got shape {tuple(part.shape)}")
+    return m_grouped_fp8_gemm_nt_contiguous(
+        a,
+        (data.mT, sf.mT),
+        d,
+        grouped_layout,
+        recipe,
+        recipe_a,
+        recipe_b,
+        compiled_dims,
+        disable_ue8m0_cast,
+        use_psum_layout,
+        ensure_zero_padding,
+        expected_m_for_psum_layout,
+    )

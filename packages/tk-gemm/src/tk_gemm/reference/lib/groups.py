@@ -1,0 +1,29 @@
+"""Which rows each group has."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tk_core.math import align
+
+
+def rows_of_groups(
+    grouped_layout: torch.Tensor, num_rows: int, num_groups: int, alignment: int, use_psum_layout: bool
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """`(group, its rows)` of the groups that have rows; rows are int64 indices."""
+    if use_psum_layout:
+        for group, (first, end) in enumerate(psum_ranges(grouped_layout, num_rows, alignment)):
+            if first < end:
+                yield group, torch.arange(first, end, device=grouped_layout.device)
+        return
+    for group in range(num_groups):
+        rows = (grouped_layout == group).nonzero().flatten()
+        if rows.numel():
+            yield group, rows
+
+
+def psum_ranges(psum: torch.Tensor, num_rows: int, alignment: int) -> list[tuple[int, int]]:
+    """`(first, end)` of each group: from the aligned end of the group before to psum[group], both at most num_rows."""
+    ends = psum.tolist()
+    firsts = [0, *(align(end, alignment) for end in ends[:-1])]
+    return [(min(first, num_rows), min(end, num_rows)) for first, end in zip(firsts, ends)]

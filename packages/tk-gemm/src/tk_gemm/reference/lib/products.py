@@ -1,0 +1,46 @@
+"""Products of two operands that a group of rows comes down to, in plain PyTorch.
+
+The sum of 128 products of e4m3 pairs takes at most 42 bits, so in float64 it is exact in any order: a row's result
+does not depend on the other rows, nor on how torch multiplies matrices.
+"""
+
+import torch
+
+BLOCK = 128
+# Temporaries of a product take about 20 bytes an element; this bounds them at 350 MB.
+_MAX_ELEMENTS = 1 << 24
+
+
+def fp8_product(a: torch.Tensor, a_sf: torch.Tensor, b: torch.Tensor, b_sf: torch.Tensor) -> torch.Tensor:
+    """A·Bᵀ, float32 (M, N), of e4m3 a (M, K) and b (N, K) with float32 factors a_sf (M, K/128) and b_sf (N, K/128).
+
+    For each block of 128 along K, in order: acc = fma(a_sf · b_sf, partial, acc), with a_sf · b_sf and the exact sum of
+    the block rounded to float32 first. The multiply-add is rounded to float64 before float32.
+    """
+    num_rows, num_cols = a.shape[0], b.shape[0]
+    out = torch.zeros((num_rows, num_cols), dtype=torch.float32, device=a.device)
+    step = max(1, _MAX_ELEMENTS // max(1, num_cols))
+    for block in range(a.shape[1] // BLOCK):
+        channels = slice(block * BLOCK, (block + 1) * BLOCK)
+        columns = b[:, channels].double().t()
+        for first in range(0, num_rows, step):
+            rows = slice(first, first + step)
+            partial = (a[rows, channels].double() @ columns).float().double()
+            scale = (a_sf[rows, block, None] * b_sf[None, :, block]).double()
+            out[rows] = (scale * partial + out[rows].double()).float()
+    return out
+
+
+def weight_factors(sf: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Factors (⌈N/128⌉, K/128) of 128 × 128 blocks, one for each of the N rows: (N, K/128)."""
+    return sf.repeat_interleave(BLOCK, dim=0)[:num_rows]
+
+
+def finish(
+    product: torch.Tensor, d: torch.Tensor | None, c: torch.Tensor | None, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """The product plus c, written into d, or into a new tensor of c's dtype, or of `dtype` without c."""
+    if c is not None:
+        product = product + c.float()
+        dtype = c.dtype
+    return product.to(dtype) if d is None else d.copy_(product)

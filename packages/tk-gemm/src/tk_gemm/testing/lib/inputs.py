@@ -1,0 +1,61 @@
+"""Operands for cases and tests: drawn at random, on any device, meta included."""
+
+import torch
+
+from tk_core.math import align, ceil_div
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def e4m3(*shape: int, device: str, positive: bool = False) -> torch.Tensor:
+    """Random float8_e4m3fn of about ±448 at most; not negative if so asked."""
+    values = torch.randn(shape, device=device) * 100
+    return (values.abs() if positive else values).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def row_factors(num_rows: int, num_cols: int, device: str, layout: str = "column") -> torch.Tensor:
+    """Float32 factors (rows, cols): "column" major as casts write them, "sliced" from one with more rows, or "row"."""
+    if layout == "row":
+        return torch.rand((num_rows, num_cols), device=device) + 0.5
+    extra = 8 if layout == "sliced" else 0
+    whole = torch.empty_strided((num_rows + extra, num_cols), (1, align(num_rows + extra, 4)), device=device)
+    whole.uniform_(0.5, 1.5)
+    return whole[extra // 2 : extra // 2 + num_rows]
+
+
+def activations(num_rows: int, num_channels: int, device: str, layout: str = "column", positive: bool = False) -> Pair:
+    """A pair (M, K) with 1 × 128 blocks."""
+    data = e4m3(num_rows, num_channels, device=device, positive=positive)
+    return data, row_factors(num_rows, num_channels // 128, device, layout)
+
+
+def weights(num_cols: int, num_channels: int, device: str, *groups: int, positive: bool = False) -> Pair:
+    """A pair (groups…, N, K) with 128 × 128 blocks."""
+    data = e4m3(*groups, num_cols, num_channels, device=device, positive=positive)
+    return data, torch.rand((*groups, ceil_div(num_cols, 128), num_channels // 128), device=device) + 0.5
+
+
+def ids(counts: tuple[int, ...], num_rows: int, device: str, alignment: int = 128) -> torch.Tensor:
+    """grouped_layout int32 (num_rows) of groups with these counts."""
+    out = []
+    for group, count in enumerate(counts):
+        out += [group] * count + [-1] * (align(count, alignment) - count)
+    return torch.tensor((out + [-1] * num_rows)[:num_rows], dtype=torch.int32, device=device)
+
+
+def psum(counts: tuple[int, ...], device: str, alignment: int = 128) -> torch.Tensor:
+    """grouped_layout int32 (G) of the same groups: where each one's rows end."""
+    out, first = [], 0
+    for count in counts:
+        out.append(first + count)
+        first = align(first + count, alignment)
+    return torch.tensor(out, dtype=torch.int32, device=device)
+
+
+def dequantized(x: Pair) -> torch.Tensor:
+    """What a pair stands for, in float64; blocks of 1 × 128 or 128 × 128, told apart by the factors' rows."""
+    data, sf = x
+    factors = sf.double().repeat_interleave(128, dim=-1)
+    if sf.shape[-2] != data.shape[-2]:
+        factors = factors.repeat_interleave(128, dim=-2)[..., : data.shape[-2], :]
+    return data.double() * factors

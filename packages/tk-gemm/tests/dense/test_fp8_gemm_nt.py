@@ -1,0 +1,107 @@
+"""fp8_gemm_nt and its transposed views."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_gemm
+from tk_core.testing import tiers
+from tk_core.testing.numeric import assert_equal, calc_diff
+from tk_gemm.testing.dense.fp8_gemm_nt import SPEC
+from tk_gemm.testing.lib.inputs import activations, dequantized, e4m3, row_factors, weights
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_against_a_float64_product(dtype: torch.dtype, positive: bool) -> None:
+    a, b = activations(7, 1024, "cpu", positive=positive), weights(144, 1024, "cpu", positive=positive)
+    d = tk_gemm.fp8_gemm_nt(a, b, torch.empty(7, 144, dtype=dtype))
+    limit = 3e-6 if dtype is torch.bfloat16 else 1e-6 if positive else 1e-7
+    assert calc_diff(d, dequantized(a) @ dequantized(b).T) < limit
+
+
+def test_by_hand() -> None:
+    """Row 0 of a is 1 in channel 0 and 2 in channel 128; factors 3 and 5 of a, and 7, 11 or 13, 17 of b's blocks."""
+    data = torch.zeros(2, 256)
+    data[0, 0], data[0, 128] = 1, 2
+    b_sf = torch.tensor([[7.0, 11.0], [13.0, 17.0]])
+    a = (data.to(torch.float8_e4m3fn), torch.tensor([[3.0, 5.0], [1.0, 1.0]]))
+    b = (torch.ones(144, 256).to(torch.float8_e4m3fn), b_sf)
+    d = tk_gemm.fp8_gemm_nt(a, b, torch.empty(2, 144))
+    assert d[0].tolist() == [3.0 * 7 + 2 * 5 * 11] * 128 + [3.0 * 13 + 2 * 5 * 17] * 16
+    assert d[1].tolist() == [0.0] * 144
+
+
+def test_a_row_does_not_depend_on_others() -> None:
+    (data, sf), b = activations(9, 512, "cpu"), weights(48, 512, "cpu")
+    whole = tk_gemm.fp8_gemm_nt((data, sf), b, torch.empty(9, 48))
+    for row in range(9):
+        one = tk_gemm.fp8_gemm_nt((data[row : row + 1], sf[row : row + 1].clone()), b, torch.empty(1, 48))
+        assert_equal(one[0], whole[row])
+
+
+def test_c_may_be_d() -> None:
+    a, b = activations(3, 128, "cpu"), weights(16, 128, "cpu")
+    c = torch.randn(3, 16)
+    expected = tk_gemm.fp8_gemm_nt(a, b, c=c)
+    assert expected.dtype == torch.float32
+    assert tk_gemm.fp8_gemm_nt(a, b, c, c) is c
+    assert_equal(c, expected)
+
+
+@pytest.mark.parametrize("name", ["nn", "tn", "tt"])
+def test_views(name: str) -> None:
+    a, b = activations(3, 256, "cpu"), weights(16, 256, "cpu")
+    expected = tk_gemm.fp8_gemm_nt(a, b)
+    view_a = (a[0].t(), a[1].t()) if name[0] == "t" else a
+    view_b = (b[0].t(), b[1].t()) if name[1] == "n" else b
+    assert_equal(getattr(tk_gemm, f"fp8_gemm_{name}")(view_a, view_b), expected)
+    copied = tuple(x.contiguous() for x in (view_b if name[1] == "n" else view_a))
+    args = (view_a, copied) if name[1] == "n" else (copied, view_b)
+    with pytest.raises(ValueError, match=r"\[0\]"):
+        getattr(tk_gemm, f"fp8_gemm_{name}")(*args)
+
+
+A, B, D = activations(3, 256, "cpu"), weights(144, 256, "cpu"), torch.zeros(3, 144, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes"),
+    [
+        (TypeError, "a", {"a": A[0]}),
+        (TypeError, r"a\[0\]", {"a": (A[0].float(), A[1])}),
+        (ValueError, r"a\[0\]", {"a": (e4m3(3, 192, device="cpu"), A[1])}),
+        (ValueError, r"a\[0\]", {"a": (A[0].t(), A[1])}),
+        (ValueError, r"a\[0\]", {"a": (e4m3(3, 264, device="cpu")[:, :256], A[1])}),
+        (ValueError, r"a\[0\]", {"a": (e4m3(3 * 256 + 1, device="cpu")[1:].view(3, 256), A[1])}),
+        (TypeError, r"a\[1\]", {"a": (A[0], A[1].int())}),
+        (ValueError, r"a\[1\]", {"a": (A[0], row_factors(3, 8, "cpu"))}),
+        (ValueError, r"a\[1\]", {"a": (A[0], torch.ones(2, 3).t())}),
+        (ValueError, r"a\[1\]", {"a": (A[0], A[1].to("meta"))}),
+        (ValueError, r"b\[0\]", {"b": (B[0][:, :128], B[1])}),
+        (ValueError, r"b\[0\]", {"b": (B[0][:136], B[1])}),
+        (ValueError, r"b\[1\]", {"b": (B[0], B[1][:1])}),
+        (ValueError, r"b\[1\]", {"recipe": (1, 1, 128), "d": None}),
+        (TypeError, "d", {"d": D.half()}),
+        (ValueError, "d", {"d": D[:2]}),
+        (ValueError, "d", {"d": A[0].view(torch.bfloat16)[:, :16], "b": weights(16, 256, "cpu")}),
+        (TypeError, "c", {"c": D.float()}),
+        (ValueError, "c", {"c": D[:2]}),
+        (ValueError, "recipe", {"recipe": (1, 32, 32)}),
+        (ValueError, "recipe_a", {"recipe_a": (1, 32)}),
+        (ValueError, "recipe_b", {"recipe_b": (32, 32)}),
+        (TypeError, "recipe_a", {"recipe_a": 128}),
+        (ValueError, "recipe_b", {"recipe": (1, 128, 128), "recipe_b": (128, 128)}),
+        (TypeError, "compiled_dims", {"compiled_dims": 3}),
+        (TypeError, "disable_ue8m0_cast", {"disable_ue8m0_cast": 1}),
+    ],
+)
+def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=f"^{name}"):
+        tk_gemm.fp8_gemm_nt(**{"a": A, "b": B, "d": D, **changes})
