@@ -49,8 +49,11 @@ def export(package: str, exports: Mapping[str, str]) -> None:
 def export_stub(package: str, init: str) -> None:
     """`export` what the stub beside the package's file `init`, __init__.pyi, imports: `from .submodule import x as x`.
 
-    Type checkers read the stub alone, so that each public name is in one table.
+    Type checkers read the stub alone, so that each public name is in one table. A name without `as` is no public one,
+    to them and in `__all__`, but it is there.
     """
     stub = ast.parse(Path(init).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     export(package, {alias.name: str(node.module) for node in imports for alias in node.names})
+    public = [alias.asname for node in imports for alias in node.names if alias.asname]
+    sys.modules[package].__dict__["__all__"] = sorted(public)
