@@ -155,7 +155,7 @@ def _shared_kernel(width: int, arch: Arch) -> Any:
 
 @pytest.mark.compile
 def test_shared_memory_asked_for_at_launch_is_seen() -> None:
-    # sm_90 adds the kibibyte that it reserves for itself.
+    # The kibibyte that sm_90 reserves for itself does not count.
     assert resource_usage(_shared_kernel, 16384, SM_90A)["shared_kernel"].shared_bytes == 65536
 
 
