@@ -33,23 +33,18 @@ Recipe = tuple[int, int, int]
 SideRecipe = tuple[int, int]
 
 
-def _fp8_gemm_nt_reference(
-    a: torch.Tensor,
-    a_sf: torch.Tensor,
-    b: torch.Tensor,
-    b_sf: torch.Tensor,
-    c: torch.Tensor | None,
-    d: torch.Tensor,
-    b_is_per_row: bool,
-    accumulate: bool,
-) -> None:
-    from tk_gemm.reference.dense.fp8_gemm_nt import fp8_gemm_nt
-
-    recipe = (1, 1, BLOCK) if b_is_per_row else (1, BLOCK, BLOCK)
-    fp8_gemm_nt((a, a_sf), (b, b_sf), d, d if accumulate else c, recipe)
-
-
-@op("tk_gemm::fp8_gemm_nt_out", mutates=("d",), reference=_fp8_gemm_nt_reference, min_sm=90)
+@op(
+    "tk_gemm::fp8_gemm_nt_out",
+    mutates=("d",),
+    reference="fp8_gemm_nt",
+    translate=lambda call: {
+        "a": (call.a, call.a_sf),
+        "b": (call.b, call.b_sf),
+        "c": call.d if call.accumulate else call.c,
+        "recipe": (1, 1 if call.b_is_per_row else BLOCK, BLOCK),
+    },
+    min_sm=90,
+)
 def _fp8_gemm_nt_out(
     a: torch.Tensor,
     a_sf: torch.Tensor,

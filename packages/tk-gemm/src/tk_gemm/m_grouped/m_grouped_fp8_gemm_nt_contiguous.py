@@ -20,21 +20,13 @@ from tk_gemm.lib.operands import BF16, compiler_hints, fp8_a, fp8_weights, only_
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _reference(
-    a: torch.Tensor,
-    a_sf: torch.Tensor,
-    b: torch.Tensor,
-    b_sf: torch.Tensor,
-    grouped_layout: torch.Tensor,
-    d: torch.Tensor,
-    use_psum_layout: bool,
-) -> None:
-    from tk_gemm.reference.m_grouped.m_grouped_fp8_gemm_nt_contiguous import m_grouped_fp8_gemm_nt_contiguous
-
-    m_grouped_fp8_gemm_nt_contiguous((a, a_sf), (b, b_sf), d, grouped_layout, use_psum_layout=use_psum_layout)
-
-
-@op("tk_gemm::m_grouped_fp8_gemm_nt_contiguous_out", mutates=("d",), reference=_reference, min_sm=90)
+@op(
+    "tk_gemm::m_grouped_fp8_gemm_nt_contiguous_out",
+    mutates=("d",),
+    reference="m_grouped_fp8_gemm_nt_contiguous",
+    translate=lambda call: {"a": (call.a, call.a_sf), "b": (call.b, call.b_sf)},
+    min_sm=90,
+)
 def _m_grouped_fp8_gemm_nt_contiguous_out(
     a: torch.Tensor,
     a_sf: torch.Tensor,

@@ -28,21 +28,13 @@ from tk_gemm.lib.operands import (
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _reference(
-    a: torch.Tensor,
-    a_sf: torch.Tensor,
-    b: torch.Tensor,
-    b_sf: torch.Tensor,
-    masked_m: torch.Tensor,
-    d: torch.Tensor,
-    expected_m: int,
-) -> None:
-    from tk_gemm.reference.m_grouped.m_grouped_fp8_gemm_nt_masked import m_grouped_fp8_gemm_nt_masked
-
-    m_grouped_fp8_gemm_nt_masked((a, a_sf), (b, b_sf), d, masked_m, expected_m)
-
-
-@op("tk_gemm::m_grouped_fp8_gemm_nt_masked_out", mutates=("d",), reference=_reference, min_sm=90)
+@op(
+    "tk_gemm::m_grouped_fp8_gemm_nt_masked_out",
+    mutates=("d",),
+    reference="m_grouped_fp8_gemm_nt_masked",
+    translate=lambda call: {"a": (call.a, call.a_sf), "b": (call.b, call.b_sf)},
+    min_sm=90,
+)
 def _m_grouped_fp8_gemm_nt_masked_out(
     a: torch.Tensor,
     a_sf: torch.Tensor,
