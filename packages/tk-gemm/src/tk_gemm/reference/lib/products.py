@@ -31,6 +31,18 @@ def fp8_product(a: torch.Tensor, a_sf: torch.Tensor, b: torch.Tensor, b_sf: torc
     return out
 
 
+def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A·Bᵀ, float32 (M, N), of bfloat16 a (M, K) and b (N, K): summed in float64, rounded once."""
+    num_rows, num_cols = a.shape[0], b.shape[0]
+    out = torch.empty((num_rows, num_cols), dtype=torch.float32, device=a.device)
+    step = max(1, _MAX_ELEMENTS // max(1, num_cols, a.shape[1]))
+    columns = b.double().t()
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        out[rows] = (a[rows].double() @ columns).float()
+    return out
+
+
 def weight_factors(sf: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Factors (⌈N/128⌉, K/128) of 128 × 128 blocks, one for each of the N rows: (N, K/128)."""
     return sf.repeat_interleave(BLOCK, dim=0)[:num_rows]
