@@ -39,6 +39,8 @@ class Profile:
     """Dtypes of activations and weights."""
     orders: tuple[Literal["nt", "nn", "tn", "tt"], ...] = ("nt",)
     """How the operands of BF16 products lie: bf16_gemm_nt, or its views."""
+    training: bool = False
+    """Gradients of experts' weights too, in float32, written or added to what is there."""
 
 
 def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -47,6 +49,15 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _fp8_calls(profile, num_tokens)
     if "bfloat16" in profile.operands:
         yield from _bf16_calls(profile, num_tokens)
+
+
+def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Tokens of all experts, each padded, and the arguments of gradients of this shape beside the operands."""
+    if profile.training:
+        ends = torch.empty(profile.num_experts, dtype=torch.int32, device="meta")
+        d = torch.empty((profile.num_experts, *shape), device="meta")
+        total = align(num_tokens * profile.num_topk, _BLOCK)
+        yield from ((total, {"d": d, "ks": ends, "c": c}) for c in (None, d))
 
 
 def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -65,6 +76,10 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             shape = profile.num_experts, num_rows
             a = data.unflatten(0, shape), sf.unflatten(0, shape)
             yield gemm.m_grouped_fp8_gemm_nt_masked, {"a": a, "b": b, "d": None, **grouping}
+    for shape in profile.experts:
+        for total, arguments in _k_grouped(profile, num_tokens, *shape):
+            a, b = ((data, sf.t()) for data, sf in (_activations(rows, total, "col_major") for rows in shape))
+            yield gemm.k_grouped_fp8_gemm_nt_contiguous, {"a": a, "b": b, **arguments}
 
 
 def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -87,6 +102,10 @@ def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         for num_rows, grouping in _masked(profile, num_tokens):
             a = _bf16(profile.num_experts, num_rows, num_channels)
             yield gemm.m_grouped_bf16_gemm_nt_masked, {"a": a, "b": b, "d": None, **grouping}
+    for shape in profile.experts:
+        for total, arguments in _k_grouped(profile, num_tokens, *shape):
+            a, b = (_bf16(total, rows) for rows in shape)
+            yield gemm.k_grouped_bf16_gemm_tn_contiguous, {"a": a, "b": b, **arguments}
 
 
 def _bf16(*shape: int) -> torch.Tensor:

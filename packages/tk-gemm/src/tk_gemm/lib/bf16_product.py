@@ -19,8 +19,6 @@ from tk_gemm.lib.fp8_product_config import BLOCK_M, ProductConfig
 
 _CONSUMERS = 256
 """Threads of the multiplying warpgroups; a third warpgroup follows, of which one warp loads."""
-_STORE_BARRIER = 4
-"""Number of the hardware barrier of the multiplying warps; TileLang takes 1 to 3 itself."""
 
 _PASS_CONFIGS = {
     # The ring's barriers are all that the roles need.
@@ -49,14 +47,16 @@ def bf16_product_kernel(
 
     from tk_gemm.lib import bf16_product_steps as own
     from tk_gemm.lib import fp8_product_steps as steps
-    from tk_gemm.lib.fp8_product_steps import B_GROUP, PLACE_SIZE
+    from tk_gemm.lib.fp8_product_steps import A_GROUP, B_GROUP
+    from tk_gemm.lib.k_grouped_steps import FIRST_STEP, K_PLACE_SIZE, NUM_STEPS
+    from tk_gemm.lib.result_steps import NUM_OUTS, write
 
     block_n, num_stages = config.block_n, config.num_stages
-    part_n = part_cols(d_dtype)
     is_transposed = (a_is_transposed, b_is_transposed)
-    is_padded = kind in ("ids", "psum")
+    of_k, is_padded = kind == "k", kind in ("ids", "psum")
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     layout_size = T.dynamic("layout_size")
+    num_d_groups = layout_size if of_k else num_a_groups
     strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in ("a", "b", "c", "d")}
     a_shape, a_step = ((k, m), (STEP_K, BLOCK_M)) if a_is_transposed else ((m, k), (BLOCK_M, STEP_K))
     b_shape, b_step = ((k, n), (STEP_K, block_n)) if b_is_transposed else ((n, k), (block_n, STEP_K))
@@ -66,38 +66,42 @@ def bf16_product_kernel(
         a: T.StridedTensor((num_a_groups, *a_shape), (*strides["a"], 1), "bfloat16"),
         b: T.StridedTensor((num_b_groups, *b_shape), (*strides["b"], 1), "bfloat16"),
         layout: T.Tensor((layout_size,), "int32"),
-        c: T.StridedTensor((num_a_groups, m, n), (*strides["c"], 1), d_dtype),
-        d: T.StridedTensor((num_a_groups, m, n), (*strides["d"], 1), d_dtype),
+        c: T.StridedTensor((num_d_groups, m, n), (*strides["c"], 1), d_dtype),
+        d: T.StridedTensor((num_d_groups, m, n), (*strides["d"], 1), d_dtype),
         num_blocks: T.int32,
     ) -> None:
         with T.Kernel(num_blocks, threads=_CONSUMERS + 128) as block:
             a_tile = T.alloc_shared((num_stages, *a_step), "bfloat16")
             b_tile = T.alloc_shared((num_stages, *b_step), "bfloat16")
-            out = T.alloc_shared((2, BLOCK_M, part_n), d_dtype)
+            out = T.alloc_shared((NUM_OUTS, BLOCK_M, part_cols(d_dtype)), d_dtype)
             full = T.alloc_barrier([1] * num_stages)
             empty = T.alloc_barrier([_CONSUMERS // 32] * num_stages)
-            place = T.alloc_local((PLACE_SIZE,), "int32")
+            place = T.alloc_local((K_PLACE_SIZE,), "int32")
             total = T.alloc_local((1,), "int32")
             slot = T.alloc_local((2,), "int32")  # Stage of the ring, and the round's parity.
             T.clear(slot)
             T.clear(place)
-            num_steps = T.truncdiv(k, STEP_K)
             steps.num_tiles(kind, layout, m, n, num_a_groups, block_n, total)
+            if of_k:
+                total[0] *= layout_size
             num_turns = T.truncdiv(total[0] - block + num_blocks - 1, num_blocks)
             thread = T.get_thread_binding()
             if thread < _CONSUMERS:
                 T.set_max_nreg(232, 1)
-                here = T.alloc_local((PLACE_SIZE,), "int32")
+                here = T.alloc_local((K_PLACE_SIZE,), "int32")
                 before = T.alloc_local((1,), "int32")  # The stage that the step before reads.
                 acc = T.alloc_fragment((BLOCK_M, block_n), "float32")
                 is_row = T.alloc_fragment((BLOCK_M,), "int32") if is_padded else None
-                steps.find_tile(kind, block, total[0], layout, m, n, num_b_groups, block_n, place)
+                own.find(kind, block, total[0], layout, m, n, k, num_b_groups, block_n, place)
                 for turn in T.serial(num_turns):
-                    for x in T.unroll(PLACE_SIZE):
+                    for x in T.unroll(K_PLACE_SIZE):
                         here[x] = place[x]
+                    num_steps = here[NUM_STEPS] if of_k else T.truncdiv(k, STEP_K)
                     if here[B_GROUP] >= 0:
                         if is_padded:
                             steps.find_rows(kind, layout, m, here, is_row)
+                        if of_k and num_steps == 0:
+                            T.clear(acc)
                         for step in T.serial(num_steps):
                             T.mbarrier_wait_parity(full[slot[0]], slot[1])
                             own.multiply(a_tile, b_tile, slot[0], is_transposed, step == 0, acc)
@@ -107,31 +111,26 @@ def bf16_product_kernel(
                             before[0] = slot[0]
                             steps.next_slot(slot, num_stages)
                         T.wait_wgmma(0)
-                        if T.shuffle_elect(32):
+                        if num_steps > 0 and T.shuffle_elect(32):
                             T.mbarrier_arrive(empty[before[0]])
                     next_tile = block + (turn + 1) * num_blocks
-                    steps.find_tile(kind, next_tile, total[0], layout, m, n, num_b_groups, block_n, place)
+                    own.find(kind, next_tile, total[0], layout, m, n, k, num_b_groups, block_n, place)
                     if here[B_GROUP] >= 0:
-                        own.finish(acc, c if with_c else None, is_row, m, n, here)
-                        T.tma_store_wait(0)
-                        for part in T.unroll(block_n // part_n):
-                            T.tma_store_wait(1)
-                            T.sync_threads(_STORE_BARRIER, _CONSUMERS)
-                            T.copy(acc[:, part * part_n : (part + 1) * part_n], out[part % 2, :, :])
-                            T.fence_proxy_async()
-                            T.sync_threads(_STORE_BARRIER, _CONSUMERS)
-                            own.store_part(kind, out, part, d, n, here)
+                        write(kind, acc, c if with_c else None, is_row, m, n, here, out, d)
                 T.tma_store_wait(0)
             else:
                 T.set_max_nreg(40, 0)
                 if thread < _CONSUMERS + 32:
                     for turn in T.serial(num_turns):
                         tile = block + turn * num_blocks
-                        steps.find_tile(kind, tile, total[0], layout, m, n, num_b_groups, block_n, place)
+                        own.find(kind, tile, total[0], layout, m, n, k, num_b_groups, block_n, place)
+                        a_group = 0 if of_k else place[A_GROUP]
+                        first = place[FIRST_STEP] if of_k else 0
                         if place[B_GROUP] >= 0:
-                            for step in T.serial(num_steps):
+                            for step in T.serial(place[NUM_STEPS] if of_k else T.truncdiv(k, STEP_K)):
                                 T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
-                                own.load(a, b, a_tile, b_tile, full, slot[0], place, step, is_transposed)
+                                channel = (first + step) * STEP_K
+                                own.load(a, b, a_tile, b_tile, full, slot[0], place, a_group, channel, is_transposed)
                                 steps.next_slot(slot, num_stages)
 
     return product

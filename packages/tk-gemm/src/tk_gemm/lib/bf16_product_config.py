@@ -10,8 +10,8 @@ from tk_gemm.lib.fp8_product_config import ProductConfig
 STEP_K = 64
 """Channels of a step: 128 bytes of an operand's row."""
 
-Kind = Literal["dense", "ids", "psum", "masked"]
-"""How a tile's rows find their weights, as in the FP8 products."""
+Kind = Literal["dense", "ids", "psum", "masked", "k"]
+"""How a tile's rows find their weights, as in the FP8 products; "k": groups are ranges of K."""
 
 _CONFIGS = {
     ProductConfig(256, 4): 1.0,

@@ -6,20 +6,49 @@ import tilelang.language as T
 
 from tk_gemm.lib.bf16_product_config import STEP_K
 from tk_gemm.lib.fp8_product_config import BLOCK_M
-from tk_gemm.lib.fp8_product_steps import A_GROUP, B_GROUP, COL, NUM_ROWS, ROW
+from tk_gemm.lib.fp8_product_steps import B_GROUP, COL, ROW, find_tile
+from tk_gemm.lib.k_grouped_steps import find_k_tile
+
+
+@T.macro
+def find(
+    kind: Any,
+    tile: Any,
+    total: Any,
+    layout: Any,
+    m: Any,
+    n: Any,
+    k: Any,
+    num_groups: Any,
+    block_n: Any,
+    place: Any,
+) -> None:
+    """The place of a tile, if there is such a tile."""
+    if kind == "k":
+        find_k_tile(tile, total, layout, m, n, k, block_n, STEP_K, place)
+    else:
+        find_tile(kind, tile, total, layout, m, n, num_groups, block_n, place)
 
 
 @T.macro
 def load(
-    a: Any, b: Any, a_tile: Any, b_tile: Any, full: Any, slot: Any, place: Any, step: Any, is_transposed: Any
+    a: Any,
+    b: Any,
+    a_tile: Any,
+    b_tile: Any,
+    full: Any,
+    slot: Any,
+    place: Any,
+    group: Any,
+    channel: Any,
+    is_transposed: Any,
 ) -> None:
     """Begin to load a step's operands; is_transposed: whether A lies as (K, M), and B as (K, N)."""
-    channel = step * STEP_K
     if is_transposed[0]:
-        rows = a[place[A_GROUP], channel : channel + STEP_K, place[ROW] : place[ROW] + BLOCK_M]
+        rows = a[group, channel : channel + STEP_K, place[ROW] : place[ROW] + BLOCK_M]
         T.tma_copy(rows, a_tile[slot, :, :], barrier=full[slot], leader_scope_threads=32)
     else:
-        rows = a[place[A_GROUP], place[ROW] : place[ROW] + BLOCK_M, channel : channel + STEP_K]
+        rows = a[group, place[ROW] : place[ROW] + BLOCK_M, channel : channel + STEP_K]
         T.tma_copy(rows, a_tile[slot, :, :], barrier=full[slot], leader_scope_threads=32)
     if is_transposed[1]:
         cols = b[place[B_GROUP], channel : channel + STEP_K, place[COL] : place[COL] + b_tile.shape[2]]
@@ -43,31 +72,3 @@ def multiply(a_tile: Any, b_tile: Any, slot: Any, is_transposed: Any, is_first: 
         policy=T.GemmWarpPolicy.FullRow,
         clear_accum=is_first,
     )
-
-
-@T.macro
-def finish(acc: Any, c: Any, is_row: Any, m: Any, n: Any, place: Any) -> None:
-    """acc += c, and zero in rows that are no group's; c and is_row may be None."""
-    if c is not None:
-        for i, j in T.Parallel(*acc.shape):
-            if place[ROW] + i < m and place[COL] + j < n:
-                acc[i, j] += T.cast(c[place[A_GROUP], place[ROW] + i, place[COL] + j], "float32")
-    if is_row is not None:
-        for i, j in T.Parallel(*acc.shape):
-            acc[i, j] = T.if_then_else(is_row[i] != 0, acc[i, j], T.float32(0))
-
-
-@T.macro
-def store_part(kind: Any, out: Any, part: Any, d: Any, n: Any, place: Any) -> None:
-    """Begin to write a part of a tile's columns; rows and columns past the last are left out."""
-    part_n = out.shape[2]
-    col = place[COL] + part * part_n
-    if kind == "masked":
-        if place[NUM_ROWS] < BLOCK_M:  # Rows past masked_m are not to be written, and TMA knows of M_max alone.
-            for i, j in T.Parallel(BLOCK_M, part_n):
-                if i < place[NUM_ROWS] and col + j < n:
-                    d[place[A_GROUP], place[ROW] + i, col + j] = out[part % 2, i, j]
-        else:
-            T.tma_copy(out[part % 2, :, :], d[place[A_GROUP], place[ROW] : place[ROW] + BLOCK_M, col : col + part_n])
-    else:
-        T.tma_copy(out[part % 2, :, :], d[place[A_GROUP], place[ROW] : place[ROW] + BLOCK_M, col : col + part_n])

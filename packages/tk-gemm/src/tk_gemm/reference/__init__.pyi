@@ -6,6 +6,12 @@ from .dense.fp8_gemm_nt import fp8_gemm_nn as fp8_gemm_nn
 from .dense.fp8_gemm_nt import fp8_gemm_nt as fp8_gemm_nt
 from .dense.fp8_gemm_nt import fp8_gemm_tn as fp8_gemm_tn
 from .dense.fp8_gemm_nt import fp8_gemm_tt as fp8_gemm_tt
+from .k_grouped.k_grouped_bf16_gemm_tn_contiguous import (
+    k_grouped_bf16_gemm_tn_contiguous as k_grouped_bf16_gemm_tn_contiguous,
+)
+from .k_grouped.k_grouped_fp8_gemm_nt_contiguous import (
+    k_grouped_fp8_gemm_nt_contiguous as k_grouped_fp8_gemm_nt_contiguous,
+)
 from .m_grouped.m_grouped_bf16_gemm_nt_contiguous import (
     m_grouped_bf16_gemm_nn_contiguous as m_grouped_bf16_gemm_nn_contiguous,
 )

@@ -1,4 +1,4 @@
-"""Products of two operands that a group of rows comes down to, in plain PyTorch.
+"""Products of two operands that a group of rows or of K comes down to, in plain PyTorch.
 
 The sum of 128 products of e4m3 pairs takes at most 42 bits, so in float64 it is exact in any order: a row's result
 does not depend on the other rows, nor on how torch multiplies matrices.

@@ -1,0 +1,135 @@
+"""The kernel of FP8 products whose groups are ranges of K: both operands have factors for each row.
+
+    load        one warp          128 channels of A, B and the factors of their rows a step, by TMA, into a ring
+    multiply    two warpgroups    64 rows each: the tensor core's sum of 128 channels, then acc = fma(factors, sum, acc)
+
+A thread block takes one tile of 128 × 128 of a group's D after the other, every `num_blocks`-th of all groups'.
+"""
+
+from typing import Any
+
+import torch
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_gemm.lib.bf16_product_config import part_cols
+from tk_gemm.lib.fp8_product_config import BLOCK_K, BLOCK_M
+
+BLOCK_N = 128
+_NUM_STAGES = 5
+_CONSUMERS = 256
+"""Threads of the multiplying warpgroups; a third warpgroup follows, of which one warp loads."""
+
+_PASS_CONFIGS = {
+    # The ring's barriers are all that the roles need.
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_warp_specialized": True,
+    # Every access is clamped or compared here, as in the FP8 products.
+    "tl.disable_safe_memory_legalize": True,
+}
+
+
+@kernel(pass_configs=_PASS_CONFIGS)
+def fp8_k_product_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arch) -> Any:
+    """D[g] = Σ A·Bᵀ over g's range of K (+ C[g]), of A (M, K) and B (N, K) with factors (steps, M) and (steps, N).
+
+    `ends` (groups) says where each range ends, the next one beginning at the next multiple of 128.
+    """
+    import tilelang.language as T
+
+    from tk_gemm.lib import fp8_product_steps as steps
+    from tk_gemm.lib.fp8_product_steps import COL, ROW
+    from tk_gemm.lib.k_grouped_steps import FIRST_STEP, K_PLACE_SIZE, NUM_STEPS, find_k_tile
+    from tk_gemm.lib.result_steps import NUM_OUTS, write
+
+    m, n, k, num_steps, num_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_steps", "num_groups"))
+    a_stride, a_sf_stride, b_stride, b_sf_stride = (
+        T.dynamic(x) for x in ("a_stride", "a_sf_stride", "b_stride", "b_sf_stride")
+    )
+    strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in ("c", "d")}
+
+    @T.prim_func
+    def product(
+        a: T.StridedTensor((m, k), (a_stride, 1), "float8_e4m3fn"),
+        a_sf: T.StridedTensor((num_steps, m), (a_sf_stride, 1), "float32"),
+        b: T.StridedTensor((n, k), (b_stride, 1), "float8_e4m3fn"),
+        b_sf: T.StridedTensor((num_steps, n), (b_sf_stride, 1), "float32"),
+        ends: T.Tensor((num_groups,), "int32"),
+        c: T.StridedTensor((num_groups, m, n), (*strides["c"], 1), d_dtype),
+        d: T.StridedTensor((num_groups, m, n), (*strides["d"], 1), d_dtype),
+        num_blocks: T.int32,
+    ) -> None:
+        with T.Kernel(num_blocks, threads=_CONSUMERS + 128) as block:
+            a_tile = T.alloc_shared((_NUM_STAGES, BLOCK_M, BLOCK_K), "float8_e4m3fn")
+            b_tile = T.alloc_shared((_NUM_STAGES, BLOCK_N, BLOCK_K), "float8_e4m3fn")
+            a_sf_tile = T.alloc_shared((_NUM_STAGES, BLOCK_M), "float32")
+            b_sf_tile = T.alloc_shared((_NUM_STAGES, BLOCK_N), "float32")
+            out = T.alloc_shared((NUM_OUTS, BLOCK_M, part_cols(d_dtype)), d_dtype)
+            full = T.alloc_barrier([1] * _NUM_STAGES)
+            empty = T.alloc_barrier([_CONSUMERS // 32] * _NUM_STAGES)
+            place = T.alloc_local((K_PLACE_SIZE,), "int32")
+            slot = T.alloc_local((2,), "int32")  # Stage of the ring, and the round's parity.
+            total = T.alloc_local((1,), "int32")
+            T.clear(slot)
+            T.clear(place)
+            total[0] = num_groups * T.ceildiv(m, BLOCK_M) * T.ceildiv(n, BLOCK_N)
+            num_turns = T.truncdiv(total[0] - block + num_blocks - 1, num_blocks)
+            thread = T.get_thread_binding()
+            if thread < _CONSUMERS:
+                T.set_max_nreg(232, 1)
+                here = T.alloc_local((K_PLACE_SIZE,), "int32")
+                part = T.alloc_fragment((BLOCK_M, BLOCK_N), "float32")
+                acc = T.alloc_fragment((BLOCK_M, BLOCK_N), "float32")
+                row_sf = T.alloc_fragment((BLOCK_M,), "float32")
+                col_sf = T.alloc_fragment((BLOCK_N,), "float32")
+                find_k_tile(block, total[0], ends, m, n, k, BLOCK_N, BLOCK_K, place)
+                for turn in T.serial(num_turns):
+                    for x in T.unroll(K_PLACE_SIZE):
+                        here[x] = place[x]
+                    T.clear(acc)
+                    for _ in T.serial(here[NUM_STEPS]):
+                        T.mbarrier_wait_parity(full[slot[0]], slot[1])
+                        T.wgmma_gemm(
+                            a_tile[slot[0], :, :],
+                            b_tile[slot[0], :, :],
+                            part,
+                            transpose_B=True,
+                            policy=T.GemmWarpPolicy.FullRow,
+                            clear_accum=True,
+                        )
+                        T.copy(a_sf_tile[slot[0], :], row_sf)
+                        T.copy(b_sf_tile[slot[0], :], col_sf)
+                        T.wait_wgmma(0)
+                        if T.shuffle_elect(32):
+                            T.mbarrier_arrive(empty[slot[0]])
+                        steps.next_slot(slot, _NUM_STAGES)
+                        for i, j in T.Parallel(BLOCK_M, BLOCK_N):
+                            acc[i, j] = T.ieee_fmaf(row_sf[i] * col_sf[j], part[i, j], acc[i, j])
+                    next_tile = block + (turn + 1) * num_blocks
+                    find_k_tile(next_tile, total[0], ends, m, n, k, BLOCK_N, BLOCK_K, place)
+                    write("k", acc, c if with_c else None, None, m, n, here, out, d)
+                T.tma_store_wait(0)
+            else:
+                T.set_max_nreg(40, 0)
+                if thread < _CONSUMERS + 32:
+                    for turn in T.serial(num_turns):
+                        tile = block + turn * num_blocks
+                        find_k_tile(tile, total[0], ends, m, n, k, BLOCK_N, BLOCK_K, place)
+                        for index in T.serial(place[NUM_STEPS]):
+                            T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
+                            step = place[FIRST_STEP] + index
+                            rows = slice(place[ROW], place[ROW] + BLOCK_M)
+                            cols = slice(place[COL], place[COL] + BLOCK_N)
+                            channels = slice(step * BLOCK_K, (step + 1) * BLOCK_K)
+                            for source, target in (
+                                (a_sf[step, rows], a_sf_tile[slot[0], :]),
+                                (b_sf[step, cols], b_sf_tile[slot[0], :]),
+                                (a[rows, channels], a_tile[slot[0], :, :]),
+                                (b[cols, channels], b_tile[slot[0], :, :]),
+                            ):
+                                T.tma_copy(source, target, barrier=full[slot[0]], leader_scope_threads=32)
+                            if T.shuffle_elect(32):
+                                T.mbarrier_arrive(full[slot[0]])
+                            steps.next_slot(slot, _NUM_STAGES)
+
+    return product
