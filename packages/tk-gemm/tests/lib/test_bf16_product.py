@@ -10,12 +10,10 @@ from tk_core.arch import get_arch
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.lib.bf16_product import bf16_product_kernel
-from tk_gemm.lib.fp8_product_config import ProductConfig
+from tk_gemm.lib.bf16_product_config import CONFIGS
 from tk_gemm.testing.lib.inputs import bf16, ids, psum
 
 pytestmark = pytest.mark.gpu
-
-_CONFIGS = ProductConfig(256, 4), ProductConfig(192, 4), ProductConfig(128, 6), ProductConfig(64, 8)
 
 
 @pytest.mark.parametrize("k", [64, 7168])
@@ -27,11 +25,11 @@ def test_tiles_and_orders_have_equal_bits(a_is_transposed: bool, b_is_transposed
     expected = tk_gemm.bf16_gemm_nt(a, b)
     lies_a = a.t().contiguous() if a_is_transposed else a
     lies_b = b.t().contiguous() if b_is_transposed else b
-    for config, num_blocks in product(_CONFIGS, (1, 3, 132)):
+    for config, num_blocks in product(CONFIGS, (1, 3, 132)):
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
         orders = (a_is_transposed, b_is_transposed)
         launch = bf16_product_kernel("dense", config, d.dtype, *orders, False, get_arch(a.device))
-        num_tiles = ceil_div(m, 128) * ceil_div(n, config.block_n)
+        num_tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
         launch(lies_a[None], lies_b[None], None, None, d, min(num_blocks, num_tiles))
         assert_equal(d[0], expected, name=f"{config}, {num_blocks} thread blocks")
 

@@ -8,7 +8,8 @@ from tk_core.arch import get_arch
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.lib.fp8_product import fp8_product_kernel
-from tk_gemm.lib.fp8_product_config import ProductConfig
+from tk_gemm.lib.fp8_product_config import CONFIGS, WIDE
+from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
 from tk_gemm.testing.lib.inputs import activations, dequantized, ids, psum, weights
 
 pytestmark = pytest.mark.gpu
@@ -19,11 +20,15 @@ def test_tiles_have_equal_bits(k: int) -> None:
     m, n = 300, 528
     (a, a_sf), (b, b_sf) = activations(m, k, "cuda"), weights(n, k, "cuda")
     expected = tk_gemm.fp8_gemm_nt((a, a_sf), (b, b_sf))
-    for config in (ProductConfig(256, 4), ProductConfig(128, 5), ProductConfig(64, 7), ProductConfig(32, 8)):
+    arch = get_arch(a.device)
+    for config in CONFIGS:
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
-        launch = fp8_product_kernel("dense", config, d.dtype, True, False, False, get_arch(a.device))
+        if config == WIDE:
+            launch = fp8_product_wide_kernel("dense", d.dtype, True, False, arch)
+        else:
+            launch = fp8_product_kernel("dense", config, d.dtype, True, False, False, arch)
+        num_tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
         for num_blocks in (1, 3, 132):
-            num_tiles = ceil_div(m, 128) * ceil_div(n, config.block_n)
             launch(a[None], a_sf.mT[None], b[None], b_sf.flatten(), None, None, d, min(num_blocks, num_tiles))
             assert_equal(d[0], expected, name=f"{config}, {num_blocks} thread blocks")
 

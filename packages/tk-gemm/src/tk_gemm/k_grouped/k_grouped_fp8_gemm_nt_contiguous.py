@@ -22,8 +22,7 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_gemm.lib.fp8_k_product import BLOCK_N, fp8_k_product_kernel
-from tk_gemm.lib.fp8_product_config import BLOCK_M
+from tk_gemm.lib.fp8_k_product import CONFIG, fp8_k_product_kernel
 from tk_gemm.lib.gather_groups import gather_groups_kernel
 from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k
 from tk_gemm.lib.operands import BLOCK, E4M3, FLOAT32, aligned, compiler_hints, matrix, pair, positive_multiple, result
@@ -70,7 +69,7 @@ def _k_grouped_fp8_gemm_nt_contiguous_out(
     num_groups, num_rows, num_cols = d.shape
     if a.ndim == 1:
         a, b, a_sf, b_sf = _gathered(a, num_rows, ends), _gathered(b, num_cols, ends), a_sf.t(), b_sf.t()
-    num_tiles = num_groups * ceil_div(num_rows, BLOCK_M) * ceil_div(num_cols, BLOCK_N)
+    num_tiles = num_groups * ceil_div(num_rows, CONFIG.block_m) * ceil_div(num_cols, CONFIG.block_n)
     operands = [for_tma(x) for x in (a, a_sf, b, b_sf)]
     launch = fp8_k_product_kernel(d.dtype, c is not None, arch)
     launch(*operands, ends, None if c is None else for_tma(c), for_tma(d), min(num_tiles, get_num_sms(a.device)))

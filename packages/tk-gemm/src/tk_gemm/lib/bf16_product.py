@@ -1,11 +1,11 @@
 """The BF16 products' kernel on Hopper: persistent thread blocks of one loading warp and two multiplying warpgroups.
 
     load        one warp          64 channels of A and B a step, by TMA, into a ring in shared memory
-    multiply    two warpgroups    64 rows each; sums stay in the tensor core's accumulators through all of K
+    multiply    two warpgroups    sums stay in the tensor core's accumulators through all of K
 
-A thread block takes one tile of 128 × block_n of D after the other, every `num_blocks`-th of all. A step's product
-begins before the one before it is done, so the tensor core never waits for the next instruction. A tile is stored in
-parts of 128 bytes a row, through two buffers: one is filled while TMA empties the other.
+A thread block takes one tile of block_m × block_n of D after the other, every `num_blocks`-th of all. The warpgroups
+share its 128 rows, or the columns of 64 rows. A step's product begins before the one before it is done, so the tensor
+core never waits for the next instruction. Tiles are found and stored as in the FP8 products.
 """
 
 from typing import Any
@@ -14,22 +14,12 @@ import torch
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
-from tk_gemm.lib.bf16_product_config import STEP_K, Kind, part_cols
-from tk_gemm.lib.fp8_product_config import BLOCK_M, ProductConfig
-
-_CONSUMERS = 256
-"""Threads of the multiplying warpgroups; a third warpgroup follows, of which one warp loads."""
-
-_PASS_CONFIGS = {
-    # The ring's barriers are all that the roles need.
-    "tl.disable_thread_storage_sync": True,
-    "tl.disable_warp_specialized": True,
-    # Every access is clamped or compared here, as in the FP8 products.
-    "tl.disable_safe_memory_legalize": True,
-}
+from tk_gemm.lib.bf16_product_config import STEP_K, Kind, out_shape
+from tk_gemm.lib.fp8_product import NUM_CONSUMERS, PASS_CONFIGS
+from tk_gemm.lib.fp8_product_config import ProductConfig
 
 
-@kernel(pass_configs=_PASS_CONFIGS)
+@kernel(pass_configs=PASS_CONFIGS)
 def bf16_product_kernel(
     kind: Kind,
     config: ProductConfig,
@@ -47,18 +37,16 @@ def bf16_product_kernel(
 
     from tk_gemm.lib import bf16_product_steps as own
     from tk_gemm.lib import fp8_product_steps as steps
-    from tk_gemm.lib.fp8_product_steps import A_GROUP, B_GROUP
-    from tk_gemm.lib.k_grouped_steps import FIRST_STEP, K_PLACE_SIZE, NUM_STEPS
-    from tk_gemm.lib.result_steps import NUM_OUTS, write
+    from tk_gemm.lib.k_grouped_steps import K_PLACE_SIZE, NUM_STEPS
 
-    block_n, num_stages = config.block_n, config.num_stages
-    is_transposed = (a_is_transposed, b_is_transposed)
+    block_m, block_n, num_stages = config.block_m, config.block_n, config.num_stages
+    transposed = (a_is_transposed, b_is_transposed)
     of_k, is_padded = kind == "k", kind in ("ids", "psum")
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     layout_size = T.dynamic("layout_size")
     num_d_groups = layout_size if of_k else num_a_groups
     strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in ("a", "b", "c", "d")}
-    a_shape, a_step = ((k, m), (STEP_K, BLOCK_M)) if a_is_transposed else ((m, k), (BLOCK_M, STEP_K))
+    a_shape, a_step = ((k, m), (STEP_K, block_m)) if a_is_transposed else ((m, k), (block_m, STEP_K))
     b_shape, b_step = ((k, n), (STEP_K, block_n)) if b_is_transposed else ((n, k), (block_n, STEP_K))
 
     @T.prim_func
@@ -70,67 +58,64 @@ def bf16_product_kernel(
         d: T.StridedTensor((num_d_groups, m, n), (*strides["d"], 1), d_dtype),
         num_blocks: T.int32,
     ) -> None:
-        with T.Kernel(num_blocks, threads=_CONSUMERS + 128) as block:
+        with T.Kernel(num_blocks, threads=NUM_CONSUMERS + 128) as block:
             a_tile = T.alloc_shared((num_stages, *a_step), "bfloat16")
             b_tile = T.alloc_shared((num_stages, *b_step), "bfloat16")
-            out = T.alloc_shared((NUM_OUTS, BLOCK_M, part_cols(d_dtype)), d_dtype)
+            out = T.alloc_shared(out_shape(config, d_dtype), d_dtype)
             full = T.alloc_barrier([1] * num_stages)
-            empty = T.alloc_barrier([_CONSUMERS // 32] * num_stages)
+            empty = T.alloc_barrier([NUM_CONSUMERS // 32] * num_stages)
             place = T.alloc_local((K_PLACE_SIZE,), "int32")
             total = T.alloc_local((1,), "int32")
+            tile = T.alloc_local((1,), "int32")
             slot = T.alloc_local((2,), "int32")  # Stage of the ring, and the round's parity.
             T.clear(slot)
             T.clear(place)
-            steps.num_tiles(kind, layout, m, n, num_a_groups, block_n, total)
-            if of_k:
-                total[0] *= layout_size
-            num_turns = T.truncdiv(total[0] - block + num_blocks - 1, num_blocks)
+            own.count(kind, layout, m, n, num_a_groups, block_m, block_n, total)
+            tile[0] = block
+            own.find(kind, tile, num_blocks, total[0], layout, m, n, k, num_b_groups, block_m, block_n, place)
             thread = T.get_thread_binding()
-            if thread < _CONSUMERS:
+            if thread < NUM_CONSUMERS:
                 T.set_max_nreg(232, 1)
                 here = T.alloc_local((K_PLACE_SIZE,), "int32")
                 before = T.alloc_local((1,), "int32")  # The stage that the step before reads.
-                acc = T.alloc_fragment((BLOCK_M, block_n), "float32")
-                is_row = T.alloc_fragment((BLOCK_M,), "int32") if is_padded else None
-                own.find(kind, block, total[0], layout, m, n, k, num_b_groups, block_n, place)
-                for turn in T.serial(num_turns):
+                acc = T.alloc_fragment((block_m, block_n), "float32")
+                is_row = T.alloc_fragment((block_m,), "int32") if is_padded else None
+                while tile[0] < total[0]:
                     for x in T.unroll(K_PLACE_SIZE):
                         here[x] = place[x]
                     num_steps = here[NUM_STEPS] if of_k else T.truncdiv(k, STEP_K)
-                    if here[B_GROUP] >= 0:
-                        if is_padded:
-                            steps.find_rows(kind, layout, m, here, is_row)
-                        if of_k and num_steps == 0:
-                            T.clear(acc)
-                        for step in T.serial(num_steps):
-                            T.mbarrier_wait_parity(full[slot[0]], slot[1])
-                            own.multiply(a_tile, b_tile, slot[0], is_transposed, step == 0, acc)
-                            T.wait_wgmma(1)
-                            if step > 0 and T.shuffle_elect(32):
-                                T.mbarrier_arrive(empty[before[0]])
-                            before[0] = slot[0]
-                            steps.next_slot(slot, num_stages)
-                        T.wait_wgmma(0)
-                        if num_steps > 0 and T.shuffle_elect(32):
+                    if is_padded:
+                        steps.find_rows(kind, layout, m, here, is_row)
+                    if of_k and num_steps == 0:
+                        T.clear(acc)
+                    for step in T.serial(num_steps):
+                        T.mbarrier_wait_parity(full[slot[0]], slot[1])
+                        own.multiply(a_tile, b_tile, slot[0], transposed, step == 0, acc)
+                        T.wait_wgmma(1)
+                        if step > 0 and T.shuffle_elect(32):
                             T.mbarrier_arrive(empty[before[0]])
-                    next_tile = block + (turn + 1) * num_blocks
-                    own.find(kind, next_tile, total[0], layout, m, n, k, num_b_groups, block_n, place)
-                    if here[B_GROUP] >= 0:
-                        write(kind, acc, c if with_c else None, is_row, m, n, here, out, d)
+                        before[0] = slot[0]
+                        steps.next_slot(slot, num_stages)
+                    tile[0] = tile[0] + num_blocks
+                    own.find(kind, tile, num_blocks, total[0], layout, m, n, k, num_b_groups, block_m, block_n, place)
+                    T.wait_wgmma(0)
+                    if num_steps > 0 and T.shuffle_elect(32):
+                        T.mbarrier_arrive(empty[before[0]])
+                    steps.finish(acc, c if with_c else None, is_row, m, n, here, 0)
+                    T.tma_store_wait(0)  # An odd number of pieces ends in the buffer that the next tile begins with.
+                    steps.store(kind, acc, n, here, 0, out, d)
                 T.tma_store_wait(0)
             else:
                 T.set_max_nreg(40, 0)
-                if thread < _CONSUMERS + 32:
-                    for turn in T.serial(num_turns):
-                        tile = block + turn * num_blocks
-                        own.find(kind, tile, total[0], layout, m, n, k, num_b_groups, block_n, place)
-                        a_group = 0 if of_k else place[A_GROUP]
-                        first = place[FIRST_STEP] if of_k else 0
-                        if place[B_GROUP] >= 0:
-                            for step in T.serial(place[NUM_STEPS] if of_k else T.truncdiv(k, STEP_K)):
-                                T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
-                                channel = (first + step) * STEP_K
-                                own.load(a, b, a_tile, b_tile, full, slot[0], place, a_group, channel, is_transposed)
-                                steps.next_slot(slot, num_stages)
+                if thread < NUM_CONSUMERS + 32:
+                    while tile[0] < total[0]:
+                        for step in T.serial(place[NUM_STEPS] if of_k else T.truncdiv(k, STEP_K)):
+                            T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
+                            own.load(kind, a, b, a_tile, b_tile, full, slot[0], place, step, transposed)
+                            steps.next_slot(slot, num_stages)
+                        tile[0] = tile[0] + num_blocks
+                        own.find(
+                            kind, tile, num_blocks, total[0], layout, m, n, k, num_b_groups, block_m, block_n, place
+                        )
 
     return product

@@ -1,4 +1,4 @@
-"""Sizes of the BF16 products' kernel, and how one is picked for a shape."""
+"""Tiles of the BF16 products' kernel, and how one is picked for a shape."""
 
 from typing import Literal
 
@@ -13,25 +13,27 @@ STEP_K = 64
 Kind = Literal["dense", "ids", "psum", "masked", "k"]
 """How a tile's rows find their weights, as in the FP8 products; "k": groups are ranges of K."""
 
-_CONFIGS = {
-    ProductConfig(256, 4): 1.0,
-    ProductConfig(192, 4): 1.1,
-    ProductConfig(128, 6): 1.3,
-    ProductConfig(64, 8): 2.0,
+CONFIGS = {
+    ProductConfig(128, 256, 4): 1.0,
+    ProductConfig(128, 192, 4): 0.8,
+    ProductConfig(128, 128, 6): 0.6,
+    ProductConfig(64, 256, 4): 0.62,
+    ProductConfig(64, 128, 8): 0.44,
 }
-"""Tiles with the time that a column takes in each: estimates, from the bytes of both operands that it needs."""
+"""Tiles with the time of a step in each, relative to the widest: estimates, from those of the FP8 products, whose steps
+have as many bytes and take the tensor core as long."""
 
 
-def bf16_product_config(num_row_tiles: int, num_cols: int, num_sms: int) -> ProductConfig:
-    """The tile with which the SM that has most of them is done first."""
+def bf16_product_config(num_groups: int, num_rows: int, num_cols: int, num_sms: int) -> ProductConfig:
+    """The tile with which the SM that has most of them is done first, for groups of `num_rows` rows."""
 
     def time(config: ProductConfig) -> float:
-        num_turns = ceil_div(num_row_tiles * ceil_div(num_cols, config.block_n), num_sms)
-        return num_turns * config.block_n * _CONFIGS[config]
+        num_tiles = num_groups * ceil_div(num_rows, config.block_m) * ceil_div(num_cols, config.block_n)
+        return ceil_div(num_tiles, num_sms) * CONFIGS[config]
 
-    return min(_CONFIGS, key=time)
+    return min(CONFIGS, key=time)
 
 
-def part_cols(d_dtype: torch.dtype) -> int:
-    """Columns of D that a tile stores at a time: 128 bytes of a row, the width of TMA's swizzle."""
-    return 128 // d_dtype.itemsize
+def out_shape(config: ProductConfig, d_dtype: torch.dtype) -> tuple[int, ...]:
+    """Shared memory for results: of 128 rows, two pieces of 128 bytes a row; of 64, the tile."""
+    return (2, 128, 128 // d_dtype.itemsize) if config.block_m == 128 else (config.block_m, config.block_n)

@@ -12,24 +12,13 @@ import torch
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
-from tk_gemm.lib.bf16_product_config import part_cols
-from tk_gemm.lib.fp8_product_config import BLOCK_K, BLOCK_M
+from tk_gemm.lib.fp8_product import NUM_CONSUMERS, PASS_CONFIGS
+from tk_gemm.lib.fp8_product_config import BLOCK_K, ProductConfig
 
-BLOCK_N = 128
-_NUM_STAGES = 5
-_CONSUMERS = 256
-"""Threads of the multiplying warpgroups; a third warpgroup follows, of which one warp loads."""
-
-_PASS_CONFIGS = {
-    # The ring's barriers are all that the roles need.
-    "tl.disable_thread_storage_sync": True,
-    "tl.disable_warp_specialized": True,
-    # Every access is clamped or compared here, as in the FP8 products.
-    "tl.disable_safe_memory_legalize": True,
-}
+CONFIG = ProductConfig(128, 128, 5)
 
 
-@kernel(pass_configs=_PASS_CONFIGS)
+@kernel(pass_configs=PASS_CONFIGS)
 def fp8_k_product_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arch) -> Any:
     """D[g] = Σ A·Bᵀ over g's range of K (+ C[g]), of A (M, K) and B (N, K) with factors (steps, M) and (steps, N).
 
@@ -40,8 +29,8 @@ def fp8_k_product_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arch) -> Any:
     from tk_gemm.lib import fp8_product_steps as steps
     from tk_gemm.lib.fp8_product_steps import COL, ROW
     from tk_gemm.lib.k_grouped_steps import FIRST_STEP, K_PLACE_SIZE, NUM_STEPS, find_k_tile
-    from tk_gemm.lib.result_steps import NUM_OUTS, write
 
+    block_m, block_n, num_stages = CONFIG.block_m, CONFIG.block_n, CONFIG.num_stages
     m, n, k, num_steps, num_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_steps", "num_groups"))
     a_stride, a_sf_stride, b_stride, b_sf_stride = (
         T.dynamic(x) for x in ("a_stride", "a_sf_stride", "b_stride", "b_sf_stride")
@@ -59,67 +48,58 @@ def fp8_k_product_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arch) -> Any:
         d: T.StridedTensor((num_groups, m, n), (*strides["d"], 1), d_dtype),
         num_blocks: T.int32,
     ) -> None:
-        with T.Kernel(num_blocks, threads=_CONSUMERS + 128) as block:
-            a_tile = T.alloc_shared((_NUM_STAGES, BLOCK_M, BLOCK_K), "float8_e4m3fn")
-            b_tile = T.alloc_shared((_NUM_STAGES, BLOCK_N, BLOCK_K), "float8_e4m3fn")
-            a_sf_tile = T.alloc_shared((_NUM_STAGES, BLOCK_M), "float32")
-            b_sf_tile = T.alloc_shared((_NUM_STAGES, BLOCK_N), "float32")
-            out = T.alloc_shared((NUM_OUTS, BLOCK_M, part_cols(d_dtype)), d_dtype)
-            full = T.alloc_barrier([1] * _NUM_STAGES)
-            empty = T.alloc_barrier([_CONSUMERS // 32] * _NUM_STAGES)
+        with T.Kernel(num_blocks, threads=NUM_CONSUMERS + 128) as block:
+            a_tile = T.alloc_shared((num_stages, block_m, BLOCK_K), "float8_e4m3fn")
+            b_tile = T.alloc_shared((num_stages, block_n, BLOCK_K), "float8_e4m3fn")
+            a_sf_tile = T.alloc_shared((num_stages, block_m), "float32")
+            b_sf_tile = T.alloc_shared((num_stages, block_n), "float32")
+            out = T.alloc_shared((2, block_m, 128 // d_dtype.itemsize), d_dtype)
+            full = T.alloc_barrier([1] * num_stages)
+            empty = T.alloc_barrier([NUM_CONSUMERS // 32] * num_stages)
             place = T.alloc_local((K_PLACE_SIZE,), "int32")
             slot = T.alloc_local((2,), "int32")  # Stage of the ring, and the round's parity.
             total = T.alloc_local((1,), "int32")
             T.clear(slot)
             T.clear(place)
-            total[0] = num_groups * T.ceildiv(m, BLOCK_M) * T.ceildiv(n, BLOCK_N)
+            total[0] = num_groups * T.ceildiv(m, block_m) * T.ceildiv(n, block_n)
             num_turns = T.truncdiv(total[0] - block + num_blocks - 1, num_blocks)
             thread = T.get_thread_binding()
-            if thread < _CONSUMERS:
+            if thread < NUM_CONSUMERS:
                 T.set_max_nreg(232, 1)
                 here = T.alloc_local((K_PLACE_SIZE,), "int32")
-                part = T.alloc_fragment((BLOCK_M, BLOCK_N), "float32")
-                acc = T.alloc_fragment((BLOCK_M, BLOCK_N), "float32")
-                row_sf = T.alloc_fragment((BLOCK_M,), "float32")
-                col_sf = T.alloc_fragment((BLOCK_N,), "float32")
-                find_k_tile(block, total[0], ends, m, n, k, BLOCK_N, BLOCK_K, place)
+                part = T.alloc_fragment((block_m, block_n), "float32")
+                acc = T.alloc_fragment((block_m, block_n), "float32")
+                row_sf = T.alloc_fragment((block_m,), "float32")
+                col_sf = T.alloc_fragment((block_n,), "float32")
+                find_k_tile(block, total[0], ends, m, n, k, block_m, block_n, BLOCK_K, place)
                 for turn in T.serial(num_turns):
                     for x in T.unroll(K_PLACE_SIZE):
                         here[x] = place[x]
                     T.clear(acc)
                     for _ in T.serial(here[NUM_STEPS]):
                         T.mbarrier_wait_parity(full[slot[0]], slot[1])
-                        T.wgmma_gemm(
-                            a_tile[slot[0], :, :],
-                            b_tile[slot[0], :, :],
-                            part,
-                            transpose_B=True,
-                            policy=T.GemmWarpPolicy.FullRow,
-                            clear_accum=True,
-                        )
+                        steps.multiply(a_tile, b_tile, slot[0], 0, part)
                         T.copy(a_sf_tile[slot[0], :], row_sf)
                         T.copy(b_sf_tile[slot[0], :], col_sf)
                         T.wait_wgmma(0)
-                        if T.shuffle_elect(32):
-                            T.mbarrier_arrive(empty[slot[0]])
-                        steps.next_slot(slot, _NUM_STAGES)
-                        for i, j in T.Parallel(BLOCK_M, BLOCK_N):
-                            acc[i, j] = T.ieee_fmaf(row_sf[i] * col_sf[j], part[i, j], acc[i, j])
+                        steps.release(empty, slot, num_stages)
+                        steps.add_per_row(part, row_sf, col_sf, acc)
                     next_tile = block + (turn + 1) * num_blocks
-                    find_k_tile(next_tile, total[0], ends, m, n, k, BLOCK_N, BLOCK_K, place)
-                    write("k", acc, c if with_c else None, None, m, n, here, out, d)
+                    find_k_tile(next_tile, total[0], ends, m, n, k, block_m, block_n, BLOCK_K, place)
+                    steps.finish(acc, c if with_c else None, None, m, n, here, 0)
+                    steps.store("k", acc, n, here, 0, out, d)
                 T.tma_store_wait(0)
             else:
                 T.set_max_nreg(40, 0)
-                if thread < _CONSUMERS + 32:
+                if thread < NUM_CONSUMERS + 32:
                     for turn in T.serial(num_turns):
                         tile = block + turn * num_blocks
-                        find_k_tile(tile, total[0], ends, m, n, k, BLOCK_N, BLOCK_K, place)
+                        find_k_tile(tile, total[0], ends, m, n, k, block_m, block_n, BLOCK_K, place)
                         for index in T.serial(place[NUM_STEPS]):
                             T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
                             step = place[FIRST_STEP] + index
-                            rows = slice(place[ROW], place[ROW] + BLOCK_M)
-                            cols = slice(place[COL], place[COL] + BLOCK_N)
+                            rows = slice(place[ROW], place[ROW] + block_m)
+                            cols = slice(place[COL], place[COL] + block_n)
                             channels = slice(step * BLOCK_K, (step + 1) * BLOCK_K)
                             for source, target in (
                                 (a_sf[step, rows], a_sf_tile[slot[0], :]),
@@ -130,6 +110,6 @@ def fp8_k_product_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arch) -> Any:
                                 T.tma_copy(source, target, barrier=full[slot[0]], leader_scope_threads=32)
                             if T.shuffle_elect(32):
                                 T.mbarrier_arrive(full[slot[0]])
-                            steps.next_slot(slot, _NUM_STAGES)
+                            steps.next_slot(slot, num_stages)
 
     return product

@@ -1,4 +1,4 @@
-"""Sizes of the FP8 products' kernel, and how one is picked for a shape."""
+"""Tiles of the FP8 products' kernels, and how one is picked for a shape."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,10 +7,9 @@ import torch
 
 from tk_core.math import ceil_div
 
-BLOCK_M = 128
 BLOCK_K = 128
 STRIP = 8
-"""Tiles of so many rows of tiles are taken one column after the other."""
+"""Tiles of so many times 128 rows are taken one column after the other."""
 
 Kind = Literal["dense", "ids", "psum", "masked"]
 """How a tile's rows find their weights: all the same, by an id a row, by ends of groups, or a buffer a group."""
@@ -18,30 +17,34 @@ Kind = Literal["dense", "ids", "psum", "masked"]
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """Columns of a tile and stages of the ring."""
+    """Rows and columns of a tile, and stages of the ring."""
 
+    block_m: int
     block_n: int
     num_stages: int
 
 
-_CONFIGS = {
-    ProductConfig(256, 4): 1.0,
-    ProductConfig(128, 5): 1.15,
-    ProductConfig(64, 7): 1.6,
-    ProductConfig(32, 8): 2.5,
+WIDE = ProductConfig(128, 256, 4)
+"""The tile of fp8_product_wide_kernel; all others are fp8_product_kernel's."""
+CONFIGS = {
+    WIDE: 1.0,
+    ProductConfig(128, 128, 5): 0.59,
+    ProductConfig(64, 256, 4): 0.62,
+    ProductConfig(64, 128, 8): 0.44,
+    ProductConfig(64, 64, 12): 0.36,
 }
-"""Tiles with the time that a column takes in each, on an H200 (docs/tuning/gemm.md)."""
-_FLOAT32 = ProductConfig(128, 4)
-"""A tile of results is twice as large."""
+"""Tiles with the time of a step in each, relative to the widest, on an H200 (docs/tuning/gemm.md)."""
+_FLOAT32 = ProductConfig(128, 128, 4)
+"""A tile of float32 results is twice as large."""
 
 
-def product_config(num_row_tiles: int, num_cols: int, d_dtype: torch.dtype, num_sms: int) -> ProductConfig:
-    """The tile with which the SM that has most of them is done first."""
+def product_config(num_groups: int, num_rows: int, num_cols: int, d_dtype: torch.dtype, num_sms: int) -> ProductConfig:
+    """The tile with which the SM that has most of them is done first, for groups of `num_rows` rows."""
     if d_dtype == torch.float32:
         return _FLOAT32
 
     def time(config: ProductConfig) -> float:
-        num_turns = ceil_div(num_row_tiles * ceil_div(num_cols, config.block_n), num_sms)
-        return num_turns * config.block_n * _CONFIGS[config]
+        num_tiles = num_groups * ceil_div(num_rows, config.block_m) * ceil_div(num_cols, config.block_n)
+        return ceil_div(num_tiles, num_sms) * CONFIGS[config]
 
-    return min(_CONFIGS, key=time)
+    return min(CONFIGS, key=time)

@@ -1,41 +1,44 @@
-"""Steps of the FP8 products' kernel: which tile is next, and what is done with one. Only kernels import this."""
+"""Steps of the FP8 products' kernels: which tile is next, and what is done with one. Only kernels import this."""
 
 from typing import Any
 
 import tilelang.language as T
 
-from tk_gemm.lib.fp8_product_config import BLOCK_K, BLOCK_M, STRIP
+from tk_gemm.lib.fp8_product_config import BLOCK_K, STRIP
 
 ROW, COL, A_GROUP, B_GROUP, NUM_ROWS, CURSOR, TILES_BEFORE = range(7)
 """What a tile's place holds: first row and column, groups of A and D and of B (-1: leave it out), rows that count, and
 for masked rows the group that the search has come to with the tiles of the groups before."""
 PLACE_SIZE = 7
 
+_STORE_BARRIER = 4
+"""Number of the first hardware barrier of the multiplying warps; TileLang takes 1 to 3 itself."""
+
 
 @T.macro
-def num_tiles(kind: Any, layout: Any, m: Any, n: Any, num_groups: Any, block_n: Any, total: Any) -> None:
+def num_tiles(kind: Any, layout: Any, m: Any, n: Any, num_groups: Any, block_m: Any, block_n: Any, total: Any) -> None:
     """total[0] = tiles of D."""
-    total[0] = T.ceildiv(m, BLOCK_M)
+    total[0] = T.ceildiv(m, block_m)
     if kind == "masked":
         total[0] = 0
         for group in T.serial(num_groups):
-            total[0] += T.ceildiv(T.max(T.min(layout[group], m), 0), BLOCK_M)
+            total[0] += T.ceildiv(T.max(T.min(layout[group], m), 0), block_m)
     total[0] = total[0] * T.ceildiv(n, block_n)
 
 
 @T.macro
-def _find_masked(tile: Any, layout: Any, m: Any, num_n: Any, block_n: Any, place: Any) -> None:
+def _find_masked(tile: Any, layout: Any, m: Any, num_n: Any, block_m: Any, block_n: Any, place: Any) -> None:
     # Tiles come in ascending order, so the search goes on where it was.
     count = T.alloc_var("int32")
     num_m = T.alloc_var("int32")
     count = T.max(T.min(layout[place[CURSOR]], m), 0)
-    num_m = T.ceildiv(count, BLOCK_M)
+    num_m = T.ceildiv(count, block_m)
     while tile >= place[TILES_BEFORE] + num_m * num_n:
         place[TILES_BEFORE] += num_m * num_n
         place[CURSOR] += 1
         count = T.max(T.min(layout[place[CURSOR]], m), 0)
-        num_m = T.ceildiv(count, BLOCK_M)
-    place[ROW] = T.truncmod(tile - place[TILES_BEFORE], num_m) * BLOCK_M
+        num_m = T.ceildiv(count, block_m)
+    place[ROW] = T.truncmod(tile - place[TILES_BEFORE], num_m) * block_m
     place[COL] = T.truncdiv(tile - place[TILES_BEFORE], num_m) * block_n
     place[A_GROUP] = place[CURSOR]
     place[B_GROUP] = place[CURSOR]
@@ -44,14 +47,14 @@ def _find_masked(tile: Any, layout: Any, m: Any, num_n: Any, block_n: Any, place
 
 @T.macro
 def _find_psum(layout: Any, num_groups: Any, place: Any) -> None:
-    # The first group that ends after the tile's first row: groups without rows end where they begin.
+    # The first group that ends after the first row of these 128: groups without rows end where they begin.
     low = T.alloc_var("int32", init=0)
     high = T.alloc_var("int32")
     low = 0
     high = num_groups
     while low < high:
         middle = (low + high) >> 1
-        if layout[middle] > place[ROW]:
+        if layout[middle] > place[ROW] // 128 * 128:
             high = middle
         else:
             low = middle + 1
@@ -62,26 +65,58 @@ def _find_psum(layout: Any, num_groups: Any, place: Any) -> None:
 
 
 @T.macro
-def find_tile(
-    kind: Any, tile: Any, total: Any, layout: Any, m: Any, n: Any, num_groups: Any, block_n: Any, place: Any
+def _find_tile(
+    kind: Any,
+    tile: Any,
+    layout: Any,
+    m: Any,
+    n: Any,
+    num_groups: Any,
+    block_m: Any,
+    block_n: Any,
+    place: Any,
 ) -> None:
-    """The place of a tile, if there is such a tile: strips of STRIP row tiles, so that their rows stay in L2."""
-    if tile < total:
-        num_n = T.ceildiv(n, block_n)
-        if kind == "masked":
-            _find_masked(tile, layout, m, num_n, block_n, place)
-        else:
-            strip = T.truncdiv(tile, STRIP * num_n)
-            inner = T.truncmod(tile, STRIP * num_n)
-            num_m = T.min(STRIP, T.ceildiv(m, BLOCK_M) - strip * STRIP)
-            place[ROW] = (strip * STRIP + T.truncmod(inner, num_m)) * BLOCK_M
-            place[COL] = T.truncdiv(inner, num_m) * block_n
-            place[A_GROUP] = 0
-            place[B_GROUP] = 0
-            if kind == "ids":
-                place[B_GROUP] = layout[place[ROW]]
-            elif kind == "psum":
-                _find_psum(layout, num_groups, place)
+    # Strips of STRIP · 128 rows, one column of tiles after the other, so that their rows stay in L2.
+    num_n = T.ceildiv(n, block_n)
+    if kind == "masked":
+        _find_masked(tile, layout, m, num_n, block_m, block_n, place)
+    else:
+        strip_size = STRIP * 128 // block_m
+        strip = T.truncdiv(tile, strip_size * num_n)
+        inner = T.truncmod(tile, strip_size * num_n)
+        num_m = T.min(strip_size, T.ceildiv(m, block_m) - strip * strip_size)
+        place[ROW] = (strip * strip_size + T.truncmod(inner, num_m)) * block_m
+        place[COL] = T.truncdiv(inner, num_m) * block_n
+        place[A_GROUP] = 0
+        place[B_GROUP] = 0
+        if kind == "ids":
+            place[B_GROUP] = layout[place[ROW] // 128 * 128]  # A tile of 64 rows may be all padding, to be made zero.
+        elif kind == "psum":
+            _find_psum(layout, num_groups, place)
+
+
+@T.macro
+def find_tile(
+    kind: Any,
+    tile: Any,
+    num_blocks: Any,
+    total: Any,
+    layout: Any,
+    m: Any,
+    n: Any,
+    num_groups: Any,
+    block_m: Any,
+    block_n: Any,
+    place: Any,
+) -> None:
+    """The place of the thread block's next tile that has weights, from tile[0] on; tile[0] ≥ total: there is none."""
+    if tile[0] < total:
+        _find_tile(kind, tile[0], layout, m, n, num_groups, block_m, block_n, place)
+    if kind == "ids" or kind == "psum":
+        while tile[0] < total and place[B_GROUP] < 0:
+            tile[0] = tile[0] + num_blocks
+            if tile[0] < total:
+                _find_tile(kind, tile[0], layout, m, n, num_groups, block_m, block_n, place)
 
 
 @T.macro
@@ -94,9 +129,17 @@ def next_slot(slot: Any, num_stages: Any) -> None:
 
 
 @T.macro
+def release(empty: Any, slot: Any, num_stages: Any) -> None:
+    """Give a stage back to the loading warp and go on to the next."""
+    if T.shuffle_elect(32):
+        T.mbarrier_arrive(empty[slot[0]])
+    next_slot(slot, num_stages)
+
+
+@T.macro
 def load_row_factors(a_sf: Any, tile: Any, full: Any, slot: Any, place: Any, step: Any) -> None:
     """Begin to load a step's factors of A's rows."""
-    rows = a_sf[place[A_GROUP], step, place[ROW] : place[ROW] + BLOCK_M]
+    rows = a_sf[place[A_GROUP], step, place[ROW] : place[ROW] + tile.shape[1]]
     T.tma_copy(rows, tile[slot, :], barrier=full[slot], leader_scope_threads=32)
 
 
@@ -111,7 +154,7 @@ def load_col_factors(b_sf: Any, tile: Any, full: Any, slot: Any, place: Any, ste
 def load(a: Any, b: Any, a_tile: Any, b_tile: Any, full: Any, slot: Any, place: Any, step: Any) -> None:
     """Begin to load a step's operands, the last of its loads."""
     channel = step * BLOCK_K
-    rows = a[place[A_GROUP], place[ROW] : place[ROW] + BLOCK_M, channel : channel + BLOCK_K]
+    rows = a[place[A_GROUP], place[ROW] : place[ROW] + a_tile.shape[1], channel : channel + BLOCK_K]
     T.tma_copy(rows, a_tile[slot, :, :], barrier=full[slot], leader_scope_threads=32)
     cols = b[place[B_GROUP], place[COL] : place[COL] + b_tile.shape[1], channel : channel + BLOCK_K]
     T.tma_copy(cols, b_tile[slot, :, :], barrier=full[slot], leader_scope_threads=32)
@@ -120,20 +163,19 @@ def load(a: Any, b: Any, a_tile: Any, b_tile: Any, full: Any, slot: Any, place: 
 
 
 @T.macro
-def find_factors(place: Any, n: Any, num_steps: Any, at: Any) -> None:
-    """Where the factors of the tile's first and second block of 128 columns begin; the last block's, if it has one."""
+def find_factors(place: Any, first: Any, n: Any, num_steps: Any, at: Any, index: Any) -> None:
+    """at[index] = where the factors begin of the 128 columns with the tile's column `first`, or of the last 128."""
     num_col_blocks = T.ceildiv(n, 128)
-    at[0] = (place[B_GROUP] * num_col_blocks + place[COL] // 128) * num_steps
-    at[1] = at[0]
-    if place[COL] // 128 + 1 < num_col_blocks:
-        at[1] = at[0] + num_steps
+    group = T.max(place[B_GROUP], 0)  # There may be no tile.
+    at[index] = (group * num_col_blocks + T.min((place[COL] + first) // 128, num_col_blocks - 1)) * num_steps
 
 
 @T.macro
-def load_factors(b_sf: Any, at: Any, step: Any, factor: Any) -> None:
-    """A step's factors of B's blocks, loaded a step ahead."""
-    factor[0] = b_sf[at[0] + step]
-    factor[1] = b_sf[at[1] + step]
+def find_both_factors(b_sf: Any, place: Any, n: Any, num_steps: Any, at: Any, factor: Any) -> None:
+    """at and the first step's factors for both blocks of 128 columns of a tile of 256."""
+    for x in T.unroll(2):
+        find_factors(place, x * 128, n, num_steps, at, x)
+        factor[x] = b_sf[at[x]]
 
 
 @T.macro
@@ -144,15 +186,26 @@ def multiply(a_tile: Any, b_tile: Any, slot: Any, first: Any, part: Any) -> None
         b_tile[slot, first : first + part.shape[1], :],
         part,
         transpose_B=True,
-        policy=T.GemmWarpPolicy.FullRow,
+        # Two warpgroups share 128 rows, or the columns of 64 rows.
+        policy=T.GemmWarpPolicy.FullRow if part.shape[0] == 128 else T.GemmWarpPolicy.FullCol,
         clear_accum=True,
     )
 
 
 @T.macro
+def read_row_factors(a_sf: Any, tile: Any, by_tma: Any, slot: Any, place: Any, step: Any, m: Any, row_sf: Any) -> None:
+    """row_sf = a step's factors of A's rows."""
+    if by_tma:
+        T.copy(tile[slot, :], row_sf)
+    else:
+        for i in T.Parallel(*row_sf.shape):
+            row_sf[i] = a_sf[place[A_GROUP], step, T.min(place[ROW] + i, m - 1)]
+
+
+@T.macro
 def set_scale(row_sf: Any, factor: Any, scale: Any) -> None:
     """scale = row_sf · factor, once a row."""
-    for i in T.Parallel(BLOCK_M):
+    for i in T.Parallel(*scale.shape):
         scale[i] = row_sf[i] * factor
 
 
@@ -173,7 +226,7 @@ def add_per_row(part: Any, row_sf: Any, col_sf: Any, acc: Any) -> None:
 @T.macro
 def find_rows(kind: Any, layout: Any, m: Any, place: Any, is_row: Any) -> None:
     """Which rows of the tile are a group's: the others come out zero, whatever was multiplied for them."""
-    for i in T.Parallel(BLOCK_M):
+    for i in T.Parallel(*is_row.shape):
         if kind == "ids":
             is_row[i] = T.cast(layout[T.min(place[ROW] + i, m - 1)] >= 0, "int32")
         else:
@@ -181,8 +234,8 @@ def find_rows(kind: Any, layout: Any, m: Any, place: Any, is_row: Any) -> None:
 
 
 @T.macro
-def round_off(acc: Any, c: Any, is_row: Any, m: Any, n: Any, place: Any, first: Any, out: Any) -> None:
-    """out = acc + c in D's dtype; c and is_row may be None."""
+def finish(acc: Any, c: Any, is_row: Any, m: Any, n: Any, place: Any, first: Any) -> None:
+    """acc += c, and padding becomes zero; c and is_row may be None."""
     if c is not None:
         for i, j in T.Parallel(*acc.shape):
             if place[ROW] + i < m and place[COL] + first + j < n:
@@ -190,24 +243,54 @@ def round_off(acc: Any, c: Any, is_row: Any, m: Any, n: Any, place: Any, first: 
     if is_row is not None:
         for i, j in T.Parallel(*acc.shape):
             acc[i, j] = T.if_then_else(is_row[i] != 0, acc[i, j], T.float32(0))
-    T.copy(acc, out)
 
 
 @T.macro
-def store(kind: Any, out: Any, d: Any, n: Any, place: Any, first: Any) -> None:
+def store(kind: Any, acc: Any, n: Any, place: Any, first: Any, out: Any, d: Any) -> None:
     """Begin to write a tile's columns `first` and on; rows and columns past the last are left out."""
     if kind == "masked":
-        if place[NUM_ROWS] < BLOCK_M:  # Rows past masked_m are not to be written, and TMA knows of M_max alone.
-            for i, j in T.Parallel(*out.shape):
+        if place[NUM_ROWS] < acc.shape[0]:  # Rows past masked_m are not to be written, and TMA knows of M_max alone.
+            for i, j in T.Parallel(*acc.shape):
                 if i < place[NUM_ROWS] and place[COL] + first + j < n:
-                    d[place[A_GROUP], place[ROW] + i, place[COL] + first + j] = out[i, j]
+                    d[place[A_GROUP], place[ROW] + i, place[COL] + first + j] = acc[i, j]
         else:
-            _store_whole(out, d, place, first)
+            _store_by_tma(acc, place, first, out, d)
     else:
-        _store_whole(out, d, place, first)
+        _store_by_tma(acc, place, first, out, d)
 
 
 @T.macro
-def _store_whole(out: Any, d: Any, place: Any, first: Any) -> None:
+def _store_by_tma(acc: Any, place: Any, first: Any, out: Any, d: Any) -> None:
+    if acc.shape[0] == 128:
+        _store_rows(acc, place, first, out, d)
+    else:
+        _store_whole(acc, place, first, out, d)
+
+
+@T.macro
+def _store_rows(acc: Any, place: Any, first: Any, out: Any, d: Any) -> None:
+    """Each warpgroup its own 64 rows, in pieces through two buffers: neither waits for the other."""
+    warpgroup = T.get_thread_binding() // 128
+    size = out.shape[2]
+    row = place[ROW] + warpgroup * 64
+    for piece in T.unroll(acc.shape[1] // size):
+        col = place[COL] + first + piece * size
+        T.tma_store_wait(1)
+        T.sync_threads(_STORE_BARRIER + warpgroup, 128)
+        T.copy(acc[:, piece * size : piece * size + size], out[piece % 2, :, :])
+        T.fence_proxy_async()
+        T.sync_threads(_STORE_BARRIER + warpgroup, 128)
+        rows = out[piece % 2, warpgroup * 64 : warpgroup * 64 + 64, :]
+        T.tma_copy(rows, d[place[A_GROUP], row : row + 64, col : col + size], leader_scope_threads=128)
+
+
+@T.macro
+def _store_whole(acc: Any, place: Any, first: Any, out: Any, d: Any) -> None:
+    """Both warpgroups have a part of each row."""
     col = place[COL] + first
-    T.tma_copy(out, d[place[A_GROUP], place[ROW] : place[ROW] + BLOCK_M, col : col + out.shape[1]])
+    T.tma_store_wait(0)
+    T.sync_threads(_STORE_BARRIER, 256)
+    T.copy(acc, out)
+    T.fence_proxy_async()
+    T.sync_threads(_STORE_BARRIER, 256)
+    T.tma_copy(out, d[place[A_GROUP], place[ROW] : place[ROW] + acc.shape[0], col : col + acc.shape[1]])

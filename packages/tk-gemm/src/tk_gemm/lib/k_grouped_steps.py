@@ -4,7 +4,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tk_gemm.lib.fp8_product_config import BLOCK_M, STRIP
+from tk_gemm.lib.fp8_product_config import STRIP
 from tk_gemm.lib.fp8_product_steps import A_GROUP, B_GROUP, COL, PLACE_SIZE, ROW
 
 FIRST_STEP, NUM_STEPS = PLACE_SIZE, PLACE_SIZE + 1
@@ -20,9 +20,18 @@ def _aligned(end: Any, k: Any) -> Any:
 
 @T.macro
 def find_k_tile(
-    tile: Any, total: Any, ends: Any, m: Any, n: Any, k: Any, block_n: Any, step_k: Any, place: Any
+    tile: Any,
+    total: Any,
+    ends: Any,
+    m: Any,
+    n: Any,
+    k: Any,
+    block_m: Any,
+    block_n: Any,
+    step_k: Any,
+    place: Any,
 ) -> None:
-    """The place of a tile, if there is such a tile: one group after the other, each in strips of STRIP row tiles."""
+    """The place of a tile, if there is such a tile: one group after the other, each in strips of STRIP · 128 rows."""
     if tile < total:
         group = T.alloc_var("int32")
         inner = T.alloc_var("int32")
@@ -30,17 +39,18 @@ def find_k_tile(
         num_m = T.alloc_var("int32")
         first = T.alloc_var("int32")
         end = T.alloc_var("int32")
+        strip_size = STRIP * 128 // block_m
         num_n = T.ceildiv(n, block_n)
-        group = T.truncdiv(tile, T.ceildiv(m, BLOCK_M) * num_n)
-        inner = T.truncmod(tile, T.ceildiv(m, BLOCK_M) * num_n)
-        strip = T.truncdiv(inner, STRIP * num_n)
-        inner = T.truncmod(inner, STRIP * num_n)
-        num_m = T.min(STRIP, T.ceildiv(m, BLOCK_M) - strip * STRIP)
+        group = T.truncdiv(tile, T.ceildiv(m, block_m) * num_n)
+        inner = T.truncmod(tile, T.ceildiv(m, block_m) * num_n)
+        strip = T.truncdiv(inner, strip_size * num_n)
+        inner = T.truncmod(inner, strip_size * num_n)
+        num_m = T.min(strip_size, T.ceildiv(m, block_m) - strip * strip_size)
         first = 0
         if group > 0:
             first = _aligned(ends[group - 1], k)
         end = _aligned(ends[group], k)
-        place[ROW] = (strip * STRIP + T.truncmod(inner, num_m)) * BLOCK_M
+        place[ROW] = (strip * strip_size + T.truncmod(inner, num_m)) * block_m
         place[COL] = T.truncdiv(inner, num_m) * block_n
         place[A_GROUP] = group
         place[B_GROUP] = 0

@@ -7,7 +7,6 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.bf16_product_config import Kind, bf16_product_config
-from tk_gemm.lib.fp8_product_config import BLOCK_M
 from tk_gemm.lib.tma import for_tma
 
 
@@ -32,10 +31,9 @@ def launch_bf16_product(
     if not arch.has_wgmma:
         raise UnsupportedArchError(op, arch.name, "sm_90a, or the reference backend")
     num_groups, max_rows, num_cols = d.shape
-    num_row_tiles = num_groups * ceil_div(min(num_rows or max_rows, max_rows), BLOCK_M)
     num_sms = get_num_sms(a.device)
-    config = bf16_product_config(num_row_tiles, num_cols, num_sms)
-    num_tiles = num_groups * ceil_div(max_rows, BLOCK_M) * ceil_div(num_cols, config.block_n)
+    config = bf16_product_config(num_groups, min(num_rows or max_rows, max_rows), num_cols, num_sms)
+    num_tiles = num_groups * ceil_div(max_rows, config.block_m) * ceil_div(num_cols, config.block_n)
     launch = bf16_product_kernel(kind, config, d.dtype, a_is_transposed, b_is_transposed, c is not None, arch)
     c = None if c is None else for_tma(c)
     launch(for_tma(a), for_tma(b), layout, c, for_tma(d), min(num_sms, num_tiles))
