@@ -1,4 +1,4 @@
-"""The calls that a model in FP8 makes of this package's ops; `tk warmup` compiles the kernels of these."""
+"""The calls that a model makes of this package's ops; `tk warmup` compiles the kernels of these."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,20 +35,86 @@ class Profile:
     """Layouts of the activations' scale factors."""
     outputs: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
     """Dtypes of dense products."""
+    operands: tuple[Literal["e4m3", "bfloat16"], ...] = ("e4m3",)
+    """Dtypes of activations and weights."""
+    orders: tuple[Literal["nt", "nn", "tn", "tt"], ...] = ("nt",)
+    """How the operands of BF16 products lie: bf16_gemm_nt, or its views."""
+    training: bool = False
+    """Gradients of experts' weights too, in float32, written or added to what is there."""
 
 
 def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     """Ops with their arguments on the meta device, for a batch of `num_tokens` tokens."""
+    if "e4m3" in profile.operands:
+        yield from _fp8_calls(profile, num_tokens)
+    if "bfloat16" in profile.operands:
+        yield from _bf16_calls(profile, num_tokens)
+
+
+def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Tokens of all experts, each padded, and the arguments of gradients of this shape beside the operands."""
+    if profile.training:
+        ends = torch.empty(profile.num_experts, dtype=torch.int32, device="meta")
+        d = torch.empty((profile.num_experts, *shape), device="meta")
+        total = align(num_tokens * profile.num_topk, _BLOCK)
+        yield from ((total, {"d": d, "ks": ends, "c": c}) for c in (None, d))
+
+
+def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for (num_cols, num_channels), layout in product(profile.dense, profile.sf_layouts):
         a, b = _activations(num_tokens, num_channels, layout), _weights(num_cols, num_channels)
-        for dtype in profile.outputs:
-            d = torch.empty((num_tokens, num_cols), dtype=getattr(torch, dtype), device="meta")
+        for d in _results(profile, num_tokens, num_cols):
             yield gemm.fp8_gemm_nt, {"a": a, "b": b, "d": d}
     for (num_cols, num_channels), layout in product(profile.experts, profile.sf_layouts):
         b = _weights(num_cols, num_channels, profile.num_experts)
-        yield from _contiguous(profile, num_tokens, num_channels, layout, b)
-        if "masked" in profile.layouts:
-            yield gemm.m_grouped_fp8_gemm_nt_masked, _masked(profile, num_tokens, num_channels, layout, b)
+        for num_rows, groups, with_psum in _contiguous(profile, num_tokens):
+            arguments = {"a": _activations(num_rows, num_channels, layout), "b": b, "d": None}
+            grouping = {"grouped_layout": groups, "use_psum_layout": with_psum}
+            yield gemm.m_grouped_fp8_gemm_nt_contiguous, {**arguments, **grouping}
+        for num_rows, grouping in _masked(profile, num_tokens):
+            data, sf = _activations(profile.num_experts * num_rows, num_channels, layout)
+            shape = profile.num_experts, num_rows
+            a = data.unflatten(0, shape), sf.unflatten(0, shape)
+            yield gemm.m_grouped_fp8_gemm_nt_masked, {"a": a, "b": b, "d": None, **grouping}
+    for shape in profile.experts:
+        for total, arguments in _k_grouped(profile, num_tokens, *shape):
+            a, b = ((data, sf.t()) for data, sf in (_activations(rows, total, "col_major") for rows in shape))
+            yield gemm.k_grouped_fp8_gemm_nt_contiguous, {"a": a, "b": b, **arguments}
+
+
+def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
+    for (num_cols, num_channels), order in product(profile.dense, profile.orders):
+        num_rows = num_tokens if order[0] == "n" else align(num_tokens, 8)  # transposed, it lies on 16 bytes
+        a = _bf16(num_rows, num_channels) if order[0] == "n" else _bf16(num_channels, num_rows).t()
+        b = _bf16(num_cols, num_channels) if order[1] == "t" else _bf16(num_channels, num_cols).t()
+        for d in _results(profile, num_rows, num_cols):
+            yield gemm.bf16_gemm_nt, {"a": a, "b": b, "d": d}
+    for (num_cols, num_channels), order in product(profile.experts, profile.orders):
+        if order[0] == "t":
+            continue
+        shape = (num_cols, num_channels) if order == "nt" else (num_channels, num_cols)
+        b = _bf16(profile.num_experts, *shape)
+        b = b if order == "nt" else b.mT
+        for num_rows, groups, with_psum in _contiguous(profile, num_tokens):
+            arguments = {"a": _bf16(num_rows, num_channels), "b": b, "d": None}
+            grouping = {"grouped_layout": groups, "use_psum_layout": with_psum}
+            yield gemm.m_grouped_bf16_gemm_nt_contiguous, {**arguments, **grouping}
+        for num_rows, grouping in _masked(profile, num_tokens):
+            a = _bf16(profile.num_experts, num_rows, num_channels)
+            yield gemm.m_grouped_bf16_gemm_nt_masked, {"a": a, "b": b, "d": None, **grouping}
+    for shape in profile.experts:
+        for total, arguments in _k_grouped(profile, num_tokens, *shape):
+            a, b = (_bf16(total, rows) for rows in shape)
+            yield gemm.k_grouped_bf16_gemm_tn_contiguous, {"a": a, "b": b, **arguments}
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def _results(profile: Profile, num_tokens: int, num_cols: int) -> Iterator[torch.Tensor]:
+    for dtype in profile.outputs:
+        yield torch.empty((num_tokens, num_cols), dtype=getattr(torch, dtype), device="meta")
 
 
 def _activations(num_rows: int, num_channels: int, layout: str) -> Pair:
@@ -61,8 +127,8 @@ def _weights(num_cols: int, num_channels: int, *groups: int) -> Pair:
     return data, torch.empty((*groups, ceil_div(num_cols, _BLOCK), num_channels // _BLOCK), device="meta")
 
 
-def _contiguous(profile: Profile, num_tokens: int, num_channels: int, layout: str, b: Pair) -> Iterator[Call]:
-    """With the fewest rows in which all pairs of a token and an expert have a place, and with the most."""
+def _contiguous(profile: Profile, num_tokens: int) -> Iterator[tuple[int, torch.Tensor, bool]]:
+    """Rows, grouped_layout, use_psum_layout: with the fewest rows that have room for all pairs, and the most."""
     num_pairs = num_tokens * profile.num_topk
     most = (num_pairs + (_BLOCK - 1) * profile.num_experts) // _BLOCK * _BLOCK
     for num_rows, kind in product((align(num_pairs, _BLOCK), most), profile.layouts):
@@ -70,17 +136,14 @@ def _contiguous(profile: Profile, num_tokens: int, num_channels: int, layout: st
             continue
         with_psum = kind == "psum"
         size = profile.num_experts if with_psum else num_rows
-        groups = torch.empty(size, dtype=torch.int32, device="meta")
-        arguments = {"a": _activations(num_rows, num_channels, layout), "b": b, "d": None, "grouped_layout": groups}
-        yield gemm.m_grouped_fp8_gemm_nt_contiguous, {**arguments, "use_psum_layout": with_psum}
+        yield num_rows, torch.empty(size, dtype=torch.int32, device="meta"), with_psum
 
 
-def _masked(profile: Profile, num_tokens: int, num_channels: int, layout: str, b: Pair) -> dict[str, Any]:
-    """A buffer that has room for every token, of which the experts get equal shares."""
-    num_rows = align(num_tokens, 4)  # on 16 bytes for each expert's scale factors
-    data, sf = _activations(profile.num_experts * num_rows, num_channels, layout)
-    shape = profile.num_experts, num_rows
+def _masked(profile: Profile, num_tokens: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of a buffer that has room for every token, and the arguments for equal shares of the experts."""
+    if "masked" not in profile.layouts:
+        return
     counts = torch.empty(profile.num_experts, dtype=torch.int32, device="meta")
     expected = ceil_div(num_tokens * profile.num_topk, profile.num_experts)
-    a = data.unflatten(0, shape), sf.unflatten(0, shape)
-    return {"a": a, "b": b, "d": None, "masked_m": counts, "expected_m": expected}
+    # Of 4, for each expert's scale factors to be on 16 bytes.
+    yield align(num_tokens, 4), {"masked_m": counts, "expected_m": expected}

@@ -8,25 +8,7 @@ from tk_core.num_sms import get_num_sms
 from tk_gemm.lib.fp8_product import fp8_product_kernel
 from tk_gemm.lib.fp8_product_config import WIDE, Kind, product_config
 from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
-
-_TMA_BYTES = 16
-
-
-def _for_tma(x: Tensor) -> Tensor:
-    """x with strides that TMA takes in dimensions of size 1, where they mean nothing and torch has any."""
-    multiple = _TMA_BYTES // x.element_size()
-    if all(size > 1 or stride % multiple == 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)):
-        return x
-    strides = [stride if size > 1 else multiple for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-    return x.as_strided(x.shape, (*strides, x.stride(-1)))
-
-
-def _takes_tma(x: Tensor) -> bool:
-    """Whether rows of x are contiguous and all else lies on 16 bytes."""
-    multiple = _TMA_BYTES // x.element_size()
-    is_contiguous = x.shape[-1] == 1 or x.stride(-1) == 1
-    is_aligned = x.is_meta or x.data_ptr() % _TMA_BYTES == 0
-    return is_contiguous and is_aligned and all(stride % multiple == 0 for stride in x.stride()[:-1])
+from tk_gemm.lib.tma import for_tma, takes_tma
 
 
 def launch_fp8_product(
@@ -53,12 +35,12 @@ def launch_fp8_product(
     num_sms = get_num_sms(a.device)
     config = product_config(num_groups, min(num_rows or max_rows, max_rows), num_cols, d.dtype, num_sms)
     num_tiles = num_groups * ceil_div(max_rows, config.block_m) * ceil_div(num_cols, config.block_n)
-    factors = _for_tma(a_sf.mT)
-    sf_by_tma = _takes_tma(factors)
+    factors = for_tma(a_sf.mT)
+    sf_by_tma = takes_tma(factors)
     b_is_per_row = b_sf.ndim == 2
     if b_is_per_row:
-        b_sf = _for_tma(b_sf.mT)
-        b_sf = b_sf if _takes_tma(b_sf) else b_sf.contiguous()  # N % 16 = 0: on 16 bytes.
+        b_sf = for_tma(b_sf.mT)
+        b_sf = b_sf if takes_tma(b_sf) else b_sf.contiguous()  # N % 16 = 0: on 16 bytes.
     else:
         b_sf = b_sf.contiguous().view(-1)
     if config == WIDE:
@@ -66,12 +48,12 @@ def launch_fp8_product(
     else:
         launch = fp8_product_kernel(kind, config, d.dtype, sf_by_tma, b_is_per_row, c is not None, arch)
     launch(
-        _for_tma(a),
+        for_tma(a),
         factors if sf_by_tma else a_sf.mT,
-        _for_tma(b),
+        for_tma(b),
         b_sf,
         layout,
-        None if c is None else _for_tma(c),
-        _for_tma(d),
+        None if c is None else for_tma(c),
+        for_tma(d),
         min(num_sms, num_tiles),
     )

@@ -1,6 +1,7 @@
-"""Which rows each group has."""
+"""Which rows, or which part of K, each group has."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 
@@ -27,3 +28,12 @@ def psum_ranges(psum: torch.Tensor, num_rows: int, alignment: int) -> list[tuple
     ends = psum.tolist()
     firsts = [0, *(align(end, alignment) for end in ends[:-1])]
     return [(min(first, num_rows), min(end, num_rows)) for first, end in zip(firsts, ends)]
+
+
+def k_ranges(ks: list[int] | torch.Tensor, total: int) -> list[tuple[int, int]]:
+    """`(first, end)` along K of each group, from sizes (a list) or from aligned ends (a tensor), at most `total`."""
+    if isinstance(ks, torch.Tensor):
+        ends = [align(min(max(end, 0), total), 128) for end in ks.tolist()]
+    else:
+        ends = list(accumulate(ks))
+    return list(zip([0, *ends[:-1]], ends))

@@ -1,4 +1,4 @@
-"""Products of two operands that a group of rows comes down to, in plain PyTorch.
+"""Products of two operands that a group of rows or of K comes down to, in plain PyTorch.
 
 The sum of 128 products of e4m3 pairs takes at most 42 bits, so in float64 it is exact in any order: a row's result
 does not depend on the other rows, nor on how torch multiplies matrices.
@@ -28,6 +28,18 @@ def fp8_product(a: torch.Tensor, a_sf: torch.Tensor, b: torch.Tensor, b_sf: torc
             partial = (a[rows, channels].double() @ columns).float().double()
             scale = (a_sf[rows, block, None] * b_sf[None, :, block]).double()
             out[rows] = (scale * partial + out[rows].double()).float()
+    return out
+
+
+def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A·Bᵀ, float32 (M, N), of bfloat16 a (M, K) and b (N, K): summed in float64, rounded once."""
+    num_rows, num_cols = a.shape[0], b.shape[0]
+    out = torch.empty((num_rows, num_cols), dtype=torch.float32, device=a.device)
+    step = max(1, _MAX_ELEMENTS // max(1, num_cols, a.shape[1]))
+    columns = b.double().t()
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        out[rows] = (a[rows].double() @ columns).float()
     return out
 
 

@@ -35,6 +35,11 @@ def weights(num_cols: int, num_channels: int, device: str, *groups: int, positiv
     return data, torch.rand((*groups, ceil_div(num_cols, 128), num_channels // 128), device=device) + 0.5
 
 
+def bf16(*shape: int, device: str) -> torch.Tensor:
+    """Random bfloat16."""
+    return torch.randn(shape, device=device).bfloat16()
+
+
 def ids(counts: tuple[int, ...], num_rows: int, device: str, alignment: int = 128) -> torch.Tensor:
     """grouped_layout int32 (num_rows) of groups with these counts."""
     out = []

@@ -1,0 +1,157 @@
+"""k_grouped_fp8_gemm_nt_contiguous: gradients of the experts' weights, groups being ranges of K (tokens), in FP8.
+
+    d[g] = Σ over the group's range of K of A·Bᵀ, + c[g]
+
+Numerics are those of `fp8_gemm_nt` with factors for each row on both sides. Two forms of the operands, by the rank of
+data:
+
+    2-D    a (M, ΣK) and b (N, ΣK), each contiguous along K;      sf (ΣK/128, M) and (ΣK/128, N)
+    1-D    one contiguous (M, K_g) after another, (N, K_g) too;  sf (M, ΣK/128), strides (1, M), and (N, ΣK/128), (1, N)
+
+Both have the same factors in memory. TMA loads rows that are equally far apart, so a kernel first copies the second
+form's data into the first.
+"""
+
+from typing import Any
+
+import torch
+
+from tk_core import check
+from tk_core.arch import UnsupportedArchError, get_arch
+from tk_core.math import ceil_div
+from tk_core.num_sms import get_num_sms
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_gemm.lib.fp8_k_product import CONFIG, fp8_k_product_kernel
+from tk_gemm.lib.gather_groups import gather_groups_kernel
+from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k
+from tk_gemm.lib.operands import BLOCK, E4M3, FLOAT32, aligned, compiler_hints, matrix, pair, positive_multiple, result
+from tk_gemm.lib.tma import for_tma
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+_OUT = (torch.float32, torch.bfloat16)
+
+
+@op(
+    "tk_gemm::k_grouped_fp8_gemm_nt_contiguous_out",
+    mutates=("d",),
+    reference="k_grouped_fp8_gemm_nt_contiguous",
+    translate=lambda call: {
+        "a": (call.a, call.a_sf),
+        "b": (call.b, call.b_sf),
+        "ks": call.ks if call.psum is None else call.psum,
+        "c": call.d if call.accumulate else call.c,
+    },
+    min_sm=90,
+)
+def _k_grouped_fp8_gemm_nt_contiguous_out(
+    a: torch.Tensor,
+    a_sf: torch.Tensor,
+    b: torch.Tensor,
+    b_sf: torch.Tensor,
+    psum: torch.Tensor | None,
+    ks: list[int],
+    c: torch.Tensor | None,
+    d: torch.Tensor,
+    accumulate: bool,
+) -> None:
+    """Groups are those of psum, or if that is None, of the sizes ks."""
+    if not a.numel():
+        finish_without_k(c, d, accumulate)
+        return
+    arch = get_arch(a.device)
+    if not arch.has_wgmma:
+        name = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous"
+        raise UnsupportedArchError(name, arch.name, "sm_90a, or the reference backend")
+    ends = ends_of(psum, ks, a.device)
+    c = d if accumulate else c
+    num_groups, num_rows, num_cols = d.shape
+    if a.ndim == 1:
+        a, b, a_sf, b_sf = _gathered(a, num_rows, ends), _gathered(b, num_cols, ends), a_sf.t(), b_sf.t()
+    num_tiles = num_groups * ceil_div(num_rows, CONFIG.block_m) * ceil_div(num_cols, CONFIG.block_n)
+    operands = [for_tma(x) for x in (a, a_sf, b, b_sf)]
+    launch = fp8_k_product_kernel(d.dtype, c is not None, arch)
+    launch(*operands, ends, None if c is None else for_tma(c), for_tma(d), min(num_tiles, get_num_sms(a.device)))
+
+
+def _gathered(flat: torch.Tensor, num_rows: int, ends: torch.Tensor) -> torch.Tensor:
+    """The matrices of all groups beside each other, copied: TMA loads rows that are equally far apart in all groups."""
+    out = flat.new_empty((num_rows, flat.numel() // num_rows))
+    gather_groups_kernel(get_arch(flat.device))(flat.view(torch.int32), ends, out.view(torch.int32))
+    return out
+
+
+def _operand(name: str, x: Any, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Check one operand; return data, factors, rows, ΣK."""
+    data, sf = pair(name, x)
+    if isinstance(data, torch.Tensor) and data.ndim == 1:
+        check.tensor(f"{name}[0]", data, E4M3, ("rows * K",), device=device)
+        aligned(f"{name}[0]", data)
+        num_rows, num_blocks = check.tensor(f"{name}[1]", sf, FLOAT32, ("rows", "K / 128"), layout="any")
+        factors = sf.t()
+    else:
+        num_rows, total = matrix(f"{name}[0]", data, E4M3, ("rows", "K"), device)
+        check.multiple_of(f"{name}[0] (K)", total, BLOCK)
+        num_blocks = total // BLOCK
+        check.tensor(f"{name}[1]", sf, FLOAT32, (num_blocks, num_rows), layout="any")
+        factors = sf
+    positive_multiple(f"{name} (rows)", num_rows, 16)
+    total = num_blocks * BLOCK
+    check.require(data.numel() == num_rows * total, f"{name}[0]", f"{num_rows} x {total} elements", data.numel())
+    matrix(f"{name}[1]" + (" transposed" if data.ndim == 1 else ""), factors, FLOAT32, ("K / 128", "rows"), data.device)
+    return data, sf, num_rows, total
+
+
+@replayable
+def k_grouped_fp8_gemm_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor | None,
+    ks: list[int] | torch.Tensor,
+    grouped_layout: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = (1, 1, 128),
+    compiled_dims: str = "mn",
+) -> torch.Tensor:
+    """Multiply a and b over each group's range of K, in FP8.
+
+    A group's bits are those of `fp8_gemm_nt` with recipe (1, 1, 128). Name and arguments are DeepGEMM 2.6's.
+
+    Args:
+        a: `(data, sf)`: float8_e4m3fn (M, ΣK), M a multiple of 16, with float32 sf (ΣK/128, M) contiguous in M; or
+            (M · ΣK,), one contiguous (M, K_g) after the other, with float32 sf (M, ΣK/128) of strides (1, M). On a GPU
+            that form is copied into the first one.
+        b: The same with N, in the same form.
+        d: float32 or bfloat16 (G, M, N), written; None: new, of c's dtype or float32.
+        ks: Sizes of the groups, multiples of 128 that add up to ΣK; the first call with some copies them to the device,
+            which a CUDA graph cannot capture. Or int32 (G) on the device, where each group ends: the next one begins at
+            the next multiple of 128, and what is between must be zero in both operands. An end past ΣK counts as ΣK.
+        grouped_layout: ks on the device, int32 (G), beside a list; without effect.
+        c: (G, M, N) of d's dtype, added last; may be d. Groups of no K give c, or zeros without it.
+        recipe: (1, 1, 128).
+        compiled_dims: Of DeepGEMM's compiler; without effect.
+
+    Returns:
+        d.
+
+    Raises:
+        TypeError: A tensor is none, or has another dtype, or ks is no list of int.
+        ValueError: A shape, stride, base (16 bytes), device or recipe is not as described, d overlaps an operand, or
+            with TK_DEBUG=1 the values of ks or grouped_layout are not.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+    """
+    check.require_type(isinstance(recipe, (tuple, list)), "recipe", "a tuple", recipe)
+    check.one_of("recipe", tuple(recipe), ((1, 1, BLOCK),))
+    compiler_hints(compiled_dims)
+    a_data, a_sf, num_rows, total = _operand("a", a, None)
+    device = a_data.device
+    b_data, b_sf, num_cols, b_total = _operand("b", b, device)
+    check.require(b_data.ndim == a_data.ndim, "b[0]", f"{a_data.ndim} dimensions as a[0]", b_data.ndim)
+    check.require(b_total == total, "b (K)", f"{total} as a's", b_total)
+    num_groups = check_ks(ks, grouped_layout, total, device)
+    operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf}
+    d, c, accumulate = result(d, c, (num_groups, num_rows, num_cols), a_data, _OUT, **operands)
+    psum, sizes = (ks, []) if isinstance(ks, torch.Tensor) else (None, list(ks))
+    _k_grouped_fp8_gemm_nt_contiguous_out(a_data, a_sf, b_data, b_sf, psum, sizes, c, d, accumulate)
+    return d

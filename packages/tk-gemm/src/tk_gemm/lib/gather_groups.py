@@ -1,0 +1,45 @@
+"""gather_groups_kernel: an operand whose groups along K are matrices of their own, as one matrix.
+
+    flat    [ rows × K_0 ][ rows × K_1 ] …    one contiguous matrix after the other
+    out     [ rows × (K_0 | K_1 | …) ]        what one TMA descriptor can load from: a row stride for all groups
+
+A thread block copies 128 channels of 64 rows. Both sides are read and written in whole rows of 128 bytes.
+"""
+
+from typing import Any
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_gemm.lib.fp8_product_config import BLOCK_K
+
+_WORDS = BLOCK_K // 4
+ROWS = 64
+
+
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def gather_groups_kernel(arch: Arch) -> Any:
+    """Copy e4m3 data, four as an int32: flat (rows · K / 4,) to out (rows, K / 4); `ends` (groups) as in the product.
+
+    Channels past the last group stay as they are.
+    """
+    import tilelang.language as T
+
+    from tk_gemm.lib.k_grouped_steps import find_group
+
+    rows, words, size, num_groups = (T.dynamic(x) for x in ("rows", "words", "size", "num_groups"))
+
+    @T.prim_func
+    def gather(
+        flat: T.Tensor((size,), "int32"), ends: T.Tensor((num_groups,), "int32"), out: T.Tensor((rows, words), "int32")
+    ) -> None:
+        with T.Kernel(T.ceildiv(rows, ROWS), T.truncdiv(words, _WORDS), threads=256) as (block, step):
+            group = T.alloc_local((3,), "int32")  # Its number, and where it begins and ends.
+            find_group(ends, num_groups, words * 4, step * BLOCK_K, group)
+            if group[0] < num_groups:
+                for i, j in T.Parallel(ROWS, _WORDS):
+                    if block * ROWS + i < rows:
+                        row = T.cast(block * ROWS + i, "int64")
+                        begin = row * ((group[2] - group[1]) // 4) + T.cast(group[1] // 4, "int64") * rows
+                        out[row, step * _WORDS + j] = flat[begin + (step * _WORDS - group[1] // 4) + j]
+
+    return gather

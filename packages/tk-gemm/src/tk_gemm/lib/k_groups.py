@@ -1,0 +1,64 @@
+"""Groups that are ranges of K: their checks, where they end, and what is left of a product without K."""
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.math import align
+from tk_gemm.lib.groups import INT32
+from tk_gemm.lib.operands import BLOCK, is_debugging
+
+
+def check_ks(ks: Any, grouped_layout: Any, total: int, device: torch.device) -> int:
+    """Check the groups along K, sizes in a list or ends in an int32 (G) tensor; return their number.
+
+    With TK_DEBUG=1 also the values of tensors: ends ascend, and a tensor beside a list has its sizes.
+    """
+    if isinstance(ks, Tensor):
+        (num_groups,) = check.tensor("ks", ks, INT32, ("G",), device=device)
+        check.require(num_groups > 0, "ks", "at least one group", num_groups)
+        check.require(grouped_layout is None, "grouped_layout", "None where ks is a tensor", "a tensor")
+        if is_debugging(ks):
+            _check_ends(ks)
+        return num_groups
+    check.require_type(isinstance(ks, (list, tuple)), "ks", "a list of int or a tensor", type(ks).__name__)
+    check.require(len(ks) > 0, "ks", "at least one group", ks)
+    for group, size in enumerate(ks):
+        check.in_range(f"ks[{group}]", size, 0, 2**31 - 1)
+        check.multiple_of(f"ks[{group}]", size, BLOCK)
+    check.require(sum(ks) == total, "ks", f"sizes that add up to {total}, the operands' K", sum(ks))
+    if grouped_layout is not None:
+        check.tensor("grouped_layout", grouped_layout, INT32, (len(ks),), device=device)
+        if is_debugging(grouped_layout):
+            found = grouped_layout.tolist()
+            check.require(found == list(ks), "grouped_layout", f"the sizes of ks, {list(ks)}", found)
+    return len(ks)
+
+
+def _check_ends(ends: Tensor) -> None:
+    first = 0
+    for group, end in enumerate(ends.tolist()):
+        check.require(end >= first, f"ks[{group}]", f"at least {first}, where the group begins", end)
+        first = align(end, BLOCK)
+
+
+def ends_of(psum: Tensor | None, ks: list[int], device: torch.device) -> Tensor:
+    """Where each group ends, on the device: psum, or if that is None the sums of the sizes ks, copied there once."""
+    return _sums(tuple(ks), device) if psum is None else psum
+
+
+@lru_cache(maxsize=1024)
+def _sums(ks: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(list(accumulate(ks)), dtype=torch.int32, device=device)
+
+
+def finish_without_k(c: Tensor | None, d: Tensor, accumulate_d: bool) -> None:
+    """d = c, or zero without c: all groups are empty, and TMA takes no operand without elements."""
+    if c is not None:
+        d.copy_(c)
+    elif not accumulate_d:
+        d.zero_()

@@ -1,0 +1,39 @@
+"""Launch of the BF16 products' kernel for any of the ways to find a row's weights."""
+
+from torch import Tensor
+
+from tk_core.arch import UnsupportedArchError, get_arch
+from tk_core.math import ceil_div
+from tk_core.num_sms import get_num_sms
+from tk_gemm.lib.bf16_product import bf16_product_kernel
+from tk_gemm.lib.bf16_product_config import Kind, bf16_product_config
+from tk_gemm.lib.tma import for_tma
+
+
+def launch_bf16_product(
+    op: str,
+    kind: Kind,
+    a: Tensor,
+    b: Tensor,
+    layout: Tensor | None,
+    c: Tensor | None,
+    d: Tensor,
+    *,
+    a_is_transposed: bool = False,
+    b_is_transposed: bool = False,
+    num_rows: int | None = None,
+) -> None:
+    """Launch for a (G, M, K) or transposed (G, K, M), b (groups, N, K) or (groups, K, N), c and d (G, M, N).
+
+    `num_rows`: how many rows of a group there may be, for the tile's size alone.
+    """
+    arch = get_arch(a.device)
+    if not arch.has_wgmma:
+        raise UnsupportedArchError(op, arch.name, "sm_90a, or the reference backend")
+    num_groups, max_rows, num_cols = d.shape
+    num_sms = get_num_sms(a.device)
+    config = bf16_product_config(num_groups, min(num_rows or max_rows, max_rows), num_cols, num_sms)
+    num_tiles = num_groups * ceil_div(max_rows, config.block_m) * ceil_div(num_cols, config.block_n)
+    launch = bf16_product_kernel(kind, config, d.dtype, a_is_transposed, b_is_transposed, c is not None, arch)
+    c = None if c is None else for_tma(c)
+    launch(for_tma(a), for_tma(b), layout, c, for_tma(d), min(num_sms, num_tiles))

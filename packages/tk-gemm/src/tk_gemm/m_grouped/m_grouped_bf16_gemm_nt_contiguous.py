@@ -1,0 +1,122 @@
+"""m_grouped_bf16_gemm_nt_contiguous: rows grouped by expert, each times its expert's bfloat16 weights.
+
+    d[r] = a[r] · b[group of r]ᵀ,  d[r] = 0 in padding rows between groups
+
+Numerics are those of `bf16_gemm_nt`, to the bit; groups lie as in `m_grouped_fp8_gemm_nt_contiguous`. Padding rows are
+selected, never multiplied: theirs may hold NaN.
+"""
+
+import torch
+
+from tk_core import check
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_gemm.lib.bf16_operands import bf16_weights
+from tk_gemm.lib.groups import check_grouped_layout
+from tk_gemm.lib.launch_bf16_product import launch_bf16_product
+from tk_gemm.lib.operands import BF16, compiler_hints, matrix, positive_multiple, result
+
+
+@op(
+    "tk_gemm::m_grouped_bf16_gemm_nt_contiguous_out",
+    mutates=("d",),
+    reference="m_grouped_bf16_gemm_nt_contiguous",
+    translate=lambda call: {"b": call.b.mT if call.b_is_transposed else call.b},
+    min_sm=90,
+)
+def _m_grouped_bf16_gemm_nt_contiguous_out(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    d: torch.Tensor,
+    b_is_transposed: bool,
+    use_psum_layout: bool,
+) -> None:
+    launch_bf16_product(
+        "tk_gemm.m_grouped_bf16_gemm_nt_contiguous",
+        "psum" if use_psum_layout else "ids",
+        a.unsqueeze(0),
+        b,
+        grouped_layout,
+        None,
+        d.unsqueeze(0),
+        b_is_transposed=b_is_transposed,
+    )
+
+
+@replayable
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor | None,
+    grouped_layout: torch.Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> torch.Tensor:
+    """Multiply each row of a with the weights of its group, in bfloat16.
+
+    A row's bits are those of `bf16_gemm_nt` with its group's weights. Name and arguments are DeepGEMM 2.6's.
+
+    Args:
+        a: bfloat16 (M, K), rows strided by multiples of 16 bytes; M from 0, K a multiple of 64.
+        b: bfloat16 (G, N, K), N a multiple of 8; contiguous along K or, a transposed view, along N.
+        d: bfloat16 (M, N), written; None: new.
+        grouped_layout: int32 (M): each row's group, -1 for padding; groups ascend, begin at multiples of
+            128, and have -1 only where they end: tk_moe's pos_to_expert, with an alignment of 128.
+            With use_psum_layout int32 (G): where each group's rows end, the next one beginning at the next multiple of
+            128; an end past M counts as M.
+        compiled_dims: Of DeepGEMM's compiler; without effect.
+        use_psum_layout: What grouped_layout is.
+        ensure_zero_padding: Without effect: padding rows between groups are always written zero.
+        expected_m_for_psum_layout: Rows that the caller expects; does not change a bit.
+
+    Returns:
+        d. Rows after the last group are unspecified.
+
+    Raises:
+        TypeError: A tensor is none, or has another dtype, or an option is of another type.
+        ValueError: A shape, stride, base (16 bytes), device or option is not as described, d overlaps an operand, or
+            with TK_DEBUG=1 the values of grouped_layout are not.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+    """
+    compiler_hints(compiled_dims)
+    check.flag("ensure_zero_padding", ensure_zero_padding)
+    if expected_m_for_psum_layout is not None:
+        check.in_range("expected_m_for_psum_layout", expected_m_for_psum_layout, 0, 2**31 - 1)
+    num_rows, num_channels = matrix("a", a, BF16, ("M", "K"))
+    positive_multiple("a (K)", num_channels, 64)
+    b, b_is_transposed, num_cols = bf16_weights(b, num_channels, a.device, "G")
+    check_grouped_layout(grouped_layout, num_rows, b.shape[0], use_psum_layout, a.device)
+    d, _, _ = result(d, None, (num_rows, num_cols), a, BF16, a=a, b=b, grouped_layout=grouped_layout)
+    if num_rows:
+        _m_grouped_bf16_gemm_nt_contiguous_out(a, b, grouped_layout, d, b_is_transposed, use_psum_layout)
+    return d
+
+
+def m_grouped_bf16_gemm_nn_contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor | None,
+    grouped_layout: torch.Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> torch.Tensor:
+    """`m_grouped_bf16_gemm_nt_contiguous` of b (G, K, N), read as it lies. The same errors."""
+    if not isinstance(b, torch.Tensor):
+        raise TypeError(f"b: expected a torch.Tensor, got {type(b).__name__}")
+    if b.ndim != 3:
+        raise ValueError(f"b: expected three dimensions, got shape {tuple(b.shape)}")
+    return m_grouped_bf16_gemm_nt_contiguous(
+        a,
+        b.mT,
+        d,
+        grouped_layout,
+        compiled_dims,
+        use_psum_layout,
+        ensure_zero_padding,
+        expected_m_for_psum_layout,
+    )

@@ -1,0 +1,107 @@
+"""k_grouped_fp8_gemm_nt_contiguous."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tk_gemm
+from tk_core import env
+from tk_core.testing import tiers
+from tk_core.testing.numeric import assert_equal, calc_diff
+from tk_gemm.testing.k_grouped.k_grouped_fp8_gemm_nt_contiguous import SPEC, make
+from tk_gemm.testing.lib.inputs import e4m3
+
+test_cpu = tiers.cpu_tests(SPEC)
+test_compile = tiers.compile_tests(SPEC)
+test_gpu = tiers.gpu_tests(SPEC)
+test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+
+KS = [128, 0, 256]
+A = (e4m3(16, 384, device="cpu"), torch.rand(3, 16) + 0.5)
+B = (e4m3(32, 384, device="cpu"), torch.rand(3, 32) + 0.5)
+
+
+def test_both_forms_against_a_float64_product() -> None:
+    d = tk_gemm.k_grouped_fp8_gemm_nt_contiguous(A, B, None, KS)
+    a, b = (x.double() * sf.t().double().repeat_interleave(128, 1) for x, sf in (A, B))
+    for group, channels in enumerate((slice(0, 128), slice(0, 0), slice(128, 384))):
+        assert calc_diff(d[group], a[:, channels] @ b[:, channels].T) < 1e-7
+    ends = torch.tensor([128, 128, 384], dtype=torch.int32)
+    assert_equal(tk_gemm.k_grouped_fp8_gemm_nt_contiguous(A, B, None, ends), d)
+    flat = []
+    for data, sf in (A, B):
+        parts = [data[:, :128].reshape(-1), data[:, 128:].reshape(-1)]
+        flat.append((torch.cat([x.view(torch.uint8) for x in parts]).view(data.dtype), sf.t()))
+    assert_equal(tk_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, None, KS), d)
+
+
+def test_c_may_be_d_and_groups_of_no_channels_keep_it() -> None:
+    c = torch.randn(3, 16, 32)
+    product = tk_gemm.k_grouped_fp8_gemm_nt_contiguous(A, B, None, KS)
+    expected = product + c
+    before = c.clone()
+    assert tk_gemm.k_grouped_fp8_gemm_nt_contiguous(A, B, c, KS, c=c) is c
+    assert_equal(c, expected)
+    assert_equal(c[1], before[1])
+    assert not product[1].any()
+
+
+def test_debug_mode_looks_at_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    ends = torch.tensor([128, 100, 384], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^ks\[1\]: expected at least 128"):
+        tk_gemm.k_grouped_fp8_gemm_nt_contiguous(A, B, None, ends)
+    sizes = torch.tensor([128, 128, 128], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^grouped_layout: expected the sizes of ks"):
+        tk_gemm.k_grouped_fp8_gemm_nt_contiguous(A, B, None, KS, sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flat", [False, True])
+def test_bits_are_those_of_the_dense_product(flat: bool) -> None:
+    m, n, ks = 144, 272, (256, 0, 128, 1024)
+    arguments = make(ks, m, n)("cuda")
+    (a, a_sf), (b, b_sf) = arguments["a"], arguments["b"]
+    if flat:
+        ranges = [slice(sum(ks[:group]), sum(ks[: group + 1])) for group in range(len(ks))]
+        parts = [[x.view(torch.uint8)[:, each].flatten() for each in ranges] for x in (a, b)]
+        arguments["a"], arguments["b"] = (
+            (torch.cat(part).view(a.dtype), sf.t()) for part, sf in zip(parts, (a_sf, b_sf))
+        )
+    d = tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments)
+    first = 0
+    for group, size in enumerate(ks):
+        blocks, channels = slice(first // 128, (first + size) // 128), slice(first, first + size)
+        if size:
+            dense = ((a[:, channels], a_sf[blocks].t()), (b[:, channels], b_sf[blocks].t()))
+            assert_equal(d[group], tk_gemm.fp8_gemm_nt(*dense, recipe=(1, 1, 128)), name=f"group {group}")
+        else:
+            assert not d[group].any()
+        first += size
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "changes"),
+    [
+        (TypeError, "a", {"a": A[0]}),
+        (ValueError, r"a\[1\]", {"a": (A[0], A[1][:2])}),
+        (ValueError, "b", {"b": (B[0][:, :256], B[1][:2])}),
+        (ValueError, "ks", {"ks": [128, 0, 128]}),
+        (ValueError, r"ks\[0\]", {"ks": [64, 64, 256]}),
+        (ValueError, r"ks\[0\]", {"ks": [-128, 256, 256]}),
+        (ValueError, "ks", {"ks": []}),
+        (TypeError, "ks", {"ks": 384}),
+        (TypeError, "ks", {"ks": torch.tensor([128, 128, 384])}),
+        (ValueError, "grouped_layout", {"grouped_layout": torch.zeros(2, dtype=torch.int32)}),
+        (ValueError, "d", {"d": torch.empty(2, 16, 32)}),
+        (TypeError, "c", {"c": torch.empty(3, 16, 32).half()}),
+        (ValueError, "recipe", {"recipe": (1, 128, 128)}),
+        (TypeError, "recipe", {"recipe": None}),
+        (ValueError, r"a\[0\]", {"a": (A[0].flatten()[:-128], A[1].t())}),
+        (ValueError, r"b\[0\]", {"a": (A[0].flatten(), A[1].t())}),
+    ],
+)
+def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=f"^{name}"):
+        tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**{"a": A, "b": B, "d": None, "ks": KS, **changes})
