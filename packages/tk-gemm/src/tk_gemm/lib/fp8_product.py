@@ -124,7 +124,8 @@ def fp8_product_kernel(
                         steps.find_rows(kind, layout, m, here, is_row)
                     T.clear(acc)
                     steps.issue(a_tile, b_tile, full, slot, last, num_stages, even)
-                    # Two steps at a time, so that the compiler knows which registers are being written.
+                    # Two steps at a time, and two ends: where ptxas can't tell which registers are being written, every
+                    # product waits for the one before (tests/lib/test_machine_code.py).
                     for pair in T.serial(T.truncdiv(num_steps - 1, 2)):
                         scales(a_sf, a_sf_tile, b_sf, here, 2 * pair, last, at, factor, row_sf, scale)
                         steps.issue_and_await(a_tile, b_tile, full, empty, slot, last, num_stages, odd)
@@ -136,13 +137,14 @@ def fp8_product_kernel(
                         scales(a_sf, a_sf_tile, b_sf, here, num_steps - 2, last, at, factor, row_sf, scale)
                         steps.issue_and_await(a_tile, b_tile, full, empty, slot, last, num_stages, odd)
                         steps.add(even, scale, acc)
-                    scales(a_sf, a_sf_tile, b_sf, here, num_steps - 1, last, at, factor, row_sf, scale)
-                    T.wait_wgmma(0)
-                    steps.release(empty, last[0])
-                    if num_steps % 2 == 0:
+                        scales(a_sf, a_sf_tile, b_sf, here, num_steps - 1, last, at, factor, row_sf, scale)
+                        T.wait_wgmma(0)
                         steps.add(odd, scale, acc)
                     else:
+                        scales(a_sf, a_sf_tile, b_sf, here, num_steps - 1, last, at, factor, row_sf, scale)
+                        T.wait_wgmma(0)
                         steps.add(even, scale, acc)
+                    steps.release(empty, last[0])
                     tile[0] = tile[0] + num_blocks
                     steps.find_tile(
                         kind, tile, num_blocks, total[0], layout, m, n, num_b_groups, block_m, block_n, place
