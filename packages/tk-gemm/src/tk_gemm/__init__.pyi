@@ -13,6 +13,7 @@ from .k_grouped.k_grouped_fp8_gemm_nt_contiguous import (
     k_grouped_fp8_gemm_nt_contiguous as k_grouped_fp8_gemm_nt_contiguous,
 )
 from .layout.get_mn_major_tma_aligned_tensor import get_mn_major_tma_aligned_tensor as get_mn_major_tma_aligned_tensor
+from .layout.interleave_gate_and_up import interleave_gate_and_up as interleave_gate_and_up
 from .layout.transform_sf_into_required_layout import (
     transform_sf_into_required_layout as transform_sf_into_required_layout,
 )
@@ -34,3 +35,6 @@ from .m_grouped.m_grouped_fp8_gemm_nt_contiguous import (
     m_grouped_fp8_gemm_nt_contiguous as m_grouped_fp8_gemm_nt_contiguous,
 )
 from .m_grouped.m_grouped_fp8_gemm_nt_masked import m_grouped_fp8_gemm_nt_masked as m_grouped_fp8_gemm_nt_masked
+from .m_grouped.m_grouped_fp8_gemm_swiglu_nt_contiguous import (
+    m_grouped_fp8_gemm_swiglu_nt_contiguous as m_grouped_fp8_gemm_swiglu_nt_contiguous,
+)

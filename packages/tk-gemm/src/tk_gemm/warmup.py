@@ -39,6 +39,8 @@ class Profile:
     """Dtypes of activations and weights."""
     orders: tuple[Literal["nt", "nn", "tn", "tt"], ...] = ("nt",)
     """How the operands of BF16 products lie: bf16_gemm_nt, or its views."""
+    swiglu: bool = False
+    """Fuse SwiGLU and the cast with experts' products of even multiples of 128 columns."""
     training: bool = False
     """Gradients of experts' weights too, in float32, written or added to what is there."""
 
@@ -71,6 +73,9 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             arguments = {"a": _activations(num_rows, num_channels, layout), "b": b, "d": None}
             grouping = {"grouped_layout": groups, "use_psum_layout": with_psum}
             yield gemm.m_grouped_fp8_gemm_nt_contiguous, {**arguments, **grouping}
+            if profile.swiglu and num_cols % (2 * _BLOCK) == 0:
+                del arguments["d"]
+                yield gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, {**arguments, **grouping, **_weights_of(num_rows)}
         for num_rows, grouping in _masked(profile, num_tokens):
             data, sf = _activations(profile.num_experts * num_rows, num_channels, layout)
             shape = profile.num_experts, num_rows
@@ -80,6 +85,11 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         for total, arguments in _k_grouped(profile, num_tokens, *shape):
             a, b = ((data, sf.t()) for data, sf in (_activations(rows, total, "col_major") for rows in shape))
             yield gemm.k_grouped_fp8_gemm_nt_contiguous, {"a": a, "b": b, **arguments}
+
+
+def _weights_of(num_rows: int) -> dict[str, torch.Tensor]:
+    pos = torch.empty(num_rows, dtype=torch.int32, device="meta")
+    return {"pos_to_token_topk": pos, "topk_weights": torch.empty((1, 1), device="meta")}
 
 
 def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:

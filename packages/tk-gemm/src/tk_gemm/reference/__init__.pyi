@@ -12,6 +12,7 @@ from .k_grouped.k_grouped_bf16_gemm_tn_contiguous import (
 from .k_grouped.k_grouped_fp8_gemm_nt_contiguous import (
     k_grouped_fp8_gemm_nt_contiguous as k_grouped_fp8_gemm_nt_contiguous,
 )
+from .layout.interleave_gate_and_up import interleave_gate_and_up as interleave_gate_and_up
 from .m_grouped.m_grouped_bf16_gemm_nt_contiguous import (
     m_grouped_bf16_gemm_nn_contiguous as m_grouped_bf16_gemm_nn_contiguous,
 )
@@ -26,3 +27,6 @@ from .m_grouped.m_grouped_fp8_gemm_nt_contiguous import (
     m_grouped_fp8_gemm_nt_contiguous as m_grouped_fp8_gemm_nt_contiguous,
 )
 from .m_grouped.m_grouped_fp8_gemm_nt_masked import m_grouped_fp8_gemm_nt_masked as m_grouped_fp8_gemm_nt_masked
+from .m_grouped.m_grouped_fp8_gemm_swiglu_nt_contiguous import (
+    m_grouped_fp8_gemm_swiglu_nt_contiguous as m_grouped_fp8_gemm_swiglu_nt_contiguous,
+)

@@ -6,6 +6,7 @@ import torch
 
 from tk_core.testing.numeric import assert_same_metadata, calc_diff
 from tk_core.testing.trees import tensors
+from tk_gemm.testing.lib.inputs import dequantized
 
 _LIMITS = {torch.float32: 1e-7, torch.bfloat16: 3e-6}
 
@@ -16,3 +17,15 @@ def assert_close(actual: Any, expected: Any) -> None:
         assert_same_metadata(got, want, "d")
         diff = calc_diff(got, want)
         assert diff < _LIMITS[want.dtype], f"d: expected a difference below {_LIMITS[want.dtype]}, got {diff:.3g}"
+
+
+def assert_close_pairs(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Raise AssertionError unless e4m3 pairs stand for values with calc_diff below 1e-4, factors within 0.1 %.
+
+    A product that is off by its last bits may round to the next code, 6 % away; few are that close to the middle.
+    """
+    for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        assert_same_metadata(got, want, ("data", "sf")[index])
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-3, atol=0)
+    diff = calc_diff(dequantized(actual), dequantized(expected))
+    assert diff < 1e-4, f"data: expected a difference below 1e-4, got {diff:.3g}"

@@ -1,0 +1,133 @@
+"""m_grouped_fp8_gemm_swiglu_nt_contiguous: an expert's first product, SwiGLU, and the cast to e4m3, in one pass.
+
+    [l | r] = a[row] · b[group of row]ᵀ  in float32;  out = l / (1 + exp(-l)) * r * weight
+    for each 128 channels of a row:  amax = max(max |out|, 1e-4);  sf = amax / 448;  data = e4m3(out * (448 / amax))
+
+The same as `m_grouped_fp8_gemm_nt_contiguous` and `tk_quant.swiglu_forward_and_per_token_cast` but for the rounding of
+the product to bfloat16 between them, which does not happen here.
+"""
+
+import torch
+
+from tk_core import check
+from tk_core.arch import UnsupportedArchError, get_arch
+from tk_core.math import ceil_div
+from tk_core.num_sms import get_num_sms
+from tk_core.op import op
+from tk_core.replay import replayable
+from tk_core.scales import ScaleLayout, empty_scales
+from tk_gemm.lib.fp8_product_config import WIDE
+from tk_gemm.lib.fp8_swiglu_product import fp8_swiglu_product_kernel
+from tk_gemm.lib.groups import INT32, check_grouped_layout
+from tk_gemm.lib.operands import BLOCK, FLOAT32, fp8_a, fp8_weights, positive_multiple
+from tk_gemm.lib.tma import for_tma, takes_tma
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@op(
+    "tk_gemm::m_grouped_fp8_gemm_swiglu_nt_contiguous_out",
+    mutates=("data", "sf"),
+    reference="m_grouped_fp8_gemm_swiglu_nt_contiguous",
+    translate=lambda call: {"a": (call.a, call.a_sf), "b": (call.b, call.b_sf)},
+    min_sm=90,
+)
+def _m_grouped_fp8_gemm_swiglu_nt_contiguous_out(
+    a: torch.Tensor,
+    a_sf: torch.Tensor,
+    b: torch.Tensor,
+    b_sf: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    pos_to_token_topk: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    data: torch.Tensor,
+    sf: torch.Tensor,
+    swiglu_clamp_value: float | None,
+    use_psum_layout: bool,
+) -> None:
+    arch = get_arch(a.device)
+    if not arch.has_wgmma:
+        name = "tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous"
+        raise UnsupportedArchError(name, arch.name, "sm_90a, or the reference backend")
+    if topk_weights is not None and not topk_weights.numel():  # No row has a weight.
+        data.zero_()
+        sf.zero_()
+        return
+    rows_sf = a_sf.unsqueeze(0).mT
+    factors = for_tma(rows_sf)
+    by_tma = takes_tma(factors)
+    kind, with_clamp = "psum" if use_psum_layout else "ids", swiglu_clamp_value is not None
+    launch = fp8_swiglu_product_kernel(kind, by_tma, topk_weights is not None, with_clamp, arch)
+    num_tiles = ceil_div(a.shape[0], WIDE.block_m) * ceil_div(b.shape[1], WIDE.block_n)
+    launch(
+        for_tma(a.unsqueeze(0)),
+        factors if by_tma else rows_sf,
+        for_tma(b),
+        b_sf.contiguous().view(-1),
+        grouped_layout,
+        pos_to_token_topk,
+        None if topk_weights is None else topk_weights.view(-1),
+        for_tma(data.unsqueeze(0)),
+        sf.mT,
+        swiglu_clamp_value or 0.0,
+        min(num_tiles, get_num_sms(a.device)),
+    )
+
+
+@replayable
+def m_grouped_fp8_gemm_swiglu_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    grouped_layout: torch.Tensor,
+    pos_to_token_topk: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    swiglu_clamp_value: float | None = None,
+    use_psum_layout: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply each row with the weights of its group, apply SwiGLU and quantize by groups of 128 channels.
+
+    Args:
+        a: `(data, sf)`: float8_e4m3fn (M, K) and float32 (M, K/128), as `m_grouped_fp8_gemm_nt_contiguous` takes them.
+        b: `(data, sf)`: float8_e4m3fn (G, 2 · I, K), I a multiple of 128, rows in the order of
+            `interleave_gate_and_up`; float32 sf (G, 2 · I / 128, K/128).
+        grouped_layout: int32 (M), or with use_psum_layout (G), as `m_grouped_fp8_gemm_nt_contiguous` takes it.
+        pos_to_token_topk: int32 (M), index of each row's weight in topk_weights, flat; a row where it is negative or
+            past the end is padding.
+        topk_weights: float32 (num_tokens, num_topk), contiguous; with pos_to_token_topk only, and the other way round.
+        swiglu_clamp_value: c, positive: l is clamped to at most c first, r to [-c, c].
+        use_psum_layout: What grouped_layout is.
+
+    Returns:
+        `(data, sf)`: float8_e4m3fn (M, I), and float32 (M, I/128) with strides (1, align(M, 4)). Both are 0 in padding
+        rows between groups, and unspecified after the last group.
+
+    Raises:
+        TypeError: A tensor is none, or has another dtype, or an option is of another type.
+        ValueError: A shape, stride, base (16 bytes), device or option is not as described, or with TK_DEBUG=1 the
+            values of grouped_layout are not.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+    """
+    a_data, a_sf, num_rows, num_channels = fp8_a(a)
+    device = a_data.device
+    b_data, b_sf = fp8_weights(b, num_channels, device, "G")
+    num_groups, num_cols, _ = b_data.shape
+    positive_multiple("b[0] (2 * I)", num_cols, 2 * BLOCK)
+    check_grouped_layout(grouped_layout, num_rows, num_groups, use_psum_layout, device)
+    if (pos_to_token_topk is None) is not (topk_weights is None):
+        missing = "topk_weights" if topk_weights is None else "pos_to_token_topk"
+        raise ValueError(f"{missing}: expected a tensor beside the other of the two, got None")
+    if pos_to_token_topk is not None:
+        check.tensor("pos_to_token_topk", pos_to_token_topk, INT32, (num_rows,), device=device)
+        check.tensor("topk_weights", topk_weights, FLOAT32, ("num_tokens", "num_topk"), device=device)
+    if swiglu_clamp_value is not None:
+        check.number("swiglu_clamp_value", swiglu_clamp_value, at_least=2.0**-126)
+        swiglu_clamp_value = float(swiglu_clamp_value)
+    inner = num_cols // 2
+    data = a_data.new_empty((num_rows, inner))
+    sf = empty_scales(a_data, num_rows, inner // BLOCK, ScaleLayout.COL_MAJOR)
+    if num_rows:
+        maps = (grouped_layout, pos_to_token_topk, topk_weights)
+        _m_grouped_fp8_gemm_swiglu_nt_contiguous_out(
+            a_data, a_sf, b_data, b_sf, *maps, data, sf, swiglu_clamp_value, use_psum_layout
+        )
+    return data, sf

@@ -1,0 +1,28 @@
+"""interleave_gate_and_up."""
+
+import pytest
+import torch
+
+import tk_gemm
+from tk_gemm.testing.lib.inputs import weights
+
+
+def test_by_hand() -> None:
+    data = torch.arange(4.0).repeat_interleave(128).view(1, 512, 1).expand(1, 512, 128).to(torch.float8_e4m3fn)
+    sf = torch.tensor([[[0.0], [1.0], [2.0], [3.0]]])
+    out, out_sf = tk_gemm.interleave_gate_and_up((data.contiguous(), sf))
+    assert out.float()[0, ::128, 0].tolist() == [0, 2, 1, 3]
+    assert out.float()[0, 127::128, 5].tolist() == [0, 2, 1, 3]
+    assert out_sf.tolist() == [[[0.0], [2.0], [1.0], [3.0]]]
+
+
+def test_bad_input() -> None:
+    data, sf = weights(512, 128, "cpu", 2)
+    for error, name, wrong in (
+        (TypeError, "b", data),
+        (TypeError, r"b\[0\]", (data.float(), sf)),
+        (ValueError, r"b\[0\]", (data[:, :384].contiguous(), sf)),
+        (ValueError, r"b\[1\]", (data, sf[:, :3])),
+    ):
+        with pytest.raises(error, match=f"^{name}"):
+            tk_gemm.interleave_gate_and_up(wrong)
