@@ -1,12 +1,13 @@
 """One mixture-of-experts layer with DeepSeek-V3's sizes, stage by stage, with the time and memory traffic of each.
 
     uv run examples/moe_layer.py            # on a GPU the whole layer, on a CPU a small one
-    uv run examples/moe_layer.py --full     # the whole layer anywhere: 22.5 GB of expert weights
+    uv run examples/moe_layer.py --full     # the whole layer anywhere: 34 GB of expert weights
 
 Each token chooses its experts (the best `topk` by sigmoid scores, with normalized weights). Its row is quantized to
-e4m3 with one scale factor for 128 channels and copied into a segment of rows for each of these experts. The experts
-apply their SwiGLU, and a weighted sum of their outputs is the result. The matrix products are plain torch; everything
-between them is an op of tk-quant or tk-moe: its kernel on a GPU, its reference on a CPU.
+e4m3 with one scale factor for 128 channels and copied into a segment of rows for each of these experts. An expert is
+two FP8 matrix products with a SwiGLU between them; a weighted sum of the experts' outputs is the result. All but the
+scores is an op of tk-quant, tk-moe or tk-gemm: its kernel on a GPU, its reference on a CPU. For comparison the same
+layer follows in bf16, with torch's grouped products.
 """
 
 import statistics
@@ -20,12 +21,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import tk_gemm
 import tk_moe
 import tk_quant
 from tk_core.op import uses_reference
 
-# Alignment of segments: torch's and most other grouped matrix products need a multiple of 16 rows.
-ALIGNMENT = 16
+# Segments begin at multiples of so many rows, as the grouped products want it.
+ALIGNMENT = 128
 NUM_PER_CHANNELS = 128
 # Real activations have a few channels far larger than the rest, which decide the error of quantization.
 OUTLIER_CHANNELS = 0.01
@@ -47,9 +49,12 @@ FULL = LayerSize(tokens=4096, hidden=7168, experts=256, topk=8, intermediate=204
 SMALL = LayerSize(tokens=256, hidden=512, experts=16, topk=4, intermediate=256)
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer, bf16 except the router."""
+    """Weights of one layer, those of the experts in bf16 and as e4m3 with a scale factor for 128 × 128 of them."""
 
     router: torch.Tensor
     """float32 (experts, hidden): in bf16 many scores would be equal"""
@@ -57,6 +62,15 @@ class Layer:
     """(experts, 2 * intermediate, hidden): rows of the SwiGLU's gate, then those of its linear half"""
     down: torch.Tensor
     """(experts, hidden, intermediate)"""
+    fp8_gate_up: Pair
+    fp8_down: Pair
+
+
+def quantize_weights(weights: torch.Tensor) -> Pair:
+    """Weights (experts, rows, columns) as e4m3 with a factor for each 128 × 128; rows are a multiple of 128."""
+    data, sf = tk_quant.per_block_cast(weights.flatten(0, 1), "e4m3", (NUM_PER_CHANNELS, NUM_PER_CHANNELS))
+    num_experts = weights.shape[0]
+    return data.unflatten(0, (num_experts, -1)), sf.unflatten(0, (num_experts, -1))
 
 
 def make_layer(size: LayerSize, device: torch.device) -> Layer:
@@ -65,10 +79,14 @@ def make_layer(size: LayerSize, device: torch.device) -> Layer:
     def weights(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(shape[-1] ** -0.5)
 
+    gate_up = weights(size.experts, 2 * size.intermediate, size.hidden)
+    down = weights(size.experts, size.hidden, size.intermediate)
     return Layer(
         router=weights(size.experts, size.hidden).float(),
-        gate_up=weights(size.experts, 2 * size.intermediate, size.hidden),
-        down=weights(size.experts, size.hidden, size.intermediate),
+        gate_up=gate_up,
+        down=down,
+        fp8_gate_up=quantize_weights(gate_up),
+        fp8_down=quantize_weights(down),
     )
 
 
@@ -85,31 +103,16 @@ def router_scores(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(x.float() @ layer.router.t())
 
 
-def swiglu(layer: Layer, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """One expert on its rows."""
-    gate, up = (x @ layer.gate_up[expert].t()).chunk(2, dim=1)
-    return (torch.nn.functional.silu(gate) * up) @ layer.down[expert].t()
-
-
-def plain_layer(layer: Layer, x: torch.Tensor, topk: int) -> torch.Tensor:
-    """The same layer in plain bf16 PyTorch: nothing is quantized, nothing is moved into segments."""
+def exact_layer(layer: Layer, x: torch.Tensor, topk: int) -> torch.Tensor:
+    """The same layer expert by expert in float32: nothing is rounded on the way, nothing is moved into segments."""
     scores, experts = router_scores(layer, x).topk(topk, dim=1)
     weights = scores / scores.sum(1, keepdim=True)
     out = torch.zeros(x.shape, device=x.device)
     for expert in range(layer.router.shape[0]):
         token, slot = (experts == expert).nonzero(as_tuple=True)
-        out.index_add_(0, token, swiglu(layer, expert, x[token]).float() * weights[token, slot, None])
-    return out.bfloat16()
-
-
-def run_experts(layer: Layer, rows: torch.Tensor, rows_per_expert: list[int]) -> torch.Tensor:
-    """Each expert's SwiGLU on its segment of rows; rows past the last segment are not written."""
-    out = torch.empty_like(rows)
-    start = 0
-    for expert, num_rows in enumerate(rows_per_expert):
-        if num_rows:
-            out[start : start + num_rows] = swiglu(layer, expert, rows[start : start + num_rows])
-        start += num_rows
+        gate, up = (x[token].float() @ layer.gate_up[expert].float().t()).chunk(2, dim=1)
+        rows = (torch.nn.functional.silu(gate) * up) @ layer.down[expert].float().t()
+        out.index_add_(0, token, rows * weights[token, slot, None])
     return out
 
 
@@ -151,11 +154,19 @@ class Stages:
                 times.append(start.elapsed_time(end) / 1e3)
         return statistics.median(times)
 
-    def run(self, stage: str, op: Callable[..., Any], *inputs: Any, backend: str | None = None, read: Any = ()) -> Any:
-        """Outputs of `op(*inputs)`, which is timed; `read` has further tensors that it reads."""
-        outputs = op(*inputs)
-        seconds = self.seconds(lambda: op(*inputs))
-        moved = bytes_of(inputs) + bytes_of(read) + bytes_of(outputs)
+    def run(
+        self,
+        stage: str,
+        op: Callable[..., Any],
+        *inputs: Any,
+        backend: str | None = None,
+        read: Any = (),
+        **options: Any,
+    ) -> Any:
+        """Outputs of `op(*inputs, **options)`, which is timed; `read` has further tensors that it reads."""
+        outputs = op(*inputs, **options)
+        seconds = self.seconds(lambda: op(*inputs, **options))
+        moved = bytes_of(inputs) + bytes_of(list(options.values())) + bytes_of(read) + bytes_of(outputs)
         if backend is None:
             backend = "reference" if uses_reference(self.device) else "kernel"
         name = getattr(op, "__name__", str(op))
@@ -166,36 +177,78 @@ class Stages:
         return outputs
 
 
-def run_layer(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> torch.Tensor:
-    """The layer, made of tk ops."""
+@dataclass(frozen=True)
+class Routing:
+    """Where the rows of each token go."""
+
+    weights: torch.Tensor
+    """float32 (tokens, topk)"""
+    token_topk_to_pos: torch.Tensor
+    """int32 (tokens, topk): the row of each pair of a token and an expert"""
+    pos_to_expert: torch.Tensor
+    """int32 (rows): the expert of each row, -1 in the padding between segments"""
+    ends: torch.Tensor
+    """int32 (experts): where segments end, padding included"""
+
+
+def route(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> Routing:
+    """Choose experts, and give each expert a segment of rows."""
     num_experts = layer.router.shape[0]
     scores = stages.run("score", router_scores, layer, x, backend="torch", read=layer.router)
     topk_idx = stages.run("gate", tk_moe.topk_gate, scores, topk)
     _, weights = stages.run("normalize", tk_moe.normalize_weight, scores.gather(1, topk_idx))
     mapping = stages.run("map", tk_moe.get_fused_mapping, topk_idx, num_experts, 0, ALIGNMENT)
-    pos_to_expert, token_topk_to_pos, rows_per_expert = mapping[0], mapping[3], mapping[7]
+    return Routing(weights, mapping[3], mapping[0], mapping[5])
+
+
+def run_layer(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> torch.Tensor:
+    """The layer in FP8, made of tk ops."""
+    routing = route(layer, x, topk, stages)
+    pos_to_expert = routing.pos_to_expert
+    by_column = {"use_tma_aligned_col_major_sf": True}  # The order in which the products read factors.
     pair = stages.run("quantize", tk_quant.per_token_cast, x, "e4m3", NUM_PER_CHANNELS)
-    rows = stages.run(
-        "expand", tk_moe.expand_to_fused_with_sf, pair, NUM_PER_CHANNELS, token_topk_to_pos, pos_to_expert
-    )
-    rows = stages.run("dequantize", tk_quant.per_token_cast_back, rows, "bf16", NUM_PER_CHANNELS)
-    rows = stages.run(
-        "experts", run_experts, layer, rows, rows_per_expert, backend="torch", read=(layer.gate_up, layer.down)
-    )
-    return stages.run("reduce", tk_moe.reduce_fused, rows, weights, token_topk_to_pos)
+    maps = routing.token_topk_to_pos, pos_to_expert
+    rows = stages.run("expand", tk_moe.expand_to_fused_with_sf, pair, NUM_PER_CHANNELS, *maps, **by_column)
+    product = tk_gemm.m_grouped_fp8_gemm_nt_contiguous
+    gate_up = stages.run("gate and up", product, rows, layer.fp8_gate_up, None, pos_to_expert)
+    swiglu = tk_quant.swiglu_forward_and_per_token_cast
+    rows = stages.run("SwiGLU", swiglu, gate_up, "e4m3", NUM_PER_CHANNELS, pos_to_expert=pos_to_expert, **by_column)
+    rows = stages.run("down", product, rows, layer.fp8_down, None, pos_to_expert)
+    return stages.run("reduce", tk_moe.reduce_fused, rows, routing.weights, routing.token_topk_to_pos)
+
+
+def run_bf16_layer(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> torch.Tensor:
+    """The same layer in bf16, its products torch's."""
+    routing = route(layer, x, topk, stages)
+    pos_to_expert, ends = routing.pos_to_expert, routing.ends
+
+    def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(rows, weights.mT, offs=ends)
+
+    def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    rows = stages.run("expand", tk_moe.expand_to_fused, x, routing.token_topk_to_pos, pos_to_expert)
+    gate_up = stages.run("gate and up", grouped_mm, rows, layer.gate_up, ends, backend="torch")
+    rows = stages.run("SwiGLU", swiglu, gate_up, backend="torch")
+    rows = stages.run("down", grouped_mm, rows, layer.down, ends, backend="torch")
+    return stages.run("reduce", tk_moe.reduce_fused, rows, routing.weights, routing.token_topk_to_pos)
 
 
 def main(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in the batch.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=64, help="Channels of a token, a multiple of 64.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=128, help="Channels of a token, a multiple of 128.")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Number of experts.")] = None,
     topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token.")] = None,
-    intermediate: Annotated[int | None, typer.Option(min=1, help="Channels inside an expert.")] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(min=128, help="Channels inside an expert, a multiple of 128.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="DeepSeek-V3's sizes, also on a CPU.")] = False,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and activations.")] = 0,
 ) -> None:
-    """Run one mixture-of-experts layer and print what each stage takes and how far the result is from plain bf16."""
+    """Run one mixture-of-experts layer in FP8 and in bf16; print each stage's time, and the error against float32."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     default = FULL if full or where.type == "cuda" else SMALL
     size = LayerSize(
@@ -205,23 +258,28 @@ def main(
         topk=topk or default.topk,
         intermediate=intermediate or default.intermediate,
     )
-    if size.hidden % 64:
-        raise typer.BadParameter(f"expected a multiple of 64, got {size.hidden}", param_hint="--hidden")
+    for name in ("hidden", "intermediate"):
+        if getattr(size, name) % 128:
+            message = f"expected a multiple of 128, got {getattr(size, name)}"
+            raise typer.BadParameter(message, param_hint=f"--{name}")
     if size.topk > size.experts:
         raise typer.BadParameter(f"expected at most {size.experts} experts, got {size.topk}", param_hint="--topk")
     torch.manual_seed(seed)
-    with torch.no_grad():
-        layer, x = make_layer(size, where), make_activations(size, where)
-        shape = f"{size.tokens} tokens × {size.hidden}, {size.topk} of {size.experts} experts × {size.intermediate}"
-        stages = Stages(f"{shape} on {where}", where)
-        out = run_layer(layer, x, size.topk, stages).float()
-        plain = plain_layer(layer, x, size.topk).float()
-    error = ((out - plain).norm() / plain.norm()).item()
     # Wide enough for every column where the output is not a terminal.
     console = Console(width=None if Console().is_terminal else 120)
-    console.print(stages.table)
-    console.print(f"all stages: {stages.total * 1e3:,.3f} ms")
-    console.print(f"relative error against plain bf16 PyTorch: {error:.4f}")
+    layers = {"FP8": run_layer}
+    if hasattr(torch.nn.functional, "grouped_mm"):
+        layers["bf16"] = run_bf16_layer
+    with torch.no_grad():
+        layer, x = make_layer(size, where), make_activations(size, where)
+        exact = exact_layer(layer, x, size.topk)
+        shape = f"{size.tokens} tokens × {size.hidden}, {size.topk} of {size.experts} experts × {size.intermediate}"
+        for name, run in layers.items():
+            stages = Stages(f"{name}: {shape} on {where}", where)
+            out = run(layer, x, size.topk, stages).float()
+            error = ((out - exact).norm() / exact.norm()).item()
+            console.print(stages.table)
+            console.print(f"{name}: all stages {stages.total * 1e3:,.3f} ms, relative error {error:.4f}\n")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@
     uv run examples/train_tiny_lm.py --size small --backend reference --compare runs/small-kernels
 
 It learns the sources of Python's standard library, a part of which is held out for validation. `--backend kernels`
-takes the layers from tk_modeling, `--backend reference` from its plain PyTorch references; initial weights, batches,
-attention and optimizer are the same. Loss and time of each step (log.jsonl), a plot (loss.png) and a checkpoint are
-written to `--out`. `--resume` continues from the checkpoint with the same bits as an uninterrupted run; on a GPU this
-needs `--deterministic`.
+takes the layers from tk_modeling, `--backend fp8` too, with the experts' products in FP8, `--backend reference` from
+its plain PyTorch references; initial weights, batches, attention and optimizer are the same. Loss and time of each step
+(log.jsonl), a plot (loss.png) and a checkpoint are written to `--out`. `--resume` continues from the checkpoint with
+the same bits as an uninterrupted run; on a GPU this needs `--deterministic`.
 """
 
 import json
@@ -155,10 +155,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Norm and mixture of experts."""
 
-    def __init__(self, size: Size, layers: ModuleType) -> None:
+    def __init__(self, size: Size, layers: ModuleType, fp8: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
-        self.moe = layers.MoE(size.hidden, size.intermediate, size.experts, size.topk, dtype=DTYPE)
+        options = {"fp8": True} if fp8 else {}
+        self.moe = layers.MoE(size.hidden, size.intermediate, size.experts, size.topk, dtype=DTYPE, **options)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The output and the auxiliary loss, which HyperConnection passes on."""
@@ -166,9 +167,9 @@ class FeedForward(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes to logits of the next byte. `layers` is tk_modeling or tk_modeling.reference."""
+    """Bytes to logits of the next byte. `layers` is tk_modeling, with or without `fp8` experts, or its reference."""
 
-    def __init__(self, size: Size, layers: ModuleType) -> None:
+    def __init__(self, size: Size, layers: ModuleType, fp8: bool = False) -> None:
         super().__init__()
         self.expand, self.streams = layers.expand_from_embedding, size.streams
         self.embedding = nn.Embedding(VOCABULARY, size.hidden, dtype=DTYPE)
@@ -185,7 +186,7 @@ class LanguageModel(nn.Module):
             return layers.HyperConnection(sublayer, size.hidden, mhc_mult=size.streams)
 
         self.attentions = nn.ModuleList(connected(Attention(size)) for _ in range(size.layers))
-        self.feed_forwards = nn.ModuleList(connected(FeedForward(size, layers)) for _ in range(size.layers))
+        self.feed_forwards = nn.ModuleList(connected(FeedForward(size, layers, fp8)) for _ in range(size.layers))
         self.head = layers.HyperHead(size.hidden, mhc_mult=size.streams)
         self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
         self.logits = nn.Linear(size.hidden, VOCABULARY, bias=False, dtype=DTYPE)
@@ -213,7 +214,7 @@ def make_model(size: Size, backend: str, seed: int) -> LanguageModel:
     reference = LanguageModel(size, tk_modeling.reference)
     if backend == "reference":
         return reference
-    model = LanguageModel(size, tk_modeling)
+    model = LanguageModel(size, tk_modeling, fp8=backend == "fp8")
     model.load_state_dict(reference.state_dict())
     return model
 
@@ -491,7 +492,7 @@ def sample(model: LanguageModel, length: int, prompt: bytes, seed: int) -> str:
 def main(
     size: Annotated[Literal["tiny", "small"], typer.Option(help="tiny for a CPU, small for a GPU.")] = "tiny",
     backend: Annotated[
-        Literal["kernels", "reference"] | None, typer.Option(help="Default: kernels on a GPU, else reference.")
+        Literal["kernels", "fp8", "reference"] | None, typer.Option(help="Default: kernels on a GPU, else reference.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Default: 200 for tiny, 300 for small.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/SIZE-BACKEND.")] = None,
@@ -508,6 +509,9 @@ def main(
     """Train a byte-level language model on Python's standard library."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backend = backend or ("kernels" if where.type == "cuda" else "reference")
+    if backend == "fp8" and (SIZES[size].hidden % 128 or SIZES[size].intermediate % 128):
+        expected = f"kernels or reference for {size}: FP8 takes multiples of 128 channels"
+        raise typer.BadParameter(f"expected {expected}, got fp8", param_hint="--backend")
     out = out or Path("runs", f"{size}-{backend}")
     if resume != (out / "checkpoint.pt").exists():
         expected = "a folder with a checkpoint" if resume else "a folder without a checkpoint, or --resume"

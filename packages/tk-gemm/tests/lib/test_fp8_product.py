@@ -26,11 +26,33 @@ def test_tiles_have_equal_bits(k: int) -> None:
         if config == WIDE:
             launch = fp8_product_wide_kernel("dense", d.dtype, True, False, arch)
         else:
-            launch = fp8_product_kernel("dense", config, d.dtype, True, False, False, arch)
+            launch = fp8_product_kernel("dense", config, d.dtype, True, False, arch)
         num_tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
         for num_blocks in (1, 3, 132):
             launch(a[None], a_sf.mT[None], b[None], b_sf.flatten(), None, None, d, min(num_blocks, num_tiles))
             assert_equal(d[0], expected, name=f"{config}, {num_blocks} thread blocks")
+
+
+def test_tiles_of_masked_rows() -> None:
+    """Also where a tile is full, has some rows that count, or only rows that do not."""
+    counts, max_rows, n, k = (192, 20, 0, 256, 64, 129), 256, 528, 384
+    (a, a_sf), (b, b_sf) = activations(len(counts) * max_rows, k, "cuda"), weights(n, k, "cuda", len(counts))
+    a, a_sf = a.view(len(counts), max_rows, k), a_sf.unflatten(0, (len(counts), max_rows))
+    masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
+    expected = torch.full((len(counts), max_rows, n), 7.0, dtype=torch.bfloat16, device="cuda")
+    for group, count in enumerate(counts):
+        rows = a[group, :count], a_sf[group, :count]
+        expected[group, :count] = tk_gemm.fp8_gemm_nt(rows, (b[group], b_sf[group]))
+    for config in CONFIGS:
+        d = torch.full_like(expected, 7.0)
+        arch = get_arch(a.device)
+        if config == WIDE:
+            launch = fp8_product_wide_kernel("masked", d.dtype, True, False, arch)
+        else:
+            launch = fp8_product_kernel("masked", config, d.dtype, True, False, arch)
+        for num_blocks in (1, 132):
+            launch(a, a_sf.mT, b, b_sf.flatten(), masked_m, None, d, num_blocks)
+            assert_equal(d, expected, name=f"{config}, {num_blocks} thread blocks")
 
 
 def test_ops_have_equal_bits() -> None:

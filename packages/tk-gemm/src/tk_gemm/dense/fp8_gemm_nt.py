@@ -12,7 +12,8 @@ import torch
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_gemm.lib.launch_fp8_product import launch_fp8_product
+from tk_gemm.layout.get_mn_major_tma_aligned_tensor import get_mn_major_tma_aligned_tensor
+from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product, launch_fp8_product
 from tk_gemm.lib.operands import (
     BLOCK,
     E4M3,
@@ -55,17 +56,16 @@ def _fp8_gemm_nt_out(
     b_is_per_row: bool,
     accumulate: bool,
 ) -> None:
-    launch_fp8_product(
-        "tk_gemm.fp8_gemm_nt",
-        "dense",
-        a.unsqueeze(0),
-        a_sf.unsqueeze(0),
-        b.unsqueeze(0),
-        b_sf if b_is_per_row else b_sf.unsqueeze(0),
-        None,
-        d.unsqueeze(0) if accumulate else c if c is None else c.unsqueeze(0),
-        d.unsqueeze(0),
-    )
+    name = "tk_gemm.fp8_gemm_nt"
+    c = d if accumulate else c
+    c, rows = c if c is None else c.unsqueeze(0), d.unsqueeze(0)
+    if b_is_per_row:
+        a_sf, b_sf = (get_mn_major_tma_aligned_tensor(sf).t() for sf in (a_sf, b_sf))
+        ends = a.new_full((1,), a.shape[1], dtype=torch.int32)
+        launch_fp8_k_product(name, a, a_sf, b, b_sf, ends, c, rows)
+    else:
+        operands = [x.unsqueeze(0) for x in (a, a_sf, b, b_sf)]
+        launch_fp8_product(name, "dense", *operands, None, c, rows)
 
 
 @replayable

@@ -17,16 +17,13 @@ from typing import Any
 import torch
 
 from tk_core import check
-from tk_core.arch import UnsupportedArchError, get_arch
-from tk_core.math import ceil_div
-from tk_core.num_sms import get_num_sms
+from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_gemm.lib.fp8_k_product import CONFIG, fp8_k_product_kernel
 from tk_gemm.lib.gather_groups import gather_groups_kernel
 from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k
+from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product
 from tk_gemm.lib.operands import BLOCK, E4M3, FLOAT32, aligned, compiler_hints, matrix, pair, positive_multiple, result
-from tk_gemm.lib.tma import for_tma
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,19 +57,12 @@ def _k_grouped_fp8_gemm_nt_contiguous_out(
     if not a.numel():
         finish_without_k(c, d, accumulate)
         return
-    arch = get_arch(a.device)
-    if not arch.has_wgmma:
-        name = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous"
-        raise UnsupportedArchError(name, arch.name, "sm_90a, or the reference backend")
     ends = ends_of(psum, ks, a.device)
-    c = d if accumulate else c
-    num_groups, num_rows, num_cols = d.shape
     if a.ndim == 1:
+        _, num_rows, num_cols = d.shape
         a, b, a_sf, b_sf = _gathered(a, num_rows, ends), _gathered(b, num_cols, ends), a_sf.t(), b_sf.t()
-    num_tiles = num_groups * ceil_div(num_rows, CONFIG.block_m) * ceil_div(num_cols, CONFIG.block_n)
-    operands = [for_tma(x) for x in (a, a_sf, b, b_sf)]
-    launch = fp8_k_product_kernel(d.dtype, c is not None, arch)
-    launch(*operands, ends, None if c is None else for_tma(c), for_tma(d), min(num_tiles, get_num_sms(a.device)))
+    name = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous"
+    launch_fp8_k_product(name, a, a_sf, b, b_sf, ends, d if accumulate else c, d)
 
 
 def _gathered(flat: torch.Tensor, num_rows: int, ends: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,8 @@ def fp8_k_product_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arch) -> Any:
                         T.copy(a_sf_tile[slot[0], :], row_sf)
                         T.copy(b_sf_tile[slot[0], :], col_sf)
                         T.wait_wgmma(0)
-                        steps.release(empty, slot, num_stages)
+                        steps.release(empty, slot[0])
+                        steps.next_slot(slot, num_stages)
                         steps.add_per_row(part, row_sf, col_sf, acc)
                     next_tile = block + (turn + 1) * num_blocks
                     find_k_tile(next_tile, total[0], ends, m, n, k, block_m, block_n, BLOCK_K, place)

@@ -4,8 +4,9 @@
     multiply    two warpgroups    the tensor core's sum of 128 channels, then acc = fma(factor, sum, acc)
 
 A thread block takes one tile of block_m × block_n of D after the other, every `num_blocks`-th of all. The warpgroups
-share its 128 rows, or the columns of 64 rows. The next product is issued before the last tile is stored: the ring goes
-on from tile to tile. fp8_product_wide.py is for tiles of 256 columns; docs/tuning/gemm.md has what was measured.
+share its 128 rows, or the columns of 64 rows. A step's product is issued before the one before it is added up, and the
+ring goes on from tile to tile. fp8_product_wide.py is for tiles of 128 × 256, fp8_k_product.py for factors of each row
+of B; docs/tuning/gemm.md has what was measured.
 """
 
 from typing import Any
@@ -34,14 +35,13 @@ def fp8_product_kernel(
     config: ProductConfig,
     d_dtype: torch.dtype,
     a_sf_by_tma: bool,
-    b_is_per_row: bool,
     with_c: bool,
     arch: Arch,
 ) -> Any:
     """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known at run time alone.
 
     A's factors come by TMA where they are column major on 16 bytes, else by plain loads from any strides. B's are a
-    flat (groups, ⌈N/128⌉, steps), or with `b_is_per_row` (steps, N) by TMA.
+    flat (groups, ⌈N/128⌉, steps).
     """
     import tilelang.language as T
 
@@ -55,15 +55,31 @@ def fp8_product_kernel(
     num_steps, layout_size, num_factors = (T.dynamic(x) for x in ("num_steps", "layout_size", "num_factors"))
     strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in ("a", "b", "c", "d", "sf")}
     sf_row_stride = 1 if a_sf_by_tma else T.dynamic("sf_row_stride")
-    b_sf_shape = (num_steps, n) if b_is_per_row else (num_factors,)
-    b_sf_strides = (T.dynamic("b_sf_stride"), 1) if b_is_per_row else (1,)
+
+    @T.macro
+    def scales(
+        a_sf: Any,
+        a_sf_tile: Any,
+        b_sf: Any,
+        here: Any,
+        step: Any,
+        last: Any,
+        at: Any,
+        factor: Any,
+        row_sf: Any,
+        scale: Any,
+    ) -> None:
+        # A step's factors of the rows times that of the columns, of which the next one is loaded.
+        steps.read_row_factors(a_sf, a_sf_tile, a_sf_by_tma, last[0], here, step, m, row_sf)
+        steps.set_scale(row_sf, factor[0], scale)
+        factor[0] = b_sf[at[0] + T.min(step + 1, num_steps - 1)]
 
     @T.prim_func
     def product(
         a: T.StridedTensor((num_a_groups, m, k), (*strides["a"], 1), "float8_e4m3fn"),
         a_sf: T.StridedTensor((num_a_groups, num_steps, m), (*strides["sf"], sf_row_stride), "float32"),
         b: T.StridedTensor((num_b_groups, n, k), (*strides["b"], 1), "float8_e4m3fn"),
-        b_sf: T.StridedTensor(b_sf_shape, b_sf_strides, "float32"),
+        b_sf: T.Tensor((num_factors,), "float32"),
         layout: T.Tensor((layout_size,), "int32"),
         c: T.StridedTensor((num_a_groups, m, n), (*strides["c"], 1), d_dtype),
         d: T.StridedTensor((num_a_groups, m, n), (*strides["d"], 1), d_dtype),
@@ -73,7 +89,6 @@ def fp8_product_kernel(
             a_tile = T.alloc_shared((num_stages, block_m, BLOCK_K), "float8_e4m3fn")
             b_tile = T.alloc_shared((num_stages, block_n, BLOCK_K), "float8_e4m3fn")
             a_sf_tile = T.alloc_shared((num_stages, block_m), "float32")
-            b_sf_tile = T.alloc_shared((num_stages, block_n if b_is_per_row else 1), "float32")
             out = T.alloc_shared(out_shape, d_dtype)
             full = T.alloc_barrier([1] * num_stages)
             empty = T.alloc_barrier([NUM_CONSUMERS // 32] * num_stages)
@@ -92,52 +107,48 @@ def fp8_product_kernel(
                 here = T.alloc_local((PLACE_SIZE,), "int32")
                 at = T.alloc_local((1,), "int32")  # Where the factors of B begin for the tile's columns.
                 factor = T.alloc_local((1,), "float32")
-                part = T.alloc_fragment((block_m, block_n), "float32")
+                last = T.alloc_local((1,), "int32")  # The stage of the last product that was issued.
+                even = T.alloc_fragment((block_m, block_n), "float32")  # The products of even steps, and of odd ones.
+                odd = T.alloc_fragment((block_m, block_n), "float32")
                 acc = T.alloc_fragment((block_m, block_n), "float32")
                 row_sf = T.alloc_fragment((block_m,), "float32")
                 scale = T.alloc_fragment((block_m,), "float32")
-                if b_is_per_row:
-                    col_sf = T.alloc_fragment((block_n,), "float32")
                 is_row = T.alloc_fragment((block_m,), "int32") if is_padded else None
                 first = thread // 128 * (block_n // 2) if block_m == 64 else 0
-                if tile[0] < total[0]:
-                    if not b_is_per_row:
-                        steps.find_factors(place, first, n, num_steps, at, 0)
-                        factor[0] = b_sf[at[0]]
-                    T.mbarrier_wait_parity(full[slot[0]], slot[1])
-                    steps.multiply(a_tile, b_tile, slot[0], 0, part)
+                steps.find_factors(place, first, n, num_steps, at, 0)
+                factor[0] = b_sf[at[0]]
                 while tile[0] < total[0]:
                     for x in T.unroll(PLACE_SIZE):
                         here[x] = place[x]
                     if is_padded:
                         steps.find_rows(kind, layout, m, here, is_row)
                     T.clear(acc)
-                    for step in T.serial(num_steps):
-                        steps.read_row_factors(a_sf, a_sf_tile, a_sf_by_tma, slot[0], here, step, m, row_sf)
-                        if b_is_per_row:
-                            T.copy(b_sf_tile[slot[0], :], col_sf)
-                        else:
-                            steps.set_scale(row_sf, factor[0], scale)
-                        T.wait_wgmma(0)
-                        steps.release(empty, slot, num_stages)
-                        if step == num_steps - 1:
-                            tile[0] = tile[0] + num_blocks
-                            steps.find_tile(
-                                kind, tile, num_blocks, total[0], layout, m, n, num_b_groups, block_m, block_n, place
-                            )
-                            if not b_is_per_row:
-                                steps.find_factors(place, first, n, num_steps, at, 0)
-                                factor[0] = b_sf[at[0]]
-                        else:
-                            if not b_is_per_row:
-                                factor[0] = b_sf[at[0] + step + 1]
-                        if b_is_per_row:
-                            steps.add_per_row(part, row_sf, col_sf, acc)
-                        else:
-                            steps.add(part, scale, acc)
-                        if step < num_steps - 1 or tile[0] < total[0]:
-                            T.mbarrier_wait_parity(full[slot[0]], slot[1])
-                            steps.multiply(a_tile, b_tile, slot[0], 0, part)
+                    steps.issue(a_tile, b_tile, full, slot, last, num_stages, even)
+                    # Two steps at a time, so that the compiler knows which registers are being written.
+                    for pair in T.serial(T.truncdiv(num_steps - 1, 2)):
+                        scales(a_sf, a_sf_tile, b_sf, here, 2 * pair, last, at, factor, row_sf, scale)
+                        steps.issue_and_await(a_tile, b_tile, full, empty, slot, last, num_stages, odd)
+                        steps.add(even, scale, acc)
+                        scales(a_sf, a_sf_tile, b_sf, here, 2 * pair + 1, last, at, factor, row_sf, scale)
+                        steps.issue_and_await(a_tile, b_tile, full, empty, slot, last, num_stages, even)
+                        steps.add(odd, scale, acc)
+                    if num_steps % 2 == 0:
+                        scales(a_sf, a_sf_tile, b_sf, here, num_steps - 2, last, at, factor, row_sf, scale)
+                        steps.issue_and_await(a_tile, b_tile, full, empty, slot, last, num_stages, odd)
+                        steps.add(even, scale, acc)
+                    scales(a_sf, a_sf_tile, b_sf, here, num_steps - 1, last, at, factor, row_sf, scale)
+                    T.wait_wgmma(0)
+                    steps.release(empty, last[0])
+                    if num_steps % 2 == 0:
+                        steps.add(odd, scale, acc)
+                    else:
+                        steps.add(even, scale, acc)
+                    tile[0] = tile[0] + num_blocks
+                    steps.find_tile(
+                        kind, tile, num_blocks, total[0], layout, m, n, num_b_groups, block_m, block_n, place
+                    )
+                    steps.find_factors(place, first, n, num_steps, at, 0)
+                    factor[0] = b_sf[at[0]]
                     steps.finish(acc, c if with_c else None, is_row, m, n, here, 0)
                     steps.store(kind, acc, n, here, 0, out, d)
                 T.tma_store_wait(0)
@@ -149,8 +160,6 @@ def fp8_product_kernel(
                             T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
                             if a_sf_by_tma:
                                 steps.load_row_factors(a_sf, a_sf_tile, full, slot[0], place, step)
-                            if b_is_per_row:
-                                steps.load_col_factors(b_sf, b_sf_tile, full, slot[0], place, step)
                             steps.load(a, b, a_tile, b_tile, full, slot[0], place, step)
                             steps.next_slot(slot, num_stages)
                         tile[0] = tile[0] + num_blocks

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from tk_core.math import ceil_div
 
 BLOCK_K = 128
@@ -28,20 +26,16 @@ WIDE = ProductConfig(128, 256, 4)
 """The tile of fp8_product_wide_kernel; all others are fp8_product_kernel's."""
 CONFIGS = {
     WIDE: 1.0,
-    ProductConfig(128, 128, 5): 0.59,
-    ProductConfig(64, 256, 4): 0.62,
-    ProductConfig(64, 128, 8): 0.44,
-    ProductConfig(64, 64, 12): 0.36,
+    ProductConfig(128, 128, 5): 0.55,
+    ProductConfig(64, 256, 4): 0.58,
+    ProductConfig(64, 128, 8): 0.35,
+    ProductConfig(64, 64, 12): 0.3,
 }
 """Tiles with the time of a step in each, relative to the widest, on an H200 (docs/tuning/gemm.md)."""
-_FLOAT32 = ProductConfig(128, 128, 4)
-"""A tile of float32 results is twice as large."""
 
 
-def product_config(num_groups: int, num_rows: int, num_cols: int, d_dtype: torch.dtype, num_sms: int) -> ProductConfig:
+def product_config(num_groups: int, num_rows: int, num_cols: int, num_sms: int) -> ProductConfig:
     """The tile with which the SM that has most of them is done first, for groups of `num_rows` rows."""
-    if d_dtype == torch.float32:
-        return _FLOAT32
 
     def time(config: ProductConfig) -> float:
         num_tiles = num_groups * ceil_div(num_rows, config.block_m) * ceil_div(num_cols, config.block_n)

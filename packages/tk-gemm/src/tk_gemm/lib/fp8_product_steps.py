@@ -129,11 +129,10 @@ def next_slot(slot: Any, num_stages: Any) -> None:
 
 
 @T.macro
-def release(empty: Any, slot: Any, num_stages: Any) -> None:
-    """Give a stage back to the loading warp and go on to the next."""
+def release(empty: Any, stage: Any) -> None:
+    """Give a stage back to the loading warp."""
     if T.shuffle_elect(32):
-        T.mbarrier_arrive(empty[slot[0]])
-    next_slot(slot, num_stages)
+        T.mbarrier_arrive(empty[stage])
 
 
 @T.macro
@@ -141,13 +140,6 @@ def load_row_factors(a_sf: Any, tile: Any, full: Any, slot: Any, place: Any, ste
     """Begin to load a step's factors of A's rows."""
     rows = a_sf[place[A_GROUP], step, place[ROW] : place[ROW] + tile.shape[1]]
     T.tma_copy(rows, tile[slot, :], barrier=full[slot], leader_scope_threads=32)
-
-
-@T.macro
-def load_col_factors(b_sf: Any, tile: Any, full: Any, slot: Any, place: Any, step: Any) -> None:
-    """Begin to load a step's factors of B's rows, D's columns."""
-    cols = b_sf[step, place[COL] : place[COL] + tile.shape[1]]
-    T.tma_copy(cols, tile[slot, :], barrier=full[slot], leader_scope_threads=32)
 
 
 @T.macro
@@ -190,6 +182,27 @@ def multiply(a_tile: Any, b_tile: Any, slot: Any, first: Any, part: Any) -> None
         policy=T.GemmWarpPolicy.FullRow if part.shape[0] == 128 else T.GemmWarpPolicy.FullCol,
         clear_accum=True,
     )
+
+
+@T.macro
+def issue(a_tile: Any, b_tile: Any, full: Any, slot: Any, last: Any, num_stages: Any, part: Any) -> None:
+    """Begin part = a step's product once its operands are there; last[0] = their stage."""
+    T.mbarrier_wait_parity(full[slot[0]], slot[1])
+    multiply(a_tile, b_tile, slot[0], 0, part)
+    last[0] = slot[0]
+    next_slot(slot, num_stages)
+
+
+@T.macro
+def issue_and_await(
+    a_tile: Any, b_tile: Any, full: Any, empty: Any, slot: Any, last: Any, num_stages: Any, part: Any
+) -> None:
+    """Begin a step's product, and wait for the one before it."""
+    before = T.alloc_var("int32")
+    before = last[0]
+    issue(a_tile, b_tile, full, slot, last, num_stages, part)
+    T.wait_wgmma(1)
+    release(empty, before)
 
 
 @T.macro

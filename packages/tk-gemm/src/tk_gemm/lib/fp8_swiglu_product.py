@@ -97,7 +97,8 @@ def fp8_swiglu_product_kernel(
                         for x in T.unroll(2):
                             factor[x] = b_sf[at[x] + T.min(step + 1, num_steps - 1)]
                         T.wait_wgmma(0)
-                        steps.release(empty, slot, num_stages)
+                        steps.release(empty, slot[0])
+                        steps.next_slot(slot, num_stages)
                         steps.add(part, scale, up)
                     tile[0] = tile[0] + num_blocks
                     steps.find_tile(kind, tile, num_blocks, total[0], layout, m, n, num_groups, block_m, block_n, place)

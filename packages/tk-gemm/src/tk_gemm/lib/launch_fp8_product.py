@@ -1,10 +1,12 @@
-"""Launch of the FP8 products' kernel for any of the ways to find a row's weights."""
+"""Launches of the FP8 products' kernels."""
 
 from torch import Tensor
 
-from tk_core.arch import UnsupportedArchError, get_arch
+from tk_core.arch import Arch, UnsupportedArchError, get_arch
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
+from tk_gemm.lib.fp8_k_product import CONFIG as K_CONFIG
+from tk_gemm.lib.fp8_k_product import fp8_k_product_kernel
 from tk_gemm.lib.fp8_product import fp8_product_kernel
 from tk_gemm.lib.fp8_product_config import WIDE, Kind, product_config
 from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
@@ -23,37 +25,48 @@ def launch_fp8_product(
     d: Tensor,
     num_rows: int | None = None,
 ) -> None:
-    """Launch for a (G, M, K), a_sf (G, M, K/128), b (groups, N, K), b_sf of blocks or (N, K/128), c and d (G, M, N).
+    """Launch for a (G, M, K), a_sf (G, M, K/128), b (groups, N, K), b_sf of blocks, c and d (G, M, N).
 
     `num_rows`: how many rows of a group there may be, for the tile's size alone.
     """
-    arch = get_arch(a.device)
-    if not arch.has_wgmma:
-        raise UnsupportedArchError(op, arch.name, "sm_90a, or the reference backend")
+    arch = _hopper(op, a)
     num_groups, max_rows, _ = a.shape
     num_cols = b.shape[1]
     num_sms = get_num_sms(a.device)
-    config = product_config(num_groups, min(num_rows or max_rows, max_rows), num_cols, d.dtype, num_sms)
+    config = product_config(num_groups, min(num_rows or max_rows, max_rows), num_cols, num_sms)
     num_tiles = num_groups * ceil_div(max_rows, config.block_m) * ceil_div(num_cols, config.block_n)
     factors = for_tma(a_sf.mT)
     sf_by_tma = takes_tma(factors)
-    b_is_per_row = b_sf.ndim == 2
-    if b_is_per_row:
-        b_sf = for_tma(b_sf.mT)
-        b_sf = b_sf if takes_tma(b_sf) else b_sf.contiguous()  # N % 16 = 0: on 16 bytes.
-    else:
-        b_sf = b_sf.contiguous().view(-1)
     if config == WIDE:
         launch = fp8_product_wide_kernel(kind, d.dtype, sf_by_tma, c is not None, arch)
     else:
-        launch = fp8_product_kernel(kind, config, d.dtype, sf_by_tma, b_is_per_row, c is not None, arch)
+        launch = fp8_product_kernel(kind, config, d.dtype, sf_by_tma, c is not None, arch)
     launch(
         for_tma(a),
         factors if sf_by_tma else a_sf.mT,
         for_tma(b),
-        b_sf,
+        b_sf.contiguous().view(-1),
         layout,
         None if c is None else for_tma(c),
         for_tma(d),
         min(num_sms, num_tiles),
     )
+
+
+def launch_fp8_k_product(
+    op: str, a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, ends: Tensor, c: Tensor | None, d: Tensor
+) -> None:
+    """Launch for a (M, K), a_sf (K/128, M), b (N, K), b_sf (K/128, N), ends (G) along K, c and d (G, M, N)."""
+    arch = _hopper(op, a)
+    num_groups, num_rows, num_cols = d.shape
+    num_tiles = num_groups * ceil_div(num_rows, K_CONFIG.block_m) * ceil_div(num_cols, K_CONFIG.block_n)
+    operands = [for_tma(x) for x in (a, a_sf, b, b_sf)]
+    launch = fp8_k_product_kernel(d.dtype, c is not None, arch)
+    launch(*operands, ends, None if c is None else for_tma(c), for_tma(d), min(num_tiles, get_num_sms(a.device)))
+
+
+def _hopper(op: str, x: Tensor) -> Arch:
+    arch = get_arch(x.device)
+    if not arch.has_wgmma:
+        raise UnsupportedArchError(op, arch.name, "sm_90a, or the reference backend")
+    return arch

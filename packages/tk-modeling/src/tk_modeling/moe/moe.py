@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 import tk_moe
 from tk_core import check
+from tk_modeling.fp8.grouped_fp8_linear import grouped_fp8_linear
 from tk_modeling.gradients import autocast_to_bf16
 from tk_modeling.moe.experts import grouped_linear
 from tk_modeling.moe.functional import expand_to_fused, reduce_fused, swiglu
@@ -12,17 +13,21 @@ from tk_modeling.moe.router import Router
 from tk_moe import ScoringFunc
 
 ALIGNMENT = 16
-"""What the rows of each expert are a multiple of, for the grouped products."""
+"""What the rows of each expert are a multiple of, for torch's grouped products."""
+FP8_ALIGNMENT = 128
+"""The same for those in FP8."""
 
 
 class MoE(nn.Module):
     """y = Σ over a token's experts e of weight_e · down[e] · (silu(gate) · up), with gate and up from gate_up[e] · x.
 
     `router`, a Router with the options of the same names, chooses the experts; no token is dropped. Tokens are copied
-    to one segment of rows for each expert, whose products are torch's grouped bfloat16 ones; nothing waits for the GPU.
+    to one segment of rows for each expert, whose products are torch's grouped bfloat16 ones, or with `fp8` those of
+    `grouped_fp8_linear`, forward and backward; nothing waits for the GPU.
 
     Parameters: gate_up (num_experts, 2 · intermediate, hidden), gate above; down (num_experts, hidden, intermediate);
-    both bfloat16, or float32 under autocast to bfloat16. hidden and intermediate are multiples of 64.
+    both bfloat16, or float32 under autocast to bfloat16, with `fp8` either. hidden and intermediate are multiples of
+    64, with `fp8` of 128.
 
     Shapes:
         x: (..., hidden), of the parameters' dtype.
@@ -42,13 +47,15 @@ class MoE(nn.Module):
         scoring_func: ScoringFunc | str = "sigmoid",
         bias_update_rate: float = 1e-3,
         aux_loss_factor: float = 1e-4,
+        fp8: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check.multiple_of("hidden", hidden, 64)
-        check.multiple_of("intermediate", intermediate, 64)
-        self.hidden, self.intermediate = hidden, intermediate
+        check.flag("fp8", fp8)
+        check.multiple_of("hidden", hidden, 128 if fp8 else 64)
+        check.multiple_of("intermediate", intermediate, 128 if fp8 else 64)
+        self.hidden, self.intermediate, self.fp8 = hidden, intermediate, fp8
         self.router = Router(
             *(hidden, num_experts, num_topk),
             num_groups=num_groups,
@@ -77,22 +84,25 @@ class MoE(nn.Module):
         topk_idx, topk_weights, aux = self.router(x)
         topk_idx, topk_weights = topk_idx.flatten(0, -2), topk_weights.flatten(0, -2)
         num_experts = self.router.num_experts
-        num_rows = tk_moe.max_expanded_tokens(*topk_idx.shape, num_experts, ALIGNMENT)
-        pos_to_expert, _, pos_to_token_topk, token_topk_to_pos, _, ends, *_ = tk_moe.get_fused_mapping(
-            topk_idx, num_experts, num_rows, ALIGNMENT, force_no_sync=True
+        alignment = FP8_ALIGNMENT if self.fp8 else ALIGNMENT
+        num_rows = tk_moe.max_expanded_tokens(*topk_idx.shape, num_experts, alignment)
+        mapping = tk_moe.get_fused_mapping(
+            topk_idx, num_experts, num_rows, alignment, force_no_sync=True, with_psum=True
         )
+        pos_to_expert, _, pos_to_token_topk, token_topk_to_pos, _, segment_ends, _, _, row_ends = mapping
+        linear, ends = (grouped_fp8_linear, row_ends) if self.fp8 else (grouped_linear, segment_ends)
         rows = expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
         rows = swiglu(
-            grouped_linear(rows, self.gate_up, ends, name="gate_up"),
+            linear(rows, self.gate_up, ends, name="gate_up"),
             pos_to_token_topk=pos_to_token_topk,
             topk_weights=topk_weights,
             token_topk_to_pos=token_topk_to_pos,
             pos_to_expert=pos_to_expert,
         )
         # The weights are in rows already: this backward reads no products, and they need not be kept for it.
-        rows = grouped_linear(rows, self.down, ends, name="down")
+        rows = linear(rows, self.down, ends, name="down")
         y = reduce_fused(rows, None, token_topk_to_pos, pos_to_expert=pos_to_expert)
         return y.view(x.shape), aux
 
     def extra_repr(self) -> str:
-        return f"{self.hidden}, intermediate={self.intermediate}"
+        return f"{self.hidden}, intermediate={self.intermediate}" + (", fp8=True" if self.fp8 else "")

@@ -80,7 +80,7 @@ def _scores(logits: Tensor, scoring_func: str) -> Tensor:
 
 
 class MoE(nn.Module):
-    """The same as tk_modeling.MoE, of any floating-point dtype; `options` are those of Router."""
+    """The same as tk_modeling.MoE without `fp8`, of any floating-point dtype; `options` are those of Router."""
 
     def __init__(
         self,

@@ -1,0 +1,149 @@
+"""FP8Linear: a linear layer whose three products, forward and backward, are FP8 ones with block scales.
+
+    y = X · Wᵀ     dX = dY · W     dW = dYᵀ · X
+
+An operand has a scale factor for 128 neighbours along the product's sum: x and dy by rows for y and dx, by columns for
+dw; the weights for each 128 × 128, so that both orders have the same values. The recipe is that of DeepSeek-V3's
+training (arXiv 2412.19437, section 3.3).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+import tk_gemm
+from tk_core import check
+from tk_core.math import align
+from tk_modeling.fp8.operands import (
+    BLOCK,
+    Pair,
+    cast_rows,
+    cast_rows_and_columns,
+    cast_weight,
+    transposed,
+    weight_gradient,
+)
+from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients
+
+
+def fp8_linear(x: Tensor, weight: Tensor, *, name: str = "weight") -> Tensor:
+    """x · weightᵀ in FP8, differentiable by both in FP8; the gradient of weight goes to its main_grad, if it has one.
+
+    Args:
+        x: (..., in_features) bfloat16, or float32 under autocast to bfloat16.
+        weight: (out_features, in_features) bfloat16 or float32; both features multiples of 128. Cast in each call.
+        name: What errors call weight.
+
+    Returns:
+        (..., out_features) bfloat16.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: a wrong shape or device.
+    """
+    main_grad = main_grad_of(name, weight)
+    (rows,) = autocast_to_bf16(x)
+    dtypes = (torch.bfloat16, torch.float32)
+    out_features, in_features = check.tensor(name, weight, dtypes, ("out_features", "in_features"))
+    check.multiple_of(f"in_features ({name}.shape[1])", in_features, BLOCK)
+    check.multiple_of(f"out_features ({name}.shape[0])", out_features, BLOCK)
+    check.tensor("x", rows, (torch.bfloat16,), (..., in_features), device=weight.device, layout="any")
+    rows = rows.reshape(-1, in_features)
+    y = _linear(rows, weight, main_grad)
+    return y.view(*x.shape[:-1], out_features)
+
+
+def _linear(x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
+    operand = cast_weight(weight.detach())
+    if not needs_gradients(x, weight):
+        return tk_gemm.fp8_gemm_nt(cast_rows(x), operand)
+    by_row, by_column = _casts(x.detach(), weight.requires_grad)
+    return _FP8Linear.apply(x, weight, *by_row, *by_column, *operand, main_grad)
+
+
+def _casts(x: Tensor, with_columns: bool) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
+    """x by rows, and by columns of zeros up to the next multiple of 128 rows (at least 128), if they are needed."""
+    if not with_columns:
+        return cast_rows(x), (None, None)
+    num_rows = len(x)
+    missing = max(align(num_rows, BLOCK), BLOCK) - num_rows
+    (data, sf), by_column = cast_rows_and_columns(torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x)
+    return (data[:num_rows], sf[:num_rows]), by_column
+
+
+def _weight_product(d_y: Pair, x: Pair, d: Tensor | None, c: Tensor | None) -> Tensor:
+    """dYᵀ · X in float32 of transposed operands, whose factors lie as (rows / 128, channels)."""
+    if d is None:
+        d = d_y[0].new_empty((len(d_y[0]), len(x[0])), dtype=torch.float32)
+    return tk_gemm.fp8_gemm_nt((d_y[0], d_y[1].t()), (x[0], x[1].t()), d, c, recipe=(1, 1, BLOCK))
+
+
+class _FP8Linear(torch.autograd.Function):
+    """Of x and weight only the casts are used."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        x_data: Tensor,
+        x_sf: Tensor,
+        columns: Tensor | None,
+        columns_sf: Tensor | None,
+        data: Tensor,
+        sf: Tensor,
+        main_grad: Tensor | None,
+    ) -> Tensor:
+        return tk_gemm.fp8_gemm_nt((x_data, x_sf), (data, sf))
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, _, columns, columns_sf, data, sf, ctx.main_grad = inputs
+        ctx.dtype = weight.dtype
+        ctx.save_for_backward(columns, columns_sf, *((data, sf) if x.requires_grad else (None, None)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        columns, columns_sf, data, sf = ctx.saved_tensors
+        by_row, by_column = _casts(d_y.contiguous(), columns is not None)
+        d_x = None if data is None else tk_gemm.fp8_gemm_nt(by_row, transposed((data, sf)))
+        d_weight = None
+        if columns is not None:
+            d_weight = weight_gradient(_weight_product, ctx.main_grad, ctx.dtype, by_column, (columns, columns_sf))
+        return d_x, d_weight, *(None,) * 7
+
+
+class FP8Linear(nn.Module):
+    """`fp8_linear` with a weight of its own, bfloat16 or float32 (out_features, in_features); multiples of 128.
+
+    Shapes:
+        x: (..., in_features) bfloat16, or float32 under autocast to bfloat16.
+        returns: (..., out_features) bfloat16.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check.multiple_of("in_features", in_features, BLOCK)
+        check.multiple_of("out_features", out_features, BLOCK)
+        self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights that keep the variance of their inputs."""
+        nn.init.normal_(self.weight, std=self.weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x · weightᵀ."""
+        return fp8_linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        out_features, in_features = self.weight.shape
+        return f"{in_features}, {out_features}"

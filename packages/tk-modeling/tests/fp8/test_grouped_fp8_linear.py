@@ -1,0 +1,153 @@
+"""GroupedFP8Linear."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tk_core.math import align
+from tk_core.testing import assert_equal
+from tk_core.testing.numeric import calc_diff
+from tk_modeling import GroupedFP8Linear, fp8_linear, grouped_fp8_linear
+
+COUNTS = (0, 5, 128, 0, 129)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def arguments(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[Tensor, nn.Parameter, Tensor, Tensor]:
+    """Rows with NaN in the last 128, which belong to no expert; weights, ends, which rows count."""
+    torch.manual_seed(3)
+    starts = [0]
+    for count in COUNTS:
+        starts.append(starts[-1] + align(count, 128))
+    rows = torch.full((starts[-1] + 128, 256), torch.nan)
+    is_row = torch.zeros(len(rows), dtype=torch.bool)
+    for (start, end), count in zip(pairwise(starts), COUNTS, strict=True):
+        rows[start:end] = 0
+        rows[start : start + count] = torch.randn(count, 256)
+        is_row[start : start + count] = True
+    ends = torch.tensor([s + c for s, c in zip(starts, COUNTS, strict=False)], dtype=torch.int32, device=device)
+    weight = nn.Parameter((torch.randn(len(COUNTS), 128, 256) / 16).to(device, dtype))
+    return rows.to(device).bfloat16().requires_grad_(), weight, ends, is_row.to(device)
+
+
+def gradient_of(y: Tensor, is_row: Tensor) -> Tensor:
+    """Zero in the padding, NaN past the last segment."""
+    torch.manual_seed(7)
+    d_y = torch.randn(y.shape).to(y.device, y.dtype) * is_row[:, None]
+    d_y[-128:] = torch.nan
+    return d_y
+
+
+def run(rows: Tensor, weight: Tensor, ends: Tensor, is_row: Tensor, function: Any = grouped_fp8_linear) -> Any:
+    """Output and gradient of the rows that count, the weight's gradient."""
+    y = function(rows, weight, ends)
+    d_rows, d_weight = torch.autograd.grad(y, (rows, weight), gradient_of(y, is_row))
+    return y.detach()[is_row], d_rows[is_row], d_weight
+
+
+def by_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The products of each expert, in the dtype of its rows."""
+    out = torch.zeros(len(rows), weight.shape[1], dtype=rows.dtype, device=rows.device)
+    pieces, start = [], 0
+    for expert, end in enumerate(ends.tolist()):
+        pieces.append(rows[start:end] @ weight[expert].t())
+        pieces.append(out[end : align(end, 128)])
+        start = align(end, 128)
+    return torch.cat((*pieces, out[start:]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_against_bf16(dtype: torch.dtype, device: str) -> None:
+    rows, weight, ends, is_row = arguments(dtype, device)
+    found = run(rows, weight, ends, is_row)
+    exact = [z.detach().double().requires_grad_() for z in (rows, weight)]
+    expected = run(*exact, ends, is_row, by_expert)
+    assert [z.dtype for z in found] == [torch.bfloat16, torch.bfloat16, dtype]
+    for name, got, want in zip(("y", "rows", "weight"), found, expected, strict=True):
+        assert 1e-5 < calc_diff(got, want) < 1e-3, name
+    for expert, count in enumerate(COUNTS):
+        assert bool(found[2][expert].any()) == (count > 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_are_linear_layers(device: str) -> None:
+    """Bit for bit those of FP8Linear, output and gradients, so far as 128 rows have the same columns' factors."""
+    rows, weight, ends, is_row = arguments(torch.float32, device)
+    y = grouped_fp8_linear(rows, weight, ends)
+    d_y = gradient_of(y, is_row)
+    d_rows, d_weight = torch.autograd.grad(y, (rows, weight), d_y)
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        part, own = rows.detach()[start:end].requires_grad_(), weight.detach()[expert].requires_grad_()
+        one = fp8_linear(part, own)
+        d_part, d_own = torch.autograd.grad(one, (part, own), d_y[start:end])
+        assert_equal(y.detach()[start:end], one.detach())
+        assert_equal(d_rows[start:end], d_part)
+        assert_equal(d_weight[expert], d_own)
+        assert not y.detach()[end : align(end, 128)].any()
+        start = align(end, 128)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_main_grad_takes_float32_gradients(device: str) -> None:
+    rows, weight, ends, is_row = arguments(torch.float32, device)
+    _, _, expected = run(rows, weight, ends, is_row)
+    weight.main_grad = torch.ones_like(weight)
+    y = grouped_fp8_linear(rows, weight, ends)
+    y.backward(gradient_of(y, is_row))
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, 1 + expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["rows", "weight"])
+def test_frozen(frozen: str) -> None:
+    rows, weight, ends, is_row = arguments()
+    y, d_rows, d_weight = run(rows, weight, ends, is_row)
+    (rows if frozen == "rows" else weight).requires_grad_(False)
+    out = grouped_fp8_linear(rows, weight, ends)
+    assert_equal(out.detach()[is_row], y)
+    out.backward(gradient_of(out, is_row))
+    if frozen == "rows":
+        assert_equal(weight.grad, d_weight)
+    else:
+        assert_equal(rows.grad[is_row], d_rows)
+
+
+def test_under_compile() -> None:
+    torch._dynamo.reset()
+    arguments_ = arguments()
+    compiled = torch.compile(grouped_fp8_linear, fullgraph=True, backend="aot_eager")
+    assert_equal(run(*arguments_, compiled), run(*arguments_))
+
+
+def test_module() -> None:
+    module = GroupedFP8Linear(5, 256, 128, dtype=torch.bfloat16)
+    rows, _, ends, is_row = arguments()
+    with torch.no_grad():
+        assert_equal(module(rows, ends)[is_row], grouped_fp8_linear(rows, module.weight, ends)[is_row])
+    assert repr(module) == "GroupedFP8Linear(5, 256, 128)"
+
+
+ROWS, WEIGHT, ENDS, _ = arguments()
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changes"),
+    [
+        (ValueError, r"rows.shape\[0\]", {"rows": ROWS[:100]}),
+        (ValueError, "^rows", {"rows": ROWS[:, :128]}),
+        (TypeError, "^rows", {"rows": ROWS.float()}),
+        (ValueError, "in_features", {"weight": WEIGHT[:, :, :192].contiguous()}),
+        (ValueError, "out_features", {"weight": WEIGHT[:, :64].contiguous()}),
+        (TypeError, "^weight", {"weight": WEIGHT.half()}),
+        (ValueError, "^ends", {"ends": ENDS[:4]}),
+        (TypeError, "^ends", {"ends": ENDS.long()}),
+    ],
+)
+def test_bad_input(error: type[Exception], match: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(error, match=match):
+        grouped_fp8_linear(**{"rows": ROWS, "weight": WEIGHT, "ends": ENDS, **changes})
