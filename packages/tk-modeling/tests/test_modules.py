@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tk_modeling.testing import engram, mhc, moe
+from tk_modeling.testing import engram, fp8, mhc, moe
 from tk_modeling.testing.checks import checks
 
-CASES = (*mhc.CASES, *engram.CASES, *moe.CASES)
+# GroupedFP8Linear takes rows in segments, and no leading dimensions: tests/fp8 has its tests.
+CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, fp8.LINEAR)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from tk_core.math import align
 from tk_core.testing import assert_equal
 from tk_core.testing.numeric import calc_diff
-from tk_modeling import GroupedFP8Linear, fp8_linear, grouped_fp8_linear
+from tk_modeling import GroupedFP8Linear, fp8_linear, grouped_fp8_linear, reference
+from tk_modeling.testing.fp8 import COUNTS
 
-COUNTS = (0, 5, 128, 0, 129)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -49,14 +50,8 @@ def run(rows: Tensor, weight: Tensor, ends: Tensor, is_row: Tensor, function: An
 
 
 def by_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The products of each expert, in the dtype of its rows."""
-    out = torch.zeros(len(rows), weight.shape[1], dtype=rows.dtype, device=rows.device)
-    pieces, start = [], 0
-    for expert, end in enumerate(ends.tolist()):
-        pieces.append(rows[start:end] @ weight[expert].t())
-        pieces.append(out[end : align(end, 128)])
-        start = align(end, 128)
-    return torch.cat((*pieces, out[start:]))
+    """The reference, in the dtype of its rows."""
+    return functional_call(reference.GroupedFP8Linear(len(weight), 256, 128), {"weight": weight}, (rows, ends))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -87,9 +87,9 @@ class MoE(nn.Module):
         alignment = FP8_ALIGNMENT if self.fp8 else ALIGNMENT
         num_rows = tk_moe.max_expanded_tokens(*topk_idx.shape, num_experts, alignment)
         mapping = tk_moe.get_fused_mapping(
-            topk_idx, num_experts, num_rows, alignment, force_no_sync=True, with_psum=True
+            topk_idx, num_experts, num_rows, alignment, force_no_sync=True, with_psum=self.fp8
         )
-        pos_to_expert, _, pos_to_token_topk, token_topk_to_pos, _, segment_ends, _, _, row_ends = mapping
+        pos_to_expert, _, pos_to_token_topk, token_topk_to_pos, _, segment_ends, *_, row_ends = mapping
         linear, ends = (grouped_fp8_linear, row_ends) if self.fp8 else (grouped_linear, segment_ends)
         rows = expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
         rows = swiglu(
