@@ -35,45 +35,14 @@ from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
-from tk_quant.lib.quantize import FLOAT4_DTYPE
+from tk_quant.lib.cast_formats import CastInput
+from tk_quant.lib.check_pairs import BLOCK_SIDES, E2M1_DTYPES, block_size_of, pair_of
 
 _OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_PAIR_DTYPES = (torch.float8_e4m3fn, torch.int8) + ((FLOAT4_DTYPE,) if FLOAT4_DTYPE is not None else ())
 _BYTE_SF_DTYPES = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
-_BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
-_BITS = {torch.float8_e4m3fn: 8, torch.int8: 4, torch.uint8: 12}
 
 # Without the last one nvcc splits some of the stores.
 _PASS_CONFIGS = {**DIRECT_COPIES, "tl.enable_lower_ldgstg": True}
-
-
-@dataclass(frozen=True)
-class QuantizedInput:
-    """What a kernel is compiled for: data and their scale factors."""
-
-    dtype: torch.dtype
-    """float8_e4m3fn, int8 (e2m1) or uint8 (e5m6)."""
-    alignment: int
-    """What `check.row_alignment` says of the data."""
-    block_size: tuple[int, int]
-    """Tokens and channels of a block."""
-    layout: ScaleLayout
-    """Of the scale factors; COL_MAJOR for float32 of any strides."""
-    is_nvfp4: bool
-    """Whether they are float8_e4m3fn, on top of a scale of the whole tensor."""
-
-    @staticmethod
-    def of(x: Tensor, x_sf: Tensor, block_size: tuple[int, int]) -> "QuantizedInput":
-        """That of tensors which `dequantize` has checked."""
-        layouts = {torch.float32: ScaleLayout.COL_MAJOR, torch.int32: ScaleLayout.PACKED_UE8M0}
-        layout = ScaleLayout.SWIZZLED if x_sf.ndim == 5 else layouts.get(x_sf.dtype, ScaleLayout.ROW_MAJOR)
-        is_nvfp4 = x_sf.dtype is torch.float8_e4m3fn
-        return QuantizedInput(x.dtype, check.row_alignment(x), block_size, layout, is_nvfp4)
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return _BITS[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -115,7 +84,7 @@ class CastBackConfig:
 
 @kernel(pass_configs=_PASS_CONFIGS)
 def _cast_back_kernel(
-    quantized: QuantizedInput, hidden: int, out_dtype: torch.dtype, config: CastBackConfig, arch: Arch
+    quantized: CastInput, hidden: int, out_dtype: torch.dtype, config: CastBackConfig, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
@@ -220,7 +189,7 @@ def _cast_back_out(
         return
     arch = get_arch(x.device)
     hidden, out_dtype = out.shape[1], out.dtype
-    quantized = QuantizedInput.of(x, x_sf, (x_block_tokens, x_block_channels))
+    quantized = CastInput.of(x, x_sf, (x_block_tokens, x_block_channels))
     config = CastBackConfig.best(hidden, quantized.bits, out_dtype, arch)
     _cast_back_kernel(quantized, hidden, out_dtype, config, arch)(x, aligned(x_sf, 16), tensor_sf, out)
 
@@ -230,16 +199,13 @@ def check_pair(x: tuple[Tensor, Tensor], fmt: str, x_special_fmt: str | None) ->
     check.one_of("fmt", fmt, _OUT_DTYPES)
     if x_special_fmt is not None:
         check.one_of("x_special_fmt", x_special_fmt, (None, "e5m6"))
-    if not isinstance(x, (tuple, list)) or len(x) != 2:
-        check.require_type(isinstance(x, (tuple, list)), "x", "a pair (data, sf)", type(x).__name__)
-        check.require(False, "x", "a pair (data, sf)", f"{len(x)} items")
-    data, sf = x
+    data, sf = pair_of("x", x)
     if x_special_fmt is not None:
         num_bytes = check.tensor("x[0]", data, (torch.uint8,), ("num_tokens", "hidden * 3 / 2"), layout="rows")[1]
         if num_bytes <= 0 or num_bytes % 96:
             check.require(False, "x[0]", "a positive multiple of 96 bytes a row, for 64 channels", num_bytes)
         return data, sf, num_bytes * 2 // 3
-    hidden = check.tensor("x[0]", data, _PAIR_DTYPES, ("num_tokens", "hidden"), layout="rows")[1]
+    hidden = check.tensor("x[0]", data, (torch.float8_e4m3fn, *E2M1_DTYPES), ("num_tokens", "hidden"), layout="rows")[1]
     if data.dtype is not torch.float8_e4m3fn:
         hidden *= 2
         if data.dtype is not torch.int8:
@@ -286,18 +252,10 @@ def _by_blocks(
     tensor_sf: Tensor | None,
 ) -> Tensor:
     data, sf, hidden = check_pair(x, fmt, x_special_fmt)
-    check.require_type(isinstance(x_block_size, (tuple, list)), "x_block_size", "a tuple of two", x_block_size)
-    check.require(len(x_block_size) == 2, "x_block_size", "two numbers", x_block_size)
-    for size in x_block_size:
-        check.integer("x_block_size", size)
-    block_tokens, block_channels = x_block_size
+    block_tokens, block_channels = block_size_of("x_block_size", x_block_size)
     if block_tokens != 1 or block_channels < 1:
-        check.require(
-            block_tokens in _BLOCK_SIDES and block_channels in _BLOCK_SIDES,
-            "x_block_size",
-            "(1, channels), or two powers of two up to 128",
-            x_block_size,
-        )
+        fits = block_tokens in BLOCK_SIDES and block_channels in BLOCK_SIDES
+        check.require(fits, "x_block_size", "(1, channels), or two powers of two up to 128", x_block_size)
     return dequantize(data, sf, hidden, fmt, (block_tokens, block_channels), tensor_sf)
 
 

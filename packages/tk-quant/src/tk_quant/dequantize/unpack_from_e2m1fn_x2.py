@@ -22,9 +22,9 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
+from tk_quant.lib.check_pairs import E2M1_DTYPES
 
-_FLOAT4_DTYPE = getattr(torch, "float4_e2m1fn_x2", None)
-_DTYPES = (torch.int8, torch.uint8) + ((_FLOAT4_DTYPE,) if _FLOAT4_DTYPE is not None else ())
+_DTYPES = (torch.uint8, *E2M1_DTYPES)
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
 
 

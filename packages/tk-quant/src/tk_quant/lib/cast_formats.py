@@ -37,7 +37,7 @@ def flags_of(sf: Tensor) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class CastInput:
-    """x of a cast: a plain tensor, or data and scale factors."""
+    """What is cast, or cast back: a plain tensor, or data and scale factors."""
 
     dtype: torch.dtype
     alignment: int
@@ -46,6 +46,8 @@ class CastInput:
     """(tokens, channels) that share a scale factor; None for a plain tensor."""
     layout: ScaleLayout | None = None
     """Of those scale factors, as `layout_of` says."""
+    is_nvfp4: bool = False
+    """Whether they are float8_e4m3fn, on top of a scale of the whole tensor."""
 
     @property
     def is_pair(self) -> bool:
@@ -61,7 +63,8 @@ class CastInput:
         """That of tensors which an op has checked."""
         if x_sf is None:
             return CastInput(x.dtype, check.row_alignment(x))
-        return CastInput(x.dtype, check.row_alignment(x), block_size, layout_of(x_sf))
+        is_nvfp4 = x_sf.dtype is torch.float8_e4m3fn
+        return CastInput(x.dtype, check.row_alignment(x), block_size, layout_of(x_sf), is_nvfp4)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from tk_core import check
 from tk_core.scales import ScaleLayout, check_scales, empty_scales
 from tk_quant.lib.cast_formats import FORMATS
+from tk_quant.lib.check_pairs import pair_of
 from tk_quant.lib.quantize import BITS
 
 _DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}
@@ -17,9 +18,7 @@ def output_pair(out: Any) -> tuple[Tensor | None, Tensor | None]:
     """`out` of a cast that returns data and scale factors, (None, None) if it is None."""
     if out is None:
         return None, None
-    check.require_type(isinstance(out, tuple | list), "out", "a pair (data, sf)", type(out).__name__)
-    check.require(len(out) == 2, "out", "a pair (data, sf)", f"{len(out)} items")
-    return out[0], out[1]
+    return pair_of("out", out)
 
 
 def check_flags_of_given_sf(use_tma_aligned_col_major_sf: Any, round_sf: Any, use_packed_ue8m0: Any) -> None:

@@ -17,11 +17,11 @@ from tk_core.math import ceil_div
 from tk_core.replay import replayable
 from tk_core.scales import scale_layout
 from tk_quant.lib.cast_kernels import cast_out
+from tk_quant.lib.check_pairs import BLOCK_SIDES, block_size_of
 from tk_quant.lib.outputs import check_flags_of_given_sf, data_output, output_pair, scales_output
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _FORMATS = ("e4m3", "e2m1")
-_BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def _check_input(x: Tensor, fmt: str, block_size: tuple[int, int]) -> tuple[tuple[int, int], int, int]:
@@ -29,14 +29,9 @@ def _check_input(x: Tensor, fmt: str, block_size: tuple[int, int]) -> tuple[tupl
     num_tokens, hidden = check.tensor("x", x, _DTYPES, ("num_tokens", "hidden"), layout="rows")
     check.require(hidden > 0 and hidden % 64 == 0, "x", "a positive multiple of 64 channels", hidden)
     check.one_of("fmt", fmt, _FORMATS)
-    check.require_type(isinstance(block_size, (tuple, list)), "block_size", "a pair of ints", block_size)
-    check.require(len(block_size) == 2, "block_size", "a pair of ints", block_size)
-    for side in block_size:
-        if type(side) is not int:
-            check.integer("block_size", side)
-        if side not in _BLOCK_SIDES:
-            check.require(False, "block_size", "two powers of two from 1 to 128", block_size)
-    block_tokens, block_channels = block_size
+    block_tokens, block_channels = block_size_of("block_size", block_size)
+    fits = block_tokens in BLOCK_SIDES and block_channels in BLOCK_SIDES
+    check.require(fits, "block_size", "two powers of two from 1 to 128", block_size)
     return (block_tokens, block_channels), ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
 
 

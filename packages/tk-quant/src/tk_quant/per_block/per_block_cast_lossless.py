@@ -34,14 +34,14 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.scales import check_scales, empty_scales, scale_layout
+from tk_core.scales import ScaleLayout, check_scales, empty_scales, scale_layout
 from tk_core.views import aligned
 from tk_quant.device.fp4 import e4m3_of_e2m1_magnitudes, e4m3_of_e2m1x8
 from tk_quant.device.fp8 import store_biased_exponent
-from tk_quant.lib.quantize import FLOAT4_DTYPE, load_codes_macro
+from tk_quant.lib.cast_formats import layout_of
+from tk_quant.lib.check_pairs import BLOCK_SIDES, E2M1_DTYPES, block_size_of, pair_of
+from tk_quant.lib.quantize import load_codes_macro
 
-_DATA_DTYPES = (torch.int8,) + ((FLOAT4_DTYPE,) if FLOAT4_DTYPE is not None else ())
-_BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
 _CHANNELS = 16
 """Of a piece: what becomes 16 bytes of the output."""
 _EXACT_RATIO = 14
@@ -77,13 +77,15 @@ def _lossless_kernel(
     alignment: int,
     hidden: int,
     x_block_size: tuple[int, int],
-    x_sf_dtype: torch.dtype,
+    x_sf_layout: ScaleLayout,
     out_block_size: tuple[int, int],
-    packed: bool,
+    sf_layout: ScaleLayout,
     config: LosslessConfig,
     arch: Arch,
 ) -> Any:
     import tilelang.language as T
+
+    from tk_quant.lib.scales_io import scales_type
 
     lanes, rows, pieces = config.lanes, config.rows, config.pieces
     x_tokens, x_channels = x_block_size
@@ -98,29 +100,14 @@ def _lossless_kernel(
     warp_rows = 32 // lanes
     block_warps = max(block_rows // warp_rows, 1)
     x_sf_cols, out_sf_cols = ceil_div(hidden, x_channels), ceil_div(hidden, out_channels)
-    x_packed, swizzled = x_sf_dtype is torch.int32, x_sf_dtype is torch.float8_e8m0fnu
+    x_packed, swizzled = x_sf_layout is ScaleLayout.PACKED_UE8M0, x_sf_layout is ScaleLayout.SWIZZLED
+    packed = sf_layout is ScaleLayout.PACKED_UE8M0
     load = load_codes_macro("int8", pieces, _CHANNELS // 2, alignment)
     assert threads % 32 == 0
     assert lanes % out_lanes == 0
     assert tile_rows % out_tokens == 0
 
     num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride")
-    x_sf_rows, sf_rows = T.dynamic("x_sf_rows"), T.dynamic("sf_rows")
-    sf_row_stride, sf_col_stride = T.dynamic("sf_row_stride"), T.dynamic("sf_col_stride")
-    if swizzled:
-        x_sf_type = T.Tensor((x_sf_rows, ceil_div(x_sf_cols, 4), 32, 4, 4), "float8_e8m0fnu")
-    else:
-        x_sf_row_stride, x_sf_col_stride = T.dynamic("x_sf_row_stride"), T.dynamic("x_sf_col_stride")
-        x_sf_type = T.StridedTensor(
-            (x_sf_rows, ceil_div(x_sf_cols, 4) if x_packed else x_sf_cols),
-            (x_sf_row_stride, x_sf_col_stride),
-            "int32" if x_packed else "float32",
-        )
-    sf_type = T.StridedTensor(
-        (sf_rows, ceil_div(out_sf_cols, 4) if packed else out_sf_cols),
-        (sf_row_stride, sf_col_stride),
-        "int32" if packed else "float32",
-    )
 
     @T.macro
     def load_sf(x_sf: T.Buffer, sf_words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
@@ -164,9 +151,9 @@ def _lossless_kernel(
     @T.prim_func
     def per_block_cast_lossless(
         x: T.StridedTensor((num_tokens, hidden // 2), (x_stride, 1), "int8"),
-        x_sf: x_sf_type,
+        x_sf: scales_type(T.dynamic("x_sf_rows"), x_sf_cols, x_sf_layout, prefix="x_"),
         out: T.Tensor((num_tokens, hidden), "float8_e4m3fn"),
-        sf: sf_type,
+        sf: scales_type(T.dynamic("sf_rows"), out_sf_cols, sf_layout),
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, tile_rows) * col_tiles, threads=threads) as block:
             thread = T.get_thread_binding()
@@ -235,26 +222,18 @@ def _lossless_out(
         check.row_alignment(x),
         hidden,
         (x_block_tokens, x_block_channels),
-        x_sf.dtype,
+        layout_of(x_sf),
         (out_block_tokens, out_block_channels),
-        sf.dtype is torch.int32,
+        layout_of(sf),
         LosslessConfig.best(hidden, out_block_tokens, arch),
         arch,
     )(x, aligned(x_sf, 4), out, sf)  # A swizzled x_sf is bytes, read by fours.
 
 
 def _check_block_size(name: str, block_size: tuple[int, int]) -> tuple[int, int]:
-    check.require_type(isinstance(block_size, (tuple, list)), name, "a tuple of two", block_size)
-    check.require(len(block_size) == 2, name, "two numbers", block_size)
-    for size in block_size:
-        check.integer(name, size)
-    tokens, channels = block_size
-    check.require(
-        tokens in _BLOCK_SIDES and channels in _BLOCK_SIDES and channels >= _CHANNELS,
-        name,
-        f"powers of two, tokens from 1 and channels from {_CHANNELS} to 128",
-        block_size,
-    )
+    tokens, channels = block_size_of(name, block_size)
+    fits = tokens in BLOCK_SIDES and channels in BLOCK_SIDES and channels >= _CHANNELS
+    check.require(fits, name, f"powers of two, tokens from 1 and channels from {_CHANNELS} to 128", block_size)
     return tokens, channels
 
 
@@ -322,11 +301,8 @@ def per_block_cast_lossless(
     """
     if fmt != "e4m3":
         check.one_of("fmt", fmt, ("e4m3",))
-    if not isinstance(x, (tuple, list)) or len(x) != 2:
-        check.require_type(isinstance(x, (tuple, list)), "x", "a pair (data, sf)", type(x).__name__)
-        check.require(False, "x", "a pair (data, sf)", f"{len(x)} items")
-    data, x_sf = x
-    num_tokens, num_bytes = check.tensor("x[0]", data, _DATA_DTYPES, ("num_tokens", "hidden / 2"), layout="rows")
+    data, x_sf = pair_of("x", x)
+    num_tokens, num_bytes = check.tensor("x[0]", data, E2M1_DTYPES, ("num_tokens", "hidden / 2"), layout="rows")
     hidden = 2 * num_bytes
     if hidden <= 0 or hidden % 32:
         check.require(False, "x", "a positive multiple of 32 channels", hidden)

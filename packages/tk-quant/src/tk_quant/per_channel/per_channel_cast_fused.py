@@ -32,6 +32,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib import gathered_recast
+from tk_quant.lib.check_pairs import pair_of
 from tk_quant.lib.quantize import TILE_ROWS
 from tk_quant.per_channel.per_channel_cast import check_blocks, check_plain_cast, per_channel_cast_out
 
@@ -192,8 +193,7 @@ def per_channel_cast_fused(
     """
     x_sf = None
     if isinstance(x, tuple | list):
-        check.require(len(x) == 2, "x", "a pair (data, sf)", x)
-        x, x_sf = x
+        x, x_sf = pair_of("x", x)
         num_tokens, hidden = check.tensor("x[0]", x, (torch.float8_e4m3fn,), ("num_tokens", "hidden"), layout="rows")
         check.require(hidden > 0 and hidden % _GROUP == 0, "x[0].shape[1]", f"a positive multiple of {_GROUP}", hidden)
         check.tensor("x[1]", x_sf, (torch.float32,), (num_tokens, hidden // _GROUP), device=x.device)

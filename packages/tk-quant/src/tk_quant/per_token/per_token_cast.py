@@ -24,14 +24,15 @@ from tk_core.math import ceil_div
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales, scale_layout
 from tk_quant.lib.cast_kernels import cast_out
+from tk_quant.lib.check_pairs import E2M1_DTYPES, block_size_of, pair_of
 from tk_quant.lib.outputs import check_flags_of_given_sf, data_output, output_pair, scales_output
-from tk_quant.lib.quantize import FLOAT4_DTYPE, LIMITS
+from tk_quant.lib.quantize import LIMITS
 
 Pair = tuple[Tensor, Tensor]
 
 _GROUPS = (16, 32, 64, 128)
 _PLAIN_DTYPES = (torch.bfloat16, torch.float32)
-_PAIR_DTYPES = (torch.float8_e4m3fn, torch.int8) + ((FLOAT4_DTYPE,) if FLOAT4_DTYPE is not None else ())
+_PAIR_DTYPES = (torch.float8_e4m3fn, *E2M1_DTYPES)
 _FORMATS_FROM_PAIRS = ("e4m3", "e2m1")
 
 
@@ -44,21 +45,15 @@ def _check_input(
         check.require(x_block_size is None, "x_block_size", "None for a plain tensor x", x_block_size)
         x_sf, x_block_size = None, (0, 0)
     else:
-        check.require_type(isinstance(x, (tuple, list)), "x", "a tensor or a pair (data, sf)", type(x).__name__)
-        check.require(len(x) == 2, "x", "a pair (data, sf)", f"{len(x)} items")
+        x, x_sf = pair_of("x", x, "a tensor or a pair (data, sf)")
         check.require(fmt != "e5m6", "x", "a plain tensor for fmt 'e5m6'", "a pair")
-        x, x_sf = x
         num_tokens, width = check.tensor("x[0]", x, _PAIR_DTYPES, ("num_tokens", "hidden"), layout="rows")
         if x.dtype is not torch.float8_e4m3fn and x.dtype is not torch.int8:
             x = x.view(torch.int8)
         hidden = width if x.dtype is torch.float8_e4m3fn else 2 * width
         check.require(x_block_size is not None, "x_block_size", "the block size of the pair x", x_block_size)
-        check.require_type(isinstance(x_block_size, tuple | list), "x_block_size", "a pair of ints", x_block_size)
-        x_block_size = tuple(x_block_size)
-        check.require(len(x_block_size) == 2, "x_block_size", "two numbers", x_block_size)
-        for size in x_block_size:
-            check.integer("x_block_size", size)
-            check.require(size > 0, "x_block_size", "two positive numbers", x_block_size)
+        x_block_size = block_size_of("x_block_size", x_block_size)
+        check.require(min(x_block_size) > 0, "x_block_size", "two positive numbers", x_block_size)
         rows, cols = ceil_div(num_tokens, x_block_size[0]), ceil_div(hidden, x_block_size[1])
         check_scales("x[1]", x_sf, rows, cols, x.device, (torch.float8_e8m0fnu,))
     check.require(hidden > 0 and hidden % 64 == 0, "x", "a positive multiple of 64 channels", hidden)

@@ -31,6 +31,7 @@ from tk_core.arch import get_arch
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant.lib.check_pairs import pair_of
 from tk_quant.lib.swiglu_arguments import check_clamp_value
 from tk_quant.lib.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig, swiglu_backward_kernel
 
@@ -109,9 +110,7 @@ def _swiglu_backward_and_per_token_cast(
     swiglu_clamp_value: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The public function, its results in a flat tuple."""
-    check.require_type(isinstance(x, (tuple, list)), "x", "a pair (data, sf)", type(x).__name__)
-    check.require(len(x) == 2, "x", "a pair (data, sf)", f"{len(x)} items")
-    data, sf = x
+    data, sf = pair_of("x", x)
     batched = isinstance(data, Tensor) and data.ndim == 3
     names = ("num_experts", "num_rows") if batched else ("num_positions",)
     *leading, width = check.tensor("x[0]", data, (torch.float8_e4m3fn,), (*names, "2 * hidden"))
