@@ -91,19 +91,7 @@ def mapping_kernel(
     """
     import tilelang.language as T
 
-    from tk_moe.lib.get_fused_mapping_steps import (
-        add_block_counts,
-        add_cluster_counts,
-        clear,
-        count_chunk,
-        count_run,
-        exchange_counts,
-        fill_padding,
-        locate_segments,
-        offsets_of_warps,
-        sort_run,
-        write_positions,
-    )
+    from tk_moe.lib import get_fused_mapping_steps as steps
 
     warps, cluster_size = config.warps, config.cluster_size
     threads = warps * 32
@@ -166,9 +154,9 @@ def mapping_kernel(
                     init_mbarrier(T.access_ptr(arrived[0], "rw"))
                 T.sync_warp()
                 T.cluster_arrive_relaxed()
-            clear(T.view(ranks, (warps * num_experts // 2,), "uint32"), threads, thread)
+            steps.clear(T.view(ranks, (warps * num_experts // 2,), "uint32"), threads, thread)
             if in_memory:
-                clear(masks, threads, thread)
+                steps.clear(masks, threads, thread)
             if thread < num_experts:
                 counts[0, thread] = 0
                 counts[1, thread] = 0
@@ -179,7 +167,7 @@ def mapping_kernel(
             prefix = 0
             total = 0
             if cluster_size > 0:
-                count_chunk(
+                steps.count_chunk(
                     pairs,
                     rank * num_parts * part,
                     T.min(num_pairs - rank * num_parts * part, num_parts * part),
@@ -197,33 +185,33 @@ def mapping_kernel(
                     chunk_count[thread] = T.cast(total, "uint16")
                 T.sync_threads()
                 T.cluster_wait()  # until all blocks have started and their shared memory can be written
-                exchange_counts(chunk_count, chunk_counts, arrived, rank, warp, lane)
+                steps.exchange_counts(chunk_count, chunk_counts, arrived, rank, warp, lane)
             if cluster_size == 0:
-                add_block_counts(block_counts, block, num_blocks, threads, thread, counts)
+                steps.add_block_counts(block_counts, block, num_blocks, threads, thread, counts)
 
             runs = (begin, size, run, run_rounds)
-            count_run(pairs, runs, warp, lane, ranks, masks, items, num_experts, config)
+            steps.count_run(pairs, runs, warp, lane, ranks, masks, items, num_experts, config)
             T.sync_threads()
-            offsets_of_warps(thread, ranks, num_experts, count)
+            steps.offsets_of_warps(thread, ranks, num_experts, count)
             if cluster_size > 1:
                 wait_for_cluster(T.access_ptr(arrived[0], "rw"))
                 if thread < num_experts:
-                    add_cluster_counts(chunk_counts, rank, thread, prefix, total)
+                    steps.add_cluster_counts(chunk_counts, rank, thread, prefix, total)
             if cluster_size == 0 and thread < num_experts:
                 prefix = counts[0, thread]
                 total = counts[1, thread]
 
             firsts, padding = (first_sorted, first_pos), (padding_start, padding_end)
             segments = (expert_start, expert_end, num_tokens_per_expert, expert_psum if with_psum else None)
-            locate_segments(
+            steps.locate_segments(
                 alignment, block, thread, prefix, total, count[0], warp_sums, all_sums, firsts, padding, segments
             )
             T.sync_threads()
 
             maps = (pos_to_expert, pos_to_token, pos_to_token_topk)
-            fill_padding(block, num_blocks, warps, thread, padding, all_sums[0], maps, num_pos)
-            sort_run(runs, warp, lane, items, ranks, firsts, sorted_items, flat_pos, num_pos)
+            steps.fill_padding(block, num_blocks, warps, thread, padding, all_sums[0], maps, num_pos)
+            steps.sort_run(runs, warp, lane, items, ranks, firsts, sorted_items, flat_pos, num_pos)
             T.sync_threads()
-            write_positions(begin, all_sums[1], thread, threads, num_topk, sorted_items, firsts, maps, num_pos)
+            steps.write_positions(begin, all_sums[1], thread, threads, num_topk, sorted_items, firsts, maps, num_pos)
 
     return get_fused_mapping
