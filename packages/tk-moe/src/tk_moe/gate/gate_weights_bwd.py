@@ -196,15 +196,10 @@ def _gate_weights_bwd_out(
     if num_tokens == 0:
         return
     arch = get_arch(logits.device)
-    bwd = _gate_weights_bwd_kernel(
-        num_experts,
-        topk_idx.shape[1],
-        logits.dtype,
-        GateOptions(ScoringFunc(scoring_func), renormalize, False, False, topk_idx.dtype),
-        min(check.row_alignment(logits), check.row_alignment(grad_logits)),
-        TopkGateConfig.best(arch),
-        arch,
-    )
+    options = GateOptions(ScoringFunc(scoring_func), renormalize, False, False, topk_idx.dtype)
+    alignment = min(check.row_alignment(logits), check.row_alignment(grad_logits))
+    config = TopkGateConfig.best(arch)
+    bwd = _gate_weights_bwd_kernel(num_experts, topk_idx.shape[1], logits.dtype, options, alignment, config, arch)
     bwd(grad_weights, logits, topk_idx, routed_scaling_factor, grad_logits)
 
 

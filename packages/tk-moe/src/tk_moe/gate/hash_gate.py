@@ -130,16 +130,10 @@ def _hash_gate_out(
     if num_tokens == 0:
         return
     arch = get_arch(logits.device)
-    gate = _hash_gate_kernel(
-        num_experts,
-        topk_idx.shape[1],
-        logits.dtype,
-        token_ids.dtype,
-        GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, False, topk_idx.dtype),
-        check.row_alignment(logits),
-        TopkGateConfig.best(arch),
-        arch,
-    )
+    options = GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, False, topk_idx.dtype)
+    sizes_and_dtypes = num_experts, topk_idx.shape[1], logits.dtype, token_ids.dtype
+    config = TopkGateConfig.best(arch)
+    gate = _hash_gate_kernel(*sizes_and_dtypes, options, check.row_alignment(logits), config, arch)
     gate(token_ids, table, logits, mask, routed_scaling_factor, topk_idx, topk_weights)
 
 

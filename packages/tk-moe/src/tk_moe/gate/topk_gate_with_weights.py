@@ -175,17 +175,11 @@ def _topk_gate_with_weights_out(
     if num_tokens == 0:
         return
     arch = get_arch(logits.device)
+    options = GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, bias is not None, topk_idx.dtype)
+    alignments = check.row_alignment(logits), 16 if bias is None else check.row_alignment(bias)
     config = TopkGateConfig.best(arch)
-    gate = _topk_gate_with_weights_kernel(
-        num_experts,
-        topk_idx.shape[1],
-        logits.dtype,
-        GateOptions(ScoringFunc(scoring_func), renormalize, mask is not None, bias is not None, topk_idx.dtype),
-        check.row_alignment(logits),
-        16 if bias is None else check.row_alignment(bias),
-        config,
-        arch,
-    )
+    args = (num_experts, topk_idx.shape[1], logits.dtype, options, *alignments, config, arch)
+    gate = _topk_gate_with_weights_kernel(*args)
     gate(logits, bias, mask, routed_scaling_factor, topk_idx, topk_weights)
 
 

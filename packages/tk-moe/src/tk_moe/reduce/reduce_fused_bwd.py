@@ -215,16 +215,9 @@ def _reduce_fused_bwd_out(
     # A view into a larger tensor may start anywhere; one element at a time works there.
     bits = grad.data_ptr() | (0 if x is None else x.data_ptr()) | grad_x.data_ptr()
     config = ReduceBwdConfig.best(hidden // (_VECTOR_BYTES // grad_x.dtype.itemsize), num_topk, arch)
-    backward = _reduce_bwd_kernel(
-        hidden,
-        num_topk,
-        grad.dtype,
-        grad_x.dtype,
-        bits % _VECTOR_BYTES == 0,
-        topk_weights is not None,
-        config,
-        arch,
-    )
+    is_aligned, has_weights = bits % _VECTOR_BYTES == 0, topk_weights is not None
+    args = (hidden, num_topk, grad.dtype, grad_x.dtype, is_aligned, has_weights, config, arch)
+    backward = _reduce_bwd_kernel(*args)
     num_blocks = ExpandConfig.num_blocks(num_tokens, num_expanded_tokens)
     backward(grad, x, topk_weights, token_topk_to_pos, pos_to_expert, grad_x, grad_topk_weights, num_blocks)
 

@@ -78,13 +78,7 @@ def swiglu_backward_kernel(
     """`alignments`: what `check.row_alignment` says of x and of grad_out."""
     import tilelang.language as T
 
-    from tk_quant.lib.swiglu_backward_and_per_token_cast_steps import (
-        differentiate,
-        load_piece,
-        quantize,
-        store_bf16,
-        store_row_sums,
-    )
+    from tk_quant.lib import swiglu_backward_and_per_token_cast_steps as steps
 
     vec, pieces, lanes, rows = config.vec, config.pieces, config.lanes, config.rows
     threads, most_rows = config.threads, rows * config.turns
@@ -123,10 +117,8 @@ def swiglu_backward_kernel(
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             x_rows, x_sf_rows = T.view(x, (num_positions, 2 * hidden)), T.view(x_sf, (num_positions, sf_cols))
             grad_rows, out_rows = T.view(grad_out, (num_positions, hidden)), T.view(out, (num_positions, hidden))
-            data_rows, sf_rows = (
-                T.view(x_grad_data, (num_positions, 2 * hidden)),
-                T.view(x_grad_sf, (num_positions, sf_cols)),
-            )
+            data_rows = T.view(x_grad_data, (num_positions, 2 * hidden))
+            sf_rows = T.view(x_grad_sf, (num_positions, sf_cols))
             x_grad_rows = T.view(x_grad, (num_positions, 2 * hidden))
             thread = T.get_thread_binding()
             lane = thread % lanes
@@ -148,7 +140,7 @@ def swiglu_backward_kernel(
                 indices[thread] = index
             T.sync_threads()
             own_row = thread // lanes
-            load_piece(
+            steps.load_piece(
                 *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
                 *(T.cast(block * tile_rows + own_row, "int64"), lane * vec),
                 thread < lanes * rows and lane * vec < hidden and indices[own_row] >= 0,
@@ -178,30 +170,30 @@ def swiglu_backward_kernel(
                 next_row = block * tile_rows + next_of_tile
                 next_col = ((step + 1) % pieces * lanes + lane) * vec
                 wanted = step + 1 < turns * pieces and thread < lanes * rows and next_col < hidden
-                load_piece(
+                steps.load_piece(
                     *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
                     *(T.cast(next_row, "int64"), next_col),
                     wanted and indices[next_of_tile] >= 0,
                     alignments,
                 )
                 if in_row and indices[of_tile] >= 0:
-                    differentiate(codes, x_scale, grad, weights[of_tile], clamp, values, row_sum, given)
+                    steps.differentiate(codes, x_scale, grad, weights[of_tile], clamp, values, row_sum, given)
                 else:
                     for j in T.unroll(vec):
                         values[0, j] = T.float32(0)
                         values[1, j] = T.float32(0)
                         values[2, j] = T.float32(0)
                 if in_row:
-                    store_bf16(out_rows, values, 0, wide_row, col)
-                    store_bf16(x_grad_rows, values, 1, wide_row, col)
-                    store_bf16(x_grad_rows, values, 2, wide_row, hidden + col)
-                quantize(values, data_rows, sf_rows, wide_row, col, in_row, lanes, round_sf)
+                    steps.store_bf16(out_rows, values, 0, wide_row, col)
+                    steps.store_bf16(x_grad_rows, values, 1, wide_row, col)
+                    steps.store_bf16(x_grad_rows, values, 2, wide_row, hidden + col)
+                steps.quantize(values, data_rows, sf_rows, wide_row, col, in_row, lanes, round_sf)
                 if step % pieces == pieces - 1:
                     row_sums[step // pieces * threads + thread] = row_sum
                     row_sum = T.float32(0)
 
             T.sync_threads()
-            store_row_sums(row_sums, targets, weight_grad, row_sum, thread, tile_rows, threads, rows, lanes)
+            steps.store_row_sums(row_sums, targets, weight_grad, row_sum, thread, tile_rows, threads, rows, lanes)
 
             if block < T.ceildiv(num_pairs, threads):
                 pair = block * threads + thread

@@ -218,16 +218,11 @@ def _lossless_out(
         return
     arch = get_arch(x.device)
     hidden = out.shape[1]
-    _lossless_kernel(
-        check.row_alignment(x),
-        hidden,
-        (x_block_tokens, x_block_channels),
-        layout_of(x_sf),
-        (out_block_tokens, out_block_channels),
-        layout_of(sf),
-        LosslessConfig.best(hidden, out_block_tokens, arch),
-        arch,
-    )(x, aligned(x_sf, 4), out, sf)  # A swizzled x_sf is bytes, read by fours.
+    config = LosslessConfig.best(hidden, out_block_tokens, arch)
+    blocks_of_x = (x_block_tokens, x_block_channels), layout_of(x_sf)
+    blocks_of_out = (out_block_tokens, out_block_channels), layout_of(sf)
+    cast = _lossless_kernel(check.row_alignment(x), hidden, *blocks_of_x, *blocks_of_out, config, arch)
+    cast(x, aligned(x_sf, 4), out, sf)  # A swizzled x_sf is bytes, read by fours.
 
 
 def _check_block_size(name: str, block_size: tuple[int, int]) -> tuple[int, int]:

@@ -200,16 +200,9 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_out(
     hidden = x.shape[1] // 2
     alignment, clamped = check.row_alignment(x), swiglu_clamp_value is not None
     config = SwigluForwardAndPerChannelCastAndTransposeConfig.best(alignment, arch)
-    _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
-        hidden,
-        alignment,
-        num_per_tokens,
-        round_sf,
-        not without_transpose,
-        clamped,
-        config,
-        arch,
-    )(x, out, sf, 0.0 if swiglu_clamp_value is None else swiglu_clamp_value)
+    args = (hidden, alignment, num_per_tokens, round_sf, not without_transpose, clamped, config, arch)
+    cast = _swiglu_forward_and_per_channel_cast_and_transpose_kernel(*args)
+    cast(x, out, sf, swiglu_clamp_value if clamped else 0.0)
 
 
 @replayable
