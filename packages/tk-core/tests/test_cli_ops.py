@@ -217,7 +217,7 @@ def test_unknown_name(package: Path) -> None:
 
 def test_a_package_without_ops_stands_for_those_it_is_built_on() -> None:
     found = {op.partition(".")[0] for op in select(["tk-modeling"])}
-    assert found == {"tk_quant", "tk_moe", "tk_engram", "tk_mhc"}
+    assert found == {"tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_gemm"}
 
 
 def test_every_package_here_can_be_listed() -> None:
