@@ -7,11 +7,11 @@ import torch
 
 from tk_core.arch import arch_from_name
 from tk_core.kernel import KernelRequest
-from tk_core.testing.usage import cuobjdump
+from tk_core.testing.usage import cuobjdump, lower, resource_usages
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.fp8_k_product import fp8_k_product_kernel
 from tk_gemm.lib.fp8_product import fp8_product_kernel
-from tk_gemm.lib.fp8_product_config import ProductConfig
+from tk_gemm.lib.fp8_product_config import CONFIGS, WIDE, ProductConfig
 from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
 
 pytestmark = pytest.mark.compile
@@ -37,3 +37,18 @@ def test_machine_code(name: str) -> None:
     assert len(products) == 4 * sum("gsb0" in product for product in products)
     assert len(re.findall(r"\bFFMA\b", sass)) == num_fmas, "expected one fused multiply-add an element"
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
+
+
+def test_every_tile_of_float32_fits() -> None:
+    """float32 results take the most shared memory; ops choose the tile by the shape alone."""
+    requests = [
+        KernelRequest(fp8_product_wide_kernel, ("dense", torch.float32, True, False, ARCH))
+        if config == WIDE
+        else KernelRequest(fp8_product_kernel, ("dense", config, torch.float32, True, False, ARCH))
+        for config in CONFIGS
+    ]
+    usages = resource_usages(requests, [lower(request.kernel, *request.args) for request in requests])
+    for config, usage in zip(CONFIGS, usages, strict=True):
+        for used in usage.values():
+            assert used.shared_bytes <= ARCH.shared_memory_each(1), config
+            assert used.stack_bytes == 0, config

@@ -14,9 +14,9 @@ import torch
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
-from tk_gemm.lib.bf16_product_config import STEP_K, Kind, out_shape
+from tk_gemm.lib.bf16_product_config import STEP_K, Kind
 from tk_gemm.lib.fp8_product import NUM_CONSUMERS, PASS_CONFIGS
-from tk_gemm.lib.fp8_product_config import ProductConfig
+from tk_gemm.lib.fp8_product_config import ProductConfig, out_shape
 
 
 @kernel(pass_configs=PASS_CONFIGS)

@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-import torch
-
 from tk_core.math import ceil_div
 from tk_gemm.lib.fp8_product_config import ProductConfig
 
@@ -32,8 +30,3 @@ def bf16_product_config(num_groups: int, num_rows: int, num_cols: int, num_sms: 
         return ceil_div(num_tiles, num_sms) * CONFIGS[config]
 
     return min(CONFIGS, key=time)
-
-
-def out_shape(config: ProductConfig, d_dtype: torch.dtype) -> tuple[int, ...]:
-    """Shared memory for results: of 128 rows, two pieces of 128 bytes a row; of 64, the tile."""
-    return (2, 128, 128 // d_dtype.itemsize) if config.block_m == 128 else (config.block_m, config.block_n)

@@ -13,7 +13,7 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_gemm.lib.fp8_product import NUM_CONSUMERS, PASS_CONFIGS
-from tk_gemm.lib.fp8_product_config import BLOCK_K, ProductConfig
+from tk_gemm.lib.fp8_product_config import BLOCK_K, ProductConfig, out_shape
 
 CONFIG = ProductConfig(128, 128, 5)
 
@@ -53,7 +53,7 @@ def fp8_k_product_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arch) -> Any:
             b_tile = T.alloc_shared((num_stages, block_n, BLOCK_K), "float8_e4m3fn")
             a_sf_tile = T.alloc_shared((num_stages, block_m), "float32")
             b_sf_tile = T.alloc_shared((num_stages, block_n), "float32")
-            out = T.alloc_shared((2, block_m, 128 // d_dtype.itemsize), d_dtype)
+            out = T.alloc_shared(out_shape(CONFIG, d_dtype), d_dtype)
             full = T.alloc_barrier([1] * num_stages)
             empty = T.alloc_barrier([NUM_CONSUMERS // 32] * num_stages)
             place = T.alloc_local((K_PLACE_SIZE,), "int32")

@@ -15,7 +15,7 @@ import torch
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
-from tk_gemm.lib.fp8_product_config import BLOCK_K, Kind, ProductConfig
+from tk_gemm.lib.fp8_product_config import BLOCK_K, Kind, ProductConfig, out_shape
 
 NUM_CONSUMERS = 256
 """Threads of the multiplying warpgroups; a third warpgroup follows, of which one warp loads."""
@@ -49,7 +49,6 @@ def fp8_product_kernel(
     from tk_gemm.lib.fp8_product_steps import PLACE_SIZE
 
     block_m, block_n, num_stages = config.block_m, config.block_n, config.num_stages
-    out_shape = (2, 128, 128 // d_dtype.itemsize) if block_m == 128 else (64, block_n)
     is_padded = kind in ("ids", "psum")
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     num_steps, layout_size, num_factors = (T.dynamic(x) for x in ("num_steps", "layout_size", "num_factors"))
@@ -89,7 +88,7 @@ def fp8_product_kernel(
             a_tile = T.alloc_shared((num_stages, block_m, BLOCK_K), "float8_e4m3fn")
             b_tile = T.alloc_shared((num_stages, block_n, BLOCK_K), "float8_e4m3fn")
             a_sf_tile = T.alloc_shared((num_stages, block_m), "float32")
-            out = T.alloc_shared(out_shape, d_dtype)
+            out = T.alloc_shared(out_shape(config, d_dtype), d_dtype)
             full = T.alloc_barrier([1] * num_stages)
             empty = T.alloc_barrier([NUM_CONSUMERS // 32] * num_stages)
             place = T.alloc_local((PLACE_SIZE,), "int32")

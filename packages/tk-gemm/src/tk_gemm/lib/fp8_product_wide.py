@@ -11,7 +11,7 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_gemm.lib.fp8_product import NUM_CONSUMERS, PASS_CONFIGS
-from tk_gemm.lib.fp8_product_config import BLOCK_K, WIDE, Kind
+from tk_gemm.lib.fp8_product_config import BLOCK_K, WIDE, Kind, out_shape
 
 
 @kernel(pass_configs=PASS_CONFIGS)
@@ -44,7 +44,7 @@ def fp8_product_wide_kernel(kind: Kind, d_dtype: torch.dtype, a_sf_by_tma: bool,
             a_tile = T.alloc_shared((num_stages, block_m, BLOCK_K), "float8_e4m3fn")
             b_tile = T.alloc_shared((num_stages, block_n, BLOCK_K), "float8_e4m3fn")
             a_sf_tile = T.alloc_shared((num_stages, block_m), "float32")
-            out = T.alloc_shared((2, 128, 64), d_dtype)
+            out = T.alloc_shared(out_shape(WIDE, d_dtype), d_dtype)
             full = T.alloc_barrier([1] * num_stages)
             empty = T.alloc_barrier([NUM_CONSUMERS // 32] * num_stages)
             place = T.alloc_local((PLACE_SIZE,), "int32")

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from tk_core.arch import UnsupportedArchError, get_arch
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.bf16_product_config import Kind, bf16_product_config
+from tk_gemm.lib.hopper import hopper
 from tk_gemm.lib.tma import for_tma
 
 
@@ -27,9 +27,7 @@ def launch_bf16_product(
 
     `num_rows`: how many rows of a group there may be, for the tile's size alone.
     """
-    arch = get_arch(a.device)
-    if not arch.has_wgmma:
-        raise UnsupportedArchError(op, arch.name, "sm_90a, or the reference backend")
+    arch = hopper(op, a)
     num_groups, max_rows, num_cols = d.shape
     num_sms = get_num_sms(a.device)
     config = bf16_product_config(num_groups, min(num_rows or max_rows, max_rows), num_cols, num_sms)

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from tk_core.arch import Arch, UnsupportedArchError, get_arch
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_gemm.lib.fp8_k_product import CONFIG as K_CONFIG
@@ -10,6 +9,7 @@ from tk_gemm.lib.fp8_k_product import fp8_k_product_kernel
 from tk_gemm.lib.fp8_product import fp8_product_kernel
 from tk_gemm.lib.fp8_product_config import WIDE, Kind, product_config
 from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
+from tk_gemm.lib.hopper import hopper
 from tk_gemm.lib.tma import for_tma, takes_tma
 
 
@@ -29,7 +29,7 @@ def launch_fp8_product(
 
     `num_rows`: how many rows of a group there may be, for the tile's size alone.
     """
-    arch = _hopper(op, a)
+    arch = hopper(op, a)
     num_groups, max_rows, _ = a.shape
     num_cols = b.shape[1]
     num_sms = get_num_sms(a.device)
@@ -57,16 +57,9 @@ def launch_fp8_k_product(
     op: str, a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, ends: Tensor, c: Tensor | None, d: Tensor
 ) -> None:
     """Launch for a (M, K), a_sf (K/128, M), b (N, K), b_sf (K/128, N), ends (G) along K, c and d (G, M, N)."""
-    arch = _hopper(op, a)
+    arch = hopper(op, a)
     num_groups, num_rows, num_cols = d.shape
     num_tiles = num_groups * ceil_div(num_rows, K_CONFIG.block_m) * ceil_div(num_cols, K_CONFIG.block_n)
     operands = [for_tma(x) for x in (a, a_sf, b, b_sf)]
     launch = fp8_k_product_kernel(d.dtype, c is not None, arch)
     launch(*operands, ends, None if c is None else for_tma(c), for_tma(d), min(num_tiles, get_num_sms(a.device)))
-
-
-def _hopper(op: str, x: Tensor) -> Arch:
-    arch = get_arch(x.device)
-    if not arch.has_wgmma:
-        raise UnsupportedArchError(op, arch.name, "sm_90a, or the reference backend")
-    return arch

@@ -10,7 +10,6 @@ the product to bfloat16 between them, which does not happen here.
 import torch
 
 from tk_core import check
-from tk_core.arch import UnsupportedArchError, get_arch
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
@@ -19,6 +18,7 @@ from tk_core.scales import ScaleLayout, empty_scales
 from tk_gemm.lib.fp8_product_config import WIDE
 from tk_gemm.lib.fp8_swiglu_product import fp8_swiglu_product_kernel
 from tk_gemm.lib.groups import INT32, check_grouped_layout
+from tk_gemm.lib.hopper import hopper
 from tk_gemm.lib.operands import BLOCK, FLOAT32, fp8_a, fp8_weights, positive_multiple
 from tk_gemm.lib.tma import for_tma, takes_tma
 
@@ -45,10 +45,7 @@ def _m_grouped_fp8_gemm_swiglu_nt_contiguous_out(
     swiglu_clamp_value: float | None,
     use_psum_layout: bool,
 ) -> None:
-    arch = get_arch(a.device)
-    if not arch.has_wgmma:
-        name = "tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous"
-        raise UnsupportedArchError(name, arch.name, "sm_90a, or the reference backend")
+    arch = hopper("tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous", a)
     if topk_weights is not None and not topk_weights.numel():  # No row has a weight.
         data.zero_()
         sf.zero_()

@@ -69,6 +69,7 @@ SPEC = OpSpec(
         Case("m16-n48-k256-per-row", make(16, 48, 256, dtype=torch.float32, per_row=True), small=True),
         Case("m4096-n4096-k256", make(4096, 4096, 256), compile=True),
         Case("m2048-n2048-k384-c", make(2048, 2048, 384, with_c=True), compile=True),
+        Case("m4096-n4096-k256-float32", make(4096, 4096, 256, dtype=torch.float32), compile=True),
         Case("m129-n64-k128", make(129, 64, 128), compile=True),
         Case("m63-n32768-k256", make(63, 32768, 256)),
         Case("m64-n7168-k16384", make(64, 7168, 16384), compile=True),
