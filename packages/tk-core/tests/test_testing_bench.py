@@ -141,7 +141,7 @@ def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A Bench without a GPU, whose times are made up."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    times = {"copy": 56.9, "op": 2.0, "eager": 8.0, "compiled": 4.0}
+    times = {"copy": 56.9, "op": 2.0, "eager": 8.0, "compiled": 4.0, "doubling": 3.0}
     made = object.__new__(bench.Bench)
     made.baselines, made.versions = "compiled", {"gpu": "H200", "date": "2026-11-21"}
     made._copy = None
@@ -168,6 +168,21 @@ def test_a_baseline_that_fails_is_a_result(cpu_bench: Any) -> None:
     assert row["eager_us"] is None
     cpu_bench.baselines = "none"
     assert "eager_error" not in cpu_bench.measure(OpSpec(double, broken, SHAPES), SHAPES[0])
+
+
+def test_peers_are_prepared_and_measured(cpu_bench: Any) -> None:
+    prepared: list[torch.Tensor] = []
+
+    def doubling(x: torch.Tensor) -> Any:
+        prepared.append(x)
+        return lambda: x + x
+
+    cpu_bench.baselines = "none"
+    row = cpu_bench.measure(OpSpec(double, broken, SHAPES), SHAPES[0], {"doubling": doubling, "broken": broken})
+    assert (row["doubling_us"], row["broken_us"]) == (3.0, None)
+    assert row["broken_error"] == "RuntimeError: not on this machine"
+    assert len({x.data_ptr() for x in prepared}) == len(prepared) > 1
+    assert "doubling_us" not in cpu_bench.measure(OpSpec(double, broken, SHAPES), SHAPES[0])
 
 
 def test_launches_are_recorded_and_made() -> None:

@@ -17,13 +17,14 @@ Where CUPTI does not work, and for calls of several launches in a CUDA graph, wh
 by CUDA events around it, and L2 is flushed before by writing 256 MB.
 
 Baselines: the eager reference in every case; the reference under torch.compile, which takes seconds to compile, only in
-the cases that are also warm-up cases (the shapes of real models).
+the cases that are also warm-up cases (the shapes of real models). Peers, other libraries' functions for the same, count
+as baselines that are always measured.
 """
 
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,17 @@ _MARKER_KERNEL = "spin_kernel"
 _HEAD_START_CYCLES = 900_000
 
 Call = Callable[[], Any]
+Peer = Callable[..., Call]
+"""Takes the op's arguments, and prepares a call that does the same by other means."""
 
 
-def benchmarks(spec: OpSpec) -> Callable[..., None]:
+def benchmarks(spec: OpSpec, peers: Mapping[str, Peer] | None = None) -> Callable[..., None]:
     """A test, marked bench, for each case of the spec with bench=True."""
 
     @pytest.mark.bench
     @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in spec.cases if case.bench])
     def test(case: Case, tk_bench: "Bench", request: pytest.FixtureRequest) -> None:
-        request.node.user_properties.append(("tk_bench", tk_bench.measure(spec, case)))
+        request.node.user_properties.append(("tk_bench", tk_bench.measure(spec, case, peers)))
 
     return test
 
@@ -111,7 +114,7 @@ class Bench:
         del self._flush, self._copy
         torch.cuda.empty_cache()
 
-    def measure(self, spec: OpSpec, case: Case) -> dict[str, Any]:
+    def measure(self, spec: OpSpec, case: Case, peers: Mapping[str, Peer] | None = None) -> dict[str, Any]:
         """One row of results: times in µs, rates in GB/s (10⁹ bytes a second)."""
         kwargs = case.make("cuda")
         outputs = spec.op(**kwargs)
@@ -119,16 +122,21 @@ class Bench:
         lead = lead_of(distinct_bytes((kwargs, outputs)))
         arguments = [kwargs, *(transfer(kwargs) for _ in range(lead + _CALLS - 1))]
         contenders: dict[str, Call] = {"copy": self._copy, "op": Rotation(spec.op, arguments)}
-        errors: dict[str, str] = {}
+        baselines: dict[str, Callable[[], Call]] = {
+            name: lambda peer=peer: _peer_calls(peer, arguments) for name, peer in (peers or {}).items()
+        }
         if self.baselines != "none":
-            contenders["eager"] = Rotation(spec.reference, arguments)
+            baselines["eager"] = lambda: Rotation(spec.reference, arguments)
         if self.baselines == "compiled" and case.model_shape:
             torch._dynamo.reset()
-            contenders["compiled"] = Rotation(torch.compile(spec.reference), arguments)
-        for name in ("eager", "compiled"):
-            if name in contenders and (error := _try(contenders[name])):
+            baselines["compiled"] = lambda: Rotation(torch.compile(spec.reference), arguments)
+        errors: dict[str, str] = {}
+        for name, prepare in baselines.items():
+            call, error = _try(prepare)
+            if call is None:
                 errors[f"{name}_error"] = error
-                del contenders[name]
+            else:
+                contenders[name] = call
 
         timer, times = self._device_times(contenders, lead)
         host_us, host_bare_us = self._host_times(spec.op, kwargs, outputs)
@@ -140,6 +148,7 @@ class Bench:
             **rates(least_bytes, times["op"], times["copy"]),
             "eager_us": _rounded(times.get("eager")),
             "compiled_us": _rounded(times.get("compiled")),
+            **{f"{name}_us": _rounded(times.get(name)) for name in peers or {}},
             **errors,
             "host_us": round(host_us, 2),
             "host_bare_us": _rounded(host_bare_us),
@@ -326,16 +335,21 @@ def _host_time(call: Call) -> float:
     return statistics.median(samples)
 
 
-def _try(call: Call) -> str | None:
-    """The error of a baseline, if it raises one, which is a result and not a failure. Otherwise warms it up."""
+def _try(prepare: Callable[[], Call]) -> tuple[Call | None, str]:
+    """A baseline, warmed up; None and its error if it raises one, which is a result and not a failure."""
     try:
+        call = prepare()
         for _ in range(2):
             call()
         torch.cuda.synchronize()
     except Exception as error:
         lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-    return None
+        return None, f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+    return call, ""
+
+
+def _peer_calls(peer: Peer, arguments: Sequence[dict[str, Any]]) -> Rotation:
+    return Rotation(lambda call: call(), [{"call": peer(**kwargs)} for kwargs in arguments])
 
 
 # ---- rows

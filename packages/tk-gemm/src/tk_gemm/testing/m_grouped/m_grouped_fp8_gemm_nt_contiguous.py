@@ -1,10 +1,13 @@
 """Named cases of m_grouped_fp8_gemm_nt_contiguous."""
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tk_core.math import align
 from tk_core.testing import Case, OpSpec
 from tk_gemm import reference
 from tk_gemm.m_grouped.m_grouped_fp8_gemm_nt_contiguous import m_grouped_fp8_gemm_nt_contiguous
@@ -14,6 +17,18 @@ from tk_gemm.testing.lib.inputs import activations, ids, psum, weights
 ODD = (0, 1, 127, 128, 129, 0)
 ODD_ROWS = 640
 UNEVEN = (1000, 0, 129, 1408, 7, 1280)
+
+
+def routed_counts(num_tokens: int, num_topk: int, num_experts: int) -> tuple[int, ...]:
+    """How many tokens each expert has where some are twice as popular as others, as with a trained router."""
+    drawn = random.Random(0)
+    popularity = [drawn.lognormvariate(0, 0.28) for _ in range(num_experts)]
+    counts = Counter(drawn.choices(range(num_experts), popularity, k=num_tokens * num_topk))
+    return tuple(counts[expert] for expert in range(num_experts))
+
+
+ROUTED = routed_counts(4096, 8, 256)
+ROUTED_ROWS = sum(align(count, 128) for count in ROUTED)
 
 
 def make(
@@ -56,6 +71,10 @@ SPEC = OpSpec(
         *(
             Case(f"g{g}-m{g * m}-n{n}-k{k}-bench", make((m,) * g, g * m, n, k), bench=True, gpu=False)
             for g, m in ((4, 8192), (32, 1024), (256, 128))
+            for n, k in ((4096, 7168), (7168, 2048))
+        ),
+        *(
+            Case(f"g256-routed-n{n}-k{k}-bench", make(ROUTED, ROUTED_ROWS, n, k), bench=True, gpu=False)
             for n, k in ((4096, 7168), (7168, 2048))
         ),
     ),
