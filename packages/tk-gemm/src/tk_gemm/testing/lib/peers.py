@@ -55,7 +55,7 @@ def _k_grouped_mm(a: Tensor, b: Tensor, ks: list[int], **_: Any) -> Call:
     return lambda: F.grouped_mm(a.t(), b, offs=ends)
 
 
-def _mm(a: Tensor, b: Tensor, d: Tensor) -> Call:
+def _mm(a: Tensor, b: Tensor, d: Tensor, **_: Any) -> Call:
     return lambda: torch.mm(a, b.t(), out=d)
 
 
