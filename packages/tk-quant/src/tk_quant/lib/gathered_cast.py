@@ -15,15 +15,12 @@ from tk_core.arch import Arch
 from tk_core.device.memory import prefetch_line
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_quant.device.division import scale_of_amax
-from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
+from tk_quant.lib.column_factors import ColumnFactors
 from tk_quant.lib.quantize import (
-    LIMITS,
     OWN_GUARDS_AND_BARRIERS,
     TILE_ROWS,
     element,
     encode_macro,
-    float_bits,
     load_macro,
     store_codes_macro,
 )
@@ -47,10 +44,9 @@ def gathered_cast_kernel(dtype: torch.dtype, alignment: int, hidden: int, round_
     num_words = _VEC // per_word
     is_ragged = hidden % channels != 0
     row_lines = channels * itemsize // _LINE_BYTES
-    larger_magnitude = larger_magnitude_bf16x2 if is_bf16 else larger_magnitude_f32
+    share_amax, make_factors = ColumnFactors(dtype, channels, 1, row_lanes, threads, hidden, round_sf).macros()
     load = load_macro(num_words, per_word, alignment)
     encode, store_codes = encode_macro("e4m3", _VEC), store_codes_macro(_VEC // 4)
-    least_amax = float_bits(LIMITS["e4m3"][1])
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
     row_stride = T.dynamic("row_stride")
 
@@ -93,30 +89,9 @@ def gathered_cast_kernel(dtype: torch.dtype, alignment: int, hidden: int, round_
                 load(x, words, i, source[i], col, inside and source[i] >= 0 and source[i] < num_tokens)
             prefetch(x, row_tile, first_col + channels)
 
-            col_amax = T.alloc_local((num_words,), "uint32")
-            for j in T.unroll(num_words):
-                col_amax[j] = T.uint32(0)
-            for i in T.unroll(_ROWS):
-                for j in T.unroll(num_words):
-                    col_amax[j] = larger_magnitude(col_amax[j], words[i, j])
-            for j in T.vectorized(num_words):
-                parts[row_lane, lane_col // per_word + j] = col_amax[j]
+            share_amax(words, parts, row_lane, lane_col // per_word)
             T.sync_threads()
-            scale = T.alloc_local((2,), "uint32")
-            amax = T.alloc_var("uint32")
-            elements = T.view(parts, (row_lanes, channels), "uint16" if is_bf16 else "uint32")
-            amax = T.uint32(0)
-            for i in T.unroll(row_lanes):
-                part = elements[i, thread]
-                amax = T.max(amax, T.cast(part, "uint32"))
-            if is_bf16:
-                amax = amax << T.uint32(16)
-            amax = T.max(amax, T.uint32(least_amax))
-            bits = T.reinterpret(amax, "int32")
-            scale_of_amax(bits, T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
-            if first_col + thread < hidden:
-                sf[row_tile, first_col + thread] = T.reinterpret(scale[0], "float32")
-            factors[0, thread] = T.reinterpret(scale[1], "float32")
+            make_factors(parts, factors, sf, row_tile, first_col)
             T.sync_threads()
 
             factor = T.alloc_local((_VEC,), "float32")

@@ -40,7 +40,8 @@ from tk_quant.device.division import scale_of_amax
 from tk_quant.device.fp8 import store_exponent
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.device.row_amax import row_amax
-from tk_quant.lib.quantize import LIMITS, OWN_GUARDS_AND_BARRIERS, element, encode_macro, float_bits, load_macro
+from tk_quant.lib.column_factors import LEAST_AMAX, ColumnFactors
+from tk_quant.lib.quantize import OWN_GUARDS_AND_BARRIERS, element, encode_macro, load_macro
 from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
 
 _CHANNELS = 128
@@ -48,7 +49,6 @@ _ROWS = 8
 """Of a warp at once."""
 _VEC = 4
 _GROUPS = (32, 128)
-_LEAST_AMAX = float_bits(LIMITS["e4m3"][1])
 _SECTOR = 8
 """float32 that memory moves at once."""
 
@@ -114,7 +114,7 @@ def _cast_rows_macro(hidden: int, is_bf16: bool, casts: TwoCasts, rows: int) -> 
                 for j in T.unroll(num_words):
                     magnitudes[i] = larger_magnitude(magnitudes[i], words[part * _ROWS + i, j])
             amax = row_amax(T.address_of(magnitudes[0]), is_bf16, group_lanes)
-            scale_of_amax(T.max(amax, _LEAST_AMAX), T.address_of(scale[0]), T.address_of(scale[1]), casts.round_sf)
+            scale_of_amax(T.max(amax, LEAST_AMAX), T.address_of(scale[0]), T.address_of(scale[1]), casts.round_sf)
             token, group = row + part * _ROWS + lane % _ROWS, first_col // num_per_channels + lane // group_lanes
             if lane % group_lanes < _ROWS and (group < num_groups if hidden % _CHANNELS else True):
                 if packed:
@@ -151,13 +151,13 @@ def _per_token_and_channel_cast_kernel(
     num_warps = TILE_TOKENS // rows
     threads = num_warps * 32
     num_per_channels, num_per_tokens, transpose = casts.num_per_channels, casts.num_per_tokens, casts.transpose
-    col_blocks, col_parts = TILE_TOKENS // num_per_tokens, num_per_tokens // rows
-    num_factors = col_blocks * _CHANNELS
+    col_blocks, col_lanes = TILE_TOKENS // num_per_tokens, num_per_tokens // rows
+    columns = ColumnFactors(dtype, _CHANNELS, col_blocks, col_lanes, threads, hidden, casts.round_sf)
+    share_amax, make_factors = columns.macros()
     num_groups = ceil_div(hidden, num_per_channels)
     col_tiles = ceil_div(hidden, _CHANNELS)
     is_ragged = hidden % _CHANNELS != 0
     packed, is_row_major = casts.layout is ScaleLayout.PACKED_UE8M0, casts.layout is ScaleLayout.ROW_MAJOR
-    larger_magnitude = larger_magnitude_bf16x2 if is_bf16 else larger_magnitude_f32
     load = load_macro(num_words, per_word, alignment)
     put_codes, store_tile = transposed_tile_macros(_CHANNELS, threads, _VEC)
     cast_rows = _cast_rows_macro(hidden, is_bf16, casts, rows)
@@ -188,13 +188,9 @@ def _per_token_and_channel_cast_kernel(
             row, lane_col = warp * rows, lane * _VEC
             inside = first_col + lane_col < hidden if is_ragged else True
             words = T.alloc_local((rows, num_words), "uint32")
-            col_amax = T.alloc_local((num_words,), "uint32")
             parts = T.alloc_shared((num_warps, _CHANNELS // per_word), "uint32")
-            elements = T.view(parts, (num_warps, _CHANNELS), "uint16" if is_bf16 else "uint32")
             factors = T.alloc_shared((col_blocks, _CHANNELS), "float32")
             tile_codes = T.alloc_shared((_CHANNELS, TILE_TOKENS // 4) if transpose else (1, 4), "uint32")
-            scale = T.alloc_local((2,), "uint32")
-            amax = T.alloc_var("uint32")
             factor = T.alloc_local((_VEC,), "float32")
             across = T.alloc_local((_VEC,), "float32")
             code = T.alloc_local((1,), "uint32")
@@ -206,28 +202,10 @@ def _per_token_and_channel_cast_kernel(
                 prefetch_line(T.address_of(token_sf[first_token + thread, first_col // num_per_channels]))
             for i in T.unroll(rows):
                 load(x, words, i, first_token + row + i, first_col + lane_col, inside)
-            for j in T.unroll(num_words):
-                col_amax[j] = T.uint32(0)
-            for i in T.unroll(rows):
-                for j in T.unroll(num_words):
-                    col_amax[j] = larger_magnitude(col_amax[j], words[i, j])
-            for j in T.vectorized(num_words):
-                parts[warp, lane * num_words + j] = col_amax[j]
+            share_amax(words, parts, warp, lane * num_words)
             cast_rows(words, token_data, token_sf, first_token + row, first_col, inside)
             T.sync_threads()
-            for k in T.unroll(ceil_div(num_factors, threads)):
-                index = k * threads + thread
-                block_index, channel = index // _CHANNELS, index % _CHANNELS
-                if index < num_factors:
-                    amax = T.uint32(0)
-                    for i in T.unroll(col_parts):
-                        amax = T.max(amax, T.cast(elements[block_index * col_parts + i, channel], "uint32"))
-                    bits = T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), _LEAST_AMAX)
-                    scale_of_amax(bits, T.address_of(scale[0]), T.address_of(scale[1]), casts.round_sf)
-                    if first_col + channel < hidden:
-                        sf_row = first_token // num_per_tokens + block_index
-                        channel_sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")
-                    factors[block_index, channel] = T.reinterpret(scale[1], "float32")
+            make_factors(parts, factors, channel_sf, first_token // num_per_tokens, first_col)
             T.sync_threads()
             for j in T.vectorized(_VEC):
                 factor[j] = factors[row // num_per_tokens, lane_col + j]
