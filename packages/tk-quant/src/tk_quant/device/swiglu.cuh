@@ -17,18 +17,6 @@ __device__ __forceinline__ float tk_silu(float l) { return l / (1.0f + expf(-l))
 // The same for a bfloat16 within +-87 or NaN.
 __device__ __forceinline__ float tk_silu_near(float l) { return tk_silu_quotient(l, 1.0f + expf(-l)); }
 
-// The same with CUDA's expf written out: 2^n * 2^fraction, a product without rounding, is fused with 1 + it.
-__device__ __forceinline__ float tk_silu_near_fused(float l) {
-  float n;
-  asm("fma.rn.sat.f32 %0, %1, %2, 0f3F000000;" : "=f"(n) : "f"(-l), "f"(__uint_as_float(0x3bbb989du)));
-  // n + 127 in the last bits.
-  n = __fmaf_rd(n, 252.0f, 12582913.0f);
-  const float high = __fmaf_rn(-l, __uint_as_float(0x3fb8aa3bu), -(n - 12583039.0f));
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmaf_rn(-l, __uint_as_float(0x32a57060u), high)));
-  return tk_silu_quotient(l, __fmaf_rn(__uint_as_float(__float_as_uint(n) << 23), power, 1.0f));
-}
-
 // The larger and the smaller of two numbers; NaN if either is.
 __device__ __forceinline__ float tk_max_nan(float a, float b) {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
@@ -77,42 +65,4 @@ __device__ __forceinline__ void tk_count_beyond(const unsigned* gates, const uns
   }
 #pragma unroll
   for (int i = 0; i < 3; ++i) count[i] += __popc(beyond[i]);
-}
-
-// Eight activations of bfloat16 [l | r]; `near`: every l is within +-87 or NaN.
-template <bool clamped, bool near>
-__device__ __forceinline__ void tk_swiglu_x8(const unsigned* gate, const unsigned* value, unsigned* out, float clamp,
-                                             float silu_of_clamp) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float l[2] = {__uint_as_float(gate[i] << 16), __uint_as_float(gate[i] & 0xffff0000u)};
-    float r[2] = {__uint_as_float(value[i] << 16), __uint_as_float(value[i] & 0xffff0000u)};
-    float activation[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float silu = near ? tk_silu_near_fused(l[j]) : tk_silu(l[j]);
-      if (clamped) {
-        // The clamp need not be a bfloat16, so tk_silu_near does not serve it.
-        silu = l[j] > clamp ? silu_of_clamp : silu;
-        r[j] = tk_max_nan(tk_min_nan(r[j], clamp), -clamp);
-      }
-      activation[j] = silu * r[j];
-    }
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(activation[0], activation[1]);
-    out[i] = reinterpret_cast<const unsigned&>(pair);
-  }
-}
-
-// `rows` times eight. A branch before the arithmetic, rather than one after it to do it again, needs fewer registers.
-template <bool clamped, int rows>
-__device__ __forceinline__ void tk_swiglu(const unsigned* gate, const unsigned* value, unsigned* out, float clamp,
-                                          unsigned near_limits) {
-  const float silu_of_clamp = clamped ? tk_silu(clamp) : 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4 * rows; i += 4) {
-    if (__builtin_expect(tk_are_within<0, 4>(gate + i, gate + i, near_limits), true))
-      tk_swiglu_x8<clamped, true>(gate + i, value + i, out + i, clamp, silu_of_clamp);
-    else
-      tk_swiglu_x8<clamped, false>(gate + i, value + i, out + i, clamp, silu_of_clamp);
-  }
 }

@@ -70,12 +70,3 @@ def max_nan(a: Any, b: Any) -> Any:
 def clamp_value(x: Any, least: Any, most: Any) -> Any:
     """float32 x, at least `least` and at most `most`; NaN stays NaN."""
     return _SWIGLU.call("float32", "tk_clamp", x, least, most)
-
-
-def swiglu(gates: Any, values: Any, out: Any, clamp: Any, rows: int, is_clamped: bool) -> Any:
-    """SwiGLU, rounded to bfloat16, of `rows` times eight gates and values, to as many at the address `out`.
-
-    `is_clamped`: gates are at most the float32 `clamp`, magnitudes of values too.
-    """
-    function = f"tk_swiglu<{str(is_clamped).lower()}, {rows}>"
-    return _SWIGLU.call("void", function, gates, values, out, clamp, _near_limits())
