@@ -1,35 +1,25 @@
 #pragma once
-// SiLU without a branch and clamps of several elements at once; swiglu.py says why the divisions are right. TileLang
-// has neither maxima of bfloat16 pairs nor max.NaN of float32.
+// SiLU without a branch and clamps of several elements at once; swiglu.py says why the division is right. TileLang has
+// neither maxima of bfloat16 pairs nor max.NaN of float32.
 #include <cuda_bf16.h>
 
 #include "division.cuh"
 
-// l / d for d = 1 + exp(-l), with l a bfloat16 within +-87 or NaN.
-__device__ __forceinline__ float tk_silu_quotient(float l, float d) {
+__device__ __forceinline__ float tk_silu(float l) { return l / (1.0f + expf(-l)); }
+
+// The same for a bfloat16 within +-87 or NaN.
+__device__ __forceinline__ float tk_silu_near(float l) {
+  const float d = 1.0f + expf(-l);
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
   return tk_quotient(l, d, r);
 }
 
-__device__ __forceinline__ float tk_silu(float l) { return l / (1.0f + expf(-l)); }
-
-// The same for a bfloat16 within +-87 or NaN.
-__device__ __forceinline__ float tk_silu_near(float l) { return tk_silu_quotient(l, 1.0f + expf(-l)); }
-
-// The larger and the smaller of two numbers; NaN if either is.
-__device__ __forceinline__ float tk_max_nan(float a, float b) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-  return a;
-}
-__device__ __forceinline__ float tk_min_nan(float a, float b) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-  return a;
-}
-
 // x, at least `least` and at most `most`; NaN stays NaN.
 __device__ __forceinline__ float tk_clamp(float x, float least, float most) {
-  return tk_min_nan(tk_max_nan(x, least), most);
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(least));
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
+  return x;
 }
 
 // Whether no bfloat16 of num_words has a magnitude above the limit, and none of num_gates words is above it; NaN

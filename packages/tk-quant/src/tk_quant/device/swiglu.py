@@ -1,4 +1,4 @@
-"""SiLU, l / (1 + exp(-l)), with the bits of CUDA's accurate expf and of IEEE division, and SwiGLU with a clamp.
+"""SiLU, l / (1 + exp(-l)), with the bits of CUDA's accurate expf and of IEEE division, and clamps of several elements.
 
 nvcc compiles a division to 8 instructions and a branch to the special cases, which keeps it from interleaving several
 divisions. For a bfloat16 l within ±87 four instructions without a branch are enough. Then d = 1 + exp(-l) is a normal
@@ -60,11 +60,6 @@ def count_clamped(gates: Any, values: Any, num_words: int, clamp: Any, count: An
     There are at most 16 words of gates and of values.
     """
     return _SWIGLU.call("void", f"tk_count_beyond<{num_words}>", gates, values, _clamp_limits(clamp), count)
-
-
-def max_nan(a: Any, b: Any) -> Any:
-    """The larger of two float32; NaN if either is."""
-    return _SWIGLU.call("float32", "tk_max_nan", a, b)
 
 
 def clamp_value(x: Any, least: Any, most: Any) -> Any:

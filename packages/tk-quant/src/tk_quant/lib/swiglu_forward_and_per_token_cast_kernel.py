@@ -91,18 +91,8 @@ def swiglu_group_cast_kernel(
     """Groups that neighbouring lanes of a warp hold."""
     import tilelang.language as T
 
+    from tk_quant.lib import swiglu_forward_and_per_token_cast_steps as steps
     from tk_quant.lib.scales_io import scales_type
-    from tk_quant.lib.swiglu_forward_and_per_token_cast_steps import (
-        activate,
-        add_counts,
-        argument_types,
-        clear_counts,
-        load_piece,
-        look_up,
-        piece_amax,
-        store_piece,
-        store_sf,
-    )
 
     vec, pieces, lanes = config.vec, config.pieces, config.lanes
     words_per_piece = vec * source.dtype.itemsize // 4
@@ -114,7 +104,9 @@ def swiglu_group_cast_kernel(
     col_tiles, tile_rows = ceil_div(hidden, lanes * vec), config.rows * pieces
 
     num_positions, x_stride = T.dynamic("num_positions"), T.dynamic("x_stride")
-    map_type, weights_type, experts_type, count_type, data_type = argument_types(num_positions, hidden, fmt, given)
+    map_type, weights_type, experts_type, count_type, data_type = steps.argument_types(
+        num_positions, hidden, fmt, given
+    )
     sf_type = scales_type(num_positions, num_groups, scales.layout)
 
     @T.prim_func
@@ -143,7 +135,7 @@ def swiglu_group_cast_kernel(
             scale = T.alloc_local((2,), "uint32")
             total = T.alloc_shared((3,), "int32")
             if given.count:
-                clear_counts(total, thread)
+                steps.clear_counts(total, thread)
             # Variables: as parts of an address these would be divisions of 64 bits.
             first_row, col = T.alloc_var("int32"), T.alloc_var("int32")
             first_row = (block // col_tiles) * tile_rows + thread // lanes
@@ -152,22 +144,22 @@ def swiglu_group_cast_kernel(
             for i in T.unroll(pieces):
                 row = first_row + i * config.rows
                 maps = pos_to_token_topk, topk_weights, pos_to_expert
-                look_up(*maps, num_positions, row, inside, i, real, weight, given)
+                steps.look_up(*maps, num_positions, row, inside, i, real, weight, given)
             for i in T.unroll(pieces):
-                load_piece(x, gate, value, i, first_row + i * config.rows, col, real[i], source, True)
+                steps.load_piece(x, gate, value, i, first_row + i * config.rows, col, real[i], source)
             for i in T.unroll(pieces):
                 row = first_row + i * config.rows
-                activate(gate, value, values, i, weight[i], clamp, total, source, given, given.count)
+                steps.activate(gate, value, values, i, weight[i], clamp, total, source, given, given.count)
                 amax = T.reinterpret(least_amax, "int32")
-                piece_amax(values, i, amax)
+                steps.piece_amax(values, i, amax)
                 for j in T.unroll(group_lanes.bit_length() - 1):
                     amax = T.max(amax, T.shfl_xor(amax, 1 << j))
                 scale_of(amax, scale)
                 shape = hidden, num_per_channels, group_lanes
-                store_sf(sf, scale[0], row, col, lane, real[i], *shape, scales.layout)
-                store_piece(values, data, i, row, col, scale[1], real[i], fmt)
+                steps.store_sf(sf, scale[0], row, col, lane, real[i], *shape, scales.layout)
+                steps.store_piece(values, data, i, row, col, scale[1], real[i], fmt)
             if given.count:
-                add_counts(total, clamped_count, thread)
+                steps.add_counts(total, clamped_count, thread)
 
     return swiglu_forward_and_per_token_cast
 
@@ -179,17 +171,8 @@ def swiglu_row_cast_kernel(
     """Groups that are whole rows, each of which a thread block takes; sf in float32."""
     import tilelang.language as T
 
+    from tk_quant.lib import swiglu_forward_and_per_token_cast_steps as steps
     from tk_quant.lib.scales_io import scales_type
-    from tk_quant.lib.swiglu_forward_and_per_token_cast_steps import (
-        activate,
-        add_counts,
-        argument_types,
-        clear_counts,
-        load_piece,
-        look_up,
-        piece_amax,
-        store_piece,
-    )
 
     vec, pieces, lanes = config.vec, config.pieces, config.lanes
     words_per_piece = vec * source.dtype.itemsize // 4
@@ -200,7 +183,9 @@ def swiglu_row_cast_kernel(
     kept = pieces if pieces <= _MAX_KEPT_PIECES else 1
 
     num_positions, x_stride = T.dynamic("num_positions"), T.dynamic("x_stride")
-    map_type, weights_type, experts_type, count_type, data_type = argument_types(num_positions, hidden, fmt, given)
+    map_type, weights_type, experts_type, count_type, data_type = steps.argument_types(
+        num_positions, hidden, fmt, given
+    )
     sf_type = scales_type(num_positions, 1, ScaleLayout.COL_MAJOR)
 
     @T.prim_func
@@ -229,23 +214,23 @@ def swiglu_row_cast_kernel(
             scale = T.alloc_local((2,), "uint32")
             total = T.alloc_shared((3,), "int32")
             if given.count:
-                clear_counts(total, thread)
+                steps.clear_counts(total, thread)
             maps = pos_to_token_topk, topk_weights, pos_to_expert
-            look_up(*maps, num_positions, block, True, 0, real, weight, given)
+            steps.look_up(*maps, num_positions, block, True, 0, real, weight, given)
             amax = T.reinterpret(least_amax, "int32")
             if kept == pieces:
                 for i in T.unroll(pieces):
                     col = (i * lanes + lane) * vec
-                    load_piece(x, gate, value, i, block, col, real[0] and col < hidden, source, True)
+                    steps.load_piece(x, gate, value, i, block, col, real[0] and col < hidden, source)
                 for i in T.unroll(pieces):
-                    activate(gate, value, values, i, weight[0], clamp, total, source, given, given.count)
-                    piece_amax(values, i, amax)
+                    steps.activate(gate, value, values, i, weight[0], clamp, total, source, given, given.count)
+                    steps.piece_amax(values, i, amax)
             else:
                 for i in T.serial(pieces):
                     col = (i * lanes + lane) * vec
-                    load_piece(x, gate, value, 0, block, col, real[0] and col < hidden, source, False)
-                    activate(gate, value, values, 0, weight[0], clamp, total, source, given, given.count)
-                    piece_amax(values, 0, amax)
+                    steps.load_piece(x, gate, value, 0, block, col, real[0] and col < hidden, source)
+                    steps.activate(gate, value, values, 0, weight[0], clamp, total, source, given, given.count)
+                    steps.piece_amax(values, 0, amax)
             for j in T.unroll(5):
                 amax = T.max(amax, T.shfl_xor(amax, 1 << j))
             if num_warps > 1:
@@ -262,14 +247,14 @@ def swiglu_row_cast_kernel(
             if kept == pieces:
                 for i in T.unroll(pieces):
                     col = (i * lanes + lane) * vec
-                    store_piece(values, data, i, block, col, scale[1], real[0] and col < hidden, fmt)
+                    steps.store_piece(values, data, i, block, col, scale[1], real[0] and col < hidden, fmt)
             else:
                 for i in T.serial(pieces):
                     col = (i * lanes + lane) * vec
-                    load_piece(x, gate, value, 0, block, col, real[0] and col < hidden, source, False)
-                    activate(gate, value, values, 0, weight[0], clamp, total, source, given, False)
-                    store_piece(values, data, 0, block, col, scale[1], real[0] and col < hidden, fmt)
+                    steps.load_piece(x, gate, value, 0, block, col, real[0] and col < hidden, source)
+                    steps.activate(gate, value, values, 0, weight[0], clamp, total, source, given, False)
+                    steps.store_piece(values, data, 0, block, col, scale[1], real[0] and col < hidden, fmt)
             if given.count:
-                add_counts(total, clamped_count, thread)
+                steps.add_counts(total, clamped_count, thread)
 
     return swiglu_forward_and_per_token_cast

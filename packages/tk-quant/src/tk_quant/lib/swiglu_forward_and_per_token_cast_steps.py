@@ -11,11 +11,11 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from tk_core.device.memory import load_mostly_evict_first
 from tk_core.scales import ScaleLayout
-from tk_quant.device.swiglu import are_near, are_within_clamp, clamp_value, count_clamped, max_nan, silu
+from tk_quant.device.magnitude import larger_magnitude_f32
+from tk_quant.device.swiglu import are_near, are_within_clamp, clamp_value, count_clamped, silu
 from tk_quant.lib.cast_formats import CastInput
-from tk_quant.lib.quantize import BITS, element, encode_macro, load_macro
+from tk_quant.lib.quantize import BITS, element, encode_macro, load_macro, store_codes_macro
 from tk_quant.swiglu.swiglu_forward import Given
 
 
@@ -60,33 +60,6 @@ def look_up(
 
 
 @T.macro
-def _load_half(
-    x: T.Buffer,
-    words: T.Buffer,
-    piece: int,
-    row: T.int32,
-    col: T.int32,
-    valid: T.bool,
-    source: CastInput,
-    is_last_read: bool,
-) -> None:
-    num_words, per_word = int(words.shape[1]), 4 // source.dtype.itemsize
-    if source.alignment >= 16 and is_last_read:
-        for j in T.unroll(num_words // 4):
-            both = T.address_of(words[piece, 4 * j]), T.address_of(x[row, col + 4 * j * per_word])
-            load_mostly_evict_first(*both, valid)
-    elif source.alignment == 2:
-        elements = T.view(words, (words.shape[0], num_words * per_word), x.dtype)
-        for j in T.unroll(num_words):
-            words[piece, j] = T.uint32(0)
-        if valid:
-            for j in T.unroll(num_words * per_word):
-                elements[piece, j] = x[row, col + j]
-    else:
-        load_macro(num_words, per_word, source.alignment)(x, words, piece, row, col, valid)
-
-
-@T.macro
 def load_piece(
     x: T.Buffer,
     gate: T.Buffer,
@@ -96,11 +69,11 @@ def load_piece(
     col: T.int32,
     valid: T.bool,
     source: CastInput,
-    is_last_read: bool,
 ) -> None:
-    """Load a piece of both halves of x; zeros where not `valid`. `is_last_read`: L2 need not keep it."""
-    _load_half(x, gate, piece, row, col, valid, source, is_last_read)
-    _load_half(x, value, piece, row, x.shape[1] // 2 + col, valid, source, is_last_read)
+    """Load a piece of both halves of x; zeros where not `valid`."""
+    load = load_macro(int(gate.shape[1]), 4 // source.dtype.itemsize, source.alignment)
+    load(x, gate, piece, row, col, valid)
+    load(x, value, piece, row, x.shape[1] // 2 + col, valid)
 
 
 @T.macro
@@ -190,10 +163,10 @@ def activate(
 @T.macro
 def piece_amax(values: T.Buffer, piece: int, amax: T.Ref) -> None:
     """The largest magnitude of a piece and amax, as bits: so compared, NaN is above infinity above the rest."""
-    largest = T.alloc_var("float32")
-    largest = T.float32(0)
+    largest = T.alloc_var("uint32")
+    largest = T.uint32(0)
     for j in T.unroll(values.shape[1]):
-        largest = max_nan(largest, T.abs(values[piece, j]))
+        largest = larger_magnitude_f32(largest, T.reinterpret(values[piece, j], "uint32"))
     amax = T.max(amax, T.reinterpret(largest, "int32"))
 
 
@@ -203,7 +176,7 @@ def store_piece(
 ) -> None:
     """Multiply a piece by the float32 of which `factor` has the bits, and store its codes."""
     vec = int(values.shape[1])
-    out_words, per_byte = vec * BITS[fmt] // 32, 8 // BITS[fmt]
+    out_words = vec * BITS[fmt] // 32
     scaled = T.alloc_local((vec,), "float32")
     codes = T.alloc_local((out_words,), "uint32")
     for j in T.unroll(vec):
@@ -211,13 +184,7 @@ def store_piece(
     # The factor is made from the amax of the group, so magnitudes are bounded unless that is not finite.
     encode_macro(fmt, vec, are_bounded=True)(scaled, codes)
     if valid:
-        if out_words == 1:
-            T.stg32(data[row, col // per_byte], codes[0])
-        elif out_words == 2:
-            T.stg64(data[row, col // per_byte], codes[0:2])
-        else:
-            for j in T.unroll(out_words // 4):
-                T.stg128(data[row, col // per_byte + 16 * j], codes[4 * j : 4 * j + 4])
+        store_codes_macro(out_words)(data, codes, row, col * BITS[fmt] // 8)
 
 
 @T.macro
