@@ -7,7 +7,7 @@ For each channel of each block of 128 tokens, in float32:
 
 x (num_tokens, hidden), bfloat16 or float32; data float8_e4m3fn (num_tokens, hidden), sf float32
 (num_tokens / 128, hidden). per_channel_cast_fused launches the same kernel, or with a map from rows of data to those of
-x that of lib/gathered_cast.py.
+x that of lib/gathered_cast.py; per_channel_cast_and_transpose launches it too.
 
 A thread block takes 128 rows by `channels`. A thread has `rows` neighbouring rows of `vec` channels, reads them once
 and keeps them in registers. They meet in shared memory twice:
@@ -18,6 +18,9 @@ and keeps them in registers. They meet in shared memory twice:
      × rows    ├────┼────┼─  ─┼─────┤          them
                │ t16│ …  │    │     │
                └────┴────┴─  ─┴─────┘       A warp reads and writes at least 128 bytes of a row at once.
+
+Data to be transposed meet there once more: the codes in a tile that is read the other way, so that 8 lanes store 128
+tokens of a channel.
 """
 
 from dataclasses import dataclass
@@ -50,46 +53,65 @@ class PerChannelCastConfig:
     """Channels of a thread: 4, 8 or 16."""
     blocks_per_sm: int
     """Blocks that registers must suffice for."""
+    rows_first: bool = False
+    """Whether neighbouring blocks take neighbouring rows, rather than channels."""
 
     @staticmethod
     @cache
-    def best(itemsize: int, arch: Arch) -> "PerChannelCastConfig":
-        """The configuration for an input's element size, and an architecture."""
+    def best(itemsize: int, hidden: int, transpose: bool, arch: Arch) -> "PerChannelCastConfig":
+        """The configuration for an input's element size, its width, data transposed or not, and an architecture."""
         # H200, 8192 x 7168: bfloat16 with 3 blocks 42.9 µs, with 16 rows 42.8; float32 with 3 blocks 74.6.
         if itemsize == 4:
             return PerChannelCastConfig(channels=128, rows=8, vec=4, blocks_per_sm=2)  # 69.4 µs
-        return PerChannelCastConfig(channels=128, rows=8, vec=8, blocks_per_sm=4)  # 42.7 µs
+        if not transpose:
+            return PerChannelCastConfig(channels=128, rows=8, vec=8, blocks_per_sm=4)  # 42.7 µs
+        # Narrow tensors have few tiles: smaller ones spread them better. More blocks, and nvcc spills registers.
+        if hidden >= 4096 and hidden % 128 == 0:
+            return PerChannelCastConfig(channels=128, rows=16, vec=8, blocks_per_sm=3, rows_first=True)
+        return PerChannelCastConfig(channels=64, rows=8, vec=8, blocks_per_sm=5)
 
 
 @kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True})
-def _per_channel_cast_kernel(
-    dtype: torch.dtype, alignment: int, hidden: int, round_sf: bool, config: PerChannelCastConfig, arch: Arch
+def per_channel_cast_kernel(
+    dtype: torch.dtype,
+    alignment: int,
+    hidden: int,
+    num_per_tokens: int,
+    round_sf: bool,
+    transpose: bool,
+    config: PerChannelCastConfig,
+    arch: Arch,
 ) -> Any:
+    """Build `per_channel_cast(x, out, sf)`; out is (hidden, num_tokens) if it is to `transpose`."""
     import tilelang.language as T
 
     from tk_quant.lib import channel_tiles as tiles
 
     channels = config.channels
-    tile = tiles.ChannelTile(channels, config.rows, config.vec, TILE_ROWS)
+    tile = tiles.ChannelTile(channels, config.rows, config.vec, num_per_tokens)
     col_tiles = ceil_div(hidden, channels)
     num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
+    row_tiles = T.ceildiv(num_tokens, TILE_ROWS)
+    grid = (row_tiles, col_tiles) if config.rows_first else (row_tiles * col_tiles, 1)
 
     @T.prim_func
     def per_channel_cast(
         x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), T.dtype(dtype)),
-        out: T.Tensor((num_tokens, hidden), "float8_e4m3fn"),
+        out: T.Tensor((hidden, num_tokens) if transpose else (num_tokens, hidden), "float8_e4m3fn"),
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, TILE_ROWS) * col_tiles, 1, threads=tile.threads) as (block, _):
+        with T.Kernel(*grid, threads=tile.threads) as (first, second):
             # Loads of two bytes need more registers.
             T.annotate_min_blocks_per_sm(config.blocks_per_sm if alignment >= 4 else config.blocks_per_sm // 2)
-            # Checked by the op.
+            # Checked by the op: what vector accesses need to know of the strides.
             T.assume(row_stride % max(alignment // dtype.itemsize, 1) == 0)
             T.assume(num_tokens % TILE_ROWS == 0)
-            row_tile, channel = block // col_tiles, block % col_tiles * channels
+            row_tile = first if config.rows_first else first // col_tiles
+            channel = (second if config.rows_first else first % col_tiles) * channels
             columns = tiles.columns_of(tiles.load_values(x, row_tile * TILE_ROWS, channel, tile), tile)
-            factors = tiles.factors_of_blocks(columns, sf, row_tile, channel, tile, round_sf)
-            tiles.store_codes(columns, factors, out, row_tile * TILE_ROWS, channel, tile)
+            factors = tiles.factors_of_blocks(columns, sf, row_tile * tile.blocks, channel, tile, round_sf)
+            store = tiles.store_transposed_codes if transpose else tiles.store_codes
+            store(columns, factors, out, row_tile * TILE_ROWS, channel, tile)
 
     return per_channel_cast
 
@@ -108,8 +130,8 @@ def per_channel_cast_out(x: Tensor, pos_to_token: Tensor | None, out: Tensor, sf
     if pos_to_token is not None:
         gathered_cast_kernel(x.dtype, alignment, hidden, round_sf, arch)(x, pos_to_token, out, sf)
         return
-    config = PerChannelCastConfig.best(x.dtype.itemsize, arch)
-    _per_channel_cast_kernel(x.dtype, alignment, hidden, round_sf, config, arch)(x, out, sf)
+    config = PerChannelCastConfig.best(x.dtype.itemsize, hidden, False, arch)
+    per_channel_cast_kernel(x.dtype, alignment, hidden, TILE_ROWS, round_sf, False, config, arch)(x, out, sf)
 
 
 def check_plain_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> tuple[int, int]:
