@@ -38,31 +38,17 @@ def float_bits(value: float) -> int:
 def scale_macro(fmt: str, round_sf: bool) -> Any:
     """Macro `scale_of(amax, scale)`: from the bits of amax (int32) those of sf, scale[0], and of s, scale[1] (uint32).
 
-    amax is that of a block, at least the largest value of fmt times 2**-126; x is to be multiplied by s. Where amax is
-    NaN or infinite, so is sf.
-
-    A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, 1 <= m < 2 and
-    1 <= L < 2, the quotient m / L rounds to a value above 1 exactly where m > L; so sf is 2**(e - k), or twice that.
+    x is to be multiplied by s; see `scale_of_bounded_amax`.
     """
     import tilelang.language as T
 
-    largest, _ = LIMITS[fmt]
-    exponent, mantissa = float_bits(largest) >> 23, float_bits(largest) & 0x007FFFFF
+    from tk_quant.lib.scales_io import scale_of_bounded_amax
 
     @T.macro
     def scale_of(amax: T.int32, scale: T.Buffer) -> None:
-        if round_sf:
-            power = (T.reinterpret(amax, "uint32") + T.uint32(0x007FFFFF - mantissa)) & T.uint32(INFINITY_BITS)
-            power = power - T.uint32((exponent - 127) << 23)
-            not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(INFINITY_BITS), T.uint32(0x7FFFFFFF))
-            scale[0] = T.if_then_else(amax < INFINITY_BITS, power, not_finite)
-            # The exponent fields of 2**k and 2**-k add up to 254. The reciprocal of infinity is 0, that of NaN is NaN.
-            not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(0), T.uint32(0x7FFFFFFF))
-            scale[1] = T.if_then_else(amax < INFINITY_BITS, T.uint32(0x7F000000) - power, not_finite)
-        else:
-            amax_value = T.reinterpret(amax, "float32")
-            scale[0] = T.reinterpret(amax_value / T.float32(largest), "uint32")
-            scale[1] = T.reinterpret(T.float32(largest) / amax_value, "uint32")
+        sf, factor = scale_of_bounded_amax(amax, fmt, round_sf)
+        scale[0] = T.reinterpret(sf, "uint32")
+        scale[1] = T.reinterpret(factor, "uint32")
 
     return scale_of
 

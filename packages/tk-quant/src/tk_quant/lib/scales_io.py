@@ -38,17 +38,21 @@ def scale_rows(num_rows: Any, layout: ScaleLayout) -> Any:
     return T.ceildiv(num_rows, 128) * 128 if layout is ScaleLayout.SWIZZLED else num_rows
 
 
-def scale_of_amax(amax: Any, fmt: str, round_sf: bool, least_amax: Any = None) -> tuple[Any, Any]:
+def scale_of_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
+    """`scale_of_bounded_amax` of any amax: the least one of the format stands for what is less."""
+    return scale_of_bounded_amax(T.max(amax, float_bits(LIMITS[fmt][1])), fmt, round_sf)
+
+
+def scale_of_bounded_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
     """`(sf, s)` of a block, float32 expressions: x / sf is x * s, as the formulas of the casts round it.
 
-    amax is int32, the bits of max |x| as a float32: so compared, NaN is above infinity above the rest. NaN and infinity
-    come to sf. `least_amax`, int32 bits as well, stands for the format's.
+    amax is int32, the bits of max |x| as a float32, which is at least the largest value of fmt times 2**-126: so
+    compared, NaN is above infinity above the rest. NaN and infinity come to sf.
 
     A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, m and L from 1 below
     2, the quotient m / L rounds to something above 1 exactly where m is above L; so sf is 2**(e - k), or twice that.
     """
-    largest, least_of_format = LIMITS[fmt]
-    amax = T.max(amax, float_bits(least_of_format) if least_amax is None else least_amax)
+    largest, _ = LIMITS[fmt]
     if not round_sf:
         value = T.reinterpret(amax, "float32")
         return value / T.float32(largest), T.float32(largest) / value
