@@ -26,14 +26,6 @@ __device__ __forceinline__ void tk_store_exponent(int* word, int index, unsigned
   reinterpret_cast<unsigned char*>(word)[index] = static_cast<unsigned char>(sf >> 23);
 }
 
-// One byte of a word of exponents, and zeros above it if it is the row's last.
-__device__ __forceinline__ void tk_store_biased_exponent(int* word, int index, int exponent, bool is_last) {
-  unsigned char* bytes = reinterpret_cast<unsigned char*>(word);
-  bytes[index] = exponent;
-  if (is_last)
-    for (int i = index + 1; i < 4; ++i) bytes[i] = 0;
-}
-
 // Eight bfloat16, each a block of its own with a power of two for sf: words of the e4m3 codes and of the exponents.
 __device__ __forceinline__ void tk_cast_elements_bf16x8(const unsigned* x, unsigned* codes, unsigned* exponents,
                                                         int stride) {

@@ -22,11 +22,6 @@ def store_exponent(word: Any, index: Any, sf_bits: Any) -> Any:
     return _FP8.call("void", "tk_store_exponent", word, index, sf_bits)
 
 
-def store_biased_exponent(word: Any, index: Any, exponent: Any, is_last: Any) -> Any:
-    """Store an exponent, 0 to 255, to one byte of an int32 at an address, and zeros behind it if it is a row's last."""
-    return _FP8.call("void", "tk_store_biased_exponent", word, index, exponent, is_last)
-
-
 def cast_elements_bf16x8(x: Any, codes: Any, exponents: Any, stride: int) -> Any:
     """Cast eight bfloat16 at an address to e4m3, each with its own power of two as sf.
 
