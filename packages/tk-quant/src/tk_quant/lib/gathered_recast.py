@@ -32,9 +32,9 @@ from tk_core.arch import Arch
 from tk_core.device.memory import prefetch_bytes, store_evict_first
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_quant.device.async_copy import commit_copies, gather_async, wait_for_groups
+from tk_quant.device.async_copy import gather_async, wait_for_groups
 from tk_quant.device.division import scale_of_amax
-from tk_quant.device.recast import atomic_max, merge_amax, raise_amax, recast
+from tk_quant.device.recast import atomic_max, raise_amax, recast
 from tk_quant.lib.quantize import LIMITS, OWN_GUARDS_AND_BARRIERS, TILE_ROWS, float_bits
 
 ALIGNMENT = 16
@@ -135,7 +135,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             four_sf = T.view(four_sf_bits, (4,), "float32")
             words = T.alloc_local((4, 4), "uint32")
             amax = T.alloc_local((_VEC,), "uint32")
-            merged = T.alloc_local((_VEC // 2,), "uint32")
+            mine, other = T.alloc_var("uint32"), T.alloc_var("uint32")
             scale = T.alloc_local((2,), "uint32")
             factor_bits = T.alloc_local((_VEC,), "uint32")
             factor = T.view(factor_bits, (_VEC,), "float32")
@@ -165,7 +165,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                         T.cast(num_tokens, "uint32"),
                         16,
                     )
-                commit_copies()
+                T.ptx_commit_group()
             token = block + thread * num_sms
             if block < num_sms and token < num_tokens and num_prefetched > 0:
                 prefetch_bytes(T.address_of(x[token, prefetched_col]), num_prefetched)
@@ -191,10 +191,13 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                     words[k + 1, 0:4] = T.lds128(codes[4 * quarter + k + 1, thread, 0])
                     for j in T.unroll(4):
                         raise_amax(T.address_of(amax[4 * j]), words[k, j], four_sf[k], words[k + 1, j], four_sf[k + 1])
-            merge_amax(T.address_of(amax[0]), T.address_of(merged[0]))
+            # Lanes 16 apart have the same channels: the lower goes on with the first eight, the upper with the last.
+            is_upper = row_lane % 2 == 1
             for j in T.unroll(_VEC // 2):
                 channel = lane_col + row_lane % 2 * 8 + j
-                atomic_max(T.address_of(largest[slot_of_largest(channel)]), merged[j])
+                mine = T.if_then_else(is_upper, amax[j + 8], amax[j])
+                other = T.shfl_xor(T.if_then_else(is_upper, amax[j], amax[j + 8]), 16)
+                atomic_max(T.address_of(largest[slot_of_largest(channel)]), T.max(mine, other))
             T.sync_threads()
             for k in T.unroll(_CHANNELS // _THREADS):
                 channel = k * _THREADS + thread
