@@ -1,4 +1,4 @@
-"""e4m3 codes and ue8m0 exponents: to wider types, and from bfloat16 and float32 to one byte each."""
+"""e4m3 codes and ue8m0 exponents: to wider types, and exponents to one byte."""
 
 from typing import Any
 
@@ -20,11 +20,3 @@ def decode_ue8m0(word: Any, index: Any) -> Any:
 def store_exponent(word: Any, index: Any, sf_bits: Any) -> Any:
     """Store the exponent of a float32 power of two, given as its bits, to one byte of an int32 at an address."""
     return _FP8.call("void", "tk_store_exponent", word, index, sf_bits)
-
-
-def cast_elements_bf16x8(x: Any, codes: Any, exponents: Any, stride: int) -> Any:
-    """Cast eight bfloat16 at an address to e4m3, each with its own power of two as sf.
-
-    Stores two uint32 of codes at `codes`, two of biased exponents at `exponents`, `stride` apart.
-    """
-    return _FP8.call("void", "tk_cast_elements_bf16x8", x, codes, exponents, stride)

@@ -12,7 +12,7 @@ blocks, which it has in registers from the load to the store; a thread 8 or 16 n
 A block that takes more than a warp, such as a whole row or 128 x 128, has parts, a warp each, which are reduced as
 blocks are, and then their maxima.
 
-Where the tile level is slower, cast_to_e2m1.py, cast_narrow_blocks.py and cast_elements.py go thread by thread.
+Where the tile level is slower, cast_to_e2m1.py and cast_narrow_blocks.py go thread by thread.
 """
 
 from typing import Any
@@ -27,7 +27,6 @@ from tk_core.op import op
 from tk_core.scales import ScaleLayout
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib.cast_config import TileConfig
-from tk_quant.lib.cast_elements import cast_elements_kernel
 from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, flags_of, layout_of
 from tk_quant.lib.cast_narrow_blocks import cast_narrow_blocks_kernel
 from tk_quant.lib.cast_to_e2m1 import PieceConfig, cast_to_e2m1_kernel, casts_codes
@@ -187,8 +186,6 @@ def cast_out(
     if sf is None:
         config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, False, arch)
         cast_by_sf_kernel(source, hidden, fmt, block_size, config, arch)(x, x_sf, given_sf, written_data)
-    elif block_size == (1, 1) and fmt == "e4m3" and sf.dtype is torch.int32 and x.dtype is torch.bfloat16:
-        cast_elements_kernel(source, hidden, with_data, arch)(x, written_data, written_sf)
     elif block_channels < 8:
         row_major = sf.dtype is torch.float32 and sf.stride(1) == 1
         scales = CastScales(ScaleLayout.ROW_MAJOR if row_major else layout_of(sf), round_sf)
