@@ -12,23 +12,20 @@ blocks, which it has in registers from the load to the store; a thread 8 or 16 n
 A block that takes more than a warp, such as a whole row or 128 x 128, has parts, a warp each, which are reduced as
 blocks are, and then their maxima.
 
-Where the tile level is slower, cast_to_e2m1.py and cast_narrow_blocks.py go thread by thread.
+Where the tile level is much slower, cast_to_e2m1.py goes thread by thread.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
-from tk_core.scales import ScaleLayout
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, flags_of, layout_of
-from tk_quant.lib.cast_narrow_blocks import cast_narrow_blocks_kernel
 from tk_quant.lib.cast_to_e2m1 import PieceConfig, cast_to_e2m1_kernel, casts_codes
 from tk_quant.lib.outputs import for_vectors
 from tk_quant.lib.quantize import BITS
@@ -186,12 +183,7 @@ def cast_out(
     if sf is None:
         config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, False, arch)
         cast_by_sf_kernel(source, hidden, fmt, block_size, config, arch)(x, x_sf, given_sf, written_data)
-    elif block_channels < 8:
-        row_major = sf.dtype is torch.float32 and sf.stride(1) == 1
-        scales = CastScales(ScaleLayout.ROW_MAJOR if row_major else layout_of(sf), round_sf)
-        args = (source, hidden, fmt, block_size, scales, with_data, arch)
-        cast_narrow_blocks_kernel(*args)(x, written_data, written_sf)
-    elif fmt == "e2m1" and block_tokens == 1 and block_channels <= 128:
+    elif fmt == "e2m1" and block_tokens == 1 and 8 <= block_channels <= 128:
         scales = CastScales(layout_of(sf), round_sf, tensor_sf is not None)
         by_code = casts_codes(source, hidden, scales, with_data, arch)
         config = PieceConfig.best(hidden, block_channels, source.bits, scales, by_code, with_data, arch)

@@ -236,7 +236,8 @@ def store_codes(
                 eight = T.alloc_local((8,), "float32")
                 for k in T.unroll(8):
                     eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
-                words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded)
+                # NaN and infinity would spoil codes of other blocks.
+                words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded and size >= 8)
             for i, t, v in T.Parallel(down, tokens, width // vector):
                 token, word = row + i * tokens + t, col // 8 + v * vector
                 # nvcc would split a store of words that were computed one by one.
