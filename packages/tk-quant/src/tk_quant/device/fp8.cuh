@@ -1,6 +1,5 @@
 #pragma once
-// e4m3 and ue8m0: casts to wider types and to one byte. A vectorized T.cast from e4m3 to float16, and T.view with
-// strides for single bytes, would replace most.
+// e4m3 and ue8m0: casts to wider types. A vectorized T.cast from e4m3 to float16 would replace most.
 #include <cuda_fp8.h>
 
 #include "pairs.cuh"
@@ -18,9 +17,4 @@ __device__ __forceinline__ float tk_decode_ue8m0(unsigned word, int index) {
   // 2^-127 is subnormal, so its exponent field would say 0; 255 would say infinity, but infinity * 0 is NaN.
   const float power = fmaxf(__uint_as_float(bits), 0x1p-127f);
   return __fmaf_rn(power, 0.0f, power);
-}
-
-// The exponent of a power of two to byte `index` of a word whose other bytes are others' to write.
-__device__ __forceinline__ void tk_store_exponent(int* word, int index, unsigned sf) {
-  reinterpret_cast<unsigned char*>(word)[index] = static_cast<unsigned char>(sf >> 23);
 }

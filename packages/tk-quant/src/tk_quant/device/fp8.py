@@ -1,4 +1,4 @@
-"""e4m3 codes and ue8m0 exponents: to wider types, and exponents to one byte."""
+"""e4m3 codes and ue8m0 exponents: to wider types."""
 
 from typing import Any
 
@@ -15,8 +15,3 @@ def decode_e4m3x4_f16(codes: Any, pairs: Any) -> Any:
 def decode_ue8m0(word: Any, index: Any) -> Any:
     """2**(byte - 127) as a float32, for byte `index` of a uint32; 255 is NaN."""
     return _FP8.call("float32", "tk_decode_ue8m0", word, index)
-
-
-def store_exponent(word: Any, index: Any, sf_bits: Any) -> Any:
-    """Store the exponent of a float32 power of two, given as its bits, to one byte of an int32 at an address."""
-    return _FP8.call("void", "tk_store_exponent", word, index, sf_bits)

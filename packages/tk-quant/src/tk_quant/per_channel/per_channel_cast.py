@@ -40,6 +40,8 @@ from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib.gathered_cast import gathered_cast_kernel
 from tk_quant.lib.quantize import TILE_ROWS
 
+PASS_CONFIGS = {**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True}
+
 
 @dataclass(frozen=True)
 class PerChannelCastConfig:
@@ -71,7 +73,7 @@ class PerChannelCastConfig:
         return PerChannelCastConfig(channels=64, rows=8, vec=8, blocks_per_sm=5)
 
 
-@kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True})
+@kernel(pass_configs=PASS_CONFIGS)
 def per_channel_cast_kernel(
     dtype: torch.dtype,
     alignment: int,
@@ -110,8 +112,7 @@ def per_channel_cast_kernel(
             channel = (second if config.rows_first else first % col_tiles) * channels
             columns = tiles.columns_of(tiles.load_values(x, row_tile * TILE_ROWS, channel, tile), tile)
             factors = tiles.factors_of_blocks(columns, sf, row_tile * tile.blocks, channel, tile, round_sf)
-            store = tiles.store_transposed_codes if transpose else tiles.store_codes
-            store(columns, factors, out, row_tile * TILE_ROWS, channel, tile)
+            tiles.store_by_channel(columns, factors, out, row_tile * TILE_ROWS, channel, tile, transpose)
 
     return per_channel_cast
 

@@ -30,11 +30,10 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib import gathered_recast
 from tk_quant.lib.check_pairs import pair_of
 from tk_quant.lib.quantize import TILE_ROWS
-from tk_quant.per_channel.per_channel_cast import check_blocks, check_plain_cast, per_channel_cast_out
+from tk_quant.per_channel.per_channel_cast import PASS_CONFIGS, check_blocks, check_plain_cast, per_channel_cast_out
 
 _GROUP = 128
 
@@ -60,7 +59,7 @@ class PerChannelRecastConfig:
         return PerChannelRecastConfig(rows=8, vec=16 if gathered else 8, rows_first=gathered, blocks_per_sm=3)
 
 
-@kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True})
+@kernel(pass_configs=PASS_CONFIGS)
 def _per_channel_recast_kernel(
     alignment: int, hidden: int, gathered: bool, round_sf: bool, config: PerChannelRecastConfig, arch: Arch
 ) -> Any:
@@ -118,7 +117,7 @@ def _per_channel_recast_kernel(
                 kept[tile.token(b, i, r), j] = codes[b, i, r, j]
             factors = tiles.factors_of_blocks(dequantize(codes, row_sf), sf, row_tile, channel, tile, round_sf)
             again = tiles.load_values(kept, 0, 0, tile)
-            tiles.store_codes(dequantize(again, row_sf), factors, out, row, channel, tile)
+            tiles.store_by_channel(dequantize(again, row_sf), factors, out, row, channel, tile, False)
 
     return per_channel_recast
 
