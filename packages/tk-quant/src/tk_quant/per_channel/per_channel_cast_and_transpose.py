@@ -18,6 +18,7 @@ from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant.lib.cast_formats import CastInput
 from tk_quant.lib.quantize import TILE_ROWS
 from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig, check_blocks, per_channel_cast_kernel
 
@@ -36,9 +37,10 @@ def _per_channel_cast_and_transpose_out(
     if out.numel() == 0:
         return
     arch, hidden = get_arch(x.device), x.shape[1]
-    config = PerChannelCastConfig.best(x.dtype.itemsize, hidden, True, arch)
-    args = (x.dtype, check.row_alignment(x), hidden, num_per_tokens, round_sf, True, config, arch)
-    per_channel_cast_kernel(*args)(x, out, sf)
+    config = PerChannelCastConfig.best(x.dtype.itemsize, hidden, True, False, arch)
+    source = CastInput(x.dtype, check.row_alignment(x))
+    cast = per_channel_cast_kernel(source, hidden, num_per_tokens, round_sf, True, False, config, arch)
+    cast(x, None, None, out, sf)
 
 
 @replayable
