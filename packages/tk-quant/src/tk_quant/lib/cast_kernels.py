@@ -28,7 +28,7 @@ from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, flags_of, layout_of
 from tk_quant.lib.cast_to_e2m1 import PieceConfig, cast_to_e2m1_kernel, casts_codes
 from tk_quant.lib.outputs import for_vectors
-from tk_quant.lib.quantize import BITS
+from tk_quant.lib.quantize import BITS, LIMITS, float_bits
 
 # Each access says itself where tensors end, so TileLang's bounds checks would only repeat it.
 _PASS_CONFIGS = {**DIRECT_COPIES, "tl.disable_safe_memory_legalize": True}
@@ -54,6 +54,7 @@ def cast_kernel(
     import tilelang.language as T
 
     from tk_quant.lib import cast_tiles as tiles
+    from tk_quant.lib.division import quick_scale_of_amax
     from tk_quant.lib.scales_io import scale_of_amax, scale_rows, scales_type, store_scales
 
     block_tokens, block_channels = block_size
@@ -65,7 +66,7 @@ def cast_kernel(
 
     def scale_of(amax: Any) -> tuple[Any, Any]:
         if fmt == "e2m1" and not scales.round_sf:
-            return tiles.e2m1_scale_of_amax(amax)
+            return quick_scale_of_amax(T.max(amax, float_bits(LIMITS["e2m1"][1])), fmt, False)
         return scale_of_amax(amax, fmt, scales.round_sf)
 
     @T.prim_func

@@ -16,7 +16,7 @@ from tk_quant.device.e5m6 import encode_e5m6x8
 from tk_quant.device.fp4 import encode_e2m1x8
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_formats import ELEMENTS, FORMATS, CastInput
-from tk_quant.lib.quantize import INFINITY_BITS, LIMITS, float_bits, store_codes_macro
+from tk_quant.lib.quantize import store_codes_macro
 from tk_quant.lib.scales_io import load_scale, scale_bytes, scales_type
 
 _MAGNITUDE_BITS = 0x7FFFFFFF
@@ -164,24 +164,6 @@ def block_amax(values: T.Buffer, amax: T.Buffer, config: TileConfig) -> None:
         else:
             for i, g in T.Parallel(down, across):
                 amax[i, g] = of_tokens[i, 0, g]
-
-
-@T.macro
-def e2m1_scale_of_amax(amax: T.int32) -> tuple[T.float32, T.float32]:
-    """The bits of `scale_of_amax` for e2m1 without the branches of divisions; s is NaN where amax is infinite.
-
-    With r = 1 / d correctly rounded and q = l * r, q - (d * q - l) * r is l / d, each bracket rounded once.
-    """
-    largest = T.reinterpret(T.max(amax, float_bits(LIMITS["e2m1"][1])), "float32")
-    sixth = largest * T.float32(1 / 6)
-    sf = T.fma(-T.fma(T.float32(6), sixth, -largest), T.float32(1 / 6), sixth)
-    # A quarter, whose reciprocal is normal.
-    quarter = largest * T.float32(0.25)
-    estimate = T.fast_rcp(quarter)
-    reciprocal = T.fma(estimate, T.fma(-quarter, estimate, T.float32(1)), estimate)
-    quotient = T.float32(1.5) * reciprocal
-    s = T.fma(-T.fma(quarter, quotient, T.float32(-1.5)), reciprocal, quotient)
-    return T.if_then_else(amax == INFINITY_BITS, largest, sf), s
 
 
 @T.macro

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tk_core.math import ceil_div
-from tk_quant.device.division import scale_of_amax
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.lib.quantize import LIMITS, float_bits
 
@@ -39,6 +38,8 @@ class ColumnFactors:
         """
         import tilelang.language as T
 
+        from tk_quant.lib.division import quick_scale_of_amax
+
         is_bf16, channels, num_factors = self.dtype is torch.bfloat16, self.channels, self.blocks * self.channels
         larger_magnitude = larger_magnitude_bf16x2 if is_bf16 else larger_magnitude_f32
 
@@ -56,7 +57,6 @@ class ColumnFactors:
         @T.macro
         def make(parts: T.Buffer, factors: T.Buffer, sf: T.Buffer, sf_row: T.int32, first_col: T.int32) -> None:
             thread = T.get_thread_binding()
-            scale = T.alloc_local((2,), "uint32")
             amax = T.alloc_var("uint32")
             elements = T.view(parts, (parts.shape[0], channels), "uint16" if is_bf16 else "uint32")
             for k in T.unroll(ceil_div(num_factors, self.threads)):
@@ -67,9 +67,8 @@ class ColumnFactors:
                     for i in T.unroll(self.lanes):
                         amax = T.max(amax, T.cast(elements[block * self.lanes + i, channel], "uint32"))
                     bits = T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), LEAST_AMAX)
-                    scale_of_amax(bits, T.address_of(scale[0]), T.address_of(scale[1]), self.round_sf)
+                    scale, factors[block, channel] = quick_scale_of_amax(bits, "e4m3", self.round_sf)
                     if first_col + channel < self.hidden:
-                        sf[sf_row + block, first_col + channel] = T.reinterpret(scale[0], "float32")
-                    factors[block, channel] = T.reinterpret(scale[1], "float32")
+                        sf[sf_row + block, first_col + channel] = scale
 
         return share, make

@@ -33,7 +33,6 @@ from tk_core.device.memory import prefetch_bytes, store_evict_first
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_quant.device.async_copy import gather_async, wait_for_groups
-from tk_quant.device.division import scale_of_amax
 from tk_quant.device.recast import atomic_max, raise_amax, recast
 from tk_quant.lib.quantize import LIMITS, OWN_GUARDS_AND_BARRIERS, TILE_ROWS, float_bits
 
@@ -83,6 +82,8 @@ def prefetched_columns(num_rows: int, num_tokens: int, hidden: int, num_sms: int
 def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:
     """Kernel (x, x_sf, pos_to_token, out, sf, num_sms, *prefetched_columns(...))."""
     import tilelang.language as T
+
+    from tk_quant.lib.division import quick_scale_of_amax
 
     col_lanes = _CHANNELS // _VEC
     groups, row_groups = _CHANNELS // _GROUP, hidden // _GROUP
@@ -136,7 +137,6 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             words = T.alloc_local((4, 4), "uint32")
             amax = T.alloc_local((_VEC,), "uint32")
             mine, other = T.alloc_var("uint32"), T.alloc_var("uint32")
-            scale = T.alloc_local((2,), "uint32")
             factor_bits = T.alloc_local((_VEC,), "uint32")
             factor = T.view(factor_bits, (_VEC,), "float32")
             new_codes = T.alloc_local((4,), "uint32")
@@ -202,9 +202,8 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             for k in T.unroll(_CHANNELS // _THREADS):
                 channel = k * _THREADS + thread
                 bits = T.reinterpret(largest[slot_of_largest(channel)], "int32")
-                scale_of_amax(bits, T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
-                sf[row_tile, first_col + channel] = T.reinterpret(scale[0], "float32")
-                factors[slot(channel)] = scale[1]
+                sf[row_tile, first_col + channel], of_channel = quick_scale_of_amax(bits, "e4m3", round_sf)
+                factors[slot(channel)] = T.reinterpret(of_channel, "uint32")
             T.sync_threads()
 
             for j in T.unroll(4):

@@ -149,7 +149,9 @@ def swiglu_group_cast_kernel(
                 steps.load_piece(x, gate, value, i, first_row + i * config.rows, col, real[i], source)
             for i in T.unroll(pieces):
                 row = first_row + i * config.rows
-                steps.activate(gate, value, values, i, weight[i], clamp, total, source, given, given.count)
+                steps.activate(gate, value, values, i, weight[i], clamp, source, given)
+                if given.count:
+                    steps.count_clamped(gate, value, i, clamp, total, source)
                 amax = T.reinterpret(least_amax, "int32")
                 steps.piece_amax(values, i, amax)
                 for j in T.unroll(group_lanes.bit_length() - 1):
@@ -223,13 +225,17 @@ def swiglu_row_cast_kernel(
                     col = (i * lanes + lane) * vec
                     steps.load_piece(x, gate, value, i, block, col, real[0] and col < hidden, source)
                 for i in T.unroll(pieces):
-                    steps.activate(gate, value, values, i, weight[0], clamp, total, source, given, given.count)
+                    steps.activate(gate, value, values, i, weight[0], clamp, source, given)
+                    if given.count:
+                        steps.count_clamped(gate, value, i, clamp, total, source)
                     steps.piece_amax(values, i, amax)
             else:
                 for i in T.serial(pieces):
                     col = (i * lanes + lane) * vec
                     steps.load_piece(x, gate, value, 0, block, col, real[0] and col < hidden, source)
-                    steps.activate(gate, value, values, 0, weight[0], clamp, total, source, given, given.count)
+                    steps.activate(gate, value, values, 0, weight[0], clamp, source, given)
+                    if given.count:
+                        steps.count_clamped(gate, value, 0, clamp, total, source)
                     steps.piece_amax(values, 0, amax)
             for j in T.unroll(5):
                 amax = T.max(amax, T.shfl_xor(amax, 1 << j))
@@ -252,7 +258,7 @@ def swiglu_row_cast_kernel(
                 for i in T.serial(pieces):
                     col = (i * lanes + lane) * vec
                     steps.load_piece(x, gate, value, 0, block, col, real[0] and col < hidden, source)
-                    steps.activate(gate, value, values, 0, weight[0], clamp, total, source, given, False)
+                    steps.activate(gate, value, values, 0, weight[0], clamp, source, given)
                     steps.store_piece(values, data, 0, block, col, scale[1], real[0] and col < hidden, fmt)
             if given.count:
                 steps.add_counts(total, clamped_count, thread)

@@ -11,11 +11,13 @@ from typing import Any
 import tilelang.language as T
 import torch
 
+from tk_core.headers import builtin
 from tk_core.scales import ScaleLayout
-from tk_quant.device.magnitude import larger_magnitude_f32
-from tk_quant.device.swiglu import are_near, are_within_clamp, clamp_value, count_clamped, silu
+from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.lib.cast_formats import CastInput
+from tk_quant.lib.division import NEAR_LIMIT, near_sigmoid, near_silu
 from tk_quant.lib.quantize import BITS, element, encode_macro, load_macro, store_codes_macro
+from tk_quant.lib.swiglu_tiles import clamp_gate, clamp_value
 from tk_quant.swiglu.swiglu_forward import Given
 
 
@@ -77,38 +79,29 @@ def load_piece(
 
 
 @T.macro
-def _count_piece(
-    gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, total: T.Buffer, source: CastInput
+def _is_near(gate: T.Buffer, piece: int) -> T.bool:
+    """Whether the magnitudes of a piece of bfloat16 are at most 87; NaN is not."""
+    largest = T.alloc_var("uint32", init=T.uint32(0))
+    for j in T.unroll(gate.shape[1]):
+        largest = larger_magnitude_bf16x2(largest, gate[piece, j])
+    limits = T.uint32(NEAR_LIMIT * 0x10001)
+    return builtin("uint32", "__vmaxu2", largest, limits) == limits
+
+
+@T.macro
+def _silus_of_piece(
+    gate: T.Buffer, values: T.Buffer, piece: int, clamp: T.float32, source: CastInput, given: Given
 ) -> None:
-    is_bf16, num_words = source.dtype is torch.bfloat16, gate.shape[1]
-    count = T.alloc_local((3,), "int32")
-    T.clear(count)
-    if is_bf16:
-        words = T.address_of(gate[piece, 0]), T.address_of(value[piece, 0])
-        count_clamped(*words, num_words, clamp, T.address_of(count[0]))
+    is_bf16, vec = source.dtype is torch.bfloat16, values.shape[1]
+    if is_bf16 and _is_near(gate, piece):
+        for j in T.unroll(vec):
+            left = clamp_gate(element(gate, piece, j, is_bf16), clamp, given)
+            # A clamp is no bfloat16.
+            values[piece, j] = near_sigmoid(left)[1] if given.clamp else near_silu(left)
     else:
-        for j in T.unroll(num_words):
-            count[0] = count[0] + T.cast(element(gate, piece, j, is_bf16) > clamp, "int32")
-            count[1] = count[1] + T.cast(element(value, piece, j, is_bf16) > clamp, "int32")
-            count[2] = count[2] + T.cast(element(value, piece, j, is_bf16) < -clamp, "int32")
-    for i in T.unroll(3):
-        T.atomic_add(total[i], count[i])
-
-
-@T.macro
-def _silu_of_piece(gate: T.Buffer, values: T.Buffer, piece: int, source: CastInput, near: bool) -> None:
-    for j in T.unroll(values.shape[1]):
-        values[piece, j] = silu(element(gate, piece, j, source.dtype is torch.bfloat16), near)
-
-
-@T.macro
-def _silus_of_piece(gate: T.Buffer, values: T.Buffer, piece: int, source: CastInput) -> None:
-    if source.dtype is not torch.bfloat16:
-        _silu_of_piece(gate, values, piece, source, False)
-    elif are_near(T.address_of(gate[piece, 0]), gate.shape[1]):
-        _silu_of_piece(gate, values, piece, source, True)
-    else:
-        _silu_of_piece(gate, values, piece, source, False)
+        for j in T.unroll(vec):
+            left = clamp_gate(element(gate, piece, j, is_bf16), clamp, given)
+            values[piece, j] = left / (T.float32(1) + T.exp(-left))
 
 
 @T.macro
@@ -119,45 +112,33 @@ def activate(
     piece: int,
     weight: T.float32,
     clamp: T.float32,
-    total: T.Buffer,
     source: CastInput,
     given: Given,
-    counting: bool,
 ) -> None:
-    """SwiGLU of a piece, its weight included; zeros, which count as nothing, for padding."""
+    """SwiGLU of a piece, its weight included; zeros for padding."""
     is_bf16, vec = source.dtype is torch.bfloat16, values.shape[1]
-    within, silu_of_clamp = T.alloc_var("bool"), T.alloc_var("float32")
-    _silus_of_piece(gate, values, piece, source)
-    if given.clamp:
-        if is_bf16:
-            words = T.address_of(gate[piece, 0]), T.address_of(value[piece, 0])
-            within = are_within_clamp(*words, gate.shape[1], clamp)
-        else:
-            largest = T.alloc_var("float32")
-            largest = T.float32(0)
-            for j in T.unroll(vec):
-                largest = T.max(
-                    T.max(largest, element(gate, piece, j, is_bf16)), T.abs(element(value, piece, j, is_bf16))
-                )
-            within = largest <= clamp
-        if not within:
-            if counting:
-                _count_piece(gate, value, piece, clamp, total, source)
-            silu_of_clamp = silu(clamp)
-            for j in T.unroll(vec):
-                values[piece, j] = T.if_then_else(
-                    element(gate, piece, j, is_bf16) > clamp, silu_of_clamp, values[piece, j]
-                )
-                values[piece, j] = values[piece, j] * clamp_value(element(value, piece, j, is_bf16), -clamp, clamp)
-        else:
-            for j in T.unroll(vec):
-                values[piece, j] = values[piece, j] * element(value, piece, j, is_bf16)
-    else:
-        for j in T.unroll(vec):
-            values[piece, j] = values[piece, j] * element(value, piece, j, is_bf16)
+    _silus_of_piece(gate, values, piece, clamp, source, given)
+    for j in T.unroll(vec):
+        values[piece, j] = values[piece, j] * clamp_value(element(value, piece, j, is_bf16), clamp, given)
     if given.weights:
         for j in T.unroll(vec):
             values[piece, j] = values[piece, j] * weight
+
+
+@T.macro
+def count_clamped(
+    gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, total: T.Buffer, source: CastInput
+) -> None:
+    """Add how many elements of a piece the clamp changes to the thread block's counts."""
+    is_bf16, count = source.dtype is torch.bfloat16, T.alloc_local((3,), "int32")
+    T.clear(count)
+    for j in T.unroll(gate.shape[1] * 4 // source.dtype.itemsize):
+        count[0] = count[0] + T.cast(element(gate, piece, j, is_bf16) > clamp, "int32")
+        count[1] = count[1] + T.cast(element(value, piece, j, is_bf16) > clamp, "int32")
+        count[2] = count[2] + T.cast(element(value, piece, j, is_bf16) < -clamp, "int32")
+    for i in T.unroll(3):
+        if count[i] > 0:
+            T.atomic_add(total[i], count[i])
 
 
 @T.macro

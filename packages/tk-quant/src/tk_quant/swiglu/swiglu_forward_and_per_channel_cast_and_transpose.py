@@ -126,7 +126,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
                 load(x, gate, i, first_token + row + i, first_col + col, True)
                 load(x, value, i, first_token + row + i, hidden + first_col + col, True)
             for i in T.unroll(rows):
-                activate(gate, value, activated, i, T.float32(1), clamp_value, None, source, given, False)
+                activate(gate, value, activated, i, T.float32(1), clamp_value, source, given)
                 for j in T.vectorized(8):
                     rounded[i, j] = T.cast(activated[i, j], "bfloat16")
             share_amax(words, parts, row_lane, col // 2)

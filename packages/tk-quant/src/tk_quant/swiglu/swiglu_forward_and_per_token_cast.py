@@ -18,7 +18,7 @@ neighbouring lanes of one warp, which agree on amax by shuffles; four groups put
 
 Where a group is a whole row and no power of two of lanes, a block takes the row. Rows of padding are neither read nor
 written. A thread waits for its row's index and then for 64 bytes of x, so as many threads as possible have to fit a
-multiprocessor: registers are capped. device/swiglu.py keeps instructions below what the bandwidth leaves time for.
+multiprocessor: registers are capped. lib/division.py keeps instructions below what the bandwidth leaves time for.
 """
 
 from typing import Any
