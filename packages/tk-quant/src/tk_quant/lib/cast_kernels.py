@@ -12,7 +12,7 @@ blocks, which it has in registers from the load to the store; a thread 8 or 16 n
 A block that takes more than a warp, such as a whole row or 128 x 128, has parts, a warp each, which are reduced as
 blocks are, and then their maxima.
 
-Where the tile level is much slower, cast_to_e2m1.py goes thread by thread.
+One cast to e2m1, for which the tile level is slower, goes thread by thread: cast_to_e2m1.py.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from tk_core.op import op
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, flags_of, layout_of
-from tk_quant.lib.cast_to_e2m1 import PieceConfig, cast_to_e2m1_kernel, casts_codes
+from tk_quant.lib.cast_to_e2m1 import cast_to_e2m1_kernel, casts_to_e2m1
 from tk_quant.lib.outputs import for_vectors
 from tk_quant.lib.quantize import BITS, LIMITS, float_bits
 
@@ -50,12 +50,12 @@ def cast_kernel(
     config: TileConfig,
     arch: Arch,
 ) -> Any:
-    """Build `cast(x, x_sf, data, sf)`, None standing for what there is none of."""
+    """Build `cast(x, x_sf, tensor_sf, data, sf)`, None standing for what there is none of."""
     import tilelang.language as T
 
     from tk_quant.lib import cast_tiles as tiles
     from tk_quant.lib.division import quick_scale_of_amax
-    from tk_quant.lib.scales_io import scale_of_amax, scale_rows, scales_type, store_scales
+    from tk_quant.lib.scales_io import nvfp4_scale_of_amax, scale_of_amax, scale_rows, scales_type, store_scales
 
     block_tokens, block_channels = block_size
     splits, (down, across) = config.splits(block_size), config.blocks_of_tile(block_size)
@@ -64,7 +64,9 @@ def cast_kernel(
     num_tokens = T.dynamic("num_tokens")
     sf_rows = num_tokens if block_tokens == 1 else T.dynamic("sf_rows")
 
-    def scale_of(amax: Any) -> tuple[Any, Any]:
+    def scale_of(amax: Any, tensor_sf: T.Buffer) -> tuple[Any, Any]:
+        if scales.of_tensor:
+            return nvfp4_scale_of_amax(amax, tensor_sf[0])
         if fmt == "e2m1" and not scales.round_sf:
             return quick_scale_of_amax(T.max(amax, float_bits(LIMITS["e2m1"][1])), fmt, False)
         return scale_of_amax(amax, fmt, scales.round_sf)
@@ -73,8 +75,9 @@ def cast_kernel(
     def cast(
         x: tiles.input_type(source, num_tokens, hidden),
         x_sf: tiles.input_scales_type(source, hidden),
+        tensor_sf: T.Tensor((1,), "float32"),
         data: T.Tensor((num_tokens, hidden * BITS[fmt] // 8), ELEMENTS[fmt]),
-        sf: scales_type(sf_rows, num_cols, scales.layout),
+        sf: scales_type(sf_rows, num_cols, scales.layout, scales.byte_dtype),
     ) -> None:
         num_rows = T.ceildiv(num_tokens, block_tokens)
         with T.Kernel(T.ceildiv(scale_rows(num_rows, scales.layout), down) * num_tiles, threads=config.threads) as tile:
@@ -97,12 +100,12 @@ def cast_kernel(
             if splits:
                 tiles.amax_of_parts(amax, whole)
             for i, g in T.Parallel(down, across):
-                block_sf[i, g] = scale_of(whole if splits else amax[i, g])[0]
+                block_sf[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[0]
             store_scales(sf, block_sf, block_row, block_col, num_rows, num_cols, scales.layout)
             if with_data:
                 for i, g in T.Parallel(*config.parts):
-                    factors[i, g] = scale_of(whole if splits else amax[i, g])[1]
-                tiles.store_codes(values, factors, data, row, col, fmt, True, config)
+                    factors[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[1]
+                tiles.store_codes(values, factors, data, row, col, fmt, not scales.of_tensor, config)
 
     return cast
 
@@ -180,21 +183,18 @@ def cast_out(
     arch, source = get_arch(x.device), CastInput.of(x, x_sf, (x_block_tokens, x_block_channels))
     hidden = x.shape[1] * 8 * x.dtype.itemsize // source.bits
     written_data, written_sf = for_vectors(data), for_vectors(sf)
-    with_data, makes = data is not None, "data" if sf is None else "sf" if data is None else "both"
+    makes = "data" if sf is None else "sf" if data is None else "both"
     if sf is None:
         config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, False, arch)
         cast_by_sf_kernel(source, hidden, fmt, block_size, config, arch)(x, x_sf, given_sf, written_data)
-    elif fmt == "e2m1" and block_tokens == 1 and 8 <= block_channels <= 128:
-        scales = CastScales(layout_of(sf), round_sf, tensor_sf is not None)
-        by_code = casts_codes(source, hidden, scales, with_data, arch)
-        config = PieceConfig.best(hidden, block_channels, source.bits, scales, by_code, with_data, arch)
-        args = (source, hidden, block_channels, scales, with_data, by_code, config, arch)
-        cast_to_e2m1_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
     else:
-        scales = CastScales(layout_of(sf), round_sf)
-        config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
-        args = (source, hidden, fmt, block_size, scales, with_data, config, arch)
-        cast_kernel(*args)(x, x_sf, written_data, written_sf)
+        scales = CastScales(layout_of(sf), round_sf, tensor_sf is not None)
+        if data is not None and casts_to_e2m1(source, fmt, block_size, scales, arch):
+            cast_to_e2m1_kernel(hidden, block_channels, source.alignment, arch)(x, written_data, written_sf)
+        else:
+            config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
+            args = (source, hidden, fmt, block_size, scales, data is not None, config, arch)
+            cast_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
     if written_data is not data:
         data.copy_(written_data)
     if written_sf is not sf:
