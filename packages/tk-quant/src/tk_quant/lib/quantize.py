@@ -35,25 +35,6 @@ def float_bits(value: float) -> int:
 
 
 @cache
-def scale_macro(fmt: str, round_sf: bool) -> Any:
-    """Macro `scale_of(amax, scale)`: from the bits of amax (int32) those of sf, scale[0], and of s, scale[1] (uint32).
-
-    x is to be multiplied by s; see `scale_of_bounded_amax`.
-    """
-    import tilelang.language as T
-
-    from tk_quant.lib.scales_io import scale_of_bounded_amax
-
-    @T.macro
-    def scale_of(amax: T.int32, scale: T.Buffer) -> None:
-        sf, factor = scale_of_bounded_amax(amax, fmt, round_sf)
-        scale[0] = T.reinterpret(sf, "uint32")
-        scale[1] = T.reinterpret(factor, "uint32")
-
-    return scale_of
-
-
-@cache
 def encode_macro(fmt: str, num_values: int, are_bounded: bool = False) -> Any:
     """Macro `encode(scaled, words)`: float32 (num_values,) to codes packed in uint32 (num_values * bits / 32,).
 

@@ -21,19 +21,6 @@ from tk_quant.lib.swiglu_tiles import clamp_gate, clamp_value
 from tk_quant.swiglu.swiglu_forward import Given
 
 
-def argument_types(num_positions: Any, hidden: int, fmt: str, given: Given) -> tuple[Any, ...]:
-    """Types of pos_to_token_topk, topk_weights, pos_to_expert, clamped_count and data."""
-    num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
-    # Where an argument is not given, the caller passes a 0, which costs the host less than a tensor.
-    return (
-        T.Tensor((num_positions,), "int32") if given.weights else T.int32,
-        T.Tensor((num_tokens, num_topk), "float32") if given.weights else T.int32,
-        T.Tensor((num_positions,), "int32") if given.experts else T.int32,
-        T.Tensor((3,), "int64") if given.count else T.int32,
-        T.Tensor((num_positions, hidden * BITS[fmt] // 8), "float8_e4m3fn" if fmt == "e4m3" else "int8"),
-    )
-
-
 @T.macro
 def look_up(
     pos_to_token_topk: T.Buffer,
@@ -42,23 +29,22 @@ def look_up(
     num_positions: Any,
     row: T.int32,
     inside: T.bool,
-    piece: int,
     real: T.Buffer,
     weight: T.Buffer,
     given: Given,
 ) -> None:
-    """Whether the row of a piece is no padding, and its weight."""
-    real[piece] = inside and row < num_positions
+    """Whether a row is no padding, to real[0], and its weight, to weight[0]."""
+    real[0] = inside and row < num_positions
     if given.weights:
         num_tokens, num_topk = topk_weights.shape
         index = T.alloc_var("int32")
-        index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=real[piece]), "int32")
-        real[piece] = real[piece] and index >= 0
-        real[piece] = real[piece] and T.cast(index, "int64") < T.cast(num_tokens, "int64") * num_topk
+        index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=real[0]), "int32")
+        real[0] = real[0] and index >= 0
+        real[0] = real[0] and T.cast(index, "int64") < T.cast(num_tokens, "int64") * num_topk
     if given.experts:
-        real[piece] = real[piece] and T.reinterpret(T.ldg32(pos_to_expert[row], pred=real[piece]), "int32") >= 0
+        real[0] = real[0] and T.reinterpret(T.ldg32(pos_to_expert[row], pred=real[0]), "int32") >= 0
     if given.weights:
-        weight[piece] = T.reinterpret(T.ldg32(topk_weights[0, index], pred=real[piece]), "float32")
+        weight[0] = T.reinterpret(T.ldg32(topk_weights[0, index], pred=real[0]), "float32")
 
 
 @T.macro
@@ -153,15 +139,15 @@ def piece_amax(values: T.Buffer, piece: int, amax: T.Ref) -> None:
 
 @T.macro
 def store_piece(
-    values: T.Buffer, data: T.Buffer, piece: int, row: T.int32, col: T.int32, factor: T.uint32, valid: T.bool, fmt: str
+    values: T.Buffer, data: T.Buffer, piece: int, row: T.int32, col: T.int32, factor: T.float32, valid: T.bool, fmt: str
 ) -> None:
-    """Multiply a piece by the float32 of which `factor` has the bits, and store its codes."""
+    """Multiply a piece by a factor, and store its codes."""
     vec = int(values.shape[1])
     out_words = vec * BITS[fmt] // 32
     scaled = T.alloc_local((vec,), "float32")
     codes = T.alloc_local((out_words,), "uint32")
     for j in T.unroll(vec):
-        scaled[j] = values[piece, j] * T.reinterpret(factor, "float32")
+        scaled[j] = values[piece, j] * factor
     # The factor is made from the amax of the group, so magnitudes are bounded unless that is not finite.
     encode_macro(fmt, vec, are_bounded=True)(scaled, codes)
     if valid:
@@ -171,7 +157,7 @@ def store_piece(
 @T.macro
 def store_sf(
     sf: T.Buffer,
-    bits: T.uint32,
+    scale: T.float32,
     row: T.int32,
     col: T.int32,
     lane: T.int32,
@@ -185,7 +171,7 @@ def store_sf(
     is_swizzled = layout is ScaleLayout.SWIZZLED
     if is_swizzled or layout is ScaleLayout.PACKED_UE8M0:
         word = T.alloc_var("uint32")
-        word = T.if_then_else(valid, bits >> T.uint32(23), T.uint32(0))
+        word = T.if_then_else(valid, T.reinterpret(scale, "uint32") >> T.uint32(23), T.uint32(0))
         word = word << T.cast(lane // group_lanes % 4 * 8, "uint32")
         word = word | T.shfl_xor(word, group_lanes)
         word = word | T.shfl_xor(word, 2 * group_lanes)
@@ -197,7 +183,7 @@ def store_sf(
         elif first and valid:
             sf[row, col // (4 * num_per_channels)] = T.reinterpret(word, "int32")
     elif valid and lane % group_lanes == 0:
-        sf[row, col // num_per_channels] = T.reinterpret(bits, "float32")
+        sf[row, col // num_per_channels] = scale
 
 
 @T.macro
