@@ -1,4 +1,4 @@
-"""Kernels of per_token_cast and per_block_cast at the tile level, and `cast_out`, which chooses among all of them.
+"""Kernels of per_token_cast and per_block_cast, and `cast_out`, which chooses between them.
 
 A block is what has one scale factor: some channels of one token or of several. A thread block takes a tile of whole
 blocks, which it has in registers from the load to the store; a thread 8 or 16 neighbouring channels:
@@ -11,12 +11,11 @@ blocks, which it has in registers from the load to the store; a thread 8 or 16 n
 
 A block that takes more than a warp, such as a whole row or 128 x 128, has parts, a warp each, which are reduced as
 blocks are, and then their maxima.
-
-One cast to e2m1, for which the tile level is slower, goes thread by thread: cast_to_e2m1.py.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
@@ -26,7 +25,6 @@ from tk_core.op import op
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, flags_of, layout_of
-from tk_quant.lib.cast_to_e2m1 import cast_to_e2m1_kernel, casts_to_e2m1
 from tk_quant.lib.outputs import for_vectors
 from tk_quant.lib.quantize import BITS, LIMITS, float_bits
 
@@ -63,6 +61,9 @@ def cast_kernel(
     num_tiles = _tiles_across(num_cols, scales.in_bytes, across)
     num_tokens = T.dynamic("num_tokens")
     sf_rows = num_tokens if block_tokens == 1 else T.dynamic("sf_rows")
+
+    of_bf16 = source.dtype is torch.bfloat16 and block_channels >= 8
+    by_power = fmt == "e2m1" and of_bf16 and scales.round_sf and not arch.has_fp4_convert
 
     def scale_of(amax: Any, tensor_sf: T.Buffer) -> tuple[Any, Any]:
         if scales.of_tensor:
@@ -105,7 +106,7 @@ def cast_kernel(
             if with_data:
                 for i, g in T.Parallel(*config.parts):
                     factors[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[1]
-                tiles.store_codes(values, factors, data, row, col, fmt, not scales.of_tensor, config)
+                tiles.store_codes(values, factors, data, row, col, fmt, not scales.of_tensor, by_power, config)
 
     return cast
 
@@ -145,7 +146,7 @@ def cast_by_sf_kernel(
                 sf_row, sf_col = T.min(token, num_tokens - 1) // block_tokens, T.min(channel, hidden - 1)
                 given = T.if_then_else(token < num_tokens, sf[sf_row, sf_col // block_channels], T.float32(1))
                 factors[i, g] = T.float32(1) / given
-            tiles.store_codes(values, factors, data, row, col, fmt, False, config)
+            tiles.store_codes(values, factors, data, row, col, fmt, False, False, config)
 
     return cast_by_sf
 
@@ -189,12 +190,9 @@ def cast_out(
         cast_by_sf_kernel(source, hidden, fmt, block_size, config, arch)(x, x_sf, given_sf, written_data)
     else:
         scales = CastScales(layout_of(sf), round_sf, tensor_sf is not None)
-        if data is not None and casts_to_e2m1(source, fmt, block_size, scales, arch):
-            cast_to_e2m1_kernel(hidden, block_channels, source.alignment, arch)(x, written_data, written_sf)
-        else:
-            config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
-            args = (source, hidden, fmt, block_size, scales, data is not None, config, arch)
-            cast_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
+        config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
+        args = (source, hidden, fmt, block_size, scales, data is not None, config, arch)
+        cast_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
     if written_data is not data:
         data.copy_(written_data)
     if written_sf is not sf:
