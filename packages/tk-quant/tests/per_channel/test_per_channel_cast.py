@@ -12,7 +12,6 @@ import tk_quant
 from tk_core.arch import ARCHS, Arch
 from tk_core.testing import tiers
 from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig
-from tk_quant.per_channel.per_channel_cast_and_transpose import PerChannelCastAndTransposeConfig
 from tk_quant.testing.per_channel.per_channel_cast import SPEC, extremes, normal
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -134,13 +133,13 @@ def test_blocks_do_not_mix() -> None:
 @pytest.mark.parametrize("arch", ARCHS.values())
 def test_configurations_are_admissible(arch: Arch) -> None:
     for itemsize in (2, 4):
-        config = PerChannelCastConfig.best(itemsize, arch)
+        config = PerChannelCastConfig.best(itemsize, 7168, False, False, arch)
         assert 128 % (4 * config.rows) == 0
         assert config.vec in (4, 8, 16)
         assert config.channels in (128, 256)
         assert (128 // config.rows) * (config.channels // config.vec) <= 1024
     for hidden in (576, 4160, 7168):
-        config = PerChannelCastAndTransposeConfig.best(hidden, arch)
+        config = PerChannelCastConfig.best(2, hidden, True, False, arch)
         assert config.channels in (64, 128)
         # A thread's rows are of one block of 32.
         assert config.rows in (4, 8, 16)

@@ -14,7 +14,7 @@ from tk_core.arch import ARCHS, Arch
 from tk_core.testing import tiers
 from tk_quant import reference
 from tk_quant.lib import gathered_recast
-from tk_quant.per_channel.per_channel_cast_fused import PerChannelRecastConfig
+from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig
 from tk_quant.testing.per_channel.per_channel_cast import normal
 from tk_quant.testing.per_channel.per_channel_cast_fused import (
     SPEC,
@@ -145,8 +145,11 @@ def test_indices_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS.values())
 @pytest.mark.parametrize("gathered", [False, True])
-def test_configuration_is_admissible(gathered: bool, arch: Arch) -> None:
-    config = PerChannelRecastConfig.best(gathered, arch)
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_configuration_is_admissible(itemsize: int, gathered: bool, arch: Arch) -> None:
+    config = PerChannelCastConfig.best(itemsize, 7168, False, gathered, arch)
+    # A pair has one scale factor for each token and tile.
+    assert config.channels == 128
     # A thread has all rows of a map, whose length is a multiple of 16, or none; and whole words of codes.
     assert config.rows in (4, 8, 16)
     assert config.vec in (4, 8, 16)

@@ -18,8 +18,6 @@ from tk_core.scales import ScaleLayout, check_scales
 from tk_core.testing import tiers
 from tk_quant import reference
 from tk_quant.lib.cast_config import TileConfig
-from tk_quant.lib.cast_formats import CastScales
-from tk_quant.lib.cast_to_e2m1 import PieceConfig
 from tk_quant.reference.lib import formats
 from tk_quant.testing.per_token.per_token_cast import (
     ALL_FLAGS,
@@ -472,21 +470,6 @@ def test_tiles_cover_a_row_in_whole_warps(x_bits: int) -> None:
         else:
             assert config.block_channels == group
             assert covers_row or not in_bytes or config.blocks_across % 4 == 0
-
-
-@pytest.mark.parametrize("x_bits", [4, 8, 16, 32])
-def test_pieces_are_whole_words_of_a_group(x_bits: int) -> None:
-    for hidden, group, layout, by_code, with_data in product(
-        (64, 192, 576, 2048, 7168, 20480), (16, 32, 64, 128), ScaleLayout, (False, x_bits == 8), (False, True)
-    ):
-        config = PieceConfig.best(hidden, group, x_bits, CastScales(layout, True), by_code, with_data, ARCH)
-        assert hidden % config.vec == 0
-        assert config.vec <= group
-        assert config.vec * x_bits % 32 == 0
-        assert config.unit <= 32
-        assert config.lanes % config.unit == 0
-        assert config.lanes * config.rows <= 1024
-        assert config.lanes * config.rows % 32 == 0
 
 
 X = torch.zeros(8, 192)

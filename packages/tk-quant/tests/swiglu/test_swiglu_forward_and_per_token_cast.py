@@ -212,7 +212,7 @@ def test_configurations_are_admissible(hidden: int) -> None:
         assert hidden % config.vec == 0
         assert config.lanes * config.rows <= 1024
         assert config.lanes * config.rows % 32 == 0
-        blocks = config.num_blocks(1000, hidden, group)
+        blocks = config.num_blocks(1000, hidden)
         assert blocks * config.rows * config.pieces * config.lanes * config.vec >= 1000 * hidden
 
 

@@ -18,15 +18,6 @@ __device__ __forceinline__ void tk_load_streaming_to(void* to, const void* addre
   *static_cast<uint4*>(to) = words;
 }
 
-// Sixteen bytes, zeros where not valid, of memory that no one writes. Three quarters of the lines leave L2 first.
-__device__ __forceinline__ void tk_load_mostly_evict_first(unsigned* words, const void* address, bool valid) {
-  asm("{ .reg .pred p; .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 0.75;\n"
-      "  setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-      "  @p ld.global.nc.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], policy; }"
-      : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-      : "l"(address), "r"(int(valid)));
-}
-
 // Two bytes, unspecified where not valid.
 __device__ __forceinline__ unsigned tk_load_16_bits(const void* address, bool valid) {
   unsigned short loaded = 0;

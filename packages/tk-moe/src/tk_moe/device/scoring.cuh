@@ -1,6 +1,6 @@
 #pragma once
-// Scores of logits and their derivatives, rounded as torch rounds them on a GPU. TileLang has neither rsqrt.approx nor
-// ex2.approx, nor a way to say that a value is finite.
+// Scores of logits, rounded as torch rounds them on a GPU. TileLang has neither rsqrt.approx nor ex2.approx, nor a way
+// to say that a value is finite.
 
 __device__ __forceinline__ float tk_score_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -49,15 +49,6 @@ __device__ __forceinline__ void tk_scores_sqrtsoftplus(const float* x, float* sc
 #pragma unroll
     for (int i = 0; i < n; ++i) scores[i] = tk_score_sqrtsoftplus(x[i]);
   }
-}
-
-// Derivatives, given the score as well.
-__device__ __forceinline__ float tk_slope_sigmoid(float, float score) { return (1.0f - score) * score; }
-
-__device__ __forceinline__ float tk_slope_sqrtsoftplus(float x, float score) {
-  const float e = expf(x);
-  // Where the score is 0 its slope is too: in the limit it is half the score.
-  return score == 0.0f ? 0.0f : (x > 20.0f ? 1.0f : e / (e + 1.0f)) / (score + score);
 }
 
 // T.fast_rcp is volatile, which keeps nvcc from moving it.

@@ -1,4 +1,4 @@
-"""Scores of one logit or of several, and their derivatives; `function` is "sigmoid" or "sqrtsoftplus"."""
+"""Scores of one logit or of several; `function` is "sigmoid" or "sqrtsoftplus"."""
 
 from typing import Any
 
@@ -15,11 +15,6 @@ def score(function: str, x: Any) -> Any:
 def store_scores(function: str, x: Any, scores: Any, count: int) -> Any:
     """Store the scores of `count` float32 at an address; their instructions overlap where all are within ±64."""
     return _SCORING.call("void", f"tk_scores_{function}<{count}>", x, scores)
-
-
-def slope(function: str, x: Any, value: Any) -> Any:
-    """The derivative of the score of a float32, whose score is `value`."""
-    return _SCORING.call("float32", f"tk_slope_{function}", x, value)
 
 
 def fast_sigmoid(x: Any) -> Any:

@@ -96,7 +96,12 @@ def slope(scoring_func: ScoringFunc, x: Any, value: Any) -> Any:
 
     if scoring_func is ScoringFunc.IDENTITY:
         return T.float32(1)
-    return scoring.slope(str(scoring_func), x, value)
+    if scoring_func is ScoringFunc.SIGMOID:
+        return (T.float32(1) - value) * value
+    # Where the score is 0 its slope is too: in the limit it is half the score.
+    e = scoring.exp(x)
+    of_softplus = T.if_then_else(x > T.float32(20), T.float32(1), e / (e + T.float32(1)))
+    return T.if_then_else(value == T.float32(0), T.float32(0), of_softplus / (value + value))
 
 
 def softmax_score(x: Any, sums: Any) -> Any:

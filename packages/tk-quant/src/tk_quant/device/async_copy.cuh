@@ -21,9 +21,6 @@ __device__ __forceinline__ void tk_gather_async(void* shared, const void* row0, 
 #undef TK_GATHER
 }
 
-// Ends a group of this thread's copies.
-__device__ __forceinline__ void tk_commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 // Waits until at most num_groups groups of this thread, three or fewer, are in flight.
 __device__ __forceinline__ void tk_wait_for_groups(int num_groups) {
   if (num_groups == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");

@@ -18,11 +18,6 @@ def gather_async(shared: Any, row0: Any, row: Any, stride: Any, limit: Any, num_
     return _ASYNC_COPY.call("void", f"tk_gather_async<{num_bytes}>", shared, row0, row, stride, limit)
 
 
-def commit_copies() -> Any:
-    """End a group of this thread's copies."""
-    return _ASYNC_COPY.call("void", "tk_commit_copies")
-
-
 def wait_for_groups(num_groups: Any) -> Any:
     """Wait until at most that many groups of this thread, three or fewer, are in flight."""
     return _ASYNC_COPY.call("void", "tk_wait_for_groups", num_groups)

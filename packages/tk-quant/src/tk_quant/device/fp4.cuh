@@ -1,9 +1,8 @@
 #pragma once
-// e2m1: casts from and to float32, and to e4m3; fp4.py has the formula. T.cast of float4_e2m1fn would replace the first
-// two if it took registers and, before sm_100, arithmetic.
+// e2m1: casts from float32 and to e4m3; fp4.py has the formula. T.cast to float4_e2m1fn would replace the first if it
+// took registers and, before sm_100, arithmetic.
 #include <cuda_fp8.h>
 
-#include "pairs.cuh"
 #if __CUDA_ARCH__ >= 1000
 #include <cuda_fp4.h>
 #endif
@@ -54,27 +53,6 @@ __device__ __forceinline__ unsigned tk_look_up(unsigned low, unsigned high, unsi
   unsigned bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
   return bytes;
-}
-
-// Four codes in the lower half of `codes`, the first in the lowest nibble, to float32.
-__device__ __forceinline__ void tk_decode_e2m1x4(unsigned codes, float* values) {
-#if __CUDA_ARCH__ >= 1000
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const __half2_raw pair = __nv_cvt_fp4x2_to_halfraw2(__nv_fp4x2_storage_t(codes >> (8 * i)), __NV_E2M1);
-    const float2 two = __half22float2(__half2(pair));
-    values[2 * i] = two.x;
-    values[2 * i + 1] = two.y;
-  }
-#else
-  // Upper bytes of 0, .5, 1, 1.5, 2, 3, 4, 6 in float16; their lower bytes are 0.
-  const unsigned magnitudes = tk_look_up(0x3e3c3800u, 0x46444240u, codes & 0x7777u);
-  // 0x80 for a positive code and 0xff for a negative one: bit 6 is the sign.
-  const unsigned signs = tk_look_up(0x80808080u, 0x80808080u, codes) << 1;
-  const unsigned upper = magnitudes | (signs & 0x80808080u);
-  const unsigned pairs[2] = {tk_look_up(upper, 0u, 0x1404u), tk_look_up(upper, 0u, 0x3424u)};
-  tk_floats_of_halves(pairs, values);
-#endif
 }
 
 // Two float32 to two e4m3 codes.

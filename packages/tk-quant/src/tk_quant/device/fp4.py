@@ -1,4 +1,4 @@
-"""e2m1 (FP4): casts from and to float32, and to e4m3.
+"""e2m1 (FP4): casts from float32 and to e4m3.
 
 The values 0, .5, 1, 1.5, 2, 3, 4, 6 have the codes 0 to 7. The values are .5 apart up to 2, then 1 apart, and 2 apart
 from 4 on; hence, with `round` to the nearest integer, ties to even,
@@ -25,11 +25,6 @@ def encode_e2m1x8(values: Iterable[Any], are_bounded: bool = False) -> Any:
     amax of the group; codes of others are unspecified.
     """
     return _FP4.call("uint32", f"tk_encode_e2m1x8<{str(are_bounded).lower()}>", *values)
-
-
-def decode_e2m1x4(codes: Any, values: Any) -> Any:
-    """Store the values of four codes, the lower half of a uint32, at a float32 address."""
-    return _FP4.call("void", "tk_decode_e2m1x4", codes, values)
 
 
 def e4m3_of_e2m1_magnitudes(shift: Any, low: Any, high: Any) -> Any:

@@ -1,7 +1,6 @@
 #pragma once
 // Maxima of magnitudes in which NaN stays; T.reduce_absmax(nan_propagate=True) has them for tiles of 16-bit types,
 // TileLang has no max.NaN of float32.
-#include "pairs.cuh"
 
 // The bits of the larger of a and |x|: of float32, or of both halves of a bfloat16 pair. NaN, of bits 0x7fff or
 // 0x7fffffff, where either is.
@@ -15,8 +14,3 @@
   }
 TK_LARGER_MAGNITUDE(bf16x2)
 TK_LARGER_MAGNITUDE(f32)
-
-// The same of float16 pairs.
-__device__ __forceinline__ unsigned tk_larger_magnitude_f16x2(unsigned a, unsigned x) {
-  return tk_bits(__hmax2_nan(tk_pair<__half2>(a), __habs2(tk_pair<__half2>(x))));
-}

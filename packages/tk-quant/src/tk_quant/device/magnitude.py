@@ -12,11 +12,6 @@ def larger_magnitude_bf16x2(a: Any, x: Any) -> Any:
     return _MAGNITUDE.call("uint32", "tk_larger_magnitude_bf16x2", a, x)
 
 
-def larger_magnitude_f16x2(a: Any, x: Any) -> Any:
-    """The same of float16 pairs."""
-    return _MAGNITUDE.call("uint32", "tk_larger_magnitude_f16x2", a, x)
-
-
 def larger_magnitude_f32(a: Any, x: Any) -> Any:
     """The larger of a and |x|, the bits of float32; NaN has the bits 0x7fffffff."""
     return _MAGNITUDE.call("uint32", "tk_larger_magnitude_f32", a, x)

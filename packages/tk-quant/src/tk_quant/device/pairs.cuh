@@ -13,13 +13,3 @@ template <class Pair>
 __device__ __forceinline__ unsigned tk_bits(Pair pair) {
   return reinterpret_cast<const unsigned&>(pair);
 }
-
-// Four float16 to float32.
-__device__ __forceinline__ void tk_floats_of_halves(const unsigned* pairs, float* values) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float2 two = __half22float2(tk_pair<__half2>(pairs[i]));
-    values[2 * i] = two.x;
-    values[2 * i + 1] = two.y;
-  }
-}

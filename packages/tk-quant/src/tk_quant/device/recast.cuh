@@ -34,16 +34,6 @@ __device__ __forceinline__ void tk_raise_amax(unsigned* amax, unsigned codes0, f
   }
 }
 
-// The larger amax of two threads of a warp, 16 lanes apart: of their 16 channels, the upper lane gets the last 8.
-__device__ __forceinline__ void tk_merge_amax(const unsigned* amax, unsigned* merged) {
-  const bool upper = threadIdx.x & 16;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? amax[j] : amax[j + 8], 16);
-    merged[j] = max(upper ? amax[j + 8] : amax[j], other);
-  }
-}
-
 // The codes of code * sf * factor.
 __device__ __forceinline__ unsigned tk_recast(unsigned codes, float sf, const float* factors) {
   float values[4];

@@ -17,14 +17,6 @@ def raise_amax(amax: Any, codes0: Any, sf0: Any, codes1: Any, sf1: Any) -> Any:
     return _RECAST.call("void", "tk_raise_amax", amax, codes0, sf0, codes1, sf1)
 
 
-def merge_amax(amax: Any, merged: Any) -> Any:
-    """Of the 16 amax at the address `amax` in each of two lanes, 16 apart, the larger ones at the address `merged`.
-
-    They are uint32; the lower lane gets the first 8, the upper lane the last 8.
-    """
-    return _RECAST.call("void", "tk_merge_amax", amax, merged)
-
-
 def recast(codes: Any, sf: Any, factors: Any) -> Any:
     """The e4m3 codes of code * sf * factor, of four codes in a uint32; `factors` is the address of four float32."""
     return _RECAST.call("uint32", "tk_recast", codes, sf, factors)

@@ -1,4 +1,4 @@
-"""Kernels of per_token_cast and per_block_cast at the tile level, and `cast_out`, which chooses among all of them.
+"""Kernels of per_token_cast and per_block_cast, and `cast_out`, which chooses between them.
 
 A block is what has one scale factor: some channels of one token or of several. A thread block takes a tile of whole
 blocks, which it has in registers from the load to the store; a thread 8 or 16 neighbouring channels:
@@ -11,8 +11,6 @@ blocks, which it has in registers from the load to the store; a thread 8 or 16 n
 
 A block that takes more than a warp, such as a whole row or 128 x 128, has parts, a warp each, which are reduced as
 blocks are, and then their maxima.
-
-Where the tile level is slower, cast_to_e2m1.py, cast_narrow_blocks.py and cast_elements.py go thread by thread.
 """
 
 from typing import Any
@@ -24,15 +22,11 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
-from tk_core.scales import ScaleLayout
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib.cast_config import TileConfig
-from tk_quant.lib.cast_elements import cast_elements_kernel
 from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, flags_of, layout_of
-from tk_quant.lib.cast_narrow_blocks import cast_narrow_blocks_kernel
-from tk_quant.lib.cast_to_e2m1 import PieceConfig, cast_to_e2m1_kernel, casts_codes
 from tk_quant.lib.outputs import for_vectors
-from tk_quant.lib.quantize import BITS
+from tk_quant.lib.quantize import BITS, LIMITS, float_bits
 
 # Each access says itself where tensors end, so TileLang's bounds checks would only repeat it.
 _PASS_CONFIGS = {**DIRECT_COPIES, "tl.disable_safe_memory_legalize": True}
@@ -54,11 +48,12 @@ def cast_kernel(
     config: TileConfig,
     arch: Arch,
 ) -> Any:
-    """Build `cast(x, x_sf, data, sf)`, None standing for what there is none of."""
+    """Build `cast(x, x_sf, tensor_sf, data, sf)`, None standing for what there is none of."""
     import tilelang.language as T
 
     from tk_quant.lib import cast_tiles as tiles
-    from tk_quant.lib.scales_io import scale_of_amax, scale_rows, scales_type, store_scales
+    from tk_quant.lib.division import quick_scale_of_amax
+    from tk_quant.lib.scales_io import nvfp4_scale_of_amax, scale_of_amax, scale_rows, scales_type, store_scales
 
     block_tokens, block_channels = block_size
     splits, (down, across) = config.splits(block_size), config.blocks_of_tile(block_size)
@@ -67,17 +62,23 @@ def cast_kernel(
     num_tokens = T.dynamic("num_tokens")
     sf_rows = num_tokens if block_tokens == 1 else T.dynamic("sf_rows")
 
-    def scale_of(amax: Any) -> tuple[Any, Any]:
+    of_bf16 = source.dtype is torch.bfloat16 and block_channels >= 8
+    by_power = fmt == "e2m1" and of_bf16 and scales.round_sf and not arch.has_fp4_convert
+
+    def scale_of(amax: Any, tensor_sf: T.Buffer) -> tuple[Any, Any]:
+        if scales.of_tensor:
+            return nvfp4_scale_of_amax(amax, tensor_sf[0])
         if fmt == "e2m1" and not scales.round_sf:
-            return tiles.e2m1_scale_of_amax(amax)
+            return quick_scale_of_amax(T.max(amax, float_bits(LIMITS["e2m1"][1])), fmt, False)
         return scale_of_amax(amax, fmt, scales.round_sf)
 
     @T.prim_func
     def cast(
         x: tiles.input_type(source, num_tokens, hidden),
         x_sf: tiles.input_scales_type(source, hidden),
+        tensor_sf: T.Tensor((1,), "float32"),
         data: T.Tensor((num_tokens, hidden * BITS[fmt] // 8), ELEMENTS[fmt]),
-        sf: scales_type(sf_rows, num_cols, scales.layout),
+        sf: scales_type(sf_rows, num_cols, scales.layout, scales.byte_dtype),
     ) -> None:
         num_rows = T.ceildiv(num_tokens, block_tokens)
         with T.Kernel(T.ceildiv(scale_rows(num_rows, scales.layout), down) * num_tiles, threads=config.threads) as tile:
@@ -100,12 +101,12 @@ def cast_kernel(
             if splits:
                 tiles.amax_of_parts(amax, whole)
             for i, g in T.Parallel(down, across):
-                block_sf[i, g] = scale_of(whole if splits else amax[i, g])[0]
+                block_sf[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[0]
             store_scales(sf, block_sf, block_row, block_col, num_rows, num_cols, scales.layout)
             if with_data:
                 for i, g in T.Parallel(*config.parts):
-                    factors[i, g] = scale_of(whole if splits else amax[i, g])[1]
-                tiles.store_codes(values, factors, data, row, col, fmt, True, config)
+                    factors[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[1]
+                tiles.store_codes(values, factors, data, row, col, fmt, not scales.of_tensor, by_power, config)
 
     return cast
 
@@ -145,7 +146,7 @@ def cast_by_sf_kernel(
                 sf_row, sf_col = T.min(token, num_tokens - 1) // block_tokens, T.min(channel, hidden - 1)
                 given = T.if_then_else(token < num_tokens, sf[sf_row, sf_col // block_channels], T.float32(1))
                 factors[i, g] = T.float32(1) / given
-            tiles.store_codes(values, factors, data, row, col, fmt, False, config)
+            tiles.store_codes(values, factors, data, row, col, fmt, False, False, config)
 
     return cast_by_sf
 
@@ -183,28 +184,15 @@ def cast_out(
     arch, source = get_arch(x.device), CastInput.of(x, x_sf, (x_block_tokens, x_block_channels))
     hidden = x.shape[1] * 8 * x.dtype.itemsize // source.bits
     written_data, written_sf = for_vectors(data), for_vectors(sf)
-    with_data, makes = data is not None, "data" if sf is None else "sf" if data is None else "both"
+    makes = "data" if sf is None else "sf" if data is None else "both"
     if sf is None:
         config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, False, arch)
         cast_by_sf_kernel(source, hidden, fmt, block_size, config, arch)(x, x_sf, given_sf, written_data)
-    elif block_size == (1, 1) and fmt == "e4m3" and sf.dtype is torch.int32 and x.dtype is torch.bfloat16:
-        cast_elements_kernel(source, hidden, with_data, arch)(x, written_data, written_sf)
-    elif block_channels < 8:
-        row_major = sf.dtype is torch.float32 and sf.stride(1) == 1
-        scales = CastScales(ScaleLayout.ROW_MAJOR if row_major else layout_of(sf), round_sf)
-        args = (source, hidden, fmt, block_size, scales, with_data, arch)
-        cast_narrow_blocks_kernel(*args)(x, written_data, written_sf)
-    elif fmt == "e2m1" and block_tokens == 1 and block_channels <= 128:
-        scales = CastScales(layout_of(sf), round_sf, tensor_sf is not None)
-        by_code = casts_codes(source, hidden, scales, with_data, arch)
-        config = PieceConfig.best(hidden, block_channels, source.bits, scales, by_code, with_data, arch)
-        args = (source, hidden, block_channels, scales, with_data, by_code, config, arch)
-        cast_to_e2m1_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
     else:
-        scales = CastScales(layout_of(sf), round_sf)
+        scales = CastScales(layout_of(sf), round_sf, tensor_sf is not None)
         config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
-        args = (source, hidden, fmt, block_size, scales, with_data, config, arch)
-        cast_kernel(*args)(x, x_sf, written_data, written_sf)
+        args = (source, hidden, fmt, block_size, scales, data is not None, config, arch)
+        cast_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
     if written_data is not data:
         data.copy_(written_data)
     if written_sf is not sf:

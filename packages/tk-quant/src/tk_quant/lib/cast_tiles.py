@@ -14,9 +14,10 @@ from tk_core.device.memory import load_streaming_to
 from tk_core.math import ceil_div
 from tk_quant.device.e5m6 import encode_e5m6x8
 from tk_quant.device.fp4 import encode_e2m1x8
+from tk_quant.device.scaled_fp4 import e2m1x8_by_power
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_formats import ELEMENTS, FORMATS, CastInput
-from tk_quant.lib.quantize import INFINITY_BITS, LIMITS, float_bits, store_codes_macro
+from tk_quant.lib.quantize import store_codes_macro
 from tk_quant.lib.scales_io import load_scale, scale_bytes, scales_type
 
 _MAGNITUDE_BITS = 0x7FFFFFFF
@@ -167,24 +168,6 @@ def block_amax(values: T.Buffer, amax: T.Buffer, config: TileConfig) -> None:
 
 
 @T.macro
-def e2m1_scale_of_amax(amax: T.int32) -> tuple[T.float32, T.float32]:
-    """The bits of `scale_of_amax` for e2m1 without the branches of divisions; s is NaN where amax is infinite.
-
-    With r = 1 / d correctly rounded and q = l * r, q - (d * q - l) * r is l / d, each bracket rounded once.
-    """
-    largest = T.reinterpret(T.max(amax, float_bits(LIMITS["e2m1"][1])), "float32")
-    sixth = largest * T.float32(1 / 6)
-    sf = T.fma(-T.fma(T.float32(6), sixth, -largest), T.float32(1 / 6), sixth)
-    # A quarter, whose reciprocal is normal.
-    quarter = largest * T.float32(0.25)
-    estimate = T.fast_rcp(quarter)
-    reciprocal = T.fma(estimate, T.fma(-quarter, estimate, T.float32(1)), estimate)
-    quotient = T.float32(1.5) * reciprocal
-    s = T.fma(-T.fma(quarter, quotient, T.float32(-1.5)), reciprocal, quotient)
-    return T.if_then_else(amax == INFINITY_BITS, largest, sf), s
-
-
-@T.macro
 def amax_of_parts(amax: T.Buffer, largest: T.Ref) -> None:
     """largest = the largest element of amax, of 0 before: the parts of a tile become one block."""
     parts = T.alloc_shared(amax.shape, "int32")
@@ -203,12 +186,14 @@ def store_codes(
     col: T.int32,
     fmt: str,
     are_bounded: bool,
+    by_power: bool,
     config: TileConfig,
 ) -> None:
     """values * factors of their blocks, rounded to `fmt`, to the tile at (row, col) of data.
 
-    `are_bounded`: the factors were made from the values' amax, so that nothing finite saturates. Eight codes of e5m6
-    are twelve bytes, which go through shared memory, so that a warp's stores are neighbours.
+    `are_bounded`: the factors were made from the values' amax, so that nothing finite saturates. `by_power`: values are
+    bfloat16, factors powers of two, and e2m1 has no instruction. Eight codes of e5m6 are twelve bytes, which go through
+    shared memory, so that a warp's stores are neighbours.
     """
     down, tokens, _, size = config.tile
     width, vector = config.channels // 8, config.vec // 8
@@ -223,20 +208,28 @@ def store_codes(
             if token < data.shape[0] and channel // config.vec < data.shape[1] // config.vec:
                 data[token, channel] = codes[i, t, g, j]
     else:
-        scaled, num_words = T.alloc_fragment(config.tile, "float32"), data.shape[1] // 4
+        num_words = data.shape[1] // 4
         out = T.view(data, (data.shape[0], num_words), "uint32")
-        T.annotate_layout({scaled: layout_of_tile(config)})
-        for i, t, g, j in T.Parallel(*config.tile):
-            scaled[i, t, g, j] = T.cast(values[i, t, g, j], "float32") * factors[i, g]
+        if not by_power:
+            scaled = T.alloc_fragment(config.tile, "float32")
+            T.annotate_layout({scaled: layout_of_tile(config)})
+            for i, t, g, j in T.Parallel(*config.tile):
+                scaled[i, t, g, j] = T.cast(values[i, t, g, j], "float32") * factors[i, g]
         if fmt == "e2m1":
             store = store_codes_macro(vector, 1)
             words = T.alloc_fragment((down, tokens, width), "uint32")
             T.annotate_layout({words: layout_of_rows(config, 8)})
             for i, t, w in T.Parallel(down, tokens, width):
-                eight = T.alloc_local((8,), "float32")
+                eight = T.alloc_local((8,), values.dtype if by_power else "float32")
                 for k in T.unroll(8):
-                    eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
-                words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded)
+                    eight[k] = (values if by_power else scaled)[i, t, (8 * w + k) // size, (8 * w + k) % size]
+                if by_power:
+                    pairs, power = T.view(eight, (4,), "uint32"), T.reinterpret(factors[i, 8 * w // size], "uint32")
+                    four = tuple(pairs[k] for k in range(4))
+                    words[i, t, w] = e2m1x8_by_power(four, power | (power >> T.uint32(16)))
+                else:
+                    # NaN and infinity would spoil codes of other blocks.
+                    words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded and size >= 8)
             for i, t, v in T.Parallel(down, tokens, width // vector):
                 token, word = row + i * tokens + t, col // 8 + v * vector
                 # nvcc would split a store of words that were computed one by one.

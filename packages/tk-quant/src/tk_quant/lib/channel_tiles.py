@@ -195,32 +195,44 @@ def factors_of_blocks(
 
 
 @T.macro
-def store_codes(
-    columns: T.Buffer, factors: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile
-) -> None:
-    """e4m3 codes of values times factors (blocks, channels), to out (rows, channels) from (row, channel) on."""
-    scaled, codes = T.alloc_fragment(tile.shape, "float32"), T.alloc_fragment(tile.shape, "float8_e4m3fn")
-    T.annotate_layout({each: T.Fragment(tile.shape, forward_fn=tile.of_value) for each in (scaled, codes)})
-    for b, i, r, j in T.Parallel(*tile.shape):
-        scaled[b, i, r, j] = T.cast(columns[b, i, j, r], "float32") * factors[b, j]
+def store_codes(scaled: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile) -> None:
+    """e4m3 codes of float32 values, laid out like those loaded, to out (rows, channels) from (row, channel) on."""
+    codes = T.alloc_fragment(tile.shape, "float8_e4m3fn")
+    T.annotate_layout({codes: T.Fragment(tile.shape, forward_fn=tile.of_value)})
     T.copy(scaled, codes)
     for b, i, r, j in T.Parallel(*tile.shape):
         out[row + tile.token(b, i, r), channel + j] = codes[b, i, r, j]
 
 
 @T.macro
-def store_transposed_codes(
-    columns: T.Buffer, factors: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile
+def store_by_channel(
+    columns: T.Buffer,
+    factors: T.Buffer,
+    out: T.Buffer,
+    row: T.int32,
+    channel: T.int32,
+    tile: ChannelTile,
+    transpose: bool,
 ) -> None:
-    """The same to out (channels, rows) from (channel, row) on, by way of shared memory."""
-    by_channel = T.alloc_shared((tile.channels, TILE_ROWS), "float8_e4m3fn")
-    scaled = T.alloc_fragment(by_channel.shape, "float32")
-    codes = T.alloc_fragment(by_channel.shape, "float8_e4m3fn")
-    T.annotate_layout({by_channel: T.Layout(by_channel.shape, tile.swizzled)})
-    T.annotate_layout({each: T.Fragment(each.shape, forward_fn=tile.of_transposed) for each in (scaled, codes)})
-    for j, t in T.Parallel(*by_channel.shape):
-        b, i, r = tile.indices(t)
-        scaled[j, t] = T.cast(columns[b, i, j, r], "float32") * factors[b, j]
-    T.copy(scaled, codes)
-    T.copy(codes, by_channel)
-    T.copy(by_channel, out[channel : channel + tile.channels, row : row + TILE_ROWS])
+    """e4m3 codes of values times factors (blocks, channels), to out from (row, channel) on.
+
+    out is (rows, channels), or where they are to `transpose`, by way of shared memory, (channels, rows).
+    """
+    if not transpose:
+        scaled = T.alloc_fragment(tile.shape, "float32")
+        T.annotate_layout({scaled: T.Fragment(tile.shape, forward_fn=tile.of_value)})
+        for b, i, r, j in T.Parallel(*tile.shape):
+            scaled[b, i, r, j] = T.cast(columns[b, i, j, r], "float32") * factors[b, j]
+        store_codes(scaled, out, row, channel, tile)
+    else:
+        by_channel = T.alloc_shared((tile.channels, TILE_ROWS), "float8_e4m3fn")
+        turned = T.alloc_fragment(by_channel.shape, "float32")
+        codes = T.alloc_fragment(by_channel.shape, "float8_e4m3fn")
+        T.annotate_layout({by_channel: T.Layout(by_channel.shape, tile.swizzled)})
+        T.annotate_layout({each: T.Fragment(each.shape, forward_fn=tile.of_transposed) for each in (turned, codes)})
+        for j, t in T.Parallel(*by_channel.shape):
+            b, i, r = tile.indices(t)
+            turned[j, t] = T.cast(columns[b, i, j, r], "float32") * factors[b, j]
+        T.copy(turned, codes)
+        T.copy(codes, by_channel)
+        T.copy(by_channel, out[channel : channel + tile.channels, row : row + TILE_ROWS])

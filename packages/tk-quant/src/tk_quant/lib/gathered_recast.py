@@ -32,9 +32,8 @@ from tk_core.arch import Arch
 from tk_core.device.memory import prefetch_bytes, store_evict_first
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_quant.device.async_copy import commit_copies, gather_async, wait_for_groups
-from tk_quant.device.division import scale_of_amax
-from tk_quant.device.recast import atomic_max, merge_amax, raise_amax, recast
+from tk_quant.device.async_copy import gather_async, wait_for_groups
+from tk_quant.device.recast import atomic_max, raise_amax, recast
 from tk_quant.lib.quantize import LIMITS, OWN_GUARDS_AND_BARRIERS, TILE_ROWS, float_bits
 
 ALIGNMENT = 16
@@ -83,6 +82,8 @@ def prefetched_columns(num_rows: int, num_tokens: int, hidden: int, num_sms: int
 def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:
     """Kernel (x, x_sf, pos_to_token, out, sf, num_sms, *prefetched_columns(...))."""
     import tilelang.language as T
+
+    from tk_quant.lib.division import quick_scale_of_amax
 
     col_lanes = _CHANNELS // _VEC
     groups, row_groups = _CHANNELS // _GROUP, hidden // _GROUP
@@ -135,8 +136,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             four_sf = T.view(four_sf_bits, (4,), "float32")
             words = T.alloc_local((4, 4), "uint32")
             amax = T.alloc_local((_VEC,), "uint32")
-            merged = T.alloc_local((_VEC // 2,), "uint32")
-            scale = T.alloc_local((2,), "uint32")
+            mine, other = T.alloc_var("uint32"), T.alloc_var("uint32")
             factor_bits = T.alloc_local((_VEC,), "uint32")
             factor = T.view(factor_bits, (_VEC,), "float32")
             new_codes = T.alloc_local((4,), "uint32")
@@ -165,7 +165,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                         T.cast(num_tokens, "uint32"),
                         16,
                     )
-                commit_copies()
+                T.ptx_commit_group()
             token = block + thread * num_sms
             if block < num_sms and token < num_tokens and num_prefetched > 0:
                 prefetch_bytes(T.address_of(x[token, prefetched_col]), num_prefetched)
@@ -191,17 +191,19 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
                     words[k + 1, 0:4] = T.lds128(codes[4 * quarter + k + 1, thread, 0])
                     for j in T.unroll(4):
                         raise_amax(T.address_of(amax[4 * j]), words[k, j], four_sf[k], words[k + 1, j], four_sf[k + 1])
-            merge_amax(T.address_of(amax[0]), T.address_of(merged[0]))
+            # Lanes 16 apart have the same channels: the lower goes on with the first eight, the upper with the last.
+            is_upper = row_lane % 2 == 1
             for j in T.unroll(_VEC // 2):
                 channel = lane_col + row_lane % 2 * 8 + j
-                atomic_max(T.address_of(largest[slot_of_largest(channel)]), merged[j])
+                mine = T.if_then_else(is_upper, amax[j + 8], amax[j])
+                other = T.shfl_xor(T.if_then_else(is_upper, amax[j], amax[j + 8]), 16)
+                atomic_max(T.address_of(largest[slot_of_largest(channel)]), T.max(mine, other))
             T.sync_threads()
             for k in T.unroll(_CHANNELS // _THREADS):
                 channel = k * _THREADS + thread
                 bits = T.reinterpret(largest[slot_of_largest(channel)], "int32")
-                scale_of_amax(bits, T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
-                sf[row_tile, first_col + channel] = T.reinterpret(scale[0], "float32")
-                factors[slot(channel)] = scale[1]
+                sf[row_tile, first_col + channel], of_channel = quick_scale_of_amax(bits, "e4m3", round_sf)
+                factors[slot(channel)] = T.reinterpret(of_channel, "uint32")
             T.sync_threads()
 
             for j in T.unroll(4):

@@ -35,66 +35,6 @@ def float_bits(value: float) -> int:
 
 
 @cache
-def scale_macro(fmt: str, round_sf: bool) -> Any:
-    """Macro `scale_of(amax, scale)`: from the bits of amax (int32) those of sf, scale[0], and of s, scale[1] (uint32).
-
-    amax is that of a block, at least the largest value of fmt times 2**-126; x is to be multiplied by s. Where amax is
-    NaN or infinite, so is sf.
-
-    A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, 1 <= m < 2 and
-    1 <= L < 2, the quotient m / L rounds to a value above 1 exactly where m > L; so sf is 2**(e - k), or twice that.
-    """
-    import tilelang.language as T
-
-    largest, _ = LIMITS[fmt]
-    exponent, mantissa = float_bits(largest) >> 23, float_bits(largest) & 0x007FFFFF
-
-    @T.macro
-    def scale_of(amax: T.int32, scale: T.Buffer) -> None:
-        if round_sf:
-            power = (T.reinterpret(amax, "uint32") + T.uint32(0x007FFFFF - mantissa)) & T.uint32(INFINITY_BITS)
-            power = power - T.uint32((exponent - 127) << 23)
-            not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(INFINITY_BITS), T.uint32(0x7FFFFFFF))
-            scale[0] = T.if_then_else(amax < INFINITY_BITS, power, not_finite)
-            # The exponent fields of 2**k and 2**-k add up to 254. The reciprocal of infinity is 0, that of NaN is NaN.
-            not_finite = T.if_then_else(amax == INFINITY_BITS, T.uint32(0), T.uint32(0x7FFFFFFF))
-            scale[1] = T.if_then_else(amax < INFINITY_BITS, T.uint32(0x7F000000) - power, not_finite)
-        else:
-            amax_value = T.reinterpret(amax, "float32")
-            scale[0] = T.reinterpret(amax_value / T.float32(largest), "uint32")
-            scale[1] = T.reinterpret(T.float32(largest) / amax_value, "uint32")
-
-    return scale_of
-
-
-@cache
-def tensor_scaled_macro() -> Any:
-    """Macro `scale_of(amax, tensor_sf, scale)` for e2m1 with sf in float8_e4m3fn: the byte of sf, and the bits of s.
-
-    amax is given as its bits, not clamped from below; sf is at least 2**-9, saturates, and is NaN where amax is not
-    finite.
-    """
-    import tilelang.language as T
-
-    largest, _ = LIMITS["e2m1"]
-
-    @T.macro
-    def scale_of(amax: T.int32, tensor_sf: T.float32, scale: T.Buffer) -> None:
-        quotient = T.alloc_var("float32")
-        quotient = T.reinterpret(amax, "float32") / T.float32(largest) / tensor_sf
-        # Written so that NaN stays NaN.
-        quotient = T.if_then_else(quotient < T.float32(2.0**-9), T.float32(2.0**-9), quotient)
-        quotient = T.if_then_else(amax < INFINITY_BITS, quotient, T.reinterpret(T.uint32(0x7FFFFFFF), "float32"))
-        sf = T.alloc_local((4,), "float8_e4m3fn")
-        for i in T.vectorized(4):
-            sf[i] = T.cast(quotient, "float8_e4m3fn")
-        scale[0] = T.view(sf, (1,), "uint32")[0] & T.uint32(0xFF)
-        scale[1] = T.reinterpret(T.float32(1) / (T.cast(sf[0], "float32") * tensor_sf), "uint32")
-
-    return scale_of
-
-
-@cache
 def encode_macro(fmt: str, num_values: int, are_bounded: bool = False) -> Any:
     """Macro `encode(scaled, words)`: float32 (num_values,) to codes packed in uint32 (num_values * bits / 32,).
 
@@ -163,12 +103,12 @@ def load_macro(num_words: int, elements_per_word: int, alignment: int, streaming
 
 
 @cache
-def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, streaming: bool = False) -> Any:
+def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int) -> Any:
     """Macro `load(x, words, piece, row, col, valid)`: bytes of a row of x, from `col` on, to words[piece].
 
     x has elements of one byte, of the TileLang type `element`; words is uint32 (pieces, ceil(num_bytes / 4)).
     `alignment`, at most 16, divides the row's address and `col`. The loads are predicated: where `valid` is false
-    nothing is read and the words are unspecified. `streaming`: load with a cache hint for data that is read only once.
+    nothing is read and the words are unspecified.
     """
     import tilelang.language as T
 
@@ -177,10 +117,7 @@ def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int, 
 
     @T.macro
     def load(x: T.Buffer, words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if load_bytes == 16 and streaming:
-            for j in T.unroll(num_words // 4):
-                memory.load_streaming(T.address_of(words[piece, 4 * j]), T.address_of(x[row, col + 16 * j]), valid)
-        elif load_bytes == 16:
+        if load_bytes == 16:
             for j in T.unroll(num_words // 4):
                 words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 16 * j], pred=valid)
         elif load_bytes == 8:

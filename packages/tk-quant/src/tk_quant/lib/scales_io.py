@@ -38,17 +38,21 @@ def scale_rows(num_rows: Any, layout: ScaleLayout) -> Any:
     return T.ceildiv(num_rows, 128) * 128 if layout is ScaleLayout.SWIZZLED else num_rows
 
 
-def scale_of_amax(amax: Any, fmt: str, round_sf: bool, least_amax: Any = None) -> tuple[Any, Any]:
+def scale_of_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
+    """`scale_of_bounded_amax` of any amax: the least one of the format stands for what is less."""
+    return scale_of_bounded_amax(T.max(amax, float_bits(LIMITS[fmt][1])), fmt, round_sf)
+
+
+def scale_of_bounded_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
     """`(sf, s)` of a block, float32 expressions: x / sf is x * s, as the formulas of the casts round it.
 
-    amax is int32, the bits of max |x| as a float32: so compared, NaN is above infinity above the rest. NaN and infinity
-    come to sf. `least_amax`, int32 bits as well, stands for the format's.
+    amax is int32, the bits of max |x| as a float32, which is at least the largest value of fmt times 2**-126: so
+    compared, NaN is above infinity above the rest. NaN and infinity come to sf.
 
     A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, m and L from 1 below
     2, the quotient m / L rounds to something above 1 exactly where m is above L; so sf is 2**(e - k), or twice that.
     """
-    largest, least_of_format = LIMITS[fmt]
-    amax = T.max(amax, float_bits(least_of_format) if least_amax is None else least_amax)
+    largest, _ = LIMITS[fmt]
     if not round_sf:
         value = T.reinterpret(amax, "float32")
         return value / T.float32(largest), T.float32(largest) / value
@@ -62,6 +66,24 @@ def scale_of_amax(amax: Any, fmt: str, round_sf: bool, least_amax: Any = None) -
     not_finite = T.if_then_else(is_infinite, T.uint32(0), T.uint32(_NAN_BITS))
     factor = T.if_then_else(is_finite, T.uint32(0x7F000000) - power, not_finite)
     return T.reinterpret(sf, "float32"), T.reinterpret(factor, "float32")
+
+
+def bits_of_bf16_amax(pair: Any) -> Any:
+    """The larger half of a uint32 of two bfloat16 magnitudes, an int32 expression: its bits as a float32."""
+    return T.reinterpret(T.max(pair << T.uint32(16), pair & T.uint32(0xFFFF0000)), "int32")
+
+
+@T.macro
+def nvfp4_scale_of_amax(amax: T.int32, tensor_sf: T.float32) -> tuple[T.float32, T.float32]:
+    """`(sf, s)` of a group with a sf in e4m3 on top of tensor_sf, at least 2**-9, and NaN where amax is not finite."""
+    quotient, sf = T.alloc_var("float32"), T.alloc_local((1,), "float8_e4m3fn")
+    quotient = T.reinterpret(amax, "float32") / T.float32(LIMITS["e2m1"][0]) / tensor_sf
+    # Written so that NaN stays NaN.
+    quotient = T.if_then_else(quotient < T.float32(2.0**-9), T.float32(2.0**-9), quotient)
+    quotient = T.if_then_else(amax < INFINITY_BITS, quotient, T.reinterpret(T.uint32(_NAN_BITS), "float32"))
+    sf[0] = T.cast(quotient, "float8_e4m3fn")
+    scale = T.cast(sf[0], "float32")
+    return scale, T.float32(1) / (scale * tensor_sf)
 
 
 def float_of_ue8m0(exponent: Any) -> Any:
@@ -102,20 +124,23 @@ def store_scales(
 ) -> None:
     """Store a fragment of scale factors, float32 (rows, columns), those of blocks from (row, col) on.
 
-    Of sf in e8m0 the values are powers of two, infinity or NaN. There are (num_rows, num_cols) blocks; what goes beyond
-    is left out. Of bytes, those after the last column are written too, as zeros, by a fragment that has all columns, or
-    by fragments that reach as far; and of swizzled sf the rows after the last, up to `scale_rows`.
+    Of sf in e8m0 the values are powers of two, infinity or NaN, of sf in e4m3 such numbers. There are (num_rows,
+    num_cols) blocks; what goes beyond is left out. Of bytes, those after the last column are written too, as zeros, by
+    a fragment that has all columns, or by fragments that reach as far; and of swizzled sf the rows after the last, up
+    to `scale_rows`.
     """
     if layout not in _BYTES:
         for i, j in T.Parallel(values.shape[0], values.shape[1]):
             if row + i < num_rows and col + j < num_cols:
-                sf[row + i, col + j] = values[i, j]
+                sf[row + i, col + j] = T.cast(values[i, j], sf.dtype)
     else:
         places = scale_bytes(sf, layout)
         for i, j in T.Parallel(values.shape[0], values.shape[1]):
             if row + i < scale_rows(num_rows, layout) and col + j < align(num_cols, 4):
                 is_block = row + i < num_rows and col + j < num_cols
                 byte = T.cast(T.reinterpret(values[i, j], "uint32") >> T.uint32(23), "uint8")
+                if sf.dtype == "float8_e4m3fn":
+                    byte = T.reinterpret(T.cast(values[i, j], sf.dtype), "uint8")
                 places[scale_place(row + i, col + j, layout)] = T.if_then_else(is_block, byte, T.uint8(0))
         num_last = align(num_cols, 4) - values.shape[1]
         if num_cols <= values.shape[1] and num_last > 0:

@@ -11,8 +11,8 @@ from typing import Any
 import tilelang.language as T
 
 from tk_core.math import ceil_div
-from tk_quant.device.division import NEAR_SF, scale_of_amax, sigmoid
 from tk_quant.device.magnitude import larger_magnitude_f32
+from tk_quant.lib.division import NEAR_SF, near_sigmoid, quick_scale_of_amax
 from tk_quant.lib.quantize import (
     LIMITS,
     element,
@@ -81,12 +81,14 @@ def differentiate(
             x_values[0, j] = x_values[0, j] * x_scale[0]
         if T.abs(x_scale[0]) <= T.float32(NEAR_SF):
             for j in T.unroll(_CHUNK):
-                left = clamp_gate(x_values[0, j], clamp, given)
-                sigmoid(left, T.address_of(sigmoids[j]), T.address_of(silus[j]), is_near=True)
+                sigmoids[j], silus[j] = near_sigmoid(clamp_gate(x_values[0, j], clamp, given))
         else:
             for j in T.unroll(_CHUNK):
                 left = clamp_gate(x_values[0, j], clamp, given)
-                sigmoid(left, T.address_of(sigmoids[j]), T.address_of(silus[j]))
+                sigmoids[j], silus[j] = (
+                    T.float32(1) / (T.float32(1) + T.exp(-left)),
+                    left / (T.float32(1) + T.exp(-left)),
+                )
         for j in T.vectorized(_CHUNK):
             x_values[1, j] = T.cast(elements[1, first + j], "float32")
         for j in T.unroll(_CHUNK):
@@ -130,8 +132,7 @@ def quantize(
     hidden, vec = int(data.shape[1]) // 2, int(values.shape[1])
     num_per_channels = 2 * hidden // int(sf.shape[1])
     group_lanes, code_words = num_per_channels // vec, vec // 4
-    amax, scale = T.alloc_local((2,), "int32"), T.alloc_local((2,), "uint32")
-    factor = T.alloc_local((2,), "uint32")
+    amax, factor = T.alloc_local((2,), "int32"), T.alloc_local((2,), "float32")
     scaled, codes = T.alloc_local((vec,), "float32"), T.alloc_local((code_words,), "uint32")
     largest, mine = T.alloc_var("uint32"), T.alloc_var("int32")
     thread = T.get_thread_binding()
@@ -145,15 +146,15 @@ def quantize(
     mine = T.max(mine, T.shfl_xor(T.if_then_else(is_odd, amax[0], amax[1]), 1))
     for j in T.unroll(1, group_lanes.bit_length() - 1):
         mine = T.max(mine, T.shfl_xor(mine, 1 << j))
-    scale_of_amax(mine, T.address_of(scale[0]), T.address_of(scale[1]), round_sf)
+    scale, own = quick_scale_of_amax(mine, "e4m3", round_sf)
     if valid and thread % lanes % group_lanes < 2:
-        sf[row, (thread % 2 * hidden + col) // num_per_channels] = T.reinterpret(scale[0], "float32")
-    factor[0] = T.shfl_xor(scale[1], 1)
-    factor[1] = T.if_then_else(is_odd, scale[1], factor[0])
-    factor[0] = T.if_then_else(is_odd, factor[0], scale[1])
+        sf[row, (thread % 2 * hidden + col) // num_per_channels] = scale
+    factor[0] = T.shfl_xor(own, 1)
+    factor[1] = T.if_then_else(is_odd, own, factor[0])
+    factor[0] = T.if_then_else(is_odd, factor[0], own)
     for half in T.unroll(2):
         for j in T.unroll(vec):
-            scaled[j] = values[1 + half, j] * T.reinterpret(factor[half], "float32")
+            scaled[j] = values[1 + half, j] * factor[half]
         encode_macro("e4m3", vec)(scaled, codes)
         if valid:
             store_codes_macro(code_words)(data, codes, row, half * hidden + col)

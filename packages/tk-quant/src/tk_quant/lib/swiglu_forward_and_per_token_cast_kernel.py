@@ -8,12 +8,11 @@ from typing import Any
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.scales import ScaleLayout
-from tk_quant.lib.cast_formats import CastInput, CastScales
-from tk_quant.lib.quantize import scale_macro
+from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales
+from tk_quant.lib.quantize import BITS
 from tk_quant.swiglu.swiglu_forward import Given
 
-# Pieces of a row that a thread keeps in registers where a block takes a whole row; it computes more of them twice.
+# Pieces of a row that a thread keeps in registers; it computes more of them twice.
 _MAX_KEPT_PIECES = 4
 
 
@@ -24,7 +23,7 @@ class SwigluCastConfig:
     vec: int
     """Neighbouring channels of a piece, which one thread takes at once."""
     pieces: int
-    """Pieces of a thread: of as many rows, or of one row where a block takes a whole row."""
+    """Pieces of a thread: several where a block takes a whole row that is wider than its threads."""
     lanes: int
     """Threads side by side along a row."""
     rows: int
@@ -55,18 +54,18 @@ class SwigluCastConfig:
             lanes = align(ceil_div(num_lanes, pieces), 32)
         threads = 512
         if x_bits == 16 and pieces == 1:
-            threads = (1280 if rows == 1 else 1024) if clamps else 1536
+            # Whole rows take more registers too.
+            few_registers = fits_warp(num_per_channels, vec) and not clamps
+            threads = 1536 if few_registers else 1280 if rows == 1 else 1024
         return SwigluCastConfig(vec, pieces, lanes, rows, max(threads // (lanes * rows), 1))
 
     def min_blocks_per_sm(self, alignment: int) -> int:
         """`blocks_per_sm` for an alignment of x: narrow loads take more registers."""
         return max(self.blocks_per_sm * (4 if alignment >= 8 else 3) // 4, 1)
 
-    def num_blocks(self, num_rows: int, hidden: int, num_per_channels: int) -> int:
+    def num_blocks(self, num_rows: int, hidden: int) -> int:
         """Blocks that a launch takes."""
-        if not fits_warp(num_per_channels, self.vec):
-            return num_rows
-        return ceil_div(num_rows, self.rows * self.pieces) * ceil_div(hidden, self.lanes * self.vec)
+        return ceil_div(num_rows, self.rows) * ceil_div(hidden, self.lanes * self.vec * self.pieces)
 
 
 def fits_warp(num_per_channels: int, vec: int) -> bool:
@@ -78,7 +77,7 @@ def fits_warp(num_per_channels: int, vec: int) -> bool:
 # H200, 34816 x 2 * 2048: 81.8 us for 1 x 128 where tile-level kernels take 86.5; docs/tuning/tile-level/swiglu.md.
 # Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def swiglu_group_cast_kernel(
+def swiglu_cast_kernel(
     hidden: int,
     source: CastInput,
     fmt: str,
@@ -88,44 +87,36 @@ def swiglu_group_cast_kernel(
     config: SwigluCastConfig,
     arch: Arch,
 ) -> Any:
-    """Groups that neighbouring lanes of a warp hold."""
+    """Groups that neighbouring lanes of a warp hold, or whole rows, each of which a thread block takes."""
     import tilelang.language as T
 
-    from tk_quant.lib.scales_io import scales_type
-    from tk_quant.lib.swiglu_forward_and_per_token_cast_steps import (
-        activate,
-        add_counts,
-        argument_types,
-        clear_counts,
-        load_piece,
-        look_up,
-        piece_amax,
-        store_piece,
-        store_sf,
-    )
+    from tk_quant.lib import swiglu_forward_and_per_token_cast_steps as steps
+    from tk_quant.lib.scales_io import scale_of_bounded_amax, scales_type
 
     vec, pieces, lanes = config.vec, config.pieces, config.lanes
     words_per_piece = vec * source.dtype.itemsize // 4
-    scale_of = scale_macro(fmt, scales.round_sf)
-    group_lanes, num_groups = num_per_channels // vec, hidden // num_per_channels
-    unit_lanes = group_lanes * (4 if scales.in_bytes else 1)
-    assert unit_lanes <= 32
-    assert lanes % unit_lanes == 0
-    col_tiles, tile_rows = ceil_div(hidden, lanes * vec), config.rows * pieces
+    in_warp = fits_warp(num_per_channels, vec)
+    group_lanes, num_groups = num_per_channels // vec if in_warp else lanes, hidden // num_per_channels
+    exchanges = min(group_lanes, 32).bit_length() - 1
+    assert lanes % (group_lanes * (4 if scales.in_bytes else 1)) == 0
+    assert in_warp or lanes % 32 == 0
+    col_tiles = ceil_div(hidden, lanes * vec * pieces)
+    kept = pieces if pieces <= _MAX_KEPT_PIECES else 1
+    each_piece = T.unroll if kept == pieces else T.serial
 
     num_positions, x_stride = T.dynamic("num_positions"), T.dynamic("x_stride")
-    map_type, weights_type, experts_type, count_type, data_type = argument_types(num_positions, hidden, fmt, given)
-    sf_type = scales_type(num_positions, num_groups, scales.layout)
+    num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
 
+    # Where an argument is not given, the caller passes a 0, which costs the host less than a tensor.
     @T.prim_func
     def swiglu_forward_and_per_token_cast(
         x: T.StridedTensor((num_positions, 2 * hidden), (x_stride, 1), source.dtype),
-        pos_to_token_topk: map_type,
-        topk_weights: weights_type,
-        pos_to_expert: experts_type,
-        clamped_count: count_type,
-        data: data_type,
-        sf: sf_type,
+        pos_to_token_topk: T.Tensor((num_positions,), "int32") if given.weights else T.int32,
+        topk_weights: T.Tensor((num_tokens, num_topk), "float32") if given.weights else T.int32,
+        pos_to_expert: T.Tensor((num_positions,), "int32") if given.experts else T.int32,
+        clamped_count: T.Tensor((3,), "int64") if given.count else T.int32,
+        data: T.Tensor((num_positions, hidden * BITS[fmt] // 8), ELEMENTS[fmt]),
+        sf: scales_type(num_positions, num_groups, scales.layout),
         clamp: T.float32,
         least_amax: T.float32,
         num_blocks: T.int32,
@@ -134,142 +125,49 @@ def swiglu_group_cast_kernel(
             T.annotate_min_blocks_per_sm(config.min_blocks_per_sm(source.alignment))
             thread = T.get_thread_binding()
             lane = thread % lanes
-            gate = T.alloc_local((pieces, words_per_piece), "uint32")
-            value = T.alloc_local((pieces, words_per_piece), "uint32")
-            values = T.alloc_local((pieces, vec), "float32")
-            real = T.alloc_local((pieces,), "bool")
-            weight = T.alloc_local((pieces,), "float32")
-            amax = T.alloc_var("int32")
-            scale = T.alloc_local((2,), "uint32")
-            total = T.alloc_shared((3,), "int32")
-            if given.count:
-                clear_counts(total, thread)
-            # Variables: as parts of an address these would be divisions of 64 bits.
-            first_row, col = T.alloc_var("int32"), T.alloc_var("int32")
-            first_row = (block // col_tiles) * tile_rows + thread // lanes
-            col = ((block % col_tiles) * lanes + lane) * vec
-            inside = col < hidden and thread < lanes * config.rows
-            for i in T.unroll(pieces):
-                row = first_row + i * config.rows
-                maps = pos_to_token_topk, topk_weights, pos_to_expert
-                look_up(*maps, num_positions, row, inside, i, real, weight, given)
-            for i in T.unroll(pieces):
-                load_piece(x, gate, value, i, first_row + i * config.rows, col, real[i], source, True)
-            for i in T.unroll(pieces):
-                row = first_row + i * config.rows
-                activate(gate, value, values, i, weight[i], clamp, total, source, given, given.count)
-                amax = T.reinterpret(least_amax, "int32")
-                piece_amax(values, i, amax)
-                for j in T.unroll(group_lanes.bit_length() - 1):
-                    amax = T.max(amax, T.shfl_xor(amax, 1 << j))
-                scale_of(amax, scale)
-                shape = hidden, num_per_channels, group_lanes
-                store_sf(sf, scale[0], row, col, lane, real[i], *shape, scales.layout)
-                store_piece(values, data, i, row, col, scale[1], real[i], fmt)
-            if given.count:
-                add_counts(total, clamped_count, thread)
-
-    return swiglu_forward_and_per_token_cast
-
-
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def swiglu_row_cast_kernel(
-    hidden: int, source: CastInput, fmt: str, round_sf: bool, given: Given, config: SwigluCastConfig, arch: Arch
-) -> Any:
-    """Groups that are whole rows, each of which a thread block takes; sf in float32."""
-    import tilelang.language as T
-
-    from tk_quant.lib.scales_io import scales_type
-    from tk_quant.lib.swiglu_forward_and_per_token_cast_steps import (
-        activate,
-        add_counts,
-        argument_types,
-        clear_counts,
-        load_piece,
-        look_up,
-        piece_amax,
-        store_piece,
-    )
-
-    vec, pieces, lanes = config.vec, config.pieces, config.lanes
-    words_per_piece = vec * source.dtype.itemsize // 4
-    scale_of = scale_macro(fmt, round_sf)
-    assert lanes % 32 == 0
-    assert lanes * pieces * vec >= hidden
-    num_warps = lanes // 32
-    kept = pieces if pieces <= _MAX_KEPT_PIECES else 1
-
-    num_positions, x_stride = T.dynamic("num_positions"), T.dynamic("x_stride")
-    map_type, weights_type, experts_type, count_type, data_type = argument_types(num_positions, hidden, fmt, given)
-    sf_type = scales_type(num_positions, 1, ScaleLayout.COL_MAJOR)
-
-    @T.prim_func
-    def swiglu_forward_and_per_token_cast(
-        x: T.StridedTensor((num_positions, 2 * hidden), (x_stride, 1), source.dtype),
-        pos_to_token_topk: map_type,
-        topk_weights: weights_type,
-        pos_to_expert: experts_type,
-        clamped_count: count_type,
-        data: data_type,
-        sf: sf_type,
-        clamp: T.float32,
-        least_amax: T.float32,
-        num_blocks: T.int32,
-    ) -> None:
-        with T.Kernel(num_blocks, threads=lanes) as block:
-            T.annotate_min_blocks_per_sm(config.min_blocks_per_sm(source.alignment))
-            thread = T.get_thread_binding()
-            lane = thread % lanes
             gate = T.alloc_local((kept, words_per_piece), "uint32")
             value = T.alloc_local((kept, words_per_piece), "uint32")
             values = T.alloc_local((kept, vec), "float32")
-            real = T.alloc_local((kept,), "bool")
-            weight = T.alloc_local((kept,), "float32")
+            real = T.alloc_local((1,), "bool")
+            weight = T.alloc_local((1,), "float32")
             amax = T.alloc_var("int32")
-            scale = T.alloc_local((2,), "uint32")
+            scale = T.alloc_local((2,), "float32")
             total = T.alloc_shared((3,), "int32")
             if given.count:
-                clear_counts(total, thread)
+                steps.clear_counts(total, thread)
+            # Variables: as parts of an address these would be divisions of 64 bits.
+            row, col = T.alloc_var("int32"), T.alloc_var("int32")
+            row = block // col_tiles * config.rows + thread // lanes
+            col = (block % col_tiles * lanes + lane) * vec
             maps = pos_to_token_topk, topk_weights, pos_to_expert
-            look_up(*maps, num_positions, block, True, 0, real, weight, given)
+            steps.look_up(*maps, num_positions, row, col < hidden and thread < lanes * config.rows, real, weight, given)
             amax = T.reinterpret(least_amax, "int32")
-            if kept == pieces:
-                for i in T.unroll(pieces):
-                    col = (i * lanes + lane) * vec
-                    load_piece(x, gate, value, i, block, col, real[0] and col < hidden, source, True)
-                for i in T.unroll(pieces):
-                    activate(gate, value, values, i, weight[0], clamp, total, source, given, given.count)
-                    piece_amax(values, i, amax)
-            else:
-                for i in T.serial(pieces):
-                    col = (i * lanes + lane) * vec
-                    load_piece(x, gate, value, 0, block, col, real[0] and col < hidden, source, False)
-                    activate(gate, value, values, 0, weight[0], clamp, total, source, given, given.count)
-                    piece_amax(values, 0, amax)
-            for j in T.unroll(5):
+            for i in each_piece(pieces):
+                place, piece = col + i * lanes * vec, i if kept == pieces else 0
+                steps.load_piece(x, gate, value, piece, row, place, real[0] and place < hidden, source)
+                steps.activate(gate, value, values, piece, weight[0], clamp, source, given)
+                if given.count:
+                    steps.count_clamped(gate, value, piece, clamp, total, source)
+                steps.piece_amax(values, piece, amax)
+            for j in T.unroll(exchanges):
                 amax = T.max(amax, T.shfl_xor(amax, 1 << j))
-            if num_warps > 1:
+            if not in_warp and lanes > 32:
                 warp_amax = T.alloc_shared((32,), "int32")
                 if thread % 32 == 0:
                     warp_amax[thread // 32] = amax
                 T.sync_threads()
-                amax = T.if_then_else(thread % 32 < num_warps, warp_amax[thread % 32], 0)
+                amax = T.if_then_else(thread % 32 < lanes // 32, warp_amax[thread % 32], 0)
                 for j in T.unroll(5):
                     amax = T.max(amax, T.shfl_xor(amax, 1 << j))
-            scale_of(amax, scale)
-            if real[0] and thread == 0:
-                sf[block, 0] = T.reinterpret(scale[0], "float32")
-            if kept == pieces:
-                for i in T.unroll(pieces):
-                    col = (i * lanes + lane) * vec
-                    store_piece(values, data, i, block, col, scale[1], real[0] and col < hidden, fmt)
-            else:
-                for i in T.serial(pieces):
-                    col = (i * lanes + lane) * vec
-                    load_piece(x, gate, value, 0, block, col, real[0] and col < hidden, source, False)
-                    activate(gate, value, values, 0, weight[0], clamp, total, source, given, False)
-                    store_piece(values, data, 0, block, col, scale[1], real[0] and col < hidden, fmt)
+            scale[0], scale[1] = scale_of_bounded_amax(amax, fmt, scales.round_sf)
+            steps.store_sf(sf, scale[0], row, col, lane, real[0], hidden, num_per_channels, group_lanes, scales.layout)
+            for i in each_piece(pieces):
+                place, piece = col + i * lanes * vec, i if kept == pieces else 0
+                if kept < pieces:
+                    steps.load_piece(x, gate, value, piece, row, place, real[0] and place < hidden, source)
+                    steps.activate(gate, value, values, piece, weight[0], clamp, source, given)
+                steps.store_piece(values, data, piece, row, place, scale[1], real[0] and place < hidden, fmt)
             if given.count:
-                add_counts(total, clamped_count, thread)
+                steps.add_counts(total, clamped_count, thread)
 
     return swiglu_forward_and_per_token_cast

@@ -11,25 +11,14 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from tk_core.device.memory import load_mostly_evict_first
+from tk_core.headers import builtin
 from tk_core.scales import ScaleLayout
-from tk_quant.device.swiglu import are_near, are_within_clamp, clamp_value, count_clamped, max_nan, silu
+from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.lib.cast_formats import CastInput
-from tk_quant.lib.quantize import BITS, element, encode_macro, load_macro
+from tk_quant.lib.division import NEAR_LIMIT, near_sigmoid, near_silu
+from tk_quant.lib.quantize import BITS, element, encode_macro, load_macro, store_codes_macro
+from tk_quant.lib.swiglu_tiles import clamp_gate, clamp_value
 from tk_quant.swiglu.swiglu_forward import Given
-
-
-def argument_types(num_positions: Any, hidden: int, fmt: str, given: Given) -> tuple[Any, ...]:
-    """Types of pos_to_token_topk, topk_weights, pos_to_expert, clamped_count and data."""
-    num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
-    # Where an argument is not given, the caller passes a 0, which costs the host less than a tensor.
-    return (
-        T.Tensor((num_positions,), "int32") if given.weights else T.int32,
-        T.Tensor((num_tokens, num_topk), "float32") if given.weights else T.int32,
-        T.Tensor((num_positions,), "int32") if given.experts else T.int32,
-        T.Tensor((3,), "int64") if given.count else T.int32,
-        T.Tensor((num_positions, hidden * BITS[fmt] // 8), "float8_e4m3fn" if fmt == "e4m3" else "int8"),
-    )
 
 
 @T.macro
@@ -40,50 +29,22 @@ def look_up(
     num_positions: Any,
     row: T.int32,
     inside: T.bool,
-    piece: int,
     real: T.Buffer,
     weight: T.Buffer,
     given: Given,
 ) -> None:
-    """Whether the row of a piece is no padding, and its weight."""
-    real[piece] = inside and row < num_positions
+    """Whether a row is no padding, to real[0], and its weight, to weight[0]."""
+    real[0] = inside and row < num_positions
     if given.weights:
         num_tokens, num_topk = topk_weights.shape
         index = T.alloc_var("int32")
-        index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=real[piece]), "int32")
-        real[piece] = real[piece] and index >= 0
-        real[piece] = real[piece] and T.cast(index, "int64") < T.cast(num_tokens, "int64") * num_topk
+        index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=real[0]), "int32")
+        real[0] = real[0] and index >= 0
+        real[0] = real[0] and T.cast(index, "int64") < T.cast(num_tokens, "int64") * num_topk
     if given.experts:
-        real[piece] = real[piece] and T.reinterpret(T.ldg32(pos_to_expert[row], pred=real[piece]), "int32") >= 0
+        real[0] = real[0] and T.reinterpret(T.ldg32(pos_to_expert[row], pred=real[0]), "int32") >= 0
     if given.weights:
-        weight[piece] = T.reinterpret(T.ldg32(topk_weights[0, index], pred=real[piece]), "float32")
-
-
-@T.macro
-def _load_half(
-    x: T.Buffer,
-    words: T.Buffer,
-    piece: int,
-    row: T.int32,
-    col: T.int32,
-    valid: T.bool,
-    source: CastInput,
-    is_last_read: bool,
-) -> None:
-    num_words, per_word = int(words.shape[1]), 4 // source.dtype.itemsize
-    if source.alignment >= 16 and is_last_read:
-        for j in T.unroll(num_words // 4):
-            both = T.address_of(words[piece, 4 * j]), T.address_of(x[row, col + 4 * j * per_word])
-            load_mostly_evict_first(*both, valid)
-    elif source.alignment == 2:
-        elements = T.view(words, (words.shape[0], num_words * per_word), x.dtype)
-        for j in T.unroll(num_words):
-            words[piece, j] = T.uint32(0)
-        if valid:
-            for j in T.unroll(num_words * per_word):
-                elements[piece, j] = x[row, col + j]
-    else:
-        load_macro(num_words, per_word, source.alignment)(x, words, piece, row, col, valid)
+        weight[0] = T.reinterpret(T.ldg32(topk_weights[0, index], pred=real[0]), "float32")
 
 
 @T.macro
@@ -96,46 +57,37 @@ def load_piece(
     col: T.int32,
     valid: T.bool,
     source: CastInput,
-    is_last_read: bool,
 ) -> None:
-    """Load a piece of both halves of x; zeros where not `valid`. `is_last_read`: L2 need not keep it."""
-    _load_half(x, gate, piece, row, col, valid, source, is_last_read)
-    _load_half(x, value, piece, row, x.shape[1] // 2 + col, valid, source, is_last_read)
+    """Load a piece of both halves of x; zeros where not `valid`."""
+    load = load_macro(int(gate.shape[1]), 4 // source.dtype.itemsize, source.alignment)
+    load(x, gate, piece, row, col, valid)
+    load(x, value, piece, row, x.shape[1] // 2 + col, valid)
 
 
 @T.macro
-def _count_piece(
-    gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, total: T.Buffer, source: CastInput
+def _is_near(gate: T.Buffer, piece: int) -> T.bool:
+    """Whether the magnitudes of a piece of bfloat16 are at most 87; NaN is not."""
+    largest = T.alloc_var("uint32", init=T.uint32(0))
+    for j in T.unroll(gate.shape[1]):
+        largest = larger_magnitude_bf16x2(largest, gate[piece, j])
+    limits = T.uint32(NEAR_LIMIT * 0x10001)
+    return builtin("uint32", "__vmaxu2", largest, limits) == limits
+
+
+@T.macro
+def _silus_of_piece(
+    gate: T.Buffer, values: T.Buffer, piece: int, clamp: T.float32, source: CastInput, given: Given
 ) -> None:
-    is_bf16, num_words = source.dtype is torch.bfloat16, gate.shape[1]
-    count = T.alloc_local((3,), "int32")
-    T.clear(count)
-    if is_bf16:
-        words = T.address_of(gate[piece, 0]), T.address_of(value[piece, 0])
-        count_clamped(*words, num_words, clamp, T.address_of(count[0]))
+    is_bf16, vec = source.dtype is torch.bfloat16, values.shape[1]
+    if is_bf16 and _is_near(gate, piece):
+        for j in T.unroll(vec):
+            left = clamp_gate(element(gate, piece, j, is_bf16), clamp, given)
+            # A clamp is no bfloat16.
+            values[piece, j] = near_sigmoid(left)[1] if given.clamp else near_silu(left)
     else:
-        for j in T.unroll(num_words):
-            count[0] = count[0] + T.cast(element(gate, piece, j, is_bf16) > clamp, "int32")
-            count[1] = count[1] + T.cast(element(value, piece, j, is_bf16) > clamp, "int32")
-            count[2] = count[2] + T.cast(element(value, piece, j, is_bf16) < -clamp, "int32")
-    for i in T.unroll(3):
-        T.atomic_add(total[i], count[i])
-
-
-@T.macro
-def _silu_of_piece(gate: T.Buffer, values: T.Buffer, piece: int, source: CastInput, near: bool) -> None:
-    for j in T.unroll(values.shape[1]):
-        values[piece, j] = silu(element(gate, piece, j, source.dtype is torch.bfloat16), near)
-
-
-@T.macro
-def _silus_of_piece(gate: T.Buffer, values: T.Buffer, piece: int, source: CastInput) -> None:
-    if source.dtype is not torch.bfloat16:
-        _silu_of_piece(gate, values, piece, source, False)
-    elif are_near(T.address_of(gate[piece, 0]), gate.shape[1]):
-        _silu_of_piece(gate, values, piece, source, True)
-    else:
-        _silu_of_piece(gate, values, piece, source, False)
+        for j in T.unroll(vec):
+            left = clamp_gate(element(gate, piece, j, is_bf16), clamp, given)
+            values[piece, j] = left / (T.float32(1) + T.exp(-left))
 
 
 @T.macro
@@ -146,84 +98,66 @@ def activate(
     piece: int,
     weight: T.float32,
     clamp: T.float32,
-    total: T.Buffer,
     source: CastInput,
     given: Given,
-    counting: bool,
 ) -> None:
-    """SwiGLU of a piece, its weight included; zeros, which count as nothing, for padding."""
+    """SwiGLU of a piece, its weight included; zeros for padding."""
     is_bf16, vec = source.dtype is torch.bfloat16, values.shape[1]
-    within, silu_of_clamp = T.alloc_var("bool"), T.alloc_var("float32")
-    _silus_of_piece(gate, values, piece, source)
-    if given.clamp:
-        if is_bf16:
-            words = T.address_of(gate[piece, 0]), T.address_of(value[piece, 0])
-            within = are_within_clamp(*words, gate.shape[1], clamp)
-        else:
-            largest = T.alloc_var("float32")
-            largest = T.float32(0)
-            for j in T.unroll(vec):
-                largest = T.max(
-                    T.max(largest, element(gate, piece, j, is_bf16)), T.abs(element(value, piece, j, is_bf16))
-                )
-            within = largest <= clamp
-        if not within:
-            if counting:
-                _count_piece(gate, value, piece, clamp, total, source)
-            silu_of_clamp = silu(clamp)
-            for j in T.unroll(vec):
-                values[piece, j] = T.if_then_else(
-                    element(gate, piece, j, is_bf16) > clamp, silu_of_clamp, values[piece, j]
-                )
-                values[piece, j] = values[piece, j] * clamp_value(element(value, piece, j, is_bf16), -clamp, clamp)
-        else:
-            for j in T.unroll(vec):
-                values[piece, j] = values[piece, j] * element(value, piece, j, is_bf16)
-    else:
-        for j in T.unroll(vec):
-            values[piece, j] = values[piece, j] * element(value, piece, j, is_bf16)
+    _silus_of_piece(gate, values, piece, clamp, source, given)
+    for j in T.unroll(vec):
+        values[piece, j] = values[piece, j] * clamp_value(element(value, piece, j, is_bf16), clamp, given)
     if given.weights:
         for j in T.unroll(vec):
             values[piece, j] = values[piece, j] * weight
 
 
 @T.macro
+def count_clamped(
+    gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, total: T.Buffer, source: CastInput
+) -> None:
+    """Add how many elements of a piece the clamp changes to the thread block's counts."""
+    is_bf16, count = source.dtype is torch.bfloat16, T.alloc_local((3,), "int32")
+    T.clear(count)
+    for j in T.unroll(gate.shape[1] * 4 // source.dtype.itemsize):
+        count[0] = count[0] + T.cast(element(gate, piece, j, is_bf16) > clamp, "int32")
+        count[1] = count[1] + T.cast(element(value, piece, j, is_bf16) > clamp, "int32")
+        count[2] = count[2] + T.cast(element(value, piece, j, is_bf16) < -clamp, "int32")
+    for i in T.unroll(3):
+        if count[i] > 0:
+            T.atomic_add(total[i], count[i])
+
+
+@T.macro
 def piece_amax(values: T.Buffer, piece: int, amax: T.Ref) -> None:
     """The largest magnitude of a piece and amax, as bits: so compared, NaN is above infinity above the rest."""
-    largest = T.alloc_var("float32")
-    largest = T.float32(0)
+    largest = T.alloc_var("uint32")
+    largest = T.uint32(0)
     for j in T.unroll(values.shape[1]):
-        largest = max_nan(largest, T.abs(values[piece, j]))
+        largest = larger_magnitude_f32(largest, T.reinterpret(values[piece, j], "uint32"))
     amax = T.max(amax, T.reinterpret(largest, "int32"))
 
 
 @T.macro
 def store_piece(
-    values: T.Buffer, data: T.Buffer, piece: int, row: T.int32, col: T.int32, factor: T.uint32, valid: T.bool, fmt: str
+    values: T.Buffer, data: T.Buffer, piece: int, row: T.int32, col: T.int32, factor: T.float32, valid: T.bool, fmt: str
 ) -> None:
-    """Multiply a piece by the float32 of which `factor` has the bits, and store its codes."""
+    """Multiply a piece by a factor, and store its codes."""
     vec = int(values.shape[1])
-    out_words, per_byte = vec * BITS[fmt] // 32, 8 // BITS[fmt]
+    out_words = vec * BITS[fmt] // 32
     scaled = T.alloc_local((vec,), "float32")
     codes = T.alloc_local((out_words,), "uint32")
     for j in T.unroll(vec):
-        scaled[j] = values[piece, j] * T.reinterpret(factor, "float32")
+        scaled[j] = values[piece, j] * factor
     # The factor is made from the amax of the group, so magnitudes are bounded unless that is not finite.
     encode_macro(fmt, vec, are_bounded=True)(scaled, codes)
     if valid:
-        if out_words == 1:
-            T.stg32(data[row, col // per_byte], codes[0])
-        elif out_words == 2:
-            T.stg64(data[row, col // per_byte], codes[0:2])
-        else:
-            for j in T.unroll(out_words // 4):
-                T.stg128(data[row, col // per_byte + 16 * j], codes[4 * j : 4 * j + 4])
+        store_codes_macro(out_words)(data, codes, row, col * BITS[fmt] // 8)
 
 
 @T.macro
 def store_sf(
     sf: T.Buffer,
-    bits: T.uint32,
+    scale: T.float32,
     row: T.int32,
     col: T.int32,
     lane: T.int32,
@@ -237,7 +171,7 @@ def store_sf(
     is_swizzled = layout is ScaleLayout.SWIZZLED
     if is_swizzled or layout is ScaleLayout.PACKED_UE8M0:
         word = T.alloc_var("uint32")
-        word = T.if_then_else(valid, bits >> T.uint32(23), T.uint32(0))
+        word = T.if_then_else(valid, T.reinterpret(scale, "uint32") >> T.uint32(23), T.uint32(0))
         word = word << T.cast(lane // group_lanes % 4 * 8, "uint32")
         word = word | T.shfl_xor(word, group_lanes)
         word = word | T.shfl_xor(word, 2 * group_lanes)
@@ -249,7 +183,7 @@ def store_sf(
         elif first and valid:
             sf[row, col // (4 * num_per_channels)] = T.reinterpret(word, "int32")
     elif valid and lane % group_lanes == 0:
-        sf[row, col // num_per_channels] = T.reinterpret(bits, "float32")
+        sf[row, col // num_per_channels] = scale
 
 
 @T.macro

@@ -37,7 +37,6 @@ from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales, empty_scales, scale_layout
 from tk_core.views import aligned
 from tk_quant.device.fp4 import e4m3_of_e2m1_magnitudes, e4m3_of_e2m1x8
-from tk_quant.device.fp8 import store_biased_exponent
 from tk_quant.lib.cast_formats import layout_of
 from tk_quant.lib.check_pairs import BLOCK_SIDES, E2M1_DTYPES, block_size_of, pair_of
 from tk_quant.lib.quantize import load_codes_macro
@@ -85,7 +84,7 @@ def _lossless_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    from tk_quant.lib.scales_io import scales_type
+    from tk_quant.lib.scales_io import scale_bytes, scale_place, scales_type
 
     lanes, rows, pieces = config.lanes, config.rows, config.pieces
     x_tokens, x_channels = x_block_size
@@ -142,8 +141,11 @@ def _lossless_kernel(
         sf_row, sf_col = row // out_tokens, col // out_channels
         exponent = T.if_then_else(largest == 255, 255, out_exponent)
         if packed:
-            is_last = sf_col == out_sf_cols - 1
-            store_biased_exponent(T.access_ptr(sf[sf_row, sf_col // 4], "w"), sf_col % 4, exponent, is_last)
+            exponents = scale_bytes(sf, sf_layout)
+            exponents[scale_place(sf_row, sf_col, sf_layout)] = T.cast(exponent, "uint8")
+            if sf_col == out_sf_cols - 1:
+                for i in T.unroll(-out_sf_cols % 4):
+                    exponents[scale_place(sf_row, out_sf_cols + i, sf_layout)] = T.uint8(0)
         else:
             bits = T.if_then_else(largest == 255, 0x7FC00000, exponent << 23)
             sf[sf_row, sf_col] = T.reinterpret(bits, "float32")

@@ -6,8 +6,7 @@ For each channel of each block of 128 tokens, in float32:
     with round_sf:               sf = least power of two >= that quotient;   data = round(x * (1 / sf))
 
 x (num_tokens, hidden), bfloat16 or float32; data float8_e4m3fn (num_tokens, hidden), sf float32
-(num_tokens / 128, hidden). per_channel_cast_fused launches the same kernel, or with a map from rows of data to those of
-x that of lib/gathered_cast.py.
+(num_tokens / 128, hidden). per_channel_cast_and_transpose and per_channel_cast_fused launch the same kernel.
 
 A thread block takes 128 rows by `channels`. A thread has `rows` neighbouring rows of `vec` channels, reads them once
 and keeps them in registers. They meet in shared memory twice:
@@ -18,6 +17,10 @@ and keeps them in registers. They meet in shared memory twice:
      × rows    ├────┼────┼─  ─┼─────┤          them
                │ t16│ …  │    │     │
                └────┴────┴─  ─┴─────┘       A warp reads and writes at least 128 bytes of a row at once.
+
+Data to be transposed meet there once more: the codes in a tile that is read the other way, so that 8 lanes store 128
+tokens of a channel. The codes of a pair wait there for the factors and are converted twice: float32 values would take
+four times the room, and what hides the latencies here is many warps.
 """
 
 from dataclasses import dataclass
@@ -31,11 +34,17 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
+from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_quant.lib.gathered_cast import gathered_cast_kernel
+from tk_quant.lib import gathered_recast
+from tk_quant.lib.cast_formats import CastInput
 from tk_quant.lib.quantize import TILE_ROWS
+
+PAIR_CHANNELS = 128
+"""Channels of a block of a pair."""
+PASS_CONFIGS = {**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True}
 
 
 @dataclass(frozen=True)
@@ -50,46 +59,112 @@ class PerChannelCastConfig:
     """Channels of a thread: 4, 8 or 16."""
     blocks_per_sm: int
     """Blocks that registers must suffice for."""
+    rows_first: bool = False
+    """Whether neighbouring blocks take neighbouring rows, rather than channels."""
 
     @staticmethod
     @cache
-    def best(itemsize: int, arch: Arch) -> "PerChannelCastConfig":
-        """The configuration for an input's element size, and an architecture."""
-        # H200, 8192 x 7168: bfloat16 with 3 blocks 42.9 µs, with 16 rows 42.8; float32 with 3 blocks 74.6.
+    def best(itemsize: int, hidden: int, transpose: bool, gathered: bool, arch: Arch) -> "PerChannelCastConfig":
+        """The configuration for an input's element size and width, data transposed or not, and rows gathered or not."""
+        # H200, 8192 x 7168: bfloat16 with 3 blocks 42.9 µs, with 16 rows 42.8; float32 with 3 blocks 74.6; pairs with
+        # (8, 16) 39.2, (4, 16) 41.6. Pairs, 4096 to 34816 rows of 640: 14.3, (4, 16) 16.4.
+        if itemsize == 1:
+            return PerChannelCastConfig(128, rows=8, vec=16 if gathered else 8, blocks_per_sm=3, rows_first=gathered)
         if itemsize == 4:
-            return PerChannelCastConfig(channels=128, rows=8, vec=4, blocks_per_sm=2)  # 69.4 µs
-        return PerChannelCastConfig(channels=128, rows=8, vec=8, blocks_per_sm=4)  # 42.7 µs
+            return PerChannelCastConfig(128, rows=8, vec=4, blocks_per_sm=2, rows_first=gathered)  # 69.4 µs
+        if not transpose:
+            return PerChannelCastConfig(128, rows=8, vec=8, blocks_per_sm=4, rows_first=gathered)  # 42.7 µs
+        # Narrow tensors have few tiles: smaller ones spread them better. More blocks, and nvcc spills registers.
+        if hidden >= 4096 and hidden % 128 == 0:
+            return PerChannelCastConfig(128, rows=16, vec=8, blocks_per_sm=3, rows_first=True)
+        return PerChannelCastConfig(64, rows=8, vec=8, blocks_per_sm=5)
 
 
-@kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True})
-def _per_channel_cast_kernel(
-    dtype: torch.dtype, alignment: int, hidden: int, round_sf: bool, config: PerChannelCastConfig, arch: Arch
+@kernel(pass_configs=PASS_CONFIGS)
+def per_channel_cast_kernel(
+    source: CastInput,
+    hidden: int,
+    num_per_tokens: int,
+    round_sf: bool,
+    transpose: bool,
+    gathered: bool,
+    config: PerChannelCastConfig,
+    arch: Arch,
 ) -> Any:
+    """Build `per_channel_cast(x, x_sf, pos_to_token, out, sf)`, None standing for what there is none of.
+
+    out is (hidden, num_rows) if it is to `transpose`. A pair has one scale factor for each token and tile.
+    """
     import tilelang.language as T
 
     from tk_quant.lib import channel_tiles as tiles
 
-    channels = config.channels
-    tile = tiles.ChannelTile(channels, config.rows, config.vec, TILE_ROWS)
+    channels, dtype = config.channels, source.dtype
+    tile = tiles.ChannelTile(channels, config.rows, config.vec, num_per_tokens)
     col_tiles = ceil_div(hidden, channels)
-    num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
+    num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
+    row_stride, x_rows = T.dynamic("row_stride"), num_tokens if gathered else num_rows
+    row_tiles = T.ceildiv(num_rows, TILE_ROWS)
+    grid = (row_tiles, col_tiles) if config.rows_first else (row_tiles * col_tiles, 1)
+
+    @T.macro
+    def load_row_sf(x_sf: T.Buffer, row_sf: T.Buffer, tokens: Any, row: T.int32, col: T.int32) -> None:
+        for b, i, r in T.Parallel(*row_sf.shape):
+            if gathered:
+                row_sf[b, i, r] = T.if_then_else(tokens[b, i, r] >= 0, x_sf[tokens[b, i, r], col], T.float32(0))
+            else:
+                row_sf[b, i, r] = x_sf[row + tile.token(b, i, r), col]
+
+    @T.macro
+    def dequantize(codes: T.Buffer, row_sf: T.Buffer) -> T.Buffer:
+        """float32 columns of a tile's codes."""
+        decoded = T.alloc_fragment(tile.shape, "float32")
+        columns = T.alloc_fragment(tile.shape_of_columns, "float32")
+        T.annotate_layout({decoded: T.Fragment(decoded.shape, forward_fn=tile.of_value)})
+        T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
+        T.copy(codes, decoded)
+        for b, i, r, j in T.Parallel(*tile.shape):
+            columns[b, i, j, r] = decoded[b, i, r, j] * row_sf[b, i, r]
+        return columns
 
     @T.prim_func
     def per_channel_cast(
-        x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), T.dtype(dtype)),
-        out: T.Tensor((num_tokens, hidden), "float8_e4m3fn"),
+        x: T.StridedTensor((x_rows, hidden), (row_stride, 1), T.dtype(dtype)),
+        x_sf: T.Tensor((x_rows, col_tiles), "float32"),
+        pos_to_token: T.Tensor((num_rows,), "int32"),
+        out: T.Tensor((hidden, num_rows) if transpose else (num_rows, hidden), "float8_e4m3fn"),
         sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, TILE_ROWS) * col_tiles, 1, threads=tile.threads) as (block, _):
+        with T.Kernel(*grid, threads=tile.threads) as (first, second):
             # Loads of two bytes need more registers.
-            T.annotate_min_blocks_per_sm(config.blocks_per_sm if alignment >= 4 else config.blocks_per_sm // 2)
-            # Checked by the op.
-            T.assume(row_stride % max(alignment // dtype.itemsize, 1) == 0)
-            T.assume(num_tokens % TILE_ROWS == 0)
-            row_tile, channel = block // col_tiles, block % col_tiles * channels
-            columns = tiles.columns_of(tiles.load_values(x, row_tile * TILE_ROWS, channel, tile), tile)
-            factors = tiles.factors_of_blocks(columns, sf, row_tile, channel, tile, round_sf)
-            tiles.store_codes(columns, factors, out, row_tile * TILE_ROWS, channel, tile)
+            is_narrow = source.alignment < 4 and not source.is_pair
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm // (2 if is_narrow else 1))
+            # Checked by the op: what vector accesses need to know of the strides.
+            T.assume(row_stride % max(source.alignment // dtype.itemsize, 1) == 0)
+            T.assume(num_rows % (16 if gathered else TILE_ROWS) == 0)
+            row_tile = first if config.rows_first else first // col_tiles
+            col_tile = second if config.rows_first else first % col_tiles
+            row, channel = row_tile * TILE_ROWS, col_tile * channels
+            tokens = tiles.find_tokens(pos_to_token, row, num_tokens, tile) if gathered else None
+            row_sf = T.alloc_fragment(tile.shape[:3], "float32")
+            if source.is_pair:
+                load_row_sf(x_sf, row_sf, tokens, row, col_tile)
+            if gathered:
+                values = tiles.gather_values(x, tokens, channel, tile)
+            else:
+                values = tiles.load_values(x, row, channel, tile)
+            if source.is_pair:
+                kept = T.alloc_shared((TILE_ROWS, channels), "float8_e4m3fn")
+                for b, i, r, j in T.Parallel(*tile.shape):
+                    kept[tile.token(b, i, r), j] = values[b, i, r, j]
+                columns = dequantize(values, row_sf)
+                factors = tiles.factors_of_blocks(columns, sf, row_tile, channel, tile, round_sf)
+                again = dequantize(tiles.load_values(kept, 0, 0, tile), row_sf)
+                tiles.store_by_channel(again, factors, out, row, channel, tile, transpose)
+            else:
+                columns = tiles.columns_of(values, tile)
+                factors = tiles.factors_of_blocks(columns, sf, row_tile * tile.blocks, channel, tile, round_sf)
+                tiles.store_by_channel(columns, factors, out, row, channel, tile, transpose)
 
     return per_channel_cast
 
@@ -98,18 +173,32 @@ def _per_channel_cast_kernel(
     "tk_quant::per_channel_cast_out",
     mutates=("out", "sf"),
     reference="per_channel.per_channel_cast_fused.per_channel_cast_fused",
-    translate=lambda call: {"fmt": "e4m3", "num_per_tokens": TILE_ROWS},
+    translate=lambda call: {
+        "x": call.x if call.x_sf is None else (call.x, call.x_sf),
+        "fmt": "e4m3",
+        "num_per_tokens": TILE_ROWS,
+        "num_per_channels": None if call.x_sf is None else PAIR_CHANNELS,
+    },
 )
-def per_channel_cast_out(x: Tensor, pos_to_token: Tensor | None, out: Tensor, sf: Tensor, round_sf: bool) -> None:
-    """Launch; what per_channel_cast_fused is too, for a tensor."""
+def per_channel_cast_out(
+    x: Tensor, x_sf: Tensor | None, pos_to_token: Tensor | None, out: Tensor, sf: Tensor, round_sf: bool
+) -> None:
+    """Launch; what per_channel_cast_fused is too."""
     if out.numel() == 0:
         return
-    arch, alignment, hidden = get_arch(x.device), check.row_alignment(x), x.shape[1]
-    if pos_to_token is not None:
-        gathered_cast_kernel(x.dtype, alignment, hidden, round_sf, arch)(x, pos_to_token, out, sf)
-        return
-    config = PerChannelCastConfig.best(x.dtype.itemsize, arch)
-    _per_channel_cast_kernel(x.dtype, alignment, hidden, round_sf, config, arch)(x, out, sf)
+    arch, hidden, gathered = get_arch(x.device), x.shape[1], pos_to_token is not None
+    source = CastInput.of(x, x_sf, (1, PAIR_CHANNELS))
+    if x_sf is not None and gathered:
+        num_sms = get_device_num_sms(x.device)
+        if gathered_recast.is_fastest(out.shape[0], hidden, source.alignment, num_sms, arch):
+            prefetched = gathered_recast.prefetched_columns(out.shape[0], x.shape[0], hidden, num_sms)
+            gathered_recast.gathered_recast_kernel(hidden, check.row_alignment(x_sf), round_sf, arch)(
+                x, x_sf, pos_to_token, out, sf, num_sms, *prefetched
+            )
+            return
+    config = PerChannelCastConfig.best(x.dtype.itemsize, hidden, False, gathered, arch)
+    cast = per_channel_cast_kernel(source, hidden, TILE_ROWS, round_sf, False, gathered, config, arch)
+    cast(x, x_sf, pos_to_token, out, sf)
 
 
 def check_plain_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> tuple[int, int]:
@@ -155,5 +244,5 @@ def per_channel_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = 
     check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
     data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
     sf = x.new_empty((num_tokens // TILE_ROWS, hidden), dtype=torch.float32)
-    per_channel_cast_out(x, None, data, sf, round_sf)
+    per_channel_cast_out(x, None, None, data, sf, round_sf)
     return data, sf

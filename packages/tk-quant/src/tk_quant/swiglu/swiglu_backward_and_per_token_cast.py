@@ -18,7 +18,7 @@ works on some, and sums g * a up over each row in shared memory, in a fixed orde
             └─────────┴─────────┴─  ─┘     └─────────┴─────────┴─  ─┘     └─────────┴─────────┴─  ─┘
 
 Threads then look for pairs of a token and an expert that have no row, and write their zeros. Rows of padding are not
-read. Instructions are short beside bandwidth: see device/division.py for what is saved on each.
+read. Instructions are short beside bandwidth: see lib/division.py for what is saved on each.
 """
 
 import math

@@ -30,23 +30,15 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.device.bits import max_u16x2
 from tk_core.kernel import kernel
-from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.device.swiglu import swiglu
-from tk_quant.lib.quantize import (
-    LIMITS,
-    OWN_GUARDS_AND_BARRIERS,
-    element,
-    encode_macro,
-    float_bits,
-    load_macro,
-    scale_macro,
-)
+from tk_quant.lib.cast_formats import CastInput
+from tk_quant.lib.column_factors import ColumnFactors
+from tk_quant.lib.quantize import OWN_GUARDS_AND_BARRIERS, element, encode_macro, load_macro
 from tk_quant.lib.swiglu_arguments import check_clamp_value
 from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
+from tk_quant.swiglu.swiglu_forward import Given
 
 _CHANNELS = 64
 _COL_LANES = 8
@@ -84,16 +76,17 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    rows = config.rows
+    from tk_quant.lib.swiglu_forward_and_per_token_cast_steps import activate
+
+    rows, source = config.rows, CastInput(torch.bfloat16, alignment)
+    given = Given(weights=False, experts=False, clamp=clamped)
     row_lanes = TILE_TOKENS // rows
     threads = row_lanes * _COL_LANES
     blocks = TILE_TOKENS // num_per_tokens
-    lanes_per_block = row_lanes // blocks
-    num_factors = blocks * _CHANNELS
     col_tiles = hidden // _CHANNELS
-    least_amax = float_bits(LIMITS["e4m3"][1])
+    columns = ColumnFactors(torch.bfloat16, _CHANNELS, blocks, row_lanes // blocks, threads, hidden, round_sf)
+    share_amax, make_factors = columns.macros()
     load = load_macro(4, 2, alignment)
-    scale_of = scale_macro("e4m3", round_sf)
     put_codes, store_tile = transposed_tile_macros(_CHANNELS, threads)
     encode = encode_macro("e4m3", rows if transpose else 8)
 
@@ -120,14 +113,11 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
             col = thread % _COL_LANES * 8
             gate = T.alloc_local((rows, 4), "uint32")
             value = T.alloc_local((rows, 4), "uint32")
-            words = T.alloc_local((rows, 4), "uint32")
-            amax = T.alloc_local((4,), "uint32")
-            thread_amax = T.alloc_shared((row_lanes, _CHANNELS // 2), "uint32")
-            halves = T.view(thread_amax, (row_lanes, _CHANNELS), "uint16")
+            activated, rounded = T.alloc_local((rows, 8), "float32"), T.alloc_local((rows, 8), "bfloat16")
+            words = T.view(rounded, (rows, 4), "uint32")
+            parts = T.alloc_shared((row_lanes, _CHANNELS // 2), "uint32")
             factors = T.alloc_shared((blocks, _CHANNELS), "float32")
             tile_codes = T.alloc_shared((_CHANNELS, TILE_TOKENS // 4) if transpose else (1, 4), "uint32")
-            scale = T.alloc_local((2,), "uint32")
-            column_amax = T.alloc_var("int32")
             factor = T.alloc_local((8,), "float32")
             scaled = T.alloc_local((rows if transpose else 8,), "float32")
             codes = T.alloc_local((rows // 4 if transpose else 2,), "uint32")
@@ -135,28 +125,13 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
             for i in T.unroll(rows):
                 load(x, gate, i, first_token + row + i, first_col + col, True)
                 load(x, value, i, first_token + row + i, hidden + first_col + col, True)
-            halves_of_x = T.address_of(gate[0, 0]), T.address_of(value[0, 0])
-            swiglu(*halves_of_x, T.address_of(words[0, 0]), clamp_value, rows, clamped)
-            for j in T.unroll(4):
-                amax[j] = T.uint32(0)
-                for i in T.unroll(rows):
-                    amax[j] = max_u16x2(amax[j], words[i, j] & T.uint32(0x7FFF7FFF))
-            for j in T.vectorized(4):
-                thread_amax[row_lane, col // 2 + j] = amax[j]
+            for i in T.unroll(rows):
+                activate(gate, value, activated, i, T.float32(1), clamp_value, source, given)
+                for j in T.vectorized(8):
+                    rounded[i, j] = T.cast(activated[i, j], "bfloat16")
+            share_amax(words, parts, row_lane, col // 2)
             T.sync_threads()
-
-            for k in T.unroll(ceil_div(num_factors, threads)):
-                index = k * threads + thread
-                block, channel = index // _CHANNELS, index % _CHANNELS
-                if num_factors % threads == 0 or index < num_factors:
-                    column_amax = 0
-                    for i in T.unroll(lanes_per_block):
-                        part = halves[block * lanes_per_block + i, channel]
-                        column_amax = T.max(column_amax, T.cast(part, "int32"))
-                    scale_of(T.max(column_amax << 16, least_amax), scale)
-                    sf_row = first_token // num_per_tokens + block
-                    sf[sf_row, first_col + channel] = T.reinterpret(scale[0], "float32")
-                    factors[block, channel] = T.reinterpret(scale[1], "float32")
+            make_factors(parts, factors, sf, first_token // num_per_tokens, first_col)
             T.sync_threads()
 
             for j in T.vectorized(8):

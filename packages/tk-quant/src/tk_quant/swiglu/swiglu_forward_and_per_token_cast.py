@@ -7,18 +7,18 @@ For each position p and channel j, with l = x[p, j] and r = x[p, hidden + j], in
 and out is quantized by groups of num_per_channels channels as in per_token_cast; it is not rounded in between.
 x (num_positions, 2 * hidden), bfloat16 or float32; data e4m3 (num_positions, hidden) or e2m1 (…, hidden / 2).
 
-A thread takes `vec` neighbouring channels, of both halves of x, from each of `pieces` rows. A group is owned by
+A thread takes `vec` neighbouring channels, of both halves of x. A group is owned by
 neighbouring lanes of one warp, which agree on amax by shuffles; four groups put a word of packed sf together likewise:
 
                left half of x                 right half                     hidden 2048, vec 16: 128 lanes
             ┌─────────┬─────────┬─  ─┐    ┌─────────┬─────────┬─  ─┐
-    rows ×  │ l0 … l7 │ l8… l15 │ …  │    │ l0 … l7 │ l8… l15 │ …  │         lanes  0 … 7   8 … 15   16 … 23 …
-    pieces  │         │         │    │    │         │         │    │         group     0       1         2
+    rows    │ l0 … l7 │ l8… l15 │ …  │    │ l0 … l7 │ l8… l15 │ …  │         lanes  0 … 7   8 … 15   16 … 23 …
+            │         │         │    │    │         │         │    │         group     0       1         2
             └─────────┴─────────┴─  ─┘    └─────────┴─────────┴─  ─┘
 
 Where a group is a whole row and no power of two of lanes, a block takes the row. Rows of padding are neither read nor
 written. A thread waits for its row's index and then for 64 bytes of x, so as many threads as possible have to fit a
-multiprocessor: registers are capped. device/swiglu.py keeps instructions below what the bandwidth leaves time for.
+multiprocessor: registers are capped. lib/division.py keeps instructions below what the bandwidth leaves time for.
 """
 
 from typing import Any
@@ -35,12 +35,7 @@ from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_quant.lib.cast_formats import CastInput, CastScales, flags_of, layout_of
 from tk_quant.lib.quantize import BITS, LIMITS
 from tk_quant.lib.swiglu_arguments import check_clamp_value, check_row_maps
-from tk_quant.lib.swiglu_forward_and_per_token_cast_kernel import (
-    SwigluCastConfig,
-    fits_warp,
-    swiglu_group_cast_kernel,
-    swiglu_row_cast_kernel,
-)
+from tk_quant.lib.swiglu_forward_and_per_token_cast_kernel import SwigluCastConfig, swiglu_cast_kernel
 from tk_quant.swiglu.swiglu_forward import Given
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -80,11 +75,7 @@ def _swiglu_forward_and_per_token_cast_out(
     given = Given(weights, experts, clamps, clamped_count is not None)
     config = SwigluCastConfig.best(hidden, num_per_channels, source.bits, scales.in_bytes, clamps, arch)
     num_rows = align(num_positions, _ROWS_OF_SWIZZLED_TILE) if scales.layout is ScaleLayout.SWIZZLED else num_positions
-    if fits_warp(num_per_channels, config.vec):
-        cast = swiglu_group_cast_kernel(hidden, source, fmt, num_per_channels, scales, given, config, arch)
-    else:
-        cast = swiglu_row_cast_kernel(hidden, source, fmt, round_sf, given, config, arch)
-    cast(
+    swiglu_cast_kernel(hidden, source, fmt, num_per_channels, scales, given, config, arch)(
         x,
         0 if pos_to_token_topk is None else pos_to_token_topk,
         0 if topk_weights is None else topk_weights,
@@ -94,7 +85,7 @@ def _swiglu_forward_and_per_token_cast_out(
         sf,
         0.0 if swiglu_clamp_value is None else float(swiglu_clamp_value),
         LIMITS[fmt][1] if sf_clamp_min is None else float(sf_clamp_min),
-        config.num_blocks(num_rows, hidden, num_per_channels),
+        config.num_blocks(num_rows, hidden),
     )
 
 
