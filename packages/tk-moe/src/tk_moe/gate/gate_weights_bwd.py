@@ -26,11 +26,9 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.gate.topk_gate import TopkGateConfig
-from tk_moe.gate.topk_gate_with_weights import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK
+from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, GateConfig, GateOptions
 from tk_moe.lib.scoring import (
     LEAST_SUM,
-    GateOptions,
     ScoringFunc,
     clamped,
     load_logits_macro,
@@ -50,7 +48,7 @@ def _gate_weights_bwd_kernel(
     dtype: torch.dtype,
     options: GateOptions,
     alignment: int,
-    config: TopkGateConfig,
+    config: GateConfig,
     arch: Arch,
 ) -> Any:
     """`alignment` of the rows of logits and grad_logits is in bytes."""
@@ -64,7 +62,7 @@ def _gate_weights_bwd_kernel(
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
-    load_logits = load_logits_macro(num_experts, vector, dtype)
+    load_logits = load_logits_macro(num_experts, vector, vector, dtype)
     softmax_sums = softmax_sums_macro(per_lane)
 
     @T.macro
@@ -196,9 +194,9 @@ def _gate_weights_bwd_out(
     if num_tokens == 0:
         return
     arch = get_arch(logits.device)
-    options = GateOptions(ScoringFunc(scoring_func), renormalize, False, False, topk_idx.dtype)
+    options = GateOptions(ScoringFunc(scoring_func), renormalize, False, False, True, topk_idx.dtype, None)
     alignment = min(check.row_alignment(logits), check.row_alignment(grad_logits))
-    config = TopkGateConfig.best(arch)
+    config = GateConfig.best(arch)
     bwd = _gate_weights_bwd_kernel(num_experts, topk_idx.shape[1], logits.dtype, options, alignment, config, arch)
     bwd(grad_weights, logits, topk_idx, routed_scaling_factor, grad_logits)
 

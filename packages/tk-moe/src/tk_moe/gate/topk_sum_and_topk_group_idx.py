@@ -20,7 +20,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.gate.topk_gate import TopkGateConfig
+from tk_moe.lib.gate_kernel import GateConfig
 from tk_moe.lib.selection import (
     NO_KEY,
     best_three_macro,
@@ -43,7 +43,7 @@ def _topk_sum_kernel(
     num_topk_sum: int,
     num_topk_groups: int,
     alignment: int,
-    config: TopkGateConfig,
+    config: GateConfig,
     arch: Arch,
 ) -> Any:
     """`alignment` of each group's scores is in bytes."""
@@ -98,7 +98,7 @@ def _topk_sum_out(scores: Tensor, num_topk_sum: int, num_topk_groups: int, out: 
     if num_tokens == 0:
         return
     arch = get_arch(scores.device)
-    config = TopkGateConfig.best(arch)
+    config = GateConfig.best(arch)
     alignment = check.row_alignment(scores)
     _topk_sum_kernel(num_groups, group_size, num_topk_sum, num_topk_groups, alignment, config, arch)(scores, out)
 

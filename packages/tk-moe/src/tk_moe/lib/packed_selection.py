@@ -30,7 +30,7 @@ from typing import Any
 from tk_core.device.bits import byte_perm
 from tk_core.math import align
 from tk_moe.device.selection import take_best
-from tk_moe.lib.selection import NO_KEY, sort_key
+from tk_moe.lib.selection import NO_KEY, expert_of, sort_key
 
 _NONE = -(2**31)  # below the key of any expert
 
@@ -38,11 +38,6 @@ _NONE = -(2**31)  # below the key of any expert
 def can_pack(num_experts: int, num_topk: int) -> bool:
     """Whether keys have bits enough for the expert, and lanes seldom win more often than they have sorted keys."""
     return num_experts <= 512 and num_topk <= 16
-
-
-def expert_of(j: Any, lane: Any, vector: int) -> Any:
-    """The j-th expert of `lane`, an expression; ascending in j."""
-    return j // vector * (32 * vector) + lane * vector + j % vector
 
 
 @cache

@@ -17,7 +17,6 @@ Every operation rounds as torch's does on the same device: accurate exponentials
 """
 
 import enum
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 
 from tk_core import check
 from tk_moe.device import scoring
-from tk_moe.lib.selection import rank_of, sort_key
+from tk_moe.lib.selection import expert_of, rank_of, sort_key
 
 __all__ = ["ScoringFunc"]
 
@@ -58,18 +57,6 @@ def scoring_func_of(scoring_func: ScoringFunc | str) -> ScoringFunc:
         return ScoringFunc.from_str(scoring_func)
     check.require_type(isinstance(scoring_func, ScoringFunc), "scoring_func", "a ScoringFunc or its name", scoring_func)
     return scoring_func
-
-
-@dataclass(frozen=True)
-class GateOptions:
-    """Options of a gate with weights that its kernel is compiled for."""
-
-    scoring_func: ScoringFunc
-    renormalize: bool
-    has_mask: bool
-    has_bias: bool
-    idx_dtype: torch.dtype
-    """Of topk_idx."""
 
 
 LEAST_SUM = 1e-20
@@ -145,10 +132,10 @@ def softmax_sums_macro(per_lane: int) -> Any:
 
 
 @cache
-def load_logits_macro(num_experts: int, vector: int, dtype: torch.dtype) -> Any:
+def load_logits_macro(num_experts: int, vector: int, run_length: int, dtype: torch.dtype) -> Any:
     """Macro `load_logits(logits, token, lane, x)`: a lane's logits of a token as float32, -∞ where there is no expert.
 
-    The length of x, float32, is a multiple of `vector`; consecutive vectors of a lane are 32 * vector experts apart.
+    x[j], float32, is the logit of expert_of(j, lane, run_length); its length and run_length are multiples of `vector`.
     """
     import tilelang.language as T
 
@@ -157,12 +144,11 @@ def load_logits_macro(num_experts: int, vector: int, dtype: torch.dtype) -> Any:
         per_lane = x.shape[0]
         values = T.alloc_local((per_lane,), dtype)
         for c in T.unroll(per_lane // vector):
-            if (c * 32 + lane) * vector < num_experts:
+            if expert_of(c * vector, lane, run_length) < num_experts:
                 for v in T.vectorized(vector):
-                    values[c * vector + v] = logits[token, (c * 32 + lane) * vector + v]
+                    values[c * vector + v] = logits[token, expert_of(c * vector, lane, run_length) + v]
         for j in T.unroll(per_lane):
-            x[j] = T.if_then_else(
-                (j // vector * 32 + lane) * vector < num_experts, T.cast(values[j], "float32"), -T.infinity("float32")
-            )
+            is_expert = expert_of(j, lane, run_length) < num_experts
+            x[j] = T.if_then_else(is_expert, T.cast(values[j], "float32"), -T.infinity("float32"))
 
     return load_logits

@@ -85,6 +85,11 @@ def lane_vector(num_experts: int, lanes: int, most: int) -> int:
     return vector
 
 
+def expert_of(j: Any, lane: Any, run_length: int) -> Any:
+    """The j-th expert of a lane whose experts come in runs of `run_length`, an expression; ascending in j."""
+    return j // run_length * (32 * run_length) + lane * run_length + j % run_length
+
+
 @cache
 def best_three_macro(per_lane: int) -> Any:
     """Macro `best_three(keys, best)`: the largest three of a lane's keys, in order.

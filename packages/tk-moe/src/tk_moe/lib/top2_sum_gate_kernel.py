@@ -22,7 +22,7 @@ from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_moe.device.scoring import fast_reciprocal, fast_sigmoid
-from tk_moe.gate.topk_gate import TopkGateConfig
+from tk_moe.lib.gate_kernel import GateConfig
 from tk_moe.lib.scoring import ScoringFunc, clamped, score, softmax_score, softmax_sums_macro
 from tk_moe.lib.selection import (
     LEAST_KEY,
@@ -107,7 +107,7 @@ def _of_tp_rank_macro(per_rank: int, num_tp_ranks: int) -> Any:
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def top2_sum_gate_kernel(
-    num_experts: int, routing: Routing, alignment: int, bias_alignment: int, config: TopkGateConfig, arch: Arch
+    num_experts: int, routing: Routing, alignment: int, bias_alignment: int, config: GateConfig, arch: Arch
 ) -> Any:
     """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
     import tilelang.language as T
