@@ -24,7 +24,6 @@ from tk_moe.lib.scoring import (
     score,
     softmax_score,
     softmax_sums_macro,
-    write_scores,
 )
 from tk_moe.lib.selection import NO_KEY, choose_macro, expert_of, lane_vector, sort_key
 
@@ -110,10 +109,8 @@ def gate_kernel(
                 if expert_of(c * bias_vector, lane, run_length) < num_experts:
                     for v in T.vectorized(bias_vector):
                         shift[c * bias_vector + v] = bias[expert_of(c * bias_vector, lane, run_length) + v]
-        if scoring_func in (ScoringFunc.SIGMOID, ScoringFunc.SQRTSOFTPLUS):
-            write_scores(scoring_func, x, x, per_lane)
         for j in T.unroll(per_lane):
-            ranks[j] = x[j] + shift[j] if has_bias else x[j]
+            ranks[j] = score(scoring_func, x[j]) + shift[j] if has_bias else score(scoring_func, x[j])
         if is_packed:
             choose_packed(ranks, lane, chosen)
         else:

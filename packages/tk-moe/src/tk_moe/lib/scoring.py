@@ -65,16 +65,13 @@ LEAST_SUM = 1e-20
 
 def score(scoring_func: ScoringFunc, x: Any) -> Any:
     """Score of the float32 logit `x`, an expression; for softmax the logit itself, which gives the same ranking."""
-    if scoring_func in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY):
-        return x
-    return scoring.score(str(scoring_func), x)
-
-
-def write_scores(scoring_func: ScoringFunc, x: Any, scores: Any, count: int) -> Any:
-    """Statement scores[i] = `score` of x[i] for i < count, float32 in registers; not for softmax and identity."""
     import tilelang.language as T
 
-    return scoring.store_scores(str(scoring_func), T.address_of(x[0]), T.address_of(scores[0]), count)
+    if scoring_func is ScoringFunc.SIGMOID:
+        return T.float32(1) / (T.float32(1) + scoring.exp(-x))
+    if scoring_func is ScoringFunc.SQRTSOFTPLUS:
+        return T.sqrt(T.if_then_else(x > T.float32(20), x, T.log1p(scoring.exp(x))))
+    return x
 
 
 def slope(scoring_func: ScoringFunc, x: Any, value: Any) -> Any:
