@@ -1,9 +1,8 @@
-"""Top-k for gates without groups, with few chosen of at most 512 experts: by keys that contain the expert's index.
+"""Top-k for gates without groups, with few chosen of at most 256 experts: by keys that contain the expert's index.
 
     experts   0 … V-1    V … 2V-1    …   31V … 32V-1   32V … 33V-1   …      (vectors of V, assigned to lanes in turn)
     lane          0          1       …        31            0        …
-    key       int32: the upper bits of the rank's `sort_key`, and in the lower 8 (9 for more than 256 experts) 255 (511)
-              minus the expert
+    key       int32: the upper bits of the rank's `sort_key`, and in the lower 8 255 minus the expert
 
 All keys of a token differ, and of equal ranks the smaller index has the larger key. Each lane sorts the best four of
 its keys. A round is one warp-wide maximum, whose lower bits name the winning expert; the lane that held it moves on to
@@ -37,7 +36,7 @@ _NONE = -(2**31)  # below the key of any expert
 
 def can_pack(num_experts: int, num_topk: int) -> bool:
     """Whether keys have bits enough for the expert, and lanes seldom win more often than they have sorted keys."""
-    return num_experts <= 512 and num_topk <= 16
+    return num_experts <= 256 and num_topk <= 16
 
 
 @cache
@@ -49,7 +48,6 @@ def choose_packed_macro(num_experts: int, per_lane: int, vector: int, num_topk: 
     import tilelang.language as T
 
     padded = align(per_lane, 4)
-    field = 256 if per_lane <= 8 else 512
     best_four = _best_four_macro(padded)
     is_right = _is_right_macro(per_lane, vector, num_topk)
     choose_again = _choose_again_macro(per_lane, vector, num_topk)
@@ -74,19 +72,13 @@ def choose_packed_macro(num_experts: int, per_lane: int, vector: int, num_topk: 
         for j in T.unroll(padded):
             if j < per_lane:
                 keys[j] = T.reinterpret(T.ieee_add(ranks[j], T.float32(0)), "int32")
-                if field == 256:
-                    keys[j] = byte_perm(keys[j], numbers[j // 4], 0x3214 + j % 4, "int32")
-                else:
-                    keys[j] = keys[j] & T.int32(-field) | (field - 1 - 31 * vector - expert_of(j, 0, vector))
-                keys[j] = keys[j] ^ ((keys[j] >> 31) & T.int32(0x80000000 - field))
+                keys[j] = byte_perm(keys[j], numbers[j // 4], 0x3214 + j % 4, "int32")
+                keys[j] = keys[j] ^ ((keys[j] >> 31) & T.int32(0x7FFFFF00))
                 if expert_of(j, 31, vector) >= num_experts:
                     keys[j] = T.if_then_else(expert_of(j, lane, vector) < num_experts, keys[j], T.int32(_NONE))
             else:
                 keys[j] = T.int32(_NONE)
         best_four(keys, best)
-        if field != 256:
-            for i in T.unroll(4):
-                best[i] = best[i] | (31 - lane) * vector
         for k in T.unroll(num_topk):
             tops[k] = T.warp_reduce_max(best[0])
             take_best(T.address_of(best[0]), tops[k])
@@ -97,14 +89,14 @@ def choose_packed_macro(num_experts: int, per_lane: int, vector: int, num_topk: 
                     tops[i] = T.if_then_else(lane & (1 << b) != 0, tops[2 * i + 1], tops[2 * i])
                 else:
                     tops[i] = tops[2 * i]
-        chosen[0] = (tops[0] & T.int32(field - 1)) ^ T.int32(field - 1)
+        chosen[0] = (tops[0] & 255) ^ 255
 
-        is_doubtful = T.cast(last ^ best[0], "uint32") < T.uint32(field)
+        is_doubtful = T.cast(last ^ best[0], "uint32") < T.uint32(256)
         if per_lane > 4:
             is_doubtful = is_doubtful or best[0] < T.int32(_NONE + 32 * vector)
         if num_topk > 1:
             above = T.shfl_sync(tops[0], lane - 1)
-            is_near = T.cast(tops[0] ^ above, "uint32") < T.uint32(field)
+            is_near = T.cast(tops[0] ^ above, "uint32") < T.uint32(256)
             # Lane 0 compares with lane 31, which has the last slot if num_topk is a power of two.
             is_doubtful = is_doubtful or (is_near and (num_topk == 1 << bits or (lane > 0 and lane < num_topk)))
         if T.any_sync(is_doubtful) != 0:
