@@ -31,7 +31,6 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align
-from tk_moe.device.async_copy import expect_bytes, init_mbarrier, wait_for_cluster
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,6 @@ def mapping_kernel(
             first_sorted, first_pos = (T.alloc_shared((num_experts,), "int32") for _ in range(2))
             padding_start, padding_end = (T.alloc_shared((num_experts,), "int32") for _ in range(2))
             warp_sums = T.alloc_shared((2, warps), "uint32")
-            arrived = T.alloc_shared((1,), "uint64")
 
             # Numbers of pairs of this thread's expert: in the part, before it, and in all.
             count = T.alloc_local((1,), "int32")
@@ -197,9 +195,7 @@ def mapping_kernel(
             all_sums = T.alloc_local((2,), "int32")  # of aligned sizes; of this part's pairs
 
             if cluster_size > 1:
-                if thread == 0:
-                    init_mbarrier(T.access_ptr(arrived[0], "rw"))
-                T.sync_warp()
+                arrived = T.alloc_barrier(cluster_size)
                 T.cluster_arrive_relaxed()
             steps.clear(T.view(ranks, (warps * num_experts // 2,), "uint32"), threads)
             if in_memory:
@@ -208,8 +204,6 @@ def mapping_kernel(
                 counts[0, thread] = 0
                 counts[1, thread] = 0
             T.sync_threads()
-            if cluster_size > 1 and thread == 0:
-                expect_bytes(T.access_ptr(arrived[0], "rw"), cluster_size * row * 2)
 
             prefix = 0
             total = 0
@@ -235,7 +229,7 @@ def mapping_kernel(
             T.sync_threads()
             steps.offsets_of_warps(ranks, num_experts, count)
             if cluster_size > 1:
-                wait_for_cluster(T.access_ptr(arrived[0], "rw"))
+                T.mbarrier_wait_parity(arrived, 0)
                 if thread < num_experts:
                     steps.add_cluster_counts(chunk_counts, rank, thread, prefix, total)
             if cluster_size == 0 and thread < num_experts:

@@ -11,7 +11,7 @@ import tilelang.language as T
 
 from tk_core.device.bits import atomic_or_u32, warp_sum_u32
 from tk_core.math import ceil_div
-from tk_moe.device.async_copy import send_to_cluster
+from tk_moe.device.async_copy import bulk_store_to_cluster
 
 EXPERT_BITS = 10
 """For at most 1024 experts."""
@@ -49,18 +49,11 @@ def count_chunk(pairs: T.Buffer, begin: Any, size: Any, part: Any, counts: T.Buf
 
 @T.macro
 def exchange_counts(chunk_count: T.Buffer, chunk_counts: T.Buffer, arrived: T.Buffer, rank: Any) -> None:
-    """Send a chunk's uint16 counts to the cluster's blocks: warp b to block b, whose mbarrier counts the bytes."""
+    """Send a chunk's uint16 counts to the cluster's blocks, warp b to block b, whose barrier waits for them."""
     warp, lane = T.get_thread_binding() // 32, T.get_thread_binding() % 32
-    cluster_size, row = chunk_counts.shape
-    if warp < cluster_size:
-        for j in T.unroll(ceil_div(row, 256)):
-            if (j * 32 + lane) * 8 < row:
-                send_to_cluster(
-                    T.access_ptr(chunk_counts[rank, (j * 32 + lane) * 8], "w"),
-                    T.access_ptr(chunk_count[(j * 32 + lane) * 8], "r"),
-                    T.access_ptr(arrived[0], "rw"),
-                    warp,
-                )
+    if lane == 0 and warp < chunk_counts.shape[0]:
+        there, here = T.access_ptr(chunk_counts[rank, 0], "w"), T.access_ptr(chunk_count[0], "r")
+        bulk_store_to_cluster(there, here, warp, 2 * chunk_count.shape[0], arrived[0])
 
 
 @T.macro
