@@ -6,7 +6,7 @@
 scores float32 (num_tokens, num_groups, num_experts_per_group), out int64 (num_tokens, num_topk_groups).
 
 A warp takes a token. Each group has the same number of lanes, a power of two, which agree on its best scores by
-shuffles. Then one lane of each group contributes its sum, and the warp chooses among these as it does among experts.
+shuffles. Then the lanes of each group count the groups ahead of it, and its first lane stores it in that place.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ from tk_moe.lib.gate_kernel import GateConfig
 from tk_moe.lib.selection import (
     NO_KEY,
     best_three_macro,
-    choose_macro,
     group_key_macro,
     group_lanes,
+    group_place_macro,
     lane_vector,
     sort_key,
 )
@@ -55,7 +55,7 @@ def _topk_sum_kernel(
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
     best_three, group_key = best_three_macro(per_lane), group_key_macro(lanes, num_topk_sum)
-    choose = choose_macro(1, num_topk_groups)
+    group_place = group_place_macro(num_groups)
 
     @T.prim_func
     def topk_sum_and_topk_group_idx(
@@ -73,7 +73,7 @@ def _topk_sum_kernel(
                 keys = T.alloc_local((per_lane,), "int32")
                 best = T.alloc_local((3,), "int32")
                 key = T.alloc_local((1,), "int32")
-                chosen = T.alloc_local((1,), "int32")
+                place = T.alloc_local((1,), "int32")
                 if group < num_groups:
                     for c in T.unroll(per_lane // vector):
                         if first + c * vector < group_size:
@@ -83,11 +83,9 @@ def _topk_sum_kernel(
                     keys[j] = T.if_then_else(first + j < group_size, sort_key(values[j]), T.int32(NO_KEY))
                 best_three(keys, best)
                 group_key(best, key)
-                # The first lane of each group contributes its key.
-                key[0] = T.if_then_else(group < num_groups and lane % lanes == 0, key[0], T.int32(NO_KEY))
-                choose(key, lane, group, chosen)
-                if lane < num_topk_groups:
-                    out[token, lane] = T.cast(T.cast(chosen[0], "uint32"), "int64")
+                group_place(key, lane, place)
+                if group < num_groups and lane % lanes == 0 and place[0] < num_topk_groups:
+                    out[token, place[0]] = T.cast(group, "int64")
 
     return topk_sum_and_topk_group_idx
 
