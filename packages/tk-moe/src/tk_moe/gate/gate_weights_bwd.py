@@ -57,7 +57,6 @@ def _gate_weights_bwd_kernel(
     vector = alignment // dtype.itemsize
     chunks = ceil_div(num_experts, 32 * vector)
     per_lane = chunks * vector
-    words = alignment // 4
     scoring_func = options.scoring_func
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
     warps = config.warps
@@ -69,15 +68,8 @@ def _gate_weights_bwd_kernel(
     def store_row(grad_logits: T.Buffer, token: T.int32, lane: T.int32, values: T.Buffer) -> None:
         for c in T.unroll(chunks):
             if (c * 32 + lane) * vector < num_experts:
-                if words == 4:
-                    view = T.view(values, (chunks * words,), "uint32")
-                    T.stg128(grad_logits[token, (c * 32 + lane) * vector], view[c * 4 : c * 4 + 4])
-                elif words == 2:
-                    view = T.view(values, (chunks * words,), "uint32")
-                    T.stg64(grad_logits[token, (c * 32 + lane) * vector], view[c * 2 : c * 2 + 2])
-                else:
-                    for v in T.vectorized(vector):
-                        grad_logits[token, (c * 32 + lane) * vector + v] = values[c * vector + v]
+                for v in T.vectorized(vector):
+                    grad_logits[token, (c * 32 + lane) * vector + v] = values[c * vector + v]
 
     @T.macro
     def subtract_mean(grad: T.Buffer, weight: T.float32) -> None:
