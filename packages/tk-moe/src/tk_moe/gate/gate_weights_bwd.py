@@ -27,17 +27,7 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, GateConfig, GateOptions
-from tk_moe.lib.scoring import (
-    LEAST_SUM,
-    ScoringFunc,
-    clamped,
-    load_logits_macro,
-    score,
-    scoring_func_of,
-    slope,
-    softmax_score,
-    softmax_sums_macro,
-)
+from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 
 # Every access has a guard of its own.
@@ -54,6 +44,8 @@ def _gate_weights_bwd_kernel(
     """`alignment` of the rows of logits and grad_logits is in bytes."""
     import tilelang.language as T
 
+    from tk_moe.lib.scores import clamped, load_logits, score, slope, softmax_score, softmax_sums
+
     vector = alignment // dtype.itemsize
     chunks = ceil_div(num_experts, 32 * vector)
     per_lane = chunks * vector
@@ -61,8 +53,6 @@ def _gate_weights_bwd_kernel(
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
-    load_logits = load_logits_macro(num_experts, vector, vector, dtype)
-    softmax_sums = softmax_sums_macro(per_lane)
 
     @T.macro
     def store_row(grad_logits: T.Buffer, token: T.int32, lane: T.int32, values: T.Buffer) -> None:
@@ -119,7 +109,7 @@ def _gate_weights_bwd_kernel(
                 value = T.alloc_var("float32")
                 inner = T.alloc_var("float32")
                 if is_softmax:
-                    load_logits(logits, token, lane, x)
+                    load_logits(logits, num_experts, vector, vector, token, lane, x)
                 expert = -1
                 grad[0] = T.float32(0)
                 if lane < num_topk:

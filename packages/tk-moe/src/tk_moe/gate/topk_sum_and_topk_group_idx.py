@@ -21,15 +21,6 @@ from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_moe.lib.gate_kernel import GateConfig
-from tk_moe.lib.selection import (
-    NO_KEY,
-    best_three_macro,
-    group_key_macro,
-    group_lanes,
-    group_place_macro,
-    lane_vector,
-    sort_key,
-)
 
 MAX_GROUPS = 32
 MAX_EXPERTS = 1024
@@ -49,13 +40,13 @@ def _topk_sum_kernel(
     """`alignment` of each group's scores is in bytes."""
     import tilelang.language as T
 
-    lanes = group_lanes(num_groups)
-    vector = lane_vector(group_size, lanes, alignment // 4)
+    from tk_moe.lib import selection
+
+    lanes = selection.group_lanes(num_groups)
+    vector = selection.lane_vector(group_size, lanes, alignment // 4)
     per_lane = align(ceil_div(group_size, lanes), vector)
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
-    best_three, group_key = best_three_macro(per_lane), group_key_macro(lanes, num_topk_sum)
-    group_place = group_place_macro(num_groups)
 
     @T.prim_func
     def topk_sum_and_topk_group_idx(
@@ -80,10 +71,12 @@ def _topk_sum_kernel(
                             for v in T.vectorized(vector):
                                 values[c * vector + v] = scores[token, group, first + c * vector + v]
                 for j in T.unroll(per_lane):
-                    keys[j] = T.if_then_else(first + j < group_size, sort_key(values[j]), T.int32(NO_KEY))
-                best_three(keys, best)
-                group_key(best, key)
-                group_place(key, lane, place)
+                    keys[j] = T.if_then_else(
+                        first + j < group_size, selection.sort_key(values[j]), T.int32(selection.NO_KEY)
+                    )
+                selection.best_three(keys, best)
+                selection.group_key(best, lanes, num_topk_sum, key)
+                selection.group_place(key, num_groups, lane, place)
                 if group < num_groups and lane % lanes == 0 and place[0] < num_topk_groups:
                     out[token, place[0]] = T.cast(group, "int64")
 

@@ -16,16 +16,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_moe.lib.packed_selection import can_pack, choose_packed_macro
-from tk_moe.lib.scoring import (
-    ScoringFunc,
-    clamped,
-    load_logits_macro,
-    score,
-    softmax_score,
-    softmax_sums_macro,
-)
-from tk_moe.lib.selection import NO_KEY, choose_macro, expert_of, lane_vector, sort_key
+from tk_moe.lib.scoring import ScoringFunc
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
@@ -67,6 +58,11 @@ class GateOptions:
     """Of the ids that experts are looked up by; None where they are chosen."""
 
 
+def can_pack(num_experts: int, num_topk: int) -> bool:
+    """Whether keys have bits enough for the expert, and lanes seldom win more often than they have sorted keys."""
+    return num_experts <= 256 and num_topk <= 16
+
+
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def gate_kernel(
@@ -82,6 +78,10 @@ def gate_kernel(
     """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
     import tilelang.language as T
 
+    from tk_moe.lib.packed_selection import choose_packed
+    from tk_moe.lib.scores import clamped, load_logits, score, softmax_score, softmax_sums
+    from tk_moe.lib.selection import NO_KEY, choose, expert_of, lane_vector, sort_key
+
     scoring_func, has_bias = options.scoring_func, options.has_bias
     is_softmax, looks_up = scoring_func is ScoringFunc.SOFTMAX, options.token_ids_dtype is not None
     # Not for softmax, whose sums take a lane's experts to be consecutive.
@@ -95,9 +95,6 @@ def gate_kernel(
     run_length = vector if is_packed or looks_up else per_lane
     bias_vector = min(vector, bias_alignment // 4)
     warps, num_tokens, vocab_size = config.warps, T.dynamic("num_tokens"), T.dynamic("vocab_size")
-    load_logits = load_logits_macro(num_experts, vector, run_length, dtype)
-    choose_packed = choose_packed_macro(num_experts, per_lane, vector, num_topk) if is_packed else None
-    choose, softmax_sums = choose_macro(per_lane, num_topk), softmax_sums_macro(per_lane)
 
     @T.macro
     def select(x: T.Buffer, bias: T.Buffer, lane: T.int32, chosen: T.Buffer) -> None:
@@ -112,12 +109,12 @@ def gate_kernel(
         for j in T.unroll(per_lane):
             ranks[j] = score(scoring_func, x[j]) + shift[j] if has_bias else score(scoring_func, x[j])
         if is_packed:
-            choose_packed(ranks, lane, chosen)
+            choose_packed(ranks, num_experts, vector, num_topk, lane, chosen)
         else:
             for j in T.unroll(per_lane):
                 is_expert = expert_of(j, lane, run_length) < num_experts
                 keys[j] = T.if_then_else(is_expert, sort_key(ranks[j]), T.int32(NO_KEY))
-            choose(keys, lane, expert_of(0, lane, run_length), chosen)
+            choose(keys, num_topk, lane, expert_of(0, lane, run_length), chosen)
 
     @T.prim_func
     def gate(
@@ -142,7 +139,7 @@ def gate_kernel(
                 sums = T.alloc_local((2,), "float32")
                 is_wanted, value = T.alloc_var("bool"), T.alloc_var("float32")
                 if is_softmax or not looks_up:
-                    load_logits(logits, token, lane, x)
+                    load_logits(logits, num_experts, vector, run_length, token, lane, x)
                 is_wanted = True
                 if options.has_mask:
                     is_wanted = mask[token]
