@@ -24,7 +24,6 @@ scores alone:
     3. The lanes of each of the 8 warps are added in such a tree, then the warps, ascending.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,32 +41,21 @@ from tk_core.views import aligned
 MAX_EXPERTS = 1024
 MAX_TOKENS = 2**30  # so that no index on the way overflows an int32
 
+_BLOCK_TOKENS = 4
+"""Tokens of a thread block, a warp each. For the gradient, 2 to 8 take the same time on an H200."""
 _SUM_THREADS = 256
 """Threads of the block that sums the parts; they decide the order of the sum."""
-
-
-@dataclass(frozen=True)
-class AuxLossConfig:
-    """Launch knobs."""
-
-    block_tokens: int
-    """Tokens of a thread block, a warp each."""
-    parts_in_flight: int
-    """Parts that a thread loads before it adds the first."""
-
-    @staticmethod
-    def best(arch: Arch) -> "AuxLossConfig":
-        """For the gradient, 2 to 8 tokens per block take the same time on an H200."""
-        return AuxLossConfig(block_tokens=4, parts_in_flight=32)
+_PARTS_IN_FLIGHT = 32
+"""Parts that a thread of that block loads before it adds the first."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _aux_loss_parts_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) -> Any:
+def _aux_loss_parts_kernel(num_experts: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    from tk_moe.lib.score_tiles import experts_of_lanes, sum_scores
+    from tk_moe.lib.score_tiles import load_and_sum
 
-    block_tokens, tile = config.block_tokens, align(num_experts, 128)
+    tile = align(num_experts, 128)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -76,30 +64,25 @@ def _aux_loss_parts_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) 
         fi: T.Tensor((num_experts,), "float32"),
         parts: T.Tensor((num_tokens,), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=32 * block_tokens) as block:
-            first = block * block_tokens
-            values = T.alloc_fragment((block_tokens, tile), "float32")
-            factors = T.alloc_fragment((block_tokens, tile), "float32")
-            sums = T.alloc_fragment((block_tokens,), "float32")
-            dots = T.alloc_fragment((block_tokens,), "float32")
-            T.annotate_layout({x: experts_of_lanes(x.shape) for x in (values, factors)})
-            T.copy(scores[first : first + block_tokens, 0:tile], values)
-            for t, e in T.Parallel(block_tokens, tile):
-                factors[t, e] = T.if_then_else(e < num_experts, fi[e], T.float32(0))
-            sum_scores(values, factors, sums, dots)
-            for t in T.Parallel(block_tokens):
+        with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=32 * _BLOCK_TOKENS) as block:
+            first = block * _BLOCK_TOKENS
+            values = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
+            factors = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
+            sums = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
+            dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
+            load_and_sum(scores, fi, first, (values, factors), sums, dots)
+            for t in T.Parallel(_BLOCK_TOKENS):
                 if first + t < num_tokens:  # a division of the zeros beyond would take longer
                     dots[t] = dots[t] / (T.float32(1e-20) + sums[t])
-            T.copy(dots, parts[first : first + block_tokens])
+            T.copy(dots, parts[first : first + _BLOCK_TOKENS])
 
     return aux_loss_parts
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _aux_loss_sum_kernel(config: AuxLossConfig, arch: Arch) -> Any:
+def _aux_loss_sum_kernel(arch: Arch) -> Any:
     import tilelang.language as T
 
-    in_flight = config.parts_in_flight
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -107,7 +90,7 @@ def _aux_loss_sum_kernel(config: AuxLossConfig, arch: Arch) -> Any:
         parts: T.Tensor((num_tokens,), "float32"), alpha: T.float32, loss: T.Tensor((1,), "float32")
     ) -> None:
         with T.Kernel(1, threads=_SUM_THREADS):
-            values = T.alloc_fragment((in_flight, _SUM_THREADS), "float32")
+            values = T.alloc_fragment((_PARTS_IN_FLIGHT, _SUM_THREADS), "float32")
             thread_sums = T.alloc_fragment((_SUM_THREADS,), "float32")
             warp_sums = T.alloc_fragment((_SUM_THREADS // 32,), "float32")
             shared_sums = T.alloc_shared((_SUM_THREADS // 32,), "float32")
@@ -119,11 +102,11 @@ def _aux_loss_sum_kernel(config: AuxLossConfig, arch: Arch) -> Any:
                 }
             )
             T.clear(thread_sums)
-            for batch in T.serial(T.ceildiv(num_tokens, in_flight * _SUM_THREADS)):
-                for i, s in T.Parallel(in_flight, _SUM_THREADS):
-                    token = (batch * in_flight + i) * _SUM_THREADS + s
+            for batch in T.serial(T.ceildiv(num_tokens, _PARTS_IN_FLIGHT * _SUM_THREADS)):
+                for i, s in T.Parallel(_PARTS_IN_FLIGHT, _SUM_THREADS):
+                    token = (batch * _PARTS_IN_FLIGHT + i) * _SUM_THREADS + s
                     values[i, s] = T.if_then_else(token < num_tokens, parts[token], T.float32(0))
-                for i in T.unroll(in_flight):
+                for i in T.unroll(_PARTS_IN_FLIGHT):
                     for s in T.Parallel(_SUM_THREADS):
                         thread_sums[s] = thread_sums[s] + values[i, s]
             T.reduce_sum(T.reshape(thread_sums, (_SUM_THREADS // 32, 32)), warp_sums, dim=1)
@@ -138,12 +121,12 @@ def _aux_loss_sum_kernel(config: AuxLossConfig, arch: Arch) -> Any:
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _aux_loss_bwd_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) -> Any:
+def _aux_loss_bwd_kernel(num_experts: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    from tk_moe.lib.score_tiles import experts_of_lanes, sum_scores
+    from tk_moe.lib.score_tiles import load_and_sum
 
-    block_tokens, tile = config.block_tokens, align(num_experts, 128)
+    tile = align(num_experts, 128)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -154,25 +137,21 @@ def _aux_loss_bwd_kernel(num_experts: int, config: AuxLossConfig, arch: Arch) ->
         alpha: T.float32,
         grad_scores: T.Tensor((num_tokens, num_experts), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=32 * block_tokens) as block:
-            first = block * block_tokens
-            values = T.alloc_fragment((block_tokens, tile), "float32")
-            factors = T.alloc_fragment((block_tokens, tile), "float32")
-            sums = T.alloc_fragment((block_tokens,), "float32")
-            dots = T.alloc_fragment((block_tokens,), "float32")
+        with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=32 * _BLOCK_TOKENS) as block:
+            first = block * _BLOCK_TOKENS
+            values = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
+            factors = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
+            sums = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
+            dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
             scale = T.alloc_var("float32")
-            T.annotate_layout({x: experts_of_lanes(x.shape) for x in (values, factors)})
-            T.copy(scores[first : first + block_tokens, 0:tile], values)
-            for t, e in T.Parallel(block_tokens, tile):
-                factors[t, e] = T.if_then_else(e < num_experts, fi[e], T.float32(0))
             scale = grad_loss[0] * (alpha / T.cast(num_tokens, "float32"))
-            sum_scores(values, factors, sums, dots)
-            for t, e in T.Parallel(block_tokens, tile):
+            load_and_sum(scores, fi, first, (values, factors), sums, dots)
+            for t, e in T.Parallel(_BLOCK_TOKENS, tile):
                 # 1 for tokens beyond the last, as a division by their 1e-20 would take longer.
                 divisor = T.if_then_else(first + t < num_tokens, T.float32(1e-20) + sums[t], T.float32(1))
                 gradient = (factors[t, e] - dots[t] / divisor) / divisor * scale
                 values[t, e] = T.if_then_else(sums[t] == T.float32(0), T.float32(0), gradient)
-            T.copy(values, grad_scores[first : first + block_tokens, 0:tile])
+            T.copy(values, grad_scores[first : first + _BLOCK_TOKENS, 0:tile])
 
     return aux_loss_bwd
 
@@ -185,10 +164,9 @@ def _aux_loss_out(scores: Tensor, fi: Tensor, alpha: float, loss: Tensor) -> Non
         loss.zero_()
         return
     arch = get_arch(scores.device)
-    config = AuxLossConfig.best(arch)
     parts = new_workspace(scores, (num_tokens,))
-    _aux_loss_parts_kernel(num_experts, config, arch)(aligned(scores), aligned(fi), parts)
-    _aux_loss_sum_kernel(config, arch)(parts, alpha, loss.view(1))
+    _aux_loss_parts_kernel(num_experts, arch)(aligned(scores), aligned(fi), parts)
+    _aux_loss_sum_kernel(arch)(parts, alpha, loss.view(1))
 
 
 @op("tk_moe::aux_loss_bwd_out", mutates=("grad_scores",), reference="aux_loss_bwd")
@@ -199,7 +177,7 @@ def _aux_loss_bwd_out(scores: Tensor, fi: Tensor, grad_loss: Tensor, alpha: floa
         return
     arch = get_arch(scores.device)
     written = aligned(grad_scores)
-    backward = _aux_loss_bwd_kernel(num_experts, AuxLossConfig.best(arch), arch)
+    backward = _aux_loss_bwd_kernel(num_experts, arch)
     backward(aligned(scores), aligned(fi), grad_loss.view(1), alpha, written)
     if written is not grad_scores:
         grad_scores.copy_(written)

@@ -28,7 +28,6 @@ from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_moe.lib.cluster import largest_cluster
 
 MAX_GROUPS = 1024
 MAX_TOPK = 32
@@ -51,7 +50,10 @@ class GroupCountConfig:
     @cache
     def best(few_pairs: bool, num_sms: int, arch: Arch) -> "GroupCountConfig":
         """One thread block for few pairs, else the largest cluster that fits on `num_sms` SMs."""
-        return GroupCountConfig(1 if few_pairs else largest_cluster(num_sms, arch))
+        if few_pairs or arch.sm < 90 or num_sms < 8:
+            return GroupCountConfig(1)
+        # The blocks of a cluster share a GPC. If 8 GPCs have more than 120 SMs together, one of them has at least 16.
+        return GroupCountConfig(16 if arch.sm in (90, 100, 103) and num_sms > 120 else 8)
 
 
 # Blocks write into each other's shared memory, which TileLang does not see: so barriers are written out, and no memory

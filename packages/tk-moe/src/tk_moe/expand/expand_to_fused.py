@@ -21,10 +21,8 @@ nothing before all of it has arrived. All blocks get equal shares, in whole wave
 
     x       pieces b, b + G, b + 2G, ... ──shared memory──> each to the same columns of its positions
 
-Scale factors in row-major order are copied along with their rows. Column-major ones would be scattered in stores of 4
-bytes, so more than a few columns of them are gathered by separate thread blocks
-(lib/expand_to_fused_gathered_kernel.py): such a block searches all positions for the tokens of its rows; then each lane
-takes a row, and one store of a warp writes 32 rows of a column.
+Scale factors are copied along with their rows. More than a few columns in column-major order, which would be scattered
+in stores of 4 bytes, are first written in row-major order, and a second launch transposes them.
 """
 
 import torch
@@ -35,13 +33,12 @@ from tk_core.arch import get_arch
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.replay import new_workspace, replayable
 from tk_core.scales import ScaleLayout, empty_scales
 from tk_core.views import aligned
 from tk_moe.lib.check_maps import check_each_once, check_experts, check_positions
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
-from tk_moe.lib.expand_to_fused_gathered_kernel import GatherConfig, expand_gathered_kernel
-from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, vector_of
+from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, transpose_factors_kernel, vector_of
 
 _E2M1_DTYPES = tuple(
     getattr(torch, name) for name in ("int8", "uint8", "float4_e2m1fn_x2") if hasattr(torch, name)
@@ -103,16 +100,13 @@ def _expand_to_fused_with_sf_out(
     (num_tokens, num_topk), cols, sf_cols = token_topk_to_pos.shape, x.shape[1], sf.shape[1]
     config = ExpandConfig.best(cols // vector_of(cols, x.itemsize), True, arch)
     num_blocks = ExpandConfig.num_blocks(num_tokens, out.shape[0])
-    gather = GatherConfig.best(sf_cols, out_sf.stride(0) == 1, config.threads // 32, arch)
-    if gather is not None:
-        gathered_rows = gather.num_rows(out.shape[0], get_device_num_sms(x.device))
-        num_gathering_blocks = ceil_div(out.shape[0], gathered_rows)
-        expand = expand_gathered_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, config, gather, arch)
-        maps = aligned(token_topk_to_pos), pos_to_expert
-        expand(x, *maps, written, num_blocks, aligned(sf), out_sf, num_gathering_blocks, gathered_rows)
-    else:
-        expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, config, arch)
-        expand(x, token_topk_to_pos, pos_to_expert, written, num_blocks, aligned(sf), out_sf)
+    # Rows of up to 8 factors are not worth a second launch.
+    is_transposed = sf_cols > 8 and out_sf.stride(0) == 1
+    sf_rows = new_workspace(sf, (out.shape[0], sf_cols)) if is_transposed else out_sf
+    expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, config, arch)
+    expand(x, token_topk_to_pos, pos_to_expert, written, num_blocks, aligned(sf), sf_rows)
+    if is_transposed:
+        transpose_factors_kernel(sf_cols, sf.dtype, arch)(sf_rows, out_sf)
     if written.data_ptr() != out.data_ptr():
         out.view(written.dtype).copy_(written)
 

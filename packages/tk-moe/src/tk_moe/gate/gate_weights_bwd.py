@@ -26,20 +26,8 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.gate.topk_gate import TopkGateConfig
-from tk_moe.gate.topk_gate_with_weights import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK
-from tk_moe.lib.scoring import (
-    LEAST_SUM,
-    GateOptions,
-    ScoringFunc,
-    clamped,
-    load_logits_macro,
-    score,
-    scoring_func_of,
-    slope,
-    softmax_score,
-    softmax_sums_macro,
-)
+from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, GateConfig, GateOptions
+from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 
 # Every access has a guard of its own.
@@ -50,36 +38,28 @@ def _gate_weights_bwd_kernel(
     dtype: torch.dtype,
     options: GateOptions,
     alignment: int,
-    config: TopkGateConfig,
+    config: GateConfig,
     arch: Arch,
 ) -> Any:
     """`alignment` of the rows of logits and grad_logits is in bytes."""
     import tilelang.language as T
 
+    from tk_moe.lib.scores import clamped, load_logits, score, slope, softmax_score, softmax_sums
+
     vector = alignment // dtype.itemsize
     chunks = ceil_div(num_experts, 32 * vector)
     per_lane = chunks * vector
-    words = alignment // 4
     scoring_func = options.scoring_func
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
-    load_logits = load_logits_macro(num_experts, vector, dtype)
-    softmax_sums = softmax_sums_macro(per_lane)
 
     @T.macro
     def store_row(grad_logits: T.Buffer, token: T.int32, lane: T.int32, values: T.Buffer) -> None:
         for c in T.unroll(chunks):
             if (c * 32 + lane) * vector < num_experts:
-                if words == 4:
-                    view = T.view(values, (chunks * words,), "uint32")
-                    T.stg128(grad_logits[token, (c * 32 + lane) * vector], view[c * 4 : c * 4 + 4])
-                elif words == 2:
-                    view = T.view(values, (chunks * words,), "uint32")
-                    T.stg64(grad_logits[token, (c * 32 + lane) * vector], view[c * 2 : c * 2 + 2])
-                else:
-                    for v in T.vectorized(vector):
-                        grad_logits[token, (c * 32 + lane) * vector + v] = values[c * vector + v]
+                for v in T.vectorized(vector):
+                    grad_logits[token, (c * 32 + lane) * vector + v] = values[c * vector + v]
 
     @T.macro
     def subtract_mean(grad: T.Buffer, weight: T.float32) -> None:
@@ -129,7 +109,7 @@ def _gate_weights_bwd_kernel(
                 value = T.alloc_var("float32")
                 inner = T.alloc_var("float32")
                 if is_softmax:
-                    load_logits(logits, token, lane, x)
+                    load_logits(logits, num_experts, vector, vector, token, lane, x)
                 expert = -1
                 grad[0] = T.float32(0)
                 if lane < num_topk:
@@ -196,9 +176,9 @@ def _gate_weights_bwd_out(
     if num_tokens == 0:
         return
     arch = get_arch(logits.device)
-    options = GateOptions(ScoringFunc(scoring_func), renormalize, False, False, topk_idx.dtype)
+    options = GateOptions(ScoringFunc(scoring_func), renormalize, False, False, True, topk_idx.dtype, None)
     alignment = min(check.row_alignment(logits), check.row_alignment(grad_logits))
-    config = TopkGateConfig.best(arch)
+    config = GateConfig.best(arch)
     bwd = _gate_weights_bwd_kernel(num_experts, topk_idx.shape[1], logits.dtype, options, alignment, config, arch)
     bwd(grad_weights, logits, topk_idx, routed_scaling_factor, grad_logits)
 

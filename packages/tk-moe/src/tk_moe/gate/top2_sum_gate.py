@@ -22,7 +22,7 @@ from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.gate.topk_gate import TopkGateConfig
+from tk_moe.lib.gate_kernel import GateConfig
 from tk_moe.lib.scoring import ScoringFunc, scoring_func_of
 from tk_moe.lib.top2_sum_gate_kernel import Routing, top2_sum_gate_kernel
 
@@ -83,7 +83,7 @@ def _top2_sum_gate_out(
         (num_experts + max(num_copies - 1, 0)) // num_ep_ranks if num_tp_ranks > 1 else 0,
         num_tp_ranks,
     )
-    config = TopkGateConfig.best(arch)
+    config = GateConfig.best(arch)
     gate = top2_sum_gate_kernel(
         num_experts, routing, check.row_alignment(logits), check.row_alignment(bias), config, arch
     )

@@ -6,7 +6,7 @@
 scores float32 (num_tokens, num_groups, num_experts_per_group), out int64 (num_tokens, num_topk_groups).
 
 A warp takes a token. Each group has the same number of lanes, a power of two, which agree on its best scores by
-shuffles. Then one lane of each group contributes its sum, and the warp chooses among these as it does among experts.
+shuffles. Then the lanes of each group count the groups ahead of it, and its first lane stores it in that place.
 """
 
 from typing import Any
@@ -20,16 +20,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.gate.topk_gate import TopkGateConfig
-from tk_moe.lib.selection import (
-    NO_KEY,
-    best_three_macro,
-    choose_macro,
-    group_key_macro,
-    group_lanes,
-    lane_vector,
-    sort_key,
-)
+from tk_moe.lib.gate_kernel import GateConfig
 
 MAX_GROUPS = 32
 MAX_EXPERTS = 1024
@@ -43,19 +34,19 @@ def _topk_sum_kernel(
     num_topk_sum: int,
     num_topk_groups: int,
     alignment: int,
-    config: TopkGateConfig,
+    config: GateConfig,
     arch: Arch,
 ) -> Any:
     """`alignment` of each group's scores is in bytes."""
     import tilelang.language as T
 
-    lanes = group_lanes(num_groups)
-    vector = lane_vector(group_size, lanes, alignment // 4)
+    from tk_moe.lib import selection
+
+    lanes = selection.group_lanes(num_groups)
+    vector = selection.lane_vector(group_size, lanes, alignment // 4)
     per_lane = align(ceil_div(group_size, lanes), vector)
     warps = config.warps
     num_tokens = T.dynamic("num_tokens")
-    best_three, group_key = best_three_macro(per_lane), group_key_macro(lanes, num_topk_sum)
-    choose = choose_macro(1, num_topk_groups)
 
     @T.prim_func
     def topk_sum_and_topk_group_idx(
@@ -73,21 +64,21 @@ def _topk_sum_kernel(
                 keys = T.alloc_local((per_lane,), "int32")
                 best = T.alloc_local((3,), "int32")
                 key = T.alloc_local((1,), "int32")
-                chosen = T.alloc_local((1,), "int32")
+                place = T.alloc_local((1,), "int32")
                 if group < num_groups:
                     for c in T.unroll(per_lane // vector):
                         if first + c * vector < group_size:
                             for v in T.vectorized(vector):
                                 values[c * vector + v] = scores[token, group, first + c * vector + v]
                 for j in T.unroll(per_lane):
-                    keys[j] = T.if_then_else(first + j < group_size, sort_key(values[j]), T.int32(NO_KEY))
-                best_three(keys, best)
-                group_key(best, key)
-                # The first lane of each group contributes its key.
-                key[0] = T.if_then_else(group < num_groups and lane % lanes == 0, key[0], T.int32(NO_KEY))
-                choose(key, lane, group, chosen)
-                if lane < num_topk_groups:
-                    out[token, lane] = T.cast(T.cast(chosen[0], "uint32"), "int64")
+                    keys[j] = T.if_then_else(
+                        first + j < group_size, selection.sort_key(values[j]), T.int32(selection.NO_KEY)
+                    )
+                selection.best_three(keys, best)
+                selection.group_key(best, lanes, num_topk_sum, key)
+                selection.group_place(key, num_groups, lane, place)
+                if group < num_groups and lane % lanes == 0 and place[0] < num_topk_groups:
+                    out[token, place[0]] = T.cast(group, "int64")
 
     return topk_sum_and_topk_group_idx
 
@@ -98,7 +89,7 @@ def _topk_sum_out(scores: Tensor, num_topk_sum: int, num_topk_groups: int, out: 
     if num_tokens == 0:
         return
     arch = get_arch(scores.device)
-    config = TopkGateConfig.best(arch)
+    config = GateConfig.best(arch)
     alignment = check.row_alignment(scores)
     _topk_sum_kernel(num_groups, group_size, num_topk_sum, num_topk_groups, alignment, config, arch)(scores, out)
 

@@ -1,4 +1,4 @@
-"""The kernel of expand_to_fused and expand_to_fused_with_sf; expand_to_fused.py describes the tiling."""
+"""The kernels of expand_to_fused and expand_to_fused_with_sf; expand_to_fused.py describes the tiling."""
 
 import math
 from dataclasses import dataclass
@@ -111,3 +111,27 @@ def expand_kernel(
                 zero_padding(shared_experts, block, num_blocks, factors, out_sf)
 
     return expand_to_fused
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def transpose_factors_kernel(sf_cols: int, sf_dtype: torch.dtype, arch: Arch) -> Any:
+    """Copy scale factors in row-major order to column-major ones, by tiles of 64 rows and 32 columns."""
+    import tilelang.language as T
+
+    num_rows = T.dynamic("num_rows")
+
+    @T.prim_func
+    def transpose_factors(
+        rows: T.Tensor((num_rows, sf_cols), sf_dtype),
+        out: T.StridedTensor((num_rows, sf_cols), (1, T.dynamic("out_col_stride")), sf_dtype),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_rows, 64), ceil_div(sf_cols, 32), threads=256) as (block, part):
+            tile = T.alloc_shared((64, 33), sf_dtype)  # a column more, so that those of a column are in all banks
+            for r, c in T.Parallel(64, 32):
+                if block * 64 + r < num_rows and part * 32 + c < sf_cols:
+                    tile[r, c] = rows[block * 64 + r, part * 32 + c]
+            for c, r in T.Parallel(32, 64):
+                if block * 64 + r < num_rows and part * 32 + c < sf_cols:
+                    out[block * 64 + r, part * 32 + c] = tile[r, c]
+
+    return transpose_factors

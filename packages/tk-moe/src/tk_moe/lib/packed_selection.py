@@ -1,9 +1,8 @@
-"""Top-k for gates without groups, with few chosen of at most 512 experts: by keys that contain the expert's index.
+"""Top-k for gates without groups, with few chosen of at most 256 experts: by keys that contain the expert's index.
 
     experts   0 … V-1    V … 2V-1    …   31V … 32V-1   32V … 33V-1   …      (vectors of V, assigned to lanes in turn)
     lane          0          1       …        31            0        …
-    key       int32: the upper bits of the rank's `sort_key`, and in the lower 8 (9 for more than 256 experts) 255 (511)
-              minus the expert
+    key       int32: the upper bits of the rank's `sort_key`, and in the lower 8 255 minus the expert
 
 All keys of a token differ, and of equal ranks the smaller index has the larger key. Each lane sorts the best four of
 its keys. A round is one warp-wide maximum, whose lower bits name the winning expert; the lane that held it moves on to
@@ -19,227 +18,186 @@ A gate does this with all 32 lanes of the warp active:
 
     ranks = T.alloc_local((per_lane,), "float32")      # ranks[j] of expert_of(j, lane, vector)
     chosen = T.alloc_local((1,), "int32")
-    choose_packed_macro(num_experts, per_lane, vector, num_topk)(ranks, lane, chosen)
+    choose_packed(ranks, num_experts, vector, num_topk, lane, chosen)
 
 Then chosen[0] of lane k < num_topk is the expert with the k-th best rank; in other lanes it is unspecified.
 """
 
-from functools import cache
-from typing import Any
+import tilelang.language as T
 
 from tk_core.device.bits import byte_perm
 from tk_core.math import align
 from tk_moe.device.selection import take_best
-from tk_moe.lib.selection import NO_KEY, sort_key
+from tk_moe.lib.selection import NO_KEY, expert_of, sort_key
 
 _NONE = -(2**31)  # below the key of any expert
 
 
-def can_pack(num_experts: int, num_topk: int) -> bool:
-    """Whether keys have bits enough for the expert, and lanes seldom win more often than they have sorted keys."""
-    return num_experts <= 512 and num_topk <= 16
+@T.macro
+def choose_packed(
+    ranks: T.Buffer, num_experts: int, vector: int, num_topk: int, lane: T.int32, chosen: T.Buffer
+) -> None:
+    """Lane k < num_topk gets the expert with the k-th best rank.
 
-
-def expert_of(j: Any, lane: Any, vector: int) -> Any:
-    """The j-th expert of `lane`, an expression; ascending in j."""
-    return j // vector * (32 * vector) + lane * vector + j % vector
-
-
-@cache
-def choose_packed_macro(num_experts: int, per_lane: int, vector: int, num_topk: int) -> Any:
-    """Macro `choose(ranks, lane, chosen)`: lane k < num_topk gets the expert with the k-th best rank.
-
-    ranks float32 (per_lane,), of any value where there is no expert; chosen int32 (1,). Requires `can_pack`.
+    ranks float32 (per_lane,), of any value where there is no expert; chosen int32 (1,). At most 256 experts.
     """
-    import tilelang.language as T
-
+    per_lane = int(ranks.shape[0])
     padded = align(per_lane, 4)
-    field = 256 if per_lane <= 8 else 512
-    best_four = _best_four_macro(padded)
-    is_right = _is_right_macro(per_lane, vector, num_topk)
-    choose_again = _choose_again_macro(per_lane, vector, num_topk)
     # Lane k selects the winner of round k by the bits of k.
     bits = (num_topk - 1).bit_length()
-
     # The lower bytes of lane 0's keys 0 to 3.
     bytes_of_lane_0 = sum(255 - expert_of(j, 0, vector) << 8 * j for j in range(4))
-
-    @T.macro
-    def choose(ranks: T.Buffer, lane: T.int32, chosen: T.Buffer) -> None:
-        numbers = T.alloc_local((2,), "uint32")
-        keys = T.alloc_local((padded,), "int32")
-        best = T.alloc_local((4,), "int32")
-        tops = T.alloc_local((1 << bits,), "int32")
-        right = T.alloc_local((1,), "bool")
-        last = T.alloc_var("int32")
-        above = T.alloc_var("int32")
-        is_doubtful = T.alloc_var("bool")
-        numbers[0] = T.uint32(bytes_of_lane_0) - T.cast(lane, "uint32") * T.uint32(0x01010101 * vector)
-        numbers[1] = numbers[0] - T.uint32(0x80808080)
-        for j in T.unroll(padded):
-            if j < per_lane:
-                keys[j] = T.reinterpret(T.ieee_add(ranks[j], T.float32(0)), "int32")
-                if field == 256:
-                    keys[j] = byte_perm(keys[j], numbers[j // 4], 0x3214 + j % 4, "int32")
-                else:
-                    keys[j] = keys[j] & T.int32(-field) | (field - 1 - 31 * vector - expert_of(j, 0, vector))
-                keys[j] = keys[j] ^ ((keys[j] >> 31) & T.int32(0x80000000 - field))
-                if expert_of(j, 31, vector) >= num_experts:
-                    keys[j] = T.if_then_else(expert_of(j, lane, vector) < num_experts, keys[j], T.int32(_NONE))
+    numbers = T.alloc_local((2,), "uint32")
+    keys = T.alloc_local((padded,), "int32")
+    best = T.alloc_local((4,), "int32")
+    tops = T.alloc_local((1 << bits,), "int32")
+    right = T.alloc_local((1,), "bool")
+    last = T.alloc_var("int32")
+    above = T.alloc_var("int32")
+    is_doubtful = T.alloc_var("bool")
+    numbers[0] = T.uint32(bytes_of_lane_0) - T.cast(lane, "uint32") * T.uint32(0x01010101 * vector)
+    numbers[1] = numbers[0] - T.uint32(0x80808080)
+    for j in T.unroll(padded):
+        if j < per_lane:
+            keys[j] = T.reinterpret(T.ieee_add(ranks[j], T.float32(0)), "int32")
+            keys[j] = byte_perm(keys[j], numbers[j // 4], 0x3214 + j % 4, "int32")
+            keys[j] = keys[j] ^ ((keys[j] >> 31) & T.int32(0x7FFFFF00))
+            if expert_of(j, 31, vector) >= num_experts:
+                keys[j] = T.if_then_else(expert_of(j, lane, vector) < num_experts, keys[j], T.int32(_NONE))
+        else:
+            keys[j] = T.int32(_NONE)
+    _best_four(keys, best)
+    for k in T.unroll(num_topk):
+        tops[k] = T.warp_reduce_max(best[0])
+        take_best(T.address_of(best[0]), tops[k])
+    last = tops[num_topk - 1]
+    for b in T.unroll(bits):
+        for i in T.unroll(1 << (bits - b - 1)):
+            if (2 * i + 1) << b < num_topk:
+                tops[i] = T.if_then_else(lane & (1 << b) != 0, tops[2 * i + 1], tops[2 * i])
             else:
-                keys[j] = T.int32(_NONE)
-        best_four(keys, best)
-        if field != 256:
-            for i in T.unroll(4):
-                best[i] = best[i] | (31 - lane) * vector
-        for k in T.unroll(num_topk):
-            tops[k] = T.warp_reduce_max(best[0])
-            take_best(T.address_of(best[0]), tops[k])
-        last = tops[num_topk - 1]
-        for b in T.unroll(bits):
-            for i in T.unroll(1 << (bits - b - 1)):
-                if (2 * i + 1) << b < num_topk:
-                    tops[i] = T.if_then_else(lane & (1 << b) != 0, tops[2 * i + 1], tops[2 * i])
-                else:
-                    tops[i] = tops[2 * i]
-        chosen[0] = (tops[0] & T.int32(field - 1)) ^ T.int32(field - 1)
+                tops[i] = tops[2 * i]
+    chosen[0] = (tops[0] & 255) ^ 255
 
-        is_doubtful = T.cast(last ^ best[0], "uint32") < T.uint32(field)
-        if per_lane > 4:
-            is_doubtful = is_doubtful or best[0] < T.int32(_NONE + 32 * vector)
-        if num_topk > 1:
-            above = T.shfl_sync(tops[0], lane - 1)
-            is_near = T.cast(tops[0] ^ above, "uint32") < T.uint32(field)
-            # Lane 0 compares with lane 31, which has the last slot if num_topk is a power of two.
-            is_doubtful = is_doubtful or (is_near and (num_topk == 1 << bits or (lane > 0 and lane < num_topk)))
-        if T.any_sync(is_doubtful) != 0:
-            for j in T.unroll(per_lane):
-                keys[j] = T.if_then_else(expert_of(j, lane, vector) < num_experts, sort_key(ranks[j]), T.int32(NO_KEY))
-            is_right(keys, lane, chosen, right)
-            if not right[0]:
-                choose_again(keys, lane, chosen)
-
-    return choose
+    is_doubtful = T.cast(last ^ best[0], "uint32") < T.uint32(256)
+    if per_lane > 4:
+        is_doubtful = is_doubtful or best[0] < T.int32(_NONE + 32 * vector)
+    if num_topk > 1:
+        above = T.shfl_sync(tops[0], lane - 1)
+        is_near = T.cast(tops[0] ^ above, "uint32") < T.uint32(256)
+        # Lane 0 compares with lane 31, which has the last slot if num_topk is a power of two.
+        is_doubtful = is_doubtful or (is_near and (num_topk == 1 << bits or (lane > 0 and lane < num_topk)))
+    if T.any_sync(is_doubtful) != 0:
+        for j in T.unroll(per_lane):
+            keys[j] = T.if_then_else(expert_of(j, lane, vector) < num_experts, sort_key(ranks[j]), T.int32(NO_KEY))
+        _is_right(keys, vector, num_topk, lane, chosen, right)
+        if not right[0]:
+            _choose_again(keys, vector, num_topk, lane, chosen)
 
 
-@cache
-def _best_four_macro(count: int) -> Any:
-    """Macro `best_four(keys, best)`: the largest four of a lane's keys, in order. count: a multiple of 4."""
-    import tilelang.language as T
+@T.macro
+def _sort_four(keys: T.Buffer, start: T.int32, four: T.Buffer) -> None:
+    """The keys from `start` on, largest first."""
+    high = T.alloc_local((2,), "int32")
+    low = T.alloc_local((2,), "int32")
+    for i in T.unroll(2):
+        high[i] = T.max(keys[start + 2 * i], keys[start + 2 * i + 1])
+        low[i] = T.min(keys[start + 2 * i], keys[start + 2 * i + 1])
+    four[0] = T.max(high[0], high[1])
+    four[1] = T.max(T.min(high[0], high[1]), T.max(low[0], low[1]))
+    four[2] = T.min(T.min(high[0], high[1]), T.max(low[0], low[1]))
+    four[3] = T.min(low[0], low[1])
 
-    @T.macro
-    def sort_four(keys: T.Buffer, start: T.int32, four: T.Buffer) -> None:
-        high = T.alloc_local((2,), "int32")
-        low = T.alloc_local((2,), "int32")
+
+@T.macro
+def _best_four(keys: T.Buffer, best: T.Buffer) -> None:
+    """The largest four of a lane's keys, in order; their number is a multiple of 4."""
+    four = T.alloc_local((4,), "int32")
+    best_of_two = T.alloc_local((4,), "int32")
+    _sort_four(keys, 0, best)
+    for group in T.unroll(1, int(keys.shape[0]) // 4):
+        _sort_four(keys, 4 * group, four)
+        # A bitonic merge: the larger of opposite keys are the best four, as a bitonic sequence, which is sorted.
+        for i in T.unroll(4):
+            best_of_two[i] = T.max(best[i], four[3 - i])
         for i in T.unroll(2):
-            high[i] = T.max(keys[start + 2 * i], keys[start + 2 * i + 1])
-            low[i] = T.min(keys[start + 2 * i], keys[start + 2 * i + 1])
-        four[0] = T.max(high[0], high[1])
-        four[1] = T.max(T.min(high[0], high[1]), T.max(low[0], low[1]))
-        four[2] = T.min(T.min(high[0], high[1]), T.max(low[0], low[1]))
-        four[3] = T.min(low[0], low[1])
-
-    @T.macro
-    def best_four(keys: T.Buffer, best: T.Buffer) -> None:
-        four = T.alloc_local((4,), "int32")
-        best_of_two = T.alloc_local((4,), "int32")
-        sort_four(keys, 0, best)
-        for group in T.unroll(1, count // 4):
-            sort_four(keys, 4 * group, four)
-            # A bitonic merge: the larger of opposite keys are the best four, as a bitonic sequence, which is sorted.
-            for i in T.unroll(4):
-                best_of_two[i] = T.max(best[i], four[3 - i])
-            for i in T.unroll(2):
-                four[i] = T.max(best_of_two[i], best_of_two[i + 2])
-                four[i + 2] = T.min(best_of_two[i], best_of_two[i + 2])
-            for i in T.unroll(2):
-                best[2 * i] = T.max(four[2 * i], four[2 * i + 1])
-                best[2 * i + 1] = T.min(four[2 * i], four[2 * i + 1])
-
-    return best_four
+            four[i] = T.max(best_of_two[i], best_of_two[i + 2])
+            four[i + 2] = T.min(best_of_two[i], best_of_two[i + 2])
+        for i in T.unroll(2):
+            best[2 * i] = T.max(four[2 * i], four[2 * i + 1])
+            best[2 * i + 1] = T.min(four[2 * i], four[2 * i + 1])
 
 
-@cache
-def _is_right_macro(per_lane: int, vector: int, num_topk: int) -> Any:
-    """Macro `is_right(keys, lane, chosen, right)`: exchange neighbouring slots, and tell whether the choice is right.
+@T.macro
+def _exchange(num_topk: int, lane: T.int32, partner: T.int32, key: T.Buffer, chosen: T.Buffer) -> None:
+    """Exchange the slots of two lanes where they are out of order."""
+    other_key = T.alloc_var("int32")
+    other = T.alloc_var("int32")
+    is_behind = T.alloc_var("bool")
+    other_key = T.shfl_sync(key[0], partner)
+    other = T.shfl_sync(chosen[0], partner)
+    # An equal key is ahead if its expert's index is smaller.
+    is_behind = other_key > key[0] - T.cast(other < chosen[0], "int32")
+    if partner >= 0 and T.max(lane, partner) < num_topk and is_behind == (lane < partner):
+        key[0] = other_key
+        chosen[0] = other
 
-    keys int32 (per_lane,): full sort keys, NO_KEY where there is no expert; right bool (1,), the same in every lane.
-    """
-    import tilelang.language as T
 
-    @T.macro
-    def exchange(lane: T.int32, partner: T.int32, key: T.Buffer, chosen: T.Buffer) -> None:
-        other_key = T.alloc_var("int32")
-        other = T.alloc_var("int32")
-        is_behind = T.alloc_var("bool")
-        other_key = T.shfl_sync(key[0], partner)
-        other = T.shfl_sync(chosen[0], partner)
-        # An equal key is ahead if its expert's index is smaller.
-        is_behind = other_key > key[0] - T.cast(other < chosen[0], "int32")
-        if partner >= 0 and T.max(lane, partner) < num_topk and is_behind == (lane < partner):
+@T.macro
+def _is_right(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, chosen: T.Buffer, right: T.Buffer) -> None:
+    """Exchange neighbouring slots, and tell whether the choice is right, by full sort keys, or NO_KEY."""
+    per_lane = int(keys.shape[0])
+    key = T.alloc_local((1,), "int32")
+    winner = T.alloc_var("int32")
+    place = T.alloc_var("int32")
+    other_key = T.alloc_var("int32")
+    other = T.alloc_var("int32")
+    ahead = T.alloc_var("int32")
+    is_wrong = T.alloc_var("bool")
+    winner = chosen[0] // vector % 32
+    place = chosen[0] // (32 * vector) * vector + chosen[0] % vector
+    key[0] = 0
+    for j in T.unroll(per_lane):
+        other_key = T.shfl_sync(keys[j], winner)
+        if place == j:
             key[0] = other_key
-            chosen[0] = other
+    _exchange(num_topk, lane, lane ^ 1, key, chosen)
+    _exchange(num_topk, lane, ((lane + 1) ^ 1) - 1, key, chosen)
+    other_key = T.shfl_up(key[0], 1)
+    other = T.shfl_up(chosen[0], 1)
+    is_wrong = lane > 0 and lane < num_topk and other_key <= key[0] - T.cast(other < chosen[0], "int32")
+    other_key = T.shfl_sync(key[0], num_topk - 1)
+    other = T.shfl_sync(chosen[0], num_topk - 1)
+    ahead = 0
+    for j in T.unroll(per_lane):
+        ahead = ahead + T.cast(keys[j] > other_key - T.cast(expert_of(j, lane, vector) < other, "int32"), "int32")
+    ahead = T.warp_reduce_sum(ahead)
+    right[0] = T.any_sync(is_wrong) == 0 and ahead == num_topk - 1
 
-    @T.macro
-    def is_right(keys: T.Buffer, lane: T.int32, chosen: T.Buffer, right: T.Buffer) -> None:
-        key = T.alloc_local((1,), "int32")
-        winner = T.alloc_var("int32")
-        place = T.alloc_var("int32")
-        other_key = T.alloc_var("int32")
-        other = T.alloc_var("int32")
-        ahead = T.alloc_var("int32")
-        is_wrong = T.alloc_var("bool")
-        winner = chosen[0] // vector % 32
-        place = chosen[0] // (32 * vector) * vector + chosen[0] % vector
-        key[0] = 0
+
+@T.macro
+def _choose_again(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, chosen: T.Buffer) -> None:
+    """Choose by full sort keys, with two warp reductions per round."""
+    per_lane = int(keys.shape[0])
+    given = T.alloc_var("uint32")  # a bit for each key that has won
+    best = T.alloc_var("int32")
+    place = T.alloc_var("int32")
+    expert = T.alloc_var("int32")
+    top = T.alloc_var("int32")
+    winner = T.alloc_var("int32")
+    given = T.uint32(0)
+    for k in T.serial(num_topk):
+        best = T.int32(_NONE)
+        place = 0
         for j in T.unroll(per_lane):
-            other_key = T.shfl_sync(keys[j], winner)
-            if place == j:
-                key[0] = other_key
-        exchange(lane, lane ^ 1, key, chosen)
-        exchange(lane, ((lane + 1) ^ 1) - 1, key, chosen)
-        other_key = T.shfl_up(key[0], 1)
-        other = T.shfl_up(chosen[0], 1)
-        is_wrong = lane > 0 and lane < num_topk and other_key <= key[0] - T.cast(other < chosen[0], "int32")
-        other_key = T.shfl_sync(key[0], num_topk - 1)
-        other = T.shfl_sync(chosen[0], num_topk - 1)
-        ahead = 0
-        for j in T.unroll(per_lane):
-            ahead = ahead + T.cast(keys[j] > other_key - T.cast(expert_of(j, lane, vector) < other, "int32"), "int32")
-        ahead = T.warp_reduce_sum(ahead)
-        right[0] = T.any_sync(is_wrong) == 0 and ahead == num_topk - 1
-
-    return is_right
-
-
-@cache
-def _choose_again_macro(per_lane: int, vector: int, num_topk: int) -> Any:
-    """Macro `choose_again(keys, lane, chosen)`: choose by full sort keys, with two warp reductions per round."""
-    import tilelang.language as T
-
-    @T.macro
-    def choose_again(keys: T.Buffer, lane: T.int32, chosen: T.Buffer) -> None:
-        given = T.alloc_var("uint32")  # a bit for each key that has won
-        best = T.alloc_var("int32")
-        place = T.alloc_var("int32")
-        expert = T.alloc_var("int32")
-        top = T.alloc_var("int32")
-        winner = T.alloc_var("int32")
-        given = T.uint32(0)
-        for k in T.serial(num_topk):
-            best = T.int32(_NONE)
-            place = 0
-            for j in T.unroll(per_lane):
-                i = per_lane - 1 - j
-                if (given >> T.uint32(i)) & T.uint32(1) == T.uint32(0) and keys[i] >= best:
-                    best = keys[i]
-                    place = i
-            expert = expert_of(place, lane, vector)
-            top = T.warp_reduce_max(best)
-            winner = T.warp_reduce_min(T.if_then_else(best == top, expert, 32 * per_lane))
-            if winner == expert:
-                given = given | T.uint32(1) << T.cast(place, "uint32")
-            if lane == k:
-                chosen[0] = winner
-
-    return choose_again
+            i = per_lane - 1 - j
+            if (given >> T.uint32(i)) & T.uint32(1) == T.uint32(0) and keys[i] >= best:
+                best = keys[i]
+                place = i
+        expert = expert_of(place, lane, vector)
+        top = T.warp_reduce_max(best)
+        winner = T.warp_reduce_min(T.if_then_else(best == top, expert, 32 * per_lane))
+        if winner == expert:
+            given = given | T.uint32(1) << T.cast(place, "uint32")
+        if lane == k:
+            chosen[0] = winner

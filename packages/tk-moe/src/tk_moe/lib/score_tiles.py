@@ -11,21 +11,28 @@ def experts_of_lanes(shape: tuple[int, int]) -> Any:
 
 
 @T.macro
-def sum_scores(scores: T.Buffer, factors: T.Buffer, sums: T.Buffer, dots: T.Buffer) -> None:
-    """sums[t] = Σ_e scores[t, e], dots[t] = Σ_e scores[t, e] · factors[t, e]; both tiles as `experts_of_lanes` says.
+def load_and_sum(
+    scores: T.Buffer, fi: T.Buffer, first: Any, tiles: tuple[Any, Any], sums: T.Buffer, dots: T.Buffer
+) -> None:
+    """Load the tokens from `first` on into two tiles, fragments (tokens, experts): their scores; fi in each row.
 
-    A lane adds its experts, ascending; then the lanes are added in a tree. (T.reduce_sum of a whole tile would choose
-    the order within a lane by layout and architecture.)
+    sums[t] = Σ_e scores[t, e], dots[t] = Σ_e scores[t, e] · fi[e]. A lane adds its experts, ascending; then the lanes
+    are added in a tree. (T.reduce_sum of a whole tile would choose the order within a lane by layout and architecture.)
     """
-    block_tokens, num_experts = scores.shape
+    values, factors = tiles
+    block_tokens, num_experts = values.shape
     lane_sums = T.alloc_fragment((block_tokens, 32), "float32")
     lane_dots = T.alloc_fragment((block_tokens, 32), "float32")
+    T.annotate_layout({x: experts_of_lanes(x.shape) for x in (values, factors)})
+    T.copy(scores[first : first + block_tokens, 0:num_experts], values)
+    for t, e in T.Parallel(block_tokens, num_experts):
+        factors[t, e] = T.if_then_else(e < fi.shape[0], fi[e], T.float32(0))
     T.clear(lane_sums)
     T.clear(lane_dots)
     for t, lane in T.Parallel(block_tokens, 32):
         for i in T.unroll(num_experts // 32):
             e = (i // 4 * 32 + lane) * 4 + i % 4
-            lane_sums[t, lane] = lane_sums[t, lane] + scores[t, e]
-            lane_dots[t, lane] = lane_dots[t, lane] + scores[t, e] * factors[t, e]
+            lane_sums[t, lane] = lane_sums[t, lane] + values[t, e]
+            lane_dots[t, lane] = lane_dots[t, lane] + values[t, e] * factors[t, e]
     T.reduce_sum(lane_sums, sums, dim=1)
     T.reduce_sum(lane_dots, dots, dim=1)

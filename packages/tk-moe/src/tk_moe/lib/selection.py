@@ -15,7 +15,7 @@ A gate does this with all 32 lanes of the warp active (a guard such as `token < 
     chosen = T.alloc_local((1,), "int32")
     for j in T.unroll(per_lane):        # rank: the score, or score + bias, float32
         keys[j] = T.if_then_else(first + j < num_experts, sort_key(rank[j]), T.int32(NO_KEY))
-    choose_macro(per_lane, num_topk)(keys, lane, first, chosen)
+    choose(keys, num_topk, lane, first, chosen)
 
 Then chosen[0] of lane k < num_topk is the expert with the k-th best rank, and -1 in the other lanes. What follows works
 on all slots of a token in parallel: lane k stores its index (one coalesced store per token), and computes the unbiased
@@ -24,14 +24,12 @@ the selection. Sums over the slots are `T.warp_reduce_sum` of a value that is 0 
 serves gates whose experts are given. Kernels that use this need
 `@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})` and guards of their own.
 
-Groups of experts get `group_lanes(num_groups)` lanes each; `group_key_macro` computes a key from the best one or two
-ranks of a group.
-
-The functions import TileLang when they are called, like a kernel's builder.
+Groups of experts get `group_lanes(num_groups)` lanes each; `group_key` computes a key from the best one or two ranks.
 """
 
-from functools import cache
 from typing import Any
+
+import tilelang.language as T
 
 from tk_core.device.bits import count_leading_zeros
 from tk_core.math import align, ceil_div
@@ -47,15 +45,11 @@ _UNKNOWN = -0x7F800003  # the lane has to search its registers
 
 def sort_key(rank: Any) -> Any:
     """The int32 that sorts like the float32 `rank`: any NaN on top, -0 equal to +0. An expression."""
-    import tilelang.language as T
-
     return sort_key_of_sum(rank, T.float32(0))
 
 
 def sort_key_of_sum(a: Any, b: Any) -> Any:
     """The `sort_key` of the float32 a + b, which must not be -0: that is, a and b are not both -0. An expression."""
-    import tilelang.language as T
-
     # A sum turns any NaN into the one with all bits but the sign set, whose key is TOP_KEY; and -0 + 0 is +0.
     bits = T.reinterpret(T.ieee_add(a, b), "int32")
     return bits ^ ((bits >> 31) & T.int32(0x7FFFFFFF))
@@ -63,8 +57,6 @@ def sort_key_of_sum(a: Any, b: Any) -> Any:
 
 def rank_of(key: Any) -> Any:
     """The float32 whose `sort_key` is `key`. An expression."""
-    import tilelang.language as T
-
     return T.reinterpret(key ^ ((key >> 31) & T.int32(0x7FFFFFFF)), "float32")
 
 
@@ -85,232 +77,187 @@ def lane_vector(num_experts: int, lanes: int, most: int) -> int:
     return vector
 
 
-@cache
-def best_three_macro(per_lane: int) -> Any:
-    """Macro `best_three(keys, best)`: the largest three of a lane's keys, in order.
+def expert_of(j: Any, lane: Any, run_length: int) -> Any:
+    """The j-th expert of a lane whose experts come in runs of `run_length`, an expression; ascending in j."""
+    return j // run_length * (32 * run_length) + lane * run_length + j % run_length
 
-    keys int32 (per_lane,), best int32 (3,), NO_KEY if there are fewer.
-    """
-    import tilelang.language as T
 
-    @T.macro
-    def best_three(keys: T.Buffer, best: T.Buffer) -> None:
-        high = T.alloc_local((2,), "int32")
-        low = T.alloc_local((2,), "int32")
-        a = T.alloc_var("int32")
-        b = T.alloc_var("int32")
-        c = T.alloc_var("int32")
-        d = T.alloc_var("int32")
-        for i in T.unroll(3):
-            best[i] = T.int32(NO_KEY)
-        # Four at a time: the best three of two sorted pairs, then of two sorted triples.
-        for j in T.unroll(per_lane // 4):
-            for i in T.unroll(2):
-                high[i] = T.max(keys[4 * j + 2 * i], keys[4 * j + 2 * i + 1])
-                low[i] = T.min(keys[4 * j + 2 * i], keys[4 * j + 2 * i + 1])
-            a = T.max(high[0], high[1])
-            b = T.max(T.min(high[0], high[1]), T.max(low[0], low[1]))
-            c = T.min(T.min(high[0], high[1]), T.max(low[0], low[1]))
-            if j == 0:
-                best[0] = a
-                best[1] = b
-                best[2] = c
-            else:
-                d = T.min(best[0], a)
-                best[0] = T.max(best[0], a)
-                b = T.max(best[1], b)
-                best[1] = T.max(b, d)
-                best[2] = T.max(T.min(b, d), T.max(best[2], c))
-        for j in T.unroll(per_lane % 4):
-            a = keys[per_lane // 4 * 4 + j]
-            b = T.min(best[0], a)
+@T.macro
+def best_three(keys: T.Buffer, best: T.Buffer) -> None:
+    """The largest three of a lane's keys, in order, into best int32 (3,); NO_KEY if there are fewer."""
+    per_lane = int(keys.shape[0])
+    high = T.alloc_local((2,), "int32")
+    low = T.alloc_local((2,), "int32")
+    a = T.alloc_var("int32")
+    b = T.alloc_var("int32")
+    c = T.alloc_var("int32")
+    d = T.alloc_var("int32")
+    for i in T.unroll(3):
+        best[i] = T.int32(NO_KEY)
+    # Four at a time: the best three of two sorted pairs, then of two sorted triples.
+    for j in T.unroll(per_lane // 4):
+        for i in T.unroll(2):
+            high[i] = T.max(keys[4 * j + 2 * i], keys[4 * j + 2 * i + 1])
+            low[i] = T.min(keys[4 * j + 2 * i], keys[4 * j + 2 * i + 1])
+        a = T.max(high[0], high[1])
+        b = T.max(T.min(high[0], high[1]), T.max(low[0], low[1]))
+        c = T.min(T.min(high[0], high[1]), T.max(low[0], low[1]))
+        if j == 0:
+            best[0] = a
+            best[1] = b
+            best[2] = c
+        else:
+            d = T.min(best[0], a)
             best[0] = T.max(best[0], a)
-            c = T.min(best[1], b)
-            best[1] = T.max(best[1], b)
-            best[2] = T.max(best[2], c)
+            b = T.max(best[1], b)
+            best[1] = T.max(b, d)
+            best[2] = T.max(T.min(b, d), T.max(best[2], c))
+    for j in T.unroll(per_lane % 4):
+        a = keys[per_lane // 4 * 4 + j]
+        b = T.min(best[0], a)
+        best[0] = T.max(best[0], a)
+        c = T.min(best[1], b)
+        best[1] = T.max(best[1], b)
+        best[2] = T.max(best[2], c)
 
-    return best_three
 
+@T.macro
+def choose(keys: T.Buffer, num_topk: int, lane: T.int32, first: T.int32, chosen: T.Buffer) -> None:
+    """Lane k gets the expert with the k-th best key, the others -1.
 
-@cache
-def choose_macro(per_lane: int, num_topk: int) -> Any:
-    """Macro `choose(keys, lane, first, chosen)`: lane k gets the expert with the k-th best key, the others -1.
-
-    keys int32 (per_lane,), NO_KEY where the lane has no expert; first int32, expert of keys[0], ascending with the
-    lane; chosen int32 (1,). num_topk is at most 32 and at most the number of experts.
+    keys: NO_KEY where the lane has no expert; first: expert of keys[0], ascending with the lane; chosen int32 (1,).
+    num_topk is at most 32 and at most the number of experts.
     """
-    import tilelang.language as T
-
-    best_three = best_three_macro(per_lane)
-    choose_from = choose_from_macro(per_lane, num_topk)
-
-    @T.macro
-    def choose(keys: T.Buffer, lane: T.int32, first: T.int32, chosen: T.Buffer) -> None:
-        best = T.alloc_local((3,), "int32")
-        best_three(keys, best)
-        choose_from(keys, best, TOP_KEY, lane, first, chosen)
-
-    return choose
+    best = T.alloc_local((3,), "int32")
+    best_three(keys, best)
+    choose_from(keys, best, TOP_KEY, num_topk, lane, first, chosen)
 
 
-@cache
-def _round_macro(per_lane: int, moves_on: bool, looks: bool) -> Any:
-    """Macro of a round: lane k records the winner, which moves on to its next key and searches for it if it has to."""
-    import tilelang.language as T
-
-    @T.macro
-    def play(
-        keys: T.Buffer, best: T.Buffer, wins: T.Buffer, lane: T.int32, k: T.int32, slot: T.Buffer, holders: T.Buffer
-    ) -> None:
-        top = T.alloc_var("int32")
-        held = T.alloc_var("uint32")
-        this_lane = T.alloc_var("uint32")
-        not_less = T.alloc_var("int32")
-        top = T.warp_reduce_max(best[0])
-        held = T.cast(T.ballot_sync(best[0] == top), "uint32")
-        if lane == k:
-            slot[0] = top
-            holders[0] = held
-        if moves_on:
-            # The lowest lane that holds the maximum wins.
-            this_lane = T.uint32(1) << T.cast(lane, "uint32")
-            if held & (this_lane * T.uint32(2) - T.uint32(1)) == this_lane:
-                best[0] = best[1]
-                best[1] = best[2]
-                best[2] = T.int32(_UNKNOWN)
-            # The winning lane, from its third win on.
-            if looks and best[0] == T.int32(_UNKNOWN):
-                wins[0] = wins[0] + 1
-                not_less = 0
-                best[0] = T.int32(NO_KEY)
-                for j in T.unroll(per_lane):
-                    if keys[j] < top:
-                        best[0] = T.max(best[0], keys[j])
-                    else:
-                        not_less = not_less + 1
-                if not_less > wins[0]:
-                    best[0] = top
-
-    return play
+@T.macro
+def _play(
+    keys: T.Buffer, best: T.Buffer, wins: T.Buffer, lane: T.int32, k: T.int32, winners: Any, moves_on: bool, looks: bool
+) -> None:
+    """A round: lane k records the winner, which moves on to its next key and searches for it if it has to."""
+    slot, holders = winners
+    top = T.alloc_var("int32")
+    held = T.alloc_var("uint32")
+    this_lane = T.alloc_var("uint32")
+    not_less = T.alloc_var("int32")
+    top = T.warp_reduce_max(best[0])
+    held = T.cast(T.ballot_sync(best[0] == top), "uint32")
+    if lane == k:
+        slot[0] = top
+        holders[0] = held
+    if moves_on:
+        # The lowest lane that holds the maximum wins.
+        this_lane = T.uint32(1) << T.cast(lane, "uint32")
+        if held & (this_lane * T.uint32(2) - T.uint32(1)) == this_lane:
+            best[0] = best[1]
+            best[1] = best[2]
+            best[2] = T.int32(_UNKNOWN)
+        # The winning lane, from its third win on.
+        if looks and best[0] == T.int32(_UNKNOWN):
+            wins[0] = wins[0] + 1
+            not_less = 0
+            best[0] = T.int32(NO_KEY)
+            for j in T.unroll(int(keys.shape[0])):
+                if keys[j] < top:
+                    best[0] = T.max(best[0], keys[j])
+                else:
+                    not_less = not_less + 1
+            if not_less > wins[0]:
+                best[0] = top
 
 
-@cache
-def choose_from_macro(per_lane: int, num_topk: int) -> Any:
-    """Macro `choose_from(keys, best, most, lane, first, chosen)`: as `choose`, given each lane's best three.
+@T.macro
+def choose_from(
+    keys: T.Buffer, best: T.Buffer, most: T.int32, num_topk: int, lane: T.int32, first: T.int32, chosen: T.Buffer
+) -> None:
+    """As `choose`, given each lane's best three, which are overwritten.
 
     `most` is an upper bound on the keys of a lane: TOP_KEY, or LEAST_KEY where its experts are ruled out. The caller
-    has applied it to `best`, which is overwritten.
+    has applied it to `best`.
     """
-    import tilelang.language as T
+    per_lane, num_blind = int(keys.shape[0]), min(2, num_topk - 1)
+    wins = T.alloc_local((1,), "int32")
+    # The winning key of round `lane`, and the lanes that held it.
+    slot = T.alloc_local((1,), "int32")
+    holders = T.alloc_local((1,), "uint32")
+    winner = T.alloc_var("int32")
+    above_key = T.alloc_var("int32")
+    above_winner = T.alloc_var("int32")
+    repeats = T.alloc_var("uint32")
+    earlier = T.alloc_var("int32")
+    found = T.alloc_var("int32")
+    winners = slot, holders
+    wins[0] = 2  # wins before the lane first searches
+    slot[0] = T.int32(NO_KEY)
+    holders[0] = T.uint32(1)
+    for k in T.unroll(num_blind):
+        _play(keys, best, wins, lane, k, winners, True, False)
+    for k in T.serial(num_blind, num_topk - 1):
+        _play(keys, best, wins, lane, k, winners, True, True)
+    _play(keys, best, wins, lane, num_topk - 1, winners, False, False)
 
-    num_blind = min(2, num_topk - 1)
-    play_blind, play, play_last = (
-        _round_macro(per_lane, *flags) for flags in ((True, False), (True, True), (False, False))
-    )
-
-    @T.macro
-    def choose_from(
-        keys: T.Buffer, best: T.Buffer, most: T.int32, lane: T.int32, first: T.int32, chosen: T.Buffer
-    ) -> None:
-        wins = T.alloc_local((1,), "int32")
-        # The winning key of round `lane`, and the lanes that held it.
-        slot = T.alloc_local((1,), "int32")
-        holders = T.alloc_local((1,), "uint32")
-        winner = T.alloc_var("int32")
-        above_key = T.alloc_var("int32")
-        above_winner = T.alloc_var("int32")
-        repeats = T.alloc_var("uint32")
-        earlier = T.alloc_var("int32")
-        found = T.alloc_var("int32")
-        wins[0] = 2  # wins before the lane first searches
-        slot[0] = T.int32(NO_KEY)
-        holders[0] = T.uint32(1)
-        for k in T.unroll(num_blind):
-            play_blind(keys, best, wins, lane, k, slot, holders)
-        for k in T.serial(num_blind, num_topk - 1):
-            play(keys, best, wins, lane, k, slot, holders)
-        play_last(keys, best, wins, lane, num_topk - 1, slot, holders)
-
-        winner = T.__ffs(T.reinterpret(holders[0], "int32")) - 1
-        found = 0
-        for j in T.unroll(per_lane):
-            if T.shfl_sync(keys[per_lane - 1 - j], winner) == slot[0]:
-                found = per_lane - 1 - j
-        if per_lane > 1:
-            # Where a lane has won repeatedly with equal keys, the slots take its experts in order.
-            above_key = T.shfl_up(slot[0], 1)
-            above_winner = T.shfl_up(winner, 1)
-            repeats = T.cast(
-                T.ballot_sync(lane > 0 and lane < num_topk and above_key == slot[0] and above_winner == winner),
-                "uint32",
-            )
-            if T.any_sync(repeats != T.uint32(0) or slot[0] == T.int32(LEAST_KEY)):
-                # The number of consecutive repeats up to this lane.
-                earlier = count_leading_zeros(~(repeats << T.cast(31 - lane, "uint32")))
-                for j in T.unroll(per_lane):
-                    if T.shfl_sync(T.min(keys[j], most), winner) == slot[0]:
-                        if earlier == 0:
-                            found = j
-                        earlier = earlier - 1
-        found = T.shfl_sync(first, winner) + found
-        chosen[0] = T.if_then_else(lane < num_topk, found, -1)
-
-    return choose_from
+    winner = T.__ffs(T.reinterpret(holders[0], "int32")) - 1
+    found = 0
+    for j in T.unroll(per_lane):
+        if T.shfl_sync(keys[per_lane - 1 - j], winner) == slot[0]:
+            found = per_lane - 1 - j
+    if per_lane > 1:
+        # Where a lane has won repeatedly with equal keys, the slots take its experts in order.
+        above_key = T.shfl_up(slot[0], 1)
+        above_winner = T.shfl_up(winner, 1)
+        repeats = T.cast(
+            T.ballot_sync(lane > 0 and lane < num_topk and above_key == slot[0] and above_winner == winner),
+            "uint32",
+        )
+        if T.any_sync(repeats != T.uint32(0) or slot[0] == T.int32(LEAST_KEY)):
+            # The number of consecutive repeats up to this lane.
+            earlier = count_leading_zeros(~(repeats << T.cast(31 - lane, "uint32")))
+            for j in T.unroll(per_lane):
+                if T.shfl_sync(T.min(keys[j], most), winner) == slot[0]:
+                    if earlier == 0:
+                        found = j
+                    earlier = earlier - 1
+    found = T.shfl_sync(first, winner) + found
+    chosen[0] = T.if_then_else(lane < num_topk, found, -1)
 
 
-@cache
-def group_key_macro(lanes: int, num_topk_sum: int) -> Any:
-    """Macro `group_key(best, key)`: in each lane the key of the sum of its group's best one or two ranks.
+@T.macro
+def group_key(best: T.Buffer, lanes: int, num_topk_sum: int, key: T.Buffer) -> None:
+    """In each lane the key of the sum of its group's best one or two ranks, from `best_three` of its `lanes`.
 
-    lanes from `group_lanes`; best int32 (3,) from `best_three`, key int32 (1,). The key of a group with too few experts
-    is meaningless.
+    The key of a group with too few experts is meaningless.
     """
-    import tilelang.language as T
-
-    @T.macro
-    def group_key(best: T.Buffer, key: T.Buffer) -> None:
-        first = T.alloc_var("int32")
-        second = T.alloc_var("int32")
-        other = T.alloc_var("int32")
-        first = best[0]
-        second = best[1]
-        for step in T.unroll(lanes.bit_length() - 1):
-            other = T.shfl_xor(first, 1 << step)
-            if num_topk_sum == 2:
-                second = T.max(T.min(first, other), T.max(second, T.shfl_xor(second, 1 << step)))
-            first = T.max(first, other)
-        key[0] = first
+    first = T.alloc_var("int32")
+    second = T.alloc_var("int32")
+    other = T.alloc_var("int32")
+    first = best[0]
+    second = best[1]
+    for step in T.unroll(lanes.bit_length() - 1):
+        other = T.shfl_xor(first, 1 << step)
         if num_topk_sum == 2:
-            key[0] = sort_key(rank_of(first) + rank_of(second))
+            second = T.max(T.min(first, other), T.max(second, T.shfl_xor(second, 1 << step)))
+        first = T.max(first, other)
+    key[0] = first
+    if num_topk_sum == 2:
+        key[0] = sort_key(rank_of(first) + rank_of(second))
 
-    return group_key
 
-
-@cache
-def group_place_macro(num_groups: int) -> Any:
-    """Macro `group_place(key, lane, place)`: in each lane the number of groups ahead of its own.
-
-    key int32 (1,) from `group_key`, the same in all lanes of a group; place int32 (1,). Of equal keys the first group
-    is ahead.
-    """
-    import tilelang.language as T
-
+@T.macro
+def group_place(key: T.Buffer, num_groups: int, lane: T.int32, place: T.Buffer) -> None:
+    """In each lane the number of groups ahead of its own, by their `group_key`; of equal keys the first is ahead."""
     lanes = group_lanes(num_groups)
-    per_lane = ceil_div(num_groups, lanes)
-
-    @T.macro
-    def group_place(key: T.Buffer, lane: T.int32, place: T.Buffer) -> None:
-        other = T.alloc_var("int32")
-        least = T.alloc_var("int32")
-        place[0] = 0
-        # The comparisons are divided among a group's lanes.
-        for i in T.unroll(per_lane):
-            group = lane % lanes * per_lane + i
-            other = T.shfl_sync(key[0], group * lanes % 32)
-            # One less where equal keys are ahead as well; no key is the least int32, so this does not overflow.
-            least = key[0] - T.cast(group < lane // lanes, "int32")
-            place[0] = place[0] + T.cast(group < num_groups and other > least, "int32")
-        for step in T.unroll(lanes.bit_length() - 1):
-            place[0] = place[0] + T.shfl_xor(place[0], 1 << step)
-
-    return group_place
+    other = T.alloc_var("int32")
+    least = T.alloc_var("int32")
+    place[0] = 0
+    # The comparisons are divided among a group's lanes.
+    for i in T.unroll(ceil_div(num_groups, lanes)):
+        group = lane % lanes * ceil_div(num_groups, lanes) + i
+        other = T.shfl_sync(key[0], group * lanes % 32)
+        # One less where equal keys are ahead as well; no key is the least int32, so this does not overflow.
+        least = key[0] - T.cast(group < lane // lanes, "int32")
+        place[0] = place[0] + T.cast(group < num_groups and other > least, "int32")
+    for step in T.unroll(lanes.bit_length() - 1):
+        place[0] = place[0] + T.shfl_xor(place[0], 1 << step)

@@ -15,31 +15,13 @@ with log2(e) is rounded. A score that underflows is 0.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_moe.device.scoring import fast_reciprocal, fast_sigmoid
-from tk_moe.gate.topk_gate import TopkGateConfig
-from tk_moe.lib.scoring import ScoringFunc, clamped, score, softmax_score, softmax_sums_macro
-from tk_moe.lib.selection import (
-    LEAST_KEY,
-    NO_KEY,
-    TOP_KEY,
-    best_three_macro,
-    choose_from_macro,
-    group_key_macro,
-    group_lanes,
-    group_place_macro,
-    lane_vector,
-    sort_key,
-    sort_key_of_sum,
-)
-
-# The copies of an expert that consecutive tokens use are this far apart, modulo the number of copies.
-_COPY_STEP = 23333
+from tk_moe.lib.gate_kernel import GateConfig
+from tk_moe.lib.scoring import ScoringFunc
 
 
 @dataclass(frozen=True)
@@ -62,73 +44,31 @@ class Routing:
     num_tp_ranks: int
 
 
-@cache
-def _physical_macro(num_mapped: int, num_copies: int) -> Any:
-    """Macro `physical(to_physical_map, logical_count, token, ep_rank, chosen)`: of an expert, the copy for this token.
-
-    It replaces chosen[0]. The map has `num_mapped` rows of `num_copies` physical experts.
-    """
-    import tilelang.language as T
-
-    @T.macro
-    def physical(
-        to_physical_map: T.Buffer, logical_count: T.Buffer, token: T.int32, ep_rank: T.int32, chosen: T.Buffer
-    ) -> None:
-        expert = T.alloc_var("int32")
-        count = T.alloc_var("int32")
-        copy = T.alloc_var("int32")
-        expert = T.min(chosen[0], num_mapped - 1)
-        count = T.max(T.min(logical_count[expert], num_copies), 1)
-        # (ep_rank + token * 23333) mod count, computed so that nothing exceeds 2**31.
-        copy = T.truncmod(T.truncmod(token, count) * T.truncmod(_COPY_STEP, count), count)
-        copy = T.truncmod(copy + T.truncmod(ep_rank, count), count)
-        chosen[0] = T.max(to_physical_map[expert, copy], -1)
-
-    return physical
-
-
-@cache
-def _of_tp_rank_macro(per_rank: int, num_tp_ranks: int) -> Any:
-    """Macro `of_tp_rank(tp_rank, chosen)`: the index that chosen[0] has among the experts of this rank, or -1."""
-    import tilelang.language as T
-
-    @T.macro
-    def of_tp_rank(tp_rank: T.int32, chosen: T.Buffer) -> None:
-        owner = T.alloc_var("int32")
-        owner = T.truncdiv(chosen[0], per_rank)
-        if T.truncmod(owner, num_tp_ranks) == tp_rank:
-            chosen[0] = chosen[0] - (tp_rank + T.truncdiv(owner, num_tp_ranks) * (num_tp_ranks - 1)) * per_rank
-        else:
-            chosen[0] = -1
-
-    return of_tp_rank
-
-
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def top2_sum_gate_kernel(
-    num_experts: int, routing: Routing, alignment: int, bias_alignment: int, config: TopkGateConfig, arch: Arch
+    num_experts: int, routing: Routing, alignment: int, bias_alignment: int, config: GateConfig, arch: Arch
 ) -> Any:
     """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
     import tilelang.language as T
+
+    from tk_moe.device.scoring import fast_reciprocal, fast_sigmoid
+    from tk_moe.lib import selection
+    from tk_moe.lib.physical_experts import of_copy, of_tp_rank
+    from tk_moe.lib.scores import clamped, score, softmax_score, softmax_sums
 
     num_topk, num_groups, num_copies = routing.num_topk, routing.num_groups, routing.num_copies
     num_slots = num_topk + routing.num_shared
     scoring_func = routing.scoring_func
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
-    lanes = group_lanes(num_groups)
+    lanes = selection.group_lanes(num_groups)
     group_size = num_experts // num_groups
-    vector = lane_vector(group_size, lanes, alignment // 4)
+    vector = selection.lane_vector(group_size, lanes, alignment // 4)
     bias_vector = min(vector, bias_alignment // 4)
     per_lane = align(ceil_div(group_size, lanes), vector)
     warps = config.warps
     num_tokens, unmapped_stride = T.dynamic("num_tokens"), T.dynamic("unmapped_stride")
     num_mapped = num_experts + routing.num_shared
-    best_three, choose_from = best_three_macro(per_lane), choose_from_macro(per_lane, num_topk)
-    group_key, group_place = group_key_macro(lanes, 2), group_place_macro(num_groups)
-    softmax_sums = softmax_sums_macro(per_lane)
-    physical = _physical_macro(num_mapped, num_copies)
-    of_tp_rank = _of_tp_rank_macro(routing.per_rank, routing.num_tp_ranks)
 
     def score_of(x: Any) -> Any:
         if scoring_func is ScoringFunc.SIGMOID:
@@ -137,7 +77,7 @@ def top2_sum_gate_kernel(
 
     def key_of(x: Any, shift: Any) -> Any:
         # No score is -0.
-        return sort_key(x + shift) if is_softmax else sort_key_of_sum(score_of(x), shift)
+        return selection.sort_key(x + shift) if is_softmax else selection.sort_key_of_sum(score_of(x), shift)
 
     @T.macro
     def load(
@@ -159,17 +99,19 @@ def top2_sum_gate_kernel(
         key = T.alloc_local((1,), "int32")
         place = T.alloc_local((1,), "int32")
         most = T.alloc_var("int32")
-        most = T.int32(TOP_KEY)
+        most = T.int32(selection.TOP_KEY)
         for j in T.unroll(per_lane):
-            keys[j] = T.if_then_else(first + j < limit, key_of(x[j], shift[j]), T.int32(NO_KEY))
-        best_three(keys, best)
+            keys[j] = T.if_then_else(first + j < limit, key_of(x[j], shift[j]), T.int32(selection.NO_KEY))
+        selection.best_three(keys, best)
         if num_groups > 1:
-            group_key(best, key)
-            group_place(key, lane, place)
-            most = T.if_then_else(place[0] < routing.num_topk_groups, T.int32(TOP_KEY), T.int32(LEAST_KEY))
+            selection.group_key(best, lanes, 2, key)
+            selection.group_place(key, num_groups, lane, place)
+            most = T.if_then_else(
+                place[0] < routing.num_topk_groups, T.int32(selection.TOP_KEY), T.int32(selection.LEAST_KEY)
+            )
             for i in T.unroll(3):
                 best[i] = T.min(best[i], most)
-        choose_from(keys, best, most, lane, first, chosen)
+        selection.choose_from(keys, best, most, num_topk, lane, first, chosen)
 
     @T.prim_func
     def top2_sum_gate(
@@ -242,9 +184,9 @@ def top2_sum_gate_kernel(
                         value = T.float32(1)
                     if lane < num_slots and chosen[0] >= 0:
                         if num_copies:
-                            physical(to_physical_map, logical_count, token, ep_rank, chosen)
+                            of_copy(to_physical_map, logical_count, token, ep_rank, chosen)
                         if routing.num_tp_ranks > 1 and chosen[0] >= 0:
-                            of_tp_rank(tp_rank, chosen)
+                            of_tp_rank(routing.per_rank, routing.num_tp_ranks, tp_rank, chosen)
                 elif routing.has_unmapped and lane < num_topk:
                     unmapped_topk_idx[token, lane] = T.int64(-1)
                 if lane < num_slots:

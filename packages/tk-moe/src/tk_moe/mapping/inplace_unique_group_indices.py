@@ -5,8 +5,6 @@
 group_indices int64 or int32 (num_tokens, num_topk). One thread per token; only indices that change are written.
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,42 +20,27 @@ from tk_core.views import aligned
 from tk_moe.balance.group_count import check_pairs
 
 MAX_GROUPS = 128
-
-
-@dataclass(frozen=True)
-class InplaceUniqueGroupIndicesConfig:
-    """Launch configuration."""
-
-    block_tokens: int
-    """Tokens, and threads, of a thread block."""
-
-    @staticmethod
-    @cache
-    def best(arch: Arch) -> "InplaceUniqueGroupIndicesConfig":
-        """Small thread blocks, so that 8192 tokens occupy most SMs. Untuned."""
-        return InplaceUniqueGroupIndicesConfig(block_tokens=64)
+_BLOCK_TOKENS = 64
+"""Tokens, and threads, of a thread block: few, so that 8192 tokens occupy most SMs."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _inplace_unique_group_indices_kernel(
-    num_groups: int, num_topk: int, idx_dtype: torch.dtype, config: InplaceUniqueGroupIndicesConfig, arch: Arch
-) -> Any:
+def _inplace_unique_group_indices_kernel(num_groups: int, num_topk: int, idx_dtype: torch.dtype, arch: Arch) -> Any:
     import tilelang.language as T
 
-    block_tokens = config.block_tokens
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
     def inplace_unique_group_indices(group_indices: T.Tensor((num_tokens, num_topk), idx_dtype)) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=block_tokens) as block:
-            first = block * block_tokens
-            groups = T.alloc_fragment((block_tokens, num_topk), idx_dtype)
+        with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=_BLOCK_TOKENS) as block:
+            first = block * _BLOCK_TOKENS
+            groups = T.alloc_fragment((_BLOCK_TOKENS, num_topk), idx_dtype)
             # The same registers: in one loop TileLang indexes a fragment in one way only.
-            earlier = T.alloc_fragment((block_tokens, num_topk), idx_dtype)
+            earlier = T.alloc_fragment((_BLOCK_TOKENS, num_topk), idx_dtype)
             T.annotate_layout({x: T.Fragment(x.shape, forward_fn=lambda t, k: (t, k)) for x in (groups, earlier)})
-            T.copy(group_indices[first : first + block_tokens, :], groups)
+            T.copy(group_indices[first : first + _BLOCK_TOKENS, :], groups)
             T.copy(groups, earlier)
-            for t in T.Parallel(block_tokens):
+            for t in T.Parallel(_BLOCK_TOKENS):
                 for k in T.unroll(1, num_topk):
                     is_copy = T.alloc_var("bool")
                     is_copy = False
@@ -81,9 +64,8 @@ def _inplace_unique_group_indices_out(group_indices: Tensor, num_groups: int) ->
     if num_tokens == 0:
         return
     arch = get_arch(group_indices.device)
-    config = InplaceUniqueGroupIndicesConfig.best(arch)
     written = aligned(group_indices)
-    _inplace_unique_group_indices_kernel(num_groups, num_topk, written.dtype, config, arch)(written)
+    _inplace_unique_group_indices_kernel(num_groups, num_topk, written.dtype, arch)(written)
     if written is not group_indices:
         group_indices.copy_(written)
 

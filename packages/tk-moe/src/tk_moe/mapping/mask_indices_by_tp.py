@@ -9,8 +9,6 @@ indices and out int64 or int32 (num_tokens, num_topk). A thread takes an index. 
 num_tp_ranks) is (i // per_rank) // num_tp_ranks, which the remainder needs anyway.
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,28 +19,16 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_core.tiles import DIRECT_COPIES
 from tk_moe.balance.group_count import MAX_PAIRS
 
-
-@dataclass(frozen=True)
-class MaskIndicesByTpConfig:
-    """Launch configuration."""
-
-    threads: int
-
-    @staticmethod
-    @cache
-    def best(arch: Arch) -> "MaskIndicesByTpConfig":
-        """Untuned."""
-        return MaskIndicesByTpConfig(threads=128)
+_THREADS = 128
 
 
-# Every access has a guard of its own.
-@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, config: MaskIndicesByTpConfig, arch: Arch) -> Any:
+@kernel(pass_configs=DIRECT_COPIES)
+def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, arch: Arch) -> Any:
     import tilelang.language as T
 
-    threads = config.threads
     num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
 
     @T.prim_func
@@ -53,25 +39,22 @@ def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, config: MaskIndicesByTpCo
         num_tp_ranks: T.int32,
         out: T.Tensor((num_tokens, num_topk), idx_dtype),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens * num_topk, threads), threads=threads) as block:
+        with T.Kernel(T.ceildiv(num_tokens * num_topk, _THREADS), threads=_THREADS) as block:
             flat = T.view(indices, (num_tokens * num_topk,), idx_dtype)
             flat_out = T.view(out, (num_tokens * num_topk,), idx_dtype)
-            at = block * threads + T.get_thread_binding()
-            index = T.alloc_var("int64")
-            quotient = T.alloc_var("uint64")
-            group = T.alloc_var("uint64")
-            if at < num_tokens * num_topk:
-                index = T.cast(flat[at], "int64")
-                # Unsigned, where truncating and flooring division are the same.
-                quotient = T.truncdiv(T.cast(index, "uint64"), T.cast(per_rank, "uint64"))
-                group = T.truncdiv(quotient, T.cast(num_tp_ranks, "uint64"))
-                if index >= 0 and quotient - group * T.cast(num_tp_ranks, "uint64") == T.cast(tp_rank, "uint64"):
-                    index = index - (
-                        T.cast(tp_rank, "int64") + T.cast(group, "int64") * T.cast(num_tp_ranks - 1, "int64")
-                    ) * T.cast(per_rank, "int64")
-                else:
-                    index = T.int64(-1)
-                flat_out[at] = T.cast(index, idx_dtype)
+            for i in T.Parallel(_THREADS):
+                if block * _THREADS + i < num_tokens * num_topk:
+                    index, quotient, group = T.alloc_var("int64"), T.alloc_var("uint64"), T.alloc_var("uint64")
+                    index = T.cast(flat[block * _THREADS + i], "int64")
+                    # Unsigned, where truncating and flooring division are the same.
+                    quotient = T.truncdiv(T.cast(index, "uint64"), T.cast(per_rank, "uint64"))
+                    group = T.truncdiv(quotient, T.cast(num_tp_ranks, "uint64"))
+                    if index >= 0 and quotient - group * T.cast(num_tp_ranks, "uint64") == T.cast(tp_rank, "uint64"):
+                        removed = T.cast(tp_rank, "int64") + T.cast(group, "int64") * T.cast(num_tp_ranks - 1, "int64")
+                        index = index - removed * T.cast(per_rank, "int64")
+                    else:
+                        index = T.int64(-1)
+                    flat_out[block * _THREADS + i] = T.cast(index, idx_dtype)
 
     return mask_indices_by_tp
 
@@ -84,7 +67,7 @@ def _mask_indices_by_tp_out(
     if out.numel() == 0:
         return
     arch = get_arch(indices.device)
-    mask = _mask_indices_by_tp_kernel(indices.dtype, MaskIndicesByTpConfig.best(arch), arch)
+    mask = _mask_indices_by_tp_kernel(indices.dtype, arch)
     mask(indices, n // num_ep_ranks, tp_rank, num_tp_ranks, out)
 
 

@@ -8,7 +8,7 @@ x (num_expanded_tokens, hidden) bf16 or float32 with an optional float32 factor 
 nearest even, so every bit is defined.
 
 A thread block computes some of a token's channels; a thread has one 16-byte vector of them in every row. It loads the
-vectors of all num_topk rows (16 at most) before it uses the first, so that many loads are in flight. Thread blocks are
+vectors of all num_topk rows before it uses the first, so that many loads are in flight. Thread blocks are
 small, so that an SM holds many, and some load while others start or wait.
 
     x     row pos[0]    [ thread 0 | thread 1 | … ]      each field 8 channels of bfloat16, 4 of float32
@@ -55,9 +55,6 @@ class ReduceConfig:
     num_chunks: int
     """Thread blocks per token, a vector for each thread."""
 
-    max_rows_in_flight = 16
-    """Rows that a thread loads before it uses the first, in 4 registers each, of 255 at most."""
-
     @staticmethod
     @cache
     def best(num_vectors: int, arch: Arch) -> "ReduceConfig":
@@ -90,7 +87,7 @@ def _reduce_fused_kernel(
     from tk_moe.lib.expanded_rows import load_positions, vectors_of_threads
 
     vector, zero = _VECTOR_BYTES // dtype.itemsize, T.cast(0, dtype)
-    block_channels, rows_in_flight = config.threads * vector, min(num_topk, config.max_rows_in_flight)
+    block_channels = config.threads * vector
     num_tokens, num_expanded_tokens = T.dynamic("num_tokens"), T.dynamic("num_expanded_tokens")
 
     @T.prim_func
@@ -108,7 +105,7 @@ def _reduce_fused_kernel(
             # -1 for none.
             pos = T.alloc_local((num_topk,), "int32")
             scale = T.alloc_local((num_topk,), "float32")
-            rows = T.alloc_fragment((rows_in_flight, block_channels), dtype)
+            rows = T.alloc_fragment((num_topk, block_channels), dtype)
             acc = T.alloc_fragment((block_channels,), "float32")
             T.annotate_layout({x: vectors_of_threads(x.shape, vector, config.threads) for x in (rows, acc)})
             load_positions(token_topk_to_pos, token, num_expanded_tokens, pos)
@@ -118,17 +115,14 @@ def _reduce_fused_kernel(
                 if given.row_sf and pos[k] >= 0:
                     scale[k] = scale[k] * row_sf[pos[k]]
             T.clear(acc)
-            for group in T.unroll(ceil_div(num_topk, rows_in_flight)):
-                for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
-                    k = group * rows_in_flight + i
+            for k in T.unroll(num_topk):
+                for c in T.Parallel(block_channels):
+                    is_read = pos[k] >= 0 and channel + c < hidden
+                    rows[k, c] = T.if_then_else(is_read, x[pos[k], channel + c], zero)
+            for k in T.unroll(num_topk):
+                if pos[k] >= 0:
                     for c in T.Parallel(block_channels):
-                        is_read = pos[k] >= 0 and channel + c < hidden
-                        rows[i, c] = T.if_then_else(is_read, x[pos[k], channel + c], zero)
-                for i in T.unroll(T.min(rows_in_flight, num_topk - group * rows_in_flight)):
-                    k = group * rows_in_flight + i
-                    if pos[k] >= 0:
-                        for c in T.Parallel(block_channels):
-                            acc[c] = T.ieee_fmaf(T.cast(rows[i, c], "float32"), scale[k], acc[c])
+                        acc[c] = T.ieee_fmaf(T.cast(rows[k, c], "float32"), scale[k], acc[c])
             if given.out_sf:
                 for c in T.Parallel(block_channels):
                     acc[c] = acc[c] * out_sf[0]

@@ -6,7 +6,6 @@
 w and normalized float32 (num_tokens, num_topk), denominator float32 (num_tokens). One thread per token.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,26 +20,14 @@ from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
 
 MAX_TOPK = 32
-
-
-@dataclass(frozen=True)
-class NormalizeWeightConfig:
-    """Launch configuration, also of the backward."""
-
-    block_tokens: int
-    """Tokens, and threads, of a thread block."""
-
-    @staticmethod
-    def best(arch: Arch) -> "NormalizeWeightConfig":
-        """Small thread blocks, so that 8192 tokens occupy most SMs. Untuned."""
-        return NormalizeWeightConfig(block_tokens=64)
+BLOCK_TOKENS = 64
+"""Tokens, and threads, of a thread block, also of the backward: few, so that 8192 tokens occupy most SMs."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _normalize_weight_kernel(num_topk: int, config: NormalizeWeightConfig, arch: Arch) -> Any:
+def _normalize_weight_kernel(num_topk: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    block_tokens = config.block_tokens
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -49,19 +36,19 @@ def _normalize_weight_kernel(num_topk: int, config: NormalizeWeightConfig, arch:
         denominator: T.Tensor((num_tokens,), "float32"),
         normalized: T.Tensor((num_tokens, num_topk), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=block_tokens) as block:
-            first = block * block_tokens
-            end = first + block_tokens
-            weights = T.alloc_fragment((block_tokens, num_topk), "float32")
-            total = T.alloc_fragment((block_tokens,), "float32")
+        with T.Kernel(T.ceildiv(num_tokens, BLOCK_TOKENS), threads=BLOCK_TOKENS) as block:
+            first = block * BLOCK_TOKENS
+            end = first + BLOCK_TOKENS
+            weights = T.alloc_fragment((BLOCK_TOKENS, num_topk), "float32")
+            total = T.alloc_fragment((BLOCK_TOKENS,), "float32")
             T.annotate_layout({weights: T.Fragment(weights.shape, forward_fn=lambda t, k: (t, k))})
             T.copy(w[first:end, :], weights)
-            for t in T.Parallel(block_tokens):
+            for t in T.Parallel(BLOCK_TOKENS):
                 total[t] = T.float32(1e-20)
                 for k in T.unroll(num_topk):
                     total[t] = total[t] + weights[t, k]
             T.copy(total, denominator[first:end])
-            for t, k in T.Parallel(block_tokens, num_topk):
+            for t, k in T.Parallel(BLOCK_TOKENS, num_topk):
                 if first + t < num_tokens:  # a division of the zeros beyond would take longer
                     weights[t, k] = weights[t, k] / total[t]
             T.copy(weights, normalized[first:end, :])
@@ -81,7 +68,7 @@ def _normalize_weight_out(w: Tensor, denominator: Tensor, normalized: Tensor) ->
         return
     arch = get_arch(w.device)
     written = aligned(normalized)
-    _normalize_weight_kernel(num_topk, NormalizeWeightConfig.best(arch), arch)(aligned(w), denominator, written)
+    _normalize_weight_kernel(num_topk, arch)(aligned(w), denominator, written)
     if written is not normalized:
         normalized.copy_(written)
 

@@ -20,16 +20,13 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
-from tk_moe.weights.normalize_weight import MAX_TOPK, NormalizeWeightConfig
+from tk_moe.weights.normalize_weight import BLOCK_TOKENS, MAX_TOPK
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _normalize_weight_bwd_kernel(
-    num_topk: int, has_grad_denominator: bool, config: NormalizeWeightConfig, arch: Arch
-) -> Any:
+def _normalize_weight_bwd_kernel(num_topk: int, has_grad_denominator: bool, arch: Arch) -> Any:
     import tilelang.language as T
 
-    block_tokens = config.block_tokens
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -40,26 +37,26 @@ def _normalize_weight_bwd_kernel(
         normalized: T.Tensor((num_tokens, num_topk), "float32"),
         grad_w: T.Tensor((num_tokens, num_topk), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=block_tokens) as block:
-            first = block * block_tokens
-            end = first + block_tokens
-            grads = T.alloc_fragment((block_tokens, num_topk), "float32")
-            weights = T.alloc_fragment((block_tokens, num_topk), "float32")
-            divisors = T.alloc_fragment((block_tokens,), "float32")
-            added = T.alloc_fragment((block_tokens,), "float32")
-            dots = T.alloc_fragment((block_tokens,), "float32")
+        with T.Kernel(T.ceildiv(num_tokens, BLOCK_TOKENS), threads=BLOCK_TOKENS) as block:
+            first = block * BLOCK_TOKENS
+            end = first + BLOCK_TOKENS
+            grads = T.alloc_fragment((BLOCK_TOKENS, num_topk), "float32")
+            weights = T.alloc_fragment((BLOCK_TOKENS, num_topk), "float32")
+            divisors = T.alloc_fragment((BLOCK_TOKENS,), "float32")
+            added = T.alloc_fragment((BLOCK_TOKENS,), "float32")
+            dots = T.alloc_fragment((BLOCK_TOKENS,), "float32")
             T.annotate_layout({x: T.Fragment(x.shape, forward_fn=lambda t, k: (t, k)) for x in (grads, weights)})
             T.copy(grad_normalized[first:end, :], grads)
             T.copy(normalized[first:end, :], weights)
             T.copy(denominator[first:end], divisors)
             if has_grad_denominator:
                 T.copy(grad_denominator[first:end], added)
-            for t in T.Parallel(block_tokens):
+            for t in T.Parallel(BLOCK_TOKENS):
                 dots[t] = grads[t, 0] * weights[t, 0]
-            for t in T.Parallel(block_tokens):
+            for t in T.Parallel(BLOCK_TOKENS):
                 for k in T.unroll(1, num_topk):
                     dots[t] = dots[t] + grads[t, k] * weights[t, k]
-            for t, k in T.Parallel(block_tokens, num_topk):
+            for t, k in T.Parallel(BLOCK_TOKENS, num_topk):
                 if first + t < num_tokens:  # a division of the zeros beyond would take longer
                     grad = (grads[t, k] - dots[t]) / divisors[t]
                     weights[t, k] = grad + added[t] if has_grad_denominator else grad
@@ -78,9 +75,7 @@ def _normalize_weight_bwd_out(
         return
     arch = get_arch(normalized.device)
     written = aligned(grad_w)
-    backward = _normalize_weight_bwd_kernel(
-        num_topk, grad_denominator is not None, NormalizeWeightConfig.best(arch), arch
-    )
+    backward = _normalize_weight_bwd_kernel(num_topk, grad_denominator is not None, arch)
     backward(aligned(grad_normalized), grad_denominator, denominator, aligned(normalized), written)
     if written is not grad_w:
         grad_w.copy_(written)

@@ -262,16 +262,16 @@ WITH_SF_SPEC = OpSpec(
             compile=True,
         ),
         Case("e2m1-h256-t7", make_with_sf(7, 256, 3, 128, dtype=torch.int8, num_rows=41, **_SMALL_ROUTING), small=True),
-        # Scale factors gathered by separate blocks: in vectors or not, without tokens, more blocks than fit on an H200.
+        # Scale factors transposed by a second launch: whole tiles or not, without tokens, many rows.
         Case(
-            "e4m3-h512-t7-gathered",
+            "e4m3-h512-t7-transposed",
             make_with_sf(7, 512, 4, 32, col_major=True, num_rows=75, **_SMALL_ROUTING),
             small=True,
             modes=True,
             compile=True,
         ),
         Case(
-            "e2m1-h1200-t40-packed-gathered",
+            "e2m1-h1200-t40-packed-transposed",
             make_with_sf(
                 40,
                 1200,
@@ -287,8 +287,8 @@ WITH_SF_SPEC = OpSpec(
             small=True,
             compile=True,
         ),
-        Case("e4m3-h300-t0-gathered", make_with_sf(0, 300, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
-        Case("e4m3-h288-t35000-gathered", make_with_sf(35000, 288, 8, 32, col_major=True)),
+        Case("e4m3-h300-t0-transposed", make_with_sf(0, 300, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
+        Case("e4m3-h288-t35000-transposed", make_with_sf(35000, 288, 8, 32, col_major=True)),
         # Partial blocks, one column of factors, one row, columns that are not whole vectors, more factors than threads.
         Case("e4m3-h200-t7", make_with_sf(7, 200, 3, 128, num_rows=41, **_SMALL_ROUTING), small=True),
         Case("e4m3-h128-t7-col-major", make_with_sf(7, 128, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING)),

@@ -1,0 +1,207 @@
+"""The kernel of topk_gate, topk_gate_with_weights and hash_gate: experts chosen or looked up, and their weights.
+
+A warp takes a token. It chooses experts as in packed_selection.py, or where that does not apply as in selection.py, or
+lane k < num_topk looks up the k-th in a table. Then lane k has the k-th expert and computes its score again from the
+logit, and a warp reduction gives the denominator. Of looked-up experts only softmax reads all logits.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_moe.lib.scoring import ScoringFunc
+
+MAX_EXPERTS = 1024
+MAX_TOPK = 32
+LOGIT_DTYPES = (torch.bfloat16, torch.float32)
+IDX_DTYPES = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Launch configuration of all gates."""
+
+    warps: int
+    """Tokens of a thread block, one per warp."""
+
+    @staticmethod
+    @cache
+    def best(arch: Arch, is_short: bool = False) -> "GateConfig":
+        """Tuned on an H200 for few tokens and for many; `is_short`: for `topk_gate` with packed keys.
+
+        With four warps each has a scheduler of its own; 8 and 16 are up to 5 % slower. Thread blocks of 6 do not divide
+        an SM's warps evenly, so that the last ones go to SMs that are done sooner: 2 % faster where the selection is
+        short.
+        """
+        return GateConfig(warps=6 if is_short else 4)
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """Options of a gate that its kernel is compiled for."""
+
+    scoring_func: ScoringFunc
+    renormalize: bool
+    has_mask: bool
+    has_bias: bool
+    has_weights: bool
+    idx_dtype: torch.dtype
+    """Of topk_idx."""
+    token_ids_dtype: torch.dtype | None
+    """Of the ids that experts are looked up by; None where they are chosen."""
+
+
+def can_pack(num_experts: int, num_topk: int) -> bool:
+    """Whether keys have bits enough for the expert, and lanes seldom win more often than they have sorted keys."""
+    return num_experts <= 256 and num_topk <= 16
+
+
+# Every access has a guard of its own.
+@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
+def gate_kernel(
+    num_experts: int,
+    num_topk: int,
+    dtype: torch.dtype,
+    options: GateOptions,
+    alignment: int,
+    bias_alignment: int,
+    config: GateConfig,
+    arch: Arch,
+) -> Any:
+    """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
+    import tilelang.language as T
+
+    from tk_moe.lib.packed_selection import choose_packed
+    from tk_moe.lib.scores import clamped, load_logits, score, softmax_score, softmax_sums
+    from tk_moe.lib.selection import NO_KEY, choose, expert_of, lane_vector, sort_key
+
+    scoring_func, has_bias = options.scoring_func, options.has_bias
+    is_softmax, looks_up = scoring_func is ScoringFunc.SOFTMAX, options.token_ids_dtype is not None
+    # Not for softmax, whose sums take a lane's experts to be consecutive.
+    is_packed = can_pack(num_experts, num_topk) and not is_softmax and not looks_up
+    most = alignment // dtype.itemsize
+    if is_packed:
+        most = min(most, 4)  # a lane sorts four keys: neighbouring experts may all be good
+    vector = most if looks_up else lane_vector(num_experts, 32, most)
+    per_lane = align(ceil_div(num_experts, 32), vector)
+    # Consecutive experts of a lane: its vectors are 32 vectors apart, or all neighbours.
+    run_length = vector if is_packed or looks_up else per_lane
+    bias_vector = min(vector, bias_alignment // 4)
+    warps, num_tokens, vocab_size = config.warps, T.dynamic("num_tokens"), T.dynamic("vocab_size")
+
+    @T.macro
+    def select(x: T.Buffer, bias: T.Buffer, lane: T.int32, chosen: T.Buffer) -> None:
+        shift = T.alloc_local((per_lane,), "float32")
+        ranks = T.alloc_local((per_lane,), "float32")
+        keys = T.alloc_local((per_lane,), "int32")
+        if has_bias:
+            for c in T.unroll(per_lane // bias_vector):
+                if expert_of(c * bias_vector, lane, run_length) < num_experts:
+                    for v in T.vectorized(bias_vector):
+                        shift[c * bias_vector + v] = bias[expert_of(c * bias_vector, lane, run_length) + v]
+        for j in T.unroll(per_lane):
+            ranks[j] = score(scoring_func, x[j]) + shift[j] if has_bias else score(scoring_func, x[j])
+        if is_packed:
+            choose_packed(ranks, num_experts, vector, num_topk, lane, chosen)
+        else:
+            for j in T.unroll(per_lane):
+                is_expert = expert_of(j, lane, run_length) < num_experts
+                keys[j] = T.if_then_else(is_expert, sort_key(ranks[j]), T.int32(NO_KEY))
+            choose(keys, num_topk, lane, expert_of(0, lane, run_length), chosen)
+
+    @T.prim_func
+    def gate(
+        logits: T.Tensor((num_tokens, num_experts), dtype),
+        bias: T.Tensor((num_experts,), "float32"),
+        mask: T.Tensor((num_tokens,), "bool"),
+        factor: T.float32,
+        topk_idx: T.Tensor((num_tokens, num_topk), options.idx_dtype),
+        topk_weights: T.Tensor((num_tokens, num_topk), "float32"),
+    ) -> None:
+        if looks_up:
+            token_ids = T.arg("token_ids", T.Tensor((num_tokens,), options.token_ids_dtype))
+            table = T.arg("table", T.Tensor((vocab_size, num_topk), "int32"))
+
+        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            token = block * warps + thread // 32
+            if token < num_tokens:  # uniform in a warp
+                x = T.alloc_local((per_lane,), "float32")
+                chosen = T.alloc_local((1,), "int32")
+                sums = T.alloc_local((2,), "float32")
+                is_wanted, value = T.alloc_var("bool"), T.alloc_var("float32")
+                if is_softmax or not looks_up:
+                    load_logits(logits, num_experts, vector, run_length, token, lane, x)
+                is_wanted = True
+                if options.has_mask:
+                    is_wanted = mask[token]
+                chosen[0] = -1
+                value = T.float32(0)
+                if is_wanted:
+                    if looks_up:
+                        row = T.alloc_var("int64")
+                        row = T.cast(token_ids[token], "int64")
+                        if lane < num_topk and row >= 0 and row < T.cast(vocab_size, "int64"):
+                            chosen[0] = table[row, lane]
+                        if chosen[0] >= num_experts or chosen[0] < 0:
+                            chosen[0] = -1
+                    else:
+                        select(x, bias, lane, chosen)
+                    if options.has_weights:
+                        if is_softmax:
+                            softmax_sums(x, sums)
+                        if lane < num_topk and (not looks_up or chosen[0] >= 0):
+                            logit = T.cast(logits[token, chosen[0]], "float32")
+                            value = softmax_score(logit, sums) if is_softmax else score(scoring_func, logit)
+                        if options.renormalize:
+                            total = T.warp_reduce_sum(value)
+                            value = value / clamped(total)
+                if lane < num_topk:
+                    topk_idx[token, lane] = T.cast(chosen[0], options.idx_dtype)
+                    if options.has_weights:
+                        topk_weights[token, lane] = T.if_then_else(chosen[0] < 0, T.float32(0), value * factor)
+
+    return gate
+
+
+def launch_gate(
+    logits: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scoring_func: ScoringFunc,
+    renormalize: bool,
+    factor: float,
+    outputs: tuple[Tensor, Tensor | None],
+    lookup: tuple[()] | tuple[Tensor, Tensor] = (),
+) -> None:
+    """Write topk_idx and, unless it is None, topk_weights. `lookup`: token_ids and table, where no expert is chosen."""
+    num_tokens, num_experts = logits.shape
+    if num_tokens == 0:
+        return
+    arch = get_arch(logits.device)
+    topk_idx, topk_weights = outputs
+    num_topk, has_weights = topk_idx.shape[1], topk_weights is not None
+    given = mask is not None, bias is not None, has_weights
+    token_ids_dtype = lookup[0].dtype if lookup else None
+    options = GateOptions(scoring_func, renormalize, *given, topk_idx.dtype, token_ids_dtype)
+    alignments = check.row_alignment(logits), 16 if bias is None else check.row_alignment(bias)
+    config = GateConfig.best(arch, not has_weights and can_pack(num_experts, num_topk))
+    gate = gate_kernel(num_experts, num_topk, logits.dtype, options, *alignments, config, arch)
+    gate(logits, bias, mask, factor, topk_idx, topk_weights, *lookup)
+
+
+def check_gate_options(renormalize: Any, routed_scaling_factor: Any, mask: Any, idx_dtype: Any, logits: Tensor) -> None:
+    """Check the arguments that all gates with weights have."""
+    check.flag("renormalize", renormalize)
+    check.number("routed_scaling_factor", routed_scaling_factor)
+    if mask is not None:
+        check.tensor("mask", mask, (torch.bool,), (logits.shape[0],), device=logits.device)
+    check.require_type(idx_dtype in IDX_DTYPES, "idx_dtype", "torch.int64 or torch.int32", idx_dtype)
