@@ -45,6 +45,8 @@ class Arch:
     """Hopper's warp-group matrix instructions."""
     has_fp4_convert: bool
     """Conversions between float and e2m1 in one instruction."""
+    has_tcgen05: bool
+    """Blackwell's matrix instructions, with sums in tensor memory."""
     target: dict[str, str] = field(init=False)
     """What TileLang takes as an explicit compilation target."""
 
@@ -66,14 +68,14 @@ _KIB = 1024
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
-        # name, sm, num_sms, shared memory, TMA, wgmma, FP4
-        Arch("sm_80", 80, 108, 163 * _KIB, False, False, False),  # A100
-        Arch("sm_86", 86, 84, 99 * _KIB, False, False, False),  # A40
-        Arch("sm_89", 89, 142, 99 * _KIB, False, False, False),  # L40S
-        Arch("sm_90a", 90, 132, 227 * _KIB, True, True, False),  # H100, H200
-        Arch("sm_100a", 100, 148, 227 * _KIB, True, False, True),  # B200
-        Arch("sm_103a", 103, 148, 227 * _KIB, True, False, True),  # B300
-        Arch("sm_120a", 120, 188, 99 * _KIB, True, False, True),  # RTX PRO 6000
+        # name, sm, num_sms, shared memory, TMA, wgmma, FP4, tcgen05
+        Arch("sm_80", 80, 108, 163 * _KIB, False, False, False, False),  # A100
+        Arch("sm_86", 86, 84, 99 * _KIB, False, False, False, False),  # A40
+        Arch("sm_89", 89, 142, 99 * _KIB, False, False, False, False),  # L40S
+        Arch("sm_90a", 90, 132, 227 * _KIB, True, True, False, False),  # H100, H200
+        Arch("sm_100a", 100, 148, 227 * _KIB, True, False, True, True),  # B200
+        Arch("sm_103a", 103, 148, 227 * _KIB, True, False, True, True),  # B300
+        Arch("sm_120a", 120, 188, 99 * _KIB, True, False, True, False),  # RTX PRO 6000
     )
 }
 _BY_SM = {arch.sm: arch for arch in ARCHS.values()}

@@ -31,8 +31,8 @@ class Profile:
     """N and K of the weights that every token is multiplied with."""
     layouts: tuple[Literal["ids", "psum", "masked"], ...] = ("ids",)
     """What tells experts' rows apart: an id for each row, the rows at which experts end, or a buffer each."""
-    sf_layouts: tuple[Literal["row_major", "col_major"], ...] = ("col_major",)
-    """Layouts of the activations' scale factors."""
+    sf_layouts: tuple[Literal["row_major", "col_major", "packed_ue8m0"], ...] = ("col_major",)
+    """Layouts of the activations' scale factors; packed_ue8m0, the weights' too, is for Blackwell."""
     outputs: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
     """Dtypes of dense products."""
     operands: tuple[Literal["e4m3", "bfloat16"], ...] = ("e4m3",)
@@ -64,16 +64,16 @@ def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple
 
 def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for (num_cols, num_channels), layout in product(profile.dense, profile.sf_layouts):
-        a, b = _activations(num_tokens, num_channels, layout), _weights(num_cols, num_channels)
+        a, b = _activations(num_tokens, num_channels, layout), _weights(num_cols, num_channels, layout)
         for d in _results(profile, num_tokens, num_cols):
             yield gemm.fp8_gemm_nt, {"a": a, "b": b, "d": d}
     for (num_cols, num_channels), layout in product(profile.experts, profile.sf_layouts):
-        b = _weights(num_cols, num_channels, profile.num_experts)
+        b = _weights(num_cols, num_channels, layout, profile.num_experts)
         for num_rows, groups, with_psum in _contiguous(profile, num_tokens):
             arguments = {"a": _activations(num_rows, num_channels, layout), "b": b, "d": None}
             grouping = {"grouped_layout": groups, "use_psum_layout": with_psum}
             yield gemm.m_grouped_fp8_gemm_nt_contiguous, {**arguments, **grouping}
-            if profile.swiglu and num_cols % (2 * _BLOCK) == 0:
+            if profile.swiglu and num_cols % (2 * _BLOCK) == 0 and layout != "packed_ue8m0":
                 del arguments["d"]
                 yield gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, {**arguments, **grouping, **_weights_of(num_rows)}
         for num_rows, grouping in _masked(profile, num_tokens):
@@ -132,9 +132,12 @@ def _activations(num_rows: int, num_channels: int, layout: str) -> Pair:
     return data, empty_scales(data, num_rows, num_channels // _BLOCK, ScaleLayout(layout))
 
 
-def _weights(num_cols: int, num_channels: int, *groups: int) -> Pair:
+def _weights(num_cols: int, num_channels: int, layout: str, *groups: int) -> Pair:
     data = torch.empty((*groups, num_cols, num_channels), dtype=torch.float8_e4m3fn, device="meta")
-    return data, torch.empty((*groups, ceil_div(num_cols, _BLOCK), num_channels // _BLOCK), device="meta")
+    shape = *groups, ceil_div(num_cols, _BLOCK)
+    if layout == "packed_ue8m0":
+        return data, torch.empty((*shape, ceil_div(num_channels, 4 * _BLOCK)), dtype=torch.int32, device="meta")
+    return data, torch.empty((*shape, num_channels // _BLOCK), device="meta")
 
 
 def _contiguous(profile: Profile, num_tokens: int) -> Iterator[tuple[int, torch.Tensor, bool]]:

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 import tk_gemm
+from tk_core.arch import UnsupportedArchError, arch_from_name
+from tk_core.kernel import capture
+from tk_core.reference.scales import unpack_scales
 from tk_core.testing import tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm.testing.dense.fp8_gemm_nt import SPEC
-from tk_gemm.testing.lib.inputs import activations, dequantized, e4m3, row_factors, weights
+from tk_gemm.testing.dense.fp8_gemm_nt import SPEC, make
+from tk_gemm.testing.lib.inputs import activations, dequantized, e4m3, packed_factors, row_factors, weights
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)
@@ -55,6 +58,26 @@ def test_c_may_be_d() -> None:
     assert_equal(c, expected)
 
 
+@pytest.mark.parametrize("per_row", [False, True])
+def test_packed_factors_are_powers_of_two(per_row: bool) -> None:
+    a, b = e4m3(5, 640, device="cpu"), e4m3(144, 640, device="cpu")
+    a_sf = packed_factors(5, 5, device="cpu")
+    b_sf = packed_factors(144 if per_row else 2, 5, device="cpu")
+    recipe = (1, 1 if per_row else 128, 128)
+    packed = tk_gemm.fp8_gemm_nt((a, a_sf), (b, b_sf), recipe=recipe)
+    plain = [unpack_scales(sf, sf.shape[0], 5) for sf in (a_sf, b_sf)]
+    assert plain[0].unique().tolist() == [0.25, 0.5, 1, 2, 4]
+    assert_equal(packed, tk_gemm.fp8_gemm_nt((a, plain[0]), (b, plain[1]), recipe=recipe))
+
+
+@pytest.mark.parametrize(("arch", "packed"), [("sm_90a", True), ("sm_100a", False), ("sm_120a", True)])
+def test_factors_of_another_architecture(arch: str, packed: bool) -> None:
+    arguments = make(3, 144, 256, packed=packed)("meta")
+    kind = "packed UE8M0" if packed else "float32"
+    with capture(arch_from_name(arch)), pytest.raises(UnsupportedArchError, match=f"found {arch} and {kind} scale fac"):
+        tk_gemm.fp8_gemm_nt(**arguments)
+
+
 @pytest.mark.parametrize("name", ["nn", "tn", "tt"])
 def test_views(name: str) -> None:
     a, b = activations(3, 256, "cpu"), weights(16, 256, "cpu")
@@ -80,7 +103,10 @@ A, B, D = activations(3, 256, "cpu"), weights(144, 256, "cpu"), torch.zeros(3, 1
         (ValueError, r"a\[0\]", {"a": (A[0].t(), A[1])}),
         (ValueError, r"a\[0\]", {"a": (e4m3(3, 264, device="cpu")[:, :256], A[1])}),
         (ValueError, r"a\[0\]", {"a": (e4m3(3 * 256 + 1, device="cpu")[1:].view(3, 256), A[1])}),
-        (TypeError, r"a\[1\]", {"a": (A[0], A[1].int())}),
+        (TypeError, r"a\[1\]", {"a": (A[0], A[1].double())}),
+        (ValueError, r"a\[1\]", {"a": (A[0], A[1].int())}),
+        (ValueError, r"a\[1\]", {"a": (A[0], torch.zeros(3, 2, dtype=torch.int32)[:, :1])}),
+        (TypeError, r"b\[1\]", {"a": (A[0], packed_factors(3, 2, device="cpu"))}),
         (ValueError, r"a\[1\]", {"a": (A[0], row_factors(3, 8, "cpu"))}),
         (ValueError, r"a\[1\]", {"a": (A[0], torch.ones(2, 3).t())}),
         (ValueError, r"a\[1\]", {"a": (A[0], A[1].to("meta"))}),

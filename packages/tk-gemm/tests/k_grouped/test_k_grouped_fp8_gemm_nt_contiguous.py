@@ -7,6 +7,8 @@ import torch
 
 import tk_gemm
 from tk_core import env
+from tk_core.arch import UnsupportedArchError, arch_from_name
+from tk_core.kernel import capture
 from tk_core.testing import tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.testing.k_grouped.k_grouped_fp8_gemm_nt_contiguous import SPEC, make
@@ -34,6 +36,12 @@ def test_both_forms_against_a_float64_product() -> None:
         parts = [data[:, :128].reshape(-1), data[:, 128:].reshape(-1)]
         flat.append((torch.cat([x.view(torch.uint8) for x in parts]).view(data.dtype), sf.t()))
     assert_equal(tk_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, None, KS), d)
+
+
+def test_another_architecture_is_named_before_anything_is_copied() -> None:
+    with capture(arch_from_name("sm_100a")) as launched, pytest.raises(UnsupportedArchError, match="found sm_100a"):
+        tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**make((128, 0, 256), 16, 32, flat=True)("meta"))
+    assert not launched
 
 
 def test_c_may_be_d_and_groups_of_no_channels_keep_it() -> None:

@@ -11,6 +11,7 @@ from tk_core.testing.usage import cuobjdump, lower, resource_usages
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.fp8_k_product import fp8_k_product_kernel
 from tk_gemm.lib.fp8_product import fp8_product_kernel
+from tk_gemm.lib.fp8_product_blackwell import fp8_product_blackwell_kernel
 from tk_gemm.lib.fp8_product_config import CONFIGS, WIDE, ProductConfig
 from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
 
@@ -36,6 +37,17 @@ def test_machine_code(name: str) -> None:
     # A product is four instructions, of which the last one signals: if each does, ptxas has given up and lets all wait.
     assert len(products) == 4 * sum("gsb0" in product for product in products)
     assert len(re.findall(r"\bFFMA\b", sass)) == num_fmas, "expected one fused multiply-add an element"
+    assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
+
+
+def test_machine_code_on_blackwell() -> None:
+    args = ("dense", BF16, False, False, arch_from_name("sm_100a"))
+    sass = cuobjdump(KernelRequest(fp8_product_blackwell_kernel, args).compile(), "--dump-sass")
+    products = re.findall(r"UTCQMMA[^;]*", sass)
+    # A step is four products of 32 channels, with sums, factors of A and of B in tensor memory.
+    assert products
+    assert len(products) % 4 == 0
+    assert all(product.count("tmem") == 3 for product in products), products
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
 
 

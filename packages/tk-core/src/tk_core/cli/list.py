@@ -15,16 +15,22 @@ STATE_COLORS = {"verified": "green", "pending": "yellow", "stale": "red", "missi
 
 
 def archs_of(spec: "OpSpec") -> list[str]:
-    """Architectures that an op has kernels for: those on which its first case that launches any is not refused."""
+    """Architectures that an op has kernels for: those on which some case is not refused.
+
+    Tried are the first case of the compile tier for all architectures, and those that are for some.
+    """
     from tk_core.arch import ARCHS, UnsupportedArchError
     from tk_core.kernel import capture
 
-    case = next((case for case in spec.cases if case.compile), None)
+    cases = [case for case in spec.cases if case.compile]
+    tried = [case for case in cases if case.archs] + [case for case in cases if not case.archs][:1]
     served = []
-    for arch in ARCHS.values() if case else ():
-        with capture(arch), suppress(UnsupportedArchError):
-            spec.op(**case.make("meta"))
-            served.append(arch.name)
+    for arch in ARCHS.values():
+        for case in tried:
+            with capture(arch), suppress(UnsupportedArchError):
+                spec.op(**case.make("meta"))
+                served.append(arch.name)
+                break
     return served
 
 

@@ -37,6 +37,8 @@ class Case:
     """A benchmark shape of real models: torch.compile is measured for it too, and tables are made of these."""
     gpu: bool = True
     """In the gpu tier; False for a case that only serves benchmarks."""
+    archs: tuple[str, ...] | None = None
+    """Architectures of the compile tier that this case is for; None: the spec's."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", self.name):

@@ -216,8 +216,9 @@ def _group_name(cases: Sequence[Case]) -> str:
 
 def _check_compile(spec: OpSpec, cases: Sequence[Case]) -> None:
     sources: set[str] = set()
-    for arch in map(arch_from_name, spec.archs):
-        requests = _requests(spec, cases, arch)
+    for name in dict.fromkeys(name for case in cases for name in case.archs or spec.archs):
+        arch = arch_from_name(name)
+        requests = _requests(spec, [case for case in cases if name in (case.archs or spec.archs)], arch)
         lowered = [lower(request.kernel, *request.args) for request in requests]
         new = [index for index, artifact in enumerate(lowered) if artifact.kernel_source not in sources]
         sources.update(artifact.kernel_source for artifact in lowered)

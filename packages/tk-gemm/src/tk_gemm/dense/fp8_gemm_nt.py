@@ -17,6 +17,7 @@ from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product, launch_fp8_prod
 from tk_gemm.lib.operands import (
     BLOCK,
     E4M3,
+    FACTORS,
     OUT,
     compiler_hints,
     fp8_a,
@@ -59,13 +60,13 @@ def _fp8_gemm_nt_out(
     name = "tk_gemm.fp8_gemm_nt"
     c = d if accumulate else c
     c, rows = c if c is None else c.unsqueeze(0), d.unsqueeze(0)
-    if b_is_per_row:
+    if b_is_per_row and a_sf.dtype is torch.float32:
         a_sf, b_sf = (get_mn_major_tma_aligned_tensor(sf).t() for sf in (a_sf, b_sf))
         ends = a.new_full((1,), a.shape[1], dtype=torch.int32)
         launch_fp8_k_product(name, a, a_sf, b, b_sf, ends, c, rows)
     else:
         operands = [x.unsqueeze(0) for x in (a, a_sf, b, b_sf)]
-        launch_fp8_product(name, "dense", *operands, None, c, rows)
+        launch_fp8_product(name, "dense", *operands, None, c, rows, b_is_per_row=b_is_per_row)
 
 
 @replayable
@@ -86,9 +87,10 @@ def fp8_gemm_nt(
 
     Args:
         a: `(data, sf)`: float8_e4m3fn (M, K), rows strided by multiples of 16 bytes; M from 0, K a multiple of 128.
-            float32 sf (M, K/128), row major, or column major with columns a multiple of 4 elements apart.
-        b: `(data, sf)`: float8_e4m3fn (N, K), N a multiple of 16; float32 sf (⌈N/128⌉, K/128) of any strides, or with
-            factors for each row (N, K/128) as a's.
+            float32 sf (M, K/128), row major, or column major with columns a multiple of 4 elements apart. On Blackwell
+            int32 (M, ⌈K/512⌉), column major: four biased exponents a word, as casts with use_packed_ue8m0 write them.
+        b: `(data, sf)`: float8_e4m3fn (N, K), N a multiple of 16; sf of a's dtype, (⌈N/128⌉, K/128) of any strides, or
+            with factors for each row (N, K/128) as a's.
         d: bfloat16 or float32 (M, N), written; by default new, of c's dtype or without c bfloat16. With factors for
             each row of b: float32.
         c: (M, N) of d's dtype, added last; may be d.
@@ -104,20 +106,21 @@ def fp8_gemm_nt(
     Raises:
         TypeError: A tensor is none, or has another dtype, or a is no pair.
         ValueError: A shape, stride, base (16 bytes), device or recipe is not as described, or d overlaps an operand.
-        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
+            with packed ones, unless TK_BACKEND=reference.
     """
     b_is_per_row = is_per_row(recipe, recipe_a, recipe_b)
     compiler_hints(compiled_dims, disable_ue8m0_cast)
-    a_data, a_sf, num_rows, num_channels = fp8_a(a)
+    a_data, a_sf, num_rows, num_channels = fp8_a(a, FACTORS)
     b_data, b_sf = pair("b", b)
     device = a_data.device
     num_cols, _ = matrix("b[0]", b_data, E4M3, ("N", num_channels), device)
     positive_multiple("b[0] (N)", num_cols, 16)
     num_blocks = num_channels // BLOCK
     if b_is_per_row:
-        per_row_factors("b[1]", b_sf, (num_cols, num_blocks), device)
+        per_row_factors("b[1]", b_sf, (num_cols, num_blocks), device, (a_sf.dtype,))
     else:
-        per_block_factors("b[1]", b_sf, (ceil_div(num_cols, BLOCK), num_blocks), device)
+        per_block_factors("b[1]", b_sf, (ceil_div(num_cols, BLOCK), num_blocks), device, (a_sf.dtype,))
     dtypes = (torch.float32,) if b_is_per_row else OUT
     operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf}
     d, c, accumulate = result(d, c, (num_rows, num_cols), a_data, dtypes, **operands)

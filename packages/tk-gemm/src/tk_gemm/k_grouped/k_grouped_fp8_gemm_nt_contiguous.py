@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from tk_core import check
-from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_gemm.lib.archs import hopper
 from tk_gemm.lib.gather_groups import gather_groups_kernel
 from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k
 from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product
@@ -27,6 +27,7 @@ from tk_gemm.lib.operands import BLOCK, E4M3, FLOAT32, aligned, compiler_hints, 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+_NAME = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous"
 _OUT = (torch.float32, torch.bfloat16)
 
 
@@ -61,14 +62,14 @@ def _k_grouped_fp8_gemm_nt_contiguous_out(
     if a.ndim == 1:
         _, num_rows, num_cols = d.shape
         a, b, a_sf, b_sf = _gathered(a, num_rows, ends), _gathered(b, num_cols, ends), a_sf.t(), b_sf.t()
-    name = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous"
-    launch_fp8_k_product(name, a, a_sf, b, b_sf, ends, d if accumulate else c, d)
+    launch_fp8_k_product(_NAME, a, a_sf, b, b_sf, ends, d if accumulate else c, d)
 
 
 def _gathered(flat: torch.Tensor, num_rows: int, ends: torch.Tensor) -> torch.Tensor:
     """The matrices of all groups beside each other, copied: TMA loads rows that are equally far apart in all groups."""
     out = flat.new_empty((num_rows, flat.numel() // num_rows))
-    gather_groups_kernel(get_arch(flat.device))(flat.view(torch.int32), ends, out.view(torch.int32))
+    arch = hopper(_NAME, flat)
+    gather_groups_kernel(arch)(flat.view(torch.int32), ends, out.view(torch.int32))
     return out
 
 

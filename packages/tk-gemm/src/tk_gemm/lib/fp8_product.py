@@ -157,12 +157,13 @@ def fp8_product_kernel(
                 T.set_max_nreg(40, 0)
                 if thread < NUM_CONSUMERS + 32:
                     while tile[0] < total[0]:
-                        for step in T.serial(num_steps):
-                            T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
-                            if a_sf_by_tma:
-                                steps.load_row_factors(a_sf, a_sf_tile, full, slot[0], place, step)
-                            steps.load(a, b, a_tile, b_tile, full, slot[0], place, step)
-                            steps.next_slot(slot, num_stages)
+                        steps.load_tile(
+                            (a, b, a_sf if a_sf_by_tma else None),
+                            (a_tile, b_tile, a_sf_tile),
+                            (full, empty, slot),
+                            place,
+                            num_steps,
+                        )
                         tile[0] = tile[0] + num_blocks
                         steps.find_tile(
                             kind, tile, num_blocks, total[0], layout, m, n, num_b_groups, block_m, block_n, place

@@ -155,6 +155,20 @@ def load(a: Any, b: Any, a_tile: Any, b_tile: Any, full: Any, slot: Any, place: 
 
 
 @T.macro
+def load_tile(operands: Any, tiles: Any, ring: Any, place: Any, num_steps: Any) -> None:
+    """Load all steps of a tile: a, b and the factors of a's rows (or None) into their tiles, as stages become free."""
+    a, b, a_sf = operands
+    a_tile, b_tile, a_sf_tile = tiles
+    full, empty, slot = ring
+    for step in T.serial(num_steps):
+        T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
+        if a_sf is not None:
+            load_row_factors(a_sf, a_sf_tile, full, slot[0], place, step)
+        load(a, b, a_tile, b_tile, full, slot[0], place, step)
+        next_slot(slot, full.shape[0])
+
+
+@T.macro
 def find_factors(place: Any, first: Any, n: Any, num_steps: Any, at: Any, index: Any) -> None:
     """at[index] = where the factors begin of the 128 columns with the tile's column `first`, or of the last 128."""
     num_col_blocks = T.ceildiv(n, 128)

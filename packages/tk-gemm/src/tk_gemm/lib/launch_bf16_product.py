@@ -4,9 +4,9 @@ from torch import Tensor
 
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
+from tk_gemm.lib.archs import hopper
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.bf16_product_config import Kind, bf16_product_config
-from tk_gemm.lib.hopper import hopper
 from tk_gemm.lib.tma import for_tma
 
 

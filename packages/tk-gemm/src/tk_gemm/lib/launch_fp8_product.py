@@ -4,12 +4,13 @@ from torch import Tensor
 
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
+from tk_gemm.lib.archs import arch_of_factors, hopper
 from tk_gemm.lib.fp8_k_product import CONFIG as K_CONFIG
 from tk_gemm.lib.fp8_k_product import fp8_k_product_kernel
 from tk_gemm.lib.fp8_product import fp8_product_kernel
+from tk_gemm.lib.fp8_product_blackwell import BLOCK, fp8_product_blackwell_kernel
 from tk_gemm.lib.fp8_product_config import WIDE, Kind, product_config
 from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
-from tk_gemm.lib.hopper import hopper
 from tk_gemm.lib.tma import for_tma, takes_tma
 
 
@@ -24,15 +25,23 @@ def launch_fp8_product(
     c: Tensor | None,
     d: Tensor,
     num_rows: int | None = None,
+    b_is_per_row: bool = False,
 ) -> None:
     """Launch for a (G, M, K), a_sf (G, M, K/128), b (groups, N, K), b_sf of blocks, c and d (G, M, N).
 
-    `num_rows`: how many rows of a group there may be, for the tile's size alone.
+    `num_rows`: how many rows of a group there may be, for the tile's size alone. `b_is_per_row`: b_sf is of rows, which
+    packed factors may be.
     """
-    arch = hopper(op, a)
+    arch = arch_of_factors(op, a_sf)
     num_groups, max_rows, _ = a.shape
     num_cols = b.shape[1]
     num_sms = get_num_sms(a.device)
+    if arch.has_tcgen05:
+        num_tiles = num_groups * ceil_div(max_rows, BLOCK) * ceil_div(num_cols, BLOCK)
+        launch = fp8_product_blackwell_kernel(kind, d.dtype, b_is_per_row, c is not None, arch)
+        b_factors = for_tma(b_sf.mT) if b_is_per_row else b_sf.mT
+        launch(for_tma(a), for_tma(a_sf.mT), for_tma(b), b_factors, layout, c, d, min(num_sms, num_tiles))
+        return
     config = product_config(num_groups, min(num_rows or max_rows, max_rows), num_cols, num_sms)
     num_tiles = num_groups * ceil_div(max_rows, config.block_m) * ceil_div(num_cols, config.block_n)
     factors = for_tma(a_sf.mT)

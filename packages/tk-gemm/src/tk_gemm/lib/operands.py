@@ -13,6 +13,8 @@ BLOCK = 128
 E4M3 = (torch.float8_e4m3fn,)
 BF16 = (torch.bfloat16,)
 FLOAT32 = (torch.float32,)
+FACTORS = (torch.float32, torch.int32)
+"""Scale factors of products that Blackwell has, too: float32, or four biased exponents a word."""
 OUT = (torch.bfloat16, torch.float32)
 
 _PER_ROW_RECIPE = (1, 1, BLOCK)
@@ -70,36 +72,51 @@ def positive_multiple(name: str, size: int, divisor: int) -> None:
     check.require(size > 0 and size % divisor == 0, name, f"a positive multiple of {divisor}", size)
 
 
-def per_row_factors(name: str, sf: Any, shape: tuple[int, ...], device: torch.device) -> None:
-    """Check float32 factors (..., rows, blocks) of 1 × 128 blocks: row major, or column major on 16 bytes.
+def _checked_factors(
+    name: str, sf: Any, shape: tuple[int, ...], device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> bool:
+    """Check dtype, shape and device of factors (..., blocks); return whether they are packed, four blocks a word."""
+    is_packed = torch.int32 in dtypes and isinstance(sf, Tensor) and sf.dtype is torch.int32
+    num_blocks = ceil_div(shape[-1], 4) if is_packed else shape[-1]
+    check.tensor(name, sf, dtypes, (*shape[:-1], num_blocks), layout="any", device=device)
+    return is_packed
+
+
+def per_row_factors(
+    name: str, sf: Any, shape: tuple[int, ...], device: torch.device, dtypes: tuple[torch.dtype, ...] = FLOAT32
+) -> None:
+    """Check factors (..., rows, blocks) of 1 × 128 blocks: float32 row major, or any column major on 16 bytes.
 
     Column major is unit stride along rows, and columns that are a multiple of 4 elements apart and do not overlap: what
     casts write with use_tma_aligned_col_major_sf=True, whole or sliced in rows. Groups are a multiple of 4 elements
     apart, or follow each other along the rows of one cast, which TMA reads as one matrix.
     """
-    check.tensor(name, sf, FLOAT32, shape, layout="any", device=device)
-    num_rows, num_cols = shape[-2:]
+    is_packed = _checked_factors(name, sf, shape, device, dtypes)
+    num_rows, num_cols = sf.shape[-2:]
     if not sf.numel():
         return
     row_stride, col_stride = sf.stride()[-2:]
     is_row_major = (num_cols == 1 or col_stride == 1) and (num_rows == 1 or row_stride >= num_cols)
-    if is_row_major:
+    if is_row_major and not is_packed:
         return
     is_col_major = (num_rows == 1 or row_stride == 1) and (
         num_cols == 1 or (col_stride % 4 == 0 and col_stride >= num_rows)
     )
     if not is_col_major:
+        others = "" if is_packed else ", or contiguous rows"
         raise ValueError(
-            f"{name}: expected rows of stride 1 element apart and columns a multiple of 4 from {num_rows} on, or "
-            f"contiguous rows, got strides {sf.stride()} for shape {tuple(sf.shape)}"
+            f"{name}: expected rows of stride 1 element apart and columns a multiple of 4 from {num_rows} on{others}, "
+            f"got strides {sf.stride()} for shape {tuple(sf.shape)}"
         )
     is_one_cast = sf.ndim == 3 and sf.stride(0) == num_rows and (num_cols == 1 or col_stride >= shape[0] * num_rows)
-    aligned(name, (sf[0] if is_one_cast else sf).mT)
+    aligned(name, (sf[0] if is_one_cast and not is_packed else sf).mT)
 
 
-def per_block_factors(name: str, sf: Any, shape: tuple[int, ...], device: torch.device) -> None:
-    """Check float32 factors (..., ⌈N/128⌉, K/128) of 128 × 128 blocks; their strides may be any, they are few."""
-    check.tensor(name, sf, FLOAT32, shape, layout="any", device=device)
+def per_block_factors(
+    name: str, sf: Any, shape: tuple[int, ...], device: torch.device, dtypes: tuple[torch.dtype, ...] = FLOAT32
+) -> None:
+    """Check factors (..., ⌈N/128⌉, K/128) of 128 × 128 blocks; their strides may be any, they are few."""
+    _checked_factors(name, sf, shape, device, dtypes)
 
 
 def is_per_row(
@@ -136,22 +153,24 @@ def compiler_hints(compiled_dims: str, disable_ue8m0_cast: bool = False) -> None
     check.flag("disable_ue8m0_cast", disable_ue8m0_cast)
 
 
-def fp8_a(a: Any, device: torch.device | None = None) -> tuple[Tensor, Tensor, int, int]:
-    """Check activations (M, K) and their factors; return data, factors, M, K."""
+def fp8_a(a: Any, dtypes: tuple[torch.dtype, ...] = FLOAT32) -> tuple[Tensor, Tensor, int, int]:
+    """Check activations (M, K) and their factors of one of these dtypes; return data, factors, M, K."""
     data, sf = pair("a", a)
-    num_rows, num_channels = matrix("a[0]", data, E4M3, ("M", "K"), device)
+    num_rows, num_channels = matrix("a[0]", data, E4M3, ("M", "K"))
     positive_multiple("a[0] (K)", num_channels, BLOCK)
-    per_row_factors("a[1]", sf, (num_rows, num_channels // BLOCK), data.device)
+    per_row_factors("a[1]", sf, (num_rows, num_channels // BLOCK), data.device, dtypes)
     return data, sf, num_rows, num_channels
 
 
-def fp8_weights(b: Any, num_channels: int, device: torch.device, num_groups: int | str) -> tuple[Tensor, Tensor]:
-    """Check weights (G, N, K) and factors (G, ⌈N/128⌉, K/128); return both."""
+def fp8_weights(
+    b: Any, num_channels: int, device: torch.device, num_groups: int | str, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Check weights (G, N, K) and factors (G, ⌈N/128⌉, K/128) of the dtype that a's have; return both."""
     data, sf = pair("b", b)
     groups, num_cols, _ = matrix("b[0]", data, E4M3, (num_groups, "N", num_channels), device)
     check.require(groups > 0, "b[0]", "at least one group", groups)
     positive_multiple("b[0] (N)", num_cols, 16)
-    per_block_factors("b[1]", sf, (groups, ceil_div(num_cols, BLOCK), num_channels // BLOCK), device)
+    per_block_factors("b[1]", sf, (groups, ceil_div(num_cols, BLOCK), num_channels // BLOCK), device, (dtype,))
     return data, sf
 
 

@@ -15,7 +15,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_gemm.lib.groups import check_grouped_layout
 from tk_gemm.lib.launch_fp8_product import launch_fp8_product
-from tk_gemm.lib.operands import BF16, compiler_hints, fp8_a, fp8_weights, only_per_block, pair, result
+from tk_gemm.lib.operands import BF16, FACTORS, compiler_hints, fp8_a, fp8_weights, only_per_block, pair, result
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -70,8 +70,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     Args:
         a: `(data, sf)`: float8_e4m3fn (M, K), rows strided by multiples of 16 bytes; M from 0, K a multiple of 128.
-            float32 sf (M, K/128), row major, or column major with columns a multiple of 4 elements apart.
-        b: `(data, sf)`: float8_e4m3fn (G, N, K), N a multiple of 16; float32 sf (G, ⌈N/128⌉, K/128).
+            float32 sf (M, K/128), row major, or column major with columns a multiple of 4 elements apart. On Blackwell
+            int32 (M, ⌈K/512⌉), column major, four biased exponents a word.
+        b: `(data, sf)`: float8_e4m3fn (G, N, K), N a multiple of 16; sf (G, ⌈N/128⌉, K/128) of a's dtype.
         d: bfloat16 (M, N), written; None: new.
         grouped_layout: int32 (M): each row's group, -1 for padding; groups ascend, begin at multiples of
             128, and have -1 only where they end: tk_moe's pos_to_expert, with an alignment of 128.
@@ -93,15 +94,16 @@ def m_grouped_fp8_gemm_nt_contiguous(
         TypeError: A tensor is none, or has another dtype, or an option is of another type.
         ValueError: A shape, stride, base (16 bytes), device or option is not as described, d overlaps an operand, or
             with TK_DEBUG=1 the values of grouped_layout are not.
-        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
+            with packed ones, unless TK_BACKEND=reference.
     """
     only_per_block(recipe, recipe_a, recipe_b)
     compiler_hints(compiled_dims, disable_ue8m0_cast)
     check.flag("ensure_zero_padding", ensure_zero_padding)
     if expected_m_for_psum_layout is not None:
         check.in_range("expected_m_for_psum_layout", expected_m_for_psum_layout, 0, 2**31 - 1)
-    a_data, a_sf, num_rows, num_channels = fp8_a(a)
-    b_data, b_sf = fp8_weights(b, num_channels, a_data.device, "G")
+    a_data, a_sf, num_rows, num_channels = fp8_a(a, FACTORS)
+    b_data, b_sf = fp8_weights(b, num_channels, a_data.device, "G", a_sf.dtype)
     num_groups, num_cols, _ = b_data.shape
     check_grouped_layout(grouped_layout, num_rows, num_groups, use_psum_layout, a_data.device)
     operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf, "grouped_layout": grouped_layout}

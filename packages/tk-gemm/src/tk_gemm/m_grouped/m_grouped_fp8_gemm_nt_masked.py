@@ -15,6 +15,7 @@ from tk_gemm.lib.operands import (
     BF16,
     BLOCK,
     E4M3,
+    FACTORS,
     compiler_hints,
     fp8_weights,
     matrix,
@@ -69,8 +70,9 @@ def m_grouped_fp8_gemm_nt_masked(
     Args:
         a: `(data, sf)`: float8_e4m3fn (G, M_max, K), K a multiple of 128; float32 sf (G, M_max, K/128), each group's
             row major, or column major with columns a multiple of 4 elements apart: strides (align(M_max, 4) · K/128, 1,
-            align(M_max, 4)), or (M_max, 1, align(G · M_max, 4)), which is one cast of all rows, viewed.
-        b: `(data, sf)`: float8_e4m3fn (G, N, K), N a multiple of 16; float32 sf (G, ⌈N/128⌉, K/128).
+            align(M_max, 4)), or (M_max, 1, align(G · M_max, 4)), which is one cast of all rows, viewed. On Blackwell
+            int32 (G, M_max, ⌈K/512⌉), column major, four biased exponents a word; M_max then a multiple of 4.
+        b: `(data, sf)`: float8_e4m3fn (G, N, K), N a multiple of 16; sf (G, ⌈N/128⌉, K/128) of a's dtype.
         d: bfloat16 (G, M_max, N), rows from masked_m on left alone; None: new, with those uninitialized.
         masked_m: int32 (G), on a's device; past M_max it counts as M_max.
         expected_m: Rows of a group that the caller expects; does not change a bit.
@@ -87,7 +89,8 @@ def m_grouped_fp8_gemm_nt_masked(
         TypeError: A tensor is none, or has another dtype, or expected_m is not an int.
         ValueError: A shape, stride, base (16 bytes), device or recipe is not as described, d overlaps an operand, or
             with TK_DEBUG=1 masked_m is negative.
-        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
+            with packed ones, unless TK_BACKEND=reference.
     """
     only_per_block(recipe, recipe_a, recipe_b)
     compiler_hints(compiled_dims, disable_ue8m0_cast)
@@ -95,8 +98,8 @@ def m_grouped_fp8_gemm_nt_masked(
     num_groups, max_m, num_channels = matrix("a[0]", a_data, E4M3, ("G", "M_max", "K"))
     positive_multiple("a[0] (K)", num_channels, BLOCK)
     device = a_data.device
-    per_row_factors("a[1]", a_sf, (num_groups, max_m, num_channels // BLOCK), device)
-    b_data, b_sf = fp8_weights(b, num_channels, device, num_groups)
+    per_row_factors("a[1]", a_sf, (num_groups, max_m, num_channels // BLOCK), device, FACTORS)
+    b_data, b_sf = fp8_weights(b, num_channels, device, num_groups, a_sf.dtype)
     check_masked_m(masked_m, expected_m, num_groups, device)
     operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf, "masked_m": masked_m}
     d, _, _ = result(d, None, (num_groups, max_m, b_data.shape[1]), a_data, BF16, **operands)

@@ -15,10 +15,10 @@ from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
+from tk_gemm.lib.archs import hopper
 from tk_gemm.lib.fp8_product_config import WIDE
 from tk_gemm.lib.fp8_swiglu_product import fp8_swiglu_product_kernel
 from tk_gemm.lib.groups import INT32, check_grouped_layout
-from tk_gemm.lib.hopper import hopper
 from tk_gemm.lib.operands import BLOCK, FLOAT32, fp8_a, fp8_weights, positive_multiple
 from tk_gemm.lib.tma import for_tma, takes_tma
 

@@ -6,19 +6,22 @@ does not depend on the other rows, nor on how torch multiplies matrices.
 
 import torch
 
+from tk_core.reference.scales import unpack_scales
+
 BLOCK = 128
 # Temporaries of a product take about 20 bytes an element; this bounds them at 350 MB.
 _MAX_ELEMENTS = 1 << 24
 
 
 def fp8_product(a: torch.Tensor, a_sf: torch.Tensor, b: torch.Tensor, b_sf: torch.Tensor) -> torch.Tensor:
-    """A·Bᵀ, float32 (M, N), of e4m3 a (M, K) and b (N, K) with float32 factors a_sf (M, K/128) and b_sf (N, K/128).
+    """A·Bᵀ, float32 (M, N), of e4m3 a (M, K) and b (N, K) with factors (M, K/128), (N, K/128), float32 or packed.
 
     For each block of 128 along K, in order: acc = fma(a_sf · b_sf, partial, acc), with a_sf · b_sf and the exact sum of
     the block rounded to float32 first. The multiply-add is rounded to float64 before float32.
     """
     num_rows, num_cols = a.shape[0], b.shape[0]
     out = torch.zeros((num_rows, num_cols), dtype=torch.float32, device=a.device)
+    a_sf, b_sf = (unpack_scales(sf, sf.shape[0], a.shape[1] // BLOCK) for sf in (a_sf, b_sf))
     step = max(1, _MAX_ELEMENTS // max(1, num_cols))
     for block in range(a.shape[1] // BLOCK):
         channels = slice(block * BLOCK, (block + 1) * BLOCK)

@@ -29,6 +29,16 @@ def activations(num_rows: int, num_channels: int, device: str, layout: str = "co
     return data, row_factors(num_rows, num_channels // 128, device, layout)
 
 
+def packed_factors(*shape: int, device: str) -> torch.Tensor:
+    """Random powers of two for blocks (..., R, C), four a word as Blackwell takes them: int32 (..., R, ⌈C/4⌉)."""
+    *groups, num_rows, num_blocks = shape
+    num_words, column = ceil_div(num_blocks, 4), align(num_rows, 4)
+    codes = torch.randint(125, 130, (*groups, num_rows, num_words, 4), dtype=torch.uint8, device=device)
+    strides = (num_words * column,) * len(groups) + (1, column)
+    out = torch.empty_strided((*groups, num_rows, num_words), strides, dtype=torch.int32, device=device)
+    return out.copy_(codes.view(torch.int32)[..., 0])
+
+
 def weights(num_cols: int, num_channels: int, device: str, *groups: int, positive: bool = False) -> Pair:
     """A pair (groups…, N, K) with 128 × 128 blocks."""
     data = e4m3(*groups, num_cols, num_channels, device=device, positive=positive)

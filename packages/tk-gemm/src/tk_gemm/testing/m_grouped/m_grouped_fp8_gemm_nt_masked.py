@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from tk_core.math import align
+from tk_core.math import align, ceil_div
 from tk_core.testing import Case, OpSpec
 from tk_gemm import reference
 from tk_gemm.m_grouped.m_grouped_fp8_gemm_nt_masked import m_grouped_fp8_gemm_nt_masked
 from tk_gemm.testing.lib.compare import assert_close
-from tk_gemm.testing.lib.inputs import e4m3, row_factors, weights
+from tk_gemm.testing.lib.inputs import e4m3, packed_factors, row_factors, weights
 
 
 def make(
@@ -24,13 +24,18 @@ def make(
             sf = row_factors(num_groups * max_m, k // 128, device).unflatten(0, (num_groups, max_m))
         elif layout == "row":
             sf = torch.rand((num_groups, max_m, k // 128), device=device) + 0.5
+        elif layout == "packed":
+            sf = packed_factors(num_groups, max_m, k // 128, device=device)
         else:
             column = align(max_m, 4)
             strides = (column * (k // 128), 1, column)
             sf = torch.empty_strided((num_groups, max_m, k // 128), strides, device=device).uniform_(0.5, 1.5)
+        b = weights(n, k, device, num_groups)
+        if layout == "packed":
+            b = (b[0], packed_factors(num_groups, ceil_div(n, 128), k // 128, device=device))
         return {
             "a": (e4m3(num_groups, max_m, k, device=device), sf),
-            "b": weights(n, k, device, num_groups),
+            "b": b,
             "d": torch.full((num_groups, max_m, n), 7.0, dtype=torch.bfloat16, device=device),
             "masked_m": torch.tensor(counts, dtype=torch.int32, device=device),
             "expected_m": max(1, min(max_m, sum(counts) // num_groups)),
@@ -52,6 +57,14 @@ SPEC = OpSpec(
         Case("g2-n16-k128-no-rows", make((0, 3), 0, 16, 128), small=True),
         Case("g3-n16-k256-one-cast", make((3, 0, 5), 5, 16, 256, layout="one-cast"), small=True),
         Case("g3-n16-k256-row-major", make((3, 0, 5), 5, 16, 256, layout="row"), small=True),
+        Case(
+            "g3-n144-k640-packed",
+            make((3, 0, 5), 8, 144, 640, layout="packed"),
+            small=True,
+            compile=True,
+            archs=("sm_100a",),
+            gpu=False,
+        ),
         Case("g8-n4096-k512", make((512, 0, 1, 127, 129, 256, 700, 512), 512, 4096, 512), compile=True),
         Case("g32-n512-k7168", make((20,) * 32, 64, 512, 7168), compile=True),
         Case("g256-n256-k256", make((3, 0, 130, 128) * 64, 192, 256, 256)),

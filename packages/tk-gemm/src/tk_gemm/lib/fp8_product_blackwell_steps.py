@@ -1,0 +1,38 @@
+"""Steps of the FP8 products' kernel on Blackwell. Only kernels import this."""
+
+from typing import Any
+
+import tilelang.language as T
+
+from tk_gemm.lib.fp8_product_steps import A_GROUP, B_GROUP, COL, NUM_ROWS, ROW
+
+
+@T.macro
+def load_words(sf: Any, words: Any, full: Any, slot: Any, group: Any, first: Any, step: Any) -> None:
+    """Begin to load the words with the factors of a tile's rows for this step and the three after it."""
+    source = sf[group, step // 4, first : first + words.shape[1]]
+    T.tma_copy(source, words[slot, :], barrier=full[slot], leader_scope_threads=32)
+
+
+@T.macro
+def arrange(words: Any, slot: Any) -> None:
+    """Put 128 words into the order of tensor memory, whose 32 lanes take 4 each: row r goes to [r % 32, r // 32]."""
+    T.tcgen05_sf_warp_transpose(words[slot, :])
+
+
+@T.macro
+def repeat_word(sf: Any, words: Any, slot: Any, place: Any, n: Any, step: Any) -> None:
+    """All columns of a tile have the word of their 128 x 128 blocks."""
+    word = T.alloc_var("int32")
+    word = sf[place[B_GROUP], step // 4, T.min(place[COL], n - 1) // 128]
+    for x in T.unroll(4):
+        words[slot, x * 32 + T.get_thread_binding() % 32] = word
+
+
+@T.macro
+def store(kind: Any, acc: Any, m: Any, n: Any, place: Any, first: Any, d: Any) -> None:
+    """Write a tile's columns `first` and on; rows and columns past the last are left out."""
+    for i, j in T.Parallel(*acc.shape):
+        is_row = i < place[NUM_ROWS] if kind == "masked" else place[ROW] + i < m
+        if is_row and place[COL] + first + j < n:
+            d[place[A_GROUP], place[ROW] + i, place[COL] + first + j] = acc[i, j]
