@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tk_quant.device.e5m6 import encode_e5m6x8
 from tk_quant.device.fp4 import encode_e2m1x8
 
 FLOAT4_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
@@ -37,8 +36,8 @@ def float_bits(value: float) -> int:
 def encode_macro(fmt: str, num_values: int, are_bounded: bool = False) -> Any:
     """Macro `encode(scaled, words)`: float32 (num_values,) to codes packed in uint32 (num_values * bits / 32,).
 
-    Rounds to nearest, ties to even, and saturates; for e5m6 no magnitude may exceed the largest value. num_values is a
-    multiple of 4 for e4m3, of 8 for e2m1 and e5m6. `are_bounded`: see `encode_e2m1x8`.
+    Rounds to nearest, ties to even, and saturates. num_values is a multiple of 4 for e4m3, of 8 for e2m1.
+    `are_bounded`: see `encode_e2m1x8`.
     """
     import tilelang.language as T
 
@@ -53,12 +52,7 @@ def encode_macro(fmt: str, num_values: int, are_bounded: bool = False) -> Any:
         for j in T.unroll(num_values // 8):
             words[j] = encode_e2m1x8((scaled[8 * j + k] for k in range(8)), are_bounded)
 
-    @T.macro
-    def encode_e5m6(scaled: T.Buffer, words: T.Buffer) -> None:
-        for j in T.unroll(num_values // 8):
-            encode_e5m6x8(T.address_of(scaled[8 * j]), T.address_of(words[3 * j]))
-
-    return {"e4m3": encode_e4m3, "e2m1": encode_e2m1, "e5m6": encode_e5m6}[fmt]
+    return {"e4m3": encode_e4m3, "e2m1": encode_e2m1}[fmt]
 
 
 @cache

@@ -32,7 +32,7 @@ from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_quant.lib.check_pairs import pair_of
-from tk_quant.lib.swiglu_arguments import check_clamp_value
+from tk_quant.lib.swiglu_arguments import check_clamp_value, check_maps_agree
 from tk_quant.lib.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig, swiglu_backward_kernel
 
 _GROUPS = (32, 128)
@@ -81,21 +81,11 @@ def _swiglu_backward_and_per_token_cast_out(
 
 
 def _check_indices(pos_to_token_topk: Tensor, token_topk_to_pos: Tensor) -> None:
-    """Whether the two maps stay inside each other and agree; waits for the device."""
-    pairs, positions = token_topk_to_pos.flatten(), pos_to_token_topk.flatten()
-    for name, indices, size in (
-        ("pos_to_token_topk", positions, pairs.numel()),
-        ("token_topk_to_pos", pairs, positions.numel()),
-    ):
-        highest = int(indices.max()) if indices.numel() else -1
-        check.require(highest < size, name, f"indices below {size}", highest)
-    with_row = (pairs >= 0).nonzero().flatten()
-    back = positions[pairs[with_row].to(torch.int64)]
-    strays = with_row[back != with_row]
-    if strays.numel():
-        pair = int(strays[0])
-        got = int(positions[pairs[pair]])
-        check.require(False, "pos_to_token_topk", f"{pair} at position {int(pairs[pair])} of that pair", got)
+    """Raise ValueError unless the two maps stay inside each other and agree; waits for the device."""
+    num_positions, num_pairs = pos_to_token_topk.numel(), token_topk_to_pos.numel()
+    check.below("pos_to_token_topk", pos_to_token_topk, num_pairs, f"indices below {num_pairs}")
+    check.below("token_topk_to_pos", token_topk_to_pos, num_positions, f"indices below {num_positions}")
+    check_maps_agree(pos_to_token_topk, token_topk_to_pos)
 
 
 @replayable
