@@ -88,12 +88,7 @@ def cast_kernel(
         with T.Kernel(T.ceildiv(scale_rows(num_rows, scales.layout), down) * num_tiles, threads=config.threads) as tile:
             if config.blocks_per_sm:
                 T.annotate_min_blocks_per_sm(config.blocks_per_sm)
-            row_tile, col_tile = tile // num_tiles, tile % num_tiles
-            if config.streaming:
-                # Variables: as parts of an address these would be divisions of 64 bits. But where TileLang makes the
-                # vectors, it has to see what columns are multiples of.
-                row_tile, col_tile = T.alloc_var("int32", init=row_tile), T.alloc_var("int32", init=col_tile)
-            block_row, block_col = row_tile * down, col_tile * across
+            block_row, block_col = tile // num_tiles * down, tile % num_tiles * across
             row, col = block_row * block_tokens, block_col * block_channels
             values = T.alloc_fragment(config.tile, tiles.values_dtype(source))
             factors = T.alloc_fragment(config.parts, "float32")
