@@ -252,7 +252,7 @@ def test_debug_mode_finds_maps_that_disagree(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(ValueError, match=match):
             tk_quant.swiglu_backward_and_per_token_cast(**{**kwargs, name: wrong})
     swapped = kwargs["pos_to_token_topk"].flip(0)
-    with pytest.raises(ValueError, match=r"pos_to_token_topk: expected \d+ at position \d+ of that pair, got"):
+    with pytest.raises(ValueError, match=r"pos_to_token_topk: expected \d+ at position \d+, got"):
         tk_quant.swiglu_backward_and_per_token_cast(**{**kwargs, "pos_to_token_topk": swapped})
 
 

@@ -31,8 +31,6 @@ class TileConfig:
     threads: int
     blocks_per_sm: int = 0
     """Thread blocks that registers must allow on an SM; 0 leaves it to the compiler."""
-    streaming: bool = False
-    """Whether caches are told that x is read once."""
 
     @property
     def tile(self) -> tuple[int, int, int, int]:
@@ -78,14 +76,9 @@ class TileConfig:
         if block_channels == hidden and hidden > _WARP * vec:
             return TileConfig._of_rows(ceil_div(hidden, _WARP * vec), vec, fmt)
         config = TileConfig._of_groups(hidden, block_channels, vec, in_bytes)
-        # H200, 8192 x 7168: sf alone takes 26.3 us with the hint, 28.6 without, casts to e4m3 46.3 and 42.1; data alone
-        # in e2m1 take 39 us with 36 registers, 48 with as many as nvcc likes.
+        # H200, 8192 x 7168: data alone in e2m1 take 39 us with 36 registers, 48 with as many as nvcc likes.
         few_registers = fmt == "e2m1" and makes != "sf"
-        return replace(
-            config,
-            streaming=x_bits <= 16 and makes == "sf",
-            blocks_per_sm=1792 // config.threads if few_registers else 0,
-        )
+        return replace(config, blocks_per_sm=1792 // config.threads if few_registers else 0)
 
     @staticmethod
     def _of_groups(hidden: int, group: int, vec: int, in_bytes: bool) -> "TileConfig":
@@ -127,11 +120,7 @@ class TileConfig:
 
     @staticmethod
     def _of_blocks(block_size: tuple[int, int], x_bits: int, fmt: str, makes: str, arch: Arch) -> "TileConfig":
-        """Blocks of several tokens, four of them a thread; those that take more than a warp in parts.
-
-        H200, bfloat16, 8192 x 7168, blocks of 32 x 32: to e2m1 36.7 us, 39.7 with the hint; sf alone 26.7 with it, 27.1
-        without; e2m1 by a given sf 39.1 with it.
-        """
+        """Blocks of several tokens, four of them a thread; those that take more than a warp in parts."""
         block_tokens, block_channels = block_size
         to_e2m1 = fmt == "e2m1" and makes != "sf"
         vec = 16 if x_bits == 16 and block_channels > 1 else 8
@@ -149,5 +138,4 @@ class TileConfig:
         # spills some of them then.
         most_threads = 1024 if arch.sm < 100 else 640 if to_e2m1 else 768
         blocks_per_sm = most_threads // threads if min(block_size) >= 32 else 0
-        streaming = x_bits == 16 and (makes == "sf" or (to_e2m1 and makes == "data"))
-        return TileConfig(down, block_tokens, across, block_channels, vec, warp_rows, threads, blocks_per_sm, streaming)
+        return TileConfig(down, block_tokens, across, block_channels, vec, warp_rows, threads, blocks_per_sm)

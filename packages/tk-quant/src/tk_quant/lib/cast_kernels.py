@@ -1,4 +1,4 @@
-"""Kernels of per_token_cast and per_block_cast, and `cast_out`, which chooses between them.
+"""The kernel of per_token_cast and per_block_cast, and `cast_out`, which launches it.
 
 A block is what has one scale factor: some channels of one token or of several. A thread block takes a tile of whole
 blocks, which it has in registers from the load to the store; a thread 8 or 16 neighbouring channels:
@@ -44,11 +44,14 @@ def cast_kernel(
     fmt: str,
     block_size: tuple[int, int],
     scales: CastScales,
-    with_data: bool,
+    makes: str,
     config: TileConfig,
     arch: Arch,
 ) -> Any:
-    """Build `cast(x, x_sf, tensor_sf, data, sf)`, None standing for what there is none of."""
+    """Build `cast(x, x_sf, tensor_sf, data, sf)`, None standing for what there is none of.
+
+    It `makes` "sf", "data" by given float32 sf, or "both".
+    """
     import tilelang.language as T
 
     from tk_quant.lib import cast_tiles as tiles
@@ -64,6 +67,7 @@ def cast_kernel(
 
     of_bf16 = source.dtype is torch.bfloat16 and block_channels >= 8
     by_power = fmt == "e2m1" and of_bf16 and scales.round_sf and not arch.has_fp4_convert
+    are_bounded = makes == "both" and not scales.of_tensor
 
     def scale_of(amax: Any, tensor_sf: T.Buffer) -> tuple[Any, Any]:
         if scales.of_tensor:
@@ -84,71 +88,36 @@ def cast_kernel(
         with T.Kernel(T.ceildiv(scale_rows(num_rows, scales.layout), down) * num_tiles, threads=config.threads) as tile:
             if config.blocks_per_sm:
                 T.annotate_min_blocks_per_sm(config.blocks_per_sm)
-            row_tile, col_tile = tile // num_tiles, tile % num_tiles
-            if config.streaming:
-                # Variables: as parts of an address these would be divisions of 64 bits. But where TileLang makes the
-                # vectors, it has to see what columns are multiples of.
-                row_tile, col_tile = T.alloc_var("int32", init=row_tile), T.alloc_var("int32", init=col_tile)
-            block_row, block_col = row_tile * down, col_tile * across
+            block_row, block_col = tile // num_tiles * down, tile % num_tiles * across
             row, col = block_row * block_tokens, block_col * block_channels
-            values = T.alloc_fragment(config.tile, tiles.values_dtype(source))
-            whole = T.alloc_var("int32", init=0)
-            amax, factors = T.alloc_fragment(config.parts, "int32"), T.alloc_fragment(config.parts, "float32")
-            block_sf = T.alloc_fragment((down, across), "float32")
-            T.annotate_layout({values: tiles.layout_of_tile(config)})
-            tiles.load_values(x, x_sf, values, row, col, source, config)
-            tiles.block_amax(values, amax, config)
-            if splits:
-                tiles.amax_of_parts(amax, whole)
-            for i, g in T.Parallel(down, across):
-                block_sf[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[0]
-            store_scales(sf, block_sf, block_row, block_col, num_rows, num_cols, scales.layout)
-            if with_data:
-                for i, g in T.Parallel(*config.parts):
-                    factors[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[1]
-                tiles.store_codes(values, factors, data, row, col, fmt, not scales.of_tensor, by_power, config)
-
-    return cast
-
-
-@kernel(pass_configs=_PASS_CONFIGS)
-def cast_by_sf_kernel(
-    source: CastInput, hidden: int, fmt: str, block_size: tuple[int, int], config: TileConfig, arch: Arch
-) -> Any:
-    """Build `cast_by_sf(x, x_sf, sf, data)`: sf is given, row-major; x_sf is None for a plain x."""
-    import tilelang.language as T
-
-    from tk_quant.lib import cast_tiles as tiles
-
-    block_tokens, block_channels = block_size
-    num_cols, num_tiles = ceil_div(hidden, block_channels), ceil_div(hidden, config.channels)
-    num_tokens = T.dynamic("num_tokens")
-    sf_rows = num_tokens if block_tokens == 1 else T.dynamic("sf_rows")
-
-    @T.prim_func
-    def cast_by_sf(
-        x: tiles.input_type(source, num_tokens, hidden),
-        x_sf: tiles.input_scales_type(source, hidden),
-        sf: T.Tensor((sf_rows, num_cols), "float32"),
-        data: T.Tensor((num_tokens, hidden * BITS[fmt] // 8), ELEMENTS[fmt]),
-    ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, config.tokens) * num_tiles, threads=config.threads) as tile:
-            if config.blocks_per_sm:
-                T.annotate_min_blocks_per_sm(config.blocks_per_sm)
-            row, col = tile // num_tiles * config.tokens, tile % num_tiles * config.channels
             values = T.alloc_fragment(config.tile, tiles.values_dtype(source))
             factors = T.alloc_fragment(config.parts, "float32")
             T.annotate_layout({values: tiles.layout_of_tile(config)})
             tiles.load_values(x, x_sf, values, row, col, source, config)
-            for i, g in T.Parallel(*config.parts):
-                token, channel = row + i * config.block_tokens, col + g * config.block_channels
-                # The place is one that there is, as TileLang may load before it looks at the condition.
-                sf_row, sf_col = T.min(token, num_tokens - 1) // block_tokens, T.min(channel, hidden - 1)
-                given = T.if_then_else(token < num_tokens, sf[sf_row, sf_col // block_channels], T.float32(1))
-                factors[i, g] = T.float32(1) / given
-            tiles.store_codes(values, factors, data, row, col, fmt, False, False, config)
+            if makes == "data":
+                for i, g in T.Parallel(*config.parts):
+                    token, channel = row + i * config.block_tokens, col + g * config.block_channels
+                    # The place is one that there is, as TileLang may load before it looks at the condition.
+                    sf_row, sf_col = T.min(token, num_tokens - 1) // block_tokens, T.min(channel, hidden - 1)
+                    given = T.if_then_else(token < num_tokens, sf[sf_row, sf_col // block_channels], T.float32(1))
+                    factors[i, g] = T.float32(1) / given
+            else:
+                whole = T.alloc_var("int32", init=0)
+                amax = T.alloc_fragment(config.parts, "int32")
+                block_sf = T.alloc_fragment((down, across), "float32")
+                tiles.block_amax(values, amax, config)
+                if splits:
+                    tiles.amax_of_parts(amax, whole)
+                for i, g in T.Parallel(down, across):
+                    block_sf[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[0]
+                store_scales(sf, block_sf, block_row, block_col, num_rows, num_cols, scales.layout)
+                if makes == "both":
+                    for i, g in T.Parallel(*config.parts):
+                        factors[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[1]
+            if makes != "sf":
+                tiles.store_codes(values, factors, data, row, col, fmt, are_bounded, by_power, config)
 
-    return cast_by_sf
+    return cast
 
 
 @op(
@@ -185,14 +154,10 @@ def cast_out(
     hidden = x.shape[1] * 8 * x.dtype.itemsize // source.bits
     written_data, written_sf = for_vectors(data), for_vectors(sf)
     makes = "data" if sf is None else "sf" if data is None else "both"
-    if sf is None:
-        config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, False, arch)
-        cast_by_sf_kernel(source, hidden, fmt, block_size, config, arch)(x, x_sf, given_sf, written_data)
-    else:
-        scales = CastScales(layout_of(sf), round_sf, tensor_sf is not None)
-        config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
-        args = (source, hidden, fmt, block_size, scales, data is not None, config, arch)
-        cast_kernel(*args)(x, x_sf, tensor_sf, written_data, written_sf)
+    scales = CastScales(layout_of(given_sf if sf is None else sf), round_sf, tensor_sf is not None)
+    config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
+    cast = cast_kernel(source, hidden, fmt, block_size, scales, makes, config, arch)
+    cast(x, x_sf, tensor_sf, written_data, given_sf if sf is None else written_sf)
     if written_data is not data:
         data.copy_(written_data)
     if written_sf is not sf:

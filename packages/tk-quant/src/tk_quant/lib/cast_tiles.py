@@ -10,7 +10,6 @@ from typing import Any
 
 import tilelang.language as T
 
-from tk_core.device.memory import load_streaming_to
 from tk_core.math import ceil_div
 from tk_quant.device.e5m6 import encode_e5m6x8
 from tk_quant.device.fp4 import encode_e2m1x8
@@ -75,30 +74,14 @@ def _factor_channels(x: CastInput, hidden: int, vec: int) -> int:
 
 
 @T.macro
-def _load(x: T.Buffer, tile: T.Buffer, row: T.int32, col: T.int32, of: CastInput, config: TileConfig) -> None:
+def _load(x: T.Buffer, tile: T.Buffer, row: T.int32, col: T.int32, config: TileConfig) -> None:
     """The tile at (row, col) of x, of whole elements of x, which may hold two channels; zeros where x ends."""
-    down, tokens, across, size = tile.shape
+    _, tokens, _, size = tile.shape
     per_element = config.block_channels // size
-    vec, per_load = config.vec // per_element, 16 // of.dtype.itemsize
-    if config.streaming and of.alignment == 16 and vec % per_load == 0 and size % vec == 0:
-        is_inside = T.alloc_fragment((down, tokens, across, size // vec), "int32")
-        T.annotate_layout({is_inside: layout_of_tile(config, config.vec)})
-        for i, t, g, v in T.Parallel(*is_inside.shape):
-            token, column = row + i * tokens + t, col // per_element + g * size + v * vec
-            is_inside[i, t, g, v] = T.if_then_else(token < x.shape[0] and column < x.shape[1], 1, 0)
-        for i, t, g, v in T.Parallel(*is_inside.shape):
-            for k in T.unroll(vec // per_load):
-                j = v * vec + k * per_load
-                load_streaming_to(
-                    T.address_of(tile[i, t, g, j]),
-                    T.address_of(x[row + i * tokens + t, col // per_element + g * size + j]),
-                    is_inside[i, t, g, v] != 0,
-                )
-    else:
-        for i, t, g, j in T.Parallel(*tile.shape):
-            token, column = row + i * tokens + t, col // per_element + g * size + j
-            is_inside = token < x.shape[0] and column < x.shape[1]
-            tile[i, t, g, j] = T.if_then_else(is_inside, x[token, column], T.cast(0, tile.dtype))
+    for i, t, g, j in T.Parallel(*tile.shape):
+        token, column = row + i * tokens + t, col // per_element + g * size + j
+        is_inside = token < x.shape[0] and column < x.shape[1]
+        tile[i, t, g, j] = T.if_then_else(is_inside, x[token, column], T.cast(0, tile.dtype))
 
 
 @T.macro
@@ -110,12 +93,12 @@ def load_values(
     T.assume(x.strides[0] % (of.alignment // of.dtype.itemsize) == 0)
     down, tokens, across, size = config.tile
     if not of.is_pair:
-        _load(x, values, row, col, of, config)
+        _load(x, values, row, col, config)
     else:
         per_byte = 8 // of.bits
         codes = T.alloc_fragment((down, tokens, across, size // per_byte), ELEMENTS[FORMATS[of.dtype]])
         T.annotate_layout({codes: layout_of_tile(config, per_byte)})
-        _load(x, codes, row, col, of, config)
+        _load(x, codes, row, col, config)
         step = _factor_channels(of, hidden, config.vec)
         factors = T.alloc_fragment((down, tokens, across, size // step), "float32")
         T.annotate_layout({factors: layout_of_tile(config, step)})

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from tk_core.device import memory
-from tk_quant.device.e5m6 import encode_e5m6x8
 from tk_quant.device.fp4 import encode_e2m1x8
 
 FLOAT4_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
@@ -38,8 +36,8 @@ def float_bits(value: float) -> int:
 def encode_macro(fmt: str, num_values: int, are_bounded: bool = False) -> Any:
     """Macro `encode(scaled, words)`: float32 (num_values,) to codes packed in uint32 (num_values * bits / 32,).
 
-    Rounds to nearest, ties to even, and saturates; for e5m6 no magnitude may exceed the largest value. num_values is a
-    multiple of 4 for e4m3, of 8 for e2m1 and e5m6. `are_bounded`: see `encode_e2m1x8`.
+    Rounds to nearest, ties to even, and saturates. num_values is a multiple of 4 for e4m3, of 8 for e2m1.
+    `are_bounded`: see `encode_e2m1x8`.
     """
     import tilelang.language as T
 
@@ -54,85 +52,37 @@ def encode_macro(fmt: str, num_values: int, are_bounded: bool = False) -> Any:
         for j in T.unroll(num_values // 8):
             words[j] = encode_e2m1x8((scaled[8 * j + k] for k in range(8)), are_bounded)
 
-    @T.macro
-    def encode_e5m6(scaled: T.Buffer, words: T.Buffer) -> None:
-        for j in T.unroll(num_values // 8):
-            encode_e5m6x8(T.address_of(scaled[8 * j]), T.address_of(words[3 * j]))
-
-    return {"e4m3": encode_e4m3, "e2m1": encode_e2m1, "e5m6": encode_e5m6}[fmt]
+    return {"e4m3": encode_e4m3, "e2m1": encode_e2m1}[fmt]
 
 
 @cache
-def load_macro(num_words: int, elements_per_word: int, alignment: int, streaming: bool = False) -> Any:
+def load_macro(num_words: int, elements_per_word: int, alignment: int) -> Any:
     """Macro `load(x, words, index, row, col, valid)`: num_words uint32 of a row of x, from `col` on, to words[index].
 
-    `alignment` is the result of `check.row_alignment` for x; `col` is a multiple of num_words * elements_per_word.
-    Elements have 2 or 4 bytes. The loads are predicated: where `valid` is false nothing is read and the words are 0.
-    `streaming`: load with a cache hint for data that is read only once.
+    `alignment` is the result of `check.row_alignment` for x; `col` is a multiple of num_words * elements_per_word. The
+    loads are predicated: where `valid` is false nothing is read and the words are 0.
     """
     import tilelang.language as T
 
-    load_bytes = min(alignment, 4 * num_words)
+    width = min(alignment // 4, num_words, 4)
 
     @T.macro
     def load(x: T.Buffer, words: T.Buffer, index: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if load_bytes == 16 and streaming:
-            for j in T.unroll(num_words // 4):
-                memory.load_streaming(
-                    T.address_of(words[index, 4 * j]), T.address_of(x[row, col + 4 * j * elements_per_word]), valid
-                )
-        elif load_bytes == 16:
-            for j in T.unroll(num_words // 4):
-                words[index, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 4 * j * elements_per_word], pred=valid)
-        elif load_bytes == 8:
-            for j in T.unroll(num_words // 2):
-                words[index, 2 * j : 2 * j + 2] = T.ldg64(x[row, col + 2 * j * elements_per_word], pred=valid)
-        elif load_bytes == 4:
+        if width > 1:
+            wide_load = T.ldg128 if width == 4 else T.ldg64
+            for j in T.unroll(num_words // width):
+                first = col + width * j * elements_per_word
+                words[index, width * j : width * j + width] = wide_load(x[row, first], pred=valid)
+        elif width == 1:
             for j in T.unroll(num_words):
                 words[index, j] = T.ldg32(x[row, col + j * elements_per_word], pred=valid)
         else:
+            elements = T.view(words, (words.shape[0], words.shape[1] * elements_per_word), x.dtype)
             for j in T.unroll(num_words):
                 words[index, j] = T.uint32(0)
             if valid:
-                for j in T.unroll(num_words):
-                    low = T.cast(T.reinterpret(x[row, col + 2 * j], "uint16"), "uint32")
-                    high = T.cast(T.reinterpret(x[row, col + 2 * j + 1], "uint16"), "uint32")
-                    words[index, j] = low | (high << T.uint32(16))
-
-    return load
-
-
-@cache
-def load_codes_macro(element: str, pieces: int, num_bytes: int, alignment: int) -> Any:
-    """Macro `load(x, words, piece, row, col, valid)`: bytes of a row of x, from `col` on, to words[piece].
-
-    x has elements of one byte, of the TileLang type `element`; words is uint32 (pieces, ceil(num_bytes / 4)).
-    `alignment`, at most 16, divides the row's address and `col`. The loads are predicated: where `valid` is false
-    nothing is read and the words are unspecified.
-    """
-    import tilelang.language as T
-
-    load_bytes = min(alignment, num_bytes & -num_bytes, 16)
-    num_words = (num_bytes + 3) // 4
-
-    @T.macro
-    def load(x: T.Buffer, words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:
-        if load_bytes == 16:
-            for j in T.unroll(num_words // 4):
-                words[piece, 4 * j : 4 * j + 4] = T.ldg128(x[row, col + 16 * j], pred=valid)
-        elif load_bytes == 8:
-            for j in T.unroll(num_words // 2):
-                words[piece, 2 * j : 2 * j + 2] = T.ldg64(x[row, col + 8 * j], pred=valid)
-        elif load_bytes == 4:
-            for j in T.unroll(num_words):
-                words[piece, j] = T.ldg32(x[row, col + 4 * j], pred=valid)
-        elif load_bytes == 2 and num_bytes == 2:
-            words[piece, 0] = memory.load_16_bits(T.address_of(x[row, col]), valid)
-        else:
-            elements = T.view(words, (pieces, 4 * num_words), element)
-            if valid:
-                for j in T.unroll(num_bytes):
-                    elements[piece, j] = x[row, col + j]
+                for j in T.unroll(num_words * elements_per_word):
+                    elements[index, j] = x[row, col + j]
 
     return load
 

@@ -68,11 +68,6 @@ def scale_of_bounded_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any
     return T.reinterpret(sf, "float32"), T.reinterpret(factor, "float32")
 
 
-def bits_of_bf16_amax(pair: Any) -> Any:
-    """The larger half of a uint32 of two bfloat16 magnitudes, an int32 expression: its bits as a float32."""
-    return T.reinterpret(T.max(pair << T.uint32(16), pair & T.uint32(0xFFFF0000)), "int32")
-
-
 @T.macro
 def nvfp4_scale_of_amax(amax: T.int32, tensor_sf: T.float32) -> tuple[T.float32, T.float32]:
     """`(sf, s)` of a group with a sf in e4m3 on top of tensor_sf, at least 2**-9, and NaN where amax is not finite."""

@@ -31,3 +31,14 @@ def check_row_maps(
         check.require(False, "pos_to_token_topk", "a tensor beside topk_weights", None)
     if pos_to_expert is not None:
         check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), (num_positions,), device=device)
+
+
+def check_maps_agree(pos_to_token_topk: Tensor, token_topk_to_pos: Tensor) -> None:
+    """Raise ValueError unless each pair with a position is named there; waits for the device."""
+    pairs, positions = token_topk_to_pos.flatten().long(), pos_to_token_topk.flatten()
+    placed = ((pairs >= 0) & (pairs < positions.numel())).nonzero().flatten()
+    strays = placed[positions[pairs[placed]] != placed]
+    if strays.numel():
+        pair = int(strays[0])
+        pos = int(pairs[pair])
+        check.require(False, "pos_to_token_topk", f"{pair} at position {pos}", int(positions[pos]))

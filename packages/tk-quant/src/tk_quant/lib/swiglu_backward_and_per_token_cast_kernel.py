@@ -66,7 +66,6 @@ class SwigluBackwardConfig:
 # Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def swiglu_backward_kernel(
-    ndim: int,
     alignments: tuple[int, int],
     hidden: int,
     num_per_channels: int,
@@ -90,23 +89,20 @@ def swiglu_backward_kernel(
     assert lanes * vec % num_per_channels == 0
     assert lanes * pieces * vec >= hidden
 
-    leading = tuple(T.dynamic(f"num_positions_{i}") for i in range(ndim - 1))
-    num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
-    num_positions = leading[0] if ndim == 2 else leading[0] * leading[1]
-    map_size = T.dynamic("map_size")
+    num_positions, num_tokens, num_topk = T.dynamic("num_positions"), T.dynamic("num_tokens"), T.dynamic("num_topk")
 
     @T.prim_func
     def swiglu_backward_and_per_token_cast(
-        x: T.Tensor((*leading, 2 * hidden), "float8_e4m3fn"),
-        x_sf: T.Tensor((*leading, sf_cols), "float32"),
-        grad_out: T.Tensor((*leading, hidden), "bfloat16"),
+        x: T.Tensor((num_positions, 2 * hidden), "float8_e4m3fn"),
+        x_sf: T.Tensor((num_positions, sf_cols), "float32"),
+        grad_out: T.Tensor((num_positions, hidden), "bfloat16"),
         weight: T.Tensor((num_tokens, num_topk), "float32"),
-        pos_to_token_topk: T.Tensor((map_size,), "int32"),
+        pos_to_token_topk: T.Tensor((num_positions,), "int32"),
         token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32"),
-        out: T.Tensor((*leading, hidden), "bfloat16"),
-        x_grad_data: T.Tensor((*leading, 2 * hidden), "float8_e4m3fn"),
-        x_grad_sf: T.Tensor((*leading, sf_cols), "float32"),
-        x_grad: T.Tensor((*leading, 2 * hidden), "bfloat16"),
+        out: T.Tensor((num_positions, hidden), "bfloat16"),
+        x_grad_data: T.Tensor((num_positions, 2 * hidden), "float8_e4m3fn"),
+        x_grad_sf: T.Tensor((num_positions, sf_cols), "float32"),
+        x_grad: T.Tensor((num_positions, 2 * hidden), "bfloat16"),
         weight_grad: T.Tensor((num_tokens, num_topk), "float32"),
         clamp: T.float32,
         num_pairs: T.int32,
@@ -115,11 +111,6 @@ def swiglu_backward_kernel(
     ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
             T.annotate_min_blocks_per_sm(config.blocks_per_sm)
-            x_rows, x_sf_rows = T.view(x, (num_positions, 2 * hidden)), T.view(x_sf, (num_positions, sf_cols))
-            grad_rows, out_rows = T.view(grad_out, (num_positions, hidden)), T.view(out, (num_positions, hidden))
-            data_rows = T.view(x_grad_data, (num_positions, 2 * hidden))
-            sf_rows = T.view(x_grad_sf, (num_positions, sf_cols))
-            x_grad_rows = T.view(x_grad, (num_positions, 2 * hidden))
             thread = T.get_thread_binding()
             lane = thread % lanes
             codes, next_codes = T.alloc_local((2, code_words), "uint32"), T.alloc_local((2, code_words), "uint32")
@@ -141,7 +132,7 @@ def swiglu_backward_kernel(
             T.sync_threads()
             own_row = thread // lanes
             steps.load_piece(
-                *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
+                *(x, x_sf, grad_out, next_codes, next_x_scale, next_grad),
                 *(T.cast(block * tile_rows + own_row, "int64"), lane * vec),
                 thread < lanes * rows and lane * vec < hidden and indices[own_row] >= 0,
                 alignments,
@@ -171,7 +162,7 @@ def swiglu_backward_kernel(
                 next_col = ((step + 1) % pieces * lanes + lane) * vec
                 wanted = step + 1 < turns * pieces and thread < lanes * rows and next_col < hidden
                 steps.load_piece(
-                    *(x_rows, x_sf_rows, grad_rows, next_codes, next_x_scale, next_grad),
+                    *(x, x_sf, grad_out, next_codes, next_x_scale, next_grad),
                     *(T.cast(next_row, "int64"), next_col),
                     wanted and indices[next_of_tile] >= 0,
                     alignments,
@@ -184,10 +175,10 @@ def swiglu_backward_kernel(
                         values[1, j] = T.float32(0)
                         values[2, j] = T.float32(0)
                 if in_row:
-                    steps.store_bf16(out_rows, values, 0, wide_row, col)
-                    steps.store_bf16(x_grad_rows, values, 1, wide_row, col)
-                    steps.store_bf16(x_grad_rows, values, 2, wide_row, hidden + col)
-                steps.quantize(values, data_rows, sf_rows, wide_row, col, in_row, lanes, round_sf)
+                    steps.store_bf16(out, values, 0, wide_row, col)
+                    steps.store_bf16(x_grad, values, 1, wide_row, col)
+                    steps.store_bf16(x_grad, values, 2, wide_row, hidden + col)
+                steps.quantize(values, x_grad_data, x_grad_sf, wide_row, col, in_row, lanes, round_sf)
                 if step % pieces == pieces - 1:
                     row_sums[step // pieces * threads + thread] = row_sum
                     row_sum = T.float32(0)

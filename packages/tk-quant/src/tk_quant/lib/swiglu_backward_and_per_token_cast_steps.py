@@ -18,7 +18,6 @@ from tk_quant.lib.quantize import (
     element,
     encode_macro,
     float_bits,
-    load_codes_macro,
     load_macro,
     store_codes_macro,
 )
@@ -46,9 +45,7 @@ def load_piece(
     hidden, bf16_words = int(grad_out.shape[1]), int(grad.shape[1])
     num_per_channels, vec = 2 * hidden // int(x_sf.shape[1]), 2 * bf16_words
     for half in T.unroll(2):
-        load_codes_macro("float8_e4m3fn", 2, vec, min(alignments[0], vec))(
-            x, codes, half, row, half * hidden + col, valid
-        )
+        load_macro(vec // 4, 4, alignments[0])(x, codes, half, row, half * hidden + col, valid)
     load_macro(bf16_words, 2, alignments[1])(grad_out, grad, 0, row, col, valid)
     for half in T.unroll(2):
         x_scale[half] = T.reinterpret(

@@ -39,7 +39,7 @@ from tk_core.views import aligned
 from tk_quant.device.fp4 import e4m3_of_e2m1_magnitudes, e4m3_of_e2m1x8
 from tk_quant.lib.cast_formats import layout_of
 from tk_quant.lib.check_pairs import BLOCK_SIDES, E2M1_DTYPES, block_size_of, pair_of
-from tk_quant.lib.quantize import load_codes_macro
+from tk_quant.lib.quantize import load_macro
 
 _CHANNELS = 16
 """Of a piece: what becomes 16 bytes of the output."""
@@ -101,7 +101,7 @@ def _lossless_kernel(
     x_sf_cols, out_sf_cols = ceil_div(hidden, x_channels), ceil_div(hidden, out_channels)
     x_packed, swizzled = x_sf_layout is ScaleLayout.PACKED_UE8M0, x_sf_layout is ScaleLayout.SWIZZLED
     packed = sf_layout is ScaleLayout.PACKED_UE8M0
-    load = load_codes_macro("int8", pieces, _CHANNELS // 2, alignment)
+    load = load_macro(_CHANNELS // 8, 4, alignment)
     assert threads % 32 == 0
     assert lanes % out_lanes == 0
     assert tile_rows % out_tokens == 0

@@ -35,6 +35,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_core.views import aligned
+from tk_quant.lib.swiglu_arguments import check_maps_agree
 from tk_quant.swiglu.swiglu_forward import DTYPES, Given, check_swiglu_arguments
 
 
@@ -206,17 +207,6 @@ def _swiglu_backward_out(
     )
 
 
-def _check_maps(pos_to_token_topk: Tensor, token_topk_to_pos: Tensor) -> None:
-    """Raise ValueError unless each pair that has a position is named there."""
-    pos = token_topk_to_pos.flatten().long()
-    pairs = ((pos >= 0) & (pos < pos_to_token_topk.shape[0])).nonzero().flatten()
-    is_wrong = pos_to_token_topk[pos[pairs]] != pairs
-    if is_wrong.any():
-        pair = int(pairs[is_wrong][0])
-        named = int(pos_to_token_topk[pos[pair]])
-        check.require(False, "pos_to_token_topk", f"{pair} at position {int(pos[pair])}", named)
-
-
 @replayable
 def swiglu_backward(
     x: Tensor,
@@ -278,7 +268,7 @@ def swiglu_backward(
         pairs = tuple(topk_weights.shape)
         check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), pairs, device=x.device)
         if check.reads_data(x):
-            _check_maps(pos_to_token_topk, token_topk_to_pos)
+            check_maps_agree(pos_to_token_topk, token_topk_to_pos)
         weight_grad = torch.empty_like(topk_weights)
     x_grad = x.new_empty((num_positions, 2 * hidden), dtype=dtype)
     out = x.new_empty((num_positions, hidden), dtype=dtype) if with_out else None

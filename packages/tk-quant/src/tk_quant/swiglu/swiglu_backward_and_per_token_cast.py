@@ -31,8 +31,9 @@ from tk_core.arch import get_arch
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_core.views import flat
 from tk_quant.lib.check_pairs import pair_of
-from tk_quant.lib.swiglu_arguments import check_clamp_value
+from tk_quant.lib.swiglu_arguments import check_clamp_value, check_maps_agree
 from tk_quant.lib.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig, swiglu_backward_kernel
 
 _GROUPS = (32, 128)
@@ -70,7 +71,10 @@ def _swiglu_backward_and_per_token_cast_out(
     config = SwigluBackwardConfig.best(hidden, num_per_channels, clamps, arch)
     turns = config.turns_of(num_positions, get_num_sms(data.device))
     alignments = check.row_alignment(data), check.row_alignment(grad_out)
-    swiglu_backward_kernel(data.ndim, alignments, hidden, num_per_channels, round_sf, clamps, config, arch)(
+    data, sf, grad_out, out, x_grad_data, x_grad_sf, x_grad = (
+        flat(each, 1) for each in (data, sf, grad_out, out, x_grad_data, x_grad_sf, x_grad)
+    )
+    swiglu_backward_kernel(alignments, hidden, num_per_channels, round_sf, clamps, config, arch)(
         *(data, sf, grad_out, weight, pos_to_token_topk, token_topk_to_pos),
         *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
         0.0 if swiglu_clamp_value is None else swiglu_clamp_value,
@@ -81,21 +85,11 @@ def _swiglu_backward_and_per_token_cast_out(
 
 
 def _check_indices(pos_to_token_topk: Tensor, token_topk_to_pos: Tensor) -> None:
-    """Whether the two maps stay inside each other and agree; waits for the device."""
-    pairs, positions = token_topk_to_pos.flatten(), pos_to_token_topk.flatten()
-    for name, indices, size in (
-        ("pos_to_token_topk", positions, pairs.numel()),
-        ("token_topk_to_pos", pairs, positions.numel()),
-    ):
-        highest = int(indices.max()) if indices.numel() else -1
-        check.require(highest < size, name, f"indices below {size}", highest)
-    with_row = (pairs >= 0).nonzero().flatten()
-    back = positions[pairs[with_row].to(torch.int64)]
-    strays = with_row[back != with_row]
-    if strays.numel():
-        pair = int(strays[0])
-        got = int(positions[pairs[pair]])
-        check.require(False, "pos_to_token_topk", f"{pair} at position {int(pairs[pair])} of that pair", got)
+    """Raise ValueError unless the two maps stay inside each other and agree; waits for the device."""
+    num_positions, num_pairs = pos_to_token_topk.numel(), token_topk_to_pos.numel()
+    check.below("pos_to_token_topk", pos_to_token_topk, num_pairs, f"indices below {num_pairs}")
+    check.below("token_topk_to_pos", token_topk_to_pos, num_positions, f"indices below {num_positions}")
+    check_maps_agree(pos_to_token_topk, token_topk_to_pos)
 
 
 @replayable
@@ -125,8 +119,8 @@ def _swiglu_backward_and_per_token_cast(
     pairs = check.tensor("weight", weight, (torch.float32,), ("num_tokens", "num_topk"), device=device)
     check.require(weight.numel() <= _MAX_PAIRS, "weight", f"at most {_MAX_PAIRS} elements", weight.numel())
     check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), tuple(pairs), device=device)
-    flat = not (batched and isinstance(pos_to_token_topk, Tensor) and pos_to_token_topk.ndim == 2)
-    positions = (math.prod(leading),) if flat else tuple(leading)
+    is_flat = not (batched and isinstance(pos_to_token_topk, Tensor) and pos_to_token_topk.ndim == 2)
+    positions = (math.prod(leading),) if is_flat else tuple(leading)
     check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
     check.flag("round_sf", round_sf)
     check_clamp_value(swiglu_clamp_value)
@@ -137,7 +131,7 @@ def _swiglu_backward_and_per_token_cast(
     out, x_grad = torch.empty_like(grad_out), grad_out.new_empty((*leading, width))
     weight_grad = torch.empty_like(weight)
     _swiglu_backward_and_per_token_cast_out(
-        *(data, sf, grad_out, weight, pos_to_token_topk if flat else pos_to_token_topk.view(-1), token_topk_to_pos),
+        *(data, sf, grad_out, weight, pos_to_token_topk if is_flat else pos_to_token_topk.view(-1), token_topk_to_pos),
         *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
         *(num_per_channels, round_sf, swiglu_clamp_value),
     )

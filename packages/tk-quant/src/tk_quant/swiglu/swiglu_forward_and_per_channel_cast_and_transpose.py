@@ -9,20 +9,18 @@ For x = [l | r], in float32, evaluated left to right, and for each channel of ea
 x bfloat16 (num_tokens, 2 * hidden); data float8_e4m3fn (hidden, num_tokens), or (num_tokens, hidden) where
 `without_transpose`; sf float32 (num_tokens / num_per_tokens, hidden).
 
-A block takes 128 tokens by 64 channels. A thread has `rows` tokens of 8 channels, 16 bytes of l and of r in each, and
+A block takes 128 tokens by 64 channels. A thread has four tokens of 8 channels, 16 bytes of l and of r in each, and
 keeps the activation in registers. Three meetings in shared memory:
 
                  8 lanes x 8 channels
                ┌────┬────┬─  ─┬────┐        1. amax of each thread's channels
      row lanes │ t0 │ t1 │ …  │ t7 │        2. one thread for each channel and block makes sf and the factor of it
-     × rows    ├────┼────┼─  ─┼────┤        3. the codes, four tokens of a channel a word, in a tile that is read
+     × 4 rows  ├────┼────┼─  ─┼────┤        3. the codes, four tokens of a channel a word, in a tile that is read
                │ t8 │ …  │    │    │           the other way: 8 lanes store 128 tokens of a channel
                └────┴────┴─  ─┴────┘
 """
 
 import math
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,67 +29,93 @@ from torch import Tensor
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
+from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
+from tk_quant.device.magnitude import larger_magnitude_bf16x2
 from tk_quant.lib.cast_formats import CastInput
-from tk_quant.lib.column_factors import ColumnFactors
-from tk_quant.lib.quantize import OWN_GUARDS_AND_BARRIERS, element, encode_macro, load_macro
+from tk_quant.lib.quantize import (
+    LIMITS,
+    OWN_GUARDS_AND_BARRIERS,
+    TILE_ROWS,
+    element,
+    encode_macro,
+    float_bits,
+    load_macro,
+)
 from tk_quant.lib.swiglu_arguments import check_clamp_value
-from tk_quant.lib.transposed_tile import TILE_TOKENS, transposed_tile_macros
 from tk_quant.swiglu.swiglu_forward import Given
 
 _CHANNELS = 64
-_COL_LANES = 8
-
-
-@dataclass(frozen=True)
-class SwigluForwardAndPerChannelCastAndTransposeConfig:
-    """Launch knobs: how much a thread takes, and how many registers."""
-
-    rows: int
-    """Tokens of a thread: 4, 8 or 16."""
-    blocks_per_sm: int
-    """Blocks that registers must suffice for."""
-
-    @staticmethod
-    @cache
-    def best(alignment: int, arch: Arch) -> "SwigluForwardAndPerChannelCastAndTransposeConfig":
-        """The configuration for what the address of every row is a multiple of."""
-        # 64 registers, which four blocks of 256 threads leave each thread, are too few for loads of two bytes.
-        return SwigluForwardAndPerChannelCastAndTransposeConfig(rows=4, blocks_per_sm=2 if alignment == 2 else 4)
+_VEC = 8
+_COL_LANES = _CHANNELS // _VEC
+_ROWS = 4
+"""Tokens of a thread."""
+_ROW_LANES = TILE_ROWS // _ROWS
+_THREADS = _ROW_LANES * _COL_LANES
 
 
 # H200, 16384 x 2 * 2048: 42.3 us where a tile-level kernel takes 48.0; docs/tuning/tile-level/swiglu.md.
 # Tiles are whole, so nothing needs a guard. With each shared array for one purpose only, the barriers below are enough.
 @kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
-    hidden: int,
-    alignment: int,
-    num_per_tokens: int,
-    round_sf: bool,
-    transpose: bool,
-    clamped: bool,
-    config: SwigluForwardAndPerChannelCastAndTransposeConfig,
-    arch: Arch,
+    hidden: int, alignment: int, num_per_tokens: int, round_sf: bool, transpose: bool, clamped: bool, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
+    from tk_quant.lib.division import quick_scale_of_amax
     from tk_quant.lib.swiglu_forward_and_per_token_cast_steps import activate
 
-    rows, source = config.rows, CastInput(torch.bfloat16, alignment)
-    given = Given(weights=False, experts=False, clamp=clamped)
-    row_lanes = TILE_TOKENS // rows
-    threads = row_lanes * _COL_LANES
-    blocks = TILE_TOKENS // num_per_tokens
-    col_tiles = hidden // _CHANNELS
-    columns = ColumnFactors(torch.bfloat16, _CHANNELS, blocks, row_lanes // blocks, threads, hidden, round_sf)
-    share_amax, make_factors = columns.macros()
-    load = load_macro(4, 2, alignment)
-    put_codes, store_tile = transposed_tile_macros(_CHANNELS, threads)
-    encode = encode_macro("e4m3", rows if transpose else 8)
+    source, given = CastInput(torch.bfloat16, alignment), Given(weights=False, experts=False, clamp=clamped)
+    blocks, col_tiles = TILE_ROWS // num_per_tokens, hidden // _CHANNELS
+    load = load_macro(_VEC // 2, 2, alignment)
+    encode = encode_macro("e4m3", _ROWS if transpose else _VEC)
 
     num_tokens, sf_rows, row_stride = T.dynamic("num_tokens"), T.dynamic("sf_rows"), T.dynamic("row_stride")
     out_shape = (hidden, num_tokens) if transpose else (num_tokens, hidden)
+
+    @T.macro
+    def share_amax(words: T.Buffer, parts: T.Buffer, row_lane: T.int32, first_word: T.int32) -> None:
+        """Store the largest magnitudes of a thread's words in a row of parts, uint32 (row lanes, words)."""
+        amax = T.alloc_local((_VEC // 2,), "uint32")
+        for j in T.unroll(_VEC // 2):
+            amax[j] = T.uint32(0)
+        for i in T.unroll(_ROWS):
+            for j in T.unroll(_VEC // 2):
+                amax[j] = larger_magnitude_bf16x2(amax[j], words[i, j])
+        for j in T.vectorized(_VEC // 2):
+            parts[row_lane, first_word + j] = amax[j]
+
+    @T.macro
+    def make_factors(parts: T.Buffer, factors: T.Buffer, sf: T.Buffer, sf_row: T.int32, first_col: T.int32) -> None:
+        """One thread for each channel and block stores sf from (sf_row, first_col) on, and the factor of it."""
+        thread = T.get_thread_binding()
+        amax = T.alloc_var("uint32")
+        elements = T.view(parts, (_ROW_LANES, _CHANNELS), "uint16")
+        for k in T.unroll(ceil_div(blocks * _CHANNELS, _THREADS)):
+            index = k * _THREADS + thread
+            block, channel = index // _CHANNELS, index % _CHANNELS
+            if index < blocks * _CHANNELS:
+                amax = T.uint32(0)
+                for i in T.unroll(_ROW_LANES // blocks):
+                    amax = T.max(amax, T.cast(elements[block * (_ROW_LANES // blocks) + i, channel], "uint32"))
+                bits = T.max(T.reinterpret(amax << T.uint32(16), "int32"), float_bits(LIMITS["e4m3"][1]))
+                sf[sf_row + block, first_col + channel], factors[block, channel] = quick_scale_of_amax(
+                    bits, "e4m3", round_sf
+                )
+
+    # Bytes of a channel lie in eight chunks of 16; chunk k of channel c is at k ^ (c / 8). So neither eight lanes that
+    # write 8 channels each, nor eight that read one, have bank conflicts.
+    @T.macro
+    def store_transposed(tile: T.Buffer, out: T.Buffer, first_channel: T.int32, first_token: T.int32) -> None:
+        """Store a tile of codes, uint32 (channels, 32), a row of 128 tokens for each channel."""
+        thread = T.get_thread_binding()
+        words = T.alloc_local((4,), "uint32")
+        for i in T.unroll(_CHANNELS * 8 // _THREADS):
+            channel, chunk = i * (_THREADS // 8) + thread // 8, thread % 8
+            for k in T.vectorized(4):
+                words[k] = tile[channel, (chunk ^ (channel // _VEC % 8)) * 4 + k]
+            T.stg128(out[first_channel + channel, first_token + chunk * 16], words[0:4])
 
     @T.prim_func
     def swiglu_forward_and_per_channel_cast_and_transpose(
@@ -100,53 +124,53 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
         sf: T.Tensor((sf_rows, hidden), "float32"),
         clamp_value: T.float32,
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, TILE_TOKENS) * col_tiles, threads=threads) as tile:
-            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+        with T.Kernel(T.ceildiv(num_tokens, TILE_ROWS) * col_tiles, threads=_THREADS) as tile:
+            # 64 registers, which four blocks leave each thread, are too few for loads of two bytes.
+            T.annotate_min_blocks_per_sm(2 if alignment == 2 else 4)
             # Checked by the op; vector stores need to know.
-            T.assume(num_tokens % TILE_TOKENS == 0)
+            T.assume(num_tokens % TILE_ROWS == 0)
             # Variables, so that the tile is divided by once, in 32 bits.
             first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
-            first_token, first_col = tile // col_tiles * TILE_TOKENS, tile % col_tiles * _CHANNELS
+            first_token, first_col = tile // col_tiles * TILE_ROWS, tile % col_tiles * _CHANNELS
             thread = T.get_thread_binding()
-            row_lane = thread // _COL_LANES
-            row = row_lane * rows
-            col = thread % _COL_LANES * 8
-            gate = T.alloc_local((rows, 4), "uint32")
-            value = T.alloc_local((rows, 4), "uint32")
-            activated, rounded = T.alloc_local((rows, 8), "float32"), T.alloc_local((rows, 8), "bfloat16")
-            words = T.view(rounded, (rows, 4), "uint32")
-            parts = T.alloc_shared((row_lanes, _CHANNELS // 2), "uint32")
+            row_lane, col = thread // _COL_LANES, thread % _COL_LANES * _VEC
+            row = row_lane * _ROWS
+            gate = T.alloc_local((_ROWS, _VEC // 2), "uint32")
+            value = T.alloc_local((_ROWS, _VEC // 2), "uint32")
+            activated, rounded = T.alloc_local((_ROWS, _VEC), "float32"), T.alloc_local((_ROWS, _VEC), "bfloat16")
+            words = T.view(rounded, (_ROWS, _VEC // 2), "uint32")
+            parts = T.alloc_shared((_ROW_LANES, _CHANNELS // 2), "uint32")
             factors = T.alloc_shared((blocks, _CHANNELS), "float32")
-            tile_codes = T.alloc_shared((_CHANNELS, TILE_TOKENS // 4) if transpose else (1, 4), "uint32")
-            factor = T.alloc_local((8,), "float32")
-            scaled = T.alloc_local((rows if transpose else 8,), "float32")
-            codes = T.alloc_local((rows // 4 if transpose else 2,), "uint32")
+            tile_codes = T.alloc_shared((_CHANNELS, TILE_ROWS // 4) if transpose else (1, 4), "uint32")
+            factor = T.alloc_local((_VEC,), "float32")
+            scaled = T.alloc_local((_ROWS if transpose else _VEC,), "float32")
+            codes = T.alloc_local((1 if transpose else 2,), "uint32")
 
-            for i in T.unroll(rows):
+            for i in T.unroll(_ROWS):
                 load(x, gate, i, first_token + row + i, first_col + col, True)
                 load(x, value, i, first_token + row + i, hidden + first_col + col, True)
-            for i in T.unroll(rows):
+            for i in T.unroll(_ROWS):
                 activate(gate, value, activated, i, T.float32(1), clamp_value, source, given)
-                for j in T.vectorized(8):
+                for j in T.vectorized(_VEC):
                     rounded[i, j] = T.cast(activated[i, j], "bfloat16")
             share_amax(words, parts, row_lane, col // 2)
             T.sync_threads()
             make_factors(parts, factors, sf, first_token // num_per_tokens, first_col)
             T.sync_threads()
 
-            for j in T.vectorized(8):
+            for j in T.vectorized(_VEC):
                 factor[j] = factors[row // num_per_tokens, col + j]
             if transpose:
-                for j in T.unroll(8):
-                    for i in T.unroll(rows):
+                for j in T.unroll(_VEC):
+                    for i in T.unroll(_ROWS):
                         scaled[i] = element(words, i, j, True) * factor[j]
                     encode(scaled, codes)
-                    put_codes(tile_codes, T.view(codes, (1, rows // 4)), 0, col + j, row // 4)
+                    tile_codes[col + j, (row // 16 ^ col // _VEC % 8) * 4 + row // 4 % 4] = codes[0]
                 T.sync_threads()
-                store_tile(tile_codes, out, first_col, first_token, hidden)
+                store_transposed(tile_codes, out, first_col, first_token)
             else:
-                for i in T.unroll(rows):
-                    for j in T.unroll(8):
+                for i in T.unroll(_ROWS):
+                    for j in T.unroll(_VEC):
                         scaled[j] = element(words, i, j, True) * factor[j]
                     encode(scaled, codes)
                     T.stg64(out[first_token + row + i, first_col + col], codes[0:2])
@@ -174,8 +198,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_out(
     arch = get_arch(x.device)
     hidden = x.shape[1] // 2
     alignment, clamped = check.row_alignment(x), swiglu_clamp_value is not None
-    config = SwigluForwardAndPerChannelCastAndTransposeConfig.best(alignment, arch)
-    args = (hidden, alignment, num_per_tokens, round_sf, not without_transpose, clamped, config, arch)
+    args = (hidden, alignment, num_per_tokens, round_sf, not without_transpose, clamped, arch)
     cast = _swiglu_forward_and_per_channel_cast_and_transpose_kernel(*args)
     cast(x, out, sf, swiglu_clamp_value if clamped else 0.0)
 
@@ -216,7 +239,7 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
             num_per_tokens or swiglu_clamp_value is none of those above.
     """
     num_tokens, width = check.tensor("x", x, (torch.bfloat16,), ("num_tokens", "2 * hidden"), layout="rows")
-    check.multiple_of("x.shape[0]", num_tokens, TILE_TOKENS)
+    check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
     check.require(width > 0 and width % (2 * _CHANNELS) == 0, "x.shape[1]", "a positive multiple of 128", width)
     check.one_of("fmt", fmt, ("e4m3",))
     check.integer("num_per_tokens", num_per_tokens)
