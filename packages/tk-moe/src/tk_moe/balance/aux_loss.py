@@ -36,7 +36,7 @@ from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
+from tk_core.views import launch_aligned
 
 MAX_EXPERTS = 1024
 MAX_TOKENS = 2**30  # so that no index on the way overflows an int32
@@ -165,7 +165,7 @@ def _aux_loss_out(scores: Tensor, fi: Tensor, alpha: float, loss: Tensor) -> Non
         return
     arch = get_arch(scores.device)
     parts = new_workspace(scores, (num_tokens,))
-    _aux_loss_parts_kernel(num_experts, arch)(aligned(scores), aligned(fi), parts)
+    launch_aligned(_aux_loss_parts_kernel(num_experts, arch), scores, fi, parts, outputs=(parts,))
     _aux_loss_sum_kernel(arch)(parts, alpha, loss.view(1))
 
 
@@ -176,11 +176,8 @@ def _aux_loss_bwd_out(scores: Tensor, fi: Tensor, grad_loss: Tensor, alpha: floa
     if num_tokens == 0:
         return
     arch = get_arch(scores.device)
-    written = aligned(grad_scores)
     backward = _aux_loss_bwd_kernel(num_experts, arch)
-    backward(aligned(scores), aligned(fi), grad_loss.view(1), alpha, written)
-    if written is not grad_scores:
-        grad_scores.copy_(written)
+    launch_aligned(backward, scores, fi, grad_loss.view(1), alpha, grad_scores, outputs=(grad_scores,))
 
 
 def _check_arguments(scores: Tensor, fi: Tensor, alpha: float) -> None:

@@ -58,13 +58,7 @@ class GroupCountConfig:
 
 # Blocks write into each other's shared memory, which TileLang does not see: so barriers are written out, and no memory
 # is reused.
-@kernel(
-    pass_configs={
-        **DIRECT_COPIES,
-        "tl.disable_thread_storage_sync": True,
-        "tl.disable_shared_memory_reuse": True,
-    }
-)
+@kernel(pass_configs={**DIRECT_COPIES, "tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True})
 def _group_count_kernel(
     num_groups: int, idx_dtype: torch.dtype, as_fi: bool, config: GroupCountConfig, arch: Arch
 ) -> Any:

@@ -19,7 +19,7 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
+from tk_core.views import launch_aligned
 from tk_moe.weights.normalize_weight import BLOCK_TOKENS, MAX_TOPK
 
 
@@ -74,11 +74,8 @@ def _normalize_weight_bwd_out(
     if num_tokens == 0:
         return
     arch = get_arch(normalized.device)
-    written = aligned(grad_w)
     backward = _normalize_weight_bwd_kernel(num_topk, grad_denominator is not None, arch)
-    backward(aligned(grad_normalized), grad_denominator, denominator, aligned(normalized), written)
-    if written is not grad_w:
-        grad_w.copy_(written)
+    launch_aligned(backward, grad_normalized, grad_denominator, denominator, normalized, grad_w, outputs=(grad_w,))
 
 
 @replayable
