@@ -63,8 +63,7 @@ def _topk_sum_kernel(
                 values = T.alloc_local((per_lane,), "float32")
                 keys = T.alloc_local((per_lane,), "int32")
                 best = T.alloc_local((3,), "int32")
-                key = T.alloc_local((1,), "int32")
-                place = T.alloc_local((1,), "int32")
+                key, place = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
                 if group < num_groups:
                     for c in T.unroll(per_lane // vector):
                         if first + c * vector < group_size:

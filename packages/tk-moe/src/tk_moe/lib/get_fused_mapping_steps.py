@@ -246,9 +246,7 @@ def sort_run(
         index = T.alloc_var("int32")
         index = run + j * 32 + lane
         if index < size:
-            item = T.alloc_var("int32")
-            offset = T.alloc_var("int32")
-            expert = T.alloc_var("int32")
+            item, offset, expert = (T.alloc_var("int32") for _ in range(3))
             item = items[index]
             pos = -1
             if item >= 0:
@@ -269,8 +267,7 @@ def write_positions(
     pos = T.alloc_var("int32")
     for j in T.unroll(T.ceildiv(count, threads), unroll_factor=2):
         if j * threads + thread < count:
-            item = T.alloc_var("int32")
-            expert = T.alloc_var("int32")
+            item, expert = T.alloc_var("int32"), T.alloc_var("int32")
             item = sorted_items[j * threads + thread]
             expert = item >> PAIR_BITS
             pos = first_pos[expert] + j * threads + thread - first_sorted[expert]

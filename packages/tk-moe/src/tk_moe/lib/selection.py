@@ -86,12 +86,8 @@ def expert_of(j: Any, lane: Any, run_length: int) -> Any:
 def best_three(keys: T.Buffer, best: T.Buffer) -> None:
     """The largest three of a lane's keys, in order, into best int32 (3,); NO_KEY if there are fewer."""
     per_lane = int(keys.shape[0])
-    high = T.alloc_local((2,), "int32")
-    low = T.alloc_local((2,), "int32")
-    a = T.alloc_var("int32")
-    b = T.alloc_var("int32")
-    c = T.alloc_var("int32")
-    d = T.alloc_var("int32")
+    high, low = T.alloc_local((2,), "int32"), T.alloc_local((2,), "int32")
+    a, b, c, d = (T.alloc_var("int32") for _ in range(4))
     for i in T.unroll(3):
         best[i] = T.int32(NO_KEY)
     # Four at a time: the best three of two sorted pairs, then of two sorted triples.
@@ -140,8 +136,7 @@ def _play(
     """A round: lane k records the winner, which moves on to its next key and searches for it if it has to."""
     slot, holders = winners
     top = T.alloc_var("int32")
-    held = T.alloc_var("uint32")
-    this_lane = T.alloc_var("uint32")
+    held, this_lane = T.alloc_var("uint32"), T.alloc_var("uint32")
     not_less = T.alloc_var("int32")
     top = T.warp_reduce_max(best[0])
     held = T.cast(T.ballot_sync(best[0] == top), "uint32")
@@ -183,12 +178,9 @@ def choose_from(
     # The winning key of round `lane`, and the lanes that held it.
     slot = T.alloc_local((1,), "int32")
     holders = T.alloc_local((1,), "uint32")
-    winner = T.alloc_var("int32")
-    above_key = T.alloc_var("int32")
-    above_winner = T.alloc_var("int32")
+    winner, above_key, above_winner = (T.alloc_var("int32") for _ in range(3))
     repeats = T.alloc_var("uint32")
-    earlier = T.alloc_var("int32")
-    found = T.alloc_var("int32")
+    earlier, found = T.alloc_var("int32"), T.alloc_var("int32")
     winners = slot, holders
     wins[0] = 2  # wins before the lane first searches
     slot[0] = T.int32(NO_KEY)
@@ -230,9 +222,7 @@ def group_key(best: T.Buffer, lanes: int, num_topk_sum: int, key: T.Buffer) -> N
 
     The key of a group with too few experts is meaningless.
     """
-    first = T.alloc_var("int32")
-    second = T.alloc_var("int32")
-    other = T.alloc_var("int32")
+    first, second, other = (T.alloc_var("int32") for _ in range(3))
     first = best[0]
     second = best[1]
     for step in T.unroll(lanes.bit_length() - 1):
@@ -249,8 +239,7 @@ def group_key(best: T.Buffer, lanes: int, num_topk_sum: int, key: T.Buffer) -> N
 def group_place(key: T.Buffer, num_groups: int, lane: T.int32, place: T.Buffer) -> None:
     """In each lane the number of groups ahead of its own, by their `group_key`; of equal keys the first is ahead."""
     lanes = group_lanes(num_groups)
-    other = T.alloc_var("int32")
-    least = T.alloc_var("int32")
+    other, least = T.alloc_var("int32"), T.alloc_var("int32")
     place[0] = 0
     # The comparisons are divided among a group's lanes.
     for i in T.unroll(ceil_div(num_groups, lanes)):
