@@ -55,13 +55,6 @@ def _gate_weights_bwd_kernel(
     num_tokens = T.dynamic("num_tokens")
 
     @T.macro
-    def store_row(grad_logits: T.Buffer, token: T.int32, lane: T.int32, values: T.Buffer) -> None:
-        for c in T.unroll(chunks):
-            if (c * 32 + lane) * vector < num_experts:
-                for v in T.vectorized(vector):
-                    grad_logits[token, (c * 32 + lane) * vector + v] = values[c * vector + v]
-
-    @T.macro
     def subtract_mean(grad: T.Buffer, weight: T.float32) -> None:
         # Σ over the slots j of (grad - grad[j]) · weight[j]; the weights add up to 1.
         difference, total = T.alloc_var("float32"), T.alloc_var("float32")
@@ -140,7 +133,10 @@ def _gate_weights_bwd_kernel(
                 else:
                     for j in T.unroll(per_lane):
                         row[j] = T.cast(T.float32(0), dtype)
-                store_row(grad_logits, token, lane, row)
+                for c in T.unroll(chunks):
+                    if (c * 32 + lane) * vector < num_experts:
+                        for v in T.vectorized(vector):
+                            grad_logits[token, (c * 32 + lane) * vector + v] = row[c * vector + v]
                 add_up(grad, expert, lane)
                 # The row is written before the slots' elements.
                 T.sync_warp()

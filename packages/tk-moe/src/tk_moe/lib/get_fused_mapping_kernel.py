@@ -31,6 +31,7 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align
+from tk_moe.device.async_copy import bulk_store_to_cluster
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,9 @@ def mapping_kernel(
                     chunk_count[thread] = T.cast(total, "uint16")
                 T.sync_threads()
                 T.cluster_wait()  # until all blocks have started and their shared memory can be written
-                steps.exchange_counts(chunk_count, chunk_counts, arrived, rank)
+                if thread % 32 == 0 and thread // 32 < cluster_size:  # warp b sends the counts to block b
+                    there, here = T.access_ptr(chunk_counts[rank, 0], "w"), T.access_ptr(chunk_count[0], "r")
+                    bulk_store_to_cluster(there, here, thread // 32, 2 * row, arrived[0])
             if cluster_size == 0:
                 steps.add_block_counts(block_counts, block, num_blocks, threads, counts)
 

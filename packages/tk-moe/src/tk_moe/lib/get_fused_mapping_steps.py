@@ -11,7 +11,6 @@ import tilelang.language as T
 
 from tk_core.device.bits import atomic_or_u32, warp_sum_u32
 from tk_core.math import ceil_div
-from tk_moe.device.async_copy import bulk_store_to_cluster
 
 EXPERT_BITS = 10
 """For at most 1024 experts."""
@@ -45,15 +44,6 @@ def count_chunk(pairs: T.Buffer, begin: Any, size: Any, part: Any, counts: T.Buf
             if indices[u] >= 0 and indices[u] < counts.shape[1]:
                 after = T.if_then_else((batch * rounds + u) * threads + thread < part, 0, 1)
                 T.atomic_add(counts[after, T.cast(indices[u], "int32")], 1)
-
-
-@T.macro
-def exchange_counts(chunk_count: T.Buffer, chunk_counts: T.Buffer, arrived: T.Buffer, rank: Any) -> None:
-    """Send a chunk's uint16 counts to the cluster's blocks, warp b to block b, whose barrier waits for them."""
-    warp, lane = T.get_thread_binding() // 32, T.get_thread_binding() % 32
-    if lane == 0 and warp < chunk_counts.shape[0]:
-        there, here = T.access_ptr(chunk_counts[rank, 0], "w"), T.access_ptr(chunk_count[0], "r")
-        bulk_store_to_cluster(there, here, warp, 2 * chunk_count.shape[0], arrived[0])
 
 
 @T.macro

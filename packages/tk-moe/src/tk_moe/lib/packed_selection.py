@@ -13,21 +13,13 @@ four times has no fifth key sorted. If either occurs among the chosen experts an
 of 1000 tokens), neighbouring slots are exchanged where their full sort keys are out of order. The choice is right if
 then all slots are in order and exactly num_topk - 1 experts are ahead of the last one. If not (in 1 of 100000 tokens,
 unless many ranks are close), the choice is made again with full keys.
-
-A gate does this with all 32 lanes of the warp active:
-
-    ranks = T.alloc_local((per_lane,), "float32")      # ranks[j] of expert_of(j, lane, vector)
-    chosen = T.alloc_local((1,), "int32")
-    choose_packed(ranks, num_experts, vector, num_topk, lane, chosen)
-
-Then chosen[0] of lane k < num_topk is the expert with the k-th best rank; in other lanes it is unspecified.
 """
 
 import tilelang.language as T
 
 from tk_core.device.bits import byte_perm
 from tk_core.math import align
-from tk_moe.device.selection import take_best
+from tk_moe.device.gates import take_best
 from tk_moe.lib.selection import NO_KEY, expert_of, sort_key
 
 _NONE = -(2**31)  # below the key of any expert

@@ -9,20 +9,10 @@ lowest lane has the smallest index. Each lane keeps its best three keys, without
 maximum and one ballot, after which only the winning lane moves on to its next key; a lane that has used up three
 searches its registers. After the rounds, lane k finds the expert of round k's winning key, for all slots in parallel.
 
-A gate does this with all 32 lanes of the warp active (a guard such as `token < num_tokens` is uniform in a warp):
-
-    keys = T.alloc_local((per_lane,), "int32")
-    chosen = T.alloc_local((1,), "int32")
-    for j in T.unroll(per_lane):        # rank: the score, or score + bias, float32
-        keys[j] = T.if_then_else(first + j < num_experts, sort_key(rank[j]), T.int32(NO_KEY))
-    choose(keys, num_topk, lane, first, chosen)
-
-Then chosen[0] of lane k < num_topk is the expert with the k-th best rank, and -1 in the other lanes. What follows works
-on all slots of a token in parallel: lane k stores its index (one coalesced store per token), and computes the unbiased
-score of its expert again from `logits[token, chosen[0]]` (in L1 by now), which is cheaper than carrying scores through
-the selection. Sums over the slots are `T.warp_reduce_sum` of a value that is 0 in the other lanes. The same code also
-serves gates whose experts are given. Kernels that use this need
-`@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})` and guards of their own.
+`choose` is called by all 32 lanes of a warp (a guard such as `token < num_tokens` is uniform in it). Then chosen[0] of
+lane k < num_topk is the expert with the k-th best rank, and the gate works on all slots of a token in parallel: lane k
+stores its index, and computes the unbiased score of its expert again from `logits[token, chosen[0]]` (in L1 by now),
+which is cheaper than carrying scores through the selection.
 
 Groups of experts get `group_lanes(num_groups)` lanes each; `group_key` computes a key from the best one or two ranks.
 """
@@ -201,8 +191,7 @@ def choose_from(
         above_key = T.shfl_up(slot[0], 1)
         above_winner = T.shfl_up(winner, 1)
         repeats = T.cast(
-            T.ballot_sync(lane > 0 and lane < num_topk and above_key == slot[0] and above_winner == winner),
-            "uint32",
+            T.ballot_sync(lane > 0 and lane < num_topk and above_key == slot[0] and above_winner == winner), "uint32"
         )
         if T.any_sync(repeats != T.uint32(0) or slot[0] == T.int32(LEAST_KEY)):
             # The number of consecutive repeats up to this lane.

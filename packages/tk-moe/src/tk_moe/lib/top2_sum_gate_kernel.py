@@ -52,7 +52,7 @@ def top2_sum_gate_kernel(
     """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
     import tilelang.language as T
 
-    from tk_moe.device.scoring import fast_reciprocal, fast_sigmoid
+    from tk_moe.device.gates import fast_reciprocal, fast_sigmoid
     from tk_moe.lib import selection
     from tk_moe.lib.physical_experts import of_copy, of_tp_rank
     from tk_moe.lib.scores import clamped, score, softmax_score, softmax_sums

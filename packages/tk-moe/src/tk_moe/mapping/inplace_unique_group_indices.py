@@ -53,11 +53,7 @@ def _inplace_unique_group_indices_kernel(num_groups: int, num_topk: int, idx_dty
     return inplace_unique_group_indices
 
 
-@op(
-    "tk_moe::inplace_unique_group_indices_out",
-    mutates=("group_indices",),
-    reference="inplace_unique_group_indices",
-)
+@op("tk_moe::inplace_unique_group_indices_out", mutates=("group_indices",), reference="inplace_unique_group_indices")
 def _inplace_unique_group_indices_out(group_indices: Tensor, num_groups: int) -> None:
     """Launch the kernel."""
     num_tokens, num_topk = group_indices.shape

@@ -167,11 +167,7 @@ def _reduce_bwd_kernel(
     return reduce_fused_bwd
 
 
-@op(
-    "tk_moe::reduce_fused_bwd_out",
-    mutates=("grad_x", "grad_topk_weights"),
-    reference="reduce_fused_bwd",
-)
+@op("tk_moe::reduce_fused_bwd_out", mutates=("grad_x", "grad_topk_weights"), reference="reduce_fused_bwd")
 def _reduce_fused_bwd_out(
     grad: Tensor,
     x: Tensor | None,
