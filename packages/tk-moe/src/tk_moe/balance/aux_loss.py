@@ -66,10 +66,8 @@ def _aux_loss_parts_kernel(num_experts: int, arch: Arch) -> Any:
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=32 * _BLOCK_TOKENS) as block:
             first = block * _BLOCK_TOKENS
-            values = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
-            factors = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
-            sums = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
-            dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
+            values, factors = (T.alloc_fragment((_BLOCK_TOKENS, tile), "float32") for _ in range(2))
+            sums, dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32"), T.alloc_fragment((_BLOCK_TOKENS,), "float32")
             load_and_sum(scores, fi, first, (values, factors), sums, dots)
             for t in T.Parallel(_BLOCK_TOKENS):
                 if first + t < num_tokens:  # a division of the zeros beyond would take longer
@@ -139,10 +137,8 @@ def _aux_loss_bwd_kernel(num_experts: int, arch: Arch) -> Any:
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=32 * _BLOCK_TOKENS) as block:
             first = block * _BLOCK_TOKENS
-            values = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
-            factors = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
-            sums = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
-            dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
+            values, factors = (T.alloc_fragment((_BLOCK_TOKENS, tile), "float32") for _ in range(2))
+            sums, dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32"), T.alloc_fragment((_BLOCK_TOKENS,), "float32")
             scale = T.alloc_var("float32")
             scale = grad_loss[0] * (alpha / T.cast(num_tokens, "float32"))
             load_and_sum(scores, fi, first, (values, factors), sums, dots)

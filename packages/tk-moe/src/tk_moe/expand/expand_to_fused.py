@@ -40,9 +40,7 @@ from tk_moe.lib.check_maps import check_each_once, check_experts, check_position
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
 from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, transpose_factors_kernel, vector_of
 
-_E2M1_DTYPES = tuple(
-    getattr(torch, name) for name in ("int8", "uint8", "float4_e2m1fn_x2") if hasattr(torch, name)
-)  # two FP4 codes a byte
+_E2M1_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)  # two FP4 codes a byte
 _QUANTIZED_DTYPES = (torch.float8_e4m3fn, *_E2M1_DTYPES)
 
 # Dtypes that a kernel takes as they are; a row of any other is the same bytes under the carrier of its width.

@@ -181,8 +181,7 @@ def mapping_kernel(
 
             ranks = T.alloc_shared((warps * num_experts,), "uint16")
             masks = T.alloc_shared((warps * num_experts if in_memory else 4,), "uint32")
-            items = T.alloc_shared((config.room,), "int32")
-            sorted_items = T.alloc_shared((config.room,), "int32")
+            items, sorted_items = T.alloc_shared((config.room,), "int32"), T.alloc_shared((config.room,), "int32")
             counts = T.alloc_shared((2, num_experts), "int32")
             chunk_count = T.alloc_shared((row,), "uint16")
             chunk_counts = T.alloc_shared((max(cluster_size, 1), row), "uint16")
@@ -234,7 +233,12 @@ def mapping_kernel(
             if cluster_size > 1:
                 T.mbarrier_wait_parity(arrived, 0)
                 if thread < num_experts:
-                    steps.add_cluster_counts(chunk_counts, rank, thread, prefix, total)
+                    total = 0
+                    for other in T.unroll(cluster_size):
+                        counted = T.alloc_var("int32")
+                        counted = T.cast(chunk_counts[other, thread], "int32")
+                        total = total + counted
+                        prefix = prefix + T.if_then_else(other < rank, counted, 0)
             if cluster_size == 0 and thread < num_experts:
                 prefix = counts[0, thread]
                 total = counts[1, thread]

@@ -147,17 +147,6 @@ def _scan(warp_sums: T.Buffer, sums: T.Buffer, all_sums: T.Buffer) -> None:
 
 
 @T.macro
-def add_cluster_counts(chunk_counts: T.Buffer, rank: Any, expert: Any, prefix: T.Ref, total: T.Ref) -> None:
-    """Sums of what the cluster's blocks sent: over all blocks into total, those before this one are added to prefix."""
-    total = 0
-    for other in T.unroll(chunk_counts.shape[0]):
-        counted = T.alloc_var("int32")
-        counted = T.cast(chunk_counts[other, expert], "int32")
-        total = total + counted
-        prefix = prefix + T.if_then_else(other < rank, counted, 0)
-
-
-@T.macro
 def locate_segments(
     alignment: Any,
     block: Any,

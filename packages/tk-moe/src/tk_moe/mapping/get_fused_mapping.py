@@ -11,7 +11,7 @@ multiple of `alignment`:
 get_fused_mapping_kernel.py describes the kernels.
 """
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ MAX_EXPERTS = 1024
 MAX_TOPK = 32
 
 MAX_POSITIONS = 2**30  # so that no intermediate index overflows an int32
-
-_Mapping = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]
 
 
 def _get_fused_mapping_reference(
@@ -118,30 +116,6 @@ def _map_all(
         outs.append(None)
     _get_fused_mapping_out(topk_idx, *outs, alignment)
     return tuple(outs)
-
-
-@overload
-def get_fused_mapping(
-    topk_idx: Tensor,
-    num_experts: int,
-    num_expanded_tokens: int,
-    alignment: int,
-    force_no_sync: bool = False,
-    *,
-    with_psum: Literal[False] = False,
-) -> _Mapping: ...
-
-
-@overload
-def get_fused_mapping(
-    topk_idx: Tensor,
-    num_experts: int,
-    num_expanded_tokens: int,
-    alignment: int,
-    force_no_sync: bool = False,
-    *,
-    with_psum: Literal[True],
-) -> tuple[*_Mapping, Tensor]: ...
 
 
 def get_fused_mapping(

@@ -40,11 +40,8 @@ def _normalize_weight_bwd_kernel(num_topk: int, has_grad_denominator: bool, arch
         with T.Kernel(T.ceildiv(num_tokens, BLOCK_TOKENS), threads=BLOCK_TOKENS) as block:
             first = block * BLOCK_TOKENS
             end = first + BLOCK_TOKENS
-            grads = T.alloc_fragment((BLOCK_TOKENS, num_topk), "float32")
-            weights = T.alloc_fragment((BLOCK_TOKENS, num_topk), "float32")
-            divisors = T.alloc_fragment((BLOCK_TOKENS,), "float32")
-            added = T.alloc_fragment((BLOCK_TOKENS,), "float32")
-            dots = T.alloc_fragment((BLOCK_TOKENS,), "float32")
+            grads, weights = (T.alloc_fragment((BLOCK_TOKENS, num_topk), "float32") for _ in range(2))
+            divisors, added, dots = (T.alloc_fragment((BLOCK_TOKENS,), "float32") for _ in range(3))
             T.annotate_layout({x: T.Fragment(x.shape, forward_fn=lambda t, k: (t, k)) for x in (grads, weights)})
             T.copy(grad_normalized[first:end, :], grads)
             T.copy(normalized[first:end, :], weights)
