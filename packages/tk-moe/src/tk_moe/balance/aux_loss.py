@@ -93,12 +93,8 @@ def _aux_loss_sum_kernel(arch: Arch) -> Any:
             warp_sums = T.alloc_fragment((_SUM_THREADS // 32,), "float32")
             shared_sums = T.alloc_shared((_SUM_THREADS // 32,), "float32")
             total = T.alloc_var("float32")
-            T.annotate_layout(
-                {
-                    values: T.Fragment(values.shape, forward_fn=lambda i, s: (s, i)),
-                    thread_sums: T.Fragment(thread_sums.shape, forward_fn=lambda s: (s, 0)),
-                }
-            )
+            T.annotate_layout({values: T.Fragment(values.shape, forward_fn=lambda i, s: (s, i))})
+            T.annotate_layout({thread_sums: T.Fragment(thread_sums.shape, forward_fn=lambda s: (s, 0))})
             T.clear(thread_sums)
             for batch in T.serial(T.ceildiv(num_tokens, _PARTS_IN_FLIGHT * _SUM_THREADS)):
                 for i, s in T.Parallel(_PARTS_IN_FLIGHT, _SUM_THREADS):

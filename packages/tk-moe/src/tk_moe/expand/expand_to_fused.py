@@ -87,9 +87,8 @@ def _expand_to_fused_out(
         if is_transposed:
             transpose_factors_kernel(sf_cols, sf.dtype, arch)(sf_rows, out_sf)
     elif bulk is not None:
-        expand_bulk_kernel(cols, num_topk, x.dtype, bulk, arch)(
-            *tensors, *bulk.deal(num_tokens, get_device_num_sms(x.device))
-        )
+        shares = bulk.deal(num_tokens, get_device_num_sms(x.device))
+        expand_bulk_kernel(cols, num_topk, x.dtype, bulk, arch)(*tensors, *shares)
     else:
         expand_kernel(cols, num_topk, x.dtype, 0, None, config, arch)(*tensors, num_blocks)
     if written.data_ptr() != out.data_ptr():

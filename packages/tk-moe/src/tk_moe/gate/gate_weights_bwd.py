@@ -217,7 +217,6 @@ def gate_weights_bwd(
     check.flag("renormalize", renormalize)
     check.number("routed_scaling_factor", routed_scaling_factor)
     grad_logits = logits.new_empty((num_tokens, num_experts))
-    _gate_weights_bwd_out(
-        grad_weights, logits, topk_idx, int(scoring_func), renormalize, float(routed_scaling_factor), grad_logits
-    )
+    options = int(scoring_func), renormalize, float(routed_scaling_factor)
+    _gate_weights_bwd_out(grad_weights, logits, topk_idx, *options, grad_logits)
     return grad_logits

@@ -99,8 +99,6 @@ def hash_gate(
         _check_table(token_ids, table, num_experts)
     topk_idx = logits.new_empty((num_tokens, num_topk), dtype=idx_dtype)
     topk_weights = logits.new_empty((num_tokens, num_topk), dtype=torch.float32)
-    _hash_gate_out(
-        *(token_ids, table, logits, mask, int(scoring_func), renormalize, float(routed_scaling_factor)),
-        *(topk_idx, topk_weights),
-    )
+    options = int(scoring_func), renormalize, float(routed_scaling_factor)
+    _hash_gate_out(token_ids, table, logits, mask, *options, topk_idx, topk_weights)
     return topk_idx, topk_weights
