@@ -81,7 +81,6 @@ def _dtype(name: str) -> torch.dtype:
 
 def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
     num_experts, num_topk = profile.num_experts, profile.num_topk
-    scoring_func = moe.ScoringFunc.from_str(profile.scoring_func)
     scores, bias = _empty(num_tokens, num_experts), _empty(num_experts)
     yield moe.topk_gate, {"scores": scores, "num_topk": num_topk}
     weights = _empty(num_tokens, num_topk)
@@ -95,7 +94,7 @@ def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
         mask = _empty(num_tokens, dtype=torch.bool) if masked else None
         for logits_dtype, idx_dtype in product(profile.logits, profile.indices):
             logits = _empty(num_tokens, num_experts, dtype=_dtype(logits_dtype))
-            options = {"scoring_func": scoring_func, "mask": mask, "idx_dtype": _dtype(idx_dtype)}
+            options = {"scoring_func": profile.scoring_func, "mask": mask, "idx_dtype": _dtype(idx_dtype)}
             for has_bias in profile.expert_bias:
                 arguments = {"logits": logits, "num_topk": num_topk, "bias": bias if has_bias else None}
                 yield moe.topk_gate_with_weights, {**arguments, **options}
@@ -107,40 +106,21 @@ def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
 
 
 def _top2_sum_gates(profile: Profile, logits: Tensor, bias: Tensor, mask: Tensor | None) -> Iterator[Call]:
-    num_tokens = logits.shape[0]
-    fixed: list[dict[str, Tensor]] = [{}]
-    if profile.fixed_routing:
-        unmapped = {"unmapped_topk_idx": _empty(num_tokens, profile.num_topk, dtype=torch.int64)}
-        fixed += [unmapped, {**unmapped, "fix_routing_mask": _empty(num_tokens, dtype=torch.bool)}]
+    num_tokens, num_shared = logits.shape[0], profile.num_shared_slots
+    unmapped = {"unmapped_topk_idx": _empty(num_tokens, profile.num_topk, dtype=torch.int64)}
+    fixed = [unmapped, {**unmapped, "fix_routing_mask": _empty(num_tokens, dtype=torch.bool)}]
     physical = {}
     if profile.num_extra_experts:
-        num_logical = profile.num_experts + profile.num_shared_slots
-        physical = {
-            "to_physical_map": _empty(num_logical, 1 + profile.num_extra_experts, dtype=torch.int32),
-            "logical_count": _empty(num_logical, dtype=torch.int32),
-        }
-    for routing in fixed:
-        yield (
-            moe.top2_sum_gate,
-            {
-                "logits": logits,
-                "bias": bias,
-                "num_topk": profile.num_topk,
-                "num_topk_groups": profile.num_topk_groups,
-                "num_groups": profile.num_groups,
-                "use_shared_as_routed": profile.num_shared_slots > 0,
-                "num_shared_experts": profile.num_shared_slots,
-                "routed_scaling_factor": 1.0,
-                "ep_rank": 0,
-                "num_ep_ranks": profile.num_ep_ranks,
-                "tp_rank": 0,
-                "num_tp_ranks": profile.num_tp_ranks,
-                "scoring_func": moe.ScoringFunc.from_str(profile.scoring_func),
-                "mask": mask,
-                **routing,
-                **physical,
-            },
-        )
+        num_logical = profile.num_experts + num_shared
+        copies = _empty(num_logical, 1 + profile.num_extra_experts, dtype=torch.int32)
+        physical = {"to_physical_map": copies, "logical_count": _empty(num_logical, dtype=torch.int32)}
+    same_names = ("num_topk", "num_topk_groups", "num_groups", "num_ep_ranks", "num_tp_ranks")
+    sizes = {name: getattr(profile, name) for name in same_names}
+    shared = {"use_shared_as_routed": num_shared > 0, "num_shared_experts": num_shared}
+    fixed_values = {"routed_scaling_factor": 1.0, "ep_rank": 0, "tp_rank": 0, "scoring_func": profile.scoring_func}
+    arguments = {"logits": logits, "bias": bias, **sizes, **shared, **fixed_values, "mask": mask, **physical}
+    for routing in [{}, *fixed] if profile.fixed_routing else [{}]:
+        yield moe.top2_sum_gate, {**arguments, **routing}
 
 
 def _indices(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -214,8 +194,7 @@ def _training(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield moe.aux_fi, {"topk_idx": idx, "num_experts": num_experts, "num_aux_topk": num_topk}
         for logits_dtype in profile.logits:
             logits = _empty(num_tokens, num_experts, dtype=_dtype(logits_dtype))
-            scoring_func = moe.ScoringFunc.from_str(profile.scoring_func)
-            gate = {"logits": logits, "topk_idx": idx, "scoring_func": scoring_func}
+            gate = {"logits": logits, "topk_idx": idx, "scoring_func": profile.scoring_func}
             yield moe.gate_weights_bwd, {"grad_weights": weights, **gate}
     for maps, dtype in product(_maps(profile, num_tokens), profile.combine):
         rows = _empty(maps["pos_to_expert"].shape[0], profile.hidden, dtype=_dtype(dtype))

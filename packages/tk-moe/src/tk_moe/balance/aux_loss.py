@@ -36,7 +36,7 @@ from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
+from tk_core.views import launch_aligned
 
 MAX_EXPERTS = 1024
 MAX_TOKENS = 2**30  # so that no index on the way overflows an int32
@@ -66,10 +66,8 @@ def _aux_loss_parts_kernel(num_experts: int, arch: Arch) -> Any:
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=32 * _BLOCK_TOKENS) as block:
             first = block * _BLOCK_TOKENS
-            values = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
-            factors = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
-            sums = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
-            dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
+            values, factors = (T.alloc_fragment((_BLOCK_TOKENS, tile), "float32") for _ in range(2))
+            sums, dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32"), T.alloc_fragment((_BLOCK_TOKENS,), "float32")
             load_and_sum(scores, fi, first, (values, factors), sums, dots)
             for t in T.Parallel(_BLOCK_TOKENS):
                 if first + t < num_tokens:  # a division of the zeros beyond would take longer
@@ -95,12 +93,8 @@ def _aux_loss_sum_kernel(arch: Arch) -> Any:
             warp_sums = T.alloc_fragment((_SUM_THREADS // 32,), "float32")
             shared_sums = T.alloc_shared((_SUM_THREADS // 32,), "float32")
             total = T.alloc_var("float32")
-            T.annotate_layout(
-                {
-                    values: T.Fragment(values.shape, forward_fn=lambda i, s: (s, i)),
-                    thread_sums: T.Fragment(thread_sums.shape, forward_fn=lambda s: (s, 0)),
-                }
-            )
+            T.annotate_layout({values: T.Fragment(values.shape, forward_fn=lambda i, s: (s, i))})
+            T.annotate_layout({thread_sums: T.Fragment(thread_sums.shape, forward_fn=lambda s: (s, 0))})
             T.clear(thread_sums)
             for batch in T.serial(T.ceildiv(num_tokens, _PARTS_IN_FLIGHT * _SUM_THREADS)):
                 for i, s in T.Parallel(_PARTS_IN_FLIGHT, _SUM_THREADS):
@@ -139,10 +133,8 @@ def _aux_loss_bwd_kernel(num_experts: int, arch: Arch) -> Any:
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=32 * _BLOCK_TOKENS) as block:
             first = block * _BLOCK_TOKENS
-            values = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
-            factors = T.alloc_fragment((_BLOCK_TOKENS, tile), "float32")
-            sums = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
-            dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32")
+            values, factors = (T.alloc_fragment((_BLOCK_TOKENS, tile), "float32") for _ in range(2))
+            sums, dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32"), T.alloc_fragment((_BLOCK_TOKENS,), "float32")
             scale = T.alloc_var("float32")
             scale = grad_loss[0] * (alpha / T.cast(num_tokens, "float32"))
             load_and_sum(scores, fi, first, (values, factors), sums, dots)
@@ -165,7 +157,7 @@ def _aux_loss_out(scores: Tensor, fi: Tensor, alpha: float, loss: Tensor) -> Non
         return
     arch = get_arch(scores.device)
     parts = new_workspace(scores, (num_tokens,))
-    _aux_loss_parts_kernel(num_experts, arch)(aligned(scores), aligned(fi), parts)
+    launch_aligned(_aux_loss_parts_kernel(num_experts, arch), scores, fi, parts, outputs=(parts,))
     _aux_loss_sum_kernel(arch)(parts, alpha, loss.view(1))
 
 
@@ -176,11 +168,8 @@ def _aux_loss_bwd_out(scores: Tensor, fi: Tensor, grad_loss: Tensor, alpha: floa
     if num_tokens == 0:
         return
     arch = get_arch(scores.device)
-    written = aligned(grad_scores)
     backward = _aux_loss_bwd_kernel(num_experts, arch)
-    backward(aligned(scores), aligned(fi), grad_loss.view(1), alpha, written)
-    if written is not grad_scores:
-        grad_scores.copy_(written)
+    launch_aligned(backward, scores, fi, grad_loss.view(1), alpha, grad_scores, outputs=(grad_scores,))
 
 
 def _check_arguments(scores: Tensor, fi: Tensor, alpha: float) -> None:

@@ -58,13 +58,7 @@ class GroupCountConfig:
 
 # Blocks write into each other's shared memory, which TileLang does not see: so barriers are written out, and no memory
 # is reused.
-@kernel(
-    pass_configs={
-        **DIRECT_COPIES,
-        "tl.disable_thread_storage_sync": True,
-        "tl.disable_shared_memory_reuse": True,
-    }
-)
+@kernel(pass_configs={**DIRECT_COPIES, "tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True})
 def _group_count_kernel(
     num_groups: int, idx_dtype: torch.dtype, as_fi: bool, config: GroupCountConfig, arch: Arch
 ) -> Any:
@@ -113,9 +107,8 @@ def _group_count_kernel(
                 if block * share + i < num_groups:
                     if as_fi:
                         # A long product, as num_tokens · num_topk · num_groups may take more than 31 bits.
-                        out[block * share + i] = T.cast(T.cast(total, "int64") * num_groups, "float32") / T.cast(
-                            T.cast(num_tokens, "int64") * num_aux_topk, "float32"
-                        )
+                        num_pairs = T.cast(T.cast(num_tokens, "int64") * num_aux_topk, "float32")
+                        out[block * share + i] = T.cast(T.cast(total, "int64") * num_groups, "float32") / num_pairs
                     else:
                         out[block * share + i] = total
 

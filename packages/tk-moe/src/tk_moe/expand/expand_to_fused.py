@@ -40,9 +40,7 @@ from tk_moe.lib.check_maps import check_each_once, check_experts, check_position
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
 from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, transpose_factors_kernel, vector_of
 
-_E2M1_DTYPES = tuple(
-    getattr(torch, name) for name in ("int8", "uint8", "float4_e2m1fn_x2") if hasattr(torch, name)
-)  # two FP4 codes a byte
+_E2M1_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)  # two FP4 codes a byte
 _QUANTIZED_DTYPES = (torch.float8_e4m3fn, *_E2M1_DTYPES)
 
 # Dtypes that a kernel takes as they are; a row of any other is the same bytes under the carrier of its width.
@@ -57,56 +55,42 @@ def _as_carrier(x: Tensor) -> Tensor:
     return x if x.dtype in _NATIVE_DTYPES else x.view(_CARRIERS[x.dtype.itemsize])
 
 
-@op("tk_moe::expand_to_fused_out", mutates=("out",), reference="expand_to_fused")
-def _expand_to_fused_out(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, out: Tensor) -> None:
-    """Launch."""
-    if out.numel() == 0:
-        return
-    arch = get_arch(x.device)
-    x, written = aligned(_as_carrier(x)), aligned(_as_carrier(out))
-    (num_tokens, num_topk), cols = token_topk_to_pos.shape, x.shape[1]
-    bulk = None
-    if BulkConfig.pays(num_tokens, num_topk, out.shape[0]):
-        bulk = BulkConfig.best(cols * x.itemsize, arch)
-    if bulk is not None:
-        num_blocks, pieces_per_block = bulk.deal(num_tokens, get_device_num_sms(x.device))
-        expand_in_bulk = expand_bulk_kernel(cols, num_topk, x.dtype, bulk, arch)
-        expand_in_bulk(x, token_topk_to_pos, pos_to_expert, written, num_blocks, pieces_per_block)
-    else:
-        config = ExpandConfig.best(cols // vector_of(cols, x.itemsize), False, arch)
-        expand = expand_kernel(cols, num_topk, x.dtype, 0, None, config, arch)
-        expand(x, token_topk_to_pos, pos_to_expert, written, ExpandConfig.num_blocks(num_tokens, out.shape[0]))
-    if written.data_ptr() != out.data_ptr():
-        out.view(written.dtype).copy_(written)
-
-
-def _expand_with_sf_reference(
-    x: Tensor, sf: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor
-) -> tuple[Tensor, Tensor]:
+def _expand_reference(
+    x: Tensor, sf: Tensor | None, token_topk_to_pos: Tensor, pos_to_expert: Tensor
+) -> tuple[Tensor | None, ...]:
     from tk_moe.reference.expand.expand_to_fused import expand_to_fused
 
-    return tuple(expand_to_fused(rows, token_topk_to_pos, pos_to_expert) for rows in (x, sf))
+    return tuple(None if t is None else expand_to_fused(t, token_topk_to_pos, pos_to_expert) for t in (x, sf))
 
 
-@op("tk_moe::expand_to_fused_with_sf_out", mutates=("out", "out_sf"), reference=_expand_with_sf_reference)
-def _expand_to_fused_with_sf_out(
-    x: Tensor, sf: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, out: Tensor, out_sf: Tensor
+@op("tk_moe::expand_to_fused_out", mutates=("out", "out_sf"), reference=_expand_reference)
+def _expand_to_fused_out(
+    x: Tensor, sf: Tensor | None, token_topk_to_pos: Tensor, pos_to_expert: Tensor, out: Tensor, out_sf: Tensor | None
 ) -> None:
     """Launch."""
     if out.numel() == 0:
         return
     arch = get_arch(x.device)
     x, written = aligned(_as_carrier(x)), aligned(_as_carrier(out))
-    (num_tokens, num_topk), cols, sf_cols = token_topk_to_pos.shape, x.shape[1], sf.shape[1]
-    config = ExpandConfig.best(cols // vector_of(cols, x.itemsize), True, arch)
-    num_blocks = ExpandConfig.num_blocks(num_tokens, out.shape[0])
-    # Rows of up to 8 factors are not worth a second launch.
-    is_transposed = sf_cols > 8 and out_sf.stride(0) == 1
-    sf_rows = new_workspace(sf, (out.shape[0], sf_cols)) if is_transposed else out_sf
-    expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, config, arch)
-    expand(x, token_topk_to_pos, pos_to_expert, written, num_blocks, aligned(sf), sf_rows)
-    if is_transposed:
-        transpose_factors_kernel(sf_cols, sf.dtype, arch)(sf_rows, out_sf)
+    (num_tokens, num_topk), cols, num_rows = token_topk_to_pos.shape, x.shape[1], out.shape[0]
+    tensors = x, token_topk_to_pos, pos_to_expert, written
+    config = ExpandConfig.best(cols // vector_of(cols, x.itemsize), sf is not None, arch)
+    num_blocks = ExpandConfig.num_blocks(num_tokens, num_rows)
+    bulk = BulkConfig.best(cols * x.itemsize, arch) if BulkConfig.pays(num_tokens, num_topk, num_rows) else None
+    if sf is not None:
+        sf_cols = sf.shape[1]
+        # Rows of up to 8 factors are not worth a second launch.
+        is_transposed = sf_cols > 8 and out_sf.stride(0) == 1
+        sf_rows = new_workspace(sf, (num_rows, sf_cols)) if is_transposed else out_sf
+        expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, config, arch)
+        expand(*tensors, num_blocks, aligned(sf), sf_rows)
+        if is_transposed:
+            transpose_factors_kernel(sf_cols, sf.dtype, arch)(sf_rows, out_sf)
+    elif bulk is not None:
+        shares = bulk.deal(num_tokens, get_device_num_sms(x.device))
+        expand_bulk_kernel(cols, num_topk, x.dtype, bulk, arch)(*tensors, *shares)
+    else:
+        expand_kernel(cols, num_topk, x.dtype, 0, None, config, arch)(*tensors, num_blocks)
     if written.data_ptr() != out.data_ptr():
         out.view(written.dtype).copy_(written)
 
@@ -137,7 +121,7 @@ def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor)
     check_positions(token_topk_to_pos, num_tokens, num_expanded_tokens, device)
     check_each_once(token_topk_to_pos, pos_to_expert)
     out = x.new_empty((num_expanded_tokens, hidden))
-    _expand_to_fused_out(x, token_topk_to_pos, pos_to_expert, out)
+    _expand_to_fused_out(x, None, token_topk_to_pos, pos_to_expert, out, None)
     return out
 
 
@@ -177,19 +161,10 @@ def expand_to_fused_with_sf(
     hidden = cols if data.dtype is torch.float8_e4m3fn else 2 * cols
     num_sf = ceil_div(hidden, num_per_channels)
     packed = getattr(sf, "dtype", None) is torch.int32
-    check.tensor(
-        "x[1]",
-        sf,
-        (torch.float32, torch.int32),
-        (num_tokens, ceil_div(num_sf, 4) if packed else num_sf),
-        device=device,
-    )
-    check.require(
-        use_tma_aligned_col_major_sf or not packed,
-        "use_tma_aligned_col_major_sf",
-        "True, since x[1] is packed UE8M0",
-        use_tma_aligned_col_major_sf,
-    )
+    sf_shape = num_tokens, ceil_div(num_sf, 4) if packed else num_sf
+    check.tensor("x[1]", sf, (torch.float32, torch.int32), sf_shape, device=device)
+    is_allowed = use_tma_aligned_col_major_sf or not packed
+    check.require(is_allowed, "use_tma_aligned_col_major_sf", "True, since x[1] is packed UE8M0", False)
     num_expanded_tokens = check_experts(pos_to_expert, device)
     check_positions(token_topk_to_pos, num_tokens, num_expanded_tokens, device)
     check_each_once(token_topk_to_pos, pos_to_expert)
@@ -198,5 +173,5 @@ def expand_to_fused_with_sf(
         layout = ScaleLayout.PACKED_UE8M0 if packed else ScaleLayout.COL_MAJOR
     out = data.new_empty((num_expanded_tokens, cols))
     out_sf = empty_scales(data, num_expanded_tokens, num_sf, layout)
-    _expand_to_fused_with_sf_out(data, sf, token_topk_to_pos, pos_to_expert, out, out_sf)
+    _expand_to_fused_out(data, sf, token_topk_to_pos, pos_to_expert, out, out_sf)
     return out, out_sf

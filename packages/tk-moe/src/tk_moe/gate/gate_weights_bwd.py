@@ -55,17 +55,9 @@ def _gate_weights_bwd_kernel(
     num_tokens = T.dynamic("num_tokens")
 
     @T.macro
-    def store_row(grad_logits: T.Buffer, token: T.int32, lane: T.int32, values: T.Buffer) -> None:
-        for c in T.unroll(chunks):
-            if (c * 32 + lane) * vector < num_experts:
-                for v in T.vectorized(vector):
-                    grad_logits[token, (c * 32 + lane) * vector + v] = values[c * vector + v]
-
-    @T.macro
     def subtract_mean(grad: T.Buffer, weight: T.float32) -> None:
         # Σ over the slots j of (grad - grad[j]) · weight[j]; the weights add up to 1.
-        difference = T.alloc_var("float32")
-        total = T.alloc_var("float32")
+        difference, total = T.alloc_var("float32"), T.alloc_var("float32")
         total = T.float32(0)
         for k in T.unroll(num_topk):
             difference = grad[0] - T.shfl_sync(grad[0], k)
@@ -76,8 +68,7 @@ def _gate_weights_bwd_kernel(
     def add_up(grad: T.Buffer, expert: T.int32, lane: T.int32) -> None:
         # Slots with the same expert get their sum, in the order of the slots.
         peers = T.alloc_var("uint32")
-        term = T.alloc_var("float32")
-        total = T.alloc_var("float32")
+        term, total = T.alloc_var("float32"), T.alloc_var("float32")
         peers = T.match_any_sync(expert)  # occupies the whole SM for 2 cycles per distinct value
         if T.any_sync(T.And(expert >= 0, peers != T.uint32(1) << T.cast(lane, "uint32"))) != 0:
             total = T.float32(0)
@@ -105,9 +96,7 @@ def _gate_weights_bwd_kernel(
                 sums = T.alloc_local((2,), "float32")
                 grad = T.alloc_local((1,), "float32")
                 expert = T.alloc_var("int32")
-                logit = T.alloc_var("float32")
-                value = T.alloc_var("float32")
-                inner = T.alloc_var("float32")
+                logit, value, inner = (T.alloc_var("float32") for _ in range(3))
                 if is_softmax:
                     load_logits(logits, num_experts, vector, vector, token, lane, x)
                 expert = -1
@@ -144,7 +133,10 @@ def _gate_weights_bwd_kernel(
                 else:
                     for j in T.unroll(per_lane):
                         row[j] = T.cast(T.float32(0), dtype)
-                store_row(grad_logits, token, lane, row)
+                for c in T.unroll(chunks):
+                    if (c * 32 + lane) * vector < num_experts:
+                        for v in T.vectorized(vector):
+                            grad_logits[token, (c * 32 + lane) * vector + v] = row[c * vector + v]
                 add_up(grad, expert, lane)
                 # The row is written before the slots' elements.
                 T.sync_warp()
@@ -225,7 +217,6 @@ def gate_weights_bwd(
     check.flag("renormalize", renormalize)
     check.number("routed_scaling_factor", routed_scaling_factor)
     grad_logits = logits.new_empty((num_tokens, num_experts))
-    _gate_weights_bwd_out(
-        grad_weights, logits, topk_idx, int(scoring_func), renormalize, float(routed_scaling_factor), grad_logits
-    )
+    options = int(scoring_func), renormalize, float(routed_scaling_factor)
+    _gate_weights_bwd_out(grad_weights, logits, topk_idx, *options, grad_logits)
     return grad_logits

@@ -47,8 +47,7 @@ def _check_table(token_ids: Tensor, table: Tensor, num_experts: int) -> None:
     """With TK_DEBUG: raise if the table lacks a token's id or has an expert that does not exist."""
     low, high = (int(x) for x in token_ids.aminmax())
     check.require(low >= 0 and high < table.shape[0], "token_ids", f"0 to {table.shape[0] - 1}", (low, high))
-    largest = int(table.max())
-    check.require(largest < num_experts, "table", f"experts below {num_experts}", largest)
+    check.below("table", table, num_experts, f"experts below {num_experts}")
 
 
 @replayable
@@ -100,8 +99,6 @@ def hash_gate(
         _check_table(token_ids, table, num_experts)
     topk_idx = logits.new_empty((num_tokens, num_topk), dtype=idx_dtype)
     topk_weights = logits.new_empty((num_tokens, num_topk), dtype=torch.float32)
-    _hash_gate_out(
-        *(token_ids, table, logits, mask, int(scoring_func), renormalize, float(routed_scaling_factor)),
-        *(topk_idx, topk_weights),
-    )
+    options = int(scoring_func), renormalize, float(routed_scaling_factor)
+    _hash_gate_out(token_ids, table, logits, mask, *options, topk_idx, topk_weights)
     return topk_idx, topk_weights

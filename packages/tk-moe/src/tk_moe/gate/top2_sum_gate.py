@@ -70,23 +70,13 @@ def _top2_sum_gate_out(
     num_topk, num_topk_groups, num_groups, num_shared = sizes
     ep_rank, num_ep_ranks, tp_rank, num_tp_ranks = ranks
     num_copies = 0 if to_physical_map is None else to_physical_map.shape[1]
-    routing = Routing(
-        num_topk,
-        num_topk_groups if num_groups != num_topk_groups else 1,
-        num_groups if num_groups != num_topk_groups else 1,
-        num_shared,
-        ScoringFunc(scoring_func),
-        mask is not None,
-        fix_routing_mask is not None,
-        unmapped_topk_idx is not None,
-        num_copies,
-        (num_experts + max(num_copies - 1, 0)) // num_ep_ranks if num_tp_ranks > 1 else 0,
-        num_tp_ranks,
-    )
-    config = GateConfig.best(arch)
-    gate = top2_sum_gate_kernel(
-        num_experts, routing, check.row_alignment(logits), check.row_alignment(bias), config, arch
-    )
+    groups = (num_topk_groups, num_groups) if num_groups != num_topk_groups else (1, 1)
+    given = (x is not None for x in (mask, fix_routing_mask, unmapped_topk_idx))
+    per_rank = (num_experts + max(num_copies - 1, 0)) // num_ep_ranks if num_tp_ranks > 1 else 0
+    func = ScoringFunc(scoring_func)
+    routing = Routing(num_topk, *groups, num_shared, func, *given, num_copies, per_rank, num_tp_ranks)
+    alignments = check.row_alignment(logits), check.row_alignment(bias)
+    gate = top2_sum_gate_kernel(num_experts, routing, *alignments, GateConfig.best(arch), arch)
     gate(
         *(logits, bias, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
         *(topk_idx, topk_weights, routed_scaling_factor, ep_rank, tp_rank),
@@ -102,16 +92,13 @@ def _check_routing(
     num_extra: int,
     scoring_func: ScoringFunc,
 ) -> None:
-    check.require(
-        scoring_func != ScoringFunc.IDENTITY, "scoring_func", "sigmoid, sqrtsoftplus or softmax", str(scoring_func)
-    )
+    is_known = scoring_func != ScoringFunc.IDENTITY
+    check.require(is_known, "scoring_func", "sigmoid, sqrtsoftplus or softmax", str(scoring_func))
     check.in_range("num_topk", num_topk, 1, min(num_experts, MAX_SLOTS - num_shared))
     check.in_range("num_groups", num_groups, 0, num_experts)
     check.in_range("num_topk_groups", num_topk_groups, 0, num_groups)
     if num_groups:
-        check.require(
-            num_topk_groups > 0, "num_topk_groups", f"1 to {num_groups}, as there are groups", num_topk_groups
-        )
+        check.in_range("num_topk_groups (as there are groups)", num_topk_groups, 1, num_groups)
         check.require(num_experts % num_groups == 0, "num_groups", f"a divisor of {num_experts} experts", num_groups)
     if num_groups != num_topk_groups:
         group_size = num_experts // num_groups
@@ -121,12 +108,8 @@ def _check_routing(
     if num_shared:
         check.multiple_of("num_topk (by num_shared_experts)", num_topk, num_shared)
         check.multiple_of("num_experts (by num_topk / num_shared_experts)", num_experts, num_topk // num_shared)
-        check.require(
-            num_shared <= num_extra,
-            "num_shared_experts",
-            f"at most {num_extra}, the extra physical experts",
-            num_shared,
-        )
+        most = f"at most {num_extra}, the extra physical experts"
+        check.require(num_shared <= num_extra, "num_shared_experts", most, num_shared)
 
 
 def _check_data(
@@ -139,17 +122,13 @@ def _check_data(
     """With TK_DEBUG: raise for an index or a count out of range."""
     if fix_routing_mask is not None and unmapped_topk_idx is not None:
         given = unmapped_topk_idx[fix_routing_mask]
-        if given.numel():
-            check.require(
-                int(given.max()) < num_experts, "unmapped_topk_idx", f"experts below {num_experts}", int(given.max())
-            )
+        check.below("unmapped_topk_idx", given, num_experts, f"experts below {num_experts}")
     if to_physical_map is not None and logical_count is not None:
         num_copies = to_physical_map.shape[1]
         low, high = int(logical_count.min()), int(logical_count.max())
         check.require(low >= 1 and high <= num_copies, "logical_count", f"1 to {num_copies}", (low, high))
-        high = int(to_physical_map.max())
         num_physical = num_experts + num_copies - 1
-        check.require(high < num_physical, "to_physical_map", f"experts below {num_physical}", high)
+        check.below("to_physical_map", to_physical_map, num_physical, f"experts below {num_physical}")
 
 
 @replayable
@@ -231,10 +210,8 @@ def top2_sum_gate(
     check.number("routed_scaling_factor", routed_scaling_factor)
     num_extra = 0
     if to_physical_map is not None:
-        shape = check.tensor(
-            "to_physical_map", to_physical_map, (torch.int32,), (num_experts + num_shared, "1 + X"), device=device
-        )
-        num_extra = shape[1] - 1
+        shape = num_experts + num_shared, "1 + X"
+        num_extra = check.tensor("to_physical_map", to_physical_map, (torch.int32,), shape, device=device)[1] - 1
         check.in_range("X (columns of to_physical_map - 1)", num_extra, 0, MAX_EXTRA_EXPERTS)
         check.require(logical_count is not None, "logical_count", "a tensor beside to_physical_map", logical_count)
     if logical_count is not None:
@@ -250,19 +227,13 @@ def top2_sum_gate(
         if tokens is not None:
             check.tensor(name, tokens, (torch.bool,), (num_tokens,), device=device)
     if unmapped_topk_idx is not None:
-        check.tensor(
-            *("unmapped_topk_idx", unmapped_topk_idx, (torch.int64,), (num_tokens, num_topk)),
-            layout="rows",
-            device=device,
-        )
-        check.require(
-            num_tokens < 2 or unmapped_topk_idx.stride(0) >= num_topk,
-            *("unmapped_topk_idx", "rows that do not overlap", unmapped_topk_idx.stride()),
-        )
-    check.require(
-        fix_routing_mask is None or unmapped_topk_idx is not None,
-        *("unmapped_topk_idx", "a tensor beside fix_routing_mask", unmapped_topk_idx),
-    )
+        what = "unmapped_topk_idx", unmapped_topk_idx
+        check.tensor(*what, (torch.int64,), (num_tokens, num_topk), layout="rows", device=device)
+        strides = unmapped_topk_idx.stride()
+        is_apart = num_tokens < 2 or strides[0] >= num_topk
+        check.require(is_apart, "unmapped_topk_idx", "rows that do not overlap", strides)
+    is_given = fix_routing_mask is None or unmapped_topk_idx is not None
+    check.require(is_given, "unmapped_topk_idx", "a tensor beside fix_routing_mask", unmapped_topk_idx)
     if check.reads_data(logits):
         _check_data(num_experts, fix_routing_mask, unmapped_topk_idx, to_physical_map, logical_count)
     topk_idx = logits.new_empty((num_tokens, num_topk + num_shared), dtype=torch.int64)

@@ -90,7 +90,6 @@ def topk_gate_with_weights(
     check_gate_options(renormalize, routed_scaling_factor, mask, idx_dtype, logits)
     topk_idx = logits.new_empty((num_tokens, num_topk), dtype=idx_dtype)
     topk_weights = logits.new_empty((num_tokens, num_topk), dtype=torch.float32)
-    _topk_gate_with_weights_out(
-        *(logits, bias, mask, int(scoring_func), renormalize, float(routed_scaling_factor), topk_idx, topk_weights)
-    )
+    options = int(scoring_func), renormalize, float(routed_scaling_factor)
+    _topk_gate_with_weights_out(logits, bias, mask, *options, topk_idx, topk_weights)
     return topk_idx, topk_weights

@@ -63,17 +63,15 @@ def _topk_sum_kernel(
                 values = T.alloc_local((per_lane,), "float32")
                 keys = T.alloc_local((per_lane,), "int32")
                 best = T.alloc_local((3,), "int32")
-                key = T.alloc_local((1,), "int32")
-                place = T.alloc_local((1,), "int32")
+                key, place = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
                 if group < num_groups:
                     for c in T.unroll(per_lane // vector):
                         if first + c * vector < group_size:
                             for v in T.vectorized(vector):
                                 values[c * vector + v] = scores[token, group, first + c * vector + v]
                 for j in T.unroll(per_lane):
-                    keys[j] = T.if_then_else(
-                        first + j < group_size, selection.sort_key(values[j]), T.int32(selection.NO_KEY)
-                    )
+                    is_expert = first + j < group_size
+                    keys[j] = T.if_then_else(is_expert, selection.sort_key(values[j]), T.int32(selection.NO_KEY))
                 selection.best_three(keys, best)
                 selection.group_key(best, lanes, num_topk_sum, key)
                 selection.group_place(key, num_groups, lane, place)
@@ -114,9 +112,8 @@ def topk_sum_and_topk_group_idx(scores: Tensor, num_topk_sum: int, num_topk_grou
         TypeError: scores is not a float32 tensor, or a number is not an int.
         ValueError: scores has another shape or is not contiguous, or a size is out of range.
     """
-    num_tokens, num_groups, group_size = check.tensor(
-        "scores", scores, (torch.float32,), ("num_tokens", "num_groups", "num_experts_per_group")
-    )
+    shape = "num_tokens", "num_groups", "num_experts_per_group"
+    num_tokens, num_groups, group_size = check.tensor("scores", scores, (torch.float32,), shape)
     check.in_range("num_groups (dimension 1 of scores)", num_groups, 1, MAX_GROUPS)
     check.in_range("num_experts_per_group (dimension 2 of scores)", group_size, 1, MAX_EXPERTS // num_groups)
     check.in_range("num_topk_sum", num_topk_sum, 1, min(2, group_size))

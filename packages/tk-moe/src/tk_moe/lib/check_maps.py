@@ -10,12 +10,11 @@ def check_positions(
     token_topk_to_pos: Tensor, num_tokens: int | str, num_expanded_tokens: int, device: torch.device
 ) -> torch.Size:
     """Check int32 (num_tokens, num_topk) positions; their shape. With TK_DEBUG, one past the last row is an error."""
-    shape = check.tensor(
-        "token_topk_to_pos", token_topk_to_pos, (torch.int32,), (num_tokens, "num_topk"), device=device
-    )
+    expected = num_tokens, "num_topk"
+    shape = check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), expected, device=device)
     check.require(shape[1] >= 1, "token_topk_to_pos", "at least one slot a token", shape[1])
-    expected = f"positions below {num_expanded_tokens}"
-    check.below("token_topk_to_pos", token_topk_to_pos, num_expanded_tokens, expected)
+    below = f"positions below {num_expanded_tokens}"
+    check.below("token_topk_to_pos", token_topk_to_pos, num_expanded_tokens, below)
     return shape
 
 
@@ -30,10 +29,8 @@ def check_each_once(token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> None:
         return
     num_expanded_tokens = pos_to_expert.shape[0]
     positions = token_topk_to_pos[token_topk_to_pos >= 0].long()
-    high = int(positions.max()) if positions.numel() else -1
-    check.require(high < num_expanded_tokens, "token_topk_to_pos", f"positions below {num_expanded_tokens}", high)
+    check.below("token_topk_to_pos", positions, num_expanded_tokens, f"positions below {num_expanded_tokens}")
     wrong = torch.bincount(positions, minlength=num_expanded_tokens) != (pos_to_expert >= 0)
     where = wrong.nonzero().flatten()[:4].tolist()
-    check.require(
-        not where, "token_topk_to_pos", "each row with pos_to_expert >= 0 once and no other", f"else at rows {where}"
-    )
+    expected = "each row with pos_to_expert >= 0 once and no other"
+    check.require(not where, "token_topk_to_pos", expected, f"else at rows {where}")

@@ -89,12 +89,8 @@ def expand_kernel(
             factors = T.alloc_fragment((block_sf,), factor_dtype)
             experts = T.alloc_fragment((config.max_padding_rows,), "int32")
             shared_experts = T.alloc_shared((config.max_padding_rows,), "int32")
-            T.annotate_layout(
-                {
-                    channels: vectors_of_threads(channels.shape, vector, threads),
-                    factors: vectors_of_threads(factors.shape, 1, threads),
-                }
-            )
+            T.annotate_layout({channels: vectors_of_threads(channels.shape, vector, threads)})
+            T.annotate_layout({factors: vectors_of_threads(factors.shape, 1, threads)})
             load_experts(pos_to_expert, block, num_blocks, experts)
             if block < num_tokens:
                 load_positions(token_topk_to_pos, block, num_expanded_tokens, pos)

@@ -98,8 +98,7 @@ def gate_kernel(
 
     @T.macro
     def select(x: T.Buffer, bias: T.Buffer, lane: T.int32, chosen: T.Buffer) -> None:
-        shift = T.alloc_local((per_lane,), "float32")
-        ranks = T.alloc_local((per_lane,), "float32")
+        shift, ranks = T.alloc_local((per_lane,), "float32"), T.alloc_local((per_lane,), "float32")
         keys = T.alloc_local((per_lane,), "int32")
         if has_bias:
             for c in T.unroll(per_lane // bias_vector):

@@ -31,6 +31,7 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align
+from tk_moe.device.async_copy import bulk_store_to_cluster
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,7 @@ def mapping_kernel(
 
             ranks = T.alloc_shared((warps * num_experts,), "uint16")
             masks = T.alloc_shared((warps * num_experts if in_memory else 4,), "uint32")
-            items = T.alloc_shared((config.room,), "int32")
-            sorted_items = T.alloc_shared((config.room,), "int32")
+            items, sorted_items = T.alloc_shared((config.room,), "int32"), T.alloc_shared((config.room,), "int32")
             counts = T.alloc_shared((2, num_experts), "int32")
             chunk_count = T.alloc_shared((row,), "uint16")
             chunk_counts = T.alloc_shared((max(cluster_size, 1), row), "uint16")
@@ -220,7 +220,9 @@ def mapping_kernel(
                     chunk_count[thread] = T.cast(total, "uint16")
                 T.sync_threads()
                 T.cluster_wait()  # until all blocks have started and their shared memory can be written
-                steps.exchange_counts(chunk_count, chunk_counts, arrived, rank)
+                if thread % 32 == 0 and thread // 32 < cluster_size:  # warp b sends the counts to block b
+                    there, here = T.access_ptr(chunk_counts[rank, 0], "w"), T.access_ptr(chunk_count[0], "r")
+                    bulk_store_to_cluster(there, here, thread // 32, 2 * row, arrived[0])
             if cluster_size == 0:
                 steps.add_block_counts(block_counts, block, num_blocks, threads, counts)
 
@@ -231,7 +233,12 @@ def mapping_kernel(
             if cluster_size > 1:
                 T.mbarrier_wait_parity(arrived, 0)
                 if thread < num_experts:
-                    steps.add_cluster_counts(chunk_counts, rank, thread, prefix, total)
+                    total = 0
+                    for other in T.unroll(cluster_size):
+                        counted = T.alloc_var("int32")
+                        counted = T.cast(chunk_counts[other, thread], "int32")
+                        total = total + counted
+                        prefix = prefix + T.if_then_else(other < rank, counted, 0)
             if cluster_size == 0 and thread < num_experts:
                 prefix = counts[0, thread]
                 total = counts[1, thread]

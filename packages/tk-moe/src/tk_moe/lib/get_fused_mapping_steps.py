@@ -11,7 +11,6 @@ import tilelang.language as T
 
 from tk_core.device.bits import atomic_or_u32, warp_sum_u32
 from tk_core.math import ceil_div
-from tk_moe.device.async_copy import bulk_store_to_cluster
 
 EXPERT_BITS = 10
 """For at most 1024 experts."""
@@ -45,15 +44,6 @@ def count_chunk(pairs: T.Buffer, begin: Any, size: Any, part: Any, counts: T.Buf
             if indices[u] >= 0 and indices[u] < counts.shape[1]:
                 after = T.if_then_else((batch * rounds + u) * threads + thread < part, 0, 1)
                 T.atomic_add(counts[after, T.cast(indices[u], "int32")], 1)
-
-
-@T.macro
-def exchange_counts(chunk_count: T.Buffer, chunk_counts: T.Buffer, arrived: T.Buffer, rank: Any) -> None:
-    """Send a chunk's uint16 counts to the cluster's blocks, warp b to block b, whose barrier waits for them."""
-    warp, lane = T.get_thread_binding() // 32, T.get_thread_binding() % 32
-    if lane == 0 and warp < chunk_counts.shape[0]:
-        there, here = T.access_ptr(chunk_counts[rank, 0], "w"), T.access_ptr(chunk_count[0], "r")
-        bulk_store_to_cluster(there, here, warp, 2 * chunk_count.shape[0], arrived[0])
 
 
 @T.macro
@@ -157,17 +147,6 @@ def _scan(warp_sums: T.Buffer, sums: T.Buffer, all_sums: T.Buffer) -> None:
 
 
 @T.macro
-def add_cluster_counts(chunk_counts: T.Buffer, rank: Any, expert: Any, prefix: T.Ref, total: T.Ref) -> None:
-    """Sums of what the cluster's blocks sent: over all blocks into total, those before this one are added to prefix."""
-    total = 0
-    for other in T.unroll(chunk_counts.shape[0]):
-        counted = T.alloc_var("int32")
-        counted = T.cast(chunk_counts[other, expert], "int32")
-        total = total + counted
-        prefix = prefix + T.if_then_else(other < rank, counted, 0)
-
-
-@T.macro
 def locate_segments(
     alignment: Any,
     block: Any,
@@ -246,9 +225,7 @@ def sort_run(
         index = T.alloc_var("int32")
         index = run + j * 32 + lane
         if index < size:
-            item = T.alloc_var("int32")
-            offset = T.alloc_var("int32")
-            expert = T.alloc_var("int32")
+            item, offset, expert = (T.alloc_var("int32") for _ in range(3))
             item = items[index]
             pos = -1
             if item >= 0:
@@ -269,8 +246,7 @@ def write_positions(
     pos = T.alloc_var("int32")
     for j in T.unroll(T.ceildiv(count, threads), unroll_factor=2):
         if j * threads + thread < count:
-            item = T.alloc_var("int32")
-            expert = T.alloc_var("int32")
+            item, expert = T.alloc_var("int32"), T.alloc_var("int32")
             item = sorted_items[j * threads + thread]
             expert = item >> PAIR_BITS
             pos = first_pos[expert] + j * threads + thread - first_sorted[expert]

@@ -13,21 +13,13 @@ four times has no fifth key sorted. If either occurs among the chosen experts an
 of 1000 tokens), neighbouring slots are exchanged where their full sort keys are out of order. The choice is right if
 then all slots are in order and exactly num_topk - 1 experts are ahead of the last one. If not (in 1 of 100000 tokens,
 unless many ranks are close), the choice is made again with full keys.
-
-A gate does this with all 32 lanes of the warp active:
-
-    ranks = T.alloc_local((per_lane,), "float32")      # ranks[j] of expert_of(j, lane, vector)
-    chosen = T.alloc_local((1,), "int32")
-    choose_packed(ranks, num_experts, vector, num_topk, lane, chosen)
-
-Then chosen[0] of lane k < num_topk is the expert with the k-th best rank; in other lanes it is unspecified.
 """
 
 import tilelang.language as T
 
 from tk_core.device.bits import byte_perm
 from tk_core.math import align
-from tk_moe.device.selection import take_best
+from tk_moe.device.gates import take_best
 from tk_moe.lib.selection import NO_KEY, expert_of, sort_key
 
 _NONE = -(2**31)  # below the key of any expert
@@ -52,8 +44,7 @@ def choose_packed(
     best = T.alloc_local((4,), "int32")
     tops = T.alloc_local((1 << bits,), "int32")
     right = T.alloc_local((1,), "bool")
-    last = T.alloc_var("int32")
-    above = T.alloc_var("int32")
+    last, above = T.alloc_var("int32"), T.alloc_var("int32")
     is_doubtful = T.alloc_var("bool")
     numbers[0] = T.uint32(bytes_of_lane_0) - T.cast(lane, "uint32") * T.uint32(0x01010101 * vector)
     numbers[1] = numbers[0] - T.uint32(0x80808080)
@@ -98,8 +89,7 @@ def choose_packed(
 @T.macro
 def _sort_four(keys: T.Buffer, start: T.int32, four: T.Buffer) -> None:
     """The keys from `start` on, largest first."""
-    high = T.alloc_local((2,), "int32")
-    low = T.alloc_local((2,), "int32")
+    high, low = T.alloc_local((2,), "int32"), T.alloc_local((2,), "int32")
     for i in T.unroll(2):
         high[i] = T.max(keys[start + 2 * i], keys[start + 2 * i + 1])
         low[i] = T.min(keys[start + 2 * i], keys[start + 2 * i + 1])
@@ -112,8 +102,7 @@ def _sort_four(keys: T.Buffer, start: T.int32, four: T.Buffer) -> None:
 @T.macro
 def _best_four(keys: T.Buffer, best: T.Buffer) -> None:
     """The largest four of a lane's keys, in order; their number is a multiple of 4."""
-    four = T.alloc_local((4,), "int32")
-    best_of_two = T.alloc_local((4,), "int32")
+    four, best_of_two = T.alloc_local((4,), "int32"), T.alloc_local((4,), "int32")
     _sort_four(keys, 0, best)
     for group in T.unroll(1, int(keys.shape[0]) // 4):
         _sort_four(keys, 4 * group, four)
@@ -131,8 +120,7 @@ def _best_four(keys: T.Buffer, best: T.Buffer) -> None:
 @T.macro
 def _exchange(num_topk: int, lane: T.int32, partner: T.int32, key: T.Buffer, chosen: T.Buffer) -> None:
     """Exchange the slots of two lanes where they are out of order."""
-    other_key = T.alloc_var("int32")
-    other = T.alloc_var("int32")
+    other_key, other = T.alloc_var("int32"), T.alloc_var("int32")
     is_behind = T.alloc_var("bool")
     other_key = T.shfl_sync(key[0], partner)
     other = T.shfl_sync(chosen[0], partner)
@@ -148,11 +136,7 @@ def _is_right(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, chosen:
     """Exchange neighbouring slots, and tell whether the choice is right, by full sort keys, or NO_KEY."""
     per_lane = int(keys.shape[0])
     key = T.alloc_local((1,), "int32")
-    winner = T.alloc_var("int32")
-    place = T.alloc_var("int32")
-    other_key = T.alloc_var("int32")
-    other = T.alloc_var("int32")
-    ahead = T.alloc_var("int32")
+    winner, place, other_key, other, ahead = (T.alloc_var("int32") for _ in range(5))
     is_wrong = T.alloc_var("bool")
     winner = chosen[0] // vector % 32
     place = chosen[0] // (32 * vector) * vector + chosen[0] % vector
@@ -180,11 +164,7 @@ def _choose_again(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, cho
     """Choose by full sort keys, with two warp reductions per round."""
     per_lane = int(keys.shape[0])
     given = T.alloc_var("uint32")  # a bit for each key that has won
-    best = T.alloc_var("int32")
-    place = T.alloc_var("int32")
-    expert = T.alloc_var("int32")
-    top = T.alloc_var("int32")
-    winner = T.alloc_var("int32")
+    best, place, expert, top, winner = (T.alloc_var("int32") for _ in range(5))
     given = T.uint32(0)
     for k in T.serial(num_topk):
         best = T.int32(_NONE)

@@ -12,9 +12,7 @@ _COPY_STEP = 23333
 def of_copy(to_physical_map: T.Buffer, logical_count: T.Buffer, token: Any, ep_rank: Any, chosen: T.Buffer) -> None:
     """Replace the expert chosen[0] by its copy for this token."""
     num_mapped, num_copies = to_physical_map.shape
-    expert = T.alloc_var("int32")
-    count = T.alloc_var("int32")
-    copy = T.alloc_var("int32")
+    expert, count, copy = (T.alloc_var("int32") for _ in range(3))
     expert = T.min(chosen[0], num_mapped - 1)
     count = T.max(T.min(logical_count[expert], num_copies), 1)
     # (ep_rank + token * 23333) mod count, computed so that nothing exceeds 2**31.

@@ -21,8 +21,7 @@ def load_and_sum(
     """
     values, factors = tiles
     block_tokens, num_experts = values.shape
-    lane_sums = T.alloc_fragment((block_tokens, 32), "float32")
-    lane_dots = T.alloc_fragment((block_tokens, 32), "float32")
+    lane_sums, lane_dots = (T.alloc_fragment((block_tokens, 32), "float32") for _ in range(2))
     T.annotate_layout({x: experts_of_lanes(x.shape) for x in (values, factors)})
     T.copy(scores[first : first + block_tokens, 0:num_experts], values)
     for t, e in T.Parallel(block_tokens, num_experts):

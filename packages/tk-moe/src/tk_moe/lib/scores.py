@@ -13,7 +13,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tk_moe.device import scoring
+from tk_moe.device.gates import exp
 from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc
 from tk_moe.lib.selection import expert_of, rank_of, sort_key
 
@@ -21,9 +21,9 @@ from tk_moe.lib.selection import expert_of, rank_of, sort_key
 def score(scoring_func: ScoringFunc, x: Any) -> Any:
     """Score of the float32 logit `x`, an expression; for softmax the logit itself, which gives the same ranking."""
     if scoring_func is ScoringFunc.SIGMOID:
-        return T.float32(1) / (T.float32(1) + scoring.exp(-x))
+        return T.float32(1) / (T.float32(1) + exp(-x))
     if scoring_func is ScoringFunc.SQRTSOFTPLUS:
-        return T.sqrt(T.if_then_else(x > T.float32(20), x, T.log1p(scoring.exp(x))))
+        return T.sqrt(T.if_then_else(x > T.float32(20), x, T.log1p(exp(x))))
     return x
 
 
@@ -34,14 +34,14 @@ def slope(scoring_func: ScoringFunc, x: Any, value: Any) -> Any:
     if scoring_func is ScoringFunc.SIGMOID:
         return (T.float32(1) - value) * value
     # Where the score is 0 its slope is too: in the limit it is half the score.
-    e = scoring.exp(x)
+    e = exp(x)
     of_softplus = T.if_then_else(x > T.float32(20), T.float32(1), e / (e + T.float32(1)))
     return T.if_then_else(value == T.float32(0), T.float32(0), of_softplus / (value + value))
 
 
 def softmax_score(x: Any, sums: Any) -> Any:
     """Softmax score of the float32 logit `x`, an expression; `sums` comes from `softmax_sums`."""
-    return scoring.exp(x - sums[0]) / sums[1]
+    return exp(x - sums[0]) / sums[1]
 
 
 def clamped(total: Any) -> Any:
@@ -67,7 +67,7 @@ def softmax_sums(x: T.Buffer, sums: T.Buffer) -> None:
     sums[0] = rank_of(key)
     sums[1] = T.float32(0)
     for j in T.unroll(per_lane):
-        x[j] = scoring.exp(x[j] - sums[0])
+        x[j] = exp(x[j] - sums[0])
         sums[1] = sums[1] + x[j]
     sums[1] = T.warp_reduce_sum(sums[1])
 

@@ -9,20 +9,10 @@ lowest lane has the smallest index. Each lane keeps its best three keys, without
 maximum and one ballot, after which only the winning lane moves on to its next key; a lane that has used up three
 searches its registers. After the rounds, lane k finds the expert of round k's winning key, for all slots in parallel.
 
-A gate does this with all 32 lanes of the warp active (a guard such as `token < num_tokens` is uniform in a warp):
-
-    keys = T.alloc_local((per_lane,), "int32")
-    chosen = T.alloc_local((1,), "int32")
-    for j in T.unroll(per_lane):        # rank: the score, or score + bias, float32
-        keys[j] = T.if_then_else(first + j < num_experts, sort_key(rank[j]), T.int32(NO_KEY))
-    choose(keys, num_topk, lane, first, chosen)
-
-Then chosen[0] of lane k < num_topk is the expert with the k-th best rank, and -1 in the other lanes. What follows works
-on all slots of a token in parallel: lane k stores its index (one coalesced store per token), and computes the unbiased
-score of its expert again from `logits[token, chosen[0]]` (in L1 by now), which is cheaper than carrying scores through
-the selection. Sums over the slots are `T.warp_reduce_sum` of a value that is 0 in the other lanes. The same code also
-serves gates whose experts are given. Kernels that use this need
-`@kernel(pass_configs={"tl.disable_safe_memory_legalize": True})` and guards of their own.
+`choose` is called by all 32 lanes of a warp (a guard such as `token < num_tokens` is uniform in it). Then chosen[0] of
+lane k < num_topk is the expert with the k-th best rank, and the gate works on all slots of a token in parallel: lane k
+stores its index, and computes the unbiased score of its expert again from `logits[token, chosen[0]]` (in L1 by now),
+which is cheaper than carrying scores through the selection.
 
 Groups of experts get `group_lanes(num_groups)` lanes each; `group_key` computes a key from the best one or two ranks.
 """
@@ -86,12 +76,8 @@ def expert_of(j: Any, lane: Any, run_length: int) -> Any:
 def best_three(keys: T.Buffer, best: T.Buffer) -> None:
     """The largest three of a lane's keys, in order, into best int32 (3,); NO_KEY if there are fewer."""
     per_lane = int(keys.shape[0])
-    high = T.alloc_local((2,), "int32")
-    low = T.alloc_local((2,), "int32")
-    a = T.alloc_var("int32")
-    b = T.alloc_var("int32")
-    c = T.alloc_var("int32")
-    d = T.alloc_var("int32")
+    high, low = T.alloc_local((2,), "int32"), T.alloc_local((2,), "int32")
+    a, b, c, d = (T.alloc_var("int32") for _ in range(4))
     for i in T.unroll(3):
         best[i] = T.int32(NO_KEY)
     # Four at a time: the best three of two sorted pairs, then of two sorted triples.
@@ -140,8 +126,7 @@ def _play(
     """A round: lane k records the winner, which moves on to its next key and searches for it if it has to."""
     slot, holders = winners
     top = T.alloc_var("int32")
-    held = T.alloc_var("uint32")
-    this_lane = T.alloc_var("uint32")
+    held, this_lane = T.alloc_var("uint32"), T.alloc_var("uint32")
     not_less = T.alloc_var("int32")
     top = T.warp_reduce_max(best[0])
     held = T.cast(T.ballot_sync(best[0] == top), "uint32")
@@ -183,12 +168,9 @@ def choose_from(
     # The winning key of round `lane`, and the lanes that held it.
     slot = T.alloc_local((1,), "int32")
     holders = T.alloc_local((1,), "uint32")
-    winner = T.alloc_var("int32")
-    above_key = T.alloc_var("int32")
-    above_winner = T.alloc_var("int32")
+    winner, above_key, above_winner = (T.alloc_var("int32") for _ in range(3))
     repeats = T.alloc_var("uint32")
-    earlier = T.alloc_var("int32")
-    found = T.alloc_var("int32")
+    earlier, found = T.alloc_var("int32"), T.alloc_var("int32")
     winners = slot, holders
     wins[0] = 2  # wins before the lane first searches
     slot[0] = T.int32(NO_KEY)
@@ -209,8 +191,7 @@ def choose_from(
         above_key = T.shfl_up(slot[0], 1)
         above_winner = T.shfl_up(winner, 1)
         repeats = T.cast(
-            T.ballot_sync(lane > 0 and lane < num_topk and above_key == slot[0] and above_winner == winner),
-            "uint32",
+            T.ballot_sync(lane > 0 and lane < num_topk and above_key == slot[0] and above_winner == winner), "uint32"
         )
         if T.any_sync(repeats != T.uint32(0) or slot[0] == T.int32(LEAST_KEY)):
             # The number of consecutive repeats up to this lane.
@@ -230,9 +211,7 @@ def group_key(best: T.Buffer, lanes: int, num_topk_sum: int, key: T.Buffer) -> N
 
     The key of a group with too few experts is meaningless.
     """
-    first = T.alloc_var("int32")
-    second = T.alloc_var("int32")
-    other = T.alloc_var("int32")
+    first, second, other = (T.alloc_var("int32") for _ in range(3))
     first = best[0]
     second = best[1]
     for step in T.unroll(lanes.bit_length() - 1):
@@ -249,8 +228,7 @@ def group_key(best: T.Buffer, lanes: int, num_topk_sum: int, key: T.Buffer) -> N
 def group_place(key: T.Buffer, num_groups: int, lane: T.int32, place: T.Buffer) -> None:
     """In each lane the number of groups ahead of its own, by their `group_key`; of equal keys the first is ahead."""
     lanes = group_lanes(num_groups)
-    other = T.alloc_var("int32")
-    least = T.alloc_var("int32")
+    other, least = T.alloc_var("int32"), T.alloc_var("int32")
     place[0] = 0
     # The comparisons are divided among a group's lanes.
     for i in T.unroll(ceil_div(num_groups, lanes)):

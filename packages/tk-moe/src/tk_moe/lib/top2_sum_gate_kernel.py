@@ -52,7 +52,7 @@ def top2_sum_gate_kernel(
     """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
     import tilelang.language as T
 
-    from tk_moe.device.scoring import fast_reciprocal, fast_sigmoid
+    from tk_moe.device.gates import fast_reciprocal, fast_sigmoid
     from tk_moe.lib import selection
     from tk_moe.lib.physical_experts import of_copy, of_tp_rank
     from tk_moe.lib.scores import clamped, score, softmax_score, softmax_sums
@@ -96,8 +96,7 @@ def top2_sum_gate_kernel(
     def select(x: T.Buffer, shift: T.Buffer, lane: T.int32, first: T.int32, limit: T.int32, chosen: T.Buffer) -> None:
         keys = T.alloc_local((per_lane,), "int32")
         best = T.alloc_local((3,), "int32")
-        key = T.alloc_local((1,), "int32")
-        place = T.alloc_local((1,), "int32")
+        key, place = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
         most = T.alloc_var("int32")
         most = T.int32(selection.TOP_KEY)
         for j in T.unroll(per_lane):
@@ -136,16 +135,13 @@ def top2_sum_gate_kernel(
             first = group * group_size + lane % lanes * per_lane
             limit = T.if_then_else(group < num_groups, (group + 1) * group_size, 0)
             if token < num_tokens:  # uniform in a warp, as are the masks
-                x = T.alloc_local((per_lane,), "float32")
-                shift = T.alloc_local((per_lane,), "float32")
+                x, shift = T.alloc_local((per_lane,), "float32"), T.alloc_local((per_lane,), "float32")
                 chosen = T.alloc_local((1,), "int32")
                 sums = T.alloc_local((2,), "float32")
-                is_routed = T.alloc_var("bool")
-                is_fixed = T.alloc_var("bool")
+                is_routed, is_fixed = T.alloc_var("bool"), T.alloc_var("bool")
                 given = T.alloc_var("int64")
                 expert = T.alloc_var("int32")
-                value = T.alloc_var("float32")
-                total = T.alloc_var("float32")
+                value, total = T.alloc_var("float32"), T.alloc_var("float32")
                 load(logits, bias, token, first, limit, x, shift)
                 is_routed = True
                 if routing.has_mask:

@@ -16,7 +16,7 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
+from tk_core.views import launch_aligned
 from tk_moe.balance.group_count import check_pairs
 
 MAX_GROUPS = 128
@@ -53,21 +53,15 @@ def _inplace_unique_group_indices_kernel(num_groups: int, num_topk: int, idx_dty
     return inplace_unique_group_indices
 
 
-@op(
-    "tk_moe::inplace_unique_group_indices_out",
-    mutates=("group_indices",),
-    reference="inplace_unique_group_indices",
-)
+@op("tk_moe::inplace_unique_group_indices_out", mutates=("group_indices",), reference="inplace_unique_group_indices")
 def _inplace_unique_group_indices_out(group_indices: Tensor, num_groups: int) -> None:
     """Launch the kernel."""
     num_tokens, num_topk = group_indices.shape
     if num_tokens == 0:
         return
     arch = get_arch(group_indices.device)
-    written = aligned(group_indices)
-    _inplace_unique_group_indices_kernel(num_groups, num_topk, written.dtype, arch)(written)
-    if written is not group_indices:
-        group_indices.copy_(written)
+    unique = _inplace_unique_group_indices_kernel(num_groups, num_topk, group_indices.dtype, arch)
+    launch_aligned(unique, group_indices, outputs=(group_indices,))
 
 
 @replayable

@@ -31,7 +31,7 @@ from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
+from tk_core.views import launch_aligned
 from tk_moe.lib.check_maps import check_positions
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float32)
@@ -155,11 +155,8 @@ def _reduce_fused_out(
     hidden, num_topk = out.shape[1], token_topk_to_pos.shape[1]
     given = Given(row_sf is not None, topk_weights is not None, sf is not None)
     config = ReduceConfig.best(hidden * x.itemsize // _VECTOR_BYTES, arch)
-    written = aligned(out)
     reduce = _reduce_fused_kernel(hidden, num_topk, x.dtype, out.dtype, given, config, arch)
-    reduce(aligned(x), row_sf, topk_weights, token_topk_to_pos, sf, written)
-    if written is not out:
-        out.copy_(written)
+    launch_aligned(reduce, x, row_sf, topk_weights, token_topk_to_pos, sf, out, outputs=(out,))
 
 
 @replayable
@@ -195,9 +192,8 @@ def reduce_fused(
     """
     row_sf = None
     if not isinstance(x, Tensor):
-        check.require_type(
-            isinstance(x, tuple | list) and len(x) == 2, "x", "a torch.Tensor or a pair (x, sf)", type(x)
-        )
+        is_pair = isinstance(x, tuple | list) and len(x) == 2
+        check.require_type(is_pair, "x", "a torch.Tensor or a pair (x, sf)", type(x))
         x, row_sf = x
     num_expanded_tokens, hidden = check.tensor("x", x, _INPUT_DTYPES, ("num_expanded_tokens", "hidden"))
     check.multiple_of("hidden (columns of x)", hidden, 64)
@@ -216,13 +212,7 @@ def reduce_fused(
         out = x.new_empty((num_tokens, hidden), dtype=out_dtype)
     else:
         check.tensor("out", out, (out_dtype,), (num_tokens, hidden), device=device)
-        inputs = {
-            "x": x,
-            "x[1]": row_sf,
-            "topk_weights": topk_weights,
-            "token_topk_to_pos": token_topk_to_pos,
-            "sf": sf,
-        }
-        check.apart("out", out, **inputs)
+        maps = {"topk_weights": topk_weights, "token_topk_to_pos": token_topk_to_pos}
+        check.apart("out", out, **{"x": x, "x[1]": row_sf, **maps, "sf": sf})
     _reduce_fused_out(x, row_sf, topk_weights, token_topk_to_pos, sf, out)
     return out

@@ -33,7 +33,7 @@ from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
+from tk_core.views import launch_aligned
 from tk_moe.lib.check_maps import check_each_once, check_experts
 from tk_moe.lib.expand_to_fused_kernel import ExpandConfig
 
@@ -167,11 +167,7 @@ def _reduce_bwd_kernel(
     return reduce_fused_bwd
 
 
-@op(
-    "tk_moe::reduce_fused_bwd_out",
-    mutates=("grad_x", "grad_topk_weights"),
-    reference="reduce_fused_bwd",
-)
+@op("tk_moe::reduce_fused_bwd_out", mutates=("grad_x", "grad_topk_weights"), reference="reduce_fused_bwd")
 def _reduce_fused_bwd_out(
     grad: Tensor,
     x: Tensor | None,
@@ -190,12 +186,12 @@ def _reduce_fused_bwd_out(
         return
     arch = get_arch(grad.device)
     config = ReduceBwdConfig.best(hidden // (_VECTOR_BYTES // grad_x.dtype.itemsize), num_topk, arch)
-    has_weights, written = topk_weights is not None, aligned(grad_x)
-    backward = _reduce_bwd_kernel(hidden, num_topk, grad.dtype, grad_x.dtype, has_weights, config, arch)
-    given = aligned(grad), x if x is None else aligned(x), topk_weights, token_topk_to_pos, pos_to_expert
-    backward(*given, written, grad_topk_weights, ExpandConfig.num_blocks(num_tokens, num_expanded_tokens))
-    if written is not grad_x:
-        grad_x.copy_(written)
+    dtypes = grad.dtype, grad_x.dtype
+    backward = _reduce_bwd_kernel(hidden, num_topk, *dtypes, topk_weights is not None, config, arch)
+    given = grad, x, topk_weights, token_topk_to_pos, pos_to_expert
+    num_blocks = ExpandConfig.num_blocks(num_tokens, num_expanded_tokens)
+    outputs = grad_x, grad_topk_weights
+    launch_aligned(backward, *given, *outputs, num_blocks, outputs=outputs)
 
 
 @replayable

@@ -17,7 +17,7 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
+from tk_core.views import launch_aligned
 
 MAX_TOPK = 32
 BLOCK_TOKENS = 64
@@ -67,10 +67,8 @@ def _normalize_weight_out(w: Tensor, denominator: Tensor, normalized: Tensor) ->
     if num_tokens == 0:
         return
     arch = get_arch(w.device)
-    written = aligned(normalized)
-    _normalize_weight_kernel(num_topk, arch)(aligned(w), denominator, written)
-    if written is not normalized:
-        normalized.copy_(written)
+    outputs = denominator, normalized
+    launch_aligned(_normalize_weight_kernel(num_topk, arch), w, *outputs, outputs=outputs)
 
 
 @replayable

@@ -19,7 +19,7 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
+from tk_core.views import launch_aligned
 from tk_moe.weights.normalize_weight import BLOCK_TOKENS, MAX_TOPK
 
 
@@ -40,11 +40,8 @@ def _normalize_weight_bwd_kernel(num_topk: int, has_grad_denominator: bool, arch
         with T.Kernel(T.ceildiv(num_tokens, BLOCK_TOKENS), threads=BLOCK_TOKENS) as block:
             first = block * BLOCK_TOKENS
             end = first + BLOCK_TOKENS
-            grads = T.alloc_fragment((BLOCK_TOKENS, num_topk), "float32")
-            weights = T.alloc_fragment((BLOCK_TOKENS, num_topk), "float32")
-            divisors = T.alloc_fragment((BLOCK_TOKENS,), "float32")
-            added = T.alloc_fragment((BLOCK_TOKENS,), "float32")
-            dots = T.alloc_fragment((BLOCK_TOKENS,), "float32")
+            grads, weights = (T.alloc_fragment((BLOCK_TOKENS, num_topk), "float32") for _ in range(2))
+            divisors, added, dots = (T.alloc_fragment((BLOCK_TOKENS,), "float32") for _ in range(3))
             T.annotate_layout({x: T.Fragment(x.shape, forward_fn=lambda t, k: (t, k)) for x in (grads, weights)})
             T.copy(grad_normalized[first:end, :], grads)
             T.copy(normalized[first:end, :], weights)
@@ -74,11 +71,8 @@ def _normalize_weight_bwd_out(
     if num_tokens == 0:
         return
     arch = get_arch(normalized.device)
-    written = aligned(grad_w)
     backward = _normalize_weight_bwd_kernel(num_topk, grad_denominator is not None, arch)
-    backward(aligned(grad_normalized), grad_denominator, denominator, aligned(normalized), written)
-    if written is not grad_w:
-        grad_w.copy_(written)
+    launch_aligned(backward, grad_normalized, grad_denominator, denominator, normalized, grad_w, outputs=(grad_w,))
 
 
 @replayable
