@@ -9,10 +9,19 @@ of `per_channel_cast_and_transpose`, for the product over tokens. For each block
 
 x bfloat16 or float32 (num_tokens, hidden); both data float8_e4m3fn, that of channels transposed if wanted.
 
-A thread block takes 128 tokens by 128 channels, as per_channel_cast.py pictures it, and keeps them in registers. Maxima
-of tokens are found among neighbouring lanes, those of channels meet in shared memory.
+A block takes 128 tokens by 128 channels, a warp 8 or 16 of the tokens, a thread four channels of these, in registers.
+
+                    32 lanes x 4 channels
+              ┌────┬────┬────┬─  ─┬─────┐    1. columns: amax of each thread's channels, told through shared memory
+       warp 0 │ t0 │ t1 │ t2 │    │ t31 │    2. rows, by eights: within the warp, until lane % 8 has amax, sf and the
+              ├────┼────┼────┼─  ─┼─────┤       factor of that row in its group; four codes a lane, 128 bytes a row
+       warp 1 │    │    │    │    │     │    3. columns: one thread for each in a block makes sf and the factor
+              ├────┼────┼────┼─  ─┼─────┤    4. their codes, like those of rows or through a tile in shared memory that
+          …   │    │    │    │    │     │       is read the other way: eight lanes store 128 tokens of a channel
+              └────┴────┴────┴─  ─┴─────┘
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,92 +29,109 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.device.memory import prefetch_line
 from tk_core.kernel import kernel
-from tk_core.math import align, ceil_div
+from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
-from tk_quant.lib.quantize import TILE_ROWS
-from tk_quant.per_channel.per_channel_cast import PASS_CONFIGS
+from tk_quant.lib.quantize import OWN_GUARDS_AND_BARRIERS, TILE_ROWS, element, encode_macro, load_macro
+from tk_quant.lib.scales_io import scales_type
 
-_CHANNELS = 128
 _GROUPS = (32, 128)
+_SECTOR = 8
+"""float32 that memory moves at once."""
 
 
-@kernel(pass_configs=PASS_CONFIGS)
+@dataclass(frozen=True)
+class TwoCasts:
+    """What a kernel is compiled for, beside its input: the public function's arguments."""
+
+    num_per_channels: int
+    num_per_tokens: int
+    round_sf: bool
+    layout: ScaleLayout
+    """Of the scale factors of tokens."""
+    transpose: bool
+
+
+# Thread level: on an H200, 8192 x 7168 bfloat16 take 64 µs so, at the tile level 88, as long as the two casts do.
+# Each access has what guard it needs. With each shared array for one purpose only, the barriers below are enough.
+@kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def _per_token_and_channel_cast_kernel(
-    hidden: int,
-    dtype: torch.dtype,
-    alignment: int,
-    sizes: tuple[int, int],
-    layout: ScaleLayout,
-    round_sf: bool,
-    transpose: bool,
-    arch: Arch,
+    hidden: int, dtype: torch.dtype, alignment: int, casts: TwoCasts, arch: Arch
 ) -> Any:
-    """`sizes`: num_per_channels and num_per_tokens; `layout`: of the scale factors of tokens."""
     import tilelang.language as T
 
-    from tk_quant.lib import channel_tiles as tiles
-    from tk_quant.lib.scales_io import scale_bytes, scale_of_amax, scale_place, scales_type
+    from tk_quant.lib import per_token_and_channel_cast_steps as steps
+    from tk_quant.lib.per_token_and_channel_cast_steps import CHANNELS, VEC, is_inside
 
-    num_per_channels, num_per_tokens = sizes
-    # H200, 8192 x 7168: bfloat16 80.7 us, with 4 rows a thread 85.9, with 4 channels 89.8; float32 105.2.
-    tile = tiles.ChannelTile(_CHANNELS, 8, 16 // dtype.itemsize, num_per_tokens)
-    num_groups, groups = ceil_div(hidden, num_per_channels), _CHANNELS // num_per_channels
-    packed = layout is ScaleLayout.PACKED_UE8M0
-    num_written = align(num_groups, 4) if packed else num_groups
-    col_tiles = ceil_div(num_written, groups)
+    is_bf16, transpose = dtype is torch.bfloat16, casts.transpose
+    # With 16 rows a warp, registers suffice for three thread blocks an SM, with eight for two; narrow loads need more.
+    is_small = is_bf16 and casts.num_per_channels == 128 and alignment >= 4
+    rows, blocks_per_sm = (16, 3) if is_small else (8, 2 if alignment >= 4 else 1)
+    threads = TILE_ROWS // rows * 32
+    per_word = 2 if is_bf16 else 1
+    num_groups, col_tiles = ceil_div(hidden, casts.num_per_channels), ceil_div(hidden, CHANNELS)
+    load = load_macro(VEC // per_word, per_word, alignment)
     num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
-
-    @T.macro
-    def cast_rows(values: T.Buffer, data: T.Buffer, sf: T.Buffer, row: T.int32, channel: T.int32) -> None:
-        """The codes and scale factors of a tile's tokens."""
-        shape = (*tile.shape[:3], groups)
-        grouped = T.alloc_fragment((*shape, num_per_channels), values.dtype)
-        T.annotate_layout(
-            {grouped: T.Fragment(grouped.shape, lambda b, i, r, g, j: tile.of_value(b, i, r, g * num_per_channels + j))}
-        )
-        amax, factors = T.alloc_fragment(shape, "int32"), T.alloc_fragment(shape, "float32")
-        scaled, places = T.alloc_fragment(tile.shape, "float32"), scale_bytes(sf, layout)
-        T.annotate_layout({scaled: T.Fragment(scaled.shape, tile.of_value)})
-        for b, i, r, g, j in T.Parallel(*grouped.shape):
-            grouped[b, i, r, g, j] = values[b, i, r, g * num_per_channels + j]
-        tiles.amax_bits(grouped, amax, 4)
-        for b, i, r, g in T.Parallel(*shape):
-            scale, factors[b, i, r, g] = scale_of_amax(amax[b, i, r, g], "e4m3", round_sf)
-            group = channel // num_per_channels + g
-            if group < num_written:
-                place = scale_place(row + tile.token(b, i, r), group, layout)
-                if packed:
-                    byte = T.cast(T.reinterpret(scale, "uint32") >> T.uint32(23), "uint8")
-                    places[place] = T.if_then_else(group < num_groups, byte, T.uint8(0))
-                else:
-                    places[place] = scale
-        for b, i, r, j in T.Parallel(*tile.shape):
-            scaled[b, i, r, j] = T.cast(values[b, i, r, j], "float32") * factors[b, i, r, j // num_per_channels]
-        tiles.store_codes(scaled, data, row, channel, tile)
 
     @T.prim_func
     def per_token_and_channel_cast(
         x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), T.dtype(dtype)),
         token_data: T.Tensor((num_tokens, hidden), "float8_e4m3fn"),
-        token_sf: scales_type(num_tokens, num_groups, layout),
+        token_sf: scales_type(num_tokens, num_groups, casts.layout),
         channel_data: T.Tensor((hidden, num_tokens) if transpose else (num_tokens, hidden), "float8_e4m3fn"),
         channel_sf: T.Tensor((num_blocks, hidden), "float32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, TILE_ROWS) * col_tiles, threads=tile.threads) as block:
-            # Loads of two bytes and float32 need more registers, and nvcc for sm_100a more than for sm_90a.
-            T.annotate_min_blocks_per_sm(2 if dtype is torch.bfloat16 and alignment >= 4 and arch.sm < 100 else 1)
-            # Checked by the op: what vector accesses need to know of the strides.
-            T.assume(row_stride % max(alignment // dtype.itemsize, 1) == 0)
+        with T.Kernel(T.ceildiv(num_tokens, TILE_ROWS) * col_tiles, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(blocks_per_sm)
+            # Checked by the op; vector stores need to know.
             T.assume(num_tokens % TILE_ROWS == 0)
-            row, channel = block // col_tiles * TILE_ROWS, block % col_tiles * _CHANNELS
-            values = tiles.load_values(x, row, channel, tile)
-            cast_rows(values, token_data, token_sf, row, channel)
-            columns = tiles.columns_of(values, tile)
-            factors = tiles.factors_of_blocks(columns, channel_sf, row // num_per_tokens, channel, tile, round_sf)
-            tiles.store_by_channel(columns, factors, channel_data, row, channel, tile, transpose)
+            thread = T.get_thread_binding()
+            # Variables, so that the block is divided by once, in 32 bits.
+            first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
+            first_token, first_col = block // col_tiles * TILE_ROWS, block % col_tiles * CHANNELS
+            row, lane_col = thread // 32 * rows, thread % 32 * VEC
+            words = T.alloc_local((rows, VEC // per_word), "uint32")
+            parts = T.alloc_shared((threads // 32, CHANNELS // per_word), "uint32")
+            factors = T.alloc_shared((TILE_ROWS // casts.num_per_tokens, CHANNELS), "float32")
+            tile_codes = T.alloc_shared((CHANNELS, TILE_ROWS // 4) if transpose else (1, 4), "uint32")
+            factor = T.alloc_local((VEC,), "float32")
+            across = T.alloc_local((VEC,), "float32")
+            code = T.alloc_local((1,), "uint32")
+            down = T.alloc_local((rows,), "float32")
+            codes = T.alloc_local((1, rows // 4), "uint32")
+
+            # Tiles write parts of the sectors of row-major sf: faster where L2 already holds these.
+            is_first = thread < TILE_ROWS and first_col % (_SECTOR * casts.num_per_channels) == 0
+            if casts.layout is ScaleLayout.ROW_MAJOR and is_first:
+                prefetch_line(T.address_of(token_sf[first_token + thread, first_col // casts.num_per_channels]))
+            for i in T.unroll(rows):
+                load(x, words, i, first_token + row + i, first_col + lane_col, is_inside(first_col + lane_col, hidden))
+            steps.share_amax(words, parts, is_bf16)
+            steps.cast_rows(words, token_data, token_sf, first_token + row, first_col, hidden, is_bf16, casts)
+            T.sync_threads()
+            block_row = first_token // casts.num_per_tokens
+            steps.make_factors(parts, factors, channel_sf, block_row, first_col, hidden, is_bf16, casts.round_sf)
+            T.sync_threads()
+            for j in T.vectorized(VEC):
+                factor[j] = factors[row // casts.num_per_tokens, lane_col + j]
+            if transpose:
+                for j in T.unroll(VEC):
+                    for i in T.unroll(rows):
+                        down[i] = element(words, i, j, is_bf16) * factor[j]
+                    encode_macro("e4m3", rows)(down, codes)
+                    steps.put_codes(tile_codes, codes, lane_col + j, row // 4)
+                T.sync_threads()
+                steps.store_tile(tile_codes, channel_data, first_col, first_token, hidden, threads)
+            else:
+                for i in T.unroll(rows):
+                    for j in T.unroll(VEC):
+                        across[j] = element(words, i, j, is_bf16) * factor[j]
+                    encode_macro("e4m3", VEC)(across, code)
+                    if is_inside(first_col + lane_col, hidden):
+                        T.stg32(channel_data[first_token + row + i, first_col + lane_col], code[0])
 
     return per_token_and_channel_cast
 
@@ -136,10 +162,9 @@ def _per_token_and_channel_cast_out(
     if token_data.numel() == 0:
         return
     layout = scale_layout(col_major, round_sf, token_sf.dtype is torch.int32)
-    cast = _per_token_and_channel_cast_kernel(
-        *(x.shape[1], x.dtype, check.row_alignment(x), (num_per_channels, num_per_tokens)),
-        *(layout, round_sf, transpose, get_arch(x.device)),
-    )
+    casts = TwoCasts(num_per_channels, num_per_tokens, round_sf, layout, transpose)
+    arguments = x.shape[1], x.dtype, check.row_alignment(x), casts, get_arch(x.device)
+    cast = _per_token_and_channel_cast_kernel(*arguments)
     cast(x, token_data, token_sf, channel_data, channel_sf)
 
 
