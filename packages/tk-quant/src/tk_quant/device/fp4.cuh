@@ -1,8 +1,10 @@
 #pragma once
 // e2m1: casts from float32 and to e4m3; fp4.py has the formula. T.cast to float4_e2m1fn would replace the first if it
 // took registers and, before sm_100, arithmetic.
+#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
+#include "pairs.cuh"
 #if __CUDA_ARCH__ >= 1000
 #include <cuda_fp4.h>
 #endif
@@ -47,12 +49,34 @@ __device__ __forceinline__ unsigned tk_encode_e2m1x8(float y0, float y1, float y
 #endif
 }
 
-// Four bytes of low (0 to 3) and high (4 to 7), chosen by the nibbles of the selector's lower half. With its top bit
-// set a nibble gives eight copies of the chosen byte's top bit instead, which __byte_perm does not promise.
+// Four bytes of low (0 to 3) and high (4 to 7), chosen by the nibbles of the selector's lower half, each below 8.
+// __byte_perm takes an instruction more, to make sure of that.
 __device__ __forceinline__ unsigned tk_look_up(unsigned low, unsigned high, unsigned selector) {
   unsigned bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
   return bytes;
+}
+
+// Codes of two elements in bytes 0 and 2. Sums with 2^7, 2^7 + 2, 2^7 + 4, where the last place is worth 1.
+__device__ __forceinline__ unsigned tk_e2m1x2_by_power(unsigned x, unsigned scale) {
+  typedef __nv_bfloat162 Pair;
+  const Pair a = __habs2(tk_pair<Pair>(x)), once = tk_pair<Pair>(scale);
+  const Pair twice = __hadd2(once, once), half = __hmul2(once, tk_pair<Pair>(0x3f003f00u));
+  const Pair halves = __hfma2(a, twice, tk_pair<Pair>(0x43004300u));
+  const Pair ones = __hfma2(a, once, tk_pair<Pair>(0x43024302u));
+  const Pair twos = __hfma2(a, half, tk_pair<Pair>(0x43044304u));
+  return __vimin3_s16x2(tk_bits(halves), tk_bits(ones), tk_bits(twos));
+}
+
+// Eight bfloat16 times a power of two, which `scale` holds twice as bfloat16.
+__device__ __forceinline__ unsigned tk_e2m1x8_by_power(unsigned x0, unsigned x1, unsigned x2, unsigned x3,
+                                                       unsigned scale) {
+  const unsigned c01 = __byte_perm(tk_e2m1x2_by_power(x0, scale), tk_e2m1x2_by_power(x1, scale), 0x6240);
+  const unsigned c23 = __byte_perm(tk_e2m1x2_by_power(x2, scale), tk_e2m1x2_by_power(x3, scale), 0x6240);
+  const unsigned codes = __byte_perm(c01, c23, 0x5410) + 16u * __byte_perm(c01, c23, 0x7632);
+  const unsigned x01 = __byte_perm(x0, x1, 0x7351), x23 = __byte_perm(x2, x3, 0x7351);
+  const unsigned even = __byte_perm(x01, x23, 0x5410), odd = __byte_perm(x01, x23, 0x7632);
+  return codes | ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
 }
 
 // Two float32 to two e4m3 codes.

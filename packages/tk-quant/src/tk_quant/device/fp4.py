@@ -10,7 +10,7 @@ the sum: three additions and two minima, no branch. Fused multiply-adds by 1/2 a
 exponent, so that one instruction finds the least of them. From sm_100 on casts are instructions.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tk_core.headers import Header
@@ -25,6 +25,15 @@ def encode_e2m1x8(values: Iterable[Any], are_bounded: bool = False) -> Any:
     amax of the group; codes of others are unspecified.
     """
     return _FP4.call("uint32", f"tk_encode_e2m1x8<{str(are_bounded).lower()}>", *values)
+
+
+def e2m1x8_by_power(x: Sequence[Any], power: Any) -> Any:
+    """Codes of eight bfloat16, four uint32 of pairs, times a power of two that a uint32 holds twice as bfloat16.
+
+    For where no instruction casts to FP4. Products must be finite and below 7 in magnitude, as they are if the power
+    was made from the amax of the block.
+    """
+    return _FP4.call("uint32", "tk_e2m1x8_by_power", *x, power)
 
 
 def e4m3_of_e2m1_magnitudes(shift: Any, low: Any, high: Any) -> Any:

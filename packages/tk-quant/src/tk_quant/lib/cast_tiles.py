@@ -12,8 +12,7 @@ import tilelang.language as T
 
 from tk_core.math import ceil_div
 from tk_quant.device.e5m6 import encode_e5m6x8
-from tk_quant.device.fp4 import encode_e2m1x8
-from tk_quant.device.scaled_fp4 import e2m1x8_by_power
+from tk_quant.device.fp4 import e2m1x8_by_power, encode_e2m1x8
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_formats import ELEMENTS, FORMATS, CastInput
 from tk_quant.lib.quantize import store_codes_macro
