@@ -79,7 +79,7 @@ def gate_kernel(
     import tilelang.language as T
 
     from tk_moe.lib.packed_selection import choose_packed
-    from tk_moe.lib.scores import clamped, load_logits, score, softmax_score, softmax_sums
+    from tk_moe.lib.scores import clamped, load_logits, score, softmax_score, softmax_sums, write_scores
     from tk_moe.lib.selection import NO_KEY, choose, expert_of, lane_vector, sort_key
 
     scoring_func, has_bias = options.scoring_func, options.has_bias
@@ -105,8 +105,10 @@ def gate_kernel(
                 if expert_of(c * bias_vector, lane, run_length) < num_experts:
                     for v in T.vectorized(bias_vector):
                         shift[c * bias_vector + v] = bias[expert_of(c * bias_vector, lane, run_length) + v]
-        for j in T.unroll(per_lane):
-            ranks[j] = score(scoring_func, x[j]) + shift[j] if has_bias else score(scoring_func, x[j])
+        write_scores(scoring_func, x, ranks)
+        if has_bias:
+            for j in T.unroll(per_lane):
+                ranks[j] += shift[j]
         if is_packed:
             choose_packed(ranks, num_experts, vector, num_topk, lane, chosen)
         else:
