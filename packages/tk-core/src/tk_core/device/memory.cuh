@@ -13,18 +13,12 @@ __device__ __forceinline__ void tk_load_streaming(unsigned* words, const void* a
 
 // The same at a place that nvcc chooses, to any type.
 __device__ __forceinline__ void tk_load_streaming_to(void* to, const void* address, bool valid) {
-  uint4 words = make_uint4(0, 0, 0, 0);
-  if (valid) words = __ldcs(static_cast<const uint4*>(address));
-  *static_cast<uint4*>(to) = words;
+  *static_cast<uint4*>(to) = valid ? __ldcs(static_cast<const uint4*>(address)) : make_uint4(0, 0, 0, 0);
 }
 
-// Two bytes, unspecified where not valid.
+// Two bytes, 0 where not valid.
 __device__ __forceinline__ unsigned tk_load_16_bits(const void* address, bool valid) {
-  unsigned short loaded = 0;
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.u16 %0, [%1]; }"
-               : "+h"(loaded)
-               : "l"(address), "r"(int(valid)));
-  return loaded;
+  return valid ? *static_cast<const unsigned short*>(address) : 0;
 }
 
 // Sixteen bytes to a line that is to leave L2 before others.

@@ -24,7 +24,7 @@ def load_streaming_to(to: Any, address: Any, valid: Any) -> Any:
 
 
 def load_16_bits(address: Any, valid: Any) -> Any:
-    """Two bytes as a uint32; unspecified where not `valid`, where nothing is read."""
+    """Two bytes as a uint32; 0 where not `valid`, where nothing is read."""
     return _MEMORY.call("uint32", "tk_load_16_bits", address, valid)
 
 
