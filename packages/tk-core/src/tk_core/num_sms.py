@@ -6,7 +6,6 @@ from functools import cache
 
 import torch
 
-from tk_core import check
 from tk_core.arch import get_arch
 
 _limit: int | None = None
@@ -35,8 +34,10 @@ def set_num_sms(count: int | None) -> None:
     """
     global _limit
     if count is not None:
-        check.integer("num_sms", count)
-        check.require(count >= 1, "num_sms", "at least 1", count)
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"num_sms: expected an int or None, got {count!r}")
+        if count < 1:
+            raise ValueError(f"num_sms: expected at least 1, got {count}")
     _limit = count
 
 

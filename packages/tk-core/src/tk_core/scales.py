@@ -46,14 +46,18 @@ def scale_layout(
     check.flag("use_packed_ue8m0", use_packed_ue8m0)
     check.flag("use_swizzled_sf", use_swizzled_sf)
     if use_swizzled_sf:
-        is_plain = not use_tma_aligned_col_major_sf
-        check.require(is_plain, "use_tma_aligned_col_major_sf", "False beside use_swizzled_sf", True)
-        check.require(not use_packed_ue8m0, "use_packed_ue8m0", "False beside use_swizzled_sf", True)
+        if use_tma_aligned_col_major_sf or use_packed_ue8m0:
+            name = "use_tma_aligned_col_major_sf" if use_tma_aligned_col_major_sf else "use_packed_ue8m0"
+            raise ValueError(f"{name}: expected False beside use_swizzled_sf, got True")
         return ScaleLayout.SWIZZLED
     if use_packed_ue8m0:
-        check.require(round_sf, "use_packed_ue8m0", "round_sf=True beside it", round_sf)
-        has_columns, expected = use_tma_aligned_col_major_sf, "use_tma_aligned_col_major_sf=True beside it"
-        check.require(has_columns, "use_packed_ue8m0", expected, has_columns)
+        if not round_sf:
+            raise ValueError("use_packed_ue8m0: expected round_sf=True beside it, got round_sf=False")
+        if not use_tma_aligned_col_major_sf:
+            raise ValueError(
+                "use_packed_ue8m0: expected use_tma_aligned_col_major_sf=True beside it, "
+                "got use_tma_aligned_col_major_sf=False"
+            )
         return ScaleLayout.PACKED_UE8M0
     return ScaleLayout.COL_MAJOR if use_tma_aligned_col_major_sf else ScaleLayout.ROW_MAJOR
 

@@ -1,8 +1,5 @@
 """Views and copies that kernels ask for: addresses that are multiples of 16, leading dimensions made one."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
 
@@ -12,15 +9,6 @@ def aligned(x: Tensor, alignment: int = 16) -> Tensor:
     A kernel that writes into the copy of an output has it copied back afterwards.
     """
     return x if x.data_ptr() % alignment == 0 else x.clone()
-
-
-def launch_aligned(launch: Callable[..., None], *args: Any, outputs: tuple[Tensor | None, ...]) -> None:
-    """Launch a kernel with `aligned` tensors; `outputs` are those of its arguments that it writes."""
-    given = [aligned(x) if isinstance(x, Tensor) else x for x in args]
-    launch(*given)
-    for x, copy in zip(args, given):
-        if copy is not x and any(x is out for out in outputs):
-            x.copy_(copy)
 
 
 def flat(x: Tensor, num_dims: int) -> Tensor:

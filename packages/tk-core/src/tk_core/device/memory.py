@@ -23,8 +23,13 @@ def load_streaming_to(to: Any, address: Any, valid: Any) -> Any:
     return _MEMORY.call("void", "tk_load_streaming_to", to, address, valid)
 
 
+def load_mostly_evict_first(words: Any, address: Any, valid: Any) -> Any:
+    """Load 16 bytes, zeros where not `valid`; three quarters of what is read so leaves L2 before other lines."""
+    return _MEMORY.call("void", "tk_load_mostly_evict_first", words, address, valid)
+
+
 def load_16_bits(address: Any, valid: Any) -> Any:
-    """Two bytes as a uint32; 0 where not `valid`, where nothing is read."""
+    """Two bytes as a uint32; unspecified where not `valid`, where nothing is read."""
     return _MEMORY.call("uint32", "tk_load_16_bits", address, valid)
 
 

@@ -36,7 +36,7 @@ from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import launch_aligned
+from tk_moe.lib.launch_aligned import launch_aligned
 
 MAX_EXPERTS = 1024
 MAX_TOKENS = 2**30  # so that no index on the way overflows an int32

@@ -16,8 +16,8 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import launch_aligned
 from tk_moe.balance.group_count import check_pairs
+from tk_moe.lib.launch_aligned import launch_aligned
 
 MAX_GROUPS = 128
 _BLOCK_TOKENS = 64

@@ -31,8 +31,8 @@ from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import launch_aligned
 from tk_moe.lib.check_maps import check_positions
+from tk_moe.lib.launch_aligned import launch_aligned
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR_BYTES = 16

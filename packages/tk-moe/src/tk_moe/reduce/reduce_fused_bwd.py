@@ -33,9 +33,9 @@ from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import launch_aligned
 from tk_moe.lib.check_maps import check_each_once, check_experts
 from tk_moe.lib.expand_to_fused_kernel import ExpandConfig
+from tk_moe.lib.launch_aligned import launch_aligned
 
 _DTYPES = (torch.bfloat16, torch.float32)
 MAX_TOPK = 32

@@ -17,7 +17,7 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import launch_aligned
+from tk_moe.lib.launch_aligned import launch_aligned
 
 MAX_TOPK = 32
 BLOCK_TOKENS = 64
