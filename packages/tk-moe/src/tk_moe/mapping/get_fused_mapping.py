@@ -11,7 +11,7 @@ multiple of `alignment`:
 get_fused_mapping_kernel.py describes the kernels.
 """
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,12 +23,15 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.get_fused_mapping_kernel import GetFusedMappingConfig, count_kernel, mapping_kernel
+from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
+from tk_moe.lib.get_fused_mapping_kernel import count_kernel, mapping_kernel
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
 
 MAX_POSITIONS = 2**30  # so that no intermediate index overflows an int32
+
+_Mapping = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]
 
 
 def _get_fused_mapping_reference(
@@ -105,8 +108,9 @@ def _map_all(
     check.flag("force_no_sync", force_no_sync)
     check.flag("with_psum", with_psum)
     worst_case = (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
-    most = f"at most {MAX_POSITIONS} positions in the worst case"
-    check.require(worst_case <= MAX_POSITIONS, "topk_idx", most, worst_case)
+    check.require(
+        worst_case <= MAX_POSITIONS, "topk_idx", f"at most {MAX_POSITIONS} positions in the worst case", worst_case
+    )
     num_pos = num_expanded_tokens or worst_case
     # In the operator's order: maps from positions, the map to them, then what there is one of for each expert.
     shapes = [(num_pos,)] * 3 + [(num_tokens, num_topk)] + [(num_experts,)] * (4 if with_psum else 3)
@@ -115,6 +119,30 @@ def _map_all(
         outs.append(None)
     _get_fused_mapping_out(topk_idx, *outs, alignment)
     return tuple(outs)
+
+
+@overload
+def get_fused_mapping(
+    topk_idx: Tensor,
+    num_experts: int,
+    num_expanded_tokens: int,
+    alignment: int,
+    force_no_sync: bool = False,
+    *,
+    with_psum: Literal[False] = False,
+) -> _Mapping: ...
+
+
+@overload
+def get_fused_mapping(
+    topk_idx: Tensor,
+    num_experts: int,
+    num_expanded_tokens: int,
+    alignment: int,
+    force_no_sync: bool = False,
+    *,
+    with_psum: Literal[True],
+) -> tuple[*_Mapping, Tensor]: ...
 
 
 def get_fused_mapping(
@@ -166,10 +194,13 @@ def get_fused_mapping(
     reads_sizes = num_expanded_tokens == 0 and not force_no_sync
     if reads_sizes and (torch.compiler.is_compiling() or isinstance(topk_idx, FakeTensor)):
         # A fake tensor has no data from which sizes could be read back.
-        needed = "a size, as tk_moe.max_expanded_tokens computes it, or force_no_sync"
-        check.require(False, "num_expanded_tokens", f"{needed}, under torch.compile and fake tensors", 0)
-    sizes_and_flags = num_experts, num_expanded_tokens, alignment, force_no_sync, with_psum
-    *maps, num_tokens_per_expert, expert_psum = _map_all(topk_idx, *sizes_and_flags)
+        size = (
+            "a size, as tk_moe.max_expanded_tokens computes it, or force_no_sync, under torch.compile and fake tensors"
+        )
+        check.require(False, "num_expanded_tokens", size, 0)
+    *maps, num_tokens_per_expert, expert_psum = _map_all(
+        topk_idx, num_experts, num_expanded_tokens, alignment, force_no_sync, with_psum
+    )
     sizes: list[int] = []
     if reads_sizes and not topk_idx.is_meta:
         sizes = num_tokens_per_expert.tolist()
