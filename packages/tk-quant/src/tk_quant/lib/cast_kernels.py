@@ -48,7 +48,7 @@ def cast_kernel(
     config: TileConfig,
     arch: Arch,
 ) -> Any:
-    """Build `cast(x, x_sf, tensor_sf, data, sf)`, None standing for what there is none of.
+    """Build `cast(x, x_sf, tensor_sf, data, sf)`, None where there is no such tensor.
 
     It `makes` "sf", "data" by given float32 sf, or "both".
     """

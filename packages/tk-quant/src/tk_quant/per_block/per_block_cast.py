@@ -1,4 +1,4 @@
-"""per_block_cast: quantize by blocks of tokens and channels, `data * sf` standing for x.
+"""per_block_cast: quantize by blocks of tokens and channels, so that `data * sf` is close to x.
 
 For each block of (block tokens, block channels), those at the ends being smaller, in float32:
 

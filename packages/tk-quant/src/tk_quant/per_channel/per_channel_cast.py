@@ -91,7 +91,7 @@ def per_channel_cast_kernel(
     config: PerChannelCastConfig,
     arch: Arch,
 ) -> Any:
-    """Build `per_channel_cast(x, x_sf, pos_to_token, out, sf)`, None standing for what there is none of.
+    """Build `per_channel_cast(x, x_sf, pos_to_token, out, sf)`, None where there is no such tensor.
 
     out is (hidden, num_rows) if it is to `transpose`. A pair has one scale factor for each token and tile.
     """

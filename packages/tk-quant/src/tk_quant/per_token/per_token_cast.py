@@ -1,4 +1,4 @@
-"""per_token_cast: quantize each token by groups of channels, `data * sf` standing for x.
+"""per_token_cast: quantize each token by groups of channels, so that `data * sf` is close to x.
 
 For each token and each group of num_per_channels channels (the last one of a row may be shorter), in float32:
 
