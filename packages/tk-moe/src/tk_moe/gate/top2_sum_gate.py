@@ -98,7 +98,7 @@ def _check_routing(
     check.in_range("num_groups", num_groups, 0, num_experts)
     check.in_range("num_topk_groups", num_topk_groups, 0, num_groups)
     if num_groups:
-        check.in_range("num_topk_groups (as there are groups)", num_topk_groups, 1, num_groups)
+        check.in_range("num_topk_groups", num_topk_groups, 1, num_groups)
         check.require(num_experts % num_groups == 0, "num_groups", f"a divisor of {num_experts} experts", num_groups)
     if num_groups != num_topk_groups:
         group_size = num_experts // num_groups

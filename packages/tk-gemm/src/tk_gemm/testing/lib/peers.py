@@ -1,6 +1,7 @@
 """Products of other libraries, called with the arguments of ours for benchmarks; DeepGEMM where it is installed."""
 
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tk_core.testing.bench import Call, Peer
-
 Pair = tuple[Tensor, Tensor]
+Call = Callable[[], Any]
+Peer = Callable[..., Call]
+"""As tk_core.testing.bench has it, which needs pytest: what is here is also imported where there is none."""
 
 
 def deep_gemm(name: str) -> dict[str, Peer]:
@@ -59,21 +61,7 @@ def _mm(a: Tensor, b: Tensor, d: Tensor, **_: Any) -> Call:
     return lambda: torch.mm(a, b.t(), out=d)
 
 
-def _product_then_swiglu(a: Pair, b: Pair, grouped_layout: Tensor, **_: Any) -> Call:
-    import tk_gemm
-    import tk_quant
-
-    def call() -> Any:
-        x = tk_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, None, grouped_layout)
-        return tk_quant.swiglu_forward_and_per_token_cast(
-            x, "e4m3", 128, pos_to_expert=grouped_layout, use_tma_aligned_col_major_sf=True
-        )
-
-    return call
-
-
 SCALED_MM: dict[str, Peer] = {"scaled_mm": _scaled_mm}
 GROUPED_MM: dict[str, Peer] = {"grouped_mm": _grouped_mm}
 K_GROUPED_MM: dict[str, Peer] = {"grouped_mm": _k_grouped_mm}
 MM: dict[str, Peer] = {"mm": _mm}
-TWO_OPS: dict[str, Peer] = {"two_ops": _product_then_swiglu}
