@@ -6,7 +6,8 @@ from torch import Tensor
 
 import tk_gemm
 import tk_quant
-from tk_core.testing.bench import Call, benchmarks
+from tk_core.testing.bench import benchmarks
+from tk_core.testing.specs import Call
 from tk_gemm.testing.m_grouped.m_grouped_fp8_gemm_swiglu_nt_contiguous import SPEC
 
 Pair = tuple[Tensor, Tensor]

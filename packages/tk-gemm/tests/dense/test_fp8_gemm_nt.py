@@ -72,7 +72,7 @@ def test_packed_factors_are_powers_of_two(per_row: bool) -> None:
 
 @pytest.mark.parametrize(("arch", "packed"), [("sm_90a", True), ("sm_100a", False), ("sm_120a", True)])
 def test_factors_of_another_architecture(arch: str, packed: bool) -> None:
-    arguments = make(3, 144, 256, packed=packed)("meta")
+    arguments = make(3, 144, 256, layout="packed" if packed else "column")("meta")
     kind = "packed UE8M0" if packed else "float32"
     with capture(arch_from_name(arch)), pytest.raises(UnsupportedArchError, match=f"found {arch} and {kind} scale fac"):
         tk_gemm.fp8_gemm_nt(**arguments)

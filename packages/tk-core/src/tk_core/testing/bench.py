@@ -37,7 +37,7 @@ from tk_core.kernel import recorded_launches
 from tk_core.math import ceil_div
 from tk_core.op import forget_short_cut
 from tk_core.testing.machine import versions
-from tk_core.testing.specs import Case, OpSpec
+from tk_core.testing.specs import Call, Case, OpSpec, Peer
 from tk_core.testing.trees import distinct_bytes, tensors, transfer
 
 # Four times the L2 of an H200.
@@ -62,10 +62,6 @@ _HOST_BATCH = 16
 _MARKER_KERNEL = "spin_kernel"
 # Half a millisecond: enough for the host to queue the calls of a turn, or one call of several launches.
 _HEAD_START_CYCLES = 900_000
-
-Call = Callable[[], Any]
-Peer = Callable[..., Call]
-"""Takes the op's arguments, and prepares a call that does the same by other means."""
 
 
 def benchmarks(spec: OpSpec, peers: Mapping[str, Peer] | None = None) -> Callable[..., None]:

@@ -16,6 +16,10 @@ from tk_core.testing.trees import distinct_bytes
 
 _SOURCE_PACKAGES = ("tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_gemm", "tk_modeling")
 
+Call = Callable[[], Any]
+Peer = Callable[..., Call]
+"""Takes an op's arguments, and prepares a call that does the same by other means, for benchmarks."""
+
 
 @dataclass(frozen=True)
 class Case:

@@ -156,17 +156,8 @@ def fp8_product_kernel(
             else:
                 T.set_max_nreg(40, 0)
                 if thread < NUM_CONSUMERS + 32:
-                    while tile[0] < total[0]:
-                        steps.load_tile(
-                            (a, b, a_sf if a_sf_by_tma else None),
-                            (a_tile, b_tile, a_sf_tile),
-                            (full, empty, slot),
-                            place,
-                            num_steps,
-                        )
-                        tile[0] = tile[0] + num_blocks
-                        steps.find_tile(
-                            kind, tile, num_blocks, total[0], layout, m, n, num_b_groups, block_m, block_n, place
-                        )
+                    operands, tiles = (a, b, a_sf if a_sf_by_tma else None), (a_tile, b_tile, a_sf_tile)
+                    search = (kind, tile, num_blocks, total[0], layout, m, n, num_b_groups, block_m, block_n, place)
+                    steps.load_tiles(operands, tiles, (full, empty, slot), search, num_steps)
 
     return product

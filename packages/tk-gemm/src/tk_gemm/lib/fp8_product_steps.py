@@ -155,17 +155,24 @@ def load(a: Any, b: Any, a_tile: Any, b_tile: Any, full: Any, slot: Any, place: 
 
 
 @T.macro
-def load_tile(operands: Any, tiles: Any, ring: Any, place: Any, num_steps: Any) -> None:
-    """Load all steps of a tile: a, b and the factors of a's rows (or None) into their tiles, as stages become free."""
+def load_tiles(operands: Any, tiles: Any, ring: Any, search: Any, num_steps: Any) -> None:
+    """What the loading warp does: a, b and factors of a's rows (or None) into their tiles, as stages become free.
+
+    `search` is what find_tile takes, after it has found the first tile.
+    """
     a, b, a_sf = operands
     a_tile, b_tile, a_sf_tile = tiles
     full, empty, slot = ring
-    for step in T.serial(num_steps):
-        T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
-        if a_sf is not None:
-            load_row_factors(a_sf, a_sf_tile, full, slot[0], place, step)
-        load(a, b, a_tile, b_tile, full, slot[0], place, step)
-        next_slot(slot, full.shape[0])
+    kind, tile, num_blocks, total, layout, m, n, num_groups, block_m, block_n, place = search
+    while tile[0] < total:
+        for step in T.serial(num_steps):
+            T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
+            if a_sf is not None:
+                load_row_factors(a_sf, a_sf_tile, full, slot[0], place, step)
+            load(a, b, a_tile, b_tile, full, slot[0], place, step)
+            next_slot(slot, full.shape[0])
+        tile[0] = tile[0] + num_blocks
+        find_tile(kind, tile, num_blocks, total, layout, m, n, num_groups, block_m, block_n, place)
 
 
 @T.macro

@@ -30,6 +30,7 @@ from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TO
 from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 
+# Thread level: lanes find those with the same expert by a match instruction, as tiles cannot. Not timed as tiles.
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _gate_weights_bwd_kernel(

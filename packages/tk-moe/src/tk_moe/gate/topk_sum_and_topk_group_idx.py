@@ -26,6 +26,7 @@ MAX_GROUPS = 32
 MAX_EXPERTS = 1024
 
 
+# Thread level: groups are ranked by shuffles among lanes, for which tiles have no operation. Not timed as tiles.
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _topk_sum_kernel(

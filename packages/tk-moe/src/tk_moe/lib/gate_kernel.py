@@ -63,6 +63,7 @@ def can_pack(num_experts: int, num_topk: int) -> bool:
     return num_experts <= 256 and num_topk <= 16
 
 
+# Thread level: lanes sort keys among themselves by shuffles, for which tiles have no operation. Not timed as tiles.
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def gate_kernel(

@@ -31,7 +31,8 @@ def score(scoring_func: ScoringFunc, x: Any) -> Any:
 def write_scores(scoring_func: ScoringFunc, x: T.Buffer, scores: T.Buffer) -> None:
     """scores[j] = score(x[j]). The sigmoids of logits within ±64 take no branch, so that their instructions overlap.
 
-    Without infinities and subnormal numbers, the last line is the division's result (256 experts of 128 tokens: 16 %).
+    There no number is infinite or subnormal, and an approximate reciprocal corrected by two fused multiply-adds has the
+    bits of the division. 128 tokens and 256 experts took 2.56 µs without this on an H200, and 2.14 with it, in CUDA.
     """
     if scoring_func is ScoringFunc.SIGMOID:
         are_near = T.alloc_var("bool")

@@ -44,6 +44,7 @@ class Routing:
     num_tp_ranks: int
 
 
+# Thread level: lanes sort keys among themselves by shuffles, for which tiles have no operation. Not timed as tiles.
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def top2_sum_gate_kernel(

@@ -77,6 +77,7 @@ def prefetched_columns(num_rows: int, num_tokens: int, hidden: int, num_sms: int
     return first_col, max(min(early_cols, hidden) - first_col, 0)
 
 
+# Thread level: each thread has copies of gathered rows in flight, four groups of them. Not timed as tiles.
 # Shared arrays are not reused for other purposes, so the barriers below suffice.
 @kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:

@@ -70,6 +70,7 @@ class LosslessConfig:
         return LosslessConfig(lanes, max(128 // lanes, out_block_tokens // pieces), pieces)
 
 
+# Thread level: words of codes take 9 instructions an element, tiles 14 to 16; docs/tuning/tile-level.md.
 # Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _lossless_kernel(

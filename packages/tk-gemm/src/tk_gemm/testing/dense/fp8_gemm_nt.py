@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 
-from tk_core.math import ceil_div
 from tk_core.testing import Case, OpSpec
 from tk_gemm import reference
 from tk_gemm.dense.fp8_gemm_nt import fp8_gemm_nt
 from tk_gemm.testing.lib.compare import assert_close
-from tk_gemm.testing.lib.inputs import activations, packed_factors, weights
+from tk_gemm.testing.lib.inputs import activations, weights
 
 SHAPES = (
     (4096, 7168, 16384),
@@ -35,20 +34,15 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     with_c: bool = False,
     per_row: bool = False,
-    packed: bool = False,
 ) -> Callable[[str], dict[str, Any]]:
     """Arguments of fp8_gemm_nt; d is given, with sevens in it."""
 
     def build(device: str) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             "a": activations(m, k, device, layout),
-            "b": activations(n, k, device, layout) if per_row else weights(n, k, device),
+            "b": activations(n, k, device, layout) if per_row else weights(n, k, device, packed=layout == "packed"),
             "d": torch.full((m, n), 7.0, dtype=dtype, device=device),
         }
-        if packed:
-            num_factors = n if per_row else ceil_div(n, 128)
-            arguments["a"] = (arguments["a"][0], packed_factors(m, k // 128, device=device))
-            arguments["b"] = (arguments["b"][0], packed_factors(num_factors, k // 128, device=device))
         if with_c:
             arguments["c"] = torch.randn((m, n), device=device).to(dtype)
         if per_row:
@@ -91,9 +85,9 @@ SPEC = OpSpec(
         *(
             Case(f"{name}-packed", build, small=True, compile=True, archs=("sm_100a",), gpu=False)
             for name, build in (
-                ("m3-n144-k640", make(3, 144, 640, packed=True)),
-                ("m3-n144-k128-float32-c", make(3, 144, 128, dtype=torch.float32, with_c=True, packed=True)),
-                ("m5-n48-k640-per-row", make(5, 48, 640, dtype=torch.float32, per_row=True, packed=True)),
+                ("m3-n144-k640", make(3, 144, 640, layout="packed")),
+                ("m3-n144-k128-float32-c", make(3, 144, 128, dtype=torch.float32, with_c=True, layout="packed")),
+                ("m5-n48-k640-per-row", make(5, 48, 640, dtype=torch.float32, per_row=True, layout="packed")),
             )
         ),
         *(Case(f"m{m}-n{n}-k{k}-bench", make(m, n, k), bench=True, gpu=False) for m, n, k in SHAPES),

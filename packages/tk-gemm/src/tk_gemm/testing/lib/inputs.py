@@ -14,7 +14,9 @@ def e4m3(*shape: int, device: str, positive: bool = False) -> torch.Tensor:
 
 
 def row_factors(num_rows: int, num_cols: int, device: str, layout: str = "column") -> torch.Tensor:
-    """Float32 factors (rows, cols): "column" major as casts write them, "sliced" from one with more rows, or "row"."""
+    """Factors (rows, cols): "column" major as casts write them, "sliced" of one with more rows, "row" or "packed"."""
+    if layout == "packed":
+        return packed_factors(num_rows, num_cols, device=device)
     if layout == "row":
         return torch.rand((num_rows, num_cols), device=device) + 0.5
     extra = 8 if layout == "sliced" else 0
@@ -39,10 +41,13 @@ def packed_factors(*shape: int, device: str) -> torch.Tensor:
     return out.copy_(codes.view(torch.int32)[..., 0])
 
 
-def weights(num_cols: int, num_channels: int, device: str, *groups: int, positive: bool = False) -> Pair:
+def weights(
+    num_cols: int, num_channels: int, device: str, *groups: int, positive: bool = False, packed: bool = False
+) -> Pair:
     """A pair (groups…, N, K) with 128 × 128 blocks."""
     data = e4m3(*groups, num_cols, num_channels, device=device, positive=positive)
-    return data, torch.rand((*groups, ceil_div(num_cols, 128), num_channels // 128), device=device) + 0.5
+    shape = (*groups, ceil_div(num_cols, 128), num_channels // 128)
+    return data, packed_factors(*shape, device=device) if packed else torch.rand(shape, device=device) + 0.5
 
 
 def bf16(*shape: int, device: str) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Products of other libraries, called with the arguments of ours for benchmarks; DeepGEMM where it is installed."""
 
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tk_core.testing.specs import Call, Peer
+
 Pair = tuple[Tensor, Tensor]
-Call = Callable[[], Any]
-Peer = Callable[..., Call]
-"""As tk_core.testing.bench has it, which needs pytest: what is here is also imported where there is none."""
 
 
 def deep_gemm(name: str) -> dict[str, Peer]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from tk_core.math import align, ceil_div
+from tk_core.math import align
 from tk_core.testing import Case, OpSpec
 from tk_gemm import reference
 from tk_gemm.m_grouped.m_grouped_fp8_gemm_nt_contiguous import m_grouped_fp8_gemm_nt_contiguous
 from tk_gemm.testing.lib.compare import assert_close
-from tk_gemm.testing.lib.inputs import activations, ids, packed_factors, psum, weights
+from tk_gemm.testing.lib.inputs import activations, ids, psum, weights
 
 ODD = (0, 1, 127, 128, 129, 0)
 ODD_ROWS = 640
@@ -32,25 +32,14 @@ ROUTED_ROWS = sum(align(count, 128) for count in ROUTED)
 
 
 def make(
-    counts: tuple[int, ...],
-    num_rows: int,
-    n: int,
-    k: int,
-    *,
-    layout: str = "column",
-    with_psum: bool = False,
-    packed: bool = False,
+    counts: tuple[int, ...], num_rows: int, n: int, k: int, *, layout: str = "column", with_psum: bool = False
 ) -> Callable[[str], dict[str, Any]]:
     """Arguments for groups of these counts in a buffer of num_rows rows; d has sevens in it."""
 
     def build(device: str) -> dict[str, Any]:
-        a, b = activations(num_rows, k, device, layout), weights(n, k, device, len(counts))
-        if packed:
-            a = (a[0], packed_factors(num_rows, k // 128, device=device))
-            b = (b[0], packed_factors(len(counts), ceil_div(n, 128), k // 128, device=device))
         return {
-            "a": a,
-            "b": b,
+            "a": activations(num_rows, k, device, layout),
+            "b": weights(n, k, device, len(counts), packed=layout == "packed"),
             "d": torch.full((num_rows, n), 7.0, dtype=torch.bfloat16, device=device),
             "grouped_layout": psum(counts, device) if with_psum else ids(counts, num_rows, device),
             "use_psum_layout": with_psum,
@@ -75,8 +64,8 @@ SPEC = OpSpec(
         *(
             Case(f"g2-n144-k640{name}-packed", build, small=True, compile=True, archs=("sm_100a",), gpu=False)
             for name, build in (
-                ("", make((3, 130), 384, 144, 640, packed=True)),
-                ("-psum", make((3, 130), 384, 144, 640, packed=True, with_psum=True)),
+                ("", make((3, 130), 384, 144, 640, layout="packed")),
+                ("-psum", make((3, 130), 384, 144, 640, layout="packed", with_psum=True)),
             )
         ),
         Case("g6-n4096-k512", make(UNEVEN, 4096, 4096, 512), compile=True),

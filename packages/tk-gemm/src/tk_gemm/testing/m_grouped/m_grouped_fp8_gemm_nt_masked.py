@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tk_core.math import align, ceil_div
+from tk_core.math import align
 from tk_core.testing import Case, OpSpec
 from tk_gemm import reference
 from tk_gemm.m_grouped.m_grouped_fp8_gemm_nt_masked import m_grouped_fp8_gemm_nt_masked
@@ -30,12 +30,9 @@ def make(
             column = align(max_m, 4)
             strides = (column * (k // 128), 1, column)
             sf = torch.empty_strided((num_groups, max_m, k // 128), strides, device=device).uniform_(0.5, 1.5)
-        b = weights(n, k, device, num_groups)
-        if layout == "packed":
-            b = (b[0], packed_factors(num_groups, ceil_div(n, 128), k // 128, device=device))
         return {
             "a": (e4m3(num_groups, max_m, k, device=device), sf),
-            "b": b,
+            "b": weights(n, k, device, num_groups, packed=layout == "packed"),
             "d": torch.full((num_groups, max_m, n), 7.0, dtype=torch.bfloat16, device=device),
             "masked_m": torch.tensor(counts, dtype=torch.int32, device=device),
             "expected_m": max(1, min(max_m, sum(counts) // num_groups)),
