@@ -134,11 +134,8 @@ def calls(profile, num_tokens):
         yield {package}.copy_new, {{"x": x}}
 """
 
-_INIT = """
-from tk_core.lazy import export
-
-export(__name__, {"copy_rows": "copy_rows", "copy_new": "copy_new"})
-"""
+_INIT = "from tk_core.lazy import export_stub\nexport_stub(__name__, __file__)\n"
+_STUB = "from .copy_new import copy_new as copy_new\nfrom .copy_rows import copy_rows as copy_rows\n"
 
 PACKAGE = "tk_cli_test_ops"
 
@@ -158,6 +155,7 @@ def _package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         each.mkdir()
         (each / "__init__.py").write_text("")
     (folder / "__init__.py").write_text(_INIT)
+    (folder / "__init__.pyi").write_text(_STUB)
     (folder / "warmup.py").write_text(_WARMUP.format(package=PACKAGE))
     _write(folder, "copy_rows", 80)
     _write(folder, "copy_new", 90)

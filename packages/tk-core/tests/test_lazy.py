@@ -14,9 +14,9 @@ from tk_core import lazy
 def package(tmp_path: Path) -> Path:
     folder = tmp_path / "lazy_sample"
     folder.mkdir()
-    (folder / "__init__.py").write_text(
-        "from tk_core.lazy import export\nexport(__name__, {'double': 'double', 'triple': 'double'})\n"
-    )
+    (folder / "__init__.py").write_text("from tk_core.lazy import export_stub\nexport_stub(__name__, __file__)\n")
+    names = ("double", "triple")
+    (folder / "__init__.pyi").write_text("".join(f"from .double import {name} as {name}\n" for name in names))
     (folder / "double.py").write_text("def double(x):\n    return 2 * x\n\ndef triple(x):\n    return 3 * x\n")
     return tmp_path
 
@@ -36,18 +36,15 @@ def test_functions_are_not_hidden_by_their_files(package: Path, code: str) -> No
 
 
 def test_a_stub_is_the_table(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = package / "lazy_stub"
-    (package / "lazy_sample").rename(folder)
-    (folder / "__init__.py").write_text("from tk_core.lazy import export_stub\nexport_stub(__name__, __file__)\n")
-    names = ("double", "triple")
-    (folder / "__init__.pyi").write_text("".join(f"from .double import {name} as {name}\n" for name in names))
+    stub = package / "lazy_sample" / "__init__.pyi"
+    stub.write_text(f"{stub.read_text()}from .double import __doc__\n")
     monkeypatch.syspath_prepend(str(package))
-    import lazy_stub
+    import lazy_sample
 
-    assert lazy_stub.__all__ == ["double", "triple"]
-    assert "lazy_stub.double" not in sys.modules
-    assert lazy_stub.double(2) == 4
-    assert lazy_stub.triple(2) == 6
+    assert lazy_sample.__all__ == ["double", "triple"]
+    assert "lazy_sample.double" not in sys.modules
+    assert lazy_sample.double(2) == 4
+    assert lazy_sample.triple(2) == 6
 
 
 def test_version(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ def zz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     package = tmp_path / "tk_zz"
     files = {
-        "__init__.py": "from tk_core.lazy import export\nexport(__name__, {'f': 'f', 'g': 'f', 'h': 'h'})\n",
+        "__init__.py": "from tk_core.lazy import export_stub\nexport_stub(__name__, __file__)\n",
+        "__init__.pyi": "from .f import f as f\nfrom .f import g as g\nfrom .h import h as h\n",
         "f.py": f"{_F}\n\ndef g(x):\n    return x\n",
         "h.py": "from tk_zz import g\n\ndef h(x):\n    return g(x)\n",
         "helper.py": "from .deeper import one\n\ndef help_out(x):\n    return x + one\n",

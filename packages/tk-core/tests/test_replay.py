@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tk_core import check, env, kernel, num_sms, op, recording, replay
+from tk_core import check, env, kernel, num_sms, op, replay
 from tk_core.arch import arch_from_name
 from tk_core.kernel import Kernel
 
@@ -52,7 +52,11 @@ def key_of(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
 
 def record(function: Callable[..., Any], *args: Any) -> Callable[[list[Any]], Any] | None:
     """What repeats the call, given a list of its arguments."""
-    repeat = recording.record(function, args, {}, replay._read(args, {})[0])[1]
+    before = replay._workspaces.set(workspaces := [])
+    with kernel.recorded_launches() as launches:
+        result = function(*args)
+    replay._workspaces.reset(before)
+    repeat = replay._repeat_of(replay._read(args, {})[0], launches, workspaces, result)
     return repeat and repeat[0]
 
 
@@ -404,7 +408,7 @@ def _several_launches(
         return (result,)
     if mode == "unwritten":
         return result, data.new_zeros(3)
-    workspace = recording.new_workspace(data, (*sizes, data.numel()), torch.float64)
+    workspace = replay.new_workspace(data, (*sizes, data.numel()), torch.float64)
     total = data.new_empty((data.shape[0],), dtype=torch.int32)
     rows = result.view(-1) if result.is_contiguous() else result.transpose(0, -1)
     if sf is not None:

@@ -34,26 +34,16 @@ class _LazyPackage(ModuleType):
         return sorted({*self.__dict__, *self._lazy_exports})
 
 
-def export(package: str, exports: Mapping[str, str]) -> None:
-    """Let attributes of `package` resolve to `package.<submodule>.<name>` on first use (PEP 562 for whole packages).
+def export_stub(package: str, init: str) -> None:
+    """Let what the stub beside the package's file `init`, __init__.pyi, imports load when it is first used (PEP 562).
 
-    `exports` maps each public name to the submodule that defines it. `__version__` of a top-level package is that of
-    the installed distribution of its name.
+    Type checkers read the stub alone, so each public name is in one table, as `from .submodule import x as x`. A name
+    without `as` is no public one, to them and in `__all__`, but it is there. `__version__` of a top-level package is
+    that of the installed distribution of its name.
     """
     module = sys.modules[package]
-    module.__dict__["_lazy_exports"] = dict(exports)
-    module.__dict__["__all__"] = sorted(exports)
-    module.__class__ = _LazyPackage
-
-
-def export_stub(package: str, init: str) -> None:
-    """`export` what the stub beside the package's file `init`, __init__.pyi, imports: `from .submodule import x as x`.
-
-    Type checkers read the stub alone, so that each public name is in one table. A name without `as` is no public one,
-    to them and in `__all__`, but it is there.
-    """
     stub = ast.parse(Path(init).with_suffix(".pyi").read_text(encoding="utf-8"))
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    export(package, {alias.name: str(node.module) for node in imports for alias in node.names})
-    public = [alias.asname for node in imports for alias in node.names if alias.asname]
-    sys.modules[package].__dict__["__all__"] = sorted(public)
+    names = [(alias, node.module) for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    module.__dict__["_lazy_exports"] = {alias.name: submodule for alias, submodule in names}
+    module.__dict__["__all__"] = sorted(alias.asname for alias, _ in names if alias.asname)
+    module.__class__ = _LazyPackage

@@ -78,18 +78,14 @@ def uses_reference(device: torch.device) -> bool:
     return device.type != "cuda" or (_forced_backend or env.default_backend()) == "reference"
 
 
-def usual_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a new tensor. A contiguous one may have others in dimensions of size 0 or 1."""
-    return torch.empty(shape, device="meta").stride()
-
-
 def _with_usual_strides(x: Any) -> Any:
+    """Contiguous tensors as new ones are: other strides count as contiguous too in dimensions of size 0 or 1."""
     if isinstance(x, list):
         usual = [_with_usual_strides(y) for y in x]
         return x if all(new is old for new, old in zip(usual, x)) else usual
     if not isinstance(x, Tensor) or not x.is_contiguous():
         return x
-    usual = usual_strides(x.shape)
+    usual = torch.empty(x.shape, device="meta").stride()
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
 
 
@@ -231,8 +227,7 @@ class Op:
         except CompilationForbiddenError as error:
             raise CompilationForbiddenError(f"{self.name}: {error}") from error
         except RuntimeError:
-            # In a dimension of size 0 or 1 any stride counts as contiguous in torch, but TileLang's host code accepts
-            # only the usual one; it checks before it launches.
+            # TileLang's host code accepts only the usual strides; it checks before it launches.
             usual = tuple(map(_with_usual_strides, args))
             if all(new is old for new, old in zip(usual, args)):
                 raise

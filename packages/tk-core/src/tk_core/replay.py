@@ -1,13 +1,14 @@
 """@replayable: a repeated eager call launches its kernels again without running the function's Python.
 
-What such a function allocates and launches depends on the metadata of its tensors and on plain values alone. The first
-call with given ones is recorded (`tk_core.recording`), later ones do the same with their own tensors. TileLang's host
-code checks no more than that, so it accepts these as it accepted the first.
+What such a function allocates and launches depends on the metadata of its tensors and on plain values alone, and so do
+the checks of TileLang's host code. The first call with given ones is recorded, later ones repeat it with their tensors.
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from enum import IntEnum
 from functools import wraps
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -16,43 +17,111 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tk_core import check, op
+from tk_core import check, kernel, op
 from tk_core.num_sms import get_limit
-from tk_core.recording import Repeat, record, workspaces
-from tk_core.recording import new_workspace as new_workspace
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Repeat = tuple[Callable[[list[Any]], Any], list[tuple[int, int]]]
+"""What repeats a call, and pairs of its arguments, one of them returned as `out` is, that must not overlap for that."""
 
 _MAX_CALLS = 4096
 _PLAIN = frozenset((int, bool, str, torch.dtype, type(None)))
+# Workspaces of the call that is being recorded; None while none is.
+_workspaces: ContextVar[list[Tensor] | None] = ContextVar("_workspaces", default=None)
+
+
+def new_workspace(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor on the device of `like`, and of its dtype if none is given, for one kernel to leave to the next.
+
+    Nothing but the kernels of one call may write or read it: then `@replayable` remembers the call.
+    """
+    workspace = like.new_empty(shape, dtype=dtype)
+    if not is_compiling() and (recorded := _workspaces.get()) is not None:
+        recorded.append(workspace)
+    return workspace
 
 
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...] | None]:
-    """The arguments, and after them what is in tuples; and the key of the call: all that its launches depend on.
-
-    The key is None if an argument is neither a plain tensor nor a plain value.
-    """
-    values = [*args, *kwargs.values()] if kwargs else [*args]
-    key: list[Any] = [tuple(kwargs), get_limit(), op.current_device()]
+    """The arguments, behind them what is in tuples, and the call's key: all that its launches depend on, or None."""
+    values, device = [*args, *kwargs.values()], op.current_device()
+    key: list[Any] = [tuple(kwargs), get_limit(), device]
     try:
         for x in values:
             kind = type(x)
-            if kind is Tensor or kind is Parameter:
-                key.append((x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device()))
-            elif kind in _PLAIN:
+            if (kind is Tensor or kind is Parameter) and x.get_device() == device:
+                key.append((x.dtype, x.shape, x.stride(), x.data_ptr() & 15))
+            elif kind in _PLAIN or issubclass(kind, IntEnum):
                 key += kind, x
             elif kind is float:
                 key += kind, x or str(x)  # 0.0 == -0.0
             elif kind is tuple:
                 key += kind, len(x)
                 values += x  # The loop goes on to these.
-            elif issubclass(kind, IntEnum):
-                key += kind, x
             else:
                 return values, None
+        return values, tuple(key)
     except RuntimeError:  # functorch's tensors have no address, sparse ones no strides
         return values, None
-    return values, tuple(key)
+
+
+def _identity(x: Any) -> Any:
+    """Equal for a value and what a kernel is given of it: for tensors, the address range and the dtype."""
+    return (x.data_ptr(), check.extent(x), x.dtype) if isinstance(x, Tensor) else id(x)
+
+
+def _picker(numbers: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """The values with these numbers; `itemgetter` alone returns no tuple of one."""
+    return itemgetter(*numbers) if len(numbers) > 1 else lambda values: (values[numbers[0]],)
+
+
+def _repeat_of(values: list[Any], launches: list[Any], workspaces: list[Tensor], result: Any) -> Repeat | None:
+    """What does the same for another list like `values`; None if it is not clear which tensor a kernel was given.
+
+    Arguments, constants, outputs, workspaces and views of these have numbers, in this order.
+    """
+    results = result if type(result) is tuple else (result,)
+    arguments = {number: x for number, x in enumerate(values) if isinstance(x, Tensor)}
+    outputs = [x for x in results if isinstance(x, Tensor) and not any(x is y for y in arguments.values())]
+    if not (launches and results) or any(x.layout is not torch.strided for x in outputs):
+        return None
+    operands = [x for _, operands in launches for x in operands]
+    constants = [None, *(x for x in operands if not isinstance(x, Tensor))]
+    allocated = [*outputs, *workspaces]
+    known = [*values, *constants, *allocated]
+    number_of = {_identity(x): number for number, x in enumerate(known)}
+    tensors, used = [*arguments.values(), *allocated], {_identity(x) for x in operands}
+    is_known = number_of.keys() >= {*used, *map(_identity, results)}
+    is_written = all(_identity(x) in used for x in outputs if x.numel())
+    is_clear = len(set(map(_identity, tensors))) == len(tensors)
+    is_new = not any(check.overlap(x, y) for x in outputs for y in arguments.values())
+    if not (is_known and is_written and is_clear and is_new):
+        return None
+    views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+
+    def locate(x: Any) -> int:
+        number = number_of[_identity(x)]
+        if not isinstance(x, Tensor) or (x.shape, x.stride()) == (known[number].shape, known[number].stride()):
+            return number
+        views.append((number, x.shape, x.stride()))
+        return len(known) + len(views) - 1
+
+    located = [(compiled, _picker([locate(x) for x in operands])) for compiled, operands in launches]
+    returned = [number_of[_identity(x)] for x in results]
+    pick_result = _picker(returned) if type(result) is tuple else itemgetter(*returned)
+    # An empty tensor makes another of its dtype and device in less host time than naming both takes.
+    allocations = [(x.new_empty((0,)), x.shape, x.stride()) for x in allocated]
+
+    def repeat(values: list[Any]) -> Any:
+        values += constants
+        for like, shape, strides in allocations:
+            values.append(like.new_empty_strided(shape, strides))
+        for base, shape, strides in views:
+            values.append(values[base].as_strided(shape, strides))
+        for compiled, pick_operands in located:
+            compiled(*pick_operands(values))
+        return pick_result(values)
+
+    return repeat, [(x, y) for x in arguments if x in returned for y in arguments if x != y]
 
 
 def replayable(function: Function) -> Function:
@@ -66,18 +135,24 @@ def replayable(function: Function) -> Function:
 
     @wraps(function)
     def replay(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or not op.kernels_only or _len_torch_dispatch_stack() or workspaces.get() is not None:
+        if is_compiling() or not op.kernels_only or _len_torch_dispatch_stack() or _workspaces.get() is not None:
             return function(*args, **kwargs)
         values, key = _read(args, kwargs)
         if (call := calls.get(key)) is not None:
             repeat, pairs = call
-            if not pairs or not any(check.overlap(values[index], values[other]) for index, other in pairs):
+            if not pairs or not any(check.overlap(values[x], values[y]) for x, y in pairs):
                 return repeat(values)
         if key is None or key in calls:
             return function(*args, **kwargs)
         if len(calls) >= _MAX_CALLS:
             calls.clear()
-        result, calls[key] = record(function, args, kwargs, values)
+        before = _workspaces.set(workspaces := [])
+        try:
+            with kernel.recorded_launches() as launches:
+                result = function(*args, **kwargs)
+        finally:
+            _workspaces.reset(before)
+        calls[key] = _repeat_of(values, launches, workspaces, result)
         return result
 
     return replay  # type: ignore[return-value]

@@ -17,11 +17,6 @@ def count_leading_zeros(x: Any) -> Any:
     return builtin("int32", "__clz", x)
 
 
-def max_u16x2(a: Any, b: Any) -> Any:
-    """The larger of each half, as unsigned 16-bit integers."""
-    return builtin("uint32", "__vmaxu2", a, b)
-
-
 def warp_sum_u32(x: Any) -> Any:
     """The sum of the uint32 of a whole warp, in one instruction."""
     import tilelang.language as T

@@ -1,6 +1,6 @@
-"""Global memory with cache hints, narrow predicated loads, and prefetches into L2, for thread-level kernels.
+"""Stores to global memory with a cache hint, and prefetches into L2, for thread-level kernels.
 
-Addresses and registers are pointers, such as T.address_of(x[row, col]) gives; `words` points at four uint32.
+Addresses are pointers, such as T.address_of(x[row, col]) gives; `words` points at four uint32.
 """
 
 from typing import Any
@@ -8,29 +8,6 @@ from typing import Any
 from tk_core.headers import Header
 
 _MEMORY = Header(__file__)
-
-
-def load_streaming(words: Any, address: Any, valid: Any) -> Any:
-    """Load 16 bytes, zeros where not `valid`, that the caches need not keep, as they are read only once.
-
-    The loads are issued in the order of the calls.
-    """
-    return _MEMORY.call("void", "tk_load_streaming", words, address, valid)
-
-
-def load_streaming_to(to: Any, address: Any, valid: Any) -> Any:
-    """The same to elements of any type, in an order that nvcc chooses."""
-    return _MEMORY.call("void", "tk_load_streaming_to", to, address, valid)
-
-
-def load_mostly_evict_first(words: Any, address: Any, valid: Any) -> Any:
-    """Load 16 bytes, zeros where not `valid`; three quarters of what is read so leaves L2 before other lines."""
-    return _MEMORY.call("void", "tk_load_mostly_evict_first", words, address, valid)
-
-
-def load_16_bits(address: Any, valid: Any) -> Any:
-    """Two bytes as a uint32; unspecified where not `valid`, where nothing is read."""
-    return _MEMORY.call("uint32", "tk_load_16_bits", address, valid)
 
 
 def store_evict_first(address: Any, words: Any) -> Any:
