@@ -73,7 +73,7 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             arguments = {"a": _activations(num_rows, num_channels, layout), "b": b, "d": None}
             grouping = {"grouped_layout": groups, "use_psum_layout": with_psum}
             yield gemm.m_grouped_fp8_gemm_nt_contiguous, {**arguments, **grouping}
-            if profile.swiglu and num_cols % (2 * _BLOCK) == 0 and layout != "packed_ue8m0":
+            if profile.swiglu and num_cols % (2 * _BLOCK) == 0:
                 del arguments["d"]
                 yield gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, {**arguments, **grouping, **_weights_of(num_rows)}
         for num_rows, grouping in _masked(profile, num_tokens):
@@ -81,9 +81,10 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             shape = profile.num_experts, num_rows
             a = data.unflatten(0, shape), sf.unflatten(0, shape)
             yield gemm.m_grouped_fp8_gemm_nt_masked, {"a": a, "b": b, "d": None, **grouping}
-    for shape in profile.experts:
+    layouts = {"packed_ue8m0" if layout == "packed_ue8m0" else "col_major": None for layout in profile.sf_layouts}
+    for shape, layout in product(profile.experts, layouts):
         for total, arguments in _k_grouped(profile, num_tokens, *shape):
-            a, b = ((data, sf.t()) for data, sf in (_activations(rows, total, "col_major") for rows in shape))
+            a, b = ((data, sf.t()) for data, sf in (_activations(rows, total, layout) for rows in shape))
             yield gemm.k_grouped_fp8_gemm_nt_contiguous, {"a": a, "b": b, **arguments}
 
 

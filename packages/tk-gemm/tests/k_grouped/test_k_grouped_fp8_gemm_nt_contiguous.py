@@ -9,6 +9,7 @@ import tk_gemm
 from tk_core import env
 from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import capture
+from tk_core.reference.scales import unpack_scales
 from tk_core.testing import tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.testing.k_grouped.k_grouped_fp8_gemm_nt_contiguous import SPEC, make
@@ -38,9 +39,27 @@ def test_both_forms_against_a_float64_product() -> None:
     assert_equal(tk_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, None, KS), d)
 
 
-def test_another_architecture_is_named_before_anything_is_copied() -> None:
-    with capture(arch_from_name("sm_100a")) as launched, pytest.raises(UnsupportedArchError, match="found sm_100a"):
-        tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**make((128, 0, 256), 16, 32, flat=True)("meta"))
+@pytest.mark.parametrize("flat", [False, True])
+def test_packed_factors_are_those_of_all_of_k(flat: bool) -> None:
+    """A group may begin at any byte of a word."""
+    packed = make((128, 0, 768, 640), 16, 32, flat=flat, packed=True)("cpu")
+    plain = dict(packed)
+    for name in ("a", "b"):
+        data, words = packed[name]
+        rows = words if flat else words.t()
+        sf = unpack_scales(rows, rows.shape[0], 12)
+        plain[name] = (data, sf.t().contiguous().t() if flat else sf.t().contiguous())
+    results = [tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**{**x, "d": None}) for x in (packed, plain)]
+    assert_equal(*results)
+    assert all(group.any() for group in results[0][[0, 2, 3]])
+
+
+@pytest.mark.parametrize(("arch", "packed"), [("sm_90a", True), ("sm_100a", False), ("sm_120a", True)])
+def test_factors_of_another_architecture_are_named_before_anything_is_copied(arch: str, packed: bool) -> None:
+    arguments = make((128, 0, 256), 16, 32, flat=True, packed=packed)("meta")
+    kind = "packed UE8M0" if packed else "float32"
+    with capture(arch_from_name(arch)) as launched, pytest.raises(UnsupportedArchError, match=f"{arch} and {kind}"):
+        tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments)
     assert not launched
 
 
@@ -94,6 +113,8 @@ def test_bits_are_those_of_the_dense_product(flat: bool) -> None:
     [
         (TypeError, "a", {"a": A[0]}),
         (ValueError, r"a\[1\]", {"a": (A[0], A[1][:2])}),
+        (ValueError, r"a\[1\]", {"a": (A[0], A[1].int())}),
+        (TypeError, r"b\[1\]", {"a": (A[0], A[1][:1].int())}),
         (ValueError, "b", {"b": (B[0][:, :256], B[1][:2])}),
         (ValueError, "ks", {"ks": [128, 0, 128]}),
         (ValueError, r"ks\[0\]", {"ks": [64, 64, 256]}),

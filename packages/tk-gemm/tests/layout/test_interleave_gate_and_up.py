@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tk_gemm
+from tk_core.testing.numeric import assert_equal
 from tk_gemm.testing.lib.inputs import weights
 
 
@@ -14,6 +15,12 @@ def test_by_hand() -> None:
     assert out.float()[0, ::128, 0].tolist() == [0, 2, 1, 3]
     assert out.float()[0, 127::128, 5].tolist() == [0, 2, 1, 3]
     assert out_sf.tolist() == [[[0.0], [2.0], [1.0], [3.0]]]
+
+
+def test_packed_factors() -> None:
+    data, sf = weights(512, 640, "cpu", 2, packed=True)
+    _, out_sf = tk_gemm.interleave_gate_and_up((data, sf))
+    assert_equal(out_sf, sf[:, [0, 2, 1, 3]].contiguous())
 
 
 def test_bad_input() -> None:

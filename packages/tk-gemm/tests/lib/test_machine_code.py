@@ -10,10 +10,12 @@ from tk_core.kernel import KernelRequest
 from tk_core.testing.usage import cuobjdump, lower, resource_usages
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.fp8_k_product import fp8_k_product_kernel
+from tk_gemm.lib.fp8_k_product_blackwell import fp8_k_product_blackwell_kernel
 from tk_gemm.lib.fp8_product import fp8_product_kernel
 from tk_gemm.lib.fp8_product_blackwell import fp8_product_blackwell_kernel
 from tk_gemm.lib.fp8_product_config import CONFIGS, WIDE, ProductConfig
 from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
+from tk_gemm.lib.fp8_swiglu_product_blackwell import fp8_swiglu_product_blackwell_kernel
 
 pytestmark = pytest.mark.compile
 
@@ -25,6 +27,13 @@ REQUESTS = {
     "fp8-wide": (fp8_product_wide_kernel, ("dense", BF16, True, False), 2 * 64),
     "fp8-k": (fp8_k_product_kernel, (torch.float32, False), 64),
     "bf16": (bf16_product_kernel, ("dense", ProductConfig(128, 256, 4), BF16, False, False, False), 0),
+}
+
+# With how many products of 32 channels a step has.
+ON_BLACKWELL = {
+    "fp8": (fp8_product_blackwell_kernel, ("dense", BF16, False, False), 4),
+    "fp8-k": (fp8_k_product_blackwell_kernel, (torch.float32, False), 4),
+    "fp8-swiglu": (fp8_swiglu_product_blackwell_kernel, ("ids", True, True), 8),
 }
 
 
@@ -40,13 +49,14 @@ def test_machine_code(name: str) -> None:
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
 
 
-def test_machine_code_on_blackwell() -> None:
-    args = ("dense", BF16, False, False, arch_from_name("sm_100a"))
-    sass = cuobjdump(KernelRequest(fp8_product_blackwell_kernel, args).compile(), "--dump-sass")
+@pytest.mark.parametrize("name", ON_BLACKWELL)
+def test_machine_code_on_blackwell(name: str) -> None:
+    kernel, args, num_products = ON_BLACKWELL[name]
+    sass = cuobjdump(KernelRequest(kernel, (*args, arch_from_name("sm_100a"))).compile(), "--dump-sass")
     products = re.findall(r"UTCQMMA[^;]*", sass)
-    # A step is four products of 32 channels, with sums, factors of A and of B in tensor memory.
     assert products
-    assert len(products) % 4 == 0
+    assert len(products) % num_products == 0
+    # Sums, factors of A and of B are in tensor memory.
     assert all(product.count("tmem") == 3 for product in products), products
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
 

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 import tk_gemm
+from tk_core.arch import UnsupportedArchError, arch_from_name
+from tk_core.kernel import capture
+from tk_core.reference.scales import unpack_scales
 from tk_core.testing import tiers
-from tk_core.testing.numeric import calc_diff
+from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.testing.lib.inputs import activations, dequantized, ids, weights
-from tk_gemm.testing.m_grouped.m_grouped_fp8_gemm_swiglu_nt_contiguous import SPEC
+from tk_gemm.testing.m_grouped.m_grouped_fp8_gemm_swiglu_nt_contiguous import SPEC, make
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)
@@ -46,10 +49,46 @@ def test_against_float64_swiglu_of_the_plain_weights() -> None:
     assert not sf[padding].any()
 
 
+def test_packed_factors() -> None:
+    """The results' factors are the least powers of two that those of float32 allow; 255 without a finite amax."""
+    packed = make((3, 130), 384, 640, 640, layout="packed", with_psum=True)("cpu")
+    (a, a_words), (b, b_words) = packed["a"], packed["b"]
+    a_words[0, 0] = 0x7EFEFE7E  # 2**127 twice: the first row's products are infinite.
+    plain = {
+        **packed,
+        "a": (a, unpack_scales(a_words, 384, 5)),
+        "b": (b, torch.stack([unpack_scales(words, 10, 5) for words in b_words])),
+    }
+    data, words = tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous(**packed)
+    expected, factors = tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous(**plain)
+    assert words.stride() == (1, 384)
+    sf = unpack_scales(words, 384, 5)
+    assert sf[0].isnan().all()
+    rows = [1, 2, *range(128, 258)]
+    assert_equal(sf[rows], torch.exp2(torch.ceil(torch.log2(factors[rows]))))
+    got, want = (
+        dequantized((x.view(torch.uint8)[rows].view(x.dtype), y[rows])) for x, y in ((data, sf), (expected, factors))
+    )
+    assert calc_diff(got, want) < 1e-3
+    assert not data.view(torch.uint8)[3:128].any()
+    assert not words[3:128].any()
+
+
+@pytest.mark.parametrize(("arch", "packed"), [("sm_90a", True), ("sm_100a", False), ("sm_120a", True)])
+def test_factors_of_another_architecture_are_named(arch: str, packed: bool) -> None:
+    arguments = make((3, 1), 256, 128, 128, layout="packed" if packed else "column")("meta")
+    kind = "packed UE8M0" if packed else "float32"
+    with capture(arch_from_name(arch)) as launched, pytest.raises(UnsupportedArchError, match=f"{arch} and {kind}"):
+        tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous(**arguments)
+    assert not launched
+
+
 @pytest.mark.parametrize(
     ("error", "name", "changes"),
     [
         (TypeError, "a", {"a": A[0]}),
+        (ValueError, r"a\[1\]", {"a": (A[0], A[1][1:].int())}),
+        (TypeError, r"b\[1\]", {"b": (B[0], B[1].int())}),
         (ValueError, r"b\[0\]", {"b": weights(384, 128, "cpu", 2)}),
         (ValueError, "grouped_layout", {"grouped_layout": LAYOUT[1:]}),
         (ValueError, "topk_weights", {"pos_to_token_topk": LAYOUT}),

@@ -34,7 +34,8 @@ class Plan:
 
     jobs: "dict[KernelRequest, Job]" = field(default_factory=dict)
     failures: dict[str, None] = field(default_factory=dict)
-    unsupported: dict[str, None] = field(default_factory=dict)
+    unsupported: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Who asked for which architecture, and the error."""
 
     def ask(self, call: Callable[[], Any], arch_name: str, asked_by: str) -> "frozenset[KernelRequest]":
         """Take up the kernels that a call launches on an architecture; says which."""
@@ -45,7 +46,7 @@ class Plan:
             with capture(arch_from_name(arch_name)) as requests:
                 call()
         except UnsupportedArchError as error:
-            self.unsupported[f"{asked_by}: {error}"] = None
+            self.unsupported[asked_by, arch_name] = str(error)
             return frozenset()
         except Exception as error:
             self.failures[f"{asked_by} for {arch_name}: {type(error).__name__}: {error}"] = None
@@ -110,6 +111,9 @@ def _ask_for_all_counts(plan: Plan, profile: ModelProfile, arch: str, ops: Colle
         if changed and few < middle:
             found[middle] = kernels_at(middle, changed)
             waiting += [(few, middle), (middle, many)]
+    # Arguments may be for one architecture and their dtypes say so: an op that takes others of them here is served.
+    for op in {op for by_op in found.values() for op, kernels in by_op.items() if kernels}:
+        plan.unsupported.pop((op, arch), None)
 
 
 def ops_called(profile: ModelProfile) -> Iterable[str]:

@@ -161,8 +161,8 @@ def _compile(plan: Plan, archs: list[str], num_workers: int) -> int:
     from rich.console import Console
 
     console = Console(highlight=False)
-    for line in plan.unsupported:
-        console.print(f"not served  {line}", soft_wrap=True, markup=False)
+    for (asked_by, _), error in plan.unsupported.items():
+        console.print(f"not served  {asked_by}: {error}", soft_wrap=True, markup=False)
     for line in plan.failures:
         console.print(f"failed    {line}", soft_wrap=True, markup=False)
     counts: Counter[str] = Counter()

@@ -8,8 +8,8 @@ data:
     2-D    a (M, ΣK) and b (N, ΣK), each contiguous along K;      sf (ΣK/128, M) and (ΣK/128, N)
     1-D    one contiguous (M, K_g) after another, (N, K_g) too;  sf (M, ΣK/128), strides (1, M), and (N, ΣK/128), (1, N)
 
-Both have the same factors in memory. TMA loads rows that are equally far apart, so a kernel first copies the second
-form's data into the first.
+Both have the same factors in memory; packed, four blocks of K are a word, counted from where the first group begins.
+TMA loads rows that are equally far apart, so a kernel first copies the second form's data into the first.
 """
 
 from typing import Any
@@ -17,13 +17,15 @@ from typing import Any
 import torch
 
 from tk_core import check
+from tk_core.arch import Arch
+from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_gemm.lib.archs import hopper
+from tk_gemm.lib.archs import arch_of_factors
 from tk_gemm.lib.gather_groups import gather_groups_kernel
 from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k
 from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product
-from tk_gemm.lib.operands import BLOCK, E4M3, FLOAT32, aligned, compiler_hints, matrix, pair, positive_multiple, result
+from tk_gemm.lib.operands import BLOCK, E4M3, FACTORS, aligned, compiler_hints, matrix, pair, positive_multiple, result
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,37 +62,40 @@ def _k_grouped_fp8_gemm_nt_contiguous_out(
         return
     ends = ends_of(psum, ks, a.device)
     if a.ndim == 1:
-        _, num_rows, num_cols = d.shape
-        a, b, a_sf, b_sf = _gathered(a, num_rows, ends), _gathered(b, num_cols, ends), a_sf.t(), b_sf.t()
+        arch, (_, num_rows, num_cols) = arch_of_factors(_NAME, a_sf), d.shape
+        a, b, a_sf, b_sf = _gathered(a, num_rows, ends, arch), _gathered(b, num_cols, ends, arch), a_sf.t(), b_sf.t()
     launch_fp8_k_product(_NAME, a, a_sf, b, b_sf, ends, d if accumulate else c, d)
 
 
-def _gathered(flat: torch.Tensor, num_rows: int, ends: torch.Tensor) -> torch.Tensor:
+def _gathered(flat: torch.Tensor, num_rows: int, ends: torch.Tensor, arch: Arch) -> torch.Tensor:
     """The matrices of all groups beside each other, copied: TMA loads rows that are equally far apart in all groups."""
     out = flat.new_empty((num_rows, flat.numel() // num_rows))
-    arch = hopper(_NAME, flat)
     gather_groups_kernel(arch)(flat.view(torch.int32), ends, out.view(torch.int32))
     return out
 
 
-def _operand(name: str, x: Any, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Check one operand; return data, factors, rows, ΣK."""
+def _operand(
+    name: str, x: Any, device: torch.device | None, dtypes: tuple[torch.dtype, ...]
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Check one operand, with factors of one of these dtypes; return data, factors, rows, ΣK."""
     data, sf = pair(name, x)
-    if isinstance(data, torch.Tensor) and data.ndim == 1:
+    is_flat = isinstance(data, torch.Tensor) and data.ndim == 1
+    if is_flat:
         check.tensor(f"{name}[0]", data, E4M3, ("rows * K",), device=device)
         aligned(f"{name}[0]", data)
-        num_rows, num_blocks = check.tensor(f"{name}[1]", sf, FLOAT32, ("rows", "K / 128"), layout="any")
-        factors = sf.t()
+        num_rows, _ = check.tensor(f"{name}[1]", sf, dtypes, ("rows", "K / 128"), layout="any")
     else:
-        num_rows, total = matrix(f"{name}[0]", data, E4M3, ("rows", "K"), device)
-        check.multiple_of(f"{name}[0] (K)", total, BLOCK)
-        num_blocks = total // BLOCK
-        check.tensor(f"{name}[1]", sf, FLOAT32, (num_blocks, num_rows), layout="any")
-        factors = sf
+        num_rows, _ = matrix(f"{name}[0]", data, E4M3, ("rows", "K"), device)
     positive_multiple(f"{name} (rows)", num_rows, 16)
-    total = num_blocks * BLOCK
-    check.require(data.numel() == num_rows * total, f"{name}[0]", f"{num_rows} x {total} elements", data.numel())
-    matrix(f"{name}[1]" + (" transposed" if data.ndim == 1 else ""), factors, FLOAT32, ("K / 128", "rows"), data.device)
+    total = data.numel() // num_rows
+    is_whole = data.numel() == num_rows * total and total % BLOCK == 0
+    check.require(is_whole, f"{name}[0]", f"{num_rows} rows of a multiple of {BLOCK} elements", data.numel())
+    is_packed = isinstance(sf, torch.Tensor) and sf.dtype is torch.int32
+    num_factors = ceil_div(total, 4 * BLOCK) if is_packed else total // BLOCK
+    shape = (num_rows, num_factors) if is_flat else (num_factors, num_rows)
+    check.tensor(f"{name}[1]", sf, dtypes, shape, layout="any", device=data.device)
+    factors = (f"{name}[1] transposed", sf.t()) if is_flat else (f"{name}[1]", sf)
+    matrix(*factors, dtypes, (num_factors, num_rows), data.device)
     return data, sf, num_rows, total
 
 
@@ -112,8 +117,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
     Args:
         a: `(data, sf)`: float8_e4m3fn (M, ΣK), M a multiple of 16, with float32 sf (ΣK/128, M) contiguous in M; or
             (M · ΣK,), one contiguous (M, K_g) after the other, with float32 sf (M, ΣK/128) of strides (1, M). On a GPU
-            that form is copied into the first one.
-        b: The same with N, in the same form.
+            that form is copied into the first one. On Blackwell int32 sf, ⌈ΣK/512⌉ in place of ΣK/128: the biased
+            exponents of four blocks a word, counted from the beginning of ΣK, whatever the groups.
+        b: The same with N, in the same form, with sf of a's dtype.
         d: float32 or bfloat16 (G, M, N), written; None: new, of c's dtype or float32.
         ks: Sizes of the groups, multiples of 128 that add up to ΣK; the first call with some copies them to the device,
             which a CUDA graph cannot capture. Or int32 (G) on the device, where each group ends: the next one begins at
@@ -130,14 +136,15 @@ def k_grouped_fp8_gemm_nt_contiguous(
         TypeError: A tensor is none, or has another dtype, or ks is no list of int.
         ValueError: A shape, stride, base (16 bytes), device or recipe is not as described, d overlaps an operand, or
             with TK_DEBUG=1 the values of ks or grouped_layout are not.
-        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
+            with packed ones, unless TK_BACKEND=reference.
     """
     check.require_type(isinstance(recipe, (tuple, list)), "recipe", "a tuple", recipe)
     check.one_of("recipe", tuple(recipe), ((1, 1, BLOCK),))
     compiler_hints(compiled_dims)
-    a_data, a_sf, num_rows, total = _operand("a", a, None)
+    a_data, a_sf, num_rows, total = _operand("a", a, None, FACTORS)
     device = a_data.device
-    b_data, b_sf, num_cols, b_total = _operand("b", b, device)
+    b_data, b_sf, num_cols, b_total = _operand("b", b, device, (a_sf.dtype,))
     check.require(b_data.ndim == a_data.ndim, "b[0]", f"{a_data.ndim} dimensions as a[0]", b_data.ndim)
     check.require(b_total == total, "b (K)", f"{total} as a's", b_total)
     num_groups = check_ks(ks, grouped_layout, total, device)

@@ -3,7 +3,7 @@
 import torch
 
 from tk_core import check
-from tk_gemm.lib.operands import E4M3, FLOAT32, positive_multiple
+from tk_gemm.lib.operands import E4M3, FACTORS, per_block_factors, positive_multiple
 
 
 def interleave_gate_and_up(b: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -14,7 +14,7 @@ def interleave_gate_and_up(b: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.
 
     Args:
         b: `(data, sf)`: float8_e4m3fn (G, 2 · I, K), the gate's rows first, I and K multiples of 128, contiguous;
-            float32 sf (G, 2 · I / 128, K / 128).
+            float32 sf (G, 2 · I / 128, K / 128), or int32 (G, 2 · I / 128, ⌈K / 512⌉) as Blackwell takes it.
 
     Returns:
         `(data, sf)`, new tensors of the same shapes.
@@ -29,7 +29,7 @@ def interleave_gate_and_up(b: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.
     positive_multiple("b[0] (2 * I)", num_rows, 256)
     positive_multiple("b[0] (K)", num_channels, 128)
     shape = (num_groups, num_rows // 128, num_channels // 128)
-    check.tensor("b[1]", sf, FLOAT32, shape, layout="any", device=data.device)
+    per_block_factors("b[1]", sf, shape, data.device, FACTORS)
     from tk_gemm.reference.layout.interleave_gate_and_up import interleave_gate_and_up as interleave
 
     return interleave((data, sf))

@@ -19,8 +19,8 @@ from tk_gemm.lib.fp8_product_config import BLOCK_K, Kind
 
 BLOCK = 128
 """Rows and columns of a tile, and channels of a factor."""
-_NUM_STAGES = 6
-_PIECE = 32
+NUM_STAGES = 6
+PIECE = 32
 """Columns that a thread has in registers at a time."""
 
 
@@ -55,16 +55,16 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
         num_blocks: T.int32,
     ) -> None:
         with T.Kernel(num_blocks, threads=256) as block:
-            a_tile = T.alloc_shared((_NUM_STAGES, BLOCK, BLOCK_K), "float8_e4m3fn")
-            b_tile = T.alloc_shared((_NUM_STAGES, BLOCK, BLOCK_K), "float8_e4m3fn")
-            a_words = T.alloc_shared((_NUM_STAGES, BLOCK), "int32")
-            b_words = T.alloc_shared((_NUM_STAGES, BLOCK), "int32")
+            a_tile = T.alloc_shared((NUM_STAGES, BLOCK, BLOCK_K), "float8_e4m3fn")
+            b_tile = T.alloc_shared((NUM_STAGES, BLOCK, BLOCK_K), "float8_e4m3fn")
+            a_words = T.alloc_shared((NUM_STAGES, BLOCK), "int32")
+            b_words = T.alloc_shared((NUM_STAGES, BLOCK), "int32")
             sums = T.alloc_tmem([BLOCK, BLOCK], "float32")
             a_factors = T.alloc_tmem([BLOCK, 4], "int32")
             b_factors = T.alloc_tmem([BLOCK, 4], "int32")
-            full = T.alloc_barrier([1] * _NUM_STAGES)
-            arranged = T.alloc_barrier([32] * _NUM_STAGES)
-            empty = T.alloc_barrier([1] * _NUM_STAGES)
+            full = T.alloc_barrier([1] * NUM_STAGES)
+            arranged = T.alloc_barrier([32] * NUM_STAGES)
+            empty = T.alloc_barrier([1] * NUM_STAGES)
             summed = T.alloc_barrier([1])
             taken = T.alloc_barrier([128])
             place = T.alloc_local((PLACE_SIZE,), "int32")
@@ -91,7 +91,7 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
                                     b_sf, b_words, full, slot[0], place[steps.B_GROUP], place[steps.COL], step
                                 )
                         steps.load(a, b, a_tile, b_tile, full, slot[0], place, step)
-                        steps.next_slot(slot, _NUM_STAGES)
+                        steps.next_slot(slot, NUM_STAGES)
                 elif thread < 64:
                     for step in T.serial(num_steps):
                         T.mbarrier_wait_parity(full[slot[0]], slot[1])
@@ -100,10 +100,10 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
                             if b_is_per_row:
                                 own.arrange(b_words, slot[0])
                             else:
-                                own.repeat_word(b_sf, b_words, slot[0], place, n, step)
+                                own.repeat_word(b_sf, b_words, slot[0], place, n, 0, step)
                             T.fence_proxy_async()
                         T.mbarrier_arrive(arranged[slot[0]])
-                        steps.next_slot(slot, _NUM_STAGES)
+                        steps.next_slot(slot, NUM_STAGES)
                 elif thread < 96:
                     T.mbarrier_wait_parity(taken, turn[0] ^ 1)
                     for step in T.serial(num_steps):
@@ -112,29 +112,18 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
                         if step % 4 == 0:
                             T.tcgen05_cp_warpx4(a_words[slot[0], :], a_factors)
                             T.tcgen05_cp_warpx4(b_words[slot[0], :], b_factors)
-                        T.tcgen05_gemm_blockscaled(
-                            a_tile[slot[0], :, :],
-                            b_tile[slot[0], :, :],
-                            sums,
-                            a_factors,
-                            b_factors,
-                            transpose_B=True,
-                            mbar=empty[slot[0]],
-                            clear_accum=step == 0,
-                            k_start=step * BLOCK_K,
-                            sf_a_granularity_k=BLOCK,
-                            sf_b_granularity_k=BLOCK,
-                        )
-                        steps.next_slot(slot, _NUM_STAGES)
+                        factors = (a_factors, b_factors)
+                        own.multiply(a_tile, b_tile, 0, sums, factors, slot[0], step, step == 0, empty)
+                        steps.next_slot(slot, NUM_STAGES)
                     T.tcgen05_mma_arrive(summed)
                 elif thread >= 128:
-                    acc = T.alloc_fragment((BLOCK, _PIECE), "float32")
+                    acc = T.alloc_fragment((BLOCK, PIECE), "float32")
                     is_row = T.alloc_fragment((BLOCK,), "int32") if is_padded else None
                     if is_padded:
                         steps.find_rows(kind, layout, m, place, is_row)
                     T.mbarrier_wait_parity(summed, turn[0])
-                    for first in T.unroll(0, BLOCK, _PIECE):
-                        T.copy(sums[:, first : first + _PIECE], acc)
+                    for first in T.unroll(0, BLOCK, PIECE):
+                        T.copy(sums[:, first : first + PIECE], acc)
                         steps.finish(acc, c if with_c else None, is_row, m, n, place, first)
                         own.store(kind, acc, m, n, place, first, d)
                     T.mbarrier_arrive(taken)

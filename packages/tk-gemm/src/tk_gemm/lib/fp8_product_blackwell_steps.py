@@ -4,6 +4,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tk_gemm.lib.fp8_product_config import BLOCK_K
 from tk_gemm.lib.fp8_product_steps import A_GROUP, B_GROUP, COL, NUM_ROWS, ROW
 
 
@@ -21,12 +22,44 @@ def arrange(words: Any, slot: Any) -> None:
 
 
 @T.macro
-def repeat_word(sf: Any, words: Any, slot: Any, place: Any, n: Any, step: Any) -> None:
-    """All columns of a tile have the word of their 128 x 128 blocks."""
+def repeat_word(sf: Any, words: Any, slot: Any, place: Any, n: Any, first: Any, step: Any) -> None:
+    """The tile's 128 columns from `first` on have the word of their 128 x 128 blocks."""
     word = T.alloc_var("int32")
-    word = sf[place[B_GROUP], step // 4, T.min(place[COL], n - 1) // 128]
+    word = sf[place[B_GROUP], step // 4, T.min(place[COL] + first, n - 1) // 128]
     for x in T.unroll(4):
         words[slot, x * 32 + T.get_thread_binding() % 32] = word
+
+
+@T.macro
+def multiply(
+    a_tile: Any,
+    b_tile: Any,
+    first: Any,
+    sums: Any,
+    factors: Any,
+    slot: Any,
+    step: Any,
+    is_first: Any,
+    done: Any,
+) -> None:
+    """Begin sums += a step's rows · 128 columns from `first` on; the first step's begins at zero.
+
+    Factors of A and of B are words in tensor memory, of which the tensor cores take the step's byte. `done` has the
+    barriers of the stages, for the last product of a step; or None.
+    """
+    T.tcgen05_gemm_blockscaled(
+        a_tile[slot, :, :],
+        b_tile[slot, first : first + 128, :],
+        sums,
+        factors[0],
+        factors[1],
+        transpose_B=True,
+        mbar=None if done is None else done[slot],
+        clear_accum=is_first,
+        k_start=step * BLOCK_K,
+        sf_a_granularity_k=BLOCK_K,
+        sf_b_granularity_k=BLOCK_K,
+    )
 
 
 @T.macro

@@ -4,9 +4,10 @@ from torch import Tensor
 
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
-from tk_gemm.lib.archs import arch_of_factors, hopper
+from tk_gemm.lib.archs import arch_of_factors
 from tk_gemm.lib.fp8_k_product import CONFIG as K_CONFIG
 from tk_gemm.lib.fp8_k_product import fp8_k_product_kernel
+from tk_gemm.lib.fp8_k_product_blackwell import fp8_k_product_blackwell_kernel
 from tk_gemm.lib.fp8_product import fp8_product_kernel
 from tk_gemm.lib.fp8_product_blackwell import BLOCK, fp8_product_blackwell_kernel
 from tk_gemm.lib.fp8_product_config import WIDE, Kind, product_config
@@ -65,10 +66,17 @@ def launch_fp8_product(
 def launch_fp8_k_product(
     op: str, a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, ends: Tensor, c: Tensor | None, d: Tensor
 ) -> None:
-    """Launch for a (M, K), a_sf (K/128, M), b (N, K), b_sf (K/128, N), ends (G) along K, c and d (G, M, N)."""
-    arch = hopper(op, a)
+    """Launch for a (M, K), a_sf (K/128, M), b (N, K), b_sf (K/128, N), ends (G) along K, c and d (G, M, N).
+
+    Packed factors are (⌈K/512⌉, M) and (⌈K/512⌉, N).
+    """
+    arch = arch_of_factors(op, a_sf)
     num_groups, num_rows, num_cols = d.shape
     num_tiles = num_groups * ceil_div(num_rows, K_CONFIG.block_m) * ceil_div(num_cols, K_CONFIG.block_n)
+    num_blocks = min(num_tiles, get_num_sms(a.device))
     operands = [for_tma(x) for x in (a, a_sf, b, b_sf)]
+    if arch.has_tcgen05:
+        fp8_k_product_blackwell_kernel(d.dtype, c is not None, arch)(*operands, ends, c, d, num_blocks)
+        return
     launch = fp8_k_product_kernel(d.dtype, c is not None, arch)
-    launch(*operands, ends, None if c is None else for_tma(c), for_tma(d), min(num_tiles, get_num_sms(a.device)))
+    launch(*operands, ends, None if c is None else for_tma(c), for_tma(d), num_blocks)

@@ -1,4 +1,4 @@
-"""Steps of the SwiGLU product's epilogue. Only its kernel imports this."""
+"""Steps of the SwiGLU product's epilogue. Only its kernels import this."""
 
 from typing import Any
 
@@ -8,6 +8,8 @@ from tk_gemm.lib.fp8_product_steps import COL, ROW
 
 _LARGEST = 448.0
 _LEAST_AMAX = 1e-4
+_INFINITY_BITS = 0x7F800000
+_MANTISSA_BITS = 0x007FFFFF
 
 
 @T.macro
@@ -54,3 +56,41 @@ def quantize(out: Any, spare: Any, is_row: Any, amax: Any, scale: Any, sf: Any, 
             )
     for i, j in T.Parallel(*out.shape):
         out[i, j] = T.if_then_else(is_row[i] != 0, out[i, j] * scale[i], T.float32(0))
+
+
+@T.macro
+def raise_amax(out: Any, spare: Any, amax: Any) -> None:
+    """amax = the bits of the largest magnitude of each row, of these and earlier columns; NaN is the largest."""
+    bits = T.view(spare, spare.shape, "int32")
+    for i, j in T.Parallel(*out.shape):
+        bits[i, j] = T.reinterpret(T.abs(out[i, j]), "int32")
+    T.reduce_max(bits, amax, dim=1, clear=False)
+
+
+@T.macro
+def write_exponents(amax: Any, is_row: Any, scale: Any, sf: Any, m: Any, place: Any) -> None:
+    """Each row's factor, the least power of two from amax / 448 on, to its byte of sf, 0 in padding; scale = 1 / it.
+
+    Without a finite amax the byte is 255, and scale what the reciprocal of infinity or NaN is.
+    """
+    block = T.truncdiv(place[COL], 256)
+    for i in T.Parallel(*scale.shape):
+        largest = T.reinterpret(amax[i], "float32")
+        largest = T.if_then_else(largest < T.float32(_LEAST_AMAX), T.float32(_LEAST_AMAX), largest)
+        factor = T.reinterpret(largest / T.float32(_LARGEST), "int32")
+        exponent = T.shift_right(T.min(factor, _INFINITY_BITS) + _MANTISSA_BITS, 23)
+        is_finite = factor < _INFINITY_BITS
+        scale[i] = T.float32(1) / T.reinterpret(T.if_then_else(is_finite, exponent << 23, factor), "float32")
+        if place[ROW] + i < m:
+            byte = T.if_then_else(is_row[i] != 0, exponent, 0)
+            sf[T.truncdiv(block, 4), (place[ROW] + i) * 4 + T.truncmod(block, 4)] = T.cast(byte, "uint8")
+
+
+@T.macro
+def write_codes(out: Any, is_row: Any, scale: Any, data: Any, m: Any, place: Any, first: Any) -> None:
+    """The e4m3 codes of out · scale to the tile's columns `first` and on of data; zero in padding."""
+    T.assume(data.shape[1] % 128 == 0)
+    for i, j in T.Parallel(*out.shape):
+        if place[ROW] + i < m:
+            code = T.if_then_else(is_row[i] != 0, out[i, j] * scale[i], T.float32(0))
+            data[place[ROW] + i, T.truncdiv(place[COL], 256) * 128 + first + j] = T.cast(code, data.dtype)

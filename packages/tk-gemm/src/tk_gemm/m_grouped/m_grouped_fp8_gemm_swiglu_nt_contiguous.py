@@ -2,6 +2,7 @@
 
     [l | r] = a[row] · b[group of row]ᵀ  in float32;  out = l / (1 + exp(-l)) * r * weight
     for each 128 channels of a row:  amax = max(max |out|, 1e-4);  sf = amax / 448;  data = e4m3(out * (448 / amax))
+    with packed factors:             sf = the least power of two that is at least amax / 448;  data = e4m3(out / sf)
 
 The same as `m_grouped_fp8_gemm_nt_contiguous` and `tk_quant.swiglu_forward_and_per_token_cast` but for the rounding of
 the product to bfloat16 between them, which does not happen here.
@@ -15,11 +16,12 @@ from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
-from tk_gemm.lib.archs import hopper
+from tk_gemm.lib.archs import arch_of_factors
 from tk_gemm.lib.fp8_product_config import WIDE
 from tk_gemm.lib.fp8_swiglu_product import fp8_swiglu_product_kernel
+from tk_gemm.lib.fp8_swiglu_product_blackwell import fp8_swiglu_product_blackwell_kernel
 from tk_gemm.lib.groups import INT32, check_grouped_layout
-from tk_gemm.lib.operands import BLOCK, FLOAT32, fp8_a, fp8_weights, positive_multiple
+from tk_gemm.lib.operands import BLOCK, FACTORS, FLOAT32, fp8_a, fp8_weights, positive_multiple
 from tk_gemm.lib.tma import for_tma, takes_tma
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -45,30 +47,25 @@ def _m_grouped_fp8_gemm_swiglu_nt_contiguous_out(
     swiglu_clamp_value: float | None,
     use_psum_layout: bool,
 ) -> None:
-    arch = hopper("tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous", a)
+    arch = arch_of_factors("tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous", a_sf)
     if topk_weights is not None and not topk_weights.numel():  # No row has a weight.
         data.zero_()
         sf.zero_()
         return
-    rows_sf = a_sf.unsqueeze(0).mT
-    factors = for_tma(rows_sf)
-    by_tma = takes_tma(factors)
-    kind, with_clamp = "psum" if use_psum_layout else "ids", swiglu_clamp_value is not None
-    launch = fp8_swiglu_product_kernel(kind, by_tma, topk_weights is not None, with_clamp, arch)
     num_tiles = ceil_div(a.shape[0], WIDE.block_m) * ceil_div(b.shape[1], WIDE.block_n)
-    launch(
-        for_tma(a.unsqueeze(0)),
-        factors if by_tma else rows_sf,
-        for_tma(b),
-        b_sf.contiguous().view(-1),
-        grouped_layout,
-        pos_to_token_topk,
-        None if topk_weights is None else topk_weights.view(-1),
-        for_tma(data.unsqueeze(0)),
-        sf.mT,
-        swiglu_clamp_value or 0.0,
-        min(num_tiles, get_num_sms(a.device)),
-    )
+    kind, with_clamp = "psum" if use_psum_layout else "ids", swiglu_clamp_value is not None
+    rows, rows_sf, weights = for_tma(a.unsqueeze(0)), a_sf.unsqueeze(0).mT, for_tma(b)
+    factors = for_tma(rows_sf)
+    maps = (grouped_layout, pos_to_token_topk, None if topk_weights is None else topk_weights.view(-1))
+    others = (swiglu_clamp_value or 0.0, min(num_tiles, get_num_sms(a.device)))
+    if arch.has_tcgen05:
+        launch = fp8_swiglu_product_blackwell_kernel(kind, topk_weights is not None, with_clamp, arch)
+        launch(rows, factors, weights, b_sf.mT, *maps, data, sf.mT.view(torch.uint8), *others)
+        return
+    by_tma = takes_tma(factors)
+    launch = fp8_swiglu_product_kernel(kind, by_tma, topk_weights is not None, with_clamp, arch)
+    weights_sf = b_sf.contiguous().view(-1)
+    launch(rows, factors if by_tma else rows_sf, weights, weights_sf, *maps, for_tma(data.unsqueeze(0)), sf.mT, *others)
 
 
 @replayable
@@ -84,9 +81,10 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
     """Multiply each row with the weights of its group, apply SwiGLU and quantize by groups of 128 channels.
 
     Args:
-        a: `(data, sf)`: float8_e4m3fn (M, K) and float32 (M, K/128), as `m_grouped_fp8_gemm_nt_contiguous` takes them.
+        a: `(data, sf)`: float8_e4m3fn (M, K) and float32 (M, K/128), on Blackwell int32 (M, ⌈K/512⌉), as
+            `m_grouped_fp8_gemm_nt_contiguous` takes them.
         b: `(data, sf)`: float8_e4m3fn (G, 2 · I, K), I a multiple of 128, rows in the order of
-            `interleave_gate_and_up`; float32 sf (G, 2 · I / 128, K/128).
+            `interleave_gate_and_up`; sf (G, 2 · I / 128, K/128) of a's dtype.
         grouped_layout: int32 (M), or with use_psum_layout (G), as `m_grouped_fp8_gemm_nt_contiguous` takes it.
         pos_to_token_topk: int32 (M), index of each row's weight in topk_weights, flat; a row where it is negative or
             past the end is padding.
@@ -95,18 +93,20 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
         use_psum_layout: What grouped_layout is.
 
     Returns:
-        `(data, sf)`: float8_e4m3fn (M, I), and float32 (M, I/128) with strides (1, align(M, 4)). Both are 0 in padding
-        rows between groups, and unspecified after the last group.
+        `(data, sf)`: float8_e4m3fn (M, I), and float32 (M, I/128), or int32 (M, ⌈I/512⌉) where a's factors are packed,
+        with strides (1, align(M, 4)): what the next product takes. Both are 0 in padding rows between groups, and
+        unspecified after the last group, as are bytes of sf past I/128.
 
     Raises:
         TypeError: A tensor is none, or has another dtype, or an option is of another type.
         ValueError: A shape, stride, base (16 bytes), device or option is not as described, or with TK_DEBUG=1 the
             values of grouped_layout are not.
-        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
+            with packed ones, unless TK_BACKEND=reference.
     """
-    a_data, a_sf, num_rows, num_channels = fp8_a(a)
+    a_data, a_sf, num_rows, num_channels = fp8_a(a, FACTORS)
     device = a_data.device
-    b_data, b_sf = fp8_weights(b, num_channels, device, "G")
+    b_data, b_sf = fp8_weights(b, num_channels, device, "G", a_sf.dtype)
     num_groups, num_cols, _ = b_data.shape
     positive_multiple("b[0] (2 * I)", num_cols, 2 * BLOCK)
     check_grouped_layout(grouped_layout, num_rows, num_groups, use_psum_layout, device)
@@ -121,7 +121,8 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
         swiglu_clamp_value = float(swiglu_clamp_value)
     inner = num_cols // 2
     data = a_data.new_empty((num_rows, inner))
-    sf = empty_scales(a_data, num_rows, inner // BLOCK, ScaleLayout.COL_MAJOR)
+    sf_layout = ScaleLayout.COL_MAJOR if a_sf.dtype is torch.float32 else ScaleLayout.PACKED_UE8M0
+    sf = empty_scales(a_data, num_rows, inner // BLOCK, sf_layout)
     if num_rows:
         maps = (grouped_layout, pos_to_token_topk, topk_weights)
         _m_grouped_fp8_gemm_swiglu_nt_contiguous_out(

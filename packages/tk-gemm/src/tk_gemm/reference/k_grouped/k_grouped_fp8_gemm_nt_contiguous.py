@@ -2,6 +2,7 @@
 
 import torch
 
+from tk_core.reference.scales import unpack_scales
 from tk_gemm.reference.lib.groups import k_ranges
 from tk_gemm.reference.lib.products import BLOCK, fp8_product
 
@@ -17,14 +18,18 @@ def k_grouped_fp8_gemm_nt_contiguous(
     compiled_dims: str = "mn",
 ) -> torch.Tensor:
     """D[g] = A_g·B_gᵀ + C[g] over the group's range of K. See tk_gemm.k_grouped_fp8_gemm_nt_contiguous."""
-    a_sf, b_sf = (sf.t() if data.ndim == 2 else sf for data, sf in (a, b))
+    factors = []
+    for data, sf in (a, b):
+        sf = sf.t() if data.ndim == 2 else sf
+        factors.append(unpack_scales(sf, sf.shape[0], data.numel() // sf.shape[0] // BLOCK))
+    (num_rows, num_blocks), num_cols = factors[0].shape, factors[1].shape[0]
     if d is None:
         dtype = torch.float32 if c is None else c.dtype
-        d = a_sf.new_empty((len(ks), a_sf.shape[0], b_sf.shape[0]), dtype=dtype)
-    for group, (first, end) in enumerate(k_ranges(ks, a_sf.shape[1] * BLOCK)):
+        d = factors[0].new_empty((len(ks), num_rows, num_cols), dtype=dtype)
+    for group, (first, end) in enumerate(k_ranges(ks, num_blocks * BLOCK)):
         blocks = slice(first // BLOCK, end // BLOCK)
         operands = []
-        for data, sf in ((a[0], a_sf), (b[0], b_sf)):
+        for (data, _), sf in zip((a, b), factors):
             num_rows = sf.shape[0]
             if data.ndim == 2:
                 part = data[:, first:end]

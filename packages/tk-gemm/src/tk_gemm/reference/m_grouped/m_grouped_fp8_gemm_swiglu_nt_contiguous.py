@@ -46,7 +46,18 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
     amax = blocks.abs().amax(dim=2).clamp(min=_LEAST_AMAX)
     # A tensor, as torch on CUDA divides by a number through its reciprocal.
     largest = torch.full_like(amax, _LARGEST)
-    values = (blocks * (largest / amax).unsqueeze(2)).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    factors, scale, layout = amax / largest, largest / amax, ScaleLayout.COL_MAJOR
+    if sf.dtype is torch.int32:
+        factors, layout = _least_power_of_two(factors), ScaleLayout.PACKED_UE8M0
+        scale = 1 / factors
+    values = (blocks * scale.unsqueeze(2)).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
     codes = values.flatten(1).view(torch.uint8).masked_fill(~is_real.unsqueeze(1), 0)
-    factors = (amax / largest).masked_fill(~is_real.unsqueeze(1), 0)
-    return codes.view(torch.float8_e4m3fn), pack_scales(factors, ScaleLayout.COL_MAJOR)
+    factors = factors.masked_fill(~is_real.unsqueeze(1), 0)
+    return codes.view(torch.float8_e4m3fn), pack_scales(factors, layout)
+
+
+def _least_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is at least x, a positive normal number; infinity and NaN stay."""
+    mantissa, exponent = torch.frexp(x)  # mantissa from 0.5 to below 1
+    power = torch.ldexp(torch.ones_like(x), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return torch.where(x.isfinite(), power, x)

@@ -10,7 +10,7 @@ from tk_core.testing import Case, OpSpec
 from tk_gemm import reference
 from tk_gemm.k_grouped.k_grouped_fp8_gemm_nt_contiguous import k_grouped_fp8_gemm_nt_contiguous
 from tk_gemm.testing.lib.compare import assert_close
-from tk_gemm.testing.lib.inputs import e4m3, psum
+from tk_gemm.testing.lib.inputs import e4m3, packed_factors, psum
 
 
 def make(
@@ -22,6 +22,7 @@ def make(
     with_psum: bool = False,
     with_c: bool = False,
     dtype: torch.dtype = torch.float32,
+    packed: bool = False,
 ) -> Callable[[str], dict[str, Any]]:
     """Arguments for groups of these sizes along K; with_psum, of these counts, each padded to 128 with zeros."""
 
@@ -31,6 +32,8 @@ def make(
 
         def operand(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
             sf = torch.rand((total // 128, num_rows), device=device) + 0.5
+            if packed:
+                sf = packed_factors(num_rows, total // 128, device=device).t()
             data = e4m3(num_rows, total, device=device)
             first, parts = 0, []
             for size, count in zip(sizes, ks):
@@ -67,6 +70,14 @@ SPEC = OpSpec(
         Case("g5-m16-n32-flat-psum", make((0, 1, 127, 128, 129), 16, 32, flat=True, with_psum=True), small=True),
         Case("g1-m16-n16-no-k", make((0,), 16, 16), small=True),
         Case("g2-m16-n16-no-k-c", make((0, 0), 16, 16, with_c=True), small=True),
+        *(
+            Case(f"{name}-packed", build, small=True, compile=True, archs=("sm_100a",), gpu=False)
+            for name, build in (
+                ("g3-m16-n32", make((128, 0, 768), 16, 32, packed=True)),
+                ("g5-m16-n32-psum-c", make((0, 1, 127, 700, 129), 16, 32, with_psum=True, with_c=True, packed=True)),
+                ("g3-m16-n32-flat", make((128, 0, 768), 16, 32, flat=True, dtype=torch.bfloat16, packed=True)),
+            )
+        ),
         Case("g4-m272-n400", make((1024, 128, 0, 4096), 272, 400, flat=True), compile=True),
         Case("g4-m272-n400-c", make((1024, 128, 0, 4096), 272, 400, with_c=True), compile=True),
         Case("g4-m272-n400-bfloat16", make((1024, 128, 0, 4096), 272, 400, dtype=torch.bfloat16), compile=True),

@@ -27,9 +27,15 @@ def make(
     """Arguments for groups of these counts in a buffer of num_rows rows; factors such that gates are about 1."""
 
     def build(device: str) -> dict[str, Any]:
-        a, b = activations(num_rows, k, device, layout), weights(2 * inner, k, device, len(counts))
-        a[1].mul_(1e-3 * k**-0.5)
-        b[1].mul_(1e-1)
+        packed = layout == "packed"
+        a = activations(num_rows, k, device, layout)
+        b = weights(2 * inner, k, device, len(counts), packed=packed)
+        if packed:  # 2**-18 of the factors: less from each of the four bytes of a word.
+            a[1].sub_(12 * 0x01010101)
+            b[1].sub_(6 * 0x01010101)
+        else:
+            a[1].mul_(1e-3 * k**-0.5)
+            b[1].mul_(1e-1)
         arguments: dict[str, Any] = {
             "a": a,
             "b": b,
@@ -61,6 +67,14 @@ SPEC = OpSpec(
             modes=True,
         ),
         Case("g2-i128-k128-row-major", make((3, 1), 256, 128, 128, layout="row"), small=True),
+        *(
+            Case(f"g2-i{name}-packed", build, small=True, compile=True, archs=("sm_100a",), gpu=False)
+            for name, build in (
+                ("640-k640", make((3, 130), 384, 640, 640, layout="packed")),
+                ("128-k128-psum-clamp", make((3, 1), 256, 128, 128, layout="packed", with_psum=True, clamp=0.5)),
+                ("128-k128-weighted", make((3, 1), 256, 128, 128, layout="packed", weighted=True)),
+            )
+        ),
         Case("g2-i128-k128-no-rows", make((0, 0), 0, 128, 128), small=True),
         Case("g6-i2048-k512", make(UNEVEN, 4096, 2048, 512), compile=True),
         Case("g6-i2048-k512-weighted-clamp", make(UNEVEN, 4096, 2048, 512, weighted=True, clamp=1.0), compile=True),
