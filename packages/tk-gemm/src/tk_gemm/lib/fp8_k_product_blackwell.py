@@ -114,7 +114,7 @@ def fp8_k_product_blackwell_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arc
                             T.copy(sums[:, first : first + PIECE], acc)
                         else:  # Nothing was multiplied: tensor memory has another tile's sums.
                             T.clear(acc)
-                        steps.finish(acc, c if with_c else None, None, m, n, place, first)
+                        own.finish(acc, c if with_c else None, None, m, n, place, first)
                         own.store("k", acc, m, n, place, first, d)
                     T.mbarrier_arrive(taken)
             T.sync_threads()  # The first warp, which is done before the others, gives tensor memory back.

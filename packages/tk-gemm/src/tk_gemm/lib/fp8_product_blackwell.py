@@ -124,7 +124,7 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
                     T.mbarrier_wait_parity(summed, turn[0])
                     for first in T.unroll(0, BLOCK, PIECE):
                         T.copy(sums[:, first : first + PIECE], acc)
-                        steps.finish(acc, c if with_c else None, is_row, m, n, place, first)
+                        own.finish(acc, c if with_c else None, is_row, m, n, place, first)
                         own.store(kind, acc, m, n, place, first, d)
                     T.mbarrier_arrive(taken)
                 turn[0] = turn[0] ^ 1

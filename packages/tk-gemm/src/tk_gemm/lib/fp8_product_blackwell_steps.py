@@ -1,4 +1,4 @@
-"""Steps of the FP8 products' kernel on Blackwell. Only kernels import this."""
+"""Steps of the FP8 products' kernels on Blackwell; BF16 ones finish and store alike. Only kernels import this."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import tilelang.language as T
 
 from tk_gemm.lib.fp8_product_config import BLOCK_K
 from tk_gemm.lib.fp8_product_steps import A_GROUP, B_GROUP, COL, NUM_ROWS, ROW
+from tk_gemm.lib.fp8_product_steps import finish as zero_padding
 
 
 @T.macro
@@ -63,9 +64,29 @@ def multiply(
 
 
 @T.macro
+def finish(acc: Any, c: Any, is_row: Any, m: Any, n: Any, place: Any, first: Any) -> None:
+    """acc += c, read 16 bytes at a time, and padding becomes zero; c and is_row may be None."""
+    if c is not None:
+        width = 128 // c.dtype.bits
+        col = place[COL] + first
+        T.assume(col % width == 0)
+        T.assume(c.strides[0] % width == 0)
+        T.assume(c.strides[1] % width == 0)
+        for i, j, x in T.Parallel(acc.shape[0], acc.shape[1] // width, width):
+            if place[ROW] + i < m and col + j * width < n:
+                acc[i, j * width + x] += T.cast(c[place[A_GROUP], place[ROW] + i, col + j * width + x], "float32")
+    zero_padding(acc, None, is_row, m, n, place, first)
+
+
+@T.macro
 def store(kind: Any, acc: Any, m: Any, n: Any, place: Any, first: Any, d: Any) -> None:
-    """Write a tile's columns `first` and on; rows and columns past the last are left out."""
-    for i, j in T.Parallel(*acc.shape):
+    """Write a tile's columns `first` and on, 16 bytes at a time; rows and columns past the last are left out."""
+    width = 128 // d.dtype.bits
+    col = place[COL] + first
+    T.assume(col % width == 0)
+    T.assume(d.strides[0] % width == 0)
+    T.assume(d.strides[1] % width == 0)
+    for i, j, x in T.Parallel(acc.shape[0], acc.shape[1] // width, width):
         is_row = i < place[NUM_ROWS] if kind == "masked" else place[ROW] + i < m
-        if is_row and place[COL] + first + j < n:
-            d[place[A_GROUP], place[ROW] + i, place[COL] + first + j] = acc[i, j]
+        if is_row and col + j * width < n:
+            d[place[A_GROUP], place[ROW] + i, col + j * width + x] = acc[i, j * width + x]

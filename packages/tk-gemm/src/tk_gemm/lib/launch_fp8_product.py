@@ -41,6 +41,7 @@ def launch_fp8_product(
         num_tiles = num_groups * ceil_div(max_rows, BLOCK) * ceil_div(num_cols, BLOCK)
         launch = fp8_product_blackwell_kernel(kind, d.dtype, b_is_per_row, c is not None, arch)
         b_factors = for_tma(b_sf.mT) if b_is_per_row else b_sf.mT
+        c, d = None if c is None else for_tma(c), for_tma(d)
         launch(for_tma(a), for_tma(a_sf.mT), for_tma(b), b_factors, layout, c, d, min(num_sms, num_tiles))
         return
     config = product_config(num_groups, min(num_rows or max_rows, max_rows), num_cols, num_sms)
@@ -75,8 +76,9 @@ def launch_fp8_k_product(
     num_tiles = num_groups * ceil_div(num_rows, K_CONFIG.block_m) * ceil_div(num_cols, K_CONFIG.block_n)
     num_blocks = min(num_tiles, get_num_sms(a.device))
     operands = [for_tma(x) for x in (a, a_sf, b, b_sf)]
+    c, d = None if c is None else for_tma(c), for_tma(d)
     if arch.has_tcgen05:
-        fp8_k_product_blackwell_kernel(d.dtype, c is not None, arch)(*operands, ends, c, d, num_blocks)
-        return
-    launch = fp8_k_product_kernel(d.dtype, c is not None, arch)
-    launch(*operands, ends, None if c is None else for_tma(c), for_tma(d), num_blocks)
+        launch = fp8_k_product_blackwell_kernel(d.dtype, c is not None, arch)
+    else:
+        launch = fp8_k_product_kernel(d.dtype, c is not None, arch)
+    launch(*operands, ends, c, d, num_blocks)
