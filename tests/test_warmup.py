@@ -96,6 +96,18 @@ def test_a_smaller_gpu_is_covered_if_it_is_named() -> None:
     assert not missing(requests, plan)
 
 
+def test_bf16_products_are_planned_for_blackwell() -> None:
+    model = load(EVERY_OP)
+    ops = {op for op in ops_called(model) if op.startswith("tk_gemm.") and "bf16" in op}
+    plan = plan_model(model, ["sm_100a"], ops)
+    assert not plan.failures
+    assert not plan.unsupported
+    names = {request.kernel.name for request in plan.jobs}
+    assert names == {"tk_gemm.lib.bf16_product_blackwell.bf16_product_blackwell_kernel"}
+    kinds = {request.args[0] for request in plan.jobs}
+    assert kinds == {"dense", "ids", "psum", "masked", "k"}
+
+
 def examples(readme: Path) -> list[str]:
     """Python examples of a README, with tensors on the meta device."""
     codes = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)

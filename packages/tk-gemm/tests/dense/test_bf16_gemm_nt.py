@@ -6,8 +6,12 @@ import pytest
 import torch
 
 import tk_gemm
+from tk_core.arch import UnsupportedArchError, arch_from_name
+from tk_core.kernel import Kernel, capture
 from tk_core.testing import tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
+from tk_gemm.lib.bf16_product import bf16_product_kernel
+from tk_gemm.lib.bf16_product_blackwell import bf16_product_blackwell_kernel
 from tk_gemm.testing.dense.bf16_gemm_nt import SPEC
 from tk_gemm.testing.lib.inputs import bf16
 
@@ -55,6 +59,23 @@ def test_a_transposed_operand_has_columns_on_16_bytes() -> None:
     for wrong, error in ((a[0], ValueError), (None, TypeError)):
         with pytest.raises(error, match=r"^a: expected"):
             tk_gemm.bf16_gemm_tt(wrong, b)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel"), [("sm_90a", bf16_product_kernel), ("sm_100a", bf16_product_blackwell_kernel)]
+)
+def test_each_architecture_has_a_kernel_of_its_own(arch: str, kernel: Kernel) -> None:
+    a, b = bf16(3, 128, device="meta"), bf16(16, 128, device="meta")
+    with capture(arch_from_name(arch)) as launched:
+        tk_gemm.bf16_gemm_nt(a, b)
+    assert [request.kernel for request in launched] == [kernel]
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_120a"])
+def test_other_architectures_are_refused(arch: str) -> None:
+    a, b = bf16(3, 128, device="meta"), bf16(16, 128, device="meta")
+    with capture(arch_from_name(arch)), pytest.raises(UnsupportedArchError, match=f"found {arch}"):
+        tk_gemm.bf16_gemm_nt(a, b)
 
 
 A, B = bf16(3, 128, device="cpu"), bf16(16, 128, device="cpu")

@@ -9,6 +9,7 @@ from tk_core.arch import arch_from_name
 from tk_core.kernel import KernelRequest
 from tk_core.testing.usage import cuobjdump, lower, resource_usages
 from tk_gemm.lib.bf16_product import bf16_product_kernel
+from tk_gemm.lib.bf16_product_blackwell import bf16_product_blackwell_kernel
 from tk_gemm.lib.fp8_k_product import fp8_k_product_kernel
 from tk_gemm.lib.fp8_k_product_blackwell import fp8_k_product_blackwell_kernel
 from tk_gemm.lib.fp8_product import fp8_product_kernel
@@ -74,3 +75,20 @@ def test_every_tile_of_float32_fits() -> None:
         for used in usage.values():
             assert used.shared_bytes <= ARCH.shared_memory_each(1), config
             assert used.stack_bytes == 0, config
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_machine_code_of_bf16_on_blackwell(is_transposed: bool) -> None:
+    args = ("dense", BF16, is_transposed, is_transposed, True, arch_from_name("sm_100a"))
+    sass = cuobjdump(KernelRequest(bf16_product_blackwell_kernel, args).compile(), "--dump-sass")
+    products = re.findall(r"UTCHMMA[^;]*", sass)
+    # A step is four products of 16 channels, of two operands in shared memory.
+    assert products
+    assert len(products) % 4 == 0
+    assert all(product.count("gdesc") == 2 for product in products), products
+    # 128 columns of c and of d, 8 at a time.
+    for access in ("LDG", "STG"):
+        found = re.findall(rf"\b{access}\.[^ ]*", sass)
+        assert len(found) == 16
+        assert all("128" in each for each in found), found
+    assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"

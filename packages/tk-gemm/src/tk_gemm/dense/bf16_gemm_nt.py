@@ -75,7 +75,8 @@ def bf16_gemm_nt(
     Raises:
         TypeError: A tensor is none, or has another dtype.
         ValueError: A shape, stride, base (16 bytes) or device is not as described, or d overlaps an operand.
-        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
+            TK_BACKEND=reference.
     """
     compiler_hints(compiled_dims)
     a, a_is_transposed, (num_rows, num_channels) = in_either_order("a", a, ("M", "K"))

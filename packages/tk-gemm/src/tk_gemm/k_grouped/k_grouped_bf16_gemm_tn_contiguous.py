@@ -86,7 +86,8 @@ def k_grouped_bf16_gemm_tn_contiguous(
         TypeError: A tensor is none, or has another dtype, or ks is no list of int.
         ValueError: A shape, stride, base (16 bytes) or device is not as described, d overlaps an operand, or with
             TK_DEBUG=1 the values of ks or grouped_layout are not.
-        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
+            TK_BACKEND=reference.
     """
     compiler_hints(compiled_dims)
     total, num_rows = matrix("a", a, BF16, ("K", "M"))

@@ -5,11 +5,11 @@ from torch import Tensor
 from tk_core.arch import Arch, UnsupportedArchError, get_arch
 
 
-def hopper(op: str, x: Tensor) -> Arch:
-    """The architecture of x's device. Raises UnsupportedArchError, with the op's name, if it is not Hopper."""
+def hopper_or_blackwell(op: str, x: Tensor) -> Arch:
+    """The architecture of x's device. Raises UnsupportedArchError, with the op's name, if it is neither of these."""
     arch = get_arch(x.device)
-    if not arch.has_wgmma:
-        raise UnsupportedArchError(op, arch.name, "sm_90a, or the reference backend")
+    if not (arch.has_wgmma or arch.has_tcgen05):
+        raise UnsupportedArchError(op, arch.name, "sm_90a, sm_100a, or the reference backend")
     return arch
 
 

@@ -1,4 +1,4 @@
-"""Steps of the BF16 products' kernel, beside those that it shares with the FP8 products. Only kernels import this."""
+"""Steps of the BF16 products' kernels, beside those that they share with the FP8 products. Only kernels import this."""
 
 from typing import Any
 
@@ -73,5 +73,21 @@ def multiply(a_tile: Any, b_tile: Any, slot: Any, transposed: Any, is_first: Any
         transpose_B=not transposed[1],
         # Two warpgroups share 128 rows, or the columns of 64 rows.
         policy=T.GemmWarpPolicy.FullRow if acc.shape[0] == 128 else T.GemmWarpPolicy.FullCol,
+        clear_accum=is_first,
+    )
+
+
+@T.macro
+def multiply_into_tensor_memory(
+    a_tile: Any, b_tile: Any, slot: Any, transposed: Any, is_first: Any, sums: Any, done: Any
+) -> None:
+    """The same on Blackwell; `done` has the barriers of the stages."""
+    T.tcgen05_gemm(
+        a_tile[slot, :, :],
+        b_tile[slot, :, :],
+        sums,
+        transpose_A=transposed[0],
+        transpose_B=not transposed[1],
+        mbar=done[slot],
         clear_accum=is_first,
     )

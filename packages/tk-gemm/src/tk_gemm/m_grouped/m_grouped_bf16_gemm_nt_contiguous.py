@@ -79,7 +79,8 @@ def m_grouped_bf16_gemm_nt_contiguous(
         TypeError: A tensor is none, or has another dtype, or an option is of another type.
         ValueError: A shape, stride, base (16 bytes), device or option is not as described, d overlaps an operand, or
             with TK_DEBUG=1 the values of grouped_layout are not.
-        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
+            TK_BACKEND=reference.
     """
     compiler_hints(compiled_dims)
     check.flag("ensure_zero_padding", ensure_zero_padding)

@@ -71,7 +71,8 @@ def m_grouped_bf16_gemm_nt_masked(
         TypeError: A tensor is none, or has another dtype, or expected_m is not an int.
         ValueError: A shape, stride, base (16 bytes) or device is not as described, d overlaps an operand, or with
             TK_DEBUG=1 masked_m is negative.
-        UnsupportedArchError: On a GPU other than Hopper (sm_90a), unless TK_BACKEND=reference.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
+            TK_BACKEND=reference.
     """
     compiler_hints(compiled_dims)
     num_groups, max_m, num_channels = matrix("a", a, BF16, ("G", "M_max", "K"))

@@ -43,7 +43,6 @@ SPEC = OpSpec(
     reference=reference.bf16_gemm_nt,
     compare=assert_close,
     mutates=("d",),
-    archs=("sm_90a",),
     cases=(
         Case("m3-n136-k192", make(3, 136, 192), small=True, modes=True),
         Case("m0-n8-k64", make(0, 8, 64), small=True),

@@ -49,7 +49,6 @@ SPEC = OpSpec(
     reference=reference.k_grouped_bf16_gemm_tn_contiguous,
     compare=assert_close,
     mutates=("d",),
-    archs=("sm_90a",),
     cases=(
         Case("g3-m8-n16", make((128, 0, 256), 8, 16), small=True, modes=True),
         Case("g3-m8-n16-c", make((128, 0, 256), 8, 16, with_c=True), small=True),

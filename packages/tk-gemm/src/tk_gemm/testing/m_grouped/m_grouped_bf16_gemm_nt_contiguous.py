@@ -37,7 +37,6 @@ SPEC = OpSpec(
     reference=reference.m_grouped_bf16_gemm_nt_contiguous,
     compare=assert_close,
     mutates=("d",),
-    archs=("sm_90a",),
     cases=(
         Case("g2-n8-k64", make((3, 1), 256, 8, 64), small=True, modes=True),
         Case("g6-n8-k64-odd", make(ODD, ODD_ROWS, 8, 64), small=True),

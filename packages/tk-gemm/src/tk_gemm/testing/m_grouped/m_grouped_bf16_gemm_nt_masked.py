@@ -33,7 +33,6 @@ SPEC = OpSpec(
     reference=reference.m_grouped_bf16_gemm_nt_masked,
     compare=assert_close,
     mutates=("d",),
-    archs=("sm_90a",),
     cases=(
         Case("g3-n8-k128", make((3, 0, 5), 5, 8, 128), small=True, modes=True),
         Case("g5-n8-k64-odd", make((0, 1, 127, 128, 129), 130, 8, 64), small=True),
