@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 
 import tk_mhc as mhc
-
-Call = tuple[Any, dict[str, Any]]
+from tk_core.cli.profile import Call, empty
 
 _EPS = 1e-6  # no number of these is part of a kernel
 
@@ -54,23 +53,19 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _training(profile, num_tokens)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _residual(profile: Profile, num_tokens: int) -> torch.Tensor:
-    return _empty(num_tokens, profile.mhc_mult, profile.hidden, dtype=torch.bfloat16)
+    return empty(num_tokens, profile.mhc_mult, profile.hidden, dtype=torch.bfloat16)
 
 
 def _hidden(profile: Profile, num_tokens: int) -> torch.Tensor:
-    return _empty(num_tokens, profile.hidden, dtype=torch.bfloat16)
+    return empty(num_tokens, profile.hidden, dtype=torch.bfloat16)
 
 
 def _mixes(profile: Profile, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """pre, post and comb."""
     mhc_mult = profile.mhc_mult
-    pre, post = (_empty(num_tokens, mhc_mult, 1) for _ in range(2))
-    return pre, post, _empty(num_tokens, mhc_mult, mhc_mult)
+    pre, post = (empty(num_tokens, mhc_mult, 1) for _ in range(2))
+    return pre, post, empty(num_tokens, mhc_mult, mhc_mult)
 
 
 def _num_rows(profile: Profile) -> int:
@@ -79,14 +74,14 @@ def _num_rows(profile: Profile) -> int:
 
 def _norm_weights(profile: Profile) -> Iterator[torch.Tensor | None]:
     for has_weight in profile.norm_weights:
-        yield _empty(profile.mhc_mult * profile.hidden) if has_weight else None
+        yield empty(profile.mhc_mult * profile.hidden) if has_weight else None
 
 
 def _fused_arguments(profile: Profile) -> dict[str, Any]:
     """Parameters and numbers that all fused ops take."""
     return {
-        "mhc_scale": _empty(3),
-        "mhc_base": _empty(_num_rows(profile)),
+        "mhc_scale": empty(3),
+        "mhc_base": empty(_num_rows(profile)),
         "rms_eps": _EPS,
         "mhc_pre_eps": _EPS,
         "mhc_sinkhorn_eps": _EPS,
@@ -98,8 +93,8 @@ def _fused_arguments(profile: Profile) -> dict[str, Any]:
 def _fused_options(profile: Profile, num_tokens: int) -> Iterator[dict[str, Any]]:
     """A fused norm, and the collapse by the last weights; with the first stream alone before there are any."""
     for dtype, shifted in product(profile.layer_norms, profile.shifted):
-        weight = None if dtype == "none" else _empty(profile.hidden, dtype=getattr(torch, dtype))
-        for pre_mix in (None, _empty(num_tokens, profile.mhc_mult, 1)) if shifted else (None,):
+        weight = None if dtype == "none" else empty(profile.hidden, dtype=dtype)
+        for pre_mix in (None, empty(num_tokens, profile.mhc_mult, 1)) if shifted else (None,):
             yield {"layer_norm_weight": weight, "shifted": shifted, "pre_mix": pre_mix}
 
 
@@ -107,7 +102,7 @@ def _layers(profile: Profile, num_tokens: int) -> Iterator[Call]:
     mhc_mult, hidden, n_splits = profile.mhc_mult, profile.hidden, profile.n_splits or None
     x, residual = _hidden(profile, num_tokens), _residual(profile, num_tokens)
     _, post, comb = _mixes(profile, num_tokens)
-    fn, fused = _empty(_num_rows(profile), mhc_mult * hidden), _fused_arguments(profile)
+    fn, fused = empty(_num_rows(profile), mhc_mult * hidden), _fused_arguments(profile)
     before = {"x": x, "residual": residual, "post_layer_mix": post, "comb_res_mix": comb}
     yield mhc.expand_to_mhc, {"hidden": x, "mhc_mult": mhc_mult}
     yield mhc.mhc_post, before
@@ -118,20 +113,20 @@ def _layers(profile: Profile, num_tokens: int) -> Iterator[Call]:
     if profile.broadcast:
         for norm_weight in _norm_weights(profile):
             yield mhc.mhc_fold_fn, {"fn": fn, "mhc_mult": mhc_mult, "norm_weight": norm_weight}
-        folded = _empty(_num_rows(profile), hidden)
+        folded = empty(_num_rows(profile), hidden)
         yield mhc.mhc_pre_broadcast, {"hidden": x, "fn_folded": folded, **fused, "n_splits": n_splits}
 
 
 def _partials(profile: Profile, num_tokens: int) -> Iterator[Call]:
     residual, num_rows = _residual(profile, num_tokens), _num_rows(profile)
-    fn = _empty(num_rows, profile.mhc_mult * profile.hidden)
+    fn = empty(num_rows, profile.mhc_mult * profile.hidden)
     for n_splits in profile.partial_splits:
         for num_rms_groups in profile.rms_groups:
             sizes = {"n_splits": n_splits, "num_rms_groups": num_rms_groups}
             yield mhc.mhc_prenorm_gemm, {"residual": residual, "fn": fn, **sizes}
         partials = {
-            "gemm_out_mul": _empty(n_splits, num_tokens, num_rows),
-            "gemm_out_sqrsum": _empty(n_splits, num_tokens),
+            "gemm_out_mul": empty(n_splits, num_tokens, num_rows),
+            "gemm_out_sqrsum": empty(n_splits, num_tokens),
         }
         for options in _fused_options(profile, num_tokens):
             arguments = {**partials, "residual": residual, **_fused_arguments(profile), **options}
@@ -142,11 +137,11 @@ def _collapse(profile: Profile, num_tokens: int) -> Iterator[Call]:
     mhc_mult, residual = profile.mhc_mult, _residual(profile, num_tokens)
     yield mhc.mhc_pre_apply_mix, {"x": residual, "mix": _mixes(profile, num_tokens)[0]}
     if profile.head:
-        fn = _empty(mhc_mult, mhc_mult * profile.hidden)
+        fn = empty(mhc_mult, mhc_mult * profile.hidden)
         for norm_weight in _norm_weights(profile):
             options = {"mhc_norm_weight": norm_weight, "mhc_norm_eps": _EPS, "n_splits": profile.n_splits or None}
             yield mhc.mhc_pre_norm_fn, {"residual": residual, "mhc_fn": fn, **options}
-        mix = {"input_mix": _empty(num_tokens, mhc_mult), "mhc_scale": _empty(1), "mhc_base": _empty(mhc_mult)}
+        mix = {"input_mix": empty(num_tokens, mhc_mult), "mhc_scale": empty(1), "mhc_base": empty(mhc_mult)}
         yield mhc.mhc_head_compute_mix, {**mix, "mhc_pre_eps": _EPS}
 
 
@@ -172,19 +167,19 @@ def _training(profile: Profile, num_tokens: int) -> Iterator[Call]:
     mhc_mult = profile.mhc_mult
     x, residual = _hidden(profile, num_tokens), _residual(profile, num_tokens)
     pre, post, comb = _mixes(profile, num_tokens)
-    scale, base = _empty(3), _empty(_num_rows(profile))
+    scale, base = empty(3), empty(_num_rows(profile))
     yield mhc.expand_to_mhc_bwd, {"d_o": residual}
     for num_rows, norm_weight in product((_num_rows(profile), mhc_mult), _norm_weights(profile)):
         if num_rows == mhc_mult and not profile.head:
             continue
-        fn = {"residual": residual, "mhc_fn": _empty(num_rows, mhc_mult * profile.hidden)}
-        mixes, rstd = _empty(num_tokens, num_rows), _empty(num_tokens)
+        fn = {"residual": residual, "mhc_fn": empty(num_rows, mhc_mult * profile.hidden)}
+        mixes, rstd = empty(num_tokens, num_rows), empty(num_tokens)
         options = {"mhc_norm_weight": norm_weight, "mhc_norm_eps": _EPS, "n_splits": profile.n_splits or None}
         yield mhc.mhc_pre_norm_fn, {**fn, **options}
         for d_residual in (None, residual):
             saved = {"mhc_norm_weight": norm_weight, "mixes": mixes, "rstd": rstd}
             yield mhc.mhc_pre_norm_fn_bwd, {"d_mixes": mixes, **fn, **saved, "d_residual": d_residual}
-    split = {"input_mixes": _empty(num_tokens, _num_rows(profile)), "mhc_scale": scale, "mhc_base": base}
+    split = {"input_mixes": empty(num_tokens, _num_rows(profile)), "mhc_scale": scale, "mhc_base": base}
     split |= {"mhc_mult": mhc_mult, "mhc_post_mult_value": 1.0}
     yield mhc.mhc_pre_split_mixes, {**split, "mhc_pre_eps": _EPS}
     yield mhc.mhc_pre_split_mixes_bwd, {"d_pre": pre, "d_post": post, "d_comb": comb, **split}
@@ -196,6 +191,6 @@ def _training(profile: Profile, num_tokens: int) -> Iterator[Call]:
     mixed = {"x": x, "residual": residual, "post_layer_mix": post, "comb_res_mix": comb, "d_o": residual}
     yield mhc.mhc_post_bwd, mixed
     if profile.head:
-        mix = _empty(num_tokens, mhc_mult)
-        head = {"input_mix": mix, "mhc_scale": _empty(1), "mhc_base": _empty(mhc_mult)}
+        mix = empty(num_tokens, mhc_mult)
+        head = {"input_mix": mix, "mhc_scale": empty(1), "mhc_base": empty(mhc_mult)}
         yield mhc.mhc_head_compute_mix_bwd, {"d_o": mix, **head}

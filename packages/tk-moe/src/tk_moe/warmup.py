@@ -3,18 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 import tk_moe as moe
+from tk_core.cli.profile import Call, empty
 from tk_core.math import align, ceil_div
-from tk_core.scales import ScaleLayout, empty_scales
 
 IdxDtype = Literal["int64", "int32"]
 FloatDtype = Literal["bfloat16", "float32"]
-Call = tuple[Any, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -71,49 +70,41 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _training(profile, num_tokens)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
 def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
     num_experts, num_topk = profile.num_experts, profile.num_topk
-    scores, bias = _empty(num_tokens, num_experts), _empty(num_experts)
+    scores, bias = empty(num_tokens, num_experts), empty(num_experts)
     yield moe.topk_gate, {"scores": scores, "num_topk": num_topk}
-    weights = _empty(num_tokens, num_topk)
+    weights = empty(num_tokens, num_topk)
     yield moe.normalize_weight, {"topk_weights": weights}
     if profile.num_groups:
-        groups = _empty(num_tokens, profile.num_groups, num_experts // profile.num_groups)
+        groups = empty(num_tokens, profile.num_groups, num_experts // profile.num_groups)
         for num_topk_sum in (1, 2):
             sizes = {"num_topk_sum": num_topk_sum, "num_topk_groups": profile.num_topk_groups}
             yield moe.topk_sum_and_topk_group_idx, {"scores": groups, **sizes}
     for masked in profile.token_masks:
-        mask = _empty(num_tokens, dtype=torch.bool) if masked else None
+        mask = empty(num_tokens, dtype=torch.bool) if masked else None
         for logits_dtype, idx_dtype in product(profile.logits, profile.indices):
-            logits = _empty(num_tokens, num_experts, dtype=_dtype(logits_dtype))
-            options = {"scoring_func": profile.scoring_func, "mask": mask, "idx_dtype": _dtype(idx_dtype)}
+            logits = empty(num_tokens, num_experts, dtype=logits_dtype)
+            options = {"scoring_func": profile.scoring_func, "mask": mask, "idx_dtype": getattr(torch, idx_dtype)}
             for has_bias in profile.expert_bias:
                 arguments = {"logits": logits, "num_topk": num_topk, "bias": bias if has_bias else None}
                 yield moe.topk_gate_with_weights, {**arguments, **options}
-            table = _empty(1, num_topk, dtype=torch.int32)
+            table = empty(1, num_topk, dtype=torch.int32)
             for id_dtype in profile.token_ids:
-                token_ids = _empty(num_tokens, dtype=_dtype(id_dtype))
+                token_ids = empty(num_tokens, dtype=id_dtype)
                 yield moe.hash_gate, {"token_ids": token_ids, "table": table, "logits": logits, **options}
         yield from _top2_sum_gates(profile, scores, bias, mask)
 
 
 def _top2_sum_gates(profile: Profile, logits: Tensor, bias: Tensor, mask: Tensor | None) -> Iterator[Call]:
     num_tokens, num_shared = logits.shape[0], profile.num_shared_slots
-    unmapped = {"unmapped_topk_idx": _empty(num_tokens, profile.num_topk, dtype=torch.int64)}
-    fixed = [unmapped, {**unmapped, "fix_routing_mask": _empty(num_tokens, dtype=torch.bool)}]
+    unmapped = {"unmapped_topk_idx": empty(num_tokens, profile.num_topk, dtype=torch.int64)}
+    fixed = [unmapped, {**unmapped, "fix_routing_mask": empty(num_tokens, dtype=torch.bool)}]
     physical = {}
     if profile.num_extra_experts:
         num_logical = profile.num_experts + num_shared
-        copies = _empty(num_logical, 1 + profile.num_extra_experts, dtype=torch.int32)
-        physical = {"to_physical_map": copies, "logical_count": _empty(num_logical, dtype=torch.int32)}
+        copies = empty(num_logical, 1 + profile.num_extra_experts, dtype=torch.int32)
+        physical = {"to_physical_map": copies, "logical_count": empty(num_logical, dtype=torch.int32)}
     same_names = ("num_topk", "num_topk_groups", "num_groups", "num_ep_ranks", "num_tp_ranks")
     sizes = {name: getattr(profile, name) for name in same_names}
     shared = {"use_shared_as_routed": num_shared > 0, "num_shared_experts": num_shared}
@@ -126,7 +117,7 @@ def _top2_sum_gates(profile: Profile, logits: Tensor, bias: Tensor, mask: Tensor
 def _indices(profile: Profile, num_tokens: int) -> Iterator[Call]:
     num_experts = profile.num_experts
     for dtype in profile.indices:
-        idx = _empty(num_tokens, profile.num_topk, dtype=_dtype(dtype))
+        idx = empty(num_tokens, profile.num_topk, dtype=dtype)
         for with_psum in profile.expert_psum:
             sizes = {"num_experts": num_experts, "num_expanded_tokens": 0, "alignment": profile.alignments[0]}
             yield moe.get_fused_mapping, {"topk_idx": idx, **sizes, "with_psum": with_psum}
@@ -142,63 +133,59 @@ def _indices(profile: Profile, num_tokens: int) -> Iterator[Call]:
 def _maps(profile: Profile, num_tokens: int) -> Iterator[dict[str, Tensor]]:
     """The maps between tokens and rows, with the fewest rows that there can be and with the most."""
     num_pairs = num_tokens * profile.num_topk
-    token_topk_to_pos = _empty(num_tokens, profile.num_topk, dtype=torch.int32)
+    token_topk_to_pos = empty(num_tokens, profile.num_topk, dtype=torch.int32)
     for alignment in profile.alignments:
         most = (num_pairs + (alignment - 1) * profile.num_experts) // alignment * alignment
         for num_rows in (align(num_pairs, alignment), most):
-            pos_to_expert = _empty(num_rows, dtype=torch.int32)
+            pos_to_expert = empty(num_rows, dtype=torch.int32)
             yield {"token_topk_to_pos": token_topk_to_pos, "pos_to_expert": pos_to_expert}
 
 
 def _rows(profile: Profile, num_tokens: int) -> Iterator[Call]:
-    weights = _empty(num_tokens, profile.num_topk)
+    weights = empty(num_tokens, profile.num_topk)
     for maps in _maps(profile, num_tokens):
         for row_format in profile.rows:
             if row_format in ("e4m3", "e2m1"):
                 yield from _quantized_rows(profile, num_tokens, row_format, maps)
             else:
-                x = _empty(num_tokens, profile.hidden, dtype=_dtype(row_format))
+                x = empty(num_tokens, profile.hidden, dtype=row_format)
                 yield moe.expand_to_fused, {"x": x, **maps}
         for dtype, topk_weights in product(profile.combine, (weights, None)):
-            x = _empty(maps["pos_to_expert"].shape[0], profile.hidden, dtype=_dtype(dtype))
+            x = empty(maps["pos_to_expert"].shape[0], profile.hidden, dtype=dtype)
             arguments = {"topk_weights": topk_weights, "token_topk_to_pos": maps["token_topk_to_pos"]}
             yield moe.reduce_fused, {"x": x, **arguments}
 
 
 def _quantized_rows(profile: Profile, num_tokens: int, row_format: str, maps: dict[str, Tensor]) -> Iterator[Call]:
-    if row_format == "e4m3":
-        data = _empty(num_tokens, profile.hidden, dtype=torch.float8_e4m3fn)
-    else:
-        data = _empty(num_tokens, profile.hidden // 2, dtype=torch.int8)
-    for num_per_channels, layout in product(profile.num_per_channels, map(ScaleLayout, profile.sf_layouts)):
+    cols, dtype = (profile.hidden, "float8_e4m3fn") if row_format == "e4m3" else (profile.hidden // 2, "int8")
+    data = empty(num_tokens, cols, dtype=dtype)
+    for num_per_channels, layout in product(profile.num_per_channels, profile.sf_layouts):
         num_sf = ceil_div(profile.hidden, num_per_channels)
-        if layout is ScaleLayout.PACKED_UE8M0:
-            sf = _empty(num_tokens, ceil_div(num_sf, 4), dtype=torch.int32)
-        else:
-            sf = empty_scales(data, num_tokens, num_sf, ScaleLayout.ROW_MAJOR)
-        flag = {"use_tma_aligned_col_major_sf": layout is not ScaleLayout.ROW_MAJOR}
+        packed = empty(num_tokens, ceil_div(num_sf, 4), dtype=torch.int32)
+        sf = packed if layout == "packed_ue8m0" else empty(num_tokens, num_sf)
+        flag = {"use_tma_aligned_col_major_sf": layout != "row_major"}
         yield moe.expand_to_fused_with_sf, {"x": (data, sf), "num_per_channels": num_per_channels, **maps, **flag}
 
 
 def _training(profile: Profile, num_tokens: int) -> Iterator[Call]:
     num_experts, num_topk = profile.num_experts, profile.num_topk
-    weights, denominator = _empty(num_tokens, num_topk), _empty(num_tokens)
+    weights, denominator = empty(num_tokens, num_topk), empty(num_tokens)
     for grad_denominator in (None, denominator):
         backward = {"grad_denominator": grad_denominator, "denominator": denominator, "normalized": weights}
         yield moe.normalize_weight_bwd, {"grad_normalized": weights, **backward}
-    scores, fi = _empty(num_tokens, num_experts), _empty(num_experts)
+    scores, fi = empty(num_tokens, num_experts), empty(num_experts)
     yield moe.aux_loss, {"scores": scores, "fi": fi}
-    yield moe.aux_loss_bwd, {"grad_loss": _empty(), "scores": scores, "fi": fi}
+    yield moe.aux_loss_bwd, {"grad_loss": empty(), "scores": scores, "fi": fi}
     for dtype in profile.indices:
-        idx = _empty(num_tokens, num_topk, dtype=_dtype(dtype))
+        idx = empty(num_tokens, num_topk, dtype=dtype)
         yield moe.aux_fi, {"topk_idx": idx, "num_experts": num_experts, "num_aux_topk": num_topk}
         for logits_dtype in profile.logits:
-            logits = _empty(num_tokens, num_experts, dtype=_dtype(logits_dtype))
+            logits = empty(num_tokens, num_experts, dtype=logits_dtype)
             gate = {"logits": logits, "topk_idx": idx, "scoring_func": profile.scoring_func}
             yield moe.gate_weights_bwd, {"grad_weights": weights, **gate}
     for maps, dtype in product(_maps(profile, num_tokens), profile.combine):
-        rows = _empty(maps["pos_to_expert"].shape[0], profile.hidden, dtype=_dtype(dtype))
-        grad = _empty(num_tokens, profile.hidden, dtype=_dtype(dtype))
+        rows = empty(maps["pos_to_expert"].shape[0], profile.hidden, dtype=dtype)
+        grad = empty(num_tokens, profile.hidden, dtype=dtype)
         yield moe.expand_to_fused_bwd, {"grad_rows": rows, "token_topk_to_pos": maps["token_topk_to_pos"]}
         yield moe.reduce_fused_bwd, {"grad": grad, "x": rows, "topk_weights": weights, **maps}
         yield moe.reduce_fused_bwd, {"grad": grad, "x": None, "topk_weights": None, **maps}

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import tk_quant as quant
+from tk_core.cli.profile import Call, empty
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout, empty_scales
+from tk_quant.lib.outputs import data_output
 
-Call = tuple[Any, dict[str, Any]]
 Layout = Literal["row_major", "col_major", "packed_ue8m0", "swizzled"]
 Block = tuple[int, int]
 
@@ -74,24 +75,30 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     """Ops with their arguments on the meta device, for a batch of `num_tokens` tokens."""
     for width, form in product(profile.widths, profile.activations):
         yield from _casts_by_token(profile, form, width, num_tokens)
+        yield from _casts_back(profile, form, width, num_tokens)
     for width in profile.widths:
         yield from _weights(profile, width)
     for hidden, form in product(profile.intermediate, profile.activations):
         yield from _swiglu(profile, form, hidden, num_tokens)
     if profile.training:
         for width, dtype in product(profile.widths, profile.inputs):
-            yield from _casts_by_channel(profile, width, _dtype(dtype), num_tokens)
+            yield from _casts_by_channel(profile, width, dtype, num_tokens)
         for hidden in profile.intermediate:
             yield from _swiglu_training(profile, hidden, num_tokens)
             yield from _plain_swiglu_training(profile, hidden, num_tokens)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def _data(fmt: str, num_rows: int, width: int) -> Tensor:
+    return data_output("data", None, empty(), num_rows, width, fmt)
 
 
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
+def _pair(
+    fmt: str, num_rows: int, width: int, block: Block, layout: str = "row_major", sf_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Data, and scale factors of its blocks."""
+    data = _data(fmt, num_rows, width)
+    num_blocks = ceil_div(num_rows, block[0]), ceil_div(width, block[1])
+    return data, empty_scales(data, *num_blocks, ScaleLayout(layout), sf_dtype)
 
 
 def _flags(layout: str, round_sf: bool) -> dict[str, bool]:
@@ -110,76 +117,62 @@ def _token_options(form: Format, layout: str) -> dict[str, Any]:
         flags = _flags(layout, form.round_sf)
     else:
         flags = {**_flags(layout, not form.tensor_sf), "use_swizzled_sf": True}
-    return {**flags, "tensor_sf": _empty(1)} if form.tensor_sf else flags
-
-
-def _data(fmt: str, num_rows: int, width: int) -> Tensor:
-    if fmt == "e4m3":
-        return _empty(num_rows, width, dtype=torch.float8_e4m3fn)
-    if fmt == "e2m1":
-        return _empty(num_rows, width // 2, dtype=torch.int8)
-    return _empty(num_rows, width * 3 // 2, dtype=torch.uint8)
+    return {**flags, "tensor_sf": empty(1)} if form.tensor_sf else flags
 
 
 def _casts_by_token(profile: Profile, form: Format, width: int, num_tokens: int) -> Iterator[Call]:
     group = form.num_per_channels or width
+    cast = {"fmt": form.fmt, "num_per_channels": group}
     for dtype, layout in product(profile.inputs, form.sf_layouts):
-        x, options = _empty(num_tokens, width, dtype=_dtype(dtype)), _token_options(form, layout)
+        x, options = empty(num_tokens, width, dtype=dtype), _token_options(form, layout)
         if form.fmt == "e5m6":
             yield quant.per_token_cast_to_e5m6, {"x": x, "num_per_channels": group, **options}
             continue
-        cast = {"fmt": form.fmt, "num_per_channels": group}
         yield quant.per_token_cast, {"x": x, **cast, **options}
         if profile.separate_sf:
             yield quant.per_token_cast_with_sf_only, {"x": x, **cast, **options}
             if layout == "row_major" and not form.tensor_sf:
-                sf = _empty(num_tokens, ceil_div(width, group))
+                sf = empty(num_tokens, ceil_div(width, group))
                 yield quant.per_token_cast_with_precomputed_sf, {"x": x, **cast, "sf": sf}
         for block in profile.recasts:
-            blocks = ceil_div(num_tokens, block[0]), ceil_div(width, block[1])
-            pair = _data("e4m3", num_tokens, width), _empty(*blocks)
+            pair = _pair("e4m3", num_tokens, width, block)
             yield quant.per_token_cast, {"x": pair, **cast, "x_block_size": block, **options}
-    for layout in form.sf_layouts:
-        yield from _casts_back(profile, form, layout, width, num_tokens)
 
 
-def _casts_back(profile: Profile, form: Format, layout: str, width: int, num_tokens: int) -> Iterator[Call]:
-    group, data = form.num_per_channels or width, _data(form.fmt, num_tokens, width)
+def _casts_back(profile: Profile, form: Format, width: int, num_tokens: int) -> Iterator[Call]:
+    group = form.num_per_channels or width
     sf_dtype = torch.float8_e4m3fn if form.tensor_sf else None
-    pair = data, empty_scales(data, num_tokens, ceil_div(width, group), ScaleLayout(layout), sf_dtype)
-    for fmt in profile.outputs:
+    tensor_sf = {"tensor_sf": empty(1)} if form.tensor_sf else {}
+    for layout, fmt in product(form.sf_layouts, profile.outputs):
+        pair = _pair(form.fmt, num_tokens, width, (1, group), layout, sf_dtype)
         if form.fmt == "e5m6":
             yield quant.cast_back_e5m6, {"x": pair, "fmt": fmt, "x_block_size": (1, group)}
             continue
-        tensor_sf = {"tensor_sf": _empty(1)} if form.tensor_sf else {}
         yield quant.per_token_cast_back, {"x": pair, "fmt": fmt, "num_per_channels": group, **tensor_sf}
         if form.fmt == "e2m1":
             out_dtype = torch.bfloat16 if fmt == "bf16" else torch.float32
-            yield quant.unpack_from_e2m1fn_x2, {"x": data, "out_dtype": out_dtype}
+            yield quant.unpack_from_e2m1fn_x2, {"x": pair[0], "out_dtype": out_dtype}
 
 
 def _weights(profile: Profile, width: int) -> Iterator[Call]:
     num_rows = 256  # of a weight; no kernel depends on it
-    for form, dtype, layout in product(profile.weights, profile.inputs, ("row_major", "col_major", "packed_ue8m0")):
-        if layout not in form.sf_layouts:
-            continue
-        x, sizes = _empty(num_rows, width, dtype=_dtype(dtype)), {"fmt": form.fmt, "block_size": form.block}
-        flags = _flags(layout, form.round_sf)
-        yield quant.per_block_cast, {"x": x, **sizes, **flags}
-        num_blocks = ceil_div(num_rows, form.block[0]), ceil_div(width, form.block[1])
-        if profile.separate_sf:
-            yield quant.per_block_cast_with_sf_only, {"x": x, **sizes, **flags}
-            if layout == "row_major":
-                yield quant.per_block_cast_with_precomputed_sf, {"x": x, **sizes, "sf": _empty(*num_blocks)}
-        data = _data(form.fmt, num_rows, width)
-        for fmt in profile.outputs:
-            pair = data, empty_scales(data, *num_blocks, ScaleLayout(layout))
-            yield quant.cast_back, {"x": pair, "fmt": fmt, "x_block_size": form.block}
-    codes = _data("e2m1", num_rows, width)
-    for block, layout in product(profile.lossless_blocks, (ScaleLayout.ROW_MAJOR, ScaleLayout.PACKED_UE8M0)):
-        pair = codes, empty_scales(codes, num_rows, ceil_div(width, 32), layout)
+    for form in profile.weights:
+        for dtype, layout in product(profile.inputs, form.sf_layouts):
+            x, sizes = empty(num_rows, width, dtype=dtype), {"fmt": form.fmt, "block_size": form.block}
+            flags = _flags(layout, form.round_sf)
+            yield quant.per_block_cast, {"x": x, **sizes, **flags}
+            if profile.separate_sf:
+                yield quant.per_block_cast_with_sf_only, {"x": x, **sizes, **flags}
+                if layout == "row_major":
+                    sf = _pair(form.fmt, num_rows, width, form.block)[1]
+                    yield quant.per_block_cast_with_precomputed_sf, {"x": x, **sizes, "sf": sf}
+            for fmt in profile.outputs:
+                pair = _pair(form.fmt, num_rows, width, form.block, layout)
+                yield quant.cast_back, {"x": pair, "fmt": fmt, "x_block_size": form.block}
+    for block, layout in product(profile.lossless_blocks, ("row_major", "packed_ue8m0")):
+        pair = _pair("e2m1", num_rows, width, (1, 32), layout)
         arguments = {"x": pair, "fmt": "e4m3", "x_block_size": (1, 32), "out_block_size": block}
-        yield quant.per_block_cast_lossless, {**arguments, **_flags(layout.value, True)}
+        yield quant.per_block_cast_lossless, {**arguments, **_flags(layout, True)}
 
 
 def _numbers_of_rows(profile: Profile, num_tokens: int) -> tuple[int, int]:
@@ -188,37 +181,41 @@ def _numbers_of_rows(profile: Profile, num_tokens: int) -> tuple[int, int]:
     return align(num_pairs, 16), align(num_pairs + (_TOKENS - 1) * profile.num_experts, _TOKENS)
 
 
+def _clamp_values(profile: Profile) -> list[float | None]:
+    return [10.0 if clamps else None for clamps in profile.swiglu_clamps]
+
+
 def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Iterator[Call]:
     group = form.num_per_channels or hidden
     if form.fmt == "e5m6" or form.tensor_sf or group not in (32, _TOKENS, hidden):
         return
     num_rows = _numbers_of_rows(profile, num_tokens)[0]
-    rows, weights = _empty(num_rows, dtype=torch.int32), _empty(num_tokens, profile.num_topk)
+    rows, weights = empty(num_rows, dtype=torch.int32), empty(num_tokens, profile.num_topk)
     weighted = {"pos_to_token_topk": rows, "topk_weights": weights}
-    dense: list[dict[str, Any]] = [{}]
-    routed = [weighted, {"pos_to_expert": rows}, {**weighted, "pos_to_expert": rows}]
-    for dtype, layout, clamps in product(profile.inputs, form.sf_layouts, profile.swiglu_clamps):
-        x = _empty(num_rows, 2 * hidden, dtype=_dtype(dtype))
-        arguments = {"x": x, "fmt": form.fmt, "num_per_channels": group, **_token_options(form, layout)}
-        for row_arguments in dense + (routed if profile.num_experts > 1 else []):
-            counts = (None, _empty(3, dtype=torch.int64)) if clamps and profile.training else (None,)
-            for clamped_count in counts:
-                clamp = {"swiglu_clamp_value": 10.0 if clamps else None, "clamped_count": clamped_count}
-                yield quant.swiglu_forward_and_per_token_cast, {**arguments, **row_arguments, **clamp}
+    maps: list[dict[str, Any]] = [{}]
+    if profile.num_experts > 1:
+        maps += [weighted, {"pos_to_expert": rows}, {**weighted, "pos_to_expert": rows}]
+    for dtype, layout, clamp, of_rows in product(profile.inputs, form.sf_layouts, _clamp_values(profile), maps):
+        x = empty(num_rows, 2 * hidden, dtype=dtype)
+        arguments = {"x": x, "fmt": form.fmt, "num_per_channels": group, **_token_options(form, layout), **of_rows}
+        yield quant.swiglu_forward_and_per_token_cast, {**arguments, "swiglu_clamp_value": clamp}
+        if clamp and profile.training:
+            counted = {"swiglu_clamp_value": clamp, "clamped_count": empty(3, dtype=torch.int64)}
+            yield quant.swiglu_forward_and_per_token_cast, {**arguments, **counted}
 
 
-def _casts_by_channel(profile: Profile, width: int, dtype: torch.dtype, num_tokens: int) -> Iterator[Call]:
-    x = _empty(align(num_tokens, _TOKENS), width, dtype=dtype)
-    for round_sf in sorted({form.round_sf for form in profile.activations if form.fmt == "e4m3"}):
+def _casts_by_channel(profile: Profile, width: int, dtype: str, num_tokens: int) -> Iterator[Call]:
+    x = empty(align(num_tokens, _TOKENS), width, dtype=dtype)
+    forms = [form for form in profile.activations if form.fmt == "e4m3"]
+    for round_sf in sorted({form.round_sf for form in forms}):
         cast = {"fmt": "e4m3", "num_per_tokens": _TOKENS, "round_sf": round_sf}
         yield quant.per_channel_cast, {"x": x, **cast}
-        if dtype is torch.bfloat16:
+        if dtype == "bfloat16":
             yield quant.per_channel_cast_and_transpose, {"x": x, **cast}
         yield from _gathers(profile, width, dtype, num_tokens, cast)
-    for form in profile.activations:
-        if form.fmt == "e4m3" and form.num_per_channels in (32, _TOKENS):
-            layouts = [layout for layout in form.sf_layouts if layout != "swizzled"]
-            for layout, transposes in product(layouts, (False, True)):
+    for form in forms:
+        for layout, transposes in product(form.sf_layouts, (False, True)):
+            if layout != "swizzled" and form.num_per_channels in (32, _TOKENS):
                 sizes = {"fmt": "e4m3", "num_per_channels": form.num_per_channels, "num_per_tokens": _TOKENS}
                 flags = {**_flags(layout, form.round_sf), "transpose_channel_data": transposes}
                 yield quant.per_token_and_channel_cast, {"x": x, **sizes, **flags}
@@ -227,56 +224,50 @@ def _casts_by_channel(profile: Profile, width: int, dtype: torch.dtype, num_toke
         yield quant.batched_transpose, {"x": y.unsqueeze(0)}
 
 
-def _gathers(profile: Profile, width: int, dtype: torch.dtype, num_tokens: int, cast: dict[str, Any]) -> Iterator[Call]:
+def _gathers(profile: Profile, width: int, dtype: str, num_tokens: int, cast: dict[str, Any]) -> Iterator[Call]:
     """`per_channel_cast_fused` of rows as they are, and of rows that are fetched from their tokens."""
-    whole, tokens = align(num_tokens, _TOKENS), _empty(num_tokens, width, dtype=dtype)
-    yield quant.per_channel_cast_fused, {"x": _empty(whole, width, dtype=dtype), **cast}
-    gathered = [_empty(num_rows, dtype=torch.int32) for num_rows in _numbers_of_rows(profile, num_tokens)]
-    for pos_to_token in gathered:
-        yield quant.per_channel_cast_fused, {"x": tokens, **cast, "pos_to_token": pos_to_token}
-    if dtype is torch.bfloat16 and width % 128 == 0:
-        recast = {**cast, "num_per_channels": 128}
-        pair = _data("e4m3", whole, width), _empty(whole, width // 128)
-        yield quant.per_channel_cast_fused, {"x": pair, **recast}
-        pair = _data("e4m3", num_tokens, width), _empty(num_tokens, width // 128)
-        for pos_to_token in gathered:
-            yield quant.per_channel_cast_fused, {"x": pair, **recast, "pos_to_token": pos_to_token}
+    sizes = align(num_tokens, _TOKENS), num_tokens
+    sources: list[tuple[Any, Any, dict[str, Any]]] = [(*(empty(size, width, dtype=dtype) for size in sizes), cast)]
+    if dtype == "bfloat16" and width % 128 == 0:
+        pairs = (_pair("e4m3", size, width, (1, 128)) for size in sizes)
+        sources.append((*pairs, {**cast, "num_per_channels": 128}))
+    for whole, tokens, options in sources:
+        yield quant.per_channel_cast_fused, {"x": whole, **options}
+        for num_rows in _numbers_of_rows(profile, num_tokens):
+            pos_to_token = empty(num_rows, dtype=torch.int32)
+            yield quant.per_channel_cast_fused, {"x": tokens, **options, "pos_to_token": pos_to_token}
 
 
 def _swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator[Call]:
-    num_rows = _numbers_of_rows(profile, num_tokens)[0]
+    """Backward with a cast, and forward with a cast by channels."""
+    num_rows, pairs = _numbers_of_rows(profile, num_tokens)[0], (num_tokens, profile.num_topk)
+    maps = {
+        "weight": empty(*pairs),
+        "pos_to_token_topk": empty(num_rows, dtype=torch.int32),
+        "token_topk_to_pos": empty(*pairs, dtype=torch.int32),
+    }
     formats = sorted({(f.num_per_channels, f.round_sf) for f in profile.activations if f.fmt == "e4m3"})
-    for (group, round_sf), clamps in product(formats, profile.swiglu_clamps):
+    for (group, round_sf), clamp_value in product(formats, _clamp_values(profile)):
         if group not in (32, _TOKENS):
             continue
-        clamp = {"round_sf": round_sf, "swiglu_clamp_value": 10.0 if clamps else None}
-        pair = _data("e4m3", num_rows, 2 * hidden), _empty(num_rows, 2 * hidden // group)
-        pairs = num_tokens, profile.num_topk
-        maps = {
-            "weight": _empty(*pairs),
-            "pos_to_token_topk": _empty(num_rows, dtype=torch.int32),
-            "token_topk_to_pos": _empty(*pairs, dtype=torch.int32),
-        }
-        grad_out = _empty(num_rows, hidden, dtype=torch.bfloat16)
-        backward = {"x": pair, "grad_out": grad_out, **maps, "num_per_channels": group}
-        yield quant.swiglu_backward_and_per_token_cast, {**backward, **clamp}
-        x = _empty(align(num_rows, _TOKENS), 2 * hidden, dtype=torch.bfloat16)
-        forward = quant.swiglu_forward_and_per_channel_cast_and_transpose
+        options = {"round_sf": round_sf, "swiglu_clamp_value": clamp_value}
+        x, grad_out = _pair("e4m3", num_rows, 2 * hidden, (1, group)), empty(num_rows, hidden, dtype=torch.bfloat16)
+        backward = {"x": x, "grad_out": grad_out, **maps, "num_per_channels": group}
+        yield quant.swiglu_backward_and_per_token_cast, {**backward, **options}
+        x = empty(align(num_rows, _TOKENS), 2 * hidden, dtype=torch.bfloat16)
         for without_transpose in (False, True):
             cast = {"fmt": "e4m3", "num_per_tokens": _TOKENS, "without_transpose": without_transpose}
-            yield forward, {"x": x, **cast, **clamp}
+            yield quant.swiglu_forward_and_per_channel_cast_and_transpose, {"x": x, **cast, **options}
 
 
 def _plain_swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator[Call]:
     """Forward and backward without a cast, of dense rows and of those of experts."""
-    num_rows = _numbers_of_rows(profile, num_tokens)[0]
-    pairs = num_tokens, profile.num_topk
-    rows = _empty(num_rows, dtype=torch.int32)
-    weighted = {"pos_to_token_topk": rows, "topk_weights": _empty(*pairs), "pos_to_expert": rows}
-    for (dtype, clamps), maps in product(product(profile.inputs, profile.swiglu_clamps), ({}, weighted)):
-        x = _empty(num_rows, 2 * hidden, dtype=_dtype(dtype))
-        options = {"swiglu_clamp_value": 10.0 if clamps else None, "fmt": "bf16" if dtype == "bfloat16" else "fp32"}
-        yield quant.swiglu_forward, {"x": x, **options, **maps}
-        of_weights = {"token_topk_to_pos": _empty(*pairs, dtype=torch.int32)} if maps else {}
-        backward = {"x": x, "grad_out": _empty(num_rows, hidden, dtype=_dtype(dtype)), **options, **maps, **of_weights}
-        yield quant.swiglu_backward, backward
+    num_rows, pairs = _numbers_of_rows(profile, num_tokens)[0], (num_tokens, profile.num_topk)
+    rows = empty(num_rows, dtype=torch.int32)
+    weighted = {"pos_to_token_topk": rows, "topk_weights": empty(*pairs), "pos_to_expert": rows}
+    for dtype, clamp_value, maps in product(profile.inputs, _clamp_values(profile), ({}, weighted)):
+        x, grad_out = (empty(num_rows, columns, dtype=dtype) for columns in (2 * hidden, hidden))
+        options = {"swiglu_clamp_value": clamp_value, "fmt": "bf16" if dtype == "bfloat16" else "fp32", **maps}
+        yield quant.swiglu_forward, {"x": x, **options}
+        of_weights = {"token_topk_to_pos": empty(*pairs, dtype=torch.int32)} if maps else {}
+        yield quant.swiglu_backward, {"x": x, "grad_out": grad_out, **options, **of_weights}

@@ -12,9 +12,22 @@ from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    import torch
+
+Call = tuple[Any, dict[str, Any]]
+"""An op and its arguments, tensors on the meta device."""
 
 _SHIPPED = files("tk_core.cli") / "profiles"
+
+
+def empty(*shape: int, dtype: "torch.dtype | str" = "float32") -> "torch.Tensor":
+    """A tensor on the meta device, for the arguments of a call; `dtype` may be a name such as "bfloat16"."""
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, device="meta")
 
 
 class ProfileError(ValueError):
