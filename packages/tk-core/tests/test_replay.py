@@ -72,6 +72,21 @@ def test_a_replayed_call_does_the_same() -> None:
         assert (count.dtype, count.tolist()) == (torch.int32, [3])
 
 
+def test_a_result_of_pairs_is_remembered() -> None:
+    def scale_in_pairs(x: torch.Tensor, factor: int) -> Any:
+        out, nothing, count = scale(x, factor)
+        return (out, nothing), ((count,), ())
+
+    x = torch.randn(3, 4)
+    call = record(scale_in_pairs, x, 3)
+    assert call is not None
+    (out, nothing), ((count,), empty) = call([-x, 3])
+    assert torch.equal(out, x * -3)
+    assert empty == ()
+    assert nothing is None
+    assert count.tolist() == [3]
+
+
 def test_strides_of_single_columns_are_kept() -> None:
     def column(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty_strided((5, 1), (1, 8))
@@ -416,6 +431,8 @@ def _several_launches(
     _third(workspace.view(-1), rows, data if y is None else y, total)
     if mode == "views":
         return total, result[:1]
+    if mode == "pairs":
+        return (total, None), result, ((), (None,))
     return total, None, result
 
 
@@ -430,7 +447,7 @@ _FIELDS: dict[str, list[Any]] = {
     "out": [None, "new", "x", "overlapping", "wrong"],
     "sizes": [(1, 2), (2, 1), (True, 2), (3,), ()],
     "factor": [1, True, 1.0, 2, 0.0, -0.0, Choice.FIRST],
-    "mode": ["all", "views", "plain", "nested", "bits", "part of x", "copy", "unwritten"],
+    "mode": ["all", "pairs", "views", "plain", "nested", "bits", "part of x", "copy", "unwritten"],
     "sides": [{}, {"rows": 2}, {"columns": 2}, {"rows": 2, "columns": 3}, {"columns": 2, "rows": 3}],
     "num_keywords": [0, 1, 5],
     "limit": [None, 2],

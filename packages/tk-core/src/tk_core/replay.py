@@ -74,12 +74,17 @@ def _picker(numbers: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return itemgetter(*numbers) if len(numbers) > 1 else lambda values: (values[numbers[0]],)
 
 
+def _leaves(result: Any) -> list[Any]:
+    """What a call returns, out of its tuples."""
+    return [leaf for x in result for leaf in _leaves(x)] if type(result) is tuple else [result]
+
+
 def _repeat_of(values: list[Any], launches: list[Any], workspaces: list[Tensor], result: Any) -> Repeat | None:
     """What does the same for another list like `values`; None if it is not clear which tensor a kernel was given.
 
     Arguments, constants, outputs, workspaces and views of these have numbers, in this order.
     """
-    results = result if type(result) is tuple else (result,)
+    results = _leaves(result)
     arguments = {number: x for number, x in enumerate(values) if isinstance(x, Tensor)}
     outputs = [x for x in results if isinstance(x, Tensor) and not any(x is y for y in arguments.values())]
     if not (launches and results) or any(x.layout is not torch.strided for x in outputs):
@@ -105,9 +110,17 @@ def _repeat_of(values: list[Any], launches: list[Any], workspaces: list[Tensor],
         views.append((number, x.shape, x.stride()))
         return len(known) + len(views) - 1
 
+    def pick(x: Any) -> Callable[[list[Any]], Any]:
+        if type(x) is not tuple:
+            return itemgetter(number_of[_identity(x)])
+        if x and tuple not in map(type, x):
+            return _picker([number_of[_identity(each)] for each in x])
+        picks = [pick(each) for each in x]
+        return lambda values: tuple([pick_one(values) for pick_one in picks])
+
     located = [(compiled, _picker([locate(x) for x in operands])) for compiled, operands in launches]
     returned = [number_of[_identity(x)] for x in results]
-    pick_result = _picker(returned) if type(result) is tuple else itemgetter(*returned)
+    pick_result = pick(result)
     # An empty tensor makes another of its dtype and device in less host time than naming both takes.
     allocations = [(x.new_empty((0,)), x.shape, x.stride()) for x in allocated]
 

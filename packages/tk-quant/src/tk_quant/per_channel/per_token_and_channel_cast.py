@@ -63,8 +63,8 @@ def _per_token_and_channel_cast_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    from tk_quant.lib import per_token_and_channel_cast_steps as steps
-    from tk_quant.lib.per_token_and_channel_cast_steps import CHANNELS, VEC, is_inside
+    from tk_quant.lib import channel_cast_steps as steps
+    from tk_quant.lib.channel_cast_steps import CHANNELS, VEC, is_inside
 
     is_bf16, transpose = dtype is torch.bfloat16, casts.transpose
     # With 16 rows a warp, registers suffice for three thread blocks an SM, with eight for two; narrow loads need more.
@@ -101,7 +101,7 @@ def _per_token_and_channel_cast_kernel(
             across = T.alloc_local((VEC,), "float32")
             code = T.alloc_local((1,), "uint32")
             down = T.alloc_local((rows,), "float32")
-            codes = T.alloc_local((1, rows // 4), "uint32")
+            codes = T.alloc_local((rows // 4,), "uint32")
 
             # Tiles write parts of the sectors of row-major sf: faster where L2 already holds these.
             is_first = thread < TILE_ROWS and first_col % (_SECTOR * casts.num_per_channels) == 0
@@ -113,7 +113,8 @@ def _per_token_and_channel_cast_kernel(
             steps.cast_rows(words, token_data, token_sf, first_token + row, first_col, hidden, is_bf16, casts)
             T.sync_threads()
             block_row = first_token // casts.num_per_tokens
-            steps.make_factors(parts, factors, channel_sf, block_row, first_col, hidden, is_bf16, casts.round_sf)
+            options = hidden, threads, is_bf16, casts.round_sf
+            steps.make_factors(parts, factors, channel_sf, block_row, first_col, *options)
             T.sync_threads()
             for j in T.vectorized(VEC):
                 factor[j] = factors[row // casts.num_per_tokens, lane_col + j]
@@ -122,9 +123,9 @@ def _per_token_and_channel_cast_kernel(
                     for i in T.unroll(rows):
                         down[i] = element(words, i, j, is_bf16) * factor[j]
                     encode_macro("e4m3", rows)(down, codes)
-                    steps.put_codes(tile_codes, codes, lane_col + j, row // 4)
+                    steps.put_codes(tile_codes, codes, lane_col + j, row // 4, VEC)
                 T.sync_threads()
-                steps.store_tile(tile_codes, channel_data, first_col, first_token, hidden, threads)
+                steps.store_tile(tile_codes, channel_data, first_col, first_token, hidden, threads, VEC)
             else:
                 for i in T.unroll(rows):
                     for j in T.unroll(VEC):
@@ -169,39 +170,6 @@ def _per_token_and_channel_cast_out(
 
 
 @replayable
-def _cast(
-    x: Tensor,
-    fmt: str,
-    num_per_channels: int,
-    num_per_tokens: int,
-    round_sf: bool,
-    transpose_channel_data: bool,
-    use_tma_aligned_col_major_sf: bool,
-    use_packed_ue8m0: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The public function, its results in a flat tuple."""
-    num_tokens, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"), layout="rows")
-    check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
-    check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
-    check.one_of("fmt", fmt, ("e4m3",))
-    for name, value in (("num_per_channels", num_per_channels), ("num_per_tokens", num_per_tokens)):
-        check.integer(name, value)
-        check.one_of(name, value, _GROUPS)
-    for name, flag in (("round_sf", round_sf), ("transpose_channel_data", transpose_channel_data)):
-        check.flag(name, flag)
-    layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    token_data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
-    token_sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout)
-    channel_shape = (hidden, num_tokens) if transpose_channel_data else (num_tokens, hidden)
-    channel_data = x.new_empty(channel_shape, dtype=torch.float8_e4m3fn)
-    channel_sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)
-    _per_token_and_channel_cast_out(
-        *(x, token_data, token_sf, channel_data, channel_sf, num_per_channels, num_per_tokens),
-        *(round_sf, transpose_channel_data, layout is not ScaleLayout.ROW_MAJOR),
-    )
-    return token_data, token_sf, channel_data, channel_sf
-
-
 def per_token_and_channel_cast(
     x: Tensor,
     fmt: str,
@@ -241,6 +209,23 @@ def per_token_and_channel_cast(
         ValueError: x has another rank or a size that is not such a multiple, or columns that are not contiguous; fmt or
             a size of blocks is none of those above; `use_packed_ue8m0` comes without the flags that it needs.
     """
-    flags = (round_sf, transpose_channel_data, use_tma_aligned_col_major_sf, use_packed_ue8m0)
-    token_data, token_sf, channel_data, channel_sf = _cast(x, fmt, num_per_channels, num_per_tokens, *flags)
+    num_tokens, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"), layout="rows")
+    check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
+    check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
+    check.one_of("fmt", fmt, ("e4m3",))
+    for name, value in (("num_per_channels", num_per_channels), ("num_per_tokens", num_per_tokens)):
+        check.integer(name, value)
+        check.one_of(name, value, _GROUPS)
+    for name, flag in (("round_sf", round_sf), ("transpose_channel_data", transpose_channel_data)):
+        check.flag(name, flag)
+    layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    token_data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
+    token_sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout)
+    channel_shape = (hidden, num_tokens) if transpose_channel_data else (num_tokens, hidden)
+    channel_data = x.new_empty(channel_shape, dtype=torch.float8_e4m3fn)
+    channel_sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)
+    _per_token_and_channel_cast_out(
+        *(x, token_data, token_sf, channel_data, channel_sf, num_per_channels, num_per_tokens),
+        *(round_sf, transpose_channel_data, layout is not ScaleLayout.ROW_MAJOR),
+    )
     return (token_data, token_sf), (channel_data, channel_sf)

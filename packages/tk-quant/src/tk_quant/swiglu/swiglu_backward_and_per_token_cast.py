@@ -93,51 +93,6 @@ def _check_indices(pos_to_token_topk: Tensor, token_topk_to_pos: Tensor) -> None
 
 
 @replayable
-def _swiglu_backward_and_per_token_cast(
-    x: tuple[Tensor, Tensor],
-    grad_out: Tensor,
-    weight: Tensor,
-    pos_to_token_topk: Tensor,
-    token_topk_to_pos: Tensor,
-    num_per_channels: int,
-    round_sf: bool,
-    swiglu_clamp_value: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The public function, its results in a flat tuple."""
-    data, sf = pair_of("x", x)
-    batched = isinstance(data, Tensor) and data.ndim == 3
-    names = ("num_experts", "num_rows") if batched else ("num_positions",)
-    *leading, width = check.tensor("x[0]", data, (torch.float8_e4m3fn,), (*names, "2 * hidden"))
-    device = data.device
-    check.integer("num_per_channels", num_per_channels)
-    check.one_of("num_per_channels", num_per_channels, _GROUPS)
-    channels = 2 * num_per_channels
-    check.require(width > 0 and width % channels == 0, "x[0]", f"a positive multiple of {channels} columns", width)
-    hidden, sf_shape = width // 2, (*leading, width // num_per_channels)
-    check.tensor("x[1]", sf, (torch.float32,), sf_shape, device=device)
-    check.tensor("grad_out", grad_out, (torch.bfloat16,), (*leading, hidden), device=device)
-    pairs = check.tensor("weight", weight, (torch.float32,), ("num_tokens", "num_topk"), device=device)
-    check.require(weight.numel() <= _MAX_PAIRS, "weight", f"at most {_MAX_PAIRS} elements", weight.numel())
-    check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), tuple(pairs), device=device)
-    is_flat = not (batched and isinstance(pos_to_token_topk, Tensor) and pos_to_token_topk.ndim == 2)
-    positions = (math.prod(leading),) if is_flat else tuple(leading)
-    check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
-    check.flag("round_sf", round_sf)
-    check_clamp_value(swiglu_clamp_value)
-    if check.reads_data(data):
-        _check_indices(pos_to_token_topk, token_topk_to_pos)
-
-    x_grad_data, x_grad_sf = torch.empty_like(data), torch.empty_like(sf)
-    out, x_grad = torch.empty_like(grad_out), grad_out.new_empty((*leading, width))
-    weight_grad = torch.empty_like(weight)
-    _swiglu_backward_and_per_token_cast_out(
-        *(data, sf, grad_out, weight, pos_to_token_topk if is_flat else pos_to_token_topk.view(-1), token_topk_to_pos),
-        *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
-        *(num_per_channels, round_sf, swiglu_clamp_value),
-    )
-    return out, x_grad_data, x_grad_sf, x_grad, weight_grad
-
-
 def swiglu_backward_and_per_token_cast(
     x: tuple[Tensor, Tensor],
     grad_out: Tensor,
@@ -192,7 +147,35 @@ def swiglu_backward_and_per_token_cast(
         TypeError: A tensor, number or flag is none, or has another dtype.
         ValueError: Any other argument is not as described, or is on another device.
     """
-    out, x_grad_data, x_grad_sf, x_grad, weight_grad = _swiglu_backward_and_per_token_cast(
-        *(x, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels, round_sf, swiglu_clamp_value)
+    data, sf = pair_of("x", x)
+    batched = isinstance(data, Tensor) and data.ndim == 3
+    names = ("num_experts", "num_rows") if batched else ("num_positions",)
+    *leading, width = check.tensor("x[0]", data, (torch.float8_e4m3fn,), (*names, "2 * hidden"))
+    device = data.device
+    check.integer("num_per_channels", num_per_channels)
+    check.one_of("num_per_channels", num_per_channels, _GROUPS)
+    channels = 2 * num_per_channels
+    check.require(width > 0 and width % channels == 0, "x[0]", f"a positive multiple of {channels} columns", width)
+    hidden, sf_shape = width // 2, (*leading, width // num_per_channels)
+    check.tensor("x[1]", sf, (torch.float32,), sf_shape, device=device)
+    check.tensor("grad_out", grad_out, (torch.bfloat16,), (*leading, hidden), device=device)
+    pairs = check.tensor("weight", weight, (torch.float32,), ("num_tokens", "num_topk"), device=device)
+    check.require(weight.numel() <= _MAX_PAIRS, "weight", f"at most {_MAX_PAIRS} elements", weight.numel())
+    check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), tuple(pairs), device=device)
+    is_flat = not (batched and isinstance(pos_to_token_topk, Tensor) and pos_to_token_topk.ndim == 2)
+    positions = (math.prod(leading),) if is_flat else tuple(leading)
+    check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
+    check.flag("round_sf", round_sf)
+    check_clamp_value(swiglu_clamp_value)
+    if check.reads_data(data):
+        _check_indices(pos_to_token_topk, token_topk_to_pos)
+
+    x_grad_data, x_grad_sf = torch.empty_like(data), torch.empty_like(sf)
+    out, x_grad = torch.empty_like(grad_out), grad_out.new_empty((*leading, width))
+    weight_grad = torch.empty_like(weight)
+    _swiglu_backward_and_per_token_cast_out(
+        *(data, sf, grad_out, weight, pos_to_token_topk if is_flat else pos_to_token_topk.view(-1), token_topk_to_pos),
+        *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
+        *(num_per_channels, round_sf, swiglu_clamp_value),
     )
     return out, (x_grad_data, x_grad_sf), x_grad, weight_grad

@@ -29,20 +29,10 @@ from torch import Tensor
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_quant.device.magnitude import larger_magnitude_bf16x2
 from tk_quant.lib.cast_formats import CastInput
-from tk_quant.lib.quantize import (
-    LIMITS,
-    OWN_GUARDS_AND_BARRIERS,
-    TILE_ROWS,
-    element,
-    encode_macro,
-    float_bits,
-    load_macro,
-)
+from tk_quant.lib.quantize import OWN_GUARDS_AND_BARRIERS, TILE_ROWS, element, encode_macro, load_macro
 from tk_quant.lib.swiglu_arguments import check_clamp_value
 from tk_quant.swiglu.swiglu_forward import Given
 
@@ -63,7 +53,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    from tk_quant.lib.division import quick_scale_of_amax
+    from tk_quant.lib import channel_cast_steps as steps
     from tk_quant.lib.swiglu_forward_and_per_token_cast_steps import activate
 
     source, given = CastInput(torch.bfloat16, alignment), Given(weights=False, experts=False, clamp=clamped)
@@ -73,49 +63,6 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
 
     num_tokens, sf_rows, row_stride = T.dynamic("num_tokens"), T.dynamic("sf_rows"), T.dynamic("row_stride")
     out_shape = (hidden, num_tokens) if transpose else (num_tokens, hidden)
-
-    @T.macro
-    def share_amax(words: T.Buffer, parts: T.Buffer, row_lane: T.int32, first_word: T.int32) -> None:
-        """Store the largest magnitudes of a thread's words in a row of parts, uint32 (row lanes, words)."""
-        amax = T.alloc_local((_VEC // 2,), "uint32")
-        for j in T.unroll(_VEC // 2):
-            amax[j] = T.uint32(0)
-        for i in T.unroll(_ROWS):
-            for j in T.unroll(_VEC // 2):
-                amax[j] = larger_magnitude_bf16x2(amax[j], words[i, j])
-        for j in T.vectorized(_VEC // 2):
-            parts[row_lane, first_word + j] = amax[j]
-
-    @T.macro
-    def make_factors(parts: T.Buffer, factors: T.Buffer, sf: T.Buffer, sf_row: T.int32, first_col: T.int32) -> None:
-        """One thread for each channel and block stores sf from (sf_row, first_col) on, and the factor of it."""
-        thread = T.get_thread_binding()
-        amax = T.alloc_var("uint32")
-        elements = T.view(parts, (_ROW_LANES, _CHANNELS), "uint16")
-        for k in T.unroll(ceil_div(blocks * _CHANNELS, _THREADS)):
-            index = k * _THREADS + thread
-            block, channel = index // _CHANNELS, index % _CHANNELS
-            if index < blocks * _CHANNELS:
-                amax = T.uint32(0)
-                for i in T.unroll(_ROW_LANES // blocks):
-                    amax = T.max(amax, T.cast(elements[block * (_ROW_LANES // blocks) + i, channel], "uint32"))
-                bits = T.max(T.reinterpret(amax << T.uint32(16), "int32"), float_bits(LIMITS["e4m3"][1]))
-                sf[sf_row + block, first_col + channel], factors[block, channel] = quick_scale_of_amax(
-                    bits, "e4m3", round_sf
-                )
-
-    # Bytes of a channel lie in eight chunks of 16; chunk k of channel c is at k ^ (c / 8). So neither eight lanes that
-    # write 8 channels each, nor eight that read one, have bank conflicts.
-    @T.macro
-    def store_transposed(tile: T.Buffer, out: T.Buffer, first_channel: T.int32, first_token: T.int32) -> None:
-        """Store a tile of codes, uint32 (channels, 32), a row of 128 tokens for each channel."""
-        thread = T.get_thread_binding()
-        words = T.alloc_local((4,), "uint32")
-        for i in T.unroll(_CHANNELS * 8 // _THREADS):
-            channel, chunk = i * (_THREADS // 8) + thread // 8, thread % 8
-            for k in T.vectorized(4):
-                words[k] = tile[channel, (chunk ^ (channel // _VEC % 8)) * 4 + k]
-            T.stg128(out[first_channel + channel, first_token + chunk * 16], words[0:4])
 
     @T.prim_func
     def swiglu_forward_and_per_channel_cast_and_transpose(
@@ -133,8 +80,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
             first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
             first_token, first_col = tile // col_tiles * TILE_ROWS, tile % col_tiles * _CHANNELS
             thread = T.get_thread_binding()
-            row_lane, col = thread // _COL_LANES, thread % _COL_LANES * _VEC
-            row = row_lane * _ROWS
+            row, col = thread // _COL_LANES * _ROWS, thread % _COL_LANES * _VEC
             gate = T.alloc_local((_ROWS, _VEC // 2), "uint32")
             value = T.alloc_local((_ROWS, _VEC // 2), "uint32")
             activated, rounded = T.alloc_local((_ROWS, _VEC), "float32"), T.alloc_local((_ROWS, _VEC), "bfloat16")
@@ -153,9 +99,10 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
                 activate(gate, value, activated, i, T.float32(1), clamp_value, source, given)
                 for j in T.vectorized(_VEC):
                     rounded[i, j] = T.cast(activated[i, j], "bfloat16")
-            share_amax(words, parts, row_lane, col // 2)
+            steps.share_amax(words, parts, True)
             T.sync_threads()
-            make_factors(parts, factors, sf, first_token // num_per_tokens, first_col)
+            options = hidden, _THREADS, True, round_sf
+            steps.make_factors(parts, factors, sf, first_token // num_per_tokens, first_col, *options)
             T.sync_threads()
 
             for j in T.vectorized(_VEC):
@@ -165,9 +112,9 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
                     for i in T.unroll(_ROWS):
                         scaled[i] = element(words, i, j, True) * factor[j]
                     encode(scaled, codes)
-                    tile_codes[col + j, (row // 16 ^ col // _VEC % 8) * 4 + row // 4 % 4] = codes[0]
+                    steps.put_codes(tile_codes, codes, col + j, row // 4, _VEC)
                 T.sync_threads()
-                store_transposed(tile_codes, out, first_col, first_token)
+                steps.store_tile(tile_codes, out, first_col, first_token, hidden, _THREADS, _VEC)
             else:
                 for i in T.unroll(_ROWS):
                     for j in T.unroll(_VEC):

@@ -1,4 +1,7 @@
-"""Steps of per_token_and_channel_cast's kernel at thread level. Only kernels import this."""
+"""Steps, at thread level, of kernels that cast tiles of 128 tokens by channels. Only kernels import this.
+
+A thread has `vec` neighbouring channels of some tokens, as uint32 words of bfloat16 pairs or float32.
+"""
 
 from typing import Any
 
@@ -13,7 +16,7 @@ from tk_quant.lib.quantize import LIMITS, TILE_ROWS, element, encode_macro, floa
 from tk_quant.lib.scales_io import scale_bytes, scale_place
 
 CHANNELS = 128
-"""Of a tile."""
+"""Of a tile of per_token_and_channel_cast, as are the next two."""
 VEC = 4
 """Channels of a thread."""
 ROWS = 8
@@ -21,9 +24,9 @@ ROWS = 8
 _LEAST_AMAX = float_bits(LIMITS["e4m3"][1])
 
 
-def is_inside(channel: Any, hidden: int) -> Any:
-    """Whether a tile's channel exists, which needs no test where tiles cover all channels exactly."""
-    return channel < hidden if hidden % CHANNELS else True
+def is_inside(channel: Any, hidden: int, channels: int = CHANNELS) -> Any:
+    """Whether a channel of a tile of so many exists, which needs no test where tiles cover all channels exactly."""
+    return channel < hidden if hidden % channels else True
 
 
 def _larger(amax: Any, word: Any, is_bf16: bool) -> Any:
@@ -72,8 +75,8 @@ def cast_rows(
 
 @T.macro
 def share_amax(words: Any, parts: Any, is_bf16: Any) -> None:
-    """Each thread's largest magnitudes of its channels to its warp's row of parts."""
-    thread = T.get_thread_binding()
+    """Each thread's largest magnitudes of its channels to parts (threads above each other, words of the channels)."""
+    thread, lanes = T.get_thread_binding(), parts.shape[1] // words.shape[1]
     amax = T.alloc_local((words.shape[1],), "uint32")
     for j in T.unroll(words.shape[1]):
         amax[j] = T.uint32(0)
@@ -81,46 +84,57 @@ def share_amax(words: Any, parts: Any, is_bf16: Any) -> None:
         for j in T.unroll(words.shape[1]):
             amax[j] = _larger(amax[j], words[i, j], is_bf16)
     for j in T.vectorized(words.shape[1]):
-        parts[thread // 32, thread % 32 * words.shape[1] + j] = amax[j]
+        parts[thread // lanes, thread % lanes * words.shape[1] + j] = amax[j]
 
 
 @T.macro
 def make_factors(
-    parts: Any, factors: Any, sf: Any, sf_row: Any, first_col: Any, hidden: Any, is_bf16: Any, round_sf: Any
+    parts: Any,
+    factors: Any,
+    sf: Any,
+    sf_row: Any,
+    first_col: Any,
+    hidden: int,
+    threads: int,
+    is_bf16: bool,
+    round_sf: bool,
 ) -> None:
     """Scale factors of a tile's channels to sf, and what to multiply with to factors (blocks of tokens, channels)."""
-    threads, lanes = parts.shape[0] * 32, parts.shape[0] // factors.shape[0]
+    blocks, channels = factors.shape
+    lanes = parts.shape[0] // blocks
     amax = T.alloc_var("uint32")
-    elements = T.view(parts, (parts.shape[0], CHANNELS), "uint16" if is_bf16 else "uint32")
-    for k in T.unroll(ceil_div(factors.shape[0] * CHANNELS, threads)):
+    elements = T.view(parts, (parts.shape[0], channels), "uint16" if is_bf16 else "uint32")
+    for k in T.unroll(ceil_div(blocks * channels, threads)):
         index = k * threads + T.get_thread_binding()
-        if index < factors.shape[0] * CHANNELS:
+        if index < blocks * channels:
             amax = T.uint32(0)
             for i in T.unroll(lanes):
-                amax = T.max(amax, T.cast(elements[index // CHANNELS * lanes + i, index % CHANNELS], "uint32"))
+                amax = T.max(amax, T.cast(elements[index // channels * lanes + i, index % channels], "uint32"))
             bits = T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), _LEAST_AMAX)
             scale, factor = quick_scale_of_amax(bits, "e4m3", round_sf)
-            if is_inside(first_col + index % CHANNELS, hidden):
-                sf[sf_row + index // CHANNELS, first_col + index % CHANNELS] = scale
-            factors[index // CHANNELS, index % CHANNELS] = factor
+            if is_inside(first_col + index % channels, hidden, channels):
+                sf[sf_row + index // channels, first_col + index % channels] = scale
+            factors[index // channels, index % channels] = factor
+
+
+# Bytes of a channel lie in eight chunks of 16; chunk k of channel c is at k ^ (c / vec). So neither eight lanes that
+# write `vec` channels each, nor eight that read one, have bank conflicts.
+@T.macro
+def put_codes(tile: Any, codes: Any, channel: Any, word: Any, vec: int) -> None:
+    """Codes of a channel, words of four tokens, to a tile of codes, uint32 (channels, 32)."""
+    place = ((word // 4) ^ (channel // vec % 8)) * 4 + word % 4
+    for k in T.vectorized(codes.shape[0]):
+        tile[channel, place + k] = codes[k]
 
 
 @T.macro
-def put_codes(tile: Any, codes: Any, channel: Any, word: Any) -> None:
-    """Codes of a channel, words of four tokens, to a tile whose chunks of 16 bytes are swizzled: no bank conflicts."""
-    place = ((word // 4) ^ (channel // VEC % 8)) * 4 + word % 4
-    for k in T.vectorized(codes.shape[1]):
-        tile[channel, place + k] = codes[0, k]
-
-
-@T.macro
-def store_tile(tile: Any, out: Any, first_channel: Any, first_token: Any, hidden: Any, threads: Any) -> None:
+def store_tile(tile: Any, out: Any, first_channel: Any, first_token: Any, hidden: int, threads: int, vec: int) -> None:
     """The tile to out (hidden, num_tokens); eight lanes store the tokens of a channel."""
-    thread = T.get_thread_binding()
+    thread, channels = T.get_thread_binding(), tile.shape[0]
     words = T.alloc_local((4,), "uint32")
-    for i in T.unroll(CHANNELS * TILE_ROWS // 16 // threads):
+    for i in T.unroll(channels * TILE_ROWS // 16 // threads):
         channel, chunk = i * (threads // 8) + thread // 8, thread % 8
-        if is_inside(first_channel + channel, hidden):
+        if is_inside(first_channel + channel, hidden, channels):
             for k in T.vectorized(4):
-                words[k] = tile[channel, (chunk ^ (channel // VEC % 8)) * 4 + k]
+                words[k] = tile[channel, (chunk ^ (channel // vec % 8)) * 4 + k]
             T.stg128(out[first_channel + channel, first_token + chunk * 16], words[0:4])
