@@ -230,35 +230,6 @@ def _check_tensor_sf(data: Tensor, sf: Tensor, tensor_sf: Tensor | None) -> Tens
     return tensor_sf if len(shape) == 1 else tensor_sf.view(1)
 
 
-def dequantize(
-    data: Tensor, sf: Tensor, hidden: int, fmt: str, x_block_size: tuple[int, int], tensor_sf: Tensor | None
-) -> Tensor:
-    """The rest of the check, the allocation and the launch; blocks have positive sides."""
-    num_tokens = data.shape[0]
-    block_tokens, block_channels = x_block_size
-    num_rows, num_cols = ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
-    check_scales("x[1]", sf, num_rows, num_cols, data.device, _BYTE_SF_DTYPES)
-    tensor_sf = _check_tensor_sf(data, sf, tensor_sf)
-    out = data.new_empty((num_tokens, hidden), dtype=_OUT_DTYPES[fmt])
-    _cast_back_out(data, sf, tensor_sf, out, block_tokens, block_channels)
-    return out
-
-
-def _by_blocks(
-    x: tuple[Tensor, Tensor],
-    fmt: str,
-    x_block_size: tuple[int, int],
-    x_special_fmt: str | None,
-    tensor_sf: Tensor | None,
-) -> Tensor:
-    data, sf, hidden = check_pair(x, fmt, x_special_fmt)
-    block_tokens, block_channels = block_size_of("x_block_size", x_block_size)
-    if block_tokens != 1 or block_channels < 1:
-        fits = block_tokens in BLOCK_SIDES and block_channels in BLOCK_SIDES
-        check.require(fits, "x_block_size", "(1, channels), or two powers of two up to 128", x_block_size)
-    return dequantize(data, sf, hidden, fmt, (block_tokens, block_channels), tensor_sf)
-
-
 @replayable
 def cast_back(
     x: tuple[Tensor, Tensor],
@@ -294,10 +265,20 @@ def cast_back(
         TypeError: x is no pair of tensors, data, sf or tensor_sf has another dtype, or x_block_size is no pair of ints.
         ValueError: Any other argument is not as described, or is on another device.
     """
-    return _by_blocks(x, fmt, x_block_size, x_special_fmt, tensor_sf)
+    data, sf, hidden = check_pair(x, fmt, x_special_fmt)
+    block_tokens, block_channels = block_size_of("x_block_size", x_block_size)
+    if block_tokens != 1 or block_channels < 1:
+        fits = block_tokens in BLOCK_SIDES and block_channels in BLOCK_SIDES
+        check.require(fits, "x_block_size", "(1, channels), or two powers of two up to 128", x_block_size)
+    num_tokens = data.shape[0]
+    num_rows, num_cols = ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
+    check_scales("x[1]", sf, num_rows, num_cols, data.device, _BYTE_SF_DTYPES)
+    tensor_sf = _check_tensor_sf(data, sf, tensor_sf)
+    out = data.new_empty((num_tokens, hidden), dtype=_OUT_DTYPES[fmt])
+    _cast_back_out(data, sf, tensor_sf, out, block_tokens, block_channels)
+    return out
 
 
-@replayable
 def cast_back_e5m6(x: tuple[Tensor, Tensor], fmt: str, x_block_size: tuple[int, int]) -> Tensor:
     """`cast_back` of e5m6 data: data * sf of its block.
 
@@ -314,4 +295,4 @@ def cast_back_e5m6(x: tuple[Tensor, Tensor], fmt: str, x_block_size: tuple[int, 
         TypeError: x is no pair of tensors, data or sf has another dtype, or x_block_size is no pair of ints.
         ValueError: Any other argument is not as described, or is on another device.
     """
-    return _by_blocks(x, fmt, x_block_size, "e5m6", None)
+    return cast_back(x, fmt, x_block_size, "e5m6")

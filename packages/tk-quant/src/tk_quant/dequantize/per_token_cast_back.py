@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.replay import replayable
-from tk_quant.dequantize.cast_back import check_pair, dequantize
+from tk_quant.dequantize.cast_back import cast_back, check_pair
 
 _GROUPS = (16, 32, 64, 128)
 
@@ -40,8 +40,8 @@ def per_token_cast_back(
         TypeError: x is no pair of tensors, data, sf or tensor_sf has another dtype, or num_per_channels is no int.
         ValueError: Any other argument is not as described, or is on another device.
     """
-    data, sf, hidden = check_pair(x, fmt, x_special_fmt)
+    *_, hidden = check_pair(x, fmt, x_special_fmt)
     check.integer("num_per_channels", num_per_channels)
     if num_per_channels not in _GROUPS:
         check.one_of("num_per_channels", num_per_channels, (*_GROUPS, hidden))
-    return dequantize(data, sf, hidden, fmt, (1, num_per_channels), tensor_sf)
+    return cast_back(x, fmt, (1, num_per_channels), x_special_fmt, tensor_sf=tensor_sf)

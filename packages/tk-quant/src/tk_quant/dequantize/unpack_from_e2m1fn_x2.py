@@ -7,8 +7,7 @@ block's width apart:
     out    [ thread 0 | thread 1 | … | thread 0 | … ]      and 16
 """
 
-from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from operator import mul
 from typing import Any
 
@@ -27,29 +26,17 @@ from tk_quant.lib.check_pairs import E2M1_DTYPES
 _DTYPES = (torch.uint8, *E2M1_DTYPES)
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
 
-
-@dataclass(frozen=True)
-class UnpackConfig:
-    """Launch knobs."""
-
-    threads: int
-    vectors_per_thread: int
-    """Vectors of a thread, all loaded before the first is stored."""
-
-    @staticmethod
-    @cache
-    def best(arch: Arch) -> "UnpackConfig":
-        """The configuration for an architecture."""
-        # H200, 8192 x 7168: 38.1 µs to bfloat16 and 69.1 to float32; with 4 vectors 38.2 and 70.2, with 8 39.3, 71.6.
-        return UnpackConfig(threads=256, vectors_per_thread=2)
+# H200, 8192 x 7168: 38.1 µs to bfloat16 and 69.1 to float32; with 4 vectors 38.2 and 70.2, with 8 39.3 and 71.6.
+_THREADS = 256
+_VECTORS = 2
+"""Vectors of a thread, all loaded before the first is stored."""
 
 
 @kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True})
-def _unpack_kernel(ndim: int, out_dtype: torch.dtype, config: UnpackConfig, arch: Arch) -> Any:
+def _unpack_kernel(ndim: int, out_dtype: torch.dtype, arch: Arch) -> Any:
     import tilelang.language as T
 
-    threads, vectors = config.threads, config.threads * config.vectors_per_thread
-    vector, dtype = 16 // out_dtype.itemsize, T.dtype(out_dtype)
+    vectors, vector, dtype = _THREADS * _VECTORS, 16 // out_dtype.itemsize, T.dtype(out_dtype)
     # The host passes tensors as they are, for a flat view would cost it more than the launch's other checks.
     leading = tuple(T.dynamic(f"size_{i}") for i in range(ndim - 1))
     row_bytes, row_values = T.dynamic("row_bytes"), T.dynamic("row_values")
@@ -57,7 +44,7 @@ def _unpack_kernel(ndim: int, out_dtype: torch.dtype, config: UnpackConfig, arch
     num_vectors = num_bytes // (vector // 2)
 
     def in_turn(index: Any, place: Any) -> tuple[Any, Any]:
-        return index % threads, index // threads * vector + place
+        return index % _THREADS, index // _THREADS * vector + place
 
     @T.macro
     def unpack(x: T.Buffer, out: T.Buffer, first: T.int64, shape: tuple[int, int]) -> None:
@@ -74,7 +61,7 @@ def _unpack_kernel(ndim: int, out_dtype: torch.dtype, config: UnpackConfig, arch
     def unpack_from_e2m1fn_x2(
         x: T.Tensor((*leading, row_bytes), "int8"), out: T.Tensor((*leading, row_values), dtype)
     ) -> None:
-        with T.Kernel(T.cast(T.ceildiv(num_bytes, vectors * vector // 2), "int32"), threads=threads) as block:
+        with T.Kernel(T.cast(T.ceildiv(num_bytes, vectors * vector // 2), "int32"), threads=_THREADS) as block:
             first = T.cast(block, "int64") * vectors
             x_vectors = T.Tensor((num_vectors, vector), "float4_e2m1fn", x.data)
             out_vectors = T.Tensor((num_vectors, vector), dtype, out.data)
@@ -96,8 +83,7 @@ def _unpack_kernel(ndim: int, out_dtype: torch.dtype, config: UnpackConfig, arch
 def _unpack_out(x: Tensor, out: Tensor) -> None:
     if out.numel() == 0:
         return
-    arch = get_arch(x.device)
-    _unpack_kernel(x.ndim, out.dtype, UnpackConfig.best(arch), arch)(aligned(x, 4), out)
+    _unpack_kernel(x.ndim, out.dtype, get_arch(x.device))(aligned(x, 4), out)
 
 
 @replayable

@@ -65,12 +65,8 @@ def per_channel_cast_fused(
     if isinstance(x, tuple | list):
         x, x_sf = pair_of("x", x)
         num_tokens, hidden = check.tensor("x[0]", x, (torch.float8_e4m3fn,), ("num_tokens", "hidden"), layout="rows")
-        check.require(
-            hidden > 0 and hidden % PAIR_CHANNELS == 0,
-            "x[0].shape[1]",
-            f"a positive multiple of {PAIR_CHANNELS}",
-            hidden,
-        )
+        fits = hidden > 0 and hidden % PAIR_CHANNELS == 0
+        check.require(fits, "x[0].shape[1]", f"a positive multiple of {PAIR_CHANNELS}", hidden)
         check.tensor("x[1]", x_sf, (torch.float32,), (num_tokens, hidden // PAIR_CHANNELS), device=x.device)
         check.one_of("num_per_channels", num_per_channels, (PAIR_CHANNELS,))
         check_blocks(fmt, num_per_tokens, round_sf)
