@@ -32,7 +32,6 @@ from torch import Tensor
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import new_workspace, replayable
 from tk_core.tiles import DIRECT_COPIES
@@ -55,7 +54,6 @@ def _aux_loss_parts_kernel(num_experts: int, arch: Arch) -> Any:
 
     from tk_moe.lib.score_tiles import load_and_sum
 
-    tile = align(num_experts, 128)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -66,9 +64,7 @@ def _aux_loss_parts_kernel(num_experts: int, arch: Arch) -> Any:
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=32 * _BLOCK_TOKENS) as block:
             first = block * _BLOCK_TOKENS
-            values, factors = (T.alloc_fragment((_BLOCK_TOKENS, tile), "float32") for _ in range(2))
-            sums, dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32"), T.alloc_fragment((_BLOCK_TOKENS,), "float32")
-            load_and_sum(scores, fi, first, (values, factors), sums, dots)
+            _, _, sums, dots = load_and_sum(scores, fi, first, _BLOCK_TOKENS)
             for t in T.Parallel(_BLOCK_TOKENS):
                 if first + t < num_tokens:  # a division of the zeros beyond would take longer
                     dots[t] = dots[t] / (T.float32(1e-20) + sums[t])
@@ -120,7 +116,6 @@ def _aux_loss_bwd_kernel(num_experts: int, arch: Arch) -> Any:
 
     from tk_moe.lib.score_tiles import load_and_sum
 
-    tile = align(num_experts, 128)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -133,17 +128,15 @@ def _aux_loss_bwd_kernel(num_experts: int, arch: Arch) -> Any:
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=32 * _BLOCK_TOKENS) as block:
             first = block * _BLOCK_TOKENS
-            values, factors = (T.alloc_fragment((_BLOCK_TOKENS, tile), "float32") for _ in range(2))
-            sums, dots = T.alloc_fragment((_BLOCK_TOKENS,), "float32"), T.alloc_fragment((_BLOCK_TOKENS,), "float32")
             scale = T.alloc_var("float32")
             scale = grad_loss[0] * (alpha / T.cast(num_tokens, "float32"))
-            load_and_sum(scores, fi, first, (values, factors), sums, dots)
-            for t, e in T.Parallel(_BLOCK_TOKENS, tile):
+            values, factors, sums, dots = load_and_sum(scores, fi, first, _BLOCK_TOKENS)
+            for t, e in T.Parallel(*values.shape):
                 # 1 for tokens beyond the last, as a division by their 1e-20 would take longer.
                 divisor = T.if_then_else(first + t < num_tokens, T.float32(1e-20) + sums[t], T.float32(1))
                 gradient = (factors[t, e] - dots[t] / divisor) / divisor * scale
                 values[t, e] = T.if_then_else(sums[t] == T.float32(0), T.float32(0), gradient)
-            T.copy(values, grad_scores[first : first + _BLOCK_TOKENS, 0:tile])
+            T.copy(values, grad_scores[first : first + _BLOCK_TOKENS, 0 : values.shape[1]])
 
     return aux_loss_bwd
 

@@ -26,7 +26,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, GateConfig, GateOptions
+from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, WARPS, GateOptions
 from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 
@@ -34,13 +34,7 @@ from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _gate_weights_bwd_kernel(
-    num_experts: int,
-    num_topk: int,
-    dtype: torch.dtype,
-    options: GateOptions,
-    alignment: int,
-    config: GateConfig,
-    arch: Arch,
+    num_experts: int, num_topk: int, dtype: torch.dtype, options: GateOptions, alignment: int, arch: Arch
 ) -> Any:
     """`alignment` of the rows of logits and grad_logits is in bytes."""
     import tilelang.language as T
@@ -52,7 +46,6 @@ def _gate_weights_bwd_kernel(
     per_lane = chunks * vector
     scoring_func = options.scoring_func
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
-    warps = config.warps
     num_tokens = T.dynamic("num_tokens")
 
     @T.macro
@@ -87,10 +80,10 @@ def _gate_weights_bwd_kernel(
         factor: T.float32,
         grad_logits: T.Tensor((num_tokens, num_experts), dtype),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
+        with T.Kernel(T.ceildiv(num_tokens, WARPS), threads=WARPS * 32) as block:
             thread = T.get_thread_binding()
             lane = thread % 32
-            token = block * warps + thread // 32
+            token = block * WARPS + thread // 32
             if token < num_tokens:  # uniform in a warp
                 x = T.alloc_local((per_lane,), "float32")
                 row = T.alloc_local((per_lane,), dtype)
@@ -171,8 +164,7 @@ def _gate_weights_bwd_out(
     arch = get_arch(logits.device)
     options = GateOptions(ScoringFunc(scoring_func), renormalize, False, False, True, topk_idx.dtype, None)
     alignment = min(check.row_alignment(logits), check.row_alignment(grad_logits))
-    config = GateConfig.best(arch)
-    bwd = _gate_weights_bwd_kernel(num_experts, topk_idx.shape[1], logits.dtype, options, alignment, config, arch)
+    bwd = _gate_weights_bwd_kernel(num_experts, topk_idx.shape[1], logits.dtype, options, alignment, arch)
     bwd(grad_weights, logits, topk_idx, routed_scaling_factor, grad_logits)
 
 

@@ -22,11 +22,10 @@ from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.gate_kernel import GateConfig
+from tk_moe.lib.gate_kernel import MAX_EXPERTS
 from tk_moe.lib.scoring import ScoringFunc, scoring_func_of
 from tk_moe.lib.top2_sum_gate_kernel import Routing, top2_sum_gate_kernel
 
-MAX_EXPERTS = 1024
 MAX_GROUPS = 32
 MAX_SLOTS = 32
 MAX_EXTRA_EXPERTS = 32767
@@ -76,7 +75,7 @@ def _top2_sum_gate_out(
     func = ScoringFunc(scoring_func)
     routing = Routing(num_topk, *groups, num_shared, func, *given, num_copies, per_rank, num_tp_ranks)
     alignments = check.row_alignment(logits), check.row_alignment(bias)
-    gate = top2_sum_gate_kernel(num_experts, routing, *alignments, GateConfig.best(arch), arch)
+    gate = top2_sum_gate_kernel(num_experts, routing, *alignments, arch)
     gate(
         *(logits, bias, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
         *(topk_idx, topk_weights, routed_scaling_factor, ep_rank, tp_rank),

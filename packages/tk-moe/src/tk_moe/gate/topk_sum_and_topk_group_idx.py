@@ -20,23 +20,16 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.gate_kernel import GateConfig
+from tk_moe.lib.gate_kernel import MAX_EXPERTS, WARPS
 
 MAX_GROUPS = 32
-MAX_EXPERTS = 1024
 
 
 # Thread level: groups are ranked by shuffles among lanes, for which tiles have no operation. Not timed as tiles.
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _topk_sum_kernel(
-    num_groups: int,
-    group_size: int,
-    num_topk_sum: int,
-    num_topk_groups: int,
-    alignment: int,
-    config: GateConfig,
-    arch: Arch,
+    num_groups: int, group_size: int, num_topk_sum: int, num_topk_groups: int, alignment: int, arch: Arch
 ) -> Any:
     """`alignment` of each group's scores is in bytes."""
     import tilelang.language as T
@@ -46,7 +39,6 @@ def _topk_sum_kernel(
     lanes = selection.group_lanes(num_groups)
     vector = selection.lane_vector(group_size, lanes, alignment // 4)
     per_lane = align(ceil_div(group_size, lanes), vector)
-    warps = config.warps
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -54,10 +46,10 @@ def _topk_sum_kernel(
         scores: T.Tensor((num_tokens, num_groups, group_size), "float32"),
         out: T.Tensor((num_tokens, num_topk_groups), "int64"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
+        with T.Kernel(T.ceildiv(num_tokens, WARPS), threads=WARPS * 32) as block:
             thread = T.get_thread_binding()
             lane = thread % 32
-            token = block * warps + thread // 32
+            token = block * WARPS + thread // 32
             group = lane // lanes
             first = lane % lanes * per_lane
             if token < num_tokens:  # uniform in a warp
@@ -88,9 +80,8 @@ def _topk_sum_out(scores: Tensor, num_topk_sum: int, num_topk_groups: int, out: 
     if num_tokens == 0:
         return
     arch = get_arch(scores.device)
-    config = GateConfig.best(arch)
     alignment = check.row_alignment(scores)
-    _topk_sum_kernel(num_groups, group_size, num_topk_sum, num_topk_groups, alignment, config, arch)(scores, out)
+    _topk_sum_kernel(num_groups, group_size, num_topk_sum, num_topk_groups, alignment, arch)(scores, out)
 
 
 @replayable

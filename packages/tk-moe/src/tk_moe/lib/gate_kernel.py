@@ -6,7 +6,6 @@ logit, and a warp reduction gives the denominator. Of looked-up experts only sof
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,24 +22,12 @@ MAX_TOPK = 32
 LOGIT_DTYPES = (torch.bfloat16, torch.float32)
 IDX_DTYPES = (torch.int64, torch.int32)
 
-
-@dataclass(frozen=True)
-class GateConfig:
-    """Launch configuration of all gates."""
-
-    warps: int
-    """Tokens of a thread block, one per warp."""
-
-    @staticmethod
-    @cache
-    def best(arch: Arch, is_short: bool = False) -> "GateConfig":
-        """Tuned on an H200 for few tokens and for many; `is_short`: for `topk_gate` with packed keys.
-
-        With four warps each has a scheduler of its own; 8 and 16 are up to 5 % slower. Thread blocks of 6 do not divide
-        an SM's warps evenly, so that the last ones go to SMs that are done sooner: 2 % faster where the selection is
-        short.
-        """
-        return GateConfig(warps=6 if is_short else 4)
+WARPS = 4
+"""Tokens of a thread block of any gate, one per warp: each warp has a scheduler of its own; 8 and 16 are up to 5 %
+slower on an H200, for few tokens and for many."""
+_WARPS_OF_SHORT_SELECTION = 6
+"""For `topk_gate` with packed keys: blocks of 6 do not divide an SM's warps evenly, so that the last ones go to SMs
+that are done sooner, which is 2 % faster."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,7 @@ def gate_kernel(
     options: GateOptions,
     alignment: int,
     bias_alignment: int,
-    config: GateConfig,
+    warps: int,
     arch: Arch,
 ) -> Any:
     """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
@@ -95,7 +82,7 @@ def gate_kernel(
     # Consecutive experts of a lane: its vectors are 32 vectors apart, or all neighbours.
     run_length = vector if is_packed or looks_up else per_lane
     bias_vector = min(vector, bias_alignment // 4)
-    warps, num_tokens, vocab_size = config.warps, T.dynamic("num_tokens"), T.dynamic("vocab_size")
+    num_tokens, vocab_size = T.dynamic("num_tokens"), T.dynamic("vocab_size")
 
     @T.macro
     def select(x: T.Buffer, bias: T.Buffer, lane: T.int32, chosen: T.Buffer) -> None:
@@ -195,8 +182,8 @@ def launch_gate(
     token_ids_dtype = lookup[0].dtype if lookup else None
     options = GateOptions(scoring_func, renormalize, *given, topk_idx.dtype, token_ids_dtype)
     alignments = check.row_alignment(logits), 16 if bias is None else check.row_alignment(bias)
-    config = GateConfig.best(arch, not has_weights and can_pack(num_experts, num_topk))
-    gate = gate_kernel(num_experts, num_topk, logits.dtype, options, *alignments, config, arch)
+    warps = WARPS if has_weights or not can_pack(num_experts, num_topk) else _WARPS_OF_SHORT_SELECTION
+    gate = gate_kernel(num_experts, num_topk, logits.dtype, options, *alignments, warps, arch)
     gate(logits, bias, mask, factor, topk_idx, topk_weights, *lookup)
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import tilelang.language as T
 
+from tk_core.math import align
+
 
 def experts_of_lanes(shape: tuple[int, int]) -> Any:
     """Layout of a fragment (tokens, experts): a warp per token, four consecutive experts of every 128 per lane."""
@@ -11,16 +13,16 @@ def experts_of_lanes(shape: tuple[int, int]) -> Any:
 
 
 @T.macro
-def load_and_sum(
-    scores: T.Buffer, fi: T.Buffer, first: Any, tiles: tuple[Any, Any], sums: T.Buffer, dots: T.Buffer
-) -> None:
-    """Load the tokens from `first` on into two tiles, fragments (tokens, experts): their scores; fi in each row.
+def load_and_sum(scores: T.Buffer, fi: T.Buffer, first: Any, block_tokens: int) -> tuple[Any, ...]:
+    """Load the tokens from `first` on: (values, factors), tiles (tokens, experts) of their scores and of fi in each
+    row, and (sums, dots), sums[t] = Σ_e scores[t, e], dots[t] = Σ_e scores[t, e] · fi[e].
 
-    sums[t] = Σ_e scores[t, e], dots[t] = Σ_e scores[t, e] · fi[e]. A lane adds its experts, ascending; then the lanes
-    are added in a tree. (T.reduce_sum of a whole tile would choose the order within a lane by layout and architecture.)
+    A lane adds its experts, ascending; then the lanes are added in a tree. (T.reduce_sum of a whole tile would choose
+    the order within a lane by layout and architecture.)
     """
-    values, factors = tiles
-    block_tokens, num_experts = values.shape
+    num_experts = align(fi.shape[0], 128)
+    values, factors = (T.alloc_fragment((block_tokens, num_experts), "float32") for _ in range(2))
+    sums, dots = (T.alloc_fragment((block_tokens,), "float32") for _ in range(2))
     lane_sums, lane_dots = (T.alloc_fragment((block_tokens, 32), "float32") for _ in range(2))
     T.annotate_layout({x: experts_of_lanes(x.shape) for x in (values, factors)})
     T.copy(scores[first : first + block_tokens, 0:num_experts], values)
@@ -35,3 +37,4 @@ def load_and_sum(
             lane_dots[t, lane] = lane_dots[t, lane] + values[t, e] * factors[t, e]
     T.reduce_sum(lane_sums, sums, dim=1)
     T.reduce_sum(lane_dots, dots, dim=1)
+    return values, factors, sums, dots

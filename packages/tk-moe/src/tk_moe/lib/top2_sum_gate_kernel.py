@@ -20,8 +20,11 @@ from typing import Any
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_moe.lib.gate_kernel import GateConfig
+from tk_moe.lib.gate_kernel import WARPS
 from tk_moe.lib.scoring import ScoringFunc
+
+# The copies of an expert that consecutive tokens use are this far apart, modulo the number of copies.
+_COPY_STEP = 23333
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,16 @@ class Routing:
 # Thread level: lanes sort keys among themselves by shuffles, for which tiles have no operation. Not timed as tiles.
 # Every access has a guard of its own.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
-def top2_sum_gate_kernel(
-    num_experts: int, routing: Routing, alignment: int, bias_alignment: int, config: GateConfig, arch: Arch
-) -> Any:
+def top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bias_alignment: int, arch: Arch) -> Any:
     """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
     import tilelang.language as T
 
     from tk_moe.device.gates import fast_reciprocal, fast_sigmoid
     from tk_moe.lib import selection
-    from tk_moe.lib.physical_experts import of_copy, of_tp_rank
     from tk_moe.lib.scores import clamped, score, softmax_score, softmax_sums
 
     num_topk, num_groups, num_copies = routing.num_topk, routing.num_groups, routing.num_copies
+    per_rank, num_tp_ranks = routing.per_rank, routing.num_tp_ranks
     num_slots = num_topk + routing.num_shared
     scoring_func = routing.scoring_func
     is_softmax = scoring_func is ScoringFunc.SOFTMAX
@@ -67,7 +68,6 @@ def top2_sum_gate_kernel(
     vector = selection.lane_vector(group_size, lanes, alignment // 4)
     bias_vector = min(vector, bias_alignment // 4)
     per_lane = align(ceil_div(group_size, lanes), vector)
-    warps = config.warps
     num_tokens, unmapped_stride = T.dynamic("num_tokens"), T.dynamic("unmapped_stride")
     num_mapped = num_experts + routing.num_shared
 
@@ -113,6 +113,29 @@ def top2_sum_gate_kernel(
                 best[i] = T.min(best[i], most)
         selection.choose_from(keys, best, most, num_topk, lane, first, chosen)
 
+    @T.macro
+    def take_copy(
+        to_physical_map: T.Buffer, logical_count: T.Buffer, token: T.int32, ep_rank: T.int32, chosen: T.Buffer
+    ) -> None:
+        """Replace the expert chosen[0] by its physical copy for this token; -1 for none."""
+        expert, count, copy = (T.alloc_var("int32") for _ in range(3))
+        expert = T.min(chosen[0], num_mapped - 1)
+        count = T.max(T.min(logical_count[expert], num_copies), 1)
+        # (ep_rank + token * 23333) mod count, computed so that nothing exceeds 2**31.
+        copy = T.truncmod(T.truncmod(token, count) * T.truncmod(_COPY_STEP, count), count)
+        copy = T.truncmod(copy + T.truncmod(ep_rank, count), count)
+        chosen[0] = T.max(to_physical_map[expert, copy], -1)
+
+    @T.macro
+    def number_on_rank(tp_rank: T.int32, chosen: T.Buffer) -> None:
+        """Replace the expert chosen[0] by its index among those of this tensor-parallel rank, or -1."""
+        owner = T.alloc_var("int32")
+        owner = T.truncdiv(chosen[0], per_rank)
+        if T.truncmod(owner, num_tp_ranks) == tp_rank:
+            chosen[0] = chosen[0] - (tp_rank + T.truncdiv(owner, num_tp_ranks) * (num_tp_ranks - 1)) * per_rank
+        else:
+            chosen[0] = -1
+
     @T.prim_func
     def top2_sum_gate(
         logits: T.Tensor((num_tokens, num_experts), "float32"),
@@ -128,10 +151,10 @@ def top2_sum_gate_kernel(
         ep_rank: T.int32,
         tp_rank: T.int32,
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
+        with T.Kernel(T.ceildiv(num_tokens, WARPS), threads=WARPS * 32) as block:
             thread = T.get_thread_binding()
             lane = thread % 32
-            token = block * warps + thread // 32
+            token = block * WARPS + thread // 32
             group = lane // lanes
             first = group * group_size + lane % lanes * per_lane
             limit = T.if_then_else(group < num_groups, (group + 1) * group_size, 0)
@@ -181,9 +204,9 @@ def top2_sum_gate_kernel(
                         value = T.float32(1)
                     if lane < num_slots and chosen[0] >= 0:
                         if num_copies:
-                            of_copy(to_physical_map, logical_count, token, ep_rank, chosen)
-                        if routing.num_tp_ranks > 1 and chosen[0] >= 0:
-                            of_tp_rank(routing.per_rank, routing.num_tp_ranks, tp_rank, chosen)
+                            take_copy(to_physical_map, logical_count, token, ep_rank, chosen)
+                        if num_tp_ranks > 1 and chosen[0] >= 0:
+                            number_on_rank(tp_rank, chosen)
                 elif routing.has_unmapped and lane < num_topk:
                     unmapped_topk_idx[token, lane] = T.int64(-1)
                 if lane < num_slots:
