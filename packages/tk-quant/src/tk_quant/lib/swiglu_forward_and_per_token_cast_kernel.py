@@ -132,9 +132,11 @@ def swiglu_cast_kernel(
             weight = T.alloc_local((1,), "float32")
             amax = T.alloc_var("int32")
             scale = T.alloc_local((2,), "float32")
-            total = T.alloc_shared((3,), "int32")
+            total = T.alloc_shared((3,), "int32")  # of what the clamp changes in this block
             if given.count:
-                steps.clear_counts(total, thread)
+                if thread < 3:
+                    total[thread] = 0
+                T.sync_threads()
             # Variables: as parts of an address these would be divisions of 64 bits.
             row, col = T.alloc_var("int32"), T.alloc_var("int32")
             row = block // col_tiles * config.rows + thread // lanes
@@ -168,6 +170,8 @@ def swiglu_cast_kernel(
                     steps.activate(gate, value, values, piece, weight[0], clamp, source, given)
                 steps.store_piece(values, data, piece, row, place, scale[1], real[0] and place < hidden, fmt)
             if given.count:
-                steps.add_counts(total, clamped_count, thread)
+                T.sync_threads()
+                if thread < 3 and total[thread] > 0:
+                    T.atomic_add(clamped_count[thread], T.cast(total[thread], "int64"))
 
     return swiglu_forward_and_per_token_cast

@@ -184,19 +184,3 @@ def store_sf(
             sf[row, col // (4 * num_per_channels)] = T.reinterpret(word, "int32")
     elif valid and lane % group_lanes == 0:
         sf[row, col // num_per_channels] = scale
-
-
-@T.macro
-def clear_counts(total: T.Buffer, thread: Any) -> None:
-    """Zero the thread block's three counts."""
-    if thread < 3:
-        total[thread] = 0
-    T.sync_threads()
-
-
-@T.macro
-def add_counts(total: T.Buffer, clamped_count: T.Buffer, thread: Any) -> None:
-    """Add the thread block's three counts to clamped_count."""
-    T.sync_threads()
-    if thread < 3 and total[thread] > 0:
-        T.atomic_add(clamped_count[thread], T.cast(total[thread], "int64"))

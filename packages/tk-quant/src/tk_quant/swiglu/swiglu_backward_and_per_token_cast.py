@@ -84,14 +84,6 @@ def _swiglu_backward_and_per_token_cast_out(
     )
 
 
-def _check_indices(pos_to_token_topk: Tensor, token_topk_to_pos: Tensor) -> None:
-    """Raise ValueError unless the two maps stay inside each other and agree; waits for the device."""
-    num_positions, num_pairs = pos_to_token_topk.numel(), token_topk_to_pos.numel()
-    check.below("pos_to_token_topk", pos_to_token_topk, num_pairs, f"indices below {num_pairs}")
-    check.below("token_topk_to_pos", token_topk_to_pos, num_positions, f"indices below {num_positions}")
-    check_maps_agree(pos_to_token_topk, token_topk_to_pos)
-
-
 @replayable
 def swiglu_backward_and_per_token_cast(
     x: tuple[Tensor, Tensor],
@@ -167,8 +159,11 @@ def swiglu_backward_and_per_token_cast(
     check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
     check.flag("round_sf", round_sf)
     check_clamp_value(swiglu_clamp_value)
-    if check.reads_data(data):
-        _check_indices(pos_to_token_topk, token_topk_to_pos)
+    if check.reads_data(data):  # that the two maps stay inside each other and agree
+        num_positions, num_pairs = pos_to_token_topk.numel(), token_topk_to_pos.numel()
+        check.below("pos_to_token_topk", pos_to_token_topk, num_pairs, f"indices below {num_pairs}")
+        check.below("token_topk_to_pos", token_topk_to_pos, num_positions, f"indices below {num_positions}")
+        check_maps_agree(pos_to_token_topk, token_topk_to_pos)
 
     x_grad_data, x_grad_sf = torch.empty_like(data), torch.empty_like(sf)
     out, x_grad = torch.empty_like(grad_out), grad_out.new_empty((*leading, width))
