@@ -28,12 +28,9 @@ import torch
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
-from tk_core.math import align, ceil_div
-from tk_moe.device.async_copy import expect_bytes, init_mbarrier, send_to_cluster, wait_for_cluster
+from tk_core.math import align
+from tk_moe.device.async_copy import expect_bytes, init_mbarrier, wait_for_cluster
 from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
-
-_PAIR_BITS = 16
-"""For the index of a pair within its thread block."""
 
 # All barriers are written out here, those between the lanes of a warp too.
 _PASS_CONFIGS = {
@@ -50,9 +47,7 @@ def count_kernel(
     """The first of two launches: the number of pairs by thread block and expert."""
     import tilelang.language as T
 
-    from tk_moe.lib import get_fused_mapping_steps as steps
-
-    threads = config.warps * 32
+    threads, rounds = config.warps * 32, 4
     num_tokens, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_blocks")
 
     @T.prim_func
@@ -65,17 +60,23 @@ def count_kernel(
             num_pairs = num_tokens * num_topk
             pairs = T.view(topk_idx, (num_tokens * num_topk,), idx_dtype)
             chunk = T.ceildiv(T.ceildiv(num_pairs, num_blocks), 32) * 32  # as in the second launch
-            counts = T.alloc_shared((1, num_experts), "int32")
-            begin, size = T.alloc_var("int32"), T.alloc_var("int32")
-            begin = block * chunk
-            size = T.min(chunk, num_pairs - begin)
+            counts = T.alloc_shared((num_experts,), "int32")
+            indices = T.alloc_local((rounds,), idx_dtype)
             if thread < num_experts:
-                counts[0, thread] = 0
+                counts[thread] = 0
             T.sync_threads()
-            steps.count_pairs(pairs, begin, size, size, thread, counts, threads, 4)
+            for batch in T.serial(T.ceildiv(chunk, threads * rounds)):
+                for u in T.unroll(rounds):
+                    index = (batch * rounds + u) * threads + thread
+                    indices[u] = T.cast(-1, idx_dtype)
+                    if index < chunk and index < num_pairs - block * chunk:
+                        indices[u] = pairs[block * chunk + index]
+                for u in T.unroll(rounds):
+                    if indices[u] >= 0 and indices[u] < num_experts:
+                        T.atomic_add(counts[T.cast(indices[u], "int32")], 1)
             T.sync_threads()
             if thread < num_experts:
-                block_counts[block, thread] = counts[0, thread]
+                block_counts[block, thread] = counts[thread]
 
     return count_experts
 
@@ -99,8 +100,6 @@ def mapping_kernel(
     num_blocks = cluster_size * config.num_clusters or T.dynamic("num_blocks")
     num_chunks, num_parts = cluster_size or num_blocks, config.num_clusters
     in_memory = config.finds_equals_in_memory(num_experts)
-    # With clusters a run has been read before, to count the chunk, so few loads in flight are enough.
-    run_batch = config.rounds if cluster_size == 0 else 1
 
     @T.prim_func
     def get_fused_mapping(
@@ -133,8 +132,8 @@ def mapping_kernel(
             run = warp * run_length
             run_rounds = T.ceildiv(T.max(T.min(size - run, run_length), 0), 32)
 
-            ranks = T.alloc_shared((warps, num_experts), "uint16")
-            masks = T.alloc_shared((warps, num_experts) if in_memory else (1, 4), "uint32")
+            ranks = T.alloc_shared((warps * num_experts,), "uint16")
+            masks = T.alloc_shared((warps * num_experts if in_memory else 4,), "uint32")
             items = T.alloc_shared((config.room,), "int32")
             sorted_items = T.alloc_shared((config.room,), "int32")
             counts = T.alloc_shared((2, num_experts), "int32")
@@ -142,22 +141,22 @@ def mapping_kernel(
             chunk_counts = T.alloc_shared((max(cluster_size, 1), row), "uint16")
             first_sorted, first_pos = (T.alloc_shared((num_experts,), "int32") for _ in range(2))
             padding_start, padding_end = (T.alloc_shared((num_experts,), "int32") for _ in range(2))
-            warp_sums = T.alloc_shared((2, warps), "int32")
+            warp_sums = T.alloc_shared((2, warps), "uint32")
             arrived = T.alloc_shared((1,), "uint64")
 
             # Numbers of pairs of this thread's expert: in the part, before it, and in all.
-            count, prefix, total = (T.alloc_var("int32") for _ in range(3))
-            # Of the experts up to this thread's, and of all: aligned sizes, and this part's pairs.
-            sums, all_sums = T.alloc_local((2,), "int32"), T.alloc_local((2,), "int32")
+            count = T.alloc_local((1,), "int32")
+            prefix, total = T.alloc_var("int32"), T.alloc_var("int32")
+            all_sums = T.alloc_local((2,), "int32")  # of aligned sizes; of this part's pairs
 
             if cluster_size > 1:
                 if thread == 0:
                     init_mbarrier(T.access_ptr(arrived[0], "rw"))
                 T.sync_warp()
                 T.cluster_arrive_relaxed()
-            steps.clear(ranks, warps * num_experts // 2, threads, thread)
+            steps.clear(T.view(ranks, (warps * num_experts // 2,), "uint32"), threads, thread)
             if in_memory:
-                steps.clear(masks, warps * num_experts, threads, thread)
+                steps.clear(masks, threads, thread)
             if thread < num_experts:
                 counts[0, thread] = 0
                 counts[1, thread] = 0
@@ -165,14 +164,18 @@ def mapping_kernel(
             if cluster_size > 1 and thread == 0:
                 expect_bytes(T.access_ptr(arrived[0], "rw"), cluster_size * row * 2)
 
-            # The thread's expert: its pairs before the part, and in all, as far as this block counts them.
             prefix = 0
             total = 0
             if cluster_size > 0:
-                chunk_begin = rank * num_parts * part
-                chunk_size = T.min(num_pairs - chunk_begin, num_parts * part)
-                before_part = block // num_chunks * part
-                steps.count_pairs(pairs, chunk_begin, chunk_size, before_part, thread, counts, threads, config.rounds)
+                steps.count_chunk(
+                    pairs,
+                    rank * num_parts * part,
+                    T.min(num_pairs - rank * num_parts * part, num_parts * part),
+                    block // num_chunks * part,
+                    thread,
+                    counts,
+                    config,
+                )
                 T.sync_threads()
                 if thread < num_experts:
                     prefix = counts[0, thread]
@@ -182,113 +185,33 @@ def mapping_kernel(
                     chunk_count[thread] = T.cast(total, "uint16")
                 T.sync_threads()
                 T.cluster_wait()  # until all blocks have started and their shared memory can be written
-                # Warp b sends to block b, whose mbarrier counts the bytes.
-                if warp < cluster_size:
-                    for j in T.unroll(ceil_div(row, 256)):
-                        first = (j * 32 + lane) * 8
-                        if first < row:
-                            here = T.access_ptr(chunk_count[first], "r")
-                            there = T.access_ptr(chunk_counts[rank, first], "w")
-                            send_to_cluster(there, here, T.access_ptr(arrived[0], "rw"), warp)
+                steps.exchange_counts(chunk_count, chunk_counts, arrived, rank, warp, lane)
             if cluster_size == 0:
-                # The first launch's counts: of the blocks before this one to counts[0], of all to counts[1].
-                groups = threads // num_experts  # so many threads serve an expert
-                if thread < groups * num_experts:
-                    before, of_all = T.alloc_var("int32"), T.alloc_var("int32")
-                    before = 0
-                    of_all = 0
-                    for i in T.serial(T.ceildiv(num_blocks - thread // num_experts, groups)):
-                        counted = T.alloc_var("int32")
-                        counted = block_counts[i * groups + thread // num_experts, thread % num_experts]
-                        of_all = of_all + counted
-                        before = before + T.if_then_else(i * groups + thread // num_experts < block, counted, 0)
-                    T.atomic_add(counts[0, thread % num_experts], before)
-                    T.atomic_add(counts[1, thread % num_experts], of_all)
+                steps.add_block_counts(block_counts, block, num_blocks, threads, thread, counts)
 
             runs = (begin, size, run, run_rounds)
-            steps.count_run(pairs, runs, warp, lane, ranks, masks, items, run_batch, in_memory)
+            steps.count_run(pairs, runs, warp, lane, ranks, masks, items, num_experts, config)
             T.sync_threads()
-            values, segment = T.alloc_local((warps,), "int32"), T.alloc_var("int32")
-            count = 0
-            segment = 0  # the size of the segment of the thread's expert
-            if thread < num_experts:
-                # Exclusive prefix sums of `ranks` over the warps, in place.
-                for w in T.unroll(warps):
-                    values[w] = T.cast(ranks[w, thread], "int32")
-                for w in T.unroll(warps):
-                    ranks[w, thread] = T.cast(count, "uint16")
-                    count = count + values[w]
-            if cluster_size > 1:  # all threads wait, as nvcc makes longer code of waiting in a branch
+            steps.offsets_of_warps(thread, ranks, num_experts, count)
+            if cluster_size > 1:
                 wait_for_cluster(T.access_ptr(arrived[0], "rw"))
-            if thread < num_experts:
-                if cluster_size > 1:
-                    total = 0
-                    for other in T.unroll(cluster_size):
-                        counted = T.alloc_var("int32")
-                        counted = T.cast(chunk_counts[other, thread], "int32")
-                        total = total + counted
-                        prefix = prefix + T.if_then_else(other < rank, counted, 0)
-                elif cluster_size == 0:
-                    prefix = counts[0, thread]
-                    total = counts[1, thread]
-                segment = total + alignment - 1
-                if T.bitwise_and(alignment, alignment - 1) == 0:  # a power of two needs no division
-                    segment = T.bitwise_and(segment, -alignment)
-                else:
-                    segment = T.truncdiv(segment, alignment) * alignment
+                if thread < num_experts:
+                    steps.add_cluster_counts(chunk_counts, rank, thread, prefix, total)
+            if cluster_size == 0 and thread < num_experts:
+                prefix = counts[0, thread]
+                total = counts[1, thread]
 
-            # Where the segments are, and the block's pairs of each expert in the sorted order.
-            sums[0] = segment
-            sums[1] = count
-            steps.scan(warp, lane, warp_sums, sums, all_sums)
-            if thread < num_experts:
-                first_pos[thread] = sums[0] - segment + prefix
-                first_sorted[thread] = sums[1] - count
-                padding_start[thread] = sums[0] - segment + total
-                padding_end[thread] = sums[0]
-                if block == 0:
-                    expert_start[thread] = sums[0] - segment
-                    expert_end[thread] = sums[0]
-                    num_tokens_per_expert[thread] = segment
-                    if with_psum:
-                        expert_psum[thread] = sums[0] - segment + total
+            firsts, padding = (first_sorted, first_pos), (padding_start, padding_end)
+            segments = (expert_start, expert_end, num_tokens_per_expert, expert_psum if with_psum else None)
+            steps.locate_segments(
+                alignment, block, thread, prefix, total, count[0], warp_sums, all_sums, firsts, padding, segments
+            )
             T.sync_threads()
 
-            # -1 where no pair is: a warp an expert, and past the last segment.
             maps = (pos_to_expert, pos_to_token, pos_to_token_topk)
-            for j in T.unroll(T.ceildiv(num_experts, num_blocks * warps), unroll_factor=1):
-                expert = (j * warps + warp) * num_blocks + block
-                if expert < num_experts:
-                    steps.fill(padding_start[expert] + lane, padding_end[expert], 32, maps, num_pos)
-            steps.fill(all_sums[0] + block * threads + thread, num_pos, num_blocks * threads, maps, num_pos)
-
-            # Each warp's run by expert into sorted_items, expert << _PAIR_BITS | pair, and positions of its pairs.
-            pos = T.alloc_var("int32")
-            for j in T.unroll(run_rounds, unroll_factor=2):
-                index = T.alloc_var("int32")
-                index = run + j * 32 + lane
-                if index < size:
-                    item, offset, expert = (T.alloc_var("int32") for _ in range(3))
-                    item = items[index]
-                    pos = -1
-                    if item >= 0:
-                        expert = item & (2**steps.EXPERT_BITS - 1)
-                        offset = T.cast(ranks[warp, expert], "int32") + (item >> steps.EXPERT_BITS)
-                        sorted_items[first_sorted[expert] + offset] = (expert << _PAIR_BITS) | index
-                        pos = first_pos[expert] + offset
-                    flat_pos[begin + index] = T.if_then_else(pos < num_pos, pos, -1)
+            steps.fill_padding(block, num_blocks, warps, thread, padding, all_sums[0], maps, num_pos)
+            steps.sort_run(runs, warp, lane, items, ranks, firsts, sorted_items, flat_pos, num_pos)
             T.sync_threads()
-            # Neighbouring threads write neighbouring positions.
-            for j in T.unroll(T.ceildiv(all_sums[1], threads), unroll_factor=2):
-                if j * threads + thread < all_sums[1]:
-                    item, expert = (T.alloc_var("int32") for _ in range(2))
-                    item = sorted_items[j * threads + thread]
-                    expert = item >> _PAIR_BITS
-                    pos = first_pos[expert] + j * threads + thread - first_sorted[expert]
-                    if pos < num_pos:
-                        pair = begin + (item & (2**_PAIR_BITS - 1))
-                        pos_to_expert[pos] = expert
-                        pos_to_token[pos] = pair // num_topk
-                        pos_to_token_topk[pos] = pair
+            steps.write_positions(begin, all_sums[1], thread, threads, num_topk, sorted_items, firsts, maps, num_pos)
 
     return get_fused_mapping

@@ -23,9 +23,6 @@ from tk_core.math import align, ceil_div
 from tk_moe.lib.gate_kernel import WARPS
 from tk_moe.lib.scoring import ScoringFunc
 
-# The copies of an expert that consecutive tokens use are this far apart, modulo the number of copies.
-_COPY_STEP = 23333
-
 
 @dataclass(frozen=True)
 class Routing:
@@ -56,6 +53,7 @@ def top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bia
 
     from tk_moe.device.gates import fast_reciprocal, fast_sigmoid
     from tk_moe.lib import selection
+    from tk_moe.lib.physical_experts import of_copy, of_tp_rank
     from tk_moe.lib.scores import clamped, score, softmax_score, softmax_sums
 
     num_topk, num_groups, num_copies = routing.num_topk, routing.num_groups, routing.num_copies
@@ -112,29 +110,6 @@ def top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bia
             for i in T.unroll(3):
                 best[i] = T.min(best[i], most)
         selection.choose_from(keys, best, most, num_topk, lane, first, chosen)
-
-    @T.macro
-    def take_copy(
-        to_physical_map: T.Buffer, logical_count: T.Buffer, token: T.int32, ep_rank: T.int32, chosen: T.Buffer
-    ) -> None:
-        """Replace the expert chosen[0] by its physical copy for this token; -1 for none."""
-        expert, count, copy = (T.alloc_var("int32") for _ in range(3))
-        expert = T.min(chosen[0], num_mapped - 1)
-        count = T.max(T.min(logical_count[expert], num_copies), 1)
-        # (ep_rank + token * 23333) mod count, computed so that nothing exceeds 2**31.
-        copy = T.truncmod(T.truncmod(token, count) * T.truncmod(_COPY_STEP, count), count)
-        copy = T.truncmod(copy + T.truncmod(ep_rank, count), count)
-        chosen[0] = T.max(to_physical_map[expert, copy], -1)
-
-    @T.macro
-    def number_on_rank(tp_rank: T.int32, chosen: T.Buffer) -> None:
-        """Replace the expert chosen[0] by its index among those of this tensor-parallel rank, or -1."""
-        owner = T.alloc_var("int32")
-        owner = T.truncdiv(chosen[0], per_rank)
-        if T.truncmod(owner, num_tp_ranks) == tp_rank:
-            chosen[0] = chosen[0] - (tp_rank + T.truncdiv(owner, num_tp_ranks) * (num_tp_ranks - 1)) * per_rank
-        else:
-            chosen[0] = -1
 
     @T.prim_func
     def top2_sum_gate(
@@ -204,9 +179,9 @@ def top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bia
                         value = T.float32(1)
                     if lane < num_slots and chosen[0] >= 0:
                         if num_copies:
-                            take_copy(to_physical_map, logical_count, token, ep_rank, chosen)
+                            of_copy(to_physical_map, logical_count, token, ep_rank, chosen)
                         if num_tp_ranks > 1 and chosen[0] >= 0:
-                            number_on_rank(tp_rank, chosen)
+                            of_tp_rank(per_rank, num_tp_ranks, tp_rank, chosen)
                 elif routing.has_unmapped and lane < num_topk:
                     unmapped_topk_idx[token, lane] = T.int64(-1)
                 if lane < num_slots:
