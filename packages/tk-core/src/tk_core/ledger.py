@@ -14,20 +14,7 @@ from typing import Any, Literal, NamedTuple
 from tk_core.headers import with_includes
 
 # Of tk_core, what only checks, dispatches or asks the device does not count.
-_INFRASTRUCTURE = {
-    "arch",
-    "check",
-    "cli",
-    "compat",
-    "env",
-    "headers",
-    "lazy",
-    "ledger",
-    "num_sms",
-    "op",
-    "replay",
-    "testing",
-}
+_IGNORED = {"arch", "check", "cli", "compat", "env", "headers", "lazy", "ledger", "num_sms", "op", "replay", "testing"}
 
 
 class Status(NamedTuple):
@@ -82,11 +69,10 @@ def _write(op: str, entry: dict[str, Any]) -> None:
 
 def source_hash(op: str) -> str:
     """SHA-256 of `source_modules` and of the CUDA headers that those beside them include; equal under every Python."""
-    sources = {module: _source(module) for module in source_modules(op)}
-    texts = [(module, _canonical(tree)) for module, (_, _, tree) in sources.items()]
-    beside = (file.with_suffix(".cuh") for file, _, _ in sources.values())
-    included = with_includes(path for path in beside if path.exists())
-    texts += [(header.name, header.read_text(encoding="utf-8")) for header in included]
+    sources = [(module, *_source(module)) for module in source_modules(op)]
+    texts = [(module, _canonical(tree)) for module, _, _, tree in sources]
+    beside = (path for _, file, _, _ in sources if (path := file.with_suffix(".cuh")).exists())
+    texts += [(header.name, header.read_text(encoding="utf-8")) for header in with_includes(beside)]
     return hashlib.sha256("".join(f"{name}\n{text}\n" for name, text in texts).encode()).hexdigest()
 
 
@@ -96,7 +82,7 @@ def source_modules(op: str) -> list[str]:
     while waiting:
         module = waiting.pop()
         root, _, rest = module.partition(".")
-        ignored = _INFRASTRUCTURE if root == "tk_core" else {"reference", "testing"}
+        ignored = _IGNORED if root == "tk_core" else {"reference", "testing"}
         if module in found or root not in ("tk_core", op.partition(".")[0]) or rest.partition(".")[0] in {"", *ignored}:
             continue
         if (source := _source(module)) is None:  # not a module, but a name in one

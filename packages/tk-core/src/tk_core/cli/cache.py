@@ -29,8 +29,7 @@ def _notes(root: Path, kernels: dict[str, list[Path]]) -> list[Path]:
     """The notes of `tk_core.stored` that lead to these kernels."""
     from tk_core.stored import read_note
 
-    notes = {path: read_note(path) for path in sorted(root.glob("tk/*"))}
-    return [path for path, note in notes.items() if note and kernels.get(str(note[0]))]
+    return [path for path in sorted(root.glob("tk/*")) if (note := read_note(path)) and kernels.get(str(note[0]))]
 
 
 def _fail(what: str, fault: FaultError) -> NoReturn:
@@ -58,8 +57,7 @@ def export(file: Annotated[Path, typer.Argument(help="Archive to write (a zip)."
     from tk_core.compat import cache_dir
 
     found = _kernels(cache_dir())
-    kernels = [files for files in found.values() if files]
-    if not kernels:
+    if not (kernels := [files for files in found.values() if files]):
         _fail("exported", FaultError(f"{cache_dir()} holds no kernel", "tk warmup"))
     try:
         with tempfile.TemporaryDirectory(prefix=".tk-export-", dir=file.parent) as folder:
