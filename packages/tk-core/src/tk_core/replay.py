@@ -69,9 +69,14 @@ def _identity(x: Any) -> Any:
     return (x.data_ptr(), check.extent(x), x.dtype) if isinstance(x, Tensor) else id(x)
 
 
-def _picker(numbers: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """The values with these numbers; `itemgetter` alone returns no tuple of one."""
-    return itemgetter(*numbers) if len(numbers) > 1 else lambda values: (values[numbers[0]],)
+def _picker(wanted: Any) -> Callable[[list[Any]], Any]:
+    """Picks the value with this number, or those with the numbers in this tuple and in tuples within it."""
+    if type(wanted) is not tuple:
+        return itemgetter(wanted)
+    if len(wanted) > 1 and tuple not in map(type, wanted):  # `itemgetter` returns no tuple of one.
+        return itemgetter(*wanted)
+    picks = [_picker(x) for x in wanted]
+    return lambda values: tuple([pick(values) for pick in picks])
 
 
 def _leaves(result: Any) -> list[Any]:
@@ -110,17 +115,12 @@ def _repeat_of(values: list[Any], launches: list[Any], workspaces: list[Tensor],
         views.append((number, x.shape, x.stride()))
         return len(known) + len(views) - 1
 
-    def pick(x: Any) -> Callable[[list[Any]], Any]:
-        if type(x) is not tuple:
-            return itemgetter(number_of[_identity(x)])
-        if x and tuple not in map(type, x):
-            return _picker([number_of[_identity(each)] for each in x])
-        picks = [pick(each) for each in x]
-        return lambda values: tuple([pick_one(values) for pick_one in picks])
+    def numbered(x: Any) -> Any:
+        return tuple(map(numbered, x)) if type(x) is tuple else number_of[_identity(x)]
 
-    located = [(compiled, _picker([locate(x) for x in operands])) for compiled, operands in launches]
+    located = [(compiled, _picker(tuple(map(locate, operands)))) for compiled, operands in launches]
     returned = [number_of[_identity(x)] for x in results]
-    pick_result = pick(result)
+    pick_result = _picker(numbered(result))
     # An empty tensor makes another of its dtype and device in less host time than naming both takes.
     allocations = [(x.new_empty((0,)), x.shape, x.stride()) for x in allocated]
 
