@@ -40,8 +40,8 @@ def per_token_cast_back(
         TypeError: x is no pair of tensors, data, sf or tensor_sf has another dtype, or num_per_channels is no int.
         ValueError: Any other argument is not as described, or is on another device.
     """
-    *_, hidden = check_pair(x, fmt, x_special_fmt)
     check.integer("num_per_channels", num_per_channels)
     if num_per_channels not in _GROUPS:
+        *_, hidden = check_pair(x, fmt, x_special_fmt)
         check.one_of("num_per_channels", num_per_channels, (*_GROUPS, hidden))
     return cast_back(x, fmt, (1, num_per_channels), x_special_fmt, tensor_sf=tensor_sf)
