@@ -8,6 +8,7 @@ import torch
 import tk_gemm as deep_gemm
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import calc_diff
+from tk_gemm.testing.lib.inputs import bf16, ids, psum
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 M, N, K = 200, 272, 384
@@ -32,10 +33,6 @@ def cast(x: torch.Tensor, num_rows: int = 1) -> Pair:
     return data.to(torch.float8_e4m3fn), sf
 
 
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16)
-
-
 def assert_product(d: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> None:
     """d is a · bᵀ (+ c) as far as 8 bits of an operand allow."""
     expected = a.double() @ b.double().mT
@@ -44,20 +41,10 @@ def assert_product(d: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.T
     assert calc_diff(d, expected) < 1e-3
 
 
-def contiguous_layout() -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups of COUNTS, each padded to the alignment: ids of rows, and where groups end."""
-    alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
-    ids, ends = [], []
-    for group, count in enumerate(COUNTS):
-        ends.append(len(ids) + count)
-        ids += [group] * count + [-1] * (align(count, alignment) - count)
-    return torch.tensor(ids, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-
-
 @pytest.mark.parametrize("order", ["nt", "nn", "tn", "tt"])
 def test_fp8_gemm(device: str, order: str) -> None:
     """Transposed operands are views of the same memory: Hopper's products take K-contiguous ones."""
-    a, b = random(M, K), random(N, K)
+    a, b = bf16(M, K, device=device), bf16(N, K, device=device)
     a_fp8, b_fp8 = cast(a), cast(b, 128)
     a_given = a_fp8 if order[0] == "n" else (a_fp8[0].T, a_fp8[1].T)
     b_given = b_fp8 if order[1] == "t" else (b_fp8[0].T, b_fp8[1].T)
@@ -70,7 +57,7 @@ def test_fp8_gemm(device: str, order: str) -> None:
 
 
 def test_fp8_gemm_that_adds(device: str) -> None:
-    a, b = random(M, K), random(N, K)
+    a, b = bf16(M, K, device=device), bf16(N, K, device=device)
     d = torch.randn(M, N) * 32
     before = d.clone()
     deep_gemm.fp8_gemm_nt(cast(a), cast(b, 128), d, c=d, disable_ue8m0_cast=True)
@@ -78,7 +65,7 @@ def test_fp8_gemm_that_adds(device: str) -> None:
 
 
 def test_weight_gradient(device: str) -> None:
-    a, b = random(M, K), random(N, K)
+    a, b = bf16(M, K, device=device), bf16(N, K, device=device)
     d = torch.randn(M, N)
     before = d.clone()
     deep_gemm.fp8_gemm_nt(cast(a), cast(b), d, c=d, recipe=(1, 1, 128))
@@ -88,7 +75,7 @@ def test_weight_gradient(device: str) -> None:
 @pytest.mark.parametrize("order", ["nt", "nn", "tn", "tt"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bf16_gemm(device: str, order: str, dtype: torch.dtype) -> None:
-    a, b, c = random(M, K), random(N, K), torch.randn(M, N, dtype=dtype)
+    a, b, c = bf16(M, K, device=device), bf16(N, K, device=device), torch.randn(M, N, dtype=dtype)
     a_given = a if order[0] == "n" else a.T.contiguous()
     b_given = b if order[1] == "t" else b.T.contiguous()
     d = torch.empty(M, N, dtype=dtype)
@@ -100,11 +87,13 @@ def test_bf16_gemm(device: str, order: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("by_psum", [False, True])
 @pytest.mark.parametrize("fp8", [True, False])
 def test_m_grouped_contiguous(device: str, order: str, by_psum: bool, fp8: bool) -> None:
-    ids, ends = contiguous_layout()
-    a, b = random(len(ids), K), random(NUM_GROUPS, N, K)
-    d = torch.empty(len(ids), N, dtype=torch.bfloat16)
+    alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    num_rows = sum(align(count, alignment) for count in COUNTS)
+    groups = ids(COUNTS, num_rows, device, alignment)
+    a, b = bf16(num_rows, K, device=device), bf16(NUM_GROUPS, N, K, device=device)
+    d = torch.empty(num_rows, N, dtype=torch.bfloat16)
     layout = {"use_psum_layout": by_psum, "expected_m_for_psum_layout": 65 if by_psum else None}
-    grouped_layout = ends if by_psum else ids
+    grouped_layout = psum(COUNTS, device, alignment) if by_psum else groups
     if fp8:
         weights = cast(b, 128)
         weights = weights if order == "nt" else (weights[0].mT, weights[1].mT)
@@ -114,15 +103,15 @@ def test_m_grouped_contiguous(device: str, order: str, by_psum: bool, fp8: bool)
         function = getattr(deep_gemm, f"m_grouped_bf16_gemm_{order}_contiguous")
         function(a, b if order == "nt" else b.mT.contiguous(), d, grouped_layout, **layout)
     for group in range(NUM_GROUPS):
-        rows = ids == group
+        rows = groups == group
         if rows.any():
             assert_product(d[rows], a[rows], b[group])
-    assert not d[ids < 0].any()
+    assert not d[groups < 0].any()
 
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_m_grouped_masked(device: str, fp8: bool) -> None:
-    a, b = random(NUM_GROUPS, MAX_M, K), random(NUM_GROUPS, N, K)
+    a, b = bf16(NUM_GROUPS, MAX_M, K, device=device), bf16(NUM_GROUPS, N, K, device=device)
     masked_m = torch.tensor(COUNTS, dtype=torch.int32)
     d = torch.empty(NUM_GROUPS, MAX_M, N, dtype=torch.bfloat16)
     if fp8:
@@ -138,7 +127,7 @@ def test_m_grouped_masked(device: str, fp8: bool) -> None:
 
 def test_k_grouped_fp8(device: str) -> None:
     """One contiguous matrix after the other, sums of float32 added to what is there."""
-    parts = [(random(M - 8, k), random(N, k)) for k in KS]
+    parts = [(bf16(M - 8, k, device=device), bf16(N, k, device=device)) for k in KS]
     operands = []
     for side in (0, 1):
         pairs = [cast(part[side]) for part in parts if part[side].numel()]
@@ -155,7 +144,7 @@ def test_k_grouped_fp8(device: str) -> None:
 
 
 def test_k_grouped_bf16(device: str) -> None:
-    a, b = random(sum(KS), M), random(sum(KS), N)
+    a, b = bf16(sum(KS), M, device=device), bf16(sum(KS), N, device=device)
     c = torch.randn(NUM_GROUPS, M, N)
     d = c.clone()
     deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d, KS, torch.tensor(KS, dtype=torch.int32), c=d)
@@ -164,7 +153,7 @@ def test_k_grouped_bf16(device: str) -> None:
 
 
 def test_layouts_of_factors(device: str) -> None:
-    data, sf = cast(random(M, K))
+    data, sf = cast(bf16(M, K, device=device))
     aligned = deep_gemm.get_mn_major_tma_aligned_tensor(sf)
     assert aligned.stride() == (1, align(M, 4))
     assert torch.equal(aligned, sf)
@@ -172,7 +161,7 @@ def test_layouts_of_factors(device: str) -> None:
         sf, mn=M, k=K, recipe=(1, 128, 128), is_sfa=True, disable_ue8m0_cast=True
     )
     assert required.stride() == aligned.stride()
-    b_sf = cast(random(NUM_GROUPS, N, K), 128)[1]
+    b_sf = cast(bf16(NUM_GROUPS, N, K, device=device), 128)[1]
     required = deep_gemm.transform_sf_into_required_layout(
         b_sf, mn=N, k=K, recipe=(1, 128, 128), num_groups=NUM_GROUPS, is_sfa=False, disable_ue8m0_cast=True
     )

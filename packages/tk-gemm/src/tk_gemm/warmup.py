@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 
 import tk_gemm as gemm
+from tk_core.cli.profile import Call, empty
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout, empty_scales
 
-Call = tuple[Any, dict[str, Any]]
 Pair = tuple[torch.Tensor, torch.Tensor]
 Weight = tuple[int, int]
 
@@ -56,8 +56,8 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
 def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Tokens of all experts, each padded, and the arguments of gradients of this shape beside the operands."""
     if profile.training:
-        ends = torch.empty(profile.num_experts, dtype=torch.int32, device="meta")
-        d = torch.empty((profile.num_experts, *shape), device="meta")
+        ends = empty(profile.num_experts, dtype=torch.int32)
+        d = empty(profile.num_experts, *shape)
         total = align(num_tokens * profile.num_topk, _BLOCK)
         yield from ((total, {"d": d, "ks": ends, "c": c}) for c in (None, d))
 
@@ -89,8 +89,8 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
 
 
 def _weights_of(num_rows: int) -> dict[str, torch.Tensor]:
-    pos = torch.empty(num_rows, dtype=torch.int32, device="meta")
-    return {"pos_to_token_topk": pos, "topk_weights": torch.empty((1, 1), device="meta")}
+    pos = empty(num_rows, dtype=torch.int32)
+    return {"pos_to_token_topk": pos, "topk_weights": empty(1, 1)}
 
 
 def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -120,25 +120,25 @@ def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
 
 
 def _bf16(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    return empty(*shape, dtype=torch.bfloat16)
 
 
 def _results(profile: Profile, num_tokens: int, num_cols: int) -> Iterator[torch.Tensor]:
     for dtype in profile.outputs:
-        yield torch.empty((num_tokens, num_cols), dtype=getattr(torch, dtype), device="meta")
+        yield empty(num_tokens, num_cols, dtype=dtype)
 
 
 def _activations(num_rows: int, num_channels: int, layout: str) -> Pair:
-    data = torch.empty((num_rows, num_channels), dtype=torch.float8_e4m3fn, device="meta")
+    data = empty(num_rows, num_channels, dtype=torch.float8_e4m3fn)
     return data, empty_scales(data, num_rows, num_channels // _BLOCK, ScaleLayout(layout))
 
 
 def _weights(num_cols: int, num_channels: int, layout: str, *groups: int) -> Pair:
-    data = torch.empty((*groups, num_cols, num_channels), dtype=torch.float8_e4m3fn, device="meta")
+    data = empty(*groups, num_cols, num_channels, dtype=torch.float8_e4m3fn)
     shape = *groups, ceil_div(num_cols, _BLOCK)
     if layout == "packed_ue8m0":
-        return data, torch.empty((*shape, ceil_div(num_channels, 4 * _BLOCK)), dtype=torch.int32, device="meta")
-    return data, torch.empty((*shape, num_channels // _BLOCK), device="meta")
+        return data, empty(*shape, ceil_div(num_channels, 4 * _BLOCK), dtype=torch.int32)
+    return data, empty(*shape, num_channels // _BLOCK)
 
 
 def _contiguous(profile: Profile, num_tokens: int) -> Iterator[tuple[int, torch.Tensor, bool]]:
@@ -150,14 +150,14 @@ def _contiguous(profile: Profile, num_tokens: int) -> Iterator[tuple[int, torch.
             continue
         with_psum = kind == "psum"
         size = profile.num_experts if with_psum else num_rows
-        yield num_rows, torch.empty(size, dtype=torch.int32, device="meta"), with_psum
+        yield num_rows, empty(size, dtype=torch.int32), with_psum
 
 
 def _masked(profile: Profile, num_tokens: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of a buffer that has room for every token, and the arguments for equal shares of the experts."""
     if "masked" not in profile.layouts:
         return
-    counts = torch.empty(profile.num_experts, dtype=torch.int32, device="meta")
+    counts = empty(profile.num_experts, dtype=torch.int32)
     expected = ceil_div(num_tokens * profile.num_topk, profile.num_experts)
     # Of 4, for each expert's scale factors to be on 16 bytes.
     yield align(num_tokens, 4), {"masked_m": counts, "expected_m": expected}

@@ -81,7 +81,7 @@ def multiply(a_tile: Any, b_tile: Any, slot: Any, transposed: Any, is_first: Any
 def multiply_into_tensor_memory(
     a_tile: Any, b_tile: Any, slot: Any, transposed: Any, is_first: Any, sums: Any, done: Any
 ) -> None:
-    """The same on Blackwell; `done` has the barriers of the stages."""
+    """Begin sums += a step's rows · columns in tensor memory, on Blackwell; `done` has the barriers of the stages."""
     T.tcgen05_gemm(
         a_tile[slot, :, :],
         b_tile[slot, :, :],

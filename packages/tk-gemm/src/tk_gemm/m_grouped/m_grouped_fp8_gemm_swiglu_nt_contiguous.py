@@ -52,6 +52,7 @@ def _m_grouped_fp8_gemm_swiglu_nt_contiguous_out(
         data.zero_()
         sf.zero_()
         return
+    # Tiles of both kernels are 128 × 256: 128 columns of the gate and 128 of up.
     num_tiles = ceil_div(a.shape[0], WIDE.block_m) * ceil_div(b.shape[1], WIDE.block_n)
     kind, with_clamp = "psum" if use_psum_layout else "ids", swiglu_clamp_value is not None
     rows, rows_sf, weights = for_tma(a.unsqueeze(0)), a_sf.unsqueeze(0).mT, for_tma(b)
