@@ -15,11 +15,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tk_core import env, faults
-from tk_core.arch import Arch
 from tk_core.faults import FaultError
+
+if TYPE_CHECKING:
+    from tk_core.arch import Arch
 
 _logger = logging.getLogger("tk_core")
 
@@ -174,7 +176,7 @@ def with_prelude(prim_func: Any, cuda: str) -> Any:
 
 
 def compile_prim_func(
-    kernel: str, prim_func: Any, arch: Arch, pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
+    kernel: str, prim_func: Any, arch: "Arch", pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
 ) -> CompiledKernel:
     """Compile a kernel for an architecture, or load it from TileLang's disk cache; `kernel` names it in errors.
 
