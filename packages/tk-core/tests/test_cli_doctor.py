@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from packaging.version import Version
 from typer.testing import CliRunner
 
 from tk_core import compat, faults
 from tk_core.cli import app, doctor
 
-CODES = {check: code for check, code, _ in doctor.CHECKS}
+CODES = {check: code for check, code, *_ in doctor.CHECKS}
 
 # What a fake nvcc does: say its release, and refuse headers of another, as CCCL's headers do.
 _NVCC = """\
@@ -80,30 +82,44 @@ def look(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> L
         "nvidia-cuda-runtime": "13.2.86",
         "nvidia-cuda-cccl": "13.2.86",
     }
-    monkeypatch.setattr(compat, "tilelang_version", lambda: installed.get("tilelang"))
 
-    real_machine = doctor.Machine
+    monkeypatch.setattr(doctor, "installed", installed.get)
+    loaded = compat.load_tilelang()
 
-    def run(without: str | None = None, versions: dict[str, str] | None = None, **facts: Any) -> Any:
+    def pretend(module: Any, function: str, result: Any) -> None:
+        """Let a function return something, or raise it."""
+
+        def fake() -> Any:
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(module, function, fake)
+
+    def run(
+        without: str | None = None,
+        versions: dict[str, str] | None = None,
+        python: str = "3.11.7",
+        torch_cuda: str | Exception | None = "13.2",
+        tilelang: Any = loaded,
+        driver_cuda: str | None = "13.2",
+        gpus: tuple[tuple[str, int, int], ...] = (("NVIDIA H200", 9, 0),),
+        host_compiler: str | None = sys.executable,
+        os_family: str = "ubuntu debian",
+    ) -> tuple[int, dict[str, dict[str, Any]]]:
         if not list(tmp_path.glob("cuda-*")):
             toolkit()
         installed.update(versions or {})
         installed.pop(without, None)
-        healthy = {
-            "torch": SimpleNamespace(__version__="2.15.0+cu132", version=SimpleNamespace(cuda="13.2")),
-            "driver_cuda": (13, 2),
-            "gpus": [("NVIDIA H200", (9, 0))],
-            "host_compiler": sys.executable,
-            "os_family": "ubuntu debian",
-            "installed": installed.get,
-        }
-
-        def machine() -> Any:
-            made = real_machine()
-            vars(made).update(healthy | facts)
-            return made
-
-        monkeypatch.setattr(doctor, "Machine", machine)
+        pretend(doctor.platform, "python_version", python)
+        pretend(doctor, "torch_cuda", Version(torch_cuda) if isinstance(torch_cuda, str) else torch_cuda)
+        pretend(compat, "load_tilelang", tilelang)
+        pretend(doctor, "driver_cuda", Version(driver_cuda) if driver_cuda else None)
+        pretend(torch.cuda, "device_count", len(gpus))
+        properties = [SimpleNamespace(name=name, major=major, minor=minor) for name, major, minor in gpus]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+        pretend(compat, "host_compiler", host_compiler)
+        pretend(faults, "os_family", os_family)
         result = CliRunner().invoke(app, ["doctor", "--json"])
         findings = {finding["check"]: finding for finding in json.loads(result.output)}
         assert list(findings) == list(CODES)
@@ -142,7 +158,7 @@ def test_exit_codes_are_told_apart_and_documented() -> None:
 
 
 def test_nothing_here_is_a_gpu_is_a_note(look: Look) -> None:
-    code, findings = look(driver_cuda=None, gpus=[])
+    code, findings = look(driver_cuda=None, gpus=())
     assert code == 0
     assert findings["driver"]["state"] == findings["architecture"]["state"] == "note"
     assert "--arch" in findings["architecture"]["found"]
@@ -150,7 +166,7 @@ def test_nothing_here_is_a_gpu_is_a_note(look: Look) -> None:
 
 def test_this_machine_compiles_the_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
-    findings = {finding.check: finding for finding in doctor.examine(doctor.Machine())}
+    findings = doctor.examine()
     assert findings["nvcc"].state == "ok", findings["nvcc"]
     assert findings["CUDA headers"].state == "ok", findings["CUDA headers"]
 
@@ -179,8 +195,8 @@ def test_headers_newer_than_torch(look: Look, toolkit: Toolkit) -> None:
 
 def test_pins_follow_torch(look: Look, toolkit: Toolkit) -> None:
     toolkit(nvcc="13.5", headers="13.0")
-    torch = SimpleNamespace(__version__="2.11.0+cu130", version=SimpleNamespace(cuda="13.0"))
-    fault = _only_fault(look(torch=torch, versions={"nvidia-cuda-runtime": "13.0.96"}), "CUDA headers")
+    versions = {"torch": "2.11.0+cu130", "nvidia-cuda-runtime": "13.0.96"}
+    fault = _only_fault(look(torch_cuda="13.0", versions=versions), "CUDA headers")
     assert '"nvidia-cuda-nvcc==13.0.*"' in fault["fix"]
 
 
@@ -269,7 +285,7 @@ def test_host_compiler_that_is_not_there(look: Look) -> None:
 
 
 def test_no_torch(look: Look) -> None:
-    code, findings = look(without="torch", torch=ModuleNotFoundError("No module named 'torch'"))
+    code, findings = look(without="torch", torch_cuda=ModuleNotFoundError("No module named 'torch'"))
     assert code == CODES["torch"]
     assert 'pip install "torch>=2.10"' in findings["torch"]["fix"]
     states = {check: finding["state"] for check, finding in findings.items()}
@@ -277,20 +293,19 @@ def test_no_torch(look: Look) -> None:
 
 
 def test_torch_that_can_not_be_imported(look: Look) -> None:
-    code, findings = look(torch=OSError("libcudart.so.13: cannot open shared object file"))
+    code, findings = look(torch_cuda=OSError("libcudart.so.13: cannot open shared object file"))
     assert code == CODES["torch"]
     assert "libcudart.so.13" in findings["torch"]["found"]
     assert '"torch==2.15.0"' in findings["torch"]["fix"]
 
 
 def test_old_torch(look: Look) -> None:
-    torch = SimpleNamespace(__version__="2.9.1+cu130", version=SimpleNamespace(cuda="13.0"))
-    assert '"torch>=2.10"' in _only_fault(look(torch=torch), "torch")["fix"]
+    result = look(versions={"torch": "2.9.1+cu130"}, torch_cuda="13.0")
+    assert '"torch>=2.10"' in _only_fault(result, "torch")["fix"]
 
 
 def test_torch_without_cuda_where_there_is_no_gpu(look: Look) -> None:
-    torch = SimpleNamespace(__version__="2.15.0+cpu", version=SimpleNamespace(cuda=None))
-    code, findings = look(torch=torch, driver_cuda=None, gpus=[])
+    code, findings = look(versions={"torch": "2.15.0+cpu"}, torch_cuda=None, driver_cuda=None, gpus=())
     assert code == 0
     assert findings["torch"]["state"] == "note"
     assert "references and compiling ahead work" in findings["torch"]["found"]
@@ -299,8 +314,7 @@ def test_torch_without_cuda_where_there_is_no_gpu(look: Look) -> None:
 
 
 def test_torch_without_cuda_beside_a_driver(look: Look) -> None:
-    torch = SimpleNamespace(__version__="2.15.0+cpu", version=SimpleNamespace(cuda=None))
-    result = look(torch=torch, gpus=[])
+    result = look(versions={"torch": "2.15.0+cpu"}, torch_cuda=None, gpus=())
     fault = _only_fault(result, "torch")
     assert '"torch==2.15.0"' in fault["fix"]
     assert "reinstall" in fault["fix"], "2.15.0+cpu satisfies torch==2.15.0"
@@ -309,12 +323,12 @@ def test_torch_without_cuda_beside_a_driver(look: Look) -> None:
 
 def test_torch_of_an_older_cuda(look: Look) -> None:
     """torch 2.10, which the packages' bounds allow, is for CUDA 12.8 on the public index."""
-    torch = SimpleNamespace(__version__="2.10.0+cu128", version=SimpleNamespace(cuda="12.8"))
-    code, findings = look(torch=torch)
+    torch = {"versions": {"torch": "2.10.0+cu128"}, "torch_cuda": "12.8"}
+    code, findings = look(**torch)
     assert code == 0
     assert findings["CUDA runtime"]["state"] == "note"
     assert "torch's is 12.8; kernels are compiled for 13.2" in findings["CUDA runtime"]["found"]
-    assert "580" in _only_fault(look(torch=torch, driver_cuda=(12, 8)), "driver")["fix"]
+    assert "580" in _only_fault(look(**torch, driver_cuda="12.8"), "driver")["fix"]
 
 
 def test_no_tilelang(look: Look) -> None:
@@ -345,27 +359,27 @@ def test_no_tvm_ffi(look: Look) -> None:
 
 
 def test_old_python(look: Look) -> None:
-    assert "uv venv --python 3.13" in _only_fault(look(python=(3, 10, 4)), "Python")["fix"]
+    assert "uv venv --python 3.13" in _only_fault(look(python="3.10.4"), "Python")["fix"]
 
 
 def test_old_driver(look: Look) -> None:
-    fault = _only_fault(look(driver_cuda=(12, 8)), "driver")
+    fault = _only_fault(look(driver_cuda="12.8"), "driver")
     assert "12.8" in fault["found"]
     assert "580" in fault["fix"]
 
 
 def test_driver_of_an_earlier_minor_release_is_fine(look: Look) -> None:
-    assert look(driver_cuda=(13, 0))[0] == 0
+    assert look(driver_cuda="13.0")[0] == 0
 
 
 def test_gpu_without_kernels(look: Look) -> None:
-    fault = _only_fault(look(gpus=[("Tesla V100", (7, 0))]), "architecture")
+    fault = _only_fault(look(gpus=(("Tesla V100", 7, 0),)), "architecture")
     assert "sm_70" in fault["found"]
     assert fault["fix"] == "export TK_BACKEND=reference"
 
 
 def test_one_gpu_of_two_without_kernels(look: Look) -> None:
-    fault = _only_fault(look(gpus=[("Tesla V100", (7, 0)), ("NVIDIA H200", (9, 0))]), "architecture")
+    fault = _only_fault(look(gpus=(("Tesla V100", 7, 0), ("NVIDIA H200", 9, 0))), "architecture")
     assert fault["fix"] == "export CUDA_VISIBLE_DEVICES=1"
 
 

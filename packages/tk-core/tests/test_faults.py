@@ -127,10 +127,10 @@ def test_kernels_load_from_a_read_only_cache(monkeypatch: pytest.MonkeyPatch) ->
         import os, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         from test_faults import SM_90A, _fill_kernel, compat
-        from tk_core.cli import doctor, machine
+        from tk_core.cli import doctor
         assert not os.access(compat.cache_dir(), os.W_OK)
         loaded = _fill_kernel.compile(64, "fabsf", SM_90A)
-        print(loaded.library, compat.num_compilations, doctor._cache_folder(machine.Machine())[0])
+        print(loaded.library, compat.num_compilations, doctor._cache_folder().state)
     """
     # Root may write anywhere as long as it has the capability.
     without = ["setpriv", "--bounding-set", "-dac_override", "--"] if os.geteuid() == 0 else []
