@@ -5,9 +5,9 @@
 
 import ast
 import hashlib
-import importlib.util
 import json
 from functools import cache
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ class Status(NamedTuple):
 
 def path(name: str) -> Path:
     """The gpu-verified.json of a package, or of an op's package. Raises ModuleNotFoundError if that is not there."""
-    return Path(importlib.import_module(name.partition(".")[0]).__file__).with_name("gpu-verified.json")
+    return Path(import_module(name.partition(".")[0]).__file__).with_name("gpu-verified.json")
 
 
 def entries(name: str) -> dict[str, dict[str, Any]]:
@@ -58,8 +58,7 @@ def mark_pending(op: str, reason: str) -> None:
     """Let an op wait for its verification. Raises ValueError without a reason or for an unknown op."""
     if not reason.strip():
         raise ValueError(f"reason: expected why {op} waits, got an empty text")
-    _defining_module(op)
-    _write(op, {**entries(op).get(op, {}), "pending": reason.strip()})
+    _write(op, {**(status(op).entry or {}), "pending": reason.strip()})
 
 
 def _write(op: str, entry: dict[str, Any]) -> None:
@@ -70,51 +69,47 @@ def _write(op: str, entry: dict[str, Any]) -> None:
 def source_hash(op: str) -> str:
     """SHA-256 of `source_modules` and of the CUDA headers that those beside them include; equal under every Python."""
     sources = [(module, *_source(module)) for module in source_modules(op)]
-    texts = [(module, _canonical(tree)) for module, _, _, tree in sources]
-    beside = (path for _, file, _, _ in sources if (path := file.with_suffix(".cuh")).exists())
-    texts += [(header.name, header.read_text(encoding="utf-8")) for header in with_includes(beside)]
-    return hashlib.sha256("".join(f"{name}\n{text}\n" for name, text in texts).encode()).hexdigest()
+    texts = [f"{module}\n{_canonical(tree)}\n" for module, _, tree in sources]
+    headers = with_includes(header for _, file, _ in sources if (header := file.with_suffix(".cuh")).exists())
+    texts += [f"{header.name}\n{header.read_text(encoding='utf-8')}\n" for header in headers]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def source_modules(op: str) -> list[str]:
     """The op's module, what it imports of its package and of tk_core, directly or not, and how kernels are compiled."""
-    found, waiting = set(), [_defining_module(op), "tk_core.kernel", "tk_core.math"]
-    while waiting:
-        module = waiting.pop()
-        root, _, rest = module.partition(".")
-        ignored = _IGNORED if root == "tk_core" else {"reference", "testing"}
-        if module in found or root not in ("tk_core", op.partition(".")[0]) or rest.partition(".")[0] in {"", *ignored}:
+    found, names = set(), [_defining_module(op), "tk_core.kernel", "tk_core.math"]
+    ignored = {op.partition(".")[0]: {"", "reference", "testing"}, "tk_core": {"", *_IGNORED}}
+    for name in names:  # which grow meanwhile
+        package, _, rest = name.partition(".")
+        if name in found or package not in ignored or rest.partition(".")[0] in ignored[package]:
             continue
-        if (source := _source(module)) is None:  # not a module, but a name in one
-            waiting.append(module.rpartition(".")[0] if "." in rest else _defining_module(module))
+        if (source := _source(name)) is None:  # not a module, but a name in one
+            names.append(name.rpartition(".")[0] if "." in rest else _defining_module(name))
             continue
-        found.add(module)
-        _, parent, tree = source
+        found.add(name)
+        file, tree = source
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                waiting += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                base = importlib.util.resolve_name("." * node.level + (node.module or ""), parent)
-                waiting += [f"{base}.{alias.name}" for alias in node.names]
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):  # perhaps relative to its package; an __init__.py is its own
+                base = util.resolve_name("." * node.level + (node.module or ""), name.removesuffix(f".{file.stem}"))
+                names += [f"{base}.{alias.name}" for alias in node.names]
     return sorted(found)
 
 
 def _defining_module(op: str) -> str:
     package, _, name = op.partition(".")
-    if not hasattr(importlib.import_module(package), name):
+    if (exported := getattr(import_module(package), name, None)) is None:
         raise ValueError(f'op: expected a name such as "tk_quant.transpose", got {op!r}')
-    return getattr(getattr(importlib.import_module(package), name), "__module__", package)
+    return getattr(exported, "__module__", package)
 
 
 @cache
-def _source(module: str) -> tuple[Path, str, ast.Module] | None:
-    """File, package and syntax tree of a module; None for what is not one."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return None
-    file = Path(spec.origin) if spec and spec.origin else None
-    return (file, spec.parent, ast.parse(file.read_text(encoding="utf-8"))) if file else None
+def _source(module: str) -> tuple[Path, ast.Module] | None:
+    """File and syntax tree of a module; None for what is not one."""
+    stem = path(module).parent.joinpath(*module.split(".")[1:])
+    file = next(filter(Path.exists, (stem.with_suffix(".py"), stem / "__init__.py")), None)
+    return (file, ast.parse(file.read_text(encoding="utf-8"))) if file else None
 
 
 def _canonical(node: Any) -> str:
