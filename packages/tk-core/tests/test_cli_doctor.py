@@ -82,7 +82,6 @@ def look(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> L
         "nvidia-cuda-runtime": "13.2.86",
         "nvidia-cuda-cccl": "13.2.86",
     }
-
     monkeypatch.setattr(doctor, "installed", installed.get)
     loaded = compat.load_tilelang()
 
@@ -329,6 +328,12 @@ def test_torch_of_an_older_cuda(look: Look) -> None:
     assert findings["CUDA runtime"]["state"] == "note"
     assert "torch's is 12.8; kernels are compiled for 13.2" in findings["CUDA runtime"]["found"]
     assert "580" in _only_fault(look(**torch, driver_cuda="12.8"), "driver")["fix"]
+
+
+def test_cuda_runtime_that_is_not_from_wheels(look: Look) -> None:
+    code, findings = look(without="nvidia-cuda-runtime")
+    assert code == 0
+    assert findings["CUDA runtime"]["state"] == "skipped"
 
 
 def test_no_tilelang(look: Look) -> None:
