@@ -52,12 +52,9 @@ def key_of(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
 
 def record(function: Callable[..., Any], *args: Any) -> Callable[[list[Any]], Any] | None:
     """What repeats the call, given a list of its arguments."""
-    before = replay._workspaces.set(workspaces := [])
-    with kernel.recorded_launches() as launches:
+    with kernel.recorded_launches() as recorded:
         result = function(*args)
-    replay._workspaces.reset(before)
-    repeat = replay._repeat_of(replay._read(args, {})[0], launches, workspaces, result)
-    return repeat and repeat[0]
+    return replay._repeat_of(replay._read(args, {})[0], recorded, result)
 
 
 def test_a_replayed_call_does_the_same() -> None:
@@ -101,13 +98,13 @@ def test_strides_of_single_columns_are_kept() -> None:
 
 def test_workspaces_are_made_again() -> None:
     def scale_twice(x: torch.Tensor, factor: int) -> torch.Tensor:
-        once = replay.new_workspace(x, (1, *x.shape), torch.float64)
+        once = kernel.new_workspace(x, (1, *x.shape), torch.float64)
         out = x.new_empty(x.shape)
         scale_kernel(ARCH)(x, factor, once.squeeze(0))
         scale_kernel(ARCH)(once.squeeze(0), factor, out)
         return out
 
-    assert replay.new_workspace(torch.empty(2), (3,)).shape == (3,)  # outside of any recording
+    assert kernel.new_workspace(torch.empty(2), (3,)).shape == (3,)  # outside of any recording
     x, other = torch.randn(2, 3, 4)
     call = record(scale_twice, x, 3)
     assert call is not None
@@ -285,13 +282,13 @@ def test_launches_of_other_threads_are_not_noted() -> None:
     import threading
 
     x, out = torch.randn(4), torch.empty(4)
-    with kernel.recorded_launches() as launches:
+    with kernel.recorded_launches() as recorded:
         thread = threading.Thread(target=lambda: scale_kernel(ARCH)(x, 2, out))
         thread.start()
         thread.join()
-        assert launches == []
+        assert recorded.launches == []
         scale_kernel(ARCH)(x, 2, out)
-    assert len(launches) == 1
+    assert len(recorded.launches) == 1
 
 
 def test_nothing_is_replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +420,7 @@ def _several_launches(
         return (result,)
     if mode == "unwritten":
         return result, data.new_zeros(3)
-    workspace = replay.new_workspace(data, (*sizes, data.numel()), torch.float64)
+    workspace = kernel.new_workspace(data, (*sizes, data.numel()), torch.float64)
     total = data.new_empty((data.shape[0],), dtype=torch.int32)
     rows = result.view(-1) if result.is_contiguous() else result.transpose(0, -1)
     if sf is not None:

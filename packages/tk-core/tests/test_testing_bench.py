@@ -191,10 +191,10 @@ def test_launches_are_recorded_and_made() -> None:
     launched = []
     kernel = Kernel(lambda: None, {}, ())
     kernel._functions[("key",)] = lambda *arguments: launched.append(arguments)
-    with bench.recorded_launches() as launches:
+    with bench.recorded_launches() as recorded:
         kernel("key")(1, 2)
     assert launched == [(1, 2)]
-    ((function, arguments),) = launches
+    ((function, arguments),) = recorded.launches
     function(*arguments)
     assert launched == [(1, 2), (1, 2)]
 

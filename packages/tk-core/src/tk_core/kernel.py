@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
 from tk_core import compat, env, headers, stored
 from tk_core.arch import Arch, compiling_for
 
@@ -17,8 +21,7 @@ _compile_lock = threading.RLock()
 _COMPILE_FLAGS = ("-fmad=false",)
 
 _captured: list["KernelRequest"] | None = None
-_launches: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
-_recording_thread = 0
+_recording: "Recording | None" = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,32 @@ class KernelRequest:
         return self.kernel.compile(*self.args)
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What a thread launches within `recorded_launches`."""
+
+    launches: list[tuple[Callable[..., None], tuple[Any, ...]]]
+    """Compiled kernels with their arguments."""
+    workspaces: list[Tensor]
+    thread: int
+
+
+def recording() -> Recording | None:
+    """The recording of this thread, if it is within `recorded_launches`."""
+    return _recording if _recording is not None and _recording.thread == threading.get_ident() else None
+
+
+def new_workspace(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor on the device of `like`, and of its dtype if none is given, for one kernel to leave to the next.
+
+    Nothing but the kernels of one call may write or read it: then `@replayable` remembers the call.
+    """
+    workspace = like.new_empty(shape, dtype=dtype)
+    if not is_compiling() and (recorded := recording()) is not None:
+        recorded.workspaces.append(workspace)
+    return workspace
+
+
 def _ignore_launch(*_: Any) -> None:
     """Stand in for a compiled kernel while requests are captured."""
 
@@ -47,8 +76,8 @@ def _recorded(function: Callable[..., None]) -> Callable[..., None]:
 
     def launch(*args: Any) -> None:
         function(*args)
-        if _launches is not None and threading.get_ident() == _recording_thread:
-            _launches.append((function, args))
+        if (recorded := recording()) is not None:
+            recorded.launches.append((function, args))
 
     return launch
 
@@ -83,7 +112,7 @@ class Kernel:
         function = self._functions.get(args)
         if function is None:
             function = self._load(args)
-        return function if _launches is None else _recorded(function)
+        return function if _recording is None else _recorded(function)
 
     def _load(self, args: tuple[Any, ...]) -> Callable[..., None]:
         with _compile_lock:
@@ -144,15 +173,15 @@ def capture(arch: Arch) -> Iterator[list[KernelRequest]]:
 
 
 @contextmanager
-def recorded_launches() -> Iterator[list[tuple[Callable[..., None], tuple[Any, ...]]]]:
-    """Record the launches that this thread makes: compiled kernels with their arguments."""
-    global _launches, _recording_thread
+def recorded_launches() -> Iterator[Recording]:
+    """Record the launches that this thread makes, and its workspaces."""
+    global _recording
     with _compile_lock:
-        before, _launches, _recording_thread = _launches, [], threading.get_ident()
+        before, _recording = _recording, Recording([], [], threading.get_ident())
         try:
-            yield _launches
+            yield _recording
         finally:
-            _launches = before
+            _recording = before
 
 
 def capturing() -> bool:

@@ -45,12 +45,6 @@ def current_device() -> int:
     return 0 if _one_device else torch.cuda.current_device()
 
 
-def forget_short_cut() -> None:
-    """Let the next call look up the backend again, past what `@replayable` remembers."""
-    global kernels_only
-    kernels_only = False
-
-
 def _look_for_short_cut() -> None:
     global kernels_only, _one_device
     kernels_only = (_forced_backend or env.default_backend()) == "kernel" and not env.debug()

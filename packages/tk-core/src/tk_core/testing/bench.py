@@ -35,7 +35,6 @@ from torch import Tensor
 
 from tk_core.kernel import recorded_launches
 from tk_core.math import ceil_div
-from tk_core.op import forget_short_cut
 from tk_core.testing.machine import versions
 from tk_core.testing.specs import Call, Case, OpSpec, Peer
 from tk_core.testing.trees import distinct_bytes, tensors, transfer
@@ -242,19 +241,17 @@ class Bench:
 
         The second is None if the call launches no kernel of ours.
         """
-        # A call replayed by `@replayable` would bypass `recorded_launches`.
-        forget_short_cut()
-        with recorded_launches() as launches:
+        with recorded_launches() as recorded:
             op(**kwargs)
         allocations = _allocations(outputs)
 
         def bare() -> None:
             for allocate in allocations:
                 allocate()
-            for function, arguments in launches:
+            for function, arguments in recorded.launches:
                 function(*arguments)
 
-        return _host_time(lambda: op(**kwargs)), _host_time(bare) if launches else None
+        return _host_time(lambda: op(**kwargs)), _host_time(bare) if recorded.launches else None
 
 
 def lead_of(moved_bytes: int) -> int:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel
-from tk_core.replay import new_workspace
+from tk_core.kernel import kernel, new_workspace
 from tk_core.tiles import DIRECT_COPIES, channel_tile
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import get_arch
+from tk_core.kernel import new_workspace
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
-from tk_core.replay import new_workspace
 from tk_mhc.lib.convert_fn import convert_fn
 from tk_mhc.lib.project_mma import project_mma_kernel
 from tk_mhc.lib.project_wgmma import project_wgmma_kernel

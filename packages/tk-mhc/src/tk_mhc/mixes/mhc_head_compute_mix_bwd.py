@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel
+from tk_core.kernel import kernel, new_workspace
 from tk_core.op import op
-from tk_core.replay import new_workspace, replayable
+from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned, flat
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tk_core import check
+from tk_core.kernel import new_workspace
 from tk_core.op import op
-from tk_core.replay import new_workspace, replayable
+from tk_core.replay import replayable
 from tk_core.views import aligned, flat
 from tk_mhc.lib.projection import check_n_splits, launch_projection, takes_all_splits
 from tk_mhc.lib.sum_splits import launch_sum_splits

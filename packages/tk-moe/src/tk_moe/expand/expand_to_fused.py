@@ -21,8 +21,8 @@ nothing before all of it has arrived. All blocks get equal shares, in whole wave
 
     x       pieces b, b + G, b + 2G, ... ──shared memory──> each to the same columns of its positions
 
-Scale factors are copied along with their rows. More than a few columns in column-major order, which would be scattered
-in stores of 4 bytes, are first written in row-major order, and a second launch transposes them.
+Scale factors are copied along with their rows. More than a few columns in column-major order would be scattered in
+stores of 4 bytes: instead the launch notes the token of each row, and a second one gathers the factors by tiles.
 """
 
 import torch
@@ -30,15 +30,16 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import get_arch
+from tk_core.kernel import new_workspace
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_device_num_sms
 from tk_core.op import op
-from tk_core.replay import new_workspace, replayable
+from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
 from tk_core.views import aligned
 from tk_moe.lib.check_maps import check_each_once, check_experts, check_positions
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
-from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, transpose_factors_kernel, vector_of
+from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, gather_factors_kernel, vector_of
 
 _E2M1_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)  # two FP4 codes a byte
 _QUANTIZED_DTYPES = (torch.float8_e4m3fn, *_E2M1_DTYPES)
@@ -78,19 +79,21 @@ def _expand_to_fused_out(
     num_blocks = ExpandConfig.num_blocks(num_tokens, num_rows)
     bulk = BulkConfig.best(cols * x.itemsize, arch) if BulkConfig.pays(num_tokens, num_topk, num_rows) else None
     if sf is not None:
-        sf_cols = sf.shape[1]
+        sf_cols, sf = sf.shape[1], aligned(sf)
         # Rows of up to 8 factors are not worth a second launch.
-        is_transposed = sf_cols > 8 and out_sf.stride(0) == 1
-        sf_rows = new_workspace(sf, (num_rows, sf_cols)) if is_transposed else out_sf
-        expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, config, arch)
-        expand(*tensors, num_blocks, aligned(sf), sf_rows)
-        if is_transposed:
-            transpose_factors_kernel(sf_cols, sf.dtype, arch)(sf_rows, out_sf)
+        if sf_cols > 8 and out_sf.stride(0) == 1:
+            numbers = new_workspace(sf, (num_rows, 1), torch.int32)
+            expand = expand_kernel(cols, num_topk, x.dtype, 1, torch.int32, True, config, arch)
+            expand(*tensors, num_blocks, None, numbers)
+            gather_factors_kernel(sf_cols, sf.dtype, arch)(sf, numbers, out_sf)
+        else:
+            expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, False, config, arch)
+            expand(*tensors, num_blocks, sf, out_sf)
     elif bulk is not None:
         shares = bulk.deal(num_tokens, get_device_num_sms(x.device))
         expand_bulk_kernel(cols, num_topk, x.dtype, bulk, arch)(*tensors, *shares)
     else:
-        expand_kernel(cols, num_topk, x.dtype, 0, None, config, arch)(*tensors, num_blocks)
+        expand_kernel(cols, num_topk, x.dtype, 0, None, False, config, arch)(*tensors, num_blocks)
     if written.data_ptr() != out.data_ptr():
         out.view(written.dtype).copy_(written)
 

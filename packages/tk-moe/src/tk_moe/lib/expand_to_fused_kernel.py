@@ -57,10 +57,14 @@ def expand_kernel(
     dtype: torch.dtype,
     sf_cols: int,
     sf_dtype: torch.dtype | None,
+    numbers_rows: bool,
     config: ExpandConfig,
     arch: Arch,
 ) -> Any:
-    """Copy rows of `cols` elements and, unless `sf_dtype` is None, their `sf_cols` scale factors."""
+    """Copy rows of `cols` elements and, unless `sf_dtype` is None, their `sf_cols` scale factors.
+
+    If it `numbers_rows`, a row of out_sf gets 1 + its token, and 0 in padding, in the place of factors.
+    """
     import tilelang.language as T
 
     from tk_moe.lib.expanded_rows import copy_row, load_experts, load_positions, vectors_of_threads, zero_padding
@@ -94,7 +98,9 @@ def expand_kernel(
             load_experts(pos_to_expert, block, num_blocks, experts)
             if block < num_tokens:
                 load_positions(token_topk_to_pos, block, num_expanded_tokens, pos)
-                if has_sf:
+                if numbers_rows:
+                    T.fill(factors, block + 1)
+                elif has_sf:
                     T.copy(sf[block, 0:block_sf], factors)
                 copy_row(x, block, pos, channels, out)
                 if has_sf:
@@ -110,24 +116,29 @@ def expand_kernel(
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def transpose_factors_kernel(sf_cols: int, sf_dtype: torch.dtype, arch: Arch) -> Any:
-    """Copy scale factors in row-major order to column-major ones, by tiles of 64 rows and 32 columns."""
+def gather_factors_kernel(sf_cols: int, sf_dtype: torch.dtype, arch: Arch) -> Any:
+    """Gather rows of scale factors into column-major ones, by tiles of 64 rows and 32 columns.
+
+    `numbers` has 1 + the token of each row, or 0 for a row of zeros.
+    """
     import tilelang.language as T
 
-    num_rows = T.dynamic("num_rows")
+    num_tokens, num_rows = T.dynamic("num_tokens"), T.dynamic("num_rows")
 
     @T.prim_func
-    def transpose_factors(
-        rows: T.Tensor((num_rows, sf_cols), sf_dtype),
+    def gather_factors(
+        sf: T.Tensor((num_tokens, sf_cols), sf_dtype),
+        numbers: T.Tensor((num_rows, 1), "int32"),
         out: T.StridedTensor((num_rows, sf_cols), (1, T.dynamic("out_col_stride")), sf_dtype),
     ) -> None:
         with T.Kernel(T.ceildiv(num_rows, 64), ceil_div(sf_cols, 32), threads=256) as (block, part):
             tile = T.alloc_shared((64, 33), sf_dtype)  # a column more, so that those of a column are in all banks
             for r, c in T.Parallel(64, 32):
-                if block * 64 + r < num_rows and part * 32 + c < sf_cols:
-                    tile[r, c] = rows[block * 64 + r, part * 32 + c]
+                row, col = block * 64 + r, part * 32 + c
+                if row < num_rows and col < sf_cols:
+                    tile[r, c] = T.if_then_else(numbers[row, 0] > 0, sf[numbers[row, 0] - 1, col], T.cast(0, sf_dtype))
             for c, r in T.Parallel(32, 64):
                 if block * 64 + r < num_rows and part * 32 + c < sf_cols:
                     out[block * 64 + r, part * 32 + c] = tile[r, c]
 
-    return transpose_factors
+    return gather_factors

@@ -38,7 +38,7 @@ def write_scores(scoring_func: ScoringFunc, x: T.Buffer, scores: T.Buffer) -> No
         are_near = T.alloc_var("bool")
         are_near = True
         for j in T.unroll(x.shape[0]):
-            are_near = are_near and T.abs(x[j]) <= T.float32(64)
+            are_near = are_near & (T.abs(x[j]) <= T.float32(64))  # `and` would branch
         if are_near:
             for j in T.unroll(x.shape[0]):
                 divisor = T.float32(1) + exp(-x[j])
