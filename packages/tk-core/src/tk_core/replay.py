@@ -50,19 +50,20 @@ def _map(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _identity(x: Any) -> Any:
-    """Equal for a value and what a kernel is given of it: for tensors, the address range and the dtype."""
+    """What a tensor has in common with views of it of any shape: address range and dtype. Of other values, the id."""
     return (x.data_ptr(), check.extent(x), x.dtype) if isinstance(x, Tensor) else id(x)
 
 
 def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Callable[[list[Any]], Any] | None:
-    """What does the same for another list like `values`, or returns NotImplemented if its `out` overlaps an argument.
+    """A function that repeats the recorded launches with another list like `values`, and returns such a result.
 
-    None if it is not clear which tensors kernels were given, or if they did not write the result. Arguments, constants,
-    outputs, workspaces and views of these have numbers, in this order.
+    It returns NotImplemented if an argument that is returned, such as `out`, overlaps another. None instead of it if it
+    is not clear which tensor is which, or if kernels did not write all of the result. A repeat works on one list:
+    arguments, constants, outputs, workspaces and views of these, in this order.
     """
     results: list[Any] = []
     _map(results.append, result)
-    arguments = {number: x for number, x in enumerate(values) if isinstance(x, Tensor)}
+    arguments = {index: x for index, x in enumerate(values) if isinstance(x, Tensor)}
     outputs = [x for x in results if isinstance(x, Tensor) and not any(x is y for y in arguments.values())]
     if not recorded.launches or any(x.layout is not torch.strided for x in outputs):
         return None
@@ -70,9 +71,9 @@ def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Ca
     constants = [None, *(x for x in operands if not isinstance(x, Tensor))]
     allocated = [*outputs, *recorded.workspaces]
     known = [*values, *constants, *allocated]
-    number_of = {_identity(x): number for number, x in enumerate(known)}
+    indices = {_identity(x): index for index, x in enumerate(known)}
     used, tensors = set(map(_identity, operands)), [*arguments.values(), *allocated]
-    is_known = number_of.keys() >= {*used, *map(_identity, results)}
+    is_known = indices.keys() >= {*used, *map(_identity, results)}
     is_written = all(_identity(x) in used for x in outputs if x.numel())
     is_clear = len(set(map(_identity, tensors))) == len(tensors)
     is_new = not any(check.overlap(x, y) for x in outputs for y in arguments.values())
@@ -80,15 +81,15 @@ def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Ca
         return None
     views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
 
-    def number(x: Any) -> int:
-        base = number_of[_identity(x)]
+    def index_of(x: Any) -> int:
+        base = indices[_identity(x)]
         if not isinstance(x, Tensor) or (x.shape, x.stride()) == (known[base].shape, known[base].stride()):
             return base
         views.append((base, x.shape, x.stride()))
         return len(known) + len(views) - 1
 
-    launches = [(compiled, _map(number, operands)) for compiled, operands in recorded.launches]
-    returned = _map(number, result)
+    launches = [(compiled, _map(index_of, operands)) for compiled, operands in recorded.launches]
+    returned = _map(index_of, result)
     # An empty tensor makes another of its dtype and device in less host time than naming both takes.
     allocations = [(x.new_empty((0,)), x.shape, x.stride()) for x in allocated]
     apart = [(x, y) for x in arguments if any(arguments[x] is z for z in results) for y in arguments if x != y]
