@@ -4,8 +4,6 @@ from typing import Any
 
 from tk_core.headers import builtin
 
-_WHOLE_WARP = 0xFFFFFFFF
-
 
 def byte_perm(low: Any, high: Any, selector: Any, dtype: str = "uint32") -> Any:
     """Four of the eight bytes of `low` and `high`, chosen by the nibbles of `selector`."""
@@ -15,13 +13,6 @@ def byte_perm(low: Any, high: Any, selector: Any, dtype: str = "uint32") -> Any:
 def count_leading_zeros(x: Any) -> Any:
     """Number of zeros above the highest one of an int32."""
     return builtin("int32", "__clz", x)
-
-
-def warp_sum_u32(x: Any) -> Any:
-    """The sum of the uint32 of a whole warp, in one instruction."""
-    import tilelang.language as T
-
-    return builtin("uint32", "__reduce_add_sync", T.uint32(_WHOLE_WARP), x)
 
 
 def atomic_or_u32(address: Any, bits: Any) -> Any:

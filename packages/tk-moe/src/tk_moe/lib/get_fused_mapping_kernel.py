@@ -47,36 +47,31 @@ def count_kernel(
     """The first of two launches: the number of pairs by thread block and expert."""
     import tilelang.language as T
 
-    threads, rounds = config.warps * 32, 4
+    from tk_moe.lib import get_fused_mapping_steps as steps
+
     num_tokens, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_blocks")
+    num_pairs = num_tokens * num_topk
 
     @T.prim_func
     def count_experts(
         topk_idx: T.Tensor((num_tokens, num_topk), idx_dtype),
         block_counts: T.Tensor((num_blocks, num_experts), "int32"),
     ) -> None:
-        with T.Kernel(num_blocks, threads=threads) as block:
+        with T.Kernel(num_blocks, threads=config.warps * 32) as block:
             thread = T.get_thread_binding()
-            num_pairs = num_tokens * num_topk
-            pairs = T.view(topk_idx, (num_tokens * num_topk,), idx_dtype)
-            chunk = T.ceildiv(T.ceildiv(num_pairs, num_blocks), 32) * 32  # as in the second launch
-            counts = T.alloc_shared((num_experts,), "int32")
-            indices = T.alloc_local((rounds,), idx_dtype)
+            pairs = T.view(topk_idx, (num_pairs,), idx_dtype)
+            begin, size = T.alloc_var("int32"), T.alloc_var("int32")
+            part = T.ceildiv(T.ceildiv(num_pairs, num_blocks), 32) * 32  # as in the second launch
+            begin = block * part
+            size = T.min(num_pairs - begin, part)
+            counts = T.alloc_shared((1, num_experts), "int32")
             if thread < num_experts:
-                counts[thread] = 0
+                counts[0, thread] = 0
             T.sync_threads()
-            for batch in T.serial(T.ceildiv(chunk, threads * rounds)):
-                for u in T.unroll(rounds):
-                    index = (batch * rounds + u) * threads + thread
-                    indices[u] = T.cast(-1, idx_dtype)
-                    if index < chunk and index < num_pairs - block * chunk:
-                        indices[u] = pairs[block * chunk + index]
-                for u in T.unroll(rounds):
-                    if indices[u] >= 0 and indices[u] < num_experts:
-                        T.atomic_add(counts[T.cast(indices[u], "int32")], 1)
+            steps.count_pairs(pairs, begin, size, size, counts, 4)
             T.sync_threads()
             if thread < num_experts:
-                block_counts[block, thread] = counts[thread]
+                block_counts[block, thread] = counts[0, thread]
 
     return count_experts
 
@@ -94,12 +89,14 @@ def mapping_kernel(
     from tk_moe.lib import get_fused_mapping_steps as steps
 
     warps, cluster_size = config.warps, config.cluster_size
-    threads = warps * 32
     row = align(num_experts, 8)  # of 16-bit counts
     num_tokens, num_pos = T.dynamic("num_tokens"), T.dynamic("num_pos")
+    num_pairs = num_tokens * num_topk
     num_blocks = cluster_size * config.num_clusters or T.dynamic("num_blocks")
     num_chunks, num_parts = cluster_size or num_blocks, config.num_clusters
     in_memory = config.finds_equals_in_memory(num_experts)
+    # With one launch the part has been read before, to count it, so few loads in flight are enough.
+    rank_loads = config.rounds if cluster_size == 0 else 1
 
     @T.prim_func
     def get_fused_mapping(
@@ -115,103 +112,73 @@ def mapping_kernel(
         expert_psum: T.Tensor((num_experts,), "int32"),
         alignment: T.int32,
     ) -> None:
-        with T.Kernel(num_blocks, threads=threads, cluster_dims=max(cluster_size, 1)) as block:
+        with T.Kernel(num_blocks, threads=warps * 32, cluster_dims=max(cluster_size, 1)) as block:
             thread = T.get_thread_binding()
-            warp, lane = thread // 32, thread % 32
-            num_pairs = num_tokens * num_topk
-            pairs = T.view(topk_idx, (num_tokens * num_topk,), idx_dtype)
-            flat_pos = T.view(token_topk_to_pos, (num_tokens * num_topk,), "int32")
-            # Each block has a part and each warp a run of that, all multiples of 32 pairs.
-            begin, size = T.alloc_var("int32"), T.alloc_var("int32")  # of the part
-            run, run_rounds = T.alloc_var("int32"), T.alloc_var("int32")  # its offset in the part; its length / 32
-            part = T.ceildiv(T.ceildiv(num_pairs, num_chunks), num_parts * 32) * 32
-            run_length = T.ceildiv(part, threads) * 32
-            rank = block % num_chunks  # of the block in its cluster
-            begin = (rank * num_parts + block // num_chunks) * part
-            size = T.max(T.min(num_pairs - begin, part), 0)
-            run = warp * run_length
-            run_rounds = T.ceildiv(T.max(T.min(size - run, run_length), 0), 32)
+            pairs = T.view(topk_idx, (num_pairs,), idx_dtype)
+            flat_pos = T.view(token_topk_to_pos, (num_pairs,), "int32")
+            maps = steps.Maps(pos_to_expert, pos_to_token, pos_to_token_topk)
+            per_expert = (expert_start, expert_end, num_tokens_per_expert, expert_psum if with_psum else None)
+            segments = steps.Segments(*per_expert)
 
-            ranks = T.alloc_shared((warps * num_experts,), "uint16")
-            masks = T.alloc_shared((warps * num_experts if in_memory else 4,), "uint32")
-            items = T.alloc_shared((config.room,), "int32")
-            sorted_items = T.alloc_shared((config.room,), "int32")
-            counts = T.alloc_shared((2, num_experts), "int32")
-            chunk_count = T.alloc_shared((row,), "uint16")
-            chunk_counts = T.alloc_shared((max(cluster_size, 1), row), "uint16")
+            # Each block has a part of the pairs and each warp a run of that, all multiples of 32 pairs.
+            begin, first, end = (T.alloc_var("int32") for _ in range(3))
+            part = T.ceildiv(T.ceildiv(num_pairs, num_chunks), num_parts * 32) * 32
+            run_length = T.ceildiv(part, warps * 32) * 32
+            rank, cluster = block % num_chunks, block // num_chunks  # rank: of the block in its cluster
+            begin = (rank * num_parts + cluster) * part
+            first = thread // 32 * run_length
+            end = T.min(T.min(num_pairs - begin, part), first + run_length)
+
+            counts = T.alloc_shared((2, num_experts), "int32")  # of pairs before the part, and of the rest
+            received = T.alloc_shared((cluster_size, row), "uint16") if cluster_size > 1 else None
+            arrived = T.alloc_shared((1,), "uint64")
+            ranks = T.alloc_shared((warps, num_experts), "uint16")
+            masks = T.alloc_shared((warps, num_experts), "uint32") if in_memory else None
+            items, sorted_items = (T.alloc_shared((config.room,), "int32") for _ in range(2))
             first_sorted, first_pos = (T.alloc_shared((num_experts,), "int32") for _ in range(2))
             padding_start, padding_end = (T.alloc_shared((num_experts,), "int32") for _ in range(2))
-            warp_sums = T.alloc_shared((2, warps), "uint32")
-            arrived = T.alloc_shared((1,), "uint64")
-
-            # Numbers of pairs of this thread's expert: in the part, before it, and in all.
-            count = T.alloc_local((1,), "int32")
-            prefix, total = T.alloc_var("int32"), T.alloc_var("int32")
-            all_sums = T.alloc_local((2,), "int32")  # of aligned sizes; of this part's pairs
+            run = steps.Run(begin, first, end, items, ranks)
+            experts = steps.Experts(first_sorted, first_pos, padding_start, padding_end)
 
             if cluster_size > 1:
                 if thread == 0:
                     init_mbarrier(T.access_ptr(arrived[0], "rw"))
+                    expect_bytes(T.access_ptr(arrived[0], "rw"), cluster_size * row * 2)
                 T.sync_warp()
                 T.cluster_arrive_relaxed()
-            steps.clear(T.view(ranks, (warps * num_experts // 2,), "uint32"), threads, thread)
+            # Each view has its own name: TileLang places shared memory by name, what is named alike in any order.
+            rank_words = T.view(ranks, (warps * num_experts // 2,), "uint32")
+            steps.clear(rank_words)
             if in_memory:
-                steps.clear(masks, threads, thread)
+                mask_words = T.view(masks, (warps * num_experts,), "uint32")
+                steps.clear(mask_words)
             if thread < num_experts:
                 counts[0, thread] = 0
                 counts[1, thread] = 0
             T.sync_threads()
-            if cluster_size > 1 and thread == 0:
-                expect_bytes(T.access_ptr(arrived[0], "rw"), cluster_size * row * 2)
 
-            prefix = 0
-            total = 0
-            if cluster_size > 0:
-                steps.count_chunk(
-                    pairs,
-                    rank * num_parts * part,
-                    T.min(num_pairs - rank * num_parts * part, num_parts * part),
-                    block // num_chunks * part,
-                    thread,
-                    counts,
-                    config,
-                )
-                T.sync_threads()
-                if thread < num_experts:
-                    prefix = counts[0, thread]
-                    total = prefix + counts[1, thread]
-            if cluster_size > 1:
-                if thread < num_experts:
-                    chunk_count[thread] = T.cast(total, "uint16")
-                T.sync_threads()
-                T.cluster_wait()  # until all blocks have started and their shared memory can be written
-                steps.exchange_counts(chunk_count, chunk_counts, arrived, rank, warp, lane)
             if cluster_size == 0:
-                steps.add_block_counts(block_counts, block, num_blocks, threads, thread, counts)
-
-            runs = (begin, size, run, run_rounds)
-            steps.count_run(pairs, runs, warp, lane, ranks, masks, items, num_experts, config)
-            T.sync_threads()
-            steps.offsets_of_warps(thread, ranks, num_experts, count)
+                steps.add_block_counts(block_counts, counts)
+            else:
+                chunk_begin, chunk_length = rank * num_parts * part, num_parts * part
+                chunk_size = T.min(num_pairs - chunk_begin, chunk_length)
+                steps.count_pairs(pairs, chunk_begin, chunk_size, cluster * part, counts, config.rounds)
             if cluster_size > 1:
+                T.sync_threads()
+                steps.send_counts(counts, received, arrived, rank)
+            steps.rank_run(pairs, run, masks, rank_loads)
+            T.sync_threads()
+
+            count = steps.sum_over_warps(ranks)
+            if cluster_size > 1:  # all threads wait, as nvcc makes longer code of waiting in a branch
                 wait_for_cluster(T.access_ptr(arrived[0], "rw"))
-                if thread < num_experts:
-                    steps.add_cluster_counts(chunk_counts, rank, thread, prefix, total)
-            if cluster_size == 0 and thread < num_experts:
-                prefix = counts[0, thread]
-                total = counts[1, thread]
-
-            firsts, padding = (first_sorted, first_pos), (padding_start, padding_end)
-            segments = (expert_start, expert_end, num_tokens_per_expert, expert_psum if with_psum else None)
-            steps.locate_segments(
-                alignment, block, thread, prefix, total, count[0], warp_sums, all_sums, firsts, padding, segments
-            )
+            before, total = steps.sum_over_blocks(counts, received, rank)
+            used, num_sorted = steps.locate_segments(before, total, count, alignment, experts, segments)
             T.sync_threads()
 
-            maps = (pos_to_expert, pos_to_token, pos_to_token_topk)
-            steps.fill_padding(block, num_blocks, warps, thread, padding, all_sums[0], maps, num_pos)
-            steps.sort_run(runs, warp, lane, items, ranks, firsts, sorted_items, flat_pos, num_pos)
+            steps.fill_padding(experts, used, num_blocks, maps)
+            steps.sort_run(run, experts, sorted_items, flat_pos, num_pos)
             T.sync_threads()
-            steps.write_positions(begin, all_sums[1], thread, threads, num_topk, sorted_items, firsts, maps, num_pos)
+            steps.write_maps(begin, num_sorted, num_topk, sorted_items, experts, maps)
 
     return get_fused_mapping
