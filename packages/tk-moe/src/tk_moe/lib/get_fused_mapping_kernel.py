@@ -143,7 +143,6 @@ def mapping_kernel(
             if cluster_size > 1:
                 if thread == 0:
                     init_mbarrier(T.access_ptr(arrived[0], "rw"))
-                    expect_bytes(T.access_ptr(arrived[0], "rw"), cluster_size * row * 2)
                 T.sync_warp()
                 T.cluster_arrive_relaxed()
             # Each view has its own name: TileLang places shared memory by name, what is named alike in any order.
@@ -156,6 +155,9 @@ def mapping_kernel(
                 counts[0, thread] = 0
                 counts[1, thread] = 0
             T.sync_threads()
+            if cluster_size > 1:
+                if thread == 0:
+                    expect_bytes(T.access_ptr(arrived[0], "rw"), cluster_size * row * 2)
 
             if cluster_size == 0:
                 steps.add_block_counts(block_counts, counts)
