@@ -2,8 +2,7 @@
 
     count[g] = number of (t, k) with group_idx[t, k] = g
 
-group_idx int64 or int32 (num_tokens, num_topk), count int32 (num_groups). `aux_fi` uses the same kernel with
-another last step.
+group_idx int64 or int32 (num_tokens, num_topk), count int32 (num_groups). `aux_fi` differs in the last step only.
 
 One launch of one cluster, whatever the number of pairs. Its thread blocks take turns with the pairs and count them in
 shared memory. Then each block sends its counts to the blocks that own the groups, and adds up those that it receives.

@@ -33,9 +33,10 @@ class BulkConfig:
     @staticmethod
     @cache
     def best(row_bytes: int, arch: Arch) -> "BulkConfig | None":
-        """The fewest pieces a row, of 2 to 4 KiB, as many as fit; None if no such size divides it or this is slower.
+        """The configuration for rows of `row_bytes`; None if bulk copies are slower or no piece size fits.
 
-        Measured on an H200 for rows of 2 KiB and more. Long phases of reading need a large shared memory.
+        Pieces are as large as possible, from 2 to 4 KiB, with as many stages as fit. Measured on an H200 for rows of
+        2 KiB and more. Long phases of reading need a large shared memory.
         """
         has_room = arch.has_tma and arch.max_shared_memory >= 200 * _KIB
         if not has_room or row_bytes < BulkConfig.max_piece_bytes or row_bytes % 16:

@@ -1,9 +1,9 @@
 """The kernel of topk_gate, topk_gate_with_weights and hash_gate: it chooses or looks up experts and weighs them.
 
-Each warp handles one token. It chooses experts by packed keys (packed_selection.py) or, where these do not apply, by
-full keys (selection.py); in hash_gate, lane k < num_topk looks up the k-th expert in a table. Then lane k computes the
-score of the k-th expert again from its logit, and a warp reduction gives the denominator. hash_gate reads all logits
-only for softmax.
+Each warp handles one token. It chooses experts by packed keys (packed_selection.py) or, where these do not apply, full
+keys (selection.py); in hash_gate, lane k < num_topk looks up the k-th expert in a table. Then lane k computes the score
+of the k-th expert again from its logit, and a warp reduction gives the denominator. hash_gate reads all logits for
+softmax only.
 """
 
 from dataclasses import dataclass

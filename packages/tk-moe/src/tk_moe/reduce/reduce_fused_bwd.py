@@ -45,7 +45,7 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class ReduceBwdConfig:
-    """How one block handles a token. It decides the order in dot products, so it must not depend on num_tokens."""
+    """How one block handles a token. It fixes the order of sums in dot products, so must not depend on num_tokens."""
 
     threads: int
     num_chunks: int
