@@ -32,7 +32,7 @@ class Profile:
     num_shared_slots: int = 0
     """Shared experts that take slots of the routing beside the routed ones."""
     num_extra_experts: int = 0
-    """Physical copies of experts beyond one of each; with 0 no map to physical experts is given."""
+    """Physical copies of experts beyond the first of each; 0 for no map to physical experts."""
     num_ep_ranks: int = 1
     num_tp_ranks: int = 1
     logits: tuple[FloatDtype, ...] = ("float32",)
@@ -40,17 +40,17 @@ class Profile:
     expert_bias: tuple[bool, ...] = (True,)
     """Whether `topk_gate_with_weights` is given a bias."""
     token_masks: tuple[bool, ...] = (False,)
-    """Whether gates are given a mask of the tokens that are no padding."""
+    """Whether gates are given a mask, which is False for padding tokens."""
     fixed_routing: bool = False
-    """Whether `top2_sum_gate` is also given a routing, or asked for its selection before physical copies."""
+    """Whether `top2_sum_gate` is also called with unmapped_topk_idx, without and with fix_routing_mask."""
     token_ids: tuple[IdxDtype, ...] = ()
-    """Dtypes of the ids that `hash_gate` looks experts up by; none without such layers."""
+    """Dtypes of the ids by which `hash_gate` looks up experts; empty without such layers."""
     expert_psum: tuple[bool, ...] = (False,)
-    """Whether `get_fused_mapping` is asked where the pairs of each expert end."""
+    """Whether `get_fused_mapping` also returns expert_psum, the ends of the experts' pairs."""
     alignments: tuple[int, ...] = (128,)
-    """What each expert's number of rows is a multiple of."""
+    """The number of rows of each expert is a multiple of one of these."""
     rows: tuple[Literal["bfloat16", "float32", "e4m3", "e2m1"], ...] = ("bfloat16",)
-    """Formats in which rows go to their experts; the quantized ones with scale factors."""
+    """Formats of the rows that go to the experts; e4m3 and e2m1 rows have scale factors."""
     num_per_channels: tuple[Literal[32, 128], ...] = (128,)
     """Channels of one scale factor of such rows."""
     sf_layouts: tuple[Literal["row_major", "col_major", "packed_ue8m0"], ...] = ("row_major",)

@@ -2,8 +2,8 @@
 
     fi[e] = float32(count[e] · num_experts) / float32(num_tokens · num_aux_topk)       (one IEEE division)
 
-count[e] is how often e stands in topk_idx int64 or int32 (num_tokens, num_topk), fi float32 (num_experts); 1 for every
-expert where the load is even. The kernel is that of `group_count`, whose counts are integers: every bit is defined.
+count[e] is how often e occurs in topk_idx, int64 or int32 (num_tokens, num_topk). fi, float32 (num_experts), is 1 for
+every expert if the load is even. The kernel is `group_count`'s, whose counts are integers, so every bit is defined.
 """
 
 import torch
@@ -26,8 +26,8 @@ def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
     """Share of each expert in the choices of all tokens, times the number of experts.
 
     fi[e] = float32(count[e] · num_experts) / float32(num_tokens · num_aux_topk). Names and formula are those of
-    DeepSeek's TileKernels 1.0.0. An index that is negative, or not below `num_experts`, is of no expert; with
-    TK_DEBUG=1 the latter raises.
+    DeepSeek's TileKernels 1.0.0. An index outside 0 … num_experts-1 counts for no expert; with TK_DEBUG=1,
+    one of num_experts or more raises.
 
     Args:
         topk_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.

@@ -7,21 +7,21 @@
     grad_scores[t, e] = grad_loss · (alpha / num_tokens) · (fi[e] - part[t]) / (1e-20 + sum[t]),  0 where sum[t] = 0
 
 which is alpha · Σ_e fi[e] · P[e] with P[e] the mean of scores[t, e] / (1e-20 + sum[t]) over tokens. scores float32
-(num_tokens, num_experts), fi float32 (num_experts), loss and grad_loss float32 (). fi counts, so nothing flows back
-through it.
+(num_tokens, num_experts), fi float32 (num_experts), loss and grad_loss float32 (). fi holds counts, so it gets no
+gradient.
 
-A thread block has some tokens, a warp for each, and a thread four consecutive experts of every 128:
+A thread block takes four tokens, one warp each, and a thread takes four consecutive experts of every 128:
 
     token 0    [ thread 0 | thread 1 | … | thread 31 | thread 0 | … ]      each field 4 experts, one 16-byte load
     token 1    [ thread 32 | …                                      ]
 
-A second launch, of one thread block, sums the parts. The order of all sums is fixed, so that the bits depend on the
-scores alone:
+A second launch, of one thread block, sums the parts. The order of all sums is fixed, so that the bits of the loss
+depend on its inputs alone:
 
     1. Within a token a thread adds its experts, ascending; then the lanes are added in a tree (lane l and l xor 16,
        then 8, 4, 2, 1).
     2. Thread s of 256 adds the parts of tokens s, s + 256, s + 512, …, ascending.
-    3. The lanes of each of the 8 warps are added in such a tree, then the warps, ascending.
+    3. The lanes of each of the 8 warps are added in the same tree, then the warps, ascending.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ MAX_TOKENS = 2**30  # so that no index on the way overflows an int32
 _BLOCK_TOKENS = 4
 """Tokens of a thread block, a warp each. For the gradient, 2 to 8 take the same time on an H200."""
 _SUM_THREADS = 256
-"""Threads of the block that sums the parts; they decide the order of the sum."""
+"""Threads of the block that sums the parts. Their number decides the order of the sum."""
 _PARTS_IN_FLIGHT = 32
 """Parts that a thread of that block loads before it adds the first."""
 
@@ -66,7 +66,7 @@ def _aux_loss_parts_kernel(num_experts: int, arch: Arch) -> Any:
             first = block * _BLOCK_TOKENS
             _, _, sums, dots = load_and_sum(scores, fi, first, _BLOCK_TOKENS)
             for t in T.Parallel(_BLOCK_TOKENS):
-                if first + t < num_tokens:  # a division of the zeros beyond would take longer
+                if first + t < num_tokens:  # dividing the zeros past the last token takes longer
                     dots[t] = dots[t] / (T.float32(1e-20) + sums[t])
             T.copy(dots, parts[first : first + _BLOCK_TOKENS])
 
@@ -132,7 +132,7 @@ def _aux_loss_bwd_kernel(num_experts: int, arch: Arch) -> Any:
             scale = grad_loss[0] * (alpha / T.cast(num_tokens, "float32"))
             values, factors, sums, dots = load_and_sum(scores, fi, first, _BLOCK_TOKENS)
             for t, e in T.Parallel(*values.shape):
-                # 1 for tokens beyond the last, as a division by their 1e-20 would take longer.
+                # 1 past the last token, where a division by 1e-20 would take longer.
                 divisor = T.if_then_else(first + t < num_tokens, T.float32(1e-20) + sums[t], T.float32(1))
                 gradient = (factors[t, e] - dots[t] / divisor) / divisor * scale
                 values[t, e] = T.if_then_else(sums[t] == T.float32(0), T.float32(0), gradient)
@@ -203,7 +203,7 @@ def aux_loss(scores: Tensor, fi: Tensor, alpha: float = 1.0) -> Tensor:
 
 @replayable
 def aux_loss_bwd(grad_loss: Tensor, scores: Tensor, fi: Tensor, alpha: float = 1.0) -> Tensor:
-    """Gradient of `aux_loss` by scores; fi counts as a constant.
+    """Gradient of `aux_loss` with respect to scores; fi is a constant.
 
     grad_scores[t, e] = grad_loss · (alpha / num_tokens) · (fi[e] - part[t]) / (1e-20 + Σ_e scores[t, e]), where
     part[t] = Σ_e fi[e] · scores[t, e] / (1e-20 + Σ_e scores[t, e]). A token whose scores sum to 0 adds nothing to the
@@ -211,7 +211,7 @@ def aux_loss_bwd(grad_loss: Tensor, scores: Tensor, fi: Tensor, alpha: float = 1
 
     Args:
         grad_loss: float32 ().
-        scores, fi, alpha: What `aux_loss` was given.
+        scores, fi, alpha: The arguments of `aux_loss`.
 
     Returns:
         float32 (num_tokens, num_experts).

@@ -1,16 +1,15 @@
-"""group_count: how often each group is chosen.
+"""group_count: how often each group occurs in a tensor of indices.
 
     count[g] = number of (t, k) with group_idx[t, k] = g
 
-group_idx int64 or int32 (num_tokens, num_topk), count int32 (num_groups). `aux_fi` is the same kernel with another last
-step.
+group_idx int64 or int32 (num_tokens, num_topk), count int32 (num_groups). `aux_fi` differs in the last step only.
 
 One launch of one cluster, whatever the number of pairs. Its thread blocks take turns with the pairs and count them in
-shared memory. Then each sends every other one its counts of some groups, and sums what it received. These are sums of
-integers, so the result depends neither on the number of blocks nor on the order of the atomic additions.
+shared memory. Then each block sends its counts to the blocks that own the groups, and adds up those that it receives.
+These are sums of integers, so the result depends neither on the number of blocks nor on the order of the atomics.
 
     pairs     [ block 0 | block 1 | … | block C-1 | block 0 | block 1 | … ]
-    counts    block 0 … C-1, num_groups each      ──►      block b: groups b · ⌈num_groups / C⌉ and on, from all C
+    counts    block 0 … C-1, num_groups each      ──►      block b: the b-th share of the groups, from all C blocks
 """
 
 from dataclasses import dataclass
@@ -56,8 +55,8 @@ class GroupCountConfig:
         return GroupCountConfig(16 if arch.sm in (90, 100, 103) and num_sms > 120 else 8)
 
 
-# Blocks write into each other's shared memory, which TileLang does not see: so barriers are written out, and no memory
-# is reused.
+# Blocks write into each other's shared memory, which TileLang does not see. So the barriers are explicit, and shared
+# memory is not reused.
 @kernel(pass_configs={**DIRECT_COPIES, "tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True})
 def _group_count_kernel(
     num_groups: int, idx_dtype: torch.dtype, as_fi: bool, config: GroupCountConfig, arch: Arch
@@ -66,7 +65,7 @@ def _group_count_kernel(
     import tilelang.language as T
 
     threads, rounds, cluster_size = config.threads, config.rounds, config.cluster_size
-    share = align(ceil_div(num_groups, cluster_size), 4)  # 16 bytes, which T.copy_cluster sends at once
+    share = align(ceil_div(num_groups, cluster_size), 4)  # in units of 16 bytes, which T.copy_cluster sends at once
     num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
 
     @T.prim_func
@@ -93,7 +92,7 @@ def _group_count_kernel(
                         T.atomic_add(counts[T.cast(groups[u, i], "int32")], 1)
             T.sync_threads()
             if cluster_size > 1:
-                T.cluster_wait()  # All blocks have started, so that their shared memory may be written.
+                T.cluster_wait()  # All blocks have started: their shared memory may be written.
                 for rank in T.unroll(ceil_div(num_groups, share)):
                     first, place = rank * share, block * share
                     T.copy_cluster(counts[first : first + share], received[place : place + share], dst_block=rank)
@@ -106,7 +105,7 @@ def _group_count_kernel(
                     total = total + terms[rank * share + i]
                 if block * share + i < num_groups:
                     if as_fi:
-                        # A long product, as num_tokens · num_topk · num_groups may take more than 31 bits.
+                        # Products in int64: num_tokens · num_topk · num_groups may take more than 31 bits.
                         num_pairs = T.cast(T.cast(num_tokens, "int64") * num_aux_topk, "float32")
                         out[block * share + i] = T.cast(T.cast(total, "int64") * num_groups, "float32") / num_pairs
                     else:
@@ -116,7 +115,7 @@ def _group_count_kernel(
 
 
 def launch_group_count(group_idx: Tensor, num_aux_topk: int | None, out: Tensor) -> None:
-    """Count into `out`; as `aux_fi` does if `num_aux_topk` is given."""
+    """Write the counts to `out` as int32, or as `aux_fi` in float32 if `num_aux_topk` is given."""
     if group_idx.numel() == 0:
         out.zero_()
         return
@@ -148,9 +147,9 @@ def _group_count_out(group_idx: Tensor, out: Tensor) -> None:
 
 @replayable
 def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
-    """Count how often each group stands in `group_idx`.
+    """Count how often each group occurs in `group_idx`.
 
-    An index that is negative, or not below `num_groups`, is of no group; with TK_DEBUG=1 the latter raises.
+    An index outside 0 … num_groups-1 counts for no group; with TK_DEBUG=1, one of num_groups or more raises.
 
     Args:
         group_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.

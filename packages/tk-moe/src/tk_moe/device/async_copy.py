@@ -1,6 +1,6 @@
 """Bulk stores, and stores to other blocks of a cluster, whose bytes an mbarrier in shared memory counts.
 
-Arguments named `barrier`, `here` and `there` are pointers, such as T.access_ptr gives.
+Arguments named `barrier`, `here` and `there` are pointers, as from T.access_ptr.
 """
 
 from typing import Any
@@ -11,28 +11,28 @@ _ASYNC_COPY = Header(__file__)
 
 
 def init_mbarrier(barrier: Any) -> Any:
-    """Initialize an mbarrier for one arrival; by one thread, before a barrier of all threads."""
+    """Initialize an mbarrier that expects one arrival. One thread calls this, before a barrier of all threads."""
     return _ASYNC_COPY.call("handle", "tk_init_mbarrier", barrier)
 
 
 def expect_bytes(barrier: Any, num_bytes: Any) -> Any:
-    """Arrive at an mbarrier, which opens once so many bytes have arrived too; by one thread."""
+    """Arrive at an mbarrier, whose phase completes once `num_bytes` bytes have arrived too. One thread calls this."""
     return _ASYNC_COPY.call("handle", "tk_expect_bytes", barrier, num_bytes)
 
 
 def send_to_cluster(there: Any, here: Any, barrier: Any, rank: Any) -> Any:
-    """Store 16 bytes of this block's shared memory to that of block `rank`, whose mbarrier counts them.
+    """Store 16 bytes of this block's shared memory to that of block `rank` of the cluster, whose mbarrier counts them.
 
-    That mbarrier must have been initialized: a barrier of the cluster comes before.
+    Block `rank` must have initialized its mbarrier: a cluster barrier is needed before the first store.
     """
     return _ASYNC_COPY.call("handle", "tk_send_to_cluster", there, here, barrier, rank)
 
 
 def wait_for_cluster(barrier: Any) -> Any:
-    """Wait until the mbarrier's first phase is complete, in which other blocks of the cluster have sent."""
+    """Wait until the first phase of this block's mbarrier completes: all bytes that it expects have arrived."""
     return _ASYNC_COPY.call("handle", "tk_wait_for_cluster", barrier)
 
 
 def bulk_store(there: Any, here: Any, num_bytes: Any) -> Any:
-    """Start to store bytes of shared memory to global memory: TileLang's own function, which has no name in Python."""
+    """Start a bulk store from shared to global memory, by a function of TileLang that has no name in Python."""
     return builtin("handle", "tl::tma_store", there, here, num_bytes)

@@ -1,4 +1,4 @@
-"""expand_to_fused: each token's row to its positions in the experts' segments; expand_to_fused_with_sf: its factors.
+"""expand_to_fused: copies tokens' rows to their positions in the experts' segments; _with_sf: also their scale factors.
 
     out[token_topk_to_pos[t, k]] = x[t]     for every position that is not negative
     out[p] = 0                              where pos_to_expert[p] < 0 (padding)
@@ -8,7 +8,7 @@ out (num_expanded_tokens, hidden).
 
 One launch writes every row once. Of G thread blocks, block b loads row b of x, up to four 16-byte vectors per thread at
 a time, and stores it to its positions. Then it zeroes the padding among the rows b, b + G, b + 2G, … Padding comes in
-runs, at the end of each segment and after the last one, and so as many blocks share a run as it has rows.
+runs, at the end of each segment and after the last one, so that different blocks zero neighbouring rows of a run.
 
     x      row b             [ thread 0 | thread 1 | … | thread 0 | … ]      each field one vector
     out    row pos[b, 0]     [ thread 0 | thread 1 | …                ]
@@ -19,10 +19,10 @@ Many long rows without scale factors move by bulk copies instead (lib/expand_to_
 where reads and writes mix, so a thread block loads as much of x as a third of an SM's shared memory holds, and stores
 nothing before all of it has arrived. All blocks get equal shares, in whole waves.
 
-    x       pieces b, b + G, b + 2G, ... ──shared memory──> each to the same columns of its positions
+    x       pieces b, b + G, b + 2G, ... ──shared memory──> each to the same columns of the token's positions
 
-Scale factors are copied along with their rows. More than a few columns in column-major order would be scattered in
-stores of 4 bytes: instead the launch notes the token of each row, and a second one gathers the factors by tiles.
+Scale factors are copied along with their rows. In column-major order, more than a few columns would mean scattered
+4-byte stores. Instead, the launch records the token of each row, and a second launch gathers the factors in tiles.
 """
 
 import torch
@@ -44,7 +44,7 @@ from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, gathe
 _E2M1_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)  # two FP4 codes a byte
 _QUANTIZED_DTYPES = (torch.float8_e4m3fn, *_E2M1_DTYPES)
 
-# Dtypes that a kernel takes as they are; a row of any other is the same bytes under the carrier of its width.
+# Dtypes that a kernel takes as they are. A tensor of any other is viewed in the carrier dtype of the same width.
 _NATIVE_DTYPES = frozenset(
     (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int8, torch.uint8, torch.float8_e4m3fn)
 )
@@ -52,7 +52,7 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _as_carrier(x: Tensor) -> Tensor:
-    """x itself in a dtype that kernels take, else its bytes."""
+    """x itself if kernels take its dtype, else a view of it in the carrier dtype."""
     return x if x.dtype in _NATIVE_DTYPES else x.view(_CARRIERS[x.dtype.itemsize])
 
 
@@ -136,17 +136,17 @@ def expand_to_fused_with_sf(
     pos_to_expert: Tensor,
     use_tma_aligned_col_major_sf: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`expand_to_fused` of a quantized pair: rows and their scale factors in one launch.
+    """`expand_to_fused` of a quantized pair: copy rows together with their scale factors.
 
     Args:
         x: (data, sf). data (num_tokens, hidden) float8_e4m3fn, or (num_tokens, hidden / 2) int8, uint8 or
             float4_e2m1fn_x2 with two e2m1 codes a byte, contiguous. sf row-major, one factor for `num_per_channels`
-            columns of a row: float32 (num_tokens, C), C = ceil(hidden / num_per_channels), or packed UE8M0 int32
+            channels of a row: float32 (num_tokens, C), C = ceil(hidden / num_per_channels), or packed UE8M0 int32
             (num_tokens, ceil(C / 4)).
         num_per_channels: 32 or 128.
         token_topk_to_pos, pos_to_expert: as in `expand_to_fused`.
-        use_tma_aligned_col_major_sf: give sf' column major, strides (1, align(num_expanded_tokens, 4)); packed factors
-            need it.
+        use_tma_aligned_col_major_sf: return sf' column-major, with strides (1, align(num_expanded_tokens, 4)); required
+            for packed factors.
 
     Returns:
         (data', sf') with num_expanded_tokens rows; in padding rows both are zero. sf' is contiguous without the flag.

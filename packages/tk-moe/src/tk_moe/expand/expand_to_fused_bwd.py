@@ -16,10 +16,10 @@ from tk_moe.reduce.reduce_fused import _INPUT_DTYPES, _reduce_fused_out
 
 @replayable
 def expand_to_fused_bwd(grad_rows: Tensor, token_topk_to_pos: Tensor) -> Tensor:
-    """Gradient by x of `expand_to_fused(x, token_topk_to_pos, pos_to_expert)`: x's copies' gradients, added up.
+    """Gradient of `expand_to_fused` with respect to x: each token's sum of the gradients of its copies.
 
-    The sum is over the slots from the first to the last, in float32, rounded once more to the dtype of grad_rows. Rows
-    of padding, which no position names, are not read.
+    The slots are added from the first to the last in float32, and the sum is rounded to the dtype of grad_rows. Rows of
+    padding, which no position names, are not read.
 
     Args:
         grad_rows: (num_expanded_tokens, hidden) bfloat16 or float32, contiguous, hidden % 64 == 0. (`expand_to_fused`

@@ -1,18 +1,18 @@
-"""gate_weights_bwd: from the gradient of a gate's weights to that of its logits, in one launch.
+"""gate_weights_bwd: the gradient of a gate's logits from the gradient of its weights, in one launch.
 
 The weights of a token are w = s / D · factor, with s = scoring_func(logits)[idx] and D = max(Σ s, 1e-20), or 1 without
-renormalization. With g = grad_weights · factor,
+renormalization. With x = logits and g = grad_weights · factor,
 
     grad_s[k] = g[k] / D                                where D is constant: 1, or 1e-20
-              = Σ over j of (g[k] - g[j]) · s[j]/D / D  else; as (g - Σ g·s/D) / D, but nothing cancels
-    grad_x[e] = Σ grad_s[k] · s'(x[e])                  over the slots k with idx[k] = e: 0 for what is not chosen
+              = Σ over j of (g[k] - g[j]) · s[j]/D / D  else; equal to (g[k] - Σ g·s/D) / D, without its cancellation
+    grad_x[e] = Σ grad_s[k] · s'(x[e])                  over the slots k with idx[k] = e; 0 if e is not chosen
     grad_x[e] = p[e] · (Σ grad_s[k] - Σ grad_s·s)       softmax; the second Σ, over all slots, is 0 unless D is constant
 
 grad_weights float32 and idx int64 or int32 (num_tokens, num_topk), logits and grad_logits bfloat16 or float32
 (num_tokens, num_experts), float32 in between. Indices outside 0 … num_experts-1 are ignored.
 
-A warp takes a token, lane k its k-th slot. The warp first writes the whole row as if no expert were chosen, zeros or
--p·Σ; then each slot overwrites its own element. If several slots have the same expert, they are first added in order.
+Each warp handles one token, lane k its k-th slot. The warp first writes the whole row as if no expert were chosen:
+zeros or -p·Σ. Then each lane overwrites its expert's element. Slots with the same expert are added in order before.
 """
 
 from typing import Any
@@ -30,13 +30,13 @@ from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TO
 from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 
-# Thread level: lanes find those with the same expert by a match instruction, as tiles cannot. Not timed as tiles.
-# Every access has a guard of its own.
+# Written per thread: a match instruction finds lanes with equal experts, as tiles cannot. No tile version was timed.
+# Every access has its own guard, so TileLang need not add any.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _gate_weights_bwd_kernel(
     num_experts: int, num_topk: int, dtype: torch.dtype, options: GateOptions, alignment: int, arch: Arch
 ) -> Any:
-    """`alignment` of the rows of logits and grad_logits is in bytes."""
+    """Rows of logits and grad_logits are aligned to `alignment` bytes."""
     import tilelang.language as T
 
     from tk_moe.lib.scores import clamped, load_logits, score, slope, softmax_score, softmax_sums
@@ -50,7 +50,7 @@ def _gate_weights_bwd_kernel(
 
     @T.macro
     def subtract_mean(grad: T.Buffer, weight: T.float32) -> None:
-        # Σ over the slots j of (grad - grad[j]) · weight[j]; the weights add up to 1.
+        # grad = Σ over the slots j of (grad - grad[j]) · weight[j]; the weights add up to 1.
         difference, total = T.alloc_var("float32"), T.alloc_var("float32")
         total = T.float32(0)
         for k in T.unroll(num_topk):
@@ -60,7 +60,7 @@ def _gate_weights_bwd_kernel(
 
     @T.macro
     def add_up(grad: T.Buffer, expert: T.int32, lane: T.int32) -> None:
-        # Slots with the same expert get their sum, in the order of the slots.
+        # Slots with the same expert all get the sum of their gradients, added in the order of the slots.
         peers = T.alloc_var("uint32")
         term, total = T.alloc_var("float32"), T.alloc_var("float32")
         peers = T.match_any_sync(expert)  # occupies the whole SM for 2 cycles per distinct value
@@ -132,7 +132,7 @@ def _gate_weights_bwd_kernel(
                         for v in T.vectorized(vector):
                             grad_logits[token, (c * 32 + lane) * vector + v] = row[c * vector + v]
                 add_up(grad, expert, lane)
-                # The row is written before the slots' elements.
+                # The stores of the whole row come before the stores that overwrite the slots' elements.
                 T.sync_warp()
                 if expert >= 0:
                     if is_softmax:
@@ -177,19 +177,19 @@ def gate_weights_bwd(
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
 ) -> Tensor:
-    """Gradient of a gate's logits from that of the weights that it gave: of `topk_gate_with_weights` and `hash_gate`
-    with the same options, and of `top2_sum_gate`, which always renormalizes.
+    """Gradient of a gate's logits from the gradient of the weights that the gate returned.
 
-    The choice of experts and the bias have no gradient. Below 1e-20 the sum that divides the weights is a constant.
-    The slope of sqrtsoftplus where the score is 0 is 0.
+    The gate is `topk_gate_with_weights` or `hash_gate` with the same options, or `top2_sum_gate`, which always
+    renormalizes. The choice of experts and the bias have no gradient. A sum of scores below 1e-20, which is raised to
+    1e-20, is a constant. Where a sqrtsoftplus score is 0, its slope is 0.
 
     Args:
         grad_weights: float32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
         logits: bfloat16 or float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
-        topk_idx: int64 or int32 (num_tokens, num_topk), contiguous: experts as the logits count them, that is before
-            `top2_sum_gate` maps them to physical ones or to ranks (its `unmapped_topk_idx`). An index that is none of 0
-            to num_experts-1 is ignored with its gradient: no expert, or a shared one, whose weight is constant.
-        scoring_func: The gate's, as are the next two.
+        topk_idx: int64 or int32 (num_tokens, num_topk), contiguous: columns of logits, that is, experts before
+            `top2_sum_gate` maps them to physical ones or to ranks (its `unmapped_topk_idx`). An index outside 0 …
+            num_experts-1 is ignored with its gradient: it is no expert, or a shared one, whose weight is constant.
+        scoring_func: The gate's scoring function. The next two arguments are also as the gate had them.
         renormalize: Whether weights were divided by their sum.
         routed_scaling_factor: The factor of the weights.
 

@@ -1,4 +1,4 @@
-"""hash_gate: a token's experts from a table by its id, their weights from its logits, in one launch.
+"""hash_gate: looks up a token's experts in a table by token id, and weighs them by the token's logits, in one launch.
 
     idx     = table[token_ids[t]]
     scores  = scoring_func(logits[t])[idx]                                    float32
@@ -63,7 +63,7 @@ def hash_gate(
 ) -> tuple[Tensor, Tensor]:
     """Look up each token's experts by its id and weigh them by the scores of its logits.
 
-    topk_idx = table[token_ids]; a weight is scoring_func(logits)[expert] in float32, divided by max(Σ of the token's,
+    topk_idx = table[token_ids]; weights are scoring_func(logits)[topk_idx] in float32, divided by max(the token's sum,
     1e-20) if `renormalize`, times `routed_scaling_factor`. `gate_weights_bwd` is the backward of the weights.
 
     Args:
@@ -75,7 +75,7 @@ def hash_gate(
         scoring_func: Any ScoringFunc, or its name; softmax is over all experts.
         renormalize: Whether to divide by the sum of the token's scores.
         routed_scaling_factor: Factor of the weights, applied last.
-        mask: bool (num_tokens), contiguous: tokens to route; the others, padding, get indices -1 and weights 0.
+        mask: bool (num_tokens), contiguous: False for padding tokens, which get indices -1 and weights 0.
         idx_dtype: torch.int64 or torch.int32.
 
     Returns:

@@ -1,11 +1,11 @@
-"""top2_sum_gate: scores of a token's logits, its best groups of experts, its best experts in those, and their weights.
+"""top2_sum_gate: scores a token's logits, keeps the best groups of experts, and chooses and weighs the best in those.
 
     rank      = scoring_func(logits[t]) + bias                        softmax: logits[t] + bias
     groups    = the num_topk_groups with the largest sum of their two best ranks; the others' ranks become -∞
     selection = argsort(rank, descending, stable)[:num_topk]          or given: unmapped_topk_idx[t]
     weights   = score / max(Σ score, 1e-20) · routed_scaling_factor   (scores of the selection, without bias)
 
-then num_shared_experts more slots, a physical copy of each expert, and the view of a tensor-parallel rank.
+Then num_shared_experts slots follow, and experts are mapped to physical copies and to a tensor-parallel rank's indices.
 
 logits float32 (num_tokens, num_experts), bias float32 (num_experts), topk_idx int64 and topk_weights float32
 (num_tokens, num_slots).
@@ -32,7 +32,7 @@ MAX_EXTRA_EXPERTS = 32767
 
 
 def _of_the_reference(call: Any) -> dict[str, Any]:
-    """The arguments that the reference takes one by one, from the operator's lists of them."""
+    """The arguments that the reference takes one by one, from the operator's lists `sizes` and `ranks`."""
     sizes = dict(zip(("num_topk", "num_topk_groups", "num_groups", "num_shared_experts"), call.sizes))
     ranks = dict(zip(("ep_rank", "num_ep_ranks", "tp_rank", "num_tp_ranks"), call.ranks))
     scoring_func = ScoringFunc(call.scoring_func)
@@ -151,7 +151,7 @@ def top2_sum_gate(
     logical_count: Tensor | None = None,
     unmapped_topk_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Route tokens: the best groups of experts by their two best, the best experts in those, weights, physical copies.
+    """Route tokens: keep the best groups of experts, weigh the best experts in them, and map these to physical copies.
 
     Names and formulas are those of DeepSeek's TileKernels 1.0.0. For each token t:
 
@@ -174,12 +174,12 @@ def top2_sum_gate(
         logits: float32 (num_tokens, num_experts), contiguous, at most 1024 experts.
         bias: float32 (num_experts), contiguous.
         num_topk: Experts per token; with the shared ones at most 32.
-        num_topk_groups, num_groups: Groups kept and groups in all; both 0 for none. Where they differ, at most 32
+        num_topk_groups, num_groups: Groups kept and groups in all; both 0 for no groups. Where they differ, at most 32
             groups, of 2 experts or more.
         use_shared_as_routed, num_shared_experts: If set, 1 or 2 shared experts (S) take slots; S divides num_topk,
             num_topk / S divides num_experts.
         routed_scaling_factor: Factor of the weights, except those of shared experts.
-        ep_rank, num_ep_ranks, tp_rank, num_tp_ranks: This rank in expert and in tensor parallelism, and their numbers.
+        ep_rank, num_ep_ranks, tp_rank, num_tp_ranks: Index and number of ranks in expert and tensor parallelism.
         scoring_func: SIGMOID, SQRTSOFTPLUS or SOFTMAX, or its name.
         mask: bool (num_tokens), False for padding.
         fix_routing_mask: bool (num_tokens), True where the routing is given.

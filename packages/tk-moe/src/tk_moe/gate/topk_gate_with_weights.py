@@ -60,8 +60,8 @@ def topk_gate_with_weights(
 
     With scores = scoring_func(logits), computed in float32 (NaN and infinity included), experts are ranked by
     scores + bias; by logits + bias for softmax. The order is that of `topk_gate`: best first, NaN above +∞, among
-    equals the smaller index first. A weight is the expert's score without bias, divided by max(Σ of the chosen, 1e-20)
-    if `renormalize`, times `routed_scaling_factor`. `gate_weights_bwd` is the backward of the weights.
+    equals the smaller index first. A weight is the expert's score without bias, divided by max(sum of the chosen
+    scores, 1e-20) if `renormalize`, times `routed_scaling_factor`. `gate_weights_bwd` is the backward of the weights.
 
     Args:
         logits: bfloat16 or float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
@@ -70,7 +70,7 @@ def topk_gate_with_weights(
         bias: float32 (num_experts), contiguous, or None for zeros. It does not enter the weights.
         renormalize: Whether to divide by the sum of the chosen scores.
         routed_scaling_factor: Factor of the weights, applied last.
-        mask: bool (num_tokens), contiguous: tokens to route; the others, padding, get indices -1 and weights 0.
+        mask: bool (num_tokens), contiguous: False for padding tokens, which get indices -1 and weights 0.
         idx_dtype: torch.int64 or torch.int32.
 
     Returns:

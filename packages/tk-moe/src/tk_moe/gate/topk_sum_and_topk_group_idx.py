@@ -5,8 +5,8 @@
 
 scores float32 (num_tokens, num_groups, num_experts_per_group), out int64 (num_tokens, num_topk_groups).
 
-A warp takes a token. Each group has the same number of lanes, a power of two, which agree on its best scores by
-shuffles. Then the lanes of each group count the groups ahead of it, and its first lane stores it in that place.
+Each warp handles one token. Each group has the same number of lanes, a power of two, which agree on its best scores by
+shuffles. Then the lanes of a group count the groups ahead of it, and its first lane stores the group in that place.
 """
 
 from typing import Any
@@ -25,13 +25,13 @@ from tk_moe.lib.gate_kernel import MAX_EXPERTS, WARPS
 MAX_GROUPS = 32
 
 
-# Thread level: groups are ranked by shuffles among lanes, for which tiles have no operation. Not timed as tiles.
-# Every access has a guard of its own.
+# Written per thread: shuffles rank the groups, for which tiles have no operation. No tile version has been timed.
+# Every access has its own guard, so TileLang need not add any.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _topk_sum_kernel(
     num_groups: int, group_size: int, num_topk_sum: int, num_topk_groups: int, alignment: int, arch: Arch
 ) -> Any:
-    """`alignment` of each group's scores is in bytes."""
+    """The scores of each group are aligned to `alignment` bytes."""
     import tilelang.language as T
 
     from tk_moe.lib import selection

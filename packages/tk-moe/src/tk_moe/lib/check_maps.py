@@ -1,4 +1,4 @@
-"""Checks of the maps between tokens and their positions in the experts' segments."""
+"""Checks of the maps between (token, slot) pairs and their positions, which are rows of the experts' segments."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from tk_core import check
 def check_positions(
     token_topk_to_pos: Tensor, num_tokens: int | str, num_expanded_tokens: int, device: torch.device
 ) -> torch.Size:
-    """Check int32 (num_tokens, num_topk) positions; their shape. With TK_DEBUG, one past the last row is an error."""
+    """Check int32 (num_tokens, num_topk) positions and return their shape; TK_DEBUG=1 rejects any past the last row."""
     expected = num_tokens, "num_topk"
     shape = check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), expected, device=device)
     check.require(shape[1] >= 1, "token_topk_to_pos", "at least one slot a token", shape[1])
@@ -19,12 +19,12 @@ def check_positions(
 
 
 def check_experts(pos_to_expert: Tensor, device: torch.device) -> int:
-    """Check int32 (num_expanded_tokens,) experts of positions; their number."""
+    """Check pos_to_expert, int32 (num_expanded_tokens,), and return num_expanded_tokens."""
     return check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), ("num_expanded_tokens",), device=device)[0]
 
 
 def check_each_once(token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> None:
-    """With TK_DEBUG: raise unless the positions are exactly the rows that belong to an expert, each once."""
+    """With TK_DEBUG=1: raise unless each row with an expert is a position exactly once, and no other row is one."""
     if not check.reads_data(pos_to_expert):
         return
     num_expanded_tokens = pos_to_expert.shape[0]

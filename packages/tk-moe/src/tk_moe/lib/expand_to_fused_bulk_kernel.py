@@ -1,4 +1,4 @@
-"""The kernel of expand_to_fused with bulk copies, for many long rows; expand_to_fused.py describes the tiling."""
+"""The bulk-copy kernel of expand_to_fused, for many long rows; expand_to_fused.py describes the tiling."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -20,9 +20,9 @@ class BulkConfig:
     """How one thread block copies its part of x."""
 
     pieces_per_row: int
-    """Number of pieces of equal size in which a row is copied."""
+    """Pieces of equal size that a row is split into; each is one bulk copy."""
     stages: int
-    """Pieces that fit in a thread block's shared memory; at most one per thread, which loads it."""
+    """Pieces that a thread block holds in shared memory: at most one per thread, since thread i loads piece i."""
 
     threads = 128
     blocks_per_sm = 3
@@ -33,9 +33,10 @@ class BulkConfig:
     @staticmethod
     @cache
     def best(row_bytes: int, arch: Arch) -> "BulkConfig | None":
-        """Large pieces, as many as fit; None where bulk copies are slower or no piece of good size divides a row.
+        """The configuration for rows of `row_bytes`; None if bulk copies are slower or no piece size fits.
 
-        Measured on an H200 for rows of 2 KiB and more. Long phases of reading need a large shared memory.
+        Pieces are as large as possible, from 2 to 4 KiB, with as many stages as fit. Measured on an H200 for rows of
+        2 KiB and more. Long phases of reading need a large shared memory.
         """
         has_room = arch.has_tma and arch.max_shared_memory >= 200 * _KIB
         if not has_room or row_bytes < BulkConfig.max_piece_bytes or row_bytes % 16:
@@ -49,11 +50,11 @@ class BulkConfig:
 
     @staticmethod
     def pays(num_tokens: int, num_topk: int, num_expanded_tokens: int) -> bool:
-        """Whether there are enough tokens to fill all thread blocks, and not too many rows of padding."""
+        """Whether there are enough tokens to fill all thread blocks, and at most two rows per (token, slot) pair."""
         return num_tokens >= 1024 and num_expanded_tokens <= 2 * num_tokens * num_topk
 
     def deal(self, num_tokens: int, num_sms: int) -> tuple[int, int]:
-        """`(num_blocks, pieces_per_block)`, the latter at most; SMs get equal shares, in full waves."""
+        """`(num_blocks, most pieces of a block)`: the blocks run in full waves, with equal shares of the pieces."""
         num_pieces, slots = num_tokens * self.pieces_per_row, num_sms * self.blocks_per_sm
         pieces_per_block = ceil_div(num_pieces, slots * ceil_div(num_pieces, slots * self.stages))
         return ceil_div(num_pieces, pieces_per_block), pieces_per_block

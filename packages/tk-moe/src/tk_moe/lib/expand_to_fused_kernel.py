@@ -31,8 +31,7 @@ class ExpandConfig:
     def best(num_vectors: int, has_sf: bool, arch: Arch) -> "ExpandConfig":
         """The configuration for rows of `num_vectors` vectors: 4 per thread at a time, up to 256 threads.
 
-        Rows with scale factors are short and get as many threads as they have vectors, because a gathering block has to
-        search all positions.
+        Rows with scale factors are short and get as many threads as they have vectors, up to 256.
         """
         chunk = ceil_div(num_vectors, ceil_div(num_vectors, 256 * 4))
         vectors_per_thread = ceil_div(chunk, 256) if has_sf else min(4, ceil_div(chunk, 32))
@@ -40,7 +39,7 @@ class ExpandConfig:
 
     @staticmethod
     def num_blocks(num_tokens: int, num_expanded_tokens: int) -> int:
-        """One thread block per token; more where there is much padding, so that up to a few thousand share it."""
+        """One thread block per token, or more to share padding: one per 2 rows up to 2048, and one per 8 at least."""
         enough = ceil_div(num_expanded_tokens, ExpandConfig.max_padding_rows)
         return max(num_tokens, min(ceil_div(num_expanded_tokens, 2), 2048), enough)
 
@@ -63,7 +62,7 @@ def expand_kernel(
 ) -> Any:
     """Copy rows of `cols` elements and, unless `sf_dtype` is None, their `sf_cols` scale factors.
 
-    If it `numbers_rows`, a row of out_sf gets 1 + its token, and 0 in padding, in the place of factors.
+    With `numbers_rows`, out_sf gets numbers instead of factors: 1 + the token of a row, or 0 for a row of padding.
     """
     import tilelang.language as T
 
@@ -117,9 +116,9 @@ def expand_kernel(
 
 @kernel(pass_configs=DIRECT_COPIES)
 def gather_factors_kernel(sf_cols: int, sf_dtype: torch.dtype, arch: Arch) -> Any:
-    """Gather rows of scale factors into column-major ones, by tiles of 64 rows and 32 columns.
+    """Gather the scale factors of each row from row-major sf into column-major out, in tiles of 64 rows by 32 columns.
 
-    `numbers` has 1 + the token of each row, or 0 for a row of zeros.
+    `numbers` holds 1 + the token of each row, or 0 for a row of padding, whose factors become 0.
     """
     import tilelang.language as T
 
@@ -132,7 +131,7 @@ def gather_factors_kernel(sf_cols: int, sf_dtype: torch.dtype, arch: Arch) -> An
         out: T.StridedTensor((num_rows, sf_cols), (1, T.dynamic("out_col_stride")), sf_dtype),
     ) -> None:
         with T.Kernel(T.ceildiv(num_rows, 64), ceil_div(sf_cols, 32), threads=256) as (block, part):
-            tile = T.alloc_shared((64, 33), sf_dtype)  # a column more, so that those of a column are in all banks
+            tile = T.alloc_shared((64, 33), sf_dtype)  # 33, so that a column is read without bank conflicts
             for r, c in T.Parallel(64, 32):
                 row, col = block * 64 + r, part * 32 + c
                 if row < num_rows and col < sf_cols:

@@ -1,7 +1,7 @@
-"""Rows of the experts' segments: copying a token's row to its positions, and zeroing the padding between them.
+"""Macros that copy a token's row to its positions in the experts' segments, and zero the rows of padding.
 
 Padding comes in runs, at the end of each expert's segment and after the last one. Of G thread blocks, block b zeroes
-what is padding among the rows b, b + G, b + 2G, …, so that as many blocks share a run as it has rows.
+the padding among the rows b, b + G, b + 2G, …, so that neighbouring rows of a run are zeroed by different blocks.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import tilelang.language as T
 
 
 def vectors_of_threads(shape: tuple[int, ...], vector: int, threads: int) -> Any:
-    """Layout of a fragment (channels) or (rows, channels): consecutive vectors of channels to consecutive threads."""
+    """Layout of a fragment (channels) or (rows, channels): consecutive threads hold consecutive vectors."""
     channels = shape[-1] // threads
 
     def place(*indices: Any) -> tuple[Any, Any]:
@@ -23,7 +23,7 @@ def vectors_of_threads(shape: tuple[int, ...], vector: int, threads: int) -> Any
 
 @T.macro
 def load_positions(token_topk_to_pos: T.Buffer, token: Any, num_expanded_tokens: Any, pos: T.Buffer) -> None:
-    """The token's positions into a local buffer; -1 for those past the last row."""
+    """Load a token's positions into the local buffer `pos`; a position past the last row becomes -1."""
     for k in T.unroll(pos.shape[0]):
         pos[k] = token_topk_to_pos[token, k]
     for k in T.unroll(pos.shape[0]):
@@ -43,9 +43,9 @@ def copy_row(x: T.Buffer, token: Any, pos: T.Buffer, channels: T.Buffer, out: T.
 
 @T.macro
 def load_experts(pos_to_expert: T.Buffer, block: Any, num_blocks: Any, experts: T.Buffer) -> None:
-    """The experts of the rows that the block checks for padding; 0 past the last row.
+    """Load the experts of the rows block + i · num_blocks, which the block checks for padding; 0 past the last row.
 
-    Into a fragment, early in the kernel, so that nothing waits for them before they are copied to shared memory.
+    They go to a fragment, early in the kernel: the block waits for the loads only when it copies them to shared memory.
     """
     for i in T.Parallel(experts.shape[0]):
         row = block + i * num_blocks
@@ -54,7 +54,7 @@ def load_experts(pos_to_expert: T.Buffer, block: Any, num_blocks: Any, experts: 
 
 @T.macro
 def zero_padding(experts: T.Buffer, block: Any, num_blocks: Any, channels: T.Buffer, out: T.Buffer) -> None:
-    """Zero the rows of out whose expert, in shared memory, is negative, through a fragment of channels."""
+    """Zero row block + i · num_blocks of out where experts[i], in shared memory, is negative; clears `channels`."""
     T.clear(channels)
     for i in T.serial(experts.shape[0]):
         if experts[i] < 0:

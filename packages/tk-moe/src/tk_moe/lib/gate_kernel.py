@@ -1,8 +1,9 @@
-"""The kernel of topk_gate, topk_gate_with_weights and hash_gate: experts chosen or looked up, and their weights.
+"""The kernel of topk_gate, topk_gate_with_weights and hash_gate: it chooses or looks up experts and weighs them.
 
-A warp takes a token. It chooses experts as in packed_selection.py, or where that does not apply as in selection.py, or
-lane k < num_topk looks up the k-th in a table. Then lane k has the k-th expert and computes its score again from the
-logit, and a warp reduction gives the denominator. Of looked-up experts only softmax reads all logits.
+Each warp handles one token. It chooses experts by packed keys (packed_selection.py) or, where these do not apply, full
+keys (selection.py); in hash_gate, lane k < num_topk looks up the k-th expert in a table. Then lane k computes the score
+of the k-th expert again from its logit, and a warp reduction gives the denominator. hash_gate reads all logits for
+softmax only.
 """
 
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ LOGIT_DTYPES = (torch.bfloat16, torch.float32)
 IDX_DTYPES = (torch.int64, torch.int32)
 
 WARPS = 4
-"""Tokens of a thread block of any gate, one per warp: each warp has a scheduler of its own; 8 and 16 are up to 5 %
+"""Warps of a gate's thread block, one token each. With 4, each warp has a scheduler of its own; 8 and 16 are up to 5 %
 slower on an H200, for few tokens and for many."""
 _WARPS_OF_SHORT_SELECTION = 6
-"""For `topk_gate` with packed keys: blocks of 6 do not divide an SM's warps evenly, so that the last ones go to SMs
-that are done sooner, which is 2 % faster."""
+"""For `topk_gate` with packed keys. Blocks of 6 warps do not divide an SM's warp slots evenly, so that the last blocks
+go to the SMs that finish first, which is 2 % faster."""
 _WARPS_OF_LOOKUP = 8
 """For `hash_gate`, which waits more than it computes: 3 % faster than 4 at 8192 tokens (H100), no slower at 128."""
 
@@ -42,18 +43,18 @@ class GateOptions:
     has_bias: bool
     has_weights: bool
     idx_dtype: torch.dtype
-    """Of topk_idx."""
+    """Dtype of topk_idx."""
     token_ids_dtype: torch.dtype | None
-    """Of the ids that experts are looked up by; None where they are chosen."""
+    """Dtype of the ids by which experts are looked up; None where experts are chosen."""
 
 
 def can_pack(num_experts: int, num_topk: int) -> bool:
-    """Whether keys have bits enough for the expert, and lanes seldom win more often than they have sorted keys."""
+    """Whether the expert fits into a packed key, and lanes rarely win more rounds than they have sorted keys."""
     return num_experts <= 256 and num_topk <= 16
 
 
-# Thread level: lanes sort keys among themselves by shuffles, for which tiles have no operation. Not timed as tiles.
-# Every access has a guard of its own.
+# Written per thread: lanes rank keys by shuffles, for which tiles have no operation. No tile version has been timed.
+# Every access has its own guard, so TileLang need not add any.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def gate_kernel(
     num_experts: int,
@@ -65,7 +66,7 @@ def gate_kernel(
     warps: int,
     arch: Arch,
 ) -> Any:
-    """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
+    """Rows of logits are aligned to `alignment` bytes, bias to `bias_alignment` bytes."""
     import tilelang.language as T
 
     from tk_moe.lib.packed_selection import choose_packed
@@ -74,14 +75,14 @@ def gate_kernel(
 
     scoring_func, has_bias = options.scoring_func, options.has_bias
     is_softmax, looks_up = scoring_func is ScoringFunc.SOFTMAX, options.token_ids_dtype is not None
-    # Not for softmax, whose sums take a lane's experts to be consecutive.
+    # Not for softmax: its sums have a fixed order, which takes the experts of a lane to be consecutive.
     is_packed = can_pack(num_experts, num_topk) and not is_softmax and not looks_up
     most = alignment // dtype.itemsize
     if is_packed:
-        most = min(most, 4)  # a lane sorts four keys: neighbouring experts may all be good
+        most = min(most, 4)  # a lane sorts only four keys, and neighbours may all be good
     vector = most if looks_up else lane_vector(num_experts, 32, most)
     per_lane = align(ceil_div(num_experts, 32), vector)
-    # Consecutive experts of a lane: its vectors are 32 vectors apart, or all neighbours.
+    # Consecutive experts of a lane: one vector, with the lane's next one 32 vectors on, or all its experts.
     run_length = vector if is_packed or looks_up else per_lane
     bias_vector = min(vector, bias_alignment // 4)
     num_tokens, vocab_size = T.dynamic("num_tokens"), T.dynamic("vocab_size")
@@ -173,7 +174,7 @@ def launch_gate(
     outputs: tuple[Tensor, Tensor | None],
     lookup: tuple[()] | tuple[Tensor, Tensor] = (),
 ) -> None:
-    """Write topk_idx and, unless it is None, topk_weights. `lookup`: token_ids and table, where no expert is chosen."""
+    """Write `outputs`: topk_idx and topk_weights (or None). `lookup` is (token_ids, table) to look experts up."""
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         return

@@ -24,7 +24,7 @@ class GetFusedMappingConfig:
 
     @property
     def max_pairs(self) -> int:
-        """Most pairs of one launch; a chunk's counts have 16 bits."""
+        """Most pairs that one launch takes; the counts of a chunk are 16-bit."""
         return self.cluster_size * min(self.num_clusters * self.room, 2**16 - 32 * self.num_clusters)
 
     @staticmethod
@@ -51,7 +51,7 @@ class GetFusedMappingConfig:
 
     @staticmethod
     def finds_equals_in_memory(num_experts: int) -> bool:
-        """Whether a warp finds lanes with equal experts by a word per expert in shared memory, as fits up to 512."""
+        """Whether lanes with equal experts find each other by a word per expert in shared memory: it fits up to 512."""
         return num_experts <= 512
 
     def shared_memory_bytes(self, num_experts: int) -> int:

@@ -1,4 +1,4 @@
-"""Launches of kernels that take addresses that are multiples of 16."""
+"""Launches of kernels that need tensors aligned to 16 bytes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from tk_core.views import aligned
 
 
 def launch_aligned(launch: Callable[..., None], *args: Any, outputs: tuple[Tensor | None, ...]) -> None:
-    """Launch a kernel with `aligned` tensors; `outputs` are those of its arguments that it writes."""
+    """Launch a kernel, with aligned copies of tensors that are not aligned; copies of `outputs` are copied back."""
     given = [aligned(x) if isinstance(x, Tensor) else x for x in args]
     launch(*given)
     for x, copy in zip(args, given):

@@ -1,17 +1,17 @@
-"""Top-k for gates without groups, with few chosen of at most 256 experts: by keys that contain the expert's index.
+"""Top-k for gates without groups, for at most 256 experts and small num_topk: a key contains its expert's index.
 
     experts   0 … V-1    V … 2V-1    …   31V … 32V-1   32V … 33V-1   …      (vectors of V, assigned to lanes in turn)
     lane          0          1       …        31            0        …
-    key       int32: the upper bits of the rank's `sort_key`, and in the lower 8 255 minus the expert
+    key       int32: the upper 24 bits of the rank's `sort_key`; the lower 8 are 255 minus the expert
 
 All keys of a token differ, and of equal ranks the smaller index has the larger key. Each lane sorts the best four of
 its keys. A round is one warp-wide maximum, whose lower bits name the winning expert; the lane that held it moves on to
 its next key. After the rounds, lane k takes the winner of round k.
 
-This is approximate in two cases: keys do not order ranks that differ only in the lower bits, and a lane that has won
-four times has no fifth key sorted. If either occurs among the chosen experts and the next one (with normal scores in 3
-of 1000 tokens), neighbouring slots are exchanged where their full sort keys are out of order. The choice is right if
-then all slots are in order and exactly num_topk - 1 experts are ahead of the last one. If not (in 1 of 100000 tokens,
+This is approximate in two cases: keys do not order ranks that differ only in the lower 8 bits, and a lane that has
+won four times has no fifth key sorted. If either occurs among the best num_topk + 1 experts (in 3 of 1000 tokens with
+normal scores), neighbouring slots are exchanged where their full sort keys are out of order. The choice is right if all
+slots are then in order and exactly num_topk - 1 experts are ahead of the last slot. If not (in 1 of 100000 tokens,
 unless many ranks are close), the choice is made again with full keys.
 """
 
@@ -31,13 +31,13 @@ def choose_packed(
 ) -> None:
     """Lane k < num_topk gets the expert with the k-th best rank.
 
-    ranks float32 (per_lane,), of any value where there is no expert; chosen int32 (1,). At most 256 experts.
+    ranks: float32 (per_lane,), any value where the lane has no expert. chosen: int32 (1,). At most 256 experts.
     """
     per_lane = int(ranks.shape[0])
     padded = align(per_lane, 4)
     # Lane k selects the winner of round k by the bits of k.
     bits = (num_topk - 1).bit_length()
-    # The lower bytes of lane 0's keys 0 to 3.
+    # The lower bytes of lane 0's keys 0 to 3. Keys 4 to 7 are of experts 128 further on.
     bytes_of_lane_0 = sum(255 - expert_of(j, 0, vector) << 8 * j for j in range(4))
     numbers = T.alloc_local((2,), "uint32")
     keys = T.alloc_local((padded,), "int32")
@@ -76,7 +76,7 @@ def choose_packed(
     if num_topk > 1:
         above = T.shfl_sync(tops[0], lane - 1)
         is_near = T.cast(tops[0] ^ above, "uint32") < T.uint32(256)
-        # Lane 0 compares with lane 31, which has the last slot if num_topk is a power of two.
+        # A power of two needs no guard: all lanes have slots, and lane 0 compares with the last slot, in lane 31.
         is_doubtful = is_doubtful or (is_near and (num_topk == 1 << bits or (lane > 0 and lane < num_topk)))
     if T.any_sync(is_doubtful) != 0:
         for j in T.unroll(per_lane):
@@ -88,7 +88,7 @@ def choose_packed(
 
 @T.macro
 def _sort_four(keys: T.Buffer, start: T.int32, four: T.Buffer) -> None:
-    """The keys from `start` on, largest first."""
+    """Sort keys[start : start + 4] into `four`, largest first."""
     high, low = T.alloc_local((2,), "int32"), T.alloc_local((2,), "int32")
     for i in T.unroll(2):
         high[i] = T.max(keys[start + 2 * i], keys[start + 2 * i + 1])
@@ -101,12 +101,12 @@ def _sort_four(keys: T.Buffer, start: T.int32, four: T.Buffer) -> None:
 
 @T.macro
 def _best_four(keys: T.Buffer, best: T.Buffer) -> None:
-    """The largest four of a lane's keys, in order; their number is a multiple of 4."""
+    """Write the four largest of a lane's keys to `best`, largest first; the number of keys is a multiple of 4."""
     four, best_of_two = T.alloc_local((4,), "int32"), T.alloc_local((4,), "int32")
     _sort_four(keys, 0, best)
     for group in T.unroll(1, int(keys.shape[0]) // 4):
         _sort_four(keys, 4 * group, four)
-        # A bitonic merge: the larger of opposite keys are the best four, as a bitonic sequence, which is sorted.
+        # Bitonic merge: the maxima of opposite keys are the best four, a bitonic sequence; two steps then sort it.
         for i in T.unroll(4):
             best_of_two[i] = T.max(best[i], four[3 - i])
         for i in T.unroll(2):
@@ -119,7 +119,7 @@ def _best_four(keys: T.Buffer, best: T.Buffer) -> None:
 
 @T.macro
 def _exchange(num_topk: int, lane: T.int32, partner: T.int32, key: T.Buffer, chosen: T.Buffer) -> None:
-    """Exchange the slots of two lanes where they are out of order."""
+    """Exchange the slots, key and expert, of this lane and its partner if they are out of order."""
     other_key, other = T.alloc_var("int32"), T.alloc_var("int32")
     is_behind = T.alloc_var("bool")
     other_key = T.shfl_sync(key[0], partner)
@@ -133,7 +133,7 @@ def _exchange(num_topk: int, lane: T.int32, partner: T.int32, key: T.Buffer, cho
 
 @T.macro
 def _is_right(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, chosen: T.Buffer, right: T.Buffer) -> None:
-    """Exchange neighbouring slots, and tell whether the choice is right, by full sort keys, or NO_KEY."""
+    """Exchange neighbouring slots that are out of order by full sort keys; right[0] says if the choice is now right."""
     per_lane = int(keys.shape[0])
     key = T.alloc_local((1,), "int32")
     winner, place, other_key, other, ahead = (T.alloc_var("int32") for _ in range(5))
@@ -163,7 +163,7 @@ def _is_right(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, chosen:
 def _choose_again(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, chosen: T.Buffer) -> None:
     """Choose by full sort keys, with two warp reductions per round."""
     per_lane = int(keys.shape[0])
-    given = T.alloc_var("uint32")  # a bit for each key that has won
+    given = T.alloc_var("uint32")  # one bit for each key that has won a round
     best, place, expert, top, winner = (T.alloc_var("int32") for _ in range(5))
     given = T.uint32(0)
     for k in T.serial(num_topk):

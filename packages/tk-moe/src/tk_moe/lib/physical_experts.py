@@ -1,16 +1,16 @@
-"""From the expert that a gate chose to its physical copy, and to its number on a tensor-parallel rank; -1 for none."""
+"""Macros that map a chosen expert to its physical copy, and that to its index on a tensor-parallel rank."""
 
 from typing import Any
 
 import tilelang.language as T
 
-# The copies of an expert that consecutive tokens use are this far apart, modulo the number of copies.
+# From one token to the next, the copy of an expert advances by this, modulo the number of copies.
 _COPY_STEP = 23333
 
 
 @T.macro
 def of_copy(to_physical_map: T.Buffer, logical_count: T.Buffer, token: Any, ep_rank: Any, chosen: T.Buffer) -> None:
-    """Replace the expert chosen[0] by its copy for this token."""
+    """Replace the logical expert chosen[0] by the copy that this token uses; -1 for a negative map entry."""
     num_mapped, num_copies = to_physical_map.shape
     expert, count, copy = (T.alloc_var("int32") for _ in range(3))
     expert = T.min(chosen[0], num_mapped - 1)
@@ -23,7 +23,7 @@ def of_copy(to_physical_map: T.Buffer, logical_count: T.Buffer, token: Any, ep_r
 
 @T.macro
 def of_tp_rank(per_rank: int, num_tp_ranks: int, tp_rank: Any, chosen: T.Buffer) -> None:
-    """Replace the expert chosen[0] by its index among those of this rank, or -1."""
+    """Replace the physical expert chosen[0] by its index among the experts of `tp_rank`, or by -1 if it is not one."""
     owner = T.alloc_var("int32")
     owner = T.truncdiv(chosen[0], per_rank)
     if T.truncmod(owner, num_tp_ranks) == tp_rank:

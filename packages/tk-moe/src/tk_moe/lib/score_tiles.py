@@ -1,4 +1,4 @@
-"""Tiles of all experts' scores, a warp for each token."""
+"""Tiles of the scores of several tokens for all experts; a warp holds the row of one token."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ def experts_of_lanes(shape: tuple[int, int]) -> Any:
 
 @T.macro
 def load_and_sum(scores: T.Buffer, fi: T.Buffer, first: Any, block_tokens: int) -> tuple[Any, ...]:
-    """Load the tokens from `first` on: (values, factors), tiles (tokens, experts) of their scores and of fi in each
-    row, and (sums, dots), sums[t] = Σ_e scores[t, e], dots[t] = Σ_e scores[t, e] · fi[e].
+    """Load the scores of `block_tokens` tokens from `first` on, and return the fragments (values, factors, sums, dots).
 
-    A lane adds its experts, ascending; then the lanes are added in a tree. (T.reduce_sum of a whole tile would choose
-    the order within a lane by layout and architecture.)
+    values (tokens, experts) has the scores, factors (tokens, experts) fi in each row, sums[t] = Σ_e scores[t, e] and
+    dots[t] = Σ_e scores[t, e] · fi[e]. A lane adds its experts, ascending; then the lanes are added in a tree.
+    (T.reduce_sum of a whole tile would choose the order within a lane by layout and architecture.)
     """
     num_experts = align(fi.shape[0], 128)
     values, factors = (T.alloc_fragment((block_tokens, num_experts), "float32") for _ in range(2))

@@ -2,14 +2,14 @@
 
     lane         0               1           …         31
     experts  0 … V-1         V … 2V-1        …    31V … 32V-1         (V experts per lane; `first` is the lane's first)
-    keys     int32 (V,) in each lane's registers, in the order of the ranks of its experts
+    keys     int32 (V,) in each lane's registers; they compare like the ranks of its experts
 
 Each lane owns consecutive experts (with gaps where groups of experts have lanes of their own), so among equal keys the
 lowest lane has the smallest index. Each lane keeps its best three keys, without their experts. A round is one warp-wide
-maximum and one ballot, after which only the winning lane moves on to its next key; a lane that has used up three
+maximum and one ballot, after which only the winning lane moves on to its next key; a lane whose three are used up
 searches its registers. After the rounds, lane k finds the expert of round k's winning key, for all slots in parallel.
 
-`choose` is called by all 32 lanes of a warp (a guard such as `token < num_tokens` is uniform in it). Then chosen[0] of
+`choose` is called by all 32 lanes of a warp (a guard such as `token < num_tokens` must be uniform). Then chosen[0] of
 lane k < num_topk is the expert with the k-th best rank, and the gate works on all slots of a token in parallel: lane k
 stores its index, and computes the unbiased score of its expert again from `logits[token, chosen[0]]` (in L1 by now),
 which is cheaper than carrying scores through the selection.
@@ -56,9 +56,9 @@ def group_lanes(num_groups: int) -> int:
 
 
 def lane_vector(num_experts: int, lanes: int, most: int) -> int:
-    """Elements of the vectors in which `lanes` lanes load the experts: a power of two, at most `most`.
+    """Elements per vectorized load when `lanes` lanes load num_experts elements: a power of two, at most `most`.
 
-    It is the widest that divides num_experts and gives no lane more than a third beyond its share.
+    It is the widest that divides num_experts and gives no lane more than a third beyond its even share.
     """
     share = ceil_div(num_experts, lanes)
     vector = most
@@ -74,13 +74,13 @@ def expert_of(j: Any, lane: Any, run_length: int) -> Any:
 
 @T.macro
 def best_three(keys: T.Buffer, best: T.Buffer) -> None:
-    """The largest three of a lane's keys, in order, into best int32 (3,); NO_KEY if there are fewer."""
+    """Write a lane's three largest keys to best int32 (3,), largest first; NO_KEY where there are fewer."""
     per_lane = int(keys.shape[0])
     high, low = T.alloc_local((2,), "int32"), T.alloc_local((2,), "int32")
     a, b, c, d = (T.alloc_var("int32") for _ in range(4))
     for i in T.unroll(3):
         best[i] = T.int32(NO_KEY)
-    # Four at a time: the best three of two sorted pairs, then of two sorted triples.
+    # Four keys at a time: the best three of two sorted pairs, merged into the best three so far.
     for j in T.unroll(per_lane // 4):
         for i in T.unroll(2):
             high[i] = T.max(keys[4 * j + 2 * i], keys[4 * j + 2 * i + 1])
@@ -109,9 +109,9 @@ def best_three(keys: T.Buffer, best: T.Buffer) -> None:
 
 @T.macro
 def choose(keys: T.Buffer, num_topk: int, lane: T.int32, first: T.int32, chosen: T.Buffer) -> None:
-    """Lane k gets the expert with the k-th best key, the others -1.
+    """Set chosen[0] of lane k < num_topk to the expert with the k-th best key, of the other lanes to -1.
 
-    keys: NO_KEY where the lane has no expert; first: expert of keys[0], ascending with the lane; chosen int32 (1,).
+    keys: NO_KEY where the lane has no expert. first: the expert of keys[0], ascending with the lane. chosen int32 (1,).
     num_topk is at most 32 and at most the number of experts.
     """
     best = T.alloc_local((3,), "int32")
@@ -123,7 +123,7 @@ def choose(keys: T.Buffer, num_topk: int, lane: T.int32, first: T.int32, chosen:
 def _play(
     keys: T.Buffer, best: T.Buffer, wins: T.Buffer, lane: T.int32, k: T.int32, winners: Any, moves_on: bool, looks: bool
 ) -> None:
-    """A round: lane k records the winner, which moves on to its next key and searches for it if it has to."""
+    """Round k: lane k records the best key and its holders; if it `moves_on`, the winning lane takes its next key."""
     slot, holders = winners
     top = T.alloc_var("int32")
     held, this_lane = T.alloc_var("uint32"), T.alloc_var("uint32")
@@ -140,7 +140,7 @@ def _play(
             best[0] = best[1]
             best[1] = best[2]
             best[2] = T.int32(_UNKNOWN)
-        # The winning lane, from its third win on.
+        # From its third win on, the winning lane searches its registers for the next key.
         if looks and best[0] == T.int32(_UNKNOWN):
             wins[0] = wins[0] + 1
             not_less = 0
@@ -158,12 +158,12 @@ def _play(
 def choose_from(
     keys: T.Buffer, best: T.Buffer, most: T.int32, num_topk: int, lane: T.int32, first: T.int32, chosen: T.Buffer
 ) -> None:
-    """As `choose`, given each lane's best three, which are overwritten.
+    """`choose`, given each lane's `best_three` as `best`, which is overwritten.
 
     `most` is an upper bound on the keys of a lane: TOP_KEY, or LEAST_KEY where its experts are ruled out. The caller
     has applied it to `best`.
     """
-    per_lane, num_blind = int(keys.shape[0]), min(2, num_topk - 1)
+    per_lane, num_blind = int(keys.shape[0]), min(2, num_topk - 1)  # rounds in which no lane has to search
     wins = T.alloc_local((1,), "int32")
     # The winning key of round `lane`, and the lanes that held it.
     slot = T.alloc_local((1,), "int32")
@@ -172,7 +172,7 @@ def choose_from(
     repeats = T.alloc_var("uint32")
     earlier, found = T.alloc_var("int32"), T.alloc_var("int32")
     winners = slot, holders
-    wins[0] = 2  # wins before the lane first searches
+    wins[0] = 2  # the wins of a lane before it first searches
     slot[0] = T.int32(NO_KEY)
     holders[0] = T.uint32(1)
     for k in T.unroll(num_blind):
@@ -207,7 +207,7 @@ def choose_from(
 
 @T.macro
 def group_key(best: T.Buffer, lanes: int, num_topk_sum: int, key: T.Buffer) -> None:
-    """In each lane the key of the sum of its group's best one or two ranks, from `best_three` of its `lanes`.
+    """Set key[0] of each lane to the key of the sum of its group's best one or two ranks, given `best_three` as `best`.
 
     The key of a group with too few experts is meaningless.
     """
@@ -226,7 +226,7 @@ def group_key(best: T.Buffer, lanes: int, num_topk_sum: int, key: T.Buffer) -> N
 
 @T.macro
 def group_place(key: T.Buffer, num_groups: int, lane: T.int32, place: T.Buffer) -> None:
-    """In each lane the number of groups ahead of its own, by their `group_key`; of equal keys the first is ahead."""
+    """Set place[0] of each lane to the number of groups ahead of its own: of larger key, or equal and earlier."""
     lanes = group_lanes(num_groups)
     other, least = T.alloc_var("int32"), T.alloc_var("int32")
     place[0] = 0
@@ -234,7 +234,7 @@ def group_place(key: T.Buffer, num_groups: int, lane: T.int32, place: T.Buffer) 
     for i in T.unroll(ceil_div(num_groups, lanes)):
         group = lane % lanes * ceil_div(num_groups, lanes) + i
         other = T.shfl_sync(key[0], group * lanes % 32)
-        # One less where equal keys are ahead as well; no key is the least int32, so this does not overflow.
+        # One less for an earlier group: it is ahead with an equal key too. No key is the least int32: no overflow.
         least = key[0] - T.cast(group < lane // lanes, "int32")
         place[0] = place[0] + T.cast(group < num_groups and other > least, "int32")
     for step in T.unroll(lanes.bit_length() - 1):

@@ -1,10 +1,10 @@
 """The kernel of top2_sum_gate.
 
-A warp takes a token. With 8 groups of 32 experts, for instance, its lanes own
+Each warp handles one token. With 8 groups of 32 experts, for instance, its lanes own
 
     group        0              1        …       7
     lanes    0  1  2  3     4  5  6  7      28 29 30 31
-    experts  0  8 16 24    32 40 48 56     224 …          (the first expert of each lane, which has 8)
+    experts  0  8 16 24    32 40 48 56     224 …          (the first of the 8 experts of each lane)
 
 A group's lanes agree on its best two ranks by shuffles, and divide the comparisons with the other groups among
 themselves. Lanes of groups that are ruled out lower their keys, and the warp chooses experts as selection.py says. From
@@ -26,7 +26,7 @@ from tk_moe.lib.scoring import ScoringFunc
 
 @dataclass(frozen=True)
 class Routing:
-    """Compile-time options; the tensors of options that are off are None in the arguments."""
+    """Options that the kernel is compiled for. The tensors of an option that is off are passed as None."""
 
     num_topk: int
     num_topk_groups: int
@@ -38,17 +38,17 @@ class Routing:
     has_fixed: bool
     has_unmapped: bool
     num_copies: int
-    """Columns of to_physical_map, 0 without."""
+    """Columns of to_physical_map; 0 without a map."""
     per_rank: int
     """Physical experts of an expert-parallel rank."""
     num_tp_ranks: int
 
 
-# Thread level: lanes sort keys among themselves by shuffles, for which tiles have no operation. Not timed as tiles.
-# Every access has a guard of its own.
+# Written per thread: lanes rank keys by shuffles, for which tiles have no operation. No tile version has been timed.
+# Every access has its own guard, so TileLang need not add any.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bias_alignment: int, arch: Arch) -> Any:
-    """`alignment` of the rows of logits and `bias_alignment` of bias are in bytes."""
+    """Rows of logits are aligned to `alignment` bytes, bias to `bias_alignment` bytes."""
     import tilelang.language as T
 
     from tk_moe.device.gates import fast_reciprocal, fast_sigmoid
@@ -75,7 +75,7 @@ def top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bia
         return score(scoring_func, x)
 
     def key_of(x: Any, shift: Any) -> Any:
-        # No score is -0.
+        # A score is never -0, so score + bias is not -0 either, as sort_key_of_sum requires.
         return selection.sort_key(x + shift) if is_softmax else selection.sort_key_of_sum(score_of(x), shift)
 
     @T.macro

@@ -1,4 +1,4 @@
-"""get_fused_mapping: where each (token, slot) pair goes when pairs are grouped by expert, and back.
+"""get_fused_mapping: the position of each (token, slot) pair when pairs are grouped by expert, and the maps back.
 
 Pair i = t · num_topk + k of topk_idx int64 or int32 (num_tokens, num_topk) goes to the segment of its expert. Segments
 are in the order of the experts. Each has its pairs in ascending order (a stable counting sort), then padding up to a
@@ -99,7 +99,7 @@ def _get_fused_mapping_out(
 def _map_all(
     topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool, with_psum: bool
 ) -> tuple[Tensor | None, ...]:
-    """Everything but the synchronization: all tensors of `get_fused_mapping`, the pos_to_* in full length."""
+    """`get_fused_mapping` without the synchronization: all its tensors, the pos_to_* in full length."""
     num_tokens, num_topk = check.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"))
     check.in_range("num_topk (columns of topk_idx)", num_topk, 1, MAX_TOPK)
     check.in_range("num_experts", num_experts, 1, MAX_EXPERTS)
@@ -112,7 +112,7 @@ def _map_all(
         worst_case <= MAX_POSITIONS, "topk_idx", f"at most {MAX_POSITIONS} positions in the worst case", worst_case
     )
     num_pos = num_expanded_tokens or worst_case
-    # In the operator's order: maps from positions, the map to them, then what there is one of for each expert.
+    # In the operator's order: three maps from positions, the map to positions, then the tensors (num_experts,).
     shapes = [(num_pos,)] * 3 + [(num_tokens, num_topk)] + [(num_experts,)] * (4 if with_psum else 3)
     outs = [topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes]
     if not with_psum:
@@ -154,11 +154,11 @@ def get_fused_mapping(
     *,
     with_psum: bool = False,
 ) -> tuple[Any, ...]:
-    """Group (token, slot) pairs by expert: each expert owns a segment of positions whose size `alignment` divides.
+    """Group (token, slot) pairs by expert: each owns a segment of positions, padded to a multiple of `alignment`.
 
     Segments are in the order of the experts. Each has its pairs in ascending flat order t · num_topk + k, then padding;
-    positions after the last segment are padding too. An index that is negative, or not below `num_experts`, means no
-    expert; with TK_DEBUG=1 the latter raises.
+    positions after the last segment are padding too. An index outside 0 … num_experts-1 means no expert; with
+    TK_DEBUG=1, one of num_experts or more raises.
 
     With num_expanded_tokens = 0, the pos_to_* are allocated for the worst case, ⌊(T·K + (alignment - 1)·E) /
     alignment⌋ · alignment positions. Then, unless `force_no_sync`, the sizes of the segments are read back, which
@@ -171,7 +171,7 @@ def get_fused_mapping(
         topk_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
         num_experts: From 1 to 1024.
         num_expanded_tokens: Length of the pos_to_*; 0 for the worst case. If it is too small, pairs that do not fit
-            get -1 in token_topk_to_pos; the segments' bounds are as if they did.
+            get -1 in token_topk_to_pos; the bounds of the segments are as if they did fit.
         alignment: The size of each segment is a multiple of this; at least 1.
         force_no_sync: Keep the length of the worst case instead of synchronizing.
         with_psum: Also return expert_psum.

@@ -21,7 +21,7 @@ from tk_moe.lib.launch_aligned import launch_aligned
 
 MAX_GROUPS = 128
 _BLOCK_TOKENS = 64
-"""Tokens, and threads, of a thread block: few, so that 8192 tokens occupy most SMs."""
+"""Tokens of a thread block, one per thread: few, so that 8192 tokens occupy most SMs."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -35,7 +35,7 @@ def _inplace_unique_group_indices_kernel(num_groups: int, num_topk: int, idx_dty
         with T.Kernel(T.ceildiv(num_tokens, _BLOCK_TOKENS), threads=_BLOCK_TOKENS) as block:
             first = block * _BLOCK_TOKENS
             groups = T.alloc_fragment((_BLOCK_TOKENS, num_topk), idx_dtype)
-            # The same registers: in one loop TileLang indexes a fragment in one way only.
+            # A second name for the same registers: in one loop TileLang indexes a fragment in one way only.
             earlier = T.alloc_fragment((_BLOCK_TOKENS, num_topk), idx_dtype)
             T.annotate_layout({x: T.Fragment(x.shape, forward_fn=lambda t, k: (t, k)) for x in (groups, earlier)})
             T.copy(group_indices[first : first + _BLOCK_TOKENS, :], groups)

@@ -5,8 +5,8 @@
     out = i' - (i' // (per_rank · num_tp_ranks)) · per_rank · (num_tp_ranks - 1)   if (i // per_rank) mod num_tp_ranks
                                                                                       = tp_rank and i ≥ 0, else -1
 
-indices and out int64 or int32 (num_tokens, num_topk). A thread takes an index. Where i is kept, i' // (per_rank ·
-num_tp_ranks) is (i // per_rank) // num_tp_ranks, which the remainder needs anyway.
+indices and out int64 or int32 (num_tokens, num_topk). One thread per index. Where i is kept, i' // (per_rank ·
+num_tp_ranks) equals (i // per_rank) // num_tp_ranks, a quotient that the test by mod needs anyway.
 """
 
 from typing import Any
@@ -80,8 +80,8 @@ def mask_indices_by_tp(indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int,
     (num_tp_ranks - 1) with i' = i - tp_rank · per_rank. Names and formula are those of DeepSeek's TileKernels 1.0.0.
 
     Args:
-        indices: int64 or int32 (num_tokens, num_topk), contiguous; negative means none. One that is not below n is
-            treated as any other; with TK_DEBUG=1 it raises.
+        indices: int64 or int32 (num_tokens, num_topk), contiguous; negative means none. An index of n or more is
+            treated like any other; with TK_DEBUG=1 it raises.
         n: Number of experts, at least num_ep_ranks and below 2³¹.
         num_ep_ranks: Expert-parallel ranks, at least 1.
         tp_rank: From 0 to num_tp_ranks - 1.

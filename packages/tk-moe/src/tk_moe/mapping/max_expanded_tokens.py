@@ -10,7 +10,7 @@ def max_expanded_tokens(num_tokens: int, num_topk: int, num_experts: int, alignm
     experts have pairs, each of these is padded by at most alignment - 1 rows, and the sum is a multiple of alignment.
     The bound is reached where all but one of these experts have one pair each.
 
-    So many rows suffice for any routing, and no synchronization is needed to read the sizes of the segments:
+    With this many rows, which suffice for any routing, `get_fused_mapping` need not synchronize to read sizes back:
 
         num_rows = max_expanded_tokens(num_tokens, num_topk, num_experts, 16)
         get_fused_mapping(topk_idx, num_experts, num_rows, 16, force_no_sync=True)

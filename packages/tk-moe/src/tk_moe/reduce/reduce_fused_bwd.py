@@ -1,4 +1,4 @@
-"""reduce_fused_bwd: gradients of `reduce_fused` by the experts' rows and by the weights, for positions pos of (t, k).
+"""reduce_fused_bwd: gradients of `reduce_fused` for the experts' rows and the weights; pos = token_topk_to_pos[t, k].
 
     grad_x[pos] = round(topk_weights[t, k] · grad[t])        (float32; rows of padding are zero)
     grad_topk_weights[t, k] = Σ_h grad[t, h] · x[pos, h]     (float32; 0 for a pair without a position)
@@ -6,17 +6,17 @@
 grad (num_tokens, hidden), x and grad_x (num_expanded_tokens, hidden), both bf16 or float32, topk_weights float32 and
 token_topk_to_pos int32 (num_tokens, num_topk), pos_to_expert int32 (num_expanded_tokens).
 
-One launch reads and writes every row once. Of G blocks, block b takes token b: each thread a 16-byte vector of x's
-columns at a time, of which it asks for all num_topk rows (8 at most) before it uses the first; grad stands in
-registers meanwhile. Then the block zeroes the padding among the rows b, b + G, b + 2G, …, as `expand_to_fused` does.
+One launch reads and writes every row once. Of G blocks, block b handles token b. A thread takes one 16-byte vector of
+columns at a time, and loads it from all num_topk rows of x (8 at most) before it uses the first, while grad stays in
+registers. Then the block zeroes the padding among the rows b, b + G, b + 2G, …, as `expand_to_fused` does.
 
     grad     row b ── registers ──┬──────── · weight ───────┬──────── · weight ────
     x                      ...  [ p0 ] ─ dot product ...  [ p1 ] ─ dot product
     grad_x                 ...  [ p0 ]      [ pad ]  ...  [ p1 ]
 
-A dot product is added in one order, which depends on hidden and x's dtype alone: by fused multiply-adds over a thread's
-columns, ascending; over the lanes of a warp in a tree (lane l and l xor 16, then 8, 4, 2, 1); over the warps,
-ascending.
+A dot product is added in one order, which depends on hidden, num_topk and x's dtype alone: by fused multiply-adds over
+a thread's columns, ascending; over the lanes of a warp in a tree (lane l and l xor 16, then 8, 4, 2, 1); over the
+warps, ascending.
 """
 
 from dataclasses import dataclass
@@ -45,26 +45,26 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class ReduceBwdConfig:
-    """How one block serves a token. It decides the order of the dot products, so it must not depend on num_tokens."""
+    """How one block handles a token. It fixes the order of sums in dot products, so must not depend on num_tokens."""
 
     threads: int
     num_chunks: int
-    """Times that the threads of a block, a vector each, go over a row."""
+    """Chunks of a row, which the block processes one after another, one vector per thread."""
     threads_per_sm: int
-    """How many registers a thread may have: so many threads share those of a multiprocessor."""
+    """Threads that an SM should hold at a time, which limits the registers of a thread."""
 
     max_rows_in_flight = 8
-    """Rows that a thread asks for before it uses the first, 4 registers each."""
+    """Rows that a thread loads before it uses the first, 4 registers each."""
     max_padding_rows = ExpandConfig.max_padding_rows
-    """Rows that one block looks through for padding."""
+    """Rows that one block checks for padding."""
 
     @staticmethod
     @cache
     def best(num_vectors: int, num_topk: int, arch: Arch) -> "ReduceBwdConfig":
-        """Knobs for rows of `num_vectors` vectors: few chunks of up to 224 threads, and few idle threads.
+        """The configuration for rows of `num_vectors` vectors: few chunks of up to 224 threads, and few idle threads.
 
-        A second chunk asks for its rows while stores of the first are under way, so there are at least two, unless
-        what is kept between them for many slots takes too many registers.
+        A second chunk loads its rows while stores of the first are in flight. So there are at least two, unless rows
+        are short, or what many slots keep from chunk to chunk takes too many registers.
         """
         least = max(ceil_div(num_vectors, 224), 2 if num_vectors > 64 and num_topk <= 16 else 1)
         num_chunks = min(range(least, least + 4), key=lambda chunks: chunks * align(ceil_div(num_vectors, chunks), 32))
@@ -82,7 +82,7 @@ def _reduce_bwd_kernel(
     config: ReduceBwdConfig,
     arch: Arch,
 ) -> Any:
-    """Without weights there are no x, topk_weights and grad_topk_weights."""
+    """Without weights, x, topk_weights and grad_topk_weights are None."""
     import tilelang.language as T
 
     from tk_moe.lib.expanded_rows import load_experts, load_positions, vectors_of_threads, zero_padding
@@ -94,7 +94,7 @@ def _reduce_bwd_kernel(
 
     @T.macro
     def sum_products(token: Any, dots: T.Buffer, grad_topk_weights: T.Buffer) -> None:
-        """The threads' parts of the dot products to their sums over the block."""
+        """Sum the threads' parts of the dot products over the block, and write the sums to grad_topk_weights."""
         warp_sums = T.alloc_fragment((num_topk, warps), "float32")
         shared_sums = T.alloc_shared((num_topk, warps), "float32")
         T.reduce_sum(T.reshape(dots, (num_topk, warps, 32)), warp_sums, dim=2)
@@ -198,9 +198,9 @@ def _reduce_fused_bwd_out(
 def reduce_fused_bwd(
     grad: Tensor, x: Tensor | None, topk_weights: Tensor | None, token_topk_to_pos: Tensor, pos_to_expert: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients by x and topk_weights of `reduce_fused(x, topk_weights, token_topk_to_pos)`.
+    """Gradients of `reduce_fused(x, topk_weights, token_topk_to_pos)` with respect to x and topk_weights.
 
-    grad_x[token_topk_to_pos[t, k]] = topk_weights[t, k] · grad[t], multiplied in float32 and rounded once more to
+    grad_x[token_topk_to_pos[t, k]] = topk_weights[t, k] · grad[t], multiplied in float32, then rounded to
     grad_x's dtype; grad_topk_weights[t, k] = Σ_h grad[t, h] · x[token_topk_to_pos[t, k], h] in float32, added in a
     fixed order.
 

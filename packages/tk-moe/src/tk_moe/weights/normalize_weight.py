@@ -21,7 +21,7 @@ from tk_moe.lib.launch_aligned import launch_aligned
 
 MAX_TOPK = 32
 BLOCK_TOKENS = 64
-"""Tokens, and threads, of a thread block, also of the backward: few, so that 8192 tokens occupy most SMs."""
+"""Tokens of a thread block, one per thread, here and in the backward: few, so that 8192 tokens occupy most SMs."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -49,7 +49,7 @@ def _normalize_weight_kernel(num_topk: int, arch: Arch) -> Any:
                     total[t] = total[t] + weights[t, k]
             T.copy(total, denominator[first:end])
             for t, k in T.Parallel(BLOCK_TOKENS, num_topk):
-                if first + t < num_tokens:  # a division of the zeros beyond would take longer
+                if first + t < num_tokens:  # dividing the zeros past the last token takes longer
                     weights[t, k] = weights[t, k] / total[t]
             T.copy(weights, normalized[first:end, :])
 

@@ -1,11 +1,11 @@
-"""normalize_weight_bwd: gradient of `normalize_weight` by its weights.
+"""normalize_weight_bwd: gradient of `normalize_weight` with respect to its input w.
 
     dot[t] = grad_normalized[t, 0] · normalized[t, 0] + grad_normalized[t, 1] · normalized[t, 1] + …
     grad_w[t, k] = (grad_normalized[t, k] - dot[t]) / denominator[t]  [+ grad_denominator[t]]
 
-in float32, the products and sums in that order, each rounded, the division IEEE: every bit is defined. It takes the
-outputs of the forward pass, not its input: normalized is kept for `reduce_fused_bwd` anyway, and denominator is one
-number per token where w would be num_topk. One thread per token.
+in float32: products and sums in that order, each rounded, then an IEEE division, so every bit is defined. The op takes
+the outputs of the forward pass, not its input w: normalized is kept for `reduce_fused_bwd` anyway, and denominator is
+one number per token, where w would be num_topk. One thread per token.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def _normalize_weight_bwd_kernel(num_topk: int, has_grad_denominator: bool, arch
                 for k in T.unroll(1, num_topk):
                     dots[t] = dots[t] + grads[t, k] * weights[t, k]
             for t, k in T.Parallel(BLOCK_TOKENS, num_topk):
-                if first + t < num_tokens:  # a division of the zeros beyond would take longer
+                if first + t < num_tokens:  # dividing the zeros past the last token takes longer
                     grad = (grads[t, k] - dots[t]) / divisors[t]
                     weights[t, k] = grad + added[t] if has_grad_denominator else grad
             T.copy(weights, grad_w[first:end, :])
@@ -79,7 +79,7 @@ def _normalize_weight_bwd_out(
 def normalize_weight_bwd(
     grad_normalized: Tensor, grad_denominator: Tensor | None, denominator: Tensor, normalized: Tensor
 ) -> Tensor:
-    """Gradient by w of `denominator, normalized = normalize_weight(w)`.
+    """Gradient of `denominator, normalized = normalize_weight(w)` with respect to w.
 
     grad_w[t, k] = (grad_normalized[t, k] - Σ_j grad_normalized[t, j] · normalized[t, j]) / denominator[t] +
     grad_denominator[t], the sum from the first to the last.

@@ -4,9 +4,9 @@ import torch
 
 
 def expand_to_fused_bwd(grad_rows: torch.Tensor, token_topk_to_pos: torch.Tensor) -> torch.Tensor:
-    """Sum in float32, slots ascending, of each token's rows of grad_rows (num_expanded_tokens, hidden), in its dtype.
+    """Sum each token's rows of grad_rows (num_expanded_tokens, hidden) in float32, slots ascending; round to its dtype.
 
-    Positions outside of it are skipped.
+    Positions outside grad_rows are skipped.
     """
     num_tokens, num_topk = token_topk_to_pos.shape
     num_expanded_tokens, hidden = grad_rows.shape

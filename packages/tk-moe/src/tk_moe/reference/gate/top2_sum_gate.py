@@ -39,7 +39,7 @@ def physical_experts(
     to_physical_map: torch.Tensor | None,
     logical_count: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Logical experts (num_tokens, any) mapped to each token's physical copies, as indices of the TP rank."""
+    """Map logical experts (num_tokens, any) to each token's physical copies, then to indices on the TP rank."""
     index, num_physical = selection, num_experts
     if to_physical_map is not None and logical_count is not None:
         token = torch.arange(selection.shape[0], dtype=torch.int64, device=selection.device)

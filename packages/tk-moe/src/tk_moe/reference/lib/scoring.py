@@ -19,7 +19,7 @@ def scores_of(logits: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
         return torch.sigmoid(wide).to(x.dtype)
     if scoring_func is ScoringFunc.SQRTSOFTPLUS:
         softplus = torch.nn.functional.softplus(wide, beta=1.0, threshold=20.0).to(x.dtype)
-        # The root has no derivative at 0, but that of the score tends to 0.
+        # The root has no derivative at 0, but the derivative of the score tends to 0.
         is_zero = softplus == 0
         return torch.where(is_zero, softplus, torch.where(is_zero, torch.ones_like(softplus), softplus).sqrt())
     if scoring_func is ScoringFunc.SOFTMAX:
@@ -48,6 +48,6 @@ def weights_of(
     weights = torch.where(is_expert, scores, torch.zeros_like(scores))
     if renormalize:
         weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=LEAST_SUM)
-        # 0 / NaN
+        # 0 / NaN is NaN: slots without an expert become 0 again.
         weights = torch.where(is_expert, weights, torch.zeros_like(weights))
     return weights * routed_scaling_factor

@@ -13,7 +13,7 @@ def reduce_fused_bwd(
     """grad_x (num_expanded_tokens, hidden), grad_topk_weights (num_tokens, num_topk) of `reduce_fused`.
 
     grad_x[pos] = topk_weights · grad[t], zero elsewhere; grad_topk_weights[t, k] = Σ grad[t] · x[pos], in float64.
-    Pairs without a position inside x are skipped, rows with pos_to_expert < 0 stay zero.
+    Pairs without a position inside x are skipped; rows with pos_to_expert < 0 stay zero.
     """
     num_topk = token_topk_to_pos.shape[1]
     num_expanded_tokens = pos_to_expert.shape[0]

@@ -31,7 +31,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def model_rows(num_tokens: int, num_topk: int) -> int:
-    """About as many rows as segments aligned to 16 take when 256 experts share the tokens evenly."""
+    """About the number of rows for segments aligned to 16, if 256 experts share the tokens evenly."""
     return align(num_tokens * num_topk + _MODEL_EXPERTS * _MODEL_ALIGNMENT // 2, 128)
 
 
@@ -48,8 +48,8 @@ def make_maps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_topk_to_pos` and `pos_to_expert` of random routing, as `get_fused_mapping` returns them.
 
-    A share of the (token, slot) pairs, and every fifth token if it is not zero, go to no expert. Pairs that do not fit
-    into `num_rows` have no position either, or else keep one past the last row.
+    `share_without_position` of the (token, slot) pairs, and if it is not 0 every fifth token, go to no expert. Pairs
+    that do not fit into `num_rows` have no position either, unless `drop_what_does_not_fit` is False.
     """
     if device == "meta":
         return (

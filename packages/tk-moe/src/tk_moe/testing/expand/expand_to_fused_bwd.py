@@ -22,7 +22,7 @@ def make(
     first_element: int = 0,
     **routing: Any,
 ) -> Make:
-    """Normal gradients of rows laid out as by `get_fused_mapping`, from element `first_element` of their storage."""
+    """Normal gradients, which start at element `first_element` of their storage, and the map of a random routing."""
 
     def build(device: str) -> dict[str, Any]:
         rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows

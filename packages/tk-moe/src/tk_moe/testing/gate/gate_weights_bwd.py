@@ -32,7 +32,7 @@ def make(
     first_element: int = 0,
     **options: Any,
 ) -> Make:
-    """Experts that are `distinct` within a token, `any` (repeated ones too), or often `none`."""
+    """Arguments; a token's experts are `distinct`, or may repeat (`any`); in `none`, many are -1 or out of range."""
 
     def build(device: str) -> dict[str, Any]:
         shape = (num_tokens, num_topk)
@@ -62,9 +62,10 @@ def make(
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within 1e-4 (bfloat16: 2^-7), 1e-5 of the row's largest, and 1e-6, which differences of nearly equal terms need.
+    """Allow an error of 1e-4 of the gradient (bfloat16: 2^-7), plus 1e-5 of the largest one in its row, plus 1e-6.
 
-    Terms are up to 11, the largest of the gradients of weights times the factor: 1e-6 is two roundings of such a term.
+    The 1e-6 is for differences of nearly equal terms. Terms are up to 11, the largest gradient of a weight times the
+    factor, and 1e-6 is two roundings of 11.
     """
     assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
@@ -74,13 +75,13 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(got.isnan(), want.isnan()), "gradients that are NaN are elsewhere"
     largest = want.where(want.isfinite(), torch.zeros_like(want)).abs().amax(dim=1, keepdim=True)
     error = (got - want).abs() - (rtol * want.abs() + 1e-5 * largest + 1e-6)
-    # A difference of infinities is NaN, which the maximum below must not see.
+    # A difference of infinities is NaN, which must not reach the maximum below.
     error = torch.where(want.isfinite(), error, torch.where(got.isnan() | (got == want), 0.0, 1.0))
     worst = error.max().item() if error.numel() else 0.0
     assert worst <= 0, f"{int((error > 0).sum())} of {error.numel()} gradients are off, the worst by {worst} too much"
 
 
-# (dtype, scoring_func, options) in turn.
+# (dtype, scoring_func, options), which the sizes below take in turn.
 _VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
     (FLOAT32, SIGMOID, {"routed_scaling_factor": 2.5}),
     (BF16, SQRTSOFTPLUS, {"routing": "none"}),
@@ -136,7 +137,7 @@ SPEC = OpSpec(
             )
             for function in ScoringFunc
             for renormalize in (False, True)
-            # The result of overflow in a sum of numbers of both signs depends on their order.
+            # If a sum of numbers of both signs overflows, its result depends on their order.
             if not (renormalize and function is IDENTITY)
         ),
         *(

@@ -35,7 +35,7 @@ def make(
     first_element: int = 0,
     **options: Any,
 ) -> Make:
-    """Arguments; with `faults` some ids are not in the table, and some of its entries are no experts."""
+    """Arguments; with `faults` some ids are not in the table, and some entries of the table are not experts."""
 
     def build(device: str) -> dict[str, Any]:
         if device == "meta":
@@ -71,7 +71,7 @@ def make(
 
 
 def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
-    """Each token's id, row of the table, logits and outputs; without softmax, only the chosen logits."""
+    """Bytes of each token's id, row of the table, logits (all for softmax, else those of its experts) and outputs."""
     num_slots = outputs[0].numel()
     logits = kwargs["logits"]
     wanted = logits.numel() if kwargs["scoring_func"] is SOFTMAX else num_slots
@@ -79,7 +79,7 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
     return kwargs["token_ids"].nbytes + 4 * num_slots + wanted * logits.element_size() + written
 
 
-# (dtype, scoring_func, options) in turn.
+# (dtype, scoring_func, options), which the sizes below take in turn.
 _VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
     (FLOAT32, SQRTSOFTPLUS, {"routed_scaling_factor": 2.5}),
     (BF16, SIGMOID, {"ids_dtype": torch.int32, "faults": True, "idx_dtype": torch.int32}),
@@ -123,7 +123,7 @@ SPEC = OpSpec(
                     values="extremes",
                     faults=True,
                     vocab_size=50,
-                    # The result of overflow in a sum of numbers of both signs depends on their order.
+                    # If a sum of numbers of both signs overflows, its result depends on their order.
                     renormalize=function is not IDENTITY,
                 ),
                 small=True,

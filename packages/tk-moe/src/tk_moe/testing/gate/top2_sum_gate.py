@@ -18,7 +18,7 @@ Make = Callable[[str], dict[str, Any]]
 # The order of ranks that differ by no more than this is unspecified.
 _TOLERANCE = 2e-6
 
-# Sums of two scores of these, with or without a bias of _BIASES, are equal or far apart.
+# Logits: sums of two of their scores, each with a bias of _BIASES, are either equal or far apart.
 _VALUES = (-1.3, -0.4, 0.5, 1.9)
 _BIASES = (0.0, 0.13)
 _EXTREMES = (
@@ -47,7 +47,7 @@ def make(
     """Inputs of top2_sum_gate.
 
     Values: "normal" with a small bias, "ties" (of 4 values, with one of 2 biases), "equal", "extremes", "none" (a bias
-    of -∞ everywhere), "low" (60 lower: sums near the least one). groups, ep, tp: which or how many, and of how many.
+    of -∞ everywhere), "low" (60 lower: sums of sigmoids below 1e-20). groups: (kept, all). ep and tp: (rank, ranks).
     unmapped: "", "contiguous" or "strided". The logits start at element `first_element` of their storage.
     """
 
@@ -88,7 +88,7 @@ def make(
             physical = torch.randint(0, num_experts + num_extra, shape, dtype=torch.int32, device=device)
             inputs |= {"to_physical_map": physical, "logical_count": count}
         if unmapped:
-            # Slots with some negatives; where the routing is not given they are overwritten.
+            # Experts, some negative; overwritten where the routing is not given.
             width = num_topk + (3 if unmapped == "strided" else 0)
             given = torch.randint(0, num_experts, (num_tokens, width), device=device)
             given = torch.where(torch.rand(given.shape, device=device) < 0.1, -7, given)
@@ -106,7 +106,7 @@ def _same_rank(x: float, y: float) -> bool:
 
 
 def _possible_groups(ranks: torch.Tensor, selection: list[int], num_kept: int, num_groups: int) -> Iterator[list[int]]:
-    """Sets of groups that may have been kept: those with the best sums, any of equal ones, and the selection's."""
+    """Sets of groups that may have been kept: those with the best sums, any of nearly equal ones, and `selection`'s."""
     rows = ranks.view(num_groups, -1)
     best = rows.gather(1, topk_gate(rows, 2))
     sums = best[:, 0] + best[:, 1]
@@ -123,11 +123,11 @@ def _possible_groups(ranks: torch.Tensor, selection: list[int], num_kept: int, n
 
 
 def assert_selection(ranks: torch.Tensor, selection: list[int], num_kept: int, num_groups: int) -> None:
-    """Raise AssertionError unless this may be what a token selects by these ranks (num_experts), best first.
+    """Raise AssertionError unless a token with these ranks (num_experts) may select these experts, best first.
 
-    That is: distinct experts, each slot's rank within 2e-6 of the rank that the slot has when the ranks are sorted, in
-    groups that may be kept when sums within 2e-6 of each other count as equal. Where all ranks (and sums) that compete
-    differ by more, only the reference's selection may be.
+    The experts must be distinct. The rank in each slot must be within 2e-6 of the rank there when ranks are sorted, in
+    groups that may be kept if sums within 2e-6 of each other count as equal. Where all ranks (and sums) that compete
+    differ by more, only the reference's selection passes.
     """
     num_experts, num_topk = ranks.numel(), len(selection)
     assert all(0 <= expert < num_experts for expert in selection), f"no expert: {selection}"
@@ -151,9 +151,9 @@ _INPUTS = (
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Indices as `assert_selection` says, weights of what was selected to rtol 1e-5, atol 1e-8.
+    """Indices must pass `assert_selection`; weights must be those of the selection within rtol 1e-5, atol 1e-8.
 
-    Takes the result, unmapped_topk_idx and all the inputs, of which none may have changed.
+    Both arguments are the result, unmapped_topk_idx and all the inputs, of which none may have changed.
     """
     (indices, weights), unmapped, *inputs = actual
     (expected_indices, expected_weights), expected_unmapped, *_ = expected
@@ -186,7 +186,7 @@ def compare(actual: Any, expected: Any) -> None:
                 assert_selection(row_ranks, experts, kwargs["num_topk_groups"], kwargs["num_groups"])
             except AssertionError as error:
                 raise AssertionError(f"token {row}: {error}; expected {selection[row].tolist()}") from None
-        # The other results, given this selection.
+        # The reference's indices and weights for this selection.
         given = own.contiguous().clone()
         expected_indices, expected_weights = reference.top2_sum_gate(**_given(kwargs, True), unmapped_topk_idx=given)
     assert_equal(indices, expected_indices, name="topk_idx")
@@ -194,7 +194,7 @@ def compare(actual: Any, expected: Any) -> None:
 
 
 def _given(kwargs: dict[str, Any], fix: bool) -> dict[str, Any]:
-    """Arguments for routing that is given to all tokens, or to none."""
+    """The arguments with a routing that is given for all tokens (`fix`), or for none."""
     logits = kwargs["logits"]
     fixed = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device) if fix else None
     return {**kwargs, "fix_routing_mask": fixed}
@@ -209,7 +209,7 @@ SPEC = OpSpec(
     op=top2_sum_gate,
     reference=reference.top2_sum_gate,
     compare=compare,
-    # All others are listed only for `compare`, which checks that they are unchanged.
+    # The inputs are listed only for `compare`, which checks that they are unchanged.
     mutates=("unmapped_topk_idx", *_INPUTS),
     cases=(
         Case("e256-g4of8-k8-t9", make(9, 256, 8, (4, 8)), small=True, modes=True, compile=True),

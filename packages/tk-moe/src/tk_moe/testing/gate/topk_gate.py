@@ -22,7 +22,7 @@ _EXTREMES = (
 def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal", first_element: int = 0) -> Make:
     """Scores that are `normal`, `ties` (of 4 values), `equal`, `extremes`, any `bits`, grouped by `lane`, or `last`.
 
-    "lane": each token's best scores are neighbours, so that one lane of a warp has them all. \"last\": a neighbour of
+    "lane": each token's best scores are neighbours, so that one lane of a warp has them all. "last": a neighbour of
     the last expert chosen has the same score. The scores start at element `first_element` of their storage.
     """
 

@@ -28,7 +28,7 @@ def make_logits(
 ) -> torch.Tensor:
     """Logits that are `normal`, `ties` (of 4 values), `equal`, `wide` (to ±30), `close` or `extremes`.
 
-    \"close\": so close within a token that many scores are equal, and others differ by one rounding.
+    "close": so close within a token that many scores are equal, and others differ by one rounding.
 
     They start at element `first_element` of their storage.
     """
@@ -95,7 +95,7 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Indices are equal, weights within rtol 1e-5, atol 1e-8: sums over a token's slots are in another order."""
+    """Indices must be equal, weights within rtol 1e-5, atol 1e-8, as a token's slots are added in another order."""
     assert_equal(actual[0], expected[0], name="topk_idx")
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-8, equal_nan=True)
 
@@ -106,7 +106,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
-# (dtype, scoring_func, options) in turn.
+# (dtype, scoring_func, options), which the sizes below take in turn.
 _VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
     (FLOAT32, SIGMOID, {"bias": "normal"}),
     (BF16, SQRTSOFTPLUS, {"bias": "ties", "routed_scaling_factor": 2.5}),
@@ -162,7 +162,7 @@ SPEC = OpSpec(
         *(
             Case(
                 f"{function}-float32-e64-k{k}-t31-{values}",
-                # The result of overflow in a sum of numbers of both signs depends on their order.
+                # If a sum of numbers of both signs overflows, its result depends on their order.
                 make(31, 64, k, function, values=values, renormalize=function is not IDENTITY),
                 small=True,
             )
@@ -196,7 +196,7 @@ SPEC = OpSpec(
                 make(num_tokens, num_experts, num_topk, function, dtype, **options),
             )
             for index, (num_experts, num_topk, num_tokens) in enumerate(_SIZES)
-            # Two of five: every variant still gets sizes of all kinds, in less time.
+            # Two of five cases, to save time: every variant still gets sizes of all kinds.
             if index % 5 in (0, 2)
             for dtype, function, options in (_VARIANTS[index % 7],)
         ),

@@ -63,7 +63,7 @@ def make(
 
 
 def make_with_out(make_inputs: Make, first_element: int = 0) -> Make:
-    """The same with a given output, which starts at element `first_element` of its storage."""
+    """`make_inputs` with an `out` to write into, which starts at element `first_element` of its storage."""
 
     def build(device: str) -> dict[str, Any]:
         inputs = make_inputs(device)
@@ -116,7 +116,7 @@ SPEC = OpSpec(
         ),
         Case("bf16-h64-t7-out", make_with_out(make(7, 64, 3, **_SMALL_ROUTING)), small=True, modes=True),
         Case("bf16-h64-t7-e4m3-out", make_with_out(make(7, 64, 3, fp8_format="e4m3", **_SMALL_ROUTING)), small=True),
-        # Tensors that are not aligned to 16 bytes are copied to where they are.
+        # Tensors that are not aligned to 16 bytes are copied to aligned ones.
         Case("bf16-h64-t7-unaligned", make(7, 64, 3, first_element=1, **_SMALL_ROUTING), small=True),
         Case("float32-h64-t7-unaligned-out", make_with_out(make(7, 64, 3, _FLOAT32, **_SMALL_ROUTING), 3), small=True),
         Case(

@@ -17,7 +17,7 @@ _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 
 
 def compare(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
-    """grad_x bit for bit; grad_topk_weights within 1e-5 of the largest sum, as it is added in another order.
+    """grad_x must be equal bit for bit; grad_topk_weights, added in another order, within 1e-5 of the largest sum.
 
     A sum of n products of normal values has a magnitude of √n, and errors of about that times 2⁻²⁴.
     """
