@@ -17,7 +17,7 @@ from tk_quant.lib.outputs import data_output
 Layout = Literal["row_major", "col_major", "packed_ue8m0", "swizzled"]
 Block = tuple[int, int]
 
-_TOKENS = 128  # of a block of one channel
+_TOKENS = 128  # tokens of a block of one channel
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Format:
 
     fmt: Literal["e4m3", "e2m1", "e5m6"]
     num_per_channels: int = 0
-    """Channels of a scale factor; 0 for all."""
+    """Channels that share a scale factor; 0 for all of a token."""
     sf_layouts: tuple[Layout, ...] = ("row_major",)
     round_sf: bool = False
     """Whether scale factors are powers of two in the layouts that may have others."""
     tensor_sf: bool = False
-    """Whether they are in e4m3 beside one factor for the whole tensor (NVFP4)."""
+    """Whether scale factors are e4m3, beside one float32 scale for the whole tensor (NVFP4)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Profile:
     widths: tuple[int, ...]
     """Channels of the activations that are cast, and of the weights that they are multiplied with."""
     intermediate: tuple[int, ...] = ()
-    """Channels that leave a SwiGLU."""
+    """Output channels of a SwiGLU, whose input has twice as many."""
     activations: tuple[Format, ...] = ()
     weights: tuple[BlockFormat, ...] = ()
     inputs: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
@@ -62,11 +62,11 @@ class Profile:
     swiglu_clamps: tuple[bool, ...] = (False,)
     """Whether the SwiGLU clamps its input."""
     separate_sf: bool = False
-    """Whether scale factors are also found and applied in calls of their own."""
+    """Whether separate calls also make scale factors alone, and data by given scale factors."""
     recasts: tuple[Block, ...] = ()
-    """Blocks of e4m3 inputs that are cast by `activations` again."""
+    """Block sizes of e4m3 inputs that are cast again, to the formats in `activations`."""
     lossless_blocks: tuple[Block, ...] = ()
-    """Blocks of e4m3 that e2m1 weights with blocks of (1, 32) are turned into."""
+    """Block sizes of the e4m3 weights that e2m1 weights with blocks of (1, 32) are cast to."""
     training: bool = False
     """Whether backwards, casts by channels and transposes are called too."""
 
@@ -102,7 +102,7 @@ def _pair(
 
 
 def _flags(layout: str, round_sf: bool) -> dict[str, bool]:
-    """Flags of the ops for a layout, without those that not all have."""
+    """The flags for a layout that all these ops have."""
     packed = layout == "packed_ue8m0"
     return {
         "use_tma_aligned_col_major_sf": layout in ("col_major", "packed_ue8m0"),
@@ -112,7 +112,7 @@ def _flags(layout: str, round_sf: bool) -> dict[str, bool]:
 
 
 def _token_options(form: Format, layout: str) -> dict[str, Any]:
-    """Options of the ops that have swizzled scale factors and factors of whole tensors too."""
+    """`_flags`, with use_swizzled_sf and tensor_sf, for the ops that have these two as well."""
     if layout != "swizzled":
         flags = _flags(layout, form.round_sf)
     else:
@@ -155,7 +155,7 @@ def _casts_back(profile: Profile, form: Format, width: int, num_tokens: int) -> 
 
 
 def _weights(profile: Profile, width: int) -> Iterator[Call]:
-    num_rows = 256  # of a weight; no kernel depends on it
+    num_rows = 256  # rows of a weight; no kernel depends on them
     for form in profile.weights:
         for dtype, layout in product(profile.inputs, form.sf_layouts):
             x, sizes = empty(num_rows, width, dtype=dtype), {"fmt": form.fmt, "block_size": form.block}
@@ -176,7 +176,7 @@ def _weights(profile: Profile, width: int) -> Iterator[Call]:
 
 
 def _numbers_of_rows(profile: Profile, num_tokens: int) -> tuple[int, int]:
-    """The fewest rows in which all pairs of a token and an expert have a place, and as many as there can be."""
+    """Rows for all pairs of a token and an expert: the fewest, and the most, with the rows of each expert padded."""
     num_pairs = num_tokens * profile.num_topk
     return align(num_pairs, 16), align(num_pairs + (_TOKENS - 1) * profile.num_experts, _TOKENS)
 
@@ -261,7 +261,7 @@ def _swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator
 
 
 def _plain_swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator[Call]:
-    """Forward and backward without a cast, of dense rows and of those of experts."""
+    """Forward and backward without a cast, of plain rows, and of rows with weights and experts."""
     num_rows, pairs = _numbers_of_rows(profile, num_tokens)[0], (num_tokens, profile.num_topk)
     rows = empty(num_rows, dtype=torch.int32)
     weighted = {"pos_to_token_topk": rows, "topk_weights": empty(*pairs), "pos_to_expert": rows}

@@ -5,8 +5,8 @@ sf for each block of x_block_size = (tokens, channels), in any layout; blocks at
 is rounded to float32 and, for bf16, rounded once more. With NVFP4 a float32 for the whole tensor comes on top:
 (data * sf) * tensor_sf. per_token_cast_back is the same with blocks of one token.
 
-It is all memory traffic, most of it stores. So a thread has as many neighbouring channels as 16 bytes of the output
-hold, a vector, and each store of a warp writes 512 bytes in a row. The vectors of a tile go to its threads in turn:
+The kernel is bound by memory, mostly by stores. A vector is as many neighbouring channels as fit in 16 bytes of the
+output, so each store of a warp writes 512 contiguous bytes. The vectors of a tile go to its threads in turn:
 
                    block_channels            e.g. e4m3 to float32, vectors of 4: a warp loads 128 bytes and stores 512
              ┌────┬────┬────┬─   ─┬────┐
@@ -15,7 +15,7 @@ hold, a vector, and each store of a warp writes 512 bytes in a row. The vectors 
              │ t0 │ t1 │ t2 │  …  │    │
              └────┴────┴────┴─   ─┴────┘
 
-TileLang converts e2m1 to e4m3 and that to float32, four codes at a time; e5m6 comes as words (lib/e5m6_words.py).
+TileLang converts e2m1 to e4m3 and that to float32, four codes at a time; e5m6 is loaded as words (lib/e5m6_words.py).
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from tk_quant.lib.check_pairs import BLOCK_SIDES, E2M1_DTYPES, block_size_of, pa
 _OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _BYTE_SF_DTYPES = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
-# Without the last one nvcc splits some of the stores.
+# Without enable_lower_ldgstg nvcc splits some of the vector stores.
 _PASS_CONFIGS = {**DIRECT_COPIES, "tl.enable_lower_ldgstg": True}
 
 
@@ -51,18 +51,18 @@ class CastBackConfig:
 
     block_rows: int
     block_channels: int
-    """Channels of a thread block; what goes beyond hidden is left out."""
+    """Channels of a thread block's tile; channels past hidden are skipped."""
     threads: int
-    """A divisor of the tile's vectors."""
+    """A divisor of the number of vectors in the tile."""
 
     @staticmethod
     @cache
     def best(hidden: int, x_bits: int, out_dtype: torch.dtype, arch: Arch) -> "CastBackConfig":
-        """Up to 256 threads side by side, each with vectors of two or four rows; of narrow tensors, more rows.
+        """Up to 256 threads along a row, each with a vector in two or four rows; narrow tensors get more rows.
 
-        H200, 8192 x 7168, the kernel before this one, which had such tiles: two vectors a thread for codes of 4 bytes
-        or less, e4m3 to fp32 72.6 µs and e2m1 to fp32 68.7; four 75.1 and 69.4. Of 8 bytes, e4m3 to bf16, four 44.4,
-        two 45.2. Two vectors side by side in a thread, 32 bytes of fp32, 112 and more.
+        H200, 8192 x 7168, with an earlier kernel that had the same tiles. For vectors of up to 4 bytes of codes, two a
+        thread: e4m3 to fp32 72.6 µs, e2m1 to fp32 68.7; four a thread: 75.1 and 69.4. For vectors of 8 bytes, e4m3 to
+        bf16: four 44.4, two 45.2. A thread with two adjacent vectors, 32 bytes of fp32: 112 and more.
         """
         vector = 16 // out_dtype.itemsize
         rows_per_thread = 2 if vector * x_bits <= 32 else 4
@@ -74,7 +74,7 @@ class CastBackConfig:
                 rows *= 2
             return CastBackConfig(rows * rows_per_thread, hidden, num_vectors * rows)
         least = ceil_div(num_vectors, 256)
-        # A power of two of tiles in a row spares each thread a division.
+        # If a row has a power of two of tiles, no thread needs an integer division.
         counts = sorted(range(least, 2 * least + 1), key=lambda count: (count & (count - 1) != 0, count))
         threads = next((num_vectors // count for count in counts if num_vectors % (32 * count) == 0), None)
         if threads is None:
@@ -95,7 +95,7 @@ def _cast_back_kernel(
     vector, num_tiles = 16 // out_dtype.itemsize, ceil_div(hidden, block_channels)
     vectors, num_words = block_channels // vector, words_of_vector(vector)
     dtype, alignment, layout, is_nvfp4 = quantized.dtype, quantized.alignment, quantized.layout, quantized.is_nvfp4
-    # Rows and channels of a tile that surely have one scale factor.
+    # Rows and channels of a tile that are known at compile time to share one scale factor.
     block_tokens, channels_of_sf = quantized.block_size
     sf_rows = block_rows if block_tokens % block_rows == 0 else 1
     sf_channels = vector if channels_of_sf % vector == 0 or channels_of_sf >= hidden else 1
@@ -114,7 +114,7 @@ def _cast_back_kernel(
 
     @T.macro
     def load_values(x: T.Buffer, values: T.Buffer, token: T.int32, channel: T.int32) -> None:
-        """float32 values of a tile's codes."""
+        """Load a tile's codes and decode them to float32."""
         e4m3 = T.alloc_fragment(values.shape, "float8_e4m3fn")
         T.annotate_layout({e4m3: T.Fragment(values.shape, forward_fn=of_channel)})
         if dtype is torch.uint8:
@@ -132,12 +132,12 @@ def _cast_back_kernel(
         elif alignment >= 4:
             T.copy(x[token : token + block_rows, channel : channel + block_channels], e4m3)
             T.copy(e4m3, values)
-        else:  # bytes put together to words would go through local memory
+        else:  # words assembled from bytes would go through local memory
             T.copy(x[token : token + block_rows, channel : channel + block_channels], values)
 
     @T.macro
     def load_sf(x_sf: T.Buffer, sf: T.Buffer, token: T.int32, channel: T.int32) -> None:
-        """float32 scale factors of a tile's blocks."""
+        """Load the scale factors of a tile's blocks and decode them to float32."""
         codes = T.alloc_fragment(sf.shape, sf_code_dtype)
         places = x_sf if is_nvfp4 else scale_bytes(x_sf, layout)
         for i, j in T.Parallel(*sf.shape):
@@ -195,7 +195,7 @@ def _cast_back_out(
 
 
 def check_pair(x: tuple[Tensor, Tensor], fmt: str, x_special_fmt: str | None) -> tuple[Tensor, Tensor, int]:
-    """Check what does not depend on blocks: `(data, sf, hidden)`, the data of e2m1 as int8; sf is not looked at."""
+    """Check x, except sf and blocks, and the formats; return `(data, sf, hidden)`, with e2m1 data as int8."""
     check.one_of("fmt", fmt, _OUT_DTYPES)
     if x_special_fmt is not None:
         check.one_of("x_special_fmt", x_special_fmt, (None, "e5m6"))
@@ -216,7 +216,7 @@ def check_pair(x: tuple[Tensor, Tensor], fmt: str, x_special_fmt: str | None) ->
 
 
 def _check_tensor_sf(data: Tensor, sf: Tensor, tensor_sf: Tensor | None) -> Tensor | None:
-    """tensor_sf with one dimension."""
+    """Check tensor_sf; return it with one dimension, or None if sf is not NVFP4's."""
     if not isinstance(sf, Tensor) or sf.dtype is not torch.float8_e4m3fn:
         check.require(tensor_sf is None, "tensor_sf", "None unless x[1] is float8_e4m3fn", type(tensor_sf).__name__)
         return None

@@ -1,7 +1,7 @@
-"""unpack_from_e2m1fn_x2: each byte to the two floats that its nibbles stand for, the low one first.
+"""unpack_from_e2m1fn_x2: convert each byte to the two floats that its nibbles encode, the low nibble first.
 
-Tensors are taken as flat. A thread has some vectors, neighbouring values that are 16 bytes of the output, a thread
-block's width apart:
+Tensors are treated as flat. A vector is the neighbouring values that fill 16 bytes of the output. A thread converts
+several vectors, which lie as many vectors apart as the thread block has threads:
 
     x      [ thread 0 | thread 1 | … | thread 0 | … ]      each field 2 or 4 bytes
     out    [ thread 0 | thread 1 | … | thread 0 | … ]      and 16
@@ -37,7 +37,7 @@ def _unpack_kernel(ndim: int, out_dtype: torch.dtype, arch: Arch) -> Any:
     import tilelang.language as T
 
     vectors, vector, dtype = _THREADS * _VECTORS, 16 // out_dtype.itemsize, T.dtype(out_dtype)
-    # The host passes tensors as they are, for a flat view would cost it more than the launch's other checks.
+    # The host passes tensors in their own shape: a flat view would cost it more than the launch's other checks.
     leading = tuple(T.dynamic(f"size_{i}") for i in range(ndim - 1))
     row_bytes, row_values = T.dynamic("row_bytes"), T.dynamic("row_values")
     num_bytes = reduce(mul, (T.cast(size, "int64") for size in (*leading, row_bytes)))
@@ -48,7 +48,7 @@ def _unpack_kernel(ndim: int, out_dtype: torch.dtype, arch: Arch) -> Any:
 
     @T.macro
     def unpack(x: T.Buffer, out: T.Buffer, first: T.int64, shape: tuple[int, int]) -> None:
-        """Rows of x from `first` on, as floats to out: as many as a tile of this shape has, or as there are."""
+        """Convert a tile of this shape, rows of x from `first` on, and store it in out; skip rows past the end."""
         e2m1, e4m3 = T.alloc_fragment(shape, "float4_e2m1fn"), T.alloc_fragment(shape, "float8_e4m3fn")
         floats = T.alloc_fragment(shape, dtype)
         T.annotate_layout({each: T.Fragment(shape, forward_fn=in_turn) for each in (e2m1, e4m3, floats)})
@@ -66,7 +66,7 @@ def _unpack_kernel(ndim: int, out_dtype: torch.dtype, arch: Arch) -> Any:
             x_vectors = T.Tensor((num_vectors, vector), "float4_e2m1fn", x.data)
             out_vectors = T.Tensor((num_vectors, vector), dtype, out.data)
             unpack(x_vectors, out_vectors, first, (vectors, vector))
-            if first + vectors >= num_vectors:  # what is left, fewer bytes than a vector has
+            if first + vectors >= num_vectors:  # the tail, which is shorter than a vector
                 x_bytes = T.Tensor((num_bytes, 2), "float4_e2m1fn", x.data)
                 out_pairs = T.Tensor((num_bytes, 2), dtype, out.data)
                 unpack(x_bytes, out_pairs, num_vectors * (vector // 2), (vector // 2, 2))

@@ -1,6 +1,6 @@
 """Asynchronous copies from global to shared memory, which a thread waits for in groups.
 
-Addresses are pointers, such as T.address_of(x[row, col]) gives, aligned to the 4, 8 or 16 bytes of a copy.
+Addresses are pointers, such as T.address_of(x[row, col]), aligned to the 4, 8 or 16 bytes of a copy.
 """
 
 from typing import Any
@@ -11,9 +11,9 @@ _ASYNC_COPY = Header(__file__)
 
 
 def gather_async(shared: Any, row0: Any, row: Any, stride: Any, limit: Any, num_bytes: int) -> Any:
-    """Start to copy part of a row that is chosen at run time; zeros if the row is not below the limit.
+    """Start to copy `num_bytes` of a row chosen at run time to `shared`; zeros if the row is not below the limit.
 
-    `row0` is the address in row 0, `row` and `limit` are uint32, `stride` is that of rows, a uint32 in bytes.
+    `row0` is the source address for row 0. `row` and `limit` are uint32; `stride`, uint32, is bytes from row to row.
     """
     return _ASYNC_COPY.call("void", f"tk_gather_async<{num_bytes}>", shared, row0, row, stride, limit)
 

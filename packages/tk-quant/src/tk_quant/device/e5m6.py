@@ -8,7 +8,7 @@ _E5M6 = Header(__file__)
 
 
 def encode_e5m6x8(values: Any, words: Any) -> Any:
-    """Store the codes of eight float32 at an address in three uint32 at another.
+    """Encode eight float32 at the address `values`, and store the codes in three uint32 at the address `words`.
 
     Magnitudes must be below 65280, as they are if the scale was made from the amax of the block.
     """

@@ -7,7 +7,7 @@ from 4 on; hence, with `round` to the nearest integer, ties to even,
 
 Adding a power of two whose last place is worth the step rounds in this way, and leaves the integer in the low bits of
 the sum: three additions and two minima, no branch. Fused multiply-adds by 1/2 and 2 give the three sums the same
-exponent, so that one instruction finds the least of them. From sm_100 on casts are instructions.
+exponent, so that one integer instruction finds the least of them. From sm_100 on there are instructions for casts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,17 +21,17 @@ _FP4 = Header(__file__)
 def encode_e2m1x8(values: Iterable[Any], are_bounded: bool = False) -> Any:
     """Eight float32 to eight codes in a uint32, the first in the lowest nibble.
 
-    They saturate and NaN becomes +6. `are_bounded`: magnitudes are below 7, as they are if the scale was made from the
-    amax of the group; codes of others are unspecified.
+    Values saturate, and NaN becomes +6. `are_bounded`: all magnitudes are below 7, as they are if the scale was made
+    from the amax of the group; if one is not, all eight codes are unspecified.
     """
     return _FP4.call("uint32", f"tk_encode_e2m1x8<{str(are_bounded).lower()}>", *values)
 
 
 def e2m1x8_by_power(x: Sequence[Any], power: Any) -> Any:
-    """Codes of eight bfloat16, four uint32 of pairs, times a power of two that a uint32 holds twice as bfloat16.
+    """Codes of x * power: x is eight bfloat16 in four uint32, `power` a power of two, twice as bfloat16 in a uint32.
 
-    For where no instruction casts to FP4. Products must be finite and below 7 in magnitude, as they are if the power
-    was made from the amax of the block.
+    For GPUs without an instruction that casts to FP4. Products must be finite and below 7 in magnitude, as they are if
+    the power was made from the amax of the block.
     """
     return _FP4.call("uint32", "tk_e2m1x8_by_power", *x, power)
 
@@ -42,5 +42,5 @@ def e4m3_of_e2m1_magnitudes(shift: Any, low: Any, high: Any) -> Any:
 
 
 def e4m3_of_e2m1x8(codes: Any, low: Any, high: Any, words: Any) -> Any:
-    """Store e4m3 codes of eight e2m1 codes at the address of two uint32, by what `e4m3_of_e2m1_magnitudes` assigned."""
+    """Store e4m3 codes of eight e2m1 codes at address `words`, two uint32; low, high: see `e4m3_of_e2m1_magnitudes`."""
     return _FP4.call("void", "tk_e4m3_of_e2m1x8", codes, low, high, words)

@@ -1,4 +1,4 @@
-"""The larger of two magnitudes, in which NaN stays, in one or two instructions."""
+"""The larger of two magnitudes, propagating NaN, in one or two instructions."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ _MAGNITUDE = Header(__file__)
 
 
 def larger_magnitude_bf16x2(a: Any, x: Any) -> Any:
-    """The larger of a and |x| in both halves, bfloat16 pairs in uint32; NaN, of bits 0x7fff, where either is."""
+    """max(a, |x|) of bfloat16 pairs in uint32, in each half; NaN, with the bits 0x7fff, if either is NaN."""
     return _MAGNITUDE.call("uint32", "tk_larger_magnitude_bf16x2", a, x)
 
 
 def larger_magnitude_f32(a: Any, x: Any) -> Any:
-    """The larger of a and |x|, the bits of float32; NaN has the bits 0x7fffffff."""
+    """max(a, |x|) of float32, as their bits; NaN, with the bits 0x7fffffff, if either is NaN."""
     return _MAGNITUDE.call("uint32", "tk_larger_magnitude_f32", a, x)

@@ -1,4 +1,4 @@
-"""Casts of e4m3 data with one sf to e4m3 data with another, in thread-level kernels that decode the codes twice."""
+"""Casts of e4m3 data with one sf to e4m3 data with another, in thread-level kernels that decode each code twice."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def atomic_max(address: Any, x: Any) -> Any:
 
 
 def raise_amax(amax: Any, codes0: Any, sf0: Any, codes1: Any, sf1: Any) -> Any:
-    """Raise amax, at the address of four uint32 with the bits of float32, to |code * sf| of four codes in two rows."""
+    """Raise four amax, float32 bits in uint32 at address `amax`, to |code * sf| of four codes in each of two rows."""
     return _RECAST.call("void", "tk_raise_amax", amax, codes0, sf0, codes1, sf1)
 
 

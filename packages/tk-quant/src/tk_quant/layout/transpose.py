@@ -14,10 +14,10 @@ A tile goes through shared memory, and from there, transposed, through registers
     a warp loads 256 contiguous bytes                                 and stores 128 contiguous bytes
     of 2 rows at a time,                                              of 4 columns at a time.
 
-Chunk k of a row in the s-th `side` rows of a tile lies at k ^ (s % 8), so that neither side meets a bank twice.
+In shared memory chunk k of row r of a tile lies at k ^ (r / side % 8), so neither side has bank conflicts.
 
-Few blocks share a multiprocessor, so that reads and writes stay close to the order of addresses; to keep memory busy
-all the same, each brings the tile of a later block into L2.
+Few thread blocks run on an SM at a time, so that reads and writes stay close to the order of addresses. To keep memory
+busy all the same, each thread block prefetches the tile of a later one into L2.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ _DTYPES = (
     *(torch.float32, torch.int32, torch.uint32),
 )
 
-_MAX_BATCH = 65535  # the third dimension of a grid
+_MAX_BATCH = 65535  # the most that a grid's third dimension can be
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class TransposeConfig:
     """Chunks of 16 bytes in a row of a tile, a multiple of 8."""
     threads: int
     blocks: int
-    """Blocks that share a multiprocessor. More tiles under way than memory needs only slow it down."""
+    """Thread blocks on an SM at a time. More tiles in flight than memory needs only slow it down."""
     ahead: int
-    """How many blocks later the tile is loaded that a block brings into L2; 0 for none."""
+    """A thread block prefetches into L2 the tile of the thread block this many later; 0 for no prefetch."""
 
     @staticmethod
     @cache
@@ -67,7 +67,7 @@ class TransposeConfig:
         """The configuration for an input's element size and columns on an architecture."""
         # H200, 8192 x 7168, against copies of 56.9 and 28.7 µs: bf16 58.2 µs (58.6 and 59.5 with 3 and 4 blocks), e4m3
         # 29.9 (30.05 with 4 blocks; with 4096 columns 18.0 instead of 17.8). With short rows of single bytes most tiles
-        # are under way at once, and waiting for a turn would cost up to 8 %.
+        # are in flight at once; fewer blocks, so that some tiles wait for their turn, would cost up to 8 %.
         if itemsize == 1 and num_cols < 4096:
             return TransposeConfig(groups=8, chunks=16, threads=128, blocks=6, ahead=0)
         if itemsize == 1:
@@ -85,7 +85,7 @@ def _transpose_kernel(
     itemsize, threads, warps = dtype.itemsize, config.threads, config.threads // 32
     side, per_word = 16 // itemsize, 4 // itemsize
     tile_rows, tile_cols, tile_words = config.groups * side, config.chunks * side, config.chunks * 4
-    # A tile keeps as much shared memory as there is for one of `blocks`.
+    # A thread block takes all shared memory that it can have with `blocks` on an SM, so that no more run at a time.
     kept_rows = max(tile_rows, arch.shared_memory_each(config.blocks) // (config.chunks * 16))
     num_rows, row_stride = T.dynamic("num_rows"), T.dynamic("row_stride")
     batch, batch_stride = (T.dynamic("batch"), T.dynamic("batch_stride")) if batched else (1, 0)
@@ -96,7 +96,7 @@ def _transpose_kernel(
         return row, (word // 4 ^ (row // side % 8)) * 4 + word % 4
 
     def of_warps(col: Any, group: Any, word: Any) -> tuple[Any, Any]:
-        """A warp has eight groups of rows side by side, of all columns of a chunk."""
+        """(thread, register): a warp takes eight neighbouring groups of rows and all columns of a chunk."""
         turn = col // side * (config.groups // 8) + group // 8
         thread = turn % warps * 32 + col % side // per_word * 8 + group % 8
         return thread, (turn // warps * per_word + col % per_word) * 4 + word
@@ -106,7 +106,7 @@ def _transpose_kernel(
         return T.view(x, shape, "uint32", strides=strides)
 
     def transposed_word(tile: T.Buffer, col: Any, row: Any) -> Any:
-        """The elements of a column in as many rows as they make a word, from `row` on."""
+        """A word of the transposed tile: elements of column `col`, in rows from `row` on."""
         words = [tile[row + i, col // per_word] for i in range(per_word)]
         if itemsize == 4:
             return words[0]
@@ -133,7 +133,7 @@ def _transpose_kernel(
 
     @T.macro
     def prefetch_tile(x: T.Buffer, index: T.int32, row_tile: T.int32, col_tile: T.int32) -> None:
-        """Bring the tile of the block `config.ahead` later into L2, if that has another tile of the same matrix."""
+        """Prefetch into L2 the tile of the thread block `config.ahead` later, if that tile is in the same matrix."""
         words, later = words_of(x), T.alloc_var("int32")
         later = col_tile * row_tiles + row_tile + config.ahead
         for i, j in T.Parallel(tile_rows, config.chunks // 8):

@@ -1,4 +1,4 @@
-"""How the tile-level kernels of the casts are launched."""
+"""Launch configurations of the tile-level cast kernels: tile shape, threads, and registers."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,40 +14,43 @@ _TOKENS = 4
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch knobs: the tile that a thread block has in registers. What goes beyond the tensor's end is left out."""
+    """Launch knobs: the tile that a thread block holds in registers. Elements past the tensor's end are skipped.
+
+    A block is the elements that share a scale factor. One that needs more than a warp is split in parts.
+    """
 
     blocks_down: int
-    """Blocks, those that share a scale factor, above each other; or parts of one block."""
+    """Blocks of the tile along tokens; or parts of one block."""
     block_tokens: int
-    """Tokens of a block or a part."""
+    """Tokens of a block, or of a part."""
     blocks_across: int
-    """Blocks side by side; or parts of one block."""
+    """Blocks of the tile along channels; or parts of one block."""
     block_channels: int
-    """Channels of a block or a part."""
+    """Channels of a block, or of a part."""
     vec: int
-    """Neighbouring channels of a thread."""
+    """Neighbouring channels that a thread holds: a vector."""
     thread_rows: int
-    """Threads above each other in a block or a part; each has every so many of its tokens."""
+    """Rows of threads in a block or a part: thread row r holds its tokens r, r + thread_rows, and so on."""
     threads: int
     blocks_per_sm: int = 0
-    """Thread blocks that registers must allow on an SM; 0 leaves it to the compiler."""
+    """Thread blocks that must fit on an SM, which caps registers; 0 leaves registers to the compiler."""
 
     @property
     def tile(self) -> tuple[int, int, int, int]:
-        """Shape of the tile."""
+        """Shape of the tile: (blocks down, tokens of a block, blocks across, channels of a block)."""
         return self.blocks_down, self.block_tokens, self.blocks_across, self.block_channels
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Blocks of the tile, or parts of its only one."""
+        """(down, across): blocks of the tile, or parts if the tile is one block."""
         return self.blocks_down, self.blocks_across
 
     def splits(self, block_size: tuple[int, int]) -> bool:
-        """Whether the tile is one such block in parts, each a warp's."""
+        """Whether the tile is one block of this size, split in parts of a warp each."""
         return self.block_tokens < block_size[0] or self.block_channels < block_size[1]
 
     def blocks_of_tile(self, block_size: tuple[int, int]) -> tuple[int, int]:
-        """Such blocks of the tile, down and across."""
+        """(down, across): whole blocks of this size in the tile."""
         return (1, 1) if self.splits(block_size) else self.parts
 
     @property
@@ -65,9 +68,9 @@ class TileConfig:
     def best(
         hidden: int, block_size: tuple[int, int], x_bits: int, fmt: str, makes: str, in_bytes: bool, arch: Arch
     ) -> "TileConfig":
-        """The configuration for a width, blocks, the bits of an element of x, what is made of it, and sf in bytes.
+        """The configuration for x of `hidden` channels with `x_bits` bits an element, cast to `fmt` by blocks.
 
-        `makes` is "data", "sf" or "both".
+        `makes` says what the kernel writes: "data", "sf" or "both"; `in_bytes` whether a scale factor is one byte.
         """
         block_tokens, block_channels = block_size
         if block_tokens > 1:
@@ -76,21 +79,21 @@ class TileConfig:
         if block_channels == hidden and hidden > _WARP * vec:
             return TileConfig._of_rows(ceil_div(hidden, _WARP * vec), vec, fmt)
         config = TileConfig._of_groups(hidden, block_channels, vec, in_bytes)
-        # H200, 8192 x 7168: data alone in e2m1 take 39 us with 36 registers, 48 with as many as nvcc likes.
+        # H200, 8192 x 7168: writing e2m1 data alone takes 39 us with 36 registers, 48 with as many as nvcc picks.
         few_registers = fmt == "e2m1" and makes != "sf"
         return replace(config, blocks_per_sm=1792 // config.threads if few_registers else 0)
 
     @staticmethod
     def _of_groups(hidden: int, group: int, vec: int, in_bytes: bool) -> "TileConfig":
-        """Groups of channels, as many of a row as threads allow.
+        """Tiles of groups of channels: as many groups of a row as the limit on threads allows.
 
-        H200, bfloat16, 8192 x 7168, groups of 128, rows x channels of a block: 1 x 7168 45.3 us with 16 channels a
-        thread, 1 x 3584 46.2, 8 x 1024 46.5; 4 x 1024 46.9 with 8 channels a thread.
+        H200, bfloat16, 8192 x 7168, groups of 128, by rows x channels of a tile: with 16 channels a thread 1 x 7168
+        takes 45.3 us, 1 x 3584 46.2, 8 x 1024 46.5; with 8 channels a thread 4 x 1024 takes 46.9.
         """
         if group < vec:
             lanes, size, unit = 1, group, vec // group
         else:
-            # Threads that agree on a maximum are a power of two.
+            # The threads that reduce one amax must be a power of two in number.
             lanes = 1 << (ceil_div(group, vec) - 1).bit_length()
             size, unit = lanes * vec, 1
         num_groups = align(ceil_div(hidden, size), unit)
@@ -98,7 +101,7 @@ class TileConfig:
         across = align(ceil_div(num_groups, num_tiles), unit)
         whole_warps = _WARP // lanes * unit
         if num_tiles > 1:
-            # Of bytes, whole words.
+            # One-byte scale factors are written in whole words of four.
             across = align(across, max(4 if in_bytes else 1, whole_warps))
         elif across * size // vec > _MAX_THREADS // 4:
             across = align(across, whole_warps)
@@ -108,7 +111,7 @@ class TileConfig:
 
     @staticmethod
     def _of_rows(num_parts: int, vec: int, fmt: str) -> "TileConfig":
-        """A row that is one group, in parts of a warp.
+        """Tiles of one row that is one group, split in parts as wide as a warp.
 
         H200, 8192 x 7168, e5m6: bfloat16 takes 51.5 us with 7 warps, 64.8 with 14; float32 75.6 with 7, 141 with 28.
         """
@@ -120,7 +123,7 @@ class TileConfig:
 
     @staticmethod
     def _of_blocks(block_size: tuple[int, int], x_bits: int, fmt: str, makes: str, arch: Arch) -> "TileConfig":
-        """Blocks of several tokens, four of them a thread; those that take more than a warp in parts."""
+        """Tiles of blocks of several tokens, four a thread; a block that takes more than a warp is split in parts."""
         block_tokens, block_channels = block_size
         to_e2m1 = fmt == "e2m1" and makes != "sf"
         vec = 16 if x_bits == 16 and block_channels > 1 else 8
@@ -134,8 +137,8 @@ class TileConfig:
         else:
             down = max((64 if to_e2m1 else 256) // (lanes * thread_rows), 1)
         threads = down * warp_rows * lanes
-        # nvcc takes 80 registers by itself; with 64 half as many warps again have their loads in flight. For sm_100a it
-        # spills some of them then.
+        # By itself nvcc takes 80 registers; with 64, half as many warps again have their loads in flight. For sm_100a,
+        # nvcc would spill some registers then.
         most_threads = 1024 if arch.sm < 100 else 640 if to_e2m1 else 768
         blocks_per_sm = most_threads // threads if min(block_size) >= 32 else 0
         return TileConfig(down, block_tokens, across, block_channels, vec, warp_rows, threads, blocks_per_sm)

@@ -1,4 +1,4 @@
-"""What the kernels of the casts are given: the form of their input and of the scale factors that they make."""
+"""What the cast kernels are compiled for: descriptions of their input and of the scale factors that they make."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from tk_core.scales import ScaleLayout
 from tk_quant.lib.quantize import BITS
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.int8: "e2m1", torch.uint8: "e5m6"}
-"""Format by dtype of the data."""
+"""Format of quantized data, by its dtype."""
 ELEMENTS = {"e4m3": "float8_e4m3fn", "e2m1": "int8", "e5m6": "uint8"}
-"""TileLang's type of the data by format."""
+"""TileLang's dtype of quantized data, by format."""
 
 
 def layout_of(sf: Tensor) -> ScaleLayout:
-    """Layout of sf as far as kernels tell them apart: COL_MAJOR stands for all float32, whose strides are arguments."""
+    """Layout of sf as kernels distinguish it: COL_MAJOR for all float32, whose strides are kernel arguments."""
     if sf.ndim == 5:
         return ScaleLayout.SWIZZLED
     if sf.dtype is torch.float8_e4m3fn:
@@ -25,7 +25,7 @@ def layout_of(sf: Tensor) -> ScaleLayout:
 
 
 def flags_of(sf: Tensor) -> dict[str, bool]:
-    """The flags that make a reference's sf of the same layout; one in columns has the values of one in rows."""
+    """Flags for a reference's sf in this layout; column-major float32 counts as row major, whose values it has."""
     layout = layout_of(sf)
     packed = layout is ScaleLayout.PACKED_UE8M0
     return {
@@ -37,17 +37,17 @@ def flags_of(sf: Tensor) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class CastInput:
-    """What is cast, or cast back: a plain tensor, or data and scale factors."""
+    """Input of a cast or a cast back: a plain tensor, or a pair of data and scale factors."""
 
     dtype: torch.dtype
     alignment: int
-    """What `check.row_alignment` says of x."""
+    """Alignment in bytes of the rows of x, from `check.row_alignment`."""
     block_size: tuple[int, int] | None = None
-    """(tokens, channels) that share a scale factor; None for a plain tensor."""
+    """(tokens, channels) of a pair that share a scale factor; None for a plain tensor."""
     layout: ScaleLayout | None = None
-    """Of those scale factors, as `layout_of` says."""
+    """Layout of the pair's scale factors, from `layout_of`."""
     is_nvfp4: bool = False
-    """Whether they are float8_e4m3fn, on top of a scale of the whole tensor."""
+    """Whether the scale factors are float8_e4m3fn, beside one float32 scale for the whole tensor."""
 
     @property
     def is_pair(self) -> bool:
@@ -60,7 +60,7 @@ class CastInput:
 
     @staticmethod
     def of(x: Tensor, x_sf: Tensor | None, block_size: tuple[int, int]) -> "CastInput":
-        """That of tensors which an op has checked."""
+        """Describe x and x_sf, which the op has checked before."""
         if x_sf is None:
             return CastInput(x.dtype, check.row_alignment(x))
         is_nvfp4 = x_sf.dtype is torch.float8_e4m3fn
@@ -72,15 +72,15 @@ class CastScales:
     """The scale factors that a cast makes."""
 
     layout: ScaleLayout
-    """As `layout_of` says."""
+    """From `layout_of`."""
     round_sf: bool = False
     """Whether they are rounded up to powers of two."""
     of_tensor: bool = False
-    """NVFP4: whether they are e4m3, on top of a scale of the whole tensor."""
+    """Whether they are e4m3, beside one float32 scale for the whole tensor (NVFP4)."""
 
     @property
     def byte_dtype(self) -> str:
-        """TileLang's type of scale factors of one byte."""
+        """TileLang's dtype of one-byte scale factors."""
         return "float8_e4m3fn" if self.of_tensor else "float8_e8m0fnu"
 
     @property

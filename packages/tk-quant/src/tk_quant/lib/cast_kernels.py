@@ -1,7 +1,7 @@
 """The kernel of per_token_cast and per_block_cast, and `cast_out`, which launches it.
 
-A block is what has one scale factor: some channels of one token or of several. A thread block takes a tile of whole
-blocks, which it has in registers from the load to the store; a thread 8 or 16 neighbouring channels:
+A block is the elements that share a scale factor: some channels of one token or of several. A thread block loads a
+tile of whole blocks and keeps it in registers until the store. A thread holds 8 or 16 neighbouring channels:
 
                 tile of blocks x channels of a block       e.g. bfloat16, blocks of 1 x 128, 16 channels a thread:
               ┌───────────┬───────────┬─   ─┬────────┐
@@ -9,8 +9,8 @@ blocks, which it has in registers from the load to the store; a thread 8 or 16 n
     tokens    │ t0 … t7   │ t8 … t15  │     │        │       block      0        1         2         3
               └───────────┴───────────┴─   ─┴────────┘       and of 128 x 128, threads 0, 8, 16 … 248 below each other
 
-A block that takes more than a warp, such as a whole row or 128 x 128, has parts, a warp each, which are reduced as
-blocks are, and then their maxima.
+A block that takes more than a warp, such as a whole row or 128 x 128, is split in parts of a warp each. Each part is
+reduced like a block, then the maxima of the parts are reduced.
 """
 
 from typing import Any
@@ -28,12 +28,12 @@ from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, flags_of,
 from tk_quant.lib.outputs import for_vectors
 from tk_quant.lib.quantize import BITS, LIMITS, float_bits
 
-# Each access says itself where tensors end, so TileLang's bounds checks would only repeat it.
+# Each access has a guard of its own, so TileLang's bounds checks would only repeat them.
 _PASS_CONFIGS = {**DIRECT_COPIES, "tl.disable_safe_memory_legalize": True}
 
 
 def _tiles_across(num_cols: int, in_bytes: bool, across: int) -> int:
-    """Tiles side by side, of so many blocks; they reach the last byte of the last word of scale factors."""
+    """Tiles along channels, of `across` blocks each; they cover one-byte scale factors to the end of the last word."""
     return 1 if across >= num_cols else ceil_div(align(num_cols, 4) if in_bytes else num_cols, across)
 
 
@@ -48,9 +48,9 @@ def cast_kernel(
     config: TileConfig,
     arch: Arch,
 ) -> Any:
-    """Build `cast(x, x_sf, tensor_sf, data, sf)`, None where there is no such tensor.
+    """Build `cast(x, x_sf, tensor_sf, data, sf)`; a caller passes None for a tensor that it lacks.
 
-    It `makes` "sf", "data" by given float32 sf, or "both".
+    `makes` says what the kernel writes: "sf", "data" (it reads a given float32 sf), or "both".
     """
     import tilelang.language as T
 
@@ -97,7 +97,7 @@ def cast_kernel(
             if makes == "data":
                 for i, g in T.Parallel(*config.parts):
                     token, channel = row + i * config.block_tokens, col + g * config.block_channels
-                    # The place is one that there is, as TileLang may load before it looks at the condition.
+                    # Clamped to a valid index, as TileLang may load before it tests the condition.
                     sf_row, sf_col = T.min(token, num_tokens - 1) // block_tokens, T.min(channel, hidden - 1)
                     given = T.if_then_else(token < num_tokens, sf[sf_row, sf_col // block_channels], T.float32(1))
                     factors[i, g] = T.float32(1) / given
@@ -146,7 +146,7 @@ def cast_out(
     x_block_channels: int,
     round_sf: bool,
 ) -> None:
-    """Write `data` and `sf`, or only one of the two; data without sf goes by `given_sf`. `x_sf` is that of a pair x."""
+    """Write `data` and `sf`, or one of them; `data` alone is scaled by `given_sf`. `x_sf` belongs to a pair x."""
     if x.shape[0] == 0:
         return
     block_size = (block_tokens, block_channels)

@@ -1,8 +1,8 @@
-"""Tiles of the casts: loading, maxima of blocks, and codes.
+"""Steps of the cast kernels on a tile: load its values, find the amax of its blocks, store its codes.
 
-A tile is a fragment (blocks down, tokens of a block, blocks across, channels of a block). Each thread has a few
-neighbouring channels, of several tokens or blocks where there are more of them than threads. Kernels import this module
-in their builder, as it imports TileLang.
+A tile is a fragment (blocks down, tokens of a block, blocks across, channels of a block). A thread holds vectors of
+`vec` neighbouring channels: one, or those of several tokens or blocks if the tile has more vectors than threads.
+Kernels import this module in their builder, as it imports TileLang.
 """
 
 from math import gcd
@@ -19,12 +19,12 @@ from tk_quant.lib.quantize import store_codes_macro
 from tk_quant.lib.scales_io import load_scale, scale_bytes, scales_type
 
 _MAGNITUDE_BITS = 0x7FFFFFFF
-# e2m1 magnitudes, put at the top of a float32's mantissa, are 2**-126 times what they mean.
+# An e2m1 magnitude, shifted to the low exponent bits and top mantissa bit of a float32, is 2**-126 times its value.
 _E2M1_SCALE = 2.0**126
 
 
 def _place(config: TileConfig, channels: int, block: Any, token: Any, index: Any) -> tuple[Any, Any]:
-    """Thread and register of element `index` of a token's row, which has one for every so many channels of the tile."""
+    """(thread, register) of element `index` of a token's row, which has an element for every `channels` channels."""
     down, _, across, size = config.tile
     width, vec, rows = across * size // channels, config.vec // channels, config.thread_rows
     pieces = down * rows * width // vec // config.threads
@@ -34,7 +34,7 @@ def _place(config: TileConfig, channels: int, block: Any, token: Any, index: Any
 
 
 def layout_of_tile(config: TileConfig, channels: int = 1) -> T.Fragment:
-    """Layout of a tile, or of what has one element for every so many channels of a block."""
+    """Layout of a tile, or of a fragment like it with one element (such as an sf) for every `channels` channels."""
     down, tokens, across, size = config.tile
     size //= channels
     return T.Fragment(
@@ -43,38 +43,38 @@ def layout_of_tile(config: TileConfig, channels: int = 1) -> T.Fragment:
 
 
 def layout_of_rows(config: TileConfig, channels: int) -> T.Fragment:
-    """Layout of (blocks down, tokens of a block, so many channels each)."""
+    """Layout of a fragment (blocks down, tokens of a block, words of a row), one word for every `channels` channels."""
     shape = (config.blocks_down, config.block_tokens, config.channels // channels)
     return T.Fragment(shape, forward_fn=lambda i, t, w: _place(config, channels, i, t, w))
 
 
 def input_type(x: CastInput, num_tokens: Any, hidden: int) -> Any:
-    """Type of the argument with x, or the data of a pair."""
+    """TileLang type of the argument x: a plain tensor, or the data of a pair."""
     width = hidden * x.bits // (8 * x.dtype.itemsize)
     return T.StridedTensor((num_tokens, width), (T.dynamic("x_stride"), 1), T.dtype(x.dtype))
 
 
 def input_scales_type(x: CastInput, hidden: int) -> Any:
-    """Type of the argument with the scale factors of x; for a plain x it is None."""
+    """TileLang type of the argument x_sf, the scale factors of a pair; a plain x comes with None."""
     if not x.is_pair:
         return T.Tensor((T.dynamic("x_sf_rows"),), "float32")
     return scales_type(T.dynamic("x_sf_rows"), ceil_div(hidden, x.block_size[1]), x.layout, prefix="x_")
 
 
 def values_dtype(x: CastInput) -> str:
-    """Type of the elements of a tile: that of a plain x, float32 of a pair."""
+    """Dtype of a tile's values: that of a plain x, float32 for a pair."""
     return "float32" if x.is_pair else T.dtype(x.dtype)
 
 
 def _factor_channels(x: CastInput, hidden: int, vec: int) -> int:
-    """Neighbouring channels of a thread that have one scale factor of x."""
+    """How many neighbouring channels of a thread share one scale factor of the pair x."""
     _, block_channels = x.block_size
     return vec if block_channels >= hidden else gcd(block_channels, vec)
 
 
 @T.macro
 def _load(x: T.Buffer, tile: T.Buffer, row: T.int32, col: T.int32, config: TileConfig) -> None:
-    """The tile at (row, col) of x, of whole elements of x, which may hold two channels; zeros where x ends."""
+    """Load the tile at (row, col) by elements of x, each of which may hold two channels; zeros past the end."""
     _, tokens, _, size = tile.shape
     per_element = config.block_channels // size
     for i, t, g, j in T.Parallel(*tile.shape):
@@ -87,7 +87,7 @@ def _load(x: T.Buffer, tile: T.Buffer, row: T.int32, col: T.int32, config: TileC
 def load_values(
     x: T.Buffer, x_sf: T.Buffer, values: T.Buffer, row: T.int32, col: T.int32, of: CastInput, config: TileConfig
 ) -> None:
-    """The tile at (row, col) of x, in its own type, or of a pair dequantized to float32; zeros where x ends."""
+    """Load the tile at (row, col): a plain x in its own dtype, a pair dequantized to float32; zeros past the end."""
     num_tokens, hidden = x.shape[0], x.shape[1] * 8 * of.dtype.itemsize // of.bits
     T.assume(x.strides[0] % (of.alignment // of.dtype.itemsize) == 0)
     down, tokens, across, size = config.tile
@@ -105,7 +105,7 @@ def load_values(
         for i, t, g, k in T.Parallel(down, tokens, across, size // step):
             token, channel = row + i * tokens + t, col + g * size + k * step
             is_inside = token < num_tokens and channel < hidden
-            # The place is one that there is, as TileLang may load before it looks at the condition.
+            # Clamped to a valid index, as TileLang may load before it tests the condition.
             sf_row, sf_col = T.min(token, num_tokens - 1) // block_tokens, T.min(channel, hidden - 1) // block_channels
             sf = load_scale(scales, sf_row, sf_col, of.layout)
             factors[i, t, g, k] = T.if_then_else(is_inside, sf, T.float32(0))
@@ -121,9 +121,9 @@ def load_values(
 
 @T.macro
 def block_amax(values: T.Buffer, amax: T.Buffer, config: TileConfig) -> None:
-    """amax[i, g], int32: the bits of max |values[i, :, g, :]| as a float32, those of NaN being above all others."""
+    """amax[i, g], int32: the bits of max |values[i, :, g, :]| as a float32; NaN has bits above all others."""
     down, tokens, across, size = config.tile
-    # Of narrow blocks a thread has several, whose maxima go through one exchange.
+    # A thread has several narrow blocks; their maxima are exchanged with other threads at once.
     batch = max(config.vec // size, 1)
     if values.dtype != "float32":
         of_tokens = T.alloc_fragment((down, tokens, across), values.dtype)
@@ -151,7 +151,7 @@ def block_amax(values: T.Buffer, amax: T.Buffer, config: TileConfig) -> None:
 
 @T.macro
 def amax_of_parts(amax: T.Buffer, largest: T.Ref) -> None:
-    """largest = the largest element of amax, of 0 before: the parts of a tile become one block."""
+    """Raise `largest`, 0 before, to the largest element of amax: the amax of a block that is split in parts."""
     parts = T.alloc_shared(amax.shape, "int32")
     T.copy(amax, parts)
     for i in T.unroll(amax.shape[0]):
@@ -171,11 +171,11 @@ def store_codes(
     by_power: bool,
     config: TileConfig,
 ) -> None:
-    """values * factors of their blocks, rounded to `fmt`, to the tile at (row, col) of data.
+    """Multiply values by the factors of their blocks, round to `fmt`, and store the codes at (row, col) of data.
 
-    `are_bounded`: the factors were made from the values' amax, so that nothing finite saturates. `by_power`: values are
-    bfloat16, factors powers of two, and e2m1 has no instruction. Eight codes of e5m6 are twelve bytes, which go through
-    shared memory, so that a warp's stores are neighbours.
+    `are_bounded`: the factors were made from the values' amax, so no finite value saturates. `by_power`: values are
+    bfloat16, factors are powers of two, and the GPU has no instruction that casts to e2m1. Eight e5m6 codes are twelve
+    bytes; they go through shared memory, so that a warp's stores are coalesced.
     """
     down, tokens, _, size = config.tile
     width, vector = config.channels // 8, config.vec // 8
@@ -186,7 +186,7 @@ def store_codes(
             codes[i, t, g, j] = T.cast(T.cast(values[i, t, g, j], "float32") * factors[i, g], "float8_e4m3fn")
         for i, t, g, j in T.Parallel(*config.tile):
             token, channel = row + i * tokens + t, col + g * size + j
-            # In vectors, so that a vector's elements are seen to have one guard.
+            # Compares vectors, so that TileLang sees one guard for all elements of a vector.
             if token < data.shape[0] and channel // config.vec < data.shape[1] // config.vec:
                 data[token, channel] = codes[i, t, g, j]
     else:
@@ -210,11 +210,11 @@ def store_codes(
                     four = tuple(pairs[k] for k in range(4))
                     words[i, t, w] = e2m1x8_by_power(four, power | (power >> T.uint32(16)))
                 else:
-                    # NaN and infinity would spoil codes of other blocks.
+                    # If a word has codes of several blocks, NaN or infinity in one would spoil the others.
                     words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded and size >= 8)
             for i, t, v in T.Parallel(down, tokens, width // vector):
                 token, word = row + i * tokens + t, col // 8 + v * vector
-                # nvcc would split a store of words that were computed one by one.
+                # Without this copy nvcc would split the vector store, as the words were computed one by one.
                 own = T.alloc_local((vector,), "uint32")
                 for k in T.unroll(vector):
                     own[k] = words[i, t, v * vector + k]

@@ -1,6 +1,6 @@
-"""Steps, at thread level, of kernels that cast tiles of 128 tokens by channels. Only kernels import this.
+"""Thread-level steps of the kernels that cast tiles of 128 tokens by channel. Only kernels import this.
 
-A thread has `vec` neighbouring channels of some tokens, as uint32 words of bfloat16 pairs or float32.
+A thread holds `vec` neighbouring channels of some tokens, as uint32 words of two bfloat16 or one float32.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ from tk_quant.lib.quantize import LIMITS, TILE_ROWS, element, encode_macro, floa
 from tk_quant.lib.scales_io import scale_bytes, scale_place
 
 CHANNELS = 128
-"""Of a tile of per_token_and_channel_cast, as are the next two."""
+"""Channels of a tile of per_token_and_channel_cast; VEC and ROWS are for that kernel too."""
 VEC = 4
 """Channels of a thread."""
 ROWS = 8
-"""Of a warp at once."""
+"""Tokens that a warp casts at a time in `cast_rows`."""
 _LEAST_AMAX = float_bits(LIMITS["e4m3"][1])
 
 
 def is_inside(channel: Any, hidden: int, channels: int = CHANNELS) -> Any:
-    """Whether a channel of a tile of so many exists, which needs no test where tiles cover all channels exactly."""
+    """Whether a channel is below hidden; True, without a test at run time, if tiles of `channels` divide hidden."""
     return channel < hidden if hidden % channels else True
 
 
@@ -37,7 +37,7 @@ def _larger(amax: Any, word: Any, is_bf16: bool) -> Any:
 def cast_rows(
     words: Any, token_data: Any, token_sf: Any, row: Any, first_col: Any, hidden: Any, is_bf16: Any, casts: Any
 ) -> None:
-    """The codes and scale factors of a warp's rows, from `row` on."""
+    """Cast a warp's rows, from `row` on, by groups of channels: store their codes and scale factors."""
     lane = T.get_thread_binding() % 32
     magnitudes = T.alloc_local((ROWS,), "uint32")
     scaled = T.alloc_local((VEC,), "float32")
@@ -75,7 +75,7 @@ def cast_rows(
 
 @T.macro
 def share_amax(words: Any, parts: Any, is_bf16: Any) -> None:
-    """Each thread's largest magnitudes of its channels to parts (threads above each other, words of the channels)."""
+    """Store each thread's amax of each of its channels in shared memory: parts (row lanes, words of all channels)."""
     thread, lanes = T.get_thread_binding(), parts.shape[1] // words.shape[1]
     amax = T.alloc_local((words.shape[1],), "uint32")
     for j in T.unroll(words.shape[1]):
@@ -99,7 +99,7 @@ def make_factors(
     is_bf16: bool,
     round_sf: bool,
 ) -> None:
-    """Scale factors of a tile's channels to sf, and what to multiply with to factors (blocks of tokens, channels)."""
+    """Reduce parts, store the tile's sf, and the factors to multiply by in factors (blocks of tokens, channels)."""
     blocks, channels = factors.shape
     lanes = parts.shape[0] // blocks
     amax = T.alloc_var("uint32")
@@ -117,11 +117,11 @@ def make_factors(
             factors[index // channels, index % channels] = factor
 
 
-# Bytes of a channel lie in eight chunks of 16; chunk k of channel c is at k ^ (c / vec). So neither eight lanes that
-# write `vec` channels each, nor eight that read one, have bank conflicts.
+# The 128 bytes of a channel lie in eight chunks of 16; chunk k of channel c is at k ^ (c / vec % 8). So neither eight
+# lanes that write `vec` channels each, nor eight that read one channel, have bank conflicts.
 @T.macro
 def put_codes(tile: Any, codes: Any, channel: Any, word: Any, vec: int) -> None:
-    """Codes of a channel, words of four tokens, to a tile of codes, uint32 (channels, 32)."""
+    """Write codes of a channel, uint32 words of four tokens, to a tile in shared memory, uint32 (channels, 32)."""
     place = ((word // 4) ^ (channel // vec % 8)) * 4 + word % 4
     for k in T.vectorized(codes.shape[0]):
         tile[channel, place + k] = codes[k]
@@ -129,7 +129,7 @@ def put_codes(tile: Any, codes: Any, channel: Any, word: Any, vec: int) -> None:
 
 @T.macro
 def store_tile(tile: Any, out: Any, first_channel: Any, first_token: Any, hidden: int, threads: int, vec: int) -> None:
-    """The tile to out (hidden, num_tokens); eight lanes store the tokens of a channel."""
+    """Store the tile to out (hidden, num_tokens); eight lanes store the 128 tokens of a channel."""
     thread, channels = T.get_thread_binding(), tile.shape[0]
     words = T.alloc_local((4,), "uint32")
     for i in T.unroll(channels * TILE_ROWS // 16 // threads):

@@ -1,12 +1,12 @@
-"""Tiles of 128 tokens in the kernels that cast by channels: from values in registers to scale factors and codes.
+"""Tiles of 128 tokens in the kernels that cast by channel: from values in registers to scale factors and codes.
 
-A thread has `vec` channels of `rows` neighbouring tokens. The largest magnitudes of a block, in many threads, meet in
-shared memory:
+A thread holds `vec` channels of `rows` neighbouring tokens. The amax of a channel in a block of tokens, which many
+threads share, is found in three steps:
 
-    columns    [block of tokens, row lane, channel, row]    each thread's largest of a channel
-    parts      [block of tokens, row lane, channel]         through shared memory: then one thread, or one in each half
-                                                            of a warp, has all of a channel, and their largest
-    amax       [block of tokens, channel]                   sf, and the factor, through shared memory to all row lanes
+    columns    [block of tokens, row lane, channel, row]    each thread reduces its own rows of a channel
+    parts      [block of tokens, row lane, channel]         through shared memory to one thread of each channel, or one
+                                                            in each half of a warp, which reduces all row lanes
+    amax       [block of tokens, channel]                   makes sf and the factor, which goes to all row lanes
 
 Kernels import this module in their builder, as it imports TileLang.
 """
@@ -24,24 +24,24 @@ _MAGNITUDE_BITS = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class ChannelTile:
-    """How a tile lies over threads."""
+    """How a tile of 128 tokens by `channels` channels is distributed over threads."""
 
     channels: int
     rows: int
-    """Tokens of a thread: a divisor of num_per_tokens."""
+    """Neighbouring tokens of a thread: a divisor of num_per_tokens."""
     vec: int
-    """Channels of a thread."""
+    """Neighbouring channels of a thread."""
     num_per_tokens: int
     """Tokens of a block, which has a scale factor for each channel."""
 
     @property
     def blocks(self) -> int:
-        """Blocks of tokens."""
+        """Blocks of tokens in the tile."""
         return TILE_ROWS // self.num_per_tokens
 
     @property
     def lanes(self) -> int:
-        """Threads that have tokens of a block."""
+        """Row lanes: threads that have the same channels of a block's tokens."""
         return self.num_per_tokens // self.rows
 
     @property
@@ -51,55 +51,55 @@ class ChannelTile:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the values as they are loaded."""
+        """Shape of the values as they are loaded: (blocks, lanes, rows, channels)."""
         return (self.blocks, self.lanes, self.rows, self.channels)
 
     @property
     def shape_of_columns(self) -> tuple[int, int, int, int]:
-        """Shape of the values with a thread's rows side by side."""
+        """Shape of the values with a thread's rows adjacent: (blocks, lanes, channels, rows)."""
         return (self.blocks, self.lanes, self.channels, self.rows)
 
     @property
     def halves(self) -> int:
-        """Halves of a warp that share the parts of a channel: 2 where there are twice as many threads as factors."""
+        """Halves of a warp that reduce the parts of a channel: 2 if there are at least two threads for each factor."""
         return 2 if self.threads >= 2 * self.blocks * self.channels and self.lanes >= 2 else 1
 
     def token(self, block: Any, lane: Any, row: Any) -> Any:
-        """Which token of the tile a value belongs to."""
+        """Token of the tile at this block, row lane and row of a thread."""
         return (block * self.lanes + lane) * self.rows + row
 
     def indices(self, token: Any) -> tuple[Any, Any, Any]:
-        """Block, lane and row of a token of the tile."""
+        """(block, row lane, row of the thread) of a token of the tile."""
         return token // self.num_per_tokens, token % self.num_per_tokens // self.rows, token % self.rows
 
     def of_value(self, block: Any, lane: Any, row: Any, channel: Any) -> tuple[Any, Any]:
-        """Thread and place of a value: a thread's rows one after the other."""
+        """(thread, register) of a value as it is loaded: a thread's rows one after the other."""
         thread, place = self.of_part(block, lane, channel)
         return thread, row * self.vec + place
 
     def of_column(self, block: Any, lane: Any, channel: Any, row: Any) -> tuple[Any, Any]:
-        """The same with a thread's channels one after the other."""
+        """(thread, register) of a value in `columns`: a thread's channels one after the other."""
         thread, place = self.of_part(block, lane, channel)
         return thread, place * self.rows + row
 
     def of_transposed(self, channel: Any, token: Any) -> tuple[Any, Any]:
-        """The same of a tile (channels, tokens)."""
+        """(thread, register) of a value of a transposed tile (channels, tokens), ordered as in `columns`."""
         block, lane, row = self.indices(token)
         return self.of_column(block, lane, channel, row)
 
     def swizzled(self, channel: Any, token: Any) -> tuple[Any, Any]:
-        """Place in shared memory of a transposed tile's code.
+        """Position in shared memory of a code of a transposed tile.
 
-        Eight lanes that write neighbouring vectors of channels, and eight that read one channel, meet no bank twice.
+        Eight lanes that write neighbouring vectors of channels, or that read one channel, have no bank conflicts.
         """
         return channel, (token // 16 ^ (channel // self.vec % 8)) * 16 + token % 16
 
     def of_part(self, block: Any, lane: Any, channel: Any) -> tuple[Any, Any]:
-        """The same of a thread's largest magnitudes."""
+        """(thread, register) of a thread's amax of a channel, in `parts`."""
         return (block * self.lanes + lane) * (self.channels // self.vec) + channel // self.vec, channel % self.vec
 
     def of_gathered(self, block: Any, lane: Any, channel: Any) -> tuple[Any, Any]:
-        """The same of them behind shared memory: all of a channel in one thread, or in lanes i and i + 16 of a warp."""
+        """(thread, register) of these after the exchange: all of a channel in one thread, or in lanes i and i + 16."""
         at_once, factor = self.threads // self.halves, block * self.channels + channel
         slot = factor % at_once
         thread = slot // 16 * 32 + lane % 2 * 16 + slot % 16 if self.halves == 2 else slot
@@ -108,7 +108,7 @@ class ChannelTile:
 
 @T.macro
 def load_values(x: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile) -> T.Buffer:
-    """Values of a tile: those of x (rows, channels) from (row, channel) on, zeros beyond its channels."""
+    """Load the tile at (row, channel) of x (rows, channels); zeros past the last channel."""
     values = T.alloc_fragment(tile.shape, x.dtype)
     T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
     for b, i, r, j in T.Parallel(*tile.shape):
@@ -118,7 +118,7 @@ def load_values(x: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile) 
 
 @T.macro
 def find_tokens(pos_to_token: T.Buffer, row: T.int32, num_tokens: T.int32, tile: ChannelTile) -> T.Buffer:
-    """Rows of x that a tile's rows, from `row` on, come from, int32 (blocks, lanes, rows); -1 where there is none."""
+    """Source row in x of each row of the tile, from `row` on: int32 (blocks, lanes, rows), negative for none."""
     tokens = T.alloc_fragment(tile.shape[:3], "int32")
     for b, i, r in T.Parallel(*tokens.shape):
         tokens[b, i, r] = -1
@@ -130,7 +130,7 @@ def find_tokens(pos_to_token: T.Buffer, row: T.int32, num_tokens: T.int32, tile:
 
 @T.macro
 def gather_values(x: T.Buffer, tokens: T.Buffer, channel: T.int32, tile: ChannelTile) -> T.Buffer:
-    """Values of a tile: those of rows `tokens` of x from `channel` on, zeros where a token is negative."""
+    """Load a tile of the rows `tokens` of x, from `channel` on; zeros where a token is negative."""
     values = T.alloc_fragment(tile.shape, x.dtype)
     T.annotate_layout({values: T.Fragment(values.shape, forward_fn=tile.of_value)})
     for b, i, r, j in T.Parallel(*tile.shape):
@@ -141,7 +141,7 @@ def gather_values(x: T.Buffer, tokens: T.Buffer, channel: T.int32, tile: Channel
 
 @T.macro
 def columns_of(values: T.Buffer, tile: ChannelTile) -> T.Buffer:
-    """The same values with a thread's rows side by side, where bfloat16 are reduced in pairs."""
+    """The values reordered so that a thread's rows are adjacent registers, where bfloat16 is reduced in pairs."""
     columns = T.alloc_fragment(tile.shape_of_columns, values.dtype)
     T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
     for b, i, j, r in T.Parallel(*columns.shape):
@@ -151,7 +151,7 @@ def columns_of(values: T.Buffer, tile: ChannelTile) -> T.Buffer:
 
 @T.macro
 def amax_bits(values: T.Buffer, amax: T.Buffer, dim: int) -> None:
-    """amax: the bits of max |values| over a dimension, as int32: those of NaN are above all others."""
+    """amax, int32: the bits of max |values| over a dimension as a float32; NaN has bits above all others."""
     if values.dtype == "bfloat16":
         largest = T.alloc_fragment(amax.shape, "bfloat16")
         T.reduce_absmax(values, largest, dim=dim, nan_propagate=True)
@@ -168,9 +168,9 @@ def amax_bits(values: T.Buffer, amax: T.Buffer, dim: int) -> None:
 def factors_of_blocks(
     columns: T.Buffer, sf: T.Buffer, sf_row: T.int32, channel: T.int32, tile: ChannelTile, round_sf: bool
 ) -> T.Buffer:
-    """Store sf of a tile's blocks, in rows from `sf_row` on, and return what to multiply its values by.
+    """Store the sf of a tile's blocks in rows from `sf_row` on, and return the factors to multiply its values by.
 
-    columns: bfloat16 or float32, from `channel` on. sf: float32 (blocks of all tokens, hidden).
+    columns: the tile's values, bfloat16 or float32, from `channel` on. sf: float32 (blocks of all tokens, hidden).
     Returns float32 (blocks, channels) in registers.
     """
     parts = T.alloc_fragment((tile.blocks, tile.lanes, tile.channels), "int32")
@@ -196,7 +196,7 @@ def factors_of_blocks(
 
 @T.macro
 def store_codes(scaled: T.Buffer, out: T.Buffer, row: T.int32, channel: T.int32, tile: ChannelTile) -> None:
-    """e4m3 codes of float32 values, laid out like those loaded, to out (rows, channels) from (row, channel) on."""
+    """Cast float32 values, laid out by `of_value`, to e4m3, and store them in out from (row, channel) on."""
     codes = T.alloc_fragment(tile.shape, "float8_e4m3fn")
     T.annotate_layout({codes: T.Fragment(tile.shape, forward_fn=tile.of_value)})
     T.copy(scaled, codes)
@@ -214,9 +214,9 @@ def store_by_channel(
     tile: ChannelTile,
     transpose: bool,
 ) -> None:
-    """e4m3 codes of values times factors (blocks, channels), to out from (row, channel) on.
+    """Store the e4m3 codes of values * factors (blocks, channels) in out, from (row, channel) on.
 
-    out is (rows, channels), or where they are to `transpose`, by way of shared memory, (channels, rows).
+    out is (rows, channels); with `transpose` it is (channels, rows), and the codes go through shared memory.
     """
     if not transpose:
         scaled = T.alloc_fragment(tile.shape, "float32")

@@ -1,7 +1,7 @@
-"""Divisions of float32 with the bits of IEEE's, in a few instructions without a branch.
+"""float32 divisions that return the IEEE result bit for bit, in a few instructions without a branch.
 
-nvcc compiles a division to 8 instructions and a branch to the special cases, which keeps it from interleaving several
-divisions. With r = 1 / d, approximately, where each bracket and each sum is one fused multiply-add,
+nvcc compiles a division to 8 instructions and a branch to the special cases; the branch keeps nvcc from interleaving
+several divisions. Let r be an approximate 1 / d. With each bracket and each sum as one fused multiply-add,
 
     s = r + r * (1 - d * r)                             is 1 / d correctly rounded, for d from 2**-126 to 2**126;
     q = l * s;  quotient = q - (d * q - l) * s          is l / d, if
@@ -9,11 +9,9 @@ divisions. With r = 1 / d, approximately, where each bracket and each sum is one
   - d = 1 + exp(-l) for any float32 l within ±87, with CUDA's exp or one unit in the last place off, or
   - one of l and d is 448 or 6, and no intermediate result is subnormal.
 
-For a bfloat16 l within ±87 r itself will do for s. Then the sole exception is d = 2 - 2**-23, where r has to be the
-float32 nearest to 1 / d, which nvcc's own division needs as well. The bracket is d * q - l and not l - d * q, so that
-l = -0 gives -0. The tests try all float32 and all bfloat16.
-
-Kernels import this module in their builder, as it imports TileLang.
+For a bfloat16 l within ±87, s = r is accurate enough, except if d = 2 - 2**-23: then r has to be the float32 nearest to
+1 / d, which nvcc's own division needs as well. The bracket is d * q - l and not l - d * q, so that l = -0 gives -0. The
+tests try all float32 and all bfloat16. Kernels import this module in their builder, as it imports TileLang.
 """
 
 from typing import Any
@@ -24,10 +22,10 @@ from tk_quant.lib.quantize import INFINITY_BITS, LIMITS
 from tk_quant.lib.scales_io import scale_of_bounded_amax
 
 NEAR_SF = 0.194
-"""Largest sf for which every e4m3 code times sf is within ±87, or NaN."""
+"""Up to this sf every e4m3 code times sf is within ±87, or NaN."""
 NEAR_LIMIT = 0x42AE
 """The bits of 87 as bfloat16."""
-# What an amax is multiplied by, so that neither it nor its reciprocal is subnormal.
+# A factor that an amax is multiplied by, so that neither the product nor its reciprocal is subnormal.
 _DOWN = {"e4m3": 2.0**-64, "e2m1": 0.25}
 
 
@@ -45,7 +43,7 @@ def _quotient(x: T.float32, d: T.float32, s: T.float32) -> T.float32:
 
 @T.macro
 def near_sigmoid(x: T.float32) -> tuple[T.float32, T.float32]:
-    """1 / (1 + exp(-x)) and x / (1 + exp(-x)), for x within ±87 or NaN."""
+    """Sigmoid and SiLU, 1 / (1 + exp(-x)) and x / (1 + exp(-x)), for x within ±87 or NaN."""
     d = T.float32(1) + T.exp(-x)
     s = _reciprocal(d)
     return s, _quotient(x, d, s)
@@ -53,7 +51,7 @@ def near_sigmoid(x: T.float32) -> tuple[T.float32, T.float32]:
 
 @T.macro
 def near_silu(x: T.float32) -> T.float32:
-    """x / (1 + exp(-x)), for a bfloat16 x within ±87 or NaN."""
+    """SiLU, x / (1 + exp(-x)), for a bfloat16 x within ±87 or NaN."""
     d = T.float32(1) + T.exp(-x)
     return _quotient(x, d, T.fast_rcp(d))
 
@@ -69,5 +67,5 @@ def _quick_scale(amax: T.int32, fmt: str) -> tuple[T.float32, T.float32]:
 
 
 def quick_scale_of_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
-    """`scale_of_bounded_amax` for e4m3 and e2m1, the same bits."""
+    """The same bits as `scale_of_bounded_amax`, for e4m3 and e2m1, by divisions without a branch."""
     return scale_of_bounded_amax(amax, fmt, True) if round_sf else _quick_scale(amax, fmt)

@@ -1,8 +1,7 @@
-"""e5m6 codes in registers: loaded as words, and made floats.
+"""e5m6 codes in registers: load them as uint32 words, and decode them to float32.
 
-Eight codes of 12 bits are three words. The first four are the upper 48 bits of words 0 and 1, the others the lower 48
-bits of words 1 and 2. So a vector of eight codes takes three words, and one of four takes two, of which it shares one.
-
+Eight codes of 12 bits fill three words. The first four are the upper 48 bits of words 0 and 1, the other four the
+lower 48 bits of words 1 and 2. So a vector of eight codes takes three words. One of four takes two, and shares word 1.
 Kernels import this module in their builder, as it imports TileLang.
 """
 
@@ -12,18 +11,18 @@ import tilelang.language as T
 
 
 def words_of_vector(vector: int) -> int:
-    """Words that hold a vector of 4 or 8 codes."""
+    """How many words hold a vector of 4 or 8 codes."""
     return {4: 2, 8: 3}[vector]
 
 
 def _first_word(vector_index: Any, num_words: int) -> Any:
-    """Where in a row the words of a vector begin."""
+    """Index in a row of the first word of a vector."""
     return vector_index * 3 if num_words == 3 else vector_index // 2 * 3 + vector_index % 2
 
 
 @T.macro
 def load_e5m6(x: T.Buffer, words: T.Buffer, row: T.int32, first_vector: T.int32, alignment: int) -> None:
-    """Load uint32 words (rows, vectors, words of a vector) of x, uint8 with rows on multiples of `alignment` bytes."""
+    """Load words, uint32 (rows, vectors, words of a vector), from x, uint8 with rows aligned to `alignment` bytes."""
     for i, j, k in T.Parallel(*words.shape):
         index = _first_word(first_vector + j, words.shape[2]) + k
         if alignment >= 4:
@@ -36,7 +35,7 @@ def load_e5m6(x: T.Buffer, words: T.Buffer, row: T.int32, first_vector: T.int32,
 
 @T.macro
 def decode_e5m6(words: T.Buffer, values: T.Buffer, first_vector: T.int32) -> None:
-    """float32 values (rows, channels) of words; a code is the upper 12 bits of a float16."""
+    """Decode words to values, float32 (rows, channels); a code is the upper 12 bits of a float16."""
     num_words, vector = words.shape[2], values.shape[1] // words.shape[1]
     for i, j in T.Parallel(words.shape[0], words.shape[1]):
         of_vector = T.alloc_local((num_words,), "uint64")

@@ -14,8 +14,8 @@ Each thread copies its codes to shared memory asynchronously and decodes them fr
 to scale them (the codes of four rows stay in registers in between). Keeping codes takes a quarter of the shared memory
 of float32 values, and latency is hidden by many tiles in flight. Six thread blocks fit on an SM, as amax takes only one
 word of shared memory per channel, which all threads of that channel update by atomicMax. The sf of a row are copied
-together with their neighbours, 16 bytes at a time, because such copies bypass L1, of which so much shared memory
-leaves little; loads of 4 bytes would take 5 % longer.
+together with their neighbours, 16 bytes at a time, because such copies bypass L1, which is small beside so much shared
+memory; loads of 4 bytes would take 5 % longer.
 
 Neighbouring thread blocks take neighbouring rows of the same channels, so that all of them read a few columns of x,
 which stay in L2; the output is stored with an L2 evict-first hint.
@@ -77,11 +77,11 @@ def prefetched_columns(num_rows: int, num_tokens: int, hidden: int, num_sms: int
     return first_col, max(min(early_cols, hidden) - first_col, 0)
 
 
-# Thread level: each thread has copies of gathered rows in flight, four groups of them. Not timed as tiles.
-# Shared arrays are not reused for other purposes, so the barriers below suffice.
+# Thread level: each thread has four groups of copies of gathered rows in flight. A tile-level kernel was not timed.
+# No shared array is reused, so the barriers below suffice.
 @kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:
-    """Kernel (x, x_sf, pos_to_token, out, sf, num_sms, *prefetched_columns(...))."""
+    """Build `gathered_recast(x, x_sf, pos_to_token, out, sf, num_sms, *prefetched_columns(...))`."""
     import tilelang.language as T
 
     from tk_quant.lib.division import quick_scale_of_amax
@@ -95,7 +95,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
     row_stride = T.dynamic("row_stride")
 
-    # Position of a channel in shared arrays. Avoids bank conflicts of threads that access 16 channels each, 8 or one.
+    # Position of a channel in shared arrays. Avoids bank conflicts of threads that access 16, 8 or one channel each.
     def slot(channel: Any) -> Any:
         return channel ^ (channel // 32 % 4 * 4)
 

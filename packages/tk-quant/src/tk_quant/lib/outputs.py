@@ -1,4 +1,4 @@
-"""Data and scale factors that a cast writes, new or given as `out` or `out_sf`, and flags beside given factors."""
+"""Output tensors of a cast, new or given as `out` or `out_sf`, and a check of the flags beside a precomputed sf."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ _DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}
 
 
 def output_pair(out: Any) -> tuple[Tensor | None, Tensor | None]:
-    """`out` of a cast that returns data and scale factors, (None, None) if it is None."""
+    """Split the argument `out` of a cast into (data, sf); (None, None) if it is None."""
     if out is None:
         return None, None
     return pair_of("out", out)
 
 
 def check_flags_of_given_sf(use_tma_aligned_col_major_sf: Any, round_sf: Any, use_packed_ue8m0: Any) -> None:
-    """Raise unless these flags fit scale factors that are given, in row-major float32."""
+    """Raise unless these flags describe a precomputed sf, which is row-major float32."""
     check.flag("round_sf", round_sf)
     flags = {"use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf, "use_packed_ue8m0": use_packed_ue8m0}
     for name, value in flags.items():
@@ -33,9 +33,9 @@ def check_flags_of_given_sf(use_tma_aligned_col_major_sf: Any, round_sf: Any, us
 def data_output(
     name: str, given: Any, like: Tensor, num_tokens: int, hidden: int, fmt: str, **inputs: Tensor | None
 ) -> Tensor:
-    """The tensor for the codes of (num_tokens, hidden) values; `given`, unless it is None.
+    """The tensor to write the codes of (num_tokens, hidden) values to: `given`, or a new one if that is None.
 
-    Raises TypeError or ValueError if that has another dtype, shape, device or strides, or overlaps one of the inputs.
+    Raises TypeError or ValueError if `given` has another dtype, shape, device or strides, or overlaps an input.
     """
     shape, dtype = (num_tokens, hidden * BITS[fmt] // 8), _DTYPES[fmt]
     if given is None:
@@ -55,9 +55,9 @@ def scales_output(
     dtype: torch.dtype | None = None,
     **inputs: Tensor | None,
 ) -> Tensor:
-    """The tensor for the scale factors of (num_rows, num_cols) blocks in `layout`; `given`, unless it is None.
+    """The tensor to write the sf of (num_rows, num_cols) blocks to, in `layout`: `given`, or a new one if that is None.
 
-    Raises TypeError or ValueError if that has another dtype, shape, device or strides, or overlaps one of the inputs.
+    Raises TypeError or ValueError if `given` has another dtype, shape, device or strides, or overlaps an input.
     """
     if given is None:
         return empty_scales(like, num_rows, num_cols, layout, dtype)
@@ -72,7 +72,7 @@ def scales_output(
 
 
 def for_vectors(x: Tensor | None) -> Tensor | None:
-    """x if its address is a multiple of 16 bytes, as kernels want it, else a tensor like it, to be copied back."""
+    """x if its address is a multiple of 16 bytes, as vector stores need, else a new tensor, to be copied back to x."""
     if x is None or x.data_ptr() % 16 == 0:
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

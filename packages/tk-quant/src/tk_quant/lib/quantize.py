@@ -1,6 +1,6 @@
-"""Shared by the kernels of all casts: limits of the formats, scale factors from amax, float32 to packed codes.
+"""Shared by the kernels of all casts: limits of the formats, vectorized loads, float32 to packed codes, and stores.
 
-The functions return TileLang macros; like a kernel's builder they import TileLang when they are called.
+The functions `*_macro` return TileLang macros. Like a kernel's builder they import TileLang when they are called.
 """
 
 import struct
@@ -13,18 +13,18 @@ from tk_quant.device.fp4 import encode_e2m1x8
 
 FLOAT4_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0, 1e-4)}
-"""Format: (largest finite value, least amax)."""
+"""By format: (largest finite value, least amax, to which a smaller amax is raised)."""
 BITS = {"e4m3": 8, "e2m1": 4, "e5m6": 12}
-"""Format: bits of a code."""
+"""By format: bits of a code."""
 INFINITY_BITS = 0x7F800000
 TILE_ROWS = 128
-"""Rows of a tile in the kernels that cast by channels."""
+"""Tokens of a tile in the kernels that cast by channel."""
 OWN_GUARDS_AND_BARRIERS = {
     "tl.disable_safe_memory_legalize": True,
     "tl.disable_shared_memory_reuse": True,
     "tl.disable_thread_storage_sync": True,
 }
-"""Pass configs for kernels that guard their accesses and, each shared array serving one purpose, synchronize alone."""
+"""Pass configs of kernels that check bounds and place barriers themselves, and never reuse a shared array."""
 
 
 def float_bits(value: float) -> int:
@@ -57,10 +57,10 @@ def encode_macro(fmt: str, num_values: int, are_bounded: bool = False) -> Any:
 
 @cache
 def load_macro(num_words: int, elements_per_word: int, alignment: int) -> Any:
-    """Macro `load(x, words, index, row, col, valid)`: num_words uint32 of a row of x, from `col` on, to words[index].
+    """Macro `load(x, words, index, row, col, valid)`: load num_words uint32 from x[row, col:] into words[index].
 
-    `alignment` is the result of `check.row_alignment` for x; `col` is a multiple of num_words * elements_per_word. The
-    loads are predicated: where `valid` is false nothing is read and the words are 0.
+    `alignment`, from `check.row_alignment`, decides how wide the loads are: up to 16 bytes. `col` is a multiple of
+    num_words * elements_per_word. Loads are predicated: where `valid` is false nothing is read and the words are 0.
     """
     import tilelang.language as T
 
@@ -88,7 +88,7 @@ def load_macro(num_words: int, elements_per_word: int, alignment: int) -> Any:
 
 
 def element(words: Any, row: Any, index: Any, is_bf16: bool) -> Any:
-    """Element `index` of words[row], uint32 words of bfloat16 pairs or float32, as a float32 expression."""
+    """float32 expression of element `index` of words[row]; a uint32 word holds two bfloat16 or one float32."""
     import tilelang.language as T
 
     if not is_bf16:
@@ -100,7 +100,7 @@ def element(words: Any, row: Any, index: Any, is_bf16: bool) -> Any:
 
 @cache
 def store_codes_macro(num_words: int, elements_per_word: int = 4) -> Any:
-    """Macro `store(out, words, row, col)`: 1, 2 or a multiple of 4 uint32 to a row of out, in the widest stores."""
+    """Macro `store(out, words, row, col)`: store 1, 2 or 4 * n uint32 to out[row, col:] in the widest stores."""
     import tilelang.language as T
 
     @T.macro

@@ -1,4 +1,4 @@
-"""Scale factors in a kernel: from the amax of blocks, and to and from memory in every layout of tk_core.scales.
+"""Scale factors inside a kernel: computed from amax, loaded and stored in every layout of tk_core.scales.
 
 Kernels import this module in their builder, as it imports TileLang.
 """
@@ -18,10 +18,10 @@ _BYTES = (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
 def scales_type(
     num_rows: Any, num_cols: int, layout: ScaleLayout, byte_dtype: str = "float8_e8m0fnu", prefix: str = ""
 ) -> Any:
-    """Type of a kernel's argument with the scale factors of (num_rows, num_cols) blocks.
+    """TileLang type of a kernel argument that holds the scale factors of (num_rows, num_cols) blocks.
 
-    COL_MAJOR has run-time strides, so that such a kernel serves ROW_MAJOR too. `byte_dtype` is float8_e4m3fn for NVFP4,
-    in ROW_MAJOR or SWIZZLED. `prefix` tells the symbols of several such arguments apart.
+    COL_MAJOR has run-time strides, so the same kernel serves row-major float32. `byte_dtype` is float8_e4m3fn for
+    NVFP4, in ROW_MAJOR or SWIZZLED. `prefix` tells the dynamic symbols of several such arguments apart.
     """
     if layout is ScaleLayout.SWIZZLED:
         return T.Tensor((T.dynamic(prefix + "sf_row_tiles"), ceil_div(num_cols, 4), 32, 4, 4), byte_dtype)
@@ -34,23 +34,23 @@ def scales_type(
 
 
 def scale_rows(num_rows: Any, layout: ScaleLayout) -> Any:
-    """Rows that a kernel has to write: those of swizzled tiles are complete, with zeros after the last block."""
+    """Rows of sf that a kernel has to write: for swizzled sf whole tiles of 128 rows, zeros after the last block."""
     return T.ceildiv(num_rows, 128) * 128 if layout is ScaleLayout.SWIZZLED else num_rows
 
 
 def scale_of_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
-    """`scale_of_bounded_amax` of any amax: the least one of the format stands for what is less."""
+    """`scale_of_bounded_amax` for any amax: one below the format's least amax is raised to it."""
     return scale_of_bounded_amax(T.max(amax, float_bits(LIMITS[fmt][1])), fmt, round_sf)
 
 
 def scale_of_bounded_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
-    """`(sf, s)` of a block, float32 expressions: x / sf is x * s, as the formulas of the casts round it.
+    """`(sf, s)` of a block, float32 expressions: the scale factor, and the factor that x is multiplied by.
 
-    amax is int32, the bits of max |x| as a float32, which is at least the largest value of fmt times 2**-126: so
-    compared, NaN is above infinity above the rest. NaN and infinity come to sf.
+    amax is int32, the bits of max |x| as a float32, and at least 2**-126 times the largest value of fmt. Such bits
+    compare in order, with NaN above infinity. An amax of infinity or NaN gives an sf of infinity or NaN.
 
-    A power of two needs no division: with amax = m * 2**e and the largest value of fmt L * 2**k, m and L from 1 below
-    2, the quotient m / L rounds to something above 1 exactly where m is above L; so sf is 2**(e - k), or twice that.
+    With round_sf no division is needed. Let amax = m * 2**e and the largest value of fmt = L * 2**k, with m and L in
+    [1, 2). The quotient m / L rounds to more than 1 exactly if m > L, so sf is 2**(e - k), or twice that if m > L.
     """
     largest, _ = LIMITS[fmt]
     if not round_sf:
@@ -70,7 +70,7 @@ def scale_of_bounded_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any
 
 @T.macro
 def nvfp4_scale_of_amax(amax: T.int32, tensor_sf: T.float32) -> tuple[T.float32, T.float32]:
-    """`(sf, s)` of a group with a sf in e4m3 on top of tensor_sf, at least 2**-9, and NaN where amax is not finite."""
+    """`(sf, s)` of an NVFP4 group: sf, beside tensor_sf, is e4m3, at least 2**-9, and NaN if amax is not finite."""
     quotient, sf = T.alloc_var("float32"), T.alloc_local((1,), "float8_e4m3fn")
     quotient = T.reinterpret(amax, "float32") / T.float32(LIMITS["e2m1"][0]) / tensor_sf
     # Written so that NaN stays NaN.
@@ -82,14 +82,14 @@ def nvfp4_scale_of_amax(amax: T.int32, tensor_sf: T.float32) -> tuple[T.float32,
 
 
 def float_of_ue8m0(exponent: Any) -> Any:
-    """A biased exponent (uint8) as the float32 that it means, an expression: 0 is 2**-127, 255 is NaN."""
+    """float32 expression of a UE8M0 scale factor, a biased exponent (uint8): 0 is 2**-127, 255 is NaN."""
     wide = T.cast(exponent, "uint32")
     bits = T.if_then_else(wide == 0, T.uint32(0x00400000), wide << T.uint32(23))
     return T.reinterpret(T.if_then_else(wide == 255, T.uint32(_NAN_BITS), bits), "float32")
 
 
 def scale_bytes(sf: T.Buffer, layout: ScaleLayout) -> T.Buffer:
-    """sf as bytes (rows, columns of words, 4) or swizzled (row tiles, column tiles, 32, 4, 4); float32 as it is."""
+    """View sf as bytes: packed (rows, words, 4), swizzled (row tiles, column tiles, 32, 4, 4); float32 as it is."""
     if layout is ScaleLayout.PACKED_UE8M0:
         row_stride, col_stride = sf.strides
         return T.view(sf, (*sf.shape, 4), "uint8", strides=(4 * row_stride, 4 * col_stride, 1))
@@ -99,7 +99,7 @@ def scale_bytes(sf: T.Buffer, layout: ScaleLayout) -> T.Buffer:
 
 
 def scale_place(row: Any, col: Any, layout: ScaleLayout) -> tuple[Any, ...]:
-    """Where in `scale_bytes` the scale factor of block (row, col) is."""
+    """Index in the result of `scale_bytes` of the scale factor of block (row, col)."""
     if layout is ScaleLayout.PACKED_UE8M0:
         return row, col // 4, col % 4
     if layout is ScaleLayout.SWIZZLED:
@@ -108,7 +108,7 @@ def scale_place(row: Any, col: Any, layout: ScaleLayout) -> tuple[Any, ...]:
 
 
 def load_scale(sf: T.Buffer, row: Any, col: Any, layout: ScaleLayout) -> Any:
-    """The scale factor of block (row, col) as a float32 expression; `sf` is what `scale_bytes` gave."""
+    """float32 expression of the scale factor of block (row, col); `sf` is the result of `scale_bytes`."""
     value = sf[scale_place(row, col, layout)]
     return float_of_ue8m0(value) if layout in _BYTES else value
 
@@ -117,12 +117,12 @@ def load_scale(sf: T.Buffer, row: Any, col: Any, layout: ScaleLayout) -> Any:
 def store_scales(
     sf: T.Buffer, values: T.Buffer, row: T.int32, col: T.int32, num_rows: T.int32, num_cols: int, layout: ScaleLayout
 ) -> None:
-    """Store a fragment of scale factors, float32 (rows, columns), those of blocks from (row, col) on.
+    """Store a fragment of float32 scale factors (rows, columns) of the blocks from (row, col) on.
 
-    Of sf in e8m0 the values are powers of two, infinity or NaN, of sf in e4m3 such numbers. There are (num_rows,
-    num_cols) blocks; what goes beyond is left out. Of bytes, those after the last column are written too, as zeros, by
-    a fragment that has all columns, or by fragments that reach as far; and of swizzled sf the rows after the last, up
-    to `scale_rows`.
+    For an e8m0 sf the values are powers of two, infinity or NaN; for an e4m3 sf they are e4m3 values. Values outside
+    the (num_rows, num_cols) blocks are skipped. One-byte layouts are padded with zeros. The bytes after the last column
+    are written by a fragment that has all columns, or by fragments that reach that far; the rows of a swizzled sf after
+    the last, up to `scale_rows`, by fragments that have these rows.
     """
     if layout not in _BYTES:
         for i, j in T.Parallel(values.shape[0], values.shape[1]):
@@ -139,7 +139,7 @@ def store_scales(
                 places[scale_place(row + i, col + j, layout)] = T.if_then_else(is_block, byte, T.uint8(0))
         num_last = align(num_cols, 4) - values.shape[1]
         if num_cols <= values.shape[1] and num_last > 0:
-            # The last bytes of the row have no element of the fragment.
+            # The fragment ends before the last word of the row does.
             for i, j in T.Parallel(values.shape[0], num_last):
                 if row + i < scale_rows(num_rows, layout):
                     places[scale_place(row + i, values.shape[1] + j, layout)] = T.uint8(0)

@@ -20,7 +20,7 @@ def check_clamp_value(value: Any) -> None:
 def check_row_maps(
     x: Tensor, pos_to_token_topk: Tensor | None, topk_weights: Tensor | None, pos_to_expert: Tensor | None
 ) -> None:
-    """Check what names the weight and the expert of each row of x. With TK_DEBUG, an index past the end is an error."""
+    """Check the maps that give each row of x its weight and its expert. With TK_DEBUG, an index past the end raises."""
     num_positions, device = x.shape[0], x.device
     if pos_to_token_topk is not None:
         check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), (num_positions,), device=device)
@@ -34,7 +34,7 @@ def check_row_maps(
 
 
 def check_maps_agree(pos_to_token_topk: Tensor, token_topk_to_pos: Tensor) -> None:
-    """Raise ValueError unless each pair with a position is named there; waits for the device."""
+    """Raise ValueError unless pos_to_token_topk names each pair at the pair's position; waits for the device."""
     pairs, positions = token_topk_to_pos.flatten().long(), pos_to_token_topk.flatten()
     placed = ((pairs >= 0) & (pairs < positions.numel())).nonzero().flatten()
     strays = placed[positions[pairs[placed]] != placed]

@@ -14,35 +14,35 @@ _MAX_LANES = 256
 
 @dataclass(frozen=True)
 class SwigluBackwardConfig:
-    """Launch knobs: how a block's threads lie over rows and channels."""
+    """Launch knobs: how the threads of a thread block are laid out over rows and channels."""
 
     vec: int
-    """Neighbouring channels, of each half, which one thread takes at once."""
+    """Neighbouring channels of each half that a thread takes at a time: a piece."""
     pieces: int
-    """How often a thread does so, one after the other, in its row."""
+    """Pieces that a thread takes in its row, one after the other."""
     lanes: int
     """Threads side by side along a row."""
     rows: int
-    """Rows side by side in a block."""
+    """Rows that a thread block works on at a time."""
     blocks_per_sm: int
-    """Blocks that a multiprocessor should have room for: the compiler keeps registers down to that."""
+    """Thread blocks that have to fit on an SM, which caps registers."""
     turns: int
-    """Most times that a block takes `rows` rows, one after the other; it loads the next ones meanwhile."""
+    """Most turns of a thread block: in each it works on `rows` rows and loads those of the next turn."""
 
     @staticmethod
     @cache
     def best(hidden: int, num_per_channels: int, clamps: bool, arch: Arch) -> "SwigluBackwardConfig":
-        """The configuration for a width, a group, and with or without a clamp."""
+        """The configuration for `hidden` channels, groups of `num_per_channels`, and with or without a clamp."""
         vec = 8
         num_lanes = hidden // vec
         pieces = ceil_div(num_lanes, _MAX_LANES)
         lanes = align(ceil_div(num_lanes, pieces), num_per_channels // vec)
         # H200, 34560 x 2 * 2048, groups of 128: 218.0 us with three turns of 61 registers, 219.6 with four, 223.3 with
-        # two, 252.5 with one; 222.7 at 16 channels and 80 registers a thread without turns. Where a block has rows side
-        # by side two are best: three take 2.5 % longer for hidden 288 and 384. Fewer registers don't suffice.
+        # two, 252.5 with one; 222.7 at 16 channels and 80 registers a thread without turns. With several rows at a time
+        # two turns are best: three take 2.5 % longer for hidden 288 and 384. Fewer registers don't suffice.
         rows = 1
         if pieces == 1:
-            # As many threads as possible that have a row, 1024 of 64 registers being there.
+            # Maximizes the threads on an SM that have a row. An SM has room for 1024 threads of 64 registers.
             candidates = range(ceil_div(96, lanes), max(_MAX_LANES // lanes, ceil_div(96, lanes)) + 1)
             rows = max(candidates, key=lambda rows: 1024 // align(lanes * rows, 32) * lanes * rows)
         blocks_per_sm = max(1024 // align(lanes * rows, 32), 1)
@@ -50,15 +50,15 @@ class SwigluBackwardConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a thread block."""
         return align(self.lanes * self.rows, 32)
 
     def turns_of(self, num_positions: int, num_sms: int) -> int:
-        """Turns that leave the multiprocessors two blocks, one after the other, for each that they have room for."""
+        """Turns of each thread block: as many as still leave two waves of thread blocks, at most `self.turns`."""
         return min(max(num_positions // (2 * self.rows * self.blocks_per_sm * num_sms), 1), self.turns)
 
     def num_blocks(self, num_positions: int, turns: int, num_pairs: int) -> int:
-        """Blocks that there are rows or pairs for."""
+        """Thread blocks of a launch, which cover all rows in `turns` turns, and all pairs with a thread each."""
         return max(ceil_div(num_positions, self.rows * turns), ceil_div(num_pairs, self.threads))
 
 
@@ -74,7 +74,7 @@ def swiglu_backward_kernel(
     config: SwigluBackwardConfig,
     arch: Arch,
 ) -> Any:
-    """`alignments`: what `check.row_alignment` says of x and of grad_out."""
+    """Build the kernel; `alignments` are those of the rows of x and of grad_out, from `check.row_alignment`."""
     import tilelang.language as T
 
     from tk_quant.lib import swiglu_backward_and_per_token_cast_steps as steps
@@ -145,7 +145,7 @@ def swiglu_backward_kernel(
             row_sum = T.float32(0)
             for step in T.serial(turns * pieces):
                 of_tile = step // pieces * rows + own_row
-                # Variables: as parts of an address these would be sums of 64 bits.
+                # Variables: inside an address these sums would be computed in 64 bits.
                 row, next_row = T.alloc_var("int32"), T.alloc_var("int32")
                 row = block * tile_rows + of_tile
                 wide_row = T.cast(row, "int64")

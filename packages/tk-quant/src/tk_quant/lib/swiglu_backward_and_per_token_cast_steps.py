@@ -1,9 +1,9 @@
 """The steps of swiglu_backward_and_per_token_cast's kernel; swiglu_backward_and_per_token_cast.py has the picture.
 
-A thread has a piece of x as uint32 words of e4m3 in `codes` (halves, words) with the scale of each half in `x_scale`,
-one of grad_out as words of bfloat16 in `grad` (1, words), and out, dl and dr as float32 in `values` (3, channels).
-
-Kernels import this module in their builder, as it imports TileLang.
+A piece is `vec` neighbouring channels of a row. A thread holds its piece of both halves of x as uint32 words of e4m3 in
+`codes` (halves, words), with the sf of each half in `x_scale`; its piece of grad_out as words of bfloat16 in `grad`
+(1, words); and out, dl and dr as float32 in `values` (3, channels). Kernels import this module in their builder, as it
+imports TileLang.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from tk_quant.lib.quantize import (
 from tk_quant.lib.swiglu_tiles import clamp_gate, clamp_value
 from tk_quant.swiglu.swiglu_forward import Given
 
-# Channels that a thread works on at once: more take more registers.
+# Channels that a thread computes at a time; more would take more registers.
 _CHUNK = 4
 
 
@@ -41,7 +41,7 @@ def load_piece(
     valid: T.bool,
     alignments: tuple[int, int],
 ) -> None:
-    """Load a piece of x and grad_out, whose rows have these alignments; nothing is read where not `valid`."""
+    """Load a piece of x and of grad_out, whose rows are aligned to `alignments` bytes; no reads where not `valid`."""
     hidden, bf16_words = int(grad_out.shape[1]), int(grad.shape[1])
     num_per_channels, vec = 2 * hidden // int(x_sf.shape[1]), 2 * bf16_words
     for half in T.unroll(2):
@@ -64,7 +64,7 @@ def differentiate(
     row_sum: T.Ref,
     given: Given,
 ) -> None:
-    """out, dl and dr of a piece to values; its part of the weight's gradient is added to row_sum."""
+    """Compute out, dl and dr of a piece into values; add the piece's part of the weight's gradient to row_sum."""
     vec = int(values.shape[1])
     x_values = T.alloc_local((2, _CHUNK), "float32")
     sigmoids, silus = T.alloc_local((_CHUNK,), "float32"), T.alloc_local((_CHUNK,), "float32")
@@ -104,7 +104,7 @@ def differentiate(
 
 @T.macro
 def store_bf16(out: T.Buffer, values: T.Buffer, which: int, row: T.int64, col: T.int32) -> None:
-    """Store values[which], rounded."""
+    """Round values[which] to bfloat16 and store it."""
     vec = int(values.shape[1])
     rounded = T.alloc_local((vec,), "bfloat16")
     for j in T.vectorized(vec):
@@ -125,7 +125,7 @@ def quantize(
     lanes: int,
     round_sf: bool,
 ) -> None:
-    """dl and dr of a piece to e4m3; of the lanes of a group, even ones see to dl's scale, odd ones to dr's."""
+    """Quantize dl and dr of a piece to e4m3; even lanes of a group reduce amax and make sf for dl, odd lanes for dr."""
     hidden, vec = int(data.shape[1]) // 2, int(values.shape[1])
     num_per_channels = 2 * hidden // int(sf.shape[1])
     group_lanes, code_words = num_per_channels // vec, vec // 4
@@ -169,7 +169,7 @@ def store_row_sums(
     rows: int,
     lanes: int,
 ) -> None:
-    """Add up what the lanes of each of the block's rows have in row_sums, a warp a row, and store it at its target."""
+    """Sum row_sums over the lanes of each row, one warp a row, and store the sum at targets[row] in weight_grad."""
     num_warps = threads // 32
     for turn in T.unroll(ceil_div(int(targets.shape[0]), num_warps)):
         summed = thread // 32 + turn * num_warps

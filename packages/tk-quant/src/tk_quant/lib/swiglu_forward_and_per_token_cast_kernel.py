@@ -12,34 +12,34 @@ from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales
 from tk_quant.lib.quantize import BITS
 from tk_quant.swiglu.swiglu_forward import Given
 
-# Pieces of a row that a thread keeps in registers; it computes more of them twice.
+# Pieces that a thread keeps in registers. A thread with more pieces computes all of them twice.
 _MAX_KEPT_PIECES = 4
 
 
 @dataclass(frozen=True)
 class SwigluCastConfig:
-    """Launch knobs: how a block's threads lie over rows and channels."""
+    """Launch knobs: how the threads of a thread block are laid out over rows and channels."""
 
     vec: int
-    """Neighbouring channels of a piece, which one thread takes at once."""
+    """Neighbouring channels that a thread takes at a time: a piece."""
     pieces: int
-    """Pieces of a thread: several where a block takes a whole row that is wider than its threads."""
+    """Pieces of a thread: more than one if a thread block takes a whole row that is wider than `lanes` pieces."""
     lanes: int
     """Threads side by side along a row."""
     rows: int
-    """Threads above each other, each with rows of its own."""
+    """Rows of a thread block, each with `lanes` threads of its own."""
     blocks_per_sm: int
-    """Blocks that have to fit a multiprocessor: caps registers."""
+    """Thread blocks that have to fit on an SM, which caps registers."""
 
     @staticmethod
     @cache
     def best(
         hidden: int, num_per_channels: int, x_bits: int, share_word: bool, clamps: bool, arch: Arch
     ) -> "SwigluCastConfig":
-        """The configuration for a width, a group, the bits of an input element, sf of bytes and a clamp or not."""
+        """Configuration for these sizes. `share_word`: four groups share a word of sf; `clamps`: a call clamps."""
         # H200, 34816 x 2 * 2048: 84.5 us with 1536 threads (40 registers each), 88.5 with 1280, 100.4 with the 68
         # registers that nvcc takes by itself; vec 8 takes 105, two pieces 89.9, a row ahead in a persistent grid 86.5.
-        # With a clamp 40 don't suffice; float32 takes 52. Of hidden 640, 40 lanes x 4 rows take 31.6 us, 8 x 16 30.9.
+        # With a clamp 40 registers are too few; float32 takes 52. Hidden 640: 40 lanes x 4 rows 31.6 us, 8 x 16 30.9.
         vec = 16
         num_lanes = hidden // vec
         if fits_warp(num_per_channels, vec):
@@ -54,22 +54,22 @@ class SwigluCastConfig:
             lanes = align(ceil_div(num_lanes, pieces), 32)
         threads = 512
         if x_bits == 16 and pieces == 1:
-            # Whole rows take more registers too.
+            # Groups that are whole rows take more registers too.
             few_registers = fits_warp(num_per_channels, vec) and not clamps
             threads = 1536 if few_registers else 1280 if rows == 1 else 1024
         return SwigluCastConfig(vec, pieces, lanes, rows, max(threads // (lanes * rows), 1))
 
     def min_blocks_per_sm(self, alignment: int) -> int:
-        """`blocks_per_sm` for an alignment of x: narrow loads take more registers."""
+        """`blocks_per_sm` for rows of x with this alignment in bytes: narrow loads take more registers."""
         return max(self.blocks_per_sm * (4 if alignment >= 8 else 3) // 4, 1)
 
     def num_blocks(self, num_rows: int, hidden: int) -> int:
-        """Blocks that a launch takes."""
+        """Thread blocks of a launch."""
         return ceil_div(num_rows, self.rows) * ceil_div(hidden, self.lanes * self.vec * self.pieces)
 
 
 def fits_warp(num_per_channels: int, vec: int) -> bool:
-    """Whether a group is a power of two of lanes, at most a warp of them."""
+    """Whether the lanes of a group are a power of two and at most 32, so that shuffles in a warp can reduce it."""
     lanes = num_per_channels // vec
     return lanes <= 32 and lanes & (lanes - 1) == 0
 
@@ -87,7 +87,7 @@ def swiglu_cast_kernel(
     config: SwigluCastConfig,
     arch: Arch,
 ) -> Any:
-    """Groups that neighbouring lanes of a warp hold, or whole rows, each of which a thread block takes."""
+    """Build the kernel: neighbouring lanes of a warp hold a group, or a thread block takes a whole row as the group."""
     import tilelang.language as T
 
     from tk_quant.lib import swiglu_forward_and_per_token_cast_steps as steps
@@ -132,12 +132,12 @@ def swiglu_cast_kernel(
             weight = T.alloc_local((1,), "float32")
             amax = T.alloc_var("int32")
             scale = T.alloc_local((2,), "float32")
-            total = T.alloc_shared((3,), "int32")  # of what the clamp changes in this block
+            total = T.alloc_shared((3,), "int32")  # numbers of elements that the clamp changes
             if given.count:
                 if thread < 3:
                     total[thread] = 0
                 T.sync_threads()
-            # Variables: as parts of an address these would be divisions of 64 bits.
+            # Variables: inside an address these divisions would be computed in 64 bits.
             row, col = T.alloc_var("int32"), T.alloc_var("int32")
             row = block // col_tiles * config.rows + thread // lanes
             col = (block % col_tiles * lanes + lane) * vec

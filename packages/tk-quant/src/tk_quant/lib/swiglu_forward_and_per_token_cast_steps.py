@@ -1,9 +1,9 @@
 """The steps of swiglu_forward_and_per_token_cast's kernels; swiglu_forward_and_per_token_cast.py has the picture.
 
-A thread has its pieces of x as uint32 words in `gate` and `value` (pieces, words), and what it makes of them in
-`values`, float32 (pieces, channels). The arguments at the end, from `source` and `given` on, are static.
-
-Kernels import this module in their builder, as it imports TileLang.
+A piece is `vec` neighbouring channels of a row. A thread holds its pieces of both halves of x as uint32 words in `gate`
+and `value` (pieces, words), and their SwiGLU as float32 in `values` (pieces, channels). The last arguments, from
+`source` or `given` on, are constants at compile time. Kernels import this module in their builder, as it imports
+TileLang.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def look_up(
     weight: T.Buffer,
     given: Given,
 ) -> None:
-    """Whether a row is no padding, to real[0], and its weight, to weight[0]."""
+    """Set real[0] to whether a row is not padding, and weight[0] to its weight."""
     real[0] = inside and row < num_positions
     if given.weights:
         num_tokens, num_topk = topk_weights.shape
@@ -66,7 +66,7 @@ def load_piece(
 
 @T.macro
 def _is_near(gate: T.Buffer, piece: int) -> T.bool:
-    """Whether the magnitudes of a piece of bfloat16 are at most 87; NaN is not."""
+    """Whether all gates of a bfloat16 piece are within ±87, as near_sigmoid and near_silu need; False with NaN."""
     largest = T.alloc_var("uint32", init=T.uint32(0))
     for j in T.unroll(gate.shape[1]):
         largest = larger_magnitude_bf16x2(largest, gate[piece, j])
@@ -82,7 +82,7 @@ def _silus_of_piece(
     if is_bf16 and _is_near(gate, piece):
         for j in T.unroll(vec):
             left = clamp_gate(element(gate, piece, j, is_bf16), clamp, given)
-            # A clamp is no bfloat16.
+            # A clamped gate may be no bfloat16, which near_silu needs.
             values[piece, j] = near_sigmoid(left)[1] if given.clamp else near_silu(left)
     else:
         for j in T.unroll(vec):
@@ -101,7 +101,7 @@ def activate(
     source: CastInput,
     given: Given,
 ) -> None:
-    """SwiGLU of a piece, its weight included; zeros for padding."""
+    """Compute SwiGLU of a piece, times its row's weight, into values[piece]; zeros for padding."""
     is_bf16, vec = source.dtype is torch.bfloat16, values.shape[1]
     _silus_of_piece(gate, values, piece, clamp, source, given)
     for j in T.unroll(vec):
@@ -115,7 +115,7 @@ def activate(
 def count_clamped(
     gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, total: T.Buffer, source: CastInput
 ) -> None:
-    """Add how many elements of a piece the clamp changes to the thread block's counts."""
+    """Count gates > clamp, values > clamp and values < -clamp of a piece; add them to the thread block's total (3,)."""
     is_bf16, count = source.dtype is torch.bfloat16, T.alloc_local((3,), "int32")
     T.clear(count)
     for j in T.unroll(gate.shape[1] * 4 // source.dtype.itemsize):
@@ -129,7 +129,7 @@ def count_clamped(
 
 @T.macro
 def piece_amax(values: T.Buffer, piece: int, amax: T.Ref) -> None:
-    """The largest magnitude of a piece and amax, as bits: so compared, NaN is above infinity above the rest."""
+    """Raise amax, the bits of a float32 as int32, to max |values[piece]|; NaN has bits above those of infinity."""
     largest = T.alloc_var("uint32")
     largest = T.uint32(0)
     for j in T.unroll(values.shape[1]):
@@ -141,14 +141,14 @@ def piece_amax(values: T.Buffer, piece: int, amax: T.Ref) -> None:
 def store_piece(
     values: T.Buffer, data: T.Buffer, piece: int, row: T.int32, col: T.int32, factor: T.float32, valid: T.bool, fmt: str
 ) -> None:
-    """Multiply a piece by a factor, and store its codes."""
+    """Multiply values[piece] by a factor, encode the products, and store the codes."""
     vec = int(values.shape[1])
     out_words = vec * BITS[fmt] // 32
     scaled = T.alloc_local((vec,), "float32")
     codes = T.alloc_local((out_words,), "uint32")
     for j in T.unroll(vec):
         scaled[j] = values[piece, j] * factor
-    # The factor is made from the amax of the group, so magnitudes are bounded unless that is not finite.
+    # The factor is made from the group's amax, so magnitudes are bounded unless amax is not finite.
     encode_macro(fmt, vec, are_bounded=True)(scaled, codes)
     if valid:
         store_codes_macro(out_words)(data, codes, row, col * BITS[fmt] // 8)
@@ -167,7 +167,7 @@ def store_sf(
     group_lanes: int,
     layout: ScaleLayout,
 ) -> None:
-    """Store the scale factor of a group, which `group_lanes` neighbouring lanes hold; packed ones as words."""
+    """Store the sf of a group, which is `group_lanes` neighbouring lanes; one-byte sf as words of four groups."""
     is_swizzled = layout is ScaleLayout.SWIZZLED
     if is_swizzled or layout is ScaleLayout.PACKED_UE8M0:
         word = T.alloc_var("uint32")
@@ -177,7 +177,7 @@ def store_sf(
         word = word | T.shfl_xor(word, 2 * group_lanes)
         first = lane % (4 * group_lanes) == 0 and col < hidden
         if is_swizzled:
-            # Rows of padding, and those that fill the last tile, get zeros.
+            # Padding rows, and the rows that fill up the last tile of 128, get zeros.
             if first and row < sf.shape[0] * 128:
                 T.stg32(sf[row // 128, col // (4 * num_per_channels), row % 32, row % 128 // 32, 0], word)
         elif first and valid:

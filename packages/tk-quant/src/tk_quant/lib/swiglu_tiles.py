@@ -1,4 +1,4 @@
-"""What the tile-level SwiGLU kernels have in common: which rows are real, and the clamp."""
+"""Shared by the tile-level SwiGLU kernels: which rows are padding, where a row's weight is, and the clamp."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tk_quant.swiglu.swiglu_forward import Given
 def pair_of_row(
     position: Any, num_positions: Any, pos_to_token_topk: Any, pos_to_expert: Any, num_pairs: Any, given: Given
 ) -> Any:
-    """Index of the row's weight, an expression; any without weights. -1 for padding and past the last row."""
+    """Expression: index of a row's weight in topk_weights, 0 without weights; -1 for padding and rows past the last."""
     pair, is_real = T.int32(0), position < num_positions
     if given.weights:
         pair = T.if_then_else(position < num_positions, pos_to_token_topk[position], -1)
@@ -21,10 +21,10 @@ def pair_of_row(
 
 
 def clamp_gate(x: Any, limit: Any, given: Given) -> Any:
-    """float32 x, at most `limit` if there is one, an expression; NaN stays NaN."""
+    """float32 expression of the gate x, clamped to at most `limit` if the call has a clamp; NaN stays NaN."""
     return T.if_then_else(x > limit, limit, x) if given.clamp else x
 
 
 def clamp_value(x: Any, limit: Any, given: Given) -> Any:
-    """float32 x in [-limit, limit] if there is one, an expression; NaN stays NaN."""
+    """float32 expression of the value x, clamped to [-limit, limit] if the call has a clamp; NaN stays NaN."""
     return T.if_then_else(x > limit, limit, T.if_then_else(x < -limit, -limit, x)) if given.clamp else x

@@ -1,12 +1,12 @@
 """per_block_cast: quantize by blocks of tokens and channels, so that `data * sf` is close to x.
 
-For each block of (block tokens, block channels), those at the ends being smaller, in float32:
+For each block of (block tokens, block channels), in float32; blocks at the edges may be smaller:
 
     amax = max(max |x|, least amax);   sf = amax / largest;   data = round(x * (largest / amax))
     with round_sf:                     sf = least power of two >= that quotient;   data = round(x * (1 / sf))
 
 x (num_tokens, hidden), bfloat16 or float32; data e4m3 (num_tokens, hidden) or e2m1 (num_tokens, hidden / 2). Two
-relatives: one returns sf alone, the other takes sf as given. The kernels, with a picture, are in lib/cast_kernels.py.
+relatives: one returns sf alone, the other takes sf from the caller. Kernel and picture: lib/cast_kernels.py.
 """
 
 import torch
@@ -25,7 +25,7 @@ _FORMATS = ("e4m3", "e2m1")
 
 
 def _check_input(x: Tensor, fmt: str, block_size: tuple[int, int]) -> tuple[tuple[int, int], int, int]:
-    """Check what the three functions share: `(block_size, blocks down, blocks across)`."""
+    """Check the arguments that all functions share; return `(block_size, rows of sf, columns of sf)`."""
     num_tokens, hidden = check.tensor("x", x, _DTYPES, ("num_tokens", "hidden"), layout="rows")
     check.require(hidden > 0 and hidden % 64 == 0, "x", "a positive multiple of 64 channels", hidden)
     check.one_of("fmt", fmt, _FORMATS)
@@ -63,11 +63,11 @@ def per_block_cast(
         use_tma_aligned_col_major_sf: sf with strides (1, its rows rounded up to 4), as TMA wants it.
         round_sf: Round sf up to a power of two.
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
-        out: `(data, sf)` to write into, with the dtypes, shapes and strides of what is returned otherwise. They overlap
-            x no more than each other.
+        out: `(data, sf)` to write into, with the dtypes, shapes and strides that a new result would have. They overlap
+            neither x nor each other.
 
     Returns:
-        `(data, sf)`, which are those of `out` if it is given: data float8_e4m3fn (num_tokens, hidden), or int8
+        `(data, sf)`, the tensors of `out` if it is given: data float8_e4m3fn (num_tokens, hidden), or int8
         (num_tokens, hidden / 2) with the even channel in the low nibble; sf float32 (ceil(num_tokens / block tokens),
         ceil(hidden / block channels)), or packed int32 with a quarter of the columns.
 
@@ -96,7 +96,7 @@ def per_block_cast_with_sf_only(
 ) -> Tensor:
     """The sf that `per_block_cast` would return, without the data.
 
-    Args, errors and layouts: see `per_block_cast`. `out_sf` is what to write into, as `out` there.
+    Args, errors and layouts: see `per_block_cast`. `out_sf` is a tensor to write into, as `out` there.
 
     Returns:
         `out_sf`, or a new sf: float32 (ceil(num_tokens / block tokens), ceil(hidden / block channels)), or packed int32
@@ -120,13 +120,13 @@ def per_block_cast_with_precomputed_sf(
     use_packed_ue8m0: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Quantize with scale factors that are there already: data = round(x * (1 / sf)), both operations in float32.
+    """Quantize with given scale factors: data = round(x * (1 / sf)), both operations in float32.
 
     Args:
         x, fmt, block_size: see `per_block_cast`.
         sf: float32 (ceil(num_tokens / block tokens), ceil(hidden / block channels)), contiguous.
         use_tma_aligned_col_major_sf, use_packed_ue8m0: must be False, as they would describe another layout of sf.
-        round_sf: Either: 1 / sf is exact anyway where sf is a power of two.
+        round_sf: Has no effect: 1 / sf is exact anyway where sf is a power of two.
         out: data to write into, contiguous; it overlaps no other argument.
 
     Returns:

@@ -1,23 +1,23 @@
 """per_block_cast_lossless: e2m1 with power-of-two scale factors to e4m3 with fewer of them, the values unchanged.
 
-Blocks of x_block_size lie whole in blocks of out_block_size. With e the biased exponent of a block of x and E the
-largest of those in its block of the output:
+A block of the output is made of whole blocks of x. With e the biased exponent of the sf of a block of x, and E the
+largest e in a block of the output:
 
     out exponent = max(E - 6, 1);   data = e4m3 nearest to code * 2**(e - out exponent);   sf = 2**(out exponent - 127)
 
 6 * 2**6 = 384 still fits e4m3, whose least step is 2**-9; so .5 is exact down to e = E - 14. Past that data rounds.
 
-All eight magnitudes of a block of x are cast once; they fill two words, in which prmt looks four codes up at a time. A
-thread has 16 channels of `pieces` rows, all loads in flight while the threads of a block of the output agree on E: by
-shuffles among lanes, through shared memory among warps.
+A thread takes 16 channels of `pieces` rows, with all its loads in flight before the threads of a block of the output
+reduce E: by shuffles among lanes, through shared memory among warps. For each row it casts the eight e2m1 magnitudes
+to e4m3 once; they fill two words, a table in which prmt looks up four codes at a time.
 
                 lanes x 16 channels              e.g. (1, 32) to (128, 128), 16 lanes x 16 rows of threads x 8 pieces
              ┌────┬────┬─   ─┬────┐
       pieces │    │    │     │    │   t0 has `pieces` rows, one under another
              │ t0 │ t1 │  …  │    │
              ├────┼────┼─   ─┼────┤
-      pieces │    │    │     │    │   blocks of the output: as many lanes as it has channels / 16,
-             │    │    │     │    │   as many rows of threads as it has tokens / pieces, or fewer tokens than pieces
+      pieces │    │    │     │    │   a block of the output takes channels / 16 lanes and tokens / pieces rows of
+             │    │    │     │    │   threads; if it has fewer tokens than `pieces`, a thread has rows of several
              └────┴────┴─   ─┴────┘
 """
 
@@ -42,20 +42,20 @@ from tk_quant.lib.check_pairs import BLOCK_SIDES, E2M1_DTYPES, block_size_of, pa
 from tk_quant.lib.quantize import load_macro
 
 _CHANNELS = 16
-"""Of a piece: what becomes 16 bytes of the output."""
+"""Channels of a piece, which is one row of a thread: 16 bytes of the output."""
 _EXACT_RATIO = 14
 
 
 @dataclass(frozen=True)
 class LosslessConfig:
-    """Launch knobs: how a block's threads lie over rows and channels."""
+    """Launch knobs: how the threads of a thread block are laid out over rows and channels."""
 
     lanes: int
-    """Threads side by side along a row: a power of two, at most a warp, whole blocks of the output."""
+    """Threads side by side along a row: a power of two, at most 32; they cover whole blocks of the output."""
     rows: int
-    """Threads above each other."""
+    """Rows of threads in a thread block."""
     pieces: int
-    """Neighbouring rows of a thread, a power of two; all of a tile's rows are whole blocks of the output."""
+    """Neighbouring rows of a thread, a power of two; the rows of a tile make whole blocks of the output."""
 
     @staticmethod
     @cache
@@ -70,7 +70,7 @@ class LosslessConfig:
         return LosslessConfig(lanes, max(128 // lanes, out_block_tokens // pieces), pieces)
 
 
-# Thread level: words of codes take 9 instructions an element, tiles 14 to 16; docs/tuning/tile-level.md.
+# Thread level, on words of codes: 9 instructions an element; at tile level 14 to 16; docs/tuning/tile-level.md.
 # Every access below has a guard of its own, so TileLang's bounds checks would only repeat them.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _lossless_kernel(
@@ -93,7 +93,7 @@ def _lossless_kernel(
     threads, tile_rows = lanes * rows, rows * pieces
     col_tiles = ceil_div(hidden, lanes * _CHANNELS)
     x_lanes, out_lanes = x_channels // _CHANNELS, out_channels // _CHANNELS
-    # A thread's pieces lie in `groups` blocks; a block takes `block_rows` rows of threads.
+    # A thread's pieces lie in `groups` blocks of the output; a block takes `block_rows` rows of threads.
     group_pieces = min(out_tokens, pieces)
     groups = pieces // group_pieces
     block_rows = max(out_tokens // pieces, 1)
@@ -174,7 +174,7 @@ def _lossless_kernel(
                 load_sf(x_sf, sf_words, i, first_row + i, col, inside and first_row + i < num_tokens)
             for i in T.unroll(pieces):
                 load(x, words, i, first_row + i, col // 2, inside and first_row + i < num_tokens)
-            # Without it ptxas moves loads of data below the first use of a sf.
+            # Without this barrier ptxas moves loads of data below the first use of an sf.
             T.sync_threads()
             shift = col // x_channels % 4 * 8 if x_packed or swizzled else 23
             for i in T.unroll(pieces):
@@ -225,7 +225,7 @@ def _lossless_out(
     blocks_of_x = (x_block_tokens, x_block_channels), layout_of(x_sf)
     blocks_of_out = (out_block_tokens, out_block_channels), layout_of(sf)
     cast = _lossless_kernel(check.row_alignment(x), hidden, *blocks_of_x, *blocks_of_out, config, arch)
-    cast(x, aligned(x_sf, 4), out, sf)  # A swizzled x_sf is bytes, read by fours.
+    cast(x, aligned(x_sf, 4), out, sf)  # A swizzled x_sf is bytes, which the kernel reads as words.
 
 
 def _check_block_size(name: str, block_size: tuple[int, int]) -> tuple[int, int]:
@@ -236,7 +236,7 @@ def _check_block_size(name: str, block_size: tuple[int, int]) -> tuple[int, int]
 
 
 def _check_exact(data: Tensor, sf: Tensor, x_block_size: tuple[int, int], out_block_size: tuple[int, int]) -> None:
-    """With TK_DEBUG: raise if a nonzero block's sf is too far below the largest that it shares a block with."""
+    """With TK_DEBUG: raise if a nonzero block's sf is too far below the largest sf in its block of the output."""
     from tk_quant.reference.lib.cast import block_amax
     from tk_quant.reference.lib.formats import decode_e2m1, expand_blocks
     from tk_quant.reference.per_block.per_block_cast_lossless import sf_exponents
@@ -245,7 +245,7 @@ def _check_exact(data: Tensor, sf: Tensor, x_block_size: tuple[int, int], out_bl
     exponents = sf_exponents(sf, *amax.shape)
     ratio = (out_block_size[0] // x_block_size[0], out_block_size[1] // x_block_size[1])
     largest = expand_blocks(block_amax(exponents, ratio), ratio, *amax.shape)
-    # Below 2**-120 the output's sf doesn't sink with the largest any more, but then nothing is 2**14 below it either.
+    # If the largest sf is below 2**-120 the output's is 2**-126; but then no sf is 2**14 below the largest.
     below = torch.where((amax > 0) & (largest < 255), largest - exponents, 0).max().item()
     check.require(
         below <= _EXACT_RATIO,
@@ -267,15 +267,15 @@ def per_block_cast_lossless(
 ) -> tuple[Tensor, Tensor]:
     """e2m1 with power-of-two scale factors to e4m3 with larger blocks, the values unchanged.
 
-    With e the biased exponent of a block of x and E the largest of those in its block of the output:
+    With e the biased exponent of the sf of a block of x, and E the largest e in its block of the output:
 
         out exponent = max(E - 6, 1)
         data = e4m3 nearest to code * 2**(e - out exponent);   sf = 2**(out exponent - 127)
 
-    Every value is exact while no block of x with a nonzero code has a sf more than 2**14 below the largest in its block
-    of the output. Past that data rounds to nearest, ties to even; TK_DEBUG=1 raises instead. Where E is 255 (a sf that
-    is NaN or infinite) the sf of the output's block is NaN, so that all of it reads back as NaN; its data follows the
-    formula as if 255 were any exponent. The name is that of DeepSeek's TileKernels 1.0.0.
+    Every value is exact while no block of x with a nonzero code has an sf more than 2**14 below the largest in its
+    block of the output. Past that data rounds to nearest, ties to even; TK_DEBUG=1 raises instead. If E is 255 (an sf
+    that is NaN or infinite), the sf of the output's block is NaN, so that all of it reads back as NaN; its data follows
+    the formula as if 255 were any exponent. The name is that of DeepSeek's TileKernels 1.0.0.
 
     Args:
         x: `(data, sf)`. data: e2m1 in int8 or float4_e2m1fn_x2 (num_tokens, hidden / 2), the even channel in the low
@@ -284,7 +284,7 @@ def per_block_cast_lossless(
             bits alone (0 and subnormals as 2**-127).
         fmt: Format of the output, "e4m3".
         x_block_size: (tokens, channels) of a block of x, powers of two: 1 to 128 tokens, 16 to 128 channels.
-        out_block_size: The same of the output, multiples of those of x, such as (1, 128), (32, 32), (128, 128).
+        out_block_size: The same for the output, multiples of those of x, such as (1, 128), (32, 32), (128, 128).
         use_tma_aligned_col_major_sf: The output's sf column major, see tk_core.scales.
         round_sf: The output's sf is a power of two either way; `use_packed_ue8m0` needs it.
         use_packed_ue8m0: The output's sf as packed UE8M0 words.

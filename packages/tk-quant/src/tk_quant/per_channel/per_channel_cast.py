@@ -8,19 +8,19 @@ For each channel of each block of 128 tokens, in float32:
 x (num_tokens, hidden), bfloat16 or float32; data float8_e4m3fn (num_tokens, hidden), sf float32
 (num_tokens / 128, hidden). per_channel_cast_and_transpose and per_channel_cast_fused launch the same kernel.
 
-A thread block takes 128 rows by `channels`. A thread has `rows` neighbouring rows of `vec` channels, reads them once
-and keeps them in registers. They meet in shared memory twice:
+A thread block takes a tile of 128 rows by `channels` channels. A thread loads `vec` channels of `rows` neighbouring
+rows once and keeps them in registers. Threads exchange two things through shared memory:
 
               channels / vec lanes
                ┌────┬────┬─  ─┬─────┐       1. amax of each thread's channels
-     row lanes │ t0 │ t1 │ …  │ t15 │       2. one thread for each channel makes sf, and the factor, from 128 / rows of
-     × rows    ├────┼────┼─  ─┼─────┤          them
+     row lanes │ t0 │ t1 │ …  │ t15 │       2. sf and the factor: one thread for each channel makes them from the
+     × rows    ├────┼────┼─  ─┼─────┤          128 / rows amax of its channel
                │ t16│ …  │    │     │
                └────┴────┴─  ─┴─────┘       A warp reads and writes at least 128 bytes of a row at once.
 
-Data to be transposed meet there once more: the codes in a tile that is read the other way, so that 8 lanes store 128
-tokens of a channel. The codes of a pair wait there for the factors and are converted twice: float32 values would take
-four times the room, and what hides the latencies here is many warps.
+To transpose data, the codes also go through a tile in shared memory, from which 8 lanes store 128 tokens of a channel.
+The codes of a pair are kept in shared memory until the factors are known, and are decoded twice: float32 values would
+take four times the space, and many warps are what hides latency here.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ PASS_CONFIGS = {**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_sha
 
 @dataclass(frozen=True)
 class PerChannelCastConfig:
-    """Launch knobs: the tile, how much of it a thread takes, and which is next."""
+    """Launch knobs: the tile, how much of it a thread takes, and the order of tiles."""
 
     channels: int
     """Channels of a tile."""
@@ -58,14 +58,14 @@ class PerChannelCastConfig:
     vec: int
     """Channels of a thread: 4, 8 or 16."""
     blocks_per_sm: int
-    """Blocks that registers must suffice for."""
+    """Thread blocks that have to fit on an SM, which caps registers."""
     rows_first: bool = False
-    """Whether neighbouring blocks take neighbouring rows, rather than channels."""
+    """Whether neighbouring thread blocks take neighbouring rows, rather than neighbouring channels."""
 
     @staticmethod
     @cache
     def best(itemsize: int, hidden: int, transpose: bool, gathered: bool, arch: Arch) -> "PerChannelCastConfig":
-        """The configuration for an input's element size and width, data transposed or not, and rows gathered or not."""
+        """The configuration for x's element size and width, transposed data or not, gathered rows or not."""
         # H200, 8192 x 7168: bfloat16 with 3 blocks 42.9 µs, with 16 rows 42.8; float32 with 3 blocks 74.6; pairs with
         # (8, 16) 39.2, (4, 16) 41.6.
         if itemsize == 1 and gathered:
@@ -78,7 +78,7 @@ class PerChannelCastConfig:
             return PerChannelCastConfig(128, rows=8, vec=4, blocks_per_sm=2, rows_first=gathered)  # 69.4 µs
         if not transpose:
             return PerChannelCastConfig(128, rows=8, vec=8, blocks_per_sm=4, rows_first=gathered)  # 42.7 µs
-        # Narrow tensors have few tiles: smaller ones spread them better. More blocks, and nvcc spills registers.
+        # Narrow tensors have few tiles: smaller ones spread better over SMs. With more blocks per SM nvcc spills.
         if hidden >= 4096 and hidden % 128 == 0:
             return PerChannelCastConfig(128, rows=16, vec=8, blocks_per_sm=3, rows_first=True)
         return PerChannelCastConfig(64, rows=8, vec=8, blocks_per_sm=5)
@@ -95,9 +95,9 @@ def per_channel_cast_kernel(
     config: PerChannelCastConfig,
     arch: Arch,
 ) -> Any:
-    """Build `per_channel_cast(x, x_sf, pos_to_token, out, sf)`, None where there is no such tensor.
+    """Build `per_channel_cast(x, x_sf, pos_to_token, out, sf)`; a caller passes None for a tensor that it lacks.
 
-    out is (hidden, num_rows) if it is to `transpose`. A pair has one scale factor for each token and tile.
+    With `transpose`, out is (hidden, num_rows). In a pair, the channels of a tile share one scale factor per token.
     """
     import tilelang.language as T
 
@@ -121,7 +121,7 @@ def per_channel_cast_kernel(
 
     @T.macro
     def dequantize(codes: T.Buffer, row_sf: T.Buffer) -> T.Buffer:
-        """float32 columns of a tile's codes."""
+        """Decode a tile's codes and multiply them by the sf of their rows: float32, with a thread's rows adjacent."""
         decoded = T.alloc_fragment(tile.shape, "float32")
         columns = T.alloc_fragment(tile.shape_of_columns, "float32")
         T.annotate_layout({decoded: T.Fragment(decoded.shape, forward_fn=tile.of_value)})
@@ -187,7 +187,7 @@ def per_channel_cast_kernel(
 def per_channel_cast_out(
     x: Tensor, x_sf: Tensor | None, pos_to_token: Tensor | None, out: Tensor, sf: Tensor, round_sf: bool
 ) -> None:
-    """Launch; what per_channel_cast_fused is too."""
+    """Launch the kernel; per_channel_cast_fused calls this too."""
     if out.numel() == 0:
         return
     arch, hidden, gathered = get_arch(x.device), x.shape[1], pos_to_token is not None
@@ -206,7 +206,7 @@ def per_channel_cast_out(
 
 
 def check_plain_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> tuple[int, int]:
-    """Raise unless these arguments are served; (num_tokens, hidden), num_tokens whatever it is."""
+    """Check the arguments of a cast of a plain tensor; return (num_tokens, hidden). num_tokens is not checked."""
     num_tokens, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"), layout="rows")
     check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
     check_blocks(fmt, num_per_tokens, round_sf)
@@ -214,7 +214,7 @@ def check_plain_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -
 
 
 def check_blocks(fmt: str, num_per_tokens: int, round_sf: bool, sizes: tuple[int, ...] = (TILE_ROWS,)) -> None:
-    """Raise unless a cast by channels serves these; `sizes` are those that num_per_tokens may have."""
+    """Raise unless the casts by channel support these arguments; num_per_tokens may be one of `sizes`."""
     check.one_of("fmt", fmt, ("e4m3",))
     check.integer("num_per_tokens", num_per_tokens)
     check.one_of("num_per_tokens", num_per_tokens, sizes)
@@ -237,7 +237,7 @@ def per_channel_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = 
 
     Returns:
         data float8_e4m3fn (num_tokens, hidden) and sf float32 (num_tokens / 128, hidden), both contiguous. A block with
-        an infinity or a NaN has that for sf.
+        NaN or infinity in it has NaN or infinity for its sf.
 
     Raises:
         TypeError: x is no bfloat16 or float32 tensor, or an argument has another type.

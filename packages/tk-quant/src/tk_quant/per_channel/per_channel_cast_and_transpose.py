@@ -61,7 +61,7 @@ def per_channel_cast_and_transpose(
 
     Returns:
         data float8_e4m3fn (hidden, num_tokens) and sf float32 (num_tokens / num_per_tokens, hidden), both contiguous. A
-        block with an infinity or a NaN has that for sf.
+        block with NaN or infinity in it has NaN or infinity for its sf.
 
     Raises:
         TypeError: x is no bfloat16 tensor, or an argument has another type.

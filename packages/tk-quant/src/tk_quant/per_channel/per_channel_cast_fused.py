@@ -2,15 +2,15 @@
 
 For each channel of each block of 128 rows (the last block of gathered rows may be shorter), in float32:
 
-    value[p] = x[p], or data[p] * sf[p] of a pair;   with pos_to_token, of row pos_to_token[p], or 0 where there is none
+    value[p] = x[p], or data[p] * sf[p] of a pair;   with pos_to_token, row pos_to_token[p] of these, 0 if there is none
     amax = max(max |value|, 1e-4);   sf = amax / 448;   data = round(value * (448 / amax))
     with round_sf:    sf = least power of two >= that quotient;   data = round(value * (1 / sf))
 
 x (num_tokens, hidden), bfloat16, float32, or float8_e4m3fn beside float32 (num_tokens, hidden / 128);
 data float8_e4m3fn (num_rows, hidden), sf float32 (ceil(num_rows / 128), hidden).
 
-The kernel, with a picture, is that of per_channel_cast; many gathered rows of pairs go through that of
-lib/gathered_recast.py.
+The kernel, with a picture, is that of per_channel_cast. Gathered rows of pairs, if there are many, are cast by the
+kernel in lib/gathered_recast.py.
 """
 
 import torch
@@ -33,10 +33,10 @@ def per_channel_cast_fused(
     num_per_channels: int | None = None,
     pos_to_token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize by blocks of one channel: of a tensor, of what a pair stands for, or of gathered rows of either.
+    """Quantize by blocks of one channel: a tensor, the values of a pair (data, sf), or gathered rows of either.
 
-    value[p] = x[p], or for a pair data[p] * sf[p] rounded to float32; with `pos_to_token`, of row pos_to_token[p], and
-    0 where that is negative. For each channel of each 128 rows: amax = max(max |value|, 1e-4), sf = amax / 448,
+    value[p] = x[p], or for a pair data[p] * sf[p] rounded to float32; with `pos_to_token`, that of row pos_to_token[p],
+    0 where the index is negative. For each channel of each 128 rows: amax = max(max |value|, 1e-4), sf = amax / 448,
     data = round(value * (448 / amax)); with `round_sf`: sf = the least power of two at least amax / 448,
     data = round(value * (1 / sf)). Name, arguments and formula are those of DeepSeek's TileKernels 1.0.0.
 
@@ -48,16 +48,16 @@ def per_channel_cast_fused(
         num_per_tokens: 128, rows of a block.
         round_sf: whether scale factors are powers of two.
         num_per_channels: 128 for a pair, channels of a block of it; None otherwise.
-        pos_to_token: int32 (num_rows,), the row of x that a row of the result comes from; negative for none, and an
-            index past the last row counts as that (`TK_DEBUG=1` raises ValueError). num_rows is a multiple of 16.
-            Without it num_rows is num_tokens, a multiple of 128.
+        pos_to_token: int32 (num_rows,), the source row in x of each row of the result; negative for none, and an index
+            past the last row counts as none (`TK_DEBUG=1` raises ValueError). num_rows is a multiple of 16. Without
+            pos_to_token, num_rows is num_tokens, a multiple of 128.
 
     Returns:
         data float8_e4m3fn (num_rows, hidden) and sf float32 (ceil(num_rows / 128), hidden), both contiguous. A block
-        with an infinity or a NaN has that for sf.
+        with NaN or infinity in it has NaN or infinity for its sf.
 
     Raises:
-        TypeError: x is none of these, or an argument has another type or dtype.
+        TypeError: x is neither a tensor nor a pair, or an argument has another type or dtype.
         ValueError: a shape, stride or device is not as described; fmt, num_per_tokens or num_per_channels is none of
             those above.
     """

@@ -1,24 +1,24 @@
 """per_token_and_channel_cast: quantize along rows and down columns, from one read of x.
 
-What a linear layer's backward pass wants of a gradient or an activation: the cast of `per_token_cast`, blocks of
-(1, num_per_channels), for the product over channels, and that of `per_channel_cast`, blocks of (num_per_tokens, 1), or
+A linear layer's backward pass needs two casts of a gradient or an activation: that of `per_token_cast`, blocks of
+(1, num_per_channels), for the product over channels; and that of `per_channel_cast`, blocks of (num_per_tokens, 1), or
 of `per_channel_cast_and_transpose`, for the product over tokens. For each block of either kind, in float32:
 
     amax = max(max |x|, 1e-4);   sf = amax / 448;   data = round(x * (448 / amax))
     with round_sf:               sf = least power of two >= that quotient;   data = round(x * (1 / sf))
 
-x bfloat16 or float32 (num_tokens, hidden); both data float8_e4m3fn, that of channels transposed if wanted.
+x bfloat16 or float32 (num_tokens, hidden); both data float8_e4m3fn, the one by channel optionally transposed.
 
-A block takes 128 tokens by 128 channels, a warp 8 or 16 of the tokens, a thread four channels of these, in registers.
+A thread block takes 128 tokens by 128 channels, a warp 8 or 16 of these tokens, a thread 4 channels in registers.
 
-                    32 lanes x 4 channels
-              ┌────┬────┬────┬─  ─┬─────┐    1. columns: amax of each thread's channels, told through shared memory
-       warp 0 │ t0 │ t1 │ t2 │    │ t31 │    2. rows, by eights: within the warp, until lane % 8 has amax, sf and the
-              ├────┼────┼────┼─  ─┼─────┤       factor of that row in its group; four codes a lane, 128 bytes a row
-       warp 1 │    │    │    │    │     │    3. columns: one thread for each in a block makes sf and the factor
-              ├────┼────┼────┼─  ─┼─────┤    4. their codes, like those of rows or through a tile in shared memory that
-          …   │    │    │    │    │     │       is read the other way: eight lanes store 128 tokens of a channel
-              └────┴────┴────┴─  ─┴─────┘
+                    32 lanes x 4 channels    1. columns: each thread stores the amax of its channels in shared memory
+              ┌────┬────┬────┬─  ─┬─────┐    2. rows, eight at a time: lanes of a group reduce amax by shuffles; lane i
+       warp 0 │ t0 │ t1 │ t2 │    │ t31 │       makes sf and the factor of row i % 8; of each row a lane stores four
+              ├────┼────┼────┼─  ─┼─────┤       codes, a warp 128 bytes
+       warp 1 │    │    │    │    │     │    3. columns: one thread for each column of a block makes sf and the factor
+              ├────┼────┼────┼─  ─┼─────┤    4. columns: the codes are stored like those of rows; or they go through a
+          …   │    │    │    │    │     │       tile in shared memory, from which eight lanes store 128 tokens of a
+              └────┴────┴────┴─  ─┴─────┘       channel
 """
 
 from dataclasses import dataclass
@@ -40,23 +40,23 @@ from tk_quant.lib.scales_io import scales_type
 
 _GROUPS = (32, 128)
 _SECTOR = 8
-"""float32 that memory moves at once."""
+"""float32 in a sector of memory, 32 bytes."""
 
 
 @dataclass(frozen=True)
 class TwoCasts:
-    """What a kernel is compiled for, beside its input: the public function's arguments."""
+    """The arguments of the public function that a kernel is compiled for."""
 
     num_per_channels: int
     num_per_tokens: int
     round_sf: bool
     layout: ScaleLayout
-    """Of the scale factors of tokens."""
+    """Layout of token_sf."""
     transpose: bool
 
 
-# Thread level: on an H200, 8192 x 7168 bfloat16 take 64 µs so, at the tile level 88, as long as the two casts do.
-# Each access has what guard it needs. With each shared array for one purpose only, the barriers below are enough.
+# Thread level: on an H200, 8192 x 7168 bfloat16 take 64 µs; at tile level 88, as long as two separate casts.
+# Each access has the guard that it needs. No shared array is reused, so the barriers below are enough.
 @kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def _per_token_and_channel_cast_kernel(
     hidden: int, dtype: torch.dtype, alignment: int, casts: TwoCasts, arch: Arch
@@ -67,7 +67,7 @@ def _per_token_and_channel_cast_kernel(
     from tk_quant.lib.channel_cast_steps import CHANNELS, VEC, is_inside
 
     is_bf16, transpose = dtype is torch.bfloat16, casts.transpose
-    # With 16 rows a warp, registers suffice for three thread blocks an SM, with eight for two; narrow loads need more.
+    # Registers suffice for three thread blocks an SM with 16 rows a warp, for two with eight; narrow loads need more.
     is_small = is_bf16 and casts.num_per_channels == 128 and alignment >= 4
     rows, blocks_per_sm = (16, 3) if is_small else (8, 2 if alignment >= 4 else 1)
     threads = TILE_ROWS // rows * 32
@@ -89,7 +89,7 @@ def _per_token_and_channel_cast_kernel(
             # Checked by the op; vector stores need to know.
             T.assume(num_tokens % TILE_ROWS == 0)
             thread = T.get_thread_binding()
-            # Variables, so that the block is divided by once, in 32 bits.
+            # Variables, so that the index of the block is divided once, in 32 bits.
             first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
             first_token, first_col = block // col_tiles * TILE_ROWS, block % col_tiles * CHANNELS
             row, lane_col = thread // 32 * rows, thread % 32 * VEC
@@ -103,7 +103,7 @@ def _per_token_and_channel_cast_kernel(
             down = T.alloc_local((rows,), "float32")
             codes = T.alloc_local((rows // 4,), "uint32")
 
-            # Tiles write parts of the sectors of row-major sf: faster where L2 already holds these.
+            # A tile writes only parts of the sectors of a row-major sf: faster if L2 already holds them.
             is_first = thread < TILE_ROWS and first_col % (_SECTOR * casts.num_per_channels) == 0
             if casts.layout is ScaleLayout.ROW_MAJOR and is_first:
                 prefetch_line(T.address_of(token_sf[first_token + thread, first_col // casts.num_per_channels]))
@@ -194,15 +194,15 @@ def per_token_and_channel_cast(
         num_per_tokens: tokens of a block of one channel, 32 or 128.
         round_sf: whether scale factors are powers of two.
         transpose_channel_data: whether the data that is quantized by channels is transposed to (hidden, num_tokens).
-        use_tma_aligned_col_major_sf: whether the scale factors of tokens are column major, columns on 16 bytes.
-        use_packed_ue8m0: whether they are packed exponents, four an int32; needs that flag and `round_sf`.
+        use_tma_aligned_col_major_sf: whether token_sf is column major, with columns aligned to 16 bytes.
+        use_packed_ue8m0: whether token_sf is packed exponents, four an int32; needs the flag above and `round_sf`.
 
     Returns:
         `((token_data, token_sf), (channel_data, channel_sf))`: token_data float8_e4m3fn (num_tokens, hidden); token_sf
         float32 (num_tokens, ceil(hidden / num_per_channels)) or packed int32 (num_tokens, a fourth of it), in the
         layout that the flags ask for; channel_data float8_e4m3fn (num_tokens, hidden) or (hidden, num_tokens);
-        channel_sf float32 (num_tokens / num_per_tokens, hidden), contiguous. A block with an infinity or a NaN has
-        that for sf (packed: 255).
+        channel_sf float32 (num_tokens / num_per_tokens, hidden), contiguous. A block with NaN or infinity in it
+        has NaN or infinity for its sf (packed: 255).
 
     Raises:
         TypeError: x is no bfloat16 or float32 tensor, or a flag or a size of blocks has another type.

@@ -8,7 +8,7 @@ For each token and each group of num_per_channels channels (the last one of a ro
                                        data = round(x * (1 / (sf * tensor_sf)))
 
 x (num_tokens, hidden), bfloat16 or float32, or itself a pair of e4m3 or e2m1 data and scale factors; data e4m3, e2m1 or
-e5m6. Of two relatives one returns sf alone, the other takes sf as given. The kernels, with a picture, are in
+e5m6. Two relatives: one returns sf alone, the other takes sf from the caller. The kernel, with a picture, is in
 lib/cast_kernels.py.
 """
 
@@ -39,7 +39,7 @@ _FORMATS_FROM_PAIRS = ("e4m3", "e2m1")
 def _check_input(
     x: Tensor | Pair, fmt: str, formats: tuple[str, ...], num_per_channels: int, x_block_size: Any
 ) -> tuple[Tensor, Tensor | None, int, int, tuple[int, int]]:
-    """Check what all functions share: `(data of x, sf of x, num_tokens, hidden, x_block_size)`."""
+    """Check the arguments that all functions share; return `(data of x, sf of x, num_tokens, hidden, x_block_size)`."""
     if isinstance(x, Tensor):
         num_tokens, hidden = check.tensor("x", x, _PLAIN_DTYPES, ("num_tokens", "hidden"), layout="rows")
         check.require(x_block_size is None, "x_block_size", "None for a plain tensor x", x_block_size)
@@ -76,7 +76,7 @@ def _check_sf(
     use_swizzled_sf: bool,
     tensor_sf: Tensor | None,
 ) -> tuple[ScaleLayout, torch.dtype | None, Tensor | None]:
-    """Check what says how to make sf: `(layout, dtype, tensor_sf with one dimension)`."""
+    """Check the flags and tensor_sf; return `(layout of sf, dtype of sf, tensor_sf with one dimension)`."""
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     if tensor_sf is None:
         if use_swizzled_sf and not round_sf:
@@ -99,7 +99,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def flags_may_begin_at(position: int) -> Callable[[Function], Function]:
-    """Let flags stand where x_block_size does, and that be left out: the order of TileKernels 2.1.0 beside 1.0.0's."""
+    """Let flags begin at `position`, the place of x_block_size, as in TileKernels 2.1.0, or after it, as in 1.0.0."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)
@@ -153,15 +153,15 @@ def per_token_cast(
         round_sf: Round sf up to a power of two.
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
         use_swizzled_sf: sf as Blackwell's block-scaled matrix products read it; needs round_sf or tensor_sf.
-        tensor_sf: NVFP4: float32, one element, shape () or (1,), that all values are to be multiplied by on top of sf;
-            for fmt "e2m1" in groups of 16, without round_sf and column-major sf. Let it be the largest |x| of the
-            tensor / (448 * 6), computed or calibrated; groups with more than 448 * 6 * tensor_sf saturate. Above 0
-            (`TK_DEBUG=1` raises ValueError where it is not).
-        out: `(data, sf)` to write into, with the dtypes, shapes and strides of what is returned otherwise. They overlap
+        tensor_sf: NVFP4: the scale of the whole tensor, float32, one element, shape () or (1,); a value is
+            data * sf * tensor_sf. For fmt "e2m1" in groups of 16, without round_sf and column-major sf. Let it be the
+            largest |x| of the tensor / (448 * 6), computed or calibrated; groups with |x| above 448 * 6 * tensor_sf
+            saturate. Above 0 (`TK_DEBUG=1` raises ValueError where it is not).
+        out: `(data, sf)` to write into, with the dtypes, shapes and strides that a new result would have. They overlap
             no other argument and not each other.
 
     Returns:
-        `(data, sf)`, which are those of `out` if it is given: data float8_e4m3fn (num_tokens, hidden), or int8
+        `(data, sf)`, the tensors of `out` if it is given: data float8_e4m3fn (num_tokens, hidden), or int8
         (num_tokens, hidden / 2) with the even channel in the low nibble, or uint8 (num_tokens, hidden * 3 / 2) with
         eight e5m6 codes in three little-endian words; sf float32 (num_tokens, C), C = ceil(hidden / num_per_channels),
         or packed int32 (num_tokens, ceil(C / 4)), or swizzled float8_e8m0fnu (ceil(num_tokens / 128), ceil(C / 4), 32,
@@ -213,7 +213,7 @@ def per_token_cast_with_sf_only(
     """The sf that `per_token_cast` would return, without the data.
 
     Args, errors and layouts: see `per_token_cast`; fmt is "e4m3" or "e2m1". The flags may begin in fourth place, as in
-    TileKernels 2.1.0, or after x_block_size, as in 1.0.0. `out_sf` is what to write into, as `out` there.
+    TileKernels 2.1.0, or after x_block_size, as in 1.0.0. `out_sf` is a tensor to write into, as `out` there.
 
     Returns:
         `out_sf`, or a new sf, float32 (num_tokens, ceil(hidden / num_per_channels)), or as the flags and tensor_sf say.
@@ -243,7 +243,7 @@ def per_token_cast_with_precomputed_sf(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Quantize with scale factors that are there already: data = round(x * (1 / sf)), both operations in float32.
+    """Quantize with given scale factors: data = round(x * (1 / sf)), both operations in float32.
 
     The flags may begin in fifth place, as in TileKernels 2.1.0, or after x_block_size, as in 1.0.0.
 
@@ -251,7 +251,7 @@ def per_token_cast_with_precomputed_sf(
         x, fmt, num_per_channels, x_block_size: see `per_token_cast`; fmt is "e4m3" or "e2m1".
         sf: float32 (num_tokens, ceil(hidden / num_per_channels)), contiguous; another layout is not supported.
         use_tma_aligned_col_major_sf, use_packed_ue8m0: must be False, as they would describe another layout of sf.
-        round_sf: Either: 1 / sf is exact anyway where sf is a power of two.
+        round_sf: Has no effect: 1 / sf is exact anyway where sf is a power of two.
         out: data to write into, contiguous; it overlaps no other argument.
 
     Returns:

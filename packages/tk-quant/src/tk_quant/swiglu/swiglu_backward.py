@@ -1,4 +1,4 @@
-"""swiglu_backward: gradients of `swiglu_forward` by x and by the weights; the forward is computed again.
+"""swiglu_backward: gradients of `swiglu_forward` with respect to x and the weights; recomputes the forward.
 
 For each position p and channel j, with l and r as in the forward, g = grad_out[p, j] and w the row's weight, in
 float32, products from left to right:
@@ -8,16 +8,16 @@ float32, products from left to right:
 
 x and x_grad (num_positions, 2 · hidden), grad_out and out (num_positions, hidden).
 
-A thread block takes some rows, the wider the fewer, and walks over their channels in tiles, a thread eight neighbouring
-channels of both halves of one row; products for the weight's gradient stay in registers, a sum for each channel of a
-tile, and are added up after the last tile:
+A thread block takes some rows, fewer if they are wide, and loops over their channels in tiles. In a tile a thread takes
+eight neighbouring channels of both halves of one row. The products for the weight's gradient are summed in registers
+over the tiles, for each of the thread's channels; the sums of a row are added up after the last tile:
 
     tile                       0                            1                            …
     x, x_grad   left, right    [ thread 0 | thread 1 | … ]  [ thread 0 | thread 1 | … ]
     grad_out, out              [ thread 0 | thread 1 | … ]  [ thread 0 | thread 1 | … ]
 
-The blocks also share out the pairs and write zeros for those without a position. Rows of padding are not read. The
-order of the sums depends on hidden and the dtypes alone.
+The thread blocks also divide the pairs (token, top-k) among themselves, and write a gradient of 0 for pairs without a
+position. Rows of padding are not read. The order of the sums depends only on hidden and the dtypes.
 """
 
 import math
@@ -45,18 +45,18 @@ class SwigluBackwardConfig:
 
     block_rows: int
     block_channels: int
-    """Channels of a tile; what the last one has beyond hidden is left out."""
+    """Channels of a tile; in the last tile channels past hidden are skipped."""
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a thread block."""
         return self.block_rows * self.block_channels // VECTOR
 
     @staticmethod
     def best(hidden: int, arch: Arch) -> "SwigluBackwardConfig":
-        """Tiles of 512 elements with the fewest threads idle in the last one, for T.reduce_sum a power of two wide.
+        """Tiles of 512 elements, a power of two wide for T.reduce_sum, with the fewest idle threads in the last tile.
 
-        H200, 34816 rows in bfloat16: hidden 2048 189 µs in blocks of 64 threads where 128 take 201 and 256 213 µs.
+        H200, 34816 rows in bfloat16, hidden 2048: 189 µs in thread blocks of 64 threads, 201 of 128, 213 of 256.
         """
         block_channels = min((512, 256, 128, 64), key=lambda channels: align(hidden, channels))
         return SwigluBackwardConfig(512 // block_channels, block_channels)
@@ -72,7 +72,7 @@ def _swiglu_backward_kernel(
     config: SwigluBackwardConfig,
     arch: Arch,
 ) -> Any:
-    """`dtypes`: of x, grad_out and x_grad. `steps`: how many pairs a thread looks at for those without a position."""
+    """`dtypes`: of x, grad_out and x_grad. The kernel's `steps`: pairs that a thread checks for lack of a position."""
     import tilelang.language as T
 
     from tk_quant.lib.swiglu_tiles import clamp_gate, clamp_value, pair_of_row
@@ -220,7 +220,7 @@ def swiglu_backward(
     pos_to_expert: Tensor | None = None,
     with_out: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Gradients of `swiglu_forward` by x and by the weights, and on demand its output once more.
+    """Gradients of `swiglu_forward` with respect to x and the weights, and on request its output.
 
     With l and r the left and right half of a row of x, g = grad_out, and w the row's weight (1 without weights); every
     operation in float32 to nearest with ties to even, products from left to right, fma rounded once:
@@ -228,23 +228,23 @@ def swiglu_backward(
         d = 1 + exp(-l);  s = 1 / d;  a = l / d * r;  gs = g * w * s
         out = a * w;  x_grad = [gs * r * fma(l, 1 - s, 1) | gs * l];  weight_grad = sum of g * a over the row
 
-    All is exact but weight_grad, which is summed up in float32, in an order that depends on hidden and the
-    dtypes alone.
+    All results are exact but weight_grad, which is summed in float32, in an order that depends only on hidden and the
+    dtypes.
 
     Args:
         x: (num_positions, 2 * hidden) bfloat16 or float32, contiguous, the gate l in the left half; hidden a multiple
             of 64.
         grad_out: (num_positions, hidden) bfloat16 or float32, contiguous.
-        swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]; x_grad is 0 where
-            they were. NaN stays NaN.
+        swiglu_clamp_value: c, 2**-126 to infinity: first l is clamped to at most c, and r to [-c, c]; x_grad is 0 at
+            clamped elements. NaN stays NaN.
         fmt: "bf16" or "fp32", the type of x_grad and out.
         pos_to_token_topk: int32 (num_positions,), index of each row's weight in topk_weights, flat; a row where it is
             negative or past the end (`TK_DEBUG=1` raises ValueError for that) is padding.
         topk_weights: float32 (num_tokens, num_topk), contiguous; with pos_to_token_topk only, and the other way round.
-        token_topk_to_pos: int32 (num_tokens, num_topk), contiguous, with topk_weights only, for whose gradient it
-            stands: the position of each pair; where that is none of x, the pair has no position. For all others
-            pos_to_token_topk has to name the pair in return, else its gradient is unspecified (`TK_DEBUG=1` raises
-            ValueError).
+        token_topk_to_pos: int32 (num_tokens, num_topk), contiguous, with topk_weights only; asks for their gradient. It
+            is the position of each pair; a pair whose position is not a row of x has none. For all other pairs
+            pos_to_token_topk has to name the pair at that position, else the pair's gradient is unspecified
+            (`TK_DEBUG=1` raises ValueError).
         pos_to_expert: int32 (num_positions,); a row where it is negative is padding. Rows of padding come out as zeros,
             whatever x and grad_out hold there.
         with_out: Also return the forward's output.
@@ -255,7 +255,7 @@ def swiglu_backward(
         weight_grad: float32 (num_tokens, num_topk), 0 for a pair without a position; None without token_topk_to_pos.
 
     Raises:
-        TypeError: A tensor, number or flag is none, or has another dtype.
+        TypeError: An argument is not a tensor, number or flag as described, or has another dtype.
         ValueError: Any other argument is not as described, or is on another device.
     """
     dtype = check_swiglu_arguments(x, swiglu_clamp_value, fmt, pos_to_token_topk, topk_weights, pos_to_expert)

@@ -9,16 +9,16 @@ w = weight.flat[pos_to_token_topk[p]], in float32, products from left to right:
 x_grad = [dl | dr] comes out in bfloat16 and, quantized from float32 by groups of num_per_channels channels, in e4m3.
 
 A thread takes `vec` neighbouring channels of both halves of a row; the lanes that hold a group agree on its two amax by
-shuffles. A block looks up its rows' indices, takes `rows` rows after the other `rows`, loading the next ones while it
-works on some, and sums g * a up over each row in shared memory, in a fixed order:
+shuffles. A thread block looks up its rows' indices, then works on `rows` rows at a time and loads the next ones
+meanwhile. It sums g * a over each row in shared memory, in a fixed order:
 
               left half of x, of x_grad      right half                      grad_out, out
             ┌─────────┬─────────┬─  ─┐     ┌─────────┬─────────┬─  ─┐     ┌─────────┬─────────┬─  ─┐
      rows   │ l0 … l7 │ l8… l15 │ …  │     │ l0 … l7 │ l8… l15 │ …  │     │ l0 … l7 │ l8… l15 │ …  │
             └─────────┴─────────┴─  ─┘     └─────────┴─────────┴─  ─┘     └─────────┴─────────┴─  ─┘
 
-Threads then look for pairs of a token and an expert that have no row, and write their zeros. Rows of padding are not
-read. Instructions are short beside bandwidth: see lib/division.py for what is saved on each.
+Threads then look for pairs of a token and an expert that have no row, and write a gradient of 0 for them. Rows of
+padding are not read. Instruction throughput is a limit beside bandwidth: lib/division.py saves instructions.
 """
 
 import math
@@ -37,7 +37,7 @@ from tk_quant.lib.swiglu_arguments import check_clamp_value, check_maps_agree
 from tk_quant.lib.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig, swiglu_backward_kernel
 
 _GROUPS = (32, 128)
-# The last block's threads count a little further.
+# Pair indices are int32, and in the last thread block they go a little past the last pair.
 _MAX_PAIRS = 2**31 - 2**10
 
 
@@ -108,15 +108,15 @@ def swiglu_backward_and_per_token_cast(
         amax = max(max |x_grad|, 1e-4);  sf = amax / 448;  data = round(x_grad * (448 / amax))
         with round_sf: sf = least power of two >= amax / 448;  data = round(x_grad / sf)
 
-    data saturates and keeps the sign of zero. A group with NaN or infinity in it has NaN or infinity for its sf. All is
-    exact but weight_grad, which is summed up in float32, in an order that depends on hidden, num_per_channels and on
-    whether there is a clamp alone. Names and formulas are those of DeepSeek's TileKernels 1.0.0.
+    data saturates and keeps the sign of zero. A group with NaN or infinity in it has NaN or infinity for its sf. All
+    results are exact but weight_grad, which is summed in float32, in an order that depends only on hidden,
+    num_per_channels and whether there is a clamp. Names and formulas are those of DeepSeek's TileKernels 1.0.0.
 
     Args:
         x: `(data, sf)`: float8_e4m3fn (num_positions, 2 * hidden), the gate l in the left half, hidden a multiple of
-            num_per_channels, and float32 (num_positions, 2 * hidden / num_per_channels), both contiguous. Both may
-            have experts and their rows, (num_experts, num_rows, ...), for positions: num_positions is the product
-            then, position p row p % num_rows of expert p // num_rows.
+            num_per_channels, and float32 (num_positions, 2 * hidden / num_per_channels), both contiguous. Both may be
+            batched by expert, (num_experts, num_rows, ...): then num_positions is num_experts * num_rows, and position
+            p is row p % num_rows of expert p // num_rows.
         grad_out: bfloat16 (num_positions, hidden), or (num_experts, num_rows, hidden) as x; contiguous.
         weight: float32 (num_tokens, num_topk), contiguous.
         pos_to_token_topk: int32 (num_positions,), or (num_experts, num_rows) as x: index of each row's weight, flat. A
@@ -128,15 +128,15 @@ def swiglu_backward_and_per_token_cast(
             disagree.
         num_per_channels: Channels of a group, of x and of x_grad: 32 or 128.
         round_sf: Round sf up to a power of two.
-        swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]; x_grad is 0 where
-            they were. NaN stays NaN.
+        swiglu_clamp_value: c, 2**-126 to infinity: first l is clamped to at most c, and r to [-c, c]; x_grad is 0 at
+            clamped elements. NaN stays NaN.
 
     Returns:
-        `(out, (data, sf), x_grad, weight_grad)`: out bfloat16, as grad_out; data float8_e4m3fn and sf float32, as x;
-        x_grad bfloat16, with the shape of data; weight_grad float32 (num_tokens, num_topk).
+        `(out, (data, sf), x_grad, weight_grad)`: out bfloat16, shaped like grad_out; data float8_e4m3fn and sf float32,
+        shaped like x; x_grad bfloat16, shaped like data; weight_grad float32 (num_tokens, num_topk).
 
     Raises:
-        TypeError: A tensor, number or flag is none, or has another dtype.
+        TypeError: An argument is not a tensor, number or flag as described, or has another dtype.
         ValueError: Any other argument is not as described, or is on another device.
     """
     data, sf = pair_of("x", x)

@@ -6,8 +6,8 @@ For each position p and channel j, with l = x[p, j] and r = x[p, hidden + j], in
 
 rounded once to the output's dtype. x (num_positions, 2 · hidden), out (num_positions, hidden).
 
-A thread block takes some rows and a stretch of their channels, a thread eight neighbouring channels of both halves, of
-one row or two:
+A thread block takes some rows and a range of their channels. A thread takes eight neighbouring channels of both halves
+of one row or two:
 
     x, left     [ thread 0 | thread 1 | … ]      each field 8 channels, one 16-byte load of bfloat16
     x, right    [ thread 0 | thread 1 | … ]
@@ -39,7 +39,7 @@ OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Given:
-    """Which of its optional arguments a call gives."""
+    """Which optional arguments a call has."""
 
     weights: bool
     experts: bool
@@ -53,18 +53,18 @@ class SwigluForwardConfig:
 
     block_rows: int
     block_channels: int
-    """Channels of a thread block; what goes beyond hidden is left out."""
+    """Channels of a thread block's tile; channels past hidden are skipped."""
     threads: int
 
     @staticmethod
     def best(hidden: int, counts: bool, arch: Arch) -> "SwigluForwardConfig":
-        """Blocks of at least 128 threads; wide rows in stretches of up to 1024 channels, two rows a thread.
+        """Narrow rows: thread blocks of at least 128 threads. Wide rows: up to 1024 channels, two rows a thread.
 
-        H200, 34816 rows in bfloat16: hidden 2048 104.5 µs where one row a thread takes 115.6, 256 15.0 µs in blocks of
-        four rows where blocks of one take 23.2.
+        H200, 34816 rows in bfloat16. Hidden 2048: 104.5 µs, with one row a thread 115.6. Hidden 256: 15.0 µs in thread
+        blocks of four rows, 23.2 in thread blocks of one.
         """
         if counts:
-            # T.reduce_sum wants a power of two of threads, and their counts have ten bits each.
+            # T.reduce_sum needs a power of two of threads, and the three counts of a row share an int32, ten bits each.
             block_channels = min((512, 256, 128, 64), key=lambda channels: align(hidden, channels))
             return SwigluForwardConfig(1024 // block_channels, block_channels, 128)
         if hidden >= 1024:
@@ -176,7 +176,7 @@ def check_swiglu_arguments(
     topk_weights: Tensor | None,
     pos_to_expert: Tensor | None,
 ) -> torch.dtype:
-    """Check what the forward and the backward have in common; the output's dtype."""
+    """Check the arguments that the forward and the backward share; return the output's dtype."""
     _, width = check.tensor("x", x, DTYPES, ("num_positions", "2 * hidden"))
     check.require(width > 0 and width % 128 == 0, "x", "a positive multiple of 128 columns", width)
     check.one_of("fmt", fmt, OUT_DTYPES)
@@ -211,14 +211,14 @@ def swiglu_forward(
         topk_weights: float32 (num_tokens, num_topk), contiguous; with pos_to_token_topk only, and the other way round.
         pos_to_expert: int32 (num_positions,); a row where it is negative is padding. Rows of padding come out as zeros,
             whatever x holds there.
-        clamped_count: int64 (3,), changed in place: the numbers of l > c, r > c and r < -c in rows that are no padding
-            are added. Needs swiglu_clamp_value.
+        clamped_count: int64 (3,), to which the numbers of l > c, r > c and r < -c in rows that are not padding are
+            added in place. Needs swiglu_clamp_value.
 
     Returns:
         (num_positions, hidden).
 
     Raises:
-        TypeError: A tensor or a number is none, or has another dtype.
+        TypeError: An argument is not a tensor or a number as described, or has another dtype.
         ValueError: Any other argument is not as described, or is on another device.
     """
     dtype = check_swiglu_arguments(x, swiglu_clamp_value, fmt, pos_to_token_topk, topk_weights, pos_to_expert)

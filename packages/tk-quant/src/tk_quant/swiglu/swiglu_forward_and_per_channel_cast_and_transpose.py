@@ -9,14 +9,14 @@ For x = [l | r], in float32, evaluated left to right, and for each channel of ea
 x bfloat16 (num_tokens, 2 * hidden); data float8_e4m3fn (hidden, num_tokens), or (num_tokens, hidden) where
 `without_transpose`; sf float32 (num_tokens / num_per_tokens, hidden).
 
-A block takes 128 tokens by 64 channels. A thread has four tokens of 8 channels, 16 bytes of l and of r in each, and
-keeps the activation in registers. Three meetings in shared memory:
+A thread block takes 128 tokens by 64 channels. A thread has 8 channels of four tokens, 16 bytes of l and of r in each,
+and keeps the activation in registers. Threads exchange three things through shared memory:
 
                  8 lanes x 8 channels
                ┌────┬────┬─  ─┬────┐        1. amax of each thread's channels
-     row lanes │ t0 │ t1 │ …  │ t7 │        2. one thread for each channel and block makes sf and the factor of it
-     × 4 rows  ├────┼────┼─  ─┼────┤        3. the codes, four tokens of a channel a word, in a tile that is read
-               │ t8 │ …  │    │    │           the other way: 8 lanes store 128 tokens of a channel
+     row lanes │ t0 │ t1 │ …  │ t7 │        2. sf and the factor, made by one thread for each channel of a block
+     × 4 rows  ├────┼────┼─  ─┼────┤        3. to transpose, the codes, in words of four tokens of a channel; then
+               │ t8 │ …  │    │    │           8 lanes store 128 tokens of a channel
                └────┴────┴─  ─┴────┘
 """
 
@@ -46,7 +46,7 @@ _THREADS = _ROW_LANES * _COL_LANES
 
 
 # H200, 16384 x 2 * 2048: 42.3 us where a tile-level kernel takes 48.0; docs/tuning/tile-level/swiglu.md.
-# Tiles are whole, so nothing needs a guard. With each shared array for one purpose only, the barriers below are enough.
+# Tiles are whole, so nothing needs a guard. No shared array is reused, so the barriers below are enough.
 @kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
     hidden: int, alignment: int, num_per_tokens: int, round_sf: bool, transpose: bool, clamped: bool, arch: Arch
@@ -72,11 +72,11 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
         clamp_value: T.float32,
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, TILE_ROWS) * col_tiles, threads=_THREADS) as tile:
-            # 64 registers, which four blocks leave each thread, are too few for loads of two bytes.
+            # Four thread blocks an SM leave a thread 64 registers, too few for loads of two bytes.
             T.annotate_min_blocks_per_sm(2 if alignment == 2 else 4)
             # Checked by the op; vector stores need to know.
             T.assume(num_tokens % TILE_ROWS == 0)
-            # Variables, so that the tile is divided by once, in 32 bits.
+            # Variables, so that the index of the tile is divided once, in 32 bits.
             first_token, first_col = T.alloc_var("int32"), T.alloc_var("int32")
             first_token, first_col = tile // col_tiles * TILE_ROWS, tile % col_tiles * _CHANNELS
             thread = T.get_thread_binding()
@@ -177,8 +177,8 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
 
     Returns:
         `(data, sf)`: float8_e4m3fn (hidden, num_tokens) or, without transposing, (num_tokens, hidden); float32
-        (num_tokens / num_per_tokens, hidden); both contiguous, data * sf (of its block) standing for the activation. A
-        block with an infinity or a NaN has that for sf.
+        (num_tokens / num_per_tokens, hidden); both contiguous; data * sf (of its block) is close to the activation. A
+        block with NaN or infinity in it has NaN or infinity for its sf.
 
     Raises:
         TypeError: x is no bfloat16 tensor, or a flag, num_per_tokens or swiglu_clamp_value has another type.

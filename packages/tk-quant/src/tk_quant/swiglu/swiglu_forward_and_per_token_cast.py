@@ -7,8 +7,8 @@ For each position p and channel j, with l = x[p, j] and r = x[p, hidden + j], in
 and out is quantized by groups of num_per_channels channels as in per_token_cast; it is not rounded in between.
 x (num_positions, 2 * hidden), bfloat16 or float32; data e4m3 (num_positions, hidden) or e2m1 (…, hidden / 2).
 
-A thread takes `vec` neighbouring channels, of both halves of x. A group is owned by
-neighbouring lanes of one warp, which agree on amax by shuffles; four groups put a word of packed sf together likewise:
+A thread takes `vec` neighbouring channels of both halves of a row. A group is owned by neighbouring lanes of one warp,
+which agree on amax by shuffles; the lanes of four groups assemble a word of packed sf, also by shuffles:
 
                left half of x                 right half                     hidden 2048, vec 16: 128 lanes
             ┌─────────┬─────────┬─  ─┐    ┌─────────┬─────────┬─  ─┐
@@ -16,9 +16,9 @@ neighbouring lanes of one warp, which agree on amax by shuffles; four groups put
             │         │         │    │    │         │         │    │         group     0       1         2
             └─────────┴─────────┴─  ─┘    └─────────┴─────────┴─  ─┘
 
-Where a group is a whole row and no power of two of lanes, a block takes the row. Rows of padding are neither read nor
-written. A thread waits for its row's index and then for 64 bytes of x, so as many threads as possible have to fit a
-multiprocessor: registers are capped. lib/division.py keeps instructions below what the bandwidth leaves time for.
+If a group's lanes are no power of two or more than a warp, the group is a whole row, and a thread block takes it.
+Rows of padding are neither read nor written. A thread waits for its row's index and then for 64 bytes of x, so as many
+threads as possible have to fit on an SM: registers are capped. lib/division.py keeps the kernel bound by memory.
 """
 
 from typing import Any
@@ -128,7 +128,7 @@ def swiglu_forward_and_per_token_cast(
         x: (num_positions, 2 * hidden) bfloat16 or float32, the gate l in the left half; hidden a multiple of 128, rows
             may be strided.
         fmt: "e4m3" or "e2m1".
-        num_per_channels: Channels of a group: 32, 128 or hidden, for which 0 stands too.
+        num_per_channels: Channels of a group: 32, 128 or hidden; 0 means hidden too.
         pos_to_token_topk: int32 (num_positions,), index of each row's weight in topk_weights, flat; a row where it is
             negative or past the end (`TK_DEBUG=1` raises ValueError for that) is padding.
         topk_weights: float32 (num_tokens, num_topk); with pos_to_token_topk only, and the other way round.
@@ -138,8 +138,8 @@ def swiglu_forward_and_per_token_cast(
         round_sf: Round sf up to a power of two.
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
         swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]. NaN stays NaN.
-        clamped_count: int64 (3,), changed in place: the numbers of l > c, r > c and r < -c in rows that are no padding
-            are added. Needs swiglu_clamp_value.
+        clamped_count: int64 (3,), to which the numbers of l > c, r > c and r < -c in rows that are not padding are
+            added in place. Needs swiglu_clamp_value.
         sf_clamp_min: The least amax instead of the format's; at least max * 2**-126.
         use_swizzled_sf: sf as Blackwell's block-scaled matrix products read it; needs round_sf.
 
@@ -150,7 +150,7 @@ def swiglu_forward_and_per_token_cast(
         32 and 128.
 
     Raises:
-        TypeError: A tensor or a number is none, or has another dtype.
+        TypeError: An argument is not a tensor or a number as described, or has another dtype.
         ValueError: Any other argument is not as described, or is on another device.
     """
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)

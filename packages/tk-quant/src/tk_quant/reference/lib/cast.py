@@ -131,7 +131,7 @@ def _factors(
     use_swizzled_sf: bool,
     tensor_sf: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(sf in its layout, s)`."""
+    """`(sf in its layout, s)`, with s as in `quantization_factors`."""
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     amax = block_amax(values, block_size)
     if tensor_sf is not None:

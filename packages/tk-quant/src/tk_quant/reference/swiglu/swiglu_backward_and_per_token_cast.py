@@ -54,7 +54,7 @@ def swiglu_backward_and_per_token_cast(
 
 
 def _to_bf16(x: torch.Tensor) -> torch.Tensor:
-    """To nearest, ties to even; any NaN becomes the one that a GPU writes."""
+    """Round to bfloat16, to nearest, ties to even; any NaN gets the bits that a GPU writes."""
     rounded = x.to(torch.bfloat16)
     rounded.view(torch.int16).masked_fill_(x.isnan(), _BF16_NAN_BITS)
     return rounded

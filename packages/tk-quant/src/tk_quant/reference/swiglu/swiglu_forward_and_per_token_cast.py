@@ -27,7 +27,7 @@ def swiglu_forward_and_per_token_cast(
     *,
     use_swizzled_sf: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See tk_quant.swiglu_forward_and_per_token_cast. Data and sf of padding rows are 0, as no other row's sf is."""
+    """See tk_quant.swiglu_forward_and_per_token_cast. Data and sf of padding rows are 0; no other sf is 0."""
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     num_positions, hidden = x.shape[0], x.shape[1] // 2
     is_real = real_positions(num_positions, pos_to_token_topk, topk_weights, pos_to_expert, x.device)

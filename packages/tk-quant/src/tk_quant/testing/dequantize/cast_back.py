@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 """Layouts of sf, by their names in case names."""
 BYTES = {"e4m3": (1, 1), "e2m1": (1, 2), "e5m6": (3, 2)}
-"""Bytes of so many channels."""
+"""By format: (bytes of data, channels that they hold)."""
 SIZES = tuple((tokens, hidden) for hidden in (576, 2048, 4096, 7168) for tokens in (0, 1, 4001, 8001))
 NEIGHBOURS = (
     *((8192, hidden) for hidden in (576, 2048, 2560, 3072, 4096, 6144)),

@@ -14,7 +14,7 @@ from tk_quant.testing.dequantize.cast_back import LAYOUTS, NEIGHBOURS, Pair, ran
 
 Block = tuple[int, int]
 
-# From the first exponent to before the second.
+# (first exponent, exponent after the last).
 EXPONENTS = {"near": (100, 115), "apart": (90, 118), "tiny": (0, 15), "huge": (232, 255), "any": (0, 256)}
 """Ranges of biased exponents: exact for all ratios, rounding for some, at both ends of the range, and with NaN."""
 FLAGS = {

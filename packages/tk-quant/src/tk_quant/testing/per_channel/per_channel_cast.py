@@ -39,7 +39,7 @@ def strided(num_tokens: int, hidden: int, dtype: torch.dtype, extra: int, first:
 def extremes(num_tokens: int, dtype: torch.dtype) -> MakeInput:
     """64 channels: zeros, infinity, NaN, subnormals, the largest values, ties, quotients at powers of two, random bits.
 
-    24 of them are as `testing.per_token.per_token_cast.extremes` has for tokens.
+    24 of them are the tokens of `testing.per_token.per_token_cast.extremes`, as channels.
     """
     special = by_token.extremes(num_tokens, dtype)
 

@@ -46,7 +46,7 @@ SPEC = OpSpec(
                 bench=True,
                 gpu=False,
                 model_shape=kind == (128, False),
-                # The others' kernels have no smaller case; that one is as for 128 rows above.
+                # The other kinds' kernels have no smaller case; (128, False) has 128 rows above.
                 compile=kind != (128, False),
             )
             for kind in _KINDS

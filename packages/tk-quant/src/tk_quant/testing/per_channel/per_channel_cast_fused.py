@@ -53,12 +53,12 @@ def scattered(num_rows: int, num_tokens: int) -> MakeMap:
 
 
 def padding_only(num_rows: int) -> MakeMap:
-    """Nothing but -1."""
+    """A map of padding rows alone: all -1."""
     return lambda device: torch.full((num_rows,), -1, device=device, dtype=torch.int32)
 
 
 def past_the_end(num_rows: int, num_tokens: int) -> MakeMap:
-    """Also indices past the last token, from num_tokens to the largest int32."""
+    """A map with indices past the last token too, from num_tokens to the largest int32."""
 
     def build(device: str) -> torch.Tensor:
         rows = torch.randint(0, 2 * num_tokens + 1, (num_rows,), device=device, dtype=torch.int32)
@@ -69,7 +69,7 @@ def past_the_end(num_rows: int, num_tokens: int) -> MakeMap:
 
 
 def segments(num_experts: int, rows: int, padding: int, num_tokens: int) -> MakeMap:
-    """As in a mixture of experts: for each expert its tokens in ascending order, then padding."""
+    """A map as in a mixture of experts: each expert's tokens in ascending order, then its padding."""
 
     def build(device: str) -> torch.Tensor:
         tokens = torch.randint(0, num_tokens, (num_experts, rows), device=device).sort(dim=1).values

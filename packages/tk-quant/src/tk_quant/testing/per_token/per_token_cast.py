@@ -137,7 +137,7 @@ def make(x: MakeInput, fmt: str, num_per_channels: int, flags: str = "row", **mo
 
 
 def make_nvfp4(x: MakeInput, swizzled: bool, times: float = 1.0, shape: tuple[int, ...] = (), **more: Any) -> Make:
-    """The same with a tensor_sf that is `times` the least one with which the largest |x| is representable."""
+    """Arguments for NVFP4. tensor_sf is `times` the least one with which the largest |x| is representable."""
 
     def build(device: str) -> dict[str, Any]:
         values = x(device)

@@ -29,7 +29,7 @@ def make(
     first_element: int = 0,
     **more: Any,
 ) -> Make:
-    """Arguments. `num_real`: with weights, of which so many have a position; `weight_grad`: with their gradient.
+    """Arguments of the op. `num_real`: weights, so many of them with a position; `weight_grad`: and their gradient.
 
     x and grad_out start at element `first_element` of their storage, and are NaN in rows of padding.
     """

@@ -30,7 +30,7 @@ def make(
     first_element: int = 0,
     **more: Any,
 ) -> Make:
-    """Arguments. `padding`: with weights, see `segments`; `beyond` puts some indices past their end.
+    """Arguments of the op. `padding` adds weights, see `segments`; `beyond` puts some indices past the weights' end.
 
     x starts at element `first_element` of its storage, and is NaN in rows of padding.
     """

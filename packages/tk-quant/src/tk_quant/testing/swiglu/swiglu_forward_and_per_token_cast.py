@@ -59,7 +59,7 @@ def make(
     counted: bool = False,
     **more: Any,
 ) -> Make:
-    """Arguments. `padding`: with weights, see `segments`; `beyond` puts some indices past their end."""
+    """Arguments of the op. `padding` adds weights, see `segments`; `beyond` puts some indices past the weights' end."""
 
     def build(device: str) -> dict[str, Any]:
         values = x(device)
