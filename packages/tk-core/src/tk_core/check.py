@@ -27,7 +27,7 @@ def tensor(
 
     `shape` has a name for each dimension of any size, an int for each of a fixed size: ("num_tokens", 128). If it
     begins with `...`, any number of leading dimensions may precede these. `layout` "rows" requires stride 1 in the last
-    dimension only, "any" nothing. Raises TypeError for a wrong type or dtype, ValueError for anything else.
+    dimension only, "any" nothing. Raises TypeError for a wrong type or dtype, ValueError otherwise.
     """
     if isinstance(x, Tensor) and x.dtype in dtypes:
         found = x.shape

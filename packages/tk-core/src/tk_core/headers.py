@@ -25,7 +25,7 @@ _called: ContextVar[set[Path] | None] = ContextVar("_called", default=None)
 
 
 class Header:
-    """The header beside a module, with the same name: `Header(__file__)`."""
+    """The CUDA header beside a module: `Header(__file__)` in memory.py stands for memory.cuh."""
 
     def __init__(self, module: str) -> None:
         self._path = Path(module).with_suffix(".cuh")
@@ -59,7 +59,7 @@ def collected() -> Iterator[set[Path]]:
 
 
 def with_includes(paths: Iterable[Path]) -> list[Path]:
-    """The headers and all headers that they include, each once, and after those that it includes itself."""
+    """The headers and all that they include, each once, ordered so that a header follows those that it includes."""
     ordered: dict[Path, None] = {}
     for path in sorted(paths):
         names = _INCLUDE.findall(path.read_text(encoding="utf-8"))

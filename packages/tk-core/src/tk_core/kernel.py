@@ -57,9 +57,9 @@ def recording() -> Recording | None:
 
 
 def new_workspace(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a tensor on the device of `like` through which one kernel of a call passes data to the next.
+    """Allocate an uninitialized tensor on the device of `like`, for one kernel of a call to pass data to the next.
 
-    Its dtype is by default that of `like`. If only kernels of the call access it, `@replayable` can repeat the call.
+    Its dtype is by default that of `like`. Only kernels of the call may access it: then `@replayable` records the call.
     """
     workspace = like.new_empty(shape, dtype=dtype)
     if not is_compiling() and (recorded := recording()) is not None:

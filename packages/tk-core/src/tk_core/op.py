@@ -221,7 +221,7 @@ class Op:
         except CompilationForbiddenError as error:
             raise CompilationForbiddenError(f"{self.name}: {error}") from error
         except RuntimeError:
-            # Before launching, TileLang's host code rejects unusual strides of dimensions of size 0 or 1; retry.
+            # TileLang's host code rejects unusual strides of size-0 and size-1 dimensions before it launches: retry.
             usual = tuple(map(_with_usual_strides, args))
             if all(new is old for new, old in zip(usual, args)):
                 raise
@@ -268,17 +268,17 @@ def op(
 ) -> Callable[[Callable[..., None]], Op]:
     """Register a launch as the torch operator `name` ("tk_domain::f_out").
 
-    The decorated function launches the kernel for CUDA tensors. It takes a tensor, then tensors, lists of tensors and
-    scalars, writes into the arguments named by `mutates`, and returns nothing; its annotations give the schema.
+    The decorated function launches the kernel for CUDA tensors. Its arguments are a tensor, then tensors, lists of
+    tensors and scalars. It writes into the arguments in `mutates` and returns nothing; its annotations give the schema.
     `reference` runs for CPU tensors, and for CUDA tensors under the reference backend. `min_sm` is the compute
     capability × 10 of the oldest GPU that the kernel runs on. Eager calls with plain tensors launch directly; calls
     under torch.compile, or with fake tensors, modes or tensor subclasses, go through torch's dispatcher.
 
     `reference` is a function, or a name below the package's `reference/`, imported at the first call: "f" in the module
-    at the same path as this one, or a dotted name such as "F.f.g". It gets the operator's arguments whose names are
-    among its parameters. For parameters that differ, `translate` receives all arguments as attributes of one object and
-    returns a dict. The reference returns tensors, None or tuples of these; each tensor is copied into the argument of
-    `mutates` at its position. An argument that the reference wrote itself needs no result.
+    at the same path as the launch's, or a dotted name such as "lib.cast.cast". It gets the operator's arguments whose
+    names are among its parameters. For parameters that differ, `translate` receives all arguments as attributes of one
+    object and returns a dict. The reference returns tensors, None or tuples of these; each tensor is copied into the
+    argument of `mutates` at its position. An argument that the reference wrote itself needs no result.
     """
 
     def decorate(launch: Callable[..., None]) -> Op:

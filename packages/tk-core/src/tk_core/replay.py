@@ -1,7 +1,7 @@
 """@replayable: a repeated eager call launches its kernels again without running the function's Python.
 
-Its allocations and launches, and the checks of TileLang's host code, depend only on plain values and on the dtypes,
-shapes, strides and alignments of tensors. The first call with given ones is recorded; later calls repeat its launches.
+The function's allocations and launches, and the checks of TileLang's host code, depend only on plain values and on its
+tensors' dtypes, shapes, strides and alignments. The first call with a set of these is recorded; later calls repeat it.
 """
 
 from collections.abc import Callable
@@ -50,16 +50,16 @@ def _map(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _identity(x: Any) -> Any:
-    """A tensor's address range and dtype, which are the same for a view of all of it in any shape; other values' id."""
+    """A tensor's address range and dtype, which any view of the whole tensor shares; for other values, the id."""
     return (x.data_ptr(), check.extent(x), x.dtype) if isinstance(x, Tensor) else id(x)
 
 
 def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Callable[[list[Any]], Any] | None:
-    """Make a function that takes the arguments of another call, repeats the recorded launches, and returns its result.
+    """Make the function `repeat`, which repeats the recorded launches for another call's arguments, with its result.
 
-    The function returns NotImplemented if a returned argument, such as `out`, overlaps another argument. None instead
-    of it if an operand or a result can't be traced to exactly one tensor, or if no kernel took an output as an operand.
-    Launches refer to tensors by index into one list: arguments, constants, outputs, workspaces, then views of these.
+    `repeat` returns NotImplemented if a returned argument, such as `out`, overlaps another argument. None
+    instead of `repeat` if an operand or result can't be traced to exactly one tensor, or if an output is no operand of
+    a kernel. Launches name operands by index into one list: arguments, constants, outputs, workspaces, views of these.
     """
     results: list[Any] = []
     _map(results.append, result)

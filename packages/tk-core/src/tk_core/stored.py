@@ -1,6 +1,6 @@
 """Loads kernels from the disk cache without TileLang, which takes seconds to import and 0.1 s to trace a kernel.
 
-After TileLang has compiled a kernel or found it in its cache, a note is left for later processes: the file
+After TileLang has compiled a kernel or found it in its cache, tk leaves a note for later processes: the file
 <cache>/tk/<key> names the kernel's folder and its function. The key hashes everything that determines the kernel: its
 builder's name and arguments, its options, the sources of all packages that the builder may import, the CPU type, and
 TileLang's version and settings. If there is no note, or the folder is damaged, TileLang does the work and mends both.

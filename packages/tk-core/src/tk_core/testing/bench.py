@@ -201,8 +201,8 @@ class Bench:
         self._flush.view(torch.int64).max()
 
     def _time_by_events(self, call: Call, head_start: int = 0) -> float:
-        """Time in µs from the end of earlier work, a flush of L2, to the end of the call. Before, the GPU spins for
-        `head_start` cycles, in which the host queues the call."""
+        """Time in µs from the end of earlier work to the end of the call. The earlier work is a flush of L2, then
+        `head_start` cycles of spinning, in which the host queues the call."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.fill_(1)
         if head_start:

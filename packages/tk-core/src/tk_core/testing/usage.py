@@ -90,7 +90,7 @@ def lower(kernel: Kernel, *args: Any) -> Any:
 def resource_usage(kernel: Kernel, *args: Any) -> dict[str, ResourceUsage]:
     """Registers, local and shared memory of each function of a kernel compiled for these arguments, by name.
 
-    It is compiled as by `Kernel.compile`, but without the cache and the host library, which takes a third of the time.
+    It is compiled as by `Kernel.compile`, but without the cache, and without the host library, a third of the time.
     """
     (usage,) = resource_usages([KernelRequest(kernel, args)], [lower(kernel, *args)])
     return usage
