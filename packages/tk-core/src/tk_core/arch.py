@@ -54,7 +54,7 @@ class Arch:
         object.__setattr__(self, "target", {"kind": "cuda", "arch": self.name})
 
     def shared_memory_each(self, blocks: int) -> int:
-        """Bytes of shared memory that each of `blocks` thread blocks on an SM may ask for; the system adds 1 KiB."""
+        """Bytes of shared memory for each of `blocks` thread blocks on an SM; the system takes 1 KiB more for each."""
         return (self.max_shared_memory + _KIB) // blocks - _KIB
 
     def __repr__(self) -> str:

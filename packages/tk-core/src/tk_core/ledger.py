@@ -67,7 +67,7 @@ def _write(op: str, entry: dict[str, Any]) -> None:
 
 
 def source_hash(op: str) -> str:
-    """SHA-256 of `source_modules`, the headers beside them and what these include; the same under every Python."""
+    """SHA-256 of `source_modules`, the CUDA headers beside them and what those include; the same under every Python."""
     sources = [(module, *_source(module)) for module in source_modules(op)]
     texts = [f"{module}\n{_canonical(tree)}\n" for module, _, tree in sources]
     headers = with_includes(header for _, file, _ in sources if (header := file.with_suffix(".cuh")).exists())

@@ -42,7 +42,7 @@ def set_num_sms(count: int | None) -> None:
 
 
 def get_limit() -> int | None:
-    """The number that `set_num_sms` was last called with."""
+    """The limit that `set_num_sms` has set, or None."""
     return _limit
 
 
