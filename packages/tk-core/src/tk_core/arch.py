@@ -1,8 +1,8 @@
 """GPU architectures: what a device can do and how to name it to the compiler.
 
-Figures are from NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities" (shared memory a block may ask for), and
-the products' data sheets (multiprocessors). The number of multiprocessors here is only a stand-in for compiling without
-a device; a launch asks the device (`tk_core.get_num_sms`).
+Figures are from NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities" (shared memory that a thread block may ask
+for), and the products' data sheets (number of SMs). The number of SMs here is only for compiling without a device; a
+launch asks the device (`tk_core.get_num_sms`).
 """
 
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ class Arch:
     sm: int
     """Compute capability × 10."""
     num_sms: int
-    """Multiprocessors of the product that this architecture is best known for."""
+    """Number of SMs of the product that this architecture is best known for."""
     max_shared_memory: int
-    """Bytes of shared memory that one block may ask for."""
+    """Bytes of shared memory that one thread block may ask for."""
     has_tma: bool
     """Bulk tensor copies between global and shared memory."""
     has_wgmma: bool
@@ -54,7 +54,7 @@ class Arch:
         object.__setattr__(self, "target", {"kind": "cuda", "arch": self.name})
 
     def shared_memory_each(self, blocks: int) -> int:
-        """Bytes of shared memory for each of so many thread blocks on a multiprocessor; the system takes 1 KiB more."""
+        """Bytes of shared memory for each of `blocks` thread blocks on an SM; the system takes 1 KiB more for each."""
         return (self.max_shared_memory + _KIB) // blocks - _KIB
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Argument checks: one fast test when all is well, and an error that names the argument when it is not."""
+"""Argument checks: a fast test for valid arguments, and an error that names the argument for the others."""
 
 from collections.abc import Collection
 from types import EllipsisType
@@ -25,9 +25,9 @@ def tensor(
 ) -> torch.Size:
     """Check a tensor argument and return its shape.
 
-    `shape` has a name for each dimension that may have any size and an int for each that may not; if it begins with
-    `...`, zero or more dimensions may come before the others. `layout` "rows" asks for a unit stride in the last
-    dimension only. Raises TypeError for another type or dtype, ValueError for the rest.
+    `shape` has a name for each dimension of any size, an int for each of a fixed size: ("num_tokens", 128). If it
+    begins with `...`, any number of leading dimensions may precede these. `layout` "rows" requires stride 1 in the last
+    dimension only, "any" nothing. Raises TypeError for a wrong type or dtype, ValueError otherwise.
     """
     if isinstance(x, Tensor) and x.dtype in dtypes:
         found = x.shape
@@ -84,7 +84,7 @@ def extent(x: Tensor) -> int:
 
 
 def apart(name: str, out: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError if `out`, which is to be written, overlaps one of the tensors that are read meanwhile.
+    """Raise ValueError if `out`, which a kernel writes, overlaps in memory one of `others`, which it reads.
 
     Nothing is checked under torch.compile, or for fake tensors and other subclasses, which have no address.
     """
@@ -100,13 +100,13 @@ def apart(name: str, out: Tensor, **others: Tensor | None) -> None:
 
 
 def require(condition: bool, name: str, expected: str, got: Any) -> None:
-    """Raise ValueError that `name` should have been `expected`, unless the condition holds."""
+    """Raise ValueError "name: expected …, got …" unless the condition holds."""
     if not condition:
         raise ValueError(f"{name}: expected {expected}, got {got!r}")
 
 
 def require_type(condition: bool, name: str, expected: str, got: Any) -> None:
-    """Raise TypeError that `name` should have been `expected`, unless the condition holds."""
+    """Raise TypeError "name: expected …, got …" unless the condition holds."""
     if not condition:
         raise TypeError(f"{name}: expected {expected}, got {got!r}")
 
@@ -132,7 +132,7 @@ def multiple_of(name: str, value: int, divisor: int) -> None:
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
-    # A list: a value that cannot be hashed is an error too.
+    # A list, not a set: a value that cannot be hashed must get this error too.
     if value not in list(allowed):
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
 
@@ -145,22 +145,22 @@ def in_range(name: str, value: int, low: int, high: int) -> None:
 
 
 def reads_data(x: Tensor) -> bool:
-    """Whether to check what x contains: TK_DEBUG asks for it, and this is neither torch.compile nor a meta tensor."""
+    """Whether to check the values in x: TK_DEBUG is on, torch.compile is not tracing, and x is not a meta tensor."""
     return not torch.compiler.is_compiling() and env.debug() and not x.is_meta
 
 
 def below(name: str, indices: Tensor, bound: int, expected: str) -> None:
-    """Raise ValueError unless all indices are below `bound`, if `reads_data`, and no stream is being captured."""
-    # A stream that is being captured can't be waited for.
+    """If `reads_data` and no CUDA graph is being captured, raise ValueError unless all indices are below `bound`."""
+    # Reading the maximum synchronizes, which a stream that is being captured into a CUDA graph does not allow.
     if reads_data(indices) and indices.numel() and not (indices.is_cuda and torch.cuda.is_current_stream_capturing()):
         highest = int(indices.max())
         require(highest < bound, name, expected, highest)
 
 
 def row_alignment(x: Tensor) -> int:
-    """Alignment in bytes, 16 at most, of all rows of x: how wide a vector access may be.
+    """Alignment in bytes, at most 16, of every row of x: the widest vectorized access that a kernel may use.
 
-    x has at least one dimension; the last is contiguous. A kernel takes it as a compile-time argument.
+    x has at least one dimension, the last one contiguous. Kernels take the result as a compile-time argument.
     """
     size = x.element_size()
     bits = x.data_ptr() | 16

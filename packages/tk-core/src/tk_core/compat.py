@@ -1,7 +1,7 @@
 """The only file that touches TileLang's internals and its choice of CUDA toolkit at run time.
 
-Kernels use tilelang.language; everything else comes through here, so that a new TileLang is one file's work.
-`tk_core.testing.usage`, which tests use, is the other file that has to know them.
+Kernels use tilelang.language; everything else goes through this file, so that a new TileLang changes this file only.
+The one other file that knows TileLang's internals is `tk_core.testing.usage`, which tests use.
 """
 
 import ctypes
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("tk_core")
 
 SUPPORTED_TILELANG = ">=0.1.15,<0.1.16"
-"""TileLang renames things between patch releases; this is what the tests ran with, and what the packages require."""
+"""The versions that the tests ran with and the packages require: TileLang renames things between patch releases."""
 
 num_compilations = 0
 """Kernels that this process compiled itself, rather than finding them in the disk cache."""
 
 _forbidden_kernel: ContextVar[str | None] = ContextVar("_forbidden_kernel", default=None)
-"""The kernel that is being loaded and must not be compiled. None while TileLang compiles kernels that are not ours."""
+"""Our kernel that is being loaded under TK_COMPILE=forbid. None otherwise, and for kernels that are not ours."""
 
 
 class CompilationForbiddenError(RuntimeError):
@@ -44,7 +44,7 @@ class CompiledKernel:
     """One kernel, loaded and ready to launch."""
 
     name: str
-    """Of its function."""
+    """Name of the kernel's function in `library`."""
     function: Callable[..., None]
     """Takes the prim_func's tensors and scalars in order; launches on the current stream of the tensors' device."""
     library: Path | None
@@ -122,7 +122,7 @@ def load_tilelang() -> Any:
     try:
         import tilelang
     except OSError:
-        # It makes its cache folder when it is imported.
+        # TileLang makes its cache folder when it is imported.
         if fault := faults.cache_fault(cache_dir()):
             raise fault from None
         raise
@@ -137,14 +137,14 @@ def load_tilelang() -> Any:
             raise CompilationForbiddenError(f"{kernel}: TK_COMPILE=forbid, and it is not in the cache, {cache_dir()}")
         return compile_kernel(self, *args, **kwargs)
 
-    # What TileLang calls once it has not found a kernel in its cache.
+    # TileLang calls this method only for a kernel that it has not found in its cache.
     JITKernel._compile_and_create_adapter = compile_unless_forbidden
     return tilelang
 
 
 @cache
 def _load_runtime() -> None:
-    """Load TileLang's libraries, as its import does, without its Python."""
+    """Load TileLang's shared libraries, as importing it does, without importing its Python."""
     spec = importlib.util.find_spec("tilelang")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -153,7 +153,7 @@ def _load_runtime() -> None:
 
 
 def load_function(library: Path, name: str) -> Callable[..., None]:
-    """The function of a compiled kernel's library; TileLang need not have been imported."""
+    """Load the function of a compiled kernel from its library, without importing TileLang."""
     import tvm_ffi
 
     _load_runtime()
@@ -180,8 +180,8 @@ def compile_prim_func(
 ) -> CompiledKernel:
     """Compile a kernel for an architecture, or load it from TileLang's disk cache; `kernel` names it in errors.
 
-    Raises FaultError, with the command that fixes it, if compilers or the cache folder keep it from being compiled, and
-    CompilationForbiddenError for a kernel that is not there if TK_COMPILE=forbid.
+    Raises FaultError, with the command that fixes it, if a compiler or the cache folder prevents the compilation, and
+    CompilationForbiddenError if TK_COMPILE=forbid and the kernel is not in the cache.
     """
     global num_compilations
     tilelang = load_tilelang()

@@ -1,6 +1,6 @@
 """The environment variables that the tk packages read; nothing else reads os.environ. See docs/environment.md.
 
-Variables are read when they are asked for, except where a function says that its answer is kept: hot paths call those.
+Functions read a variable at every call, except those documented as "read once", which hot paths call.
 """
 
 import os
@@ -61,7 +61,7 @@ def debug() -> bool:
 
 
 def compiling_is_forbidden() -> bool:
-    """Whether TK_COMPILE says so. Raises ValueError on a value that does not exist."""
+    """Whether TK_COMPILE=forbid. Raises ValueError on a value that is neither allow nor forbid."""
     value = get("TK_COMPILE", "allow")
     if value not in {"allow", "forbid"}:
         raise ValueError(f"TK_COMPILE: expected 'allow' or 'forbid', got {value!r}")

@@ -30,12 +30,12 @@ def os_family() -> str:
 
 
 def uses_rpm(family: str) -> bool:
-    """Whether such a distribution installs packages with dnf rather than apt-get."""
+    """Whether a distribution of this family installs packages with dnf rather than apt-get."""
     return any(name in family for name in ("fedora", "rhel", "suse"))
 
 
 def no_host_compiler(named: str | None, family: str) -> FaultError:
-    """There is no C++ compiler, or not the one that CXX or CC names."""
+    """The error for a missing C++ compiler: none at all, or not the one that CXX or CC names."""
     if named:
         return FaultError(f"CXX or CC names a C++ compiler that is not there, {named}", "unset CXX CC")
     install = "sudo dnf install --assumeyes gcc-c++" if uses_rpm(family) else "sudo apt-get install --yes g++"
@@ -43,7 +43,7 @@ def no_host_compiler(named: str | None, family: str) -> FaultError:
 
 
 def cache_fault(folder: Path) -> FaultError | None:
-    """Why the cache folder cannot be written; None if it can."""
+    """The error for a cache folder that cannot be written; None if it can."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -54,8 +54,8 @@ def cache_fault(folder: Path) -> FaultError | None:
 
 
 def unwritable_cache(folder: Path, why: str) -> FaultError:
-    """The cache folder cannot be written, because of `why`."""
-    # Not another folder below a home directory that cannot be written.
+    """The error for a cache folder that cannot be written because of `why`; its fix names another folder."""
+    # If the folder is in the home directory, that may be unwritable as a whole: suggest one outside.
     below_home = folder.is_relative_to(Path.home())
     other = Path(tempfile.gettempdir(), "tilelang") if below_home else Path.home() / ".cache" / "tilelang"
     return FaultError(

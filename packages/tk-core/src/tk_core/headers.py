@@ -1,4 +1,4 @@
-"""CUDA headers: what TileLang has no expression for, in *.cuh files, each beside a module of typed macros that call it.
+"""CUDA that TileLang cannot express, in headers (*.cuh), each beside a Python module of typed macros that call it.
 
     _CACHE_HINTS = Header(__file__)                    # in cache_hints.py, beside cache_hints.cuh
 
@@ -6,8 +6,8 @@
         '''Bring the cache line of `address` into L2.'''
         return _CACHE_HINTS.call("void", "tk_prefetch", address)
 
-A kernel whose builder uses such macros gets the text of their headers as its prelude, so the cache key of the compiled
-kernel contains it, and no kernel names a header. A header may include others, of its own folder or of tk_core/device.
+If a kernel's builder calls such a macro, the header's text is put before the kernel's CUDA. So the kernel's cache key
+covers that text, and no kernel names a header. A header may include others of its own folder or of tk_core/device.
 """
 
 import re
@@ -21,17 +21,17 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 _SHARED = Path(__file__).parent / "device"
 
 _called: ContextVar[set[Path] | None] = ContextVar("_called", default=None)
-"""Headers that the kernel which is being built has called."""
+"""Headers whose functions the kernel being built has called so far."""
 
 
 class Header:
-    """The header beside a module: `Header(__file__)`."""
+    """The CUDA header beside a module: `Header(__file__)` in memory.py stands for memory.cuh."""
 
     def __init__(self, module: str) -> None:
         self._path = Path(module).with_suffix(".cuh")
 
     def call(self, dtype: str, function: str, *args: Any) -> Any:
-        """Call one of the header's functions in the kernel that is being built; `dtype` is that of its result."""
+        """Emit a call of one of the header's functions in the kernel being built; `dtype` is that of its result."""
         import tilelang.language as T
 
         called = _called.get()
@@ -42,7 +42,7 @@ class Header:
 
 
 def builtin(dtype: str, function: str, *args: Any) -> Any:
-    """Call a function that needs no header: one of CUDA's own, such as __byte_perm, or one of TileLang's, in tl::."""
+    """Emit a call of a function that needs no header: CUDA's own, such as __byte_perm, or TileLang's, in tl::."""
     import tilelang.language as T
 
     return T.call_extern(dtype, function, *args)
@@ -50,7 +50,7 @@ def builtin(dtype: str, function: str, *args: Any) -> Any:
 
 @contextmanager
 def collected() -> Iterator[set[Path]]:
-    """Collect the headers of the functions that are called within."""
+    """Collect the headers whose functions are called within a with block."""
     before = _called.set(set())
     try:
         yield _called.get()
@@ -59,7 +59,7 @@ def collected() -> Iterator[set[Path]]:
 
 
 def with_includes(paths: Iterable[Path]) -> list[Path]:
-    """Headers and those that they include, each once, behind those that it includes."""
+    """The headers and all that they include, each once, ordered so that a header follows those that it includes."""
     ordered: dict[Path, None] = {}
     for path in sorted(paths):
         names = _INCLUDE.findall(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""@kernel: compiles what a builder of TileLang prim_funcs returns, once for each set of arguments."""
+"""@kernel: turns a builder of TileLang prim_funcs into a kernel, compiled once for each set of builder arguments."""
 
 import logging
 import threading
@@ -17,7 +17,7 @@ from tk_core.arch import Arch, compiling_for
 _logger = logging.getLogger("tk_core")
 _compile_lock = threading.RLock()
 
-# Exact ops promise each rounding, so nvcc must not contract a·b + c; kernels that mean an fma say so.
+# Exact ops define each rounding, so nvcc must not contract a·b + c; kernels call fma explicitly where they want one.
 _COMPILE_FLAGS = ("-fmad=false",)
 
 _captured: list["KernelRequest"] | None = None
@@ -26,7 +26,7 @@ _recording: "Recording | None" = None
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """A kernel and the arguments that an op wants it compiled for; the last one is the architecture."""
+    """A kernel and the compile-time arguments that an op wants it compiled for; the last one is the architecture."""
 
     kernel: "Kernel"
     args: tuple[Any, ...]
@@ -43,10 +43,10 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a thread launches within `recorded_launches`."""
+    """The launches that one thread makes within `recorded_launches`, and its workspaces."""
 
     launches: list[tuple[Callable[..., None], tuple[Any, ...]]]
-    """Compiled kernels with their arguments."""
+    """Each compiled kernel that was launched, with its arguments."""
     workspaces: list[Tensor]
     thread: int
 
@@ -57,9 +57,9 @@ def recording() -> Recording | None:
 
 
 def new_workspace(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor on the device of `like`, and of its dtype if none is given, for one kernel to leave to the next.
+    """Allocate an uninitialized tensor on the device of `like`, for one kernel of a call to pass data to the next.
 
-    Nothing but the kernels of one call may write or read it: then `@replayable` remembers the call.
+    Its dtype is by default that of `like`. Only kernels of the call may access it: then `@replayable` records the call.
     """
     workspace = like.new_empty(shape, dtype=dtype)
     if not is_compiling() and (recorded := recording()) is not None:
@@ -68,11 +68,11 @@ def new_workspace(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | Non
 
 
 def _ignore_launch(*_: Any) -> None:
-    """Stand in for a compiled kernel while requests are captured."""
+    """Stands in for a compiled kernel while `capture` collects requests: launches nothing."""
 
 
 def _recorded(function: Callable[..., None]) -> Callable[..., None]:
-    """The function; calls are recorded if they come from the thread that records."""
+    """Wrap a compiled kernel so that a launch by the recording thread is added to its recording."""
 
     def launch(*args: Any) -> None:
         function(*args)
@@ -99,13 +99,13 @@ class Kernel:
         return f"<kernel {self.name}>"
 
     def build(self, *args: Any) -> Any:
-        """The TileLang prim_func for these arguments, with the CUDA headers that it calls."""
+        """The TileLang prim_func for these arguments, preceded by the CUDA headers whose functions it calls."""
         with headers.collected() as called:
             prim_func = self._build(*args)
         return compat.with_prelude(prim_func, headers.prelude(called)) if called else prim_func
 
     def __call__(self, *args: Any) -> Callable[..., None]:
-        """The kernel compiled for these arguments (the last one the `Arch`): call it with tensors and scalars."""
+        """Return the kernel compiled for these arguments, the `Arch` last. Call the result with tensors and scalars."""
         if _captured is not None:
             _captured.append(KernelRequest(self, args))
             return _ignore_launch
@@ -121,7 +121,7 @@ class Kernel:
             return self._functions[args]
 
     def compile(self, *args: Any) -> compat.CompiledKernel:
-        """Compile for these arguments, or load from the disk cache, without keeping the result."""
+        """Compile for these arguments, or load from the disk cache, without adding the result to the table."""
         arch = args[-1]
         if not isinstance(arch, Arch):
             raise TypeError(f"{self.name}: expected an Arch as the last argument, got {arch!r}")
@@ -147,8 +147,8 @@ def kernel(
 ) -> Any:
     """Turn a function that returns a TileLang prim_func into a `Kernel`.
 
-    The function's arguments are the compile key: all hashable, never a token count, the `Arch` last. It must depend on
-    nothing else. `pass_configs` and `compile_flags` go to TileLang and nvcc beyond the defaults.
+    The function's arguments are the compile key: all hashable, the `Arch` last, and never a token count. The prim_func
+    must depend on nothing else. `pass_configs` go to TileLang and `compile_flags` to nvcc, in addition to the defaults.
     """
     configs, flags = dict(pass_configs or {}), (*_COMPILE_FLAGS, *compile_flags)
     if build is None:

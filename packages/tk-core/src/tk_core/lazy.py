@@ -1,4 +1,4 @@
-"""Package namespaces that load an op only when it is first used."""
+"""Packages whose public names are imported only when they are first used."""
 
 import ast
 import importlib
@@ -35,11 +35,11 @@ class _LazyPackage(ModuleType):
 
 
 def export_stub(package: str, init: str) -> None:
-    """Let what the stub beside the package's file `init`, __init__.pyi, imports load when it is first used (PEP 562).
+    """Import the names in a package's stub, __init__.pyi beside the file `init`, when each is first used (PEP 562).
 
-    Type checkers read the stub alone, so each public name is in one table, as `from .submodule import x as x`. A name
-    without `as` is no public one, to them and in `__all__`, but it is there. `__version__` of a top-level package is
-    that of the installed distribution of its name.
+    Type checkers read the same stub, so it is the only table of public names: `from .submodule import x as x`. A name
+    imported without `as` exists, but is not public: it is not in `__all__`, and type checkers do not export it.
+    `__version__` of a top-level package is the version of the installed distribution with its name.
     """
     module = sys.modules[package]
     stub = ast.parse(Path(init).with_suffix(".pyi").read_text(encoding="utf-8"))

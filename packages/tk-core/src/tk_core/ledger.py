@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple
 
 from tk_core.headers import with_includes
 
-# Of tk_core, what only checks, dispatches or asks the device does not count.
+# Modules of tk_core that only check, dispatch or query the device: an op's hash does not cover them.
 _IGNORED = {"arch", "check", "cli", "compat", "env", "headers", "lazy", "ledger", "num_sms", "op", "replay", "testing"}
 
 
 class Status(NamedTuple):
-    """What is known of an op: `entry` is its record, `reason` says why it is pending or what the record lacks."""
+    """Verification of an op: `entry` is its record, `reason` says why it is not verified or what the record lacks."""
 
     state: Literal["verified", "pending", "stale", "missing"]
     reason: str | None
@@ -36,7 +36,7 @@ def entries(name: str) -> dict[str, dict[str, Any]]:
 
 
 def status(op: str) -> Status:
-    """Where an op stands: verified as it is now, pending, stale (changed since), or missing (never verified)."""
+    """An op's state: verified with its present source, pending, stale (changed since), or missing (never verified)."""
     now, entry = source_hash(op), entries(op).get(op)
     if entry is None:
         return Status("missing", "never verified on a GPU", None)
@@ -48,14 +48,14 @@ def status(op: str) -> Status:
 
 
 def record(op: str, entry: dict[str, Any]) -> None:
-    """Write an op's record, for its source of now. An earlier compute-sanitizer result of this source stays."""
+    """Write the record of an op's present source. Keeps an earlier compute-sanitizer result of the same source."""
     now, before = source_hash(op), entries(op).get(op, {})
     kept = before.get("sanitizer") if before.get("hash") == now else None
     _write(op, {**entry, "hash": now, "sanitizer": entry.get("sanitizer") or kept})
 
 
 def mark_pending(op: str, reason: str) -> None:
-    """Let an op wait for its verification. Raises ValueError without a reason or for an unknown op."""
+    """Record that an op waits for its verification, and why. Raises ValueError for an empty reason or an unknown op."""
     if not reason.strip():
         raise ValueError(f"reason: expected why {op} waits, got an empty text")
     _write(op, {**(status(op).entry or {}), "pending": reason.strip()})
@@ -67,7 +67,7 @@ def _write(op: str, entry: dict[str, Any]) -> None:
 
 
 def source_hash(op: str) -> str:
-    """SHA-256 of `source_modules` and of the CUDA headers that those beside them include; equal under every Python."""
+    """SHA-256 of `source_modules`, the CUDA headers beside them and what those include; the same under every Python."""
     sources = [(module, *_source(module)) for module in source_modules(op)]
     texts = [f"{module}\n{_canonical(tree)}\n" for module, _, tree in sources]
     headers = with_includes(header for _, file, _ in sources if (header := file.with_suffix(".cuh")).exists())
@@ -76,14 +76,14 @@ def source_hash(op: str) -> str:
 
 
 def source_modules(op: str) -> list[str]:
-    """The op's module, what it imports of its package and of tk_core, directly or not, and how kernels are compiled."""
+    """The op's module, those of its package and tk_core that it imports, directly or not, and tk_core.kernel, .math."""
     found, names = set(), [_defining_module(op), "tk_core.kernel", "tk_core.math"]
     ignored = {op.partition(".")[0]: {"", "reference", "testing"}, "tk_core": {"", *_IGNORED}}
-    for name in names:  # which grow meanwhile
+    for name in names:  # The loop appends to names.
         package, _, rest = name.partition(".")
         if name in found or package not in ignored or rest.partition(".")[0] in ignored[package]:
             continue
-        if (source := _source(name)) is None:  # not a module, but a name in one
+        if (source := _source(name)) is None:  # not a module, but a name in a module
             names.append(name.rpartition(".")[0] if "." in rest else _defining_module(name))
             continue
         found.add(name)
@@ -113,7 +113,7 @@ def _source(module: str) -> tuple[Path, ast.Module] | None:
 
 
 def _canonical(node: Any) -> str:
-    """A syntax tree as text, without docstrings and without what Pythons differ in."""
+    """A syntax tree as text, without docstrings and without what differs between versions of Python."""
     match node:
         case list():
             return f"[{','.join(filter(None, map(_canonical, node)))}]"

@@ -1,4 +1,4 @@
-"""How many multiprocessors a kernel with a persistent grid may fill, so that others can run beside it."""
+"""How many SMs (multiprocessors) a kernel with a persistent grid may fill, so that other kernels can run beside it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ def _cuda_device_num_sms(index: int) -> int:
 
 
 def get_device_num_sms(device: torch.device | str | int | None = None) -> int:
-    """Multiprocessors of a CUDA device, the current one by default."""
+    """Number of SMs of a CUDA device, the current one by default."""
     if device is None or isinstance(device, (str, int)):
         device = torch.device("cuda" if device is None else device)
     if device.type == "meta":
@@ -28,7 +28,7 @@ def get_device_num_sms(device: torch.device | str | int | None = None) -> int:
 
 
 def set_num_sms(count: int | None) -> None:
-    """Let kernels fill at most `count` multiprocessors from now on, in this process; None lifts the limit.
+    """Let kernels fill at most `count` SMs from now on, in this process; None lifts the limit.
 
     Raises TypeError unless count is an int or None, ValueError below 1.
     """
@@ -42,12 +42,12 @@ def set_num_sms(count: int | None) -> None:
 
 
 def get_limit() -> int | None:
-    """What `set_num_sms` was last given."""
+    """The limit that `set_num_sms` has set, or None."""
     return _limit
 
 
 def get_num_sms(device: torch.device | str | int | None = None) -> int:
-    """Multiprocessors that a kernel may fill on a device: all of them, or fewer where `set_num_sms` says so."""
+    """Number of SMs that a kernel may fill on a device: all, or fewer if `set_num_sms` has set a limit."""
     on_device = get_device_num_sms(device)
     return on_device if _limit is None else min(_limit, on_device)
 

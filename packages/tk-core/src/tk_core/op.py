@@ -1,4 +1,4 @@
-"""@op: a kernel launch as a torch operator, with a reference for other devices; eager calls bypass the dispatcher."""
+"""@op: makes a kernel launch a torch operator, with a reference for CPU tensors; eager calls bypass the dispatcher."""
 
 import importlib
 import importlib.util
@@ -23,9 +23,9 @@ from tk_core.compat import CompilationForbiddenError
 _libraries: dict[str, torch.library.Library] = {}
 _forced_backend: str | None = None
 kernels_only = False
-"""Kernels serve CUDA tensors: neither the reference backend nor TK_DEBUG is on. False also until that was looked up."""
+"""Whether kernels serve CUDA tensors and TK_DEBUG is off. False until `_look_for_short_cut` has looked that up."""
 _one_device = False
-# Types of arguments of earlier calls, without tensor subclasses.
+# Argument types of earlier calls that had no tensor subclass among them: such calls need no dispatcher.
 _plain: set[tuple[type, ...]] = set()
 
 
@@ -33,7 +33,7 @@ def _are_plain(args: tuple[Any, ...]) -> bool:
     kinds = tuple(map(type, args))
     plain = all(kind in (Tensor, Parameter) or not issubclass(kind, Tensor) for kind in kinds)
     if list in kinds:
-        # Next time, other tensors may be in the list.
+        # Not added to _plain: at the next call the list may hold tensors of a subclass.
         return plain and all(_are_plain(tuple(arg)) for arg in args if type(arg) is list)
     if plain:
         _plain.add(kinds)
@@ -53,9 +53,9 @@ def _look_for_short_cut() -> None:
 
 @contextmanager
 def backend(name: Literal["kernel", "reference"]) -> Iterator[None]:
-    """Serve CUDA tensors by `name` within a with block; CPU tensors are always served by the reference.
+    """Serve CUDA tensors by `name`, kernel or reference, within a with block; CPU tensors always get the reference.
 
-    Counts for the whole process. Code that torch.compile has compiled keeps the backend by looking here at run time.
+    Applies to the whole process, and to code that torch.compile has compiled: operators read the backend at run time.
     """
     global _forced_backend, kernels_only
     if name not in ("kernel", "reference"):
@@ -68,12 +68,12 @@ def backend(name: Literal["kernel", "reference"]) -> Iterator[None]:
 
 
 def uses_reference(device: torch.device) -> bool:
-    """Whether ops on this device are served by the reference."""
+    """Whether the reference, not a kernel, serves ops on this device."""
     return device.type != "cuda" or (_forced_backend or env.default_backend()) == "reference"
 
 
 def _with_usual_strides(x: Any) -> Any:
-    """Contiguous tensors as new ones are: other strides count as contiguous too in dimensions of size 0 or 1."""
+    """Give contiguous tensors the strides of new ones: in dimensions of size 0 or 1 any stride counts as contiguous."""
     if isinstance(x, list):
         usual = [_with_usual_strides(y) for y in x]
         return x if all(new is old for new, old in zip(usual, x)) else usual
@@ -89,12 +89,12 @@ def _stand_in(
     reference: str | Callable[..., Any],
     translate: Callable[[Any], dict[str, Any]] | None,
 ) -> Callable[..., None]:
-    """The reference, with the operator's arguments. Like a kernel, it sees neither autograd nor autocast."""
+    """Wrap the reference to take the operator's arguments. Like a kernel, it runs without autograd and autocast."""
     names = tuple(inspect.signature(launch).parameters)
 
     @cache
     def find() -> tuple[Callable[..., Any], list[str]]:
-        """The reference, and those of its parameters that are arguments of the operator."""
+        """The reference, and the names of its parameters that are also arguments of the operator."""
         found = reference
         if isinstance(reference, str):
             package, _, beside = launch.__module__.partition(".")
@@ -118,11 +118,11 @@ def _stand_in(
 
 
 def _nothing(*_: Any) -> None:
-    """Fake implementation: an op only writes into its arguments."""
+    """Fake implementation. It does nothing, because an op allocates no outputs: it only writes into its arguments."""
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """Values, and in place of lists and tuples among them what these contain."""
+    """The values in order, with nested lists and tuples flattened."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _flat(value)
@@ -148,7 +148,7 @@ def _what_differentiates(package: str, name: str) -> str:
 
 
 class Op:
-    """An operator that writes into tensors it is given. Made by `@op`."""
+    """A torch operator that writes its results into tensors passed as arguments. Made by `@op`."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class Op:
         if device.index == torch.cuda.current_device():
             self._launch(args)
         else:
-            # The kernel's host code selects the tensors' device and leaves it selected.
+            # The kernel's host code makes the tensors' device current and does not restore the one before.
             with torch.cuda.device(device):
                 self._launch(args)
 
@@ -221,14 +221,14 @@ class Op:
         except CompilationForbiddenError as error:
             raise CompilationForbiddenError(f"{self.name}: {error}") from error
         except RuntimeError:
-            # TileLang's host code accepts only the usual strides; it checks before it launches.
+            # TileLang's host code rejects unusual strides of size-0 and size-1 dimensions before it launches: retry.
             usual = tuple(map(_with_usual_strides, args))
             if all(new is old for new, old in zip(usual, args)):
                 raise
             self.launch(*usual)
 
     def __call__(self, *args: Any) -> None:
-        """Run it; the first argument is a tensor and decides the device.
+        """Run the operator on the device of its first argument, which is a tensor.
 
         With TK_DEBUG=1, an eager call that would drop a gradient raises RuntimeError.
         """
@@ -268,17 +268,17 @@ def op(
 ) -> Callable[[Callable[..., None]], Op]:
     """Register a launch as the torch operator `name` ("tk_domain::f_out").
 
-    The decorated function takes tensors (the first argument one), lists of tensors and scalars, writes into the
-    arguments named by `mutates`, and returns nothing; its annotations give the schema. It runs for CUDA tensors;
-    `reference` runs for CPU tensors and wherever the reference backend is asked for. `min_sm` is the oldest
-    architecture that it serves. In eager mode, with plain tensors, a call goes straight to it; torch.compile, fake
-    tensors, modes and tensor subclasses go through torch's dispatcher.
+    The decorated function launches the kernel for CUDA tensors. Its arguments are a tensor, then tensors, lists of
+    tensors and scalars. It writes into the arguments in `mutates` and returns nothing; its annotations give the schema.
+    `reference` runs for CPU tensors, and for CUDA tensors under the reference backend. `min_sm` is the compute
+    capability × 10 of the oldest GPU that the kernel runs on. Eager calls with plain tensors launch directly; calls
+    under torch.compile, or with fake tensors, modes or tensor subclasses, go through torch's dispatcher.
 
-    `reference` is a function, or the name of one in the module's counterpart below `reference/` (or a dotted name from
-    there), imported at the first call. It is called with the operator's arguments that it has parameters of the same
-    name for, and with what `translate` makes of all of them (attributes of its argument) where the two differ. What it
-    returns, tensors, None or tuples of these, is copied into the first of `mutates`, in order; what it has written
-    itself it need not return.
+    `reference` is a function, or a name below the package's `reference/`, imported at the first call: "f" in the module
+    at the same path as the launch's, or a dotted name such as "lib.cast.cast". It gets the operator's arguments whose
+    names are among its parameters. For parameters that differ, `translate` receives all arguments as attributes of one
+    object and returns a dict. The reference returns tensors, None or tuples of these; each tensor is copied into the
+    argument of `mutates` at its position. An argument that the reference wrote itself needs no result.
     """
 
     def decorate(launch: Callable[..., None]) -> Op:

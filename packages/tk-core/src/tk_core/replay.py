@@ -1,7 +1,7 @@
 """@replayable: a repeated eager call launches its kernels again without running the function's Python.
 
-What such a function allocates and launches depends on the metadata of its tensors and on plain values alone, and so do
-the checks of TileLang's host code. The first call with given ones is recorded, later ones repeat it with their tensors.
+The function's allocations and launches, and the checks of TileLang's host code, depend only on plain values and on its
+tensors' dtypes, shapes, strides and alignments. The first call with a set of these is recorded; later calls repeat it.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _PLAIN = int, float, str, torch.dtype, type(None)
 
 
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...] | None]:
-    """The arguments, behind them what is in tuples, and the call's key: all that its launches depend on, or None."""
+    """The arguments, then the items of tuples among them; and the call's key, None if it must not be recorded."""
     values, device = [*args, *kwargs.values()], op.current_device()
     key: list[Any] = [tuple(kwargs), get_limit(), device]
     try:
@@ -33,33 +33,33 @@ def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tup
             if (kind is Tensor or kind is Parameter) and x.get_device() == device:
                 key.append((x.dtype, x.shape, x.stride(), x.data_ptr() & 15))
             elif isinstance(x, _PLAIN):
-                key += kind, x or str(x)  # 0.0 == -0.0
+                key += kind, x or str(x)  # As a text, -0.0 differs from 0.0.
             elif kind is tuple:
                 key += kind, len(x)
-                values += x  # The loop goes on to these.
+                values += x  # The loop reaches these items too.
             else:
                 return values, None
-    except RuntimeError:  # functorch's tensors have no address, sparse ones no strides
+    except RuntimeError:  # functorch's tensors have no address, sparse tensors no strides
         return values, None
     return values, tuple(key)
 
 
 def _map(function: Callable[[Any], Any], x: Any) -> Any:
-    """`function` of x; if x is a tuple, of what is in it and in tuples within it."""
+    """Apply `function` to x, or, if x is a tuple, to each item of it and of the tuples nested in it."""
     return tuple([_map(function, y) for y in x]) if type(x) is tuple else function(x)
 
 
 def _identity(x: Any) -> Any:
-    """What a tensor has in common with views of it of any shape: address range and dtype. Of other values, the id."""
+    """A tensor's address range and dtype, which any view of the whole tensor shares; for other values, the id."""
     return (x.data_ptr(), check.extent(x), x.dtype) if isinstance(x, Tensor) else id(x)
 
 
 def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Callable[[list[Any]], Any] | None:
-    """A function that repeats the recorded launches with another list like `values`, and returns such a result.
+    """Make the function `repeat`, which repeats the recorded launches for another call's arguments, with its result.
 
-    It returns NotImplemented if an argument that is returned, such as `out`, overlaps another. None instead of it if it
-    is not clear which tensor is which, or if kernels did not write all of the result. A repeat works on one list:
-    arguments, constants, outputs, workspaces and views of these, in this order.
+    `repeat` returns NotImplemented if a returned argument, such as `out`, overlaps another argument. None
+    instead of `repeat` if an operand or result can't be traced to exactly one tensor, or if an output is no operand of
+    a kernel. Launches name operands by index into one list: arguments, constants, outputs, workspaces, views of these.
     """
     results: list[Any] = []
     _map(results.append, result)
@@ -75,9 +75,9 @@ def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Ca
     used, tensors = set(map(_identity, operands)), [*arguments.values(), *allocated]
     is_known = indices.keys() >= {*used, *map(_identity, results)}
     is_written = all(_identity(x) in used for x in outputs if x.numel())
-    is_clear = len(set(map(_identity, tensors))) == len(tensors)
+    is_unique = len(set(map(_identity, tensors))) == len(tensors)
     is_new = not any(check.overlap(x, y) for x in outputs for y in arguments.values())
-    if not (is_known and is_written and is_clear and is_new):
+    if not (is_known and is_written and is_unique and is_new):
         return None
     views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
 
@@ -90,12 +90,12 @@ def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Ca
 
     launches = [(compiled, _map(index_of, operands)) for compiled, operands in recorded.launches]
     returned = _map(index_of, result)
-    # An empty tensor makes another of its dtype and device in less host time than naming both takes.
+    # Allocating through an empty tensor of the same dtype and device takes less host time than passing both.
     allocations = [(x.new_empty((0,)), x.shape, x.stride()) for x in allocated]
-    apart = [(x, y) for x in arguments if any(arguments[x] is z for z in results) for y in arguments if x != y]
+    disjoint = [(x, y) for x in arguments if any(arguments[x] is z for z in results) for y in arguments if x != y]
 
     def repeat(values: list[Any]) -> Any:
-        if apart and any(check.overlap(values[x], values[y]) for x, y in apart):
+        if disjoint and any(check.overlap(values[x], values[y]) for x, y in disjoint):
             return NotImplemented
         values += constants
         values += [like.new_empty_strided(shape, strides) for like, shape, strides in allocations]
@@ -110,9 +110,9 @@ def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Ca
 def replayable(function: Function) -> Function:
     """Let repeated eager calls of a public function on a GPU skip its Python.
 
-    What the function launches must depend on nothing but its arguments' metadata and plain values, and it must leave
-    every element of its outputs to its kernels; `new_workspace` makes what these leave to each other. A call whose
-    outputs or launches are of any other kind (views, copies, no launch at all) is not remembered, and runs as it is.
+    The function's launches must depend only on plain values and its tensors' metadata. Its kernels must write every
+    element of its outputs, and pass data to each other only through tensors of `new_workspace`. A call that returns a
+    view of an argument, copies a tensor, or launches no kernel is not recorded: its Python runs each time.
     """
     calls: dict[tuple[Any, ...] | None, Callable[[list[Any]], Any] | None] = {}
 

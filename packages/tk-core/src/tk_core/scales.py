@@ -1,14 +1,14 @@
-"""Layouts of scale factors: the one thing that the quantizing and the mixture-of-experts packages share.
+"""Layouts of scale factors (sf), which the packages for quantization and for mixtures of experts share.
 
-A quantized tensor is a pair `(data, sf)`; block (r, c) of data is worth `data * sf[r, c]`. For R rows and C columns of
-blocks:
+A quantized tensor is a pair `(data, sf)`; a value of block (r, c) is its code times `sf[r, c]`. For R rows and C
+columns of blocks:
 
     ROW_MAJOR     float32 (R, C), contiguous
-    COL_MAJOR     float32 (R, C), strides (1, align(R, 4)), also where C is 1: each column starts on 16 bytes, for TMA
+    COL_MAJOR     float32 (R, C), strides (1, align(R, 4)), also where C is 1: TMA needs each column aligned to 16 bytes
     PACKED_UE8M0  int32 (R, ceil(C / 4)), strides (1, align(R, 4)); byte k of a word (little endian) is the biased
                   exponent of block 4 * col + k: byte b means 2**(b - 127), 255 means NaN; bytes past C are
                   unspecified (written as 0 here)
-    SWIZZLED      one byte each, float8_e8m0fnu (2**(b - 127), 255 means NaN) or float8_e4m3fn, contiguous
+    SWIZZLED      one byte a block, float8_e8m0fnu (2**(b - 127), 255 means NaN) or float8_e4m3fn, contiguous
                   (ceil(R / 128), ceil(C / 4), 32, 4, 4), block (r, c) at [r // 128, c // 4, r % 32, r % 128 // 32,
                   c % 4]: the 128 x 4 tiles that Blackwell's block-scaled matrix products read; bytes past R and C are 0
 """
@@ -37,9 +37,9 @@ def scale_layout(
 ) -> ScaleLayout:
     """The layout that an op's flags ask for.
 
-    Raises TypeError if a flag is no bool; ValueError if `use_packed_ue8m0` comes without `round_sf` (only powers of two
-    fit a byte) or without `use_tma_aligned_col_major_sf` (packed words are always column major), or `use_swizzled_sf`
-    with one of those two.
+    Raises TypeError if a flag is not a bool. Raises ValueError for `use_packed_ue8m0` without `round_sf` (a byte holds
+    only powers of two) or without `use_tma_aligned_col_major_sf` (packed words are always column major), and for
+    `use_swizzled_sf` with `use_tma_aligned_col_major_sf` or `use_packed_ue8m0`.
     """
     check.flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
     check.flag("round_sf", round_sf)
@@ -71,7 +71,7 @@ def empty_scales(
 ) -> torch.Tensor:
     """Uninitialized scale factors for `(num_rows, num_cols)` blocks in `layout`, on the device of `like`.
 
-    `dtype` is that of the layout; float8_e4m3fn may be asked for where it is ROW_MAJOR or SWIZZLED.
+    By default `dtype` is the layout's own; for ROW_MAJOR and SWIZZLED it may be float8_e4m3fn.
     """
     if layout is ScaleLayout.ROW_MAJOR:
         return like.new_empty((num_rows, num_cols), dtype=dtype or torch.float32)
@@ -91,14 +91,14 @@ def check_scales(
     device: torch.device,
     byte_dtypes: tuple[torch.dtype, ...] = (),
 ) -> ScaleLayout:
-    """The layout of scale factors that a caller gave for `(num_rows, num_cols)` blocks.
+    """Check the scale factors that a caller gave for `(num_rows, num_cols)` blocks, and return their layout.
 
-    `byte_dtypes` are those of float8_e8m0fnu (swizzled) and float8_e4m3fn (swizzled or row major) that are welcome.
+    float32 and int32 are always accepted, float8_e8m0fnu (swizzled) and float8_e4m3fn (swizzled or row major) only if
+    they are in `byte_dtypes`. In a dimension of size 0 or 1 any stride is accepted, as it addresses nothing. A float32
+    tensor that fits both layouts (one column, or no elements) counts as column major only if its strides are exactly
+    (1, align(num_rows, 4)).
 
-    The stride of a dimension with one element or none addresses nothing, so it may be anything. Where both float32
-    layouts fit (one column, no elements), the tensor counts as column major only if its strides are exactly those.
-
-    Raises TypeError if `sf` is no tensor of a dtype that is welcome, ValueError on a wrong shape, stride or device.
+    Raises TypeError if `sf` is not a tensor of an accepted dtype, ValueError on a wrong shape, stride or device.
     """
     if not isinstance(sf, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(sf).__name__}")

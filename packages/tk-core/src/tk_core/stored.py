@@ -1,9 +1,9 @@
-"""Kernels out of the disk cache without TileLang, which takes seconds to import and a tenth of one to trace a kernel.
+"""Loads kernels from the disk cache without TileLang, which takes seconds to import and 0.1 s to trace a kernel.
 
-Once TileLang has compiled a kernel, or found it, a note tells later processes where: <cache>/tk/<key> holds the
-kernel's folder and its function's name. The key is made of all that a kernel follows from: its builder's name and
-arguments, its options, the sources of all packages that the builder may import, and TileLang's version and settings.
-Without a note, or where the folder is not as TileLang wrote it, TileLang does the work and mends it.
+After TileLang has compiled a kernel or found it in its cache, tk leaves a note for later processes: the file
+<cache>/tk/<key> names the kernel's folder and its function. The key hashes everything that determines the kernel: its
+builder's name and arguments, its options, the sources of all packages that the builder may import, the CPU type, and
+TileLang's version and settings. If there is no note, or the folder is damaged, TileLang does the work and mends both.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ _REQUIRED = {"device_kernel.cu", "executable.so", "host_kernel.cu", "params.json
 
 
 def whole_files(folder: Path) -> list[Path]:
-    """The files of a kernel's folder, with its manifest; none if they are not as TileLang wrote them."""
+    """The files of a kernel's folder, manifest first; none if a file is missing or differs from what TileLang wrote."""
     try:
         recorded = json.loads((folder / "manifest.json").read_text())["files"]
         found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "manifest.json"}
@@ -35,7 +35,7 @@ def whole_files(folder: Path) -> list[Path]:
 
 
 def read_note(path: Path) -> tuple[Path, str] | None:
-    """The kernel's folder, below the cache's, and its function's name; None if there is no such note."""
+    """The kernel's folder, relative to the cache folder, and its function's name; None if the note can't be read."""
     try:
         folder, name = path.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def read_note(path: Path) -> tuple[Path, str] | None:
 
 @cache
 def _sources(package: str) -> str | None:
-    """Hash of the sources of a package and of all tk packages that it imports; None for what is no package."""
+    """Hash of the sources of a package and of all tk packages that it imports; None if `package` is not a package."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
@@ -61,7 +61,7 @@ def _sources(package: str) -> str | None:
 def note_path(
     builder: Any, args: tuple[Any, ...], pass_configs: Mapping[str, Any], flags: tuple[str, ...]
 ) -> Path | None:
-    """Where the note of a kernel is, or goes; None for a builder that may depend on more than a package's sources."""
+    """Path of a kernel's note; None for a builder that may depend on more than a package's sources (closures)."""
     sources = _sources(builder.__module__.partition(".")[0])
     if sources is None or "<locals>" in builder.__qualname__:
         return None
@@ -71,7 +71,7 @@ def note_path(
 
 
 def load(path: Path) -> compat.CompiledKernel | None:
-    """The kernel of a note, or None."""
+    """Load the kernel that a note names; None if there is no note or the kernel's folder is damaged."""
     note = read_note(path)
     if note is None or not whole_files(folder := compat.cache_dir() / note[0]):
         return None
@@ -80,7 +80,7 @@ def load(path: Path) -> compat.CompiledKernel | None:
 
 
 def write_note(path: Path, compiled: compat.CompiledKernel) -> None:
-    """Note where a kernel is stored, if it is and the cache can be written."""
+    """Write a kernel's note, unless the kernel is not stored in the cache or the cache can't be written."""
     root = compat.cache_dir()
     if compiled.library is None or not compiled.library.is_relative_to(root):
         return

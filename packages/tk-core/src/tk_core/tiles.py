@@ -1,4 +1,4 @@
-"""Tiles that lie in registers: how many channels a thread block takes, and how they are loaded."""
+"""Tiles that a thread block holds in registers: how many channels they have, and how they are loaded."""
 
 from tk_core.math import align, ceil_div
 
@@ -7,14 +7,14 @@ DIRECT_COPIES = {
     "tl.disable_warp_specialized": True,
     "tl.enable_lower_ldgstg_predicated": True,
 }
-"""Pass configs for kernels that read each element once: global memory to registers, 16 bytes a thread, without shared
-memory between, and with a predicate instead of a branch where a tile goes beyond the last channel."""
+"""Pass configs for kernels that read each element once: each thread loads 16 bytes from global memory into registers,
+not through shared memory. Loads beyond the last channel are predicated, not branched around."""
 
 VECTOR = 8
-"""Neighbouring bfloat16 channels of a thread: 16 bytes."""
+"""Neighbouring bfloat16 channels that a thread loads at once: 16 bytes."""
 
 
 def channel_tile(hidden: int, max_threads: int) -> int:
-    """Channels of a thread block that has eight a thread: whole warps, as few idle threads as possible."""
+    """Channels of a thread block with 8 channels a thread: whole warps, as few idle threads as possible."""
     num_blocks = ceil_div(hidden, VECTOR * max_threads)
     return align(ceil_div(hidden, num_blocks), VECTOR * 32)

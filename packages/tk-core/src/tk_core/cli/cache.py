@@ -1,6 +1,6 @@
 """`tk cache`: the kernels in TileLang's disk cache, and a zip to carry them to another machine.
 
-Each is a folder <TileLang>/<platform>/kernels/<key> with a manifest.json; the rest of the cache serves compiling only.
+A kernel is a folder <TileLang>/<platform>/kernels/<key> with a manifest.json. The rest of the cache is for compiling.
 """
 
 import json
@@ -19,14 +19,14 @@ app = typer.Typer(no_args_is_help=True, help="Look into the cache of compiled ke
 
 
 def _kernels(root: Path) -> dict[str, list[Path]]:
-    """The files of each kernel, by its folder below `root`; no files if they are not as they were written."""
+    """The files of each kernel, by its folder relative to `root`; no files for a kernel that is damaged."""
     from tk_core.stored import whole_files
 
     return {str(folder.relative_to(root)): whole_files(folder) for folder in sorted(root.glob("*/*/kernels/*"))}
 
 
 def _notes(root: Path, kernels: dict[str, list[Path]]) -> list[Path]:
-    """The notes of `tk_core.stored` that lead to these kernels."""
+    """The notes of `tk_core.stored` that name one of these kernels."""
     from tk_core.stored import read_note
 
     return [path for path in sorted(root.glob("tk/*")) if (note := read_note(path)) and kernels.get(str(note[0]))]
@@ -104,7 +104,7 @@ def import_(file: Annotated[Path, typer.Argument(help="What export wrote.", exis
 
 
 def _unpack(archive: Path, folder: Path) -> list[str]:
-    """Unpack an archive and give the kernels in it; refuse it if one is damaged or anything else is in it."""
+    """Unpack an archive and return its kernels; reject it if a kernel is damaged or anything else is in it."""
     try:
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(folder)  # it writes nothing outside of the folder, and no links

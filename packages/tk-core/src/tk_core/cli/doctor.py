@@ -1,4 +1,4 @@
-"""`tk doctor`: whether kernels can be compiled and run here; for each fault, the command that mends it."""
+"""`tk doctor`: whether kernels can be compiled and run here; for each fault, the command that fixes it."""
 
 import ctypes
 import importlib.metadata
@@ -27,7 +27,7 @@ _COLORS = {"ok": "green", "note": "yellow", "fault": "red", "skipped": None}
 
 
 class Finding(NamedTuple):
-    """What a check found: its state, one of `_COLORS`, and for a fault the command that mends it."""
+    """What a check found: its state, one of `_COLORS`, and for a fault the command that fixes it."""
 
     state: str
     found: str
@@ -40,7 +40,7 @@ def installed(distribution: str) -> str | None:
 
 
 def pip_install(*arguments: str) -> str:
-    """The command that installs requirements, with options behind them, into this Python's environment."""
+    """The command that installs the given requirements, with the given options, into this Python's environment."""
     quoted = " ".join(each if each.startswith("--") else f'"{each}"' for each in arguments)
     python = shlex.quote(sys.executable)
     return f"{python} -m pip install {quoted}" if installed("pip") else f"uv pip install {quoted} --python {python}"
@@ -54,7 +54,7 @@ def torch_cuda() -> Version | None:
 
 
 def driver_cuda() -> Version | None:
-    """Newest CUDA release that the driver knows."""
+    """Newest CUDA release that the driver supports."""
     number = ctypes.c_int()
     with suppress(OSError):  # no driver
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -68,17 +68,17 @@ def nvcc_cuda() -> Version | None:
 
 
 def _mend_toolkit() -> str:
-    """The command that brings a CUDA toolkit whose parts fit together and fit torch."""
+    """The command that gives us a CUDA toolkit whose parts match each other and torch."""
     if (env.get("CUDA_HOME") or env.get("CUDA_PATH")) and compat.cuda_home() != compat.wheel_cuda_home():
         return "unset CUDA_HOME CUDA_PATH"
     release = max(torch_cuda() or MIN_CUDA, MIN_CUDA)
     wheels = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
-    # pip takes an installed wheel for whole, and some of its files may be missing.
+    # Reinstall, because pip assumes an installed wheel is complete, and some of its files may be missing.
     return pip_install(*(f"{wheel}=={release}.*" for wheel in wheels), "--force-reinstall", "--no-deps")
 
 
 def _require(wanted: str, version: str | None, fix: str | None = None) -> str:
-    """The version, if it is a wanted one. Raises FaultError, with the command that installs one unless given `fix`."""
+    """Return `version` if `wanted` allows it, else raise FaultError; by default `fix` is the command to install it."""
     if version is None or not Requirement(wanted).specifier.contains(version, prereleases=True):
         raise FaultError(f"{version or 'not installed'}, needs {wanted}", fix or pip_install(wanted))
     return version
@@ -201,7 +201,7 @@ def _architecture() -> Finding:
     return Finding("ok", found)
 
 
-# The checks, each with the exit code that names it and the checks that have to be well before it; codes never change.
+# Each check with its exit code and the checks that have to pass before it. Exit codes never change.
 CHECKS = (
     ("Python", 11, _python, ()),
     ("torch", 12, _torch, ()),
@@ -218,7 +218,7 @@ CHECKS = (
 
 
 def examine() -> dict[str, Finding]:
-    """Run every check, unless one that has to be well before it is not."""
+    """Run every check, except those that need a check that did not pass."""
     findings: dict[str, Finding] = {}
     for check, _, look, needs in CHECKS:
         lacking = [need for need in needs if findings[need].state in ("fault", "skipped")]
@@ -230,7 +230,7 @@ def examine() -> dict[str, Finding]:
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False) -> None:
-    """Check that kernels can be compiled and run here; each fault comes with the command that mends it.
+    """Check that kernels can be compiled and run here; each fault comes with the command that fixes it.
 
     Exit code 0, or that of the first fault (a missing GPU is none): 11 Python, 12 torch, 13 CUDA runtime,
     14 cache folder, 15 tvm-ffi, 16 TileLang, 17 host compiler, 18 nvcc, 19 CUDA headers, 20 driver, 21 architecture.

@@ -15,9 +15,9 @@ STATE_COLORS = {"verified": "green", "pending": "yellow", "stale": "red", "missi
 
 
 def archs_of(spec: "OpSpec") -> list[str]:
-    """Architectures that an op has kernels for: those on which some case is not refused.
+    """Architectures that an op has kernels for: those on which some case does not raise UnsupportedArchError.
 
-    Tried are the first case of the compile tier for all architectures, and those that are for some.
+    It tries the compile tier's cases with `archs` of their own, and the first case without.
     """
     from tk_core.arch import ARCHS, UnsupportedArchError
     from tk_core.kernel import capture

@@ -1,4 +1,4 @@
-"""Which kernels `tk warmup` compiles: those that ops ask for when they run on tensors of the meta device."""
+"""Which kernels `tk warmup` compiles: those that ops request when they run on tensors of the meta device."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,7 +19,7 @@ class Job:
     """One kernel to compile: what a worker process needs to build it, and who asked for it."""
 
     kernel: str
-    """Module and name."""
+    """Module and name, joined by a dot."""
     args: tuple[Any, ...]
     """Its compile-time arguments, the architecture last."""
     asked_by: str
@@ -30,15 +30,15 @@ class Job:
 
 @dataclass
 class Plan:
-    """Kernels to compile, each once, and what can't be."""
+    """Kernels to compile, each once, and calls that failed or that an architecture does not serve."""
 
     jobs: "dict[KernelRequest, Job]" = field(default_factory=dict)
     failures: dict[str, None] = field(default_factory=dict)
     unsupported: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Who asked for which architecture, and the error."""
+    """(who asked, architecture) → message of the UnsupportedArchError."""
 
     def ask(self, call: Callable[[], Any], arch_name: str, asked_by: str) -> "frozenset[KernelRequest]":
-        """Take up the kernels that a call launches on an architecture; says which."""
+        """Add the kernels that a call launches on an architecture to the plan, and return them."""
         from tk_core.arch import UnsupportedArchError, arch_from_name
         from tk_core.kernel import capture
 
@@ -67,7 +67,7 @@ def plan_cases(specs: "dict[str, OpSpec]", archs: Sequence[str], wanted: "Callab
 
 
 def token_counts(max_tokens: int) -> list[int]:
-    """Sizes of batches to begin with: around powers of two and halfway between them, and the largest."""
+    """The first token counts to try: next to powers of two and halfway between these, and `max_tokens`."""
     powers = [1 << bit for bit in range(max_tokens.bit_length())]
     near = {count + offset for power in powers for count in (power, power + power // 2) for offset in (-1, 0, 1)}
     return sorted({count for count in near if 1 <= count <= max_tokens} | {max_tokens})
@@ -76,8 +76,8 @@ def token_counts(max_tokens: int) -> list[int]:
 def plan_model(profile: ModelProfile, archs: Sequence[str], ops: Collection[str], num_sms: int | None = None) -> Plan:
     """The kernels that these ops take for batches of 1 to `profile.max_tokens` tokens, in a model of this profile.
 
-    Some ops choose kernels by the number of tokens. Between two numbers for which an op takes different ones, others
-    are looked at until those where it changes are found. `num_sms`: of a GPU that has fewer multiprocessors than usual
+    Some ops choose kernels by the number of tokens. The range between two token counts with different kernels is
+    halved until the counts where the choice changes are found. `num_sms` is for a GPU with fewer SMs than is usual
     for its architecture.
     """
     plan = Plan()
@@ -111,7 +111,7 @@ def _ask_for_all_counts(plan: Plan, profile: ModelProfile, arch: str, ops: Colle
         if changed and few < middle:
             found[middle] = kernels_at(middle, changed)
             waiting += [(few, middle), (middle, many)]
-    # Arguments may be for one architecture and their dtypes say so: an op that takes others of them here is served.
+    # Some calls have dtypes of another architecture. An op that serves any call on this one is not unsupported.
     for op in {op for by_op in found.values() for op, kernels in by_op.items() if kernels}:
         plan.unsupported.pop((op, arch), None)
 

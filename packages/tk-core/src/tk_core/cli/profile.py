@@ -1,4 +1,4 @@
-"""Profiles of models: a TOML file of sizes and formats, from which the packages tell what a model calls.
+"""Profiles of models: a TOML file of sizes and formats, from which each package derives the ops that a model calls.
 
 A section such as [tk_moe] has the fields of `tk_moe.warmup.Profile`. Values above the sections go to every section with
 a field of that name. See docs/warmup.md.
@@ -31,12 +31,12 @@ def empty(*shape: int, dtype: "torch.dtype | str" = "float32") -> "torch.Tensor"
 
 
 class ProfileError(ValueError):
-    """A profile, or a value of one, that is not as it should be."""
+    """A profile or one of its values is invalid."""
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model's sections, each as its package's `Profile`."""
+    """A model's sections, each an instance of its package's `Profile`."""
 
     max_tokens: int
     """Tokens of the largest batch."""
@@ -55,10 +55,10 @@ def shipped() -> list[str]:
 
 
 def load(model: str, overrides: Sequence[str] = ()) -> ModelProfile:
-    """The profile that comes under this name, or that is at this path, with overrides such as "num_experts=128".
+    """Load the shipped profile of this name, or the file at this path, with overrides such as "num_experts=128".
 
-    An override's value is TOML, or else a text; its key may name one section, as tk_moe.num_experts does. Sections of
-    packages that are not installed are left out. Raises ProfileError.
+    An override's value is parsed as TOML, or else kept as text. Its key may name a section, as tk_moe.num_experts does.
+    Sections of packages that are not installed are left out. Raises ProfileError.
     """
     raw = _read(model)
     for text in overrides:
@@ -111,7 +111,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     if section:
         raw[section][name] = parsed
         return
-    # What a section says would win over what stands above all of them.
+    # A section's value takes precedence over the one above all sections, so replace both.
     holders = [table for table in raw.values() if isinstance(table, dict) and name in table]
     for table in holders:
         table[name] = parsed
@@ -126,13 +126,13 @@ def _refuse_unknown(given: Mapping[str, Any], known: set[str], where: str) -> No
 
 
 def _converted(value: Any, hint: Any, where: str) -> Any:
-    """A value of TOML as the type that a field is annotated with."""
+    """Check a TOML value against a field's annotation, and convert it: a list to a tuple, a table to a dataclass."""
     if is_dataclass(hint):
         return _instance(value, hint, where)
     if get_origin(hint) is tuple:
         return _tuple(value, get_args(hint), where)
     allowed = get_args(hint) if get_origin(hint) is Literal else None
-    # A bool is an int to Python, and not what is meant.
+    # Compare types exactly: in Python a bool is also an int.
     if (value in allowed and type(value) in map(type, allowed)) if allowed else type(value) is hint:
         return value
     expected = f"one of {', '.join(map(repr, allowed))}" if allowed else f"a value of type {hint.__name__}"

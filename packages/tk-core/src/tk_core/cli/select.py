@@ -1,4 +1,4 @@
-"""Which ops a command line means."""
+"""Which ops the arguments of a command line select."""
 
 import importlib.util
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def _is_package(name: str) -> bool:
 
 
 def _built_on(target: str, names: list[str]) -> list[str]:
-    """The packages that one without ops of its own, such as tk_modeling, requires; none for any other target."""
+    """For a package without ops of its own, such as tk_modeling, the tk packages that it requires; else none."""
     from packaging.requirements import Requirement
 
     from tk_core.testing import load_specs
@@ -42,9 +42,9 @@ def select(targets: Iterable[str]) -> "dict[str, OpSpec]":
     targets = list(dict.fromkeys(target.replace("-", "_") for target in targets))
     targets = [name for target in targets for name in _built_on(target, names) or [target]]
     named = [target.partition(".")[0] for target in targets]
-    # A package that is no entry point can be named all the same.
+    # A package that is not registered as an entry point can be named, too.
     names += [name for name in dict.fromkeys(named) if name not in names and _is_package(name)]
-    # One package's ops can be had though another's can't be loaded.
+    # Load only the packages that are named: another one may fail to load.
     needed = [name for name in names if name in named] if targets and set(named) <= set(names) else names
     specs = {op: spec for name in needed for op, spec in load_specs(name).items()}
     if not targets:

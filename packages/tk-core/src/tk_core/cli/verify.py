@@ -1,4 +1,4 @@
-"""`tk verify`: whether each op is verified on a GPU as its source stands."""
+"""`tk verify`: whether each op was verified on a GPU with its present source."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def _git(*arguments: str, cwd: Path = Path(__file__).parent) -> bytes:
 
 
 def changes(commit: str, ops: Sequence[str]) -> dict[str, tuple[str | None, dict[str, Any]]]:
-    """For each op why its record of `commit` can't be kept, None if it can, and that record."""
+    """For each op, why its record of `commit` can't be kept (None if it can), and that record."""
     if not ops:
         return {}
     root = Path(_git("rev-parse", "--show-toplevel").decode().strip())
@@ -52,7 +52,7 @@ def changes(commit: str, ops: Sequence[str]) -> dict[str, tuple[str | None, dict
             return {op: (why_changed(before[op], now[op]), before[op]["entry"]) for op in ops}
 
         found = compared("programs", ops)
-        # Another program may compile to the same instructions: CUDA in another order, or by other names.
+        # A different program may compile to the same instructions: CUDA text in another order, or with other names.
         return found | compared("machine-code", [op for op, (why, _) in found.items() if why])
 
 

@@ -1,4 +1,4 @@
-"""Worker processes of `tk warmup`: they compile, and nothing of them is left when it ends, however it does."""
+"""Worker processes of `tk warmup` that compile kernels. None is left when the command ends, however it ends."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ from tk_core.cli.plan import Job
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one kernel."""
+    """How the compilation of one kernel ended."""
 
     outcome: Literal["compiled", "cached", "failed"]
     why: str = ""
@@ -46,14 +46,14 @@ def terminable() -> Iterator[None]:
 
 
 def summary(error: BaseException) -> str:
-    """The telling lines of an error; a compiler's carries the whole source."""
+    """The lines of an error that say what failed; the message of a compiler error contains the whole source."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)] if len(lines) > 3 else lines
     return f"{type(error).__name__}: {' | '.join((telling or lines[-1:])[:3])}"
 
 
 def compile_job(job: Job) -> Result:
-    """Compile one kernel in a worker process, unless the cache has it."""
+    """Compile one kernel in a worker process, or find it in the cache."""
     from tk_core import compat
 
     start, before = time.perf_counter(), compat.num_compilations
@@ -62,7 +62,7 @@ def compile_job(job: Job) -> Result:
         compiled = getattr(import_module(module), name).compile(*job.args)
     except Exception as error:
         return Result("failed", summary(error))
-    # TileLang only logs it if a kernel could not be stored.
+    # If a kernel could not be stored, TileLang raises nothing and only logs it.
     if compiled.library is None or not compiled.library.exists():
         return Result("failed", f"compiled but not stored in {compat.cache_dir()}: full, read-only or switched off?")
     seconds = time.perf_counter() - start
@@ -70,7 +70,7 @@ def compile_job(job: Job) -> Result:
 
 
 def _start_worker() -> None:
-    # A group of its own, so that a worker can be ended with the compiler that it runs; Ctrl-C is for the parent.
+    # A process group of its own, so that a worker can be killed with its compiler. Ctrl-C is for the parent.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
@@ -80,7 +80,7 @@ def _start_worker() -> None:
 
 def _end_workers() -> None:
     for child in multiprocessing.active_children():
-        # A worker that has not begun yet is still in this process' group.
+        # A worker that has not run _start_worker yet is still in this process' group.
         with suppress(ProcessLookupError):
             if os.getpgid(child.pid) == child.pid:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -96,7 +96,7 @@ def run(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Result]]:
     """
     waiting, alone = deque(jobs), deque[Job]()
     while waiting or alone:
-        # When a pool breaks, any of the kernels in it may be at fault, so each of those is tried again by itself.
+        # When a pool breaks, any kernel being compiled may be the cause, so each of them is tried again alone.
         queue, size = (alone, 1) if alone else (waiting, min(workers, len(waiting)))
         # Forking would copy whatever CUDA and TileLang state this process has.
         pool = ProcessPoolExecutor(size, multiprocessing.get_context("spawn"), _start_worker)

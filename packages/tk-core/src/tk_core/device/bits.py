@@ -1,4 +1,4 @@
-"""CUDA's own functions on bits and warps that TileLang has no name for; they need no header."""
+"""CUDA's own functions on bits and warps, for which TileLang has no name; they need no header."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from tk_core.headers import builtin
 
 
 def byte_perm(low: Any, high: Any, selector: Any, dtype: str = "uint32") -> Any:
-    """Four of the eight bytes of `low` and `high`, chosen by the nibbles of `selector`."""
+    """Four of the eight bytes of `low` (0 to 3) and `high` (4 to 7), chosen by the nibbles of `selector`."""
     return builtin(dtype, "__byte_perm", low, high, selector)
 
 
 def count_leading_zeros(x: Any) -> Any:
-    """Number of zeros above the highest one of an int32."""
+    """Number of zero bits above the highest 1 bit of an int32."""
     return builtin("int32", "__clz", x)
 
 

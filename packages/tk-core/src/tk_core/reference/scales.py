@@ -1,4 +1,4 @@
-"""Scale factors from one layout to another, in plain PyTorch, for any device."""
+"""Conversion of scale factors from one layout to another, in plain PyTorch, for any device."""
 
 import torch
 
@@ -14,7 +14,7 @@ def decode_ue8m0(codes: torch.Tensor) -> torch.Tensor:
     """Biased exponents (integers from 0 to 255) to float32: b means 2**(b - 127), exactly; 255 means NaN."""
     codes = codes.to(torch.int32)
     bits = codes << 23
-    # 2**-127 is a subnormal of float32, which no exponent field alone can say.
+    # 2**-127 is a float32 subnormal: its exponent field is 0, so its mantissa has to be set.
     bits = torch.where(codes == 0, _TWO_TO_MINUS_127_BITS, bits)
     bits = torch.where(codes == 255, _QUIET_NAN_BITS, bits)
     return bits.to(torch.int32).view(torch.float32)
@@ -36,10 +36,10 @@ def unpack_scales(sf: torch.Tensor, num_rows: int, num_cols: int) -> torch.Tenso
 
 
 def pack_scales(sf: torch.Tensor, layout: ScaleLayout, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Float32 (R, C) scale factors, written in `layout`; `dtype` as in `empty_scales`.
+    """Write float32 (R, C) scale factors in `layout`; `dtype` as in `empty_scales`.
 
-    Bytes of UE8M0 keep the exponent field of each value, which is exact for powers of two from 2**-127; infinity and
-    NaN become byte 255, which reads back as NaN. For float8_e4m3fn the values must be of that format.
+    A UE8M0 byte is the exponent field of the float32 value, which is exact for powers of two from 2**-127 on. Infinity
+    and NaN become byte 255, which reads back as NaN. For float8_e4m3fn, that format must have all of the values.
     """
     num_rows, num_cols = sf.shape
     packed = empty_scales(sf, num_rows, num_cols, layout, dtype)
@@ -65,12 +65,13 @@ def pack_scales(sf: torch.Tensor, layout: ScaleLayout, dtype: torch.dtype | None
 
 
 def convert_scales(sf: torch.Tensor, num_rows: int, num_cols: int, layout: ScaleLayout) -> torch.Tensor:
-    """Scale factors of `(num_rows, num_cols)` blocks from whatever layout they are in to `layout`, a new tensor.
+    """Copy scale factors of `(num_rows, num_cols)` blocks, in any layout, to a new tensor in `layout`, on any device.
 
-    float8_e4m3fn stays that, as it is no power of two. To PACKED_UE8M0, and to SWIZZLED from float32, only powers of
-    two go exactly; see `pack_scales`. On any device, in plain PyTorch.
+    float8_e4m3fn scale factors keep their dtype, as they need not be powers of two. Conversion to PACKED_UE8M0, and
+    from float32 to SWIZZLED, is exact only for powers of two; see `pack_scales`.
 
-    Raises TypeError or ValueError as `check_scales` does, and ValueError for float8_e4m3fn to a layout of float32.
+    Raises TypeError or ValueError as `check_scales` does, and ValueError for float8_e4m3fn to another layout than
+    ROW_MAJOR or SWIZZLED.
     """
     is_e4m3 = isinstance(sf, torch.Tensor) and sf.dtype is torch.float8_e4m3fn
     check_scales("sf", sf, num_rows, num_cols, sf.device, (torch.float8_e8m0fnu, torch.float8_e4m3fn))

@@ -7,18 +7,18 @@ Device time is the sum of the durations of a call's kernels as CUPTI reports the
 launches do not count. The op, a device-to-device copy of 117 MB and the baselines take turns within one recording, in
 this order and then in reverse, and each figure is a median; so a drift of the clock rate affects all of them alike.
 
-Each call of a turn has arguments and results of its own, so that none of them is in L2, and the first calls do not
-count: then L2 holds as many dirty lines as the op itself leaves, and a call pays for the bytes that it moves. If L2
-were flushed by writing before each call, the call would also have to write back 45 MB of that on an H200, up to 11 µs;
-after a flush by reading it would leave its own last 45 MB for others to write back. Calls follow each other closely,
-as an idle GPU writes lines back at no cost: 10 µs of idle time take 0.5 µs off a copy.
+Each call of a turn has its own arguments and results, so no call finds its data in L2. The first calls of a turn do not
+count. They leave as many dirty lines in L2 as the op itself leaves, so a counted call pays for the bytes that it moves.
+A flush of L2 by writing before each call would add 45 MB of dirty lines on an H200, which the call would have to write
+back, in up to 11 µs; after a flush by reading, the call would leave its own last 45 MB for others to write back. Calls
+follow each other closely, as an idle GPU writes lines back at no cost: 10 µs of idle time take 0.5 µs off a copy.
 
-Where CUPTI does not work, and for calls of several launches in a CUDA graph, whose buffers are fixed, a call is timed
-by CUDA events around it, and L2 is flushed before by writing 256 MB.
+Where CUPTI does not work, CUDA events around a call time it. They also time calls of several launches in a CUDA graph,
+whose buffers are fixed. L2 is flushed before such a call by writing 256 MB.
 
 Baselines: the eager reference in every case; the reference under torch.compile, which takes seconds to compile, only in
-the cases that are also warm-up cases (the shapes of real models). Peers, other libraries' functions for the same, count
-as baselines that are always measured.
+cases with model_shape=True (the shapes of real models). Peers, other libraries' functions that compute the same, are
+baselines that are always measured.
 """
 
 import json
@@ -41,18 +41,18 @@ from tk_core.testing.trees import distinct_bytes, tensors, transfer
 
 # Four times the L2 of an H200.
 _FLUSH_BYTES = 256 << 20
-# Twice that L2: bytes that the calls which do not count move before those that do.
+# Twice that L2: bytes that the uncounted calls of a turn move before the counted ones.
 _LEAD_BYTES = 128 << 20
-# At most this many calls: small ones do not fill L2 anyway.
+# At most this many uncounted calls: those of a small op do not fill L2 anyway.
 _LEAD_CALLS = 16
 _COPY_BYTES = 8192 * 7168 * 2
-# A copy takes 55 or 57 µs on an H200, call by call: the median of 60 stays where that of 20 jumps.
+# A single copy takes either 55 or 57 µs on an H200: the median of 60 calls is stable, that of 20 jumps between these.
 _TURNS = 12
-# Turns of a contender if two of its calls take longer than one turn's share of the time.
+# Turns of a slow contender, of which two calls take longer than a turn's share of _SECONDS.
 _SLOW_TURNS = 4
-# Calls of a turn that count.
+# Counted calls of a turn, its last ones.
 _CALLS = 5
-# Device time of all turns of one contender.
+# Device time that all turns of one contender may take together.
 _SECONDS = 0.4
 _LATENCY_ROUNDS = 20
 _HOST_CALLS = 256
@@ -84,7 +84,7 @@ class Rotation:
         self._next = 0
 
     def __call__(self) -> None:
-        """The next call. Its results may reuse the memory of the last results of the same arguments."""
+        """Call the function with the next set. The new results may reuse the memory of this set's last results."""
         index, self._next = self._next, (self._next + 1) % len(self._arguments)
         self._results[index] = None
         self._results[index] = self._function(**self._arguments[index])
@@ -110,7 +110,7 @@ class Bench:
         torch.cuda.empty_cache()
 
     def measure(self, spec: OpSpec, case: Case, peers: Mapping[str, Peer] | None = None) -> dict[str, Any]:
-        """One row of results: times in µs, rates in GB/s (10⁹ bytes a second)."""
+        """Measure one case and return a row of results: times in µs, rates in GB/s (10⁹ bytes a second)."""
         kwargs = case.make("cuda")
         outputs = spec.op(**kwargs)
         least_bytes = spec.bytes_of(kwargs, outputs)
@@ -153,9 +153,9 @@ class Bench:
         }
 
     def measure_latencies(self, name: str, case: str, least_bytes: int, op: Call, compiled: Call) -> dict[str, Any]:
-        """A row for calls of several launches, such as replays of CUDA graphs: gaps between launches count as well.
+        """Return a row for calls of several launches, such as replays of CUDA graphs; gaps between launches count.
 
-        Everything, the copy too, is timed by CUDA events, from the start of the first kernel to the end of the last.
+        CUDA events time every call, the copy too, from the start of its first kernel to the end of its last.
         """
         contenders = {"copy": self._copy, "op": op, "compiled": compiled}
         samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -182,9 +182,9 @@ class Bench:
     # ---- device time
 
     def _device_times(self, contenders: dict[str, Call], lead: int) -> tuple[str, dict[str, float]]:
-        """Median device time of each contender, preceded by the timer that measured it."""
-        once = {name: self._time_by_events(call) for name, call in contenders.items()}
-        plan = plan_of(once, lead)
+        """The timer that was used, "cupti" or "events", and the median device time of each contender in µs."""
+        single_call_us = {name: self._time_by_events(call) for name, call in contenders.items()}
+        plan = plan_of(single_call_us, lead)
         samples: dict[str, list[float]] = {name: [] for name in contenders}
         # Reading evicts the dirty lines that the last contender left in L2.
         durations = self._record([[self._read, *[contenders[name]] * calls] for name, calls, _ in plan])
@@ -201,8 +201,8 @@ class Bench:
         self._flush.view(torch.int64).max()
 
     def _time_by_events(self, call: Call, head_start: int = 0) -> float:
-        """Time in µs from the end of earlier work to the end of the call, which the host has `head_start` cycles to
-        queue."""
+        """Time in µs from the end of earlier work to the end of the call. The earlier work is a flush of L2, then
+        `head_start` cycles of spinning, in which the host queues the call."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.fill_(1)
         if head_start:
@@ -214,7 +214,7 @@ class Bench:
         return before.elapsed_time(after) * 1e3
 
     def _record(self, turns: Sequence[Sequence[Call]]) -> list[list[float]] | None:
-        """Device time of each call of each turn in µs from one recording; None if CUPTI reports no kernels."""
+        """Device time in µs of each call of each turn, from one recording; None if CUPTI reports too few kernels."""
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
             for turn in turns:
@@ -237,9 +237,9 @@ class Bench:
     # ---- host time
 
     def _host_times(self, op: Callable[..., Any], kwargs: dict[str, Any], outputs: Any) -> tuple[float, float | None]:
-        """Median µs that the Python thread spends in a call, and in its allocations and launches alone.
+        """Median time in µs that the Python thread spends in a call, and in the call's allocations and launches alone.
 
-        The second is None if the call launches no kernel of ours.
+        The second time is None if the call launches no kernel of ours.
         """
         with recorded_launches() as recorded:
             op(**kwargs)
@@ -255,20 +255,20 @@ class Bench:
 
 
 def lead_of(moved_bytes: int) -> int:
-    """Number of calls to make before those that count, for calls that move so many bytes."""
+    """Number of uncounted calls at the beginning of a turn, if one call moves `moved_bytes`."""
     return min(_LEAD_CALLS, ceil_div(_LEAD_BYTES, max(moved_bytes, 1)))
 
 
-def plan_of(once: dict[str, float], lead: int) -> list[tuple[str, int, int]]:
-    """The turns, each with its contender, its number of calls, and how many of these, the last ones, count.
+def plan_of(single_call_us: dict[str, float], lead: int) -> list[tuple[str, int, int]]:
+    """The turns, as (contender, number of calls, number of counted calls); the last calls of a turn are counted.
 
-    `once` has the time of one call of each contender in µs. A slow contender makes fewer calls, but at least two per
-    turn in at least four turns.
+    `single_call_us` has the time of one call of each contender, in turn order. A slow contender makes fewer calls, but
+    at least two per turn in at least four turns.
     """
     plan: list[tuple[str, int, int]] = []
     for turn in range(_TURNS):
-        for name in once if turn % 2 == 0 else reversed(once):
-            affordable = int(_SECONDS * 1e6 / _TURNS / once[name])
+        for name in single_call_us if turn % 2 == 0 else reversed(single_call_us):
+            affordable = int(_SECONDS * 1e6 / _TURNS / single_call_us[name])
             if affordable < 2 and turn >= _SLOW_TURNS:
                 continue
             calls = max(2, min(lead + _CALLS, affordable))
@@ -277,7 +277,7 @@ def plan_of(once: dict[str, float], lead: int) -> list[tuple[str, int, int]]:
 
 
 def rates(least_bytes: int, op_us: float, copy_us: float) -> dict[str, float]:
-    """The columns of a row that compare a call, which takes `op_us`, with the copy of the same run."""
+    """The columns of a row that compare the op's memory throughput with that of the copy of the same run."""
     gbps, copy_gbps = least_bytes / op_us / 1e3, 2 * _COPY_BYTES / copy_us / 1e3
     return {
         "least_bytes": least_bytes,
@@ -307,7 +307,7 @@ def between_markers(events: Sequence[tuple[int, str, int]], num_calls: int) -> l
 
 
 def _allocations(outputs: Any) -> list[Call]:
-    """One allocation for each output tensor, made the usual way."""
+    """For each output tensor a function that allocates another like it, as an op does."""
 
     def allocation(x: Tensor) -> Call:
         shape, stride = tuple(x.shape), x.stride()
@@ -329,7 +329,7 @@ def _host_time(call: Call) -> float:
 
 
 def _try(prepare: Callable[[], Call]) -> tuple[Call | None, str]:
-    """A baseline, warmed up; None and its error if it raises one, which is a result and not a failure."""
+    """Prepare a baseline and warm it up. If it raises, return None and the error: a result to report, not a failure."""
     try:
         call = prepare()
         for _ in range(2):

@@ -3,10 +3,10 @@
     PYTHONPATH=… python -P fingerprints.py sm_90a programs tk_moe.topk_gate …
 
 prints them as JSON for the sources on PYTHONPATH, which may be those of an older commit: `tk verify --unchanged`
-compares the two. Equal hashes mean the same work on a GPU. A kernel's program is hashed by its structure, so that names
-of variables do not count, with the constants, CUDA text, pass configurations and flags that it is compiled with; with
-`machine-code` in place of `programs`, by the instructions that it compiles to, which takes a second or more a kernel.
-A launch is hashed by its scalars and the layouts of its tensors.
+compares the hashes of two commits. Equal hashes mean the same work on a GPU. The hash of a kernel's program covers its
+structure (not the names of its variables) with constants, CUDA text, pass configurations and flags. With `machine-code`
+in place of `programs`, it covers the instructions that the kernel compiles to, which takes a second or more a kernel.
+The hash of a launch covers its scalars and the layouts of its tensors.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from tk_core.testing.usage import _configs, _cuobjdump, lower
 
 
 def machine_code(request: kernel.KernelRequest) -> str:
-    """What a launch of a kernel runs, as text: its instructions, registers and shared memory, and the host's part.
+    """The text of what a launch runs: the kernel's instructions, registers and shared memory, and the host code.
 
-    Names in the host's code are replaced by numbers, so that it does not depend on what variables are called.
+    Names in the host code are replaced by numbers, so that the text does not depend on the names of variables.
     """
     from tilelang import tvm
     from tilelang.cuda.backend import tilelang_callback_cuda_compile
@@ -43,7 +43,7 @@ def machine_code(request: kernel.KernelRequest) -> str:
 
 @cache
 def _program(request: kernel.KernelRequest, compiled: bool) -> str:
-    """Hash of a kernel's program, with the options that it is compiled with, or of what it is compiled to."""
+    """Hash of a kernel's program and its compile options, or, if `compiled`, of the machine code."""
     compat.load_tilelang()
     if compiled:
         return hashlib.sha256(machine_code(request).encode()).hexdigest()
@@ -55,7 +55,7 @@ def _program(request: kernel.KernelRequest, compiled: bool) -> str:
 
 
 def _layout(value: Any) -> Any:
-    """A kernel's argument, for a tensor only its layout: addresses and data differ from run to run."""
+    """A kernel's argument; of a tensor only its dtype and layout, as addresses and data differ from run to run."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
     return value

@@ -82,7 +82,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def _requires(markexpr: str, name: str) -> bool:
-    """Whether only tests with a marker can match a -m expression."""
+    """Whether a -m expression matches only tests with the marker `name`."""
     names = sorted({*re.findall(r"\w+", markexpr)} - {"and", "or", "not", name, "True", "False", "None"})
     if not re.search(rf"\b{name}\b", markexpr) or len(names) > 8:
         return False
@@ -178,7 +178,7 @@ def _take_gpu(workerinput: dict[str, Any]) -> None:
     worker = re.search(r"\d+$", workerinput["workerid"])
     if len(gpus) > 1 and worker:
         first = int(worker.group()) % len(gpus)
-        # The others stay visible: some tests need a second one.
+        # The other GPUs stay visible: some tests need a second one.
         env.put("CUDA_VISIBLE_DEVICES", ",".join(gpus[first:] + gpus[:first]))
 
 
@@ -195,7 +195,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Count a gpu test that skips as failed, and note in the report which op's test it is of."""
+    """Count a gpu test that skips as failed, and note in the report which test of which op it is."""
     report = yield
     if not _needs_gpu(item):
         return report
@@ -210,7 +210,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 class _Session:
-    """Results that the main process, not a worker, collects from all reports."""
+    """Collects results from all reports; in the main process, not in xdist's workers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -242,7 +242,7 @@ class _Session:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Read how many tests a worker deselected."""
-        # Every worker collects all tests, so the numbers are equal and not to be added.
+        # Every worker collects all tests, so the numbers are equal and must not be added up.
         self.left_out = max(self.left_out, getattr(node, "workeroutput", {}).get("tk_left_out", 0))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -1,8 +1,8 @@
 """Small cases of ops under compute-sanitizer: `python -m tk_core.testing.sanitize [OP]...`, needs a GPU.
 
 There is a process for each tool and group of ops, and as many run at a time as there are cores. Inputs are made on the
-CPU and copied to the GPU, and references do not run, so that nearly every kernel that the sanitizer slows down and
-checks is one of ours; those come from the compile cache.
+CPU and copied to the GPU, and references do not run, so nearly every kernel that the sanitizer slows down and checks is
+one of ours. Kernels come from the compile cache.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def find_sanitizer() -> str | None:
 
 
 def sanitizer_version(sanitizer: str) -> str | None:
-    """Its version, such as 2025.3.1.0."""
+    """Version of compute-sanitizer, such as 2025.3.1.0."""
     printed = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"[Vv]ersion\s+([\d.]+)", printed)
     return found.group(1) if found else None
@@ -74,7 +74,7 @@ def run_tools(sanitizer: str, tools: Sequence[str], ops: Sequence[str]) -> Itera
 
 
 def finding(tool: str, exit_code: int, output: str) -> Finding:
-    """Parse the output of a run."""
+    """The result of one tool's run, from its exit code and output."""
     cases: dict[str, int] = {}
     for op in re.findall(r"^tk: done (\S+) \S+$", output, re.MULTILINE):
         cases[op] = cases.get(op, 0) + 1
@@ -95,7 +95,7 @@ def records(findings: Sequence[Finding], version: str | None) -> dict[str, dict[
 
 
 def summaries(findings: Sequence[Finding]) -> Iterator[str]:
-    """For each tool, excerpts of its complaints and then one line."""
+    """For each tool, an excerpt of each failed run and then one line with the tool's result."""
     for tool in dict.fromkeys(found.tool for found in findings):
         of_tool = [found for found in findings if found.tool == tool]
         failed = [found for found in of_tool if not found.passed]
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def excerpt(output: str, lines: int = 60) -> str:
-    """The part of a sanitizer's output around its first complaint, with the case that it came in."""
+    """The part of a sanitizer's output from its first complaint on, after the line of the case that was running."""
     every = output.splitlines()
     complaints = (i for i, line in enumerate(every) if line.startswith("=========") and "COMPUTE-SANITIZER" not in line)
     first = next(complaints, len(every))

@@ -18,7 +18,7 @@ _SOURCE_PACKAGES = ("tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_gemm", "tk_
 
 Call = Callable[[], Any]
 Peer = Callable[..., Call]
-"""Takes an op's arguments, and prepares a call that does the same by other means, for benchmarks."""
+"""Takes an op's arguments, and returns a call that computes the same with another library, for benchmarks."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Case:
     bench: bool = False
     """A benchmark shape."""
     model_shape: bool = False
-    """A benchmark shape of real models: torch.compile is measured for it too, and tables are made of these."""
+    """A benchmark shape of a real model: torch.compile is measured too, and the READMEs' tables show the case."""
     gpu: bool = True
-    """In the gpu tier; False for a case that only serves benchmarks."""
+    """Runs in the gpu tier; False for a case that only serves benchmarks."""
     archs: tuple[str, ...] | None = None
-    """Architectures of the compile tier that this case is for; None: the spec's."""
+    """Architectures that the compile tier compiles this case for; None means the spec's."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", self.name):
@@ -63,7 +63,7 @@ class OpSpec:
     mutates: tuple[str, ...] = ()
     """Arguments that the op writes into (`out`, in-place ones). `compare` then gets (result, *these)."""
     archs: tuple[str, ...] = ("sm_90a", "sm_100a")
-    """Architectures of the compile tier that the op has kernels for."""
+    """Architectures that the compile tier compiles the op's kernels for."""
 
     def __post_init__(self) -> None:
         twice = [name for name, count in Counter(case.name for case in self.cases).items() if count > 1]

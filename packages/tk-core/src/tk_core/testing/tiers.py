@@ -46,8 +46,8 @@ def cpu_tests(spec: OpSpec) -> Test:
 def compile_tests(spec: OpSpec) -> Test:
     """Compile cases: each kernel compiles, uses no local memory, and fits in shared memory.
 
-    For each of the spec's architectures, the later ones only where they get other CUDA than those before. A test has
-    several cases, because one run of nvcc compiles the kernels of all in hardly more time than one kernel.
+    Kernels are compiled for each of the spec's architectures, except where an earlier architecture had the same CUDA
+    source. A test has several cases, because one run of nvcc compiles all their kernels in hardly more time than one.
     """
     cases = [case for case in spec.cases if case.compile]
     groups = [cases[start : start + _COMPILED_TOGETHER] for start in range(0, len(cases), _COMPILED_TOGETHER)]
@@ -63,13 +63,13 @@ def gpu_tests(spec: OpSpec) -> Test:
 def gpu_mode_tests(spec: OpSpec) -> Test:
     """Mode cases on a side stream, under torch.compile, in a CUDA graph, and on a device that is not the current one.
 
-    The last only where there are several GPUs.
+    The checks on another device are made only where there are several GPUs.
     """
     return _test(spec, "modes", _mode_checks(spec, torch.cuda.device_count() > 1), pytest.mark.gpu)
 
 
 def gpu_test_names(spec: OpSpec) -> set[str]:
-    """Names of the gpu tests that an op has on any machine: those that have to pass for a record."""
+    """Names of the gpu tests that an op has on any machine: all must pass before gpu-verified.json records the op."""
     gpu = {f"gpu-{name}" for name, _ in _gpu_checks(spec)}
     return gpu | {f"modes-{name}" for name, _ in _mode_checks(spec, several_gpus=False)}
 
@@ -112,13 +112,13 @@ def run(spec: OpSpec, function: Callable[..., Any], kwargs: dict[str, Any]) -> A
 
 
 def _own(spec: OpSpec, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for one call: the given ones, or copies if the op writes into some."""
+    """The arguments for one call: copies if the op writes into some of them, else `kwargs` itself."""
     return transfer(kwargs) if spec.mutates else kwargs
 
 
 @contextmanager
 def _unchanged(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Assert that every byte of the inputs' storages, gaps between rows included, is the same afterwards."""
+    """Assert that a with block changes no byte of the inputs' storages, gaps between rows included."""
     inputs = {name: value for name, value in kwargs.items() if name not in spec.mutates}
     before = transfer(inputs)
     yield
@@ -206,7 +206,7 @@ def _check_opcheck(spec: OpSpec, case: Case) -> None:
 # ---- compile
 
 
-# Few enough that several processes share the work evenly.
+# Cases of one compile test: few enough that several processes share the tests evenly.
 _COMPILED_TOGETHER = 6
 
 
@@ -242,7 +242,7 @@ def _usages(requests: Sequence[KernelRequest], lowered: Sequence[Any]) -> list[d
     try:
         return resource_usages(requests, lowered)
     except RuntimeError:
-        # The compiler's message about one kernel alone says which it refuses.
+        # Compile the kernels one by one, so that the compiler's message shows which one it rejects.
         return [usage for each in zip(requests, lowered) for usage in resource_usages(*([one] for one in each))]
 
 
@@ -284,7 +284,7 @@ def _compare_runs(spec: OpSpec, kwargs: dict[str, Any]) -> None:
 
 @contextmanager
 def _large_in_turn(kwargs: dict[str, Any]) -> Iterator[None]:
-    """One process at a time for inputs of 1 GiB and more: with their references in float32 they take tens of GB."""
+    """Let one process at a time run a case with 1 GiB or more of inputs: its float32 reference takes tens of GB."""
     if sum(x.nbytes for x in tensors(kwargs)) < 2**30:
         yield
         return
@@ -316,7 +316,7 @@ def _check_stream(spec: OpSpec, case: Case) -> None:
     side.synchronize()
     still_busy = not torch.cuda.default_stream().query()
     torch.cuda.synchronize()
-    # A launch on the default stream would have run after the copy of the outputs.
+    # A launch on the default stream, still busy then, would have run after the outputs were copied, and fail here.
     spec.compare(actual, run(spec, spec.reference, kwargs))
     assert still_busy, f"{spec.name}: expected the default stream to be busy still; does the op synchronize?"
 

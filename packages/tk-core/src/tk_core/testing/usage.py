@@ -20,21 +20,21 @@ from tk_core.kernel import Kernel, KernelRequest
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """What ptxas gave one kernel function."""
+    """The resources that ptxas assigned to one kernel function."""
 
     registers: int
     stack_bytes: int
-    """Local memory a thread: spilled registers and arrays that did not fit into registers."""
+    """Local memory per thread: spilled registers, and arrays that did not fit into registers."""
     shared_bytes: int
-    """Shared memory a block: what the function declares and what the launch adds."""
+    """Shared memory per thread block: declared in the function, plus what the launch asks for."""
 
 
 _RESERVED = 1024
-"""Shared memory that the system keeps in each block: cuobjdump counts it, the limit of a block does not."""
+"""Shared memory that the system takes per thread block: cuobjdump counts it, the limit of a thread block does not."""
 
 
 def cubins(library: Path) -> list[bytes]:
-    """The device binaries that a compiled kernel's host library carries."""
+    """The device binaries (ELF) inside a compiled kernel's host library."""
     data = library.read_bytes()
     found = []
     elf_machine_cuda = 190
@@ -78,7 +78,7 @@ def _cuobjdump(cubin: bytes, options: Iterable[str]) -> str:
 
 
 def lower(kernel: Kernel, *args: Any) -> Any:
-    """What TileLang generates of a kernel for these arguments: `kernel_source` is its CUDA, not compiled yet."""
+    """Generate a kernel's code for these arguments; `kernel_source` of the result is its CUDA, not yet compiled."""
     lower_prim_func = load_tilelang().lower
     from tilelang import tvm
 
@@ -90,7 +90,7 @@ def lower(kernel: Kernel, *args: Any) -> Any:
 def resource_usage(kernel: Kernel, *args: Any) -> dict[str, ResourceUsage]:
     """Registers, local and shared memory of each function of a kernel compiled for these arguments, by name.
 
-    Compiled as by `Kernel.compile`, but without the host library, which takes a third of the time, or the cache.
+    It is compiled as by `Kernel.compile`, but without the cache, and without the host library, a third of the time.
     """
     (usage,) = resource_usages([KernelRequest(kernel, args)], [lower(kernel, *args)])
     return usage
@@ -99,7 +99,7 @@ def resource_usage(kernel: Kernel, *args: Any) -> dict[str, ResourceUsage]:
 def resource_usages(requests: Sequence[KernelRequest], lowered: Sequence[Any]) -> list[dict[str, ResourceUsage]]:
     """`resource_usage` of several kernels for one architecture; `lowered` is what `lower` returned for each.
 
-    One run of nvcc compiles all that have the same options: TileLang's headers take it 2 s, a kernel 0.1 s.
+    One run of nvcc compiles all kernels with the same options, as TileLang's headers take 2 s and a kernel 0.1 s.
     """
     options = [_configs(request.kernel) for request in requests]
     found: list[dict[str, ResourceUsage]] = [{} for _ in requests]
@@ -114,12 +114,12 @@ def resource_usages(requests: Sequence[KernelRequest], lowered: Sequence[Any]) -
     return found
 
 
-# An include, with its condition where it has one of its own.
+# An #include, with the #ifdef around it where there is one.
 _INCLUDE = re.compile(r"^(?:#ifdef \w+\n#include <\S+>\n#endif|#include <\S+>)\n", re.MULTILINE)
 
 
 def _joined(sources: Sequence[str]) -> str:
-    """CUDA sources as one: what they include, then each in a namespace, its kernel functions with its index behind."""
+    """Join CUDA sources: all includes, then each source in its own namespace, its index added to its kernels' names."""
     includes = dict.fromkeys(include for source in sources for include in _INCLUDE.findall(source))
     bodies = (
         f"namespace source_{index} {{\n{_with_index(_INCLUDE.sub('', source), index)}}}\n"
@@ -129,13 +129,13 @@ def _joined(sources: Sequence[str]) -> str:
 
 
 def _with_index(source: str, index: int) -> str:
-    # extern "C" functions of one name are one function, whatever namespace they are in.
+    # extern "C" functions of the same name are one function, even in different namespaces.
     names = re.findall(r'^extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(', source, re.MULTILINE)
     return re.sub(rf"\b({'|'.join(dict.fromkeys(names))})\b", rf"\1_{index}", source)
 
 
 def _resources(source: str, arch: Arch, configs: dict[str, Any]) -> str:
-    """What cuobjdump prints about the resources of CUDA source."""
+    """Compile CUDA source, and return what cuobjdump prints about the resources of its kernels."""
     load_tilelang()
     from tilelang import tvm
     from tilelang.cuda.backend import tilelang_callback_cuda_compile
@@ -145,7 +145,7 @@ def _resources(source: str, arch: Arch, configs: dict[str, Any]) -> str:
 
 
 def _usage_in(printed: str, index: int, lowered: Any) -> dict[str, ResourceUsage]:
-    """Usage of the functions of one source, by the names that they have there."""
+    """Usage of the functions of source number `index`, by the names that they have in that source."""
     launched = _dynamic_shared_bytes(lowered.rt_mod.inspect_source(), lowered.kernel_source)
     pattern = rf"Function (\S+)_{index}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
     return {
@@ -161,7 +161,7 @@ def _configs(kernel: Kernel) -> dict[str, Any]:
 
 
 def _dynamic_shared_bytes(host: str, device: str) -> dict[str, int]:
-    """Bytes of shared memory that host code asks for at launch, for each function of the device code that takes any."""
+    """Bytes of dynamic shared memory that host code asks for at launch, for each device function that uses any."""
     functions = re.split(r'(?=extern "C" __global__)', device)
     found = {}
     for launch in re.finditer(r"TVMFFIFunctionCall\((\w+)_packed, \(TVMFFIAny\*\) stack_ffi_any, (\d+),", host):
