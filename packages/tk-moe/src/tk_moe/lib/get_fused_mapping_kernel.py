@@ -155,9 +155,8 @@ def mapping_kernel(
                 counts[0, thread] = 0
                 counts[1, thread] = 0
             T.sync_threads()
-            if cluster_size > 1:
-                if thread == 0:
-                    expect_bytes(T.access_ptr(arrived[0], "rw"), cluster_size * row * 2)
+            if cluster_size > 1 and thread == 0:
+                expect_bytes(T.access_ptr(arrived[0], "rw"), cluster_size * row * 2)
 
             if cluster_size == 0:
                 steps.add_block_counts(block_counts, counts)
