@@ -32,6 +32,7 @@ from tk_core.math import align
 from tk_moe.device.async_copy import expect_bytes, init_mbarrier, wait_for_cluster
 from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
 
+# Written per thread: lanes find equal experts by bits of one word, as tiles cannot. No tile version has been timed.
 # All barriers are written out here, those between the lanes of a warp too.
 _PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
