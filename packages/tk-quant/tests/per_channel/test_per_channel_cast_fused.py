@@ -14,7 +14,7 @@ from tk_core.arch import ARCHS, Arch
 from tk_core.testing import tiers
 from tk_quant import reference
 from tk_quant.lib import gathered_recast
-from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig
+from tk_quant.per_channel.per_channel_cast import PAIR_CHANNELS, PerChannelCastConfig
 from tk_quant.testing.per_channel.per_channel_cast import normal
 from tk_quant.testing.per_channel.per_channel_cast_fused import (
     SPEC,
@@ -148,21 +148,22 @@ def test_indices_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 def test_configuration_is_admissible(itemsize: int, gathered: bool, arch: Arch) -> None:
     config = PerChannelCastConfig.best(itemsize, 7168, False, gathered, arch)
-    # A pair has one scale factor for each token and tile.
-    assert config.channels == 128
+    # In a pair, the channels of a tile share one scale factor per token.
+    assert PAIR_CHANNELS % config.channels == 0
     # A thread has all rows of a map, whose length is a multiple of 16, or none; and whole words of codes.
     assert config.rows in (4, 8, 16)
     assert config.vec in (4, 8, 16)
     # Codes, the largest |value| of each thread's channels with padding, and factors.
-    assert 128 * 128 + 128 // config.rows * 144 * 4 + 128 * 4 <= arch.max_shared_memory
+    tile, channels = 128 * config.channels, config.channels
+    assert tile + 128 // config.rows * (channels + 16) * 4 + channels * 4 <= arch.max_shared_memory
 
 
 @pytest.mark.parametrize("arch", ARCHS.values())
 def test_kernel_for_many_gathered_rows(arch: Arch) -> None:
     assert gathered_recast.is_fastest(34816, 7168, 16, arch.num_sms, arch) == (arch.sm in (90, 100, 103))
-    # A tile of 128 rows for each SM, and one more.
-    assert not gathered_recast.is_fastest(128 * 132, 256, 16, 132, arch)
-    assert gathered_recast.is_fastest(128 * 132 + 16, 256, 16, 132, arch) == (arch.sm in (90, 100, 103))
+    # 7/4 tiles of 128 rows for each SM, and one more.
+    assert not gathered_recast.is_fastest(128 * 231, 256, 16, 132, arch)
+    assert gathered_recast.is_fastest(128 * 231 + 16, 256, 16, 132, arch) == (arch.sm in (90, 100, 103))
     assert not gathered_recast.is_fastest(34816, 7168, 8, arch.num_sms, arch)
     assert not gathered_recast.is_fastest(34816, 7168 + 128, 16, arch.num_sms, arch)
 

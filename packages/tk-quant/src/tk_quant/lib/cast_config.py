@@ -137,8 +137,8 @@ class TileConfig:
         else:
             down = max((64 if to_e2m1 else 256) // (lanes * thread_rows), 1)
         threads = down * warp_rows * lanes
-        # By itself nvcc takes 80 registers; with 64, half as many warps again have their loads in flight. For sm_100a,
-        # nvcc would spill some registers then.
+        # nvcc takes 80 registers unless capped. With 64, an SM holds 1024 threads instead of 768, with more loads in
+        # flight; compiled for sm_100a, some of these kernels would spill registers.
         most_threads = 1024 if arch.sm < 100 else 640 if to_e2m1 else 768
         blocks_per_sm = most_threads // threads if min(block_size) >= 32 else 0
         return TileConfig(down, block_tokens, across, block_channels, vec, warp_rows, threads, blocks_per_sm)

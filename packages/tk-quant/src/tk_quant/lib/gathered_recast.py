@@ -44,8 +44,9 @@ _ROWS = 16
 _VEC = 16
 _THREADS = TILE_ROWS // _ROWS * (_CHANNELS // _VEC)
 _BLOCKS_PER_SM = 6
-# Bytes of x read before writing begins, those of the first thread blocks included. With 7 MB 25.2 and 81.7 us (one
-# column of tiles at a time, copy 58.1), with 11 MB 25.1 and 81.3; 16000 rows of 7168 channels: 11 MB 42.9, 15 MB 43.3.
+# Bytes of x read before writing begins, those of the first thread blocks included. H200, 4096 tokens to 34816 rows, one
+# column of tiles at a time: 2048 channels take 25.2 us with 7 MB and 25.1 with 11 MB, 7168 channels 81.7 and 81.3;
+# 4001 tokens to 16000 rows of 7168 channels 42.9 us with 11 MB and 43.3 with 15 MB.
 _EARLY_BYTES = 11 << 20
 
 
@@ -54,8 +55,9 @@ def is_fastest(num_rows: int, hidden: int, alignment: int, num_sms: int, arch: A
     # An SM has to hold _BLOCKS_PER_SM thread blocks of 37 KB of shared memory.
     if arch.max_shared_memory < 200 * 1024 or alignment != ALIGNMENT or hidden % _CHANNELS != 0:
         return False
-    # With one tile per SM this kernel takes 3 to 12 % longer than the other, with several up to 25 % less (H200).
-    return ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) > num_sms
+    # H100, this kernel and the other, by tiles per SM: with 1.1 (544 rows, 7168 channels) 4.9 and 4.35 us, with 1.7
+    # (1024 rows) 5.67 and 5.41, with 1.9 (2048 rows, 4096 channels) 5.82 and 5.95, with 3.4 (2048 rows) 8.6 and 9.9.
+    return 4 * ceil_div(num_rows, TILE_ROWS) * (hidden // _CHANNELS) > 7 * num_sms
 
 
 def _cols_at_once(hidden: int) -> int:
