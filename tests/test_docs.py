@@ -5,6 +5,7 @@ import ast
 import importlib
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,15 @@ def test_the_migration_example_runs() -> None:
     exec(code, scope)
     assert scope["y"].shape == scope["again"].shape == scope["x"].shape
     assert scope["out"].shape == (256, 512)
+
+
+def test_the_walk_through_quotes_its_op() -> None:
+    text = (ROOT / "docs" / "adding-an-op.md").read_text(encoding="utf-8")
+    path, num_lines = re.findall(r"`(packages/\S+\.py)` is an op in (\d+) lines", text)[0]
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert len(source.splitlines()) == int(num_lines) < 140
+    quoted = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    assert textwrap.dedent(quoted).strip() in "\n".join(line.strip() for line in source.splitlines())
 
 
 def test_installing_names_packages_of_ours() -> None:
