@@ -1,7 +1,7 @@
 """Gate → map → expand as one CUDA graph, against the same in PyTorch under torch.compile, also as one CUDA graph.
 
 Hidden 7168, 256 experts, top 8, bfloat16. Segments are multiples of 16 rows up to 128 tokens, as in decoding, and of
-128 beyond. Rows are as many as any routing may need: what has no token is filled with zeros.
+128 beyond. There are as many rows as any routing may need: those without a token are filled with zeros.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""What a skewed router costs: each op at its largest model shape with even, half and Zipf routing.
+"""The cost of skewed routing: each op at its largest model shape with even, half and Zipf routing.
 
 `half`: one expert is among the choices of half of all tokens, the others share the rest evenly. `zipf`: the n-th of the
-experts in a random order is drawn with weight 1 / n, without replacement. `zipf-sorted`: the order is theirs, so that
-the favourites are neighbours, which is the worst for the gates: one lane of a warp holds them all.
+experts in a random order is drawn with weight 1 / n, without replacement. `zipf-sorted`: the order is that of their
+indices, so that the favourites are neighbours, which is the worst for the gates: few lanes of a warp hold them.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ ROUTINGS = ("even", "half", "zipf", "zipf-sorted")
 
 
 def logits_of(num_tokens: int, routing: str, device: str) -> torch.Tensor:
-    """float32 (num_tokens, NUM_EXPERTS) whose largest are as a draw without replacement chooses."""
+    """Logits, float32 (num_tokens, NUM_EXPERTS), the largest of which are a draw of experts without replacement."""
     logits = torch.empty(num_tokens, NUM_EXPERTS, device=device).exponential_().log().neg()
     if routing == "half":
         logits[:, 0] = torch.where(torch.rand(num_tokens, device=device) < 0.5, 50.0, -50.0)
@@ -70,7 +70,7 @@ def largest_model_case(spec: OpSpec) -> Case:
 
 
 def num_rows(case: Case) -> int:
-    """Of the first tensor."""
+    """Rows of the first tensor among the arguments."""
     return tensors(case.make("meta"))[0].shape[0]
 
 

@@ -16,7 +16,7 @@ SM_COUNTS = (None, 1, 3, 16, 100)
 
 
 def num_elements(case: Case) -> int:
-    """Of all tensors among the arguments; 0 if one of them is empty."""
+    """Elements of all tensors among the arguments; 0 if one of them is empty."""
     sizes = [x.numel() for x in tensors(case.make("meta"))]
     return sum(sizes) if all(sizes) else 0
 
@@ -29,7 +29,7 @@ def cases(spec: OpSpec) -> list[Case]:
 
 
 def keep_busy(side: torch.cuda.Stream, x: torch.Tensor, run: int) -> None:
-    """Products of another number in each run, so that blocks of the op come to other SMs in another order."""
+    """Launch 1 to 3 matrix products, by the run, so that the op's blocks come to other SMs in another order."""
     with torch.cuda.stream(side):
         for _ in range(1 + run % 3):
             x @ x

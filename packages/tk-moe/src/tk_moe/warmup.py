@@ -1,4 +1,4 @@
-"""The calls that a mixture-of-experts model makes of this package's ops; `tk warmup` compiles the kernels of these."""
+"""The calls that a mixture-of-experts model makes to this package's ops; `tk warmup` compiles the kernels they need."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

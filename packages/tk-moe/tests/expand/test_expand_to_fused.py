@@ -210,6 +210,6 @@ def test_bulk_config_deals_out_every_piece(num_tokens: int, num_sms: int) -> Non
     config = BulkConfig(4, 21)
     num_blocks, pieces_per_block = config.deal(num_tokens, num_sms)
     assert 1 <= pieces_per_block <= config.stages
-    # Every block has a piece, and the last rounds of none is missing one.
+    # Every block has a piece, and only the last round of pieces may be incomplete.
     assert num_blocks <= num_tokens * 4 <= num_blocks * pieces_per_block
     assert num_tokens * 4 > num_blocks * (pieces_per_block - 1)

@@ -30,7 +30,7 @@ def bwd_by_autograd(
     renormalize: bool,
     routed_scaling_factor: float,
 ) -> torch.Tensor:
-    """What autograd makes of the forward's reference, in float64."""
+    """The gradient of the forward's reference by autograd, in float64."""
     leaf = logits.double().requires_grad_()
     weights = weights_of(leaf, topk_idx, scoring_func, renormalize, routed_scaling_factor)
     return torch.autograd.grad(weights, leaf, grad_weights.double())[0]
@@ -73,7 +73,7 @@ def test_against_autograd(scoring_func: ScoringFunc, renormalize: bool, dtype: t
 @BOTH
 @EACH
 def test_reference_against_gradcheck(scoring_func: ScoringFunc, renormalize: bool) -> None:
-    """In float64 the reference is what finite differences say of the forward's."""
+    """In float64 the reference agrees with finite differences of the forward's reference."""
     logits = (torch.rand(5, 6, dtype=torch.float64) + 0.1).requires_grad_()
     topk_idx = torch.tensor([[0, 1, 2], [5, 3, 3], [-1, 4, 6], [-1, -1, -1], [2, -7, 0]])
 

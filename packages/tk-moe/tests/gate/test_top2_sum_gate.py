@@ -24,7 +24,7 @@ SIGMOID, SQRTSOFTPLUS, SOFTMAX = ScoringFunc.SIGMOID, ScoringFunc.SQRTSOFTPLUS, 
 
 
 def route(logits: list[list[float]], bias: list[float] | None = None, num_topk: int = 2, **more: Any) -> Any:
-    """The op, with as little as can be."""
+    """The op, with all options off but those in `more`."""
     x = torch.tensor(logits)
     arguments: dict[str, Any] = {"num_topk_groups": 0, "num_groups": 0, "use_shared_as_routed": False}
     arguments |= {"num_shared_experts": 0, "routed_scaling_factor": 1.0, "ep_rank": 0, "num_ep_ranks": 1}

@@ -40,7 +40,7 @@ def test_order_by_hand(scores: list[float], expected: list[int]) -> None:
 
 
 def naive_topk(scores: list[float], num_topk: int) -> list[int]:
-    """Repeatedly the first of the best that is left."""
+    """Repeatedly take the first of the best experts left."""
     left = list(range(len(scores)))
     chosen = []
     for _ in range(num_topk):

@@ -276,7 +276,7 @@ def test_no_block_runs_out_of_room(num_sms: int) -> None:
             assert config.cluster_size <= 1 or len(parts[0]) * config.num_clusters < 2**16
 
 
-# Poisoned outputs are full of -1, which is what padding has to be: this fills them with something else.
+# Poisoned outputs are full of -1, as padding has to be, so this test fills them with something else.
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", [None, 8, 1])
 @pytest.mark.parametrize("num_tokens", [0, 1, 128, 520, 4001, 16401])

@@ -43,7 +43,7 @@ def test_without_weights_it_is_expand_to_fused() -> None:
 
 
 def weighted_sum(x: torch.Tensor, topk_weights: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-    """What reduce_fused adds up, in operations that autograd follows in any dtype."""
+    """The sum of reduce_fused, in operations that autograd follows in any dtype."""
     rows = torch.where((pos >= 0)[..., None], x[pos.clamp(min=0).long()], 0)
     return (rows * topk_weights[..., None]).sum(1)
 

@@ -6,7 +6,7 @@
 
     grad_scores[t, e] = grad_loss · (alpha / num_tokens) · (fi[e] - part[t]) / (1e-20 + sum[t]),  0 where sum[t] = 0
 
-which is alpha · Σ_e fi[e] · P[e] with P[e] the mean of scores[t, e] / (1e-20 + sum[t]) over tokens. scores float32
+The loss is alpha · Σ_e fi[e] · P[e] with P[e] the mean of scores[t, e] / (1e-20 + sum[t]) over tokens. scores float32
 (num_tokens, num_experts), fi float32 (num_experts), loss and grad_loss float32 (). fi holds counts, so it gets no
 gradient.
 

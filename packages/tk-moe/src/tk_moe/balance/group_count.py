@@ -4,9 +4,10 @@
 
 group_idx int64 or int32 (num_tokens, num_topk), count int32 (num_groups). `aux_fi` differs in the last step only.
 
-One launch of one cluster, whatever the number of pairs. Its thread blocks take turns with the pairs and count them in
-shared memory. Then each block sends its counts to the blocks that own the groups, and adds up those that it receives.
-These are sums of integers, so the result depends neither on the number of blocks nor on the order of the atomics.
+One launch of one cluster, or of one thread block for few pairs or where there are no clusters. The thread blocks take
+turns with the pairs and count them in shared memory. Then each block sends its counts to the blocks that own the
+groups, and adds up those that it receives. These are sums of integers, so the result depends neither on the number of
+blocks nor on the order of the atomics.
 
     pairs     [ block 0 | block 1 | … | block C-1 | block 0 | block 1 | … ]
     counts    block 0 … C-1, num_groups each      ──►      block b: the b-th share of the groups, from all C blocks
@@ -115,7 +116,7 @@ def _group_count_kernel(
 
 
 def launch_group_count(group_idx: Tensor, num_aux_topk: int | None, out: Tensor) -> None:
-    """Write the counts to `out` as int32, or as `aux_fi` in float32 if `num_aux_topk` is given."""
+    """Write to `out` the counts, int32, or if `num_aux_topk` is given, the result of `aux_fi`, float32."""
     if group_idx.numel() == 0:
         out.zero_()
         return

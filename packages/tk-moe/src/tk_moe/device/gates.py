@@ -1,4 +1,4 @@
-"""Exponentials and reciprocals of logits, and a step of the selection by packed keys."""
+"""Exponentials, sigmoids and reciprocals, and a step of the selection by packed keys."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _GATES = Header(__file__)
 
 
 def fast_sigmoid(x: Any) -> Any:
-    """The sigmoid by approximate exponential and reciprocal: the error is at most 2e-7, and 4e-6 of the value."""
+    """The sigmoid by approximate exponential and reciprocal: absolute error at most 2e-7, relative error 4e-6."""
     return _GATES.call("float32", "tk_fast_sigmoid", x)
 
 

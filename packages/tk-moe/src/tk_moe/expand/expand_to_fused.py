@@ -8,7 +8,7 @@ out (num_expanded_tokens, hidden).
 
 One launch writes every row once. Of G thread blocks, block b loads row b of x, up to four 16-byte vectors per thread at
 a time, and stores it to its positions. Then it zeroes the padding among the rows b, b + G, b + 2G, … Padding comes in
-runs, at the end of each segment and after the last one, so that different blocks zero neighbouring rows of a run.
+runs, at the end of each segment and after the last one: with this stride, different blocks zero the rows of a run.
 
     x      row b             [ thread 0 | thread 1 | … | thread 0 | … ]      each field one vector
     out    row pos[b, 0]     [ thread 0 | thread 1 | …                ]
@@ -17,7 +17,7 @@ runs, at the end of each segment and after the last one, so that different block
 
 Many long rows without scale factors move by bulk copies instead (lib/expand_to_fused_bulk_kernel.py). DRAM loses time
 where reads and writes mix, so a thread block loads as much of x as a third of an SM's shared memory holds, and stores
-nothing before all of it has arrived. All blocks get equal shares, in whole waves.
+none of it before all has arrived. All blocks get equal shares, in whole waves.
 
     x       pieces b, b + G, b + 2G, ... ──shared memory──> each to the same columns of the token's positions
 

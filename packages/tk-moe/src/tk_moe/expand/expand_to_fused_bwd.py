@@ -3,7 +3,7 @@
     acc = 0;  acc = acc + grad_rows[pos]  for k = 0, 1, ... with pos = token_topk_to_pos[t, k] >= 0    (float32)
     grad_x[t] = round(acc)
 
-This is `reduce_fused` without weights, bit for bit (fma(x, 1, acc) is x + acc, rounded once), and its kernel.
+This is `reduce_fused` without weights, bit for bit (fma(x, 1, acc) is x + acc, rounded once), and launches its kernel.
 """
 
 from torch import Tensor

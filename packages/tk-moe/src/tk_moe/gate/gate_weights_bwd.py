@@ -12,7 +12,8 @@ grad_weights float32 and idx int64 or int32 (num_tokens, num_topk), logits and g
 (num_tokens, num_experts), float32 in between. Indices outside 0 … num_experts-1 are ignored.
 
 Each warp handles one token, lane k its k-th slot. The warp first writes the whole row as if no expert were chosen:
-zeros or -p·Σ. Then each lane overwrites its expert's element. Slots with the same expert are added in order before.
+zeros, or for softmax -p times the second Σ. Then each lane overwrites its expert's element. Slots with the same expert
+are added in order before.
 """
 
 from typing import Any
@@ -30,7 +31,8 @@ from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TO
 from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 
-# Written per thread: a match instruction finds lanes with equal experts, as tiles cannot. No tile version was timed.
+# Written per thread: a match instruction finds lanes with equal experts, for which tiles have no operation. No tile
+# version has been timed.
 # Every access has its own guard, so TileLang need not add any.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
 def _gate_weights_bwd_kernel(
@@ -189,6 +191,7 @@ def gate_weights_bwd(
         topk_idx: int64 or int32 (num_tokens, num_topk), contiguous: columns of logits, that is, experts before
             `top2_sum_gate` maps them to physical ones or to ranks (its `unmapped_topk_idx`). An index outside 0 …
             num_experts-1 is ignored with its gradient: it is no expert, or a shared one, whose weight is constant.
+            (Negative indices of a routing given to `top2_sum_gate`, which weighs them as expert 0, must be 0 here.)
         scoring_func: The gate's scoring function. The next two arguments are also as the gate had them.
         renormalize: Whether weights were divided by their sum.
         routed_scaling_factor: The factor of the weights.

@@ -24,7 +24,7 @@ def check_experts(pos_to_expert: Tensor, device: torch.device) -> int:
 
 
 def check_each_once(token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> None:
-    """With TK_DEBUG=1: raise unless each row with an expert is a position exactly once, and no other row is one."""
+    """With TK_DEBUG=1: raise unless each row with an expert is the position of one pair, and other rows of none."""
     if not check.reads_data(pos_to_expert):
         return
     num_expanded_tokens = pos_to_expert.shape[0]

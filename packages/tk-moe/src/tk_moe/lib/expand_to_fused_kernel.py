@@ -29,7 +29,7 @@ class ExpandConfig:
     @staticmethod
     @cache
     def best(num_vectors: int, has_sf: bool, arch: Arch) -> "ExpandConfig":
-        """The configuration for rows of `num_vectors` vectors: 4 per thread at a time, up to 256 threads.
+        """The configuration for rows of `num_vectors` vectors: up to 4 per thread at a time, and up to 256 threads.
 
         Rows with scale factors are short and get as many threads as they have vectors, up to 256.
         """
@@ -39,7 +39,7 @@ class ExpandConfig:
 
     @staticmethod
     def num_blocks(num_tokens: int, num_expanded_tokens: int) -> int:
-        """One thread block per token, or more to share padding: one per 2 rows up to 2048, and one per 8 at least."""
+        """Blocks for all tokens, or more to share padding: at least one per 8 rows, and one per 2 rows up to 2048."""
         enough = ceil_div(num_expanded_tokens, ExpandConfig.max_padding_rows)
         return max(num_tokens, min(ceil_div(num_expanded_tokens, 2), 2048), enough)
 

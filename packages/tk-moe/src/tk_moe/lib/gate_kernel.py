@@ -75,14 +75,14 @@ def gate_kernel(
 
     scoring_func, has_bias = options.scoring_func, options.has_bias
     is_softmax, looks_up = scoring_func is ScoringFunc.SOFTMAX, options.token_ids_dtype is not None
-    # Not for softmax: its sums have a fixed order, which takes the experts of a lane to be consecutive.
+    # Not for softmax: the fixed order of its sums requires the experts of a lane to be consecutive.
     is_packed = can_pack(num_experts, num_topk) and not is_softmax and not looks_up
     most = alignment // dtype.itemsize
     if is_packed:
         most = min(most, 4)  # a lane sorts only four keys, and neighbours may all be good
     vector = most if looks_up else lane_vector(num_experts, 32, most)
     per_lane = align(ceil_div(num_experts, 32), vector)
-    # Consecutive experts of a lane: one vector, with the lane's next one 32 vectors on, or all its experts.
+    # Length of a lane's runs of consecutive experts: one vector, the next one being 32 vectors on, or all its experts.
     run_length = vector if is_packed or looks_up else per_lane
     bias_vector = min(vector, bias_alignment // 4)
     num_tokens, vocab_size = T.dynamic("num_tokens"), T.dynamic("vocab_size")
@@ -193,7 +193,7 @@ def launch_gate(
 
 
 def check_gate_options(renormalize: Any, routed_scaling_factor: Any, mask: Any, idx_dtype: Any, logits: Tensor) -> None:
-    """Check the arguments that all gates with weights have."""
+    """Check the arguments that `topk_gate_with_weights` and `hash_gate` share."""
     check.flag("renormalize", renormalize)
     check.number("routed_scaling_factor", routed_scaling_factor)
     if mask is not None:

@@ -20,7 +20,7 @@ class GetFusedMappingConfig:
     room: int
     """Pairs that fit in a thread block's shared memory."""
     rounds: int
-    """Loads that a thread has in flight while it counts."""
+    """Loads that a thread has in flight: while it counts with one launch, while it ranks in the second of two."""
 
     @property
     def max_pairs(self) -> int:
@@ -51,7 +51,7 @@ class GetFusedMappingConfig:
 
     @staticmethod
     def finds_equals_in_memory(num_experts: int) -> bool:
-        """Whether lanes with equal experts find each other by a word per expert in shared memory: it fits up to 512."""
+        """Whether lanes find equal experts by a word per warp and expert in shared memory, which fits up to 512."""
         return num_experts <= 512
 
     def shared_memory_bytes(self, num_experts: int) -> int:

@@ -18,8 +18,8 @@ counts to each other; clusters do not communicate.
     pairs    │      chunk 0      │      chunk 1      │ …
     cluster  │ 0  │ 1  │ 2  │ 3  │ 0  │ 1  │ 2  │ 3  │ …
 
-For more pairs, and where there are no clusters, a first launch writes the blocks' counts to global memory. All sums are
-of integers, so the result does not depend on the number of thread blocks.
+For more pairs than that allows (fewer where there are no clusters), a first launch writes the blocks' counts to global
+memory. All sums are of integers, so the result does not depend on the number of thread blocks.
 """
 
 from typing import Any
@@ -32,7 +32,8 @@ from tk_core.math import align
 from tk_moe.device.async_copy import expect_bytes, init_mbarrier, wait_for_cluster
 from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
 
-# Written per thread: lanes find equal experts by bits of one word, as tiles cannot. No tile version has been timed.
+# Written per thread: lanes find equal experts by bits of one word, for which tiles have no operation. No tile version
+# has been timed.
 # All barriers are written out here, those between the lanes of a warp too.
 _PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True,
@@ -96,7 +97,7 @@ def mapping_kernel(
     num_blocks = cluster_size * config.num_clusters or T.dynamic("num_blocks")
     num_chunks, num_parts = cluster_size or num_blocks, config.num_clusters
     in_memory = config.finds_equals_in_memory(num_experts)
-    # With one launch the part has been read before, to count it, so few loads in flight are enough.
+    # With one launch the part has been read before, to count it, so one load in flight is enough.
     rank_loads = config.rounds if cluster_size == 0 else 1
 
     @T.prim_func
@@ -146,7 +147,7 @@ def mapping_kernel(
                     init_mbarrier(T.access_ptr(arrived[0], "rw"))
                 T.sync_warp()
                 T.cluster_arrive_relaxed()
-            # Each view has its own name: TileLang places shared memory by name, what is named alike in any order.
+            # Each view has its own name: TileLang places shared memory by name, and equal names in no fixed order.
             rank_words = T.view(ranks, (warps * num_experts // 2,), "uint32")
             steps.clear(rank_words)
             if in_memory:

@@ -1,7 +1,7 @@
 """The steps of get_fused_mapping's kernels; get_fused_mapping_kernel.py has the picture.
 
-A pair is a token with one of its experts. Thread e of a block does what is done once for expert e. A value loaded in a
-branch is kept in a variable (T.alloc_var): TileLang would repeat the load wherever its name is used.
+A pair is a token with one of its experts. Work that a block does once per expert is done by thread e for expert e. A
+value loaded in a branch is kept in a variable (T.alloc_var): TileLang would repeat the load wherever its name is used.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Run(NamedTuple):
     first: Any  # index of the run's first pair
     end: Any  # index behind its last pair, at most `first` if there is none
     items: Any  # of each pair of the part: its rank among those of its expert in the run << EXPERT_BITS | expert, or -1
-    ranks: Any  # (warps, num_experts): pairs of each run, later how many of the part are before them
+    ranks: Any  # (warps, num_experts): number of pairs in each run, later the number in the runs before it
 
 
 class Experts(NamedTuple):
@@ -129,7 +129,7 @@ def rank_run(pairs: T.Buffer, run: Run, masks: Any, loads: int) -> None:
     """Rank the pairs of each warp's run among those of the same expert, into run.items, and count them, in run.ranks.
 
     Lanes with equal experts find each other by bits in `masks`, uint32 (warps, num_experts), or, where that is None, by
-    a match instruction, which occupies the whole SM for 60 cycles for each distinct expert.
+    a match instruction, which occupies the whole SM for 2 cycles per distinct expert.
     """
     warp, lane = _warp_and_lane()
     indices = T.alloc_local((loads,), pairs.dtype)
@@ -259,7 +259,7 @@ def locate_segments(
 
 @T.macro
 def _fill(first: Any, last: Any, step: Any, maps: Maps) -> None:
-    """Write -1 to every `step`-th position of the maps from `first` on, up to `last`."""
+    """Write -1 to every `step`-th position of the maps from `first` on, below `last`."""
     pos = T.alloc_var("int32", init=first)
     end = T.alloc_var("int32", init=T.min(last, maps.pos_to_expert.shape[0]))
     while pos < end:
@@ -283,7 +283,7 @@ def fill_padding(experts: Experts, end: Any, num_blocks: Any, maps: Maps) -> Non
 
 @T.macro
 def sort_run(run: Run, experts: Experts, sorted_items: T.Buffer, flat_pos: T.Buffer, num_pos: Any) -> None:
-    """Sort each warp's run by expert, to items expert << PAIR_BITS | index, and write its positions, -1 for no room."""
+    """Sort each warp's run by expert, to expert << PAIR_BITS | index; write positions, -1 without an expert or room."""
     warp, lane = _warp_and_lane()
     index, item, expert, offset, pos = (T.alloc_var("int32") for _ in range(5))
     for j in T.unroll(T.ceildiv(run.end - run.first, 32), unroll_factor=2):

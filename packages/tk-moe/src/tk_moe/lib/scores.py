@@ -32,7 +32,7 @@ def write_scores(scoring_func: ScoringFunc, x: T.Buffer, scores: T.Buffer) -> No
     """scores[j] = score(x[j]). If a lane's logits are all within ±64, sigmoids take no branch, and so overlap.
 
     In that range nothing is infinite or subnormal, and an approximate reciprocal, corrected by two fused multiply-adds,
-    has the bits of the division. On an H200, 128 tokens and 256 experts took 2.56 µs without it, 2.14 with, in CUDA.
+    has the bits of the division. A CUDA version took 2.14 µs with it, 2.56 without (H200, 128 tokens, 256 experts).
     """
     if scoring_func is ScoringFunc.SIGMOID:
         are_near = T.alloc_var("bool")

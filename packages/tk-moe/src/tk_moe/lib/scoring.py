@@ -5,7 +5,8 @@ sqrtsoftplus   sqrt(log(1 + exp(x))), where the logarithm is replaced by x for x
 softmax        exp(x - max) / Σ exp(x - max), over the experts of a token
 identity       x
 
-Every operation rounds as torch's does on the same device: accurate exponentials, IEEE divisions and square roots.
+Every operation rounds as torch's does on the same device: accurate exponentials, IEEE divisions and square roots. Only
+top2_sum_gate approximates sigmoids.
 """
 
 import enum

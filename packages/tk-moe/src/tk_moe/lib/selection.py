@@ -123,7 +123,10 @@ def choose(keys: T.Buffer, num_topk: int, lane: T.int32, first: T.int32, chosen:
 def _play(
     keys: T.Buffer, best: T.Buffer, wins: T.Buffer, lane: T.int32, k: T.int32, winners: Any, moves_on: bool, looks: bool
 ) -> None:
-    """Round k: lane k records the best key and its holders; if it `moves_on`, the winning lane takes its next key."""
+    """Round k: lane k records the best key and its holders.
+
+    With `moves_on` the winning lane takes its next key, and with `looks` it may search its registers for that.
+    """
     slot, holders = winners
     top = T.alloc_var("int32")
     held, this_lane = T.alloc_var("uint32"), T.alloc_var("uint32")

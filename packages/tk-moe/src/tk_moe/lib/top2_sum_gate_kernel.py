@@ -10,8 +10,8 @@ A group's lanes agree on its best two ranks by shuffles, and divide the comparis
 themselves. Lanes of groups that are ruled out lower their keys, and the warp chooses experts as selection.py says. From
 then on lane k has slot k: it computes the score of its expert again, maps the expert and stores both.
 
-Sigmoids use the fast exponential and reciprocal: their error is at most 2e-7, and 4e-6 of their value, as the product
-with log2(e) is rounded. A score that underflows is 0.
+Sigmoids use the approximate exponential and reciprocal: their absolute error is at most 2e-7, their relative error
+4e-6, as the product with log2(e) is rounded. A score that underflows is 0.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Routing:
     num_copies: int
     """Columns of to_physical_map; 0 without a map."""
     per_rank: int
-    """Physical experts of an expert-parallel rank."""
+    """Physical experts of an expert-parallel rank; 0 with one tensor-parallel rank."""
     num_tp_ranks: int
 
 

@@ -160,12 +160,12 @@ def get_fused_mapping(
     positions after the last segment are padding too. An index outside 0 … num_experts-1 means no expert; with
     TK_DEBUG=1, one of num_experts or more raises.
 
-    With num_expanded_tokens = 0, the pos_to_* are allocated for the worst case, ⌊(T·K + (alignment - 1)·E) /
-    alignment⌋ · alignment positions. Then, unless `force_no_sync`, the sizes of the segments are read back, which
-    synchronizes with the device, and the pos_to_* are cut to their sum. In all other cases there is no synchronization,
-    and the call can be captured in a CUDA graph. On the meta device there are no sizes to read, and nothing is cut.
-    Fake tensors, torch.compile and torch.export need a size or `force_no_sync`: `tk_moe.max_expanded_tokens` computes
-    the most that any routing needs.
+    With num_expanded_tokens = 0, the pos_to_* are allocated for the worst case, ⌊(num_tokens · num_topk +
+    (alignment - 1) · num_experts) / alignment⌋ · alignment positions. Then, unless `force_no_sync`, the sizes of the
+    segments are read back, which synchronizes with the device, and the pos_to_* are cut to the sum of the sizes. In all
+    other cases there is no synchronization, and the call can be captured in a CUDA graph. On the meta device there are
+    no sizes to read, and nothing is cut. Fake tensors, torch.compile and torch.export need a size or `force_no_sync`:
+    `tk_moe.max_expanded_tokens` computes the most that any routing needs.
 
     Args:
         topk_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.

@@ -1,11 +1,11 @@
 """reduce_fused: each token's weighted sum of the rows that its experts gave, gathered from their segments.
 
-    acc = 0;  acc = fma(x[pos], weight * sf[pos], acc)  for k = 0, 1, ... with pos = token_topk_to_pos[t, k] >= 0
-    out[t] = round(acc)                                 or, in e4m3, round(float32(acc * output scalar))
+    acc = 0;  acc = fma(x[pos], weight * row_sf[pos], acc)  for k = 0, 1, ... with pos = token_topk_to_pos[t, k] >= 0
+    out[t] = round(acc)                                     or, in e4m3, round(float32(acc * sf))
 
-x (num_expanded_tokens, hidden) bf16 or float32 with an optional float32 factor for each row, weights float32
-(num_tokens, num_topk) or none, out (num_tokens, hidden) in x's dtype or e4m3. All in float32, each operation rounded to
-nearest even, so every bit is defined.
+x (num_expanded_tokens, hidden) bf16 or float32, row_sf float32 (num_expanded_tokens) or none, weights float32
+(num_tokens, num_topk) or none, sf float32 (1) or none, out (num_tokens, hidden) in x's dtype or e4m3. All in
+float32, each operation rounded to nearest even, so every bit is defined.
 
 A thread block computes part of one token's channels; each thread owns one 16-byte vector of them in every row. A thread
 loads its vectors of all num_topk rows before it uses the first, so that many loads are in flight. Thread blocks are
@@ -171,12 +171,12 @@ def reduce_fused(
     """Sum each token's rows from the experts' segments, weighted: the inverse of `expand_to_fused`.
 
     In float32, for k = 0, 1, ... with pos = token_topk_to_pos[t, k] >= 0:
-    acc = fma(x[pos], topk_weights[t, k] * sf[pos], acc), starting from 0; a missing factor is 1. A token without any
-    position gets zeros.
+    acc = fma(x[pos], topk_weights[t, k] * row_sf[pos], acc), starting from 0; a missing factor is 1. A token without
+    any position gets zeros.
 
     Args:
-        x: (num_expanded_tokens, hidden) bfloat16 or float32, contiguous, hidden % 64 == 0; or a pair of it and a
-            float32 factor for each row (num_expanded_tokens,).
+        x: (num_expanded_tokens, hidden) bfloat16 or float32, contiguous, hidden % 64 == 0; or a pair of it and
+            row_sf, a float32 factor for each row (num_expanded_tokens,).
         topk_weights: float32 (num_tokens, num_topk), or None for all ones.
         token_topk_to_pos: int32 (num_tokens, num_topk); negative means none, and a position past the last row is
             ignored (`TK_DEBUG=1` raises ValueError).

@@ -3,11 +3,11 @@
     grad_x[pos] = round(topk_weights[t, k] · grad[t])        (float32; rows of padding are zero)
     grad_topk_weights[t, k] = Σ_h grad[t, h] · x[pos, h]     (float32; 0 for a pair without a position)
 
-grad (num_tokens, hidden), x and grad_x (num_expanded_tokens, hidden), both bf16 or float32, topk_weights float32 and
+grad (num_tokens, hidden), x and grad_x (num_expanded_tokens, hidden), each bf16 or float32, topk_weights float32 and
 token_topk_to_pos int32 (num_tokens, num_topk), pos_to_expert int32 (num_expanded_tokens).
 
 One launch reads and writes every row once. Of G blocks, block b handles token b. A thread takes one 16-byte vector of
-columns at a time, and loads it from all num_topk rows of x (8 at most) before it uses the first, while grad stays in
+columns at a time, and loads it from up to 8 of the num_topk rows of x before it uses the first, while grad stays in
 registers. Then the block zeroes the padding among the rows b, b + G, b + 2G, …, as `expand_to_fused` does.
 
     grad     row b ── registers ──┬──────── · weight ───────┬──────── · weight ────
@@ -64,7 +64,7 @@ class ReduceBwdConfig:
         """The configuration for rows of `num_vectors` vectors: few chunks of up to 224 threads, and few idle threads.
 
         A second chunk loads its rows while stores of the first are in flight. So there are at least two, unless rows
-        are short, or what many slots keep from chunk to chunk takes too many registers.
+        are short, or there are so many slots that their sums, kept from chunk to chunk, take too many registers.
         """
         least = max(ceil_div(num_vectors, 224), 2 if num_vectors > 64 and num_topk <= 16 else 1)
         num_chunks = min(range(least, least + 4), key=lambda chunks: chunks * align(ceil_div(num_vectors, chunks), 32))
@@ -206,8 +206,8 @@ def reduce_fused_bwd(
 
     Args:
         grad: (num_tokens, hidden) bfloat16 or float32, contiguous, hidden % 64 == 0.
-        x: (num_expanded_tokens, hidden) bfloat16 or float32, contiguous: what the forward pass reduced. Needed with
-            topk_weights only; None otherwise.
+        x: (num_expanded_tokens, hidden) bfloat16 or float32, contiguous: the rows that the forward pass reduced.
+            Needed with topk_weights only; None otherwise.
         topk_weights: float32 (num_tokens, num_topk), or None if the forward pass had none (all ones).
         token_topk_to_pos: int32 (num_tokens, num_topk), num_topk from 1 to 32; negative means none, and a position past
             the last row is ignored.

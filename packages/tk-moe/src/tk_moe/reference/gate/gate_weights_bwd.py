@@ -51,7 +51,7 @@ def gate_weights_bwd(
 
 
 def _slopes(x: torch.Tensor, scores: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
-    """Derivatives of the scores by the logits x."""
+    """Derivatives of the scores with respect to the logits x."""
     if scoring_func is ScoringFunc.SIGMOID:
         return (1 - scores) * scores
     if scoring_func is ScoringFunc.SQRTSOFTPLUS:

@@ -35,12 +35,12 @@ def reduce_fused(
     sf: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum each token's rows from the experts' segments: acc = fma(x[pos], weight * sf[pos], acc), k ascending.
+    """Sum each token's rows from the experts' segments: acc = fma(x[pos], weight * row_sf[pos], acc), k ascending.
 
-    x (num_expanded_tokens, hidden) bfloat16 or float32, or a pair with a float32 factor for each row; topk_weights
-    float32 and token_topk_to_pos int32 (num_tokens, num_topk). Slots without a position inside x are skipped. With
-    fp8_format "e4m3" the sum is multiplied by sf[0] if given and rounded to float8_e4m3fn, saturating.
-    Returns (num_tokens, hidden): `out`, or a new tensor.
+    x (num_expanded_tokens, hidden) bfloat16 or float32, or a pair with row_sf, a float32 factor for each row;
+    topk_weights float32 and token_topk_to_pos int32 (num_tokens, num_topk). Slots without a position inside x
+    are skipped. With fp8_format "e4m3" the sum is multiplied by sf[0] if given, and rounded to float8_e4m3fn with
+    saturation. Returns (num_tokens, hidden): `out`, or a new tensor.
     """
     x, row_sf = x if isinstance(x, tuple | list) else (x, None)
     num_tokens, hidden = token_topk_to_pos.shape[0], x.shape[1]

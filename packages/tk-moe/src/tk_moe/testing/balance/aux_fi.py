@@ -51,8 +51,8 @@ SPEC = OpSpec(
         Case("e32-k6-t67-last", make(67, 6, 32, "last"), small=True),
         Case("e32-k6-t67-none", make(67, 6, 32, "none"), small=True),
         Case("e32-k6-t67-int32", make(67, 6, 32, dtype=torch.int32), small=True, modes=True, compile=True),
-        Case("e256-k8-t8001-int32", make(8001, 8, 256, dtype=torch.int32)),
         # A cluster.
+        Case("e256-k8-t8001-int32", make(8001, 8, 256, dtype=torch.int32)),
         Case("e256-k8-t600", make(600, 8, 256), small=True, modes=True, compile=True),
         Case("e13-k9-t500-none", make(500, 9, 13, "none"), small=True),
         # count · num_experts takes more than 24 bits, then more than 31.

@@ -14,7 +14,7 @@ Make = Callable[[str], dict[str, Any]]
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within a relative error of 1e-5, or within 1e-6 of the largest magnitude in the row where terms cancel."""
+    """Allow an error of 1e-5 of the value, plus 1e-6 of the largest magnitude in its row, as terms may cancel."""
     assert_same_metadata(actual, expected, "result")
     if expected.numel() == 0:
         return

@@ -79,8 +79,8 @@ SPEC = OpSpec(
         Case("g32-k6-t67-none", make(67, 6, 32, "none"), small=True),
         Case("g32-k6-t67-int32", make(67, 6, 32, dtype=torch.int32), small=True, modes=True, compile=True),
         Case("g32-k6-t67-int32-none", make(67, 6, 32, "none", 1, torch.int32), small=True),
-        Case("g256-k8-t8001-int32", make(8001, 8, 256, dtype=torch.int32)),
         # A cluster.
+        Case("g256-k8-t8001-int32", make(8001, 8, 256, dtype=torch.int32)),
         Case("g256-k8-t600", make(600, 8, 256), small=True, modes=True, compile=True),
         Case("g13-k9-t500-none", make(500, 9, 13, "none"), small=True),
         Case("g1024-k32-t8001", make(8001, 32, 1024), compile=True),

@@ -262,7 +262,7 @@ WITH_SF_SPEC = OpSpec(
             compile=True,
         ),
         Case("e2m1-h256-t7", make_with_sf(7, 256, 3, 128, dtype=torch.int8, num_rows=41, **_SMALL_ROUTING), small=True),
-        # Scale factors transposed by a second launch: whole tiles or not, without tokens, many rows.
+        # Scale factors gathered by a second launch: whole tiles or not, without tokens, many rows.
         Case(
             "e4m3-h512-t7-transposed",
             make_with_sf(7, 512, 4, 32, col_major=True, num_rows=75, **_SMALL_ROUTING),
@@ -289,7 +289,7 @@ WITH_SF_SPEC = OpSpec(
         ),
         Case("e4m3-h300-t0-transposed", make_with_sf(0, 300, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
         Case("e4m3-h288-t35000-transposed", make_with_sf(35000, 288, 8, 32, col_major=True)),
-        # Partial blocks, one column of factors, one row, columns that are not whole vectors, more factors than threads.
+        # Partial blocks, one column of factors, one row, columns that are not whole vectors, many factors.
         Case("e4m3-h200-t7", make_with_sf(7, 200, 3, 128, num_rows=41, **_SMALL_ROUTING), small=True),
         Case("e4m3-h128-t7-col-major", make_with_sf(7, 128, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING)),
         Case(

@@ -116,7 +116,7 @@ SPEC = OpSpec(
         Case("softmax-float32-e1023-k32-t3", make(3, 1023, 32, SOFTMAX), small=True, compile=True),
         Case("sigmoid-bf16-e66-k4-t5", make(5, 66, 4, SIGMOID, BF16), small=True),
         Case("sigmoid-bf16-e13-k3-t5", make(5, 13, 3, SIGMOID, BF16), small=True, compile=True),
-        # One expert without and with renormalization, which leaves no gradient; repeated experts.
+        # One slot without and with renormalization, which leaves no gradient; repeated experts.
         Case("sigmoid-float32-e1-k1-t3", make(3, 1, 1, renormalize=False), small=True),
         Case("sigmoid-float32-e16-k1-t3-one-slot", make(3, 16, 1), small=True),
         *(

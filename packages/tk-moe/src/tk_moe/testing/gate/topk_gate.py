@@ -12,7 +12,7 @@ from tk_moe.testing.models import MODEL_EXPERTS
 
 Make = Callable[[str], dict[str, Any]]
 
-# -∞, the largest, the least normal and the least subnormal numbers, zeros, and NaNs of both signs and several payloads.
+# Of both signs: ∞, the largest, least normal and least subnormal numbers, 1, 0, and NaNs of several payloads.
 _EXTREMES = (
     *(0xFF800000, 0xFF7FFFFF, 0xBF800000, 0x80800000, 0x80000001, 0x80000000, 0x00000000, 0x00000001, 0x00800000),
     *(0x3F800000, 0x3F800001, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF),
@@ -22,7 +22,7 @@ _EXTREMES = (
 def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal", first_element: int = 0) -> Make:
     """Scores that are `normal`, `ties` (of 4 values), `equal`, `extremes`, any `bits`, grouped by `lane`, or `last`.
 
-    "lane": each token's best scores are neighbours, so that one lane of a warp has them all. "last": a neighbour of
+    "lane": each token's best scores are neighbours, so that few lanes of a warp have them all. "last": a neighbour of
     the last expert chosen has the same score. The scores start at element `first_element` of their storage.
     """
 

@@ -27,9 +27,9 @@ def make(
     with_psum: bool = False,
     idx_dtype: torch.dtype = torch.int64,
 ) -> Make:
-    """Experts that are `distinct` within a token, `any`, all the `last` one, `half` that, `few`, or mostly `none`.
+    """Experts that are `distinct` within a token, `any`, all the `last` one, `half` of them that one, or of `few`.
 
-    In "none" most indices are negative or too large.
+    With "none" most indices are negative or too large.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ SPEC = OpSpec(
         Case("e32-k6-t0-psum", make(0, 6, 32, with_psum=True), small=True),
         Case("e32-k6-t67-int32", make(67, 6, 32, idx_dtype=torch.int32), small=True, modes=True, compile=True),
         Case("e32-k6-t67-int32-none", make(67, 6, 32, routing="none", idx_dtype=torch.int32), small=True),
-        # More pairs than clusters can take need two launches.
+        # More than 4096 pairs need clusters, and more than clusters can take need two launches.
         Case("e32-k8-t520", make(520, 8, 32), small=True, modes=True, compile=True),
         Case("e1024-k8-t520-none", make(520, 8, 1024, routing="none"), compile=True),
         Case("e13-k7-t601-few", make(601, 7, 13, 1, routing="few"), compile=True),

@@ -35,7 +35,7 @@ SPEC = OpSpec(
     reference=reference.inplace_unique_group_indices,
     mutates=("group_indices",),
     cases=(
-        # One word of bits, two and four; rows aligned to 16 bytes and to 8.
+        # Rows aligned to 16 bytes and to 8.
         Case("g8-k8-t67", make(67, 8, 8), small=True, modes=True, compile=True),
         Case("g33-k9-t67", make(67, 9, 33), small=True, compile=True),
         Case("g128-k32-t9", make(9, 32, 128), small=True, compile=True),

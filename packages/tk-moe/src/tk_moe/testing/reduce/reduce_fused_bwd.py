@@ -102,7 +102,7 @@ SPEC = OpSpec(
             small=True,
             compile=True,
         ),
-        # Several warps and chunks; tensors not aligned to 16 bytes are read element by element, in the same order.
+        # Several warps and chunks; tensors not aligned to 16 bytes, which are copied to aligned ones.
         Case("bf16-h576-t7", make(7, 576, 3, **_SMALL_ROUTING), small=True),
         Case("bf16-h64-t7-unaligned", make(7, 64, 3, first_element=1, **_SMALL_ROUTING), small=True, compile=True),
         Case("float32-h64-t7-unaligned", make(7, 64, 3, _FLOAT32, first_element=3, **_SMALL_ROUTING), small=True),
