@@ -56,7 +56,7 @@ class Profile:
     weights: tuple[BlockFormat, ...] = ()
     inputs: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
     outputs: tuple[Literal["bf16", "fp32"], ...] = ("bf16",)
-    """What quantized tensors are cast back to."""
+    """Formats that quantized tensors are cast back to."""
     num_experts: int = 1
     num_topk: int = 1
     swiglu_clamps: tuple[bool, ...] = (False,)
@@ -102,7 +102,7 @@ def _pair(
 
 
 def _flags(layout: str, round_sf: bool) -> dict[str, bool]:
-    """The flags for a layout that all these ops have."""
+    """The flags for a layout; all these ops have them."""
     packed = layout == "packed_ue8m0"
     return {
         "use_tma_aligned_col_major_sf": layout in ("col_major", "packed_ue8m0"),

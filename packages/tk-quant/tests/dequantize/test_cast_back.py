@@ -32,7 +32,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def by_ml_dtypes(data: torch.Tensor, sf: np.ndarray, fmt: str) -> tuple[np.ndarray, np.ndarray]:
-    """Bits of data times sf (float32, one an element) in `fmt`, and where they are NaN; not by any code of ours."""
+    """Bits of data times sf (float32, one a row) in `fmt`, and where they are NaN; not by any code of ours."""
     codes = data.view(torch.uint8).numpy()
     if data.dtype is torch.float8_e4m3fn:
         values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)

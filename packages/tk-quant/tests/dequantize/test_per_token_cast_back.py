@@ -44,7 +44,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 192])
 def test_there_and_back_again(fmt: str, group: int) -> None:
-    """What was cast back casts to the same values: powers of two for sf leave nothing to round."""
+    """Casting keeps values that were cast back: with powers of two for sf nothing is rounded."""
     x = torch.randn(5, 192)
     flags = {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True}
     out = tk_quant.per_token_cast_back(tk_quant.per_token_cast(x, fmt, group, **flags), "fp32", group)

@@ -1,4 +1,4 @@
-"""The device functions of fp4.cuh; those of the casts cover the values."""
+"""The instructions of encode_e2m1x8; the tests of the casts cover its values."""
 
 from typing import Any
 

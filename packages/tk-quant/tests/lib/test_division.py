@@ -66,7 +66,7 @@ def test_quick_division_is_correctly_rounded(exp_error: int, reciprocal_error: i
 
 @kernel
 def _divisions_kernel(arch: Arch) -> Any:
-    """Counts float32 of which our divisions and IEEE's differ: sigmoid within ±87, sf and s of an amax."""
+    """Counts float32 for which our divisions and IEEE's differ: sigmoid within ±87, sf and s of an amax."""
     import tilelang.language as T
 
     infinity = T.uint32(0x7F800000)

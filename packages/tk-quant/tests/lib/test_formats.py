@@ -18,7 +18,7 @@ def neighbours(x: torch.Tensor) -> torch.Tensor:
 
 
 def midpoints(values: torch.Tensor) -> torch.Tensor:
-    """What lies halfway between finite neighbours among the values; they are exact in float32."""
+    """The midpoints between neighbouring finite values; they are exact in float32."""
     values = values[values.isfinite()].double().unique()
     return ((values[1:] + values[:-1]) / 2).float()
 
@@ -37,7 +37,7 @@ def e5m6_codes(data: torch.Tensor) -> np.ndarray:
 
 
 def e5m6_data(codes: np.ndarray) -> torch.Tensor:
-    """The other way round."""
+    """The data of such codes: the inverse of `e5m6_codes`."""
     bits = sum(codes.reshape(-1, 8)[:, k].astype(object) << (84 - 12 * k) for k in range(8))
     words = np.stack([bits >> shift & 0xFFFFFFFF for shift in (64, 32, 0)], axis=1).astype("<u4")
     return torch.from_numpy(words.view(np.uint8).reshape(-1).copy())
@@ -89,7 +89,7 @@ def test_e5m6_rounds_to_nearest() -> None:
 
 
 def test_e5m6_where_float16_rounds_the_same() -> None:
-    # Of numbers with eleven significant bits, numpy's float16 keeps all; of its 64 codes a binade, ours keep each 16th.
+    # float16 has eleven significant bits, so 1024 codes a binade; e5m6 has each 16th of them.
     halves = np.arange(0x7BF0, dtype=np.uint16)
     value = halves.view(np.float16).astype(np.float32)
     low = halves & 0xF

@@ -18,7 +18,7 @@ BLOCK_SF = torch.full((1, 4), 0.25)
 COL_MAJOR = {"use_tma_aligned_col_major_sf": True}
 PACKED = {**COL_MAJOR, "round_sf": True, "use_packed_ue8m0": True}
 
-# Op, arguments, and the name of what it writes into.
+# Op, arguments, and the name of the argument that it writes into.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "token": (tk_quant.per_token_cast, {"fmt": "e4m3", "num_per_channels": 32}, "out"),
     "token-hidden": (tk_quant.per_token_cast, {"fmt": "e4m3", "num_per_channels": 128}, "out"),

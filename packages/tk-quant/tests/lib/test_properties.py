@@ -1,4 +1,4 @@
-"""What holds for every quantizer, shown on inputs that hypothesis makes up."""
+"""Properties of every quantizer, on inputs that hypothesis generates."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ FLAGS: dict[ScaleLayout, dict[str, bool]] = {
     ScaleLayout.PACKED_UE8M0: {"use_tma_aligned_col_major_sf": True, "use_packed_ue8m0": True},
     ScaleLayout.SWIZZLED: {"use_swizzled_sf": True},
 }
-# Powers of two from the greatest subnormal step of a format up to its largest value; below it steps stay the same.
+# By format: bits of mantissa, and the exponent of the least normal value, below which steps stay the same.
 MANTISSA_BITS = {"e4m3": 3, "e2m1": 1, "e5m6": 6}
 LEAST_NORMAL_EXPONENT = {"e4m3": -6, "e2m1": 0, "e5m6": -14}
 

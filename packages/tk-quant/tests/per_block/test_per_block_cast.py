@@ -177,7 +177,7 @@ def test_compare_forgives_only_what_is_unspecified() -> None:
 
 
 def least_of_three(a: np.ndarray, dtype: Any, base: float) -> np.ndarray:
-    """What the kernels do: three sums that are rounded to integers, the least of them."""
+    """As the kernels do: the least of three sums that are rounded to integers."""
     halves, ones, twos = (
         (a.astype(np.float64) * factor + (base + offset)).astype(dtype).astype(np.float64)
         for factor, offset in ((2.0, 0.0), (1.0, 2.0), (0.5, 4.0))

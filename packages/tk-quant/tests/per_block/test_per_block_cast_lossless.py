@@ -45,7 +45,7 @@ def expanded(values: np.ndarray, block_size: tuple[int, int], shape: tuple[int, 
 @pytest.mark.parametrize("out_block_size", [(1, 128), (32, 32), (128, 128)])
 @pytest.mark.parametrize("exponents", ["near", "tiny", "huge"])
 def test_values_stay(exponents: str, out_block_size: tuple[int, int], flags: str, layout: str) -> None:
-    """Against float64: products in and out are the same numbers, or the sf in is rounded to a power of two first."""
+    """Against float64: values in and out are equal; a float32 sf of x counts by its exponent bits alone."""
     num_tokens, hidden = 70, 160
     data, sf = pair(num_tokens, hidden, (1, 32), layout, exponents)("cpu")
     if exponents == "huge":
@@ -65,7 +65,7 @@ def test_values_stay(exponents: str, out_block_size: tuple[int, int], flags: str
 
 @pytest.mark.parametrize("below", [*range(22), 60, 250])
 def test_every_ratio_by_ml_dtypes(below: int) -> None:
-    """One token, two blocks of 32: the second `below` powers of two under the first."""
+    """One token, two blocks of 32: the second sf is 2**-below times the first."""
     largest = 252
     sf = decode_ue8m0(torch.tensor([[largest, largest - below]]))
     out, out_sf = tk_quant.per_block_cast_lossless((EVERY_CODE.repeat(1, 2), sf), "e4m3", (1, 32), (1, 128))
@@ -93,7 +93,7 @@ def test_smallest_exponents(largest: int) -> None:
 
 
 def test_by_hand() -> None:
-    """Codes 0.5 and 6 under 1 and 2**-14: 32 and 384 of e4m3 beside its least, 2**-9, and 6 * 2**-8, times 2**-6."""
+    """Codes 0.5 and 6 with sf 1 and 2**-14: 32 and 384 of e4m3 beside its least, 2**-9, and 6 * 2**-8, times 2**-6."""
     data = torch.zeros(1, 32, dtype=torch.int8)
     data[0, 0], data[0, 16] = 0x71, 0x71
     out, sf = tk_quant.per_block_cast_lossless((data, torch.tensor([[1.0, 2.0**-14]])), "e4m3", (1, 32), (1, 128))
@@ -130,7 +130,7 @@ def test_float32_counts_by_its_exponent_bits() -> None:
 
 
 def test_same_as_casting_where_both_are_exact() -> None:
-    """per_token_cast makes the same values of the same pair."""
+    """The output reads back as the values of the input."""
     data, sf = pair(40, 256, (1, 32), "packed", "near")("cpu")
     out = tk_quant.per_block_cast_lossless((data, sf), "e4m3", (1, 32), (1, 128))
     values = tk_quant.cast_back((data, sf), "fp32", (1, 32))

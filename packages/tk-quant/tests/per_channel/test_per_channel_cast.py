@@ -19,7 +19,7 @@ test_compile = tiers.compile_tests(SPEC)
 test_gpu = tiers.gpu_tests(SPEC)
 test_gpu_modes = tiers.gpu_mode_tests(SPEC)
 
-# What a block of this amax makes of 1e-4, and of itself.
+# sf of a block whose amax is 1e-4 or less.
 LEAST_SF = np.float32(1e-4) / np.float32(448)
 
 

@@ -1,4 +1,4 @@
-"""The tiers of per_channel_cast_and_transpose; what it has to compute is tested beside per_channel_cast."""
+"""The tiers of per_channel_cast_and_transpose; its results are tested in test_per_channel_cast.py."""
 
 from tk_core.testing import tiers
 from tk_quant.testing.per_channel.per_channel_cast_and_transpose import SPEC

@@ -56,13 +56,13 @@ def test_gather_by_hand() -> None:
 
 
 def test_requantizing_by_hand() -> None:
-    # Tokens on scales 1 and 2**-6 of the same codes; the second one loses what is below half of 2**-9 of it.
+    # Two tokens with the same codes, on scales 1 and 2**-6; the second one's quotients are still exact.
     codes = torch.tensor([0x7E, 0x38, 0x01, 0xB9], dtype=torch.uint8)
     data = torch.zeros(2, 128, dtype=torch.uint8)
     data[:, :4] = codes
     x = (data.view(torch.float8_e4m3fn), torch.tensor([[1.0], [2.0**-6]]))
     out, sf = tk_quant.per_channel_cast_fused(x, "e4m3", 128, True, 128, rows(0, 1))
-    # 448; 1; 2**-9; 1.125: each the largest of its channel but for the power of two above amax / 448.
+    # The channels' amax are 448, 1, 2**-9 and 1.125; sf is the least power of two at least amax / 448.
     assert sf[0, :4].tolist() == [1.0, 2.0**-8, 2.0**-17, 2.0**-8]
     assert out.view(torch.uint8)[0, :4].tolist() == [0x7E, 0x78, 0x78, 0xF9]
     assert out.view(torch.uint8)[1, :4].tolist() == [0x4E, 0x48, 0x48, 0xC9]
@@ -173,7 +173,7 @@ def test_kernel_for_many_gathered_rows(arch: Arch) -> None:
 @pytest.mark.parametrize("num_rows", [16, 2064, 34816])
 def test_prefetched_columns_are_columns(num_rows: int, num_tokens: int, hidden: int) -> None:
     first, count = gathered_recast.prefetched_columns(num_rows, num_tokens, hidden, 132)
-    # What a bulk prefetch takes: whole numbers of 16 bytes.
+    # A bulk prefetch takes multiples of 16 bytes.
     assert first % 16 == 0
     assert count % 16 == 0
     assert count >= 0
@@ -187,7 +187,7 @@ def test_prefetched_columns_follow_those_of_the_first_blocks() -> None:
     assert gathered_recast.prefetched_columns(34816, 4096, 4096, 132) == (768, 2048)
     assert gathered_recast.prefetched_columns(34816, 4096, 1280, 132) == (768, 512)
     assert gathered_recast.prefetched_columns(16000, 4001, 7168, 132) == (2048, 768)
-    # 11 MB are 1280 columns, one tile past those of the first blocks, of so many tokens at most.
+    # 11 MiB hold 1280 columns, one tile past those of the first blocks, of at most 9011 tokens.
     assert gathered_recast.prefetched_columns(34816, 9011, 7168, 132) == (1024, 256)
     assert gathered_recast.prefetched_columns(34816, 9012, 7168, 132)[1] == 0
     assert gathered_recast.prefetched_columns(34816, 16384, 7168, 132)[1] == 0
@@ -209,7 +209,7 @@ def _everywhere(num_rows: int, hidden: int, alignment: int, num_sms: int, arch: 
         (pair(9, 2304), padding_only(160)),
         (pair(0, 256), padding_only(144)),
         (strided_pair(128, 2304, 128), scattered(1040, 128)),
-        # sf 8 and 4 bytes of which are aligned.
+        # sf aligned to 8 and to 4 bytes.
         (pair_with_sf_from(64, 2048, 2), scattered(272, 64)),
         (pair_with_sf_from(64, 2304, 1), scattered(272, 64)),
     ],

@@ -331,7 +331,7 @@ def test_nvfp4_by_hand() -> None:
     x[2, 17], x[2, 33] = NAN, -INF
     data, sf = tk_quant.per_token_cast(x, "e2m1", 16, tensor_sf=torch.tensor(0.5))
     codes = sf.view(torch.uint8).tolist()
-    # 12 / 6 / 0.5 is 4; 1e6 / 6 / 0.5 saturates at 448; nothing is 2**-9, the least; what is not finite is NaN.
+    # 12 / 6 / 0.5 is 4; 1e6 / 6 / 0.5 saturates at 448; zeros have 2**-9, the least; NaN and infinity have NaN.
     assert codes == [[0x48, 0x01, 0x01, 0x01], [0x7E, 0x01, 0x01, 0x01], [0x01, 0x7F, 0x7F, 0x01]]
     # 12, -5 and 1 over 4 * 0.5; 1e6 and -1 over 448 * 0.5.
     assert nibbles(data)[0, :4].tolist() == [0x7, 0xC, 0x1, 0x0]

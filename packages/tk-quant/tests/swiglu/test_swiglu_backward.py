@@ -25,7 +25,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def rows(weights: list[float], device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Row i has weight i."""
+    """Row i has weights[i]."""
     index = torch.arange(len(weights), dtype=torch.int32, device=device)
     return {
         "pos_to_token_topk": index,

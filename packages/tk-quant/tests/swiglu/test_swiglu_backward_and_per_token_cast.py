@@ -55,7 +55,7 @@ def rows(gate: float, value: float, grad: float, weight: float, **more: Any) -> 
         (-448.0, 3.0, 2.0, 0.5, None, -0.0, -0.0, -0.0, 0.0),
         # l is clamped to 32, where s is 1 still; dl is zero.
         (448.0, 3.0, 2.0, 0.5, 32.0, 48.0, 0.0, 32.0, 192.0),
-        # r is clamped to -1: dr is zero. s = 1/2 of 0.
+        # r is clamped to -1: dr is zero. l is 0, so s = 1/2.
         (0.0, -2.0, 4.0, 0.5, 1.0, -0.0, -1.0, 0.0, 0.0),
         (448.0, 448.0, 1.0, 1.0, 32.0, 1024.0, 0.0, 0.0, 1024.0),
         # On the clamp nothing is clamped.
@@ -124,7 +124,7 @@ def test_against_autograd(clamp: float | None) -> None:
     torch.testing.assert_close(got.double(), out.detach(), rtol=2.0**-8, atol=1e-6)
     torch.testing.assert_close(x_grad.double(), x.grad, rtol=2.0**-8, atol=1e-6)
     torch.testing.assert_close(weight_grad.double(), weight.grad, rtol=1e-4, atol=1e-4)
-    # e4m3 has three bits; what is small beside its group has less.
+    # e4m3 has three bits of mantissa; values small beside their group's amax have fewer.
     cast = reference.cast_back(pair, "fp32", (1, 128)).double()
     step = pair[1].double().repeat_interleave(128, dim=1)
     assert bool(((cast - x.grad).abs() <= x.grad.abs() / 16 + step * 2.0**-9).all())

@@ -48,7 +48,7 @@ def by_numpy(x: torch.Tensor, weight: torch.Tensor | None, clamp: float | None) 
 
 
 def test_by_hand() -> None:
-    # From 17.4 on 1 + exp(-l) rounds to 1; below -88.73 it is infinite.
+    # From 16.64 on 1 + exp(-l) rounds to 1; below -88.73 it is infinite.
     left = [100.0, 100.0, 18.0, 18.0, -100.0, -100.0, 0.0, -0.0, 0.0, 32.0]
     right = [4.48, -2.24, 1.0, -1.0, 3.0, -3.0, 5.0, 5.0, -5.0, 6.0]
     data, sf = op(row(left, right), "e4m3", 128)
@@ -137,7 +137,7 @@ def test_layouts_hold_the_same(fmt: str, group: int) -> None:
         other_data, other_sf = op(x, fmt, group, **FLAGS[flags])
         assert torch.equal(other_data.view(torch.uint8), data.view(torch.uint8))
         assert torch.equal(unpack_scales(other_sf, 131, num_groups), sf)
-    # What is past the rows and the columns of swizzled sf is 0.
+    # Swizzled sf past the last row and column is 0.
     assert int((other_sf.view(torch.uint8) != 0).sum()) == 131 * num_groups
 
 

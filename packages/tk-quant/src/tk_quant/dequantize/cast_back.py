@@ -68,7 +68,7 @@ class CastBackConfig:
         rows_per_thread = 2 if vector * x_bits <= 32 else 4
         num_vectors = hidden // vector
         if num_vectors <= 128:
-            # Whole warps, and a power of two, so that the rows of a tile lie in one block where blocks have many rows.
+            # Whole warps, and a power of two of rows, so that they lie in one block where blocks have many rows.
             rows = 32 // gcd(num_vectors, 32)
             while num_vectors * rows < 128:
                 rows *= 2
@@ -195,7 +195,7 @@ def _cast_back_out(
 
 
 def check_pair(x: tuple[Tensor, Tensor], fmt: str, x_special_fmt: str | None) -> tuple[Tensor, Tensor, int]:
-    """Check x, except sf and blocks, and the formats; return `(data, sf, hidden)`, with e2m1 data as int8."""
+    """Check the formats and the data of x, not sf or blocks; return `(data, sf, hidden)`, with e2m1 data as int8."""
     check.one_of("fmt", fmt, _OUT_DTYPES)
     if x_special_fmt is not None:
         check.one_of("x_special_fmt", x_special_fmt, (None, "e5m6"))

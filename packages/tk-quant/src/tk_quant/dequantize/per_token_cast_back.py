@@ -1,4 +1,4 @@
-"""per_token_cast_back: dequantize what per_token_cast made, out = data * sf of its token and group of channels.
+"""per_token_cast_back: dequantize the output of per_token_cast, out = data * sf of its token and group of channels.
 
 The kernel is that of cast_back, with blocks of one token.
 """

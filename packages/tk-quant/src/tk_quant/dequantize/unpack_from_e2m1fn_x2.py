@@ -1,7 +1,7 @@
 """unpack_from_e2m1fn_x2: convert each byte to the two floats that its nibbles encode, the low nibble first.
 
-Tensors are treated as flat. A vector is the neighbouring values that fill 16 bytes of the output. A thread converts
-several vectors, which lie as many vectors apart as the thread block has threads:
+Tensors are treated as flat. A vector is the neighbouring values that fill 16 bytes of the output. Thread t of a thread
+block of n threads converts its vectors t, t + n and so on:
 
     x      [ thread 0 | thread 1 | … | thread 0 | … ]      each field 2 or 4 bytes
     out    [ thread 0 | thread 1 | … | thread 0 | … ]      and 16

@@ -14,7 +14,7 @@ A tile goes through shared memory, and from there, transposed, through registers
     a warp loads 256 contiguous bytes                                 and stores 128 contiguous bytes
     of 2 rows at a time,                                              of 4 columns at a time.
 
-In shared memory chunk k of row r of a tile lies at k ^ (r / side % 8), so neither side has bank conflicts.
+In shared memory chunk k of row r of a tile lies at k ^ (r / side % 8), so neither writes nor reads have bank conflicts.
 
 Few thread blocks run on an SM at a time, so that reads and writes stay close to the order of addresses. To keep memory
 busy all the same, each thread block prefetches the tile of a later one into L2.
@@ -66,8 +66,8 @@ class TransposeConfig:
     def best(itemsize: int, num_cols: int, arch: Arch) -> "TransposeConfig":
         """The configuration for an input's element size and columns on an architecture."""
         # H200, 8192 x 7168, against copies of 56.9 and 28.7 µs: bf16 58.2 µs (58.6 and 59.5 with 3 and 4 blocks), e4m3
-        # 29.9 (30.05 with 4 blocks; with 4096 columns 18.0 instead of 17.8). With short rows of single bytes most tiles
-        # are in flight at once; fewer blocks, so that some tiles wait for their turn, would cost up to 8 %.
+        # 29.9 (30.05 with 4 blocks; but 4096 columns 17.8 with 4, 18.0 with 3). With short rows of single bytes most
+        # tiles are in flight at once; fewer blocks, so that some tiles wait for their turn, would cost up to 8 %.
         if itemsize == 1 and num_cols < 4096:
             return TransposeConfig(groups=8, chunks=16, threads=128, blocks=6, ahead=0)
         if itemsize == 1:
@@ -148,7 +148,7 @@ def _transpose_kernel(
         out: T.Tensor((*leading, num_cols, num_rows), T.dtype(dtype)),
     ) -> None:
         with T.Kernel(row_tiles, col_tiles, batch, threads=threads) as (row_tile, col_tile, index):
-            # Checked by the op: what vector accesses need to know of the strides.
+            # The op has checked the strides; vector accesses need to know.
             T.assume(row_stride % max(alignment // itemsize, 1) == 0)
             T.assume(batch_stride % max(alignment // itemsize, 1) == 0)
             tile = T.alloc_shared((kept_rows, tile_words), "uint32")

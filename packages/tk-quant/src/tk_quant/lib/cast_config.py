@@ -123,7 +123,7 @@ class TileConfig:
 
     @staticmethod
     def _of_blocks(block_size: tuple[int, int], x_bits: int, fmt: str, makes: str, arch: Arch) -> "TileConfig":
-        """Tiles of blocks of several tokens, four a thread; a block that takes more than a warp is split in parts."""
+        """Tiles of blocks of several tokens, up to four a thread; a block of more than a warp is split in parts."""
         block_tokens, block_channels = block_size
         to_e2m1 = fmt == "e2m1" and makes != "sf"
         vec = 16 if x_bits == 16 and block_channels > 1 else 8

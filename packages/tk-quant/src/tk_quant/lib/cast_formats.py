@@ -1,4 +1,4 @@
-"""What the cast kernels are compiled for: descriptions of their input and of the scale factors that they make."""
+"""Descriptions of a cast's input and of the scale factors that it makes; kernels are compiled for them."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ def layout_of(sf: Tensor) -> ScaleLayout:
 
 
 def flags_of(sf: Tensor) -> dict[str, bool]:
-    """Flags for a reference's sf in this layout; column-major float32 counts as row major, whose values it has."""
+    """Flags with which a reference returns such an sf; any float32 counts as row major, as only its strides differ."""
     layout = layout_of(sf)
     packed = layout is ScaleLayout.PACKED_UE8M0
     return {

@@ -7,7 +7,7 @@ tile of whole blocks and keeps it in registers until the store. A thread holds 8
               ┌───────────┬───────────┬─   ─┬────────┐
     blocks ×  │ block     │ block     │  …  │        │       thread  0 … 7   8 … 15   16 … 23   24 … 31
     tokens    │ t0 … t7   │ t8 … t15  │     │        │       block      0        1         2         3
-              └───────────┴───────────┴─   ─┴────────┘       and of 128 x 128, threads 0, 8, 16 … 248 below each other
+              └───────────┴───────────┴─   ─┴────────┘       in blocks of 128 x 128, threads 0, 8 … 248 form a column
 
 A block that takes more than a warp, such as a whole row or 128 x 128, is split in parts of a warp each. Each part is
 reduced like a block, then the maxima of the parts are reduced.

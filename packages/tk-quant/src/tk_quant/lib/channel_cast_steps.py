@@ -99,7 +99,7 @@ def make_factors(
     is_bf16: bool,
     round_sf: bool,
 ) -> None:
-    """Reduce parts, store the tile's sf, and the factors to multiply by in factors (blocks of tokens, channels)."""
+    """Reduce parts; store the tile's sf, and in factors (blocks of tokens, channels) the factors to multiply by."""
     blocks, channels = factors.shape
     lanes = parts.shape[0] // blocks
     amax = T.alloc_var("uint32")

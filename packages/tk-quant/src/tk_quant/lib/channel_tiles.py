@@ -4,8 +4,8 @@ A thread holds `vec` channels of `rows` neighbouring tokens. The amax of a chann
 threads share, is found in three steps:
 
     columns    [block of tokens, row lane, channel, row]    each thread reduces its own rows of a channel
-    parts      [block of tokens, row lane, channel]         through shared memory to one thread of each channel, or one
-                                                            in each half of a warp, which reduces all row lanes
+    parts      [block of tokens, row lane, channel]         through shared memory to one thread for each channel, or to
+                                                            two, lanes i and i + 16, each of which reduces half
     amax       [block of tokens, channel]                   makes sf and the factor, which goes to all row lanes
 
 Kernels import this module in their builder, as it imports TileLang.
@@ -99,7 +99,7 @@ class ChannelTile:
         return (block * self.lanes + lane) * (self.channels // self.vec) + channel // self.vec, channel % self.vec
 
     def of_gathered(self, block: Any, lane: Any, channel: Any) -> tuple[Any, Any]:
-        """(thread, register) of these after the exchange: all of a channel in one thread, or in lanes i and i + 16."""
+        """(thread, register) of parts after the exchange: all of a channel in one thread, or in lanes i and i + 16."""
         at_once, factor = self.threads // self.halves, block * self.channels + channel
         slot = factor % at_once
         thread = slot // 16 * 32 + lane % 2 * 16 + slot % 16 if self.halves == 2 else slot
@@ -141,7 +141,7 @@ def gather_values(x: T.Buffer, tokens: T.Buffer, channel: T.int32, tile: Channel
 
 @T.macro
 def columns_of(values: T.Buffer, tile: ChannelTile) -> T.Buffer:
-    """The values reordered so that a thread's rows are adjacent registers, where bfloat16 is reduced in pairs."""
+    """The values with a thread's rows in adjacent registers, so that bfloat16 is reduced in pairs."""
     columns = T.alloc_fragment(tile.shape_of_columns, values.dtype)
     T.annotate_layout({columns: T.Fragment(columns.shape, forward_fn=tile.of_column)})
     for b, i, j, r in T.Parallel(*columns.shape):

@@ -6,7 +6,7 @@ several divisions. Let r be an approximate 1 / d. With each bracket and each sum
     s = r + r * (1 - d * r)                             is 1 / d correctly rounded, for d from 2**-126 to 2**126;
     q = l * s;  quotient = q - (d * q - l) * s          is l / d, if
 
-  - d = 1 + exp(-l) for any float32 l within ±87, with CUDA's exp or one unit in the last place off, or
+  - d = 1 + exp(-l) for any float32 l within ±87, with exp as CUDA's or one unit in the last place off, or
   - one of l and d is 448 or 6, and no intermediate result is subnormal.
 
 For a bfloat16 l within ±87, s = r is accurate enough, except if d = 2 - 2**-23: then r has to be the float32 nearest to

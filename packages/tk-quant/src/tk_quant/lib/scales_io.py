@@ -120,9 +120,9 @@ def store_scales(
     """Store a fragment of float32 scale factors (rows, columns) of the blocks from (row, col) on.
 
     For an e8m0 sf the values are powers of two, infinity or NaN; for an e4m3 sf they are e4m3 values. Values outside
-    the (num_rows, num_cols) blocks are skipped. One-byte layouts are padded with zeros. The bytes after the last column
-    are written by a fragment that has all columns, or by fragments that reach that far; the rows of a swizzled sf after
-    the last, up to `scale_rows`, by fragments that have these rows.
+    the (num_rows, num_cols) blocks are skipped. One-byte layouts are padded with zeros: the bytes after the last column
+    if the fragment has all columns or reaches that far; and the rows of a swizzled sf after the last block, up to
+    `scale_rows`, if the fragment has them.
     """
     if layout not in _BYTES:
         for i, j in T.Parallel(values.shape[0], values.shape[1]):

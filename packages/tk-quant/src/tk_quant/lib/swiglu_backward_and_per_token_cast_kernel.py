@@ -37,7 +37,7 @@ class SwigluBackwardConfig:
         num_lanes = hidden // vec
         pieces = ceil_div(num_lanes, _MAX_LANES)
         lanes = align(ceil_div(num_lanes, pieces), num_per_channels // vec)
-        # H200, 34560 x 2 * 2048, groups of 128: 218.0 us with three turns of 61 registers, 219.6 with four, 223.3 with
+        # H200, 34560 x 2 * 2048, groups of 128: 218.0 us with three turns (61 registers), 219.6 with four, 223.3 with
         # two, 252.5 with one; 222.7 at 16 channels and 80 registers a thread without turns. With several rows at a time
         # two turns are best: three take 2.5 % longer for hidden 288 and 384. Fewer registers don't suffice.
         rows = 1

@@ -36,7 +36,7 @@ class SwigluCastConfig:
     def best(
         hidden: int, num_per_channels: int, x_bits: int, share_word: bool, clamps: bool, arch: Arch
     ) -> "SwigluCastConfig":
-        """Configuration for these sizes. `share_word`: four groups share a word of sf; `clamps`: a call clamps."""
+        """Configuration for these sizes. `share_word`: four groups share a word of sf; `clamps`: there is a clamp."""
         # H200, 34816 x 2 * 2048: 84.5 us with 1536 threads (40 registers each), 88.5 with 1280, 100.4 with the 68
         # registers that nvcc takes by itself; vec 8 takes 105, two pieces 89.9, a row ahead in a persistent grid 86.5.
         # With a clamp 40 registers are too few; float32 takes 52. Hidden 640: 40 lanes x 4 rows 31.6 us, 8 x 16 30.9.

@@ -1,4 +1,4 @@
-"""Shared by the tile-level SwiGLU kernels: which rows are padding, where a row's weight is, and the clamp."""
+"""Shared by the SwiGLU kernels: the index of a row's weight, at the tile level, and the clamp, at both levels."""
 
 from typing import Any
 

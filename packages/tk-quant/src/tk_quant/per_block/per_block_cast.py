@@ -53,8 +53,9 @@ def per_block_cast(
         amax = max(max |x|, least amax);  sf = amax / max;  data = round(x * (max / amax))
         with round_sf: sf = least power of two >= amax / max;  data = round(x / sf)
 
-    data saturates and keeps the sign of zero. A block with NaN or infinity in it has NaN or infinity for its sf. The
-    formulas and names are those of DeepSeek's TileKernels 1.0.0, and `out` is from 2.1.0.
+    data saturates and keeps the sign of zero. A block with NaN or infinity in it has NaN or infinity for its sf, and
+    its data are unspecified for e2m1. The formulas and names are those of DeepSeek's TileKernels 1.0.0, and `out` is
+    from 2.1.0.
 
     Args:
         x: (num_tokens, hidden) bfloat16 or float32, hidden a multiple of 64; rows may be strided.

@@ -11,7 +11,7 @@ A thread takes 16 channels of `pieces` rows, with all its loads in flight before
 reduce E: by shuffles among lanes, through shared memory among warps. For each row it casts the eight e2m1 magnitudes
 to e4m3 once; they fill two words, a table in which prmt looks up four codes at a time.
 
-                lanes x 16 channels              e.g. (1, 32) to (128, 128), 16 lanes x 16 rows of threads x 8 pieces
+                lanes x 16 channels              e.g. (1, 32) to (128, 128), 16 lanes x 8 rows of threads x 16 pieces
              ┌────┬────┬─   ─┬────┐
       pieces │    │    │     │    │   t0 has `pieces` rows, one under another
              │ t0 │ t1 │  …  │    │

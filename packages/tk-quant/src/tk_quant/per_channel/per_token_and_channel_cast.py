@@ -182,10 +182,10 @@ def per_token_and_channel_cast(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Quantize a tensor twice, by blocks of one token and by blocks of one channel, reading it once.
 
-    Bit for bit what `per_token_cast(x, fmt, num_per_channels)` and `per_channel_cast(x, fmt, num_per_tokens)`, or
-    `per_channel_cast_and_transpose`, return with the same `round_sf`. For each block: amax = max(max |x|, 1e-4),
-    sf = amax / 448, data = round(x * (448 / amax)); with `round_sf`: sf = the least power of two at least amax / 448,
-    data = round(x * (1 / sf)). TileKernels has no such op.
+    The same bits as from `per_token_cast(x, fmt, num_per_channels)` and `per_channel_cast(x, fmt, num_per_tokens)`, or
+    `per_channel_cast_and_transpose`, where they take such x and sizes, with the same `round_sf`. For each block:
+    amax = max(max |x|, 1e-4), sf = amax / 448, data = round(x * (448 / amax)); with `round_sf`: sf = the least power of
+    two at least amax / 448, data = round(x * (1 / sf)). TileKernels has no such op.
 
     Args:
         x: bfloat16 or float32 (num_tokens, hidden); num_tokens a multiple of 128, hidden of 64; rows may be strided.
@@ -199,10 +199,10 @@ def per_token_and_channel_cast(
 
     Returns:
         `((token_data, token_sf), (channel_data, channel_sf))`: token_data float8_e4m3fn (num_tokens, hidden); token_sf
-        float32 (num_tokens, ceil(hidden / num_per_channels)) or packed int32 (num_tokens, a fourth of it), in the
+        float32 (num_tokens, C), C = ceil(hidden / num_per_channels), or packed int32 (num_tokens, ceil(C / 4)), in the
         layout that the flags ask for; channel_data float8_e4m3fn (num_tokens, hidden) or (hidden, num_tokens);
-        channel_sf float32 (num_tokens / num_per_tokens, hidden), contiguous. A block with NaN or infinity in it
-        has NaN or infinity for its sf (packed: 255).
+        channel_sf float32 (num_tokens / num_per_tokens, hidden), contiguous. A block with NaN or infinity in it has NaN
+        or infinity for its sf (packed: 255).
 
     Raises:
         TypeError: x is no bfloat16 or float32 tensor, or a flag or a size of blocks has another type.

@@ -154,9 +154,9 @@ def per_token_cast(
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
         use_swizzled_sf: sf as Blackwell's block-scaled matrix products read it; needs round_sf or tensor_sf.
         tensor_sf: NVFP4: the scale of the whole tensor, float32, one element, shape () or (1,); a value is
-            data * sf * tensor_sf. For fmt "e2m1" in groups of 16, without round_sf and column-major sf. Let it be the
-            largest |x| of the tensor / (448 * 6), computed or calibrated; groups with |x| above 448 * 6 * tensor_sf
-            saturate. Above 0 (`TK_DEBUG=1` raises ValueError where it is not).
+            data * sf * tensor_sf. For fmt "e2m1" in groups of 16, with neither round_sf nor column-major sf. Let it be
+            the largest |x| of the tensor / (448 * 6), computed or calibrated; groups with |x| above 448 * 6 * tensor_sf
+            saturate. Must be above 0 (`TK_DEBUG=1` raises ValueError if it is not).
         out: `(data, sf)` to write into, with the dtypes, shapes and strides that a new result would have. They overlap
             no other argument and not each other.
 

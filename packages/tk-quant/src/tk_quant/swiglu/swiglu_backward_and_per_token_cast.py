@@ -159,7 +159,7 @@ def swiglu_backward_and_per_token_cast(
     check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
     check.flag("round_sf", round_sf)
     check_clamp_value(swiglu_clamp_value)
-    if check.reads_data(data):  # that the two maps stay inside each other and agree
+    if check.reads_data(data):  # the two maps must stay inside each other and agree
         num_positions, num_pairs = pos_to_token_topk.numel(), token_topk_to_pos.numel()
         check.below("pos_to_token_topk", pos_to_token_topk, num_pairs, f"indices below {num_pairs}")
         check.below("token_topk_to_pos", token_topk_to_pos, num_positions, f"indices below {num_positions}")

@@ -17,8 +17,9 @@ which agree on amax by shuffles; the lanes of four groups assemble a word of pac
             └─────────┴─────────┴─  ─┘    └─────────┴─────────┴─  ─┘
 
 If a group's lanes are no power of two or more than a warp, the group is a whole row, and a thread block takes it.
-Rows of padding are neither read nor written. A thread waits for its row's index and then for 64 bytes of x, so as many
-threads as possible have to fit on an SM: registers are capped. lib/division.py keeps the kernel bound by memory.
+Rows of padding are not read, and not written except zeros in swizzled sf. A thread waits for its row's index and then
+for 64 bytes of x, so as many threads as possible have to fit on an SM: registers are capped. lib/division.py keeps the
+kernel bound by memory.
 """
 
 from typing import Any
@@ -132,8 +133,8 @@ def swiglu_forward_and_per_token_cast(
         pos_to_token_topk: int32 (num_positions,), index of each row's weight in topk_weights, flat; a row where it is
             negative or past the end (`TK_DEBUG=1` raises ValueError for that) is padding.
         topk_weights: float32 (num_tokens, num_topk); with pos_to_token_topk only, and the other way round.
-        pos_to_expert: int32 (num_positions,); a row where it is negative is padding. What data and sf of padding rows
-            hold is unspecified (swizzled sf: 0), and x is not read there.
+        pos_to_expert: int32 (num_positions,); a row where it is negative is padding. Data and sf of padding rows are
+            unspecified (swizzled sf: 0), and x is not read there.
         use_tma_aligned_col_major_sf: sf with strides (1, num_positions rounded up to 4), as TMA wants it.
         round_sf: Round sf up to a power of two.
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.

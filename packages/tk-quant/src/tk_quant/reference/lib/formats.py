@@ -16,7 +16,7 @@ FLOAT4_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 
 def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
     """Float32 to float8_e4m3fn: to nearest, ties to even, saturating at ±448; any NaN becomes byte 0x7f."""
-    # torch's own cast turns what is too large into NaN, and keeps the sign of a NaN.
+    # torch's own cast turns values that are too large into NaN, and keeps the sign of a NaN.
     codes = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     codes.view(torch.uint8).masked_fill_(x.isnan(), _E4M3_NAN)
     return codes
@@ -151,7 +151,7 @@ def dequantize(
     data: float8_e4m3fn (tokens, hidden), or e2m1 as int8, uint8 or float4_e2m1fn_x2 (tokens, hidden / 2), or with
         `special_fmt` "e5m6" uint8 (tokens, hidden * 3 / 2).
     sf: in any layout.
-    tensor_sf: float32, one element: what data * sf (exact for e2m1 with float8_e4m3fn) is multiplied by.
+    tensor_sf: float32, one element: a factor for data * sf, which is exact for e2m1 with float8_e4m3fn.
     """
     data, sf = x
     values = decode(data, special_fmt)

@@ -72,8 +72,8 @@ def swiglu_backward(
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c of float32 tensors, rounded once, to nearest even.
 
-    The product of two float32 is exact in float64. The sum is rounded to odd: if it is
-    inexact, to that neighbour whose last bit is 1. Rounding this to float32 gives what a single rounding would.
+    The product of two float32 is exact in float64. The sum is rounded to odd: if it is inexact, to that neighbour whose
+    last bit is 1. Rounding that to float32 gives the same result as a single rounding.
     """
     product = a.to(torch.float64) * b.to(torch.float64)
     c = c.to(torch.float64)

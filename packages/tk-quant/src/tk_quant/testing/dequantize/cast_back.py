@@ -96,7 +96,7 @@ def pair(
 
 
 def every_code(fmt: str, layout: str, as_float4: bool = False) -> MakePair:
-    """Each token has every byte (for e5m6 every code) once, and one sf: of SPECIAL_SF, or of the 256 UE8M0 bytes."""
+    """Each token has every byte (for e5m6 every code) once, and one sf: of SPECIAL_SF, or all UE8M0 or e4m3 bytes."""
 
     def build(device: str) -> Pair:
         if layout == "packed":

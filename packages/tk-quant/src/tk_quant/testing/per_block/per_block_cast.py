@@ -21,7 +21,7 @@ Block = tuple[int, int]
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _NAMES = {_BF16: "bf16", _FP32: "fp32"}
 _SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Blocks shared by warps, by a warp, by some lanes; several in a thread, along tokens and channels.
+# Blocks held by several warps, by one, by some lanes; several blocks in a thread, along tokens and channels.
 _BLOCKS = ((128, 128), (32, 32), (1, 128), (128, 1), (1, 1), (2, 128), (64, 2), (16, 4), (8, 8), (1, 16), (4, 64))
 _EDGES = ((128, 16), (4, 128), (2, 2), (32, 1), (16, 64), (2, 1), (128, 8), (64, 64))
 

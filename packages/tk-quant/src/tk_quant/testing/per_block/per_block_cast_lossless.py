@@ -29,7 +29,7 @@ FLAGS = {
 def pair(
     num_tokens: int, hidden: int, block_size: Block, layout: str, exponents: str = "near", extra: int = 0
 ) -> Callable[[str], Pair]:
-    """Random codes, a third of the blocks zero; float32 sf with any mantissa bits. Rows have gaps of `extra` bytes."""
+    """Random codes, a third of the runs of 16 zero; float32 sf with any mantissa. Rows have gaps of `extra` bytes."""
 
     def build(device: str) -> Pair:
         rows, cols = ceil_div(num_tokens, block_size[0]), ceil_div(hidden, block_size[1])

@@ -99,7 +99,7 @@ def pair(
     special: bool = False,
     largest_exponent: int = 9,
 ) -> MakeInput:
-    """A pair `(data, sf)` of random codes; `special` adds NaN, infinity and the least power of two to sf."""
+    """A pair `(data, sf)` of random codes; `special` adds NaN codes of e4m3, and NaN, infinity and 2**-127 to sf."""
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         rows, cols = ceil_div(num_tokens, block_size[0]), ceil_div(hidden, block_size[1])
@@ -137,7 +137,7 @@ def make(x: MakeInput, fmt: str, num_per_channels: int, flags: str = "row", **mo
 
 
 def make_nvfp4(x: MakeInput, swizzled: bool, times: float = 1.0, shape: tuple[int, ...] = (), **more: Any) -> Make:
-    """Arguments for NVFP4. tensor_sf is `times` the least one with which the largest |x| is representable."""
+    """Arguments for NVFP4. tensor_sf is `times` the least that fits the largest |x|, or of a pair the largest sf."""
 
     def build(device: str) -> dict[str, Any]:
         values = x(device)
@@ -206,7 +206,7 @@ def compare(actual: Any, expected: Any) -> None:
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _GROUPS = (16, 32, 64, 128)
-# name, input format, its blocks, its layout, output format, group, flags
+# input format, its blocks, its layout, output format, group, flags
 _PAIRS = (
     ("e4m3", (128, 128), "packed", "e4m3", 128, "packed"),
     ("e4m3", (128, 128), "row", "e2m1", 32, "packed"),

@@ -29,7 +29,7 @@ def make(
     first_element: int = 0,
     **more: Any,
 ) -> Make:
-    """Arguments of the op. `num_real`: weights, so many of them with a position; `weight_grad`: and their gradient.
+    """Arguments of the op. `num_real`: with weights, so many of which have a position; `weight_grad`: and a gradient.
 
     x and grad_out start at element `first_element` of their storage, and are NaN in rows of padding.
     """
@@ -64,7 +64,7 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Bitwise equal, except weight_grad, which is added in another order."""
+    """Bitwise equal, except weight_grad, which is summed in another order."""
     assert_equal(actual[:2], expected[:2])
     got, want = actual[2], expected[2]
     if want is None:
@@ -97,7 +97,7 @@ SPEC = OpSpec(
     compare=compare,
     least_bytes=least_bytes,
     cases=(
-        # One tile with idle threads, without, several; with and without the optional arguments.
+        # One tile or several along a row; with and without the optional arguments.
         _case(_BF16, 7, 256, "-plain", "small modes"),
         _case(_BF16, 33, 64, "-weights", "small modes", num_real=25),
         _case(_BF16, 33, 320, "-experts", "small compile", experts=True),

@@ -20,7 +20,7 @@ _CODES_WITHOUT_NAN = 0x7F
 
 
 def activations(leading: tuple[int, ...], width: int, num_per_channels: int) -> MakePair:
-    """Normally distributed with a deviation of 2, quantized."""
+    """Normally distributed with a standard deviation of 2, quantized."""
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         x = 2 * torch.randn(prod(leading), width, device=device)
@@ -164,7 +164,7 @@ def make_extremes(num_per_channels: int, **more: Any) -> Make:
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Bitwise equal, except weight_grad, which is added in another order."""
+    """Bitwise equal, except weight_grad, which is summed in another order."""
     assert_equal(actual[:3], expected[:3])
     got, want = actual[3], expected[3]
     assert_same_metadata(got, want, "weight_grad")

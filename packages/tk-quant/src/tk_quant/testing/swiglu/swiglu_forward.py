@@ -90,7 +90,7 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("clamped_count",),
     cases=(
-        # One tile with idle threads, without, several; with and without the optional arguments.
+        # One tile or several along a row; with and without the optional arguments.
         _case(_BF16, 7, 256, "-plain", "small modes"),
         _case(_BF16, 33, 64, "-weights", "small", padding=(2, 7)),
         _case(_BF16, 33, 320, "-experts", "small compile", experts=True),

@@ -82,7 +82,7 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """Bitwise equal, except padding rows, which have an sf of 0 in the reference and nowhere else.
+    """Bitwise equal, except padding rows, the only rows whose sf is 0 in the reference.
 
     Also except e2m1 data of groups that contain infinity or NaN, as in per_token_cast.
     """
@@ -149,7 +149,7 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("clamped_count",),
     cases=(
-        # Every format, group and layout; the last word of packed sf is short at 128 channels of 640.
+        # Every format, group and layout; groups of 128 of 640 channels leave the last word of packed sf partial.
         *(
             _case(_BF16, fmt, group, flags, 5, 640, roles=_SMALL, padding=(1, 4))
             for fmt in ("e4m3", "e2m1")
