@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tk_core import check
+from tk_core import check, env
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
@@ -149,3 +149,21 @@ def test_empty_tensors_have_any_strides() -> None:
         for strides in ((1, 0), (16, 2), (0, 0)):
             empty = torch.empty_strided((0, 8), strides)
             assert check.tensor("x", empty, (torch.float32,), ("n", 8), layout=layout) == (0, 8)
+
+
+@pytest.mark.gpu
+def test_values_are_not_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    indices = torch.tensor([5], device="cuda")
+    with pytest.raises(ValueError, match="indices"):
+        check.below("indices", indices, 5, "indices below 5")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert not check.reads_data(indices)
+        check.below("indices", indices, 5, "indices below 5")
+
+
+def test_values_are_read_in_debug_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for debug in (False, True):
+        monkeypatch.setattr(env, "debug", lambda debug=debug: debug)
+        assert check.reads_data(torch.zeros(1)) is debug
+        assert not check.reads_data(torch.zeros(1, device="meta"))

@@ -1,4 +1,4 @@
-"""check.apart, and what calls of replayed functions do with it."""
+"""check.no_overlap, and what calls of replayed functions do with it."""
 
 import pytest
 import torch
@@ -29,14 +29,14 @@ def test_overlap(first: torch.Tensor, second: torch.Tensor, is_overlapping: bool
 
 
 def test_apart_names_both() -> None:
-    check.apart("out", MEMORY[:8], x=MEMORY[8:], weights=None)
+    check.no_overlap("out", MEMORY[:8], x=MEMORY[8:], weights=None)
     with pytest.raises(ValueError, match="out: expected memory of its own, got some of x"):
-        check.apart("out", MEMORY[:8], weights=None, x=MEMORY[4:])
+        check.no_overlap("out", MEMORY[:8], weights=None, x=MEMORY[4:])
 
 
 def test_apart_looks_at_no_fake_tensor() -> None:
     with torch._subclasses.FakeTensorMode() as mode:
         fake = mode.from_tensor(MEMORY)
-        check.apart("out", fake, x=fake)
+        check.no_overlap("out", fake, x=fake)
     meta = torch.empty(4, device="meta")
-    check.apart("out", meta, x=meta)
+    check.no_overlap("out", meta, x=meta)

@@ -395,7 +395,7 @@ def _several_launches(
         result = data.new_empty_strided(data.shape, (1, *data.shape[:-1])) if data.ndim == 2 else torch.empty_like(data)
     else:
         check.tensor("out", out, (data.dtype,), tuple(data.shape), layout="any")
-        check.apart("out", out, data=data, y=y, sf=sf)
+        check.no_overlap("out", out, data=data, y=y, sf=sf)
         result = out
     if data.data_ptr() % 16 == 0 and data.stride(-1) == 1:
         _first(

@@ -23,12 +23,6 @@ def alignment_of(num_tokens: int) -> int:
     return 16 if num_tokens <= 128 else 128
 
 
-def most_rows(num_tokens: int, alignment: int) -> int:
-    """Rows that are enough for any routing: each expert that has a token may need padding."""
-    num_pairs = num_tokens * NUM_TOPK
-    return (num_pairs + (alignment - 1) * min(num_pairs, NUM_EXPERTS)) // alignment * alignment
-
-
 def chain(scores: torch.Tensor, x: torch.Tensor, num_rows: int, alignment: int) -> Outputs:
     """Three launches of ours."""
     topk_idx = tk_moe.topk_gate(scores, NUM_TOPK)
@@ -73,7 +67,7 @@ def test_bench(num_tokens: int, tk_bench: Bench, request: pytest.FixtureRequest)
     scores = torch.rand(num_tokens, NUM_EXPERTS, device="cuda").argsort(1).float()
     x = torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     alignment = alignment_of(num_tokens)
-    num_rows = most_rows(num_tokens, alignment)
+    num_rows = tk_moe.max_expanded_tokens(num_tokens, NUM_TOPK, NUM_EXPERTS, alignment)
     compiled = torch.compile(chain_in_torch, fullgraph=True, dynamic=False)
     ours, outputs = as_graph(lambda: chain(scores, x, num_rows, alignment))
     theirs, expected = as_graph(lambda: compiled(scores, x, num_rows, alignment))

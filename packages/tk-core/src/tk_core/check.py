@@ -83,7 +83,7 @@ def extent(x: Tensor) -> int:
     return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
 
 
-def apart(name: str, out: Tensor, **others: Tensor | None) -> None:
+def no_overlap(name: str, out: Tensor, **others: Tensor | None) -> None:
     """Raise ValueError if `out`, which a kernel writes, overlaps in memory one of `others`, which it reads.
 
     Nothing is checked under torch.compile, or for fake tensors and other subclasses, which have no address.
@@ -145,14 +145,18 @@ def in_range(name: str, value: int, low: int, high: int) -> None:
 
 
 def reads_data(x: Tensor) -> bool:
-    """Whether to check the values in x: TK_DEBUG is on, torch.compile is not tracing, and x is not a meta tensor."""
-    return not torch.compiler.is_compiling() and env.debug() and not x.is_meta
+    """Whether to check the values in x: TK_DEBUG is on, and they can be read.
+
+    That is not so under torch.compile, for meta tensors, and while a CUDA graph is captured: reading synchronizes.
+    """
+    if torch.compiler.is_compiling() or not env.debug() or x.is_meta:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def below(name: str, indices: Tensor, bound: int, expected: str) -> None:
-    """If `reads_data` and no CUDA graph is being captured, raise ValueError unless all indices are below `bound`."""
-    # Reading the maximum synchronizes, which a stream that is being captured into a CUDA graph does not allow.
-    if reads_data(indices) and indices.numel() and not (indices.is_cuda and torch.cuda.is_current_stream_capturing()):
+    """If `reads_data`, raise ValueError unless all indices are below `bound`."""
+    if reads_data(indices) and indices.numel():
         highest = int(indices.max())
         require(highest < bound, name, expected, highest)
 

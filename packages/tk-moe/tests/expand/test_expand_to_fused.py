@@ -122,18 +122,18 @@ def test_bad_input(error: type[Exception], changes: dict[str, Any]) -> None:
         tk_moe.expand_to_fused(**expand_arguments(**changes))
 
 
+DATA = torch.ones(3, 256).to(torch.float8_e4m3fn)
+
+
 def expand_with_sf_arguments(**changes: Any) -> dict[str, Any]:
     """Good arguments of expand_to_fused_with_sf, some of them exchanged."""
     good = {
-        "x": (torch.ones(3, 256).to(torch.float8_e4m3fn), torch.ones(3, 2)),
+        "x": (DATA, torch.ones(3, 2)),
         "num_per_channels": 128,
         "token_topk_to_pos": TOKEN_TOPK_TO_POS,
         "pos_to_expert": POS_TO_EXPERT,
     }
     return {**good, **changes}
-
-
-DATA = torch.ones(3, 256).to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_bulk_config_is_none_where_it_does_not_pay(row_bytes: int, arch: str) ->
 @pytest.mark.parametrize("num_tokens", [1024, 2303, 4001, 4096, 65537])
 def test_bulk_config_deals_out_every_piece(num_tokens: int, num_sms: int) -> None:
     config = BulkConfig(4, 21)
-    num_blocks, pieces_per_block = config.deal(num_tokens, num_sms)
+    num_blocks, pieces_per_block = config.split(num_tokens, num_sms)
     assert 1 <= pieces_per_block <= config.stages
     # Every block has a piece, and only the last round of pieces may be incomplete.
     assert num_blocks <= num_tokens * 4 <= num_blocks * pieces_per_block

@@ -124,8 +124,8 @@ def test_fixed_and_masked() -> None:
 
 
 def test_copies_by_hand() -> None:
-    # Two routed experts and one shared, with one or two copies each of five physical ones.
-    physical = torch.tensor([[0, 4, 9], [1, 2, 9], [3, 9, 9]], dtype=torch.int32)
+    # Two routed experts and one shared, with one or two copies each.
+    physical = torch.tensor([[0, 4, -1, -1], [1, 2, -1, -1], [3, -1, -1, -1]], dtype=torch.int32)
     count = torch.tensor([2, 2, 1], dtype=torch.int32)
     unmapped = torch.zeros((3, 1), dtype=torch.int64)
     for ep_rank in (0, 1):

@@ -186,7 +186,7 @@ def test_reference_against_a_loop(data: st.DataObject) -> None:
     assert run(topk_idx, *args) == naive_mapping(topk_idx, *args)
 
 
-def test_cut_maps_share_no_more_than_their_storage() -> None:
+def test_cut_maps_are_contiguous_and_the_input_stays() -> None:
     topk_idx = torch.tensor(TOPK_IDX)
     before = topk_idx.clone()
     pos_to_expert, *_ = tk_moe.get_fused_mapping(topk_idx, 3, 0, 2)

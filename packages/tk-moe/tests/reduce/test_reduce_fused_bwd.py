@@ -49,7 +49,7 @@ def weighted_sum(x: torch.Tensor, topk_weights: torch.Tensor, pos: torch.Tensor)
 
 
 def test_forward_formula_passes_gradcheck_and_is_the_references() -> None:
-    pos, _ = (torch.tensor([[2, 0], [1, -1], [-1, 3]], dtype=torch.int32), None)
+    pos = torch.tensor([[2, 0], [1, -1], [-1, 3]], dtype=torch.int32)
     x = torch.randn(5, 64, dtype=torch.float64, requires_grad=True)
     topk_weights = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: weighted_sum(x, w, pos), (x, topk_weights))

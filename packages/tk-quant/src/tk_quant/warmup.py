@@ -125,10 +125,12 @@ def _casts_by_token(profile: Profile, form: Format, width: int, num_tokens: int)
     cast = {"fmt": form.fmt, "num_per_channels": group}
     for dtype, layout in product(profile.inputs, form.sf_layouts):
         x, options = empty(num_tokens, width, dtype=dtype), _token_options(form, layout)
-        if form.fmt == "e5m6":
+        if form.fmt == "e5m6" and layout != "swizzled":  # per_token_cast_to_e5m6 has no use_swizzled_sf
             yield quant.per_token_cast_to_e5m6, {"x": x, "num_per_channels": group, **options}
             continue
         yield quant.per_token_cast, {"x": x, **cast, **options}
+        if form.fmt == "e5m6":
+            continue
         if profile.separate_sf:
             yield quant.per_token_cast_with_sf_only, {"x": x, **cast, **options}
             if layout == "row_major" and not form.tensor_sf:
@@ -195,7 +197,9 @@ def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Ite
     maps: list[dict[str, Any]] = [{}]
     if profile.num_experts > 1:
         maps += [weighted, {"pos_to_expert": rows}, {**weighted, "pos_to_expert": rows}]
-    for dtype, layout, clamp, of_rows in product(profile.inputs, form.sf_layouts, _clamp_values(profile), maps):
+    # The op has other layouts for these groups only.
+    layouts = [layout for layout in form.sf_layouts if layout == "row_major" or group in (32, _TOKENS)]
+    for dtype, layout, clamp, of_rows in product(profile.inputs, layouts, _clamp_values(profile), maps):
         x = empty(num_rows, 2 * hidden, dtype=dtype)
         arguments = {"x": x, "fmt": form.fmt, "num_per_channels": group, **_token_options(form, layout), **of_rows}
         yield quant.swiglu_forward_and_per_token_cast, {**arguments, "swiglu_clamp_value": clamp}

@@ -124,10 +124,7 @@ def test_refuses_memory_of_an_input(name: str) -> None:
     x = X.clone()
     result = op(x, **kwargs)
     first = _leaves(result)[0]
-    if not first.is_contiguous():
-        return
-    size = first.numel() * first.element_size()
-    overlapping = x.view(torch.uint8).view(-1)[:size].view(first.dtype).view(first.shape)
+    overlapping = x.view(-1).view(first.dtype).as_strided(first.shape, first.stride())
     argument = "out[0]" if isinstance(result, tuple) else out
     given = (overlapping, _like(result[1])) if isinstance(result, tuple) else overlapping
     with pytest.raises(ValueError, match=f"^{re.escape(argument)}: expected memory of its own"):

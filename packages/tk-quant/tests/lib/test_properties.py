@@ -114,8 +114,6 @@ def test_casting_again_to_powers_of_two_keeps_values(x: torch.Tensor, fmt: str, 
     value = dequantize(pair, block, special(fmt))
     again = quantize(value, fmt, block, round_sf=True)
     assert torch.equal(dequantize(again, block, special(fmt)), value)
-    third = quantize(value, fmt, block, round_sf=True)
-    assert torch.equal(third[0].view(torch.uint8), again[0].view(torch.uint8))
 
 
 @given(matrices(2.0**-10, 2.0**20), formats, blocks, st.booleans(), st.integers(-3, 60))

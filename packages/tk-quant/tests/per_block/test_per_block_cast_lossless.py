@@ -130,11 +130,13 @@ def test_float32_counts_by_its_exponent_bits() -> None:
 
 
 def test_same_as_casting_where_both_are_exact() -> None:
-    """The output reads back as the values of the input."""
-    data, sf = pair(40, 256, (1, 32), "packed", "near")("cpu")
-    out = tk_quant.per_block_cast_lossless((data, sf), "e4m3", (1, 32), (1, 128))
-    values = tk_quant.cast_back((data, sf), "fp32", (1, 32))
-    assert_equal(tk_quant.cast_back(out, "fp32", (1, 128)), values)
+    """Both outputs read back as the values of the input."""
+    x = pair(40, 256, (1, 32), "packed", "near")("cpu")
+    values = tk_quant.cast_back(x, "fp32", (1, 32))
+    lossless = tk_quant.per_block_cast_lossless(x, "e4m3", (1, 32), (1, 128))
+    cast = tk_quant.per_token_cast(x, "e4m3", 128, (1, 32), round_sf=True)
+    for out in (lossless, cast):
+        assert_equal(tk_quant.cast_back(out, "fp32", (1, 128)), values)
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch has no float4_e2m1fn_x2")

@@ -191,6 +191,9 @@ def test_prefetched_columns_follow_those_of_the_first_blocks() -> None:
     assert gathered_recast.prefetched_columns(34816, 9011, 7168, 132) == (1024, 256)
     assert gathered_recast.prefetched_columns(34816, 9012, 7168, 132)[1] == 0
     assert gathered_recast.prefetched_columns(34816, 16384, 7168, 132)[1] == 0
+    # The first block on each SM has 128 threads, each of which prefetches a row.
+    assert gathered_recast.prefetched_columns(34816, 20 * 128, 7168, 20)[1] > 0
+    assert gathered_recast.prefetched_columns(34816, 20 * 128 + 1, 7168, 20)[1] == 0
 
 
 def _everywhere(num_rows: int, hidden: int, alignment: int, num_sms: int, arch: Arch) -> bool:

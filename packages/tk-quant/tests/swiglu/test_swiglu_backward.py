@@ -50,7 +50,9 @@ def test_by_hand(device: str) -> None:
 
 
 def to_float32(value: Fraction) -> Fraction:
-    """The nearest float32, of two the one with an even last bit; for magnitudes of normal numbers."""
+    """The nearest float32, of two the one with an even last bit; for 0 and magnitudes of normal numbers."""
+    if value == 0:
+        return value
     exponent = 0
     while abs(value) >= Fraction(2) ** (exponent + 1):
         exponent += 1

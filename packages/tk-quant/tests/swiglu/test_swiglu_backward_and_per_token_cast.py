@@ -1,7 +1,6 @@
 """swiglu_backward_and_per_token_cast."""
 
 from fractions import Fraction
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -214,9 +213,9 @@ def test_not_finite() -> None:
 
 def test_configurations_are_admissible() -> None:
     for hidden in (32, 96, 128, 288, 640, 1024, 1280, 2048, 3584, 7168, 20480):
-        for group, clamps in product((32, 128), (False, True)):
+        for group in (32, 128):
             if hidden % group == 0:
-                config = SwigluBackwardConfig.best(hidden, group, clamps, arch_from_name("sm_90a"))
+                config = SwigluBackwardConfig.best(hidden, group, arch_from_name("sm_90a"))
                 assert 32 <= config.threads <= 1024
                 assert config.lanes * config.vec % group == 0
                 assert (config.pieces - 1) * config.lanes * config.vec < hidden

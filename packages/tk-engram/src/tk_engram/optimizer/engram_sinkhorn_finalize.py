@@ -108,6 +108,6 @@ def engram_sinkhorn_finalize(
         out = matrix.new_empty((num_rows, width))
     else:
         check.tensor("out", out, DTYPES, (num_rows, width), device=matrix.device)
-        check.apart("out", out, matrix=None if out is matrix else matrix, row_scale=row_scale, col_scale=col_scale)
+        check.no_overlap("out", out, matrix=None if out is matrix else matrix, row_scale=row_scale, col_scale=col_scale)
     _engram_sinkhorn_finalize_out(matrix, row_scale, col_scale, float(eps), float(alpha), out)
     return out

@@ -24,10 +24,7 @@ _WIDE = 16  # bytes: what TMA asks of bases and strides
 
 def is_debugging(x: Tensor) -> bool:
     """Whether TK_DEBUG asks for a look at the values of x, and they can be looked at."""
-    if not check.reads_data(x) or type(x) not in (Tensor, Parameter):
-        return False
-    # A stream that is being captured can't be waited for.
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return type(x) in (Tensor, Parameter) and check.reads_data(x)
 
 
 def pair(name: str, x: Any) -> tuple[Any, Any]:
@@ -193,11 +190,11 @@ def result(
         d = like.new_empty(shape, dtype=dtypes[0] if c is None else c.dtype)
         return d, c, False
     matrix("d", d, dtypes, shape, device)
-    check.apart("d", d, **others)
+    check.no_overlap("d", d, **others)
     if c is None:
         return d, None, False
     check.require_type(c.dtype is d.dtype, "c", f"d's dtype {d.dtype}", c.dtype)
     if c is d:
         return d, None, True
-    check.apart("d", d, c=c)
+    check.no_overlap("d", d, c=c)
     return d, c, False

@@ -90,7 +90,7 @@ def _expand_to_fused_out(
             expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, False, config, arch)
             expand(*tensors, num_blocks, sf, out_sf)
     elif bulk is not None:
-        shares = bulk.deal(num_tokens, get_device_num_sms(x.device))
+        shares = bulk.split(num_tokens, get_device_num_sms(x.device))
         expand_bulk_kernel(cols, num_topk, x.dtype, bulk, arch)(*tensors, *shares)
     else:
         expand_kernel(cols, num_topk, x.dtype, 0, None, False, config, arch)(*tensors, num_blocks)

@@ -32,5 +32,5 @@ def check_each_once(token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> None:
     check.below("token_topk_to_pos", positions, num_expanded_tokens, f"positions below {num_expanded_tokens}")
     wrong = torch.bincount(positions, minlength=num_expanded_tokens) != (pos_to_expert >= 0)
     where = wrong.nonzero().flatten()[:4].tolist()
-    expected = "each row with pos_to_expert >= 0 once and no other"
-    check.require(not where, "token_topk_to_pos", expected, f"else at rows {where}")
+    expected = "every row with pos_to_expert >= 0 once and no other row"
+    check.require(not where, "token_topk_to_pos", expected, f"another count for rows {where}")

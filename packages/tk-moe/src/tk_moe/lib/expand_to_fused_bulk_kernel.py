@@ -53,7 +53,7 @@ class BulkConfig:
         """Whether there are enough tokens to fill all thread blocks, and at most two rows per (token, slot) pair."""
         return num_tokens >= 1024 and num_expanded_tokens <= 2 * num_tokens * num_topk
 
-    def deal(self, num_tokens: int, num_sms: int) -> tuple[int, int]:
+    def split(self, num_tokens: int, num_sms: int) -> tuple[int, int]:
         """`(num_blocks, most pieces of a block)`: the blocks run in full waves, with equal shares of the pieces."""
         num_pieces, slots = num_tokens * self.pieces_per_row, num_sms * self.blocks_per_sm
         pieces_per_block = ceil_div(num_pieces, slots * ceil_div(num_pieces, slots * self.stages))

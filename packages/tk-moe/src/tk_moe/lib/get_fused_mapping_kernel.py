@@ -70,7 +70,7 @@ def count_kernel(
             if thread < num_experts:
                 counts[0, thread] = 0
             T.sync_threads()
-            steps.count_pairs(pairs, begin, size, size, counts, 4)
+            steps.count_pairs(pairs, begin, size, size, counts, loads=4)
             T.sync_threads()
             if thread < num_experts:
                 block_counts[block, thread] = counts[0, thread]

@@ -75,9 +75,9 @@ def choose_packed(
         is_doubtful = is_doubtful or best[0] < T.int32(_NONE + 32 * vector)
     if num_topk > 1:
         above = T.shfl_sync(tops[0], lane - 1)
-        is_near = T.cast(tops[0] ^ above, "uint32") < T.uint32(256)
+        is_tied = T.cast(tops[0] ^ above, "uint32") < T.uint32(256)
         # A power of two needs no guard: all lanes have slots, and lane 0 compares with the last slot, in lane 31.
-        is_doubtful = is_doubtful or (is_near and (num_topk == 1 << bits or (lane > 0 and lane < num_topk)))
+        is_doubtful = is_doubtful or (is_tied and (num_topk == 1 << bits or (lane > 0 and lane < num_topk)))
     if T.any_sync(is_doubtful) != 0:
         for j in T.unroll(per_lane):
             keys[j] = T.if_then_else(expert_of(j, lane, vector) < num_experts, sort_key(ranks[j]), T.int32(NO_KEY))

@@ -35,15 +35,15 @@ def write_scores(scoring_func: ScoringFunc, x: T.Buffer, scores: T.Buffer) -> No
     has the bits of the division. A CUDA version took 2.14 µs with it, 2.56 without (H200, 128 tokens, 256 experts).
     """
     if scoring_func is ScoringFunc.SIGMOID:
-        are_near = T.alloc_var("bool")
-        are_near = True
+        are_moderate = T.alloc_var("bool")
+        are_moderate = True
         for j in T.unroll(x.shape[0]):
-            are_near = are_near & (T.abs(x[j]) <= T.float32(64))  # `and` would branch
-        if are_near:
+            are_moderate = are_moderate & (T.abs(x[j]) <= T.float32(64))  # `and` would branch
+        if are_moderate:
             for j in T.unroll(x.shape[0]):
                 divisor = T.float32(1) + exp(-x[j])
-                near = fast_reciprocal(divisor)
-                scores[j] = T.fma(near, T.fma(-divisor, near, T.float32(1)), near)
+                approximate = fast_reciprocal(divisor)
+                scores[j] = T.fma(approximate, T.fma(-divisor, approximate, T.float32(1)), approximate)
         else:
             for j in T.unroll(x.shape[0]):
                 scores[j] = score(scoring_func, x[j])

@@ -120,12 +120,19 @@ def choose(keys: T.Buffer, num_topk: int, lane: T.int32, first: T.int32, chosen:
 
 
 @T.macro
-def _play(
-    keys: T.Buffer, best: T.Buffer, wins: T.Buffer, lane: T.int32, k: T.int32, winners: Any, moves_on: bool, looks: bool
+def _record_best(
+    keys: T.Buffer,
+    best: T.Buffer,
+    wins: T.Buffer,
+    lane: T.int32,
+    k: T.int32,
+    winners: Any,
+    takes_next: bool,
+    searches: bool,
 ) -> None:
     """Round k: lane k records the best key and its holders.
 
-    With `moves_on` the winning lane takes its next key, and with `looks` it may search its registers for that.
+    With `takes_next` the winning lane takes its next key, and with `searches` it may search its registers for that.
     """
     slot, holders = winners
     top = T.alloc_var("int32")
@@ -136,7 +143,7 @@ def _play(
     if lane == k:
         slot[0] = top
         holders[0] = held
-    if moves_on:
+    if takes_next:
         # The lowest lane that holds the maximum wins.
         this_lane = T.uint32(1) << T.cast(lane, "uint32")
         if held & (this_lane * T.uint32(2) - T.uint32(1)) == this_lane:
@@ -144,7 +151,7 @@ def _play(
             best[1] = best[2]
             best[2] = T.int32(_UNKNOWN)
         # From its third win on, the winning lane searches its registers for the next key.
-        if looks and best[0] == T.int32(_UNKNOWN):
+        if searches and best[0] == T.int32(_UNKNOWN):
             wins[0] = wins[0] + 1
             not_less = 0
             best[0] = T.int32(NO_KEY)
@@ -166,7 +173,7 @@ def choose_from(
     `most` is an upper bound on the keys of a lane: TOP_KEY, or LEAST_KEY where its experts are ruled out. The caller
     has applied it to `best`.
     """
-    per_lane, num_blind = int(keys.shape[0]), min(2, num_topk - 1)  # rounds in which no lane has to search
+    per_lane, before_search = int(keys.shape[0]), min(2, num_topk - 1)  # rounds in which no lane has to search
     wins = T.alloc_local((1,), "int32")
     # The winning key of round `lane`, and the lanes that held it.
     slot = T.alloc_local((1,), "int32")
@@ -178,11 +185,11 @@ def choose_from(
     wins[0] = 2  # the wins of a lane before it first searches
     slot[0] = T.int32(NO_KEY)
     holders[0] = T.uint32(1)
-    for k in T.unroll(num_blind):
-        _play(keys, best, wins, lane, k, winners, True, False)
-    for k in T.serial(num_blind, num_topk - 1):
-        _play(keys, best, wins, lane, k, winners, True, True)
-    _play(keys, best, wins, lane, num_topk - 1, winners, False, False)
+    for k in T.unroll(before_search):
+        _record_best(keys, best, wins, lane, k, winners, True, False)
+    for k in T.serial(before_search, num_topk - 1):
+        _record_best(keys, best, wins, lane, k, winners, True, True)
+    _record_best(keys, best, wins, lane, num_topk - 1, winners, False, False)
 
     winner = T.__ffs(T.reinterpret(holders[0], "int32")) - 1
     found = 0

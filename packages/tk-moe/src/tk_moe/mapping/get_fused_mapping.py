@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tk_core import check
 from tk_core.arch import get_arch
+from tk_core.kernel import new_workspace
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
@@ -89,7 +90,7 @@ def _get_fused_mapping_out(
     config = GetFusedMappingConfig.best(power_of_two, num_experts, get_num_sms(topk_idx.device), arch)
     block_counts = None
     if config.cluster_size == 0:
-        block_counts = expert_start.new_empty((ceil_div(num_pairs, config.room), num_experts))
+        block_counts = new_workspace(expert_start, (ceil_div(num_pairs, config.room), num_experts))
         count_kernel(num_experts, num_topk, topk_idx.dtype, config, arch)(topk_idx, block_counts)
     launch = mapping_kernel(num_experts, num_topk, topk_idx.dtype, expert_psum is not None, config, arch)
     launch(topk_idx, block_counts, *maps, token_topk_to_pos, *per_expert, expert_psum, alignment)

@@ -193,7 +193,7 @@ def reduce_fused(
     row_sf = None
     if not isinstance(x, Tensor):
         is_pair = isinstance(x, tuple | list) and len(x) == 2
-        check.require_type(is_pair, "x", "a torch.Tensor or a pair (x, sf)", type(x))
+        check.require_type(is_pair, "x", "a torch.Tensor or a pair (x, row_sf)", type(x))
         x, row_sf = x
     num_expanded_tokens, hidden = check.tensor("x", x, _INPUT_DTYPES, ("num_expanded_tokens", "hidden"))
     check.multiple_of("hidden (columns of x)", hidden, 64)
@@ -213,6 +213,6 @@ def reduce_fused(
     else:
         check.tensor("out", out, (out_dtype,), (num_tokens, hidden), device=device)
         maps = {"topk_weights": topk_weights, "token_topk_to_pos": token_topk_to_pos}
-        check.apart("out", out, **{"x": x, "x[1]": row_sf, **maps, "sf": sf})
+        check.no_overlap("out", out, **{"x": x, "x[1]": row_sf, **maps, "sf": sf})
     _reduce_fused_out(x, row_sf, topk_weights, token_topk_to_pos, sf, out)
     return out

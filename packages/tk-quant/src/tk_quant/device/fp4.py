@@ -21,8 +21,9 @@ _FP4 = Header(__file__)
 def encode_e2m1x8(values: Iterable[Any], are_bounded: bool = False) -> Any:
     """Eight float32 to eight codes in a uint32, the first in the lowest nibble.
 
-    Values saturate, and NaN becomes +6. `are_bounded`: all magnitudes are below 7, as they are if the scale was made
-    from the amax of the group; if one is not, all eight codes are unspecified.
+    Values saturate, and NaN becomes +6; before sm_100, -6 if its sign bit is set, which no arithmetic on a GPU sets.
+    `are_bounded`: all magnitudes are below 7, as they are if the scale was made from the amax of the group; if one is
+    not, all eight codes are unspecified.
     """
     return _FP4.call("uint32", f"tk_encode_e2m1x8<{str(are_bounded).lower()}>", *values)
 

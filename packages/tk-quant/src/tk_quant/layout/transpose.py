@@ -44,7 +44,8 @@ _DTYPES = (
     *(torch.float32, torch.int32, torch.uint32),
 )
 
-_MAX_BATCH = 65535  # the most that a grid's third dimension can be
+_MAX_BLOCKS = 65535
+"""The most thread blocks in the second dimension of a grid (tiles along the columns) and the third (batch)."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _transpose_kernel(
 
             col, group = col_tile * tile_cols, row_tile * config.groups
             load_tile(x, tile, index, row_tile * tile_rows, col)
-            if config.ahead:
+            if config.ahead and alignment >= 4:  # else rows are not at whole words
                 prefetch_tile(x, index, row_tile, col_tile)
             T.ptx_wait_group(0)
             for i, j, k in T.Parallel(*transposed.shape):
@@ -176,15 +177,17 @@ def _transpose_out(x: Tensor, out: Tensor) -> None:
         return
     if x.dtype == torch.bool:  # TileLang has no vectors of bool
         x, out = x.view(torch.uint8), out.view(torch.uint8)
-    num_cols, dtype = x.shape[-1], x.dtype
     arch = get_arch(x.device)
-    config = TransposeConfig.best(dtype.itemsize, num_cols, arch)
-    launch = _transpose_kernel(num_cols, dtype, check.row_alignment(x), x.ndim == 3, config, arch)
-    if x.ndim == 2 or x.shape[0] <= _MAX_BATCH:
-        launch(x, out)
-    else:
-        for some, some_out in zip(x.split(_MAX_BATCH), out.split(_MAX_BATCH), strict=True):
-            launch(some, some_out)
+    config = TransposeConfig.best(x.dtype.itemsize, x.shape[-1], arch)
+    most_cols = _MAX_BLOCKS * config.chunks * (16 // x.dtype.itemsize)
+    parts = [(x, out)]
+    if x.shape[-1] > most_cols:
+        matrices = [(x, out)] if x.ndim == 2 else zip(x, out, strict=True)
+        parts = [part for x, out in matrices for part in zip(x.split(most_cols, 1), out.split(most_cols), strict=True)]
+    elif x.ndim == 3 and x.shape[0] > _MAX_BLOCKS:
+        parts = zip(x.split(_MAX_BLOCKS), out.split(_MAX_BLOCKS), strict=True)
+    for x, out in parts:
+        _transpose_kernel(x.shape[-1], x.dtype, check.row_alignment(x), x.ndim == 3, config, arch)(x, out)
 
 
 @replayable

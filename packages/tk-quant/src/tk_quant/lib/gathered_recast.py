@@ -70,8 +70,11 @@ def _cols_at_once(hidden: int) -> int:
 def prefetched_columns(num_rows: int, num_tokens: int, hidden: int, num_sms: int) -> tuple[int, int]:
     """`(first_col, num_cols)` of x that the first thread block on each SM prefetches into L2, for later blocks.
 
-    It does so after issuing its own loads: reads are cheapest while nothing is written yet.
+    It does so after issuing its own loads: reads are cheapest while nothing is written yet. Each thread of these
+    blocks prefetches one row of x; if x has more rows than that, nothing is prefetched.
     """
+    if num_tokens > _THREADS * num_sms:
+        return 0, 0
     row_tiles, first_blocks = ceil_div(num_rows, TILE_ROWS), _BLOCKS_PER_SM * num_sms
     at_once = _cols_at_once(hidden)
     first_col = min(ceil_div(first_blocks, row_tiles * at_once) * at_once * _CHANNELS, hidden)

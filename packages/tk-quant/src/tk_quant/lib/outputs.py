@@ -41,7 +41,7 @@ def data_output(
     if given is None:
         return like.new_empty(shape, dtype=dtype)
     check.tensor(name, given, (dtype,), shape, device=like.device)
-    check.apart(name, given, **inputs)
+    check.no_overlap(name, given, **inputs)
     return given
 
 
@@ -67,7 +67,7 @@ def scales_output(
     strides = zip(given.shape, given.stride(), expected.stride(), strict=True)
     fits = given.numel() == 0 or all(size == 1 or got == want for size, got, want in strides)
     check.require(fits, name, f"strides {expected.stride()}", given.stride())
-    check.apart(name, given, **inputs)
+    check.no_overlap(name, given, **inputs)
     return given
 
 

@@ -31,8 +31,8 @@ class SwigluBackwardConfig:
 
     @staticmethod
     @cache
-    def best(hidden: int, num_per_channels: int, clamps: bool, arch: Arch) -> "SwigluBackwardConfig":
-        """The configuration for `hidden` channels, groups of `num_per_channels`, and with or without a clamp."""
+    def best(hidden: int, num_per_channels: int, arch: Arch) -> "SwigluBackwardConfig":
+        """The configuration for `hidden` channels and groups of `num_per_channels`."""
         vec = 8
         num_lanes = hidden // vec
         pieces = ceil_div(num_lanes, _MAX_LANES)

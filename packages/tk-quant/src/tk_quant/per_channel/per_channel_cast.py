@@ -44,7 +44,7 @@ from tk_quant.lib.quantize import TILE_ROWS
 
 PAIR_CHANNELS = 128
 """Channels of a block of a pair."""
-PASS_CONFIGS = {**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True}
+_PASS_CONFIGS = {**DIRECT_COPIES, "tl.enable_lower_ldgstg": True, "tl.disable_shared_memory_reuse": True}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class PerChannelCastConfig:
         return PerChannelCastConfig(64, rows=8, vec=8, blocks_per_sm=5)
 
 
-@kernel(pass_configs=PASS_CONFIGS)
+@kernel(pass_configs=_PASS_CONFIGS)
 def per_channel_cast_kernel(
     source: CastInput,
     hidden: int,

@@ -113,17 +113,14 @@ def _swiglu_backward_kernel(
                     weights[r] = T.if_then_else(pairs[r] >= 0, topk_weights[pairs[r]], T.float32(0))
             if has_weight_grad:
                 T.clear(products)
-            for tile in T.serial(T.ceildiv(hidden, block_channels)):
+            for tile in T.serial(hidden // block_channels):
                 channel = tile * block_channels
                 for r, i in T.Parallel(*tile_shape):
-                    is_read = pairs[r] >= 0 and channel + i < hidden
-                    gates[r, i] = T.if_then_else(is_read, x[first + r, 0, channel + i], T.cast(0, dtypes[0]))
+                    gates[r, i] = T.if_then_else(pairs[r] >= 0, x[first + r, 0, channel + i], T.cast(0, dtypes[0]))
                 for r, i in T.Parallel(*tile_shape):
-                    is_read = pairs[r] >= 0 and channel + i < hidden
-                    values[r, i] = T.if_then_else(is_read, x[first + r, 1, channel + i], T.cast(0, dtypes[0]))
+                    values[r, i] = T.if_then_else(pairs[r] >= 0, x[first + r, 1, channel + i], T.cast(0, dtypes[0]))
                 for r, i in T.Parallel(*tile_shape):
-                    is_read = pairs[r] >= 0 and channel + i < hidden
-                    grads[r, i] = T.if_then_else(is_read, grad_out[first + r, channel + i], T.cast(0, dtypes[1]))
+                    grads[r, i] = T.if_then_else(pairs[r] >= 0, grad_out[first + r, channel + i], T.cast(0, dtypes[1]))
                 for r, i in T.Parallel(*tile_shape):
                     g = T.cast(grads[r, i], "float32")
                     gate = clamp_gate(T.cast(gates[r, i], "float32"), limit, given)

@@ -68,7 +68,7 @@ def _swiglu_backward_and_per_token_cast_out(
         weight_grad.zero_()
         return
     arch, clamps = get_arch(data.device), swiglu_clamp_value is not None
-    config = SwigluBackwardConfig.best(hidden, num_per_channels, clamps, arch)
+    config = SwigluBackwardConfig.best(hidden, num_per_channels, arch)
     turns = config.turns_of(num_positions, get_num_sms(data.device))
     alignments = check.row_alignment(data), check.row_alignment(grad_out)
     data, sf, grad_out, out, x_grad_data, x_grad_sf, x_grad = (
@@ -109,8 +109,8 @@ def swiglu_backward_and_per_token_cast(
         with round_sf: sf = least power of two >= amax / 448;  data = round(x_grad / sf)
 
     data saturates and keeps the sign of zero. A group with NaN or infinity in it has NaN or infinity for its sf. All
-    results are exact but weight_grad, which is summed in float32, in an order that depends only on hidden,
-    num_per_channels and whether there is a clamp. Names and formulas are those of DeepSeek's TileKernels 1.0.0.
+    results are exact but weight_grad, which is summed in float32, in an order that depends only on hidden
+    and num_per_channels. Names and formulas are those of DeepSeek's TileKernels 1.0.0.
 
     Args:
         x: `(data, sf)`: float8_e4m3fn (num_positions, 2 * hidden), the gate l in the left half, hidden a multiple of

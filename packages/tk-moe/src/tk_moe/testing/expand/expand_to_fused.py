@@ -264,14 +264,14 @@ WITH_SF_SPEC = OpSpec(
         Case("e2m1-h256-t7", make_with_sf(7, 256, 3, 128, dtype=torch.int8, num_rows=41, **_SMALL_ROUTING), small=True),
         # Scale factors gathered by a second launch: whole tiles or not, without tokens, many rows.
         Case(
-            "e4m3-h512-t7-transposed",
+            "e4m3-h512-t7-gathered",
             make_with_sf(7, 512, 4, 32, col_major=True, num_rows=75, **_SMALL_ROUTING),
             small=True,
             modes=True,
             compile=True,
         ),
         Case(
-            "e2m1-h1200-t40-packed-transposed",
+            "e2m1-h1200-t40-packed-gathered",
             make_with_sf(
                 40,
                 1200,
@@ -287,9 +287,10 @@ WITH_SF_SPEC = OpSpec(
             small=True,
             compile=True,
         ),
-        Case("e4m3-h300-t0-transposed", make_with_sf(0, 300, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
-        Case("e4m3-h288-t35000-transposed", make_with_sf(35000, 288, 8, 32, col_major=True)),
-        # Partial blocks, one column of factors, one row, columns that are not whole vectors, many factors.
+        Case("e4m3-h300-t0-gathered", make_with_sf(0, 300, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
+        Case("e4m3-h288-t35000-gathered", make_with_sf(35000, 288, 8, 32, col_major=True)),
+        # Partial blocks, one column of factors, one row, columns that are not whole vectors, more factors
+        # than threads.
         Case("e4m3-h200-t7", make_with_sf(7, 200, 3, 128, num_rows=41, **_SMALL_ROUTING), small=True),
         Case("e4m3-h128-t7-col-major", make_with_sf(7, 128, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING)),
         Case(
@@ -297,6 +298,7 @@ WITH_SF_SPEC = OpSpec(
         ),
         Case("e4m3-h131-t7", make_with_sf(7, 131, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING), small=True),
         Case("e4m3-h16384-t7", make_with_sf(7, 16384, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
+        Case("e4m3-h16384-t7-row-major", make_with_sf(7, 16384, 3, 32, num_rows=41, **_SMALL_ROUTING)),
         Case("e4m3-h256-t0", make_with_sf(0, 256, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING), small=True),
         Case(
             "e4m3-h256-t7-no-rows",

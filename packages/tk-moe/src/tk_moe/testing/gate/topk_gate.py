@@ -20,10 +20,11 @@ _EXTREMES = (
 
 
 def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal", first_element: int = 0) -> Make:
-    """Scores that are `normal`, `ties` (of 4 values), `equal`, `extremes`, any `bits`, grouped by `lane`, or `last`.
+    """Scores that are `normal`, `ties` (of 4 values), `equal`, `extremes`, any `bits`, or as follows.
 
-    "lane": each token's best scores are neighbours, so that few lanes of a warp have them all. "last": a neighbour of
-    the last expert chosen has the same score. The scores start at element `first_element` of their storage.
+    "neighbours": each token's best scores are neighbours. "lane": one lane of a warp has them all, where a lane has 4
+    experts of every 128. "last": a neighbour of the last expert chosen has the same score. The scores start at element
+    `first_element` of their storage.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -45,6 +46,10 @@ def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal
             scores = torch.randn(shape, device=device)
             last = scores.argsort(1, descending=True)[:, num_topk - 1 : num_topk]
             scores.scatter_(1, (last ^ 1).clamp(max=num_experts - 1), scores.gather(1, last))
+        elif values == "lane":
+            lanes = torch.arange(num_experts, device=device) // 4 % 32
+            scores = torch.rand(shape, device=device)
+            scores += lanes == torch.randint(0, 32, (num_tokens, 1), device=device)
         else:
             first = torch.randint(0, num_experts, (num_tokens, 1), device=device)
             scores = torch.rand(shape, device=device) - (torch.arange(num_experts, device=device) - first).abs() // 8
@@ -78,11 +83,13 @@ SPEC = OpSpec(
         Case("e256-k32-t5-equal", make(5, 256, 32, "equal"), small=True),
         Case("e256-k32-t5-extremes", make(5, 256, 32, "extremes"), small=True),
         Case("e256-k32-t5-bits", make(5, 256, 32, "bits"), small=True),
+        Case("e256-k16-t5-neighbours", make(5, 256, 16, "neighbours"), small=True),
+        Case("e256-k8-t5-lane", make(5, 256, 8, "lane"), small=True),
         Case("e256-k16-t5-lane", make(5, 256, 16, "lane"), small=True),
         Case("e256-k8-t5-last", make(5, 256, 8, "last"), small=True),
         *(
             Case(f"e256-k8-t4001-{values}", make(4001, 256, 8, values))
-            for values in ("ties", "equal", "extremes", "bits", "lane", "last")
+            for values in ("ties", "equal", "extremes", "bits", "neighbours", "lane", "last")
         ),
         *(
             Case(f"e{num_experts}-k{num_topk}-t2003-extremes", make(2003, num_experts, num_topk, "extremes"))

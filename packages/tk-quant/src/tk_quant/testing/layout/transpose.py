@@ -78,6 +78,8 @@ SPEC = OpSpec(
             for dtype in _DTYPES
             for rows, cols in ((0, 64), (16, 16), (16, 4096), (1040, 16))
         ),
+        # More tiles along the columns than a grid can have.
+        Case("float32-16x4194256", make((16, 4194256), torch.float32)),
         Case("bfloat16-48x80-rows-on-8-bytes", make_strided((48, 80), torch.bfloat16, 4, 4), compile=True, small=True),
         Case("bfloat16-48x80-rows-on-4-bytes", make_strided((48, 80), torch.bfloat16, 2, 2), small=True),
         Case("float8-e4m3fn-48x80-rows-on-4-bytes", make_strided((48, 80), torch.float8_e4m3fn, 4, 4), small=True),
