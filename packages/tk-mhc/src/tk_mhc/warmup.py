@@ -10,7 +10,7 @@ import torch
 import tk_mhc as mhc
 from tk_core.cli.profile import Call, empty
 
-_EPS = 1e-6  # no number of these is part of a kernel
+_EPS = 1e-6  # of every kind: kernels take it when launched
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class Profile:
     norm_weights: tuple[bool, ...] = (False,)
     """Whether the norm before the projection has weights."""
     layer_norms: tuple[Literal["none", "bfloat16", "float32"], ...] = ("none",)
-    """Dtypes of the weights of a norm of the sublayer's input that is fused with what comes before."""
+    """Dtypes of the weight of the fused layer norm, "none" for no norm."""
     shifted: tuple[bool, ...] = (False,)
-    """Whether a sublayer's input is collapsed by the weights that the sublayer before it found."""
+    """Whether the streams are collapsed by the pre mix of the sublayer before."""
     head: bool = True
-    """Whether the streams collapse at last by weights of their own."""
+    """Whether the streams are collapsed after the last sublayer by weights of their own."""
     broadcast: bool = False
     """Whether the first sublayer takes `mhc_pre_broadcast` rather than expanded streams."""
     partial_splits: tuple[int, ...] = ()
     """Splits for which `mhc_prenorm_gemm` and `mhc_pre_big_fuse_from_partials` are called."""
     rms_groups: tuple[int, ...] = (1,)
-    """Groups of channels of which `mhc_prenorm_gemm` sums squares apart."""
+    """Numbers of groups of channels that `mhc_prenorm_gemm` sums separately."""
     recompute: tuple[tuple[int, int], ...] = ()
-    """Sublayers that `mhc_multilayer_recompute` takes at a time, and how many of them it mixes back."""
+    """Numbers of layers and of posts that `mhc_multilayer_recompute` takes at a time."""
     training: bool = False
     """Whether the single steps and their backwards are called too."""
 
@@ -91,7 +91,7 @@ def _fused_arguments(profile: Profile) -> dict[str, Any]:
 
 
 def _fused_options(profile: Profile, num_tokens: int) -> Iterator[dict[str, Any]]:
-    """A fused norm, and the collapse by the last weights; with the first stream alone before there are any."""
+    """A fused norm, and the shifted form: without a pre_mix for the first sublayer, with one for the others."""
     for dtype, shifted in product(profile.layer_norms, profile.shifted):
         weight = None if dtype == "none" else empty(profile.hidden, dtype=dtype)
         for pre_mix in (None, empty(num_tokens, profile.mhc_mult, 1)) if shifted else (None,):

@@ -315,7 +315,7 @@ def test_gpu_more_than_two_to_the_31_elements() -> None:
     d_residual, d_fn, _ = tk_mhc.mhc_pre_norm_fn_bwd(**inputs)
     last = {**inputs, **{name: inputs[name][-100:].clone() for name in ("d_mixes", "residual", "mixes", "rstd")}}
     assert_equal(d_residual[-100:].clone(), tk_mhc.mhc_pre_norm_fn_bwd(**last)[0])
-    # A token at a time in float64 would take 18 GB more.
+    # All tokens at once in float64 would take 18 GB more.
     g = inputs["rstd"][:, None].double() * inputs["d_mixes"].double()
     d_f = sum(
         g_part.mT @ x_part.flatten(1).double()

@@ -44,15 +44,15 @@ class MhcPreApplyMixBwdConfig:
 
     @property
     def block_channels(self) -> int:
-        """Channels of a tile; what the last one has beyond hidden is left out."""
+        """Channels of a tile; those of the last one beyond hidden are left out."""
         return VECTOR * self.threads
 
     @staticmethod
     def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPreApplyMixBwdConfig":
         """The fewest idle threads in the last tile; of equals the most threads.
 
-        No more than 128, because of the registers: 93 a thread for four streams, so five such blocks share a
-        multiprocessor, but only two of 256 threads would. Not measured yet.
+        No more than 128, because of the registers: 93 a thread for four streams, so five such blocks share an SM,
+        but only two of 256 threads would. Not measured yet.
         """
         return MhcPreApplyMixBwdConfig(min((128, 64, 32), key=lambda threads: align(hidden, VECTOR * threads)))
 

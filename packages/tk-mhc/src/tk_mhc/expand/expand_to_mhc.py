@@ -34,7 +34,7 @@ class ExpandToMhcConfig:
     """Launch knobs."""
 
     block_channels: int
-    """Channels of a thread block; what goes beyond hidden is left out."""
+    """Channels of a thread block; those beyond hidden are left out."""
     threads: int
 
     @staticmethod

@@ -32,7 +32,7 @@ class ExpandToMhcBwdConfig:
     """Launch knobs."""
 
     block_channels: int
-    """Channels of a thread block; what goes beyond hidden is left out."""
+    """Channels of a thread block; those beyond hidden are left out."""
     threads: int
 
     @staticmethod

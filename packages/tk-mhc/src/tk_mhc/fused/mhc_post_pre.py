@@ -1,10 +1,10 @@
-"""mhc_post_pre: the boundary between two sublayers, what comes after one and before the next.
+"""mhc_post_pre: the boundary between two sublayers: mhc_post of one and mhc_pre_big_fuse of the next.
 
     new_residual = mhc_post(x, residual, post_layer_mix, comb_res_mix)
     post, comb, layer_input = mhc_pre_big_fuse(new_residual, fn, …)
 
-with the bits of these two. For few tokens on Hopper in two launches, lib/post_project.py and lib/pre_fuse.py; otherwise
-mhc_post's kernel and those of mhc_pre_big_fuse. Source: arXiv 2512.24880.
+with the bits of these two. For few tokens of four streams on Hopper in two launches, lib/post_project.py and
+lib/pre_fuse.py; otherwise mhc_post's kernel and those of mhc_pre_big_fuse. Source: arXiv 2512.24880.
 """
 
 import torch
@@ -110,7 +110,7 @@ def mhc_post_pre(
         rms_eps: added to the mean of squares.
         mhc_pre_eps: added to pre.
         mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
-        mhc_post_mult_value: what post is multiplied by.
+        mhc_post_mult_value: factor of post.
         sinkhorn_repeat: iterations, at least 1.
         n_splits: splits of the projection's sum, see `mhc_pre_norm_fn`.
         norm_weight: float32 (m·H), or None for ones.

@@ -1,13 +1,13 @@
-"""mhc_pre_big_fuse: all that comes before a sublayer, in two launches.
+"""mhc_pre_big_fuse: all that comes before a sublayer.
 
     mixes           = mhc_pre_norm_fn(residual, fn, norm_weight, rms_eps)
     pre, post, comb = mhc_pre_split_mixes(mixes, mhc_scale, mhc_base)
     comb            = sinkhorn_normalize(comb)
     layer_input     = mhc_pre_apply_mix(residual, pre)
 
-The first launch is the projection (lib/projection.py), the second the rest (lib/pre_fuse.py). Both are made of the
-same macros as the separate ops, so the results have the same bits. Source: arXiv 2512.24880; the shifted form and the
-layer norm are those of vLLM's mhc_pre_delayed and of its fused norm.
+The projection (lib/projection.py) is one launch, up to three from 256 tokens on; the rest (lib/pre_fuse.py) is one.
+They are made of the same macros as the separate ops, so the results have the same bits. Source: arXiv 2512.24880; the
+shifted form and the layer norm are those of vLLM's mhc_pre_delayed and of its fused norm.
 """
 
 import torch
@@ -96,7 +96,7 @@ def mhc_pre_big_fuse(
         rms_eps: added to the mean of squares.
         mhc_pre_eps: added to pre.
         mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
-        mhc_post_mult_value: what post is multiplied by.
+        mhc_post_mult_value: factor of post.
         sinkhorn_repeat: iterations, at least 1.
         n_splits: splits of the projection's sum, see `mhc_pre_norm_fn`.
         norm_weight: float32 (m·H), or None for ones.

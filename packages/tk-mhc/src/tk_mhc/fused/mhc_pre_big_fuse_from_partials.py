@@ -1,4 +1,4 @@
-"""mhc_pre_big_fuse_from_partials: what comes before a sublayer, from another kernel's partial products on.
+"""mhc_pre_big_fuse_from_partials: all that comes before a sublayer, from another kernel's partial products on.
 
     mixes = Σ_s gemm_out_mul[s] · rsqrt(Σ_s gemm_out_sqrsum[s] / (m·H) + rms_eps)       splits ascending
 
@@ -90,7 +90,7 @@ def mhc_pre_big_fuse_from_partials(
         rms_eps: added to the mean of squares.
         mhc_pre_eps: added to pre.
         mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
-        mhc_post_mult_value: what post is multiplied by.
+        mhc_post_mult_value: factor of post.
         sinkhorn_repeat: iterations, at least 1.
         layer_norm_weight: bfloat16 or float32 (H): the layer input is rounded to bfloat16, normalized by its root mean
             square and multiplied by it. None: no norm.

@@ -4,7 +4,7 @@
     residual    = m copies of hidden
     layer_input = mhc_pre_apply_mix(residual, pre)
 
-and post and comb as in mhc_pre_big_fuse, in two launches: the projection of width H (lib/projection.py), then the rest
+and post and comb as in mhc_pre_big_fuse, with its kernels: the projection of width H (lib/projection.py), then the rest
 (lib/pre_fuse.py). Source: arXiv 2512.24880, in the form of vLLM's mhc_pre_broadcast.
 """
 
@@ -77,7 +77,7 @@ def mhc_pre_broadcast(
         rms_eps: added to the mean of squares.
         mhc_pre_eps: added to pre.
         mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
-        mhc_post_mult_value: what post is multiplied by.
+        mhc_post_mult_value: factor of post.
         sinkhorn_repeat: iterations, at least 1.
         n_splits: splits of the projection's sum over H channels, see `mhc_pre_norm_fn`.
 

@@ -1,4 +1,4 @@
-"""The projection's weights, converted once for all thread blocks: fn · norm_weight as high + low, two bfloat16 each.
+"""The projection's weights, converted once for all thread blocks: fn · norm_weight, each as high + low, two bfloat16.
 
 A thread block takes a row and a stretch of its channels, a thread eight neighbouring ones.
 """

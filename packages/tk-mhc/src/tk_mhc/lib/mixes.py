@@ -29,7 +29,7 @@ def sigmoid(z: Any) -> Any:
 
 @T.macro
 def reciprocal(s: Any) -> Any:
-    """1 / s within half a unit in the last place and a little, for a normal s: no branches, as an IEEE division has."""
+    """1 / s to a little over half a unit in the last place, for a normal s, without an IEEE division's branches."""
     r = T.fast_rcp(s)
     return T.fma(r, T.fma(-s, r, T.float32(1)), r)
 
@@ -67,7 +67,7 @@ def split_mixes(
 def sinkhorn(comb: T.Buffer, repeat: int, eps: Any) -> None:
     """Softmax of each row, plus eps; then columns and rows in turn are divided by their sums plus eps, columns last.
 
-    `comb` (tokens, m, m) is a fragment with a token per thread. What is divided by sums is multiplied by reciprocals.
+    `comb` (tokens, m, m) is a fragment with a token per thread. Each division is a product with the reciprocal.
     """
     factors = T.alloc_fragment(comb.shape[:2], "float32")
     softmax_plus_eps(comb, factors, eps)

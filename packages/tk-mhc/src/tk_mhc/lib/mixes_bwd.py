@@ -1,6 +1,6 @@
 """Gradients of z = mixes · scale + base: sums over the tokens of a thread block.
 
-A thread has elements of one column only, those of every `rows`-th token of a tile:
+Of C columns a thread has elements of one only, those of every `rows`-th token of a tile:
 
     token 0          thread 0        thread 1         …  thread C - 1
     token 1          thread C        thread C + 1     …  thread 2C - 1
@@ -33,7 +33,7 @@ def add_to_sums(d_z: T.Buffer, mixes: T.Buffer, base_sums: T.Buffer, scale_sums:
 def store_sums(
     base_sums: T.Buffer, scale_sums: T.Buffer, groups: tuple[tuple[int, int, int], ...], sums: T.Buffer, row: Any
 ) -> None:
-    """To a row of `sums`: scale_sums added up over threads and each group of columns, base_sums over threads.
+    """Write a row of `sums`: each group's scale_sums, then each column's base_sums, added up over threads.
 
     `groups`: for each scale its index, its first column and the one after its last.
     """

@@ -1,4 +1,4 @@
-"""Sums of the projection's splits, which the kernel after it adds up: in every op in one order, with the same bits."""
+"""Adding up the projection's splits in the kernel after it: in every op in the same order, so with the same bits."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import tilelang.language as T
 
 
 def threads_per_token(num_tokens: int, num_columns: int, max_threads: int) -> Any:
-    """Layout of a fragment (num_tokens, num_columns) in which up to so many threads share a token's columns evenly."""
+    """Layout of a fragment (num_tokens, num_columns): up to max_threads threads share a token's columns evenly."""
     num_threads = max(n for n in range(1, max_threads + 1) if num_columns % n == 0)
     columns = num_columns // num_threads
     return T.Fragment((num_tokens, num_columns), forward_fn=lambda t, j: (t * num_threads + j // columns, j % columns))
@@ -26,10 +26,10 @@ def sum_partials(
 ) -> None:
     """mixes[t, j] = Σ_s mul[s, t, j] · rstd[t] and rstd[t] = rsqrt(Σ_s sqrsum[s, t] / width + eps), splits ascending.
 
-    If not `is_normalized`, just the two sums.
+    If not `is_normalized`, mixes and rstd are just the two sums.
     `mixes`, a fragment (block_tokens, columns), takes as many of mul's columns as it has, from the first on; `rstd`
     (block_tokens,) is in shared memory. `splits_in_flight` splits at a time come through shared memory, so that their
-    loads take no longer than one; what lies beyond the last split or token counts as zeros, which change no sum.
+    loads are in flight together; splits and tokens beyond the last count as zeros, which change no sum.
     """
     block_tokens, num_columns = mixes.shape
     products = T.alloc_shared((splits_in_flight, block_tokens, num_columns), "float32")

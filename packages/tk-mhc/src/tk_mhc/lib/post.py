@@ -9,7 +9,7 @@ import tilelang.language as T
 def post_streams(x: T.Buffer, residual: T.Buffer, post: T.Buffer, comb: T.Buffer, new_streams: T.Buffer) -> None:
     """new_streams[n, i] = post[n] · x[i] + Σ_k comb[k, n] · residual[k, i] in float32, rounded once.
 
-    The product by x is rounded, then comes one fused multiply-add a stream, ascending. All are fragments: x
+    The product with x is rounded, then comes one fused multiply-add a stream, ascending. All are fragments: x
     (block_channels,), residual and new_streams (m, block_channels), post (m,), comb (m, m).
     """
     total = T.alloc_fragment((x.shape[0],), "float32")

@@ -6,9 +6,9 @@
 
 with the bits of mhc_post and of lib/project_wgmma.py: the same macros, steps and tensor core instructions.
 
-For 64 tokens there are as many thread blocks as splits, and no more in all than multiprocessors: they run at the same
+Every 64 tokens have as many thread blocks as there are splits, in all no more than there are SMs: they run at the same
 time and can wait for each other. A thread block first computes all streams of some channels and converts the weights of
-its split; when all have done so, it multiplies what others have written.
+its split; when all have done so, it multiplies streams that others have written.
 
     x, residual   tokens × 64 channels of all streams ──→ new_residual
     fn            rows × the split's channels, float32 ──→ high and low parts, bfloat16 ──────┐
@@ -40,7 +40,7 @@ _THREADS = 256
 def post_project_kernel(
     mhc_mult: int, hidden: int, n_splits: int, is_normed: bool, block_channels: int, arch: Arch
 ) -> Any:
-    """`block_channels` are those of a step of the projection, on which its bits depend."""
+    """`block_channels`: channels of a step of the projection, on which its bits depend."""
     import tilelang.language as T
 
     from tk_mhc.lib.post import post_stream_of_tokens
@@ -136,7 +136,7 @@ def post_project_kernel(
 
 
 def takes_post_project(num_tokens: int, mhc_mult: int, hidden: int, n_splits: int, device: torch.device) -> bool:
-    """Whether this kernel can: m 4, splits no longer than usual, and a multiprocessor for each thread block."""
+    """Whether this kernel can do it: Hopper, m 4, splits no longer than by default, and an SM for each thread block."""
     if not get_arch(device).has_wgmma or mhc_mult != 4 or n_splits < default_n_splits(mhc_mult * hidden):
         return False
     return n_splits * ceil_div(num_tokens, _BLOCK_TOKENS) <= get_num_sms(device)
@@ -152,7 +152,7 @@ def launch_post_sums(
     n_splits: int,
     new_residual: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Launch it, to write new_residual (T, m, H).
+    """Launch the kernel, which writes new_residual (T, m, H).
 
     Returns the sums of its splits, mul (n_splits, T, rows of fn) and sqrsum (n_splits, T).
     """

@@ -7,7 +7,7 @@
 
 One launch with two kinds of thread blocks, so that neither waits for the other:
 
-    the first thread blocks             post and comb of a few tokens, one a thread
+    the first thread blocks             post, comb and, if shifted, pre of a few tokens, one a thread
     blocks after these                  the collapse of one token's streams, or of some of its channels
 """
 
@@ -38,7 +38,7 @@ class PreFuseConfig:
     block_channels: int
     """Channels of a thread block, which it holds in registers; with a layer norm all of hidden."""
     splits_in_flight: int
-    """Splits whose sums are asked for at once."""
+    """Splits whose sums are loaded at once."""
     mix_tokens: int
     """Tokens of a thread block that computes post and comb."""
 
@@ -46,7 +46,7 @@ class PreFuseConfig:
     def best(hidden: int, num_partials: int, has_layer_norm: bool, arch: Arch) -> "PreFuseConfig":
         """Eight channels a thread. With a layer norm up to 16, and a power of two of threads, for they add up squares.
 
-        Few tokens come with the sums of several splits: then few tokens a thread block, so that little is to be added.
+        Sums of several splits come with few tokens: a thread block then takes few, so that it has little to add up.
         m 4, H 7168, 64 tokens, 56 splits on an H200: 5.2 µs, with 32 splits in flight 6.1, with 224 threads 7.4.
         """
         mixing = (1, 16) if num_partials == 1 else (64, 2)
@@ -150,7 +150,7 @@ def pre_fuse_kernel(
                 token_rstd = T.alloc_shared((1,), "float32")
                 collapsed = T.alloc_fragment((block_channels,), "float32")
 
-                # Asked for first: the streams are on their way while the weights are computed.
+                # Loaded first: the streams are in flight while the weights are computed.
                 T.copy(residual[token, :, channel : channel + block_channels], streams)
                 if collapse in ("pre", "broadcast"):
                     sum_partials(mul, sqrsum, token, num_stored * hidden, rms_eps, weights, token_rstd, in_flight)
@@ -185,10 +185,10 @@ def check_pre_fuse(
     layer_norm: tuple[Tensor | None, float] = (None, 0.0),
     shifted: tuple[bool, Tensor | None] = (False, None),
 ) -> list[float]:
-    """Check what all ops with this kernel take beside the streams, whose leading dimensions, m and H are given.
+    """Check what all ops with this kernel take beside the streams; `streams` are the leading dimensions, m and H.
 
-    Returns `numbers`: rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value. Raises TypeError or ValueError that
-    names the argument.
+    `layer_norm` is its weight and eps, `shifted` the flag and pre_mix. Returns `numbers`: rms_eps, mhc_pre_eps,
+    mhc_sinkhorn_eps, mhc_post_mult_value. Raises TypeError or ValueError that names the argument.
     """
     leading, mhc_mult, hidden = streams
     check.tensor("mhc_scale", scale, (torch.float32,), (3,), device=device)
@@ -238,9 +238,10 @@ def launch_pre_fuse(
     pre_mix: Tensor | None = None,
     expanded: Tensor | None = None,
 ) -> None:
-    """Launch on the projection's sums, (P, T, m·(m+2)) and (P, T), and write `results`, as `new_results` makes them.
+    """Launch on the projection's sums, (P, T, m·(m+2)) and (P, T), and write `results`.
 
-    residual is (T, m, H). With `expanded` (T, m, H), which is written, it is the one stream (T, 1, H) that all are.
+    These are post, comb, layer_input and next_pre_mix or None. residual is (T, m, H). With `expanded` (T, m, H),
+    which is written, residual is (T, 1, H): the one that all streams equal.
     `numbers`: rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value.
     """
     post, comb, layer_input, next_pre = results

@@ -1,9 +1,9 @@
 """The projection's kernel on GPUs other than Hopper: one pipelined loop.
 
-thread block = 64 tokens (rows of the product) × some splits
+A thread block takes 64 tokens and some splits, in steps of 128 channels, or of 64 where splits or shared memory ask it:
 
-x     64 × 128 bfloat16 ──────────────────┐
-fn    rows × 128 float32 → high, low ─────┴→ tensor cores: 64 × rows, float32
+    x     64 × 128 bfloat16 ──────────────────┐
+    fn    rows × 128 float32 → high, low ─────┴→ tensor cores: 64 × rows, float32
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ def project_mma_kernel(
     config: ProjectionConfig,
     arch: Arch,
 ) -> Any:
-    """The product of (num_tokens, width) and (num_rows, width), each of the rms groups of channels on its own.
+    """The product of x (num_tokens, width) and fn (num_rows, width), of each rms group of channels on its own.
 
-    With output "partials" a thread block takes `splits_a_worker` of the splits, otherwise all of them. It takes
-    `fn_parts` because Hopper's kernel does, and does not read it.
+    With output "partials" a thread block takes `splits_a_worker` of the splits, otherwise all of them. The
+    kernel takes `fn_parts` as Hopper's does, but does not read it.
     """
     import tilelang.language as T
 

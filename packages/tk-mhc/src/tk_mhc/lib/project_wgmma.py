@@ -1,6 +1,6 @@
 """The projection's kernel on Hopper: warps in roles, so that loads, conversions and products run at the same time.
 
-    load        one warp        a step's x, 64 tokens × 256 channels of bfloat16, and its weights, by TMA
+    load        one warp        a step's x, 64 tokens × up to 256 channels of bfloat16, and its weights, by TMA
     convert     four warps      float32 weights → high and low parts; not for weights that are converted already
     multiply    four warps      x · highᵀ + x · lowᵀ on tensor cores, and x's squares meanwhile
 
@@ -14,11 +14,11 @@ from tk_core.kernel import kernel
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Output, ProjectionConfig, Weights, padded_rows
 
 _ROLE_BARRIER = 4
-"""Number of the hardware barrier of the multiplying warps; TileLang takes 1 to 3 itself."""
+"""Named barrier of the multiplying warps; TileLang takes 1 to 3 itself."""
 
 
 def _schedule(num_warps: int, rings: dict[str, tuple[list[Any], int]], is_normed: bool, writes_at_end: bool) -> Any:
-    """Which role does what in a step, and in the whole. `rings`: tiles, and how many of each there are."""
+    """Each role's operations in a step and in the whole kernel. `rings`: tiles, and how many there are of each."""
     import tilelang.language as T
 
     sync = T.WSSync
@@ -55,10 +55,10 @@ def project_wgmma_kernel(
     config: ProjectionConfig,
     arch: Arch,
 ) -> Any:
-    """The product of (num_tokens, width) and (num_rows, width), each of the rms groups of channels on its own.
+    """The product of x (num_tokens, width) and fn (num_rows, width), of each rms group of channels on its own.
 
     With output "partials" a thread block takes `splits_a_worker` of the splits, otherwise all of them. TileLang's own
-    barriers are off: the rings are all that the roles need, and one at the end.
+    barriers are off: the roles need only those of the rings, and one at the end.
     """
     import tilelang.language as T
     from tilelang.layout import make_swizzled_layout
@@ -78,7 +78,7 @@ def project_wgmma_kernel(
         return {T.WSID: name}
 
     def step_of(worker: Any, splits_a_worker: Any, step: Any = 0) -> Any:
-        """A worker's step, counted from the first channels on."""
+        """A worker's step, counted from the first channels of the rms group on."""
         return steps.first(T.min(worker * splits_a_worker, n_splits)) + step
 
     def channels(group: Any, step: Any) -> slice:
@@ -124,7 +124,7 @@ def project_wgmma_kernel(
             num_steps = step_of(worker + 1, splits_a_worker) - step_of(worker, splits_a_worker)
             for step in T.serial(num_steps, annotations=op("steps")):
                 if is_converted:
-                    # Rows beyond fn's last are zeros to TMA; nobody reads what they add.
+                    # TMA fills rows beyond fn's last with zeros; their part of the product is not read.
                     T.copy(
                         fn_parts[0, 0:product_rows, channels(group, step_of(worker, splits_a_worker, step))],
                         parts[0, :, :],

@@ -10,10 +10,10 @@ Arithmetic: x is exact in bfloat16; a float32 weight becomes the sum of two bflo
 low = bf16(F - high), which hold 16 of its 24 bits. Tensor cores multiply x with both and add in float32. So a weight is
 off by 2^-17 of itself at most, where TF32, which keeps 11 bits, would be off by 2^-12, in as many tensor core cycles.
 
-The order of the sums is fixed by the width and n_splits: width is cut into B blocks of 64 channels, split s has blocks
-⌊s·B/S⌋ to ⌊(s+1)·B/S⌋ - 1, each split is added up on its own, and then the splits one after the other. Who adds them
-changes nothing: for many tokens a thread block walks all splits, for few each thread block has some splits of its own,
-and their sums meet in the next kernel. Nor does who converts the weights: for many tokens a kernel before does it once.
+The order of the sums is fixed by the width and S = n_splits: width is cut into B blocks of 64 channels, split s has
+blocks ⌊s·B/S⌋ to ⌊(s+1)·B/S⌋ - 1, each split is added up on its own, and then the splits one after the other. It does
+not matter where: for many tokens a thread block walks all splits, for few each thread block has some splits, whose sums
+the next kernel adds up. Nor where the weights are converted: for many tokens a kernel before this one does it, once.
 
 lib/project_wgmma.py has the kernel for Hopper, lib/project_mma.py the one for other GPUs.
 """
@@ -33,14 +33,14 @@ from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Output, ProjectionConfig
 from tk_mhc.lib.sum_splits import launch_sum_splits
 
 CONVERT_TOKENS = 2048
-"""From so many tokens on, on Hopper, the weights are converted by a kernel of their own.
+"""From this many tokens on, on Hopper, the weights are converted by a kernel of their own.
 
 Width 28672 on an H200, with that kernel and without: 1024 tokens 22.9 and 21.4 µs, 2048 38.0 and 39.8, 4096 68.5 and
 76.1, 8192 118 and 144.
 """
 
 SUM_TOKENS = 256
-"""From so many tokens on, the splits' sums are added up by a kernel of their own, not by each thread block after.
+"""From this many tokens on, a kernel of its own adds up the splits' sums, not each thread block of the next kernel.
 
 mhc_pre_big_fuse, m 4, H 7168, on an H200, with that kernel and without: 64 tokens 11.6 and 10.4 µs, 128 12.8 and 12.7,
 256 15.9 and 17.9, 1024 42.6 and 53.4, 4096 148 and 214.
@@ -48,9 +48,9 @@ mhc_pre_big_fuse, m 4, H 7168, on an H200, with that kernel and without: 64 toke
 
 
 def default_n_splits(width: int) -> int:
-    """Splits of 512 channels, or of the next smaller number by which the width can be cut evenly.
+    """As few splits as have equal lengths of at most 512 channels, in steps of 256, 128 or 64 that divide the width.
 
-    Few tokens reach many multiprocessors so. Longer splits would spare work where there are many tokens, but little:
+    So even few tokens reach many SMs. Longer splits would save work where there are many tokens, but little:
     width 28672 on an H200, 8192 tokens, 28 and 56 splits: 113 and 115 µs; 64 tokens, with an older kernel: 8.9 and 5.9.
     """
     num_blocks = width // CHANNEL_BLOCK
@@ -60,12 +60,12 @@ def default_n_splits(width: int) -> int:
 
 
 def takes_all_splits(num_tokens: int, n_splits: int, device: torch.device) -> bool:
-    """Whether there are so many tokens that each thread block walks all splits."""
+    """Whether each thread block walks all splits: for many tokens, or a single split."""
     return _splits_per_worker(num_tokens, n_splits, device) == n_splits
 
 
 def _splits_per_worker(num_tokens: int, n_splits: int, device: torch.device) -> int:
-    """How many splits a thread block takes: as few as give every multiprocessor a thread block, all for many tokens."""
+    """How many splits a thread block takes: as few as leave at most one thread block an SM, all for many tokens."""
     num_tiles = ceil_div(num_tokens, ProjectionConfig.block_tokens)
     return ceil_div(n_splits, max(1, get_num_sms(device) // num_tiles))
 
@@ -83,7 +83,7 @@ def launch_projection(
     """Launch the projection of x (T, width) on fn (rows, width).
 
     Writes mul (n_splits or 1, T, groups · rows) and sqrsum (n_splits or 1, T · groups), where groups, the rms groups,
-    are what mul has room for. `eps` is for "mixes".
+    are as many as mul has room for. With "mixes" these are mixes and rstd, for which `eps` is.
     """
     num_tokens, (num_rows, width) = x.shape[0], fn.shape
     num_rms_groups = mul.shape[2] // num_rows
@@ -105,7 +105,7 @@ def new_sums(fn: Tensor, num_splits: int, num_tokens: int) -> tuple[Tensor, Tens
 
 
 def launch_sums(x: Tensor, fn: Tensor, norm_weight: Tensor | None, n_splits: int) -> tuple[Tensor, Tensor]:
-    """The projection's sums, for a kernel that adds up what it gets: a few tokens' of each split, otherwise of all.
+    """The projection's sums, for a kernel that adds up what it gets: for few tokens each split's, otherwise the total.
 
     Returns mul (splits or 1, T, rows of fn) and sqrsum (splits or 1, T).
     """
@@ -124,7 +124,7 @@ def launch_sums(x: Tensor, fn: Tensor, norm_weight: Tensor | None, n_splits: int
 
 
 def check_n_splits(n_splits: int | None, width: int) -> int:
-    """The number of splits: `n_splits`, at most a split a block of 64 channels, or the default for None.
+    """The number of splits: `n_splits`, at most one for each block of 64 channels, or the default for None.
 
     Raises TypeError unless it is an int or None, ValueError below 1.
     """

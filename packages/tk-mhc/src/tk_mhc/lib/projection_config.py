@@ -10,7 +10,7 @@ CHANNEL_BLOCK = 64
 """Channels of a block: splits consist of whole blocks."""
 
 Output = Literal["partials", "sums", "mixes"]
-"""What the kernel writes: each split's sums, the sums of all splits, or the mixes (and in place of squares, rstd)."""
+"""What the kernel writes: each split's sums, the sums of all splits, or mixes and, for sums of squares, rstd."""
 
 Weights = Literal["float32", "normed", "parts"]
 """What the kernel takes: fn; fn to be multiplied by the norm's weight; or high and low parts, made before."""
@@ -30,9 +30,9 @@ class ProjectionConfig:
 
     @staticmethod
     def best(num_rows: int, group_width: int, n_splits: int, weights: Weights, arch: Arch) -> "ProjectionConfig":
-        """Steps of 256 channels where splits and shared memory allow it, and as many in flight as there is room for.
+        """The longest steps that splits and shared memory allow, up to 256 channels on Hopper, elsewhere 128.
 
-        Weights converted here or before: the steps are the same, for the bits depend on them. Width 28672 on an H200,
+        They are the same for weights converted here or before, for the bits depend on them. Width 28672 on an H200,
         8192 tokens, weights converted before: 132 µs with steps of 128 channels, 114 with 256.
         """
         num_blocks = group_width // CHANNEL_BLOCK
@@ -57,5 +57,5 @@ class ProjectionConfig:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of the product: of 24, Hopper's tensor cores would take 8 at a time. Nobody reads what the others add."""
+    """Rows of fn, padded: of 24, TileLang would multiply 8 at a time on Hopper. The padding's results are not read."""
     return align(num_rows, 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32)

@@ -1,4 +1,4 @@
-"""What the projection's kernels do with their tiles; these macros fix its arithmetic, for few tokens as for many."""
+"""The projection's work on tiles; these macros fix its arithmetic, for few tokens as for many."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ class SplitSteps(NamedTuple):
         return split * self.num_blocks // self.n_splits // self.blocks_a_step
 
     def done(self, step: Any) -> Any:
-        """How many splits have ended when the step has."""
+        """One more than the index of the split in which the step ends."""
         return T.ceildiv((step + 1) * self.blocks_a_step * self.n_splits, self.num_blocks)
 
     def ends_split(self, step: Any) -> Any:
@@ -27,7 +27,7 @@ class SplitSteps(NamedTuple):
 
 @T.macro
 def convert_weights(fn_tile: T.Buffer, weight: Any, parts: T.Buffer) -> None:
-    """parts[0] = fn_tile · weight, rounded to bfloat16, and parts[1] = what that left, rounded; weight may be None.
+    """parts[0] = fn_tile · weight, rounded to bfloat16, and parts[1] = the rest, rounded; weight may be None.
 
     Rows of parts beyond fn_tile's last are left alone.
     """
@@ -39,7 +39,7 @@ def convert_weights(fn_tile: T.Buffer, weight: Any, parts: T.Buffer) -> None:
 
 @T.macro
 def add_squares(x_tile: T.Buffer, squares: T.Buffer) -> None:
-    """squares[i, c] += x_tile[i, c]², the tile's columns in turns if squares has fewer."""
+    """squares[i, c] += x_tile[i, c]²; if squares has fewer columns, for each part of the tile that is as wide."""
     block_tokens, columns = squares.shape
     for part in T.unroll(x_tile.shape[1] // columns):
         for i, c in T.Parallel(block_tokens, columns):

@@ -1,4 +1,4 @@
-"""The sums of the projection's splits, added up split by split: each token's own, and the mixes if they are wanted."""
+"""A kernel that adds up the projection's splits, ascending, and if wanted makes mixes of the sums."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def _sum_splits_kernel(num_rows: int, width: int, is_normalized: bool, arch: Arc
 
     from tk_mhc.lib.partials import sum_partials, threads_per_token
 
-    # All that a model's call has, but for m = 8, where they would take all registers.
+    # All splits of a model's call; fewer for m = 8, where these would take all registers.
     splits_in_flight = 64 if num_rows <= 24 else 16
     num_tokens, num_partials = T.dynamic("num_tokens"), T.dynamic("num_partials")
 

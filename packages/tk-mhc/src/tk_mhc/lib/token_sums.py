@@ -1,8 +1,8 @@
 """Gradients of scale and base: sums over tokens, whose bits depend on the tokens alone.
 
 `NUM_RANGES` thread blocks add up a range of tokens each, whatever the GPU, and the kernel here adds up the ranges,
-ascending. All in float64: a sum of n terms of either sign is only about √n large, so float32 sums would be off by more
-than their terms are.
+ascending. All in float64: a sum of n terms of either sign is only about √n large, so rounding a sum
+in float32 would add a larger error than its terms have.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align
 
 NUM_RANGES = 128
-"""Ranges of tokens: about as many as an H200 has multiprocessors."""
+"""Ranges of tokens: about as many as an H200 has SMs."""
 
 
 @kernel

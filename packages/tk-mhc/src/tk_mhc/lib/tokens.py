@@ -9,16 +9,17 @@ from tk_core import check
 MHC_MULTS = (2, 4, 8)
 """Numbers of streams that the kernels are built for."""
 HIDDEN_MULTIPLE = 64
-"""What divides every hidden size."""
+"""Every hidden size is a multiple of it."""
 MAX_HIDDEN = 8192
 
 
 def check_streams(
     name: str, x: Any, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,), *, layout: check.Layout = "contiguous"
 ) -> tuple[tuple[int, ...], int, int]:
-    """Check a tensor of streams (..., m, H): its leading dimensions, m and H.
+    """Check a tensor of streams (..., m, H), and return its leading dimensions, m and H.
 
-    Raises TypeError for another type or dtype, ValueError unless m is 2, 4 or 8 and H a multiple of 64, 64 to 8192.
+    Raises TypeError for another type or dtype, ValueError for another shape or layout, or unless m is 2, 4 or 8 and H a
+    multiple of 64, 64 to 8192.
     """
     *leading, mhc_mult, hidden = check.tensor(name, x, dtypes, (..., "mhc_mult", "hidden"), layout=layout)
     check.one_of(f"mhc_mult (dimension -2 of {name})", mhc_mult, MHC_MULTS)
@@ -33,7 +34,7 @@ def check_hidden(name: str, hidden: int) -> None:
 
 
 def check_fn(name: str, fn: Any, mhc_mult: int, hidden: int, device: torch.device) -> int:
-    """Check the projection's weight, float32 (m·(m+2), m·H) or (m, m·H): its number of rows.
+    """Check the projection's weight, float32 (m·(m+2), m·H) or (m, m·H), and return its number of rows.
 
     Raises TypeError for another type or dtype, ValueError for another shape, stride or device.
     """

@@ -89,7 +89,7 @@ def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor,
         input_mix: float32 (..., m), contiguous, as `mhc_pre_norm_fn` returns it for a head; m is 2, 4 or 8.
         mhc_scale: float32 (1).
         mhc_base: float32 (m).
-        mhc_pre_eps: what is added to the sigmoids.
+        mhc_pre_eps: added to the sigmoids.
 
     Returns:
         float32 (..., m).

@@ -27,10 +27,10 @@ from tk_mhc.lib.tokens import MHC_MULTS
 
 @dataclass(frozen=True)
 class MhcHeadComputeMixBwdConfig:
-    """Launch knobs. They decide which sums are taken first, so the bits of d_scale and d_base."""
+    """Launch knobs. They decide the order of the sums, and so the bits of d_scale and d_base."""
 
     rows: int
-    """Tokens whose elements the threads take at a time, one each."""
+    """Tokens whose elements the threads take at a time, an element a thread."""
     block_tokens: int
     """Tokens of a tile."""
 
@@ -124,8 +124,8 @@ def mhc_head_compute_mix_bwd(
     """Gradients of `mhc_head_compute_mix` by mix, scale and base.
 
     d_z = d_o · s(1 - s) with s = sigmoid(mix · scale + base); d_mix = d_z · scale, d_scale = Σ d_z · mix and
-    d_base = Σ d_z over tokens. The sums are float64, of 128 ranges of tokens, so their bits are the same at any number
-    of multiprocessors; those of no tokens are zeros. Source: arXiv 2512.24880.
+    d_base = Σ d_z over tokens. The sums are float64, of 128 ranges of tokens, so their bits are the same on any number
+    of SMs; those of no tokens are zeros. Source: arXiv 2512.24880.
 
     Args:
         d_o: float32 (..., m), contiguous, the gradient by the result.

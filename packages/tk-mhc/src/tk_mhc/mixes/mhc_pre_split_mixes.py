@@ -34,7 +34,7 @@ class MhcPreSplitMixesConfig:
 
     @staticmethod
     def best(arch: Arch) -> "MhcPreSplitMixesConfig":
-        """One warp, so that 8192 tokens reach all multiprocessors. Untuned."""
+        """One warp, so that 8192 tokens reach all SMs. Untuned."""
         return MhcPreSplitMixesConfig(block_tokens=32)
 
 
@@ -123,8 +123,8 @@ def mhc_pre_split_mixes(
         mhc_scale: float32 (3).
         mhc_base: float32 (m·(m + 2)).
         mhc_mult: m, the number of streams: 2, 4 or 8.
-        mhc_post_mult_value: what sigmoids of the second group are multiplied by.
-        mhc_pre_eps: what is added to sigmoids of the first group.
+        mhc_post_mult_value: factor of the second group's sigmoids.
+        mhc_pre_eps: added to the first group's sigmoids.
 
     Returns:
         pre and post float32 (..., m, 1), comb float32 (..., m, m).

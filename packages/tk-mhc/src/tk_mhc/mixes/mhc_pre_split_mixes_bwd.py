@@ -33,10 +33,10 @@ from tk_mhc.lib.tokens import MHC_MULTS
 
 @dataclass(frozen=True)
 class MhcPreSplitMixesBwdConfig:
-    """Launch knobs. They decide which sums are taken first, so the bits of d_scale and d_base."""
+    """Launch knobs. They decide the order of the sums, and so the bits of d_scale and d_base."""
 
     rows: int
-    """Tokens whose elements the threads take at a time, one each."""
+    """Tokens whose elements the threads take at a time, an element a thread."""
     block_tokens: int
     """Tokens of a tile."""
 
@@ -163,7 +163,7 @@ def mhc_pre_split_mixes_bwd(
 
     With z = mixes · scale + base and s = sigmoid(z): d_z is d_pre · s(1 - s), d_post · post_mult_value · s(1 - s) and
     d_comb; d_mixes = d_z · scale, d_scale = Σ d_z · mixes and d_base = Σ d_z over tokens. The sums are float64, of 128
-    ranges of tokens, so their bits are the same at any number of multiprocessors; those of no tokens are zeros.
+    ranges of tokens, so their bits are the same on any number of SMs; those of no tokens are zeros.
     Source: arXiv 2512.24880.
 
     Args:
@@ -174,7 +174,7 @@ def mhc_pre_split_mixes_bwd(
         mhc_scale: float32 (3).
         mhc_base: float32 (m·(m + 2)).
         mhc_mult: m, the number of streams: 2, 4 or 8.
-        mhc_post_mult_value: what sigmoids of the second group were multiplied by.
+        mhc_post_mult_value: factor of the second group's sigmoids.
 
     Returns:
         d_mixes float32 (..., m·(m + 2)), d_scale float32 (3), d_base float32 (m·(m + 2)).

@@ -25,7 +25,7 @@ from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import MHC_MULTS
 
 MAX_REPEAT = 1000
-"""Iterations, at most: so many sums of rows and columns the backward keeps in shared memory on any GPU."""
+"""Iterations, at most: the sums of rows and columns of so many fit into shared memory in the backward, on any GPU."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SinkhornNormalizeConfig:
 
     @staticmethod
     def best(arch: Arch) -> "SinkhornNormalizeConfig":
-        """One warp, so that 8192 tokens reach all multiprocessors. Untuned."""
+        """One warp, so that 8192 tokens reach all SMs. Untuned."""
         return SinkhornNormalizeConfig(block_tokens=32)
 
 
@@ -87,7 +87,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
     Args:
         x: float32 (..., m, m); m is 2, 4 or 8. A non-contiguous x is copied first.
         repeat: iterations, 1 to 1000; each number compiles a kernel of its own.
-        eps: what is added to the softmax and to sums; not negative.
+        eps: added to the softmax and to sums; not negative.
 
     Returns:
         float32 (..., m, m), contiguous.
@@ -105,7 +105,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
 
 
 def check_matrices(name: str, x: Any) -> tuple[tuple[int, ...], int]:
-    """Check a tensor of float32 matrices (..., m, m) of any strides: its leading dimensions and m."""
+    """Check a tensor of float32 matrices (..., m, m) of any strides, and return its leading dimensions and m."""
     *leading, rows, columns = check.tensor(name, x, (torch.float32,), (..., "mhc_mult", "mhc_mult"), layout="any")
     check.require(rows == columns, name, "a square matrix in the last two dimensions", tuple(x.shape))
     check.one_of(f"mhc_mult (last dimension of {name})", columns, MHC_MULTS)

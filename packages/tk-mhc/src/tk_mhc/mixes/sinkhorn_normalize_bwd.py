@@ -9,8 +9,7 @@ Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
 A thread has the matrix of a token and its gradient in registers. Of each step it keeps the reciprocals of the m sums,
 in shared memory: m numbers, where the matrix would be m². On the way back they give the matrix before the step, y · s.
-What this adds to the gradient's error is a hundredth of what torch.testing allows after 20 iterations, and a fifth
-after 800.
+This adds to the gradient's error a hundredth of what torch.testing allows after 20 iterations, and a fifth after 800.
 """
 
 from dataclasses import dataclass
@@ -34,13 +33,13 @@ class SinkhornNormalizeBwdConfig:
     """Launch knobs."""
 
     block_tokens: int
-    """Tokens of a thread block; it has a warp, of which a thread takes a token."""
+    """Tokens of a thread block, which is a warp; a thread takes a token."""
 
     @staticmethod
     def best(mhc_mult: int, repeat: int, arch: Arch) -> "SinkhornNormalizeBwdConfig":
-        """A token for each thread, or as many as their sums fit into shared memory. Untuned."""
+        """A token for each thread, or as many tokens as shared memory has room for the sums of. Untuned."""
         bytes_of_token = 4 * mhc_mult * (2 * repeat - 1)
-        # CUDA takes 1 KiB of each thread block's shared memory for itself.
+        # 1 KiB to spare; the KiB that CUDA takes for itself is no part of max_shared_memory.
         max_bytes = arch.max_shared_memory - 1024
         block_tokens = 32
         while block_tokens > 1 and block_tokens * bytes_of_token > max_bytes:
@@ -159,7 +158,7 @@ def sinkhorn_normalize_bwd(d_o: Tensor, x: Tensor, repeat: int, eps: float) -> T
         d_o: float32 (..., m, m), the gradient by the result. A non-contiguous one is copied first.
         x: float32 (..., m, m), as `sinkhorn_normalize` was given it; m is 2, 4 or 8. It is copied like d_o.
         repeat: iterations, 1 to 1000; each number compiles a kernel of its own.
-        eps: what was added to the softmax and to sums; not negative.
+        eps: added to the softmax and to sums; not negative.
 
     Returns:
         float32 (..., m, m), contiguous.

@@ -1,4 +1,4 @@
-"""mhc_multilayer_recompute: the streams before and inputs of several sublayers again, from what the sublayers returned.
+"""mhc_multilayer_recompute: computes the streams and inputs of several sublayers again, from the sublayers' outputs.
 
     R_0 = initial_residual
     layer_input_i = bf16(Σ_s pre_i[s] · R_i[s])                                  as mhc_pre_apply_mix
@@ -41,10 +41,10 @@ class MhcMultilayerRecomputeConfig:
     """Launch knobs."""
 
     block_channels: int
-    """Channels of a thread block; what goes beyond hidden is left out."""
+    """Channels of a thread block; those beyond hidden are left out."""
     threads: int
     min_blocks: int
-    """Thread blocks that have to fit a multiprocessor: bounds the registers of a thread."""
+    """Thread blocks that have to fit on an SM: bounds the registers of a thread."""
 
     @staticmethod
     def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcMultilayerRecomputeConfig":
@@ -55,7 +55,7 @@ class MhcMultilayerRecomputeConfig:
         """
         block_channels = channel_tile(hidden, max_threads=128)
         registers = {2: 64, 4: 96, 8: 168}[mhc_mult]
-        # A multiprocessor has four partitions of 512 registers for each lane of a warp.
+        # An SM has four partitions, each with 512 registers for each lane of a warp.
         warps = 4 * (512 // registers)
         threads = block_channels // VECTOR
         return MhcMultilayerRecomputeConfig(block_channels, threads, min_blocks=warps // (threads // 32))

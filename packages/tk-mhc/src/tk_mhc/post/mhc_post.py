@@ -2,7 +2,7 @@
 
     out[t, n, i] = bf16(post[t, n] · x[t, i] + Σ_k comb[t, k, n] · residual[t, k, i])
 
-in float32: the product by x rounded, then one fused multiply-add a stream, ascending, then rounded to bfloat16: every
+in float32: the product with x rounded, then one fused multiply-add a stream, ascending, then rounded to bfloat16: every
 bit is defined. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
 A thread block takes a token and a stretch of its channels, a thread eight neighbouring channels of x and of all
@@ -36,14 +36,14 @@ class MhcPostConfig:
     """Launch knobs."""
 
     block_channels: int
-    """Channels of a thread block; what goes beyond hidden is left out."""
+    """Channels of a thread block; those beyond hidden are left out."""
     threads: int
 
     @staticmethod
     def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPostConfig":
         """Eight channels a thread, so that every load and store takes 16 bytes. Untuned.
 
-        With eight streams a thread needs 163 registers, so that smaller blocks leave fewer of them unused.
+        With eight streams a thread needs 163 registers, and smaller blocks leave fewer of an SM's registers unused.
         """
         block_channels = channel_tile(hidden, max_threads=128 if mhc_mult == 8 else 256)
         return MhcPostConfig(block_channels, threads=block_channels // VECTOR)
@@ -108,7 +108,7 @@ def mhc_post(
 ) -> Tensor:
     """Mix the streams and add a sublayer's output to each: out[n] = post[n] · x + Σ_k comb[k, n] · residual[k].
 
-    In float32, the product by x rounded, then one fused multiply-add a stream, ascending, then rounded to bfloat16.
+    In float32, the product with x rounded, then one fused multiply-add a stream, ascending, then rounded to bfloat16.
     Source: arXiv 2512.24880.
 
     Args:

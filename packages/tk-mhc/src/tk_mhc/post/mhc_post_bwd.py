@@ -1,4 +1,4 @@
-"""mhc_post_bwd: gradients of `mhc_post` by all that went in.
+"""mhc_post_bwd: gradients of `mhc_post` by each of its inputs.
 
     d_x[t, i]           = bf16(Σ_n post[t, n] · d_o[t, n, i])
     d_residual[t, k, i] = bf16(Σ_n comb[t, k, n] · d_o[t, n, i])
@@ -7,9 +7,9 @@
 
 in float32. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
-A thread block takes a token and walks its channels, a thread eight neighbouring ones at a time. What it has read it
-uses for all four gradients; the m + m · m sums over channels stay in registers as one partial sum a thread, and the
-threads add theirs up once, at the end:
+A thread block takes a token and walks its channels, a thread eight neighbouring ones at a time. It reads each channel
+once, for all four gradients; of the m + m · m sums over channels each thread keeps partial sums in registers, which are
+added up once, at the end:
 
     channels    [ thread 0 | thread 1 | … ] [ thread 0 | thread 1 | … ] …       each field 8 channels
     sums        (m, threads) and (m, m, threads)  →  d_post (m), d_comb (m, m)
@@ -42,7 +42,7 @@ class MhcPostBwdConfig:
     """Neighbouring channels of a thread."""
 
     min_blocks: int
-    """Thread blocks that have to fit a multiprocessor: bounds the registers of a thread."""
+    """Thread blocks that have to fit on an SM: bounds the registers of a thread."""
 
     @staticmethod
     def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPostBwdConfig":

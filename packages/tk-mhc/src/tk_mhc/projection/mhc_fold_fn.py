@@ -1,9 +1,9 @@
-"""mhc_fold_fn: the projection of m equal streams, folded into one of a single stream.
+"""mhc_fold_fn: the weight that projects m equal streams, folded into one for a single stream.
 
     out[j, i] = Σ_s fn[j, s·H + i] · norm_weight[s·H + i]
 
 in float32, from stream 0 upwards, each product and each sum rounded: every bit is defined. After `expand_to_mhc` all
-streams are the same, so that the projection of the first layer needs a product by H channels, not by m·H.
+streams are the same, so that the projection before the first sublayer needs a product over H channels, not m·H.
 Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
 A thread block takes a row and a stretch of the H channels, a thread four neighbouring channels of all streams:
@@ -38,7 +38,7 @@ class MhcFoldFnConfig:
     """Launch knobs."""
 
     block_channels: int
-    """Channels of a thread block; what goes beyond H is left out."""
+    """Channels of a thread block; those beyond H are left out."""
     threads: int
 
     @staticmethod

@@ -3,9 +3,9 @@
     rstd[t]     = rsqrt(Σ_c x[t, c]² / (m·H) + eps)
     mixes[t, j] = (Σ_c x[t, c] · fn[j, c] · norm_weight[c]) · rstd[t]
 
-lib/projection.py has the product, its arithmetic and the order of the sums. For many tokens its kernel walks all splits
-of the channels and writes mixes; for few the splits are shared out, and a second kernel adds them up. The bits are the
-same.
+lib/projection.py has the product, its arithmetic and the order of the sums. For many tokens each of its thread blocks
+walks all splits of the channels and writes mixes; for few they share the splits, and a second kernel adds these up. The
+bits are the same.
 Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 """
 

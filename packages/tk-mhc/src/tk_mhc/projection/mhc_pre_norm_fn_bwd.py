@@ -18,12 +18,12 @@ The residual is read once, for both products. Three kernels:
        x tile (64 tokens × channels) ──┬── d_F += xᵀ · g ─────────────── partial sum of the range
        g tile (64 tokens × R) ─────────┴── d_residual tile = g · F + factor · x (+ what was there)
 
-3. `finish`: sums the ranges' d_F, ascending, and takes d_fn and d_norm_weight from it.
+3. `finish`: adds up the ranges' d_F, ascending, and computes d_fn and d_norm_weight from it.
 
 Arithmetic: tensor cores multiply bfloat16 and add in float32. x is exact in bfloat16; g and F, which are float32,
 become sums of two bfloat16, high and low, which hold 16 of 24 bits: d_F is x · high + x · low, and of the four products
-of g · F the one of the low parts is left out. The number of ranges does not depend on the number of multiprocessors, so
-no bit of a sum does.
+of g · F the one of the low parts is left out. The number of ranges does not depend on the number of SMs, so no bit of a
+sum does.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ _PARTS = 2
 _COPY_THREADS = 128
 """Threads that TileLang adds to start the copies."""
 _COPY_REGISTERS = 40
-"""What they keep of their registers."""
+"""Registers that each of them keeps."""
 
 
 def padded_rows(num_rows: int) -> int:
@@ -65,13 +65,13 @@ class MhcPreNormFnBwdConfig:
     block_channels: int
     """Channels of a thread block; it divides m·H."""
     num_ranges: int
-    """Ranges of tokens. It decides the order of d_F's sums, so it must not depend on the number of multiprocessors."""
+    """Ranges of tokens. It decides the order of d_F's sums, so it must not depend on the number of SMs."""
     num_stages: int
     """Tiles in flight; 0: none while one is worked on."""
     threads: int
     """Threads that calculate; if there are stages, there are others beside them that start the copies."""
     blocks_per_sm: int
-    """Thread blocks that are to fit a multiprocessor."""
+    """Thread blocks that are to fit on an SM."""
     block_tokens: int = 64
     """Tokens of a tile. Like num_ranges it decides the order of d_F's sums."""
 
@@ -91,11 +91,11 @@ class MhcPreNormFnBwdConfig:
 
     @staticmethod
     def best(width: int, num_rows: int, has_d_residual: bool, arch: Arch) -> "MhcPreNormFnBwdConfig":
-        """All thread blocks at once on 132 multiprocessors, where m·H is small enough: then no multiprocessor idles
-        while the last ones finish, and there are few partial sums. Untuned.
+        """All thread blocks run at once on 132 SMs if m·H is small enough. Untuned.
 
-        With up to 32 rows a thread has registers for 128 channels; with more, Hopper's tensor cores share them among
-        twice as many threads, and others take half the channels.
+        Then no SM idles while the last ones finish, and there are few partial sums. With up to 32 rows a thread has
+        registers for 128 channels; with more, Hopper shares these among twice as many threads, and other GPUs take half
+        the channels.
         """
         few_rows = num_rows <= 32
         block_channels = 128 if few_rows or arch.has_wgmma else 64
@@ -104,7 +104,7 @@ class MhcPreNormFnBwdConfig:
         num_ranges = max(1, min(32, 132 * blocks_per_sm * block_channels // width))
         for num_stages in (3, 2, 1):
             config = MhcPreNormFnBwdConfig(block_channels, num_ranges, num_stages, threads, blocks_per_sm)
-            room = arch.shared_memory_each(blocks_per_sm) - 1024  # for barriers, and what aligns the tiles
+            room = arch.shared_memory_each(blocks_per_sm) - 1024  # for barriers and the alignment of tiles
             if arch.has_tma and config.shared_bytes(num_rows, has_d_residual) <= room:
                 return config
         return MhcPreNormFnBwdConfig(block_channels, num_ranges, 0, threads, blocks_per_sm)
@@ -112,7 +112,7 @@ class MhcPreNormFnBwdConfig:
 
 @kernel
 def _prepare_kernel(num_rows: int, width: int, arch: Arch) -> Any:
-    """g = rstd · d_mixes in two parts, side by side, each padded with zeros; factor: what x is multiplied with."""
+    """g = rstd · d_mixes in two parts, side by side, each padded with zeros; factor: that of x in d_residual."""
     import tilelang.language as T
 
     block_tokens = _PREPARE_TOKENS
@@ -156,7 +156,7 @@ def _backward_kernel(
     config: MhcPreNormFnBwdConfig,
     arch: Arch,
 ) -> Any:
-    """d_residual, and d_F's sum over each range of tokens, high and low apart."""
+    """d_residual, and d_F's sum over each range of tokens, from high and from low parts of g separately."""
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
@@ -164,7 +164,7 @@ def _backward_kernel(
     rows = padded_rows(num_rows)
     num_tokens = T.dynamic("num_tokens")
     num_partials = T.dynamic("num_partials")
-    # The next product waits for it; only Hopper's are asynchronous.
+    # The last product of a tile waits for all; only Hopper's are asynchronous.
     unfinished = {"wg_wait": -1}
 
     @T.prim_func
@@ -193,7 +193,7 @@ def _backward_kernel(
             d_x = T.alloc_fragment((block_tokens, block_channels), "float32")
             d_f = T.alloc_fragment((block_channels, _PARTS * rows), "float32")
 
-            # No product asks for this one's; rows of 256 bytes would begin in the same bank.
+            # No product sets this tile's layout; without one, its rows of 256 bytes would all begin in the same bank.
             T.annotate_layout({before_tile: make_full_bank_swizzled_layout(before_tile)})
 
             first_channel = block * block_channels
@@ -342,7 +342,7 @@ def mhc_pre_norm_fn_bwd(
     With F = mhc_fn · mhc_norm_weight and x the m·H channels of a token: d_residual = rstd · Σ_j d_mixes_j · F_j -
     x · rstd² / (m·H) · Σ_j d_mixes_j · mixes_j; with d_F = Σ_t rstd · d_mixesᵀ · x: d_fn = d_F · mhc_norm_weight and
     d_norm_weight = Σ_j d_F_j · mhc_fn_j. Source: arXiv 2512.24880. Sums are float32. A token's d_residual does not
-    depend on the other tokens, and no gradient on the number of multiprocessors.
+    depend on the other tokens, and no gradient on the number of SMs.
 
     Args:
         d_mixes: gradient by mixes, float32 (..., rows of mhc_fn), contiguous.

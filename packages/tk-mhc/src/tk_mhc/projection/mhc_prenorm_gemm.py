@@ -3,8 +3,8 @@
     mul[s, t, j]  = Σ_c x[t, c] · fn[j, c]       c in split s
     sqrsum[s, t]  = Σ_c x[t, c]²
 
-lib/projection.py has the kernel, its arithmetic and the order of the sums. With several rms groups the channels of each
-are a product of their own. Source: arXiv 2512.24880; the partial products are those of DeepGEMM's tf32_hc_prenorm_gemm.
+lib/projection.py has the kernel, its arithmetic and the order of the sums. With several rms groups each has a
+product of its own. Source: arXiv 2512.24880; the partial products are those of DeepGEMM's tf32_hc_prenorm_gemm.
 """
 
 from torch import Tensor
@@ -33,7 +33,7 @@ def _mhc_prenorm_gemm_out(
 ) -> None:
     if x.shape[0] == 0:
         return
-    if _has_empty_splits(n_splits, fn.shape[1], num_rms_groups):  # They are no thread block's.
+    if _has_empty_splits(n_splits, fn.shape[1], num_rms_groups):  # No thread block writes these.
         mul.zero_()
         sqrsum.zero_()
     mul, sqrsum = mul.view(n_splits, x.shape[0], -1), sqrsum.view(n_splits, -1)

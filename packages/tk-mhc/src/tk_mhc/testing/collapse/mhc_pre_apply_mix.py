@@ -49,7 +49,7 @@ SPEC = OpSpec(
     reference=reference.mhc_pre_apply_mix,
     mutates=("out",),
     cases=(
-        # One tile with idle threads, without, and with idle warps; the gpu tier also has two and more tiles.
+        # One tile with idle threads and without, two tiles with an idle warp; the gpu tier also has more tiles.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
         Case("m2-h576-t2x3-out", make((2, 3), 2, 576, out=True), small=True, modes=True, compile=True),
         Case("m8-h192-t3", make((3,), 8, 192), small=True),

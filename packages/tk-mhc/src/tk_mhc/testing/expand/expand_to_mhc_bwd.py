@@ -37,7 +37,7 @@ SPEC = OpSpec(
     op=expand_to_mhc_bwd,
     reference=reference.expand_to_mhc_bwd,
     cases=(
-        # One tile with idle threads, without, and with idle warps; the gpu tier also has two and more tiles.
+        # One tile with idle threads and without, two tiles with an idle warp; the gpu tier also has more tiles.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
         Case("m2-h576-t2x3", make((2, 3), 2, 576), small=True, modes=True, compile=True),
         Case("m8-h192-t3", make((3,), 8, 192), small=True, compile=True),

@@ -72,7 +72,7 @@ def make(
     shifted: bool = False,
     pre_mix: bool = True,
 ) -> Make:
-    """Normal residual and fn; `layer_norm` is its weight's dtype."""
+    """Normal residual and fn; `layer_norm` is the dtype of the layer norm's weight."""
     leading = (leading,) if isinstance(leading, int) else leading
 
     def build(device: str) -> dict[str, Any]:

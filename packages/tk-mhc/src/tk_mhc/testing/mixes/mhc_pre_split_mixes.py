@@ -16,7 +16,7 @@ Make = Callable[[str], dict[str, Any]]
 def make_mixes(
     leading: tuple[int, ...], mhc_mult: int, device: str, *, std: float = 1.0, first_element: int = 0
 ) -> dict[str, Any]:
-    """Normal mixes of that standard deviation, scales and bases, which start `first_element` elements into storages."""
+    """Normal mixes of standard deviation `std`, scales and bases, from element `first_element` of their storage on."""
     num_columns = mhc_mult * (mhc_mult + 2)
 
     def draw(*shape: int, std: float = 1.0) -> torch.Tensor:

@@ -37,7 +37,7 @@ SPEC = OpSpec(
         Case("m2-t67", make((67,), 2), small=True),
         Case("m8-t33-r20", make((33,), 8, repeat=20), small=True, compile=True),
         Case("m4-t33-once", make((33,), 4, repeat=1), small=True, compile=True),
-        # Sums of only 4 tokens fit in shared memory.
+        # Of so many iterations, sums of 4 tokens at most fit in shared memory.
         Case("m8-t33-r800", make((33,), 8, repeat=800), small=True, compile=True),
         Case("m4-2x3", make((2, 3), 4, repeat=2, eps=1e-3), small=True, modes=True),
         Case("m4-one-token", make((), 4), small=True),

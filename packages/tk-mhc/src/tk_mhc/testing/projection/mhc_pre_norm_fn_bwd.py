@@ -97,7 +97,7 @@ SPEC = OpSpec(
         Case("m8-h64-t17-head-given", make(17, 8, 64, head=True, given=True), small=True),
         Case("m2-h576-t1", make(1, 2, 576), small=True),
         Case("m4-h64-t3-scale1", make(3, 4, 64, scale=1.0), small=True),
-        # One token more than a tile; one less than two tiles; more tiles than ranges, the last range with fewer.
+        # One token more than a tile; one less than two tiles; more tiles than ranges, a partial last tile.
         Case("m2-h64-t65", make(65, 2, 64), small=True),
         Case("m2-h64-t127-no-weight", make(127, 2, 64, norm_weight=False), small=True),
         Case("m2-h64-t2300-given", make(2300, 2, 64, given=True)),
