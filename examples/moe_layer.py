@@ -5,9 +5,9 @@
 
 Each token chooses its experts (the best `topk` by sigmoid scores, with normalized weights). Its row is quantized to
 e4m3 with one scale factor for 128 channels and copied into a segment of rows for each of these experts. An expert is
-two FP8 matrix products with a SwiGLU between them; a weighted sum of the experts' outputs is the result. All but the
-scores is an op of tk-quant, tk-moe or tk-gemm: its kernel on a GPU, its reference on a CPU. For comparison the same
-layer follows in bf16, with torch's grouped products.
+two FP8 matrix products with a SwiGLU between them; a weighted sum of the experts' outputs is the result. Every stage
+but the scores is an op of tk-quant, tk-moe or tk-gemm: its kernel on a GPU, its reference on a CPU. For comparison the
+same layer follows in bf16, with torch's grouped products.
 """
 
 import statistics
@@ -26,7 +26,7 @@ import tk_moe
 import tk_quant
 from tk_core.op import uses_reference
 
-# Segments begin at multiples of so many rows, as the grouped products want it.
+# Segments begin at multiples of this many rows, as the grouped products require.
 ALIGNMENT = 128
 NUM_PER_CHANNELS = 128
 # Real activations have a few channels far larger than the rest, which decide the error of quantization.
@@ -163,7 +163,7 @@ class Stages:
         read: Any = (),
         **options: Any,
     ) -> Any:
-        """Outputs of `op(*inputs, **options)`, which is timed; `read` has further tensors that it reads."""
+        """Run and time `op(*inputs, **options)`, and return its outputs; `read` has further tensors that it reads."""
         outputs = op(*inputs, **options)
         seconds = self.seconds(lambda: op(*inputs, **options))
         moved = bytes_of(inputs) + bytes_of(list(options.values())) + bytes_of(read) + bytes_of(outputs)

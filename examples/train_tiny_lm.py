@@ -1,4 +1,4 @@
-"""Train a small byte-level language model with manifold hyper-connections, mixtures of experts and Engram.
+"""Train a small byte-level language model with manifold-constrained hyper-connections, MoE layers and Engram.
 
     uv run examples/train_tiny_lm.py                # tiny: minutes on a CPU
     uv run examples/train_tiny_lm.py --size small   # for a GPU
@@ -39,8 +39,8 @@ from tk_engram.layout import engram_layout
 
 VOCABULARY = 256  # bytes
 DTYPE = torch.bfloat16  # of activations and of weights in matrix products; the optimizer keeps float32 copies
-READ_EVERY = 10  # Steps between reads of losses and times, for which the host has to wait for the GPU.
-WARM_UP_STEPS = 50  # Not in the median time of a step.
+READ_EVERY = 10  # Steps between reads of losses and times; for each read the host waits for the GPU.
+WARM_UP_STEPS = 50  # Steps left out of the median time of a step.
 AVERAGED = 20  # Steps over which plot and table average the loss.
 
 Entry = dict[str, Any]  # A line of the log: one step.
@@ -265,13 +265,13 @@ class Trainer:
     """A model, its optimizer and its place in the data after some steps of a run."""
 
     def __init__(self, run: Run) -> None:
-        # On a CPU this costs little.
+        # Deterministic algorithms cost little on a CPU.
         torch.use_deterministic_algorithms(run.deterministic or run.device.type == "cpu")
         torch.utils.deterministic.fill_uninitialized_memory = False
         if run.deterministic:
-            # cuBLAS reads it when it is first used.
+            # cuBLAS reads this variable when it is first used.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # On a GPU float32 products use TF32.
+        # Float32 products may use TF32 on a GPU.
         torch.set_float32_matmul_precision("high")
         self.run = run
         self.train_text, self.held_out, self.description = read_text(run.device)
@@ -281,11 +281,11 @@ class Trainer:
         self.optimizer = Optimizer(list(self.model.parameters()))
         self.generator = torch.Generator().manual_seed(run.seed)
         self.step = 0
-        # Must be the same for a run and the one that it continues.
+        # A checkpoint is loaded only into a run of the same identity.
         self.identity = f"{run.size}, {run.steps} steps, seed {run.seed}, {self.description}"
 
     def train_step(self) -> tuple[Tensor, float]:
-        """The loss, which the GPU may still be computing, and the learning rate."""
+        """Take a step; return the loss, which the GPU may still be computing, and the learning rate."""
         size = self.run.size
         starts = torch.randint(len(self.train_text) - size.length, (size.batch,), generator=self.generator)
         loss, auxiliary = self.model.loss(*windows(self.train_text, starts, size.length))

@@ -1,4 +1,4 @@
-"""Every op rejects every kind of bad argument with an error that names an argument, before it does anything."""
+"""Every op refuses bad arguments of many kinds with a TypeError or ValueError that names an argument."""
 
 import inspect
 import math
@@ -69,7 +69,7 @@ def wrong_arguments(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def must_be_refused(value: Any, wrong: Any) -> bool:
-    """Whether a wrong value can never be valid. Some may be, such as another number."""
+    """Whether a wrong value can never be valid; some others may be, such as another number."""
     if isinstance(value, Tensor):
         return not isinstance(wrong, Tensor) or wrong.is_complex()
     return type(wrong) is not type(value) if isinstance(value, bool | int | str) else isinstance(wrong, complex)

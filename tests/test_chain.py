@@ -116,7 +116,7 @@ print("compilations:", compat.num_compilations)
 
 
 def carry(tmp_path: Path, arch: str, use: str) -> str:
-    """Warm up a cache without a GPU, export it, import it into an empty one, and use that."""
+    """Warm up a cache without a GPU, export it, import it into an empty one, and run `USE` with that."""
 
     def environment(cache: str, **more: str) -> dict[str, str]:
         return {**os.environ, "TILELANG_CACHE_DIR": str(tmp_path / cache), **more}

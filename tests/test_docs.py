@@ -1,5 +1,4 @@
-"""The documentation: names and link targets exist, and a package's README, which goes into its wheel, has no relative
-links."""
+"""The documentation: names and link targets exist, and calls fit; READMEs of packages have no relative links."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""What belongs to an op (reference, cases, tests, benchmarks) has the same relative path under each root."""
+"""An op's source, reference, cases, tests and benchmarks have the same relative path, each in its own folder."""
 
 import importlib
 from pathlib import Path

@@ -29,7 +29,7 @@ PROJECTS: dict[str, dict[str, Any]] = {
 DEPENDANTS = sorted(PROJECTS.keys() - {"tk-core"})
 DOMAINS = sorted(PROJECTS.keys() - {"tk-core", "tk-modeling"})
 
-# Somebody else's project on the public index is named tk-core. These are its releases, and some that may follow.
+# Another project on the public index is named tk-core. These are releases of it, and some that may follow.
 STRANGERS = ("1.0", "1.0.0a1", "1.0.0rc1", "1.0.dev1", "1.1.8", "1.2.0", "1.3.4", "1.5.0", "1.5.1.post1", "2.0")
 
 # A call that the reference of each package serves on the CPU.

@@ -10,7 +10,7 @@ from tk_core.testing import tables
 _PACKAGES = Path(__file__).parents[1] / "packages"
 _WITH_OPS = ["tk-engram", "tk-gemm", "tk-mhc", "tk-moe", "tk-quant"]
 _EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
-# An example asks for the GPU and for the sizes of a model; here it runs on a CPU, on small ones.
+# Examples are for a GPU and the sizes of a model; here they run on a CPU, with small sizes.
 _SMALLER = {'"cuda"': '"cpu"', "4096": "256", "7168": "256"}
 
 

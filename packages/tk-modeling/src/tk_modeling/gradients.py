@@ -1,4 +1,4 @@
-"""What the autograd functions share: main_grad, products of weights that honour it, and autocast."""
+"""Shared by the autograd functions: main_grad, a linear layer that adds to it, and autocast."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ def main_grad_of(name: str, parameter: Tensor | None) -> Tensor | None:
     """The parameter's `main_grad`, the float32 tensor that its gradients are added to, or None if it has none.
 
     To be called on the parameter itself, not on a cast or a view of it. An autograd function takes the result as an
-    argument, as it is, and keeps it as an attribute of ctx: then it may change before the backward, compiled or not.
+    argument and keeps it as an attribute of ctx: a saved tensor must not change before the backward, and another
+    backward may add to this one.
 
     Raises:
         ValueError: main_grad is not a float32 tensor of the shape and device of the parameter, which `name` names.
@@ -35,7 +36,7 @@ def main_grad_of(name: str, parameter: Tensor | None) -> Tensor | None:
 def add_to_main_grad(main_grad: Tensor | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Add the float32 `grad` to main_grad and return None; without a main_grad return grad as `dtype`.
 
-    What comes back is what a backward returns for the parameter.
+    A backward returns the result as the parameter's gradient.
     """
     if main_grad is None:
         return grad.to(dtype)
@@ -44,7 +45,7 @@ def add_to_main_grad(main_grad: Tensor | None, grad: Tensor, dtype: torch.dtype)
 
 
 def as_float32(parameter: Tensor) -> Tensor:
-    """The parameter, cast to float32 where it is not (differentiably); its main_grad goes with it."""
+    """The parameter, cast differentiably if it is not float32; the cast has the parameter's main_grad."""
     if parameter.dtype == torch.float32:
         return parameter
     wide = parameter.float()
@@ -54,7 +55,7 @@ def as_float32(parameter: Tensor) -> Tensor:
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
-    """a (…, i, k) · b (…, k, j) in float32 that is not rounded to the operands' dtype; not differentiable."""
+    """a (i, k) · b (k, j), or one for each of a batch, in float32, not rounded to their dtype; not differentiable."""
     if a.is_cuda and a.dtype != torch.float32:
         product = torch.mm if a.dim() == 2 else torch.bmm
         return product(a, b, out_dtype=torch.float32)
@@ -64,12 +65,12 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
-    """Within it, autocast is off for the device of x, which may be meta."""
+    """A context in which autocast is off for the device of x; x may be a meta tensor."""
     return torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False)
 
 
 def autocast_to_bf16(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, those of float32 as bfloat16 where autocast to bfloat16 is on for their device; differentiable."""
+    """The tensors; float32 ones are cast to bfloat16 where autocast to it is on for their device. Differentiable."""
     return tuple(x.to(torch.bfloat16) if _autocasts_to_bf16(x) else x for x in tensors)
 
 
@@ -83,9 +84,9 @@ def _autocasts_to_bf16(x: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (…, i) · weight (o, i)ᵀ, as torch.nn.functional.linear; the gradient of weight goes to its main_grad, if any.
+    """x (…, i) · weight (o, i)ᵀ, as torch.nn.functional.linear; weight's gradient is added to its main_grad, if any.
 
-    There the product that makes it is float32, not rounded to weight's dtype before it is added.
+    It is then computed in float32 and not rounded to weight's dtype.
     """
     main_grad = main_grad_of("weight", weight)
     if main_grad is None or not needs_gradients(weight):

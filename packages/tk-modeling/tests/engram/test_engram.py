@@ -1,4 +1,4 @@
-"""Engram, beyond what every module has to keep."""
+"""Engram, beyond the checks of test_modules.py."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def new_engram(**options: Any) -> tk_modeling.Engram:
 
 
 def new_inputs(*leading: int) -> tuple[Tensor, Tensor]:
-    """Streams and ids, of which few are many, so that block_id is among them."""
+    """Streams, and ids from 0 to 7, so that block_id is among them."""
     torch.manual_seed(1)
     return streams(leading, M, HIDDEN, "cpu"), torch.randint(8, leading, dtype=torch.int32)
 
@@ -114,7 +114,7 @@ def test_decoding_packed_sequences_has_the_bits_of_the_whole(options: dict[str, 
     module = with_exact_projection(new_engram(**options))
     x, token_ids = new_inputs(2, 9)
     state = module.new_state(2)
-    # (first, last) tokens of each sequence in each step.
+    # Each step's tokens of each sequence: from the first number to before the second.
     plan = [((0, 4), (0, 0)), ((4, 5), (0, 1)), ((5, 5), (1, 7)), ((5, 9), (7, 9))]
     found = torch.zeros_like(x)
     with torch.no_grad():

@@ -17,7 +17,7 @@ NUM_ROWS, DIM = 41, 96
 
 
 def indices_of(*shape: int, device: str = "cpu") -> Tensor:
-    """Rows 5 to 29, and some -1."""
+    """Rows 4 to 29, and some -1."""
     torch.manual_seed(0)
     return torch.randint(4, 30, shape, device=device, dtype=torch.int32).where(
         torch.rand(shape, device=device) < 0.9, -1
@@ -25,7 +25,7 @@ def indices_of(*shape: int, device: str = "cpu") -> Tensor:
 
 
 def lookup_gradient(indices: Tensor, grad_rows: Tensor) -> Tensor:
-    """In float64."""
+    """The table's gradient in float64."""
     grad = torch.zeros(NUM_ROWS + 1, DIM, dtype=torch.float64, device=indices.device)
     # Those of negative indices go to a row of their own.
     return grad.index_add_(0, indices.flatten() % (NUM_ROWS + 1), grad_rows.double().flatten(0, -2))[:NUM_ROWS]

@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def arguments(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[Tensor, nn.Parameter, Tensor, Tensor]:
-    """Rows with NaN in the last 128, which belong to no expert; weights, ends, which rows count."""
+    """Rows, of which the last 128, of no expert, are NaN; weights; ends; whether each row is an expert's."""
     torch.manual_seed(3)
     starts = [0]
     for count in COUNTS:
@@ -43,7 +43,7 @@ def gradient_of(y: Tensor, is_row: Tensor) -> Tensor:
 
 
 def run(rows: Tensor, weight: Tensor, ends: Tensor, is_row: Tensor, function: Any = grouped_fp8_linear) -> Any:
-    """Output and gradient of the rows that count, the weight's gradient."""
+    """Output and gradient of the experts' rows, the weight's gradient."""
     y = function(rows, weight, ends)
     d_rows, d_weight = torch.autograd.grad(y, (rows, weight), gradient_of(y, is_row))
     return y.detach()[is_row], d_rows[is_row], d_weight
@@ -70,7 +70,7 @@ def test_against_bf16(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_experts_are_linear_layers(device: str) -> None:
-    """Bit for bit those of FP8Linear, output and gradients, so far as 128 rows have the same columns' factors."""
+    """Output and gradients have the bits of FP8Linear's: segments begin at multiples of 128, so factors agree."""
     rows, weight, ends, is_row = arguments(torch.float32, device)
     y = grouped_fp8_linear(rows, weight, ends)
     d_y = gradient_of(y, is_row)

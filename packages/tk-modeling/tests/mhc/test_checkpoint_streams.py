@@ -41,7 +41,7 @@ class _SavesItsOutput(Mlp):
 
 
 class _Views(nn.Module):
-    """Saves other views of its input, and returns the input itself."""
+    """Saves other views of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.view(-1)

@@ -80,7 +80,7 @@ def _assert_near(
         assert error <= limit, f"{name}: relative error {error:.3g}"
 
 
-# With a sublayer, whose input and output are bfloat16.
+# Bounds with a sublayer, whose input and output are rounded to bfloat16.
 ROUNDED = {"bfloat16": 0.01, "float32": 0.01}
 
 
@@ -123,7 +123,7 @@ def test_mhc_pre_with_one_output_used(used: str) -> None:
     _backward(run(exact, lambda a: (*_pre_by_ops(tk_mhc.reference, a, True), a["residual"])))
     for name, x in args.items():
         want = exact[name].grad
-        # layer_input is stream 0, the residual itself: other arguments have no part in them.
+        # Of the arguments, layer_input (stream 0) and residual depend on the residual alone.
         if want is None or not want.any():
             assert x.grad is None or not x.grad.any()
         else:

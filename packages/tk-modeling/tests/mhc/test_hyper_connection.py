@@ -1,4 +1,4 @@
-"""What test_modules.py does not look at: initial values, what sublayers take and return, casts, errors."""
+"""Beyond test_modules.py: initial values, arguments and results of sublayers, casts, errors."""
 
 from typing import Any
 

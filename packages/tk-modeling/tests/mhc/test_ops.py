@@ -1,4 +1,4 @@
-"""The single ops: the bits of tk_mhc's, and gradients of its references in float64."""
+"""The single ops have the bits of tk_mhc's, and the gradients of its references in float64."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -197,7 +197,7 @@ NUM_TOKENS, HIDDEN = 11, 64
 
 
 def mapping() -> dict[str, Tensor]:
-    """Maps of 11 tokens to segments of 4 rows, with pairs that have no expert and an expert that has no tokens."""
+    """Maps of 11 tokens to segments of multiples of 4 rows; some pairs have no expert, one expert has no tokens."""
     topk_idx = torch.stack([torch.randperm(6)[:3] for _ in range(NUM_TOKENS)])
     topk_idx[topk_idx == 2] = 3
     topk_idx[4, 1], topk_idx[7] = -1, -1
@@ -306,7 +306,7 @@ def test_no_graph_without_gradients() -> None:
     rows = tk_modeling.expand_to_fused(x, maps["token_topk_to_pos"], maps["pos_to_expert"])
     y = tk_modeling.reduce_fused(rows, None, maps["token_topk_to_pos"])
     assert not any(each.requires_grad for each in (weights, rows, y))
-    # Where nothing is to be differentiated the ops take all they do, a pair and FP8 for instance.
+    # Without gradients every argument of the op is allowed, a pair and FP8 for instance.
     quantized = tk_modeling.reduce_fused((rows, torch.ones(60)), None, maps["token_topk_to_pos"], "e4m3")
     assert quantized.dtype == torch.float8_e4m3fn
 

@@ -63,7 +63,7 @@ def test_all_tokens_to_one_expert() -> None:
 
 
 def test_memory_that_nobody_wrote_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows there are as many as the worst routing needs; those past the last segment hold NaN here."""
+    """There are as many rows as the worst routing needs; those past the last segment hold NaN here."""
     grouped_linear = moe_module.grouped_linear
 
     def run(linear: Any) -> dict[str, Tensor | None]:

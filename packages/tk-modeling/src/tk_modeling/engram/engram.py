@@ -14,10 +14,10 @@ from tk_modeling.gradients import autocast_to_bf16, linear, needs_gradients
 
 
 class EngramState(NamedTuple):
-    """What an `Engram` remembers of B sequences while they are decoded; each forward updates it in place."""
+    """An `Engram`'s memory of B sequences that are decoded; each forward updates it in place."""
 
     history: Tensor
-    """The last N - 1 ids of each sequence, newest first, negative where there is none: int32 (B, N - 1)."""
+    """The last N - 1 ids of each sequence, newest first, negative or pad_id where there is none: int32 (B, N - 1)."""
     conv: Tensor | None
     """The last inputs of the convolution, oldest first, bfloat16 (B, 3 · N, m, H); None without a convolution."""
 
@@ -32,14 +32,14 @@ class Engram(nn.Module):
     Args:
         hidden: H, channels of a stream: a multiple of 64, up to 16384.
         layout: the tables of the model, from `tk_engram.layout.engram_layout`.
-        layer: which of the layout's layers it is, an index of `layout.layer_ids`.
+        layer: which of the layout's layers this is, an index of `layout.layer_ids`.
         head_dim: channels of a table's row, a multiple of 32.
         mhc_mult: m, the residual streams, 1 to 8.
         short_conv: whether there is a convolution; x + gate · v without.
         pad_id: the id that stands for tokens before a sequence.
         block_id: an id that no n-gram reaches over, such as that of images; None for none.
         eps: of the gate's norms.
-        clamp_value: of the gate.
+        clamp_value: of the gate, see `EngramGate`.
         conv_eps: of the convolution's norm.
         sparse_grad: whether the table's gradient is sparse, as `tk_modeling.engram_lookup` describes it.
         device: of parameters and buffers.
@@ -47,7 +47,8 @@ class Engram(nn.Module):
 
     Parameters:
         table: (R, head_dim), all tables of the layer; initial values of nn.Embedding.
-        kv_weight: ((m + 1) · H, heads · head_dim), the projection to m keys and a value; initial values of nn.Linear.
+        kv_weight: ((m + 1) · H, (N - 1) · M · head_dim), the projection to m keys and a value; initial values of
+            nn.Linear.
         weight_hidden, weight_embed: (m, H), of the norms of x and k; ones.
         norm_weight: (m, H), of the convolution's norm; ones.
         conv_weight: (m, H, 4); zeros, so that at first the convolution adds nothing.
@@ -56,7 +57,7 @@ class Engram(nn.Module):
     trained with them.
 
     A frozen table may lie in pinned host memory, where it is read in place, or be float8_e4m3fn with its scales in the
-    buffer `table_sf`. Either is put in place by hand after the module has been moved, since `to()` moves and casts it:
+    buffer `table_sf`. Set either by hand after the module has been moved, since `to()` moves and casts it:
 
         engram.table = nn.Parameter(engram.table.detach().cpu().pin_memory(), requires_grad=False)
     """
@@ -125,7 +126,7 @@ class Engram(nn.Module):
             nn.init.zeros_(self.conv_weight)
 
     def new_state(self, batch_size: int) -> EngramState:
-        """The state of `batch_size` sequences of which there is no token yet, for `forward`."""
+        """The state of `batch_size` sequences that have no token yet, for `forward`."""
         check.in_range("batch_size", batch_size, 1, 2**31 - 1)
         history = self.multipliers.new_full((batch_size, self.max_ngram - 1), -1, dtype=torch.int32)
         if self.conv_weight is None:
@@ -149,9 +150,9 @@ class Engram(nn.Module):
                 float32, too.
             token_ids: int32 or int64 (tokens) or (batch, sequence), where each row of the batch is a sequence.
             cu_seqlens: where each sequence of (tokens) begins, and their number: int32 (B + 1). None: one sequence.
-            image_token_mask: bool, as token_ids: tokens that look nothing up; the convolution still reaches them.
+            image_token_mask: bool, shaped as token_ids: tokens that look nothing up; the convolution reaches them.
             state: for decoding, without gradients: from `new_state`, of as many sequences as there are. The tokens
-                continue them, and it is updated in place.
+                continue these sequences, and the state is updated in place.
 
         Returns:
             bfloat16, in the shape of hidden_states.
@@ -230,9 +231,9 @@ class Engram(nn.Module):
 
 
 def _advance(history: Tensor, windows: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Make history (B, N - 1) that of the next tokens: the window of each sequence's last token, without its oldest.
+    """Set history (B, N - 1) to the window of each sequence's last token, without the window's oldest id.
 
-    Where the window has pad_id, so would all later ones from there on: it says the same as none.
+    A window that ends early has pad_id from there on, and so will the next ones: pad_id serves like a negative id.
     """
     if len(windows) == 0:
         return

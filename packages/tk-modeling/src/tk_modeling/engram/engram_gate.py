@@ -1,4 +1,4 @@
-"""EngramGate: adds what was looked up for a token to each of its streams, as far as a learned gate lets it."""
+"""EngramGate: adds the value that was looked up for a token to each of its streams, times a learned gate."""
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ class EngramGate(nn.Module):
         hidden: H, channels of a stream: a multiple of 64, up to 16384.
         mhc_mult: m, the residual streams, 1 to 8.
         eps: of both norms.
-        clamp_value: what |d| is raised to.
+        clamp_value: lower bound of |d|.
         device: of the parameters.
         dtype: of the parameters, float32 or bfloat16; None for torch's default.
 

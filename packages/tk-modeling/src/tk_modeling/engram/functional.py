@@ -29,7 +29,7 @@ def engram_gate(
     """Add v to each stream of its token, times a gate: x + sigmoid(sign(d) · √max(|d|, clamp_value)) · v.
 
     d = Σ x' · k' / √H over a stream's H channels, with x' = x · rsqrt(mean(x²) + eps) · weight_hidden, k' likewise with
-    weight_embed; d = 0 gives a gate of ½. In float32, rounded once. Nothing comes through the root where
+    weight_embed; d = 0 gives a gate of ½. In float32, rounded once. The root passes no gradient where
     |d| < clamp_value. Differentiable by the first five arguments; gradients of weights are computed in float32.
 
     Args:
@@ -38,7 +38,7 @@ def engram_gate(
         v: bfloat16 (..., H), such as kv[..., m, :].
         weight_hidden: bfloat16 or float32 (m, H), contiguous. Where it has a float32 `main_grad`, its gradient is added
             there and `.grad` stays None.
-        weight_embed: likewise, on its own.
+        weight_embed: likewise, with a main_grad of its own or none.
         clamp_value: at least 0.
         eps: at least 0.
         image_token_mask: bool (...): tokens that keep their streams, whose k and v have no gradient; None for none.
@@ -75,7 +75,7 @@ def engram_gate_kv(
     image_token_mask: Tensor | None = None,
     add_residual: bool = True,
 ) -> Tensor:
-    """`engram_gate` of k = kv[..., :m, :] and v = kv[..., m, :], where kv (..., m + 1, H) has one dense gradient."""
+    """`engram_gate` of k = kv[..., :m, :] and v = kv[..., m, :]; kv (..., m + 1, H) gets one dense gradient."""
     hidden_states, kv = autocast_to_bf16(hidden_states, kv)
     *leading, mhc_mult, hidden = check.tensor("hidden_states", hidden_states, _BF16, (..., "m", "H"), layout="any")
     shape = (*leading, mhc_mult + 1, hidden)
@@ -114,7 +114,7 @@ def _gate(
 
 
 def _k_and_v(k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """k and v; without v, k is both, (T, m + 1, H)."""
+    """k and v; where v is None, k (T, m + 1, H) holds both."""
     return (k[:, :-1], k[:, -1]) if v is None else (k, v)
 
 
@@ -169,7 +169,7 @@ class _EngramGate(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         x, k, v, weight_hidden, weight_embed, image_token_mask, *saved, weight_fused = ctx.saved_tensors
         grad_kv = torch.empty_like(k, memory_format=torch.contiguous_format) if v is None else None
-        # It always computes all four, whatever is frozen.
+        # The op computes all four gradients, whatever is frozen.
         grad_x, grad_k, grad_v, grad_w_partial = tk_engram.engram_gate_bwd(
             grad_out.contiguous(),
             x,
@@ -215,16 +215,16 @@ def engram_lookup(
 ) -> Tensor:
     """Look up rows of a table: out[..., c, :] = table[indices[..., c]], zeros where the index is negative.
 
-    Differentiable by a table on the device of the indices; its gradient is the sum of each row's, in float32. Codes of
+    Differentiable by a table on the device of the indices; the gradients of each row are added up in float32. Codes of
     an e4m3 table are multiplied by the scale of their row and group of 32 channels.
 
     Args:
         indices: int32 (..., C), as `tk_engram.engram_hash` gives them. An index of R or more counts as negative.
-        table: bfloat16 (R, D), D a multiple of 32; rows may be strided. Under bfloat16 autocast it may be float32, of
-            which only the rows that are looked up are rounded. Where it has a float32 `main_grad`, the gradient is
-            added there and `.grad` stays None. Without requires_grad it may also be float8_e4m3fn, or lie in pinned
-            host memory, where it is read in place.
-        table_sf: scales of an e4m3 table, and only there, (R, D / 32): float32, or uint8 exponents of 2^(b - 127).
+        table: bfloat16 (R, D), D a multiple of 32; rows may be strided. Under bfloat16 autocast it may be float32; only
+            the rows that are looked up are rounded. Where it has a float32 `main_grad`, the gradient is added there and
+            `.grad` stays None. Without requires_grad it may also be float8_e4m3fn, or lie in pinned host memory, where
+            it is read in place.
+        table_sf: scales of an e4m3 table, (R, D / 32): float32, or uint8 exponents b of 2^(b - 127). None for others.
         sparse_grad: give the gradient as a sparse COO tensor, of the table's dtype, of as many rows as there are
             indices, not coalesced: memory and time do not grow with R, and nothing waits for the device. It names only
             rows that were looked up (row 0, of zeros, if there is none). Not under torch.compile, which knows no sparse
@@ -235,7 +235,7 @@ def engram_lookup(
 
     Raises:
         TypeError: an argument is not a tensor of its dtype.
-        ValueError: a shape, stride or device does not fit, or a table requires gradients that may not.
+        ValueError: a shape, stride or device does not fit, or a table that must be frozen requires gradients.
     """
     shape = check.tensor("indices", indices, (torch.int32,), (..., "C"), layout="any")
     check.tensor("table", table, _TABLE_DTYPES, ("R", "D"), layout="rows")
@@ -296,7 +296,7 @@ class _EngramLookup(torch.autograd.Function):
 def _sparse_gradient(grad_rows: Tensor, indices: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     rows, values, _ = tk_engram.engram_lookup_bwd(grad_rows, indices, shape[0], sparse=True)
     if rows.numel():
-        # Behind the last row come -1, with zeros: they may name that row again.
+        # After the last row the op writes -1, with zeros: these entries may name the last row again.
         rows = torch.where(rows < 0, rows.amax().clamp(min=0), rows)
     return torch.sparse_coo_tensor(rows.unsqueeze(0), values.to(dtype), shape, check_invariants=False)
 
@@ -314,8 +314,9 @@ def short_conv(
 ) -> Tensor:
     """Causal convolution of width 4 over normalized tokens, and SiLU: SiLU(Σ_j w[j] · n[t - (3 - j) · dilation]).
 
-    n = u · rsqrt(mean_H(u²) + eps) · norm_weight, zeros before a sequence. With `residual` u and it are added. In
-    float32, rounded once. Differentiable by u, both weights and residual; gradients of weights are computed in float32.
+    n = u · rsqrt(mean_H(u²) + eps) · norm_weight, zeros before a sequence. With `residual`, u and residual are added.
+    In float32, rounded once. Differentiable by u, both weights and residual; gradients of weights are computed in
+    float32.
 
     Args:
         u: bfloat16 (tokens, m, H), or (batch, sequence, m, H), where each row of the batch is a sequence; m is 1 to 8,
@@ -362,7 +363,7 @@ def short_conv(
 
 
 def batch_offsets(batch: int, length: int, device: torch.device) -> Tensor | None:
-    """cu_seqlens of a batch whose rows are sequences of one length, int32; None where there is one at most."""
+    """cu_seqlens, int32, of a batch whose rows are sequences of one length; None for at most one row."""
     if batch <= 1:
         return None
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
@@ -397,7 +398,7 @@ class _ShortConv(torch.autograd.Function):
         u, *weights, cu_seqlens = ctx.saved_tensors
         grad_out = grad_out.contiguous()
         options = {"dilation": ctx.dilation, "cu_seqlens": cu_seqlens, "eps": ctx.eps}
-        # It always computes all three, whatever is frozen.
+        # The op computes all three gradients, whatever is frozen.
         d_u, *d_weights = tk_engram.short_conv_bwd(grad_out, u, *weights, **options, has_residual=ctx.has_residual)
         grads = [
             add_to_main_grad(main_grad, grad, weight.dtype) if needed else None

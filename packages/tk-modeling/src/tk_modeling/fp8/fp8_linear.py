@@ -2,9 +2,9 @@
 
     y = X · Wᵀ     dX = dY · W     dW = dYᵀ · X
 
-An operand has a scale factor for 128 neighbours along the product's sum: x and dy by rows for y and dx, by columns for
-dw; the weights for each 128 × 128, so that both orders have the same values. The recipe is that of DeepSeek-V3's
-training (arXiv 2412.19437, section 3.3).
+An operand has a scale factor for 128 neighbours along the dimension that is summed over: X and dY by rows for y and dX,
+by columns for dW. W has one for each 128 × 128, so that its transpose has the same values. The recipe is that of
+DeepSeek-V3's training (arXiv 2412.19437, section 3.3).
 """
 
 from typing import Any
@@ -29,18 +29,18 @@ from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradient
 
 
 def fp8_linear(x: Tensor, weight: Tensor, *, name: str = "weight") -> Tensor:
-    """x · weightᵀ in FP8, differentiable by both in FP8; the gradient of weight goes to its main_grad, if it has one.
+    """x · weightᵀ in FP8, as are both gradients; that of weight is added to its main_grad, if it has one.
 
     Args:
         x: (..., in_features) bfloat16, or float32 under autocast to bfloat16.
         weight: (out_features, in_features) bfloat16 or float32; both features multiples of 128. Cast in each call.
-        name: What errors call weight.
+        name: of weight in error messages.
 
     Returns:
         (..., out_features) bfloat16.
 
     Raises:
-        TypeError: a wrong type or dtype. ValueError: a wrong shape or device.
+        TypeError: a wrong type or dtype. ValueError: a wrong shape, stride or device.
     """
     main_grad = main_grad_of(name, weight)
     (rows,) = autocast_to_bf16(x)
@@ -63,7 +63,7 @@ def _linear(x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
 
 
 def _casts(x: Tensor, with_columns: bool) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
-    """x by rows, and by columns of zeros up to the next multiple of 128 rows (at least 128), if they are needed."""
+    """x cast by rows and, if needed, by columns, the latter with zeros up to a multiple of 128 rows, at least 128."""
     if not with_columns:
         return cast_rows(x), (None, None)
     num_rows = len(x)
@@ -73,14 +73,14 @@ def _casts(x: Tensor, with_columns: bool) -> tuple[Pair, tuple[Tensor | None, Te
 
 
 def _weight_product(d_y: Pair, x: Pair, d: Tensor | None, c: Tensor | None) -> Tensor:
-    """dYᵀ · X in float32 of transposed operands, whose factors lie as (rows / 128, channels)."""
+    """dYᵀ · X in float32; operands are transposed, with factors (rows / 128, channels)."""
     if d is None:
         d = d_y[0].new_empty((len(d_y[0]), len(x[0])), dtype=torch.float32)
     return tk_gemm.fp8_gemm_nt((d_y[0], d_y[1].t()), (x[0], x[1].t()), d, c, recipe=(1, 1, BLOCK))
 
 
 class _FP8Linear(torch.autograd.Function):
-    """Of x and weight only the casts are used."""
+    """Computes with the casts; x and weight are there for their gradients."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ class _FP8Linear(torch.autograd.Function):
 
 
 class FP8Linear(nn.Module):
-    """`fp8_linear` with a weight of its own, bfloat16 or float32 (out_features, in_features); multiples of 128.
+    """`fp8_linear` with a weight of its own, bfloat16 or float32 (out_features, in_features), both multiples of 128.
 
     Shapes:
         x: (..., in_features) bfloat16, or float32 under autocast to bfloat16.

@@ -28,8 +28,8 @@ def grouped_fp8_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str 
     """rows[s:e] · weight[i]ᵀ in FP8 for each expert i, with e = ends[i] and s = ends[i - 1] rounded up to 128.
 
     Rows of padding, from an expert's end to the next one's beginning, come out as zeros. They must be zeros, and so
-    must what flows back to them, as with `expand_to_fused`, `swiglu` and `reduce_fused`. Rows past the last segment
-    have no part in any result, forward or backward; what comes out there is unspecified. The gradient of weight goes to
+    must their incoming gradients, as with `expand_to_fused`, `swiglu` and `reduce_fused`. Rows past the last segment
+    have no part in other results, forward or backward; their own are unspecified. The gradient of weight is added to
     its main_grad, if it has one.
 
     Args:
@@ -37,7 +37,7 @@ def grouped_fp8_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str 
         weight: (num_experts, out_features, in_features) bfloat16 or float32; both features multiples of 128. Cast in
             each call.
         ends: int32 (num_experts,), where the rows of each expert end, ascending.
-        name: What errors call weight.
+        name: of weight in error messages.
 
     Returns:
         (num_rows, out_features) bfloat16.
@@ -75,7 +75,7 @@ def _casts(x: Tensor, with_columns: bool) -> tuple[Pair, tuple[Tensor | None, Te
 
 
 class _GroupedFP8Linear(torch.autograd.Function):
-    """Of rows and weight only the casts are used."""
+    """Computes with the casts; rows and weight are there for their gradients."""
 
     @staticmethod
     def forward(
@@ -114,8 +114,10 @@ class _GroupedFP8Linear(torch.autograd.Function):
 class GroupedFP8Linear(nn.Module):
     """`grouped_fp8_linear` with weights of its own, bfloat16 or float32 (num_experts, out_features, in_features).
 
+    Both features are multiples of 128.
+
     Shapes:
-        rows: (num_rows, in_features) bfloat16, or float32 under autocast to bfloat16; multiples of 128.
+        rows: (num_rows, in_features) bfloat16, or float32 under autocast to bfloat16; num_rows a multiple of 128.
         ends: int32 (num_experts,).
         returns: (num_rows, out_features) bfloat16.
     """

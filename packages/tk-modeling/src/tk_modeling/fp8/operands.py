@@ -15,14 +15,14 @@ BLOCK = 128
 
 
 def cast_rows(x: Tensor) -> Pair:
-    """x (rows, channels) with a factor for each row and 128 channels."""
+    """Cast x (rows, channels) with a factor for each row and 128 channels."""
     return tk_quant.per_token_cast(x, "e4m3", BLOCK, use_tma_aligned_col_major_sf=True)
 
 
 def cast_rows_and_columns(x: Tensor) -> tuple[Pair, Pair]:
     """`cast_rows(x)`, and x transposed with a factor for each channel and 128 rows; x is read once.
 
-    Rows are a multiple of 128. The second pair is data (channels, rows) and factors (rows / 128, channels).
+    There are a multiple of 128 rows. The second pair is data (channels, rows) and factors (rows / 128, channels).
     """
     return tk_quant.per_token_and_channel_cast(
         x, "e4m3", BLOCK, BLOCK, transpose_channel_data=True, use_tma_aligned_col_major_sf=True
@@ -30,21 +30,21 @@ def cast_rows_and_columns(x: Tensor) -> tuple[Pair, Pair]:
 
 
 def cast_weight(weight: Tensor) -> Pair:
-    """Weights (…, out_features, in_features) with a factor for each 128 × 128; both are multiples of 128."""
+    """Cast weights (…, out_features, in_features), both multiples of 128, with a factor for each 128 × 128."""
     data, sf = tk_quant.per_block_cast(weight.reshape(-1, weight.shape[-1]), "e4m3", (BLOCK, BLOCK))
     leading = weight.shape[:-2]
     return data.view(weight.shape), sf.view(*leading, weight.shape[-2] // BLOCK, weight.shape[-1] // BLOCK)
 
 
 def transposed(weight: Pair) -> Pair:
-    """The weights of `cast_weight`, (…, in_features, out_features): the same values."""
+    """Transpose the result of `cast_weight` to (…, in_features, out_features): the same values."""
     data, sf = weight
     transpose = tk_quant.transpose if data.dim() == 2 else tk_quant.batched_transpose
     return transpose(data), sf.mT
 
 
 def weight_gradient(product: Callable[..., Tensor], main_grad: Tensor | None, dtype: torch.dtype, *args: Any) -> Any:
-    """What a backward returns for a weight: `product(*args, d, c)` of `dtype`, or None once it is in main_grad."""
+    """The gradient that a backward returns for a weight: the product as `dtype`, or None, added to main_grad."""
     if main_grad is None:
         return product(*args, None, None).to(dtype)
     product(*args, main_grad, main_grad)

@@ -1,10 +1,10 @@
 """checkpoint_streams: a stack of HyperConnections that keeps few of its residuals for the backward.
 
-A residual has m times the channels of a sublayer's output, and each layer's backward wants the residual that the layer
-was given. It follows from an earlier one by outputs and mixes that are kept anyway. So the layers are run in groups. Of
-a group, the first residual is kept; where autograd is about to save a later one, or a sublayer's input, it gets a note
-of which it is (torch.autograd.graph.saved_tensors_hooks). The first note that the backward turns in has all tensors of
-its group computed again by one launch of tk_mhc.mhc_multilayer_recompute, with the bits that they had.
+A residual has m times the channels of a sublayer's output, and each layer's backward needs the residual that the layer
+was given. It can be computed again from an earlier one, by outputs and mixes that are kept anyway. So the layers run in
+groups. A group keeps its first residual; instead of a later one, or of a sublayer's input, autograd saves a note of
+which tensor it is (torch.autograd.graph.saved_tensors_hooks). When the backward unpacks the first note of a group, one
+launch of tk_mhc.mhc_multilayer_recompute computes all of the group's tensors again, with the bits that they had.
 """
 
 import math
@@ -28,24 +28,24 @@ from tk_modeling.mhc.ops import mhc_post
 def checkpoint_streams(
     layers: Sequence[HyperConnection], residual: Tensor, *, pre_mix: Tensor | None = None, group_size: int | None = None
 ) -> tuple[Any, ...]:
-    """Run the layers one after the other, and keep one residual a group of layers for the backward.
+    """Run the layers one after the other, and keep one residual for each group of layers for the backward.
 
-    Outputs and gradients have the bits of layers that are simply called. Kept are each group's first residual, each
-    sublayer's output, the mixes, and what the sublayers themselves save, but for their inputs: sublayers may be
-    checkpointed (torch.utils.checkpoint), too. Each sublayer takes its input alone. Hooks of the HyperConnections
-    are not called, those of their sublayers are. torch.compile leaves it out (an error with fullgraph), since it
-    chooses by itself what it computes again; sublayers may be compiled.
+    Outputs and gradients have the bits of layers that are simply called. Each group's first residual, each sublayer's
+    output, the mixes, and the tensors that sublayers save, except their inputs, are kept; sublayers may themselves be
+    checkpointed (torch.utils.checkpoint). A sublayer takes its input alone. Hooks of the HyperConnections are not
+    called, those of their sublayers are. torch.compile breaks its graph here (an error with fullgraph), since it
+    chooses by itself which tensors to compute again; sublayers may be compiled.
 
     Args:
         layers: at least one; of the same hidden size and mhc_mult, all shifted or none.
         residual: bfloat16 (..., m, H), contiguous.
         pre_mix: with shifted layers, the first one's pre_mix, or None.
-        group_size: layers a group. None: about √(m·L / (m+2)) of L layers, which keeps the fewest bytes at the peak:
-            L / group_size residuals of all groups, and m+2 hidden states a layer of the group that is computed again.
+        group_size: layers in a group. None: about √(m·L / (m+2)) of L layers, with which peak memory is nearly minimal:
+            L / group_size residuals, and m+1 hidden states for each layer of the group that is computed again.
 
     Returns:
-        (residual, rests), with shifted layers (residual, next_pre_mix, rests): `rests` has a tuple for each layer, what
-        its sublayer returned beside its output.
+        (residual, rests), with shifted layers (residual, next_pre_mix, rests). `rests` has a tuple for each layer: the
+        sublayer's results after its output.
 
     Raises:
         TypeError: a layer is no HyperConnection, or a tensor or number has another type or dtype.
@@ -68,7 +68,7 @@ def checkpoint_streams(
 
 
 def _check_layers(layers: Sequence[HyperConnection], pre_mix: Tensor | None) -> bool:
-    """Whether the layers are shifted."""
+    """Check the arguments, and return whether the layers are shifted."""
     check.require(len(layers) >= 1, "layers", "at least one", len(layers))
     for i, layer in enumerate(layers):
         check.require_type(isinstance(layer, HyperConnection), f"layers[{i}]", "a HyperConnection", type(layer))
@@ -81,7 +81,7 @@ def _check_layers(layers: Sequence[HyperConnection], pre_mix: Tensor | None) -> 
 
 
 class _Group:
-    """What gives the residuals and sublayer inputs of a group of layers again."""
+    """A group of layers, with what it takes to compute its residuals and sublayer inputs again."""
 
     def __init__(self, first_residual: Tensor) -> None:
         self.first_residual = first_residual.detach()
@@ -93,7 +93,7 @@ class _Group:
         self._recomputed: tuple[list[Tensor], list[Tensor]] | None = None
 
     def add(self, pre_mix: Tensor, y: Tensor, post_mix: Tensor, comb_mix: Tensor) -> None:
-        """Keep what one more layer computed."""
+        """Keep the mixes and the output of one more layer."""
         if not self.outputs:
             self._versions.append(self.first_residual._version)
         self._pre_mixes.append(pre_mix.detach())
@@ -103,7 +103,7 @@ class _Group:
         self._versions.append(y._version)
 
     def residual(self, layer: int) -> Tensor:
-        """The residual that the layer of this number in the group was given."""
+        """The residual that was given to the layer of this number in the group."""
         return self.first_residual if layer == 0 else self._recompute()[0][layer - 1]
 
     def layer_input(self, layer: int) -> Tensor:
@@ -114,7 +114,7 @@ class _Group:
     def _recompute(self) -> tuple[list[Tensor], list[Tensor]]:
         if self._recomputed is None:
             _check_unchanged([self.first_residual, *self.outputs], self._versions)
-            # What follows the last layer is the next group's first residual, or the result.
+            # The residual after the last layer is kept: it is the next group's first one, or the result.
             last = len(self.outputs) - 1
             residuals = [torch.empty_like(self.first_residual) for _ in range(last)]
             inputs = [torch.empty_like(y) for y in self.outputs]
@@ -134,13 +134,13 @@ class _Group:
 def _run(
     layer: HyperConnection, residual: Tensor, pre_mix: Tensor | None, group: _Group
 ) -> tuple[Tensor, Tensor | None, tuple[Any, ...]]:
-    """One layer: the new residual, next_pre_mix if it is shifted, and what its sublayer returned beside its output."""
+    """Run one layer: the new residual, next_pre_mix if it is shifted, and the sublayer's results after its output."""
     number = len(group.outputs)
     with _Notes().saved_instead() as notes:
         if number > 0:
             notes.know(residual, partial(group.residual, number))
         collapsed = layer.collapse(residual, pre_mix)
-        # Not known for stream 0 alone, nor where the mixes take no gradient: then the layer's input is kept.
+        # No mix for stream 0 alone, nor where the mixes take no gradient: then the layer's input is kept.
         mix = pre_mix if layer.settings.shifted else collapsed.pre_mix
         if mix is not None:
             notes.know(collapsed.layer_input, partial(group.layer_input, number))
@@ -153,7 +153,7 @@ def _run(
 
 
 class _Note(NamedTuple):
-    """What is saved instead of a tensor that a group can give again, or of a view of it."""
+    """Saved instead of a tensor that a group can compute again, or of a view of it."""
 
     restore: Callable[[], Tensor]
     size: torch.Size
@@ -162,21 +162,21 @@ class _Note(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A tensor that is saved itself, and its version: autograd leaves it to the hooks to look for changes in place."""
+    """A tensor that is saved itself, and its version: with hooks, autograd does not look for changes in place."""
 
     tensor: Tensor
     version: int
 
 
 class _Notes:
-    """What to save for the backward of one layer."""
+    """Saves notes instead of known tensors for the backward of one layer."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Tensor, int, Callable[[], Tensor]]] = []
 
     @contextmanager
     def saved_instead(self) -> Iterator["_Notes"]:
-        """Autograd saves within a with block what this makes of tensors."""
+        """A context in which autograd saves a note instead of each known tensor."""
         with saved_tensors_hooks(self._pack, _unpack):
             try:
                 yield self

@@ -25,7 +25,7 @@ def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
 
 
 class PreSettings(NamedTuple):
-    """Numbers that mhc_pre takes."""
+    """Settings of mhc_pre."""
 
     norm_eps: float
     post_mult_value: float
@@ -37,13 +37,13 @@ class PreSettings(NamedTuple):
 
 
 class PreResult(NamedTuple):
-    """What mhc_pre makes of a residual."""
+    """Results of mhc_pre."""
 
     layer_input: Tensor
     post_mix: Tensor
     comb_mix: Tensor
     pre_mix: Tensor | None
-    """pre of this residual; None where it was not written: without gradients, not shifted."""
+    """The residual's own pre; None without gradients if not shifted, where it is not written."""
     residual: Tensor
     """The residual, for mhc_post and nothing else."""
 
@@ -66,7 +66,7 @@ def mhc_pre(
     pre_mix: Tensor | None = None,
     return_residual: bool = False,
 ) -> tuple[Any, ...]:
-    """What comes before a sublayer: its input, and the mixes that mhc_post takes after it.
+    """Compute a sublayer's input from the residual, and the mixes that mhc_post takes after the sublayer.
 
     mhc_pre_norm_fn, mhc_pre_split_mixes, sinkhorn_normalize and mhc_pre_apply_mix of tk_mhc, one after the other;
     without gradients tk_mhc.mhc_pre_big_fuse, which has the same bits. Source: arXiv 2512.24880. Gradients of fn,
@@ -81,16 +81,16 @@ def mhc_pre(
         norm_weight: float32 (m·H), or None for ones.
         norm_eps: added to the mean of squares.
         mhc_mult: m, the number of streams: 2, 4 or 8.
-        post_mult_value: what post is multiplied by.
+        post_mult_value: factor of post.
         pre_eps: added to pre.
         sinkhorn_eps: added to the softmax and to each sum of a row or column.
         sinkhorn_repeat: iterations, at least 1.
         n_splits: splits of the projection's sum, see tk_mhc.mhc_pre_norm_fn.
         shifted: collapse the streams by `pre_mix`, and return this residual's own pre for the next sublayer.
         pre_mix: float32 (..., m, 1), with `shifted` only: next_pre_mix of the sublayer before; None: stream 0.
-        return_residual: return the residual, too. mhc_post takes it instead of the one given here, and nothing else
-            does: the backward adds to the gradient that mhc_post's backward made of it, in place, which saves autograd
-            a sum of two tensors of the residual's size.
+        return_residual: return the residual, too, to be given to mhc_post instead of the argument, and to nothing else:
+            the backward adds in place to the gradient that mhc_post's backward made, which saves autograd a sum of two
+            tensors of the residual's size.
 
     Returns:
         layer_input: bfloat16 (..., H).
@@ -100,7 +100,7 @@ def mhc_pre(
 
     Raises:
         TypeError: a tensor or number has another type or dtype.
-        ValueError: a shape, stride or device does not fit, a number is out of range, or a main_grad is none for its
+        ValueError: a shape, stride or device does not fit, a number is out of range, or a main_grad does not fit its
             parameter.
     """
     settings = PreSettings(norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat, n_splits, shifted)
@@ -121,7 +121,7 @@ def collapse_streams(
     settings: PreSettings,
     pre_mix: Tensor | None,
 ) -> PreResult:
-    """mhc_pre with all that it makes."""
+    """mhc_pre with all of its results."""
     (residual,) = autocast_to_bf16(residual)
     _check_pre(residual, fn, scale, base, norm_weight, mhc_mult, settings, pre_mix)
     main_grads = _main_grads(fn, scale, base, norm_weight)
@@ -150,7 +150,7 @@ def collapse_streams(
 
 
 class _MhcPre(torch.autograd.Function):
-    """mhc_pre by the single ops. Its last outputs are for the backward alone."""
+    """mhc_pre by the single ops. The last three outputs are for the backward alone."""
 
     @staticmethod
     def forward(
@@ -260,7 +260,7 @@ def mhc_head(
 
     Raises:
         TypeError: a tensor or number has another type or dtype.
-        ValueError: a shape, stride or device does not fit, a number is out of range, or a main_grad is none for its
+        ValueError: a shape, stride or device does not fit, a number is out of range, or a main_grad does not fit its
             parameter.
     """
     settings = HeadSettings(norm_eps, pre_eps, n_splits)
@@ -273,9 +273,9 @@ def mhc_head(
 def _collapse_bwd(
     d_layer_input: Tensor | None, residual: Tensor, mix: Tensor | None, d_residual: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(d_residual, d_mix) of the collapse by mix, or to stream 0 where it is None.
+    """(d_residual, d_mix) of the collapse by mix, or to stream 0 where mix is None.
 
-    A given d_residual is added to in place: mhc_post's backward made it, and nobody else has it.
+    A given d_residual is added to in place: mhc_post's backward made it, and nothing else uses it.
     """
     d_residual = None if d_residual is None else d_residual.contiguous()
     if d_layer_input is None:
@@ -288,7 +288,7 @@ def _collapse_bwd(
 
 
 class HeadSettings(NamedTuple):
-    """Numbers that mhc_head takes."""
+    """Settings of mhc_head."""
 
     norm_eps: float
     pre_eps: float
@@ -339,7 +339,7 @@ class _MhcHead(torch.autograd.Function):
         )
         grads = grads_asked_for(ctx, (d_residual, d_fn, d_scale, d_base, d_norm_weight))
         d_residual, d_fn, d_scale, d_base, d_norm_weight = grads
-        # The parameters may have more rows than count, or no dimension.
+        # The parameter fn may have more rows than are used, scale no dimension.
         fn_main_grad = None if ctx.fn_main_grad is None else ctx.fn_main_grad[: fn.shape[0]]
         scale_main_grad = None if ctx.scale_main_grad is None else ctx.scale_main_grad.view(1)
         d_fn, d_scale = to_parameter(fn_main_grad, d_fn), to_parameter(scale_main_grad, d_scale)
@@ -414,7 +414,7 @@ def _check_head(
 
 
 def _check_streams(residual: Tensor, mhc_mult: int) -> tuple[int, ...]:
-    """The residual's leading dimensions."""
+    """Check the residual, and return its leading dimensions."""
     check_mhc_mult(mhc_mult)
     *leading, _, hidden = check.tensor("residual", residual, (torch.bfloat16,), (..., mhc_mult, "hidden"))
     check_hidden("hidden (last dimension of residual)", hidden)
@@ -422,6 +422,6 @@ def _check_streams(residual: Tensor, mhc_mult: int) -> tuple[int, ...]:
 
 
 def _check_float32(residual: Tensor, **tensors: tuple[Tensor, check.Shape]) -> None:
-    """Float32, contiguous, of their shapes and on the residual's device."""
+    """Check that tensors are float32, contiguous, of their shapes and on the residual's device."""
     for name, (x, shape) in tensors.items():
         check.tensor(name, x, (torch.float32,), shape, device=residual.device)

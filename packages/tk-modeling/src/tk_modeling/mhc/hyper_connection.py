@@ -21,14 +21,14 @@ class HyperConnection(nn.Module):
     """A sublayer with manifold-constrained hyper-connections: mhc_pre, the sublayer, mhc_post.
 
     The residual is m streams of hidden states. Their weighted sum is the sublayer's input; its output is added to each
-    stream, after the streams were mixed. All weights follow from the residual. Source: arXiv 2512.24880.
+    stream, after the streams were mixed. All weights are computed from the residual. Source: arXiv 2512.24880.
 
     Args:
-        sublayer: takes bfloat16 (..., hidden) and what else forward is given; returns y of that shape and dtype, or a
-            tuple (y, *rest).
+        sublayer: takes bfloat16 (..., hidden) and the further arguments of forward; returns y of that shape and dtype,
+            or a tuple (y, *rest).
         hidden: a multiple of 64, 64 to 8192.
         mhc_mult: m, the number of streams: 2, 4 or 8.
-        post_mult_value: what post is multiplied by, more than 1: initially post is 1.
+        post_mult_value: factor of post, more than 1, as post is 1 initially.
         norm_eps: added to the mean of squares.
         pre_eps: added to pre.
         sinkhorn_eps: added to the softmax and to each sum of a row or column.
@@ -37,8 +37,8 @@ class HyperConnection(nn.Module):
         shifted: collapse the streams by the mix that the layer before computed; see forward.
         device: of the parameters, which are float32.
 
-    Parameters: fn (m·(m+2), m·hidden), scale (3), base (m·(m+2)) and norm_weight (m·hidden) or None, all float32; where
-    they were cast to another dtype, they are used as float32.
+    Parameters: fn (m·(m+2), m·hidden), scale (3), base (m·(m+2)) and norm_weight (m·hidden) or None, all float32; a
+    module that was cast to another dtype casts them back for each use.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class HyperConnection(nn.Module):
         return f"{self.hidden}, mhc_mult={self.mhc_mult}, norm_weight={self.norm_weight is not None}, {numbers}"
 
     def collapse(self, residual: Tensor, pre_mix: Tensor | None = None) -> PreResult:
-        """What comes before the sublayer."""
+        """mhc_pre with the parameters of the layer."""
         fn, scale, base = as_float32(self.fn), as_float32(self.scale), as_float32(self.base)
         norm_weight = None if self.norm_weight is None else as_float32(self.norm_weight)
         return collapse_streams(residual, fn, scale, base, norm_weight, self.mhc_mult, self.settings, pre_mix)
@@ -102,8 +102,8 @@ class HyperConnection(nn.Module):
         *rest) is returned.
 
         Raises:
-            TypeError: residual, pre_mix or what the sublayer returned is no tensor of its dtype: bfloat16, for the
-                mixes float32. Under autocast to bfloat16, float32 is cast.
+            TypeError: residual or the sublayer's output is no bfloat16 tensor (or float32 one, under autocast to
+                bfloat16), or pre_mix is missing or no float32 tensor.
             ValueError: a shape, stride or device does not fit.
         """
         pre_mix = None
@@ -122,7 +122,7 @@ class HyperConnection(nn.Module):
 
 
 def split_output(output: Tensor | tuple[Any, ...], layer_input: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-    """What a sublayer returned: its output as mhc_post takes it, and the rest."""
+    """Split what a sublayer returned into its output, as mhc_post takes it, and the rest."""
     y, *rest = output if isinstance(output, tuple) else (output,)
     (y,) = autocast_to_bf16(y)
     shape, device = tuple(layer_input.shape), layer_input.device
@@ -131,7 +131,7 @@ def split_output(output: Tensor | tuple[Any, ...], layer_input: Tensor) -> tuple
 
 
 def reset_projection(fn: Tensor, scale: Tensor, norm_weight: Tensor | None) -> None:
-    """Initial values of what makes the mixes, without a gradient."""
+    """Initialize fn, scale and, if there is one, norm_weight."""
     nn.init.normal_(fn, std=_FN_STD)
     nn.init.constant_(scale, _SCALE)
     if norm_weight is not None:
@@ -139,10 +139,10 @@ def reset_projection(fn: Tensor, scale: Tensor, norm_weight: Tensor | None) -> N
 
 
 def logit(p: float) -> float:
-    """The number that has sigmoid p."""
+    """The number whose sigmoid is p."""
     return math.log(p / (1 - p))
 
 
 def float32_parameter(*shape: int, device: torch.device | str | None) -> nn.Parameter:
-    """A parameter that is not initialized."""
+    """A float32 parameter, not initialized."""
     return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))

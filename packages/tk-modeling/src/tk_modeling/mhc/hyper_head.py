@@ -9,7 +9,7 @@ from tk_modeling.mhc.hyper_connection import float32_parameter, logit, reset_pro
 
 
 class HyperHead(nn.Module):
-    """The weighted sum of the streams, by weights that follow from them: (..., m, hidden) to (..., hidden).
+    """The weighted sum of the streams, by weights computed from them: (..., m, hidden) to (..., hidden).
 
     Source: arXiv 2512.24880.
 
@@ -21,8 +21,8 @@ class HyperHead(nn.Module):
         norm_weight: whether the RMS norm of the m·hidden channels has a learned weight.
         device: of the parameters, which are float32.
 
-    Parameters: fn (m, m·hidden), scale (1), base (m) and norm_weight (m·hidden) or None, all float32; where they were
-    cast to another dtype, they are used as float32.
+    Parameters: fn (m, m·hidden), scale (1), base (m) and norm_weight (m·hidden) or None, all float32; a module that was
+    cast to another dtype casts them back for each use.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 Each takes what tk_mhc's op of that name takes, and raises what it raises. Under autocast to bfloat16, float32 streams
 and hidden states are cast first. Gradients of fn, norm_weight, scale and base are added to a parameter's float32
-`main_grad`, if it has one. A gradient of a gradient is an error.
+`main_grad`, if it has one. A gradient of a gradient is an error. mhc_multilayer_recompute, mhc_post_bwd, mhc_post_fwd
+and mhc_pre_big_fuse are tk_mhc's ops themselves, not differentiable.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> Tensor:
-    """Each token's hidden state, bfloat16 (..., H), as all of its streams (..., m, H). See tk_mhc.expand_to_mhc."""
+    """Copy each token's hidden state, bfloat16 (..., H), to its m streams (..., m, H). See tk_mhc.expand_to_mhc."""
     (hidden,) = autocast_to_bf16(hidden)
     return _ExpandToMhc.apply(hidden, mhc_mult, out)
 
@@ -249,5 +250,5 @@ def grads_asked_for(ctx: FunctionCtx, grads: Gradients) -> Gradients:
 
 
 def to_parameter(main_grad: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """What a backward returns for a float32 parameter; see add_to_main_grad. No grad is None."""
+    """The gradient that a backward returns for a float32 parameter; see add_to_main_grad. None if grad is None."""
     return None if grad is None else add_to_main_grad(main_grad, grad, torch.float32)

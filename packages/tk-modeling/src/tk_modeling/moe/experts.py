@@ -1,4 +1,4 @@
-"""grouped_linear: each expert's matrix product with its segment of rows. FP8 products can take its place here."""
+"""grouped_linear: each expert's matrix product with its segment of rows; in FP8 it is `grouped_fp8_linear`."""
 
 from itertools import pairwise
 from typing import Any
@@ -15,20 +15,19 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "w
     """rows[s:e] · weight[i]ᵀ for each expert i, whose segment of rows is s = ends[i - 1] to e = ends[i].
 
     On a GPU this is torch.nn.functional.grouped_mm, which waits for nothing on sm_90 and sm_100 (on others torch reads
-    `ends` back). What stands in rows past the last segment has no part in any result, forward or backward; what comes
-    out there, and in the gradient by rows, is unspecified. Rows of padding within a segment are multiplied like all
-    others: they should be zeros, and so should what flows back to them, as with `expand_to_fused`, `swiglu` and
-    `reduce_fused`.
+    `ends` back). Rows past the last segment have no part in other results, forward or backward; their own results and
+    gradients are unspecified. Rows of padding within a segment are multiplied like all others: they should be zeros,
+    and so should their incoming gradients, as with `expand_to_fused`, `swiglu` and `reduce_fused`.
 
-    The gradient of weight goes to its main_grad, if it has one. On a CPU it is not rounded to bfloat16 before; on a GPU
-    it is, as torch has no grouped product with float32 results there.
+    The gradient of weight is added to its main_grad, if it has one. On a CPU it is not rounded to bfloat16 first; on a
+    GPU it is, as torch has no grouped product with float32 results there.
 
     Args:
         rows: (num_rows, in_features), contiguous; bfloat16 or float32.
         weight: (num_experts, out_features, in_features) of the same dtype; both features multiples of 8. Under autocast
             to bfloat16 both may be float32.
         ends: int32 (num_experts,), ascending.
-        name: What errors call weight.
+        name: of weight in error messages.
 
     Returns:
         (num_rows, out_features).
@@ -50,7 +49,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "w
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """`operand` is the weight in rows' dtype."""
+    """Computes with `operand`, the weight in the dtype of rows; weight is there for its gradient."""
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, operand: Tensor, ends: Tensor, main_grad: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Differentiable gates, expand, reduce and SwiGLU: the ops of tk_moe and tk_quant with their gradients.
 
-Names, arguments and results are those of the ops. Where nothing requires gradients the op alone runs.
+Names, arguments and results are those of the ops, unless a docstring says otherwise. Where nothing requires gradients
+the op alone runs.
 """
 
 from typing import Any
@@ -83,7 +84,7 @@ def top2_sum_gate(
         return topk_idx, topk_weights
     experts = topk_idx
     if unmapped_topk_idx is not None:
-        # The caller may write into the rows that were given before the backward runs.
+        # A caller's own tensor may change before the backward runs.
         experts = unmapped_topk_idx.clone(memory_format=torch.contiguous_format)
         if fix_routing_mask is not None:
             experts = torch.where(fix_routing_mask.unsqueeze(1), experts.clamp(min=0), experts)
@@ -120,7 +121,7 @@ class _GateWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, d_weights: Tensor) -> tuple[Tensor | None, ...]:
         logits, experts = ctx.saved_tensors
-        # Weights of shared experts, behind the others, are constants.
+        # Weights of shared experts, which come after the others, are constants.
         d_weights = d_weights[:, : experts.shape[1]].contiguous()
         return tk_moe.gate_weights_bwd(d_weights, logits, experts, *ctx.options), *(None,) * 5
 
@@ -239,7 +240,7 @@ class _ReduceFused(torch.autograd.Function):
     def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
         x, topk_weights, *maps = inputs
         ctx.num_rows = x.shape[0]
-        # x itself is needed for the gradient of the weights only.
+        # Only the gradient of the weights needs x.
         ctx.save_for_backward(None if topk_weights is None else x, topk_weights, *maps)
 
     @staticmethod
@@ -270,9 +271,9 @@ def swiglu(
     token_topk_to_pos: Tensor | None = None,
     pos_to_expert: Tensor | None = None,
 ) -> Tensor:
-    """`tk_quant.swiglu_forward`, differentiable by x and topk_weights; token_topk_to_pos is for the latter's gradient.
+    """`tk_quant.swiglu_forward`, differentiable by x and, with token_topk_to_pos, by topk_weights.
 
-    fmt "bf16" or "fp32" is the result's type, None stands for that of x.
+    fmt, "bf16" or "fp32", is the result's type; None stands for that of x. There is no clamped_count.
 
     Raises:
         ValueError: besides what the op raises: topk_weights requires gradients and token_topk_to_pos is None.

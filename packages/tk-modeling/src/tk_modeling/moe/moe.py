@@ -13,25 +13,26 @@ from tk_modeling.moe.router import Router
 from tk_moe import ScoringFunc
 
 ALIGNMENT = 16
-"""What the rows of each expert are a multiple of, for torch's grouped products."""
+"""The rows of each expert are a multiple of this, for torch's grouped products."""
 FP8_ALIGNMENT = 128
-"""The same for those in FP8."""
+"""The same for FP8 products."""
 
 
 class MoE(nn.Module):
     """y = Σ over a token's experts e of weight_e · down[e] · (silu(gate) · up), with gate and up from gate_up[e] · x.
 
-    `router`, a Router with the options of the same names, chooses the experts; no token is dropped. Tokens are copied
-    to one segment of rows for each expert, whose products are torch's grouped bfloat16 ones, or with `fp8` those of
-    `grouped_fp8_linear`, forward and backward; nothing waits for the GPU.
+    `router`, a Router with the options of the same names, chooses the experts; no token is dropped. Each expert has a
+    segment of rows, to which its tokens are copied. The products are torch's grouped ones in bfloat16 (see
+    `grouped_linear`), with `fp8` those of `grouped_fp8_linear`, forward and backward. Nothing waits for the GPU, save
+    torch's products on others than sm_90 and sm_100.
 
     Parameters: gate_up (num_experts, 2 · intermediate, hidden), gate above; down (num_experts, hidden, intermediate);
-    both bfloat16, or float32 under autocast to bfloat16, with `fp8` either. hidden and intermediate are multiples of
-    64, with `fp8` of 128.
+    both bfloat16, or float32 under autocast to bfloat16; with `fp8` either, with or without autocast. hidden and
+    intermediate are multiples of 64, with `fp8` of 128.
 
     Shapes:
-        x: (..., hidden), of the parameters' dtype.
-        returns: y (..., hidden), the auxiliary loss float32 ().
+        x: (..., hidden) bfloat16, or float32 under autocast to bfloat16.
+        returns: y (..., hidden) bfloat16, the auxiliary loss float32 ().
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class MoE(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """y, the auxiliary loss."""
+        """(y, auxiliary loss)."""
         (tokens,) = autocast_to_bf16(x)
         check.tensor("x", tokens, (torch.bfloat16,), (..., self.hidden), layout="any")
         tokens = tokens.reshape(-1, self.hidden).contiguous()
@@ -99,7 +100,7 @@ class MoE(nn.Module):
             token_topk_to_pos=token_topk_to_pos,
             pos_to_expert=pos_to_expert,
         )
-        # The weights are in rows already: this backward reads no products, and they need not be kept for it.
+        # Rows are weighted already, so that the backward of reduce_fused needs none of them, and none are kept for it.
         rows = linear(rows, self.down, ends, name="down")
         y = reduce_fused(rows, None, token_topk_to_pos, pos_to_expert=pos_to_expert)
         return y.view(x.shape), aux

@@ -14,15 +14,15 @@ from tk_moe import ScoringFunc
 class Router(nn.Module):
     """Choose `num_topk` of `num_experts` experts for each token by `tk_moe.top2_sum_gate`.
 
-    logits = x · weightᵀ in float32, also under autocast. Experts are ranked by scoring_func(logits) + bias, in the
-    `num_topk_groups` best of `num_groups` groups if there are groups; their weights are the scores without bias,
-    divided by their sum, times `routed_scaling_factor`. The auxiliary loss is tk_moe.aux_loss of all scores of the
-    call, with factor `aux_loss_factor`.
+    logits = x · weightᵀ in float32, also under autocast. Experts are ranked by scoring_func(logits) + bias, for softmax
+    by logits + bias, in the `num_topk_groups` best of `num_groups` groups if there are groups; their weights are the
+    scores without bias, divided by their sum, times `routed_scaling_factor`. The auxiliary loss is tk_moe.aux_loss of
+    all scores of the call, with factor `aux_loss_factor`.
 
-    A forward in training mode adds the number of tokens of each expert to `load`, but for a forward that activation
-    checkpointing runs again within a backward. `update_bias`, to be called after the optimizer's step, moves the bias
-    by `bias_update_rate` towards an even load (DeepSeek-V3, 2.1.2) and sets load to zero; where several processes train
-    one model, all-reduce load before.
+    A forward in training mode adds the number of tokens of each expert to `load`, unless activation checkpointing runs
+    it again within a backward. `update_bias`, to be called after the optimizer's step, moves each expert's bias by
+    `bias_update_rate` towards an even load (DeepSeek-V3, 2.1.2) and sets load to zero; where several processes train
+    one model, all-reduce load first.
 
     Parameters and buffers: weight float32 (num_experts, hidden), bias float32 and load int64 (num_experts,).
 
@@ -55,7 +55,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32, device=device))
         self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64, device=device))
         self.reset_parameters()
-        # Options that do not fit are found here.
+        # The gate's checks refuse options that do not fit.
         logits = torch.empty((0, num_experts), device="meta")
         self._gate(logits, logits.new_empty(num_experts))
         if isinstance(scoring_func, str):
@@ -68,7 +68,7 @@ class Router(nn.Module):
         self.load.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """topk_idx, topk_weights, aux."""
+        """(topk_idx, topk_weights, aux)."""
         check.tensor("x", x, (torch.bfloat16, torch.float32), (..., self.hidden), layout="any")
         with without_autocast(x):
             logits = linear(x.reshape(-1, self.hidden).float(), as_float32(self.weight))
@@ -109,10 +109,10 @@ def _scores(logits: Tensor, scoring_func: ScoringFunc) -> Tensor:
 
 
 def _add_counts(load: Tensor, topk_idx: Tensor) -> None:
-    # Within a backward this is activation checkpointing that computes again what was counted before.
+    # A forward within a backward is activation checkpointing: its tokens were counted before.
     if torch._C._current_graph_task_id() == -1:
         load.add_(tk_moe.group_count(topk_idx, load.shape[0]))
 
 
-# An operator, so that compiled code asks at run time, too, whether it runs within a backward.
+# An operator, so that compiled code, too, looks at run time whether it runs within a backward.
 _add_load = op("tk_modeling::add_load", mutates=("load",), reference=_add_counts)(_add_counts)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension, of streams that each have their own weight (m, H)."""
+    """RMS norm over the last dimension; each stream has its own weights: (m, H)."""
     return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
 
 

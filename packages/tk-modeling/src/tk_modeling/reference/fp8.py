@@ -49,7 +49,7 @@ class GroupedFP8Linear(nn.Module):
         nn.init.normal_(self.weight, std=self.weight.shape[-1] ** -0.5)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Zeros in all rows that are no expert's."""
+        """rows · weight[i]ᵀ for the rows of each expert i, zeros for all other rows."""
         out, start = [], 0
         for weight, end in zip(self.weight, ends.tolist(), strict=True):
             next_start = -(-end // _ALIGNMENT) * _ALIGNMENT

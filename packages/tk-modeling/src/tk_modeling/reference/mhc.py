@@ -1,6 +1,6 @@
 """HyperConnection and HyperHead in plain PyTorch, with the parameters of tk_modeling's.
 
-Mixes are computed in the parameters' dtype, sums over streams in the wider of that and the residual's.
+Mixes and sums over streams are computed in the parameters' dtype; results have that of the residual.
 """
 
 import math
@@ -105,7 +105,7 @@ def _project(residual: Tensor, fn: Tensor, norm_weight: Tensor | None, eps: floa
 
 
 def _sinkhorn(logits: Tensor, repeat: int, eps: float) -> Tensor:
-    """Normalize rows, then columns, to sum to 1, repeatedly."""
+    """Softmax of rows, then columns and rows in turn divided by their sums, columns last."""
     x = logits.softmax(-1) + eps
     x = x / (x.sum(-2, keepdim=True) + eps)
     for _ in range(repeat - 1):

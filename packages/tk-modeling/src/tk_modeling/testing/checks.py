@@ -1,4 +1,4 @@
-"""Checks of what every module promises, for cases that make it, its reference and inputs for both."""
+"""Checks that every module has to pass; a case makes the module, its reference and inputs for both."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ class ModuleCase:
     float32: tuple[str, ...] = ()
     """Names of parameters and buffers that stay float32 where the reference computes in bfloat16."""
     bounds: Mapping[str, float] = field(default_factory=dict)
-    """Relative errors that the ops allow in gradients that plain PyTorch computes in float32."""
+    """Relative errors allowed in gradients that plain PyTorch computes more exactly: in float32, or without FP8."""
     trains_inputs: bool = True
     """False where no input takes a gradient."""
 
@@ -59,7 +59,7 @@ def _with_gradients(inputs: Any) -> Any:
 
 
 def _backward(outputs: Any, seed: int = 2) -> None:
-    """Backward of a sum of the outputs with weights that are the same in every dtype."""
+    """Backward of a weighted sum of the outputs; the weights are the same in every dtype."""
     differentiable = [y for y in tensors(outputs) if y.requires_grad]
     torch.manual_seed(seed)
     weights = [torch.randn(y.shape, dtype=torch.bfloat16, device=y.device).to(y.dtype) for y in differentiable]
@@ -254,7 +254,7 @@ def check_compile(case: ModuleCase, device: str) -> None:
     torch._dynamo.reset()
     module = _seeded(case, device)
     compiled = copy.deepcopy(module)
-    # On a CPU without code generation, which takes a minute and involves none of our kernels.
+    # Not inductor on a CPU: it would generate code for a minute, without any of our kernels.
     compiled.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     for length in (5, 9):
         inputs = _inputs(case, device, (3, length))

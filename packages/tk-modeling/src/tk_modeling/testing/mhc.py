@@ -12,7 +12,7 @@ from tk_modeling.testing.checks import ModuleCase
 
 HIDDEN = 64
 FLOAT32 = ("fn", "scale", "base", "norm_weight")
-# The kernels multiply by float32 weights in two bfloat16 parts: mhc_pre_norm_fn's bounds.
+# The kernels take a float32 weight as two bfloat16 parts; these are the bounds of mhc_pre_norm_fn.
 HEAD_BOUNDS = {"fn": 1e-3, "norm_weight": 1e-3, "scale": 5e-4, "base": 5e-4}
 
 

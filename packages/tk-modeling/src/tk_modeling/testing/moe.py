@@ -17,7 +17,7 @@ _GROUPS = {"num_groups": 4, "num_topk_groups": 2, "routed_scaling_factor": 2.5, 
 
 def _make(module: type[nn.Module], sizes: tuple[int, ...], options: dict[str, Any], device: str) -> nn.Module:
     made = module(_HIDDEN, *sizes, **options, device=device)
-    # As after some training; the auxiliary loss must not vanish in the rounding of the rest.
+    # As after some training.
     (made if isinstance(made, Router | reference.Router) else made.router).bias.normal_(std=0.1)
     return made
 
@@ -40,6 +40,7 @@ def _case(name: str, family: str, sizes: tuple[int, ...], **options: Any) -> Mod
     )
 
 
+# A large aux_loss_factor, or the loss would vanish in the rounding of the rest.
 CASES = (
     _case("router", "router", (16, 4), aux_loss_factor=0.5),
     _case("moe", "moe", (64, 8, 2), aux_loss_factor=0.5),
