@@ -1,4 +1,4 @@
-"""`import tk_gemm as deep_gemm`: what users of DeepGEMM 2.6 call on Hopper, with its arguments in its order."""
+"""`import tk_gemm as deep_gemm`: calls of DeepGEMM 2.6's users on Hopper, with its arguments in its order."""
 
 from collections.abc import Iterator
 
@@ -43,7 +43,7 @@ def assert_product(d: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.T
 
 @pytest.mark.parametrize("order", ["nt", "nn", "tn", "tt"])
 def test_fp8_gemm(device: str, order: str) -> None:
-    """Transposed operands are views of the same memory: Hopper's products take K-contiguous ones."""
+    """Transposed operands are views: Hopper's FP8 products need memory that is contiguous along K."""
     a, b = bf16(M, K, device=device), bf16(N, K, device=device)
     a_fp8, b_fp8 = cast(a), cast(b, 128)
     a_given = a_fp8 if order[0] == "n" else (a_fp8[0].T, a_fp8[1].T)

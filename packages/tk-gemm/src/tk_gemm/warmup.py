@@ -1,4 +1,4 @@
-"""The calls that a model makes of this package's ops; `tk warmup` compiles the kernels of these."""
+"""The calls that a model makes to this package's ops; `tk warmup` compiles the kernels they need."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Profile:
     dense: tuple[Weight, ...] = ()
     """N and K of the weights that every token is multiplied with."""
     layouts: tuple[Literal["ids", "psum", "masked"], ...] = ("ids",)
-    """What tells experts' rows apart: an id for each row, the rows at which experts end, or a buffer each."""
+    """How rows are assigned to experts: an id for each row, the rows at which experts end, or a buffer each."""
     sf_layouts: tuple[Literal["row_major", "col_major", "packed_ue8m0"], ...] = ("col_major",)
     """Layouts of the activations' scale factors; packed_ue8m0, the weights' too, is for Blackwell."""
     outputs: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
@@ -40,7 +40,7 @@ class Profile:
     orders: tuple[Literal["nt", "nn", "tn", "tt"], ...] = ("nt",)
     """How the operands of BF16 products lie: bf16_gemm_nt, or its views."""
     swiglu: bool = False
-    """Fuse SwiGLU and the cast with experts' products of even multiples of 128 columns."""
+    """Experts' products fused with SwiGLU and the cast too, where N is a multiple of 256."""
     training: bool = False
     """Gradients of experts' weights too, in float32, written or added to what is there."""
 
@@ -54,7 +54,7 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
 
 
 def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Tokens of all experts, each padded, and the arguments of gradients of this shape beside the operands."""
+    """Rows of all experts together, and the arguments of gradients of this shape other than the operands."""
     if profile.training:
         ends = empty(profile.num_experts, dtype=torch.int32)
         d = empty(profile.num_experts, *shape)
@@ -95,7 +95,7 @@ def _weights_of(num_rows: int) -> dict[str, torch.Tensor]:
 
 def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for (num_cols, num_channels), order in product(profile.dense, profile.orders):
-        num_rows = num_tokens if order[0] == "n" else align(num_tokens, 8)  # transposed, it lies on 16 bytes
+        num_rows = num_tokens if order[0] == "n" else align(num_tokens, 8)  # transposed, columns are on 16 bytes
         a = _bf16(num_rows, num_channels) if order[0] == "n" else _bf16(num_channels, num_rows).t()
         b = _bf16(num_cols, num_channels) if order[1] == "t" else _bf16(num_channels, num_cols).t()
         for d in _results(profile, num_rows, num_cols):
@@ -159,5 +159,5 @@ def _masked(profile: Profile, num_tokens: int) -> Iterator[tuple[int, dict[str, 
         return
     counts = empty(profile.num_experts, dtype=torch.int32)
     expected = ceil_div(num_tokens * profile.num_topk, profile.num_experts)
-    # Of 4, for each expert's scale factors to be on 16 bytes.
+    # A multiple of 4, so that each expert's scale factors are on 16 bytes.
     yield align(num_tokens, 4), {"masked_m": counts, "expected_m": expected}

@@ -34,7 +34,7 @@ def test_tiles_have_equal_bits(k: int) -> None:
 
 
 def test_tiles_of_masked_rows() -> None:
-    """Also where a tile is full, has some rows that count, or only rows that do not."""
+    """Tiles that are full, that have some rows below masked_m, and that have none."""
     counts, max_rows, n, k = (192, 20, 0, 256, 64, 129), 256, 528, 384
     (a, a_sf), (b, b_sf) = activations(len(counts) * max_rows, k, "cuda"), weights(n, k, "cuda", len(counts))
     a, a_sf = a.view(len(counts), max_rows, k), a_sf.unflatten(0, (len(counts), max_rows))

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.compile
 ARCH = arch_from_name("sm_90a")
 BF16 = torch.bfloat16
 REQUESTS = {
-    # Five sums of 32 elements a thread: two in the loop, two at an even end, one at an odd one.
+    # Five additions of 32 elements a thread: two in the loop, two at an even end, one at an odd one.
     "fp8": (fp8_product_kernel, ("dense", ProductConfig(64, 128, 8), BF16, True, False), 5 * 32),
     "fp8-wide": (fp8_product_wide_kernel, ("dense", BF16, True, False), 2 * 64),
     "fp8-k": (fp8_k_product_kernel, (torch.float32, False), 64),
     "bf16": (bf16_product_kernel, ("dense", ProductConfig(128, 256, 4), BF16, False, False, False), 0),
 }
 
-# With how many products of 32 channels a step has.
+# With the number of products of 32 channels in a step.
 ON_BLACKWELL = {
     "fp8": (fp8_product_blackwell_kernel, ("dense", BF16, False, False), 4),
     "fp8-k": (fp8_k_product_blackwell_kernel, (torch.float32, False), 4),
@@ -44,7 +44,7 @@ def test_machine_code(name: str) -> None:
     sass = cuobjdump(KernelRequest(kernel, (*args, ARCH)).compile(), "--dump-sass")
     products = re.findall(r"[QH]GMMA\.[^;]*", sass)
     assert products
-    # A product is four instructions, of which the last one signals: if each does, ptxas has given up and lets all wait.
+    # A product is four instructions, of which the last one signals: if each does, ptxas makes each wait.
     assert len(products) == 4 * sum("gsb0" in product for product in products)
     assert len(re.findall(r"\bFFMA\b", sass)) == num_fmas, "expected one fused multiply-add an element"
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"

@@ -23,7 +23,7 @@ def test_rows_are_those_of_the_dense_product_and_padding_is_zero(with_psum: bool
     (data, sf), b = activations(ODD_ROWS, 128, "cpu"), weights(16, 128, "cpu", len(ODD))
     groups = ids(ODD, ODD_ROWS, "cpu")
     padding = groups < 0
-    # Whatever padding rows hold, it must not get out.
+    # Nothing that padding rows hold may reach d.
     sf[padding] = torch.nan
     layout = psum(ODD, "cpu") if with_psum else groups
     d = tk_gemm.m_grouped_fp8_gemm_nt_contiguous((data, sf), b, None, layout, use_psum_layout=with_psum)

@@ -50,7 +50,7 @@ def test_against_float64_swiglu_of_the_plain_weights() -> None:
 
 
 def test_packed_factors() -> None:
-    """The results' factors are the least powers of two that those of float32 allow; 255 without a finite amax."""
+    """The results' factors are those of float32 rounded up to powers of two; 255 without a finite amax."""
     packed = make((3, 130), 384, 640, 640, layout="packed", with_psum=True)("cpu")
     (a, a_words), (b, b_words) = packed["a"], packed["b"]
     a_words[0, 0] = 0x7EFEFE7E  # 2**127 twice: the first row's products are infinite.

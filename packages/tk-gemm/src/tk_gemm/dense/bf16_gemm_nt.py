@@ -3,7 +3,7 @@
     d[m, n] = round(Σ_k a[m, k] · b[n, k] + c[m, n])
 
 The tensor core adds 16 products at a time to a float32 accumulator, in the order of K. docs/tuning/gemm.md has the
-kernel's plan.
+kernels' plan.
 """
 
 import torch
@@ -58,22 +58,22 @@ def bf16_gemm_nt(
 ) -> torch.Tensor:
     """D = A·Bᵀ + C in bfloat16: products summed in float32, in the order of K, and rounded once.
 
-    A row's bits depend on that row of a and on b alone, not on how they lie. Name and arguments are DeepGEMM 2.6's;
+    A row's bits depend on that row of a and on b alone, not on their strides. Name and arguments are DeepGEMM 2.6's;
     there d is required.
 
     Args:
         a: bfloat16 (M, K), rows strided by multiples of 16 bytes; M from 0, K a multiple of 64. Or a transposed view,
             contiguous along M, with columns strided by multiples of 16 bytes.
         b: bfloat16 (N, K), N a multiple of 8; or a transposed view, as a.
-        d: bfloat16 or float32 (M, N), written; by default new, of c's dtype or without c bfloat16.
+        d: bfloat16 or float32 (M, N), written; by default new, of c's dtype or, without c, bfloat16.
         c: (M, N) of d's dtype, added last; may be d.
-        compiled_dims: Of DeepGEMM's compiler; without effect.
+        compiled_dims: For DeepGEMM's compiler; without effect here.
 
     Returns:
         d.
 
     Raises:
-        TypeError: A tensor is none, or has another dtype.
+        TypeError: A tensor is of another type or dtype.
         ValueError: A shape, stride, base (16 bytes) or device is not as described, or d overlaps an operand.
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.

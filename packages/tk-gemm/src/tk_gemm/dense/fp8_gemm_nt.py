@@ -4,7 +4,8 @@
         acc[m, n] = fma(a_sf[m, k] · b_sf[n, k], Σ_j a[m, 128 k + j] · b[n, 128 k + j], acc[m, n])
     d[m, n] = round(acc[m, n] + c[m, n])
 
-in float32, with b_sf of the row's 128 × 128 block, or of the row itself. The kernel's plan is in docs/tuning/gemm.md.
+in float32, with b_sf of the row's 128 × 128 block, or of the row itself. This is Hopper's order:
+Blackwell's tensor cores scale and sum products of 32 channels. docs/tuning/gemm.md has the kernels' plan.
 """
 
 import torch
@@ -91,20 +92,20 @@ def fp8_gemm_nt(
             int32 (M, ⌈K/512⌉), column major: four biased exponents a word, as casts with use_packed_ue8m0 write them.
         b: `(data, sf)`: float8_e4m3fn (N, K), N a multiple of 16; sf of a's dtype, (⌈N/128⌉, K/128) of any strides, or
             with factors for each row (N, K/128) as a's.
-        d: bfloat16 or float32 (M, N), written; by default new, of c's dtype or without c bfloat16. With factors for
-            each row of b: float32.
+        d: bfloat16 or float32 (M, N), written; by default new, of c's dtype or, without c, bfloat16. With factors for
+            each row of b only float32.
         c: (M, N) of d's dtype, added last; may be d.
         recipe: (1, 128, 128), the default, or (1, 1, 128): factors for each row of b.
         recipe_a: (1, 128), instead of recipe.
         recipe_b: (128, 128) or (1, 128), instead of recipe.
-        compiled_dims: Of DeepGEMM's compiler; without effect.
-        disable_ue8m0_cast: The same.
+        compiled_dims: For DeepGEMM's compiler; without effect here.
+        disable_ue8m0_cast: Of DeepGEMM; without effect.
 
     Returns:
         d.
 
     Raises:
-        TypeError: A tensor is none, or has another dtype, or a is no pair.
+        TypeError: A tensor is of another type or dtype, or a is no pair.
         ValueError: A shape, stride, base (16 bytes), device or recipe is not as described, or d overlaps an operand.
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
             with packed ones, unless TK_BACKEND=reference.

@@ -4,8 +4,8 @@
 
 Numerics are those of `bf16_gemm_tn` of a group's rows, to the bit.
 
-    rows    0        128       256       384
-    groups  | 0 0 0 0   | 1 1 1 1 1 1 1 0 | 2 0 | …    (zeros in padding)
+    rows    0           128         256       384     512
+    groups  | 0 0 0 pad | 1 1 1 1 1 1 1 1 pad | 2 pad | …    (padding rows are zero in a and b)
 """
 
 import torch
@@ -72,18 +72,19 @@ def k_grouped_bf16_gemm_tn_contiguous(
         a: bfloat16 (ΣK, M), M a multiple of 8, rows strided by multiples of 16 bytes; ΣK a multiple of 128.
         b: bfloat16 (ΣK, N), N a multiple of 8.
         d: float32 or bfloat16 (G, M, N), written; None: new, of c's dtype or float32.
-        ks: Sizes of the groups, multiples of 128 that add up to ΣK; the first call with some copies them to the device,
-            which a CUDA graph cannot capture. Or int32 (G) on the device, where each group ends: the next one begins at
-            the next multiple of 128, and what is between must be zero in both operands. An end past ΣK counts as ΣK.
-        grouped_layout: ks on the device, int32 (G), beside a list; without effect.
-        c: (G, M, N) of d's dtype, added last; may be d. Groups of no rows give c, or zeros without it.
-        compiled_dims: Of DeepGEMM's compiler; without effect.
+        ks: Sizes of the groups, multiples of 128 that add up to ΣK; the first call with these sizes copies them to the
+            device, which a CUDA graph cannot capture. Or int32 (G) on the device, where each group ends: the next one
+            begins at the next multiple of 128, and rows in between must be zero in both operands. An end past ΣK
+            counts as ΣK.
+        grouped_layout: The sizes in ks on the device, int32 (G), only where ks is a list; without effect.
+        c: (G, M, N) of d's dtype, added last; may be d. Groups without rows give c, or zeros without c.
+        compiled_dims: For DeepGEMM's compiler; without effect here.
 
     Returns:
         d.
 
     Raises:
-        TypeError: A tensor is none, or has another dtype, or ks is no list of int.
+        TypeError: A tensor is of another type or dtype, or ks is no list of int.
         ValueError: A shape, stride, base (16 bytes) or device is not as described, d overlaps an operand, or with
             TK_DEBUG=1 the values of ks or grouped_layout are not.
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless

@@ -1,6 +1,6 @@
 """k_grouped_fp8_gemm_nt_contiguous: gradients of the experts' weights, groups being ranges of K (tokens), in FP8.
 
-    d[g] = Σ over the group's range of K of A·Bᵀ, + c[g]
+    d[g] = Σ A·Bᵀ over the group's range of K, + c[g]
 
 Numerics are those of `fp8_gemm_nt` with factors for each row on both sides. Two forms of the operands, by the rank of
 data:
@@ -8,7 +8,7 @@ data:
     2-D    a (M, ΣK) and b (N, ΣK), each contiguous along K;      sf (ΣK/128, M) and (ΣK/128, N)
     1-D    one contiguous (M, K_g) after another, (N, K_g) too;  sf (M, ΣK/128), strides (1, M), and (N, ΣK/128), (1, N)
 
-Both have the same factors in memory; packed, four blocks of K are a word, counted from where the first group begins.
+Both have the same factors in memory; packed, four blocks of K are a word, counted from the beginning of ΣK.
 TMA loads rows that are equally far apart, so a kernel first copies the second form's data into the first.
 """
 
@@ -68,7 +68,7 @@ def _k_grouped_fp8_gemm_nt_contiguous_out(
 
 
 def _gathered(flat: torch.Tensor, num_rows: int, ends: torch.Tensor, arch: Arch) -> torch.Tensor:
-    """The matrices of all groups beside each other, copied: TMA loads rows that are equally far apart in all groups."""
+    """The matrices of all groups side by side: a copy (rows, ΣK)."""
     out = flat.new_empty((num_rows, flat.numel() // num_rows))
     gather_groups_kernel(arch)(flat.view(torch.int32), ends, out.view(torch.int32))
     return out
@@ -121,19 +121,20 @@ def k_grouped_fp8_gemm_nt_contiguous(
             exponents of four blocks a word, counted from the beginning of ΣK, whatever the groups.
         b: The same with N, in the same form, with sf of a's dtype.
         d: float32 or bfloat16 (G, M, N), written; None: new, of c's dtype or float32.
-        ks: Sizes of the groups, multiples of 128 that add up to ΣK; the first call with some copies them to the device,
-            which a CUDA graph cannot capture. Or int32 (G) on the device, where each group ends: the next one begins at
-            the next multiple of 128, and what is between must be zero in both operands. An end past ΣK counts as ΣK.
-        grouped_layout: ks on the device, int32 (G), beside a list; without effect.
-        c: (G, M, N) of d's dtype, added last; may be d. Groups of no K give c, or zeros without it.
+        ks: Sizes of the groups, multiples of 128 that add up to ΣK; the first call with these sizes copies them to the
+            device, which a CUDA graph cannot capture. Or int32 (G) on the device, where each group ends: the next one
+            begins at the next multiple of 128, and channels in between must be zero in both operands. An end past ΣK
+            counts as ΣK.
+        grouped_layout: The sizes in ks on the device, int32 (G), only where ks is a list; without effect.
+        c: (G, M, N) of d's dtype, added last; may be d. Groups without K give c, or zeros without c.
         recipe: (1, 1, 128).
-        compiled_dims: Of DeepGEMM's compiler; without effect.
+        compiled_dims: For DeepGEMM's compiler; without effect here.
 
     Returns:
         d.
 
     Raises:
-        TypeError: A tensor is none, or has another dtype, or ks is no list of int.
+        TypeError: A tensor is of another type or dtype, or ks is no list of int.
         ValueError: A shape, stride, base (16 bytes), device or recipe is not as described, d overlaps an operand, or
             with TK_DEBUG=1 the values of ks or grouped_layout are not.
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)

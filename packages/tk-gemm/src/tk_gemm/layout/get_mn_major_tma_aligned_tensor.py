@@ -8,7 +8,7 @@ from tk_gemm.lib.operands import FLOAT32
 
 
 def get_mn_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
-    """Float32 factors (R, C) or (G, R, C), of any strides, with strides (1, align(R, 4)), groups one after the other.
+    """Give float32 factors (R, C) or (G, R, C) the strides (1, align(R, 4)), groups one after the other.
 
     Returns x itself if it has those strides already, else a copy; on any device, in plain PyTorch. The name is DeepGEMM
     2.6's. Raises TypeError for another dtype, ValueError for another rank.

@@ -29,7 +29,7 @@ def transform_sf_into_required_layout(
         recipe: (1, 128) or (128, 128), the operand's block; or a product's (1, 128, 128) or (1, 1, 128), of which
             is_sfa chooses the side.
         num_groups: None without groups.
-        is_sfa: sf is A's; counts with a recipe of three numbers.
+        is_sfa: sf is A's; used only with a recipe of three numbers.
         disable_ue8m0_cast: Of DeepGEMM; without effect on float32 factors.
 
     Raises:

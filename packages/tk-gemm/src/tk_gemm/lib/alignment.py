@@ -1,4 +1,4 @@
-"""Alignment of groups in the contiguous layouts, under DeepGEMM's names: 128 rows, the height of the kernel's tiles."""
+"""Alignment of groups in the contiguous layouts, under DeepGEMM's names: 128, the rows of the highest tiles."""
 
 from tk_core import check
 
@@ -6,7 +6,7 @@ ALIGNMENT = 128
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """Rows at a multiple of which each group begins: 128."""
+    """128: each group begins at a multiple of this, in rows (M) or, in the K-grouped products, along K."""
     return ALIGNMENT
 
 

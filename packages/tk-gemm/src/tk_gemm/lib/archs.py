@@ -6,7 +6,7 @@ from tk_core.arch import Arch, UnsupportedArchError, get_arch
 
 
 def hopper_or_blackwell(op: str, x: Tensor) -> Arch:
-    """The architecture of x's device. Raises UnsupportedArchError, with the op's name, if it is neither of these."""
+    """The architecture of x's device; UnsupportedArchError, with the op's name, unless it is Hopper or Blackwell."""
     arch = get_arch(x.device)
     if not (arch.has_wgmma or arch.has_tcgen05):
         raise UnsupportedArchError(op, arch.name, "sm_90a, sm_100a, or the reference backend")
@@ -14,7 +14,7 @@ def hopper_or_blackwell(op: str, x: Tensor) -> Arch:
 
 
 def arch_of_factors(op: str, sf: Tensor) -> Arch:
-    """The architecture of the device of scale factors: Hopper for float32, Blackwell for packed ones, else an error."""
+    """The architecture of sf's device; UnsupportedArchError unless Hopper for float32, Blackwell for packed factors."""
     arch = get_arch(sf.device)
     is_packed = not sf.is_floating_point()
     if not (arch.has_tcgen05 if is_packed else arch.has_wgmma):

@@ -1,4 +1,4 @@
-"""Checks of bfloat16 operands, which the products read in either order."""
+"""Checks of bfloat16 operands, which may be contiguous along K or, transposed, along their rows."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def in_either_order(
 ) -> tuple[Tensor, bool, torch.Size]:
     """Check an operand (…, rows, K), contiguous along K or along its rows, K a multiple of 64.
 
-    Returns the operand as it lies in memory, with K before rows if it is transposed; whether it is; and its shape.
+    Returns the operand as it lies in memory, with K before rows if it is transposed; whether it is; and x's shape.
     """
     is_transposed = isinstance(x, Tensor) and x.ndim == len(shape) and x.stride(-1) != 1 and x.stride(-2) == 1
     if is_transposed:

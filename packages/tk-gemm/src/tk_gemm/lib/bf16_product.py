@@ -1,11 +1,11 @@
 """The BF16 products' kernel on Hopper: persistent thread blocks of one loading warp and two multiplying warpgroups.
 
     load        one warp          64 channels of A and B a step, by TMA, into a ring in shared memory
-    multiply    two warpgroups    sums stay in the tensor core's accumulators through all of K
+    multiply    two warpgroups    sums stay in the accumulators, in registers, through all of K
 
-A thread block takes one tile of block_m × block_n of D after the other, every `num_blocks`-th of all. The warpgroups
-share its 128 rows, or the columns of 64 rows. A step's product begins before the one before it is done, so the tensor
-core never waits for the next instruction. Tiles are found and stored as in the FP8 products.
+Thread block b takes tiles b, b + num_blocks, … of D, of block_m × block_n. The warpgroups split the rows of a tile of
+128, or the columns of one of 64 rows. A step's product begins before the one before it is done, so the tensor core
+never waits for the next instruction. Tiles are found and stored as in the FP8 products.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def bf16_product_kernel(
     with_c: bool,
     arch: Arch,
 ) -> Any:
-    """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known at run time alone.
+    """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known only at run time.
 
     A lies as (G, M, K), transposed as (G, K, M), and B as (groups, N, K), transposed as (groups, K, N).
     """
@@ -77,7 +77,7 @@ def bf16_product_kernel(
             if thread < NUM_CONSUMERS:
                 T.set_max_nreg(232, 1)
                 here = T.alloc_local((K_PLACE_SIZE,), "int32")
-                before = T.alloc_local((1,), "int32")  # The stage that the step before reads.
+                before = T.alloc_local((1,), "int32")  # The stage of the step before, still in use.
                 acc = T.alloc_fragment((block_m, block_n), "float32")
                 is_row = T.alloc_fragment((block_m,), "int32") if is_padded else None
                 while tile[0] < total[0]:

@@ -1,10 +1,10 @@
 """The BF16 products' kernel on Blackwell, whose tensor cores keep sums in tensor memory.
 
     load        one warp      64 channels of A and B a step, by TMA, into a ring in shared memory
-    multiply    one warp      one product a step, which is summed in tensor memory
+    multiply    one warp      one product a step, summed in tensor memory
     store       four warps    a tile's sums, with C added
 
-Tiles are found as on Hopper. It is compiled for sm_100a and sm_103a, and has not run: there was no such GPU.
+Tiles are found as on Hopper. The kernel is compiled for sm_100a and sm_103a, and has not run: there was no such GPU.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from tk_gemm.lib.fp8_product_blackwell import BLOCK, NUM_STAGES, PIECE
 def bf16_product_blackwell_kernel(
     kind: Kind, d_dtype: torch.dtype, a_is_transposed: bool, b_is_transposed: bool, with_c: bool, arch: Arch
 ) -> Any:
-    """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known at run time alone.
+    """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known only at run time.
 
     A lies as (G, M, K), transposed as (G, K, M), and B as (groups, N, K), transposed as (groups, K, N).
     """
@@ -63,7 +63,7 @@ def bf16_product_blackwell_kernel(
             total = T.alloc_local((1,), "int32")
             tile = T.alloc_local((1,), "int32")
             slot = T.alloc_local((2,), "int32")  # Stage of the ring, and the round's parity.
-            turn = T.alloc_local((1,), "int32")  # Parity of the tiles that the thread block has had.
+            turn = T.alloc_local((1,), "int32")  # Parity of the number of tiles that are done.
             T.clear(slot)
             T.clear(turn)
             T.clear(place)
@@ -102,6 +102,6 @@ def bf16_product_blackwell_kernel(
                 turn[0] = turn[0] ^ 1
                 tile[0] = tile[0] + num_blocks
                 own.find(kind, tile, num_blocks, total[0], layout, m, n, k, num_b_groups, BLOCK, BLOCK, place)
-            T.sync_threads()  # The first warp, which is done before the others, gives tensor memory back.
+            T.sync_threads()  # The first warp is done before the others, and then frees tensor memory.
 
     return product

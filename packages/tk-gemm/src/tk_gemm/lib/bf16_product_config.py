@@ -9,7 +9,7 @@ STEP_K = 64
 """Channels of a step: 128 bytes of an operand's row."""
 
 Kind = Literal["dense", "ids", "psum", "masked", "k"]
-"""How a tile's rows find their weights, as in the FP8 products; "k": groups are ranges of K."""
+"""How the weights of a tile's rows are found, as in the FP8 products; "k": groups are ranges of K."""
 
 CONFIGS = {
     ProductConfig(128, 256, 4): 1.0,
@@ -18,12 +18,12 @@ CONFIGS = {
     ProductConfig(64, 256, 4): 0.62,
     ProductConfig(64, 128, 8): 0.44,
 }
-"""Tiles with the time of a step in each, relative to the widest: estimates, from those of the FP8 products, whose steps
-have as many bytes and take the tensor core as long."""
+"""Time of a step for each tile, relative to the widest: estimates, from those of the FP8 products, whose steps have as
+many bytes and take the tensor core as long."""
 
 
 def bf16_product_config(num_groups: int, num_rows: int, num_cols: int, num_sms: int) -> ProductConfig:
-    """The tile with which the SM that has most of them is done first, for groups of `num_rows` rows."""
+    """The tile with the least time on the busiest SM, for groups of `num_rows` rows."""
 
     def time(config: ProductConfig) -> float:
         num_tiles = num_groups * ceil_div(num_rows, config.block_m) * ceil_div(num_cols, config.block_n)

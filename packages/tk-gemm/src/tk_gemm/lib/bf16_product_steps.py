@@ -1,4 +1,4 @@
-"""Steps of the BF16 products' kernels, beside those that they share with the FP8 products. Only kernels import this."""
+"""Steps of the BF16 products' kernels that they do not share with the FP8 products. Only kernels import this."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tk_gemm.lib.k_grouped_steps import FIRST_STEP, find_k_tile
 
 @T.macro
 def count(kind: Any, layout: Any, m: Any, n: Any, num_groups: Any, block_m: Any, block_n: Any, total: Any) -> None:
-    """total[0] = tiles of D, of all groups."""
+    """total[0] = number of tiles of D, of all groups."""
     num_tiles(kind, layout, m, n, num_groups, block_m, block_n, total)
     if kind == "k":
         total[0] = total[0] * layout.shape[0]
@@ -32,7 +32,7 @@ def find(
     block_n: Any,
     place: Any,
 ) -> None:
-    """The place of the thread block's next tile, from tile[0] on; tile[0] ≥ total: there is none."""
+    """place = that of the thread block's next tile, from tile[0] on; tile[0] ≥ total if there is none."""
     if kind == "k":
         find_k_tile(tile[0], total, layout, m, n, k, block_m, block_n, STEP_K, place)
     else:
@@ -64,14 +64,14 @@ def load(
 
 @T.macro
 def multiply(a_tile: Any, b_tile: Any, slot: Any, transposed: Any, is_first: Any, acc: Any) -> None:
-    """Begin acc += a step's rows · columns; the first step's begins at zero."""
+    """Begin acc += a step's product, or acc = it where the step is the first."""
     T.wgmma_gemm(
         a_tile[slot, :, :],
         b_tile[slot, :, :],
         acc,
         transpose_A=transposed[0],
         transpose_B=not transposed[1],
-        # Two warpgroups share 128 rows, or the columns of 64 rows.
+        # The two warpgroups split 128 rows, or the columns of 64 rows.
         policy=T.GemmWarpPolicy.FullRow if acc.shape[0] == 128 else T.GemmWarpPolicy.FullCol,
         clear_accum=is_first,
     )
@@ -81,7 +81,7 @@ def multiply(a_tile: Any, b_tile: Any, slot: Any, transposed: Any, is_first: Any
 def multiply_into_tensor_memory(
     a_tile: Any, b_tile: Any, slot: Any, transposed: Any, is_first: Any, sums: Any, done: Any
 ) -> None:
-    """Begin sums += a step's rows · columns in tensor memory, on Blackwell; `done` has the barriers of the stages."""
+    """The same on Blackwell, into sums in tensor memory; done[slot] is signalled once the product is done."""
     T.tcgen05_gemm(
         a_tile[slot, :, :],
         b_tile[slot, :, :],

@@ -3,7 +3,7 @@
     load        one warp          128 channels of A, B and the factors of their rows a step, by TMA, into a ring
     multiply    two warpgroups    64 rows each: the tensor core's sum of 128 channels, then acc = fma(factors, sum, acc)
 
-A thread block takes one tile of 128 × 128 of a group's D after the other, every `num_blocks`-th of all groups'.
+Thread block b takes tiles b, b + num_blocks, … of all groups' D, of 128 × 128.
 """
 
 from typing import Any

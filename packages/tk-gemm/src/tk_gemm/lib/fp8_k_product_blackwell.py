@@ -3,7 +3,7 @@
 As fp8_product_blackwell.py: one warp loads, one arranges words of factors, one multiplies, four store. A word has the
 factors of four steps, counted from the beginning of K: a group may begin at any of its bytes.
 
-It is compiled for sm_100a and sm_103a, and has not run: there was no such GPU.
+The kernel is compiled for sm_100a and sm_103a, and has not run: there was no such GPU.
 """
 
 from typing import Any
@@ -117,6 +117,6 @@ def fp8_k_product_blackwell_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arc
                         own.finish(acc, c if with_c else None, None, m, n, place, first)
                         own.store("k", acc, m, n, place, first, d)
                     T.mbarrier_arrive(taken)
-            T.sync_threads()  # The first warp, which is done before the others, gives tensor memory back.
+            T.sync_threads()  # The first warp is done before the others, and then frees tensor memory.
 
     return product

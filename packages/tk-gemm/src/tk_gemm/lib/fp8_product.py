@@ -3,10 +3,10 @@
     load        one warp          128 channels of A, B and A's factors a step, by TMA, into a ring in shared memory
     multiply    two warpgroups    the tensor core's sum of 128 channels, then acc = fma(factor, sum, acc)
 
-A thread block takes one tile of block_m × block_n of D after the other, every `num_blocks`-th of all. The warpgroups
-share its 128 rows, or the columns of 64 rows. A step's product is issued before the one before it is added up, and the
-ring goes on from tile to tile. fp8_product_wide.py is for tiles of 128 × 256, fp8_k_product.py for factors of each row
-of B; docs/tuning/gemm.md has what was measured.
+Thread block b takes tiles b, b + num_blocks, … of D, of block_m × block_n. The warpgroups split the rows of a tile of
+128, or the columns of one of 64 rows. A step's product is issued before the one before it is added up, and loads run
+ahead into the next tile. fp8_product_wide.py is for tiles of 128 × 256, fp8_k_product.py for factors of each row of B;
+docs/tuning/gemm.md has measurements.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ PASS_CONFIGS = {
     # The ring's barriers are all that the roles need.
     "tl.disable_thread_storage_sync": True,
     "tl.disable_warp_specialized": True,
-    # Every access is clamped or compared here; TileLang's checks in the loop over channels cost 12 % (docs/tuning).
+    # Every access is clamped or compared here; TileLang's checks in the loop over channels cost up to 12 %.
     "tl.disable_safe_memory_legalize": True,
 }
 
@@ -38,10 +38,10 @@ def fp8_product_kernel(
     with_c: bool,
     arch: Arch,
 ) -> Any:
-    """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known at run time alone.
+    """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known only at run time.
 
-    A's factors come by TMA where they are column major on 16 bytes, else by plain loads from any strides. B's are a
-    flat (groups, ⌈N/128⌉, steps).
+    A's factors come by TMA where they are column major on 16 bytes, else by plain loads from any strides. B's are
+    (groups, ⌈N/128⌉, steps), flattened.
     """
     import tilelang.language as T
 
@@ -68,7 +68,7 @@ def fp8_product_kernel(
         row_sf: Any,
         scale: Any,
     ) -> None:
-        # A step's factors of the rows times that of the columns, of which the next one is loaded.
+        # scale = a step's factors of the rows times that of the columns; the columns' next factor is loaded.
         steps.read_row_factors(a_sf, a_sf_tile, a_sf_by_tma, last[0], here, step, m, row_sf)
         steps.set_scale(row_sf, factor[0], scale)
         factor[0] = b_sf[at[0] + T.min(step + 1, num_steps - 1)]
@@ -107,7 +107,7 @@ def fp8_product_kernel(
                 at = T.alloc_local((1,), "int32")  # Where the factors of B begin for the tile's columns.
                 factor = T.alloc_local((1,), "float32")
                 last = T.alloc_local((1,), "int32")  # The stage of the last product that was issued.
-                even = T.alloc_fragment((block_m, block_n), "float32")  # The products of even steps, and of odd ones.
+                even = T.alloc_fragment((block_m, block_n), "float32")  # Products of even steps; below, of odd ones.
                 odd = T.alloc_fragment((block_m, block_n), "float32")
                 acc = T.alloc_fragment((block_m, block_n), "float32")
                 row_sf = T.alloc_fragment((block_m,), "float32")

@@ -1,11 +1,11 @@
 """The FP8 products' kernel on Blackwell, whose tensor cores take the scale factors: packed UE8M0, a byte a block.
 
     load        one warp      128 channels of A and B a step, and every fourth step a word of factors a row, by TMA
-    arrange     one warp      the words in the order in which they go to tensor memory
-    multiply    one warp      words to tensor memory, then one block-scaled product a step, which is summed there
+    arrange     one warp      puts words into the order of tensor memory; reads those of B's 128 × 128 blocks itself
+    multiply    one warp      copies words to tensor memory, then one block-scaled product a step, summed there
     store       four warps    a tile's sums, with C added
 
-It is compiled for sm_100a and sm_103a, and has not run: there was no such GPU.
+The kernel is compiled for sm_100a and sm_103a, and has not run: there was no such GPU.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ PIECE = 32
 
 @kernel(pass_configs=PASS_CONFIGS)
 def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row: bool, with_c: bool, arch: Arch) -> Any:
-    """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known at run time alone.
+    """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known only at run time.
 
     Words of factors are (groups, words, M) for A's rows, and for B's (groups, words, N) or (groups, words, ⌈N/128⌉).
     """
@@ -71,7 +71,7 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
             total = T.alloc_local((1,), "int32")
             tile = T.alloc_local((1,), "int32")
             slot = T.alloc_local((2,), "int32")  # Stage of the ring, and the round's parity.
-            turn = T.alloc_local((1,), "int32")  # Parity of the tiles that the thread block has had.
+            turn = T.alloc_local((1,), "int32")  # Parity of the number of tiles that are done.
             T.clear(slot)
             T.clear(turn)
             T.clear(place)
@@ -130,6 +130,6 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
                 turn[0] = turn[0] ^ 1
                 tile[0] = tile[0] + num_blocks
                 steps.find_tile(kind, tile, num_blocks, total[0], layout, m, n, num_b_groups, BLOCK, BLOCK, place)
-            T.sync_threads()  # The first warp, which is done before the others, gives tensor memory back.
+            T.sync_threads()  # The first warp is done before the others, and then frees tensor memory.
 
     return product

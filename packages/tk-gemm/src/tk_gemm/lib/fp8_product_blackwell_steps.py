@@ -1,4 +1,4 @@
-"""Steps of the FP8 products' kernels on Blackwell; BF16 ones finish and store alike. Only kernels import this."""
+"""Steps of the FP8 products' kernels on Blackwell; BF16 ones share finish and store. Only kernels import this."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ def load_words(sf: Any, words: Any, full: Any, slot: Any, group: Any, first: Any
 
 @T.macro
 def arrange(words: Any, slot: Any) -> None:
-    """Put 128 words into the order of tensor memory, whose 32 lanes take 4 each: row r goes to [r % 32, r // 32]."""
+    """Put 128 words into the order of tensor memory, 4 in each of 32 lanes: row r goes to [r % 32, r // 32]."""
     T.tcgen05_sf_warp_transpose(words[slot, :])
 
 
 @T.macro
 def repeat_word(sf: Any, words: Any, slot: Any, place: Any, n: Any, first: Any, step: Any) -> None:
-    """The tile's 128 columns from `first` on have the word of their 128 x 128 blocks."""
+    """Write the word of the 128 × 128 blocks of the tile's 128 columns from `first` on, once for each column."""
     word = T.alloc_var("int32")
     word = sf[place[B_GROUP], step // 4, T.min(place[COL] + first, n - 1) // 128]
     for x in T.unroll(4):
@@ -43,10 +43,10 @@ def multiply(
     is_first: Any,
     done: Any,
 ) -> None:
-    """Begin sums += a step's rows · 128 columns from `first` on; the first step's begins at zero.
+    """Begin sums += a step's product with 128 columns from `first` on, or sums = it where the step is the first.
 
-    Factors of A and of B are words in tensor memory, of which the tensor cores take the step's byte. `done` has the
-    barriers of the stages, for the last product of a step; or None.
+    `factors` of A and of B are words in tensor memory, of which the tensor cores take the step's byte. done[slot] is
+    signalled once the product is done; `done` is None but for the last product of a step.
     """
     T.tcgen05_gemm_blockscaled(
         a_tile[slot, :, :],
@@ -80,7 +80,7 @@ def finish(acc: Any, c: Any, is_row: Any, m: Any, n: Any, place: Any, first: Any
 
 @T.macro
 def store(kind: Any, acc: Any, m: Any, n: Any, place: Any, first: Any, d: Any) -> None:
-    """Write a tile's columns `first` and on, 16 bytes at a time; rows and columns past the last are left out."""
+    """Write a tile's columns from `first` on, 16 bytes at a time, but no rows and columns past the last."""
     width = 128 // d.dtype.bits
     col = place[COL] + first
     T.assume(col % width == 0)

@@ -9,10 +9,10 @@ from tk_core.math import ceil_div
 
 BLOCK_K = 128
 STRIP = 8
-"""Tiles of so many times 128 rows are taken one column after the other."""
+"""Height of a strip in units of 128 rows; a strip's tiles are taken one column of tiles after the other."""
 
 Kind = Literal["dense", "ids", "psum", "masked"]
-"""How a tile's rows find their weights: all the same, by an id a row, by ends of groups, or a buffer a group."""
+"""How the weights of a tile's rows are found: one matrix for all, an id a row, ends of groups, or a buffer a group."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ CONFIGS = {
     ProductConfig(64, 128, 8): 0.35,
     ProductConfig(64, 64, 12): 0.3,
 }
-"""Tiles with the time of a step in each, relative to the widest, on an H200 (docs/tuning/gemm.md)."""
+"""Time of a step for each tile, relative to the widest, on an H200."""
 
 
 def product_config(num_groups: int, num_rows: int, num_cols: int, num_sms: int) -> ProductConfig:
-    """The tile with which the SM that has most of them is done first, for groups of `num_rows` rows."""
+    """The tile with the least time on the busiest SM, for groups of `num_rows` rows."""
 
     def time(config: ProductConfig) -> float:
         num_tiles = num_groups * ceil_div(num_rows, config.block_m) * ceil_div(num_cols, config.block_n)
@@ -47,5 +47,5 @@ def product_config(num_groups: int, num_rows: int, num_cols: int, num_sms: int) 
 
 
 def out_shape(config: ProductConfig, d_dtype: torch.dtype) -> tuple[int, ...]:
-    """Shared memory for results: of 128 rows, two pieces of 128 bytes a row; of 64, the tile."""
+    """Shape of results in shared memory: for 128 rows two pieces of 128 bytes a row, for 64 rows the whole tile."""
     return (2, 128, 128 // d_dtype.itemsize) if config.block_m == 128 else (config.block_m, config.block_n)

@@ -7,17 +7,17 @@ import tilelang.language as T
 from tk_gemm.lib.fp8_product_config import BLOCK_K, STRIP
 
 ROW, COL, A_GROUP, B_GROUP, NUM_ROWS, CURSOR, TILES_BEFORE = range(7)
-"""What a tile's place holds: first row and column, groups of A and D and of B (-1: leave it out), rows that count, and
-for masked rows the group that the search has come to with the tiles of the groups before."""
+"""Elements of a tile's place: first row and column; group of A, C and D, and of B (-1: skip the tile); with "psum" and
+"masked" the rows that count; with "masked" the group that the search has reached, and the tiles of groups before it."""
 PLACE_SIZE = 7
 
 _STORE_BARRIER = 4
-"""Number of the first hardware barrier of the multiplying warps; TileLang takes 1 to 3 itself."""
+"""The first named barrier of the multiplying warpgroups; TileLang takes 1 to 3 itself."""
 
 
 @T.macro
 def num_tiles(kind: Any, layout: Any, m: Any, n: Any, num_groups: Any, block_m: Any, block_n: Any, total: Any) -> None:
-    """total[0] = tiles of D."""
+    """total[0] = number of tiles of D."""
     total[0] = T.ceildiv(m, block_m)
     if kind == "masked":
         total[0] = 0
@@ -28,7 +28,7 @@ def num_tiles(kind: Any, layout: Any, m: Any, n: Any, num_groups: Any, block_m: 
 
 @T.macro
 def _find_masked(tile: Any, layout: Any, m: Any, num_n: Any, block_m: Any, block_n: Any, place: Any) -> None:
-    # Tiles come in ascending order, so the search goes on where it was.
+    # Tiles come in ascending order, so the search resumes where it stopped.
     count = T.alloc_var("int32")
     num_m = T.alloc_var("int32")
     count = T.max(T.min(layout[place[CURSOR]], m), 0)
@@ -47,7 +47,7 @@ def _find_masked(tile: Any, layout: Any, m: Any, num_n: Any, block_m: Any, block
 
 @T.macro
 def _find_psum(layout: Any, num_groups: Any, place: Any) -> None:
-    # The first group that ends after the first row of these 128: groups without rows end where they begin.
+    # The first group that ends after the first of the 128 rows that have the tile; empty groups end where they begin.
     low = T.alloc_var("int32", init=0)
     high = T.alloc_var("int32")
     low = 0
@@ -90,7 +90,7 @@ def _find_tile(
         place[A_GROUP] = 0
         place[B_GROUP] = 0
         if kind == "ids":
-            place[B_GROUP] = layout[place[ROW] // 128 * 128]  # A tile of 64 rows may be all padding, to be made zero.
+            place[B_GROUP] = layout[place[ROW] // 128 * 128]  # A tile of 64 rows may be all padding: still zeroed.
         elif kind == "psum":
             _find_psum(layout, num_groups, place)
 
@@ -109,7 +109,7 @@ def find_tile(
     block_n: Any,
     place: Any,
 ) -> None:
-    """The place of the thread block's next tile that has weights, from tile[0] on; tile[0] ≥ total: there is none."""
+    """place = that of the thread block's next tile with weights, from tile[0] on; tile[0] ≥ total if there is none."""
     if tile[0] < total:
         _find_tile(kind, tile[0], layout, m, n, num_groups, block_m, block_n, place)
     if kind == "ids" or kind == "psum":
@@ -121,7 +121,7 @@ def find_tile(
 
 @T.macro
 def next_slot(slot: Any, num_stages: Any) -> None:
-    """slot = [place in the ring, parity of the round]."""
+    """Move on slot = [stage of the ring, parity of the round]."""
     slot[0] += 1
     if slot[0] == num_stages:
         slot[0] = 0
@@ -144,7 +144,7 @@ def load_row_factors(a_sf: Any, tile: Any, full: Any, slot: Any, place: Any, ste
 
 @T.macro
 def load(a: Any, b: Any, a_tile: Any, b_tile: Any, full: Any, slot: Any, place: Any, step: Any) -> None:
-    """Begin to load a step's operands, the last of its loads."""
+    """Begin to load a step's operands, and arrive at its barrier: its other loads must come before."""
     channel = step * BLOCK_K
     rows = a[place[A_GROUP], place[ROW] : place[ROW] + a_tile.shape[1], channel : channel + BLOCK_K]
     T.tma_copy(rows, a_tile[slot, :, :], barrier=full[slot], leader_scope_threads=32)
@@ -156,9 +156,9 @@ def load(a: Any, b: Any, a_tile: Any, b_tile: Any, full: Any, slot: Any, place: 
 
 @T.macro
 def load_tiles(operands: Any, tiles: Any, ring: Any, search: Any, num_steps: Any) -> None:
-    """What the loading warp does: a, b and factors of a's rows (or None) into their tiles, as stages become free.
+    """In the loading warp: load a, b and, unless a_sf is None, factors of a's rows, as stages become free.
 
-    `search` is what find_tile takes, after it has found the first tile.
+    `search` has the arguments of find_tile, which has found the first tile.
     """
     a, b, a_sf = operands
     a_tile, b_tile, a_sf_tile = tiles
@@ -177,7 +177,7 @@ def load_tiles(operands: Any, tiles: Any, ring: Any, search: Any, num_steps: Any
 
 @T.macro
 def find_factors(place: Any, first: Any, n: Any, num_steps: Any, at: Any, index: Any) -> None:
-    """at[index] = where the factors begin of the 128 columns with the tile's column `first`, or of the last 128."""
+    """at[index] = start of the factors of the 128 columns that have the tile's column `first`, or of the last 128."""
     num_col_blocks = T.ceildiv(n, 128)
     group = T.max(place[B_GROUP], 0)  # There may be no tile.
     at[index] = (group * num_col_blocks + T.min((place[COL] + first) // 128, num_col_blocks - 1)) * num_steps
@@ -185,7 +185,7 @@ def find_factors(place: Any, first: Any, n: Any, num_steps: Any, at: Any, index:
 
 @T.macro
 def find_both_factors(b_sf: Any, place: Any, n: Any, num_steps: Any, at: Any, factor: Any) -> None:
-    """at and the first step's factors for both blocks of 128 columns of a tile of 256."""
+    """Set `at`, and `factor` to the first step's, for both blocks of 128 columns of a tile of 256."""
     for x in T.unroll(2):
         find_factors(place, x * 128, n, num_steps, at, x)
         factor[x] = b_sf[at[x]]
@@ -193,13 +193,13 @@ def find_both_factors(b_sf: Any, place: Any, n: Any, num_steps: Any, at: Any, fa
 
 @T.macro
 def multiply(a_tile: Any, b_tile: Any, slot: Any, first: Any, part: Any) -> None:
-    """Begin part = a step's rows · columns `first` and on."""
+    """Begin part = a step's product with columns from `first` on."""
     T.wgmma_gemm(
         a_tile[slot, :, :],
         b_tile[slot, first : first + part.shape[1], :],
         part,
         transpose_B=True,
-        # Two warpgroups share 128 rows, or the columns of 64 rows.
+        # The two warpgroups split 128 rows, or the columns of 64 rows.
         policy=T.GemmWarpPolicy.FullRow if part.shape[0] == 128 else T.GemmWarpPolicy.FullCol,
         clear_accum=True,
     )
@@ -218,7 +218,7 @@ def issue(a_tile: Any, b_tile: Any, full: Any, slot: Any, last: Any, num_stages:
 def issue_and_await(
     a_tile: Any, b_tile: Any, full: Any, empty: Any, slot: Any, last: Any, num_stages: Any, part: Any
 ) -> None:
-    """Begin a step's product, and wait for the one before it."""
+    """Begin a step's product, wait for the one before it, and release that one's stage."""
     before = T.alloc_var("int32")
     before = last[0]
     issue(a_tile, b_tile, full, slot, last, num_stages, part)
@@ -238,7 +238,7 @@ def read_row_factors(a_sf: Any, tile: Any, by_tma: Any, slot: Any, place: Any, s
 
 @T.macro
 def set_scale(row_sf: Any, factor: Any, scale: Any) -> None:
-    """scale = row_sf · factor, once a row."""
+    """scale = row_sf · factor, for each row."""
     for i in T.Parallel(*scale.shape):
         scale[i] = row_sf[i] * factor
 
@@ -252,14 +252,14 @@ def add(part: Any, scale: Any, acc: Any) -> None:
 
 @T.macro
 def add_per_row(part: Any, row_sf: Any, col_sf: Any, acc: Any) -> None:
-    """The same with a factor for each column."""
+    """acc = fma(row_sf · col_sf, part, acc)."""
     for i, j in T.Parallel(*part.shape):
         acc[i, j] = T.ieee_fmaf(row_sf[i] * col_sf[j], part[i, j], acc[i, j])
 
 
 @T.macro
 def find_rows(kind: Any, layout: Any, m: Any, place: Any, is_row: Any) -> None:
-    """Which rows of the tile are a group's: the others come out zero, whatever was multiplied for them."""
+    """is_row = which rows of the tile are a group's: `finish` zeroes the others, whatever their products are."""
     for i in T.Parallel(*is_row.shape):
         if kind == "ids":
             is_row[i] = T.cast(layout[T.min(place[ROW] + i, m - 1)] >= 0, "int32")
@@ -281,9 +281,9 @@ def finish(acc: Any, c: Any, is_row: Any, m: Any, n: Any, place: Any, first: Any
 
 @T.macro
 def store(kind: Any, acc: Any, n: Any, place: Any, first: Any, out: Any, d: Any) -> None:
-    """Begin to write a tile's columns `first` and on; rows and columns past the last are left out."""
+    """Begin to write a tile's columns from `first` on, but no rows and columns past the last."""
     if kind == "masked":
-        if place[NUM_ROWS] < acc.shape[0]:  # Rows past masked_m are not to be written, and TMA knows of M_max alone.
+        if place[NUM_ROWS] < acc.shape[0]:  # Rows past masked_m must not be written, and TMA only clips at M_max.
             for i, j in T.Parallel(*acc.shape):
                 if i < place[NUM_ROWS] and place[COL] + first + j < n:
                     d[place[A_GROUP], place[ROW] + i, place[COL] + first + j] = acc[i, j]
@@ -303,7 +303,7 @@ def _store_by_tma(acc: Any, place: Any, first: Any, out: Any, d: Any) -> None:
 
 @T.macro
 def _store_rows(acc: Any, place: Any, first: Any, out: Any, d: Any) -> None:
-    """Each warpgroup its own 64 rows, in pieces through two buffers: neither waits for the other."""
+    """Each warpgroup stores its own 64 rows, in pieces through two buffers: neither waits for the other."""
     warpgroup = T.get_thread_binding() // 128
     size = out.shape[2]
     row = place[ROW] + warpgroup * 64
@@ -320,7 +320,7 @@ def _store_rows(acc: Any, place: Any, first: Any, out: Any, d: Any) -> None:
 
 @T.macro
 def _store_whole(acc: Any, place: Any, first: Any, out: Any, d: Any) -> None:
-    """Both warpgroups have a part of each row."""
+    """The warpgroups store a tile of 64 rows together: each has half of the columns."""
     col = place[COL] + first
     T.tma_store_wait(0)
     T.sync_threads(_STORE_BARRIER, 256)

@@ -1,7 +1,7 @@
 """The FP8 products' kernel for tiles of 128 × 256: fp8_product.py with two products a step, one after the other.
 
-A warpgroup keeps sums of 64 × 256, and there are registers left for the product of 128 of these columns. With half of
-the loads of A, it is the fastest where there are enough tiles.
+A warpgroup keeps sums of 64 × 256, and there are registers left for the product of 128 of these columns. A is loaded
+half as often as for 128 × 128, so this is the fastest where there are enough tiles.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from tk_gemm.lib.fp8_product_config import BLOCK_K, WIDE, Kind, out_shape
 
 @kernel(pass_configs=PASS_CONFIGS)
 def fp8_product_wide_kernel(kind: Kind, d_dtype: torch.dtype, a_sf_by_tma: bool, with_c: bool, arch: Arch) -> Any:
-    """As fp8_product_kernel, with B's factors a flat (groups, ⌈N/128⌉, steps)."""
+    """As fp8_product_kernel, for the tile WIDE."""
     import tilelang.language as T
 
     from tk_gemm.lib import fp8_product_steps as steps

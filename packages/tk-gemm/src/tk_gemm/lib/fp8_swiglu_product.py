@@ -1,7 +1,7 @@
-"""The kernel of an expert's first FP8 product with SwiGLU and the cast to e4m3: fp8_product_wide.py but for its end.
+"""The kernel of an expert's first FP8 product with SwiGLU and the cast to e4m3: fp8_product_wide.py with another end.
 
-    tile of 128 × 256    128 columns of the gate, 128 of what it multiplies, in the same places
-    epilogue             out = l / (1 + exp(-l)) * r * weight;  per row: amax, factor, 128 codes
+    tile of 128 × 256    128 columns of the gate, and the same 128 of up
+    epilogue             out = gate / (1 + exp(-gate)) * up * weight;  for each row: amax, factor, 128 codes
 
 A row's 128 outputs are in four lanes of one warp, so their amax takes two shuffles and no shared memory.
 """
@@ -18,7 +18,7 @@ from tk_gemm.lib.fp8_product_config import BLOCK_K, WIDE
 def fp8_swiglu_product_kernel(
     kind: Literal["ids", "psum"], a_sf_by_tma: bool, with_weights: bool, with_clamp: bool, arch: Arch
 ) -> Any:
-    """As fp8_product_wide_kernel, of B (groups, 2 · I, K) in runs of 128 rows: data (1, M, I), factors (I/128, M)."""
+    """As fp8_product_wide_kernel, of interleaved B (groups, 2 · I, K), to data (1, M, I) and factors (I/128, M)."""
     import tilelang.language as T
 
     from tk_gemm.lib import fp8_product_steps as steps

@@ -1,10 +1,10 @@
 """The kernel on Blackwell of an expert's first FP8 product with SwiGLU and the cast to e4m3: packed UE8M0 throughout.
 
-As fp8_product_blackwell.py, for tiles of 128 × 256: 128 columns of the gate and the 128 that it multiplies, in sums of
-their own. A thread stores a row, of which it reads the sums twice: for amax, and for the codes. Registers would not
-hold the 128 outputs between the two beside what they are made of.
+As fp8_product_blackwell.py, for tiles of 128 × 256: 128 columns of the gate and the same 128 of up, each with sums of
+its own. A thread stores a row, and reads its sums twice, for amax and for the codes: with the 128 outputs kept in
+between, it would run out of registers.
 
-It is compiled for sm_100a and sm_103a, and has not run: there was no such GPU.
+The kernel is compiled for sm_100a and sm_103a, and has not run: there was no such GPU.
 """
 
 from typing import Any, Literal
@@ -24,9 +24,9 @@ BLOCK_N = 2 * BLOCK
 def fp8_swiglu_product_blackwell_kernel(
     kind: Literal["ids", "psum"], with_weights: bool, with_clamp: bool, arch: Arch
 ) -> Any:
-    """As fp8_product_blackwell_kernel, of B (groups, 2 · I, K) in runs of 128 rows: data (M, I), bytes (words, 4 · M).
+    """As fp8_product_blackwell_kernel, of interleaved B (groups, 2 · I, K), to data (M, I) and factors (words, 4 · M).
 
-    Four bytes are the word of a row, with the factors of 512 columns.
+    Four bytes of factors are the word of a row, for 512 columns.
     """
     import tilelang.language as T
 
@@ -77,7 +77,7 @@ def fp8_swiglu_product_blackwell_kernel(
             total = T.alloc_local((1,), "int32")
             tile = T.alloc_local((1,), "int32")
             slot = T.alloc_local((2,), "int32")  # Stage of the ring, and the round's parity.
-            turn = T.alloc_local((1,), "int32")  # Parity of the tiles that the thread block has had.
+            turn = T.alloc_local((1,), "int32")  # Parity of the number of tiles that are done.
             T.clear(slot)
             T.clear(turn)
             T.clear(place)
@@ -146,6 +146,6 @@ def fp8_swiglu_product_blackwell_kernel(
                 turn[0] = turn[0] ^ 1
                 tile[0] = tile[0] + num_blocks
                 steps.find_tile(kind, tile, num_blocks, total[0], layout, m, n, num_groups, BLOCK, BLOCK_N, place)
-            T.sync_threads()  # The first warp, which is done before the others, gives tensor memory back.
+            T.sync_threads()  # The first warp is done before the others, and then frees tensor memory.
 
     return product

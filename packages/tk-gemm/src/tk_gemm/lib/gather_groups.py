@@ -1,9 +1,9 @@
-"""gather_groups_kernel: an operand whose groups along K are matrices of their own, as one matrix.
+"""gather_groups_kernel: copy an operand whose groups along K are matrices of their own into one matrix.
 
     flat    [ rows × K_0 ][ rows × K_1 ] …    one contiguous matrix after the other
-    out     [ rows × (K_0 | K_1 | …) ]        what one TMA descriptor can load from: a row stride for all groups
+    out     [ rows × (K_0 | K_1 | …) ]        one TMA descriptor can load from it: all groups have the same row stride
 
-A thread block copies 128 channels of 64 rows. Both sides are read and written in whole rows of 128 bytes.
+A thread block copies 128 channels of 64 rows. It reads and writes whole rows of 128 bytes.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ ROWS = 64
 def gather_groups_kernel(arch: Arch) -> Any:
     """Copy e4m3 data, four as an int32: flat (rows · K / 4,) to out (rows, K / 4); `ends` (groups) as in the product.
 
-    Channels past the last group stay as they are.
+    Channels of out past the last group are not written.
     """
     import tilelang.language as T
 

@@ -1,4 +1,4 @@
-"""Checks of what tells the groups apart."""
+"""Checks of the arguments that assign rows to groups: grouped_layout and masked_m."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ def check_grouped_layout(
 ) -> None:
     """Check the groups of rows: int32 (M), each row's group; or int32 (G), where each group's rows end.
 
-    With TK_DEBUG=1 also their values: ids ascend, are below G, and begin at multiples of the alignment; ends ascend.
+    With TK_DEBUG=1 also the values: ids ascend and are below G, groups begin at multiples of the alignment and have -1
+    only after their rows; no group ends before it begins.
     """
     check.flag("use_psum_layout", use_psum_layout)
     size = num_groups if use_psum_layout else num_rows
@@ -55,7 +56,7 @@ def _check_ids(ids: Tensor, num_groups: int, alignment: int) -> None:
 
 
 def check_masked_m(masked_m: Any, expected_m: Any, num_groups: int, device: torch.device) -> None:
-    """Check the numbers of rows of each group, int32 (G), and the number that the caller expects."""
+    """Check the number of rows of each group, int32 (G), and the number that the caller expects."""
     check.tensor("masked_m", masked_m, INT32, (num_groups,), device=device)
     check.in_range("expected_m", expected_m, 0, 2**31 - 1)
     if is_debugging(masked_m):

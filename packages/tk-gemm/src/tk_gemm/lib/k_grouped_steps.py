@@ -8,7 +8,7 @@ from tk_gemm.lib.fp8_product_config import STRIP
 from tk_gemm.lib.fp8_product_steps import A_GROUP, B_GROUP, COL, PLACE_SIZE, ROW
 
 FIRST_STEP, NUM_STEPS = PLACE_SIZE, PLACE_SIZE + 1
-"""Where a tile's place has its group's range of K, in steps; A_GROUP is the group of C and D."""
+"""More elements of a tile's place: its group's range of K, in steps. A_GROUP is the group of C and D."""
 K_PLACE_SIZE = PLACE_SIZE + 2
 _ALIGNMENT = 128
 
@@ -31,7 +31,7 @@ def find_k_tile(
     step_k: Any,
     place: Any,
 ) -> None:
-    """The place of a tile, if there is such a tile: one group after the other, each in strips of STRIP · 128 rows."""
+    """place = that of a tile below `total`: one group after the other, each in strips of STRIP · 128 rows."""
     if tile < total:
         group = T.alloc_var("int32")
         inner = T.alloc_var("int32")
@@ -60,7 +60,7 @@ def find_k_tile(
 
 @T.macro
 def find_group(ends: Any, num_groups: Any, k: Any, channel: Any, group: Any) -> None:
-    """group = [the first group that ends after a channel, where it begins, where it ends]; [num_groups] if none."""
+    """group = [first group that ends after a channel, where it begins, where it ends], or [num_groups, 0, 0]."""
     low = T.alloc_var("int32")
     high = T.alloc_var("int32")
     low = 0

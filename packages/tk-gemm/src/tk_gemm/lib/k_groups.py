@@ -1,4 +1,4 @@
-"""Groups that are ranges of K: their checks, where they end, and what is left of a product without K."""
+"""Groups that are ranges of K: their checks, where they end, and the results where K is 0."""
 
 from functools import lru_cache
 from itertools import accumulate
@@ -16,7 +16,7 @@ from tk_gemm.lib.operands import BLOCK, is_debugging
 def check_ks(ks: Any, grouped_layout: Any, total: int, device: torch.device) -> int:
     """Check the groups along K, sizes in a list or ends in an int32 (G) tensor; return their number.
 
-    With TK_DEBUG=1 also the values of tensors: ends ascend, and a tensor beside a list has its sizes.
+    With TK_DEBUG=1 also the values of tensors: no group ends before it begins, and grouped_layout has the list's sizes.
     """
     if isinstance(ks, Tensor):
         (num_groups,) = check.tensor("ks", ks, INT32, ("G",), device=device)
@@ -47,7 +47,7 @@ def _check_ends(ends: Tensor) -> None:
 
 
 def ends_of(psum: Tensor | None, ks: list[int], device: torch.device) -> Tensor:
-    """Where each group ends, on the device: psum, or if that is None the sums of the sizes ks, copied there once."""
+    """Where each group ends, on the device: psum, or if that is None the running sums of ks, copied there once."""
     return _sums(tuple(ks), device) if psum is None else psum
 
 

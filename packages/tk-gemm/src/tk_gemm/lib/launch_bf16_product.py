@@ -1,4 +1,4 @@
-"""Launch of the BF16 products' kernels for any of the ways to find a row's weights."""
+"""Launch of the BF16 products' kernels, for any kind of groups."""
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def launch_bf16_product(
 ) -> None:
     """Launch for a (G, M, K) or transposed (G, K, M), b (groups, N, K) or (groups, K, N), c and d (G, M, N).
 
-    `num_rows`: how many rows of a group there may be, for the tile's size alone.
+    With kind "k" a and b have one group. `num_rows`: expected rows of a group, only to choose the tile.
     """
     arch = hopper_or_blackwell(op, a)
     num_groups, max_rows, num_cols = d.shape

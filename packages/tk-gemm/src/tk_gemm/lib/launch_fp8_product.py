@@ -28,10 +28,10 @@ def launch_fp8_product(
     num_rows: int | None = None,
     b_is_per_row: bool = False,
 ) -> None:
-    """Launch for a (G, M, K), a_sf (G, M, K/128), b (groups, N, K), b_sf of blocks, c and d (G, M, N).
+    """Launch for a (G, M, K), a_sf (G, M, K/128), b (groups, N, K), b_sf (groups, ⌈N/128⌉, K/128), c and d (G, M, N).
 
-    `num_rows`: how many rows of a group there may be, for the tile's size alone. `b_is_per_row`: b_sf is of rows, which
-    packed factors may be.
+    Packed factors have ⌈K/512⌉ words in place of K/128; with `b_is_per_row`, for packed ones only, b_sf has N rows.
+    `num_rows`: expected rows of a group, only to choose the tile.
     """
     arch = arch_of_factors(op, a_sf)
     num_groups, max_rows, _ = a.shape

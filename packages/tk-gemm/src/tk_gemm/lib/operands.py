@@ -14,16 +14,16 @@ E4M3 = (torch.float8_e4m3fn,)
 BF16 = (torch.bfloat16,)
 FLOAT32 = (torch.float32,)
 FACTORS = (torch.float32, torch.int32)
-"""Scale factors of products that Blackwell has, too: float32, or four biased exponents a word."""
+"""Scale factors: float32 on Hopper, int32 with four biased exponents a word on Blackwell."""
 OUT = (torch.bfloat16, torch.float32)
 
 _PER_ROW_RECIPE = (1, 1, BLOCK)
 _RECIPES = (None, (1, BLOCK, BLOCK), _PER_ROW_RECIPE)
-_WIDE = 16  # bytes: what TMA asks of bases and strides
+_WIDE = 16  # bytes, to which TMA needs bases and strides aligned
 
 
 def is_debugging(x: Tensor) -> bool:
-    """Whether TK_DEBUG asks for a look at the values of x, and they can be looked at."""
+    """Whether TK_DEBUG=1 asks for a check of the values of x, and they can be read."""
     return type(x) in (Tensor, Parameter) and check.reads_data(x)
 
 
@@ -34,9 +34,9 @@ def pair(name: str, x: Any) -> tuple[Any, Any]:
 
 
 def aligned(name: str, x: Tensor) -> None:
-    """Raise ValueError unless the base and all strides but the last of x are on 16 bytes, as TMA asks.
+    """Raise ValueError unless the base and all strides but the last of x are on 16 bytes, as TMA requires.
 
-    A tensor without elements is not looked at, nor the base of one without memory (fake tensors, torch.compile).
+    A tensor without elements is not checked, nor the base of one without memory (fake tensors, torch.compile).
     """
     if not x.numel():
         return
@@ -82,11 +82,11 @@ def _checked_factors(
 def per_row_factors(
     name: str, sf: Any, shape: tuple[int, ...], device: torch.device, dtypes: tuple[torch.dtype, ...] = FLOAT32
 ) -> None:
-    """Check factors (..., rows, blocks) of 1 × 128 blocks: float32 row major, or any column major on 16 bytes.
+    """Check factors (..., rows, blocks) of 1 × 128 blocks: float32 row major, or float32 or packed column major.
 
-    Column major is unit stride along rows, and columns that are a multiple of 4 elements apart and do not overlap: what
-    casts write with use_tma_aligned_col_major_sf=True, whole or sliced in rows. Groups are a multiple of 4 elements
-    apart, or follow each other along the rows of one cast, which TMA reads as one matrix.
+    Column major is unit stride along rows, a base on 16 bytes, and columns that are a multiple of 4 elements apart and
+    do not overlap: the layout that casts write with use_tma_aligned_col_major_sf=True, whole or rows of it. Groups are
+    a multiple of 4 elements apart; those of float32 may also follow each other along the rows of one cast.
     """
     is_packed = _checked_factors(name, sf, shape, device, dtypes)
     num_rows, num_cols = sf.shape[-2:]
@@ -112,14 +112,14 @@ def per_row_factors(
 def per_block_factors(
     name: str, sf: Any, shape: tuple[int, ...], device: torch.device, dtypes: tuple[torch.dtype, ...] = FLOAT32
 ) -> None:
-    """Check factors (..., ⌈N/128⌉, K/128) of 128 × 128 blocks; their strides may be any, they are few."""
+    """Check factors (..., ⌈N/128⌉, K/128) of 128 × 128 blocks, of any strides: they are few."""
     _checked_factors(name, sf, shape, device, dtypes)
 
 
 def is_per_row(
     recipe: tuple[int, int, int] | None, recipe_a: tuple[int, int] | None, recipe_b: tuple[int, int] | None
 ) -> bool:
-    """Whether B has factors for each row, not for 128 × 128 blocks. Raises TypeError or ValueError for others."""
+    """Whether B has factors for each row, not for 128 × 128 blocks. TypeError or ValueError for other recipes."""
     allowed = (
         ("recipe", recipe, _RECIPES),
         ("recipe_a", recipe_a, (None, (1, BLOCK))),
@@ -145,7 +145,7 @@ def only_per_block(
 
 
 def compiler_hints(compiled_dims: str, disable_ue8m0_cast: bool = False) -> None:
-    """Check what DeepGEMM's compiler takes and this package accepts without effect."""
+    """Check arguments of DeepGEMM that have no effect in this package."""
     check.require_type(isinstance(compiled_dims, str), "compiled_dims", "a str", compiled_dims)
     check.flag("disable_ue8m0_cast", disable_ue8m0_cast)
 
@@ -181,7 +181,8 @@ def result(
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Check d and c, or allocate d; return `(d, c, accumulate)`, with c None and accumulate True where c is d.
 
-    A new d has c's dtype, or the first of `dtypes`. Raises ValueError where d overlaps one of `others`, or c in part.
+    A new d has c's dtype, or the first of `dtypes`. Raises ValueError where d overlaps one of `others`, or c
+    without being the same tensor object.
     """
     device = like.device
     if c is not None:

@@ -14,7 +14,7 @@ _MANTISSA_BITS = 0x007FFFFF
 
 @T.macro
 def find_weights(pos: Any, weights: Any, m: Any, num_weights: Any, place: Any, is_row: Any, weight: Any) -> None:
-    """weight = that of each row; a row without one is padding."""
+    """weight = that of each row; a row without one becomes padding in is_row."""
     for i in T.Parallel(*weight.shape):
         index = pos[T.min(place[ROW] + i, m - 1)]
         weight[i] = 0
@@ -40,7 +40,7 @@ def activate(gate: Any, up: Any, weight: Any, clamp: Any) -> None:
 
 @T.macro
 def quantize(out: Any, spare: Any, is_row: Any, amax: Any, scale: Any, sf: Any, m: Any, place: Any) -> None:
-    """out = what e4m3 is to hold of it, and each row's factor to sf; zero in padding."""
+    """out *= 448 / amax, for the cast to e4m3, and write each row's factor to sf; both are 0 in padding."""
     # As integers, so that NaN is the largest.
     bits = T.view(spare, spare.shape, "int32")
     for i, j in T.Parallel(*out.shape):
@@ -69,9 +69,9 @@ def raise_amax(out: Any, spare: Any, amax: Any) -> None:
 
 @T.macro
 def write_exponents(amax: Any, is_row: Any, scale: Any, sf: Any, m: Any, place: Any) -> None:
-    """Each row's factor, the least power of two from amax / 448 on, to its byte of sf, 0 in padding; scale = 1 / it.
+    """Write each row's factor, the least power of two from amax / 448 on, to its byte of sf; scale = 1 / factor.
 
-    Without a finite amax the byte is 255, and scale what the reciprocal of infinity or NaN is.
+    The byte is 0 in padding. Without a finite amax it is 255, and scale the reciprocal of infinity or NaN.
     """
     block = T.truncdiv(place[COL], 256)
     for i in T.Parallel(*scale.shape):
@@ -88,7 +88,7 @@ def write_exponents(amax: Any, is_row: Any, scale: Any, sf: Any, m: Any, place: 
 
 @T.macro
 def write_codes(out: Any, is_row: Any, scale: Any, data: Any, m: Any, place: Any, first: Any) -> None:
-    """The e4m3 codes of out · scale to the tile's columns `first` and on of data; zero in padding."""
+    """Write the e4m3 codes of out · scale to data, from the tile's column `first` on; 0 in padding."""
     T.assume(data.shape[1] % 128 == 0)
     for i, j in T.Parallel(*out.shape):
         if place[ROW] + i < m:

@@ -1,4 +1,4 @@
-"""What TMA asks of a tensor's strides and base."""
+"""TMA's requirements on a tensor's strides and base."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ _BYTES = 16
 
 
 def for_tma(x: Tensor) -> Tensor:
-    """x with strides that TMA takes in dimensions of size 1, where they mean nothing and torch has any."""
+    """x with strides that TMA accepts in dimensions of size 1, where torch may have any."""
     multiple = _BYTES // x.element_size()
     if all(size > 1 or stride % multiple == 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)):
         return x
@@ -15,7 +15,7 @@ def for_tma(x: Tensor) -> Tensor:
 
 
 def takes_tma(x: Tensor) -> bool:
-    """Whether rows of x are contiguous and all else lies on 16 bytes."""
+    """Whether TMA can load from x: rows are contiguous, and the base and all other strides are on 16 bytes."""
     multiple = _BYTES // x.element_size()
     is_contiguous = x.shape[-1] == 1 or x.stride(-1) == 1
     is_aligned = x.is_meta or x.data_ptr() % _BYTES == 0

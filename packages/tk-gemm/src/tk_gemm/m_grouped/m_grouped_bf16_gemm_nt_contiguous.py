@@ -1,9 +1,9 @@
 """m_grouped_bf16_gemm_nt_contiguous: rows grouped by expert, each times its expert's bfloat16 weights.
 
-    d[r] = a[r] · b[group of r]ᵀ,  d[r] = 0 in padding rows between groups
+    d[r] = a[r] · b[group of r]ᵀ,  d[r] = 0 in the padding of a group's last 128 rows
 
-Numerics are those of `bf16_gemm_nt`, to the bit; groups lie as in `m_grouped_fp8_gemm_nt_contiguous`. Padding rows are
-selected, never multiplied: theirs may hold NaN.
+Numerics are those of `bf16_gemm_nt`, to the bit; groups lie as in `m_grouped_fp8_gemm_nt_contiguous`. Padding rows of a
+may hold NaN: their results are replaced by zeros.
 """
 
 import torch
@@ -64,19 +64,19 @@ def m_grouped_bf16_gemm_nt_contiguous(
         b: bfloat16 (G, N, K), N a multiple of 8; contiguous along K or, a transposed view, along N.
         d: bfloat16 (M, N), written; None: new.
         grouped_layout: int32 (M): each row's group, -1 for padding; groups ascend, begin at multiples of
-            128, and have -1 only where they end: tk_moe's pos_to_expert, with an alignment of 128.
+            128, and have -1 only after their rows: tk_moe's pos_to_expert, with an alignment of 128.
             With use_psum_layout int32 (G): where each group's rows end, the next one beginning at the next multiple of
             128; an end past M counts as M.
-        compiled_dims: Of DeepGEMM's compiler; without effect.
-        use_psum_layout: What grouped_layout is.
-        ensure_zero_padding: Without effect: padding rows between groups are always written zero.
-        expected_m_for_psum_layout: Rows that the caller expects; does not change a bit.
+        compiled_dims: For DeepGEMM's compiler; without effect here.
+        use_psum_layout: grouped_layout has the ends of groups, not an id for each row.
+        ensure_zero_padding: Without effect: padding of a group's last 128 rows is always written zero.
+        expected_m_for_psum_layout: Of DeepGEMM; without effect.
 
     Returns:
-        d. Rows after the last group are unspecified.
+        d. Where 128 rows, from a multiple of 128 on, are all padding, they are unspecified.
 
     Raises:
-        TypeError: A tensor is none, or has another dtype, or an option is of another type.
+        TypeError: An argument is of another type or dtype.
         ValueError: A shape, stride, base (16 bytes), device or option is not as described, d overlaps an operand, or
             with TK_DEBUG=1 the values of grouped_layout are not.
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless

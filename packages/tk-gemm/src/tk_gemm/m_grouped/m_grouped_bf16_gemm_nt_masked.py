@@ -60,15 +60,15 @@ def m_grouped_bf16_gemm_nt_masked(
         a: bfloat16 (G, M_max, K), K a multiple of 64.
         b: bfloat16 (G, N, K), N a multiple of 8; contiguous along K or, a transposed view, along N.
         d: bfloat16 (G, M_max, N), rows from masked_m on left alone; None: new, with those uninitialized.
-        masked_m: int32 (G), on a's device; past M_max it counts as M_max.
-        expected_m: Rows of a group that the caller expects; does not change a bit.
-        compiled_dims: Of DeepGEMM's compiler; without effect.
+        masked_m: int32 (G), on a's device; more than M_max counts as M_max.
+        expected_m: Rows of a group that the caller expects: chooses the tile, results do not depend on it.
+        compiled_dims: For DeepGEMM's compiler; without effect here.
 
     Returns:
         d.
 
     Raises:
-        TypeError: A tensor is none, or has another dtype, or expected_m is not an int.
+        TypeError: A tensor is of another type or dtype, or expected_m is not an int.
         ValueError: A shape, stride, base (16 bytes) or device is not as described, d overlaps an operand, or with
             TK_DEBUG=1 masked_m is negative.
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless

@@ -70,23 +70,24 @@ def m_grouped_fp8_gemm_nt_masked(
     Args:
         a: `(data, sf)`: float8_e4m3fn (G, M_max, K), K a multiple of 128; float32 sf (G, M_max, K/128), each group's
             row major, or column major with columns a multiple of 4 elements apart: strides (align(M_max, 4) · K/128, 1,
-            align(M_max, 4)), or (M_max, 1, align(G · M_max, 4)), which is one cast of all rows, viewed. On Blackwell
-            int32 (G, M_max, ⌈K/512⌉), column major, four biased exponents a word; M_max then a multiple of 4.
+            align(M_max, 4)), or (M_max, 1, align(G · M_max, 4)), a view of one cast of all rows. On Blackwell int32
+            (G, M_max, ⌈K/512⌉), column major, four biased exponents a word; a view of one cast only if M_max is a
+            multiple of 4.
         b: `(data, sf)`: float8_e4m3fn (G, N, K), N a multiple of 16; sf (G, ⌈N/128⌉, K/128) of a's dtype.
         d: bfloat16 (G, M_max, N), rows from masked_m on left alone; None: new, with those uninitialized.
-        masked_m: int32 (G), on a's device; past M_max it counts as M_max.
-        expected_m: Rows of a group that the caller expects; does not change a bit.
+        masked_m: int32 (G), on a's device; more than M_max counts as M_max.
+        expected_m: Rows of a group that the caller expects: chooses the tile, results do not depend on it.
         recipe: (1, 128, 128), the default.
         recipe_a: (1, 128), instead of recipe.
         recipe_b: (128, 128), instead of recipe.
-        compiled_dims: Of DeepGEMM's compiler; without effect.
-        disable_ue8m0_cast: The same.
+        compiled_dims: For DeepGEMM's compiler; without effect here.
+        disable_ue8m0_cast: Of DeepGEMM; without effect.
 
     Returns:
         d.
 
     Raises:
-        TypeError: A tensor is none, or has another dtype, or expected_m is not an int.
+        TypeError: A tensor is of another type or dtype, or expected_m is not an int.
         ValueError: A shape, stride, base (16 bytes), device or recipe is not as described, d overlaps an operand, or
             with TK_DEBUG=1 masked_m is negative.
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)

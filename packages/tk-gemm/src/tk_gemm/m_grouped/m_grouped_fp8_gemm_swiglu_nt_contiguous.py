@@ -91,15 +91,15 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
             past the end is padding.
         topk_weights: float32 (num_tokens, num_topk), contiguous; with pos_to_token_topk only, and the other way round.
         swiglu_clamp_value: c, positive: l is clamped to at most c first, r to [-c, c].
-        use_psum_layout: What grouped_layout is.
+        use_psum_layout: grouped_layout has the ends of groups, not an id for each row.
 
     Returns:
         `(data, sf)`: float8_e4m3fn (M, I), and float32 (M, I/128), or int32 (M, ⌈I/512⌉) where a's factors are packed,
-        with strides (1, align(M, 4)): what the next product takes. Both are 0 in padding rows between groups, and
-        unspecified after the last group, as are bytes of sf past I/128.
+        with strides (1, align(M, 4)), as the next product takes them. Both are 0 in padding rows, but unspecified where
+        128 rows, from a multiple of 128 on, have no group; so are bytes of sf past I/128.
 
     Raises:
-        TypeError: A tensor is none, or has another dtype, or an option is of another type.
+        TypeError: An argument is of another type or dtype.
         ValueError: A shape, stride, base (16 bytes), device or option is not as described, or with TK_DEBUG=1 the
             values of grouped_layout are not.
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)

@@ -31,7 +31,7 @@ def psum_ranges(psum: torch.Tensor, num_rows: int, alignment: int) -> list[tuple
 
 
 def k_ranges(ks: list[int] | torch.Tensor, total: int) -> list[tuple[int, int]]:
-    """`(first, end)` along K of each group, from sizes (a list) or from aligned ends (a tensor), at most `total`."""
+    """`(first, end)` along K of each group, from sizes (a list) or ends (a tensor, aligned here), at most `total`."""
     if isinstance(ks, torch.Tensor):
         ends = [align(min(max(end, 0), total), 128) for end in ks.tolist()]
     else:

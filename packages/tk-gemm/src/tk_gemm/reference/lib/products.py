@@ -1,6 +1,6 @@
-"""Products of two operands that a group of rows or of K comes down to, in plain PyTorch.
+"""Products of two matrices, of which the references of all ops are made, in plain PyTorch.
 
-The sum of 128 products of e4m3 pairs takes at most 42 bits, so in float64 it is exact in any order: a row's result
+The sum of 128 products of e4m3 pairs takes at most 43 bits, so in float64 it is exact in any order: a row's result
 does not depend on the other rows, nor on how torch multiplies matrices.
 """
 

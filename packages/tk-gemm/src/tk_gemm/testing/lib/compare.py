@@ -1,4 +1,4 @@
-"""How far a product may be from its reference: they sum in other orders."""
+"""How far a product may be from its reference: the tensor core drops bits, and sums in another order."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ def assert_close(actual: Any, expected: Any) -> None:
 def assert_close_pairs(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Raise AssertionError unless e4m3 pairs stand for values with calc_diff below 1e-4, factors within 0.5 %.
 
-    A product that is off by its last bits may round to the next code, 6 % away; few are that close to the middle. Of
-    65,536 factors on an H200 one was 0.11 % off: of a row whose products are far smaller than what they sum up. Packed
-    factors are equal, but for one of 1,000 at most, as the next power of two is as close.
+    A product that is off in its last bits may round to the next code, 6 to 12 % away; few are that close to the middle.
+    Of 65,536 factors on an H200 one was 0.11 % off: that of a row whose sums nearly cancel. At most one of 1,000 packed
+    factors may differ, where the last bits of amax decide between two powers of two.
     """
     for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
         assert_same_metadata(got, want, ("data", "sf")[index])

@@ -8,13 +8,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def e4m3(*shape: int, device: str, positive: bool = False) -> torch.Tensor:
-    """Random float8_e4m3fn of about ±448 at most; not negative if so asked."""
+    """Random float8_e4m3fn from -448 to 448, or from 0 on if `positive`."""
     values = torch.randn(shape, device=device) * 100
     return (values.abs() if positive else values).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def row_factors(num_rows: int, num_cols: int, device: str, layout: str = "column") -> torch.Tensor:
-    """Factors (rows, cols): "column" major as casts write them, "sliced" of one with more rows, "row" or "packed"."""
+    """Factors (rows, cols): "column" major as casts write them, "sliced" from more rows, "row" major or "packed"."""
     if layout == "packed":
         return packed_factors(num_rows, num_cols, device=device)
     if layout == "row":
@@ -73,7 +73,7 @@ def psum(counts: tuple[int, ...], device: str, alignment: int = 128) -> torch.Te
 
 
 def dequantized(x: Pair) -> torch.Tensor:
-    """What a pair stands for, in float64; blocks of 1 × 128 or 128 × 128, told apart by the factors' rows."""
+    """The values of a pair, in float64; blocks are 1 × 128 if there are factors for each row, else 128 × 128."""
     data, sf = x
     factors = sf.double().repeat_interleave(128, dim=-1)
     if sf.shape[-2] != data.shape[-2]:
