@@ -17,10 +17,10 @@ _BASES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
 @dataclass(frozen=True)
 class EngramLayout:
-    """What `engram_hash` needs beside the ids, of L layers with M tables for each order of n-gram, 2 to N."""
+    """Arguments of `engram_hash` beside the ids, for L layers with M tables for each order of n-gram, 2 to N."""
 
     layer_ids: tuple[int, ...]
-    """The layers, of which the index in the other fields is not the number."""
+    """The layers' numbers in the model. The other fields are indexed by position in this tuple."""
     vocab_sizes: tuple[tuple[tuple[int, ...], ...], ...]
     """Rows of each table, (L, N - 1, M): primes that all differ."""
     multipliers: tuple[tuple[int, ...], ...]
@@ -49,7 +49,7 @@ class EngramLayout:
 
 
 def is_prime(n: int) -> bool:
-    """Whether n is a prime: Miller and Rabin's test with bases that make it certain for all n below 2⁶⁴ (and 2⁷⁸)."""
+    """Whether n is a prime: Miller and Rabin's test with bases that make it certain for all n below 2⁷⁸."""
     if n < 2 or any(n % p == 0 for p in _BASES):
         return n in _BASES
     twos = ((n - 1) & (1 - n)).bit_length() - 1
@@ -76,9 +76,9 @@ def engram_layout(
 ) -> EngramLayout:
     """Lay out the tables of a model's Engram layers as the released models do, so that their weights fit.
 
-    Layer by layer, order by order, head by head, a table's size is the next prime above the last that no table has yet;
-    each order starts at its table size, which a prime may be itself. A layer's multipliers are 2 · r + 1 for N numbers
-    r that numpy's `default_rng(seed + 10007 · layer)` draws from 0 to max(1, (2⁶³ - 1) // vocab_size // 2) - 1.
+    Layer by layer, order by order, head by head, a table gets the least prime that no table has yet, and that is at
+    least its order's table size. A layer's multipliers are 2 · r + 1 for N numbers r that numpy's
+    `default_rng(seed + 10007 · layer)` draws from 0 to max(1, (2⁶³ - 1) // vocab_size // 2) - 1.
 
         layout = engram_layout(129280, layer_ids=(1, 15), max_ngram=3, num_heads=8, table_sizes=646400)
         rows = engram_hash(ngram_windows(token_ids, None, 3, pad_id), *layout.tensors("cuda"))
@@ -87,11 +87,11 @@ def engram_layout(
     Source: Engram, arXiv 2601.07372, and its demonstration.
 
     Args:
-        vocab_size: Ids that there are, 1 to 2³¹ - 1.
+        vocab_size: Number of ids, 1 to 2³¹ - 1.
         layer_ids: Numbers of the layers in the model, at least one, all different, not negative.
         max_ngram: N, the ids of the longest n-gram, at least 2.
         num_heads: M, the tables of each order, at least 1.
-        table_sizes: Rows that the tables of each order have at least, from order 2 on; an int for all orders.
+        table_sizes: Least number of rows of a table, for each order from 2 on; an int for all orders.
         seed: Not negative.
 
     Raises:

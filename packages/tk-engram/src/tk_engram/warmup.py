@@ -1,4 +1,4 @@
-"""The calls that a model with Engram layers makes of this package's ops; `tk warmup` compiles the kernels of these."""
+"""The calls of this package's ops that a model with Engram layers makes; `tk warmup` compiles their kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Profile:
     decoding: bool = True
     """Whether sequences go on from a history of ids and a state of the convolution."""
     image_masks: tuple[bool, ...] = (False,)
-    """Whether a mask tells tokens of images."""
+    """Whether a mask marks tokens of images."""
     gate_residuals: tuple[bool, ...] = (False,)
     """Whether the gate adds to the streams itself, as it does where no convolution follows."""
     convolution: bool = True
@@ -128,7 +128,7 @@ def _table(profile: Profile, kind: str) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 def engram_lookup(table: torch.Tensor, table_sf: torch.Tensor | None) -> None:
-    """Ask for the kernel that reads a table in pinned memory: no tensor of the meta device stands for such a one."""
+    """Ask for the kernel that reads a table in pinned memory: no tensor of the meta device stands for such a table."""
     arch, dim = get_arch(table.device), table.shape[1]
     vector = min(VECTOR, check.row_alignment(table) // table.itemsize)
     sf_dtype = None if table_sf is None else table_sf.dtype

@@ -187,7 +187,7 @@ def test_gpu_remainders_of_all_magnitudes() -> None:
     inputs = make(20_011, 8, 3, 64, values="wide")("cpu")
     shifts = torch.arange(64, dtype=torch.int32) % 31
     inputs["vocab_sizes"] = (inputs["vocab_sizes"] >> shifts).clamp_(min=1)
-    # An id of 1 leaves the other product as it is, and that one gets smaller from layer to layer.
+    # A last id of 0 leaves the xor of the other products as it is; products get smaller from layer to layer.
     inputs["multipliers"] >>= torch.arange(8)[:, None] * 8
     expected = tk_engram.engram_hash(**inputs)
     moved = {name: x.cuda() for name, x in inputs.items() if x is not None}

@@ -4,23 +4,23 @@
     y[t] = Σ_j conv_weight[j] · n[t - (3 - j) · dilation], j = 0 … 3
     out  = bf16(SiLU(y) [+ u + residual])
 
-for each stream and channel on its own, in float32. What lies before the sequence is 0, or in the state.
+for each stream and channel on its own, in float32. Rows before the sequence are 0, or those of the state.
 Source: ShortConv of the Engram demo, "Conditional Memory via Scalable Lookup", arXiv 2601.07372.
 
 Without a state and up to 8192 channels, one pass over u: thread blocks walk over whole rows, tokens that are a dilation
 apart (see `lib/conv.py` and `lib/conv_rows.py`).
 
-Otherwise two: the rstd of all rows, then the convolution, in thread blocks that take a few channels of one stream and
-walk likewise. Both ways give the same bits:
+Otherwise two passes: the rstd of all rows, then the convolution, in thread blocks that take a few channels of one
+stream and walk likewise. Both ways give the same bits:
 
     channels        [ thread 0 | thread 1 | … | thread 127 ]        each field 8 channels, one 16-byte load
     token t - 3d    in registers, normalized
     token t - 2d    in registers, normalized
     token t - d     in registers, normalized
     token t         y, SiLU, out
-    token t + d …   on their way
+    token t + d …   in flight
 
-With a state a third launch moves it on.
+With a state a third launch updates it.
 """
 
 from dataclasses import dataclass
@@ -47,18 +47,18 @@ class ShortConvConfig:
 
     tile: ChannelTile
     rows_in_flight: int = 4
-    """Rows of a step, which are asked for together."""
+    """Rows of a step, whose loads are in flight together."""
 
     @staticmethod
     def best(hidden: int, arch: Arch) -> "ShortConvConfig":
-        """Four loads of a thread in flight: m 4, H 7168, 8192 tokens on an H200 with 2, 4 and 8 424 µs, 382, 382."""
+        """Four loads of a thread in flight. m 4, H 7168, 8192 tokens on an H200: with 2, 4 and 8 424 µs, 382, 382."""
         return ShortConvConfig(ChannelTile.best(hidden))
 
 
 def walk_length(num_tokens: int, num_rows: int, num_sms: int) -> int:
-    """Tokens of a walk: as many as leave every multiprocessor 16 thread blocks, at most 61.
+    """Tokens of a walk: as many as leave every SM 16 thread blocks, at most 61.
 
-    A walk reads three rows more, so long ones read less. `num_rows`: of a token, one a stream and tile of channels.
+    Each walk reads three rows more, so longer ones read less in all. `num_rows`: streams times tiles of channels.
     """
     for length in (61, 29, 13, 5):
         if num_tokens * num_rows >= 16 * num_sms * length:
@@ -131,7 +131,7 @@ def _short_conv_kernel(
             )
             stream = block // num_tiles % mhc_mult
             channel = block % num_tiles * channels
-            # The last walks first: the end of u is in L2 still.
+            # The last walks first: the end of u is still in L2 from the first pass.
             walk = num_walks - 1 - block // (mhc_mult * num_tiles)
             num_classes = T.min(dilation, num_tokens)
             first = T.alloc_var("int32")
@@ -146,7 +146,7 @@ def _short_conv_kernel(
             if first < num_tokens:
                 for step in T.serial(T.ceildiv(count + 3, in_flight)):
                     for k in T.unroll(in_flight):
-                        # Rows outside the walk are read from somewhere, and not looked at.
+                        # Where there is no such token, another's row is read, and not used.
                         token = T.max(0, T.min(num_tokens - 1, first + (step * in_flight + k - 3) * dilation))
                         T.copy(u[token, stream, channel : channel + channels], rows[k, :])
                         rstds[k] = rstd[token, stream]
@@ -159,7 +159,7 @@ def _short_conv_kernel(
                             if has_state:
                                 sequence = sequences[1, token] if is_packed else 0
                                 for tap, x_before in enumerate(before):
-                                    # Of the state, the row that lies so far from its end as the tap from the start.
+                                    # The state's row as far before its end as the tap is before the sequence's start.
                                     place = 3 * dilation + token - (tap + 1) * dilation - starts[k]
                                     if place < 3 * dilation:
                                         state_row = T.max(0, sequence * (3 * dilation) + place)
@@ -180,7 +180,7 @@ def _short_conv_kernel(
 
 @kernel(pass_configs=DIRECT_COPIES)
 def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, tile: ChannelTile, arch: Arch) -> Any:
-    """A thread block has a few channels of one stream of a sequence; a thread reads and writes its own alone."""
+    """A thread block has a few channels of one stream of a sequence; a thread reads and writes only its own."""
     import tilelang.language as T
 
     from tk_engram.lib.conv_tile import rows_layout
@@ -245,7 +245,7 @@ def _short_conv_out(
 ) -> None:
     """`rstd` (T, m), `state_rstd` (B · 3 · dilation, m) and int32 `sequences` (2, T) are workspaces.
 
-    Without rstd, rows are taken whole; sequences are None where there is one.
+    Without rstd, thread blocks take whole rows; `sequences` is None for a single sequence.
     """
     num_tokens, mhc_mult, hidden = u.shape
     if num_tokens == 0:
@@ -301,15 +301,15 @@ def short_conv(
 ) -> Tensor:
     """Causal convolution of width 4 over normalized tokens, and SiLU: SiLU(Σ_j w[j] · n[t - (3 - j) · dilation]).
 
-    n = u · rsqrt(mean_H(u²) + eps) · norm_weight. With `residual` u and it are added: SiLU(y) + u + residual, from left
+    n = u · rsqrt(mean_H(u²) + eps) · norm_weight. With `residual` the result is SiLU(y) + u + residual, added from left
     to right. All in float32, rounded once; within one unit in the last place of bfloat16 of the reference, or 1e-6 of
     the largest value.
-    A token sees only those of its sequence. It has the same bits in any batch, and decoded one by one with a state as
-    in the whole sequence at once.
+    A token sees only those of its sequence. It has the same bits in any batch, and whether it is decoded with a state
+    or computed with the whole sequence at once.
 
     The state holds u itself, not n: the last 3 · dilation tokens of each sequence, the oldest first, zeros where there
     were none. n would have to be kept in float32, or be rounded once more than in a whole sequence; from u the same
-    bits come again. A call reads it as the tokens before its own, then moves it on, in place.
+    bits come again. A call reads it as the tokens before its own, then updates it in place.
 
     Source: ShortConv of the Engram demo, arXiv 2601.07372.
 

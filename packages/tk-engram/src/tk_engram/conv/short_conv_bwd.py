@@ -7,7 +7,7 @@
     d_f[j] = Σ_t d_y[t] · x[t - (3 - j) · d]
     d_conv_weight[j] = norm_weight · d_f[j],  d_norm_weight = Σ_j conv_weight[j] · d_f[j]
 
-for each stream and channel on its own but for the means, in float32. Taps of other sequences are left out.
+in float32, for each stream and, but for the means, each channel on its own. Taps of other sequences are left out.
 
 Thread blocks walk over tokens as those of `short_conv` do (see `lib/conv.py`), three dilations behind with d_x:
 
@@ -16,16 +16,16 @@ Thread blocks walk over tokens as those of `short_conv` do (see `lib/conv.py`), 
     token t - d     x and what d_x has so far in registers
     token t         y, d_y
 
-The mean of d_x · x needs all channels of a row, which are more than a multiprocessor's registers hold with all of this.
+The mean of d_x · x needs all channels of a row, for which an SM's registers do not suffice with all of this.
 So there are two passes over u and d_out, and five launches:
 
     rstd            of all rows
     sums            d_f of ranges of tokens, and Σ d_x · x of the channels of each warp
-    weights         d_f of all ranges, ascending
-    means           Σ d_x · x of a row's warps, ascending
+    weights         d_f of all ranges added up, ascending, and both gradients from it
+    means           Σ d_x · x of a row's warps added up, ascending
     d_u             d_x once more
 
-The number of ranges depends on m and H alone, so the bits are the same at any number of multiprocessors.
+The number of ranges depends on m and H alone, so the bits are the same at any number of SMs.
 """
 
 from dataclasses import dataclass
@@ -49,15 +49,15 @@ from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd, name_of
 
 @dataclass(frozen=True)
 class ShortConvBwdConfig:
-    """Launch knobs. The number of ranges decides which sums are taken first, so the bits of the weights' gradients."""
+    """Launch knobs. The order of sums over tokens depends on num_ranges, so do the bits of d_f."""
 
     tile: ChannelTile
     num_ranges: int
-    """Ranges of tokens whose sums are taken apart."""
+    """Ranges of tokens that are summed separately."""
     batch: int = 2
-    """Rows of a step, of u and of d_out."""
+    """Rows of a step, of u and of d_out each."""
     ahead: int = 3
-    """Steps whose rows are on their way to shared memory."""
+    """Steps whose rows are in flight to shared memory."""
 
     @staticmethod
     def num_ranges_of(mhc_mult: int, tile: ChannelTile) -> int:
@@ -66,7 +66,7 @@ class ShortConvBwdConfig:
 
     @staticmethod
     def best(mhc_mult: int, hidden: int, arch: Arch) -> "ShortConvBwdConfig":
-        """24 KB of a thread block on their way; two or three blocks fit a multiprocessor's registers.
+        """24 KB of a thread block in flight; an SM's registers hold two or three blocks.
 
         m 4, H 7168, 8192 tokens on an H200: 1105 to 1125 µs with batches of 2 or 4 and 1 to 5 of them ahead, 1261 to
         1277 with batches of 1.
@@ -86,7 +86,7 @@ def _walk_kernel(
     config: ShortConvBwdConfig,
     arch: Arch,
 ) -> Any:
-    """`sums_only`: d_f and the parts of the means are written, otherwise d_u. `dtypes`: of both weights."""
+    """`sums_only`: write d_f and the parts of the means, otherwise d_u. `dtypes`: of norm_weight and conv_weight."""
     import tilelang.language as T
 
     from tk_engram.lib.conv_tile import (
@@ -107,7 +107,7 @@ def _walk_kernel(
     )
 
     tile, batch, ahead = config.tile, config.batch, config.ahead
-    groups = 2 * batch  # of copies, of a step
+    groups = 2 * batch  # of a step: each copy is one
     # With the residual's gradient, three rows of d_out stay until d_u is complete.
     slots = batch * (1 + ahead) + 3 * has_residual
     channels, num_tiles, warps, num_ranges = tile.channels, tile.num_tiles, tile.warps, config.num_ranges
@@ -129,7 +129,7 @@ def _walk_kernel(
         dilation: T.int32,
         walk_tokens: T.int32,
     ) -> None:
-        # Tokens of a range, whose walks one thread block takes one after another, or of a group of walks.
+        # Tokens of a range, whose walks one thread block takes in turn, or of neighbouring walks, a thread block each.
         range_tokens = T.ceildiv(num_tokens, num_ranges) if sums_only else dilation * walk_tokens
         num_classes = T.min(dilation, num_tokens)
         num_pieces = num_ranges if sums_only else num_classes * T.ceildiv(num_tokens, range_tokens)
@@ -384,8 +384,8 @@ def short_conv_bwd(
     d_n[t] = Σ_j w[j] · d_y[t + (3 - j) · dilation]; d_norm_weight = Σ_t d_n · x with x = u · rstd, d_x = d_n ·
     norm_weight; d_u = rstd · (d_x - x · mean_H(d_x · x)), plus d_out with a residual. All in float32. d_u is rounded
     once, and a token's bits are the same in any batch. The sums over tokens are taken in ranges whose number depends
-    on m and H alone, so their bits are the same at any number of multiprocessors. Against the reference calc_diff is
-    below 1e-8 for the weights; d_u is within one unit in the last place of bfloat16, or 1e-6 of its largest value.
+    on m and H alone, so their bits are the same at any number of SMs. Against the reference calc_diff is below 1e-8
+    for the weights; d_u is within one unit in the last place of bfloat16, or 1e-6 of its largest value.
 
     Args:
         d_out: the gradient by the result, bfloat16 (T, m, H), contiguous. It is that by `residual`, too.

@@ -11,15 +11,16 @@ With d = dot · rstd_x · rstd_k · H^-½ and g the gate of a token's stream, al
 
 in float32. Source: DeepSeek's Engram and its TileKernels.
 
-`fused`, for shapes whose m · H sums fit the registers of a thread block: it walks over the tokens of a range, a stream
-at a time, and reads everything once. What the next streams need is on its way to shared memory meanwhile:
+`fused`, for shapes whose m · H sums fit the registers of a thread block: a block walks over the tokens of a range, a
+stream at a time, and reads everything once. Inputs of the next streams are in flight to shared memory meanwhile:
 
     range b         tokens b, b + ranges, b + 2 · ranges, …
-    stages          grad_out, x and k of a stream, each (channels); of a token v and what the forward saved
-    registers       of each thread's channels grad_w of all streams, and grad_v of the token
+    stages          grad_out, x and k of a stream, each (channels)
+    slots           of a token v and what the forward saved
+    registers       of each thread's channels grad_w of all streams, and grad_v of the token if there is room
 
-`split`, for the others: one kernel takes Σ_i grad_out · v and grad_v of each token, and a second one the rest, so that
-grad_out is read twice.
+`split`, for the others: one kernel computes Σ_i grad_out · v and grad_v of each token, and a second one the rest, so
+that grad_out is read twice (`lib/gate_split.py`).
 """
 
 from dataclasses import dataclass
@@ -48,20 +49,20 @@ class EngramGateBwdConfig:
     threads: int
     """Whole warps, which share a token's channels."""
     num_stages: int
-    """Streams of which there is room in shared memory: the one that is worked on, and those on their way."""
+    """Streams that shared memory has room for: the one that is worked on, and those in flight."""
     shared_weights: int
-    """Streams whose weight lies in shared memory; that of the others comes from the caches for every token."""
+    """Streams whose weight is in shared memory; that of the others comes from the caches for every token."""
     shares_v_grads: bool
     """Whether grad_v of a token is summed in shared memory; else in registers."""
     min_blocks: int
-    """Thread blocks that have to fit a multiprocessor: bounds the registers of a thread."""
+    """Thread blocks that must fit on an SM, which bounds the registers of a thread."""
 
     def padded(self, hidden: int) -> int:
         """Channels with those beyond hidden that fill up the last round of the threads."""
         return align(hidden, VECTOR * self.threads)
 
     def token_slots(self, mhc_mult: int) -> int:
-        """Tokens of which v and what was saved are held: the one that is worked on, and those on their way."""
+        """Tokens whose v and saved values are held: the one that is worked on, and those in flight."""
         return 1 + ceil_div(self.num_stages - 1, mhc_mult)
 
     def shared_bytes(self, mhc_mult: int, hidden: int) -> int:
@@ -72,15 +73,15 @@ class EngramGateBwdConfig:
 
     @staticmethod
     def best(mhc_mult: int, hidden: int, has_mask: bool, arch: Arch) -> "EngramGateBwdConfig | None":
-        """As much of the weight in shared memory, and then up to three stages, as fit; None: to be split.
+        """As much of the weight in shared memory, and then up to three stages, as fit; None for the split kernels.
 
         m 4, 8192 tokens on an H200, stages 2, 3 and 4: H 7168 639 µs, 695 and 789 (with less of the weight in shared
         memory), H 4096 413, 368 and 374, H 2048 202, 184 and 198; split 797, 463 and 234.
 
-        m 4, H 7168: 448 threads with 16 channels each, 43 KB on their way; a multiprocessor's share of the memory
-        bandwidth needs about 20. With a mask a thread needs some registers more, and grad_v has to leave them. For
-        sm_100 nvcc spills a few registers, however many there are, with a mask or where a thread has more than 32 sums,
-        and at times (it depends on the paths of files) where 96 are left beside the sums.
+        m 4, H 7168: 448 threads with 16 channels each, 43 KB in flight; an SM's share of the memory bandwidth needs 20
+        to 30. With a mask a thread needs some more registers, and grad_v moves to shared memory for them. For sm_100
+        nvcc spills a few registers, however many there are, with a mask or where a thread has more than 32 sums, and at
+        times (it depends on the paths of files) where 96 are left beside the sums.
         """
         if has_mask and arch.sm >= 100:
             return None
@@ -89,7 +90,7 @@ class EngramGateBwdConfig:
         max_sums = 32 if arch.sm >= 100 else 255
         for rounds, shares_v_grads in product(range(1, 9), (False, True)):
             threads = align(ceil_div(vectors, rounds), 32)
-            # A multiprocessor has four partitions of 512 registers for each lane of a warp.
+            # An SM has four partitions of 512 registers for each lane of a warp.
             registers = min(255, 512 // ceil_div(threads * min_blocks, 128))
             others = 100 if arch.sm >= 100 else 64 if has_mask else 48 if registers >= 128 else 56
             sums = VECTOR * rounds * (mhc_mult + (not shares_v_grads))
@@ -112,7 +113,7 @@ def _fused_kernel(
     config: EngramGateBwdConfig,
     arch: Arch,
 ) -> Any:
-    """`packed`: grad_k is (T, m + 1, H), and its last row of a token is grad_v."""
+    """`packed`: grad_k is (T, m + 1, H), and the last row of each token is grad_v."""
     import tilelang.language as T
 
     from tk_engram.lib.gate_tiles import channels_of_threads, gate_factors, stream_gradients, sum_over_threads
@@ -125,11 +126,11 @@ def _fused_kernel(
 
     @T.macro
     def fetch(inputs: tuple, shared: tuple, token_range: Any, n: Any, s: Any) -> None:
-        """Start copies of stream s of the range's n-th token; beyond the last token they are zeros."""
+        """Start the copies of stream s of the range's n-th token; beyond the last token they give zeros."""
         streams, v, saved = inputs
         stages, v_slots, saved_slots = shared
         token = token_range + n * num_ranges
-        # By index: a buffer takes the name of a loop's variable, and arguments of one name TileLang 0.1.15 mixes up.
+        # By index: a buffer takes the name of a loop's variable, and TileLang 0.1.15 mixes up arguments of one name.
         for i in (0, 1, 2):
             T.async_copy(streams[i][token, s, all_channels], stages[(n * mhc_mult + s) % num_stages, i, :])
         if s == 0:
@@ -157,7 +158,7 @@ def _fused_kernel(
     ) -> None:
         with T.Kernel(num_ranges, threads=threads) as token_range:
             T.annotate_min_blocks_per_sm(config.min_blocks)
-            # Checked by the op: what 16-byte loads need to know of the strides.
+            # Ensured by the op; TileLang needs to know it for 16-byte loads.
             T.assume(k_token_stride % VECTOR == 0)
             T.assume(k_stream_stride % VECTOR == 0)
             T.assume(v_stride % VECTOR == 0)
@@ -191,14 +192,14 @@ def _fused_kernel(
             for ahead in T.unroll(num_stages - 1):
                 fetch(inputs, shared, token_range, ahead // mhc_mult, ahead % mhc_mult)
 
-            # A loop that nvcc leaves as it is: unrolled it takes more registers.
+            # Not to be unrolled by nvcc: that takes more registers.
             for n in T.unroll(T.ceildiv(num_tokens - token_range, num_ranges), unroll_factor=1):
                 token = token_range + n * num_ranges
                 is_image = image_token_mask[token] if has_mask else None
                 T.clear(v_sums if config.shares_v_grads else v_grads)
                 for s in T.unroll(mhc_mult):
                     stage = (n * mhc_mult + s) % num_stages
-                    # At least three copies belong to each of the streams that may still be on their way.
+                    # Each copy is a group, and each stream that may still be in flight has at least three.
                     T.ptx_wait_group(3 * (num_stages - 2))
                     ahead = s + num_stages - 1
                     fetch(inputs, shared, token_range, n + ahead // mhc_mult, ahead % mhc_mult)
@@ -214,7 +215,7 @@ def _fused_kernel(
                     saved = tuple(saved_slots[n % slots, i, s] for i in range(4))
                     gate_factors(sums[0], saved, clamp_value, hidden, factors)
                     for r in T.unroll(rounds):
-                        # Once more, for fewer registers than if it stayed there.
+                        # Loaded again: to keep it would take more registers.
                         T.copy(stages[stage, 0, r * tile : (r + 1) * tile], grads)
                         T.copy(stages[stage, 1, r * tile : (r + 1) * tile], xs)
                         T.copy(stages[stage, 2, r * tile : (r + 1) * tile], ks)
@@ -344,10 +345,10 @@ def engram_gate_bwd(
     """Gradients of `engram_gate_fwd` by the streams, by k and v, and by the fused weight in parts to be summed.
 
     In float32. Nothing comes through the root where |d| < clamp_value, nor where d = 0. Source: DeepSeek's TileKernels.
-    No gradient of a token depends on the other tokens, and no bit on the number of multiprocessors.
+    No gradient of a token depends on the other tokens, and no bit on the number of SMs.
 
     Args:
-        grad_out: gradient of what the forward returned first, bfloat16 (T, m, H), contiguous.
+        grad_out: gradient by the forward's first result, bfloat16 (T, m, H), contiguous.
         hidden_states: the streams as the forward took them, bfloat16 (T, m, H), contiguous; m is 1 to 8, H a multiple
             of 64, up to 16384.
         k: bfloat16 (T, m, H), any strides of tokens and streams, such as kv[:, :m] of one tensor (T, m + 1, H).
@@ -355,7 +356,8 @@ def engram_gate_bwd(
         weight_fused: float32 (m, H), contiguous.
         dot, gate_score, rstd_x, rstd_k: float32 (T, m), contiguous, as the forward saved them.
         clamp_value: the forward's.
-        image_token_mask: the forward's, bool (T), contiguous: of these tokens grad_x is grad_out, and the rest 0.
+        image_token_mask: the forward's, bool (T), contiguous: of these tokens grad_x is grad_out, or 0 without
+            the residual, and the rest 0.
         add_residual: the forward's. False: grad_x is without grad_out.
         grad_kv: bfloat16 (T, m + 1, H), contiguous, to be written: grad_k and grad_v are its views.
 

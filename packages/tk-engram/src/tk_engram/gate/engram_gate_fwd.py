@@ -1,4 +1,4 @@
-"""engram_gate_fwd: what was looked up for a token, v, added to each of its streams as far as a gate lets it.
+"""engram_gate_fwd: v, looked up for a token, added to each of its streams, times a gate.
 
     rstd_x[t, s] = rsqrt(mean_i(x²) + eps),  rstd_k likewise;  dot[t, s] = Σ_i x · weight · k
     d            = dot · rstd_x · rstd_k · H^-½
@@ -8,9 +8,8 @@
 in float32. sign(0) = 0, so that rows of padding, which are zeros, have a gate of ½. Source: DeepSeek's Engram and its
 TileKernels.
 
-A thread block takes one stream of a few tokens, one after the other, and reads everything once: a token's x and k stay
-in registers while the three sums are taken, and the stream's weight for all its tokens. The blocks of the other streams
-run beside it, so that their v comes from L2:
+A thread block takes one stream of one token and reads everything once: x, k and v stay in registers while the three
+sums are taken. The blocks of the token's other streams run beside it, so that their v comes from L2:
 
     channels    [ thread 0 | thread 1 | … ] [ thread 0 | thread 1 | … ] …       each field 8 channels, 16 bytes
     sums        each thread's own → shuffles within a warp → the warps', through shared memory
@@ -39,23 +38,23 @@ class EngramGateFwdConfig:
     threads: int
     """Whole warps, which share a token's channels."""
     min_blocks: int
-    """Thread blocks that have to fit a multiprocessor: bounds the registers of a thread."""
+    """Thread blocks that must fit on an SM, which bounds the registers of a thread."""
 
     @staticmethod
     def best(hidden: int, arch: Arch) -> "EngramGateFwdConfig":
-        """Up to seven vectors of 16 bytes a thread, as few idle lanes as possible, and about twelve warps.
+        """Up to seven vectors of 16 bytes a thread, as few idle lanes as possible, and all blocks that registers allow.
 
-        Three blocks of 128 threads have 129 KB of x, k and v in flight, where a multiprocessor's share of the memory
-        bandwidth needs 30. Several tokens a thread block, with the weight loaded once, are slower: m 4, H 7168, 8192
-        tokens on an H200 351 µs with one, 378 with four, 382 with eight; of 224 threads 348 and 407.
+        H 7168: three blocks of 128 threads have 129 KB of x, k and v in flight, where an SM's share of the memory
+        bandwidth needs 20 to 30. Several tokens a thread block, with the weight loaded once, are slower: m 4, H 7168,
+        8192 tokens on an H200 351 µs with one, 378 with four, 382 with eight; with 224 threads 348, 407 with four.
         """
         vectors = hidden // VECTOR
         few = [threads for threads in (128, 160, 96, 224, 192, 256, 64, 32) if vectors <= 7 * threads]
         threads = min(few or (320,), key=lambda threads: align(vectors, threads))
         rounds = ceil_div(vectors, threads)
-        # Of a channel a thread keeps x, k and v in 16 bits and the weight in 32.
+        # A thread keeps x, k and v of its channels in 16 bits, and the weight in 32.
         registers = 36 + 18 * rounds
-        # A multiprocessor has four partitions of 512 registers for each lane of a warp.
+        # An SM has four partitions of 512 registers for each lane of a warp.
         warps = 4 * (512 // registers)
         return EngramGateFwdConfig(threads, min_blocks=min(32, max(1, warps // (threads // 32))))
 
@@ -100,7 +99,7 @@ def _engram_gate_fwd_kernel(
         # Streams of the same tokens are neighbours in the grid: they run at the same time.
         with T.Kernel(num_tokens * mhc_mult, threads=threads) as block:
             T.annotate_min_blocks_per_sm(config.min_blocks)
-            # Checked by the op: what 16-byte loads need to know of the strides.
+            # Ensured by the op; TileLang needs to know it for 16-byte loads.
             T.assume(k_token_stride % VECTOR == 0)
             T.assume(k_stream_stride % VECTOR == 0)
             T.assume(v_stride % VECTOR == 0)
@@ -140,7 +139,7 @@ def _engram_gate_fwd_kernel(
             sums[1] = T.rsqrt(sums[1] / T.float32(hidden) + eps)
             sums[2] = T.rsqrt(sums[2] / T.float32(hidden) + eps)
             gate[0] = sums[0] * sums[1] * sums[2] * T.float32(hidden**-0.5)
-            # Neither for 0 nor for NaN.
+            # Neither for 0, whose gate is ½, nor for NaN.
             if T.abs(gate[0]) > T.float32(0):
                 root = T.sqrt(T.max(T.abs(gate[0]), clamp_value))
                 gate[0] = T.if_then_else(gate[0] > T.float32(0), root, -root)

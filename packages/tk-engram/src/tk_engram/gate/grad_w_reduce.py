@@ -1,4 +1,4 @@
-"""grad_w_reduce: the parts of the fused weight's gradient summed, and what follows for the two weights added to them.
+"""grad_w_reduce: sum the parts of the fused weight's gradient; add the gradients of both norms' weights in place.
 
     grad_w              = Σ_b grad_w_partial[b]
     grad_weight_hidden += grad_w · weight_embed
@@ -32,14 +32,14 @@ from tk_engram.lib.gate import WEIGHT_DTYPES, check_sizes
 
 @dataclass(frozen=True)
 class GradWReduceConfig:
-    """Launch knobs. They decide the order of the sums, so they must not depend on the number of multiprocessors."""
+    """Launch knobs. They decide the order of the sums, so they must not depend on the number of SMs."""
 
     channels: int
     """Channels of a thread block; they divide m · H."""
     rows: int
     """Parts that are read at a time; channels · rows is four a thread."""
     unroll: int
-    """Reads of a thread that are in flight."""
+    """Loads of a thread that are in flight."""
 
     @property
     def threads(self) -> int:
@@ -48,7 +48,7 @@ class GradWReduceConfig:
 
     @staticmethod
     def best(arch: Arch) -> "GradWReduceConfig":
-        """Rows of 128 bytes, and of 132 parts about all in flight at once. Untuned."""
+        """Rows of 128 bytes, 128 of them in flight: nearly all of 132 parts. Untuned."""
         return GradWReduceConfig(channels=32, rows=32, unroll=4)
 
 

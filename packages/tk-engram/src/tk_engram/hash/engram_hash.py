@@ -35,9 +35,9 @@ from tk_core.views import aligned
 MAX_NGRAM = 16
 """Largest N that the kernels are built for."""
 MAX_HEADS = 64
-"""Most tables of an order that the kernel is built for."""
+"""Most tables of an order of n-gram that the kernel is built for."""
 MAX_LAYERS = 65535
-"""Thread blocks of a grid's second dimension."""
+"""Most thread blocks in a grid's second dimension."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _engram_hash_kernel(max_ngram: int, num_heads: int, has_mask: bool, config: 
     floor_remainder = T.macro(remainder.floor_remainder)
 
     def ngram_hash(token_ids: Any, multipliers: Any, token: Any, layer: Any, order: Any) -> Any:
-        """p_0 xor … xor p_(order + 1). Unsigned, for only there does C let a product wrap."""
+        """p_0 xor … xor p_(order + 1). Unsigned: in C only unsigned products may wrap."""
 
         def product(n: int) -> Any:
             return u64(T.cast(token_ids[token, n], "int64")) * u64(multipliers[layer, n])
@@ -105,7 +105,7 @@ def _engram_hash_kernel(max_ngram: int, num_heads: int, has_mask: bool, config: 
             starts = T.alloc_fragment((num_columns,), "int32")
             rows = T.alloc_fragment((block_tokens, num_columns), "int32")
 
-            # Loaded first, that one wait for memory is all.
+            # Loaded first, so that there is only one wait for memory.
             T.copy(vocab_sizes[layer, :], sizes)
             T.copy(offsets[layer, :], starts)
             for order, i in T.Parallel(max_ngram - 1, block_tokens):
@@ -154,9 +154,9 @@ def engram_hash(
 ) -> Tensor:
     """Hash the n-grams that end at each token: (xor of ids · multipliers) mod table size + offset, for every table.
 
-    With p_i = ngram_token_ids[:, i] · multipliers[l, i] in wrapping int64 and h_n = p_0 xor … xor p_n, the table m of
-    order n (1 to N - 1) is looked up in row (h_n mod vocab_sizes[l, n - 1, m]) + offsets[l, (n - 1)·M + m], the
-    remainder rounded down, never negative. Exact. Source: Engram, arXiv 2601.07372.
+    With p_i = ngram_token_ids[:, i] · multipliers[l, i] in wrapping int64 and h_n = p_0 xor … xor p_n, table m of the
+    (n + 1)-grams, 1 ≤ n < N, is looked up in row (h_n mod vocab_sizes[l, n - 1, m]) + offsets[l, (n - 1)·M + m],
+    with the remainder of floor division, never negative. Exact. Source: Engram, arXiv 2601.07372.
 
     Args:
         ngram_token_ids: int32 (T, N), contiguous, as `ngram_windows` makes them: column i is the id i places back. N is
@@ -165,7 +165,7 @@ def engram_hash(
         vocab_sizes: rows of each table, int32 (L, N - 1, M), contiguous, at least 1 (`TK_DEBUG=1` raises ValueError
             otherwise); M is 1 to 64.
         offsets: int32 (L, (N - 1)·M), contiguous; `reference.make_offsets(vocab_sizes)` where the tables of a layer
-            lie one after the other. Sums with a remainder must fit int32.
+            lie one after the other. An offset plus a remainder must fit int32.
         image_token_mask: bool (T), contiguous: tokens that are no text and get -1 in all columns of all layers.
 
     Returns:

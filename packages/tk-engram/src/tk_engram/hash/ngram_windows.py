@@ -5,8 +5,8 @@
 until, at some k, that token lies before the sequence of t or its id is block_id; from there on pad_id. `history` has
 the ids before each sequence, newest first, until one is negative. Source: Engram, arXiv 2601.07372.
 
-A thread takes a token. It finds the sequence by bisection of cu_seqlens, then walks back. Windows leave through shared
-memory, since those of neighbouring tokens are neighbours:
+A thread takes a token. It finds the sequence by bisection of cu_seqlens, then walks back. Windows are written through
+shared memory, because those of neighbouring tokens are neighbours:
 
     token_ids   … | t - 2 | t - 1 | t | …
     thread t      [  k=2  |  k=1  | k=0 ]   →   out row t
@@ -37,11 +37,11 @@ class NgramWindowsConfig:
     """Launch knobs."""
 
     threads: int
-    """As many as a thread block has tokens."""
+    """Also the tokens of a thread block."""
 
     @staticmethod
     def best(max_ngram: int, arch: Arch) -> "NgramWindowsConfig":
-        """Small blocks, for there is little to do but wait for memory. Untuned."""
+        """Small blocks, because there is little to do but wait for memory. Untuned."""
         return NgramWindowsConfig(threads=64)
 
 
@@ -129,7 +129,7 @@ def _ngram_windows_out(
 
 
 def _check_bounds(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """With TK_DEBUG: raise unless the sequences are all tokens, in order."""
+    """Raise ValueError unless cu_seqlens ascends from 0 to num_tokens. Reads its data: for TK_DEBUG only."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     check.require(first == 0 and last == num_tokens, "cu_seqlens", f"0 to {num_tokens}", (first, last))
     check.require(bool((cu_seqlens.diff() >= 0).all()), "cu_seqlens", "no element below the one before", cu_seqlens)

@@ -1,7 +1,7 @@
-"""What the convolution and its gradient share: checks, the tile of a thread block, and the rstd of all rows.
+"""Shared by the convolution and its gradient: checks, the tile of a thread block, rstds and sequences of all rows.
 
 Tokens of one residue class modulo the dilation meet in the convolution, and no others do. So a thread block walks over
-tokens that are a dilation apart, and has the three rows before the current one in registers, whatever the dilation is:
+tokens that are a dilation apart, and holds the three rows before the current one, whatever the dilation is:
 
     dilation 3      token  0  1  2  3  4  5  6  7  8  …
     walk 0                 x        x        x
@@ -26,7 +26,7 @@ NUM_TAPS = 4
 """Width of the convolution."""
 MAX_STREAMS = 8
 HIDDEN_MULTIPLE = 64
-"""What divides every hidden size."""
+"""Every hidden size is a multiple of it."""
 MAX_HIDDEN = 16384
 MAX_DILATION = 65536
 """More than any n-gram is long; products of it and a walk's length stay within int32."""
@@ -40,7 +40,7 @@ class ChannelTile:
     """Channels of a thread block, eight a thread, so that every load and store of a row takes 16 bytes."""
 
     channels: int
-    """What the last tile has beyond hidden counts as zeros."""
+    """Those of the last tile beyond hidden count as zeros."""
     num_tiles: int
 
     @property
@@ -62,16 +62,16 @@ class ChannelTile:
 
 @dataclass(frozen=True)
 class RowThreads:
-    """Threads that share a whole row. The order of the sum over its channels depends on them, so on hidden alone."""
+    """Threads that share a whole row. The sum over its channels is ordered by them, so by hidden alone."""
 
     threads: int
     """Whole warps."""
     rounds: int
-    """Times that a thread has eight neighbouring channels."""
+    """Runs of eight neighbouring channels that a thread has."""
 
     @property
     def channels(self) -> int:
-        """Those beyond hidden count as zeros."""
+        """Channels of all threads; those beyond hidden count as zeros."""
         return VECTOR * self.threads * self.rounds
 
     @staticmethod
@@ -86,7 +86,7 @@ class RowThreads:
 
 @kernel(pass_configs=DIRECT_COPIES)
 def _rstd_kernel(mhc_mult: int, hidden: int, is_packed: bool, has_state: bool, row: RowThreads, arch: Arch) -> Any:
-    """A thread block a row, of u or of the state; those of stream 0 also find the token's sequence."""
+    """A thread block takes one row, of u or of the state; those of stream 0 also find the token's sequence."""
     import tilelang.language as T
 
     from tk_engram.lib.conv_tile import add_squares, find_sequence, rows_layout
@@ -143,7 +143,7 @@ def launch_rstd(
     state_rstd: Tensor | None,
     sequences: Tensor | None,
 ) -> None:
-    """Write rstd (T, m), that of the state's rows and, with cu_seqlens, what `launch_sequences` does."""
+    """Write rstd (T, m), with a state the rstd of its rows, and with cu_seqlens what `launch_sequences` writes."""
     _, mhc_mult, hidden = u.shape
     options = cu_seqlens is not None, state is not None, RowThreads.best(hidden)
     kernel = _rstd_kernel(mhc_mult, hidden, *options, get_arch(u.device))
@@ -155,7 +155,7 @@ _SEARCH_THREADS = 128
 
 @kernel(pass_configs=DIRECT_COPIES)
 def _sequences_kernel(arch: Arch) -> Any:
-    """A thread a token."""
+    """A thread takes one token."""
     import tilelang.language as T
 
     num_tokens, num_offsets = T.dynamic("num_tokens"), T.dynamic("num_offsets")
@@ -182,7 +182,7 @@ def _sequences_kernel(arch: Arch) -> Any:
 
 
 def launch_sequences(cu_seqlens: Tensor, sequences: Tensor) -> None:
-    """Write of each token the start of its sequence and which it is: int32 (2, T)."""
+    """Write the start of each token's sequence, then the sequence's index: int32 (2, T)."""
     _sequences_kernel(get_arch(sequences.device))(cu_seqlens, sequences, (cu_seqlens.shape[0] - 2).bit_length())
 
 
@@ -194,10 +194,10 @@ def name_of(dtype: torch.dtype) -> str:
 def check_conv(
     u: Any, norm_weight: Any, conv_weight: Any, dilation: Any, cu_seqlens: Any, eps: Any
 ) -> tuple[int, int, int]:
-    """Check what the convolution and its gradient both take: T, m and H.
+    """Check the arguments that the convolution and its gradient share; returns T, m and H.
 
-    With TK_DEBUG offsets that do not ascend from 0 to T are a ValueError, which costs a synchronization. Raises
-    TypeError or ValueError that names the argument.
+    Raises TypeError or ValueError that names the argument. With TK_DEBUG, at the cost of a synchronization, also where
+    cu_seqlens does not ascend from 0 to T.
     """
     num_tokens, mhc_mult, hidden = check.tensor("u", u, (torch.bfloat16,), ("T", "m", "H"))
     check.in_range("m (streams of u)", mhc_mult, 1, MAX_STREAMS)

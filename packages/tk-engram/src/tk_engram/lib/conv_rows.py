@@ -3,10 +3,10 @@
 A thread block walks over the tokens of one stream (see `lib/conv.py`), a batch of rows at a time. Rows are copied to
 shared memory some batches ahead, and stay there until no later row needs them:
 
-    shared memory   [ 3 rows before | batch at work | batches on their way ]       a ring of rows
+    shared memory   [ 3 rows before | batch at work | batches in flight ]       a ring of rows
     registers       the filter of each thread's channels, and the batch's rstds
 
-Formulas and arguments are those of `short_conv`. Rows of a state and wider ones take the two kernels there.
+Formulas and arguments are those of `short_conv`, whose two kernels serve calls with a state or with wider rows.
 """
 
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_engram.lib.conv import RowThreads
 
 MAX_WHOLE_ROW = 8192
-"""Channels of a row at most: the filter takes 64 registers of each of 512 threads."""
+"""Most channels of a row: the filter then takes 64 registers of each of 512 threads."""
 
 
 @dataclass(frozen=True)
 class ConvRowsConfig:
-    """Launch knobs. No bit of a result depends on them."""
+    """Launch knobs. No bit of a result depends on them, but for `row`, which depends on hidden alone."""
 
     row: RowThreads
     batch: int
-    """Rows between two barriers."""
+    """Rows of a step, which share its barriers."""
     ahead: int
-    """Batches on their way while one is worked on."""
+    """Batches in flight while one is worked on."""
     min_blocks: int
-    """Thread blocks that have to fit a multiprocessor: bounds the registers of a thread."""
+    """Thread blocks that must fit on an SM, which bounds the registers of a thread."""
 
     @property
     def slots(self) -> int:
@@ -51,7 +51,7 @@ class ConvRowsConfig:
 
     @staticmethod
     def best(hidden: int, has_residual: bool, arch: Arch) -> "ConvRowsConfig":
-        """Batches of up to four rows, one or two of them on their way, and about 16 warps.
+        """Batches of up to four rows, one or two batches in flight, and about 16 warps on an SM.
 
         m 4, H 7168, 8192 tokens on an H200, batches of 4, 3, 2 and 1 rows: 309 µs, 432, 339 and 433; two kernels 382.
         With three rows at a time nvcc spills for sm_100 and for more than 448 threads.
@@ -68,7 +68,7 @@ class ConvRowsConfig:
 
 
 def rows_walk_length(num_tokens: int, dilation: int, mhc_mult: int, num_slots: int) -> int:
-    """Tokens of a walk for which the last thread block ends first; `num_slots` of them run at a time."""
+    """Tokens of a walk, so that the last thread block ends as early as possible; `num_slots` blocks run at a time."""
     num_classes = min(dilation, num_tokens)
     tokens = ceil_div(num_tokens, dilation)
     lengths = {}
@@ -76,7 +76,7 @@ def rows_walk_length(num_tokens: int, dilation: int, mhc_mult: int, num_slots: i
         pieces = min(tokens, max(1, waves * num_slots // (mhc_mult * num_classes)))
         length = ceil_div(tokens, pieces)
         num_blocks = mhc_mult * num_classes * ceil_div(tokens, length)
-        # A walk reads three rows more, and waits for the first ones and the filter about as long as for five.
+        # A walk reads three rows more; its wait for the first rows and the filter takes about as long as five rows.
         lengths[length] = ceil_div(num_blocks, num_slots) * (length + 8)
     return min(lengths, key=lengths.__getitem__)
 
@@ -100,7 +100,7 @@ def short_conv_rows_kernel(
     threads, rounds, channels = config.row.threads, config.row.rounds, config.row.channels
     tile, batch, ahead, slots = VECTOR * threads, config.batch, config.ahead, config.slots
     residual_slots = config.residual_slots if has_residual else 1
-    # Each copy is a group of its own.
+    # Groups of a step: each copy is one.
     groups = batch * (1 + has_residual)
     num_tokens = T.dynamic("num_tokens")
 
@@ -132,7 +132,7 @@ def short_conv_rows_kernel(
             result = T.alloc_fragment((tile,), "bfloat16")
             parts = [T.alloc_fragment((threads,), "float32") for _ in range(batch)]
             sums = T.alloc_local((batch,), "float32")
-            # Of the three rows before the batch, then of its own.
+            # Those of the three rows before the batch, then those of its rows.
             rstds = T.alloc_local((3 + batch,), "float32")
             starts = T.alloc_local((batch,), "int32")
             one_row = conv_tile.row_layout(tile, threads)

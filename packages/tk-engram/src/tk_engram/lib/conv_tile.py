@@ -1,8 +1,8 @@
-"""Rows of a few channels in registers: normalized, convolved over tokens, and what SiLU makes of them.
+"""Rows of a few channels in registers: normalization, convolution over tokens and SiLU, with their gradients.
 
 With x = u · rstd, the norm's weight is a factor of the filter: y[t] = Σ_j f[j] · x[t - (3 - j) · dilation] with
-f[j] = conv_weight[j] · norm_weight. A tap is only looked at where it is said to be of the same sequence, so that
-what another sequence holds, NaN perhaps, changes nothing.
+f[j] = conv_weight[j] · norm_weight. A tap is used only where `is_there` says that it is of the same sequence, so that
+values of another sequence, NaN perhaps, change nothing.
 """
 
 from typing import Any
@@ -16,18 +16,18 @@ def row_layout(channels: int, threads: int) -> Any:
 
 
 def rows_layout(num_rows: int, channels: int) -> Any:
-    """Layout of a fragment (num_rows, channels): eight neighbouring channels of all rows a thread."""
+    """Layout of a fragment (num_rows, channels): a thread has eight neighbouring channels of all rows."""
     return T.Fragment((num_rows, channels), forward_fn=lambda k, i: (i // 8, k * 8 + i % 8))
 
 
 def taps_layout(channels: int) -> Any:
-    """Layout of a fragment (channels, 4): all taps of eight neighbouring channels a thread."""
+    """Layout of a fragment (channels, 4): a thread has all taps of eight neighbouring channels."""
     return T.Fragment((channels, 4), forward_fn=lambda i, j: (i // 8, i % 8 * 4 + j))
 
 
 @T.macro
 def find_sequence(cu_seqlens: T.Buffer, token: Any, sequences: T.Buffer) -> None:
-    """sequences[:, token] = where its sequence starts, and the last index b with cu_seqlens[b] ≤ token."""
+    """sequences[:, token] = start and index of its sequence, which is the last b < B with cu_seqlens[b] ≤ token."""
     low = T.alloc_var("int32")
     high = T.alloc_var("int32")
     low = 0
@@ -45,7 +45,8 @@ def find_sequence(cu_seqlens: T.Buffer, token: Any, sequences: T.Buffer) -> None
 def fetch_rows(x: T.Buffer, shared: T.Buffer, walk: tuple, stream: Any, channel: Any, step: Any, batch: int) -> None:
     """Start copies of a batch of a walk's rows, each a group of its own, into a ring of rows of a few channels.
 
-    `walk`: its first token, its rows with the three before it, the dilation. Before and beyond all tokens are zeros.
+    `walk`: its first token; its rows, with the three before it and any that follow it; the dilation. Rows beyond these,
+    and those of no token, are zeros.
     """
     first, num_rows, dilation = walk
     for k in T.unroll(batch):
@@ -59,10 +60,10 @@ def fetch_rows(x: T.Buffer, shared: T.Buffer, walk: tuple, stream: Any, channel:
 def load_scalars(
     sources: tuple, is_packed: bool, walk: tuple, stream: Any, step: Any, now: tuple, later: tuple
 ) -> None:
-    """now = later; later = what is known of the rows of a step's batch: long before it is needed.
+    """now = later; later = the scalars of the rows of a step's batch, loaded long before they are needed.
 
-    `sources`: rstd, sequences and means or None. `now` and `later`: of each row its rstd and where its sequence starts,
-    of the row three before it rstd and mean; each a local buffer. Of tokens that do not exist, what another has.
+    `sources`: rstd, sequences, and means or None. `now` and `later`: local buffers with each row's rstd and start of
+    sequence, and with rstd and mean of the row three before it. Where there is no such token, another's are loaded.
     """
     rstd, sequences, means = sources
     rstds, starts, done_rstds, done_means = later
@@ -121,9 +122,9 @@ def normalize(rows: T.Buffer, k: Any, rstd: Any, x: T.Buffer) -> None:
 def convolve(f: Any, x: T.Buffer, before: Any, is_there: Any, y: T.Buffer) -> None:
     """y = f[0] · before[2] + f[1] · before[1] + f[2] · before[0] + f[3] · x, each sum rounded once, from left to right.
 
-    before[k] is x of k + 1 dilations before, 0 unless is_there[k].
+    before[k] is x of k + 1 dilations before, and counts as 0 unless is_there[k].
     """
-    # Begun with 0, no sum is -0, so that terms of 0 are as good as none.
+    # Begun with 0, no sum is -0, so leaving a term out equals adding 0.
     if is_there[2]:
         for i in T.Parallel(x.shape[0]):
             y[i] = T.fma(f[0][i], before[2][i], T.float32(0))
@@ -153,7 +154,7 @@ def sigmoid(y: Any) -> Any:
 
 @T.macro
 def silu(y: T.Buffer, result: T.Buffer) -> None:
-    """result = SiLU(y), rounded; y becomes what it was before that."""
+    """y becomes SiLU(y), and result the same, rounded."""
     for i in T.Parallel(y.shape[0]):
         y[i] = y[i] * sigmoid(y[i])
     T.copy(y, result)
@@ -161,7 +162,7 @@ def silu(y: T.Buffer, result: T.Buffer) -> None:
 
 @T.macro
 def silu_and_residual(y: T.Buffer, rows: T.Buffer, k: Any, added: T.Buffer, result: T.Buffer) -> None:
-    """result = SiLU(y) + rows[k] + added, from left to right, rounded; y becomes what it was before that."""
+    """y becomes SiLU(y) + rows[k] + added, added from left to right, and result the same, rounded."""
     for i in T.Parallel(y.shape[0]):
         y[i] = y[i] * sigmoid(y[i]) + T.cast(rows[k, i], "float32") + T.cast(added[i], "float32")
     T.copy(y, result)
@@ -169,7 +170,7 @@ def silu_and_residual(y: T.Buffer, rows: T.Buffer, k: Any, added: T.Buffer, resu
 
 @T.macro
 def silu_gradient(grads: T.Buffer, k: Any, y: T.Buffer) -> None:
-    """y becomes the gradient by it: grads[k] · s(1 + y(1 - s)), s = sigmoid(y)."""
+    """y becomes the gradient by y: grads[k] · s(1 + y(1 - s)), s = sigmoid(y)."""
     for i in T.Parallel(y.shape[0]):
         s = sigmoid(y[i])
         y[i] = T.cast(grads[k, i], "float32") * (s * T.fma(y[i], T.float32(1) - s, T.float32(1)))
@@ -177,9 +178,10 @@ def silu_gradient(grads: T.Buffer, k: Any, y: T.Buffer) -> None:
 
 @T.macro
 def backpropagate(f: Any, d_y: T.Buffer, is_there: Any, pending: Any, d_x: T.Buffer) -> None:
-    """d_x of three dilations before is complete; those of two, one and none before, `pending`, have got their term.
+    """Add the terms of d_y to the sums of the token and of those up to three dilations before, the last to d_x.
 
-    d_x[t] = f[3] · d_y[t] + f[2] · d_y[t + d] + …, from left to right, terms only from tokens that saw token t.
+    `pending[k]` is the sum so far of k dilations before; that of three before is now complete, in d_x. d_x[t] =
+    f[3] · d_y[t] + f[2] · d_y[t + d] + …, from left to right, with terms only of tokens that have t among their taps.
     """
     T.copy(pending[2], d_x)
     if is_there[2]:

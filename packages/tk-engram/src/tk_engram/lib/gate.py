@@ -1,4 +1,4 @@
-"""What the ops of the gate agree on: checks, and the ranges of tokens that gradients of weights are summed over."""
+"""Shared by the ops of the gate: checks, and the ranges of tokens over which the weight's gradient is summed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,31 +10,31 @@ from tk_core import check
 
 MAX_STREAMS = 8
 HIDDEN_MULTIPLE = 64
-"""What divides every hidden size."""
+"""Every hidden size is a multiple of it."""
 MAX_HIDDEN = 16384
 WEIGHT_DTYPES = (torch.bfloat16, torch.float32)
 """Parameters as a model keeps them, with autocast or without."""
 
 
 def num_token_ranges(mhc_mult: int, hidden: int) -> int:
-    """Ranges of tokens whose parts of the weights' gradient are summed apart: token t belongs to range t mod this.
+    """Ranges of tokens over which the weight's gradient is summed separately: token t belongs to range t mod this.
 
-    As many as thread blocks that walk over tokens fill an H200's 132 multiprocessors: one each where m · H sums take
-    up to half of a multiprocessor's registers, several where they take less. It depends on nothing else, so no bit of
-    a gradient depends on the number of multiprocessors.
+    One for each thread block that walks over tokens, which are one to four on each of an H200's 132 SMs: more than one
+    while their m · H sums take up to a quarter of its registers. It depends on nothing else, so no bit of a gradient
+    depends on the number of SMs.
     """
     return 132 * max(1, min(4, 16384 // (mhc_mult * hidden)))
 
 
 def check_streams(name: str, x: Any) -> tuple[int, int, int]:
-    """Check a contiguous bfloat16 tensor (T, m, H): T, m and H. Raises TypeError or ValueError that names it."""
+    """Check a contiguous bfloat16 tensor (T, m, H); return T, m and H. Raises TypeError or ValueError that names it."""
     num_tokens, mhc_mult, hidden = check.tensor(name, x, (torch.bfloat16,), ("num_tokens", "hc_mult", "hidden"))
     check_sizes(name, mhc_mult, hidden)
     return num_tokens, mhc_mult, hidden
 
 
 def check_sizes(name: str, mhc_mult: int, hidden: int) -> None:
-    """Raise ValueError unless m is 1 to 8 and H a multiple of 64, 64 to 16384; `name` is the tensor that says so."""
+    """Raise ValueError unless m is 1 to 8 and H a multiple of 64, 64 to 16384; `name`: a tensor of these sizes."""
     check.in_range(f"hc_mult (dimension -2 of {name})", mhc_mult, 1, MAX_STREAMS)
     check.in_range(f"hidden (last dimension of {name})", hidden, HIDDEN_MULTIPLE, MAX_HIDDEN)
     check.multiple_of(f"hidden (last dimension of {name})", hidden, HIDDEN_MULTIPLE)
@@ -43,7 +43,7 @@ def check_sizes(name: str, mhc_mult: int, hidden: int) -> None:
 def check_inputs(
     k: Any, v: Any, weight_fused: Any, image_token_mask: Any, shape: Sequence[int], device: torch.device
 ) -> None:
-    """Check what forward and backward take beside the streams, whose shape (T, m, H) is given."""
+    """Check what both forward and backward take beside the streams, whose shape (T, m, H) is given."""
     num_tokens, mhc_mult, hidden = shape
     bfloat16 = (torch.bfloat16,)
     check.tensor("k", k, bfloat16, (num_tokens, mhc_mult, hidden), layout="rows", device=device)

@@ -17,12 +17,12 @@ from tk_engram.lib.gate import num_token_ranges
 _THREADS = 128
 """A power of two, as T.reduce_sum over all threads of a block wants."""
 _TILE = VECTOR * _THREADS
-"""Channels at a time; what goes beyond hidden is left out."""
+"""Channels at a time; those beyond hidden are left out."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
 def score_gradients_kernel(mhc_mult: int, hidden: int, has_mask: bool, packed: bool, arch: Arch) -> Any:
-    """`packed`: grad_k is (T, m + 1, H), and its last row of a token is grad_v."""
+    """`packed`: grad_k is (T, m + 1, H), and the last row of each token is grad_v."""
     import tilelang.language as T
 
     from tk_engram.lib.gate_tiles import channels_of_threads

@@ -1,4 +1,4 @@
-"""Tiles of channels and sums over thread blocks, which the kernels of the gate have in common."""
+"""Tiles of channels, sums over a thread block, which the convolution uses too, and gradients of the gate."""
 
 from typing import Any
 
@@ -40,9 +40,9 @@ def sum_over_threads(partials: tuple[T.Buffer, ...], totals: T.Buffer) -> None:
 
 @T.macro
 def gate_factors(score_grad: Any, saved: tuple, clamp_value: Any, hidden: int, factors: T.Buffer) -> None:
-    """What the channels of a token's stream are multiplied with in the backward, in a local buffer (4,).
+    """The backward's factors of the channels of a token's stream, to a local buffer (4,).
 
-    The gate; a, the gradient by dot; those by the mean squares of x and of k, with the 2 / H of their derivatives.
+    The gate; a, the gradient by dot; those by the mean squares of x and of k, times the 2 / H of their derivatives.
     `score_grad`: Σ grad_out · v; `saved`: dot, gate and rstd of x and k.
     """
     dot, gate, rstd_x, rstd_k = saved
@@ -61,10 +61,10 @@ def gate_factors(score_grad: Any, saved: tuple, clamp_value: Any, hidden: int, f
 def stream_gradients(
     inputs: tuple, factors: T.Buffer, is_image: Any, add_residual: bool, outputs: tuple, s: Any, r: Any
 ) -> None:
-    """Gradients by x and k of one round of channels; those by the weight of stream s and round r are added to.
+    """Gradients by x and k for one round of channels; those by the weight are added to stream s, round r of w_grads.
 
-    `inputs`: grad_out, x, k and weight; `outputs`: x_grads, k_grads and w_grads; all fragments (channels,), but w_grads
-    (streams, rounds, channels). `is_image`: whether the token is masked, None without a mask.
+    `inputs`: grad_out, x, k and weight; `outputs`: x_grads, k_grads and w_grads. All are fragments (channels,), except
+    w_grads (streams, rounds, channels). `is_image`: whether the token is masked, None without a mask.
     """
     grads, xs, ks, ws = inputs
     x_grads, k_grads, w_grads = outputs

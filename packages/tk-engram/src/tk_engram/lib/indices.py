@@ -1,4 +1,4 @@
-"""What the lookup and its gradient share: checks of indices, and how rows are cut into pieces."""
+"""Shared by the lookup and its gradient: checks of indices, and how rows are cut into pieces."""
 
 import torch
 from torch import Tensor

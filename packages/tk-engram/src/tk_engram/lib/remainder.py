@@ -1,7 +1,7 @@
-"""The remainder of a 64-bit hash by the size of a table, without a division: sizes have their reciprocals made first.
+"""The remainder of a 64-bit hash by the size of a table, without a division: by the size's reciprocal, made before.
 
-Both are plain functions over what `u32`, `u64` and `where` work on: numpy's integers in tests, TileLang's values in
-kernels, which make macros of them.
+Both are plain functions of values that `u32`, `u64` and `where` work on: numpy's integers in tests, TileLang's values
+in the kernel, which makes a macro of the remainder.
 """
 
 from collections.abc import Callable

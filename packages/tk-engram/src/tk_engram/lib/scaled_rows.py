@@ -1,4 +1,4 @@
-"""What the optimizer's steps have in common: matrices (R, D) scaled by rows and columns, and who has what of them."""
+"""Shared by the optimizer's steps on matrices (R, D) scaled by rows and columns: checks, and the tile of a block."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -16,7 +16,7 @@ DTYPES = (torch.float32,)
 
 @dataclass(frozen=True)
 class RowTile:
-    """Rows that a thread block holds at a time. The order of the sums over columns depends on it, so on D alone.
+    """Rows that a thread block holds at a time. Sums over columns are ordered by it, so by D alone.
 
     Some threads share a row, each with every `threads_per_row`-th vector of it, and have `rows_per_thread` such rows:
 
@@ -56,7 +56,7 @@ class RowTile:
 
 
 def check_matrix(matrix: Any, row_scale: Any, col_scale: Any) -> tuple[int, int]:
-    """Check a matrix (R, D) and its scales (R,) and (D,), all float32: R and D. Raises TypeError or ValueError."""
+    """Check a float32 matrix (R, D) and its scales (R,) and (D,); returns R and D. Raises TypeError or ValueError."""
     num_rows, width = check.tensor("matrix", matrix, DTYPES, ("R", "D"))
     check.in_range("D (columns of matrix)", width, 1, MAX_WIDTH)
     check.tensor("row_scale", row_scale, DTYPES, (num_rows,), device=matrix.device)

@@ -8,7 +8,7 @@ Source: "Conditional Memory via Scalable Lookup" (Engram), arXiv 2601.07372; Dee
 and their 8 exponents side by side.
 
 The table may lie in pinned host memory. The kernel then reads it in place over the bus, and is given addresses instead
-of tensors, because TileLang's host code takes none of the CPU.
+of tensors, because TileLang's host code takes no tensors of the CPU.
 
 A thread block takes some pairs (t, c), flat, and a piece of their rows. First come the indices, then all rows at once,
 each thread eight neighbouring channels of several rows; 64-bit offsets:
@@ -51,7 +51,7 @@ class EngramLookupConfig:
 
     @staticmethod
     def best(dim: int, arch: Arch) -> "EngramLookupConfig":
-        """Four loads in flight a thread where the width allows, so that 4 KB and more of a warp hide the latency.
+        """Four loads in flight a thread where the width allows: 2 KB a warp of a bfloat16 table, to hide the latency.
 
         8192 tokens of 16 rows on an H200, 4, 8, 16, 32 and 64 rows a block: 36.9 µs, 34.8, 35.0, 35.3 and 35.6.
         """
@@ -72,14 +72,14 @@ def _engram_lookup_kernel(
     config: EngramLookupConfig,
     arch: Arch,
 ) -> Any:
-    """`vector`: neighbouring channels whose address is a multiple of their size, in every row of the table."""
+    """`vector`: channels of one load, whose address is a multiple of its size in every row of the table."""
     import tilelang.language as T
 
     block_channels, block_pairs, threads = config.block_channels, config.block_pairs, config.threads
     pieces, groups = dim // block_channels, block_channels // GROUP
     has_sf, has_exponents = sf_dtype is not None, sf_dtype is torch.uint8
     element, sf_element = T.dtype(dtype), T.dtype(sf_dtype or torch.uint8)
-    # Single codes that were put together to a word would go through local memory.
+    # Widened at once: single codes, put together to a word, would go through local memory.
     found_element = "float32" if has_sf and vector < 4 else element
     num_pairs, num_rows = T.dynamic("num_pairs"), T.dynamic("num_rows", "int64")
     row_stride, sf_stride = T.dynamic("row_stride", "int64"), T.dynamic("sf_stride", "int64")
@@ -91,7 +91,7 @@ def _engram_lookup_kernel(
 
     @T.prim_func
     def engram_lookup(indices: T.Tensor((num_pairs,), "int32"), out: T.Tensor((num_pairs, dim), "bfloat16")) -> None:
-        # Then tensors of the device; or addresses in host memory, with the sizes that tensors would bring along.
+        # The rest: tensors on the device; or addresses in host memory, with the sizes that tensors would bring along.
         if is_pinned:
             address = T.arg("table_address", T.dynamic("table_address", "int64"))
             T.arg("num_rows", num_rows)
@@ -119,7 +119,7 @@ def _engram_lookup_kernel(
 
             for i in T.Parallel(block_pairs):
                 rows[i] = T.if_then_else(first + i < num_pairs, indices[first + i], -1)
-            # TileLang adds that the row is below num_rows.
+            # TileLang adds the condition that the row is below num_rows.
             for i, j in T.Parallel(block_pairs, block_channels):
                 found[i, j] = T.if_then_else(
                     rows[i] >= 0, T.cast(table[rows[i], channel + j], found_element), T.cast(0, found_element)
@@ -237,11 +237,11 @@ def engram_lookup(
 
     Args:
         indices: int32 (T, C), contiguous. An index of R or more counts as negative (`TK_DEBUG=1` raises ValueError).
-        table: bfloat16 or float8_e4m3fn (R, D), D a multiple of 32; rows may be strided. Fast where they begin on 16
-            bytes, those of e4m3 on 8.
+        table: bfloat16 or float8_e4m3fn (R, D), D a multiple of 32; rows may be strided. Fast where they begin at
+            multiples of 16 bytes, or 8 for e4m3.
         table_sf: for e4m3, and only there, (R, D / 32): float32, or uint8 exponents, b for 2^(b - 127), 255 for NaN. On
             the table's device; rows may be strided, so that a row's codes and exponents can lie side by side.
-        out: bfloat16 (T, C, D), contiguous, to be written, of no other argument's memory; None for a new tensor.
+        out: bfloat16 (T, C, D), contiguous, to be written, overlapping no other argument; None for a new tensor.
 
     Returns:
         bfloat16 (T, C, D): `out`, if it was given.
@@ -251,7 +251,7 @@ def engram_lookup(
         ValueError: a shape, stride or device does not fit, a table in host memory is not pinned, or table_sf comes with
             a bfloat16 table.
     """
-    # What was remembered of a table on the device would not do for one in host memory.
+    # Not to be replayed: the kernel gets the address of a table in host memory as a number.
     if isinstance(table, Tensor) and table.is_cpu:
         return _engram_lookup(indices, table, table_sf, out)
     return _replayed_lookup(indices, table, table_sf, out)

@@ -5,7 +5,7 @@
 Source: "Conditional Memory via Scalable Lookup" (Engram), arXiv 2601.07372.
 
 torch sorts the pairs by row, stably, so that those of a row follow each other in their order, a segment. A thread block
-takes 64 sorted pairs and a piece of their channels. It owns the segments that begin among them, and all of the last:
+takes 64 sorted pairs and a piece of their channels. It owns the segments that begin among them, the last to its end:
 
     rows of pairs   … 3 3 | 3 7 7 7 9 12 12 | 12 12 …      bars: ends of the block's 64 pairs
                             7 7 7 9 12 12     12 12 …      what it adds up
@@ -41,7 +41,7 @@ class EngramLookupBwdConfig:
     """Launch knobs."""
 
     block_channels: int
-    """Channels of a thread block, a divisor of the row; so many threads."""
+    """Channels of a thread block, and its threads; a divisor of the row."""
     block_pairs: int
     store_pairs: int
     """Pairs whose totals are stored at a time; of a given gradient, so many rows are loaded at once."""
@@ -54,7 +54,7 @@ class EngramLookupBwdConfig:
 
 @kernel
 def _mark_segments_kernel(arch: Arch) -> Any:
-    """is_first[i] = 1 where pair i is the first of a row's, of the sorted ones, else 0."""
+    """is_first[i] = 1 where sorted pair i is the first of its row, and that is a row of the table, else 0."""
     import tilelang.language as T
 
     block_pairs = 1024
@@ -98,7 +98,7 @@ def _add_pairs_kernel(
 
     @T.macro
     def find_next(sorted_rows: T.Buffer, order: T.Buffer, first: Any, row: Any, pairs: T.Buffer) -> None:
-        """The pairs of `row` among those from `first` on, -1 behind them."""
+        """The pairs of `row` among `block_pairs` from `first` on, -1 behind them."""
         for i in T.Parallel(block_pairs):
             is_next = first + i < num_pairs and sorted_rows[first + i] == row
             pairs[i] = T.if_then_else(is_next, T.cast(order[first + i], "int32"), -1)
@@ -121,9 +121,9 @@ def _add_pairs_kernel(
 
         with T.Kernel(T.ceildiv(num_pairs, block_pairs) * pieces, threads=threads) as block:
             first, channel = block // pieces * block_pairs, block % pieces * block_channels
-            # From the pair before the block's to the one behind; -1 for none.
+            # Rows of the pairs from the one before the block's to the one behind; -1 for none.
             rows = T.alloc_shared((block_pairs + 2,), "int32")
-            # Where d_o has a pair, -1 for one of an earlier block's; where the total goes that ends at it, -1 for none.
+            # Each pair's row of d_o, -1 if it is not the block's own; row for the total that ends there, -1 for none.
             pairs = T.alloc_shared((block_pairs,), "int32")
             places = T.alloc_shared((block_pairs,), "int32")
             sums = T.alloc_shared((block_pairs, block_channels), "float32")

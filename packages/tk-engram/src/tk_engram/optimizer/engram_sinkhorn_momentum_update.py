@@ -1,4 +1,4 @@
-"""engram_sinkhorn_momentum_update: the moving average of a gradient, and what the step is made from.
+"""engram_sinkhorn_momentum_update: the moving average of a gradient, from which the optimizer makes its step.
 
     m' = fma(m, β, RN((1 - β) · g))        m ← m', rounded to the buffer's dtype
     out = fma(g, 1 - β, RN(β · m')) with nesterov, where m' is not rounded, else m'
@@ -112,7 +112,7 @@ def engram_sinkhorn_momentum_update(
     """Moving average of a gradient: m ← β·m + (1 - β)·g in place; returns g·(1 - β) + β·m, or m without nesterov.
 
     In float32, m' = fma(m, β, (1 - β)·g); the buffer gets m' rounded to its dtype, the result is made from m' itself:
-    fma(g, 1 - β, β·m'). β is beta1 as float32, 1 - β that of the float64 difference. Every bit equals the reference's.
+    fma(g, 1 - β, β·m'). β is beta1 as float32, 1 - β the rounded float64 difference. Every bit equals the reference's.
     Source: TileKernels 2.1.0's function of this name.
 
     Args:

@@ -7,8 +7,8 @@ in float32, r a scale a row and c one a column. M is not written. The next itera
 gets the sums of the partials from `engram_sinkhorn_step_reduce`.
 Source: the optimizer step for embedding tables of TileKernels 2.1.0, `engram_sinkhorn_step`.
 
-A thread block takes a range of rows and walks it in tiles (`RowTile`); squares of columns stay in registers, a sum for
-each group of threads that has a row, and the groups' sums are added up at the end, ascending.
+A thread block takes a range of rows and walks it in tiles (`RowTile`). Each group of threads that shares a row sums the
+squares of columns in registers; the groups' sums are added up at the end, ascending.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from tk_core.views import aligned
 from tk_engram.lib.scaled_rows import RowTile, check_matrix
 
 NUM_PARTIALS = 396
-"""Ranges of rows, whatever the GPU: three for each multiprocessor of an H200."""
+"""Ranges of rows, whatever the GPU: three for each SM of an H200."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -36,7 +36,7 @@ def _engram_sinkhorn_step_kernel(width: int, tile: RowTile, arch: Arch) -> Any:
     from tk_engram.lib.scaled_rows_tile import load_scaled, row_norms, rows_layout
 
     rows, groups, columns = tile.rows, tile.num_groups, tile.columns(width)
-    # TileLang lays out no fragment of more columns than threads but of a multiple of their number.
+    # TileLang lays out a fragment of more columns than threads only if it has a multiple of their number.
     total_columns = columns if columns <= tile.threads else align(columns, tile.threads)
     num_rows = T.dynamic("num_rows")
 
@@ -55,7 +55,7 @@ def _engram_sinkhorn_step_kernel(width: int, tile: RowTile, arch: Arch) -> Any:
             range_rows = T.ceildiv(num_rows, NUM_PARTIALS)
             first_row = partial * range_rows
             end_row = T.min(first_row + range_rows, num_rows)
-            # All ranges at once on an H200, which takes 85 registers a thread at most.
+            # All ranges at once on an H200, which allows a thread 85 registers at most.
             T.annotate_min_blocks_per_sm(3 if tile.threads == 256 else 1)
             x = T.alloc_fragment((rows, columns), "float32")
             squares = T.alloc_fragment((rows, columns), "float32")
@@ -120,8 +120,8 @@ def engram_sinkhorn_step(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, e
     """One Sinkhorn iteration over rows: x = (r · M) · c, norm = √Σ_d x², r ← r / (norm + eps); squares of columns.
 
     With q = 1 / (norm + eps), r becomes r · q in place, and y = x · q is squared and added up over rows for each
-    column, in 396 ranges of ceil(R / 396) rows: the same bits on any GPU. In float32. A row of zeros multiplies its
-    scale by 1 / eps, so that with eps = 1e-20 two iterations take it to infinity, and the third gives NaN.
+    column, in 396 ranges of ceil(R / 396) rows: the same bits on any GPU. In float32. The scale of a row of
+    zeros is multiplied by 1 / eps: with eps = 1e-20 two iterations take it to infinity, and the third gives NaN.
     Source: TileKernels 2.1.0's function of this name.
 
     Args:

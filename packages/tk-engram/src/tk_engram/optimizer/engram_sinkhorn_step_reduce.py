@@ -2,10 +2,10 @@
 
     col_sumsq[d] = Σ_p col_sumsq_partial[p, d]
 
-in float32, from 0 upwards, one addition a partial: every bit is defined.
+in float32, beginning with 0, p ascending, one addition a partial: every bit is defined.
 Source: the optimizer step for embedding tables of TileKernels 2.1.0, `engram_sinkhorn_step_reduce`.
 
-A thread has one column, and asks for 66 partials of it at once.
+A thread has one column, and 66 partials of it in flight.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from tk_core.tiles import DIRECT_COPIES
 from tk_engram.lib.scaled_rows import DTYPES, MAX_WIDTH
 
 _COLUMNS = 32
-"""Columns of a thread block, few so that narrow matrices reach many multiprocessors. Untuned."""
+"""Columns of a thread block, few so that narrow matrices reach many SMs. Untuned."""
 _IN_FLIGHT = 66
 """Partials whose loads are in flight together: a sixth of the 396 that the step makes. Untuned."""
 
@@ -71,8 +71,8 @@ def _engram_sinkhorn_step_reduce_out(col_sumsq_partial: Tensor, col_sumsq: Tenso
 def engram_sinkhorn_step_reduce(col_sumsq_partial: Tensor, col_sumsq: Tensor) -> None:
     """Add up partial sums of columns: col_sumsq[d] = Σ_p col_sumsq_partial[p, d], p ascending.
 
-    In float32, from 0 upwards; every bit equals the reference's. What becomes of the column scales is left to the
-    caller. Source: TileKernels 2.1.0's function of this name.
+    In float32, beginning with 0; every bit equals the reference's. The caller makes the column scales of the sums.
+    Source: TileKernels 2.1.0's function of this name.
 
     Args:
         col_sumsq_partial: float32 (P, D), contiguous, as `engram_sinkhorn_step` returned it; any P, D is 1 to 16384.

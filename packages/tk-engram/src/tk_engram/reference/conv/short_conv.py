@@ -21,7 +21,7 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def taps_of(n: Tensor, old: Tensor | None, dilation: int, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """n[t - (3 - j) · dilation] for j = 0 … 3, of `old` (B, 3 · dilation, m, H) or 0 before the sequence."""
+    """n[t - (3 - j) · dilation] for j = 0 … 3; before the sequence, rows of `old` (B, 3 · dilation, m, H), or 0."""
     sequence, start = sequence_of(n.shape[0], cu_seqlens, n.device)
     taps = []
     for j in range(4):
@@ -58,7 +58,7 @@ def convolution(
 
 
 def advance_state(u: Tensor, cu_seqlens: Tensor | None, state: Tensor) -> None:
-    """Update each sequence's state (B, L, m, H) in place to the last L of its old rows followed by its rows of u."""
+    """Update the state (B, L, m, H) in place: to each sequence's old rows append its rows of u, and keep the last L."""
     offsets = [0, u.shape[0]] if cu_seqlens is None else cu_seqlens.tolist()
     for rows, start, end in zip(state, offsets, offsets[1:]):
         rows.copy_(torch.cat((rows, u[start:end]))[-len(rows) :])

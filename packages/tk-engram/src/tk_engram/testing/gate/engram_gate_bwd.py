@@ -29,7 +29,7 @@ def make(
     clamp_value: float = CLAMP_VALUE,
     **options: bool,
 ) -> Make:
-    """As for the forward, with the tensors that it saves.
+    """Arguments as for the forward, with the tensors that it saves.
 
     `given`: with a grad_kv, which starts at element `first_element` of its storage.
     """

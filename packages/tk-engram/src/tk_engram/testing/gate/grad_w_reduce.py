@@ -43,7 +43,7 @@ def make(
 
 
 def compare(actual: Any, expected: Any) -> None:
-    """calc_diff below 1e-10 of both gradients; no result."""
+    """calc_diff of both gradients below 1e-10; the op returns None."""
     assert actual[0] is None
     assert expected[0] is None
     for name, got, want in zip(("grad_weight_hidden", "grad_weight_embed"), actual[1:], expected[1:], strict=True):

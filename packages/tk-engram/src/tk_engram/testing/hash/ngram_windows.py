@@ -23,7 +23,7 @@ def make(
 ) -> Make:
     """Ids of a vocabulary, in sequences of these lengths; an int is one sequence without cu_seqlens.
 
-    A third of `history` is empty.
+    A third of the entries of `history` are negative: no ids.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def make(
 
 
 def _lengths(num_sequences: int, num_tokens: int) -> tuple[int, ...]:
-    """Lengths of sequences from 0 on, with num_tokens tokens in all."""
+    """Lengths of sequences, 0 to 22 tokens but for the last, which has the rest of num_tokens."""
     lengths = [7 * i % 23 for i in range(num_sequences - 1)]
     return (*lengths, num_tokens - sum(lengths))
 

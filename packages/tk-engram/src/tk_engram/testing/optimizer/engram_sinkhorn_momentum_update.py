@@ -23,7 +23,7 @@ def make(
     values: str = "normal",
     first_element: int = 0,
 ) -> Make:
-    """Normal values, or of all magnitudes with infinities and NaN (`wide`).
+    """Normal values, or of many magnitudes with infinities (`wide`).
 
     Tensors start at element `first_element` of their storage.
     """
