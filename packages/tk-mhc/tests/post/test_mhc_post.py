@@ -51,6 +51,15 @@ def test_each_step_is_a_fused_multiply_add() -> None:
     assert out[0, 0].item() == torch.tensor(exact + post[0].item()).bfloat16().item()
 
 
+def test_sums_are_rounded_once() -> None:
+    # The product 2⁻²⁴ + 2⁻⁵⁴, added to 1, is just more than half of float32's step 2⁻²³, but exactly half after a first
+    # rounding to float64's 53 bits.
+    residual = torch.tensor([130 * 2.0**-7, 1.0]).bfloat16()[:, None].repeat(1, 64)
+    comb = torch.tensor([[16519105 * 2.0**-48, 0.0], [-1.0, 0.0]])
+    out = tk_mhc.mhc_post(torch.ones(64).bfloat16(), residual, torch.tensor([[1.0], [0.0]]), comb)
+    assert out[0, 0].item() == 2.0**-23
+
+
 def test_against_einsum_in_float64() -> None:
     inputs = {name: x.double() for name, x in draw((5,), 4, 64).items()}
     added = inputs["post_layer_mix"] * inputs["x"][:, None]

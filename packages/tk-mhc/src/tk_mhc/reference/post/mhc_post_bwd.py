@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tk_core.reference.fma import fma
+
 
 def mhc_post_bwd(
     x: Tensor,
@@ -26,10 +28,9 @@ def mhc_post_bwd(
 
 
 def _mixed(mixes: Tensor, d_o: Tensor) -> Tensor:
-    """Σ_n mixes[..., n] · d_o[n]; a product of float32 and bfloat16 is exact in float64."""
+    """Σ_n mixes[..., n] · d_o[n], by fused multiply-adds, n ascending."""
     dtype = torch.promote_types(d_o.dtype, torch.float32)
     total = torch.zeros((*mixes.shape[:-1], d_o.shape[-1]), dtype=dtype, device=d_o.device)
     for n in range(d_o.shape[-2]):
-        product = mixes[..., n, None].double() * d_o[..., n, None, :].double()
-        total = (total.double() + product).to(dtype)
+        total = fma(mixes[..., n, None], d_o[..., n, None, :], total)
     return total.to(d_o.dtype)

@@ -1,30 +1,12 @@
-"""reduce_fused in plain PyTorch, with a true fused multiply-add."""
+"""reduce_fused in plain PyTorch."""
 
 import torch
+
+from tk_core.reference.fma import fma
 
 # Elements processed at a time, so that their float64 values stay in a CPU's cache.
 _CPU_CHUNK = 1 << 17
 _CHUNK = 1 << 24
-
-
-def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c of float32 tensors, rounded once, to nearest even.
-
-    In float64 the product of two float32 is exact. The sum may not be, and then it is rounded to odd: to its neighbour
-    with an odd last bit. Then rounding to float32, which is 29 bits shorter, gives the right result (Boldo and
-    Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
-    """
-    product = a.double() * b.double()
-    c = c.double()
-    total = product + c
-    # Knuth's TwoSum: total + error is the exact sum.
-    c_part = total - product
-    error = (product - (total - c_part)) + (c - c_part)
-    bits = total.view(torch.int64)
-    # Adding 1 to the bits is one step away from zero, and turns an even last bit into an odd one.
-    step = torch.where((error > 0) == (total > 0), 1, -1)
-    is_inexact = torch.isfinite(total) & (error != 0) & (bits & 1 == 0)
-    return torch.where(is_inexact, bits + step, bits).view(torch.float64).float()
 
 
 def reduce_fused(
@@ -74,7 +56,7 @@ def _sum(x: torch.Tensor, scales: torch.Tensor | None, token_topk_to_pos: torch.
         pos = token_topk_to_pos[:, k].long()
         has_row = (pos >= 0) & (pos < num_expanded_tokens)
         rows = x[pos.where(has_row, 0)].float()
-        added = acc + rows if scales is None else _fma(rows, scales[:, k, None], acc)
+        added = acc + rows if scales is None else fma(rows, scales[:, k, None], acc)
         acc = torch.where(has_row[:, None], added, acc)
     return acc
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from tk_core.reference.fma import fma
+
 
 def halves(x: torch.Tensor, swiglu_clamp_value: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate l and value r of x (..., 2 * hidden) in float32; with a clamp value c, l to (-inf, c] and r to [-c, c]."""
@@ -58,7 +60,7 @@ def swiglu_backward(
     activated = gate / divisor * value
     scaled = grad_out if weight is None else grad_out * weight.unsqueeze(-1)
     scaled = scaled * sigmoid
-    gate_grad = scaled * value * fused_multiply_add(gate, 1 - sigmoid, torch.ones_like(gate))
+    gate_grad = scaled * value * fma(gate, 1 - sigmoid, torch.ones_like(gate))
     value_grad = scaled * gate
     if swiglu_clamp_value is not None:
         unclamped_gate, unclamped_value = halves(x)
@@ -67,25 +69,6 @@ def swiglu_backward(
     out = activated if weight is None else activated * weight.unsqueeze(-1)
     weight_grad = (grad_out.to(torch.float64) * activated.to(torch.float64)).sum(-1).to(torch.float32)
     return out, torch.cat((gate_grad, value_grad), dim=-1), weight_grad
-
-
-def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c of float32 tensors, rounded once, to nearest even.
-
-    The product of two float32 is exact in float64. The sum is rounded to odd: if it is inexact, to that neighbour whose
-    last bit is 1. Rounding that to float32 gives the same result as a single rounding.
-    """
-    product = a.to(torch.float64) * b.to(torch.float64)
-    c = c.to(torch.float64)
-    total = product + c
-    # The exact rounding error of the sum (Knuth's TwoSum).
-    c_part = total - product
-    error = (product - (total - c_part)) + (c - c_part)
-    bits = total.view(torch.int64)
-    away_from_zero = (error > 0) == (total > 0)
-    is_even_and_inexact = total.isfinite() & (error != 0) & (bits & 1 == 0)
-    odd = torch.where(away_from_zero, bits + 1, bits - 1)
-    return torch.where(is_even_and_inexact, odd, bits).view(torch.float64).to(torch.float32)
 
 
 def count_clamped(x: torch.Tensor, swiglu_clamp_value: float, is_real: torch.Tensor | None = None) -> torch.Tensor:

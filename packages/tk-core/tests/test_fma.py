@@ -1,0 +1,73 @@
+"""The references' fused multiply-add."""
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tk_core.reference.fma import fma
+
+
+def fma_of(a: float, b: float, c: float) -> float:
+    return fma(*(torch.tensor([x], dtype=torch.float32) for x in (a, b, c))).item()
+
+
+def nearest_float32(value: Fraction) -> Fraction:
+    """The nearest float32, of two the one with an even last bit; subnormal ones included."""
+    exponent = -126
+    while abs(value) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    step = Fraction(2) ** (exponent - 23)
+    return round(value / step) * step
+
+
+def test_is_rounded_once() -> None:
+    # 16519105 · 130 = 2³¹ + 2. Added to 1, the product 2⁻²⁴ + 2⁻⁵⁴ is just more than half of float32's step 2⁻²³, but
+    # exactly half after a first rounding to float64's 53 bits.
+    a, b = 16519105 * 2.0**-48, 130 * 2.0**-7
+    assert Fraction(a) * Fraction(b) == Fraction(1, 2**24) + Fraction(1, 2**54)
+    assert fma_of(a, b, 1.0) == 1 + 2.0**-23
+    assert fma_of(-a, b, -1.0) == -1 - 2.0**-23
+    # 14221746 · 151 = 2³¹ - 2: just less than half.
+    assert fma_of(14221746 * 2.0**-48, 151 * 2.0**-7, 1 + 2.0**-23) == 1 + 2.0**-23
+
+
+_FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)
+
+
+@given(_FLOATS, _FLOATS, _FLOATS)
+def test_is_the_nearest_float32(a: float, b: float, c: float) -> None:
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    assert Fraction(fma_of(a, b, c)) == nearest_float32(exact)
+
+
+@given(st.integers(2**23, 2**24 - 1), st.integers(2**23, 2**24 - 1), st.integers(-60, 60), st.booleans())
+def test_is_the_nearest_float32_of_long_sums(a: int, b: int, shift: int, is_negative: bool) -> None:
+    c = -(2.0**shift) if is_negative else 2.0**shift
+    assert Fraction(fma_of(a, b * 2.0**-24, c)) == nearest_float32(Fraction(a * b, 2**24) + Fraction(c))
+
+
+def test_infinity_nan_and_zeros() -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 3.4e38])
+    a, b, c = torch.tensor(list(product(values, repeat=3))).T
+    # With these values a sum is exact in float64, unless it is infinite or NaN.
+    expected = (a.double() * b.double() + c.double()).float()
+    torch.testing.assert_close(fma(a, b, c), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(fma(a, b, c).signbit() | expected.isnan(), expected.signbit() | expected.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients(dtype: torch.dtype) -> None:
+    a, b, c = (torch.randn(50, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad = torch.randn(50)
+    grads = torch.autograd.grad(fma(a, b, c), (a, b, c), grad)
+    for got, expected in zip(grads, (grad * b, grad * a, grad), strict=True):
+        torch.testing.assert_close(got, expected.to(dtype))
+
+
+def test_float64_is_plain() -> None:
+    a, b, c = torch.randn(3, 50, dtype=torch.float64)
+    assert torch.equal(fma(a, b, c), a * b + c)
