@@ -253,7 +253,7 @@ def test_config_fits(has_d_residual: bool, arch: tk_core.arch.Arch) -> None:
                 assert width % config.block_channels == 0
                 assert 1 <= config.num_ranges <= 32
                 assert (config.num_stages > 0) == arch.has_tma
-                assert config.shared_bytes(num_rows, has_d_residual) <= arch.max_shared_memory - 1024
+                assert config.shared_bytes(num_rows, has_d_residual) <= arch.shared_memory_each(config.blocks_per_sm)
 
 
 @pytest.mark.gpu

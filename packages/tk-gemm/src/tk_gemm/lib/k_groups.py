@@ -48,7 +48,16 @@ def _check_ends(ends: Tensor) -> None:
 
 def ends_of(psum: Tensor | None, ks: list[int], device: torch.device) -> Tensor:
     """Where each group ends, on the device: psum, or if that is None the running sums of ks, copied there once."""
-    return _sums(tuple(ks), device) if psum is None else psum
+    if psum is not None:
+        return psum
+    sums = _sums(tuple(ks), device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _in_graphs[sums.data_ptr()] = sums
+    return sums
+
+
+# Sums that CUDA graphs read: they must outlive the cache, as a graph keeps only their addresses.
+_in_graphs: dict[int, Tensor] = {}
 
 
 @lru_cache(maxsize=1024)

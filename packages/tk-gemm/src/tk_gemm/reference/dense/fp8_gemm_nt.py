@@ -22,7 +22,7 @@ def fp8_gemm_nt(
     disable_ue8m0_cast: bool = False,
 ) -> torch.Tensor:
     """D = A·Bᵀ + C of pairs a (M, K) and b (N, K). See tk_gemm.fp8_gemm_nt."""
-    b_is_per_row = recipe == (1, 1, 128) or recipe_b == (1, 128)
+    b_is_per_row = tuple(recipe or ()) == (1, 1, 128) or tuple(recipe_b or ()) == (1, 128)
     b_sf = b[1] if b_is_per_row else weight_factors(b[1], b[0].shape[0])
     dtype = torch.float32 if b_is_per_row else torch.bfloat16
     return finish(fp8_product(*a, b[0], b_sf), d, c, dtype)
