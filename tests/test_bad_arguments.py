@@ -21,7 +21,7 @@ def wrong_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
     """Tensors that differ from x in one respect, and values that are no tensors."""
     yield "complex", torch.zeros(x.shape, dtype=torch.complex64)
     yield "float16", torch.zeros(x.shape, dtype=torch.float16)
-    yield "one more dimension", x.unsqueeze(0).unsqueeze(0).unsqueeze(0).unsqueeze(0)
+    yield "four more dimensions", x.unsqueeze(0).unsqueeze(0).unsqueeze(0).unsqueeze(0)
     yield "on the meta device", torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     yield "list", [1, 2]
     yield "number", 3

@@ -163,5 +163,6 @@ def test_needs_gradients() -> None:
     x, y = torch.zeros(1), torch.zeros(1, requires_grad=True)
     assert needs_gradients(x, None, y)
     assert not needs_gradients(x, None)
+    assert not needs_gradients([1.0])
     with torch.no_grad():
         assert not needs_gradients(y)

@@ -9,7 +9,8 @@ from tk_core import check
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
     """Whether autograd records what is computed from any of these tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    # An argument that is no tensor is for the caller's checks to refuse.
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def main_grad_of(name: str, parameter: Tensor | None) -> Tensor | None:

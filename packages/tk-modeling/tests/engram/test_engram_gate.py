@@ -142,6 +142,21 @@ def test_gate_of_masked_tokens_ignores_what_is_not_finite() -> None:
     assert all(torch.isfinite(each.grad).all() for each in (x, kv, *weights))
 
 
+def test_gate_whose_result_gets_no_gradient_gives_none() -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    leaves = [*gate_inputs(), *gate_weights()]
+    Nothing.apply(engram_gate_kv(*leaves, *NUMBERS)).sum().backward()
+    assert all(leaf.grad is None for leaf in leaves)
+
+
 def test_gate_without_gradients_has_the_same_bits() -> None:
     x, kv = gate_inputs()
     weights = gate_weights()
@@ -184,6 +199,7 @@ def test_gate_under_autocast_takes_float32() -> None:
         ({"v": torch.zeros(3, 7, 3, 192).bfloat16()}, ValueError, "v"),
         ({"v": torch.zeros(3, 7, 192)}, TypeError, "v"),
         ({"weight_hidden": torch.zeros(3, 64)}, ValueError, "weight_embed"),
+        ({"weight_hidden": [1.0]}, TypeError, "weight_hidden"),
         ({"weight_embed": torch.zeros(3, 192).half()}, TypeError, "weight_embed"),
         ({"clamp_value": -1.0}, ValueError, "clamp_value"),
         ({"eps": "0"}, TypeError, "eps"),

@@ -116,6 +116,12 @@ def test_lookup_of_a_float32_table_under_autocast() -> None:
         tk_modeling.engram_lookup(indices, wide)
 
 
+@pytest.mark.parametrize(("shape", "name"), [((0, 32), "table"), ((3, 0), "D ")])
+def test_lookup_in_an_empty_table_under_autocast(shape: tuple[int, int], name: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=f"^{name}.*expected at least"):
+        tk_modeling.engram_lookup(indices_of(5, 2), torch.zeros(shape))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sparse_grad", [False, True])
 def test_lookup_gradients_wait_for_nothing(sparse_grad: bool) -> None:

@@ -1,5 +1,7 @@
 """FP8Linear."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,6 +79,21 @@ def test_main_grad_takes_float32_gradients(device: str) -> None:
         torch.testing.assert_close(weight.main_grad, 1 + times * expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["transposed", "not on 16 bytes"])
+def test_main_grad_of_any_strides_and_offset(layout: str) -> None:
+    x, weight = arguments(300, torch.float32)
+    _, _, expected = run(fp8_linear, x, weight)
+    if layout == "transposed":
+        weight.main_grad = torch.ones_like(weight).mT.contiguous().mT
+    else:
+        weight.main_grad = torch.ones(weight.numel() + 1)[1:].view(weight.shape)
+    y = fp8_linear(x, weight)
+    torch.manual_seed(7)
+    y.backward(torch.randn(y.shape).to(y.dtype))
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, 1 + expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("frozen", ["x", "weight"])
 def test_frozen(frozen: str) -> None:
     x, weight = arguments(20)
@@ -121,3 +138,17 @@ def test_module_and_autocast() -> None:
 def test_bad_input(error: type[Exception], match: str, x: Tensor, weight: Tensor) -> None:
     with pytest.raises(error, match=match):
         fp8_linear(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "match"),
+    [
+        ((0, 128), ValueError, "^in_features: expected 128 to .*, got 0"),
+        ((128, -128), ValueError, "^out_features: expected 128 to .*, got -128"),
+        ((128.0, 128), TypeError, "^in_features: expected an int, got 128.0"),
+        ((128, 192), ValueError, "^out_features: expected a multiple of 128, got 192"),
+    ],
+)
+def test_bad_sizes(sizes: tuple[Any, ...], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        FP8Linear(*sizes)

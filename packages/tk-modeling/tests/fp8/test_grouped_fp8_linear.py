@@ -98,6 +98,20 @@ def test_main_grad_takes_float32_gradients(device: str) -> None:
     torch.testing.assert_close(weight.main_grad, 1 + expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["transposed", "not on 16 bytes"])
+def test_main_grad_of_any_strides_and_offset(layout: str) -> None:
+    rows, weight, ends, is_row = arguments(torch.float32)
+    _, _, expected = run(rows, weight, ends, is_row)
+    if layout == "transposed":
+        weight.main_grad = torch.ones_like(weight).mT.contiguous().mT
+    else:
+        weight.main_grad = torch.ones(weight.numel() + 1)[1:].view(weight.shape)
+    y = grouped_fp8_linear(rows, weight, ends)
+    y.backward(gradient_of(y, is_row))
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, 1 + expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("frozen", ["rows", "weight"])
 def test_frozen(frozen: str) -> None:
     rows, weight, ends, is_row = arguments()
@@ -146,3 +160,17 @@ ROWS, WEIGHT, ENDS, _ = arguments()
 def test_bad_input(error: type[Exception], match: str, changes: dict[str, Any]) -> None:
     with pytest.raises(error, match=match):
         grouped_fp8_linear(**{"rows": ROWS, "weight": WEIGHT, "ends": ENDS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "match"),
+    [
+        ((0, 128, 128), ValueError, "^num_experts: expected 1 to .*, got 0"),
+        ((2.0, 128, 128), TypeError, "^num_experts: expected an int, got 2.0"),
+        ((2, 0, 128), ValueError, "^in_features: expected 128 to .*, got 0"),
+        ((2, 128, 128.0), TypeError, "^out_features: expected an int, got 128.0"),
+    ],
+)
+def test_bad_sizes(sizes: tuple[Any, ...], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        GroupedFP8Linear(*sizes)

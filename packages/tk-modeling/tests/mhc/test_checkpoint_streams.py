@@ -301,7 +301,6 @@ def test_layers_that_do_not_go_together(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("shifted", [False, True])
 def test_bits_on_a_gpu(shifted: bool) -> None:
     layers = _stack(shifted=shifted).cuda()
-    layers.train()
     residual = draw_residual((3, 333), "cuda", M)
     start = residual.clone().requires_grad_(), residual.clone().requires_grad_()
     grads = []

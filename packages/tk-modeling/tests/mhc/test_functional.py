@@ -116,7 +116,7 @@ def test_mhc_pre_with_one_output_used(used: str) -> None:
         names = ("layer_input", "post_mix", "comb_mix", "next_pre_mix", "residual")
         return dict(zip(names, (layer_input, post_mix, comb_mix, *last)))[used]
 
-    shifted = used == "next_pre_mix"
+    uses_pre = used == "next_pre_mix"
     drawn = _draw()
     args, exact = _leaves(drawn), _leaves(drawn, torch.float64)
     _backward(run(args, lambda a: (*mhc_pre(**a, **NUMBERS, shifted=True, return_residual=True),)))
@@ -128,7 +128,7 @@ def test_mhc_pre_with_one_output_used(used: str) -> None:
             assert x.grad is None or not x.grad.any()
         else:
             _assert_near({name: x.grad}, {name: want})
-    assert shifted == bool(args["fn"].grad[:M].any())
+    assert uses_pre == bool(args["fn"].grad[:M].any())
 
 
 def test_n_splits_counts_in_both_modes() -> None:

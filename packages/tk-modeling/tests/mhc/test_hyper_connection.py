@@ -197,6 +197,8 @@ def test_repr_shows_the_options() -> None:
         ({"mhc_mult": 3}, "mhc_mult: expected one of 2, 4, 8, got 3"),
         ({"hidden": 96}, "hidden: expected a multiple of 64, got 96"),
         ({"hidden": 8256}, "hidden: expected 64 to 8192, got 8256"),
+        ({"pre_eps": 0.25}, "pre_eps: expected more than 1/m - 1 and less than 1/m for m = 4, got 0.25"),
+        ({"pre_eps": -0.5, "mhc_mult": 2}, "pre_eps: expected more than .* for m = 2, got -0.5"),
         ({"post_mult_value": 1.0}, "post_mult_value: expected more than 1, got 1.0"),
     ],
 )

@@ -153,6 +153,7 @@ ROWS, WEIGHT, INT_ENDS = (x.detach() for x in arguments())
         ({"rows": ROWS[0]}, ValueError, "rows: .*shape"),
         ({"rows": ROWS.repeat(1, 2)[:, :16]}, ValueError, "rows: .*contiguous"),
         ({"rows": ROWS[:, :12].contiguous(), "weight": WEIGHT[..., :12].contiguous()}, ValueError, "in_features .*8"),
+        ({"weight": None}, TypeError, "weight: expected a torch.Tensor"),
         ({"weight": WEIGHT.float()}, TypeError, "weight: .*bfloat16"),
         ({"weight": WEIGHT[..., :8].contiguous()}, ValueError, "weight: .*shape"),
         ({"weight": WEIGHT[:, :4].contiguous()}, ValueError, "out_features .*8"),

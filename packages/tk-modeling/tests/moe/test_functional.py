@@ -341,6 +341,17 @@ POS, EXPERT = torch.zeros(NUM_TOKENS, 3, dtype=torch.int32), torch.zeros(60, dty
             ValueError,
             "pos_to_expert: .*shape",
         ),
+        (
+            lambda: tk_modeling.reduce_fused(X.detach(), None, POS, pos_to_expert=EXPERT.long()),
+            TypeError,
+            "pos_to_expert: .*int32",
+        ),
+        (lambda: tk_modeling.reduce_fused(None, None, POS), TypeError, "x: expected a torch.Tensor or a pair"),
+        (lambda: tk_modeling.reduce_fused((), None, POS), TypeError, "x: expected a torch.Tensor or a pair"),
+        (lambda: tk_modeling.reduce_fused(X.detach(), [1.0], POS), TypeError, "topk_weights: expected a torch.Tensor"),
+        (lambda: tk_modeling.expand_to_fused([1.0], POS, EXPERT), TypeError, "x: expected a torch.Tensor"),
+        (lambda: tk_modeling.normalize_weight([1.0]), TypeError, "topk_weights: expected a torch.Tensor"),
+        (lambda: tk_modeling.aux_loss([1.0], torch.ones(6)), TypeError, "scores: expected a torch.Tensor"),
         (lambda: tk_modeling.swiglu(X), ValueError, "x: .*128"),
         (lambda: tk_modeling.swiglu(torch.ones(60, 128), fmt="e4m3"), ValueError, "fmt: .*'bf16'"),
     ],
@@ -348,3 +359,33 @@ POS, EXPERT = torch.zeros(NUM_TOKENS, 3, dtype=torch.int32), torch.zeros(60, dty
 def test_bad_input(call: Callable[[], Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        lambda logits: tk_modeling.topk_gate_with_weights(logits, 2, "sigmoid"),
+        lambda logits: tk_modeling.hash_gate(torch.zeros(3).long(), torch.zeros(3, 2).int(), logits, "sigmoid"),
+        lambda logits: gate_by_groups(logits),
+    ],
+)
+@pytest.mark.parametrize("logits", [None, [1.0]])
+def test_gates_refuse_logits_that_are_no_tensor(gate: Callable[[Any], Any], logits: Any) -> None:
+    with pytest.raises(TypeError, match=r"^logits: expected a torch\.Tensor"):
+        gate(logits)
+
+
+@pytest.mark.parametrize(
+    ("logits", "num_topk", "error", "match"),
+    [
+        (torch.ones(()), 4, ValueError, "^logits: expected shape"),
+        (torch.ones(3, 12), 4.0, TypeError, "^num_topk: expected an int"),
+    ],
+)
+def test_a_mapped_gate_with_gradients_names_what_is_wrong(
+    logits: Tensor, num_topk: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        tk_modeling.top2_sum_gate(
+            *(logits.requires_grad_(), torch.zeros(12), num_topk, 0, 0, False, 0, 1.0, 0, 4, 1, 2, "sigmoid")
+        )

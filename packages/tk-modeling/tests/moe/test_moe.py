@@ -146,6 +146,15 @@ def test_output_does_not_depend_on_other_tokens() -> None:
     assert_equal(module(x(40)[:7])[0], y[:7].clone())
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_one_token_without_leading_dimensions(fp8: bool) -> None:
+    module = MoE(128, 128, 8, 3, fp8=fp8, dtype=torch.bfloat16).eval()
+    token = torch.randn(128).bfloat16()
+    y, aux = module(token)
+    expected, expected_aux = module(token.unsqueeze(0))
+    assert_equal((y, aux), (expected[0].clone(), expected_aux))
+
+
 def test_strided_input() -> None:
     module = moe().eval()
     wide = torch.cat((x(7), x(7)), dim=1)
@@ -186,6 +195,8 @@ def test_repr_and_initial_values() -> None:
     [
         (lambda: MoE(96, 128, 8, 2), ValueError, "hidden: expected a multiple of 64, got 96"),
         (lambda: MoE(64, 100, 8, 2), ValueError, "intermediate: expected a multiple of 64, got 100"),
+        (lambda: MoE(0, 64, 8, 2), ValueError, "hidden: expected 64 to .*, got 0"),
+        (lambda: MoE(64, 64.0, 8, 2), TypeError, "intermediate: expected an int, got 64.0"),
         (lambda: MoE(64, 64, 8, 9), ValueError, "num_topk: expected 1 to 8, got 9"),
         (lambda: moe()(None), TypeError, "x: expected a torch.Tensor"),
         (lambda: moe()(x(3).float()), TypeError, "x: expected dtype torch.bfloat16, got torch.float32"),

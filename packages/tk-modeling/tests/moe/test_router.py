@@ -173,6 +173,9 @@ def test_repr_and_reset() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
+        (lambda: Router(-1, 4, 2), ValueError, "hidden: expected 1 to .*, got -1"),
+        (lambda: Router(8.0, 4, 2), TypeError, "hidden: expected an int, got 8.0"),
+        (lambda: Router(8, -1, 2), ValueError, "num_experts: expected 1 to .*, got -1"),
         (lambda: Router(8, 4, 5), ValueError, "num_topk: expected 1 to 4, got 5"),
         (lambda: Router(8, 4, 2, scoring_func="relu"), ValueError, "scoring_func: expected one of 'sigmoid'"),
         (lambda: router()(x(3).double()), TypeError, "x: .*bfloat16"),

@@ -166,7 +166,9 @@ class _EngramGate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad_out is None:
+            return (None,) * len(ctx.needs_input_grad)
         x, k, v, weight_hidden, weight_embed, image_token_mask, *saved, weight_fused = ctx.saved_tensors
         grad_kv = torch.empty_like(k, memory_format=torch.contiguous_format) if v is None else None
         # The op computes all four gradients, whatever is frozen.
@@ -256,6 +258,8 @@ def _lookup(indices: Tensor, table: Tensor, table_sf: Tensor | None) -> Tensor:
     if table_sf is not None or table.device != indices.device or not _is_autocast(table):
         return tk_engram.engram_lookup(indices, table, table_sf=table_sf)
     num_rows, dim = table.shape
+    check.require(num_rows >= 1, "table", "at least one row", num_rows)
+    check.require(dim >= 32, "D (columns of table)", "at least 32", dim)
     check.multiple_of("D (columns of table)", dim, 32)
     is_row = (indices >= 0) & (indices < num_rows)
     # A bfloat16 copy of the table could be gigabytes.

@@ -22,6 +22,7 @@ from tk_modeling.fp8.operands import (
     cast_rows,
     cast_rows_and_columns,
     cast_weight,
+    check_features,
     transposed,
     weight_gradient,
 )
@@ -131,8 +132,7 @@ class FP8Linear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check.multiple_of("in_features", in_features, BLOCK)
-        check.multiple_of("out_features", out_features, BLOCK)
+        check_features(in_features=in_features, out_features=out_features)
         self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
         self.reset_parameters()
 

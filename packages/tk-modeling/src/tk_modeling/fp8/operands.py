@@ -7,11 +7,20 @@ import torch
 from torch import Tensor
 
 import tk_quant
+from tk_core import check
+from tk_modeling.gradients import add_to_main_grad
 
 Pair = tuple[Tensor, Tensor]
 """float8_e4m3fn data and float32 scale factors."""
 
 BLOCK = 128
+
+
+def check_features(**features: int) -> None:
+    """Raise TypeError or ValueError unless all are positive multiples of 128."""
+    for name, size in features.items():
+        check.in_range(name, size, BLOCK, 2**31 - 1)
+        check.multiple_of(name, size, BLOCK)
 
 
 def cast_rows(x: Tensor) -> Pair:
@@ -45,7 +54,8 @@ def transposed(weight: Pair) -> Pair:
 
 def weight_gradient(product: Callable[..., Tensor], main_grad: Tensor | None, dtype: torch.dtype, *args: Any) -> Any:
     """The gradient that a backward returns for a weight: the product as `dtype`, or None, added to main_grad."""
-    if main_grad is None:
-        return product(*args, None, None).to(dtype)
+    # The products add in place only where rows have stride 1 and begin on 16 bytes.
+    if main_grad is None or not main_grad.is_contiguous() or main_grad.storage_offset() % 4:
+        return add_to_main_grad(main_grad, product(*args, None, None), dtype)
     product(*args, main_grad, main_grad)
     return None

@@ -30,7 +30,7 @@ class HyperConnection(nn.Module):
         mhc_mult: m, the number of streams: 2, 4 or 8.
         post_mult_value: factor of post, more than 1, as post is 1 initially.
         norm_eps: added to the mean of squares.
-        pre_eps: added to pre.
+        pre_eps: added to pre, less than 1/m.
         sinkhorn_eps: added to the softmax and to each sum of a row or column.
         sinkhorn_repeat: iterations, at least 1.
         norm_weight: whether the RMS norm of the m·hidden channels has a learned weight.
@@ -61,6 +61,7 @@ class HyperConnection(nn.Module):
         check_hidden("hidden", hidden)
         check.number("post_mult_value", post_mult_value)
         check.require(post_mult_value > 1, "post_mult_value", "more than 1", post_mult_value)
+        check_pre_eps(pre_eps, mhc_mult)
         self.sublayer = sublayer
         self.hidden = hidden
         self.mhc_mult = mhc_mult
@@ -136,6 +137,13 @@ def reset_projection(fn: Tensor, scale: Tensor, norm_weight: Tensor | None) -> N
     nn.init.constant_(scale, _SCALE)
     if norm_weight is not None:
         nn.init.ones_(norm_weight)
+
+
+def check_pre_eps(pre_eps: float, mhc_mult: int) -> None:
+    """Raise TypeError or ValueError unless a sigmoid plus pre_eps can be 1/m, as it is initially."""
+    check.number("pre_eps", pre_eps)
+    expected = f"more than 1/m - 1 and less than 1/m for m = {mhc_mult}"
+    check.require(0 < 1 / mhc_mult - pre_eps < 1, "pre_eps", expected, pre_eps)
 
 
 def logit(p: float) -> float:

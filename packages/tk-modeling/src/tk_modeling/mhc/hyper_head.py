@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from tk_modeling.gradients import as_float32
 from tk_modeling.mhc.functional import check_hidden, check_mhc_mult, mhc_head
-from tk_modeling.mhc.hyper_connection import float32_parameter, logit, reset_projection
+from tk_modeling.mhc.hyper_connection import check_pre_eps, float32_parameter, logit, reset_projection
 
 
 class HyperHead(nn.Module):
@@ -17,7 +17,7 @@ class HyperHead(nn.Module):
         hidden: a multiple of 64, 64 to 8192.
         mhc_mult: m, the number of streams: 2, 4 or 8.
         norm_eps: added to the mean of squares.
-        pre_eps: added to the weights.
+        pre_eps: added to the weights, less than 1/m.
         norm_weight: whether the RMS norm of the m·hidden channels has a learned weight.
         device: of the parameters, which are float32.
 
@@ -38,6 +38,7 @@ class HyperHead(nn.Module):
         super().__init__()
         check_mhc_mult(mhc_mult)
         check_hidden("hidden", hidden)
+        check_pre_eps(pre_eps, mhc_mult)
         self.hidden = hidden
         self.mhc_mult = mhc_mult
         self.norm_eps = norm_eps

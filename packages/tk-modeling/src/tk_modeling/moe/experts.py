@@ -35,6 +35,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "w
     Raises:
         TypeError: a wrong type or dtype. ValueError: a wrong shape, stride or device.
     """
+    check.require_type(isinstance(weight, Tensor), name, "a torch.Tensor", weight)
     main_grad = main_grad_of(name, weight)
     rows, operand = autocast_to_bf16(rows, weight.detach())
     _, in_features = check.tensor("rows", rows, (torch.bfloat16, torch.float32), ("num_rows", "in_features"))

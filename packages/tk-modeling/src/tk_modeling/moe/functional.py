@@ -29,7 +29,7 @@ def topk_gate_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """`tk_moe.topk_gate_with_weights`; topk_weights is differentiable by logits, topk_idx and bias are not."""
     topk_idx, topk_weights = tk_moe.topk_gate_with_weights(
-        *(logits.detach(), num_topk, scoring_func, bias, renormalize, routed_scaling_factor, mask, idx_dtype)
+        *(_detached(logits), num_topk, scoring_func, bias, renormalize, routed_scaling_factor, mask, idx_dtype)
     )
     return topk_idx, _with_gradient(logits, topk_idx, topk_weights, scoring_func, renormalize, routed_scaling_factor)
 
@@ -46,7 +46,7 @@ def hash_gate(
 ) -> tuple[Tensor, Tensor]:
     """`tk_moe.hash_gate`; topk_weights is differentiable by logits."""
     topk_idx, topk_weights = tk_moe.hash_gate(
-        *(token_ids, table, logits.detach(), scoring_func, renormalize, routed_scaling_factor, mask, idx_dtype)
+        *(token_ids, table, _detached(logits), scoring_func, renormalize, routed_scaling_factor, mask, idx_dtype)
     )
     return topk_idx, _with_gradient(logits, topk_idx, topk_weights, scoring_func, renormalize, routed_scaling_factor)
 
@@ -74,9 +74,11 @@ def top2_sum_gate(
     """`tk_moe.top2_sum_gate`; topk_weights is differentiable by logits, topk_idx and bias are not."""
     is_mapped = to_physical_map is not None or num_tp_ranks != 1
     if is_mapped and unmapped_topk_idx is None and needs_gradients(logits):
-        unmapped_topk_idx = logits.new_empty((logits.shape[0], num_topk), dtype=torch.int64)
+        num_tokens, num_experts = check.tensor("logits", logits, (torch.float32,), ("num_tokens", "num_experts"))
+        check.in_range("num_topk", num_topk, 1, num_experts)
+        unmapped_topk_idx = logits.new_empty((num_tokens, num_topk), dtype=torch.int64)
     topk_idx, topk_weights = tk_moe.top2_sum_gate(
-        *(logits.detach(), bias, num_topk, num_topk_groups, num_groups, use_shared_as_routed, num_shared_experts),
+        *(_detached(logits), bias, num_topk, num_topk_groups, num_groups, use_shared_as_routed, num_shared_experts),
         *(routed_scaling_factor, ep_rank, num_ep_ranks, tp_rank, num_tp_ranks, scoring_func, mask),
         *(fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
     )
@@ -91,6 +93,11 @@ def top2_sum_gate(
         if mask is not None:
             experts = torch.where(mask.unsqueeze(1), experts, -1)
     return topk_idx, _with_gradient(logits, experts, topk_weights, scoring_func, True, routed_scaling_factor)
+
+
+def _detached(logits: Tensor) -> Tensor:
+    check.require_type(isinstance(logits, Tensor), "logits", "a torch.Tensor", logits)
+    return logits.detach()
 
 
 def _with_gradient(
@@ -217,15 +224,17 @@ def reduce_fused(
     Raises:
         ValueError: besides what the op raises: gradients are needed of FP8, of a pair, or of what is written to `out`.
     """
-    values = x if isinstance(x, Tensor) else x[0]
+    values = x[0] if isinstance(x, tuple | list) and x else x
+    check.require_type(isinstance(values, Tensor), "x", "a torch.Tensor or a pair (x, row_sf)", type(x))
+    if pos_to_expert is not None:
+        num_rows = tuple(values.shape[:1])
+        check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), num_rows, device=values.device)
     if not needs_gradients(values, topk_weights):
         return tk_moe.reduce_fused(x, topk_weights, token_topk_to_pos, fp8_format, sf, out)
     check.require(isinstance(x, Tensor), "x", "one tensor where gradients are needed", type(x))
     check.require(fp8_format == "", "fp8_format", "'' where gradients are needed", fp8_format)
     check.require(out is None, "out", "None where gradients are needed", type(out))
     check.require(sf is None, "sf", "None without fp8_format", type(sf))
-    if pos_to_expert is not None:
-        check.tensor("pos_to_expert", pos_to_expert, (torch.int32,), (x.shape[0],), device=x.device)
     return _ReduceFused.apply(x, topk_weights, token_topk_to_pos, pos_to_expert)
 
 

@@ -54,8 +54,10 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check.flag("fp8", fp8)
-        check.multiple_of("hidden", hidden, 128 if fp8 else 64)
-        check.multiple_of("intermediate", intermediate, 128 if fp8 else 64)
+        divisor = 128 if fp8 else 64
+        for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+            check.in_range(name, size, divisor, 2**31 - 1)
+            check.multiple_of(name, size, divisor)
         self.hidden, self.intermediate, self.fp8 = hidden, intermediate, fp8
         self.router = Router(
             *(hidden, num_experts, num_topk),
@@ -83,8 +85,8 @@ class MoE(nn.Module):
         check.tensor("x", tokens, (torch.bfloat16,), (..., self.hidden), layout="any")
         tokens = tokens.reshape(-1, self.hidden).contiguous()
         topk_idx, topk_weights, aux = self.router(x)
-        topk_idx, topk_weights = topk_idx.flatten(0, -2), topk_weights.flatten(0, -2)
-        num_experts = self.router.num_experts
+        num_experts, num_topk = self.router.num_experts, self.router.num_topk
+        topk_idx, topk_weights = topk_idx.reshape(-1, num_topk), topk_weights.reshape(-1, num_topk)
         alignment = FP8_ALIGNMENT if self.fp8 else ALIGNMENT
         num_rows = tk_moe.max_expanded_tokens(*topk_idx.shape, num_experts, alignment)
         mapping = tk_moe.get_fused_mapping(

@@ -46,6 +46,8 @@ class Router(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check.in_range("hidden", hidden, 1, 2**31 - 1)
+        check.in_range("num_experts", num_experts, 1, 2**31 - 1)
         self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
         self.num_groups, self.num_topk_groups = num_groups, num_topk_groups
         self.routed_scaling_factor = routed_scaling_factor
