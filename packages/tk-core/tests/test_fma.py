@@ -3,25 +3,18 @@
 from fractions import Fraction
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tk_core.reference.fma import fma
+from tk_core.testing import nearest_float32
 
 
 def fma_of(a: float, b: float, c: float) -> float:
     return fma(*(torch.tensor([x], dtype=torch.float32) for x in (a, b, c))).item()
-
-
-def nearest_float32(value: Fraction) -> Fraction:
-    """The nearest float32, of two the one with an even last bit; subnormal ones included."""
-    exponent = -126
-    while abs(value) >= Fraction(2) ** (exponent + 1):
-        exponent += 1
-    step = Fraction(2) ** (exponent - 23)
-    return round(value / step) * step
 
 
 def test_is_rounded_once() -> None:
@@ -33,6 +26,23 @@ def test_is_rounded_once() -> None:
     assert fma_of(-a, b, -1.0) == -1 - 2.0**-23
     # 14221746 · 151 = 2³¹ - 2: just less than half.
     assert fma_of(14221746 * 2.0**-48, 151 * 2.0**-7, 1 + 2.0**-23) == 1 + 2.0**-23
+
+
+def test_ties_go_to_the_even_neighbour() -> None:
+    tie = torch.tensor([2.0**-24, 3 * 2.0**-24, 2.0**-24 + 2.0**-47])
+    assert fma(tie, torch.ones(3), torch.ones(3)).tolist() == [1, 1 + 2.0**-22, 1 + 2.0**-23]
+
+
+def test_sums_that_cancel_and_terms_of_different_size() -> None:
+    generator = np.random.default_rng(0)
+    a, b = (generator.standard_normal(3000).astype(np.float32) for _ in range(2))
+    c = np.where(generator.random(3000) < 0.5, -(a * b), np.float32(1)).astype(np.float32)
+    a[:500] = np.float32(1 + 2.0**-12)
+    b[:500] = np.float32(1 - 2.0**-12) * np.exp2(generator.integers(-60, 60, 500)).astype(np.float32)
+    c[:250] = 1
+    got = fma(*(torch.from_numpy(x) for x in (a, b, c)))
+    for x, y, z, result in zip(a.tolist(), b.tolist(), c.tolist(), got.tolist(), strict=True):
+        assert Fraction(result) == nearest_float32(Fraction(x) * Fraction(y) + Fraction(z))
 
 
 _FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)

@@ -1,11 +1,13 @@
 """tk_core.testing.numeric."""
 
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tk_core.testing import assert_equal, calc_diff, check_bias
+from tk_core.testing import assert_equal, calc_diff, check_bias, nearest_float32
 
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -117,3 +119,11 @@ def test_biases_are_found() -> None:
     with pytest.raises(AssertionError, match="mean of x - ref over"):
         check_bias(down, x)
     check_bias(x, x)
+
+
+@pytest.mark.parametrize("scale", [-1074, -149, -140, -126, -1, 0, 60])
+def test_nearest_float32_is_numpys(scale: int) -> None:
+    generator = np.random.default_rng(0)
+    ties = generator.integers(-(2**26), 2**26, 200) / 2.0**24
+    for x in (0.0, *np.ldexp([*ties, *generator.standard_normal(200)], scale).tolist()):
+        assert nearest_float32(Fraction(x)) == Fraction(float(np.float32(x)))

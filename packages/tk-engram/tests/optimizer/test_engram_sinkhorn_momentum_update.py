@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import assert_equal, tiers
+from tk_core.testing import assert_equal, nearest_float32, tiers
 from tk_engram import reference
 from tk_engram.testing.optimizer.engram_sinkhorn_momentum_update import SPEC, make
 
@@ -39,17 +39,6 @@ def test_result_is_made_from_the_average_before_it_is_rounded(device: str) -> No
     assert out.tolist() == [129.5]
 
 
-def to_float32(value: Fraction) -> Fraction:
-    """The nearest float32, of two the even one; for magnitudes of normal numbers."""
-    if not value:
-        return value
-    exponent = len(bin(abs(value.numerator))) - len(bin(value.denominator))
-    if abs(value) < Fraction(2) ** exponent:
-        exponent -= 1
-    step = Fraction(2) ** (exponent - 23)
-    return round(value / step) * step
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_against_rational_arithmetic(nesterov: bool, device: str) -> None:
@@ -57,9 +46,9 @@ def test_against_rational_arithmetic(nesterov: bool, device: str) -> None:
     beta, rest = (Fraction(torch.tensor(value).item()) for value in (0.95, 1.0 - 0.95))
     averages, results = [], []
     for g, m in zip(inputs["grad"].tolist(), inputs["momentum_buffer"].tolist(), strict=True):
-        average = to_float32(Fraction(m) * beta + to_float32(rest * Fraction(g)))
+        average = nearest_float32(Fraction(m) * beta + nearest_float32(rest * Fraction(g)))
         averages.append(average)
-        results.append(to_float32(Fraction(g) * rest + to_float32(beta * average)) if nesterov else average)
+        results.append(nearest_float32(Fraction(g) * rest + nearest_float32(beta * average)) if nesterov else average)
     out = tk_engram.engram_sinkhorn_momentum_update(**inputs)
     assert out.tolist() == [float(x) for x in results]
     assert inputs["momentum_buffer"].tolist() == [float(x) for x in averages]

@@ -8,7 +8,7 @@ import torch
 
 import tk_mhc
 from tk_core.arch import ARCHS
-from tk_core.testing import assert_equal, tiers
+from tk_core.testing import assert_equal, nearest_float32, tiers
 from tk_mhc import reference
 from tk_mhc.collapse.mhc_pre_apply_mix import MhcPreApplyMixConfig
 from tk_mhc.testing.collapse.mhc_pre_apply_mix import SPEC, make
@@ -71,19 +71,6 @@ def test_sums_are_rounded_once(device: str) -> None:
     assert collapse([(1 + 2.0**-23, 1.0), (weight, value), (-1.0, 1.0), (0.0, 0.0)], device) == 2.0**-23
 
 
-def to_float32(value: Fraction) -> Fraction:
-    """The nearest float32, of two the one with an even last bit; for magnitudes of normal numbers."""
-    if not value:
-        return value
-    exponent = 0
-    while abs(value) >= Fraction(2) ** (exponent + 1):
-        exponent += 1
-    while abs(value) < Fraction(2) ** exponent:
-        exponent -= 1
-    step = Fraction(2) ** (exponent - 23)
-    return round(value / step) * step
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_against_rational_arithmetic(device: str) -> None:
     inputs = make((4,), 4, 64)(device)
@@ -92,7 +79,7 @@ def test_against_rational_arithmetic(device: str) -> None:
         for i in range(64):
             total = Fraction(0)
             for s in range(4):
-                total = to_float32(Fraction(mix[s][0]) * Fraction(x[s][i]) + total)
+                total = nearest_float32(Fraction(mix[s][0]) * Fraction(x[s][i]) + total)
             expected[token, i] = float(total)
     assert_equal(tk_mhc.mhc_pre_apply_mix(**inputs).cpu(), expected.bfloat16())
 

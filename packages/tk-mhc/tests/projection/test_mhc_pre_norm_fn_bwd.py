@@ -253,7 +253,8 @@ def test_config_fits(has_d_residual: bool, arch: tk_core.arch.Arch) -> None:
                 assert width % config.block_channels == 0
                 assert 1 <= config.num_ranges <= 32
                 assert (config.num_stages > 0) == arch.has_tma
-                assert config.shared_bytes(num_rows, has_d_residual) <= arch.shared_memory_each(config.blocks_per_sm)
+                most_bytes = arch.shared_memory_each(config.blocks_per_sm) - 1024
+                assert config.shared_bytes(num_rows, has_d_residual) <= most_bytes
 
 
 @pytest.mark.gpu

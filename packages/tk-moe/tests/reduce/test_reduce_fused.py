@@ -9,7 +9,7 @@ import torch
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import tiers
+from tk_core.testing import nearest_float32, tiers
 from tk_moe.reduce.reduce_fused import ReduceConfig
 from tk_moe.testing.reduce.reduce_fused import SPEC
 
@@ -22,13 +22,8 @@ POS = torch.tensor([[2, 0], [1, -1], [-1, -5], [0, 3]], dtype=torch.int32)
 
 
 def round_to_float32(value: Fraction) -> float:
-    """Nearest float32, ties to even, in exact arithmetic."""
-    if value == 0:
-        return 0.0
-    exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
-    exponent -= Fraction(2) ** exponent > abs(value)
-    unit = Fraction(2) ** max(exponent - 23, -149)
-    rounded = round(value / unit) * unit
+    """Nearest float32, ties to even, infinite where the values of float32 end."""
+    rounded = nearest_float32(value)
     return float(rounded) if abs(rounded) < Fraction(2) ** 128 else math.copysign(math.inf, value)
 
 

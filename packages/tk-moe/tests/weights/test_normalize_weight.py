@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import tiers
+from tk_core.testing import nearest_float32, tiers
 from tk_moe.testing.weights.normalize_weight import SPEC
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -36,25 +36,17 @@ def test_no_weight_at_all_divides_by_the_small_constant() -> None:
     assert normalized.tolist() == [[0.0, (torch.tensor(1e-30) / torch.tensor(1e-20)).item()]]
 
 
-def to_float32(x: Fraction) -> Fraction:
-    """The nearest normal float32, ties to even."""
-    exponent = 0
-    while abs(x) * Fraction(2) ** -exponent >= 2**24:
-        exponent += 1
-    while x and abs(x) * Fraction(2) ** -exponent < 2**23:
-        exponent -= 1
-    return round(x * Fraction(2) ** -exponent) * Fraction(2) ** exponent
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(2.0**-30, 2.0**30, width=32), min_size=1, max_size=9))
 def test_reference_against_exact_arithmetic(weights: list[float]) -> None:
     total = Fraction(struct.unpack("<f", struct.pack("<f", 1e-20))[0])
     for weight in weights:
-        total = to_float32(total + Fraction(weight))
+        total = nearest_float32(total + Fraction(weight))
     denominator, normalized = tk_moe.normalize_weight(torch.tensor([weights]))
     assert Fraction(denominator.item()) == total
-    assert [Fraction(x) for x in normalized[0].tolist()] == [to_float32(Fraction(weight) / total) for weight in weights]
+    assert [Fraction(x) for x in normalized[0].tolist()] == [
+        nearest_float32(Fraction(weight) / total) for weight in weights
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 import tk_quant
 from tk_core import env
 from tk_core.arch import arch_from_name
-from tk_core.testing import assert_equal, tiers
+from tk_core.testing import assert_equal, nearest_float32, tiers
 from tk_quant.swiglu.swiglu_backward import SwigluBackwardConfig
 from tk_quant.testing.swiglu.swiglu_backward import SPEC
 
@@ -49,19 +49,6 @@ def test_by_hand(device: str) -> None:
     assert (x_grad[:, 64:] == x_grad[:, 64:65]).all()
 
 
-def to_float32(value: Fraction) -> Fraction:
-    """The nearest float32, of two the one with an even last bit; for 0 and magnitudes of normal numbers."""
-    if value == 0:
-        return value
-    exponent = 0
-    while abs(value) >= Fraction(2) ** (exponent + 1):
-        exponent += 1
-    while abs(value) < Fraction(2) ** exponent:
-        exponent -= 1
-    step = Fraction(2) ** (exponent - 23)
-    return round(value / step) * step
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_operation_is_rounded_once(device: str) -> None:
     x, grad_out = torch.randn(4, 128, device=device), torch.randn(4, 64, device=device)
@@ -75,13 +62,13 @@ def test_every_operation_is_rounded_once(device: str) -> None:
                 Fraction, (x[p, j].item(), x[p, 64 + j].item(), grad_out[p, j].item(), torch.tensor(weights[p]).item())
             )
             divisor = Fraction(divisors[p][j])
-            sigmoid = to_float32(one / divisor)
-            activated = to_float32(to_float32(gate / divisor) * value)
-            scaled = to_float32(to_float32(grad * weight) * sigmoid)
-            slope = to_float32(gate * to_float32(one - sigmoid) + 1)
-            assert out[p, j].item() == to_float32(activated * weight)
-            assert x_grad[p, j].item() == to_float32(to_float32(scaled * value) * slope)
-            assert x_grad[p, 64 + j].item() == to_float32(scaled * gate)
+            sigmoid = nearest_float32(one / divisor)
+            activated = nearest_float32(nearest_float32(gate / divisor) * value)
+            scaled = nearest_float32(nearest_float32(grad * weight) * sigmoid)
+            slope = nearest_float32(gate * nearest_float32(one - sigmoid) + 1)
+            assert out[p, j].item() == nearest_float32(activated * weight)
+            assert x_grad[p, j].item() == nearest_float32(nearest_float32(scaled * value) * slope)
+            assert x_grad[p, 64 + j].item() == nearest_float32(scaled * gate)
 
 
 @pytest.mark.parametrize("clamp", [None, 0.7])

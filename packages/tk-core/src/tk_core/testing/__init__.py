@@ -3,6 +3,7 @@
 from tk_core.testing.numeric import assert_equal as assert_equal
 from tk_core.testing.numeric import calc_diff as calc_diff
 from tk_core.testing.numeric import check_bias as check_bias
+from tk_core.testing.numeric import nearest_float32 as nearest_float32
 from tk_core.testing.poison import Poison as Poison
 from tk_core.testing.poison import poison as poison
 from tk_core.testing.poison import poisoned_allocations as poisoned_allocations
@@ -19,6 +20,7 @@ __all__ = [
     "calc_diff",
     "check_bias",
     "load_specs",
+    "nearest_float32",
     "packages",
     "poison",
     "poisoned_allocations",

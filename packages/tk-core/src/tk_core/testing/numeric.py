@@ -1,7 +1,8 @@
-"""Bitwise equality, and two checks for results that may differ: by how much, and whether with a bias."""
+"""Bitwise equality, two checks for results that may differ (by how much, and whether with a bias), exact rounding."""
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -128,3 +129,13 @@ def check_bias(x: Tensor, ref: Tensor, *, sigmas: float = 5.0, allowance: float 
         standard_error = math.sqrt(max(sum_squares / count - mean * mean, 0.0) / (count - 1))
         limit = sigmas * standard_error + allowance * rms
         assert abs(mean) <= limit, f"mean of {what} over {count} elements: expected within ±{limit:.3g}, got {mean:.3g}"
+
+
+def nearest_float32(value: Fraction) -> Fraction:
+    """The float32 nearest to an exact value, of two the one with an even last bit. There is no overflow."""
+    if value == 0:
+        return value
+    exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
+    exponent -= Fraction(2) ** exponent > abs(value)
+    unit = Fraction(2) ** max(exponent - 23, -149)
+    return round(value / unit) * unit
