@@ -1,4 +1,4 @@
-"""What a profile's calls are: each is one that its op takes."""
+"""Every call of a profile is one that its op accepts."""
 
 from itertools import product
 from typing import Any

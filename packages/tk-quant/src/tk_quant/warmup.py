@@ -102,7 +102,7 @@ def _pair(
 
 
 def _flags(layout: str, round_sf: bool) -> dict[str, bool]:
-    """The flags for a layout; all these ops have them."""
+    """The flags for a layout that every op with scale factors has."""
     packed = layout == "packed_ue8m0"
     return {
         "use_tma_aligned_col_major_sf": layout in ("col_major", "packed_ue8m0"),

@@ -46,6 +46,10 @@ def _check_ends(ends: Tensor) -> None:
         first = align(end, BLOCK)
 
 
+# Sums that CUDA graphs read: they must outlive the cache, as a graph keeps only their addresses.
+_in_graphs: dict[int, Tensor] = {}
+
+
 def ends_of(psum: Tensor | None, ks: list[int], device: torch.device) -> Tensor:
     """Where each group ends, on the device: psum, or if that is None the running sums of ks, copied there once."""
     if psum is not None:
@@ -54,10 +58,6 @@ def ends_of(psum: Tensor | None, ks: list[int], device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _in_graphs[sums.data_ptr()] = sums
     return sums
-
-
-# Sums that CUDA graphs read: they must outlive the cache, as a graph keeps only their addresses.
-_in_graphs: dict[int, Tensor] = {}
 
 
 @lru_cache(maxsize=1024)

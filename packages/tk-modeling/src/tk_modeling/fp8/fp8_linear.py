@@ -132,7 +132,7 @@ class FP8Linear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_features(in_features=in_features, out_features=out_features)
+        check_features(BLOCK, in_features=in_features, out_features=out_features)
         self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
         self.reset_parameters()
 

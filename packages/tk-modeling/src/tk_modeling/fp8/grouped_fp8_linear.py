@@ -134,7 +134,7 @@ class GroupedFP8Linear(nn.Module):
     ) -> None:
         super().__init__()
         check.in_range("num_experts", num_experts, 1, 2**31 - 1)
-        check_features(in_features=in_features, out_features=out_features)
+        check_features(BLOCK, in_features=in_features, out_features=out_features)
         self.weight = nn.Parameter(torch.empty((num_experts, out_features, in_features), device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -16,11 +16,11 @@ Pair = tuple[Tensor, Tensor]
 BLOCK = 128
 
 
-def check_features(**features: int) -> None:
-    """Raise TypeError or ValueError unless all are positive multiples of 128."""
+def check_features(divisor: int, **features: int) -> None:
+    """Raise TypeError or ValueError unless all are positive multiples of `divisor`."""
     for name, size in features.items():
-        check.in_range(name, size, BLOCK, 2**31 - 1)
-        check.multiple_of(name, size, BLOCK)
+        check.in_range(name, size, divisor, 2**31 - 1)
+        check.multiple_of(name, size, divisor)
 
 
 def cast_rows(x: Tensor) -> Pair:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 import tk_moe
 from tk_core import check
 from tk_modeling.fp8.grouped_fp8_linear import grouped_fp8_linear
+from tk_modeling.fp8.operands import check_features
 from tk_modeling.gradients import autocast_to_bf16
 from tk_modeling.moe.experts import grouped_linear
 from tk_modeling.moe.functional import expand_to_fused, reduce_fused, swiglu
@@ -54,10 +55,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check.flag("fp8", fp8)
-        divisor = 128 if fp8 else 64
-        for name, size in (("hidden", hidden), ("intermediate", intermediate)):
-            check.in_range(name, size, divisor, 2**31 - 1)
-            check.multiple_of(name, size, divisor)
+        check_features(128 if fp8 else 64, hidden=hidden, intermediate=intermediate)
         self.hidden, self.intermediate, self.fp8 = hidden, intermediate, fp8
         self.router = Router(
             *(hidden, num_experts, num_topk),

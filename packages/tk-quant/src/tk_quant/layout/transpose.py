@@ -182,8 +182,12 @@ def _transpose_out(x: Tensor, out: Tensor) -> None:
     most_cols = _MAX_BLOCKS * config.chunks * (16 // x.dtype.itemsize)
     parts = [(x, out)]
     if x.shape[-1] > most_cols:
-        matrices = [(x, out)] if x.ndim == 2 else zip(x, out, strict=True)
-        parts = [part for x, out in matrices for part in zip(x.split(most_cols, 1), out.split(most_cols), strict=True)]
+        matrices = parts if x.ndim == 2 else zip(x, out, strict=True)
+        parts = [
+            part
+            for matrix, transposed in matrices
+            for part in zip(matrix.split(most_cols, 1), transposed.split(most_cols), strict=True)
+        ]
     elif x.ndim == 3 and x.shape[0] > _MAX_BLOCKS:
         parts = zip(x.split(_MAX_BLOCKS), out.split(_MAX_BLOCKS), strict=True)
     for x, out in parts:
