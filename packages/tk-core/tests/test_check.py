@@ -73,6 +73,7 @@ def test_any_number_of_leading_dimensions(leading: tuple[int, ...]) -> None:
         (lambda: check.in_range("k", 1.0, 1, 8), TypeError, "k: expected an int, got 1.0"),
         (lambda: check.integer("k", True), TypeError, "k: expected an int, got True"),
         (lambda: check.require(False, "k", "an even number", 3), ValueError, "k: expected an even number, got 3"),
+        (lambda: check.require(False, "k", "{} or {}", 3, 4, "5"), ValueError, "k: expected 4 or 5, got 3"),
         (lambda: check.require_type(False, "k", "a tuple", 3), TypeError, "k: expected a tuple, got 3"),
     ],
 )

@@ -99,10 +99,14 @@ def no_overlap(name: str, out: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{name}: expected memory of its own, got some of {other}")
 
 
-def require(condition: bool, name: str, expected: str, got: Any) -> None:
-    """Raise ValueError "name: expected …, got …" unless the condition holds."""
+def require(condition: bool, name: str, expected: str, got: Any, *values: Any) -> None:
+    """Raise ValueError "name: expected …, got …" unless the condition holds.
+
+    `values` fill the {} of `expected`, as in `str.format`, once the check has failed: a caller that put a size into the
+    text itself would make torch.compile specialize the size.
+    """
     if not condition:
-        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+        raise ValueError(f"{name}: expected {expected.format(*values) if values else expected}, got {got!r}")
 
 
 def require_type(condition: bool, name: str, expected: str, got: Any) -> None:
