@@ -159,10 +159,10 @@ def reads_data(x: Tensor) -> bool:
 
 
 def below(name: str, indices: Tensor, bound: int, expected: str) -> None:
-    """If `reads_data`, raise ValueError unless all indices are below `bound`."""
+    """If `reads_data`, raise ValueError unless all indices are below `bound`, which fills the {} of `expected`."""
     if reads_data(indices) and indices.numel():
         highest = int(indices.max())
-        require(highest < bound, name, expected, highest)
+        require(highest < bound, name, expected, highest, bound)
 
 
 def row_alignment(x: Tensor) -> int:
@@ -183,4 +183,4 @@ def number(name: str, value: Any, *, at_least: float | None = None) -> None:
     require_type(is_number, name, "a number", value)
     require(-_LARGEST <= value <= _LARGEST, name, "a finite number of float32", value)
     if at_least is not None:
-        require(value >= at_least, name, f"at least {at_least}", value)
+        require(value >= at_least, name, "at least {}", value, at_least)

@@ -30,7 +30,7 @@ def main_grad_of(name: str, parameter: Tensor | None) -> Tensor | None:
     is_tensor = isinstance(main_grad, Tensor)
     found = (main_grad.dtype, tuple(main_grad.shape), main_grad.device) if is_tensor else type(main_grad)
     wanted = (torch.float32, shape, device)
-    check.require(found == wanted, f"main_grad of {name}", f"a tensor of dtype, shape and device {wanted}", found)
+    check.require(found == wanted, f"main_grad of {name}", "a tensor of dtype, shape and device {}", found, wanted)
     return main_grad
 
 

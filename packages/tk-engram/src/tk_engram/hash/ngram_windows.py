@@ -131,7 +131,7 @@ def _ngram_windows_out(
 def _check_bounds(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise ValueError unless cu_seqlens ascends from 0 to num_tokens. Reads its data: for TK_DEBUG only."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    check.require(first == 0 and last == num_tokens, "cu_seqlens", f"0 to {num_tokens}", (first, last))
+    check.require(first == 0 and last == num_tokens, "cu_seqlens", "0 to {}", (first, last), num_tokens)
     check.require(bool((cu_seqlens.diff() >= 0).all()), "cu_seqlens", "no element below the one before", cu_seqlens)
 
 
@@ -179,7 +179,7 @@ def ngram_windows(
         (num_bounds,) = check.tensor("cu_seqlens", cu_seqlens, (torch.int32,), ("B + 1",), device=device)
         num_sequences = num_bounds - 1
         fewest = 1 if num_tokens else 0
-        check.require(num_sequences >= fewest, "cu_seqlens", f"at least {fewest + 1} elements", num_bounds)
+        check.require(num_sequences >= fewest, "cu_seqlens", "at least {} elements", num_bounds, fewest + 1)
     if history is not None:
         check.tensor("history", history, (torch.int32,), (num_sequences, N - 1), device=device)
     if cu_seqlens is not None and check.reads_data(cu_seqlens):

@@ -215,5 +215,5 @@ def check_conv(
             offsets = cu_seqlens.tolist()
             ascend = all(a <= b for a, b in pairwise(offsets))
             fits = offsets[0] == 0 and offsets[-1] == num_tokens and ascend
-            check.require(fits, "cu_seqlens", f"offsets that ascend from 0 to {num_tokens}", offsets)
+            check.require(fits, "cu_seqlens", "offsets that ascend from 0 to {}", offsets, num_tokens)
     return num_tokens, mhc_mult, hidden

@@ -12,7 +12,7 @@ def check_indices(indices: Tensor, num_rows: int, device: torch.device | None = 
     With TK_DEBUG an index of num_rows or more is a ValueError, which costs a synchronization.
     """
     num_tokens, num_columns = check.tensor("indices", indices, (torch.int32,), ("T", "C"), device=device)
-    check.below("indices", indices, num_rows, f"indices below {num_rows}, the rows of the table")
+    check.below("indices", indices, num_rows, "indices below {}, the rows of the table")
     return num_tokens, num_columns
 
 

@@ -300,7 +300,7 @@ def engram_lookup_bwd(
     check.multiple_of("D (last dimension of d_o)", dim, 32)
     check.in_range("num_rows", num_rows, 1, _MAX_ROWS)
     shape = check_indices(indices, num_rows, d_o.device)
-    check.require(shape == (num_tokens, num_columns), "indices", f"shape {(num_tokens, num_columns)}", shape)
+    check.require(shape == (num_tokens, num_columns), "indices", "shape ({}, {})", shape, num_tokens, num_columns)
     check.flag("sparse", sparse)
     if sparse:
         check.require(grad is None, "grad", "None with sparse=True", type(grad).__name__)

@@ -89,7 +89,7 @@ def _operand(
     positive_multiple(f"{name} (rows)", num_rows, 16)
     total = data.numel() // num_rows
     is_whole = data.numel() == num_rows * total and total % BLOCK == 0
-    check.require(is_whole, f"{name}[0]", f"{num_rows} rows of a multiple of {BLOCK} elements", data.numel())
+    check.require(is_whole, f"{name}[0]", "{} rows of a multiple of {} elements", data.numel(), num_rows, BLOCK)
     is_packed = isinstance(sf, torch.Tensor) and sf.dtype is torch.int32
     num_factors = ceil_div(total, 4 * BLOCK) if is_packed else total // BLOCK
     shape = (num_rows, num_factors) if is_flat else (num_factors, num_rows)
@@ -146,8 +146,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     a_data, a_sf, num_rows, total = _operand("a", a, None, FACTORS)
     device = a_data.device
     b_data, b_sf, num_cols, b_total = _operand("b", b, device, (a_sf.dtype,))
-    check.require(b_data.ndim == a_data.ndim, "b[0]", f"{a_data.ndim} dimensions as a[0]", b_data.ndim)
-    check.require(b_total == total, "b (K)", f"{total} as a's", b_total)
+    check.require(b_data.ndim == a_data.ndim, "b[0]", "{} dimensions as a[0]", b_data.ndim, a_data.ndim)
+    check.require(b_total == total, "b (K)", "{} as a's", b_total, total)
     num_groups = check_ks(ks, grouped_layout, total, device)
     operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf}
     d, c, accumulate = result(d, c, (num_groups, num_rows, num_cols), a_data, _OUT, **operands)

@@ -36,12 +36,12 @@ def check_grouped_layout(
 def _check_psum(psum: Tensor, alignment: int) -> None:
     first = 0
     for group, end in enumerate(psum.tolist()):
-        check.require(end >= first, f"grouped_layout[{group}]", f"at least {first}, where the group begins", end)
+        check.require(end >= first, f"grouped_layout[{group}]", "at least {}, where the group begins", end, first)
         first = align(end, alignment)
 
 
 def _check_ids(ids: Tensor, num_groups: int, alignment: int) -> None:
-    check.require(int(ids.max()) < num_groups, "grouped_layout", f"groups below {num_groups}", int(ids.max()))
+    check.require(int(ids.max()) < num_groups, "grouped_layout", "groups below {}", int(ids.max()), num_groups)
     rows = (ids >= 0).nonzero().flatten()
     groups = ids[rows]
     check.require(bool((groups[1:] >= groups[:-1]).all()), "grouped_layout", "ascending groups", "others")
@@ -50,7 +50,7 @@ def _check_ids(ids: Tensor, num_groups: int, alignment: int) -> None:
     is_first = torch.cat([torch.ones(1, dtype=torch.bool), groups[1:] != groups[:-1]])
     off = rows[is_first & (rows % alignment != 0)]
     got = f"one that begins at row {int(off[0])}" if off.numel() else ""
-    check.require(not off.numel(), "grouped_layout", f"groups that begin at multiples of {alignment}", got)
+    check.require(not off.numel(), "grouped_layout", "groups that begin at multiples of {}", got, alignment)
     gaps = (rows[1:] - rows[:-1] != 1) & ~is_first[1:]
     check.require(not bool(gaps.any()), "grouped_layout", "-1 only where a group ends", "-1 within a group")
 

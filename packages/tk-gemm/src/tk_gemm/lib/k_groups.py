@@ -30,19 +30,19 @@ def check_ks(ks: Any, grouped_layout: Any, total: int, device: torch.device) -> 
     for group, size in enumerate(ks):
         check.in_range(f"ks[{group}]", size, 0, 2**31 - 1)
         check.multiple_of(f"ks[{group}]", size, BLOCK)
-    check.require(sum(ks) == total, "ks", f"sizes that add up to {total}, the operands' K", sum(ks))
+    check.require(sum(ks) == total, "ks", "sizes that add up to {}, the operands' K", sum(ks), total)
     if grouped_layout is not None:
         check.tensor("grouped_layout", grouped_layout, INT32, (len(ks),), device=device)
         if is_debugging(grouped_layout):
             found = grouped_layout.tolist()
-            check.require(found == list(ks), "grouped_layout", f"the sizes of ks, {list(ks)}", found)
+            check.require(found == list(ks), "grouped_layout", "the sizes of ks, {}", found, list(ks))
     return len(ks)
 
 
 def _check_ends(ends: Tensor) -> None:
     first = 0
     for group, end in enumerate(ends.tolist()):
-        check.require(end >= first, f"ks[{group}]", f"at least {first}, where the group begins", end)
+        check.require(end >= first, f"ks[{group}]", "at least {}, where the group begins", end, first)
         first = align(end, BLOCK)
 
 

@@ -66,7 +66,7 @@ def matrix(
 
 def positive_multiple(name: str, size: int, divisor: int) -> None:
     """Raise ValueError unless a size is a positive multiple of `divisor`."""
-    check.require(size > 0 and size % divisor == 0, name, f"a positive multiple of {divisor}", size)
+    check.require(size > 0 and size % divisor == 0, name, "a positive multiple of {}", size, divisor)
 
 
 def _checked_factors(

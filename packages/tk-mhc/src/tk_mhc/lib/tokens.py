@@ -40,5 +40,5 @@ def check_fn(name: str, fn: Any, mhc_mult: int, hidden: int, device: torch.devic
     """
     num_rows, _ = check.tensor(name, fn, (torch.float32,), ("rows", mhc_mult * hidden), device=device)
     rows = (mhc_mult * (mhc_mult + 2), mhc_mult)
-    check.require(num_rows in rows, f"rows of {name}", f"{rows[0]}, or {rows[1]} for the head", num_rows)
+    check.require(num_rows in rows, f"rows of {name}", "{}, or {} for the head", num_rows, *rows)
     return num_rows

@@ -223,11 +223,11 @@ def mhc_multilayer_recompute(
     check.require(num_layers >= 1, "pre_mix_list", "1 tensor or more", num_layers)
     num_posts = _length("layer_output_list", layer_output_list)
     fits = num_posts in (num_layers - 1, num_layers)
-    check.require(fits, "layer_output_list", f"{num_layers - 1} or {num_layers} tensors", num_posts)
+    check.require(fits, "layer_output_list", "{} or {} tensors", num_posts, num_layers - 1, num_layers)
 
     def flat_tensors(name: str, tensors: Any, length: int, dtype: torch.dtype, *shape: int) -> list[Tensor]:
         found = _length(name, tensors)
-        check.require(found == length, name, f"{length} tensors", found)
+        check.require(found == length, name, "{} tensors", found, length)
         wanted = (*leading, *shape)
         for i, x in enumerate(tensors):
             # The usual case, in half of check.tensor's time: ten layers have 57 tensors.

@@ -73,8 +73,10 @@ def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_gro
     check.require(
         width % (num_rms_groups * CHANNEL_BLOCK) == 0,
         "num_rms_groups",
-        f"groups of a multiple of {CHANNEL_BLOCK} of {width} channels",
+        "groups of a multiple of {} of {} channels",
         num_rms_groups,
+        CHANNEL_BLOCK,
+        width,
     )
     x = residual.view(-1, width)
     groups = (num_rms_groups,) if num_rms_groups > 1 else ()

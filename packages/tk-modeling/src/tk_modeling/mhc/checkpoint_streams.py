@@ -74,7 +74,7 @@ def _check_layers(layers: Sequence[HyperConnection], pre_mix: Tensor | None) -> 
         check.require_type(isinstance(layer, HyperConnection), f"layers[{i}]", "a HyperConnection", type(layer))
         found = (layer.hidden, layer.mhc_mult, layer.settings.shifted)
         wanted = (layers[0].hidden, layers[0].mhc_mult, layers[0].settings.shifted)
-        check.require(found == wanted, f"layers[{i}]", f"(hidden, mhc_mult, shifted) {wanted} as layers[0]", found)
+        check.require(found == wanted, f"layers[{i}]", "(hidden, mhc_mult, shifted) {} as layers[0]", found, wanted)
     shifted = layers[0].settings.shifted
     check.require(shifted or pre_mix is None, "pre_mix", "None where layers are not shifted", "a tensor")
     return shifted

@@ -405,7 +405,7 @@ def _check_head(
     width = residual.shape[-2] * residual.shape[-1]
     _check_float32(residual, fn=(fn, ("rows", width)), base=(base, (mhc_mult,)))
     rows = (mhc_mult, mhc_mult * (mhc_mult + 2))
-    check.require(fn.shape[0] in rows, "rows of fn", f"{rows[0]} or {rows[1]}", fn.shape[0])
+    check.require(fn.shape[0] in rows, "rows of fn", "{} or {}", fn.shape[0], *rows)
     _check_float32(residual, scale=(scale, (1,) if getattr(scale, "ndim", 1) else ()))
     if norm_weight is not None:
         _check_float32(residual, norm_weight=(norm_weight, (width,)))

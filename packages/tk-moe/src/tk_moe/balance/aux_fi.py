@@ -44,7 +44,7 @@ def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
     check_pairs("topk_idx", topk_idx)
     check.in_range("num_experts", num_experts, 1, MAX_GROUPS)
     check.in_range("num_aux_topk", num_aux_topk, 1, MAX_TOPK)
-    check.below("topk_idx", topk_idx, num_experts, f"indices below num_experts = {num_experts}")
+    check.below("topk_idx", topk_idx, num_experts, "indices below num_experts = {}")
     fi = topk_idx.new_empty((num_experts,), dtype=torch.float32)
     _aux_fi_out(topk_idx, num_aux_topk, fi)
     return fi

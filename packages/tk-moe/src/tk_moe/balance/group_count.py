@@ -165,7 +165,7 @@ def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
     """
     check_pairs("group_idx", group_idx)
     check.in_range("num_groups", num_groups, 1, MAX_GROUPS)
-    check.below("group_idx", group_idx, num_groups, f"indices below num_groups = {num_groups}")
+    check.below("group_idx", group_idx, num_groups, "indices below num_groups = {}")
     out = group_idx.new_empty((num_groups,), dtype=torch.int32)
     _group_count_out(group_idx, out)
     return out

@@ -98,7 +98,7 @@ def _check_routing(
     check.in_range("num_topk_groups", num_topk_groups, 0, num_groups)
     if num_groups:
         check.in_range("num_topk_groups", num_topk_groups, 1, num_groups)
-        check.require(num_experts % num_groups == 0, "num_groups", f"a divisor of {num_experts} experts", num_groups)
+        check.require(num_experts % num_groups == 0, "num_groups", "a divisor of {} experts", num_groups, num_experts)
     if num_groups != num_topk_groups:
         group_size = num_experts // num_groups
         check.in_range("num_groups (with fewer kept)", num_groups, 1, MAX_GROUPS)
@@ -121,13 +121,13 @@ def _check_data(
     """With TK_DEBUG: raise for an index or a count out of range."""
     if fix_routing_mask is not None and unmapped_topk_idx is not None:
         given = unmapped_topk_idx[fix_routing_mask]
-        check.below("unmapped_topk_idx", given, num_experts, f"experts below {num_experts}")
+        check.below("unmapped_topk_idx", given, num_experts, "experts below {}")
     if to_physical_map is not None and logical_count is not None:
         num_copies = to_physical_map.shape[1]
         low, high = int(logical_count.min()), int(logical_count.max())
-        check.require(low >= 1 and high <= num_copies, "logical_count", f"1 to {num_copies}", (low, high))
+        check.require(low >= 1 and high <= num_copies, "logical_count", "1 to {}", (low, high), num_copies)
         num_physical = num_experts + num_copies - 1
-        check.below("to_physical_map", to_physical_map, num_physical, f"experts below {num_physical}")
+        check.below("to_physical_map", to_physical_map, num_physical, "experts below {}")
 
 
 @replayable

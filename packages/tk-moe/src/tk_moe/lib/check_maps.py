@@ -13,8 +13,7 @@ def check_positions(
     expected = num_tokens, "num_topk"
     shape = check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), expected, device=device)
     check.require(shape[1] >= 1, "token_topk_to_pos", "at least one slot a token", shape[1])
-    below = f"positions below {num_expanded_tokens}"
-    check.below("token_topk_to_pos", token_topk_to_pos, num_expanded_tokens, below)
+    check.below("token_topk_to_pos", token_topk_to_pos, num_expanded_tokens, "positions below {}")
     return shape
 
 
@@ -29,7 +28,7 @@ def check_each_once(token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> None:
         return
     num_expanded_tokens = pos_to_expert.shape[0]
     positions = token_topk_to_pos[token_topk_to_pos >= 0].long()
-    check.below("token_topk_to_pos", positions, num_expanded_tokens, f"positions below {num_expanded_tokens}")
+    check.below("token_topk_to_pos", positions, num_expanded_tokens, "positions below {}")
     wrong = torch.bincount(positions, minlength=num_expanded_tokens) != (pos_to_expert >= 0)
     where = wrong.nonzero().flatten()[:4].tolist()
     expected = "every row with pos_to_expert >= 0 once and no other row"

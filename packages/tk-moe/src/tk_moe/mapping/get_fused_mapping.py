@@ -41,7 +41,7 @@ def _get_fused_mapping_reference(
     from tk_moe.reference.mapping.get_fused_mapping import get_fused_mapping
 
     num_experts = expert_start.shape[0]
-    check.below("topk_idx", topk_idx, num_experts, f"indices below num_experts = {num_experts}")
+    check.below("topk_idx", topk_idx, num_experts, "indices below num_experts = {}")
     *values, _, psum = get_fused_mapping(topk_idx, num_experts, pos_to_expert.shape[0], alignment, True, with_psum=True)
     return *values, psum
 
@@ -83,7 +83,7 @@ def _get_fused_mapping_out(
             if out is not None:
                 out.zero_()
         return
-    check.below("topk_idx", topk_idx, num_experts, f"indices below num_experts = {num_experts}")
+    check.below("topk_idx", topk_idx, num_experts, "indices below num_experts = {}")
     arch = get_arch(topk_idx.device)
     num_pairs = num_tokens * num_topk
     power_of_two = 1 << (num_pairs - 1).bit_length()
@@ -109,9 +109,8 @@ def _map_all(
     check.flag("force_no_sync", force_no_sync)
     check.flag("with_psum", with_psum)
     worst_case = (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
-    check.require(
-        worst_case <= MAX_POSITIONS, "topk_idx", f"at most {MAX_POSITIONS} positions in the worst case", worst_case
-    )
+    is_small = worst_case <= MAX_POSITIONS
+    check.require(is_small, "topk_idx", "at most {} positions in the worst case", worst_case, MAX_POSITIONS)
     num_pos = num_expanded_tokens or worst_case
     # In the operator's order: three maps from positions, the map to positions, then the tensors (num_experts,).
     shapes = [(num_pos,)] * 3 + [(num_tokens, num_topk)] + [(num_experts,)] * (4 if with_psum else 3)

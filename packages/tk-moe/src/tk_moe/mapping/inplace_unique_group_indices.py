@@ -80,5 +80,5 @@ def inplace_unique_group_indices(group_indices: Tensor, num_groups: int) -> None
     """
     check_pairs("group_indices", group_indices)
     check.in_range("num_groups", num_groups, 1, MAX_GROUPS)
-    check.below("group_indices", group_indices, num_groups, f"indices below num_groups = {num_groups}")
+    check.below("group_indices", group_indices, num_groups, "indices below num_groups = {}")
     _inplace_unique_group_indices_out(group_indices, num_groups)

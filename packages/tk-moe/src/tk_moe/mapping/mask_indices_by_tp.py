@@ -100,7 +100,7 @@ def mask_indices_by_tp(indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int,
     check.in_range("n", n, num_ep_ranks, 2**31 - 1)
     check.in_range("num_tp_ranks", num_tp_ranks, 1, 2**31 - 1)
     check.in_range("tp_rank", tp_rank, 0, num_tp_ranks - 1)
-    check.below("indices", indices, n, f"indices below n = {n}")
+    check.below("indices", indices, n, "indices below n = {}")
     out = torch.empty_like(indices)
     _mask_indices_by_tp_out(indices, n, num_ep_ranks, tp_rank, num_tp_ranks, out)
     return out

@@ -31,6 +31,6 @@ def max_expanded_tokens(num_tokens: int, num_topk: int, num_experts: int, alignm
         ("alignment", alignment, 1),
     ):
         check.integer(name, value)
-        check.require(value >= least, name, f"at least {least}", value)
+        check.require(value >= least, name, "at least {}", value, least)
     pairs = num_tokens * num_topk
     return (pairs + (alignment - 1) * min(num_experts, pairs)) // alignment * alignment

@@ -66,7 +66,7 @@ def scales_output(
     check.require_type(given.dtype == expected.dtype, name, f"dtype {expected.dtype}", given.dtype)
     strides = zip(given.shape, given.stride(), expected.stride(), strict=True)
     fits = given.numel() == 0 or all(size == 1 or got == want for size, got, want in strides)
-    check.require(fits, name, f"strides {expected.stride()}", given.stride())
+    check.require(fits, name, "strides {}", given.stride(), expected.stride())
     check.no_overlap(name, given, **inputs)
     return given
 

@@ -25,8 +25,8 @@ def check_row_maps(
     if pos_to_token_topk is not None:
         check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), (num_positions,), device=device)
         check.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", "num_topk"), device=device)
-        size = topk_weights.numel()
-        check.below("pos_to_token_topk", pos_to_token_topk, size, f"indices into topk_weights, below {size}")
+        expected = "indices into topk_weights, below {}"
+        check.below("pos_to_token_topk", pos_to_token_topk, topk_weights.numel(), expected)
     elif topk_weights is not None:
         check.require(False, "pos_to_token_topk", "a tensor beside topk_weights", None)
     if pos_to_expert is not None:

@@ -79,7 +79,7 @@ def per_channel_cast_fused(
     else:
         (num_rows,) = check.tensor("pos_to_token", pos_to_token, (torch.int32,), ("num_rows",), device=x.device)
         check.multiple_of("pos_to_token.shape[0]", num_rows, 16)
-        check.below("pos_to_token", pos_to_token, num_tokens, f"indices below {num_tokens}")
+        check.below("pos_to_token", pos_to_token, num_tokens, "indices below {}")
     out = x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn)
     sf = x.new_empty((ceil_div(num_rows, TILE_ROWS), hidden), dtype=torch.float32)
     per_channel_cast_out(x, x_sf, pos_to_token, out, sf, round_sf)

@@ -60,7 +60,7 @@ def _check_input(
     check.one_of("fmt", fmt, formats)
     check.integer("num_per_channels", num_per_channels)
     if fmt == "e5m6":
-        check.require(num_per_channels == hidden, "num_per_channels", f"{hidden} for fmt 'e5m6'", num_per_channels)
+        check.require(num_per_channels == hidden, "num_per_channels", "{} for fmt 'e5m6'", num_per_channels, hidden)
     elif num_per_channels not in _GROUPS:
         check.one_of("num_per_channels", num_per_channels, (*_GROUPS, hidden))
     return x, x_sf, num_tokens, hidden, x_block_size

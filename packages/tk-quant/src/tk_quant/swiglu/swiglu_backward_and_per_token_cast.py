@@ -147,7 +147,7 @@ def swiglu_backward_and_per_token_cast(
     check.integer("num_per_channels", num_per_channels)
     check.one_of("num_per_channels", num_per_channels, _GROUPS)
     channels = 2 * num_per_channels
-    check.require(width > 0 and width % channels == 0, "x[0]", f"a positive multiple of {channels} columns", width)
+    check.require(width > 0 and width % channels == 0, "x[0]", "a positive multiple of {} columns", width, channels)
     hidden, sf_shape = width // 2, (*leading, width // num_per_channels)
     check.tensor("x[1]", sf, (torch.float32,), sf_shape, device=device)
     check.tensor("grad_out", grad_out, (torch.bfloat16,), (*leading, hidden), device=device)
@@ -161,8 +161,8 @@ def swiglu_backward_and_per_token_cast(
     check_clamp_value(swiglu_clamp_value)
     if check.reads_data(data):  # the two maps must stay inside each other and agree
         num_positions, num_pairs = pos_to_token_topk.numel(), token_topk_to_pos.numel()
-        check.below("pos_to_token_topk", pos_to_token_topk, num_pairs, f"indices below {num_pairs}")
-        check.below("token_topk_to_pos", token_topk_to_pos, num_positions, f"indices below {num_positions}")
+        check.below("pos_to_token_topk", pos_to_token_topk, num_pairs, "indices below {}")
+        check.below("token_topk_to_pos", token_topk_to_pos, num_positions, "indices below {}")
         check_maps_agree(pos_to_token_topk, token_topk_to_pos)
 
     x_grad_data, x_grad_sf = torch.empty_like(data), torch.empty_like(sf)

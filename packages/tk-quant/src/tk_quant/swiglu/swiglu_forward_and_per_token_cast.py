@@ -92,7 +92,7 @@ def _swiglu_forward_and_per_token_cast_out(
 
 def _check_number(name: str, value: Any, least: float, most: float) -> None:
     check.require_type(isinstance(value, int | float) and not isinstance(value, bool), name, "a number", value)
-    check.require(least <= value <= most, name, f"a number from {least} to {most}", value)
+    check.require(least <= value <= most, name, "a number from {} to {}", value, least, most)
 
 
 @replayable
