@@ -79,7 +79,7 @@ def _with_usual_strides(x: Any) -> Any:
         return x if all(new is old for new, old in zip(usual, x)) else usual
     if not isinstance(x, Tensor) or not x.is_contiguous():
         return x
-    usual = torch.empty(x.shape, device="meta").stride()
+    usual = torch.empty(x.shape, dtype=x.dtype, device="meta").stride()
     return x if x.stride() == usual else x.as_strided(x.shape, usual)
 
 

@@ -138,7 +138,7 @@ def test_without_batch(leading: tuple[int, ...]) -> None:
     assert all(grad is not None and bool(grad.any()) == (0 not in leading) for grad in grads)
 
 
-def test_parameters_cast_to_bfloat16_count_as_float32() -> None:
+def test_parameters_narrowed_from_outside_count_as_float32() -> None:
     torch.manual_seed(0)
     make = (
         (lambda: HyperConnection(Mlp("cpu"), HIDDEN, norm_weight=True)),
@@ -146,7 +146,8 @@ def test_parameters_cast_to_bfloat16_count_as_float32() -> None:
     )
     for module in (randomize(m()) for m in make):
         residual = draw_residual((3,), "cpu")
-        module.bfloat16()
+        for parameter in module.parameters():
+            parameter.data = parameter.data.bfloat16()  # as FSDP's mixed precision does for a forward
         found = _gradients(module, residual)
         assert all(grad.dtype == torch.bfloat16 for grad in found)
         for parameter in module.parameters():

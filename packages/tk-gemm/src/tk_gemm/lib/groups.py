@@ -47,7 +47,7 @@ def _check_ids(ids: Tensor, num_groups: int, alignment: int) -> None:
     check.require(bool((groups[1:] >= groups[:-1]).all()), "grouped_layout", "ascending groups", "others")
     if not rows.numel():
         return
-    is_first = torch.cat([torch.ones(1, dtype=torch.bool), groups[1:] != groups[:-1]])
+    is_first = torch.cat([groups.new_ones(1, dtype=torch.bool), groups[1:] != groups[:-1]])
     off = rows[is_first & (rows % alignment != 0)]
     got = f"one that begins at row {int(off[0])}" if off.numel() else ""
     check.require(not off.numel(), "grouped_layout", "groups that begin at multiples of {}", got, alignment)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tk_core import check
+from tk_modeling.float32_state import Float32State
 from tk_modeling.gradients import as_float32, autocast_to_bf16
 from tk_modeling.mhc.functional import PreResult, PreSettings, check_hidden, check_mhc_mult, collapse_streams
 from tk_modeling.mhc.ops import mhc_post
@@ -17,7 +18,7 @@ _FN_STD = 0.02
 _DIAGONAL_LOGIT = 8.0
 
 
-class HyperConnection(nn.Module):
+class HyperConnection(Float32State):
     """A sublayer with manifold-constrained hyper-connections: mhc_pre, the sublayer, mhc_post.
 
     The residual is m streams of hidden states. Their weighted sum is the sublayer's input; its output is added to each
@@ -37,8 +38,8 @@ class HyperConnection(nn.Module):
         shifted: collapse the streams by the mix that the layer before computed; see forward.
         device: of the parameters, which are float32.
 
-    Parameters: fn (m·(m+2), m·hidden), scale (3), base (m·(m+2)) and norm_weight (m·hidden) or None, all float32; a
-    module that was cast to another dtype casts them back for each use.
+    Parameters: fn (m·(m+2), m·hidden), scale (3), base (m·(m+2)) and norm_weight (m·hidden) or None, all float32,
+    also after the module was cast; `sublayer` is cast.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class HyperConnection(nn.Module):
         pre, post, comb = self.base.split((m, m, m * m))
         pre.fill_(logit(1 / m - self.settings.pre_eps))
         post.fill_(logit(1 / self.settings.post_mult_value))
-        comb.view(m, m).copy_(_DIAGONAL_LOGIT * torch.eye(m))
+        comb.view(m, m).copy_(_DIAGONAL_LOGIT * torch.eye(m, dtype=torch.float32, device=comb.device))
 
     def extra_repr(self) -> str:
         numbers = ", ".join(f"{k}={v}" for k, v in self.settings._asdict().items() if k != "n_splits")

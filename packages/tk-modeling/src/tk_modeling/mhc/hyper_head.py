@@ -1,14 +1,15 @@
 """HyperHead: the last collapse of the streams, before a language model's head."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tk_modeling.float32_state import Float32State
 from tk_modeling.gradients import as_float32
 from tk_modeling.mhc.functional import check_hidden, check_mhc_mult, mhc_head
 from tk_modeling.mhc.hyper_connection import check_pre_eps, float32_parameter, logit, reset_projection
 
 
-class HyperHead(nn.Module):
+class HyperHead(Float32State):
     """The weighted sum of the streams, by weights computed from them: (..., m, hidden) to (..., hidden).
 
     Source: arXiv 2512.24880.
@@ -21,8 +22,8 @@ class HyperHead(nn.Module):
         norm_weight: whether the RMS norm of the m·hidden channels has a learned weight.
         device: of the parameters, which are float32.
 
-    Parameters: fn (m, m·hidden), scale (1), base (m) and norm_weight (m·hidden) or None, all float32; a module that was
-    cast to another dtype casts them back for each use.
+    Parameters: fn (m, m·hidden), scale (1), base (m) and norm_weight (m·hidden) or None, all float32, also after the
+    module was cast.
     """
 
     def __init__(

@@ -6,12 +6,13 @@ from torch import Tensor, nn
 import tk_moe
 from tk_core import check
 from tk_core.op import op
+from tk_modeling.float32_state import Float32State
 from tk_modeling.gradients import as_float32, linear, without_autocast
 from tk_modeling.moe.functional import aux_loss, top2_sum_gate
 from tk_moe import ScoringFunc
 
 
-class Router(nn.Module):
+class Router(Float32State):
     """Choose `num_topk` of `num_experts` experts for each token by `tk_moe.top2_sum_gate`.
 
     logits = x · weightᵀ in float32, also under autocast. Experts are ranked by scoring_func(logits) + bias, for softmax
@@ -24,7 +25,8 @@ class Router(nn.Module):
     `bias_update_rate` towards an even load (DeepSeek-V3, 2.1.2) and sets load to zero; where several processes train
     one model, all-reduce load first.
 
-    Parameters and buffers: weight float32 (num_experts, hidden), bias float32 and load int64 (num_experts,).
+    Parameters and buffers: weight float32 (num_experts, hidden), bias float32 and load int64 (num_experts,). They keep
+    these dtypes when the module is cast.
 
     Shapes:
         x: (..., hidden), bfloat16 or float32.
@@ -58,7 +60,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.empty(num_experts, dtype=torch.int64, device=device))
         self.reset_parameters()
         # The gate's checks refuse options that do not fit.
-        logits = torch.empty((0, num_experts), device="meta")
+        logits = torch.empty((0, num_experts), dtype=torch.float32, device="meta")
         self._gate(logits, logits.new_empty(num_experts))
         if isinstance(scoring_func, str):
             self.scoring_func = ScoringFunc.from_str(scoring_func)
@@ -90,9 +92,14 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """bias += bias_update_rate · sign(mean(load) - load); load = 0."""
+        """bias += bias_update_rate · sign(mean(load) - load); load = 0.
+
+        Raises:
+            TypeError: something that does not go through `to` has narrowed bias, which would lose such steps.
+        """
+        check.tensor("bias", self.bias, (torch.float32,), (self.num_experts,), layout="any")
         load = self.load.to(torch.float64)
-        self.bias.add_((load.mean() - load).sign().to(self.bias.dtype), alpha=self.bias_update_rate)
+        self.bias.add_((load.mean() - load).sign().float(), alpha=self.bias_update_rate)
         self.load.zero_()
 
     def extra_repr(self) -> str:

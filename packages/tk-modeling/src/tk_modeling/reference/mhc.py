@@ -38,12 +38,13 @@ class HyperConnection(nn.Module):
         self.sinkhorn_repeat = sinkhorn_repeat
         self.shifted = shifted
         m, width = mhc_mult, mhc_mult * hidden
-        self.fn = nn.Parameter(0.02 * torch.randn(m * (m + 2), width, device=device))
-        self.scale = nn.Parameter(torch.full((3,), 0.01, device=device))
-        pre = torch.full((m,), _logit(1 / m - pre_eps), device=device)
-        post = torch.full((m,), _logit(1 / post_mult_value), device=device)
-        self.base = nn.Parameter(torch.cat((pre, post, 8 * torch.eye(m, device=device).flatten())))
-        self.norm_weight = nn.Parameter(torch.ones(width, device=device)) if norm_weight else None
+        float32 = {"dtype": torch.float32, "device": device}
+        self.fn = nn.Parameter(0.02 * torch.randn(m * (m + 2), width, **float32))
+        self.scale = nn.Parameter(torch.full((3,), 0.01, **float32))
+        pre = torch.full((m,), _logit(1 / m - pre_eps), **float32)
+        post = torch.full((m,), _logit(1 / post_mult_value), **float32)
+        self.base = nn.Parameter(torch.cat((pre, post, 8 * torch.eye(m, **float32).flatten())))
+        self.norm_weight = nn.Parameter(torch.ones(width, **float32)) if norm_weight else None
 
     def forward(self, residual: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
         """The new residual, or (residual, *rest); shifted, (residual, next_pre_mix, *rest) from (residual, pre_mix)."""
@@ -83,10 +84,11 @@ class HyperHead(nn.Module):
         self.norm_eps = norm_eps
         self.pre_eps = pre_eps
         width = mhc_mult * hidden
-        self.fn = nn.Parameter(0.02 * torch.randn(mhc_mult, width, device=device))
-        self.scale = nn.Parameter(torch.full((1,), 0.01, device=device))
-        self.base = nn.Parameter(torch.full((mhc_mult,), _logit(1 / mhc_mult - pre_eps), device=device))
-        self.norm_weight = nn.Parameter(torch.ones(width, device=device)) if norm_weight else None
+        float32 = {"dtype": torch.float32, "device": device}
+        self.fn = nn.Parameter(0.02 * torch.randn(mhc_mult, width, **float32))
+        self.scale = nn.Parameter(torch.full((1,), 0.01, **float32))
+        self.base = nn.Parameter(torch.full((mhc_mult,), _logit(1 / mhc_mult - pre_eps), **float32))
+        self.norm_weight = nn.Parameter(torch.ones(width, **float32)) if norm_weight else None
 
     def forward(self, residual: Tensor) -> Tensor:
         """(..., m, hidden) to (..., hidden)."""

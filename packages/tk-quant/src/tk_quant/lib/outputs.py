@@ -61,7 +61,7 @@ def scales_output(
     """
     if given is None:
         return empty_scales(like, num_rows, num_cols, layout, dtype)
-    expected = empty_scales(torch.empty((), device="meta"), num_rows, num_cols, layout, dtype)
+    expected = empty_scales(torch.empty((), dtype=torch.float32, device="meta"), num_rows, num_cols, layout, dtype)
     check_scales(name, given, num_rows, num_cols, like.device, (torch.float8_e8m0fnu, torch.float8_e4m3fn))
     check.require_type(given.dtype == expected.dtype, name, f"dtype {expected.dtype}", given.dtype)
     strides = zip(given.shape, given.stride(), expected.stride(), strict=True)

@@ -50,7 +50,8 @@ def decode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """int8, uint8 or float4_e2m1fn_x2 (..., n / 2) to float32 (..., n), exactly."""
     codes = x.view(torch.uint8)
     codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-    table = torch.tensor(_E2M1_VALUES + tuple(-value for value in _E2M1_VALUES), device=x.device)
+    values = _E2M1_VALUES + tuple(-value for value in _E2M1_VALUES)
+    table = torch.tensor(values, dtype=torch.float32, device=x.device)
     return table[codes.to(torch.int32)]
 
 

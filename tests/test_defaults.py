@@ -1,0 +1,27 @@
+"""No op depends on torch's default dtype and device, which frameworks change while they build a model."""
+
+import pytest
+import torch
+
+from tk_core.testing import assert_equal, load_specs
+from tk_core.testing.specs import OpSpec
+from tk_core.testing.tiers import run
+from tk_core.testing.trees import transfer
+
+SPECS = load_specs()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_op(spec: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    kwargs = next(case for case in spec.cases if case.small and case.modes).make("cpu")
+    runs = [transfer(kwargs) for _ in range(2)]
+    expected = run(spec, spec.op, kwargs)
+    monkeypatch.setenv("TK_DEBUG", "1")  # its checks read tensors, and make some
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"), torch.no_grad():
+            found = [run(spec, function, given) for function, given in zip((spec.op, spec.reference), runs)]
+    finally:
+        torch.set_default_dtype(before)
+    assert_equal(found, [expected, expected])
