@@ -55,6 +55,22 @@ def _spilling_kernel(width: int, arch: Arch) -> Any:
     return spill
 
 
+@kernel
+def _strided_kernel(stride_type: str, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    size, stride = T.dynamic("size"), T.dynamic("stride", stride_type)
+
+    @T.prim_func
+    def gather(x: T.StridedTensor((size,), (stride,), "float32"), out: T.Tensor((size,), "float32")) -> None:
+        with T.Kernel(T.ceildiv(size, 32), threads=32) as block:
+            index = block * 32 + T.get_thread_binding()
+            if index < size:
+                out[index] = x[index]
+
+    return gather
+
+
 def test_capture_records_and_launches_nothing() -> None:
     with capture(SM_90A) as requests:
         _add_kernel(64, SM_90A)(None, None, None)
@@ -112,6 +128,12 @@ def test_disk_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     _add_kernel.compile(96, SM_90A)
     assert compat.num_compilations == before + 1
     assert list(tmp_path.glob("**/executable.so"))
+
+
+@pytest.mark.compile
+def test_kernels_that_differ_only_in_the_type_of_a_stride_are_two() -> None:
+    sources = [_strided_kernel.compile(stride_type, SM_90A).source() for stride_type in ("int32", "int64")]
+    assert ["int64_t stride" in source for source in sources] == [False, True]
 
 
 @pytest.mark.compile

@@ -175,6 +175,17 @@ def with_prelude(prim_func: Any, cuda: str) -> Any:
     return prim_func.with_body(tvm.tirx.stmt_functor.ir_transform(prim_func.body, None, add, ["tirx.SBlock"]))
 
 
+def with_stride_types(prim_func: Any) -> Any:
+    """A prim_func with an attribute that lists its run-time strides which are not int32, if there are any.
+
+    TileLang's cache goes by a prim_func's text, which has these strides' names alone: with another type of theirs, a
+    kernel from before would be loaded.
+    """
+    strides = (stride for buffer in prim_func.buffer_map.values() for stride in buffer.strides)
+    wide = [f"{x.name}: {x.dtype}" for x in strides if hasattr(x, "name") and x.dtype != "int32"]
+    return prim_func.with_attr("tk.stride_types", ", ".join(wide)) if wide else prim_func
+
+
 def compile_prim_func(
     kernel: str, prim_func: Any, arch: "Arch", pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
 ) -> CompiledKernel:
@@ -189,7 +200,7 @@ def compile_prim_func(
     before = _forbidden_kernel.set(kernel if env.compiling_is_forbidden() else None)
     try:
         jit_kernel = tilelang.compile(
-            prim_func,
+            with_stride_types(prim_func),
             target=arch.target,
             execution_backend="tvm_ffi",
             pass_configs=dict(pass_configs),

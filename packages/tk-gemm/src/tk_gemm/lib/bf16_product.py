@@ -45,7 +45,7 @@ def bf16_product_kernel(
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     layout_size = T.dynamic("layout_size")
     num_d_groups = layout_size if of_k else num_a_groups
-    strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in ("a", "b", "c", "d")}
+    strides = {x: steps.strides(x) for x in ("a", "b", "c", "d")}
     a_shape, a_step = ((k, m), (STEP_K, block_m)) if a_is_transposed else ((m, k), (block_m, STEP_K))
     b_shape, b_step = ((k, n), (STEP_K, block_n)) if b_is_transposed else ((n, k), (block_n, STEP_K))
 

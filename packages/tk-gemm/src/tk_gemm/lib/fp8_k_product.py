@@ -32,10 +32,8 @@ def fp8_k_product_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arch) -> Any:
 
     block_m, block_n, num_stages = CONFIG.block_m, CONFIG.block_n, CONFIG.num_stages
     m, n, k, num_steps, num_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_steps", "num_groups"))
-    a_stride, a_sf_stride, b_stride, b_sf_stride = (
-        T.dynamic(x) for x in ("a_stride", "a_sf_stride", "b_stride", "b_sf_stride")
-    )
-    strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in ("c", "d")}
+    a_stride, a_sf_stride, b_stride, b_sf_stride = (steps.stride(f"{x}_stride") for x in ("a", "a_sf", "b", "b_sf"))
+    strides = {x: steps.strides(x) for x in ("c", "d")}
 
     @T.prim_func
     def product(

@@ -31,10 +31,8 @@ def fp8_k_product_blackwell_kernel(d_dtype: torch.dtype, with_c: bool, arch: Arc
     from tk_gemm.lib.k_grouped_steps import FIRST_STEP, K_PLACE_SIZE, NUM_STEPS, find_k_tile
 
     m, n, k, num_words, num_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_words", "num_groups"))
-    a_stride, a_sf_stride, b_stride, b_sf_stride = (
-        T.dynamic(x) for x in ("a_stride", "a_sf_stride", "b_stride", "b_sf_stride")
-    )
-    strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in ("c", "d")}
+    a_stride, a_sf_stride, b_stride, b_sf_stride = (steps.stride(f"{x}_stride") for x in ("a", "a_sf", "b", "b_sf"))
+    strides = {x: steps.strides(x) for x in ("c", "d")}
 
     @T.prim_func
     def product(

@@ -52,8 +52,8 @@ def fp8_product_kernel(
     is_padded = kind in ("ids", "psum")
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     num_steps, layout_size, num_factors = (T.dynamic(x) for x in ("num_steps", "layout_size", "num_factors"))
-    strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in ("a", "b", "c", "d", "sf")}
-    sf_row_stride = 1 if a_sf_by_tma else T.dynamic("sf_row_stride")
+    strides = {x: steps.strides(x) for x in ("a", "b", "c", "d", "sf")}
+    sf_row_stride = 1 if a_sf_by_tma else steps.stride("sf_row_stride")
 
     @T.macro
     def scales(

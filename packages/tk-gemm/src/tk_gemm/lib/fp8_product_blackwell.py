@@ -40,8 +40,8 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     num_words, num_b_factors, layout_size = (T.dynamic(x) for x in ("num_words", "num_b_factors", "layout_size"))
     names = ("a", "b", "c", "d", "a_sf", "b_sf")
-    strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in names}
-    b_sf_stride = 1 if b_is_per_row else T.dynamic("b_sf_row_stride")
+    strides = {x: steps.strides(x) for x in names}
+    b_sf_stride = 1 if b_is_per_row else steps.stride("b_sf_row_stride")
 
     @T.prim_func
     def product(

@@ -15,6 +15,16 @@ _STORE_BARRIER = 4
 """The first named barrier of the multiplying warpgroups; TileLang takes 1 to 3 itself."""
 
 
+def stride(name: str) -> Any:
+    """A stride known at run time, of 64 bits: rows may be 2³¹ elements apart, and groups of rows are."""
+    return T.dynamic(name, "int64")
+
+
+def strides(name: str) -> tuple[Any, Any]:
+    """Strides of a tensor's groups and rows, known at run time."""
+    return stride(f"{name}_group_stride"), stride(f"{name}_stride")
+
+
 @T.macro
 def num_tiles(kind: Any, layout: Any, m: Any, n: Any, num_groups: Any, block_m: Any, block_n: Any, total: Any) -> None:
     """total[0] = number of tiles of D."""

@@ -29,8 +29,8 @@ def fp8_swiglu_product_kernel(
     m, n, k, num_groups, num_cols = (T.dynamic(x) for x in ("m", "n", "k", "num_groups", "num_cols"))
     num_steps, layout_size, num_factors = (T.dynamic(x) for x in ("num_steps", "layout_size", "num_factors"))
     num_blocks_of_cols, num_weights = T.dynamic("num_blocks_of_cols"), T.dynamic("num_weights")
-    strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in ("a", "b", "data", "sf")}
-    sf_row_stride = 1 if a_sf_by_tma else T.dynamic("sf_row_stride")
+    strides = {x: steps.strides(x) for x in ("a", "b", "data", "sf")}
+    sf_row_stride = 1 if a_sf_by_tma else steps.stride("sf_row_stride")
 
     @T.prim_func
     def product(
@@ -42,7 +42,7 @@ def fp8_swiglu_product_kernel(
         pos: T.Tensor((m,), "int32"),
         weights: T.Tensor((num_weights,), "float32"),
         data: T.StridedTensor((1, m, num_cols), (*strides["data"], 1), "float8_e4m3fn"),
-        sf: T.StridedTensor((num_blocks_of_cols, m), (T.dynamic("out_sf_stride"), 1), "float32"),
+        sf: T.StridedTensor((num_blocks_of_cols, m), (steps.stride("out_sf_stride"), 1), "float32"),
         clamp: T.float32,
         num_blocks: T.int32,
     ) -> None:

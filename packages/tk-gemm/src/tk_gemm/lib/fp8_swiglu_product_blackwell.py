@@ -37,9 +37,10 @@ def fp8_swiglu_product_blackwell_kernel(
 
     m, n, k, num_groups, num_cols = (T.dynamic(x) for x in ("m", "n", "k", "num_groups", "num_cols"))
     num_words, num_b_factors, layout_size = (T.dynamic(x) for x in ("num_words", "num_b_factors", "layout_size"))
-    num_sf_words, num_sf_bytes, num_weights = (T.dynamic(x) for x in ("num_sf_words", "num_sf_bytes", "num_weights"))
+    num_sf_words, num_weights = T.dynamic("num_sf_words"), T.dynamic("num_weights")
+    num_sf_bytes = T.dynamic("num_sf_bytes", "int64")
     names = ("a", "b", "a_sf", "b_sf")
-    strides = {x: (T.dynamic(f"{x}_group_stride"), T.dynamic(f"{x}_stride")) for x in names}
+    strides = {x: steps.strides(x) for x in names}
 
     @T.prim_func
     def product(
@@ -47,13 +48,13 @@ def fp8_swiglu_product_blackwell_kernel(
         a_sf: T.StridedTensor((1, num_words, m), (*strides["a_sf"], 1), "int32"),
         b: T.StridedTensor((num_groups, n, k), (*strides["b"], 1), "float8_e4m3fn"),
         b_sf: T.StridedTensor(
-            (num_groups, num_words, num_b_factors), (*strides["b_sf"], T.dynamic("b_sf_row_stride")), "int32"
+            (num_groups, num_words, num_b_factors), (*strides["b_sf"], steps.stride("b_sf_row_stride")), "int32"
         ),
         layout: T.Tensor((layout_size,), "int32"),
         pos: T.Tensor((m,), "int32"),
         weights: T.Tensor((num_weights,), "float32"),
         data: T.Tensor((m, num_cols), "float8_e4m3fn"),
-        sf: T.StridedTensor((num_sf_words, num_sf_bytes), (T.dynamic("sf_stride"), 1), "uint8"),
+        sf: T.StridedTensor((num_sf_words, num_sf_bytes), (steps.stride("sf_stride"), 1), "uint8"),
         clamp: T.float32,
         num_blocks: T.int32,
     ) -> None:

@@ -26,7 +26,8 @@ def gather_groups_kernel(arch: Arch) -> Any:
 
     from tk_gemm.lib.k_grouped_steps import find_group
 
-    rows, words, size, num_groups = (T.dynamic(x) for x in ("rows", "words", "size", "num_groups"))
+    rows, words, num_groups = (T.dynamic(x) for x in ("rows", "words", "num_groups"))
+    size = T.dynamic("size", "int64")
 
     @T.prim_func
     def gather(
