@@ -13,8 +13,8 @@ from tk_core.testing import OpSpec, load_specs
 from tk_core.testing.trees import transfer
 
 SPECS = load_specs()
-# Arguments that nothing reads: they are accepted for compatibility with TileKernels.
-UNREAD = {"fuse_grad_acc"}
+# Integers of which any positive one will do: more splits or rows than there are count as all.
+UNBOUNDED = {"n_splits", "expected_m", "expected_m_for_psum_layout"}
 
 
 def wrong_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
@@ -40,7 +40,9 @@ def wrong_values(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, bool):
         yield from ((repr(wrong), wrong) for wrong in (0, 1, 2.0, "yes", [True], None))
     elif isinstance(value, int):
-        yield from ((repr(wrong), wrong) for wrong in (float(value), True, -1, -(2**70), 2**70, "1", [value], 1j))
+        yield from (
+            (repr(wrong), wrong) for wrong in (float(value), True, -1, -(2**70), 2**31, 2**70, "1", [value], 1j)
+        )
     elif isinstance(value, float):
         yield from ((repr(wrong), wrong) for wrong in (math.nan, math.inf, True, "1", [value], 1j))
         yield "10**400", 10**400
@@ -56,7 +58,7 @@ def wrong_arguments(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[tuple[str,
     """(argument, what is wrong with it, wrong value)."""
     for name, parameter in inspect.signature(spec.op).parameters.items():
         value = kwargs.get(name, parameter.default)
-        if name in UNREAD or value is parameter.empty:
+        if value is parameter.empty:
             continue
         if isinstance(value, Tensor):
             yield from ((name, what, wrong) for what, wrong in wrong_tensors(value))
@@ -64,12 +66,16 @@ def wrong_arguments(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[tuple[str,
                 yield name, "None", None
         elif value is None:
             yield from ((name, repr(wrong), wrong) for wrong in ("none such", 1j, [object()]))
+            if "int" in str(parameter.annotation) and "tuple" not in str(parameter.annotation):
+                yield from ((name, what, wrong) for what, wrong in wrong_values(1))
         else:
             yield from ((name, what, wrong) for what, wrong in wrong_values(value))
 
 
-def must_be_refused(value: Any, wrong: Any) -> bool:
+def must_be_refused(name: str, value: Any, wrong: Any) -> bool:
     """Whether a wrong value can never be valid; some others may be, such as another number."""
+    if type(wrong) is int and wrong == 2**31:
+        return name not in UNBOUNDED
     if isinstance(value, Tensor):
         return not isinstance(wrong, Tensor) or wrong.is_complex()
     return type(wrong) is not type(value) if isinstance(value, bool | int | str) else isinstance(wrong, complex)
@@ -97,6 +103,6 @@ def test_bad_arguments(name: str) -> None:
             if not says_which(error, spec):
                 problems.append(f"{argument} = {what}: {type(error).__name__}: {str(error)[:150]}")
         else:
-            if must_be_refused(value, wrong):
+            if must_be_refused(argument, value, wrong):
                 problems.append(f"{argument} = {what}: accepted")
     assert not problems, "\n".join(problems)

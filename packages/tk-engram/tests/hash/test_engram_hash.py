@@ -171,6 +171,18 @@ def test_empty_tables_raise_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> No
         tk_engram.engram_hash(**{**GOOD, "vocab_sizes": sizes})
 
 
+def test_offsets_past_int32_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    offsets = OFFSETS.clone()
+    offsets[1, -1] = 2**31 - SIZES[1, -1, -1]
+    tk_engram.engram_hash(**{**GOOD, "offsets": offsets})
+    for wrong, message in ((offsets + 1, "last row fits int32, got 2147483648"), (offsets - 1, "at least 0, got -1")):
+        with pytest.raises(ValueError, match=f"offsets: .*{message}"):
+            tk_engram.engram_hash(**{**GOOD, "offsets": wrong})
+    with pytest.raises(ValueError, match=r"vocab_sizes: .*2³¹ - 1 rows a layer, got 2147483648"):
+        reference.make_offsets(torch.tensor([[[2**30], [2**30]]], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("max_ngram", [2, 3, 4, 7, 16])
 @pytest.mark.parametrize("num_heads", [1, 2, 5, 7, 8, 16, 31, 64])
 def test_config_gives_a_thread_one_column(max_ngram: int, num_heads: int) -> None:

@@ -311,6 +311,7 @@ PRE_MIX = torch.ones(3, 4, 1)
         (TypeError, "mhc_post_mult_value", {"mhc_post_mult_value": None}),
         (TypeError, "sinkhorn_repeat", {"sinkhorn_repeat": 10.0}),
         (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 0}),
+        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 1001}),
         (TypeError, "n_splits", {"n_splits": 1.0}),
         (ValueError, "n_splits", {"n_splits": 0}),
         (TypeError, "norm_weight", {"norm_weight": 1.0}),

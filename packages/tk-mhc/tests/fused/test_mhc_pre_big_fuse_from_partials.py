@@ -162,6 +162,7 @@ PRE_MIX = torch.ones(3, 4, 1)
         (TypeError, "mhc_post_mult_value", {"mhc_post_mult_value": None}),
         (TypeError, "sinkhorn_repeat", {"sinkhorn_repeat": 10.0}),
         (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 0}),
+        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 1001}),
         (TypeError, "layer_norm_weight", {"layer_norm_weight": torch.ones(64).half()}),
         (ValueError, "layer_norm_weight", {"layer_norm_weight": torch.ones(256)}),
         (ValueError, "layer_norm_weight", {"layer_norm_weight": torch.ones(64, device="meta")}),

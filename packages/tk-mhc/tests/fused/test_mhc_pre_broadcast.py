@@ -136,6 +136,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         (TypeError, "mhc_post_mult_value", {"mhc_post_mult_value": None}),
         (TypeError, "sinkhorn_repeat", {"sinkhorn_repeat": 10.0}),
         (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 0}),
+        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 1001}),
         (TypeError, "n_splits", {"n_splits": 1.0}),
         (ValueError, "n_splits", {"n_splits": 0}),
     ],

@@ -11,7 +11,7 @@ import tk_mhc
 from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.mixes.sinkhorn_normalize import MAX_REPEAT
+from tk_mhc.lib.tokens import MAX_REPEAT
 from tk_mhc.mixes.sinkhorn_normalize_bwd import SinkhornNormalizeBwdConfig
 from tk_mhc.testing.batches import assert_independent_of_batch
 from tk_mhc.testing.mixes.sinkhorn_normalize_bwd import SPEC, make

@@ -123,6 +123,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         (TypeError, "n_splits", {"n_splits": None}),
         (TypeError, "n_splits", {"n_splits": 1.0}),
         (ValueError, "n_splits", {"n_splits": 0}),
+        (ValueError, "n_splits", {"n_splits": 1025}),
         (ValueError, "n_splits", {"n_splits": -1}),
         (TypeError, "num_rms_groups", {"num_rms_groups": 2.0}),
         (ValueError, "num_rms_groups", {"num_rms_groups": 0}),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import tk_engram
 import tk_modeling
+from tk_core import env
 from tk_core.testing import assert_equal
 from tk_modeling.reference import engram as reference
 from tk_modeling.testing.engram import LAYOUT, randomized, relative_error, streams
@@ -165,6 +166,18 @@ def test_int64_ids_are_those_of_int32() -> None:
     module = new_engram()
     x, token_ids = new_inputs(2, 5)
     assert_equal(module(x, token_ids.long()).detach(), module(x, token_ids).detach())
+
+
+def test_an_id_past_int32_is_that_of_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = new_engram(block_id=5)
+    x, token_ids = new_inputs(1, 1)
+    narrow, wide, widest = (torch.full_like(token_ids, i, dtype=torch.int64) for i in (5, 2**32 + 5, 2**31 - 1))
+    assert_equal(module(x, wide).detach(), module(x, widest).detach())
+    assert not torch.equal(module(x, wide), module(x, narrow))
+    monkeypatch.setattr(env, "debug", lambda: True)
+    module(x, narrow)
+    with pytest.raises(ValueError, match="token_ids: expected ids of 32 bits, got 4294967301"):
+        module(x, wide)
 
 
 def test_masked_tokens_look_nothing_up() -> None:

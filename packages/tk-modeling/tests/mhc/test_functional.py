@@ -347,8 +347,11 @@ PRE_ERRORS = [
     ("norm_eps", -1.0, ValueError, "norm_eps: expected at least 0"),
     ("post_mult_value", None, TypeError, "post_mult_value: expected a number"),
     ("pre_eps", float("nan"), ValueError, "pre_eps: expected a finite number"),
+    ("pre_eps", -1e-6, ValueError, "pre_eps: expected at least 0"),
     ("sinkhorn_eps", -1e-6, ValueError, "sinkhorn_eps: expected at least 0"),
     ("sinkhorn_repeat", 0, ValueError, "sinkhorn_repeat: expected 1 to 1000"),
+    ("shifted", "x", TypeError, "shifted: expected a bool"),
+    ("return_residual", "x", TypeError, "return_residual: expected a bool"),
     ("n_splits", 0, ValueError, "n_splits: expected at least 1"),
 ]
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import tk_moe
 from tk_core import env
 from tk_core.testing import tiers
+from tk_core.testing.trees import transfer
 from tk_moe import ScoringFunc, reference
 from tk_moe.testing.gate.top2_sum_gate import SPEC, assert_selection, compare, make
 
@@ -402,6 +403,13 @@ GOOD: dict[str, Any] = {
 def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         tk_moe.top2_sum_gate(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+def test_gpu_a_wide_fixed_index_is_no_other_expert() -> None:
+    fixed = {"fix_routing_mask": torch.ones(3, dtype=torch.bool), "unmapped_topk_idx": torch.full((3, 2), 2**32 + 5)}
+    idx, _ = tk_moe.top2_sum_gate(**transfer({**GOOD, **fixed}, "cuda"))
+    assert (idx >= GOOD["logits"].shape[1]).all()
 
 
 def test_bad_data_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,8 @@ def engram_hash(
         vocab_sizes: rows of each table, int32 (L, N - 1, M), contiguous, at least 1 (`TK_DEBUG=1` raises ValueError
             otherwise); M is 1 to 64.
         offsets: int32 (L, (N - 1)·M), contiguous; `reference.make_offsets(vocab_sizes)` where the tables of a layer
-            lie one after the other. An offset plus a remainder must fit int32.
+            lie one after the other. None negative, and the last row of every table fits int32 (`TK_DEBUG=1` raises
+            ValueError otherwise).
         image_token_mask: bool (T), contiguous: tokens that are no text and get -1 in all columns of all layers.
 
     Returns:
@@ -190,6 +191,9 @@ def engram_hash(
     if check.reads_data(vocab_sizes):
         smallest = int(vocab_sizes.min())
         check.require(smallest >= 1, "vocab_sizes", "at least 1", smallest)
+        first, last = int(offsets.min()), int((offsets + vocab_sizes.flatten(1).to(torch.int64)).max()) - 1
+        check.require(first >= 0, "offsets", "at least 0", first)
+        check.require(last < 2**31, "offsets", "tables whose last row fits int32", last)
     out = ngram_token_ids.new_empty((num_layers, num_tokens, num_columns))
     _engram_hash_out(ngram_token_ids, multipliers, vocab_sizes, offsets, image_token_mask, out)
     return out

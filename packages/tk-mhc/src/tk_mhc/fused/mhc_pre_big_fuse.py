@@ -97,7 +97,7 @@ def mhc_pre_big_fuse(
         mhc_pre_eps: added to pre.
         mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
         mhc_post_mult_value: factor of post.
-        sinkhorn_repeat: iterations, at least 1.
+        sinkhorn_repeat: iterations, 1 to 1000.
         n_splits: splits of the projection's sum, see `mhc_pre_norm_fn`.
         norm_weight: float32 (m·H), or None for ones.
         layer_norm_weight: bfloat16 or float32 (H): the layer input is rounded to bfloat16, normalized by its root mean

@@ -91,7 +91,7 @@ def mhc_pre_big_fuse_from_partials(
         mhc_pre_eps: added to pre.
         mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
         mhc_post_mult_value: factor of post.
-        sinkhorn_repeat: iterations, at least 1.
+        sinkhorn_repeat: iterations, 1 to 1000.
         layer_norm_weight: bfloat16 or float32 (H): the layer input is rounded to bfloat16, normalized by its root mean
             square and multiplied by it. None: no norm.
         layer_norm_eps: added to the mean of squares there.

@@ -78,7 +78,7 @@ def mhc_pre_broadcast(
         mhc_pre_eps: added to pre.
         mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
         mhc_post_mult_value: factor of post.
-        sinkhorn_repeat: iterations, at least 1.
+        sinkhorn_repeat: iterations, 1 to 1000.
         n_splits: splits of the projection's sum over H channels, see `mhc_pre_norm_fn`.
 
     Returns:

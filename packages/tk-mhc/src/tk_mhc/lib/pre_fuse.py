@@ -24,6 +24,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import aligned
+from tk_mhc.lib.tokens import check_repeat
 
 Collapse = Literal["pre", "given", "first", "broadcast"]
 """How the streams become the layer's input: weighted by pre; by a pre_mix that is given; stream 0; or by pre where all
@@ -196,8 +197,7 @@ def check_pre_fuse(
     for name, value in zip(("rms_eps", "mhc_pre_eps", "mhc_sinkhorn_eps"), numbers):
         check.number(name, value, at_least=0)
     check.number("mhc_post_mult_value", numbers[3])
-    check.integer("sinkhorn_repeat", sinkhorn_repeat)
-    check.require(sinkhorn_repeat >= 1, "sinkhorn_repeat", "at least 1", sinkhorn_repeat)
+    check_repeat("sinkhorn_repeat", sinkhorn_repeat)
     weight, eps = layer_norm
     if weight is not None:
         check.tensor("layer_norm_weight", weight, (torch.bfloat16, torch.float32), (hidden,), device=device)

@@ -11,6 +11,8 @@ MHC_MULTS = (2, 4, 8)
 HIDDEN_MULTIPLE = 64
 """Every hidden size is a multiple of it."""
 MAX_HIDDEN = 8192
+MAX_REPEAT = 1000
+"""Sinkhorn's iterations, at most: the sums of so many fit into shared memory in the backward, on any GPU."""
 
 
 def check_streams(
@@ -31,6 +33,11 @@ def check_hidden(name: str, hidden: int) -> None:
     """Raise ValueError unless `hidden` is a multiple of 64, 64 to 8192."""
     check.in_range(name, hidden, HIDDEN_MULTIPLE, MAX_HIDDEN)
     check.multiple_of(name, hidden, HIDDEN_MULTIPLE)
+
+
+def check_repeat(name: str, repeat: Any) -> None:
+    """Raise TypeError unless the number of Sinkhorn's iterations is an int, ValueError unless it is 1 to 1000."""
+    check.in_range(name, repeat, 1, MAX_REPEAT)
 
 
 def check_fn(name: str, fn: Any, mhc_mult: int, hidden: int, device: torch.device) -> int:

@@ -22,10 +22,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned, flat
-from tk_mhc.lib.tokens import MHC_MULTS
-
-MAX_REPEAT = 1000
-"""Iterations, at most: the sums of rows and columns of so many fit into shared memory in the backward, on any GPU."""
+from tk_mhc.lib.tokens import MHC_MULTS, check_repeat
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
         ValueError: x is not square in its last dimensions, or m, repeat or eps is out of range.
     """
     leading, mhc_mult = check_matrices("x", x)
-    check.in_range("repeat", repeat, 1, MAX_REPEAT)
+    check_repeat("repeat", repeat)
     check.number("eps", eps, at_least=0)
     out = x.new_empty((*leading, mhc_mult, mhc_mult))
     _sinkhorn_normalize_out(flat(x.contiguous(), 2), repeat, float(eps), flat(out, 2))

@@ -25,7 +25,8 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned, flat
-from tk_mhc.mixes.sinkhorn_normalize import MAX_REPEAT, check_matrices
+from tk_mhc.lib.tokens import check_repeat
+from tk_mhc.mixes.sinkhorn_normalize import check_matrices
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def sinkhorn_normalize_bwd(d_o: Tensor, x: Tensor, repeat: int, eps: float) -> T
     leading, mhc_mult = check_matrices("x", x)
     shape = (*leading, mhc_mult, mhc_mult)
     check.tensor("d_o", d_o, (torch.float32,), shape, layout="any", device=x.device)
-    check.in_range("repeat", repeat, 1, MAX_REPEAT)
+    check_repeat("repeat", repeat)
     check.number("eps", eps, at_least=0)
     d_x = x.new_empty(shape)
     _sinkhorn_normalize_bwd_out(flat(d_o.contiguous(), 2), flat(x.contiguous(), 2), repeat, float(eps), flat(d_x, 2))

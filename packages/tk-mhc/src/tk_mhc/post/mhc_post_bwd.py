@@ -192,9 +192,10 @@ def mhc_post_bwd(
         (d_x, d_residual, d_post, d_comb): bfloat16 (..., H) and (..., m, H), float32 (..., m, 1) and (..., m, m).
 
     Raises:
-        TypeError: an argument is not a tensor of its dtype.
+        TypeError: an argument is not a tensor of its dtype, or fuse_grad_acc no bool.
         ValueError: a shape, stride or device does not fit, or m or H is out of range.
     """
+    check.flag("fuse_grad_acc", fuse_grad_acc)
     leading, mhc_mult, hidden = check_streams("residual", residual, layout="any")
     device = residual.device
     check.tensor("x", x, (torch.bfloat16,), (*leading, hidden), device=device)

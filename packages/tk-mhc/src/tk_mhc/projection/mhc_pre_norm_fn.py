@@ -90,6 +90,7 @@ def mhc_pre_norm_fn(
         TypeError: a tensor or number has another type or dtype.
         ValueError: a shape, stride or device does not fit, or a number is out of range.
     """
+    check.flag("fuse_grad_acc", fuse_grad_acc)
     check.flag("return_rstd", return_rstd)
     leading, mhc_mult, hidden = check_streams("residual", residual)
     width = mhc_mult * hidden

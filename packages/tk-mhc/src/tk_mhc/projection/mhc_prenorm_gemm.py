@@ -15,7 +15,10 @@ from tk_core.replay import replayable
 from tk_core.views import aligned
 from tk_mhc.lib.projection import launch_projection
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK
-from tk_mhc.lib.tokens import check_fn, check_streams
+from tk_mhc.lib.tokens import MAX_HIDDEN, MHC_MULTS, check_fn, check_streams
+
+MAX_SPLITS = max(MHC_MULTS) * MAX_HIDDEN // CHANNEL_BLOCK
+"""As many as the widest token has blocks of channels; further splits would be zeros."""
 
 
 def _has_empty_splits(n_splits: int, width: int, num_rms_groups: int) -> bool:
@@ -51,7 +54,7 @@ def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_gro
     Args:
         residual: bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
         fn: float32 (m·(m+2), m·H), or (m, m·H) for the head; contiguous; already times the norm's weight.
-        n_splits: at least 1.
+        n_splits: 1 to 1024.
         num_rms_groups: groups of channels, each a multiple of 64 channels.
 
     Returns:
@@ -66,10 +69,8 @@ def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_gro
     _, mhc_mult, hidden = check_streams("residual", residual)
     width = mhc_mult * hidden
     num_rows = check_fn("fn", fn, mhc_mult, hidden, residual.device)
-    check.integer("n_splits", n_splits)
-    check.require(n_splits >= 1, "n_splits", "at least 1", n_splits)
-    check.integer("num_rms_groups", num_rms_groups)
-    check.require(num_rms_groups >= 1, "num_rms_groups", "at least 1", num_rms_groups)
+    check.in_range("n_splits", n_splits, 1, MAX_SPLITS)
+    check.in_range("num_rms_groups", num_rms_groups, 1, width // CHANNEL_BLOCK)
     check.require(
         width % (num_rms_groups * CHANNEL_BLOCK) == 0,
         "num_rms_groups",

@@ -148,7 +148,9 @@ class Engram(nn.Module):
         Args:
             hidden_states: the streams, bfloat16 (tokens, m, H) or (batch, sequence, m, H); under bfloat16 autocast
                 float32, too.
-            token_ids: int32 or int64 (tokens) or (batch, sequence), where each row of the batch is a sequence.
+            token_ids: int32 or int64 (tokens) or (batch, sequence), where each row of the batch is a sequence. An id
+                that does not fit int32 counts as the int32 nearest to it, which no vocabulary has (`TK_DEBUG=1` raises
+                ValueError).
             cu_seqlens: where each sequence of (tokens) begins, and their number: int32 (B + 1). None: one sequence.
             image_token_mask: bool, shaped as token_ids: tokens that look nothing up; the convolution reaches them.
             state: for decoding, without gradients: from `new_state`, of as many sequences as there are. The tokens
@@ -176,7 +178,9 @@ class Engram(nn.Module):
             needed = needs_gradients(hidden_states, *self.parameters())
             check.require(not needed, "state", "None where gradients are needed", type(state).__name__)
         x = hidden_states.reshape(-1, *streams[-2:]).contiguous()
-        ids = token_ids.reshape(-1).to(torch.int32).contiguous()
+        ids = token_ids.reshape(-1).contiguous()
+        if ids.dtype is torch.int64:
+            ids = _narrowed(ids)
         return self._forward(x, ids, cu_seqlens, image_token_mask, state).view(streams)
 
     def _forward(
@@ -228,6 +232,15 @@ class Engram(nn.Module):
             f"short_conv={self.conv_weight is not None}, pad_id={self.pad_id}, block_id={self.block_id}, "
             f"eps={self.eps}, clamp_value={self.clamp_value}, conv_eps={self.conv_eps}, sparse_grad={self.sparse_grad}"
         )
+
+
+def _narrowed(token_ids: Tensor) -> Tensor:
+    """The ids as int32. One that does not fit becomes the nearest int32, which is no id of another token."""
+    narrowed = token_ids.clamp(-(2**31), 2**31 - 1)
+    if check.reads_data(token_ids) and not torch.equal(narrowed, token_ids):
+        wide = int(token_ids[narrowed != token_ids][0])
+        raise ValueError(f"token_ids: expected ids of 32 bits, got {wide}")
+    return narrowed.to(torch.int32)
 
 
 def _advance(history: Tensor, windows: Tensor, cu_seqlens: Tensor | None) -> None:

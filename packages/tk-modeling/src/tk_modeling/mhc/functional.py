@@ -84,7 +84,7 @@ def mhc_pre(
         post_mult_value: factor of post.
         pre_eps: added to pre.
         sinkhorn_eps: added to the softmax and to each sum of a row or column.
-        sinkhorn_repeat: iterations, at least 1.
+        sinkhorn_repeat: iterations, 1 to 1000.
         n_splits: splits of the projection's sum, see tk_mhc.mhc_pre_norm_fn.
         shifted: collapse the streams by `pre_mix`, and return this residual's own pre for the next sublayer.
         pre_mix: float32 (..., m, 1), with `shifted` only: next_pre_mix of the sublayer before; None: stream 0.
@@ -103,6 +103,7 @@ def mhc_pre(
         ValueError: a shape, stride or device does not fit, a number is out of range, or a main_grad does not fit its
             parameter.
     """
+    check.flag("return_residual", return_residual)
     settings = PreSettings(norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat, n_splits, shifted)
     result = collapse_streams(residual, fn, scale, base, norm_weight, mhc_mult, settings, pre_mix)
     last = (result.pre_mix,) if shifted else ()
@@ -382,12 +383,13 @@ def _check_pre(
     _check_float32(residual, fn=(fn, (num_rows, width)), scale=(scale, (3,)), base=(base, (num_rows,)))
     if norm_weight is not None:
         _check_float32(residual, norm_weight=(norm_weight, (width,)))
+    check.flag("shifted", settings.shifted)
     if pre_mix is not None:
         check.require(settings.shifted, "pre_mix", "None without shifted", "a tensor")
         _check_float32(residual, pre_mix=(pre_mix, (*leading, mhc_mult, 1)))
     check.number("norm_eps", settings.norm_eps, at_least=0)
     check.number("post_mult_value", settings.post_mult_value)
-    check.number("pre_eps", settings.pre_eps)
+    check.number("pre_eps", settings.pre_eps, at_least=0)
     check.number("sinkhorn_eps", settings.sinkhorn_eps, at_least=0)
     check.in_range("sinkhorn_repeat", settings.sinkhorn_repeat, 1, 1000)
 

@@ -33,7 +33,7 @@ class HyperConnection(Float32State):
         norm_eps: added to the mean of squares.
         pre_eps: added to pre, less than 1/m.
         sinkhorn_eps: added to the softmax and to each sum of a row or column.
-        sinkhorn_repeat: iterations, at least 1.
+        sinkhorn_repeat: iterations, 1 to 1000.
         norm_weight: whether the RMS norm of the m·hidden channels has a learned weight.
         shifted: collapse the streams by the mix that the layer before computed; see forward.
         device: of the parameters, which are float32.

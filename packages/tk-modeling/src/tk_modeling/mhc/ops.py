@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 import tk_mhc
+from tk_core import check
 from tk_mhc import mhc_multilayer_recompute as mhc_multilayer_recompute
 from tk_mhc import mhc_post_bwd as mhc_post_bwd
 from tk_mhc import mhc_pre_big_fuse as mhc_pre_big_fuse
@@ -57,6 +58,8 @@ def mhc_pre_norm_fn(
 
     rstd, with `return_rstd`, carries no gradient.
     """
+    check.flag("fuse_grad_acc", fuse_grad_acc)
+    check.flag("return_rstd", return_rstd)
     main_grads = main_grad_of("mhc_fn", mhc_fn), main_grad_of("mhc_norm_weight", mhc_norm_weight)
     (residual,) = autocast_to_bf16(residual)
     mixes, rstd = _MhcPreNormFn.apply(residual, mhc_fn, mhc_norm_weight, *main_grads, mhc_norm_eps, n_splits)

@@ -155,7 +155,8 @@ def top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bia
                         if is_fixed:
                             if lane < num_topk:
                                 given = unmapped_topk_idx[token, lane]
-                                chosen[0] = T.if_then_else(given < 0, -1, T.cast(given, "int32"))
+                                # Cut to 32 bits, a wide index would be another expert's.
+                                chosen[0] = T.cast(T.max(T.min(given, T.int64(2**31 - 1)), T.int64(-1)), "int32")
                         else:
                             select(x, shift, lane, first, limit, chosen)
                     else:
