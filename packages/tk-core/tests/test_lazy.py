@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,18 @@ from tk_core import lazy
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "lazy_sample"
     folder.mkdir()
     (folder / "__init__.py").write_text("from tk_core.lazy import export_stub\nexport_stub(__name__, __file__)\n")
     names = ("double", "triple")
-    (folder / "__init__.pyi").write_text("".join(f"from .double import {name} as {name}\n" for name in names))
+    stub = "from . import part as part\n" + "".join(f"from .double import {name} as {name}\n" for name in names)
+    (folder / "__init__.pyi").write_text(stub)
+    (folder / "part.py").write_text("def half(x):\n    return x // 2\n")
     (folder / "double.py").write_text("def double(x):\n    return 2 * x\n\ndef triple(x):\n    return 3 * x\n")
-    return tmp_path
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lazy_sample"]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +33,7 @@ def package(tmp_path: Path) -> Path:
         "import lazy_sample.double, lazy_sample; assert lazy_sample.double(2) == 4 and lazy_sample.triple(2) == 6",
         "from lazy_sample.double import triple; import lazy_sample; assert lazy_sample.double(2) == 4",
         "from lazy_sample import triple, double; assert triple(1) == 3 and double(1) == 2",
-        "import lazy_sample; assert {'double', 'triple'} <= set(dir(lazy_sample))",
+        "import lazy_sample; assert 'lazy_sample.part' not in sys.modules; assert lazy_sample.part.half(2) == 1",
     ],
 )
 def test_functions_are_not_hidden_by_their_files(package: Path, code: str) -> None:
@@ -45,6 +50,20 @@ def test_a_stub_is_the_table(package: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "lazy_sample.double" not in sys.modules
     assert lazy_sample.double(2) == 4
     assert lazy_sample.triple(2) == 6
+
+
+def test_dir_shows_what_is_public(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after everything in it has been imported."""
+    stub = package / "lazy_sample" / "__init__.pyi"
+    stub.write_text(f"{stub.read_text()}from .hidden import secret\n")
+    (package / "lazy_sample" / "hidden.py").write_text("secret = 1\n")
+    monkeypatch.syspath_prepend(str(package))
+    import lazy_sample
+
+    for _ in range(2):
+        assert [name for name in dir(lazy_sample) if not name.startswith("__")] == ["double", "part", "triple"]
+        assert {"__all__", "__doc__", "__name__", "__path__", "__version__"} <= set(dir(lazy_sample))
+        assert lazy_sample.secret + lazy_sample.double(1) + lazy_sample.triple(1) + lazy_sample.part.half(2) == 7
 
 
 def test_version(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,11 @@
+from . import check as check
+from . import compat as compat
+from . import env as env
+from . import kernel as kernel
+from . import math as math
+from . import op as op
+from . import scales as scales
+from . import testing as testing
 from .arch import Arch as Arch
 from .arch import UnsupportedArchError as UnsupportedArchError
 from .arch import get_arch as get_arch

@@ -1,3 +1,5 @@
+from . import layout as layout
+from . import reference as reference
 from .conv.short_conv import short_conv as short_conv
 from .conv.short_conv_bwd import short_conv_bwd as short_conv_bwd
 from .gate.engram_gate_bwd import engram_gate_bwd as engram_gate_bwd

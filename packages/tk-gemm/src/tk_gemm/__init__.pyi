@@ -1,3 +1,4 @@
+from . import reference as reference
 from .dense.bf16_gemm_nt import bf16_gemm_nn as bf16_gemm_nn
 from .dense.bf16_gemm_nt import bf16_gemm_nt as bf16_gemm_nt
 from .dense.bf16_gemm_nt import bf16_gemm_tn as bf16_gemm_tn
@@ -38,3 +39,5 @@ from .m_grouped.m_grouped_fp8_gemm_nt_masked import m_grouped_fp8_gemm_nt_masked
 from .m_grouped.m_grouped_fp8_gemm_swiglu_nt_contiguous import (
     m_grouped_fp8_gemm_swiglu_nt_contiguous as m_grouped_fp8_gemm_swiglu_nt_contiguous,
 )
+
+__version__: str

@@ -1,3 +1,4 @@
+from . import reference as reference
 from .collapse.mhc_pre_apply_mix import mhc_pre_apply_mix as mhc_pre_apply_mix
 from .collapse.mhc_pre_apply_mix_bwd import mhc_pre_apply_mix_bwd as mhc_pre_apply_mix_bwd
 from .expand.expand_to_mhc import expand_to_mhc as expand_to_mhc

@@ -1,3 +1,4 @@
+from . import reference as reference
 from .engram.engram import Engram as Engram
 from .engram.engram import EngramState as EngramState
 from .engram.engram_gate import EngramGate as EngramGate

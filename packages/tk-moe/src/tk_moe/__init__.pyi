@@ -1,3 +1,4 @@
+from . import reference as reference
 from .balance.aux_fi import aux_fi as aux_fi
 from .balance.aux_loss import aux_loss as aux_loss
 from .balance.aux_loss import aux_loss_bwd as aux_loss_bwd

@@ -1,3 +1,4 @@
+from . import reference as reference
 from .dequantize.cast_back import cast_back as cast_back
 from .dequantize.cast_back import cast_back_e5m6 as cast_back_e5m6
 from .dequantize.per_token_cast_back import per_token_cast_back as per_token_cast_back

@@ -1,0 +1,9 @@
+from .engram import Engram as Engram
+from .engram import EngramGate as EngramGate
+from .fp8 import FP8Linear as FP8Linear
+from .fp8 import GroupedFP8Linear as GroupedFP8Linear
+from .mhc import HyperConnection as HyperConnection
+from .mhc import HyperHead as HyperHead
+from .mhc import expand_from_embedding as expand_from_embedding
+from .moe import MoE as MoE
+from .moe import Router as Router
