@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tk_core import stored
 
@@ -106,9 +107,52 @@ def test_builders_that_may_depend_on_more_have_no_note() -> None:
     def local() -> None:
         """Defined where it may see anything."""
 
-    assert stored.note_path(local, (), {}, ()) is None
-    assert stored.note_path(_module_level, (), {}, ()) is None
+    for builder in (local, _module_level, torch.nn.functional.relu):
+        assert stored.note_path(builder, (), {}, ()) is None
 
 
 def _module_level() -> None:
-    """In a module that is in no package."""
+    """In a module that is in no package; torch's are in one that imports more than is hashed."""
+
+
+_SCRIPT = (
+    _BUILDER.replace("from tk_stored_helper.factor import FACTOR", "FACTOR = 0.5")
+    + """
+from tk_core.arch import arch_from_name
+from tk_core.kernel import capture
+
+arch = arch_from_name("sm_90a")
+with capture(arch) as requests:
+    scale_kernel(32, torch.float32, arch)()
+assert callable(requests[0].compile().function)
+print("done")
+"""
+)
+
+
+_ELSEWHERE = """
+import linecache, runpy
+
+text = open("script.py").read()
+runpy.run_path("script.py")
+exec(compile(text, "script.py", "exec"), {})
+linecache.cache["<cell 1>"] = len(text), None, text.splitlines(True), ""  # as a notebook does
+exec(compile(text, "<cell 1>", "exec"), {"__name__": "__main__"})
+exec(text, {})  # no text that TileLang could read
+"""
+
+
+@pytest.mark.compile
+def test_a_kernel_of_ones_own_needs_no_package(tmp_path: Path) -> None:
+    """It may be in a script, a notebook, or other code whose text Python has."""
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    variables = {**os.environ, "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-B", *arguments]
+        return subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
+
+    script, elsewhere = run("script.py"), run("-c", _ELSEWHERE)
+    assert (script.returncode, script.stdout) == (0, "done\n"), script.stderr
+    assert elsewhere.stdout.count("done") == 3, elsewhere.stderr
+    assert "scale_kernel: TileLang needs the builder's source text" in elsewhere.stderr.splitlines()[-1]

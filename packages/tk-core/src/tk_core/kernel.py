@@ -1,5 +1,6 @@
 """@kernel: turns a builder of TileLang prim_funcs into a kernel, compiled once for each set of builder arguments."""
 
+import linecache
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +102,13 @@ class Kernel:
     def build(self, *args: Any) -> Any:
         """The TileLang prim_func for these arguments, preceded by the CUDA headers whose functions it calls."""
         with headers.collected() as called:
-            prim_func = self._build(*args)
+            try:
+                prim_func = self._build(*args)
+            except OSError as error:
+                if linecache.getlines(file := self._build.__code__.co_filename):
+                    raise
+                source = "the builder's source text, which Python has for a file or a notebook cell"
+                raise RuntimeError(f"{self.name}: TileLang needs {source}, but not for {file}") from error
         return compat.with_prelude(prim_func, headers.prelude(called)) if called else prim_func
 
     def __call__(self, *args: Any) -> Callable[..., None]:
@@ -148,7 +155,8 @@ def kernel(
     """Turn a function that returns a TileLang prim_func into a `Kernel`.
 
     The function's arguments are the compile key: all hashable, the `Arch` last, and never a token count. The prim_func
-    must depend on nothing else. `pass_configs` go to TileLang and `compile_flags` to nvcc, in addition to the defaults.
+    must depend on nothing else. The function may be in a package, a script or a notebook. `pass_configs` go to TileLang
+    and `compile_flags` to nvcc, in addition to the defaults.
     """
     configs, flags = dict(pass_configs or {}), (*_COMPILE_FLAGS, *compile_flags)
     if build is None:

@@ -4,6 +4,7 @@ After TileLang has compiled a kernel or found it in its cache, tk leaves a note 
 <cache>/tk/<key> names the kernel's folder and its function. The key hashes everything that determines the kernel: its
 builder's name and arguments, its options, the sources of all packages that the builder may import, the CPU type, and
 TileLang's version and settings. If there is no note, or the folder is damaged, TileLang does the work and mends both.
+A kernel of a script, a notebook or a package whose name does not begin with tk_ has no note: its imports are not known.
 """
 
 import importlib.util
@@ -46,7 +47,10 @@ def read_note(path: Path) -> tuple[Path, str] | None:
 @cache
 def _sources(package: str) -> str | None:
     """Hash of the sources of a package and of all tk packages that it imports; None if `package` is not a package."""
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that `import` did not make, which has no spec
+        return None
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
     root = Path(spec.submodule_search_locations[0])
@@ -61,9 +65,15 @@ def _sources(package: str) -> str | None:
 def note_path(
     builder: Any, args: tuple[Any, ...], pass_configs: Mapping[str, Any], flags: tuple[str, ...]
 ) -> Path | None:
-    """Path of a kernel's note; None for a builder that may depend on more than a package's sources (closures)."""
-    sources = _sources(builder.__module__.partition(".")[0])
-    if sources is None or "<locals>" in builder.__qualname__:
+    """Path of a kernel's note; None for a builder that may depend on more than the sources of tk packages.
+
+    Such are closures, and builders in a script, a notebook, code passed to `exec` or a package that is not called tk_….
+    """
+    package = (builder.__module__ or "").partition(".")[0]
+    if not package.startswith("tk_") or "<locals>" in builder.__qualname__:
+        return None
+    sources = _sources(package)
+    if sources is None:
         return None
     kernel = (builder.__module__, builder.__qualname__, args, sorted(pass_configs.items()), flags)
     key = repr((kernel, sources, compat.tilelang_version(), os.uname().machine, env.tilelang_settings()))
