@@ -54,7 +54,7 @@ class Engram(nn.Module):
         conv_weight: (m, H, 4); zeros, so that at first the convolution adds nothing.
 
     The hash's constants `multipliers`, `vocab_sizes` and `offsets` are buffers, and saved with the table that was
-    trained with them.
+    trained with them; reset_parameters sets those of the layout.
 
     A frozen table may lie in pinned host memory, where it is read in place, or be float8_e4m3fn with its scales in the
     buffer `table_sf`. Set either by hand after the module has been moved, since `to()` moves and casts it:
@@ -94,12 +94,11 @@ class Engram(nn.Module):
         self.clamp_value = clamp_value
         self.conv_eps = conv_eps
         self.sparse_grad = sparse_grad
-        multipliers, vocab_sizes, offsets = (constants[layer : layer + 1] for constants in layout.tensors(device))
-        self.register_buffer("multipliers", multipliers)
-        self.register_buffer("vocab_sizes", vocab_sizes)
-        self.register_buffer("offsets", offsets)
+        self._layout, self._layer = layout, layer
+        for name, constants in self._hash_constants(device).items():
+            self.register_buffer(name, constants)
         self.register_buffer("table_sf", None)
-        num_heads = offsets.shape[1]
+        num_heads = self.offsets.shape[1]
         options = {"device": device, "dtype": dtype}
         self.table = nn.Parameter(torch.empty(layout.num_rows[layer], head_dim, **options))
         self.kv_weight = nn.Parameter(torch.empty((mhc_mult + 1) * hidden, num_heads * head_dim, **options))
@@ -114,8 +113,14 @@ class Engram(nn.Module):
         """N, the ids of the longest n-gram."""
         return self.multipliers.shape[1]
 
+    def _hash_constants(self, device: torch.device | str | None) -> dict[str, Tensor]:
+        constants = (whole[self._layer : self._layer + 1] for whole in self._layout.tensors(device))
+        return dict(zip(("multipliers", "vocab_sizes", "offsets"), constants, strict=True))
+
     def reset_parameters(self) -> None:
-        """Draw the table and the projection; set the norms' weights to ones and the convolution to zeros."""
+        """Draw the table and the projection; set the hash's constants, norms' weights to ones, convolution to zeros."""
+        for name, constants in self._hash_constants(self.offsets.device).items():
+            getattr(self, name).copy_(constants)
         nn.init.normal_(self.table)
         bound = self.kv_weight.shape[1] ** -0.5
         nn.init.uniform_(self.kv_weight, -bound, bound)

@@ -39,7 +39,8 @@ class HyperConnection(Float32State):
         device: of the parameters, which are float32.
 
     Parameters: fn (m·(m+2), m·hidden), scale (3), base (m·(m+2)) and norm_weight (m·hidden) or None, all float32,
-    also after the module was cast; `sublayer` is cast.
+    also after the module was cast; `sublayer` is cast. torch's fully_shard takes one dtype a unit, so give it `sublayer`
+    before the whole layer. reset_parameters leaves the sublayer alone.
     """
 
     def __init__(
@@ -81,10 +82,12 @@ class HyperConnection(Float32State):
         """Begin nearly where a residual connection is: pre is 1/m, post is 1, and a stream mixes with itself alone."""
         m = self.mhc_mult
         reset_projection(self.fn, self.scale, self.norm_weight)
-        pre, post, comb = self.base.split((m, m, m * m))
+        base = torch.zeros(self.base.shape, dtype=torch.float32, device=self.base.device)
+        pre, post, comb = base.split((m, m, m * m))
         pre.fill_(logit(1 / m - self.settings.pre_eps))
         post.fill_(logit(1 / self.settings.post_mult_value))
-        comb.view(m, m).copy_(_DIAGONAL_LOGIT * torch.eye(m, dtype=torch.float32, device=comb.device))
+        comb.view(m, m).fill_diagonal_(_DIAGONAL_LOGIT)
+        _copy_whole(self.base, base)
 
     def extra_repr(self) -> str:
         numbers = ", ".join(f"{k}={v}" for k, v in self.settings._asdict().items() if k != "n_splits")
@@ -130,6 +133,16 @@ def split_output(output: Tensor | tuple[Any, ...], layer_input: Tensor) -> tuple
     shape, device = tuple(layer_input.shape), layer_input.device
     check.tensor("output of sublayer", y, (torch.bfloat16,), shape, layout="any", device=device)
     return y.contiguous(), tuple(rest)
+
+
+def _copy_whole(parameter: nn.Parameter, value: Tensor) -> None:
+    """Copy value, which is the same in all processes, to a parameter that they may have shards of."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
 
 
 def reset_projection(fn: Tensor, scale: Tensor, norm_weight: Tensor | None) -> None:
