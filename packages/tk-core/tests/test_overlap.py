@@ -1,9 +1,10 @@
-"""check.no_overlap, and what calls of replayed functions do with it."""
+"""What shares memory, and which calls of an operator may write into it."""
 
 import pytest
 import torch
 
-from tk_core import check
+from tk_core import overlap
+from tk_core.op import op
 
 MEMORY = torch.zeros(64)
 
@@ -24,19 +25,79 @@ MEMORY = torch.zeros(64)
     ],
 )
 def test_overlap(first: torch.Tensor, second: torch.Tensor, is_overlapping: bool) -> None:
-    assert check.overlap(first, second) == is_overlapping
-    assert check.overlap(second, first) == is_overlapping
+    assert overlap.overlap(first, second) == is_overlapping
+    assert overlap.overlap(second, first) == is_overlapping
+    for x, y in ((first, second), (second, first)):
+        if is_overlapping:
+            with pytest.raises(ValueError, match=r"^y: expected memory of its own, got some of x$"):
+                overlap.check_written(("x", "y"), (x, y), [1])
+        else:
+            overlap.check_written(("x", "y"), (x, y), [1])
+        overlap.check_written(("x", "y", "z"), (x, y, torch.zeros(1)), [2])
 
 
-def test_apart_names_both() -> None:
-    check.no_overlap("out", MEMORY[:8], x=MEMORY[8:], weights=None)
-    with pytest.raises(ValueError, match="out: expected memory of its own, got some of x"):
-        check.no_overlap("out", MEMORY[:8], weights=None, x=MEMORY[4:])
+@pytest.mark.parametrize(
+    ("shape", "strides", "is_refused"),
+    [
+        ((4, 8), (8, 1), False),
+        ((4, 8), (0, 1), True),
+        ((4, 8), (7, 1), True),
+        ((4, 8), (16, 2), False),
+        ((8, 4), (1, 8), False),
+        ((4, 1), (1, 0), False),
+        ((0, 4), (0, 0), False),
+        ((2, 2, 2), (4, 1, 1), True),
+    ],
+)
+def test_elements_that_share_memory(shape: tuple[int, ...], strides: tuple[int, ...], is_refused: bool) -> None:
+    x = MEMORY.as_strided(shape, strides)
+    overlap.check_written(("x",), (x,), [])
+    if not is_refused:
+        overlap.check_written(("x",), (x,), [0])
+        return
+    with pytest.raises(ValueError, match=r"^x: expected elements apart in memory, got strides"):
+        overlap.check_written(("x",), (x,), [0])
 
 
-def test_apart_looks_at_no_fake_tensor() -> None:
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = mode.from_tensor(MEMORY)
-        check.no_overlap("out", fake, x=fake)
-    meta = torch.empty(4, device="meta")
-    check.no_overlap("out", meta, x=meta)
+def _add_reference(x: torch.Tensor, others: list[torch.Tensor], out: torch.Tensor, counts: list[torch.Tensor]) -> None:
+    out.copy_(x + sum(others))
+    for count in counts:
+        count.fill_(len(others))
+
+
+@op(
+    "tk_core_tests::add_out",
+    mutates=("out", "counts"),
+    reference=_add_reference,
+    in_place={"out": ("x",)},
+)
+def _add_out(x: torch.Tensor, others: list[torch.Tensor], out: torch.Tensor, counts: list[torch.Tensor]) -> None:
+    raise AssertionError("no kernel")
+
+
+@pytest.mark.parametrize(
+    ("x", "other", "out", "count", "message"),
+    [
+        (slice(0, 8), slice(8, 16), slice(16, 24), slice(24, 25), None),
+        (slice(0, 8), slice(8, 16), slice(0, 8), slice(24, 25), None),
+        (slice(0, 8), slice(8, 16), slice(1, 9), slice(24, 25), "out: expected memory of its own, got some of x"),
+        (slice(0, 8), slice(8, 16), slice(14, 22), slice(24, 25), r"out: .* of others\[1\]"),
+        (slice(0, 8), slice(8, 16), slice(16, 24), slice(17, 18), r"out: .* of counts\[0\]"),
+        (slice(0, 8), slice(8, 16), slice(16, 24), slice(0, 1), r"counts\[0\]: .* of x"),
+        (slice(0, 8), slice(8, 16), slice(16, 24), slice(30, 31), r"counts\[0\]: .* of counts\[1\]"),
+    ],
+)
+def test_an_operator_writes_into_memory_of_its_own(
+    x: slice, other: slice, out: slice, count: slice, message: str | None
+) -> None:
+    memory = torch.arange(32.0)
+    parts = memory[x], [torch.ones(8), memory[other]], memory[out], [memory[count], memory[30:31]]
+    before = memory.clone()
+    if message is None:
+        expected = memory[x] + 1 + memory[other]
+        _add_out(*parts)
+        assert torch.equal(memory[out], expected)
+        return
+    with pytest.raises(ValueError, match=message):
+        _add_out(*parts)
+    assert torch.equal(memory, before)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tk_core import check, env, kernel, num_sms, op, replay
+from tk_core import check, env, kernel, num_sms, op, overlap, replay
 from tk_core.arch import arch_from_name
 from tk_core.kernel import Kernel
 
@@ -317,6 +317,7 @@ def test_a_remembered_call_runs_no_python() -> None:
         nonlocal calls
         calls += 1
         out = torch.empty_like(x) if out is None else out
+        overlap.check_written(("x", "out"), (x, out), [1])  # As an operator does.
         scale_kernel(ARCH)(x, 2, out)
         return out
 
@@ -325,9 +326,10 @@ def test_a_remembered_call_runs_no_python() -> None:
         assert counted(torch.ones(8)).tolist() == [2.0] * 8
         counted(memory[:8], memory[8:])
     assert calls == 2
-    # One that is given and overlaps is for the function to judge, each time.
+    # One that is given and overlaps is for the operator to judge, each time.
     for expected in (3, 4):
-        counted(memory[:8], memory[4:12])
+        with pytest.raises(ValueError, match="out: expected memory of its own, got some of x"):
+            counted(memory[:8], memory[4:12])
         assert calls == expected
     counted(memory[:8], memory[8:])
     assert calls == 4
@@ -395,7 +397,7 @@ def _several_launches(
         result = data.new_empty_strided(data.shape, (1, *data.shape[:-1])) if data.ndim == 2 else torch.empty_like(data)
     else:
         check.tensor("out", out, (data.dtype,), tuple(data.shape), layout="any")
-        check.no_overlap("out", out, data=data, y=y, sf=sf)
+        overlap.check_written(("out", "data", "y", "sf"), (out, data, y, sf), [0])  # As an operator does.
         result = out
     if data.data_ptr() % 16 == 0 and data.stride(-1) == 1:
         _first(

@@ -70,35 +70,6 @@ def _tensor_error(
     return ValueError(f"{name}: expected {wanted}, got strides {x.stride()} for shape {tuple(x.shape)}")
 
 
-def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether the address ranges of x and y, from the first to the last element, overlap."""
-    begin, other = x.data_ptr(), y.data_ptr()
-    return begin < other + extent(y) and other < begin + extent(x) and x.numel() > 0 and y.numel() > 0
-
-
-def extent(x: Tensor) -> int:
-    """Bytes from the beginning of the first element to the end of the last."""
-    if x.is_contiguous():
-        return x.numel() * x.element_size()
-    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
-
-
-def no_overlap(name: str, out: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError if `out`, which a kernel writes, overlaps in memory one of `others`, which it reads.
-
-    Nothing is checked under torch.compile, or for fake tensors and other subclasses, which have no address.
-    """
-    if torch.compiler.is_compiling() or out.is_meta or type(out) is not Tensor:
-        return
-    for other, x in others.items():
-        try:
-            is_apart = x is None or not overlap(out, x)
-        except RuntimeError:  # functorch's tensors have no address
-            return
-        if not is_apart:
-            raise ValueError(f"{name}: expected memory of its own, got some of {other}")
-
-
 def require(condition: bool, name: str, expected: str, got: Any, *values: Any) -> None:
     """Raise ValueError "name: expected …, got …" unless the condition holds.
 

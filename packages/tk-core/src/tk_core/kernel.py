@@ -44,11 +44,13 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class Recording:
-    """The launches that one thread makes within `recorded_launches`, and its workspaces."""
+    """The launches that one thread makes within `recorded_launches`, its workspaces, and what its operators write."""
 
     launches: list[tuple[Callable[..., None], tuple[Any, ...]]]
     """Each compiled kernel that was launched, with its arguments."""
     workspaces: list[Tensor]
+    written: list[Tensor]
+    """What its operators write."""
     thread: int
 
 
@@ -185,7 +187,7 @@ def recorded_launches() -> Iterator[Recording]:
     """Record the launches that this thread makes, and its workspaces."""
     global _recording
     with _compile_lock:
-        before, _recording = _recording, Recording([], [], threading.get_ident())
+        before, _recording = _recording, Recording([], [], [], threading.get_ident())
         try:
             yield _recording
         finally:

@@ -3,10 +3,10 @@
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tk_core import env, kernel
+from tk_core import env, kernel, overlap
 from tk_core.arch import UnsupportedArchError, get_arch
 from tk_core.compat import CompilationForbiddenError
 
@@ -155,14 +155,16 @@ class Op:
         name: str,
         launch: Callable[..., None],
         mutates: tuple[str, ...],
+        in_place: Mapping[str, tuple[str, ...]],
         stand_in: Callable[..., None],
         min_sm: int,
     ) -> None:
         namespace, _, short_name = name.partition("::")
         self.name = name
         self.launch = launch
-        names = list(inspect.signature(launch).parameters)
-        self._outputs = [names.index(output) for output in mutates]
+        self._names = list(inspect.signature(launch).parameters)
+        self._outputs = [self._names.index(output) for output in mutates]
+        self._in_place = {(output, other) for output, others in in_place.items() for other in others}
         self.reference = stand_in
         self.min_sm = min_sm
         self._ready_devices: set[torch.device] = set()
@@ -174,7 +176,7 @@ class Op:
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
         library.define(short_name + schema, tags=tags)
         library.impl(short_name, self._on_cuda, "CUDA")
-        library.impl(short_name, self.reference, "CPU")
+        library.impl(short_name, self._on_cpu, "CPU")
         library.impl(short_name, _nothing, "Meta")
         self._overload = getattr(getattr(torch.ops, namespace), short_name).default
 
@@ -200,7 +202,15 @@ class Op:
             self._check_gradients(args)
         self._overload(*args)
 
+    def _check_memory(self, args: tuple[Any, ...]) -> None:
+        overlap.check_written(self._names, args, self._outputs, self._in_place)
+
+    def _on_cpu(self, *args: Any) -> None:
+        self._check_memory(args)
+        self.reference(*args)
+
     def _on_cuda(self, *args: Any) -> None:
+        self._check_memory(args)
         device = args[0].device
         if uses_reference(device):
             self.reference(*args)
@@ -230,6 +240,7 @@ class Op:
     def __call__(self, *args: Any) -> None:
         """Run the operator on the device of its first argument, which is a tensor.
 
+        Raises ValueError before it writes anything if a tensor that it writes shares memory with another argument.
         With TK_DEBUG=1, an eager call that would drop a gradient raises RuntimeError.
         """
         if is_compiling():
@@ -250,6 +261,7 @@ class Op:
         if not first.is_cuda:
             self._dispatch(args)
         elif kernels_only and _one_device and first.device in self._ready_devices:
+            self._check_memory(args)
             self._launch(args)
         else:
             if env.debug():
@@ -264,6 +276,7 @@ def op(
     mutates: tuple[str, ...],
     reference: str | Callable[..., Any],
     translate: Callable[[Any], dict[str, Any]] | None = None,
+    in_place: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     min_sm: int = 80,
 ) -> Callable[[Callable[..., None]], Op]:
     """Register a launch as the torch operator `name` ("tk_domain::f_out").
@@ -279,9 +292,14 @@ def op(
     names are among its parameters. For parameters that differ, `translate` receives all arguments as attributes of one
     object and returns a dict. The reference returns tensors, None or tuples of these; each tensor is copied into the
     argument of `mutates` at its position. An argument that the reference wrote itself needs no result.
+
+    When the operator runs, under torch.compile too, each argument in `mutates` must have memory of its own, or the call
+    raises ValueError, naming it as the operator's parameter: so a parameter has the name of the public function's
+    argument that may be passed for it. `in_place` allows exceptions: {"d": ("c",)} if d may be c itself, the same
+    elements at the same address, though not just overlap it.
     """
 
     def decorate(launch: Callable[..., None]) -> Op:
-        return Op(name, launch, mutates, _stand_in(launch, mutates, reference, translate), min_sm)
+        return Op(name, launch, mutates, in_place, _stand_in(launch, mutates, reference, translate), min_sm)
 
     return decorate

@@ -14,7 +14,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tk_core import check, kernel, op
+from tk_core import kernel, op, overlap
 from tk_core.num_sms import get_limit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -51,13 +51,13 @@ def _map(function: Callable[[Any], Any], x: Any) -> Any:
 
 def _identity(x: Any) -> Any:
     """A tensor's address range and dtype, which any view of the whole tensor shares; for other values, the id."""
-    return (x.data_ptr(), check.extent(x), x.dtype) if isinstance(x, Tensor) else id(x)
+    return (x.data_ptr(), overlap.extent(x), x.dtype) if isinstance(x, Tensor) else id(x)
 
 
 def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Callable[[list[Any]], Any] | None:
     """Make the function `repeat`, which repeats the recorded launches for another call's arguments, with its result.
 
-    `repeat` returns NotImplemented if a returned argument, such as `out`, overlaps another argument. None
+    `repeat` returns NotImplemented if an argument that is written, such as `out`, overlaps another argument. None
     instead of `repeat` if an operand or result can't be traced to exactly one tensor, or if an output is no operand of
     a kernel. Launches name operands by index into one list: arguments, constants, outputs, workspaces, views of these.
     """
@@ -76,7 +76,7 @@ def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Ca
     is_known = indices.keys() >= {*used, *map(_identity, results)}
     is_written = all(_identity(x) in used for x in outputs if x.numel())
     is_unique = len(set(map(_identity, tensors))) == len(tensors)
-    is_new = not any(check.overlap(x, y) for x in outputs for y in arguments.values())
+    is_new = not any(overlap.overlap(x, y) for x in outputs for y in arguments.values())
     if not (is_known and is_written and is_unique and is_new):
         return None
     views: list[tuple[int, torch.Size, tuple[int, ...]]] = []
@@ -92,11 +92,14 @@ def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Ca
     returned = _map(index_of, result)
     # Allocating through an empty tensor of the same dtype and device takes less host time than passing both.
     allocations = [(x.new_empty((0,)), x.shape, x.stride()) for x in allocated]
-    disjoint = [(x, y) for x in arguments if any(arguments[x] is z for z in results) for y in arguments if x != y]
+    given = [x for x, given in arguments.items() if any(overlap.overlap(given, y) for y in recorded.written)]
+    # Two arguments overlap if x begins less than x's extent before y, and less than y's extent after it.
+    apart = [(x, y, -overlap.extent(values[x]), overlap.extent(values[y])) for x in given for y in arguments if x != y]
 
     def repeat(values: list[Any]) -> Any:
-        if disjoint and any(check.overlap(values[x], values[y]) for x, y in disjoint):
-            return NotImplemented
+        for x, y, before, after in apart:
+            if before < values[x].data_ptr() - values[y].data_ptr() < after:
+                return NotImplemented
         values += constants
         values += [like.new_empty_strided(shape, strides) for like, shape, strides in allocations]
         values += [values[base].as_strided(shape, strides) for base, shape, strides in views]

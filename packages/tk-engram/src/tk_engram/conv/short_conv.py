@@ -226,8 +226,8 @@ def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, tile: Cha
 
 @op(
     "tk_engram::short_conv_out",
-    mutates=("out", "rstd", "state_rstd", "sequences"),
-    reference="convolution",
+    mutates=("out", "rstd", "state_rstd", "sequences", "state"),
+    reference="short_conv",
 )
 def _short_conv_out(
     u: Tensor,
@@ -243,7 +243,7 @@ def _short_conv_out(
     state_rstd: Tensor | None,
     sequences: Tensor | None,
 ) -> None:
-    """`rstd` (T, m), `state_rstd` (B · 3 · dilation, m) and int32 `sequences` (2, T) are workspaces.
+    """Launch. `rstd` (T, m), `state_rstd` (B · 3 · dilation, m) and int32 `sequences` (2, T) are workspaces.
 
     Without rstd, thread blocks take whole rows; `sequences` is None for a single sequence.
     """
@@ -253,7 +253,6 @@ def _short_conv_out(
     arch, num_sms = get_arch(u.device), get_num_sms(u.device)
     u, norm_weight, conv_weight = aligned(u), aligned(norm_weight), aligned(conv_weight)
     residual = None if residual is None else aligned(residual)
-    state = None if state is None else aligned(state).view(-1, mhc_mult, hidden)
     inputs, dtypes = (u, norm_weight, conv_weight, residual), (name_of(norm_weight.dtype), name_of(conv_weight.dtype))
     is_packed, has_residual = cu_seqlens is not None, residual is not None
     if rstd is None:
@@ -266,25 +265,17 @@ def _short_conv_out(
         return
     config = ShortConvConfig.best(hidden, arch)
     length = walk_length(num_tokens, mhc_mult * config.tile.num_tiles, num_sms)
-    launch_rstd(u, cu_seqlens, state, eps, rstd, state_rstd, sequences)
+    written = None if state is None else aligned(state)
+    rows_before = None if written is None else written.view(-1, mhc_mult, hidden)
+    launch_rstd(u, cu_seqlens, rows_before, eps, rstd, state_rstd, sequences)
     modes = is_packed, has_residual, state is not None
     convolve = _short_conv_kernel(mhc_mult, hidden, dtypes, *modes, config, arch)
-    convolve(*inputs, state, rstd, state_rstd, sequences, out, dilation, length)
-
-
-@op("tk_engram::short_conv_advance_state_out", mutates=("state",), reference="advance_state")
-def _advance_state_out(u: Tensor, cu_seqlens: Tensor | None, state: Tensor) -> None:
-    num_tokens, mhc_mult, hidden = u.shape
-    if num_tokens == 0:
-        return
-    tile, arch = ChannelTile.best(hidden), get_arch(u.device)
-    written = aligned(state)
-    rows = written.view(-1, mhc_mult, hidden)
-    _advance_state_kernel(mhc_mult, hidden, cu_seqlens is not None, tile, arch)(
-        aligned(u), cu_seqlens, rows, state.shape[1]
-    )
-    if written is not state:
-        state.copy_(written)
+    convolve(*inputs, rows_before, rstd, state_rstd, sequences, out, dilation, length)
+    if state is not None:
+        advance_state = _advance_state_kernel(mhc_mult, hidden, is_packed, ChannelTile.best(hidden), arch)
+        advance_state(u, cu_seqlens, rows_before, state.shape[1])
+        if written is not state:
+            state.copy_(written)
 
 
 @replayable
@@ -348,6 +339,4 @@ def short_conv(
     out = u.new_empty(u.shape)
     inputs = (u, norm_weight, conv_weight, cu_seqlens, residual, state)
     _short_conv_out(*inputs, dilation, float(eps), out, rstd, state_rstd, sequences)
-    if state is not None:
-        _advance_state_out(u, cu_seqlens, state)
     return out

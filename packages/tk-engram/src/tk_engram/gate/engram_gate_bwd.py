@@ -262,28 +262,31 @@ def _engram_gate_bwd_reference(
     k: Tensor,
     v: Tensor,
     weight_fused: Tensor,
-    saved: list[Tensor],
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
     image_token_mask: Tensor | None,
     clamp_value: float,
     add_residual: bool,
     grad_x: Tensor,
-    grad_k: Tensor,
+    grad_kv: Tensor,
     grad_v: Tensor | None,
     grad_w_partial: Tensor,
 ) -> None:
     from tk_engram.reference.gate.engram_gate_bwd import engram_gate_bwd
 
-    inputs = (grad_out, hidden_states, k, v, weight_fused, *saved, clamp_value)
+    inputs = (grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value)
     gradients = engram_gate_bwd(*inputs, image_token_mask=image_token_mask, add_residual=add_residual)
     grad_x.copy_(gradients[0])
-    grad_k[:, : k.shape[1]].copy_(gradients[1])
-    (grad_k[:, k.shape[1]] if grad_v is None else grad_v).copy_(gradients[2])
+    grad_kv[:, : k.shape[1]].copy_(gradients[1])
+    (grad_kv[:, k.shape[1]] if grad_v is None else grad_v).copy_(gradients[2])
     grad_w_partial.copy_(gradients[3])
 
 
 @op(
     "tk_engram::engram_gate_bwd_out",
-    mutates=("grad_x", "grad_k", "grad_v", "grad_w_partial"),
+    mutates=("grad_x", "grad_kv", "grad_v", "grad_w_partial"),
     reference=_engram_gate_bwd_reference,
 )
 def _engram_gate_bwd_out(
@@ -292,16 +295,19 @@ def _engram_gate_bwd_out(
     k: Tensor,
     v: Tensor,
     weight_fused: Tensor,
-    saved: list[Tensor],
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
     image_token_mask: Tensor | None,
     clamp_value: float,
     add_residual: bool,
     grad_x: Tensor,
-    grad_k: Tensor,
+    grad_kv: Tensor,
     grad_v: Tensor | None,
     grad_w_partial: Tensor,
 ) -> None:
-    """`saved`: dot, gate_score, rstd_x and rstd_k. Without grad_v, grad_k is (T, m + 1, H) and holds it, too."""
+    """Without grad_v, grad_kv is (T, m + 1, H) and holds it, too, else (T, m, H)."""
     num_tokens, mhc_mult, hidden = hidden_states.shape
     if num_tokens == 0:
         grad_w_partial.zero_()
@@ -310,19 +316,19 @@ def _engram_gate_bwd_out(
     has_mask, packed = image_token_mask is not None, grad_v is None
     config = EngramGateBwdConfig.best(mhc_mult, hidden, has_mask, arch)
     grad_out, x, weight = aligned(grad_out), aligned(hidden_states), aligned(weight_fused)
-    k, v, written = with_aligned_rows(k), with_aligned_rows(v), aligned(grad_k)
-    inputs = (weight, *saved, image_token_mask)
+    k, v, written = with_aligned_rows(k), with_aligned_rows(v), aligned(grad_kv)
+    inputs = (weight, dot, gate_score, rstd_x, rstd_k, image_token_mask)
     if config is not None:
         fused = _fused_kernel(mhc_mult, hidden, add_residual, has_mask, packed, config, arch)
         fused(grad_out, x, k, v, *inputs, grad_x, written, grad_v, grad_w_partial, clamp_value)
     else:
-        score_grads = new_workspace(saved[0], (num_tokens, mhc_mult))
+        score_grads = new_workspace(dot, (num_tokens, mhc_mult))
         score_gradients = score_gradients_kernel(mhc_mult, hidden, has_mask, packed, arch)
-        score_gradients(grad_out, v, saved[1], image_token_mask, written, grad_v, score_grads)
+        score_gradients(grad_out, v, gate_score, image_token_mask, written, grad_v, score_grads)
         channel_gradients = channel_gradients_kernel(mhc_mult, hidden, add_residual, has_mask, packed, arch)
         channel_gradients(grad_out, x, k, *inputs, score_grads, grad_x, written, grad_w_partial, clamp_value)
-    if written is not grad_k:
-        grad_k.copy_(written)
+    if written is not grad_kv:
+        grad_kv.copy_(written)
 
 
 @replayable
@@ -377,7 +383,7 @@ def engram_gate_bwd(
     device, bfloat16 = hidden_states.device, (torch.bfloat16,)
     check.tensor("grad_out", grad_out, bfloat16, shape, device=device)
     check_inputs(k, v, weight_fused, image_token_mask, shape, device)
-    saved = [dot, gate_score, rstd_x, rstd_k]
+    saved = (dot, gate_score, rstd_x, rstd_k)
     for name, each in zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved):
         check.tensor(name, each, (torch.float32,), (num_tokens, mhc_mult), device=device)
     check.number("clamp_value", clamp_value, at_least=0)
@@ -388,7 +394,7 @@ def engram_gate_bwd(
     grad_k = hidden_states.new_empty(shape) if grad_kv is None else grad_kv
     grad_v = hidden_states.new_empty((num_tokens, hidden)) if grad_kv is None else None
     grad_w_partial = weight_fused.new_empty((num_token_ranges(mhc_mult, hidden), mhc_mult, hidden))
-    inputs = (grad_out, hidden_states, k, v, weight_fused, saved, image_token_mask, float(clamp_value), add_residual)
+    inputs = (grad_out, hidden_states, k, v, weight_fused, *saved, image_token_mask, float(clamp_value), add_residual)
     _engram_gate_bwd_out(*inputs, grad_x, grad_k, grad_v, grad_w_partial)
     if grad_v is None:
         return grad_x, grad_k[:, :mhc_mult], grad_k[:, mhc_mult], grad_w_partial

@@ -168,39 +168,39 @@ def _engram_gate_fwd_kernel(
 
 @op(
     "tk_engram::engram_gate_fwd_out",
-    mutates=("out", "dot", "gate_score", "rstd_x", "rstd_k"),
+    mutates=("hidden_states", "dot", "gate_score", "rstd_x", "rstd_k"),
     reference="engram_gate_fwd",
-    translate=lambda call: {"hidden_states": call.out if call.hidden_states is None else call.hidden_states},
+    translate=lambda call: {"hidden_states": call.hidden_states if call.x is None else call.x},
 )
 def _engram_gate_fwd_out(
     k: Tensor,
     v: Tensor,
     weight_fused: Tensor,
-    hidden_states: Tensor | None,
+    x: Tensor | None,
     image_token_mask: Tensor | None,
     eps: float,
     clamp_value: float,
     add_residual: bool,
-    out: Tensor,
+    hidden_states: Tensor,
     dot: Tensor | None,
     gate_score: Tensor | None,
     rstd_x: Tensor | None,
     rstd_k: Tensor | None,
 ) -> None:
-    """Without hidden_states, `out` holds them; without `dot`, none of the four are saved."""
-    num_tokens, mhc_mult, hidden = out.shape
+    """Write the result into hidden_states, which without x are x, too; without `dot`, none of the four are saved."""
+    num_tokens, mhc_mult, hidden = hidden_states.shape
     if num_tokens == 0:
         return
-    arch = get_arch(out.device)
+    arch = get_arch(hidden_states.device)
     config = EngramGateFwdConfig.best(hidden, arch)
     options = (add_residual, image_token_mask is not None, dot is not None)
     forward = _engram_gate_fwd_kernel(mhc_mult, hidden, *options, config, arch)
-    written = aligned(out)
-    x = written if hidden_states is None else aligned(hidden_states)
+    written = aligned(hidden_states)
+    x = written if x is None else aligned(x)
     inputs = (x, with_aligned_rows(k), with_aligned_rows(v), aligned(weight_fused), image_token_mask)
     forward(*inputs, written, dot, gate_score, rstd_x, rstd_k, eps, clamp_value)
-    if written is not out:
-        out.copy_(written)
+    if written is not hidden_states:
+        hidden_states.copy_(written)
 
 
 @replayable

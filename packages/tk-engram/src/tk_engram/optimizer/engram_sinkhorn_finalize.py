@@ -62,6 +62,7 @@ def _engram_sinkhorn_finalize_kernel(width: int, tile: RowTile, arch: Arch) -> A
 @op(
     "tk_engram::engram_sinkhorn_finalize_out",
     mutates=("out",),
+    in_place={"out": ("matrix",)},
     reference="engram_sinkhorn_finalize",
 )
 def _engram_sinkhorn_finalize_out(
@@ -108,6 +109,5 @@ def engram_sinkhorn_finalize(
         out = matrix.new_empty((num_rows, width))
     else:
         check.tensor("out", out, DTYPES, (num_rows, width), device=matrix.device)
-        check.no_overlap("out", out, matrix=None if out is matrix else matrix, row_scale=row_scale, col_scale=col_scale)
     _engram_sinkhorn_finalize_out(matrix, row_scale, col_scale, float(eps), float(alpha), out)
     return out

@@ -24,6 +24,7 @@ from tk_gemm.lib.operands import OUT, compiler_hints, result
         "b": call.b.t() if call.b_is_transposed else call.b,
         "c": call.d if call.accumulate else call.c,
     },
+    in_place={"d": ("c",)},
     min_sm=90,
 )
 def _bf16_gemm_nt_out(
@@ -81,7 +82,7 @@ def bf16_gemm_nt(
     compiler_hints(compiled_dims)
     a, a_is_transposed, (num_rows, num_channels) = in_either_order("a", a, ("M", "K"))
     b, b_is_transposed, num_cols = bf16_weights(b, num_channels, a.device)
-    d, c, accumulate = result(d, c, (num_rows, num_cols), a, OUT, a=a, b=b)
+    d, c, accumulate = result(d, c, (num_rows, num_cols), a, OUT)
     if num_rows:
         _bf16_gemm_nt_out(a, b, c, d, a_is_transposed, b_is_transposed, accumulate)
     return d

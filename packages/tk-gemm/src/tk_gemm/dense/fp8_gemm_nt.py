@@ -46,6 +46,7 @@ SideRecipe = tuple[int, int]
         "c": call.d if call.accumulate else call.c,
         "recipe": (1, 1 if call.b_is_per_row else BLOCK, BLOCK),
     },
+    in_place={"d": ("c",)},
     min_sm=90,
 )
 def _fp8_gemm_nt_out(
@@ -123,8 +124,7 @@ def fp8_gemm_nt(
     else:
         per_block_factors("b[1]", b_sf, (ceil_div(num_cols, BLOCK), num_blocks), device, (a_sf.dtype,))
     dtypes = (torch.float32,) if b_is_per_row else OUT
-    operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf}
-    d, c, accumulate = result(d, c, (num_rows, num_cols), a_data, dtypes, **operands)
+    d, c, accumulate = result(d, c, (num_rows, num_cols), a_data, dtypes)
     if num_rows:
         _fp8_gemm_nt_out(a_data, a_sf, b_data, b_sf, c, d, b_is_per_row, accumulate)
     return d

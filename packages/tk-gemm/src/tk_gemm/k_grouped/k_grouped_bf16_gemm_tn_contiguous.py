@@ -28,6 +28,7 @@ _OUT = (torch.float32, torch.bfloat16)
         "ks": call.ks if call.psum is None else call.psum,
         "c": call.d if call.accumulate else call.c,
     },
+    in_place={"d": ("c",)},
     min_sm=90,
 )
 def _k_grouped_bf16_gemm_tn_contiguous_out(
@@ -97,7 +98,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
     _, num_cols = matrix("b", b, BF16, (total, "N"), a.device)
     positive_multiple("b (N)", num_cols, 8)
     num_groups = check_ks(ks, grouped_layout, total, a.device)
-    d, c, accumulate = result(d, c, (num_groups, num_rows, num_cols), a, _OUT, a=a, b=b)
+    d, c, accumulate = result(d, c, (num_groups, num_rows, num_cols), a, _OUT)
     psum, sizes = (ks, []) if isinstance(ks, torch.Tensor) else (None, list(ks))
     _k_grouped_bf16_gemm_tn_contiguous_out(a, b, psum, sizes, c, d, accumulate)
     return d

@@ -43,6 +43,7 @@ _OUT = (torch.float32, torch.bfloat16)
         "ks": call.ks if call.psum is None else call.psum,
         "c": call.d if call.accumulate else call.c,
     },
+    in_place={"d": ("c",)},
     min_sm=90,
 )
 def _k_grouped_fp8_gemm_nt_contiguous_out(
@@ -149,8 +150,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     check.require(b_data.ndim == a_data.ndim, "b[0]", "{} dimensions as a[0]", b_data.ndim, a_data.ndim)
     check.require(b_total == total, "b (K)", "{} as a's", b_total, total)
     num_groups = check_ks(ks, grouped_layout, total, device)
-    operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf}
-    d, c, accumulate = result(d, c, (num_groups, num_rows, num_cols), a_data, _OUT, **operands)
+    d, c, accumulate = result(d, c, (num_groups, num_rows, num_cols), a_data, _OUT)
     psum, sizes = (ks, []) if isinstance(ks, torch.Tensor) else (None, list(ks))
     _k_grouped_fp8_gemm_nt_contiguous_out(a_data, a_sf, b_data, b_sf, psum, sizes, c, d, accumulate)
     return d

@@ -177,12 +177,10 @@ def result(
     shape: tuple[int, ...],
     like: Tensor,
     dtypes: tuple[torch.dtype, ...],
-    **others: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Check d and c, or allocate d; return `(d, c, accumulate)`, with c None and accumulate True where c is d.
 
-    A new d has c's dtype, or the first of `dtypes`. Raises ValueError where d overlaps one of `others`, or c
-    without being the same tensor object.
+    A new d has c's dtype, or the first of `dtypes`.
     """
     device = like.device
     if c is not None:
@@ -191,11 +189,7 @@ def result(
         d = like.new_empty(shape, dtype=dtypes[0] if c is None else c.dtype)
         return d, c, False
     matrix("d", d, dtypes, shape, device)
-    check.no_overlap("d", d, **others)
     if c is None:
         return d, None, False
     check.require_type(c.dtype is d.dtype, "c", f"d's dtype {d.dtype}", c.dtype)
-    if c is d:
-        return d, None, True
-    check.no_overlap("d", d, c=c)
-    return d, c, False
+    return (d, None, True) if c is d else (d, c, False)

@@ -90,7 +90,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     positive_multiple("a (K)", num_channels, 64)
     b, b_is_transposed, num_cols = bf16_weights(b, num_channels, a.device, "G")
     check_grouped_layout(grouped_layout, num_rows, b.shape[0], use_psum_layout, a.device)
-    d, _, _ = result(d, None, (num_rows, num_cols), a, BF16, a=a, b=b, grouped_layout=grouped_layout)
+    d, _, _ = result(d, None, (num_rows, num_cols), a, BF16)
     if num_rows:
         _m_grouped_bf16_gemm_nt_contiguous_out(a, b, grouped_layout, d, b_is_transposed, use_psum_layout)
     return d

@@ -79,7 +79,7 @@ def m_grouped_bf16_gemm_nt_masked(
     positive_multiple("a (K)", num_channels, 64)
     b, b_is_transposed, num_cols = bf16_weights(b, num_channels, a.device, num_groups)
     check_masked_m(masked_m, expected_m, num_groups, a.device)
-    d, _, _ = result(d, None, (num_groups, max_m, num_cols), a, BF16, a=a, b=b, masked_m=masked_m)
+    d, _, _ = result(d, None, (num_groups, max_m, num_cols), a, BF16)
     if max_m:
         _m_grouped_bf16_gemm_nt_masked_out(a, b, masked_m, d, b_is_transposed, expected_m)
     return d

@@ -106,8 +106,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     b_data, b_sf = fp8_weights(b, num_channels, a_data.device, "G", a_sf.dtype)
     num_groups, num_cols, _ = b_data.shape
     check_grouped_layout(grouped_layout, num_rows, num_groups, use_psum_layout, a_data.device)
-    operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf, "grouped_layout": grouped_layout}
-    d, _, _ = result(d, None, (num_rows, num_cols), a_data, BF16, **operands)
+    d, _, _ = result(d, None, (num_rows, num_cols), a_data, BF16)
     if num_rows:
         _m_grouped_fp8_gemm_nt_contiguous_out(a_data, a_sf, b_data, b_sf, grouped_layout, d, use_psum_layout)
     return d

@@ -102,8 +102,7 @@ def m_grouped_fp8_gemm_nt_masked(
     per_row_factors("a[1]", a_sf, (num_groups, max_m, num_channels // BLOCK), device, FACTORS)
     b_data, b_sf = fp8_weights(b, num_channels, device, num_groups, a_sf.dtype)
     check_masked_m(masked_m, expected_m, num_groups, device)
-    operands = {"a": a_data, "a_sf": a_sf, "b": b_data, "b_sf": b_sf, "masked_m": masked_m}
-    d, _, _ = result(d, None, (num_groups, max_m, b_data.shape[1]), a_data, BF16, **operands)
+    d, _, _ = result(d, None, (num_groups, max_m, b_data.shape[1]), a_data, BF16)
     if max_m:
         _m_grouped_fp8_gemm_nt_masked_out(a_data, a_sf, b_data, b_sf, masked_m, d, expected_m)
     return d

@@ -115,6 +115,5 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
         out = hidden.new_empty(shape)
     else:
         check.tensor("out", out, (torch.bfloat16,), shape, device=hidden.device)
-        check.no_overlap("out", out, hidden=hidden)
     _expand_to_mhc_out(flat(hidden, 1), flat(out, 2))
     return out

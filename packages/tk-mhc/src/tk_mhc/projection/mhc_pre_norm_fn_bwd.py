@@ -280,17 +280,13 @@ def _finish_kernel(num_rows: int, width: int, has_norm_weight: bool, arch: Arch)
     "tk_mhc::mhc_pre_norm_fn_bwd_out",
     mutates=("d_residual", "d_fn", "d_norm_weight"),
     reference="mhc_pre_norm_fn_bwd",
-    translate=lambda call: {
-        "mhc_fn": call.fn,
-        "mhc_norm_weight": call.norm_weight,
-        "d_residual": call.d_residual if call.accumulate else None,
-    },
+    translate=lambda call: {"d_residual": call.d_residual if call.accumulate else None},
 )
 def _mhc_pre_norm_fn_bwd_out(
     d_mixes: Tensor,
     residual: Tensor,
-    fn: Tensor,
-    norm_weight: Tensor | None,
+    mhc_fn: Tensor,
+    mhc_norm_weight: Tensor | None,
     mixes: Tensor,
     rstd: Tensor,
     d_residual: Tensor,
@@ -299,7 +295,7 @@ def _mhc_pre_norm_fn_bwd_out(
     accumulate: bool,
 ) -> None:
     num_tokens, width = residual.shape
-    num_rows = fn.shape[0]
+    num_rows = mhc_fn.shape[0]
     if num_tokens == 0:
         d_fn.zero_()
         if d_norm_weight is not None:
@@ -307,8 +303,8 @@ def _mhc_pre_norm_fn_bwd_out(
         return
     arch = get_arch(residual.device)
     config = MhcPreNormFnBwdConfig.best(width, num_rows, accumulate, arch)
-    has_norm_weight = norm_weight is not None
-    fn, weight = aligned(fn), aligned(norm_weight) if has_norm_weight else None
+    has_norm_weight = mhc_norm_weight is not None
+    fn, weight = aligned(mhc_fn), aligned(mhc_norm_weight) if has_norm_weight else None
     written = aligned(d_residual)
 
     g = new_workspace(residual, (num_tokens, _PARTS * padded_rows(num_rows)))

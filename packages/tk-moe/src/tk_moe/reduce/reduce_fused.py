@@ -212,7 +212,5 @@ def reduce_fused(
         out = x.new_empty((num_tokens, hidden), dtype=out_dtype)
     else:
         check.tensor("out", out, (out_dtype,), (num_tokens, hidden), device=device)
-        maps = {"topk_weights": topk_weights, "token_topk_to_pos": token_topk_to_pos}
-        check.no_overlap("out", out, **{"x": x, "x[1]": row_sf, **maps, "sf": sf})
     _reduce_fused_out(x, row_sf, topk_weights, token_topk_to_pos, sf, out)
     return out

@@ -122,23 +122,22 @@ def cast_kernel(
 
 @op(
     "tk_quant::cast_out",
-    mutates=("data", "sf"),
+    mutates=("out", "out_sf"),
     reference="lib.cast.cast",
     translate=lambda call: {
         "x": call.x if call.x_sf is None else (call.x, call.x_sf),
-        "sf": call.given_sf,
         "block_size": (call.block_tokens, call.block_channels),
         "x_block_size": (call.x_block_tokens, call.x_block_channels),
-        **({} if call.sf is None else flags_of(call.sf)),
+        **({} if call.out_sf is None else flags_of(call.out_sf)),
     },
 )
 def cast_out(
     x: Tensor,
     x_sf: Tensor | None,
-    given_sf: Tensor | None,
-    tensor_sf: Tensor | None,
-    data: Tensor | None,
     sf: Tensor | None,
+    tensor_sf: Tensor | None,
+    out: Tensor | None,
+    out_sf: Tensor | None,
     fmt: str,
     block_tokens: int,
     block_channels: int,
@@ -146,19 +145,19 @@ def cast_out(
     x_block_channels: int,
     round_sf: bool,
 ) -> None:
-    """Write `data` and `sf`, or one of them; `data` alone is scaled by `given_sf`. `x_sf` belongs to a pair x."""
+    """Write `out` and `out_sf`, or one of them; `out` alone is scaled by `sf`. `x_sf` belongs to a pair x."""
     if x.shape[0] == 0:
         return
     block_size = (block_tokens, block_channels)
     arch, source = get_arch(x.device), CastInput.of(x, x_sf, (x_block_tokens, x_block_channels))
     hidden = x.shape[1] * 8 * x.dtype.itemsize // source.bits
-    written_data, written_sf = for_vectors(data), for_vectors(sf)
-    makes = "data" if sf is None else "sf" if data is None else "both"
-    scales = CastScales(layout_of(given_sf if sf is None else sf), round_sf, tensor_sf is not None)
+    written_data, written_sf = for_vectors(out), for_vectors(out_sf)
+    makes = "data" if out_sf is None else "sf" if out is None else "both"
+    scales = CastScales(layout_of(sf if out_sf is None else out_sf), round_sf, tensor_sf is not None)
     config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
     cast = cast_kernel(source, hidden, fmt, block_size, scales, makes, config, arch)
-    cast(x, x_sf, tensor_sf, written_data, given_sf if sf is None else written_sf)
-    if written_data is not data:
-        data.copy_(written_data)
-    if written_sf is not sf:
-        sf.copy_(written_sf)
+    cast(x, x_sf, tensor_sf, written_data, sf if out_sf is None else written_sf)
+    if written_data is not out:
+        out.copy_(written_data)
+    if written_sf is not out_sf:
+        out_sf.copy_(written_sf)

@@ -30,18 +30,15 @@ def check_flags_of_given_sf(use_tma_aligned_col_major_sf: Any, round_sf: Any, us
         check.require(not value, name, "False, for a precomputed sf is row-major float32", value)
 
 
-def data_output(
-    name: str, given: Any, like: Tensor, num_tokens: int, hidden: int, fmt: str, **inputs: Tensor | None
-) -> Tensor:
+def data_output(name: str, given: Any, like: Tensor, num_tokens: int, hidden: int, fmt: str) -> Tensor:
     """The tensor to write the codes of (num_tokens, hidden) values to: `given`, or a new one if that is None.
 
-    Raises TypeError or ValueError if `given` has another dtype, shape, device or strides, or overlaps an input.
+    Raises TypeError or ValueError if `given` has another dtype, shape, device or strides.
     """
     shape, dtype = (num_tokens, hidden * BITS[fmt] // 8), _DTYPES[fmt]
     if given is None:
         return like.new_empty(shape, dtype=dtype)
     check.tensor(name, given, (dtype,), shape, device=like.device)
-    check.no_overlap(name, given, **inputs)
     return given
 
 
@@ -53,11 +50,10 @@ def scales_output(
     num_cols: int,
     layout: ScaleLayout,
     dtype: torch.dtype | None = None,
-    **inputs: Tensor | None,
 ) -> Tensor:
     """The tensor to write the sf of (num_rows, num_cols) blocks to, in `layout`: `given`, or a new one if that is None.
 
-    Raises TypeError or ValueError if `given` has another dtype, shape, device or strides, or overlaps an input.
+    Raises TypeError or ValueError if `given` has another dtype, shape, device or strides.
     """
     if given is None:
         return empty_scales(like, num_rows, num_cols, layout, dtype)
@@ -67,7 +63,6 @@ def scales_output(
     strides = zip(given.shape, given.stride(), expected.stride(), strict=True)
     fits = given.numel() == 0 or all(size == 1 or got == want for size, got, want in strides)
     check.require(fits, name, "strides {}", given.stride(), expected.stride())
-    check.no_overlap(name, given, **inputs)
     return given
 
 

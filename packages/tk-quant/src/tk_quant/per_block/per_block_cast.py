@@ -79,8 +79,8 @@ def per_block_cast(
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
     data, sf = output_pair(out)
-    data = data_output("out[0]", data, x, *x.shape, fmt, x=x)
-    sf = scales_output("out[1]", sf, x, num_rows, num_cols, layout, **{"x": x, "out[0]": data})
+    data = data_output("out[0]", data, x, *x.shape, fmt)
+    sf = scales_output("out[1]", sf, x, num_rows, num_cols, layout)
     cast_out(x, None, None, None, data, sf, fmt, *block_size, 0, 0, round_sf)
     return data, sf
 
@@ -105,7 +105,7 @@ def per_block_cast_with_sf_only(
     """
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
-    sf = scales_output("out_sf", out_sf, x, num_rows, num_cols, layout, x=x)
+    sf = scales_output("out_sf", out_sf, x, num_rows, num_cols, layout)
     cast_out(x, None, None, None, None, sf, fmt, *block_size, 0, 0, round_sf)
     return sf
 
@@ -140,6 +140,6 @@ def per_block_cast_with_precomputed_sf(
     check_flags_of_given_sf(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
     check.tensor("sf", sf, (torch.float32,), (num_rows, num_cols), device=x.device)
-    data = data_output("out", out, x, *x.shape, fmt, x=x, sf=sf)
+    data = data_output("out", out, x, *x.shape, fmt)
     cast_out(x, None, sf, None, data, None, fmt, *block_size, 0, 0, False)
     return data

@@ -175,10 +175,9 @@ def per_token_cast(
     x, x_sf, num_tokens, hidden, x_block_size = _check_input(x, fmt, tuple(LIMITS), num_per_channels, x_block_size)
     layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf)
     data, sf = output_pair(out)
-    inputs = {"x": x, "x[1]": x_sf, "tensor_sf": tensor_sf}
-    data = data_output("out[0]", data, x, num_tokens, hidden, fmt, **inputs)
+    data = data_output("out[0]", data, x, num_tokens, hidden, fmt)
     num_groups = ceil_div(hidden, num_per_channels)
-    sf = scales_output("out[1]", sf, x, num_tokens, num_groups, layout, sf_dtype, **inputs, **{"out[0]": data})
+    sf = scales_output("out[1]", sf, x, num_tokens, num_groups, layout, sf_dtype)
     cast_out(x, x_sf, None, tensor_sf, data, sf, fmt, 1, num_per_channels, *x_block_size, round_sf)
     return data, sf
 
@@ -222,9 +221,8 @@ def per_token_cast_with_sf_only(
     checked = _check_input(x, fmt, _FORMATS_FROM_PAIRS, num_per_channels, x_block_size)
     x, x_sf, num_tokens, hidden, x_block_size = checked
     layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf)
-    inputs = {"x": x, "x[1]": x_sf, "tensor_sf": tensor_sf}
     num_groups = ceil_div(hidden, num_per_channels)
-    sf = scales_output("out_sf", out_sf, x, num_tokens, num_groups, layout, sf_dtype, **inputs)
+    sf = scales_output("out_sf", out_sf, x, num_tokens, num_groups, layout, sf_dtype)
     cast_out(x, x_sf, None, tensor_sf, None, sf, fmt, 1, num_per_channels, *x_block_size, round_sf)
     return sf
 
@@ -266,6 +264,6 @@ def per_token_cast_with_precomputed_sf(
     x, x_sf, num_tokens, hidden, x_block_size = checked
     num_groups = ceil_div(hidden, num_per_channels)
     check.tensor("sf", sf, (torch.float32,), (num_tokens, num_groups), device=x.device)
-    data = data_output("out", out, x, num_tokens, hidden, fmt, **{"x": x, "x[1]": x_sf, "sf": sf})
+    data = data_output("out", out, x, num_tokens, hidden, fmt)
     cast_out(x, x_sf, sf, None, data, None, fmt, 1, num_per_channels, *x_block_size, False)
     return data
