@@ -1,67 +1,166 @@
-"""Ops that write into a tensor given by the caller reject one that shares memory with another argument."""
+"""No op writes into memory of another argument, or twice into the same: it refuses before it changes anything."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import tk_engram
-import tk_mhc
-import tk_moe
+from tk_core import kernel, overlap
+from tk_core.testing import OpSpec, load_specs
+from tk_core.testing.tiers import run
+from tk_core.testing.trees import map_tensors, storage_bytes, tensors, transfer
 
-Call = Callable[[Tensor], object]
-
-BF16 = torch.bfloat16
-# Memory of the arguments, part of which each call also takes as `out`.
-ROWS = torch.zeros(8, 4, 64, dtype=BF16)
-MATRIX = torch.ones(4, 8)
-POS = torch.zeros(8, 2, dtype=torch.int32)
-CALLS: dict[str, tuple[Call, Tensor, str]] = {
-    "reduce_fused": (
-        lambda out: tk_moe.reduce_fused(ROWS.view(32, 64), None, POS, out=out),
-        ROWS.view(32, 64)[:8],
-        "x",
-    ),
-    "expand_to_mhc": (lambda out: tk_mhc.expand_to_mhc(ROWS[0], 4, out), ROWS[:4].view(4, 4, 64), "hidden"),
-    "mhc_post": (
-        lambda out: tk_mhc.mhc_post(ROWS[:, 0] + 0, ROWS, torch.zeros(8, 4, 1), torch.zeros(8, 4, 4), out),
-        ROWS,
-        "residual",
-    ),
-    "mhc_pre_apply_mix": (
-        lambda out: tk_mhc.mhc_pre_apply_mix(ROWS, torch.zeros(8, 4, 1), out),
-        ROWS.view(32, 64)[:8],
-        "x",
-    ),
-    "engram_lookup": (
-        lambda out: tk_engram.engram_lookup(torch.zeros(2, 4, dtype=torch.int32), ROWS.view(32, 64), out=out),
-        ROWS[:2],
-        "table",
-    ),
-    "engram_sinkhorn_finalize": (
-        lambda out: tk_engram.engram_sinkhorn_finalize(MATRIX[1:], torch.ones(3), torch.ones(8), 1e-6, 1.0, out),
-        MATRIX[:3],
-        "matrix",
-    ),
+# Outputs that each op may make itself: calls give it those that it made.
+OUTPUTS = {"out", "out_sf"}
+SPECS = {
+    name: spec
+    for name, spec in load_specs().items()
+    if spec.mutates or OUTPUTS & inspect.signature(spec.op).parameters.keys()
 }
+# What may be written exactly over another argument, as (written, other).
+IN_PLACE = {("d", "c"), ("out", "matrix")}
+# Arguments that nothing reads.
+UNREAD = {"k_grouped_bf16_gemm_tn_contiguous": "grouped_layout", "k_grouped_fp8_gemm_nt_contiguous": "grouped_layout"}
+Path = tuple[Any, ...]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_out_is_not_an_input(name: str) -> None:
-    call, out, other = CALLS[name]
-    before = out.clone()
-    with pytest.raises(ValueError, match=f"^out: expected memory of its own, got some of {other}$"):
-        call(out)
-    assert torch.equal(out, before)
-    call(out.clone())
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors of a tree of arguments, each with its path: ("x", 1) is the second of the pair x."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, (*path, key))
+
+
+def replaced(tree: Any, new: dict[Path, Tensor], path: Path = ()) -> Any:
+    """The same tree with other tensors at some paths, and copies of the rest."""
+    if isinstance(tree, dict):
+        return {key: replaced(value, new, (*path, key)) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(replaced(value, new, (*path, i)) for i, value in enumerate(tree))
+    return new[path] if path in new else transfer(tree)
+
+
+def calls(spec: OpSpec, device: str) -> Iterator[tuple[dict[str, Any], list[Path]]]:
+    """The arguments of each small case, with outputs given where the op takes them; the paths of what the op writes."""
+    for case in spec.cases:
+        if not case.small or (device == "cuda" and not case.gpu):
+            continue
+        torch.manual_seed(0)
+        kwargs = case.make(device)
+        for name in OUTPUTS & inspect.signature(spec.op).parameters.keys():
+            if kwargs.get(name) is None:
+                kwargs[name] = spec.op(**kwargs)
+        copy = transfer(kwargs)
+        with kernel.recorded_launches() as recorded:
+            spec.op(**copy)
+        yield kwargs, [path for path, x in leaves(copy) if any(overlap.overlap(x, y) for y in recorded.written)]
+
+
+def sharing(x: Tensor, y: Tensor, distance: int) -> tuple[Tensor, Tensor]:
+    """Tensors like x and y, the first at the beginning of memory, the second, equal to y, `distance` bytes later."""
+    num_bytes = max(overlap.extent(x), overlap.extent(y) + distance)
+    memory = torch.zeros((num_bytes + 63) // 64 * 64, dtype=torch.uint8, device=x.device).untyped_storage()
+    second = y.new_empty(0).set_(memory, distance // y.element_size(), y.shape, y.stride())
+    second.copy_(y)
+    return x.new_empty(0).set_(memory, 0, x.shape, x.stride()), second
+
+
+def bad_calls(spec: OpSpec, device: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], bool]]:
+    """What is wrong with a call; its arguments; right ones that they differ from; whether the op may take them."""
+    seen = set()
+    for kwargs, written in calls(spec, device):
+        arguments = {path: x for path, x in leaves(kwargs) if x.numel()}
+        for path in written:
+            x = arguments.get(path)
+            if x is None:
+                continue
+            for other, y in arguments.items():
+                for distance in (0, 64):
+                    is_new = other != path and (path, other, distance) not in seen
+                    is_read = UNREAD.get(spec.op.__name__) != other[0]
+                    if is_new and is_read and y.device == x.device and distance < overlap.extent(x):
+                        seen.add((path, other, distance))
+                        first, second = sharing(x, y, distance)
+                        are_same = distance == 0 and (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
+                        may_pass = are_same and (path[0], other[0]) in IN_PLACE
+                        bad = replaced(kwargs, {path: first, other: second})
+                        yield f"{path} over {other}, {distance} bytes before", bad, kwargs, may_pass
+            if max(x.shape, default=1) > 1 and (path, 0) not in seen:
+                seen.add((path, 0))
+                dim = max(range(x.ndim), key=lambda d: x.shape[d] > 1)
+                yield (
+                    f"{path} of stride 0",
+                    replaced(kwargs, {path: x.narrow(dim, 0, 1).expand(x.shape)}),
+                    kwargs,
+                    False,
+                )
+    assert seen, f"{spec.name}: expected a case in which an argument is written"
+
+
+def problem_of(spec: OpSpec, function: Callable[..., Any], bad: dict[str, Any], may_pass: bool) -> str | None:
+    """What is wrong with how `function`, the op, takes a bad call, if anything is."""
+    before = [storage_bytes(x).clone() for x in tensors(bad)]
+    apart = map_tensors(transfer, bad)
+    try:
+        actual = run(spec, function, bad)
+    except ValueError as error:
+        named = any(str(error).startswith(name) for name in inspect.signature(spec.op).parameters)
+        if not named or ": expected " not in str(error):
+            return f"names no argument: {error}"
+        changed = any(not torch.equal(storage_bytes(x), then) for x, then in zip(tensors(bad), before))
+        return "changed an argument" if changed else None
+    if not may_pass:
+        return "accepted"
+    try:
+        spec.compare(actual, run(spec, spec.op, apart))
+    except AssertionError as error:
+        return f"wrong values: {error}"
+    return None
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_outputs_over_other_arguments(name: str) -> None:
+    spec = SPECS[name]
+    found = {what: problem_of(spec, spec.op, bad, may_pass) for what, bad, _, may_pass in bad_calls(spec, "cpu")}
+    problems = [f"{what}: {problem}" for what, problem in found.items() if problem]
+    assert not problems, "\n".join(problems)
+
+
+# torch.compile may have copied them apart before the op runs: then the values are right.
+@pytest.mark.parametrize(
+    "name",
+    ["tk_engram.grad_w_reduce", "tk_gemm.bf16_gemm_nt", "tk_mhc.mhc_pre_apply_mix_bwd", "tk_quant.per_token_cast"],
+)
+def test_outputs_over_other_arguments_compiled(name: str) -> None:
+    spec = SPECS[name]
+    problems = []
+    for what, bad, _, _ in islice(bad_calls(spec, "cpu"), 4):
+        torch._dynamo.reset()
+        compiled = torch.compile(spec.op, fullgraph=True, backend="aot_eager")
+        try:
+            problem = problem_of(spec, compiled, bad, may_pass=True)
+        except torch._dynamo.exc.BackendCompilerFailed as error:  # torch takes no written views of other dtypes.
+            problem = None if "views with different dtypes" in str(error) else str(error)
+        if problem:
+            problems.append(f"{what}: {problem}")
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.gpu
-def test_a_remembered_call_looks_too() -> None:
-    x = torch.ones(32, 64, dtype=BF16, device="cuda")
-    pos = torch.zeros(8, 2, dtype=torch.int32, device="cuda")
-    for _ in range(3):
-        tk_moe.reduce_fused(x, None, pos, out=torch.empty(8, 64, dtype=BF16, device="cuda"))
-    with pytest.raises(ValueError, match="out: expected memory of its own, got some of x"):
-        tk_moe.reduce_fused(x, None, pos, out=x[:8])
+@pytest.mark.parametrize("name", SPECS)
+def test_gpu_outputs_over_other_arguments(name: str) -> None:
+    """A repeated call, whose launches were recorded, looks at its arguments as the first did."""
+    spec = SPECS[name]
+    problems = []
+    for what, bad, good, may_pass in bad_calls(spec, "cuda"):
+        for _ in range(2):
+            spec.op(**transfer(good))
+        if problem := problem_of(spec, spec.op, bad, may_pass):
+            problems.append(f"{what}: {problem}")
+    assert not problems, "\n".join(problems)
