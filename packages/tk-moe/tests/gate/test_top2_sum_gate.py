@@ -389,7 +389,7 @@ GOOD: dict[str, Any] = {
         (
             {"unmapped_topk_idx": torch.zeros(1, 2, dtype=torch.int64).expand(3, 2)},
             ValueError,
-            "unmapped_topk_idx.*overlap",
+            "unmapped_topk_idx.*apart in memory",
         ),
         ({"to_physical_map": torch.zeros(8, 2, dtype=torch.int32)}, ValueError, "logical_count.*to_physical_map"),
         ({"logical_count": torch.ones(8, dtype=torch.int32)}, ValueError, "to_physical_map.*logical_count"),

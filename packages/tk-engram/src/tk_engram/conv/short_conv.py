@@ -313,8 +313,8 @@ def short_conv(
             cu_seqlens[b + 1] - 1. It ascends from 0 to T, which is checked with TK_DEBUG. None: one sequence.
         eps: positive; added to the mean square.
         residual: bfloat16 (T, m, H), contiguous, or None: SiLU(y) alone.
-        state: bfloat16 (B, 3 · dilation, m, H), contiguous, updated in place; B is 1 without cu_seqlens. None: nothing
-            comes before a sequence.
+        state: bfloat16 (B, 3 · dilation, m, H), contiguous, updated in place, of no other argument's memory; B is 1
+            without cu_seqlens. None: nothing comes before a sequence.
 
     Returns:
         bfloat16 (T, m, H).

@@ -365,7 +365,8 @@ def engram_gate_bwd(
         image_token_mask: the forward's, bool (T), contiguous: of these tokens grad_x is grad_out, or 0 without
             the residual, and the rest 0.
         add_residual: the forward's. False: grad_x is without grad_out.
-        grad_kv: bfloat16 (T, m + 1, H), contiguous, to be written: grad_k and grad_v are its views.
+        grad_kv: bfloat16 (T, m + 1, H), contiguous, to be written: grad_k and grad_v are its views. It shares memory
+            with no other argument.
 
     Returns:
         grad_x: bfloat16 (T, m, H).

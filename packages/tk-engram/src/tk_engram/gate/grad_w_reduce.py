@@ -133,11 +133,12 @@ def grad_w_reduce(
         weight_hidden: bfloat16 or float32 (m, H), contiguous; m is 1 to 8, H a multiple of 64, up to 16384.
         weight_embed: likewise, of either dtype.
         grad_weight_hidden: float32 (m, H), contiguous, added to in place.
-        grad_weight_embed: likewise; another tensor.
+        grad_weight_embed: likewise. Both have memory of their own.
 
     Raises:
         TypeError: an argument is not a tensor of its dtype.
-        ValueError: a shape, stride or device does not fit, or m or H is out of range.
+        ValueError: a shape, stride or device does not fit, m or H is out of range, or a gradient shares memory with
+            another argument.
     """
     float32 = (torch.float32,)
     _, *shape = check.tensor("grad_w_partial", grad_w_partial, float32, ("blocks", "hc_mult", "hidden"))

@@ -284,7 +284,7 @@ def engram_lookup_bwd(
         indices: int32 (T, C), contiguous, as the forward was given them. An index of num_rows or more counts as
             negative (`TK_DEBUG=1` raises ValueError).
         num_rows: R, rows of the table, 1 to 2³¹ - 1.
-        grad: float32 (R, D), contiguous, to be added to; None for a new one.
+        grad: float32 (R, D), contiguous, to be added to, of no other argument's memory; None for a new one.
         sparse: return only the rows that were looked up.
 
     Returns:

@@ -117,7 +117,7 @@ def engram_sinkhorn_momentum_update(
 
     Args:
         grad: g, bfloat16 or float32, contiguous, of any shape.
-        momentum_buffer: m, bfloat16 or float32, contiguous, of the same shape; updated in place.
+        momentum_buffer: m, bfloat16 or float32, contiguous, of the same shape; updated in place, and not grad's memory.
         beta1: β, a number from 0 to 1.
         nesterov: whether the result looks one step ahead.
 

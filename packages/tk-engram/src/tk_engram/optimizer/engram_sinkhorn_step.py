@@ -126,7 +126,7 @@ def engram_sinkhorn_step(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, e
 
     Args:
         matrix: M, float32 (R, D), contiguous, not written; D is 1 to 16384.
-        row_scale: r, float32 (R), contiguous, updated in place.
+        row_scale: r, float32 (R), contiguous, updated in place, of no other argument's memory.
         col_scale: c, float32 (D), contiguous.
         eps: a number of at least 0.
 

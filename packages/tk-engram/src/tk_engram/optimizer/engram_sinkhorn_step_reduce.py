@@ -76,7 +76,7 @@ def engram_sinkhorn_step_reduce(col_sumsq_partial: Tensor, col_sumsq: Tensor) ->
 
     Args:
         col_sumsq_partial: float32 (P, D), contiguous, as `engram_sinkhorn_step` returned it; any P, D is 1 to 16384.
-        col_sumsq: float32 (D), contiguous, to be written.
+        col_sumsq: float32 (D), contiguous, to be written, of no other argument's memory.
 
     Raises:
         TypeError: an argument is not a float32 tensor.

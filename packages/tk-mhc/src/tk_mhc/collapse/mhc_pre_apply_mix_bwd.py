@@ -136,7 +136,8 @@ def mhc_pre_apply_mix_bwd(d_o: Tensor, x: Tensor, mix: Tensor, *, d_x: Tensor | 
         d_o: the gradient of the output, bfloat16 (..., H), contiguous.
         x: the residual, bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
         mix: float32 (..., m, 1), contiguous.
-        d_x: bfloat16 (..., m, H), contiguous, a gradient that is added to in place; None for a new tensor.
+        d_x: bfloat16 (..., m, H), contiguous, a gradient that is added to in place, of no other argument's memory; None
+            for a new tensor.
 
     Returns:
         (d_x, d_mix): bfloat16 (..., m, H), `d_x` itself if it was given, and float32 (..., m, 1).

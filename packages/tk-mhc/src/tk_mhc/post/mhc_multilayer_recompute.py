@@ -212,8 +212,8 @@ def mhc_multilayer_recompute(
 
     Raises:
         TypeError: a list is not a list or tuple, or a tensor is not one of its dtype.
-        ValueError: a list's length, or a tensor's shape, stride or device does not fit, or m or H is out of range. The
-            message names a tensor by its place, such as comb_mix_list[3].
+        ValueError: a list's length, or a tensor's shape, stride or device does not fit, m or H is out of range, or what
+            is written shares memory. The message names a tensor by its place, such as comb_mix_list[3].
     """
     leading, mhc_mult, hidden = check_streams("initial_residual", initial_residual)
     device = initial_residual.device

@@ -348,7 +348,7 @@ def mhc_pre_norm_fn_bwd(
         mixes: float32 (..., rows of mhc_fn), contiguous, as `mhc_pre_norm_fn` returned it.
         rstd: float32 (...), contiguous, as `mhc_pre_norm_fn` returned it.
         d_residual: bfloat16 (..., m, H), contiguous: a gradient that this one is added to, in float32, rounded once, in
-            place; None for a new tensor.
+            place, of no other argument's memory; None for a new tensor.
 
     Returns:
         d_residual: bfloat16 (..., m, H): the given one, if one was given.

@@ -228,9 +228,6 @@ def top2_sum_gate(
     if unmapped_topk_idx is not None:
         what = "unmapped_topk_idx", unmapped_topk_idx
         check.tensor(*what, (torch.int64,), (num_tokens, num_topk), layout="rows", device=device)
-        strides = unmapped_topk_idx.stride()
-        is_apart = num_tokens < 2 or strides[0] >= num_topk
-        check.require(is_apart, "unmapped_topk_idx", "rows that do not overlap", strides)
     is_given = fix_routing_mask is None or unmapped_topk_idx is not None
     check.require(is_given, "unmapped_topk_idx", "a tensor beside fix_routing_mask", unmapped_topk_idx)
     if check.reads_data(logits):
