@@ -15,6 +15,9 @@ def test_column_major_with_columns_on_16_bytes() -> None:
     assert torch.equal(out, x)
     assert tk_gemm.get_mn_major_tma_aligned_tensor(out) is out
     assert tk_gemm.get_mn_major_tma_aligned_tensor(x[0].t()).stride() == (1, 4)
+    off = torch.rand(9)[1:].view(1, 8).t()
+    assert off.stride() == (1, 8)
+    assert tk_gemm.get_mn_major_tma_aligned_tensor(off).data_ptr() % 16 == 0
     for error, wrong in ((TypeError, x.double()), (ValueError, x[0, 0]), (ValueError, x[None])):
         with pytest.raises(error, match=r"^x: "):
             tk_gemm.get_mn_major_tma_aligned_tensor(wrong)

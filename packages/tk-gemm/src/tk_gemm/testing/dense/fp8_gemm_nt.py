@@ -82,6 +82,8 @@ SPEC = OpSpec(
             "m130-n144-k256-per-row-row-major",
             make(130, 144, 256, dtype=torch.float32, per_row=True, layout="row", with_c=True),
         ),
+        Case("m16-n48-k128-per-row-off", make(16, 48, 128, dtype=torch.float32, per_row=True, layout="off")),
+        Case("m16-n48-k128-off", make(16, 48, 128, layout="off")),
         *(
             Case(f"{name}-packed", build, small=True, compile=True, archs=("sm_100a",), gpu=False)
             for name, build in (

@@ -14,12 +14,15 @@ def e4m3(*shape: int, device: str, positive: bool = False) -> torch.Tensor:
 
 
 def row_factors(num_rows: int, num_cols: int, device: str, layout: str = "column") -> torch.Tensor:
-    """Factors (rows, cols): "column" major as casts write them, "sliced" from more rows, "row" major or "packed"."""
+    """Factors (rows, cols): "column" major as casts write them, "row" major or "packed".
+
+    Or sliced from more rows: "sliced" on 16 bytes, "off" beside them.
+    """
     if layout == "packed":
         return packed_factors(num_rows, num_cols, device=device)
     if layout == "row":
         return torch.rand((num_rows, num_cols), device=device) + 0.5
-    extra = 8 if layout == "sliced" else 0
+    extra = {"sliced": 8, "off": 2}.get(layout, 0)
     whole = torch.empty_strided((num_rows + extra, num_cols), (1, align(num_rows + extra, 4)), device=device)
     whole.uniform_(0.5, 1.5)
     return whole[extra // 2 : extra // 2 + num_rows]
