@@ -108,6 +108,22 @@ def test_bf16_products_are_planned_for_blackwell() -> None:
     assert kinds == {"dense", "ids", "psum", "masked", "k"}
 
 
+def test_products_are_planned_with_every_option() -> None:
+    ops = {op for op in ops_called(load(EVERY_OP)) if op.startswith("tk_gemm.")}
+    planned: dict[str, set[tuple[object, ...]]] = defaultdict(set)
+    for request in plan_model(load(EVERY_OP), ["sm_90a"], ops).jobs:
+        planned[request.kernel.name.rpartition(".")[2]].add(request.args)
+    # Their last arguments but the architecture: weights and a clamp; the dtype of the gradient and whether c is added.
+    options = {args[-3:-1] for args in planned["fp8_swiglu_product_kernel"]}
+    assert options == {(False, False), (False, True), (True, False), (True, True)}
+    gradients = {(args[2], args[-2]) for args in planned["bf16_product_kernel"] if args[0] == "k"}
+    assert planned["fp8_k_product_kernel"] == {(*each, arch_from_name("sm_90a")) for each in gradients}
+    assert gradients == {(dtype, add) for dtype in (torch.float32, torch.bfloat16) for add in (False, True)}
+    for name in ("fp8_product_kernel", "bf16_product_kernel"):
+        assert {args[-2] for args in planned[name] if args[0] == "dense"} == {False, True}
+    assert planned["gather_groups_kernel"]
+
+
 def examples(readme: Path) -> list[str]:
     """Python examples of a README, with tensors on the meta device."""
     codes = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)

@@ -35,14 +35,20 @@ class Profile:
     """Layouts of the activations' scale factors; packed_ue8m0, the weights' too, is for Blackwell."""
     outputs: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
     """Dtypes of dense products."""
+    accumulate: tuple[bool, ...] = (False,)
+    """Whether dense products are added to a matrix c."""
     operands: tuple[Literal["e4m3", "bfloat16"], ...] = ("e4m3",)
     """Dtypes of activations and weights."""
     orders: tuple[Literal["nt", "nn", "tn", "tt"], ...] = ("nt",)
     """How the operands of BF16 products lie: bf16_gemm_nt, or its views."""
     swiglu: bool = False
-    """Experts' products fused with SwiGLU and the cast too, where N is a multiple of 256."""
+    """Experts' products fused with SwiGLU and the cast too, where N is a multiple of 256, with and without weights."""
+    swiglu_clamps: tuple[bool, ...] = (False,)
+    """Whether the SwiGLU clamps its input."""
     training: bool = False
-    """Gradients of experts' weights too, in float32, written or added to what is there."""
+    """Gradients of experts' weights too, in both forms of FP8 operands, written or added to what is there."""
+    gradients: tuple[Literal["float32", "bfloat16"], ...] = ("float32",)
+    """Dtypes of these gradients."""
 
 
 def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -57,16 +63,17 @@ def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple
     """Rows of all experts together, and the arguments of gradients of this shape other than the operands."""
     if profile.training:
         ends = empty(profile.num_experts, dtype=torch.int32)
-        d = empty(profile.num_experts, *shape)
         total = align(num_tokens * profile.num_topk, _BLOCK)
-        yield from ((total, {"d": d, "ks": ends, "c": c}) for c in (None, d))
+        for dtype in profile.gradients:
+            d = empty(profile.num_experts, *shape, dtype=dtype)
+            yield from ((total, {"d": d, "ks": ends, "c": c}) for c in (None, d))
 
 
 def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for (num_cols, num_channels), layout in product(profile.dense, profile.sf_layouts):
         a, b = _activations(num_tokens, num_channels, layout), _weights(num_cols, num_channels, layout)
-        for d in _results(profile, num_tokens, num_cols):
-            yield gemm.fp8_gemm_nt, {"a": a, "b": b, "d": d}
+        for outputs in _results(profile, num_tokens, num_cols):
+            yield gemm.fp8_gemm_nt, {"a": a, "b": b, **outputs}
     for (num_cols, num_channels), layout in product(profile.experts, profile.sf_layouts):
         b = _weights(num_cols, num_channels, layout, profile.num_experts)
         for num_rows, groups, with_psum in _contiguous(profile, num_tokens):
@@ -75,7 +82,8 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             yield gemm.m_grouped_fp8_gemm_nt_contiguous, {**arguments, **grouping}
             if profile.swiglu and num_cols % (2 * _BLOCK) == 0:
                 del arguments["d"]
-                yield gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, {**arguments, **grouping, **_weights_of(num_rows)}
+                for options in _swiglu_options(profile, num_rows):
+                    yield gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, {**arguments, **grouping, **options}
         for num_rows, grouping in _masked(profile, num_tokens):
             data, sf = _activations(profile.num_experts * num_rows, num_channels, layout)
             shape = profile.num_experts, num_rows
@@ -84,13 +92,15 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     layouts = {"packed_ue8m0" if layout == "packed_ue8m0" else "col_major": None for layout in profile.sf_layouts}
     for shape, layout in product(profile.experts, layouts):
         for total, arguments in _k_grouped(profile, num_tokens, *shape):
-            a, b = ((data, sf.t()) for data, sf in (_activations(rows, total, layout) for rows in shape))
-            yield gemm.k_grouped_fp8_gemm_nt_contiguous, {"a": a, "b": b, **arguments}
+            pairs = [_activations(rows, total, layout) for rows in shape]
+            for a, b in ([(data, sf.t()) for data, sf in pairs], [(data.view(-1), sf) for data, sf in pairs]):
+                yield gemm.k_grouped_fp8_gemm_nt_contiguous, {"a": a, "b": b, **arguments}
 
 
-def _weights_of(num_rows: int) -> dict[str, torch.Tensor]:
-    pos = empty(num_rows, dtype=torch.int32)
-    return {"pos_to_token_topk": pos, "topk_weights": empty(1, 1)}
+def _swiglu_options(profile: Profile, num_rows: int) -> Iterator[dict[str, Any]]:
+    weighted = {"pos_to_token_topk": empty(num_rows, dtype=torch.int32), "topk_weights": empty(1, 1)}
+    for clamps, maps in product(profile.swiglu_clamps, ({}, weighted)):
+        yield {"swiglu_clamp_value": 10.0 if clamps else None, **maps}
 
 
 def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -98,8 +108,8 @@ def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         num_rows = num_tokens if order[0] == "n" else align(num_tokens, 8)  # transposed, columns are on 16 bytes
         a = _bf16(num_rows, num_channels) if order[0] == "n" else _bf16(num_channels, num_rows).t()
         b = _bf16(num_cols, num_channels) if order[1] == "t" else _bf16(num_channels, num_cols).t()
-        for d in _results(profile, num_rows, num_cols):
-            yield gemm.bf16_gemm_nt, {"a": a, "b": b, "d": d}
+        for outputs in _results(profile, num_rows, num_cols):
+            yield gemm.bf16_gemm_nt, {"a": a, "b": b, **outputs}
     for (num_cols, num_channels), order in product(profile.experts, profile.orders):
         if order[0] == "t":
             continue
@@ -123,9 +133,10 @@ def _bf16(*shape: int) -> torch.Tensor:
     return empty(*shape, dtype=torch.bfloat16)
 
 
-def _results(profile: Profile, num_tokens: int, num_cols: int) -> Iterator[torch.Tensor]:
-    for dtype in profile.outputs:
-        yield empty(num_tokens, num_cols, dtype=dtype)
+def _results(profile: Profile, num_tokens: int, num_cols: int) -> Iterator[dict[str, torch.Tensor | None]]:
+    for dtype, accumulates in product(profile.outputs, profile.accumulate):
+        d = empty(num_tokens, num_cols, dtype=dtype)
+        yield {"d": d, "c": d if accumulates else None}
 
 
 def _activations(num_rows: int, num_channels: int, layout: str) -> Pair:

@@ -7,15 +7,16 @@ import torch
 
 from tk_core.arch import arch_from_name
 from tk_core.kernel import KernelRequest
-from tk_core.testing.usage import cuobjdump, lower, resource_usages
+from tk_core.testing.usage import cuobjdump, lower, resource_usage, resource_usages
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.bf16_product_blackwell import bf16_product_blackwell_kernel
 from tk_gemm.lib.fp8_k_product import fp8_k_product_kernel
 from tk_gemm.lib.fp8_k_product_blackwell import fp8_k_product_blackwell_kernel
 from tk_gemm.lib.fp8_product import fp8_product_kernel
 from tk_gemm.lib.fp8_product_blackwell import fp8_product_blackwell_kernel
-from tk_gemm.lib.fp8_product_config import CONFIGS, WIDE, ProductConfig
+from tk_gemm.lib.fp8_product_config import BLOCK_K, CONFIGS, WIDE, ProductConfig
 from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
+from tk_gemm.lib.fp8_swiglu_product import fp8_swiglu_product_kernel
 from tk_gemm.lib.fp8_swiglu_product_blackwell import fp8_swiglu_product_blackwell_kernel
 
 pytestmark = pytest.mark.compile
@@ -75,6 +76,12 @@ def test_every_tile_of_float32_fits() -> None:
         for used in usage.values():
             assert used.shared_bytes <= ARCH.shared_memory_each(1), config
             assert used.stack_bytes == 0, config
+
+
+def test_swiglu_keeps_one_tile_of_codes() -> None:
+    (used,) = resource_usage(fp8_swiglu_product_kernel, "ids", True, True, True, ARCH).values()
+    ring = WIDE.num_stages * (BLOCK_K * (WIDE.block_m + WIDE.block_n) + 4 * WIDE.block_m)
+    assert used.shared_bytes - ring < 2 * WIDE.block_m * 128
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -50,7 +50,7 @@ def fp8_swiglu_product_kernel(
             a_tile = T.alloc_shared((num_stages, block_m, BLOCK_K), "float8_e4m3fn")
             b_tile = T.alloc_shared((num_stages, block_n, BLOCK_K), "float8_e4m3fn")
             a_sf_tile = T.alloc_shared((num_stages, block_m), "float32")
-            out = T.alloc_shared((2, block_m, 128), "float8_e4m3fn")
+            out = T.alloc_shared((1, block_m, 128), "float8_e4m3fn")  # A tile's codes are one piece: no second buffer.
             full = T.alloc_barrier([1] * num_stages)
             empty = T.alloc_barrier([NUM_CONSUMERS // 32] * num_stages)
             place = T.alloc_local((PLACE_SIZE,), "int32")
