@@ -136,7 +136,7 @@ def _divisions_kernel(arch: Arch) -> Any:
                     # exp one unit in the last place off.
                     check_silu(wrong, x, -1)
                     check_silu(wrong, x, 1)
-                if x >= T.float32(1e-4) or (is_nan(bits) and bits < T.uint32(0x80000000)):
+                if x >= T.float32(448 * 2.0**-126) or (is_nan(bits) and bits < T.uint32(0x80000000)):
                     check_scale(wrong, bits, "e4m3", 448.0, 1)
                 if x >= T.float32(6 * 2.0**-126) or (is_nan(bits) and bits < T.uint32(0x80000000)):
                     check_scale(wrong, bits, "e2m1", 6.0, 5)

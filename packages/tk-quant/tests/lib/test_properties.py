@@ -57,20 +57,30 @@ def special(fmt: str) -> str | None:
     return "e5m6" if fmt == "e5m6" else None
 
 
-@given(matrices(), formats, blocks)
-def test_sf_is_the_least_power_of_two_that_fits(x: torch.Tensor, fmt: str, block: tuple[int, int]) -> None:
-    limits = FORMATS[fmt]
-    sf = quantize(x, fmt, block, round_sf=True)[1].double()
-    quotient = (block_amax(x, block).clamp(min=limits.least_amax) / torch.tensor(limits.largest)).double()
+# Values of sf_clamp_min that every format takes, and none.
+least_amaxes = st.one_of(st.none(), st.floats(2.0**-110, 2.0**127))
+
+
+def least_of(fmt: str, sf_clamp_min: float | None) -> np.float32:
+    return np.float32(FORMATS[fmt].least_amax if sf_clamp_min is None else sf_clamp_min)
+
+
+@given(matrices(), formats, blocks, least_amaxes)
+def test_sf_is_the_least_power_of_two_that_fits(
+    x: torch.Tensor, fmt: str, block: tuple[int, int], sf_clamp_min: float | None
+) -> None:
+    sf = quantize(x, fmt, block, round_sf=True, sf_clamp_min=sf_clamp_min)[1].double()
+    amax = block_amax(x, block).clamp(min=float(least_of(fmt, sf_clamp_min)))
+    quotient = (amax / torch.tensor(FORMATS[fmt].largest)).double()
     assert ((sf.view(torch.int64) & ((1 << 52) - 1)) == 0).all()
     assert (sf >= quotient).all()
     assert (sf / 2 < quotient).all()
 
 
-@given(matrices(), formats, blocks)
-def test_sf_is_amax_over_largest(x: torch.Tensor, fmt: str, block: tuple[int, int]) -> None:
-    sf = quantize(x, fmt, block)[1].numpy()
-    amax = np.maximum(block_amax(x, block).numpy(), np.float32(FORMATS[fmt].least_amax))
+@given(matrices(), formats, blocks, least_amaxes)
+def test_sf_is_amax_over_largest(x: torch.Tensor, fmt: str, block: tuple[int, int], sf_clamp_min: float | None) -> None:
+    sf = quantize(x, fmt, block, sf_clamp_min=sf_clamp_min)[1].numpy()
+    amax = np.maximum(block_amax(x, block).numpy(), least_of(fmt, sf_clamp_min))
     np.testing.assert_array_equal(sf, amax / np.float32(FORMATS[fmt].largest))
 
 

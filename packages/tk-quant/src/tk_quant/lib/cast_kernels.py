@@ -25,8 +25,9 @@ from tk_core.op import op
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib.cast_config import TileConfig
 from tk_quant.lib.cast_formats import ELEMENTS, CastInput, CastScales, flags_of, layout_of
+from tk_quant.lib.least_amax import least_amax_of
 from tk_quant.lib.outputs import for_vectors
-from tk_quant.lib.quantize import BITS, LIMITS, float_bits
+from tk_quant.lib.quantize import BITS
 
 # Each access has a guard of its own, so TileLang's bounds checks would only repeat them.
 _PASS_CONFIGS = {**DIRECT_COPIES, "tl.disable_safe_memory_legalize": True}
@@ -48,7 +49,7 @@ def cast_kernel(
     config: TileConfig,
     arch: Arch,
 ) -> Any:
-    """Build `cast(x, x_sf, tensor_sf, data, sf)`; a caller passes None for a tensor that it lacks.
+    """Build `cast(x, x_sf, tensor_sf, data, sf, least_amax)`; a caller passes None for a tensor that it lacks.
 
     `makes` says what the kernel writes: "sf", "data" (it reads a given float32 sf), or "both".
     """
@@ -56,7 +57,7 @@ def cast_kernel(
 
     from tk_quant.lib import cast_tiles as tiles
     from tk_quant.lib.division import quick_scale_of_amax
-    from tk_quant.lib.scales_io import nvfp4_scale_of_amax, scale_of_amax, scale_rows, scales_type, store_scales
+    from tk_quant.lib.scales_io import nvfp4_scale_of_amax, raised, scale_of_amax, scale_rows, scales_type, store_scales
 
     block_tokens, block_channels = block_size
     splits, (down, across) = config.splits(block_size), config.blocks_of_tile(block_size)
@@ -69,12 +70,12 @@ def cast_kernel(
     by_power = fmt == "e2m1" and of_bf16 and scales.round_sf and not arch.has_fp4_convert
     are_bounded = makes == "both" and not scales.of_tensor
 
-    def scale_of(amax: Any, tensor_sf: T.Buffer) -> tuple[Any, Any]:
+    def scale_of(amax: Any, tensor_sf: T.Buffer, least_amax: Any) -> tuple[Any, Any]:
         if scales.of_tensor:
             return nvfp4_scale_of_amax(amax, tensor_sf[0])
         if fmt == "e2m1" and not scales.round_sf:
-            return quick_scale_of_amax(T.max(amax, float_bits(LIMITS["e2m1"][1])), fmt, False)
-        return scale_of_amax(amax, fmt, scales.round_sf)
+            return quick_scale_of_amax(raised(amax, least_amax), fmt, False)
+        return scale_of_amax(amax, least_amax, fmt, scales.round_sf)
 
     @T.prim_func
     def cast(
@@ -83,6 +84,7 @@ def cast_kernel(
         tensor_sf: T.Tensor((1,), "float32"),
         data: T.Tensor((num_tokens, hidden * BITS[fmt] // 8), ELEMENTS[fmt]),
         sf: scales_type(sf_rows, num_cols, scales.layout, scales.byte_dtype),
+        least_amax: T.float32,
     ) -> None:
         num_rows = T.ceildiv(num_tokens, block_tokens)
         with T.Kernel(T.ceildiv(scale_rows(num_rows, scales.layout), down) * num_tiles, threads=config.threads) as tile:
@@ -109,11 +111,11 @@ def cast_kernel(
                 if splits:
                     tiles.amax_of_parts(amax, whole)
                 for i, g in T.Parallel(down, across):
-                    block_sf[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[0]
+                    block_sf[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf, least_amax)[0]
                 store_scales(sf, block_sf, block_row, block_col, num_rows, num_cols, scales.layout)
                 if makes == "both":
                     for i, g in T.Parallel(*config.parts):
-                        factors[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf)[1]
+                        factors[i, g] = scale_of(whole if splits else amax[i, g], tensor_sf, least_amax)[1]
             if makes != "sf":
                 tiles.store_codes(values, factors, data, row, col, fmt, are_bounded, by_power, config)
 
@@ -144,6 +146,7 @@ def cast_out(
     x_block_tokens: int,
     x_block_channels: int,
     round_sf: bool,
+    sf_clamp_min: float | None,
 ) -> None:
     """Write `out` and `out_sf`, or one of them; `out` alone is scaled by `sf`. `x_sf` belongs to a pair x."""
     if x.shape[0] == 0:
@@ -156,7 +159,7 @@ def cast_out(
     scales = CastScales(layout_of(sf if out_sf is None else out_sf), round_sf, tensor_sf is not None)
     config = TileConfig.best(hidden, block_size, source.bits, fmt, makes, scales.in_bytes, arch)
     cast = cast_kernel(source, hidden, fmt, block_size, scales, makes, config, arch)
-    cast(x, x_sf, tensor_sf, written_data, sf if out_sf is None else written_sf)
+    cast(x, x_sf, tensor_sf, written_data, sf if out_sf is None else written_sf, least_amax_of(fmt, sf_clamp_min))
     if written_data is not out:
         out.copy_(written_data)
     if written_sf is not out_sf:

@@ -12,8 +12,8 @@ from tk_core.scales import ScaleLayout
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.device.row_amax import row_amax
 from tk_quant.lib.division import quick_scale_of_amax
-from tk_quant.lib.quantize import LIMITS, TILE_ROWS, element, encode_macro, float_bits
-from tk_quant.lib.scales_io import scale_bytes, scale_place
+from tk_quant.lib.quantize import TILE_ROWS, element, encode_macro
+from tk_quant.lib.scales_io import raised, scale_bytes, scale_place
 
 CHANNELS = 128
 """Channels of a tile of per_token_and_channel_cast; VEC and ROWS are for that kernel too."""
@@ -21,7 +21,6 @@ VEC = 4
 """Channels of a thread."""
 ROWS = 8
 """Tokens that a warp casts at a time in `cast_rows`."""
-_LEAST_AMAX = float_bits(LIMITS["e4m3"][1])
 
 
 def is_inside(channel: Any, hidden: int, channels: int = CHANNELS) -> Any:
@@ -35,7 +34,15 @@ def _larger(amax: Any, word: Any, is_bf16: bool) -> Any:
 
 @T.macro
 def cast_rows(
-    words: Any, token_data: Any, token_sf: Any, row: Any, first_col: Any, hidden: Any, is_bf16: Any, casts: Any
+    words: Any,
+    token_data: Any,
+    token_sf: Any,
+    row: Any,
+    first_col: Any,
+    least_amax: Any,
+    hidden: int,
+    is_bf16: bool,
+    casts: Any,
 ) -> None:
     """Cast a warp's rows, from `row` on, by groups of channels: store their codes and scale factors."""
     lane = T.get_thread_binding() % 32
@@ -52,7 +59,7 @@ def cast_rows(
             for j in T.unroll(words.shape[1]):
                 magnitudes[i] = _larger(magnitudes[i], words[part * ROWS + i, j], is_bf16)
         amax = row_amax(T.address_of(magnitudes[0]), is_bf16, group_lanes)
-        scale, own_factor = quick_scale_of_amax(T.max(amax, _LEAST_AMAX), "e4m3", casts.round_sf)
+        scale, own_factor = quick_scale_of_amax(raised(amax, least_amax), "e4m3", casts.round_sf)
         token = row + part * ROWS + lane % ROWS
         group = first_col // casts.num_per_channels + lane // group_lanes
         if lane % group_lanes < ROWS and is_inside(group * casts.num_per_channels, hidden):
@@ -94,6 +101,7 @@ def make_factors(
     sf: Any,
     sf_row: Any,
     first_col: Any,
+    least_amax: Any,
     hidden: int,
     threads: int,
     is_bf16: bool,
@@ -110,7 +118,7 @@ def make_factors(
             amax = T.uint32(0)
             for i in T.unroll(lanes):
                 amax = T.max(amax, T.cast(elements[index // channels * lanes + i, index % channels], "uint32"))
-            bits = T.max(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), _LEAST_AMAX)
+            bits = raised(T.reinterpret(amax << T.uint32(16 if is_bf16 else 0), "int32"), least_amax)
             scale, factor = quick_scale_of_amax(bits, "e4m3", round_sf)
             if is_inside(first_col + index % channels, hidden, channels):
                 sf[sf_row + index // channels, first_col + index % channels] = scale

@@ -166,7 +166,13 @@ def amax_bits(values: T.Buffer, amax: T.Buffer, dim: int) -> None:
 
 @T.macro
 def factors_of_blocks(
-    columns: T.Buffer, sf: T.Buffer, sf_row: T.int32, channel: T.int32, tile: ChannelTile, round_sf: bool
+    columns: T.Buffer,
+    sf: T.Buffer,
+    sf_row: T.int32,
+    channel: T.int32,
+    least_amax: T.float32,
+    tile: ChannelTile,
+    round_sf: bool,
 ) -> T.Buffer:
     """Store the sf of a tile's blocks in rows from `sf_row` on, and return the factors to multiply its values by.
 
@@ -186,7 +192,7 @@ def factors_of_blocks(
     T.reduce_max(gathered, amax, dim=1)
     of_blocks = T.alloc_shared((tile.blocks, tile.channels), "float32")
     for b, j in T.Parallel(tile.blocks, tile.channels):
-        scale, factor = scale_of_amax(amax[b, j], "e4m3", round_sf)
+        scale, factor = scale_of_amax(amax[b, j], least_amax, "e4m3", round_sf)
         sf[sf_row + b, channel + j] = scale
         of_blocks[b, j] = factor
     factors = T.alloc_fragment((tile.blocks, tile.channels), "float32")

@@ -26,7 +26,7 @@ NEAR_SF = 0.194
 NEAR_LIMIT = 0x42AE
 """The bits of 87 as bfloat16."""
 # A factor that an amax is multiplied by, so that neither the product nor its reciprocal is subnormal.
-_DOWN = {"e4m3": 2.0**-64, "e2m1": 0.25}
+_DOWN = 0.25
 
 
 @T.macro
@@ -60,8 +60,8 @@ def near_silu(x: T.float32) -> T.float32:
 def _quick_scale(amax: T.int32, fmt: str) -> tuple[T.float32, T.float32]:
     largest, value = LIMITS[fmt][0], T.reinterpret(amax, "float32")
     sf = _quotient(value, T.float32(largest), T.float32(1 / largest))
-    scaled = value * T.float32(_DOWN[fmt])
-    factor = _quotient(T.float32(largest * _DOWN[fmt]), scaled, _reciprocal(scaled))
+    scaled = value * T.float32(_DOWN)
+    factor = _quotient(T.float32(largest * _DOWN), scaled, _reciprocal(scaled))
     is_infinite = amax == INFINITY_BITS
     return T.if_then_else(is_infinite, value, sf), T.if_then_else(is_infinite, T.float32(0), factor)
 

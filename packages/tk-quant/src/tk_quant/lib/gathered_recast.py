@@ -34,7 +34,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_quant.device.async_copy import gather_async, wait_for_groups
 from tk_quant.device.recast import atomic_max, raise_amax, recast
-from tk_quant.lib.quantize import LIMITS, OWN_GUARDS_AND_BARRIERS, TILE_ROWS, float_bits
+from tk_quant.lib.quantize import OWN_GUARDS_AND_BARRIERS, TILE_ROWS
 
 ALIGNMENT = 16
 """Alignment of the rows of x that the kernel needs, in bytes."""
@@ -87,7 +87,7 @@ def prefetched_columns(num_rows: int, num_tokens: int, hidden: int, num_sms: int
 # No shared array is reused, so the barriers below suffice.
 @kernel(pass_configs=OWN_GUARDS_AND_BARRIERS)
 def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch: Arch) -> Any:
-    """Build `gathered_recast(x, x_sf, pos_to_token, out, sf, num_sms, *prefetched_columns(...))`."""
+    """Build `gathered_recast(x, x_sf, pos_to_token, out, sf, least_amax, num_sms, *prefetched_columns(...))`."""
     import tilelang.language as T
 
     from tk_quant.lib.division import quick_scale_of_amax
@@ -96,7 +96,6 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
     groups, row_groups = _CHANNELS // _GROUP, hidden // _GROUP
     at_once = _cols_at_once(hidden)
     sf_per_copy = sf_alignment // 4
-    least_amax = float_bits(LIMITS["e4m3"][1])
 
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
     row_stride = T.dynamic("row_stride")
@@ -115,6 +114,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
         pos_to_token: T.Tensor((num_rows,), "int32"),
         out: T.Tensor((num_rows, hidden), "float8_e4m3fn"),
         sf: T.Tensor((num_blocks, hidden), "float32"),
+        least_amax: T.float32,
         num_sms: T.int32,
         prefetched_col: T.int32,
         num_prefetched: T.int32,
@@ -177,7 +177,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
             if block < num_sms and token < num_tokens and num_prefetched > 0:
                 prefetch_bytes(T.address_of(x[token, prefetched_col]), num_prefetched)
             for k in T.unroll(_CHANNELS // _THREADS):
-                largest[k * _THREADS + thread] = T.uint32(least_amax)
+                largest[k * _THREADS + thread] = T.reinterpret(least_amax, "uint32")
             T.sync_threads()
 
             for j in T.unroll(_VEC):

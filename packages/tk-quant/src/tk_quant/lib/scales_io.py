@@ -38,9 +38,14 @@ def scale_rows(num_rows: Any, layout: ScaleLayout) -> Any:
     return T.ceildiv(num_rows, 128) * 128 if layout is ScaleLayout.SWIZZLED else num_rows
 
 
-def scale_of_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
-    """`scale_of_bounded_amax` for any amax: one below the format's least amax is raised to it."""
-    return scale_of_bounded_amax(T.max(amax, float_bits(LIMITS[fmt][1])), fmt, round_sf)
+def raised(amax: Any, least_amax: Any) -> Any:
+    """The larger of amax, int32 bits as in `scale_of_bounded_amax`, and the positive float32 least_amax, as bits."""
+    return T.max(amax, T.reinterpret(least_amax, "int32"))
+
+
+def scale_of_amax(amax: Any, least_amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
+    """`scale_of_bounded_amax` for any amax, raised to least_amax, which is large enough for that."""
+    return scale_of_bounded_amax(raised(amax, least_amax), fmt, round_sf)
 
 
 def scale_of_bounded_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:

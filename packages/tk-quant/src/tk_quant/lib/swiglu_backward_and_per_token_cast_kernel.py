@@ -105,6 +105,7 @@ def swiglu_backward_kernel(
         x_grad: T.Tensor((num_positions, 2 * hidden), "bfloat16"),
         weight_grad: T.Tensor((num_tokens, num_topk), "float32"),
         clamp: T.float32,
+        least_amax: T.float32,
         num_pairs: T.int32,
         turns: T.int32,
         num_blocks: T.int32,
@@ -178,7 +179,7 @@ def swiglu_backward_kernel(
                     steps.store_bf16(out, values, 0, wide_row, col)
                     steps.store_bf16(x_grad, values, 1, wide_row, col)
                     steps.store_bf16(x_grad, values, 2, wide_row, hidden + col)
-                steps.quantize(values, x_grad_data, x_grad_sf, wide_row, col, in_row, lanes, round_sf)
+                steps.quantize(values, x_grad_data, x_grad_sf, wide_row, col, in_row, least_amax, lanes, round_sf)
                 if step % pieces == pieces - 1:
                     row_sums[step // pieces * threads + thread] = row_sum
                     row_sum = T.float32(0)

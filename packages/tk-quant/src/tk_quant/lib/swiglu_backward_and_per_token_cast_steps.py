@@ -13,14 +13,8 @@ import tilelang.language as T
 from tk_core.math import ceil_div
 from tk_quant.device.magnitude import larger_magnitude_f32
 from tk_quant.lib.division import NEAR_SF, near_sigmoid, quick_scale_of_amax
-from tk_quant.lib.quantize import (
-    LIMITS,
-    element,
-    encode_macro,
-    float_bits,
-    load_macro,
-    store_codes_macro,
-)
+from tk_quant.lib.quantize import element, encode_macro, load_macro, store_codes_macro
+from tk_quant.lib.scales_io import raised
 from tk_quant.lib.swiglu_tiles import clamp_gate, clamp_value
 from tk_quant.swiglu.swiglu_forward import Given
 
@@ -122,6 +116,7 @@ def quantize(
     row: T.int64,
     col: T.int32,
     valid: T.bool,
+    least_amax: T.float32,
     lanes: int,
     round_sf: bool,
 ) -> None:
@@ -139,7 +134,7 @@ def quantize(
         for j in T.unroll(vec):
             largest = larger_magnitude_f32(largest, T.reinterpret(values[1 + half, j], "uint32"))
         amax[half] = T.reinterpret(largest, "int32")
-    mine = T.max(T.if_then_else(is_odd, amax[1], amax[0]), float_bits(LIMITS["e4m3"][1]))
+    mine = raised(T.if_then_else(is_odd, amax[1], amax[0]), least_amax)
     mine = T.max(mine, T.shfl_xor(T.if_then_else(is_odd, amax[0], amax[1]), 1))
     for j in T.unroll(1, group_lanes.bit_length() - 1):
         mine = T.max(mine, T.shfl_xor(mine, 1 << j))

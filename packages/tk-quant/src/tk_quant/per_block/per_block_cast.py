@@ -18,6 +18,7 @@ from tk_core.replay import replayable
 from tk_core.scales import scale_layout
 from tk_quant.lib.cast_kernels import cast_out
 from tk_quant.lib.check_pairs import BLOCK_SIDES, block_size_of
+from tk_quant.lib.least_amax import check_sf_clamp_min
 from tk_quant.lib.outputs import check_flags_of_given_sf, data_output, output_pair, scales_output
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -44,6 +45,8 @@ def per_block_cast(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize by blocks of tokens and channels.
 
@@ -66,6 +69,7 @@ def per_block_cast(
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
         out: `(data, sf)` to write into, with the dtypes, shapes and strides that a new result would have. They overlap
             neither x nor each other.
+        sf_clamp_min: The least amax instead of the format's; at least max * 2**-126.
 
     Returns:
         `(data, sf)`, the tensors of `out` if it is given: data float8_e4m3fn (num_tokens, hidden), or int8
@@ -73,15 +77,16 @@ def per_block_cast(
         ceil(hidden / block channels)), or packed int32 with a quarter of the columns.
 
     Raises:
-        TypeError: x is no tensor or has another dtype, or block_size is no pair of ints.
+        TypeError: x is no tensor or has another dtype, block_size is no pair of ints, or sf_clamp_min no number.
         ValueError: Any other argument is not as described.
     """
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
+    check_sf_clamp_min(sf_clamp_min, fmt)
     data, sf = output_pair(out)
     data = data_output("out[0]", data, x, *x.shape, fmt)
     sf = scales_output("out[1]", sf, x, num_rows, num_cols, layout)
-    cast_out(x, None, None, None, data, sf, fmt, *block_size, 0, 0, round_sf)
+    cast_out(x, None, None, None, data, sf, fmt, *block_size, 0, 0, round_sf, sf_clamp_min)
     return data, sf
 
 
@@ -94,6 +99,8 @@ def per_block_cast_with_sf_only(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     out_sf: Tensor | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> Tensor:
     """The sf that `per_block_cast` would return, without the data.
 
@@ -105,8 +112,9 @@ def per_block_cast_with_sf_only(
     """
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
+    check_sf_clamp_min(sf_clamp_min, fmt)
     sf = scales_output("out_sf", out_sf, x, num_rows, num_cols, layout)
-    cast_out(x, None, None, None, None, sf, fmt, *block_size, 0, 0, round_sf)
+    cast_out(x, None, None, None, None, sf, fmt, *block_size, 0, 0, round_sf, sf_clamp_min)
     return sf
 
 
@@ -141,5 +149,5 @@ def per_block_cast_with_precomputed_sf(
     block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
     check.tensor("sf", sf, (torch.float32,), (num_rows, num_cols), device=x.device)
     data = data_output("out", out, x, *x.shape, fmt)
-    cast_out(x, None, sf, None, data, None, fmt, *block_size, 0, 0, False)
+    cast_out(x, None, sf, None, data, None, fmt, *block_size, 0, 0, False, None)
     return data

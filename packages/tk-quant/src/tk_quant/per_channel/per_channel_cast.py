@@ -40,6 +40,7 @@ from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.lib import gathered_recast
 from tk_quant.lib.cast_formats import CastInput
+from tk_quant.lib.least_amax import check_sf_clamp_min, least_amax_of
 from tk_quant.lib.quantize import TILE_ROWS
 
 PAIR_CHANNELS = 128
@@ -95,7 +96,7 @@ def per_channel_cast_kernel(
     config: PerChannelCastConfig,
     arch: Arch,
 ) -> Any:
-    """Build `per_channel_cast(x, x_sf, pos_to_token, out, sf)`; a caller passes None for a tensor that it lacks.
+    """Build `per_channel_cast(x, x_sf, pos_to_token, out, sf, least_amax)`; a caller passes None for a missing tensor.
 
     With `transpose`, out is (hidden, num_rows). In a pair, the channels of a tile share one scale factor per token.
     """
@@ -138,6 +139,7 @@ def per_channel_cast_kernel(
         pos_to_token: T.Tensor((num_rows,), "int32"),
         out: T.Tensor((hidden, num_rows) if transpose else (num_rows, hidden), "float8_e4m3fn"),
         sf: T.Tensor((num_blocks, hidden), "float32"),
+        least_amax: T.float32,
     ) -> None:
         with T.Kernel(*grid, threads=tile.threads) as (first, second):
             # Loads of two bytes need more registers.
@@ -162,12 +164,13 @@ def per_channel_cast_kernel(
                 for b, i, r, j in T.Parallel(*tile.shape):
                     kept[tile.token(b, i, r), j] = values[b, i, r, j]
                 columns = dequantize(values, row_sf)
-                factors = tiles.factors_of_blocks(columns, sf, row_tile, channel, tile, round_sf)
+                factors = tiles.factors_of_blocks(columns, sf, row_tile, channel, least_amax, tile, round_sf)
                 again = dequantize(tiles.load_values(kept, 0, 0, tile), row_sf)
                 tiles.store_by_channel(again, factors, out, row, channel, tile, transpose)
             else:
                 columns = tiles.columns_of(values, tile)
-                factors = tiles.factors_of_blocks(columns, sf, row_tile * tile.blocks, channel, tile, round_sf)
+                first_block = row_tile * tile.blocks
+                factors = tiles.factors_of_blocks(columns, sf, first_block, channel, least_amax, tile, round_sf)
                 tiles.store_by_channel(columns, factors, out, row, channel, tile, transpose)
 
     return per_channel_cast
@@ -185,7 +188,13 @@ def per_channel_cast_kernel(
     },
 )
 def per_channel_cast_out(
-    x: Tensor, x_sf: Tensor | None, pos_to_token: Tensor | None, out: Tensor, sf: Tensor, round_sf: bool
+    x: Tensor,
+    x_sf: Tensor | None,
+    pos_to_token: Tensor | None,
+    out: Tensor,
+    sf: Tensor,
+    round_sf: bool,
+    sf_clamp_min: float | None,
 ) -> None:
     """Launch the kernel; per_channel_cast_fused calls this too."""
     if out.numel() == 0:
@@ -197,32 +206,39 @@ def per_channel_cast_out(
         if gathered_recast.is_fastest(out.shape[0], hidden, source.alignment, num_sms, arch):
             prefetched = gathered_recast.prefetched_columns(out.shape[0], x.shape[0], hidden, num_sms)
             gathered_recast.gathered_recast_kernel(hidden, check.row_alignment(x_sf), round_sf, arch)(
-                x, x_sf, pos_to_token, out, sf, num_sms, *prefetched
+                x, x_sf, pos_to_token, out, sf, least_amax_of("e4m3", sf_clamp_min), num_sms, *prefetched
             )
             return
     config = PerChannelCastConfig.best(x.dtype.itemsize, hidden, False, gathered, arch)
     cast = per_channel_cast_kernel(source, hidden, TILE_ROWS, round_sf, False, gathered, config, arch)
-    cast(x, x_sf, pos_to_token, out, sf)
+    cast(x, x_sf, pos_to_token, out, sf, least_amax_of("e4m3", sf_clamp_min))
 
 
-def check_plain_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> tuple[int, int]:
+def check_plain_cast(
+    x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool, sf_clamp_min: float | None
+) -> tuple[int, int]:
     """Check the arguments of a cast of a plain tensor; return (num_tokens, hidden). num_tokens is not checked."""
     num_tokens, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"), layout="rows")
     check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
-    check_blocks(fmt, num_per_tokens, round_sf)
+    check_blocks(fmt, num_per_tokens, round_sf, sf_clamp_min)
     return num_tokens, hidden
 
 
-def check_blocks(fmt: str, num_per_tokens: int, round_sf: bool, sizes: tuple[int, ...] = (TILE_ROWS,)) -> None:
+def check_blocks(
+    fmt: str, num_per_tokens: int, round_sf: bool, sf_clamp_min: float | None, sizes: tuple[int, ...] = (TILE_ROWS,)
+) -> None:
     """Raise unless the casts by channel support these arguments; num_per_tokens may be one of `sizes`."""
     check.one_of("fmt", fmt, ("e4m3",))
     check.integer("num_per_tokens", num_per_tokens)
     check.one_of("num_per_tokens", num_per_tokens, sizes)
     check.flag("round_sf", round_sf)
+    check_sf_clamp_min(sf_clamp_min, fmt)
 
 
 @replayable
-def per_channel_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False) -> tuple[Tensor, Tensor]:
+def per_channel_cast(
+    x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False, *, sf_clamp_min: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize by blocks of one channel and 128 tokens.
 
     For each block: amax = max(max |x|, 1e-4), sf = amax / 448, data = round(x * (448 / amax)); with `round_sf`: sf =
@@ -234,6 +250,7 @@ def per_channel_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = 
         fmt: "e4m3".
         num_per_tokens: 128.
         round_sf: whether scale factors are powers of two.
+        sf_clamp_min: the least amax instead of 1e-4; at least 448 * 2**-126.
 
     Returns:
         data float8_e4m3fn (num_tokens, hidden) and sf float32 (num_tokens / 128, hidden), both contiguous. A block with
@@ -244,9 +261,9 @@ def per_channel_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = 
         ValueError: x has another rank or a size that is not such a multiple, or columns that are not contiguous; fmt or
             num_per_tokens is none of those above.
     """
-    num_tokens, hidden = check_plain_cast(x, fmt, num_per_tokens, round_sf)
+    num_tokens, hidden = check_plain_cast(x, fmt, num_per_tokens, round_sf, sf_clamp_min)
     check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
     data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
     sf = x.new_empty((num_tokens // TILE_ROWS, hidden), dtype=torch.float32)
-    per_channel_cast_out(x, None, None, data, sf, round_sf)
+    per_channel_cast_out(x, None, None, data, sf, round_sf, sf_clamp_min)
     return data, sf

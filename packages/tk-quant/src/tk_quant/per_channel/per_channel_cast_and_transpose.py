@@ -19,6 +19,7 @@ from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_quant.lib.cast_formats import CastInput
+from tk_quant.lib.least_amax import least_amax_of
 from tk_quant.lib.quantize import TILE_ROWS
 from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig, check_blocks, per_channel_cast_kernel
 
@@ -32,7 +33,7 @@ _SIZES = (32, 128)
     translate=lambda call: {"fmt": "e4m3"},
 )
 def _per_channel_cast_and_transpose_out(
-    x: Tensor, out: Tensor, sf: Tensor, num_per_tokens: int, round_sf: bool
+    x: Tensor, out: Tensor, sf: Tensor, num_per_tokens: int, round_sf: bool, sf_clamp_min: float | None
 ) -> None:
     if out.numel() == 0:
         return
@@ -40,12 +41,12 @@ def _per_channel_cast_and_transpose_out(
     config = PerChannelCastConfig.best(x.dtype.itemsize, hidden, True, False, arch)
     source = CastInput(x.dtype, check.row_alignment(x))
     cast = per_channel_cast_kernel(source, hidden, num_per_tokens, round_sf, True, False, config, arch)
-    cast(x, None, None, out, sf)
+    cast(x, None, None, out, sf, least_amax_of("e4m3", sf_clamp_min))
 
 
 @replayable
 def per_channel_cast_and_transpose(
-    x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False
+    x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False, *, sf_clamp_min: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantize by blocks of one channel and 32 or 128 tokens, and transpose the data.
 
@@ -58,6 +59,7 @@ def per_channel_cast_and_transpose(
         fmt: "e4m3".
         num_per_tokens: 32 or 128, tokens of a block.
         round_sf: whether scale factors are powers of two.
+        sf_clamp_min: the least amax instead of 1e-4; at least 448 * 2**-126.
 
     Returns:
         data float8_e4m3fn (hidden, num_tokens) and sf float32 (num_tokens / num_per_tokens, hidden), both contiguous. A
@@ -71,8 +73,8 @@ def per_channel_cast_and_transpose(
     num_tokens, hidden = check.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), layout="rows")
     check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
     check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
-    check_blocks(fmt, num_per_tokens, round_sf, _SIZES)
+    check_blocks(fmt, num_per_tokens, round_sf, sf_clamp_min, _SIZES)
     data = x.new_empty((hidden, num_tokens), dtype=torch.float8_e4m3fn)
     sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)
-    _per_channel_cast_and_transpose_out(x, data, sf, num_per_tokens, round_sf)
+    _per_channel_cast_and_transpose_out(x, data, sf, num_per_tokens, round_sf, sf_clamp_min)
     return data, sf

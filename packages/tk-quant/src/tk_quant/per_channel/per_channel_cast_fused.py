@@ -32,6 +32,8 @@ def per_channel_cast_fused(
     round_sf: bool = False,
     num_per_channels: int | None = None,
     pos_to_token: Tensor | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize by blocks of one channel: a tensor, the values of a pair (data, sf), or gathered rows of either.
 
@@ -51,6 +53,7 @@ def per_channel_cast_fused(
         pos_to_token: int32 (num_rows,), the source row in x of each row of the result; negative for none, and an index
             past the last row counts as none (`TK_DEBUG=1` raises ValueError). num_rows is a multiple of 16. Without
             pos_to_token, num_rows is num_tokens, a multiple of 128.
+        sf_clamp_min: the least amax instead of 1e-4; at least 448 * 2**-126.
 
     Returns:
         data float8_e4m3fn (num_rows, hidden) and sf float32 (ceil(num_rows / 128), hidden), both contiguous. A block
@@ -69,9 +72,9 @@ def per_channel_cast_fused(
         check.require(fits, "x[0].shape[1]", f"a positive multiple of {PAIR_CHANNELS}", hidden)
         check.tensor("x[1]", x_sf, (torch.float32,), (num_tokens, hidden // PAIR_CHANNELS), device=x.device)
         check.one_of("num_per_channels", num_per_channels, (PAIR_CHANNELS,))
-        check_blocks(fmt, num_per_tokens, round_sf)
+        check_blocks(fmt, num_per_tokens, round_sf, sf_clamp_min)
     else:
-        num_tokens, hidden = check_plain_cast(x, fmt, num_per_tokens, round_sf)
+        num_tokens, hidden = check_plain_cast(x, fmt, num_per_tokens, round_sf, sf_clamp_min)
         check.require(num_per_channels is None, "num_per_channels", "None, for x is no pair", num_per_channels)
     num_rows = num_tokens
     if pos_to_token is None:
@@ -82,5 +85,5 @@ def per_channel_cast_fused(
         check.below("pos_to_token", pos_to_token, num_tokens, "indices below {}")
     out = x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn)
     sf = x.new_empty((ceil_div(num_rows, TILE_ROWS), hidden), dtype=torch.float32)
-    per_channel_cast_out(x, x_sf, pos_to_token, out, sf, round_sf)
+    per_channel_cast_out(x, x_sf, pos_to_token, out, sf, round_sf, sf_clamp_min)
     return out, sf

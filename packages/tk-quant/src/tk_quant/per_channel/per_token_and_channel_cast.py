@@ -35,6 +35,7 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
+from tk_quant.lib.least_amax import check_sf_clamp_min, least_amax_of
 from tk_quant.lib.quantize import OWN_GUARDS_AND_BARRIERS, TILE_ROWS, element, encode_macro, load_macro
 from tk_quant.lib.scales_io import scales_type
 
@@ -83,6 +84,7 @@ def _per_token_and_channel_cast_kernel(
         token_sf: scales_type(num_tokens, num_groups, casts.layout),
         channel_data: T.Tensor((hidden, num_tokens) if transpose else (num_tokens, hidden), "float8_e4m3fn"),
         channel_sf: T.Tensor((num_blocks, hidden), "float32"),
+        least_amax: T.float32,
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, TILE_ROWS) * col_tiles, threads=threads) as block:
             T.annotate_min_blocks_per_sm(blocks_per_sm)
@@ -110,10 +112,11 @@ def _per_token_and_channel_cast_kernel(
             for i in T.unroll(rows):
                 load(x, words, i, first_token + row + i, first_col + lane_col, is_inside(first_col + lane_col, hidden))
             steps.share_amax(words, parts, is_bf16)
-            steps.cast_rows(words, token_data, token_sf, first_token + row, first_col, hidden, is_bf16, casts)
+            place = first_token + row, first_col
+            steps.cast_rows(words, token_data, token_sf, *place, least_amax, hidden, is_bf16, casts)
             T.sync_threads()
             block_row = first_token // casts.num_per_tokens
-            options = hidden, threads, is_bf16, casts.round_sf
+            options = least_amax, hidden, threads, is_bf16, casts.round_sf
             steps.make_factors(parts, factors, channel_sf, block_row, first_col, *options)
             T.sync_threads()
             for j in T.vectorized(VEC):
@@ -159,6 +162,7 @@ def _per_token_and_channel_cast_out(
     round_sf: bool,
     transpose: bool,
     col_major: bool,
+    sf_clamp_min: float | None,
 ) -> None:
     if token_data.numel() == 0:
         return
@@ -166,7 +170,7 @@ def _per_token_and_channel_cast_out(
     casts = TwoCasts(num_per_channels, num_per_tokens, round_sf, layout, transpose)
     arguments = x.shape[1], x.dtype, check.row_alignment(x), casts, get_arch(x.device)
     cast = _per_token_and_channel_cast_kernel(*arguments)
-    cast(x, token_data, token_sf, channel_data, channel_sf)
+    cast(x, token_data, token_sf, channel_data, channel_sf, least_amax_of("e4m3", sf_clamp_min))
 
 
 @replayable
@@ -179,6 +183,8 @@ def per_token_and_channel_cast(
     transpose_channel_data: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Quantize a tensor twice, by blocks of one token and by blocks of one channel, reading it once.
 
@@ -196,6 +202,7 @@ def per_token_and_channel_cast(
         transpose_channel_data: whether the data that is quantized by channels is transposed to (hidden, num_tokens).
         use_tma_aligned_col_major_sf: whether token_sf is column major, with columns aligned to 16 bytes.
         use_packed_ue8m0: whether token_sf is packed exponents, four an int32; needs the flag above and `round_sf`.
+        sf_clamp_min: the least amax instead of 1e-4; at least 448 * 2**-126.
 
     Returns:
         `((token_data, token_sf), (channel_data, channel_sf))`: token_data float8_e4m3fn (num_tokens, hidden); token_sf
@@ -219,6 +226,7 @@ def per_token_and_channel_cast(
     for name, flag in (("round_sf", round_sf), ("transpose_channel_data", transpose_channel_data)):
         check.flag(name, flag)
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    check_sf_clamp_min(sf_clamp_min, fmt)
     token_data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
     token_sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout)
     channel_shape = (hidden, num_tokens) if transpose_channel_data else (num_tokens, hidden)
@@ -226,6 +234,6 @@ def per_token_and_channel_cast(
     channel_sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)
     _per_token_and_channel_cast_out(
         *(x, token_data, token_sf, channel_data, channel_sf, num_per_channels, num_per_tokens),
-        *(round_sf, transpose_channel_data, layout is not ScaleLayout.ROW_MAJOR),
+        *(round_sf, transpose_channel_data, layout is not ScaleLayout.ROW_MAJOR, sf_clamp_min),
     )
     return (token_data, token_sf), (channel_data, channel_sf)

@@ -25,6 +25,7 @@ from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales, scale_layout
 from tk_quant.lib.cast_kernels import cast_out
 from tk_quant.lib.check_pairs import E2M1_DTYPES, block_size_of, pair_of
+from tk_quant.lib.least_amax import check_sf_clamp_min
 from tk_quant.lib.outputs import check_flags_of_given_sf, data_output, output_pair, scales_output
 from tk_quant.lib.quantize import LIMITS
 
@@ -75,9 +76,11 @@ def _check_sf(
     use_packed_ue8m0: bool,
     use_swizzled_sf: bool,
     tensor_sf: Tensor | None,
+    sf_clamp_min: float | None,
 ) -> tuple[ScaleLayout, torch.dtype | None, Tensor | None]:
-    """Check the flags and tensor_sf; return `(layout of sf, dtype of sf, tensor_sf with one dimension)`."""
+    """Check the options of sf; return `(layout of sf, dtype of sf, tensor_sf with one dimension)`."""
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
+    check_sf_clamp_min(sf_clamp_min, fmt)
     if tensor_sf is None:
         if use_swizzled_sf and not round_sf:
             check.require(False, "use_swizzled_sf", "round_sf=True or a tensor_sf beside it", "neither")
@@ -87,6 +90,7 @@ def _check_sf(
     check.require(fmt == "e2m1", "fmt", "'e2m1' with tensor_sf", fmt)
     check.require(num_per_channels == 16, "num_per_channels", "16 with tensor_sf", num_per_channels)
     check.require(not round_sf, "round_sf", "False with tensor_sf", round_sf)
+    check.require(sf_clamp_min is None, "sf_clamp_min", "None with tensor_sf", sf_clamp_min)
     if use_tma_aligned_col_major_sf:
         check.require(False, "use_tma_aligned_col_major_sf", "False with tensor_sf", True)
     if check.reads_data(tensor_sf):
@@ -125,6 +129,7 @@ def per_token_cast(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: Tensor | None = None,
+    sf_clamp_min: float | None = None,
     out: Pair | None = None,
 ) -> Pair:
     """Quantize each token by groups of channels; a quantized input is dequantized on the way, in the same pass.
@@ -139,7 +144,7 @@ def per_token_cast(
 
     data saturates and keeps the sign of zero. A group with NaN or infinity in it has NaN or infinity for its sf; its
     data are unspecified for e2m1 and e5m6. The formulas and names are those of DeepSeek's TileKernels 1.0.0;
-    use_swizzled_sf and tensor_sf are not in it, and `out` is from 2.1.0.
+    use_swizzled_sf, tensor_sf and sf_clamp_min are not in it, and `out` is from 2.1.0.
 
     Args:
         x: (num_tokens, hidden) bfloat16 or float32, hidden a multiple of 64, rows may be strided; or a pair
@@ -157,6 +162,8 @@ def per_token_cast(
             data * sf * tensor_sf. For fmt "e2m1" in groups of 16, with neither round_sf nor column-major sf. Let it be
             the largest |x| of the tensor / (448 * 6), computed or calibrated; groups with |x| above 448 * 6 * tensor_sf
             saturate. Must be above 0 (`TK_DEBUG=1` raises ValueError if it is not).
+        sf_clamp_min: The least amax instead of the format's; at least max * 2**-126. Not with tensor_sf, where there is
+            none.
         out: `(data, sf)` to write into, with the dtypes, shapes and strides that a new result would have. They overlap
             no other argument and not each other.
 
@@ -168,17 +175,17 @@ def per_token_cast(
         4, 4); with tensor_sf float8_e4m3fn in the first or the last shape.
 
     Raises:
-        TypeError: x, its sf or tensor_sf is no tensor, or has another dtype.
+        TypeError: x, its sf or tensor_sf is no tensor or has another dtype, or sf_clamp_min is no number.
         ValueError: Any other argument is not as described, or is on another device.
     """
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     x, x_sf, num_tokens, hidden, x_block_size = _check_input(x, fmt, tuple(LIMITS), num_per_channels, x_block_size)
-    layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf)
+    layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf, sf_clamp_min)
     data, sf = output_pair(out)
     data = data_output("out[0]", data, x, num_tokens, hidden, fmt)
     num_groups = ceil_div(hidden, num_per_channels)
     sf = scales_output("out[1]", sf, x, num_tokens, num_groups, layout, sf_dtype)
-    cast_out(x, x_sf, None, tensor_sf, data, sf, fmt, 1, num_per_channels, *x_block_size, round_sf)
+    cast_out(x, x_sf, None, tensor_sf, data, sf, fmt, 1, num_per_channels, *x_block_size, round_sf, sf_clamp_min)
     return data, sf
 
 
@@ -188,10 +195,12 @@ def per_token_cast_to_e5m6(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> Pair:
     """`per_token_cast(x, "e5m6", ...)` of a plain tensor x, num_per_channels being its hidden: see there."""
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    return per_token_cast(x, "e5m6", num_per_channels, None, *flags)
+    return per_token_cast(x, "e5m6", num_per_channels, None, *flags, sf_clamp_min=sf_clamp_min)
 
 
 @replayable
@@ -207,6 +216,7 @@ def per_token_cast_with_sf_only(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: Tensor | None = None,
+    sf_clamp_min: float | None = None,
     out_sf: Tensor | None = None,
 ) -> Tensor:
     """The sf that `per_token_cast` would return, without the data.
@@ -220,10 +230,10 @@ def per_token_cast_with_sf_only(
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     checked = _check_input(x, fmt, _FORMATS_FROM_PAIRS, num_per_channels, x_block_size)
     x, x_sf, num_tokens, hidden, x_block_size = checked
-    layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf)
+    layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf, sf_clamp_min)
     num_groups = ceil_div(hidden, num_per_channels)
     sf = scales_output("out_sf", out_sf, x, num_tokens, num_groups, layout, sf_dtype)
-    cast_out(x, x_sf, None, tensor_sf, None, sf, fmt, 1, num_per_channels, *x_block_size, round_sf)
+    cast_out(x, x_sf, None, tensor_sf, None, sf, fmt, 1, num_per_channels, *x_block_size, round_sf, sf_clamp_min)
     return sf
 
 
@@ -265,5 +275,5 @@ def per_token_cast_with_precomputed_sf(
     num_groups = ceil_div(hidden, num_per_channels)
     check.tensor("sf", sf, (torch.float32,), (num_tokens, num_groups), device=x.device)
     data = data_output("out", out, x, num_tokens, hidden, fmt)
-    cast_out(x, x_sf, sf, None, data, None, fmt, 1, num_per_channels, *x_block_size, False)
+    cast_out(x, x_sf, sf, None, data, None, fmt, 1, num_per_channels, *x_block_size, False, None)
     return data

@@ -33,6 +33,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import flat
 from tk_quant.lib.check_pairs import pair_of
+from tk_quant.lib.least_amax import check_sf_clamp_min, least_amax_of
 from tk_quant.lib.swiglu_arguments import check_clamp_value, check_maps_agree
 from tk_quant.lib.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig, swiglu_backward_kernel
 
@@ -62,6 +63,7 @@ def _swiglu_backward_and_per_token_cast_out(
     num_per_channels: int,
     round_sf: bool,
     swiglu_clamp_value: float | None,
+    sf_clamp_min: float | None,
 ) -> None:
     hidden, num_pairs, num_positions = grad_out.shape[-1], weight.numel(), pos_to_token_topk.numel()
     if num_positions == 0:
@@ -78,6 +80,7 @@ def _swiglu_backward_and_per_token_cast_out(
         *(data, sf, grad_out, weight, pos_to_token_topk, token_topk_to_pos),
         *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
         0.0 if swiglu_clamp_value is None else swiglu_clamp_value,
+        least_amax_of("e4m3", sf_clamp_min),
         num_pairs,
         turns,
         config.num_blocks(num_positions, turns, num_pairs),
@@ -94,6 +97,8 @@ def swiglu_backward_and_per_token_cast(
     num_per_channels: int,
     round_sf: bool = False,
     swiglu_clamp_value: float | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
     """Backward of SwiGLU times a weight for each row, from a quantized input; the forward is computed again.
 
@@ -130,6 +135,7 @@ def swiglu_backward_and_per_token_cast(
         round_sf: Round sf up to a power of two.
         swiglu_clamp_value: c, 2**-126 to infinity: first l is clamped to at most c, and r to [-c, c]; x_grad is 0 at
             clamped elements. NaN stays NaN.
+        sf_clamp_min: The least amax instead of 1e-4; at least 448 * 2**-126. Gradients, which may be tiny, need it.
 
     Returns:
         `(out, (data, sf), x_grad, weight_grad)`: out bfloat16, shaped like grad_out; data float8_e4m3fn and sf float32,
@@ -159,6 +165,7 @@ def swiglu_backward_and_per_token_cast(
     check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
     check.flag("round_sf", round_sf)
     check_clamp_value(swiglu_clamp_value)
+    check_sf_clamp_min(sf_clamp_min, "e4m3")
     if check.reads_data(data):  # the two maps must stay inside each other and agree
         num_positions, num_pairs = pos_to_token_topk.numel(), token_topk_to_pos.numel()
         check.below("pos_to_token_topk", pos_to_token_topk, num_pairs, "indices below {}")
@@ -171,6 +178,6 @@ def swiglu_backward_and_per_token_cast(
     _swiglu_backward_and_per_token_cast_out(
         *(data, sf, grad_out, weight, pos_to_token_topk if is_flat else pos_to_token_topk.view(-1), token_topk_to_pos),
         *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
-        *(num_per_channels, round_sf, swiglu_clamp_value),
+        *(num_per_channels, round_sf, swiglu_clamp_value, sf_clamp_min),
     )
     return out, (x_grad_data, x_grad_sf), x_grad, weight_grad

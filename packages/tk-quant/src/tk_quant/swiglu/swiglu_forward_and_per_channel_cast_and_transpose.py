@@ -32,6 +32,7 @@ from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_quant.lib.cast_formats import CastInput
+from tk_quant.lib.least_amax import check_sf_clamp_min, least_amax_of
 from tk_quant.lib.quantize import OWN_GUARDS_AND_BARRIERS, TILE_ROWS, element, encode_macro, load_macro
 from tk_quant.lib.swiglu_arguments import check_clamp_value
 from tk_quant.swiglu.swiglu_forward import Given
@@ -70,6 +71,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
         out: T.Tensor(out_shape, "float8_e4m3fn"),
         sf: T.Tensor((sf_rows, hidden), "float32"),
         clamp_value: T.float32,
+        least_amax: T.float32,
     ) -> None:
         with T.Kernel(T.ceildiv(num_tokens, TILE_ROWS) * col_tiles, threads=_THREADS) as tile:
             # Four thread blocks an SM leave a thread 64 registers, too few for loads of two bytes.
@@ -101,7 +103,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
                     rounded[i, j] = T.cast(activated[i, j], "bfloat16")
             steps.share_amax(words, parts, True)
             T.sync_threads()
-            options = hidden, _THREADS, True, round_sf
+            options = least_amax, hidden, _THREADS, True, round_sf
             steps.make_factors(parts, factors, sf, first_token // num_per_tokens, first_col, *options)
             T.sync_threads()
 
@@ -139,6 +141,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_out(
     round_sf: bool,
     without_transpose: bool,
     swiglu_clamp_value: float | None,
+    sf_clamp_min: float | None,
 ) -> None:
     if out.numel() == 0:
         return
@@ -147,7 +150,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_out(
     alignment, clamped = check.row_alignment(x), swiglu_clamp_value is not None
     args = (hidden, alignment, num_per_tokens, round_sf, not without_transpose, clamped, arch)
     cast = _swiglu_forward_and_per_channel_cast_and_transpose_kernel(*args)
-    cast(x, out, sf, swiglu_clamp_value if clamped else 0.0)
+    cast(x, out, sf, swiglu_clamp_value if clamped else 0.0, least_amax_of("e4m3", sf_clamp_min))
 
 
 @replayable
@@ -158,6 +161,8 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     round_sf: bool = False,
     without_transpose: bool = False,
     swiglu_clamp_value: float | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """SwiGLU, rounded to bfloat16, then quantized by blocks of one channel, and transposed.
 
@@ -174,6 +179,7 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
         round_sf: whether scale factors are powers of two.
         without_transpose: whether data stays (num_tokens, hidden).
         swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]. NaN stays NaN.
+        sf_clamp_min: the least amax instead of 1e-4; at least 448 * 2**-126.
 
     Returns:
         `(data, sf)`: float8_e4m3fn (hidden, num_tokens) or, without transposing, (num_tokens, hidden); float32
@@ -181,9 +187,9 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
         block with NaN or infinity in it has NaN or infinity for its sf.
 
     Raises:
-        TypeError: x is no bfloat16 tensor, or a flag, num_per_tokens or swiglu_clamp_value has another type.
+        TypeError: x is no bfloat16 tensor, or another argument has another type.
         ValueError: x has another rank or a size that is not such a multiple, or columns that are not contiguous; fmt,
-            num_per_tokens or swiglu_clamp_value is none of those above.
+            num_per_tokens, swiglu_clamp_value or sf_clamp_min is none of those above.
     """
     num_tokens, width = check.tensor("x", x, (torch.bfloat16,), ("num_tokens", "2 * hidden"), layout="rows")
     check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
@@ -194,12 +200,13 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     for name, flag in (("round_sf", round_sf), ("without_transpose", without_transpose)):
         check.flag(name, flag)
     check_clamp_value(swiglu_clamp_value)
+    check_sf_clamp_min(sf_clamp_min, fmt)
     if swiglu_clamp_value is not None:
         swiglu_clamp_value = None if swiglu_clamp_value == math.inf else float(swiglu_clamp_value)
     hidden = width // 2
     out = x.new_empty((num_tokens, hidden) if without_transpose else (hidden, num_tokens), dtype=torch.float8_e4m3fn)
     sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)
     _swiglu_forward_and_per_channel_cast_and_transpose_out(
-        x, out, sf, num_per_tokens, round_sf, without_transpose, swiglu_clamp_value
+        x, out, sf, num_per_tokens, round_sf, without_transpose, swiglu_clamp_value, sf_clamp_min
     )
     return out, sf

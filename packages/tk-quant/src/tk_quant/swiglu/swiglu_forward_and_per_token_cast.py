@@ -22,8 +22,6 @@ for 64 bytes of x, so as many threads as possible have to fit on an SM: register
 kernel bound by memory.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,8 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_quant.lib.cast_formats import CastInput, CastScales, flags_of, layout_of
-from tk_quant.lib.quantize import BITS, LIMITS
+from tk_quant.lib.least_amax import check_sf_clamp_min, least_amax_of
+from tk_quant.lib.quantize import BITS
 from tk_quant.lib.swiglu_arguments import check_clamp_value, check_row_maps
 from tk_quant.lib.swiglu_forward_and_per_token_cast_kernel import SwigluCastConfig, swiglu_cast_kernel
 from tk_quant.swiglu.swiglu_forward import Given
@@ -43,8 +42,6 @@ _DTYPES = (torch.bfloat16, torch.float32)
 _FORMATS = ("e4m3", "e2m1")
 _GROUPS = (32, 128)
 _ROWS_OF_SWIZZLED_TILE = 128
-_LEAST_NORMAL = 2.0**-126
-_LARGEST = (2 - 2.0**-23) * 2.0**127
 
 
 @op(
@@ -85,14 +82,9 @@ def _swiglu_forward_and_per_token_cast_out(
         data,
         sf,
         0.0 if swiglu_clamp_value is None else float(swiglu_clamp_value),
-        LIMITS[fmt][1] if sf_clamp_min is None else float(sf_clamp_min),
+        least_amax_of(fmt, sf_clamp_min),
         config.num_blocks(num_rows, hidden),
     )
-
-
-def _check_number(name: str, value: Any, least: float, most: float) -> None:
-    check.require_type(isinstance(value, int | float) and not isinstance(value, bool), name, "a number", value)
-    check.require(least <= value <= most, name, "a number from {} to {}", value, least, most)
 
 
 @replayable
@@ -170,8 +162,7 @@ def swiglu_forward_and_per_token_cast(
     if clamped_count is not None:
         check.require(swiglu_clamp_value is not None, "swiglu_clamp_value", "a number beside clamped_count", None)
         check.tensor("clamped_count", clamped_count, (torch.int64,), (3,), device=x.device)
-    if sf_clamp_min is not None:
-        _check_number("sf_clamp_min", sf_clamp_min, LIMITS[fmt][0] * _LEAST_NORMAL, _LARGEST)
+    check_sf_clamp_min(sf_clamp_min, fmt)
     data_dtype = torch.float8_e4m3fn if fmt == "e4m3" else torch.int8
     data = x.new_empty((num_positions, hidden * BITS[fmt] // 8), dtype=data_dtype)
     sf = empty_scales(x, num_positions, hidden // num_per_channels, layout)

@@ -34,11 +34,13 @@ def least_power_of_two(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), rounded, x)
 
 
-def quantization_factors(amax: torch.Tensor, fmt: Format, round_sf: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantization_factors(
+    amax: torch.Tensor, fmt: Format, round_sf: bool, sf_clamp_min: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`(sf, s)` of blocks with this amax (float32): the scale factor, and the factor that x is multiplied by."""
     # On CUDA, torch replaces division by a Python number with multiplication by its reciprocal; hence a tensor.
     largest = torch.full_like(amax, fmt.largest)
-    amax = amax.clamp(min=fmt.least_amax)
+    amax = amax.clamp(min=fmt.least_amax if sf_clamp_min is None else sf_clamp_min)
     sf = amax / largest
     if not round_sf:
         return sf, largest / amax
@@ -77,13 +79,14 @@ def cast(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
+    sf_clamp_min: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
     """Quantize by blocks: `(data, sf)`, or data alone where `sf` (row-major float32 (R, C)) is given.
 
     x: bfloat16 or float32 (tokens, hidden), or a pair `(data, sf)` with blocks `x_block_size`, which is dequantized to
     float32 first. For each block of `block_size` = (num_per_tokens, num_per_channels), edge blocks being smaller:
 
-        amax = max(max |x|, least amax of fmt);  sf = amax / largest of fmt;  s = largest of fmt / amax
+        amax = max(max |x|, sf_clamp_min or least amax of fmt);  sf = amax / largest of fmt;  s = largest of fmt / amax
         with round_sf:   sf = least power of two ≥ that quotient;  s = 1 / sf
         with sf given:   s = 1 / sf
         with tensor_sf:  sf = e4m3 nearest to max |x| / largest of fmt / tensor_sf, at least 2**-9, saturating at 448;
@@ -100,7 +103,7 @@ def cast(
         scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
         return _encode(values, torch.ones_like(sf) / sf, fmt, block_size)
     flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0, use_swizzled_sf)
-    packed_sf, factor = _factors(values, fmt, block_size, *flags, tensor_sf)
+    packed_sf, factor = _factors(values, fmt, block_size, *flags, tensor_sf, sf_clamp_min)
     return _encode(values, factor, fmt, block_size), packed_sf
 
 
@@ -115,10 +118,11 @@ def cast_sf_only(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
+    sf_clamp_min: float | None = None,
 ) -> torch.Tensor:
     """The sf that `cast` would return, without the data."""
     flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0, use_swizzled_sf)
-    return _factors(_values(x, x_block_size), fmt, block_size, *flags, tensor_sf)[0]
+    return _factors(_values(x, x_block_size), fmt, block_size, *flags, tensor_sf, sf_clamp_min)[0]
 
 
 def _factors(
@@ -130,6 +134,7 @@ def _factors(
     use_packed_ue8m0: bool,
     use_swizzled_sf: bool,
     tensor_sf: torch.Tensor | None,
+    sf_clamp_min: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(sf in its layout, s)`, with s as in `quantization_factors`."""
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
@@ -137,7 +142,7 @@ def _factors(
     if tensor_sf is not None:
         sf, factor = tensor_scaled_factors(amax, FORMATS[fmt], tensor_sf)
         return pack_scales(sf, layout, torch.float8_e4m3fn), factor
-    sf, factor = quantization_factors(amax, FORMATS[fmt], round_sf)
+    sf, factor = quantization_factors(amax, FORMATS[fmt], round_sf, sf_clamp_min)
     return pack_scales(sf, layout), factor
 
 

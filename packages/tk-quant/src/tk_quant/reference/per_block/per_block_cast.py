@@ -13,9 +13,12 @@ def per_block_cast(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.per_block_cast."""
-    return written(out, cast(x, fmt, block_size, None, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0))
+    flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    return written(out, cast(x, fmt, block_size, None, None, *flags, sf_clamp_min=sf_clamp_min))
 
 
 def per_block_cast_with_sf_only(
@@ -26,10 +29,12 @@ def per_block_cast_with_sf_only(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     out_sf: torch.Tensor | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_block_cast_with_sf_only."""
-    sf = cast_sf_only(x, fmt, block_size, None, round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
-    return written(out_sf, sf)
+    flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    return written(out_sf, cast_sf_only(x, fmt, block_size, None, *flags, sf_clamp_min=sf_clamp_min))
 
 
 def per_block_cast_with_precomputed_sf(

@@ -13,6 +13,8 @@ def per_channel_cast_fused(
     round_sf: bool = False,
     num_per_channels: int | None = None,
     pos_to_token: torch.Tensor | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.per_channel_cast_fused."""
     values = x if isinstance(x, torch.Tensor) else dequantize(x, (1, num_per_channels))
@@ -21,4 +23,4 @@ def per_channel_cast_fused(
         gathered = values.new_zeros((pos_to_token.shape[0], values.shape[1]))
         gathered[is_real] = values[pos_to_token[is_real].to(torch.int64)]
         values = gathered
-    return cast(values, fmt, (num_per_tokens, 1), round_sf=round_sf)
+    return cast(values, fmt, (num_per_tokens, 1), round_sf=round_sf, sf_clamp_min=sf_clamp_min)

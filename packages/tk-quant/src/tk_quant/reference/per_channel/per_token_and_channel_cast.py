@@ -15,9 +15,11 @@ def per_token_and_channel_cast(
     transpose_channel_data: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """See tk_quant.per_token_and_channel_cast."""
     flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
-    by_token = cast(x, fmt, (1, num_per_channels), None, None, *flags)
-    data, sf = cast(x, fmt, (num_per_tokens, 1), round_sf=round_sf)
+    by_token = cast(x, fmt, (1, num_per_channels), None, None, *flags, sf_clamp_min=sf_clamp_min)
+    data, sf = cast(x, fmt, (num_per_tokens, 1), round_sf=round_sf, sf_clamp_min=sf_clamp_min)
     return by_token, (transpose(data) if transpose_channel_data else data, sf)

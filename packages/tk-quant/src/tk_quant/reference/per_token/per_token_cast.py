@@ -16,6 +16,7 @@ def per_token_cast(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
+    sf_clamp_min: float | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.per_token_cast."""
@@ -30,6 +31,7 @@ def per_token_cast(
         use_packed_ue8m0,
         use_swizzled_sf=use_swizzled_sf,
         tensor_sf=tensor_sf,
+        sf_clamp_min=sf_clamp_min,
     )
     return written(out, result)
 
@@ -40,9 +42,12 @@ def per_token_cast_to_e5m6(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.per_token_cast_to_e5m6."""
-    return per_token_cast(x, "e5m6", num_per_channels, None, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    return per_token_cast(x, "e5m6", num_per_channels, None, *flags, sf_clamp_min=sf_clamp_min)
 
 
 def per_token_cast_with_sf_only(
@@ -56,6 +61,7 @@ def per_token_cast_with_sf_only(
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
+    sf_clamp_min: float | None = None,
     out_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_token_cast_with_sf_only."""
@@ -69,6 +75,7 @@ def per_token_cast_with_sf_only(
         use_packed_ue8m0,
         use_swizzled_sf=use_swizzled_sf,
         tensor_sf=tensor_sf,
+        sf_clamp_min=sf_clamp_min,
     )
     return written(out_sf, result)
 

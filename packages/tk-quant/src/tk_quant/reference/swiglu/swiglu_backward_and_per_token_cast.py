@@ -18,6 +18,8 @@ def swiglu_backward_and_per_token_cast(
     num_per_channels: int,
     round_sf: bool = False,
     swiglu_clamp_value: float | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
     """See tk_quant.swiglu_backward_and_per_token_cast."""
     data, sf = (each.flatten(0, -2) for each in x)
@@ -31,10 +33,11 @@ def swiglu_backward_and_per_token_cast(
     # Padding has the result of a row of zeros.
     zeros = torch.zeros(1, 2 * num_per_channels, dtype=torch.float32, device=data.device)
     x_grad_data = torch.zeros_like(data)
-    x_grad_sf = cast(zeros, "e4m3", block_size, round_sf=round_sf)[1][:, :1].repeat(sf.shape)
+    options = {"round_sf": round_sf, "sf_clamp_min": sf_clamp_min}
+    x_grad_sf = cast(zeros, "e4m3", block_size, **options)[1][:, :1].repeat(sf.shape)
     out, x_grad = torch.zeros_like(grad_out), grad_out.new_zeros(data.shape)
     row_grads = torch.zeros(num_positions, dtype=torch.float32, device=data.device)
-    x_grad_data[is_real], x_grad_sf[is_real] = cast(results[1], "e4m3", block_size, round_sf=round_sf)
+    x_grad_data[is_real], x_grad_sf[is_real] = cast(results[1], "e4m3", block_size, **options)
     out[is_real], x_grad[is_real], row_grads[is_real] = _to_bf16(results[0]), _to_bf16(results[1]), results[2]
 
     # A pair's gradient is that of its row, if that row is the pair's.

@@ -14,8 +14,10 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     round_sf: bool = False,
     without_transpose: bool = False,
     swiglu_clamp_value: float | None = None,
+    *,
+    sf_clamp_min: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.swiglu_forward_and_per_channel_cast_and_transpose."""
     activation = swiglu_forward(x, swiglu_clamp_value).to(torch.bfloat16)
-    data, sf = cast(activation, fmt, (num_per_tokens, 1), round_sf=round_sf)
+    data, sf = cast(activation, fmt, (num_per_tokens, 1), round_sf=round_sf, sf_clamp_min=sf_clamp_min)
     return data if without_transpose else transpose(data), sf

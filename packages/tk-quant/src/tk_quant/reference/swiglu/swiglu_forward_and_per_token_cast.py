@@ -1,7 +1,5 @@
 """Reference of swiglu_forward_and_per_token_cast."""
 
-from dataclasses import replace
-
 import torch
 
 from tk_core.reference.scales import pack_scales
@@ -39,10 +37,8 @@ def swiglu_forward_and_per_token_cast(
     values = swiglu_forward(x, swiglu_clamp_value, weight=weight)
 
     format = FORMATS[fmt]
-    if sf_clamp_min is not None:
-        format = replace(format, least_amax=sf_clamp_min)
     block_size = (1, num_per_channels or hidden)
-    sf, factor = quantization_factors(block_amax(values, block_size), format, round_sf)
+    sf, factor = quantization_factors(block_amax(values, block_size), format, round_sf, sf_clamp_min)
     data = format.encode(expand_blocks(factor, block_size, num_positions, hidden) * values)
     data.view(torch.uint8)[~is_real] = 0
     sf[~is_real] = 0

@@ -14,7 +14,17 @@ from tk_quant.per_block.per_block_cast import (
     per_block_cast_with_sf_only,
 )
 from tk_quant.reference.lib.formats import expand_blocks
-from tk_quant.testing.per_token.per_token_cast import FLAGS, Make, MakeInput, extremes, normal, repeated, strided
+from tk_quant.testing.per_token.per_token_cast import (
+    FLAGS,
+    LEAST_AMAX,
+    Make,
+    MakeInput,
+    extremes,
+    normal,
+    repeated,
+    strided,
+    tiny,
+)
 
 Block = tuple[int, int]
 
@@ -67,9 +77,9 @@ def every_bfloat16(device: str) -> torch.Tensor:
     return bits.view(torch.bfloat16).view(1024, 64)
 
 
-def make(x: MakeInput, fmt: str, block_size: Block, flags: str = "row") -> Make:
+def make(x: MakeInput, fmt: str, block_size: Block, flags: str = "row", **more: Any) -> Make:
     """Arguments of per_block_cast or its form with sf only."""
-    return lambda device: {"x": x(device), "fmt": fmt, "block_size": block_size, **FLAGS[flags]}
+    return lambda device: {"x": x(device), "fmt": fmt, "block_size": block_size, **FLAGS[flags], **more}
 
 
 def make_precomputed(x: MakeInput, fmt: str, block_size: Block, special: bool = False) -> Make:
@@ -141,6 +151,14 @@ SPEC = OpSpec(
                 ("e2m1", (1, 1), "row"),
                 ("e4m3", (1, 128), "packed"),
             )
+        ),
+        *(
+            Case(
+                f"{_NAMES[dtype]}-e4m3-{side}x{side}-{flags}-h192-tiny",
+                make(tiny(133, 192, dtype), "e4m3", (side, side), flags, sf_clamp_min=LEAST_AMAX["e4m3"]),
+                small=True,
+            )
+            for dtype, side, flags in ((_BF16, 128, "row"), (_FP32, 2, "packed"))
         ),
         _plain(_BF16, "e2m1", (32, 32), "packed", 133, 576, small=True, modes=True),
         _plain(_BF16, "e2m1", (8, 8), "col-round", 133, 64, small=True),

@@ -57,9 +57,17 @@ def extremes(num_tokens: int, dtype: torch.dtype) -> MakeInput:
     return build
 
 
-def make(x: MakeInput, num_per_tokens: int = 128, round_sf: bool = False) -> Make:
+def make(x: MakeInput, num_per_tokens: int = 128, round_sf: bool = False, **more: Any) -> Make:
     """Arguments of the op."""
-    return lambda device: {"x": x(device), "fmt": "e4m3", "num_per_tokens": num_per_tokens, "round_sf": round_sf}
+    kwargs = {"fmt": "e4m3", "num_per_tokens": num_per_tokens, "round_sf": round_sf, **more}
+    return lambda device: {"x": x(device), **kwargs}
+
+
+def tiny_case(dtype: torch.dtype, num_per_tokens: int, round_sf: bool) -> Case:
+    """A case with values around 1e-9 and the least sf_clamp_min."""
+    name = f"{NAMES[dtype]}-{num_per_tokens}{'-round' if round_sf else ''}-h192-tiny"
+    x, least = by_token.tiny(128, 192, dtype), by_token.LEAST_AMAX["e4m3"]
+    return Case(name, make(x, num_per_tokens, round_sf, sf_clamp_min=least), small=True)
 
 
 def case(
@@ -96,6 +104,8 @@ SPEC = OpSpec(
             for round_sf in (False, True)
             for tokens in (128, 256)
         ),
+        tiny_case(BF16, 128, False),
+        tiny_case(FP32, 128, True),
         *(
             Case(
                 f"{NAMES[dtype]}-apart{extra}-from{first}",

@@ -3,7 +3,7 @@
 from tk_core.testing import Case, OpSpec
 from tk_quant import reference
 from tk_quant.per_channel.per_channel_cast_and_transpose import per_channel_cast_and_transpose
-from tk_quant.testing.per_channel.per_channel_cast import BF16, HIDDENS, case, extremes, make, strided
+from tk_quant.testing.per_channel.per_channel_cast import BF16, HIDDENS, case, extremes, make, strided, tiny_case
 
 _KINDS = tuple((num_per_tokens, round_sf) for num_per_tokens in (32, 128) for round_sf in (False, True))
 
@@ -25,6 +25,8 @@ SPEC = OpSpec(
             for num_per_tokens, round_sf in _KINDS
             for tokens in (128, 256)
         ),
+        tiny_case(BF16, 128, False),
+        tiny_case(BF16, 32, True),
         *(
             Case(
                 f"{num_per_tokens}-apart{extra}-from{first}",

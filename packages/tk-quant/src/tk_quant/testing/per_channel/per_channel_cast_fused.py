@@ -42,6 +42,16 @@ def pair_with_sf_from(num_tokens: int, hidden: int, first: int) -> MakeInput:
     return build
 
 
+def tiny_pair(num_tokens: int, hidden: int) -> MakeInput:
+    """A pair with values around 1e-9."""
+
+    def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        data, sf = pair(num_tokens, hidden)(device)
+        return data, sf * 2.0**-40
+
+    return build
+
+
 def nowhere(device: str) -> None:
     """No map."""
 
@@ -79,7 +89,7 @@ def segments(num_experts: int, rows: int, padding: int, num_tokens: int) -> Make
     return build
 
 
-def make(x: MakeInput, rows: MakeMap = nowhere, round_sf: bool = False) -> Make:
+def make(x: MakeInput, rows: MakeMap = nowhere, round_sf: bool = False, **more: Any) -> Make:
     """Arguments of the op."""
 
     def build(device: str) -> dict[str, Any]:
@@ -91,6 +101,7 @@ def make(x: MakeInput, rows: MakeMap = nowhere, round_sf: bool = False) -> Make:
             "round_sf": round_sf,
             "num_per_channels": 128 if isinstance(values, tuple) else None,
             "pos_to_token": rows(device),
+            **more,
         }
 
     return build
@@ -171,6 +182,19 @@ SPEC = OpSpec(
                 ("fp32-scattered", extremes(128, FP32), scattered(272, 128)),
                 ("pair", pair(256, 256, special=True), nowhere),
                 ("pair-scattered", pair(64, 512, special=True), scattered(272, 64)),
+            )
+        ),
+        # Another least amax, in the kernels for few rows and for many.
+        *(
+            Case(
+                f"{kind}{'-round' if round_sf else ''}-h{hidden}-to-{rows}-tiny",
+                make(x, scattered(rows, 64), round_sf, sf_clamp_min=by_token.LEAST_AMAX["e4m3"]),
+                small=True,
+            )
+            for kind, x, hidden, rows, round_sf in (
+                ("bf16", by_token.tiny(64, 192, BF16), 192, 144, True),
+                ("pair", tiny_pair(64, 256), 256, 144, False),
+                ("pair", tiny_pair(64, 2048), 2048, 3616, False),
             )
         ),
         # On an H200, about the fewest rows for which the kernel for many gathered rows is chosen, and the fewest for

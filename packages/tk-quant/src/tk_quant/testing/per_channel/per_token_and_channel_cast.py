@@ -8,7 +8,7 @@ import torch
 from tk_core.testing import Case, OpSpec
 from tk_quant import reference
 from tk_quant.per_channel.per_token_and_channel_cast import per_token_and_channel_cast
-from tk_quant.testing.per_token.per_token_cast import MakeInput, extremes, normal, strided
+from tk_quant.testing.per_token.per_token_cast import LEAST_AMAX, MakeInput, extremes, normal, strided, tiny
 
 Make = Callable[[str], dict[str, Any]]
 
@@ -36,7 +36,7 @@ def extreme_blocks(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInpu
     return build
 
 
-def make(x: MakeInput, num_per_channels: int, num_per_tokens: int, flags: str, transpose: bool) -> Make:
+def make(x: MakeInput, num_per_channels: int, num_per_tokens: int, flags: str, transpose: bool, **more: Any) -> Make:
     """Arguments of the op."""
     kwargs = {
         "fmt": "e4m3",
@@ -44,6 +44,7 @@ def make(x: MakeInput, num_per_channels: int, num_per_tokens: int, flags: str, t
         "num_per_tokens": num_per_tokens,
         "transpose_channel_data": transpose,
         **FLAGS[flags],
+        **more,
     }
     return lambda device: {"x": x(device), **kwargs}
 
@@ -104,6 +105,14 @@ SPEC = OpSpec(
                 small=True,
             )
             for path in _PATHS
+        ),
+        *(
+            Case(
+                f"{_name(*path)}-h192-tiny",
+                make(tiny(128, 192, path[0]), *path[1], *path[2:], sf_clamp_min=LEAST_AMAX["e4m3"]),
+                small=True,
+            )
+            for path in (_PATHS[0], _PATHS[11])
         ),
         *(
             Case(

@@ -55,6 +55,23 @@ def repeated(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
     return lambda device: one(device).expand(num_tokens, hidden)
 
 
+LEAST_AMAX = {"e4m3": 448 * 2.0**-126, "e2m1": 6 * 2.0**-126, "e5m6": 65024 * 2.0**-126}
+"""The least sf_clamp_min, by format."""
+
+
+def tiny(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
+    """Values around 1e-9; a row of zeros; channels of zeros, of 2**-118 and of 2**-117, around e4m3's LEAST_AMAX."""
+    plain = normal(num_tokens, hidden, dtype)
+
+    def build(device: str) -> torch.Tensor:
+        x = plain(device) * 2.0**-30
+        x[0] = 0
+        x[:, 0], x[:, 1], x[:, 2] = 0, 2.0**-118, 2.0**-117
+        return x
+
+    return build
+
+
 def extremes(hidden: int, dtype: torch.dtype) -> MakeInput:
     """Rows of zeros, infinity, NaN, subnormals, the largest values, ties of both formats, and random bits."""
 
@@ -157,12 +174,12 @@ def make_nvfp4(x: MakeInput, swizzled: bool, times: float = 1.0, shape: tuple[in
     return build
 
 
-def make_to_e5m6(x: MakeInput, flags: str = "row") -> Make:
+def make_to_e5m6(x: MakeInput, flags: str = "row", **more: Any) -> Make:
     """Arguments of per_token_cast_to_e5m6."""
 
     def build(device: str) -> dict[str, Any]:
         values = x(device)
-        return {"x": values, "num_per_channels": values.shape[1], **FLAGS[flags]}
+        return {"x": values, "num_per_channels": values.shape[1], **FLAGS[flags], **more}
 
     return build
 
@@ -349,6 +366,21 @@ SPEC = OpSpec(
                 (_FP32, "e2m1", 192, "row-round"),
                 (_FP32, "e5m6", 192, "row"),
                 (_FP32, "e5m6", 192, "row-round"),
+            )
+        ),
+        # Another least amax.
+        *(
+            Case(
+                f"{_NAMES[dtype]}-{fmt}-{group}-{flags}-h192-tiny",
+                make(tiny(5, 192, dtype), fmt, group, flags, sf_clamp_min=least),
+                small=True,
+            )
+            for dtype, fmt, group, flags, least in (
+                (_BF16, "e4m3", 128, "row", LEAST_AMAX["e4m3"]),
+                (_FP32, "e4m3", 32, "packed", LEAST_AMAX["e4m3"]),
+                (_BF16, "e2m1", 32, "row", 1e-9),
+                (_BF16, "e2m1", 16, "swizzled", 1e-9),
+                (_BF16, "e5m6", 192, "row", LEAST_AMAX["e5m6"]),
             )
         ),
         # E5M6: part of a warp, whole warps, a tail, several rounds; every layout.
@@ -543,6 +575,11 @@ TO_E5M6_SPEC = OpSpec(
             )
             for dtype, flags, hidden in ((_BF16, "row", 576), (_BF16, "packed", 192), (_FP32, "col", 320))
         ),
+        Case(
+            "bf16-row-round-h192-tiny",
+            make_to_e5m6(tiny(5, 192, _BF16), "row-round", sf_clamp_min=LEAST_AMAX["e5m6"]),
+            small=True,
+        ),
         Case("bf16-row-h7168-t4001", make_to_e5m6(normal(4001, 7168, _BF16)), compile=True),
     ),
 )
@@ -573,6 +610,11 @@ WITH_SF_ONLY_SPEC = OpSpec(
             for fmt in ("e4m3", "e2m1")
         ),
         Case("bf16-e4m3-32-h192-t9-apart3", make(strided(9, 192, _BF16, 3, 1), "e4m3", 32), small=True),
+        Case(
+            "bf16-e4m3-32-row-h192-tiny",
+            make(tiny(5, 192, _BF16), "e4m3", 32, sf_clamp_min=LEAST_AMAX["e4m3"]),
+            small=True,
+        ),
         _nvfp4(_BF16, True, 130, 192, small=True),
         _nvfp4(_FP32, False, 5, 192, small=True),
         *_pair_cases(5, 192, make, small=True),

@@ -108,6 +108,7 @@ def make(
     disagree: bool = False,
     shift: tuple[int, int] | None = None,
     map_as_x: bool = False,
+    grad_scale: float = 1.0,
     **more: Any,
 ) -> Make:
     """Arguments. By default 7 of 8 positions are real. shift: bytes by which data and grad_out are off alignment."""
@@ -119,7 +120,7 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         data, sf = x(leading, 2 * hidden, num_per_channels)(device)
-        grad_out = torch.randn(*leading, hidden, device=device).to(torch.bfloat16)
+        grad_out = (grad_scale * torch.randn(*leading, hidden, device=device)).to(torch.bfloat16)
         if shift is not None:
             data = _shifted(data.view(torch.uint8), shift[0]).view(torch.float8_e4m3fn)
             grad_out = _shifted(grad_out, shift[1] // 2)
@@ -220,6 +221,10 @@ SPEC = OpSpec(
             for group, hidden in ((32, 96), (128, 384))
             for rounded in (False, True)
             for clamp in (None, 1)
+        ),
+        *(
+            _case(9, hidden, group, "-tiny", roles=_SMALL, grad_scale=1e-9, sf_clamp_min=448 * 2.0**-126, **more)
+            for group, hidden, more in ((128, 384, {}), (32, 96, {"round_sf": True}))
         ),
         # Positions of experts.
         _case((3, 5), 128, 128, roles={"small": True, "modes": True, "compile": True}),

@@ -26,6 +26,19 @@ def normal(num_tokens: int, hidden: int) -> MakeInput:
     return build
 
 
+def tiny(num_tokens: int, hidden: int) -> MakeInput:
+    """The same, with r around 1e-9 and a channel of zeros."""
+    plain = normal(num_tokens, hidden)
+
+    def build(device: str) -> torch.Tensor:
+        x = plain(device)
+        x[:, hidden:] *= 2.0**-30
+        x[:, hidden] = 0
+        return x
+
+    return build
+
+
 def strided(num_tokens: int, hidden: int, extra: int, first: int) -> MakeInput:
     """Rows with a gap of `extra` elements, which start at column `first` of a wider tensor."""
 
@@ -131,6 +144,14 @@ SPEC = OpSpec(
                 small=True,
             )
             for num_per_tokens, flags in _PAIRS
+        ),
+        *(
+            Case(
+                f"{num_per_tokens}-{flags}-h64-tiny",
+                make(tiny(128, 64), num_per_tokens, **FLAGS[flags], sf_clamp_min=448 * 2.0**-126),
+                small=True,
+            )
+            for num_per_tokens, flags in ((128, "plain"), (32, "straight-round"))
         ),
         *(
             Case(

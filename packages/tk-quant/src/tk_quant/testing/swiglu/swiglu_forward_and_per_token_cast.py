@@ -207,6 +207,12 @@ SPEC = OpSpec(
         ),
         _case(_BF16, "e4m3", 32, "row", 9, 256, "-least", roles=_SMALL, sf_clamp_min=0.5),
         _case(_BF16, "e2m1", 128, "packed", 9, 256, "-least", roles=_SMALL, sf_clamp_min=3),
+        _case(
+            *(_FP32, "e4m3", 128, "row", 9, 256, "-tiny"),
+            x=per_token_cast.tiny,
+            roles=_SMALL,
+            sf_clamp_min=per_token_cast.LEAST_AMAX["e4m3"],
+        ),
         # Zero rows, one row.
         _case(_BF16, "e4m3", 128, "row", 0, 640, roles=_SMALL, padding=(1, 4)),
         _case(_BF16, "e4m3", 128, "swizzled", 0, 640, roles=_SMALL),
