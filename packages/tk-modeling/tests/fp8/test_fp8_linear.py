@@ -79,6 +79,27 @@ def test_main_grad_takes_float32_gradients(device: str) -> None:
         torch.testing.assert_close(weight.main_grad, 1 + times * expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_small_gradients_keep_their_codes(device: str) -> None:
+    """A power of two in dY goes through to dX and dW exactly, and an error is the same at |dY| = 1e-9 as at 1."""
+    x, weight = arguments(300, torch.float32, device)
+    y = fp8_linear(x, weight)
+    torch.manual_seed(7)
+    d_y = torch.randn(y.shape, device=device).bfloat16()
+
+    def gradients(d_y: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, (x, weight), d_y, retain_graph=True)
+
+    expected = gradients(d_y)
+    for scale in (2.0**-20, 2.0**-60):
+        assert_equal(gradients(d_y * scale), tuple(each * scale for each in expected))
+    d_y = d_y * 1e-9
+    exact = d_y.double() @ weight.double(), d_y.double().t() @ x.double()
+    for name, got, want in zip(("x", "weight"), gradients(d_y), exact, strict=True):
+        # Each operand is off by 2.6 % (rms).
+        assert (got - want).norm() < 0.04 * want.norm(), name
+
+
 @pytest.mark.parametrize("layout", ["transposed", "not on 16 bytes"])
 def test_main_grad_of_any_strides_and_offset(layout: str) -> None:
     x, weight = arguments(300, torch.float32)

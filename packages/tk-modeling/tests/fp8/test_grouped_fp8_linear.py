@@ -98,6 +98,18 @@ def test_main_grad_takes_float32_gradients(device: str) -> None:
     torch.testing.assert_close(weight.main_grad, 1 + expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_small_gradients_keep_their_codes(device: str) -> None:
+    """A power of two in dY goes through to both gradients exactly."""
+    rows, weight, ends, is_row = arguments(torch.float32, device)
+    y = grouped_fp8_linear(rows, weight, ends)
+    d_y = gradient_of(y, is_row)
+    d_rows, d_weight = torch.autograd.grad(y, (rows, weight), d_y, retain_graph=True)
+    for scale in (2.0**-20, 2.0**-60):
+        found = torch.autograd.grad(y, (rows, weight), d_y * scale, retain_graph=True)
+        assert_equal((found[0][is_row], found[1]), (d_rows[is_row] * scale, d_weight * scale))
+
+
 @pytest.mark.parametrize("layout", ["transposed", "not on 16 bytes"])
 def test_main_grad_of_any_strides_and_offset(layout: str) -> None:
     rows, weight, ends, is_row = arguments(torch.float32)

@@ -231,6 +231,20 @@ def test_fp8_experts_are_near_those_of_bf16(device: str) -> None:
         assert 1e-5 < calc_diff(got, want) < 4e-3, name
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fp8_keeps_small_gradients(device: str) -> None:
+    """All steps are linear in dY: a power of two in it goes through to every gradient exactly."""
+    layer, _ = fp8_and_bf16(device=device)
+    leaf = torch.randn(200, 128, device=device).bfloat16().requires_grad_()
+    y, _ = layer(leaf)
+    d_y = torch.randn(200, 128, device=device).bfloat16()
+
+    def gradients(d_y: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, (leaf, *layer.parameters()), d_y, retain_graph=True)
+
+    assert_equal(gradients(d_y * 2.0**-20), tuple(each * 2.0**-20 for each in gradients(d_y)))
+
+
 def test_fp8_under_compile() -> None:
     torch._dynamo.reset()
     layer, _ = fp8_and_bf16()

@@ -18,6 +18,7 @@ from tk_core import check
 from tk_core.math import align
 from tk_modeling.fp8.operands import (
     BLOCK,
+    GRADIENT_CLAMP,
     Pair,
     cast_rows,
     cast_rows_and_columns,
@@ -63,13 +64,16 @@ def _linear(x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
     return _FP8Linear.apply(x, weight, *by_row, *by_column, *operand, main_grad)
 
 
-def _casts(x: Tensor, with_columns: bool) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
+def _casts(
+    x: Tensor, with_columns: bool, sf_clamp_min: float | None = None
+) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
     """x cast by rows and, if needed, by columns, the latter with zeros up to a multiple of 128 rows, at least 128."""
     if not with_columns:
-        return cast_rows(x), (None, None)
+        return cast_rows(x, sf_clamp_min), (None, None)
     num_rows = len(x)
     missing = max(align(num_rows, BLOCK), BLOCK) - num_rows
-    (data, sf), by_column = cast_rows_and_columns(torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+    (data, sf), by_column = cast_rows_and_columns(padded, sf_clamp_min)
     return (data[:num_rows], sf[:num_rows]), by_column
 
 
@@ -107,7 +111,7 @@ class _FP8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
         columns, columns_sf, data, sf = ctx.saved_tensors
-        by_row, by_column = _casts(d_y.contiguous(), columns is not None)
+        by_row, by_column = _casts(d_y.contiguous(), columns is not None, GRADIENT_CLAMP)
         d_x = None if data is None else tk_gemm.fp8_gemm_nt(by_row, transposed((data, sf)))
         d_weight = None
         if columns is not None:

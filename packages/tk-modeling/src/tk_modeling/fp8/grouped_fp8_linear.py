@@ -14,6 +14,7 @@ import tk_gemm
 from tk_core import check
 from tk_modeling.fp8.operands import (
     BLOCK,
+    GRADIENT_CLAMP,
     Pair,
     cast_rows,
     cast_rows_and_columns,
@@ -71,8 +72,10 @@ def _weight_product(d_y: Pair, rows: Pair, ends: Tensor, d: Tensor | None, c: Te
     return tk_gemm.k_grouped_fp8_gemm_nt_contiguous(d_y, rows, d, ends, c=c)
 
 
-def _casts(x: Tensor, with_columns: bool) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
-    return cast_rows_and_columns(x) if with_columns else (cast_rows(x), (None, None))
+def _casts(
+    x: Tensor, with_columns: bool, sf_clamp_min: float | None = None
+) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
+    return cast_rows_and_columns(x, sf_clamp_min) if with_columns else (cast_rows(x, sf_clamp_min), (None, None))
 
 
 class _GroupedFP8Linear(torch.autograd.Function):
@@ -103,7 +106,7 @@ class _GroupedFP8Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
         columns, columns_sf, data, sf, ends = ctx.saved_tensors
-        by_row, by_column = _casts(d_y.contiguous(), columns is not None)
+        by_row, by_column = _casts(d_y.contiguous(), columns is not None, GRADIENT_CLAMP)
         d_rows = None if data is None else _product(by_row, transposed((data, sf)), ends)
         d_weight = None
         if columns is not None:

@@ -14,6 +14,10 @@ Pair = tuple[Tensor, Tensor]
 """float8_e4m3fn data and float32 scale factors."""
 
 BLOCK = 128
+# A mean over many tokens has gradients far below e4m3's own least amax of 1e-4, and dividing them by the number of
+# processes must not change their codes: so the least that leaves sf and its reciprocal normal.
+GRADIENT_CLAMP = 448 * 2.0**-126
+"""The least amax, `sf_clamp_min`, of casts of gradients."""
 
 
 def check_features(divisor: int, **features: int) -> None:
@@ -23,19 +27,18 @@ def check_features(divisor: int, **features: int) -> None:
         check.multiple_of(name, size, divisor)
 
 
-def cast_rows(x: Tensor) -> Pair:
-    """Cast x (rows, channels) with a factor for each row and 128 channels."""
-    return tk_quant.per_token_cast(x, "e4m3", BLOCK, use_tma_aligned_col_major_sf=True)
+def cast_rows(x: Tensor, sf_clamp_min: float | None = None) -> Pair:
+    """Cast x (rows, channels) with a factor for each row and 128 channels. `sf_clamp_min`: another least amax."""
+    return tk_quant.per_token_cast(x, "e4m3", BLOCK, use_tma_aligned_col_major_sf=True, sf_clamp_min=sf_clamp_min)
 
 
-def cast_rows_and_columns(x: Tensor) -> tuple[Pair, Pair]:
-    """`cast_rows(x)`, and x transposed with a factor for each channel and 128 rows; x is read once.
+def cast_rows_and_columns(x: Tensor, sf_clamp_min: float | None = None) -> tuple[Pair, Pair]:
+    """`cast_rows`, and x transposed with a factor for each channel and 128 rows; x is read once.
 
     There are a multiple of 128 rows. The second pair is data (channels, rows) and factors (rows / 128, channels).
     """
-    return tk_quant.per_token_and_channel_cast(
-        x, "e4m3", BLOCK, BLOCK, transpose_channel_data=True, use_tma_aligned_col_major_sf=True
-    )
+    flags = {"transpose_channel_data": True, "use_tma_aligned_col_major_sf": True}
+    return tk_quant.per_token_and_channel_cast(x, "e4m3", BLOCK, BLOCK, **flags, sf_clamp_min=sf_clamp_min)
 
 
 def cast_weight(weight: Tensor) -> Pair:
