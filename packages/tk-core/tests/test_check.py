@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tk_core import check, env
 
@@ -163,8 +164,20 @@ def test_values_are_not_read_while_a_graph_is_captured(monkeypatch: pytest.Monke
         check.below("indices", indices, 5, "indices below 5")
 
 
+def test_ends_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = torch.tensor([3, 3, 6, 7])
+    check.ends("ends", wrong, 4)
+    monkeypatch.setattr(env, "debug", lambda: True)
+    check.ends("ends", torch.tensor([3, 4, 4, 9]), 4)
+    check.ends("ends", wrong, 1)
+    with pytest.raises(ValueError, match=r"^ends\[1\]: expected at least 4, where the segment begins, got 3$"):
+        check.ends("ends", wrong, 4)
+
+
 def test_values_are_read_in_debug_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for debug in (False, True):
         monkeypatch.setattr(env, "debug", lambda debug=debug: debug)
         assert check.reads_data(torch.zeros(1)) is debug
         assert not check.reads_data(torch.zeros(1, device="meta"))
+        with FakeTensorMode():
+            assert not check.reads_data(torch.zeros(1))

@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tk_core import env
+from tk_core.math import align
 
 Layout = Literal["contiguous", "rows", "any"]
 _LARGEST = torch.finfo(torch.float32).max
@@ -122,9 +124,10 @@ def in_range(name: str, value: int, low: int, high: int) -> None:
 def reads_data(x: Tensor) -> bool:
     """Whether to check the values in x: TK_DEBUG is on, and they can be read.
 
-    That is not so under torch.compile, for meta tensors, and while a CUDA graph is captured: reading synchronizes.
+    That is not so under torch.compile, for meta and fake tensors, and while a CUDA graph is captured: reading
+    synchronizes.
     """
-    if torch.compiler.is_compiling() or not env.debug() or x.is_meta:
+    if torch.compiler.is_compiling() or not env.debug() or x.is_meta or type(x) not in (Tensor, Parameter):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -134,6 +137,18 @@ def below(name: str, indices: Tensor, bound: int, expected: str) -> None:
     if reads_data(indices) and indices.numel():
         highest = int(indices.max())
         require(highest < bound, name, expected, highest, bound)
+
+
+def ends(name: str, x: Tensor, alignment: int) -> None:
+    """If `reads_data`, raise ValueError unless no segment ends before it begins.
+
+    x has the ends; each segment begins at the first multiple of `alignment` from the end of the one before.
+    """
+    if reads_data(x):
+        first = 0
+        for index, end in enumerate(x.tolist()):
+            require(end >= first, f"{name}[{index}]", "at least {}, where the segment begins", end, first)
+            first = align(end, alignment)
 
 
 def row_alignment(x: Tensor) -> int:

@@ -161,11 +161,19 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
         tk_engram.ngram_windows(**{**GOOD, **change})
 
 
-@pytest.mark.parametrize("bounds", [[1, 2, 4], [0, 2, 3], [0, 2, 5], [0, 5, 4]])
-def test_bad_bounds_raise_in_debug_mode(bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([1, 2, 4], "expected offsets from 0 to 4 tokens, got 1 to 4"),
+        ([0, 2, 3], "expected offsets from 0 to 4 tokens, got 0 to 3"),
+        ([0, 2, 5], "expected offsets from 0 to 4 tokens, got 0 to 5"),
+        ([0, 5, 4], "expected no element below the one before"),
+    ],
+)
+def test_bad_bounds_raise_in_debug_mode(bounds: list[int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "debug", lambda: True)
     tk_engram.ngram_windows(**GOOD)
-    with pytest.raises(ValueError, match="cu_seqlens: "):
+    with pytest.raises(ValueError, match=f"cu_seqlens: {message}"):
         tk_engram.ngram_windows(**{**GOOD, "cu_seqlens": int32(bounds)})
 
 

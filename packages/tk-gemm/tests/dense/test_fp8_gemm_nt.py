@@ -123,8 +123,11 @@ A, B, D = activations(3, 256, "cpu"), weights(144, 256, "cpu"), torch.zeros(3, 1
         (ValueError, "recipe_a", {"recipe_a": (1, 32)}),
         (ValueError, "recipe_b", {"recipe_b": (32, 32)}),
         (TypeError, "recipe_a", {"recipe_a": 128}),
+        (TypeError, "recipe: expected a tuple of int", {"recipe": (1.0, 128.0, 128.0)}),
+        (TypeError, "recipe_b", {"recipe_b": (True, 128)}),
         (ValueError, "recipe_b", {"recipe": (1, 128, 128), "recipe_b": (128, 128)}),
         (TypeError, "compiled_dims", {"compiled_dims": 3}),
+        (ValueError, "compiled_dims: expected letters of 'mnk', got 'nope'", {"compiled_dims": "nope"}),
         (TypeError, "disable_ue8m0_cast", {"disable_ue8m0_cast": 1}),
     ],
 )

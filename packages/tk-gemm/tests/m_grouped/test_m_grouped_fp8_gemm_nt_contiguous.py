@@ -43,15 +43,19 @@ def test_debug_mode_looks_at_the_groups(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(env, "debug", lambda: True)
     a, b = activations(384, 128, "cpu"), weights(16, 128, "cpu", 2)
     tk_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, None, ids((3, 129), 384, "cpu"))
-    for counts in (((0, 5), 1), ((1, 5), 0), ((0, 5), 0, -1, 0), ((2, 5),)):
+    for first_rows, message in (
+        ([0, 0, 1], "expected groups that begin at multiples of 128, got one that begins at row 2"),
+        ([1, 1, 0], "expected groups in ascending order, got group 0 in row 2, after group 1"),
+        ([0, -1, 0], "expected -1 only after a group's last row, got -1 in row 1, within a group"),
+        ([2], "expected groups below 2, got 2"),
+    ):
         wrong = ids((0, 0), 384, "cpu")
-        wrong[: counts[0][1]] = counts[0][0]
-        for offset, group in enumerate(counts[1:]):
-            wrong[counts[0][1] + offset] = group
-        with pytest.raises(ValueError, match="grouped_layout"):
+        wrong[: len(first_rows)] = torch.tensor(first_rows)
+        with pytest.raises(ValueError, match=f"^grouped_layout: {message}$"):
             tk_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, None, wrong)
+    tk_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, None, ids((0, 0), 384, "cpu"))
     ends = torch.tensor([130, 200], dtype=torch.int32)
-    with pytest.raises(ValueError, match="grouped_layout"):
+    with pytest.raises(ValueError, match=r"^grouped_layout\[1\]: expected at least 256, .* got 200$"):
         tk_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, None, ends, use_psum_layout=True)
 
 

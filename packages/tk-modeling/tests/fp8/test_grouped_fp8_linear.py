@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tk_core import env
 from tk_core.math import align
 from tk_core.testing import assert_equal
 from tk_core.testing.numeric import calc_diff
@@ -172,6 +173,12 @@ ROWS, WEIGHT, ENDS, _ = arguments()
 def test_bad_input(error: type[Exception], match: str, changes: dict[str, Any]) -> None:
     with pytest.raises(error, match=match):
         grouped_fp8_linear(**{"rows": ROWS, "weight": WEIGHT, "ends": ENDS, **changes})
+
+
+def test_debug_mode_looks_at_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    with pytest.raises(ValueError, match=r"^ends\[1\]: expected at least 128, where the segment begins, got 0$"):
+        grouped_fp8_linear(ROWS, WEIGHT, torch.tensor([1, 0, 0, 0, 0], dtype=torch.int32))
 
 
 @pytest.mark.parametrize(

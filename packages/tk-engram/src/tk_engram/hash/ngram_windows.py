@@ -131,7 +131,8 @@ def _ngram_windows_out(
 def _check_bounds(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise ValueError unless cu_seqlens ascends from 0 to num_tokens. Reads its data: for TK_DEBUG only."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    check.require(first == 0 and last == num_tokens, "cu_seqlens", "0 to {}", (first, last), num_tokens)
+    if first or last != num_tokens:
+        raise ValueError(f"cu_seqlens: expected offsets from 0 to {num_tokens} tokens, got {first} to {last}")
     check.require(bool((cu_seqlens.diff() >= 0).all()), "cu_seqlens", "no element below the one before", cu_seqlens)
 
 

@@ -25,7 +25,18 @@ from tk_gemm.lib.archs import arch_of_factors
 from tk_gemm.lib.gather_groups import gather_groups_kernel
 from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k
 from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product
-from tk_gemm.lib.operands import BLOCK, E4M3, FACTORS, aligned, compiler_hints, matrix, pair, positive_multiple, result
+from tk_gemm.lib.operands import (
+    BLOCK,
+    E4M3,
+    FACTORS,
+    aligned,
+    compiler_hints,
+    matrix,
+    pair,
+    positive_multiple,
+    recipe_of,
+    result,
+)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -141,8 +152,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
             with packed ones, unless TK_BACKEND=reference.
     """
-    check.require_type(isinstance(recipe, (tuple, list)), "recipe", "a tuple", recipe)
-    check.one_of("recipe", tuple(recipe), ((1, 1, BLOCK),))
+    recipe_of("recipe", recipe, ((1, 1, BLOCK),))
     compiler_hints(compiled_dims)
     a_data, a_sf, num_rows, total = _operand("a", a, None, FACTORS)
     device = a_data.device

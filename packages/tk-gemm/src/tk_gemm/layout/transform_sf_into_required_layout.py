@@ -5,7 +5,7 @@ import torch
 from tk_core import check
 from tk_core.math import ceil_div
 from tk_gemm.layout.get_mn_major_tma_aligned_tensor import get_mn_major_tma_aligned_tensor
-from tk_gemm.lib.operands import BLOCK, FLOAT32
+from tk_gemm.lib.operands import BLOCK, FLOAT32, recipe_of
 
 
 def transform_sf_into_required_layout(
@@ -41,8 +41,7 @@ def transform_sf_into_required_layout(
     check.flag("is_sfa", is_sfa)
     check.flag("disable_ue8m0_cast", disable_ue8m0_cast)
     allowed = ((1, BLOCK), (BLOCK, BLOCK), (1, BLOCK, BLOCK), (1, 1, BLOCK))
-    check.require_type(isinstance(recipe, (tuple, list)), "recipe", "a tuple", recipe)
-    check.one_of("recipe", tuple(recipe), allowed)
+    recipe_of("recipe", recipe, allowed)
     rows = recipe[0] if len(recipe) == 2 or is_sfa else recipe[1]
     shape: tuple[int, ...] = (ceil_div(mn, rows), ceil_div(k, BLOCK))
     if num_groups is not None:

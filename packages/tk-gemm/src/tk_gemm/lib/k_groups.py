@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.math import align
 from tk_gemm.lib.groups import INT32
-from tk_gemm.lib.operands import BLOCK, is_debugging
+from tk_gemm.lib.operands import BLOCK
 
 
 def check_ks(ks: Any, grouped_layout: Any, total: int, device: torch.device) -> int:
@@ -22,8 +21,7 @@ def check_ks(ks: Any, grouped_layout: Any, total: int, device: torch.device) -> 
         (num_groups,) = check.tensor("ks", ks, INT32, ("G",), device=device)
         check.require(num_groups > 0, "ks", "at least one group", num_groups)
         check.require(grouped_layout is None, "grouped_layout", "None where ks is a tensor", "a tensor")
-        if is_debugging(ks):
-            _check_ends(ks)
+        check.ends("ks", ks, BLOCK)
         return num_groups
     check.require_type(isinstance(ks, (list, tuple)), "ks", "a list of int or a tensor", type(ks).__name__)
     check.require(len(ks) > 0, "ks", "at least one group", ks)
@@ -33,17 +31,10 @@ def check_ks(ks: Any, grouped_layout: Any, total: int, device: torch.device) -> 
     check.require(sum(ks) == total, "ks", "sizes that add up to {}, the operands' K", sum(ks), total)
     if grouped_layout is not None:
         check.tensor("grouped_layout", grouped_layout, INT32, (len(ks),), device=device)
-        if is_debugging(grouped_layout):
+        if check.reads_data(grouped_layout):
             found = grouped_layout.tolist()
             check.require(found == list(ks), "grouped_layout", "the sizes of ks, {}", found, list(ks))
     return len(ks)
-
-
-def _check_ends(ends: Tensor) -> None:
-    first = 0
-    for group, end in enumerate(ends.tolist()):
-        check.require(end >= first, f"ks[{group}]", "at least {}, where the group begins", end, first)
-        first = align(end, BLOCK)
 
 
 # Sums that CUDA graphs read: they must outlive the cache, as a graph keeps only their addresses.

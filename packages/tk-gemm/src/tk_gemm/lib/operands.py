@@ -18,13 +18,8 @@ FACTORS = (torch.float32, torch.int32)
 OUT = (torch.bfloat16, torch.float32)
 
 _PER_ROW_RECIPE = (1, 1, BLOCK)
-_RECIPES = (None, (1, BLOCK, BLOCK), _PER_ROW_RECIPE)
+_RECIPES = ((1, BLOCK, BLOCK), _PER_ROW_RECIPE)
 _WIDE = 16  # bytes, to which TMA needs bases and strides aligned
-
-
-def is_debugging(x: Tensor) -> bool:
-    """Whether TK_DEBUG=1 asks for a check of the values of x, and they can be read."""
-    return type(x) in (Tensor, Parameter) and check.reads_data(x)
 
 
 def pair(name: str, x: Any) -> tuple[Any, Any]:
@@ -116,18 +111,26 @@ def per_block_factors(
     _checked_factors(name, sf, shape, device, dtypes)
 
 
+def recipe_of(name: str, blocks: Any, choices: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Raise TypeError unless a recipe is a tuple of int, ValueError unless it is one of these; return it as a tuple."""
+    is_recipe = isinstance(blocks, (tuple, list)) and all(type(size) is int for size in blocks)
+    check.require_type(is_recipe, name, "a tuple of int", blocks)
+    check.one_of(name, tuple(blocks), choices)
+    return tuple(blocks)
+
+
 def is_per_row(
     recipe: tuple[int, int, int] | None, recipe_a: tuple[int, int] | None, recipe_b: tuple[int, int] | None
 ) -> bool:
     """Whether B has factors for each row, not for 128 × 128 blocks. TypeError or ValueError for other recipes."""
     allowed = (
         ("recipe", recipe, _RECIPES),
-        ("recipe_a", recipe_a, (None, (1, BLOCK))),
-        ("recipe_b", recipe_b, (None, (1, BLOCK), (BLOCK, BLOCK))),
+        ("recipe_a", recipe_a, ((1, BLOCK),)),
+        ("recipe_b", recipe_b, ((1, BLOCK), (BLOCK, BLOCK))),
     )
     for name, blocks, choices in allowed:
-        check.require_type(blocks is None or isinstance(blocks, (tuple, list)), name, "a tuple or None", blocks)
-        check.one_of(name, None if blocks is None else tuple(blocks), choices)
+        if blocks is not None:
+            recipe_of(name, blocks, choices)
     if recipe is not None:
         check.require(recipe_a is None, "recipe_a", "None beside recipe", recipe_a)
         check.require(recipe_b is None, "recipe_b", "None beside recipe", recipe_b)
@@ -145,8 +148,9 @@ def only_per_block(
 
 
 def compiler_hints(compiled_dims: str, disable_ue8m0_cast: bool = False) -> None:
-    """Check arguments of DeepGEMM that have no effect in this package."""
+    """Check arguments of DeepGEMM that have no effect in this package: compiled_dims is made of the letters m, n, k."""
     check.require_type(isinstance(compiled_dims, str), "compiled_dims", "a str", compiled_dims)
+    check.require(set(compiled_dims) <= set("mnk"), "compiled_dims", "letters of 'mnk'", compiled_dims)
     check.flag("disable_ue8m0_cast", disable_ue8m0_cast)
 
 

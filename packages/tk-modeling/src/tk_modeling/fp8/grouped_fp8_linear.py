@@ -45,7 +45,8 @@ def grouped_fp8_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str 
         (num_rows, out_features) bfloat16.
 
     Raises:
-        TypeError: a wrong type or dtype. ValueError: a wrong shape, stride or device.
+        TypeError: a wrong type or dtype. ValueError: a wrong shape, stride or device, or with TK_DEBUG=1 an expert
+            whose rows end before they begin.
     """
     main_grad = main_grad_of(name, weight)
     (rows,) = autocast_to_bf16(rows)
@@ -57,6 +58,7 @@ def grouped_fp8_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str 
     num_rows, _ = check.tensor("rows", rows, (torch.bfloat16,), ("num_rows", in_features), device=device)
     check.multiple_of("rows.shape[0]", num_rows, BLOCK)
     check.tensor("ends", ends, (torch.int32,), (num_experts,), device=device)
+    check.ends("ends", ends, BLOCK)
     operand = cast_weight(weight.detach())
     if not needs_gradients(rows, weight):
         return _product(cast_rows(rows), operand, ends)

@@ -45,8 +45,8 @@ def _hash_gate_out(
 
 def _check_table(token_ids: Tensor, table: Tensor, num_experts: int) -> None:
     """With TK_DEBUG: raise if the table lacks a token's id or has an expert that does not exist."""
-    low, high = (int(x) for x in token_ids.aminmax())
-    check.require(low >= 0 and high < table.shape[0], "token_ids", "0 to {}", (low, high), table.shape[0] - 1)
+    for extreme in token_ids.aminmax():
+        check.in_range("token_ids", int(extreme), 0, table.shape[0] - 1)
     check.below("table", table, num_experts, "experts below {}")
 
 

@@ -124,8 +124,8 @@ def _check_data(
         check.below("unmapped_topk_idx", given, num_experts, "experts below {}")
     if to_physical_map is not None and logical_count is not None:
         num_copies = to_physical_map.shape[1]
-        low, high = int(logical_count.min()), int(logical_count.max())
-        check.require(low >= 1 and high <= num_copies, "logical_count", "1 to {}", (low, high), num_copies)
+        for extreme in logical_count.aminmax():
+            check.in_range("logical_count", int(extreme), 1, num_copies)
         num_physical = num_experts + num_copies - 1
         check.below("to_physical_map", to_physical_map, num_physical, "experts below {}")
 
