@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import tk_core
 import tk_engram
 from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, tiers
@@ -278,11 +277,9 @@ def test_new_options_are_given_by_name() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mhc_mult", "hidden"), [(4, 7168), (3, 576), (8, 7168)])
-def test_gpu_bits_do_not_depend_on_other_tokens_or_multiprocessors(mhc_mult: int, hidden: int) -> None:
+def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int, hidden: int) -> None:
     inputs = make(2001, mhc_mult, hidden, layout="packed")("cuda")
     whole = tk_engram.engram_gate_bwd(**inputs)
-    with tk_core.num_sms(7):
-        assert_equal(tk_engram.engram_gate_bwd(**inputs), whole)
     per_token = ("grad_out", "hidden_states", "k", "v", "dot", "gate_score", "rstd_x", "rstd_k")
     for first, last in ((0, 1), (777, 778), (1, 140)):
         part = {name: inputs[name][first:last] for name in per_token}

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-import tk_core
 import tk_engram
 from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, tiers
@@ -234,8 +233,6 @@ def test_new_options_are_given_by_name() -> None:
 def test_gpu_bits_of_a_token_do_not_depend_on_the_others(mhc_mult: int, hidden: int) -> None:
     inputs = make(8001, mhc_mult, hidden, layout="packed")("cuda")
     whole = tk_engram.engram_gate_fwd(**inputs)
-    with tk_core.num_sms(7):
-        assert_equal(tk_engram.engram_gate_fwd(**inputs), whole)
     for first, last in ((0, 1), (4001, 4002), (7998, 8001), (1, 64)):
         part = {name: inputs[name][first:last] for name in ("hidden_states", "k", "v")}
         expected = tuple(each[first:last].clone() for each in whole)

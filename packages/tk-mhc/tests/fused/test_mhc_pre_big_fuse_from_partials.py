@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tk_core
 import tk_mhc
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
@@ -236,13 +235,3 @@ def test_gpu_bits_do_not_depend_on_the_batch(
     if options.get("shifted"):
         token_dims["pre_mix"] = 0
     assert_independent_of_batch(tk_mhc.mhc_pre_big_fuse_from_partials, inputs, token_dims)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 64, 8192])
-def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
-    inputs = make(num_tokens)("cuda")
-    expected = tk_mhc.mhc_pre_big_fuse_from_partials(**inputs)
-    for num_sms in (1, 7, 100):
-        with tk_core.num_sms(num_sms):
-            assert_equal(tk_mhc.mhc_pre_big_fuse_from_partials(**inputs), expected)

@@ -291,16 +291,6 @@ def test_gpu_bits_of_a_token_do_not_depend_on_the_batch(mhc_mult: int, hidden: i
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("hidden", "num_tokens"), [(576, 1001), (7168, 65), (7168, 8192)])
-def test_gpu_bits_do_not_depend_on_multiprocessors(hidden: int, num_tokens: int) -> None:
-    inputs = make(num_tokens, 4, hidden)("cuda")
-    expected = tk_mhc.mhc_pre_norm_fn_bwd(**inputs)
-    for num_sms in (1, 7, 100):
-        with tk_core.num_sms(num_sms):
-            assert_equal(tk_mhc.mhc_pre_norm_fn_bwd(**inputs), expected)
-
-
-@pytest.mark.gpu
 def test_gpu_writes_no_token_beyond_the_last() -> None:
     inputs = make(128, 4, 576, given=True)("cuda")
     whole = inputs["d_residual"]

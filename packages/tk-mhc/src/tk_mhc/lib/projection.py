@@ -61,12 +61,12 @@ def default_n_splits(width: int) -> int:
 
 def takes_all_splits(num_tokens: int, n_splits: int, device: torch.device) -> bool:
     """Whether each thread block walks all splits: for many tokens, or a single split."""
-    return _splits_per_worker(num_tokens, n_splits, device) == n_splits
+    return splits_per_worker(num_tokens, 1, n_splits, device) == n_splits
 
 
-def _splits_per_worker(num_tokens: int, n_splits: int, device: torch.device) -> int:
+def splits_per_worker(num_tokens: int, num_rms_groups: int, n_splits: int, device: torch.device) -> int:
     """How many splits a thread block takes: as few as leave at most one thread block an SM, all for many tokens."""
-    num_tiles = ceil_div(num_tokens, ProjectionConfig.block_tokens)
+    num_tiles = ceil_div(num_tokens, ProjectionConfig.block_tokens) * num_rms_groups
     return ceil_div(n_splits, max(1, get_num_sms(device) // num_tiles))
 
 
@@ -94,7 +94,7 @@ def launch_projection(
         weights, parts = "parts", convert_fn(fn, norm_weight)
     config = ProjectionConfig.best(num_rows, width // num_rms_groups, n_splits, weights, arch)
     kernel = project_wgmma_kernel if arch.has_wgmma else project_mma_kernel
-    splits = _splits_per_worker(num_tokens * num_rms_groups, n_splits, x.device) if output == "partials" else n_splits
+    splits = splits_per_worker(num_tokens, num_rms_groups, n_splits, x.device) if output == "partials" else n_splits
     launch = kernel(num_rows, width, n_splits, num_rms_groups, weights, output, config, arch)
     launch(x, fn, parts, norm_weight, mul, sqrsum, eps, splits)
 
