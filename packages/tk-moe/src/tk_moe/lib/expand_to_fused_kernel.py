@@ -72,7 +72,7 @@ def expand_kernel(
     block_channels = threads * config.vectors_per_thread * vector
     has_sf, factor_dtype, block_sf = sf_dtype is not None, sf_dtype or torch.float32, align(max(sf_cols, 1), threads)
     num_tokens, num_expanded_tokens = T.dynamic("num_tokens"), T.dynamic("num_expanded_tokens")
-    out_sf_strides = T.dynamic("out_sf_row_stride"), T.dynamic("out_sf_col_stride")
+    out_sf_strides = tuple(T.dynamic(f"out_sf_{dim}_stride", "int64") for dim in ("row", "col"))
 
     @T.prim_func
     def expand_to_fused(
@@ -128,7 +128,7 @@ def gather_factors_kernel(sf_cols: int, sf_dtype: torch.dtype, arch: Arch) -> An
     def gather_factors(
         sf: T.Tensor((num_tokens, sf_cols), sf_dtype),
         numbers: T.Tensor((num_rows, 1), "int32"),
-        out: T.StridedTensor((num_rows, sf_cols), (1, T.dynamic("out_col_stride")), sf_dtype),
+        out: T.StridedTensor((num_rows, sf_cols), (1, T.dynamic("out_col_stride", "int64")), sf_dtype),
     ) -> None:
         with T.Kernel(T.ceildiv(num_rows, 64), ceil_div(sf_cols, 32), threads=256) as (block, part):
             tile = T.alloc_shared((64, 33), sf_dtype)  # 33, so that a column is read without bank conflicts

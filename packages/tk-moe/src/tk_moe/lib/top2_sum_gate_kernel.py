@@ -66,7 +66,7 @@ def top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bia
     vector = selection.lane_vector(group_size, lanes, alignment // 4)
     bias_vector = min(vector, bias_alignment // 4)
     per_lane = align(ceil_div(group_size, lanes), vector)
-    num_tokens, unmapped_stride = T.dynamic("num_tokens"), T.dynamic("unmapped_stride")
+    num_tokens, unmapped_stride = T.dynamic("num_tokens"), T.dynamic("unmapped_stride", "int64")
     num_mapped = num_experts + routing.num_shared
 
     def score_of(x: Any) -> Any:

@@ -102,7 +102,7 @@ def _cast_back_kernel(
     sf_dtype = "float8_e4m3fn" if is_nvfp4 else "float8_e8m0fnu"
     has_exponents = not is_nvfp4 and layout is not ScaleLayout.COL_MAJOR
     sf_code_dtype = "uint8" if has_exponents else sf_dtype if is_nvfp4 else "float32"
-    num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride")
+    num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride", "int64")
 
     def of_channel(row: Any, channel: Any) -> tuple[Any, Any]:
         index = (row * block_channels + channel) // vector

@@ -88,8 +88,8 @@ def _transpose_kernel(
     tile_rows, tile_cols, tile_words = config.groups * side, config.chunks * side, config.chunks * 4
     # A thread block takes all shared memory that it can have with `blocks` on an SM, so that no more run at a time.
     kept_rows = max(tile_rows, arch.shared_memory_each(config.blocks) // (config.chunks * 16))
-    num_rows, row_stride = T.dynamic("num_rows"), T.dynamic("row_stride")
-    batch, batch_stride = (T.dynamic("batch"), T.dynamic("batch_stride")) if batched else (1, 0)
+    num_rows, row_stride = T.dynamic("num_rows"), T.dynamic("row_stride", "int64")
+    batch, batch_stride = (T.dynamic("batch"), T.dynamic("batch_stride", "int64")) if batched else (1, 0)
     leading, leading_strides = ((batch,), (batch_stride,)) if batched else ((), ())
     row_tiles, col_tiles = T.ceildiv(num_rows, tile_rows), ceil_div(num_cols, tile_cols)
 

@@ -51,7 +51,7 @@ def layout_of_rows(config: TileConfig, channels: int) -> T.Fragment:
 def input_type(x: CastInput, num_tokens: Any, hidden: int) -> Any:
     """TileLang type of the argument x: a plain tensor, or the data of a pair."""
     width = hidden * x.bits // (8 * x.dtype.itemsize)
-    return T.StridedTensor((num_tokens, width), (T.dynamic("x_stride"), 1), T.dtype(x.dtype))
+    return T.StridedTensor((num_tokens, width), (T.dynamic("x_stride", "int64"), 1), T.dtype(x.dtype))
 
 
 def input_scales_type(x: CastInput, hidden: int) -> Any:

@@ -98,7 +98,7 @@ def gathered_recast_kernel(hidden: int, sf_alignment: int, round_sf: bool, arch:
     sf_per_copy = sf_alignment // 4
 
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
-    row_stride = T.dynamic("row_stride")
+    row_stride = T.dynamic("row_stride", "int64")
 
     # Position of a channel in shared arrays. Avoids bank conflicts of threads that access 16, 8 or one channel each.
     def slot(channel: Any) -> Any:

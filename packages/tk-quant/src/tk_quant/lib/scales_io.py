@@ -28,7 +28,7 @@ def scales_type(
     if layout is ScaleLayout.ROW_MAJOR:
         return T.Tensor((num_rows, num_cols), "float32" if byte_dtype == "float8_e8m0fnu" else byte_dtype)
     packed = layout is ScaleLayout.PACKED_UE8M0
-    strides = (T.dynamic(prefix + "sf_row_stride"), T.dynamic(prefix + "sf_col_stride"))
+    strides = tuple(T.dynamic(f"{prefix}sf_{dim}_stride", "int64") for dim in ("row", "col"))
     shape = (num_rows, ceil_div(num_cols, 4) if packed else num_cols)
     return T.StridedTensor(shape, strides, "int32" if packed else "float32")
 

@@ -104,7 +104,7 @@ def swiglu_cast_kernel(
     kept = pieces if pieces <= _MAX_KEPT_PIECES else 1
     each_piece = T.unroll if kept == pieces else T.serial
 
-    num_positions, x_stride = T.dynamic("num_positions"), T.dynamic("x_stride")
+    num_positions, x_stride = T.dynamic("num_positions"), T.dynamic("x_stride", "int64")
     num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
 
     # Where an argument is not given, the caller passes a 0, which costs the host less than a tensor.

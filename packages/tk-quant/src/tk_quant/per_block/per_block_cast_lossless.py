@@ -107,7 +107,7 @@ def _lossless_kernel(
     assert lanes % out_lanes == 0
     assert tile_rows % out_tokens == 0
 
-    num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride")
+    num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride", "int64")
 
     @T.macro
     def load_sf(x_sf: T.Buffer, sf_words: T.Buffer, piece: int, row: T.int32, col: T.int32, valid: T.bool) -> None:

@@ -108,7 +108,7 @@ def per_channel_cast_kernel(
     tile = tiles.ChannelTile(channels, config.rows, config.vec, num_per_tokens)
     col_tiles = ceil_div(hidden, channels)
     num_tokens, num_rows, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_rows"), T.dynamic("num_blocks")
-    row_stride, x_rows = T.dynamic("row_stride"), num_tokens if gathered else num_rows
+    row_stride, x_rows = T.dynamic("row_stride", "int64"), num_tokens if gathered else num_rows
     row_tiles = T.ceildiv(num_rows, TILE_ROWS)
     grid = (row_tiles, col_tiles) if config.rows_first else (row_tiles * col_tiles, 1)
 
@@ -203,7 +203,9 @@ def per_channel_cast_out(
     source = CastInput.of(x, x_sf, (1, PAIR_CHANNELS))
     if x_sf is not None and gathered:
         num_sms = get_device_num_sms(x.device)
-        if gathered_recast.is_fastest(out.shape[0], hidden, source.alignment, num_sms, arch):
+        # That kernel multiplies a row's number by a stride of 32 bits.
+        is_near = x.stride(0) < 2**32
+        if is_near and gathered_recast.is_fastest(out.shape[0], hidden, source.alignment, num_sms, arch):
             prefetched = gathered_recast.prefetched_columns(out.shape[0], x.shape[0], hidden, num_sms)
             gathered_recast.gathered_recast_kernel(hidden, check.row_alignment(x_sf), round_sf, arch)(
                 x, x_sf, pos_to_token, out, sf, least_amax_of("e4m3", sf_clamp_min), num_sms, *prefetched

@@ -75,7 +75,8 @@ def _per_token_and_channel_cast_kernel(
     per_word = 2 if is_bf16 else 1
     num_groups, col_tiles = ceil_div(hidden, casts.num_per_channels), ceil_div(hidden, CHANNELS)
     load = load_macro(VEC // per_word, per_word, alignment)
-    num_tokens, num_blocks, row_stride = T.dynamic("num_tokens"), T.dynamic("num_blocks"), T.dynamic("row_stride")
+    num_tokens, num_blocks = T.dynamic("num_tokens"), T.dynamic("num_blocks")
+    row_stride = T.dynamic("row_stride", "int64")
 
     @T.prim_func
     def per_token_and_channel_cast(

@@ -62,7 +62,8 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
     load = load_macro(_VEC // 2, 2, alignment)
     encode = encode_macro("e4m3", _ROWS if transpose else _VEC)
 
-    num_tokens, sf_rows, row_stride = T.dynamic("num_tokens"), T.dynamic("sf_rows"), T.dynamic("row_stride")
+    num_tokens, sf_rows = T.dynamic("num_tokens"), T.dynamic("sf_rows")
+    row_stride = T.dynamic("row_stride", "int64")
     out_shape = (hidden, num_tokens) if transpose else (num_tokens, hidden)
 
     @T.prim_func
