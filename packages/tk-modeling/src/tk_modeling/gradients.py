@@ -1,16 +1,95 @@
-"""Shared by the autograd functions: main_grad, a linear layer that adds to it, and autocast."""
+"""Shared by the autograd functions: what torch.func asks of them, main_grad and a layer that adds to it, autocast."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
+from torch.autograd.function import once_differentiable as torch_once_differentiable
+from torch.compiler import is_compiling
 
 from tk_core import check
 
+Backward = Callable[..., Any]
+
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is computed from any of these tensors."""
+    """Whether an autograd function has to compute what depends on these tensors, as a derivative may be asked for.
+
+    So it is for all tensors of torch.func's transforms: only in an autograd function they have memory. Raises
+    NotImplementedError for forward mode, see `refuse_tangents`.
+    """
     # An argument that is no tensor is for the caller's checks to refuse.
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+    given = [x for x in tensors if isinstance(x, Tensor)]
+    refuse_tangents(*given)
+    if not is_compiling() and peek_interpreter_stack() is not None:
+        return any(x.requires_grad or is_functorch_wrapped_tensor(x) for x in given)
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise NotImplementedError if one of the tensors has a tangent: our functions have no forward-mode derivative."""
+    if not is_compiling() and forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+        raise NotImplementedError(
+            "forward mode (torch.func.jvp, torch.autograd.forward_ad): tk_modeling has derivatives in reverse mode "
+            "only; use backward, torch.func.grad or torch.func.vjp"
+        )
+
+
+def _has_tangent(x: Tensor | None) -> bool:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return False
+    try:
+        return forward_ad.unpack_dual(x).tangent is not None
+    except RuntimeError:  # torch.vmap has no rule for it, nor for the autograd functions
+        return False
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """torch's decorator of a backward that has no derivative, for torch.func's transforms too.
+
+    These do not see that torch's hides a derivative from them, and call a backward with tensors that have no memory. So
+    they get the backward as an autograd function, which torch calls with plain tensors.
+    """
+    once = torch_once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        # The transforms make a class of their own from an autograd function.
+        if is_compiling() or issubclass(ctx._forward_cls, torch.autograd.Function):
+            return once(ctx, *grads)
+        return _Backward.apply(backward, ctx, len(grads), *grads, *ctx.saved_tensors)
+
+    return run
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(backward: Backward, ctx: Any, num_grads: int, *tensors: Tensor | None) -> Any:
+        return backward(_Saved(ctx, tensors[num_grads:]), *tensors[:num_grads])
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *_: Any) -> None:
+        raise RuntimeError("gradient of a gradient: tk_modeling's functions are differentiable once")
+
+
+class _Saved:
+    """The context of a forward with other saved tensors."""
+
+    def __init__(self, ctx: Any, saved_tensors: tuple[Tensor | None, ...]) -> None:
+        self._ctx = ctx
+        self.saved_tensors = saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 def main_grad_of(name: str, parameter: Tensor | None) -> Tensor | None:
@@ -110,6 +189,7 @@ class _LinearToMainGrad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        d_rows, rows = (z.reshape(-1, z.shape[-1]) for z in (d_y, x))
-        add_to_main_grad(ctx.main_grad, float32_product(d_rows.t(), rows), torch.float32)
+        if ctx.needs_input_grad[1]:
+            d_rows, rows = (z.reshape(-1, z.shape[-1]) for z in (d_y, x))
+            add_to_main_grad(ctx.main_grad, float32_product(d_rows.t(), rows), torch.float32)
         return d_y @ weight if ctx.needs_input_grad[0] else None, None, None

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 import tk_engram
 from tk_core import check
-from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, needs_gradients
+from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, needs_gradients, once_differentiable
 
 _BF16 = (torch.bfloat16,)
 _TABLE_DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 import tk_gemm
 from tk_core import check
@@ -24,10 +24,11 @@ from tk_modeling.fp8.operands import (
     cast_rows_and_columns,
     cast_weight,
     check_features,
+    save_casts,
     transposed,
     weight_gradient,
 )
-from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients
+from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients, once_differentiable
 
 
 def fp8_linear(x: Tensor, weight: Tensor, *, name: str = "weight") -> Tensor:
@@ -57,11 +58,9 @@ def fp8_linear(x: Tensor, weight: Tensor, *, name: str = "weight") -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
-    operand = cast_weight(weight.detach())
     if not needs_gradients(x, weight):
-        return tk_gemm.fp8_gemm_nt(cast_rows(x), operand)
-    by_row, by_column = _casts(x.detach(), weight.requires_grad)
-    return _FP8Linear.apply(x, weight, *by_row, *by_column, *operand, main_grad)
+        return tk_gemm.fp8_gemm_nt(cast_rows(x), cast_weight(weight))
+    return _FP8Linear.apply(x, weight, main_grad, weight.requires_grad)[0]
 
 
 def _casts(
@@ -85,38 +84,31 @@ def _weight_product(d_y: Pair, x: Pair, d: Tensor | None, c: Tensor | None) -> T
 
 
 class _FP8Linear(torch.autograd.Function):
-    """Computes with the casts; x and weight are there for their gradients."""
+    """All outputs but the first are for the backward alone: casts of weight, and of x by columns if asked for."""
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        x_data: Tensor,
-        x_sf: Tensor,
-        columns: Tensor | None,
-        columns_sf: Tensor | None,
-        data: Tensor,
-        sf: Tensor,
-        main_grad: Tensor | None,
-    ) -> Tensor:
-        return tk_gemm.fp8_gemm_nt((x_data, x_sf), (data, sf))
+    def forward(x: Tensor, weight: Tensor, main_grad: Tensor | None, with_columns: bool) -> tuple[Tensor, ...]:
+        operand = cast_weight(weight)
+        by_row, by_column = _casts(x, with_columns)
+        return tk_gemm.fp8_gemm_nt(by_row, operand), *operand, *(by_column if with_columns else ())
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, _, columns, columns_sf, data, sf, ctx.main_grad = inputs
-        ctx.dtype = weight.dtype
-        ctx.save_for_backward(columns, columns_sf, *((data, sf) if x.requires_grad else (None, None)))
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        save_casts(ctx, *inputs[:3], output[1:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        columns, columns_sf, data, sf = ctx.saved_tensors
-        by_row, by_column = _casts(d_y.contiguous(), columns is not None, GRADIENT_CLAMP)
-        d_x = None if data is None else tk_gemm.fp8_gemm_nt(by_row, transposed((data, sf)))
+    def backward(ctx: FunctionCtx, d_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if d_y is None:
+            return (None,) * 4
+        data, sf, columns, columns_sf = ctx.saved_tensors
+        needs_weight = ctx.needs_input_grad[1]
+        by_row, by_column = _casts(d_y.contiguous(), needs_weight, GRADIENT_CLAMP)
+        d_x = None if not ctx.needs_input_grad[0] else tk_gemm.fp8_gemm_nt(by_row, transposed((data, sf)))
         d_weight = None
-        if columns is not None:
+        if needs_weight:
             d_weight = weight_gradient(_weight_product, ctx.main_grad, ctx.dtype, by_column, (columns, columns_sf))
-        return d_x, d_weight, *(None,) * 7
+        return d_x, d_weight, None, None
 
 
 class FP8Linear(nn.Module):

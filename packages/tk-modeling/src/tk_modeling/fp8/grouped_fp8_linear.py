@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 import tk_gemm
 from tk_core import check
@@ -20,10 +20,11 @@ from tk_modeling.fp8.operands import (
     cast_rows_and_columns,
     cast_weight,
     check_features,
+    save_casts,
     transposed,
     weight_gradient,
 )
-from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients
+from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients, once_differentiable
 
 
 def grouped_fp8_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "weight") -> Tensor:
@@ -59,11 +60,9 @@ def grouped_fp8_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str 
     check.multiple_of("rows.shape[0]", num_rows, BLOCK)
     check.tensor("ends", ends, (torch.int32,), (num_experts,), device=device)
     check.ends("ends", ends, BLOCK)
-    operand = cast_weight(weight.detach())
     if not needs_gradients(rows, weight):
-        return _product(cast_rows(rows), operand, ends)
-    by_row, by_column = _casts(rows.detach(), weight.requires_grad)
-    return _GroupedFP8Linear.apply(rows, weight, *by_row, *by_column, *operand, ends, main_grad)
+        return _product(cast_rows(rows), cast_weight(weight), ends)
+    return _GroupedFP8Linear.apply(rows, weight, main_grad, ends, weight.requires_grad)[0]
 
 
 def _product(rows: Pair, weight: Pair, ends: Tensor) -> Tensor:
@@ -81,40 +80,34 @@ def _casts(
 
 
 class _GroupedFP8Linear(torch.autograd.Function):
-    """Computes with the casts; rows and weight are there for their gradients."""
+    """All outputs but the first are for the backward alone: casts of weight, and of rows by columns if asked for."""
 
     @staticmethod
     def forward(
-        rows: Tensor,
-        weight: Tensor,
-        rows_data: Tensor,
-        rows_sf: Tensor,
-        columns: Tensor | None,
-        columns_sf: Tensor | None,
-        data: Tensor,
-        sf: Tensor,
-        ends: Tensor,
-        main_grad: Tensor | None,
-    ) -> Tensor:
-        return _product((rows_data, rows_sf), (data, sf), ends)
+        rows: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor, with_columns: bool
+    ) -> tuple[Tensor, ...]:
+        operand = cast_weight(weight)
+        by_row, by_column = _casts(rows, with_columns)
+        return _product(by_row, operand, ends), *operand, *(by_column if with_columns else ())
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        rows, weight, _, _, columns, columns_sf, data, sf, ends, ctx.main_grad = inputs
-        ctx.dtype = weight.dtype
-        ctx.save_for_backward(columns, columns_sf, *((data, sf) if rows.requires_grad else (None, None)), ends)
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        save_casts(ctx, *inputs[:3], output[1:], inputs[3])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        columns, columns_sf, data, sf, ends = ctx.saved_tensors
-        by_row, by_column = _casts(d_y.contiguous(), columns is not None, GRADIENT_CLAMP)
-        d_rows = None if data is None else _product(by_row, transposed((data, sf)), ends)
+    def backward(ctx: FunctionCtx, d_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if d_y is None:
+            return (None,) * 5
+        data, sf, columns, columns_sf, ends = ctx.saved_tensors
+        needs_weight = ctx.needs_input_grad[1]
+        by_row, by_column = _casts(d_y.contiguous(), needs_weight, GRADIENT_CLAMP)
+        d_rows = None if not ctx.needs_input_grad[0] else _product(by_row, transposed((data, sf)), ends)
         d_weight = None
-        if columns is not None:
+        if needs_weight:
             operands = by_column, (columns, columns_sf), ends
             d_weight = weight_gradient(_weight_product, ctx.main_grad, ctx.dtype, *operands)
-        return d_rows, d_weight, *(None,) * 8
+        return d_rows, d_weight, None, None, None
 
 
 class GroupedFP8Linear(nn.Module):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 import tk_quant
 from tk_core import check
@@ -53,6 +54,25 @@ def transposed(weight: Pair) -> Pair:
     data, sf = weight
     transpose = tk_quant.transpose if data.dim() == 2 else tk_quant.batched_transpose
     return transpose(data), sf.mT
+
+
+def save_casts(
+    ctx: FunctionCtx,
+    x: Tensor,
+    weight: Tensor,
+    main_grad: Tensor | None,
+    casts: tuple[Tensor, ...],
+    *others: Tensor,
+) -> None:
+    """Save for a backward what it needs of the casts: weight's two tensors, then x's two by columns or none, or Nones.
+
+    `casts` are outputs of the autograd function, which nobody else has.
+    """
+    ctx.mark_non_differentiable(*casts)
+    ctx.set_materialize_grads(False)
+    ctx.main_grad, ctx.dtype = main_grad, weight.dtype
+    nothing = (None, None)
+    ctx.save_for_backward(*(casts[:2] if x.requires_grad else nothing), *(casts[2:] or nothing), *others)
 
 
 def weight_gradient(product: Callable[..., Tensor], main_grad: Tensor | None, dtype: torch.dtype, *args: Any) -> Any:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 import tk_mhc
 from tk_core import check
-from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients
+from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients, once_differentiable, refuse_tangents
 from tk_modeling.mhc.ops import Gradients, expand_to_mhc, grads_asked_for, to_parameter
 
 
@@ -268,6 +268,7 @@ def mhc_head(
     (residual,) = autocast_to_bf16(residual)
     _check_head(residual, fn, scale, base, norm_weight, mhc_mult, settings)
     main_grads = _main_grads(fn, scale, base, norm_weight)
+    refuse_tangents(residual, fn, scale, base, norm_weight)
     return _MhcHead.apply(residual, fn[:mhc_mult], scale.view(1), base, norm_weight, *main_grads, settings)[0]
 
 

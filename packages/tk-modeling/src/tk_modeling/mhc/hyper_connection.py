@@ -39,8 +39,8 @@ class HyperConnection(Float32State):
         device: of the parameters, which are float32.
 
     Parameters: fn (m·(m+2), m·hidden), scale (3), base (m·(m+2)) and norm_weight (m·hidden) or None, all float32,
-    also after the module was cast; `sublayer` is cast. torch's fully_shard takes one dtype a unit, so give it `sublayer`
-    before the whole layer. reset_parameters leaves the sublayer alone.
+    also after the module was cast; `sublayer` is cast. torch's fully_shard takes one dtype a unit, so give it
+    `sublayer` before the whole layer. reset_parameters leaves the sublayer alone.
     """
 
     def __init__(

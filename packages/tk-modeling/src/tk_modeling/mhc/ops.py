@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 import tk_mhc
 from tk_core import check
 from tk_mhc import mhc_multilayer_recompute as mhc_multilayer_recompute
 from tk_mhc import mhc_post_bwd as mhc_post_bwd
 from tk_mhc import mhc_pre_big_fuse as mhc_pre_big_fuse
-from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of
+from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, once_differentiable, refuse_tangents
 
 mhc_post_fwd = tk_mhc.mhc_post
 Gradients = tuple[Tensor | None, ...]
@@ -26,6 +26,7 @@ Gradients = tuple[Tensor | None, ...]
 def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> Tensor:
     """Copy each token's hidden state, bfloat16 (..., H), to its m streams (..., m, H). See tk_mhc.expand_to_mhc."""
     (hidden,) = autocast_to_bf16(hidden)
+    refuse_tangents(hidden)
     return _ExpandToMhc.apply(hidden, mhc_mult, out)
 
 
@@ -62,6 +63,7 @@ def mhc_pre_norm_fn(
     check.flag("return_rstd", return_rstd)
     main_grads = main_grad_of("mhc_fn", mhc_fn), main_grad_of("mhc_norm_weight", mhc_norm_weight)
     (residual,) = autocast_to_bf16(residual)
+    refuse_tangents(residual, mhc_fn, mhc_norm_weight)
     mixes, rstd = _MhcPreNormFn.apply(residual, mhc_fn, mhc_norm_weight, *main_grads, mhc_norm_eps, n_splits)
     return (mixes, rstd) if return_rstd else mixes
 
@@ -107,6 +109,7 @@ def mhc_pre_split_mixes(
     """The mixes as pre (..., m, 1), post (..., m, 1) and raw comb (..., m, m). See tk_mhc.mhc_pre_split_mixes."""
     main_grads = main_grad_of("mhc_scale", mhc_scale), main_grad_of("mhc_base", mhc_base)
     numbers = (mhc_mult, mhc_post_mult_value, mhc_pre_eps)
+    refuse_tangents(input_mixes, mhc_scale, mhc_base)
     return _MhcPreSplitMixes.apply(input_mixes, mhc_scale, mhc_base, *main_grads, *numbers)
 
 
@@ -141,6 +144,7 @@ class _MhcPreSplitMixes(torch.autograd.Function):
 
 def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
     """Sinkhorn's iterations on float32 matrices (..., m, m). See tk_mhc.sinkhorn_normalize."""
+    refuse_tangents(x)
     return _SinkhornNormalize.apply(x, repeat, eps)
 
 
@@ -164,6 +168,7 @@ class _SinkhornNormalize(torch.autograd.Function):
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
     """Collapse the streams, Σ_s mix[s] · x[s]: bfloat16 (..., m, H) to (..., H). See tk_mhc.mhc_pre_apply_mix."""
     (x,) = autocast_to_bf16(x)
+    refuse_tangents(x, mix)
     return _MhcPreApplyMix.apply(x, mix, out)
 
 
@@ -189,6 +194,7 @@ def mhc_post(
 ) -> Tensor:
     """The streams after a sublayer: post[n] · x + Σ_k comb[k, n] · residual[k]. See tk_mhc.mhc_post."""
     x, residual = autocast_to_bf16(x, residual)
+    refuse_tangents(x, residual, post_layer_mix, comb_res_mix)
     return _MhcPost.apply(x, residual, post_layer_mix, comb_res_mix, out)
 
 
@@ -213,6 +219,7 @@ class _MhcPost(torch.autograd.Function):
 def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float) -> Tensor:
     """Weights of the last collapse: float32 (..., m). See tk_mhc.mhc_head_compute_mix."""
     main_grads = main_grad_of("mhc_scale", mhc_scale), main_grad_of("mhc_base", mhc_base)
+    refuse_tangents(input_mix, mhc_scale, mhc_base)
     return _MhcHeadComputeMix.apply(input_mix, mhc_scale, mhc_base, *main_grads, mhc_pre_eps)
 
 

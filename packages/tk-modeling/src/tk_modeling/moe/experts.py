@@ -5,10 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from tk_core import check
-from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, needs_gradients, without_autocast
+from tk_modeling.gradients import (
+    add_to_main_grad,
+    autocast_to_bf16,
+    main_grad_of,
+    needs_gradients,
+    once_differentiable,
+    without_autocast,
+)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "weight") -> Tensor:
@@ -68,7 +75,9 @@ class _GroupedLinear(torch.autograd.Function):
         rows, operand, ends = ctx.saved_tensors
         d_y = d_y.contiguous()
         d_rows = None if operand is None else _products(d_y, operand, ends)
-        d_weight = None if rows is None else add_to_main_grad(ctx.main_grad, _products(d_y.t(), rows, ends), ctx.dtype)
+        d_weight = None
+        if rows is not None and ctx.needs_input_grad[1]:
+            d_weight = add_to_main_grad(ctx.main_grad, _products(d_y.t(), rows, ends), ctx.dtype)
         return d_rows, d_weight, None, None, None
 
 

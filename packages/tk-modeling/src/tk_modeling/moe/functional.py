@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 import tk_moe
 import tk_quant
 from tk_core import check
-from tk_modeling.gradients import needs_gradients
+from tk_modeling.gradients import needs_gradients, once_differentiable
 from tk_moe import ScoringFunc
 
 

@@ -29,8 +29,8 @@ class MoE(nn.Module):
 
     Parameters: gate_up (num_experts, 2 · intermediate, hidden), gate above; down (num_experts, hidden, intermediate);
     both bfloat16, or float32 under autocast to bfloat16; with `fp8` either, with or without autocast. hidden and
-    intermediate are multiples of 64, with `fp8` of 128. torch's fully_shard takes one dtype a unit, so give it `router`,
-    whose parameters are float32, before the whole layer.
+    intermediate are multiples of 64, with `fp8` of 128. torch's fully_shard takes one dtype a unit, so give it
+    `router`, whose parameters are float32, before the whole layer.
 
     Shapes:
         x: (..., hidden) bfloat16, or float32 under autocast to bfloat16.
