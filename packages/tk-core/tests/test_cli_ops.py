@@ -1,5 +1,6 @@
 """`tk list`, `tk warmup` and `tk verify` on a package made for the purpose, whose kernels take no compiler."""
 
+import importlib
 import json
 import os
 import re
@@ -213,6 +214,13 @@ def test_unknown_name(package: Path) -> None:
     assert f"did you mean {PACKAGE}.copy_rows?" in " ".join(result.output.split())
 
 
+def test_a_package_without_any_ops(package: Path) -> None:
+    for command in ("list", "verify"):
+        result = tk(command, "tk-core", PACKAGE)
+        assert result.exit_code == 2
+        assert "'tk_core': expected a package" in " ".join(result.output.split())
+
+
 def test_a_package_without_ops_stands_for_those_it_is_built_on() -> None:
     found = {op.partition(".")[0] for op in select(["tk-modeling"])}
     assert found == {"tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_gemm"}
@@ -267,6 +275,7 @@ def test_warmup_finds_a_kernel_between_two_numbers_of_tokens(package: Path, jobs
         ("tk_other.cols=[3]", f"with a section of {PACKAGE}"),
         ("cols", "expected KEY=VALUE"),
         ("max_tokens=0", "expected at least 1"),
+        (f"max_tokens={10**30}", "less than 2**31"),
         ("dtype=float33", "float33"),
     ],
 )
@@ -383,6 +392,7 @@ def test_warmup_without_an_architecture(package: Path, monkeypatch: pytest.Monke
     [
         ("--arch", "sm_42"),
         ("--arch", "sm_90a", "--case", "nothing-*"),
+        ("--arch", "sm_90a", "--case", "c8", "--case", "nothing-*"),
         ("--arch", "sm_90a", "--model", "deepseek-v3"),
         ("--arch", "sm_90a", "--case", "c8", "--set", "cols=[3]"),
     ],
@@ -390,6 +400,27 @@ def test_warmup_without_an_architecture(package: Path, monkeypatch: pytest.Monke
 def test_warmup_of_nothing(package: Path, arguments: tuple[str, ...]) -> None:
     assert tk("warmup", PACKAGE, *arguments).exit_code == 2
     assert compiled(package) == []
+
+
+def test_warmup_drops_no_op_in_silence(package: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two that the model never calls, or that has no such case, is an error; so is a model without sections."""
+    ops = [f"{PACKAGE}.copy_rows", f"{PACKAGE}.copy_new"]
+    warm_up = importlib.import_module(f"{PACKAGE}.warmup")
+    calls = warm_up.calls
+    monkeypatch.setattr(warm_up, "calls", lambda *args: (call for call in calls(*args) if "rows" in call[0].__name__))
+    result = tk("warmup", *ops, "--model", model, "--arch", "sm_90a")
+    assert result.exit_code == 2
+    assert f"{ops[1]}: {model} calls none of it" in " ".join(result.output.split())
+    assert tk("warmup", ops[0], PACKAGE, "--model", model, "--arch", "sm_90a").exit_code == 0
+    spec = select([ops[1]])[ops[1]]
+    monkeypatch.setitem(vars(spec), "cases", spec.cases[:1])
+    result = tk("warmup", *ops, "--arch", "sm_90a", *cases("c9"))
+    assert result.exit_code == 2
+    assert f"{ops[1]}: it has no case named c9" in " ".join(result.output.split())
+    Path(model).write_text("max_tokens = 10\n")
+    result = tk("warmup", "--model", model, "--arch", "sm_90a")
+    assert result.exit_code == 2
+    assert f"{model}: expected sections" in " ".join(result.output.split())
 
 
 def cases(*patterns: str) -> list[str]:
@@ -539,6 +570,21 @@ def test_verify(package: Path) -> None:
 def test_verify_pending_takes_one_op_and_a_reason(package: Path, pending: tuple[str, str]) -> None:
     assert tk("verify", "--pending", *pending).exit_code == 2
     assert not (package / "gpu-verified.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--pending", PACKAGE, "why", PACKAGE), "nothing beside it"),
+        (("--pending", PACKAGE, "why", "--unchanged", "HEAD"), "nothing beside it"),
+        (("--unchanged", "HEAD", "--json"), "no --json"),
+        (("--unchanged", "no-such-commit"), "--unchanged: expected a commit"),
+    ],
+)
+def test_verify_names_what_does_not_fit(package: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = tk("verify", *arguments)
+    assert result.exit_code == 2, result.exception
+    assert message in " ".join(result.output.split())
 
 
 def test_help_and_version() -> None:

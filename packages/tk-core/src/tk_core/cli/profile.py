@@ -66,8 +66,8 @@ def load(model: str, overrides: Sequence[str] = ()) -> ModelProfile:
     tables = {key: value for key, value in raw.items() if isinstance(value, dict)}
     shared = {key: value for key, value in raw.items() if key not in tables}
     max_tokens = _converted(shared.pop("max_tokens", None), int, "max_tokens")
-    if max_tokens < 1:
-        raise ProfileError(f"max_tokens: expected at least 1, got {max_tokens}")
+    if not 1 <= max_tokens < 1 << 31:
+        raise ProfileError(f"max_tokens: expected at least 1 and less than 2**31, got {max_tokens}")
     classes = {package: import_module(f"{package}.warmup").Profile for package in tables if find_spec(package)}
     taken = {field.name for cls in classes.values() for field in fields(cls)}
     if len(classes) == len(tables):

@@ -36,26 +36,37 @@ def select(targets: Iterable[str]) -> "dict[str, OpSpec]":
     A package may be written tk-quant or tk_quant, an op tk_quant.transpose or transpose; one without ops, such as
     tk-modeling, stands for those that it is built on. Raises typer.BadParameter for a name that is neither.
     """
+    from tk_core.testing import load_specs
+
+    targets = list(targets)
+    if not targets:
+        return load_specs()
+    return {op: spec for specs in select_each(targets).values() for op, spec in specs.items()}
+
+
+def select_each(targets: Iterable[str]) -> "dict[str, dict[str, OpSpec]]":
+    """The same for each target by itself."""
     from tk_core.testing import load_specs, packages
 
     names = packages()
-    targets = list(dict.fromkeys(target.replace("-", "_") for target in targets))
-    targets = [name for target in targets for name in _built_on(target, names) or [target]]
-    named = [target.partition(".")[0] for target in targets]
+    parts = {target: _built_on(name := target.replace("-", "_"), names) or [name] for target in targets}
+    named = [part.partition(".")[0] for expanded in parts.values() for part in expanded]
     # A package that is not registered as an entry point can be named, too.
     names += [name for name in dict.fromkeys(named) if name not in names and _is_package(name)]
     # Load only the packages that are named: another one may fail to load.
-    needed = [name for name in names if name in named] if targets and set(named) <= set(names) else names
+    needed = [name for name in names if name in named] if set(named) <= set(names) else names
     specs = {op: spec for name in needed for op, spec in load_specs(name).items()}
-    if not targets:
-        return specs
-    chosen = set()
-    for target in targets:
-        ops = [op for op in specs if target in (op, op.partition(".")[0], op.partition(".")[2])]
-        if not ops and target not in names:
-            known = [*names, *specs, *(op.partition(".")[2] for op in specs)]
-            near = get_close_matches(target, known, n=1)
+
+    def named_by(part: str) -> "dict[str, OpSpec]":
+        found = {op: spec for op, spec in specs.items() if part in (op, *op.split(".", 1))}
+        if not found:
+            others = [name for name in names if name != part]
+            near = get_close_matches(part, [*others, *specs, *(op.partition(".")[2] for op in specs)], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise typer.BadParameter(f"{target}: expected a package ({', '.join(names)}) or an op of one{hint}")
-        chosen.update(ops)
-    return {op: spec for op, spec in specs.items() if op in chosen}
+            raise typer.BadParameter(f"{part!r}: expected a package ({', '.join(others)}) or an op of one{hint}")
+        return found
+
+    return {
+        target: {op: spec for part in expanded for op, spec in named_by(part).items()}
+        for target, expanded in parts.items()
+    }

@@ -33,7 +33,13 @@ def _fingerprints(sources: Path, hashed: str, ops: Sequence[str]) -> dict[str, A
 
 
 def _git(*arguments: str, cwd: Path = Path(__file__).parent) -> bytes:
-    return subprocess.check_output(["git", *arguments], cwd=cwd)
+    try:
+        return subprocess.run(["git", *arguments], cwd=cwd, check=True, capture_output=True).stdout
+    except FileNotFoundError as error:
+        raise typer.BadParameter("--unchanged: needs git") from error
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise typer.BadParameter(f"--unchanged: expected a commit of the repository that has {cwd}: {why}") from error
 
 
 def changes(commit: str, ops: Sequence[str]) -> dict[str, tuple[str | None, dict[str, Any]]]:
@@ -101,6 +107,10 @@ def verify(
     """
     from tk_core import ledger
 
+    if pending is not None and (targets or unchanged is not None or as_json):
+        raise typer.BadParameter("--pending: expected nothing beside it but the op and why")
+    if unchanged is not None and as_json:
+        raise typer.BadParameter("--unchanged: expected no --json beside it")
     if pending is not None:
         name, why = pending
         if not why.strip():
@@ -113,7 +123,7 @@ def verify(
         return
 
     if unchanged is not None:
-        unchanged = _git("rev-parse", "--short", unchanged).decode().strip()
+        unchanged = _git("rev-parse", "--short", "--verify", f"{unchanged}^{{commit}}").decode().strip()
         stale = [op for op in select(targets or []) if ledger.status(op).state != "verified"]
         kept = [_renew(op, unchanged, why) for op, why in changes(unchanged, stale).items()]
         raise typer.Exit(0 if all(kept) else 1)

@@ -11,7 +11,7 @@ import typer
 
 from tk_core.cli import profile, workers
 from tk_core.cli.plan import Job, Plan, ops_called, plan_cases, plan_model
-from tk_core.cli.select import select
+from tk_core.cli.select import select, select_each
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,21 +52,27 @@ def _plan_for_model(
     except profile.ProfileError as error:
         raise typer.BadParameter(str(error)) from error
     except Exception as error:  # sizes of which no arguments can be made
-        raise typer.BadParameter(f"{model}: {type(error).__name__}: {error}") from error
-    ops = called & select(targets).keys() if targets else called
-    if not ops:
-        raise typer.BadParameter(f"{', '.join(targets)}: {model} calls none of it; --set changes a value of the model")
-    return plan_model(loaded, archs, ops, num_sms)
+        raise typer.BadParameter(f"{model}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+    if not called:
+        raise typer.BadParameter(f"{model}: expected sections of packages that are installed, such as [tk_moe]")
+    wanted = {target: called & specs.keys() for target, specs in select_each(targets).items()}
+    if unused := [target for target, ops in wanted.items() if not ops]:
+        raise typer.BadParameter(f"{', '.join(unused)}: {model} calls none of it; --set changes a value of the model")
+    return plan_model(loaded, archs, set().union(*wanted.values()) or called, num_sms)
 
 
 def _plan_for_cases(patterns: list[str], targets: list[str], archs: list[str]) -> Plan:
     specs = select(targets)
 
-    def wanted(case: "Case") -> bool:
+    def wanted(case: "Case", patterns: list[str] = patterns) -> bool:
         return any(fnmatchcase(case.name, pattern) for pattern in patterns)
 
-    if not any(wanted(case) for spec in specs.values() for case in spec.cases):
-        raise typer.BadParameter(f"no case of {len(specs)} ops is named {' or '.join(patterns)}")
+    for pattern in patterns:
+        if not any(wanted(case, [pattern]) for spec in specs.values() for case in spec.cases):
+            raise typer.BadParameter(f"--case: no case of {len(specs)} ops is named {pattern!r}")
+    for target, chosen in select_each(targets).items():
+        if not any(wanted(case) for spec in chosen.values() for case in spec.cases):
+            raise typer.BadParameter(f"{target}: it has no case named {' or '.join(patterns)}")
     return plan_cases(specs, archs, wanted)
 
 
