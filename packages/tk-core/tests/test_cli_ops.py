@@ -577,7 +577,7 @@ def test_verify_pending_takes_one_op_and_a_reason(package: Path, pending: tuple[
     [
         (("--pending", PACKAGE, "why", PACKAGE), "nothing beside it"),
         (("--pending", PACKAGE, "why", "--unchanged", "HEAD"), "nothing beside it"),
-        (("--unchanged", "HEAD", "--json"), "no --json"),
+        (("--unchanged", "no-such-commit", "--json"), "no --json"),
         (("--unchanged", "no-such-commit"), "--unchanged: expected a commit"),
     ],
 )
