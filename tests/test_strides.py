@@ -17,15 +17,15 @@ def _requests(package: str) -> list[KernelRequest]:
     found: dict[str, dict[KernelRequest, None]] = defaultdict(dict)
     for spec in load_specs(package).values():
         for case in spec.cases:
-            if case.compile:
-                with capture(ARCHS["sm_90a"]) as captured:
+            for name in (case.archs or spec.archs) if case.compile else ():
+                with capture(ARCHS[name]) as captured:
                     spec.op(**case.make("meta"))
                 for request in captured:
                     found[request.kernel.name][request] = None
     return [request for of_one in found.values() for request in list(of_one)[:MOST_OF_A_BUILDER]]
 
 
-@pytest.mark.parametrize("package", ["tk_engram", "tk_mhc", "tk_moe", "tk_quant"])
+@pytest.mark.parametrize("package", ["tk_engram", "tk_gemm", "tk_mhc", "tk_moe", "tk_quant"])
 def test_strides_have_64_bits(package: str) -> None:
     load_tilelang()
     for request in _requests(package):
