@@ -51,7 +51,9 @@ def wrong_values(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, torch.dtype):
         yield from ((repr(wrong), wrong) for wrong in (torch.complex64, "int64", int, None))
     elif isinstance(value, tuple) and all(isinstance(item, int) for item in value):
-        yield from ((repr(wrong), wrong) for wrong in (value[0], (0, 0), (-1, 32), (32.0, 32), (32,), "32", (1, 2, 3)))
+        floats = tuple(map(float, value))
+        others = (value[0], (0, 0), (-1, 32), (32.0, 32), (32,), "32", (1, 2, 3), floats)
+        yield from ((repr(wrong), wrong) for wrong in others)
 
 
 def wrong_arguments(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -74,6 +76,8 @@ def wrong_arguments(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[tuple[str,
 
 def must_be_refused(name: str, value: Any, wrong: Any) -> bool:
     """Whether a wrong value can never be valid; some others may be, such as another number."""
+    if isinstance(wrong, str) or (isinstance(wrong, tuple) and any(isinstance(item, float) for item in wrong)):
+        return True
     if type(wrong) is int and wrong == 2**31:
         return name not in UNBOUNDED
     if isinstance(value, Tensor):
