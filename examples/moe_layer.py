@@ -236,6 +236,19 @@ def run_bf16_layer(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> 
     return stages.run("reduce", tk_moe.reduce_fused, rows, routing.weights, routing.token_topk_to_pos)
 
 
+def device_named(name: str | None) -> torch.device:
+    """The device of this name; without a name a GPU if there is one, else the CPU."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+        why = "" if device.type in ("cpu", "cuda") else "the ops run on these two only"
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+    if why:
+        raise typer.BadParameter(f"expected cpu, cuda or cuda:N, got {name} ({why})", param_hint="--device")
+    return device
+
+
 def main(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in the batch.")] = None,
     hidden: Annotated[int | None, typer.Option(min=128, help="Channels of a token, a multiple of 128.")] = None,
@@ -246,10 +259,10 @@ def main(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="DeepSeek-V3's sizes, also on a CPU.")] = False,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and activations.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and activations.")] = 0,
 ) -> None:
     """Run one mixture-of-experts layer in FP8 and in bf16; print each stage's time, and the error against float32."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_named(device)
     default = FULL if full or where.type == "cuda" else SMALL
     size = LayerSize(
         tokens=tokens or default.tokens,

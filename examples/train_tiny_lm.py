@@ -1,6 +1,6 @@
 """Train a small byte-level language model with manifold-constrained hyper-connections, MoE layers and Engram.
 
-    uv run examples/train_tiny_lm.py                # tiny: minutes on a CPU
+    uv run examples/train_tiny_lm.py                # tiny: minutes on a CPU, where plain PyTorch computes everything
     uv run examples/train_tiny_lm.py --size small   # for a GPU
     uv run examples/train_tiny_lm.py --size small --backend reference --compare runs/small-kernels
 
@@ -8,18 +8,22 @@ It learns the sources of Python's standard library, a part of which is held out 
 takes the layers from tk_modeling, `--backend fp8` too, with the experts' products in FP8, `--backend reference` from
 its plain PyTorch references; initial weights, batches, attention and optimizer are the same. Loss and time of each step
 (log.jsonl), a plot (loss.png) and a checkpoint are written to `--out`. `--resume` continues from the checkpoint with
-the same bits as an uninterrupted run; on a GPU this needs `--deterministic`.
+the same bits as an uninterrupted run; on a GPU this needs `--deterministic`. With more `--steps` it trains a finished
+run further. Ctrl-C ends a run after the step at hand, with a checkpoint.
 """
 
 import json
 import math
 import os
+import pickle
 import platform
+import signal
 import statistics
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -87,7 +91,7 @@ class Run:
 
     size: Size
     backend: str
-    steps: int
+    steps: int | None  # None: those of the checkpoint, or without one of the size
     seed: int
     out: Path
     device: torch.device
@@ -261,6 +265,10 @@ def learning_rate(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
 
 
+class CheckpointError(ValueError):
+    """A run cannot go on from a checkpoint."""
+
+
 class Trainer:
     """A model, its optimizer and its place in the data after some steps of a run."""
 
@@ -280,9 +288,9 @@ class Trainer:
             compile_layers(self.model)
         self.optimizer = Optimizer(list(self.model.parameters()))
         self.generator = torch.Generator().manual_seed(run.seed)
-        self.step = 0
+        self.step, self.steps = 0, run.steps or run.size.steps
         # A checkpoint is loaded only into a run of the same identity.
-        self.identity = f"{run.size}, {run.steps} steps, seed {run.seed}, {self.description}"
+        self.identity = f"{run.size}, seed {run.seed}, {self.description}"
 
     def train_step(self) -> tuple[Tensor, float]:
         """Take a step; return the loss, which the GPU may still be computing, and the learning rate."""
@@ -290,7 +298,7 @@ class Trainer:
         starts = torch.randint(len(self.train_text) - size.length, (size.batch,), generator=self.generator)
         loss, auxiliary = self.model.loss(*windows(self.train_text, starts, size.length))
         (loss + auxiliary).backward()
-        rate = size.learning_rate * learning_rate(self.step, self.run.steps)
+        rate = size.learning_rate * learning_rate(self.step, self.steps)
         self.optimizer.step(rate)
         for connection in self.model.feed_forwards:
             connection.sublayer.moe.router.update_bias()
@@ -314,6 +322,7 @@ class Trainer:
         state = {
             "identity": self.identity,
             "step": self.step,
+            "steps": self.steps,
             "model": self.model.state_dict(),
             "copies": self.optimizer.copies,
             "adamw": self.optimizer.adamw.state_dict(),
@@ -325,11 +334,17 @@ class Trainer:
         path.with_suffix(".tmp").replace(path)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint."""
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["identity"] != self.identity:
-            raise ValueError(f"{path}: expected a checkpoint of {self.identity}, got one of {state['identity']}")
-        self.step = state["step"]
+        """Continue from a checkpoint. Raises CheckpointError if it is of another run, or longer than this one."""
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            identity = state["identity"]
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{path}: expected a checkpoint of this example, got another file") from error
+        if identity != self.identity:
+            raise CheckpointError(f"{path}: expected a checkpoint of {self.identity}, got one of {identity}")
+        self.step, self.steps = state["step"], self.run.steps or state["steps"]
+        if self.steps < self.step:
+            raise CheckpointError(f"{path}: expected at most {self.steps} steps, got one after {self.step}")
         self.model.load_state_dict(state["model"])
         for copy, saved in zip(self.optimizer.copies, state["copies"], strict=True):
             copy.copy_(saved)
@@ -354,10 +369,27 @@ def seconds_between(start: Any, end: Any) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
-def train_interval(trainer: Trainer) -> list[Entry]:
-    """Train to the next step at which losses and times are read."""
+@contextmanager
+def interrupts_noted() -> Iterator[list[int]]:
+    """Within it, the first Ctrl-C is only added to the list, so that the step at hand is completed."""
+    noted: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def train_interval(trainer: Trainer, interrupts: list[int]) -> list[Entry]:
+    """Train to the next step at which losses and times are read, or to an interrupt."""
     run, taken = trainer.run, []
-    while not taken or not any(trainer.step % every == 0 for every in (READ_EVERY, run.save_every, run.steps)):
+    while not taken or not (interrupts or is_due(trainer, READ_EVERY) or is_due(trainer, run.save_every)):
         start = mark(run.device)
         loss, rate = trainer.train_step()
         taken.append((loss, rate, start, mark(run.device)))
@@ -369,8 +401,16 @@ def train_interval(trainer: Trainer) -> list[Entry]:
     ]
 
 
+def is_due(trainer: Trainer, every: int) -> bool:
+    """Whether what is done after `every` steps, and after the last one, is due."""
+    return trainer.step % every == 0 or trainer.step == trainer.steps
+
+
 def train(run: Run, resume: bool, console: Console) -> LanguageModel:
-    """Train to the last step, with a log, checkpoints and a progress bar."""
+    """Train to the last step, with a log, checkpoints and a progress bar.
+
+    Raises KeyboardInterrupt after Ctrl-C, for which it writes a checkpoint, and CheckpointError.
+    """
     trainer = Trainer(run)
     console.print(trainer.description, highlight=False)
     checkpoint, log = run.out / "checkpoint.pt", run.out / "log.jsonl"
@@ -381,22 +421,23 @@ def train(run: Run, resume: bool, console: Console) -> LanguageModel:
     kept = log.read_text().splitlines(keepends=True)[: trainer.step] if resume else []
     log.write_text("".join(kept))
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=run.steps, completed=trainer.step)
-        while trainer.step < run.steps:
-            entries = train_interval(trainer)
+    with Progress(*columns, console=console) as progress, interrupts_noted() as interrupts:
+        bar = progress.add_task("", total=trainer.steps, completed=trainer.step)
+        while trainer.step < trainer.steps and not interrupts:
+            entries = train_interval(trainer, interrupts)
             last, speed = entries[-1], run.size.batch * run.size.length / median_seconds(entries)
             state = f"loss {last['loss']:.3f}, {speed:,.0f} tokens/s"
             progress.update(bar, completed=trainer.step, description=state)
-            is_saved = trainer.step % run.save_every == 0 or trainer.step == run.steps
-            if is_saved:
+            if is_validated := is_due(trainer, run.save_every):
                 loss = last["validation_loss"] = trainer.validation_loss()
                 validation = f"validation loss {loss:.3f} ({loss / math.log(2):.3f} bits per byte)"
                 progress.console.print(f"step {trainer.step}: {state}, {validation}", highlight=False)
             with log.open("a") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
-            if is_saved:
+            if is_validated or interrupts:
                 trainer.save(checkpoint)
+    if trainer.step < trainer.steps:
+        raise KeyboardInterrupt
     return trainer.model
 
 
@@ -418,17 +459,21 @@ def median_seconds(log: list[Entry]) -> float:
     return statistics.median(entry["seconds"] for entry in log[min(WARM_UP_STEPS, len(log) // 2) :])
 
 
-def means(log: list[Entry]) -> dict[int, float]:
-    """Mean loss of `AVERAGED` steps, by the last of them."""
+def averaged(logs: Iterable[list[Entry]]) -> int:
+    """Steps over which the losses of these runs are averaged: `AVERAGED`, or as many as the shortest has."""
+    return min(AVERAGED, *map(len, logs))
+
+
+def means(log: list[Entry], steps: int) -> dict[int, float]:
+    """Mean loss of so many steps, by the last of them."""
     losses = list(series(log, "loss").values())
-    ends = range(min(AVERAGED, len(losses)), len(losses) + 1)
-    return {end: statistics.fmean(losses[max(0, end - AVERAGED) : end]) for end in ends}
+    return {end: statistics.fmean(losses[end - steps : end]) for end in range(steps, len(losses) + 1)}
 
 
-def differences(log: list[Entry], first: list[Entry]) -> dict[int, float]:
-    """Difference of the mean loss from that of the first run, by step."""
-    expected = means(first)
-    return {step: loss - expected[step] for step, loss in means(log).items() if step in expected}
+def differences(log: list[Entry], first: list[Entry], steps: int) -> dict[int, float]:
+    """Difference of the mean loss from that of the first run, by step, as far as both runs go."""
+    expected = means(first, steps)
+    return {step: loss - expected[step] for step, loss in means(log, steps).items() if step in expected}
 
 
 def plot(logs: dict[str, list[Entry]], path: Path) -> None:
@@ -436,15 +481,20 @@ def plot(logs: dict[str, list[Entry]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     first, *others = logs.values()
+    steps = averaged(logs.values())
     figure = Figure(figsize=(8, 6), layout="constrained")
     panels = figure.subplots(2 if others else 1, sharex=True, squeeze=False, height_ratios=(3, 1) if others else None)
     for i, (name, log) in enumerate(logs.items()):
         color, style = f"C{i}", ("-", "--", ":")[i % 3]
-        panels[0, 0].plot(*zip(*series(log, "loss").items()), style, color=color, alpha=0.25)
-        panels[0, 0].plot(*zip(*means(log).items()), style, color=color, label=f"{name}, mean of {AVERAGED} steps")
-        panels[0, 0].plot(*zip(*series(log, "validation_loss").items()), "ox+"[i % 3], color=color, label="validation")
+
+        def draw(row: int, values: dict[int, float], style: str, color: str = color, **options: Any) -> None:
+            panels[row, 0].plot(list(values), list(values.values()), style, color=color, **options)
+
+        draw(0, series(log, "loss"), style, alpha=0.25)
+        draw(0, means(log, steps), style, label=f"{name}, mean of {steps} steps")
+        draw(0, series(log, "validation_loss"), "ox+"[i % 3], label="validation")
         if log is not first:
-            panels[1, 0].plot(*zip(*differences(log, first).items()), style, color=color)
+            draw(1, differences(log, first, steps), style)
     panels[0, 0].set(ylabel="loss, nats per byte")
     panels[0, 0].legend()
     if others:
@@ -455,16 +505,18 @@ def plot(logs: dict[str, list[Entry]], path: Path) -> None:
 
 def results_table(logs: dict[str, list[Entry]], tokens: int) -> Table:
     """Loss and speed of each run, all of the same size, and its difference from the first."""
-    table = Table(caption=f"time: median step; off: largest difference of the mean loss of {AVERAGED} steps")
+    steps = averaged(logs.values())
+    table = Table(caption=f"time: median step; off: largest difference of the mean loss of {steps} steps")
     table.add_column("run")
     for heading in ("first loss", "last mean", "validation", "time", "tokens/s", "× first", "off"):
         table.add_column(heading, justify="right", no_wrap=True)
     first = next(iter(logs.values()))
     for name, log in logs.items():
-        seconds, mean = median_seconds(log), means(log)
-        *_, validation = series(log, "validation_loss").values()
-        off = max(map(abs, differences(log, first).values()))
-        losses = f"{log[0]['loss']:.3f}", f"{mean[len(log)]:.3f}", f"{validation:.3f}"
+        seconds, mean = median_seconds(log), means(log, steps)
+        validations = list(series(log, "validation_loss").values())  # none in a run that was interrupted early
+        off = max(map(abs, differences(log, first, steps).values()))
+        validation = f"{validations[-1]:.3f}" if validations else "–"
+        losses = f"{log[0]['loss']:.3f}", f"{mean[len(log)]:.3f}", validation
         speed = f"{seconds * 1e3:,.1f} ms", f"{tokens / seconds:,.0f}", f"{seconds / median_seconds(first):.2f}"
         table.add_row(name, *losses, *speed, f"{off:.4f}")
     return table
@@ -489,38 +541,95 @@ def sample(model: LanguageModel, length: int, prompt: bytes, seed: int) -> str:
 # Command line
 
 
+def device_named(name: str | None) -> torch.device:
+    """The device of this name; without a name a GPU if there is one, else the CPU."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+        why = "" if device.type in ("cpu", "cuda") else "the ops run on these two only"
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+    if why:
+        raise typer.BadParameter(f"expected cpu, cuda or cuda:N, got {name} ({why})", param_hint="--device")
+    return device
+
+
+def require_log(folder: Path) -> None:
+    """Refuse a folder to compare with before training, not after it."""
+    try:
+        if series(read_log(folder), "loss"):
+            return
+    except (OSError, ValueError, TypeError, LookupError):
+        pass
+    raise typer.BadParameter(f"expected a folder with the log of a run, got {folder}", param_hint="--compare")
+
+
+def prepare_folder(out: Path, resume: bool) -> None:
+    """Make the folder for results, or refuse it."""
+    try:
+        found = (out / "checkpoint.pt").exists()
+        if found and not resume:
+            raise typer.BadParameter(
+                f"expected a folder without a checkpoint, or --resume, got {out}", param_hint="--out"
+            )
+        if resume and not found:
+            raise typer.BadParameter(f"expected a folder with a checkpoint, got {out}", param_hint="--out")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "log.jsonl").touch()
+    except OSError as error:
+        message = f"expected a folder that can be written, got {out}: {error.strerror}"
+        raise typer.BadParameter(message, param_hint="--out") from error
+
+
 def main(
     size: Annotated[Literal["tiny", "small"], typer.Option(help="tiny for a CPU, small for a GPU.")] = "tiny",
     backend: Annotated[
-        Literal["kernels", "fp8", "reference"] | None, typer.Option(help="Default: kernels on a GPU, else reference.")
+        Literal["kernels", "fp8", "reference"] | None,
+        typer.Option(help="Default: kernels on a GPU, else reference (plain PyTorch, none of the ops)."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Default: 200 for tiny, 300 for small.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Default: 200 for tiny, 300 for small; with --resume, the checkpoint's.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/SIZE-BACKEND.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint in --out, also to more --steps.")
+    ] = False,
     compare: Annotated[
-        list[Path] | None, typer.Option(exists=True, help="Folder, of another name, of a run to show too; repeatable.")
+        list[Path] | None,
+        typer.Option(exists=True, file_okay=False, help="Folder, of another name, of a run to show too; repeatable."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and batches.")] = 0,
     compile: Annotated[bool, typer.Option(help="Use torch.compile.")] = False,
     deterministic: Annotated[bool, typer.Option(help="Same bits in every run on a GPU, too; slower.")] = False,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints, each with a validation.")] = 50,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")] = None,
 ) -> None:
     """Train a byte-level language model on Python's standard library."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_named(device)
     backend = backend or ("kernels" if where.type == "cuda" else "reference")
     if backend == "fp8" and (SIZES[size].hidden % 128 or SIZES[size].intermediate % 128):
         expected = f"kernels or reference for {size}: FP8 takes multiples of 128 channels"
         raise typer.BadParameter(f"expected {expected}, got fp8", param_hint="--backend")
     out = out or Path("runs", f"{size}-{backend}")
-    if resume != (out / "checkpoint.pt").exists():
-        expected = "a folder with a checkpoint" if resume else "a folder without a checkpoint, or --resume"
-        raise typer.BadParameter(f"expected {expected}, got {out}", param_hint="--out")
+    folders = {folder.name: folder for folder in (out, *(compare or []))}
+    if len(folders) <= len(compare or []):
+        raise typer.BadParameter(f"expected folders of other names than {', '.join(folders)}", param_hint="--compare")
+    for folder in compare or []:
+        require_log(folder)
+    prepare_folder(out, resume)
     # Wide enough for every column where the output is not a terminal.
     console = Console(width=None if Console().is_terminal else 120)
-    run = Run(SIZES[size], backend, steps or SIZES[size].steps, seed, out, where, compile, deterministic, save_every)
-    model = train(run, resume, console)
-    logs = {folder.name: read_log(folder) for folder in (out, *(compare or []))}
+    run = Run(SIZES[size], backend, steps, seed, out, where, compile, deterministic, save_every)
+    try:
+        model = train(run, resume, console)
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error), param_hint="--resume") from error
+    except KeyboardInterrupt as error:
+        is_saved = (out / "checkpoint.pt").exists()
+        how = f"the same command with --resume goes on from {out}" if is_saved else "nothing was saved"
+        console.print(f"interrupted; {how}", highlight=False)
+        raise typer.Exit(130) from error
+    logs = {name: read_log(folder) for name, folder in folders.items()}
     plot(logs, out / "loss.png")
     console.print(results_table(logs, run.size.batch * run.size.length))
     console.print(sample(model, 100, b"def ", seed), markup=False, highlight=False)

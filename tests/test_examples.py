@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,8 +103,8 @@ def test_language_model_trains_and_reports(lm: ModuleType, tmp_path: Path) -> No
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("backend", ["kernels", "reference"])
-def test_language_model_resumes_to_the_bit(lm: ModuleType, tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "how", "saved"), [("kernels", "Ctrl-C", 5), ("reference", "killed", 3)])
+def test_language_model_resumes_to_the_bit(lm: ModuleType, tmp_path: Path, backend: str, how: str, saved: int) -> None:
     straight, resumed = (micro_run(lm, tmp_path / name, backend=backend) for name in ("straight", "resumed"))
     lm.train(straight, False, Console(quiet=True))
     with pytest.MonkeyPatch.context() as patch:
@@ -111,12 +112,15 @@ def test_language_model_resumes_to_the_bit(lm: ModuleType, tmp_path: Path, backe
 
         def interrupted(trainer: Any) -> Any:
             if trainer.step == 4:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
+                if how == "killed":
+                    signal.raise_signal(signal.SIGINT)
             return step(trainer)
 
         patch.setattr(lm.Trainer, "train_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             lm.train(resumed, False, Console(quiet=True))
+    assert torch.load(resumed.out / "checkpoint.pt")["step"] == saved
     # Random numbers drawn elsewhere in between do not matter.
     torch.manual_seed(99)
     lm.train(resumed, True, Console(quiet=True))
@@ -171,6 +175,79 @@ def test_language_model_holds_whole_files_out(lm: ModuleType) -> None:
     assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in names)
     parts = [set(bytes(text.numpy()).split(b"\0")) for text in (train, held_out)]
     assert (root / "json/decoder.py").read_bytes() in set.union(*parts)
+
+
+def run_main(lm: ModuleType, out: Path, *arguments: str) -> Any:
+    """The command line, with the smallest model for the tiny one."""
+    app = typer.Typer()
+    app.command()(lm.main)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(lm.SIZES, "tiny", replace(micro_run(lm, out).size, steps=2, length=100))
+        return CliRunner().invoke(app, ["--device", "cpu", "--backend", "kernels", "--out", str(out), *arguments])
+
+
+def test_language_model_is_interrupted_and_lengthened(
+    lm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted, finished = tmp_path / "interrupted", tmp_path / "finished"
+    step = lm.Trainer.train_step
+    monkeypatch.setattr(
+        lm.Trainer, "train_step", lambda trainer: (signal.raise_signal(signal.SIGINT), step(trainer))[1]
+    )
+    result = run_main(lm, interrupted)
+    assert result.exit_code == 130, result.output
+    assert "the same command with --resume goes on" in " ".join(result.output.split())
+    monkeypatch.undo()
+    assert len(lm.read_log(interrupted)) == 1
+    # The other run has another length, and no validation yet.
+    result = run_main(lm, finished, "--compare", str(interrupted))
+    assert result.exit_code == 0, result.output
+    for arguments in (("--resume", "--steps", "4"), ("--resume",)):
+        result = run_main(lm, finished, *arguments)
+        assert result.exit_code == 0, result.output
+        assert [entry["step"] for entry in lm.read_log(finished)] == [1, 2, 3, 4]
+    rates = lm.series(lm.read_log(finished), "learning_rate")
+    assert rates[3] == pytest.approx(1e-2 * lm.learning_rate(2, 4))
+
+
+def test_language_model_compares_runs_of_different_length(lm: ModuleType, tmp_path: Path) -> None:
+    entries = [{"step": i, "loss": 4.0 - i / 100, "seconds": 0.1} for i in range(1, 31)]
+    logs = {"long": entries, "short": entries[:3], "one": entries[:1]}
+    assert list(lm.results_table(logs, 48).columns[-1].cells) == ["0.0000"] * 3
+    lm.plot(logs, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize("name", ["train_tiny_lm.py", "moe_layer.py"])
+def test_examples_name_a_bad_device(name: str) -> None:
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for device in ("nonsense", "cuda:99", "meta"):
+        with pytest.raises(typer.BadParameter, match=f"expected cpu, cuda or cuda:N, got {device}"):
+            module.device_named(device)
+
+
+def test_language_model_names_a_bad_option_before_it_trains(lm: ModuleType, tmp_path: Path) -> None:
+    lm.train(micro_run(lm, tmp_path / "run", steps=1), False, Console(quiet=True))
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run2").mkdir()
+    (tmp_path / "run2" / "checkpoint.pt").write_text("nonsense")
+    for option, *arguments in (
+        ("--device", "--device", "nonsense"),
+        ("--out", "--out", "/proc/x"),
+        ("--out", "--out", str(tmp_path / "file")),
+        ("--out", "--out", str(tmp_path / "run")),
+        ("--compare", "--compare", str(tmp_path / "empty")),
+        ("--compare", "--compare", str(tmp_path / "run"), "--out", str(tmp_path / "other" / "run")),
+        ("--resume", "--resume", "--out", str(tmp_path / "run"), "--seed", "5"),
+        ("--resume", "--resume", "--out", str(tmp_path / "run2")),
+        ("--seed", "--seed", "-1"),
+    ):
+        result = run_main(lm, tmp_path / "new", *arguments)
+        assert (result.exit_code, type(result.exception)) == (2, SystemExit), (arguments, result.exception)
+        assert option in result.output, arguments
 
 
 def test_language_model_names_what_does_not_fit(lm: ModuleType, tmp_path: Path) -> None:
