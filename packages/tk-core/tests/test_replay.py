@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from tk_core import check, env, kernel, num_sms, op, overlap, replay
 from tk_core.arch import arch_from_name
@@ -357,8 +358,31 @@ def test_modes_and_compilers_see_the_function_itself(monkeypatch: pytest.MonkeyP
             patch.setattr(replay, name, lambda: 1)
             counted(torch.ones(8))
         assert calls == 3 + number
+    with forward_ad.dual_level():
+        counted(forward_ad.make_dual(torch.ones(8), torch.ones(8)))
+    assert calls == 5
     counted(torch.ones(8))
-    assert calls == 4
+    assert calls == 5
+
+
+def test_a_negative_view_is_for_the_function_to_judge() -> None:
+    calls = 0
+
+    @replay.replayable
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        out = torch.empty_like(x)
+        scale_kernel(ARCH)(x, 2, out)
+        return out
+
+    pairs = torch.arange(8.0).view(4, 2)
+    for _ in range(2):
+        assert torch.equal(counted(pairs[:, 1]), pairs[:, 1] * 2)
+    assert calls == 1
+    negative = torch.view_as_complex(pairs).conj().imag
+    assert torch.equal(counted(negative), pairs[:, 1] * -2)
+    assert calls == 2
 
 
 # ---- with it and without it, any calls launch the same

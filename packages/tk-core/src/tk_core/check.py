@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tk_core import env
 from tk_core.math import align
@@ -29,9 +31,10 @@ def tensor(
 
     `shape` has a name for each dimension of any size, an int for each of a fixed size: ("num_tokens", 128). If it
     begins with `...`, any number of leading dimensions may precede these. `layout` "rows" requires stride 1 in the last
-    dimension only, "any" nothing. Raises TypeError for a wrong type or dtype, ValueError otherwise.
+    dimension only, "any" nothing. Raises TypeError for a wrong type or dtype, for sparse tensors, negative views and
+    subclasses that hold other tensors, such as DTensor; ValueError otherwise.
     """
-    if isinstance(x, Tensor) and x.dtype in dtypes:
+    if isinstance(x, Tensor) and x.dtype in dtypes and _is_plain(x):
         found = x.shape
         if _has_rank(x, shape) and (device is None or x.device == device):
             for size, want in zip(reversed(found), reversed(shape)):
@@ -46,6 +49,26 @@ def tensor(
     raise _tensor_error(name, x, dtypes, shape, layout, device)
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether the elements of x are those at its address and strides: what a kernel reads."""
+    has_memory = x.layout is torch.strided and (type(x) in (Tensor, Parameter) or not is_traceable_wrapper_subclass(x))
+    return has_memory and (is_compiling() or not x.is_neg())
+
+
+def plain(name: str, x: Any) -> None:
+    """Raise TypeError unless x is a tensor whose elements are those at its address and strides."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if _is_plain(x):
+        return
+    if is_traceable_wrapper_subclass(x):
+        instead = f"call it on {name}.to_local()" if hasattr(x, "to_local") else "call it on the tensors in it"
+        raise TypeError(f"{name}: expected a plain torch.Tensor, got a {type(x).__name__}; {instead}")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, got layout {x.layout}; call it on {name}.to_dense()")
+    raise TypeError(f"{name}: expected a plain torch.Tensor, got a negative view; call it on {name}.resolve_neg()")
+
+
 def _has_rank(x: Tensor, shape: Shape) -> bool:
     return x.ndim >= len(shape) - 1 if shape and shape[0] is ... else x.ndim == len(shape)
 
@@ -58,8 +81,7 @@ def _tensor_error(
     layout: Layout,
     device: torch.device | None,
 ) -> Exception:
-    if not isinstance(x, Tensor):
-        return TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    plain(name, x)
     if x.dtype not in dtypes:
         return TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {x.dtype}")
     pairs = zip(reversed(x.shape), reversed(shape))
@@ -127,7 +149,7 @@ def reads_data(x: Tensor) -> bool:
     That is not so under torch.compile, for meta and fake tensors, and while a CUDA graph is captured: reading
     synchronizes.
     """
-    if torch.compiler.is_compiling() or not env.debug() or x.is_meta or type(x) not in (Tensor, Parameter):
+    if is_compiling() or not env.debug() or x.is_meta or type(x) not in (Tensor, Parameter):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

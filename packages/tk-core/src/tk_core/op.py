@@ -11,8 +11,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import peek_interpreter_stack
+from torch._C import _is_fwd_grad_enabled, _len_torch_dispatch_stack
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    peek_interpreter_stack,
+)
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -138,13 +145,27 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def _what_differentiates(package: str, name: str) -> str:
     """The end of an error message: what to call instead of the op `name` to get a gradient."""
     stem = name.removesuffix("_fwd")
+    own = importlib.import_module(package) if importlib.util.find_spec(package) else None
     if importlib.util.find_spec("tk_modeling"):
-        exported = importlib.import_module("tk_modeling").__all__
-        if found := next((public for public in (name, stem) if public in exported), None):
-            return f"tk_modeling.{found} is differentiable"
-    if importlib.util.find_spec(package) and f"{stem}_bwd" in importlib.import_module(package).__all__:
+        modeling = importlib.import_module("tk_modeling")
+        for public in (name, stem):
+            # Some names of tk_modeling are the package's own functions.
+            if public in modeling.__all__ and getattr(modeling, public) is not getattr(own, public, None):
+                return f"tk_modeling.{public} is differentiable"
+    if own is not None and f"{stem}_bwd" in own.__all__:
         return f"{package}.{stem}_bwd computes it"
-    return "if none is wanted, detach the argument or call it under torch.no_grad()"
+    return "if none is wanted, detach the argument"
+
+
+def _lost(x: Tensor) -> str | None:
+    """The derivative by x that a call of an op drops, if any: of ordinary reverse mode only with TK_DEBUG."""
+    if not x.is_floating_point():
+        return None
+    if torch.is_grad_enabled() and x.requires_grad and (env.debug() or is_gradtrackingtensor(x)):
+        return "gradient of {}"
+    is_forward = forward_ad._current_level >= 0 and _is_fwd_grad_enabled()
+    is_dual = is_forward and forward_ad.unpack_dual(x).tangent is not None
+    return "tangent of {} (no op has a forward mode)" if is_dual else None
 
 
 class Op:
@@ -163,7 +184,7 @@ class Op:
         self.name = name
         self.launch = launch
         self._names = list(inspect.signature(launch).parameters)
-        self._outputs = [self._names.index(output) for output in mutates]
+        self._written = frozenset(map(self._names.index, mutates))
         self._in_place = {(output, other) for output, others in in_place.items() for other in others}
         self.reference = stand_in
         self.min_sm = min_sm
@@ -188,22 +209,32 @@ class Op:
         if arch.sm < self.min_sm:
             raise UnsupportedArchError(self.name, arch.name, f"sm_{self.min_sm} or newer")
 
-    def _check_gradients(self, args: tuple[Any, ...]) -> None:
-        """Raise RuntimeError if the call would drop a gradient: no op builds an autograd graph."""
-        if not torch.is_grad_enabled() or not any(x.requires_grad for x in _tensors(args)):
-            return
-        if any(x.is_floating_point() for x in _tensors(args[index] for index in self._outputs)):
-            package, _, name = self.name.removesuffix("_out").partition("::")
-            instead = _what_differentiates(package, name)
-            raise RuntimeError(f"{package}.{name}: drops the gradient of an argument that requires one; {instead}")
+    def _check_derivatives(self, args: tuple[Any, ...]) -> None:
+        """Raise RuntimeError if the call would drop a gradient or a tangent: no op builds an autograd graph."""
+        for argument, x in overlap.named(self._names, args):
+            lost = _lost(x)
+            if lost and any(y.is_floating_point() for y in _tensors(args[index] for index in self._written)):
+                package, _, name = self.name.removesuffix("_out").partition("::")
+                lost, instead = lost.format(argument), _what_differentiates(package, name)
+                raise RuntimeError(f"{package}.{name}: drops the {lost}; {instead}")
+
+    def _refuse_batches(self, args: tuple[Any, ...]) -> None:
+        """Raise TypeError if an argument is a batch of torch.func.vmap, perhaps inside of other wrappers."""
+        for argument, x in overlap.named(self._names, args):
+            while is_functorch_wrapped_tensor(x):
+                if is_batchedtensor(x):
+                    got = "a batch of torch.func.vmap, which is not supported; call it for each element"
+                    raise TypeError(f"{argument}: expected a torch.Tensor, got {got}")
+                x = get_unwrapped(x)
 
     def _dispatch(self, args: tuple[Any, ...]) -> None:
-        if env.debug():
-            self._check_gradients(args)
+        if peek_interpreter_stack() is not None:
+            self._refuse_batches(args)
+        self._check_derivatives(args)
         self._overload(*args)
 
     def _check_memory(self, args: tuple[Any, ...]) -> None:
-        overlap.check_written(self._names, args, self._outputs, self._in_place)
+        overlap.check_written(self._names, args, self._written, self._in_place)
 
     def _on_cpu(self, *args: Any) -> None:
         self._check_memory(args)
@@ -241,7 +272,8 @@ class Op:
         """Run the operator on the device of its first argument, which is a tensor.
 
         Raises ValueError before it writes anything if a tensor that it writes shares memory with another argument.
-        With TK_DEBUG=1, an eager call that would drop a gradient raises RuntimeError.
+        An eager call raises RuntimeError if it would drop a derivative of torch.func or of forward mode, and with
+        TK_DEBUG=1 if it would drop any gradient.
         """
         if is_compiling():
             self._overload(*args)
@@ -250,7 +282,7 @@ class Op:
             self._check_arch(args[0].device)
             self.launch(*args)
             return
-        if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
+        if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             self._dispatch(args)
             return
         kinds = tuple(map(type, args))
@@ -265,7 +297,7 @@ class Op:
             self._launch(args)
         else:
             if env.debug():
-                self._check_gradients(args)
+                self._check_derivatives(args)
             self._on_cuda(*args)
             _look_for_short_cut()
 

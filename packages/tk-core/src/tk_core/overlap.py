@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tk_core import kernel
 
+_LISTS = list, tuple
+
 
 def extent(x: Tensor) -> int:
     """Bytes from the beginning of the first element to the end of the last."""
@@ -34,11 +36,13 @@ def _repeats(x: Tensor) -> bool:
     return False
 
 
-def _named(name: str, x: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of an argument, a tensor or a list, with their names."""
-    if isinstance(x, list | tuple):
-        return [(f"{name}[{i}]", y) for i, y in enumerate(x) if isinstance(y, Tensor)]
-    return [(name, x)] if isinstance(x, Tensor) else []
+def named(names: Sequence[str], args: Sequence[Any]) -> list[tuple[str, Tensor]]:
+    """The tensors among arguments, those in lists too, with their names: "x", or "xs[1]" for one in the list xs."""
+    found = []
+    for name, x in zip(names, args):
+        each = [(f"{name}[{i}]", y) for i, y in enumerate(x)] if isinstance(x, _LISTS) else [(name, x)]
+        found += [(label, y) for label, y in each if isinstance(y, Tensor)]
+    return found
 
 
 def _are_same(x: Tensor, y: Tensor) -> bool:
@@ -48,12 +52,12 @@ def _are_same(x: Tensor, y: Tensor) -> bool:
 def _check_each(
     names: Sequence[str], args: Sequence[Any], written: Collection[int], in_place: Collection[tuple[str, str]]
 ) -> None:
-    named = [pair for name, x in zip(names, args) for pair in _named(name, x)]
-    for name, x in (pair for index in written for pair in _named(names[index], args[index])):
+    tensors = named(names, args)
+    for name, x in named([names[index] for index in written], [args[index] for index in written]):
         if _repeats(x):
             got = f"strides {x.stride()} for shape {tuple(x.shape)}"
             raise ValueError(f"{name}: expected elements apart in memory, got {got}")
-        for other, y in named:
+        for other, y in tensors:
             is_allowed = other == name or ((name, other) in in_place and _are_same(x, y))
             if not is_allowed and overlap(x, y):
                 raise ValueError(f"{name}: expected memory of its own, got some of {other}")
@@ -68,21 +72,27 @@ def check_written(
     written, may be exactly the second: at the same address, with the same dtype, shape and strides.
     """
     if (recorded := kernel.recording()) is not None:
-        recorded.written.extend(x for index in written for _, x in _named("", args[index]))
+        recorded.written.extend(x for _, x in named(names, [args[index] for index in written]))
     spans, is_suspect = [], False
     for index, x in enumerate(args):
         is_written = index in written
-        for y in x if isinstance(x, list | tuple) else (x,):
+        for y in (x,) if isinstance(x, Tensor) else x if isinstance(x, _LISTS) else ():
             if isinstance(y, Tensor):
                 begin = y.data_ptr()
-                spans.append((begin, begin + extent(y), is_written))
-                is_suspect = is_suspect or (is_written and _repeats(y))
+                if y.is_contiguous():
+                    spans.append((begin, begin + y.nbytes, is_written))
+                else:
+                    spans.append((begin, begin + extent(y), is_written))
+                    is_suspect = is_suspect or (is_written and _repeats(y))
     # By address: what is written has to begin where all before it have ended, the others where what is written has.
+    spans.sort()
     end_of_all = end_of_written = 0
-    for begin, end, is_written in sorted(spans):
-        is_suspect = is_suspect or begin < (end_of_all if is_written else end_of_written)
-        end_of_all = max(end_of_all, end)
-        if is_written:
-            end_of_written = max(end_of_written, end)
+    for begin, end, is_written in spans:
+        if begin < (end_of_all if is_written else end_of_written):
+            is_suspect = True
+        if end > end_of_all:
+            end_of_all = end
+        if is_written and end > end_of_written:
+            end_of_written = end
     if is_suspect:
         _check_each(names, args, written, in_place)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -57,7 +58,8 @@ def _identity(x: Any) -> Any:
 def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Callable[[list[Any]], Any] | None:
     """Make the function `repeat`, which repeats the recorded launches for another call's arguments, with its result.
 
-    `repeat` returns NotImplemented if an argument that is written, such as `out`, overlaps another argument. None
+    `repeat` returns NotImplemented for what the function refuses: an argument that is written, such as `out`, overlaps
+    another, or one is a negative view. None
     instead of `repeat` if an operand or result can't be traced to exactly one tensor, or if an output is no operand of
     a kernel. Launches name operands by index into one list: arguments, constants, outputs, workspaces, views of these.
     """
@@ -95,10 +97,15 @@ def _repeat_of(values: list[Any], recorded: kernel.Recording, result: Any) -> Ca
     given = [x for x, given in arguments.items() if any(overlap.overlap(given, y) for y in recorded.written)]
     # Two arguments overlap if x begins less than x's extent before y, and less than y's extent after it.
     apart = [(x, y, -overlap.extent(values[x]), overlap.extent(values[y])) for x in given for y in arguments if x != y]
+    # A key does not tell the negative bit, which the imaginary parts of conjugates have; their strides are even.
+    maybe_negative = [x for x, given in arguments.items() if given.dtype.is_floating_point and 1 not in given.stride()]
 
     def repeat(values: list[Any]) -> Any:
         for x, y, before, after in apart:
             if before < values[x].data_ptr() - values[y].data_ptr() < after:
+                return NotImplemented
+        for x in maybe_negative:
+            if values[x].is_neg():
                 return NotImplemented
         values += constants
         values += [like.new_empty_strided(shape, strides) for like, shape, strides in allocations]
@@ -122,6 +129,8 @@ def replayable(function: Function) -> Function:
     @wraps(function)
     def replay(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or not op.kernels_only or _len_torch_dispatch_stack() or kernel.recording():
+            return function(*args, **kwargs)
+        if forward_ad._current_level >= 0:  # A tensor does not show its tangent.
             return function(*args, **kwargs)
         values, key = _read(args, kwargs)
         if (repeat := calls.get(key)) is not None and (result := repeat(values)) is not NotImplemented:

@@ -100,8 +100,7 @@ def check_scales(
 
     Raises TypeError if `sf` is not a tensor of an accepted dtype, ValueError on a wrong shape, stride or device.
     """
-    if not isinstance(sf, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(sf).__name__}")
+    check.plain(name, sf)
     dtype = sf.dtype
     if dtype in byte_dtypes:
         return _check_byte_scales(name, sf, num_rows, num_cols, device)

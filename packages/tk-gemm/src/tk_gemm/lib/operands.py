@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from tk_core import check
 from tk_core.math import ceil_div
+from tk_gemm.lib.tma import bytes_off
 
 BLOCK = 128
 E4M3 = (torch.float8_e4m3fn,)
@@ -31,7 +31,7 @@ def pair(name: str, x: Any) -> tuple[Any, Any]:
 def aligned(name: str, x: Tensor) -> None:
     """Raise ValueError unless the base and all strides but the last of x are on 16 bytes, as TMA requires.
 
-    A tensor without elements is not checked, nor the base of one without memory (fake tensors, torch.compile).
+    A tensor without elements is not checked, nor the base where `bytes_off` knows none.
     """
     if not x.numel():
         return
@@ -40,10 +40,8 @@ def aligned(name: str, x: Tensor) -> None:
         if x.shape[dim] > 1 and x.stride(dim) * size % _WIDE:
             got = f"stride {x.stride(dim)} in dimension {dim}"
             raise ValueError(f"{name}: expected strides that are multiples of {_WIDE // size} elements, got {got}")
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter) or x.is_meta:
-        return
-    if x.data_ptr() % _WIDE:
-        raise ValueError(f"{name}: expected a base on {_WIDE} bytes, got one at {x.data_ptr() % _WIDE} past that")
+    if off := bytes_off(x):
+        raise ValueError(f"{name}: expected a base on {_WIDE} bytes, got one at {off} past that")
 
 
 def matrix(

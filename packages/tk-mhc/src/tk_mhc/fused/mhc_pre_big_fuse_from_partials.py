@@ -21,16 +21,14 @@ from tk_mhc.lib.tokens import check_streams
     mutates=("post", "comb", "layer_input", "next_pre_mix"),
     reference="mhc_pre_big_fuse_from_partials",
     translate=lambda call: {
-        "gemm_out_mul": call.mul,
-        "gemm_out_sqrsum": call.sqrsum,
         **named_numbers(call.numbers),
         "shifted": call.next_pre_mix is not None,
     },
 )
 def _mhc_pre_big_fuse_from_partials_out(
     residual: Tensor,
-    mul: Tensor,
-    sqrsum: Tensor,
+    gemm_out_mul: Tensor,
+    gemm_out_sqrsum: Tensor,
     mhc_scale: Tensor,
     mhc_base: Tensor,
     layer_norm_weight: Tensor | None,
@@ -47,7 +45,7 @@ def _mhc_pre_big_fuse_from_partials_out(
         return
     launch_pre_fuse(
         residual,
-        (mul, sqrsum),
+        (gemm_out_mul, gemm_out_sqrsum),
         mhc_scale,
         mhc_base,
         numbers,

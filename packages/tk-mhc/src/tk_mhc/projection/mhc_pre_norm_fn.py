@@ -27,23 +27,26 @@ from tk_mhc.lib.tokens import check_fn, check_streams
     mutates=("mixes", "rstd"),
     reference="mhc_pre_norm_fn",
     translate=lambda call: {
-        "residual": call.x.unsqueeze(1),
-        "mhc_fn": call.fn,
-        "mhc_norm_weight": call.norm_weight,
+        "residual": call.residual.unsqueeze(1),
         "mhc_norm_eps": call.eps,
         "return_rstd": True,
     },
 )
 def _mhc_pre_norm_fn_out(
-    x: Tensor, fn: Tensor, norm_weight: Tensor | None, mixes: Tensor, rstd: Tensor, eps: float, n_splits: int
+    residual: Tensor,
+    mhc_fn: Tensor,
+    mhc_norm_weight: Tensor | None,
+    mixes: Tensor,
+    rstd: Tensor,
+    eps: float,
+    n_splits: int,
 ) -> None:
-    num_tokens, width = x.shape
-    num_rows = fn.shape[0]
+    num_tokens, width = residual.shape
+    num_rows = mhc_fn.shape[0]
     if num_tokens == 0:
         return
-    x, fn = aligned(x), aligned(fn)
-    if norm_weight is not None:
-        norm_weight = aligned(norm_weight)
+    x, fn = aligned(residual), aligned(mhc_fn)
+    norm_weight = None if mhc_norm_weight is None else aligned(mhc_norm_weight)
     if takes_all_splits(num_tokens, n_splits, x.device):
         launch_projection("mixes", x, fn, norm_weight, n_splits, mixes.unsqueeze(0), rstd.unsqueeze(0), eps)
     else:

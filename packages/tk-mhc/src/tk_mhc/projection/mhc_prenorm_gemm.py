@@ -29,18 +29,18 @@ def _has_empty_splits(n_splits: int, width: int, num_rms_groups: int) -> bool:
     "tk_mhc::mhc_prenorm_gemm_out",
     mutates=("mul", "sqrsum"),
     reference="mhc_prenorm_gemm",
-    translate=lambda call: {"residual": call.x.unsqueeze(1)},
+    translate=lambda call: {"residual": call.residual.unsqueeze(1)},
 )
 def _mhc_prenorm_gemm_out(
-    x: Tensor, fn: Tensor, mul: Tensor, sqrsum: Tensor, n_splits: int, num_rms_groups: int
+    residual: Tensor, fn: Tensor, mul: Tensor, sqrsum: Tensor, n_splits: int, num_rms_groups: int
 ) -> None:
-    if x.shape[0] == 0:
+    if residual.shape[0] == 0:
         return
     if _has_empty_splits(n_splits, fn.shape[1], num_rms_groups):  # No thread block writes these.
         mul.zero_()
         sqrsum.zero_()
-    mul, sqrsum = mul.view(n_splits, x.shape[0], -1), sqrsum.view(n_splits, -1)
-    launch_projection("partials", aligned(x), aligned(fn), None, n_splits, mul, sqrsum)
+    mul, sqrsum = mul.view(n_splits, residual.shape[0], -1), sqrsum.view(n_splits, -1)
+    launch_projection("partials", aligned(residual), aligned(fn), None, n_splits, mul, sqrsum)
 
 
 @replayable

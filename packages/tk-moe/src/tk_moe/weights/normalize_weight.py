@@ -56,19 +56,14 @@ def _normalize_weight_kernel(num_topk: int, arch: Arch) -> Any:
     return normalize_weight
 
 
-@op(
-    "tk_moe::normalize_weight_out",
-    mutates=("denominator", "normalized"),
-    reference="normalize_weight",
-    translate=lambda call: {"topk_weights": call.w},
-)
-def _normalize_weight_out(w: Tensor, denominator: Tensor, normalized: Tensor) -> None:
-    num_tokens, num_topk = w.shape
+@op("tk_moe::normalize_weight_out", mutates=("denominator", "normalized"), reference="normalize_weight")
+def _normalize_weight_out(topk_weights: Tensor, denominator: Tensor, normalized: Tensor) -> None:
+    num_tokens, num_topk = topk_weights.shape
     if num_tokens == 0:
         return
-    arch = get_arch(w.device)
+    arch = get_arch(topk_weights.device)
     outputs = denominator, normalized
-    launch_aligned(_normalize_weight_kernel(num_topk, arch), w, *outputs, outputs=outputs)
+    launch_aligned(_normalize_weight_kernel(num_topk, arch), topk_weights, *outputs, outputs=outputs)
 
 
 @replayable

@@ -1,0 +1,125 @@
+"""Every op refuses tensors of kinds that it cannot take by an error that names the argument and says what to do."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tk_core.testing import OpSpec, load_specs
+from tk_core.testing.trees import tensors, transfer
+
+SPECS = load_specs()
+Call = Callable[[Tensor], Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def sparse(x: Tensor) -> Tensor:
+    places = torch.zeros((x.ndim, 0), dtype=torch.int64)
+    return torch.sparse_coo_tensor(places, torch.zeros(0, dtype=x.dtype), x.shape)
+
+
+def negative(x: Tensor) -> Tensor:
+    return torch.complex(torch.zeros_like(x), -x).conj().imag
+
+
+def distributed(x: Tensor) -> Tensor:
+    return DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Replicate()])
+
+
+def in_forward_mode(call: Call, x: Tensor) -> None:
+    with forward_ad.dual_level():
+        call(forward_ad.make_dual(x, torch.zeros_like(x)))
+
+
+def differentiated(call: Call, x: Tensor) -> None:
+    def without_result(x: Tensor) -> Tensor:
+        call(x)
+        return x.sum()
+
+    torch.func.grad(without_result)(x)
+
+
+# How an op is called with each kind of tensor in place of x, and the error, whose text begins with the argument or op.
+KINDS: dict[str, tuple[Callable[[Call, Tensor], Any], type[Exception], str]] = {
+    "sparse": (lambda call, x: call(sparse(x)), TypeError, r"ARGUMENT: .*\.to_dense\(\)$"),
+    "negative": (lambda call, x: call(negative(x)), TypeError, r"ARGUMENT: .*\.resolve_neg\(\)$"),
+    "distributed": (lambda call, x: call(distributed(x)), TypeError, r"ARGUMENT: .*\.to_local\(\)$"),
+    "two": (lambda call, x: call(TwoTensor(x, x)), TypeError, r"ARGUMENT: .* got a TwoTensor; call it on the tensors"),
+    "batched": (
+        lambda call, x: torch.func.vmap(call)(x.unsqueeze(0)),
+        TypeError,
+        r"ARGUMENT: .*vmap.* not supported",
+    ),
+    "differentiated": (differentiated, RuntimeError, r"\S+: drops the gradient of ARGUMENT; "),
+    "dual": (in_forward_mode, RuntimeError, r"\S+: drops the tangent of ARGUMENT \("),
+}
+_DIFFERENTIABLE = (torch.float32, torch.bfloat16)
+DTYPES = {"negative": (torch.float32,), "differentiated": _DIFFERENTIABLE, "dual": _DIFFERENTIABLE}
+# Names that an operator may have for an argument, where they are not those of the public function.
+OPERATOR_NAMES = {
+    "a[0]": ("a",),
+    "a[1]": ("a_sf",),
+    "b[0]": ("b",),
+    "b[1]": ("b_sf",),
+    "x[0]": ("x", "data"),
+    "x[1]": ("x_sf", "sf"),
+    "hidden_states": ("x",),
+    "grad_rows": ("x",),
+}
+
+
+def tensors_of(kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor, Callable[[Tensor], dict[str, Any]]]]:
+    """(name, tensor, function that makes the arguments with another tensor in its place) of each tensor argument."""
+    for name, value in kwargs.items():
+        others = transfer(kwargs)
+        if isinstance(value, Tensor):
+            yield name, value, lambda x, name=name, others=others: {**others, name: x}
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                if isinstance(item, Tensor):
+                    before, after = value[:i], value[i + 1 :]
+                    make = partial(_with_item, others, name, before, after)
+                    yield f"{name}[{i}]", item, make
+
+
+def _with_item(others: dict[str, Any], name: str, before: Any, after: Any, x: Tensor) -> dict[str, Any]:
+    return {**others, name: type(before)((*before, x, *after))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SPECS)
+def test_unusual_tensors(name: str, kind: str) -> None:
+    spec: OpSpec = SPECS[name]
+    call_with, error, text = KINDS[kind]
+    case = next(case for case in spec.cases if case.small and case.modes)
+    torch.manual_seed(0)
+    problems = []
+    for argument, x, make in tensors_of(case.make("cpu")):
+        if x.dtype not in DTYPES.get(kind, (x.dtype,)):
+            continue
+        names = "|".join(map(re.escape, [argument, *OPERATOR_NAMES.get(argument, ())]))
+        results: list[Any] = []
+        try:
+            call_with(lambda x, make=make, results=results: results.append(spec.op(**make(x))), transfer(x))
+        except Exception as got:
+            if type(got) is not error or not re.match(text.replace("ARGUMENT", f"({names})"), str(got)):
+                problems.append(f"{argument}: {type(got).__name__}: {str(got)[:150]}")
+        else:
+            # Indices and packed factors have no derivative.
+            if error is not RuntimeError or any(y.is_floating_point() for y in tensors(results)):
+                problems.append(f"{argument}: accepted")
+    assert not problems, "\n".join(problems)
