@@ -51,8 +51,10 @@ def tensor(
 
 def _is_plain(x: Tensor) -> bool:
     """Whether the elements of x are those at its address and strides: what a kernel reads."""
-    has_memory = x.layout is torch.strided and (type(x) in (Tensor, Parameter) or not is_traceable_wrapper_subclass(x))
-    return has_memory and (is_compiling() or not x.is_neg())
+    if type(x) not in (Tensor, Parameter) and is_traceable_wrapper_subclass(x):
+        return False
+    # Dynamo cannot trace these: in a backward it bans the layout.
+    return is_compiling() or (x.layout is torch.strided and not x.is_neg())
 
 
 def plain(name: str, x: Any) -> None:
