@@ -81,3 +81,11 @@ def test_gradients(dtype: torch.dtype) -> None:
 def test_float64_is_plain() -> None:
     a, b, c = torch.randn(3, 50, dtype=torch.float64)
     assert torch.equal(fma(a, b, c), a * b + c)
+
+
+def test_large_tensors_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = torch.randn(7, 1, 5), torch.randn(3, 5), torch.randn(7, 3, 1)
+    whole = fma(a, b, c)
+    monkeypatch.setattr("tk_core.reference.fma._AT_ONCE", 31)
+    assert torch.equal(fma(a, b, c), whole)
+    assert torch.equal(fma(a[:1], b, c[:1]), whole[:1])

@@ -2,13 +2,15 @@
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tk_core import ledger
-from tk_core.testing import machine, plugin, specs, tiers
+from tk_core.testing import machine, memory, plugin, specs, tiers
 
 pytest_plugins = ["pytester"]
 
@@ -32,6 +34,7 @@ def test_gpu():
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*args: str, gpu: bool) -> pytest.RunResult:
         monkeypatch.setattr(plugin, "_has_gpu", lambda: gpu)
+        monkeypatch.setattr(memory, "gpu_memory", lambda gib, num_workers: nullcontext())
         return pytester.runpytest_inprocess("-p", "tk_core.testing.plugin", "-p", "no:cacheprovider", *args)
 
     return run
@@ -49,6 +52,42 @@ def test_everything_runs_with_a_gpu(pytester: pytest.Pytester, run: Any) -> None
     result = run(gpu=True)
     result.assert_outcomes(passed=3)
     result.stdout.no_fnmatch_line("*left out*")
+
+
+def test_a_gpu_test_takes_the_memory_that_it_declares(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_cpu():
+            pass
+
+        @pytest.mark.gpu
+        def test_small():
+            pass
+
+        @pytest.mark.gpu(gib=3)
+        def test_large():
+            pass
+
+        @pytest.mark.gpu(gib=lambda params: 2 * params["size"])
+        @pytest.mark.parametrize("size", [4, 5])
+        def test_computed(size):
+            pass
+        """
+    )
+    taken: list[tuple[float, int]] = []
+
+    def gpu_memory(gib: float, num_workers: int) -> AbstractContextManager[None]:
+        taken.append((gib, num_workers))
+        return nullcontext()
+
+    monkeypatch.setattr(plugin, "_has_gpu", lambda: True)
+    monkeypatch.setattr(memory, "gpu_memory", gpu_memory)
+    pytester.runpytest_inprocess("-p", "tk_core.testing.plugin", "-p", "no:cacheprovider").assert_outcomes(passed=5)
+    assert taken == [(1, 1), (3, 1), (8, 1), (10, 1)]
 
 
 @pytest.mark.parametrize("markexpr", ["gpu", "gpu and not compile", "bench", "(gpu) and other"])
@@ -191,12 +230,22 @@ def test_each_worker_begins_with_a_gpu_of_its_own(pytester: pytest.Pytester, mon
 
 
 @pytest.mark.parametrize(
-    ("args", "workers"), [(["-m", "bench"], 0), (["bench_f.py"], 0), (["bench_f.py::test_f"], 0), (["test_f.py"], 12)]
+    ("args", "gpu_gib", "workers"),
+    [
+        (["-m", "bench"], 80, 0),
+        (["bench_f.py"], 80, 0),
+        (["bench_f.py::test_f"], 80, 0),
+        (["test_f.py"], 80, 12),
+        (["test_f.py"], 24, 8),
+    ],
 )
-def test_nothing_runs_beside_a_benchmark(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, args: list[str], workers: int
+def test_one_worker_for_each_core_that_the_gpu_has_memory_for_and_none_beside_a_benchmark(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, args: list[str], gpu_gib: int, workers: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    device = SimpleNamespace(total_memory=gpu_gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     config = pytester.parseconfig("-p", "tk_core.testing.plugin", *args)
     assert plugin.pytest_xdist_auto_num_workers(config) == workers

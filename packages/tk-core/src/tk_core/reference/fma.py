@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+_AT_ONCE = 2**24
+"""Elements that are computed at once: each takes some 70 bytes on the way."""
+
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a · b + c of float32 or bfloat16 tensors as float32, rounded once, to nearest even. Autograd follows it.
@@ -14,6 +17,14 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """
     if torch.float64 in (a.dtype, b.dtype, c.dtype):
         return a * b + c
+    a, b, c = torch.broadcast_tensors(a, b, c)
+    if a.numel() <= _AT_ONCE or len(a) == 1:
+        return _fma(a, b, c)
+    rows = max(_AT_ONCE * len(a) // a.numel(), 1)
+    return torch.cat([_fma(*parts) for parts in zip(*(x.split(rows) for x in (a, b, c)))])
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
     with torch.no_grad():

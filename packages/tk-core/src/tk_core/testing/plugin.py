@@ -3,7 +3,7 @@
 Tiers: tests marked gpu run where there is a GPU and are deselected, not skipped, where there is none; tests marked
 compile run anywhere; all others are the cpu tier. Benchmarks (marked bench, in bench_*.py) run only with `-m bench` or
 if their file is named. Each test starts from a random seed that depends on its name. With pytest-xdist each worker
-gets one GPU.
+gets one GPU; a gpu test waits until the memory that it declares is free, and fails if it takes more.
 """
 
 import os
@@ -22,7 +22,7 @@ import pytest
 from tk_core import env
 
 _MARKERS = (
-    "gpu(arch=None): needs a GPU, of this architecture if it names one",
+    "gpu(arch=None, gib=1): needs a GPU, of this architecture if it names one, and gib or gib(parameters) GiB of it",
     "compile: compiles kernels, for which no GPU is needed",
     "bench: measures speed on a GPU; runs only with -m bench or if its file is named",
     "tk_case(op, test): which test of which op's spec this is",
@@ -74,11 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
 # tryfirst: not every version of xdist calls its own implementation last.
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Workers of `-n auto`: one per core, as kernels take seconds to compile; none for benchmarks."""
+    """Workers of `-n auto`: one per core, as kernels take seconds to compile, and 3 GiB of GPU; none for benchmarks."""
     named = (Path(argument.split("::")[0]).name for argument in config.args)
     if _requires(config.option.markexpr, "bench") or any(name.startswith("bench_") for name in named):
         return 0
-    return min(os.cpu_count() or 1, 16)
+    return max(min(os.cpu_count() or 1, 16, _gpu_gib() // 3), 1)
 
 
 def _requires(markexpr: str, name: str) -> bool:
@@ -105,6 +105,16 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _gpu_gib() -> int:
+    """Memory of all GPUs together; without a GPU more than any has."""
+    import torch
+
+    if not _has_gpu():
+        return 2**20
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return sum(device.total_memory for device in devices) // 2**30
 
 
 # ---- selection
@@ -149,6 +159,24 @@ def _tk_seed(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+# ---- memory of the GPU
+
+
+@pytest.fixture(autouse=True)
+def _tk_gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    markers = list(request.node.iter_markers("gpu"))
+    if not markers:
+        yield
+        return
+    from tk_core.testing import memory
+
+    gib = next((marker.kwargs["gib"] for marker in markers if "gib" in marker.kwargs), 1)
+    if callable(gib):
+        gib = gib(request.node.callspec.params)
+    with memory.gpu_memory(gib, getattr(request.config, "workerinput", {}).get("workercount", 1)):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,9 @@
 """The tests that every op gets from its spec: `test_cpu = tiers.cpu_tests(SPEC)` and so on in its test file."""
 
-import fcntl
 import inspect
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +54,7 @@ def compile_tests(spec: OpSpec) -> Test:
 
 def gpu_tests(spec: OpSpec) -> Test:
     """Kernel against reference on the GPU: outputs poisoned first, run twice for equal bits, inputs unchanged."""
-    return _test(spec, "gpu", _gpu_checks(spec), pytest.mark.gpu)
+    return _gpu_test(spec, "gpu", _gpu_checks(spec))
 
 
 def gpu_mode_tests(spec: OpSpec) -> Test:
@@ -65,7 +62,7 @@ def gpu_mode_tests(spec: OpSpec) -> Test:
 
     The checks on another device are made only where there are several GPUs.
     """
-    return _test(spec, "modes", _mode_checks(spec, torch.cuda.device_count() > 1), pytest.mark.gpu)
+    return _gpu_test(spec, "modes", _mode_checks(spec, torch.cuda.device_count() > 1))
 
 
 def gpu_test_names(spec: OpSpec) -> set[str]:
@@ -86,7 +83,7 @@ def _mode_checks(spec: OpSpec, several_gpus: bool) -> list[Check]:
     return [(f"{mode}-{case.name}", partial(check, spec, case)) for case in cases for mode, check in modes.items()]
 
 
-def _test(spec: OpSpec, tier: str, checks: Iterable[Check], *marks: pytest.MarkDecorator) -> Test:
+def _test(spec: OpSpec, tier: str, checks: Iterable[Check], mark: pytest.MarkDecorator | None = None) -> Test:
     @pytest.mark.parametrize(
         "check",
         [
@@ -97,9 +94,17 @@ def _test(spec: OpSpec, tier: str, checks: Iterable[Check], *marks: pytest.MarkD
     def test(check: Callable[[], None]) -> None:
         check()
 
-    for mark in marks:
-        test = mark(test)
-    return test
+    return test if mark is None else mark(test)
+
+
+def _gpu_test(spec: OpSpec, tier: str, checks: Iterable[Check]) -> Test:
+    """A test on the GPU that declares what each of its cases takes."""
+
+    def gib_of(params: dict[str, Any]) -> float:
+        _, case = params["check"].args
+        return max(spec.gpu_memory * sum(x.nbytes for x in tensors(case.make("meta"))) / 2**30, 1)
+
+    return _test(spec, tier, checks, pytest.mark.gpu(gib=gib_of))
 
 
 # ---- what all tiers share
@@ -266,11 +271,6 @@ def _require_kernels() -> None:
 def _check_gpu(spec: OpSpec, case: Case) -> None:
     _require_kernels()
     kwargs = case.make("cuda")
-    with _large_in_turn(kwargs):
-        _compare_runs(spec, kwargs)
-
-
-def _compare_runs(spec: OpSpec, kwargs: dict[str, Any]) -> None:
     runs = [_own(spec, kwargs) for _ in range(2)]
     with _unchanged(spec, runs[0]):
         with poisoned_allocations():
@@ -280,20 +280,6 @@ def _compare_runs(spec: OpSpec, kwargs: dict[str, Any]) -> None:
         second = run(spec, spec.op, runs[1])
     spec.compare(first, run(spec, spec.reference, kwargs))
     assert_equal(second, first, name="second run")
-
-
-@contextmanager
-def _large_in_turn(kwargs: dict[str, Any]) -> Iterator[None]:
-    """Let one process at a time run a case with 1 GiB or more of inputs: its float32 reference takes tens of GB."""
-    if sum(x.nbytes for x in tensors(kwargs)) < 2**30:
-        yield
-        return
-    with Path(tempfile.gettempdir(), "tk-large-cases.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            torch.cuda.empty_cache()
 
 
 # About 0.2 s at 2 GHz: much longer than a call whose kernels are loaded.
