@@ -228,7 +228,7 @@ def test_new_options_are_given_by_name() -> None:
         tk_engram.engram_gate_fwd(X, K, V, WEIGHT, EPS, CLAMP_VALUE, False, MASK)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=3)
 @pytest.mark.parametrize(("mhc_mult", "hidden"), [(4, 7168), (3, 576)])
 def test_gpu_bits_of_a_token_do_not_depend_on_the_others(mhc_mult: int, hidden: int) -> None:
     inputs = make(8001, mhc_mult, hidden, layout="packed")("cuda")
@@ -239,7 +239,7 @@ def test_gpu_bits_of_a_token_do_not_depend_on_the_others(mhc_mult: int, hidden: 
         assert_equal(tk_engram.engram_gate_fwd(**{**inputs, **part}), expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=14)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_tokens = 2**31 // (8 * 8192) + 5
     inputs = make(num_tokens, 8, 8192)("cuda")

@@ -200,7 +200,7 @@ def test_gpu_window_does_not_depend_on_the_other_sequences() -> None:
     assert_equal(tk_engram.ngram_windows(**alone), whole[700:733].clone())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=9)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_tokens = 2**31 // 16 + 77
     token_ids = torch.randint(0, 1000, (num_tokens,), dtype=torch.int32, device="cuda")

@@ -269,7 +269,7 @@ def test_gpu_refuses_a_table_that_is_not_pinned() -> None:
         tk_engram.engram_lookup(inputs["indices"], inputs["table"].cuda())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=5)
 def test_gpu_rows_beyond_two_to_the_31_elements() -> None:
     num_rows = 2**31 // 64 + 1000
     table = torch.empty(num_rows, 64, dtype=torch.bfloat16, device="cuda").normal_()
@@ -278,7 +278,7 @@ def test_gpu_rows_beyond_two_to_the_31_elements() -> None:
     assert_equal(tk_engram.engram_lookup(rows, table), table[rows.long()])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=5)
 def test_gpu_results_beyond_two_to_the_31_elements() -> None:
     table = torch.randn(9, 1024, device="cuda").bfloat16()
     rows = torch.randint(-3, 9, (2**21 + 5, 1), dtype=torch.int32, device="cuda")

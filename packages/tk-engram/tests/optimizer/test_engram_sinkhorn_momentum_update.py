@@ -113,7 +113,7 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
     assert (GOOD["momentum_buffer"] == 7).all()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=17)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_elements = 2**31 + 8 * 4096 + 8
     grad = torch.ones(num_elements, dtype=torch.bfloat16, device="cuda")

@@ -163,7 +163,7 @@ def test_gpu_bits_of_a_token_do_not_depend_on_the_others() -> None:
         assert_equal(alone, expected[token].clone())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=5)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_tokens = 2**31 // (8 * 8192) + 5
     inputs = make((num_tokens,), 8, 8192)("cuda")

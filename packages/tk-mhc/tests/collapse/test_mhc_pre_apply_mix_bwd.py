@@ -145,7 +145,7 @@ def test_gpu_bits_of_a_token_do_not_depend_on_the_others() -> None:
         assert_equal(alone, (d_x[token].clone(), d_mix[token].clone()))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=9)
 @pytest.mark.parametrize("given", [False, True])
 def test_gpu_beyond_two_to_the_31_elements(given: bool) -> None:
     num_tokens = 2**31 // (8 * 8192) + 5

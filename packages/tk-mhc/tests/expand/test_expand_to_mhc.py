@@ -94,7 +94,7 @@ def test_config_covers_a_row_in_whole_warps(hidden_size: int) -> None:
     assert hidden_size <= config.block_channels < hidden_size + 16 * 32
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=7)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_tokens = 2**31 // (8 * 8192) + 5
     inputs = make((num_tokens,), 8, 8192)("cuda")

@@ -215,7 +215,7 @@ def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -
             for mhc_mult, hidden in ((2, 576), (4, 192), (4, 7168), (8, 2560))
             for num_tokens in (1, 65)
         ),
-        pytest.param("cuda", 4, 7168, 8192, marks=pytest.mark.gpu),
+        pytest.param("cuda", 4, 7168, 8192, marks=pytest.mark.gpu(gib=2)),
     ],
 )
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_backward_of_the_shifted_form_by_the_references_in_float64(mhc_mult: int
         ("cpu", 2, 128, 9),
         ("cpu", 4, 64, 5),
         *(
-            pytest.param("cuda", mhc_mult, hidden, num_tokens, marks=pytest.mark.gpu)
+            pytest.param("cuda", mhc_mult, hidden, num_tokens, marks=pytest.mark.gpu(gib=3))
             for mhc_mult, hidden in ((2, 576), (4, 7168), (8, 1280))
             for num_tokens in (1, 64, 1000)
         ),
@@ -411,7 +411,7 @@ def test_gpu_layer_norm(mhc_mult: int, hidden: int, num_tokens: int, weight_dtyp
     assert float(steps.ne(0).double().mean()) < 2e-3
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=6)
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "options"),
     [
@@ -457,7 +457,7 @@ def test_gpu_mixes_are_accurate_at_any_scale(num_tokens: int, scale: float) -> N
     assert_relative_error(actual, z, 5e-4)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=6)
 @pytest.mark.parametrize("options", [{}, {"shifted": True, "layer_norm": torch.bfloat16}])
 def test_gpu_more_than_two_to_the_31_elements(options: dict[str, Any]) -> None:
     inputs = make(80_000, **options)("cuda")

@@ -179,7 +179,7 @@ def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -
         tk_mhc.mhc_pre_big_fuse_from_partials(**arguments(**changes))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=2)
 @pytest.mark.parametrize("norm_weight", [False, True])
 @pytest.mark.parametrize("n_splits", [1, 7])
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_gpu_empty_splits_change_nothing(num_tokens: int) -> None:
         assert_equal(tk_mhc.mhc_pre_big_fuse_from_partials(*partials, **inputs), expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=3)
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "n_splits", "options"),
     [

@@ -146,7 +146,7 @@ def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -
         tk_mhc.mhc_pre_broadcast(**arguments(**changes))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=3)
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "num_tokens"), [(2, 576, 17), (4, 7168, 1), (4, 7168, 64), (4, 7168, 4096), (8, 8192, 300)]
 )
@@ -188,7 +188,7 @@ def test_gpu_layer_input_is_the_collapse_of_the_expanded_residual(
     big_fuse.compare((post, comb, layer_input), expected[1:])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=9)
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "n_splits"),
     [(4, 7168, None), (4, 7168, 1), (4, 7168, 7), (2, 576, None), (2, 64, None), (8, 8192, 16)],
@@ -198,7 +198,7 @@ def test_gpu_bits_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, n_split
     assert_independent_of_batch(tk_mhc.mhc_pre_broadcast, inputs, {"hidden": 0})
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=2)
 @pytest.mark.parametrize("num_tokens", [1, 64, 300, 8192])
 def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
     inputs = make(num_tokens)("cuda")
@@ -208,7 +208,7 @@ def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
             assert_equal(tk_mhc.mhc_pre_broadcast(**inputs), expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=7)
 def test_gpu_more_than_two_to_the_31_elements() -> None:
     inputs = make(80_000)("cuda")
     results = tk_mhc.mhc_pre_broadcast(**inputs)

@@ -65,7 +65,7 @@ def test_same_bits_as_the_separate_ops(
     assert_equal((inputs["layer_input_list"], inputs["residual_list"]), separately(inputs))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=13)
 def test_gpu_same_bits_as_the_separate_ops_in_a_batch_and_alone() -> None:
     inputs = make((8192,), 4, 7168, 10, 9)("cuda")
     tk_mhc.mhc_multilayer_recompute(**inputs)

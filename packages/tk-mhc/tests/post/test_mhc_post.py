@@ -131,7 +131,7 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
         tk_mhc.mhc_post(**{**GOOD, **change})
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=2)
 def test_gpu_bits_do_not_depend_on_other_tokens_or_strides() -> None:
     inputs = draw((8192,), 4, 7168, strided=True, device="cuda")
     expected = tk_mhc.mhc_post(**inputs)

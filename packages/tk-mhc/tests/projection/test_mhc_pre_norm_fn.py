@@ -175,7 +175,7 @@ def tf32() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=8)
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "num_tokens"),
@@ -232,7 +232,7 @@ def test_gpu_more_splits_than_blocks_are_as_many_as_blocks(n_splits: int) -> Non
     assert_equal(tk_mhc.mhc_pre_norm_fn(**{**inputs, "n_splits": n_splits}), expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=6)
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "options"),
     [
@@ -264,7 +264,7 @@ def test_gpu_bits_do_not_depend_on_multiprocessors_nor_rstd(num_tokens: int) -> 
     assert_equal(mixes, expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=5)
 def test_gpu_more_than_two_to_the_31_elements() -> None:
     inputs = make(80_000, return_rstd=True)("cuda")
     mixes, rstd = tk_mhc.mhc_pre_norm_fn(**inputs)

@@ -257,7 +257,7 @@ def test_config_fits(has_d_residual: bool, arch: tk_core.arch.Arch) -> None:
                 assert config.shared_bytes(num_rows, has_d_residual) <= most_bytes
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=11)
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "num_tokens"),
@@ -268,7 +268,7 @@ def test_gpu_is_accurate(given: bool, mhc_mult: int, hidden: int, num_tokens: in
     assert_accurate(make(num_tokens, mhc_mult, hidden, scale=scale, given=given)("cuda"))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=9)
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "options"),
     [
@@ -300,7 +300,7 @@ def test_gpu_writes_no_token_beyond_the_last() -> None:
     assert_equal(whole[70:].clone(), after)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=11)
 def test_gpu_more_than_two_to_the_31_elements() -> None:
     inputs = make(80_000)("cuda")
     d_residual, d_fn, _ = tk_mhc.mhc_pre_norm_fn_bwd(**inputs)

@@ -137,7 +137,7 @@ def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -
         tk_mhc.mhc_prenorm_gemm(**arguments(**changes))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=2)
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 @pytest.mark.parametrize("num_tokens", [1, 64, 4096])
 def test_gpu_every_split_is_accurate(num_tokens: int, scale: float) -> None:
@@ -168,7 +168,7 @@ def test_gpu_empty_splits_are_zero(num_tokens: int) -> None:
     assert all(bool(x.view(torch.int32).eq(0).all()) for x in zeros)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=3)
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "n_splits", "groups"),
     [(4, 7168, 1, 1), (4, 7168, 7, 1), (4, 7168, 16, 1), (4, 7168, 2, 4), (2, 576, 3, 1), (8, 1280, 4, 2)],
@@ -188,7 +188,7 @@ def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
             assert_equal(tk_mhc.mhc_prenorm_gemm(**inputs), expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=5)
 def test_gpu_more_than_two_to_the_31_elements() -> None:
     inputs = make(80_000, n_splits=2)("cuda")
     mul, sqrsum = tk_mhc.mhc_prenorm_gemm(**inputs)

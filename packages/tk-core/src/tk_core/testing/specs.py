@@ -64,8 +64,6 @@ class OpSpec:
     """Arguments that the op writes into (`out`, in-place ones). `compare` then gets (result, *these)."""
     archs: tuple[str, ...] = ("sm_90a", "sm_100a")
     """Architectures that the compile tier compiles the op's kernels for."""
-    gpu_memory: float = 16
-    """The most GPU memory that a test of a case takes, in multiples of its inputs' bytes; 1 GiB is always allowed."""
 
     def __post_init__(self) -> None:
         twice = [name for name, count in Counter(case.name for case in self.cases).items() if count > 1]
