@@ -1,7 +1,5 @@
 """Results, operands and weights of more than 2³¹ elements: samples of every family against products in float64."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,12 +15,6 @@ Operand = Tensor | tuple[Tensor, Tensor]
 DEVICE = "cuda"
 LARGE = 2**24 + 128
 """Rows of 128 elements, more than 2³¹ in all."""
-
-
-@pytest.fixture(autouse=True)
-def _memory_returned() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
 
 
 def _data(kind: str, *shape: int) -> Tensor:
