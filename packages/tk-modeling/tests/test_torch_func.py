@@ -170,6 +170,13 @@ def test_a_function_in_forward_mode_is_an_error(name: str) -> None:
             function(*args[:i], forward_ad.make_dual(args[i], args[i]), *args[i + 1 :])
 
 
+def test_forward_mode_under_compile_is_an_error() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: jvp(tk_modeling.swiglu, (x,), (x,)), backend="eager")
+    with pytest.raises(NotImplementedError, match=r"^forward mode"):
+        compiled(bf16(3, 128))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_vjp_of_a_function_is_its_backward(name: str) -> None:
     function, args = FUNCTIONS[name]

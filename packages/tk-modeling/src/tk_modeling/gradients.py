@@ -33,7 +33,7 @@ def needs_gradients(*tensors: Tensor | None) -> bool:
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError if one of the tensors has a tangent: our functions have no forward-mode derivative."""
-    if not is_compiling() and forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
         raise NotImplementedError(
             "forward mode (torch.func.jvp, torch.autograd.forward_ad): tk_modeling has derivatives in reverse mode "
             "only; use backward, torch.func.grad or torch.func.vjp"

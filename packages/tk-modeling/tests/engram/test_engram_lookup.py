@@ -47,6 +47,16 @@ def test_lookup_gradients(shape: tuple[int, ...], sparse_grad: bool, device: str
     assert_equal(table.grad.to_dense(), lookup_gradient(indices, grad_rows).bfloat16())
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0,), (2, 0, 0)])
+@pytest.mark.parametrize("sparse_grad", [False, True])
+def test_lookup_of_no_indices(shape: tuple[int, ...], sparse_grad: bool) -> None:
+    table = torch.randn(NUM_ROWS, DIM).bfloat16().requires_grad_()
+    rows = tk_modeling.engram_lookup(torch.zeros(shape, dtype=torch.int32), table, sparse_grad=sparse_grad)
+    assert rows.shape == (*shape, DIM)
+    rows.sum().backward()
+    assert not table.grad.to_dense().any()
+
+
 def test_sparse_gradients_name_rows_that_were_looked_up_and_no_others() -> None:
     table = parameter(NUM_ROWS, DIM)
     for indices in (indices_of(11, 3), indices_of(2, 2)):

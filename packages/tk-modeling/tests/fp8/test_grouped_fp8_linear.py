@@ -193,3 +193,17 @@ def test_debug_mode_looks_at_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_sizes(sizes: tuple[Any, ...], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         GroupedFP8Linear(*sizes)
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_debug_mode_refuses_padding_that_is_not_zero(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "debug", lambda: True)
+    rows, ends = torch.zeros(384, 128).bfloat16(), torch.tensor([3, 130], dtype=torch.int32)
+    rows[:3] = rows[128:130] = rows[256:] = 1  # also what is past the last segment
+    weight = torch.randn(2, 128, 128)
+    grouped_fp8_linear(rows, weight, ends)
+    rows[255, 7] = value
+    with pytest.raises(
+        ValueError, match=r"^rows: expected zeros in the padding from row 130 on, got others in row 255"
+    ):
+        grouped_fp8_linear(rows, weight, ends)

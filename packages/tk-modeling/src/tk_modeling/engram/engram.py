@@ -11,6 +11,7 @@ from tk_engram.layout import EngramLayout
 from tk_modeling.engram.engram_gate import check_sizes
 from tk_modeling.engram.functional import batch_offsets, engram_gate_kv, engram_lookup, short_conv
 from tk_modeling.gradients import autocast_to_bf16, linear, needs_gradients
+from tk_modeling.options import check_flags, check_numbers, check_placement
 
 
 class EngramState(NamedTuple):
@@ -82,9 +83,17 @@ class Engram(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(hidden, mhc_mult)
+        check.require_type(isinstance(layout, EngramLayout), "layout", "an EngramLayout", layout)
         check.in_range("layer", layer, 0, len(layout.layer_ids) - 1)
         check.in_range("head_dim", head_dim, 32, 2**31 - 1)
         check.multiple_of("head_dim", head_dim, 32)
+        check.in_range("pad_id", pad_id, -(2**31), 2**31 - 1)
+        if block_id is not None:
+            check.in_range("block_id", block_id, -(2**31), 2**31 - 1)
+        check_numbers(eps=eps, clamp_value=clamp_value, conv_eps=conv_eps)
+        check.require(conv_eps > 0, "conv_eps", "more than 0", conv_eps)
+        check_flags(short_conv=short_conv, sparse_grad=sparse_grad)
+        check_placement(device, dtype)
         self.hidden = hidden
         self.head_dim = head_dim
         self.mhc_mult = mhc_mult

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from tk_core import check
 from tk_modeling.engram.functional import engram_gate
+from tk_modeling.options import check_numbers, check_placement
 
 
 class EngramGate(nn.Module):
@@ -35,6 +36,8 @@ class EngramGate(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(hidden, mhc_mult)
+        check_numbers(eps=eps, clamp_value=clamp_value)
+        check_placement(device, dtype)
         self.hidden = hidden
         self.mhc_mult = mhc_mult
         self.eps = eps

@@ -1,5 +1,6 @@
 """Gate, lookup and short convolution of Engram, differentiable."""
 
+import math
 from typing import Any
 
 import torch
@@ -242,7 +243,7 @@ def engram_lookup(
     shape = check.tensor("indices", indices, (torch.int32,), (..., "C"), layout="any")
     check.tensor("table", table, _TABLE_DTYPES, ("R", "D"), layout="rows")
     check.flag("sparse_grad", sparse_grad)
-    flat = indices.reshape(-1, shape[-1]).contiguous()
+    flat = indices.reshape(math.prod(shape[:-1]), shape[-1]).contiguous()
     if needs_gradients(table):
         frozen, found = "requires_grad=False", "requires_grad=True"
         check.require(table.dtype != torch.float8_e4m3fn, "table", f"{frozen} for float8_e4m3fn", found)

@@ -29,6 +29,7 @@ from tk_modeling.fp8.operands import (
     weight_gradient,
 )
 from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients, once_differentiable
+from tk_modeling.options import check_placement
 
 
 def fp8_linear(x: Tensor, weight: Tensor, *, name: str = "weight") -> Tensor:
@@ -45,6 +46,7 @@ def fp8_linear(x: Tensor, weight: Tensor, *, name: str = "weight") -> Tensor:
     Raises:
         TypeError: a wrong type or dtype. ValueError: a wrong shape, stride or device.
     """
+    check.require_type(isinstance(name, str), "name", "a str", name)
     main_grad = main_grad_of(name, weight)
     (rows,) = autocast_to_bf16(x)
     dtypes = (torch.bfloat16, torch.float32)
@@ -129,6 +131,7 @@ class FP8Linear(nn.Module):
     ) -> None:
         super().__init__()
         check_features(BLOCK, in_features=in_features, out_features=out_features)
+        check_placement(device, dtype)
         self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -12,6 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 import tk_gemm
 from tk_core import check
+from tk_core.math import align
 from tk_modeling.fp8.operands import (
     BLOCK,
     GRADIENT_CLAMP,
@@ -25,15 +26,16 @@ from tk_modeling.fp8.operands import (
     weight_gradient,
 )
 from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients, once_differentiable
+from tk_modeling.options import check_placement
 
 
 def grouped_fp8_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "weight") -> Tensor:
     """rows[s:e] · weight[i]ᵀ in FP8 for each expert i, with e = ends[i] and s = ends[i - 1] rounded up to 128.
 
-    Rows of padding, from an expert's end to the next one's beginning, come out as zeros. They must be zeros, and so
-    must their incoming gradients, as with `expand_to_fused`, `swiglu` and `reduce_fused`. Rows past the last segment
-    have no part in other results, forward or backward; their own are unspecified. The gradient of weight is added to
-    its main_grad, if it has one.
+    Rows of padding, from an expert's end to the next one's beginning, come out as zeros. They must be zeros
+    (`TK_DEBUG=1` raises ValueError for others), and so must their incoming gradients, as with `expand_to_fused`,
+    `swiglu` and `reduce_fused`. Rows past the last segment have no part in other results, forward or backward; their
+    own are unspecified. The gradient of weight is added to its main_grad, if it has one.
 
     Args:
         rows: (num_rows, in_features) bfloat16, or float32 under autocast to bfloat16; num_rows a multiple of 128.
@@ -47,8 +49,9 @@ def grouped_fp8_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str 
 
     Raises:
         TypeError: a wrong type or dtype. ValueError: a wrong shape, stride or device, or with TK_DEBUG=1 an expert
-            whose rows end before they begin.
+            whose rows end before they begin, or padding that is not zero.
     """
+    check.require_type(isinstance(name, str), "name", "a str", name)
     main_grad = main_grad_of(name, weight)
     (rows,) = autocast_to_bf16(rows)
     shape = ("num_experts", "out_features", "in_features")
@@ -60,9 +63,19 @@ def grouped_fp8_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str 
     check.multiple_of("rows.shape[0]", num_rows, BLOCK)
     check.tensor("ends", ends, (torch.int32,), (num_experts,), device=device)
     check.ends("ends", ends, BLOCK)
+    if check.reads_data(rows):
+        _check_padding(rows, ends)
     if not needs_gradients(rows, weight):
         return _product(cast_rows(rows), cast_weight(weight), ends)
     return _GroupedFP8Linear.apply(rows, weight, main_grad, ends, weight.requires_grad)[0]
+
+
+def _check_padding(rows: Tensor, ends: Tensor) -> None:
+    for end in ends.tolist():
+        wrong = rows[end : align(end, BLOCK)].any(dim=1).nonzero()
+        if len(wrong):
+            row = end + int(wrong[0])
+            raise ValueError(f"rows: expected zeros in the padding from row {end} on, got others in row {row}")
 
 
 def _product(rows: Pair, weight: Pair, ends: Tensor) -> Tensor:
@@ -133,6 +146,7 @@ class GroupedFP8Linear(nn.Module):
         super().__init__()
         check.in_range("num_experts", num_experts, 1, 2**31 - 1)
         check_features(BLOCK, in_features=in_features, out_features=out_features)
+        check_placement(device, dtype)
         self.weight = nn.Parameter(torch.empty((num_experts, out_features, in_features), device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -11,6 +11,7 @@ from tk_modeling.float32_state import Float32State
 from tk_modeling.gradients import as_float32, autocast_to_bf16
 from tk_modeling.mhc.functional import PreResult, PreSettings, check_hidden, check_mhc_mult, collapse_streams
 from tk_modeling.mhc.ops import mhc_post
+from tk_modeling.options import check_flags, check_numbers, check_placement
 
 _SCALE = 0.01
 _FN_STD = 0.02
@@ -64,6 +65,11 @@ class HyperConnection(Float32State):
         check.number("post_mult_value", post_mult_value)
         check.require(post_mult_value > 1, "post_mult_value", "more than 1", post_mult_value)
         check_pre_eps(pre_eps, mhc_mult)
+        check.require_type(callable(sublayer), "sublayer", "a torch.nn.Module", sublayer)
+        check_numbers(norm_eps=norm_eps, sinkhorn_eps=sinkhorn_eps)
+        check.in_range("sinkhorn_repeat", sinkhorn_repeat, 1, 1000)
+        check_flags(norm_weight=norm_weight, shifted=shifted)
+        check_placement(device)
         self.sublayer = sublayer
         self.hidden = hidden
         self.mhc_mult = mhc_mult

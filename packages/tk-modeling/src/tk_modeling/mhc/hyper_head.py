@@ -7,6 +7,7 @@ from tk_modeling.float32_state import Float32State
 from tk_modeling.gradients import as_float32
 from tk_modeling.mhc.functional import check_hidden, check_mhc_mult, mhc_head
 from tk_modeling.mhc.hyper_connection import check_pre_eps, float32_parameter, logit, reset_projection
+from tk_modeling.options import check_flags, check_numbers, check_placement
 
 
 class HyperHead(Float32State):
@@ -40,6 +41,9 @@ class HyperHead(Float32State):
         check_mhc_mult(mhc_mult)
         check_hidden("hidden", hidden)
         check_pre_eps(pre_eps, mhc_mult)
+        check_numbers(norm_eps=norm_eps)
+        check_flags(norm_weight=norm_weight)
+        check_placement(device)
         self.hidden = hidden
         self.mhc_mult = mhc_mult
         self.norm_eps = norm_eps

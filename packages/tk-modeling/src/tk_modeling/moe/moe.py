@@ -11,6 +11,7 @@ from tk_modeling.gradients import autocast_to_bf16
 from tk_modeling.moe.experts import grouped_linear
 from tk_modeling.moe.functional import expand_to_fused, reduce_fused, swiglu
 from tk_modeling.moe.router import Router
+from tk_modeling.options import check_placement
 from tk_moe import ScoringFunc
 
 ALIGNMENT = 16
@@ -56,6 +57,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check.flag("fp8", fp8)
+        check_placement(device, dtype)
         check_features(128 if fp8 else 64, hidden=hidden, intermediate=intermediate)
         self.hidden, self.intermediate, self.fp8 = hidden, intermediate, fp8
         self.router = Router(

@@ -9,6 +9,7 @@ from tk_core.op import op
 from tk_modeling.float32_state import Float32State
 from tk_modeling.gradients import as_float32, linear, without_autocast
 from tk_modeling.moe.functional import aux_loss, top2_sum_gate
+from tk_modeling.options import check_numbers, check_placement
 from tk_moe import ScoringFunc
 
 
@@ -50,6 +51,8 @@ class Router(Float32State):
         super().__init__()
         check.in_range("hidden", hidden, 1, 2**31 - 1)
         check.in_range("num_experts", num_experts, 1, 2**31 - 1)
+        check_numbers(bias_update_rate=bias_update_rate, aux_loss_factor=aux_loss_factor)
+        check_placement(device)
         self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
         self.num_groups, self.num_topk_groups = num_groups, num_topk_groups
         self.routed_scaling_factor = routed_scaling_factor
