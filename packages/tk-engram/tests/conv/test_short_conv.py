@@ -9,7 +9,10 @@ from torch import Tensor
 
 import tk_core
 import tk_engram
+from tk_core.arch import ARCHS
+from tk_core.kernel import KernelRequest, capture
 from tk_core.testing import assert_equal, tiers
+from tk_core.testing.usage import lower, resource_usages
 from tk_engram import reference
 from tk_engram.conv.short_conv import walk_length
 from tk_engram.testing.conv.compare import assert_within_a_step
@@ -228,6 +231,19 @@ def test_offsets_are_checked_in_debug_mode(offsets: list[int], monkeypatch: pyte
     tk_engram.short_conv(**{**GOOD, "state": GOOD["state"].clone()})
     with pytest.raises(ValueError, match=r"cu_seqlens: .*ascend from 0 to 6"):
         tk_engram.short_conv(**{**GOOD, "cu_seqlens": torch.tensor(offsets, dtype=torch.int32)})
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_most_threads_of_a_row_spill_no_registers(arch: str) -> None:
+    """Of one pass, with and without a residual; with more threads two passes, which have fewer."""
+    found: list[KernelRequest] = []
+    for hidden, residual in ((4864, True), (7936, True), (5888, False), (7936, False)):
+        with capture(ARCHS[arch]) as requests:
+            tk_engram.short_conv(**make(64, 4, hidden, residual=residual, lengths=(24, 40))("meta"))
+        found += requests
+    for request, usage in zip(found, resource_usages(found, [lower(each.kernel, *each.args) for each in found])):
+        assert {function: each.stack_bytes for function, each in usage.items()} == dict.fromkeys(usage, 0), request
 
 
 @pytest.mark.gpu

@@ -7,8 +7,8 @@
 for each stream and channel on its own, in float32. Rows before the sequence are 0, or those of the state.
 Source: ShortConv of the Engram demo, "Conditional Memory via Scalable Lookup", arXiv 2601.07372.
 
-Without a state and up to 8192 channels, one pass over u: thread blocks walk over whole rows, tokens that are a dilation
-apart (see `lib/conv.py` and `lib/conv_rows.py`).
+Without a state and for most sizes up to 8192 channels, one pass over u: thread blocks walk over whole rows, tokens
+that are a dilation apart (see `lib/conv.py` and `lib/conv_rows.py`).
 
 Otherwise two passes: the rstd of all rows, then the convolution, in thread blocks that take a few channels of one
 stream and walk likewise. Both ways give the same bits:
@@ -38,7 +38,7 @@ from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
 from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd, launch_sequences, name_of
-from tk_engram.lib.conv_rows import MAX_WHOLE_ROW, ConvRowsConfig, rows_walk_length, short_conv_rows_kernel
+from tk_engram.lib.conv_rows import ConvRowsConfig, rows_walk_length, short_conv_rows_kernel, takes_whole_rows
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def short_conv(
         num_sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check.tensor("state", state, dtypes, (num_sequences, 3 * dilation, mhc_mult, hidden), device=device)
         state_rstd = new_workspace(u, (num_sequences * 3 * dilation, mhc_mult), torch.float32)
-    if state is not None or hidden > MAX_WHOLE_ROW:
+    if state is not None or not takes_whole_rows(hidden, residual is not None):
         rstd = new_workspace(u, (num_tokens, mhc_mult), torch.float32)
     if cu_seqlens is not None:
         sequences = new_workspace(u, (2, num_tokens), torch.int32)

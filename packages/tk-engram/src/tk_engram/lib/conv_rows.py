@@ -6,7 +6,8 @@ shared memory some batches ahead, and stay there until no later row needs them:
     shared memory   [ 3 rows before | batch at work | batches in flight ]       a ring of rows
     registers       the filter of each thread's channels, and the batch's rstds
 
-Formulas and arguments are those of `short_conv`, whose two kernels serve calls with a state or with wider rows.
+Formulas and arguments are those of `short_conv`, whose two kernels serve calls with a state, and rows that are wider or
+take more threads.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from tk_engram.lib.conv import RowThreads
 
 MAX_WHOLE_ROW = 8192
 """Most channels of a row: the filter then takes 64 registers of each of 512 threads."""
+MAX_THREADS, MAX_THREADS_WITH_RESIDUAL = 736, 640
+"""Most threads: more have 80 registers or fewer each, and nvcc spills."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,12 @@ class ConvRowsConfig:
             if config.shared_bytes(has_residual) <= room:
                 return config
         return ConvRowsConfig(row, 1, 0, 1)
+
+
+def takes_whole_rows(hidden: int, has_residual: bool) -> bool:
+    """Whether this kernel serves rows of this size: its threads have registers enough."""
+    max_threads = MAX_THREADS_WITH_RESIDUAL if has_residual else MAX_THREADS
+    return hidden <= MAX_WHOLE_ROW and RowThreads.best(hidden).threads <= max_threads
 
 
 def rows_walk_length(num_tokens: int, dilation: int, mhc_mult: int, num_slots: int) -> int:
@@ -135,6 +144,7 @@ def short_conv_rows_kernel(
             # Those of the three rows before the batch, then those of its rows.
             rstds = T.alloc_local((3 + batch,), "float32")
             starts = T.alloc_local((batch,), "int32")
+            are_there = T.alloc_var("int32")
             one_row = conv_tile.row_layout(tile, threads)
             T.annotate_layout(
                 dict.fromkeys((weights, added, *before, x, y, result, *(each for of in f for each in of)), one_row)
@@ -175,6 +185,13 @@ def short_conv_rows_kernel(
                         T.copy(rows[(step * batch + k) % slots, r * tile : (r + 1) * tile], row[0, :])
                         conv_tile.add_squares(row, 0, of_row)
                 sum_over_threads(tuple(parts), sums)
+                if is_packed:
+                    # A bit for each tap of a row that its sequence has: one register instead of one for each start.
+                    are_there = 0
+                    for k in T.unroll(batch):
+                        for tap in T.unroll(3):
+                            token = first + (step * batch + k - 3 - (tap + 1)) * dilation
+                            are_there = are_there | T.if_then_else(token >= starts[k], 1, 0) << (k * 3 + tap)
                 for i in T.unroll(3):
                     rstds[i] = rstds[batch + i]
                 for k in T.unroll(batch):
@@ -186,10 +203,12 @@ def short_conv_rows_kernel(
                     for k in T.unroll(batch):
                         index = step * batch + k - 3
                         token = first + index * dilation
-                        start = starts[k] if is_packed else 0
                         T.copy(rows[(step * batch + k) % slots, r * tile : (r + 1) * tile], row[0, :])
                         conv_tile.normalize(row, 0, rstds[3 + k], x)
-                        is_there = [token - (tap + 1) * dilation >= start for tap in range(3)]
+                        if is_packed:
+                            is_there = [(are_there >> (k * 3 + tap)) & 1 == 1 for tap in range(3)]
+                        else:
+                            is_there = [token - (tap + 1) * dilation >= 0 for tap in range(3)]
                         conv_tile.convolve(filters, x, before, is_there, y)
                         if has_residual:
                             T.copy(residual_rows[(step * batch + k) % residual_slots, r * tile : (r + 1) * tile], added)

@@ -14,7 +14,7 @@ from tk_core.testing.trees import tensors
 HIDDEN, EXPERTS = 8192, 1024
 SAMPLE = 64
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(gib=20)
 
 
 def _rows(num_rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

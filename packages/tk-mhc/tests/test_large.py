@@ -17,7 +17,7 @@ SAMPLE = 9
 STREAMS = 2**31 // (8 * 8192) + SAMPLE
 """Tokens whose streams have more than 2³¹ elements."""
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(gib=20)
 
 
 def _assert_ends(op: Callable[..., Any], inputs: dict[str, Any], num_tokens: int) -> None:
@@ -52,6 +52,7 @@ def test_recompute() -> None:
     _assert_ends(_recompute, mhc_multilayer_recompute.make((STREAMS,), 8, 8192, 2, 1)("cuda"), STREAMS)
 
 
+@pytest.mark.gpu(gib=28)
 def test_mixes() -> None:
     num_tokens = 2**31 // 80 + SAMPLE
     inputs = mhc_pre_split_mixes.make((num_tokens,), 8)("cuda")

@@ -17,7 +17,7 @@ ROWS = 2**31 // HIDDEN + SAMPLE
 APART = 2**31 + 2**10
 """Elements from one row to the next where rows are far apart."""
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(gib=12)
 
 
 def _rows(dtype: torch.dtype, width: int = HIDDEN) -> Tensor:
