@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.two_tensor import TwoTensor
 
+import tk_modeling
+from tk_core.op import _what_differentiates
 from tk_core.testing import OpSpec, load_specs
 from tk_core.testing.trees import tensors, transfer
 
@@ -123,3 +125,11 @@ def test_unusual_tensors(name: str, kind: str) -> None:
             if error is not RuntimeError or any(y.is_floating_point() for y in tensors(results)):
                 problems.append(f"{argument}: accepted")
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_no_op_is_told_to_compute_its_own_derivative(name: str) -> None:
+    """tk_modeling exports some ops as they are: those build no graph there either."""
+    package, _, function = name.partition(".")
+    if found := re.match(r"tk_modeling\.(\w+) is differentiable", _what_differentiates(package, function)):
+        assert getattr(tk_modeling, found[1]) is not SPECS[name].op
