@@ -27,13 +27,13 @@ CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, *fp8.CASES, MOE_FP8)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def made(case: ModuleCase) -> tuple[nn.Module, dict[str, Tensor], tuple[Tensor, ...]]:
+def made(case: ModuleCase, device: str = "cpu") -> tuple[nn.Module, dict[str, Tensor], tuple[Tensor, ...]]:
     """A module, its parameters and inputs."""
     torch.manual_seed(0)
-    module = case.make("cpu").eval()
+    module = case.make(device).eval()
     if isinstance(module, tk_modeling.HyperConnection):
         module.sublayer = nn.Identity()  # torch.func rounds a linear layer's bfloat16 sums in other places
-    return module, {name: x.detach() for name, x in module.named_parameters()}, case.make_inputs((2, 3), "cpu")
+    return module, {name: x.detach() for name, x in module.named_parameters()}, case.make_inputs((2, 3), device)
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -58,6 +58,18 @@ def test_gradients_are_those_of_backward(case: ModuleCase) -> None:
     name = next(iter(parameters))
     one = grad(lambda parameter: loss({**parameters, name: parameter}, x))(parameters[name])
     assert_equal((one, grad(loss, argnums=1)(parameters, x)), (expected[name], leaf.grad))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*fp8.CASES, MOE_FP8], ids=lambda case: case.name)
+def test_gradients_of_fp8_on_a_gpu(case: ModuleCase) -> None:
+    module, parameters, (x, *others) = made(case, "cuda")
+    leaf = x.clone().requires_grad_()
+    loss_of(module(leaf, *others)).backward()
+    found, d_x = grad(lambda given, x: loss_of(functional_call(module, given, (x, *others))), (0, 1))(parameters, x)
+    for name, parameter in module.named_parameters():
+        assert engram.relative_error(found[name], parameter.grad) < 0.01, name
+    assert engram.relative_error(d_x, leaf.grad) < 0.01
 
 
 @each_case

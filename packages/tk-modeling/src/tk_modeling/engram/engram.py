@@ -44,7 +44,7 @@ class Engram(nn.Module):
         conv_eps: of the convolution's norm.
         sparse_grad: whether the table's gradient is sparse, as `tk_modeling.engram_lookup` describes it.
         device: of parameters and buffers.
-        dtype: of the parameters; None for torch's default. Float32 ones need bfloat16 autocast.
+        dtype: of the parameters, bfloat16 or float32; None for torch's default. Float32 ones need bfloat16 autocast.
 
     Parameters:
         table: (R, head_dim), all tables of the layer; initial values of nn.Embedding.
