@@ -17,7 +17,7 @@ from typing import Any
 import tilelang.language as T
 
 from tk_quant.lib.quantize import TILE_ROWS
-from tk_quant.lib.scales_io import scale_of_amax
+from tk_quant.lib.scales_io import raised, scale_of_bounded_amax
 
 _MAGNITUDE_BITS = 0x7FFFFFFF
 
@@ -192,7 +192,7 @@ def factors_of_blocks(
     T.reduce_max(gathered, amax, dim=1)
     of_blocks = T.alloc_shared((tile.blocks, tile.channels), "float32")
     for b, j in T.Parallel(tile.blocks, tile.channels):
-        scale, factor = scale_of_amax(amax[b, j], least_amax, "e4m3", round_sf)
+        scale, factor = scale_of_bounded_amax(raised(amax[b, j], least_amax), "e4m3", round_sf)
         sf[sf_row + b, channel + j] = scale
         of_blocks[b, j] = factor
     factors = T.alloc_fragment((tile.blocks, tile.channels), "float32")

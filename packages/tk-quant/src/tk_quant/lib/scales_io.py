@@ -43,11 +43,6 @@ def raised(amax: Any, least_amax: Any) -> Any:
     return T.max(amax, T.reinterpret(least_amax, "int32"))
 
 
-def scale_of_amax(amax: Any, least_amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
-    """`scale_of_bounded_amax` for any amax, raised to least_amax, which is large enough for that."""
-    return scale_of_bounded_amax(raised(amax, least_amax), fmt, round_sf)
-
-
 def scale_of_bounded_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
     """`(sf, s)` of a block, float32 expressions: the scale factor, and the factor that x is multiplied by.
 
