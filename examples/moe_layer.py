@@ -252,8 +252,8 @@ def device_named(name: str | None) -> torch.device:
 def main(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in the batch.")] = None,
     hidden: Annotated[int | None, typer.Option(min=128, help="Channels of a token, a multiple of 128.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="Number of experts.")] = None,
-    topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, max=1024, help="Number of experts.")] = None,
+    topk: Annotated[int | None, typer.Option(min=1, max=32, help="Experts of a token.")] = None,
     intermediate: Annotated[
         int | None, typer.Option(min=128, help="Channels inside an expert, a multiple of 128.")
     ] = None,

@@ -67,7 +67,7 @@ for name in names:
 
 def test_names_exist() -> None:
     """After `import tk_x` alone, which imports no reference and neither torch nor TileLang."""
-    pages = (MIGRATING, ROOT / "README.md", *READMES)
+    pages = (*PAGES, *READMES)
     names = {name for page in pages for span in _spans(page) for name in _NAME.findall(span)}
     written = sorted(name for name in names if not _ANY_OP.search(name))
     assert {"tk_quant.reference.cast", "tk_engram.reference.make_offsets", "tk_core.testing"} <= set(written)

@@ -48,10 +48,11 @@ def test_moe_layer(seed: str) -> None:
     assert 0.002 < errors["bf16"] < 0.008
 
 
-def test_moe_layer_names_a_bad_option() -> None:
-    result = run_example("moe_layer.py", "--device", "cpu", "--hidden", "100")
+@pytest.mark.parametrize("option", ["--hidden 100", "--experts 5000", "--topk 40"])
+def test_moe_layer_names_a_bad_option(option: str) -> None:
+    result = run_example("moe_layer.py", "--device", "cpu", *option.split())
     assert result.returncode == 2
-    assert "--hidden" in result.stderr
+    assert option.split()[0] in result.stderr
 
 
 @pytest.fixture

@@ -1,9 +1,14 @@
 from . import check as check
 from . import compat as compat
+from . import device as device
 from . import env as env
+from . import headers as headers
 from . import kernel as kernel
+from . import lazy as lazy
 from . import math as math
 from . import op as op
+from . import reference as reference
+from . import replay as replay
 from . import scales as scales
 from . import testing as testing
 from .arch import Arch as Arch

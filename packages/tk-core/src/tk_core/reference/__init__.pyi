@@ -1,0 +1,2 @@
+from . import fma as fma
+from . import scales as scales

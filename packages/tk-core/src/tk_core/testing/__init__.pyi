@@ -1,0 +1,12 @@
+from . import usage as usage
+from .numeric import assert_equal as assert_equal
+from .numeric import calc_diff as calc_diff
+from .numeric import check_bias as check_bias
+from .numeric import nearest_float32 as nearest_float32
+from .poison import Poison as Poison
+from .poison import poison as poison
+from .poison import poisoned_allocations as poisoned_allocations
+from .specs import Case as Case
+from .specs import OpSpec as OpSpec
+from .specs import load_specs as load_specs
+from .specs import packages as packages
