@@ -129,13 +129,16 @@ def check_scales(
 
 
 def _check_byte_scales(name: str, sf: torch.Tensor, num_rows: int, num_cols: int, device: torch.device) -> ScaleLayout:
-    shapes = {_swizzled_shape(num_rows, num_cols): ScaleLayout.SWIZZLED}
+    # A list, not a dict: to hash a size, torch.compile would specialize it.
+    shapes = [(_swizzled_shape(num_rows, num_cols), ScaleLayout.SWIZZLED)]
     if sf.dtype is torch.float8_e4m3fn:
-        shapes[num_rows, num_cols] = ScaleLayout.ROW_MAJOR
-    if sf.shape not in shapes:
-        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(sf.shape)}")
+        shapes.append(((num_rows, num_cols), ScaleLayout.ROW_MAJOR))
+    layout = next((layout for shape, layout in shapes if sf.shape == shape), None)
+    if layout is None:
+        expected = " or ".join(str(shape) for shape, _ in shapes)
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(sf.shape)}")
     if sf.device != device:
         raise ValueError(f"{name}: expected device {device}, got {sf.device}")
     if not sf.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {sf.stride()}")
-    return shapes[tuple(sf.shape)]
+    return layout

@@ -37,7 +37,8 @@ def aligned(name: str, x: Tensor) -> None:
         return
     size = x.element_size()
     for dim in range(x.ndim - 1):
-        if x.shape[dim] > 1 and x.stride(dim) * size % _WIDE:
+        # The stride first: torch.compile would make a graph of its own for a size of 1 that is asked for.
+        if x.stride(dim) * size % _WIDE and x.shape[dim] > 1:
             got = f"stride {x.stride(dim)} in dimension {dim}"
             raise ValueError(f"{name}: expected strides that are multiples of {_WIDE // size} elements, got {got}")
     if off := bytes_off(x):

@@ -65,6 +65,15 @@ def _linear(x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
     return _FP8Linear.apply(x, weight, main_grad, weight.requires_grad)[0]
 
 
+def _is_zero(size: int) -> bool:
+    """Whether a size is 0; not asked of one that torch.compile leaves open, which would make it compile for both."""
+    if not torch.compiler.is_compiling():
+        return size == 0
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy
+
+    return statically_known_true(size == 0)
+
+
 def _casts(
     x: Tensor, with_columns: bool, sf_clamp_min: float | None = None
 ) -> tuple[Pair, tuple[Tensor | None, Tensor | None]]:
@@ -73,8 +82,9 @@ def _casts(
         return cast_rows(x, sf_clamp_min), (None, None)
     num_rows = len(x)
     missing = max(align(num_rows, BLOCK), BLOCK) - num_rows
-    padded = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-    (data, sf), by_column = cast_rows_and_columns(padded, sf_clamp_min)
+    if not _is_zero(missing):
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    (data, sf), by_column = cast_rows_and_columns(x, sf_clamp_min)
     return (data[:num_rows], sf[:num_rows]), by_column
 
 
