@@ -344,7 +344,7 @@ class Trainer:
             raise CheckpointError(f"{path}: expected a checkpoint of {self.identity}, got one of {identity}")
         self.step, self.steps = state["step"], self.run.steps or state["steps"]
         if self.steps < self.step:
-            raise CheckpointError(f"{path}: expected at most {self.steps} steps, got one after {self.step}")
+            raise CheckpointError(f"{path}: expected --steps of at least its {self.step}, got {self.steps}")
         self.model.load_state_dict(state["model"])
         for copy, saved in zip(self.optimizer.copies, state["copies"], strict=True):
             copy.copy_(saved)

@@ -207,6 +207,8 @@ def test_language_model_is_interrupted_and_lengthened(
         result = run_main(lm, finished, *arguments)
         assert result.exit_code == 0, result.output
         assert [entry["step"] for entry in lm.read_log(finished)] == [1, 2, 3, 4]
+    result = run_main(lm, finished, "--resume", "--steps", "3")
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
     rates = lm.series(lm.read_log(finished), "learning_rate")
     assert rates[3] == pytest.approx(1e-2 * lm.learning_rate(2, 4))
 
