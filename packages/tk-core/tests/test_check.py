@@ -181,3 +181,17 @@ def test_values_are_read_in_debug_mode_alone(monkeypatch: pytest.MonkeyPatch) ->
         assert not check.reads_data(torch.zeros(1, device="meta"))
         with FakeTensorMode():
             assert not check.reads_data(torch.zeros(1))
+
+
+def test_an_error_under_torch_compile_has_numbers_for_open_sizes() -> None:
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        (size,) = check.tensor("x", x, _FLOATS, ("size",))
+        check.tensor("y", y, _FLOATS, (size,))
+        check.require(size != 147, "x", "not {} elements", (size,), size)
+        return x + y
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"y: expected shape \(24\), got \(147,\)"):
+        compiled(torch.zeros(24), torch.zeros(147))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"x: expected not 147 elements, got \(147,\)"):
+        compiled(torch.zeros(147), torch.zeros(147))

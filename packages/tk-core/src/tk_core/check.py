@@ -1,5 +1,6 @@
 """Argument checks: a fast test for valid arguments, and an error that names the argument for the others."""
 
+import operator
 from collections.abc import Collection
 from types import EllipsisType
 from typing import Any, Literal
@@ -71,6 +72,13 @@ def plain(name: str, x: Any) -> None:
     raise TypeError(f"{name}: expected a plain torch.Tensor, got a negative view; call it on {name}.resolve_neg()")
 
 
+def _known(x: Any) -> Any:
+    """A size, or those in a tuple, as numbers for an error's text: torch.compile prints none that it leaves open."""
+    if x.__class__ is tuple:
+        return tuple(map(_known, x))
+    return operator.index(x) if x.__class__ is int else x
+
+
 def _has_rank(x: Tensor, shape: Shape) -> bool:
     return x.ndim >= len(shape) - 1 if shape and shape[0] is ... else x.ndim == len(shape)
 
@@ -88,12 +96,12 @@ def _tensor_error(
         return TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {x.dtype}")
     pairs = zip(reversed(x.shape), reversed(shape))
     if not _has_rank(x, shape) or any(isinstance(want, int) and size != want for size, want in pairs):
-        wanted = ", ".join("..." if want is ... else str(want) for want in shape)
-        return ValueError(f"{name}: expected shape ({wanted}), got {tuple(x.shape)}")
+        wanted = ", ".join("..." if want is ... else str(_known(want)) for want in shape)
+        return ValueError(f"{name}: expected shape ({wanted}), got {_known(tuple(x.shape))}")
     if device is not None and x.device != device:
         return ValueError(f"{name}: expected device {device}, got {x.device}")
     wanted = "contiguous" if layout == "contiguous" else "stride 1 in the last dimension"
-    return ValueError(f"{name}: expected {wanted}, got strides {x.stride()} for shape {tuple(x.shape)}")
+    return ValueError(f"{name}: expected {wanted}, got strides {_known(x.stride())} for shape {_known(tuple(x.shape))}")
 
 
 def require(condition: bool, name: str, expected: str, got: Any, *values: Any) -> None:
@@ -103,7 +111,8 @@ def require(condition: bool, name: str, expected: str, got: Any, *values: Any) -
     text itself would make torch.compile specialize the size.
     """
     if not condition:
-        raise ValueError(f"{name}: expected {expected.format(*values) if values else expected}, got {got!r}")
+        text = expected.format(*map(_known, values)) if values else expected
+        raise ValueError(f"{name}: expected {text}, got {_known(got)!r}")
 
 
 def require_type(condition: bool, name: str, expected: str, got: Any) -> None:
@@ -135,7 +144,8 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     # A list, not a set: a value that cannot be hashed must get this error too.
     if value not in list(allowed):
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+        wanted = ", ".join(repr(_known(each)) for each in allowed)
+        raise ValueError(f"{name}: expected one of {wanted}, got {_known(value)!r}")
 
 
 def in_range(name: str, value: int, low: int, high: int) -> None:
