@@ -19,19 +19,10 @@ SIZES = (8, 24, 40, 57, 64, 96, 100, 128, 150, 192)
 MAX_NUMEL = 70_000
 # Arguments whose size no number of tokens changes.
 FIXED = {
-    *(
-        "norm_weight",
-        "conv_weight",
-        "weight_fused",
-        "weight_hidden",
-        "weight_embed",
-        "table",
-        "table_sf",
-        "multipliers",
-    ),
+    *("norm_weight", "conv_weight", "weight_fused", "weight_hidden", "weight_embed", "multipliers", "table"),
     *("grad_weight_hidden", "grad_weight_embed", "vocab_sizes", "offsets", "col_scale", "col_sumsq", "masked_m", "ks"),
     *("fn", "mhc_fn", "fn_folded", "mhc_scale", "mhc_base", "layer_norm_weight", "mhc_norm_weight", "fi", "grad_loss"),
-    *("bias", "to_physical_map", "logical_count", "tensor_sf", "clamped_count", "reduce_fused.sf"),
+    *("bias", "to_physical_map", "logical_count", "tensor_sf", "clamped_count", "reduce_fused.sf", "table_sf"),
     *("bf16_gemm_nt.b", "fp8_gemm_nt.b", "m_grouped_bf16_gemm_nt_contiguous.b", "m_grouped_bf16_gemm_nt_masked.b"),
     *("m_grouped_fp8_gemm_nt_contiguous.b", "m_grouped_fp8_gemm_nt_masked.b", "engram_lookup_bwd.grad"),
     *("m_grouped_fp8_gemm_swiglu_nt_contiguous.b", "k_grouped_bf16_gemm_tn_contiguous.d"),
@@ -180,7 +171,8 @@ def test_functions(name: str) -> None:
         found = _with_tokens(spec, kwargs, factor).items()
         return {key: _differentiable(value) for key, value in found if key in taken}
 
-    kwargs = next(case for case in spec.cases if case.small and case.modes).make("cpu")
+    cases = (case for case in spec.cases if case.small and case.modes and (name != "swiglu" or "all" in case.name))
+    kwargs = next(cases).make("cpu")
     assert _count_graphs(function, map(arguments, FACTORS)) <= 2
 
 
@@ -243,7 +235,7 @@ def test_modules_with_a_marked_dimension(name: str) -> None:
                 torch._dynamo.mark_dynamic(x, 0)
         return inputs
 
-    assert _count_graphs(make(), map(marked, (8, 24, 160))) <= 1 + MORE.get(name, 0)
+    assert _count_graphs(make(), map(marked, (24, 160))) <= 1 + MORE.get(name, 0)
 
 
 @pytest.mark.parametrize("name", MODULES)
