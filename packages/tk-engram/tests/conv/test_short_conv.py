@@ -235,10 +235,10 @@ def test_offsets_are_checked_in_debug_mode(offsets: list[int], monkeypatch: pyte
 
 @pytest.mark.compile
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_the_most_threads_of_a_row_spill_no_registers(arch: str) -> None:
-    """Of one pass, with and without a residual; with more threads two passes, which have fewer."""
+def test_no_registers_spill(arch: str) -> None:
+    """With the most threads of one pass, with more, which take two passes, and where registers are fewest."""
     found: list[KernelRequest] = []
-    for hidden, residual in ((4864, True), (7936, True), (5888, False), (7936, False)):
+    for hidden, residual in ((4864, True), (7936, True), (4096, False), (5888, False), (7168, False), (7936, False)):
         with capture(ARCHS[arch]) as requests:
             tk_engram.short_conv(**make(64, 4, hidden, residual=residual, lengths=(24, 40))("meta"))
         found += requests

@@ -111,6 +111,8 @@ def short_conv_rows_kernel(
     residual_slots = config.residual_slots if has_residual else 1
     # Groups of a step: each copy is one.
     groups = batch * (1 + has_residual)
+    # A bit for each tap that a row's sequence has: one register instead of one for the start of each row's sequence.
+    has_bits = is_packed and batch > 2
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -166,6 +168,10 @@ def short_conv_rows_kernel(
             for i in T.unroll(3 + batch):
                 rstds[i] = T.float32(0)
             for step in T.unroll(T.ceildiv(count + 3, batch), unroll_factor=1):
+                if has_bits:
+                    for k in T.unroll(batch):
+                        token = first + (step * batch + k - 3) * dilation
+                        starts[k] = sequences[0, T.max(0, T.min(num_tokens - 1, token))]
                 if ahead > 0:
                     T.ptx_wait_group(groups * (ahead - 1))
                 conv_tile.fetch_rows(u, rows, (first, count + 3, dilation), stream, 0, step + ahead, batch)
@@ -175,7 +181,13 @@ def short_conv_rows_kernel(
                     )
                 if ahead == 0:
                     T.ptx_wait_group(0)
-                if is_packed:
+                if has_bits:
+                    are_there = 0
+                    for k in T.unroll(batch):
+                        for tap in T.unroll(3):
+                            token = first + (step * batch + k - 3 - (tap + 1)) * dilation
+                            are_there = are_there | T.cast(token >= starts[k], "int32") << (k * 3 + tap)
+                elif is_packed:
                     for k in T.unroll(batch):
                         token = first + (step * batch + k - 3) * dilation
                         starts[k] = sequences[0, T.max(0, T.min(num_tokens - 1, token))]
@@ -185,13 +197,6 @@ def short_conv_rows_kernel(
                         T.copy(rows[(step * batch + k) % slots, r * tile : (r + 1) * tile], row[0, :])
                         conv_tile.add_squares(row, 0, of_row)
                 sum_over_threads(tuple(parts), sums)
-                if is_packed:
-                    # A bit for each tap of a row that its sequence has: one register instead of one for each start.
-                    are_there = 0
-                    for k in T.unroll(batch):
-                        for tap in T.unroll(3):
-                            token = first + (step * batch + k - 3 - (tap + 1)) * dilation
-                            are_there = are_there | T.if_then_else(token >= starts[k], 1, 0) << (k * 3 + tap)
                 for i in T.unroll(3):
                     rstds[i] = rstds[batch + i]
                 for k in T.unroll(batch):
@@ -205,10 +210,11 @@ def short_conv_rows_kernel(
                         token = first + index * dilation
                         T.copy(rows[(step * batch + k) % slots, r * tile : (r + 1) * tile], row[0, :])
                         conv_tile.normalize(row, 0, rstds[3 + k], x)
-                        if is_packed:
+                        if has_bits:
                             is_there = [(are_there >> (k * 3 + tap)) & 1 == 1 for tap in range(3)]
                         else:
-                            is_there = [token - (tap + 1) * dilation >= 0 for tap in range(3)]
+                            start = starts[k] if is_packed else 0
+                            is_there = [token - (tap + 1) * dilation >= start for tap in range(3)]
                         conv_tile.convolve(filters, x, before, is_there, y)
                         if has_residual:
                             T.copy(residual_rows[(step * batch + k) % residual_slots, r * tile : (r + 1) * tile], added)
