@@ -81,6 +81,7 @@ def test_a_test_that_takes_more_than_it_declares_fails(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2 * _GIB)
 
     def run() -> None:

@@ -245,7 +245,7 @@ def test_few_tokens_take_two_launches(num_tokens: int, num_launches: int) -> Non
     assert len(requests) == num_launches
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=14)
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "options"),
     [
@@ -265,7 +265,7 @@ def test_gpu_bits_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, options
     assert_independent_of_batch(tk_mhc.mhc_post_pre, inputs, token_dims)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=2)
 @pytest.mark.parametrize("num_tokens", [1, 64, 300, 8192])
 def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
     inputs = make(num_tokens)("cuda")
@@ -275,7 +275,7 @@ def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
             assert_equal(tk_mhc.mhc_post_pre(**inputs), expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=12)
 def test_gpu_more_than_two_to_the_31_elements() -> None:
     inputs = make(80_000)("cuda")
     results = tk_mhc.mhc_post_pre(**inputs)

@@ -164,7 +164,7 @@ def test_gpu_mixes_are_those_of_the_unfolded_form(mhc_mult: int, hidden: int, nu
     assert_relative_error(actual, z, 5e-4)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=5)
 @pytest.mark.parametrize("n_splits", [None, 1, 2, 7, 10_000])
 @pytest.mark.parametrize(
     ("mhc_mult", "hidden", "num_tokens"),
