@@ -258,7 +258,7 @@ def test_gpu_bits_of_a_token_do_not_depend_on_the_others() -> None:
     assert_equal(tk_engram.short_conv(**{**inputs, **alone})[-1:].clone(), out[2000:2001].clone())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=13)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_tokens = 2**31 // (8 * 8192) + 5
     inputs = make(num_tokens, 8, 8192, residual=True)("cuda")

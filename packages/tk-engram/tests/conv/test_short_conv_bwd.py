@@ -157,7 +157,7 @@ def test_gpu_gradient_of_a_token_does_not_depend_on_others() -> None:
     assert_equal(alone[18:19].clone(), d_u[2000:2001].clone())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=13)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_tokens = 2**31 // (8 * 8192) + 5
     inputs = make(num_tokens, 8, 8192)("cuda")

@@ -275,7 +275,7 @@ def test_new_options_are_given_by_name() -> None:
         tk_engram.engram_gate_bwd(X, X, K, V, WEIGHT, *saved, 1e-6, MASK)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=3)
 @pytest.mark.parametrize(("mhc_mult", "hidden"), [(4, 7168), (3, 576), (8, 7168)])
 def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int, hidden: int) -> None:
     inputs = make(2001, mhc_mult, hidden, layout="packed")("cuda")
@@ -287,7 +287,7 @@ def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int, hidden: int) -> N
         assert_equal(tk_engram.engram_gate_bwd(**{**inputs, **part})[:3], expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=23)
 @pytest.mark.parametrize("mhc_mult", [4, 8])
 def test_gpu_beyond_two_to_the_31_elements(mhc_mult: int) -> None:
     num_tokens = 2**31 // (mhc_mult * 8192) + 5

@@ -206,7 +206,7 @@ def test_gpu_remainders_of_all_magnitudes() -> None:
     assert_equal(tk_engram.engram_hash(**moved).cpu(), expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=9)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_tokens = 2**31 // (30 * 128) + 77
     inputs = make(num_tokens, 30, 3, 64)("cuda")

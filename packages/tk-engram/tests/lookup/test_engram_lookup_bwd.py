@@ -213,7 +213,7 @@ def test_gpu_bits_of_a_row_do_not_depend_on_the_others() -> None:
         assert_equal(tk_engram.engram_lookup_bwd(**{**inputs, "indices": alone})[row], expected[row])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=9)
 def test_gpu_rows_beyond_two_to_the_31_elements() -> None:
     num_rows = 2**31 // 64 + 1000
     d_o = torch.randn(33, 7, 64, device="cuda").bfloat16()

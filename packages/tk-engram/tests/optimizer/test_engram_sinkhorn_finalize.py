@@ -99,7 +99,7 @@ def test_gpu_bits_of_a_row_do_not_depend_on_the_others() -> None:
         assert_equal(tk_engram.engram_sinkhorn_finalize(**{**inputs, **alone}), out[row : row + 1].clone())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=17)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_rows = 2**31 // 256 + 5
     inputs = make(num_rows, 256)("cuda")

@@ -134,7 +134,7 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
     assert (GOOD["row_scale"] == 7).all()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=9)
 def test_gpu_beyond_two_to_the_31_elements() -> None:
     num_rows = 2**31 // 256 + 5
     inputs = make(num_rows, 256)("cuda")
