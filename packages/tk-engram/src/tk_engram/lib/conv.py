@@ -78,10 +78,10 @@ class RowThreads:
     def best(hidden: int) -> "RowThreads":
         """Two vectors a thread, or four in rows of more than 8192 channels; one where that leaves fewer idle."""
         vectors = hidden // VECTOR
-        choices = [RowThreads(align(ceil_div(vectors, rounds), 32), rounds) for rounds in (2, 1)]
         if vectors > 1024:
-            choices = [RowThreads(align(ceil_div(vectors, 4), 32), 4)]
-        return min(choices, key=lambda row: row.channels)
+            return RowThreads(align(ceil_div(vectors, 4), 32), 4)
+        two, one = (RowThreads(align(ceil_div(vectors, rounds), 32), rounds) for rounds in (2, 1))
+        return one if one.channels < two.channels else two
 
 
 @kernel(pass_configs=DIRECT_COPIES)
