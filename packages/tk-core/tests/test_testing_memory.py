@@ -1,8 +1,8 @@
 """tk_core.testing.memory: tests that share a GPU take no more memory than it has, and no more than they declare."""
 
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,51 +19,52 @@ import sys
 from pathlib import Path
 from tk_core.testing.memory import taken
 
-with taken(Path(sys.argv[1]), int(sys.argv[2]), 10):
-    print("taken", flush=True)
+gpu, gib, mark = sys.argv[1:]
+Path(mark + "-asks").touch()
+with taken(Path(gpu), int(gib), 10):
+    Path(mark + "-holds").touch()
     sys.stdin.read()
 """
 
 
 @contextmanager
-def holding(path: Path, gib: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that asks for so many of 10 GiB, and holds them until its standard input ends."""
-    command = [sys.executable, "-c", _HOLD, str(path), str(gib)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+def holding(gpu: Path, gib: int, mark: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that asks for so many of 10 GiB and holds them; it makes the files `mark`-asks and `mark`-holds."""
+    command = [sys.executable, "-c", _HOLD, str(gpu), str(gib), str(gpu.with_name(mark))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:
+            wait_for(gpu.with_name(f"{mark}-asks"))
             yield process
         finally:
             process.kill()
 
 
-def wait_until_taken(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == "taken\n"
-
-
-def is_waiting(process: subprocess.Popen[str]) -> bool:
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.3)
-    return True
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < end, f"{file.name} has not come"
+        time.sleep(0.01)
 
 
 def test_processes_wait_for_memory_in_turn(tmp_path: Path) -> None:
-    path = tmp_path / "gpu"
-    with holding(path, 6) as first, holding(path, 4) as second:
-        wait_until_taken(first)
-        wait_until_taken(second)
-        # More than there is means all of it. Whoever comes later does not overtake, though 1 GiB gets free first.
-        with holding(path, 99) as third:
-            assert is_waiting(third)
+    gpu = tmp_path / "gpu"
+    with holding(gpu, 6, "first") as first, holding(gpu, 4, "second") as second:
+        wait_for(tmp_path / "first-holds")
+        wait_for(tmp_path / "second-holds")
+        # More than there is means all of it. Whoever comes later does not overtake, though 4 GiB get free first.
+        with holding(gpu, 99, "third") as third:
+            time.sleep(0.3)
             second.kill()
-            with holding(path, 1) as fourth:
-                assert is_waiting(third)
-                assert is_waiting(fourth)
-                first.send_signal(signal.SIGKILL)
-                wait_until_taken(third)
-                assert is_waiting(fourth)
+            with holding(gpu, 1, "fourth"):
+                time.sleep(0.3)
+                assert not (tmp_path / "third-holds").exists()
+                assert not (tmp_path / "fourth-holds").exists()
+                first.kill()
+                wait_for(tmp_path / "third-holds")
+                time.sleep(0.3)
+                assert not (tmp_path / "fourth-holds").exists()
                 third.kill()
-                wait_until_taken(fourth)
+                wait_for(tmp_path / "fourth-holds")
 
 
 def test_memory_of_the_processes_is_not_shared_out() -> None:
