@@ -1,6 +1,8 @@
 """Modules made without memory, as large models are: reset_parameters sets all that the constructor sets, shards too."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,6 +128,17 @@ def _work(rank: int, store: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_two_processes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_work, (str(tmp_path / "store"),), nprocs=2)
+    # Processes that import this file by its path: as a module it has no name that they could find.
+    commands = [[sys.executable, "-W", "ignore", __file__, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        errors = [process.communicate(timeout=600)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(errors)
+
+
+if __name__ == "__main__":
+    _work(int(sys.argv[1]), sys.argv[2])
