@@ -339,50 +339,46 @@ def test_a_remembered_call_runs_no_python() -> None:
     assert calls == 5
 
 
-def test_modes_and_compilers_see_the_function_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
+def counted_doubling() -> tuple[Callable[[torch.Tensor], torch.Tensor], list[torch.Tensor]]:
+    """A replayable function, and the arguments with which its Python has run."""
+    calls: list[torch.Tensor] = []
 
     @replay.replayable
     def counted(x: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
+        calls.append(x)
         out = torch.empty_like(x)
         scale_kernel(ARCH)(x, 2, out)
         return out
 
+    return counted, calls
+
+
+def test_modes_and_compilers_see_the_function_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, calls = counted_doubling()
     counted(torch.ones(8))
     counted(torch.ones(8).as_subclass(Wrapped))
-    assert calls == 2
+    assert len(calls) == 2
     for number, name in enumerate(("_len_torch_dispatch_stack", "is_compiling")):
         with monkeypatch.context() as patch:
             patch.setattr(replay, name, lambda: 1)
             counted(torch.ones(8))
-        assert calls == 3 + number
+        assert len(calls) == 3 + number
     with forward_ad.dual_level():
         counted(forward_ad.make_dual(torch.ones(8), torch.ones(8)))
-    assert calls == 5
+    assert len(calls) == 5
     counted(torch.ones(8))
-    assert calls == 5
+    assert len(calls) == 5
 
 
 def test_a_negative_view_is_for_the_function_to_judge() -> None:
-    calls = 0
-
-    @replay.replayable
-    def counted(x: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        out = torch.empty_like(x)
-        scale_kernel(ARCH)(x, 2, out)
-        return out
-
+    counted, calls = counted_doubling()
     pairs = torch.arange(8.0).view(4, 2)
     for _ in range(2):
         assert torch.equal(counted(pairs[:, 1]), pairs[:, 1] * 2)
-    assert calls == 1
+    assert len(calls) == 1
     negative = torch.view_as_complex(pairs).conj().imag
     assert torch.equal(counted(negative), pairs[:, 1] * -2)
-    assert calls == 2
+    assert len(calls) == 2
 
 
 # ---- with it and without it, any calls launch the same
