@@ -20,7 +20,7 @@ from tk_core.math import ceil_div
 
 _GIB = 2**30
 _PROCESS_GIB = 0.75
-"""What a process holds outside torch's allocator: H100, CUDA 13.0: 0.5 GiB of context, then kernels as they load."""
+"""What a process holds outside torch's allocator, its context and kernels: at most 0.74 GiB (H100, 16 processes)."""
 _QUEUE = 0
 """The byte that a process locks while it waits, so that a test that needs much is not overtaken for ever."""
 
