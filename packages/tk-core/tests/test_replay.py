@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from tk_core import check, env, kernel, num_sms, op, overlap, replay
+from tk_core import check, env, kernel, num_sms, op, overlap, replay, serving
 from tk_core.arch import arch_from_name
 from tk_core.kernel import Kernel
 
@@ -24,8 +24,8 @@ ARCH = arch_from_name("sm_90a")
 def _remembering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on the CPU are remembered, as if it were the current GPU."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(op, "kernels_only", True)
-        monkeypatch.setattr(op, "current_device", lambda: -1)
+        monkeypatch.setattr(serving, "kernels_only", True)
+        monkeypatch.setattr(serving, "current_device", lambda: -1)
 
 
 def fake_kernel(function: Callable[..., None]) -> Kernel:
@@ -293,7 +293,7 @@ def test_launches_of_other_threads_are_not_noted() -> None:
 
 
 def test_nothing_is_replayed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "current_device", lambda: 0)
+    monkeypatch.setattr(serving, "current_device", lambda: 0)
     calls = []
 
     @replay.replayable

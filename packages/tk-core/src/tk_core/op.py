@@ -4,10 +4,9 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +22,13 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tk_core import env, kernel, overlap
+from tk_core import env, kernel, overlap, serving
 from tk_core.arch import UnsupportedArchError, get_arch
 from tk_core.compat import CompilationForbiddenError
+from tk_core.serving import backend as backend
+from tk_core.serving import uses_reference
 
 _libraries: dict[str, torch.library.Library] = {}
-_forced_backend: str | None = None
-kernels_only = False
-"""Whether kernels serve CUDA tensors and TK_DEBUG is off. False until `_look_for_short_cut` has looked that up."""
-_one_device = False
 # Argument types of earlier calls that had no tensor subclass among them: such calls need no dispatcher.
 _plain: set[tuple[type, ...]] = set()
 
@@ -45,38 +42,6 @@ def _are_plain(args: tuple[Any, ...]) -> bool:
     if plain:
         _plain.add(kinds)
     return plain
-
-
-def current_device() -> int:
-    """Index of the current CUDA device, without asking the driver if there is only one."""
-    return 0 if _one_device else torch.cuda.current_device()
-
-
-def _look_for_short_cut() -> None:
-    global kernels_only, _one_device
-    kernels_only = (_forced_backend or env.default_backend()) == "kernel" and not env.debug()
-    _one_device = torch.cuda.device_count() == 1
-
-
-@contextmanager
-def backend(name: Literal["kernel", "reference"]) -> Iterator[None]:
-    """Serve CUDA tensors by `name`, kernel or reference, within a with block; CPU tensors always get the reference.
-
-    Applies to the whole process, and to code that torch.compile has compiled: operators read the backend at run time.
-    """
-    global _forced_backend, kernels_only
-    if name not in ("kernel", "reference"):
-        raise ValueError(f"backend: expected 'kernel' or 'reference', got {name!r}")
-    before, _forced_backend, kernels_only = _forced_backend, name, False
-    try:
-        yield
-    finally:
-        _forced_backend, kernels_only = before, False
-
-
-def uses_reference(device: torch.device) -> bool:
-    """Whether the reference, not a kernel, serves ops on this device."""
-    return device.type != "cuda" or (_forced_backend or env.default_backend()) == "reference"
 
 
 def _with_usual_strides(x: Any) -> Any:
@@ -292,14 +257,14 @@ class Op:
         first = args[0]
         if not first.is_cuda:
             self._dispatch(args)
-        elif kernels_only and _one_device and first.device in self._ready_devices:
+        elif serving.kernels_only and serving._one_device and first.device in self._ready_devices:
             self._check_memory(args)
             self._launch(args)
         else:
             if env.debug():
                 self._check_derivatives(args)
             self._on_cuda(*args)
-            _look_for_short_cut()
+            serving.look_up()
 
 
 def op(

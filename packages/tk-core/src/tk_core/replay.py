@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tk_core import kernel, op, overlap
+from tk_core import kernel, overlap, serving
 from tk_core.num_sms import get_limit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,7 +26,7 @@ _PLAIN = int, float, str, torch.dtype, type(None)
 
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...] | None]:
     """The arguments, then the items of tuples among them; and the call's key, None if it must not be recorded."""
-    values, device = [*args, *kwargs.values()], op.current_device()
+    values, device = [*args, *kwargs.values()], serving.current_device()
     key: list[Any] = [tuple(kwargs), get_limit(), device]
     try:
         for x in values:
@@ -128,7 +128,7 @@ def replayable(function: Function) -> Function:
 
     @wraps(function)
     def replay(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or not op.kernels_only or _len_torch_dispatch_stack() or kernel.recording():
+        if is_compiling() or not serving.kernels_only or _len_torch_dispatch_stack() or kernel.recording():
             return function(*args, **kwargs)
         if forward_ad._current_level >= 0:  # A tensor does not show its tangent.
             return function(*args, **kwargs)

@@ -8,48 +8,13 @@ kernels' plan.
 
 import torch
 
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, op
 from tk_gemm.lib.bf16_operands import bf16_weights, in_either_order
 from tk_gemm.lib.launch_bf16_product import launch_bf16_product
 from tk_gemm.lib.operands import OUT, compiler_hints, result
 
 
-@op(
-    "tk_gemm::bf16_gemm_nt_out",
-    mutates=("d",),
-    reference="bf16_gemm_nt",
-    translate=lambda call: {
-        "a": call.a.t() if call.a_is_transposed else call.a,
-        "b": call.b.t() if call.b_is_transposed else call.b,
-        "c": call.d if call.accumulate else call.c,
-    },
-    in_place={"d": ("c",)},
-    min_sm=90,
-)
-def _bf16_gemm_nt_out(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor | None,
-    d: torch.Tensor,
-    a_is_transposed: bool,
-    b_is_transposed: bool,
-    accumulate: bool,
-) -> None:
-    launch_bf16_product(
-        "tk_gemm.bf16_gemm_nt",
-        "dense",
-        a.unsqueeze(0),
-        b.unsqueeze(0),
-        None,
-        d.unsqueeze(0) if accumulate else c if c is None else c.unsqueeze(0),
-        d.unsqueeze(0),
-        a_is_transposed=a_is_transposed,
-        b_is_transposed=b_is_transposed,
-    )
-
-
-@replayable
+@op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
 def bf16_gemm_nt(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -82,9 +47,19 @@ def bf16_gemm_nt(
     compiler_hints(compiled_dims)
     a, a_is_transposed, (num_rows, num_channels) = in_either_order("a", a, ("M", "K"))
     b, b_is_transposed, num_cols = bf16_weights(b, num_channels, a.device)
-    d, c, accumulate = result(d, c, (num_rows, num_cols), a, OUT)
-    if num_rows:
-        _bf16_gemm_nt_out(a, b, c, d, a_is_transposed, b_is_transposed, accumulate)
+    d = result(d, c, (num_rows, num_cols), a, OUT)
+    if launching(d):
+        launch_bf16_product(
+            "tk_gemm.bf16_gemm_nt",
+            "dense",
+            a.unsqueeze(0),
+            b.unsqueeze(0),
+            None,
+            None if c is None else c.unsqueeze(0),
+            d.unsqueeze(0),
+            a_is_transposed=a_is_transposed,
+            b_is_transposed=b_is_transposed,
+        )
     return d
 
 

@@ -10,9 +10,8 @@ Blackwell's tensor cores scale and sum products of 32 channels. docs/tuning/gemm
 
 import torch
 
+from tk_core.call import launching, op
 from tk_core.math import ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_gemm.layout.get_mn_major_tma_aligned_tensor import get_mn_major_tma_aligned_tensor
 from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product, launch_fp8_product
 from tk_gemm.lib.operands import (
@@ -36,42 +35,7 @@ Recipe = tuple[int, int, int]
 SideRecipe = tuple[int, int]
 
 
-@op(
-    "tk_gemm::fp8_gemm_nt_out",
-    mutates=("d",),
-    reference="fp8_gemm_nt",
-    translate=lambda call: {
-        "a": (call.a, call.a_sf),
-        "b": (call.b, call.b_sf),
-        "c": call.d if call.accumulate else call.c,
-        "recipe": (1, 1 if call.b_is_per_row else BLOCK, BLOCK),
-    },
-    in_place={"d": ("c",)},
-    min_sm=90,
-)
-def _fp8_gemm_nt_out(
-    a: torch.Tensor,
-    a_sf: torch.Tensor,
-    b: torch.Tensor,
-    b_sf: torch.Tensor,
-    c: torch.Tensor | None,
-    d: torch.Tensor,
-    b_is_per_row: bool,
-    accumulate: bool,
-) -> None:
-    name = "tk_gemm.fp8_gemm_nt"
-    c = d if accumulate else c
-    c, rows = c if c is None else c.unsqueeze(0), d.unsqueeze(0)
-    if b_is_per_row and a_sf.dtype is torch.float32:
-        a_sf, b_sf = (get_mn_major_tma_aligned_tensor(sf).t() for sf in (a_sf, b_sf))
-        ends = a.new_full((1,), a.shape[1], dtype=torch.int32)
-        launch_fp8_k_product(name, a, a_sf, b, b_sf, ends, c, rows)
-    else:
-        operands = [x.unsqueeze(0) for x in (a, a_sf, b, b_sf)]
-        launch_fp8_product(name, "dense", *operands, None, c, rows, b_is_per_row=b_is_per_row)
-
-
-@replayable
+@op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
 def fp8_gemm_nt(
     a: Pair,
     b: Pair,
@@ -124,9 +88,16 @@ def fp8_gemm_nt(
     else:
         per_block_factors("b[1]", b_sf, (ceil_div(num_cols, BLOCK), num_blocks), device, (a_sf.dtype,))
     dtypes = (torch.float32,) if b_is_per_row else OUT
-    d, c, accumulate = result(d, c, (num_rows, num_cols), a_data, dtypes)
-    if num_rows:
-        _fp8_gemm_nt_out(a_data, a_sf, b_data, b_sf, c, d, b_is_per_row, accumulate)
+    d = result(d, c, (num_rows, num_cols), a_data, dtypes)
+    if launching(d):
+        name, addend, rows = "tk_gemm.fp8_gemm_nt", None if c is None else c.unsqueeze(0), d.unsqueeze(0)
+        if b_is_per_row and a_sf.dtype is torch.float32:
+            a_sf, b_sf = (get_mn_major_tma_aligned_tensor(sf).t() for sf in (a_sf, b_sf))
+            ends = a_data.new_full((1,), num_channels, dtype=torch.int32)
+            launch_fp8_k_product(name, a_data, a_sf, b_data, b_sf, ends, addend, rows)
+        else:
+            operands = [x.unsqueeze(0) for x in (a_data, a_sf, b_data, b_sf)]
+            launch_fp8_product(name, "dense", *operands, None, addend, rows, b_is_per_row=b_is_per_row)
     return d
 
 

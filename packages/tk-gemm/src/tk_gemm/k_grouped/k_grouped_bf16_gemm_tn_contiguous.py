@@ -11,8 +11,7 @@ Numerics are those of `bf16_gemm_tn` of a group's rows, to the bit.
 import torch
 
 from tk_core import check
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, op
 from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k
 from tk_gemm.lib.launch_bf16_product import launch_bf16_product
 from tk_gemm.lib.operands import BF16, BLOCK, compiler_hints, matrix, positive_multiple, result
@@ -20,44 +19,7 @@ from tk_gemm.lib.operands import BF16, BLOCK, compiler_hints, matrix, positive_m
 _OUT = (torch.float32, torch.bfloat16)
 
 
-@op(
-    "tk_gemm::k_grouped_bf16_gemm_tn_contiguous_out",
-    mutates=("d",),
-    reference="k_grouped_bf16_gemm_tn_contiguous",
-    translate=lambda call: {
-        "ks": call.ks if call.psum is None else call.psum,
-        "c": call.d if call.accumulate else call.c,
-    },
-    in_place={"d": ("c",)},
-    min_sm=90,
-)
-def _k_grouped_bf16_gemm_tn_contiguous_out(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    psum: torch.Tensor | None,
-    ks: list[int],
-    c: torch.Tensor | None,
-    d: torch.Tensor,
-    accumulate: bool,
-) -> None:
-    """Groups are those of psum, or if that is None, of the sizes ks."""
-    if not a.numel():
-        finish_without_k(c, d, accumulate)
-        return
-    launch_bf16_product(
-        "tk_gemm.k_grouped_bf16_gemm_tn_contiguous",
-        "k",
-        a.unsqueeze(0),
-        b.unsqueeze(0),
-        ends_of(psum, ks, a.device),
-        d if accumulate else c,
-        d,
-        a_is_transposed=True,
-        b_is_transposed=True,
-    )
-
-
-@replayable
+@op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
 def k_grouped_bf16_gemm_tn_contiguous(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -98,7 +60,21 @@ def k_grouped_bf16_gemm_tn_contiguous(
     _, num_cols = matrix("b", b, BF16, (total, "N"), a.device)
     positive_multiple("b (N)", num_cols, 8)
     num_groups = check_ks(ks, grouped_layout, total, a.device)
-    d, c, accumulate = result(d, c, (num_groups, num_rows, num_cols), a, _OUT)
-    psum, sizes = (ks, []) if isinstance(ks, torch.Tensor) else (None, list(ks))
-    _k_grouped_bf16_gemm_tn_contiguous_out(a, b, psum, sizes, c, d, accumulate)
+    d = result(d, c, (num_groups, num_rows, num_cols), a, _OUT)
+    if not launching(d):
+        return d
+    if total:
+        launch_bf16_product(
+            "tk_gemm.k_grouped_bf16_gemm_tn_contiguous",
+            "k",
+            a.unsqueeze(0),
+            b.unsqueeze(0),
+            ends_of(ks, a.device),
+            c,
+            d,
+            a_is_transposed=True,
+            b_is_transposed=True,
+        )
+    else:
+        finish_without_k(c, d)
     return d

@@ -18,9 +18,8 @@ import torch
 
 from tk_core import check
 from tk_core.arch import Arch
+from tk_core.call import launching, op
 from tk_core.math import ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_gemm.lib.archs import arch_of_factors
 from tk_gemm.lib.gather_groups import gather_groups_kernel
 from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k
@@ -42,41 +41,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 _NAME = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous"
 _OUT = (torch.float32, torch.bfloat16)
-
-
-@op(
-    "tk_gemm::k_grouped_fp8_gemm_nt_contiguous_out",
-    mutates=("d",),
-    reference="k_grouped_fp8_gemm_nt_contiguous",
-    translate=lambda call: {
-        "a": (call.a, call.a_sf),
-        "b": (call.b, call.b_sf),
-        "ks": call.ks if call.psum is None else call.psum,
-        "c": call.d if call.accumulate else call.c,
-    },
-    in_place={"d": ("c",)},
-    min_sm=90,
-)
-def _k_grouped_fp8_gemm_nt_contiguous_out(
-    a: torch.Tensor,
-    a_sf: torch.Tensor,
-    b: torch.Tensor,
-    b_sf: torch.Tensor,
-    psum: torch.Tensor | None,
-    ks: list[int],
-    c: torch.Tensor | None,
-    d: torch.Tensor,
-    accumulate: bool,
-) -> None:
-    """Groups are those of psum, or if that is None, of the sizes ks."""
-    if not a.numel():
-        finish_without_k(c, d, accumulate)
-        return
-    ends = ends_of(psum, ks, a.device)
-    if a.ndim == 1:
-        arch, (_, num_rows, num_cols) = arch_of_factors(_NAME, a_sf), d.shape
-        a, b, a_sf, b_sf = _gathered(a, num_rows, ends, arch), _gathered(b, num_cols, ends, arch), a_sf.t(), b_sf.t()
-    launch_fp8_k_product(_NAME, a, a_sf, b, b_sf, ends, d if accumulate else c, d)
 
 
 def _gathered(flat: torch.Tensor, num_rows: int, ends: torch.Tensor, arch: Arch) -> torch.Tensor:
@@ -111,7 +75,7 @@ def _operand(
     return data, sf, num_rows, total
 
 
-@replayable
+@op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
 def k_grouped_fp8_gemm_nt_contiguous(
     a: Pair,
     b: Pair,
@@ -160,7 +124,16 @@ def k_grouped_fp8_gemm_nt_contiguous(
     check.require(b_data.ndim == a_data.ndim, "b[0]", "{} dimensions as a[0]", b_data.ndim, a_data.ndim)
     check.require(b_total == total, "b (K)", "{} as a's", b_total, total)
     num_groups = check_ks(ks, grouped_layout, total, device)
-    d, c, accumulate = result(d, c, (num_groups, num_rows, num_cols), a_data, _OUT)
-    psum, sizes = (ks, []) if isinstance(ks, torch.Tensor) else (None, list(ks))
-    _k_grouped_fp8_gemm_nt_contiguous_out(a_data, a_sf, b_data, b_sf, psum, sizes, c, d, accumulate)
+    d = result(d, c, (num_groups, num_rows, num_cols), a_data, _OUT)
+    if not launching(d):
+        return d
+    if not total:
+        finish_without_k(c, d)
+        return d
+    ends = ends_of(ks, device)
+    if a_data.ndim == 1:
+        arch = arch_of_factors(_NAME, a_sf)
+        a_data, b_data = _gathered(a_data, num_rows, ends, arch), _gathered(b_data, num_cols, ends, arch)
+        a_sf, b_sf = a_sf.t(), b_sf.t()
+    launch_fp8_k_product(_NAME, a_data, a_sf, b_data, b_sf, ends, c, d)
     return d

@@ -41,10 +41,10 @@ def check_ks(ks: Any, grouped_layout: Any, total: int, device: torch.device) -> 
 _in_graphs: dict[int, Tensor] = {}
 
 
-def ends_of(psum: Tensor | None, ks: list[int], device: torch.device) -> Tensor:
-    """Where each group ends, on the device: psum, or if that is None the running sums of ks, copied there once."""
-    if psum is not None:
-        return psum
+def ends_of(ks: list[int] | Tensor, device: torch.device) -> Tensor:
+    """Where each group ends, on the device: ks, or if that has the sizes, their running sums, copied there once."""
+    if isinstance(ks, Tensor):
+        return ks
     sums = _sums(tuple(ks), device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _in_graphs[sums.data_ptr()] = sums
@@ -56,9 +56,9 @@ def _sums(ks: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(list(accumulate(ks)), dtype=torch.int32, device=device)
 
 
-def finish_without_k(c: Tensor | None, d: Tensor, accumulate_d: bool) -> None:
+def finish_without_k(c: Tensor | None, d: Tensor) -> None:
     """d = c, or zero without c: all groups are empty, and TMA takes no operand without elements."""
-    if c is not None:
-        d.copy_(c)
-    elif not accumulate_d:
+    if c is None:
         d.zero_()
+    elif c is not d:
+        d.copy_(c)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tk_core import check
+from tk_core.call import new
 from tk_core.math import ceil_div
 from tk_gemm.lib.tma import bytes_off
 
@@ -180,19 +181,12 @@ def result(
     shape: tuple[int, ...],
     like: Tensor,
     dtypes: tuple[torch.dtype, ...],
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Check d and c, or allocate d; return `(d, c, accumulate)`, with c None and accumulate True where c is d.
-
-    A new d has c's dtype, or the first of `dtypes`.
-    """
-    device = like.device
+) -> Tensor:
+    """Check d and c, or allocate d: of c's dtype, or the first of `dtypes`."""
     if c is not None:
-        matrix("c", c, dtypes, shape, device)
+        matrix("c", c, dtypes, shape, like.device)
     if d is None:
-        d = like.new_empty(shape, dtype=dtypes[0] if c is None else c.dtype)
-        return d, c, False
-    matrix("d", d, dtypes, shape, device)
-    if c is None:
-        return d, None, False
-    check.require_type(c.dtype is d.dtype, "c", f"d's dtype {d.dtype}", c.dtype)
-    return (d, None, True) if c is d else (d, c, False)
+        return new(like.new_empty, shape, dtype=dtypes[0] if c is None else c.dtype)
+    matrix("d", d, dtypes, shape, like.device)
+    check.require_type(c is None or c.dtype is d.dtype, "c", f"d's dtype {d.dtype}", getattr(c, "dtype", None))
+    return d

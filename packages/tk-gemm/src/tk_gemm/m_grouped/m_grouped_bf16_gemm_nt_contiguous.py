@@ -9,42 +9,14 @@ may hold NaN: their results are replaced by zeros.
 import torch
 
 from tk_core import check
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, op
 from tk_gemm.lib.bf16_operands import bf16_weights
 from tk_gemm.lib.groups import check_grouped_layout
 from tk_gemm.lib.launch_bf16_product import launch_bf16_product
 from tk_gemm.lib.operands import BF16, compiler_hints, matrix, positive_multiple, result
 
 
-@op(
-    "tk_gemm::m_grouped_bf16_gemm_nt_contiguous_out",
-    mutates=("d",),
-    reference="m_grouped_bf16_gemm_nt_contiguous",
-    translate=lambda call: {"b": call.b.mT if call.b_is_transposed else call.b},
-    min_sm=90,
-)
-def _m_grouped_bf16_gemm_nt_contiguous_out(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    grouped_layout: torch.Tensor,
-    d: torch.Tensor,
-    b_is_transposed: bool,
-    use_psum_layout: bool,
-) -> None:
-    launch_bf16_product(
-        "tk_gemm.m_grouped_bf16_gemm_nt_contiguous",
-        "psum" if use_psum_layout else "ids",
-        a.unsqueeze(0),
-        b,
-        grouped_layout,
-        None,
-        d.unsqueeze(0),
-        b_is_transposed=b_is_transposed,
-    )
-
-
-@replayable
+@op(writes=("d",), aligned=(), min_sm=90)
 def m_grouped_bf16_gemm_nt_contiguous(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -90,9 +62,18 @@ def m_grouped_bf16_gemm_nt_contiguous(
     positive_multiple("a (K)", num_channels, 64)
     b, b_is_transposed, num_cols = bf16_weights(b, num_channels, a.device, "G")
     check_grouped_layout(grouped_layout, num_rows, b.shape[0], use_psum_layout, a.device)
-    d, _, _ = result(d, None, (num_rows, num_cols), a, BF16)
-    if num_rows:
-        _m_grouped_bf16_gemm_nt_contiguous_out(a, b, grouped_layout, d, b_is_transposed, use_psum_layout)
+    d = result(d, None, (num_rows, num_cols), a, BF16)
+    if launching(d):
+        launch_bf16_product(
+            "tk_gemm.m_grouped_bf16_gemm_nt_contiguous",
+            "psum" if use_psum_layout else "ids",
+            a.unsqueeze(0),
+            b,
+            grouped_layout,
+            None,
+            d.unsqueeze(0),
+            b_is_transposed=b_is_transposed,
+        )
     return d
 
 

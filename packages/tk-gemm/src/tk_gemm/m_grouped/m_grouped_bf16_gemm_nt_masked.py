@@ -7,43 +7,14 @@ For decoding under CUDA graphs: nothing is read back. Numerics are those of `bf1
 
 import torch
 
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, op
 from tk_gemm.lib.bf16_operands import bf16_weights
 from tk_gemm.lib.groups import check_masked_m
 from tk_gemm.lib.launch_bf16_product import launch_bf16_product
 from tk_gemm.lib.operands import BF16, compiler_hints, matrix, positive_multiple, result
 
 
-@op(
-    "tk_gemm::m_grouped_bf16_gemm_nt_masked_out",
-    mutates=("d",),
-    reference="m_grouped_bf16_gemm_nt_masked",
-    translate=lambda call: {"b": call.b.mT if call.b_is_transposed else call.b},
-    min_sm=90,
-)
-def _m_grouped_bf16_gemm_nt_masked_out(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    masked_m: torch.Tensor,
-    d: torch.Tensor,
-    b_is_transposed: bool,
-    expected_m: int,
-) -> None:
-    launch_bf16_product(
-        "tk_gemm.m_grouped_bf16_gemm_nt_masked",
-        "masked",
-        a,
-        b,
-        masked_m,
-        None,
-        d,
-        b_is_transposed=b_is_transposed,
-        num_rows=expected_m,
-    )
-
-
-@replayable
+@op(writes=("d",), aligned=(), min_sm=90)
 def m_grouped_bf16_gemm_nt_masked(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -79,7 +50,17 @@ def m_grouped_bf16_gemm_nt_masked(
     positive_multiple("a (K)", num_channels, 64)
     b, b_is_transposed, num_cols = bf16_weights(b, num_channels, a.device, num_groups)
     check_masked_m(masked_m, expected_m, num_groups, a.device)
-    d, _, _ = result(d, None, (num_groups, max_m, num_cols), a, BF16)
-    if max_m:
-        _m_grouped_bf16_gemm_nt_masked_out(a, b, masked_m, d, b_is_transposed, expected_m)
+    d = result(d, None, (num_groups, max_m, num_cols), a, BF16)
+    if launching(d):
+        launch_bf16_product(
+            "tk_gemm.m_grouped_bf16_gemm_nt_masked",
+            "masked",
+            a,
+            b,
+            masked_m,
+            None,
+            d,
+            b_is_transposed=b_is_transposed,
+            num_rows=expected_m,
+        )
     return d

@@ -11,8 +11,7 @@ Numerics are those of `fp8_gemm_nt`, to the bit. Padding rows of a may hold NaN:
 import torch
 
 from tk_core import check
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, op
 from tk_gemm.lib.groups import check_grouped_layout
 from tk_gemm.lib.launch_fp8_product import launch_fp8_product
 from tk_gemm.lib.operands import BF16, FACTORS, compiler_hints, fp8_a, fp8_weights, only_per_block, pair, result
@@ -20,36 +19,7 @@ from tk_gemm.lib.operands import BF16, FACTORS, compiler_hints, fp8_a, fp8_weigh
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@op(
-    "tk_gemm::m_grouped_fp8_gemm_nt_contiguous_out",
-    mutates=("d",),
-    reference="m_grouped_fp8_gemm_nt_contiguous",
-    translate=lambda call: {"a": (call.a, call.a_sf), "b": (call.b, call.b_sf)},
-    min_sm=90,
-)
-def _m_grouped_fp8_gemm_nt_contiguous_out(
-    a: torch.Tensor,
-    a_sf: torch.Tensor,
-    b: torch.Tensor,
-    b_sf: torch.Tensor,
-    grouped_layout: torch.Tensor,
-    d: torch.Tensor,
-    use_psum_layout: bool,
-) -> None:
-    launch_fp8_product(
-        "tk_gemm.m_grouped_fp8_gemm_nt_contiguous",
-        "psum" if use_psum_layout else "ids",
-        a.unsqueeze(0),
-        a_sf.unsqueeze(0),
-        b,
-        b_sf,
-        grouped_layout,
-        None,
-        d.unsqueeze(0),
-    )
-
-
-@replayable
+@op(writes=("d",), aligned=(), min_sm=90)
 def m_grouped_fp8_gemm_nt_contiguous(
     a: Pair,
     b: Pair,
@@ -106,9 +76,11 @@ def m_grouped_fp8_gemm_nt_contiguous(
     b_data, b_sf = fp8_weights(b, num_channels, a_data.device, "G", a_sf.dtype)
     num_groups, num_cols, _ = b_data.shape
     check_grouped_layout(grouped_layout, num_rows, num_groups, use_psum_layout, a_data.device)
-    d, _, _ = result(d, None, (num_rows, num_cols), a_data, BF16)
-    if num_rows:
-        _m_grouped_fp8_gemm_nt_contiguous_out(a_data, a_sf, b_data, b_sf, grouped_layout, d, use_psum_layout)
+    d = result(d, None, (num_rows, num_cols), a_data, BF16)
+    if launching(d):
+        kind, operands = "psum" if use_psum_layout else "ids", (a_data.unsqueeze(0), a_sf.unsqueeze(0), b_data, b_sf)
+        name = "tk_gemm.m_grouped_fp8_gemm_nt_contiguous"
+        launch_fp8_product(name, kind, *operands, grouped_layout, None, d.unsqueeze(0))
     return d
 
 

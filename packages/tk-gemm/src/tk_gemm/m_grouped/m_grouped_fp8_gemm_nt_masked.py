@@ -7,8 +7,7 @@ For decoding under CUDA graphs: nothing is read back. Numerics are those of `fp8
 
 import torch
 
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, op
 from tk_gemm.lib.groups import check_masked_m
 from tk_gemm.lib.launch_fp8_product import launch_fp8_product
 from tk_gemm.lib.operands import (
@@ -29,28 +28,7 @@ from tk_gemm.lib.operands import (
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@op(
-    "tk_gemm::m_grouped_fp8_gemm_nt_masked_out",
-    mutates=("d",),
-    reference="m_grouped_fp8_gemm_nt_masked",
-    translate=lambda call: {"a": (call.a, call.a_sf), "b": (call.b, call.b_sf)},
-    min_sm=90,
-)
-def _m_grouped_fp8_gemm_nt_masked_out(
-    a: torch.Tensor,
-    a_sf: torch.Tensor,
-    b: torch.Tensor,
-    b_sf: torch.Tensor,
-    masked_m: torch.Tensor,
-    d: torch.Tensor,
-    expected_m: int,
-) -> None:
-    launch_fp8_product(
-        "tk_gemm.m_grouped_fp8_gemm_nt_masked", "masked", a, a_sf, b, b_sf, masked_m, None, d, expected_m
-    )
-
-
-@replayable
+@op(writes=("d",), aligned=(), min_sm=90)
 def m_grouped_fp8_gemm_nt_masked(
     a: Pair,
     b: Pair,
@@ -102,7 +80,8 @@ def m_grouped_fp8_gemm_nt_masked(
     per_row_factors("a[1]", a_sf, (num_groups, max_m, num_channels // BLOCK), device, FACTORS)
     b_data, b_sf = fp8_weights(b, num_channels, device, num_groups, a_sf.dtype)
     check_masked_m(masked_m, expected_m, num_groups, device)
-    d, _, _ = result(d, None, (num_groups, max_m, b_data.shape[1]), a_data, BF16)
-    if max_m:
-        _m_grouped_fp8_gemm_nt_masked_out(a_data, a_sf, b_data, b_sf, masked_m, d, expected_m)
+    d = result(d, None, (num_groups, max_m, b_data.shape[1]), a_data, BF16)
+    if launching(d):
+        operands = a_data, a_sf, b_data, b_sf
+        launch_fp8_product("tk_gemm.m_grouped_fp8_gemm_nt_masked", "masked", *operands, masked_m, None, d, expected_m)
     return d

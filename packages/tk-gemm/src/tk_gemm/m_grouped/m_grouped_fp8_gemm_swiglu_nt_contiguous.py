@@ -11,10 +11,9 @@ the product to bfloat16 between them, which does not happen here.
 import torch
 
 from tk_core import check
+from tk_core.call import launching, new, op
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
 from tk_gemm.lib.archs import arch_of_factors
 from tk_gemm.lib.fp8_product_config import WIDE
@@ -27,49 +26,7 @@ from tk_gemm.lib.tma import for_tma, takes_tma
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@op(
-    "tk_gemm::m_grouped_fp8_gemm_swiglu_nt_contiguous_out",
-    mutates=("data", "sf"),
-    reference="m_grouped_fp8_gemm_swiglu_nt_contiguous",
-    translate=lambda call: {"a": (call.a, call.a_sf), "b": (call.b, call.b_sf)},
-    min_sm=90,
-)
-def _m_grouped_fp8_gemm_swiglu_nt_contiguous_out(
-    a: torch.Tensor,
-    a_sf: torch.Tensor,
-    b: torch.Tensor,
-    b_sf: torch.Tensor,
-    grouped_layout: torch.Tensor,
-    pos_to_token_topk: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    data: torch.Tensor,
-    sf: torch.Tensor,
-    swiglu_clamp_value: float | None,
-    use_psum_layout: bool,
-) -> None:
-    arch = arch_of_factors("tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous", a_sf)
-    if topk_weights is not None and not topk_weights.numel():  # No row has a weight.
-        data.zero_()
-        sf.zero_()
-        return
-    # Tiles of both kernels are 128 × 256: 128 columns of the gate and 128 of up.
-    num_tiles = ceil_div(a.shape[0], WIDE.block_m) * ceil_div(b.shape[1], WIDE.block_n)
-    kind, with_clamp = "psum" if use_psum_layout else "ids", swiglu_clamp_value is not None
-    rows, rows_sf, weights = for_tma(a.unsqueeze(0)), a_sf.unsqueeze(0).mT, for_tma(b)
-    factors = for_tma(rows_sf)
-    maps = (grouped_layout, pos_to_token_topk, None if topk_weights is None else topk_weights.view(-1))
-    others = (swiglu_clamp_value or 0.0, min(num_tiles, get_num_sms(a.device)))
-    if arch.has_tcgen05:
-        launch = fp8_swiglu_product_blackwell_kernel(kind, topk_weights is not None, with_clamp, arch)
-        launch(rows, factors, weights, b_sf.mT, *maps, data, sf.mT.view(torch.uint8), *others)
-        return
-    by_tma = takes_tma(factors)
-    launch = fp8_swiglu_product_kernel(kind, by_tma, topk_weights is not None, with_clamp, arch)
-    weights_sf = b_sf.contiguous().view(-1)
-    launch(rows, factors if by_tma else rows_sf, weights, weights_sf, *maps, for_tma(data.unsqueeze(0)), sf.mT, *others)
-
-
-@replayable
+@op(aligned=(), min_sm=90)
 def m_grouped_fp8_gemm_swiglu_nt_contiguous(
     a: Pair,
     b: Pair,
@@ -121,12 +78,29 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
         check.number("swiglu_clamp_value", swiglu_clamp_value, at_least=2.0**-126)
         swiglu_clamp_value = float(swiglu_clamp_value)
     inner = num_cols // 2
-    data = a_data.new_empty((num_rows, inner))
+    data = new(a_data.new_empty, (num_rows, inner))
     sf_layout = ScaleLayout.COL_MAJOR if a_sf.dtype is torch.float32 else ScaleLayout.PACKED_UE8M0
-    sf = empty_scales(a_data, num_rows, inner // BLOCK, sf_layout)
-    if num_rows:
-        maps = (grouped_layout, pos_to_token_topk, topk_weights)
-        _m_grouped_fp8_gemm_swiglu_nt_contiguous_out(
-            a_data, a_sf, b_data, b_sf, *maps, data, sf, swiglu_clamp_value, use_psum_layout
-        )
+    sf = new(empty_scales, a_data, num_rows, inner // BLOCK, sf_layout)
+    if not launching(data, sf):
+        return data, sf
+    arch = arch_of_factors("tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous", a_sf)
+    if topk_weights is not None and not topk_weights.numel():  # No row has a weight.
+        data.zero_()
+        sf.zero_()
+        return data, sf
+    # Tiles of both kernels are 128 × 256: 128 columns of the gate and 128 of up.
+    num_tiles = ceil_div(num_rows, WIDE.block_m) * ceil_div(num_cols, WIDE.block_n)
+    kind, with_clamp = "psum" if use_psum_layout else "ids", swiglu_clamp_value is not None
+    rows, rows_sf, weights = for_tma(a_data.unsqueeze(0)), a_sf.unsqueeze(0).mT, for_tma(b_data)
+    factors = for_tma(rows_sf)
+    maps = (grouped_layout, pos_to_token_topk, None if topk_weights is None else topk_weights.view(-1))
+    others = (swiglu_clamp_value or 0.0, min(num_tiles, get_num_sms(device)))
+    if arch.has_tcgen05:
+        launch = fp8_swiglu_product_blackwell_kernel(kind, topk_weights is not None, with_clamp, arch)
+        launch(rows, factors, weights, b_sf.mT, *maps, data, sf.mT.view(torch.uint8), *others)
+    else:
+        by_tma = takes_tma(factors)
+        launch = fp8_swiglu_product_kernel(kind, by_tma, topk_weights is not None, with_clamp, arch)
+        weights_sf, codes = b_sf.contiguous().view(-1), for_tma(data.unsqueeze(0))
+        launch(rows, factors if by_tma else rows_sf, weights, weights_sf, *maps, codes, sf.mT, *others)
     return data, sf

@@ -11,19 +11,12 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, new, op
 from tk_moe.lib.gate_kernel import MAX_EXPERTS, MAX_TOPK, launch_gate
 from tk_moe.lib.scoring import ScoringFunc
 
 
-@op("tk_moe::topk_gate_out", mutates=("out",), reference="topk_gate")
-def _topk_gate_out(scores: Tensor, num_topk: int, out: Tensor) -> None:
-    """Launch."""
-    launch_gate(scores, None, None, ScoringFunc.IDENTITY, False, 1.0, (out, None))
-
-
-@replayable
+@op(aligned=())
 def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     """Choose the `num_topk` experts with the highest scores for each token, best first.
 
@@ -43,6 +36,7 @@ def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     num_tokens, num_experts = check.tensor("scores", scores, (torch.float32,), ("num_tokens", "num_experts"))
     check.in_range("num_experts (columns of scores)", num_experts, 1, MAX_EXPERTS)
     check.in_range("num_topk", num_topk, 1, min(num_experts, MAX_TOPK))
-    out = scores.new_empty((num_tokens, num_topk), dtype=torch.int64)
-    _topk_gate_out(scores, num_topk, out)
+    out = new(scores.new_empty, (num_tokens, num_topk), dtype=torch.int64)
+    if launching(out):
+        launch_gate(scores, None, None, ScoringFunc.IDENTITY, False, 1.0, (out, None))
     return out
