@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, nearest_float32, tiers
 from tk_mhc import reference
-from tk_mhc.collapse.mhc_pre_apply_mix import MhcPreApplyMixConfig
 from tk_mhc.testing.collapse.mhc_pre_apply_mix import SPEC, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -142,16 +140,6 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
     with pytest.raises(error, match=match):
         tk_mhc.mhc_pre_apply_mix(**{**GOOD, **change})
     assert (GOOD["out"] == 7).all()
-
-
-@pytest.mark.parametrize("hidden", [64, 192, 576, 2048, 2112, 2560, 7168, 8192])
-def test_config_covers_a_row_in_whole_warps(hidden: int) -> None:
-    config = MhcPreApplyMixConfig.best(4, hidden, ARCHS["sm_90a"])
-    assert config.block_channels == 8 * config.threads
-    assert config.threads % 32 == 0
-    assert config.threads <= 256
-    num_blocks = -(-hidden // config.block_channels)
-    assert num_blocks * config.block_channels - hidden < 256 * num_blocks
 
 
 @pytest.mark.gpu

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.collapse.mhc_pre_apply_mix_bwd import MhcPreApplyMixBwdConfig
 from tk_mhc.testing.collapse.mhc_pre_apply_mix_bwd import SPEC, least_bytes, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -126,14 +124,6 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
 def test_d_x_is_given_by_name() -> None:
     with pytest.raises(TypeError, match="positional"):
         tk_mhc.mhc_pre_apply_mix_bwd(GOOD["d_o"], X, GOOD["mix"], GOOD["d_x"])
-
-
-@pytest.mark.parametrize("hidden", [64, 192, 512, 576, 960, 1280, 2560, 5120, 7168, 8192])
-def test_config_wastes_less_than_a_tile_of_one_warp(hidden: int) -> None:
-    config = MhcPreApplyMixBwdConfig.best(4, hidden, ARCHS["sm_90a"])
-    assert config.threads in (32, 64, 128)
-    num_tiles = -(-hidden // config.block_channels)
-    assert num_tiles * config.block_channels - hidden < 256
 
 
 @pytest.mark.gpu

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.expand.expand_to_mhc import ExpandToMhcConfig
 from tk_mhc.testing.expand.expand_to_mhc import SPEC, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -83,15 +81,6 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
     with pytest.raises(error, match=match):
         tk_mhc.expand_to_mhc(**{**GOOD, **change})
     assert (OUT == 7).all()
-
-
-@pytest.mark.parametrize("hidden_size", [64, 192, 576, 2048, 2112, 2560, 7168, 8192])
-def test_config_covers_a_row_in_whole_warps(hidden_size: int) -> None:
-    config = ExpandToMhcConfig.best(4, hidden_size, ARCHS["sm_90a"])
-    assert config.block_channels == 16 * config.threads
-    assert config.threads % 32 == 0
-    assert config.threads <= 512
-    assert hidden_size <= config.block_channels < hidden_size + 16 * 32
 
 
 @pytest.mark.gpu(gib=7)

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.expand.expand_to_mhc_bwd import ExpandToMhcBwdConfig
 from tk_mhc.testing.expand.expand_to_mhc_bwd import SPEC, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -86,16 +84,6 @@ X = torch.ones(3, 4, 64, dtype=torch.bfloat16)
 def test_bad_input(d_o: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         tk_mhc.expand_to_mhc_bwd(d_o)
-
-
-@pytest.mark.parametrize("hidden", [64, 192, 576, 2048, 2112, 2560, 7168, 8192])
-def test_config_covers_a_row_in_whole_warps(hidden: int) -> None:
-    config = ExpandToMhcBwdConfig.best(4, hidden, ARCHS["sm_90a"])
-    assert config.block_channels == 8 * config.threads
-    assert config.threads % 32 == 0
-    assert config.threads <= 256
-    num_blocks = -(-hidden // config.block_channels)
-    assert num_blocks * config.block_channels - hidden < 256 * num_blocks
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from tk_core.arch import ARCHS
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
 from tk_mhc.lib.tokens import MAX_REPEAT
-from tk_mhc.mixes.sinkhorn_normalize_bwd import SinkhornNormalizeBwdConfig
+from tk_mhc.mixes.sinkhorn_normalize_bwd import tokens_a_block
 from tk_mhc.testing.batches import assert_independent_of_batch
 from tk_mhc.testing.mixes.sinkhorn_normalize_bwd import SPEC, make
 
@@ -86,9 +86,9 @@ def test_leading_dimensions() -> None:
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS.keys())
 @pytest.mark.parametrize("mhc_mult", [2, 4, 8])
 def test_sums_fit_into_shared_memory(mhc_mult: int, arch: Any) -> None:
-    assert SinkhornNormalizeBwdConfig.best(mhc_mult, 20, arch).block_tokens == 32
+    assert tokens_a_block(mhc_mult, 20, arch) == 32
     for repeat in (1, 100, 400, MAX_REPEAT):
-        block_tokens = SinkhornNormalizeBwdConfig.best(mhc_mult, repeat, arch).block_tokens
+        block_tokens = tokens_a_block(mhc_mult, repeat, arch)
         assert block_tokens >= 1
         assert block_tokens * (2 * repeat - 1) * mhc_mult * 4 <= arch.max_shared_memory - 1024
 

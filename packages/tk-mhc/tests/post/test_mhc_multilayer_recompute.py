@@ -8,7 +8,6 @@ import torch
 import tk_mhc
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.post.mhc_multilayer_recompute import MhcMultilayerRecomputeConfig
 from tk_mhc.testing.post.mhc_multilayer_recompute import SPEC, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -86,16 +85,6 @@ def test_tuples_are_taken() -> None:
     inputs = make((3,), 4, 64, 2, 2)("cpu")
     tk_mhc.mhc_multilayer_recompute(*(tuple(x) if isinstance(x, list) else x for x in inputs.values()))
     assert_equal((inputs["layer_input_list"], inputs["residual_list"]), separately(inputs))
-
-
-@pytest.mark.parametrize("hidden", [64, 576, 2560, 7168, 8192])
-@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
-def test_config_covers_hidden_with_whole_warps(mhc_mult: int, hidden: int) -> None:
-    config = MhcMultilayerRecomputeConfig.best(mhc_mult, hidden, None)
-    assert config.threads % 32 == 0
-    assert config.block_channels == 8 * config.threads
-    assert config.min_blocks >= 1
-    assert config.min_blocks * config.threads <= 2048
 
 
 def changed(name: str, place: int | None = None, value: Any = None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import torch
 import tk_mhc
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.post.mhc_post import MhcPostConfig
 from tk_mhc.testing.post.mhc_post import SPEC, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -83,17 +82,6 @@ def test_out_is_written_and_returned() -> None:
         out.fill_(float("nan"))
         assert function(**inputs, out=out) is out
         assert_equal(out, expected)
-
-
-@pytest.mark.parametrize("hidden", [64, 576, 2560, 7168, 8192])
-@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
-def test_config_covers_hidden_with_whole_warps(mhc_mult: int, hidden: int) -> None:
-    config = MhcPostConfig.best(mhc_mult, hidden, None)
-    assert config.threads % 32 == 0
-    assert config.threads <= 256
-    assert config.block_channels == 8 * config.threads
-    num_blocks = -(-hidden // config.block_channels)
-    assert num_blocks * config.block_channels - hidden < 8 * 32 * num_blocks
 
 
 GOOD = draw((5,), 4, 64)

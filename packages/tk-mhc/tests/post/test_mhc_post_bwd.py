@@ -8,7 +8,6 @@ import torch
 import tk_mhc
 from tk_core.testing import assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.post.mhc_post_bwd import MhcPostBwdConfig
 from tk_mhc.testing.post.mhc_post_bwd import SPEC, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -56,17 +55,6 @@ def test_against_autograd_in_float64(device: str) -> None:
 def test_fuse_grad_acc_changes_nothing() -> None:
     inputs = make((3,), 4, 64)("cpu")
     assert_equal(tk_mhc.mhc_post_bwd(**inputs, fuse_grad_acc=False), tk_mhc.mhc_post_bwd(**inputs))
-
-
-@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
-def test_config_leaves_less_than_a_warp_idle(mhc_mult: int) -> None:
-    for hidden in range(64, 8193, 64):
-        config = MhcPostBwdConfig.best(mhc_mult, hidden, None)
-        assert config.threads in (32, 64, 128), hidden
-        assert hidden % config.vector == 0, hidden
-        num_rounds = -(-hidden // (config.vector * config.threads))
-        assert 0 <= num_rounds * config.threads - hidden // config.vector < 32, hidden
-        assert 1 <= config.min_blocks <= 32, hidden
 
 
 GOOD = make((5,), 4, 64)("cpu")

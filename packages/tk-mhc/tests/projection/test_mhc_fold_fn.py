@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.arch import ARCHS
 from tk_core.testing import tiers
 from tk_mhc import reference
-from tk_mhc.projection.mhc_fold_fn import MhcFoldFnConfig
 from tk_mhc.testing.projection.mhc_fold_fn import SPEC, make
 
 test_cpu = tiers.cpu_tests(SPEC)
@@ -115,13 +113,3 @@ GOOD: dict[str, Any] = {"fn": FN, "mhc_mult": 4, "norm_weight": torch.ones(4 * 6
 def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         tk_mhc.mhc_fold_fn(**{**GOOD, **change})
-
-
-@pytest.mark.parametrize("hidden", [64, 192, 576, 1024, 1088, 2560, 7168, 8192])
-def test_config_covers_a_row_in_whole_warps(hidden: int) -> None:
-    config = MhcFoldFnConfig.best(4, hidden, ARCHS["sm_90a"])
-    assert config.block_channels == 4 * config.threads
-    assert config.threads % 32 == 0
-    assert config.threads <= 256
-    num_blocks = -(-hidden // config.block_channels)
-    assert num_blocks * config.block_channels - hidden < 256 * num_blocks

@@ -13,7 +13,6 @@ A thread block takes a token and a stretch of its channels, a thread eight neigh
     out           [ thread 0 | thread 1 | … ]
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,33 +23,19 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.tiles import DIRECT_COPIES, channel_tile
+from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import check_streams
 
 
-@dataclass(frozen=True)
-class MhcPreApplyMixConfig:
-    """Launch knobs."""
-
-    block_channels: int
-    """Channels of a thread block; those beyond hidden are left out."""
-    threads: int
-
-    @staticmethod
-    def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPreApplyMixConfig":
-        """Eight channels a thread, so that every load and store takes 16 bytes."""
-        block_channels = channel_tile(hidden, max_threads=256)
-        return MhcPreApplyMixConfig(block_channels, threads=block_channels // 8)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_pre_apply_mix_kernel(mhc_mult: int, hidden: int, config: MhcPreApplyMixConfig, arch: Arch) -> Any:
+def _mhc_pre_apply_mix_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.collapse import collapse_streams
 
-    block_channels = config.block_channels
+    block_channels = channel_tile(hidden, max_threads=256)
+    threads = block_channels // VECTOR
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -59,7 +44,7 @@ def _mhc_pre_apply_mix_kernel(mhc_mult: int, hidden: int, config: MhcPreApplyMix
         mix: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
         out: T.Tensor((num_tokens, hidden), "bfloat16"),
     ) -> None:
-        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=config.threads) as (token, block):
+        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=threads) as (token, block):
             channel = block * block_channels
             streams = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
             collapsed = T.alloc_fragment((block_channels,), "float32")
@@ -78,10 +63,9 @@ def _mhc_pre_apply_mix_out(x: Tensor, mix: Tensor, out: Tensor) -> None:
     num_tokens, mhc_mult, hidden = x.shape
     if num_tokens == 0:
         return
-    arch = get_arch(x.device)
-    config = MhcPreApplyMixConfig.best(mhc_mult, hidden, arch)
     written = aligned(out)
-    _mhc_pre_apply_mix_kernel(mhc_mult, hidden, config, arch)(aligned(x), aligned(mix, min(4 * mhc_mult, 16)), written)
+    collapse = _mhc_pre_apply_mix_kernel(mhc_mult, hidden, get_arch(x.device))
+    collapse(aligned(x), aligned(mix, min(4 * mhc_mult, 16)), written)
     if written is not out:
         out.copy_(written)
 

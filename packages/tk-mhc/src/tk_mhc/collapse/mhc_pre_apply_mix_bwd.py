@@ -18,7 +18,6 @@ A thread block takes a token and walks over its channels in tiles, a thread eigh
 The order of the sums depends on hidden alone.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,36 +34,15 @@ from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import check_streams
 
 
-@dataclass(frozen=True)
-class MhcPreApplyMixBwdConfig:
-    """Launch knobs. They decide the order of the sums, so they must not depend on the number of tokens."""
-
-    threads: int
-    """A power of two, as T.reduce_sum over all threads of a block wants."""
-
-    @property
-    def block_channels(self) -> int:
-        """Channels of a tile; those of the last one beyond hidden are left out."""
-        return VECTOR * self.threads
-
-    @staticmethod
-    def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPreApplyMixBwdConfig":
-        """The fewest idle threads in the last tile; of equals the most threads.
-
-        No more than 128, because of the registers: 93 a thread for four streams, so five such blocks share an SM,
-        but only two of 256 threads would. Not measured yet.
-        """
-        return MhcPreApplyMixBwdConfig(min((128, 64, 32), key=lambda threads: align(hidden, VECTOR * threads)))
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_pre_apply_mix_bwd_kernel(
-    mhc_mult: int, hidden: int, accumulate: bool, config: MhcPreApplyMixBwdConfig, arch: Arch
-) -> Any:
+def _mhc_pre_apply_mix_bwd_kernel(mhc_mult: int, hidden: int, accumulate: bool, arch: Arch) -> Any:
     """`accumulate`: d_x is read and added to."""
     import tilelang.language as T
 
-    block_channels = config.block_channels
+    # The fewest idle threads in the last tile; of equals the most threads, a power of two, which T.reduce_sum wants.
+    # No more than 128: with 93 registers a thread for four streams five such blocks share an SM, of 256 threads two.
+    threads = min((128, 64, 32), key=lambda threads: align(hidden, VECTOR * threads))
+    block_channels = VECTOR * threads
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -75,7 +53,7 @@ def _mhc_pre_apply_mix_bwd_kernel(
         d_x: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
         d_mix: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
     ) -> None:
-        with T.Kernel(num_tokens, threads=config.threads) as token:
+        with T.Kernel(num_tokens, threads=threads) as token:
             grad = T.alloc_fragment((block_channels,), "bfloat16")
             streams = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
             grads = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
@@ -116,9 +94,7 @@ def _mhc_pre_apply_mix_bwd_out(
     num_tokens, mhc_mult, hidden = x.shape
     if num_tokens == 0:
         return
-    arch = get_arch(x.device)
-    config = MhcPreApplyMixBwdConfig.best(mhc_mult, hidden, arch)
-    backward = _mhc_pre_apply_mix_bwd_kernel(mhc_mult, hidden, accumulate, config, arch)
+    backward = _mhc_pre_apply_mix_bwd_kernel(mhc_mult, hidden, accumulate, get_arch(x.device))
     written = aligned(d_x)
     backward(aligned(d_o), aligned(x), aligned(mix, min(4 * mhc_mult, 16)), written, d_mix)
     if written is not d_x:

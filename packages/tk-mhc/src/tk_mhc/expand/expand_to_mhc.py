@@ -12,7 +12,6 @@ A thread block takes a token, a thread eight neighbouring channels of each half:
               …
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,29 +28,14 @@ from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import MHC_MULTS, check_hidden
 
 
-@dataclass(frozen=True)
-class ExpandToMhcConfig:
-    """Launch knobs."""
-
-    block_channels: int
-    """Channels of a thread block; those beyond hidden are left out."""
-    threads: int
-
-    @staticmethod
-    def best(mhc_mult: int, hidden_size: int, arch: Arch) -> "ExpandToMhcConfig":
-        """A token a thread block, 16 channels a thread: two 16-byte loads in flight.
-
-        m 4, H 7168, 8192 tokens on an H200: 148 µs, with eight channels a thread 154; the writes alone take 139.
-        """
-        threads = align(ceil_div(hidden_size, 2 * VECTOR), 32)
-        return ExpandToMhcConfig(block_channels=2 * VECTOR * threads, threads=threads)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _expand_to_mhc_kernel(mhc_mult: int, hidden_size: int, config: ExpandToMhcConfig, arch: Arch) -> Any:
+def _expand_to_mhc_kernel(mhc_mult: int, hidden_size: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    block_channels = config.block_channels
+    # 16 channels a thread: two 16-byte loads in flight. m 4, H 7168, 8192 tokens on an H200: 148 µs, with eight
+    # channels a thread 154; the writes alone take 139.
+    threads = align(ceil_div(hidden_size, 2 * VECTOR), 32)
+    block_channels = 2 * VECTOR * threads
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -59,7 +43,7 @@ def _expand_to_mhc_kernel(mhc_mult: int, hidden_size: int, config: ExpandToMhcCo
         hidden: T.Tensor((num_tokens, hidden_size), "bfloat16"),
         out: T.Tensor((num_tokens, mhc_mult, hidden_size), "bfloat16"),
     ) -> None:
-        with T.Kernel(num_tokens, T.ceildiv(hidden_size, block_channels), threads=config.threads) as (token, block):
+        with T.Kernel(num_tokens, T.ceildiv(hidden_size, block_channels), threads=threads) as (token, block):
             channel = block * block_channels
             stream = T.alloc_fragment((block_channels,), "bfloat16")
 
@@ -80,10 +64,8 @@ def _expand_to_mhc_out(hidden: Tensor, out: Tensor) -> None:
     num_tokens, mhc_mult, hidden_size = out.shape
     if num_tokens == 0:
         return
-    arch = get_arch(hidden.device)
-    config = ExpandToMhcConfig.best(mhc_mult, hidden_size, arch)
     written = aligned(out)
-    _expand_to_mhc_kernel(mhc_mult, hidden_size, config, arch)(aligned(hidden), written)
+    _expand_to_mhc_kernel(mhc_mult, hidden_size, get_arch(hidden.device))(aligned(hidden), written)
     if written is not out:
         out.copy_(written)
 

@@ -13,7 +13,6 @@ A thread block takes a token and a stretch of its channels, a thread eight neigh
     d_hidden      [ thread 0 | thread 1 | … ]
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -27,26 +26,12 @@ from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import check_streams
 
 
-@dataclass(frozen=True)
-class ExpandToMhcBwdConfig:
-    """Launch knobs."""
-
-    block_channels: int
-    """Channels of a thread block; those beyond hidden are left out."""
-    threads: int
-
-    @staticmethod
-    def best(mhc_mult: int, hidden: int, arch: Arch) -> "ExpandToMhcBwdConfig":
-        """Eight channels a thread, so that every load and store takes 16 bytes. Untuned."""
-        block_channels = channel_tile(hidden, max_threads=256)
-        return ExpandToMhcBwdConfig(block_channels, threads=block_channels // VECTOR)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _expand_to_mhc_bwd_kernel(mhc_mult: int, hidden: int, config: ExpandToMhcBwdConfig, arch: Arch) -> Any:
+def _expand_to_mhc_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    block_channels = config.block_channels
+    block_channels = channel_tile(hidden, max_threads=256)
+    threads = block_channels // VECTOR
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -54,7 +39,7 @@ def _expand_to_mhc_bwd_kernel(mhc_mult: int, hidden: int, config: ExpandToMhcBwd
         d_o: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
         d_hidden: T.Tensor((num_tokens, hidden), "bfloat16"),
     ) -> None:
-        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=config.threads) as (token, block):
+        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=threads) as (token, block):
             channel = block * block_channels
             streams = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
             total = T.alloc_fragment((block_channels,), "float32")
@@ -75,9 +60,7 @@ def _expand_to_mhc_bwd_out(d_o: Tensor, d_hidden: Tensor) -> None:
     num_tokens, mhc_mult, hidden = d_o.shape
     if num_tokens == 0:
         return
-    arch = get_arch(d_o.device)
-    config = ExpandToMhcBwdConfig.best(mhc_mult, hidden, arch)
-    _expand_to_mhc_bwd_kernel(mhc_mult, hidden, config, arch)(aligned(d_o), d_hidden)
+    _expand_to_mhc_bwd_kernel(mhc_mult, hidden, get_arch(d_o.device))(aligned(d_o), d_hidden)
 
 
 @replayable

@@ -5,7 +5,6 @@
 in float32. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,27 +19,16 @@ from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import MHC_MULTS
 
-
-@dataclass(frozen=True)
-class MhcHeadComputeMixConfig:
-    """Launch knobs."""
-
-    block_tokens: int
-    threads: int
-
-    @staticmethod
-    def best(mhc_mult: int, arch: Arch) -> "MhcHeadComputeMixConfig":
-        """Four elements a thread, so that a load takes 16 bytes. Untuned."""
-        return MhcHeadComputeMixConfig(block_tokens=256 // mhc_mult, threads=64)
+_THREADS = 64
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_head_compute_mix_kernel(mhc_mult: int, config: MhcHeadComputeMixConfig, arch: Arch) -> Any:
+def _mhc_head_compute_mix_kernel(mhc_mult: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.mixes import sigmoid
 
-    block_tokens = config.block_tokens
+    block_tokens = 4 * _THREADS // mhc_mult  # Four elements a thread: a load takes 16 bytes. Untuned.
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -51,7 +39,7 @@ def _mhc_head_compute_mix_kernel(mhc_mult: int, config: MhcHeadComputeMixConfig,
         out: T.Tensor((num_tokens, mhc_mult), "float32"),
         pre_eps: T.float32,
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=config.threads) as block:
+        with T.Kernel(T.ceildiv(num_tokens, block_tokens), threads=_THREADS) as block:
             first = block * block_tokens
             mix = T.alloc_fragment((block_tokens, mhc_mult), "float32")
             T.copy(input_mix[first : first + block_tokens, :], mix)
@@ -74,8 +62,7 @@ def _mhc_head_compute_mix_out(
     num_tokens, mhc_mult = input_mix.shape
     if num_tokens == 0:
         return
-    arch = get_arch(input_mix.device)
-    compute_mix = _mhc_head_compute_mix_kernel(mhc_mult, MhcHeadComputeMixConfig.best(mhc_mult, arch), arch)
+    compute_mix = _mhc_head_compute_mix_kernel(mhc_mult, get_arch(input_mix.device))
     compute_mix(aligned(input_mix), mhc_scale, aligned(mhc_base), out, pre_eps)
 
 

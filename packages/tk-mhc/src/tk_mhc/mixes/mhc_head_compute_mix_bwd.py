@@ -8,7 +8,6 @@ in float32, the sums in float64. Source: "mHC: Manifold-Constrained Hyper-Connec
 As in `mhc_pre_split_mixes_bwd`, 128 thread blocks add up a range of tokens each, and a second kernel the ranges.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,30 +24,16 @@ from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
 from tk_mhc.lib.tokens import MHC_MULTS
 
 
-@dataclass(frozen=True)
-class MhcHeadComputeMixBwdConfig:
-    """Launch knobs. They decide the order of the sums, and so the bits of d_scale and d_base."""
-
-    rows: int
-    """Tokens whose elements the threads take at a time, an element a thread."""
-    block_tokens: int
-    """Tokens of a tile."""
-
-    @staticmethod
-    def best(mhc_mult: int, arch: Arch) -> "MhcHeadComputeMixBwdConfig":
-        """128 threads, and four elements of a thread in flight. Untuned."""
-        rows = 128 // mhc_mult
-        return MhcHeadComputeMixBwdConfig(rows, block_tokens=4 * rows)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_head_compute_mix_bwd_kernel(mhc_mult: int, config: MhcHeadComputeMixBwdConfig, arch: Arch) -> Any:
+def _mhc_head_compute_mix_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.mixes import sigmoid
     from tk_mhc.lib.mixes_bwd import add_to_sums, store_sums, thread_per_column
 
-    rows, block_tokens = config.rows, config.block_tokens
+    # 128 threads, and four elements of a thread in flight; they decide the order of the sums. Untuned.
+    rows = 128 // mhc_mult
+    block_tokens = 4 * rows
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -112,7 +97,7 @@ def _mhc_head_compute_mix_bwd_out(
         d_base.zero_()
         return
     arch = get_arch(input_mix.device)
-    backward = _mhc_head_compute_mix_bwd_kernel(mhc_mult, MhcHeadComputeMixBwdConfig.best(mhc_mult, arch), arch)
+    backward = _mhc_head_compute_mix_bwd_kernel(mhc_mult, arch)
     backward(aligned(d_o), aligned(input_mix), mhc_scale, aligned(mhc_base), d_mix, sums)
     sum_ranges_kernel(1, mhc_mult, arch)(sums, d_scale, d_base)
 

@@ -9,7 +9,6 @@ in float32. The groups are the first m columns, the next m and the last m². A t
 Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,27 +24,14 @@ from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import MHC_MULTS
 
 
-@dataclass(frozen=True)
-class MhcPreSplitMixesConfig:
-    """Launch knobs."""
-
-    block_tokens: int
-    """Tokens of a thread block, which has as many threads."""
-
-    @staticmethod
-    def best(arch: Arch) -> "MhcPreSplitMixesConfig":
-        """One warp, so that 8192 tokens reach all SMs. Untuned."""
-        return MhcPreSplitMixesConfig(block_tokens=32)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_pre_split_mixes_kernel(mhc_mult: int, config: MhcPreSplitMixesConfig, arch: Arch) -> Any:
+def _mhc_pre_split_mixes_kernel(mhc_mult: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.mixes import split_mixes, token_per_thread
 
     num_columns = mhc_mult * (mhc_mult + 2)
-    block_tokens = config.block_tokens
+    block_tokens = 32  # One warp, so that 8192 tokens reach all SMs. Untuned.
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -99,8 +85,7 @@ def _mhc_pre_split_mixes_out(
     num_tokens, mhc_mult, _ = comb.shape
     if num_tokens == 0:
         return
-    arch = get_arch(input_mixes.device)
-    split = _mhc_pre_split_mixes_kernel(mhc_mult, MhcPreSplitMixesConfig.best(arch), arch)
+    split = _mhc_pre_split_mixes_kernel(mhc_mult, get_arch(input_mixes.device))
     split(aligned(input_mixes), mhc_scale, aligned(mhc_base), pre, post, comb, post_mult_value, pre_eps)
 
 

@@ -14,7 +14,6 @@ elements of every tile, all of one column, and at the end the threads' sums are 
 ranges.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,24 +30,8 @@ from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
 from tk_mhc.lib.tokens import MHC_MULTS
 
 
-@dataclass(frozen=True)
-class MhcPreSplitMixesBwdConfig:
-    """Launch knobs. They decide the order of the sums, and so the bits of d_scale and d_base."""
-
-    rows: int
-    """Tokens whose elements the threads take at a time, an element a thread."""
-    block_tokens: int
-    """Tokens of a tile."""
-
-    @staticmethod
-    def best(mhc_mult: int, arch: Arch) -> "MhcPreSplitMixesBwdConfig":
-        """At most 256 threads, and eight elements of a thread in flight. Untuned."""
-        rows = {2: 32, 4: 8, 8: 2}[mhc_mult]
-        return MhcPreSplitMixesBwdConfig(rows, block_tokens=8 * rows)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, config: MhcPreSplitMixesBwdConfig, arch: Arch) -> Any:
+def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.mixes import sigmoid
@@ -56,7 +39,9 @@ def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, config: MhcPreSplitMixesBwdCo
 
     m = mhc_mult
     num_columns = m * (m + 2)
-    rows, block_tokens = config.rows, config.block_tokens
+    # At most 256 threads, and eight elements of a thread in flight; they decide the order of the sums. Untuned.
+    rows = {2: 32, 4: 8, 8: 2}[mhc_mult]
+    block_tokens = 8 * rows
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -142,7 +127,7 @@ def _mhc_pre_split_mixes_bwd_out(
         d_base.zero_()
         return
     arch = get_arch(input_mixes.device)
-    backward = _mhc_pre_split_mixes_bwd_kernel(mhc_mult, MhcPreSplitMixesBwdConfig.best(mhc_mult, arch), arch)
+    backward = _mhc_pre_split_mixes_bwd_kernel(mhc_mult, arch)
     gradients = (aligned(d_pre), aligned(d_post), aligned(d_comb))
     backward(*gradients, aligned(input_mixes), mhc_scale, aligned(mhc_base), d_mixes, sums, post_mult_value)
     sum_ranges_kernel(3, input_mixes.shape[1], arch)(sums, d_scale, d_base)

@@ -9,7 +9,6 @@ A thread has the matrix of a token in registers, so the iterations need neither 
 latency: each half of an iteration waits for m - 1 additions, a reciprocal and a product.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,26 +24,13 @@ from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import MHC_MULTS, check_repeat
 
 
-@dataclass(frozen=True)
-class SinkhornNormalizeConfig:
-    """Launch knobs."""
-
-    block_tokens: int
-    """Tokens of a thread block, which has as many threads."""
-
-    @staticmethod
-    def best(arch: Arch) -> "SinkhornNormalizeConfig":
-        """One warp, so that 8192 tokens reach all SMs. Untuned."""
-        return SinkhornNormalizeConfig(block_tokens=32)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _sinkhorn_normalize_kernel(mhc_mult: int, repeat: int, config: SinkhornNormalizeConfig, arch: Arch) -> Any:
+def _sinkhorn_normalize_kernel(mhc_mult: int, repeat: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.mixes import sinkhorn, token_per_thread
 
-    block_tokens = config.block_tokens
+    block_tokens = 32  # One warp, so that 8192 tokens reach all SMs. Untuned.
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -69,8 +55,7 @@ def _sinkhorn_normalize_out(x: Tensor, repeat: int, eps: float, out: Tensor) -> 
     num_tokens, mhc_mult, _ = x.shape
     if num_tokens == 0:
         return
-    arch = get_arch(x.device)
-    _sinkhorn_normalize_kernel(mhc_mult, repeat, SinkhornNormalizeConfig.best(arch), arch)(aligned(x), out, eps)
+    _sinkhorn_normalize_kernel(mhc_mult, repeat, get_arch(x.device))(aligned(x), out, eps)
 
 
 @replayable

@@ -12,7 +12,6 @@ in shared memory: m numbers, where the matrix would be m². On the way back they
 This adds to the gradient's error a hundredth of what torch.testing allows after 20 iterations, and a fifth after 800.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,27 +28,16 @@ from tk_mhc.lib.tokens import check_repeat
 from tk_mhc.mixes.sinkhorn_normalize import check_matrices
 
 
-@dataclass(frozen=True)
-class SinkhornNormalizeBwdConfig:
-    """Launch knobs."""
-
-    block_tokens: int
-    """Tokens of a thread block, which is a warp; a thread takes a token."""
-
-    @staticmethod
-    def best(mhc_mult: int, repeat: int, arch: Arch) -> "SinkhornNormalizeBwdConfig":
-        """A token for each thread, or as many tokens as shared memory has room for the sums of. Untuned."""
-        bytes_of_token = 4 * mhc_mult * (2 * repeat - 1)
-        # 1 KiB to spare; the KiB that CUDA takes for itself is no part of max_shared_memory.
-        max_bytes = arch.max_shared_memory - 1024
-        block_tokens = 32
-        while block_tokens > 1 and block_tokens * bytes_of_token > max_bytes:
-            block_tokens //= 2
-        return SinkhornNormalizeBwdConfig(block_tokens)
+def tokens_a_block(mhc_mult: int, repeat: int, arch: Arch) -> int:
+    """A token for each thread of a warp, or as many tokens as shared memory has room for the sums of. Untuned."""
+    bytes_of_token = 4 * mhc_mult * (2 * repeat - 1)
+    # 1 KiB to spare; the KiB that CUDA takes for itself is no part of max_shared_memory.
+    max_bytes = arch.max_shared_memory - 1024
+    return next(tokens for tokens in (32, 16, 8, 4, 2, 1) if tokens == 1 or tokens * bytes_of_token <= max_bytes)
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _sinkhorn_normalize_bwd_kernel(mhc_mult: int, repeat: int, config: SinkhornNormalizeBwdConfig, arch: Arch) -> Any:
+def _sinkhorn_normalize_bwd_kernel(mhc_mult: int, repeat: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.mixes import (
@@ -61,7 +49,7 @@ def _sinkhorn_normalize_bwd_kernel(mhc_mult: int, repeat: int, config: SinkhornN
         token_per_thread,
     )
 
-    block_tokens = config.block_tokens
+    block_tokens = tokens_a_block(mhc_mult, repeat, arch)
     num_tokens = T.dynamic("num_tokens")
 
     @T.macro
@@ -144,9 +132,7 @@ def _sinkhorn_normalize_bwd_out(d_o: Tensor, x: Tensor, repeat: int, eps: float,
     num_tokens, mhc_mult, _ = x.shape
     if num_tokens == 0:
         return
-    arch = get_arch(x.device)
-    config = SinkhornNormalizeBwdConfig.best(mhc_mult, repeat, arch)
-    _sinkhorn_normalize_bwd_kernel(mhc_mult, repeat, config, arch)(aligned(d_o), aligned(x), d_x, eps)
+    _sinkhorn_normalize_bwd_kernel(mhc_mult, repeat, get_arch(x.device))(aligned(d_o), aligned(x), d_x, eps)
 
 
 @replayable

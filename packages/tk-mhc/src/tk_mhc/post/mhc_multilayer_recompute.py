@@ -21,7 +21,6 @@ writes the addresses of all of them into shared memory, where the loop looks the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,47 +34,25 @@ from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import check_streams
 
-
-@dataclass(frozen=True)
-class MhcMultilayerRecomputeConfig:
-    """Launch knobs."""
-
-    block_channels: int
-    """Channels of a thread block; those beyond hidden are left out."""
-    threads: int
-    min_blocks: int
-    """Thread blocks that have to fit on an SM: bounds the registers of a thread."""
-
-    @staticmethod
-    def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcMultilayerRecomputeConfig":
-        """Eight channels a thread, so that every load and store takes 16 bytes.
-
-        As many blocks as fit without spilled registers. m 4, H 7168, ten layers, 8192 tokens on an H200: 1848 µs with
-        five blocks of 1024 channels, 1888 with four, 1934 with two of 1792.
-        """
-        block_channels = channel_tile(hidden, max_threads=128)
-        registers = {2: 64, 4: 96, 8: 168}[mhc_mult]
-        # An SM has four partitions, each with 512 registers for each lane of a warp.
-        warps = 4 * (512 // registers)
-        threads = block_channels // VECTOR
-        return MhcMultilayerRecomputeConfig(block_channels, threads, min_blocks=warps // (threads // 32))
-
-
 # Rows of the table of addresses.
 _PRE, _LAYER_OUTPUT, _POST, _COMB, _LAYER_INPUT, _RESIDUAL = range(6)
 
 
 # Explicit loads and stores: nvcc splits a 16-byte store where it cannot see that the address is aligned.
 @kernel(pass_configs={**DIRECT_COPIES, "tl.enable_lower_ldgstg": True})
-def _mhc_multilayer_recompute_kernel(
-    num_layers: int, num_posts: int, mhc_mult: int, hidden: int, config: MhcMultilayerRecomputeConfig, arch: Arch
-) -> Any:
+def _mhc_multilayer_recompute_kernel(num_layers: int, num_posts: int, mhc_mult: int, hidden: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.collapse import collapse_streams
     from tk_mhc.lib.post import post_streams
 
-    block_channels = config.block_channels
+    # As many blocks as fit without spilled registers. m 4, H 7168, ten layers, 8192 tokens on an H200: 1848 µs with
+    # five blocks of 1024 channels, 1888 with four, 1934 with two of 1792.
+    block_channels = channel_tile(hidden, max_threads=128)
+    threads = block_channels // VECTOR
+    registers = {2: 64, 4: 96, 8: 168}[mhc_mult]
+    # An SM has four partitions, each with 512 registers for each lane of a warp.
+    min_blocks = 4 * (512 // registers) // (threads // 32)
     # Tuples, for loops that Python unrolls: each layer has arguments of its own.
     layers, posts = tuple(range(num_layers)), tuple(range(num_posts))
     num_tokens = T.dynamic("num_tokens")
@@ -92,8 +69,8 @@ def _mhc_multilayer_recompute_kernel(
         layer_inputs = [T.arg(f"layer_input_{i}", T.Tensor(channels_shape, "bfloat16")) for i in layers]
         residuals = [T.arg(f"residual_{i}", T.Tensor(streams_shape, "bfloat16")) for i in posts]
 
-        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=config.threads) as (token, block):
-            T.annotate_min_blocks_per_sm(config.min_blocks)
+        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=threads) as (token, block):
+            T.annotate_min_blocks_per_sm(min_blocks)
             first, last = block * block_channels, (block + 1) * block_channels
             addresses = T.alloc_shared((6, num_layers), "int64")
             all_pre = T.alloc_shared((num_layers, mhc_mult), "float32")
@@ -170,9 +147,8 @@ def _mhc_multilayer_recompute_out(
     if num_tokens == 0:
         return
     arch = get_arch(initial_residual.device)
-    config = MhcMultilayerRecomputeConfig.best(mhc_mult, hidden, arch)
     num_layers, num_posts = len(pre_mix_list), len(residual_list)
-    recompute = _mhc_multilayer_recompute_kernel(num_layers, num_posts, mhc_mult, hidden, config, arch)
+    recompute = _mhc_multilayer_recompute_kernel(num_layers, num_posts, mhc_mult, hidden, arch)
     inputs = (*pre_mix_list, *layer_output_list, *post_mix_list, *comb_mix_list)
     outputs = (*layer_input_list, *residual_list)
     written = [aligned(x) for x in outputs]

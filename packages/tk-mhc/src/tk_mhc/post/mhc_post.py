@@ -15,7 +15,6 @@ streams, with all mixes of the token in registers:
                 …
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,31 +30,15 @@ from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import check_streams
 
 
-@dataclass(frozen=True)
-class MhcPostConfig:
-    """Launch knobs."""
-
-    block_channels: int
-    """Channels of a thread block; those beyond hidden are left out."""
-    threads: int
-
-    @staticmethod
-    def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPostConfig":
-        """Eight channels a thread, so that every load and store takes 16 bytes. Untuned.
-
-        With eight streams a thread needs 163 registers, and smaller blocks leave fewer of an SM's registers unused.
-        """
-        block_channels = channel_tile(hidden, max_threads=128 if mhc_mult == 8 else 256)
-        return MhcPostConfig(block_channels, threads=block_channels // VECTOR)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_post_kernel(mhc_mult: int, hidden: int, config: MhcPostConfig, arch: Arch) -> Any:
+def _mhc_post_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.post import post_streams
 
-    block_channels = config.block_channels
+    # With eight streams a thread needs 163 registers, and smaller blocks leave fewer of an SM's registers unused.
+    block_channels = channel_tile(hidden, max_threads=128 if mhc_mult == 8 else 256)
+    threads = block_channels // VECTOR
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -66,7 +49,7 @@ def _mhc_post_kernel(mhc_mult: int, hidden: int, config: MhcPostConfig, arch: Ar
         comb_res_mix: T.Tensor((num_tokens, mhc_mult, mhc_mult), "float32"),
         out: T.Tensor((num_tokens, mhc_mult, hidden), "bfloat16"),
     ) -> None:
-        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=config.threads) as (token, block):
+        with T.Kernel(num_tokens, T.ceildiv(hidden, block_channels), threads=threads) as (token, block):
             channel = block * block_channels
             layer_output = T.alloc_fragment((block_channels,), "bfloat16")
             streams = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
@@ -87,11 +70,9 @@ def _mhc_post_kernel(mhc_mult: int, hidden: int, config: MhcPostConfig, arch: Ar
 def launch_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
     """Launch on residual (T, m, H), at least one token."""
     _, mhc_mult, hidden = residual.shape
-    arch = get_arch(x.device)
-    config = MhcPostConfig.best(mhc_mult, hidden, arch)
     inputs = (aligned(x), aligned(residual), aligned(post_layer_mix), aligned(comb_res_mix))
     written = aligned(out)
-    _mhc_post_kernel(mhc_mult, hidden, config, arch)(*inputs, written)
+    _mhc_post_kernel(mhc_mult, hidden, get_arch(x.device))(*inputs, written)
     if written is not out:
         out.copy_(written)
 

@@ -15,7 +15,6 @@ added up once, at the end:
     sums        (m, threads) and (m, m, threads)  →  d_post (m), d_comb (m, m)
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,41 +26,21 @@ from tk_core.kernel import kernel
 from tk_core.math import align
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.tiles import DIRECT_COPIES
+from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_core.views import aligned, flat
 from tk_mhc.lib.tokens import check_streams
 
 
-@dataclass(frozen=True)
-class MhcPostBwdConfig:
-    """Launch knobs. The order of the sums over channels depends on them."""
-
-    threads: int
-    """A power of two, which the sum over the threads of a block needs."""
-    vector: int
-    """Neighbouring channels of a thread."""
-
-    min_blocks: int
-    """Thread blocks that have to fit on an SM: bounds the registers of a thread."""
-
-    @staticmethod
-    def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcPostBwdConfig":
-        """16 bytes a thread; of 128, 64 and 32 threads the most that leave as few as possible idle in the last round.
-
-        With four streams 128 registers are enough, eight need all that there are. Untuned.
-        """
-        vector = 8
-        threads = min((128, 64, 32), key=lambda threads: align(hidden // vector, threads))
-        registers = 255 if mhc_mult == 8 else 128
-        return MhcPostBwdConfig(threads, vector, min_blocks=65536 // (threads * registers))
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, config: MhcPostBwdConfig, arch: Arch) -> Any:
+def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    threads, vector = config.threads, config.vector
-    num_vectors = hidden // vector
+    # Of 128, 64 and 32 threads the most that leave as few as possible idle in the last round; the sum over the threads
+    # of a block needs a power of two, and its order depends on it.
+    num_vectors = hidden // VECTOR
+    threads = min((128, 64, 32), key=lambda threads: align(num_vectors, threads))
+    # Bounds the registers of a thread: with four streams 128 are enough, eight need all that there are.
+    min_blocks = 65536 // (threads * (255 if mhc_mult == 8 else 128))
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -77,20 +56,20 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, config: MhcPostBwdConfig, a
         d_comb: T.Tensor((num_tokens, mhc_mult, mhc_mult), "float32"),
     ) -> None:
         # Channels of a thread as a dimension of their own: the partial sums are over them alone.
-        x_vectors = T.reshape(x, (num_tokens, num_vectors, vector))
-        residual_vectors = T.reshape(residual, (num_tokens, mhc_mult, num_vectors, vector))
-        d_o_vectors = T.reshape(d_o, (num_tokens, mhc_mult, num_vectors, vector))
-        d_x_vectors = T.reshape(d_x, (num_tokens, num_vectors, vector))
-        d_residual_vectors = T.reshape(d_residual, (num_tokens, mhc_mult, num_vectors, vector))
+        x_vectors = T.reshape(x, (num_tokens, num_vectors, VECTOR))
+        residual_vectors = T.reshape(residual, (num_tokens, mhc_mult, num_vectors, VECTOR))
+        d_o_vectors = T.reshape(d_o, (num_tokens, mhc_mult, num_vectors, VECTOR))
+        d_x_vectors = T.reshape(d_x, (num_tokens, num_vectors, VECTOR))
+        d_residual_vectors = T.reshape(d_residual, (num_tokens, mhc_mult, num_vectors, VECTOR))
 
         with T.Kernel(num_tokens, threads=threads) as token:
-            T.annotate_min_blocks_per_sm(config.min_blocks)
+            T.annotate_min_blocks_per_sm(min_blocks)
             post = T.alloc_fragment((mhc_mult,), "float32")
             comb = T.alloc_fragment((mhc_mult, mhc_mult), "float32")
-            layer_output = T.alloc_fragment((threads, vector), "bfloat16")
-            streams = T.alloc_fragment((mhc_mult, threads, vector), "bfloat16")
-            d_streams = T.alloc_fragment((mhc_mult, threads, vector), "bfloat16")
-            total = T.alloc_fragment((threads, vector), "float32")
+            layer_output = T.alloc_fragment((threads, VECTOR), "bfloat16")
+            streams = T.alloc_fragment((mhc_mult, threads, VECTOR), "bfloat16")
+            d_streams = T.alloc_fragment((mhc_mult, threads, VECTOR), "bfloat16")
+            total = T.alloc_fragment((threads, VECTOR), "float32")
             post_partial = T.alloc_fragment((mhc_mult, threads), "float32")
             comb_partial = T.alloc_fragment((mhc_mult, mhc_mult, threads), "float32")
             post_sum = T.alloc_fragment((mhc_mult,), "float32")
@@ -107,18 +86,18 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, config: MhcPostBwdConfig, a
                 T.copy(residual_vectors[token, :, first : first + threads, :], streams)
                 T.clear(total)
                 for n in T.unroll(mhc_mult):
-                    for t, v in T.Parallel(threads, vector):
+                    for t, v in T.Parallel(threads, VECTOR):
                         total[t, v] = T.fma(post[n], T.cast(d_streams[n, t, v], "float32"), total[t, v])
                 T.copy(total, d_x_vectors[token, first : first + threads, :])
                 for k in T.unroll(mhc_mult):
                     T.clear(total)
                     for n in T.unroll(mhc_mult):
-                        for t, v in T.Parallel(threads, vector):
+                        for t, v in T.Parallel(threads, VECTOR):
                             total[t, v] = T.fma(comb[k, n], T.cast(d_streams[n, t, v], "float32"), total[t, v])
                     T.copy(total, d_residual_vectors[token, k, first : first + threads, :])
                 for n in T.unroll(mhc_mult):
                     for t in T.Parallel(threads):
-                        for v in T.unroll(vector):
+                        for v in T.unroll(VECTOR):
                             post_partial[n, t] = T.fma(
                                 T.cast(layer_output[t, v], "float32"),
                                 T.cast(d_streams[n, t, v], "float32"),
@@ -126,7 +105,7 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, config: MhcPostBwdConfig, a
                             )
                     for k in T.unroll(mhc_mult):
                         for t in T.Parallel(threads):
-                            for v in T.unroll(vector):
+                            for v in T.unroll(VECTOR):
                                 comb_partial[k, n, t] = T.fma(
                                     T.cast(streams[k, t, v], "float32"),
                                     T.cast(d_streams[n, t, v], "float32"),
@@ -159,9 +138,7 @@ def _mhc_post_bwd_out(
     num_tokens, mhc_mult, hidden = residual.shape
     if num_tokens == 0:
         return
-    arch = get_arch(x.device)
-    config = MhcPostBwdConfig.best(mhc_mult, hidden, arch)
-    backward = _mhc_post_bwd_kernel(mhc_mult, hidden, config, arch)
+    backward = _mhc_post_bwd_kernel(mhc_mult, hidden, get_arch(x.device))
     inputs = (aligned(x), aligned(residual), aligned(post_layer_mix), aligned(comb_res_mix), aligned(d_o))
     backward(*inputs, d_x, d_residual, d_post, d_comb)
 

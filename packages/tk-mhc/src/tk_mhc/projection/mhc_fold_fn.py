@@ -14,7 +14,6 @@ A thread block takes a row and a stretch of the H channels, a thread four neighb
     out           [ thread 0 | thread 1 | … ]
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,27 +32,12 @@ _VECTOR = 4
 """Neighbouring float32 channels of a thread: 16 bytes."""
 
 
-@dataclass(frozen=True)
-class MhcFoldFnConfig:
-    """Launch knobs."""
-
-    block_channels: int
-    """Channels of a thread block; those beyond H are left out."""
-    threads: int
-
-    @staticmethod
-    def best(mhc_mult: int, hidden: int, arch: Arch) -> "MhcFoldFnConfig":
-        """Four channels a thread, so that every load and store takes 16 bytes. Untuned."""
-        block_channels = channel_tile(hidden, max_threads=128)
-        return MhcFoldFnConfig(block_channels, threads=block_channels // _VECTOR)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_fold_fn_kernel(mhc_mult: int, hidden: int, weighted: bool, config: MhcFoldFnConfig, arch: Arch) -> Any:
+def _mhc_fold_fn_kernel(mhc_mult: int, hidden: int, weighted: bool, arch: Arch) -> Any:
     """`weighted`: there is a norm_weight."""
     import tilelang.language as T
 
-    block_channels = config.block_channels
+    block_channels = channel_tile(hidden, max_threads=128)
     num_rows = mhc_mult * (mhc_mult + 2)
 
     @T.prim_func
@@ -62,7 +46,7 @@ def _mhc_fold_fn_kernel(mhc_mult: int, hidden: int, weighted: bool, config: MhcF
         norm_weight: T.Tensor((mhc_mult, hidden), "float32"),
         out: T.Tensor((num_rows, hidden), "float32"),
     ) -> None:
-        with T.Kernel(num_rows, T.ceildiv(hidden, block_channels), threads=config.threads) as (row, block):
+        with T.Kernel(num_rows, T.ceildiv(hidden, block_channels), threads=block_channels // _VECTOR) as (row, block):
             channel = block * block_channels
             streams = T.alloc_fragment((mhc_mult, block_channels), "float32")
             weights = T.alloc_fragment((mhc_mult, block_channels), "float32")
@@ -95,10 +79,9 @@ def _mhc_fold_fn_kernel(mhc_mult: int, hidden: int, weighted: bool, config: MhcF
 )
 def _mhc_fold_fn_out(fn: Tensor, norm_weight: Tensor | None, out: Tensor) -> None:
     _, mhc_mult, hidden = fn.shape
-    arch = get_arch(fn.device)
-    config = MhcFoldFnConfig.best(mhc_mult, hidden, arch)
     weights = None if norm_weight is None else aligned(norm_weight)
-    _mhc_fold_fn_kernel(mhc_mult, hidden, norm_weight is not None, config, arch)(aligned(fn), weights, out)
+    fold = _mhc_fold_fn_kernel(mhc_mult, hidden, norm_weight is not None, get_arch(fn.device))
+    fold(aligned(fn), weights, out)
 
 
 @replayable
