@@ -88,11 +88,11 @@ def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tens
         TypeError: an argument is not a tensor of its dtype.
         ValueError: a shape, stride or device does not fit, or m or H is out of range.
     """
-    leading, mhc_mult, hidden = check_streams("x", x)
-    check.tensor("mix", mix, (torch.float32,), (*leading, mhc_mult, 1), device=x.device)
+    leading, mhc_mult, hidden, device = check_streams("x", x)
+    check.tensor("mix", mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
     if out is None:
         out = x.new_empty((*leading, hidden))
     else:
-        check.tensor("out", out, (torch.bfloat16,), (*leading, hidden), device=x.device)
+        check.tensor("out", out, (torch.bfloat16,), (*leading, hidden), device=device)
     _mhc_pre_apply_mix_out(flat(x, 2), flat(mix, 2), flat(out, 1))
     return out

@@ -122,14 +122,14 @@ def mhc_pre_apply_mix_bwd(d_o: Tensor, x: Tensor, mix: Tensor, *, d_x: Tensor | 
         TypeError: an argument is not a tensor of its dtype.
         ValueError: a shape, stride or device does not fit, or m or H is out of range.
     """
-    leading, mhc_mult, hidden = check_streams("x", x)
-    check.tensor("d_o", d_o, (torch.bfloat16,), (*leading, hidden), device=x.device)
-    check.tensor("mix", mix, (torch.float32,), (*leading, mhc_mult, 1), device=x.device)
+    leading, mhc_mult, hidden, device = check_streams("x", x)
+    check.tensor("d_o", d_o, (torch.bfloat16,), (*leading, hidden), device=device)
+    check.tensor("mix", mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
     accumulate = d_x is not None
     if d_x is None:
         d_x = x.new_empty(x.shape)
     else:
-        check.tensor("d_x", d_x, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=x.device)
+        check.tensor("d_x", d_x, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
     d_mix = mix.new_empty(mix.shape)
     _mhc_pre_apply_mix_bwd_out(flat(d_o, 1), flat(x, 2), flat(mix, 2), accumulate, flat(d_x, 2), flat(d_mix, 2))
     return d_x, d_mix

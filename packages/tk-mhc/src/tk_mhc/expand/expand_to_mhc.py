@@ -54,14 +54,9 @@ def _expand_to_mhc_kernel(mhc_mult: int, hidden_size: int, arch: Arch) -> Any:
     return expand_to_mhc
 
 
-@op(
-    "tk_mhc::expand_to_mhc_out",
-    mutates=("out",),
-    reference="expand_to_mhc",
-    translate=lambda call: {"mhc_mult": call.out.shape[1]},
-)
-def _expand_to_mhc_out(hidden: Tensor, out: Tensor) -> None:
-    num_tokens, mhc_mult, hidden_size = out.shape
+@op("tk_mhc::expand_to_mhc_out", mutates=("out",), reference="expand_to_mhc")
+def _expand_to_mhc_out(hidden: Tensor, mhc_mult: int, out: Tensor) -> None:
+    num_tokens, hidden_size = hidden.shape
     if num_tokens == 0:
         return
     written = aligned(out)
@@ -97,5 +92,5 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
         out = hidden.new_empty(shape)
     else:
         check.tensor("out", out, (torch.bfloat16,), shape, device=hidden.device)
-    _expand_to_mhc_out(flat(hidden, 1), flat(out, 2))
+    _expand_to_mhc_out(flat(hidden, 1), mhc_mult, flat(out, 2))
     return out

@@ -79,7 +79,7 @@ def expand_to_mhc_bwd(d_o: Tensor) -> Tensor:
         TypeError: d_o is not a bfloat16 tensor.
         ValueError: d_o is not contiguous or has no dimension of streams, or m or H is out of range.
     """
-    leading, _, hidden = check_streams("d_o", d_o)
+    leading, _, hidden, _ = check_streams("d_o", d_o)
     d_hidden = d_o.new_empty((*leading, hidden))
     _expand_to_mhc_bwd_out(flat(d_o, 2), flat(d_hidden, 1))
     return d_hidden

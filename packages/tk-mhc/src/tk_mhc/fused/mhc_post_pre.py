@@ -7,69 +7,39 @@ with the bits of these two. For few tokens of four streams on Hopper in two laun
 lib/pre_fuse.py; otherwise mhc_post's kernel and those of mhc_pre_big_fuse. Source: arXiv 2512.24880.
 """
 
-import torch
 from torch import Tensor
 
-from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.post_project import launch_post_sums, takes_post_project
-from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, named_numbers, new_results
-from tk_mhc.lib.projection import check_n_splits, launch_sums
-from tk_mhc.lib.tokens import check_streams
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions, check_pre_arguments, check_pre_options
+from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
+from tk_mhc.lib.projection import check_projection, launch_sums
+from tk_mhc.lib.projection_config import Projection
+from tk_mhc.lib.spelled_out import spelled_out
+from tk_mhc.lib.tokens import PostArguments, check_post
 from tk_mhc.post.mhc_post import launch_post
 
 
-@op(
-    "tk_mhc::mhc_post_pre_out",
-    mutates=("new_residual", "post", "comb", "layer_input", "next_pre_mix"),
-    reference="mhc_post_pre",
-    translate=lambda call: {**named_numbers(call.numbers), "shifted": call.next_pre_mix is not None},
-)
+@op("tk_mhc::mhc_post_pre_out", mutates=("new_residual", *PreResults._fields), reference="mhc_post_pre")
+@spelled_out
 def _mhc_post_pre_out(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    fn: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    norm_weight: Tensor | None,
-    layer_norm_weight: Tensor | None,
-    pre_mix: Tensor | None,
+    before: PostArguments,
+    projection: Projection,
+    arguments: PreArguments,
+    options: PreOptions,
     new_residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    layer_input: Tensor,
-    next_pre_mix: Tensor | None,
-    numbers: list[float],
-    layer_norm_eps: float,
-    sinkhorn_repeat: int,
-    n_splits: int,
+    results: PreResults,
 ) -> None:
-    num_tokens, mhc_mult, hidden = residual.shape
-    if num_tokens == 0:
+    if new_residual.shape[0] == 0:
         return
-    before = (x, residual, post_layer_mix, comb_res_mix)
-    fn = aligned(fn)
-    norm_weight = None if norm_weight is None else aligned(norm_weight)
-    if takes_post_project(num_tokens, mhc_mult, hidden, n_splits, x.device):
-        sums = launch_post_sums(*before, fn, norm_weight, n_splits, new_residual)
+    if takes_post_project(new_residual, projection.n_splits):
+        sums = launch_post_sums(before, projection, new_residual)
     else:
-        launch_post(*before, new_residual)
-        sums = launch_sums(new_residual.view(num_tokens, -1), fn, norm_weight, n_splits)
-    launch_pre_fuse(
-        new_residual,
-        sums,
-        mhc_scale,
-        mhc_base,
-        numbers,
-        sinkhorn_repeat,
-        (post, comb, layer_input, next_pre_mix),
-        (layer_norm_weight, layer_norm_eps),
-        pre_mix,
-    )
+        launch_post(before, new_residual)
+        sums = launch_sums(new_residual.flatten(1), projection)
+    launch_pre_fuse(new_residual, sums, arguments, options, results)
 
 
 @replayable
@@ -131,47 +101,13 @@ def mhc_post_pre(
         TypeError: a tensor or number has another type or dtype.
         ValueError: a shape, stride or device does not fit, or a number is out of range.
     """
-    leading, mhc_mult, hidden = check_streams("residual", residual, layout="any")
-    device, width = residual.device, mhc_mult * hidden
-    check.tensor("x", x, (torch.bfloat16,), (*leading, hidden), device=device)
-    check.tensor("post_layer_mix", post_layer_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
-    check.tensor("comb_res_mix", comb_res_mix, (torch.float32,), (*leading, mhc_mult, mhc_mult), device=device)
-    check.tensor("fn", fn, (torch.float32,), (mhc_mult * (mhc_mult + 2), width), device=device)
-    if norm_weight is not None:
-        check.tensor("norm_weight", norm_weight, (torch.float32,), (width,), device=device)
-    numbers = check_pre_fuse(
-        mhc_scale,
-        mhc_base,
-        (rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value),
-        sinkhorn_repeat,
-        (leading, mhc_mult, hidden),
-        device,
-        (layer_norm_weight, layer_norm_eps),
-        (shifted, pre_mix),
+    streams, before = check_post(x, residual, post_layer_mix, comb_res_mix)
+    projection = check_projection(streams, fn, norm_weight, n_splits)
+    arguments = check_pre_arguments(
+        streams, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
     )
-    n_splits = check_n_splits(n_splits, width)
-    new_residual = x.new_empty((*leading, mhc_mult, hidden))
-    post, comb, layer_input, next_pre = new_results(x, leading, mhc_mult, shifted)
-    _mhc_post_pre_out(
-        flat(x, 1),
-        flat(residual.contiguous(), 2),
-        flat(post_layer_mix, 2),
-        flat(comb_res_mix, 2),
-        fn,
-        mhc_scale,
-        mhc_base,
-        norm_weight,
-        layer_norm_weight,
-        None if pre_mix is None else flat(pre_mix, 2),
-        flat(new_residual, 2),
-        flat(post, 2),
-        flat(comb, 2),
-        flat(layer_input, 1),
-        None if next_pre is None else flat(next_pre, 2),
-        numbers,
-        float(layer_norm_eps),
-        sinkhorn_repeat,
-        n_splits,
-    )
-    results = (new_residual, post, comb, layer_input)
-    return results if next_pre is None else (*results, next_pre)
+    options = check_pre_options(streams, layer_norm_weight, layer_norm_eps, shifted, pre_mix)
+    new_residual = x.new_empty((*streams.leading, streams.mhc_mult, streams.hidden))
+    results = new_results(x, streams, shifted)
+    _mhc_post_pre_out(*before, *projection, *arguments, *options, flat(new_residual, 2), *results.flat())
+    return new_residual, *results.present()

@@ -10,58 +10,27 @@ They are made of the same macros as the separate ops, so the results have the sa
 shifted form and the layer norm are those of vLLM's mhc_pre_delayed and of its fused norm.
 """
 
-import torch
 from torch import Tensor
 
-from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.views import aligned, flat
-from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, named_numbers, new_results
-from tk_mhc.lib.projection import check_n_splits, launch_sums
+from tk_core.views import flat
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions, check_pre_arguments, check_pre_options
+from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
+from tk_mhc.lib.projection import check_projection, launch_sums
+from tk_mhc.lib.projection_config import Projection
+from tk_mhc.lib.spelled_out import spelled_out
 from tk_mhc.lib.tokens import check_streams
 
 
-@op(
-    "tk_mhc::mhc_pre_big_fuse_out",
-    mutates=("post", "comb", "layer_input", "next_pre_mix"),
-    reference="mhc_pre_big_fuse",
-    translate=lambda call: {**named_numbers(call.numbers), "shifted": call.next_pre_mix is not None},
-)
+@op("tk_mhc::mhc_pre_big_fuse_out", mutates=PreResults._fields, reference="mhc_pre_big_fuse")
+@spelled_out
 def _mhc_pre_big_fuse_out(
-    residual: Tensor,
-    fn: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    norm_weight: Tensor | None,
-    layer_norm_weight: Tensor | None,
-    pre_mix: Tensor | None,
-    post: Tensor,
-    comb: Tensor,
-    layer_input: Tensor,
-    next_pre_mix: Tensor | None,
-    numbers: list[float],
-    layer_norm_eps: float,
-    sinkhorn_repeat: int,
-    n_splits: int,
+    residual: Tensor, projection: Projection, arguments: PreArguments, options: PreOptions, results: PreResults
 ) -> None:
-    num_tokens = residual.shape[0]
-    if num_tokens == 0:
-        return
-    residual = aligned(residual)
-    if norm_weight is not None:
-        norm_weight = aligned(norm_weight)
-    launch_pre_fuse(
-        residual,
-        launch_sums(residual.view(num_tokens, -1), aligned(fn), norm_weight, n_splits),
-        mhc_scale,
-        mhc_base,
-        numbers,
-        sinkhorn_repeat,
-        (post, comb, layer_input, next_pre_mix),
-        (layer_norm_weight, layer_norm_eps),
-        pre_mix,
-    )
+    if residual.shape[0] > 0:
+        sums = launch_sums(residual.flatten(1), projection)
+        launch_pre_fuse(residual, sums, arguments, options, results)
 
 
 @replayable
@@ -116,38 +85,12 @@ def mhc_pre_big_fuse(
         TypeError: a tensor or number has another type or dtype.
         ValueError: a shape, stride or device does not fit, or a number is out of range.
     """
-    leading, mhc_mult, hidden = check_streams("residual", residual)
-    device, width = residual.device, mhc_mult * hidden
-    check.tensor("fn", fn, (torch.float32,), (mhc_mult * (mhc_mult + 2), width), device=device)
-    if norm_weight is not None:
-        check.tensor("norm_weight", norm_weight, (torch.float32,), (width,), device=device)
-    numbers = check_pre_fuse(
-        mhc_scale,
-        mhc_base,
-        (rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value),
-        sinkhorn_repeat,
-        (leading, mhc_mult, hidden),
-        device,
-        (layer_norm_weight, layer_norm_eps),
-        (shifted, pre_mix),
+    streams = check_streams("residual", residual)
+    projection = check_projection(streams, fn, norm_weight, n_splits)
+    arguments = check_pre_arguments(
+        streams, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
     )
-    n_splits = check_n_splits(n_splits, width)
-    post, comb, layer_input, next_pre = new_results(residual, leading, mhc_mult, shifted)
-    _mhc_pre_big_fuse_out(
-        flat(residual, 2),
-        fn,
-        mhc_scale,
-        mhc_base,
-        norm_weight,
-        layer_norm_weight,
-        None if pre_mix is None else flat(pre_mix, 2),
-        flat(post, 2),
-        flat(comb, 2),
-        flat(layer_input, 1),
-        None if next_pre is None else flat(next_pre, 2),
-        numbers,
-        float(layer_norm_eps),
-        sinkhorn_repeat,
-        n_splits,
-    )
-    return (post, comb, layer_input) if next_pre is None else (post, comb, layer_input, next_pre)
+    options = check_pre_options(streams, layer_norm_weight, layer_norm_eps, shifted, pre_mix)
+    results = new_results(residual, streams, shifted)
+    _mhc_pre_big_fuse_out(flat(residual, 2), *projection, *arguments, *options, *results.flat())
+    return results.present()

@@ -12,48 +12,28 @@ from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import flat
-from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, named_numbers, new_results
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions, check_pre_arguments, check_pre_options
+from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
+from tk_mhc.lib.spelled_out import spelled_out
 from tk_mhc.lib.tokens import check_streams
 
 
 @op(
     "tk_mhc::mhc_pre_big_fuse_from_partials_out",
-    mutates=("post", "comb", "layer_input", "next_pre_mix"),
+    mutates=PreResults._fields,
     reference="mhc_pre_big_fuse_from_partials",
-    translate=lambda call: {
-        **named_numbers(call.numbers),
-        "shifted": call.next_pre_mix is not None,
-    },
 )
+@spelled_out
 def _mhc_pre_big_fuse_from_partials_out(
     residual: Tensor,
     gemm_out_mul: Tensor,
     gemm_out_sqrsum: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    layer_norm_weight: Tensor | None,
-    pre_mix: Tensor | None,
-    post: Tensor,
-    comb: Tensor,
-    layer_input: Tensor,
-    next_pre_mix: Tensor | None,
-    numbers: list[float],
-    layer_norm_eps: float,
-    sinkhorn_repeat: int,
+    arguments: PreArguments,
+    options: PreOptions,
+    results: PreResults,
 ) -> None:
-    if residual.shape[0] == 0:
-        return
-    launch_pre_fuse(
-        residual,
-        (gemm_out_mul, gemm_out_sqrsum),
-        mhc_scale,
-        mhc_base,
-        numbers,
-        sinkhorn_repeat,
-        (post, comb, layer_input, next_pre_mix),
-        (layer_norm_weight, layer_norm_eps),
-        pre_mix,
-    )
+    if residual.shape[0] > 0:
+        launch_pre_fuse(residual, (gemm_out_mul, gemm_out_sqrsum), arguments, options, results)
 
 
 @replayable
@@ -106,39 +86,18 @@ def mhc_pre_big_fuse_from_partials(
         TypeError: a tensor or number has another type or dtype.
         ValueError: a shape, stride or device does not fit, or a number is out of range.
     """
-    leading, mhc_mult, hidden = check_streams("residual", residual)
-    device, num_rows = residual.device, mhc_mult * (mhc_mult + 2)
-    streams = flat(residual, 2)
-    num_tokens = streams.shape[0]
-    shape = ("splits", num_tokens, num_rows)
+    streams = check_streams("residual", residual)
+    x = flat(residual, 2)
+    num_tokens, device = x.shape[0], streams.device
+    shape = ("splits", num_tokens, streams.num_mixes)
     num_splits, _, _ = check.tensor("gemm_out_mul", gemm_out_mul, (torch.float32,), shape, device=device)
     check.require(num_splits >= 1, "splits (dimension 0 of gemm_out_mul)", "at least 1", num_splits)
     check.tensor("gemm_out_sqrsum", gemm_out_sqrsum, (torch.float32,), (num_splits, num_tokens), device=device)
-    numbers = check_pre_fuse(
-        mhc_scale,
-        mhc_base,
-        (rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value),
-        sinkhorn_repeat,
-        (leading, mhc_mult, hidden),
-        device,
-        (layer_norm_weight, layer_norm_eps),
-        (shifted, pre_mix),
+    arguments = check_pre_arguments(
+        streams, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
     )
-    post, comb, layer_input, next_pre = new_results(residual, leading, mhc_mult, shifted)
-    _mhc_pre_big_fuse_from_partials_out(
-        streams,
-        gemm_out_mul,
-        gemm_out_sqrsum,
-        mhc_scale,
-        mhc_base,
-        layer_norm_weight,
-        None if pre_mix is None else flat(pre_mix, 2),
-        flat(post, 2),
-        flat(comb, 2),
-        flat(layer_input, 1),
-        None if next_pre is None else flat(next_pre, 2),
-        numbers,
-        float(layer_norm_eps),
-        sinkhorn_repeat,
-    )
-    return (post, comb, layer_input) if next_pre is None else (post, comb, layer_input, next_pre)
+    options = check_pre_options(streams, layer_norm_weight, layer_norm_eps, shifted, pre_mix)
+    results = new_results(residual, streams, shifted)
+    sums = (gemm_out_mul, gemm_out_sqrsum)
+    _mhc_pre_big_fuse_from_partials_out(x, *sums, *arguments, *options, *results.flat())
+    return results.present()

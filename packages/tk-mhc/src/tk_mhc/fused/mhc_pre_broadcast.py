@@ -16,39 +16,23 @@ from torch import Tensor
 from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.views import aligned, flat
-from tk_mhc.lib.pre_fuse import check_pre_fuse, launch_pre_fuse, named_numbers, new_results
+from tk_core.views import flat
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions, check_pre_arguments
+from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
 from tk_mhc.lib.projection import check_n_splits, launch_sums
-from tk_mhc.lib.tokens import MHC_MULTS, check_hidden
+from tk_mhc.lib.projection_config import Projection
+from tk_mhc.lib.spelled_out import spelled_out
+from tk_mhc.lib.tokens import MHC_MULTS, Streams, check_hidden
 
 
-@op(
-    "tk_mhc::mhc_pre_broadcast_out",
-    mutates=("residual", "post", "comb", "layer_input"),
-    reference="mhc_pre_broadcast",
-    translate=lambda call: named_numbers(call.numbers),
-)
+@op("tk_mhc::mhc_pre_broadcast_out", mutates=("residual", *PreResults._fields), reference="mhc_pre_broadcast")
+@spelled_out
 def _mhc_pre_broadcast_out(
-    hidden: Tensor,
-    fn_folded: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    layer_input: Tensor,
-    numbers: list[float],
-    sinkhorn_repeat: int,
-    n_splits: int,
+    hidden: Tensor, fn_folded: Tensor, n_splits: int, arguments: PreArguments, residual: Tensor, results: PreResults
 ) -> None:
-    if hidden.shape[0] == 0:
-        return
-    hidden = aligned(hidden)
-    sums = launch_sums(hidden, aligned(fn_folded), None, n_splits)
-    results = (post, comb, layer_input, None)
-    launch_pre_fuse(
-        hidden.unsqueeze(1), sums, mhc_scale, mhc_base, numbers, sinkhorn_repeat, results, expanded=residual
-    )
+    if hidden.shape[0] > 0:
+        sums = launch_sums(hidden, Projection(fn_folded, None, n_splits))
+        launch_pre_fuse(hidden.unsqueeze(1), sums, arguments, PreOptions(), results, expanded=residual)
 
 
 @replayable
@@ -93,27 +77,14 @@ def mhc_pre_broadcast(
     """
     *leading, size = check.tensor("hidden", hidden, (torch.bfloat16,), (..., "hidden"))
     check_hidden("hidden (last dimension of hidden)", size)
-    device = hidden.device
-    num_rows, _ = check.tensor("fn_folded", fn_folded, (torch.float32,), ("rows", size), device=device)
+    num_rows, _ = check.tensor("fn_folded", fn_folded, (torch.float32,), ("rows", size), device=hidden.device)
     check.one_of("rows of fn_folded", num_rows, [m * (m + 2) for m in MHC_MULTS])
-    mhc_mult = isqrt(num_rows + 1) - 1
-    streams = (tuple(leading), mhc_mult, size)
-    numbers = (rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value)
-    numbers = check_pre_fuse(mhc_scale, mhc_base, numbers, sinkhorn_repeat, streams, device)
-    n_splits = check_n_splits(n_splits, size)
-    residual = hidden.new_empty((*leading, mhc_mult, size))
-    post, comb, layer_input, _ = new_results(hidden, tuple(leading), mhc_mult, False)
-    _mhc_pre_broadcast_out(
-        flat(hidden, 1),
-        fn_folded,
-        mhc_scale,
-        mhc_base,
-        flat(residual, 2),
-        flat(post, 2),
-        flat(comb, 2),
-        flat(layer_input, 1),
-        numbers,
-        sinkhorn_repeat,
-        n_splits,
+    streams = Streams(tuple(leading), isqrt(num_rows + 1) - 1, size, hidden.device)
+    arguments = check_pre_arguments(
+        streams, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
     )
-    return residual, post, comb, layer_input
+    n_splits = check_n_splits(n_splits, size)
+    residual = hidden.new_empty((*leading, streams.mhc_mult, size))
+    results = new_results(hidden, streams, shifted=False)
+    _mhc_pre_broadcast_out(flat(hidden, 1), fn_folded, n_splits, *arguments, flat(residual, 2), *results.flat())
+    return residual, *results.present()

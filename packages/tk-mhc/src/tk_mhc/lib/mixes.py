@@ -12,13 +12,13 @@ import tilelang.language as T
 def token_per_thread(shape: tuple[int, ...]) -> Any:
     """Layout of a fragment (tokens, ...) in which thread t has all elements of token t; any further threads idle."""
 
-    def place(token: Any, *indices: Any) -> tuple[Any, Any]:
-        position: Any = 0
+    def thread_and_register(token: Any, *indices: Any) -> tuple[Any, Any]:
+        register: Any = 0
         for index, size in zip(indices, shape[1:], strict=True):
-            position = position * size + index
-        return token, position
+            register = register * size + index
+        return token, register
 
-    return T.Fragment(shape, forward_fn=place)
+    return T.Fragment(shape, forward_fn=thread_and_register)
 
 
 @T.macro

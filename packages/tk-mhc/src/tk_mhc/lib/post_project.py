@@ -18,7 +18,6 @@ its split; when all have done so, it multiplies streams that others have written
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
@@ -28,7 +27,8 @@ from tk_core.num_sms import get_num_sms
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
 from tk_mhc.lib.projection import default_n_splits, new_sums
-from tk_mhc.lib.projection_config import CHANNEL_BLOCK, ProjectionConfig, padded_rows
+from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Projection, ProjectionConfig, padded_rows
+from tk_mhc.lib.tokens import PostArguments
 
 _BLOCK_TOKENS = ProjectionConfig.block_tokens
 
@@ -135,33 +135,25 @@ def post_project_kernel(
     return post_project
 
 
-def takes_post_project(num_tokens: int, mhc_mult: int, hidden: int, n_splits: int, device: torch.device) -> bool:
+def takes_post_project(new_residual: Tensor, n_splits: int) -> bool:
     """Whether this kernel can do it: Hopper, m 4, splits no longer than by default, and an SM for each thread block."""
-    if not get_arch(device).has_wgmma or mhc_mult != 4 or n_splits < default_n_splits(mhc_mult * hidden):
+    num_tokens, mhc_mult, hidden = new_residual.shape
+    if not get_arch(new_residual.device).has_wgmma or mhc_mult != 4 or n_splits < default_n_splits(mhc_mult * hidden):
         return False
-    return n_splits * ceil_div(num_tokens, _BLOCK_TOKENS) <= get_num_sms(device)
+    return n_splits * ceil_div(num_tokens, _BLOCK_TOKENS) <= get_num_sms(new_residual.device)
 
 
-def launch_post_sums(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    fn: Tensor,
-    norm_weight: Tensor | None,
-    n_splits: int,
-    new_residual: Tensor,
-) -> tuple[Tensor, Tensor]:
+def launch_post_sums(arguments: PostArguments, projection: Projection, new_residual: Tensor) -> tuple[Tensor, Tensor]:
     """Launch the kernel, which writes new_residual (T, m, H).
 
     Returns the sums of its splits, mul (n_splits, T, rows of fn) and sqrsum (n_splits, T).
     """
-    num_tokens, mhc_mult, hidden = residual.shape
-    arch = get_arch(x.device)
+    fn, norm_weight, n_splits = projection.aligned()
+    num_tokens, mhc_mult, hidden = new_residual.shape
+    arch = get_arch(fn.device)
     is_normed = norm_weight is not None
     steps = ProjectionConfig.best(fn.shape[0], fn.shape[1], n_splits, "normed" if is_normed else "float32", arch)
     mul, sqrsum = new_sums(fn, n_splits, num_tokens)
     kernel = post_project_kernel(mhc_mult, hidden, n_splits, is_normed, steps.block_channels, arch)
-    inputs = (aligned(x), aligned(residual), aligned(post_layer_mix), aligned(comb_res_mix))
-    kernel(*inputs, fn, norm_weight, new_residual.view(num_tokens, -1), mul, sqrsum)
+    kernel(*map(aligned, arguments), fn, norm_weight, new_residual.view(num_tokens, -1), mul, sqrsum)
     return mul, sqrsum

@@ -11,24 +11,23 @@ One launch with two kinds of thread blocks, so that neither waits for the other:
     blocks after these                  the collapse of one token's streams, or of some of its channels
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_core.views import aligned
-from tk_mhc.lib.tokens import check_repeat
+from tk_core.views import aligned, flat
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
+from tk_mhc.lib.tokens import Streams
 
-Collapse = Literal["pre", "given", "first", "broadcast"]
-"""How the streams become the layer's input: weighted by pre; by a pre_mix that is given; stream 0; or by pre where all
-streams are equal (then they are written, too)."""
+Collapse = Literal["pre", "pre_mix", "first", "broadcast"]
+"""How the streams become the layer's input: weighted by pre; by pre_mix; stream 0; or by pre where all streams are
+equal (then they are written, too)."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def pre_fuse_kernel(
                 T.copy(mixes, token_mixes)
                 split_mixes(token_mixes, scale, base, token_pre, token_post, token_comb, post_mult_value, pre_eps)
                 sinkhorn(token_comb, sinkhorn_repeat, sinkhorn_eps)
-                if collapse in ("given", "first"):
+                if collapse in ("pre_mix", "first"):
                     T.copy(token_pre, next_pre[first_token : first_token + mix_tokens, :, 0])
                 T.copy(token_post, post[first_token : first_token + mix_tokens, :, 0])
                 T.copy(token_comb, comb[first_token : first_token + mix_tokens, :, :])
@@ -157,7 +156,7 @@ def pre_fuse_kernel(
                     sum_partials(mul, sqrsum, token, num_stored * hidden, rms_eps, weights, token_rstd, in_flight)
                     for t, s in T.Parallel(1, mhc_mult):
                         shared_weights[s] = sigmoid(weights[t, s] * scale[0] + base[s]) + pre_eps
-                elif collapse == "given":
+                elif collapse == "pre_mix":
                     T.copy(pre_mix[token, :, 0], shared_weights)
                 if collapse == "first":
                     for i in T.Parallel(block_channels):
@@ -176,91 +175,56 @@ def pre_fuse_kernel(
     return pre_fuse
 
 
-def check_pre_fuse(
-    scale: Tensor,
-    base: Tensor,
-    numbers: tuple[float, float, float, float],
-    sinkhorn_repeat: int,
-    streams: tuple[tuple[int, ...], int, int],
-    device: torch.device,
-    layer_norm: tuple[Tensor | None, float] = (None, 0.0),
-    shifted: tuple[bool, Tensor | None] = (False, None),
-) -> list[float]:
-    """Check what all ops with this kernel take beside the streams; `streams` are the leading dimensions, m and H.
+class PreResults(NamedTuple):
+    """What all ops with this kernel return."""
 
-    `layer_norm` is its weight and eps, `shifted` the flag and pre_mix. Returns `numbers`: rms_eps, mhc_pre_eps,
-    mhc_sinkhorn_eps, mhc_post_mult_value. Raises TypeError or ValueError that names the argument.
-    """
-    leading, mhc_mult, hidden = streams
-    check.tensor("mhc_scale", scale, (torch.float32,), (3,), device=device)
-    check.tensor("mhc_base", base, (torch.float32,), (mhc_mult * (mhc_mult + 2),), device=device)
-    for name, value in zip(("rms_eps", "mhc_pre_eps", "mhc_sinkhorn_eps"), numbers):
-        check.number(name, value, at_least=0)
-    check.number("mhc_post_mult_value", numbers[3])
-    check_repeat("sinkhorn_repeat", sinkhorn_repeat)
-    weight, eps = layer_norm
-    if weight is not None:
-        check.tensor("layer_norm_weight", weight, (torch.bfloat16, torch.float32), (hidden,), device=device)
-    check.number("layer_norm_eps", eps, at_least=0)
-    is_shifted, pre_mix = shifted
-    check.flag("shifted", is_shifted)
-    if pre_mix is not None:
-        check.require(is_shifted, "pre_mix", "None unless shifted is True", "a tensor")
-        check.tensor("pre_mix", pre_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
-    return [float(value) for value in numbers]
+    post: Tensor
+    comb: Tensor
+    layer_input: Tensor
+    next_pre_mix: Tensor | None
+
+    def flat(self) -> "PreResults":
+        """With the leading dimensions of each merged."""
+        next_pre_mix = None if self.next_pre_mix is None else flat(self.next_pre_mix, 2)
+        return PreResults(flat(self.post, 2), flat(self.comb, 2), flat(self.layer_input, 1), next_pre_mix)
+
+    def present(self) -> tuple[Tensor, ...]:
+        """Without next_pre_mix if it is None."""
+        return tuple(x for x in self if x is not None)
 
 
-def named_numbers(numbers: Sequence[float]) -> dict[str, float]:
-    """`numbers`, as `check_pre_fuse` returns them, under their names."""
-    return dict(zip(("rms_eps", "mhc_pre_eps", "mhc_sinkhorn_eps", "mhc_post_mult_value"), numbers))
-
-
-def new_results(
-    residual: Tensor, leading: tuple[int, ...], mhc_mult: int, shifted: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Tensors for post, comb, layer_input and, if shifted, next_pre_mix."""
-    post = residual.new_empty((*leading, mhc_mult, 1), dtype=torch.float32)
-    comb = residual.new_empty((*leading, mhc_mult, mhc_mult), dtype=torch.float32)
-    layer_input = residual.new_empty((*leading, residual.shape[-1]))
-    next_pre = residual.new_empty((*leading, mhc_mult, 1), dtype=torch.float32) if shifted else None
-    return post, comb, layer_input, next_pre
+def new_results(like: Tensor, streams: Streams, shifted: bool) -> PreResults:
+    """Tensors for the results, next_pre_mix only if shifted, on the device of the bfloat16 tensor `like`."""
+    leading, mhc_mult, hidden, _ = streams
+    post = like.new_empty((*leading, mhc_mult, 1), dtype=torch.float32)
+    comb = like.new_empty((*leading, mhc_mult, mhc_mult), dtype=torch.float32)
+    layer_input = like.new_empty((*leading, hidden))
+    next_pre_mix = like.new_empty((*leading, mhc_mult, 1), dtype=torch.float32) if shifted else None
+    return PreResults(post, comb, layer_input, next_pre_mix)
 
 
 def launch_pre_fuse(
     residual: Tensor,
     sums: tuple[Tensor, Tensor],
-    scale: Tensor,
-    base: Tensor,
-    numbers: Sequence[float],
-    sinkhorn_repeat: int,
-    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    layer_norm: tuple[Tensor | None, float] = (None, 0.0),
-    pre_mix: Tensor | None = None,
+    arguments: PreArguments,
+    options: PreOptions,
+    results: PreResults,
     expanded: Tensor | None = None,
 ) -> None:
     """Launch on the projection's sums, (P, T, m·(m+2)) and (P, T), and write `results`.
 
-    These are post, comb, layer_input and next_pre_mix or None. residual is (T, m, H). With `expanded` (T, m, H),
-    which is written, residual is (T, 1, H): the one that all streams equal.
-    `numbers`: rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value.
+    residual is (T, m, H). With `expanded` (T, m, H), which is written, it is (T, 1, H): the one that all streams equal.
     """
-    post, comb, layer_input, next_pre = results
-    mhc_mult, hidden = post.shape[1], residual.shape[2]
-    weight, norm_eps = layer_norm
-    if next_pre is not None:
-        collapse = "first" if pre_mix is None else "given"
-    else:
-        collapse = "pre" if expanded is None else "broadcast"
+    scale, base, *numbers, sinkhorn_repeat = arguments
+    weight, norm_eps, shifted, pre_mix = options
+    collapse = "pre" if expanded is None else "broadcast"
+    if shifted:
+        collapse = "first" if pre_mix is None else "pre_mix"
+    mhc_mult, hidden = results.post.shape[1], residual.shape[2]
+    layer_norm = None if weight is None else str(weight.dtype).removeprefix("torch.")
     arch = get_arch(residual.device)
-    kernel = pre_fuse_kernel(
-        mhc_mult,
-        hidden,
-        collapse,
-        None if weight is None else str(weight.dtype).removeprefix("torch."),
-        sinkhorn_repeat,
-        PreFuseConfig.best(hidden, sums[0].shape[0], weight is not None, arch),
-        arch,
-    )
+    config = PreFuseConfig.best(hidden, sums[0].shape[0], weight is not None, arch)
+    fuse = pre_fuse_kernel(mhc_mult, hidden, collapse, layer_norm, sinkhorn_repeat, config, arch)
     inputs = (residual, *sums, scale, base, pre_mix, weight)
-    outputs = (next_pre, post, comb, layer_input, expanded)
-    kernel(*(None if x is None else aligned(x) for x in inputs), *outputs, *numbers, norm_eps)
+    outputs = (results.next_pre_mix, results.post, results.comb, results.layer_input, expanded)
+    fuse(*(None if x is None else aligned(x) for x in inputs), *outputs, *numbers, norm_eps)

@@ -26,11 +26,13 @@ from tk_core.arch import get_arch
 from tk_core.kernel import new_workspace
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
+from tk_core.views import aligned
 from tk_mhc.lib.convert_fn import convert_fn
 from tk_mhc.lib.project_mma import project_mma_kernel
 from tk_mhc.lib.project_wgmma import project_wgmma_kernel
-from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Output, ProjectionConfig, Weights
+from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Output, Projection, ProjectionConfig, Weights
 from tk_mhc.lib.sum_splits import launch_sum_splits
+from tk_mhc.lib.tokens import Streams, check_norm_weight
 
 CONVERT_TOKENS = 2048
 """From this many tokens on, on Hopper, the weights are converted by a kernel of their own.
@@ -71,20 +73,14 @@ def splits_per_worker(num_tokens: int, num_rms_groups: int, n_splits: int, devic
 
 
 def launch_projection(
-    output: Output,
-    x: Tensor,
-    fn: Tensor,
-    norm_weight: Tensor | None,
-    n_splits: int,
-    mul: Tensor,
-    sqrsum: Tensor,
-    eps: float = 0.0,
+    output: Output, x: Tensor, projection: Projection, mul: Tensor, sqrsum: Tensor, eps: float = 0.0
 ) -> None:
-    """Launch the projection of x (T, width) on fn (rows, width).
+    """Launch the projection of x (T, width).
 
     Writes mul (n_splits or 1, T, groups · rows) and sqrsum (n_splits or 1, T · groups), where groups, the rms groups,
     are as many as mul has room for. With "mixes" these are mixes and rstd, for which `eps` is.
     """
+    fn, norm_weight, n_splits = projection.aligned()
     num_tokens, (num_rows, width) = x.shape[0], fn.shape
     num_rms_groups = mul.shape[2] // num_rows
     arch = get_arch(x.device)
@@ -96,7 +92,7 @@ def launch_projection(
     kernel = project_wgmma_kernel if arch.has_wgmma else project_mma_kernel
     splits = splits_per_worker(num_tokens, num_rms_groups, n_splits, x.device) if output == "partials" else n_splits
     launch = kernel(num_rows, width, n_splits, num_rms_groups, weights, output, config, arch)
-    launch(x, fn, parts, norm_weight, mul, sqrsum, eps, splits)
+    launch(aligned(x), fn, parts, norm_weight, mul, sqrsum, eps, splits)
 
 
 def new_sums(fn: Tensor, num_splits: int, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -104,23 +100,31 @@ def new_sums(fn: Tensor, num_splits: int, num_tokens: int) -> tuple[Tensor, Tens
     return new_workspace(fn, (num_splits, num_tokens, fn.shape[0])), new_workspace(fn, (num_splits, num_tokens))
 
 
-def launch_sums(x: Tensor, fn: Tensor, norm_weight: Tensor | None, n_splits: int) -> tuple[Tensor, Tensor]:
+def launch_sums(x: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
     """The projection's sums, for a kernel that adds up what it gets: for few tokens each split's, otherwise the total.
 
     Returns mul (splits or 1, T, rows of fn) and sqrsum (splits or 1, T).
     """
+    fn, _, n_splits = projection
     num_tokens = x.shape[0]
     if takes_all_splits(num_tokens, n_splits, x.device):
         mul, sqrsum = new_sums(fn, 1, num_tokens)
-        launch_projection("sums", x, fn, norm_weight, n_splits, mul, sqrsum)
+        launch_projection("sums", x, projection, mul, sqrsum)
         return mul, sqrsum
     partial_mul, partial_sqrsum = new_sums(fn, n_splits, num_tokens)
-    launch_projection("partials", x, fn, norm_weight, n_splits, partial_mul, partial_sqrsum)
+    launch_projection("partials", x, projection, partial_mul, partial_sqrsum)
     if num_tokens < SUM_TOKENS:
         return partial_mul, partial_sqrsum
     mul, sqrsum = new_sums(fn, 1, num_tokens)
     launch_sum_splits(partial_mul, partial_sqrsum, mul.squeeze(0), sqrsum.squeeze(0))
     return mul, sqrsum
+
+
+def check_projection(streams: Streams, fn: Tensor, norm_weight: Tensor | None, n_splits: int | None) -> Projection:
+    """Raise TypeError or ValueError that names the argument, unless these can project the streams on their mixes."""
+    check.tensor("fn", fn, (torch.float32,), (streams.num_mixes, streams.width), device=streams.device)
+    check_norm_weight("norm_weight", norm_weight, streams)
+    return Projection(fn, norm_weight, check_n_splits(n_splits, streams.width))
 
 
 def check_n_splits(n_splits: int | None, width: int) -> int:

@@ -1,10 +1,13 @@
 """How the projection's kernels are launched: what they take and write, and the size of their steps."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 from tk_core.arch import Arch
 from tk_core.math import align
+from tk_core.views import aligned
 
 CHANNEL_BLOCK = 64
 """Channels of a block: splits consist of whole blocks."""
@@ -14,6 +17,19 @@ Output = Literal["partials", "sums", "mixes"]
 
 Weights = Literal["float32", "normed", "parts"]
 """What the kernel takes: fn; fn to be multiplied by the norm's weight; or high and low parts, made before."""
+
+
+class Projection(NamedTuple):
+    """The weights, fn (rows, width) and norm_weight (width,) or None for ones, and the number of splits."""
+
+    fn: Tensor
+    norm_weight: Tensor | None
+    n_splits: int
+
+    def aligned(self) -> "Projection":
+        """With addresses that the kernels can take."""
+        norm_weight = None if self.norm_weight is None else aligned(self.norm_weight)
+        return Projection(aligned(self.fn), norm_weight, self.n_splits)
 
 
 @dataclass(frozen=True)

@@ -50,20 +50,15 @@ def _mhc_head_compute_mix_kernel(mhc_mult: int, arch: Arch) -> Any:
     return mhc_head_compute_mix
 
 
-@op(
-    "tk_mhc::mhc_head_compute_mix_out",
-    mutates=("out",),
-    reference="mhc_head_compute_mix",
-    translate=lambda call: {"mhc_pre_eps": call.pre_eps},
-)
+@op("tk_mhc::mhc_head_compute_mix_out", mutates=("out",), reference="mhc_head_compute_mix")
 def _mhc_head_compute_mix_out(
-    input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, pre_eps: float, out: Tensor
+    input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float, out: Tensor
 ) -> None:
     num_tokens, mhc_mult = input_mix.shape
     if num_tokens == 0:
         return
     compute_mix = _mhc_head_compute_mix_kernel(mhc_mult, get_arch(input_mix.device))
-    compute_mix(aligned(input_mix), mhc_scale, aligned(mhc_base), out, pre_eps)
+    compute_mix(aligned(input_mix), mhc_scale, aligned(mhc_base), out, mhc_pre_eps)
 
 
 @replayable

@@ -77,7 +77,7 @@ def _mhc_head_compute_mix_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
 
 @op(
     "tk_mhc::mhc_head_compute_mix_bwd_out",
-    mutates=("d_mix", "d_scale", "d_base", "sums"),
+    mutates=("d_mix", "d_scale", "d_base"),
     reference="mhc_head_compute_mix_bwd",
 )
 def _mhc_head_compute_mix_bwd_out(
@@ -88,9 +88,7 @@ def _mhc_head_compute_mix_bwd_out(
     d_mix: Tensor,
     d_scale: Tensor,
     d_base: Tensor,
-    sums: Tensor,
 ) -> None:
-    """`sums` is a workspace, float64 (NUM_RANGES, 1 + m)."""
     num_tokens, mhc_mult = input_mix.shape
     if num_tokens == 0:
         d_scale.zero_()
@@ -98,6 +96,7 @@ def _mhc_head_compute_mix_bwd_out(
         return
     arch = get_arch(input_mix.device)
     backward = _mhc_head_compute_mix_bwd_kernel(mhc_mult, arch)
+    sums = new_workspace(input_mix, (NUM_RANGES, 1 + mhc_mult), torch.float64)
     backward(aligned(d_o), aligned(input_mix), mhc_scale, aligned(mhc_base), d_mix, sums)
     sum_ranges_kernel(1, mhc_mult, arch)(sums, d_scale, d_base)
 
@@ -134,8 +133,7 @@ def mhc_head_compute_mix_bwd(
     check.tensor("mhc_base", mhc_base, dtypes, (mhc_mult,), device=device)
     d_mix = input_mix.new_empty(input_mix.shape)
     d_scale, d_base = input_mix.new_empty((1,)), input_mix.new_empty((mhc_mult,))
-    sums = new_workspace(input_mix, (NUM_RANGES, 1 + mhc_mult), torch.float64)
     _mhc_head_compute_mix_bwd_out(
-        flat(d_o, 1), flat(input_mix, 1), mhc_scale, mhc_base, flat(d_mix, 1), d_scale, d_base, sums
+        flat(d_o, 1), flat(input_mix, 1), mhc_scale, mhc_base, flat(d_mix, 1), d_scale, d_base
     )
     return d_mix, d_scale, d_base

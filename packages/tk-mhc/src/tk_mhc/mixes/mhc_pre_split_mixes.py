@@ -62,31 +62,22 @@ def _mhc_pre_split_mixes_kernel(mhc_mult: int, arch: Arch) -> Any:
     return mhc_pre_split_mixes
 
 
-@op(
-    "tk_mhc::mhc_pre_split_mixes_out",
-    mutates=("pre", "post", "comb"),
-    reference="mhc_pre_split_mixes",
-    translate=lambda call: {
-        "mhc_mult": call.comb.shape[-1],
-        "mhc_post_mult_value": call.post_mult_value,
-        "mhc_pre_eps": call.pre_eps,
-    },
-)
+@op("tk_mhc::mhc_pre_split_mixes_out", mutates=("pre", "post", "comb"), reference="mhc_pre_split_mixes")
 def _mhc_pre_split_mixes_out(
     input_mixes: Tensor,
     mhc_scale: Tensor,
     mhc_base: Tensor,
-    post_mult_value: float,
-    pre_eps: float,
+    mhc_mult: int,
+    mhc_post_mult_value: float,
+    mhc_pre_eps: float,
     pre: Tensor,
     post: Tensor,
     comb: Tensor,
 ) -> None:
-    num_tokens, mhc_mult, _ = comb.shape
-    if num_tokens == 0:
+    if input_mixes.shape[0] == 0:
         return
     split = _mhc_pre_split_mixes_kernel(mhc_mult, get_arch(input_mixes.device))
-    split(aligned(input_mixes), mhc_scale, aligned(mhc_base), pre, post, comb, post_mult_value, pre_eps)
+    split(aligned(input_mixes), mhc_scale, aligned(mhc_base), pre, post, comb, mhc_post_mult_value, mhc_pre_eps)
 
 
 @replayable
@@ -133,6 +124,7 @@ def mhc_pre_split_mixes(
         flat(input_mixes, 1),
         mhc_scale,
         mhc_base,
+        mhc_mult,
         float(mhc_post_mult_value),
         float(mhc_pre_eps),
         flat(pre, 2),

@@ -97,15 +97,8 @@ def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
 
 @op(
     "tk_mhc::mhc_pre_split_mixes_bwd_out",
-    mutates=("d_mixes", "d_scale", "d_base", "sums"),
+    mutates=("d_mixes", "d_scale", "d_base"),
     reference="mhc_pre_split_mixes_bwd",
-    translate=lambda call: {
-        "d_pre": call.d_pre.unsqueeze(-1),
-        "d_post": call.d_post.unsqueeze(-1),
-        "d_comb": call.d_comb.unflatten(-1, (call.d_pre.shape[-1],) * 2),
-        "mhc_mult": call.d_pre.shape[-1],
-        "mhc_post_mult_value": call.post_mult_value,
-    },
 )
 def _mhc_pre_split_mixes_bwd_out(
     d_pre: Tensor,
@@ -114,23 +107,23 @@ def _mhc_pre_split_mixes_bwd_out(
     input_mixes: Tensor,
     mhc_scale: Tensor,
     mhc_base: Tensor,
-    post_mult_value: float,
+    mhc_mult: int,
+    mhc_post_mult_value: float,
     d_mixes: Tensor,
     d_scale: Tensor,
     d_base: Tensor,
-    sums: Tensor,
 ) -> None:
-    """`sums` is a workspace, float64 (NUM_RANGES, 3 + m·(m + 2))."""
-    num_tokens, mhc_mult = d_pre.shape
+    num_tokens, num_columns = input_mixes.shape
     if num_tokens == 0:
         d_scale.zero_()
         d_base.zero_()
         return
     arch = get_arch(input_mixes.device)
     backward = _mhc_pre_split_mixes_bwd_kernel(mhc_mult, arch)
-    gradients = (aligned(d_pre), aligned(d_post), aligned(d_comb))
-    backward(*gradients, aligned(input_mixes), mhc_scale, aligned(mhc_base), d_mixes, sums, post_mult_value)
-    sum_ranges_kernel(3, input_mixes.shape[1], arch)(sums, d_scale, d_base)
+    gradients = (aligned(x).flatten(1) for x in (d_pre, d_post, d_comb))
+    sums = new_workspace(input_mixes, (NUM_RANGES, 3 + num_columns), torch.float64)
+    backward(*gradients, aligned(input_mixes), mhc_scale, aligned(mhc_base), d_mixes, sums, mhc_post_mult_value)
+    sum_ranges_kernel(3, num_columns, arch)(sums, d_scale, d_base)
 
 
 @replayable
@@ -182,16 +175,16 @@ def mhc_pre_split_mixes_bwd(
     d_mixes = input_mixes.new_empty(input_mixes.shape)
     d_scale, d_base = input_mixes.new_empty((3,)), input_mixes.new_empty((num_columns,))
     _mhc_pre_split_mixes_bwd_out(
-        d_pre.view(-1, mhc_mult),
-        d_post.view(-1, mhc_mult),
-        d_comb.view(-1, mhc_mult * mhc_mult),
+        flat(d_pre, 2),
+        flat(d_post, 2),
+        flat(d_comb, 2),
         flat(input_mixes, 1),
         mhc_scale,
         mhc_base,
+        mhc_mult,
         float(mhc_post_mult_value),
         flat(d_mixes, 1),
         d_scale,
         d_base,
-        new_workspace(input_mixes, (NUM_RANGES, 3 + num_columns), torch.float64),
     )
     return d_mixes, d_scale, d_base

@@ -40,14 +40,7 @@ def tokens_a_block(mhc_mult: int, repeat: int, arch: Arch) -> int:
 def _sinkhorn_normalize_bwd_kernel(mhc_mult: int, repeat: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    from tk_mhc.lib.mixes import (
-        divide_columns,
-        divide_rows,
-        reciprocal,
-        softmax,
-        softmax_plus_eps,
-        token_per_thread,
-    )
+    from tk_mhc.lib.mixes import divide_columns, divide_rows, reciprocal, softmax, softmax_plus_eps, token_per_thread
 
     block_tokens = tokens_a_block(mhc_mult, repeat, arch)
     num_tokens = T.dynamic("num_tokens")

@@ -191,8 +191,7 @@ def mhc_multilayer_recompute(
         ValueError: a list's length, or a tensor's shape, stride or device does not fit, m or H is out of range, or what
             is written shares memory. The message names a tensor by its place, such as comb_mix_list[3].
     """
-    leading, mhc_mult, hidden = check_streams("initial_residual", initial_residual)
-    device = initial_residual.device
+    leading, mhc_mult, hidden, device = check_streams("initial_residual", initial_residual)
     bfloat16, float32 = torch.bfloat16, torch.float32
 
     num_layers = _length("pre_mix_list", pre_mix_list)

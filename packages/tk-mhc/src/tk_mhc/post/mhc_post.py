@@ -27,7 +27,8 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import aligned, flat
-from tk_mhc.lib.tokens import check_streams
+from tk_mhc.lib.spelled_out import spelled_out
+from tk_mhc.lib.tokens import PostArguments, check_post
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -67,20 +68,20 @@ def _mhc_post_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     return mhc_post
 
 
-def launch_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
-    """Launch on residual (T, m, H), at least one token."""
-    _, mhc_mult, hidden = residual.shape
-    inputs = (aligned(x), aligned(residual), aligned(post_layer_mix), aligned(comb_res_mix))
+def launch_post(arguments: PostArguments, out: Tensor) -> None:
+    """Launch on at least one token, and write out (T, m, H)."""
+    _, mhc_mult, hidden = out.shape
     written = aligned(out)
-    _mhc_post_kernel(mhc_mult, hidden, get_arch(x.device))(*inputs, written)
+    _mhc_post_kernel(mhc_mult, hidden, get_arch(out.device))(*map(aligned, arguments), written)
     if written is not out:
         out.copy_(written)
 
 
 @op("tk_mhc::mhc_post_out", mutates=("out",), reference="mhc_post")
-def _mhc_post_out(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor) -> None:
-    if residual.shape[0] > 0:
-        launch_post(x, residual, post_layer_mix, comb_res_mix, out)
+@spelled_out
+def _mhc_post_out(arguments: PostArguments, out: Tensor) -> None:
+    if out.shape[0] > 0:
+        launch_post(arguments, out)
 
 
 @replayable
@@ -106,15 +107,10 @@ def mhc_post(
         TypeError: an argument is not a tensor of its dtype.
         ValueError: a shape, stride or device does not fit, or m or H is out of range.
     """
-    leading, mhc_mult, hidden = check_streams("residual", residual, layout="any")
-    device = residual.device
-    check.tensor("x", x, (torch.bfloat16,), (*leading, hidden), device=device)
-    check.tensor("post_layer_mix", post_layer_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
-    check.tensor("comb_res_mix", comb_res_mix, (torch.float32,), (*leading, mhc_mult, mhc_mult), device=device)
+    (leading, mhc_mult, hidden, device), arguments = check_post(x, residual, post_layer_mix, comb_res_mix)
     if out is None:
         out = x.new_empty((*leading, mhc_mult, hidden))
     else:
         check.tensor("out", out, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
-    streams = flat(residual.contiguous(), 2)
-    _mhc_post_out(flat(x, 1), streams, flat(post_layer_mix, 2), flat(comb_res_mix, 2), flat(out, 2))
+    _mhc_post_out(*arguments, flat(out, 2))
     return out

@@ -28,7 +28,8 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_core.views import aligned, flat
-from tk_mhc.lib.tokens import check_streams
+from tk_mhc.lib.spelled_out import spelled_out
+from tk_mhc.lib.tokens import PostArguments, check_post
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -119,38 +120,20 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     return mhc_post_bwd
 
 
-@op(
-    "tk_mhc::mhc_post_bwd_out",
-    mutates=("d_x", "d_residual", "d_post", "d_comb"),
-    reference="mhc_post_bwd",
-)
+@op("tk_mhc::mhc_post_bwd_out", mutates=("d_x", "d_residual", "d_post", "d_comb"), reference="mhc_post_bwd")
+@spelled_out
 def _mhc_post_bwd_out(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    d_o: Tensor,
-    d_x: Tensor,
-    d_residual: Tensor,
-    d_post: Tensor,
-    d_comb: Tensor,
+    arguments: PostArguments, d_o: Tensor, d_x: Tensor, d_residual: Tensor, d_post: Tensor, d_comb: Tensor
 ) -> None:
-    num_tokens, mhc_mult, hidden = residual.shape
-    if num_tokens == 0:
-        return
-    backward = _mhc_post_bwd_kernel(mhc_mult, hidden, get_arch(x.device))
-    inputs = (aligned(x), aligned(residual), aligned(post_layer_mix), aligned(comb_res_mix), aligned(d_o))
-    backward(*inputs, d_x, d_residual, d_post, d_comb)
+    num_tokens, mhc_mult, hidden = d_o.shape
+    if num_tokens > 0:
+        backward = _mhc_post_bwd_kernel(mhc_mult, hidden, get_arch(d_o.device))
+        backward(*map(aligned, arguments), aligned(d_o), d_x, d_residual, d_post, d_comb)
 
 
 @replayable
 def mhc_post_bwd(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    d_o: Tensor,
-    fuse_grad_acc: bool = True,
+    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, d_o: Tensor, fuse_grad_acc: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `mhc_post` by x, residual, post and comb.
 
@@ -173,25 +156,13 @@ def mhc_post_bwd(
         ValueError: a shape, stride or device does not fit, or m or H is out of range.
     """
     check.flag("fuse_grad_acc", fuse_grad_acc)
-    leading, mhc_mult, hidden = check_streams("residual", residual, layout="any")
-    device = residual.device
-    check.tensor("x", x, (torch.bfloat16,), (*leading, hidden), device=device)
-    check.tensor("post_layer_mix", post_layer_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
-    check.tensor("comb_res_mix", comb_res_mix, (torch.float32,), (*leading, mhc_mult, mhc_mult), device=device)
+    (leading, mhc_mult, hidden, device), arguments = check_post(x, residual, post_layer_mix, comb_res_mix)
     check.tensor("d_o", d_o, (torch.bfloat16,), (*leading, mhc_mult, hidden), layout="any", device=device)
     d_x = x.new_empty((*leading, hidden))
     d_residual = x.new_empty((*leading, mhc_mult, hidden))
     d_post = post_layer_mix.new_empty((*leading, mhc_mult, 1))
     d_comb = comb_res_mix.new_empty((*leading, mhc_mult, mhc_mult))
     _mhc_post_bwd_out(
-        flat(x, 1),
-        flat(residual.contiguous(), 2),
-        flat(post_layer_mix, 2),
-        flat(comb_res_mix, 2),
-        flat(d_o.contiguous(), 2),
-        flat(d_x, 1),
-        flat(d_residual, 2),
-        flat(d_post, 2),
-        flat(d_comb, 2),
+        *arguments, flat(d_o.contiguous(), 2), flat(d_x, 1), flat(d_residual, 2), flat(d_post, 2), flat(d_comb, 2)
     )
     return d_x, d_residual, d_post, d_comb

@@ -67,21 +67,12 @@ def _mhc_fold_fn_kernel(mhc_mult: int, hidden: int, weighted: bool, arch: Arch) 
     return mhc_fold_fn
 
 
-@op(
-    "tk_mhc::mhc_fold_fn_out",
-    mutates=("out",),
-    reference="mhc_fold_fn",
-    translate=lambda call: {
-        "fn": call.fn.flatten(1),
-        "mhc_mult": call.fn.shape[1],
-        "norm_weight": None if call.norm_weight is None else call.norm_weight.view(-1),
-    },
-)
-def _mhc_fold_fn_out(fn: Tensor, norm_weight: Tensor | None, out: Tensor) -> None:
-    _, mhc_mult, hidden = fn.shape
-    weights = None if norm_weight is None else aligned(norm_weight)
+@op("tk_mhc::mhc_fold_fn_out", mutates=("out",), reference="mhc_fold_fn")
+def _mhc_fold_fn_out(fn: Tensor, mhc_mult: int, norm_weight: Tensor | None, out: Tensor) -> None:
+    num_rows, hidden = out.shape
+    weights = None if norm_weight is None else aligned(norm_weight).view(mhc_mult, hidden)
     fold = _mhc_fold_fn_kernel(mhc_mult, hidden, norm_weight is not None, get_arch(fn.device))
-    fold(aligned(fn), weights, out)
+    fold(aligned(fn).view(num_rows, mhc_mult, hidden), weights, out)
 
 
 @replayable
@@ -111,7 +102,6 @@ def mhc_fold_fn(fn: Tensor, mhc_mult: int, norm_weight: Tensor | None = None) ->
     check_hidden("hidden (columns of fn / mhc_mult)", hidden)
     if norm_weight is not None:
         check.tensor("norm_weight", norm_weight, (torch.float32,), (num_channels,), device=fn.device)
-        norm_weight = norm_weight.view(mhc_mult, hidden)
     out = fn.new_empty((num_rows, hidden))
-    _mhc_fold_fn_out(fn.view(num_rows, mhc_mult, hidden), norm_weight, out)
+    _mhc_fold_fn_out(fn, mhc_mult, norm_weight, out)
     return out

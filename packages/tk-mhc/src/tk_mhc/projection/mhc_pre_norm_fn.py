@@ -9,51 +9,44 @@ bits are the same.
 Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 """
 
-import torch
 from torch import Tensor
 
 from tk_core import check
 from tk_core.kernel import new_workspace
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.views import aligned, flat
-from tk_mhc.lib.projection import check_n_splits, launch_projection, takes_all_splits
+from tk_core.views import flat
+from tk_mhc.lib.projection import check_n_splits, launch_projection, new_sums, takes_all_splits
+from tk_mhc.lib.projection_config import Projection
 from tk_mhc.lib.sum_splits import launch_sum_splits
-from tk_mhc.lib.tokens import check_fn, check_streams
+from tk_mhc.lib.tokens import check_fn, check_norm_weight, check_streams
 
 
 @op(
     "tk_mhc::mhc_pre_norm_fn_out",
     mutates=("mixes", "rstd"),
     reference="mhc_pre_norm_fn",
-    translate=lambda call: {
-        "residual": call.residual.unsqueeze(1),
-        "mhc_norm_eps": call.eps,
-        "return_rstd": True,
-    },
+    translate=lambda _: {"return_rstd": True},
 )
 def _mhc_pre_norm_fn_out(
     residual: Tensor,
     mhc_fn: Tensor,
     mhc_norm_weight: Tensor | None,
+    mhc_norm_eps: float,
+    n_splits: int,
     mixes: Tensor,
     rstd: Tensor,
-    eps: float,
-    n_splits: int,
 ) -> None:
-    num_tokens, width = residual.shape
-    num_rows = mhc_fn.shape[0]
+    num_tokens, x = residual.shape[0], residual.flatten(1)
     if num_tokens == 0:
         return
-    x, fn = aligned(residual), aligned(mhc_fn)
-    norm_weight = None if mhc_norm_weight is None else aligned(mhc_norm_weight)
+    projection = Projection(mhc_fn, mhc_norm_weight, n_splits)
     if takes_all_splits(num_tokens, n_splits, x.device):
-        launch_projection("mixes", x, fn, norm_weight, n_splits, mixes.unsqueeze(0), rstd.unsqueeze(0), eps)
+        launch_projection("mixes", x, projection, mixes.unsqueeze(0), rstd.unsqueeze(0), mhc_norm_eps)
     else:
-        mul = new_workspace(fn, (n_splits, num_tokens, num_rows))
-        sqrsum = new_workspace(fn, (n_splits, num_tokens))
-        launch_projection("partials", x, fn, norm_weight, n_splits, mul, sqrsum)
-        launch_sum_splits(mul, sqrsum, mixes, rstd, (width, eps))
+        mul, sqrsum = new_sums(mhc_fn, n_splits, num_tokens)
+        launch_projection("partials", x, projection, mul, sqrsum)
+        launch_sum_splits(mul, sqrsum, mixes, rstd, (x.shape[1], mhc_norm_eps))
 
 
 @replayable
@@ -95,15 +88,13 @@ def mhc_pre_norm_fn(
     """
     check.flag("fuse_grad_acc", fuse_grad_acc)
     check.flag("return_rstd", return_rstd)
-    leading, mhc_mult, hidden = check_streams("residual", residual)
-    width = mhc_mult * hidden
-    num_rows = check_fn("mhc_fn", mhc_fn, mhc_mult, hidden, residual.device)
-    if mhc_norm_weight is not None:
-        check.tensor("mhc_norm_weight", mhc_norm_weight, (torch.float32,), (width,), device=residual.device)
+    streams = check_streams("residual", residual)
+    num_rows = check_fn("mhc_fn", mhc_fn, streams)
+    check_norm_weight("mhc_norm_weight", mhc_norm_weight, streams)
     check.number("mhc_norm_eps", mhc_norm_eps, at_least=0)
-    n_splits = check_n_splits(n_splits, width)
-    mixes = mhc_fn.new_empty((*leading, num_rows))
-    rstd = mhc_fn.new_empty(leading) if return_rstd else new_workspace(mhc_fn, leading)
-    x = residual.view(-1, width)
-    _mhc_pre_norm_fn_out(x, mhc_fn, mhc_norm_weight, flat(mixes, 1), rstd.view(-1), float(mhc_norm_eps), n_splits)
+    n_splits = check_n_splits(n_splits, streams.width)
+    mixes = mhc_fn.new_empty((*streams.leading, num_rows))
+    rstd = mhc_fn.new_empty(streams.leading) if return_rstd else new_workspace(mhc_fn, streams.leading)
+    weights = (mhc_fn, mhc_norm_weight)
+    _mhc_pre_norm_fn_out(flat(residual, 2), *weights, float(mhc_norm_eps), n_splits, flat(mixes, 1), rstd.view(-1))
     return (mixes, rstd) if return_rstd else mixes

@@ -39,7 +39,7 @@ from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import aligned, flat
-from tk_mhc.lib.tokens import check_fn, check_streams
+from tk_mhc.lib.tokens import check_fn, check_norm_weight, check_streams
 
 _PREPARE_TOKENS = 8
 """Tokens of a thread block of the first kernel, sixteen threads each."""
@@ -149,12 +149,7 @@ def _prepare_kernel(num_rows: int, width: int, arch: Arch) -> Any:
 
 @kernel
 def _backward_kernel(
-    num_rows: int,
-    width: int,
-    has_norm_weight: bool,
-    has_d_residual: bool,
-    config: MhcPreNormFnBwdConfig,
-    arch: Arch,
+    num_rows: int, width: int, has_norm_weight: bool, has_d_residual: bool, config: MhcPreNormFnBwdConfig, arch: Arch
 ) -> Any:
     """d_residual, and d_F's sum over each range of tokens, from high and from low parts of g separately."""
     import tilelang.language as T
@@ -210,11 +205,11 @@ def _backward_kernel(
             first_tile = token_range * tiles_per_range
             for i in T.Pipelined(T.min(tiles_per_range, num_tiles - first_tile), num_stages=config.num_stages):
                 token = (first_tile + i) * block_tokens
-                here = (slice(token, token + block_tokens), slice(first_channel, first_channel + block_channels))
-                T.copy(residual[here], x_tile)
+                tile = (slice(token, token + block_tokens), slice(first_channel, first_channel + block_channels))
+                T.copy(residual[tile], x_tile)
                 T.copy(g[token : token + block_tokens, :], g_tile)
                 if has_d_residual:
-                    T.copy(before[here], before_tile)
+                    T.copy(before[tile], before_tile)
                 # Not by T.copy: TileLang 0.1.15 would have the loading warps fill registers of their own.
                 for t in T.Parallel(block_tokens):
                     factors[t] = factor[T.min(token + t, num_tokens - 1)]
@@ -228,7 +223,7 @@ def _backward_kernel(
                     for t, c in T.Parallel(block_tokens, block_channels):
                         d_x[t, c] = d_x[t, c] + T.cast(before_tile[t, c], "float32")
                 T.copy(d_x, d_x_tile)
-                T.copy(d_x_tile, d_residual[here])
+                T.copy(d_x_tile, d_residual[tile])
             for c, j in T.Parallel(block_channels, _PARTS * rows):
                 if j % rows < num_rows:
                     partials[token_range, j // rows, j % rows, first_channel + c] = d_f[c, j]
@@ -360,11 +355,10 @@ def mhc_pre_norm_fn_bwd(
         ValueError: a shape, stride or device does not fit, or m or H is out of range.
     """
     float32 = (torch.float32,)
-    leading, mhc_mult, hidden = check_streams("residual", residual)
-    width, device = mhc_mult * hidden, residual.device
-    num_rows = check_fn("mhc_fn", mhc_fn, mhc_mult, hidden, device)
-    if mhc_norm_weight is not None:
-        check.tensor("mhc_norm_weight", mhc_norm_weight, float32, (width,), device=device)
+    streams = check_streams("residual", residual)
+    leading, mhc_mult, hidden, device = streams
+    num_rows, width = check_fn("mhc_fn", mhc_fn, streams), streams.width
+    check_norm_weight("mhc_norm_weight", mhc_norm_weight, streams)
     check.tensor("d_mixes", d_mixes, float32, (*leading, num_rows), device=device)
     check.tensor("mixes", mixes, float32, (*leading, num_rows), device=device)
     check.tensor("rstd", rstd, float32, leading, device=device)

@@ -12,9 +12,9 @@ from torch import Tensor
 from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_core.views import aligned
+from tk_core.views import flat
 from tk_mhc.lib.projection import launch_projection
-from tk_mhc.lib.projection_config import CHANNEL_BLOCK
+from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Projection
 from tk_mhc.lib.tokens import MAX_HIDDEN, MHC_MULTS, check_fn, check_streams
 
 MAX_SPLITS = max(MHC_MULTS) * MAX_HIDDEN // CHANNEL_BLOCK
@@ -25,22 +25,18 @@ def _has_empty_splits(n_splits: int, width: int, num_rms_groups: int) -> bool:
     return n_splits > width // num_rms_groups // CHANNEL_BLOCK
 
 
-@op(
-    "tk_mhc::mhc_prenorm_gemm_out",
-    mutates=("mul", "sqrsum"),
-    reference="mhc_prenorm_gemm",
-    translate=lambda call: {"residual": call.residual.unsqueeze(1)},
-)
+@op("tk_mhc::mhc_prenorm_gemm_out", mutates=("mul", "sqrsum"), reference="mhc_prenorm_gemm")
 def _mhc_prenorm_gemm_out(
-    residual: Tensor, fn: Tensor, mul: Tensor, sqrsum: Tensor, n_splits: int, num_rms_groups: int
+    residual: Tensor, fn: Tensor, n_splits: int, num_rms_groups: int, mul: Tensor, sqrsum: Tensor
 ) -> None:
-    if residual.shape[0] == 0:
+    num_tokens = residual.shape[0]
+    if num_tokens == 0:
         return
     if _has_empty_splits(n_splits, fn.shape[1], num_rms_groups):  # No thread block writes these.
         mul.zero_()
         sqrsum.zero_()
-    mul, sqrsum = mul.view(n_splits, residual.shape[0], -1), sqrsum.view(n_splits, -1)
-    launch_projection("partials", aligned(residual), aligned(fn), None, n_splits, mul, sqrsum)
+    mul, sqrsum = mul.view(n_splits, num_tokens, -1), sqrsum.view(n_splits, -1)
+    launch_projection("partials", residual.flatten(1), Projection(fn, None, n_splits), mul, sqrsum)
 
 
 @replayable
@@ -66,9 +62,8 @@ def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_gro
         TypeError: a tensor or number has another type or dtype.
         ValueError: a shape, stride or device does not fit, or a number is out of range.
     """
-    _, mhc_mult, hidden = check_streams("residual", residual)
-    width = mhc_mult * hidden
-    num_rows = check_fn("fn", fn, mhc_mult, hidden, residual.device)
+    streams = check_streams("residual", residual)
+    num_rows, width = check_fn("fn", fn, streams), streams.width
     check.in_range("n_splits", n_splits, 1, MAX_SPLITS)
     check.in_range("num_rms_groups", num_rms_groups, 1, width // CHANNEL_BLOCK)
     check.require(
@@ -79,11 +74,11 @@ def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_gro
         CHANNEL_BLOCK,
         width,
     )
-    x = residual.view(-1, width)
+    x = flat(residual, 2)
     groups = (num_rms_groups,) if num_rms_groups > 1 else ()
     mul = fn.new_empty((n_splits, x.shape[0], *groups, num_rows))
     sqrsum = fn.new_empty((n_splits, x.shape[0], *groups))
-    _mhc_prenorm_gemm_out(x, fn, mul, sqrsum, n_splits, num_rms_groups)
+    _mhc_prenorm_gemm_out(x, fn, n_splits, num_rms_groups, mul, sqrsum)
     if _has_empty_splits(n_splits, width, num_rms_groups):
         # Copies, for @replayable must not remember a call in which a kernel does not write all of the results.
         return mul.clone(), sqrsum.clone()

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tk_mhc import reference
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 
 
 def mhc_pre_big_fuse(
@@ -25,46 +26,25 @@ def mhc_pre_big_fuse(
     pre_mix: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """mhc_pre_norm_fn, then `from_mixes` of the mixes."""
-    return from_mixes(
-        reference.mhc_pre_norm_fn(residual, fn, norm_weight, rms_eps, n_splits=n_splits),
-        residual,
-        mhc_scale,
-        mhc_base,
-        mhc_pre_eps,
-        mhc_sinkhorn_eps,
-        mhc_post_mult_value,
-        sinkhorn_repeat,
-        layer_norm_weight=layer_norm_weight,
-        layer_norm_eps=layer_norm_eps,
-        shifted=shifted,
-        pre_mix=pre_mix,
+    arguments = PreArguments(
+        mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
     )
+    options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix)
+    mixes = reference.mhc_pre_norm_fn(residual, fn, norm_weight, rms_eps, n_splits=n_splits)
+    return from_mixes(mixes, residual, arguments, options)
 
 
-def from_mixes(
-    mixes: Tensor,
-    residual: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    mhc_pre_eps: float,
-    mhc_sinkhorn_eps: float,
-    mhc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    *,
-    layer_norm_weight: Tensor | None = None,
-    layer_norm_eps: float = 1e-6,
-    shifted: bool = False,
-    pre_mix: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def from_mixes(mixes: Tensor, residual: Tensor, arguments: PreArguments, options: PreOptions) -> tuple[Tensor, ...]:
     """mhc_pre_split_mixes, sinkhorn_normalize, mhc_pre_apply_mix and, with a weight, the layer norm.
 
     If shifted, the streams are collapsed with pre_mix, or to stream 0 where it is None, and pre is the last result.
     Returns (post, comb, layer_input) or (post, comb, layer_input, pre).
     """
-    pre, post, comb = reference.mhc_pre_split_mixes(
-        mixes, mhc_scale, mhc_base, residual.shape[-2], mhc_post_mult_value, mhc_pre_eps
-    )
-    comb = reference.sinkhorn_normalize(comb, sinkhorn_repeat, mhc_sinkhorn_eps)
+    scale, base, _, pre_eps, sinkhorn_eps, post_mult_value, sinkhorn_repeat = arguments
+    layer_norm_weight, layer_norm_eps, shifted, pre_mix = options
+    mhc_mult = residual.shape[-2]
+    pre, post, comb = reference.mhc_pre_split_mixes(mixes, scale, base, mhc_mult, post_mult_value, pre_eps)
+    comb = reference.sinkhorn_normalize(comb, sinkhorn_repeat, sinkhorn_eps)
     if shifted and pre_mix is None:
         layer_input = residual[..., 0, :].clone(memory_format=torch.contiguous_format)
     else:

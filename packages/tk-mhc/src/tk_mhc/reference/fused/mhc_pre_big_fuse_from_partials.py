@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.reference.fused.mhc_pre_big_fuse import from_mixes
 
 
@@ -30,20 +31,11 @@ def mhc_pre_big_fuse_from_partials(
     *leading, mhc_mult, hidden = residual.shape
     rstd = torch.rsqrt(_sum_of_splits(gemm_out_sqrsum) / (mhc_mult * hidden) + rms_eps)
     mixes = _sum_of_splits(gemm_out_mul) * rstd.unsqueeze(-1)
-    return from_mixes(
-        mixes.view(*leading, mixes.shape[-1]),
-        residual,
-        mhc_scale,
-        mhc_base,
-        mhc_pre_eps,
-        mhc_sinkhorn_eps,
-        mhc_post_mult_value,
-        sinkhorn_repeat,
-        layer_norm_weight=layer_norm_weight,
-        layer_norm_eps=layer_norm_eps,
-        shifted=shifted,
-        pre_mix=pre_mix,
+    arguments = PreArguments(
+        mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
     )
+    options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix)
+    return from_mixes(mixes.view(*leading, mixes.shape[-1]), residual, arguments, options)
 
 
 def _sum_of_splits(partials: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from math import isqrt
 from torch import Tensor
 
 from tk_mhc import reference
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.reference.fused.mhc_pre_big_fuse import from_mixes
 
 
@@ -29,14 +30,8 @@ def mhc_pre_broadcast(
     # fn_folded has m(m + 2) = (m + 1)² - 1 rows.
     mhc_mult = isqrt(fn_folded.shape[0] + 1) - 1
     residual = reference.expand_to_mhc(hidden, mhc_mult)
-    post, comb, layer_input = from_mixes(
-        reference.mhc_pre_norm_fn(hidden.unsqueeze(-2), fn_folded, None, rms_eps, n_splits=n_splits),
-        residual,
-        mhc_scale,
-        mhc_base,
-        mhc_pre_eps,
-        mhc_sinkhorn_eps,
-        mhc_post_mult_value,
-        sinkhorn_repeat,
+    arguments = PreArguments(
+        mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
     )
-    return residual, post, comb, layer_input
+    mixes = reference.mhc_pre_norm_fn(hidden.unsqueeze(-2), fn_folded, None, rms_eps, n_splits=n_splits)
+    return residual, *from_mixes(mixes, residual, arguments, PreOptions())

@@ -7,12 +7,7 @@ from tk_core.reference.fma import fma
 
 
 def mhc_post_bwd(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    d_o: Tensor,
-    fuse_grad_acc: bool = True,
+    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, d_o: Tensor, fuse_grad_acc: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(d_x, d_residual, d_post, d_comb) by their formulas, with sums over channels in float64.
 
