@@ -1,4 +1,7 @@
-"""Manifold-constrained hyper-connections (mHC) as GPU kernels. Names load on first use."""
+"""Manifold-constrained hyper-connections (mHC) as GPU kernels. Names load on first use.
+
+Source of all ops: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+"""
 
 from tk_core.lazy import export_stub
 

@@ -3,7 +3,6 @@
     out[t, i] = bf16(Σ_s mix[t, s] · x[t, s, i])
 
 in float32, one fused multiply-add a stream, streams ascending from 0, rounded once: every bit is defined.
-Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
 A thread block takes a token and a stretch of its channels, a thread eight neighbouring channels of all streams:
 
@@ -32,7 +31,7 @@ from tk_mhc.lib.tokens import check_streams
 def _mhc_pre_apply_mix_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    from tk_mhc.lib.collapse import collapse_streams
+    from tk_mhc.lib.stream_steps import collapse_streams
 
     block_channels = channel_tile(hidden, max_threads=256)
     threads = block_channels // VECTOR

@@ -4,7 +4,6 @@
     d_mix[t, s]  = Σ_i d_o[t, i] · x[t, s, i]
 
 in float32; of d_x the product and the sum are each rounded, so every bit of it is defined.
-Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
 A thread block takes a token and walks over its channels in tiles, a thread eight neighbouring channels of all streams:
 

@@ -2,8 +2,6 @@
 
     out[t, s, i] = hidden[t, i]
 
-Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
-
 A thread block takes a token, a thread eight neighbouring channels of each half: two 16-byte loads, 2m 16-byte stores.
 
     hidden        [ thread 0 | thread 1 | …  ║  thread 0 | thread 1 | … ]

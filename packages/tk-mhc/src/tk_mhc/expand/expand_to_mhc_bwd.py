@@ -3,7 +3,6 @@
     d_hidden[t, i] = bf16(d_o[t, 0, i] + d_o[t, 1, i] + …)
 
 in float32, from stream 0 upwards, each sum rounded: every bit is defined.
-Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
 A thread block takes a token and a stretch of its channels, a thread eight neighbouring channels of all streams:
 

@@ -13,7 +13,7 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import flat
 from tk_mhc.lib.post_project import launch_post_sums, takes_post_project
-from tk_mhc.lib.pre_arguments import PreArguments, PreOptions, check_pre_arguments, check_pre_options
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
 from tk_mhc.lib.projection import check_projection, launch_sums
 from tk_mhc.lib.projection_config import Projection
@@ -103,10 +103,10 @@ def mhc_post_pre(
     """
     streams, before = check_post(x, residual, post_layer_mix, comb_res_mix)
     projection = check_projection(streams, fn, norm_weight, n_splits)
-    arguments = check_pre_arguments(
-        streams, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
-    )
-    options = check_pre_options(streams, layer_norm_weight, layer_norm_eps, shifted, pre_mix)
+    arguments = PreArguments(
+        mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
+    ).checked(streams)
+    options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix).checked(streams)
     new_residual = x.new_empty((*streams.leading, streams.mhc_mult, streams.hidden))
     results = new_results(x, streams, shifted)
     _mhc_post_pre_out(*before, *projection, *arguments, *options, flat(new_residual, 2), *results.flat())

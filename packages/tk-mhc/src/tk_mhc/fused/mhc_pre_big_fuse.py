@@ -15,7 +15,7 @@ from torch import Tensor
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import flat
-from tk_mhc.lib.pre_arguments import PreArguments, PreOptions, check_pre_arguments, check_pre_options
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
 from tk_mhc.lib.projection import check_projection, launch_sums
 from tk_mhc.lib.projection_config import Projection
@@ -87,10 +87,10 @@ def mhc_pre_big_fuse(
     """
     streams = check_streams("residual", residual)
     projection = check_projection(streams, fn, norm_weight, n_splits)
-    arguments = check_pre_arguments(
-        streams, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
-    )
-    options = check_pre_options(streams, layer_norm_weight, layer_norm_eps, shifted, pre_mix)
+    arguments = PreArguments(
+        mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
+    ).checked(streams)
+    options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix).checked(streams)
     results = new_results(residual, streams, shifted)
     _mhc_pre_big_fuse_out(flat(residual, 2), *projection, *arguments, *options, *results.flat())
     return results.present()

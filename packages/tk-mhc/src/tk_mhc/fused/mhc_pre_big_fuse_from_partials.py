@@ -12,7 +12,7 @@ from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import flat
-from tk_mhc.lib.pre_arguments import PreArguments, PreOptions, check_pre_arguments, check_pre_options
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
 from tk_mhc.lib.spelled_out import spelled_out
 from tk_mhc.lib.tokens import check_streams
@@ -93,10 +93,10 @@ def mhc_pre_big_fuse_from_partials(
     num_splits, _, _ = check.tensor("gemm_out_mul", gemm_out_mul, (torch.float32,), shape, device=device)
     check.require(num_splits >= 1, "splits (dimension 0 of gemm_out_mul)", "at least 1", num_splits)
     check.tensor("gemm_out_sqrsum", gemm_out_sqrsum, (torch.float32,), (num_splits, num_tokens), device=device)
-    arguments = check_pre_arguments(
-        streams, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
-    )
-    options = check_pre_options(streams, layer_norm_weight, layer_norm_eps, shifted, pre_mix)
+    arguments = PreArguments(
+        mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
+    ).checked(streams)
+    options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix).checked(streams)
     results = new_results(residual, streams, shifted)
     sums = (gemm_out_mul, gemm_out_sqrsum)
     _mhc_pre_big_fuse_from_partials_out(x, *sums, *arguments, *options, *results.flat())

@@ -8,8 +8,6 @@ and post and comb as in mhc_pre_big_fuse, with its kernels: the projection of wi
 (lib/pre_fuse.py). Source: arXiv 2512.24880, in the form of vLLM's mhc_pre_broadcast.
 """
 
-from math import isqrt
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.views import flat
-from tk_mhc.lib.pre_arguments import PreArguments, PreOptions, check_pre_arguments
+from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
 from tk_mhc.lib.projection import check_n_splits, launch_sums
 from tk_mhc.lib.projection_config import Projection
@@ -79,12 +77,13 @@ def mhc_pre_broadcast(
     check_hidden("hidden (last dimension of hidden)", size)
     num_rows, _ = check.tensor("fn_folded", fn_folded, (torch.float32,), ("rows", size), device=hidden.device)
     check.one_of("rows of fn_folded", num_rows, [m * (m + 2) for m in MHC_MULTS])
-    streams = Streams(tuple(leading), isqrt(num_rows + 1) - 1, size, hidden.device)
-    arguments = check_pre_arguments(
-        streams, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
-    )
+    mhc_mult = next(m for m in MHC_MULTS if m * (m + 2) == num_rows)
+    streams = Streams(tuple(leading), mhc_mult, size, hidden.device)
+    arguments = PreArguments(
+        mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
+    ).checked(streams)
     n_splits = check_n_splits(n_splits, size)
-    residual = hidden.new_empty((*leading, streams.mhc_mult, size))
+    residual = hidden.new_empty((*leading, mhc_mult, size))
     results = new_results(hidden, streams, shifted=False)
     _mhc_pre_broadcast_out(flat(hidden, 1), fn_folded, n_splits, *arguments, flat(residual, 2), *results.flat())
     return residual, *results.present()

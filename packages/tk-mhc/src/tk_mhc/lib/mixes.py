@@ -71,10 +71,10 @@ def sinkhorn(comb: T.Buffer, repeat: int, eps: Any) -> None:
     """
     factors = T.alloc_fragment(comb.shape[:2], "float32")
     softmax_plus_eps(comb, factors, eps)
-    divide_columns(comb, factors, eps)
+    divide_lines(comb, factors, eps, is_row=False)
     for _ in T.serial(repeat - 1):
-        divide_rows(comb, factors, eps)
-        divide_columns(comb, factors, eps)
+        divide_lines(comb, factors, eps, is_row=True)
+        divide_lines(comb, factors, eps, is_row=False)
 
 
 @T.macro
@@ -88,7 +88,7 @@ def softmax(comb: T.Buffer, factors: T.Buffer) -> None:
             factors[t, i] = T.max(factors[t, i], comb[t, i, j])
     for t, i, j in T.Parallel(num_tokens, mhc_mult, mhc_mult):
         comb[t, i, j] = T.exp(comb[t, i, j] - factors[t, i])
-    divide_rows(comb, factors, T.float32(0))
+    divide_lines(comb, factors, T.float32(0), is_row=True)
 
 
 @T.macro
@@ -99,31 +99,27 @@ def softmax_plus_eps(comb: T.Buffer, factors: T.Buffer, eps: Any) -> None:
         comb[t, i, j] += eps
 
 
-@T.macro
-def divide_rows(comb: T.Buffer, factors: T.Buffer, eps: Any) -> None:
-    """Divide each row by its sum plus eps; the reciprocals of these stay in `factors`."""
-    num_tokens, mhc_mult, _ = comb.shape
-    for t, i in T.Parallel(num_tokens, mhc_mult):
-        factors[t, i] = comb[t, i, 0]
-    for j in T.unroll(1, mhc_mult):
-        for t, i in T.Parallel(num_tokens, mhc_mult):
-            factors[t, i] += comb[t, i, j]
-    for t, i in T.Parallel(num_tokens, mhc_mult):
-        factors[t, i] = reciprocal(factors[t, i] + eps)
-    for t, i, j in T.Parallel(*comb.shape):
-        comb[t, i, j] *= factors[t, i]
+def entry(t: Any, line: Any, k: Any, is_row: bool) -> tuple[Any, Any, Any]:
+    """Indices of number k in a row, or else a column, of token t."""
+    return (t, line, k) if is_row else (t, k, line)
 
 
 @T.macro
-def divide_columns(comb: T.Buffer, factors: T.Buffer, eps: Any) -> None:
-    """Divide each column by its sum plus eps; the reciprocals of these stay in `factors`."""
+def divide_lines(comb: T.Buffer, factors: T.Buffer, eps: Any, is_row: bool) -> None:
+    """Divide each row, or else each column, by its sum plus eps; the reciprocals of these stay in `factors`."""
     num_tokens, mhc_mult, _ = comb.shape
-    for t, j in T.Parallel(num_tokens, mhc_mult):
-        factors[t, j] = comb[t, 0, j]
-    for i in T.unroll(1, mhc_mult):
-        for t, j in T.Parallel(num_tokens, mhc_mult):
-            factors[t, j] += comb[t, i, j]
-    for t, j in T.Parallel(num_tokens, mhc_mult):
-        factors[t, j] = reciprocal(factors[t, j] + eps)
+    for t, line in T.Parallel(num_tokens, mhc_mult):
+        factors[t, line] = comb[entry(t, line, 0, is_row)]
+    for k in T.unroll(1, mhc_mult):
+        for t, line in T.Parallel(num_tokens, mhc_mult):
+            factors[t, line] += comb[entry(t, line, k, is_row)]
+    for t, line in T.Parallel(num_tokens, mhc_mult):
+        factors[t, line] = reciprocal(factors[t, line] + eps)
+    scale_lines(comb, factors, is_row)
+
+
+@T.macro
+def scale_lines(comb: T.Buffer, factors: T.Buffer, is_row: bool) -> None:
+    """Multiply each row, or else each column, by its factor."""
     for t, i, j in T.Parallel(*comb.shape):
-        comb[t, i, j] *= factors[t, j]
+        comb[t, i, j] *= factors[t, i if is_row else j]

@@ -43,8 +43,8 @@ def post_project_kernel(
     """`block_channels`: channels of a step of the projection, on which its bits depend."""
     import tilelang.language as T
 
-    from tk_mhc.lib.post import post_stream_of_tokens
     from tk_mhc.lib.projection_tiles import SplitSteps, add_squares, convert_weights, write_squares, write_sums
+    from tk_mhc.lib.stream_steps import post_stream_of_tokens
 
     num_rows, width = mhc_mult * (mhc_mult + 2), mhc_mult * hidden
     steps = SplitSteps(n_splits, width // CHANNEL_BLOCK, block_channels // CHANNEL_BLOCK)

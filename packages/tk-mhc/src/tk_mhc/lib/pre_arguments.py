@@ -1,4 +1,4 @@
-"""What the ops before a sublayer take beside their streams: tuples, made by their checks and passed on whole."""
+"""What the ops before a sublayer take beside their streams: tuples that are checked once and passed on whole."""
 
 from typing import NamedTuple
 
@@ -21,6 +21,18 @@ class PreArguments(NamedTuple):
     mhc_post_mult_value: float
     sinkhorn_repeat: int
 
+    def checked(self, streams: Streams) -> "PreArguments":
+        """These, the numbers as floats. Raises TypeError or ValueError that names the argument that does not fit."""
+        scale, base, *numbers, sinkhorn_repeat = self
+        check.tensor("mhc_scale", scale, (torch.float32,), (3,), device=streams.device)
+        check.tensor("mhc_base", base, (torch.float32,), (streams.num_mixes,), device=streams.device)
+        check.number("rms_eps", self.rms_eps, at_least=0)
+        check.number("mhc_pre_eps", self.mhc_pre_eps, at_least=0)
+        check.number("mhc_sinkhorn_eps", self.mhc_sinkhorn_eps, at_least=0)
+        check.number("mhc_post_mult_value", self.mhc_post_mult_value)
+        check_repeat("sinkhorn_repeat", sinkhorn_repeat)
+        return PreArguments(scale, base, *[float(x) for x in numbers], sinkhorn_repeat)
+
 
 class PreOptions(NamedTuple):
     """The layer norm, and the shifted form of the collapse."""
@@ -30,41 +42,16 @@ class PreOptions(NamedTuple):
     shifted: bool = False
     pre_mix: Tensor | None = None
 
-
-def check_pre_arguments(
-    streams: Streams,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    rms_eps: float,
-    mhc_pre_eps: float,
-    mhc_sinkhorn_eps: float,
-    mhc_post_mult_value: float,
-    sinkhorn_repeat: int,
-) -> PreArguments:
-    """Raise TypeError or ValueError that names the argument, unless all fit the streams."""
-    check.tensor("mhc_scale", mhc_scale, (torch.float32,), (3,), device=streams.device)
-    check.tensor("mhc_base", mhc_base, (torch.float32,), (streams.num_mixes,), device=streams.device)
-    check.number("rms_eps", rms_eps, at_least=0)
-    check.number("mhc_pre_eps", mhc_pre_eps, at_least=0)
-    check.number("mhc_sinkhorn_eps", mhc_sinkhorn_eps, at_least=0)
-    check.number("mhc_post_mult_value", mhc_post_mult_value)
-    check_repeat("sinkhorn_repeat", sinkhorn_repeat)
-    numbers = [float(x) for x in (rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value)]
-    return PreArguments(mhc_scale, mhc_base, *numbers, sinkhorn_repeat)
-
-
-def check_pre_options(
-    streams: Streams, layer_norm_weight: Tensor | None, layer_norm_eps: float, shifted: bool, pre_mix: Tensor | None
-) -> PreOptions:
-    """Raise TypeError or ValueError that names the argument, unless all fit the streams. Returns pre_mix (T, m, 1)."""
-    leading, mhc_mult, hidden, device = streams
-    if layer_norm_weight is not None:
-        dtypes = (torch.bfloat16, torch.float32)
-        check.tensor("layer_norm_weight", layer_norm_weight, dtypes, (hidden,), device=device)
-    check.number("layer_norm_eps", layer_norm_eps, at_least=0)
-    check.flag("shifted", shifted)
-    if pre_mix is not None:
-        check.require(shifted, "pre_mix", "None unless shifted is True", "a tensor")
-        check.tensor("pre_mix", pre_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
-        pre_mix = flat(pre_mix, 2)
-    return PreOptions(layer_norm_weight, float(layer_norm_eps), shifted, pre_mix)
+    def checked(self, streams: Streams) -> "PreOptions":
+        """These, pre_mix as (T, m, 1). Raises TypeError or ValueError that names the argument that does not fit."""
+        leading, mhc_mult, hidden, device = streams
+        weight, eps, shifted, pre_mix = self
+        if weight is not None:
+            check.tensor("layer_norm_weight", weight, (torch.bfloat16, torch.float32), (hidden,), device=device)
+        check.number("layer_norm_eps", eps, at_least=0)
+        check.flag("shifted", shifted)
+        if pre_mix is not None:
+            check.require(shifted, "pre_mix", "None unless shifted is True", "a tensor")
+            check.tensor("pre_mix", pre_mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
+            pre_mix = flat(pre_mix, 2)
+        return PreOptions(weight, float(eps), shifted, pre_mix)

@@ -70,9 +70,9 @@ def pre_fuse_kernel(
     """`layer_norm`: dtype of the layer norm's weight, or None without one."""
     import tilelang.language as T
 
-    from tk_mhc.lib.collapse import collapse_streams
     from tk_mhc.lib.mixes import sigmoid, sinkhorn, split_mixes, token_per_thread
     from tk_mhc.lib.partials import sum_partials, threads_per_token
+    from tk_mhc.lib.stream_steps import collapse_streams
 
     num_rows = mhc_mult * (mhc_mult + 2)
     block_channels, mix_tokens, in_flight = config.block_channels, config.mix_tokens, config.splits_in_flight

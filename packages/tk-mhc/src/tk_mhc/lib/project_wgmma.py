@@ -57,8 +57,8 @@ def project_wgmma_kernel(
 ) -> Any:
     """The product of x (num_tokens, width) and fn (num_rows, width), of each rms group of channels on its own.
 
-    With output "partials" a thread block takes `splits_a_worker` of the splits, otherwise all of them. TileLang's own
-    barriers are off: the roles need only those of the rings, and one at the end.
+    With output "partials" a thread block takes `splits` of the splits, otherwise all of them. TileLang's own barriers
+    are off: the roles need only those of the rings, and one at the end.
     """
     import tilelang.language as T
     from tilelang.layout import make_swizzled_layout
@@ -77,12 +77,13 @@ def project_wgmma_kernel(
     def op(name: str) -> dict[str, str]:
         return {T.WSID: name}
 
-    def step_of(worker: Any, splits_a_worker: Any, step: Any = 0) -> Any:
+    def step_of(worker: Any, splits: Any, step: Any = 0) -> Any:
         """A worker's step, counted from the first channels of the rms group on."""
-        return steps.first(T.min(worker * splits_a_worker, n_splits)) + step
+        return steps.first(T.min(worker * splits, n_splits)) + step
 
-    def channels(group: Any, step: Any) -> slice:
-        return slice(group * group_width + step * block_channels, group * group_width + (step + 1) * block_channels)
+    def channels(group: Any, worker: Any, splits: Any, step: Any) -> slice:
+        first, end = (group * group_width + (step_of(worker, splits, step) + i) * block_channels for i in (0, 1))
+        return slice(first, end)
 
     @T.prim_func
     def project(
@@ -93,9 +94,9 @@ def project_wgmma_kernel(
         mul: T.Tensor((num_partials, num_tokens, num_rms_groups * num_rows), "float32"),
         sqrsum: T.Tensor((num_partials, num_tokens * num_rms_groups), "float32"),
         eps: T.float32,
-        splits_a_worker: T.int32,
+        splits: T.int32,
     ) -> None:
-        num_tiles, num_workers = T.ceildiv(num_tokens, block_tokens), T.ceildiv(n_splits, splits_a_worker)
+        num_tiles, num_workers = T.ceildiv(num_tokens, block_tokens), T.ceildiv(n_splits, splits)
         with T.Kernel(num_tiles, num_workers, num_rms_groups, threads=num_warps * 32) as (tile, worker, group):
             x_tile = T.alloc_shared((block_tokens, block_channels), "bfloat16")
             fn_tile = T.alloc_shared((num_rows, block_channels), "float32")
@@ -121,39 +122,30 @@ def project_wgmma_kernel(
                 T.clear(square_sum)
                 if output != "partials":
                     T.clear(sums)
-            num_steps = step_of(worker + 1, splits_a_worker) - step_of(worker, splits_a_worker)
+            num_steps = step_of(worker + 1, splits) - step_of(worker, splits)
             for step in T.serial(num_steps, annotations=op("steps")):
                 if is_converted:
                     # TMA fills rows beyond fn's last with zeros; their part of the product is not read.
                     T.copy(
-                        fn_parts[0, 0:product_rows, channels(group, step_of(worker, splits_a_worker, step))],
+                        fn_parts[0, 0:product_rows, channels(group, worker, splits, step)],
                         parts[0, :, :],
                         annotations=op("load_high"),
                     )
                     T.copy(
-                        fn_parts[1, 0:product_rows, channels(group, step_of(worker, splits_a_worker, step))],
+                        fn_parts[1, 0:product_rows, channels(group, worker, splits, step)],
                         parts[1, :, :],
                         annotations=op("load_low"),
                     )
                 else:
-                    T.copy(
-                        fn[:, channels(group, step_of(worker, splits_a_worker, step))],
-                        fn_tile,
-                        annotations=op("load_fn"),
-                    )
+                    T.copy(fn[:, channels(group, worker, splits, step)], fn_tile, annotations=op("load_fn"))
                     if is_normed:
                         T.copy(
-                            norm_weight[channels(group, step_of(worker, splits_a_worker, step))],
-                            weight,
-                            annotations=op("load_weight"),
+                            norm_weight[channels(group, worker, splits, step)], weight, annotations=op("load_weight")
                         )
                     with T.ws_op("convert"):
                         convert_weights(fn_tile, weight if is_normed else None, parts)
                 T.copy(
-                    x[
-                        tile * block_tokens : (tile + 1) * block_tokens,
-                        channels(group, step_of(worker, splits_a_worker, step)),
-                    ],
+                    x[tile * block_tokens : (tile + 1) * block_tokens, channels(group, worker, splits, step)],
                     x_tile,
                     annotations=op("load_x"),
                 )
@@ -164,10 +156,10 @@ def project_wgmma_kernel(
                 with T.ws_op("wait"):
                     T.wait_wgmma(0)
                 with T.ws_op("end_split"):
-                    if steps.ends_split(step_of(worker, splits_a_worker, step)):
+                    if steps.ends_split(step_of(worker, splits, step)):
                         T.reduce_sum(squares, square_sum, dim=1, clear=False)
                         if output == "partials":
-                            split = steps.done(step_of(worker, splits_a_worker, step)) - 1
+                            split = steps.done(step_of(worker, splits, step)) - 1
                             write_sums(product, mul, split, tile * block_tokens, group * num_rows, num_rows)
                             write_squares(square_sum, sqrsum, split, tile * block_tokens, group, num_rms_groups)
                             T.clear(square_sum)

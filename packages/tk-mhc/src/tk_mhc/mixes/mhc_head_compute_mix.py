@@ -2,7 +2,7 @@
 
     out[t, i] = sigmoid(mix[t, i] · scale + base[i]) + pre_eps
 
-in float32. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+in float32.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
     d_z[t, i] = d_o[t, i] · s(1 - s),  s = sigmoid(mix[t, i] · scale + base[i])
     d_mix = d_z · scale;  d_base[i] = Σ_t d_z[t, i];  d_scale = Σ_t Σ_i d_z[t, i] · mix[t, i]
 
-in float32, the sums in float64. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+in float32, the sums in float64.
 
 As in `mhc_pre_split_mixes_bwd`, 128 thread blocks add up a range of tokens each, and a second kernel the ranges.
 """

@@ -6,7 +6,6 @@
     comb[t, i, j] = z[t, 2m + i·m + j]
 
 in float32. The groups are the first m columns, the next m and the last m². A thread takes a token.
-Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 """
 
 from typing import Any
@@ -120,15 +119,7 @@ def mhc_pre_split_mixes(
     pre = input_mixes.new_empty((*leading, mhc_mult, 1))
     post = input_mixes.new_empty((*leading, mhc_mult, 1))
     comb = input_mixes.new_empty((*leading, mhc_mult, mhc_mult))
-    _mhc_pre_split_mixes_out(
-        flat(input_mixes, 1),
-        mhc_scale,
-        mhc_base,
-        mhc_mult,
-        float(mhc_post_mult_value),
-        float(mhc_pre_eps),
-        flat(pre, 2),
-        flat(post, 2),
-        flat(comb, 2),
-    )
+    numbers = (mhc_mult, float(mhc_post_mult_value), float(mhc_pre_eps))
+    results = (flat(pre, 2), flat(post, 2), flat(comb, 2))
+    _mhc_pre_split_mixes_out(flat(input_mixes, 1), mhc_scale, mhc_base, *numbers, *results)
     return pre, post, comb

@@ -7,7 +7,7 @@
     d_mixes = d_z · scale of the group
     d_base[k] = Σ_t d_z[t, k];  d_scale[g] = Σ_t Σ_(k in group g) d_z[t, k] · mixes[t, k]
 
-in float32, the sums in float64. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+in float32, the sums in float64.
 
 The tokens are cut into 128 ranges, whatever the GPU. A thread block takes a range, tile by tile; a thread adds up its
 elements of every tile, all of one column, and at the end the threads' sums are added up. A second kernel adds up the
@@ -174,17 +174,8 @@ def mhc_pre_split_mixes_bwd(
     check.number("mhc_post_mult_value", mhc_post_mult_value)
     d_mixes = input_mixes.new_empty(input_mixes.shape)
     d_scale, d_base = input_mixes.new_empty((3,)), input_mixes.new_empty((num_columns,))
-    _mhc_pre_split_mixes_bwd_out(
-        flat(d_pre, 2),
-        flat(d_post, 2),
-        flat(d_comb, 2),
-        flat(input_mixes, 1),
-        mhc_scale,
-        mhc_base,
-        mhc_mult,
-        float(mhc_post_mult_value),
-        flat(d_mixes, 1),
-        d_scale,
-        d_base,
-    )
+    gradients = (flat(d_pre, 2), flat(d_post, 2), flat(d_comb, 2))
+    numbers = (mhc_mult, float(mhc_post_mult_value))
+    results = (flat(d_mixes, 1), d_scale, d_base)
+    _mhc_pre_split_mixes_bwd_out(*gradients, flat(input_mixes, 1), mhc_scale, mhc_base, *numbers, *results)
     return d_mixes, d_scale, d_base

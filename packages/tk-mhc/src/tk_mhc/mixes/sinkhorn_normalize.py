@@ -3,7 +3,7 @@
     x = softmax(x, -1) + eps;  x = x / (Σ over rows + eps)
     repeat - 1 times:  x = x / (Σ over columns + eps);  x = x / (Σ over rows + eps)
 
-in float32. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+in float32.
 
 A thread has the matrix of a token in registers, so the iterations need neither shared memory nor other threads. Time is
 latency: each half of an iteration waits for m - 1 additions, a reciprocal and a product.

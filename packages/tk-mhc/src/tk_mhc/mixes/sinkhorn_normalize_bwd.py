@@ -5,7 +5,6 @@ The forward's steps are taken again from x, then backwards. A step y = x / s wit
     d_x = (d_y - Σ d_y · y) / s        the sums over the same dimension
 
 and the softmax y = softmax(x) has d_x = y · (d_y - Σ d_y · y). In float32.
-Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
 A thread has the matrix of a token and its gradient in registers. Of each step it keeps the reciprocals of the m sums,
 in shared memory: m numbers, where the matrix would be m². On the way back they give the matrix before the step, y · s.
@@ -40,40 +39,35 @@ def tokens_a_block(mhc_mult: int, repeat: int, arch: Arch) -> int:
 def _sinkhorn_normalize_bwd_kernel(mhc_mult: int, repeat: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    from tk_mhc.lib.mixes import divide_columns, divide_rows, reciprocal, softmax, softmax_plus_eps, token_per_thread
+    from tk_mhc.lib.mixes import (
+        divide_lines,
+        entry,
+        reciprocal,
+        scale_lines,
+        softmax,
+        softmax_plus_eps,
+        token_per_thread,
+    )
 
     block_tokens = tokens_a_block(mhc_mult, repeat, arch)
     num_tokens = T.dynamic("num_tokens")
 
     @T.macro
-    def dot_rows(grad: T.Buffer, comb: T.Buffer, dots: T.Buffer) -> None:
+    def dot_lines(grad: T.Buffer, comb: T.Buffer, dots: T.Buffer, is_row: bool) -> None:
         T.clear(dots)
-        for j in T.unroll(mhc_mult):
-            for t, i in T.Parallel(block_tokens, mhc_mult):
-                dots[t, i] += grad[t, i, j] * comb[t, i, j]
+        for k in T.unroll(mhc_mult):
+            for t, line in T.Parallel(block_tokens, mhc_mult):
+                dots[t, line] += grad[entry(t, line, k, is_row)] * comb[entry(t, line, k, is_row)]
 
     @T.macro
-    def undo_rows(grad: T.Buffer, comb: T.Buffer, factors: T.Buffer, dots: T.Buffer) -> None:
-        dot_rows(grad, comb, dots)
+    def undo_division(grad: T.Buffer, comb: T.Buffer, factors: T.Buffer, dots: T.Buffer, is_row: bool) -> None:
+        dot_lines(grad, comb, dots, is_row)
         for t, i, j in T.Parallel(block_tokens, mhc_mult, mhc_mult):
-            grad[t, i, j] = (grad[t, i, j] - dots[t, i]) * factors[t, i]
-        for t, i in T.Parallel(block_tokens, mhc_mult):
-            factors[t, i] = reciprocal(factors[t, i])
-        for t, i, j in T.Parallel(block_tokens, mhc_mult, mhc_mult):
-            comb[t, i, j] *= factors[t, i]
-
-    @T.macro
-    def undo_columns(grad: T.Buffer, comb: T.Buffer, factors: T.Buffer, dots: T.Buffer) -> None:
-        T.clear(dots)
-        for i in T.unroll(mhc_mult):
-            for t, j in T.Parallel(block_tokens, mhc_mult):
-                dots[t, j] += grad[t, i, j] * comb[t, i, j]
-        for t, i, j in T.Parallel(block_tokens, mhc_mult, mhc_mult):
-            grad[t, i, j] = (grad[t, i, j] - dots[t, j]) * factors[t, j]
-        for t, j in T.Parallel(block_tokens, mhc_mult):
-            factors[t, j] = reciprocal(factors[t, j])
-        for t, i, j in T.Parallel(block_tokens, mhc_mult, mhc_mult):
-            comb[t, i, j] *= factors[t, j]
+            line = i if is_row else j
+            grad[t, i, j] = (grad[t, i, j] - dots[t, line]) * factors[t, line]
+        for t, line in T.Parallel(block_tokens, mhc_mult):
+            factors[t, line] = reciprocal(factors[t, line])
+        scale_lines(comb, factors, is_row)
 
     @T.prim_func
     def sinkhorn_normalize_bwd(
@@ -94,25 +88,25 @@ def _sinkhorn_normalize_bwd_kernel(mhc_mult: int, repeat: int, arch: Arch) -> An
             T.copy(x[first : first + block_tokens, :, :], comb)
             T.copy(d_o[first : first + block_tokens, :, :], grad)
             softmax_plus_eps(comb, factors, eps)
-            divide_columns(comb, factors, eps)
+            divide_lines(comb, factors, eps, is_row=False)
             T.copy(factors, reciprocals[0, :, :])
             for k in T.serial(repeat - 1):
-                divide_rows(comb, factors, eps)
+                divide_lines(comb, factors, eps, is_row=True)
                 T.copy(factors, reciprocals[2 * k + 1, :, :])
-                divide_columns(comb, factors, eps)
+                divide_lines(comb, factors, eps, is_row=False)
                 T.copy(factors, reciprocals[2 * k + 2, :, :])
             for k in T.serial(repeat - 1):
                 T.copy(reciprocals[2 * (repeat - 1 - k), :, :], factors)
-                undo_columns(grad, comb, factors, dots)
+                undo_division(grad, comb, factors, dots, is_row=False)
                 T.copy(reciprocals[2 * (repeat - 1 - k) - 1, :, :], factors)
-                undo_rows(grad, comb, factors, dots)
+                undo_division(grad, comb, factors, dots, is_row=True)
             T.copy(reciprocals[0, :, :], factors)
-            undo_columns(grad, comb, factors, dots)
+            undo_division(grad, comb, factors, dots, is_row=False)
 
             # The softmax from x again: what is left in comb has gone there and back.
             T.copy(x[first : first + block_tokens, :, :], comb)
             softmax(comb, factors)
-            dot_rows(grad, comb, dots)
+            dot_lines(grad, comb, dots, is_row=True)
             for t, i, j in T.Parallel(block_tokens, mhc_mult, mhc_mult):
                 grad[t, i, j] = comb[t, i, j] * (grad[t, i, j] - dots[t, i])
             T.copy(grad, d_x[first : first + block_tokens, :, :])

@@ -4,8 +4,8 @@
     layer_input_i = bf16(Σ_s pre_i[s] · R_i[s])                                  as mhc_pre_apply_mix
     R_{i+1}[n]    = bf16(post_i[n] · layer_output_i + Σ_k comb_i[k, n] · R_i[k])   as mhc_post
 
-bit for bit as those ops compute it, in one launch. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv
-2512.24880, which recomputes them in the backward pass instead of keeping them.
+bit for bit as those ops compute it, in one launch.
+The paper recomputes them so in the backward pass instead of keeping them.
 
 A thread block takes a token and a stretch of its channels and walks the layers; a thread keeps eight neighbouring
 channels of all streams in registers, so that of the residuals only the first is read. The mixes of all layers come
@@ -43,8 +43,7 @@ _PRE, _LAYER_OUTPUT, _POST, _COMB, _LAYER_INPUT, _RESIDUAL = range(6)
 def _mhc_multilayer_recompute_kernel(num_layers: int, num_posts: int, mhc_mult: int, hidden: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    from tk_mhc.lib.collapse import collapse_streams
-    from tk_mhc.lib.post import post_streams
+    from tk_mhc.lib.stream_steps import collapse_streams, post_streams
 
     # As many blocks as fit without spilled registers. m 4, H 7168, ten layers, 8192 tokens on an H200: 1848 µs with
     # five blocks of 1024 channels, 1888 with four, 1934 with two of 1792.

@@ -3,7 +3,7 @@
     out[t, n, i] = bf16(post[t, n] · x[t, i] + Σ_k comb[t, k, n] · residual[t, k, i])
 
 in float32: the product with x rounded, then one fused multiply-add a stream, ascending, then rounded to bfloat16: every
-bit is defined. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+bit is defined.
 
 A thread block takes a token and a stretch of its channels, a thread eight neighbouring channels of x and of all
 streams, with all mixes of the token in registers:
@@ -35,7 +35,7 @@ from tk_mhc.lib.tokens import PostArguments, check_post
 def _mhc_post_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    from tk_mhc.lib.post import post_streams
+    from tk_mhc.lib.stream_steps import post_streams
 
     # With eight streams a thread needs 163 registers, and smaller blocks leave fewer of an SM's registers unused.
     block_channels = channel_tile(hidden, max_threads=128 if mhc_mult == 8 else 256)

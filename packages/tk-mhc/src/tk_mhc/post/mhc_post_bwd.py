@@ -5,7 +5,7 @@
     d_post[t, n]        = Σ_i x[t, i] · d_o[t, n, i]
     d_comb[t, k, n]     = Σ_i residual[t, k, i] · d_o[t, n, i]
 
-in float32. Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
+in float32.
 
 A thread block takes a token and walks its channels, a thread eight neighbouring ones at a time. It reads each channel
 once, for all four gradients; of the m + m · m sums over channels each thread keeps partial sums in registers, which are
@@ -100,17 +100,13 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
                     for t in T.Parallel(threads):
                         for v in T.unroll(VECTOR):
                             post_partial[n, t] = T.fma(
-                                T.cast(layer_output[t, v], "float32"),
-                                T.cast(d_streams[n, t, v], "float32"),
-                                post_partial[n, t],
+                                T.float32(layer_output[t, v]), T.float32(d_streams[n, t, v]), post_partial[n, t]
                             )
                     for k in T.unroll(mhc_mult):
                         for t in T.Parallel(threads):
                             for v in T.unroll(VECTOR):
                                 comb_partial[k, n, t] = T.fma(
-                                    T.cast(streams[k, t, v], "float32"),
-                                    T.cast(d_streams[n, t, v], "float32"),
-                                    comb_partial[k, n, t],
+                                    T.float32(streams[k, t, v]), T.float32(d_streams[n, t, v]), comb_partial[k, n, t]
                                 )
             T.reduce_sum(post_partial, post_sum, dim=1, batch=mhc_mult)
             T.reduce_sum(comb_partial, comb_sum, dim=2, batch=mhc_mult * mhc_mult)

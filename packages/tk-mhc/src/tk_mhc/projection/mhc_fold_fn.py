@@ -4,7 +4,6 @@
 
 in float32, from stream 0 upwards, each product and each sum rounded: every bit is defined. After `expand_to_mhc` all
 streams are the same, so that the projection before the first sublayer needs a product over H channels, not m·H.
-Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 
 A thread block takes a row and a stretch of the H channels, a thread four neighbouring channels of all streams:
 

@@ -6,7 +6,6 @@
 lib/projection.py has the product, its arithmetic and the order of the sums. For many tokens each of its thread blocks
 walks all splits of the channels and writes mixes; for few they share the splits, and a second kernel adds these up. The
 bits are the same.
-Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
 """
 
 from torch import Tensor

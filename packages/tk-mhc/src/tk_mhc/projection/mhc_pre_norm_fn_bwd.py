@@ -7,8 +7,6 @@ With F = fn · norm_weight, x the m·H channels of a token, R the rows of fn and
     d_fn[j, c]        = d_F[j, c] · norm_weight[c]
     d_norm_weight[c]  = Σ_j d_F[j, c] · fn[j, c]
 
-Source: "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880.
-
 The residual is read once, for both products. Three kernels:
 
 1. `prepare`: per token g and the factor of x.
@@ -369,16 +367,6 @@ def mhc_pre_norm_fn_bwd(
         check.tensor("d_residual", d_residual, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
     d_fn = mhc_fn.new_empty(mhc_fn.shape)
     d_norm_weight = None if mhc_norm_weight is None else mhc_norm_weight.new_empty((width,))
-    _mhc_pre_norm_fn_bwd_out(
-        flat(d_mixes, 1),
-        residual.view(-1, width),
-        mhc_fn,
-        mhc_norm_weight,
-        flat(mixes, 1),
-        rstd.view(-1),
-        d_residual.view(-1, width),
-        d_fn,
-        d_norm_weight,
-        accumulate,
-    )
+    inputs = (flat(d_mixes, 1), residual.view(-1, width), mhc_fn, mhc_norm_weight, flat(mixes, 1), rstd.view(-1))
+    _mhc_pre_norm_fn_bwd_out(*inputs, d_residual.view(-1, width), d_fn, d_norm_weight, accumulate)
     return d_residual, d_fn, d_norm_weight

@@ -24,14 +24,8 @@ def mhc_pre_split_mixes_bwd(
     for mixes, scale, base in columns:
         s = torch.sigmoid(mixes * scale + base)
         slopes.append(s * (1 - s))
-    d_z = torch.cat(
-        (
-            d_pre.squeeze(-1) * slopes[0],
-            d_post.squeeze(-1) * mhc_post_mult_value * slopes[1],
-            d_comb.flatten(-2),
-        ),
-        -1,
-    )
+    d_z_pre, d_z_post = d_pre.squeeze(-1) * slopes[0], d_post.squeeze(-1) * mhc_post_mult_value * slopes[1]
+    d_z = torch.cat((d_z_pre, d_z_post, d_comb.flatten(-2)), -1)
     scales = torch.cat([scale.expand(size) for scale, size in zip(mhc_scale, groups, strict=True)])
     tokens = d_z.double().view(-1, d_z.shape[-1])
     products = tokens * input_mixes.reshape(tokens.shape)
