@@ -19,9 +19,7 @@ from tk_mhc.lib.tokens import check_streams
 
 
 @op(
-    "tk_mhc::mhc_pre_big_fuse_from_partials_out",
-    mutates=PreResults._fields,
-    reference="mhc_pre_big_fuse_from_partials",
+    "tk_mhc::mhc_pre_big_fuse_from_partials_out", mutates=PreResults._fields, reference="mhc_pre_big_fuse_from_partials"
 )
 @spelled_out
 def _mhc_pre_big_fuse_from_partials_out(

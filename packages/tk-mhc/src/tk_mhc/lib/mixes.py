@@ -71,10 +71,10 @@ def sinkhorn(comb: T.Buffer, repeat: int, eps: Any) -> None:
     """
     factors = T.alloc_fragment(comb.shape[:2], "float32")
     softmax_plus_eps(comb, factors, eps)
-    divide_lines(comb, factors, eps, is_row=False)
+    divide(comb, factors, eps, is_row=False)
     for _ in T.serial(repeat - 1):
-        divide_lines(comb, factors, eps, is_row=True)
-        divide_lines(comb, factors, eps, is_row=False)
+        divide(comb, factors, eps, is_row=True)
+        divide(comb, factors, eps, is_row=False)
 
 
 @T.macro
@@ -88,7 +88,7 @@ def softmax(comb: T.Buffer, factors: T.Buffer) -> None:
             factors[t, i] = T.max(factors[t, i], comb[t, i, j])
     for t, i, j in T.Parallel(num_tokens, mhc_mult, mhc_mult):
         comb[t, i, j] = T.exp(comb[t, i, j] - factors[t, i])
-    divide_lines(comb, factors, T.float32(0), is_row=True)
+    divide(comb, factors, T.float32(0), is_row=True)
 
 
 @T.macro
@@ -105,7 +105,7 @@ def entry(t: Any, line: Any, k: Any, is_row: bool) -> tuple[Any, Any, Any]:
 
 
 @T.macro
-def divide_lines(comb: T.Buffer, factors: T.Buffer, eps: Any, is_row: bool) -> None:
+def divide(comb: T.Buffer, factors: T.Buffer, eps: Any, is_row: bool) -> None:
     """Divide each row, or else each column, by its sum plus eps; the reciprocals of these stay in `factors`."""
     num_tokens, mhc_mult, _ = comb.shape
     for t, line in T.Parallel(num_tokens, mhc_mult):

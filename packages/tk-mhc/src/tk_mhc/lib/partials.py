@@ -17,16 +17,15 @@ def sum_partials(
     mul: T.Buffer,
     sqrsum: T.Buffer,
     first_token: Any,
-    width: int,
+    width: int | None,
     eps: Any,
     mixes: T.Buffer,
     rstd: T.Buffer,
     splits_in_flight: int,
-    is_normalized: bool = True,
 ) -> None:
     """mixes[t, j] = Σ_s mul[s, t, j] · rstd[t] and rstd[t] = rsqrt(Σ_s sqrsum[s, t] / width + eps), splits ascending.
 
-    If not `is_normalized`, mixes and rstd are just the two sums.
+    If width is None, mixes and rstd are just the two sums.
     `mixes`, a fragment (block_tokens, columns), takes as many of mul's columns as it has, from the first on; `rstd`
     (block_tokens,) is in shared memory. `splits_in_flight` splits at a time come through shared memory, so that their
     loads are in flight together; splits and tokens beyond the last count as zeros, which change no sum.
@@ -47,10 +46,10 @@ def sum_partials(
                 square_sum[t] += squares[s, t]
             for t, j in T.Parallel(block_tokens, num_columns):
                 mixes[t, j] += products[s, t, j]
-    if is_normalized:
+    if width is not None:
         for t in T.Parallel(block_tokens):
             square_sum[t] = T.rsqrt(square_sum[t] / T.float32(width) + eps)
     T.copy(square_sum, rstd)
-    if is_normalized:
+    if width is not None:
         for t, j in T.Parallel(block_tokens, num_columns):
             mixes[t, j] = mixes[t, j] * rstd[t]

@@ -43,7 +43,7 @@ class PreFuseConfig:
     """Tokens of a thread block that computes post and comb."""
 
     @staticmethod
-    def best(hidden: int, num_partials: int, has_layer_norm: bool, arch: Arch) -> "PreFuseConfig":
+    def best(hidden: int, num_partials: int, has_layer_norm: bool) -> "PreFuseConfig":
         """Eight channels a thread. With a layer norm up to 16, and a power of two of threads, for they add up squares.
 
         Sums of several splits come with few tokens: a thread block then takes few, so that it has little to add up.
@@ -223,7 +223,7 @@ def launch_pre_fuse(
     mhc_mult, hidden = results.post.shape[1], residual.shape[2]
     layer_norm = None if weight is None else str(weight.dtype).removeprefix("torch.")
     arch = get_arch(residual.device)
-    config = PreFuseConfig.best(hidden, sums[0].shape[0], weight is not None, arch)
+    config = PreFuseConfig.best(hidden, sums[0].shape[0], weight is not None)
     fuse = pre_fuse_kernel(mhc_mult, hidden, collapse, layer_norm, sinkhorn_repeat, config, arch)
     inputs = (residual, *sums, scale, base, pre_mix, weight)
     outputs = (results.next_pre_mix, results.post, results.comb, results.layer_input, expanded)

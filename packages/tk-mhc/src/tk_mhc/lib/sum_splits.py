@@ -13,7 +13,7 @@ _BLOCK_TOKENS = 2
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _sum_splits_kernel(num_rows: int, width: int, is_normalized: bool, arch: Arch) -> Any:
+def _sum_splits_kernel(num_rows: int, width: int | None, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.partials import sum_partials, threads_per_token
@@ -35,7 +35,7 @@ def _sum_splits_kernel(num_rows: int, width: int, is_normalized: bool, arch: Arc
             summed = T.alloc_fragment((_BLOCK_TOKENS, num_rows), "float32")
             squares = T.alloc_shared((_BLOCK_TOKENS,), "float32")
             T.annotate_layout({summed: threads_per_token(_BLOCK_TOKENS, num_rows, 32)})
-            sum_partials(mul, sqrsum, first_token, width, eps, summed, squares, splits_in_flight, is_normalized)
+            sum_partials(mul, sqrsum, first_token, width, eps, summed, squares, splits_in_flight)
             T.copy(summed, sums[first_token : first_token + _BLOCK_TOKENS, :])
             T.copy(squares, square_sums[first_token : first_token + _BLOCK_TOKENS])
 
@@ -43,13 +43,12 @@ def _sum_splits_kernel(num_rows: int, width: int, is_normalized: bool, arch: Arc
 
 
 def launch_sum_splits(
-    mul: Tensor, sqrsum: Tensor, sums: Tensor, square_sums: Tensor, norm: tuple[int, float] | None = None
+    mul: Tensor, sqrsum: Tensor, sums: Tensor, square_sums: Tensor, width: int | None = None, eps: float = 0.0
 ) -> None:
     """Add up mul (splits, T, rows) and sqrsum (splits, T), splits ascending, into sums (T, rows), square_sums (T,).
 
-    With `norm`, the number of channels and an eps, square_sums becomes rstd = rsqrt(square sum / channels + eps), and
-    sums are multiplied by it.
+    With `width`, the number of channels, square_sums becomes rstd = rsqrt(square sum / width + eps), and sums are
+    multiplied by it.
     """
-    width, eps = (1, 0.0) if norm is None else norm
-    kernel = _sum_splits_kernel(mul.shape[2], width, norm is not None, get_arch(mul.device))
-    kernel(mul, sqrsum, sums, square_sums, eps)
+    sum_splits = _sum_splits_kernel(mul.shape[2], width, get_arch(mul.device))
+    sum_splits(mul, sqrsum, sums, square_sums, eps)

@@ -39,15 +39,7 @@ def tokens_a_block(mhc_mult: int, repeat: int, arch: Arch) -> int:
 def _sinkhorn_normalize_bwd_kernel(mhc_mult: int, repeat: int, arch: Arch) -> Any:
     import tilelang.language as T
 
-    from tk_mhc.lib.mixes import (
-        divide_lines,
-        entry,
-        reciprocal,
-        scale_lines,
-        softmax,
-        softmax_plus_eps,
-        token_per_thread,
-    )
+    from tk_mhc.lib.mixes import divide, entry, reciprocal, scale_lines, softmax, softmax_plus_eps, token_per_thread
 
     block_tokens = tokens_a_block(mhc_mult, repeat, arch)
     num_tokens = T.dynamic("num_tokens")
@@ -88,12 +80,12 @@ def _sinkhorn_normalize_bwd_kernel(mhc_mult: int, repeat: int, arch: Arch) -> An
             T.copy(x[first : first + block_tokens, :, :], comb)
             T.copy(d_o[first : first + block_tokens, :, :], grad)
             softmax_plus_eps(comb, factors, eps)
-            divide_lines(comb, factors, eps, is_row=False)
+            divide(comb, factors, eps, is_row=False)
             T.copy(factors, reciprocals[0, :, :])
             for k in T.serial(repeat - 1):
-                divide_lines(comb, factors, eps, is_row=True)
+                divide(comb, factors, eps, is_row=True)
                 T.copy(factors, reciprocals[2 * k + 1, :, :])
-                divide_lines(comb, factors, eps, is_row=False)
+                divide(comb, factors, eps, is_row=False)
                 T.copy(factors, reciprocals[2 * k + 2, :, :])
             for k in T.serial(repeat - 1):
                 T.copy(reciprocals[2 * (repeat - 1 - k), :, :], factors)

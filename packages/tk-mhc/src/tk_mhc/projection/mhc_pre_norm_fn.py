@@ -45,7 +45,7 @@ def _mhc_pre_norm_fn_out(
     else:
         mul, sqrsum = new_sums(mhc_fn, n_splits, num_tokens)
         launch_projection("partials", x, projection, mul, sqrsum)
-        launch_sum_splits(mul, sqrsum, mixes, rstd, (x.shape[1], mhc_norm_eps))
+        launch_sum_splits(mul, sqrsum, mixes, rstd, x.shape[1], mhc_norm_eps)
 
 
 @replayable
