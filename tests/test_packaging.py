@@ -205,6 +205,8 @@ def test_wheel(dist: Path, package: str) -> None:
     }
     assert f"{name}/py.typed" in files
     assert {file for file in files if not file.startswith(info)} == expected, "the package's own files and no others"
+    testing = {file for file in files if re.search("test|bench|cases|peers", file)}
+    assert all(file.startswith("tk_core/testing/") for file in testing), "tests, their cases and benchmarks stay here"
     _check_metadata(metadata, package)
 
 
@@ -331,6 +333,10 @@ def test_command_alone(alone: tuple[str, Environment]) -> None:
     assert listed.returncode == 0, listed.stderr
     assert ('"tk_moe.topk_gate"' in listed.stdout) == (package == "tk-moe")
     assert "tk_quant" not in listed.stdout
+    if package == "tk-moe":
+        verified = subprocess.run([tk, "verify", package], capture_output=True, text=True, timeout=300)
+        assert verified.returncode == 2
+        assert "tk_moe: its cases are in the repository" in " ".join(verified.stderr.replace("│", " ").split())
     module = subprocess.run([environment.python, "-m", "tk_core", "--version"], capture_output=True, text=True)
     assert module.stdout == f"tk-core {PROJECTS['tk-core']['version']}\n", module.stderr
 

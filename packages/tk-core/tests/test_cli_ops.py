@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tk_core.cli import app, workers
 from tk_core.cli.plan import Job
-from tk_core.cli.select import select
+from tk_core.cli.select import records_of, select, specs_of
 
 # "Compiling" leaves a file, so that the next run finds it.
 _OPS = '''
@@ -144,34 +144,35 @@ PACKAGE = "tk_cli_test_ops"
 def _write(folder: Path, op: str, min_sm: int) -> None:
     names = {"package": PACKAGE, "name": op, "min_sm": min_sm}
     (folder / f"{op}.py").write_text(_OPS.format(**names))
-    (folder / "testing" / f"{op}.py").write_text(_SPEC.format(**names))
+    (folder.parents[1] / "tests" / f"test_{op}.py").write_text(_SPEC.format(**names))
     (folder / "reference" / f"{op}.py").write_text(f"def {op}(x):\n    return x.clone()\n")
 
 
 @pytest.fixture(scope="module")
 def _package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    parent = tmp_path_factory.mktemp("ops")
-    folder = parent / PACKAGE
-    for each in (folder, folder / "testing", folder / "reference"):
-        each.mkdir()
-        (each / "__init__.py").write_text("")
+    project = tmp_path_factory.mktemp("ops") / "packages" / "tk-cli-test-ops"
+    folder = project / "src" / PACKAGE
+    for each in (folder / "reference", project / "tests"):
+        each.mkdir(parents=True)
+    (folder / "reference" / "__init__.py").write_text("")
     (folder / "__init__.py").write_text(_INIT)
     (folder / "__init__.pyi").write_text(_STUB)
     (folder / "warmup.py").write_text(_WARMUP.format(package=PACKAGE))
     _write(folder, "copy_rows", 80)
     _write(folder, "copy_new", 90)
-    sys.path.insert(0, str(parent))
+    sys.path.insert(0, str(folder.parent))
     yield folder
-    sys.path.remove(str(parent))
+    sys.path.remove(str(folder.parent))
 
 
 @pytest.fixture
 def package(_package: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The package, nothing compiled yet and nothing verified."""
+    """The package, nothing compiled yet, and both ops waiting for a GPU."""
     shutil.rmtree(_package / "compiled", ignore_errors=True)
     for op in ("copy_rows", "copy_new"):
         (_package / "compiled" / op).mkdir(parents=True)
-    (_package / "gpu-verified.json").unlink(missing_ok=True)
+    records = {f"{PACKAGE}.{op}": {"pending": "new"} for op in ("copy_rows", "copy_new")}
+    (_package / "gpu-verified.json").write_text(json.dumps(records))
     monkeypatch.delenv("TK_ARCH", raising=False)
     return _package
 
@@ -192,10 +193,10 @@ def test_list(package: Path) -> None:
     rows = {row["op"]: row for row in json.loads(result.output)}
     assert list(rows) == [f"{PACKAGE}.copy_new", f"{PACKAGE}.copy_rows"]
     old = rows[f"{PACKAGE}.copy_rows"]
-    assert {"sm_80", "sm_90a", "sm_100a"} <= set(old["archs"])
-    assert "sm_80" not in rows[f"{PACKAGE}.copy_new"]["archs"]
-    assert len(old["cases"]) == 13
-    assert old["state"] == "missing"
+    assert old["what"] == "A copy."
+    assert old["signature"] == "copy_rows(x: torch.Tensor) -> torch.Tensor"
+    assert old["reference"] == f"{PACKAGE}.reference.copy_rows"
+    assert (old["state"], old["reason"]) == ("pending", "new")
     text = tk("list", f"{PACKAGE}.copy_new").output
     assert f"{PACKAGE}.copy_new" in text
     assert "copy_rows" not in text
@@ -222,14 +223,16 @@ def test_a_package_without_any_ops(package: Path) -> None:
 
 
 def test_a_package_without_ops_stands_for_those_it_is_built_on() -> None:
-    found = {op.partition(".")[0] for op in select(["tk-modeling"])}
+    found = {op.partition(".")[0] for op in select(["tk-modeling"], records_of)}
     assert found == {"tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_gemm"}
 
 
 def test_every_package_here_can_be_listed() -> None:
     result = tk("list", "--json")
     assert result.exit_code == 0, result.output
-    assert all(row["archs"] for row in json.loads(result.output))
+    rows = json.loads(result.output)
+    assert {row["op"] for row in rows} == set(select([], specs_of))
+    assert all(row["what"] for row in rows)
 
 
 @pytest.fixture
@@ -412,7 +415,7 @@ def test_warmup_drops_no_op_in_silence(package: Path, model: str, monkeypatch: p
     assert result.exit_code == 2
     assert f"{ops[1]}: {model} calls none of it" in " ".join(result.output.split())
     assert tk("warmup", ops[0], PACKAGE, "--model", model, "--arch", "sm_90a").exit_code == 0
-    spec = select([ops[1]])[ops[1]]
+    spec = select([ops[1]], specs_of)[ops[1]]
     monkeypatch.setitem(vars(spec), "cases", spec.cases[:1])
     result = tk("warmup", *ops, "--arch", "sm_90a", *cases("c9"))
     assert result.exit_code == 2
@@ -492,7 +495,6 @@ import torch
 from tk_core.arch import get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
-from tk_core.testing import Case, OpSpec
 
 
 @kernel
@@ -519,6 +521,12 @@ def double(x):
     out = torch.empty_like(x)
     _double_out(x, out)
     return out
+"""
+
+_REAL_SPEC = """
+import torch
+from tk_core.testing import Case, OpSpec
+from tk_cli_test_real.double import double
 
 
 def make(device):
@@ -532,12 +540,15 @@ SPEC = OpSpec(double, lambda x: 2 * x, (Case("c64", make, model_shape=True),))
 @pytest.mark.compile
 def test_warmup_fills_tilelangs_cache(tmp_path: Path) -> None:
     """With a real kernel and no GPU, the second process finds what the first compiled."""
-    folder = tmp_path / "tk_cli_test_real" / "testing"
-    folder.mkdir(parents=True)
-    for each in (folder.parent, folder):
+    project = tmp_path / "packages" / "tk-cli-test-real"
+    folder = project / "src" / "tk_cli_test_real"
+    for each in (folder / "reference", project / "tests"):
+        each.mkdir(parents=True)
+    for each in (folder, folder / "reference"):
         (each / "__init__.py").write_text("")
     (folder / "double.py").write_text(_REAL)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
+    (project / "tests" / "test_double.py").write_text(_REAL_SPEC)
+    environment = {**os.environ, "PYTHONPATH": str(folder.parent), "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-c", "from tk_core.cli import main; main()"]
     warm_up = [*command, "warmup", "tk_cli_test_real", "--arch", "sm_90a", "--case", "*"]
     for outcome in ("1 compiled, 0 cached already, 0 failed", "0 compiled, 1 cached already, 0 failed"):
@@ -551,6 +562,7 @@ def test_warmup_fills_tilelangs_cache(tmp_path: Path) -> None:
 
 
 def test_verify(package: Path) -> None:
+    (package / "gpu-verified.json").unlink()
     assert tk("verify", PACKAGE).exit_code == 1
     result = tk("verify", f"{PACKAGE}.copy_rows")
     assert result.exit_code == 1
@@ -563,13 +575,26 @@ def test_verify(package: Path) -> None:
     rows = json.loads(tk("verify", PACKAGE, "--json").output)
     assert [row["state"] for row in rows] == ["missing", "pending"]
     listed = json.loads(tk("list", "copy_rows", PACKAGE, "--json").output)
-    assert {row["op"]: row["reason"] for row in listed}[f"{PACKAGE}.copy_rows"] == "waits for an H200"
+    assert {row["op"]: row["reason"] for row in listed} == {f"{PACKAGE}.copy_rows": "waits for an H200"}
+
+
+def test_verify_and_cases_need_a_checkout(package: Path) -> None:
+    tests = package.parents[1] / "tests"
+    try:
+        tests.rename(tests.with_name("elsewhere"))
+        for arguments in (("verify",), ("warmup", "--arch", "sm_90a", *cases("*"))):
+            result = tk(*arguments, PACKAGE)
+            assert result.exit_code == 2
+            assert f"{PACKAGE}: its cases are in the repository" in " ".join(result.output.replace("│", " ").split())
+    finally:
+        tests.with_name("elsewhere").rename(tests)
 
 
 @pytest.mark.parametrize("pending", [(PACKAGE, "two ops"), (f"{PACKAGE}.copy_rows", " "), ("nonsense", "why")])
 def test_verify_pending_takes_one_op_and_a_reason(package: Path, pending: tuple[str, str]) -> None:
+    before = (package / "gpu-verified.json").read_text()
     assert tk("verify", "--pending", *pending).exit_code == 2
-    assert not (package / "gpu-verified.json").exists()
+    assert (package / "gpu-verified.json").read_text() == before
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,10 @@ SHAPES = (
 
 
 def test_one_test_for_each_benchmark_case() -> None:
-    test = bench.benchmarks(OpSpec(double, double, SHAPES))
+    test = bench.benchmarks({"tk_zz.double": OpSpec(double, double, SHAPES)})
     marks = {mark.name: mark for mark in test.pytestmark}
     assert set(marks) == {"bench", "parametrize"}
-    assert [param.id for param in marks["parametrize"].args[1]] == ["real", "other"]
+    assert [param.id for param in marks["parametrize"].args[1]] == ["double-real", "double-other"]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """tk_core.testing.specs and tk_core.testing.trees."""
 
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -46,53 +47,50 @@ def test_bytes() -> None:
 
 
 def write_package(folder: Path, second: str = "") -> None:
-    testing = folder / "tk_zz" / "testing"
-    testing.mkdir(parents=True)
-    (folder / "tk_zz" / "__init__.py").write_text("")
-    (folder / "tk_zz" / "f.py").write_text("def f(x):\n    return x\n\ndef g(x):\n    return x\n")
-    (testing / "__init__.py").write_text("")
+    """A package in packages/tk-zz with ops f and g; `second` is in a test file that uses another's spec."""
+    source, tests = folder / "src" / "tk_zz", folder / "tests"
+    (tests / "family" / "deeper").mkdir(parents=True)
+    source.mkdir(parents=True)
+    (source / "__init__.py").write_text("")
+    (source / "f.py").write_text("def f(x):\n    return x\n\ndef g(x):\n    return x\n")
     body = "from tk_core.testing import OpSpec\nfrom tk_zz.f import f, g\n"
-    (testing / "f.py").write_text(f"{body}SPEC = OpSpec(f, f, ())\nG_SPEC = OpSpec(g, g, ())\n")
-    (testing / "h.py").write_text(f"{body}from tk_zz.testing.f import SPEC\n{second}\n")
+    (tests / "test_without_a_spec.py").write_text("raise RuntimeError\n")
+    (tests / "family" / "deeper" / "test_f.py").write_text(
+        f"{body}IMPORTS = []\nSPEC = OpSpec(f, f, ())\nG_SPEC = OpSpec(g, g, ())\n"
+    )
+    (tests / "family" / "test_h.py").write_text(
+        f"{body}from .deeper.test_f import IMPORTS, SPEC\n{second}\nIMPORTS.append('OpSpec(')\n"
+    )
 
 
 @pytest.fixture
 def zz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tk_zz"]:
-        monkeypatch.delitem(sys.modules, name)
-    yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tk_zz"]:
+    folder = tmp_path / "packages" / "tk-zz"
+    monkeypatch.syspath_prepend(folder / "src")
+    yield folder
+    for name in [name for name in sys.modules if name.startswith(("tk_zz", "packages.tk-zz"))]:
         del sys.modules[name]
 
 
 def test_specs_are_found(zz: Path) -> None:
     write_package(zz)
-    assert list(load_specs("tk_zz")) == ["tk_zz.f", "tk_zz.g"]
-
-
-@pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
-def test_specs_in_folders_are_found(zz: Path, init: bool) -> None:
-    write_package(zz)
-    folder = zz / "tk_zz" / "testing" / "family" / "deeper"
-    folder.mkdir(parents=True)
-    if init:
-        (folder.parent / "__init__.py").write_text("")
-        (folder / "__init__.py").write_text("")
-    body = "from tk_core.testing import OpSpec\n\ndef k(x):\n    return x\n\n"
-    (folder / "k.py").write_text(f"{body}SPEC = OpSpec(k, k, ())\n")
-    assert list(load_specs("tk_zz")) == ["tk_zz.f", "tk_zz.g", "tk_zz.k"]
+    assert list(load_specs("tk_zz")) == list(load_specs("tk_zz")) == ["tk_zz.f", "tk_zz.g"]
+    once = sys.modules["packages.tk-zz.tests.family.deeper.test_f"]
+    assert len(once.IMPORTS) == 1, "expected one import of each file, by the name that pytest gives it"
 
 
 def test_one_spec_an_op(zz: Path) -> None:
     write_package(zz, "AGAIN = OpSpec(g, g, ())")
-    with pytest.raises(ValueError, match=r"tk_zz.testing.h: expected one OpSpec for tk_zz.g"):
+    with pytest.raises(ValueError, match=r"test_h.py: expected one OpSpec for tk_zz.g"):
         load_specs("tk_zz")
 
 
-def test_a_package_without_testing_has_no_specs(zz: Path) -> None:
-    (zz / "tk_zz").mkdir()
-    (zz / "tk_zz" / "__init__.py").write_text("")
+def test_packages_without_specs(zz: Path) -> None:
+    write_package(zz)
+    shutil.rmtree(zz / "tests")
+    with pytest.raises(FileNotFoundError, match="tk_zz: its cases are in the repository"):
+        load_specs("tk_zz")
+    (zz / "tests").mkdir()
     assert load_specs("tk_zz") == {}
     with pytest.raises(ModuleNotFoundError):
         load_specs("tk_not_there")

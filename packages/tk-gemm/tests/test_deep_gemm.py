@@ -8,7 +8,8 @@ import torch
 import tk_gemm as deep_gemm
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import calc_diff
-from tk_gemm.testing.lib.inputs import bf16, ids, psum
+
+from .inputs import bf16, ids, psum
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 M, N, K = 200, 272, 384

@@ -7,7 +7,8 @@ from torch import Tensor
 import tk_gemm
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import calc_diff
-from tk_gemm.testing.lib.inputs import dequantized, row_factors
+
+from .inputs import dequantized, row_factors
 
 pytestmark = pytest.mark.gpu(gib=10)
 

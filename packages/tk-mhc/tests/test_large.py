@@ -10,8 +10,11 @@ from torch import Tensor
 import tk_mhc
 from tk_core.testing import assert_equal
 from tk_core.testing.trees import map_tensors, tensors
-from tk_mhc.testing.mixes import mhc_pre_split_mixes
-from tk_mhc.testing.post import mhc_multilayer_recompute, mhc_post, mhc_post_bwd
+
+from .mixes import test_mhc_pre_split_mixes as mhc_pre_split_mixes
+from .post import test_mhc_multilayer_recompute as mhc_multilayer_recompute
+from .post import test_mhc_post as mhc_post
+from .post import test_mhc_post_bwd as mhc_post_bwd
 
 SAMPLE = 9
 STREAMS = 2**31 // (8 * 8192) + SAMPLE

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import tk_modeling
-from tk_modeling.testing.engram import LAYOUT
+
+from .engram.cases import LAYOUT
 
 NAN = float("nan")
 MAKERS: dict[str, Callable[..., nn.Module]] = {

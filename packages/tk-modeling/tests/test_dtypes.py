@@ -10,8 +10,12 @@ from torch import nn
 from tk_core.testing import assert_equal
 from tk_core.testing.trees import map_tensors
 from tk_modeling import MoE, Router
-from tk_modeling.testing import engram, fp8, mhc, moe
-from tk_modeling.testing.checks import ModuleCase
+
+from .checks import ModuleCase
+from .engram import cases as engram
+from .fp8 import cases as fp8
+from .mhc import cases as mhc
+from .moe import cases as moe
 
 CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, *fp8.CASES)
 BF16 = torch.bfloat16

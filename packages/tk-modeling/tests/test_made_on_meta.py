@@ -15,7 +15,11 @@ from torch.distributed.tensor import DTensor
 
 import tk_modeling
 from tk_core.testing.trees import map_tensors, tensors
-from tk_modeling.testing import engram, fp8, mhc, moe
+
+from .engram import cases as engram
+from .fp8 import cases as fp8
+from .mhc import cases as mhc
+from .moe import cases as moe
 
 BF16 = {"dtype": torch.bfloat16}
 CONNECTION = {"norm_weight": True, "sinkhorn_repeat": 3}

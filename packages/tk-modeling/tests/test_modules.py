@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tk_modeling.testing import engram, fp8, mhc, moe
-from tk_modeling.testing.checks import ModuleCase, check_zero_tokens, checks
+from .checks import ModuleCase, check_zero_tokens, checks
+from .engram import cases as engram
+from .fp8 import cases as fp8
+from .mhc import cases as mhc
+from .moe import cases as moe
 
 # GroupedFP8Linear takes rows in segments, and no leading dimensions: tests/fp8 has its tests.
 CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, fp8.LINEAR)

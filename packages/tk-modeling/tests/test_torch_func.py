@@ -12,8 +12,12 @@ from torch.func import functional_call, grad, jvp, vjp
 import tk_modeling
 from tk_core.testing import assert_equal
 from tk_core.testing.trees import tensors
-from tk_modeling.testing import engram, fp8, mhc, moe
-from tk_modeling.testing.checks import ModuleCase
+
+from .checks import ModuleCase
+from .engram import cases as engram
+from .fp8 import cases as fp8
+from .mhc import cases as mhc
+from .moe import cases as moe
 
 BF16 = torch.bfloat16
 MOE_FP8 = ModuleCase(

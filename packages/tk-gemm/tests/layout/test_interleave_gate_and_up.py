@@ -5,7 +5,8 @@ import torch
 
 import tk_gemm
 from tk_core.testing.numeric import assert_equal
-from tk_gemm.testing.lib.inputs import weights
+
+from ..inputs import weights
 
 
 def test_by_hand() -> None:

@@ -11,7 +11,8 @@ from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.bf16_product_config import CONFIGS
-from tk_gemm.testing.lib.inputs import bf16, ids, psum
+
+from ..inputs import bf16, ids, psum
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.lib.fp8_product import fp8_product_kernel
 from tk_gemm.lib.fp8_product_config import CONFIGS, WIDE
 from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
-from tk_gemm.testing.lib.inputs import activations, dequantized, ids, psum, weights
+
+from ..inputs import activations, dequantized, ids, psum, weights
 
 pytestmark = pytest.mark.gpu
 

@@ -1,16 +1,69 @@
 """m_grouped_bf16_gemm_nt_contiguous and nn."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_gemm
-from tk_core.testing import tiers
+from tk_core.testing import Case, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm.testing.lib.inputs import bf16, ids, psum
-from tk_gemm.testing.m_grouped.m_grouped_bf16_gemm_nt_contiguous import SPEC
-from tk_gemm.testing.m_grouped.m_grouped_fp8_gemm_nt_contiguous import ODD, ODD_ROWS
+from tk_gemm import reference
+from tk_gemm.m_grouped.m_grouped_bf16_gemm_nt_contiguous import m_grouped_bf16_gemm_nt_contiguous
+
+from ..compare import assert_close
+from ..inputs import bf16, ids, psum
+from .test_m_grouped_fp8_gemm_nt_contiguous import ODD, ODD_ROWS, UNEVEN
+
+
+def make(
+    counts: tuple[int, ...], num_rows: int, n: int, k: int, *, with_psum: bool = False, transposed: bool = False
+) -> Callable[[str], dict[str, Any]]:
+    """Arguments for groups of these counts in a buffer of num_rows rows; d has sevens in it. b may be a view."""
+
+    def build(device: str) -> dict[str, Any]:
+        shape = (len(counts), k, n) if transposed else (len(counts), n, k)
+        b = bf16(*shape, device=device)
+        return {
+            "a": bf16(num_rows, k, device=device),
+            "b": b.mT if transposed else b,
+            "d": torch.full((num_rows, n), 7.0, dtype=torch.bfloat16, device=device),
+            "grouped_layout": psum(counts, device) if with_psum else ids(counts, num_rows, device),
+            "use_psum_layout": with_psum,
+        }
+
+    return build
+
+
+SPEC = OpSpec(
+    op=m_grouped_bf16_gemm_nt_contiguous,
+    reference=reference.m_grouped_bf16_gemm_nt_contiguous,
+    compare=assert_close,
+    mutates=("d",),
+    cases=(
+        Case("g2-n8-k64", make((3, 1), 256, 8, 64), small=True, modes=True),
+        Case("g6-n8-k64-odd", make(ODD, ODD_ROWS, 8, 64), small=True),
+        Case("g6-n8-k64-odd-psum", make(ODD, ODD_ROWS, 8, 64, with_psum=True), small=True, modes=True),
+        Case("g2-n8-k64-past-the-end", make((3, 130), 200, 8, 64, with_psum=True), small=True),
+        Case("g2-n8-k64-no-rows", make((0, 0), 0, 8, 64), small=True),
+        Case("g6-n4096-k320", make(UNEVEN, 4096, 4096, 320), compile=True),
+        Case("g6-n4096-k320-psum", make(UNEVEN, 4096, 4096, 320, with_psum=True), compile=True),
+        Case("g6-n136-k7168", make(ODD, ODD_ROWS, 136, 7168)),
+        Case("g256-n512-k128", make((5,) * 256, 256 * 128, 512, 128)),
+        Case("g256-n512-k128-psum", make((5,) * 256, 256 * 128, 512, 128, with_psum=True)),
+        Case("g2-n8-k64-nn", make((3, 1), 256, 8, 64, transposed=True), small=True, modes=True),
+        Case("g6-n4096-k320-nn", make(UNEVEN, 4096, 4096, 320, transposed=True), compile=True),
+        Case("g6-n136-k7168-psum-nn", make(ODD, ODD_ROWS, 136, 7168, with_psum=True, transposed=True), compile=True),
+        Case("g32-n4096-k7168-nn-bench", make((1024,) * 32, 32768, 4096, 7168, transposed=True), bench=True, gpu=False),
+        *(
+            Case(f"g{g}-m{g * m}-n{n}-k{k}-bench", make((m,) * g, g * m, n, k), bench=True, gpu=False)
+            for g, m in ((4, 8192), (32, 1024), (256, 128))
+            for n, k in ((4096, 7168), (7168, 2048))
+        ),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)

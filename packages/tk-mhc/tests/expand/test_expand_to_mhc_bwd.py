@@ -1,14 +1,73 @@
 """expand_to_mhc_bwd."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import assert_equal, tiers
+from tk_core.testing import Case, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.testing.expand.expand_to_mhc_bwd import SPEC, make
+from tk_mhc.expand.expand_to_mhc_bwd import expand_to_mhc_bwd
+
+from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
+
+Make = Callable[[str], dict[str, Any]]
+
+
+def make(
+    leading: tuple[int, ...], mhc_mult: int, hidden: int, *, values: str = "normal", first_element: int = 0
+) -> Make:
+    """Normal values, or all magnitudes with infinities, NaN and -0 (`wide`).
+
+    They start at element `first_element` of their storage.
+    """
+
+    def build(device: str) -> dict[str, Any]:
+        size = torch.Size((*leading, mhc_mult, hidden))
+        storage = torch.empty(first_element + size.numel(), dtype=torch.bfloat16, device=device)
+        d_o = storage[first_element:].view(size).normal_()
+        if values == "wide":
+            d_o.mul_(torch.exp2(torch.randint(-130, 127, d_o.shape, device=device)))
+            d_o[..., 4], d_o[..., 0, 5], d_o[..., 0, 6], d_o[..., 7] = torch.inf, torch.nan, -torch.inf, -0.0
+        return {"d_o": d_o}
+
+    return build
+
+
+SPEC = OpSpec(
+    op=expand_to_mhc_bwd,
+    reference=reference.expand_to_mhc_bwd,
+    cases=(
+        # One tile with idle threads and without, two tiles with an idle warp; the gpu tier also has more tiles.
+        Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
+        Case("m2-h576-t2x3", make((2, 3), 2, 576), small=True, modes=True, compile=True),
+        Case("m8-h192-t3", make((3,), 8, 192), small=True, compile=True),
+        Case("m2-h256-t17", make((17,), 2, 256), small=True),
+        Case("m4-h2112-t1", make((1,), 4, 2112), small=True),
+        Case("m4-h128-no-leading", make((), 4, 128), small=True),
+        Case("m4-h64-t0", make((0,), 4, 64), small=True),
+        Case("m8-h64-t2x0", make((2, 0), 8, 64), small=True),
+        Case("m4-h64-t17-wide", make((17,), 4, 64, values="wide"), small=True),
+        Case("m4-h64-t3-unaligned", make((3,), 4, 64, first_element=1), small=True),
+        *(Case(f"m4-h7168-t{num_tokens}", make((num_tokens,), 4, 7168)) for num_tokens in TOKEN_COUNTS),
+        *(Case(f"m4-h{hidden}-t65", make((65,), 4, hidden)) for hidden in HIDDEN_SIZES),
+        *(Case(f"m{m}-h{hidden}-t1001", make((1001,), m, hidden)) for m in (2, 8) for hidden in (576, 7168)),
+        Case("m4-h7168-t257-wide", make((257,), 4, 7168, values="wide")),
+        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
+        *(
+            Case(f"m4-h7168-t{num_tokens}-bench", make((num_tokens,), 4, 7168), bench=True, gpu=False)
+            for num_tokens in (1, 64, 4096)
+        ),
+        *(
+            Case(f"m4-h{hidden}-t8192-bench", make((8192,), 4, hidden), bench=True, gpu=False)
+            for hidden in (576, 2048, 2560, 4096)
+        ),
+        *(Case(f"m{m}-h7168-t8192-bench", make((8192,), m, 7168), bench=True, gpu=False) for m in (2, 8)),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)

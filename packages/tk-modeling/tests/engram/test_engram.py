@@ -11,7 +11,8 @@ import tk_modeling
 from tk_core import env
 from tk_core.testing import assert_equal
 from tk_modeling.reference import engram as reference
-from tk_modeling.testing.engram import LAYOUT, randomized, relative_error, streams
+
+from .cases import LAYOUT, randomized, relative_error, streams
 
 N = 3
 M, HIDDEN = 2, 64

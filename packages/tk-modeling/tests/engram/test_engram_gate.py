@@ -10,7 +10,8 @@ import tk_engram.reference
 import tk_modeling
 from tk_core.testing import assert_equal
 from tk_modeling.engram.functional import engram_gate_kv
-from tk_modeling.testing.engram import check_gradients, in_float64, parameter, relative_error, streams
+
+from .cases import check_gradients, in_float64, parameter, relative_error, streams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUMBERS = (1e-6, 1e-5)

@@ -9,7 +9,8 @@ from torch import Tensor
 import tk_engram
 import tk_modeling
 from tk_core.testing import assert_equal
-from tk_modeling.testing.engram import parameter
+
+from .cases import parameter
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tk_modeling
 from tk_modeling.engram.functional import engram_gate_kv
-from tk_modeling.testing.engram import parameter, relative_error, streams
+
+from .cases import parameter, relative_error, streams
 
 NUM_ROWS = 41
 

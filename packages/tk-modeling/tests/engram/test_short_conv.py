@@ -9,7 +9,8 @@ from torch import Tensor
 import tk_engram.reference
 import tk_modeling
 from tk_core.testing import assert_equal
-from tk_modeling.testing.engram import check_gradients, in_float64, parameter, relative_error
+
+from .cases import check_gradients, in_float64, parameter, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -13,7 +13,8 @@ from tk_core.math import align
 from tk_core.testing import assert_equal
 from tk_core.testing.numeric import calc_diff
 from tk_modeling import GroupedFP8Linear, fp8_linear, grouped_fp8_linear, reference
-from tk_modeling.testing.fp8 import COUNTS
+
+from .cases import COUNTS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

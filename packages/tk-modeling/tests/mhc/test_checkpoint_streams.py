@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import tk_mhc
 from tk_core.testing import assert_equal
 from tk_modeling import HyperConnection, checkpoint_streams
-from tk_modeling.testing.mhc import HIDDEN, Mlp, draw_residual, randomize
+
+from .cases import HIDDEN, Mlp, draw_residual, randomize
 
 M = 4
 LAYERS = 5

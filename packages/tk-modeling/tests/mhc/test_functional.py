@@ -12,7 +12,8 @@ import tk_modeling
 from tk_core.testing import assert_equal
 from tk_core.testing.trees import map_tensors, tensors
 from tk_modeling import expand_from_embedding, mhc_head, mhc_post, mhc_pre
-from tk_modeling.testing.mhc import draw_residual
+
+from .cases import draw_residual
 
 M, HIDDEN = 4, 64
 NUMBERS = {"norm_eps": 1e-3, "post_mult_value": 2.0, "pre_eps": 1e-3, "sinkhorn_eps": 1e-3, "sinkhorn_repeat": 3}

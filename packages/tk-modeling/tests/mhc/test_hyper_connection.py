@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tk_core.testing import assert_equal
 from tk_modeling import HyperConnection, HyperHead, mhc_head, mhc_post, mhc_pre, reference
-from tk_modeling.testing.mhc import HIDDEN, Mlp, draw_residual, randomize
+
+from .cases import HIDDEN, Mlp, draw_residual, randomize
 
 
 class _Returns(nn.Module):

@@ -1,5 +1,6 @@
 """expand_to_fused and expand_to_fused_with_sf."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +9,352 @@ import torch
 import tk_moe
 from tk_core import env
 from tk_core.arch import ARCHS
-from tk_core.testing import tiers
+from tk_core.math import align, ceil_div
+from tk_core.testing import Case, OpSpec, tiers
+from tk_moe import reference
+from tk_moe.expand.expand_to_fused import expand_to_fused, expand_to_fused_with_sf
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig
 from tk_moe.lib.expand_to_fused_kernel import ExpandConfig
-from tk_moe.testing.expand.expand_to_fused import SPEC, WITH_SF_SPEC
+
+Make = Callable[[str], dict[str, Any]]
+
+_MODEL_EXPERTS = 256
+_MODEL_ALIGNMENT = 16
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A tensor of random bits, which include NaN and infinity."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, device=device).to(torch.bool)
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    info = torch.iinfo(words)
+    return torch.randint(info.min, info.max + 1, shape, dtype=words, device=device).view(dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in case names."""
+    return str(dtype).removeprefix("torch.").replace("_", "-").replace("bfloat16", "bf16")
+
+
+def model_rows(num_tokens: int, num_topk: int) -> int:
+    """About the number of rows for segments aligned to 16, if 256 experts share the tokens evenly."""
+    return align(num_tokens * num_topk + _MODEL_EXPERTS * _MODEL_ALIGNMENT // 2, 128)
+
+
+def make_maps(
+    num_tokens: int,
+    num_topk: int,
+    num_rows: int,
+    device: str,
+    *,
+    num_experts: int = _MODEL_EXPERTS,
+    alignment: int = _MODEL_ALIGNMENT,
+    share_without_position: float = 0.0,
+    drop_what_does_not_fit: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_topk_to_pos` and `pos_to_expert` of random routing, as `get_fused_mapping` returns them.
+
+    `share_without_position` of the (token, slot) pairs, and if it is not 0 every fifth token, go to no expert. Pairs
+    that do not fit into `num_rows` have no position either, unless `drop_what_does_not_fit` is False.
+    """
+    if device == "meta":
+        return (
+            torch.empty((num_tokens, num_topk), dtype=torch.int32, device=device),
+            torch.empty((num_rows,), dtype=torch.int32, device=device),
+        )
+    if num_experts >= num_topk:
+        experts = torch.rand((num_tokens, num_experts), device=device).topk(num_topk).indices
+    else:
+        experts = torch.randint(num_experts, (num_tokens, num_topk), device=device)
+    if share_without_position:
+        experts[torch.rand((num_tokens, num_topk), device=device) < share_without_position] = num_experts
+        experts[::5] = num_experts
+    experts = experts.flatten()
+    counts = torch.bincount(experts, minlength=num_experts + 1)
+    sizes = (counts + alignment - 1) // alignment * alignment
+    order = torch.argsort(experts, stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel(), device=device) - (counts.cumsum(0) - counts)[experts[order]]
+    pos = (sizes.cumsum(0) - sizes)[experts] + rank
+    pos[experts == num_experts] = -1
+    inside = (pos >= 0) & (pos < num_rows)
+    pos_to_expert = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+    pos_to_expert[pos[inside]] = experts[inside].int()
+    if drop_what_does_not_fit:
+        pos[~inside] = -1
+    return pos.int().view(num_tokens, num_topk), pos_to_expert
+
+
+def make(
+    num_tokens: int,
+    hidden: int,
+    num_topk: int,
+    dtype: torch.dtype = torch.bfloat16,
+    num_rows: int | None = None,
+    first_element: int = 0,
+    **routing: Any,
+) -> Make:
+    """Inputs of expand_to_fused; x is contiguous and starts at element `first_element` of its storage."""
+
+    def build(device: str) -> dict[str, Any]:
+        rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows
+        x = random_bits((first_element + num_tokens * hidden,), dtype, device)[first_element:].view(num_tokens, hidden)
+        token_topk_to_pos, pos_to_expert = make_maps(num_tokens, num_topk, rows, device, **routing)
+        return {"x": x, "token_topk_to_pos": token_topk_to_pos, "pos_to_expert": pos_to_expert}
+
+    return build
+
+
+def make_with_sf(
+    num_tokens: int,
+    hidden: int,
+    num_topk: int,
+    num_per_channels: int,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    packed: bool = False,
+    col_major: bool = False,
+    num_rows: int | None = None,
+    **routing: Any,
+) -> Make:
+    """Inputs of expand_to_fused_with_sf with `hidden` values per token."""
+
+    def build(device: str) -> dict[str, Any]:
+        rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows
+        num_sf = ceil_div(hidden, num_per_channels)
+        data = random_bits((num_tokens, hidden if dtype == torch.float8_e4m3fn else hidden // 2), dtype, device)
+        if packed:
+            sf = random_bits((num_tokens, ceil_div(num_sf, 4)), torch.int32, device)
+        else:
+            sf = random_bits((num_tokens, num_sf), torch.float32, device)
+        token_topk_to_pos, pos_to_expert = make_maps(num_tokens, num_topk, rows, device, **routing)
+        return {
+            "x": (data, sf),
+            "num_per_channels": num_per_channels,
+            "token_topk_to_pos": token_topk_to_pos,
+            "pos_to_expert": pos_to_expert,
+            "use_tma_aligned_col_major_sf": col_major,
+        }
+
+    return build
+
+
+_SMALL_ROUTING = {"num_experts": 4, "alignment": 4, "share_without_position": 0.2}
+_DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        "float16",
+        "float32",
+        "int32",
+        "int16",
+        "uint16",
+        "int8",
+        "uint8",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+    )
+    if hasattr(torch, name)
+)
+# Output rows of the large cases stay below 1 GB.
+_TOPK_OF_HIDDEN = {576: 9, 2048: 8, 4096: 6, 7168: 8}
+_BENCH_HIDDEN = (576, 2048, 2560, 3072, 4096, 6144, 7168)
+
+SPEC = OpSpec(
+    op=expand_to_fused,
+    reference=reference.expand_to_fused,
+    cases=(
+        # Vectors of 16, 8, 4, 2 bytes and 1; several chunks of columns; x that is not aligned to 16 bytes.
+        Case("bf16-h64-t7", make(7, 64, 3, num_rows=40, **_SMALL_ROUTING), small=True, modes=True, compile=True),
+        Case("bf16-h65-t7", make(7, 65, 3, num_rows=40, **_SMALL_ROUTING), small=True, compile=True),
+        Case("bf16-h66-t7", make(7, 66, 3, num_rows=40, **_SMALL_ROUTING), small=True),
+        Case("bf16-h68-t7", make(7, 68, 3, num_rows=40, **_SMALL_ROUTING), small=True),
+        Case("int8-h67-t7", make(7, 67, 3, torch.int8, num_rows=40, **_SMALL_ROUTING), small=True, compile=True),
+        Case("bf16-h1-t7", make(7, 1, 3, num_rows=40, **_SMALL_ROUTING), small=True),
+        Case("float32-h4100-t3", make(3, 4100, 2, torch.float32, num_rows=12, **_SMALL_ROUTING), compile=True),
+        Case("uint8-h5001-t3", make(3, 5001, 2, torch.uint8, num_rows=12, **_SMALL_ROUTING)),
+        Case("bf16-h64-t7-unaligned", make(7, 64, 3, num_rows=40, first_element=1, **_SMALL_ROUTING), small=True),
+        Case("float8-h64-t7-unaligned", make(7, 64, 3, torch.float8_e4m3fn, 40, 1, **_SMALL_ROUTING), small=True),
+        # Bulk copies, slots that divide 32 or not; rows that no piece divides, and rows not aligned to 16 bytes.
+        Case(
+            "bf16-h2560-t1025-bulk",
+            make(1025, 2560, 3, num_rows=1800, drop_what_does_not_fit=False, **_SMALL_ROUTING),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case(
+            "uint8-h4096-t1500-k1-bulk", make(1500, 4096, 1, torch.uint8, num_rows=1300, **_SMALL_ROUTING), small=True
+        ),
+        Case("float32-h2048-t1100-k5-bulk", make(1100, 2048, 5, torch.float32, num_experts=32), compile=True),
+        Case("bf16-h4112-t1024", make(1024, 4112, 2)),
+        Case("bf16-h2048-t1024-unaligned", make(1024, 2048, 2, first_element=4)),
+        # Nothing to copy, nothing to write, more rows than needed, fewer.
+        Case("bf16-h64-t0", make(0, 64, 3, num_rows=40, **_SMALL_ROUTING), small=True),
+        Case("bf16-h64-t7-no-rows", make(7, 64, 3, num_rows=0, **_SMALL_ROUTING), small=True),
+        Case("bf16-h0-t7", make(7, 0, 3, num_rows=40, **_SMALL_ROUTING), small=True),
+        Case("bf16-h64-t1-one-row", make(1, 64, 1, num_rows=1, num_experts=1, alignment=1), small=True),
+        Case("bf16-h64-t3-mostly-padding", make(3, 64, 2, num_rows=600, **_SMALL_ROUTING), small=True),
+        Case("bf16-h64-t40-few-rows", make(40, 64, 1, num_rows=5, **_SMALL_ROUTING), small=True),
+        Case(
+            "bf16-h64-t40-past-the-end",
+            make(40, 64, 3, num_rows=30, drop_what_does_not_fit=False, **_SMALL_ROUTING),
+            small=True,
+        ),
+        Case("bf16-h576-t67-no-position", make(67, 576, 4, num_rows=256, share_without_position=1.0)),
+        Case("bf16-h576-t67-one-expert", make(67, 576, 4, num_rows=300, num_experts=1)),
+        Case("bf16-h7168-t1-all-rows-of-256-experts", make(1, 7168, 8, num_rows=32640, alignment=128)),
+        *(Case(f"{name_of(dtype)}-h576-t67-k3", make(67, 576, 3, dtype)) for dtype in _DTYPES),
+        *(Case(f"bf16-h576-t131-k{k}", make(131, 576, k, share_without_position=0.1)) for k in (1, 2, 3, 4, 5, 7)),
+        *(
+            Case(f"bf16-h{hidden}-t{num_tokens}", make(num_tokens, hidden, num_topk))
+            for hidden, num_topk in _TOPK_OF_HIDDEN.items()
+            for num_tokens in ((0, 1, 4001, 8001) if hidden < 7168 else (0, 1, 4001))
+        ),
+        Case("bf16-h7168-t8001-k4", make(8001, 7168, 4)),
+        # The kernel for few tokens; the bench case below has the other one.
+        Case("bf16-h7168-t64", make(64, 7168, 8), model_shape=True),
+        Case("float8-e4m3fn-h2560-t4001", make(4001, 2560, 8, torch.float8_e4m3fn)),
+        Case("bf16-h2560-t4001", make(4001, 2560, 8)),
+        # 552 MB: 32768 rows of tokens and 1664 of padding, in the segments and after the last one.
+        Case(
+            "bf16-h7168-t4096-bench",
+            make(4096, 7168, 8, num_rows=34432, num_experts=32, alignment=64),
+            bench=True,
+            model_shape=True,
+            gpu=False,
+            compile=True,
+        ),
+        *(
+            Case(f"bf16-h{hidden}-t4096-bench", make(4096, hidden, 8), bench=True, gpu=False)
+            for hidden in _BENCH_HIDDEN[:-1]
+        ),
+        *(
+            Case(f"bf16-h7168-t{num_tokens}-bench", make(num_tokens, 7168, 8), bench=True, gpu=False)
+            for num_tokens in (1, 64, 4001, 8001)
+        ),
+    ),
+)
+
+WITH_SF_SPEC = OpSpec(
+    op=expand_to_fused_with_sf,
+    reference=reference.expand_to_fused_with_sf,
+    cases=(
+        Case(
+            "e4m3-h256-t7",
+            make_with_sf(7, 256, 3, 128, num_rows=41, **_SMALL_ROUTING),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case(
+            "e4m3-h256-t7-col-major",
+            make_with_sf(7, 256, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case(
+            "e4m3-h256-t7-packed",
+            make_with_sf(7, 256, 3, 32, packed=True, col_major=True, num_rows=41, **_SMALL_ROUTING),
+            small=True,
+            compile=True,
+        ),
+        Case(
+            "e2m1-h256-t7-packed",
+            make_with_sf(7, 256, 3, 32, dtype=torch.int8, packed=True, col_major=True, num_rows=41, **_SMALL_ROUTING),
+            small=True,
+            compile=True,
+        ),
+        Case("e2m1-h256-t7", make_with_sf(7, 256, 3, 128, dtype=torch.int8, num_rows=41, **_SMALL_ROUTING), small=True),
+        # Scale factors gathered by a second launch: whole tiles or not, without tokens, many rows.
+        Case(
+            "e4m3-h512-t7-gathered",
+            make_with_sf(7, 512, 4, 32, col_major=True, num_rows=75, **_SMALL_ROUTING),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case(
+            "e2m1-h1200-t40-packed-gathered",
+            make_with_sf(
+                40,
+                1200,
+                3,
+                32,
+                dtype=torch.int8,
+                packed=True,
+                col_major=True,
+                num_rows=110,
+                drop_what_does_not_fit=False,
+                **_SMALL_ROUTING,
+            ),
+            small=True,
+            compile=True,
+        ),
+        Case("e4m3-h300-t0-gathered", make_with_sf(0, 300, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
+        Case("e4m3-h288-t35000-gathered", make_with_sf(35000, 288, 8, 32, col_major=True)),
+        # Partial blocks, one column of factors, one row, columns that are not whole vectors, more factors
+        # than threads.
+        Case("e4m3-h200-t7", make_with_sf(7, 200, 3, 128, num_rows=41, **_SMALL_ROUTING), small=True),
+        Case("e4m3-h128-t7-col-major", make_with_sf(7, 128, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING)),
+        Case(
+            "e4m3-h128-t1-one-row", make_with_sf(1, 128, 1, 128, col_major=True, num_rows=1, num_experts=1), small=True
+        ),
+        Case("e4m3-h131-t7", make_with_sf(7, 131, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING), small=True),
+        Case("e4m3-h16384-t7", make_with_sf(7, 16384, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
+        Case("e4m3-h16384-t7-row-major", make_with_sf(7, 16384, 3, 32, num_rows=41, **_SMALL_ROUTING)),
+        Case("e4m3-h256-t0", make_with_sf(0, 256, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING), small=True),
+        Case(
+            "e4m3-h256-t7-no-rows",
+            make_with_sf(7, 256, 3, 128, col_major=True, num_rows=0, **_SMALL_ROUTING),
+            small=True,
+        ),
+        Case(
+            "e4m3-h256-t40-past-the-end",
+            make_with_sf(40, 256, 3, 128, num_rows=30, drop_what_does_not_fit=False, **_SMALL_ROUTING),
+            small=True,
+        ),
+        *(
+            Case(f"e4m3-h{hidden}-t{num_tokens}", make_with_sf(num_tokens, hidden, 8, 128, col_major=True))
+            for hidden in (576, 2048, 4096, 7168)
+            for num_tokens in (0, 1, 4001, 8001)
+        ),
+        Case("e4m3-h7168-t4001-row-major", make_with_sf(4001, 7168, 8, 128)),
+        Case("e4m3-h7168-t4001-packed", make_with_sf(4001, 7168, 8, 128, packed=True, col_major=True)),
+        Case("e2m1-h7168-t4001-packed", make_with_sf(4001, 7168, 8, 32, dtype=torch.int8, packed=True, col_major=True)),
+        Case("e4m3-h2560-t4001-packed", make_with_sf(4001, 2560, 8, 32, packed=True, col_major=True)),
+        Case("e4m3-h7168-t4096-row-major-bench", make_with_sf(4096, 7168, 8, 128), bench=True, gpu=False),
+        Case(
+            "e4m3-h7168-t4096-packed-bench",
+            make_with_sf(4096, 7168, 8, 128, packed=True, col_major=True),
+            bench=True,
+            gpu=False,
+            model_shape=True,
+        ),
+        *(
+            Case(
+                f"e4m3-h{hidden}-t4096-bench",
+                make_with_sf(4096, hidden, 8, 128, col_major=True),
+                bench=True,
+                gpu=False,
+                model_shape=hidden == 7168,
+            )
+            for hidden in _BENCH_HIDDEN
+        ),
+        *(
+            Case(
+                f"e4m3-h7168-t{num_tokens}-bench",
+                make_with_sf(num_tokens, 7168, 8, 128, col_major=True),
+                bench=True,
+                gpu=False,
+            )
+            for num_tokens in (1, 64, 4001, 8001)
+        ),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)

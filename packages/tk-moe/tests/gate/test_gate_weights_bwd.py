@@ -1,23 +1,187 @@
 """gate_weights_bwd."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_moe
-from tk_core.testing import tiers
+from tk_core.testing import Case, OpSpec, tiers
 from tk_moe import ScoringFunc, reference
+from tk_moe.gate.gate_weights_bwd import gate_weights_bwd
 from tk_moe.reference.lib.scoring import weights_of
-from tk_moe.testing.gate.gate_weights_bwd import SPEC
+
+from .test_topk_gate_with_weights import make_logits, name_of
+
+Make = Callable[[str], dict[str, Any]]
+
+SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+
+_NO_EXPERT = (-1, -2, -(2**31), 2**31 - 1)
+
+
+def make(
+    num_tokens: int,
+    num_experts: int,
+    num_topk: int,
+    scoring_func: ScoringFunc = SIGMOID,
+    dtype: torch.dtype = FLOAT32,
+    values: str = "normal",
+    *,
+    idx_dtype: torch.dtype = torch.int64,
+    routing: str = "distinct",
+    first_element: int = 0,
+    **options: Any,
+) -> Make:
+    """Arguments; a token's experts are `distinct`, or may repeat (`any`); in `none`, many are -1 or out of range."""
+
+    def build(device: str) -> dict[str, Any]:
+        shape = (num_tokens, num_topk)
+        if device == "meta":
+            topk_idx = torch.empty(shape, dtype=idx_dtype, device=device)
+        elif routing == "distinct" and num_topk <= num_experts:
+            topk_idx = torch.rand((num_tokens, num_experts), device=device).topk(num_topk).indices
+        else:
+            topk_idx = torch.randint(0, num_experts, shape, device=device)
+        if routing == "none" and device != "meta":
+            none = torch.tensor((*_NO_EXPERT, num_experts), device=device)
+            nothing = none[torch.randint(0, len(none), shape, device=device)]
+            topk_idx = torch.where(torch.rand(shape, device=device) < 0.3, nothing, topk_idx)
+            topk_idx[::5] = -1
+        grad_weights = torch.empty(shape, device=device)
+        if device != "meta":
+            grad_weights.normal_()
+        return {
+            "grad_weights": grad_weights,
+            "logits": make_logits(num_tokens, num_experts, dtype, values, device, first_element),
+            "topk_idx": topk_idx.to(idx_dtype),
+            "scoring_func": scoring_func,
+            **options,
+        }
+
+    return build
+
+
+def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Allow an error of 1e-4 of the gradient (bfloat16: 2^-7), plus 1e-5 of the largest one in its row, plus 1e-6.
+
+    The 1e-6 is for differences of nearly equal terms. Terms are up to 11, the largest gradient of a weight times the
+    factor, and 1e-6 is two roundings of 11.
+    """
+    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    rtol = 2.0**-7 if expected.dtype == torch.bfloat16 else 1e-4
+    got, want = actual.double(), expected.double()
+    assert torch.equal(got.isfinite(), want.isfinite()), "gradients that are not finite are elsewhere"
+    assert torch.equal(got.isnan(), want.isnan()), "gradients that are NaN are elsewhere"
+    largest = want.where(want.isfinite(), torch.zeros_like(want)).abs().amax(dim=1, keepdim=True)
+    error = (got - want).abs() - (rtol * want.abs() + 1e-5 * largest + 1e-6)
+    # A difference of infinities is NaN, which must not reach the maximum below.
+    error = torch.where(want.isfinite(), error, torch.where(got.isnan() | (got == want), 0.0, 1.0))
+    worst = error.max().item() if error.numel() else 0.0
+    assert worst <= 0, f"{int((error > 0).sum())} of {error.numel()} gradients are off, the worst by {worst} too much"
+
+
+# (dtype, scoring_func, options), which the sizes below take in turn.
+_VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
+    (FLOAT32, SIGMOID, {"routed_scaling_factor": 2.5}),
+    (BF16, SQRTSOFTPLUS, {"routing": "none"}),
+    (FLOAT32, SOFTMAX, {"renormalize": False, "idx_dtype": torch.int32}),
+    (BF16, SIGMOID, {"idx_dtype": torch.int32, "renormalize": False}),
+    (FLOAT32, SQRTSOFTPLUS, {}),
+    (BF16, SOFTMAX, {"routing": "none"}),
+    (FLOAT32, IDENTITY, {"renormalize": False, "routing": "none"}),
+)
+_SIZES = (
+    *((8, 2, 2), (8, 8, 8001), (16, 2, 31), (32, 6, 4001), (36, 7, 1), (64, 6, 8001), (72, 6, 4001), (96, 9, 31)),
+    *((108, 8, 4001), (128, 8, 8001), (144, 7, 31), (256, 6, 4001), (256, 8, 8001), (288, 8, 31), (384, 6, 8001)),
+    *((384, 8, 1), (512, 8, 4001), (512, 9, 31), (1024, 32, 31), (1000, 9, 2), (256, 8, 4001), (13, 3, 4001)),
+)
+
+SPEC = OpSpec(
+    op=gate_weights_bwd,
+    reference=reference.gate_weights_bwd,
+    compare=compare,
+    cases=(
+        Case("sigmoid-float32-e256-k8-t9", make(9, 256, 8), small=True, modes=True, compile=True),
+        Case(
+            "softmax-bf16-e256-k8-t33",
+            make(33, 256, 8, SOFTMAX, BF16, routing="none", renormalize=False, idx_dtype=torch.int32),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case("sqrtsoftplus-bf16-e72-k6-t9", make(9, 72, 6, SQRTSOFTPLUS, BF16), small=True, compile=True),
+        Case("softmax-float32-e33-k3-t9", make(9, 33, 3, SOFTMAX, first_element=1), small=True),
+        Case("identity-float32-e8-k2-t33", make(33, 8, 2, IDENTITY, renormalize=False), small=True),
+        Case("softmax-float32-e1023-k32-t3", make(3, 1023, 32, SOFTMAX), small=True, compile=True),
+        Case("sigmoid-bf16-e66-k4-t5", make(5, 66, 4, SIGMOID, BF16), small=True),
+        Case("sigmoid-bf16-e13-k3-t5", make(5, 13, 3, SIGMOID, BF16), small=True, compile=True),
+        # One slot without and with renormalization, which leaves no gradient; repeated experts.
+        Case("sigmoid-float32-e1-k1-t3", make(3, 1, 1, renormalize=False), small=True),
+        Case("sigmoid-float32-e16-k1-t3-one-slot", make(3, 16, 1), small=True),
+        *(
+            Case(
+                f"{function}-float32-e4-k32-t3-repeats",
+                make(3, 4, 32, function, routing="none", renormalize=function is not IDENTITY),
+                small=True,
+            )
+            for function in ScoringFunc
+        ),
+        Case("sigmoid-float32-e256-k8-t0", make(0, 256, 8), small=True),
+        Case("sigmoid-bf16-e256-k8-t1", make(1, 256, 8, SIGMOID, BF16), small=True),
+        *(
+            Case(
+                f"{function}-float32-e64-k6-t31-extremes{'' if renormalize else '-plain'}",
+                make(31, 64, 6, function, values="extremes", routing="none", renormalize=renormalize),
+                small=True,
+            )
+            for function in ScoringFunc
+            for renormalize in (False, True)
+            # If a sum of numbers of both signs overflows, its result depends on their order.
+            if not (renormalize and function is IDENTITY)
+        ),
+        *(
+            Case(
+                f"{function}-{name_of(dtype)}-e256-k8-t4001-{values}",
+                make(4001, 256, 8, function, dtype, values, routing="any", renormalize=function is not IDENTITY),
+            )
+            for function in ScoringFunc
+            for dtype, values in ((FLOAT32, "ties"), (BF16, "normal"), (FLOAT32, "wide"))
+        ),
+        *(
+            Case(
+                f"{function}-{name_of(dtype)}-e{num_experts}-k{num_topk}-t{num_tokens}",
+                make(num_tokens, num_experts, num_topk, function, dtype, **options),
+            )
+            for index, (num_experts, num_topk, num_tokens) in enumerate(_SIZES)
+            for dtype, function, options in (_VARIANTS[index % 7],)
+        ),
+        *(
+            Case(
+                f"{function}-float32-e256-k8-t{num_tokens}-bench",
+                make(num_tokens, 256, 8, function),
+                bench=True,
+                model_shape=function is SIGMOID and num_tokens in (128, 8192),
+                gpu=False,
+            )
+            for function in (SIGMOID, SOFTMAX)
+            for num_tokens in (1, 8, 64, 128, 1024, 4001, 8192)
+        ),
+        Case("sqrtsoftplus-bf16-e256-k6-t8192-bench", make(8192, 256, 6, SQRTSOFTPLUS, BF16), bench=True, gpu=False),
+        Case("softmax-bf16-e512-k10-t8192-bench", make(8192, 512, 10, SOFTMAX, BF16), bench=True, gpu=False),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)
 test_gpu = tiers.gpu_tests(SPEC)
 test_gpu_modes = tiers.gpu_mode_tests(SPEC)
 
-SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 BOTH = pytest.mark.parametrize("renormalize", [False, True])
 EACH = pytest.mark.parametrize("scoring_func", ScoringFunc)
 

@@ -1,6 +1,7 @@
 """hash_gate."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,16 +9,172 @@ import torch
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import tiers
+from tk_core.testing import Case, OpSpec, tiers
 from tk_moe import ScoringFunc, reference
-from tk_moe.testing.gate.hash_gate import SPEC
+from tk_moe.gate.hash_gate import hash_gate
+
+from .test_topk_gate_with_weights import compare, make_logits, make_mask, name_of
+
+Make = Callable[[str], dict[str, Any]]
+
+SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+
+# Ids that no table has, some of which would be in it by their low 32 bits.
+_NO_TOKEN = (-1, -(2**31), 2**31 - 1, 2**32, 2**32 + 3, -(2**63), 2**63 - 1)
+
+
+def make(
+    num_tokens: int,
+    num_experts: int,
+    num_topk: int,
+    scoring_func: ScoringFunc = SQRTSOFTPLUS,
+    dtype: torch.dtype = FLOAT32,
+    values: str = "normal",
+    *,
+    vocab_size: int = 1000,
+    ids_dtype: torch.dtype = torch.int64,
+    faults: bool = False,
+    masked: bool = False,
+    first_element: int = 0,
+    **options: Any,
+) -> Make:
+    """Arguments; with `faults` some ids are not in the table, and some entries of the table are not experts."""
+
+    def build(device: str) -> dict[str, Any]:
+        if device == "meta":
+            token_ids = torch.empty((num_tokens,), dtype=ids_dtype, device=device)
+            table = torch.empty((vocab_size, num_topk), dtype=torch.int32, device=device)
+        else:
+            token_ids = torch.randint(0, vocab_size, (num_tokens,), device=device)
+            shape = (vocab_size, num_topk)
+            if num_topk <= num_experts and not faults:
+                table = torch.rand((vocab_size, num_experts), device=device).topk(num_topk).indices.int()
+            else:
+                table = torch.randint(0, num_experts, shape, dtype=torch.int32, device=device)
+            if faults:
+                missing = torch.tensor(_NO_TOKEN, device=device)
+                if ids_dtype == torch.int32:
+                    missing = missing.clamp(-(2**31), 2**31 - 1)
+                token_ids[::3] = missing[torch.randint(0, len(missing), token_ids[::3].shape, device=device)]
+                none = torch.tensor((-1, -7, num_experts, 2**31 - 1, -(2**31)), dtype=torch.int32, device=device)
+                nothing = none[torch.randint(0, len(none), shape, device=device)]
+                table = torch.where(torch.rand(shape, device=device) < 0.3, nothing, table)
+                table[::5] = -1
+            token_ids = token_ids.to(ids_dtype)
+        return {
+            "token_ids": token_ids,
+            "table": table,
+            "logits": make_logits(num_tokens, num_experts, dtype, values, device, first_element),
+            "scoring_func": scoring_func,
+            "mask": make_mask(num_tokens, device) if masked else None,
+            **options,
+        }
+
+    return build
+
+
+def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
+    """Bytes of each token's id, row of the table, logits (all for softmax, else those of its experts) and outputs."""
+    num_slots = outputs[0].numel()
+    logits = kwargs["logits"]
+    wanted = logits.numel() if kwargs["scoring_func"] is SOFTMAX else num_slots
+    written = num_slots * (outputs[0].element_size() + 4)
+    return kwargs["token_ids"].nbytes + 4 * num_slots + wanted * logits.element_size() + written
+
+
+# (dtype, scoring_func, options), which the sizes below take in turn.
+_VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
+    (FLOAT32, SQRTSOFTPLUS, {"routed_scaling_factor": 2.5}),
+    (BF16, SIGMOID, {"ids_dtype": torch.int32, "faults": True, "idx_dtype": torch.int32}),
+    (FLOAT32, SOFTMAX, {"faults": True}),
+    (BF16, SOFTMAX, {"masked": True, "ids_dtype": torch.int32, "renormalize": False}),
+    (FLOAT32, IDENTITY, {"renormalize": False, "masked": True, "faults": True}),
+)
+_SIZES = (
+    *((8, 1, 2), (8, 8, 8001), (16, 2, 31), (32, 6, 4001), (36, 7, 1), (64, 6, 8001), (72, 6, 4001), (96, 9, 31)),
+    *((108, 8, 4001), (128, 8, 8001), (144, 7, 31), (256, 6, 4001), (256, 8, 8001), (288, 8, 31), (384, 6, 8001)),
+    *((384, 8, 1), (512, 8, 4001), (512, 1, 31), (1024, 32, 31), (1000, 9, 2)),
+)
+
+SPEC = OpSpec(
+    op=hash_gate,
+    reference=reference.hash_gate,
+    compare=compare,
+    least_bytes=least_bytes,
+    cases=(
+        Case("sqrtsoftplus-float32-e256-k6-t9", make(9, 256, 6), small=True, modes=True, compile=True),
+        Case(
+            "softmax-bf16-e256-k8-t33",
+            make(33, 256, 8, SOFTMAX, BF16, faults=True, masked=True, idx_dtype=torch.int32),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case("sigmoid-bf16-e72-k6-t9", make(9, 72, 6, SIGMOID, BF16, ids_dtype=torch.int32, masked=True), small=True),
+        Case("softmax-float32-e33-k3-t9", make(9, 33, 3, SOFTMAX, faults=True, first_element=1), small=True),
+        Case("identity-float32-e8-k2-t33", make(33, 8, 2, IDENTITY, faults=True, renormalize=False), small=True),
+        Case("softmax-float32-e1023-k32-t3", make(3, 1023, 32, SOFTMAX, renormalize=False), small=True, compile=True),
+        Case("sigmoid-float32-e1-k1-t3-one-id", make(3, 1, 1, SIGMOID, vocab_size=1, faults=True), small=True),
+        Case("sqrtsoftplus-float32-e4-k32-t3-repeats", make(3, 4, 32, faults=True), small=True),
+        Case("sqrtsoftplus-float32-e256-k6-t0", make(0, 256, 6, masked=True), small=True),
+        Case("sqrtsoftplus-bf16-e256-k6-t1", make(1, 256, 6, SQRTSOFTPLUS, BF16), small=True),
+        *(
+            Case(
+                f"{function}-float32-e64-k6-t31-extremes",
+                make(
+                    *(31, 64, 6, function),
+                    values="extremes",
+                    faults=True,
+                    vocab_size=50,
+                    # If a sum of numbers of both signs overflows, its result depends on their order.
+                    renormalize=function is not IDENTITY,
+                ),
+                small=True,
+            )
+            for function in ScoringFunc
+        ),
+        *(
+            Case(
+                f"{function}-{name_of(dtype)}-e256-k8-t4001-{values}",
+                make(
+                    *(4001, 256, 8, function, dtype, values),
+                    masked=True,
+                    faults=True,
+                    renormalize=function is not IDENTITY,
+                ),
+            )
+            for function in ScoringFunc
+            for dtype, values in ((FLOAT32, "extremes"), (BF16, "wide"))
+        ),
+        *(
+            Case(
+                f"{function}-{name_of(dtype)}-e{num_experts}-k{num_topk}-t{num_tokens}",
+                make(num_tokens, num_experts, num_topk, function, dtype, **options),
+            )
+            for index, (num_experts, num_topk, num_tokens) in enumerate(_SIZES)
+            for dtype, function, options in (_VARIANTS[index % 5],)
+        ),
+        *(
+            Case(
+                f"{function}-float32-e256-k6-t{num_tokens}-bench",
+                make(num_tokens, 256, 6, function, vocab_size=129280),
+                bench=True,
+                model_shape=function is SQRTSOFTPLUS and num_tokens in (128, 8192),
+                gpu=False,
+            )
+            for function in (SQRTSOFTPLUS, SOFTMAX)
+            for num_tokens in (1, 8, 64, 128, 1024, 4001, 8192)
+        ),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)
 test_gpu = tiers.gpu_tests(SPEC)
 test_gpu_modes = tiers.gpu_mode_tests(SPEC)
 
-SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 TABLE = torch.tensor([[0, 1], [3, -1], [-1, -2], [2, 2], [1, 4]], dtype=torch.int32)
 ROW = [0.0, math.log(3), math.log(1 / 3), -math.inf]
 

@@ -1,6 +1,7 @@
 """topk_gate."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,120 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import tiers
-from tk_moe.testing.gate.topk_gate import SPEC
+from tk_core.testing import Case, OpSpec, tiers
+from tk_moe import reference
+from tk_moe.gate.topk_gate import topk_gate
+
+from ..models import MODEL_EXPERTS
+
+Make = Callable[[str], dict[str, Any]]
+
+# Of both signs: ∞, the largest, least normal and least subnormal numbers, 1, 0, and NaNs of several payloads.
+_EXTREMES = (
+    *(0xFF800000, 0xFF7FFFFF, 0xBF800000, 0x80800000, 0x80000001, 0x80000000, 0x00000000, 0x00000001, 0x00800000),
+    *(0x3F800000, 0x3F800001, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF),
+)
+
+
+def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal", first_element: int = 0) -> Make:
+    """Scores that are `normal`, `ties` (of 4 values), `equal`, `extremes`, any `bits`, or as follows.
+
+    "neighbours": each token's best scores are neighbours. "lane": one lane of a warp has them all, where a lane has 4
+    experts of every 128. "last": a neighbour of the last expert chosen has the same score. The scores start at element
+    `first_element` of their storage.
+    """
+
+    def build(device: str) -> dict[str, Any]:
+        shape = (num_tokens, num_experts)
+        if device == "meta":
+            scores = torch.empty(shape, device=device)
+        elif values == "normal":
+            scores = torch.randn(shape, device=device)
+        elif values == "ties":
+            scores = torch.randint(0, 4, shape, device=device).float()
+        elif values == "equal":
+            scores = torch.zeros(shape, device=device)
+        elif values == "extremes":
+            patterns = torch.tensor([x - (x >> 31 << 32) for x in _EXTREMES], dtype=torch.int32, device=device)
+            scores = patterns[torch.randint(0, len(_EXTREMES), shape, device=device)].view(torch.float32)
+        elif values == "bits":
+            scores = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device).view(torch.float32)
+        elif values == "last":
+            scores = torch.randn(shape, device=device)
+            last = scores.argsort(1, descending=True)[:, num_topk - 1 : num_topk]
+            scores.scatter_(1, (last ^ 1).clamp(max=num_experts - 1), scores.gather(1, last))
+        elif values == "lane":
+            lanes = torch.arange(num_experts, device=device) // 4 % 32
+            scores = torch.rand(shape, device=device)
+            scores += lanes == torch.randint(0, 32, (num_tokens, 1), device=device)
+        else:
+            first = torch.randint(0, num_experts, (num_tokens, 1), device=device)
+            scores = torch.rand(shape, device=device) - (torch.arange(num_experts, device=device) - first).abs() // 8
+        if first_element:
+            storage = torch.empty(first_element + num_tokens * num_experts, device=device)
+            scores = storage[first_element:].view(shape).copy_(scores)
+        return {"scores": scores, "num_topk": num_topk}
+
+    return build
+
+
+SPEC = OpSpec(
+    op=topk_gate,
+    reference=reference.topk_gate,
+    cases=(
+        # One, several and 32 scores per lane, in vectors of 4, 2 and 1; lanes without any.
+        Case("e256-k8-t9", make(9, 256, 8), small=True, modes=True, compile=True),
+        Case("e13-k3-t17", make(17, 13, 3), small=True, compile=True),
+        Case("e66-k6-t5", make(5, 66, 6), small=True, compile=True),
+        Case("e72-k6-t33", make(33, 72, 6), small=True, compile=True),
+        Case("e108-k9-t3", make(3, 108, 9), small=True),
+        Case("e1-k1-t3", make(3, 1, 1), small=True, compile=True),
+        Case("e32-k32-t2", make(2, 32, 32), small=True, compile=True),
+        Case("e1024-k32-t3", make(3, 1024, 32), small=True, compile=True),
+        Case("e1023-k32-t3", make(3, 1023, 32), small=True, compile=True),
+        Case("e33-k32-t3", make(3, 33, 32), small=True),
+        Case("e256-k8-t0", make(0, 256, 8), small=True),
+        Case("e256-k8-t1", make(1, 256, 8), small=True),
+        Case("e256-k8-t5-unaligned", make(5, 256, 8, first_element=1), small=True, compile=True),
+        Case("e256-k8-t5-ties", make(5, 256, 8, "ties"), small=True),
+        Case("e256-k32-t5-equal", make(5, 256, 32, "equal"), small=True),
+        Case("e256-k32-t5-extremes", make(5, 256, 32, "extremes"), small=True),
+        Case("e256-k32-t5-bits", make(5, 256, 32, "bits"), small=True),
+        Case("e256-k16-t5-neighbours", make(5, 256, 16, "neighbours"), small=True),
+        Case("e256-k8-t5-lane", make(5, 256, 8, "lane"), small=True),
+        Case("e256-k16-t5-lane", make(5, 256, 16, "lane"), small=True),
+        Case("e256-k8-t5-last", make(5, 256, 8, "last"), small=True),
+        *(
+            Case(f"e256-k8-t4001-{values}", make(4001, 256, 8, values))
+            for values in ("ties", "equal", "extremes", "bits", "neighbours", "lane", "last")
+        ),
+        *(
+            Case(f"e{num_experts}-k{num_topk}-t2003-extremes", make(2003, num_experts, num_topk, "extremes"))
+            for num_experts, num_topk in ((8, 8), (13, 13), (72, 32), (129, 9), (513, 32), (1000, 32), (1024, 1))
+        ),
+        *(
+            Case(f"e{num_experts}-k{num_topk}-t{num_tokens}", make(num_tokens, num_experts, num_topk, "ties"))
+            for num_experts in MODEL_EXPERTS
+            for num_topk, num_tokens in ((1, 2), (2, 31), (6, 0), (7, 1), (8, 4001), (8, 8001), (9, 31))
+            if num_topk <= num_experts
+        ),
+        *(
+            Case(f"e{num_experts}-k{num_topk}-t8001-normal", make(8001, num_experts, num_topk))
+            for num_experts, num_topk in ((64, 6), (128, 8), (256, 8), (384, 8), (512, 10))
+        ),
+        Case("e256-k8-t8192-bench", make(8192, 256, 8), bench=True, model_shape=True, gpu=False),
+        Case("e256-k8-t128-bench", make(128, 256, 8), bench=True, model_shape=True, gpu=False),
+        *(
+            Case(f"e256-k8-t{num_tokens}-bench", make(num_tokens, 256, 8), bench=True, gpu=False)
+            for num_tokens in (1, 64, 4001, 8001)
+        ),
+        *(
+            Case(f"e{num_experts}-k{num_topk}-t8192-bench", make(8192, num_experts, num_topk), bench=True, gpu=False)
+            for num_experts, num_topk in ((64, 6), (72, 6), (128, 8), (384, 8), (512, 8), (256, 32))
+        ),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)

@@ -1,6 +1,7 @@
 """topk_gate_with_weights."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,16 +10,237 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import tiers
+from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing.numeric import assert_equal
 from tk_moe import ScoringFunc, reference
-from tk_moe.testing.gate.topk_gate_with_weights import SPEC
+from tk_moe.gate.topk_gate_with_weights import topk_gate_with_weights
+
+from ..models import MODEL_EXPERTS
+
+Make = Callable[[str], dict[str, Any]]
+
+SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
+
+# NaN, infinities, and values whose exponentials overflow, underflow or lose all bits.
+_EXTREMES = (
+    *(torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 89.0, -89.0, 104.0, -104.0, 20.0, 20.125, -87.5, -20.0),
+    *(0.0, -0.0, 1e-40, -1e-40, 1.0, -1.0),
+)
+
+
+def make_logits(
+    num_tokens: int, num_experts: int, dtype: torch.dtype, values: str, device: str, first_element: int = 0
+) -> torch.Tensor:
+    """Logits that are `normal`, `ties` (of 4 values), `equal`, `wide` (to ±30), `close` or `extremes`.
+
+    "close": so close within a token that many scores are equal, and others differ by one rounding.
+
+    They start at element `first_element` of their storage.
+    """
+    shape = (num_tokens, num_experts)
+    logits = torch.empty(first_element + num_tokens * num_experts, dtype=dtype, device=device)[first_element:]
+    logits = logits.view(shape)
+    if device == "meta":
+        return logits
+    if values == "normal":
+        return logits.copy_(torch.randn(shape, device=device))
+    if values == "ties":
+        return logits.copy_(torch.randint(-2, 2, shape, device=device))
+    if values == "equal":
+        return logits.fill_(0.5)
+    if values == "wide":
+        return logits.copy_(60 * torch.rand(shape, device=device) - 30)
+    if values == "close":
+        middle = 48 * torch.rand((num_tokens, 1), device=device) - 24
+        return logits.copy_(middle * (1 + torch.randint(0, 64, shape, device=device) * 2.0**-23))
+    table = torch.tensor(_EXTREMES, device=device)
+    return logits.copy_(table[torch.randint(0, len(table), shape, device=device)])
+
+
+def make_mask(num_tokens: int, device: str) -> torch.Tensor:
+    """True for about two of three tokens; the others are padding."""
+    if device == "meta":
+        return torch.empty((num_tokens,), dtype=torch.bool, device=device)
+    return torch.randint(0, 3, (num_tokens,), device=device) > 0
+
+
+def make(
+    num_tokens: int,
+    num_experts: int,
+    num_topk: int,
+    scoring_func: ScoringFunc = SIGMOID,
+    dtype: torch.dtype = torch.float32,
+    values: str = "normal",
+    bias: str = "",
+    masked: bool = False,
+    first_element: int = 0,
+    bias_first_element: int = 0,
+    **options: Any,
+) -> Make:
+    """Arguments; `bias` is "normal", "ties" (of 3 values) or "" for none."""
+
+    def build(device: str) -> dict[str, Any]:
+        logits = make_logits(num_tokens, num_experts, dtype, values, device, first_element)
+        shift = None
+        if bias:
+            shift = torch.empty(bias_first_element + num_experts, device=device)[bias_first_element:]
+            if device != "meta":
+                few = torch.randint(0, 3, (num_experts,), device=device).float()
+                shift.copy_(few if bias == "ties" else 0.1 * torch.randn(num_experts, device=device))
+        return {
+            "logits": logits,
+            "num_topk": num_topk,
+            "scoring_func": scoring_func,
+            "bias": shift,
+            "mask": make_mask(num_tokens, device) if masked else None,
+            **options,
+        }
+
+    return build
+
+
+def compare(actual: Any, expected: Any) -> None:
+    """Indices must be equal, weights within rtol 1e-5, atol 1e-8, as a token's slots are added in another order."""
+    assert_equal(actual[0], expected[0], name="topk_idx")
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-8, equal_nan=True)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in case names."""
+    return {torch.bfloat16: "bf16", torch.float32: "float32"}[dtype]
+
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+# (dtype, scoring_func, options), which the sizes below take in turn.
+_VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
+    (FLOAT32, SIGMOID, {"bias": "normal"}),
+    (BF16, SQRTSOFTPLUS, {"bias": "ties", "routed_scaling_factor": 2.5}),
+    (FLOAT32, SOFTMAX, {"renormalize": False}),
+    (BF16, SIGMOID, {"masked": True, "idx_dtype": torch.int32}),
+    (FLOAT32, SQRTSOFTPLUS, {}),
+    (BF16, SOFTMAX, {"bias": "normal", "masked": True}),
+    (FLOAT32, IDENTITY, {"renormalize": False, "bias": "normal"}),
+)
+_TOPK_AND_TOKENS = ((1, 2), (2, 31), (6, 4001), (7, 1), (8, 8001), (9, 31))
+_SIZES = [
+    (num_experts, num_topk, num_tokens)
+    for num_experts in MODEL_EXPERTS
+    for num_topk, num_tokens in _TOPK_AND_TOKENS
+    if num_topk <= num_experts
+]
+
+SPEC = OpSpec(
+    op=topk_gate_with_weights,
+    reference=reference.topk_gate_with_weights,
+    compare=compare,
+    cases=(
+        Case("sigmoid-float32-e256-k8-t9", make(9, 256, 8, bias="normal"), small=True, modes=True, compile=True),
+        Case(
+            "sqrtsoftplus-bf16-e256-k6-t9",
+            make(9, 256, 6, SQRTSOFTPLUS, BF16, bias="normal", masked=True, idx_dtype=torch.int32),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case("softmax-bf16-e72-k6-t9", make(9, 72, 6, SOFTMAX, BF16, masked=True), small=True, compile=True),
+        Case(
+            "softmax-float32-e384-k8-t9",
+            make(9, 384, 8, SOFTMAX, bias="normal", renormalize=False, routed_scaling_factor=2.5),
+            small=True,
+            compile=True,
+        ),
+        Case("identity-float32-e33-k7-t9", make(9, 33, 7, IDENTITY, renormalize=False), small=True),
+        # One expert, all of them, lanes without any, 32 per lane; rows and biases that are not aligned to 16 bytes.
+        Case("sigmoid-bf16-e1-k1-t3", make(3, 1, 1, SIGMOID, BF16), small=True),
+        Case("sigmoid-float32-e32-k32-t2", make(2, 32, 32, bias="ties"), small=True),
+        Case("sqrtsoftplus-bf16-e1024-k32-t3", make(3, 1024, 32, SQRTSOFTPLUS, BF16, bias="normal"), small=True),
+        Case("softmax-float32-e1023-k32-t3", make(3, 1023, 32, SOFTMAX, bias="normal"), small=True, compile=True),
+        Case("sigmoid-bf16-e13-k3-t17", make(17, 13, 3, SIGMOID, BF16, bias="normal"), small=True),
+        Case("sigmoid-bf16-e256-k8-t5-unaligned", make(5, 256, 8, SIGMOID, BF16, first_element=1), small=True),
+        Case(
+            "sigmoid-float32-e256-k8-t5-bias-unaligned",
+            make(5, 256, 8, bias="normal", bias_first_element=1),
+            small=True,
+        ),
+        Case("sigmoid-float32-e256-k8-t0", make(0, 256, 8, bias="normal", masked=True), small=True),
+        Case("sigmoid-bf16-e256-k8-t1", make(1, 256, 8, SIGMOID, BF16, bias="normal"), small=True),
+        *(
+            Case(
+                f"{function}-float32-e64-k{k}-t31-{values}",
+                # If a sum of numbers of both signs overflows, its result depends on their order.
+                make(31, 64, k, function, values=values, renormalize=function is not IDENTITY),
+                small=True,
+            )
+            for function in ScoringFunc
+            for k, values in ((8, "extremes"), (32, "close"))
+        ),
+        *(
+            Case(
+                f"{function}-{name_of(dtype)}-e256-k8-t4001-{values}{'-biased' if bias else ''}",
+                make(4001, 256, 8, function, dtype, values, bias=bias, renormalize=function is not IDENTITY),
+            )
+            for function, dtype, values, bias in (
+                (SIGMOID, BF16, "ties", "ties"),
+                (SIGMOID, FLOAT32, "extremes", ""),
+                (SIGMOID, FLOAT32, "extremes", "normal"),
+                (SIGMOID, FLOAT32, "equal", ""),
+                (SIGMOID, FLOAT32, "wide", ""),
+                (SIGMOID, FLOAT32, "close", ""),
+                (SQRTSOFTPLUS, FLOAT32, "close", ""),
+                (SQRTSOFTPLUS, BF16, "extremes", ""),
+                (SQRTSOFTPLUS, FLOAT32, "wide", ""),
+                (SQRTSOFTPLUS, FLOAT32, "ties", "ties"),
+                (SOFTMAX, FLOAT32, "extremes", "normal"),
+                (SOFTMAX, BF16, "wide", ""),
+                (IDENTITY, BF16, "extremes", ""),
+            )
+        ),
+        *(
+            Case(
+                f"{function}-{name_of(dtype)}-e{num_experts}-k{num_topk}-t{num_tokens}",
+                make(num_tokens, num_experts, num_topk, function, dtype, **options),
+            )
+            for index, (num_experts, num_topk, num_tokens) in enumerate(_SIZES)
+            # Two of five cases, to save time: every variant still gets sizes of all kinds.
+            if index % 5 in (0, 2)
+            for dtype, function, options in (_VARIANTS[index % 7],)
+        ),
+        *(
+            Case(
+                f"sigmoid-float32-e256-k8-t{num_tokens}-bench",
+                make(num_tokens, 256, 8, bias="normal"),
+                bench=True,
+                model_shape=num_tokens in (128, 8192),
+                gpu=False,
+            )
+            for num_tokens in (1, 8, 64, 128, 1024, 4001, 8192)
+        ),
+        *(
+            Case(
+                f"{function}-{name_of(dtype)}-e{num_experts}-k{num_topk}-t{num_tokens}-bench",
+                make(num_tokens, num_experts, num_topk, function, dtype, bias=bias),
+                bench=True,
+                gpu=False,
+            )
+            for function, dtype, num_experts, num_topk, bias in (
+                (SIGMOID, BF16, 256, 8, "normal"),
+                (SQRTSOFTPLUS, FLOAT32, 256, 6, "normal"),
+                (SOFTMAX, BF16, 128, 8, ""),
+                (SOFTMAX, FLOAT32, 512, 10, ""),
+                (SIGMOID, FLOAT32, 384, 8, "normal"),
+                (SOFTMAX, FLOAT32, 64, 6, ""),
+            )
+            for num_tokens in (128, 8192)
+        ),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)
 test_gpu = tiers.gpu_tests(SPEC)
 test_gpu_modes = tiers.gpu_mode_tests(SPEC)
 
-SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 INF, NAN = math.inf, math.nan
 LOGITS = torch.tensor([[0.0, math.log(3), -INF, math.log(1 / 3)]])
 

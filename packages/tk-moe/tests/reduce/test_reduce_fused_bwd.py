@@ -1,5 +1,6 @@
 """reduce_fused_bwd."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,11 +8,151 @@ import torch
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import assert_equal, tiers
+from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.trees import unaligned
 from tk_moe import reference
-from tk_moe.reduce.reduce_fused_bwd import ReduceBwdConfig
-from tk_moe.testing.reduce.reduce_fused_bwd import SPEC, make
+from tk_moe.reduce.reduce_fused_bwd import ReduceBwdConfig, reduce_fused_bwd
+
+from ..expand.test_expand_to_fused import make_maps, model_rows, name_of
+
+Make = Callable[[str], dict[str, Any]]
+
+_BF16, _FLOAT32 = torch.bfloat16, torch.float32
+
+
+def compare(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    """grad_x must be equal bit for bit; grad_topk_weights, added in another order, within 1e-5 of the largest sum.
+
+    A sum of n products of normal values has a magnitude of √n, and errors of about that times 2⁻²⁴.
+    """
+    assert_equal(actual[0], expected[0], name="grad_x")
+    if expected[1] is None:
+        assert actual[1] is None, "grad_topk_weights: expected None"
+        return
+    assert_same_metadata(actual[1], expected[1], "grad_topk_weights")
+    if expected[1].numel() == 0:
+        return
+    difference = (actual[1].double() - expected[1].double()).abs().max().item()
+    limit = 1e-5 * expected[1].abs().max().item()
+    assert difference <= limit, f"grad_topk_weights: expected within {limit}, got a difference of {difference}"
+    assert torch.equal(actual[1] == 0, expected[1] == 0), "grad_topk_weights: expected 0 for pairs without a position"
+
+
+def make(
+    num_tokens: int,
+    hidden: int,
+    num_topk: int,
+    dtype: torch.dtype = _BF16,
+    *,
+    grad_dtype: torch.dtype | None = None,
+    weights: bool = True,
+    num_rows: int | None = None,
+    first_element: int = 0,
+    **routing: Any,
+) -> Make:
+    """Normal values, and maps as `get_fused_mapping` returns them.
+
+    grad and x start at element `first_element` of their storage.
+    """
+
+    def build(device: str) -> dict[str, Any]:
+        rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows
+
+        def draw(num: int, dtype: torch.dtype) -> torch.Tensor:
+            storage = torch.randn((first_element + num * hidden,), dtype=dtype, device=device)
+            return storage[first_element:].view(num, hidden)
+
+        token_topk_to_pos, pos_to_expert = make_maps(num_tokens, num_topk, rows, device, **routing)
+        return {
+            "grad": draw(num_tokens, grad_dtype or dtype),
+            "x": draw(rows, dtype) if weights else None,
+            "topk_weights": torch.randn((num_tokens, num_topk), device=device) if weights else None,
+            "token_topk_to_pos": token_topk_to_pos,
+            "pos_to_expert": pos_to_expert,
+        }
+
+    return build
+
+
+def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
+    """Bytes of the rows of x that have a token, and of all else: rows of padding need not be read."""
+    pos, x = inputs["token_topk_to_pos"], inputs["x"]
+    total = 0 if x is None else int((pos >= 0).sum()) * x.shape[1] * x.element_size()
+    others = (inputs["grad"], inputs["topk_weights"], pos, inputs["pos_to_expert"], *outputs)
+    return total + sum(y.numel() * y.element_size() for y in others if y is not None)
+
+
+_SMALL_ROUTING = {"num_rows": 40, "num_experts": 4, "alignment": 4, "share_without_position": 0.2}
+
+SPEC = OpSpec(
+    op=reduce_fused_bwd,
+    reference=reference.reduce_fused_bwd,
+    compare=compare,
+    least_bytes=least_bytes,
+    cases=(
+        Case("bf16-h64-t7", make(7, 64, 3, **_SMALL_ROUTING), small=True, modes=True, compile=True),
+        Case("float32-h192-t7", make(7, 192, 3, _FLOAT32, **_SMALL_ROUTING), small=True, compile=True),
+        Case("bf16-h64-t7-no-weights", make(7, 64, 3, weights=False, **_SMALL_ROUTING), small=True, modes=True),
+        Case("float32-h64-t7-no-weights", make(7, 64, 3, _FLOAT32, weights=False, **_SMALL_ROUTING), small=True),
+        Case(
+            "bf16-h192-t7-float32-grad",
+            make(7, 192, 3, grad_dtype=_FLOAT32, **_SMALL_ROUTING),
+            small=True,
+            compile=True,
+        ),
+        Case(
+            "float32-h192-t7-bf16-grad",
+            make(7, 192, 3, _FLOAT32, grad_dtype=_BF16, **_SMALL_ROUTING),
+            small=True,
+            compile=True,
+        ),
+        # Several warps and chunks; tensors not aligned to 16 bytes, which are copied to aligned ones.
+        Case("bf16-h576-t7", make(7, 576, 3, **_SMALL_ROUTING), small=True),
+        Case("bf16-h64-t7-unaligned", make(7, 64, 3, first_element=1, **_SMALL_ROUTING), small=True, compile=True),
+        Case("float32-h64-t7-unaligned", make(7, 64, 3, _FLOAT32, first_element=3, **_SMALL_ROUTING), small=True),
+        # No tokens, no rows, no positions, more rows than needed, positions past the last row, one row, one expert.
+        Case("bf16-h64-t0", make(0, 64, 3, **_SMALL_ROUTING), small=True),
+        Case("bf16-h64-t7-no-rows", make(7, 64, 3, **{**_SMALL_ROUTING, "num_rows": 0}), small=True),
+        Case("bf16-h64-t3-mostly-padding", make(3, 64, 2, **{**_SMALL_ROUTING, "num_rows": 600}), small=True),
+        Case("bf16-h64-t1-one-row", make(1, 64, 1, num_rows=1, num_experts=1, alignment=1), small=True),
+        Case(
+            "bf16-h64-t40-past-the-end",
+            make(40, 64, 3, drop_what_does_not_fit=False, **{**_SMALL_ROUTING, "num_rows": 30}),
+            small=True,
+        ),
+        Case("bf16-h576-t67-no-position", make(67, 576, 4, num_rows=256, share_without_position=1.0)),
+        Case("bf16-h576-t67-one-expert", make(67, 576, 4, num_rows=300, num_experts=1)),
+        *(
+            Case(f"{name_of(dtype)}-h576-t131-k{k}", make(131, 576, k, dtype, share_without_position=0.1))
+            for dtype in (_BF16, _FLOAT32)
+            for k in (1, 2, 4, 6, 7, 9)
+            if dtype == _BF16 or k == 6
+        ),
+        Case("bf16-h576-t131-k32", make(131, 576, 32), compile=True),
+        *(
+            Case(f"bf16-h{hidden}-t{num_tokens}", make(num_tokens, hidden, num_topk))
+            for hidden, num_topk in ((576, 9), (2048, 8), (4096, 6), (7168, 8))
+            for num_tokens in (0, 1, 2, 31, 4001)
+        ),
+        *(Case(f"bf16-h{hidden}-t1001", make(1001, hidden, 8)) for hidden in (2560, 3072, 6144)),
+        Case("bf16-h2048-t8001", make(8001, 2048, 8)),
+        Case("float32-h7168-t4001-k4", make(4001, 7168, 4, _FLOAT32)),
+        Case("bf16-h7168-t4001-no-weights", make(4001, 7168, 8, weights=False)),
+        Case("bf16-h7168-t4096-bench", make(4096, 7168, 8), bench=True, model_shape=True, gpu=False, compile=True),
+        Case("float32-h7168-t4096-bench", make(4096, 7168, 8, _FLOAT32), bench=True, gpu=False),
+        Case("bf16-h7168-t4096-no-weights-bench", make(4096, 7168, 8, weights=False), bench=True, gpu=False),
+        *(
+            Case(f"bf16-h{hidden}-t4096-bench", make(4096, hidden, 8), bench=True, gpu=False)
+            for hidden in (576, 2048, 2560, 3072, 4096, 6144)
+        ),
+        *(
+            Case(f"bf16-h7168-t{num_tokens}-bench", make(num_tokens, 7168, 8), bench=True, gpu=False)
+            for num_tokens in (1, 8, 64, 128, 1024, 8001)
+        ),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)

@@ -1,6 +1,7 @@
 """normalize_weight."""
 
 import struct
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -10,8 +11,68 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import nearest_float32, tiers
-from tk_moe.testing.weights.normalize_weight import SPEC
+from tk_core.testing import Case, OpSpec, nearest_float32, tiers
+from tk_moe import reference
+from tk_moe.weights.normalize_weight import normalize_weight
+
+Make = Callable[[str], dict[str, Any]]
+
+
+def make(num_tokens: int, num_topk: int, values: str = "uniform", first_element: int = 0) -> Make:
+    """Weights that are `uniform`, `zeros`, of all magnitudes (`wide`), or full of ∞ and subnormals (`extremes`).
+
+    They start at element `first_element` of their storage.
+    """
+
+    def build(device: str) -> dict[str, Any]:
+        shape = (num_tokens, num_topk)
+        w = torch.empty(first_element + num_tokens * num_topk, device=device)[first_element:].view(shape)
+        if device == "meta":
+            return {"topk_weights": w}
+        if values == "uniform":
+            w.uniform_()
+        elif values == "zeros":
+            w.zero_()
+        elif values == "wide":
+            w.copy_(torch.randn(shape, device=device) * torch.exp2(torch.randint(-140, 120, shape, device=device)))
+        else:
+            table = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-40, 1e-20, -1e-20, 3e38, 1.0, torch.inf], device=device)
+            w.copy_(table[torch.randint(0, len(table), shape, device=device)])
+        return {"topk_weights": w}
+
+    return build
+
+
+SPEC = OpSpec(
+    op=normalize_weight,
+    reference=reference.normalize_weight,
+    cases=(
+        # Vectors of 4, 2 and 1 weights.
+        Case("k8-t67", make(67, 8), small=True, modes=True, compile=True),
+        Case("k6-t67", make(67, 6), small=True, compile=True),
+        Case("k9-t67", make(67, 9), small=True, compile=True),
+        Case("k32-t3", make(3, 32), small=True, compile=True),
+        Case("k1-t3", make(3, 1), small=True),
+        Case("k8-t67-unaligned", make(67, 8, first_element=1), small=True),
+        Case("k8-t0", make(0, 8), small=True),
+        Case("k8-t1", make(1, 8), small=True),
+        Case("k8-t67-zeros", make(67, 8, "zeros"), small=True),
+        Case("k7-t67-wide", make(67, 7, "wide"), small=True),
+        # ∞ / ∞ gives different NaNs on CPUs, so this case runs only on the GPU.
+        Case("k3-t4001-extremes", make(4001, 3, "extremes")),
+        *(
+            Case(f"k{num_topk}-t{num_tokens}-wide", make(num_tokens, num_topk, "wide"))
+            for num_topk in (1, 2, 6, 7, 8, 9)
+            for num_tokens in (0, 1, 2, 31, 4001, 8001)
+        ),
+        Case("k8-t8192-bench", make(8192, 8), bench=True, model_shape=True, gpu=False),
+        *(
+            Case(f"k{num_topk}-t{num_tokens}-bench", make(num_tokens, num_topk), bench=True, gpu=False)
+            for num_topk, num_tokens in ((8, 1), (8, 64), (8, 4001), (8, 8001), (6, 8192), (9, 8192))
+        ),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)

@@ -1,5 +1,6 @@
 """unpack_from_e2m1fn_x2."""
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -8,8 +9,93 @@ import pytest
 import torch
 
 import tk_quant
-from tk_core.testing import assert_equal, tiers
-from tk_quant.testing.dequantize.unpack_from_e2m1fn_x2 import SPEC
+from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_quant import reference
+from tk_quant.dequantize.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def make(
+    shape: tuple[int, ...], out_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.int8, first: int = 0
+) -> Callable[[str], dict[str, Any]]:
+    """Random bytes, from byte `first` of their storage."""
+
+    def build(device: str) -> dict[str, Any]:
+        size = 1
+        for extent in shape:
+            size *= extent
+        codes = torch.randint(0, 256, (first + size,), dtype=torch.uint8, device=device)[first:].view(shape)
+        x = codes if dtype is torch.uint8 else codes.view(dtype)
+        return {"x": x} if out_dtype is None else {"x": x, "out_dtype": out_dtype}
+
+    return build
+
+
+def every_code(out_dtype: torch.dtype, dtype: torch.dtype) -> Callable[[str], dict[str, Any]]:
+    """Every byte once."""
+
+    def build(device: str) -> dict[str, Any]:
+        codes = torch.arange(256, dtype=torch.int32, device=device).to(torch.uint8)
+        return {"x": codes.view(dtype), "out_dtype": out_dtype}
+
+    return build
+
+
+_DTYPES = {"int8": torch.int8, "uint8": torch.uint8}
+if hasattr(torch, "float4_e2m1fn_x2"):
+    _DTYPES["float4"] = torch.float4_e2m1fn_x2
+
+SPEC = OpSpec(
+    op=unpack_from_e2m1fn_x2,
+    reference=reference.unpack_from_e2m1fn_x2,
+    cases=(
+        *(
+            Case(
+                f"{name}-{_NAMES[out_dtype]}-every-code",
+                every_code(out_dtype, dtype),
+                small=name != "float4",
+                modes=name == "int8",
+            )
+            for name, dtype in _DTYPES.items()
+            for out_dtype in _NAMES
+        ),
+        Case("int8-default-3x5x7", make((3, 5, 7)), small=True),
+        *(
+            Case(f"uint8-{_NAMES[out_dtype]}-{size}", make((size,), out_dtype, torch.uint8), small=True)
+            for out_dtype in _NAMES
+            for size in (0, 1, 2, 3, 4, 7, 4097)
+        ),
+        *(
+            Case(
+                f"int8-{_NAMES[out_dtype]}-4099-from{first}",
+                make((4099,), out_dtype, first=first),
+                small=True,
+                compile=first == 4,
+            )
+            for out_dtype in _NAMES
+            for first in (1, 2, 4)
+        ),
+        *(
+            Case(f"int8-{_NAMES[out_dtype]}-h{hidden}-t{tokens}", make((tokens, hidden // 2), out_dtype))
+            for out_dtype in _NAMES
+            for hidden in (576, 2048, 4096, 7168)
+            for tokens in (0, 1, 4001, 8001)
+        ),
+        *(
+            Case(
+                f"int8-{_NAMES[out_dtype]}-h7168-t{tokens}-bench",
+                make((tokens, 3584), out_dtype),
+                bench=True,
+                gpu=False,
+                model_shape=tokens == 8192,
+            )
+            for out_dtype in _NAMES
+            for tokens in (64, 8192)
+        ),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)

@@ -1,5 +1,7 @@
 """swiglu_backward_and_per_token_cast."""
 
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,301 @@ import tk_quant
 from tk_core import env
 from tk_core.arch import arch_from_name
 from tk_core.num_sms import num_sms
-from tk_core.testing import assert_equal, tiers
+from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing.numeric import assert_same_metadata
 from tk_quant import reference
 from tk_quant.lib.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig
-from tk_quant.reference.lib.swiglu import swiglu_backward, swiglu_forward
-from tk_quant.testing.swiglu.swiglu_backward_and_per_token_cast import SPEC, activations, compare, make
+from tk_quant.reference.lib.swiglu import real_positions, swiglu_backward, swiglu_forward
+from tk_quant.swiglu.swiglu_backward_and_per_token_cast import swiglu_backward_and_per_token_cast
+
+Make = Callable[[str], dict[str, Any]]
+MakePair = Callable[[str], tuple[torch.Tensor, torch.Tensor]]
+
+_NUM_TOPK = 8
+_CODES_WITHOUT_NAN = 0x7F
+
+
+def activations(leading: tuple[int, ...], width: int, num_per_channels: int) -> MakePair:
+    """Normally distributed with a standard deviation of 2, quantized."""
+
+    def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        x = 2 * torch.randn(prod(leading), width, device=device)
+        data, sf = reference.cast(x, "e4m3", (1, num_per_channels))
+        return data.unflatten(0, leading), sf.unflatten(0, leading)
+
+    return build
+
+
+def codes(leading: tuple[int, ...], width: int, num_per_channels: int) -> MakePair:
+    """Random codes without NaN; takes less memory than `activations`."""
+
+    def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        data = torch.randint(0, _CODES_WITHOUT_NAN, (*leading, width), dtype=torch.uint8, device=device)
+        data |= torch.randint(0, 2, (*leading, width), dtype=torch.uint8, device=device) << 7
+        sf = 0.01 * torch.rand(*leading, width // num_per_channels, device=device)
+        return data.view(torch.float8_e4m3fn), sf
+
+    return build
+
+
+SF_EXTREMES = (1.0, 0.194, 0.2, 87.0 / 448.0, 88.0 / 448.0, 89.0 / 448.0, 2.0, 1e4, -0.1, -1.0, 0.0, -0.0)
+SF_EXTREMES += (1e-38, 1e-42, 2.0**-149, 2.0**120, 3.4e38, torch.inf, -torch.inf, torch.nan)
+"""Scale factors of gates: near the limits of the fast path and of float32, negative, NaN and infinity."""
+
+
+def extremes(num_per_channels: int) -> MakePair:
+    """(128, 512): all codes in both halves, in many combinations; gates with the scales of SF_EXTREMES."""
+
+    def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        row, col = torch.arange(128, device=device).unsqueeze(1), torch.arange(256, device=device)
+        gate, value = col.expand(128, 256), (col * 5 + row * 2 + 1) % 256
+        # Every second row without NaN, which would hide everything else.
+        data = torch.cat((gate, value), dim=1)
+        data = torch.where((row % 2 == 0) & (data % 128 == _CODES_WITHOUT_NAN), 0, data)
+        groups = 256 // num_per_channels
+        sf = torch.tensor(SF_EXTREMES, device=device)
+        of_gates = sf.repeat(128 // len(SF_EXTREMES) + 1)[:128].unsqueeze(1).repeat(1, groups)
+        of_values = torch.exp2((torch.arange(128, device=device) % 40 - 20).to(torch.float32))
+        pair_sf = torch.cat((of_gates, of_values.unsqueeze(1).repeat(1, groups)), dim=1)
+        return data.to(torch.uint8).view(torch.float8_e4m3fn), pair_sf
+
+    return build
+
+
+def maps(
+    num_positions: int, num_tokens: int, num_topk: int, num_real: int, disagree: bool = False
+) -> Callable[[str], tuple[torch.Tensor, torch.Tensor]]:
+    """`(pos_to_token_topk, token_topk_to_pos)`: num_real random positions and pairs that belong together.
+
+    `disagree`: some indices past the end, and pairs that the other map does not have.
+    """
+    num_pairs = num_tokens * num_topk
+
+    def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.randperm(num_positions, device=device)[:num_real]
+        pairs = torch.randperm(num_pairs, device=device)[:num_real]
+        pos_to_token_topk = torch.full((num_positions,), -1, dtype=torch.int32, device=device)
+        token_topk_to_pos = torch.full((num_pairs,), -1, dtype=torch.int32, device=device)
+        pos_to_token_topk[positions] = pairs.to(torch.int32)
+        token_topk_to_pos[pairs] = positions.to(torch.int32)
+        if disagree:
+            pos_to_token_topk[::5] += num_pairs
+            token_topk_to_pos[::7] = torch.arange(num_pairs, dtype=torch.int32, device=device)[::7]
+            token_topk_to_pos[::11] += num_positions
+            pos_to_token_topk[-1], token_topk_to_pos[-1] = 2**31 - 1, 2**31 - 1
+        return pos_to_token_topk, token_topk_to_pos.view(num_tokens, num_topk)
+
+    return build
+
+
+def _shifted(x: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same values, `elements` from the start of an allocation."""
+    return torch.cat((x.new_zeros(elements), x.flatten()))[elements:].view(x.shape)
+
+
+def make(
+    leading: tuple[int, ...],
+    hidden: int,
+    num_per_channels: int,
+    num_tokens: int | None = None,
+    num_real: int | None = None,
+    num_topk: int = _NUM_TOPK,
+    x: Callable[[tuple[int, ...], int, int], MakePair] = activations,
+    disagree: bool = False,
+    shift: tuple[int, int] | None = None,
+    map_as_x: bool = False,
+    grad_scale: float = 1.0,
+    **more: Any,
+) -> Make:
+    """Arguments. By default 7 of 8 positions are real. shift: bytes by which data and grad_out are off alignment."""
+    num_positions = prod(leading)
+    if num_tokens is None:
+        num_tokens = -(-num_positions // num_topk)
+    if num_real is None:
+        num_real = min(num_positions - num_positions // 8, num_tokens * num_topk)
+
+    def build(device: str) -> dict[str, Any]:
+        data, sf = x(leading, 2 * hidden, num_per_channels)(device)
+        grad_out = (grad_scale * torch.randn(*leading, hidden, device=device)).to(torch.bfloat16)
+        if shift is not None:
+            data = _shifted(data.view(torch.uint8), shift[0]).view(torch.float8_e4m3fn)
+            grad_out = _shifted(grad_out, shift[1] // 2)
+        made = maps(num_positions, num_tokens, num_topk, num_real, disagree)
+        pos_to_token_topk, token_topk_to_pos = made(device)
+        return {
+            "x": (data, sf),
+            "grad_out": grad_out,
+            "weight": torch.rand(num_tokens, num_topk, device=device),
+            "pos_to_token_topk": pos_to_token_topk.view(leading) if map_as_x else pos_to_token_topk,
+            "token_topk_to_pos": token_topk_to_pos,
+            "num_per_channels": num_per_channels,
+            **more,
+        }
+
+    return build
+
+
+def make_extremes(num_per_channels: int, **more: Any) -> Make:
+    """The extremes of x beside a few of grad_out and weight."""
+
+    def build(device: str) -> dict[str, Any]:
+        position = torch.arange(128, dtype=torch.int32, device=device)
+        grad_out = torch.exp2(torch.randint(-10, 10, (128, 256), device=device).to(torch.float32)) - 1
+        grad_out[3, 7], grad_out[4, 9], grad_out[5, 11] = torch.inf, -torch.inf, torch.nan
+        # Padding, which must not be read.
+        grad_out[120:] = torch.nan
+        weight = torch.rand(16, 8, device=device)
+        weight[5, :5] = torch.tensor([0.0, -0.0, -2.0, torch.inf, torch.nan], device=device)
+        pos = torch.where(position < 120, position, -1)
+        return {
+            "x": extremes(num_per_channels)(device),
+            "grad_out": grad_out.to(torch.bfloat16),
+            "weight": weight,
+            "pos_to_token_topk": pos,
+            "token_topk_to_pos": pos.view(16, 8),
+            "num_per_channels": num_per_channels,
+            **more,
+        }
+
+    return build
+
+
+def compare(actual: Any, expected: Any) -> None:
+    """Bitwise equal, except weight_grad, which is summed in another order."""
+    assert_equal(actual[:3], expected[:3])
+    got, want = actual[3], expected[3]
+    assert_same_metadata(got, want, "weight_grad")
+    if not want.is_meta:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
+    """Inputs of real rows; all outputs; weights and maps."""
+    out, pair, x_grad, weight_grad = outputs
+    written = (out, *pair, x_grad, weight_grad)
+    rows = (*kwargs["x"], kwargs["grad_out"])
+    rest = (kwargs["weight"], kwargs["pos_to_token_topk"], kwargs["token_topk_to_pos"])
+    pos = kwargs["pos_to_token_topk"].flatten()
+    num_real = int(real_positions(pos.numel(), pos, kwargs["weight"], None, pos.device).sum())
+    row_bytes = sum(x.numel() * x.element_size() for x in rows) * num_real // max(pos.numel(), 1)
+    return row_bytes + sum(x.numel() * x.element_size() for x in (*written, *rest))
+
+
+def _case(
+    leading: int | tuple[int, int],
+    hidden: int,
+    num_per_channels: int,
+    suffix: str = "",
+    roles: dict[str, bool] | None = None,
+    **more: Any,
+) -> Case:
+    leading = leading if isinstance(leading, tuple) else (leading,)
+    rounded = "-round" if more.get("round_sf") else ""
+    clamped = "-clamped" if "swiglu_clamp_value" in more else ""
+    name = f"{num_per_channels}{rounded}{clamped}-h{hidden}-t{'x'.join(map(str, leading))}{suffix}"
+    return Case(name, make(leading, hidden, num_per_channels, **more), **(roles or {}))
+
+
+_SMALL = {"small": True}
+_COMPILE = {"compile": True}
+_BENCH = {"bench": True, "gpu": False}
+
+SPEC = OpSpec(
+    op=swiglu_backward_and_per_token_cast,
+    reference=reference.swiglu_backward_and_per_token_cast,
+    compare=compare,
+    least_bytes=least_bytes,
+    cases=(
+        # Groups, roundings, clamps.
+        *(
+            _case(
+                *(9, hidden, group),
+                roles={"small": True, "modes": group == 128 and rounded and clamp is not None},
+                **({"round_sf": True} if rounded else {}),
+                **({} if clamp is None else {"swiglu_clamp_value": clamp}),
+            )
+            for group, hidden in ((32, 96), (128, 384))
+            for rounded in (False, True)
+            for clamp in (None, 1)
+        ),
+        *(
+            _case(9, hidden, group, "-tiny", roles=_SMALL, grad_scale=1e-9, sf_clamp_min=448 * 2.0**-126, **more)
+            for group, hidden, more in ((128, 384, {}), (32, 96, {"round_sf": True}))
+        ),
+        # Positions of experts.
+        _case((3, 5), 128, 128, roles={"small": True, "modes": True, "compile": True}),
+        _case((2, 7), 64, 32, "-map-as-x", roles=_SMALL, map_as_x=True, swiglu_clamp_value=0.1),
+        # Few or many channels per row, with and without idle lanes.
+        _case(70, 32, 32, roles=_SMALL),
+        _case(7, 288, 32, roles=_SMALL),
+        _case(33, 128, 128, roles=_SMALL),
+        _case(3, 4224, 128, roles={**_SMALL, **_COMPILE}),
+        # Zero and one of everything; many more pairs than threads.
+        _case(0, 128, 128, "-16-tokens", roles=_SMALL, num_tokens=16),
+        _case((2, 0), 128, 128, roles=_SMALL, num_tokens=4),
+        _case(5, 128, 128, "-no-tokens", roles=_SMALL, num_tokens=0),
+        _case(0, 128, 128, "-no-tokens", roles=_SMALL, num_tokens=0),
+        _case(1, 128, 128, roles=_SMALL, num_tokens=1, num_topk=1),
+        _case(2, 64, 32, "-many-pairs", roles=_SMALL, num_tokens=300),
+        _case(17, 128, 128, "-all-padding", roles=_SMALL, num_real=0),
+        # Maps with indices past the end of each other, or that are not inverse to each other.
+        _case(40, 64, 32, "-disagree", roles=_SMALL, disagree=True),
+        _case(40, 384, 128, "-disagree", roles=_SMALL, disagree=True),
+        # Unaligned tensors.
+        *(
+            _case(7, 128, group, f"-shifted-{data}-{grad}", roles={**_SMALL, "compile": data == 1}, shift=(data, grad))
+            for group, data, grad in ((128, 8, 8), (32, 4, 4), (128, 2, 2), (32, 1, 2))
+        ),
+        # Every code with many scales: large gates, NaN and infinity, subnormals.
+        *(
+            Case(f"{group}-extremes{suffix}", make_extremes(group, **more), small=True)
+            for group, suffix, more in (
+                (32, "", {}),
+                (128, "-round", {"round_sf": True}),
+                (32, "-clamped", {"swiglu_clamp_value": 3.3}),
+                (128, "-clamped-round", {"swiglu_clamp_value": 448, "round_sf": True}),
+                (128, "-clamped-far", {"swiglu_clamp_value": torch.inf}),
+            )
+        ),
+        # Sizes of real models.
+        *(
+            _case(num_positions, hidden, group, roles=_COMPILE if first else None, **more)
+            for group, more, sizes in (
+                (
+                    128,
+                    {},
+                    ((4001, 2048), (17, 1280), (8001, 1024), (4001, 1536), (1, 2048), (8001, 3072), (4001, 3584)),
+                ),
+                (32, {}, ((8001, 2048), (4001, 288), (17, 3584))),
+                (128, {"round_sf": True}, ((4001, 1280), (8001, 2048))),
+                (32, {"swiglu_clamp_value": 2.0, "round_sf": True}, ((8001, 1024), (4001, 2048))),
+                (128, {"swiglu_clamp_value": 10.0}, ((4001, 3072), (8001, 1536))),
+            )
+            for first, (num_positions, hidden) in zip((True, *(False for _ in sizes[1:])), sizes)
+        ),
+        *(_case(17, hidden, 128, roles=_COMPILE) for hidden in (7168, 20480)),
+        _case(4001, 2048, 128, "-all-padding", num_real=0),
+        _case((8, 512), 2048, 128),
+        _case((8, 500), 1280, 32, "-map-as-x", map_as_x=True),
+        # Real rows at both ends of more than 2**31 elements.
+        _case(300001, 4096, 128, "-large", x=codes, num_tokens=500, num_real=3000),
+        # Benchmarks.
+        _case(34560, 2048, 128, "-bench", roles={**_BENCH, "model_shape": True}, num_real=34560),
+        _case(34816, 2048, 128, "-padded-bench", roles=_BENCH, num_tokens=4096, num_real=32768),
+        _case(34560, 2048, 32, "-bench", roles=_BENCH, num_real=34560),
+        _case(34560, 2048, 128, "-bench", roles=_BENCH, num_real=34560, round_sf=True),
+        _case(34560, 2048, 128, "-bench", roles=_BENCH, num_real=34560, swiglu_clamp_value=10.0),
+        *(
+            _case(num_positions, hidden, 128, "-bench", roles=_BENCH, num_real=num_positions)
+            for num_positions, hidden in (
+                *((34560, hidden) for hidden in (384, 1024, 1280, 1536, 3072, 3584)),
+                *((num_positions, 2048) for num_positions in (1, 64, 4001, 8001)),
+            )
+        ),
+        _case(34560, 288, 32, "-bench", roles=_BENCH, num_real=34560),
+    ),
+)
+
 
 test_cpu = tiers.cpu_tests(SPEC)
 test_compile = tiers.compile_tests(SPEC)

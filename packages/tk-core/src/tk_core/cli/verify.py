@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from tk_core.cli.list import STATE_COLORS
-from tk_core.cli.select import select
+from tk_core.cli.select import select, specs_of
 
 # Records are made on sm_90, so its kernels are what has to be the same.
 _ARCH = "sm_90a"
@@ -115,7 +115,7 @@ def verify(
         name, why = pending
         if not why.strip():
             raise typer.BadParameter("--pending: expected a reason, got an empty one")
-        chosen = list(select([name]))
+        chosen = list(select([name], specs_of))
         if len(chosen) != 1:
             raise typer.BadParameter(f"--pending: expected one op, got {name} ({len(chosen)} ops)")
         ledger.mark_pending(chosen[0], why.strip())
@@ -124,11 +124,11 @@ def verify(
 
     if unchanged is not None:
         unchanged = _git("rev-parse", "--short", "--verify", f"{unchanged}^{{commit}}").decode().strip()
-        stale = [op for op in select(targets or []) if ledger.status(op).state != "verified"]
+        stale = [op for op in select(targets or [], specs_of) if ledger.status(op).state != "verified"]
         kept = [_renew(op, unchanged, why) for op, why in changes(unchanged, stale).items()]
         raise typer.Exit(0 if all(kept) else 1)
 
-    statuses = {op: ledger.status(op) for op in select(targets or [])}
+    statuses = {op: ledger.status(op) for op in select(targets or [], specs_of)}
     bad = [op for op, status in statuses.items() if status.state in ("stale", "missing")]
     if as_json:
         rows = [{"op": op, "state": s.state, "reason": s.reason, "entry": s.entry} for op, s in statuses.items()]

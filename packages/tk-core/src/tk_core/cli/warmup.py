@@ -11,7 +11,7 @@ import typer
 
 from tk_core.cli import profile, workers
 from tk_core.cli.plan import Job, Plan, ops_called, plan_cases, plan_model
-from tk_core.cli.select import select, select_each
+from tk_core.cli.select import records_of, select, select_each, specs_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,14 +55,14 @@ def _plan_for_model(
         raise typer.BadParameter(f"{model}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     if not called:
         raise typer.BadParameter(f"{model}: expected sections of packages that are installed, such as [tk_moe]")
-    wanted = {target: called & specs.keys() for target, specs in select_each(targets).items()}
+    wanted = {target: called & ops.keys() for target, ops in select_each(targets, records_of).items()}
     if unused := [target for target, ops in wanted.items() if not ops]:
         raise typer.BadParameter(f"{', '.join(unused)}: {model} calls none of it; --set changes a value of the model")
     return plan_model(loaded, archs, set().union(*wanted.values()) or called, num_sms)
 
 
 def _plan_for_cases(patterns: list[str], targets: list[str], archs: list[str]) -> Plan:
-    specs = select(targets)
+    specs = select(targets, specs_of)
 
     def wanted(case: "Case", patterns: list[str] = patterns) -> bool:
         return any(fnmatchcase(case.name, pattern) for pattern in patterns)
@@ -70,7 +70,7 @@ def _plan_for_cases(patterns: list[str], targets: list[str], archs: list[str]) -
     for pattern in patterns:
         if not any(wanted(case, [pattern]) for spec in specs.values() for case in spec.cases):
             raise typer.BadParameter(f"--case: no case of {len(specs)} ops is named {pattern!r}")
-    for target, chosen in select_each(targets).items():
+    for target, chosen in select_each(targets, specs_of).items():
         if not any(wanted(case) for spec in chosen.values() for case in spec.cases):
             raise typer.BadParameter(f"{target}: it has no case named {' or '.join(patterns)}")
     return plan_cases(specs, archs, wanted)

@@ -1,7 +1,7 @@
-"""Benchmarks of ops from their specs: `test_bench = benchmarks(SPEC)` in benchmarks/F/bench_f.py.
+"""Benchmarks of a package's ops: `test_bench = benchmarks(load_specs(package))` in its benchmarks/bench_ops.py.
 
-    pytest -m bench --tk-results FILE                        all of them
-    pytest packages/tk-quant/benchmarks/F/bench_f.py         one op's
+    pytest -m bench --tk-results FILE                                 all of them
+    pytest packages/tk-quant/benchmarks/bench_ops.py -k transpose     of a package, those named so
 
 Device time is the sum of the durations of a call's kernels as CUPTI reports them (torch.profiler), so gaps between
 launches do not count. The op, a device-to-device copy of 117 MB and the baselines take turns within one recording, in
@@ -63,13 +63,19 @@ _MARKER_KERNEL = "spin_kernel"
 _HEAD_START_CYCLES = 900_000
 
 
-def benchmarks(spec: OpSpec, peers: Mapping[str, Peer] | None = None) -> Callable[..., None]:
-    """A test, marked bench, for each case of the spec with bench=True."""
+def benchmarks(
+    specs: Mapping[str, OpSpec], peers: Mapping[str, Mapping[str, Peer]] | None = None
+) -> Callable[..., None]:
+    """A test, marked bench, for each case of the specs with bench=True; `peers` by op, then by name."""
+    found = [(spec, case) for spec in specs.values() for case in spec.cases if case.bench]
 
     @pytest.mark.bench
-    @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in spec.cases if case.bench])
-    def test(case: Case, tk_bench: "Bench", request: pytest.FixtureRequest) -> None:
-        request.node.user_properties.append(("tk_bench", tk_bench.measure(spec, case, peers)))
+    @pytest.mark.parametrize(
+        ("spec", "case"), [pytest.param(spec, case, id=f"{spec.op.__name__}-{case.name}") for spec, case in found]
+    )
+    def test(spec: OpSpec, case: Case, tk_bench: "Bench", request: pytest.FixtureRequest) -> None:
+        row = tk_bench.measure(spec, case, (peers or {}).get(spec.name))
+        request.node.user_properties.append(("tk_bench", row))
 
     return test
 

@@ -1,6 +1,5 @@
 """What tests, benchmarks and the command tk know about an op: its reference and its named cases."""
 
-import importlib
 import importlib.util
 import re
 from collections import Counter
@@ -8,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tk_core.testing.numeric import assert_equal
@@ -88,33 +86,39 @@ def packages() -> list[str]:
     return [name for name in found if importlib.util.find_spec(name)]
 
 
-def _modules_below(package: ModuleType) -> list[str]:
-    """Names of all modules of a package and of its folders, whether or not a folder has an __init__.py; sorted."""
-    names = []
-    for folder in map(Path, package.__path__):
-        for file in folder.rglob("*.py"):
-            parts = file.relative_to(folder).with_suffix("").parts
-            names.append(".".join((package.__name__, *(part for part in parts if part != "__init__"))))
-    return sorted(set(names))
+def _tests(package: str) -> Path:
+    """The folder of a package's tests. Raises FileNotFoundError unless the package is that of a checkout."""
+    if (spec := importlib.util.find_spec(package)) is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    folder = Path(spec.origin).parents[2] / "tests"
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{package}: its cases are in the repository, which needs to be checked out: no {folder}"
+        )
+    return folder
 
 
 def load_specs(package: str | None = None) -> dict[str, OpSpec]:
-    """Every module-level `OpSpec` in `package.testing` and its folders, by op name; without a package, of all packages.
+    """Every module-level `OpSpec` of a package's test files, by op name; without a package, of all packages.
 
-    Raises ModuleNotFoundError for a package that is not installed, ValueError if two specs are for one op.
+    It imports the files that make an OpSpec as pytest does, from the root of the repository, so pytest does not import
+    them again. Raises ModuleNotFoundError for a package that is not installed, FileNotFoundError for one that is
+    installed from a wheel, which has no tests, ValueError if two specs are for one op.
     """
     if package is None:
         return {name: spec for each in packages() for name, spec in load_specs(each).items()}
-    root = importlib.import_module(package)
-    if importlib.util.find_spec(f"{package}.testing") is None:
-        return {}
-    testing = importlib.import_module(f"{package}.testing")
+    from _pytest.pathlib import ImportMode, import_path
+
+    folder = _tests(package)
+    root = folder.parents[2]
     specs: dict[str, OpSpec] = {}
-    for module_name in _modules_below(testing):
-        module = importlib.import_module(module_name)
+    for file in sorted(folder.rglob("test_*.py")):
+        if "OpSpec(" not in file.read_text(encoding="utf-8"):
+            continue
+        module = import_path(file, mode=ImportMode.importlib, root=root, consider_namespace_packages=False)
         for value in vars(module).values():
-            if not isinstance(value, OpSpec) or not value.name.startswith(f"{root.__name__}."):
+            if not isinstance(value, OpSpec) or not value.name.startswith(f"{package}."):
                 continue
             if specs.setdefault(value.name, value) is not value:
-                raise ValueError(f"{module.__name__}: expected one OpSpec for {value.name}, got another")
+                raise ValueError(f"{file}: expected one OpSpec for {value.name}, got another")
     return specs

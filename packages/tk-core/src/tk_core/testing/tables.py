@@ -11,10 +11,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tk_core import ledger
+from tk_core.arch import ARCHS, UnsupportedArchError
+from tk_core.kernel import capture
 from tk_core.testing.specs import OpSpec, load_specs
 
 _BASELINES = ("eager_us", "eager_error", "compiled_us", "compiled_error")
@@ -22,13 +25,28 @@ _BASELINES = ("eager_us", "eager_error", "compiled_us", "compiled_error")
 
 def ops_table(specs: dict[str, OpSpec]) -> str:
     """A package's ops: what each computes, its architectures, and whether it is verified."""
-    from tk_core.cli.list import archs_of
-
     rows = [
         (f"`{spec.op.__name__}`", _first_line(spec.op), ", ".join(archs_of(spec)) or "–", _state(name))
         for name, spec in sorted(specs.items())
     ]
     return _markdown(("op", "what", "architectures", "verified on a GPU"), rows)
+
+
+def archs_of(spec: OpSpec) -> list[str]:
+    """Architectures that an op has kernels for: those on which some case does not raise UnsupportedArchError.
+
+    It tries the compile tier's cases with `archs` of their own, and the first case without.
+    """
+    cases = [case for case in spec.cases if case.compile]
+    tried = [case for case in cases if case.archs] + [case for case in cases if not case.archs][:1]
+    served = []
+    for arch in ARCHS.values():
+        for case in tried:
+            with capture(arch), suppress(UnsupportedArchError):
+                spec.op(**case.make("meta"))
+                served.append(arch.name)
+                break
+    return served
 
 
 def _first_line(function: Callable[..., Any]) -> str:

@@ -1,1 +1,0 @@
-"""Named cases of each op, shared by tests, benchmarks and `tk warmup`."""

@@ -1,6 +1,0 @@
-"""Benchmarks of mhc_pre_big_fuse_from_partials."""
-
-from tk_core.testing.bench import benchmarks
-from tk_mhc.testing.fused.mhc_pre_big_fuse_from_partials import SPEC
-
-test_bench = benchmarks(SPEC)

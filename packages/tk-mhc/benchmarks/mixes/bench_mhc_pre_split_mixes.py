@@ -1,6 +1,0 @@
-"""Benchmarks of mhc_pre_split_mixes."""
-
-from tk_core.testing.bench import benchmarks
-from tk_mhc.testing.mixes.mhc_pre_split_mixes import SPEC
-
-test_bench = benchmarks(SPEC)

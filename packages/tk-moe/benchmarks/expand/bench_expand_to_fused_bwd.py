@@ -1,6 +1,0 @@
-"""Benchmarks of expand_to_fused_bwd."""
-
-from tk_core.testing.bench import benchmarks
-from tk_moe.testing.expand.expand_to_fused_bwd import SPEC
-
-test_bench = benchmarks(SPEC)

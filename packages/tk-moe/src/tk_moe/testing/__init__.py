@@ -1,1 +1,0 @@
-"""Named cases and input makers of each op, one module per op, for tests and benchmarks."""
