@@ -74,61 +74,62 @@ def spec_of(op: Callable[..., Any], reference: Callable[..., Any] = double_refer
     return OpSpec(op, reference, (Case("one", make, small=True, modes=True), Case("big", make)), **more)
 
 
-def checks_of(test: Callable[..., None]) -> dict[str, Callable[[], None]]:
-    (mark,) = [mark for mark in test.pytestmark if mark.name == "parametrize"]
-    return {param.id: param.values[0] for param in mark.args[1]}
+def params_of(spec: OpSpec) -> list[Any]:
+    (mark,) = tiers.tests(spec).pytestmark
+    return mark.args[1]
 
 
-def test_a_good_op_passes_all() -> None:
-    checks = checks_of(tiers.cpu_tests(spec_of(double)))
-    assert list(checks) == ["spec", "one", "torch-compile-one", "opcheck-one"]
+def checks_of(spec: OpSpec, tier: str = "cpu") -> dict[str, Callable[[], None]]:
+    params = {param.id: param.values[0] for param in params_of(spec)}
+    return {name.removeprefix(f"{tier}-"): check for name, check in params.items() if name.startswith(f"{tier}-")}
+
+
+@pytest.mark.parametrize(
+    "spec", [spec_of(double), spec_of(add_in_place, add_in_place_reference, mutates=("x",))], ids=["out", "in place"]
+)
+def test_a_good_op_passes_all(spec: OpSpec) -> None:
+    checks = checks_of(spec)
+    assert list(checks) == ["spec", "cases", "torch-compile"]
     for check in checks.values():
         check()
-
-
-def test_an_op_that_works_in_place_passes() -> None:
-    checks = checks_of(tiers.cpu_tests(spec_of(add_in_place, add_in_place_reference, mutates=("x",))))
-    for name in ("spec", "one", "torch-compile-one"):
-        checks[name]()
 
 
 @pytest.mark.parametrize(
     ("op", "check", "message"),
     [
-        (changes_gap, "one", "x: input was changed"),
-        (forgets_last, "one", r"6 of 24 elements differ .* the first at \(3, 0\): got nan \(0xffffffff\)"),
-        (wrong_strides_on_meta, "one", r"result on meta tensors, tensor 0: expected strides \(6, 1\), got \(1, 4\)"),
-        (no_out, "opcheck-one", "expected a call of an operator of ours, saw none"),
+        (changes_gap, "cases", "x: input was changed"),
+        (forgets_last, "cases", r"6 of 24 elements differ .* the first at \(3, 0\): got nan \(0xffffffff\)"),
+        (wrong_strides_on_meta, "cases", r"result on meta tensors, tensor 0: expected strides \(6, 1\), got \(1, 4\)"),
         (no_out, "spec", "expected a docstring"),
         (lambda x, y=0: x, "spec", "expected the reference's signature"),
     ],
 )
 def test_what_is_noticed(op: Callable[..., Any], check: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        checks_of(tiers.cpu_tests(spec_of(op)))[check]()
+        checks_of(spec_of(op))[check]()
 
 
 def test_graph_breaks_are_noticed() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        checks_of(tiers.cpu_tests(spec_of(breaks_graph)))["torch-compile-one"]()
+        checks_of(spec_of(breaks_graph))["torch-compile"]()
 
 
 def test_a_spec_needs_a_small_case_for_every_mode() -> None:
     spec = OpSpec(double, double_reference, (Case("one", make, small=True), Case("big", make, modes=True)))
     with pytest.raises(AssertionError, match="expected a small case with modes=True"):
-        checks_of(tiers.cpu_tests(spec))["spec"]()
+        checks_of(spec)["spec"]()
 
 
 def test_a_maker_whose_meta_tensors_differ() -> None:
     case = Case("one", lambda device: {"x": torch.ones(2 if device == "meta" else 3, device=device)}, small=True)
     spec = OpSpec(double, double_reference, (case,))
-    with pytest.raises(AssertionError, match=r"one made on meta, tensor 0: expected shape \(3,\), got \(2,\)"):
-        checks_of(tiers.cpu_tests(spec))["one"]()
+    with pytest.raises(AssertionError, match=r"made on meta, tensor 0: expected shape \(3,\), got \(2,\)"):
+        checks_of(spec)["cases"]()
 
 
 def test_a_compile_case_without_a_kernel() -> None:
     spec = OpSpec(double, double_reference, (Case("one", make, compile=True),))
-    checks = checks_of(tiers.compile_tests(spec))
+    checks = checks_of(spec, "compile")
     assert list(checks) == ["one"]
     with pytest.raises(AssertionError, match="one: expected a kernel, saw none launched"):
         checks["one"]()
@@ -168,14 +169,14 @@ def fill_case(size: int, body: str = "good") -> Case:
 
 def test_several_cases_are_compiled_in_one_test() -> None:
     spec = OpSpec(fill, fill, tuple(fill_case(1024 + i) for i in range(13)))
-    tests = list(checks_of(tiers.compile_tests(spec)))
+    tests = list(checks_of(spec, "compile"))
     assert tests == ["good1024-and-5-more", "good1030-and-5-more", "good1036"]
 
 
 @pytest.mark.compile
 def test_one_bad_kernel_among_good_ones_is_noticed() -> None:
     def check(*cases: Case) -> None:
-        (test,) = checks_of(tiers.compile_tests(OpSpec(fill, fill, cases))).values()
+        (test,) = checks_of(OpSpec(fill, fill, cases), "compile").values()
         test()
 
     check(fill_case(1024), fill_case(1056))
@@ -188,12 +189,14 @@ def test_one_bad_kernel_among_good_ones_is_noticed() -> None:
 
 
 def test_names_of_gpu_tests() -> None:
-    spec = spec_of(double)
     names = {"gpu-one", "gpu-big", "modes-stream-one", "modes-torch-compile-one", "modes-graph-one"}
-    assert tiers.gpu_test_names(spec) == names
-    found = set()
-    for test in (tiers.gpu_tests(spec), tiers.gpu_mode_tests(spec)):
-        (mark,) = [mark for mark in test.pytestmark if mark.name == "parametrize"]
-        found |= {mark.kwargs["test"] for param in mark.args[1] for mark in param.marks}
-        assert [mark.name for mark in test.pytestmark if mark.name != "parametrize"] == ["gpu"]
-    assert names <= found
+    assert tiers.gpu_test_names(spec_of(double)) == names
+    marks = {param.id: {mark.name: mark.kwargs for mark in param.marks} for param in params_of(spec_of(double))}
+    assert names <= {name for name, of_test in marks.items() if "gpu" in of_test}
+    assert all(of_test["tk_case"] == {"op": spec_of(double).name, "test": name} for name, of_test in marks.items())
+
+
+def test_a_failure_names_its_case() -> None:
+    with pytest.raises(AssertionError) as error:
+        checks_of(spec_of(forgets_last))["cases"]()
+    assert error.value.__notes__ == ["in case one"]

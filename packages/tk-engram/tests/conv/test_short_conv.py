@@ -1,7 +1,6 @@
 """short_conv."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +11,13 @@ import tk_core
 import tk_engram
 from tk_core.arch import ARCHS
 from tk_core.kernel import KernelRequest, capture
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.usage import lower, resource_usages
 from tk_engram import reference
-from tk_engram.conv.short_conv import short_conv, walk_length
+from tk_engram.conv.short_conv import walk_length
 
 from .compare import assert_within_a_step
 
-Make = Callable[[str], dict[str, Any]]
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
 
@@ -93,8 +91,7 @@ def compare(actual: Any, expected: Any) -> None:
 
 
 SPEC = OpSpec(
-    op=short_conv,
-    reference=reference.short_conv,
+    op=tk_engram.short_conv,
     compare=compare,
     mutates=("state",),
     cases=(
@@ -152,10 +149,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,6 +1,5 @@
 """short_conv_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,15 +8,13 @@ from torch import Tensor
 
 import tk_core
 import tk_engram
-from tk_core.testing import Case, OpSpec, assert_equal, calc_diff, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, calc_diff, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_engram import reference
-from tk_engram.conv.short_conv_bwd import short_conv_bwd
 
 from .compare import assert_within_a_step
 from .test_short_conv import make_conv, rows
 
-Make = Callable[[str], dict[str, Any]]
 _FP32 = torch.float32
 
 
@@ -50,8 +47,7 @@ def compare(actual: Any, expected: Any) -> None:
 
 
 SPEC = OpSpec(
-    op=short_conv_bwd,
-    reference=reference.short_conv_bwd,
+    op=tk_engram.short_conv_bwd,
     compare=compare,
     cases=(
         # Sequences shorter and longer than the reach of the taps, and an empty one; empty ranges of tokens.
@@ -97,10 +93,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

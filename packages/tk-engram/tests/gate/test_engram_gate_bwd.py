@@ -1,7 +1,6 @@
 """engram_gate_bwd."""
 
 import math
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -10,18 +9,16 @@ import torch
 
 import tk_engram
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import calc_diff
 from tk_core.testing.trees import distinct_bytes
 from tk_engram import reference
-from tk_engram.gate.engram_gate_bwd import EngramGateBwdConfig, engram_gate_bwd
+from tk_engram.gate.engram_gate_bwd import EngramGateBwdConfig
 from tk_engram.lib.gate import num_token_ranges
 
 from .compare import assert_calc_diff, assert_close_bfloat16
 from .test_engram_gate_fwd import CLAMP_VALUE, EPS, Layout
 from .test_engram_gate_fwd import make as make_forward
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -78,8 +75,7 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
 
 
 SPEC = OpSpec(
-    op=engram_gate_bwd,
-    reference=reference.engram_gate_bwd,
+    op=tk_engram.engram_gate_bwd,
     compare=compare,
     least_bytes=least_bytes,
     mutates=("grad_kv",),
@@ -126,10 +122,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 INPUTS = ("hidden_states", "k", "v", "weight_fused")

@@ -1,7 +1,6 @@
 """engram_gate_fwd."""
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -10,15 +9,14 @@ from torch import Tensor
 
 import tk_engram
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import calc_diff
 from tk_core.testing.trees import distinct_bytes
 from tk_engram import reference
-from tk_engram.gate.engram_gate_fwd import EngramGateFwdConfig, engram_gate_fwd
+from tk_engram.gate.engram_gate_fwd import EngramGateFwdConfig
 
 from .compare import assert_calc_diff, assert_close_bfloat16
 
-Make = Callable[[str], dict[str, Any]]
 Layout = Literal["dense", "packed", "strided", "unaligned"]
 EPS, CLAMP_VALUE = 1e-5, 1e-6
 
@@ -103,8 +101,7 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
 IN_PLACE = {"inplace": True, "save_for_backward": False}
 
 SPEC = OpSpec(
-    op=engram_gate_fwd,
-    reference=reference.engram_gate_fwd,
+    op=tk_engram.engram_gate_fwd,
     compare=compare,
     least_bytes=least_bytes,
     mutates=("hidden_states",),
@@ -150,10 +147,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,17 +1,13 @@
 """fused_weight."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_engram import reference
-from tk_engram.gate.fused_weight import fused_weight
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -34,8 +30,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=fused_weight,
-    reference=reference.fused_weight,
+    op=tk_engram.fused_weight,
     cases=(
         Case("bf16-m4-h64", make(4, 64), small=True, modes=True),
         Case("fp32-m1-h1088", make(1, 1088, torch.float32), small=True, modes=True),
@@ -51,10 +46,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,6 +1,5 @@
 """grad_w_reduce."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,14 +7,11 @@ import torch
 
 import tk_engram
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.trees import distinct_bytes
-from tk_engram import reference
-from tk_engram.gate.grad_w_reduce import GradWReduceConfig, grad_w_reduce
+from tk_engram.gate.grad_w_reduce import GradWReduceConfig
 
 from .compare import assert_calc_diff
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -60,8 +56,7 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
 
 
 SPEC = OpSpec(
-    op=grad_w_reduce,
-    reference=reference.grad_w_reduce,
+    op=tk_engram.grad_w_reduce,
     compare=compare,
     least_bytes=least_bytes,
     mutates=("grad_weight_hidden", "grad_weight_embed"),
@@ -88,10 +83,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

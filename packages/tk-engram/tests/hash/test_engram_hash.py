@@ -1,6 +1,5 @@
 """engram_hash."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +8,9 @@ import torch
 import tk_engram
 from tk_core import env
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_engram import reference
-from tk_engram.hash.engram_hash import EngramHashConfig, engram_hash
-
-Make = Callable[[str], dict[str, Any]]
+from tk_engram.hash.engram_hash import EngramHashConfig
 
 # Sizes of tables with the largest and smallest quotients and remainders.
 _EXTREME_SIZES = (1, 2, 3, 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, 2**31 - 1)
@@ -67,8 +64,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=engram_hash,
-    reference=reference.engram_hash,
+    op=tk_engram.engram_hash,
     cases=(
         # Blocks of whole warps, and (l2-n4-m7, l1-n6-m17) of 252 and 255 threads.
         Case("l2-n3-m8-t65", make(65), small=True, modes=True),
@@ -99,10 +95,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

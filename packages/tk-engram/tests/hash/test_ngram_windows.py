@@ -1,6 +1,5 @@
 """ngram_windows."""
 
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -9,11 +8,7 @@ import torch
 
 import tk_engram
 from tk_core import env
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_engram import reference
-from tk_engram.hash.ngram_windows import ngram_windows
-
-Make = Callable[[str], dict[str, Any]]
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 
 
 def make(
@@ -57,8 +52,7 @@ def _lengths(num_sequences: int, num_tokens: int) -> tuple[int, ...]:
 
 
 SPEC = OpSpec(
-    op=ngram_windows,
-    reference=reference.ngram_windows,
+    op=tk_engram.ngram_windows,
     cases=(
         Case("n3-t65", make(65), small=True, modes=True),
         Case("n3-b5-t130", make((3, 0, 64, 1, 62)), small=True, modes=True),
@@ -87,10 +81,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,6 +1,5 @@
 """engram_lookup."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tk_engram
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.usage import resource_usage
 from tk_engram import reference
-from tk_engram.lookup.engram_lookup import EngramLookupConfig, _engram_lookup_kernel, engram_lookup
-
-Make = Callable[[str], dict[str, Any]]
+from tk_engram.lookup.engram_lookup import EngramLookupConfig, _engram_lookup_kernel
 
 
 def make(
@@ -88,8 +85,7 @@ def _bench(name: str, *args: Any, model_shape: bool = False, compile: bool = Fal
 _BF16_ROWS, _PACKED_ROWS = 1 << 24, 1 << 25
 
 SPEC = OpSpec(
-    op=engram_lookup,
-    reference=reference.engram_lookup,
+    op=tk_engram.engram_lookup,
     mutates=("out",),
     least_bytes=least_bytes,
     cases=(
@@ -122,10 +118,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 E4M3 = torch.float8_e4m3fn

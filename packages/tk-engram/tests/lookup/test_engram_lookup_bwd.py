@@ -1,6 +1,5 @@
 """engram_lookup_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +8,9 @@ from torch import Tensor
 
 import tk_engram
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_engram import reference
-from tk_engram.lookup.engram_lookup_bwd import EngramLookupBwdConfig, engram_lookup_bwd
-
-Make = Callable[[str], dict[str, Any]]
+from tk_engram.lookup.engram_lookup_bwd import EngramLookupBwdConfig
 
 
 def make(
@@ -77,8 +74,7 @@ def _bench(name: str, *args: Any, model_shape: bool = False, compile: bool = Fal
 _FLOAT32 = torch.float32
 
 SPEC = OpSpec(
-    op=engram_lookup_bwd,
-    reference=reference.engram_lookup_bwd,
+    op=tk_engram.engram_lookup_bwd,
     mutates=("grad",),
     least_bytes=least_bytes,
     cases=(
@@ -112,10 +108,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

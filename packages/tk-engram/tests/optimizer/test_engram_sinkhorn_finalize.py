@@ -1,19 +1,15 @@
 """engram_sinkhorn_finalize."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_engram import reference
-from tk_engram.optimizer.engram_sinkhorn_finalize import engram_sinkhorn_finalize
 
 from .rows import compare, make_rows
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(num_rows: int, width: int, *, out: bool = False, first_element: int = 0) -> Make:
@@ -28,8 +24,7 @@ def make(num_rows: int, width: int, *, out: bool = False, first_element: int = 0
 
 
 SPEC = OpSpec(
-    op=engram_sinkhorn_finalize,
-    reference=reference.engram_sinkhorn_finalize,
+    op=tk_engram.engram_sinkhorn_finalize,
     compare=compare,
     mutates=("out",),
     cases=(
@@ -54,10 +49,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,6 +1,5 @@
 """engram_sinkhorn_momentum_update."""
 
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -8,12 +7,10 @@ import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, OpSpec, assert_equal, nearest_float32, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, nearest_float32, tiers
 from tk_core.testing.trees import distinct_bytes
 from tk_engram import reference
-from tk_engram.optimizer.engram_sinkhorn_momentum_update import engram_sinkhorn_momentum_update
 
-Make = Callable[[str], dict[str, Any]]
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
 
@@ -55,8 +52,7 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
 
 
 SPEC = OpSpec(
-    op=engram_sinkhorn_momentum_update,
-    reference=reference.engram_sinkhorn_momentum_update,
+    op=tk_engram.engram_sinkhorn_momentum_update,
     least_bytes=least_bytes,
     mutates=("momentum_buffer",),
     cases=(
@@ -94,10 +90,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,21 +1,17 @@
 """engram_sinkhorn_step."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_core.testing.trees import distinct_bytes
 from tk_engram import reference
 from tk_engram.lib.scaled_rows import RowTile
-from tk_engram.optimizer.engram_sinkhorn_step import engram_sinkhorn_step
 
 from .rows import compare, make_rows
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(num_rows: int, width: int, *, first_element: int = 0) -> Make:
@@ -29,8 +25,7 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
 
 
 SPEC = OpSpec(
-    op=engram_sinkhorn_step,
-    reference=reference.engram_sinkhorn_step,
+    op=tk_engram.engram_sinkhorn_step,
     compare=compare,
     least_bytes=least_bytes,
     mutates=("row_scale",),
@@ -56,10 +51,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

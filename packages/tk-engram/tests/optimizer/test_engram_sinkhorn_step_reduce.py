@@ -1,17 +1,12 @@
 """engram_sinkhorn_step_reduce."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, OpSpec, tiers
-from tk_engram import reference
-from tk_engram.optimizer.engram_sinkhorn_step_reduce import engram_sinkhorn_step_reduce
-
-Make = Callable[[str], dict[str, Any]]
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 
 def make(num_partials: int, width: int, *, first_element: int = 0) -> Make:
@@ -32,8 +27,7 @@ def make(num_partials: int, width: int, *, first_element: int = 0) -> Make:
 
 
 SPEC = OpSpec(
-    op=engram_sinkhorn_step_reduce,
-    reference=reference.engram_sinkhorn_step_reduce,
+    op=tk_engram.engram_sinkhorn_step_reduce,
     mutates=("col_sumsq",),
     cases=(
         # Fewer partials than are in flight, and more; columns of one thread block, and some of a second.
@@ -52,10 +46,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

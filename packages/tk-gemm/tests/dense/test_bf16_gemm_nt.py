@@ -11,8 +11,6 @@ from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import Kernel, capture
 from tk_core.testing import Case, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm import reference
-from tk_gemm.dense.bf16_gemm_nt import bf16_gemm_nt
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.bf16_product_blackwell import bf16_product_blackwell_kernel
 
@@ -47,8 +45,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=bf16_gemm_nt,
-    reference=reference.bf16_gemm_nt,
+    op=tk_gemm.bf16_gemm_nt,
     compare=assert_close,
     mutates=("d",),
     cases=(
@@ -84,10 +81,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_against_a_float64_product() -> None:

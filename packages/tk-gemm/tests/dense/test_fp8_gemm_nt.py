@@ -12,8 +12,6 @@ from tk_core.kernel import capture
 from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm import reference
-from tk_gemm.dense.fp8_gemm_nt import fp8_gemm_nt
 
 from ..compare import assert_close
 from ..inputs import activations, dequantized, e4m3, packed_factors, row_factors, weights
@@ -60,8 +58,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=fp8_gemm_nt,
-    reference=reference.fp8_gemm_nt,
+    op=tk_gemm.fp8_gemm_nt,
     compare=assert_close,
     mutates=("d",),
     archs=("sm_90a",),
@@ -104,10 +101,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 @pytest.mark.parametrize("positive", [False, True])

@@ -10,8 +10,6 @@ import tk_gemm
 from tk_core.math import align
 from tk_core.testing import Case, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm import reference
-from tk_gemm.k_grouped.k_grouped_bf16_gemm_tn_contiguous import k_grouped_bf16_gemm_tn_contiguous
 
 from ..compare import assert_close
 from ..inputs import bf16, psum
@@ -49,8 +47,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=k_grouped_bf16_gemm_tn_contiguous,
-    reference=reference.k_grouped_bf16_gemm_tn_contiguous,
+    op=tk_gemm.k_grouped_bf16_gemm_tn_contiguous,
     compare=assert_close,
     mutates=("d",),
     cases=(
@@ -70,10 +67,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 KS = [128, 0, 256]
 A, B = bf16(384, 8, device="cpu"), bf16(384, 16, device="cpu")

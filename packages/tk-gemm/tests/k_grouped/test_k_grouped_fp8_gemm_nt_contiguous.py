@@ -14,8 +14,6 @@ from tk_core.math import align
 from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm import reference
-from tk_gemm.k_grouped.k_grouped_fp8_gemm_nt_contiguous import k_grouped_fp8_gemm_nt_contiguous
 
 from ..compare import assert_close
 from ..inputs import e4m3, packed_factors, psum
@@ -63,8 +61,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=k_grouped_fp8_gemm_nt_contiguous,
-    reference=reference.k_grouped_fp8_gemm_nt_contiguous,
+    op=tk_gemm.k_grouped_fp8_gemm_nt_contiguous,
     compare=assert_close,
     mutates=("d",),
     archs=("sm_90a",),
@@ -102,10 +99,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 KS = [128, 0, 256]
 A = (e4m3(16, 384, device="cpu"), torch.rand(3, 16) + 0.5)

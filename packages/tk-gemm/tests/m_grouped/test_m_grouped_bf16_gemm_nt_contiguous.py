@@ -9,8 +9,6 @@ import torch
 import tk_gemm
 from tk_core.testing import Case, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm import reference
-from tk_gemm.m_grouped.m_grouped_bf16_gemm_nt_contiguous import m_grouped_bf16_gemm_nt_contiguous
 
 from ..compare import assert_close
 from ..inputs import bf16, ids, psum
@@ -37,8 +35,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=m_grouped_bf16_gemm_nt_contiguous,
-    reference=reference.m_grouped_bf16_gemm_nt_contiguous,
+    op=tk_gemm.m_grouped_bf16_gemm_nt_contiguous,
     compare=assert_close,
     mutates=("d",),
     cases=(
@@ -65,10 +62,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_against_a_float64_product() -> None:

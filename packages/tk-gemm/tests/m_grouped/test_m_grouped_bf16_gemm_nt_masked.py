@@ -8,8 +8,6 @@ import torch
 
 import tk_gemm
 from tk_core.testing import Case, OpSpec, tiers
-from tk_gemm import reference
-from tk_gemm.m_grouped.m_grouped_bf16_gemm_nt_masked import m_grouped_bf16_gemm_nt_masked
 
 from ..compare import assert_close
 from ..inputs import bf16
@@ -32,8 +30,7 @@ def make(counts: tuple[int, ...], max_m: int, n: int, k: int) -> Callable[[str],
 
 
 SPEC = OpSpec(
-    op=m_grouped_bf16_gemm_nt_masked,
-    reference=reference.m_grouped_bf16_gemm_nt_masked,
+    op=tk_gemm.m_grouped_bf16_gemm_nt_masked,
     compare=assert_close,
     mutates=("d",),
     cases=(
@@ -57,10 +54,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 COUNTS = torch.tensor([3, 0], dtype=torch.int32)
 A, B = bf16(2, 5, 64, device="cpu"), bf16(2, 8, 64, device="cpu")

@@ -13,8 +13,6 @@ from tk_core import env
 from tk_core.math import align
 from tk_core.testing import Case, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal
-from tk_gemm import reference
-from tk_gemm.m_grouped.m_grouped_fp8_gemm_nt_contiguous import m_grouped_fp8_gemm_nt_contiguous
 
 from ..compare import assert_close
 from ..inputs import activations, ids, psum, weights
@@ -54,8 +52,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=m_grouped_fp8_gemm_nt_contiguous,
-    reference=reference.m_grouped_fp8_gemm_nt_contiguous,
+    op=tk_gemm.m_grouped_fp8_gemm_nt_contiguous,
     compare=assert_close,
     mutates=("d",),
     archs=("sm_90a",),
@@ -93,10 +90,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 @pytest.mark.parametrize("with_psum", [False, True])

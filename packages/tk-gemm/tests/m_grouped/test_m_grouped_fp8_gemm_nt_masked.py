@@ -11,8 +11,6 @@ from tk_core import env
 from tk_core.math import align
 from tk_core.testing import Case, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal
-from tk_gemm import reference
-from tk_gemm.m_grouped.m_grouped_fp8_gemm_nt_masked import m_grouped_fp8_gemm_nt_masked
 
 from ..compare import assert_close
 from ..inputs import e4m3, packed_factors, row_factors, weights
@@ -47,8 +45,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=m_grouped_fp8_gemm_nt_masked,
-    reference=reference.m_grouped_fp8_gemm_nt_masked,
+    op=tk_gemm.m_grouped_fp8_gemm_nt_masked,
     compare=assert_close,
     mutates=("d",),
     archs=("sm_90a",),
@@ -84,10 +81,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 COUNTS = torch.tensor([3, 0, 9], dtype=torch.int32)
 A, B = (e4m3(3, 5, 128, device="cpu"), torch.rand(3, 5, 1)), weights(16, 128, "cpu", 3)

@@ -12,8 +12,6 @@ from tk_core.kernel import capture
 from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm import reference
-from tk_gemm.m_grouped.m_grouped_fp8_gemm_swiglu_nt_contiguous import m_grouped_fp8_gemm_swiglu_nt_contiguous
 
 from ..compare import assert_close_pairs
 from ..inputs import activations, dequantized, ids, psum, weights
@@ -59,8 +57,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=m_grouped_fp8_gemm_swiglu_nt_contiguous,
-    reference=reference.m_grouped_fp8_gemm_swiglu_nt_contiguous,
+    op=tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous,
     compare=assert_close_pairs,
     archs=("sm_90a",),
     cases=(
@@ -92,10 +89,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 A, LAYOUT = activations(256, 128, "cpu"), ids((3, 1), 256, "cpu")
 PLAIN = weights(512, 128, "cpu", 2)

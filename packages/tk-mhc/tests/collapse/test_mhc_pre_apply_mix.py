@@ -1,6 +1,5 @@
 """mhc_pre_apply_mix."""
 
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -8,13 +7,10 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, nearest_float32, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, nearest_float32, tiers
 from tk_mhc import reference
-from tk_mhc.collapse.mhc_pre_apply_mix import mhc_pre_apply_mix
 
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -49,8 +45,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=mhc_pre_apply_mix,
-    reference=reference.mhc_pre_apply_mix,
+    op=tk_mhc.mhc_pre_apply_mix,
     mutates=("out",),
     cases=(
         # One tile with idle threads and without, two tiles with an idle warp; the gpu tier also has more tiles.
@@ -83,10 +78,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

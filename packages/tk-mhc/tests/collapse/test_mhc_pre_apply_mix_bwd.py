@@ -1,20 +1,16 @@
 """mhc_pre_apply_mix_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.trees import distinct_bytes
 from tk_mhc import reference
-from tk_mhc.collapse.mhc_pre_apply_mix_bwd import mhc_pre_apply_mix_bwd
 
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, within
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, given: bool = False, first_element: int = 0) -> Make:
@@ -51,8 +47,7 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
 
 
 SPEC = OpSpec(
-    op=mhc_pre_apply_mix_bwd,
-    reference=reference.mhc_pre_apply_mix_bwd,
+    op=tk_mhc.mhc_pre_apply_mix_bwd,
     compare=compare,
     least_bytes=least_bytes,
     mutates=("d_x",),
@@ -87,10 +82,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,19 +1,15 @@
 """expand_to_mhc."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.expand.expand_to_mhc import expand_to_mhc
 
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -37,8 +33,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=expand_to_mhc,
-    reference=reference.expand_to_mhc,
+    op=tk_mhc.expand_to_mhc,
     mutates=("out",),
     cases=(
         # Tiles that hidden fills in part; the gpu tier also has full ones.
@@ -68,10 +63,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,19 +1,15 @@
 """expand_to_mhc_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.expand.expand_to_mhc_bwd import expand_to_mhc_bwd
 
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -37,8 +33,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=expand_to_mhc_bwd,
-    reference=reference.expand_to_mhc_bwd,
+    op=tk_mhc.expand_to_mhc_bwd,
     cases=(
         # One tile with idle threads and without, two tiles with an idle warp; the gpu tier also has more tiles.
         Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
@@ -69,10 +64,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,6 +1,5 @@
 """mhc_post_pre."""
 
-from collections.abc import Callable
 from math import log
 from typing import Any
 
@@ -12,17 +11,14 @@ import tk_core
 import tk_mhc
 from tk_core.arch import ARCHS
 from tk_core.kernel import capture
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_mhc import reference
-from tk_mhc.fused.mhc_post_pre import mhc_post_pre
 
 from ..batches import assert_independent_of_batch
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, assert_relative_error
 from ..projection.test_mhc_pre_norm_fn import MODEL_SCALE, draw_norm_weight
 from .test_mhc_pre_big_fuse import MODEL_EPS, assert_close_input, assert_close_mix, draw_options, draw_parameters
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -77,8 +73,7 @@ def compare(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 
 SPEC = OpSpec(
-    op=mhc_post_pre,
-    reference=reference.mhc_post_pre,
+    op=tk_mhc.mhc_post_pre,
     compare=compare,
     cases=(
         Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
@@ -154,10 +149,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POST_ARGUMENTS = ("x", "residual", "post_layer_mix", "comb_res_mix")

@@ -1,6 +1,5 @@
 """mhc_pre_big_fuse."""
 
-from collections.abc import Callable
 from math import log
 from types import ModuleType
 from typing import Any
@@ -12,17 +11,14 @@ from torch import Tensor
 
 import tk_core
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.trees import map_tensors, unaligned
 from tk_mhc import reference
-from tk_mhc.fused.mhc_pre_big_fuse import mhc_pre_big_fuse
 
 from ..batches import assert_independent_of_batch
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, assert_relative_error
 from ..projection.test_mhc_pre_norm_fn import MODEL_SCALE, draw_fn, draw_norm_weight
-
-Make = Callable[[str], dict[str, Any]]
 
 MODEL_EPS = 1e-6
 
@@ -133,8 +129,7 @@ def compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 
 SPEC = OpSpec(
-    op=mhc_pre_big_fuse,
-    reference=reference.mhc_pre_big_fuse,
+    op=tk_mhc.mhc_pre_big_fuse,
     compare=compare,
     cases=(
         Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
@@ -228,10 +223,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

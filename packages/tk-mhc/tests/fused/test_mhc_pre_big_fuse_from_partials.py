@@ -1,6 +1,5 @@
 """mhc_pre_big_fuse_from_partials."""
 
-from collections.abc import Callable
 from math import log
 from typing import Any
 
@@ -9,18 +8,15 @@ import torch
 from torch import Tensor
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_mhc import reference
-from tk_mhc.fused.mhc_pre_big_fuse_from_partials import mhc_pre_big_fuse_from_partials
 
 from ..batches import assert_independent_of_batch
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
 from ..projection.test_mhc_pre_norm_fn import MODEL_SCALE
 from . import test_mhc_pre_big_fuse as big_fuse
 from .test_mhc_pre_big_fuse import MODEL_EPS, assert_close_input, draw_options, draw_parameters
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -70,8 +66,7 @@ def compare(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 
 SPEC = OpSpec(
-    op=mhc_pre_big_fuse_from_partials,
-    reference=reference.mhc_pre_big_fuse_from_partials,
+    op=tk_mhc.mhc_pre_big_fuse_from_partials,
     compare=compare,
     cases=(
         Case("m4-h64-t3-splits2", make(3, 4, 64, 2), small=True, modes=True),
@@ -154,10 +149,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,6 +1,5 @@
 """mhc_pre_broadcast."""
 
-from collections.abc import Callable
 from math import log
 from typing import Any
 
@@ -10,17 +9,14 @@ from torch import Tensor
 
 import tk_core
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.fused.mhc_pre_broadcast import mhc_pre_broadcast
 
 from ..batches import assert_independent_of_batch
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, assert_relative_error
 from ..projection.test_mhc_pre_norm_fn import MODEL_SCALE
 from . import test_mhc_pre_big_fuse as big_fuse
 from .test_mhc_pre_big_fuse import MODEL_EPS, assert_close_input, assert_close_mix, draw_parameters
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -58,8 +54,7 @@ def compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 
 SPEC = OpSpec(
-    op=mhc_pre_broadcast,
-    reference=reference.mhc_pre_broadcast,
+    op=tk_mhc.mhc_pre_broadcast,
     compare=compare,
     cases=(
         Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
@@ -110,10 +105,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,21 +1,17 @@
 """mhc_head_compute_mix."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.mixes.mhc_head_compute_mix import mhc_head_compute_mix
 
 from ..batches import assert_independent_of_batch
 from ..compare import TOKEN_COUNTS, within
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make_head(
@@ -36,8 +32,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, **values: Any) -> Make:
 
 
 SPEC = OpSpec(
-    op=mhc_head_compute_mix,
-    reference=reference.mhc_head_compute_mix,
+    op=tk_mhc.mhc_head_compute_mix,
     compare=within(rtol=1e-4, atol=1e-5),
     cases=(
         Case("m4-t17", make((17,), 4), small=True, modes=True, compile=True),
@@ -60,10 +55,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

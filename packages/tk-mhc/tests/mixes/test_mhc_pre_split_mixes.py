@@ -1,21 +1,17 @@
 """mhc_pre_split_mixes."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_mhc import reference
-from tk_mhc.mixes.mhc_pre_split_mixes import mhc_pre_split_mixes
 
 from ..batches import assert_independent_of_batch
 from ..compare import TOKEN_COUNTS, within
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make_mixes(
@@ -47,8 +43,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, **values: Any) -> Make:
 
 
 SPEC = OpSpec(
-    op=mhc_pre_split_mixes,
-    reference=reference.mhc_pre_split_mixes,
+    op=tk_mhc.mhc_pre_split_mixes,
     compare=within(rtol=1e-5, atol=2e-5),
     cases=(
         Case("m4-t17", make((17,), 4), small=True, modes=True, compile=True),
@@ -71,10 +66,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

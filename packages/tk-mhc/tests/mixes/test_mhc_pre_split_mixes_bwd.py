@@ -1,7 +1,6 @@
 """mhc_pre_split_mixes_bwd."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,14 +8,11 @@ import torch
 from torch import Tensor
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.mixes.mhc_pre_split_mixes_bwd import mhc_pre_split_mixes_bwd
 
 from ..compare import TOKEN_COUNTS, within
 from .test_mhc_pre_split_mixes import make_mixes
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, *, first_element: int = 0, std: float = 1.0) -> Make:
@@ -39,8 +35,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, *, first_element: int = 0, std
 
 
 SPEC = OpSpec(
-    op=mhc_pre_split_mixes_bwd,
-    reference=reference.mhc_pre_split_mixes_bwd,
+    op=tk_mhc.mhc_pre_split_mixes_bwd,
     compare=within(rtol=1e-5, atol=2e-5),
     cases=(
         Case("m4-t17", make((17,), 4), small=True, modes=True, compile=True),
@@ -64,10 +59,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

@@ -1,21 +1,17 @@
 """sinkhorn_normalize."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.mixes.sinkhorn_normalize import sinkhorn_normalize
 
 from ..batches import assert_independent_of_batch
 from ..compare import TOKEN_COUNTS, within
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make_logits(
@@ -39,8 +35,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, repeat: int = 10, eps: float =
 
 
 SPEC = OpSpec(
-    op=sinkhorn_normalize,
-    reference=reference.sinkhorn_normalize,
+    op=tk_mhc.sinkhorn_normalize,
     compare=within(),
     cases=(
         Case("m4-t17", make((17,), 4), small=True, modes=True, compile=True),
@@ -72,10 +67,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 LOG3 = math.log(3.0)
 

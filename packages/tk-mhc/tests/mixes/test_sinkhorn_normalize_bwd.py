@@ -1,7 +1,6 @@
 """sinkhorn_normalize_bwd."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,16 +9,14 @@ from torch import Tensor
 
 import tk_mhc
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
 from tk_mhc.lib.tokens import MAX_REPEAT
-from tk_mhc.mixes.sinkhorn_normalize_bwd import sinkhorn_normalize_bwd, tokens_a_block
+from tk_mhc.mixes.sinkhorn_normalize_bwd import tokens_a_block
 
 from ..batches import assert_independent_of_batch
 from ..compare import TOKEN_COUNTS, within
 from .test_sinkhorn_normalize import make_logits
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -39,8 +36,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=sinkhorn_normalize_bwd,
-    reference=reference.sinkhorn_normalize_bwd,
+    op=tk_mhc.sinkhorn_normalize_bwd,
     compare=within(),
     cases=(
         Case("m4-t17", make((17,), 4), small=True, modes=True, compile=True),
@@ -72,10 +68,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

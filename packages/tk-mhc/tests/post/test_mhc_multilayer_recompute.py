@@ -1,20 +1,16 @@
 """mhc_multilayer_recompute."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.post.mhc_multilayer_recompute import mhc_multilayer_recompute
 
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
 from .test_mhc_post import draw_mixes
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, num_layers: int, num_posts: int) -> Make:
@@ -37,8 +33,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, num_layers: int, 
 
 
 SPEC = OpSpec(
-    op=mhc_multilayer_recompute,
-    reference=reference.mhc_multilayer_recompute,
+    op=tk_mhc.mhc_multilayer_recompute,
     mutates=("layer_input_list", "residual_list"),
     cases=(
         # With and without a post after the last layer; one layer; partial tiles; all numbers of streams.
@@ -78,10 +73,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 @pytest.mark.parametrize("function", [tk_mhc.mhc_multilayer_recompute, reference.mhc_multilayer_recompute])

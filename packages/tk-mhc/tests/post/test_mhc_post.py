@@ -1,19 +1,15 @@
 """mhc_post."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.post.mhc_post import mhc_post
 
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def draw_streams(leading: tuple[int, ...], mhc_mult: int, hidden: int, device: str, strided: bool) -> torch.Tensor:
@@ -48,8 +44,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, strided: bool 
 
 
 SPEC = OpSpec(
-    op=mhc_post,
-    reference=reference.mhc_post,
+    op=tk_mhc.mhc_post,
     mutates=("out",),
     cases=(
         # Full and partial tiles; all numbers of streams.
@@ -83,10 +78,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def draw(*args: Any, device: str = "cpu", **kwargs: Any) -> dict[str, torch.Tensor]:

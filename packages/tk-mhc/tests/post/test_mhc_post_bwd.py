@@ -1,20 +1,16 @@
 """mhc_post_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
-from tk_mhc.post.mhc_post_bwd import mhc_post_bwd
 
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, within
 from .test_mhc_post import draw_mixes, draw_streams
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def compare(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
@@ -40,8 +36,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, strided: bool 
 
 
 SPEC = OpSpec(
-    op=mhc_post_bwd,
-    reference=reference.mhc_post_bwd,
+    op=tk_mhc.mhc_post_bwd,
     compare=compare,
     cases=(
         # One warp per token and several, rounds with and without idle threads; all numbers of streams.
@@ -73,10 +68,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

@@ -1,19 +1,15 @@
 """mhc_fold_fn."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_mhc import reference
-from tk_mhc.projection.mhc_fold_fn import mhc_fold_fn
 
 from ..compare import HIDDEN_SIZES
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(mhc_mult: int, hidden: int, *, weight: bool = True, first_element: int = 0) -> Make:
@@ -34,8 +30,7 @@ def make(mhc_mult: int, hidden: int, *, weight: bool = True, first_element: int 
 
 
 SPEC = OpSpec(
-    op=mhc_fold_fn,
-    reference=reference.mhc_fold_fn,
+    op=tk_mhc.mhc_fold_fn,
     cases=(
         # One tile with and without idle threads; in the gpu tier several, the last full or partial.
         Case("m2-h64", make(2, 64), small=True, modes=True),
@@ -55,10 +50,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,6 +1,6 @@
 """mhc_pre_norm_fn."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,15 +11,12 @@ from torch import Tensor
 
 import tk_core
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_mhc import reference
-from tk_mhc.projection.mhc_pre_norm_fn import mhc_pre_norm_fn
 
 from ..batches import assert_independent_of_batch
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, assert_relative_error, relative_error
-
-Make = Callable[[str], dict[str, Any]]
 
 RELATIVE_ERROR = 5e-4
 """‖mixes - exact‖ / ‖exact‖ that the contract allows."""
@@ -85,8 +82,7 @@ def compare(actual: Any, expected: Any) -> None:
 
 
 SPEC = OpSpec(
-    op=mhc_pre_norm_fn,
-    reference=reference.mhc_pre_norm_fn,
+    op=tk_mhc.mhc_pre_norm_fn,
     compare=compare,
     cases=(
         Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
@@ -151,10 +147,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,6 +1,5 @@
 """mhc_pre_norm_fn_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,16 +9,14 @@ from torch import Tensor
 import tk_core
 import tk_mhc
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.trees import distinct_bytes
 from tk_mhc import reference
-from tk_mhc.projection.mhc_pre_norm_fn_bwd import MhcPreNormFnBwdConfig, mhc_pre_norm_fn_bwd
+from tk_mhc.projection.mhc_pre_norm_fn_bwd import MhcPreNormFnBwdConfig
 
 from ..batches import assert_independent_of_batch
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, assert_relative_error
-
-Make = Callable[[str], dict[str, Any]]
 
 RESIDUAL_ERROR = 5e-3
 """‖d_residual - exact‖ / ‖exact‖ that the contract allows; rounding to bfloat16 takes about 1.7e-3 of it."""
@@ -89,8 +86,7 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
 
 
 SPEC = OpSpec(
-    op=mhc_pre_norm_fn_bwd,
-    reference=reference.mhc_pre_norm_fn_bwd,
+    op=tk_mhc.mhc_pre_norm_fn_bwd,
     compare=compare,
     least_bytes=least_bytes,
     mutates=("d_residual",),
@@ -146,10 +142,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TENSORS = ("d_mixes", "residual", "mhc_fn", "mhc_norm_weight", "mixes", "rstd", "d_residual")

@@ -1,6 +1,5 @@
 """mhc_prenorm_gemm."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,17 +8,14 @@ from torch import Tensor
 
 import tk_core
 import tk_mhc
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.poison import poisoned_allocations
 from tk_mhc import reference
-from tk_mhc.projection.mhc_prenorm_gemm import mhc_prenorm_gemm
 
 from ..batches import assert_independent_of_batch
 from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, assert_relative_error
 from .test_mhc_pre_norm_fn import MODEL_SCALE, RELATIVE_ERROR, draw_fn
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -57,8 +53,7 @@ def compare(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
 
 
 SPEC = OpSpec(
-    op=mhc_prenorm_gemm,
-    reference=reference.mhc_prenorm_gemm,
+    op=tk_mhc.mhc_prenorm_gemm,
     compare=compare,
     cases=(
         Case("m4-h64-t3-splits2", make(3, 4, 64, 2), small=True, modes=True),
@@ -131,10 +126,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -1,6 +1,5 @@
 """aux_fi."""
 
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,14 +10,10 @@ import torch
 import tk_core
 import tk_moe
 from tk_core import env
-from tk_core.testing import Case, OpSpec, tiers
-from tk_moe import reference
-from tk_moe.balance.aux_fi import aux_fi
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 from ..models import MODEL_EXPERTS
 from .test_group_count import indices
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -43,8 +38,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=aux_fi,
-    reference=reference.aux_fi,
+    op=tk_moe.aux_fi,
     cases=(
         # One block: up to 4096 pairs.
         Case("e256-k8-t31", make(31, 8, 256), small=True, modes=True, compile=True),
@@ -82,10 +76,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

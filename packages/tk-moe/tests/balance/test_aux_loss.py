@@ -1,6 +1,5 @@
 """aux_loss and aux_loss_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,13 +7,11 @@ import torch
 
 import tk_core
 import tk_moe
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.trees import unaligned
 from tk_moe import reference
 from tk_moe.balance.aux_loss import aux_loss, aux_loss_bwd
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -98,14 +95,8 @@ SPEC = OpSpec(op=aux_loss, reference=reference.aux_loss, cases=_cases(False), co
 BWD_SPEC = OpSpec(op=aux_loss_bwd, reference=reference.aux_loss_bwd, cases=_cases(True), compare=compare)
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
-test_bwd_cpu = tiers.cpu_tests(BWD_SPEC)
-test_bwd_compile = tiers.compile_tests(BWD_SPEC)
-test_bwd_gpu = tiers.gpu_tests(BWD_SPEC)
-test_bwd_gpu_modes = tiers.gpu_mode_tests(BWD_SPEC)
+test_tiers = tiers.tests(SPEC)
+test_bwd_tiers = tiers.tests(BWD_SPEC)
 
 
 def test_by_hand() -> None:

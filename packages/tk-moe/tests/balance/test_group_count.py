@@ -1,7 +1,6 @@
 """group_count."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +12,10 @@ import tk_core
 import tk_moe
 from tk_core import env
 from tk_core.arch import ARCHS, arch_from_name
-from tk_core.testing import Case, OpSpec, tiers
-from tk_moe import reference
-from tk_moe.balance.group_count import MAX_PAIRS, GroupCountConfig, group_count
+from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_moe.balance.group_count import MAX_PAIRS, GroupCountConfig
 
 from ..models import MODEL_EXPERTS
-
-Make = Callable[[str], dict[str, Any]]
 
 # Not a group for any number of groups; includes values whose low 32 bits alone would be one.
 _NO_GROUP = (-1, -2, -(2**31), -(2**32), -(2**32) + 3, -(2**63), 1024, 2**31, 2**32, 2**32 + 3, 2**63 - 1)
@@ -73,8 +69,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=group_count,
-    reference=reference.group_count,
+    op=tk_moe.group_count,
     cases=(
         # One block: up to 4096 pairs.
         Case("g256-k8-t31", make(31, 8, 256), small=True, modes=True, compile=True),
@@ -112,10 +107,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

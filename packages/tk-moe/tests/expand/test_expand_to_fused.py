@@ -1,6 +1,5 @@
 """expand_to_fused and expand_to_fused_with_sf."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +9,9 @@ import tk_moe
 from tk_core import env
 from tk_core.arch import ARCHS
 from tk_core.math import align, ceil_div
-from tk_core.testing import Case, OpSpec, tiers
-from tk_moe import reference
-from tk_moe.expand.expand_to_fused import expand_to_fused, expand_to_fused_with_sf
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig
 from tk_moe.lib.expand_to_fused_kernel import ExpandConfig
-
-Make = Callable[[str], dict[str, Any]]
 
 _MODEL_EXPERTS = 256
 _MODEL_ALIGNMENT = 16
@@ -162,8 +157,7 @@ _TOPK_OF_HIDDEN = {576: 9, 2048: 8, 4096: 6, 7168: 8}
 _BENCH_HIDDEN = (576, 2048, 2560, 3072, 4096, 6144, 7168)
 
 SPEC = OpSpec(
-    op=expand_to_fused,
-    reference=reference.expand_to_fused,
+    op=tk_moe.expand_to_fused,
     cases=(
         # Vectors of 16, 8, 4, 2 bytes and 1; several chunks of columns; x that is not aligned to 16 bytes.
         Case("bf16-h64-t7", make(7, 64, 3, num_rows=40, **_SMALL_ROUTING), small=True, modes=True, compile=True),
@@ -238,8 +232,7 @@ SPEC = OpSpec(
 )
 
 WITH_SF_SPEC = OpSpec(
-    op=expand_to_fused_with_sf,
-    reference=reference.expand_to_fused_with_sf,
+    op=tk_moe.expand_to_fused_with_sf,
     cases=(
         Case(
             "e4m3-h256-t7",
@@ -356,15 +349,9 @@ WITH_SF_SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
-test_with_sf_cpu = tiers.cpu_tests(WITH_SF_SPEC)
-test_with_sf_compile = tiers.compile_tests(WITH_SF_SPEC)
-test_with_sf_gpu = tiers.gpu_tests(WITH_SF_SPEC)
-test_with_sf_gpu_modes = tiers.gpu_mode_tests(WITH_SF_SPEC)
+test_with_sf_tiers = tiers.tests(WITH_SF_SPEC)
 
 # Experts 0 and 2 of three, segments of a multiple of 2 rows, one row after the last: token 0 goes to both.
 TOKEN_TOPK_TO_POS = torch.tensor([[0, 4], [2, -1], [-7, 1]], dtype=torch.int32)

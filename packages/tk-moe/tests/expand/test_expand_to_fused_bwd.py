@@ -1,6 +1,5 @@
 """expand_to_fused_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,13 +7,9 @@ import torch
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import Case, OpSpec, tiers
-from tk_moe import reference
-from tk_moe.expand.expand_to_fused_bwd import expand_to_fused_bwd
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 from .test_expand_to_fused import make_maps, model_rows
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -47,8 +42,7 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
 _SMALL_ROUTING = {"num_rows": 40, "num_experts": 4, "alignment": 4, "share_without_position": 0.2}
 
 SPEC = OpSpec(
-    op=expand_to_fused_bwd,
-    reference=reference.expand_to_fused_bwd,
+    op=tk_moe.expand_to_fused_bwd,
     least_bytes=least_bytes,
     cases=(
         Case("bf16-h64-t7", make(7, 64, 3, **_SMALL_ROUTING), small=True, modes=True, compile=True),
@@ -77,10 +71,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 POS = torch.tensor([[2, 0], [1, -1], [-1, -5], [0, 3]], dtype=torch.int32)
 

@@ -1,21 +1,17 @@
 """gate_weights_bwd."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_moe
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_moe import ScoringFunc, reference
-from tk_moe.gate.gate_weights_bwd import gate_weights_bwd
 from tk_moe.reference.lib.scoring import weights_of
 
 from .test_topk_gate_with_weights import make_logits, name_of
-
-Make = Callable[[str], dict[str, Any]]
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -102,8 +98,7 @@ _SIZES = (
 )
 
 SPEC = OpSpec(
-    op=gate_weights_bwd,
-    reference=reference.gate_weights_bwd,
+    op=tk_moe.gate_weights_bwd,
     compare=compare,
     cases=(
         Case("sigmoid-float32-e256-k8-t9", make(9, 256, 8), small=True, modes=True, compile=True),
@@ -177,10 +172,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 BOTH = pytest.mark.parametrize("renormalize", [False, True])
 EACH = pytest.mark.parametrize("scoring_func", ScoringFunc)

@@ -1,7 +1,6 @@
 """hash_gate."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,13 +8,10 @@ import torch
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_moe import ScoringFunc, reference
-from tk_moe.gate.hash_gate import hash_gate
 
 from .test_topk_gate_with_weights import compare, make_logits, make_mask, name_of
-
-Make = Callable[[str], dict[str, Any]]
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -98,8 +94,7 @@ _SIZES = (
 )
 
 SPEC = OpSpec(
-    op=hash_gate,
-    reference=reference.hash_gate,
+    op=tk_moe.hash_gate,
     compare=compare,
     least_bytes=least_bytes,
     cases=(
@@ -170,10 +165,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 TABLE = torch.tensor([[0, 1], [3, -1], [-1, -2], [2, 2], [1, 4]], dtype=torch.int32)
 ROW = [0.0, math.log(3), math.log(1 / 3), -math.inf]

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.trees import transfer
 from tk_moe import ScoringFunc, reference
-from tk_moe.gate.top2_sum_gate import top2_sum_gate
 from tk_moe.reference.gate.top2_sum_gate import biased_ranks, without_other_groups
 from tk_moe.reference.gate.topk_gate import topk_gate
-
-Make = Callable[[str], dict[str, Any]]
 
 # The order of ranks that differ by no more than this is unspecified.
 _TOLERANCE = 2e-6
@@ -212,8 +209,7 @@ SIGMOID, SQRTSOFTPLUS, SOFTMAX = ScoringFunc.SIGMOID, ScoringFunc.SQRTSOFTPLUS, 
 _EVERYTHING: dict[str, Any] = {"mask": True, "fixed": True, "num_extra": 8, "unmapped": "strided"}
 
 SPEC = OpSpec(
-    op=top2_sum_gate,
-    reference=reference.top2_sum_gate,
+    op=tk_moe.top2_sum_gate,
     compare=compare,
     # The inputs are listed only for `compare`, which checks that they are unchanged.
     mutates=("unmapped_topk_idx", *_INPUTS),
@@ -322,10 +318,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
 

@@ -1,7 +1,6 @@
 """topk_gate."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import Case, OpSpec, tiers
-from tk_moe import reference
-from tk_moe.gate.topk_gate import topk_gate
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 from ..models import MODEL_EXPERTS
-
-Make = Callable[[str], dict[str, Any]]
 
 # Of both signs: ∞, the largest, least normal and least subnormal numbers, 1, 0, and NaNs of several payloads.
 _EXTREMES = (
@@ -68,8 +63,7 @@ def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal
 
 
 SPEC = OpSpec(
-    op=topk_gate,
-    reference=reference.topk_gate,
+    op=tk_moe.topk_gate,
     cases=(
         # One, several and 32 scores per lane, in vectors of 4, 2 and 1; lanes without any.
         Case("e256-k8-t9", make(9, 256, 8), small=True, modes=True, compile=True),
@@ -125,10 +119,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
 

@@ -1,7 +1,6 @@
 """topk_gate_with_weights."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal
 from tk_moe import ScoringFunc, reference
-from tk_moe.gate.topk_gate_with_weights import topk_gate_with_weights
 
 from ..models import MODEL_EXPERTS
-
-Make = Callable[[str], dict[str, Any]]
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 
@@ -130,8 +126,7 @@ _SIZES = [
 ]
 
 SPEC = OpSpec(
-    op=topk_gate_with_weights,
-    reference=reference.topk_gate_with_weights,
+    op=tk_moe.topk_gate_with_weights,
     compare=compare,
     cases=(
         Case("sigmoid-float32-e256-k8-t9", make(9, 256, 8, bias="normal"), small=True, modes=True, compile=True),
@@ -236,10 +231,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
 LOGITS = torch.tensor([[0.0, math.log(3), -INF, math.log(1 / 3)]])

@@ -1,7 +1,6 @@
 """topk_sum_and_topk_group_idx."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import Case, OpSpec, tiers
-from tk_moe import reference
-from tk_moe.gate.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 from . import test_topk_gate as gate_cases
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -39,8 +34,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=topk_sum_and_topk_group_idx,
-    reference=reference.topk_sum_and_topk_group_idx,
+    op=tk_moe.topk_sum_and_topk_group_idx,
     cases=(
         # Numbers of groups that are powers of two or not, idle lanes, one score per lane and more, vectors of 4, 2, 1.
         Case("g8-e32-s2-k4-t9", make(9, 8, 32, 2, 4), small=True, modes=True, compile=True),
@@ -84,10 +78,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
 

@@ -1,7 +1,6 @@
 """get_fused_mapping."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +13,15 @@ import tk_core
 import tk_moe
 from tk_core import env
 from tk_core.arch import ARCHS, arch_from_name
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_moe import reference
 from tk_moe.mapping.get_fused_mapping import (
     MAX_POSITIONS,
     GetFusedMappingConfig,
     _get_fused_mapping_out,
-    get_fused_mapping,
 )
 
 from ..models import MODEL_EXPERTS
-
-Make = Callable[[str], dict[str, Any]]
 
 # Not an expert for any number of experts; includes values whose low 32 bits alone would be one.
 _NO_EXPERT = (-1, -2, -(2**31), -(2**32), -(2**32) + 3, -(2**63), 1024, 2**31, 2**32, 2**32 + 3, 2**63 - 1)
@@ -82,8 +78,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=get_fused_mapping,
-    reference=reference.get_fused_mapping,
+    op=tk_moe.get_fused_mapping,
     cases=(
         # Small cases do not read sizes back, which fake tensors cannot.
         Case("e32-k6-t67", make(67, 6, 32), small=True, modes=True, compile=True),
@@ -168,10 +163,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 NAMES = (
     *("pos_to_expert", "pos_to_token", "pos_to_token_topk", "token_topk_to_pos"),

@@ -1,6 +1,5 @@
 """inplace_unique_group_indices."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +9,9 @@ from hypothesis import strategies as st
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import Case, OpSpec, tiers
-from tk_moe import reference
-from tk_moe.mapping.inplace_unique_group_indices import inplace_unique_group_indices
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 from ..balance.test_group_count import indices
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -37,8 +32,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=inplace_unique_group_indices,
-    reference=reference.inplace_unique_group_indices,
+    op=tk_moe.inplace_unique_group_indices,
     mutates=("group_indices",),
     cases=(
         # Rows aligned to 16 bytes and to 8.
@@ -69,10 +63,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

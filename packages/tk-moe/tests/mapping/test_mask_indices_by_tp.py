@@ -1,6 +1,5 @@
 """mask_indices_by_tp."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +9,9 @@ from hypothesis import strategies as st
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import Case, OpSpec, tiers
-from tk_moe import reference
-from tk_moe.mapping.mask_indices_by_tp import mask_indices_by_tp
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 from ..balance.test_group_count import indices
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -45,8 +40,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=mask_indices_by_tp,
-    reference=reference.mask_indices_by_tp,
+    op=tk_moe.mask_indices_by_tp,
     cases=(
         Case("n256-k8-t67-ep8-tp1of2", make(67, 8, 256, 8, 1, 2), small=True, modes=True, compile=True),
         # Numbers of ranks that do not divide n or each other, one rank, indices from n on and beyond 32 bits.
@@ -84,10 +78,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

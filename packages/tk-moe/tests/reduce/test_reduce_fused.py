@@ -1,7 +1,6 @@
 """reduce_fused."""
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -10,13 +9,10 @@ import torch
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import Case, OpSpec, nearest_float32, tiers
-from tk_moe import reference
-from tk_moe.reduce.reduce_fused import ReduceConfig, reduce_fused
+from tk_core.testing import Case, Make, OpSpec, nearest_float32, tiers
+from tk_moe.reduce.reduce_fused import ReduceConfig
 
 from ..expand.test_expand_to_fused import make_maps, model_rows, name_of, random_bits
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -97,8 +93,7 @@ _SMALL_ROUTING = {"num_rows": 40, "num_experts": 4, "alignment": 4, "share_witho
 _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 
 SPEC = OpSpec(
-    op=reduce_fused,
-    reference=reference.reduce_fused,
+    op=tk_moe.reduce_fused,
     least_bytes=least_bytes,
     mutates=("out",),
     cases=(
@@ -176,10 +171,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 POS = torch.tensor([[2, 0], [1, -1], [-1, -5], [0, 3]], dtype=torch.int32)
 

@@ -1,6 +1,5 @@
 """reduce_fused_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,15 +7,13 @@ import torch
 
 import tk_moe
 from tk_core import env
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.trees import unaligned
 from tk_moe import reference
-from tk_moe.reduce.reduce_fused_bwd import ReduceBwdConfig, reduce_fused_bwd
+from tk_moe.reduce.reduce_fused_bwd import ReduceBwdConfig
 
 from ..expand.test_expand_to_fused import make_maps, model_rows, name_of
-
-Make = Callable[[str], dict[str, Any]]
 
 _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 
@@ -86,8 +83,7 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
 _SMALL_ROUTING = {"num_rows": 40, "num_experts": 4, "alignment": 4, "share_without_position": 0.2}
 
 SPEC = OpSpec(
-    op=reduce_fused_bwd,
-    reference=reference.reduce_fused_bwd,
+    op=tk_moe.reduce_fused_bwd,
     compare=compare,
     least_bytes=least_bytes,
     cases=(
@@ -154,10 +150,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 POS = torch.tensor([[2, 0], [1, -1], [-1, -5], [3, 9]], dtype=torch.int32)
 POS_TO_EXPERT = torch.tensor([0, 0, 1, 1, -1], dtype=torch.int32)

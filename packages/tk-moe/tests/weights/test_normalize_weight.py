@@ -1,7 +1,6 @@
 """normalize_weight."""
 
 import struct
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,11 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import Case, OpSpec, nearest_float32, tiers
-from tk_moe import reference
-from tk_moe.weights.normalize_weight import normalize_weight
-
-Make = Callable[[str], dict[str, Any]]
+from tk_core.testing import Case, Make, OpSpec, nearest_float32, tiers
 
 
 def make(num_tokens: int, num_topk: int, values: str = "uniform", first_element: int = 0) -> Make:
@@ -44,8 +39,7 @@ def make(num_tokens: int, num_topk: int, values: str = "uniform", first_element:
 
 
 SPEC = OpSpec(
-    op=normalize_weight,
-    reference=reference.normalize_weight,
+    op=tk_moe.normalize_weight,
     cases=(
         # Vectors of 4, 2 and 1 weights.
         Case("k8-t67", make(67, 8), small=True, modes=True, compile=True),
@@ -74,10 +68,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

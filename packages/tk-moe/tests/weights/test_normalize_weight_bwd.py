@@ -1,17 +1,13 @@
 """normalize_weight_bwd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_moe
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_moe import reference
-from tk_moe.weights.normalize_weight_bwd import normalize_weight_bwd
-
-Make = Callable[[str], dict[str, Any]]
 
 
 def make(
@@ -51,8 +47,7 @@ def make(
 
 
 SPEC = OpSpec(
-    op=normalize_weight_bwd,
-    reference=reference.normalize_weight_bwd,
+    op=tk_moe.normalize_weight_bwd,
     cases=(
         # Vectors of 4, 2 and 1 weights.
         Case("k8-t67", make(67, 8), small=True, modes=True, compile=True),
@@ -79,10 +74,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

@@ -15,8 +15,7 @@ from tk_core.math import ceil_div
 from tk_core.reference.scales import convert_scales, pack_scales
 from tk_core.scales import ScaleLayout
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_quant import reference
-from tk_quant.dequantize.cast_back import CastBackConfig, cast_back, cast_back_e5m6
+from tk_quant.dequantize.cast_back import CastBackConfig
 from tk_quant.reference.lib.formats import encode_e5m6
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -180,8 +179,7 @@ def _case(
 
 
 SPEC = OpSpec(
-    op=cast_back,
-    reference=reference.cast_back,
+    op=tk_quant.cast_back,
     cases=(
         # 576 channels leave the last block of 128 and the last packed word partial.
         *(
@@ -391,8 +389,7 @@ def _e5m6_case(
 
 
 E5M6_SPEC = OpSpec(
-    op=cast_back_e5m6,
-    reference=reference.cast_back_e5m6,
+    op=tk_quant.cast_back_e5m6,
     cases=(
         _e5m6_case((1, 576), "row", "bf16", 5, 576, small=True, modes=True),
         _e5m6_case((128, 128), "packed", "fp32", 131, 192, small=True, modes=True),
@@ -419,14 +416,8 @@ E5M6_SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
-test_cpu_e5m6 = tiers.cpu_tests(E5M6_SPEC)
-test_compile_e5m6 = tiers.compile_tests(E5M6_SPEC)
-test_gpu_e5m6 = tiers.gpu_tests(E5M6_SPEC)
-test_gpu_modes_e5m6 = tiers.gpu_mode_tests(E5M6_SPEC)
+test_tiers = tiers.tests(SPEC)
+test_tiers_e5m6 = tiers.tests(E5M6_SPEC)
 
 INF, NAN = math.inf, math.nan
 OUT = {"fp32": torch.float32, "bf16": torch.bfloat16}

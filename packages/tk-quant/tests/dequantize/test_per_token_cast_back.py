@@ -8,8 +8,6 @@ import torch
 
 import tk_quant
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_quant import reference
-from tk_quant.dequantize.per_token_cast_back import per_token_cast_back
 
 from .test_cast_back import NEIGHBOURS, SIZES, MakePair, every_code, more, pair
 
@@ -35,8 +33,7 @@ def _case(
 
 
 SPEC = OpSpec(
-    op=per_token_cast_back,
-    reference=reference.per_token_cast_back,
+    op=tk_quant.per_token_cast_back,
     cases=(
         *(
             _case(
@@ -119,10 +116,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 @pytest.mark.parametrize(

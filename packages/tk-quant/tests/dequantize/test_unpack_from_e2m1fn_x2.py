@@ -10,8 +10,6 @@ import torch
 
 import tk_quant
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_quant import reference
-from tk_quant.dequantize.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -47,8 +45,7 @@ if hasattr(torch, "float4_e2m1fn_x2"):
     _DTYPES["float4"] = torch.float4_e2m1fn_x2
 
 SPEC = OpSpec(
-    op=unpack_from_e2m1fn_x2,
-    reference=reference.unpack_from_e2m1fn_x2,
+    op=tk_quant.unpack_from_e2m1fn_x2,
     cases=(
         *(
             Case(
@@ -97,10 +94,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def test_by_hand() -> None:

@@ -1,17 +1,12 @@
 """transpose and batched_transpose."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_quant
-from tk_core.testing import Case, OpSpec, tiers
-from tk_quant import reference
-from tk_quant.layout.transpose import batched_transpose, transpose
-
-Make = Callable[[str], dict[str, Any]]
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -58,8 +53,7 @@ _DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 _SIZES = tuple((tokens, hidden) for hidden in (576, 2048, 4096, 7168) for tokens in (0, 16, 4000, 8000))
 
 SPEC = OpSpec(
-    op=transpose,
-    reference=reference.transpose,
+    op=tk_quant.transpose,
     cases=(
         *(
             Case(
@@ -115,8 +109,7 @@ SPEC = OpSpec(
 )
 
 BATCHED_SPEC = OpSpec(
-    op=batched_transpose,
-    reference=reference.batched_transpose,
+    op=tk_quant.batched_transpose,
     cases=(
         *(
             Case(
@@ -148,14 +141,8 @@ BATCHED_SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
-test_batched_cpu = tiers.cpu_tests(BATCHED_SPEC)
-test_batched_compile = tiers.compile_tests(BATCHED_SPEC)
-test_batched_gpu = tiers.gpu_tests(BATCHED_SPEC)
-test_batched_gpu_modes = tiers.gpu_mode_tests(BATCHED_SPEC)
+test_tiers = tiers.tests(SPEC)
+test_batched_tiers = tiers.tests(BATCHED_SPEC)
 
 
 def test_by_hand() -> None:

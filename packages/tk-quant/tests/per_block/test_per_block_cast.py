@@ -14,13 +14,7 @@ from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_quant import reference
 from tk_quant.lib.cast_config import TileConfig
-from tk_quant.per_block.per_block_cast import (
-    per_block_cast,
-    per_block_cast_with_precomputed_sf,
-    per_block_cast_with_sf_only,
-)
 from tk_quant.reference.lib.formats import dequantize, expand_blocks
 
 from ..per_token.test_per_token_cast import (
@@ -135,8 +129,7 @@ _NEIGHBOURS = (
 )
 
 SPEC = OpSpec(
-    op=per_block_cast,
-    reference=reference.per_block_cast,
+    op=tk_quant.per_block_cast,
     compare=compare,
     cases=(
         # Blocks of every kind, partial ones at both edges; 128 does not divide 576 channels, 192 leave a partial word.
@@ -268,8 +261,7 @@ SPEC = OpSpec(
 )
 
 WITH_SF_ONLY_SPEC = OpSpec(
-    op=per_block_cast_with_sf_only,
-    reference=reference.per_block_cast_with_sf_only,
+    op=tk_quant.per_block_cast_with_sf_only,
     cases=(
         *(
             _plain(_BF16, fmt, block, flags, 133, 192, small=True, modes=(fmt, block) == ("e4m3", (128, 128)))
@@ -317,8 +309,7 @@ WITH_SF_ONLY_SPEC = OpSpec(
 )
 
 WITH_PRECOMPUTED_SF_SPEC = OpSpec(
-    op=per_block_cast_with_precomputed_sf,
-    reference=reference.per_block_cast_with_precomputed_sf,
+    op=tk_quant.per_block_cast_with_precomputed_sf,
     cases=(
         *(
             _precomputed(
@@ -356,18 +347,9 @@ WITH_PRECOMPUTED_SF_SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
-test_with_sf_only_cpu = tiers.cpu_tests(WITH_SF_ONLY_SPEC)
-test_with_sf_only_compile = tiers.compile_tests(WITH_SF_ONLY_SPEC)
-test_with_sf_only_gpu = tiers.gpu_tests(WITH_SF_ONLY_SPEC)
-test_with_sf_only_gpu_modes = tiers.gpu_mode_tests(WITH_SF_ONLY_SPEC)
-test_with_precomputed_sf_cpu = tiers.cpu_tests(WITH_PRECOMPUTED_SF_SPEC)
-test_with_precomputed_sf_compile = tiers.compile_tests(WITH_PRECOMPUTED_SF_SPEC)
-test_with_precomputed_sf_gpu = tiers.gpu_tests(WITH_PRECOMPUTED_SF_SPEC)
-test_with_precomputed_sf_gpu_modes = tiers.gpu_mode_tests(WITH_PRECOMPUTED_SF_SPEC)
+test_tiers = tiers.tests(SPEC)
+test_with_sf_only_tiers = tiers.tests(WITH_SF_ONLY_SPEC)
+test_with_precomputed_sf_tiers = tiers.tests(WITH_PRECOMPUTED_SF_SPEC)
 
 INF, NAN = math.inf, math.nan
 SIDES = (1, 2, 4, 8, 16, 32, 64, 128)

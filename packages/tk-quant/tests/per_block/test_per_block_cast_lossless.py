@@ -14,8 +14,7 @@ from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.reference.scales import decode_ue8m0, pack_scales, unpack_scales
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_quant import reference
-from tk_quant.per_block.per_block_cast_lossless import LosslessConfig, per_block_cast_lossless
+from tk_quant.per_block.per_block_cast_lossless import LosslessConfig
 
 from ..dequantize.test_cast_back import LAYOUTS, NEIGHBOURS, Pair, random_codes
 
@@ -80,8 +79,7 @@ def _case(
 
 
 SPEC = OpSpec(
-    op=per_block_cast_lossless,
-    reference=reference.per_block_cast_lossless,
+    op=tk_quant.per_block_cast_lossless,
     cases=(
         # Every combination of input and output blocks, each layout in and out. 576 and 160 channels leave the last
         # block and the last packed word partial.
@@ -161,10 +159,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 # All sixteen codes, twice.
 EVERY_CODE = torch.tensor([2 * k | (2 * k + 1) << 4 for k in range(8)] * 2, dtype=torch.uint8).view(torch.int8)

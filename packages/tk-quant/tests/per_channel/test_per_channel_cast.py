@@ -11,13 +11,11 @@ import torch
 
 import tk_quant
 from tk_core.arch import ARCHS, Arch
-from tk_core.testing import Case, OpSpec, tiers
-from tk_quant import reference
-from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig, per_channel_cast
+from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig
 
 from ..per_token import test_per_token_cast as by_token
 
-Make = Callable[[str], dict[str, Any]]
 MakeInput = Callable[[str], torch.Tensor]
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -92,8 +90,7 @@ def case(
 
 
 SPEC = OpSpec(
-    op=per_channel_cast,
-    reference=reference.per_channel_cast,
+    op=tk_quant.per_channel_cast,
     cases=(
         *(
             case(tokens, hidden, dtype, 128, round_sf, small=True, modes=tokens == 128 and not round_sf)
@@ -156,10 +153,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 # sf of a block whose amax is 1e-4 or less.
 LEAST_SF = np.float32(1e-4) / np.float32(448)

@@ -1,16 +1,14 @@
 """The tiers of per_channel_cast_and_transpose; its results are tested in test_per_channel_cast.py."""
 
+import tk_quant
 from tk_core.testing import Case, OpSpec, tiers
-from tk_quant import reference
-from tk_quant.per_channel.per_channel_cast_and_transpose import per_channel_cast_and_transpose
 
 from .test_per_channel_cast import BF16, HIDDENS, case, extremes, make, strided, tiny_case
 
 _KINDS = tuple((num_per_tokens, round_sf) for num_per_tokens in (32, 128) for round_sf in (False, True))
 
 SPEC = OpSpec(
-    op=per_channel_cast_and_transpose,
-    reference=reference.per_channel_cast_and_transpose,
+    op=tk_quant.per_channel_cast_and_transpose,
     cases=(
         *(
             case(tokens, hidden, BF16, *kind, small=True, modes=tokens == 128 and not kind[1])
@@ -65,7 +63,4 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)

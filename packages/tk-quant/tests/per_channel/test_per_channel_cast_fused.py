@@ -13,16 +13,14 @@ import tk_quant
 from tk_core import env
 from tk_core.arch import ARCHS, Arch
 from tk_core.scales import ScaleLayout
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_quant import reference
 from tk_quant.lib import gathered_recast
 from tk_quant.per_channel.per_channel_cast import PAIR_CHANNELS, PerChannelCastConfig
-from tk_quant.per_channel.per_channel_cast_fused import per_channel_cast_fused
 
 from ..per_token import test_per_token_cast as by_token
 from .test_per_channel_cast import BF16, FP32, HIDDENS, NAMES, extremes, normal, strided
 
-Make = Callable[[str], dict[str, Any]]
 MakeInput = Callable[[str], Any]
 MakeMap = Callable[[str], torch.Tensor | None]
 
@@ -148,8 +146,7 @@ def _least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
 
 
 SPEC = OpSpec(
-    op=per_channel_cast_fused,
-    reference=reference.per_channel_cast_fused,
+    op=tk_quant.per_channel_cast_fused,
     least_bytes=_least_bytes,
     cases=(
         *(
@@ -274,10 +271,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 
 def rows(*indices: int) -> torch.Tensor:

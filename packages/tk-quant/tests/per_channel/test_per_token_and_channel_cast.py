@@ -1,7 +1,6 @@
 """per_token_and_channel_cast."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -11,13 +10,9 @@ import torch
 
 import tk_quant
 from tk_core.reference.scales import unpack_scales
-from tk_core.testing import Case, OpSpec, tiers
-from tk_quant import reference
-from tk_quant.per_channel.per_token_and_channel_cast import per_token_and_channel_cast
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 from ..per_token.test_per_token_cast import LEAST_AMAX, MakeInput, extremes, normal, strided, tiny
-
-Make = Callable[[str], dict[str, Any]]
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _BF16, _FP32 = torch.bfloat16, torch.float32
@@ -95,8 +90,7 @@ def _case(
 _MXFP8 = (_BF16, (32, 32), "packed", True)
 
 SPEC = OpSpec(
-    op=per_token_and_channel_cast,
-    reference=reference.per_token_and_channel_cast,
+    op=tk_quant.per_token_and_channel_cast,
     cases=(
         *(
             _case(128, hidden, *path, small=True, compile=hidden == 128, modes=hidden == 128 and path == _PATHS[0])
@@ -173,10 +167,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
 cast = tk_quant.per_token_and_channel_cast

@@ -16,19 +16,12 @@ from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.reference.scales import pack_scales, unpack_scales
 from tk_core.scales import ScaleLayout, check_scales
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_quant import reference
 from tk_quant.lib.cast_config import TileConfig
-from tk_quant.per_token.per_token_cast import (
-    per_token_cast,
-    per_token_cast_to_e5m6,
-    per_token_cast_with_precomputed_sf,
-    per_token_cast_with_sf_only,
-)
 from tk_quant.reference.lib import formats
 from tk_quant.reference.lib.formats import expand_blocks
 
-Make = Callable[[str], dict[str, Any]]
 MakeInput = Callable[[str], Any]
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -289,8 +282,7 @@ def _nvfp4(dtype: torch.dtype, swizzled: bool, num_tokens: int, hidden: int, suf
 
 
 SPEC = OpSpec(
-    op=per_token_cast,
-    reference=reference.per_token_cast,
+    op=tk_quant.per_token_cast,
     compare=compare,
     cases=(
         # Every group, rounding and layout. 576 channels leave the last group of 128 and the last word partial.
@@ -572,8 +564,7 @@ SPEC = OpSpec(
 )
 
 TO_E5M6_SPEC = OpSpec(
-    op=per_token_cast_to_e5m6,
-    reference=reference.per_token_cast_to_e5m6,
+    op=tk_quant.per_token_cast_to_e5m6,
     compare=compare,
     cases=(
         *(
@@ -595,8 +586,7 @@ TO_E5M6_SPEC = OpSpec(
 )
 
 WITH_SF_ONLY_SPEC = OpSpec(
-    op=per_token_cast_with_sf_only,
-    reference=reference.per_token_cast_with_sf_only,
+    op=tk_quant.per_token_cast_with_sf_only,
     cases=(
         *(
             _plain(_BF16, fmt, group, flags, 5, 576, small=True, modes=(fmt, group, flags) == ("e4m3", 128, "packed"))
@@ -646,8 +636,7 @@ WITH_SF_ONLY_SPEC = OpSpec(
 )
 
 WITH_PRECOMPUTED_SF_SPEC = OpSpec(
-    op=per_token_cast_with_precomputed_sf,
-    reference=reference.per_token_cast_with_precomputed_sf,
+    op=tk_quant.per_token_cast_with_precomputed_sf,
     cases=(
         *(
             Case(
@@ -706,22 +695,10 @@ WITH_PRECOMPUTED_SF_SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
-test_to_e5m6_cpu = tiers.cpu_tests(TO_E5M6_SPEC)
-test_to_e5m6_compile = tiers.compile_tests(TO_E5M6_SPEC)
-test_to_e5m6_gpu = tiers.gpu_tests(TO_E5M6_SPEC)
-test_to_e5m6_gpu_modes = tiers.gpu_mode_tests(TO_E5M6_SPEC)
-test_with_sf_only_cpu = tiers.cpu_tests(WITH_SF_ONLY_SPEC)
-test_with_sf_only_compile = tiers.compile_tests(WITH_SF_ONLY_SPEC)
-test_with_sf_only_gpu = tiers.gpu_tests(WITH_SF_ONLY_SPEC)
-test_with_sf_only_gpu_modes = tiers.gpu_mode_tests(WITH_SF_ONLY_SPEC)
-test_with_precomputed_sf_cpu = tiers.cpu_tests(WITH_PRECOMPUTED_SF_SPEC)
-test_with_precomputed_sf_compile = tiers.compile_tests(WITH_PRECOMPUTED_SF_SPEC)
-test_with_precomputed_sf_gpu = tiers.gpu_tests(WITH_PRECOMPUTED_SF_SPEC)
-test_with_precomputed_sf_gpu_modes = tiers.gpu_mode_tests(WITH_PRECOMPUTED_SF_SPEC)
+test_tiers = tiers.tests(SPEC)
+test_to_e5m6_tiers = tiers.tests(TO_E5M6_SPEC)
+test_with_sf_only_tiers = tiers.tests(WITH_SF_ONLY_SPEC)
+test_with_precomputed_sf_tiers = tiers.tests(WITH_PRECOMPUTED_SF_SPEC)
 
 INF, NAN = math.inf, math.nan
 

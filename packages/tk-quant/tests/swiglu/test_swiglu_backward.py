@@ -1,7 +1,6 @@
 """swiglu_backward."""
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,17 +10,14 @@ import torch
 import tk_quant
 from tk_core import env
 from tk_core.arch import arch_from_name
-from tk_core.testing import Case, OpSpec, assert_equal, nearest_float32, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, nearest_float32, tiers
 from tk_core.testing.numeric import assert_same_metadata
-from tk_quant import reference
-from tk_quant.swiglu.swiglu_backward import SwigluBackwardConfig, swiglu_backward
+from tk_quant.swiglu.swiglu_backward import SwigluBackwardConfig
 
 from ..per_token.test_per_token_cast import MakeInput, extremes
 from .test_swiglu_backward_and_per_token_cast import maps
 from .test_swiglu_forward import FORMATS, NUM_TOPK, real_rows
 from .test_swiglu_forward_and_per_token_cast import activations, every_gate
-
-Make = Callable[[str], dict[str, Any]]
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
@@ -99,8 +95,7 @@ def _case(dtype: torch.dtype, num_positions: int, hidden: int, suffix: str = "",
 
 
 SPEC = OpSpec(
-    op=swiglu_backward,
-    reference=reference.swiglu_backward,
+    op=tk_quant.swiglu_backward,
     compare=compare,
     least_bytes=least_bytes,
     cases=(
@@ -146,10 +141,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 NAN = math.nan
 op = tk_quant.swiglu_backward

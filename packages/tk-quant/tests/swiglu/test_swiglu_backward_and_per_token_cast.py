@@ -12,14 +12,12 @@ import tk_quant
 from tk_core import env
 from tk_core.arch import arch_from_name
 from tk_core.num_sms import num_sms
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_quant import reference
 from tk_quant.lib.swiglu_backward_and_per_token_cast_kernel import SwigluBackwardConfig
 from tk_quant.reference.lib.swiglu import real_positions, swiglu_backward, swiglu_forward
-from tk_quant.swiglu.swiglu_backward_and_per_token_cast import swiglu_backward_and_per_token_cast
 
-Make = Callable[[str], dict[str, Any]]
 MakePair = Callable[[str], tuple[torch.Tensor, torch.Tensor]]
 
 _NUM_TOPK = 8
@@ -212,8 +210,7 @@ _COMPILE = {"compile": True}
 _BENCH = {"bench": True, "gpu": False}
 
 SPEC = OpSpec(
-    op=swiglu_backward_and_per_token_cast,
-    reference=reference.swiglu_backward_and_per_token_cast,
+    op=tk_quant.swiglu_backward_and_per_token_cast,
     compare=compare,
     least_bytes=least_bytes,
     cases=(
@@ -308,10 +305,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 INF, NAN = torch.inf, torch.nan
 ZERO_SF = float(np.float32(1e-4) / np.float32(448))

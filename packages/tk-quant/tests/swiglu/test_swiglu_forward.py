@@ -1,7 +1,6 @@
 """swiglu_forward."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,12 @@ import tk_quant
 from tk_core import env
 from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_quant import reference
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_quant.reference.lib.swiglu import real_positions
-from tk_quant.swiglu.swiglu_forward import SwigluForwardConfig, swiglu_forward
+from tk_quant.swiglu.swiglu_forward import SwigluForwardConfig
 
 from ..per_token.test_per_token_cast import MakeInput, extremes
 from .test_swiglu_forward_and_per_token_cast import activations, every_gate, segments
-
-Make = Callable[[str], dict[str, Any]]
 
 FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 NUM_TOPK = 8
@@ -92,8 +88,7 @@ def _bench(num_positions: int, hidden: int, roles: str = "bench", suffix: str = 
 
 
 SPEC = OpSpec(
-    op=swiglu_forward,
-    reference=reference.swiglu_forward,
+    op=tk_quant.swiglu_forward,
     least_bytes=least_bytes,
     mutates=("clamped_count",),
     cases=(
@@ -142,10 +137,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
 F32 = np.float32

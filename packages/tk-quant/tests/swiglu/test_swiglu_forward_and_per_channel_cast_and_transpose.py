@@ -10,13 +10,8 @@ import pytest
 import torch
 
 import tk_quant
-from tk_core.testing import Case, OpSpec, tiers
-from tk_quant import reference
-from tk_quant.swiglu.swiglu_forward_and_per_channel_cast_and_transpose import (
-    swiglu_forward_and_per_channel_cast_and_transpose,
-)
+from tk_core.testing import Case, Make, OpSpec, tiers
 
-Make = Callable[[str], dict[str, Any]]
 MakeInput = Callable[[str], torch.Tensor]
 
 
@@ -124,8 +119,7 @@ def _case(num_tokens: int, hidden: int, num_per_tokens: int, flags: str, suffix:
 _BENCH_SHAPE = (16384, 2048)
 
 SPEC = OpSpec(
-    op=swiglu_forward_and_per_channel_cast_and_transpose,
-    reference=reference.swiglu_forward_and_per_channel_cast_and_transpose,
+    op=tk_quant.swiglu_forward_and_per_channel_cast_and_transpose,
     cases=(
         *(
             _case(
@@ -207,10 +201,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
 cast = tk_quant.swiglu_forward_and_per_channel_cast_and_transpose

@@ -16,17 +16,14 @@ from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.reference.scales import unpack_scales
 from tk_core.scales import ScaleLayout
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_quant import reference
 from tk_quant.lib.swiglu_forward_and_per_token_cast_kernel import SwigluCastConfig
 from tk_quant.reference.lib.swiglu import real_positions
-from tk_quant.swiglu.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 
 from ..per_token import test_per_token_cast as per_token_cast
 from ..per_token.test_per_token_cast import MakeInput, extremes, normal, strided
-
-Make = Callable[[str], dict[str, Any]]
 
 FLAGS = {**per_token_cast.FLAGS, "swizzled": {"round_sf": True, "use_swizzled_sf": True}}
 """Layouts and roundings of sf, by their names in case names."""
@@ -155,8 +152,7 @@ _COMPILE = {"compile": True}
 _BENCH = {"bench": True, "gpu": False}
 
 SPEC = OpSpec(
-    op=swiglu_forward_and_per_token_cast,
-    reference=reference.swiglu_forward_and_per_token_cast,
+    op=tk_quant.swiglu_forward_and_per_token_cast,
     compare=compare,
     least_bytes=least_bytes,
     mutates=("clamped_count",),
@@ -337,10 +333,7 @@ SPEC = OpSpec(
 )
 
 
-test_cpu = tiers.cpu_tests(SPEC)
-test_compile = tiers.compile_tests(SPEC)
-test_gpu = tiers.gpu_tests(SPEC)
-test_gpu_modes = tiers.gpu_mode_tests(SPEC)
+test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
 F32 = np.float32

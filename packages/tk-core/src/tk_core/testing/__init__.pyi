@@ -7,6 +7,7 @@ from .poison import Poison as Poison
 from .poison import poison as poison
 from .poison import poisoned_allocations as poisoned_allocations
 from .specs import Case as Case
+from .specs import Make as Make
 from .specs import OpSpec as OpSpec
 from .specs import load_specs as load_specs
 from .specs import packages as packages

@@ -1,5 +1,6 @@
 """What tests, benchmarks and the command tk know about an op: its reference and its named cases."""
 
+import importlib
 import importlib.util
 import re
 from collections import Counter
@@ -14,6 +15,9 @@ from tk_core.testing.trees import distinct_bytes
 
 _SOURCE_PACKAGES = ("tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_gemm", "tk_modeling")
 
+Make = Callable[[str], dict[str, Any]]
+"""make(device) → an op's keyword arguments, drawn from torch's global generator. Works on device "meta" too."""
+
 Call = Callable[[], Any]
 Peer = Callable[..., Call]
 """Takes an op's arguments, and returns a call that computes the same with another library, for benchmarks."""
@@ -25,8 +29,7 @@ class Case:
 
     name: str
     """Unique in the op, kebab-case, such as bf16-h7168-t4001-strided."""
-    make: Callable[[str], dict[str, Any]]
-    """make(device) → the op's keyword arguments, drawn from torch's global generator. Works on device "meta" too."""
+    make: Make
     compile: bool = False
     """Its kernels are compiled for the spec's `archs` in the compile tier: one case for each code path."""
     small: bool = False
@@ -52,8 +55,9 @@ class OpSpec:
     """One public op, its reference and its cases."""
 
     op: Callable[..., Any]
-    reference: Callable[..., Any]
-    cases: tuple[Case, ...]
+    reference: Callable[..., Any] = None
+    """By default the function of the same name in the package's `reference`."""
+    cases: tuple[Case, ...] = ()
     compare: Callable[[Any, Any], None] = assert_equal
     """compare(actual, expected) on trees of tensors; raises AssertionError."""
     least_bytes: Callable[[dict[str, Any], Any], int] | None = None
@@ -64,6 +68,9 @@ class OpSpec:
     """Architectures that the compile tier compiles the op's kernels for."""
 
     def __post_init__(self) -> None:
+        if self.reference is None:
+            package, _, name = self.name.partition(".")
+            object.__setattr__(self, "reference", getattr(importlib.import_module(f"{package}.reference"), name))
         twice = [name for name, count in Counter(case.name for case in self.cases).items() if count > 1]
         if twice:
             raise ValueError(f"cases: expected unique names, got {', '.join(twice)} more than once in {self.name}")

@@ -1,7 +1,7 @@
-"""The tests that every op gets from its spec: `test_cpu = tiers.cpu_tests(SPEC)` and so on in its test file."""
+"""The tests that every op gets from its spec: `test_tiers = tiers.tests(SPEC)` in its test file."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tk_core import env
 from tk_core.arch import Arch, arch_from_name
@@ -21,54 +20,65 @@ from tk_core.testing.trees import map_tensors, storage_bytes, tensors, transfer
 from tk_core.testing.usage import ResourceUsage, lower, resource_usages
 
 Check = tuple[str, Callable[[], None]]
-Test = Callable[..., None]
 
 
-def cpu_tests(spec: OpSpec) -> Test:
-    """Small cases on the CPU against the reference, on fake and meta tensors, under torch.compile and opcheck."""
-    small = [case for case in spec.cases if case.small]
-    modes = [case for case in small if case.modes]
-    return _test(
-        spec,
-        "cpu",
-        [
-            ("spec", partial(_check_spec, spec)),
-            *((case.name, partial(_check_cpu, spec, case)) for case in small),
-            *((f"torch-compile-{case.name}", partial(_check_cpu_compile, spec, case)) for case in modes),
-            *((f"opcheck-{case.name}", partial(_check_opcheck, spec, case)) for case in modes),
-        ],
-    )
+def tests(spec: OpSpec) -> Callable[..., None]:
+    """All tiers' tests of an op.
 
+    cpu: what each small case tells on a CPU, where the op's values are the reference's. The outputs' shapes, dtypes and
+    strides are those of the reference, on fake and meta tensors too; each element is written; inputs stay as they are;
+    under torch.compile without a graph break, cases with modes=True give the same.
 
-def compile_tests(spec: OpSpec) -> Test:
-    """Compile cases: each kernel compiles, uses no local memory, and fits in shared memory.
+    compile: each kernel of the compile cases compiles for each of the spec's architectures (except where an earlier one
+    had the same CUDA source), uses no local memory, and fits in shared memory. A test has several cases, because one
+    run of nvcc compiles all their kernels in hardly more time than one.
 
-    Kernels are compiled for each of the spec's architectures, except where an earlier architecture had the same CUDA
-    source. A test has several cases, because one run of nvcc compiles all their kernels in hardly more time than one.
+    gpu: kernel against reference, outputs poisoned first, run twice for equal bits, inputs unchanged.
+
+    modes: cases with modes=True on a GPU on a side stream, under torch.compile, in a CUDA graph, and, where there are
+    several GPUs, on one that is not the current one.
     """
     cases = [case for case in spec.cases if case.compile]
     groups = [cases[start : start + _COMPILED_TOGETHER] for start in range(0, len(cases), _COMPILED_TOGETHER)]
-    checks = [(_group_name(group), partial(_check_compile, spec, group)) for group in groups]
-    return _test(spec, "compile", checks, pytest.mark.compile)
+    compiled = [(_group_name(group), partial(_check_compile, spec, group)) for group in groups]
+    gpu = pytest.mark.gpu(gib=partial(_gib_of, spec))
+    tiers: list[tuple[str, list[Check], list[pytest.MarkDecorator]]] = [
+        ("cpu", _cpu_checks(spec), []),
+        ("compile", compiled, [pytest.mark.compile]),
+        ("gpu", _gpu_checks(spec), [gpu]),
+        ("modes", _mode_checks(spec, torch.cuda.device_count() > 1), [gpu]),
+    ]
 
+    @pytest.mark.parametrize(
+        "check",
+        [
+            pytest.param(
+                check, id=f"{tier}-{name}", marks=[pytest.mark.tk_case(op=spec.name, test=f"{tier}-{name}"), *marks]
+            )
+            for tier, checks, marks in tiers
+            for name, check in checks
+        ],
+    )
+    def test(check: Callable[[], None]) -> None:
+        check()
 
-def gpu_tests(spec: OpSpec) -> Test:
-    """Kernel against reference on the GPU: outputs poisoned first, run twice for equal bits, inputs unchanged."""
-    return _gpu_test(spec, "gpu", _gpu_checks(spec))
-
-
-def gpu_mode_tests(spec: OpSpec) -> Test:
-    """Mode cases on a side stream, under torch.compile, in a CUDA graph, and on a device that is not the current one.
-
-    The checks on another device are made only where there are several GPUs.
-    """
-    return _gpu_test(spec, "modes", _mode_checks(spec, torch.cuda.device_count() > 1))
+    return test
 
 
 def gpu_test_names(spec: OpSpec) -> set[str]:
     """Names of the gpu tests that an op has on any machine: all must pass before gpu-verified.json records the op."""
     gpu = {f"gpu-{name}" for name, _ in _gpu_checks(spec)}
     return gpu | {f"modes-{name}" for name, _ in _mode_checks(spec, several_gpus=False)}
+
+
+def _cpu_checks(spec: OpSpec) -> list[Check]:
+    small = [case for case in spec.cases if case.small]
+    modes = [case for case in small if case.modes]
+    return [
+        ("spec", partial(_check_spec, spec)),
+        ("cases", partial(_check_each, _check_cpu, spec, small)),
+        ("torch-compile", partial(_check_each, _check_cpu_compile, spec, modes)),
+    ]
 
 
 def _gpu_checks(spec: OpSpec) -> list[Check]:
@@ -83,33 +93,15 @@ def _mode_checks(spec: OpSpec, several_gpus: bool) -> list[Check]:
     return [(f"{mode}-{case.name}", partial(check, spec, case)) for case in cases for mode, check in modes.items()]
 
 
-def _test(spec: OpSpec, tier: str, checks: Iterable[Check], mark: pytest.MarkDecorator | None = None) -> Test:
-    @pytest.mark.parametrize(
-        "check",
-        [
-            pytest.param(check, id=name, marks=pytest.mark.tk_case(op=spec.name, test=f"{tier}-{name}"))
-            for name, check in checks
-        ],
-    )
-    def test(check: Callable[[], None]) -> None:
-        check()
-
-    return test if mark is None else mark(test)
-
-
 # Most of what a case takes is its reference's: up to 24 times the memory of its inputs and outputs on an H100.
 _TIMES_TENSORS = 32
 
 
-def _gpu_test(spec: OpSpec, tier: str, checks: Iterable[Check]) -> Test:
-    """A test on the GPU that declares the memory that each of its cases may take."""
-
-    def gib_of(params: dict[str, Any]) -> float:
-        _, case = params["check"].args
-        kwargs = case.make("meta")
-        return max(_TIMES_TENSORS * sum(x.nbytes for x in tensors((kwargs, spec.op(**kwargs)))) / 2**30, 1)
-
-    return _test(spec, tier, checks, pytest.mark.gpu(gib=gib_of))
+def _gib_of(spec: OpSpec, params: dict[str, Any]) -> float:
+    """The memory that a case may take on a GPU."""
+    _, case = params["check"].args
+    kwargs = case.make("meta")
+    return max(_TIMES_TENSORS * sum(x.nbytes for x in tensors((kwargs, spec.op(**kwargs)))) / 2**30, 1)
 
 
 # ---- what all tiers share
@@ -159,16 +151,26 @@ def _check_spec(spec: OpSpec) -> None:
     assert any(case.small and case.modes for case in spec.cases), f"{spec.name}: expected a small case with modes=True"
 
 
+def _check_each(check: Callable[[OpSpec, Case], None], spec: OpSpec, cases: Sequence[Case]) -> None:
+    for case in cases:
+        try:
+            check(spec, case)
+        except Exception as error:
+            error.add_note(f"in case {case.name}")
+            raise
+
+
 def _check_cpu(spec: OpSpec, case: Case) -> None:
     kwargs = case.make("cpu")
     fresh = _own(spec, kwargs)
     with _unchanged(spec, kwargs), poisoned_allocations():
         actual = run(spec, spec.op, kwargs)
     expected = run(spec, spec.reference, fresh)
+    # The values are the reference's, but not if they miss an output, or go to a wrong one.
     spec.compare(actual, expected)
 
     meta = case.make("meta")
-    _assert_same_metadata(meta, kwargs, f"{case.name} made on meta")
+    _assert_same_metadata(meta, kwargs, "made on meta")
     _assert_same_metadata(run(spec, spec.op, meta), expected, "result on meta tensors")
     mode = FakeTensorMode()
     fake = map_tensors(mode.from_tensor, fresh)
@@ -181,36 +183,6 @@ def _check_cpu_compile(spec: OpSpec, case: Case) -> None:
     expected = run(spec, spec.op, _own(spec, kwargs))
     torch._dynamo.reset()
     assert_equal(run(spec, torch.compile(spec.op, fullgraph=True, backend="aot_eager"), kwargs), expected)
-
-
-class _RecordOps(TorchDispatchMode):
-    """Records the calls of our operators, with copies of the arguments made before the call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace.startswith("tk_"):
-            self.calls.append((func, *transfer((args, kwargs or {}))))
-        return func(*args, **(kwargs or {}))
-
-
-# test_schema computes with the values, which torch cannot do in these dtypes.
-_NO_SCHEMA_TEST = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
-_OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def _check_opcheck(spec: OpSpec, case: Case) -> None:
-    with _RecordOps() as recorded:
-        spec.op(**case.make("cpu"))
-    assert recorded.calls, f"{spec.name}: expected a call of an operator of ours, saw none"
-    for func, args, kwargs in recorded.calls:
-        dtypes = {x.dtype for x in tensors((args, kwargs))}
-        utils = _OPCHECKS[1:] if dtypes & _NO_SCHEMA_TEST else _OPCHECKS
-        torch.library.opcheck(func, args, kwargs, test_utils=utils)
 
 
 # ---- compile
