@@ -1,112 +1,159 @@
-"""Every op refuses bad arguments of many kinds with a TypeError or ValueError that names an argument."""
+"""Every op refuses, by a TypeError or ValueError that names the argument, what it can't take.
+
+Of a tensor, that is each dtype, number of dimensions and kind of strides that no case of the op has: whatever an op
+takes, a case covers. The ops' own tests have the ranges and combinations of arguments.
+"""
 
 import inspect
 import math
 from collections.abc import Iterator
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from tk_core.testing import OpSpec, load_specs
-from tk_core.testing.trees import transfer
+from tk_core.testing.trees import map_tensors, tensors, transfer
 
 SPECS = load_specs()
 # Integers of which any positive one will do: more splits or rows than there are count as all.
 UNBOUNDED = {"n_splits", "expected_m", "expected_m_for_psum_layout"}
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
+)
+# Argument and respect in which an op takes more than its cases have: bits are copied whatever their dtype; rows may lie
+# apart where they are read or written by their stride, or copied first; a scale may have any shape of one element.
+ALSO_TAKEN = {
+    *(
+        "tk_quant.transpose x dtype",
+        "tk_quant.batched_transpose x dtype",
+        "tk_quant.per_token_cast_back tensor_sf dims",
+    ),
+    *("tk_gemm.bf16_gemm_nt d strides", "tk_gemm.bf16_gemm_nt c strides", "tk_gemm.fp8_gemm_nt a strides"),
+    *("tk_gemm.fp8_gemm_nt b strides", "tk_gemm.fp8_gemm_nt d strides", "tk_gemm.fp8_gemm_nt c strides"),
+    *(f"tk_gemm.k_grouped_bf16_gemm_tn_contiguous {name} strides" for name in "ab"),
+    *(f"tk_gemm.k_grouped_fp8_gemm_nt_contiguous {name} strides" for name in "ab"),
+    *(f"tk_gemm.m_grouped_bf16_gemm_nt_contiguous {name} strides" for name in "ad"),
+    *(f"tk_gemm.m_grouped_fp8_gemm_nt_contiguous {name} strides" for name in "ad"),
+    *("tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous a strides", "tk_mhc.mhc_post_pre residual strides"),
+    *("tk_moe.top2_sum_gate unmapped_topk_idx strides", "tk_quant.cast_back_e5m6 x strides"),
+    *("tk_quant.per_token_cast_with_sf_only tensor_sf dims", "tk_quant.per_channel_cast_fused num_per_channels value"),
+    *("tk_quant.per_token_cast_to_e5m6 x strides", "tk_quant.per_channel_cast_fused x strides"),
+}
+ANY = (TypeError, ValueError)
+Error = type[Exception] | tuple[type[Exception], ...]
 
 
-def wrong_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
-    """Tensors that differ from x in one respect, and values that are no tensors."""
-    yield "complex", torch.zeros(x.shape, dtype=torch.complex64)
-    yield "float16", torch.zeros(x.shape, dtype=torch.float16)
-    yield "four more dimensions", x.unsqueeze(0).unsqueeze(0).unsqueeze(0).unsqueeze(0)
-    yield "on the meta device", torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    yield "list", [1, 2]
-    yield "number", 3
-    for dim in range(x.dim()):
-        shape = [size + (i == dim) for i, size in enumerate(x.shape)]
-        yield f"one longer in dimension {dim}", torch.zeros(shape, dtype=torch.uint8).to(x.dtype)
-        if x.shape[dim]:
-            yield f"one shorter in dimension {dim}", x.narrow(dim, 0, x.shape[dim] - 1).clone()
-    if x.dim() and x.shape[-1] > 1:
-        wide = torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=torch.uint8).to(x.dtype)
-        yield "every other channel", wide[..., ::2]
+class Wrong(NamedTuple):
+    """A wrong value of an argument, in what respect, and the error that refuses it; () if it may be right after all."""
+
+    respect: str
+    value: Any
+    error: Error = ()
 
 
-def wrong_values(value: Any) -> Iterator[tuple[str, Any]]:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8).to(dtype)
+
+
+def wrong_tensors(x: Tensor, seen: list[Tensor], has_others: bool, type_error: Error) -> Iterator[Wrong]:
+    """Tensors that differ from x in one respect, and values that are none; `seen`: this argument in all cases."""
+    yield Wrong("type", [1, 2], ANY)
+    for value in (3, None):
+        yield Wrong("type", value, type_error)
+    for dtype in set(DTYPES) - {y.dtype for y in seen}:
+        yield Wrong("dtype", zeros(x.shape, dtype), type_error)
+    yield Wrong("device", x.to("meta"), ValueError if has_others else ())
+    only = ValueError if len({y.dim() for y in seen}) == 1 else ()
+    yield Wrong("dims", x[None].clone(), only)
+    yield Wrong("dims", x[None, None, None, None].clone(), only)
+    if x.dim() == 0:
+        return
+    yield Wrong("dims", zeros(x.shape[1:], x.dtype), only)
+    for dim, size in enumerate(x.shape):
+        yield Wrong("size", zeros((*x.shape[:dim], size + 1, *x.shape[dim + 1 :]), x.dtype))
+        if size:
+            yield Wrong("size", x.narrow(dim, 0, size - 1).clone())
+    wide = zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
+    if x.shape[-1] > 1:
+        dense = all(y.stride(-1) == 1 for y in seen if y.dim() and y.shape[-1] > 1)
+        yield Wrong("strides", wide[..., ::2], ValueError if dense else ())
+    if x.dim() == 2 and x.shape[0] > 1:
+        yield Wrong("strides", wide[:, : x.shape[1]], ValueError if all(y.is_contiguous() for y in seen) else ())
+
+
+def wrong_values(name: str, value: Any, type_error: Error) -> Iterator[Wrong]:
     """Values of a wrong type or range in place of a value that is no tensor."""
-    if isinstance(value, bool):
-        yield from ((repr(wrong), wrong) for wrong in (0, 1, 2.0, "yes", [True], None))
-    elif isinstance(value, int):
-        yield from (
-            (repr(wrong), wrong) for wrong in (float(value), True, -1, -(2**70), 2**31, 2**70, "1", [value], 1j)
-        )
-    elif isinstance(value, float):
-        yield from ((repr(wrong), wrong) for wrong in (math.nan, math.inf, True, "1", [value], 1j))
-        yield "10**400", 10**400
-    elif isinstance(value, str):
-        yield from ((repr(wrong), wrong) for wrong in ("none such", [value], 3, b"e4m3"))
-    elif isinstance(value, torch.dtype):
-        yield from ((repr(wrong), wrong) for wrong in (torch.complex64, "int64", int, None))
-    elif isinstance(value, tuple) and all(isinstance(item, int) for item in value):
-        floats = tuple(map(float, value))
-        others = (value[0], (0, 0), (-1, 32), (32.0, 32), (32,), "32", (1, 2, 3), floats)
-        yield from ((repr(wrong), wrong) for wrong in others)
+    types, refused, maybe = (), (), ()
+    match value:
+        case bool():
+            types = (0, 1, 2.0, "yes", [True], None)
+        case Enum() | str():
+            refused = ("none such", [value], -1, 2**31, 2**70, b"e4m3")
+        case int():
+            types, refused, maybe = (float(value), True, "1", [value], 1j), (-(2**70), 2**31, 2**70), (-1,)
+            if name in UNBOUNDED:
+                refused, maybe = (-(2**70),), (-1, 2**31, 2**70)
+        case float():
+            types, maybe = (True, "1", [value], 1j), (math.nan, math.inf, 10**400)
+        case torch.dtype():
+            types = ("int64", int, None, torch.complex64)
+        case tuple() if all(isinstance(item, int) for item in value):
+            types, maybe = (value[0], "32", tuple(map(float, value))), ((0, 0), (-1, 32), (32,), (1, 2, 3))
+        case None:
+            refused = ("none such", 1j, [object()])
+    for error, values in ((type_error, types), (ANY, refused), ((), maybe)):
+        yield from (Wrong("value", each, error) for each in values)
 
 
-def wrong_arguments(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(argument, what is wrong with it, wrong value)."""
+def wrong_arguments(spec: OpSpec) -> Iterator[tuple[dict[str, Any], str, Wrong]]:
+    """(good arguments, name of the one to replace, by what)."""
+    made = [(case.make("cpu") if case.small else None, case.make("meta")) for case in spec.cases]
     for name, parameter in inspect.signature(spec.op).parameters.items():
+        annotation = str(parameter.annotation)
+        seen = [(kwargs, meta[name]) for kwargs, meta in made if meta.get(name) is not None]
+        kwargs = next((kwargs for kwargs, _ in seen if kwargs), next(kwargs for kwargs, _ in made if kwargs))
         value = kwargs.get(name, parameter.default)
-        if value is parameter.empty:
-            continue
+        like = [other for _, other in seen if type(other) is type(value)]
+        has_others = bool(tensors([other for key, other in kwargs.items() if key != name]))
         if isinstance(value, Tensor):
-            yield from ((name, what, wrong) for what, wrong in wrong_tensors(value))
-            if "None" not in str(parameter.annotation):
-                yield name, "None", None
-        elif value is None:
-            yield from ((name, repr(wrong), wrong) for wrong in ("none such", 1j, [object()]))
-            if "int" in str(parameter.annotation) and "tuple" not in str(parameter.annotation):
-                yield from ((name, what, wrong) for what, wrong in wrong_values(1))
-        else:
-            yield from ((name, what, wrong) for what, wrong in wrong_values(value))
-
-
-def must_be_refused(name: str, value: Any, wrong: Any) -> bool:
-    """Whether a wrong value can never be valid; some others may be, such as another number."""
-    if isinstance(wrong, str) or (isinstance(wrong, tuple) and any(isinstance(item, float) for item in wrong)):
-        return True
-    if type(wrong) is int and wrong == 2**31:
-        return name not in UNBOUNDED
-    if isinstance(value, Tensor):
-        return not isinstance(wrong, Tensor) or wrong.is_complex()
-    return type(wrong) is not type(value) if isinstance(value, bool | int | str) else isinstance(wrong, complex)
-
-
-def says_which(error: Exception, spec: OpSpec) -> bool:
-    """Whether an error is one that our checks raise, and names an argument of the op."""
-    subject = str(error).partition(":")[0]
-    names = inspect.signature(spec.op).parameters
-    return type(error) in (TypeError, ValueError) and ":" in str(error) and any(name in subject for name in names)
+            for wrong in wrong_tensors(value, like, has_others, ANY if "tuple" in annotation else TypeError):
+                if wrong.value is not None or "None" not in annotation:
+                    yield kwargs, name, wrong
+        elif isinstance(value, tuple) and isinstance(value[0], Tensor):
+            for i, x in enumerate(value):
+                for respect, wrong, error in wrong_tensors(x, [pair[i] for pair in like], True, ANY):
+                    yield kwargs, name, Wrong(respect, (*value[:i], wrong, *value[i + 1 :]), error)
+        elif value is not parameter.empty:
+            value = float(value) if "float" in annotation and value is not None else value
+            yield from (
+                (kwargs, name, wrong) for wrong in wrong_values(name, value, ANY if "None" in annotation else TypeError)
+            )
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_bad_arguments(name: str) -> None:
     spec = SPECS[name]
-    case = next(case for case in spec.cases if case.small)
     torch.manual_seed(0)
-    kwargs = case.make("cpu")
     problems = []
-    for argument, what, wrong in wrong_arguments(spec, kwargs):
-        value = kwargs.get(argument, inspect.signature(spec.op).parameters[argument].default)
+    for kwargs, argument, wrong in wrong_arguments(spec):
+        what = f"{name} {argument} {wrong.respect}"
         try:
-            spec.op(**{**transfer(kwargs), argument: wrong})
+            spec.op(**{**transfer(kwargs), argument: wrong.value})
         except Exception as error:
-            if not says_which(error, spec):
-                problems.append(f"{argument} = {what}: {type(error).__name__}: {str(error)[:150]}")
+            subject, colon, _ = str(error).partition(":")
+            named = colon and any(each in subject for each in inspect.signature(spec.op).parameters)
+            if not named or not isinstance(error, wrong.error or ANY) or type(error) not in ANY:
+                problems.append(f"{what}: {describe(wrong.value)}: {type(error).__name__}: {str(error)[:150]}")
         else:
-            if must_be_refused(argument, value, wrong):
-                problems.append(f"{argument} = {what}: accepted")
+            if wrong.error and what not in ALSO_TAKEN:
+                problems.append(f"{what}: {describe(wrong.value)} accepted")
     assert not problems, "\n".join(problems)
+
+
+def describe(value: Any) -> str:
+    """A value in a few words."""
+    return str(map_tensors(lambda x: f"{x.dtype}{tuple(x.shape)}", value))
