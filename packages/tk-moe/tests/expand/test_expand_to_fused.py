@@ -6,12 +6,8 @@ import pytest
 import torch
 
 import tk_moe
-from tk_core import env
-from tk_core.arch import ARCHS
 from tk_core.math import align, ceil_div
 from tk_core.testing import Case, Make, OpSpec, tiers
-from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig
-from tk_moe.lib.expand_to_fused_kernel import ExpandConfig
 
 _MODEL_EXPERTS = 256
 _MODEL_ALIGNMENT = 16
@@ -419,127 +415,30 @@ def test_no_tokens_gives_zeros_and_no_rows_gives_none() -> None:
     assert tk_moe.expand_to_fused(torch.ones(2, 3), nowhere, POS_TO_EXPERT[:0]).shape == (0, 3)
 
 
-def expand_arguments(**changes: Any) -> dict[str, Any]:
-    """Good arguments of expand_to_fused, some of them exchanged."""
-    good = {"x": torch.ones(3, 4), "token_topk_to_pos": TOKEN_TOPK_TO_POS, "pos_to_expert": POS_TO_EXPERT}
-    return {**good, **changes}
+EXPAND = {"x": torch.ones(3, 4), "token_topk_to_pos": TOKEN_TOPK_TO_POS, "pos_to_expert": POS_TO_EXPERT}
 
-
-@pytest.mark.parametrize(
-    ("error", "changes"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    EXPAND,
     [
-        (TypeError, {"x": [1.0]}),
-        (TypeError, {"x": torch.ones(3, 4, dtype=torch.float64)}),
-        (TypeError, {"x": torch.ones(3, 4, dtype=torch.complex64)}),
-        (ValueError, {"x": torch.ones(3)}),
-        (ValueError, {"x": torch.ones(3, 8)[:, :4]}),
-        (ValueError, {"x": torch.ones(4, 3).t()}),
-        (TypeError, {"token_topk_to_pos": TOKEN_TOPK_TO_POS.long()}),
-        (TypeError, {"token_topk_to_pos": None}),
-        (ValueError, {"token_topk_to_pos": TOKEN_TOPK_TO_POS[:2]}),
-        (ValueError, {"token_topk_to_pos": TOKEN_TOPK_TO_POS[:, 0]}),
-        (ValueError, {"token_topk_to_pos": TOKEN_TOPK_TO_POS[:, :0]}),
-        (ValueError, {"token_topk_to_pos": TOKEN_TOPK_TO_POS[:, :1]}),
-        (ValueError, {"token_topk_to_pos": TOKEN_TOPK_TO_POS.to("meta")}),
-        (TypeError, {"pos_to_expert": POS_TO_EXPERT.float()}),
-        (ValueError, {"pos_to_expert": POS_TO_EXPERT[None]}),
-        (ValueError, {"pos_to_expert": POS_TO_EXPERT[::2]}),
-        (ValueError, {"pos_to_expert": POS_TO_EXPERT.to("meta")}),
+        ({"token_topk_to_pos": TOKEN_TOPK_TO_POS[:2]}, ValueError, "token_topk_to_pos"),
+        ({"token_topk_to_pos": TOKEN_TOPK_TO_POS[:, 0]}, ValueError, "token_topk_to_pos"),
+        ({"token_topk_to_pos": TOKEN_TOPK_TO_POS[:, :0]}, ValueError, "token_topk_to_pos"),
     ],
 )
-def test_bad_input(error: type[Exception], changes: dict[str, Any]) -> None:
-    with pytest.raises(error, match=next(iter(changes))):
-        tk_moe.expand_to_fused(**expand_arguments(**changes))
-
 
 DATA = torch.ones(3, 256).to(torch.float8_e4m3fn)
 
-
-def expand_with_sf_arguments(**changes: Any) -> dict[str, Any]:
-    """Good arguments of expand_to_fused_with_sf, some of them exchanged."""
-    good = {
-        "x": (DATA, torch.ones(3, 2)),
-        "num_per_channels": 128,
-        "token_topk_to_pos": TOKEN_TOPK_TO_POS,
-        "pos_to_expert": POS_TO_EXPERT,
-    }
-    return {**good, **changes}
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "changes"),
+test_with_sf_bad_input = tiers.bad_input(
+    WITH_SF_SPEC,
+    EXPAND | {"x": (DATA, torch.ones(3, 2)), "num_per_channels": 128},
     [
-        (TypeError, "x", {"x": DATA}),
-        (TypeError, "x", {"x": (DATA, torch.ones(3, 2), None)}),
-        (TypeError, r"x\[0\]", {"x": (torch.ones(3, 256), torch.ones(3, 2))}),
-        (ValueError, r"x\[0\]", {"x": (DATA[0], torch.ones(3, 2))}),
-        (ValueError, r"x\[0\]", {"x": (DATA[:, ::2], torch.ones(3, 1))}),
-        (TypeError, r"x\[1\]", {"x": (DATA, torch.ones(3, 2).bfloat16())}),
-        (TypeError, r"x\[1\]", {"x": (DATA, None)}),
-        (ValueError, r"x\[1\]", {"x": (DATA, torch.ones(3, 3))}),
-        (ValueError, r"x\[1\]", {"x": (DATA, torch.ones(3, 2, dtype=torch.int32))}),
-        (ValueError, r"x\[1\]", {"x": (DATA, torch.ones(2, 3).t())}),
-        (ValueError, r"x\[1\]", {"x": (DATA, torch.ones(3, 2, device="meta"))}),
-        (ValueError, "use_tma_aligned_col_major_sf", {"x": (DATA, torch.ones(3, 1, dtype=torch.int32))}),
-        (ValueError, "num_per_channels", {"num_per_channels": 64}),
-        (ValueError, "token_topk_to_pos", {"token_topk_to_pos": TOKEN_TOPK_TO_POS[:2]}),
-        (TypeError, "pos_to_expert", {"pos_to_expert": POS_TO_EXPERT.long()}),
+        ({"x": DATA}, TypeError, "x"),
+        ({"x": (DATA, torch.ones(3, 2), None)}, TypeError, "x"),
+        ({"x": (DATA, torch.ones(3, 3))}, ValueError, r"x\[1\]"),
+        ({"x": (DATA, torch.ones(3, 2, dtype=torch.int32))}, ValueError, r"x\[1\]"),
+        ({"x": (DATA, torch.ones(3, 1, dtype=torch.int32))}, ValueError, "use_tma_aligned_col_major_sf"),
+        ({"num_per_channels": 64}, ValueError, "num_per_channels"),
+        ({"token_topk_to_pos": TOKEN_TOPK_TO_POS[:2]}, ValueError, "token_topk_to_pos"),
     ],
 )
-def test_with_sf_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(error, match=name):
-        tk_moe.expand_to_fused_with_sf(**expand_with_sf_arguments(**changes))
-
-
-def test_debug_mode_finds_maps_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "debug", lambda: True)
-    tk_moe.expand_to_fused(**expand_arguments())
-    tk_moe.expand_to_fused_with_sf(**expand_with_sf_arguments())
-    for wrong in ([[0, 4], [2, -1], [-7, 7]], [[0, 4], [2, -1], [-7, 2]], [[0, 4], [2, 3], [-7, 1]]):
-        pos = torch.tensor(wrong, dtype=torch.int32)
-        with pytest.raises(ValueError, match="token_topk_to_pos"):
-            tk_moe.expand_to_fused(**expand_arguments(token_topk_to_pos=pos))
-        with pytest.raises(ValueError, match="token_topk_to_pos"):
-            tk_moe.expand_to_fused_with_sf(**expand_with_sf_arguments(token_topk_to_pos=pos))
-
-
-@pytest.mark.parametrize("has_sf", [False, True])
-@pytest.mark.parametrize("num_vectors", [1, 31, 32, 33, 72, 256, 257, 320, 448, 896, 1024, 1025, 1792, 7167, 28672])
-def test_config_covers_a_row_with_little_waste(num_vectors: int, has_sf: bool) -> None:
-    config = ExpandConfig.best(num_vectors, has_sf, None)
-    per_chunk = config.threads * config.vectors_per_thread
-    assert config.threads % 32 == 0
-    assert 32 <= config.threads <= 256
-    assert 1 <= config.vectors_per_thread <= 4
-    num_chunks = -(-num_vectors // per_chunk)
-    assert num_chunks * per_chunk - num_vectors <= 32 * config.vectors_per_thread * num_chunks
-
-
-@pytest.mark.parametrize("row_bytes", [4096, 5120, 5152, 6144, 7168, 8192, 12288, 14336, 32768, 131072])
-def test_bulk_config_divides_a_row_and_leaves_room_for_all_blocks(row_bytes: int) -> None:
-    arch = ARCHS["sm_90a"]
-    config = BulkConfig.best(row_bytes, arch)
-    piece_bytes = row_bytes // config.pieces_per_row
-    assert piece_bytes * config.pieces_per_row == row_bytes
-    assert piece_bytes % 16 == 0
-    assert 2048 <= piece_bytes <= 4096
-    assert 1 <= config.stages <= 32
-    assert config.blocks_per_sm * (config.stages * piece_bytes + 128 + 1024) <= arch.max_shared_memory + 1024
-
-
-@pytest.mark.parametrize(
-    ("row_bytes", "arch"), [(4096, "sm_80"), (4096, "sm_120a"), (4080, "sm_90a"), (4112, "sm_90a")]
-)
-def test_bulk_config_is_none_where_it_does_not_pay(row_bytes: int, arch: str) -> None:
-    assert BulkConfig.best(row_bytes, ARCHS[arch]) is None
-
-
-@pytest.mark.parametrize("num_sms", [1, 16, 132, 148])
-@pytest.mark.parametrize("num_tokens", [1024, 2303, 4001, 4096, 65537])
-def test_bulk_config_deals_out_every_piece(num_tokens: int, num_sms: int) -> None:
-    config = BulkConfig(4, 21)
-    num_blocks, pieces_per_block = config.split(num_tokens, num_sms)
-    assert 1 <= pieces_per_block <= config.stages
-    # Every block has a piece, and only the last round of pieces may be incomplete.
-    assert num_blocks <= num_tokens * 4 <= num_blocks * pieces_per_block
-    assert num_tokens * 4 > num_blocks * (pieces_per_block - 1)

@@ -307,30 +307,15 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"grad_weights": None}, TypeError, "grad_weights.*Tensor"),
-        ({"grad_weights": torch.zeros(2, 3, dtype=torch.bfloat16)}, TypeError, "grad_weights.*float32"),
-        ({"grad_weights": torch.zeros(3)}, ValueError, "grad_weights.*shape"),
-        ({"grad_weights": torch.zeros(3, 2).T}, ValueError, "grad_weights.*contiguous"),
         ({"grad_weights": torch.zeros(2, 0)}, ValueError, "grad_weights.*1 to 32"),
         ({"grad_weights": torch.zeros(2, 33)}, ValueError, "grad_weights.*1 to 32.*33"),
-        ({"logits": torch.zeros(2, 8, dtype=torch.float16)}, TypeError, "logits.*bfloat16 or torch.float32"),
         ({"logits": torch.zeros(3, 8)}, ValueError, "logits.*shape"),
         ({"logits": torch.zeros(2, 0)}, ValueError, "logits.*1 to 1024"),
         ({"logits": torch.zeros(2, 1025)}, ValueError, "logits.*1 to 1024"),
-        ({"logits": torch.zeros(2, 16)[:, ::2]}, ValueError, "logits.*contiguous"),
-        ({"logits": torch.zeros(2, 8, device="meta")}, ValueError, "logits.*device"),
-        ({"topk_idx": torch.zeros(2, 3, dtype=torch.int16)}, TypeError, "topk_idx.*int64 or torch.int32"),
         ({"topk_idx": torch.zeros(2, 4, dtype=torch.int64)}, ValueError, "topk_idx.*shape"),
-        ({"topk_idx": torch.zeros(2, 3, dtype=torch.int64, device="meta")}, ValueError, "topk_idx.*device"),
-        ({"scoring_func": 2}, TypeError, "scoring_func.*ScoringFunc"),
-        ({"scoring_func": "tanh"}, ValueError, "scoring_func.*softmax"),
-        ({"renormalize": 0}, TypeError, "renormalize.*bool"),
-        ({"routed_scaling_factor": False}, TypeError, "routed_scaling_factor.*number"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_moe.gate_weights_bwd(**{**GOOD, **change})

@@ -620,23 +620,16 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"logits": [[1.0]]}, TypeError, "logits.*Tensor"),
-        ({"logits": torch.zeros(3, 8, dtype=torch.bfloat16)}, TypeError, "logits.*float32"),
-        ({"logits": torch.zeros(8)}, ValueError, "logits.*shape"),
-        ({"logits": torch.zeros(3, 16)[:, ::2]}, ValueError, "logits.*contiguous"),
         ({"logits": torch.zeros(3, 0)}, ValueError, "num_experts.*1 to 1024"),
         ({"logits": torch.zeros(3, 1025)}, ValueError, "num_experts.*1 to 1024"),
-        ({"bias": None}, TypeError, "bias.*Tensor"),
-        ({"bias": torch.zeros(8, dtype=torch.float64)}, TypeError, "bias.*float32"),
         ({"bias": torch.zeros(7)}, ValueError, "bias.*shape"),
-        ({"bias": torch.zeros(8, device="meta")}, ValueError, "bias.*device"),
         ({"num_topk": 0}, ValueError, "num_topk.*1 to 8"),
         ({"num_topk": 9}, ValueError, "num_topk.*1 to 8"),
         ({"num_topk": 5}, ValueError, "num_topk.*groups kept.*1 to 4.*5"),
-        ({"num_topk": 2.0}, TypeError, "num_topk.*int"),
         ({"num_groups": 3}, ValueError, "num_groups.*divisor of 8.*3"),
         ({"num_groups": 3, "num_topk_groups": 3}, ValueError, "num_groups.*divisor of 8.*3"),
         ({"num_groups": 0}, ValueError, "num_topk_groups.*0 to 0.*2"),
@@ -644,10 +637,7 @@ GOOD: dict[str, Any] = {
         ({"num_topk_groups": 5}, ValueError, "num_topk_groups.*0 to 4.*5"),
         ({"num_groups": -1}, ValueError, "num_groups"),
         ({"num_groups": 8}, ValueError, "num_groups.*at least 2 experts.*8"),
-        ({"num_groups": 2.0}, TypeError, "num_groups.*int"),
         ({"logits": torch.zeros(1, 66), "bias": torch.zeros(66), "num_groups": 33}, ValueError, "num_groups.*1 to 32"),
-        ({"use_shared_as_routed": 1}, TypeError, "use_shared_as_routed.*bool"),
-        ({"num_shared_experts": 1.0}, TypeError, "num_shared_experts.*int"),
         ({**SHARED, "num_shared_experts": 0}, ValueError, "num_shared_experts.*1 to 2.*0"),
         ({**SHARED, "num_shared_experts": 3}, ValueError, "num_shared_experts.*1 to 2.*3"),
         ({"use_shared_as_routed": True, "num_shared_experts": 1}, ValueError, "num_shared_experts.*at most 0"),
@@ -663,26 +653,15 @@ GOOD: dict[str, Any] = {
             ValueError,
             "num_topk.*multiple of 2",
         ),
-        ({"routed_scaling_factor": "1"}, TypeError, "routed_scaling_factor.*number"),
-        ({"routed_scaling_factor": True}, TypeError, "routed_scaling_factor.*number"),
         ({"ep_rank": 1}, ValueError, "ep_rank.*0 to 0"),
         ({"ep_rank": -1}, ValueError, "ep_rank"),
-        ({"ep_rank": 0.0}, TypeError, "ep_rank.*int"),
         ({"num_ep_ranks": 0}, ValueError, "num_ep_ranks.*1 to 8"),
         ({"num_ep_ranks": 9}, ValueError, "num_ep_ranks.*1 to 8"),
         ({"tp_rank": 1}, ValueError, "tp_rank.*0 to 0"),
         ({"num_tp_ranks": 0}, ValueError, "num_tp_ranks.*1 to"),
-        ({"scoring_func": 0}, TypeError, "scoring_func.*ScoringFunc"),
         ({"scoring_func": ScoringFunc.IDENTITY}, ValueError, "scoring_func.*identity"),
-        ({"mask": torch.ones(3)}, TypeError, "mask.*bool"),
         ({"mask": torch.ones(4, dtype=torch.bool)}, ValueError, "mask.*shape"),
         ({"fix_routing_mask": torch.ones(3, dtype=torch.bool)}, ValueError, "unmapped_topk_idx.*fix_routing_mask"),
-        (
-            {"fix_routing_mask": torch.ones(3), "unmapped_topk_idx": torch.zeros(3, 2, dtype=torch.int64)},
-            TypeError,
-            "fix_routing_mask.*bool",
-        ),
-        ({"unmapped_topk_idx": torch.zeros(3, 2, dtype=torch.int32)}, TypeError, "unmapped_topk_idx.*int64"),
         ({"unmapped_topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, ValueError, "unmapped_topk_idx.*shape"),
         ({"unmapped_topk_idx": torch.zeros(2, 3, dtype=torch.int64).T}, ValueError, "unmapped_topk_idx.*stride 1"),
         (
@@ -693,15 +672,10 @@ GOOD: dict[str, Any] = {
         ({"to_physical_map": torch.zeros(8, 2, dtype=torch.int32)}, ValueError, "logical_count.*to_physical_map"),
         ({"logical_count": torch.ones(8, dtype=torch.int32)}, ValueError, "to_physical_map.*logical_count"),
         ({**MAP}, ValueError, "to_physical_map.*shape"),
-        ({**SHARED, "to_physical_map": torch.zeros(9, 3)}, TypeError, "to_physical_map.*int32"),
         ({**SHARED, "to_physical_map": torch.zeros(9, 0, dtype=torch.int32)}, ValueError, "X.*0 to 32767"),
         ({**SHARED, "logical_count": torch.ones(8, dtype=torch.int32)}, ValueError, "logical_count.*shape"),
-        ({**SHARED, "logical_count": torch.ones(9, dtype=torch.int64)}, TypeError, "logical_count.*int32"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_moe.top2_sum_gate(**{**GOOD, **change})
 
 
 @pytest.mark.gpu

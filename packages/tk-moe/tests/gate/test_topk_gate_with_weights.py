@@ -334,34 +334,16 @@ def test_gradcheck(scoring_func: ScoringFunc, renormalize: bool) -> None:
 GOOD: dict[str, Any] = {"logits": torch.zeros(2, 8), "num_topk": 2, "scoring_func": SIGMOID}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"logits": [[1.0, 2.0]]}, TypeError, "logits.*Tensor"),
-        ({"logits": torch.zeros(2, 8, dtype=torch.float16)}, TypeError, "logits.*bfloat16 or torch.float32.*float16"),
-        ({"logits": torch.zeros(8)}, ValueError, "logits.*shape"),
-        ({"logits": torch.zeros(2, 16)[:, :8]}, ValueError, "logits.*contiguous"),
         ({"logits": torch.zeros(2, 0)}, ValueError, "logits.*1 to 1024"),
         ({"logits": torch.zeros(2, 1025)}, ValueError, "logits.*1 to 1024.*1025"),
         ({"num_topk": 0}, ValueError, "num_topk.*1 to 8"),
         ({"num_topk": 9}, ValueError, "num_topk.*1 to 8.*9"),
         ({"logits": torch.zeros(2, 64), "num_topk": 33}, ValueError, "num_topk.*1 to 32.*33"),
-        ({"num_topk": 2.0}, TypeError, "num_topk.*int"),
-        ({"scoring_func": 0}, TypeError, "scoring_func.*ScoringFunc"),
-        ({"bias": torch.zeros(8, dtype=torch.bfloat16)}, TypeError, "bias.*float32"),
         ({"bias": torch.zeros(7)}, ValueError, "bias.*shape"),
-        ({"bias": torch.zeros(16)[::2]}, ValueError, "bias.*contiguous"),
-        ({"bias": torch.zeros(8, device="meta")}, ValueError, "bias.*device"),
-        ({"renormalize": 1}, TypeError, "renormalize.*bool"),
-        ({"routed_scaling_factor": "1"}, TypeError, "routed_scaling_factor.*number"),
-        ({"routed_scaling_factor": True}, TypeError, "routed_scaling_factor.*number"),
-        ({"mask": torch.zeros(2)}, TypeError, "mask.*bool"),
         ({"mask": torch.zeros(3, dtype=torch.bool)}, ValueError, "mask.*shape"),
-        ({"mask": torch.zeros(2, dtype=torch.bool, device="meta")}, ValueError, "mask.*device"),
-        ({"idx_dtype": torch.int16}, TypeError, "idx_dtype.*int64 or torch.int32"),
-        ({"idx_dtype": int}, TypeError, "idx_dtype"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_moe.topk_gate_with_weights(**{**GOOD, **change})

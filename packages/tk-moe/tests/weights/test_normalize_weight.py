@@ -4,7 +4,6 @@ import struct
 from fractions import Fraction
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,20 +100,8 @@ def test_reference_against_exact_arithmetic(weights: list[float]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("topk_weights", "error", "match"),
-    [
-        ([[1.0]], TypeError, "topk_weights.*Tensor"),
-        (torch.zeros(2, 8, dtype=torch.bfloat16), TypeError, "topk_weights.*float32"),
-        (torch.zeros(2, 8, dtype=torch.float64), TypeError, "topk_weights.*float32"),
-        (torch.zeros(8), ValueError, "topk_weights.*shape"),
-        (torch.zeros(2, 2, 8), ValueError, "topk_weights.*shape"),
-        (torch.zeros(8, 2).T, ValueError, "topk_weights.*contiguous"),
-        (torch.zeros(2, 16)[:, :8], ValueError, "topk_weights.*contiguous"),
-        (torch.zeros(2, 0), ValueError, "topk_weights.*1 to 32"),
-        (torch.zeros(2, 33), ValueError, "topk_weights.*1 to 32"),
-    ],
+test_bad_input = tiers.bad_input(
+    SPEC,
+    {},
+    [({"topk_weights": torch.zeros(2, num_topk)}, ValueError, "topk_weights.*1 to 32") for num_topk in (0, 33)],
 )
-def test_bad_input(topk_weights: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_moe.normalize_weight(topk_weights)

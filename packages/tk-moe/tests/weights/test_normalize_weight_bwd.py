@@ -126,24 +126,13 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"grad_normalized": [[0.0]]}, TypeError, "grad_normalized.*Tensor"),
-        ({"grad_normalized": torch.ones(4, 2).double()}, TypeError, "grad_normalized.*float32"),
-        ({"grad_normalized": torch.ones(4)}, ValueError, "grad_normalized.*shape"),
-        ({"grad_normalized": torch.ones(2, 4).T}, ValueError, "grad_normalized.*contiguous"),
         ({"grad_normalized": torch.ones(4, 33)}, ValueError, "grad_normalized.*1 to 32"),
-        ({"grad_denominator": 1.0}, TypeError, "grad_denominator.*Tensor"),
         ({"grad_denominator": torch.ones(3)}, ValueError, "grad_denominator.*shape"),
-        ({"denominator": None}, TypeError, "denominator.*Tensor"),
         ({"denominator": torch.ones(4, 1)}, ValueError, "denominator.*shape"),
-        ({"denominator": torch.ones(4, device="meta")}, ValueError, "denominator.*device"),
-        ({"normalized": torch.ones(4, 2).bfloat16()}, TypeError, "normalized.*float32"),
         ({"normalized": torch.ones(4, 3)}, ValueError, "normalized.*shape"),
-        ({"normalized": torch.ones(4, 3)[:, :2]}, ValueError, "normalized.*contiguous"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_moe.normalize_weight_bwd(**{**GOOD, **change})

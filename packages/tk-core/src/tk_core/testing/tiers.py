@@ -65,6 +65,22 @@ def tests(spec: OpSpec) -> Callable[..., None]:
     return test
 
 
+def bad_input(
+    spec: OpSpec, good: dict[str, Any], rows: Sequence[tuple[dict[str, Any], type[Exception], str]]
+) -> Callable[..., None]:
+    """A test for each (changes of good arguments, error, regular expression of its message).
+
+    Wrong types, dtypes, numbers of dimensions, devices and strides need no row: tests/test_bad_arguments.py has those.
+    """
+
+    @pytest.mark.parametrize(("changes", "error", "match"), rows)
+    def test(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=match):
+            spec.op(**{**good, **changes})
+
+    return test
+
+
 def gpu_test_names(spec: OpSpec) -> set[str]:
     """Names of the gpu tests that an op has on any machine: all must pass before gpu-verified.json records the op."""
     gpu = {f"gpu-{name}" for name, _ in _gpu_checks(spec)}
