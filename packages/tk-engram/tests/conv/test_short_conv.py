@@ -301,56 +301,24 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"u": None}, TypeError, "u: .*Tensor"),
-        ({"u": U.float()}, TypeError, "u: .*bfloat16"),
-        ({"u": U[0]}, ValueError, "u: .*shape"),
-        ({"u": U.repeat(1, 1, 2)[..., :64]}, ValueError, "u: .*contiguous"),
         ({"u": U.repeat(1, 5, 1)[:, :9].contiguous()}, ValueError, "m .*u.*1 to 8"),
         ({"u": U[..., :32].contiguous()}, ValueError, "H .*u.*64 to 16384"),
         ({"u": U.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "H .*u.*multiple of 64"),
-        ({"norm_weight": None}, TypeError, "norm_weight: .*Tensor"),
-        ({"norm_weight": torch.ones(2, 64).half()}, TypeError, "norm_weight: .*float32"),
-        ({"norm_weight": torch.ones(64)}, ValueError, "norm_weight: .*shape"),
-        ({"norm_weight": torch.ones(64, 2).T}, ValueError, "norm_weight: .*contiguous"),
-        ({"norm_weight": torch.ones(2, 64, device="meta")}, ValueError, "norm_weight: .*device"),
-        ({"conv_weight": None}, TypeError, "conv_weight: .*Tensor"),
-        ({"conv_weight": torch.ones(2, 64, 4).double()}, TypeError, "conv_weight: .*float32"),
-        ({"conv_weight": torch.ones(2, 64, 3)}, ValueError, "conv_weight: .*shape"),
-        ({"conv_weight": torch.ones(4, 64, 2).transpose(0, 2)}, ValueError, "conv_weight: .*contiguous"),
-        ({"conv_weight": torch.ones(2, 64, 4, device="meta")}, ValueError, "conv_weight: .*device"),
-        ({"dilation": 2.0}, TypeError, "dilation: .*int"),
         ({"dilation": 0}, ValueError, "dilation: .*1 to 65536"),
         ({"dilation": 65537}, ValueError, "dilation: .*1 to 65536"),
-        ({"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens: .*Tensor"),
-        ({"cu_seqlens": torch.tensor([0, 4, 6])}, TypeError, "cu_seqlens: .*int32"),
-        ({"cu_seqlens": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, "cu_seqlens: .*shape"),
         ({"cu_seqlens": torch.zeros(1, dtype=torch.int32)}, ValueError, "cu_seqlens: .*two offsets"),
-        ({"cu_seqlens": torch.zeros(6, dtype=torch.int32)[::2]}, ValueError, "cu_seqlens: .*contiguous"),
-        ({"cu_seqlens": torch.zeros(3, dtype=torch.int32, device="meta")}, ValueError, "cu_seqlens: .*device"),
-        ({"eps": None}, TypeError, "eps: .*number"),
         ({"eps": 0.0}, ValueError, "eps: .*positive"),
         ({"eps": 1e-50}, ValueError, "eps: .*float32"),
         ({"eps": float("inf")}, ValueError, "eps: .*finite"),
-        ({"residual": 1.0}, TypeError, "residual: .*Tensor"),
-        ({"residual": U.float()}, TypeError, "residual: .*bfloat16"),
         ({"residual": U[:5]}, ValueError, "residual: .*shape"),
-        ({"residual": U.repeat(1, 1, 2)[..., ::2]}, ValueError, "residual: .*contiguous"),
-        ({"residual": U.to("meta")}, ValueError, "residual: .*device"),
-        ({"state": 1.0}, TypeError, "state: .*Tensor"),
-        ({"state": torch.ones(2, 6, 2, 64)}, TypeError, "state: .*bfloat16"),
         ({"state": torch.ones(1, 6, 2, 64).bfloat16()}, ValueError, "state: .*shape"),
         ({"state": torch.ones(2, 3, 2, 64).bfloat16()}, ValueError, "state: .*shape"),
-        ({"state": torch.ones(2, 6, 2, 128).bfloat16()[..., ::2]}, ValueError, "state: .*contiguous"),
-        ({"state": torch.ones(2, 6, 2, 64, device="meta").bfloat16()}, ValueError, "state: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_engram.short_conv(**{**GOOD, **change})
-    assert (GOOD["state"] == 7).all()
 
 
 @pytest.mark.parametrize("offsets", [[1, 4, 6], [0, 4, 5], [0, 7, 6], [0, 4, 8]])

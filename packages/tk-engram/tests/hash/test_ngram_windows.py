@@ -190,42 +190,23 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"token_ids": [1, 2, 3, 4]}, TypeError, "token_ids: .*Tensor"),
-        ({"token_ids": IDS.long()}, TypeError, "token_ids: .*int32"),
-        ({"token_ids": IDS[None]}, ValueError, "token_ids: .*shape"),
-        ({"token_ids": IDS.repeat(2)[::2]}, ValueError, "token_ids: .*contiguous"),
-        ({"cu_seqlens": [0, 4]}, TypeError, "cu_seqlens: .*Tensor"),
-        ({"cu_seqlens": BOUNDS.long()}, TypeError, "cu_seqlens: .*int32"),
-        ({"cu_seqlens": BOUNDS[None]}, ValueError, "cu_seqlens: .*shape"),
-        ({"cu_seqlens": BOUNDS.repeat(2)[::2]}, ValueError, "cu_seqlens: .*contiguous"),
-        ({"cu_seqlens": BOUNDS.to("meta")}, ValueError, "cu_seqlens: .*device"),
         ({"cu_seqlens": BOUNDS[:1], "history": None}, ValueError, "cu_seqlens: .*at least 2 elements"),
         ({"cu_seqlens": BOUNDS[:0], "history": None}, ValueError, "cu_seqlens: .*at least 2 elements"),
         ({"token_ids": IDS[:0], "cu_seqlens": BOUNDS[:0]}, ValueError, "cu_seqlens: .*at least 1 elements"),
-        ({"N": 3.0}, TypeError, "N: .*int"),
-        ({"N": True}, TypeError, "N: .*int"),
         ({"N": 1}, ValueError, "N: .*2 to 16"),
         ({"N": 17}, ValueError, "N: .*2 to 16"),
-        ({"pad_id": None}, TypeError, "pad_id: .*int"),
         ({"pad_id": 2**31}, ValueError, "pad_id: "),
         ({"pad_id": -(2**31) - 1}, ValueError, "pad_id: "),
-        ({"block_id": 1.5}, TypeError, "block_id: .*int"),
         ({"block_id": 2**31}, ValueError, "block_id: "),
-        ({"history": HISTORY.tolist()}, TypeError, "history: .*Tensor"),
-        ({"history": HISTORY.long()}, TypeError, "history: .*int32"),
         ({"history": HISTORY[:1]}, ValueError, "history: .*shape"),
         ({"history": HISTORY.repeat(1, 2)}, ValueError, "history: .*shape"),
         ({"history": HISTORY, "cu_seqlens": None}, ValueError, "history: .*shape"),
-        ({"history": HISTORY.T.contiguous().T}, ValueError, "history: .*contiguous"),
-        ({"history": HISTORY.to("meta")}, ValueError, "history: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_engram.ngram_windows(**{**GOOD, **change})
 
 
 @pytest.mark.parametrize(

@@ -245,40 +245,21 @@ CODES = {"table": TABLE.to(E4M3), "table_sf": torch.ones(4, 2)}
 GOOD: dict[str, Any] = {"indices": INDICES, "table": TABLE, "out": torch.full((3, 2, 64), 7.0).bfloat16()}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"indices": [[0]]}, TypeError, "indices: .*Tensor"),
-        ({"indices": INDICES.long()}, TypeError, "indices: .*int32"),
-        ({"indices": INDICES[0]}, ValueError, "indices: .*shape"),
-        ({"indices": torch.zeros(2, 3, dtype=torch.int32).T}, ValueError, "indices: .*contiguous"),
         ({"indices": INDICES.to("meta")}, ValueError, "table: .*device meta or pinned host memory.*cpu"),
-        ({"table": None}, TypeError, "table: .*Tensor"),
-        ({"table": TABLE.float()}, TypeError, "table: .*bfloat16 or torch.float8_e4m3fn"),
-        ({"table": TABLE[0]}, ValueError, "table: .*shape"),
         ({"table": TABLE[:0]}, ValueError, "table: .*at least one row"),
-        ({"table": TABLE.T}, ValueError, "table: .*stride 1"),
         ({"table": TABLE[:, :0]}, ValueError, "D .*table.*at least 32"),
         ({"table": TABLE[:, :48]}, ValueError, "D .*table.*multiple of 32"),
-        ({"table": TABLE.to("meta")}, ValueError, "table: .*device cpu or pinned host memory.*meta"),
         ({"table": TABLE.to(E4M3)}, TypeError, "table_sf: .*Tensor"),
         ({"table_sf": torch.ones(4, 2)}, ValueError, "table_sf: .*None for a bfloat16 table"),
-        ({**CODES, "table_sf": torch.ones(4, 2).bfloat16()}, TypeError, "table_sf: .*uint8 or torch.float32"),
         ({**CODES, "table_sf": torch.ones(4, 4)}, ValueError, "table_sf: .*shape"),
         ({**CODES, "table_sf": torch.ones(3, 2)}, ValueError, "table_sf: .*shape"),
-        ({**CODES, "table_sf": torch.ones(2, 4).T}, ValueError, "table_sf: .*stride 1"),
-        ({**CODES, "table_sf": torch.ones(4, 2, device="meta")}, ValueError, "table_sf: .*device"),
-        ({"out": 1}, TypeError, "out: .*Tensor"),
-        ({"out": torch.ones(3, 2, 64)}, TypeError, "out: .*bfloat16"),
         ({"out": torch.ones(3, 64).bfloat16()}, ValueError, "out: .*shape"),
-        ({"out": torch.ones(3, 64, 2).bfloat16().mT}, ValueError, "out: .*contiguous"),
-        ({"out": torch.ones(3, 2, 64, device="meta").bfloat16()}, ValueError, "out: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_engram.engram_lookup(**{**GOOD, **change})
-    assert (GOOD["out"] == 7).all()
 
 
 def test_single_scales_may_have_any_stride() -> None:

@@ -242,37 +242,19 @@ GRAD = torch.full((4, 64), 7.0)
 GOOD: dict[str, Any] = {"d_o": D_O, "indices": INDICES, "num_rows": 4, "grad": GRAD}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"d_o": None}, TypeError, "d_o: .*Tensor"),
-        ({"d_o": D_O.half()}, TypeError, "d_o: .*bfloat16 or torch.float32"),
-        ({"d_o": D_O[0]}, ValueError, "d_o: .*shape"),
-        ({"d_o": D_O.transpose(0, 1)}, ValueError, "d_o: .*contiguous"),
         ({"d_o": torch.ones(3, 2, 0)}, ValueError, "D .*d_o.*at least 32"),
         ({"d_o": torch.ones(3, 2, 48)}, ValueError, "D .*d_o.*multiple of 32"),
-        ({"indices": [[0]]}, TypeError, "indices: .*Tensor"),
-        ({"indices": INDICES.long()}, TypeError, "indices: .*int32"),
-        ({"indices": INDICES[0]}, ValueError, "indices: .*shape"),
         ({"indices": INDICES[:2]}, ValueError, "indices: .*shape"),
-        ({"indices": torch.zeros(2, 3, dtype=torch.int32).T}, ValueError, "indices: .*contiguous"),
-        ({"indices": INDICES.to("meta")}, ValueError, "indices: .*device"),
-        ({"num_rows": 4.0}, TypeError, "num_rows: .*int"),
         ({"num_rows": 0}, ValueError, "num_rows: .*1 to"),
         ({"num_rows": 2**31}, ValueError, "num_rows: .*1 to"),
-        ({"grad": 1}, TypeError, "grad: .*Tensor"),
-        ({"grad": GRAD.double()}, TypeError, "grad: .*float32"),
         ({"grad": GRAD[:3]}, ValueError, "grad: .*shape"),
-        ({"grad": torch.ones(64, 4).T}, ValueError, "grad: .*contiguous"),
-        ({"grad": GRAD.to("meta")}, ValueError, "grad: .*device"),
         ({"sparse": True}, ValueError, "grad: .*None with sparse"),
-        ({"sparse": 1}, TypeError, "sparse: .*bool"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_engram.engram_lookup_bwd(**{**GOOD, **change})
-    assert (GRAD == 7).all()
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 160, 256, 288, 1280, 4064, 8192])

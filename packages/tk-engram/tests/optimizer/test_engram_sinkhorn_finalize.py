@@ -96,34 +96,18 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"matrix": None}, TypeError, "matrix: .*Tensor"),
-        ({"matrix": torch.ones(3, 8).bfloat16()}, TypeError, "matrix: .*float32"),
-        ({"matrix": torch.ones(8)}, ValueError, "matrix: .*shape"),
-        ({"matrix": torch.ones(8, 3).T}, ValueError, "matrix: .*contiguous"),
         ({"matrix": torch.ones(3, 0), "col_scale": torch.ones(0)}, ValueError, "D .*matrix.*1 to 16384"),
-        ({"row_scale": 1.0}, TypeError, "row_scale: .*Tensor"),
         ({"row_scale": torch.ones(4)}, ValueError, "row_scale: .*shape"),
-        ({"row_scale": torch.ones(3, device="meta")}, ValueError, "row_scale: .*device"),
-        ({"col_scale": torch.ones(8).half()}, TypeError, "col_scale: .*float32"),
         ({"col_scale": torch.ones(3)}, ValueError, "col_scale: .*shape"),
-        ({"eps": "0"}, TypeError, "eps: .*number"),
         ({"eps": -1.0}, ValueError, "eps: .*at least 0"),
-        ({"alpha": True}, TypeError, "alpha: .*number"),
         ({"alpha": float("nan")}, ValueError, "alpha: .*finite"),
-        ({"out": 1.0}, TypeError, "out: .*Tensor"),
-        ({"out": torch.ones(3, 8).bfloat16()}, TypeError, "out: .*float32"),
         ({"out": torch.ones(4, 8)}, ValueError, "out: .*shape"),
-        ({"out": torch.ones(8, 3).T}, ValueError, "out: .*contiguous"),
-        ({"out": torch.ones(3, 8, device="meta")}, ValueError, "out: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_engram.engram_sinkhorn_finalize(**{**GOOD, **change})
-    assert (GOOD["out"] == 7).all()
 
 
 @pytest.mark.gpu

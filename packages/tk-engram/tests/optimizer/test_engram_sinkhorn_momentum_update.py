@@ -165,28 +165,16 @@ def test_ends_of_the_range(beta1: float) -> None:
 GOOD: dict[str, Any] = {"grad": torch.ones(6), "momentum_buffer": torch.full((6,), 7.0), "beta1": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"grad": None}, TypeError, "grad: .*Tensor"),
-        ({"grad": torch.ones(6).half()}, TypeError, "grad: .*bfloat16"),
-        ({"grad": torch.ones(12)[::2]}, ValueError, "grad: .*contiguous"),
-        ({"momentum_buffer": 1.0}, TypeError, "momentum_buffer: .*Tensor"),
-        ({"momentum_buffer": torch.ones(6).double()}, TypeError, "momentum_buffer: .*float32"),
         ({"momentum_buffer": torch.ones(7)}, ValueError, "momentum_buffer: .*shape"),
-        ({"momentum_buffer": torch.ones(12)[::2]}, ValueError, "momentum_buffer: .*contiguous"),
-        ({"momentum_buffer": torch.ones(6, device="meta")}, ValueError, "momentum_buffer: .*device"),
-        ({"beta1": "0.5"}, TypeError, "beta1: .*number"),
         ({"beta1": float("nan")}, ValueError, "beta1: .*finite"),
         ({"beta1": -0.1}, ValueError, "beta1: .*at least 0"),
         ({"beta1": 1.1}, ValueError, "beta1: .*at most 1"),
-        ({"nesterov": 1}, TypeError, "nesterov: .*bool"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_engram.engram_sinkhorn_momentum_update(**{**GOOD, **change})
-    assert (GOOD["momentum_buffer"] == 7).all()
 
 
 @pytest.mark.gpu(gib=17)

@@ -141,34 +141,18 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"matrix": None}, TypeError, "matrix: .*Tensor"),
-        ({"matrix": torch.ones(3, 8).bfloat16()}, TypeError, "matrix: .*float32"),
-        ({"matrix": torch.ones(8)}, ValueError, "matrix: .*shape"),
-        ({"matrix": torch.ones(8, 3).T}, ValueError, "matrix: .*contiguous"),
         ({"matrix": torch.ones(3, 0), "col_scale": torch.ones(0)}, ValueError, "D .*matrix.*1 to 16384"),
         ({"matrix": torch.ones(3, 16385), "col_scale": torch.ones(16385)}, ValueError, "D .*matrix.*1 to 16384"),
-        ({"row_scale": 1.0}, TypeError, "row_scale: .*Tensor"),
-        ({"row_scale": torch.ones(3).double()}, TypeError, "row_scale: .*float32"),
         ({"row_scale": torch.ones(4)}, ValueError, "row_scale: .*shape"),
-        ({"row_scale": torch.ones(6)[::2]}, ValueError, "row_scale: .*contiguous"),
-        ({"row_scale": torch.ones(3, device="meta")}, ValueError, "row_scale: .*device"),
-        ({"col_scale": 1.0}, TypeError, "col_scale: .*Tensor"),
-        ({"col_scale": torch.ones(8).half()}, TypeError, "col_scale: .*float32"),
         ({"col_scale": torch.ones(3)}, ValueError, "col_scale: .*shape"),
-        ({"col_scale": torch.ones(16)[::2]}, ValueError, "col_scale: .*contiguous"),
-        ({"col_scale": torch.ones(8, device="meta")}, ValueError, "col_scale: .*device"),
-        ({"eps": None}, TypeError, "eps: .*number"),
         ({"eps": -1e-9}, ValueError, "eps: .*at least 0"),
         ({"eps": float("inf")}, ValueError, "eps: .*finite"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_engram.engram_sinkhorn_step(**{**GOOD, **change})
-    assert (GOOD["row_scale"] == 7).all()
 
 
 @pytest.mark.gpu(gib=9)

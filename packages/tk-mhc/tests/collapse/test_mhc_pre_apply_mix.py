@@ -175,35 +175,22 @@ X = torch.ones(3, 4, 64, dtype=torch.bfloat16)
 GOOD: dict[str, Any] = {"x": X, "mix": torch.ones(3, 4, 1), "out": torch.full((3, 64), 7.0).bfloat16()}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"x": None}, TypeError, "x: .*Tensor"),
-        ({"x": X.float()}, TypeError, "x: .*bfloat16"),
         ({"x": X[0, 0]}, ValueError, "x: .*shape"),
-        ({"x": X.repeat(1, 1, 2)[..., :64]}, ValueError, "x: .*contiguous"),
         ({"x": X[:, :3].contiguous()}, ValueError, "mhc_mult .*x.*2, 4, 8"),
         ({"x": X[..., :32].contiguous()}, ValueError, "hidden .*x.*64 to 8192"),
         ({"x": X.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "hidden .*x.*multiple of 64"),
         ({"x": X.repeat(1, 1, 129)}, ValueError, "hidden .*x.*64 to 8192"),
         ({"x": X[:2]}, ValueError, "mix: .*shape"),
-        ({"mix": 1.0}, TypeError, "mix: .*Tensor"),
-        ({"mix": torch.ones(3, 4, 1).bfloat16()}, TypeError, "mix: .*float32"),
         ({"mix": torch.ones(3, 4)}, ValueError, "mix: .*shape"),
         ({"mix": torch.ones(3, 2, 1)}, ValueError, "mix: .*shape"),
         ({"mix": torch.ones(4, 3, 1).transpose(0, 1)}, ValueError, "mix: .*contiguous"),
-        ({"mix": torch.ones(3, 4, 1, device="meta")}, ValueError, "mix: .*device"),
-        ({"out": 1}, TypeError, "out: .*Tensor"),
-        ({"out": torch.ones(3, 64)}, TypeError, "out: .*bfloat16"),
         ({"out": torch.ones(3, 128).bfloat16()}, ValueError, "out: .*shape"),
-        ({"out": torch.ones(64, 3).bfloat16().T}, ValueError, "out: .*contiguous"),
-        ({"out": torch.ones(3, 64, device="meta").bfloat16()}, ValueError, "out: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_mhc.mhc_pre_apply_mix(**{**GOOD, **change})
-    assert (GOOD["out"] == 7).all()
 
 
 @pytest.mark.gpu

@@ -157,37 +157,20 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"d_o": None}, TypeError, "d_o: .*Tensor"),
-        ({"d_o": torch.ones(3, 64)}, TypeError, "d_o: .*bfloat16"),
         ({"d_o": X}, ValueError, "d_o: .*shape"),
-        ({"d_o": torch.ones(64, 3).bfloat16().T}, ValueError, "d_o: .*contiguous"),
-        ({"d_o": torch.ones(3, 64, device="meta").bfloat16()}, ValueError, "d_o: .*device"),
-        ({"x": 1}, TypeError, "x: .*Tensor"),
-        ({"x": X.float()}, TypeError, "x: .*bfloat16"),
         ({"x": X[0, 0]}, ValueError, "x: .*shape"),
-        ({"x": X.repeat(1, 1, 2)[..., :64]}, ValueError, "x: .*contiguous"),
         ({"x": X[:, :3].contiguous()}, ValueError, "mhc_mult .*x.*2, 4, 8"),
         ({"x": X.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "hidden .*x.*multiple of 64"),
         ({"x": X.repeat(1, 1, 129)}, ValueError, "hidden .*x.*64 to 8192"),
-        ({"mix": None}, TypeError, "mix: .*Tensor"),
-        ({"mix": torch.ones(3, 4, 1).double()}, TypeError, "mix: .*float32"),
         ({"mix": torch.ones(3, 4)}, ValueError, "mix: .*shape"),
         ({"mix": torch.ones(4, 3, 1).transpose(0, 1)}, ValueError, "mix: .*contiguous"),
-        ({"mix": torch.ones(3, 4, 1, device="meta")}, ValueError, "mix: .*device"),
-        ({"d_x": 1.0}, TypeError, "d_x: .*Tensor"),
-        ({"d_x": X.float()}, TypeError, "d_x: .*bfloat16"),
         ({"d_x": X[:2]}, ValueError, "d_x: .*shape"),
-        ({"d_x": X.repeat(1, 1, 2)[..., ::2]}, ValueError, "d_x: .*contiguous"),
-        ({"d_x": X.to("meta")}, ValueError, "d_x: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_mhc.mhc_pre_apply_mix_bwd(**{**GOOD, **change})
-    assert (GOOD["d_x"] == 7).all()
 
 
 def test_d_x_is_given_by_name() -> None:

@@ -115,35 +115,20 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"d_pre": None}, TypeError, "d_pre.*Tensor"),
         ({"d_pre": torch.ones(3, 2)}, ValueError, "d_pre.*shape"),
         ({"d_pre": torch.ones(2, 3, 1).transpose(0, 1)}, ValueError, "d_pre.*contiguous"),
-        ({"d_pre": torch.ones(3, 2, 1, device="meta")}, ValueError, "d_pre.*device"),
-        ({"d_post": torch.ones(3, 2, 1).double()}, TypeError, "d_post.*float32"),
         ({"d_post": torch.ones(4, 2, 1)}, ValueError, "d_post.*shape"),
         ({"d_post": torch.ones(()).expand(3, 2, 1)}, ValueError, "d_post.*contiguous"),
-        ({"d_comb": torch.ones(3, 2, 2).bfloat16()}, TypeError, "d_comb.*float32"),
         ({"d_comb": torch.ones(3, 4)}, ValueError, "d_comb.*shape"),
-        ({"d_comb": torch.ones(3, 2, 2).transpose(1, 2)}, ValueError, "d_comb.*contiguous"),
-        ({"input_mixes": 1.0}, TypeError, "input_mixes.*Tensor"),
         ({"input_mixes": torch.ones(3, 24)}, ValueError, "input_mixes.*shape"),
-        ({"input_mixes": torch.ones(3, 16)[:, :8]}, ValueError, "input_mixes.*contiguous"),
-        ({"mhc_scale": None}, TypeError, "mhc_scale.*Tensor"),
-        ({"mhc_scale": torch.ones(4)}, ValueError, "mhc_scale.*shape"),
-        ({"mhc_base": torch.ones(8).half()}, TypeError, "mhc_base.*float32"),
-        ({"mhc_base": torch.ones(8, device="meta")}, ValueError, "mhc_base.*device"),
-        ({"mhc_mult": None}, TypeError, "mhc_mult.*int"),
         ({"mhc_mult": 5}, ValueError, "mhc_mult.*2, 4, 8"),
-        ({"mhc_post_mult_value": torch.ones(())}, TypeError, "mhc_post_mult_value.*number"),
         ({"mhc_post_mult_value": math.inf}, ValueError, "mhc_post_mult_value.*finite"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_mhc.mhc_pre_split_mixes_bwd(**{**GOOD, **change})
 
 
 @pytest.mark.gpu

@@ -145,27 +145,18 @@ def test_sums_fit_into_shared_memory(mhc_mult: int, arch: Any) -> None:
 GOOD: dict[str, Any] = {"d_o": torch.ones(3, 4, 4), "x": torch.ones(3, 4, 4), "repeat": 2, "eps": 1e-6}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"d_o": None}, TypeError, "d_o.*Tensor"),
-        ({"d_o": torch.ones(3, 4, 4).bfloat16()}, TypeError, "d_o.*float32"),
         ({"d_o": torch.ones(2, 4, 4)}, ValueError, "d_o.*shape"),
-        ({"d_o": torch.ones(3, 4, 4, device="meta")}, ValueError, "d_o.*device"),
-        ({"x": 1.0}, TypeError, "x.*Tensor"),
-        ({"x": torch.ones(3, 4, 4).half()}, TypeError, "x.*float32"),
         ({"x": torch.ones(3, 4, 8)}, ValueError, "x.*square"),
         ({"x": torch.ones(3, 5, 5)}, ValueError, "mhc_mult.*2, 4, 8"),
-        ({"repeat": None}, TypeError, "repeat.*int"),
         ({"repeat": 0}, ValueError, "repeat.*1 to 1000"),
-        ({"eps": "0"}, TypeError, "eps.*number"),
         ({"eps": -1.0}, ValueError, "eps.*at least 0"),
         ({"eps": math.inf}, ValueError, "eps.*finite"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_mhc.sinkhorn_normalize_bwd(**{**GOOD, **change})
 
 
 @pytest.mark.gpu

@@ -160,15 +160,8 @@ def changed(name: str, place: int | None = None, value: Any = None) -> dict[str,
 @pytest.mark.parametrize(
     ("inputs", "error", "match"),
     [
-        (changed("initial_residual"), TypeError, "initial_residual: .*Tensor"),
-        (changed("initial_residual", value=torch.ones(5, 4, 64)), TypeError, "initial_residual: .*bfloat16"),
         (changed("initial_residual", value=torch.ones(5, 3, 64).bfloat16()), ValueError, "mhc_mult.*initial_residual"),
         (changed("initial_residual", value=torch.ones(5, 4, 96).bfloat16()), ValueError, "hidden.*initial_residual"),
-        (
-            changed("initial_residual", value=torch.ones(5, 64, 4).bfloat16().mT),
-            ValueError,
-            "initial_residual: .*contiguous",
-        ),
         (changed("pre_mix_list", value=torch.ones(4, 5, 4, 1)), TypeError, "pre_mix_list: expected a list"),
         (changed("pre_mix_list", value=[]), ValueError, "pre_mix_list: expected 1"),
         (changed("layer_output_list", value=None), TypeError, "layer_output_list: expected a list"),

@@ -152,36 +152,20 @@ def test_out_is_written_and_returned() -> None:
 GOOD = draw((5,), 4, 64)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"x": None}, TypeError, "x: .*Tensor"),
-        ({"x": GOOD["x"].float()}, TypeError, "x: .*bfloat16"),
         ({"x": GOOD["x"][:4]}, ValueError, "x: .*shape"),
-        ({"x": GOOD["x"].repeat(1, 2)[:, ::2]}, ValueError, "x: .*contiguous"),
-        ({"x": GOOD["x"].to("meta")}, ValueError, "x: .*device"),
-        ({"residual": 1.0}, TypeError, "residual: .*Tensor"),
-        ({"residual": GOOD["residual"].float()}, TypeError, "residual: .*bfloat16"),
         ({"residual": GOOD["residual"][0, 0]}, ValueError, "residual: .*shape"),
         ({"residual": GOOD["residual"][:, :3]}, ValueError, "mhc_mult.*residual.*2, 4, 8"),
         ({"residual": GOOD["residual"][..., :32]}, ValueError, "hidden.*residual.*64 to 8192"),
         ({"residual": GOOD["residual"].repeat(1, 1, 2)[..., :96]}, ValueError, "hidden.*residual.*multiple of 64"),
-        ({"post_layer_mix": GOOD["post_layer_mix"].bfloat16()}, TypeError, "post_layer_mix: .*float32"),
         ({"post_layer_mix": GOOD["post_layer_mix"][..., 0]}, ValueError, "post_layer_mix: .*shape"),
-        ({"post_layer_mix": GOOD["post_layer_mix"].to("meta")}, ValueError, "post_layer_mix: .*device"),
-        ({"comb_res_mix": GOOD["comb_res_mix"].double()}, TypeError, "comb_res_mix: .*float32"),
         ({"comb_res_mix": GOOD["comb_res_mix"][:, :3]}, ValueError, "comb_res_mix: .*shape"),
-        ({"comb_res_mix": GOOD["comb_res_mix"].mT}, ValueError, "comb_res_mix: .*contiguous"),
-        ({"comb_res_mix": GOOD["comb_res_mix"].to("meta")}, ValueError, "comb_res_mix: .*device"),
-        ({"out": torch.empty(5, 4, 64)}, TypeError, "out: .*bfloat16"),
         ({"out": torch.empty(5, 64).bfloat16()}, ValueError, "out: .*shape"),
-        ({"out": torch.empty(5, 64, 4).bfloat16().mT}, ValueError, "out: .*contiguous"),
-        ({"out": torch.empty(5, 4, 64, device="meta").bfloat16()}, ValueError, "out: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_mhc.mhc_post(**{**GOOD, **change})
 
 
 @pytest.mark.gpu(gib=2)

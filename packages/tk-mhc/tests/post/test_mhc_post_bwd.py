@@ -115,36 +115,20 @@ def test_fuse_grad_acc_changes_nothing() -> None:
 GOOD = make((5,), 4, 64)("cpu")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"x": None}, TypeError, "x: .*Tensor"),
-        ({"x": GOOD["x"].float()}, TypeError, "x: .*bfloat16"),
         ({"x": GOOD["x"][:4]}, ValueError, "x: .*shape"),
-        ({"x": GOOD["x"].repeat(1, 2)[:, ::2]}, ValueError, "x: .*contiguous"),
-        ({"x": GOOD["x"].to("meta")}, ValueError, "x: .*device"),
-        ({"residual": 1.0}, TypeError, "residual: .*Tensor"),
-        ({"residual": GOOD["residual"].float()}, TypeError, "residual: .*bfloat16"),
         ({"residual": GOOD["residual"][0, 0]}, ValueError, "residual: .*shape"),
         ({"residual": GOOD["residual"][:, :3]}, ValueError, "mhc_mult.*residual.*2, 4, 8"),
         ({"residual": GOOD["residual"][..., :32]}, ValueError, "hidden.*residual.*64 to 8192"),
         ({"residual": GOOD["residual"].repeat(1, 1, 2)[..., :96]}, ValueError, "hidden.*residual.*multiple of 64"),
-        ({"post_layer_mix": GOOD["post_layer_mix"].bfloat16()}, TypeError, "post_layer_mix: .*float32"),
         ({"post_layer_mix": GOOD["post_layer_mix"][..., 0]}, ValueError, "post_layer_mix: .*shape"),
-        ({"post_layer_mix": GOOD["post_layer_mix"].to("meta")}, ValueError, "post_layer_mix: .*device"),
-        ({"comb_res_mix": GOOD["comb_res_mix"].double()}, TypeError, "comb_res_mix: .*float32"),
         ({"comb_res_mix": GOOD["comb_res_mix"][:, :3]}, ValueError, "comb_res_mix: .*shape"),
-        ({"comb_res_mix": GOOD["comb_res_mix"].mT}, ValueError, "comb_res_mix: .*contiguous"),
-        ({"comb_res_mix": GOOD["comb_res_mix"].to("meta")}, ValueError, "comb_res_mix: .*device"),
-        ({"d_o": None}, TypeError, "d_o: .*Tensor"),
-        ({"d_o": GOOD["d_o"].float()}, TypeError, "d_o: .*bfloat16"),
         ({"d_o": GOOD["d_o"][:4]}, ValueError, "d_o: .*shape"),
-        ({"d_o": GOOD["d_o"].to("meta")}, ValueError, "d_o: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_mhc.mhc_post_bwd(**{**GOOD, **change})
 
 
 @pytest.mark.gpu

@@ -124,29 +124,19 @@ FN = torch.ones(24, 4 * 64)
 GOOD: dict[str, Any] = {"fn": FN, "mhc_mult": 4, "norm_weight": torch.ones(4 * 64)}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"fn": None}, TypeError, "fn: .*Tensor"),
-        ({"fn": FN.bfloat16()}, TypeError, "fn: .*float32"),
         ({"fn": FN[:4]}, ValueError, "fn: .*shape"),
         ({"fn": FN[0]}, ValueError, "fn: .*shape"),
-        ({"fn": torch.ones(4 * 64, 24).T}, ValueError, "fn: .*contiguous"),
         ({"fn": FN[:, :255].contiguous()}, ValueError, "fn: .*multiple of 4"),
         ({"fn": FN[:, :128].contiguous()}, ValueError, "hidden.*fn.*64 to 8192"),
         ({"fn": FN.repeat(1, 129)}, ValueError, "hidden.*fn.*64 to 8192"),
         ({"fn": FN.repeat(1, 2)[:, : 4 * 96].contiguous()}, ValueError, "hidden.*fn.*multiple of 64"),
-        ({"mhc_mult": 4.0}, TypeError, "mhc_mult: .*int"),
         ({"mhc_mult": 3}, ValueError, "mhc_mult: .*2, 4, 8"),
         ({"mhc_mult": 2}, ValueError, "fn: .*shape"),
-        ({"norm_weight": 1.0}, TypeError, "norm_weight: .*Tensor"),
-        ({"norm_weight": torch.ones(4 * 64).bfloat16()}, TypeError, "norm_weight: .*float32"),
         ({"norm_weight": torch.ones(64)}, ValueError, "norm_weight: .*shape"),
         ({"norm_weight": torch.ones(4, 64)}, ValueError, "norm_weight: .*shape"),
-        ({"norm_weight": torch.ones(8 * 64)[::2]}, ValueError, "norm_weight: .*contiguous"),
-        ({"norm_weight": torch.ones(4 * 64, device="meta")}, ValueError, "norm_weight: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_mhc.mhc_fold_fn(**{**GOOD, **change})

@@ -625,30 +625,17 @@ ONE = torch.ones(1)
     [
         ({"x": X[0]}, TypeError, "x: expected a pair"),
         ({"x": (*X, X[1])}, ValueError, "x: expected a pair"),
-        ({"x": (X[0].float(), X[1])}, TypeError, r"x\[0\]: expected dtype"),
-        ({"x": (X[0].view(torch.uint8), X[1])}, TypeError, r"x\[0\]: expected dtype"),
-        ({"x": (None, X[1])}, TypeError, r"x\[0\]: expected a torch.Tensor"),
-        ({"x": (X[0][0], X[1])}, ValueError, r"x\[0\]: expected shape"),
-        ({"x": (X[0][:, ::2], X[1])}, ValueError, r"x\[0\]: expected stride 1"),
         ({"x": (X[0][:, :100], X[1])}, ValueError, "x: expected a positive multiple of 64 channels, got 100"),
         ({"x": (X[0][:, :0], X[1])}, ValueError, "x: expected a positive multiple of 64 channels, got 0"),
         ({"x": (X[0][:, :16].view(torch.int8), X[1])}, ValueError, "x: expected a positive multiple of 64 channels"),
-        ({"x": (X[0], X[1].half())}, TypeError, r"x\[1\]: expected dtype"),
-        ({"x": (X[0], None)}, TypeError, r"x\[1\]: expected a torch.Tensor"),
         ({"x": (X[0], torch.ones(1, 3))}, ValueError, r"x\[1\]: expected shape \(1, 2\)"),
         ({"x": (X[0], torch.ones(1, 2, dtype=torch.int32))}, ValueError, r"x\[1\]: expected shape \(1, 1\)"),
         ({"x": (X[0], torch.ones(8, 12)[:, ::2]), "x_block_size": (1, 32)}, ValueError, r"x\[1\]: expected strides"),
-        ({"x": (X[0], X[1].to("meta"))}, ValueError, r"x\[1\]: expected device cpu, got meta"),
-        ({"fmt": "fp16"}, ValueError, "fmt: expected one of 'bf16', 'fp32', got 'fp16'"),
-        ({"fmt": torch.bfloat16}, ValueError, "fmt: expected one of 'bf16', 'fp32'"),
-        ({"x_block_size": 128}, TypeError, "x_block_size: expected a tuple of two, got 128"),
         ({"x_block_size": (128,)}, ValueError, "x_block_size: expected two numbers"),
         ({"x_block_size": (128, 0)}, ValueError, "x_block_size: expected"),
         ({"x_block_size": (1, 0)}, ValueError, "x_block_size: expected"),
         ({"x_block_size": (3, 128)}, ValueError, "x_block_size: expected"),
         ({"x_block_size": (256, 128)}, ValueError, "x_block_size: expected"),
-        ({"x_block_size": (128, 128.0)}, TypeError, "x_block_size: expected an int"),
-        ({"x_special_fmt": "e5m7"}, ValueError, "x_special_fmt: expected one of None, 'e5m6', got 'e5m7'"),
         ({"x_special_fmt": "e5m6"}, TypeError, r"x\[0\]: expected dtype torch.uint8"),
         ({"x": (E5M6[:, :192], X[1]), "x_special_fmt": "e5m6"}, ValueError, r"x\[1\]: expected shape \(1, 1\)"),
         (
@@ -661,7 +648,6 @@ ONE = torch.ones(1)
             ValueError,
             r"x\[0\]: expected a positive multiple of 96",
         ),
-        ({"x": (E5M6[0], X[1]), "x_special_fmt": "e5m6"}, ValueError, r"x\[0\]: expected shape"),
         ({"x": (X[0], X[1].to(E8M0))}, ValueError, r"x\[1\]: expected shape \(1, 1, 32, 4, 4\)"),
         (
             {"x": (FP4, X[1].to(E4M3))},
@@ -670,11 +656,7 @@ ONE = torch.ones(1)
         ),
         ({"x": (FP4, X[1]), "tensor_sf": ONE}, ValueError, r"tensor_sf: expected None unless x\[1\] is float8_e4m3fn"),
         ({"x": (FP4, torch.ones(1, 1, 32, 4, 4).to(E8M0)), "tensor_sf": ONE}, ValueError, "tensor_sf: expected None"),
-        ({"x": (X[0], X[1].to(E4M3)), "tensor_sf": ONE}, ValueError, r"x\[0\]: expected e2m1 beside an x\[1\]"),
-        ({"x": (FP4, X[1].to(E4M3)), "tensor_sf": 1.0}, TypeError, "tensor_sf: expected a torch.Tensor, got 'float'"),
-        ({"x": (FP4, X[1].to(E4M3)), "tensor_sf": ONE.double()}, TypeError, "tensor_sf: expected dtype torch.float32"),
         ({"x": (FP4, X[1].to(E4M3)), "tensor_sf": torch.ones(2)}, ValueError, "tensor_sf: expected one element"),
-        ({"x": (FP4, X[1].to(E4M3)), "tensor_sf": ONE.to("meta")}, ValueError, "tensor_sf: expected device cpu"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -686,13 +668,9 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"x": (E5M6.view(torch.int8), X[1])}, TypeError, r"x\[0\]: expected dtype torch.uint8"),
         ({"x": E5M6}, TypeError, "x: expected a pair"),
         ({"x": (E5M6, torch.ones(1, 3))}, ValueError, r"x\[1\]: expected shape \(1, 2\)"),
-        ({"fmt": "e5m6"}, ValueError, "fmt: expected one of 'bf16', 'fp32', got 'e5m6'"),
         ({"x_block_size": (3, 128)}, ValueError, "x_block_size: expected"),
-        ({"x_block_size": 128}, TypeError, "x_block_size: expected a tuple of two"),
-        ({"x": (E5M6, X[1].to(E4M3))}, ValueError, r"x\[0\]: expected e2m1 beside"),
     ],
 )
 def test_bad_input_e5m6(change: dict[str, Any], error: type[Exception], match: str) -> None:

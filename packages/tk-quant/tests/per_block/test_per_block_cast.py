@@ -544,18 +544,9 @@ X = torch.zeros(8, 192)
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"x": [[1.0]]}, TypeError, "x: expected a torch.Tensor"),
-        ({"x": (X, X)}, TypeError, "x: expected a torch.Tensor"),
-        ({"x": X.half()}, TypeError, "x: expected dtype"),
-        ({"x": X[0]}, ValueError, "x: expected shape"),
         ({"x": X[:, :100]}, ValueError, "x: expected a positive multiple of 64 channels, got 100"),
         ({"x": X[:, :0]}, ValueError, "x: expected a positive multiple of 64 channels"),
-        ({"x": torch.zeros(192, 8).t()}, ValueError, "x: expected stride 1"),
-        ({"fmt": "e5m6"}, ValueError, "fmt: expected one of 'e4m3', 'e2m1'"),
-        ({"block_size": 32}, TypeError, "block_size: expected a tuple of two"),
         ({"block_size": (32,)}, ValueError, "block_size: expected two numbers"),
-        ({"block_size": (32, 32.0)}, TypeError, "block_size: expected an int"),
-        ({"block_size": (True, 32)}, TypeError, "block_size: expected an int"),
         ({"block_size": (0, 32)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
         ({"block_size": (32, 48)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
         ({"block_size": (256, 32)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
@@ -575,11 +566,7 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"sf": None}, TypeError, "sf: expected a torch.Tensor"),
-        ({"sf": torch.ones(2, 6, dtype=torch.int32)}, TypeError, "sf: expected dtype"),
         ({"sf": torch.ones(8, 6)}, ValueError, r"sf: expected shape \(2, 6\)"),
-        ({"sf": torch.ones(6, 2).t()}, ValueError, "sf: expected contiguous"),
-        ({"sf": torch.ones(2, 6, device="meta")}, ValueError, "sf: expected device"),
         ({"use_tma_aligned_col_major_sf": True}, ValueError, "use_tma_aligned_col_major_sf: expected False"),
         ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected False"),
     ],

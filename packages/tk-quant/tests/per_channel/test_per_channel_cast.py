@@ -287,18 +287,11 @@ X = torch.zeros(256, 128, dtype=torch.bfloat16)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": [[1.0]]}, TypeError, "x: expected a torch.Tensor"),
-        ({"x": (X, X)}, TypeError, "x: expected a torch.Tensor"),
         ({"x": X.half()}, TypeError, "x: expected dtype torch.bfloat16"),
-        ({"x": X[0]}, ValueError, "x: expected shape"),
         ({"x": X[:127]}, ValueError, r"x.shape\[0\]: expected a multiple of 128, got 127"),
         ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
         ({"x": X[:, :0]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 0"),
-        ({"x": X.t()}, ValueError, "x: expected stride 1"),
-        ({"fmt": "e2m1"}, ValueError, "fmt: expected one of 'e4m3', got 'e2m1'"),
         ({"num_per_tokens": 64}, ValueError, "num_per_tokens: expected one of .*128, got 64"),
-        ({"num_per_tokens": 128.0}, TypeError, "num_per_tokens: expected an int"),
-        ({"round_sf": 1}, TypeError, "round_sf: expected a bool, got 1"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:

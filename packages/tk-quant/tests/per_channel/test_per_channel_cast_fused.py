@@ -473,24 +473,13 @@ PAIR = (X.to(torch.float8_e4m3fn), torch.ones(256, 1))
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": 1.0}, TypeError, "x: expected a torch.Tensor"),
-        ({"x": X.half()}, TypeError, "x: expected dtype torch.bfloat16 or torch.float32"),
-        ({"x": PAIR[0]}, TypeError, "x: expected dtype"),
-        ({"x": X[0]}, ValueError, "x: expected shape"),
         ({"x": X[:127]}, ValueError, "rows of x: expected a multiple of 128, got 127"),
         ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
         ({"x": X.t()}, ValueError, "x: expected stride 1"),
-        ({"fmt": "e2m1"}, ValueError, "fmt: expected one of 'e4m3', got 'e2m1'"),
         ({"num_per_tokens": 32}, ValueError, "num_per_tokens: expected one of 128, got 32"),
-        ({"num_per_tokens": "128"}, TypeError, "num_per_tokens: expected an int"),
-        ({"round_sf": 0}, TypeError, "round_sf: expected a bool, got 0"),
         ({"num_per_channels": 128}, ValueError, "num_per_channels: expected None, for x is no pair, got 128"),
-        ({"pos_to_token": [0] * 16}, TypeError, "pos_to_token: expected a torch.Tensor"),
-        ({"pos_to_token": torch.zeros(16)}, TypeError, "pos_to_token: expected dtype torch.int32"),
-        ({"pos_to_token": rows()[None]}, ValueError, "pos_to_token: expected shape"),
         ({"pos_to_token": rows()[:15]}, ValueError, r"pos_to_token.shape\[0\]: expected a multiple of 16, got 15"),
         ({"pos_to_token": rows().repeat(2)[::2]}, ValueError, "pos_to_token: expected contiguous"),
-        ({"pos_to_token": rows().to("meta")}, ValueError, "pos_to_token: expected device"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -516,7 +505,6 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
         ({"x": (PAIR[0], PAIR[1].to("meta"))}, ValueError, r"x\[1\]: expected device"),
         ({"num_per_channels": None}, ValueError, "num_per_channels: expected one of 128, got None"),
         ({"num_per_channels": 64}, ValueError, "num_per_channels: expected one of 128, got 64"),
-        ({"fmt": "e5m6"}, ValueError, "fmt: expected one of 'e4m3', got 'e5m6'"),
         ({"num_per_tokens": 64}, ValueError, "num_per_tokens: expected one of 128, got 64"),
     ],
 )

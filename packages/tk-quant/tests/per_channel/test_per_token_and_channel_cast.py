@@ -277,21 +277,11 @@ X = torch.zeros(128, 128)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": [[1.0]]}, TypeError, "x: expected a torch.Tensor"),
-        ({"x": (X, X)}, TypeError, "x: expected a torch.Tensor"),
-        ({"x": X.half()}, TypeError, "x: expected dtype torch.bfloat16 or torch.float32"),
-        ({"x": X[0]}, ValueError, "x: expected shape"),
         ({"x": X[:100]}, ValueError, r"x.shape\[0\]: expected a multiple of 128, got 100"),
         ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
         ({"x": X[:, :0]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 0"),
-        ({"x": X.t()}, ValueError, "x: expected stride 1"),
-        ({"fmt": "e2m1"}, ValueError, "fmt: expected one of 'e4m3', got 'e2m1'"),
         ({"num_per_channels": 64}, ValueError, "num_per_channels: expected one of 32, 128, got 64"),
-        ({"num_per_channels": 32.0}, TypeError, "num_per_channels: expected an int"),
         ({"num_per_tokens": 16}, ValueError, "num_per_tokens: expected one of 32, 128, got 16"),
-        ({"num_per_tokens": None}, TypeError, "num_per_tokens: expected an int"),
-        ({"round_sf": 1}, TypeError, "round_sf: expected a bool, got 1"),
-        ({"transpose_channel_data": None}, TypeError, "transpose_channel_data: expected a bool, got None"),
         ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected round_sf=True"),
         (
             {"use_packed_ue8m0": True, "round_sf": True},

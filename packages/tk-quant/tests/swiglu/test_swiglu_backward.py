@@ -279,17 +279,11 @@ MAPS = {"pos_to_token_topk": INDEX, "topk_weights": WEIGHTS}
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"x": X.half()}, TypeError, "x: .*bfloat16"),
         ({"x": torch.ones(3, 192)}, ValueError, "x: .*multiple of 128"),
-        ({"grad_out": GRAD.half()}, TypeError, "grad_out: .*bfloat16"),
         ({"grad_out": GRAD[:2]}, ValueError, "grad_out: .*shape"),
-        ({"grad_out": torch.ones(64, 3).t()}, ValueError, "grad_out: .*contiguous"),
         ({"fmt": 3}, ValueError, "fmt: .*'bf16', 'fp32'"),
-        ({"with_out": 1}, TypeError, "with_out: .*bool"),
         ({"token_topk_to_pos": PAIRS}, ValueError, "topk_weights: .*tensor beside token_topk_to_pos"),
-        ({**MAPS, "token_topk_to_pos": PAIRS.long()}, TypeError, "token_topk_to_pos: .*int32"),
         ({**MAPS, "token_topk_to_pos": PAIRS[:1]}, ValueError, "token_topk_to_pos: .*shape"),
-        ({"pos_to_expert": INDEX.long()}, TypeError, "pos_to_expert: .*int32"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:

@@ -245,21 +245,13 @@ X, INDEX, WEIGHTS = torch.ones(3, 128), torch.zeros(3, dtype=torch.int32), torch
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"x": None}, TypeError, "x: .*Tensor"),
-        ({"x": X.half()}, TypeError, "x: .*bfloat16"),
-        ({"x": X[0]}, ValueError, "x: .*shape"),
-        ({"x": torch.ones(3, 256)[:, :128]}, ValueError, "x: .*contiguous"),
         ({"x": torch.ones(3, 192)}, ValueError, "x: .*multiple of 128"),
         ({"x": torch.ones(3, 0)}, ValueError, "x: .*positive multiple of 128"),
-        ({"fmt": "e4m3"}, ValueError, "fmt: .*'bf16', 'fp32'"),
         ({"topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: .*tensor beside topk_weights"),
         ({"pos_to_token_topk": INDEX}, TypeError, "topk_weights: .*Tensor"),
-        ({"pos_to_token_topk": INDEX.long(), "topk_weights": WEIGHTS}, TypeError, "pos_to_token_topk: .*int32"),
         ({"pos_to_token_topk": INDEX[:2], "topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: .*shape"),
-        ({"pos_to_token_topk": INDEX, "topk_weights": WEIGHTS.half()}, TypeError, "topk_weights: .*float32"),
         ({"pos_to_expert": INDEX[:2]}, ValueError, "pos_to_expert: .*shape"),
         ({"clamped_count": torch.zeros(3, dtype=torch.int64)}, ValueError, "swiglu_clamp_value: .*clamped_count"),
-        ({"clamped_count": torch.zeros(3), "swiglu_clamp_value": 1.0}, TypeError, "clamped_count: .*int64"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:

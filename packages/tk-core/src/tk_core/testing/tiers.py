@@ -68,15 +68,19 @@ def tests(spec: OpSpec) -> Callable[..., None]:
 def bad_input(
     spec: OpSpec, good: dict[str, Any], rows: Sequence[tuple[dict[str, Any], type[Exception], str]]
 ) -> Callable[..., None]:
-    """A test for each (changes of good arguments, error, regular expression of its message).
+    """A test for each (changes of good arguments, error, regular expression of its message): a refusal changes nothing.
 
     Wrong types, dtypes, numbers of dimensions, devices and strides need no row: tests/test_bad_arguments.py has those.
     """
 
     @pytest.mark.parametrize(("changes", "error", "match"), rows)
     def test(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+        kwargs = {**good, **changes}
+        present = [x for x in tensors(kwargs) if not x.is_meta]
+        before = transfer(present)
         with pytest.raises(error, match=match):
-            spec.op(**{**good, **changes})
+            spec.op(**kwargs)
+        assert_equal(present, before)
 
     return test
 
