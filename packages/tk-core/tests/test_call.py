@@ -428,6 +428,9 @@ def test_unaligned_arguments_are_copied_and_copied_back() -> None:
     assert [y.data_ptr() % 16 == 0 for y in seen] == [True, True, False]
     with pytest.raises(ValueError, match="out: expected memory of its own, got some of x"):
         look(x, memory[2:], x)
+    with capture(arch_from_name("sm_90a")):
+        look(*[torch.empty(9, device="meta")[1:]] * 3)
+    assert [y.data_ptr() % 16 == 0 for y in seen[-3:]] == [True, True, False]
 
 
 @pytest.mark.usefixtures("_on_a_gpu")

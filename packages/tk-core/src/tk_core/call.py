@@ -167,7 +167,7 @@ class Op:
         parameters = inspect.signature(function).parameters
         self._names = list(parameters)
         self._written = tuple(map(self._names.index, writes))
-        self._aligned = [aligned is None or name in aligned for name in self._names]
+        self._to_align = [aligned is None or name in aligned for name in self._names]
         self._in_place = {(output, other) for output, others in in_place.items() for other in others}
         self._reference_name = reference or function.__name__
         self._ready_devices: set[torch.device] = set()
@@ -200,6 +200,10 @@ class Op:
             return function(*call)
         return function(*call[:-num_keywords], **dict(zip(self._keywords, call[-num_keywords:])))
 
+    def _aligned(self, call: Sequence[Any]) -> list[Any]:
+        """The arguments as kernels can take them, some of their tensors copied."""
+        return [_map_tensors(_aligned, x) if to_align else x for x, to_align in zip(call, self._to_align)]
+
     def _fresh(self, result: Any, call: Sequence[Any]) -> list[Tensor]:
         """The tensors of a result that are no arguments which the op writes."""
         written = tensors([call[index] for index in self._written])
@@ -221,7 +225,7 @@ class Op:
         if first is not None and kernel.capturing():
             self._check_arch(first.device)
             with _within(_Call(lambda _: None)):
-                return self._apply(self.function, call)
+                return self._apply(self.function, self._aligned(call))
         is_seen = (
             _len_torch_dispatch_stack() > (kernel.recording() is not None)
             or peek_interpreter_stack() is not None
@@ -309,7 +313,7 @@ class Op:
         # A kernel's host code makes the tensors' device current and does not restore the one before.
         is_current = device.index == torch.cuda.current_device()
         with nullcontext() if is_current else torch.cuda.device(device):
-            passed = [_map_tensors(_aligned, x) if whole else x for x, whole in zip(call, self._aligned)]
+            passed = self._aligned(call)
             into = given and _map_tensors(_aligned, given)
             try:
                 return self._launch(call, given, passed, into)
