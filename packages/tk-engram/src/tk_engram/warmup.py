@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 
 import tk_engram as engram
-from tk_core import check
 from tk_core.arch import get_arch
-from tk_core.cli.profile import Call, empty
-from tk_engram.lookup.engram_lookup import GROUP, VECTOR, EngramLookupConfig, _engram_lookup_kernel
-from tk_engram.optimizer.engram_sinkhorn_step import NUM_PARTIALS
+from tk_core.cli.profile import Call, call, empty
+from tk_engram.lookup.engram_lookup import GROUP, lookup_kernel_for
+from tk_engram.sizes import NUM_PARTIALS
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -80,40 +79,30 @@ def _masks(profile: Profile, num_tokens: int) -> Iterator[torch.Tensor | None]:
         yield empty(num_tokens, dtype=torch.bool) if masked else None
 
 
-def _num_columns(profile: Profile) -> int:
-    return (profile.max_ngram - 1) * profile.num_heads
-
-
 def _lookups(profile: Profile, num_tokens: int) -> Iterator[Call]:
-    max_ngram, num_columns = profile.max_ngram, _num_columns(profile)
+    max_ngram, num_heads = profile.max_ngram, profile.num_heads
+    num_columns = (max_ngram - 1) * num_heads
+    token_ids = empty(num_tokens, dtype=torch.int32)
     for cu_seqlens in _sequences(profile):
         num_sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         history = empty(num_sequences, max_ngram - 1, dtype=torch.int32)
         for before in (None, history) if profile.decoding else (None,):
-            ids = {"token_ids": empty(num_tokens, dtype=torch.int32), "cu_seqlens": cu_seqlens, "history": before}
-            yield engram.ngram_windows, {**ids, "N": max_ngram, "pad_id": 0}
+            yield call(engram.ngram_windows, token_ids, cu_seqlens, max_ngram, 0, history=before)
+    windows, multipliers = empty(num_tokens, max_ngram, dtype=torch.int32), empty(1, max_ngram, dtype=torch.int64)
+    sizes, offsets = (empty(1, *shape, dtype=torch.int32) for shape in ((max_ngram - 1, num_heads), (num_columns,)))
     for mask in _masks(profile, num_tokens):
-        yield (
-            engram.engram_hash,
-            {
-                "ngram_token_ids": empty(num_tokens, max_ngram, dtype=torch.int32),
-                "multipliers": empty(1, max_ngram, dtype=torch.int64),
-                "vocab_sizes": empty(1, max_ngram - 1, profile.num_heads, dtype=torch.int32),
-                "offsets": empty(1, num_columns, dtype=torch.int32),
-                "image_token_mask": mask,
-            },
-        )
+        yield call(engram.engram_hash, windows, multipliers, sizes, offsets, image_token_mask=mask)
     indices = empty(num_tokens, num_columns, dtype=torch.int32)
     for kind, memory in product(profile.tables, profile.table_memory):
         table, table_sf = _table(profile, kind)
         if memory == "device":
-            yield engram.engram_lookup, {"indices": indices, "table": table, "table_sf": table_sf}
+            yield call(engram.engram_lookup, indices, table, table_sf=table_sf)
         else:
-            yield engram_lookup, {"table": table, "table_sf": table_sf}
+            yield call(engram_lookup, table, table_sf)
     if profile.training:
         d_o = empty(num_tokens, num_columns, profile.head_dim, dtype=torch.bfloat16)
         for grad in ({}, {"grad": empty(16, profile.head_dim)}, {"sparse": True}):
-            yield engram.engram_lookup_bwd, {"d_o": d_o, "indices": indices, "num_rows": 16, **grad}
+            yield call(engram.engram_lookup_bwd, d_o, indices, 16, **grad)
 
 
 def _table(profile: Profile, kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -129,50 +118,42 @@ def _table(profile: Profile, kind: str) -> tuple[torch.Tensor, torch.Tensor | No
 
 def engram_lookup(table: torch.Tensor, table_sf: torch.Tensor | None) -> None:
     """Ask for the kernel that reads a table in pinned memory: no tensor of the meta device stands for such a table."""
-    arch, dim = get_arch(table.device), table.shape[1]
-    vector = min(VECTOR, check.row_alignment(table) // table.itemsize)
-    sf_dtype = None if table_sf is None else table_sf.dtype
-    _engram_lookup_kernel(dim, table.dtype, sf_dtype, vector, True, EngramLookupConfig.best(dim, arch), arch)
+    lookup_kernel_for(table, table_sf, True, get_arch(table.device))
 
 
 def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
     mhc_mult, x = profile.mhc_mult, _streams(profile, num_tokens)
     kv = empty(num_tokens, mhc_mult + 1, profile.hidden, dtype=torch.bfloat16)
-    pairs = {"k": kv[:, :mhc_mult], "v": kv[:, mhc_mult]}
     for dtype in profile.weights:
-        weights = {"weight_hidden": _weight(profile, dtype), "weight_embed": _weight(profile, dtype)}
-        yield engram.fused_weight, weights
+        weights = _weight(profile, dtype), _weight(profile, dtype)
+        yield call(engram.fused_weight, *weights)
         if profile.training:
-            grads = {f"grad_{name}": _weight(profile, "float32") for name in weights}
-            yield engram.grad_w_reduce, {"grad_w_partial": empty(1, mhc_mult, profile.hidden), **weights, **grads}
-    fused = {"weight_fused": _weight(profile, "float32"), "clamp_value": _EPS}
+            partial, grads = empty(1, mhc_mult, profile.hidden), (_weight(profile, "float32") for _ in weights)
+            yield call(engram.grad_w_reduce, partial, *weights, *grads)
+    inputs = x, kv[:, :mhc_mult], kv[:, mhc_mult], _weight(profile, "float32")
+    saved = [empty(num_tokens, mhc_mult) for _ in range(4)]
     for mask, add_residual in product(_masks(profile, num_tokens), profile.gate_residuals):
         options = {"image_token_mask": mask, "add_residual": add_residual}
-        inputs = {"hidden_states": x, **pairs, **fused, **options}
         for save in (False, True) if profile.training else (False,):
-            yield engram.engram_gate_fwd, {**inputs, "eps": _EPS, "save_for_backward": save}
+            yield call(engram.engram_gate_fwd, *inputs, _EPS, _EPS, save, **options)
         if profile.training:
-            saved = {name: empty(num_tokens, mhc_mult) for name in ("dot", "gate_score", "rstd_x", "rstd_k")}
             for grad_kv in (None, kv):
-                yield engram.engram_gate_bwd, {"grad_out": x, **inputs, **saved, "grad_kv": grad_kv}
+                yield call(engram.engram_gate_bwd, x, *inputs, *saved, _EPS, **options, grad_kv=grad_kv)
 
 
 def _convolutions(profile: Profile, num_tokens: int) -> Iterator[Call]:
     mhc_mult, hidden, dilation = profile.mhc_mult, profile.hidden, profile.max_ngram
     u = _streams(profile, num_tokens)
     for cu_seqlens, dtype in product(_sequences(profile), profile.weights):
-        weights = {
-            "norm_weight": _weight(profile, dtype),
-            "conv_weight": empty(mhc_mult, hidden, 4, dtype=dtype),
-        }
-        inputs = {"u": u, **weights, "cu_seqlens": cu_seqlens, "dilation": dilation}
+        inputs = u, _weight(profile, dtype), empty(mhc_mult, hidden, 4, dtype=dtype)
+        options = {"cu_seqlens": cu_seqlens, "dilation": dilation}
         num_sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         kept = empty(num_sequences, 3 * dilation, mhc_mult, hidden, dtype=torch.bfloat16)
         for state, residual in product((None, kept) if profile.decoding else (None,), (None, u)):
-            yield engram.short_conv, {**inputs, "state": state, "residual": residual}
+            yield call(engram.short_conv, *inputs, **options, state=state, residual=residual)
         if profile.training:
             for has_residual in (False, True):
-                yield engram.short_conv_bwd, {"d_out": u, **inputs, "has_residual": has_residual}
+                yield call(engram.short_conv_bwd, u, *inputs, **options, has_residual=has_residual)
 
 
 def _optimizer(profile: Profile) -> Iterator[Call]:
@@ -180,10 +161,7 @@ def _optimizer(profile: Profile) -> Iterator[Call]:
     num_rows, width = 16, profile.head_dim
     matrix, rows, columns = empty(num_rows, width), empty(num_rows), empty(width)
     for dtype in profile.momentum:
-        buffer = empty(num_rows, width, dtype=dtype)
-        yield engram.engram_sinkhorn_momentum_update, {"grad": matrix, "momentum_buffer": buffer, "beta1": 0.9}
-    scales = {"row_scale": rows, "col_scale": columns, "eps": _EPS}
-    yield engram.engram_sinkhorn_step, {"matrix": matrix, **scales}
-    partials = {"col_sumsq_partial": empty(NUM_PARTIALS, width), "col_sumsq": columns}
-    yield engram.engram_sinkhorn_step_reduce, partials
-    yield engram.engram_sinkhorn_finalize, {"matrix": matrix, **scales, "alpha": 1.0}
+        yield call(engram.engram_sinkhorn_momentum_update, matrix, empty(num_rows, width, dtype=dtype), 0.9)
+    yield call(engram.engram_sinkhorn_step, matrix, rows, columns, _EPS)
+    yield call(engram.engram_sinkhorn_step_reduce, empty(NUM_PARTIALS, width), columns)
+    yield call(engram.engram_sinkhorn_finalize, matrix, rows, columns, _EPS, 1.0)

@@ -14,7 +14,7 @@ from tk_core.testing.numeric import calc_diff
 from tk_core.testing.trees import distinct_bytes
 from tk_engram import reference
 from tk_engram.gate.engram_gate_bwd import EngramGateBwdConfig
-from tk_engram.lib.gate import num_token_ranges
+from tk_engram.sizes import num_token_ranges
 
 from .compare import assert_calc_diff, assert_close_bfloat16
 from .test_engram_gate_fwd import CLAMP_VALUE, EPS, Layout

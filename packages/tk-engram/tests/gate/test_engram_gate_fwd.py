@@ -288,7 +288,7 @@ def test_least_bytes_counts_overwritten_streams_twice() -> None:
 
 def test_config_covers_hidden() -> None:
     for hidden in range(64, 16385, 64):
-        config = EngramGateFwdConfig.best(hidden, ARCHS["sm_90a"])
+        config = EngramGateFwdConfig.best(hidden)
         assert config.threads % 32 == 0, hidden
         assert 32 <= config.threads <= 1024, hidden
         rounds = -(-hidden // (8 * config.threads))

@@ -9,7 +9,6 @@ import tk_engram
 from tk_core.arch import ARCHS
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.trees import distinct_bytes
-from tk_engram.gate.grad_w_reduce import GradWReduceConfig
 
 from .compare import assert_calc_diff
 
@@ -123,14 +122,6 @@ def test_no_block_changes_nothing(device: str) -> None:
 def test_least_bytes_counts_the_gradients_twice() -> None:
     inputs = make(3, 2, 64)("cpu")
     assert least_bytes(inputs, None) == 4 * 3 * 128 + 2 * (2 * 128) + 2 * (2 * 4 * 128)
-
-
-def test_config_divides_every_shape() -> None:
-    config = GradWReduceConfig.best(ARCHS["sm_90a"])
-    assert 64 % config.channels == 0
-    assert config.threads % 32 == 0
-    assert config.threads & (config.threads - 1) == 0
-    assert config.threads <= 1024
 
 
 GOOD = make(3, 2, 64)("cpu")

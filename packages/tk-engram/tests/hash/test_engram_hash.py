@@ -10,7 +10,6 @@ from tk_core import env
 from tk_core.arch import ARCHS
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_engram import reference
-from tk_engram.hash.engram_hash import EngramHashConfig
 
 # Sizes of tables with the largest and smallest quotients and remainders.
 _EXTREME_SIZES = (1, 2, 3, 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, 2**31 - 1)
@@ -233,16 +232,6 @@ def test_offsets_past_int32_raise(monkeypatch: pytest.MonkeyPatch) -> None:
             tk_engram.engram_hash(**{**GOOD, "offsets": wrong})
     with pytest.raises(ValueError, match=r"vocab_sizes: .*2³¹ - 1 rows a layer, got 2147483648"):
         reference.make_offsets(torch.tensor([[[2**30], [2**30]]], dtype=torch.int32))
-
-
-@pytest.mark.parametrize("max_ngram", [2, 3, 4, 7, 16])
-@pytest.mark.parametrize("num_heads", [1, 2, 5, 7, 8, 16, 31, 64])
-def test_config_gives_a_thread_one_column(max_ngram: int, num_heads: int) -> None:
-    num_columns = (max_ngram - 1) * num_heads
-    config = EngramHashConfig.best(max_ngram, num_heads, ARCHS["sm_90a"])
-    assert config.threads % num_columns == 0
-    assert 128 < config.threads <= 1024
-    assert config.block_tokens * num_columns == 4 * config.threads
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from tk_core.arch import ARCHS
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.usage import resource_usage
 from tk_engram import reference
-from tk_engram.lookup.engram_lookup import EngramLookupConfig, _engram_lookup_kernel
+from tk_engram.lookup.engram_lookup import _engram_lookup_kernel
 
 
 def make(
@@ -269,23 +269,13 @@ def test_single_scales_may_have_any_stride() -> None:
     assert out[0, :, 0].tolist() == [4.0, 2.0]
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 160, 224, 256, 288, 352, 512, 992, 1280, 4064, 8192])
-def test_config_fills_all_threads(dim: int) -> None:
-    config = EngramLookupConfig.best(dim, ARCHS["sm_90a"])
-    assert dim % config.block_channels == 0
-    vectors = config.block_pairs * config.block_channels // 8
-    assert vectors % config.threads == 0
-    assert 3 <= vectors // config.threads <= 7
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize("arch_name", SPEC.archs)
 @pytest.mark.parametrize("sf_dtype", [None, torch.uint8])
 def test_kernels_of_host_tables_compile(sf_dtype: torch.dtype | None, arch_name: str) -> None:
     arch = ARCHS[arch_name]
     dtype = torch.bfloat16 if sf_dtype is None else E4M3
-    config = EngramLookupConfig.best(256, arch)
-    (usage,) = resource_usage(_engram_lookup_kernel, 256, dtype, sf_dtype, 8, True, config, arch).values()
+    (usage,) = resource_usage(_engram_lookup_kernel, 256, dtype, sf_dtype, 8, True, arch).values()
     assert usage.stack_bytes == 0
 
 

@@ -10,7 +10,6 @@ import tk_engram
 from tk_core.arch import ARCHS
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_engram import reference
-from tk_engram.lookup.engram_lookup_bwd import EngramLookupBwdConfig
 
 
 def make(
@@ -255,16 +254,6 @@ test_bad_input = tiers.bad_input(
         ({"sparse": True}, ValueError, "grad: .*None with sparse"),
     ],
 )
-
-
-@pytest.mark.parametrize("dim", [32, 64, 96, 160, 256, 288, 1280, 4064, 8192])
-def test_config_has_whole_warps(dim: int) -> None:
-    config = EngramLookupBwdConfig.best(dim, ARCHS["sm_90a"])
-    assert dim % config.block_channels == 0
-    # A thread a channel.
-    assert config.block_channels % 32 == 0
-    assert 32 <= config.block_channels <= 128
-    assert config.block_pairs % config.store_pairs == 0
 
 
 @pytest.mark.gpu

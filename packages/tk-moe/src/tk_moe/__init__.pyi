@@ -12,13 +12,13 @@ from .gate.top2_sum_gate import top2_sum_gate as top2_sum_gate
 from .gate.topk_gate import topk_gate as topk_gate
 from .gate.topk_gate_with_weights import topk_gate_with_weights as topk_gate_with_weights
 from .gate.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx as topk_sum_and_topk_group_idx
-from .lib.scoring import ScoringFunc as ScoringFunc
 from .mapping.get_fused_mapping import get_fused_mapping as get_fused_mapping
 from .mapping.inplace_unique_group_indices import inplace_unique_group_indices as inplace_unique_group_indices
 from .mapping.mask_indices_by_tp import mask_indices_by_tp as mask_indices_by_tp
 from .mapping.max_expanded_tokens import max_expanded_tokens as max_expanded_tokens
 from .reduce.reduce_fused import reduce_fused as reduce_fused
 from .reduce.reduce_fused_bwd import reduce_fused_bwd as reduce_fused_bwd
+from .scoring import ScoringFunc as ScoringFunc
 from .weights.normalize_weight import normalize_weight as normalize_weight
 from .weights.normalize_weight_bwd import normalize_weight_bwd as normalize_weight_bwd
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tk_moe as moe
-from tk_core.cli.profile import Call, empty
+from tk_core.cli.profile import Call, call, empty
 from tk_core.math import align, ceil_div
 
 IdxDtype = Literal["int64", "int32"]
@@ -71,28 +71,26 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
 
 
 def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
-    num_experts, num_topk = profile.num_experts, profile.num_topk
+    num_experts, num_topk, scoring_func = profile.num_experts, profile.num_topk, profile.scoring_func
     scores, bias = empty(num_tokens, num_experts), empty(num_experts)
-    yield moe.topk_gate, {"scores": scores, "num_topk": num_topk}
-    weights = empty(num_tokens, num_topk)
-    yield moe.normalize_weight, {"topk_weights": weights}
+    yield call(moe.topk_gate, scores, num_topk)
+    yield call(moe.normalize_weight, empty(num_tokens, num_topk))
     if profile.num_groups:
         groups = empty(num_tokens, profile.num_groups, num_experts // profile.num_groups)
         for num_topk_sum in (1, 2):
-            sizes = {"num_topk_sum": num_topk_sum, "num_topk_groups": profile.num_topk_groups}
-            yield moe.topk_sum_and_topk_group_idx, {"scores": groups, **sizes}
+            yield call(moe.topk_sum_and_topk_group_idx, groups, num_topk_sum, profile.num_topk_groups)
     for masked in profile.token_masks:
         mask = empty(num_tokens, dtype=torch.bool) if masked else None
         for logits_dtype, idx_dtype in product(profile.logits, profile.indices):
             logits = empty(num_tokens, num_experts, dtype=logits_dtype)
-            options = {"scoring_func": profile.scoring_func, "mask": mask, "idx_dtype": getattr(torch, idx_dtype)}
+            options = {"mask": mask, "idx_dtype": getattr(torch, idx_dtype)}
             for has_bias in profile.expert_bias:
-                arguments = {"logits": logits, "num_topk": num_topk, "bias": bias if has_bias else None}
-                yield moe.topk_gate_with_weights, {**arguments, **options}
+                bias_given = bias if has_bias else None
+                yield call(moe.topk_gate_with_weights, logits, num_topk, scoring_func, bias_given, **options)
             table = empty(1, num_topk, dtype=torch.int32)
             for id_dtype in profile.token_ids:
                 token_ids = empty(num_tokens, dtype=id_dtype)
-                yield moe.hash_gate, {"token_ids": token_ids, "table": table, "logits": logits, **options}
+                yield call(moe.hash_gate, token_ids, table, logits, scoring_func, **options)
         yield from _top2_sum_gates(profile, scores, bias, mask)
 
 
@@ -105,13 +103,11 @@ def _top2_sum_gates(profile: Profile, logits: Tensor, bias: Tensor, mask: Tensor
         num_logical = profile.num_experts + num_shared
         copies = empty(num_logical, 1 + profile.num_extra_experts, dtype=torch.int32)
         physical = {"to_physical_map": copies, "logical_count": empty(num_logical, dtype=torch.int32)}
-    same_names = ("num_topk", "num_topk_groups", "num_groups", "num_ep_ranks", "num_tp_ranks")
-    sizes = {name: getattr(profile, name) for name in same_names}
-    shared = {"use_shared_as_routed": num_shared > 0, "num_shared_experts": num_shared}
-    fixed_values = {"routed_scaling_factor": 1.0, "ep_rank": 0, "tp_rank": 0, "scoring_func": profile.scoring_func}
-    arguments = {"logits": logits, "bias": bias, **sizes, **shared, **fixed_values, "mask": mask, **physical}
+    sizes = profile.num_topk, profile.num_topk_groups, profile.num_groups, num_shared > 0, num_shared
+    ranks = 0, profile.num_ep_ranks, 0, profile.num_tp_ranks
     for routing in [{}, *fixed] if profile.fixed_routing else [{}]:
-        yield moe.top2_sum_gate, {**arguments, **routing}
+        arguments = logits, bias, *sizes, 1.0, *ranks, profile.scoring_func, mask
+        yield call(moe.top2_sum_gate, *arguments, **physical, **routing)
 
 
 def _indices(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -119,73 +115,67 @@ def _indices(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for dtype in profile.indices:
         idx = empty(num_tokens, profile.num_topk, dtype=dtype)
         for with_psum in profile.expert_psum:
-            sizes = {"num_experts": num_experts, "num_expanded_tokens": 0, "alignment": profile.alignments[0]}
-            yield moe.get_fused_mapping, {"topk_idx": idx, **sizes, "with_psum": with_psum}
+            yield call(moe.get_fused_mapping, idx, num_experts, 0, profile.alignments[0], with_psum=with_psum)
         for num_groups in sorted({num_experts, profile.num_groups, profile.num_ep_ranks} - {0, 1}):
-            yield moe.group_count, {"group_idx": idx, "num_groups": num_groups}
+            yield call(moe.group_count, idx, num_groups)
             if num_groups < num_experts:
-                yield moe.inplace_unique_group_indices, {"group_indices": idx, "num_groups": num_groups}
+                yield call(moe.inplace_unique_group_indices, idx, num_groups)
         if profile.num_tp_ranks > 1:
-            ranks = {"num_ep_ranks": profile.num_ep_ranks, "tp_rank": 0, "num_tp_ranks": profile.num_tp_ranks}
-            yield moe.mask_indices_by_tp, {"indices": idx, "n": num_experts, **ranks}
+            yield call(moe.mask_indices_by_tp, idx, num_experts, profile.num_ep_ranks, 0, profile.num_tp_ranks)
 
 
-def _maps(profile: Profile, num_tokens: int) -> Iterator[dict[str, Tensor]]:
-    """The maps between tokens and rows, with the fewest rows that there can be and with the most."""
+def _maps(profile: Profile, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """token_topk_to_pos and pos_to_expert, with the fewest rows that there can be and with the most."""
     num_pairs = num_tokens * profile.num_topk
     token_topk_to_pos = empty(num_tokens, profile.num_topk, dtype=torch.int32)
     for alignment in profile.alignments:
         most = (num_pairs + (alignment - 1) * profile.num_experts) // alignment * alignment
         for num_rows in (align(num_pairs, alignment), most):
-            pos_to_expert = empty(num_rows, dtype=torch.int32)
-            yield {"token_topk_to_pos": token_topk_to_pos, "pos_to_expert": pos_to_expert}
+            yield token_topk_to_pos, empty(num_rows, dtype=torch.int32)
 
 
 def _rows(profile: Profile, num_tokens: int) -> Iterator[Call]:
     weights = empty(num_tokens, profile.num_topk)
     for maps in _maps(profile, num_tokens):
+        token_topk_to_pos, pos_to_expert = maps
         for row_format in profile.rows:
             if row_format in ("e4m3", "e2m1"):
                 yield from _quantized_rows(profile, num_tokens, row_format, maps)
             else:
-                x = empty(num_tokens, profile.hidden, dtype=row_format)
-                yield moe.expand_to_fused, {"x": x, **maps}
+                yield call(moe.expand_to_fused, empty(num_tokens, profile.hidden, dtype=row_format), *maps)
         for dtype, topk_weights in product(profile.combine, (weights, None)):
-            x = empty(maps["pos_to_expert"].shape[0], profile.hidden, dtype=dtype)
-            arguments = {"topk_weights": topk_weights, "token_topk_to_pos": maps["token_topk_to_pos"]}
-            yield moe.reduce_fused, {"x": x, **arguments}
+            x = empty(pos_to_expert.shape[0], profile.hidden, dtype=dtype)
+            yield call(moe.reduce_fused, x, topk_weights, token_topk_to_pos)
 
 
-def _quantized_rows(profile: Profile, num_tokens: int, row_format: str, maps: dict[str, Tensor]) -> Iterator[Call]:
+def _quantized_rows(profile: Profile, num_tokens: int, row_format: str, maps: tuple[Tensor, Tensor]) -> Iterator[Call]:
     cols, dtype = (profile.hidden, "float8_e4m3fn") if row_format == "e4m3" else (profile.hidden // 2, "int8")
     data = empty(num_tokens, cols, dtype=dtype)
     for num_per_channels, layout in product(profile.num_per_channels, profile.sf_layouts):
         num_sf = ceil_div(profile.hidden, num_per_channels)
         packed = empty(num_tokens, ceil_div(num_sf, 4), dtype=torch.int32)
         sf = packed if layout == "packed_ue8m0" else empty(num_tokens, num_sf)
-        flag = {"use_tma_aligned_col_major_sf": layout != "row_major"}
-        yield moe.expand_to_fused_with_sf, {"x": (data, sf), "num_per_channels": num_per_channels, **maps, **flag}
+        yield call(moe.expand_to_fused_with_sf, (data, sf), num_per_channels, *maps, layout != "row_major")
 
 
 def _training(profile: Profile, num_tokens: int) -> Iterator[Call]:
     num_experts, num_topk = profile.num_experts, profile.num_topk
     weights, denominator = empty(num_tokens, num_topk), empty(num_tokens)
     for grad_denominator in (None, denominator):
-        backward = {"grad_denominator": grad_denominator, "denominator": denominator, "normalized": weights}
-        yield moe.normalize_weight_bwd, {"grad_normalized": weights, **backward}
+        yield call(moe.normalize_weight_bwd, weights, grad_denominator, denominator, weights)
     scores, fi = empty(num_tokens, num_experts), empty(num_experts)
-    yield moe.aux_loss, {"scores": scores, "fi": fi}
-    yield moe.aux_loss_bwd, {"grad_loss": empty(), "scores": scores, "fi": fi}
+    yield call(moe.aux_loss, scores, fi)
+    yield call(moe.aux_loss_bwd, empty(), scores, fi)
     for dtype in profile.indices:
         idx = empty(num_tokens, num_topk, dtype=dtype)
-        yield moe.aux_fi, {"topk_idx": idx, "num_experts": num_experts, "num_aux_topk": num_topk}
+        yield call(moe.aux_fi, idx, num_experts, num_topk)
         for logits_dtype in profile.logits:
             logits = empty(num_tokens, num_experts, dtype=logits_dtype)
-            gate = {"logits": logits, "topk_idx": idx, "scoring_func": profile.scoring_func}
-            yield moe.gate_weights_bwd, {"grad_weights": weights, **gate}
+            yield call(moe.gate_weights_bwd, weights, logits, idx, profile.scoring_func)
     for maps, dtype in product(_maps(profile, num_tokens), profile.combine):
-        rows = empty(maps["pos_to_expert"].shape[0], profile.hidden, dtype=dtype)
+        token_topk_to_pos, pos_to_expert = maps
+        rows = empty(pos_to_expert.shape[0], profile.hidden, dtype=dtype)
         grad = empty(num_tokens, profile.hidden, dtype=dtype)
-        yield moe.expand_to_fused_bwd, {"grad_rows": rows, "token_topk_to_pos": maps["token_topk_to_pos"]}
-        yield moe.reduce_fused_bwd, {"grad": grad, "x": rows, "topk_weights": weights, **maps}
-        yield moe.reduce_fused_bwd, {"grad": grad, "x": None, "topk_weights": None, **maps}
+        yield call(moe.expand_to_fused_bwd, rows, token_topk_to_pos)
+        yield call(moe.reduce_fused_bwd, grad, rows, weights, *maps)
+        yield call(moe.reduce_fused_bwd, grad, None, None, *maps)

@@ -13,7 +13,7 @@ import tk_moe
 from tk_core import env
 from tk_core.arch import ARCHS, arch_from_name
 from tk_core.testing import Case, Make, OpSpec, tiers
-from tk_moe.balance.group_count import MAX_PAIRS, GroupCountConfig
+from tk_moe.balance.group_count import MAX_PAIRS, cluster_size_for
 
 from ..models import MODEL_EXPERTS
 
@@ -159,12 +159,12 @@ test_bad_input = tiers.bad_input(
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
 def test_clusters_are_those_that_the_device_has(arch: tk_core.Arch) -> None:
     for num_sms in (1, 7, 8, 60, 132):
-        assert GroupCountConfig.best(True, num_sms, arch).cluster_size == 1
-        size = GroupCountConfig.best(False, num_sms, arch).cluster_size
+        assert cluster_size_for(4096, num_sms, arch) == 1
+        size = cluster_size_for(4097, num_sms, arch)
         assert size <= num_sms
         assert size == 1 or arch.sm >= 90
-    assert GroupCountConfig.best(False, 132, arch_from_name("sm_90a")).cluster_size == 16
-    assert GroupCountConfig.best(False, 188, arch_from_name("sm_120a")).cluster_size == 8
+    assert cluster_size_for(4097, 132, arch_from_name("sm_90a")) == 16
+    assert cluster_size_for(4097, 188, arch_from_name("sm_120a")) == 8
 
 
 @pytest.mark.gpu

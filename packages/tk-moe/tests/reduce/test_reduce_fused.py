@@ -10,7 +10,6 @@ import torch
 import tk_moe
 from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, nearest_float32, tiers
-from tk_moe.reduce.reduce_fused import ReduceConfig
 
 from ..expand.test_expand_to_fused import make_maps, model_rows, name_of, random_bits
 
@@ -322,11 +321,3 @@ def test_debug_mode_finds_positions_past_the_end(monkeypatch: pytest.MonkeyPatch
     tk_moe.reduce_fused(**arguments())
     with pytest.raises(ValueError, match="token_topk_to_pos"):
         tk_moe.reduce_fused(**arguments(x=X[:3]))
-
-
-@pytest.mark.parametrize("num_vectors", [8, 72, 256, 264, 320, 512, 768, 896, 1792, 7168])
-def test_config_covers_a_row_with_little_waste(num_vectors: int) -> None:
-    config = ReduceConfig.best(num_vectors, None)
-    assert config.threads % 32 == 0
-    assert 32 <= config.threads <= 128
-    assert 0 <= config.threads * config.num_chunks - num_vectors < 32

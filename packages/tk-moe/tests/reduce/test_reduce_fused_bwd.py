@@ -11,7 +11,6 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.trees import unaligned
 from tk_moe import reference
-from tk_moe.reduce.reduce_fused_bwd import ReduceBwdConfig
 
 from ..expand.test_expand_to_fused import make_maps, model_rows, name_of
 
@@ -236,14 +235,6 @@ def test_debug_mode_finds_maps_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="token_topk_to_pos"):
         tk_moe.reduce_fused_bwd(**arguments())
     tk_moe.reduce_fused_bwd(**arguments(token_topk_to_pos=POS.where(POS < 5, -1)))
-
-
-@pytest.mark.parametrize("num_vectors", [8, 72, 256, 264, 320, 512, 768, 896, 1792, 7168])
-def test_config_covers_a_row_with_little_waste(num_vectors: int) -> None:
-    config = ReduceBwdConfig.best(num_vectors, 8, None)
-    assert config.threads % 32 == 0
-    assert 32 <= config.threads <= 224
-    assert 0 <= config.threads * config.num_chunks - num_vectors < 32 * config.num_chunks
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -28,6 +29,11 @@ def empty(*shape: int, dtype: "torch.dtype | str" = "float32") -> "torch.Tensor"
     import torch
 
     return torch.empty(shape, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, device="meta")
+
+
+def call(op: Any, *args: Any, **kwargs: Any) -> Call:
+    """The call op(*args, **kwargs), all its arguments by name."""
+    return op, dict(signature(op).bind(*args, **kwargs).arguments)
 
 
 class ProfileError(ValueError):

@@ -23,7 +23,6 @@ stream and walk likewise. Both ways give the same bits:
 With a state a third launch updates it.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,22 +36,11 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
-from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd, launch_sequences, name_of
+from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd, launch_sequences
 from tk_engram.lib.conv_rows import ConvRowsConfig, rows_walk_length, short_conv_rows_kernel, takes_whole_rows
 
-
-@dataclass(frozen=True)
-class ShortConvConfig:
-    """Launch knobs. No bit of a result depends on them."""
-
-    tile: ChannelTile
-    rows_in_flight: int = 4
-    """Rows of a step, whose loads are in flight together."""
-
-    @staticmethod
-    def best(hidden: int, arch: Arch) -> "ShortConvConfig":
-        """Four loads of a thread in flight. m 4, H 7168, 8192 tokens on an H200: with 2, 4 and 8 424 µs, 382, 382."""
-        return ShortConvConfig(ChannelTile.best(hidden))
+_ROWS_IN_FLIGHT = 4
+"""Rows of a step, a load of a thread each. m 4, H 7168, 8192 tokens on an H200: with 2, 4 and 8 424 µs, 382, 382."""
 
 
 def walk_length(num_tokens: int, num_rows: int, num_sms: int) -> int:
@@ -70,29 +58,20 @@ def walk_length(num_tokens: int, num_rows: int, num_sms: int) -> int:
 def _short_conv_kernel(
     mhc_mult: int,
     hidden: int,
-    dtypes: tuple[str, str],
+    dtypes: tuple[torch.dtype, torch.dtype],
     is_packed: bool,
     has_residual: bool,
     has_state: bool,
-    config: ShortConvConfig,
     arch: Arch,
 ) -> Any:
     """`dtypes`: of norm_weight and conv_weight."""
     import tilelang.language as T
 
-    from tk_engram.lib.conv_tile import (
-        convolve,
-        load_filter,
-        normalize,
-        remember,
-        row_layout,
-        rows_layout,
-        silu,
-        silu_and_residual,
-        taps_layout,
-    )
+    from tk_engram.lib import conv_tile
+    from tk_engram.lib.gate_tiles import channels_of_threads
 
-    channels, num_tiles, in_flight = config.tile.channels, config.tile.num_tiles, config.rows_in_flight
+    tile, in_flight = ChannelTile.best(hidden), _ROWS_IN_FLIGHT
+    channels, num_tiles = tile.channels, tile.num_tiles
     num_tokens, num_state_rows = T.dynamic("num_tokens"), T.dynamic("num_state_rows")
 
     @T.prim_func
@@ -110,7 +89,7 @@ def _short_conv_kernel(
         walk_tokens: T.int32,
     ) -> None:
         num_walks = T.min(dilation, num_tokens) * T.ceildiv(num_tokens, dilation * walk_tokens)
-        with T.Kernel(num_walks * (mhc_mult * num_tiles), threads=config.tile.threads) as block:
+        with T.Kernel(num_walks * (mhc_mult * num_tiles), threads=tile.threads) as block:
             weights = T.alloc_fragment((channels,), dtypes[0])
             taps = T.alloc_fragment((channels, 4), dtypes[1])
             f = [T.alloc_fragment((channels,), "float32") for _ in range(4)]
@@ -123,11 +102,11 @@ def _short_conv_kernel(
             result = T.alloc_fragment((channels,), "bfloat16")
             old = T.alloc_fragment((1, channels), "bfloat16")
             added = T.alloc_fragment((channels,), "bfloat16")
-            one_row = row_layout(channels, config.tile.threads)
+            one_row = channels_of_threads((channels,))
             T.annotate_layout(
-                {fragment: rows_layout(fragment.shape[0], channels) for fragment in (rows, old)}
+                {fragment: channels_of_threads(fragment.shape) for fragment in (rows, old)}
                 | dict.fromkeys((weights, *f, x, y, *before, result, added), one_row)
-                | {taps: taps_layout(channels)}
+                | {taps: conv_tile.taps_layout(channels)}
             )
             stream = block // num_tiles % mhc_mult
             channel = block % num_tiles * channels
@@ -139,7 +118,7 @@ def _short_conv_kernel(
             first = walk // num_classes * (dilation * walk_tokens) + walk % num_classes
             count = T.min(walk_tokens, T.ceildiv(num_tokens - first, dilation))
 
-            load_filter(norm_weight, conv_weight, stream, channel, weights, taps, f)
+            conv_tile.load_filter(norm_weight, conv_weight, stream, channel, weights, taps, f)
             T.clear(before[0])
             T.clear(before[1])
             T.clear(before[2])
@@ -154,38 +133,39 @@ def _short_conv_kernel(
                     for k in T.unroll(in_flight):
                         index = step * in_flight + k - 3
                         token = first + index * dilation
-                        normalize(rows, k, rstds[k], x)
+                        conv_tile.normalize(rows, k, rstds[k], x)
                         if index >= 0 and index < count:
                             if has_state:
                                 sequence = sequences[1, token] if is_packed else 0
                                 for tap, x_before in enumerate(before):
                                     # The state's row as far before its end as the tap is before the sequence's start.
-                                    place = 3 * dilation + token - (tap + 1) * dilation - starts[k]
-                                    if place < 3 * dilation:
-                                        state_row = T.max(0, sequence * (3 * dilation) + place)
+                                    row_before = 3 * dilation + token - (tap + 1) * dilation - starts[k]
+                                    if row_before < 3 * dilation:
+                                        state_row = T.max(0, sequence * (3 * dilation) + row_before)
                                         T.copy(state[state_row, stream, channel : channel + channels], old[0, :])
-                                        normalize(old, 0, state_rstd[state_row, stream], x_before)
+                                        conv_tile.normalize(old, 0, state_rstd[state_row, stream], x_before)
                             is_there = [has_state or token - (tap + 1) * dilation >= starts[k] for tap in range(3)]
-                            convolve(f, x, before, is_there, y)
+                            conv_tile.convolve(f, x, before, is_there, y)
                             if has_residual:
                                 T.copy(residual[token, stream, channel : channel + channels], added)
-                                silu_and_residual(y, rows, k, added, result)
+                                conv_tile.silu_and_residual(y, rows, k, added, result)
                             else:
-                                silu(y, result)
+                                conv_tile.silu(y, result)
                             T.copy(result, out[token, stream, channel : channel + channels])
-                        remember(before, x)
+                        conv_tile.remember(before, x)
 
     return short_conv
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, tile: ChannelTile, arch: Arch) -> Any:
+def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, arch: Arch) -> Any:
     """A thread block has a few channels of one stream of a sequence; a thread reads and writes only its own."""
     import tilelang.language as T
 
-    from tk_engram.lib.conv_tile import rows_layout
+    from tk_engram.lib.gate_tiles import channels_of_threads
 
-    channels, in_flight = tile.channels, 8
+    tile, in_flight = ChannelTile.best(hidden), 8
+    channels = tile.channels
     num_tokens, num_offsets, num_state_rows = (T.dynamic(f"num_{n}") for n in ("tokens", "offsets", "state_rows"))
 
     @T.prim_func
@@ -198,7 +178,7 @@ def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, tile: Cha
         num_sequences = num_offsets - 1 if is_packed else 1
         with T.Kernel(num_sequences * (mhc_mult * tile.num_tiles), threads=tile.threads) as block:
             rows = T.alloc_fragment((in_flight, channels), "bfloat16")
-            T.annotate_layout({rows: rows_layout(in_flight, channels)})
+            T.annotate_layout({rows: channels_of_threads(rows.shape)})
             stream = block // tile.num_tiles % mhc_mult
             channel = block % tile.num_tiles * channels
             sequence = block // (mhc_mult * tile.num_tiles)
@@ -209,12 +189,12 @@ def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, tile: Cha
             for step in T.serial(T.ceildiv(length, in_flight)):
                 # Rows move to the front: those that a step overwrites, no later step reads.
                 for k in T.unroll(in_flight):
-                    place = step * in_flight + k + end - start
-                    if place < length:
-                        row = T.max(0, sequence * length + place)
+                    moved = step * in_flight + k + end - start
+                    if moved < length:
+                        row = T.max(0, sequence * length + moved)
                         T.copy(state[row, stream, channel : channel + channels], rows[k, :])
                     else:
-                        token = T.max(0, T.min(num_tokens - 1, start + place - length))
+                        token = T.max(0, T.min(num_tokens - 1, start + moved - length))
                         T.copy(u[token, stream, channel : channel + channels], rows[k, :])
                 for k in T.unroll(in_flight):
                     if step * in_flight + k < length:
@@ -253,7 +233,7 @@ def _short_conv_out(
     arch, num_sms = get_arch(u.device), get_num_sms(u.device)
     u, norm_weight, conv_weight = aligned(u), aligned(norm_weight), aligned(conv_weight)
     residual = None if residual is None else aligned(residual)
-    inputs, dtypes = (u, norm_weight, conv_weight, residual), (name_of(norm_weight.dtype), name_of(conv_weight.dtype))
+    inputs, dtypes = (u, norm_weight, conv_weight, residual), (norm_weight.dtype, conv_weight.dtype)
     is_packed, has_residual = cu_seqlens is not None, residual is not None
     if rstd is None:
         rows = ConvRowsConfig.best(hidden, has_residual, arch)
@@ -263,16 +243,15 @@ def _short_conv_out(
         convolve_rows = short_conv_rows_kernel(mhc_mult, hidden, dtypes, is_packed, has_residual, rows, arch)
         convolve_rows(*inputs, sequences, out, dilation, length, eps)
         return
-    config = ShortConvConfig.best(hidden, arch)
-    length = walk_length(num_tokens, mhc_mult * config.tile.num_tiles, num_sms)
+    length = walk_length(num_tokens, mhc_mult * ChannelTile.best(hidden).num_tiles, num_sms)
     written = None if state is None else aligned(state)
     rows_before = None if written is None else written.view(-1, mhc_mult, hidden)
     launch_rstd(u, cu_seqlens, rows_before, eps, rstd, state_rstd, sequences)
     modes = is_packed, has_residual, state is not None
-    convolve = _short_conv_kernel(mhc_mult, hidden, dtypes, *modes, config, arch)
+    convolve = _short_conv_kernel(mhc_mult, hidden, dtypes, *modes, arch)
     convolve(*inputs, rows_before, rstd, state_rstd, sequences, out, dilation, length)
     if state is not None:
-        advance_state = _advance_state_kernel(mhc_mult, hidden, is_packed, ChannelTile.best(hidden), arch)
+        advance_state = _advance_state_kernel(mhc_mult, hidden, is_packed, arch)
         advance_state(u, cu_seqlens, rows_before, state.shape[1])
         if written is not state:
             state.copy_(written)

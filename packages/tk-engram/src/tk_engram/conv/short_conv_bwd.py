@@ -28,7 +28,6 @@ So there are two passes over u and d_out, and five launches:
 The number of ranges depends on m and H alone, so the bits are the same at any number of SMs.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,73 +43,43 @@ from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
 from tk_engram.conv.short_conv import walk_length
-from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd, name_of
+from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd
+
+_BATCH, _AHEAD = 2, 3
+"""Rows of a step, of u and of d_out each, and steps whose rows are in flight to shared memory: 24 KB of a thread block,
+of which an SM's registers hold two or three. m 4, H 7168, 8192 tokens on an H200: 1105 to 1125 µs with batches of 2 or
+4 and 1 to 5 of them ahead, 1261 to 1277 with batches of 1."""
 
 
-@dataclass(frozen=True)
-class ShortConvBwdConfig:
-    """Launch knobs. The order of sums over tokens depends on num_ranges, so do the bits of d_f."""
+def num_ranges_of(mhc_mult: int, hidden: int) -> int:
+    """Ranges of tokens that are summed separately, which decide the bits of d_f: the same on every architecture.
 
-    tile: ChannelTile
-    num_ranges: int
-    """Ranges of tokens that are summed separately."""
-    batch: int = 2
-    """Rows of a step, of u and of d_out each."""
-    ahead: int = 3
-    """Steps whose rows are in flight to shared memory."""
-
-    @staticmethod
-    def num_ranges_of(mhc_mult: int, tile: ChannelTile) -> int:
-        """As many as make about 784 thread blocks, 28 for m 4, H 7168; at most 128. On every architecture the same."""
-        return min(128, ceil_div(784, mhc_mult * tile.num_tiles))
-
-    @staticmethod
-    def best(mhc_mult: int, hidden: int, arch: Arch) -> "ShortConvBwdConfig":
-        """24 KB of a thread block in flight; an SM's registers hold two or three blocks.
-
-        m 4, H 7168, 8192 tokens on an H200: 1105 to 1125 µs with batches of 2 or 4 and 1 to 5 of them ahead, 1261 to
-        1277 with batches of 1.
-        """
-        tile = ChannelTile.best(hidden)
-        return ShortConvBwdConfig(tile, ShortConvBwdConfig.num_ranges_of(mhc_mult, tile))
+    As many as make about 784 thread blocks, 28 for m 4, H 7168; at most 128.
+    """
+    return min(128, ceil_div(784, mhc_mult * ChannelTile.best(hidden).num_tiles))
 
 
 @kernel(pass_configs=DIRECT_COPIES)
 def _walk_kernel(
     mhc_mult: int,
     hidden: int,
-    dtypes: tuple[str, str],
+    dtypes: tuple[torch.dtype, torch.dtype],
     is_packed: bool,
     has_residual: bool,
     sums_only: bool,
-    config: ShortConvBwdConfig,
     arch: Arch,
 ) -> Any:
     """`sums_only`: write d_f and the parts of the means, otherwise d_u. `dtypes`: of norm_weight and conv_weight."""
     import tilelang.language as T
 
-    from tk_engram.lib.conv_tile import (
-        add_row,
-        add_to_taps,
-        backpropagate,
-        convolve,
-        fetch_rows,
-        load_filter,
-        load_scalars,
-        norm_gradient,
-        normalize,
-        remember,
-        row_layout,
-        rows_layout,
-        silu_gradient,
-        taps_layout,
-    )
+    from tk_engram.lib import conv_tile
+    from tk_engram.lib.gate_tiles import channels_of_threads
 
-    tile, batch, ahead = config.tile, config.batch, config.ahead
+    tile, batch, ahead = ChannelTile.best(hidden), _BATCH, _AHEAD
     groups = 2 * batch  # of a step: each copy is one
     # With the residual's gradient, three rows of d_out stay until d_u is complete.
     slots = batch * (1 + ahead) + 3 * has_residual
-    channels, num_tiles, warps, num_ranges = tile.channels, tile.num_tiles, tile.warps, config.num_ranges
+    channels, num_tiles, warps, num_ranges = tile.channels, tile.num_tiles, tile.warps, num_ranges_of(mhc_mult, hidden)
     num_parts = num_tiles * warps
     num_tokens = T.dynamic("num_tokens")
 
@@ -145,20 +114,20 @@ def _walk_kernel(
             rows = T.alloc_fragment((1, channels), "bfloat16")
             grads = T.alloc_fragment((1, channels), "bfloat16")
             scalars = ("float32", "int32", "float32", "float32")
-            now, later = [[T.alloc_local((batch,), dtype) for dtype in scalars] for _ in range(2)]
+            now, later = [conv_tile.Scalars(*[T.alloc_local((batch,), dtype) for dtype in scalars]) for _ in range(2)]
             x = T.alloc_fragment((channels,), "float32")
             y = T.alloc_fragment((channels,), "float32")
             d_x = T.alloc_fragment((channels,), "float32")
             products = T.alloc_fragment((warps, 256), "float32")
             dots = T.alloc_fragment((warps,), "float32")
             result = T.alloc_fragment((channels,), "bfloat16")
-            one_row = row_layout(channels, tile.threads)
+            one_row = channels_of_threads((channels,))
             T.annotate_layout(
                 dict.fromkeys((weights, *f, *before, *pending, *sums, x, y, d_x, result), one_row)
-                | {fragment: rows_layout(1, channels) for fragment in (rows, grads)}
+                | {fragment: channels_of_threads(fragment.shape) for fragment in (rows, grads)}
                 | {
                     products: T.Fragment((warps, 256), lambda w, i: (w * 32 + i // 8, i % 8)),
-                    taps: taps_layout(channels),
+                    taps: conv_tile.taps_layout(channels),
                 }
             )
             stream = block // num_tiles % mhc_mult
@@ -169,42 +138,43 @@ def _walk_kernel(
             num_walks = T.alloc_var("int32")
             num_walks = T.min(dilation, range_tokens) if sums_only else 1
 
-            load_filter(norm_weight, conv_weight, stream, channel, weights, taps, f)
-            sources = (rstd, sequences, None if sums_only else means)
+            conv_tile.load_filter(norm_weight, conv_weight, stream, channel, weights, taps, f)
+            saved = conv_tile.Saved(rstd, sequences, None if sums_only else means)
             for fragment in (*before, *pending, *sums, *now, *later):
                 T.clear(fragment)
-            for walk in T.serial(num_walks):
+            for walk_index in T.serial(num_walks):
                 if sums_only:
-                    first = piece * range_tokens + walk
+                    first = piece * range_tokens + walk_index
                     end = T.min((piece + 1) * range_tokens, num_tokens)
                     count = T.max(0, T.ceildiv(end - first, dilation))
                 else:
                     first = piece // num_classes * range_tokens + piece % num_classes
                     count = T.max(0, T.min(walk_tokens, T.ceildiv(num_tokens - first, dilation)))
                 # Three rows before the walk's own, for y, and three after them, for d_x.
+                walk = conv_tile.Walk(first, count + 6, dilation)
                 for step in T.unroll(ahead):
-                    fetch_rows(u, u_ring, (first, count + 6, dilation), stream, channel, step, batch)
-                    fetch_rows(d_out, d_out_ring, (first, count + 6, dilation), stream, channel, step, batch)
-                load_scalars(sources, is_packed, (first, dilation), stream, 0, now, later)
+                    conv_tile.fetch_rows(u, u_ring, walk, stream, channel, step, batch)
+                    conv_tile.fetch_rows(d_out, d_out_ring, walk, stream, channel, step, batch)
+                conv_tile.load_scalars(saved, is_packed, walk, stream, 0, now, later)
                 for step in T.serial(T.if_then_else(count > 0, T.ceildiv(count + 6, batch), 0)):
                     T.ptx_wait_group(groups * (ahead - 1))
-                    fetch_rows(u, u_ring, (first, count + 6, dilation), stream, channel, step + ahead, batch)
-                    fetch_rows(d_out, d_out_ring, (first, count + 6, dilation), stream, channel, step + ahead, batch)
-                    load_scalars(sources, is_packed, (first, dilation), stream, step + 1, now, later)
+                    conv_tile.fetch_rows(u, u_ring, walk, stream, channel, step + ahead, batch)
+                    conv_tile.fetch_rows(d_out, d_out_ring, walk, stream, channel, step + ahead, batch)
+                    conv_tile.load_scalars(saved, is_packed, walk, stream, step + 1, now, later)
                     for k in T.unroll(batch):
                         index = step * batch + k - 3
                         token = first + index * dilation
                         T.copy(u_ring[(step * batch + k) % slots, :], rows[0, :])
                         T.copy(d_out_ring[(step * batch + k) % slots, :], grads[0, :])
-                        start = now[1][k] if is_packed else 0
+                        start = now.starts[k] if is_packed else 0
                         is_there = [token < num_tokens and token - (tap + 1) * dilation >= start for tap in range(3)]
-                        normalize(rows, 0, now[0][k], x)
-                        convolve(f, x, before, is_there, y)
-                        silu_gradient(grads, 0, y)
-                        backpropagate(f, y, is_there, pending, d_x)
+                        conv_tile.normalize(rows, 0, now.rstds[k], x)
+                        conv_tile.convolve(f, x, before, is_there, y)
+                        conv_tile.silu_gradient(grads, 0, y)
+                        conv_tile.backpropagate(f, y, is_there, pending, d_x)
                         if sums_only:
                             if index >= 0 and index < count:
-                                add_to_taps(y, x, before, is_there, sums)
+                                conv_tile.add_to_taps(y, x, before, is_there, sums)
                             if index >= 3 and index < count + 3:
                                 for w, i in T.Parallel(warps, 256):
                                     products[w, i] = d_x[w * 256 + i] * before[2][w * 256 + i]
@@ -212,13 +182,13 @@ def _walk_kernel(
                                 for w in T.Parallel(warps):
                                     parts[token - 3 * dilation, stream, block % num_tiles * warps + w] = dots[w]
                         elif index >= 3 and index < count + 3:
-                            norm_gradient(d_x, before[2], now[2][k], now[3][k])
+                            conv_tile.norm_gradient(d_x, before[2], now.done_rstds[k], now.done_means[k])
                             if has_residual:
                                 T.copy(d_out_ring[(step * batch + k + slots - 3) % slots, :], grads[0, :])
-                                add_row(grads, 0, d_x)
+                                conv_tile.add_row(grads, 0, d_x)
                             T.copy(d_x, result)
                             T.copy(result, d_u[token - 3 * dilation, stream, channel : channel + channels])
-                        remember(before, x)
+                        conv_tile.remember(before, x)
                 T.ptx_wait_group(0)
             if sums_only:
                 for j, total in enumerate(sums):
@@ -232,10 +202,11 @@ _RANGES_IN_FLIGHT = 4
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _weights_kernel(mhc_mult: int, hidden: int, dtypes: tuple[str, str], num_ranges: int, arch: Arch) -> Any:
+def _weights_kernel(mhc_mult: int, hidden: int, dtypes: tuple[torch.dtype, torch.dtype], arch: Arch) -> Any:
     """A thread adds up one channel's d_f. `dtypes`: of norm_weight and conv_weight."""
     import tilelang.language as T
 
+    num_ranges = num_ranges_of(mhc_mult, hidden)
     in_flight = max(n for n in range(1, _RANGES_IN_FLIGHT + 1) if num_ranges % n == 0)
 
     @T.prim_func
@@ -294,14 +265,14 @@ def _means_kernel(num_parts: int, hidden: int, arch: Arch) -> Any:
     ) -> None:
         with T.Kernel(T.ceildiv(num_rows, _SUM_THREADS), threads=_SUM_THREADS) as block:
             first = block * _SUM_THREADS
-            own = T.alloc_fragment((_SUM_THREADS, num_parts), "float32")
+            row_parts = T.alloc_fragment((_SUM_THREADS, num_parts), "float32")
             sums = T.alloc_fragment((_SUM_THREADS,), "float32")
-            T.annotate_layout({own: T.Fragment(own.shape, lambda r, p: (r, p))})
-            T.copy(parts[first : first + _SUM_THREADS, :], own)
+            T.annotate_layout({row_parts: T.Fragment(row_parts.shape, lambda r, p: (r, p))})
+            T.copy(parts[first : first + _SUM_THREADS, :], row_parts)
             T.clear(sums)
             for p in T.unroll(num_parts):
                 for r in T.Parallel(_SUM_THREADS):
-                    sums[r] = sums[r] + own[r, p]
+                    sums[r] = sums[r] + row_parts[r, p]
             for r in T.Parallel(_SUM_THREADS):
                 sums[r] = sums[r] / T.float32(hidden)
             T.copy(sums, row_means[first : first + _SUM_THREADS])
@@ -335,31 +306,29 @@ def _short_conv_bwd_out(
         d_conv_weight.zero_()
         return
     arch = get_arch(u.device)
-    config = ShortConvBwdConfig.best(mhc_mult, hidden, arch)
     u, d_out = aligned(u), aligned(d_out)
     weights = aligned(norm_weight), aligned(conv_weight)
-    dtypes = name_of(norm_weight.dtype), name_of(conv_weight.dtype)
-    length = walk_length(num_tokens, mhc_mult * config.tile.num_tiles, get_num_sms(u.device))
+    dtypes = norm_weight.dtype, conv_weight.dtype
+    length = walk_length(num_tokens, mhc_mult * ChannelTile.best(hidden).num_tiles, get_num_sms(u.device))
     launch_rstd(u, cu_seqlens, None, eps, rstd, None, sequences)
     inputs = (u, d_out, *weights, rstd, sequences)
-    is_packed, numbers = cu_seqlens is not None, (dilation, length)
-    add_up = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, False, True, config, arch)
-    add_up(*inputs, None, d_f, parts, None, *numbers)
-    _weights_kernel(mhc_mult, hidden, dtypes, config.num_ranges, arch)(d_f, *weights, d_norm_weight, d_conv_weight)
+    is_packed = cu_seqlens is not None
+    add_up = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, False, True, arch)
+    add_up(*inputs, None, d_f, parts, None, dilation, length)
+    _weights_kernel(mhc_mult, hidden, dtypes, arch)(d_f, *weights, d_norm_weight, d_conv_weight)
     _means_kernel(parts.shape[2], hidden, arch)(parts.view(-1, parts.shape[2]), means.view(-1))
-    differentiate = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, has_residual, False, config, arch)
-    differentiate(*inputs, means, None, None, d_u, *numbers)
+    differentiate = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, has_residual, False, arch)
+    differentiate(*inputs, means, None, None, d_u, dilation, length)
 
 
 def _new_workspaces(u: Tensor) -> list[Tensor]:
     """rstd (T, m), int32 sequences (2, T), d_f (ranges, m, 4, H), parts of means (T, m, warps), means (T, m)."""
     num_tokens, mhc_mult, hidden = u.shape
     tile = ChannelTile.best(hidden)
-    num_ranges = ShortConvBwdConfig.num_ranges_of(mhc_mult, tile)
     shapes = (
         (num_tokens, mhc_mult),
         (2, num_tokens),
-        (num_ranges, mhc_mult, 4, hidden),
+        (num_ranges_of(mhc_mult, hidden), mhc_mult, 4, hidden),
         (num_tokens, mhc_mult, tile.num_tiles * tile.warps),
         (num_tokens, mhc_mult),
     )

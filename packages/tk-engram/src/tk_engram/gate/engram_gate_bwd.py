@@ -38,8 +38,9 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_core.views import aligned
-from tk_engram.lib.gate import check_inputs, check_streams, num_token_ranges, with_aligned_rows
+from tk_engram.lib.gate import check_inputs, check_streams, with_aligned_rows
 from tk_engram.lib.gate_split import channel_gradients_kernel, score_gradients_kernel
+from tk_engram.sizes import num_token_ranges
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def _fused_kernel(
     """`packed`: grad_k is (T, m + 1, H), and the last row of each token is grad_v."""
     import tilelang.language as T
 
+    from tk_engram.lib import gate_tiles
     from tk_engram.lib.gate_tiles import channels_of_threads, gate_factors, stream_gradients, sum_over_threads
 
     threads, num_stages, padded = config.threads, config.num_stages, config.padded(hidden)
@@ -185,6 +187,8 @@ def _fused_kernel(
 
             inputs = ((grad_out, x, k), v, (dot, gate_score, rstd_x, rstd_k))
             shared = (stages, v_slots, saved_slots)
+            stream = gate_tiles.Inputs(grads, xs, ks, ws)
+            gradients = gate_tiles.Gradients(x_grads, k_grads, w_grads)
 
             for s in T.unroll(config.shared_weights):
                 T.copy(weight[s, all_channels], weights[s, :])
@@ -212,7 +216,7 @@ def _fused_kernel(
                                 c = t * VECTOR + j
                                 parts[t] = T.fma(T.cast(grads[c], "float32"), T.cast(vs[c], "float32"), parts[t])
                     sum_over_threads((parts,), sums)
-                    saved = tuple(saved_slots[n % slots, i, s] for i in range(4))
+                    saved = gate_tiles.Saved(*[saved_slots[n % slots, i, s] for i in range(4)])
                     gate_factors(sums[0], saved, clamp_value, hidden, factors)
                     for r in T.unroll(rounds):
                         # Loaded again: to keep it would take more registers.
@@ -233,9 +237,7 @@ def _fused_kernel(
                                 v_grads[row, c] = T.Select(is_image, v_grads[row, c], total) if has_mask else total
                         if config.shares_v_grads:
                             T.copy(v_grads[0, :], v_sums[r * tile : (r + 1) * tile])
-                        stream_gradients(
-                            (grads, xs, ks, ws), factors, is_image, add_residual, (x_grads, k_grads, w_grads), s, r
-                        )
+                        stream_gradients(stream, factors, is_image, add_residual, gradients, s, r)
                         T.copy(x_grads, rounded)
                         T.copy(rounded, grad_x[token, s, r * tile : (r + 1) * tile])
                         T.copy(k_grads, rounded)

@@ -41,7 +41,7 @@ class EngramGateFwdConfig:
     """Thread blocks that must fit on an SM, which bounds the registers of a thread."""
 
     @staticmethod
-    def best(hidden: int, arch: Arch) -> "EngramGateFwdConfig":
+    def best(hidden: int) -> "EngramGateFwdConfig":
         """Up to seven vectors of 16 bytes a thread, as few idle lanes as possible, and all blocks that registers allow.
 
         H 7168: three blocks of 128 threads have 129 KB of x, k and v in flight, where an SM's share of the memory
@@ -66,13 +66,13 @@ def _engram_gate_fwd_kernel(
     add_residual: bool,
     has_mask: bool,
     save_for_backward: bool,
-    config: EngramGateFwdConfig,
     arch: Arch,
 ) -> Any:
     import tilelang.language as T
 
     from tk_engram.lib.gate_tiles import channels_of_threads, sum_over_threads
 
+    config = EngramGateFwdConfig.best(hidden)
     threads = config.threads
     tile = VECTOR * threads
     rounds = ceil_div(hidden, tile)
@@ -192,9 +192,8 @@ def _engram_gate_fwd_out(
     if num_tokens == 0:
         return
     arch = get_arch(hidden_states.device)
-    config = EngramGateFwdConfig.best(hidden, arch)
     options = (add_residual, image_token_mask is not None, dot is not None)
-    forward = _engram_gate_fwd_kernel(mhc_mult, hidden, *options, config, arch)
+    forward = _engram_gate_fwd_kernel(mhc_mult, hidden, *options, arch)
     written = aligned(hidden_states)
     x = written if x is None else aligned(x)
     inputs = (x, with_aligned_rows(k), with_aligned_rows(v), aligned(weight_fused), image_token_mask)

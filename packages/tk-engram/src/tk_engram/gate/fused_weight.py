@@ -17,13 +17,14 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_core.views import aligned
-from tk_engram.lib.gate import WEIGHT_DTYPES, check_sizes
+from tk_engram.lib.gate import check_sizes
+from tk_engram.sizes import WEIGHT_DTYPES
 
 _THREADS = 128
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _fused_weight_kernel(size: int, hidden_dtype: str, embed_dtype: str, arch: Arch) -> Any:
+def _fused_weight_kernel(size: int, hidden_dtype: torch.dtype, embed_dtype: torch.dtype, arch: Arch) -> Any:
     import tilelang.language as T
 
     tile = VECTOR * _THREADS
@@ -50,8 +51,7 @@ def _fused_weight_kernel(size: int, hidden_dtype: str, embed_dtype: str, arch: A
 
 @op("tk_engram::fused_weight_out", mutates=("out",), reference="fused_weight")
 def _fused_weight_out(weight_hidden: Tensor, weight_embed: Tensor, out: Tensor) -> None:
-    dtypes = (str(x.dtype).removeprefix("torch.") for x in (weight_hidden, weight_embed))
-    fuse = _fused_weight_kernel(out.numel(), *dtypes, get_arch(out.device))
+    fuse = _fused_weight_kernel(out.numel(), weight_hidden.dtype, weight_embed.dtype, get_arch(out.device))
     fuse(aligned(weight_hidden).view(-1), aligned(weight_embed).view(-1), out.view(-1))
 
 

@@ -14,7 +14,6 @@ time, four channels a thread:
                …
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,36 +26,23 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
-from tk_engram.lib.gate import WEIGHT_DTYPES, check_sizes
+from tk_engram.lib.gate import check_sizes
+from tk_engram.sizes import WEIGHT_DTYPES
 
-
-@dataclass(frozen=True)
-class GradWReduceConfig:
-    """Launch knobs. They decide the order of the sums, so they must not depend on the number of SMs."""
-
-    channels: int
-    """Channels of a thread block; they divide m · H."""
-    rows: int
-    """Parts that are read at a time; channels · rows is four a thread."""
-    unroll: int
-    """Loads of a thread that are in flight."""
-
-    @property
-    def threads(self) -> int:
-        """Four channels each: 16 bytes."""
-        return self.channels * self.rows // 4
-
-    @staticmethod
-    def best(arch: Arch) -> "GradWReduceConfig":
-        """Rows of 128 bytes, 128 of them in flight: nearly all of 132 parts. Untuned."""
-        return GradWReduceConfig(channels=32, rows=32, unroll=4)
+# They decide the order of the sums, so they must not depend on the number of SMs. Untuned.
+_CHANNELS = 32
+"""Channels of a thread block, 128 bytes a row; they divide m · H. A thread has four."""
+_ROWS = 32
+"""Parts that are read at a time."""
+_UNROLL = 4
+"""Loads of a thread that are in flight: 128 rows in all, nearly all of 132 parts."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _grad_w_reduce_kernel(size: int, hidden_dtype: str, embed_dtype: str, config: GradWReduceConfig, arch: Arch) -> Any:
+def _grad_w_reduce_kernel(size: int, hidden_dtype: torch.dtype, embed_dtype: torch.dtype, arch: Arch) -> Any:
     import tilelang.language as T
 
-    channels, rows = config.channels, config.rows
+    channels, rows = _CHANNELS, _ROWS
     num_parts = T.dynamic("num_parts")
 
     @T.prim_func
@@ -67,13 +53,13 @@ def _grad_w_reduce_kernel(size: int, hidden_dtype: str, embed_dtype: str, config
         grad_weight_hidden: T.Tensor((size,), "float32"),
         grad_weight_embed: T.Tensor((size,), "float32"),
     ) -> None:
-        with T.Kernel(size // channels, threads=config.threads) as block:
+        with T.Kernel(size // channels, threads=channels * rows // 4) as block:
             first, last = block * channels, (block + 1) * channels
             parts = T.alloc_fragment((rows, channels), "float32")
             row_sums = T.alloc_fragment((rows, channels), "float32")
             sums = T.alloc_fragment((channels,), "float32")
             T.clear(row_sums)
-            for i in T.unroll(T.ceildiv(num_parts, rows), unroll_factor=config.unroll):
+            for i in T.unroll(T.ceildiv(num_parts, rows), unroll_factor=_UNROLL):
                 # Beyond the last part come zeros.
                 T.copy(grad_w_partial[i * rows : (i + 1) * rows, first:last], parts)
                 for p, c in T.Parallel(rows, channels):
@@ -103,10 +89,8 @@ def _grad_w_reduce_out(
 ) -> None:
     if grad_w_partial.shape[0] == 0:
         return
-    arch = get_arch(grad_w_partial.device)
     size = weight_hidden.numel()
-    dtypes = (str(x.dtype).removeprefix("torch.") for x in (weight_hidden, weight_embed))
-    reduce = _grad_w_reduce_kernel(size, *dtypes, GradWReduceConfig.best(arch), arch)
+    reduce = _grad_w_reduce_kernel(size, weight_hidden.dtype, weight_embed.dtype, get_arch(grad_w_partial.device))
     written = aligned(grad_weight_hidden), aligned(grad_weight_embed)
     inputs = (aligned(weight_hidden), aligned(weight_embed), *written)
     reduce(aligned(grad_w_partial).view(-1, size), *(x.view(-1) for x in inputs))

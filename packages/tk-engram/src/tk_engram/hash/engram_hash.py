@@ -18,7 +18,6 @@ a remainder is a few multiplications:
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,33 +39,19 @@ MAX_LAYERS = 65535
 """Most thread blocks in a grid's second dimension."""
 
 
-@dataclass(frozen=True)
-class EngramHashConfig:
-    """Launch knobs."""
-
-    block_tokens: int
-    """Tokens of a thread block."""
-    threads: int
-
-    @staticmethod
-    def best(max_ngram: int, num_heads: int, arch: Arch) -> "EngramHashConfig":
-        """Four outputs a thread, all of one column; whole warps where 512 threads allow it. Untuned."""
-        num_columns = (max_ngram - 1) * num_heads
-        threads = math.lcm(num_columns, 32)
-        if threads > 512:
-            threads = num_columns
-        threads *= max(256 // threads, 1)
-        return EngramHashConfig(4 * threads // num_columns, threads)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
-def _engram_hash_kernel(max_ngram: int, num_heads: int, has_mask: bool, config: EngramHashConfig, arch: Arch) -> Any:
+def _engram_hash_kernel(max_ngram: int, num_heads: int, has_mask: bool, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_engram.lib import remainder
 
-    block_tokens = config.block_tokens
     num_columns = (max_ngram - 1) * num_heads
+    # Four outputs a thread, all of one column; whole warps where 512 threads allow it. Untuned.
+    threads = math.lcm(num_columns, 32)
+    if threads > 512:
+        threads = num_columns
+    threads *= max(256 // threads, 1)
+    block_tokens = 4 * threads // num_columns
     num_tokens, num_layers = T.dynamic("num_tokens"), T.dynamic("num_layers")
 
     def u32(x: Any) -> Any:
@@ -97,7 +82,7 @@ def _engram_hash_kernel(max_ngram: int, num_heads: int, has_mask: bool, config: 
         image_token_mask: T.Tensor((num_tokens,), "bool"),
         out: T.Tensor((num_layers, num_tokens, num_columns), "int32"),
     ) -> None:
-        with T.Kernel(T.ceildiv(num_tokens, block_tokens), num_layers, threads=config.threads) as (block, layer):
+        with T.Kernel(T.ceildiv(num_tokens, block_tokens), num_layers, threads=threads) as (block, layer):
             token = block * block_tokens
             hashes = T.alloc_shared((max_ngram - 1, block_tokens), "uint64")
             reciprocals = T.alloc_shared((num_columns,), "uint64")
@@ -136,9 +121,7 @@ def _engram_hash_out(
     num_layers, orders, num_heads = vocab_sizes.shape
     if out.numel() == 0:
         return
-    arch = get_arch(out.device)
-    config = EngramHashConfig.best(orders + 1, num_heads, arch)
-    launch = _engram_hash_kernel(orders + 1, num_heads, image_token_mask is not None, config, arch)
+    launch = _engram_hash_kernel(orders + 1, num_heads, image_token_mask is not None, get_arch(out.device))
     sizes = vocab_sizes.view(num_layers, orders * num_heads)
     launch(*map(aligned, (ngram_token_ids, multipliers, sizes, offsets)), image_token_mask, out)
 

@@ -12,7 +12,6 @@ shared memory, because those of neighbouring tokens are neighbours:
     thread t      [  k=2  |  k=1  | k=0 ]   →   out row t
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,26 +31,15 @@ _NO_BLOCK_ID = 2**31
 """For the kernel: an id that no token has."""
 
 
-@dataclass(frozen=True)
-class NgramWindowsConfig:
-    """Launch knobs."""
-
-    threads: int
-    """Also the tokens of a thread block."""
-
-    @staticmethod
-    def best(max_ngram: int, arch: Arch) -> "NgramWindowsConfig":
-        """Small blocks, because there is little to do but wait for memory. Untuned."""
-        return NgramWindowsConfig(threads=64)
+_THREADS = 64
+"""Threads of a block, which take a token each: few, because there is little to do but wait for memory. Untuned."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _ngram_windows_kernel(
-    max_ngram: int, has_sequences: bool, has_history: bool, config: NgramWindowsConfig, arch: Arch
-) -> Any:
+def _ngram_windows_kernel(max_ngram: int, has_sequences: bool, has_history: bool, arch: Arch) -> Any:
     import tilelang.language as T
 
-    threads = config.threads
+    threads = _THREADS
     num_tokens, num_sequences, num_bounds = (T.dynamic(name) for name in ("num_tokens", "num_sequences", "num_bounds"))
 
     @T.prim_func
@@ -121,9 +109,7 @@ def _ngram_windows_out(
     num_tokens, max_ngram = out.shape
     if num_tokens == 0:
         return
-    arch = get_arch(out.device)
-    config = NgramWindowsConfig.best(max_ngram, arch)
-    launch = _ngram_windows_kernel(max_ngram, cu_seqlens is not None, history is not None, config, arch)
+    launch = _ngram_windows_kernel(max_ngram, cu_seqlens is not None, history is not None, get_arch(out.device))
     halvings = 0 if cu_seqlens is None else (cu_seqlens.shape[0] - 2).bit_length()
     launch(token_ids, cu_seqlens, history, halvings, pad_id, _NO_BLOCK_ID if block_id is None else block_id, out)
 

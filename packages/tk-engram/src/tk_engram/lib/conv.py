@@ -21,16 +21,12 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
+from tk_engram.sizes import HIDDEN_MULTIPLE, MAX_HIDDEN, MAX_STREAMS, WEIGHT_DTYPES
 
 NUM_TAPS = 4
 """Width of the convolution."""
-MAX_STREAMS = 8
-HIDDEN_MULTIPLE = 64
-"""Every hidden size is a multiple of it."""
-MAX_HIDDEN = 16384
 MAX_DILATION = 65536
 """More than any n-gram is long; products of it and a walk's length stay within int32."""
-WEIGHT_DTYPES = (torch.bfloat16, torch.float32)
 LEAST_EPS = torch.finfo(torch.float32).tiny
 """The rstd of a row of zeros has to be finite."""
 
@@ -85,13 +81,14 @@ class RowThreads:
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _rstd_kernel(mhc_mult: int, hidden: int, is_packed: bool, has_state: bool, row: RowThreads, arch: Arch) -> Any:
+def _rstd_kernel(mhc_mult: int, hidden: int, is_packed: bool, has_state: bool, arch: Arch) -> Any:
     """A thread block takes one row, of u or of the state; those of stream 0 also find the token's sequence."""
     import tilelang.language as T
 
-    from tk_engram.lib.conv_tile import add_squares, find_sequence, rows_layout
-    from tk_engram.lib.gate_tiles import sum_over_threads
+    from tk_engram.lib.conv_tile import add_squares, find_sequence
+    from tk_engram.lib.gate_tiles import channels_of_threads, sum_over_threads
 
+    row = RowThreads.best(hidden)
     tile = VECTOR * row.threads
     num_tokens, num_offsets, num_state_rows = (T.dynamic(f"num_{n}") for n in ("tokens", "offsets", "state_rows"))
 
@@ -110,7 +107,7 @@ def _rstd_kernel(mhc_mult: int, hidden: int, is_packed: bool, has_state: bool, r
             vectors = T.alloc_fragment((row.rounds, tile), "bfloat16")
             parts = T.alloc_fragment((row.threads,), "float32")
             sums = T.alloc_local((1,), "float32")
-            T.annotate_layout({vectors: rows_layout(row.rounds, tile)})
+            T.annotate_layout({vectors: channels_of_threads(vectors.shape)})
             token, stream = block // mhc_mult, block % mhc_mult
 
             if token < num_tokens:
@@ -145,8 +142,7 @@ def launch_rstd(
 ) -> None:
     """Write rstd (T, m), with a state the rstd of its rows, and with cu_seqlens what `launch_sequences` writes."""
     _, mhc_mult, hidden = u.shape
-    options = cu_seqlens is not None, state is not None, RowThreads.best(hidden)
-    kernel = _rstd_kernel(mhc_mult, hidden, *options, get_arch(u.device))
+    kernel = _rstd_kernel(mhc_mult, hidden, cu_seqlens is not None, state is not None, get_arch(u.device))
     kernel(u, cu_seqlens, state, rstd, state_rstd, sequences, eps)
 
 
@@ -184,11 +180,6 @@ def _sequences_kernel(arch: Arch) -> Any:
 def launch_sequences(cu_seqlens: Tensor, sequences: Tensor) -> None:
     """Write the start of each token's sequence, then the sequence's index: int32 (2, T)."""
     _sequences_kernel(get_arch(sequences.device))(cu_seqlens, sequences, (cu_seqlens.shape[0] - 2).bit_length())
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """The dtype as TileLang calls it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_conv(

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import torch
+
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
@@ -94,7 +96,7 @@ def rows_walk_length(num_tokens: int, dilation: int, mhc_mult: int, num_slots: i
 def short_conv_rows_kernel(
     mhc_mult: int,
     hidden: int,
-    dtypes: tuple[str, str],
+    dtypes: tuple[torch.dtype, torch.dtype],
     is_packed: bool,
     has_residual: bool,
     config: ConvRowsConfig,
@@ -104,7 +106,7 @@ def short_conv_rows_kernel(
     import tilelang.language as T
 
     from tk_engram.lib import conv_tile
-    from tk_engram.lib.gate_tiles import sum_over_threads
+    from tk_engram.lib.gate_tiles import channels_of_threads, sum_over_threads
 
     threads, rounds, channels = config.row.threads, config.row.rounds, config.row.channels
     tile, batch, ahead, slots = VECTOR * threads, config.batch, config.ahead, config.slots
@@ -147,22 +149,23 @@ def short_conv_rows_kernel(
             rstds = T.alloc_local((3 + batch,), "float32")
             starts = T.alloc_local((batch,), "int32")
             are_there = T.alloc_var("int32")
-            one_row = conv_tile.row_layout(tile, threads)
+            one_row = channels_of_threads((tile,))
             T.annotate_layout(
                 dict.fromkeys((weights, added, *before, x, y, result, *(each for of in f for each in of)), one_row)
-                | {row: conv_tile.rows_layout(1, tile), taps: conv_tile.taps_layout(tile)}
+                | {row: channels_of_threads(row.shape), taps: conv_tile.taps_layout(tile)}
             )
-            stream, walk = block % mhc_mult, block // mhc_mult
+            stream, walk_index = block % mhc_mult, block // mhc_mult
             num_classes = T.min(dilation, num_tokens)
             first = T.alloc_var("int32")
             count = T.alloc_var("int32")
-            first = walk // num_classes * (dilation * walk_tokens) + walk % num_classes
+            first = walk_index // num_classes * (dilation * walk_tokens) + walk_index % num_classes
             count = T.min(walk_tokens, T.ceildiv(num_tokens - first, dilation))
+            walk = conv_tile.Walk(first, count + 3, dilation)
 
             for step in T.unroll(ahead):
-                conv_tile.fetch_rows(u, rows, (first, count + 3, dilation), stream, 0, step, batch)
+                conv_tile.fetch_rows(u, rows, walk, stream, 0, step, batch)
                 if has_residual:
-                    conv_tile.fetch_rows(residual, residual_rows, (first, count + 3, dilation), stream, 0, step, batch)
+                    conv_tile.fetch_rows(residual, residual_rows, walk, stream, 0, step, batch)
             for r, filters in enumerate(f):
                 conv_tile.load_filter(norm_weight, conv_weight, stream, r * tile, weights, taps, filters)
             for i in T.unroll(3 + batch):
@@ -174,11 +177,9 @@ def short_conv_rows_kernel(
                         starts[k] = sequences[0, T.max(0, T.min(num_tokens - 1, token))]
                 if ahead > 0:
                     T.ptx_wait_group(groups * (ahead - 1))
-                conv_tile.fetch_rows(u, rows, (first, count + 3, dilation), stream, 0, step + ahead, batch)
+                conv_tile.fetch_rows(u, rows, walk, stream, 0, step + ahead, batch)
                 if has_residual:
-                    conv_tile.fetch_rows(
-                        residual, residual_rows, (first, count + 3, dilation), stream, 0, step + ahead, batch
-                    )
+                    conv_tile.fetch_rows(residual, residual_rows, walk, stream, 0, step + ahead, batch)
                 if ahead == 0:
                     T.ptx_wait_group(0)
                 if has_bits:

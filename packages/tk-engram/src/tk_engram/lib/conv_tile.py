@@ -5,19 +5,39 @@ f[j] = conv_weight[j] · norm_weight. A tap is used only where `is_there` says t
 values of another sequence, NaN perhaps, change nothing.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 
-def row_layout(channels: int, threads: int) -> Any:
-    """Layout of a fragment (channels,): eight neighbouring channels a thread, then again from the first thread on."""
-    return T.Fragment((channels,), forward_fn=lambda i: (i // 8 % threads, i // (8 * threads) * 8 + i % 8))
+class Walk(NamedTuple):
+    """Tokens that a thread block takes one after the other."""
+
+    first: Any
+    """The first token."""
+    num_rows: Any
+    """Rows to be read, with the three before the first token and any that follow the last one."""
+    dilation: Any
 
 
-def rows_layout(num_rows: int, channels: int) -> Any:
-    """Layout of a fragment (num_rows, channels): a thread has eight neighbouring channels of all rows."""
-    return T.Fragment((num_rows, channels), forward_fn=lambda k, i: (i // 8, k * 8 + i % 8))
+class Saved(NamedTuple):
+    """What earlier launches found out about each token; global memory."""
+
+    rstd: Any
+    sequences: Any
+    means: Any
+    """None where they are not needed."""
+
+
+class Scalars(NamedTuple):
+    """Of each row of a batch, in local buffers (batch,)."""
+
+    rstds: Any
+    starts: Any
+    """First token of the row's sequence."""
+    done_rstds: Any
+    """Of the row three before it, as are the means."""
+    done_means: Any
 
 
 def taps_layout(channels: int) -> Any:
@@ -42,11 +62,10 @@ def find_sequence(cu_seqlens: T.Buffer, token: Any, sequences: T.Buffer) -> None
 
 
 @T.macro
-def fetch_rows(x: T.Buffer, shared: T.Buffer, walk: tuple, stream: Any, channel: Any, step: Any, batch: int) -> None:
+def fetch_rows(x: T.Buffer, shared: T.Buffer, walk: Walk, stream: Any, channel: Any, step: Any, batch: int) -> None:
     """Start copies of a batch of a walk's rows, each a group of its own, into a ring of rows of a few channels.
 
-    `walk`: its first token; its rows, with the three before it and any that follow it; the dilation. Rows beyond these,
-    and those of no token, are zeros.
+    Rows beyond the walk's, and those of no token, are zeros.
     """
     first, num_rows, dilation = walk
     for k in T.unroll(batch):
@@ -58,32 +77,29 @@ def fetch_rows(x: T.Buffer, shared: T.Buffer, walk: tuple, stream: Any, channel:
 
 @T.macro
 def load_scalars(
-    sources: tuple, is_packed: bool, walk: tuple, stream: Any, step: Any, now: tuple, later: tuple
+    saved: Saved, is_packed: bool, walk: Walk, stream: Any, step: Any, now: Scalars, later: Scalars
 ) -> None:
     """now = later; later = the scalars of the rows of a step's batch, loaded long before they are needed.
 
-    `sources`: rstd, sequences, and means or None. `now` and `later`: local buffers with each row's rstd and start of
-    sequence, and with rstd and mean of the row three before it. Where there is no such token, another's are loaded.
+    Where there is no such token, another's are loaded.
     """
-    rstd, sequences, means = sources
-    rstds, starts, done_rstds, done_means = later
-    first, dilation = walk
-    batch = rstds.shape[0]
+    first, dilation = walk.first, walk.dilation
+    num_tokens, batch = saved.rstd.shape[0], later.rstds.shape[0]
     for i, each in enumerate(now):
         for k in T.unroll(batch):
             each[k] = later[i][k]
     for k in T.unroll(batch):
         row = step * batch + k
         token = T.alloc_var("int32")
-        token = T.max(0, T.min(rstd.shape[0] - 1, first + (row - 3) * dilation))
-        rstds[k] = rstd[token, stream]
+        token = T.max(0, T.min(num_tokens - 1, first + (row - 3) * dilation))
+        later.rstds[k] = saved.rstd[token, stream]
         if is_packed:
-            starts[k] = sequences[0, token]
-        if means is not None:
+            later.starts[k] = saved.sequences[0, token]
+        if saved.means is not None:
             done = T.alloc_var("int32")
-            done = T.max(0, T.min(rstd.shape[0] - 1, first + (row - 6) * dilation))
-            done_rstds[k] = rstd[done, stream]
-            done_means[k] = means[done, stream]
+            done = T.max(0, T.min(num_tokens - 1, first + (row - 6) * dilation))
+            later.done_rstds[k] = saved.rstd[done, stream]
+            later.done_means[k] = saved.means[done, stream]
 
 
 @T.macro

@@ -12,7 +12,7 @@ from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_engram.lib.gate import num_token_ranges
+from tk_engram.sizes import num_token_ranges
 
 _THREADS = 128
 """A power of two, as T.reduce_sum over all threads of a block wants."""
@@ -82,7 +82,7 @@ def channel_gradients_kernel(
     """`packed`: grad_k is (T, m + 1, H)."""
     import tilelang.language as T
 
-    from tk_engram.lib.gate_tiles import channels_of_threads, gate_factors, stream_gradients
+    from tk_engram.lib.gate_tiles import Gradients, Inputs, Saved, channels_of_threads, gate_factors, stream_gradients
 
     num_ranges, num_blocks = num_token_ranges(mhc_mult, hidden), ceil_div(hidden, _TILE)
     num_tokens = T.dynamic("num_tokens")
@@ -128,10 +128,10 @@ def channel_gradients_kernel(
                 T.copy(grad_out[token, s, first : first + _TILE], grads)
                 T.copy(x[token, s, first : first + _TILE], xs)
                 T.copy(k[token, s, first : first + _TILE], ks)
-                saved = (dot[token, s], gate_score[token, s], rstd_x[token, s], rstd_k[token, s])
+                saved = Saved(dot[token, s], gate_score[token, s], rstd_x[token, s], rstd_k[token, s])
                 gate_factors(score_grads[token, s], saved, clamp_value, hidden, factors)
-                inputs, outputs = (grads, xs, ks, ws), (x_grads, k_grads, w_grads)
-                stream_gradients(inputs, factors, is_image, add_residual, outputs, 0, 0)
+                inputs, gradients = Inputs(grads, xs, ks, ws), Gradients(x_grads, k_grads, w_grads)
+                stream_gradients(inputs, factors, is_image, add_residual, gradients, 0, 0)
                 T.copy(x_grads, grad_x[token, s, first : first + _TILE])
                 T.copy(k_grads, grad_k[token, s, first : first + _TILE])
             T.copy(w_grads[0, 0, :], grad_w_partial[token_range, s, first : first + _TILE])

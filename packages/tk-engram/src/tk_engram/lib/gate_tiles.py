@@ -1,22 +1,58 @@
 """Tiles of channels, sums over a thread block, which the convolution uses too, and gradients of the gate."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 from tk_core.tiles import VECTOR
 
 
+class Saved(NamedTuple):
+    """What the forward saved of a token's stream."""
+
+    dot: Any
+    gate: Any
+    rstd_x: Any
+    rstd_k: Any
+
+
+class Inputs(NamedTuple):
+    """Fragments (channels,) of a token's stream."""
+
+    grad_out: Any
+    x: Any
+    k: Any
+    weight: Any
+
+
+class Gradients(NamedTuple):
+    """Fragments (channels,); that by the weight (streams, rounds, channels)."""
+
+    x: Any
+    k: Any
+    weight: Any
+
+
 def channels_of_threads(shape: tuple[int, ...]) -> Any:
     """Layout of a fragment (..., channels) in which each thread has eight neighbouring channels of every row."""
 
-    def place(*indices: Any) -> tuple[Any, Any]:
+    def thread_and_register(*indices: Any) -> tuple[Any, Any]:
         row: Any = 0
         for index, size in zip(indices[:-1], shape[:-1], strict=True):
             row = row * size + index
         return indices[-1] // VECTOR, row * VECTOR + indices[-1] % VECTOR
 
-    return T.Fragment(shape, forward_fn=place)
+    return T.Fragment(shape, forward_fn=thread_and_register)
+
+
+def pairs_of_threads(shape: tuple[int, int], threads: int) -> Any:
+    """Layout of a fragment (pairs, channels): consecutive threads hold eight channels each, pair after pair."""
+
+    def thread_and_register(pair: Any, channel: Any) -> tuple[Any, Any]:
+        vectors = (pair * shape[1] + channel) // VECTOR
+        return vectors % threads, vectors // threads * VECTOR + channel % VECTOR
+
+    return T.Fragment(shape, forward_fn=thread_and_register)
 
 
 @T.macro
@@ -39,11 +75,11 @@ def sum_over_threads(partials: tuple[T.Buffer, ...], totals: T.Buffer) -> None:
 
 
 @T.macro
-def gate_factors(score_grad: Any, saved: tuple, clamp_value: Any, hidden: int, factors: T.Buffer) -> None:
+def gate_factors(score_grad: Any, saved: Saved, clamp_value: Any, hidden: int, factors: T.Buffer) -> None:
     """The backward's factors of the channels of a token's stream, to a local buffer (4,).
 
     The gate; a, the gradient by dot; those by the mean squares of x and of k, times the 2 / H of their derivatives.
-    `score_grad`: Σ grad_out · v; `saved`: dot, gate and rstd of x and k.
+    `score_grad`: Σ grad_out · v.
     """
     dot, gate, rstd_x, rstd_k = saved
     d = dot * rstd_x * rstd_k * T.float32(hidden**-0.5)
@@ -59,15 +95,14 @@ def gate_factors(score_grad: Any, saved: tuple, clamp_value: Any, hidden: int, f
 
 @T.macro
 def stream_gradients(
-    inputs: tuple, factors: T.Buffer, is_image: Any, add_residual: bool, outputs: tuple, s: Any, r: Any
+    inputs: Inputs, factors: T.Buffer, is_image: Any, add_residual: bool, gradients: Gradients, s: Any, r: Any
 ) -> None:
-    """Gradients by x and k for one round of channels; those by the weight are added to stream s, round r of w_grads.
+    """Gradients by x and k for one round of channels; those by the weight are added to its stream s, round r.
 
-    `inputs`: grad_out, x, k and weight; `outputs`: x_grads, k_grads and w_grads. All are fragments (channels,), except
-    w_grads (streams, rounds, channels). `is_image`: whether the token is masked, None without a mask.
+    `is_image`: whether the token is masked, None without a mask.
     """
     grads, xs, ks, ws = inputs
-    x_grads, k_grads, w_grads = outputs
+    x_grads, k_grads, w_grads = gradients
     # One by one: TileLang would have sm_100 multiply and add in pairs, and nvcc run out of registers.
     for t in T.Parallel(xs.shape[0] // VECTOR):
         for j in T.unroll(VECTOR):

@@ -12,12 +12,12 @@ def rows_layout(num_rows: int, columns: int, tile: RowTile) -> Any:
     group, vector = tile.threads_per_row, tile.vector
     columns_per_thread = columns // group
 
-    def place(row: Any, column: Any) -> tuple[Any, Any]:
+    def thread_and_register(row: Any, column: Any) -> tuple[Any, Any]:
         thread = row % tile.num_groups * group + column // vector % group
-        own = column // (vector * group) * vector + column % vector
-        return thread, row // tile.num_groups * columns_per_thread + own
+        register = column // (vector * group) * vector + column % vector
+        return thread, row // tile.num_groups * columns_per_thread + register
 
-    return T.Fragment((num_rows, columns), forward_fn=place)
+    return T.Fragment((num_rows, columns), forward_fn=thread_and_register)
 
 
 @T.macro

@@ -20,7 +20,7 @@ each thread eight neighbouring channels of several rows; 64-bit offsets:
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,28 +40,6 @@ GROUP = 32
 _SF_DTYPES = (torch.uint8, torch.float32)
 
 
-@dataclass(frozen=True)
-class EngramLookupConfig:
-    """Launch knobs."""
-
-    block_channels: int
-    """Channels of a thread block, a divisor of the row."""
-    block_pairs: int
-    threads: int
-
-    @staticmethod
-    def best(dim: int, arch: Arch) -> "EngramLookupConfig":
-        """Four loads in flight a thread where the width allows: 2 KB a warp of a bfloat16 table, to hide the latency.
-
-        8192 tokens of 16 rows on an H200, 4, 8, 16, 32 and 64 rows a block: 36.9 µs, 34.8, 35.0, 35.3 and 35.6.
-        """
-        threads, block_channels = 128, piece_channels(dim, 256)
-        vectors = block_channels // VECTOR
-        # As few pairs as fill the threads evenly.
-        pairs = threads // math.gcd(threads, vectors)
-        return EngramLookupConfig(block_channels, pairs * max(1, 4 * threads // (pairs * vectors)), threads)
-
-
 @kernel(pass_configs=DIRECT_COPIES)
 def _engram_lookup_kernel(
     dim: int,
@@ -69,13 +47,19 @@ def _engram_lookup_kernel(
     sf_dtype: torch.dtype | None,
     vector: int,
     is_pinned: bool,
-    config: EngramLookupConfig,
     arch: Arch,
 ) -> Any:
     """`vector`: channels of one load, whose address is a multiple of its size in every row of the table."""
     import tilelang.language as T
 
-    block_channels, block_pairs, threads = config.block_channels, config.block_pairs, config.threads
+    from tk_engram.lib.gate_tiles import pairs_of_threads
+
+    threads, block_channels = 128, piece_channels(dim, 256)
+    vectors = block_channels // VECTOR
+    # Four loads in flight a thread where the width allows: 2 KB a warp of a bfloat16 table, to hide the latency.
+    # 8192 tokens of 16 rows on an H200, 4, 8, 16, 32 and 64 rows a block: 36.9 µs, 34.8, 35.0, 35.3 and 35.6.
+    fewest_pairs = threads // math.gcd(threads, vectors)  # that fill the threads evenly
+    block_pairs = fewest_pairs * max(1, 4 * threads // (fewest_pairs * vectors))
     pieces, groups = dim // block_channels, block_channels // GROUP
     has_sf, has_exponents = sf_dtype is not None, sf_dtype is torch.uint8
     element, sf_element = T.dtype(dtype), T.dtype(sf_dtype or torch.uint8)
@@ -84,10 +68,6 @@ def _engram_lookup_kernel(
     num_pairs, num_rows = T.dynamic("num_pairs"), T.dynamic("num_rows", "int64")
     row_stride, sf_stride = T.dynamic("row_stride", "int64"), T.dynamic("sf_stride", "int64")
     shape, sf_shape = (num_rows, dim), (num_rows, dim // GROUP)
-
-    def per_thread(pair: Any, channel: Any) -> tuple[Any, Any]:
-        vectors = (pair * block_channels + channel) // VECTOR
-        return vectors % threads, vectors // threads * VECTOR + channel % VECTOR
 
     @T.prim_func
     def engram_lookup(indices: T.Tensor((num_pairs,), "int32"), out: T.Tensor((num_pairs, dim), "bfloat16")) -> None:
@@ -115,7 +95,7 @@ def _engram_lookup_kernel(
             rows = T.alloc_shared((block_pairs,), "int32")
             found = T.alloc_fragment((block_pairs, block_channels), found_element)
             values = T.alloc_fragment((block_pairs, block_channels), "bfloat16")
-            T.annotate_layout({x: T.Fragment(x.shape, forward_fn=per_thread) for x in (found, values)})
+            T.annotate_layout({x: pairs_of_threads(x.shape, threads) for x in (found, values)})
 
             for i in T.Parallel(block_pairs):
                 rows[i] = T.if_then_else(first + i < num_pairs, indices[first + i], -1)
@@ -149,6 +129,13 @@ def _engram_lookup_kernel(
     return engram_lookup
 
 
+def lookup_kernel_for(table: Tensor, table_sf: Tensor | None, is_pinned: bool, arch: Arch) -> Callable[..., None]:
+    """The kernel that reads this table."""
+    vector = min(VECTOR, check.row_alignment(table) // table.itemsize)
+    sf_dtype = None if table_sf is None else table_sf.dtype
+    return _engram_lookup_kernel(table.shape[1], table.dtype, sf_dtype, vector, is_pinned, arch)
+
+
 def _require_reachable(indices: Tensor, table: Tensor) -> None:
     """A table of another device than the indices' has to be in pinned memory; table_sf is on the table's device."""
     reachable = table.device == indices.device or (indices.is_cuda and table.is_pinned())
@@ -172,11 +159,7 @@ def _engram_lookup_out(indices: Tensor, table: Tensor, table_sf: Tensor | None, 
     if is_pinned and table_sf is not None:
         check.require(table_sf.is_pinned(), "table_sf", "pinned host memory, as table", "memory that is not pinned")
     num_rows, dim = table.shape
-    arch = get_arch(indices.device)
-    vector = min(VECTOR, check.row_alignment(table) // table.itemsize)
-    sf_dtype = None if table_sf is None else table_sf.dtype
-    config = EngramLookupConfig.best(dim, arch)
-    lookup = _engram_lookup_kernel(dim, table.dtype, sf_dtype, vector, is_pinned, config, arch)
+    lookup = lookup_kernel_for(table, table_sf, is_pinned, get_arch(indices.device))
     written = aligned(out)
     arguments: list[Any] = [indices.view(-1), written.view(-1, dim)]
     if is_pinned:

@@ -18,7 +18,6 @@ holds up the few blocks that own its pieces, and nothing else.
 For the sparse form a kernel marks where segments begin, and torch's cumulative sum of that numbers them.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import op
-from tk_core.tiles import DIRECT_COPIES, VECTOR
+from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned, flat
 from tk_engram.lib.indices import check_indices, piece_channels
 
@@ -36,20 +35,9 @@ _DTYPES = (torch.bfloat16, torch.float32)
 _MAX_ROWS = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class EngramLookupBwdConfig:
-    """Launch knobs."""
-
-    block_channels: int
-    """Channels of a thread block, and its threads; a divisor of the row."""
-    block_pairs: int
-    store_pairs: int
-    """Pairs whose totals are stored at a time; of a given gradient, so many rows are loaded at once."""
-
-    @staticmethod
-    def best(dim: int, arch: Arch) -> "EngramLookupBwdConfig":
-        """A thread adds up one channel, and has eight loads of eight channels in flight. Untuned."""
-        return EngramLookupBwdConfig(piece_channels(dim, 128), block_pairs=64, store_pairs=16)
+_BLOCK_PAIRS = 64
+_STORE_PAIRS = 16
+"""Pairs whose totals are stored at a time; of a given gradient, so many rows are loaded at once. Untuned."""
 
 
 @kernel
@@ -76,20 +64,17 @@ def _mark_segments_kernel(arch: Arch) -> Any:
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _add_pairs_kernel(
-    dim: int, dtype: torch.dtype, target: Literal["new", "given", "sparse"], config: EngramLookupBwdConfig, arch: Arch
-) -> Any:
+def _add_pairs_kernel(dim: int, dtype: torch.dtype, target: Literal["new", "given", "sparse"], arch: Arch) -> Any:
     """`target`: a gradient of zeros, one to be added to, or the totals alone, one after the other."""
     import tilelang.language as T
 
-    block_channels, block_pairs, store_pairs = config.block_channels, config.block_pairs, config.store_pairs
-    threads, pieces, element = block_channels, dim // block_channels, T.dtype(dtype)
+    from tk_engram.lib.gate_tiles import pairs_of_threads
+
+    block_pairs, store_pairs = _BLOCK_PAIRS, _STORE_PAIRS
+    block_channels = threads = piece_channels(dim, 128)  # a thread adds up one channel
+    pieces, element = dim // block_channels, T.dtype(dtype)
     is_sparse, is_given = target == "sparse", target == "given"
     num_pairs, num_rows = T.dynamic("num_pairs"), T.dynamic("num_rows")
-
-    def per_thread(pair: Any, channel: Any) -> tuple[Any, Any]:
-        vectors = (pair * block_channels + channel) // VECTOR
-        return vectors % threads, vectors // threads * VECTOR + channel % VECTOR
 
     @T.macro
     def load(d_o: T.Buffer, pairs: T.Buffer, channel: Any, values: T.Buffer) -> None:
@@ -131,7 +116,7 @@ def _add_pairs_kernel(
             total = T.alloc_fragment((block_channels,), "float32")
             T.annotate_layout(
                 {
-                    values: T.Fragment((block_pairs, block_channels), forward_fn=per_thread),
+                    values: pairs_of_threads((block_pairs, block_channels), threads),
                     total: T.Fragment((block_channels,), forward_fn=lambda j: (j, 0)),
                 }
             )
@@ -238,10 +223,9 @@ def _engram_lookup_bwd_out(d_o: Tensor, indices: Tensor, grad: Tensor, accumulat
         grad.zero_()
     if indices.numel() == 0:
         return
-    dim, arch = d_o.shape[1], get_arch(d_o.device)
-    config = EngramLookupBwdConfig.best(dim, arch)
     sorted_rows, order = torch.sort(indices, stable=True)
-    add_pairs = _add_pairs_kernel(dim, d_o.dtype, "given" if accumulate else "new", config, arch)
+    target = "given" if accumulate else "new"
+    add_pairs = _add_pairs_kernel(d_o.shape[1], d_o.dtype, target, get_arch(d_o.device))
     written = aligned(grad)
     add_pairs(aligned(d_o), sorted_rows, order, written)
     if written is not grad:
@@ -261,13 +245,12 @@ def _engram_lookup_bwd_sparse_out(
     if indices.numel() == 0:
         count.zero_()
         return
-    dim, arch = d_o.shape[1], get_arch(d_o.device)
-    config = EngramLookupBwdConfig.best(dim, arch)
+    arch = get_arch(d_o.device)
     sorted_rows, order = torch.sort(indices, stable=True)
     is_first = torch.empty_like(sorted_rows)
     _mark_segments_kernel(arch)(sorted_rows, is_first, num_rows)
     numbers = torch.cumsum(is_first, 0, dtype=torch.int32)
-    add_pairs = _add_pairs_kernel(dim, d_o.dtype, "sparse", config, arch)
+    add_pairs = _add_pairs_kernel(d_o.shape[1], d_o.dtype, "sparse", arch)
     add_pairs(aligned(d_o), sorted_rows, order, numbers, rows, values, count, num_rows)
 
 

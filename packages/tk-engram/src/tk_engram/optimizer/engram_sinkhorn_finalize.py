@@ -23,11 +23,12 @@ from tk_engram.lib.scaled_rows import DTYPES, RowTile, check_matrix
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _engram_sinkhorn_finalize_kernel(width: int, tile: RowTile, arch: Arch) -> Any:
+def _engram_sinkhorn_finalize_kernel(width: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_engram.lib.scaled_rows_tile import load_scaled, row_norms, rows_layout
 
+    tile = RowTile.best(width)
     rows, columns = tile.rows, tile.columns(width)
     num_rows = T.dynamic("num_rows")
 
@@ -71,9 +72,8 @@ def _engram_sinkhorn_finalize_out(
     num_rows, width = matrix.shape
     if num_rows == 0:
         return
-    arch = get_arch(matrix.device)
     written = aligned(out)
-    finalize = _engram_sinkhorn_finalize_kernel(width, RowTile.best(width), arch)
+    finalize = _engram_sinkhorn_finalize_kernel(width, get_arch(matrix.device))
     finalize(aligned(matrix), aligned(row_scale), aligned(col_scale), written, eps, alpha)
     if written is not out:
         out.copy_(written)

@@ -11,7 +11,6 @@ A thread takes up to eight neighbouring elements, twice, so that several loads a
     [ thread 0 | thread 1 | … | thread 255 ] [ thread 0 | … ]       each field 8 elements
 """
 
-from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -29,33 +28,19 @@ from tk_core.views import aligned
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True)
-class EngramSinkhornMomentumUpdateConfig:
-    """Launch knobs."""
-
-    vector: int
-    """Neighbouring elements of a thread; divides the number of elements, so that no vector is cut at the end."""
-    vectors_per_thread: int
-    threads: int = 256
-
-    @property
-    def block_vectors(self) -> int:
-        """Vectors of a thread block."""
-        return self.vectors_per_thread * self.threads
-
-    @staticmethod
-    def best(num_elements: int, arch: Arch) -> "EngramSinkhornMomentumUpdateConfig":
-        """Eight elements a thread where the number of elements allows it. Untuned."""
-        return EngramSinkhornMomentumUpdateConfig(vector=gcd(num_elements, VECTOR), vectors_per_thread=2)
+_THREADS = 256
+_BLOCK_VECTORS = 2 * _THREADS
+"""Two vectors of a thread. Untuned."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
 def _momentum_update_kernel(
-    grad_dtype: str, buffer_dtype: str, nesterov: bool, config: EngramSinkhornMomentumUpdateConfig, arch: Arch
+    grad_dtype: torch.dtype, buffer_dtype: torch.dtype, nesterov: bool, vector: int, arch: Arch
 ) -> Any:
+    """`vector`: neighbouring elements of a thread; divides their number, so that no vector is cut at the end."""
     import tilelang.language as T
 
-    block_vectors, vector = config.block_vectors, config.vector
+    block_vectors = _BLOCK_VECTORS
     num_vectors = T.dynamic("num_vectors")
 
     @T.prim_func
@@ -66,7 +51,7 @@ def _momentum_update_kernel(
         beta: T.float32,
         rest: T.float32,
     ) -> None:
-        with T.Kernel(T.ceildiv(num_vectors, block_vectors), threads=config.threads) as block:
+        with T.Kernel(T.ceildiv(num_vectors, block_vectors), threads=_THREADS) as block:
             first = block * block_vectors
             g = T.alloc_fragment((block_vectors, vector), grad_dtype)
             m = T.alloc_fragment((block_vectors, vector), buffer_dtype)
@@ -94,13 +79,11 @@ def _engram_sinkhorn_momentum_update_out(
 ) -> None:
     if grad.numel() == 0:
         return
-    arch = get_arch(grad.device)
-    config = EngramSinkhornMomentumUpdateConfig.best(grad.numel(), arch)
-    dtypes = (str(x.dtype).removeprefix("torch.") for x in (grad, momentum_buffer))
-    update = _momentum_update_kernel(*dtypes, nesterov, config, arch)
+    vector = gcd(grad.numel(), VECTOR)
+    update = _momentum_update_kernel(grad.dtype, momentum_buffer.dtype, nesterov, vector, get_arch(grad.device))
     written = aligned(momentum_buffer)
     tensors = (aligned(grad), written, out)
-    update(*(x.view(-1, config.vector) for x in tensors), beta1, 1.0 - beta1)
+    update(*(x.view(-1, vector) for x in tensors), beta1, 1.0 - beta1)
     if written is not momentum_buffer:
         momentum_buffer.copy_(written)
 

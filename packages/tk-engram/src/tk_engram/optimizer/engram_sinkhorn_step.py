@@ -24,17 +24,16 @@ from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
 from tk_engram.lib.scaled_rows import RowTile, check_matrix
-
-NUM_PARTIALS = 396
-"""Ranges of rows, whatever the GPU: three for each SM of an H200."""
+from tk_engram.sizes import NUM_PARTIALS
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _engram_sinkhorn_step_kernel(width: int, tile: RowTile, arch: Arch) -> Any:
+def _engram_sinkhorn_step_kernel(width: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_engram.lib.scaled_rows_tile import load_scaled, row_norms, rows_layout
 
+    tile = RowTile.best(width)
     rows, groups, columns = tile.rows, tile.num_groups, tile.columns(width)
     # TileLang lays out a fragment of more columns than threads only if it has a multiple of their number.
     total_columns = columns if columns <= tile.threads else align(columns, tile.threads)
@@ -107,8 +106,7 @@ def _engram_sinkhorn_step_out(
     if num_rows == 0:
         col_sumsq_partial.zero_()
         return
-    arch = get_arch(matrix.device)
-    step = _engram_sinkhorn_step_kernel(width, RowTile.best(width), arch)
+    step = _engram_sinkhorn_step_kernel(width, get_arch(matrix.device))
     written = aligned(row_scale)
     step(aligned(matrix), written, aligned(col_scale), row_norm, col_sumsq_partial, eps)
     if written is not row_scale:

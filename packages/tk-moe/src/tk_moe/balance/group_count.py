@@ -13,8 +13,6 @@ blocks nor on the order of the atomics.
     counts    block 0 … C-1, num_groups each      ──►      block b: the b-th share of the groups, from all C blocks
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,38 +32,28 @@ MAX_TOPK = 32
 MAX_PAIRS = 2**30  # so that no index on the way overflows an int32
 
 
-@dataclass(frozen=True)
-class GroupCountConfig:
-    """Launch configuration."""
+_THREADS = 512
+_ROUNDS = 8
+"""Pairs that a thread loads before it counts the first."""
+_MAX_PAIRS_OF_ONE_BLOCK = 4096
 
-    cluster_size: int
-    """Thread blocks of the one cluster."""
 
-    threads = 512
-    rounds = 8
-    """Pairs that a thread loads before it counts the first."""
-    max_pairs_of_one_block = 4096
-
-    @staticmethod
-    @cache
-    def best(few_pairs: bool, num_sms: int, arch: Arch) -> "GroupCountConfig":
-        """One thread block for few pairs, else the largest cluster that fits on `num_sms` SMs."""
-        if few_pairs or arch.sm < 90 or num_sms < 8:
-            return GroupCountConfig(1)
-        # The blocks of a cluster share a GPC. If 8 GPCs have more than 120 SMs together, one of them has at least 16.
-        return GroupCountConfig(16 if arch.sm in (90, 100, 103) and num_sms > 120 else 8)
+def cluster_size_for(num_pairs: int, num_sms: int, arch: Arch) -> int:
+    """Thread blocks of the one cluster: one for few pairs, else those of the largest that fits on `num_sms` SMs."""
+    if num_pairs <= _MAX_PAIRS_OF_ONE_BLOCK or arch.sm < 90 or num_sms < 8:
+        return 1
+    # The blocks of a cluster share a GPC. If 8 GPCs have more than 120 SMs together, one of them has at least 16.
+    return 16 if arch.sm in (90, 100, 103) and num_sms > 120 else 8
 
 
 # Blocks write into each other's shared memory, which TileLang does not see. So the barriers are explicit, and shared
 # memory is not reused.
 @kernel(pass_configs={**DIRECT_COPIES, "tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True})
-def _group_count_kernel(
-    num_groups: int, idx_dtype: torch.dtype, as_fi: bool, config: GroupCountConfig, arch: Arch
-) -> Any:
+def _group_count_kernel(num_groups: int, idx_dtype: torch.dtype, as_fi: bool, cluster_size: int, arch: Arch) -> Any:
     """Counts as int32, or with `as_fi` as float32(count · num_groups) / float32(num_tokens · num_aux_topk)."""
     import tilelang.language as T
 
-    threads, rounds, cluster_size = config.threads, config.rounds, config.cluster_size
+    threads, rounds = _THREADS, _ROUNDS
     share = align(ceil_div(num_groups, cluster_size), 4)  # in units of 16 bytes, which T.copy_cluster sends at once
     num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
 
@@ -95,8 +83,10 @@ def _group_count_kernel(
             if cluster_size > 1:
                 T.cluster_wait()  # All blocks have started: their shared memory may be written.
                 for rank in T.unroll(ceil_div(num_groups, share)):
-                    first, place = rank * share, block * share
-                    T.copy_cluster(counts[first : first + share], received[place : place + share], dst_block=rank)
+                    sent, received_at = rank * share, block * share
+                    T.copy_cluster(
+                        counts[sent : sent + share], received[received_at : received_at + share], dst_block=rank
+                    )
                 T.cluster_sync()
             terms = received if cluster_size > 1 else counts
             for i in T.Parallel(share):
@@ -121,10 +111,9 @@ def launch_group_count(group_idx: Tensor, num_aux_topk: int | None, out: Tensor)
         out.zero_()
         return
     arch = get_arch(group_idx.device)
-    few_pairs = group_idx.numel() <= GroupCountConfig.max_pairs_of_one_block
-    config = GroupCountConfig.best(few_pairs, get_num_sms(group_idx.device), arch)
+    cluster_size = cluster_size_for(group_idx.numel(), get_num_sms(group_idx.device), arch)
     as_fi = num_aux_topk is not None
-    launch = _group_count_kernel(out.shape[0], group_idx.dtype, as_fi, config, arch)
+    launch = _group_count_kernel(out.shape[0], group_idx.dtype, as_fi, cluster_size, arch)
     launch(group_idx, num_aux_topk if as_fi else 1, out)
 
 

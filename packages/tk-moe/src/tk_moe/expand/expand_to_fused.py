@@ -39,7 +39,7 @@ from tk_core.scales import ScaleLayout, empty_scales
 from tk_core.views import aligned
 from tk_moe.lib.check_maps import check_each_once, check_experts, check_positions
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
-from tk_moe.lib.expand_to_fused_kernel import ExpandConfig, expand_kernel, gather_factors_kernel, vector_of
+from tk_moe.lib.expand_to_fused_kernel import expand_kernel, gather_factors_kernel, num_blocks_for
 
 _E2M1_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)  # two FP4 codes a byte
 _QUANTIZED_DTYPES = (torch.float8_e4m3fn, *_E2M1_DTYPES)
@@ -75,25 +75,24 @@ def _expand_to_fused_out(
     x, written = aligned(_as_carrier(x)), aligned(_as_carrier(out))
     (num_tokens, num_topk), cols, num_rows = token_topk_to_pos.shape, x.shape[1], out.shape[0]
     tensors = x, token_topk_to_pos, pos_to_expert, written
-    config = ExpandConfig.best(cols // vector_of(cols, x.itemsize), sf is not None, arch)
-    num_blocks = ExpandConfig.num_blocks(num_tokens, num_rows)
+    num_blocks = num_blocks_for(num_tokens, num_rows)
     bulk = BulkConfig.best(cols * x.itemsize, arch) if BulkConfig.pays(num_tokens, num_topk, num_rows) else None
     if sf is not None:
         sf_cols, sf = sf.shape[1], aligned(sf)
         # Rows of up to 8 factors are not worth a second launch.
         if sf_cols > 8 and out_sf.stride(0) == 1:
-            numbers = new_workspace(sf, (num_rows, 1), torch.int32)
-            expand = expand_kernel(cols, num_topk, x.dtype, 1, torch.int32, True, config, arch)
-            expand(*tensors, num_blocks, None, numbers)
-            gather_factors_kernel(sf_cols, sf.dtype, arch)(sf, numbers, out_sf)
+            tokens = new_workspace(sf, (num_rows, 1), torch.int32)
+            expand = expand_kernel(cols, num_topk, x.dtype, 1, torch.int32, True, arch)
+            expand(*tensors, num_blocks, None, tokens)
+            gather_factors_kernel(sf_cols, sf.dtype, arch)(sf, tokens, out_sf)
         else:
-            expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, False, config, arch)
+            expand = expand_kernel(cols, num_topk, x.dtype, sf_cols, sf.dtype, False, arch)
             expand(*tensors, num_blocks, sf, out_sf)
     elif bulk is not None:
         shares = bulk.split(num_tokens, get_device_num_sms(x.device))
         expand_bulk_kernel(cols, num_topk, x.dtype, bulk, arch)(*tensors, *shares)
     else:
-        expand_kernel(cols, num_topk, x.dtype, 0, None, False, config, arch)(*tensors, num_blocks)
+        expand_kernel(cols, num_topk, x.dtype, 0, None, False, arch)(*tensors, num_blocks)
     if written.data_ptr() != out.data_ptr():
         out.view(written.dtype).copy_(written)
 

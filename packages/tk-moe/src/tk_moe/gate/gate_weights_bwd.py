@@ -28,7 +28,7 @@ from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, WARPS, GateOptions
-from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
+from tk_moe.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 
 # Written per thread: a match instruction finds lanes with equal experts, for which tiles have no operation. No tile

@@ -23,8 +23,8 @@ from tk_core.arch import get_arch
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_moe.lib.gate_kernel import MAX_EXPERTS
-from tk_moe.lib.scoring import ScoringFunc, scoring_func_of
 from tk_moe.lib.top2_sum_gate_kernel import Routing, top2_sum_gate_kernel
+from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 MAX_GROUPS = 32
 MAX_SLOTS = 32

@@ -13,7 +13,7 @@ from torch import Tensor
 from tk_core import check
 from tk_core.call import launching, new, op
 from tk_moe.lib.gate_kernel import MAX_EXPERTS, MAX_TOPK, launch_gate
-from tk_moe.lib.scoring import ScoringFunc
+from tk_moe.scoring import ScoringFunc
 
 
 @op(aligned=())

@@ -17,7 +17,7 @@ from tk_core import check
 from tk_core.op import op
 from tk_core.replay import replayable
 from tk_moe.lib.gate_kernel import LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, check_gate_options, launch_gate
-from tk_moe.lib.scoring import ScoringFunc, scoring_func_of
+from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 
 @op(

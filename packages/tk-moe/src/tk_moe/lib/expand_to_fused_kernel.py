@@ -1,8 +1,6 @@
 """The kernels of expand_to_fused and expand_to_fused_with_sf; expand_to_fused.py describes the tiling."""
 
 import math
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,38 +13,14 @@ from tk_core.tiles import DIRECT_COPIES
 _VECTOR_BYTES = 16
 
 
-@dataclass(frozen=True)
-class ExpandConfig:
-    """How one thread block copies a row."""
-
-    threads: int
-    vectors_per_thread: int
-    """Vectors of a row that a thread holds in registers at a time."""
-
-    max_padding_rows = 8
-    """Rows that one thread block checks for padding."""
-
-    @staticmethod
-    @cache
-    def best(num_vectors: int, has_sf: bool, arch: Arch) -> "ExpandConfig":
-        """The configuration for rows of `num_vectors` vectors: up to 4 per thread at a time, and up to 256 threads.
-
-        Rows with scale factors are short and get as many threads as they have vectors, up to 256.
-        """
-        chunk = ceil_div(num_vectors, ceil_div(num_vectors, 256 * 4))
-        vectors_per_thread = ceil_div(chunk, 256) if has_sf else min(4, ceil_div(chunk, 32))
-        return ExpandConfig(align(ceil_div(chunk, vectors_per_thread), 32), vectors_per_thread)
-
-    @staticmethod
-    def num_blocks(num_tokens: int, num_expanded_tokens: int) -> int:
-        """Blocks for all tokens, or more to share padding: at least one per 8 rows, and one per 2 rows up to 2048."""
-        enough = ceil_div(num_expanded_tokens, ExpandConfig.max_padding_rows)
-        return max(num_tokens, min(ceil_div(num_expanded_tokens, 2), 2048), enough)
+PADDING_ROWS = 8
+"""Rows that one thread block checks for padding."""
 
 
-def vector_of(cols: int, itemsize: int) -> int:
-    """Elements of the widest vector, up to 16 bytes, that divides a row of `cols` elements."""
-    return math.gcd(cols, _VECTOR_BYTES // itemsize)
+def num_blocks_for(num_tokens: int, num_expanded_tokens: int) -> int:
+    """Blocks for all tokens, or more to share padding: at least one per 8 rows, and one per 2 rows up to 2048."""
+    enough = ceil_div(num_expanded_tokens, PADDING_ROWS)
+    return max(num_tokens, min(ceil_div(num_expanded_tokens, 2), 2048), enough)
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -56,21 +30,26 @@ def expand_kernel(
     dtype: torch.dtype,
     sf_cols: int,
     sf_dtype: torch.dtype | None,
-    numbers_rows: bool,
-    config: ExpandConfig,
+    writes_tokens: bool,
     arch: Arch,
 ) -> Any:
     """Copy rows of `cols` elements and, unless `sf_dtype` is None, their `sf_cols` scale factors.
 
-    With `numbers_rows`, out_sf gets numbers instead of factors: 1 + the token of a row, or 0 for a row of padding.
+    With `writes_tokens`, out_sf gets 1 + the token of a row instead of its factors, or 0 for a row of padding.
     """
     import tilelang.language as T
 
     from tk_moe.lib.expanded_rows import copy_row, load_experts, load_positions, vectors_of_threads, zero_padding
 
-    threads, vector = config.threads, vector_of(cols, dtype.itemsize)
-    block_channels = threads * config.vectors_per_thread * vector
-    has_sf, factor_dtype, block_sf = sf_dtype is not None, sf_dtype or torch.float32, align(max(sf_cols, 1), threads)
+    has_sf, factor_dtype = sf_dtype is not None, sf_dtype or torch.float32
+    # The widest vector, up to 16 bytes, that divides a row.
+    vector = math.gcd(cols, _VECTOR_BYTES // dtype.itemsize)
+    num_vectors = cols // vector
+    # Up to four vectors a thread at a time, and up to 256 threads. Rows with factors are short, and get more threads.
+    chunk = ceil_div(num_vectors, ceil_div(num_vectors, 256 * 4))
+    vectors_per_thread = ceil_div(chunk, 256) if has_sf else min(4, ceil_div(chunk, 32))
+    threads = align(ceil_div(chunk, vectors_per_thread), 32)
+    block_channels, block_sf = threads * vectors_per_thread * vector, align(max(sf_cols, 1), threads)
     num_tokens, num_expanded_tokens = T.dynamic("num_tokens"), T.dynamic("num_expanded_tokens")
     out_sf_strides = tuple(T.dynamic(f"out_sf_{dim}_stride", "int64") for dim in ("row", "col"))
 
@@ -90,14 +69,14 @@ def expand_kernel(
             pos = T.alloc_local((num_topk,), "int32")
             channels = T.alloc_fragment((block_channels,), dtype)
             factors = T.alloc_fragment((block_sf,), factor_dtype)
-            experts = T.alloc_fragment((config.max_padding_rows,), "int32")
-            shared_experts = T.alloc_shared((config.max_padding_rows,), "int32")
+            experts = T.alloc_fragment((PADDING_ROWS,), "int32")
+            shared_experts = T.alloc_shared((PADDING_ROWS,), "int32")
             T.annotate_layout({channels: vectors_of_threads(channels.shape, vector, threads)})
             T.annotate_layout({factors: vectors_of_threads(factors.shape, 1, threads)})
             load_experts(pos_to_expert, block, num_blocks, experts)
             if block < num_tokens:
                 load_positions(token_topk_to_pos, block, num_expanded_tokens, pos)
-                if numbers_rows:
+                if writes_tokens:
                     T.fill(factors, block + 1)
                 elif has_sf:
                     T.copy(sf[block, 0:block_sf], factors)
@@ -118,7 +97,7 @@ def expand_kernel(
 def gather_factors_kernel(sf_cols: int, sf_dtype: torch.dtype, arch: Arch) -> Any:
     """Gather the scale factors of each row from row-major sf into column-major out, in tiles of 64 rows by 32 columns.
 
-    `numbers` holds 1 + the token of each row, or 0 for a row of padding, whose factors become 0.
+    `tokens` holds 1 + the token of each row, or 0 for a row of padding, whose factors become 0.
     """
     import tilelang.language as T
 
@@ -127,7 +106,7 @@ def gather_factors_kernel(sf_cols: int, sf_dtype: torch.dtype, arch: Arch) -> An
     @T.prim_func
     def gather_factors(
         sf: T.Tensor((num_tokens, sf_cols), sf_dtype),
-        numbers: T.Tensor((num_rows, 1), "int32"),
+        tokens: T.Tensor((num_rows, 1), "int32"),
         out: T.StridedTensor((num_rows, sf_cols), (1, T.dynamic("out_col_stride", "int64")), sf_dtype),
     ) -> None:
         with T.Kernel(T.ceildiv(num_rows, 64), ceil_div(sf_cols, 32), threads=256) as (block, part):
@@ -135,7 +114,7 @@ def gather_factors_kernel(sf_cols: int, sf_dtype: torch.dtype, arch: Arch) -> An
             for r, c in T.Parallel(64, 32):
                 row, col = block * 64 + r, part * 32 + c
                 if row < num_rows and col < sf_cols:
-                    tile[r, c] = T.if_then_else(numbers[row, 0] > 0, sf[numbers[row, 0] - 1, col], T.cast(0, sf_dtype))
+                    tile[r, c] = T.if_then_else(tokens[row, 0] > 0, sf[tokens[row, 0] - 1, col], T.cast(0, sf_dtype))
             for c, r in T.Parallel(32, 64):
                 if block * 64 + r < num_rows and part * 32 + c < sf_cols:
                     out[block * 64 + r, part * 32 + c] = tile[r, c]

@@ -16,7 +16,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_moe.lib.scoring import ScoringFunc
+from tk_moe.scoring import ScoringFunc
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
@@ -48,11 +48,6 @@ class GateOptions:
     """Dtype of the ids by which experts are looked up; None where experts are chosen."""
 
 
-def can_pack(num_experts: int, num_topk: int) -> bool:
-    """Whether the expert fits into a packed key, and lanes rarely win more rounds than they have sorted keys."""
-    return num_experts <= 256 and num_topk <= 16
-
-
 # Written per thread: lanes rank keys by shuffles, for which tiles have no operation. No tile version has been timed.
 # Every access has its own guard, so TileLang need not add any.
 @kernel(pass_configs={"tl.disable_safe_memory_legalize": True})
@@ -63,7 +58,6 @@ def gate_kernel(
     options: GateOptions,
     alignment: int,
     bias_alignment: int,
-    warps: int,
     arch: Arch,
 ) -> Any:
     """Rows of logits are aligned to `alignment` bytes, bias to `bias_alignment` bytes."""
@@ -75,8 +69,12 @@ def gate_kernel(
 
     scoring_func, has_bias = options.scoring_func, options.has_bias
     is_softmax, looks_up = scoring_func is ScoringFunc.SOFTMAX, options.token_ids_dtype is not None
-    # Not for softmax: the fixed order of its sums requires the experts of a lane to be consecutive.
-    is_packed = can_pack(num_experts, num_topk) and not is_softmax and not looks_up
+    # Where the expert fits into a packed key, and lanes rarely win more rounds than they have sorted keys. Not for
+    # softmax: the fixed order of its sums requires the experts of a lane to be consecutive.
+    is_packed = num_experts <= 256 and num_topk <= 16 and not is_softmax and not looks_up
+    warps = (
+        _WARPS_OF_LOOKUP if looks_up else WARPS if options.has_weights or not is_packed else _WARPS_OF_SHORT_SELECTION
+    )
     most = alignment // dtype.itemsize
     if is_packed:
         most = min(most, 4)  # a lane sorts only four keys, and neighbours may all be good
@@ -180,15 +178,12 @@ def launch_gate(
         return
     arch = get_arch(logits.device)
     topk_idx, topk_weights = outputs
-    num_topk, has_weights = topk_idx.shape[1], topk_weights is not None
-    given = mask is not None, bias is not None, has_weights
+    num_topk = topk_idx.shape[1]
+    present = (x is not None for x in (mask, bias, topk_weights))
     token_ids_dtype = lookup[0].dtype if lookup else None
-    options = GateOptions(scoring_func, renormalize, *given, topk_idx.dtype, token_ids_dtype)
+    options = GateOptions(scoring_func, renormalize, *present, topk_idx.dtype, token_ids_dtype)
     alignments = check.row_alignment(logits), 16 if bias is None else check.row_alignment(bias)
-    warps = _WARPS_OF_LOOKUP if lookup else WARPS
-    if not has_weights and can_pack(num_experts, num_topk):
-        warps = _WARPS_OF_SHORT_SELECTION
-    gate = gate_kernel(num_experts, num_topk, logits.dtype, options, *alignments, warps, arch)
+    gate = gate_kernel(num_experts, num_topk, logits.dtype, options, *alignments, arch)
     gate(logits, bias, mask, factor, topk_idx, topk_weights, *lookup)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import tilelang.language as T
 
 from tk_moe.device.gates import exp, fast_reciprocal
-from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc
 from tk_moe.lib.selection import expert_of, rank_of, sort_key
+from tk_moe.scoring import LEAST_SUM, ScoringFunc
 
 
 def score(scoring_func: ScoringFunc, x: Any) -> Any:

@@ -21,7 +21,7 @@ from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_moe.lib.gate_kernel import WARPS
-from tk_moe.lib.scoring import ScoringFunc
+from tk_moe.scoring import ScoringFunc
 
 
 @dataclass(frozen=True)

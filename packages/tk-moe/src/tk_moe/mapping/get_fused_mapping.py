@@ -24,8 +24,7 @@ from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.get_fused_mapping_config import GetFusedMappingConfig
-from tk_moe.lib.get_fused_mapping_kernel import count_kernel, mapping_kernel
+from tk_moe.lib.get_fused_mapping_kernel import GetFusedMappingConfig, count_kernel, mapping_kernel
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32

@@ -17,9 +17,7 @@ small, so that an SM holds many, and some load while others start or wait.
     out   row t         [ thread 0 | thread 1 | … ]
 """
 
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,56 +36,32 @@ _INPUT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Given:
-    """Which optional arguments a call passes."""
+class Factors(NamedTuple):
+    """Which factors a call passes."""
 
     row_sf: bool
     weights: bool
     out_sf: bool
 
 
-@dataclass(frozen=True)
-class ReduceConfig:
-    """How the channels of a token are divided among thread blocks."""
-
-    threads: int
-    num_chunks: int
-    """Thread blocks per token; each thread takes one vector."""
-
-    @staticmethod
-    @cache
-    def best(num_vectors: int, arch: Arch) -> "ReduceConfig":
-        """The configuration for rows of `num_vectors` vectors: up to 128 threads, as few of them idle as possible.
-
-        On an H200, 4096 tokens of 8 rows in bfloat16 take 125.3 µs at hidden 7168 and 41.5 µs at hidden 2048 with 128
-        threads of 64 registers, instead of 138.2 and 48.6 µs with 224 threads of 88.
-        """
-        threads = min((128, 96, 64, 32), key=lambda threads: align(num_vectors, threads))
-        return ReduceConfig(threads, ceil_div(num_vectors, threads))
-
-    def blocks_per_sm(self, num_topk: int, has_out_sf: bool) -> int:
-        """Thread blocks that an SM should hold: as many as the registers for the rows in flight allow."""
-        few = 768 if has_out_sf else 1024
-        return (few if num_topk <= 8 else 512 if num_topk <= 16 else 256) // self.threads
-
-
 @kernel(pass_configs=DIRECT_COPIES)
 def _reduce_fused_kernel(
-    hidden: int,
-    num_topk: int,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    given: Given,
-    config: ReduceConfig,
-    arch: Arch,
+    hidden: int, num_topk: int, dtype: torch.dtype, out_dtype: torch.dtype, has: Factors, arch: Arch
 ) -> Any:
     import tilelang.language as T
 
     from tk_moe.lib.expanded_rows import load_positions, vectors_of_threads
 
     vector, zero = _VECTOR_BYTES // dtype.itemsize, T.cast(0, dtype)
-    block_channels = config.threads * vector
+    num_vectors = hidden // vector
+    # Up to 128 threads, one vector each, as few of them idle as possible. On an H200, 4096 tokens of 8 rows in bfloat16
+    # take 125.3 µs at hidden 7168 and 41.5 µs at hidden 2048 with 128 threads of 64 registers, instead of 138.2 and
+    # 48.6 µs with 224 threads of 88.
+    threads = min((128, 96, 64, 32), key=lambda threads: align(num_vectors, threads))
+    block_channels, num_chunks = threads * vector, ceil_div(num_vectors, threads)
+    # As many as the registers for the rows in flight allow.
+    few = 768 if has.out_sf else 1024
+    threads_per_sm = few if num_topk <= 8 else 512 if num_topk <= 16 else 256
     num_tokens, num_expanded_tokens = T.dynamic("num_tokens"), T.dynamic("num_expanded_tokens")
 
     @T.prim_func
@@ -99,20 +73,20 @@ def _reduce_fused_kernel(
         out_sf: T.Tensor((1,), "float32"),
         out: T.Tensor((num_tokens, hidden), out_dtype),
     ) -> None:
-        with T.Kernel(num_tokens * config.num_chunks, threads=config.threads) as block:
-            T.annotate_min_blocks_per_sm(config.blocks_per_sm(num_topk, given.out_sf))
-            token, channel = block // config.num_chunks, block % config.num_chunks * block_channels
+        with T.Kernel(num_tokens * num_chunks, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(threads_per_sm // threads)
+            token, channel = block // num_chunks, block % num_chunks * block_channels
             # -1 where a slot has no row.
             pos = T.alloc_local((num_topk,), "int32")
             scale = T.alloc_local((num_topk,), "float32")
             rows = T.alloc_fragment((num_topk, block_channels), dtype)
             acc = T.alloc_fragment((block_channels,), "float32")
-            T.annotate_layout({x: vectors_of_threads(x.shape, vector, config.threads) for x in (rows, acc)})
+            T.annotate_layout({x: vectors_of_threads(x.shape, vector, threads) for x in (rows, acc)})
             load_positions(token_topk_to_pos, token, num_expanded_tokens, pos)
             for k in T.unroll(num_topk):
-                scale[k] = topk_weights[token, k] if given.weights else T.float32(1)
+                scale[k] = topk_weights[token, k] if has.weights else T.float32(1)
             for k in T.unroll(num_topk):
-                if given.row_sf and pos[k] >= 0:
+                if has.row_sf and pos[k] >= 0:
                     scale[k] = scale[k] * row_sf[pos[k]]
             T.clear(acc)
             for k in T.unroll(num_topk):
@@ -123,7 +97,7 @@ def _reduce_fused_kernel(
                 if pos[k] >= 0:
                     for c in T.Parallel(block_channels):
                         acc[c] = T.ieee_fmaf(T.cast(rows[k, c], "float32"), scale[k], acc[c])
-            if given.out_sf:
+            if has.out_sf:
                 for c in T.Parallel(block_channels):
                     acc[c] = acc[c] * out_sf[0]
             T.copy(acc, out[token, channel : channel + block_channels])
@@ -153,9 +127,8 @@ def _reduce_fused_out(
         return
     arch = get_arch(x.device)
     hidden, num_topk = out.shape[1], token_topk_to_pos.shape[1]
-    given = Given(row_sf is not None, topk_weights is not None, sf is not None)
-    config = ReduceConfig.best(hidden * x.itemsize // _VECTOR_BYTES, arch)
-    reduce = _reduce_fused_kernel(hidden, num_topk, x.dtype, out.dtype, given, config, arch)
+    factors = Factors(row_sf is not None, topk_weights is not None, sf is not None)
+    reduce = _reduce_fused_kernel(hidden, num_topk, x.dtype, out.dtype, factors, arch)
     launch_aligned(reduce, x, row_sf, topk_weights, token_topk_to_pos, sf, out, outputs=(out,))
 
 

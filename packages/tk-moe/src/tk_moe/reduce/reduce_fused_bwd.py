@@ -19,8 +19,6 @@ a thread's columns, ascending; over the lanes of a warp in a tree (lane l and l 
 warps, ascending.
 """
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,62 +32,37 @@ from tk_core.op import op
 from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_moe.lib.check_maps import check_each_once, check_experts
-from tk_moe.lib.expand_to_fused_kernel import ExpandConfig
+from tk_moe.lib.expand_to_fused_kernel import PADDING_ROWS, num_blocks_for
 from tk_moe.lib.launch_aligned import launch_aligned
 
 _DTYPES = (torch.bfloat16, torch.float32)
 MAX_TOPK = 32
 
 _VECTOR_BYTES = 16
-
-
-@dataclass(frozen=True)
-class ReduceBwdConfig:
-    """How one block handles a token. It fixes the order of sums in dot products, so must not depend on num_tokens."""
-
-    threads: int
-    num_chunks: int
-    """Chunks of a row, which the block processes one after another, one vector per thread."""
-    threads_per_sm: int
-    """Threads that an SM should hold at a time, which limits the registers of a thread."""
-
-    max_rows_in_flight = 8
-    """Rows that a thread loads before it uses the first, 4 registers each."""
-    max_padding_rows = ExpandConfig.max_padding_rows
-    """Rows that one block checks for padding."""
-
-    @staticmethod
-    @cache
-    def best(num_vectors: int, num_topk: int, arch: Arch) -> "ReduceBwdConfig":
-        """The configuration for rows of `num_vectors` vectors: few chunks of up to 224 threads, and few idle threads.
-
-        A second chunk loads its rows while stores of the first are in flight. So there are at least two, unless rows
-        are short, or there are so many slots that their sums, kept from chunk to chunk, take too many registers.
-        """
-        least = max(ceil_div(num_vectors, 224), 2 if num_vectors > 64 and num_topk <= 16 else 1)
-        num_chunks = min(range(least, least + 4), key=lambda chunks: chunks * align(ceil_div(num_vectors, chunks), 32))
-        threads = align(ceil_div(num_vectors, num_chunks), 32)
-        return ReduceBwdConfig(threads, num_chunks, threads_per_sm=512 if num_topk <= 8 else 256)
+_MAX_ROWS_IN_FLIGHT = 8
+"""Rows that a thread loads before it uses the first, 4 registers each."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
 def _reduce_bwd_kernel(
-    hidden: int,
-    num_topk: int,
-    grad_dtype: torch.dtype,
-    dtype: torch.dtype,
-    has_weights: bool,
-    config: ReduceBwdConfig,
-    arch: Arch,
+    hidden: int, num_topk: int, grad_dtype: torch.dtype, dtype: torch.dtype, has_weights: bool, arch: Arch
 ) -> Any:
     """Without weights, x, topk_weights and grad_topk_weights are None."""
     import tilelang.language as T
 
     from tk_moe.lib.expanded_rows import load_experts, load_positions, vectors_of_threads, zero_padding
 
-    threads, vector = config.threads, _VECTOR_BYTES // dtype.itemsize
+    vector = _VECTOR_BYTES // dtype.itemsize
+    num_vectors = hidden // vector
+    # Chunks of a row, one after another, a vector per thread: few of up to 224 threads, and few idle threads. They fix
+    # the order of sums in dot products, so must not depend on num_tokens. A second chunk loads its rows while stores of
+    # the first are in flight. So there are at least two, unless rows are short, or there are so many slots that their
+    # sums, kept from chunk to chunk, take too many registers.
+    least = max(ceil_div(num_vectors, 224), 2 if num_vectors > 64 and num_topk <= 16 else 1)
+    num_chunks = min(range(least, least + 4), key=lambda chunks: chunks * align(ceil_div(num_vectors, chunks), 32))
+    threads = align(ceil_div(num_vectors, num_chunks), 32)
     warps, block_channels = threads // 32, threads * vector
-    rows_in_flight = min(num_topk, config.max_rows_in_flight)
+    rows_in_flight = min(num_topk, _MAX_ROWS_IN_FLIGHT)
     num_tokens, num_expanded_tokens = T.dynamic("num_tokens"), T.dynamic("num_expanded_tokens")
 
     @T.macro
@@ -118,15 +91,15 @@ def _reduce_bwd_kernel(
         num_blocks: T.int32,
     ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
-            T.annotate_min_blocks_per_sm(config.threads_per_sm // threads)
+            T.annotate_min_blocks_per_sm((512 if num_topk <= 8 else 256) // threads)
             pos = T.alloc_local((num_topk,), "int32")
             scale = T.alloc_local((num_topk,), "float32")
             dots = T.alloc_fragment((num_topk, threads), "float32")
             rows = T.alloc_fragment((rows_in_flight, block_channels), dtype)
             grads = T.alloc_fragment((block_channels,), grad_dtype)
             scaled = T.alloc_fragment((block_channels,), dtype)
-            experts = T.alloc_fragment((config.max_padding_rows,), "int32")
-            shared_experts = T.alloc_shared((config.max_padding_rows,), "int32")
+            experts = T.alloc_fragment((PADDING_ROWS,), "int32")
+            shared_experts = T.alloc_shared((PADDING_ROWS,), "int32")
             T.annotate_layout({x: vectors_of_threads(x.shape, vector, threads) for x in (rows, grads, scaled)})
             T.annotate_layout({dots: T.Fragment(dots.shape, forward_fn=lambda k, t: (t, k))})
             load_experts(pos_to_expert, block, num_blocks, experts)
@@ -135,7 +108,7 @@ def _reduce_bwd_kernel(
                 for k in T.unroll(num_topk):
                     scale[k] = topk_weights[block, k] if has_weights else T.float32(1)
                 T.clear(dots)
-                for chunk in T.serial(config.num_chunks):
+                for chunk in T.serial(num_chunks):
                     first = chunk * block_channels
                     T.copy(grad[block, first : first + block_channels], grads)
                     for group in T.unroll(ceil_div(num_topk, rows_in_flight)):
@@ -185,13 +158,10 @@ def _reduce_fused_bwd_out(
             grad_topk_weights.zero_()
         return
     arch = get_arch(grad.device)
-    config = ReduceBwdConfig.best(hidden // (_VECTOR_BYTES // grad_x.dtype.itemsize), num_topk, arch)
-    dtypes = grad.dtype, grad_x.dtype
-    backward = _reduce_bwd_kernel(hidden, num_topk, *dtypes, topk_weights is not None, config, arch)
-    given = grad, x, topk_weights, token_topk_to_pos, pos_to_expert
-    num_blocks = ExpandConfig.num_blocks(num_tokens, num_expanded_tokens)
+    backward = _reduce_bwd_kernel(hidden, num_topk, grad.dtype, grad_x.dtype, topk_weights is not None, arch)
+    inputs = grad, x, topk_weights, token_topk_to_pos, pos_to_expert
     outputs = grad_x, grad_topk_weights
-    launch_aligned(backward, *given, *outputs, num_blocks, outputs=outputs)
+    launch_aligned(backward, *inputs, *outputs, num_blocks_for(num_tokens, num_expanded_tokens), outputs=outputs)
 
 
 @replayable

@@ -35,35 +35,6 @@ def taps_of(n: Tensor, old: Tensor | None, dilation: int, cu_seqlens: Tensor | N
     return taps
 
 
-def convolution(
-    u: Tensor,
-    norm_weight: Tensor,
-    conv_weight: Tensor,
-    dilation: int,
-    cu_seqlens: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    state: Tensor | None,
-) -> Tensor:
-    """short_conv, without updating the state."""
-    n = normalized(u, eps)[0] * norm_weight
-    old = None if state is None else normalized(state, eps)[0] * norm_weight
-    y = torch.zeros_like(n)
-    for j, tap in enumerate(taps_of(n, old, dilation, cu_seqlens)):
-        y = y + conv_weight[..., j] * tap
-    out = y * torch.sigmoid(y)
-    if residual is not None:
-        out = out + u + residual
-    return out.to(u.dtype)
-
-
-def advance_state(u: Tensor, cu_seqlens: Tensor | None, state: Tensor) -> None:
-    """Update the state (B, L, m, H) in place: to each sequence's old rows append its rows of u, and keep the last L."""
-    offsets = [0, u.shape[0]] if cu_seqlens is None else cu_seqlens.tolist()
-    for rows, start, end in zip(state, offsets, offsets[1:]):
-        rows.copy_(torch.cat((rows, u[start:end]))[-len(rows) :])
-
-
 def short_conv(
     u: Tensor,
     norm_weight: Tensor,
@@ -81,7 +52,17 @@ def short_conv(
     0, or the state's (B, 3 · dilation, m, H), which is updated. In float32, or float64 if u is float64; rounded to u's
     dtype at the end.
     """
-    out = convolution(u, norm_weight, conv_weight, dilation, cu_seqlens, eps, residual, state)
+    n = normalized(u, eps)[0] * norm_weight
+    old = None if state is None else normalized(state, eps)[0] * norm_weight
+    y = torch.zeros_like(n)
+    for j, tap in enumerate(taps_of(n, old, dilation, cu_seqlens)):
+        y = y + conv_weight[..., j] * tap
+    out = y * torch.sigmoid(y)
+    if residual is not None:
+        out = out + u + residual
     if state is not None:
-        advance_state(u, cu_seqlens, state)
-    return out
+        # To each sequence's old rows append its rows of u, and keep the last.
+        offsets = [0, u.shape[0]] if cu_seqlens is None else cu_seqlens.tolist()
+        for rows, start, end in zip(state, offsets, offsets[1:]):
+            rows.copy_(torch.cat((rows, u[start:end]))[-len(rows) :])
+    return out.to(u.dtype)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tk_engram.lib.gate import num_token_ranges
+from tk_engram.sizes import num_token_ranges
 
 
 def engram_gate_bwd(

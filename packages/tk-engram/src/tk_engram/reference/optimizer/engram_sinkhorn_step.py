@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-NUM_PARTIALS = 396
+from tk_engram.sizes import NUM_PARTIALS
 
 
 def engram_sinkhorn_step(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:

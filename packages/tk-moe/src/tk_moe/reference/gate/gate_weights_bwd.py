@@ -2,8 +2,8 @@
 
 import torch
 
-from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 from tk_moe.reference.lib.scoring import as_floats, scores_of
+from tk_moe.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 
 def gate_weights_bwd(

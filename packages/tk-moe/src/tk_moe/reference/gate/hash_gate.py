@@ -2,8 +2,8 @@
 
 import torch
 
-from tk_moe.lib.scoring import ScoringFunc, scoring_func_of
 from tk_moe.reference.lib.scoring import weights_of
+from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 
 def hash_gate(

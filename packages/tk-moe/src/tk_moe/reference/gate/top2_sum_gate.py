@@ -2,11 +2,11 @@
 
 import torch
 
-from tk_moe.lib.scoring import ScoringFunc, scoring_func_of
 from tk_moe.reference.gate.topk_gate import topk_gate
 from tk_moe.reference.gate.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
-from tk_moe.reference.lib.scoring import scores_of
+from tk_moe.reference.lib.scoring import scores_of, weights_of
 from tk_moe.reference.mapping.mask_indices_by_tp import mask_indices_by_tp
+from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 
 def biased_ranks(logits: torch.Tensor, bias: torch.Tensor, scoring_func: ScoringFunc) -> torch.Tensor:
@@ -19,14 +19,6 @@ def without_other_groups(ranks: torch.Tensor, kept: torch.Tensor, num_groups: in
     by_group = ranks.view(ranks.shape[0], num_groups, ranks.shape[1] // num_groups)
     is_kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranks.device).scatter(1, kept, True)
     return torch.where(is_kept[:, :, None], by_group, torch.full_like(by_group, -torch.inf)).view_as(ranks)
-
-
-def weights_of(
-    logits: torch.Tensor, selection: torch.Tensor, routed_scaling_factor: float, scoring_func: ScoringFunc
-) -> torch.Tensor:
-    """Unbiased scores of the experts selected, divided by their sum, times the factor."""
-    scores = scores_of(logits, scoring_func).gather(1, selection.clamp(min=0))
-    return scores / scores.sum(dim=1, keepdim=True).clamp(min=1e-20) * routed_scaling_factor
 
 
 def physical_experts(
@@ -81,7 +73,7 @@ def top2_sum_gate(
     selection = topk_gate(ranks, num_topk)
     if fix_routing_mask is not None and unmapped_topk_idx is not None:
         selection = torch.where(fix_routing_mask[:, None], unmapped_topk_idx, selection)
-    weights = weights_of(logits, selection, routed_scaling_factor, scoring_func)
+    weights = weights_of(logits, selection.clamp(min=0), scoring_func, True, routed_scaling_factor)
     if unmapped_topk_idx is not None:
         none = torch.full_like(selection, -1)
         unmapped_topk_idx.copy_(selection if mask is None else torch.where(mask[:, None], selection, none))

@@ -2,9 +2,9 @@
 
 import torch
 
-from tk_moe.lib.scoring import ScoringFunc, scoring_func_of
 from tk_moe.reference.gate.topk_gate import topk_gate
 from tk_moe.reference.lib.scoring import as_floats, scores_of, weights_of
+from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 
 def topk_gate_with_weights(

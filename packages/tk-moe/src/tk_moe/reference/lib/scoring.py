@@ -2,7 +2,7 @@
 
 import torch
 
-from tk_moe.lib.scoring import LEAST_SUM, ScoringFunc
+from tk_moe.scoring import LEAST_SUM, ScoringFunc
 
 
 def as_floats(logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""ScoringFunc: how a gate's logits become scores (scores.py has the code that the gates' kernels share).
+"""ScoringFunc: how a gate's logits become scores (lib/scores.py has the code that the kernels of gates share).
 
 sigmoid        1 / (1 + exp(-x))
 sqrtsoftplus   sqrt(log(1 + exp(x))), where the logarithm is replaced by x for x above 20
