@@ -96,8 +96,7 @@ def _short_conv_kernel(
             rows = T.alloc_fragment((in_flight, channels), "bfloat16")
             rstds = T.alloc_fragment((in_flight,), "float32")
             starts = T.alloc_fragment((in_flight,), "int32")
-            x = T.alloc_fragment((channels,), "float32")
-            y = T.alloc_fragment((channels,), "float32")
+            x, y = (T.alloc_fragment((channels,), "float32") for _ in range(2))
             before = [T.alloc_fragment((channels,), "float32") for _ in range(3)]
             result = T.alloc_fragment((channels,), "bfloat16")
             old = T.alloc_fragment((1, channels), "bfloat16")
@@ -113,8 +112,7 @@ def _short_conv_kernel(
             # The last walks first: the end of u is still in L2 from the first pass.
             walk = num_walks - 1 - block // (mhc_mult * num_tiles)
             num_classes = T.min(dilation, num_tokens)
-            first = T.alloc_var("int32")
-            count = T.alloc_var("int32")
+            first, count = (T.alloc_var("int32") for _ in range(2))
             first = walk // num_classes * (dilation * walk_tokens) + walk % num_classes
             count = T.min(walk_tokens, T.ceildiv(num_tokens - first, dilation))
 
@@ -182,8 +180,7 @@ def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, arch: Arc
             stream = block // tile.num_tiles % mhc_mult
             channel = block % tile.num_tiles * channels
             sequence = block // (mhc_mult * tile.num_tiles)
-            start = T.alloc_var("int32")
-            end = T.alloc_var("int32")
+            start, end = (T.alloc_var("int32") for _ in range(2))
             start = cu_seqlens[sequence] if is_packed else 0
             end = cu_seqlens[sequence + 1] if is_packed else num_tokens
             for step in T.serial(T.ceildiv(length, in_flight)):

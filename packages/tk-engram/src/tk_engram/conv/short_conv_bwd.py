@@ -111,13 +111,10 @@ def _walk_kernel(
             sums = [T.alloc_fragment((channels,), "float32") for _ in range(4)]
             u_ring = T.alloc_shared((slots, channels), "bfloat16")
             d_out_ring = T.alloc_shared((slots, channels), "bfloat16")
-            rows = T.alloc_fragment((1, channels), "bfloat16")
-            grads = T.alloc_fragment((1, channels), "bfloat16")
+            rows, grads = (T.alloc_fragment((1, channels), "bfloat16") for _ in range(2))
             scalars = ("float32", "int32", "float32", "float32")
             now, later = [conv_tile.Scalars(*[T.alloc_local((batch,), dtype) for dtype in scalars]) for _ in range(2)]
-            x = T.alloc_fragment((channels,), "float32")
-            y = T.alloc_fragment((channels,), "float32")
-            d_x = T.alloc_fragment((channels,), "float32")
+            x, y, d_x = (T.alloc_fragment((channels,), "float32") for _ in range(3))
             products = T.alloc_fragment((warps, 256), "float32")
             dots = T.alloc_fragment((warps,), "float32")
             result = T.alloc_fragment((channels,), "bfloat16")
@@ -133,9 +130,7 @@ def _walk_kernel(
             stream = block // num_tiles % mhc_mult
             channel = block % num_tiles * channels
             piece = block // (mhc_mult * num_tiles)
-            first = T.alloc_var("int32")
-            count = T.alloc_var("int32")
-            num_walks = T.alloc_var("int32")
+            first, count, num_walks = (T.alloc_var("int32") for _ in range(3))
             num_walks = T.min(dilation, range_tokens) if sums_only else 1
 
             conv_tile.load_filter(norm_weight, conv_weight, stream, channel, weights, taps, f)

@@ -55,8 +55,7 @@ def _grad_w_reduce_kernel(size: int, hidden_dtype: torch.dtype, embed_dtype: tor
     ) -> None:
         with T.Kernel(size // channels, threads=channels * rows // 4) as block:
             first, last = block * channels, (block + 1) * channels
-            parts = T.alloc_fragment((rows, channels), "float32")
-            row_sums = T.alloc_fragment((rows, channels), "float32")
+            parts, row_sums = (T.alloc_fragment((rows, channels), "float32") for _ in range(2))
             sums = T.alloc_fragment((channels,), "float32")
             T.clear(row_sums)
             for i in T.unroll(T.ceildiv(num_parts, rows), unroll_factor=_UNROLL):

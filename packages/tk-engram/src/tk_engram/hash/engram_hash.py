@@ -86,8 +86,7 @@ def _engram_hash_kernel(max_ngram: int, num_heads: int, has_mask: bool, arch: Ar
             token = block * block_tokens
             hashes = T.alloc_shared((max_ngram - 1, block_tokens), "uint64")
             reciprocals = T.alloc_shared((num_columns,), "uint64")
-            sizes = T.alloc_fragment((num_columns,), "int32")
-            starts = T.alloc_fragment((num_columns,), "int32")
+            sizes, starts = (T.alloc_fragment((num_columns,), "int32") for _ in range(2))
             rows = T.alloc_fragment((block_tokens, num_columns), "int32")
 
             # Loaded first, so that there is only one wait for memory.

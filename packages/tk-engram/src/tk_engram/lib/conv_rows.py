@@ -140,8 +140,7 @@ def short_conv_rows_kernel(
             row = T.alloc_fragment((1, tile), "bfloat16")
             added = T.alloc_fragment((tile,), "bfloat16")
             before = [T.alloc_fragment((tile,), "float32") for _ in range(3)]
-            x = T.alloc_fragment((tile,), "float32")
-            y = T.alloc_fragment((tile,), "float32")
+            x, y = (T.alloc_fragment((tile,), "float32") for _ in range(2))
             result = T.alloc_fragment((tile,), "bfloat16")
             parts = [T.alloc_fragment((threads,), "float32") for _ in range(batch)]
             sums = T.alloc_local((batch,), "float32")
@@ -156,8 +155,7 @@ def short_conv_rows_kernel(
             )
             stream, walk_index = block % mhc_mult, block // mhc_mult
             num_classes = T.min(dilation, num_tokens)
-            first = T.alloc_var("int32")
-            count = T.alloc_var("int32")
+            first, count = (T.alloc_var("int32") for _ in range(2))
             first = walk_index // num_classes * (dilation * walk_tokens) + walk_index % num_classes
             count = T.min(walk_tokens, T.ceildiv(num_tokens - first, dilation))
             walk = conv_tile.Walk(first, count + 3, dilation)

@@ -48,8 +48,7 @@ def taps_layout(channels: int) -> Any:
 @T.macro
 def find_sequence(cu_seqlens: T.Buffer, token: Any, sequences: T.Buffer) -> None:
     """sequences[:, token] = start and index of its sequence, which is the last b < B with cu_seqlens[b] ≤ token."""
-    low = T.alloc_var("int32")
-    high = T.alloc_var("int32")
+    low, high = (T.alloc_var("int32") for _ in range(2))
     low = 0
     high = cu_seqlens.shape[0] - 2
     while low < high:

@@ -43,10 +43,8 @@ def _engram_sinkhorn_finalize_kernel(width: int, arch: Arch) -> Any:
     ) -> None:
         with T.Kernel(T.ceildiv(num_rows, rows), threads=tile.threads) as block:
             row = block * rows
-            x = T.alloc_fragment((rows, columns), "float32")
-            squares = T.alloc_fragment((rows, columns), "float32")
-            scales = T.alloc_fragment((rows,), "float32")
-            norms = T.alloc_fragment((rows,), "float32")
+            x, squares = (T.alloc_fragment((rows, columns), "float32") for _ in range(2))
+            scales, norms = (T.alloc_fragment((rows,), "float32") for _ in range(2))
             T.annotate_layout({f: rows_layout(rows, columns, tile) for f in (x, squares)})
 
             load_scaled(matrix, row_scale, col_scale, row, x, scales)

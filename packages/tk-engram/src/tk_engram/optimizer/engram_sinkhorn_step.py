@@ -49,18 +49,14 @@ def _engram_sinkhorn_step_kernel(width: int, arch: Arch) -> Any:
         eps: T.float32,
     ) -> None:
         with T.Kernel(NUM_PARTIALS, threads=tile.threads) as partial:
-            first_row = T.alloc_var("int32")
-            end_row = T.alloc_var("int32")
+            first_row, end_row = (T.alloc_var("int32") for _ in range(2))
             range_rows = T.ceildiv(num_rows, NUM_PARTIALS)
             first_row = partial * range_rows
             end_row = T.min(first_row + range_rows, num_rows)
             # All ranges at once on an H200, which allows a thread 85 registers at most.
             T.annotate_min_blocks_per_sm(3 if tile.threads == 256 else 1)
-            x = T.alloc_fragment((rows, columns), "float32")
-            squares = T.alloc_fragment((rows, columns), "float32")
-            scales = T.alloc_fragment((rows,), "float32")
-            norms = T.alloc_fragment((rows,), "float32")
-            quotients = T.alloc_fragment((rows,), "float32")
+            x, squares = (T.alloc_fragment((rows, columns), "float32") for _ in range(2))
+            scales, norms, quotients = (T.alloc_fragment((rows,), "float32") for _ in range(3))
             sums = T.alloc_fragment((groups, columns), "float32")
             group_sums = T.alloc_shared((groups, columns), "float32")
             totals = T.alloc_fragment((total_columns,), "float32")

@@ -1,4 +1,4 @@
-"""The steps of get_fused_mapping's kernels; get_fused_mapping_kernel.py has the picture.
+"""The steps of get_fused_mapping's kernels; mapping/get_fused_mapping.py has the picture.
 
 A pair is a token with one of its experts. Work that a block does once per expert is done by thread e for expert e. A
 value loaded in a branch is kept in a variable (T.alloc_var): TileLang would repeat the load wherever its name is used.
