@@ -315,8 +315,8 @@ def test_a_reference_is_found_by_its_name() -> None:
     def launch(x: torch.Tensor, n: int, out: torch.Tensor) -> None:
         raise AssertionError("no kernel")
 
-    launch.__module__ = "tk_moe.gate.topk_gate"
-    for number, reference in enumerate(("topk_gate", "gate.topk_gate.topk_gate")):
+    launch.__module__ = "tk_moe.gate.gate"
+    for number, reference in enumerate(("topk_gate", "gate.gate.topk_gate")):
         translate = {"translate": lambda call: {"scores": call.x, "num_topk": call.n}}
         found = op(f"tk_core_tests::best{number}_out", mutates=("out",), reference=reference, **translate)(launch)
         out = torch.zeros(1, 2, dtype=torch.int64)

@@ -9,7 +9,7 @@ import torch
 import tk_moe
 from tk_core.testing import assert_equal
 from tk_moe import ScoringFunc, reference
-from tk_moe.reference.lib.scoring import scores_of
+from tk_moe.reference.gate.gate import scores_of
 from tk_moe.scoring import scoring_func_of
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc

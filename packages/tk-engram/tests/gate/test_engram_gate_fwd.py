@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import tk_engram
-from tk_core.arch import ARCHS
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import calc_diff
 from tk_core.testing.trees import distinct_bytes

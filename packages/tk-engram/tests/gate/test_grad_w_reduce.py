@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import tk_engram
-from tk_core.arch import ARCHS
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.trees import distinct_bytes
 

@@ -9,7 +9,7 @@ import torch
 import tk_moe
 from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_moe import ScoringFunc, reference
-from tk_moe.reference.lib.scoring import weights_of
+from tk_moe.reference.gate.gate import weights_of
 
 from .test_topk_gate_with_weights import make_logits, name_of
 

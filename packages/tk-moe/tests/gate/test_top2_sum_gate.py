@@ -15,8 +15,8 @@ from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.trees import transfer
 from tk_moe import ScoringFunc, reference
+from tk_moe.reference.gate.gate import topk_gate
 from tk_moe.reference.gate.top2_sum_gate import biased_ranks, without_other_groups
-from tk_moe.reference.gate.topk_gate import topk_gate
 
 # The order of ranks that differ by no more than this is unspecified.
 _TOLERANCE = 2e-6

@@ -2,7 +2,19 @@
 
     out = float32(weight_hidden) · float32(weight_embed)
 
-Source: DeepSeek's Engram and its TileKernels. A thread takes eight neighbouring channels.
+grad_w_reduce: sum the parts of its gradient; add the gradients of both weights in place, in float32.
+
+    grad_w              = Σ_b grad_w_partial[b]
+    grad_weight_hidden += grad_w · weight_embed
+    grad_weight_embed  += grad_w · weight_hidden
+
+Source: DeepSeek's Engram and its TileKernels. For the product a thread takes eight neighbouring channels. For the sums
+a thread block takes 32 neighbouring channels of all parts, so that many thread blocks share the work; 32 parts at a
+time, four channels a thread:
+
+    parts      0, 32, 64, …    [ thread 0 | thread 1 | … | thread 7 ]      each field 4 channels, 16 bytes
+               1, 33, 65, …    [ thread 8 | …                       ]
+               …
 """
 
 from typing import Any
@@ -21,6 +33,15 @@ from tk_engram.lib.gate import check_sizes
 from tk_engram.sizes import WEIGHT_DTYPES
 
 _THREADS = 128
+
+
+# They decide the order of the sums, so they must not depend on the number of SMs. Untuned.
+_CHANNELS = 32
+"""Channels of a thread block, 128 bytes a row; they divide m · H. A thread has four."""
+_ROWS = 32
+"""Parts that are read at a time."""
+_UNROLL = 4
+"""Loads of a thread that are in flight: 128 rows in all, nearly all of 132 parts."""
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -47,6 +68,42 @@ def _fused_weight_kernel(size: int, hidden_dtype: torch.dtype, embed_dtype: torc
             T.copy(product, out[first:last])
 
     return fused_weight
+
+
+@kernel(pass_configs=DIRECT_COPIES)
+def _grad_w_reduce_kernel(size: int, hidden_dtype: torch.dtype, embed_dtype: torch.dtype, arch: Arch) -> Any:
+    import tilelang.language as T
+
+    channels, rows = _CHANNELS, _ROWS
+    num_parts = T.dynamic("num_parts")
+
+    @T.prim_func
+    def grad_w_reduce(
+        grad_w_partial: T.Tensor((num_parts, size), "float32"),
+        weight_hidden: T.Tensor((size,), hidden_dtype),
+        weight_embed: T.Tensor((size,), embed_dtype),
+        grad_weight_hidden: T.Tensor((size,), "float32"),
+        grad_weight_embed: T.Tensor((size,), "float32"),
+    ) -> None:
+        with T.Kernel(size // channels, threads=channels * rows // 4) as block:
+            first, last = block * channels, (block + 1) * channels
+            parts, row_sums = (T.alloc_fragment((rows, channels), "float32") for _ in range(2))
+            sums = T.alloc_fragment((channels,), "float32")
+            T.clear(row_sums)
+            for i in T.unroll(T.ceildiv(num_parts, rows), unroll_factor=_UNROLL):
+                # Beyond the last part come zeros.
+                T.copy(grad_w_partial[i * rows : (i + 1) * rows, first:last], parts)
+                for p, c in T.Parallel(rows, channels):
+                    row_sums[p, c] = row_sums[p, c] + parts[p, c]
+            T.reduce_sum(row_sums, sums, dim=0)
+            for c in T.Parallel(channels):
+                embed = T.cast(weight_embed[first + c], "float32")
+                grad_weight_hidden[first + c] = T.fma(sums[c], embed, grad_weight_hidden[first + c])
+            for c in T.Parallel(channels):
+                hidden = T.cast(weight_hidden[first + c], "float32")
+                grad_weight_embed[first + c] = T.fma(sums[c], hidden, grad_weight_embed[first + c])
+
+    return grad_w_reduce
 
 
 @op("tk_engram::fused_weight_out", mutates=("out",), reference="fused_weight")
@@ -78,3 +135,63 @@ def fused_weight(weight_hidden: Tensor, weight_embed: Tensor) -> Tensor:
     out = weight_hidden.new_empty(shape, dtype=torch.float32)
     _fused_weight_out(weight_hidden, weight_embed, out)
     return out
+
+
+@op(
+    "tk_engram::grad_w_reduce_out",
+    mutates=("grad_weight_hidden", "grad_weight_embed"),
+    reference="grad_w_reduce",
+)
+def _grad_w_reduce_out(
+    grad_w_partial: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    grad_weight_hidden: Tensor,
+    grad_weight_embed: Tensor,
+) -> None:
+    if grad_w_partial.shape[0] == 0:
+        return
+    size = weight_hidden.numel()
+    reduce = _grad_w_reduce_kernel(size, weight_hidden.dtype, weight_embed.dtype, get_arch(grad_w_partial.device))
+    written = aligned(grad_weight_hidden), aligned(grad_weight_embed)
+    inputs = (aligned(weight_hidden), aligned(weight_embed), *written)
+    reduce(aligned(grad_w_partial).view(-1, size), *(x.view(-1) for x in inputs))
+    for new, old in zip(written, (grad_weight_hidden, grad_weight_embed)):
+        if new is not old:
+            old.copy_(new)
+
+
+@replayable
+def grad_w_reduce(
+    grad_w_partial: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    grad_weight_hidden: Tensor,
+    grad_weight_embed: Tensor,
+) -> None:
+    """Sum what `engram_gate_bwd` left of the weight's gradient, and add it, times the other weight, to the two given.
+
+    grad_weight_hidden += Σ_b grad_w_partial[b] · weight_embed, and grad_weight_embed likewise with weight_hidden, in
+    float32. Source: DeepSeek's TileKernels.
+
+    Args:
+        grad_w_partial: float32 (blocks, m, H), contiguous; any number of blocks, none too.
+        weight_hidden: bfloat16 or float32 (m, H), contiguous; m is 1 to 8, H a multiple of 64, up to 16384.
+        weight_embed: likewise, of either dtype.
+        grad_weight_hidden: float32 (m, H), contiguous, added to in place.
+        grad_weight_embed: likewise. Both have memory of their own.
+
+    Raises:
+        TypeError: an argument is not a tensor of its dtype.
+        ValueError: a shape, stride or device does not fit, m or H is out of range, or a gradient shares memory with
+            another argument.
+    """
+    float32 = (torch.float32,)
+    _, *shape = check.tensor("grad_w_partial", grad_w_partial, float32, ("blocks", "hc_mult", "hidden"))
+    check_sizes("grad_w_partial", *shape)
+    device = grad_w_partial.device
+    check.tensor("weight_hidden", weight_hidden, WEIGHT_DTYPES, tuple(shape), device=device)
+    check.tensor("weight_embed", weight_embed, WEIGHT_DTYPES, tuple(shape), device=device)
+    check.tensor("grad_weight_hidden", grad_weight_hidden, float32, tuple(shape), device=device)
+    check.tensor("grad_weight_embed", grad_weight_embed, float32, tuple(shape), device=device)
+    _grad_w_reduce_out(grad_w_partial, weight_hidden, weight_embed, grad_weight_hidden, grad_weight_embed)

@@ -1,8 +1,10 @@
-"""group_count: how often each group occurs in a tensor of indices.
+"""group_count: how often each group occurs in a tensor of indices; aux_fi: each expert's share, for the auxiliary loss.
 
     count[g] = number of (t, k) with group_idx[t, k] = g
+    fi[e]    = float32(count[e] · num_experts) / float32(num_tokens · num_aux_topk)       (one IEEE division)
 
-group_idx int64 or int32 (num_tokens, num_topk), count int32 (num_groups). `aux_fi` differs in the last step only.
+group_idx or topk_idx int64 or int32 (num_tokens, num_topk), count int32 (num_groups), fi float32 (num_experts), which
+is 1 for every expert if the load is even.
 
 One launch of one cluster, or of one thread block for few pairs or where there are no clusters. The thread blocks take
 turns with the pairs and count them in shared memory. Then each block sends its counts to the blocks that own the
@@ -105,7 +107,7 @@ def _group_count_kernel(num_groups: int, idx_dtype: torch.dtype, as_fi: bool, cl
     return group_count
 
 
-def launch_group_count(group_idx: Tensor, num_aux_topk: int | None, out: Tensor) -> None:
+def _launch_group_count(group_idx: Tensor, num_aux_topk: int | None, out: Tensor) -> None:
     """Write to `out` the counts, int32, or if `num_aux_topk` is given, the result of `aux_fi`, float32."""
     if group_idx.numel() == 0:
         out.zero_()
@@ -132,7 +134,7 @@ def check_pairs(name: str, indices: Tensor) -> None:
 )
 def _group_count_out(group_idx: Tensor, out: Tensor) -> None:
     """Launch."""
-    launch_group_count(group_idx, None, out)
+    _launch_group_count(group_idx, None, out)
 
 
 @replayable
@@ -158,3 +160,38 @@ def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
     out = group_idx.new_empty((num_groups,), dtype=torch.int32)
     _group_count_out(group_idx, out)
     return out
+
+
+@op("tk_moe::aux_fi_out", mutates=("fi",), reference="aux_fi", translate=lambda call: {"num_experts": call.fi.shape[0]})
+def _aux_fi_out(topk_idx: Tensor, num_aux_topk: int, fi: Tensor) -> None:
+    """Launch."""
+    _launch_group_count(topk_idx, num_aux_topk, fi)
+
+
+@replayable
+def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
+    """Share of each expert in the choices of all tokens, times the number of experts.
+
+    fi[e] = float32(count[e] · num_experts) / float32(num_tokens · num_aux_topk). Names and formula are those of
+    DeepSeek's TileKernels 1.0.0. An index outside 0 … num_experts-1 counts for no expert; with TK_DEBUG=1,
+    one of num_experts or more raises.
+
+    Args:
+        topk_idx: int64 or int32 (num_tokens, num_topk), contiguous; num_topk from 1 to 32.
+        num_experts: From 1 to 1024.
+        num_aux_topk: Choices of a token that the loss counts, from 1 to 32: usually num_topk.
+
+    Returns:
+        float32 (num_experts); zeros without tokens.
+
+    Raises:
+        TypeError: topk_idx is not an int64 or int32 tensor, or another argument is not an int.
+        ValueError: topk_idx has another shape or is not contiguous, or a size is out of range.
+    """
+    check_pairs("topk_idx", topk_idx)
+    check.in_range("num_experts", num_experts, 1, MAX_GROUPS)
+    check.in_range("num_aux_topk", num_aux_topk, 1, MAX_TOPK)
+    check.below("topk_idx", topk_idx, num_experts, "indices below num_experts = {}")
+    fi = topk_idx.new_empty((num_experts,), dtype=torch.float32)
+    _aux_fi_out(topk_idx, num_aux_topk, fi)
+    return fi

@@ -1,6 +1,6 @@
 """Bulk stores, and stores to other blocks of a cluster, whose bytes an mbarrier in shared memory counts.
 
-Arguments named `barrier`, `here` and `there` are pointers, as from T.access_ptr.
+Arguments named `barrier`, `source` and `destination` are pointers, as from T.access_ptr.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ def expect_bytes(barrier: Any, num_bytes: Any) -> Any:
     return _ASYNC_COPY.call("handle", "tk_expect_bytes", barrier, num_bytes)
 
 
-def send_to_cluster(there: Any, here: Any, barrier: Any, rank: Any) -> Any:
+def send_to_cluster(destination: Any, source: Any, barrier: Any, rank: Any) -> Any:
     """Store 16 bytes of this block's shared memory to that of block `rank` of the cluster, whose mbarrier counts them.
 
     Block `rank` must have initialized its mbarrier: a cluster barrier is needed before the first store.
     """
-    return _ASYNC_COPY.call("handle", "tk_send_to_cluster", there, here, barrier, rank)
+    return _ASYNC_COPY.call("handle", "tk_send_to_cluster", destination, source, barrier, rank)
 
 
 def wait_for_cluster(barrier: Any) -> Any:
@@ -33,6 +33,6 @@ def wait_for_cluster(barrier: Any) -> Any:
     return _ASYNC_COPY.call("handle", "tk_wait_for_cluster", barrier)
 
 
-def bulk_store(there: Any, here: Any, num_bytes: Any) -> Any:
+def bulk_store(destination: Any, source: Any, num_bytes: Any) -> Any:
     """Start a bulk store from shared to global memory, by a function of TileLang that has no name in Python."""
-    return builtin("handle", "tl::tma_store", there, here, num_bytes)
+    return builtin("handle", "tl::tma_store", destination, source, num_bytes)

@@ -27,7 +27,7 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.gate_kernel import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, WARPS, GateOptions
+from tk_moe.gate.gate import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, WARPS, GateOptions
 from tk_moe.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 

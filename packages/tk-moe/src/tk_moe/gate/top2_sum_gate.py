@@ -36,7 +36,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.gate_kernel import MAX_EXPERTS, WARPS
+from tk_moe.gate.gate import MAX_EXPERTS, WARPS
 from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 MAX_GROUPS = 32
@@ -115,7 +115,7 @@ def _top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bi
     def select(x: T.Buffer, shift: T.Buffer, lane: T.int32, first: T.int32, limit: T.int32, chosen: T.Buffer) -> None:
         keys = T.alloc_local((per_lane,), "int32")
         best = T.alloc_local((3,), "int32")
-        key, place = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
+        key, position = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
         most = T.alloc_var("int32")
         most = T.int32(selection.TOP_KEY)
         for j in T.unroll(per_lane):
@@ -123,9 +123,9 @@ def _top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bi
         selection.best_three(keys, best)
         if num_groups > 1:
             selection.group_key(best, lanes, 2, key)
-            selection.group_place(key, num_groups, lane, place)
+            selection.group_position(key, num_groups, lane, position)
             most = T.if_then_else(
-                place[0] < routing.num_topk_groups, T.int32(selection.TOP_KEY), T.int32(selection.LEAST_KEY)
+                position[0] < routing.num_topk_groups, T.int32(selection.TOP_KEY), T.int32(selection.LEAST_KEY)
             )
             for i in T.unroll(3):
                 best[i] = T.min(best[i], most)

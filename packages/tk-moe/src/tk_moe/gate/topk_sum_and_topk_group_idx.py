@@ -20,7 +20,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import op
 from tk_core.replay import replayable
-from tk_moe.lib.gate_kernel import MAX_EXPERTS, WARPS
+from tk_moe.gate.gate import MAX_EXPERTS, WARPS
 
 MAX_GROUPS = 32
 
@@ -56,7 +56,7 @@ def _topk_sum_kernel(
                 values = T.alloc_local((per_lane,), "float32")
                 keys = T.alloc_local((per_lane,), "int32")
                 best = T.alloc_local((3,), "int32")
-                key, place = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
+                key, position = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
                 if group < num_groups:
                     for c in T.unroll(per_lane // vector):
                         if first + c * vector < group_size:
@@ -67,9 +67,9 @@ def _topk_sum_kernel(
                     keys[j] = T.if_then_else(is_expert, selection.sort_key(values[j]), T.int32(selection.NO_KEY))
                 selection.best_three(keys, best)
                 selection.group_key(best, lanes, num_topk_sum, key)
-                selection.group_place(key, num_groups, lane, place)
-                if group < num_groups and lane % lanes == 0 and place[0] < num_topk_groups:
-                    out[token, place[0]] = T.cast(group, "int64")
+                selection.group_position(key, num_groups, lane, position)
+                if group < num_groups and lane % lanes == 0 and position[0] < num_topk_groups:
+                    out[token, position[0]] = T.cast(group, "int64")
 
     return topk_sum_and_topk_group_idx
 

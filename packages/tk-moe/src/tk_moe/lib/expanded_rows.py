@@ -13,12 +13,12 @@ def vectors_of_threads(shape: tuple[int, ...], vector: int, threads: int) -> Any
     """Layout of a fragment (channels) or (rows, channels): consecutive threads hold consecutive vectors."""
     channels = shape[-1] // threads
 
-    def place(*indices: Any) -> tuple[Any, Any]:
+    def thread_and_register(*indices: Any) -> tuple[Any, Any]:
         vectors = indices[-1] // vector
         row = indices[0] * channels if len(shape) > 1 else 0
         return vectors % threads, row + vectors // threads * vector + indices[-1] % vector
 
-    return T.Fragment(shape, forward_fn=place)
+    return T.Fragment(shape, forward_fn=thread_and_register)
 
 
 @T.macro

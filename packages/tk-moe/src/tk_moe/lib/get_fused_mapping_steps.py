@@ -120,8 +120,8 @@ def send_counts(counts: T.Buffer, received: T.Buffer, arrived: T.Buffer, rank: A
         for j in T.unroll(ceil_div(row, 256)):
             first = (j * 32 + lane) * 8
             if first < row:
-                here, there = T.access_ptr(sent[first], "r"), T.access_ptr(received[rank, first], "w")
-                send_to_cluster(there, here, T.access_ptr(arrived[0], "rw"), warp)
+                source, destination = T.access_ptr(sent[first], "r"), T.access_ptr(received[rank, first], "w")
+                send_to_cluster(destination, source, T.access_ptr(arrived[0], "rw"), warp)
 
 
 @T.macro

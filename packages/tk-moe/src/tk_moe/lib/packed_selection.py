@@ -39,19 +39,19 @@ def choose_packed(
     bits = (num_topk - 1).bit_length()
     # The lower bytes of lane 0's keys 0 to 3. Keys 4 to 7 are of experts 128 further on.
     bytes_of_lane_0 = sum(255 - expert_of(j, 0, vector) << 8 * j for j in range(4))
-    numbers = T.alloc_local((2,), "uint32")
+    index_bytes = T.alloc_local((2,), "uint32")
     keys = T.alloc_local((padded,), "int32")
     best = T.alloc_local((4,), "int32")
     tops = T.alloc_local((1 << bits,), "int32")
     right = T.alloc_local((1,), "bool")
     last, above = T.alloc_var("int32"), T.alloc_var("int32")
     is_doubtful = T.alloc_var("bool")
-    numbers[0] = T.uint32(bytes_of_lane_0) - T.cast(lane, "uint32") * T.uint32(0x01010101 * vector)
-    numbers[1] = numbers[0] - T.uint32(0x80808080)
+    index_bytes[0] = T.uint32(bytes_of_lane_0) - T.cast(lane, "uint32") * T.uint32(0x01010101 * vector)
+    index_bytes[1] = index_bytes[0] - T.uint32(0x80808080)
     for j in T.unroll(padded):
         if j < per_lane:
             keys[j] = T.reinterpret(T.ieee_add(ranks[j], T.float32(0)), "int32")
-            keys[j] = byte_perm(keys[j], numbers[j // 4], 0x3214 + j % 4, "int32")
+            keys[j] = byte_perm(keys[j], index_bytes[j // 4], 0x3214 + j % 4, "int32")
             keys[j] = keys[j] ^ ((keys[j] >> 31) & T.int32(0x7FFFFF00))
             if expert_of(j, 31, vector) >= num_experts:
                 keys[j] = T.if_then_else(expert_of(j, lane, vector) < num_experts, keys[j], T.int32(_NONE))
@@ -136,14 +136,14 @@ def _is_right(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, chosen:
     """Exchange neighbouring slots that are out of order by full sort keys; right[0] says if the choice is now right."""
     per_lane = int(keys.shape[0])
     key = T.alloc_local((1,), "int32")
-    winner, place, other_key, other, ahead = (T.alloc_var("int32") for _ in range(5))
+    winner, register, other_key, other, ahead = (T.alloc_var("int32") for _ in range(5))
     is_wrong = T.alloc_var("bool")
     winner = chosen[0] // vector % 32
-    place = chosen[0] // (32 * vector) * vector + chosen[0] % vector
+    register = chosen[0] // (32 * vector) * vector + chosen[0] % vector
     key[0] = 0
     for j in T.unroll(per_lane):
         other_key = T.shfl_sync(keys[j], winner)
-        if place == j:
+        if register == j:
             key[0] = other_key
     _exchange(num_topk, lane, lane ^ 1, key, chosen)
     _exchange(num_topk, lane, ((lane + 1) ^ 1) - 1, key, chosen)
@@ -164,20 +164,20 @@ def _choose_again(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, cho
     """Choose by full sort keys, with two warp reductions per round."""
     per_lane = int(keys.shape[0])
     given = T.alloc_var("uint32")  # one bit for each key that has won a round
-    best, place, expert, top, winner = (T.alloc_var("int32") for _ in range(5))
+    best, register, expert, top, winner = (T.alloc_var("int32") for _ in range(5))
     given = T.uint32(0)
     for k in T.serial(num_topk):
         best = T.int32(_NONE)
-        place = 0
+        register = 0
         for j in T.unroll(per_lane):
             i = per_lane - 1 - j
             if (given >> T.uint32(i)) & T.uint32(1) == T.uint32(0) and keys[i] >= best:
                 best = keys[i]
-                place = i
-        expert = expert_of(place, lane, vector)
+                register = i
+        expert = expert_of(register, lane, vector)
         top = T.warp_reduce_max(best)
         winner = T.warp_reduce_min(T.if_then_else(best == top, expert, 32 * per_lane))
         if winner == expert:
-            given = given | T.uint32(1) << T.cast(place, "uint32")
+            given = given | T.uint32(1) << T.cast(register, "uint32")
         if lane == k:
             chosen[0] = winner

@@ -235,17 +235,17 @@ def group_key(best: T.Buffer, lanes: int, num_topk_sum: int, key: T.Buffer) -> N
 
 
 @T.macro
-def group_place(key: T.Buffer, num_groups: int, lane: T.int32, place: T.Buffer) -> None:
-    """Set place[0] of each lane to the number of groups ahead of its own: of larger key, or equal and earlier."""
+def group_position(key: T.Buffer, num_groups: int, lane: T.int32, position: T.Buffer) -> None:
+    """Set position[0] of each lane to the number of groups ahead of its own: of larger key, or equal and earlier."""
     lanes = group_lanes(num_groups)
     other, least = T.alloc_var("int32"), T.alloc_var("int32")
-    place[0] = 0
+    position[0] = 0
     # The comparisons are divided among a group's lanes.
     for i in T.unroll(ceil_div(num_groups, lanes)):
         group = lane % lanes * ceil_div(num_groups, lanes) + i
         other = T.shfl_sync(key[0], group * lanes % 32)
         # One less for an earlier group: it is ahead with an equal key too. No key is the least int32: no overflow.
         least = key[0] - T.cast(group < lane // lanes, "int32")
-        place[0] = place[0] + T.cast(group < num_groups and other > least, "int32")
+        position[0] = position[0] + T.cast(group < num_groups and other > least, "int32")
     for step in T.unroll(lanes.bit_length() - 1):
-        place[0] = place[0] + T.shfl_xor(place[0], 1 << step)
+        position[0] = position[0] + T.shfl_xor(position[0], 1 << step)

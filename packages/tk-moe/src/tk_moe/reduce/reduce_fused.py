@@ -7,6 +7,9 @@ x (num_expanded_tokens, hidden) bf16 or float32, row_sf float32 (num_expanded_to
 (num_tokens, num_topk) or none, sf float32 (1) or none, out (num_tokens, hidden) in x's dtype or e4m3. All in
 float32, each operation rounded to nearest even, so every bit is defined.
 
+expand_to_fused_bwd, each token's sum of the gradients of its copies, is the same without weights, bit for bit:
+fma(x, 1, acc) is x + acc, rounded once.
+
 A thread block computes part of one token's channels; each thread owns one 16-byte vector of them in every row. A thread
 loads its vectors of all num_topk rows before it uses the first, so that many loads are in flight. Thread blocks are
 small, so that an SM holds many, and some load while others start or wait.
@@ -187,3 +190,30 @@ def reduce_fused(
         check.tensor("out", out, (out_dtype,), (num_tokens, hidden), device=device)
     _reduce_fused_out(x, row_sf, topk_weights, token_topk_to_pos, sf, out)
     return out
+
+
+@replayable
+def expand_to_fused_bwd(grad_rows: Tensor, token_topk_to_pos: Tensor) -> Tensor:
+    """Gradient of `expand_to_fused` with respect to x: each token's sum of the gradients of its copies.
+
+    The slots are added from the first to the last in float32, and the sum is rounded to the dtype of grad_rows. Rows of
+    padding, which no position names, are not read.
+
+    Args:
+        grad_rows: (num_expanded_tokens, hidden) bfloat16 or float32, contiguous, hidden % 64 == 0. (`expand_to_fused`
+            itself takes any hidden and dtype.)
+        token_topk_to_pos: int32 (num_tokens, num_topk); negative means none, and a position past the last row is
+            ignored (`TK_DEBUG=1` raises ValueError).
+
+    Returns:
+        (num_tokens, hidden) of grad_rows' dtype; zeros for a token without any position.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: a wrong shape, stride or device.
+    """
+    num_expanded_tokens, hidden = check.tensor("grad_rows", grad_rows, _INPUT_DTYPES, ("num_expanded_tokens", "hidden"))
+    check.multiple_of("hidden (columns of grad_rows)", hidden, 64)
+    num_tokens, _ = check_positions(token_topk_to_pos, "num_tokens", num_expanded_tokens, grad_rows.device)
+    grad_x = grad_rows.new_empty((num_tokens, hidden))
+    _reduce_fused_out(grad_rows, None, None, token_topk_to_pos, None, grad_x)
+    return grad_x

@@ -2,7 +2,7 @@
 
 import torch
 
-from tk_moe.reference.lib.scoring import as_floats, scores_of
+from tk_moe.reference.gate.gate import as_floats, scores_of
 from tk_moe.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
 

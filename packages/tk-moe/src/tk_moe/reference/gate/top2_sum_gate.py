@@ -2,9 +2,8 @@
 
 import torch
 
-from tk_moe.reference.gate.topk_gate import topk_gate
+from tk_moe.reference.gate.gate import scores_of, topk_gate, weights_of
 from tk_moe.reference.gate.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
-from tk_moe.reference.lib.scoring import scores_of, weights_of
 from tk_moe.reference.mapping.mask_indices_by_tp import mask_indices_by_tp
 from tk_moe.scoring import ScoringFunc, scoring_func_of
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tk_moe.reference.gate.topk_gate import topk_gate
+from tk_moe.reference.gate.gate import topk_gate
 
 
 def topk_sum_and_topk_group_idx(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""reduce_fused in plain PyTorch."""
+"""reduce_fused and expand_to_fused_bwd in plain PyTorch."""
 
 import torch
 
@@ -36,6 +36,14 @@ def reduce_fused(
         acc = _sum(x, None if scales is None else scales[tokens], token_topk_to_pos[tokens])
         _write(acc, fp8_format, sf, out[tokens])
     return out
+
+
+def expand_to_fused_bwd(grad_rows: torch.Tensor, token_topk_to_pos: torch.Tensor) -> torch.Tensor:
+    """Sum each token's rows of grad_rows (num_expanded_tokens, hidden) in float32, slots ascending; round to its dtype.
+
+    Positions outside grad_rows are skipped.
+    """
+    return reduce_fused(grad_rows, None, token_topk_to_pos)
 
 
 def _scales(
