@@ -251,6 +251,6 @@ def engram_gate_fwd(
     if save_for_backward:
         saved = tuple(weight_fused.new_empty(shape[:2]) for _ in range(4))
     x = None if inplace else hidden_states
-    numbers = (float(eps), float(clamp_value))
-    _engram_gate_fwd_out(k, v, weight_fused, x, image_token_mask, *numbers, add_residual, out, *saved)
+    options = (float(eps), float(clamp_value), add_residual)
+    _engram_gate_fwd_out(k, v, weight_fused, x, image_token_mask, *options, out, *saved)
     return (out, *saved)

@@ -95,8 +95,8 @@ def _add_pairs_kernel(dim: int, dtype: torch.dtype, target: Literal["new", "give
         order: T.Tensor((num_pairs,), "int64"),
     ) -> None:
         if is_sparse:
-            # Numbers the segments from 1.
-            numbers = T.arg("numbers", T.Tensor((num_pairs,), "int32"))
+            # Of the segments, from 1 on.
+            ordinals = T.arg("ordinals", T.Tensor((num_pairs,), "int32"))
             rows_out = T.arg("rows", T.Tensor((num_pairs,), "int32"))
             totals = T.arg("values", T.Tensor((num_pairs, dim), "float32"))
             count = T.arg("count", T.Tensor((1,), "int32"))
@@ -129,8 +129,8 @@ def _add_pairs_kernel(dim: int, dtype: torch.dtype, target: Literal["new", "give
                 is_own = rows[i + 1] >= 0 and rows[i + 1] != rows[0]
                 pairs[i] = T.if_then_else(is_own, T.cast(order[first + i], "int32"), -1)
             for i in T.Parallel(block_pairs):
-                place = numbers[first + i] - 1 if is_sparse else rows[i + 1]
-                places[i] = T.if_then_else(pairs[i] >= 0 and rows[i + 2] != rows[i + 1], place, -1)
+                target_row = ordinals[first + i] - 1 if is_sparse else rows[i + 1]
+                places[i] = T.if_then_else(pairs[i] >= 0 and rows[i + 2] != rows[i + 1], target_row, -1)
             T.clear(total)
             load(d_o, pairs, channel, values)
             T.copy(values, sums)
@@ -146,8 +146,8 @@ def _add_pairs_kernel(dim: int, dtype: torch.dtype, target: Literal["new", "give
                     # All loads before the first store.
                     before = T.alloc_fragment((store_pairs, block_channels), "float32")
                     for i, j in T.Parallel(store_pairs, block_channels):
-                        place = places[first_stored + i]
-                        before[i, j] = T.if_then_else(place >= 0, totals[place, channel + j], T.float32(0))
+                        target_row = places[first_stored + i]
+                        before[i, j] = T.if_then_else(target_row >= 0, totals[target_row, channel + j], T.float32(0))
                     for i, j in T.Parallel(store_pairs, block_channels):
                         before[i, j] += sums[first_stored + i, j]
                     for i, j in T.Parallel(store_pairs, block_channels):
@@ -161,15 +161,15 @@ def _add_pairs_kernel(dim: int, dtype: torch.dtype, target: Literal["new", "give
             if is_sparse:
                 for i in T.Parallel(1):
                     if block == 0:
-                        count[i] = numbers[num_pairs - 1]
+                        count[i] = ordinals[num_pairs - 1]
                 for i in T.Parallel(block_pairs):
                     if channel == 0 and rows[i + 1] >= 0 and rows[i + 1] != rows[i]:
-                        rows_out[numbers[first + i] - 1] = rows[i + 1]
+                        rows_out[ordinals[first + i] - 1] = rows[i + 1]
                 for i in T.Parallel(block_pairs):
-                    if channel == 0 and first + i < num_pairs and first + i >= numbers[num_pairs - 1]:
+                    if channel == 0 and first + i < num_pairs and first + i >= ordinals[num_pairs - 1]:
                         rows_out[first + i] = -1
                 for i, j in T.Parallel(block_pairs, block_channels):
-                    if first + i < num_pairs and first + i >= numbers[num_pairs - 1]:
+                    if first + i < num_pairs and first + i >= ordinals[num_pairs - 1]:
                         totals[first + i, channel + j] = T.float32(0)
 
             # The last segment goes on behind the block's pairs.
@@ -199,7 +199,7 @@ def _add_pairs_kernel(dim: int, dtype: torch.dtype, target: Literal["new", "give
                     T.sync_threads()
                 for j in T.Parallel(block_channels):
                     if is_sparse:
-                        totals[numbers[first + block_pairs - 1] - 1, channel + j] = total[j]
+                        totals[ordinals[first + block_pairs - 1] - 1, channel + j] = total[j]
                     elif is_given:
                         totals[rows[block_pairs], channel + j] += total[j]
                     else:
@@ -249,9 +249,9 @@ def _engram_lookup_bwd_sparse_out(
     sorted_rows, order = torch.sort(indices, stable=True)
     is_first = torch.empty_like(sorted_rows)
     _mark_segments_kernel(arch)(sorted_rows, is_first, num_rows)
-    numbers = torch.cumsum(is_first, 0, dtype=torch.int32)
+    ordinals = torch.cumsum(is_first, 0, dtype=torch.int32)
     add_pairs = _add_pairs_kernel(d_o.shape[1], d_o.dtype, "sparse", arch)
-    add_pairs(aligned(d_o), sorted_rows, order, numbers, rows, values, count, num_rows)
+    add_pairs(aligned(d_o), sorted_rows, order, ordinals, rows, values, count, num_rows)
 
 
 def engram_lookup_bwd(

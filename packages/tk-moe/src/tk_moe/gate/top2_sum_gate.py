@@ -158,7 +158,7 @@ def _top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bi
                 chosen = T.alloc_local((1,), "int32")
                 sums = T.alloc_local((2,), "float32")
                 is_routed, is_fixed = T.alloc_var("bool"), T.alloc_var("bool")
-                given = T.alloc_var("int64")
+                index = T.alloc_var("int64")
                 expert = T.alloc_var("int32")
                 value, total = T.alloc_var("float32"), T.alloc_var("float32")
                 load(logits, bias, token, first, limit, x, shift)
@@ -174,9 +174,9 @@ def _top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bi
                     if routing.has_fixed:
                         if is_fixed:
                             if lane < num_topk:
-                                given = unmapped_topk_idx[token, lane]
+                                index = unmapped_topk_idx[token, lane]
                                 # Cut to 32 bits, a wide index would be another expert's.
-                                chosen[0] = T.cast(T.max(T.min(given, T.int64(2**31 - 1)), T.int64(-1)), "int32")
+                                chosen[0] = T.cast(T.max(T.min(index, T.int64(2**31 - 1)), T.int64(-1)), "int32")
                         else:
                             select(x, shift, lane, first, limit, chosen)
                     else:

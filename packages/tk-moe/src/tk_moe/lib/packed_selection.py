@@ -163,21 +163,21 @@ def _is_right(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, chosen:
 def _choose_again(keys: T.Buffer, vector: int, num_topk: int, lane: T.int32, chosen: T.Buffer) -> None:
     """Choose by full sort keys, with two warp reductions per round."""
     per_lane = int(keys.shape[0])
-    given = T.alloc_var("uint32")  # one bit for each key that has won a round
+    taken = T.alloc_var("uint32")  # one bit for each key that has won a round
     best, register, expert, top, winner = (T.alloc_var("int32") for _ in range(5))
-    given = T.uint32(0)
+    taken = T.uint32(0)
     for k in T.serial(num_topk):
         best = T.int32(_NONE)
         register = 0
         for j in T.unroll(per_lane):
             i = per_lane - 1 - j
-            if (given >> T.uint32(i)) & T.uint32(1) == T.uint32(0) and keys[i] >= best:
+            if (taken >> T.uint32(i)) & T.uint32(1) == T.uint32(0) and keys[i] >= best:
                 best = keys[i]
                 register = i
         expert = expert_of(register, lane, vector)
         top = T.warp_reduce_max(best)
         winner = T.warp_reduce_min(T.if_then_else(best == top, expert, 32 * per_lane))
         if winner == expert:
-            given = given | T.uint32(1) << T.cast(register, "uint32")
+            taken = taken | T.uint32(1) << T.cast(register, "uint32")
         if lane == k:
             chosen[0] = winner

@@ -37,9 +37,9 @@ def short_conv_bwd(
     d_n = torch.zeros_like(x)
     for j in range(4):
         later = tokens + (3 - j) * dilation
-        at = later.clamp(max=max(num_tokens - 1, 0))
-        is_there = (later < num_tokens) & (start[at] <= tokens)
-        d_n = d_n + torch.where(is_there.view(-1, 1, 1), conv_weight[..., j] * d_y[at], 0.0)
+        index = later.clamp(max=max(num_tokens - 1, 0))
+        is_there = (later < num_tokens) & (start[index] <= tokens)
+        d_n = d_n + torch.where(is_there.view(-1, 1, 1), conv_weight[..., j] * d_y[index], 0.0)
     d_x = d_n * norm_weight
     d_u = rstd * (d_x - x * (d_x * x).mean(-1, keepdim=True))
     if has_residual:
