@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tk_core import ledger
-from tk_core.testing import machine, memory, plugin, specs, tiers
+from tk_core.arch import arch_from_name
+from tk_core.testing import launches, machine, memory, plugin, specs, tiers
 
 pytest_plugins = ["pytester"]
 
@@ -137,8 +138,6 @@ def test_a_gpu_test_that_skips_fails(pytester: pytest.Pytester, run: Any) -> Non
 def test_tests_for_another_architecture_are_left_out(
     pytester: pytest.Pytester, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tk_core.arch import arch_from_name
-
     monkeypatch.setattr("tk_core.arch.get_arch", lambda device=None: arch_from_name("sm_90a"))
     pytester.makepyfile(
         """
@@ -277,7 +276,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(machine, "versions", lambda: found)
     monkeypatch.setattr(specs, "load_specs", lambda: {"tk_zz.f": None, "tk_zz.other": None})
     monkeypatch.setattr(tiers, "gpu_test_names", lambda spec: {"gpu-one", "gpu-two"})
-    monkeypatch.setattr(ledger, "record", written.__setitem__)
+    monkeypatch.setattr("tk_core.arch.get_arch", lambda device=None: arch_from_name("sm_90a"))
+    monkeypatch.setattr(launches, "hashes_of", lambda op, arch: {"one": arch})
+    monkeypatch.setattr(ledger, "record", lambda op, *entry: written.update({op: entry}))
     return written
 
 
@@ -285,8 +286,8 @@ def test_a_full_run_is_recorded(pytester: pytest.Pytester, run: Any, recorded: d
     pytester.makepyfile(f"BAD = None\n{_OP_TESTS}")
     result = run("--tk-record", gpu=True)
     result.stdout.fnmatch_lines(["tk_zz.f: recorded, 2 tests"])
-    same = dict.fromkeys(("gpu", "driver", "torch", "cuda", "tilelang", "date"), "x")
-    assert recorded == {"tk_zz.f": {**same, "cases": 2, "sanitizer": None}}
+    run_facts = dict.fromkeys(("gpu", "driver", "torch", "cuda", "tilelang", "date"), "x")
+    assert recorded == {"tk_zz.f": ({**run_facts, "arch": "sm_90a", "sanitizer": None}, {"one": "sm_90a"})}
 
 
 @pytest.mark.parametrize(
@@ -303,6 +304,20 @@ def test_less_than_a_full_run_is_not_recorded(
     pytester.makepyfile(f"BAD = {bad}\n{_OP_TESTS}")
     run("--tk-record", *args, gpu=True).stdout.fnmatch_lines([line])
     assert recorded == {}
+
+
+def test_lines_for_the_summary_are_printed_once(pytester: pytest.Pytester, run: Any) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("n", [1, 2])
+        def test_line(n, record_property):
+            record_property("tk_line", "two new cases")
+            pytest.skip("why")
+        """
+    )
+    assert run(gpu=False).outlines.count("two new cases") == 1
 
 
 def test_nothing_is_recorded_unless_asked(pytester: pytest.Pytester, run: Any, recorded: dict[str, Any]) -> None:
@@ -329,8 +344,7 @@ def test_sanitizer_results_are_recorded(
     result = run("--tk-record", "--tk-sanitize", gpu=True)
     assert result.ret == 0
     assert asked == [(tool, ("tk_zz.f",)) for tool in ("memcheck", "initcheck", "racecheck")]
-    clean = {"memcheck": 3, "initcheck": 3, "racecheck": 3, "version": "2025.3"}
-    assert recorded["tk_zz.f"]["sanitizer"] == clean
+    assert recorded["tk_zz.f"][0]["sanitizer"] == {"version": "2025.3", "cases": 3}
 
     monkeypatch.setattr(
         sanitize, "run_tool", lambda sanitizer, tool, ops: sanitize.Finding(tool, {}, tool != "racecheck", "bad")

@@ -186,6 +186,13 @@ def with_stride_types(prim_func: Any) -> Any:
     return prim_func.with_attr("tk.stride_types", ", ".join(wide)) if wide else prim_func
 
 
+def structural_hash(prim_func: Any) -> str:
+    """Hash of a prim_func but for the names of its variables; the same in all processes with this TileLang."""
+    from tilelang import tvm
+
+    return f"{tvm.ir.structural_hash(prim_func, map_free_vars=True):x}"
+
+
 def compile_prim_func(
     kernel: str, prim_func: Any, arch: "Arch", pass_configs: Mapping[str, Any], compile_flags: tuple[str, ...]
 ) -> CompiledKernel:

@@ -41,13 +41,16 @@ class KernelRequest:
         """Compile it, or find it in the disk cache."""
         return self.kernel.compile(*self.args)
 
+    def __call__(self, *_: Any) -> None:
+        """Launch nothing: within `capture` a request stands for its compiled kernel."""
+
 
 @dataclass(frozen=True)
 class Recording:
     """The launches that one thread makes within `recorded_launches`, its workspaces, and what its operators write."""
 
     launches: list[tuple[Callable[..., None], tuple[Any, ...]]]
-    """Each compiled kernel that was launched, with its arguments."""
+    """Each compiled kernel that was launched, with its arguments; within `capture` its request."""
     workspaces: list[Tensor]
     written: list[Tensor]
     """What its operators write."""
@@ -68,10 +71,6 @@ def new_workspace(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | Non
     if not is_compiling() and (recorded := recording()) is not None:
         recorded.workspaces.append(workspace)
     return workspace
-
-
-def _ignore_launch(*_: Any) -> None:
-    """Stands in for a compiled kernel while `capture` collects requests: launches nothing."""
 
 
 def _recorded(function: Callable[..., None]) -> Callable[..., None]:
@@ -116,10 +115,9 @@ class Kernel:
     def __call__(self, *args: Any) -> Callable[..., None]:
         """Return the kernel compiled for these arguments, the `Arch` last. Call the result with tensors and scalars."""
         if _captured is not None:
-            _captured.append(KernelRequest(self, args))
-            return _ignore_launch
-        function = self._functions.get(args)
-        if function is None:
+            function = KernelRequest(self, args)
+            _captured.append(function)
+        elif (function := self._functions.get(args)) is None:
             function = self._load(args)
         return function if _recording is None else _recorded(function)
 
@@ -171,7 +169,7 @@ def capture(arch: Arch) -> Iterator[list[KernelRequest]]:
     """Collect the kernels that ops would launch on `arch`, compiling and launching none.
 
     Within it, call ops on tensors of the meta device: they take their kernel path, and each kernel that they ask for is
-    appended to the list.
+    appended to the list. `recorded_launches` beside it records what they would launch the kernels with.
     """
     global _captured
     before, _captured = _captured, []

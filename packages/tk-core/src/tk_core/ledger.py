@@ -1,20 +1,18 @@
-"""Which ops were verified on a GPU, and whether their source has changed since: gpu-verified.json in each package.
+"""Which ops were verified on a GPU, and whether they launch the same there now: gpu-verified.json in each package.
 
-`pytest -m gpu --tk-record` writes the record of an op whose tests all passed, with a hash of its code (no comments).
+`pytest -m gpu --tk-record` writes a line for an op whose tests all passed: the run, and a hash of what each case
+launches (`tk_core.testing.launches`).
 """
 
-import ast
-import hashlib
 import json
-from functools import cache
-from importlib import import_module, util
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tk_core.headers import with_includes
+from tk_core import compat
 
-# Modules of tk_core that only check, dispatch or query the device: an op's hash does not cover them.
-_IGNORED = {"arch", "check", "cli", "compat", "env", "headers", "lazy", "ledger", "num_sms", "op", "replay", "testing"}
+_NUM_NAMED = 3
 
 
 class Status(NamedTuple):
@@ -35,96 +33,62 @@ def entries(name: str) -> dict[str, dict[str, Any]]:
     return json.loads(path(name).read_text(encoding="utf-8")) if path(name).exists() else {}
 
 
-def status(op: str) -> Status:
-    """An op's state: verified with its present source, pending, stale (changed since), or missing (never verified)."""
-    now, entry = source_hash(op), entries(op).get(op)
+def status(op: str, hashes: dict[str, str] | None = None) -> Status:
+    """An op's state: verified, pending, missing (never verified), or, given the hashes of its cases, perhaps stale.
+
+    An op is stale if a case that its record has launches something else now. Other cases are new.
+    """
+    entry = entries(op).get(op)
     if entry is None:
         return Status("missing", "never verified on a GPU", None)
     if reason := entry.get("pending"):
         return Status("pending", reason, entry)
-    if entry.get("hash") != now:
-        return Status("stale", f"source changed since {entry.get('date')}", entry)
-    return Status("verified", None if entry.get("sanitizer") else "compute-sanitizer has not run", entry)
+    recorded, hashes = _hashes_in(entry), hashes or {}
+    if other := _differing(recorded, hashes):
+        return Status("stale", f"launches something else since {entry['date']} in {_some(other)}", entry)
+    new = [case for case in hashes if case not in recorded]
+    lacking = [f"not run on a GPU yet: {_some(new)}"] if new else []
+    if not entry.get("sanitizer"):
+        lacking.append("compute-sanitizer has not run")
+    return Status("verified", "; ".join(lacking) or None, entry)
 
 
-def record(op: str, entry: dict[str, Any]) -> None:
-    """Write the record of an op's present source. Keeps an earlier compute-sanitizer result of the same source."""
-    now, before = source_hash(op), entries(op).get(op, {})
-    kept = before.get("sanitizer") if before.get("hash") == now else None
-    _write(op, {**entry, "hash": now, "sanitizer": entry.get("sanitizer") or kept})
+def not_comparable(op: str) -> str | None:
+    """Why the hashes in an op's record can't be compared with those of this process; None if they can."""
+    recorded, installed = entries(op).get(op, {}).get("tilelang"), compat.tilelang_version()
+    if recorded in (None, installed):
+        return None
+    return f"hashes recorded with TileLang {recorded} are not compared with those of TileLang {installed}"
+
+
+def record(op: str, run: dict[str, Any], hashes: dict[str, str]) -> None:
+    """Write an op's record. Keeps the earlier compute-sanitizer result if no case launches anything else since."""
+    before = entries(op).get(op, {})
+    kept = None if _differing(_hashes_in(before), hashes) else before.get("sanitizer")
+    cases = " ".join(f"{case}:{digest}" for case, digest in hashes.items())
+    _write(op, {**run, "sanitizer": run.get("sanitizer") or kept, "cases": cases})
 
 
 def mark_pending(op: str, reason: str) -> None:
-    """Record that an op waits for its verification, and why. Raises ValueError for an empty reason or an unknown op."""
-    if not reason.strip():
-        raise ValueError(f"reason: expected why {op} waits, got an empty text")
-    _write(op, {**(status(op).entry or {}), "pending": reason.strip()})
+    """Record that an op waits for its verification, and why."""
+    _write(op, {**entries(op).get(op, {}), "pending": reason})
 
 
 def _write(op: str, entry: dict[str, Any]) -> None:
-    text = json.dumps({**entries(op), op: entry}, indent=2, sort_keys=True, ensure_ascii=False)
-    path(op).write_text(f"{text}\n", encoding="utf-8")
+    # The cases come last: the line is long, and what a reader looks for is before them.
+    found = {**entries(op), op: dict(sorted(entry.items(), key=lambda item: item[0] == "cases"))}
+    lines = (f"{json.dumps(name)}: {json.dumps(found[name], ensure_ascii=False)}" for name in sorted(found))
+    path(op).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def source_hash(op: str) -> str:
-    """SHA-256 of `source_modules`, the CUDA headers beside them and what those include; the same under every Python."""
-    sources = [(module, *_source(module)) for module in source_modules(op)]
-    texts = [f"{module}\n{_canonical(tree)}\n" for module, _, tree in sources]
-    headers = with_includes(header for _, file, _ in sources if (header := file.with_suffix(".cuh")).exists())
-    texts += [f"{header.name}\n{header.read_text(encoding='utf-8')}\n" for header in headers]
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
+def _hashes_in(entry: dict[str, Any]) -> dict[str, str]:
+    return dict(item.split(":") for item in entry.get("cases", "").split())
 
 
-def source_modules(op: str) -> list[str]:
-    """The op's module, those of its package and tk_core that it imports, directly or not, and tk_core.kernel, .math."""
-    found, names = set(), [_defining_module(op), "tk_core.kernel", "tk_core.math"]
-    ignored = {op.partition(".")[0]: {"", "reference", "testing"}, "tk_core": {"", *_IGNORED}}
-    for name in names:  # The loop appends to names.
-        package, _, rest = name.partition(".")
-        if name in found or package not in ignored or rest.partition(".")[0] in ignored[package]:
-            continue
-        if (source := _source(name)) is None:  # not a module, but a name in a module
-            names.append(name.rpartition(".")[0] if "." in rest else _defining_module(name))
-            continue
-        found.add(name)
-        file, tree = source
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):  # perhaps relative to its package; an __init__.py is its own
-                base = util.resolve_name("." * node.level + (node.module or ""), name.removesuffix(f".{file.stem}"))
-                names += [f"{base}.{alias.name}" for alias in node.names]
-    return sorted(found)
+def _differing(recorded: dict[str, str], hashes: dict[str, str]) -> list[str]:
+    return [case for case, digest in hashes.items() if recorded.get(case, digest) != digest]
 
 
-def _defining_module(op: str) -> str:
-    package, _, name = op.partition(".")
-    if (exported := getattr(import_module(package), name, None)) is None:
-        raise ValueError(f'op: expected a name such as "tk_quant.transpose", got {op!r}')
-    return getattr(exported, "__module__", package)
-
-
-@cache
-def _source(module: str) -> tuple[Path, ast.Module] | None:
-    """File and syntax tree of a module; None for what is not one."""
-    stem = path(module).parent.joinpath(*module.split(".")[1:])
-    file = next(filter(Path.exists, (stem.with_suffix(".py"), stem / "__init__.py")), None)
-    return (file, ast.parse(file.read_text(encoding="utf-8"))) if file else None
-
-
-def _canonical(node: Any) -> str:
-    """A syntax tree as text, without docstrings and without what differs between versions of Python."""
-    match node:
-        case list():
-            return f"[{','.join(filter(None, map(_canonical, node)))}]"
-        case ast.Expr(ast.Constant(str())):
-            return ""
-        case ast.Constant(value):
-            return f"Constant({value!r})"
-        case ast.JoinedStr(values):  # 3.12 ends some format specs with an empty text
-            node = ast.JoinedStr([part for part in values if _canonical(part) != "Constant('')"])
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    # Newer Pythons have more fields, empty unless newer syntax is used.
-    fields = sorted((name, value) for name, value in ast.iter_fields(node) if value not in (None, []) and name != "ctx")
-    return f"{type(node).__name__}({','.join(f'{name}={_canonical(value)}' for name, value in fields)})"
+def _some(cases: Sequence[str]) -> str:
+    more = f" and {len(cases) - _NUM_NAMED} more" if len(cases) > _NUM_NAMED else ""
+    return ", ".join(cases[:_NUM_NAMED]) + more

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tk_core.arch import Arch, arch_from_name
-from tk_core.kernel import KernelRequest, kernel
-from tk_core.testing.fingerprints import machine_code
+from tk_core.kernel import kernel
+from tk_core.testing.usage import cuobjdump
 from tk_quant.device.fp4 import encode_e2m1x8
 
 
@@ -30,5 +30,5 @@ def _fp4_kernel(arch: Arch) -> Any:
 @pytest.mark.parametrize("name", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
 def test_casts_are_instructions_where_there_are_any(name: str) -> None:
     arch = arch_from_name(name)
-    code = machine_code(KernelRequest(_fp4_kernel, (arch,)))
+    code = cuobjdump(_fp4_kernel.compile(arch), "--dump-sass")
     assert ("E2M1" in code) is arch.has_fp4_convert

@@ -249,7 +249,7 @@ class _Session:
         self.lines: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect results of ops' tests, and rows of benchmarks, as they come."""
+        """Collect results of ops' tests, rows of benchmarks and lines for the summary, as they come."""
         for name, value in report.user_properties:
             if name == "tk_case":
                 op, test = value
@@ -259,6 +259,8 @@ class _Session:
                     self.passed[op].add(test)
             elif name == "tk_bench" and report.when == "call":
                 self._add_row(value)
+            elif name == "tk_line" and report.when == "call" and value not in self.lines:
+                self.lines.append(value)
 
     def _add_row(self, row: dict[str, Any]) -> None:
         from tk_core.testing.bench import append_row
@@ -302,12 +304,13 @@ class _Session:
 
     def _record(self, sanitizer: dict[str, Any]) -> None:
         from tk_core import ledger
+        from tk_core.arch import get_arch
+        from tk_core.testing import launches
         from tk_core.testing.machine import versions
         from tk_core.testing.specs import load_specs
         from tk_core.testing.tiers import gpu_test_names
 
-        found = versions()
-        kept = {key: found[key] for key in ("gpu", "driver", "torch", "cuda", "tilelang", "date")}
+        complete = []
         for op, spec in load_specs().items():
             if op not in self._ops():
                 continue
@@ -317,8 +320,12 @@ class _Session:
                 what = f"{len(self.failed[op])} failed, {len(missing)} of {len(wanted)} did not pass"
                 self.lines.append(f"{op}: not recorded, {what}")
                 continue
-            ledger.record(op, {**kept, "cases": len(wanted), "sanitizer": sanitizer.get(op)})
+            complete.append(op)
             self.lines.append(f"{op}: recorded, {len(wanted)} tests")
+        found, arch = versions(), get_arch().name
+        run = {key: found[key] for key in ("date", "gpu", "driver", "cuda", "torch", "tilelang")} | {"arch": arch}
+        for op, hashes in zip(complete, launches.hashes_of_all(complete, arch)):
+            ledger.record(op, {**run, "sanitizer": sanitizer.get(op)}, hashes)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what was deselected, recorded, sanitized and measured."""

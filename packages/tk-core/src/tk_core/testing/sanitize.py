@@ -5,7 +5,6 @@ CPU and copied to the GPU, and references do not run, so nearly every kernel tha
 one of ours. Kernels come from the compile cache.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -53,7 +52,7 @@ def command(sanitizer: str, tool: str, ops: Iterable[str]) -> list[str]:
         # In memory of torch's caching allocator the sanitizer cannot tell where one tensor ends.
         *("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"),
         *(sanitizer, "--tool", tool, *options, "--error-exitcode", str(_ERROR_EXIT_CODE), "--print-limit", "20"),
-        *(sys.executable, "-m", "tk_core.testing.sanitize", "--cases-only", *ops),
+        *(sys.executable, "-m", "tk_core.testing.sanitize", *ops),
     ]
 
 
@@ -85,13 +84,13 @@ def finding(tool: str, exit_code: int, output: str) -> Finding:
 
 
 def records(findings: Sequence[Finding], version: str | None) -> dict[str, dict[str, int | str | None]]:
-    """The ledger's sanitizer entry of each op that passed every tool."""
-    cases: dict[str, dict[str, int]] = {tool: {} for tool in TOOLS}
+    """The ledger's sanitizer entry of each op that passed every tool: the tools' version and the op's small cases."""
+    ran: dict[str, dict[str, int]] = {tool: {} for tool in TOOLS}
     for found in findings:
         if found.passed:
-            cases[found.tool].update(found.cases)
-    ops = set.intersection(*(set(passed) for passed in cases.values()))
-    return {op: {**{tool: passed[op] for tool, passed in cases.items()}, "version": version} for op in sorted(ops)}
+            ran[found.tool].update(found.cases)
+    ops = sorted(set.intersection(*map(set, ran.values())))
+    return {op: {"version": version, "cases": min(cases[op] for cases in ran.values())} for op in ops}
 
 
 def summaries(findings: Sequence[Finding]) -> Iterator[str]:
@@ -112,7 +111,7 @@ def _run_cases(ops: Sequence[str]) -> None:
     from tk_core.testing.trees import transfer
 
     for name, spec in load_specs().items():
-        if ops and name not in ops:
+        if name not in ops:
             continue
         for case in spec.cases:
             if not (case.small and case.gpu):
@@ -126,26 +125,6 @@ def _run_cases(ops: Sequence[str]) -> None:
     print("tk: all done", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tools; exit code 1 if one finds something."""
-    parser = argparse.ArgumentParser(prog="python -m tk_core.testing.sanitize", description=__doc__)
-    parser.add_argument("ops", nargs="*", metavar="OP", help="such as tk_quant.transpose; by default all")
-    parser.add_argument("--tool", action="append", choices=TOOLS, help="by default all three; may be repeated")
-    parser.add_argument("--cases-only", action="store_true", help="run the cases without a sanitizer")
-    options = parser.parse_args(arguments)
-    if options.cases_only:
-        _run_cases(options.ops)
-        return 0
-    sanitizer = find_sanitizer()
-    if sanitizer is None:
-        parser.error("compute-sanitizer: not found on PATH; it comes with the CUDA toolkit")
-    from tk_core.testing.specs import load_specs
-
-    findings = list(run_tools(sanitizer, options.tool or TOOLS, options.ops or list(load_specs())))
-    print(*summaries(findings), sep="\n")
-    return int(not all(found.passed for found in findings))
-
-
 def excerpt(output: str, lines: int = 60) -> str:
     """The part of a sanitizer's output from its first complaint on, after the line of the case that was running."""
     every = output.splitlines()
@@ -156,4 +135,4 @@ def excerpt(output: str, lines: int = 60) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _run_cases(sys.argv[1:])
