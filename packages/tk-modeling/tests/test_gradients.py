@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tk_modeling.gradients import autocast_to_bf16, float32_product, linear, main_grad_of, needs_gradients
+from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients
+from tk_modeling.linear import float32_product, linear
 
 
 def _parameters(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, nn.Parameter]:

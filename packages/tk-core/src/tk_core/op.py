@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from importlib.metadata import entry_points
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -111,12 +112,12 @@ def _what_differentiates(package: str, name: str) -> str:
     """The end of an error message: what to call instead of the op `name` to get a gradient."""
     stem = name.removesuffix("_fwd")
     own = importlib.import_module(package) if importlib.util.find_spec(package) else None
-    if importlib.util.find_spec("tk_modeling"):
-        modeling = importlib.import_module("tk_modeling")
+    for entry in entry_points(group="tk_core.differentiable"):
+        functions = entry.load()
         for public in (name, stem):
-            # Some names of tk_modeling are the package's own functions.
-            if public in modeling.__all__ and getattr(modeling, public) is not getattr(own, public, None):
-                return f"tk_modeling.{public} is differentiable"
+            # Some of its names are the op's package's own functions.
+            if public in functions.__all__ and getattr(functions, public) is not getattr(own, public, None):
+                return f"{entry.value}.{public} is differentiable"
     if own is not None and f"{stem}_bwd" in own.__all__:
         return f"{package}.{stem}_bwd computes it"
     return "if none is wanted, detach the argument"

@@ -6,9 +6,9 @@ from .engram.functional import engram_gate as engram_gate
 from .engram.functional import engram_lookup as engram_lookup
 from .engram.functional import short_conv as short_conv
 from .fp8.fp8_linear import FP8Linear as FP8Linear
-from .fp8.fp8_linear import fp8_linear as fp8_linear
-from .fp8.grouped_fp8_linear import GroupedFP8Linear as GroupedFP8Linear
-from .fp8.grouped_fp8_linear import grouped_fp8_linear as grouped_fp8_linear
+from .fp8.fp8_linear import GroupedFP8Linear as GroupedFP8Linear
+from .fp8.functional import fp8_linear as fp8_linear
+from .fp8.functional import grouped_fp8_linear as grouped_fp8_linear
 from .mhc.checkpoint_streams import checkpoint_streams as checkpoint_streams
 from .mhc.functional import expand_from_embedding as expand_from_embedding
 from .mhc.functional import mhc_head as mhc_head

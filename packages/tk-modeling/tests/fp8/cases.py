@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from tk_core.math import align
-from tk_modeling.fp8.fp8_linear import FP8Linear
-from tk_modeling.fp8.grouped_fp8_linear import GroupedFP8Linear
+from tk_modeling.fp8.fp8_linear import FP8Linear, GroupedFP8Linear
 from tk_modeling.reference import fp8 as reference
 
 from ..checks import ModuleCase

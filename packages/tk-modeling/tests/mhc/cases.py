@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tk_modeling import HyperConnection, HyperHead, reference
-from tk_modeling.gradients import linear
+from tk_modeling.linear import linear
 
 from ..checks import ModuleCase
 

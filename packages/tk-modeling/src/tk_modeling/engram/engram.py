@@ -10,7 +10,8 @@ from tk_core import check
 from tk_engram.layout import EngramLayout
 from tk_modeling.engram.engram_gate import check_sizes
 from tk_modeling.engram.functional import batch_offsets, engram_gate_kv, engram_lookup, short_conv
-from tk_modeling.gradients import autocast_to_bf16, linear, needs_gradients
+from tk_modeling.gradients import autocast_to_bf16, needs_gradients
+from tk_modeling.linear import linear
 from tk_modeling.options import check_flags, check_numbers, check_placement
 
 

@@ -1,15 +1,14 @@
 """Gate, lookup and short convolution of Engram, differentiable."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 import tk_engram
 from tk_core import check
-from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, needs_gradients, once_differentiable
+from tk_modeling.function import Context, Function, Gradients
+from tk_modeling.gradients import autocast_to_bf16, needs_gradients
 
 _BF16 = (torch.bfloat16,)
 _TABLE_DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
@@ -106,12 +105,9 @@ def _gate(
     if image_token_mask is not None:
         check.tensor("image_token_mask", image_token_mask, (torch.bool,), tuple(shape[:-2]), layout="any")
         image_token_mask = image_token_mask.reshape(-1).contiguous()
-    options = (clamp_value, eps, image_token_mask, add_residual)
-    if needs_gradients(x, k, v, *weights):
-        main_grads = main_grad_of("weight_hidden", weights[0]), main_grad_of("weight_embed", weights[1])
-        return _EngramGate.apply(x, k, v, *weights, *main_grads, *options)[0].view(shape)
-    weight_fused = tk_engram.fused_weight(*weights)
-    return _gate_forward(x, k, v, weight_fused, *options, save_for_backward=False)[0].view(shape)
+    saves = needs_gradients(x, k, v, *weights)
+    out, *_ = _EngramGate.call(x, k, v, *weights, clamp_value, eps, image_token_mask, add_residual, saves)
+    return out.view(shape)
 
 
 def _k_and_v(k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -119,30 +115,14 @@ def _k_and_v(k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
     return (k[:, :-1], k[:, -1]) if v is None else (k, v)
 
 
-def _gate_forward(
-    x: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    weight_fused: Tensor,
-    clamp_value: float,
-    eps: float,
-    image_token_mask: Tensor | None,
-    add_residual: bool,
-    save_for_backward: bool,
-) -> tuple[Tensor, ...]:
-    return tk_engram.engram_gate_fwd(
-        x,
-        *_k_and_v(k, v),
-        weight_fused,
-        eps,
-        clamp_value,
-        save_for_backward,
-        image_token_mask=image_token_mask,
-        add_residual=add_residual,
+class _EngramGate(Function):
+    parameters = ("weight_hidden", "weight_embed")
+    outputs = ("out", "dot", "gate_score", "rstd_x", "rstd_k", "weight_fused")
+    saves = (
+        *("x", "k", "v", "weight_hidden", "weight_embed", "image_token_mask", "add_residual"),
+        *("weight_fused", "dot", "gate_score", "rstd_x", "rstd_k", "clamp_value"),
     )
 
-
-class _EngramGate(torch.autograd.Function):
     @staticmethod
     def forward(
         x: Tensor,
@@ -150,67 +130,45 @@ class _EngramGate(torch.autograd.Function):
         v: Tensor | None,
         weight_hidden: Tensor,
         weight_embed: Tensor,
-        main_grad_hidden: Tensor | None,
-        main_grad_embed: Tensor | None,
-        *options: Any,
-    ) -> tuple[Tensor, ...]:
+        clamp_value: float,
+        eps: float,
+        image_token_mask: Tensor | None,
+        add_residual: bool,
+        save_for_backward: bool,
+    ) -> tuple[Tensor | None, ...]:
         weight_fused = tk_engram.fused_weight(weight_hidden, weight_embed)
-        return *_gate_forward(x, k, v, weight_fused, *options, save_for_backward=True), weight_fused
+        options = {"image_token_mask": image_token_mask, "add_residual": add_residual}
+        out = tk_engram.engram_gate_fwd(
+            x, *_k_and_v(k, v), weight_fused, eps, clamp_value, save_for_backward, **options
+        )
+        return *out, weight_fused
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, main_grad_hidden, main_grad_embed, ctx.clamp_value, _, mask, ctx.add_residual = inputs
-        ctx.main_grads = main_grad_hidden, main_grad_embed
-        ctx.save_for_backward(*tensors, mask, *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad_out is None:
-            return (None,) * len(ctx.needs_input_grad)
-        x, k, v, weight_hidden, weight_embed, image_token_mask, *saved, weight_fused = ctx.saved_tensors
-        grad_kv = torch.empty_like(k, memory_format=torch.contiguous_format) if v is None else None
-        # The op computes all four gradients, whatever is frozen.
-        grad_x, grad_k, grad_v, grad_w_partial = tk_engram.engram_gate_bwd(
-            grad_out.contiguous(),
-            x,
-            *_k_and_v(k, v),
-            weight_fused,
-            *saved,
-            ctx.clamp_value,
+    def backward(ctx: Context, d_out: Tensor) -> Gradients:
+        x, k, v, weight_hidden, weight_embed, image_token_mask, add_residual, *gate = ctx.saved
+        d_kv = torch.empty_like(k, memory_format=torch.contiguous_format) if v is None else None
+        # The op computes all gradients, whatever is frozen.
+        d_x, d_k, d_v, d_weight_parts = tk_engram.engram_gate_bwd(
+            *(d_out, x, *_k_and_v(k, v), *gate),
             image_token_mask=image_token_mask,
-            add_residual=ctx.add_residual,
-            grad_kv=grad_kv,
+            add_residual=add_residual,
+            grad_kv=d_kv,
         )
-        if grad_kv is not None:
-            grad_k, grad_v = grad_kv, None
-        grads = _gate_weight_gradients(
-            grad_w_partial, (weight_hidden, weight_embed), ctx.main_grads, ctx.needs_input_grad[3:5]
-        )
-        return grad_x, grad_k, grad_v, *grads, *(None,) * 6
+        d_inputs = d_x, *((d_k, d_v) if d_kv is None else (d_kv, None))
+        if not ctx.main_grads:
+            return d_inputs
+        d_weights = []
+        for name, weight in (("weight_hidden", weight_hidden), ("weight_embed", weight_embed)):
+            main_grad = ctx.main_grads.get(name)
+            adds = _is_contiguous(main_grad)
+            d_weights.append(main_grad if adds else torch.zeros_like(weight, dtype=torch.float32))
+        tk_engram.grad_w_reduce(d_weight_parts, weight_hidden, weight_embed, *d_weights)
+        return *d_inputs, *d_weights
 
 
-def _gate_weight_gradients(
-    grad_w_partial: Tensor,
-    weights: tuple[Tensor, Tensor],
-    main_grads: tuple[Tensor | None, Tensor | None],
-    needed: tuple[bool, bool],
-) -> list[Tensor | None]:
-    """Gradients of both weights, None where they went to main_grad or are not needed."""
-    if not any(needed):
-        return [None, None]
-    targets = [main_grad if need else None for main_grad, need in zip(main_grads, needed)]
-    sums = [
-        target if target is not None and target.is_contiguous() else torch.zeros_like(weight, dtype=torch.float32)
-        for target, weight in zip(targets, weights)
-    ]
-    tk_engram.grad_w_reduce(grad_w_partial, *weights, *sums)
-    return [
-        None if total is target or not need else add_to_main_grad(target, total, weight.dtype)
-        for total, target, need, weight in zip(sums, targets, needed, weights)
-    ]
+def _is_contiguous(main_grad: Tensor | None) -> bool:
+    """Whether there is a main_grad that an op can add to in place."""
+    return main_grad is not None and main_grad.is_contiguous()
 
 
 def engram_lookup(
@@ -249,7 +207,7 @@ def engram_lookup(
         check.require(table.dtype != torch.float8_e4m3fn, "table", f"{frozen} for float8_e4m3fn", found)
         check.require(table.device == indices.device, "table", f"{frozen} off the device of the indices", found)
         check.require(table_sf is None, "table_sf", "None for a table without scales", type(table_sf).__name__)
-        rows = _EngramLookup.apply(flat, table, main_grad_of("table", table), sparse_grad)
+        rows = _EngramLookup.call(table, flat, table.shape[0], sparse_grad)
     else:
         rows = _lookup(flat, table, table_sf)
     return rows.view(*shape, table.shape[1])
@@ -272,38 +230,32 @@ def _is_autocast(table: Tensor) -> bool:
     return table.dtype == torch.float32 and autocast_to_bf16(table[:0])[0].dtype == torch.bfloat16
 
 
-class _EngramLookup(torch.autograd.Function):
+class _EngramLookup(Function):
+    parameters = ("table",)
+    saves = ("indices", "num_rows", "sparse_grad")
+
     @staticmethod
-    def forward(indices: Tensor, table: Tensor, main_grad: Tensor | None, sparse_grad: bool) -> Tensor:
+    def forward(table: Tensor, indices: Tensor, num_rows: int, sparse_grad: bool) -> Tensor:
         return _lookup(indices, table, None)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        indices, table, ctx.main_grad, ctx.sparse_grad = inputs
-        ctx.save_for_backward(indices)
-        ctx.shape, ctx.dtype = table.shape, table.dtype
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_rows: Tensor) -> tuple[None, Tensor | None, None, None]:
-        (indices,) = ctx.saved_tensors
-        main_grad = ctx.main_grad
-        grad_rows, num_rows = grad_rows.contiguous(), ctx.shape[0]
-        if main_grad is not None and main_grad.is_contiguous():
-            tk_engram.engram_lookup_bwd(grad_rows, indices, num_rows, grad=main_grad)
-            return None, None, None, None
-        if ctx.sparse_grad and main_grad is None:
-            return None, _sparse_gradient(grad_rows, indices, ctx.shape, ctx.dtype), None, None
-        grad = tk_engram.engram_lookup_bwd(grad_rows, indices, num_rows)
-        return None, add_to_main_grad(main_grad, grad, ctx.dtype), None, None
+    def backward(ctx: Context, d_rows: Tensor) -> Tensor:
+        indices, num_rows, sparse_grad = ctx.saved
+        main_grad = ctx.main_grads["table"]
+        if sparse_grad and main_grad is None:
+            return _sparse_gradient(d_rows, indices, num_rows)
+        if not _is_contiguous(main_grad):
+            return tk_engram.engram_lookup_bwd(d_rows, indices, num_rows)
+        tk_engram.engram_lookup_bwd(d_rows, indices, num_rows, grad=main_grad)
+        return main_grad
 
 
-def _sparse_gradient(grad_rows: Tensor, indices: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    rows, values, _ = tk_engram.engram_lookup_bwd(grad_rows, indices, shape[0], sparse=True)
+def _sparse_gradient(d_rows: Tensor, indices: Tensor, num_rows: int) -> Tensor:
+    rows, values, _ = tk_engram.engram_lookup_bwd(d_rows, indices, num_rows, sparse=True)
     if rows.numel():
         # After the last row the op writes -1, with zeros: these entries may name the last row again.
         rows = torch.where(rows < 0, rows.amax().clamp(min=0), rows)
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), values.to(dtype), shape, check_invariants=False)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), values, (num_rows, d_rows.shape[-1]), check_invariants=False)
 
 
 def short_conv(
@@ -362,9 +314,8 @@ def short_conv(
         out = tk_engram.short_conv(u, norm_weight, conv_weight, **options, residual=residual, state=state)
         return out.view(shape)
     check.require(state is None, "state", "None where gradients are needed", type(state).__name__)
-    main_grads = main_grad_of("norm_weight", norm_weight), main_grad_of("conv_weight", conv_weight)
-    out = _ShortConv.apply(u, norm_weight, conv_weight, residual, cu_seqlens, *main_grads, dilation, eps)
-    return out.view(shape)
+    weights, has_residual = (norm_weight, conv_weight), residual is not None
+    return _ShortConv.call(u, *weights, residual, cu_seqlens, dilation, eps, has_residual).view(shape)
 
 
 def batch_offsets(batch: int, length: int, device: torch.device) -> Tensor | None:
@@ -374,7 +325,10 @@ def batch_offsets(batch: int, length: int, device: torch.device) -> Tensor | Non
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
 
 
-class _ShortConv(torch.autograd.Function):
+class _ShortConv(Function):
+    parameters = ("norm_weight", "conv_weight")
+    saves = ("u", "norm_weight", "conv_weight", "cu_seqlens", "dilation", "eps", "has_residual")
+
     @staticmethod
     def forward(
         u: Tensor,
@@ -382,31 +336,16 @@ class _ShortConv(torch.autograd.Function):
         conv_weight: Tensor,
         residual: Tensor | None,
         cu_seqlens: Tensor | None,
-        main_grad_norm: Tensor | None,
-        main_grad_conv: Tensor | None,
         dilation: int,
         eps: float,
+        has_residual: bool,
     ) -> Tensor:
         options = {"dilation": dilation, "cu_seqlens": cu_seqlens, "eps": eps}
         return tk_engram.short_conv(u, norm_weight, conv_weight, **options, residual=residual)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        u, *weights, residual, cu_seqlens, main_grad_norm, main_grad_conv, ctx.dilation, ctx.eps = inputs
-        ctx.save_for_backward(u, *weights, cu_seqlens)
-        ctx.has_residual = residual is not None
-        ctx.main_grads = main_grad_norm, main_grad_conv
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        u, *weights, cu_seqlens = ctx.saved_tensors
-        grad_out = grad_out.contiguous()
-        options = {"dilation": ctx.dilation, "cu_seqlens": cu_seqlens, "eps": ctx.eps}
+    def backward(ctx: Context, d_out: Tensor) -> Gradients:
+        u, norm_weight, conv_weight, cu_seqlens, dilation, eps, has_residual = ctx.saved
+        options = {"dilation": dilation, "cu_seqlens": cu_seqlens, "eps": eps, "has_residual": has_residual}
         # The op computes all three gradients, whatever is frozen.
-        d_u, *d_weights = tk_engram.short_conv_bwd(grad_out, u, *weights, **options, has_residual=ctx.has_residual)
-        grads = [
-            add_to_main_grad(main_grad, grad, weight.dtype) if needed else None
-            for main_grad, grad, weight, needed in zip(ctx.main_grads, d_weights, weights, ctx.needs_input_grad[1:3])
-        ]
-        return d_u, *grads, grad_out if ctx.has_residual else None, *(None,) * 5
+        return *tk_engram.short_conv_bwd(d_out, u, norm_weight, conv_weight, **options), d_out if has_residual else None

@@ -1,15 +1,9 @@
 """Casts of activations, gradients and weights to e4m3 for the products of a linear layer, forward and backward."""
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 import tk_quant
 from tk_core import check
-from tk_modeling.gradients import add_to_main_grad
 
 Pair = tuple[Tensor, Tensor]
 """float8_e4m3fn data and float32 scale factors."""
@@ -54,31 +48,3 @@ def transposed(weight: Pair) -> Pair:
     data, sf = weight
     transpose = tk_quant.transpose if data.dim() == 2 else tk_quant.batched_transpose
     return transpose(data), sf.mT
-
-
-def save_casts(
-    ctx: FunctionCtx,
-    x: Tensor,
-    weight: Tensor,
-    main_grad: Tensor | None,
-    casts: tuple[Tensor, ...],
-    *others: Tensor,
-) -> None:
-    """Save for a backward what it needs of the casts: weight's two tensors, then x's two by columns or none, or Nones.
-
-    `casts` are outputs of the autograd function, which nobody else has.
-    """
-    ctx.mark_non_differentiable(*casts)
-    ctx.set_materialize_grads(False)
-    ctx.main_grad, ctx.dtype = main_grad, weight.dtype
-    nothing = (None, None)
-    ctx.save_for_backward(*(casts[:2] if x.requires_grad else nothing), *(casts[2:] or nothing), *others)
-
-
-def weight_gradient(product: Callable[..., Tensor], main_grad: Tensor | None, dtype: torch.dtype, *args: Any) -> Any:
-    """The gradient that a backward returns for a weight: the product as `dtype`, or None, added to main_grad."""
-    # The products add in place only where rows have stride 1 and begin on 16 bytes.
-    if main_grad is None or not main_grad.is_contiguous() or main_grad.storage_offset() % 4:
-        return add_to_main_grad(main_grad, product(*args, None, None), dtype)
-    product(*args, main_grad, main_grad)
-    return None

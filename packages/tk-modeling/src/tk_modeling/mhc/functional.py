@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 import tk_mhc
 from tk_core import check
-from tk_modeling.gradients import autocast_to_bf16, main_grad_of, needs_gradients, once_differentiable, refuse_tangents
-from tk_modeling.mhc.ops import Gradients, expand_to_mhc, grads_asked_for, to_parameter
+from tk_modeling.function import Context, Function, Gradients
+from tk_modeling.gradients import autocast_to_bf16, needs_gradients
+from tk_modeling.mhc.ops import expand_to_mhc, split_mixes_bwd
 
 
 def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
@@ -22,6 +22,15 @@ def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
     (..., mhc_mult, H). Raises TypeError or ValueError that names the argument.
     """
     return expand_to_mhc(x, mhc_mult)
+
+
+class MixParameters(NamedTuple):
+    """What the mixes are computed by from the residual."""
+
+    fn: Tensor
+    scale: Tensor
+    base: Tensor
+    norm_weight: Tensor | None
 
 
 class PreSettings(NamedTuple):
@@ -105,7 +114,8 @@ def mhc_pre(
     """
     check.flag("return_residual", return_residual)
     settings = PreSettings(norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat, n_splits, shifted)
-    result = collapse_streams(residual, fn, scale, base, norm_weight, mhc_mult, settings, pre_mix)
+    parameters = MixParameters(fn, scale, base, norm_weight)
+    result = collapse_streams(residual, parameters, mhc_mult, settings, pre_mix)
     last = (result.pre_mix,) if shifted else ()
     if return_residual:
         last = (*last, result.residual)
@@ -113,45 +123,33 @@ def mhc_pre(
 
 
 def collapse_streams(
-    residual: Tensor,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
-    mhc_mult: int,
-    settings: PreSettings,
-    pre_mix: Tensor | None,
+    residual: Tensor, parameters: MixParameters, mhc_mult: int, settings: PreSettings, pre_mix: Tensor | None
 ) -> PreResult:
     """mhc_pre with all of its results."""
     (residual,) = autocast_to_bf16(residual)
-    _check_pre(residual, fn, scale, base, norm_weight, mhc_mult, settings, pre_mix)
-    main_grads = _main_grads(fn, scale, base, norm_weight)
-    if needs_gradients(residual, fn, scale, base, norm_weight, pre_mix):
-        results = _MhcPre.apply(residual, fn, scale, base, norm_weight, pre_mix, *main_grads, settings)
+    _check_pre(residual, parameters, mhc_mult, settings, pre_mix)
+    if needs_gradients(residual, *parameters, pre_mix):
+        results = _MhcPre.call(residual, *parameters, pre_mix, settings)
         layer_input, post_mix, comb_mix, own_pre_mix, same_residual = results[:5]
         # The view requires gradients if any input does.
         residual = same_residual if residual.requires_grad else residual
         return PreResult(layer_input, post_mix, comb_mix, own_pre_mix, residual)
     post_mix, comb_mix, layer_input, *own_pre_mix = tk_mhc.mhc_pre_big_fuse(
-        residual,
-        fn,
-        scale,
-        base,
-        settings.norm_eps,
-        settings.pre_eps,
-        settings.sinkhorn_eps,
-        settings.post_mult_value,
-        settings.sinkhorn_repeat,
-        settings.n_splits,
-        norm_weight,
+        *(residual, parameters.fn, parameters.scale, parameters.base, settings.norm_eps, settings.pre_eps),
+        *(settings.sinkhorn_eps, settings.post_mult_value, settings.sinkhorn_repeat, settings.n_splits),
+        parameters.norm_weight,
         shifted=settings.shifted,
         pre_mix=pre_mix,
     )
     return PreResult(layer_input, post_mix, comb_mix, own_pre_mix[0] if own_pre_mix else None, residual)
 
 
-class _MhcPre(torch.autograd.Function):
-    """mhc_pre by the single ops. The last three outputs are for the backward alone."""
+class _MhcPre(Function):
+    """mhc_pre by the single ops."""
+
+    parameters = ("fn", "scale", "base", "norm_weight")
+    outputs = ("layer_input", "post", "comb", "pre", "same_residual", "mixes", "rstd", "logits")
+    saves = ("residual", "fn", "scale", "base", "norm_weight", "pre_mix", "pre", "mixes", "rstd", "logits", "settings")
 
     @staticmethod
     def forward(
@@ -161,10 +159,6 @@ class _MhcPre(torch.autograd.Function):
         base: Tensor,
         norm_weight: Tensor | None,
         pre_mix: Tensor | None,
-        fn_main_grad: Tensor | None,
-        scale_main_grad: Tensor | None,
-        base_main_grad: Tensor | None,
-        norm_main_grad: Tensor | None,
         settings: PreSettings,
     ) -> tuple[Tensor, ...]:
         mixes, rstd = tk_mhc.mhc_pre_norm_fn(
@@ -181,50 +175,34 @@ class _MhcPre(torch.autograd.Function):
         return layer_input, post, comb, pre, residual.view_as(residual), mixes, rstd, logits
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        residual, fn, scale, base, norm_weight, pre_mix = inputs[:6]
-        ctx.fn_main_grad, ctx.scale_main_grad, ctx.base_main_grad, ctx.norm_main_grad, ctx.settings = inputs[6:]
-        *_, pre, _, mixes, rstd, logits = output
-        ctx.mark_non_differentiable(mixes, rstd, logits)
-        ctx.set_materialize_grads(False)
-        mix = pre_mix if ctx.settings.shifted else pre
-        ctx.save_for_backward(residual, fn, scale, base, norm_weight, mix, mixes, rstd, logits)
-
-    @staticmethod
-    @once_differentiable
     def backward(
-        ctx: FunctionCtx,
+        ctx: Context,
         d_layer_input: Tensor | None,
         d_post: Tensor | None,
         d_comb: Tensor | None,
         d_pre: Tensor | None,
         d_residual: Tensor | None,
-        *_: None,
     ) -> Gradients:
-        residual, fn, scale, base, norm_weight, mix, mixes, rstd, logits = ctx.saved_tensors
-        settings, mhc_mult = ctx.settings, residual.shape[-2]
+        residual, fn, scale, base, norm_weight, pre_mix, pre, mixes, rstd, logits, settings = ctx.saved
+        mix = pre_mix if settings.shifted else pre
         d_residual, d_mix = _collapse_bwd(d_layer_input, residual, mix, d_residual)
         d_pre_mix = None
         if settings.shifted:
             d_pre_mix = d_mix
         elif d_mix is not None:
             d_pre = d_mix if d_pre is None else d_pre + d_mix
-        d_logits = torch.zeros_like(logits)
+        d_logits = None
         if d_comb is not None:
             d_logits = tk_mhc.sinkhorn_normalize_bwd(d_comb, logits, settings.sinkhorn_repeat, settings.sinkhorn_eps)
-        d_pre, d_post = (mixes.new_zeros((*mixes.shape[:-1], mhc_mult, 1)) if d is None else d for d in (d_pre, d_post))
-        d_mixes, d_scale, d_base = tk_mhc.mhc_pre_split_mixes_bwd(
-            d_pre.contiguous(), d_post.contiguous(), d_logits, mixes, scale, base, mhc_mult, settings.post_mult_value
+        d_outputs = (d_pre, d_post, d_logits)
+        d_mixes, d_scale, d_base = split_mixes_bwd(
+            d_outputs, mixes, scale, base, residual.shape[-2], settings.post_mult_value
         )
-        # The op adds to d_residual in place, and computes all gradients, whichever are asked for.
+        # The op adds to d_residual in place.
         d_residual, d_fn, d_norm_weight = tk_mhc.mhc_pre_norm_fn_bwd(
             d_mixes, residual, fn, norm_weight, mixes, rstd, d_residual=d_residual
         )
-        grads = grads_asked_for(ctx, (d_residual, d_fn, d_scale, d_base, d_norm_weight, d_pre_mix))
-        d_residual, d_fn, d_scale, d_base, d_norm_weight, d_pre_mix = grads
-        d_fn, d_norm_weight = to_parameter(ctx.fn_main_grad, d_fn), to_parameter(ctx.norm_main_grad, d_norm_weight)
-        d_scale, d_base = to_parameter(ctx.scale_main_grad, d_scale), to_parameter(ctx.base_main_grad, d_base)
-        return d_residual, d_fn, d_scale, d_base, d_norm_weight, d_pre_mix, None, None, None, None, None
+        return d_residual, d_fn, d_scale, d_base, d_norm_weight, d_pre_mix
 
 
 def mhc_head(
@@ -266,10 +244,8 @@ def mhc_head(
     """
     settings = HeadSettings(norm_eps, pre_eps, n_splits)
     (residual,) = autocast_to_bf16(residual)
-    _check_head(residual, fn, scale, base, norm_weight, mhc_mult, settings)
-    main_grads = _main_grads(fn, scale, base, norm_weight)
-    refuse_tangents(residual, fn, scale, base, norm_weight)
-    return _MhcHead.apply(residual, fn[:mhc_mult], scale.view(1), base, norm_weight, *main_grads, settings)[0]
+    _check_head(residual, MixParameters(fn, scale, base, norm_weight), mhc_mult, settings)
+    return _MhcHead.call(residual, fn, scale, base, norm_weight, settings)[0]
 
 
 def _collapse_bwd(
@@ -279,11 +255,10 @@ def _collapse_bwd(
 
     A given d_residual is added to in place: mhc_post's backward made it, and nothing else uses it.
     """
-    d_residual = None if d_residual is None else d_residual.contiguous()
     if d_layer_input is None:
         return d_residual, None
     if mix is not None:
-        return tk_mhc.mhc_pre_apply_mix_bwd(d_layer_input.contiguous(), residual, mix, d_x=d_residual)
+        return tk_mhc.mhc_pre_apply_mix_bwd(d_layer_input, residual, mix, d_x=d_residual)
     d_residual = torch.zeros_like(residual) if d_residual is None else d_residual
     d_residual[..., 0, :] += d_layer_input
     return d_residual, None
@@ -297,64 +272,34 @@ class HeadSettings(NamedTuple):
     n_splits: int | None
 
 
-class _MhcHead(torch.autograd.Function):
-    """mhc_head by the single ops. All outputs but the first are for the backward alone."""
+class _MhcHead(Function):
+    """mhc_head by the single ops, by the first rows of fn."""
+
+    parameters = ("fn", "scale", "base", "norm_weight")
+    outputs = ("y", "mixes", "rstd", "pre")
+    saves = ("residual", "fn", "scale", "base", "norm_weight", "mixes", "rstd", "pre")
 
     @staticmethod
     def forward(
-        residual: Tensor,
-        fn: Tensor,
-        scale: Tensor,
-        base: Tensor,
-        norm_weight: Tensor | None,
-        fn_main_grad: Tensor | None,
-        scale_main_grad: Tensor | None,
-        base_main_grad: Tensor | None,
-        norm_main_grad: Tensor | None,
-        settings: HeadSettings,
+        residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, settings: HeadSettings
     ) -> tuple[Tensor, ...]:
         mixes, rstd = tk_mhc.mhc_pre_norm_fn(
-            residual, fn, norm_weight, settings.norm_eps, n_splits=settings.n_splits, return_rstd=True
+            residual, fn[: len(base)], norm_weight, settings.norm_eps, n_splits=settings.n_splits, return_rstd=True
         )
-        pre = tk_mhc.mhc_head_compute_mix(mixes, scale, base, settings.pre_eps).unsqueeze(-1)
+        pre = tk_mhc.mhc_head_compute_mix(mixes, scale.view(1), base, settings.pre_eps).unsqueeze(-1)
         return tk_mhc.mhc_pre_apply_mix(residual, pre), mixes, rstd, pre
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        residual, fn, scale, base, norm_weight = inputs[:5]
-        ctx.fn_main_grad, ctx.scale_main_grad, ctx.base_main_grad, ctx.norm_main_grad, _ = inputs[5:]
-        _, mixes, rstd, pre = output
-        ctx.mark_non_differentiable(mixes, rstd, pre)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(residual, fn, scale, base, norm_weight, mixes, rstd, pre)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_o: Tensor | None, *_: None) -> Gradients:
-        if d_o is None:
-            return (None,) * 10
-        residual, fn, scale, base, norm_weight, mixes, rstd, pre = ctx.saved_tensors
-        d_residual, d_pre = tk_mhc.mhc_pre_apply_mix_bwd(d_o.contiguous(), residual, pre)
-        d_mixes, d_scale, d_base = tk_mhc.mhc_head_compute_mix_bwd(d_pre.squeeze(-1), mixes, scale, base)
+    def backward(ctx: Context, d_y: Tensor) -> Gradients:
+        residual, fn, scale, base, norm_weight, mixes, rstd, pre = ctx.saved
+        d_residual, d_pre = tk_mhc.mhc_pre_apply_mix_bwd(d_y, residual, pre)
+        d_mixes, d_scale, d_base = tk_mhc.mhc_head_compute_mix_bwd(d_pre.squeeze(-1), mixes, scale.view(1), base)
         d_residual, d_fn, d_norm_weight = tk_mhc.mhc_pre_norm_fn_bwd(
-            d_mixes, residual, fn, norm_weight, mixes, rstd, d_residual=d_residual
+            d_mixes, residual, fn[: len(base)], norm_weight, mixes, rstd, d_residual=d_residual
         )
-        grads = grads_asked_for(ctx, (d_residual, d_fn, d_scale, d_base, d_norm_weight))
-        d_residual, d_fn, d_scale, d_base, d_norm_weight = grads
-        # The parameter fn may have more rows than are used, scale no dimension.
-        fn_main_grad = None if ctx.fn_main_grad is None else ctx.fn_main_grad[: fn.shape[0]]
-        scale_main_grad = None if ctx.scale_main_grad is None else ctx.scale_main_grad.view(1)
-        d_fn, d_scale = to_parameter(fn_main_grad, d_fn), to_parameter(scale_main_grad, d_scale)
-        d_base, d_norm_weight = (
-            to_parameter(ctx.base_main_grad, d_base),
-            to_parameter(ctx.norm_main_grad, d_norm_weight),
-        )
-        return d_residual, d_fn, d_scale, d_base, d_norm_weight, None, None, None, None, None
-
-
-def _main_grads(fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None) -> tuple[Tensor | None, ...]:
-    parameters = {"fn": fn, "scale": scale, "base": base, "norm_weight": norm_weight}
-    return tuple(main_grad_of(name, x) for name, x in parameters.items())
+        if len(fn) > len(base):
+            d_fn = torch.nn.functional.pad(d_fn, (0, 0, 0, len(fn) - len(base)))
+        return d_residual, d_fn, d_scale.view(scale.shape), d_base, d_norm_weight
 
 
 def check_mhc_mult(mhc_mult: int) -> None:
@@ -370,15 +315,9 @@ def check_hidden(name: str, hidden: int) -> None:
 
 
 def _check_pre(
-    residual: Tensor,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
-    mhc_mult: int,
-    settings: PreSettings,
-    pre_mix: Tensor | None,
+    residual: Tensor, parameters: MixParameters, mhc_mult: int, settings: PreSettings, pre_mix: Tensor | None
 ) -> None:
+    fn, scale, base, norm_weight = parameters
     leading = _check_streams(residual, mhc_mult)
     num_rows, width = mhc_mult * (mhc_mult + 2), residual.shape[-2] * residual.shape[-1]
     _check_float32(residual, fn=(fn, (num_rows, width)), scale=(scale, (3,)), base=(base, (num_rows,)))
@@ -395,15 +334,8 @@ def _check_pre(
     check.in_range("sinkhorn_repeat", settings.sinkhorn_repeat, 1, 1000)
 
 
-def _check_head(
-    residual: Tensor,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
-    mhc_mult: int,
-    settings: HeadSettings,
-) -> None:
+def _check_head(residual: Tensor, parameters: MixParameters, mhc_mult: int, settings: HeadSettings) -> None:
+    fn, scale, base, norm_weight = parameters
     _check_streams(residual, mhc_mult)
     width = residual.shape[-2] * residual.shape[-1]
     _check_float32(residual, fn=(fn, ("rows", width)), base=(base, (mhc_mult,)))

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from tk_core import check
 from tk_modeling.float32_state import Float32State
 from tk_modeling.gradients import as_float32, autocast_to_bf16
-from tk_modeling.mhc.functional import PreResult, PreSettings, check_hidden, check_mhc_mult, collapse_streams
+from tk_modeling.mhc.functional import (
+    MixParameters,
+    PreResult,
+    PreSettings,
+    check_hidden,
+    check_mhc_mult,
+    collapse_streams,
+)
 from tk_modeling.mhc.ops import mhc_post
 from tk_modeling.options import check_flags, check_numbers, check_placement
 
@@ -101,9 +108,7 @@ class HyperConnection(Float32State):
 
     def collapse(self, residual: Tensor, pre_mix: Tensor | None = None) -> PreResult:
         """mhc_pre with the parameters of the layer."""
-        fn, scale, base = as_float32(self.fn), as_float32(self.scale), as_float32(self.base)
-        norm_weight = None if self.norm_weight is None else as_float32(self.norm_weight)
-        return collapse_streams(residual, fn, scale, base, norm_weight, self.mhc_mult, self.settings, pre_mix)
+        return collapse_streams(residual, mix_parameters(self), self.mhc_mult, self.settings, pre_mix)
 
     def forward(self, residual: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
         """The streams after the sublayer: residual (..., m, hidden), then arguments of the sublayer.
@@ -169,6 +174,12 @@ def check_pre_eps(pre_eps: float, mhc_mult: int) -> None:
 def logit(p: float) -> float:
     """The number whose sigmoid is p."""
     return math.log(p / (1 - p))
+
+
+def mix_parameters(module: nn.Module) -> MixParameters:
+    """The module's parameters, as float32 where something has narrowed them."""
+    parameters = module.fn, module.scale, module.base, module.norm_weight
+    return MixParameters(*(None if x is None else as_float32(x) for x in parameters))
 
 
 def float32_parameter(*shape: int, device: torch.device | str | None) -> nn.Parameter:

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from tk_modeling.float32_state import Float32State
-from tk_modeling.gradients import as_float32
 from tk_modeling.mhc.functional import check_hidden, check_mhc_mult, mhc_head
-from tk_modeling.mhc.hyper_connection import check_pre_eps, float32_parameter, logit, reset_projection
+from tk_modeling.mhc.hyper_connection import check_pre_eps, float32_parameter, logit, mix_parameters, reset_projection
 from tk_modeling.options import check_flags, check_numbers, check_placement
 
 
@@ -68,12 +67,10 @@ class HyperHead(Float32State):
 
     def forward(self, residual: Tensor) -> Tensor:
         """bfloat16 (..., m, hidden) to (..., hidden). Raises TypeError or ValueError that names the argument."""
+        *parameters, norm_weight = mix_parameters(self)
         return mhc_head(
-            residual,
-            as_float32(self.fn),
-            as_float32(self.scale),
-            as_float32(self.base),
-            norm_weight=None if self.norm_weight is None else as_float32(self.norm_weight),
+            *(residual, *parameters),
+            norm_weight=norm_weight,
             norm_eps=self.norm_eps,
             mhc_mult=self.mhc_mult,
             pre_eps=self.pre_eps,

@@ -6,43 +6,35 @@ and hidden states are cast first. Gradients of fn, norm_weight, scale and base a
 and mhc_pre_big_fuse are tk_mhc's ops themselves, not differentiable.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 import tk_mhc
 from tk_core import check
 from tk_mhc import mhc_multilayer_recompute as mhc_multilayer_recompute
 from tk_mhc import mhc_post_bwd as mhc_post_bwd
 from tk_mhc import mhc_pre_big_fuse as mhc_pre_big_fuse
-from tk_modeling.gradients import add_to_main_grad, autocast_to_bf16, main_grad_of, once_differentiable, refuse_tangents
+from tk_modeling.function import Context, Function, Gradients
+from tk_modeling.gradients import autocast_to_bf16
 
 mhc_post_fwd = tk_mhc.mhc_post
-Gradients = tuple[Tensor | None, ...]
 
 
 def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> Tensor:
     """Copy each token's hidden state, bfloat16 (..., H), to its m streams (..., m, H). See tk_mhc.expand_to_mhc."""
     (hidden,) = autocast_to_bf16(hidden)
-    refuse_tangents(hidden)
-    return _ExpandToMhc.apply(hidden, mhc_mult, out)
+    return _ExpandToMhc.call(hidden, mhc_mult, out)
 
 
-class _ExpandToMhc(torch.autograd.Function):
+class _ExpandToMhc(Function):
+    written = "out"
+
     @staticmethod
     def forward(hidden: Tensor, mhc_mult: int, out: Tensor | None) -> Tensor:
         return tk_mhc.expand_to_mhc(hidden, mhc_mult, out)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _mark_written(ctx, inputs[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_o: Tensor) -> Gradients:
-        return tk_mhc.expand_to_mhc_bwd(d_o.contiguous()), None, None
+    def backward(ctx: Context, d_streams: Tensor) -> Tensor:
+        return tk_mhc.expand_to_mhc_bwd(d_streams)
 
 
 def mhc_pre_norm_fn(
@@ -61,41 +53,25 @@ def mhc_pre_norm_fn(
     """
     check.flag("fuse_grad_acc", fuse_grad_acc)
     check.flag("return_rstd", return_rstd)
-    main_grads = main_grad_of("mhc_fn", mhc_fn), main_grad_of("mhc_norm_weight", mhc_norm_weight)
     (residual,) = autocast_to_bf16(residual)
-    refuse_tangents(residual, mhc_fn, mhc_norm_weight)
-    mixes, rstd = _MhcPreNormFn.apply(residual, mhc_fn, mhc_norm_weight, *main_grads, mhc_norm_eps, n_splits)
+    mixes, rstd = _MhcPreNormFn.call(residual, mhc_fn, mhc_norm_weight, mhc_norm_eps, n_splits)
     return (mixes, rstd) if return_rstd else mixes
 
 
-class _MhcPreNormFn(torch.autograd.Function):
+class _MhcPreNormFn(Function):
+    parameters = ("mhc_fn", "mhc_norm_weight")
+    outputs = ("mixes", "rstd")
+    saves = ("residual", "mhc_fn", "mhc_norm_weight", "mixes", "rstd")
+
     @staticmethod
     def forward(
-        residual: Tensor,
-        fn: Tensor,
-        norm_weight: Tensor | None,
-        fn_main_grad: Tensor | None,
-        norm_main_grad: Tensor | None,
-        eps: float,
-        n_splits: int | None,
+        residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, eps: float, n_splits: int | None
     ) -> tuple[Tensor, Tensor]:
-        return tk_mhc.mhc_pre_norm_fn(residual, fn, norm_weight, eps, n_splits=n_splits, return_rstd=True)
+        return tk_mhc.mhc_pre_norm_fn(residual, mhc_fn, mhc_norm_weight, eps, n_splits=n_splits, return_rstd=True)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        residual, fn, norm_weight, ctx.fn_main_grad, ctx.norm_main_grad, _, _ = inputs
-        mixes, rstd = output
-        ctx.mark_non_differentiable(rstd)
-        ctx.save_for_backward(residual, fn, norm_weight, mixes, rstd)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_mixes: Tensor, _: Tensor) -> Gradients:
-        # The op computes all gradients, whichever are asked for.
-        grads = tk_mhc.mhc_pre_norm_fn_bwd(d_mixes.contiguous(), *ctx.saved_tensors)
-        d_residual, d_fn, d_norm_weight = grads_asked_for(ctx, grads)
-        d_fn = to_parameter(ctx.fn_main_grad, d_fn)
-        return d_residual, d_fn, to_parameter(ctx.norm_main_grad, d_norm_weight), None, None, None, None
+    def backward(ctx: Context, d_mixes: Tensor) -> Gradients:
+        return tk_mhc.mhc_pre_norm_fn_bwd(d_mixes, *ctx.saved)
 
 
 def mhc_pre_split_mixes(
@@ -107,86 +83,74 @@ def mhc_pre_split_mixes(
     mhc_pre_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mixes as pre (..., m, 1), post (..., m, 1) and raw comb (..., m, m). See tk_mhc.mhc_pre_split_mixes."""
-    main_grads = main_grad_of("mhc_scale", mhc_scale), main_grad_of("mhc_base", mhc_base)
-    numbers = (mhc_mult, mhc_post_mult_value, mhc_pre_eps)
-    refuse_tangents(input_mixes, mhc_scale, mhc_base)
-    return _MhcPreSplitMixes.apply(input_mixes, mhc_scale, mhc_base, *main_grads, *numbers)
+    return _MhcPreSplitMixes.call(input_mixes, mhc_scale, mhc_base, mhc_mult, mhc_post_mult_value, mhc_pre_eps)
 
 
-class _MhcPreSplitMixes(torch.autograd.Function):
+class _MhcPreSplitMixes(Function):
+    parameters = ("mhc_scale", "mhc_base")
+    saves = ("mixes", "mhc_scale", "mhc_base", "mhc_mult", "post_mult_value")
+
     @staticmethod
     def forward(
-        mixes: Tensor,
-        scale: Tensor,
-        base: Tensor,
-        scale_main_grad: Tensor | None,
-        base_main_grad: Tensor | None,
-        mhc_mult: int,
-        post_mult_value: float,
-        pre_eps: float,
+        mixes: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_mult: int, post_mult_value: float, pre_eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return tk_mhc.mhc_pre_split_mixes(mixes, scale, base, mhc_mult, post_mult_value, pre_eps)
+        return tk_mhc.mhc_pre_split_mixes(mixes, mhc_scale, mhc_base, mhc_mult, post_mult_value, pre_eps)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        mixes, scale, base, ctx.scale_main_grad, ctx.base_main_grad, ctx.mhc_mult, ctx.post_mult_value, _ = inputs
-        ctx.save_for_backward(mixes, scale, base)
+    def backward(ctx: Context, d_pre: Tensor | None, d_post: Tensor | None, d_comb: Tensor | None) -> Gradients:
+        return split_mixes_bwd((d_pre, d_post, d_comb), *ctx.saved)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *d_outputs: Tensor) -> Gradients:
-        d_outputs = [d.contiguous() for d in d_outputs]
-        grads = tk_mhc.mhc_pre_split_mixes_bwd(*d_outputs, *ctx.saved_tensors, ctx.mhc_mult, ctx.post_mult_value)
-        d_mixes, d_scale, d_base = grads_asked_for(ctx, grads)
-        d_scale, d_base = to_parameter(ctx.scale_main_grad, d_scale), to_parameter(ctx.base_main_grad, d_base)
-        return d_mixes, d_scale, d_base, None, None, None, None, None
+
+def split_mixes_bwd(
+    d_outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    mixes: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    mhc_mult: int,
+    post_mult_value: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """tk_mhc.mhc_pre_split_mixes_bwd, zeros where an output gets no gradient."""
+    d_pre, d_post, d_comb = (
+        mixes.new_zeros((*mixes.shape[:-1], mhc_mult, columns)) if d is None else d
+        for d, columns in zip(d_outputs, (1, 1, mhc_mult))
+    )
+    return tk_mhc.mhc_pre_split_mixes_bwd(d_pre, d_post, d_comb, mixes, scale, base, mhc_mult, post_mult_value)
 
 
 def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
     """Sinkhorn's iterations on float32 matrices (..., m, m). See tk_mhc.sinkhorn_normalize."""
-    refuse_tangents(x)
-    return _SinkhornNormalize.apply(x, repeat, eps)
+    return _SinkhornNormalize.call(x, repeat, eps)
 
 
-class _SinkhornNormalize(torch.autograd.Function):
+class _SinkhornNormalize(Function):
+    saves = ("x", "repeat", "eps")
+
     @staticmethod
     def forward(x: Tensor, repeat: int, eps: float) -> Tensor:
         return tk_mhc.sinkhorn_normalize(x, repeat, eps)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.repeat, ctx.eps = inputs
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_o: Tensor) -> Gradients:
-        (x,) = ctx.saved_tensors
-        return tk_mhc.sinkhorn_normalize_bwd(d_o, x, ctx.repeat, ctx.eps), None, None
+    def backward(ctx: Context, d_y: Tensor) -> Tensor:
+        return tk_mhc.sinkhorn_normalize_bwd(d_y, *ctx.saved)
 
 
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
     """Collapse the streams, Σ_s mix[s] · x[s]: bfloat16 (..., m, H) to (..., H). See tk_mhc.mhc_pre_apply_mix."""
     (x,) = autocast_to_bf16(x)
-    refuse_tangents(x, mix)
-    return _MhcPreApplyMix.apply(x, mix, out)
+    return _MhcPreApplyMix.call(x, mix, out)
 
 
-class _MhcPreApplyMix(torch.autograd.Function):
+class _MhcPreApplyMix(Function):
+    written = "out"
+    saves = ("x", "mix")
+
     @staticmethod
     def forward(x: Tensor, mix: Tensor, out: Tensor | None) -> Tensor:
         return tk_mhc.mhc_pre_apply_mix(x, mix, out)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, mix, out = inputs
-        _mark_written(ctx, out)
-        ctx.save_for_backward(x, mix)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_o: Tensor) -> Gradients:
-        return *grads_asked_for(ctx, tk_mhc.mhc_pre_apply_mix_bwd(d_o.contiguous(), *ctx.saved_tensors)), None
+    def backward(ctx: Context, d_y: Tensor) -> Gradients:
+        return tk_mhc.mhc_pre_apply_mix_bwd(d_y, *ctx.saved)
 
 
 def mhc_post(
@@ -194,71 +158,36 @@ def mhc_post(
 ) -> Tensor:
     """The streams after a sublayer: post[n] · x + Σ_k comb[k, n] · residual[k]. See tk_mhc.mhc_post."""
     x, residual = autocast_to_bf16(x, residual)
-    refuse_tangents(x, residual, post_layer_mix, comb_res_mix)
-    return _MhcPost.apply(x, residual, post_layer_mix, comb_res_mix, out)
+    return _MhcPost.call(x, residual, post_layer_mix, comb_res_mix, out)
 
 
-class _MhcPost(torch.autograd.Function):
+class _MhcPost(Function):
+    written = "out"
+    saves = ("x", "residual", "post", "comb")
+
     @staticmethod
     def forward(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, out: Tensor | None) -> Tensor:
         return tk_mhc.mhc_post(x, residual, post, comb, out)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *saved, out = inputs
-        _mark_written(ctx, out)
-        ctx.save_for_backward(*saved)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_o: Tensor) -> Gradients:
+    def backward(ctx: Context, d_out: Tensor) -> Gradients:
         # The gradient of residual is a new tensor each time: mhc_pre's backward may add to it.
-        return *grads_asked_for(ctx, tk_mhc.mhc_post_bwd(*ctx.saved_tensors, d_o)), None
+        return tk_mhc.mhc_post_bwd(*ctx.saved, d_out)
 
 
 def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float) -> Tensor:
     """Weights of the last collapse: float32 (..., m). See tk_mhc.mhc_head_compute_mix."""
-    main_grads = main_grad_of("mhc_scale", mhc_scale), main_grad_of("mhc_base", mhc_base)
-    refuse_tangents(input_mix, mhc_scale, mhc_base)
-    return _MhcHeadComputeMix.apply(input_mix, mhc_scale, mhc_base, *main_grads, mhc_pre_eps)
+    return _MhcHeadComputeMix.call(input_mix, mhc_scale, mhc_base, mhc_pre_eps)
 
 
-class _MhcHeadComputeMix(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        mix: Tensor,
-        scale: Tensor,
-        base: Tensor,
-        scale_main_grad: Tensor | None,
-        base_main_grad: Tensor | None,
-        pre_eps: float,
-    ) -> Tensor:
-        return tk_mhc.mhc_head_compute_mix(mix, scale, base, pre_eps)
+class _MhcHeadComputeMix(Function):
+    parameters = ("mhc_scale", "mhc_base")
+    saves = ("mix", "mhc_scale", "mhc_base")
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        mix, scale, base, ctx.scale_main_grad, ctx.base_main_grad, _ = inputs
-        ctx.save_for_backward(mix, scale, base)
+    def forward(mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, pre_eps: float) -> Tensor:
+        return tk_mhc.mhc_head_compute_mix(mix, mhc_scale, mhc_base, pre_eps)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_o: Tensor) -> Gradients:
-        grads = tk_mhc.mhc_head_compute_mix_bwd(d_o.contiguous(), *ctx.saved_tensors)
-        d_mix, d_scale, d_base = grads_asked_for(ctx, grads)
-        d_scale, d_base = to_parameter(ctx.scale_main_grad, d_scale), to_parameter(ctx.base_main_grad, d_base)
-        return d_mix, d_scale, d_base, None, None, None
-
-
-def _mark_written(ctx: FunctionCtx, out: Tensor | None) -> None:
-    if out is not None:
-        ctx.mark_dirty(out)
-
-
-def grads_asked_for(ctx: FunctionCtx, grads: Gradients) -> Gradients:
-    """The gradients of the first inputs, None for those that need none."""
-    return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad))
-
-
-def to_parameter(main_grad: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """The gradient that a backward returns for a float32 parameter; see add_to_main_grad. None if grad is None."""
-    return None if grad is None else add_to_main_grad(main_grad, grad, torch.float32)
+    def backward(ctx: Context, d_y: Tensor) -> Gradients:
+        return tk_mhc.mhc_head_compute_mix_bwd(d_y, *ctx.saved)

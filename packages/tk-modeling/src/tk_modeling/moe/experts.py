@@ -1,21 +1,13 @@
 """grouped_linear: each expert's matrix product with its segment of rows; in FP8 it is `grouped_fp8_linear`."""
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from tk_core import check
-from tk_modeling.gradients import (
-    add_to_main_grad,
-    autocast_to_bf16,
-    main_grad_of,
-    needs_gradients,
-    once_differentiable,
-    without_autocast,
-)
+from tk_modeling.function import Context, Function, Gradients
+from tk_modeling.gradients import autocast_to_bf16, main_grad_of, without_autocast
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "weight") -> Tensor:
@@ -51,34 +43,25 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, name: str = "w
     check.multiple_of("in_features (columns of rows)", in_features, 8)
     check.multiple_of(f"out_features ({name}.shape[1])", out_features, 8)
     check.tensor("ends", ends, (torch.int32,), (num_experts,), device=rows.device)
-    if needs_gradients(rows, weight):
-        return _GroupedLinear.apply(rows, weight, operand, ends, main_grad)
-    return _products(rows, operand.transpose(1, 2), ends)
+    return _GroupedLinear.call(rows, weight, operand, ends, main_grads=(main_grad,))
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(Function):
     """Computes with `operand`, the weight in the dtype of rows; weight is there for its gradient."""
 
+    parameters = ("weight",)
+    saves_for = (("rows", "weight"), ("operand", "rows"))
+    saves = ("rows", "operand", "ends")
+
     @staticmethod
-    def forward(rows: Tensor, weight: Tensor, operand: Tensor, ends: Tensor, main_grad: Tensor | None) -> Tensor:
+    def forward(rows: Tensor, weight: Tensor, operand: Tensor, ends: Tensor) -> Tensor:
         return _products(rows, operand.transpose(1, 2), ends)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        rows, weight, operand, ends, ctx.main_grad = inputs
-        ctx.dtype = weight.dtype
-        ctx.save_for_backward(rows if weight.requires_grad else None, operand if rows.requires_grad else None, ends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        rows, operand, ends = ctx.saved_tensors
-        d_y = d_y.contiguous()
+    def backward(ctx: Context, d_y: Tensor) -> Gradients:
+        rows, operand, ends = ctx.saved
         d_rows = None if operand is None else _products(d_y, operand, ends)
-        d_weight = None
-        if rows is not None and ctx.needs_input_grad[1]:
-            d_weight = add_to_main_grad(ctx.main_grad, _products(d_y.t(), rows, ends), ctx.dtype)
-        return d_rows, d_weight, None, None, None
+        return d_rows, None if rows is None else _products(d_y.t(), rows, ends)
 
 
 def _products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

@@ -4,16 +4,14 @@ Names, arguments and results are those of the ops, unless a docstring says other
 the op alone runs.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 import tk_moe
 import tk_quant
 from tk_core import check
-from tk_modeling.gradients import needs_gradients, once_differentiable
+from tk_modeling.function import Context, Function, Gradients
+from tk_modeling.gradients import needs_gradients
 from tk_moe import ScoringFunc
 
 
@@ -109,101 +107,85 @@ def _with_gradient(
     routed_scaling_factor: float,
 ) -> Tensor:
     """A gate's weights as a differentiable function of its logits."""
-    if not needs_gradients(logits):
-        return topk_weights
-    return _GateWeights.apply(logits, experts, topk_weights, scoring_func, renormalize, routed_scaling_factor)
+    return _GateWeights.call(logits, experts, topk_weights, scoring_func, renormalize, routed_scaling_factor)
 
 
-class _GateWeights(torch.autograd.Function):
+class _GateWeights(Function):
+    saves = ("logits", "experts", "scoring_func", "renormalize", "routed_scaling_factor")
+
     @staticmethod
-    def forward(logits: Tensor, experts: Tensor, topk_weights: Tensor, *options: Any) -> Tensor:
+    def forward(
+        logits: Tensor,
+        experts: Tensor,
+        topk_weights: Tensor,
+        scoring_func: ScoringFunc | str,
+        renormalize: bool,
+        routed_scaling_factor: float,
+    ) -> Tensor:
         return topk_weights.view_as(topk_weights)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        logits, experts, _, *ctx.options = inputs
-        ctx.save_for_backward(logits, experts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_weights: Tensor) -> tuple[Tensor | None, ...]:
-        logits, experts = ctx.saved_tensors
+    def backward(ctx: Context, d_weights: Tensor) -> Tensor:
+        _, experts, *_ = ctx.saved
         # Weights of shared experts, which come after the others, are constants.
-        d_weights = d_weights[:, : experts.shape[1]].contiguous()
-        return tk_moe.gate_weights_bwd(d_weights, logits, experts, *ctx.options), *(None,) * 5
+        return tk_moe.gate_weights_bwd(d_weights[:, : experts.shape[1]].contiguous(), *ctx.saved)
 
 
 def normalize_weight(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     """`tk_moe.normalize_weight`, both results differentiable."""
-    if not needs_gradients(topk_weights):
+    return _NormalizeWeight.call(topk_weights)
+
+
+class _NormalizeWeight(Function):
+    outputs = ("denominator", "normalized")
+    saves = ("denominator", "normalized")
+
+    @staticmethod
+    def forward(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         return tk_moe.normalize_weight(topk_weights)
-    return _NormalizeWeight.apply(topk_weights)
-
-
-class _NormalizeWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(w: Tensor) -> tuple[Tensor, Tensor]:
-        return tk_moe.normalize_weight(w)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_denominator: Tensor | None, d_normalized: Tensor | None) -> Tensor | None:
-        if d_denominator is None and d_normalized is None:
-            return None
-        denominator, normalized = ctx.saved_tensors
-        d_normalized = torch.zeros_like(normalized) if d_normalized is None else d_normalized.contiguous()
-        d_denominator = None if d_denominator is None else d_denominator.contiguous()
-        return tk_moe.normalize_weight_bwd(d_normalized, d_denominator, denominator, normalized)
+    def backward(ctx: Context, d_denominator: Tensor | None, d_normalized: Tensor | None) -> Tensor:
+        _, normalized = ctx.saved
+        d_normalized = torch.zeros_like(normalized) if d_normalized is None else d_normalized
+        return tk_moe.normalize_weight_bwd(d_normalized, d_denominator, *ctx.saved)
 
 
 def aux_loss(scores: Tensor, fi: Tensor, alpha: float = 1.0) -> Tensor:
     """`tk_moe.aux_loss`, differentiable by scores."""
-    return _AuxLoss.apply(scores, fi, alpha) if needs_gradients(scores) else tk_moe.aux_loss(scores, fi, alpha)
+    return _AuxLoss.call(scores, fi, alpha)
 
 
-class _AuxLoss(torch.autograd.Function):
+class _AuxLoss(Function):
+    saves = ("scores", "fi", "alpha")
+
     @staticmethod
     def forward(scores: Tensor, fi: Tensor, alpha: float) -> Tensor:
         return tk_moe.aux_loss(scores, fi, alpha)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        scores, fi, ctx.alpha = inputs
-        ctx.save_for_backward(scores, fi)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_loss: Tensor) -> tuple[Tensor, None, None]:
-        return tk_moe.aux_loss_bwd(d_loss, *ctx.saved_tensors, ctx.alpha), None, None
+    def backward(ctx: Context, d_loss: Tensor) -> Tensor:
+        return tk_moe.aux_loss_bwd(d_loss, *ctx.saved)
 
 
 def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:
     """`tk_moe.expand_to_fused`, differentiable by x if it is bfloat16 or float32 and hidden is a multiple of 64."""
-    if not needs_gradients(x):
-        return tk_moe.expand_to_fused(x, token_topk_to_pos, pos_to_expert)
-    _, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"))
-    check.multiple_of("hidden (columns of x)", hidden, 64)
-    return _ExpandToFused.apply(x, token_topk_to_pos, pos_to_expert)
+    if needs_gradients(x):
+        _, hidden = check.tensor("x", x, (torch.bfloat16, torch.float32), ("num_tokens", "hidden"))
+        check.multiple_of("hidden (columns of x)", hidden, 64)
+    return _ExpandToFused.call(x, token_topk_to_pos, pos_to_expert)
 
 
-class _ExpandToFused(torch.autograd.Function):
+class _ExpandToFused(Function):
+    saves = ("token_topk_to_pos",)
+
     @staticmethod
     def forward(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:
         return tk_moe.expand_to_fused(x, token_topk_to_pos, pos_to_expert)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_rows: Tensor) -> tuple[Tensor, None, None]:
-        return tk_moe.expand_to_fused_bwd(d_rows.contiguous(), *ctx.saved_tensors), None, None
+    def backward(ctx: Context, d_rows: Tensor) -> Tensor:
+        return tk_moe.expand_to_fused_bwd(d_rows, *ctx.saved)
 
 
 def reduce_fused(
@@ -235,32 +217,42 @@ def reduce_fused(
     check.require(fp8_format == "", "fp8_format", "'' where gradients are needed", fp8_format)
     check.require(out is None, "out", "None where gradients are needed", type(out))
     check.require(sf is None, "sf", "None without fp8_format", type(sf))
-    return _ReduceFused.apply(x, topk_weights, token_topk_to_pos, pos_to_expert)
+    if topk_weights is None:
+        return _ReduceUnweighted.call(x, token_topk_to_pos, pos_to_expert, x.shape[0])
+    return _ReduceFused.call(x, topk_weights, token_topk_to_pos, pos_to_expert)
 
 
-class _ReduceFused(torch.autograd.Function):
+class _ReduceFused(Function):
+    saves = ("x", "topk_weights", "token_topk_to_pos", "pos_to_expert")
+
     @staticmethod
-    def forward(
-        x: Tensor, topk_weights: Tensor | None, token_topk_to_pos: Tensor, pos_to_expert: Tensor | None
-    ) -> Tensor:
+    def forward(x: Tensor, topk_weights: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor | None) -> Tensor:
         return tk_moe.reduce_fused(x, topk_weights, token_topk_to_pos)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-        x, topk_weights, *maps = inputs
-        ctx.num_rows = x.shape[0]
-        # Only the gradient of the weights needs x.
-        ctx.save_for_backward(None if topk_weights is None else x, topk_weights, *maps)
+    def backward(ctx: Context, d_y: Tensor) -> Gradients:
+        x, topk_weights, token_topk_to_pos, pos_to_expert = ctx.saved
+        if pos_to_expert is None:
+            pos_to_expert = _named_rows(token_topk_to_pos, x.shape[0])
+        # One kernel computes both gradients.
+        return tk_moe.reduce_fused_bwd(d_y, x, topk_weights, token_topk_to_pos, pos_to_expert)
+
+
+class _ReduceUnweighted(Function):
+    """Without weights, only whose gradient needs x: it is not saved."""
+
+    saves = ("token_topk_to_pos", "pos_to_expert", "num_rows")
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, topk_weights, token_topk_to_pos, pos_to_expert = ctx.saved_tensors
+    def forward(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor | None, num_rows: int) -> Tensor:
+        return tk_moe.reduce_fused(x, None, token_topk_to_pos)
+
+    @staticmethod
+    def backward(ctx: Context, d_y: Tensor) -> Tensor:
+        token_topk_to_pos, pos_to_expert, num_rows = ctx.saved
         if pos_to_expert is None:
-            pos_to_expert = _named_rows(token_topk_to_pos, ctx.num_rows)
-        # One kernel computes both gradients.
-        d_x, d_weights = tk_moe.reduce_fused_bwd(d_y.contiguous(), x, topk_weights, token_topk_to_pos, pos_to_expert)
-        return d_x, d_weights, None, None
+            pos_to_expert = _named_rows(token_topk_to_pos, num_rows)
+        return tk_moe.reduce_fused_bwd(d_y, None, None, token_topk_to_pos, pos_to_expert)[0]
 
 
 def _named_rows(token_topk_to_pos: Tensor, num_rows: int) -> Tensor:
@@ -288,58 +280,45 @@ def swiglu(
         ValueError: besides what the op raises: topk_weights requires gradients and token_topk_to_pos is None.
     """
     check.require_type(isinstance(x, Tensor), "x", "a torch.Tensor", x)
-    rows = (pos_to_token_topk, topk_weights, token_topk_to_pos, pos_to_expert)
     fmt = fmt or _format_of(x)
     if needs_gradients(topk_weights):
         check.require(token_topk_to_pos is not None, "token_topk_to_pos", "a tensor for topk_weights' gradient", None)
-    if needs_gradients(x, topk_weights):
-        return _Swiglu.apply(x, swiglu_clamp_value, fmt, *rows)
-    return _swiglu_forward(x, swiglu_clamp_value, fmt, *rows)
+    return _Swiglu.call(x, topk_weights, swiglu_clamp_value, fmt, pos_to_token_topk, token_topk_to_pos, pos_to_expert)
 
 
 def _format_of(x: Tensor) -> str:
     return "bf16" if x.dtype == torch.bfloat16 else "fp32"
 
 
-def _swiglu_forward(
-    x: Tensor,
-    swiglu_clamp_value: float | None,
-    fmt: str,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    token_topk_to_pos: Tensor | None,
-    pos_to_expert: Tensor | None,
-) -> Tensor:
-    return tk_quant.swiglu_forward(
-        *(x, swiglu_clamp_value),
-        fmt=fmt,
-        pos_to_token_topk=pos_to_token_topk,
-        topk_weights=topk_weights,
-        pos_to_expert=pos_to_expert,
-    )
-
-
-class _Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, swiglu_clamp_value: float | None, fmt: str, *rows: Tensor | None) -> Tensor:
-        return _swiglu_forward(x, swiglu_clamp_value, fmt, *rows)
+class _Swiglu(Function):
+    saves = ("x", "topk_weights", "swiglu_clamp_value", "pos_to_token_topk", "token_topk_to_pos", "pos_to_expert")
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.swiglu_clamp_value, _, *rows = inputs
-        ctx.save_for_backward(x, *rows)
+    def forward(
+        x: Tensor,
+        topk_weights: Tensor | None,
+        swiglu_clamp_value: float | None,
+        fmt: str,
+        pos_to_token_topk: Tensor | None,
+        token_topk_to_pos: Tensor | None,
+        pos_to_expert: Tensor | None,
+    ) -> Tensor:
+        return tk_quant.swiglu_forward(
+            *(x, swiglu_clamp_value),
+            fmt=fmt,
+            pos_to_token_topk=pos_to_token_topk,
+            topk_weights=topk_weights,
+            pos_to_expert=pos_to_expert,
+        )
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, pos_to_token_topk, topk_weights, token_topk_to_pos, pos_to_expert = ctx.saved_tensors
-        needs_weights = ctx.needs_input_grad[4]
-        _, d_x, d_weights = tk_quant.swiglu_backward(
-            *(x, d_out.contiguous(), ctx.swiglu_clamp_value),
+    def backward(ctx: Context, d_out: Tensor) -> Gradients:
+        x, topk_weights, swiglu_clamp_value, pos_to_token_topk, token_topk_to_pos, pos_to_expert = ctx.saved
+        return tk_quant.swiglu_backward(
+            *(x, d_out, swiglu_clamp_value),
             fmt=_format_of(x),
             pos_to_token_topk=pos_to_token_topk,
             topk_weights=topk_weights,
-            token_topk_to_pos=token_topk_to_pos if needs_weights else None,
+            token_topk_to_pos=token_topk_to_pos if ctx.needs_input_grad[1] else None,
             pos_to_expert=pos_to_expert,
-        )
-        return d_x, None, None, None, d_weights, None, None
+        )[1:]

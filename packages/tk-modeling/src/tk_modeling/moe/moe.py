@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 import tk_moe
 from tk_core import check
-from tk_modeling.fp8.grouped_fp8_linear import grouped_fp8_linear
+from tk_modeling.fp8.functional import grouped_fp8_linear
 from tk_modeling.fp8.operands import check_features
 from tk_modeling.gradients import autocast_to_bf16
 from tk_modeling.moe.experts import grouped_linear

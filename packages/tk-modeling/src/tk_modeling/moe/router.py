@@ -7,7 +7,8 @@ import tk_moe
 from tk_core import check
 from tk_core.op import op
 from tk_modeling.float32_state import Float32State
-from tk_modeling.gradients import as_float32, linear, without_autocast
+from tk_modeling.gradients import as_float32, without_autocast
+from tk_modeling.linear import linear
 from tk_modeling.moe.functional import aux_loss, top2_sum_gate
 from tk_modeling.options import check_numbers, check_placement
 from tk_moe import ScoringFunc
