@@ -38,14 +38,6 @@ def test_linear_adds_an_unrounded_product_to_main_grad() -> None:
     assert not torch.allclose(3 + rounded.float(), 3 + expected, atol=1e-3, rtol=1e-5)
 
 
-def test_linear_without_main_grad_is_torch_linear() -> None:
-    x, weight = _parameters()
-    y = linear(x, weight)
-    assert torch.equal(y, torch.nn.functional.linear(x, weight))
-    y.sum().backward()
-    assert weight.grad is not None
-
-
 @pytest.mark.parametrize("leading", [(), (0,), (2, 0)])
 def test_linear_takes_any_number_of_rows(leading: tuple[int, ...]) -> None:
     x, weight = _parameters()
@@ -54,21 +46,6 @@ def test_linear_takes_any_number_of_rows(leading: tuple[int, ...]) -> None:
     linear(x, weight).sum().backward()
     assert x.grad.shape == x.shape
     assert weight.main_grad.any() == (x.numel() > 0)
-
-
-def test_linear_of_a_frozen_weight_leaves_main_grad() -> None:
-    x, weight = _parameters()
-    weight.main_grad = torch.zeros(weight.shape)
-    weight.requires_grad_(False)
-    _grad_of_input(linear, x, weight)
-    assert not weight.main_grad.any()
-
-
-def test_linear_of_a_frozen_input_trains_the_weight() -> None:
-    x, weight = _parameters()
-    weight.main_grad = torch.zeros(weight.shape)
-    linear(x, weight).sum().backward()
-    assert weight.main_grad.any()
 
 
 def test_linear_under_autocast() -> None:
@@ -81,31 +58,6 @@ def test_linear_under_autocast() -> None:
         y.float().square().sum().backward()
     torch.testing.assert_close(wide.main_grad, _weight_gradient(x, weight), atol=1e-3, rtol=1e-5)
     assert wide.grad is None
-
-
-class _Twice(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(linear(x, self.weight).relu(), self.weight)
-
-
-def test_linear_compiles_and_main_grad_takes_several_uses() -> None:
-    torch._dynamo.reset()
-    x, _ = _parameters()
-    module = _Twice(torch.randn(7, 7, dtype=torch.bfloat16))
-    module.weight.main_grad = torch.zeros(7, 7)
-    d_x = _grad_of_input(lambda x: module(module(x)), x)
-    expected = module.weight.main_grad
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    # A main_grad that takes the place of another is found by the compiled code, too.
-    for _ in range(2):
-        module.weight.main_grad = torch.zeros(7, 7)
-        assert torch.equal(_grad_of_input(lambda x: compiled(compiled(x)), x), d_x)
-        assert torch.equal(module.weight.main_grad, expected)
-        assert module.weight.grad is None
 
 
 @pytest.mark.parametrize(
@@ -123,11 +75,6 @@ def test_a_wrong_main_grad_names_the_parameter(main_grad: Any) -> None:
     weight.main_grad = main_grad
     with pytest.raises(ValueError, match=r"^main_grad of down: expected a tensor of dtype, shape and device .*, got "):
         main_grad_of("down", weight)
-
-
-def test_main_grad_of_nothing() -> None:
-    assert main_grad_of("weight", None) is None
-    assert main_grad_of("weight", nn.Parameter(torch.zeros(2))) is None
 
 
 def test_float32_product_is_not_rounded_under_autocast() -> None:

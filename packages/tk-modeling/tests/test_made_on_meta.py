@@ -33,14 +33,10 @@ MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...
     "hyper-head": (lambda: tk_modeling.HyperHead(64, norm_weight=True), mhc.CASES[0].make_inputs),
     "router": (lambda: tk_modeling.Router(64, 16, 4, aux_loss_factor=0.5), moe.CASES[0].make_inputs),
     "moe": (lambda: tk_modeling.MoE(64, 64, 8, 2, **BF16), moe.CASES[0].make_inputs),
-    "moe-fp8": (lambda: tk_modeling.MoE(128, 128, 4, 2, fp8=True, **BF16), lambda leading, device: _hidden(leading)),
+    "moe-fp8": (lambda: tk_modeling.MoE(128, 128, 4, 2, fp8=True, **BF16), moe.CASES[3].make_inputs),
     "fp8-linear": (lambda: tk_modeling.FP8Linear(256, 128, **BF16), fp8.LINEAR.make_inputs),
     "grouped-fp8-linear": (lambda: tk_modeling.GroupedFP8Linear(5, 256, 128, **BF16), fp8.GROUPED.make_inputs),
 }
-
-
-def _hidden(leading: tuple[int, ...]) -> tuple[Tensor]:
-    return (torch.randn(*leading, 128).bfloat16(),)
 
 
 def made(name: str) -> nn.Module:

@@ -17,16 +17,12 @@ from .checks import ModuleCase
 from .engram import cases as engram
 from .fp8 import cases as fp8
 from .mhc import cases as mhc
+from .mhc import test_ops as ops
 from .moe import cases as moe
 
 BF16 = torch.bfloat16
-MOE_FP8 = ModuleCase(
-    "moe-fp8",
-    lambda device: tk_modeling.MoE(128, 128, 4, 2, fp8=True, device=device, dtype=BF16),
-    lambda device: tk_modeling.reference.MoE(128, 128, 4, 2, device=device, dtype=BF16),
-    lambda leading, device: (torch.randn(*leading, 128, device=device).to(BF16),),
-)
-CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, *fp8.CASES, MOE_FP8)
+CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, *fp8.CASES)
+FP8_CASES = [case for case in CASES if "fp8" in case.name]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -65,7 +61,7 @@ def test_gradients_are_those_of_backward(case: ModuleCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*fp8.CASES, MOE_FP8], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
 def test_gradients_of_fp8_on_a_gpu(case: ModuleCase) -> None:
     module, parameters, (x, *others) = made(case, "cuda")
     leaf = x.clone().requires_grad_()
@@ -113,6 +109,15 @@ ENDS = torch.tensor([128], dtype=torch.int32)
 POS = torch.tensor([[0, 1]], dtype=torch.int32)
 EXPERT = torch.zeros(2, dtype=torch.int32)
 IDX = torch.tensor([[0, 1]], dtype=torch.int32)
+
+
+def single_op(case: ops.Case) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
+    """The function of a case, and its tensors, which come before its numbers."""
+    args = case.make((3,))
+    given = tuple(x for x in args if isinstance(x, Tensor))
+    return lambda *leaves: getattr(tk_modeling, case.name)(*leaves, *args[len(leaves) :]), given
+
+
 # Each function with its differentiable arguments.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "aux_loss": (lambda scores: tk_modeling.aux_loss(scores, torch.ones(4)), (torch.rand(3, 4),)),
@@ -123,7 +128,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "engram_lookup": (lambda table: tk_modeling.engram_lookup(IDX, table), (bf16(5, 32),)),
     "expand_from_embedding": (tk_modeling.expand_from_embedding, (bf16(3, 64),)),
     "expand_to_fused": (lambda x: tk_modeling.expand_to_fused(x, POS, EXPERT), (bf16(1, 64),)),
-    "expand_to_mhc": (lambda x: tk_modeling.expand_to_mhc(x, 2), (bf16(3, 64),)),
     "fp8_linear": (tk_modeling.fp8_linear, (bf16(3, 128), bf16(128, 128))),
     "grouped_fp8_linear": (
         lambda rows, weight: tk_modeling.grouped_fp8_linear(rows, weight, ENDS),
@@ -137,23 +141,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda *args: tk_modeling.mhc_head(*args, mhc_mult=2),
         (bf16(3, 2, 64), torch.rand(2, 128), torch.rand(1), torch.rand(2)),
     ),
-    "mhc_head_compute_mix": (
-        lambda *args: tk_modeling.mhc_head_compute_mix(*args, 1e-6),
-        (torch.rand(3, 2), torch.rand(1), torch.rand(2)),
-    ),
-    "mhc_post": (tk_modeling.mhc_post, (bf16(3, 64), bf16(3, 2, 64), torch.rand(3, 2, 1), torch.rand(3, 2, 2))),
     "mhc_pre": (
         lambda *args: tk_modeling.mhc_pre(*args, mhc_mult=2)[0],
         (bf16(3, 2, 64), torch.rand(8, 128), torch.rand(3), torch.rand(8)),
-    ),
-    "mhc_pre_apply_mix": (tk_modeling.mhc_pre_apply_mix, (bf16(3, 2, 64), torch.rand(3, 2, 1))),
-    "mhc_pre_norm_fn": (
-        lambda *args: tk_modeling.mhc_pre_norm_fn(*args, 1e-6),
-        (bf16(3, 2, 64), torch.rand(8, 128), torch.rand(128)),
-    ),
-    "mhc_pre_split_mixes": (
-        lambda *args: tk_modeling.mhc_pre_split_mixes(*args, 2, 1.0, 1e-6),
-        (torch.rand(3, 8), torch.rand(3), torch.rand(8)),
     ),
     "normalize_weight": (tk_modeling.normalize_weight, (torch.rand(3, 2),)),
     "reduce_fused": (lambda x, w: tk_modeling.reduce_fused(x, w, POS), (bf16(2, 64), torch.rand(1, 2))),
@@ -161,12 +151,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda *args: tk_modeling.short_conv(*args, dilation=2),
         (bf16(3, 2, 64), bf16(2, 64), bf16(2, 64, 4)),
     ),
-    "sinkhorn_normalize": (tk_modeling.sinkhorn_normalize, (torch.rand(3, 2, 2),)),
     "swiglu": (tk_modeling.swiglu, (bf16(3, 128),)),
     "top2_sum_gate": (
         lambda logits: tk_modeling.top2_sum_gate(logits, torch.zeros(4), 2, 0, 0, False, 0, 1.0, 0, 1, 0, 1, "sigmoid"),
         (torch.rand(3, 4),),
     ),
+    **{case.name: single_op(case) for case in ops.CASES},
     "topk_gate_with_weights": (lambda x: tk_modeling.topk_gate_with_weights(x, 2, "sigmoid"), (torch.rand(3, 4),)),
 }
 # tk_mhc's own ops, and a function of layers.

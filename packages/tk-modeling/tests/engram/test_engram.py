@@ -70,33 +70,6 @@ def test_rows_are_those_of_the_hash(options: dict[str, Any]) -> None:
         assert_equal(found.int(), tk_engram.engram_hash(windows, *constants)[0].clone())
 
 
-def test_packed_sequences_have_the_bits_of_a_batch() -> None:
-    module = new_engram()
-    x, token_ids = new_inputs(3, 6)
-    cu_seqlens = torch.tensor([0, 6, 12, 18], dtype=torch.int32)
-    weight = torch.randn(x.shape).bfloat16()
-    results = []
-    for packed in (False, True):
-        module.zero_grad()
-        if packed:
-            out = module(x.flatten(0, 1), token_ids.flatten(), cu_seqlens=cu_seqlens).view(x.shape)
-        else:
-            out = module(x, token_ids)
-        out.backward(weight)
-        results.append([out.detach(), *(parameter.grad.clone() for parameter in module.parameters())])
-    assert_equal(results[1], results[0])
-
-
-def test_sequences_do_not_see_each_other() -> None:
-    module = new_engram()
-    x, token_ids = new_inputs(3, 6)
-    before = module(x, token_ids).detach()
-    token_ids[1] = 7 - token_ids[1]
-    after = module(x, token_ids).detach()
-    assert torch.equal(after[::2], before[::2])
-    assert not torch.equal(after[1], before[1])
-
-
 @pytest.mark.parametrize("options", VARIANTS)
 @pytest.mark.parametrize("lengths", [[1] * 9, [4, 1, 3, 1], [0, 9]])
 def test_decoding_a_batch_has_the_bits_of_the_whole(lengths: list[int], options: dict[str, Any]) -> None:
@@ -155,14 +128,6 @@ def test_decoding_compiles() -> None:
     assert_equal(tuple(state), tuple(expected))
 
 
-def test_a_state_of_nothing_yet() -> None:
-    state = new_engram().new_state(4)
-    assert state.history.tolist() == [[-1, -1]] * 4
-    assert state.conv.shape == (4, 3 * N, M, HIDDEN)
-    assert not state.conv.any()
-    assert new_engram(short_conv=False).new_state(1).conv is None
-
-
 def test_int64_ids_are_those_of_int32() -> None:
     module = new_engram()
     x, token_ids = new_inputs(2, 5)
@@ -179,18 +144,6 @@ def test_an_id_past_int32_is_that_of_no_token(monkeypatch: pytest.MonkeyPatch) -
     module(x, narrow)
     with pytest.raises(ValueError, match="token_ids: expected ids of 32 bits, got 4294967301"):
         module(x, wide)
-
-
-def test_masked_tokens_look_nothing_up() -> None:
-    module = new_engram(short_conv=False)
-    x, token_ids = new_inputs(2, 9)
-    mask = torch.rand(2, 9) < 0.4
-    x.requires_grad_()
-    out = module(x, token_ids, image_token_mask=mask)
-    assert torch.equal(out[mask], x[mask])
-    # Their own rows only: tokens after them have n-grams that reach over them.
-    (grad,) = torch.autograd.grad(out[mask].sum(), module.table)
-    assert not grad.any()
 
 
 def test_the_table_can_be_frozen_and_kept_in_codes() -> None:
@@ -221,31 +174,12 @@ def test_the_table_can_stay_in_pinned_memory() -> None:
 def test_initial_values() -> None:
     torch.manual_seed(0)
     module = tk_modeling.Engram(HIDDEN, LAYOUT, 1, head_dim=64, mhc_mult=M)
-    assert {name: tuple(value.shape) for name, value in module.state_dict().items()} == {
-        "multipliers": (1, N),
-        "vocab_sizes": (1, N - 1, 2),
-        "offsets": (1, (N - 1) * 2),
-        "table": (LAYOUT.num_rows[1], 64),
-        "kv_weight": ((M + 1) * HIDDEN, (N - 1) * 2 * 64),
-        "weight_hidden": (M, HIDDEN),
-        "weight_embed": (M, HIDDEN),
-        "norm_weight": (M, HIDDEN),
-        "conv_weight": (M, HIDDEN, 4),
-    }
     assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
     assert abs(module.table.std().item() - 1) < 0.05
     assert 0.9 * 256**-0.5 < module.kv_weight.abs().max().item() <= 256**-0.5
     assert not module.conv_weight.any()
     for weight in (module.weight_hidden, module.weight_embed, module.norm_weight):
         assert (weight == 1).all()
-
-
-def test_a_layer_made_without_memory_is_loaded_with_its_hash() -> None:
-    module = new_engram()
-    made = tk_modeling.Engram(HIDDEN, LAYOUT, 0, **OPTIONS, device="meta").to_empty(device="cpu")
-    made.load_state_dict(module.state_dict())
-    inputs = new_inputs(2, 5)
-    assert_equal(made(*inputs).detach(), module(*inputs).detach())
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -264,23 +198,6 @@ def test_sparse_gradients_of_the_table_are_the_dense_ones() -> None:
         assert module.table.grad.is_sparse == sparse_grad
         grads.append(module.table.grad.to_dense())
     assert_equal(*grads)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "name"),
-    [
-        ({"hidden": 96}, ValueError, "hidden"),
-        ({"hidden": 64.0}, TypeError, "hidden"),
-        ({"mhc_mult": 9}, ValueError, "mhc_mult"),
-        ({"head_dim": 40}, ValueError, "head_dim"),
-        ({"head_dim": 0}, ValueError, "head_dim"),
-        ({"layer": 2}, ValueError, "layer"),
-        ({"layer": -1}, ValueError, "layer"),
-    ],
-)
-def test_construction_names_what_is_wrong(change: dict[str, Any], error: type[Exception], name: str) -> None:
-    with pytest.raises(error, match=f"^{name}:"):
-        tk_modeling.Engram(**({"hidden": HIDDEN, "layout": LAYOUT, "layer": 0} | OPTIONS | change))
 
 
 @pytest.mark.parametrize(

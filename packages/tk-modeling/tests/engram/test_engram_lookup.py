@@ -70,17 +70,6 @@ def test_sparse_gradients_name_rows_that_were_looked_up_and_no_others() -> None:
     assert not grad.to_dense().any()
 
 
-def test_sparse_gradients_accumulate_and_train() -> None:
-    table = parameter(NUM_ROWS, DIM)
-    indices = indices_of(11, 3)
-    for _ in range(2):
-        tk_modeling.engram_lookup(indices, table, sparse_grad=True).sum().backward()
-    assert_equal(table.grad.to_dense(), (2 * lookup_gradient(indices, torch.ones(11, 3, DIM))).bfloat16())
-    before = table.detach().clone()
-    torch.optim.SGD([table], lr=1.0).step()
-    assert_equal((table.detach() != before).any(1).nonzero()[:, 0], indices[indices >= 0].unique().long())
-
-
 @pytest.mark.parametrize("sparse_grad", [False, True])
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_lookup_adds_to_main_grad(contiguous: bool, sparse_grad: bool) -> None:
@@ -102,14 +91,6 @@ def test_lookup_lets_the_table_change_before_the_backward() -> None:
         table.zero_()
     rows.sum().backward()
     assert_equal(table.grad, lookup_gradient(indices, torch.ones(11, 3, DIM)).bfloat16())
-
-
-def test_lookup_in_frozen_codes() -> None:
-    codes = torch.randn(NUM_ROWS, DIM).to(torch.float8_e4m3fn)
-    table_sf = torch.randint(120, 130, (NUM_ROWS, DIM // 32), dtype=torch.uint8)
-    indices = indices_of(2, 9, 5)
-    found = tk_modeling.engram_lookup(indices, codes, table_sf=table_sf)
-    assert_equal(found.flatten(0, 1), tk_engram.engram_lookup(indices.flatten(0, 1), codes, table_sf=table_sf))
 
 
 def test_lookup_of_a_float32_table_under_autocast() -> None:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from tk_core.math import align
-from tk_modeling.fp8.fp8_linear import FP8Linear, GroupedFP8Linear
-from tk_modeling.reference import fp8 as reference
+from tk_modeling import FP8Linear, GroupedFP8Linear, reference
 
 from ..checks import ModuleCase
 
@@ -31,6 +30,14 @@ def _grouped_inputs(leading: tuple[int, ...], device: str) -> tuple[Tensor, Tens
     return torch.cat(pieces), torch.tensor(ends, dtype=torch.int32, device=device)
 
 
+def main_grad_of_ones(weight: Tensor, layout: str) -> Tensor:
+    """A main_grad, contiguous, transposed, or not on 16 bytes."""
+    if layout == "transposed":
+        return torch.ones_like(weight, dtype=torch.float32).mT.contiguous().mT
+    offset = 1 if layout == "not-on-16-bytes" else 0
+    return torch.ones(weight.numel() + offset, device=weight.device)[offset:].view(weight.shape)
+
+
 LINEAR = ModuleCase(
     "fp8-linear",
     lambda device: FP8Linear(*_SIZES, device=device, dtype=torch.bfloat16),
@@ -44,5 +51,6 @@ GROUPED = ModuleCase(
     lambda device: reference.GroupedFP8Linear(len(COUNTS), *_SIZES, device=device, dtype=torch.bfloat16),
     _grouped_inputs,
     bounds=_BOUNDS,
+    has_leading=False,
 )
 CASES = (LINEAR, GROUPED)

@@ -1,6 +1,4 @@
-"""FP8Linear."""
-
-from typing import Any
+"""fp8_linear."""
 
 import pytest
 import torch
@@ -8,7 +6,9 @@ from torch import Tensor, nn
 
 from tk_core.testing import assert_equal
 from tk_core.testing.numeric import calc_diff
-from tk_modeling import FP8Linear, fp8_linear
+from tk_modeling import fp8_linear
+
+from .cases import main_grad_of_ones
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -43,21 +43,6 @@ def test_against_bf16(num_rows: int, dtype: torch.dtype, device: str) -> None:
         assert 1e-5 < calc_diff(got, want) < 1e-3, name
 
 
-def test_no_rows() -> None:
-    x, weight = arguments(0)
-    y, d_x, d_weight = run(fp8_linear, x, weight)
-    assert y.shape == (0, 256)
-    assert d_x.shape == (0, 384)
-    assert not d_weight.any()
-
-
-def test_leading_dimensions() -> None:
-    x, weight = arguments(6)
-    expected = run(fp8_linear, x, weight)
-    y = fp8_linear(x.view(2, 3, 384), weight)
-    assert_equal(y.detach().view(6, 256), expected[0])
-
-
 def test_a_row_does_not_depend_on_others() -> None:
     x, weight = arguments(130)
     whole, d_x, _ = run(fp8_linear, x, weight)
@@ -67,10 +52,11 @@ def test_a_row_does_not_depend_on_others() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_main_grad_takes_float32_gradients(device: str) -> None:
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "not-on-16-bytes"])
+def test_main_grad_takes_float32_gradients(layout: str, device: str) -> None:
     x, weight = arguments(300, torch.float32, device)
     _, _, expected = run(fp8_linear, x, weight)
-    weight.main_grad = torch.ones_like(weight)
+    weight.main_grad = main_grad_of_ones(weight, layout)
     for times in (1, 2):
         y = fp8_linear(x, weight)
         torch.manual_seed(7)
@@ -100,52 +86,6 @@ def test_small_gradients_keep_their_codes(device: str) -> None:
         assert (got - want).norm() < 0.04 * want.norm(), name
 
 
-@pytest.mark.parametrize("layout", ["transposed", "not on 16 bytes"])
-def test_main_grad_of_any_strides_and_offset(layout: str) -> None:
-    x, weight = arguments(300, torch.float32)
-    _, _, expected = run(fp8_linear, x, weight)
-    if layout == "transposed":
-        weight.main_grad = torch.ones_like(weight).mT.contiguous().mT
-    else:
-        weight.main_grad = torch.ones(weight.numel() + 1)[1:].view(weight.shape)
-    y = fp8_linear(x, weight)
-    torch.manual_seed(7)
-    y.backward(torch.randn(y.shape).to(y.dtype))
-    assert weight.grad is None
-    torch.testing.assert_close(weight.main_grad, 1 + expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_frozen(frozen: str) -> None:
-    x, weight = arguments(20)
-    y, d_x, d_weight = run(fp8_linear, x, weight)
-    (x if frozen == "x" else weight).requires_grad_(False)
-    out = fp8_linear(x, weight)
-    assert_equal(out.detach(), y)
-    torch.manual_seed(7)
-    out.backward(torch.randn(out.shape).to(out.dtype))
-    assert_equal(weight.grad if frozen == "x" else x.grad, d_weight if frozen == "x" else d_x)
-    assert (x if frozen == "x" else weight).grad is None
-
-
-def test_under_compile() -> None:
-    torch._dynamo.reset()
-    x, weight = arguments(200)
-    expected = run(fp8_linear, x, weight)
-    assert_equal(run(torch.compile(fp8_linear, fullgraph=True, backend="aot_eager"), x, weight), expected)
-
-
-def test_module_and_autocast() -> None:
-    torch.manual_seed(0)
-    module = FP8Linear(384, 256)
-    x = torch.randn(3, 5, 384)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = module(x)
-    assert y.dtype == torch.bfloat16
-    assert_equal(y, fp8_linear(x.bfloat16(), module.weight))
-    assert repr(module) == "FP8Linear(384, 256)"
-
-
 @pytest.mark.parametrize(
     ("error", "match", "x", "weight"),
     [
@@ -159,17 +99,3 @@ def test_module_and_autocast() -> None:
 def test_bad_input(error: type[Exception], match: str, x: Tensor, weight: Tensor) -> None:
     with pytest.raises(error, match=match):
         fp8_linear(x, weight)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "error", "match"),
-    [
-        ((0, 128), ValueError, "^in_features: expected 128 to .*, got 0"),
-        ((128, -128), ValueError, "^out_features: expected 128 to .*, got -128"),
-        ((128.0, 128), TypeError, "^in_features: expected an int, got 128.0"),
-        ((128, 192), ValueError, "^out_features: expected a multiple of 128, got 192"),
-    ],
-)
-def test_bad_sizes(sizes: tuple[Any, ...], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        FP8Linear(*sizes)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tk_core.testing.trees import map_tensors, tensors
 from tk_modeling import HyperConnection, HyperHead, reference
 from tk_modeling.linear import linear
 
@@ -43,6 +44,19 @@ def randomize(module: nn.Module) -> nn.Module:
 def draw_residual(leading: tuple[int, ...], device: str, mhc_mult: int = 4, hidden: int = HIDDEN) -> Tensor:
     """Streams like those that a layer returns: bfloat16, contiguous, of similar magnitude."""
     return torch.randn(*leading, mhc_mult, hidden, device=device).bfloat16()
+
+
+def leaves(args: Any, dtype: torch.dtype | None = None) -> Any:
+    """The same tree with leaves that take gradients, of another dtype if one is given."""
+    return map_tensors(lambda x: x.detach().to(dtype or x.dtype, copy=True).requires_grad_(), args)
+
+
+def backward(outputs: Any) -> None:
+    """Backward of all outputs, with gradients that are not contiguous and the same in every dtype."""
+    torch.manual_seed(1)
+    outputs = [y for y in tensors(outputs) if y.requires_grad]
+    weights = [torch.randn(y.shape[::-1]).bfloat16().permute(*range(y.ndim)[::-1]) for y in outputs]
+    torch.autograd.backward(outputs, [weight.to(y.dtype) for weight, y in zip(weights, outputs)])
 
 
 def _hyper_connection(name: str, **options: Any) -> ModuleCase:

@@ -66,9 +66,9 @@ def _stack(make: Callable[[], nn.Module] = SUBLAYERS["mlp"], num_layers: int = L
     return nn.ModuleList([randomize(HyperConnection(make(), HIDDEN, **options)) for _ in range(num_layers)])
 
 
-def _residual(leading: tuple[int, ...] = (2, 3)) -> Tensor:
+def _residual() -> Tensor:
     torch.manual_seed(1)
-    return draw_residual(leading, "cpu", M)
+    return draw_residual((2, 3), "cpu", M)
 
 
 def _one_by_one(layers: nn.ModuleList, residual: Tensor, pre_mix: Tensor | None = None) -> tuple[Any, ...]:
@@ -101,11 +101,16 @@ def _train(layers: nn.ModuleList, residual: Tensor, run: Callable[..., tuple[Any
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2, 3, LAYERS, 100])
-@pytest.mark.parametrize("shifted", [False, True])
-def test_bits_are_those_of_the_layers(shifted: bool, group_size: int | None) -> None:
-    layers = _stack(shifted=shifted)
-    want = _train(layers, _residual(), _one_by_one)
-    assert_equal(_train(layers, _residual(), checkpoint_streams, group_size=group_size), want)
+@pytest.mark.parametrize("mix", ["own", "shifted", "given"])
+def test_bits_are_those_of_the_layers(mix: str, group_size: int | None) -> None:
+    """Of layers with their own mixes, of shifted ones, and of shifted ones with a first pre_mix."""
+    layers = _stack(shifted=mix != "own")
+    pre_mix = torch.rand(2, 3, M, 1)
+    found = []
+    for run in (partial(checkpoint_streams, group_size=group_size), _one_by_one):
+        leaf = pre_mix.clone().requires_grad_()
+        found.append((_train(layers, _residual(), run, pre_mix=leaf if mix == "given" else None), leaf.grad))
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("name", SUBLAYERS)
@@ -113,22 +118,6 @@ def test_sublayers(name: str) -> None:
     layers = _stack(SUBLAYERS[name], norm_weight=True)
     want = _train(layers, _residual(), _one_by_one)
     assert_equal(_train(layers, _residual(), checkpoint_streams, group_size=3), want)
-
-
-def test_with_a_first_pre_mix() -> None:
-    layers = _stack(shifted=True)
-    pre_mixes = [torch.rand(2, 3, M, 1).requires_grad_()]
-    pre_mixes.append(pre_mixes[0].detach().clone().requires_grad_())
-    want = _train(layers, _residual(), _one_by_one, pre_mix=pre_mixes[0])
-    assert_equal(_train(layers, _residual(), checkpoint_streams, pre_mix=pre_mixes[1], group_size=2), want)
-    assert_equal(pre_mixes[1].grad, pre_mixes[0].grad)
-
-
-@pytest.mark.parametrize("leading", [(), (0,), (7,)])
-def test_leading_dimensions(leading: tuple[int, ...]) -> None:
-    layers = _stack()
-    want = _train(layers, _residual(leading), _one_by_one)
-    assert_equal(_train(layers, _residual(leading), checkpoint_streams, group_size=2), want)
 
 
 def test_frozen_layers() -> None:
@@ -170,20 +159,6 @@ def test_retain_graph() -> None:
     loss = _loss(checkpoint_streams(layers, _residual().requires_grad_(), group_size=3))
     first, second = (torch.autograd.grad(loss, list(layers.parameters()), retain_graph=True) for _ in range(2))
     assert_equal(second, first)
-
-
-def test_one_launch_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = []
-    recompute = tk_mhc.mhc_multilayer_recompute
-
-    def count(*args: Any) -> None:
-        launches.append((len(args[1]), len(args[2])))
-        recompute(*args)
-
-    monkeypatch.setattr(tk_mhc, "mhc_multilayer_recompute", count)
-    # Two layers a group, of five with four streams.
-    _train(_stack(), _residual(), checkpoint_streams)
-    assert launches == [(1, 0), (2, 1), (2, 1)]
 
 
 class _Memory:
@@ -228,21 +203,21 @@ def test_residuals_and_inputs_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
             assert memory.residuals() == memory.layer_inputs() == []
 
 
-def test_what_is_computed_again_is_let_go_group_by_group() -> None:
-    layers = _stack()
-    recomputed = []
+def test_one_launch_a_group_and_what_it_computes_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[int, int]] = []
+    computed: list[list[StorageWeakRef]] = []
     recompute = tk_mhc.mhc_multilayer_recompute
 
     def remember(*args: Any) -> None:
         recompute(*args)
-        alive.append([sum(not x.expired() for x in group) for group in recomputed])
-        recomputed.append([StorageWeakRef(x.untyped_storage()) for x in (*args[-1], *args[-2])])
+        assert all(x.expired() for group in computed for x in group)
+        launches.append((len(args[1]), len(args[2])))
+        computed.append([StorageWeakRef(x.untyped_storage()) for x in (*args[-1], *args[-2])])
 
-    alive: list[list[int]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tk_mhc, "mhc_multilayer_recompute", remember)
-        _train(layers, _residual(), checkpoint_streams, group_size=2)
-    assert alive == [[], [0], [0, 0]]
+    monkeypatch.setattr(tk_mhc, "mhc_multilayer_recompute", remember)
+    # Two layers a group, of five with four streams.
+    _train(_stack(), _residual(), checkpoint_streams)
+    assert launches == [(1, 0), (2, 1), (2, 1)]
 
 
 def test_a_kept_tensor_that_was_changed_in_place_is_an_error() -> None:
@@ -255,23 +230,16 @@ def test_a_kept_tensor_that_was_changed_in_place_is_an_error() -> None:
         loss.backward()
 
 
-def test_compiled_sublayers() -> None:
+def test_under_compile() -> None:
     torch._dynamo.reset()
     layers = _stack(num_layers=2)
     want = _train(layers, _residual(), _one_by_one)
-    for layer in layers:
-        layer.sublayer.compile(backend="aot_eager", fullgraph=True)
-    assert_equal(_train(layers, _residual(), checkpoint_streams, group_size=2), want)
-
-
-def test_inside_torch_compile() -> None:
-    torch._dynamo.reset()
-    layers = _stack(num_layers=2)
-    want = _train(layers, _residual(), _one_by_one)
-    run = torch.compile(checkpoint_streams, backend="aot_eager")
-    assert_equal(_train(layers, _residual(), run), want)
+    assert_equal(_train(layers, _residual(), torch.compile(checkpoint_streams, backend="aot_eager")), want)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile the sublayers"):
         torch.compile(lambda x: checkpoint_streams(layers, x), backend="aot_eager", fullgraph=True)(_residual())
+    for layer in layers:
+        layer.sublayer.compile(backend="aot_eager", fullgraph=True)
+    assert_equal(_train(layers, _residual(), checkpoint_streams), want)
 
 
 @pytest.mark.parametrize(

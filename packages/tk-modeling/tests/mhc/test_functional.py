@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 import tk_mhc
-import tk_modeling
 from tk_core.testing import assert_equal
-from tk_core.testing.trees import map_tensors, tensors
-from tk_modeling import expand_from_embedding, mhc_head, mhc_post, mhc_pre
+from tk_core.testing.trees import map_tensors
+from tk_modeling import mhc_head, mhc_post, mhc_pre
 
-from .cases import draw_residual
+from .cases import backward, draw_residual, leaves
 
 M, HIDDEN = 4, 64
 NUMBERS = {"norm_eps": 1e-3, "post_mult_value": 2.0, "pre_eps": 1e-3, "sinkhorn_eps": 1e-3, "sinkhorn_repeat": 3}
@@ -40,18 +39,8 @@ def _draw_head(scale: tuple[int, ...] = (1,), rows: int = M) -> dict[str, Tensor
     return {"residual": residual, **_parameters(rows=rows), "scale": torch.full(scale, 0.7), "base": torch.randn(M)}
 
 
-def _leaves(args: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    return {name: x.detach().to(dtype or x.dtype).clone().requires_grad_() for name, x in args.items()}
-
-
 def _grads(args: dict[str, Tensor]) -> dict[str, Tensor | None]:
     return {name: x.grad for name, x in args.items()}
-
-
-def _backward(outputs: Any) -> None:
-    torch.manual_seed(1)
-    outputs = [y for y in tensors(outputs) if y.requires_grad]
-    torch.autograd.backward(outputs, [torch.randn(y.shape).to(torch.bfloat16).to(y.dtype) for y in outputs])
 
 
 def _pre_by_ops(ops: Any, args: dict[str, Tensor], shifted: bool = False, pre_mix: Tensor | None = None) -> tuple:
@@ -81,15 +70,11 @@ def _assert_near(
         assert error <= limit, f"{name}: relative error {error:.3g}"
 
 
-# Bounds with a sublayer, whose input and output are rounded to bfloat16.
-ROUNDED = {"bfloat16": 0.01, "float32": 0.01}
-
-
 @pytest.mark.parametrize("shifted", ["", "first", "later"])
 @pytest.mark.parametrize("mhc_mult", [2, 4])
 def test_mhc_pre(mhc_mult: int, shifted: str) -> None:
     drawn = _draw(mhc_mult=mhc_mult)
-    args, exact = _leaves(drawn), _leaves(drawn, torch.float64)
+    args, exact = leaves(drawn), leaves(drawn, torch.float64)
     pre_mix = torch.rand(3, 5, mhc_mult, 1) if shifted == "later" else None
     args_mix = {} if pre_mix is None else {"pre_mix": pre_mix.clone().requires_grad_()}
     exact_mix = None if pre_mix is None else pre_mix.double().requires_grad_()
@@ -103,8 +88,8 @@ def test_mhc_pre(mhc_mult: int, shifted: str) -> None:
     assert_equal(without, detached)
     assert_equal(map_tensors(torch.clone, by_ops), map_tensors(torch.clone, detached))
 
-    _backward(outputs)
-    _backward(_pre_by_ops(tk_mhc.reference, exact, bool(shifted), exact_mix))
+    backward(outputs)
+    backward(_pre_by_ops(tk_mhc.reference, exact, bool(shifted), exact_mix))
     _assert_near(_grads(args), _grads(exact))
     if pre_mix is not None:
         _assert_near({"pre_mix": args_mix["pre_mix"].grad}, {"pre_mix": exact_mix.grad})
@@ -119,9 +104,9 @@ def test_mhc_pre_with_one_output_used(used: str) -> None:
 
     uses_pre = used == "next_pre_mix"
     drawn = _draw()
-    args, exact = _leaves(drawn), _leaves(drawn, torch.float64)
-    _backward(run(args, lambda a: (*mhc_pre(**a, **NUMBERS, shifted=True, return_residual=True),)))
-    _backward(run(exact, lambda a: (*_pre_by_ops(tk_mhc.reference, a, True), a["residual"])))
+    args, exact = leaves(drawn), leaves(drawn, torch.float64)
+    backward(run(args, lambda a: (*mhc_pre(**a, **NUMBERS, shifted=True, return_residual=True),)))
+    backward(run(exact, lambda a: (*_pre_by_ops(tk_mhc.reference, a, True), a["residual"])))
     for name, x in args.items():
         want = exact[name].grad
         # Of the arguments, layer_input (stream 0) and residual depend on the residual alone.
@@ -132,48 +117,17 @@ def test_mhc_pre_with_one_output_used(used: str) -> None:
     assert uses_pre == bool(args["fn"].grad[:M].any())
 
 
-def test_n_splits_counts_in_both_modes() -> None:
-    args = _draw()
-    for n_splits in (1, 3):
-        want = mhc_pre(**args, n_splits=n_splits)
-        got = mhc_pre(**_leaves(args), n_splits=n_splits)
-        assert_equal(map_tensors(Tensor.detach, got), want)
-
-
-@pytest.mark.parametrize("frozen", ["residual", "fn", "scale", "base", "norm_weight"])
-def test_mhc_pre_with_one_argument_frozen(frozen: str) -> None:
-    expected, args = _leaves(_draw()), _leaves(_draw())
-    _backward(mhc_pre(**expected))
-    args[frozen].requires_grad_(False)
-    _backward(mhc_pre(**args))
-    assert_equal(_grads(args), _grads(expected) | {frozen: None})
-
-
-def test_main_grads_of_mhc_pre() -> None:
-    expected, args = _leaves(_draw()), _leaves(_draw())
-    for name in ("fn", "scale", "base", "norm_weight"):
-        args[name].main_grad = torch.ones_like(args[name])
-    for these in (expected, args):
-        # A parameter of two layers adds up.
-        first, second = mhc_pre(**these), mhc_pre(**these | {"residual": these["residual"] * 2})
-        _backward((first, second))
-    assert_equal(args["residual"].grad, expected["residual"].grad)
-    for name in ("fn", "scale", "base", "norm_weight"):
-        assert args[name].grad is None
-        torch.testing.assert_close(args[name].main_grad, expected[name].grad + 1)
-
-
 @pytest.mark.parametrize("rows", [M, M * (M + 2)])
 @pytest.mark.parametrize("scale", [(1,), ()])
 def test_mhc_head(scale: tuple[int, ...], rows: int) -> None:
     drawn = _draw_head(scale, rows)
-    args, exact = _leaves(drawn), _leaves(drawn, torch.float64)
+    args, exact = leaves(drawn), leaves(drawn, torch.float64)
     y = mhc_head(**args)
     with torch.no_grad():
         assert_equal(mhc_head(**args), y.detach())
         assert_equal(_head_by_ops(tk_mhc, args), y.detach())
-    _backward(y)
-    _backward(_head_by_ops(tk_mhc.reference, exact))
+    backward(y)
+    backward(_head_by_ops(tk_mhc.reference, exact))
     _assert_near(_grads(args), _grads(exact))
     assert args["scale"].grad.shape == scale
     assert not args["fn"].grad[M:].any()
@@ -182,51 +136,32 @@ def test_mhc_head(scale: tuple[int, ...], rows: int) -> None:
 @pytest.mark.parametrize("rows", [M, M * (M + 2)])
 @pytest.mark.parametrize("scale", [(1,), ()])
 def test_main_grads_of_mhc_head(scale: tuple[int, ...], rows: int) -> None:
-    expected, args = _leaves(_draw_head(scale, rows)), _leaves(_draw_head(scale, rows))
+    expected, args = leaves(_draw_head(scale, rows)), leaves(_draw_head(scale, rows))
     parameters = ("fn", "scale", "base", "norm_weight")
     for name in parameters:
         args[name].main_grad = torch.zeros_like(args[name])
-    _backward(mhc_head(**expected))
-    _backward(mhc_head(**args))
+    backward(mhc_head(**expected))
+    backward(mhc_head(**args))
     assert_equal(args["residual"].grad, expected["residual"].grad)
     assert [args[name].grad for name in parameters] == [None] * 4
     assert_equal([args[name].main_grad for name in parameters], [expected[name].grad for name in parameters])
 
 
-def test_expand_from_embedding() -> None:
-    x = torch.randn(3, HIDDEN).bfloat16().requires_grad_()
-    streams = expand_from_embedding(x, 2)
-    assert_equal(streams.detach(), torch.stack([x.detach()] * 2, -2))
-    streams.sum().backward()
-    assert x.grad.eq(2).all()
-    assert expand_from_embedding(x).shape == (3, 4, HIDDEN)
-
-
 # The residual's gradient: mhc_post makes it, mhc_pre adds to it.
 
 
-def _around(args: dict[str, Tensor], residual: Tensor, sublayer: Callable[[Tensor], Tensor] = torch.sin) -> Tensor:
+Sublayers = tuple[Callable[[Tensor], Tensor], ...]
+
+
+def _around(args: dict[str, Tensor], residual: Tensor, sublayers: Sublayers = (torch.sin,)) -> Tensor:
     parameters = {name: x for name, x in args.items() if name != "residual"}
     layer_input, mixes, residual = mhc_pre(residual, **parameters, **NUMBERS, return_residual=True)
-    return mhc_post(sublayer(layer_input), residual, *mixes)
+    return sum(mhc_post(sublayer(layer_input), residual, *mixes) for sublayer in sublayers)
 
 
-def _around_in_float64(args: dict[str, Tensor], residual: Tensor) -> Tensor:
+def _around_in_float64(args: dict[str, Tensor], residual: Tensor, sublayers: Sublayers) -> Tensor:
     layer_input, mixes = _pre_by_ops(tk_mhc.reference, args | {"residual": residual})
-    return tk_mhc.reference.mhc_post(torch.sin(layer_input), residual, *mixes)
-
-
-def _run_around(
-    args: dict[str, Tensor], around: Callable[..., Tensor], elsewhere: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """The gradient of the residual, which came out of another operation."""
-    start = args["residual"]
-    residual = start * 2
-    outputs = [around(args, residual)]
-    if elsewhere is not None:
-        outputs.append(elsewhere(residual))
-    _backward(outputs)
-    return start.grad
+    return sum(tk_mhc.reference.mhc_post(sublayer(layer_input), residual, *mixes) for sublayer in sublayers)
 
 
 def test_the_residuals_gradient_meets_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,43 +174,31 @@ def test_the_residuals_gradient_meets_in_one_buffer(monkeypatch: pytest.MonkeyPa
         return grads
 
     monkeypatch.setattr(tk_mhc, "mhc_post_bwd", remember)
-    args = _leaves(_draw())
-    _backward(_around(args, args["residual"]))
+    args = leaves(_draw())
+    backward(_around(args, args["residual"]))
     ((pointer, before),) = made
     assert args["residual"].grad.data_ptr() == pointer
     assert not torch.equal(args["residual"].grad, before)
 
 
+@pytest.mark.parametrize("sublayers", [(torch.sin,), (torch.sin, torch.cos)], ids=len)
 @pytest.mark.parametrize(
     "elsewhere",
-    [None, torch.cos, lambda r: r[..., 1, :], lambda r: r.mT],
+    [lambda r: [], lambda r: [r.cos()], lambda r: [r[..., 1, :]], lambda r: [r.mT]],
     ids=["none", "cos", "a-stream", "transposed"],
 )
-def test_the_residuals_gradient_is_right_with_other_uses(elsewhere: Callable[[Tensor], Tensor] | None) -> None:
-    args, exact = _leaves(_draw()), _leaves(_draw(), torch.float64)
-    found = _run_around(args, _around, elsewhere)
-    want = _run_around(exact, _around_in_float64, elsewhere)
-    _assert_near({"residual": found}, {"residual": want}, **ROUNDED)
-    _assert_near(_grads(args), _grads(exact), **ROUNDED)
-
-
-def test_the_residuals_gradient_is_right_where_mhc_posts_residual_is_used_again() -> None:
-    def twice(args: dict[str, Tensor], residual: Tensor) -> Tensor:
-        parameters = {name: x for name, x in args.items() if name != "residual"}
-        layer_input, mixes, residual = mhc_pre(residual, **parameters, **NUMBERS, return_residual=True)
-        return mhc_post(layer_input.sin(), residual, *mixes) + mhc_post(layer_input.cos(), residual, *mixes)
-
-    def twice_in_float64(args: dict[str, Tensor], residual: Tensor) -> Tensor:
-        layer_input, mixes = _pre_by_ops(tk_mhc.reference, args | {"residual": residual})
-        return sum(tk_mhc.reference.mhc_post(f(layer_input), residual, *mixes) for f in (torch.sin, torch.cos))
-
-    args, exact = _leaves(_draw()), _leaves(_draw(), torch.float64)
-    found, want = _run_around(args, twice), _run_around(exact, twice_in_float64)
-    _assert_near({"residual": found}, {"residual": want}, **ROUNDED)
+def test_the_residuals_gradient_is_right(elsewhere: Callable[[Tensor], list[Tensor]], sublayers: Sublayers) -> None:
+    """Where the residual came out of another operation, has other uses, and mhc_post takes it once or twice."""
+    args, exact = leaves(_draw()), leaves(_draw(), torch.float64)
+    for these, around in ((args, _around), (exact, _around_in_float64)):
+        residual = these["residual"] * 2
+        backward([around(these, residual, sublayers), *elsewhere(residual)])
+    # The sublayers' inputs and outputs are rounded to bfloat16.
+    _assert_near(_grads(args), _grads(exact), 0.01, 0.01)
 
 
 def test_retain_graph_gives_the_same_gradients_again() -> None:
-    args = _leaves(_draw())
+    args = leaves(_draw())
     y = _around(args, args["residual"] * 2)
     grads = [torch.autograd.grad(y, list(args.values()), torch.ones_like(y), retain_graph=True) for _ in range(3)]
     assert_equal(grads[1], grads[0])
@@ -283,22 +206,23 @@ def test_retain_graph_gives_the_same_gradients_again() -> None:
 
 
 def test_hooks_on_the_residual_see_the_whole_gradient() -> None:
-    expected, args = _leaves(_draw()), _leaves(_draw())
-    want = _run_around(expected, _around)
+    expected, args = leaves(_draw()), leaves(_draw())
+    backward(_around(expected, expected["residual"] * 2))
+    want = expected["residual"].grad
     seen = []
     residual = args["residual"] * 2
     residual.register_hook(lambda grad: seen.append(grad.clone()))
     residual.register_hook(lambda grad: grad * 2)
     residual.retain_grad()
     y = _around(args, residual)
-    _backward(y)
+    backward(y)
     assert_equal(seen[0] * 2, want)
     assert_equal(residual.grad, want)
     assert_equal(args["residual"].grad, want * 2)
 
 
 def test_the_gradient_given_to_mhc_post_is_left_alone() -> None:
-    args = _leaves(_draw())
+    args = leaves(_draw())
     y = _around(args, args["residual"])
     given = torch.randn_like(y)
     before = given.clone()
@@ -306,22 +230,8 @@ def test_the_gradient_given_to_mhc_post_is_left_alone() -> None:
     assert_equal(given, before)
 
 
-def test_a_stack_of_layers_trains() -> None:
-    args, exact = _leaves(_draw()), _leaves(_draw(), torch.float64)
-
-    def stack(args: dict[str, Tensor], around: Callable[..., Tensor]) -> Tensor:
-        residual = args["residual"]
-        for _ in range(3):
-            residual = around(args, residual)
-        return residual
-
-    _backward(stack(args, _around))
-    _backward(stack(exact, _around_in_float64))
-    _assert_near(_grads(args), _grads(exact), 0.04, 0.04)
-
-
 def test_without_gradient_of_the_residual_mhc_post_makes_none() -> None:
-    args = _leaves(_draw())
+    args = leaves(_draw())
     args["residual"].requires_grad_(False)
     *_, residual = mhc_pre(**args, return_residual=True)
     assert residual is args["residual"]
@@ -330,12 +240,7 @@ def test_without_gradient_of_the_residual_mhc_post_makes_none() -> None:
 PRE_ERRORS = [
     ("residual", torch.zeros(3, 4, 64), TypeError, "residual: expected dtype torch.bfloat16, got torch.float32"),
     ("residual", torch.zeros(3, 2, 64).bfloat16(), ValueError, r"residual: expected shape \(..., 4, hidden\), got"),
-    (
-        "residual",
-        torch.zeros(3, 4, 96).bfloat16(),
-        ValueError,
-        r"hidden \(last dimension of residual\): expected a multiple of 64, got 96",
-    ),
+    ("residual", torch.zeros(3, 4, 96).bfloat16(), ValueError, r"hidden \(last dimension of residual\): .* 64, got 96"),
     ("residual", torch.zeros(3, 64, 4).bfloat16().mT, ValueError, "residual: expected contiguous"),
     ("fn", torch.zeros(4, 256), ValueError, r"fn: expected shape \(24, 256\), got \(4, 256\)"),
     ("fn", torch.zeros(24, 256).bfloat16(), TypeError, "fn: expected dtype torch.float32"),
@@ -344,10 +249,8 @@ PRE_ERRORS = [
     ("norm_weight", torch.zeros(64), ValueError, "norm_weight: expected shape"),
     ("pre_mix", torch.zeros(3, 5, 4, 1), ValueError, "pre_mix: expected None without shifted"),
     ("mhc_mult", 3, ValueError, "mhc_mult: expected one of 2, 4, 8, got 3"),
-    ("mhc_mult", 4.0, TypeError, "mhc_mult: expected an int, got 4.0"),
     ("norm_eps", -1.0, ValueError, "norm_eps: expected at least 0"),
     ("post_mult_value", None, TypeError, "post_mult_value: expected a number"),
-    ("pre_eps", float("nan"), ValueError, "pre_eps: expected a finite number"),
     ("pre_eps", -1e-6, ValueError, "pre_eps: expected at least 0"),
     ("sinkhorn_eps", -1e-6, ValueError, "sinkhorn_eps: expected at least 0"),
     ("sinkhorn_repeat", 0, ValueError, "sinkhorn_repeat: expected 1 to 1000"),
@@ -362,7 +265,7 @@ PRE_ERRORS = [
     ("name", "value", "kind", "message"), PRE_ERRORS, ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_errors_of_mhc_pre(name: str, value: Any, kind: type, message: str, with_gradients: bool) -> None:
-    args: dict[str, Any] = _leaves(_draw()) if with_gradients else _draw()
+    args: dict[str, Any] = leaves(_draw()) if with_gradients else _draw()
     with pytest.raises(kind, match=message):
         mhc_pre(**args | {name: value})
 
@@ -371,32 +274,16 @@ def test_errors_of_mhc_pre(name: str, value: Any, kind: type, message: str, with
     ("name", "value", "kind", "message"),
     [
         ("residual", torch.zeros(3, 4, 64), TypeError, "residual: expected dtype torch.bfloat16, got torch.float32"),
-        ("residual", None, TypeError, "residual: expected a torch.Tensor, got NoneType"),
         ("fn", torch.zeros(5, 256), ValueError, "rows of fn: expected 4 or 24, got 5"),
         ("fn", torch.zeros(4, 64), ValueError, "fn: expected shape"),
         ("scale", torch.zeros(3), ValueError, "scale: expected shape"),
         ("scale", 1.0, TypeError, "scale: expected a torch.Tensor, got float"),
-        ("base", torch.zeros(24), ValueError, "base: expected shape"),
         ("norm_weight", torch.zeros(256, device="meta"), ValueError, "norm_weight: expected device cpu, got meta"),
         ("norm_eps", "0", TypeError, "norm_eps: expected a number"),
-        ("pre_eps", None, TypeError, "pre_eps: expected a number"),
         ("n_splits", 1.5, TypeError, "n_splits: expected an int"),
     ],
 )
 def test_errors_of_mhc_head(name: str, value: Any, kind: type, message: str) -> None:
-    args: dict[str, Any] = _leaves(_draw_head())
+    args: dict[str, Any] = leaves(_draw_head())
     with pytest.raises(kind, match=message):
         mhc_head(**args | {name: value})
-
-
-def test_a_wrong_main_grad_is_named() -> None:
-    for function, args in ((mhc_pre, _leaves(_draw())), (mhc_head, _leaves(_draw_head()))):
-        args["norm_weight"].main_grad = torch.zeros(M * HIDDEN, dtype=torch.bfloat16)
-        with pytest.raises(ValueError, match="main_grad of norm_weight"):
-            function(**args)
-
-
-def test_an_error_comes_before_any_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tk_mhc, "mhc_pre_norm_fn", None)
-    with pytest.raises(ValueError, match="base"):
-        tk_modeling.mhc_pre(**_leaves(_draw()) | {"base": torch.zeros(1)})

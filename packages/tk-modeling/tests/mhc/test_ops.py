@@ -12,6 +12,8 @@ import tk_modeling
 from tk_core.testing import assert_equal
 from tk_core.testing.trees import tensors
 
+from .cases import backward, leaves
+
 HIDDEN = 64
 
 
@@ -47,20 +49,6 @@ CASES = [
 each_case = pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.name}" for i, case in enumerate(CASES)])
 
 
-def _leaves(args: tuple[Any, ...], dtype: torch.dtype | None = None) -> tuple[Any, ...]:
-    return tuple(x.detach().to(dtype or x.dtype).requires_grad_() if isinstance(x, Tensor) else x for x in args)
-
-
-def _backward(outputs: Any) -> None:
-    """With gradients that are not contiguous."""
-    torch.manual_seed(1)
-    outputs = [y for y in tensors(outputs) if y.requires_grad]
-    weights = [
-        torch.randn(y.shape[::-1], dtype=torch.bfloat16).to(y.dtype).permute(*range(y.ndim)[::-1]) for y in outputs
-    ]
-    torch.autograd.backward(outputs, weights)
-
-
 def _draw(case: Case, leading: tuple[int, ...] = (3, 5)) -> tuple[Any, ...]:
     torch.manual_seed(0)
     return case.make(leading)
@@ -68,12 +56,12 @@ def _draw(case: Case, leading: tuple[int, ...] = (3, 5)) -> tuple[Any, ...]:
 
 @each_case
 def test_gradients(case: Case) -> None:
-    args = _leaves(_draw(case))
-    exact = _leaves(args, torch.float64)
+    args = leaves(_draw(case))
+    exact = leaves(args, torch.float64)
     outputs = getattr(tk_modeling, case.name)(*args)
     assert_equal(outputs, getattr(tk_mhc, case.name)(*(x.detach() if isinstance(x, Tensor) else x for x in args)))
-    _backward(outputs)
-    _backward(getattr(tk_mhc.reference, case.name)(*exact))
+    backward(outputs)
+    backward(getattr(tk_mhc.reference, case.name)(*exact))
     for x, want in zip(tensors(args), tensors(exact), strict=True):
         assert x.grad.dtype == x.dtype
         tolerance = {} if x.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
@@ -83,9 +71,9 @@ def test_gradients(case: Case) -> None:
 @each_case
 @pytest.mark.parametrize("leading", [(0,), (2, 0), ()])
 def test_leading_dimensions(case: Case, leading: tuple[int, ...]) -> None:
-    args = _leaves(_draw(case, leading))
+    args = leaves(_draw(case, leading))
     outputs = getattr(tk_modeling, case.name)(*args)
-    _backward(outputs)
+    backward(outputs)
     for x in tensors(args):
         assert x.grad.shape == x.shape
         if 0 in leading:
@@ -96,14 +84,14 @@ def test_leading_dimensions(case: Case, leading: tuple[int, ...]) -> None:
 @each_case
 def test_each_tensor_frozen(case: Case) -> None:
     drawn = _draw(case)
-    expected = _leaves(drawn)
-    _backward(getattr(tk_modeling, case.name)(*expected))
+    expected = leaves(drawn)
+    backward(getattr(tk_modeling, case.name)(*expected))
     for i in range(len(tensors(drawn))):
-        args = _leaves(drawn)
+        args = leaves(drawn)
         tensors(args)[i].requires_grad_(False)
         if not any(x.requires_grad for x in tensors(args)):
             continue
-        _backward(getattr(tk_modeling, case.name)(*args))
+        backward(getattr(tk_modeling, case.name)(*args))
         for j, (x, want) in enumerate(zip(tensors(args), tensors(expected), strict=True)):
             assert_equal(x.grad, None if i == j else want.grad)
 
@@ -111,19 +99,19 @@ def test_each_tensor_frozen(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.parameters], ids=lambda c: c.name)
 def test_main_grad_of_each_parameter_on_its_own(case: Case) -> None:
     drawn = _draw(case)
-    expected = _leaves(drawn)
-    _backward(getattr(tk_modeling, case.name)(*expected))
+    expected = leaves(drawn)
+    backward(getattr(tk_modeling, case.name)(*expected))
     for i in case.parameters:
-        args = _leaves(drawn)
+        args = leaves(drawn)
         args[i].main_grad = torch.zeros_like(drawn[i])
-        _backward(getattr(tk_modeling, case.name)(*args))
+        backward(getattr(tk_modeling, case.name)(*args))
         for j, (x, want) in enumerate(zip(tensors(args), tensors(expected), strict=True)):
             assert_equal(x.grad, None if i == j else want.grad)
         assert_equal(args[i].main_grad, expected[i].grad)
 
 
 def test_rstd_carries_no_gradient() -> None:
-    args = _leaves((_streams(3, 4), torch.randn(24, 4 * HIDDEN), None))
+    args = leaves((_streams(3, 4), torch.randn(24, 4 * HIDDEN), None))
     mixes, rstd = tk_modeling.mhc_pre_norm_fn(*args, 1e-6, n_splits=2, return_rstd=True)
     assert_equal((mixes, rstd), tk_mhc.mhc_pre_norm_fn(*args, 1e-6, n_splits=2, return_rstd=True))
     assert mixes.requires_grad
@@ -134,14 +122,14 @@ def test_rstd_carries_no_gradient() -> None:
 def test_out_is_written_and_carries_the_gradient(name: str) -> None:
     case = next(c for c in CASES if c.name == name)
     drawn = _draw(case)
-    expected, args = _leaves(drawn), _leaves(drawn)
+    expected, args = leaves(drawn), leaves(drawn)
     want = getattr(tk_modeling, name)(*expected)
     out = torch.empty_like(want.detach())
     result = getattr(tk_modeling, name)(*args, out)
     assert result is out
     assert_equal(result.detach(), want.detach())
-    _backward(want)
-    _backward(result)
+    backward(want)
+    backward(result)
     assert_equal([x.grad for x in tensors(args)], [x.grad for x in tensors(expected)])
 
 
@@ -157,7 +145,7 @@ def _all_ops(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> Tensor:
 
 def _arguments_of_all_ops() -> tuple[Tensor, ...]:
     torch.manual_seed(0)
-    return _leaves((_streams(2, 3), torch.randn(8, 2 * HIDDEN), torch.ones(3), torch.randn(8)))
+    return leaves((_streams(2, 3), torch.randn(8, 2 * HIDDEN), torch.ones(3), torch.randn(8)))
 
 
 def test_compiled() -> None:
@@ -165,39 +153,10 @@ def test_compiled() -> None:
     expected, args = _arguments_of_all_ops(), _arguments_of_all_ops()
     want = _all_ops(*expected)
     got = torch.compile(_all_ops, fullgraph=True, backend="aot_eager")(*args)
-    _backward(want)
-    _backward(got)
+    backward(want)
+    backward(got)
     assert_equal(got.detach(), want.detach())
     assert_equal([x.grad for x in args], [x.grad for x in expected])
-
-
-def test_under_torch_func() -> None:
-    args = _arguments_of_all_ops()
-    _all_ops(*args).float().square().sum().backward()
-    found = torch.func.grad(lambda *args: _all_ops(*args).float().square().sum(), argnums=(0, 1, 2, 3))(
-        *(x.detach() for x in args)
-    )
-    assert_equal(list(found), [x.grad for x in args])
-
-
-def test_a_gradient_of_a_gradient_is_an_error() -> None:
-    x = _streams(3).requires_grad_()
-    (grad,) = torch.autograd.grad(tk_modeling.expand_to_mhc(x, 2).float().square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.float().sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("expand_to_mhc", (torch.zeros(3, 64), 4), "hidden: expected dtype torch.bfloat16, got torch.float32"),
-        ("mhc_post", (_streams(3), _streams(3, 4), torch.zeros(3, 4, 1), torch.zeros(3, 4)), "comb_res_mix"),
-        ("mhc_pre_apply_mix", (_streams(3, 4), torch.zeros(3, 4)), "mix: expected shape"),
-    ],
-)
-def test_errors_are_those_of_tk_mhc(name: str, args: tuple[Any, ...], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        getattr(tk_modeling, name)(*_leaves(args))
 
 
 def test_ops_handed_on() -> None:
