@@ -21,6 +21,7 @@ from .fp8 import cases as fp8
 from .mhc import cases as mhc
 from .moe import cases as moe
 
+ROOT = Path(__file__).parents[3]
 BF16 = {"dtype": torch.bfloat16}
 CONNECTION = {"norm_weight": True, "sinkhorn_repeat": 3}
 MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...]]]] = {
@@ -129,16 +130,14 @@ def _work(rank: int, store: str) -> None:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    # Processes that import this file by its path: as a module it has no name that they could find.
-    commands = [[sys.executable, "-W", "ignore", __file__, str(rank), str(tmp_path / "store")] for rank in range(2)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    run = f"from importlib import import_module; import_module({__name__!r})._work"
+    commands = [
+        [sys.executable, "-W", "ignore", "-c", f"{run}({rank}, {str(tmp_path / 'store')!r})"] for rank in range(2)
+    ]
+    processes = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for command in commands]
     try:
         errors = [process.communicate(timeout=600)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert not any(process.returncode for process in processes), "\n".join(errors)
-
-
-if __name__ == "__main__":
-    _work(int(sys.argv[1]), sys.argv[2])
