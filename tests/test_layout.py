@@ -17,7 +17,8 @@ SOURCES = sorted(folder for folder in ROOT.glob("packages/*/src/*") if folder.is
 
 @pytest.mark.parametrize("spec", load_specs().values(), ids=lambda spec: spec.name)
 def test_op_has_its_places(spec: OpSpec) -> None:
-    """Op f has its reference at the same path below reference/, and its spec in test_f.py, perhaps with others.
+    """Op f has its reference at the same path below reference/, or in a file there that has the name of its file or
+    folder; and its spec in test_f.py, perhaps with others.
 
     The spec of a variant, such as f_with_sf, may be in test_f.py too.
     """
@@ -25,7 +26,8 @@ def test_op_has_its_places(spec: OpSpec) -> None:
     module = spec.op.__module__.removeprefix(f"{package}.")
     assert module.partition(".")[0] not in ("lib", "device"), "expected a public function outside of what ops share"
     assert spec.reference is getattr(importlib.import_module(f"{package}.reference"), op)
-    assert spec.reference.__module__ in (f"{package}.reference.{module}", spec.op.__module__)
+    places = {f"{package}.reference.{part}" for part in (module, *module.split("."))}
+    assert spec.reference.__module__ in places | {spec.op.__module__}
     tests = f"packages.{package.replace('_', '-')}.tests."
     files = [name for name, file in sys.modules.items() if name.startswith(tests) and spec in vars(file).values()]
     assert any(file.rpartition(".test_")[2] in op for file in files), files

@@ -12,7 +12,7 @@ import tk_quant as quant
 from tk_core.cli.profile import Call, empty
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout, empty_scales
-from tk_quant.lib.outputs import data_output
+from tk_quant.cast.format import data_output
 
 Layout = Literal["row_major", "col_major", "packed_ue8m0", "swizzled"]
 Block = tuple[int, int]

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import tk_quant
-from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.reference.scales import convert_scales, pack_scales
 from tk_core.scales import ScaleLayout
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_quant.dequantize.cast_back import CastBackConfig
-from tk_quant.reference.lib.formats import encode_e5m6
+from tk_quant.cast.back import _tile
+from tk_quant.reference.formats import encode_e5m6
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 MakePair = Callable[[str], Pair]
@@ -598,19 +597,19 @@ def test_float4_dtype() -> None:
 
 @pytest.mark.parametrize("x_bits", [4, 8, 12])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_config(x_bits: int, out_dtype: torch.dtype) -> None:
+def test_tiles(x_bits: int, out_dtype: torch.dtype) -> None:
     """Tiles cover the row, in whole warps, with little to spare; 128-token blocks hold whole tiles."""
     vector = 16 // out_dtype.itemsize
     for hidden in range(64, 20481, 64):
-        config = CastBackConfig.best(hidden, x_bits, out_dtype, arch_from_name("sm_90a"))
-        tile = config.block_rows * config.block_channels
-        assert config.threads % 32 == 0
-        assert 32 <= config.threads <= 1024
-        assert tile % (vector * config.threads) == 0
-        assert tile // config.threads in (2 * vector, 4 * vector)
-        assert config.block_channels % vector == 0
-        assert -(-hidden // config.block_channels) * config.block_channels <= 1.25 * hidden
-        assert 128 % config.block_rows == 0
+        rows, channels, threads = _tile(hidden, x_bits, vector)
+        tile = rows * channels
+        assert threads % 32 == 0
+        assert 32 <= threads <= 1024
+        assert tile % (vector * threads) == 0
+        assert tile // threads in (2 * vector, 4 * vector)
+        assert channels % vector == 0
+        assert -(-hidden // channels) * channels <= 1.25 * hidden
+        assert 128 % rows == 0
 
 
 X = (torch.zeros(8, 192, dtype=torch.float8_e4m3fn), torch.ones(1, 2))

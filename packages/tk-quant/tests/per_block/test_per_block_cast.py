@@ -14,8 +14,8 @@ from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_quant.lib.cast_config import TileConfig
-from tk_quant.reference.lib.formats import dequantize, expand_blocks
+from tk_quant.cast.config import TileConfig
+from tk_quant.reference.formats import dequantize, expand_blocks
 
 from ..per_token.test_per_token_cast import (
     FLAGS,
@@ -525,7 +525,7 @@ def test_ties_are_made() -> None:
 @pytest.mark.parametrize("hidden", [64, 192, 576, 7168])
 def test_tiles_are_whole_blocks(hidden: int) -> None:
     for side, other, itemsize, fmt, packed in product(SIDES, SIDES, (2, 4), ("e4m3", "e2m1"), (False, True)):
-        config = TileConfig.best(hidden, (side, other), 8 * itemsize, fmt, "data", packed, arch_from_name("sm_90a"))
+        config = TileConfig.best(hidden, (side, other), 8 * itemsize, fmt, True, packed, arch_from_name("sm_90a"))
         assert config.tokens % side == 0
         assert config.channels % other == 0
         assert config.channels % 8 == 0

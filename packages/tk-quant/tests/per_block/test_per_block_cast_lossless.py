@@ -10,11 +10,9 @@ import torch
 
 import tk_quant
 from tk_core import env
-from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.reference.scales import decode_ue8m0, pack_scales, unpack_scales
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
-from tk_quant.per_block.per_block_cast_lossless import LosslessConfig
 
 from ..dequantize.test_cast_back import LAYOUTS, NEIGHBOURS, Pair, random_codes
 
@@ -305,15 +303,6 @@ def test_debug_mode_finds_what_would_round(monkeypatch: pytest.MonkeyPatch) -> N
     sf[0] = torch.tensor([2.0**-121, 0.0, 2.0**-127, 2.0**-126])
     tk_quant.per_block_cast_lossless((data, sf), "e4m3", (1, 32), (1, 128))
     tk_quant.per_block_cast_lossless((data[:0], sf[:0]), "e4m3", (1, 32), (128, 128))
-
-
-@pytest.mark.parametrize("out_block_tokens", [1, 2, 4, 8, 16, 32, 64, 128])
-def test_config(out_block_tokens: int) -> None:
-    for hidden in range(32, 8193, 32):
-        config = LosslessConfig.best(hidden, out_block_tokens, arch_from_name("sm_90a"))
-        assert config.rows * config.pieces % out_block_tokens == 0
-        assert 8 <= config.lanes <= 32
-        assert 64 <= config.lanes * config.rows <= 1024
 
 
 X = (torch.zeros(8, 96, dtype=torch.int8), torch.ones(8, 6))

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 import tk_quant
-from tk_core.arch import ARCHS, Arch
 from tk_core.testing import Case, Make, OpSpec, tiers
-from tk_quant.per_channel.per_channel_cast import PerChannelCastConfig
 
 from ..per_token import test_per_token_cast as by_token
 
@@ -264,21 +262,6 @@ def test_blocks_do_not_mix() -> None:
     expected = torch.ones(12, 192)
     expected[6, 77] = 2.0
     assert torch.equal(tk_quant.per_channel_cast_and_transpose(x, "e4m3", 32)[1], expected)
-
-
-@pytest.mark.parametrize("arch", ARCHS.values())
-def test_configurations_are_admissible(arch: Arch) -> None:
-    for itemsize in (2, 4):
-        config = PerChannelCastConfig.best(itemsize, 7168, False, False, arch)
-        assert 128 % (4 * config.rows) == 0
-        assert config.vec in (4, 8, 16)
-        assert config.channels in (128, 256)
-        assert (128 // config.rows) * (config.channels // config.vec) <= 1024
-    for hidden in (576, 4160, 7168):
-        config = PerChannelCastConfig.best(2, hidden, True, False, arch)
-        assert config.channels in (64, 128)
-        # A thread's rows are of one block of 32.
-        assert config.rows in (4, 8, 16)
 
 
 X = torch.zeros(256, 128, dtype=torch.bfloat16)

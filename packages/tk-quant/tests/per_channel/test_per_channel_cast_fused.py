@@ -15,8 +15,7 @@ from tk_core.arch import ARCHS, Arch
 from tk_core.scales import ScaleLayout
 from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_quant import reference
-from tk_quant.lib import gathered_recast
-from tk_quant.per_channel.per_channel_cast import PAIR_CHANNELS, PerChannelCastConfig
+from tk_quant.cast import gathered_recast
 
 from ..per_token import test_per_token_cast as by_token
 from .test_per_channel_cast import BF16, FP32, HIDDENS, NAMES, extremes, normal, strided
@@ -380,21 +379,6 @@ def test_indices_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tk_quant.per_channel_cast_fused(x, "e4m3", 128, pos_to_token=rows(0, 3))
     with pytest.raises(ValueError, match="pos_to_token: expected indices below 4, got 4"):
         tk_quant.per_channel_cast_fused(x, "e4m3", 128, pos_to_token=rows(0, 4))
-
-
-@pytest.mark.parametrize("arch", ARCHS.values())
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("itemsize", [1, 2, 4])
-def test_configuration_is_admissible(itemsize: int, gathered: bool, arch: Arch) -> None:
-    config = PerChannelCastConfig.best(itemsize, 7168, False, gathered, arch)
-    # In a pair, the channels of a tile share one scale factor per token.
-    assert PAIR_CHANNELS % config.channels == 0
-    # A thread has all rows of a map, whose length is a multiple of 16, or none; and whole words of codes.
-    assert config.rows in (4, 8, 16)
-    assert config.vec in (4, 8, 16)
-    # Codes, the largest |value| of each thread's channels with padding, and factors.
-    tile, channels = 128 * config.channels, config.channels
-    assert tile + 128 // config.rows * (channels + 16) * 4 + channels * 4 <= arch.max_shared_memory
 
 
 @pytest.mark.parametrize("arch", ARCHS.values())

@@ -18,9 +18,10 @@ from tk_core.reference.scales import pack_scales, unpack_scales
 from tk_core.scales import ScaleLayout, check_scales
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_quant import reference
-from tk_quant.lib.cast_config import TileConfig
-from tk_quant.reference.lib import formats
-from tk_quant.reference.lib.formats import expand_blocks
+from tk_quant.cast.config import TileConfig
+from tk_quant.cast.format import FLOAT4_DTYPE
+from tk_quant.reference import formats
+from tk_quant.reference.formats import expand_blocks
 
 MakeInput = Callable[[str], Any]
 
@@ -1080,12 +1081,12 @@ def test_requantizing_is_dequantizing_first(x_fmt: str, block_size: tuple[int, i
 
 
 def test_float4_dtype() -> None:
-    if formats.FLOAT4_DTYPE is None:
+    if FLOAT4_DTYPE is None:
         pytest.skip("torch has no float4_e2m1fn_x2")
     data = torch.randint(-128, 128, (5, 96), dtype=torch.int8)
     sf = torch.rand(5, 6)
     expected = tk_quant.per_token_cast((data, sf), "e4m3", 64, (1, 32))
-    found = tk_quant.per_token_cast((data.view(formats.FLOAT4_DTYPE), sf), "e4m3", 64, (1, 32))
+    found = tk_quant.per_token_cast((data.view(FLOAT4_DTYPE), sf), "e4m3", 64, (1, 32))
     assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
     assert torch.equal(found[1], expected[1])
 
@@ -1109,7 +1110,7 @@ def test_tiles_cover_a_row_in_whole_warps(x_bits: int) -> None:
     widths = (*range(64, 4096, 64), *range(4096, 20544, 576))
     for hidden, fmt, in_bytes, group in product(widths, ("e4m3", "e2m1"), (False, True), (16, 32, 64, 128, 0)):
         group = group or hidden
-        config = TileConfig.best(hidden, (1, group), x_bits, fmt, "data", in_bytes, ARCH)
+        config = TileConfig.best(hidden, (1, group), x_bits, fmt, True, in_bytes, ARCH)
         lanes = config.block_channels // config.vec
         assert lanes & (lanes - 1) == 0
         assert lanes <= 32

@@ -9,10 +9,8 @@ import torch
 
 import tk_quant
 from tk_core import env
-from tk_core.arch import arch_from_name
 from tk_core.testing import Case, Make, OpSpec, assert_equal, nearest_float32, tiers
 from tk_core.testing.numeric import assert_same_metadata
-from tk_quant.swiglu.swiglu_backward import SwigluBackwardConfig
 
 from ..per_token.test_per_token_cast import MakeInput, extremes
 from .test_swiglu_backward_and_per_token_cast import maps
@@ -262,13 +260,6 @@ def test_debug_mode_finds_maps_that_disagree(monkeypatch: pytest.MonkeyPatch) ->
     given["token_topk_to_pos"] = torch.tensor([[0, 2, -1]], dtype=torch.int32)
     with pytest.raises(ValueError, match="pos_to_token_topk: expected 1 at position 2, got 2"):
         op(torch.zeros(3, 128), torch.zeros(3, 64), **given)
-
-
-@pytest.mark.parametrize("hidden", [64, 192, 640, 2048, 2112, 7168, 40960])
-def test_configurations_are_admissible(hidden: int) -> None:
-    config = SwigluBackwardConfig.best(hidden, arch_from_name("sm_90a"))
-    assert config.threads == 64
-    assert hidden % config.block_channels == 0
 
 
 X, GRAD = torch.ones(3, 128), torch.ones(3, 64)

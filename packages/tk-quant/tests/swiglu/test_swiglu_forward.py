@@ -9,11 +9,9 @@ import torch
 
 import tk_quant
 from tk_core import env
-from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
-from tk_quant.reference.lib.swiglu import real_positions
-from tk_quant.swiglu.swiglu_forward import SwigluForwardConfig
+from tk_quant.reference.swiglu import real_positions
 
 from ..per_token.test_per_token_cast import MakeInput, extremes
 from .test_swiglu_forward_and_per_token_cast import activations, every_gate, segments
@@ -225,18 +223,6 @@ def test_index_past_the_weights_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -
     index = torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match="pos_to_token_topk: expected indices into topk_weights, below 8, got 8"):
         op(torch.zeros(2, 128), pos_to_token_topk=index, topk_weights=torch.ones(1, 8))
-
-
-@pytest.mark.parametrize("hidden", [64, 192, 640, 2048, 2112, 7168, 40960])
-@pytest.mark.parametrize("counts", [False, True])
-def test_configurations_are_admissible(hidden: int, counts: bool) -> None:
-    config = SwigluForwardConfig.best(hidden, counts, arch_from_name("sm_90a"))
-    assert config.threads % 32 == 0
-    assert 64 <= config.threads <= 512
-    assert config.block_rows * config.block_channels % (8 * config.threads) == 0
-    assert -hidden % config.block_channels < 512
-    # A count of one row fits in ten bits.
-    assert not counts or config.block_channels <= 512
 
 
 X, INDEX, WEIGHTS = torch.ones(3, 128), torch.zeros(3, dtype=torch.int32), torch.ones(2, 4)

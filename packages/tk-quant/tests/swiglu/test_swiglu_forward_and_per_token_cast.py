@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -12,15 +11,13 @@ import torch
 
 import tk_quant
 from tk_core import env
-from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.reference.scales import unpack_scales
 from tk_core.scales import ScaleLayout
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_quant import reference
-from tk_quant.lib.swiglu_forward_and_per_token_cast_kernel import SwigluCastConfig
-from tk_quant.reference.lib.swiglu import real_positions
+from tk_quant.reference.swiglu import real_positions
 
 from ..per_token import test_per_token_cast as per_token_cast
 from ..per_token.test_per_token_cast import MakeInput, extremes, normal, strided
@@ -514,17 +511,6 @@ def test_compare_looks_at_real_rows_only() -> None:
     actual[1][2] += 1
     with pytest.raises(AssertionError, match="real rows"):
         compare((actual, None), (expected, None))
-
-
-@pytest.mark.parametrize("hidden", [128, 256, 640, 2048, 4096, 7168, 16384, 20480, 65536])
-def test_configurations_are_admissible(hidden: int) -> None:
-    for group, share_word, clamps in product((32, 128, hidden), (False, True), (False, True)):
-        config = SwigluCastConfig.best(hidden, group, 16, share_word, clamps, arch_from_name("sm_90a"))
-        assert hidden % config.vec == 0
-        assert config.lanes * config.rows <= 1024
-        assert config.lanes * config.rows % 32 == 0
-        blocks = config.num_blocks(1000, hidden)
-        assert blocks * config.rows * config.pieces * config.lanes * config.vec >= 1000 * hidden
 
 
 X = torch.zeros(8, 256)

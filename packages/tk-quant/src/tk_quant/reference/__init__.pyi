@@ -1,30 +1,26 @@
-from .dequantize.cast_back import cast_back as cast_back
-from .dequantize.cast_back import cast_back_e5m6 as cast_back_e5m6
-from .dequantize.per_token_cast_back import per_token_cast_back as per_token_cast_back
-from .dequantize.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
-from .layout.transpose import batched_transpose as batched_transpose
-from .layout.transpose import transpose as transpose
-from .lib.cast import cast as cast
-from .per_block.per_block_cast import per_block_cast as per_block_cast
-from .per_block.per_block_cast import per_block_cast_with_precomputed_sf as per_block_cast_with_precomputed_sf
-from .per_block.per_block_cast import per_block_cast_with_sf_only as per_block_cast_with_sf_only
-from .per_block.per_block_cast_lossless import per_block_cast_lossless as per_block_cast_lossless
-from .per_channel.per_channel_cast import per_channel_cast as per_channel_cast
-from .per_channel.per_channel_cast_and_transpose import per_channel_cast_and_transpose as per_channel_cast_and_transpose
-from .per_channel.per_channel_cast_fused import per_channel_cast_fused as per_channel_cast_fused
-from .per_channel.per_token_and_channel_cast import per_token_and_channel_cast as per_token_and_channel_cast
-from .per_token.per_token_cast import per_token_cast as per_token_cast
-from .per_token.per_token_cast import per_token_cast_to_e5m6 as per_token_cast_to_e5m6
-from .per_token.per_token_cast import per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf
-from .per_token.per_token_cast import per_token_cast_with_sf_only as per_token_cast_with_sf_only
-from .swiglu.swiglu_backward import swiglu_backward as swiglu_backward
-from .swiglu.swiglu_backward_and_per_token_cast import (
-    swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast,
-)
-from .swiglu.swiglu_forward import swiglu_forward as swiglu_forward
-from .swiglu.swiglu_forward_and_per_channel_cast_and_transpose import (
+from .back import cast_back as cast_back
+from .back import cast_back_e5m6 as cast_back_e5m6
+from .back import per_token_cast_back as per_token_cast_back
+from .lossless import per_block_cast_lossless as per_block_cast_lossless
+from .per_block import per_block_cast as per_block_cast
+from .per_block import per_block_cast_with_precomputed_sf as per_block_cast_with_precomputed_sf
+from .per_block import per_block_cast_with_sf_only as per_block_cast_with_sf_only
+from .per_channel import per_channel_cast as per_channel_cast
+from .per_channel import per_channel_cast_and_transpose as per_channel_cast_and_transpose
+from .per_channel import per_channel_cast_fused as per_channel_cast_fused
+from .per_token import per_token_cast as per_token_cast
+from .per_token import per_token_cast_to_e5m6 as per_token_cast_to_e5m6
+from .per_token import per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf
+from .per_token import per_token_cast_with_sf_only as per_token_cast_with_sf_only
+from .per_token_and_channel import per_token_and_channel_cast as per_token_and_channel_cast
+from .quantizer import cast as cast
+from .swiglu import swiglu_backward as swiglu_backward
+from .swiglu import swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast
+from .swiglu import swiglu_forward as swiglu_forward
+from .swiglu import (
     swiglu_forward_and_per_channel_cast_and_transpose as swiglu_forward_and_per_channel_cast_and_transpose,
 )
-from .swiglu.swiglu_forward_and_per_token_cast import (
-    swiglu_forward_and_per_token_cast as swiglu_forward_and_per_token_cast,
-)
+from .swiglu import swiglu_forward_and_per_token_cast as swiglu_forward_and_per_token_cast
+from .transpose import batched_transpose as batched_transpose
+from .transpose import transpose as transpose
+from .unpack import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2

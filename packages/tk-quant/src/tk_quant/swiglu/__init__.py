@@ -1,0 +1,1 @@
+"""SwiGLU, forward and backward, alone and fused with casts of its results."""

@@ -1,0 +1,83 @@
+"""Casts of float32 to e2m1 codes: of a few values in a thread, and of a tile, whose codes are stored.
+
+Kernels import this module in their builder, as it imports TileLang.
+"""
+
+import tilelang.language as T
+
+from tk_quant.cast.config import TileConfig
+from tk_quant.cast.tile import layout_of_rows, scale_values
+from tk_quant.device.e2m1 import e2m1x8_by_power, encode_e2m1x8
+
+
+@T.macro
+def encode_e2m1(scaled: T.Buffer, words: T.Buffer, are_bounded: bool) -> None:
+    """Encode float32 (8 * n,) as codes packed in uint32 (n,), to nearest, ties to even, saturating.
+
+    `are_bounded`: see `encode_e2m1x8`.
+    """
+    for j in T.unroll(words.shape[0]):
+        words[j] = encode_e2m1x8((scaled[8 * j + k] for k in range(8)), are_bounded)
+
+
+@T.macro
+def store_e2m1(
+    values: T.Buffer,
+    factors: T.Buffer,
+    data: T.Buffer,
+    row: T.int32,
+    col: T.int32,
+    are_bounded: bool,
+    config: TileConfig,
+) -> None:
+    """Multiply values by the factors of their blocks, and store the products' codes at (row, col) of data.
+
+    `are_bounded`: the factors were made from the values' amax, so no finite value saturates.
+    """
+    down, tokens, _, size = config.tile
+    scaled = scale_values(values, factors, config)
+    words = T.alloc_fragment((down, tokens, config.channels // 8), "uint32")
+    T.annotate_layout({words: layout_of_rows(config, 8)})
+    for i, t, w in T.Parallel(*words.shape):
+        eight = T.alloc_local((8,), "float32")
+        for k in T.unroll(8):
+            eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
+        # If a word has codes of several blocks, NaN or infinity in one would spoil the others.
+        words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded and size >= 8)
+    _store_words(words, data, row, col, config)
+
+
+@T.macro
+def store_e2m1_by_power(
+    values: T.Buffer, factors: T.Buffer, data: T.Buffer, row: T.int32, col: T.int32, config: TileConfig
+) -> None:
+    """`store_e2m1` of bfloat16 values times powers of two, for GPUs without an instruction that casts to e2m1."""
+    down, tokens, _, size = config.tile
+    words = T.alloc_fragment((down, tokens, config.channels // 8), "uint32")
+    T.annotate_layout({words: layout_of_rows(config, 8)})
+    for i, t, w in T.Parallel(*words.shape):
+        eight = T.alloc_local((8,), "bfloat16")
+        for k in T.unroll(8):
+            eight[k] = values[i, t, (8 * w + k) // size, (8 * w + k) % size]
+        pairs, power = T.view(eight, (4,), "uint32"), T.reinterpret(factors[i, 8 * w // size], "uint32")
+        four = tuple(pairs[k] for k in range(4))
+        words[i, t, w] = e2m1x8_by_power(four, power | (power >> T.uint32(16)))
+    _store_words(words, data, row, col, config)
+
+
+@T.macro
+def _store_words(words: T.Buffer, data: T.Buffer, row: T.int32, col: T.int32, config: TileConfig) -> None:
+    _, tokens, width = words.shape
+    vector, num_words = config.vec // 8, data.shape[1] // 4
+    out = T.view(data, (data.shape[0], num_words), "uint32")
+    for i, t, v in T.Parallel(words.shape[0], tokens, width // vector):
+        token, word = row + i * tokens + t, col // 8 + v * vector
+        # Without this copy nvcc would split the vector store, as the words were computed one by one.
+        copied = T.alloc_local((vector,), "uint32")
+        for k in T.unroll(vector):
+            copied[k] = words[i, t, v * vector + k]
+        if token < data.shape[0] and word < num_words:
+            if vector == 1:
+                T.stg32(out[token, word], copied[0])
+            else:
+                T.stg64(out[token, word], copied[0:2])

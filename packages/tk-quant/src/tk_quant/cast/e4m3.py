@@ -1,0 +1,34 @@
+"""Casts of float32 to e4m3 codes: of a few values in a thread, and of a tile, whose codes are stored.
+
+Kernels import this module in their builder, as it imports TileLang.
+"""
+
+import tilelang.language as T
+
+from tk_quant.cast.config import TileConfig
+from tk_quant.cast.tile import layout_of_tile
+
+
+@T.macro
+def encode_e4m3(scaled: T.Buffer, words: T.Buffer) -> None:
+    """Encode float32 (4 * n,) as codes packed in uint32 (n,), to nearest, ties to even, saturating."""
+    codes = T.view(words, scaled.shape, "float8_e4m3fn")
+    for j in T.vectorized(scaled.shape[0]):
+        codes[j] = T.cast(scaled[j], "float8_e4m3fn")
+
+
+@T.macro
+def store_e4m3(
+    values: T.Buffer, factors: T.Buffer, data: T.Buffer, row: T.int32, col: T.int32, config: TileConfig
+) -> None:
+    """Multiply values by the factors of their blocks, and store the products' codes at (row, col) of data."""
+    _, tokens, _, size = config.tile
+    codes = T.alloc_fragment(config.tile, "float8_e4m3fn")
+    T.annotate_layout({codes: layout_of_tile(config)})
+    for i, t, g, j in T.Parallel(*config.tile):
+        codes[i, t, g, j] = T.cast(T.cast(values[i, t, g, j], "float32") * factors[i, g], "float8_e4m3fn")
+    for i, t, g, j in T.Parallel(*config.tile):
+        token, channel = row + i * tokens + t, col + g * size + j
+        # Compares vectors, so that TileLang sees one guard for all elements of a vector.
+        if token < data.shape[0] and channel // config.vec < data.shape[1] // config.vec:
+            data[token, channel] = codes[i, t, g, j]

@@ -1,0 +1,180 @@
+"""The steps of swiglu_backward_and_per_token_cast's kernel; backward_and_per_token_cast.py has the picture.
+
+A piece is `vec` neighbouring channels of a row. A thread holds its piece of both halves of x as uint32 words of e4m3 in
+`codes` (halves, words), with the sf of each half in `piece_sf`; its piece of grad_out as words of bfloat16 in `grad`
+(1, words); and as float32 in `values` (3, channels) out, and dl and dr, the halves of x_grad. Kernels import this
+module in their builder, as it imports TileLang.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from tk_core.math import ceil_div
+from tk_quant.cast.e4m3 import encode_e4m3
+from tk_quant.cast.scales import quick_sf_of_amax, raised
+from tk_quant.cast.words import element, load_words, store_words
+from tk_quant.device.magnitude import larger_magnitude_f32
+from tk_quant.swiglu.activation import NEAR_SF, clamp_gate, clamp_value, near_sigmoid
+from tk_quant.swiglu.arguments import SwigluOptions
+
+# Channels that a thread computes at a time; more would take more registers.
+_CHUNK = 4
+
+
+@T.macro
+def load_piece(
+    x: T.Buffer,
+    x_sf: T.Buffer,
+    grad_out: T.Buffer,
+    codes: T.Buffer,
+    piece_sf: T.Buffer,
+    grad: T.Buffer,
+    row: T.int64,
+    col: T.int32,
+    valid: T.bool,
+    alignments: tuple[int, int],
+) -> None:
+    """Load a piece of x and of grad_out, whose rows are aligned to `alignments` bytes; no reads where not `valid`."""
+    hidden = int(grad_out.shape[1])
+    num_per_channels = 2 * hidden // int(x_sf.shape[1])
+    for half in T.unroll(2):
+        load_words(x, codes, half, row, half * hidden + col, valid, alignments[0])
+    load_words(grad_out, grad, 0, row, col, valid, alignments[1])
+    for half in T.unroll(2):
+        piece_sf[half] = T.reinterpret(
+            T.ldg32(x_sf[row, (half * hidden + col) // num_per_channels], pred=valid), "float32"
+        )
+
+
+@T.macro
+def differentiate(
+    codes: T.Buffer,
+    piece_sf: T.Buffer,
+    grad: T.Buffer,
+    weight: T.float32,
+    clamp: T.float32,
+    values: T.Buffer,
+    row_sum: T.Ref,
+    options: SwigluOptions,
+) -> None:
+    """Compute out, dl and dr of a piece into values; add the piece's part of the weight's gradient to row_sum."""
+    vec = int(values.shape[1])
+    x_values = T.alloc_local((2, _CHUNK), "float32")
+    sigmoids, silus = T.alloc_local((_CHUNK,), "float32"), T.alloc_local((_CHUNK,), "float32")
+    left, right, scaled = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+    elements = T.view(codes, (2, vec), "float8_e4m3fn")
+    for chunk in T.unroll(vec // _CHUNK):
+        first = chunk * _CHUNK
+        for j in T.vectorized(_CHUNK):
+            x_values[0, j] = T.cast(elements[0, first + j], "float32")
+        for j in T.unroll(_CHUNK):
+            x_values[0, j] = x_values[0, j] * piece_sf[0]
+        if T.abs(piece_sf[0]) <= T.float32(NEAR_SF):
+            for j in T.unroll(_CHUNK):
+                sigmoids[j], silus[j] = near_sigmoid(clamp_gate(x_values[0, j], clamp, options))
+        else:
+            for j in T.unroll(_CHUNK):
+                left = clamp_gate(x_values[0, j], clamp, options)
+                sigmoids[j], silus[j] = (
+                    T.float32(1) / (T.float32(1) + T.exp(-left)),
+                    left / (T.float32(1) + T.exp(-left)),
+                )
+        for j in T.vectorized(_CHUNK):
+            x_values[1, j] = T.cast(elements[1, first + j], "float32")
+        for j in T.unroll(_CHUNK):
+            x_values[1, j] = x_values[1, j] * piece_sf[1]
+            left, right = clamp_gate(x_values[0, j], clamp, options), clamp_value(x_values[1, j], clamp, options)
+            values[0, first + j] = silus[j] * right
+            row_sum = T.ieee_fmaf(element(grad, 0, first + j, True), values[0, first + j], row_sum)
+            values[0, first + j] = values[0, first + j] * weight
+            scaled = element(grad, 0, first + j, True) * weight * sigmoids[j]
+            values[1, first + j] = scaled * right * T.ieee_fmaf(left, T.float32(1) - sigmoids[j], T.float32(1))
+            values[2, first + j] = scaled * left
+            if options.clamp:
+                values[1, first + j] = T.if_then_else(x_values[0, j] > clamp, T.float32(0), values[1, first + j])
+                values[2, first + j] = T.if_then_else(T.abs(x_values[1, j]) > clamp, T.float32(0), values[2, first + j])
+
+
+@T.macro
+def store_bf16(out: T.Buffer, values: T.Buffer, which: int, row: T.int64, col: T.int32) -> None:
+    """Round values[which] to bfloat16 and store it."""
+    vec = int(values.shape[1])
+    rounded = T.alloc_local((vec,), "bfloat16")
+    for j in T.vectorized(vec):
+        rounded[j] = T.cast(values[which, j], "bfloat16")
+    words = T.view(rounded, (vec // 2,), "uint32")
+    for j in T.unroll(vec // 8):
+        T.stg128(out[row, col + 8 * j], words[4 * j : 4 * j + 4])
+
+
+@T.macro
+def quantize(
+    values: T.Buffer,
+    data: T.Buffer,
+    sf: T.Buffer,
+    row: T.int64,
+    col: T.int32,
+    valid: T.bool,
+    least_amax: T.float32,
+    lanes: int,
+    round_sf: bool,
+) -> None:
+    """Quantize dl and dr of a piece to e4m3; even lanes of a group reduce amax and make sf for dl, odd lanes for dr."""
+    hidden, vec = int(data.shape[1]) // 2, int(values.shape[1])
+    num_per_channels = 2 * hidden // int(sf.shape[1])
+    group_lanes, code_words = num_per_channels // vec, vec // 4
+    amax, factor = T.alloc_local((2,), "int32"), T.alloc_local((2,), "float32")
+    scaled, codes = T.alloc_local((vec,), "float32"), T.alloc_local((code_words,), "uint32")
+    largest, half_amax = T.alloc_var("uint32"), T.alloc_var("int32")
+    thread = T.get_thread_binding()
+    is_odd = thread % 2 == 1
+    for half in T.unroll(2):
+        largest = T.uint32(0)
+        for j in T.unroll(vec):
+            largest = larger_magnitude_f32(largest, T.reinterpret(values[1 + half, j], "uint32"))
+        amax[half] = T.reinterpret(largest, "int32")
+    half_amax = raised(T.if_then_else(is_odd, amax[1], amax[0]), least_amax)
+    half_amax = T.max(half_amax, T.shfl_xor(T.if_then_else(is_odd, amax[0], amax[1]), 1))
+    for j in T.unroll(1, group_lanes.bit_length() - 1):
+        half_amax = T.max(half_amax, T.shfl_xor(half_amax, 1 << j))
+    half_sf, half_factor = quick_sf_of_amax(half_amax, "e4m3", round_sf)
+    if valid and thread % lanes % group_lanes < 2:
+        sf[row, (thread % 2 * hidden + col) // num_per_channels] = half_sf
+    factor[0] = T.shfl_xor(half_factor, 1)
+    factor[1] = T.if_then_else(is_odd, half_factor, factor[0])
+    factor[0] = T.if_then_else(is_odd, factor[0], half_factor)
+    for half in T.unroll(2):
+        for j in T.unroll(vec):
+            scaled[j] = values[1 + half, j] * factor[half]
+        encode_e4m3(scaled, codes)
+        if valid:
+            store_words(data, codes, row, half * hidden + col)
+
+
+@T.macro
+def store_row_sums(
+    row_sums: T.Buffer,
+    targets: T.Buffer,
+    weight_grad: T.Buffer,
+    row_sum: T.Ref,
+    thread: Any,
+    tile_rows: Any,
+    threads: int,
+    rows: int,
+    lanes: int,
+) -> None:
+    """Sum row_sums over the lanes of each row, one warp a row, and store the sum at targets[row] in weight_grad."""
+    num_warps = threads // 32
+    for turn in T.unroll(ceil_div(int(targets.shape[0]), num_warps)):
+        summed = thread // 32 + turn * num_warps
+        if summed < tile_rows:
+            row_sum = T.float32(0)
+            for k in T.unroll(ceil_div(lanes, 32)):
+                if k * 32 + thread % 32 < lanes:
+                    first = summed // rows * threads + summed % rows * lanes
+                    row_sum = row_sum + row_sums[first + k * 32 + thread % 32]
+            for j in T.unroll(5):
+                row_sum = row_sum + T.shfl_xor(row_sum, 1 << j)
+            if thread % 32 == 0 and targets[summed] >= 0:
+                weight_grad[0, targets[summed]] = row_sum

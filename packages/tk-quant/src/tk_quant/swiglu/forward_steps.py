@@ -1,0 +1,190 @@
+"""The steps of swiglu_forward_and_per_token_cast's kernel; forward_and_per_token_cast.py has the picture.
+
+A piece is `vec` neighbouring channels of a row. A thread holds its pieces of both halves of x as uint32 words in `gate`
+and `value` (pieces, words), and their SwiGLU as float32 in `values` (pieces, channels). The last arguments, from
+`source` or `options` on, are constants at compile time. Kernels import this module in their builder, as it imports
+TileLang.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from tk_core.headers import builtin
+from tk_core.scales import ScaleLayout
+from tk_quant.cast.config import CastInput
+from tk_quant.cast.e2m1 import encode_e2m1
+from tk_quant.cast.e4m3 import encode_e4m3
+from tk_quant.cast.format import BITS
+from tk_quant.cast.words import element, load_words, store_words
+from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
+from tk_quant.swiglu.activation import NEAR_LIMIT, clamp_gate, clamp_value, near_sigmoid, near_silu
+from tk_quant.swiglu.arguments import SwigluOptions
+
+
+@T.macro
+def look_up(
+    pos_to_token_topk: T.Buffer,
+    topk_weights: T.Buffer,
+    pos_to_expert: T.Buffer,
+    num_positions: Any,
+    row: T.int32,
+    inside: T.bool,
+    real: T.Buffer,
+    weight: T.Buffer,
+    options: SwigluOptions,
+) -> None:
+    """Set real[0] to whether a row is not padding, and weight[0] to its weight."""
+    real[0] = inside and row < num_positions
+    if options.weights:
+        num_tokens, num_topk = topk_weights.shape
+        index = T.alloc_var("int32")
+        index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=real[0]), "int32")
+        real[0] = real[0] and index >= 0
+        real[0] = real[0] and T.cast(index, "int64") < T.cast(num_tokens, "int64") * num_topk
+    if options.experts:
+        real[0] = real[0] and T.reinterpret(T.ldg32(pos_to_expert[row], pred=real[0]), "int32") >= 0
+    if options.weights:
+        weight[0] = T.reinterpret(T.ldg32(topk_weights[0, index], pred=real[0]), "float32")
+
+
+@T.macro
+def load_piece(
+    x: T.Buffer,
+    gate: T.Buffer,
+    value: T.Buffer,
+    piece: int,
+    row: T.int32,
+    col: T.int32,
+    valid: T.bool,
+    source: CastInput,
+) -> None:
+    """Load a piece of both halves of x; zeros where not `valid`."""
+    load_words(x, gate, piece, row, col, valid, source.alignment)
+    load_words(x, value, piece, row, x.shape[1] // 2 + col, valid, source.alignment)
+
+
+@T.macro
+def _is_near(gate: T.Buffer, piece: int) -> T.bool:
+    """Whether all gates of a bfloat16 piece are within ±87, as near_sigmoid and near_silu need; False with NaN."""
+    largest = T.alloc_var("uint32", init=T.uint32(0))
+    for j in T.unroll(gate.shape[1]):
+        largest = larger_magnitude_bf16x2(largest, gate[piece, j])
+    limits = T.uint32(NEAR_LIMIT * 0x10001)
+    return builtin("uint32", "__vmaxu2", largest, limits) == limits
+
+
+@T.macro
+def _silus_of_piece(
+    gate: T.Buffer, values: T.Buffer, piece: int, clamp: T.float32, source: CastInput, options: SwigluOptions
+) -> None:
+    is_bf16, vec = source.dtype is torch.bfloat16, values.shape[1]
+    if is_bf16 and _is_near(gate, piece):
+        for j in T.unroll(vec):
+            left = clamp_gate(element(gate, piece, j, is_bf16), clamp, options)
+            # A clamped gate may be no bfloat16, which near_silu needs.
+            values[piece, j] = near_sigmoid(left)[1] if options.clamp else near_silu(left)
+    else:
+        for j in T.unroll(vec):
+            left = clamp_gate(element(gate, piece, j, is_bf16), clamp, options)
+            values[piece, j] = left / (T.float32(1) + T.exp(-left))
+
+
+@T.macro
+def activate(
+    gate: T.Buffer,
+    value: T.Buffer,
+    values: T.Buffer,
+    piece: int,
+    weight: T.float32,
+    clamp: T.float32,
+    source: CastInput,
+    options: SwigluOptions,
+) -> None:
+    """Compute SwiGLU of a piece, times its row's weight, into values[piece]; zeros for padding."""
+    is_bf16, vec = source.dtype is torch.bfloat16, values.shape[1]
+    _silus_of_piece(gate, values, piece, clamp, source, options)
+    for j in T.unroll(vec):
+        values[piece, j] = values[piece, j] * clamp_value(element(value, piece, j, is_bf16), clamp, options)
+    if options.weights:
+        for j in T.unroll(vec):
+            values[piece, j] = values[piece, j] * weight
+
+
+@T.macro
+def count_clamped(
+    gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, total: T.Buffer, source: CastInput
+) -> None:
+    """Count gates > clamp, values > clamp and values < -clamp of a piece; add them to the thread block's total (3,)."""
+    is_bf16, count = source.dtype is torch.bfloat16, T.alloc_local((3,), "int32")
+    T.clear(count)
+    for j in T.unroll(gate.shape[1] * 4 // source.dtype.itemsize):
+        count[0] = count[0] + T.cast(element(gate, piece, j, is_bf16) > clamp, "int32")
+        count[1] = count[1] + T.cast(element(value, piece, j, is_bf16) > clamp, "int32")
+        count[2] = count[2] + T.cast(element(value, piece, j, is_bf16) < -clamp, "int32")
+    for i in T.unroll(3):
+        if count[i] > 0:
+            T.atomic_add(total[i], count[i])
+
+
+@T.macro
+def piece_amax(values: T.Buffer, piece: int, amax: T.Ref) -> None:
+    """Raise amax, the bits of a float32 as int32, to max |values[piece]|; NaN has bits above those of infinity."""
+    largest = T.alloc_var("uint32")
+    largest = T.uint32(0)
+    for j in T.unroll(values.shape[1]):
+        largest = larger_magnitude_f32(largest, T.reinterpret(values[piece, j], "uint32"))
+    amax = T.max(amax, T.reinterpret(largest, "int32"))
+
+
+@T.macro
+def store_piece(
+    values: T.Buffer, data: T.Buffer, piece: int, row: T.int32, col: T.int32, factor: T.float32, valid: T.bool, fmt: str
+) -> None:
+    """Multiply values[piece] by a factor, encode the products, and store the codes."""
+    vec = int(values.shape[1])
+    out_words = vec * BITS[fmt] // 32
+    scaled = T.alloc_local((vec,), "float32")
+    codes = T.alloc_local((out_words,), "uint32")
+    for j in T.unroll(vec):
+        scaled[j] = values[piece, j] * factor
+    if fmt == "e4m3":
+        encode_e4m3(scaled, codes)
+    else:
+        # The factor is made from the group's amax, so magnitudes are bounded unless amax is not finite.
+        encode_e2m1(scaled, codes, True)
+    if valid:
+        store_words(data, codes, row, col * BITS[fmt] // 8)
+
+
+@T.macro
+def store_sf(
+    sf: T.Buffer,
+    group_sf: T.float32,
+    row: T.int32,
+    col: T.int32,
+    lane: T.int32,
+    valid: T.bool,
+    hidden: int,
+    num_per_channels: int,
+    group_lanes: int,
+    layout: ScaleLayout,
+) -> None:
+    """Store the sf of a group, which is `group_lanes` neighbouring lanes; one-byte sf as words of four groups."""
+    is_swizzled = layout is ScaleLayout.SWIZZLED
+    if is_swizzled or layout is ScaleLayout.PACKED_UE8M0:
+        word = T.alloc_var("uint32")
+        word = T.if_then_else(valid, T.reinterpret(group_sf, "uint32") >> T.uint32(23), T.uint32(0))
+        word = word << T.cast(lane // group_lanes % 4 * 8, "uint32")
+        word = word | T.shfl_xor(word, group_lanes)
+        word = word | T.shfl_xor(word, 2 * group_lanes)
+        first = lane % (4 * group_lanes) == 0 and col < hidden
+        if is_swizzled:
+            # Padding rows, and the rows that fill up the last tile of 128, get zeros.
+            if first and row < sf.shape[0] * 128:
+                T.stg32(sf[row // 128, col // (4 * num_per_channels), row % 32, row % 128 // 32, 0], word)
+        elif first and valid:
+            sf[row, col // (4 * num_per_channels)] = T.reinterpret(word, "int32")
+    elif valid and lane % group_lanes == 0:
+        sf[row, col // num_per_channels] = group_sf
