@@ -19,11 +19,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import check_streams
 
 
@@ -57,19 +56,7 @@ def _mhc_pre_apply_mix_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     return mhc_pre_apply_mix
 
 
-@op("tk_mhc::mhc_pre_apply_mix_out", mutates=("out",), reference="mhc_pre_apply_mix")
-def _mhc_pre_apply_mix_out(x: Tensor, mix: Tensor, out: Tensor) -> None:
-    num_tokens, mhc_mult, hidden = x.shape
-    if num_tokens == 0:
-        return
-    written = aligned(out)
-    collapse = _mhc_pre_apply_mix_kernel(mhc_mult, hidden, get_arch(x.device))
-    collapse(aligned(x), aligned(mix, min(4 * mhc_mult, 16)), written)
-    if written is not out:
-        out.copy_(written)
-
-
-@replayable
+@op(writes=("out",))
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
     """Collapse the streams of each token: out = Σ_s mix[s] · x[s], in float32, streams ascending, rounded once.
 
@@ -90,8 +77,9 @@ def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tens
     leading, mhc_mult, hidden, device = check_streams("x", x)
     check.tensor("mix", mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
     if out is None:
-        out = x.new_empty((*leading, hidden))
+        out = new(x.new_empty, (*leading, hidden))
     else:
         check.tensor("out", out, (torch.bfloat16,), (*leading, hidden), device=device)
-    _mhc_pre_apply_mix_out(flat(x, 2), flat(mix, 2), flat(out, 1))
+    if launching(out):
+        _mhc_pre_apply_mix_kernel(mhc_mult, hidden, get_arch(device))(flat(x, 2), flat(mix, 2), flat(out, 1))
     return out

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import check_streams
 
 
@@ -81,26 +80,7 @@ def _mhc_pre_apply_mix_bwd_kernel(mhc_mult: int, hidden: int, accumulate: bool, 
     return mhc_pre_apply_mix_bwd
 
 
-@op(
-    "tk_mhc::mhc_pre_apply_mix_bwd_out",
-    mutates=("d_x", "d_mix"),
-    reference="mhc_pre_apply_mix_bwd",
-    translate=lambda call: {"d_x": call.d_x if call.accumulate else None},
-)
-def _mhc_pre_apply_mix_bwd_out(
-    d_o: Tensor, x: Tensor, mix: Tensor, accumulate: bool, d_x: Tensor, d_mix: Tensor
-) -> None:
-    num_tokens, mhc_mult, hidden = x.shape
-    if num_tokens == 0:
-        return
-    backward = _mhc_pre_apply_mix_bwd_kernel(mhc_mult, hidden, accumulate, get_arch(x.device))
-    written = aligned(d_x)
-    backward(aligned(d_o), aligned(x), aligned(mix, min(4 * mhc_mult, 16)), written, d_mix)
-    if written is not d_x:
-        d_x.copy_(written)
-
-
-@replayable
+@op(writes=("d_x",))
 def mhc_pre_apply_mix_bwd(d_o: Tensor, x: Tensor, mix: Tensor, *, d_x: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Gradients of `mhc_pre_apply_mix`: d_x[s] = mix[s] · d_o (+ the given d_x), d_mix[s] = Σ_i d_o[i] · x[s, i].
 
@@ -126,9 +106,11 @@ def mhc_pre_apply_mix_bwd(d_o: Tensor, x: Tensor, mix: Tensor, *, d_x: Tensor | 
     check.tensor("mix", mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
     accumulate = d_x is not None
     if d_x is None:
-        d_x = x.new_empty(x.shape)
+        d_x = new(x.new_empty, x.shape)
     else:
         check.tensor("d_x", d_x, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
-    d_mix = mix.new_empty(mix.shape)
-    _mhc_pre_apply_mix_bwd_out(flat(d_o, 1), flat(x, 2), flat(mix, 2), accumulate, flat(d_x, 2), flat(d_mix, 2))
+    d_mix = new(mix.new_empty, mix.shape)
+    if launching(d_x, d_mix):
+        backward = _mhc_pre_apply_mix_bwd_kernel(mhc_mult, hidden, accumulate, get_arch(device))
+        backward(flat(d_o, 1), flat(x, 2), flat(mix, 2), flat(d_x, 2), flat(d_mix, 2))
     return d_x, d_mix

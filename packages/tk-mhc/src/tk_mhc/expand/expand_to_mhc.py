@@ -17,12 +17,11 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import MHC_MULTS, check_hidden
 
 
@@ -52,18 +51,7 @@ def _expand_to_mhc_kernel(mhc_mult: int, hidden_size: int, arch: Arch) -> Any:
     return expand_to_mhc
 
 
-@op("tk_mhc::expand_to_mhc_out", mutates=("out",), reference="expand_to_mhc")
-def _expand_to_mhc_out(hidden: Tensor, mhc_mult: int, out: Tensor) -> None:
-    num_tokens, hidden_size = hidden.shape
-    if num_tokens == 0:
-        return
-    written = aligned(out)
-    _expand_to_mhc_kernel(mhc_mult, hidden_size, get_arch(hidden.device))(aligned(hidden), written)
-    if written is not out:
-        out.copy_(written)
-
-
-@replayable
+@op(writes=("out",))
 def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> Tensor:
     """Copy each token's hidden state into its streams: out[s] = hidden.
 
@@ -87,8 +75,9 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
     check.one_of("mhc_mult", mhc_mult, MHC_MULTS)
     shape = (*leading, mhc_mult, hidden_size)
     if out is None:
-        out = hidden.new_empty(shape)
+        out = new(hidden.new_empty, shape)
     else:
         check.tensor("out", out, (torch.bfloat16,), shape, device=hidden.device)
-    _expand_to_mhc_out(flat(hidden, 1), mhc_mult, flat(out, 2))
+    if launching(out):
+        _expand_to_mhc_kernel(mhc_mult, hidden_size, get_arch(hidden.device))(flat(hidden, 1), flat(out, 2))
     return out

@@ -17,11 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import check_streams
 
 
@@ -54,15 +53,7 @@ def _expand_to_mhc_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     return expand_to_mhc_bwd
 
 
-@op("tk_mhc::expand_to_mhc_bwd_out", mutates=("d_hidden",), reference="expand_to_mhc_bwd")
-def _expand_to_mhc_bwd_out(d_o: Tensor, d_hidden: Tensor) -> None:
-    num_tokens, mhc_mult, hidden = d_o.shape
-    if num_tokens == 0:
-        return
-    _expand_to_mhc_bwd_kernel(mhc_mult, hidden, get_arch(d_o.device))(aligned(d_o), d_hidden)
-
-
-@replayable
+@op
 def expand_to_mhc_bwd(d_o: Tensor) -> Tensor:
     """Gradient of `expand_to_mhc`: d_hidden = Σ_s d_o[s], in float32, streams ascending, rounded once.
 
@@ -78,7 +69,8 @@ def expand_to_mhc_bwd(d_o: Tensor) -> Tensor:
         TypeError: d_o is not a bfloat16 tensor.
         ValueError: d_o is not contiguous or has no dimension of streams, or m or H is out of range.
     """
-    leading, _, hidden, _ = check_streams("d_o", d_o)
-    d_hidden = d_o.new_empty((*leading, hidden))
-    _expand_to_mhc_bwd_out(flat(d_o, 2), flat(d_hidden, 1))
+    leading, mhc_mult, hidden, device = check_streams("d_o", d_o)
+    d_hidden = new(d_o.new_empty, (*leading, hidden))
+    if launching(d_hidden):
+        _expand_to_mhc_bwd_kernel(mhc_mult, hidden, get_arch(device))(flat(d_o, 2), flat(d_hidden, 1))
     return d_hidden

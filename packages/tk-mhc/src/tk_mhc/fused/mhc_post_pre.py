@@ -9,40 +9,17 @@ lib/pre_fuse.py; otherwise mhc_post's kernel and those of mhc_pre_big_fuse. Sour
 
 from torch import Tensor
 
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, new, op
 from tk_core.views import flat
 from tk_mhc.lib.post_project import launch_post_sums, takes_post_project
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
-from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
+from tk_mhc.lib.pre_fuse import launch_pre_fuse, new_results
 from tk_mhc.lib.projection import check_projection, launch_sums
-from tk_mhc.lib.projection_config import Projection
-from tk_mhc.lib.spelled_out import spelled_out
-from tk_mhc.lib.tokens import PostArguments, check_post
+from tk_mhc.lib.tokens import check_post
 from tk_mhc.post.mhc_post import launch_post
 
 
-@op("tk_mhc::mhc_post_pre_out", mutates=("new_residual", *PreResults._fields), reference="mhc_post_pre")
-@spelled_out
-def _mhc_post_pre_out(
-    before: PostArguments,
-    projection: Projection,
-    arguments: PreArguments,
-    options: PreOptions,
-    new_residual: Tensor,
-    results: PreResults,
-) -> None:
-    if new_residual.shape[0] == 0:
-        return
-    if takes_post_project(new_residual, projection.n_splits):
-        sums = launch_post_sums(before, projection, new_residual)
-    else:
-        launch_post(before, new_residual)
-        sums = launch_sums(new_residual.flatten(1), projection)
-    launch_pre_fuse(new_residual, sums, arguments, options, results)
-
-
-@replayable
+@op
 def mhc_post_pre(
     x: Tensor,
     residual: Tensor,
@@ -107,7 +84,14 @@ def mhc_post_pre(
         mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
     ).checked(streams)
     options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix).checked(streams)
-    new_residual = x.new_empty((*streams.leading, streams.mhc_mult, streams.hidden))
+    new_residual = new(x.new_empty, (*streams.leading, streams.mhc_mult, streams.hidden))
     results = new_results(x, streams, shifted)
-    _mhc_post_pre_out(*before, *projection, *arguments, *options, flat(new_residual, 2), *results.flat())
+    if launching(new_residual, results):
+        written = flat(new_residual, 2)
+        if takes_post_project(written, projection.n_splits):
+            sums = launch_post_sums(before, projection, written)
+        else:
+            launch_post(before, written)
+            sums = launch_sums(written.flatten(1), projection)
+        launch_pre_fuse(written, sums, arguments, options, results)
     return new_residual, *results.present()

@@ -12,28 +12,15 @@ shifted form and the layer norm are those of vLLM's mhc_pre_delayed and of its f
 
 from torch import Tensor
 
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, op
 from tk_core.views import flat
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
-from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
+from tk_mhc.lib.pre_fuse import launch_pre_fuse, new_results
 from tk_mhc.lib.projection import check_projection, launch_sums
-from tk_mhc.lib.projection_config import Projection
-from tk_mhc.lib.spelled_out import spelled_out
 from tk_mhc.lib.tokens import check_streams
 
 
-@op("tk_mhc::mhc_pre_big_fuse_out", mutates=PreResults._fields, reference="mhc_pre_big_fuse")
-@spelled_out
-def _mhc_pre_big_fuse_out(
-    residual: Tensor, projection: Projection, arguments: PreArguments, options: PreOptions, results: PreResults
-) -> None:
-    if residual.shape[0] > 0:
-        sums = launch_sums(residual.flatten(1), projection)
-        launch_pre_fuse(residual, sums, arguments, options, results)
-
-
-@replayable
+@op
 def mhc_pre_big_fuse(
     residual: Tensor,
     fn: Tensor,
@@ -92,5 +79,7 @@ def mhc_pre_big_fuse(
     ).checked(streams)
     options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix).checked(streams)
     results = new_results(residual, streams, shifted)
-    _mhc_pre_big_fuse_out(flat(residual, 2), *projection, *arguments, *options, *results.flat())
+    if launching(results):
+        x = flat(residual, 2)
+        launch_pre_fuse(x, launch_sums(x.flatten(1), projection), arguments, options, results)
     return results.present()

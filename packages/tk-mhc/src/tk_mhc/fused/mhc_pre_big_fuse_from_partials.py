@@ -9,32 +9,14 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, op
 from tk_core.views import flat
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
-from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
-from tk_mhc.lib.spelled_out import spelled_out
+from tk_mhc.lib.pre_fuse import launch_pre_fuse, new_results
 from tk_mhc.lib.tokens import check_streams
 
 
-@op(
-    "tk_mhc::mhc_pre_big_fuse_from_partials_out", mutates=PreResults._fields, reference="mhc_pre_big_fuse_from_partials"
-)
-@spelled_out
-def _mhc_pre_big_fuse_from_partials_out(
-    residual: Tensor,
-    gemm_out_mul: Tensor,
-    gemm_out_sqrsum: Tensor,
-    arguments: PreArguments,
-    options: PreOptions,
-    results: PreResults,
-) -> None:
-    if residual.shape[0] > 0:
-        launch_pre_fuse(residual, (gemm_out_mul, gemm_out_sqrsum), arguments, options, results)
-
-
-@replayable
+@op
 def mhc_pre_big_fuse_from_partials(
     gemm_out_mul: Tensor,
     gemm_out_sqrsum: Tensor,
@@ -96,6 +78,6 @@ def mhc_pre_big_fuse_from_partials(
     ).checked(streams)
     options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix).checked(streams)
     results = new_results(residual, streams, shifted)
-    sums = (gemm_out_mul, gemm_out_sqrsum)
-    _mhc_pre_big_fuse_from_partials_out(x, *sums, *arguments, *options, *results.flat())
+    if launching(results):
+        launch_pre_fuse(x, (gemm_out_mul, gemm_out_sqrsum), arguments, options, results)
     return results.present()

@@ -12,28 +12,16 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, new, op
 from tk_core.views import flat
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
-from tk_mhc.lib.pre_fuse import PreResults, launch_pre_fuse, new_results
+from tk_mhc.lib.pre_fuse import launch_pre_fuse, new_results
 from tk_mhc.lib.projection import check_n_splits, launch_sums
 from tk_mhc.lib.projection_config import Projection
-from tk_mhc.lib.spelled_out import spelled_out
 from tk_mhc.lib.tokens import MHC_MULTS, Streams, check_hidden
 
 
-@op("tk_mhc::mhc_pre_broadcast_out", mutates=("residual", *PreResults._fields), reference="mhc_pre_broadcast")
-@spelled_out
-def _mhc_pre_broadcast_out(
-    hidden: Tensor, fn_folded: Tensor, n_splits: int, arguments: PreArguments, residual: Tensor, results: PreResults
-) -> None:
-    if hidden.shape[0] > 0:
-        sums = launch_sums(hidden, Projection(fn_folded, None, n_splits))
-        launch_pre_fuse(hidden.unsqueeze(1), sums, arguments, PreOptions(), results, expanded=residual)
-
-
-@replayable
+@op
 def mhc_pre_broadcast(
     hidden: Tensor,
     fn_folded: Tensor,
@@ -83,7 +71,10 @@ def mhc_pre_broadcast(
         mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
     ).checked(streams)
     n_splits = check_n_splits(n_splits, size)
-    residual = hidden.new_empty((*leading, mhc_mult, size))
+    residual = new(hidden.new_empty, (*leading, mhc_mult, size))
     results = new_results(hidden, streams, shifted=False)
-    _mhc_pre_broadcast_out(flat(hidden, 1), fn_folded, n_splits, *arguments, flat(residual, 2), *results.flat())
+    if launching(residual, results):
+        x = flat(hidden, 1)
+        sums = launch_sums(x, Projection(fn_folded, None, n_splits))
+        launch_pre_fuse(x.unsqueeze(1), sums, arguments, PreOptions(), results, expanded=flat(residual, 2))
     return residual, *results.present()

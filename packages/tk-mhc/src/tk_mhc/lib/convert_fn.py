@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel, new_workspace
+from tk_core.kernel import kernel
 from tk_core.tiles import DIRECT_COPIES, channel_tile
 
 
@@ -48,6 +48,6 @@ def _convert_kernel(num_rows: int, width: int, is_normed: bool, arch: Arch) -> A
 
 def convert_fn(fn: Tensor, norm_weight: Tensor | None) -> Tensor:
     """fn (rows, width), times norm_weight (width,) if it is given, as bfloat16 (2, rows, width): high and low parts."""
-    parts = new_workspace(fn, (2, *fn.shape), torch.bfloat16)
+    parts = fn.new_empty((2, *fn.shape), dtype=torch.bfloat16)
     _convert_kernel(*fn.shape, norm_weight is not None, get_arch(fn.device))(fn, norm_weight, parts)
     return parts

@@ -25,7 +25,6 @@ from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
 from tk_mhc.lib.projection import default_n_splits, new_sums
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Projection, ProjectionConfig, padded_rows
 from tk_mhc.lib.tokens import PostArguments
@@ -148,12 +147,12 @@ def launch_post_sums(arguments: PostArguments, projection: Projection, new_resid
 
     Returns the sums of its splits, mul (n_splits, T, rows of fn) and sqrsum (n_splits, T).
     """
-    fn, norm_weight, n_splits = projection.aligned()
+    fn, norm_weight, n_splits = projection
     num_tokens, mhc_mult, hidden = new_residual.shape
     arch = get_arch(fn.device)
     is_normed = norm_weight is not None
     steps = ProjectionConfig.best(fn.shape[0], fn.shape[1], n_splits, "normed" if is_normed else "float32", arch)
     mul, sqrsum = new_sums(fn, n_splits, num_tokens)
     kernel = post_project_kernel(mhc_mult, hidden, n_splits, is_normed, steps.block_channels, arch)
-    kernel(*map(aligned, arguments), fn, norm_weight, new_residual.view(num_tokens, -1), mul, sqrsum)
+    kernel(*arguments, fn, norm_weight, new_residual.view(num_tokens, -1), mul, sqrsum)
     return mul, sqrsum

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
+from tk_core.call import new
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.lib.tokens import Streams
 
@@ -183,11 +184,6 @@ class PreResults(NamedTuple):
     layer_input: Tensor
     next_pre_mix: Tensor | None
 
-    def flat(self) -> "PreResults":
-        """With the leading dimensions of each merged."""
-        next_pre_mix = None if self.next_pre_mix is None else flat(self.next_pre_mix, 2)
-        return PreResults(flat(self.post, 2), flat(self.comb, 2), flat(self.layer_input, 1), next_pre_mix)
-
     def present(self) -> tuple[Tensor, ...]:
         """Without next_pre_mix if it is None."""
         return tuple(x for x in self if x is not None)
@@ -196,10 +192,10 @@ class PreResults(NamedTuple):
 def new_results(like: Tensor, streams: Streams, shifted: bool) -> PreResults:
     """Tensors for the results, next_pre_mix only if shifted, on the device of the bfloat16 tensor `like`."""
     leading, mhc_mult, hidden, _ = streams
-    post = like.new_empty((*leading, mhc_mult, 1), dtype=torch.float32)
-    comb = like.new_empty((*leading, mhc_mult, mhc_mult), dtype=torch.float32)
-    layer_input = like.new_empty((*leading, hidden))
-    next_pre_mix = like.new_empty((*leading, mhc_mult, 1), dtype=torch.float32) if shifted else None
+    post = new(like.new_empty, (*leading, mhc_mult, 1), dtype=torch.float32)
+    comb = new(like.new_empty, (*leading, mhc_mult, mhc_mult), dtype=torch.float32)
+    layer_input = new(like.new_empty, (*leading, hidden))
+    next_pre_mix = new(like.new_empty, (*leading, mhc_mult, 1), dtype=torch.float32) if shifted else None
     return PreResults(post, comb, layer_input, next_pre_mix)
 
 
@@ -220,11 +216,11 @@ def launch_pre_fuse(
     collapse = "pre" if expanded is None else "broadcast"
     if shifted:
         collapse = "first" if pre_mix is None else "pre_mix"
-    mhc_mult, hidden = results.post.shape[1], residual.shape[2]
+    mhc_mult, hidden = results.comb.shape[-1], residual.shape[2]
     layer_norm = None if weight is None else str(weight.dtype).removeprefix("torch.")
     arch = get_arch(residual.device)
     config = PreFuseConfig.best(hidden, sums[0].shape[0], weight is not None)
     fuse = pre_fuse_kernel(mhc_mult, hidden, collapse, layer_norm, sinkhorn_repeat, config, arch)
-    inputs = (residual, *sums, scale, base, pre_mix, weight)
-    outputs = (results.next_pre_mix, results.post, results.comb, results.layer_input, expanded)
-    fuse(*(None if x is None else aligned(x) for x in inputs), *outputs, *numbers, norm_eps)
+    next_pre_mix = None if results.next_pre_mix is None else flat(results.next_pre_mix, 2)
+    outputs = (next_pre_mix, flat(results.post, 2), flat(results.comb, 2), flat(results.layer_input, 1), expanded)
+    fuse(residual, *sums, scale, base, pre_mix, weight, *outputs, *numbers, norm_eps)

@@ -23,10 +23,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import get_arch
-from tk_core.kernel import new_workspace
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
-from tk_core.views import aligned
 from tk_mhc.lib.convert_fn import convert_fn
 from tk_mhc.lib.project_mma import project_mma_kernel
 from tk_mhc.lib.project_wgmma import project_wgmma_kernel
@@ -80,7 +78,7 @@ def launch_projection(
     Writes mul (n_splits or 1, T, groups · rows) and sqrsum (n_splits or 1, T · groups), where groups, the rms groups,
     are as many as mul has room for. With "mixes" these are mixes and rstd, for which `eps` is.
     """
-    fn, norm_weight, n_splits = projection.aligned()
+    fn, norm_weight, n_splits = projection
     num_tokens, (num_rows, width) = x.shape[0], fn.shape
     num_rms_groups = mul.shape[2] // num_rows
     arch = get_arch(x.device)
@@ -92,12 +90,12 @@ def launch_projection(
     kernel = project_wgmma_kernel if arch.has_wgmma else project_mma_kernel
     splits = splits_per_worker(num_tokens, num_rms_groups, n_splits, x.device) if output == "partials" else n_splits
     launch = kernel(num_rows, width, n_splits, num_rms_groups, weights, output, config, arch)
-    launch(aligned(x), fn, parts, norm_weight, mul, sqrsum, eps, splits)
+    launch(x, fn, parts, norm_weight, mul, sqrsum, eps, splits)
 
 
 def new_sums(fn: Tensor, num_splits: int, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Workspaces for mul (num_splits, num_tokens, rows of fn) and sqrsum (num_splits, num_tokens)."""
-    return new_workspace(fn, (num_splits, num_tokens, fn.shape[0])), new_workspace(fn, (num_splits, num_tokens))
+    return fn.new_empty((num_splits, num_tokens, fn.shape[0])), fn.new_empty((num_splits, num_tokens))
 
 
 def launch_sums(x: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tk_core.arch import Arch
 from tk_core.math import align
-from tk_core.views import aligned
 
 CHANNEL_BLOCK = 64
 """Channels of a block: splits consist of whole blocks."""
@@ -25,11 +24,6 @@ class Projection(NamedTuple):
     fn: Tensor
     norm_weight: Tensor | None
     n_splits: int
-
-    def aligned(self) -> "Projection":
-        """With addresses that the kernels can take."""
-        norm_weight = None if self.norm_weight is None else aligned(self.norm_weight)
-        return Projection(aligned(self.fn), norm_weight, self.n_splits)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import MHC_MULTS
 
 _THREADS = 64
@@ -50,18 +49,7 @@ def _mhc_head_compute_mix_kernel(mhc_mult: int, arch: Arch) -> Any:
     return mhc_head_compute_mix
 
 
-@op("tk_mhc::mhc_head_compute_mix_out", mutates=("out",), reference="mhc_head_compute_mix")
-def _mhc_head_compute_mix_out(
-    input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float, out: Tensor
-) -> None:
-    num_tokens, mhc_mult = input_mix.shape
-    if num_tokens == 0:
-        return
-    compute_mix = _mhc_head_compute_mix_kernel(mhc_mult, get_arch(input_mix.device))
-    compute_mix(aligned(input_mix), mhc_scale, aligned(mhc_base), out, mhc_pre_eps)
-
-
-@replayable
+@op(aligned=("input_mix", "mhc_base"))
 def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float) -> Tensor:
     """Weights of the last collapse: sigmoid(mix · scale + base) + pre_eps in float32.
 
@@ -85,6 +73,8 @@ def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor,
     check.tensor("mhc_scale", mhc_scale, (torch.float32,), (1,), device=input_mix.device)
     check.tensor("mhc_base", mhc_base, (torch.float32,), (mhc_mult,), device=input_mix.device)
     check.number("mhc_pre_eps", mhc_pre_eps)
-    out = input_mix.new_empty(input_mix.shape)
-    _mhc_head_compute_mix_out(flat(input_mix, 1), mhc_scale, mhc_base, float(mhc_pre_eps), flat(out, 1))
+    out = new(input_mix.new_empty, input_mix.shape)
+    if launching(out):
+        compute_mix = _mhc_head_compute_mix_kernel(mhc_mult, get_arch(input_mix.device))
+        compute_mix(flat(input_mix, 1), mhc_scale, mhc_base, flat(out, 1), float(mhc_pre_eps))
     return out

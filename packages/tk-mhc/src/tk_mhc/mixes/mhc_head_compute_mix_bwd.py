@@ -15,11 +15,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel, new_workspace
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, new, op
+from tk_core.kernel import kernel
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
 from tk_mhc.lib.tokens import MHC_MULTS
 
@@ -75,33 +74,7 @@ def _mhc_head_compute_mix_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
     return mhc_head_compute_mix_bwd
 
 
-@op(
-    "tk_mhc::mhc_head_compute_mix_bwd_out",
-    mutates=("d_mix", "d_scale", "d_base"),
-    reference="mhc_head_compute_mix_bwd",
-)
-def _mhc_head_compute_mix_bwd_out(
-    d_o: Tensor,
-    input_mix: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    d_mix: Tensor,
-    d_scale: Tensor,
-    d_base: Tensor,
-) -> None:
-    num_tokens, mhc_mult = input_mix.shape
-    if num_tokens == 0:
-        d_scale.zero_()
-        d_base.zero_()
-        return
-    arch = get_arch(input_mix.device)
-    backward = _mhc_head_compute_mix_bwd_kernel(mhc_mult, arch)
-    sums = new_workspace(input_mix, (NUM_RANGES, 1 + mhc_mult), torch.float64)
-    backward(aligned(d_o), aligned(input_mix), mhc_scale, aligned(mhc_base), d_mix, sums)
-    sum_ranges_kernel(1, mhc_mult, arch)(sums, d_scale, d_base)
-
-
-@replayable
+@op(aligned=("d_o", "input_mix", "mhc_base"))
 def mhc_head_compute_mix_bwd(
     d_o: Tensor, input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,9 +104,15 @@ def mhc_head_compute_mix_bwd(
     check.tensor("d_o", d_o, dtypes, tuple(input_mix.shape), device=device)
     check.tensor("mhc_scale", mhc_scale, dtypes, (1,), device=device)
     check.tensor("mhc_base", mhc_base, dtypes, (mhc_mult,), device=device)
-    d_mix = input_mix.new_empty(input_mix.shape)
-    d_scale, d_base = input_mix.new_empty((1,)), input_mix.new_empty((mhc_mult,))
-    _mhc_head_compute_mix_bwd_out(
-        flat(d_o, 1), flat(input_mix, 1), mhc_scale, mhc_base, flat(d_mix, 1), d_scale, d_base
-    )
+    d_mix = new(input_mix.new_empty, input_mix.shape)
+    d_scale, d_base = new(input_mix.new_empty, (1,)), new(input_mix.new_empty, (mhc_mult,))
+    if not launching(d_mix, d_scale, d_base):
+        return d_mix, d_scale, d_base
+    if d_mix.numel() == 0:
+        return d_mix, d_scale.zero_(), d_base.zero_()
+    arch = get_arch(device)
+    sums = input_mix.new_empty((NUM_RANGES, 1 + mhc_mult), dtype=torch.float64)
+    backward = _mhc_head_compute_mix_bwd_kernel(mhc_mult, arch)
+    backward(flat(d_o, 1), flat(input_mix, 1), mhc_scale, mhc_base, flat(d_mix, 1), sums)
+    sum_ranges_kernel(1, mhc_mult, arch)(sums, d_scale, d_base)
     return d_mix, d_scale, d_base

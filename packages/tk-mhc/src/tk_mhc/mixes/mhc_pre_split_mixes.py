@@ -15,11 +15,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import MHC_MULTS
 
 
@@ -61,25 +60,7 @@ def _mhc_pre_split_mixes_kernel(mhc_mult: int, arch: Arch) -> Any:
     return mhc_pre_split_mixes
 
 
-@op("tk_mhc::mhc_pre_split_mixes_out", mutates=("pre", "post", "comb"), reference="mhc_pre_split_mixes")
-def _mhc_pre_split_mixes_out(
-    input_mixes: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    mhc_mult: int,
-    mhc_post_mult_value: float,
-    mhc_pre_eps: float,
-    pre: Tensor,
-    post: Tensor,
-    comb: Tensor,
-) -> None:
-    if input_mixes.shape[0] == 0:
-        return
-    split = _mhc_pre_split_mixes_kernel(mhc_mult, get_arch(input_mixes.device))
-    split(aligned(input_mixes), mhc_scale, aligned(mhc_base), pre, post, comb, mhc_post_mult_value, mhc_pre_eps)
-
-
-@replayable
+@op(aligned=("input_mixes", "mhc_base"))
 def mhc_pre_split_mixes(
     input_mixes: Tensor,
     mhc_scale: Tensor,
@@ -116,10 +97,14 @@ def mhc_pre_split_mixes(
     check.tensor("mhc_base", mhc_base, (torch.float32,), (num_columns,), device=input_mixes.device)
     check.number("mhc_post_mult_value", mhc_post_mult_value)
     check.number("mhc_pre_eps", mhc_pre_eps)
-    pre = input_mixes.new_empty((*leading, mhc_mult, 1))
-    post = input_mixes.new_empty((*leading, mhc_mult, 1))
-    comb = input_mixes.new_empty((*leading, mhc_mult, mhc_mult))
-    numbers = (mhc_mult, float(mhc_post_mult_value), float(mhc_pre_eps))
-    results = (flat(pre, 2), flat(post, 2), flat(comb, 2))
-    _mhc_pre_split_mixes_out(flat(input_mixes, 1), mhc_scale, mhc_base, *numbers, *results)
+    pre = new(input_mixes.new_empty, (*leading, mhc_mult, 1))
+    post = new(input_mixes.new_empty, (*leading, mhc_mult, 1))
+    comb = new(input_mixes.new_empty, (*leading, mhc_mult, mhc_mult))
+    if launching(pre, post, comb):
+        split = _mhc_pre_split_mixes_kernel(mhc_mult, get_arch(input_mixes.device))
+        results, numbers = (
+            (flat(pre, 2), flat(post, 2), flat(comb, 2)),
+            (float(mhc_post_mult_value), float(mhc_pre_eps)),
+        )
+        split(flat(input_mixes, 1), mhc_scale, mhc_base, *results, *numbers)
     return pre, post, comb

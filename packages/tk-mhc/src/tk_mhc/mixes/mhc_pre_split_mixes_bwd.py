@@ -21,11 +21,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel, new_workspace
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, new, op
+from tk_core.kernel import kernel
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
 from tk_mhc.lib.tokens import MHC_MULTS
 
@@ -95,38 +94,7 @@ def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
     return mhc_pre_split_mixes_bwd
 
 
-@op(
-    "tk_mhc::mhc_pre_split_mixes_bwd_out",
-    mutates=("d_mixes", "d_scale", "d_base"),
-    reference="mhc_pre_split_mixes_bwd",
-)
-def _mhc_pre_split_mixes_bwd_out(
-    d_pre: Tensor,
-    d_post: Tensor,
-    d_comb: Tensor,
-    input_mixes: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    mhc_mult: int,
-    mhc_post_mult_value: float,
-    d_mixes: Tensor,
-    d_scale: Tensor,
-    d_base: Tensor,
-) -> None:
-    num_tokens, num_columns = input_mixes.shape
-    if num_tokens == 0:
-        d_scale.zero_()
-        d_base.zero_()
-        return
-    arch = get_arch(input_mixes.device)
-    backward = _mhc_pre_split_mixes_bwd_kernel(mhc_mult, arch)
-    gradients = (aligned(x).flatten(1) for x in (d_pre, d_post, d_comb))
-    sums = new_workspace(input_mixes, (NUM_RANGES, 3 + num_columns), torch.float64)
-    backward(*gradients, aligned(input_mixes), mhc_scale, aligned(mhc_base), d_mixes, sums, mhc_post_mult_value)
-    sum_ranges_kernel(3, num_columns, arch)(sums, d_scale, d_base)
-
-
-@replayable
+@op(aligned=("d_pre", "d_post", "d_comb", "input_mixes", "mhc_base"))
 def mhc_pre_split_mixes_bwd(
     d_pre: Tensor,
     d_post: Tensor,
@@ -172,10 +140,16 @@ def mhc_pre_split_mixes_bwd(
     check.tensor("mhc_scale", mhc_scale, dtypes, (3,), device=device)
     check.tensor("mhc_base", mhc_base, dtypes, (num_columns,), device=device)
     check.number("mhc_post_mult_value", mhc_post_mult_value)
-    d_mixes = input_mixes.new_empty(input_mixes.shape)
-    d_scale, d_base = input_mixes.new_empty((3,)), input_mixes.new_empty((num_columns,))
-    gradients = (flat(d_pre, 2), flat(d_post, 2), flat(d_comb, 2))
-    numbers = (mhc_mult, float(mhc_post_mult_value))
-    results = (flat(d_mixes, 1), d_scale, d_base)
-    _mhc_pre_split_mixes_bwd_out(*gradients, flat(input_mixes, 1), mhc_scale, mhc_base, *numbers, *results)
+    d_mixes = new(input_mixes.new_empty, input_mixes.shape)
+    d_scale, d_base = new(input_mixes.new_empty, (3,)), new(input_mixes.new_empty, (num_columns,))
+    if not launching(d_mixes, d_scale, d_base):
+        return d_mixes, d_scale, d_base
+    if d_mixes.numel() == 0:
+        return d_mixes, d_scale.zero_(), d_base.zero_()
+    arch = get_arch(device)
+    sums = input_mixes.new_empty((NUM_RANGES, 3 + num_columns), dtype=torch.float64)
+    inputs = (*(flat(x, 2).flatten(1) for x in (d_pre, d_post, d_comb)), flat(input_mixes, 1), mhc_scale, mhc_base)
+    backward = _mhc_pre_split_mixes_bwd_kernel(mhc_mult, arch)
+    backward(*inputs, flat(d_mixes, 1), sums, float(mhc_post_mult_value))
+    sum_ranges_kernel(3, num_columns, arch)(sums, d_scale, d_base)
     return d_mixes, d_scale, d_base

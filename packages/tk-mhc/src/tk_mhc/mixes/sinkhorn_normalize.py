@@ -16,11 +16,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import MHC_MULTS, check_repeat
 
 
@@ -50,15 +49,7 @@ def _sinkhorn_normalize_kernel(mhc_mult: int, repeat: int, arch: Arch) -> Any:
     return sinkhorn_normalize
 
 
-@op("tk_mhc::sinkhorn_normalize_out", mutates=("out",), reference="sinkhorn_normalize")
-def _sinkhorn_normalize_out(x: Tensor, repeat: int, eps: float, out: Tensor) -> None:
-    num_tokens, mhc_mult, _ = x.shape
-    if num_tokens == 0:
-        return
-    _sinkhorn_normalize_kernel(mhc_mult, repeat, get_arch(x.device))(aligned(x), out, eps)
-
-
-@replayable
+@op
 def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
     """Sinkhorn's iterations: softmax of rows, plus eps; then columns and rows in turn divided by their sums plus eps.
 
@@ -81,8 +72,10 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
     leading, mhc_mult = check_matrices("x", x)
     check_repeat("repeat", repeat)
     check.number("eps", eps, at_least=0)
-    out = x.new_empty((*leading, mhc_mult, mhc_mult))
-    _sinkhorn_normalize_out(flat(x.contiguous(), 2), repeat, float(eps), flat(out, 2))
+    out = new(x.new_empty, (*leading, mhc_mult, mhc_mult))
+    if launching(out):
+        normalize = _sinkhorn_normalize_kernel(mhc_mult, repeat, get_arch(x.device))
+        normalize(flat(x.contiguous(), 2), flat(out, 2), float(eps))
     return out
 
 

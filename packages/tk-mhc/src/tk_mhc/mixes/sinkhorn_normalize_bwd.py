@@ -18,11 +18,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import check_repeat
 from tk_mhc.mixes.sinkhorn_normalize import check_matrices
 
@@ -106,15 +105,7 @@ def _sinkhorn_normalize_bwd_kernel(mhc_mult: int, repeat: int, arch: Arch) -> An
     return sinkhorn_normalize_bwd
 
 
-@op("tk_mhc::sinkhorn_normalize_bwd_out", mutates=("d_x",), reference="sinkhorn_normalize_bwd")
-def _sinkhorn_normalize_bwd_out(d_o: Tensor, x: Tensor, repeat: int, eps: float, d_x: Tensor) -> None:
-    num_tokens, mhc_mult, _ = x.shape
-    if num_tokens == 0:
-        return
-    _sinkhorn_normalize_bwd_kernel(mhc_mult, repeat, get_arch(x.device))(aligned(d_o), aligned(x), d_x, eps)
-
-
-@replayable
+@op
 def sinkhorn_normalize_bwd(d_o: Tensor, x: Tensor, repeat: int, eps: float) -> Tensor:
     """Gradient by x of `sinkhorn_normalize(x, repeat, eps)`, through all its iterations.
 
@@ -138,6 +129,8 @@ def sinkhorn_normalize_bwd(d_o: Tensor, x: Tensor, repeat: int, eps: float) -> T
     check.tensor("d_o", d_o, (torch.float32,), shape, layout="any", device=x.device)
     check_repeat("repeat", repeat)
     check.number("eps", eps, at_least=0)
-    d_x = x.new_empty(shape)
-    _sinkhorn_normalize_bwd_out(flat(d_o.contiguous(), 2), flat(x.contiguous(), 2), repeat, float(eps), flat(d_x, 2))
+    d_x = new(x.new_empty, shape)
+    if launching(d_x):
+        backward = _sinkhorn_normalize_bwd_kernel(mhc_mult, repeat, get_arch(x.device))
+        backward(flat(d_o.contiguous(), 2), flat(x.contiguous(), 2), flat(d_x, 2), float(eps))
     return d_x

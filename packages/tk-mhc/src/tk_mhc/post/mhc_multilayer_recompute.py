@@ -28,10 +28,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, op
 from tk_core.kernel import kernel
-from tk_core.op import op
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import check_streams
 
 # Rows of the table of addresses.
@@ -128,35 +128,7 @@ def _mhc_multilayer_recompute_kernel(num_layers: int, num_posts: int, mhc_mult: 
     return mhc_multilayer_recompute
 
 
-@op(
-    "tk_mhc::mhc_multilayer_recompute_out",
-    mutates=("layer_input_list", "residual_list"),
-    reference="mhc_multilayer_recompute",
-)
-def _mhc_multilayer_recompute_out(
-    initial_residual: Tensor,
-    pre_mix_list: list[Tensor],
-    layer_output_list: list[Tensor],
-    post_mix_list: list[Tensor],
-    comb_mix_list: list[Tensor],
-    layer_input_list: list[Tensor],
-    residual_list: list[Tensor],
-) -> None:
-    num_tokens, mhc_mult, hidden = initial_residual.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(initial_residual.device)
-    num_layers, num_posts = len(pre_mix_list), len(residual_list)
-    recompute = _mhc_multilayer_recompute_kernel(num_layers, num_posts, mhc_mult, hidden, arch)
-    inputs = (*pre_mix_list, *layer_output_list, *post_mix_list, *comb_mix_list)
-    outputs = (*layer_input_list, *residual_list)
-    written = [aligned(x) for x in outputs]
-    recompute(aligned(initial_residual), *(aligned(x) for x in inputs), *written)
-    for out, x in zip(outputs, written):
-        if x is not out:
-            out.copy_(x)
-
-
+@op(writes=("layer_input_list", "residual_list"))
 def mhc_multilayer_recompute(
     initial_residual: Tensor,
     pre_mix_list: Sequence[Tensor],
@@ -210,15 +182,17 @@ def mhc_multilayer_recompute(
                 check.tensor(f"{name}[{i}]", x, (dtype,), wanted, device=device)
         return [flat(x, len(shape)) for x in tensors]
 
-    _mhc_multilayer_recompute_out(
+    tensors = (
         flat(initial_residual, 2),
-        flat_tensors("pre_mix_list", pre_mix_list, num_layers, float32, mhc_mult, 1),
-        flat_tensors("layer_output_list", layer_output_list, num_posts, bfloat16, hidden),
-        flat_tensors("post_mix_list", post_mix_list, num_posts, float32, mhc_mult, 1),
-        flat_tensors("comb_mix_list", comb_mix_list, num_posts, float32, mhc_mult, mhc_mult),
-        flat_tensors("layer_input_list", layer_input_list, num_layers, bfloat16, hidden),
-        flat_tensors("residual_list", residual_list, num_posts, bfloat16, mhc_mult, hidden),
+        *flat_tensors("pre_mix_list", pre_mix_list, num_layers, float32, mhc_mult, 1),
+        *flat_tensors("layer_output_list", layer_output_list, num_posts, bfloat16, hidden),
+        *flat_tensors("post_mix_list", post_mix_list, num_posts, float32, mhc_mult, 1),
+        *flat_tensors("comb_mix_list", comb_mix_list, num_posts, float32, mhc_mult, mhc_mult),
+        *flat_tensors("layer_input_list", layer_input_list, num_layers, bfloat16, hidden),
+        *flat_tensors("residual_list", residual_list, num_posts, bfloat16, mhc_mult, hidden),
     )
+    if launching(layer_input_list, residual_list):
+        _mhc_multilayer_recompute_kernel(num_layers, num_posts, mhc_mult, hidden, get_arch(device))(*tensors)
 
 
 def _length(name: str, tensors: Any) -> int:

@@ -22,12 +22,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_core.views import aligned, flat
-from tk_mhc.lib.spelled_out import spelled_out
+from tk_core.views import flat
 from tk_mhc.lib.tokens import PostArguments, check_post
 
 
@@ -71,20 +69,10 @@ def _mhc_post_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
 def launch_post(arguments: PostArguments, out: Tensor) -> None:
     """Launch on at least one token, and write out (T, m, H)."""
     _, mhc_mult, hidden = out.shape
-    written = aligned(out)
-    _mhc_post_kernel(mhc_mult, hidden, get_arch(out.device))(*map(aligned, arguments), written)
-    if written is not out:
-        out.copy_(written)
+    _mhc_post_kernel(mhc_mult, hidden, get_arch(out.device))(*arguments, out)
 
 
-@op("tk_mhc::mhc_post_out", mutates=("out",), reference="mhc_post")
-@spelled_out
-def _mhc_post_out(arguments: PostArguments, out: Tensor) -> None:
-    if out.shape[0] > 0:
-        launch_post(arguments, out)
-
-
-@replayable
+@op(writes=("out",))
 def mhc_post(
     x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor | None = None
 ) -> Tensor:
@@ -109,8 +97,9 @@ def mhc_post(
     """
     (leading, mhc_mult, hidden, device), arguments = check_post(x, residual, post_layer_mix, comb_res_mix)
     if out is None:
-        out = x.new_empty((*leading, mhc_mult, hidden))
+        out = new(x.new_empty, (*leading, mhc_mult, hidden))
     else:
         check.tensor("out", out, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
-    _mhc_post_out(*arguments, flat(out, 2))
+    if launching(out):
+        launch_post(arguments, flat(out, 2))
     return out

@@ -22,14 +22,12 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_core.views import aligned, flat
-from tk_mhc.lib.spelled_out import spelled_out
-from tk_mhc.lib.tokens import PostArguments, check_post
+from tk_core.views import flat
+from tk_mhc.lib.tokens import check_post
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -116,18 +114,7 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
     return mhc_post_bwd
 
 
-@op("tk_mhc::mhc_post_bwd_out", mutates=("d_x", "d_residual", "d_post", "d_comb"), reference="mhc_post_bwd")
-@spelled_out
-def _mhc_post_bwd_out(
-    arguments: PostArguments, d_o: Tensor, d_x: Tensor, d_residual: Tensor, d_post: Tensor, d_comb: Tensor
-) -> None:
-    num_tokens, mhc_mult, hidden = d_o.shape
-    if num_tokens > 0:
-        backward = _mhc_post_bwd_kernel(mhc_mult, hidden, get_arch(d_o.device))
-        backward(*map(aligned, arguments), aligned(d_o), d_x, d_residual, d_post, d_comb)
-
-
-@replayable
+@op
 def mhc_post_bwd(
     x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, d_o: Tensor, fuse_grad_acc: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -154,11 +141,12 @@ def mhc_post_bwd(
     check.flag("fuse_grad_acc", fuse_grad_acc)
     (leading, mhc_mult, hidden, device), arguments = check_post(x, residual, post_layer_mix, comb_res_mix)
     check.tensor("d_o", d_o, (torch.bfloat16,), (*leading, mhc_mult, hidden), layout="any", device=device)
-    d_x = x.new_empty((*leading, hidden))
-    d_residual = x.new_empty((*leading, mhc_mult, hidden))
-    d_post = post_layer_mix.new_empty((*leading, mhc_mult, 1))
-    d_comb = comb_res_mix.new_empty((*leading, mhc_mult, mhc_mult))
-    _mhc_post_bwd_out(
-        *arguments, flat(d_o.contiguous(), 2), flat(d_x, 1), flat(d_residual, 2), flat(d_post, 2), flat(d_comb, 2)
-    )
+    d_x = new(x.new_empty, (*leading, hidden))
+    d_residual = new(x.new_empty, (*leading, mhc_mult, hidden))
+    d_post = new(post_layer_mix.new_empty, (*leading, mhc_mult, 1))
+    d_comb = new(comb_res_mix.new_empty, (*leading, mhc_mult, mhc_mult))
+    if launching(d_x, d_residual, d_post, d_comb):
+        gradients = (flat(d_x, 1), flat(d_residual, 2), flat(d_post, 2), flat(d_comb, 2))
+        backward = _mhc_post_bwd_kernel(mhc_mult, hidden, get_arch(device))
+        backward(*arguments, flat(d_o.contiguous(), 2), *gradients)
     return d_x, d_residual, d_post, d_comb

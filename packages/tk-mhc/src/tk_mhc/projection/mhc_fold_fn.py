@@ -20,11 +20,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, channel_tile
-from tk_core.views import aligned
 from tk_mhc.lib.tokens import MHC_MULTS, check_hidden
 
 _VECTOR = 4
@@ -66,15 +64,7 @@ def _mhc_fold_fn_kernel(mhc_mult: int, hidden: int, weighted: bool, arch: Arch) 
     return mhc_fold_fn
 
 
-@op("tk_mhc::mhc_fold_fn_out", mutates=("out",), reference="mhc_fold_fn")
-def _mhc_fold_fn_out(fn: Tensor, mhc_mult: int, norm_weight: Tensor | None, out: Tensor) -> None:
-    num_rows, hidden = out.shape
-    weights = None if norm_weight is None else aligned(norm_weight).view(mhc_mult, hidden)
-    fold = _mhc_fold_fn_kernel(mhc_mult, hidden, norm_weight is not None, get_arch(fn.device))
-    fold(aligned(fn).view(num_rows, mhc_mult, hidden), weights, out)
-
-
-@replayable
+@op
 def mhc_fold_fn(fn: Tensor, mhc_mult: int, norm_weight: Tensor | None = None) -> Tensor:
     """Fold the projection of m equal streams into one stream's: Σ_s (fn · norm_weight)[:, s·H : (s+1)·H].
 
@@ -101,6 +91,9 @@ def mhc_fold_fn(fn: Tensor, mhc_mult: int, norm_weight: Tensor | None = None) ->
     check_hidden("hidden (columns of fn / mhc_mult)", hidden)
     if norm_weight is not None:
         check.tensor("norm_weight", norm_weight, (torch.float32,), (num_channels,), device=fn.device)
-    out = fn.new_empty((num_rows, hidden))
-    _mhc_fold_fn_out(fn, mhc_mult, norm_weight, out)
+    out = new(fn.new_empty, (num_rows, hidden))
+    if launching(out):
+        fold = _mhc_fold_fn_kernel(mhc_mult, hidden, norm_weight is not None, get_arch(fn.device))
+        weights = None if norm_weight is None else norm_weight.view(mhc_mult, hidden)
+        fold(fn.view(num_rows, mhc_mult, hidden), weights, out)
     return out

@@ -11,9 +11,7 @@ bits are the same.
 from torch import Tensor
 
 from tk_core import check
-from tk_core.kernel import new_workspace
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, new, op
 from tk_core.views import flat
 from tk_mhc.lib.projection import check_n_splits, launch_projection, new_sums, takes_all_splits
 from tk_mhc.lib.projection_config import Projection
@@ -21,34 +19,7 @@ from tk_mhc.lib.sum_splits import launch_sum_splits
 from tk_mhc.lib.tokens import check_fn, check_norm_weight, check_streams
 
 
-@op(
-    "tk_mhc::mhc_pre_norm_fn_out",
-    mutates=("mixes", "rstd"),
-    reference="mhc_pre_norm_fn",
-    translate=lambda _: {"return_rstd": True},
-)
-def _mhc_pre_norm_fn_out(
-    residual: Tensor,
-    mhc_fn: Tensor,
-    mhc_norm_weight: Tensor | None,
-    mhc_norm_eps: float,
-    n_splits: int,
-    mixes: Tensor,
-    rstd: Tensor,
-) -> None:
-    num_tokens, x = residual.shape[0], residual.flatten(1)
-    if num_tokens == 0:
-        return
-    projection = Projection(mhc_fn, mhc_norm_weight, n_splits)
-    if takes_all_splits(num_tokens, n_splits, x.device):
-        launch_projection("mixes", x, projection, mixes.unsqueeze(0), rstd.unsqueeze(0), mhc_norm_eps)
-    else:
-        mul, sqrsum = new_sums(mhc_fn, n_splits, num_tokens)
-        launch_projection("partials", x, projection, mul, sqrsum)
-        launch_sum_splits(mul, sqrsum, mixes, rstd, x.shape[1], mhc_norm_eps)
-
-
-@replayable
+@op
 def mhc_pre_norm_fn(
     residual: Tensor,
     mhc_fn: Tensor,
@@ -92,8 +63,17 @@ def mhc_pre_norm_fn(
     check_norm_weight("mhc_norm_weight", mhc_norm_weight, streams)
     check.number("mhc_norm_eps", mhc_norm_eps, at_least=0)
     n_splits = check_n_splits(n_splits, streams.width)
-    mixes = mhc_fn.new_empty((*streams.leading, num_rows))
-    rstd = mhc_fn.new_empty(streams.leading) if return_rstd else new_workspace(mhc_fn, streams.leading)
-    weights = (mhc_fn, mhc_norm_weight)
-    _mhc_pre_norm_fn_out(flat(residual, 2), *weights, float(mhc_norm_eps), n_splits, flat(mixes, 1), rstd.view(-1))
-    return (mixes, rstd) if return_rstd else mixes
+    mixes = new(mhc_fn.new_empty, (*streams.leading, num_rows))
+    rstd = new(mhc_fn.new_empty, streams.leading) if return_rstd else None
+    if launching(mixes, rstd):
+        x, projection = residual.view(-1, streams.width), Projection(mhc_fn, mhc_norm_weight, n_splits)
+        num_tokens, eps = x.shape[0], float(mhc_norm_eps)
+        token_mixes = flat(mixes, 1)
+        token_rstd = mhc_fn.new_empty((num_tokens,)) if rstd is None else rstd.view(-1)
+        if takes_all_splits(num_tokens, n_splits, x.device):
+            launch_projection("mixes", x, projection, token_mixes.unsqueeze(0), token_rstd.unsqueeze(0), eps)
+        else:
+            mul, sqrsum = new_sums(mhc_fn, n_splits, num_tokens)
+            launch_projection("partials", x, projection, mul, sqrsum)
+            launch_sum_splits(mul, sqrsum, token_mixes, token_rstd, streams.width, eps)
+    return mixes if rstd is None else (mixes, rstd)

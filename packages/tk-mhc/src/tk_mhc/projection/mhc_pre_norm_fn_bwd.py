@@ -32,11 +32,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel, new_workspace
+from tk_core.call import launching, new, op
+from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
-from tk_core.views import aligned, flat
+from tk_core.views import flat
 from tk_mhc.lib.tokens import check_fn, check_norm_weight, check_streams
 
 _PREPARE_TOKENS = 8
@@ -269,53 +268,7 @@ def _finish_kernel(num_rows: int, width: int, has_norm_weight: bool, arch: Arch)
     return finish
 
 
-@op(
-    "tk_mhc::mhc_pre_norm_fn_bwd_out",
-    mutates=("d_residual", "d_fn", "d_norm_weight"),
-    reference="mhc_pre_norm_fn_bwd",
-    translate=lambda call: {"d_residual": call.d_residual if call.accumulate else None},
-)
-def _mhc_pre_norm_fn_bwd_out(
-    d_mixes: Tensor,
-    residual: Tensor,
-    mhc_fn: Tensor,
-    mhc_norm_weight: Tensor | None,
-    mixes: Tensor,
-    rstd: Tensor,
-    d_residual: Tensor,
-    d_fn: Tensor,
-    d_norm_weight: Tensor | None,
-    accumulate: bool,
-) -> None:
-    num_tokens, width = residual.shape
-    num_rows = mhc_fn.shape[0]
-    if num_tokens == 0:
-        d_fn.zero_()
-        if d_norm_weight is not None:
-            d_norm_weight.zero_()
-        return
-    arch = get_arch(residual.device)
-    config = MhcPreNormFnBwdConfig.best(width, num_rows, accumulate, arch)
-    has_norm_weight = mhc_norm_weight is not None
-    fn, weight = aligned(mhc_fn), aligned(mhc_norm_weight) if has_norm_weight else None
-    written = aligned(d_residual)
-
-    g = new_workspace(residual, (num_tokens, _PARTS * padded_rows(num_rows)))
-    factor = new_workspace(rstd, (num_tokens,))
-    _prepare_kernel(num_rows, width, arch)(aligned(d_mixes), aligned(mixes), aligned(rstd), g, factor)
-
-    num_tiles = ceil_div(num_tokens, config.block_tokens)
-    num_partials = ceil_div(num_tiles, ceil_div(num_tiles, config.num_ranges))
-    partials = new_workspace(fn, (num_partials, _PARTS, num_rows, width))
-    backward = _backward_kernel(num_rows, width, has_norm_weight, accumulate, config, arch)
-    before = written if accumulate else None
-    backward(aligned(residual), fn, weight, g, factor, before, written, partials)
-    if written is not d_residual:
-        d_residual.copy_(written)
-    _finish_kernel(num_rows, width, has_norm_weight, arch)(partials, fn, weight, d_fn, d_norm_weight)
-
-
-@replayable
+@op(writes=("d_residual",))
 def mhc_pre_norm_fn_bwd(
     d_mixes: Tensor,
     residual: Tensor,
@@ -362,11 +315,27 @@ def mhc_pre_norm_fn_bwd(
     check.tensor("rstd", rstd, float32, leading, device=device)
     accumulate = d_residual is not None
     if d_residual is None:
-        d_residual = residual.new_empty(residual.shape)
+        d_residual = new(residual.new_empty, residual.shape)
     else:
         check.tensor("d_residual", d_residual, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
-    d_fn = mhc_fn.new_empty(mhc_fn.shape)
-    d_norm_weight = None if mhc_norm_weight is None else mhc_norm_weight.new_empty((width,))
-    inputs = (flat(d_mixes, 1), residual.view(-1, width), mhc_fn, mhc_norm_weight, flat(mixes, 1), rstd.view(-1))
-    _mhc_pre_norm_fn_bwd_out(*inputs, d_residual.view(-1, width), d_fn, d_norm_weight, accumulate)
+    d_fn = new(mhc_fn.new_empty, mhc_fn.shape)
+    d_norm_weight = None if mhc_norm_weight is None else new(mhc_norm_weight.new_empty, (width,))
+    if not launching(d_residual, d_fn, d_norm_weight):
+        return d_residual, d_fn, d_norm_weight
+    if residual.numel() == 0:
+        return d_residual, d_fn.zero_(), None if d_norm_weight is None else d_norm_weight.zero_()
+
+    x, d_x, arch = residual.view(-1, width), d_residual.view(-1, width), get_arch(device)
+    num_tokens, has_norm_weight = x.shape[0], mhc_norm_weight is not None
+    config = MhcPreNormFnBwdConfig.best(width, num_rows, accumulate, arch)
+    g = x.new_empty((num_tokens, _PARTS * padded_rows(num_rows)))
+    factor = rstd.new_empty((num_tokens,))
+    _prepare_kernel(num_rows, width, arch)(flat(d_mixes, 1), flat(mixes, 1), rstd.view(-1), g, factor)
+
+    num_tiles = ceil_div(num_tokens, config.block_tokens)
+    num_partials = ceil_div(num_tiles, ceil_div(num_tiles, config.num_ranges))
+    partials = mhc_fn.new_empty((num_partials, _PARTS, num_rows, width))
+    backward = _backward_kernel(num_rows, width, has_norm_weight, accumulate, config, arch)
+    backward(x, mhc_fn, mhc_norm_weight, g, factor, d_x if accumulate else None, d_x, partials)
+    _finish_kernel(num_rows, width, has_norm_weight, arch)(partials, mhc_fn, mhc_norm_weight, d_fn, d_norm_weight)
     return d_residual, d_fn, d_norm_weight

@@ -10,9 +10,7 @@ product of its own. Source: arXiv 2512.24880; the partial products are those of 
 from torch import Tensor
 
 from tk_core import check
-from tk_core.op import op
-from tk_core.replay import replayable
-from tk_core.views import flat
+from tk_core.call import launching, new, op
 from tk_mhc.lib.projection import launch_projection
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Projection
 from tk_mhc.lib.tokens import MAX_HIDDEN, MHC_MULTS, check_fn, check_streams
@@ -21,25 +19,7 @@ MAX_SPLITS = max(MHC_MULTS) * MAX_HIDDEN // CHANNEL_BLOCK
 """As many as the widest token has blocks of channels; further splits would be zeros."""
 
 
-def _has_empty_splits(n_splits: int, width: int, num_rms_groups: int) -> bool:
-    return n_splits > width // num_rms_groups // CHANNEL_BLOCK
-
-
-@op("tk_mhc::mhc_prenorm_gemm_out", mutates=("mul", "sqrsum"), reference="mhc_prenorm_gemm")
-def _mhc_prenorm_gemm_out(
-    residual: Tensor, fn: Tensor, n_splits: int, num_rms_groups: int, mul: Tensor, sqrsum: Tensor
-) -> None:
-    num_tokens = residual.shape[0]
-    if num_tokens == 0:
-        return
-    if _has_empty_splits(n_splits, fn.shape[1], num_rms_groups):  # No thread block writes these.
-        mul.zero_()
-        sqrsum.zero_()
-    mul, sqrsum = mul.view(n_splits, num_tokens, -1), sqrsum.view(n_splits, -1)
-    launch_projection("partials", residual.flatten(1), Projection(fn, None, n_splits), mul, sqrsum)
-
-
-@replayable
+@op
 def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_groups: int = 1) -> tuple[Tensor, Tensor]:
     """Partial sums, split by split, of the product of a token's streams with fn's rows and of their squares.
 
@@ -74,12 +54,14 @@ def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_gro
         CHANNEL_BLOCK,
         width,
     )
-    x = flat(residual, 2)
+    x = residual.view(-1, width)
     groups = (num_rms_groups,) if num_rms_groups > 1 else ()
-    mul = fn.new_empty((n_splits, x.shape[0], *groups, num_rows))
-    sqrsum = fn.new_empty((n_splits, x.shape[0], *groups))
-    _mhc_prenorm_gemm_out(x, fn, n_splits, num_rms_groups, mul, sqrsum)
-    if _has_empty_splits(n_splits, width, num_rms_groups):
-        # Copies, for @replayable must not remember a call in which a kernel does not write all of the results.
-        return mul.clone(), sqrsum.clone()
+    mul = new(fn.new_empty, (n_splits, x.shape[0], *groups, num_rows))
+    sqrsum = new(fn.new_empty, (n_splits, x.shape[0], *groups))
+    if launching(mul, sqrsum):
+        if n_splits > width // num_rms_groups // CHANNEL_BLOCK:  # No thread block writes the empty splits.
+            mul.zero_()
+            sqrsum.zero_()
+        sums = mul.view(n_splits, x.shape[0], -1), sqrsum.view(n_splits, -1)
+        launch_projection("partials", x, Projection(fn, None, n_splits), *sums)
     return mul, sqrsum
