@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tk_core.testing import tables
+from . import tables
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = _ROOT / "packages"
@@ -31,7 +31,7 @@ def test_tables_are_up_to_date(package: str) -> None:
     text = _text(package)
     assert "<!-- tk:ops -->" in text
     current = text == tables.updated(_PACKAGES / package / "README.md")
-    assert current, f"{package}: out of date, run python -m tk_core.testing.tables"
+    assert current, f"{package}: out of date, run python tests/tables.py"
 
 
 def test_no_other_package_has_tables() -> None:

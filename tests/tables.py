@@ -1,4 +1,4 @@
-"""Updates the tables in the packages' READMEs: `python -m tk_core.testing.tables [--check]`, in the repository's root.
+"""Updates the tables in the packages' READMEs: `python tests/tables.py [--check]`, in the repository's root.
 
 It rewrites the text between markers: <!-- tk:ops --> … <!-- /tk:ops --> has the package's ops,
 <!-- tk:figures --> … <!-- /tk:figures --> the results in benchmarks/results/*.jsonl for the shapes of real models,
@@ -159,7 +159,7 @@ def updated(readme: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrite the READMEs, or with --check only say which are out of date (exit code 1)."""
-    parser = argparse.ArgumentParser(prog="python -m tk_core.testing.tables", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/tables.py", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table is out of date")
     parser.add_argument("root", nargs="?", type=Path, default=Path(), help="repository (default: this folder)")
     options = parser.parse_args(arguments)

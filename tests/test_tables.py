@@ -1,4 +1,4 @@
-"""tk_core.testing.tables."""
+"""tests/tables.py, which writes the tables in the READMEs."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from tk_core import ledger
-from tk_core.testing import OpSpec, tables
+from tk_core.testing import OpSpec
+
+from . import tables
 
 
 def transpose(x: Any) -> Any:
