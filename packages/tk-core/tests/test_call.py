@@ -428,6 +428,11 @@ def test_unaligned_arguments_are_copied_and_copied_back() -> None:
     assert [y.data_ptr() % 16 == 0 for y in seen] == [True, True, False]
     with pytest.raises(ValueError, match="out: expected memory of its own, got some of x"):
         look(x, memory[2:], x)
+    columns = memory.as_strided((3, 2), (1, 4), 1)  # with a gap between them
+    repeated = torch.arange(2.0)[1:].expand(3, 2)
+    look(repeated, columns, repeated)
+    assert [y.stride() for y in seen[-3:]] == [(2, 1), (1, 4), (0, 0)]
+    assert memory.tolist() == [0, 2, 2, 2, 4, 2, 2, 2, 8]
     with capture(arch_from_name("sm_90a")):
         look(*[torch.empty(9, device="meta")[1:]] * 3)
     assert [y.data_ptr() % 16 == 0 for y in seen[-3:]] == [True, True, False]

@@ -136,8 +136,11 @@ def _map_tensors(function: Callable[[Tensor], Tensor], x: Any) -> Any:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x if its address is a multiple of 16 bytes, to which kernels' wide accesses need it, else a copy."""
-    return x.clone() if x.data_ptr() % 16 else x
+    """x if its address is a multiple of 16 bytes, to which kernels' wide accesses need it, else a copy of its strides."""
+    if x.data_ptr() % 16 == 0:
+        return x
+    # Nothing can be copied into a tensor that repeats elements, and a clone drops the gaps between columns.
+    return x.clone() if 0 in x.stride() else x.new_empty_strided(x.shape, x.stride()).copy_(x)
 
 
 def _with_usual_strides(x: Tensor) -> Tensor:
