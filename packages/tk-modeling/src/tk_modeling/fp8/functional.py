@@ -136,8 +136,9 @@ def _product(x: Pair, weight: Pair, ends: Tensor | None) -> Tensor:
 
 def _weight_product(d_y: Pair, x: Pair, ends: Tensor | None, main_grad: Tensor | None) -> Tensor:
     """dYᵀ · X in float32, of transposed operands: added to main_grad, which is returned, if there is one that fits."""
-    # The products add in place only where rows have stride 1 and begin on 16 bytes.
-    adds = main_grad is not None and main_grad.is_contiguous() and main_grad.storage_offset() % 4 == 0
+    # The products add in place only where rows have stride 1 and begin on 16 bytes; torch 2.11 cannot trace an offset.
+    adds = main_grad is not None and not torch.compiler.is_compiling()
+    adds = adds and main_grad.is_contiguous() and main_grad.storage_offset() % 4 == 0
     d = c = main_grad if adds else None
     if ends is not None:
         return tk_gemm.k_grouped_fp8_gemm_nt_contiguous(d_y, x, d, ends, c=c)
