@@ -34,6 +34,8 @@ from tk_core.testing.trees import storage_bytes, tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 _ALLOCATORS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "new_zeros", "zeros"}
+# Exit code of a fork in which an exception left the script, not a test.
+_NOT_MADE = 70
 
 
 class Op(NamedTuple):
@@ -62,7 +64,7 @@ def in_child(function: Callable[[], int], output: Path) -> int:
         sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
-        code = 70
+        code = _NOT_MADE
         try:
             code = int(function())
         finally:
@@ -243,8 +245,8 @@ def main() -> int:
         code = in_child(partial(run_tests, mutation, options.kind), scratch)
         lines = scratch.read_text(encoding="utf-8", errors="replace").splitlines()
         by = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), f"exit code {code}")
-        unnoticed += code == 0
-        how = "UNNOTICED" if code == 0 else "noticed  "
+        how = {0: "UNNOTICED", _NOT_MADE: "NOT MADE "}.get(code, "noticed  ")
+        unnoticed += how != "noticed  "
         print(f"{how} {mutation.op.name}: {mutation.what}" + ("" if code == 0 else f" ← {by[:150]}"), flush=True)
     scratch.unlink(missing_ok=True)
     print(f"{unnoticed} of {len(mutations)} went unnoticed")
