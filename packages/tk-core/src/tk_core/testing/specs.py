@@ -114,9 +114,9 @@ def load_specs(package: str | None = None) -> dict[str, OpSpec]:
     """
     if package is None:
         return {name: spec for each in packages() for name, spec in load_specs(each).items()}
+    folder = _tests(package)
     from _pytest.pathlib import ImportMode, import_path
 
-    folder = _tests(package)
     root = folder.parents[2]
     specs: dict[str, OpSpec] = {}
     for file in sorted(folder.rglob("test_*.py")):
