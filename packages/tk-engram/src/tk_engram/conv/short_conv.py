@@ -30,12 +30,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel, new_workspace
+from tk_core.call import launching, new, op
+from tk_core.kernel import kernel
 from tk_core.num_sms import get_num_sms
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
 from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd, launch_sequences
 from tk_engram.lib.conv_rows import ConvRowsConfig, rows_walk_length, short_conv_rows_kernel, takes_whole_rows
 
@@ -201,60 +199,7 @@ def _advance_state_kernel(mhc_mult: int, hidden: int, is_packed: bool, arch: Arc
     return advance_state
 
 
-@op(
-    "tk_engram::short_conv_out",
-    mutates=("out", "rstd", "state_rstd", "sequences", "state"),
-    reference="short_conv",
-)
-def _short_conv_out(
-    u: Tensor,
-    norm_weight: Tensor,
-    conv_weight: Tensor,
-    cu_seqlens: Tensor | None,
-    residual: Tensor | None,
-    state: Tensor | None,
-    dilation: int,
-    eps: float,
-    out: Tensor,
-    rstd: Tensor | None,
-    state_rstd: Tensor | None,
-    sequences: Tensor | None,
-) -> None:
-    """Launch. `rstd` (T, m), `state_rstd` (B · 3 · dilation, m) and int32 `sequences` (2, T) are workspaces.
-
-    Without rstd, thread blocks take whole rows; `sequences` is None for a single sequence.
-    """
-    num_tokens, mhc_mult, hidden = u.shape
-    if num_tokens == 0:
-        return
-    arch, num_sms = get_arch(u.device), get_num_sms(u.device)
-    u, norm_weight, conv_weight = aligned(u), aligned(norm_weight), aligned(conv_weight)
-    residual = None if residual is None else aligned(residual)
-    inputs, dtypes = (u, norm_weight, conv_weight, residual), (norm_weight.dtype, conv_weight.dtype)
-    is_packed, has_residual = cu_seqlens is not None, residual is not None
-    if rstd is None:
-        rows = ConvRowsConfig.best(hidden, has_residual, arch)
-        length = rows_walk_length(num_tokens, dilation, mhc_mult, num_sms * rows.min_blocks)
-        if cu_seqlens is not None and sequences is not None:
-            launch_sequences(cu_seqlens, sequences)
-        convolve_rows = short_conv_rows_kernel(mhc_mult, hidden, dtypes, is_packed, has_residual, rows, arch)
-        convolve_rows(*inputs, sequences, out, dilation, length, eps)
-        return
-    length = walk_length(num_tokens, mhc_mult * ChannelTile.best(hidden).num_tiles, num_sms)
-    written = None if state is None else aligned(state)
-    rows_before = None if written is None else written.view(-1, mhc_mult, hidden)
-    launch_rstd(u, cu_seqlens, rows_before, eps, rstd, state_rstd, sequences)
-    modes = is_packed, has_residual, state is not None
-    convolve = _short_conv_kernel(mhc_mult, hidden, dtypes, *modes, arch)
-    convolve(*inputs, rows_before, rstd, state_rstd, sequences, out, dilation, length)
-    if state is not None:
-        advance_state = _advance_state_kernel(mhc_mult, hidden, is_packed, arch)
-        advance_state(u, cu_seqlens, rows_before, state.shape[1])
-        if written is not state:
-            state.copy_(written)
-
-
-@replayable
+@op(writes=("state",), aligned=("u", "norm_weight", "conv_weight", "residual", "state"))
 def short_conv(
     u: Tensor,
     norm_weight: Tensor,
@@ -303,16 +248,34 @@ def short_conv(
     dtypes, device = (torch.bfloat16,), u.device
     if residual is not None:
         check.tensor("residual", residual, dtypes, (num_tokens, mhc_mult, hidden), device=device)
-    rstd = state_rstd = sequences = None
     if state is not None:
         num_sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check.tensor("state", state, dtypes, (num_sequences, 3 * dilation, mhc_mult, hidden), device=device)
-        state_rstd = new_workspace(u, (num_sequences * 3 * dilation, mhc_mult), torch.float32)
-    if state is not None or not takes_whole_rows(hidden, residual is not None):
-        rstd = new_workspace(u, (num_tokens, mhc_mult), torch.float32)
-    if cu_seqlens is not None:
-        sequences = new_workspace(u, (2, num_tokens), torch.int32)
-    out = u.new_empty(u.shape)
-    inputs = (u, norm_weight, conv_weight, cu_seqlens, residual, state)
-    _short_conv_out(*inputs, dilation, float(eps), out, rstd, state_rstd, sequences)
+    out = new(u.new_empty, u.shape)
+    if not launching(out):
+        return out
+
+    arch, num_sms = get_arch(device), get_num_sms(device)
+    inputs, weights = (u, norm_weight, conv_weight, residual), (norm_weight.dtype, conv_weight.dtype)
+    is_packed, has_residual = cu_seqlens is not None, residual is not None
+    sequences = u.new_empty((2, num_tokens), dtype=torch.int32) if is_packed else None
+    if state is None and takes_whole_rows(hidden, has_residual):
+        rows = ConvRowsConfig.best(hidden, has_residual, arch)
+        length = rows_walk_length(num_tokens, dilation, mhc_mult, num_sms * rows.min_blocks)
+        if cu_seqlens is not None and sequences is not None:
+            launch_sequences(cu_seqlens, sequences)
+        convolve_rows = short_conv_rows_kernel(mhc_mult, hidden, weights, is_packed, has_residual, rows, arch)
+        convolve_rows(*inputs, sequences, out, dilation, length, float(eps))
+        return out
+
+    rows_before = None if state is None else state.view(-1, mhc_mult, hidden)
+    rstd = u.new_empty((num_tokens, mhc_mult), dtype=torch.float32)
+    state_rstd = None if rows_before is None else u.new_empty(rows_before.shape[:2], dtype=torch.float32)
+    launch_rstd(u, cu_seqlens, rows_before, float(eps), rstd, state_rstd, sequences)
+    length = walk_length(num_tokens, mhc_mult * ChannelTile.best(hidden).num_tiles, num_sms)
+    convolve = _short_conv_kernel(mhc_mult, hidden, weights, is_packed, has_residual, state is not None, arch)
+    convolve(*inputs, rows_before, rstd, state_rstd, sequences, out, dilation, length)
+    if rows_before is not None:
+        advance_state = _advance_state_kernel(mhc_mult, hidden, is_packed, arch)
+        advance_state(u, cu_seqlens, rows_before, 3 * dilation)
     return out

@@ -35,13 +35,11 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel, new_workspace
+from tk_core.call import launching, new, op
+from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
 from tk_engram.conv.short_conv import walk_length
 from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd
 
@@ -275,62 +273,7 @@ def _means_kernel(num_parts: int, hidden: int, arch: Arch) -> Any:
     return means
 
 
-@op(
-    "tk_engram::short_conv_bwd_out",
-    mutates=("gradients", "workspaces"),
-    reference="short_conv_bwd",
-)
-def _short_conv_bwd_out(
-    d_out: Tensor,
-    u: Tensor,
-    norm_weight: Tensor,
-    conv_weight: Tensor,
-    cu_seqlens: Tensor | None,
-    dilation: int,
-    eps: float,
-    has_residual: bool,
-    gradients: list[Tensor],
-    workspaces: list[Tensor],
-) -> None:
-    """`gradients`: d_u, d_norm_weight, d_conv_weight; `workspaces`: as `_new_workspaces` makes them."""
-    num_tokens, mhc_mult, hidden = u.shape
-    d_u, d_norm_weight, d_conv_weight = gradients
-    rstd, sequences, d_f, parts, means = workspaces
-    if num_tokens == 0:
-        d_norm_weight.zero_()
-        d_conv_weight.zero_()
-        return
-    arch = get_arch(u.device)
-    u, d_out = aligned(u), aligned(d_out)
-    weights = aligned(norm_weight), aligned(conv_weight)
-    dtypes = norm_weight.dtype, conv_weight.dtype
-    length = walk_length(num_tokens, mhc_mult * ChannelTile.best(hidden).num_tiles, get_num_sms(u.device))
-    launch_rstd(u, cu_seqlens, None, eps, rstd, None, sequences)
-    inputs = (u, d_out, *weights, rstd, sequences)
-    is_packed = cu_seqlens is not None
-    add_up = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, False, True, arch)
-    add_up(*inputs, None, d_f, parts, None, dilation, length)
-    _weights_kernel(mhc_mult, hidden, dtypes, arch)(d_f, *weights, d_norm_weight, d_conv_weight)
-    _means_kernel(parts.shape[2], hidden, arch)(parts.view(-1, parts.shape[2]), means.view(-1))
-    differentiate = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, has_residual, False, arch)
-    differentiate(*inputs, means, None, None, d_u, dilation, length)
-
-
-def _new_workspaces(u: Tensor) -> list[Tensor]:
-    """rstd (T, m), int32 sequences (2, T), d_f (ranges, m, 4, H), parts of means (T, m, warps), means (T, m)."""
-    num_tokens, mhc_mult, hidden = u.shape
-    tile = ChannelTile.best(hidden)
-    shapes = (
-        (num_tokens, mhc_mult),
-        (2, num_tokens),
-        (num_ranges_of(mhc_mult, hidden), mhc_mult, 4, hidden),
-        (num_tokens, mhc_mult, tile.num_tiles * tile.warps),
-        (num_tokens, mhc_mult),
-    )
-    return [new_workspace(u, shape, torch.int32 if i == 1 else torch.float32) for i, shape in enumerate(shapes)]
-
-
-@replayable
+@op(aligned=("d_out", "u", "norm_weight", "conv_weight"))
 def short_conv_bwd(
     d_out: Tensor,
     u: Tensor,
@@ -373,10 +316,33 @@ def short_conv_bwd(
     shape = check_conv(u, norm_weight, conv_weight, dilation, cu_seqlens, eps)
     check.tensor("d_out", d_out, (torch.bfloat16,), shape, device=u.device)
     check.flag("has_residual", has_residual)
-    d_u = u.new_empty(u.shape)
-    d_norm_weight = u.new_empty(norm_weight.shape, dtype=torch.float32)
-    d_conv_weight = u.new_empty(conv_weight.shape, dtype=torch.float32)
-    gradients = [d_u, d_norm_weight, d_conv_weight]
-    inputs = (d_out, u, norm_weight, conv_weight, cu_seqlens)
-    _short_conv_bwd_out(*inputs, dilation, float(eps), has_residual, gradients, _new_workspaces(u))
-    return d_u, d_norm_weight, d_conv_weight
+    d_u = new(u.new_empty, u.shape)
+    d_norm_weight = new(u.new_empty, norm_weight.shape, dtype=torch.float32)
+    d_conv_weight = new(u.new_empty, conv_weight.shape, dtype=torch.float32)
+    gradients = d_u, d_norm_weight, d_conv_weight
+    if not launching(*gradients):
+        return gradients
+    num_tokens, mhc_mult, hidden = shape
+    if num_tokens == 0:
+        d_norm_weight.zero_()
+        d_conv_weight.zero_()
+        return gradients
+
+    tile, arch, is_packed = ChannelTile.best(hidden), get_arch(u.device), cu_seqlens is not None
+    num_ranges, num_parts = num_ranges_of(mhc_mult, hidden), tile.num_tiles * tile.warps
+    length = walk_length(num_tokens, mhc_mult * tile.num_tiles, get_num_sms(u.device))
+    rstd, means = (d_norm_weight.new_empty((num_tokens, mhc_mult)) for _ in range(2))
+    sequences = u.new_empty((2, num_tokens), dtype=torch.int32)
+    launch_rstd(u, cu_seqlens, None, float(eps), rstd, None, sequences)
+
+    weights, dtypes = (norm_weight, conv_weight), (norm_weight.dtype, conv_weight.dtype)
+    inputs = (u, d_out, *weights, rstd, sequences)
+    d_f = d_norm_weight.new_empty((num_ranges, mhc_mult, 4, hidden))
+    parts = d_norm_weight.new_empty((num_tokens, mhc_mult, num_parts))
+    add_up = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, False, True, arch)
+    add_up(*inputs, None, d_f, parts, None, dilation, length)
+    _weights_kernel(mhc_mult, hidden, dtypes, arch)(d_f, *weights, d_norm_weight, d_conv_weight)
+    _means_kernel(num_parts, hidden, arch)(parts.view(-1, num_parts), means.view(-1))
+    differentiate = _walk_kernel(mhc_mult, hidden, dtypes, is_packed, has_residual, False, arch)
+    differentiate(*inputs, means, None, None, d_u, dilation, length)
+    return gradients

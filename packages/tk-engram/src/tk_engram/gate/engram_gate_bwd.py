@@ -32,12 +32,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel, new_workspace
+from tk_core.call import launching, new, op
+from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_core.views import aligned
 from tk_engram.lib.gate import check_inputs, check_streams, with_aligned_rows
 from tk_engram.lib.gate_split import channel_gradients_kernel, score_gradients_kernel
 from tk_engram.sizes import num_token_ranges
@@ -253,40 +251,12 @@ def _fused_kernel(
     return engram_gate_bwd
 
 
-def _engram_gate_bwd_reference(
-    grad_out: Tensor,
-    hidden_states: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    dot: Tensor,
-    gate_score: Tensor,
-    rstd_x: Tensor,
-    rstd_k: Tensor,
-    image_token_mask: Tensor | None,
-    clamp_value: float,
-    add_residual: bool,
-    grad_x: Tensor,
-    grad_kv: Tensor,
-    grad_v: Tensor | None,
-    grad_w_partial: Tensor,
-) -> None:
-    from tk_engram.reference.gate.engram_gate_bwd import engram_gate_bwd
-
-    inputs = (grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value)
-    gradients = engram_gate_bwd(*inputs, image_token_mask=image_token_mask, add_residual=add_residual)
-    grad_x.copy_(gradients[0])
-    grad_kv[:, : k.shape[1]].copy_(gradients[1])
-    (grad_kv[:, k.shape[1]] if grad_v is None else grad_v).copy_(gradients[2])
-    grad_w_partial.copy_(gradients[3])
-
-
 @op(
-    "tk_engram::engram_gate_bwd_out",
-    mutates=("grad_x", "grad_kv", "grad_v", "grad_w_partial"),
-    reference=_engram_gate_bwd_reference,
+    writes=("grad_kv",),
+    aligned=("grad_out", "hidden_states", "weight_fused", "grad_kv"),
+    reference="gate.engram_gate_bwd.engram_gate_bwd_into",
 )
-def _engram_gate_bwd_out(
+def _engram_gate_bwd(
     grad_out: Tensor,
     hidden_states: Tensor,
     k: Tensor,
@@ -296,39 +266,52 @@ def _engram_gate_bwd_out(
     gate_score: Tensor,
     rstd_x: Tensor,
     rstd_k: Tensor,
-    image_token_mask: Tensor | None,
     clamp_value: float,
+    image_token_mask: Tensor | None,
     add_residual: bool,
-    grad_x: Tensor,
-    grad_kv: Tensor,
-    grad_v: Tensor | None,
-    grad_w_partial: Tensor,
-) -> None:
-    """Without grad_v, grad_kv is (T, m + 1, H) and holds it, too, else (T, m, H)."""
-    num_tokens, mhc_mult, hidden = hidden_states.shape
+    grad_kv: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Where grad_kv is given, it is returned in the place of grad_k, and None in that of grad_v."""
+    shape = check_streams("hidden_states", hidden_states)
+    num_tokens, mhc_mult, hidden = shape
+    device, bfloat16 = hidden_states.device, (torch.bfloat16,)
+    check.tensor("grad_out", grad_out, bfloat16, shape, device=device)
+    check_inputs(k, v, weight_fused, image_token_mask, shape, device)
+    saved = (dot, gate_score, rstd_x, rstd_k)
+    for name, each in zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved):
+        check.tensor(name, each, (torch.float32,), (num_tokens, mhc_mult), device=device)
+    check.number("clamp_value", clamp_value, at_least=0)
+    check.flag("add_residual", add_residual)
+    if grad_kv is not None:
+        check.tensor("grad_kv", grad_kv, bfloat16, (num_tokens, mhc_mult + 1, hidden), device=device)
+    has_mask, packed = image_token_mask is not None, grad_kv is not None
+    grad_x = new(hidden_states.new_empty, shape)
+    grad_k = new(hidden_states.new_empty, shape) if grad_kv is None else grad_kv
+    grad_v = new(hidden_states.new_empty, (num_tokens, hidden)) if grad_kv is None else None
+    grad_w_partial = new(weight_fused.new_empty, (num_token_ranges(mhc_mult, hidden), mhc_mult, hidden))
+    gradients = grad_x, grad_k, grad_v, grad_w_partial
+    if not launching(*gradients):
+        return gradients
     if num_tokens == 0:
         grad_w_partial.zero_()
-        return
-    arch = get_arch(hidden_states.device)
-    has_mask, packed = image_token_mask is not None, grad_v is None
+        return gradients
+    arch, clamp_value = get_arch(device), float(clamp_value)
     config = EngramGateBwdConfig.best(mhc_mult, hidden, has_mask, arch)
-    grad_out, x, weight = aligned(grad_out), aligned(hidden_states), aligned(weight_fused)
-    k, v, written = with_aligned_rows(k), with_aligned_rows(v), aligned(grad_kv)
-    inputs = (weight, dot, gate_score, rstd_x, rstd_k, image_token_mask)
+    k, v = with_aligned_rows(k), with_aligned_rows(v)
+    inputs = (weight_fused, *saved, image_token_mask)
     if config is not None:
         fused = _fused_kernel(mhc_mult, hidden, add_residual, has_mask, packed, config, arch)
-        fused(grad_out, x, k, v, *inputs, grad_x, written, grad_v, grad_w_partial, clamp_value)
+        fused(grad_out, hidden_states, k, v, *inputs, *gradients, clamp_value)
     else:
-        score_grads = new_workspace(dot, (num_tokens, mhc_mult))
+        score_grads = dot.new_empty((num_tokens, mhc_mult))
         score_gradients = score_gradients_kernel(mhc_mult, hidden, has_mask, packed, arch)
-        score_gradients(grad_out, v, gate_score, image_token_mask, written, grad_v, score_grads)
+        score_gradients(grad_out, v, gate_score, image_token_mask, grad_k, grad_v, score_grads)
         channel_gradients = channel_gradients_kernel(mhc_mult, hidden, add_residual, has_mask, packed, arch)
-        channel_gradients(grad_out, x, k, *inputs, score_grads, grad_x, written, grad_w_partial, clamp_value)
-    if written is not grad_kv:
-        grad_kv.copy_(written)
+        streams = (grad_out, hidden_states, k)
+        channel_gradients(*streams, *inputs, score_grads, grad_x, grad_k, grad_w_partial, clamp_value)
+    return gradients
 
 
-@replayable
 def engram_gate_bwd(
     grad_out: Tensor,
     hidden_states: Tensor,
@@ -376,24 +359,9 @@ def engram_gate_bwd(
         TypeError: an argument is not of its type, or no tensor of its dtype.
         ValueError: a shape, stride, device or number does not fit.
     """
-    shape = check_streams("hidden_states", hidden_states)
-    num_tokens, mhc_mult, hidden = shape
-    device, bfloat16 = hidden_states.device, (torch.bfloat16,)
-    check.tensor("grad_out", grad_out, bfloat16, shape, device=device)
-    check_inputs(k, v, weight_fused, image_token_mask, shape, device)
-    saved = (dot, gate_score, rstd_x, rstd_k)
-    for name, each in zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved):
-        check.tensor(name, each, (torch.float32,), (num_tokens, mhc_mult), device=device)
-    check.number("clamp_value", clamp_value, at_least=0)
-    check.flag("add_residual", add_residual)
-    if grad_kv is not None:
-        check.tensor("grad_kv", grad_kv, bfloat16, (num_tokens, mhc_mult + 1, hidden), device=device)
-    grad_x = hidden_states.new_empty(shape)
-    grad_k = hidden_states.new_empty(shape) if grad_kv is None else grad_kv
-    grad_v = hidden_states.new_empty((num_tokens, hidden)) if grad_kv is None else None
-    grad_w_partial = weight_fused.new_empty((num_token_ranges(mhc_mult, hidden), mhc_mult, hidden))
-    inputs = (grad_out, hidden_states, k, v, weight_fused, *saved, image_token_mask, float(clamp_value), add_residual)
-    _engram_gate_bwd_out(*inputs, grad_x, grad_k, grad_v, grad_w_partial)
+    inputs = (grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k)
+    gradients = _engram_gate_bwd(*inputs, clamp_value, image_token_mask, add_residual, grad_kv)
+    grad_x, grad_k, grad_v, grad_w_partial = gradients
     if grad_v is None:
-        return grad_x, grad_k[:, :mhc_mult], grad_k[:, mhc_mult], grad_w_partial
+        return grad_x, grad_k[:, :-1], grad_k[:, -1], grad_w_partial
     return grad_x, grad_k, grad_v, grad_w_partial

@@ -22,12 +22,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_core.views import aligned
 from tk_engram.lib.gate import check_inputs, check_streams, with_aligned_rows
 
 
@@ -163,42 +161,40 @@ def _engram_gate_fwd_kernel(
 
 
 @op(
-    "tk_engram::engram_gate_fwd_out",
-    mutates=("hidden_states", "dot", "gate_score", "rstd_x", "rstd_k"),
-    reference="engram_gate_fwd",
-    translate=lambda call: {"hidden_states": call.hidden_states if call.x is None else call.x},
+    writes=("hidden_states",),
+    aligned=("x", "hidden_states", "weight_fused"),
+    reference="gate.engram_gate_fwd.engram_gate_fwd_into",
 )
-def _engram_gate_fwd_out(
+def _engram_gate_fwd(
+    x: Tensor | None,
+    hidden_states: Tensor | None,
     k: Tensor,
     v: Tensor,
     weight_fused: Tensor,
-    x: Tensor | None,
-    image_token_mask: Tensor | None,
     eps: float,
     clamp_value: float,
+    save_for_backward: bool,
+    image_token_mask: Tensor | None,
     add_residual: bool,
-    hidden_states: Tensor,
-    dot: Tensor | None,
-    gate_score: Tensor | None,
-    rstd_x: Tensor | None,
-    rstd_k: Tensor | None,
-) -> None:
-    """Write the result into hidden_states, which without x are x, too; without `dot`, none of the four are saved."""
-    num_tokens, mhc_mult, hidden = hidden_states.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(hidden_states.device)
-    options = (add_residual, image_token_mask is not None, dot is not None)
-    forward = _engram_gate_fwd_kernel(mhc_mult, hidden, *options, arch)
-    written = aligned(hidden_states)
-    x = written if x is None else aligned(x)
-    inputs = (x, with_aligned_rows(k), with_aligned_rows(v), aligned(weight_fused), image_token_mask)
-    forward(*inputs, written, dot, gate_score, rstd_x, rstd_k, eps, clamp_value)
-    if written is not hidden_states:
-        hidden_states.copy_(written)
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The streams are x, or hidden_states, into which the result is written then."""
+    streams = hidden_states if x is None else x
+    num_tokens, mhc_mult, hidden = shape = check_streams("hidden_states", streams)
+    check_inputs(k, v, weight_fused, image_token_mask, shape, streams.device)
+    check.number("eps", eps, at_least=0)
+    check.number("clamp_value", clamp_value, at_least=0)
+    out = streams if x is None else new(x.new_empty, shape)
+    saved: tuple[Tensor | None, ...] = (None,) * 4
+    if save_for_backward:
+        saved = tuple(new(weight_fused.new_empty, (num_tokens, mhc_mult)) for _ in range(4))
+    if launching(out):
+        options = (add_residual, image_token_mask is not None, save_for_backward)
+        forward = _engram_gate_fwd_kernel(mhc_mult, hidden, *options, get_arch(out.device))
+        inputs = (streams, with_aligned_rows(k), with_aligned_rows(v), weight_fused, image_token_mask)
+        forward(*inputs, out, *saved, float(eps), float(clamp_value))
+    return (out, *saved)
 
 
-@replayable
 def engram_gate_fwd(
     hidden_states: Tensor,
     k: Tensor,
@@ -238,19 +234,10 @@ def engram_gate_fwd(
         TypeError: an argument is not of its type, or no tensor of its dtype.
         ValueError: a shape, stride, device or number does not fit, or inplace together with save_for_backward.
     """
-    shape = check_streams("hidden_states", hidden_states)
-    check_inputs(k, v, weight_fused, image_token_mask, shape, hidden_states.device)
-    check.number("eps", eps, at_least=0)
-    check.number("clamp_value", clamp_value, at_least=0)
     flags = {"save_for_backward": save_for_backward, "inplace": inplace, "add_residual": add_residual}
     for name, flag in flags.items():
         check.flag(name, flag)
     check.require(not (inplace and save_for_backward), "inplace", "False with save_for_backward", inplace)
-    out = hidden_states if inplace else hidden_states.new_empty(shape)
-    saved: tuple[Tensor | None, ...] = (None,) * 4
-    if save_for_backward:
-        saved = tuple(weight_fused.new_empty(shape[:2]) for _ in range(4))
-    x = None if inplace else hidden_states
-    options = (float(eps), float(clamp_value), add_residual)
-    _engram_gate_fwd_out(k, v, weight_fused, x, image_token_mask, *options, out, *saved)
-    return (out, *saved)
+    streams = (None, hidden_states) if inplace else (hidden_states, None)
+    options = (eps, clamp_value, save_for_backward, image_token_mask, add_residual)
+    return _engram_gate_fwd(*streams, k, v, weight_fused, *options)

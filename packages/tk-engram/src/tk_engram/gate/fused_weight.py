@@ -24,11 +24,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_core.views import aligned
 from tk_engram.lib.gate import check_sizes
 from tk_engram.sizes import WEIGHT_DTYPES
 
@@ -106,13 +104,7 @@ def _grad_w_reduce_kernel(size: int, hidden_dtype: torch.dtype, embed_dtype: tor
     return grad_w_reduce
 
 
-@op("tk_engram::fused_weight_out", mutates=("out",), reference="fused_weight")
-def _fused_weight_out(weight_hidden: Tensor, weight_embed: Tensor, out: Tensor) -> None:
-    fuse = _fused_weight_kernel(out.numel(), weight_hidden.dtype, weight_embed.dtype, get_arch(out.device))
-    fuse(aligned(weight_hidden).view(-1), aligned(weight_embed).view(-1), out.view(-1))
-
-
-@replayable
+@op
 def fused_weight(weight_hidden: Tensor, weight_embed: Tensor) -> Tensor:
     """Multiply the weights of the gate's two norms, of the streams and of k: weight_hidden · weight_embed in float32.
 
@@ -132,36 +124,14 @@ def fused_weight(weight_hidden: Tensor, weight_embed: Tensor) -> Tensor:
     shape = check.tensor("weight_hidden", weight_hidden, WEIGHT_DTYPES, ("hc_mult", "hidden"))
     check_sizes("weight_hidden", *shape)
     check.tensor("weight_embed", weight_embed, WEIGHT_DTYPES, tuple(shape), device=weight_hidden.device)
-    out = weight_hidden.new_empty(shape, dtype=torch.float32)
-    _fused_weight_out(weight_hidden, weight_embed, out)
+    out = new(weight_hidden.new_empty, shape, dtype=torch.float32)
+    if launching(out):
+        fuse = _fused_weight_kernel(out.numel(), weight_hidden.dtype, weight_embed.dtype, get_arch(out.device))
+        fuse(weight_hidden.view(-1), weight_embed.view(-1), out.view(-1))
     return out
 
 
-@op(
-    "tk_engram::grad_w_reduce_out",
-    mutates=("grad_weight_hidden", "grad_weight_embed"),
-    reference="grad_w_reduce",
-)
-def _grad_w_reduce_out(
-    grad_w_partial: Tensor,
-    weight_hidden: Tensor,
-    weight_embed: Tensor,
-    grad_weight_hidden: Tensor,
-    grad_weight_embed: Tensor,
-) -> None:
-    if grad_w_partial.shape[0] == 0:
-        return
-    size = weight_hidden.numel()
-    reduce = _grad_w_reduce_kernel(size, weight_hidden.dtype, weight_embed.dtype, get_arch(grad_w_partial.device))
-    written = aligned(grad_weight_hidden), aligned(grad_weight_embed)
-    inputs = (aligned(weight_hidden), aligned(weight_embed), *written)
-    reduce(aligned(grad_w_partial).view(-1, size), *(x.view(-1) for x in inputs))
-    for new, old in zip(written, (grad_weight_hidden, grad_weight_embed)):
-        if new is not old:
-            old.copy_(new)
-
-
-@replayable
+@op(writes=("grad_weight_hidden", "grad_weight_embed"))
 def grad_w_reduce(
     grad_w_partial: Tensor,
     weight_hidden: Tensor,
@@ -187,11 +157,15 @@ def grad_w_reduce(
             another argument.
     """
     float32 = (torch.float32,)
-    _, *shape = check.tensor("grad_w_partial", grad_w_partial, float32, ("blocks", "hc_mult", "hidden"))
+    num_parts, *shape = check.tensor("grad_w_partial", grad_w_partial, float32, ("blocks", "hc_mult", "hidden"))
     check_sizes("grad_w_partial", *shape)
     device = grad_w_partial.device
     check.tensor("weight_hidden", weight_hidden, WEIGHT_DTYPES, tuple(shape), device=device)
     check.tensor("weight_embed", weight_embed, WEIGHT_DTYPES, tuple(shape), device=device)
     check.tensor("grad_weight_hidden", grad_weight_hidden, float32, tuple(shape), device=device)
     check.tensor("grad_weight_embed", grad_weight_embed, float32, tuple(shape), device=device)
-    _grad_w_reduce_out(grad_w_partial, weight_hidden, weight_embed, grad_weight_hidden, grad_weight_embed)
+    if launching(grad_weight_hidden, grad_weight_embed) and num_parts:
+        size = weight_hidden.numel()
+        reduce = _grad_w_reduce_kernel(size, weight_hidden.dtype, weight_embed.dtype, get_arch(device))
+        weights = (weight_hidden, weight_embed, grad_weight_hidden, grad_weight_embed)
+        reduce(grad_w_partial.view(-1, size), *(x.view(-1) for x in weights))

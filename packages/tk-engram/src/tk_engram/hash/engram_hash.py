@@ -25,11 +25,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
 
 MAX_NGRAM = 16
 """Largest N that the kernels are built for."""
@@ -108,24 +106,7 @@ def _engram_hash_kernel(max_ngram: int, num_heads: int, has_mask: bool, arch: Ar
     return engram_hash
 
 
-@op("tk_engram::engram_hash_out", mutates=("out",), reference="engram_hash")
-def _engram_hash_out(
-    ngram_token_ids: Tensor,
-    multipliers: Tensor,
-    vocab_sizes: Tensor,
-    offsets: Tensor,
-    image_token_mask: Tensor | None,
-    out: Tensor,
-) -> None:
-    num_layers, orders, num_heads = vocab_sizes.shape
-    if out.numel() == 0:
-        return
-    launch = _engram_hash_kernel(orders + 1, num_heads, image_token_mask is not None, get_arch(out.device))
-    sizes = vocab_sizes.view(num_layers, orders * num_heads)
-    launch(*map(aligned, (ngram_token_ids, multipliers, sizes, offsets)), image_token_mask, out)
-
-
-@replayable
+@op(aligned=("ngram_token_ids", "multipliers", "vocab_sizes", "offsets"))
 def engram_hash(
     ngram_token_ids: Tensor,
     multipliers: Tensor,
@@ -176,6 +157,9 @@ def engram_hash(
         first, last = int(offsets.min()), int((offsets + vocab_sizes.flatten(1).to(torch.int64)).max()) - 1
         check.require(first >= 0, "offsets", "at least 0", first)
         check.require(last < 2**31, "offsets", "tables whose last row fits int32", last)
-    out = ngram_token_ids.new_empty((num_layers, num_tokens, num_columns))
-    _engram_hash_out(ngram_token_ids, multipliers, vocab_sizes, offsets, image_token_mask, out)
+    out = new(ngram_token_ids.new_empty, (num_layers, num_tokens, num_columns))
+    if launching(out):
+        launch = _engram_hash_kernel(max_ngram, num_heads, image_token_mask is not None, get_arch(device))
+        sizes = vocab_sizes.view(num_layers, num_columns)
+        launch(ngram_token_ids, multipliers, sizes, offsets, image_token_mask, out)
     return out

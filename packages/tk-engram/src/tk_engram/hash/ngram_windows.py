@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 
 MAX_NGRAM = 16
@@ -92,28 +91,6 @@ def _ngram_windows_kernel(max_ngram: int, has_sequences: bool, has_history: bool
     return ngram_windows
 
 
-@op(
-    "tk_engram::ngram_windows_out",
-    mutates=("out",),
-    reference="ngram_windows",
-    translate=lambda call: {"N": call.out.shape[1]},
-)
-def _ngram_windows_out(
-    token_ids: Tensor,
-    cu_seqlens: Tensor | None,
-    history: Tensor | None,
-    pad_id: int,
-    block_id: int | None,
-    out: Tensor,
-) -> None:
-    num_tokens, max_ngram = out.shape
-    if num_tokens == 0:
-        return
-    launch = _ngram_windows_kernel(max_ngram, cu_seqlens is not None, history is not None, get_arch(out.device))
-    halvings = 0 if cu_seqlens is None else (cu_seqlens.shape[0] - 2).bit_length()
-    launch(token_ids, cu_seqlens, history, halvings, pad_id, _NO_BLOCK_ID if block_id is None else block_id, out)
-
-
 def _check_bounds(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise ValueError unless cu_seqlens ascends from 0 to num_tokens. Reads its data: for TK_DEBUG only."""
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
@@ -122,7 +99,7 @@ def _check_bounds(cu_seqlens: Tensor, num_tokens: int) -> None:
     check.require(bool((cu_seqlens.diff() >= 0).all()), "cu_seqlens", "no element below the one before", cu_seqlens)
 
 
-@replayable
+@op(aligned=())
 def ngram_windows(
     token_ids: Tensor,
     cu_seqlens: Tensor | None,
@@ -171,6 +148,9 @@ def ngram_windows(
         check.tensor("history", history, (torch.int32,), (num_sequences, N - 1), device=device)
     if cu_seqlens is not None and check.reads_data(cu_seqlens):
         _check_bounds(cu_seqlens, num_tokens)
-    out = token_ids.new_empty((num_tokens, N))
-    _ngram_windows_out(token_ids, cu_seqlens, history, pad_id, block_id, out)
+    out = new(token_ids.new_empty, (num_tokens, N))
+    if launching(out):
+        launch = _ngram_windows_kernel(N, cu_seqlens is not None, history is not None, get_arch(device))
+        halvings = 0 if cu_seqlens is None else (num_sequences - 1).bit_length()
+        launch(token_ids, cu_seqlens, history, halvings, pad_id, _NO_BLOCK_ID if block_id is None else block_id, out)
     return out

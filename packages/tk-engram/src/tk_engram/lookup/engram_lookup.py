@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_core.views import aligned
 from tk_engram.lib.indices import check_indices, piece_channels
 
 GROUP = 32
@@ -136,76 +136,23 @@ def lookup_kernel_for(table: Tensor, table_sf: Tensor | None, is_pinned: bool, a
     return _engram_lookup_kernel(table.shape[1], table.dtype, sf_dtype, vector, is_pinned, arch)
 
 
-def _require_reachable(indices: Tensor, table: Tensor) -> None:
-    """A table of another device than the indices' has to be in pinned memory; table_sf is on the table's device."""
-    reachable = table.device == indices.device or (indices.is_cuda and table.is_pinned())
-    check.require(reachable, "table", f"device {indices.device} or pinned host memory", f"{table.device}, not pinned")
+def _is_pinned(device: torch.device, table: Tensor, table_sf: Tensor | None) -> bool:
+    """Whether the table is in pinned host memory; ValueError if neither there nor on the device of the indices.
+
+    Under torch.compile and for fake tensors, host memory counts as pinned: nobody can tell then.
+    """
+    if table.device == device:
+        return False
+    expected = f"device {device} or pinned host memory"
+    check.require(table.is_cpu and device.type == "cuda", "table", expected, f"{table.device}")
+    if not is_compiling() and type(table) in (Tensor, Parameter):
+        check.require(table.is_pinned(), "table", expected, f"{table.device}, not pinned")
+        sf_is_pinned = table_sf is None or table_sf.is_pinned()
+        check.require(sf_is_pinned, "table_sf", "pinned host memory, as table", "memory that is not pinned")
+    return True
 
 
-@torch.no_grad()
-def _engram_lookup_reference(indices: Tensor, table: Tensor, table_sf: Tensor | None, out: Tensor) -> None:
-    from tk_engram.reference.lookup.engram_lookup import engram_lookup
-
-    _require_reachable(indices, table)
-    engram_lookup(indices, table, table_sf=table_sf, out=out)
-
-
-@op("tk_engram::engram_lookup_out", mutates=("out",), reference=_engram_lookup_reference)
-def _engram_lookup_out(indices: Tensor, table: Tensor, table_sf: Tensor | None, out: Tensor) -> None:
-    _require_reachable(indices, table)
-    if indices.numel() == 0:
-        return
-    is_pinned = table.device != indices.device
-    if is_pinned and table_sf is not None:
-        check.require(table_sf.is_pinned(), "table_sf", "pinned host memory, as table", "memory that is not pinned")
-    num_rows, dim = table.shape
-    lookup = lookup_kernel_for(table, table_sf, is_pinned, get_arch(indices.device))
-    written = aligned(out)
-    arguments: list[Any] = [indices.view(-1), written.view(-1, dim)]
-    if is_pinned:
-        arguments += [table.data_ptr(), num_rows, table.stride(0)]
-        if table_sf is not None:
-            arguments += [table_sf.data_ptr(), table_sf.stride(0)]
-    else:
-        arguments.append(table)
-        if table_sf is not None:
-            arguments.append(table_sf)
-    lookup(*arguments)
-    if written is not out:
-        out.copy_(written)
-
-
-def _engram_lookup(indices: Tensor, table: Tensor, table_sf: Tensor | None, out: Tensor | None) -> Tensor:
-    dtypes = (torch.bfloat16, torch.float8_e4m3fn)
-    num_rows, dim = check.tensor("table", table, dtypes, ("R", "D"), layout="rows")
-    check.require(num_rows >= 1, "table", "at least one row", num_rows)
-    check.require(dim >= GROUP, "D (columns of table)", f"at least {GROUP}", dim)
-    check.multiple_of("D (columns of table)", dim, GROUP)
-    if table.dtype is torch.bfloat16:
-        check.require(table_sf is None, "table_sf", "None for a bfloat16 table", type(table_sf).__name__)
-    else:
-        sf_shape = (num_rows, dim // GROUP)
-        check.tensor("table_sf", table_sf, _SF_DTYPES, sf_shape, layout="rows", device=table.device)
-        if table_sf.stride(1) != 1:  # of a single column
-            table_sf = table_sf.as_strided(sf_shape, (table_sf.stride(0), 1))
-    num_tokens, num_columns = check_indices(indices, num_rows)
-    device = indices.device
-    may_be_pinned = table.device.type == "cpu" and device.type == "cuda"
-    check.require(
-        may_be_pinned or table.device == device, "table", f"device {device} or pinned host memory", f"{table.device}"
-    )
-    shape = (num_tokens, num_columns, dim)
-    if out is None:
-        out = indices.new_empty(shape, dtype=torch.bfloat16)
-    else:
-        check.tensor("out", out, (torch.bfloat16,), shape, device=device)
-    _engram_lookup_out(indices, table, table_sf, out)
-    return out
-
-
-_replayed_lookup = replayable(_engram_lookup)
-
-
+@op(writes=("out",), aligned=("out",))
 def engram_lookup(
     indices: Tensor, table: Tensor, *, table_sf: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -233,7 +180,32 @@ def engram_lookup(
         ValueError: a shape, stride or device does not fit, a table in host memory is not pinned, or table_sf comes with
             a bfloat16 table.
     """
-    # Not to be replayed: the kernel gets the address of a table in host memory as a number.
-    if isinstance(table, Tensor) and table.is_cpu:
-        return _engram_lookup(indices, table, table_sf, out)
-    return _replayed_lookup(indices, table, table_sf, out)
+    dtypes = (torch.bfloat16, torch.float8_e4m3fn)
+    num_rows, dim = check.tensor("table", table, dtypes, ("R", "D"), layout="rows")
+    check.require(num_rows >= 1, "table", "at least one row", num_rows)
+    check.require(dim >= GROUP, "D (columns of table)", f"at least {GROUP}", dim)
+    check.multiple_of("D (columns of table)", dim, GROUP)
+    sf_shape = (num_rows, dim // GROUP)
+    if table.dtype is torch.bfloat16:
+        check.require(table_sf is None, "table_sf", "None for a bfloat16 table", type(table_sf).__name__)
+    else:
+        check.tensor("table_sf", table_sf, _SF_DTYPES, sf_shape, layout="rows", device=table.device)
+    num_tokens, num_columns = check_indices(indices, num_rows)
+    is_pinned = _is_pinned(indices.device, table, table_sf)
+    shape = (num_tokens, num_columns, dim)
+    if out is None:
+        out = new(indices.new_empty, shape, dtype=torch.bfloat16)
+    else:
+        check.tensor("out", out, (torch.bfloat16,), shape, device=indices.device)
+    if launching(out):
+        if table_sf is not None and table_sf.stride(1) != 1:  # of a single column
+            table_sf = table_sf.as_strided(sf_shape, (table_sf.stride(0), 1))
+        arguments: list[Any] = [indices.view(-1), out.view(-1, dim)]
+        if is_pinned:
+            arguments += [table.data_ptr(), num_rows, table.stride(0)]
+            if table_sf is not None:
+                arguments += [table_sf.data_ptr(), table_sf.stride(0)]
+        else:
+            arguments += [table] if table_sf is None else [table, table_sf]
+        lookup_kernel_for(table, table_sf, is_pinned, get_arch(indices.device))(*arguments)
+    return out

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned, flat
 from tk_engram.lib.indices import check_indices, piece_channels
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -208,52 +207,20 @@ def _add_pairs_kernel(dim: int, dtype: torch.dtype, target: Literal["new", "give
     return add_pairs
 
 
-def _engram_lookup_bwd_reference(d_o: Tensor, indices: Tensor, grad: Tensor, accumulate: bool) -> None:
-    from tk_engram.reference.lookup.engram_lookup_bwd import engram_lookup_bwd
-
-    if not accumulate:
-        grad.zero_()
-    engram_lookup_bwd(d_o.unsqueeze(1), indices.unsqueeze(1), grad.shape[0], grad=grad)
-
-
-@op("tk_engram::engram_lookup_bwd_out", mutates=("grad",), reference=_engram_lookup_bwd_reference)
-def _engram_lookup_bwd_out(d_o: Tensor, indices: Tensor, grad: Tensor, accumulate: bool) -> None:
-    """Gradient of pairs: d_o (P, D), indices (P); without `accumulate` it replaces what `grad` holds."""
-    if not accumulate:
-        grad.zero_()
-    if indices.numel() == 0:
-        return
-    sorted_rows, order = torch.sort(indices, stable=True)
-    target = "given" if accumulate else "new"
-    add_pairs = _add_pairs_kernel(d_o.shape[1], d_o.dtype, target, get_arch(d_o.device))
-    written = aligned(grad)
-    add_pairs(aligned(d_o), sorted_rows, order, written)
-    if written is not grad:
-        grad.copy_(written)
-
-
-@op(
-    "tk_engram::engram_lookup_bwd_sparse_out",
-    mutates=("rows", "values", "count"),
-    reference="engram_lookup_bwd",
-    translate=lambda call: {"d_o": call.d_o.unsqueeze(1), "indices": call.indices.unsqueeze(1), "sparse": True},
-)
-def _engram_lookup_bwd_sparse_out(
-    d_o: Tensor, indices: Tensor, num_rows: int, rows: Tensor, values: Tensor, count: Tensor
-) -> None:
-    """Gradient of pairs: d_o (P, D), indices (P)."""
+def _launch_sparse(d_o: Tensor, indices: Tensor, num_rows: int, rows: Tensor, values: Tensor, count: Tensor) -> None:
     if indices.numel() == 0:
         count.zero_()
         return
     arch = get_arch(d_o.device)
-    sorted_rows, order = torch.sort(indices, stable=True)
+    sorted_rows, order = torch.sort(indices.view(-1), stable=True)
     is_first = torch.empty_like(sorted_rows)
     _mark_segments_kernel(arch)(sorted_rows, is_first, num_rows)
     ordinals = torch.cumsum(is_first, 0, dtype=torch.int32)
-    add_pairs = _add_pairs_kernel(d_o.shape[1], d_o.dtype, "sparse", arch)
-    add_pairs(aligned(d_o), sorted_rows, order, ordinals, rows, values, count, num_rows)
+    add_pairs = _add_pairs_kernel(values.shape[1], d_o.dtype, "sparse", arch)
+    add_pairs(d_o.view(values.shape), sorted_rows, order, ordinals, rows, values, count, num_rows)
 
 
+@op(writes=("grad",), aligned=("d_o", "grad"))
 def engram_lookup_bwd(
     d_o: Tensor, indices: Tensor, num_rows: int, *, grad: Tensor | None = None, sparse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
@@ -287,15 +254,22 @@ def engram_lookup_bwd(
     check.flag("sparse", sparse)
     if sparse:
         check.require(grad is None, "grad", "None with sparse=True", type(grad).__name__)
-        num_pairs = num_tokens * num_columns
-        rows, count = indices.new_empty((num_pairs,)), indices.new_empty((1,))
-        values = d_o.new_empty((num_pairs, dim), dtype=torch.float32)
-        _engram_lookup_bwd_sparse_out(flat(d_o, 1), flat(indices, 0), num_rows, rows, values, count)
+        rows = new(indices.new_empty, (num_tokens * num_columns,))
+        values = new(d_o.new_empty, (num_tokens * num_columns, dim), dtype=torch.float32)
+        count = new(indices.new_empty, (1,))
+        if launching(rows, values, count):
+            _launch_sparse(d_o, indices, num_rows, rows, values, count)
         return rows, values, count
-    accumulate = grad is not None
+    target = "new" if grad is None else "given"
     if grad is None:
-        grad = d_o.new_empty((num_rows, dim), dtype=torch.float32)
+        grad = new(d_o.new_empty, (num_rows, dim), dtype=torch.float32)
     else:
         check.tensor("grad", grad, (torch.float32,), (num_rows, dim), device=d_o.device)
-    _engram_lookup_bwd_out(flat(d_o, 1), flat(indices, 0), grad, accumulate)
+    if launching(grad):
+        if target == "new":
+            grad.zero_()
+        if indices.numel():
+            sorted_rows, order = torch.sort(indices.view(-1), stable=True)
+            add_pairs = _add_pairs_kernel(dim, d_o.dtype, target, get_arch(d_o.device))
+            add_pairs(d_o.view(-1, dim), sorted_rows, order, grad)
     return grad

@@ -21,12 +21,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_core.views import aligned
 from tk_engram.lib.scaled_rows import DTYPES, MAX_WIDTH, RowTile, check_matrix
 from tk_engram.sizes import NUM_PARTIALS
 
@@ -99,26 +97,7 @@ def _engram_sinkhorn_step_kernel(width: int, arch: Arch) -> Any:
     return engram_sinkhorn_step
 
 
-@op(
-    "tk_engram::engram_sinkhorn_step_out",
-    mutates=("row_norm", "col_sumsq_partial", "row_scale"),
-    reference="engram_sinkhorn_step",
-)
-def _engram_sinkhorn_step_out(
-    matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, row_norm: Tensor, col_sumsq_partial: Tensor
-) -> None:
-    num_rows, width = matrix.shape
-    if num_rows == 0:
-        col_sumsq_partial.zero_()
-        return
-    step = _engram_sinkhorn_step_kernel(width, get_arch(matrix.device))
-    written = aligned(row_scale)
-    step(aligned(matrix), written, aligned(col_scale), row_norm, col_sumsq_partial, eps)
-    if written is not row_scale:
-        row_scale.copy_(written)
-
-
-@replayable
+@op(writes=("row_scale",))
 def engram_sinkhorn_step(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """One Sinkhorn iteration over rows: x = (r · M) · c, norm = √Σ_d x², r ← r / (norm + eps); squares of columns.
 
@@ -142,9 +121,14 @@ def engram_sinkhorn_step(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, e
     """
     num_rows, width = check_matrix(matrix, row_scale, col_scale)
     check.number("eps", eps, at_least=0)
-    row_norm = matrix.new_empty((num_rows,))
-    col_sumsq_partial = matrix.new_empty((NUM_PARTIALS, width))
-    _engram_sinkhorn_step_out(matrix, row_scale, col_scale, float(eps), row_norm, col_sumsq_partial)
+    row_norm = new(matrix.new_empty, (num_rows,))
+    col_sumsq_partial = new(matrix.new_empty, (NUM_PARTIALS, width))
+    if launching(row_norm, col_sumsq_partial):
+        if num_rows == 0:
+            col_sumsq_partial.zero_()
+        else:
+            step = _engram_sinkhorn_step_kernel(width, get_arch(matrix.device))
+            step(matrix, row_scale, col_scale, row_norm, col_sumsq_partial, float(eps))
     return row_norm, col_sumsq_partial
 
 
@@ -177,19 +161,7 @@ def _engram_sinkhorn_step_reduce_kernel(arch: Arch) -> Any:
     return engram_sinkhorn_step_reduce
 
 
-@op(
-    "tk_engram::engram_sinkhorn_step_reduce_out",
-    mutates=("col_sumsq",),
-    reference="engram_sinkhorn_step_reduce",
-)
-def _engram_sinkhorn_step_reduce_out(col_sumsq_partial: Tensor, col_sumsq: Tensor) -> None:
-    if col_sumsq_partial.shape[0] == 0:
-        col_sumsq.zero_()
-        return
-    _engram_sinkhorn_step_reduce_kernel(get_arch(col_sumsq.device))(col_sumsq_partial, col_sumsq)
-
-
-@replayable
+@op(writes=("col_sumsq",), aligned=())
 def engram_sinkhorn_step_reduce(col_sumsq_partial: Tensor, col_sumsq: Tensor) -> None:
     """Add up partial sums of columns: col_sumsq[d] = Σ_p col_sumsq_partial[p, d], p ascending.
 
@@ -204,10 +176,14 @@ def engram_sinkhorn_step_reduce(col_sumsq_partial: Tensor, col_sumsq: Tensor) ->
         TypeError: an argument is not a float32 tensor.
         ValueError: a shape, stride or device does not fit, or D is out of range.
     """
-    _, width = check.tensor("col_sumsq_partial", col_sumsq_partial, DTYPES, ("P", "D"))
+    num_partials, width = check.tensor("col_sumsq_partial", col_sumsq_partial, DTYPES, ("P", "D"))
     check.in_range("D (columns of col_sumsq_partial)", width, 1, MAX_WIDTH)
     check.tensor("col_sumsq", col_sumsq, DTYPES, (width,), device=col_sumsq_partial.device)
-    _engram_sinkhorn_step_reduce_out(col_sumsq_partial, col_sumsq)
+    if launching(col_sumsq):
+        if num_partials == 0:
+            col_sumsq.zero_()
+        else:
+            _engram_sinkhorn_step_reduce_kernel(get_arch(col_sumsq.device))(col_sumsq_partial, col_sumsq)
 
 
 @kernel(pass_configs=DIRECT_COPIES)
@@ -246,26 +222,7 @@ def _engram_sinkhorn_finalize_kernel(width: int, arch: Arch) -> Any:
     return engram_sinkhorn_finalize
 
 
-@op(
-    "tk_engram::engram_sinkhorn_finalize_out",
-    mutates=("out",),
-    in_place={"out": ("matrix",)},
-    reference="engram_sinkhorn_finalize",
-)
-def _engram_sinkhorn_finalize_out(
-    matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float, out: Tensor
-) -> None:
-    num_rows, width = matrix.shape
-    if num_rows == 0:
-        return
-    written = aligned(out)
-    finalize = _engram_sinkhorn_finalize_kernel(width, get_arch(matrix.device))
-    finalize(aligned(matrix), aligned(row_scale), aligned(col_scale), written, eps, alpha)
-    if written is not out:
-        out.copy_(written)
-
-
-@replayable
+@op(writes=("out",), in_place={"out": ("matrix",)})
 def engram_sinkhorn_finalize(
     matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float, out: Tensor | None = None
 ) -> Tensor:
@@ -292,8 +249,10 @@ def engram_sinkhorn_finalize(
     check.number("eps", eps, at_least=0)
     check.number("alpha", alpha)
     if out is None:
-        out = matrix.new_empty((num_rows, width))
+        out = new(matrix.new_empty, (num_rows, width))
     else:
         check.tensor("out", out, DTYPES, (num_rows, width), device=matrix.device)
-    _engram_sinkhorn_finalize_out(matrix, row_scale, col_scale, float(eps), float(alpha), out)
+    if launching(out):
+        finalize = _engram_sinkhorn_finalize_kernel(width, get_arch(matrix.device))
+        finalize(matrix, row_scale, col_scale, out, float(eps), float(alpha))
     return out

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_core.views import aligned
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -69,26 +67,7 @@ def _momentum_update_kernel(
     return engram_sinkhorn_momentum_update
 
 
-@op(
-    "tk_engram::engram_sinkhorn_momentum_update_out",
-    mutates=("out", "momentum_buffer"),
-    reference="engram_sinkhorn_momentum_update",
-)
-def _engram_sinkhorn_momentum_update_out(
-    grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool, out: Tensor
-) -> None:
-    if grad.numel() == 0:
-        return
-    vector = gcd(grad.numel(), VECTOR)
-    update = _momentum_update_kernel(grad.dtype, momentum_buffer.dtype, nesterov, vector, get_arch(grad.device))
-    written = aligned(momentum_buffer)
-    tensors = (aligned(grad), written, out)
-    update(*(x.view(-1, vector) for x in tensors), beta1, 1.0 - beta1)
-    if written is not momentum_buffer:
-        momentum_buffer.copy_(written)
-
-
-@replayable
+@op(writes=("momentum_buffer",))
 def engram_sinkhorn_momentum_update(
     grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool = True
 ) -> Tensor:
@@ -116,6 +95,9 @@ def engram_sinkhorn_momentum_update(
     check.number("beta1", beta1, at_least=0)
     check.require(beta1 <= 1, "beta1", "at most 1", beta1)
     check.flag("nesterov", nesterov)
-    out = grad.new_empty(grad.shape, dtype=torch.float32)
-    _engram_sinkhorn_momentum_update_out(grad, momentum_buffer, float(beta1), nesterov, out)
+    out = new(grad.new_empty, grad.shape, dtype=torch.float32)
+    if launching(out):
+        vector = gcd(grad.numel(), VECTOR)
+        update = _momentum_update_kernel(grad.dtype, momentum_buffer.dtype, nesterov, vector, get_arch(grad.device))
+        update(*(x.view(-1, vector) for x in (grad, momentum_buffer, out)), float(beta1), 1.0 - float(beta1))
     return out

@@ -38,3 +38,21 @@ def engram_gate_fwd(
     if inplace:
         out = hidden_states.copy_(out)
     return (out.to(hidden_states.dtype), *(saved if save_for_backward else (None,) * 4))
+
+
+def engram_gate_fwd_into(
+    x: Tensor | None,
+    hidden_states: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    eps: float,
+    clamp_value: float,
+    save_for_backward: bool,
+    image_token_mask: Tensor | None,
+    add_residual: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """`engram_gate_fwd` of x, or of hidden_states and in place."""
+    options = {"image_token_mask": image_token_mask, "inplace": x is None, "add_residual": add_residual}
+    streams = hidden_states if x is None else x
+    return engram_gate_fwd(streams, k, v, weight_fused, eps, clamp_value, save_for_backward, **options)
