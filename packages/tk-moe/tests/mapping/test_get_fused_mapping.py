@@ -15,11 +15,7 @@ from tk_core import env
 from tk_core.arch import ARCHS, arch_from_name
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_moe import reference
-from tk_moe.mapping.get_fused_mapping import (
-    MAX_POSITIONS,
-    GetFusedMappingConfig,
-    _get_fused_mapping_out,
-)
+from tk_moe.mapping.get_fused_mapping import MAX_POSITIONS, GetFusedMappingConfig
 
 from ..models import MODEL_EXPERTS
 
@@ -416,5 +412,5 @@ def test_gpu_writes_all_padding_whatever_the_number_of_blocks(num_tokens: int, n
         expected.append(psum)
         outputs = [torch.full_like(x, 0x55555555) for x in expected]
         with tk_core.num_sms(num_sms):
-            _get_fused_mapping_out(topk_idx, *outputs, alignment)
+            torch.ops.tk_moe.get_fused_mapping(topk_idx, 256, num_pos, alignment, True, True, outputs)
         assert_equal(outputs, expected)

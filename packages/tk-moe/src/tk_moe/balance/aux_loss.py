@@ -31,11 +31,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel, new_workspace
-from tk_core.op import op
-from tk_core.replay import replayable
+from tk_core.call import launching, new, op
+from tk_core.kernel import kernel
 from tk_core.tiles import DIRECT_COPIES
-from tk_moe.lib.launch_aligned import launch_aligned
 
 MAX_EXPERTS = 1024
 MAX_TOKENS = 2**30  # so that no index on the way overflows an int32
@@ -141,30 +139,6 @@ def _aux_loss_bwd_kernel(num_experts: int, arch: Arch) -> Any:
     return aux_loss_bwd
 
 
-@op("tk_moe::aux_loss_out", mutates=("loss",), reference="aux_loss")
-def _aux_loss_out(scores: Tensor, fi: Tensor, alpha: float, loss: Tensor) -> None:
-    """Launch."""
-    num_tokens, num_experts = scores.shape
-    if num_tokens == 0:
-        loss.zero_()
-        return
-    arch = get_arch(scores.device)
-    parts = new_workspace(scores, (num_tokens,))
-    launch_aligned(_aux_loss_parts_kernel(num_experts, arch), scores, fi, parts, outputs=(parts,))
-    _aux_loss_sum_kernel(arch)(parts, alpha, loss.view(1))
-
-
-@op("tk_moe::aux_loss_bwd_out", mutates=("grad_scores",), reference="aux_loss_bwd")
-def _aux_loss_bwd_out(scores: Tensor, fi: Tensor, grad_loss: Tensor, alpha: float, grad_scores: Tensor) -> None:
-    """Launch."""
-    num_tokens, num_experts = scores.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(scores.device)
-    backward = _aux_loss_bwd_kernel(num_experts, arch)
-    launch_aligned(backward, scores, fi, grad_loss.view(1), alpha, grad_scores, outputs=(grad_scores,))
-
-
 def _check_arguments(scores: Tensor, fi: Tensor, alpha: float) -> None:
     num_tokens, num_experts = check.tensor("scores", scores, (torch.float32,), ("num_tokens", "num_experts"))
     check.in_range("num_experts (columns of scores)", num_experts, 1, MAX_EXPERTS)
@@ -173,7 +147,7 @@ def _check_arguments(scores: Tensor, fi: Tensor, alpha: float) -> None:
     check.number("alpha", alpha)
 
 
-@replayable
+@op
 def aux_loss(scores: Tensor, fi: Tensor, alpha: float = 1.0) -> Tensor:
     """Auxiliary loss that evens out the experts' load: alpha · Σ_e fi[e] · P[e].
 
@@ -196,12 +170,20 @@ def aux_loss(scores: Tensor, fi: Tensor, alpha: float = 1.0) -> Tensor:
         ValueError: a shape or device does not fit, a tensor is not contiguous, or a size is out of range.
     """
     _check_arguments(scores, fi, alpha)
-    loss = scores.new_empty(())
-    _aux_loss_out(scores, fi, float(alpha), loss)
+    loss = new(scores.new_empty, ())
+    if launching(loss):
+        num_tokens, num_experts = scores.shape
+        if num_tokens == 0:
+            loss.zero_()
+        else:
+            arch = get_arch(scores.device)
+            parts = scores.new_empty((num_tokens,))
+            _aux_loss_parts_kernel(num_experts, arch)(scores, fi, parts)
+            _aux_loss_sum_kernel(arch)(parts, float(alpha), loss.view(1))
     return loss
 
 
-@replayable
+@op
 def aux_loss_bwd(grad_loss: Tensor, scores: Tensor, fi: Tensor, alpha: float = 1.0) -> Tensor:
     """Gradient of `aux_loss` with respect to scores; fi is a constant.
 
@@ -222,6 +204,8 @@ def aux_loss_bwd(grad_loss: Tensor, scores: Tensor, fi: Tensor, alpha: float = 1
     """
     _check_arguments(scores, fi, alpha)
     check.tensor("grad_loss", grad_loss, (torch.float32,), (), device=scores.device)
-    grad_scores = torch.empty_like(scores)
-    _aux_loss_bwd_out(scores, fi, grad_loss, float(alpha), grad_scores)
+    grad_scores = new(torch.empty_like, scores)
+    if launching(grad_scores):
+        backward = _aux_loss_bwd_kernel(scores.shape[1], get_arch(scores.device))
+        backward(scores, fi, grad_loss.view(1), float(alpha), grad_scores)
     return grad_scores

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 
 MAX_GROUPS = 1024
@@ -126,18 +125,7 @@ def check_pairs(name: str, indices: Tensor) -> None:
     check.require(num_tokens * num_topk <= MAX_PAIRS, name, f"at most {MAX_PAIRS} elements", num_tokens * num_topk)
 
 
-@op(
-    "tk_moe::group_count_out",
-    mutates=("out",),
-    reference="group_count",
-    translate=lambda call: {"num_groups": call.out.shape[0]},
-)
-def _group_count_out(group_idx: Tensor, out: Tensor) -> None:
-    """Launch."""
-    _launch_group_count(group_idx, None, out)
-
-
-@replayable
+@op(aligned=())
 def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
     """Count how often each group occurs in `group_idx`.
 
@@ -157,18 +145,13 @@ def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
     check_pairs("group_idx", group_idx)
     check.in_range("num_groups", num_groups, 1, MAX_GROUPS)
     check.below("group_idx", group_idx, num_groups, "indices below num_groups = {}")
-    out = group_idx.new_empty((num_groups,), dtype=torch.int32)
-    _group_count_out(group_idx, out)
+    out = new(group_idx.new_empty, (num_groups,), dtype=torch.int32)
+    if launching(out):
+        _launch_group_count(group_idx, None, out)
     return out
 
 
-@op("tk_moe::aux_fi_out", mutates=("fi",), reference="aux_fi", translate=lambda call: {"num_experts": call.fi.shape[0]})
-def _aux_fi_out(topk_idx: Tensor, num_aux_topk: int, fi: Tensor) -> None:
-    """Launch."""
-    _launch_group_count(topk_idx, num_aux_topk, fi)
-
-
-@replayable
+@op(aligned=())
 def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
     """Share of each expert in the choices of all tokens, times the number of experts.
 
@@ -192,6 +175,7 @@ def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
     check.in_range("num_experts", num_experts, 1, MAX_GROUPS)
     check.in_range("num_aux_topk", num_aux_topk, 1, MAX_TOPK)
     check.below("topk_idx", topk_idx, num_experts, "indices below num_experts = {}")
-    fi = topk_idx.new_empty((num_experts,), dtype=torch.float32)
-    _aux_fi_out(topk_idx, num_aux_topk, fi)
+    fi = new(topk_idx.new_empty, (num_experts,), dtype=torch.float32)
+    if launching(fi):
+        _launch_group_count(topk_idx, num_aux_topk, fi)
     return fi

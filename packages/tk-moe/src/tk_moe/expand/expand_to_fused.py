@@ -30,13 +30,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import get_arch
-from tk_core.kernel import new_workspace
+from tk_core.call import launching, new, op
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_device_num_sms
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales
-from tk_core.views import aligned
 from tk_moe.lib.check_maps import check_each_once, check_experts, check_positions
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel
 from tk_moe.lib.expand_to_fused_kernel import expand_kernel, gather_factors_kernel, num_blocks_for
@@ -56,32 +53,20 @@ def _as_carrier(x: Tensor) -> Tensor:
     return x if x.dtype in _NATIVE_DTYPES else x.view(_CARRIERS[x.dtype.itemsize])
 
 
-def _expand_reference(
-    x: Tensor, sf: Tensor | None, token_topk_to_pos: Tensor, pos_to_expert: Tensor
-) -> tuple[Tensor | None, ...]:
-    from tk_moe.reference.expand.expand_to_fused import expand_to_fused
-
-    return tuple(None if t is None else expand_to_fused(t, token_topk_to_pos, pos_to_expert) for t in (x, sf))
-
-
-@op("tk_moe::expand_to_fused_out", mutates=("out", "out_sf"), reference=_expand_reference)
-def _expand_to_fused_out(
+def _launch_expand(
     x: Tensor, sf: Tensor | None, token_topk_to_pos: Tensor, pos_to_expert: Tensor, out: Tensor, out_sf: Tensor | None
 ) -> None:
-    """Launch."""
-    if out.numel() == 0:
-        return
     arch = get_arch(x.device)
-    x, written = aligned(_as_carrier(x)), aligned(_as_carrier(out))
+    x, out = _as_carrier(x), _as_carrier(out)
     (num_tokens, num_topk), cols, num_rows = token_topk_to_pos.shape, x.shape[1], out.shape[0]
-    tensors = x, token_topk_to_pos, pos_to_expert, written
+    tensors = x, token_topk_to_pos, pos_to_expert, out
     num_blocks = num_blocks_for(num_tokens, num_rows)
     bulk = BulkConfig.best(cols * x.itemsize, arch) if BulkConfig.pays(num_tokens, num_topk, num_rows) else None
     if sf is not None:
-        sf_cols, sf = sf.shape[1], aligned(sf)
+        sf_cols = sf.shape[1]
         # Rows of up to 8 factors are not worth a second launch.
         if sf_cols > 8 and out_sf.stride(0) == 1:
-            tokens = new_workspace(sf, (num_rows, 1), torch.int32)
+            tokens = sf.new_empty((num_rows, 1), dtype=torch.int32)
             expand = expand_kernel(cols, num_topk, x.dtype, 1, torch.int32, True, arch)
             expand(*tensors, num_blocks, None, tokens)
             gather_factors_kernel(sf_cols, sf.dtype, arch)(sf, tokens, out_sf)
@@ -93,11 +78,9 @@ def _expand_to_fused_out(
         expand_bulk_kernel(cols, num_topk, x.dtype, bulk, arch)(*tensors, *shares)
     else:
         expand_kernel(cols, num_topk, x.dtype, 0, None, False, arch)(*tensors, num_blocks)
-    if written.data_ptr() != out.data_ptr():
-        out.view(written.dtype).copy_(written)
 
 
-@replayable
+@op(aligned=("x",))
 def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:
     """Copy each token's row to its positions in the experts' segments; padding rows become zero.
 
@@ -122,12 +105,13 @@ def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor)
     num_expanded_tokens = check_experts(pos_to_expert, device)
     check_positions(token_topk_to_pos, num_tokens, num_expanded_tokens, device)
     check_each_once(token_topk_to_pos, pos_to_expert)
-    out = x.new_empty((num_expanded_tokens, hidden))
-    _expand_to_fused_out(x, None, token_topk_to_pos, pos_to_expert, out, None)
+    out = new(x.new_empty, (num_expanded_tokens, hidden))
+    if launching(out):
+        _launch_expand(x, None, token_topk_to_pos, pos_to_expert, out, None)
     return out
 
 
-@replayable
+@op(aligned=("x",))
 def expand_to_fused_with_sf(
     x: tuple[Tensor, Tensor],
     num_per_channels: int,
@@ -173,7 +157,8 @@ def expand_to_fused_with_sf(
     layout = ScaleLayout.ROW_MAJOR
     if use_tma_aligned_col_major_sf:
         layout = ScaleLayout.PACKED_UE8M0 if packed else ScaleLayout.COL_MAJOR
-    out = data.new_empty((num_expanded_tokens, cols))
-    out_sf = empty_scales(data, num_expanded_tokens, num_sf, layout)
-    _expand_to_fused_out(data, sf, token_topk_to_pos, pos_to_expert, out, out_sf)
+    out = new(data.new_empty, (num_expanded_tokens, cols))
+    out_sf = new(empty_scales, data, num_expanded_tokens, num_sf, layout)
+    if launching(out, out_sf):
+        _launch_expand(data, sf, token_topk_to_pos, pos_to_expert, out, out_sf)
     return out, out_sf

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_core import call, check
+from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 MAX_EXPERTS = 1024
@@ -185,17 +184,14 @@ def _launch_gate(
     lookup: tuple[()] | tuple[Tensor, Tensor] = (),
 ) -> None:
     """Write `outputs`: topk_idx and topk_weights (or None). `lookup` is (token_ids, table) to look experts up."""
-    num_tokens, num_experts = logits.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(logits.device)
+    num_experts = logits.shape[1]
     topk_idx, topk_weights = outputs
     num_topk = topk_idx.shape[1]
     present = (x is not None for x in (mask, bias, topk_weights))
     token_ids_dtype = lookup[0].dtype if lookup else None
     options = GateOptions(scoring_func, renormalize, *present, topk_idx.dtype, token_ids_dtype)
     alignments = check.row_alignment(logits), 16 if bias is None else check.row_alignment(bias)
-    gate = _gate_kernel(num_experts, num_topk, logits.dtype, options, *alignments, arch)
+    gate = _gate_kernel(num_experts, num_topk, logits.dtype, options, *alignments, get_arch(logits.device))
     gate(logits, bias, mask, factor, topk_idx, topk_weights, *lookup)
 
 
@@ -208,7 +204,7 @@ def _check_options(renormalize: Any, routed_scaling_factor: Any, mask: Any, idx_
     check.require_type(idx_dtype in IDX_DTYPES, "idx_dtype", "torch.int64 or torch.int32", idx_dtype)
 
 
-@call.op(aligned=())
+@op(aligned=())
 def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     """Choose the `num_topk` experts with the highest scores for each token, best first.
 
@@ -228,38 +224,13 @@ def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     num_tokens, num_experts = check.tensor("scores", scores, (torch.float32,), ("num_tokens", "num_experts"))
     check.in_range("num_experts (columns of scores)", num_experts, 1, MAX_EXPERTS)
     check.in_range("num_topk", num_topk, 1, min(num_experts, MAX_TOPK))
-    out = call.new(scores.new_empty, (num_tokens, num_topk), dtype=torch.int64)
-    if call.launching(out):
+    out = new(scores.new_empty, (num_tokens, num_topk), dtype=torch.int64)
+    if launching(out):
         _launch_gate(scores, None, None, ScoringFunc.IDENTITY, False, 1.0, (out, None))
     return out
 
 
-@op(
-    "tk_moe::topk_gate_with_weights_out",
-    mutates=("topk_idx", "topk_weights"),
-    reference="topk_gate_with_weights",
-    translate=lambda call: {
-        "num_topk": call.topk_idx.shape[1],
-        "scoring_func": ScoringFunc(call.scoring_func),
-        "idx_dtype": call.topk_idx.dtype,
-    },
-)
-def _topk_gate_with_weights_out(
-    logits: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    scoring_func: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-) -> None:
-    """Launch."""
-    options = ScoringFunc(scoring_func), renormalize, routed_scaling_factor
-    _launch_gate(logits, bias, mask, *options, (topk_idx, topk_weights))
-
-
-@replayable
+@op(aligned=())
 def topk_gate_with_weights(
     logits: Tensor,
     num_topk: int,
@@ -302,33 +273,12 @@ def topk_gate_with_weights(
         check.tensor("bias", bias, (torch.float32,), (num_experts,), device=logits.device)
     scoring_func = scoring_func_of(scoring_func)
     _check_options(renormalize, routed_scaling_factor, mask, idx_dtype, logits)
-    topk_idx = logits.new_empty((num_tokens, num_topk), dtype=idx_dtype)
-    topk_weights = logits.new_empty((num_tokens, num_topk), dtype=torch.float32)
-    options = int(scoring_func), renormalize, float(routed_scaling_factor)
-    _topk_gate_with_weights_out(logits, bias, mask, *options, topk_idx, topk_weights)
+    topk_idx = new(logits.new_empty, (num_tokens, num_topk), dtype=idx_dtype)
+    topk_weights = new(logits.new_empty, (num_tokens, num_topk), dtype=torch.float32)
+    if launching(topk_idx, topk_weights):
+        options = scoring_func, renormalize, float(routed_scaling_factor)
+        _launch_gate(logits, bias, mask, *options, (topk_idx, topk_weights))
     return topk_idx, topk_weights
-
-
-@op(
-    "tk_moe::hash_gate_out",
-    mutates=("topk_idx", "topk_weights"),
-    reference="hash_gate",
-    translate=lambda call: {"scoring_func": ScoringFunc(call.scoring_func), "idx_dtype": call.topk_idx.dtype},
-)
-def _hash_gate_out(
-    token_ids: Tensor,
-    table: Tensor,
-    logits: Tensor,
-    mask: Tensor | None,
-    scoring_func: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-) -> None:
-    """Launch."""
-    options = ScoringFunc(scoring_func), renormalize, routed_scaling_factor
-    _launch_gate(logits, None, mask, *options, (topk_idx, topk_weights), (token_ids, table))
 
 
 def _check_table(token_ids: Tensor, table: Tensor, num_experts: int) -> None:
@@ -338,7 +288,7 @@ def _check_table(token_ids: Tensor, table: Tensor, num_experts: int) -> None:
     check.below("table", table, num_experts, "experts below {}")
 
 
-@replayable
+@op(aligned=())
 def hash_gate(
     token_ids: Tensor,
     table: Tensor,
@@ -385,8 +335,9 @@ def hash_gate(
     _check_options(renormalize, routed_scaling_factor, mask, idx_dtype, logits)
     if check.reads_data(token_ids) and token_ids.numel():
         _check_table(token_ids, table, num_experts)
-    topk_idx = logits.new_empty((num_tokens, num_topk), dtype=idx_dtype)
-    topk_weights = logits.new_empty((num_tokens, num_topk), dtype=torch.float32)
-    options = int(scoring_func), renormalize, float(routed_scaling_factor)
-    _hash_gate_out(token_ids, table, logits, mask, *options, topk_idx, topk_weights)
+    topk_idx = new(logits.new_empty, (num_tokens, num_topk), dtype=idx_dtype)
+    topk_weights = new(logits.new_empty, (num_tokens, num_topk), dtype=torch.float32)
+    if launching(topk_idx, topk_weights):
+        options = scoring_func, renormalize, float(routed_scaling_factor)
+        _launch_gate(logits, None, mask, *options, (topk_idx, topk_weights), (token_ids, table))
     return topk_idx, topk_weights

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_moe.gate.gate import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, WARPS, GateOptions
 from tk_moe.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 
@@ -145,32 +144,7 @@ def _gate_weights_bwd_kernel(
     return gate_weights_bwd
 
 
-@op(
-    "tk_moe::gate_weights_bwd_out",
-    mutates=("grad_logits",),
-    reference="gate_weights_bwd",
-    translate=lambda call: {"scoring_func": ScoringFunc(call.scoring_func)},
-)
-def _gate_weights_bwd_out(
-    grad_weights: Tensor,
-    logits: Tensor,
-    topk_idx: Tensor,
-    scoring_func: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    grad_logits: Tensor,
-) -> None:
-    num_tokens, num_experts = logits.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(logits.device)
-    options = GateOptions(ScoringFunc(scoring_func), renormalize, False, False, True, topk_idx.dtype, None)
-    alignment = min(check.row_alignment(logits), check.row_alignment(grad_logits))
-    bwd = _gate_weights_bwd_kernel(num_experts, topk_idx.shape[1], logits.dtype, options, alignment, arch)
-    bwd(grad_weights, logits, topk_idx, routed_scaling_factor, grad_logits)
-
-
-@replayable
+@op(aligned=())
 def gate_weights_bwd(
     grad_weights: Tensor,
     logits: Tensor,
@@ -212,7 +186,10 @@ def gate_weights_bwd(
     scoring_func = scoring_func_of(scoring_func)
     check.flag("renormalize", renormalize)
     check.number("routed_scaling_factor", routed_scaling_factor)
-    grad_logits = logits.new_empty((num_tokens, num_experts))
-    options = int(scoring_func), renormalize, float(routed_scaling_factor)
-    _gate_weights_bwd_out(grad_weights, logits, topk_idx, *options, grad_logits)
+    grad_logits = new(logits.new_empty, (num_tokens, num_experts))
+    if launching(grad_logits):
+        options = GateOptions(scoring_func, renormalize, False, False, True, topk_idx.dtype, None)
+        alignment = check.row_alignment(logits)
+        bwd = _gate_weights_bwd_kernel(num_experts, num_topk, logits.dtype, options, alignment, get_arch(device))
+        bwd(grad_weights, logits, topk_idx, float(routed_scaling_factor), grad_logits)
     return grad_logits

@@ -32,10 +32,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_moe.gate.gate import MAX_EXPERTS, WARPS
 from tk_moe.scoring import ScoringFunc, scoring_func_of
 
@@ -212,57 +211,6 @@ def _top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bi
     return top2_sum_gate
 
 
-def _of_the_reference(call: Any) -> dict[str, Any]:
-    """The arguments that the reference takes one by one, from the operator's lists `sizes` and `ranks`."""
-    sizes = dict(zip(("num_topk", "num_topk_groups", "num_groups", "num_shared_experts"), call.sizes))
-    ranks = dict(zip(("ep_rank", "num_ep_ranks", "tp_rank", "num_tp_ranks"), call.ranks))
-    scoring_func = ScoringFunc(call.scoring_func)
-    return {**sizes, **ranks, "use_shared_as_routed": sizes["num_shared_experts"] > 0, "scoring_func": scoring_func}
-
-
-@op(
-    "tk_moe::top2_sum_gate_out",
-    mutates=("topk_idx", "topk_weights", "unmapped_topk_idx"),
-    reference="top2_sum_gate",
-    translate=_of_the_reference,
-)
-def _top2_sum_gate_out(
-    logits: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    fix_routing_mask: Tensor | None,
-    to_physical_map: Tensor | None,
-    logical_count: Tensor | None,
-    unmapped_topk_idx: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    sizes: list[int],
-    routed_scaling_factor: float,
-    ranks: list[int],
-    scoring_func: int,
-) -> None:
-    """Launch the kernel. sizes: num_topk, num_topk_groups, num_groups, shared slots; ranks: ep_rank, num_ep_ranks,
-    tp_rank, num_tp_ranks."""
-    num_tokens, num_experts = logits.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(logits.device)
-    num_topk, num_topk_groups, num_groups, num_shared = sizes
-    ep_rank, num_ep_ranks, tp_rank, num_tp_ranks = ranks
-    num_copies = 0 if to_physical_map is None else to_physical_map.shape[1]
-    groups = (num_topk_groups, num_groups) if num_groups != num_topk_groups else (1, 1)
-    present = (x is not None for x in (mask, fix_routing_mask, unmapped_topk_idx))
-    per_rank = (num_experts + max(num_copies - 1, 0)) // num_ep_ranks if num_tp_ranks > 1 else 0
-    func = ScoringFunc(scoring_func)
-    routing = Routing(num_topk, *groups, num_shared, func, *present, num_copies, per_rank, num_tp_ranks)
-    alignments = check.row_alignment(logits), check.row_alignment(bias)
-    gate = _top2_sum_gate_kernel(num_experts, routing, *alignments, arch)
-    gate(
-        *(logits, bias, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
-        *(topk_idx, topk_weights, routed_scaling_factor, ep_rank, tp_rank),
-    )
-
-
 def _check_routing(
     num_experts: int,
     num_topk: int,
@@ -311,7 +259,7 @@ def _check_data(
         check.below("to_physical_map", to_physical_map, num_physical, "experts below {}")
 
 
-@replayable
+@op(writes=("unmapped_topk_idx",), aligned=())
 def top2_sum_gate(
     logits: Tensor,
     bias: Tensor,
@@ -413,11 +361,18 @@ def top2_sum_gate(
     check.require(is_given, "unmapped_topk_idx", "a tensor beside fix_routing_mask", unmapped_topk_idx)
     if check.reads_data(logits):
         _check_data(num_experts, fix_routing_mask, unmapped_topk_idx, to_physical_map, logical_count)
-    topk_idx = logits.new_empty((num_tokens, num_topk + num_shared), dtype=torch.int64)
-    topk_weights = logits.new_empty((num_tokens, num_topk + num_shared))
-    _top2_sum_gate_out(
-        *(logits, bias, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
-        *(topk_idx, topk_weights, [num_topk, num_topk_groups, num_groups, num_shared], float(routed_scaling_factor)),
-        *([ep_rank, num_ep_ranks, tp_rank, num_tp_ranks], int(scoring_func)),
-    )
+    topk_idx = new(logits.new_empty, (num_tokens, num_topk + num_shared), dtype=torch.int64)
+    topk_weights = new(logits.new_empty, (num_tokens, num_topk + num_shared))
+    if launching(topk_idx, topk_weights, unmapped_topk_idx):
+        groups = (num_topk_groups, num_groups) if num_groups != num_topk_groups else (1, 1)
+        present = (x is not None for x in (mask, fix_routing_mask, unmapped_topk_idx))
+        num_copies = 0 if to_physical_map is None else num_extra + 1
+        per_rank = (num_experts + num_extra) // num_ep_ranks if num_tp_ranks > 1 else 0
+        routing = Routing(num_topk, *groups, num_shared, scoring_func, *present, num_copies, per_rank, num_tp_ranks)
+        alignments = check.row_alignment(logits), check.row_alignment(bias)
+        gate = _top2_sum_gate_kernel(num_experts, routing, *alignments, get_arch(device))
+        gate(
+            *(logits, bias, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
+            *(topk_idx, topk_weights, float(routed_scaling_factor), ep_rank, tp_rank),
+        )
     return topk_idx, topk_weights

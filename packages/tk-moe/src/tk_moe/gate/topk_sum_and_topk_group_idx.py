@@ -16,10 +16,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_moe.gate.gate import MAX_EXPERTS, WARPS
 
 MAX_GROUPS = 32
@@ -74,17 +73,7 @@ def _topk_sum_kernel(
     return topk_sum_and_topk_group_idx
 
 
-@op("tk_moe::topk_sum_and_topk_group_idx_out", mutates=("out",), reference="topk_sum_and_topk_group_idx")
-def _topk_sum_out(scores: Tensor, num_topk_sum: int, num_topk_groups: int, out: Tensor) -> None:
-    num_tokens, num_groups, group_size = scores.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(scores.device)
-    alignment = check.row_alignment(scores)
-    _topk_sum_kernel(num_groups, group_size, num_topk_sum, num_topk_groups, alignment, arch)(scores, out)
-
-
-@replayable
+@op(aligned=())
 def topk_sum_and_topk_group_idx(scores: Tensor, num_topk_sum: int, num_topk_groups: int) -> Tensor:
     """Choose the `num_topk_groups` groups with the largest sum of their best one or two scores, best first.
 
@@ -110,6 +99,8 @@ def topk_sum_and_topk_group_idx(scores: Tensor, num_topk_sum: int, num_topk_grou
     check.in_range("num_experts_per_group (dimension 2 of scores)", group_size, 1, MAX_EXPERTS // num_groups)
     check.in_range("num_topk_sum", num_topk_sum, 1, min(2, group_size))
     check.in_range("num_topk_groups", num_topk_groups, 1, num_groups)
-    out = scores.new_empty((num_tokens, num_topk_groups), dtype=torch.int64)
-    _topk_sum_out(scores, num_topk_sum, num_topk_groups, out)
+    out = new(scores.new_empty, (num_tokens, num_topk_groups), dtype=torch.int64)
+    if launching(out):
+        sizes = num_groups, group_size, num_topk_sum, num_topk_groups
+        _topk_sum_kernel(*sizes, check.row_alignment(scores), get_arch(scores.device))(scores, out)
     return out

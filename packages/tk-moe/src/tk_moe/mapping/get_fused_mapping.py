@@ -40,11 +40,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel, new_workspace
+from tk_core.call import launching, new, op
+from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_moe.device.async_copy import expect_bytes, init_mbarrier, wait_for_cluster
 
 MAX_EXPERTS = 1024
@@ -265,71 +264,32 @@ def _mapping_kernel(
 _Mapping = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]
 
 
-def _get_fused_mapping_reference(
-    topk_idx: Tensor, pos_to_expert: Tensor, expert_start: Tensor, alignment: int
-) -> tuple[Tensor, ...]:
-    from tk_moe.reference.mapping.get_fused_mapping import get_fused_mapping
-
-    num_experts = expert_start.shape[0]
-    check.below("topk_idx", topk_idx, num_experts, "indices below num_experts = {}")
-    *values, _, psum = get_fused_mapping(topk_idx, num_experts, pos_to_expert.shape[0], alignment, True, with_psum=True)
-    return *values, psum
-
-
-@op(
-    "tk_moe::get_fused_mapping_out",
-    mutates=(
-        "pos_to_expert",
-        "pos_to_token",
-        "pos_to_token_topk",
-        "token_topk_to_pos",
-        "expert_start",
-        "expert_end",
-        "num_tokens_per_expert",
-        "expert_psum",
-    ),
-    reference=_get_fused_mapping_reference,
-)
-def _get_fused_mapping_out(
-    topk_idx: Tensor,
-    pos_to_expert: Tensor,
-    pos_to_token: Tensor,
-    pos_to_token_topk: Tensor,
-    token_topk_to_pos: Tensor,
-    expert_start: Tensor,
-    expert_end: Tensor,
-    num_tokens_per_expert: Tensor,
-    expert_psum: Tensor | None,
-    alignment: int,
-) -> None:
+def _launch_mapping(topk_idx: Tensor, num_experts: int, alignment: int, with_psum: bool, outs: list[Tensor]) -> None:
     num_tokens, num_topk = topk_idx.shape
-    num_experts = expert_start.shape[0]
-    maps = (pos_to_expert, pos_to_token, pos_to_token_topk)
-    per_expert = (expert_start, expert_end, num_tokens_per_expert)
+    maps, others = outs[:3], outs[3:]
     if num_tokens == 0:
         for out in maps:
             out.fill_(-1)
-        for out in (*per_expert, expert_psum):
-            if out is not None:
-                out.zero_()
+        for out in others:
+            out.zero_()
         return
-    check.below("topk_idx", topk_idx, num_experts, "indices below num_experts = {}")
     arch = get_arch(topk_idx.device)
     num_pairs = num_tokens * num_topk
     power_of_two = 1 << (num_pairs - 1).bit_length()
     config = GetFusedMappingConfig.best(power_of_two, num_experts, get_num_sms(topk_idx.device), arch)
     block_counts = None
     if config.cluster_size == 0:
-        block_counts = new_workspace(expert_start, (ceil_div(num_pairs, config.room), num_experts))
+        block_counts = topk_idx.new_empty((ceil_div(num_pairs, config.room), num_experts), dtype=torch.int32)
         _count_kernel(num_experts, num_topk, topk_idx.dtype, config, arch)(topk_idx, block_counts)
-    launch = _mapping_kernel(num_experts, num_topk, topk_idx.dtype, expert_psum is not None, config, arch)
-    launch(topk_idx, block_counts, *maps, token_topk_to_pos, *per_expert, expert_psum, alignment)
+    outs = outs if with_psum else [*outs, None]
+    launch = _mapping_kernel(num_experts, num_topk, topk_idx.dtype, with_psum, config, arch)
+    launch(topk_idx, block_counts, *outs, alignment)
 
 
-@replayable
-def _map_all(
+@op(aligned=(), reference="mapping.get_fused_mapping.full_length")
+def _get_fused_mapping(
     topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool, with_psum: bool
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, ...]:
     """`get_fused_mapping` without the synchronization: all its tensors, the pos_to_* in full length."""
     num_tokens, num_topk = check.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"))
     check.in_range("num_topk (columns of topk_idx)", num_topk, 1, MAX_TOPK)
@@ -341,13 +301,13 @@ def _map_all(
     worst_case = (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
     is_small = worst_case <= MAX_POSITIONS
     check.require(is_small, "topk_idx", "at most {} positions in the worst case", worst_case, MAX_POSITIONS)
+    check.below("topk_idx", topk_idx, num_experts, "indices below num_experts = {}")
     num_pos = num_expanded_tokens or worst_case
-    # In the operator's order: three maps from positions, the map to positions, then the tensors (num_experts,).
+    # Three maps from positions, the map to positions, then the tensors (num_experts,).
     shapes = [(num_pos,)] * 3 + [(num_tokens, num_topk)] + [(num_experts,)] * (4 if with_psum else 3)
-    outs = [topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes]
-    if not with_psum:
-        outs.append(None)
-    _get_fused_mapping_out(topk_idx, *outs, alignment)
+    outs = [new(topk_idx.new_empty, shape, dtype=torch.int32) for shape in shapes]
+    if launching(outs):
+        _launch_mapping(topk_idx, num_experts, alignment, with_psum, outs)
     return tuple(outs)
 
 
@@ -428,14 +388,11 @@ def get_fused_mapping(
             "a size, as tk_moe.max_expanded_tokens computes it, or force_no_sync, under torch.compile and fake tensors"
         )
         check.require(False, "num_expanded_tokens", size, 0)
-    *maps, num_tokens_per_expert, expert_psum = _map_all(
-        topk_idx, num_experts, num_expanded_tokens, alignment, force_no_sync, with_psum
-    )
+    outs = _get_fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment, force_no_sync, with_psum)
+    maps, num_tokens_per_expert, psum = list(outs[:6]), outs[6], outs[7:]
     sizes: list[int] = []
     if reads_sizes and not topk_idx.is_meta:
         sizes = num_tokens_per_expert.tolist()
         used = sum(sizes)
         maps[:3] = (pos_to[:used] for pos_to in maps[:3])
-    if with_psum:
-        return *maps, num_tokens_per_expert, sizes, expert_psum
-    return *maps, num_tokens_per_expert, sizes
+    return *maps, num_tokens_per_expert, sizes, *psum

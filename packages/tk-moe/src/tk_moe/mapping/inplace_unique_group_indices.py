@@ -12,12 +12,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_moe.balance.group_count import check_pairs
-from tk_moe.lib.launch_aligned import launch_aligned
 
 MAX_GROUPS = 128
 _BLOCK_TOKENS = 64
@@ -53,18 +51,7 @@ def _inplace_unique_group_indices_kernel(num_groups: int, num_topk: int, idx_dty
     return inplace_unique_group_indices
 
 
-@op("tk_moe::inplace_unique_group_indices_out", mutates=("group_indices",), reference="inplace_unique_group_indices")
-def _inplace_unique_group_indices_out(group_indices: Tensor, num_groups: int) -> None:
-    """Launch the kernel."""
-    num_tokens, num_topk = group_indices.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(group_indices.device)
-    unique = _inplace_unique_group_indices_kernel(num_groups, num_topk, group_indices.dtype, arch)
-    launch_aligned(unique, group_indices, outputs=(group_indices,))
-
-
-@replayable
+@op(writes=("group_indices",))
 def inplace_unique_group_indices(group_indices: Tensor, num_groups: int) -> None:
     """Leave the first copy of each group in each row and set the others to -1, in place.
 
@@ -81,4 +68,6 @@ def inplace_unique_group_indices(group_indices: Tensor, num_groups: int) -> None
     check_pairs("group_indices", group_indices)
     check.in_range("num_groups", num_groups, 1, MAX_GROUPS)
     check.below("group_indices", group_indices, num_groups, "indices below num_groups = {}")
-    _inplace_unique_group_indices_out(group_indices, num_groups)
+    if launching(group_indices):
+        num_topk, dtype, arch = group_indices.shape[1], group_indices.dtype, get_arch(group_indices.device)
+        _inplace_unique_group_indices_kernel(num_groups, num_topk, dtype, arch)(group_indices)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_moe.balance.group_count import MAX_PAIRS
 
@@ -59,19 +58,7 @@ def _mask_indices_by_tp_kernel(idx_dtype: torch.dtype, arch: Arch) -> Any:
     return mask_indices_by_tp
 
 
-@op("tk_moe::mask_indices_by_tp_out", mutates=("out",), reference="mask_indices_by_tp")
-def _mask_indices_by_tp_out(
-    indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int, out: Tensor
-) -> None:
-    """Launch the kernel."""
-    if out.numel() == 0:
-        return
-    arch = get_arch(indices.device)
-    mask = _mask_indices_by_tp_kernel(indices.dtype, arch)
-    mask(indices, n // num_ep_ranks, tp_rank, num_tp_ranks, out)
-
-
-@replayable
+@op(aligned=())
 def mask_indices_by_tp(indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int) -> Tensor:
     """Keep and renumber the experts of one tensor-parallel rank; all others become -1.
 
@@ -101,6 +88,8 @@ def mask_indices_by_tp(indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int,
     check.in_range("num_tp_ranks", num_tp_ranks, 1, 2**31 - 1)
     check.in_range("tp_rank", tp_rank, 0, num_tp_ranks - 1)
     check.below("indices", indices, n, "indices below n = {}")
-    out = torch.empty_like(indices)
-    _mask_indices_by_tp_out(indices, n, num_ep_ranks, tp_rank, num_tp_ranks, out)
+    out = new(torch.empty_like, indices)
+    if launching(out):
+        mask = _mask_indices_by_tp_kernel(indices.dtype, get_arch(indices.device))
+        mask(indices, n // num_ep_ranks, tp_rank, num_tp_ranks, out)
     return out

@@ -27,13 +27,11 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_moe.lib.check_maps import check_positions
-from tk_moe.lib.launch_aligned import launch_aligned
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR_BYTES = 16
@@ -108,34 +106,7 @@ def _reduce_fused_kernel(
     return reduce_fused
 
 
-@op(
-    "tk_moe::reduce_fused_out",
-    mutates=("out",),
-    reference="reduce_fused",
-    translate=lambda call: {
-        "x": call.x if call.row_sf is None else (call.x, call.row_sf),
-        "fp8_format": "e4m3" if call.out.dtype == torch.float8_e4m3fn else "",
-    },
-)
-def _reduce_fused_out(
-    x: Tensor,
-    row_sf: Tensor | None,
-    topk_weights: Tensor | None,
-    token_topk_to_pos: Tensor,
-    sf: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Launch."""
-    if out.numel() == 0:
-        return
-    arch = get_arch(x.device)
-    hidden, num_topk = out.shape[1], token_topk_to_pos.shape[1]
-    factors = Factors(row_sf is not None, topk_weights is not None, sf is not None)
-    reduce = _reduce_fused_kernel(hidden, num_topk, x.dtype, out.dtype, factors, arch)
-    launch_aligned(reduce, x, row_sf, topk_weights, token_topk_to_pos, sf, out, outputs=(out,))
-
-
-@replayable
+@op(writes=("out",))
 def reduce_fused(
     x: Tensor | tuple[Tensor, Tensor],
     topk_weights: Tensor | None,
@@ -185,14 +156,17 @@ def reduce_fused(
         check.tensor("sf", sf, (torch.float32,), (1,), device=device)
     out_dtype = torch.float8_e4m3fn if fp8_format else x.dtype
     if out is None:
-        out = x.new_empty((num_tokens, hidden), dtype=out_dtype)
+        out = new(x.new_empty, (num_tokens, hidden), dtype=out_dtype)
     else:
         check.tensor("out", out, (out_dtype,), (num_tokens, hidden), device=device)
-    _reduce_fused_out(x, row_sf, topk_weights, token_topk_to_pos, sf, out)
+    if launching(out):
+        factors = Factors(row_sf is not None, topk_weights is not None, sf is not None)
+        reduce = _reduce_fused_kernel(hidden, num_topk, x.dtype, out_dtype, factors, get_arch(device))
+        reduce(x, row_sf, topk_weights, token_topk_to_pos, sf, out)
     return out
 
 
-@replayable
+@op
 def expand_to_fused_bwd(grad_rows: Tensor, token_topk_to_pos: Tensor) -> Tensor:
     """Gradient of `expand_to_fused` with respect to x: each token's sum of the gradients of its copies.
 
@@ -213,7 +187,10 @@ def expand_to_fused_bwd(grad_rows: Tensor, token_topk_to_pos: Tensor) -> Tensor:
     """
     num_expanded_tokens, hidden = check.tensor("grad_rows", grad_rows, _INPUT_DTYPES, ("num_expanded_tokens", "hidden"))
     check.multiple_of("hidden (columns of grad_rows)", hidden, 64)
-    num_tokens, _ = check_positions(token_topk_to_pos, "num_tokens", num_expanded_tokens, grad_rows.device)
-    grad_x = grad_rows.new_empty((num_tokens, hidden))
-    _reduce_fused_out(grad_rows, None, None, token_topk_to_pos, None, grad_x)
+    num_tokens, num_topk = check_positions(token_topk_to_pos, "num_tokens", num_expanded_tokens, grad_rows.device)
+    grad_x = new(grad_rows.new_empty, (num_tokens, hidden))
+    if launching(grad_x):
+        factors, arch = Factors(False, False, False), get_arch(grad_rows.device)
+        reduce = _reduce_fused_kernel(hidden, num_topk, grad_rows.dtype, grad_rows.dtype, factors, arch)
+        reduce(grad_rows, None, None, token_topk_to_pos, None, grad_x)
     return grad_x

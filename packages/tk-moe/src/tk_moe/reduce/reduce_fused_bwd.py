@@ -26,14 +26,12 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_moe.lib.check_maps import check_each_once, check_experts
 from tk_moe.lib.expand_to_fused_kernel import PADDING_ROWS, num_blocks_for
-from tk_moe.lib.launch_aligned import launch_aligned
 
 _DTYPES = (torch.bfloat16, torch.float32)
 MAX_TOPK = 32
@@ -140,31 +138,7 @@ def _reduce_bwd_kernel(
     return reduce_fused_bwd
 
 
-@op("tk_moe::reduce_fused_bwd_out", mutates=("grad_x", "grad_topk_weights"), reference="reduce_fused_bwd")
-def _reduce_fused_bwd_out(
-    grad: Tensor,
-    x: Tensor | None,
-    topk_weights: Tensor | None,
-    token_topk_to_pos: Tensor,
-    pos_to_expert: Tensor,
-    grad_x: Tensor,
-    grad_topk_weights: Tensor | None,
-) -> None:
-    """Launch."""
-    num_expanded_tokens, hidden = grad_x.shape
-    num_tokens, num_topk = token_topk_to_pos.shape
-    if num_expanded_tokens == 0 or hidden == 0:
-        if grad_topk_weights is not None:
-            grad_topk_weights.zero_()
-        return
-    arch = get_arch(grad.device)
-    backward = _reduce_bwd_kernel(hidden, num_topk, grad.dtype, grad_x.dtype, topk_weights is not None, arch)
-    inputs = grad, x, topk_weights, token_topk_to_pos, pos_to_expert
-    outputs = grad_x, grad_topk_weights
-    launch_aligned(backward, *inputs, *outputs, num_blocks_for(num_tokens, num_expanded_tokens), outputs=outputs)
-
-
-@replayable
+@op
 def reduce_fused_bwd(
     grad: Tensor, x: Tensor | None, topk_weights: Tensor | None, token_topk_to_pos: Tensor, pos_to_expert: Tensor
 ) -> tuple[Tensor, Tensor | None]:
@@ -201,15 +175,23 @@ def reduce_fused_bwd(
     check.in_range("num_topk (columns of token_topk_to_pos)", num_topk, 1, MAX_TOPK)
     num_expanded_tokens = check_experts(pos_to_expert, device)
     dtype = grad.dtype
-    grad_topk_weights = None
     if topk_weights is not None:
         check.tensor("topk_weights", topk_weights, (torch.float32,), (num_tokens, num_topk), device=device)
         check.tensor("x", x, _DTYPES, (num_expanded_tokens, hidden), device=device)
         dtype = x.dtype
-        grad_topk_weights = grad.new_empty((num_tokens, num_topk), dtype=torch.float32)
     else:
         check.require(x is None, "x", "None without topk_weights", type(x))
     check_each_once(token_topk_to_pos, pos_to_expert)
-    grad_x = grad.new_empty((num_expanded_tokens, hidden), dtype=dtype)
-    _reduce_fused_bwd_out(grad, x, topk_weights, token_topk_to_pos, pos_to_expert, grad_x, grad_topk_weights)
+    grad_x = new(grad.new_empty, (num_expanded_tokens, hidden), dtype=dtype)
+    grad_topk_weights = None
+    if topk_weights is not None:
+        grad_topk_weights = new(grad.new_empty, (num_tokens, num_topk), dtype=torch.float32)
+    if launching(grad_x, grad_topk_weights):
+        if grad_x.numel() == 0:
+            grad_topk_weights.zero_()
+        else:
+            is_weighted, num_blocks = topk_weights is not None, num_blocks_for(num_tokens, num_expanded_tokens)
+            backward = _reduce_bwd_kernel(hidden, num_topk, grad.dtype, dtype, is_weighted, get_arch(device))
+            inputs = grad, x, topk_weights, token_topk_to_pos, pos_to_expert
+            backward(*inputs, grad_x, grad_topk_weights, num_blocks)
     return grad_x, grad_topk_weights

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
-from tk_moe.lib.launch_aligned import launch_aligned
 
 MAX_TOPK = 32
 _BLOCK_TOKENS = 64
@@ -101,17 +99,7 @@ def _normalize_weight_bwd_kernel(num_topk: int, has_grad_denominator: bool, arch
     return normalize_weight_bwd
 
 
-@op("tk_moe::normalize_weight_out", mutates=("denominator", "normalized"), reference="normalize_weight")
-def _normalize_weight_out(topk_weights: Tensor, denominator: Tensor, normalized: Tensor) -> None:
-    num_tokens, num_topk = topk_weights.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(topk_weights.device)
-    outputs = denominator, normalized
-    launch_aligned(_normalize_weight_kernel(num_topk, arch), topk_weights, *outputs, outputs=outputs)
-
-
-@replayable
+@op
 def normalize_weight(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Divide each token's weights by 1e-20 plus their sum, added from the first to the last.
 
@@ -128,26 +116,14 @@ def normalize_weight(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     """
     num_tokens, num_topk = check.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", "num_topk"))
     check.in_range("num_topk (columns of topk_weights)", num_topk, 1, MAX_TOPK)
-    denominator = topk_weights.new_empty((num_tokens,))
-    normalized = topk_weights.new_empty((num_tokens, num_topk))
-    _normalize_weight_out(topk_weights, denominator, normalized)
+    denominator = new(topk_weights.new_empty, (num_tokens,))
+    normalized = new(topk_weights.new_empty, (num_tokens, num_topk))
+    if launching(denominator, normalized):
+        _normalize_weight_kernel(num_topk, get_arch(topk_weights.device))(topk_weights, denominator, normalized)
     return denominator, normalized
 
 
-@op("tk_moe::normalize_weight_bwd_out", mutates=("grad_w",), reference="normalize_weight_bwd")
-def _normalize_weight_bwd_out(
-    grad_normalized: Tensor, grad_denominator: Tensor | None, denominator: Tensor, normalized: Tensor, grad_w: Tensor
-) -> None:
-    """Launch."""
-    num_tokens, num_topk = normalized.shape
-    if num_tokens == 0:
-        return
-    arch = get_arch(normalized.device)
-    backward = _normalize_weight_bwd_kernel(num_topk, grad_denominator is not None, arch)
-    launch_aligned(backward, grad_normalized, grad_denominator, denominator, normalized, grad_w, outputs=(grad_w,))
-
-
-@replayable
+@op
 def normalize_weight_bwd(
     grad_normalized: Tensor, grad_denominator: Tensor | None, denominator: Tensor, normalized: Tensor
 ) -> Tensor:
@@ -177,6 +153,8 @@ def normalize_weight_bwd(
         check.tensor("grad_denominator", grad_denominator, dtypes, (num_tokens,), device=device)
     check.tensor("denominator", denominator, dtypes, (num_tokens,), device=device)
     check.tensor("normalized", normalized, dtypes, (num_tokens, num_topk), device=device)
-    grad_w = normalized.new_empty((num_tokens, num_topk))
-    _normalize_weight_bwd_out(grad_normalized, grad_denominator, denominator, normalized, grad_w)
+    grad_w = new(normalized.new_empty, (num_tokens, num_topk))
+    if launching(grad_w):
+        backward = _normalize_weight_bwd_kernel(num_topk, grad_denominator is not None, get_arch(device))
+        backward(grad_normalized, grad_denominator, denominator, normalized, grad_w)
     return grad_w

@@ -19,6 +19,24 @@ def get_fused_mapping(
     Returns (pos_to_expert, pos_to_token, pos_to_token_topk, token_topk_to_pos, expert_start, expert_end,
     num_tokens_per_expert, num_tokens_per_expert_list), and with `with_psum` expert_psum, expert_start plus the counts.
     """
+    outs = full_length(topk_idx, num_experts, num_expanded_tokens, alignment, force_no_sync, with_psum)
+    maps, sizes, psum = outs[:6], outs[6], outs[7:]
+    sizes_list: list[int] = []
+    if num_expanded_tokens == 0 and not force_no_sync and not topk_idx.is_meta:
+        sizes_list = sizes.tolist()
+        maps = (*(each[: sum(sizes_list)] for each in maps[:3]), *maps[3:])
+    return *maps, sizes, sizes_list, *psum
+
+
+def full_length(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    num_expanded_tokens: int,
+    alignment: int,
+    force_no_sync: bool,
+    with_psum: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The tensors of `get_fused_mapping`, the pos_to_* not cut to the sizes of the segments."""
     num_tokens, num_topk = topk_idx.shape
     num_pairs = num_tokens * num_topk
     flat = topk_idx.reshape(-1).long()
@@ -47,9 +65,5 @@ def get_fused_mapping(
 
     maps = [by_pos(expert), by_pos(pair // num_topk), by_pos(pair)]
     token_topk_to_pos = torch.where(pos < num_pos, pos, -1).int().view(num_tokens, num_topk)
-    sizes_list: list[int] = []
-    if num_expanded_tokens == 0 and not force_no_sync and not topk_idx.is_meta:
-        sizes_list = sizes.tolist()
-        maps = [each[: sum(sizes_list)] for each in maps]
     psum = ((start + counts[:num_experts]).int(),) if with_psum else ()
-    return (*maps, token_topk_to_pos, start.int(), end.int(), sizes.int(), sizes_list, *psum)
+    return (*maps, token_topk_to_pos, start.int(), end.int(), sizes.int(), *psum)
