@@ -1,5 +1,6 @@
 """mhc_pre_apply_mix_bwd."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.trees import distinct_bytes
 from tk_mhc import reference
 
-from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, within
+from ..compare import within
+from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases, empty
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, given: bool = False, first_element: int = 0) -> Make:
@@ -20,15 +22,12 @@ def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, given: bool = 
     """
 
     def build(device: str) -> dict[str, Any]:
-        def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            size = torch.Size(shape)
-            return torch.empty(first_element + size.numel(), dtype=dtype, device=device)[first_element:].view(size)
-
+        tensor = partial(empty, dtype=torch.bfloat16, device=device, first_element=first_element)
         return {
-            "d_o": tensor((*leading, hidden), torch.bfloat16).normal_(),
-            "x": tensor((*leading, mhc_mult, hidden), torch.bfloat16).normal_(),
-            "mix": tensor((*leading, mhc_mult, 1), torch.float32).uniform_(),
-            "d_x": tensor((*leading, mhc_mult, hidden), torch.bfloat16).normal_() if given else None,
+            "d_o": tensor(*leading, hidden).normal_(),
+            "x": tensor(*leading, mhc_mult, hidden).normal_(),
+            "mix": tensor(*leading, mhc_mult, 1, dtype=torch.float32).uniform_(),
+            "d_x": tensor(*leading, mhc_mult, hidden).normal_() if given else None,
         }
 
     return build
@@ -67,17 +66,8 @@ SPEC = OpSpec(
         *(Case(f"m4-h{hidden}-t65-given", make((65,), 4, hidden, given=True)) for hidden in HIDDEN_SIZES),
         *(Case(f"m{m}-h{hidden}-t1001", make((1001,), m, hidden)) for m in (2, 8) for hidden in (576, 7168)),
         Case("m8-h7168-t1001-given", make((1001,), 8, 7168, given=True), compile=True),
-        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
         Case("m4-h7168-t8192-given-bench", make((8192,), 4, 7168, given=True), bench=True, model_shape=True, gpu=False),
-        *(
-            Case(f"m4-h7168-t{num_tokens}-bench", make((num_tokens,), 4, 7168), bench=True, gpu=False)
-            for num_tokens in (1, 64, 4096)
-        ),
-        *(
-            Case(f"m4-h{hidden}-t8192-bench", make((8192,), 4, hidden), bench=True, gpu=False)
-            for hidden in (576, 2048, 2560, 4096)
-        ),
-        *(Case(f"m{m}-h7168-t8192-bench", make((8192,), m, 7168), bench=True, gpu=False) for m in (2, 8)),
+        *bench_cases(make, mhc_mults=(2, 8)),
     ),
 )
 
@@ -140,14 +130,6 @@ def test_op_against_autograd_of_a_plain_formula(device: str) -> None:
     torch.testing.assert_close(d_mix, expected[1].float(), rtol=1e-4, atol=1e-4)
 
 
-def test_least_bytes_counts_a_given_d_x_twice() -> None:
-    inputs = make((2,), 2, 64)("cpu")
-    once = 2 * 2 * 64 + 2 * (2 * 2 * 2 * 64) + 2 * (4 * 2 * 2)
-    assert least_bytes(inputs, tk_mhc.mhc_pre_apply_mix_bwd(**inputs)) == once
-    inputs = make((2,), 2, 64, given=True)("cpu")
-    assert least_bytes(inputs, tk_mhc.mhc_pre_apply_mix_bwd(**inputs)) == once + 2 * 2 * 2 * 64
-
-
 X = torch.ones(3, 4, 64, dtype=torch.bfloat16)
 GOOD: dict[str, Any] = {
     "d_o": torch.ones(3, 64).bfloat16(),
@@ -171,29 +153,3 @@ test_bad_input = tiers.bad_input(
         ({"d_x": X[:2]}, ValueError, "d_x: .*shape"),
     ],
 )
-
-
-def test_d_x_is_given_by_name() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        tk_mhc.mhc_pre_apply_mix_bwd(GOOD["d_o"], X, GOOD["mix"], GOOD["d_x"])
-
-
-@pytest.mark.gpu
-def test_gpu_bits_of_a_token_do_not_depend_on_the_others() -> None:
-    inputs = make((8192,), 4, 7168)("cuda")
-    d_x, d_mix = tk_mhc.mhc_pre_apply_mix_bwd(**inputs)
-    for token in (0, 4001, 8191):
-        alone = tk_mhc.mhc_pre_apply_mix_bwd(*(inputs[name][token] for name in ("d_o", "x", "mix")))
-        assert_equal(alone, (d_x[token].clone(), d_mix[token].clone()))
-
-
-@pytest.mark.gpu(gib=9)
-@pytest.mark.parametrize("given", [False, True])
-def test_gpu_beyond_two_to_the_31_elements(given: bool) -> None:
-    num_tokens = 2**31 // (8 * 8192) + 5
-    inputs = make((num_tokens,), 8, 8192, given=given)("cuda")
-    last = {name: None if x is None else x[-9:].clone() for name, x in inputs.items()}
-    d_x, d_mix = tk_mhc.mhc_pre_apply_mix_bwd(**inputs)
-    expected_d_x, expected_d_mix = reference.mhc_pre_apply_mix_bwd(**last)
-    assert_equal(d_x[-9:].clone(), expected_d_x)
-    torch.testing.assert_close(d_mix[-9:], expected_d_mix, rtol=1e-4, atol=1e-4)

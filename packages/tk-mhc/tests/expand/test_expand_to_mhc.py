@@ -1,5 +1,6 @@
 """expand_to_mhc."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,9 +8,8 @@ import torch
 
 import tk_mhc
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
-from tk_mhc import reference
 
-from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
+from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases, empty
 
 
 def make(
@@ -18,11 +18,7 @@ def make(
     """Normal values. Tensors start at element `first_element` of their storage; `out` is filled with NaN."""
 
     def build(device: str) -> dict[str, Any]:
-        def tensor(*shape: int) -> torch.Tensor:
-            size = torch.Size(shape)
-            storage = torch.empty(first_element + size.numel(), dtype=torch.bfloat16, device=device)
-            return storage[first_element:].view(size)
-
+        tensor = partial(empty, dtype=torch.bfloat16, device=device, first_element=first_element)
         return {
             "hidden": tensor(*leading, hidden_size).normal_(),
             "mhc_mult": mhc_mult,
@@ -49,16 +45,7 @@ SPEC = OpSpec(
         *(Case(f"m4-h7168-t{num_tokens}", make((num_tokens,), 4, 7168)) for num_tokens in TOKEN_COUNTS),
         *(Case(f"m4-h{hidden}-t65", make((65,), 4, hidden, out=True)) for hidden in HIDDEN_SIZES),
         *(Case(f"m{m}-h{hidden}-t1001", make((1001,), m, hidden)) for m in (2, 8) for hidden in (576, 7168)),
-        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
-        *(
-            Case(f"m4-h7168-t{num_tokens}-bench", make((num_tokens,), 4, 7168), bench=True, gpu=False)
-            for num_tokens in (1, 64, 4096)
-        ),
-        *(
-            Case(f"m4-h{hidden}-t8192-bench", make((8192,), 4, hidden), bench=True, gpu=False)
-            for hidden in (576, 2048, 2560, 4096)
-        ),
-        *(Case(f"m{m}-h7168-t8192-bench", make((8192,), m, 7168), bench=True, gpu=False) for m in (2, 8)),
+        *bench_cases(make, mhc_mults=(2, 8)),
     ),
 )
 
@@ -83,12 +70,6 @@ def test_every_code_of_bfloat16_is_copied(device: str) -> None:
     hidden = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=device).to(torch.int16).view(8, 8192)
     out = tk_mhc.expand_to_mhc(hidden.view(torch.bfloat16), 2)
     assert torch.equal(out.view(torch.int16), hidden[:, None].expand(8, 2, 8192))
-
-
-@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,)])
-def test_reference_passes_gradcheck(leading: tuple[int, ...]) -> None:
-    hidden = torch.randn(*leading, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: reference.expand_to_mhc(x, 4), (hidden,))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,11 +100,3 @@ test_bad_input = tiers.bad_input(
         ({"out": OUT[:2]}, ValueError, "out: .*shape"),
     ],
 )
-
-
-@pytest.mark.gpu(gib=7)
-def test_gpu_beyond_two_to_the_31_elements() -> None:
-    num_tokens = 2**31 // (8 * 8192) + 5
-    inputs = make((num_tokens,), 8, 8192)("cuda")
-    out = tk_mhc.expand_to_mhc(**inputs)
-    assert torch.equal(out, inputs["hidden"][:, None].expand(out.shape))

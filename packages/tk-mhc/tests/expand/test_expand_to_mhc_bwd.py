@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_mhc import reference
 
-from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
+from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases, empty
 
 
 def make(
@@ -21,9 +21,8 @@ def make(
     """
 
     def build(device: str) -> dict[str, Any]:
-        size = torch.Size((*leading, mhc_mult, hidden))
-        storage = torch.empty(first_element + size.numel(), dtype=torch.bfloat16, device=device)
-        d_o = storage[first_element:].view(size).normal_()
+        shape = (*leading, mhc_mult, hidden)
+        d_o = empty(*shape, dtype=torch.bfloat16, device=device, first_element=first_element).normal_()
         if values == "wide":
             d_o.mul_(torch.exp2(torch.randint(-130, 127, d_o.shape, device=device)))
             d_o[..., 4], d_o[..., 0, 5], d_o[..., 0, 6], d_o[..., 7] = torch.inf, torch.nan, -torch.inf, -0.0
@@ -50,16 +49,7 @@ SPEC = OpSpec(
         *(Case(f"m4-h{hidden}-t65", make((65,), 4, hidden)) for hidden in HIDDEN_SIZES),
         *(Case(f"m{m}-h{hidden}-t1001", make((1001,), m, hidden)) for m in (2, 8) for hidden in (576, 7168)),
         Case("m4-h7168-t257-wide", make((257,), 4, 7168, values="wide")),
-        Case("m4-h7168-t8192-bench", make((8192,), 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
-        *(
-            Case(f"m4-h7168-t{num_tokens}-bench", make((num_tokens,), 4, 7168), bench=True, gpu=False)
-            for num_tokens in (1, 64, 4096)
-        ),
-        *(
-            Case(f"m4-h{hidden}-t8192-bench", make((8192,), 4, hidden), bench=True, gpu=False)
-            for hidden in (576, 2048, 2560, 4096)
-        ),
-        *(Case(f"m{m}-h7168-t8192-bench", make((8192,), m, 7168), bench=True, gpu=False) for m in (2, 8)),
+        *bench_cases(make, mhc_mults=(2, 8)),
     ),
 )
 
@@ -119,32 +109,14 @@ def test_against_float64(device: str) -> None:
 X = torch.ones(3, 4, 64, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("d_o", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    {},
     [
-        (X[0, 0], ValueError, "d_o: .*shape"),
-        (X[:, :3].contiguous(), ValueError, "mhc_mult .*d_o.*2, 4, 8"),
-        (X[..., :32].contiguous(), ValueError, "hidden .*d_o.*64 to 8192"),
-        (X.repeat(1, 1, 129), ValueError, "hidden .*d_o.*64 to 8192"),
-        (X.repeat(1, 1, 2)[..., :96].contiguous(), ValueError, "hidden .*d_o.*multiple of 64"),
+        ({"d_o": X[0, 0]}, ValueError, "d_o: .*shape"),
+        ({"d_o": X[:, :3].contiguous()}, ValueError, "mhc_mult .*d_o.*2, 4, 8"),
+        ({"d_o": X[..., :32].contiguous()}, ValueError, "hidden .*d_o.*64 to 8192"),
+        ({"d_o": X.repeat(1, 1, 129)}, ValueError, "hidden .*d_o.*64 to 8192"),
+        ({"d_o": X.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "hidden .*d_o.*multiple of 64"),
     ],
 )
-def test_bad_input(d_o: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_mhc.expand_to_mhc_bwd(d_o)
-
-
-@pytest.mark.gpu
-def test_gpu_bits_of_a_token_do_not_depend_on_the_others() -> None:
-    d_o = make((8192,), 4, 7168)("cuda")["d_o"]
-    expected = tk_mhc.expand_to_mhc_bwd(d_o)
-    for token in (0, 4001, 8191):
-        assert_equal(tk_mhc.expand_to_mhc_bwd(d_o[token]), expected[token].clone())
-
-
-@pytest.mark.gpu(gib=5)
-def test_gpu_beyond_two_to_the_31_elements() -> None:
-    num_tokens = 2**31 // (8 * 8192) + 5
-    d_o = make((num_tokens,), 8, 8192)("cuda")["d_o"]
-    d_hidden = tk_mhc.expand_to_mhc_bwd(d_o)
-    assert_equal(d_hidden[-9:].clone(), reference.expand_to_mhc_bwd(d_o[-9:]))

@@ -1,5 +1,6 @@
 """mhc_pre_big_fuse."""
 
+from collections.abc import Callable
 from math import log
 from types import ModuleType
 from typing import Any
@@ -9,16 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tk_core
 import tk_mhc
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
-from tk_core.testing.trees import map_tensors, unaligned
 from tk_mhc import reference
 
-from ..batches import assert_independent_of_batch
-from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, assert_relative_error
-from ..projection.test_mhc_pre_norm_fn import MODEL_SCALE, draw_fn, draw_norm_weight
+from ..compare import assert_relative_error
+from ..inputs import bench_cases, size_cases
+from ..projection.test_mhc_pre_norm_fn import BENCH_SIZES, MODEL_SCALE, draw_fn, draw_norm_weight
 
 MODEL_EPS = 1e-6
 
@@ -41,29 +40,6 @@ def draw_parameters(mhc_mult: int, num_channels: int, scale: float, eps: float, 
     }
 
 
-def draw_options(
-    leading: tuple[int, ...],
-    mhc_mult: int,
-    hidden: int,
-    layer_norm: torch.dtype | None,
-    shifted: bool,
-    pre_mix: bool,
-    eps: float,
-    device: str,
-) -> dict[str, Any]:
-    """The keyword arguments for the layer norm and for the shifted form, if wanted."""
-    options: dict[str, Any] = {}
-    if layer_norm is not None:
-        weight = 0.5 + torch.rand((hidden,), device=device)
-        options |= {"layer_norm_weight": weight.to(layer_norm), "layer_norm_eps": eps}
-    if shifted:
-        options |= {
-            "shifted": True,
-            "pre_mix": torch.rand((*leading, mhc_mult, 1), device=device) if pre_mix else None,
-        }
-    return options
-
-
 def make(
     leading: int | tuple[int, ...],
     mhc_mult: int = 4,
@@ -82,13 +58,19 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         num_channels = mhc_mult * hidden
-        return {
+        inputs = {
             "residual": torch.randn((*leading, mhc_mult, hidden), dtype=torch.bfloat16, device=device),
             **draw_parameters(mhc_mult, num_channels, scale, eps, device),
             "n_splits": n_splits,
             "norm_weight": draw_norm_weight(num_channels, device) if norm_weight else None,
-            **draw_options(leading, mhc_mult, hidden, layer_norm, shifted, pre_mix, eps, device),
         }
+        if layer_norm is not None:
+            weight = 0.5 + torch.rand((hidden,), device=device)
+            inputs |= {"layer_norm_weight": weight.to(layer_norm), "layer_norm_eps": eps}
+        if shifted:
+            mix = torch.rand((*leading, mhc_mult, 1), device=device) if pre_mix else None
+            inputs |= {"shifted": True, "pre_mix": mix}
+        return inputs
 
     return build
 
@@ -128,10 +110,11 @@ def compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 
-SPEC = OpSpec(
-    op=tk_mhc.mhc_pre_big_fuse,
-    compare=compare,
-    cases=(
+
+def shared_cases(make: Callable[..., Make]) -> tuple[Case, ...]:
+    """Cases of the ops that begin with a projection of all streams."""
+    both = {"layer_norm": _BF16, "shifted": True}
+    return (
         Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
         Case("m2-h64-t17", make(17, 2, 64), small=True, compile=True),
         Case("m8-h64-t3", make(3, 8, 64), small=True, compile=True),
@@ -141,84 +124,47 @@ SPEC = OpSpec(
         Case("m4-h576-t1-layer-norm-float32", make(1, 4, 576, layer_norm=_FLOAT32), small=True),
         Case("m4-h64-t17-shifted", make(17, 4, 64, shifted=True), small=True, modes=True),
         Case("m4-h128-t3-shifted-stream0", make(3, 4, 128, shifted=True, pre_mix=False), small=True, compile=True),
-        Case(
-            "m4-h192-t3-shifted-layer-norm",
-            make(3, 4, 192, layer_norm=_BF16, shifted=True),
-            small=True,
-            compile=True,
+        Case("m4-h192-t3-shifted-layer-norm", make(3, 4, 192, **both), small=True, compile=True),
+        *(Case(f"m4-h192-t3-splits{n}", make(3, 4, 192, n_splits=n), small=True) for n in (1, 5, 10_000)),
+        Case("m4-h64-no-leading", make((), 4, 64), small=True),
+        Case("m4-h64-t2x3-shifted", make((2, 3), 4, 64, shifted=True), small=True),
+        Case("m4-h64-t0", make(0, 4, 64), small=True),
+        Case("m4-h64-t2x0-shifted-layer-norm", make((2, 0), 4, 64, **both), small=True),
+        *size_cases(make),
+        *(
+            Case(f"m{m}-h{hidden}-t{t}-shifted-layer-norm", make(t, m, hidden, layer_norm=weight_dtype, shifted=True))
+            for m, hidden, weight_dtype in ((2, 2560, _FLOAT32), (4, 7168, _BF16), (8, 8192, _BF16))
+            for t in (17, 1000)
         ),
+        *(Case(f"m4-h7168-t{t}-layer-norm", make(t, layer_norm=_BF16)) for t in (1, 64, 8192)),
+        *(Case(f"m4-h7168-t{t}-shifted", make(t, shifted=True)) for t in (1, 64, 8192)),
+        *(Case(f"m4-h7168-t65-splits{n_splits}", make(65, n_splits=n_splits)) for n_splits in (1, 7, 448)),
+        Case("m4-h7168-t64-scale1", make(64, scale=1.0)),
+        *(
+            Case(f"m4-h7168-t{t}-{name}-bench", make(t, eps=MODEL_EPS, **options), bench=True, gpu=False)
+            for t in (64, 8192)
+            for name, options in (("layer-norm", {"layer_norm": _BF16}), ("shifted", {"shifted": True}))
+        ),
+    )
+
+
+SPEC = OpSpec(
+    op=tk_mhc.mhc_pre_big_fuse,
+    compare=compare,
+    cases=(
+        *shared_cases(make),
         Case(
             "m2-h64-t3-shifted-stream0-layer-norm",
             make(3, 2, 64, layer_norm=_FLOAT32, shifted=True, pre_mix=False),
             small=True,
         ),
         Case("m8-h64-t3-shifted-layer-norm", make(3, 8, 64, layer_norm=_FLOAT32, shifted=True), small=True),
-        *(
-            Case(f"m4-h192-t3-splits{n_splits}", make(3, 4, 192, n_splits=n_splits), small=True)
-            for n_splits in (1, 5, 10_000)
-        ),
         Case("m4-h64-t3-scale1", make(3, 4, 64, scale=1.0), small=True),
-        Case("m4-h64-no-leading", make((), 4, 64), small=True),
-        Case("m4-h64-t2x3-shifted", make((2, 3), 4, 64, shifted=True), small=True),
-        Case("m4-h64-t0", make(0, 4, 64), small=True),
-        Case("m4-h64-t2x0-shifted-layer-norm", make((2, 0), 4, 64, layer_norm=_BF16, shifted=True), small=True),
-        *(
-            Case(f"m4-h{hidden}-t{num_tokens}", make(num_tokens, 4, hidden))
-            for hidden in HIDDEN_SIZES
-            for num_tokens in ((65, 4096) if hidden != 7168 else TOKEN_COUNTS)
-        ),
-        *(
-            Case(f"m{mhc_mult}-h{hidden}-t{num_tokens}", make(num_tokens, mhc_mult, hidden))
-            for mhc_mult in (2, 8)
-            for hidden, num_tokens in ((64, 4096), (576, 65), (7168, 1), (8192, 1000))
-        ),
-        *(
-            Case(f"m{mhc_mult}-h{hidden}-t{num_tokens}-shifted-layer-norm", make(num_tokens, mhc_mult, hidden, **both))
-            for mhc_mult, hidden, both in (
-                (2, 2560, {"layer_norm": _FLOAT32, "shifted": True}),
-                (4, 7168, {"layer_norm": _BF16, "shifted": True}),
-                (8, 8192, {"layer_norm": _BF16, "shifted": True}),
-            )
-            for num_tokens in (17, 1000)
-        ),
-        *(Case(f"m4-h7168-t{t}-layer-norm", make(t, layer_norm=_BF16)) for t in (1, 64, 8192)),
-        *(Case(f"m4-h7168-t{t}-shifted", make(t, shifted=True)) for t in (1, 64, 8192)),
         Case("m4-h7168-t129-shifted-stream0", make(129, shifted=True, pre_mix=False)),
         Case("m4-h7168-t1000-no-weight", make(1000, norm_weight=False)),
-        *(Case(f"m4-h7168-t65-splits{n_splits}", make(65, n_splits=n_splits)) for n_splits in (1, 7, 448)),
-        *(Case(f"m4-h7168-t{num_tokens}-scale1", make(num_tokens, scale=1.0)) for num_tokens in (64, 8192)),
-        *(
-            Case(
-                f"m4-h7168-t{num_tokens}-bench",
-                make(num_tokens, eps=MODEL_EPS),
-                bench=True,
-                model_shape=True,
-                gpu=False,
-                compile=True,
-            )
-            for num_tokens in (64, 8192)
-        ),
-        *(
-            Case(f"m4-h7168-t{num_tokens}-bench", make(num_tokens, eps=MODEL_EPS), bench=True, gpu=False)
-            for num_tokens in (1, 128, 1024, 4001, 8001)
-        ),
-        *(
-            Case(f"m4-h{hidden}-t8192-bench", make(8192, 4, hidden, eps=MODEL_EPS), bench=True, gpu=False)
-            for hidden in (576, 2048, 2560, 3072, 4096, 6144)
-        ),
+        Case("m4-h7168-t8192-scale1", make(8192, scale=1.0)),
+        *bench_cases(make, *BENCH_SIZES, mhc_mults=(2, 8), model_tokens=(64, 8192), eps=MODEL_EPS),
         Case("m4-h7168-t8192-scale1-bench", make(8192, scale=1.0, eps=MODEL_EPS), bench=True, gpu=False),
-        *(
-            Case(f"m4-h7168-t{t}-layer-norm-bench", make(t, eps=MODEL_EPS, layer_norm=_BF16), bench=True, gpu=False)
-            for t in (64, 8192)
-        ),
-        *(
-            Case(f"m4-h7168-t{t}-shifted-bench", make(t, eps=MODEL_EPS, shifted=True), bench=True, gpu=False)
-            for t in (64, 8192)
-        ),
-        *(
-            Case(f"m{mhc_mult}-h7168-t8192-bench", make(8192, mhc_mult, eps=MODEL_EPS), bench=True, gpu=False)
-            for mhc_mult in (2, 8)
-        ),
     ),
 )
 
@@ -309,23 +255,6 @@ def test_layer_norm_by_hand(weight_dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(layer_input, (0.6 * weight.float()).bfloat16(), rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
-def test_arguments_have_their_documented_defaults(device: str) -> None:
-    inputs = make(3, 4, 64, norm_weight=False)(device)
-    # So small that its square is no larger than the layer norm's eps.
-    inputs["residual"] = inputs["residual"] * 1e-3
-    positional = [value for name, value in inputs.items() if name not in ("n_splits", "norm_weight")]
-    assert_equal(
-        tk_mhc.mhc_pre_big_fuse(*positional),
-        tk_mhc.mhc_pre_big_fuse(**inputs, layer_norm_weight=None, layer_norm_eps=1e-6, shifted=False, pre_mix=None),
-    )
-    weight = torch.rand(64, device=device)
-    assert_equal(
-        tk_mhc.mhc_pre_big_fuse(*positional, layer_norm_weight=weight),
-        tk_mhc.mhc_pre_big_fuse(*positional, layer_norm_weight=weight, layer_norm_eps=1e-6),
-    )
-
-
 def in_float64(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value.double() if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
@@ -349,47 +278,6 @@ def test_reference_against_formulas(mhc_mult: int) -> None:
         rows = rows / (rows.sum(-2, keepdim=True) + inputs["mhc_sinkhorn_eps"])
         rows = rows / (rows.sum(-1, keepdim=True) + inputs["mhc_sinkhorn_eps"])
     torch.testing.assert_close(comb, rows / (rows.sum(-2, keepdim=True) + inputs["mhc_sinkhorn_eps"]))
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("layer_norm", [False, True])
-def test_reference_passes_gradcheck(layer_norm: bool, shifted: bool) -> None:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-    def function(
-        residual: Tensor,
-        fn: Tensor,
-        scale: Tensor,
-        base: Tensor,
-        weight: Tensor,
-        layer_norm_weight: Tensor | None,
-        pre_mix: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        return reference.mhc_pre_big_fuse(
-            *(residual, fn, scale, base, 0.1, 0.1, 0.1, 2.0, 2, None, weight),
-            layer_norm_weight=layer_norm_weight,
-            layer_norm_eps=0.1,
-            shifted=shifted,
-            pre_mix=pre_mix,
-        )
-
-    optional = draw(3) if layer_norm else None, draw(2, 2, 1) if shifted else None
-    assert torch.autograd.gradcheck(function, (draw(2, 2, 3), draw(8, 6), draw(3), draw(8), draw(6), *optional))
-
-
-@pytest.mark.parametrize("options", [{}, {"shifted": True, "layer_norm": torch.bfloat16}])
-@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
-def test_leading_dimensions(leading: tuple[int, ...], options: dict[str, Any]) -> None:
-    inputs = make(leading, 2, 64, **options)("cpu")
-    results = tk_mhc.mhc_pre_big_fuse(**inputs)
-    trailing = ((2, 1), (2, 2), (64,), (2, 1))
-    assert [x.shape for x in results] == [(*leading, *shape) for shape, _ in zip(trailing, results)]
-    flat = {"residual": inputs["residual"].view(-1, 2, 64)}
-    if options:
-        flat["pre_mix"] = inputs["pre_mix"].view(-1, 2, 1)
-    for x, y, shape in zip(results, tk_mhc.mhc_pre_big_fuse(**{**inputs, **flat}), trailing):
-        assert_equal(x.view(-1, *shape), y)
 
 
 def gradients(ops: ModuleType, inputs: dict[str, Any], grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -461,56 +349,27 @@ def test_backward_of_the_shifted_form(device: str, mhc_mult: int, hidden: int, n
         assert_relative_error(actual[name], want, bounds.get(name, 1e-3), name)
 
 
-def arguments(**changes: Any) -> dict[str, Any]:
-    """Good arguments, some of them exchanged."""
-    good = {
-        "residual": torch.ones(3, 4, 64, dtype=torch.bfloat16),
-        "fn": torch.ones(24, 256),
-        "mhc_scale": torch.ones(3),
-        "mhc_base": torch.ones(24),
-        "rms_eps": 1e-6,
-        "mhc_pre_eps": 1e-6,
-        "mhc_sinkhorn_eps": 1e-6,
-        "mhc_post_mult_value": 2.0,
-        "sinkhorn_repeat": 10,
-        "norm_weight": torch.ones(256),
-    }
-    return {**good, **changes}
-
-
 PRE_MIX = torch.ones(3, 4, 1)
 
-
-@pytest.mark.parametrize(
-    ("error", "name", "changes"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    make(3, 4, 64)("cpu"),
     [
-        (ValueError, "residual", {"residual": torch.ones(64, dtype=torch.bfloat16)}),
-        (ValueError, "residual", {"residual": torch.ones(3, 3, 64, dtype=torch.bfloat16)}),
-        (ValueError, "residual", {"residual": torch.ones(3, 4, 96, dtype=torch.bfloat16)}),
-        (ValueError, "rms_eps", {"rms_eps": -1.0}),
-        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 0}),
-        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 1001}),
-        (ValueError, "n_splits", {"n_splits": 0}),
-        (ValueError, "layer_norm_weight", {"layer_norm_weight": torch.ones(256)}),
-        (ValueError, "pre_mix", {"shifted": True, "pre_mix": PRE_MIX[:2]}),
-        (ValueError, "pre_mix", {"shifted": True, "pre_mix": PRE_MIX.squeeze(-1)}),
-        (ValueError, "pre_mix", {"shifted": True, "pre_mix": torch.ones(3, 4, 2)[..., :1]}),
+        ({"residual": torch.ones(64).bfloat16()}, ValueError, "residual: .*shape"),
+        ({"residual": torch.ones(3, 3, 64).bfloat16()}, ValueError, "mhc_mult.*residual.*2, 4, 8"),
+        ({"residual": torch.ones(3, 4, 96).bfloat16()}, ValueError, "hidden.*residual.*multiple of 64"),
+        ({"rms_eps": -1.0}, ValueError, "rms_eps.*at least 0"),
+        ({"sinkhorn_repeat": 0}, ValueError, "sinkhorn_repeat.*1 to 1000"),
+        ({"sinkhorn_repeat": 1001}, ValueError, "sinkhorn_repeat.*1 to 1000"),
+        ({"n_splits": 0}, ValueError, "n_splits.*at least 1"),
+        ({"layer_norm_weight": torch.ones(256)}, ValueError, "layer_norm_weight: .*shape"),
+        ({"shifted": True, "pre_mix": PRE_MIX[:2]}, ValueError, "pre_mix: .*shape"),
+        ({"shifted": True, "pre_mix": PRE_MIX.squeeze(-1)}, ValueError, "pre_mix: .*shape"),
+        ({"shifted": True, "pre_mix": torch.ones(3, 4, 2)[..., :1]}, ValueError, "pre_mix: .*contiguous"),
         # It would have no effect.
-        (ValueError, "pre_mix", {"shifted": False, "pre_mix": PRE_MIX}),
+        ({"shifted": False, "pre_mix": PRE_MIX}, ValueError, "pre_mix: .*shifted"),
     ],
 )
-def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(error, match=rf"\b{name}\b"):
-        tk_mhc.mhc_pre_big_fuse(**arguments(**changes))
-
-
-@pytest.mark.parametrize("device", CPU_AND_GPU)
-@pytest.mark.parametrize("shifted", [False, True])
-def test_unaligned_inputs_change_nothing(device: str, shifted: bool) -> None:
-    inputs = make(17, 4, 192, norm_weight=True, layer_norm=torch.bfloat16, shifted=shifted)(device)
-    moved = map_tensors(unaligned, inputs)
-    assert moved["residual"].data_ptr() % 16
-    assert_equal(tk_mhc.mhc_pre_big_fuse(**moved), tk_mhc.mhc_pre_big_fuse(**inputs))
 
 
 @pytest.mark.parametrize(
@@ -525,34 +384,17 @@ def test_unaligned_inputs_change_nothing(device: str, shifted: bool) -> None:
         pytest.param("cuda", 4, 7168, 8192, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("norm_weight", [False, True])
-def test_equals_the_separate_ops(device: str, mhc_mult: int, hidden: int, num_tokens: int, norm_weight: bool) -> None:
-    inputs = make(num_tokens, mhc_mult, hidden, norm_weight=norm_weight)(device)
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_weight": False}, {"shifted": True}, {"shifted": True, "pre_mix": False}]
+)
+def test_equals_the_separate_ops(
+    device: str, mhc_mult: int, hidden: int, num_tokens: int, options: dict[str, Any]
+) -> None:
+    inputs = make(num_tokens, mhc_mult, hidden, **options)(device)
     for n_splits in (None, 1, 2, 7, 10_000):
         inputs["n_splits"] = n_splits
-        assert_equal(tk_mhc.mhc_pre_big_fuse(**inputs), composed(inputs)[:3], name=f"n_splits {n_splits}")
-
-
-@pytest.mark.parametrize(
-    ("device", "mhc_mult", "hidden", "num_tokens"),
-    [
-        ("cpu", 4, 64, 5),
-        *(
-            pytest.param("cuda", mhc_mult, hidden, num_tokens, marks=pytest.mark.gpu)
-            for mhc_mult, hidden in ((2, 576), (4, 64), (4, 7168), (8, 8192))
-            for num_tokens in (1, 17, 64, 300, 8192)
-            if hidden < 8192 or num_tokens < 8192
-        ),
-    ],
-)
-@pytest.mark.parametrize("pre_mix", [False, True])
-def test_shifted_equals_the_separate_ops(
-    device: str, mhc_mult: int, hidden: int, num_tokens: int, pre_mix: bool
-) -> None:
-    inputs = make(num_tokens, mhc_mult, hidden, shifted=True, pre_mix=pre_mix)(device)
-    for n_splits in (None, 1, 7):
-        inputs["n_splits"] = n_splits
-        assert_equal(tk_mhc.mhc_pre_big_fuse(**inputs), composed(inputs), name=f"n_splits {n_splits}")
+        results = tk_mhc.mhc_pre_big_fuse(**inputs)
+        assert_equal(results, composed(inputs)[: len(results)], name=f"n_splits {n_splits}")
 
 
 @pytest.mark.gpu
@@ -575,38 +417,6 @@ def test_gpu_layer_norm(mhc_mult: int, hidden: int, num_tokens: int, weight_dtyp
     assert float(steps.ne(0).double().mean()) < 2e-3
 
 
-@pytest.mark.gpu(gib=6)
-@pytest.mark.parametrize(
-    ("mhc_mult", "hidden", "options"),
-    [
-        (4, 7168, {}),
-        (4, 7168, {"norm_weight": False}),
-        (4, 7168, {"n_splits": 7}),
-        (4, 7168, {"layer_norm": torch.bfloat16}),
-        (4, 7168, {"shifted": True, "layer_norm": torch.float32}),
-        (4, 7168, {"shifted": True, "pre_mix": False}),
-        (2, 576, {}),
-        (2, 64, {"n_splits": 10_000, "layer_norm": torch.bfloat16}),
-        (8, 1280, {}),
-        (8, 8192, {"n_splits": 16, "shifted": True}),
-    ],
-)
-def test_gpu_bits_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, options: dict[str, Any]) -> None:
-    inputs = make(8192, mhc_mult, hidden, **options)("cuda")
-    token_dims = {"residual": 0, "pre_mix": 0} if options.get("shifted") else {"residual": 0}
-    assert_independent_of_batch(tk_mhc.mhc_pre_big_fuse, inputs, token_dims)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 64, 300, 8192])
-def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
-    inputs = make(num_tokens, layer_norm=torch.bfloat16)("cuda")
-    expected = tk_mhc.mhc_pre_big_fuse(**inputs)
-    for num_sms in (1, 7, 100):
-        with tk_core.num_sms(num_sms):
-            assert_equal(tk_mhc.mhc_pre_big_fuse(**inputs), expected)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 @pytest.mark.parametrize("num_tokens", [1, 64, 1000])
@@ -619,12 +429,3 @@ def test_gpu_mixes_are_accurate_at_any_scale(num_tokens: int, scale: float) -> N
     # z from post, the other way; float32 rounding is about 1e-6 of it.
     actual = torch.logit(post.double().squeeze(-1) / 2) - weights["mhc_base"][4:8]
     assert_relative_error(actual, z, 5e-4)
-
-
-@pytest.mark.gpu(gib=6)
-@pytest.mark.parametrize("options", [{}, {"shifted": True, "layer_norm": torch.bfloat16}])
-def test_gpu_more_than_two_to_the_31_elements(options: dict[str, Any]) -> None:
-    inputs = make(80_000, **options)("cuda")
-    results = tk_mhc.mhc_pre_big_fuse(**inputs)
-    last = {name: inputs[name][-100:].clone() for name in ("residual", "pre_mix") if name in inputs}
-    assert_equal(tuple(x[-100:].clone() for x in results), tk_mhc.mhc_pre_big_fuse(**{**inputs, **last}))

@@ -12,39 +12,22 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_mhc import reference
 
-from ..batches import assert_independent_of_batch
-from ..compare import HIDDEN_SIZES, TOKEN_COUNTS
-from ..projection.test_mhc_pre_norm_fn import MODEL_SCALE
+from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS
 from . import test_mhc_pre_big_fuse as big_fuse
-from .test_mhc_pre_big_fuse import MODEL_EPS, assert_close_input, draw_options, draw_parameters
+from .test_mhc_pre_big_fuse import MODEL_EPS, assert_close_input
 
 
 def make(
-    leading: int | tuple[int, ...],
-    mhc_mult: int = 4,
-    hidden: int = 7168,
-    n_splits: int = 16,
-    *,
-    scale: float = MODEL_SCALE,
-    eps: float = 1e-2,
-    layer_norm: torch.dtype | None = None,
-    shifted: bool = False,
-    pre_mix: bool = True,
+    leading: int | tuple[int, ...], mhc_mult: int = 4, hidden: int = 7168, n_splits: int = 16, **options: Any
 ) -> Make:
-    """Normal residual and fn, and the reference's partial sums of them."""
-    leading = (leading,) if isinstance(leading, int) else leading
+    """What mhc_pre_big_fuse takes, but for fn the reference's partial sums."""
+    make_all = big_fuse.make(leading, mhc_mult, hidden, n_splits=n_splits, norm_weight=False, **options)
 
     def build(device: str) -> dict[str, Any]:
-        residual = torch.randn((*leading, mhc_mult, hidden), dtype=torch.bfloat16, device=device)
-        parameters = draw_parameters(mhc_mult, mhc_mult * hidden, scale, eps, device)
-        mul, sqrsum = reference.mhc_prenorm_gemm(residual, parameters.pop("fn"), n_splits)
-        return {
-            "gemm_out_mul": mul,
-            "gemm_out_sqrsum": sqrsum,
-            "residual": residual,
-            **parameters,
-            **draw_options(leading, mhc_mult, hidden, layer_norm, shifted, pre_mix, eps, device),
-        }
+        inputs = make_all(device)
+        del inputs["norm_weight"]
+        mul, sqrsum = reference.mhc_prenorm_gemm(inputs["residual"], inputs.pop("fn"), inputs.pop("n_splits"))
+        return {"gemm_out_mul": mul, "gemm_out_sqrsum": sqrsum, **inputs}
 
     return build
 
@@ -124,13 +107,8 @@ SPEC = OpSpec(
             for num_tokens, n_splits in ((64, 16), (8192, 1))
         ),
         *(
-            Case(
-                f"m4-h7168-t{num_tokens}-splits{n_splits}-bench",
-                make(num_tokens, n_splits=n_splits, eps=MODEL_EPS),
-                bench=True,
-                gpu=False,
-            )
-            for num_tokens, n_splits in ((1, 16), (128, 16), (1024, 4), (4001, 1), (8001, 1), (8192, 16))
+            Case(f"m4-h7168-t{t}-splits{n}-bench", make(t, n_splits=n, eps=MODEL_EPS), bench=True, gpu=False)
+            for t, n in ((1, 16), (128, 16), (1024, 4), (4001, 1), (8001, 1), (8192, 16))
         ),
         *(
             Case(f"m4-h{hidden}-t8192-splits1-bench", make(8192, 4, hidden, 1, eps=MODEL_EPS), bench=True, gpu=False)
@@ -188,28 +166,6 @@ def test_by_hand(device: str) -> None:
     assert layer_input.tolist() == [1.0] * 64
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-def test_reference_passes_gradcheck(shifted: bool) -> None:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-    def function(
-        mul: Tensor, sqrsum: Tensor, scale: Tensor, base: Tensor, residual: Tensor, weight: Tensor, pre_mix: Tensor
-    ) -> tuple[Tensor, ...]:
-        return reference.mhc_pre_big_fuse_from_partials(
-            *(mul, sqrsum, scale, base, residual, 0.1, 0.1, 0.1, 2.0, 2),
-            layer_norm_weight=weight,
-            layer_norm_eps=0.1,
-            shifted=shifted,
-            pre_mix=pre_mix if shifted else None,
-        )
-
-    sqrsum = (1 + torch.rand(3, 2, dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradcheck(
-        function, (draw(3, 2, 8), sqrsum, draw(3), draw(8), draw(2, 2, 3), draw(3), draw(2, 2, 1))
-    )
-
-
 @pytest.mark.parametrize("n_splits", [1, 3, 9])
 @pytest.mark.parametrize("mhc_mult", [2, 4, 8])
 def test_references_agree_in_float64(mhc_mult: int, n_splits: int) -> None:
@@ -224,59 +180,19 @@ def test_references_agree_in_float64(mhc_mult: int, n_splits: int) -> None:
     torch.testing.assert_close(reference.mhc_pre_big_fuse_from_partials(*partials, **inputs), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"shifted": True, "layer_norm": torch.bfloat16}])
-@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
-def test_leading_dimensions(leading: tuple[int, ...], options: dict[str, Any]) -> None:
-    inputs = make(leading, 2, 64, 2, **options)("cpu")
-    results = tk_mhc.mhc_pre_big_fuse_from_partials(**inputs)
-    trailing = ((2, 1), (2, 2), (64,), (2, 1))
-    assert [x.shape for x in results] == [(*leading, *shape) for shape, _ in zip(trailing, results)]
-    flat = {"residual": inputs["residual"].view(-1, 2, 64)}
-    if options:
-        flat["pre_mix"] = inputs["pre_mix"].view(-1, 2, 1)
-    for x, y, shape in zip(results, tk_mhc.mhc_pre_big_fuse_from_partials(**{**inputs, **flat}), trailing):
-        assert_equal(x.view(-1, *shape), y)
-
-
-def arguments(**changes: Any) -> dict[str, Any]:
-    """Good arguments, some of them exchanged."""
-    good = {
-        "gemm_out_mul": torch.ones(2, 3, 24),
-        "gemm_out_sqrsum": torch.ones(2, 3),
-        "mhc_scale": torch.ones(3),
-        "mhc_base": torch.ones(24),
-        "residual": torch.ones(3, 4, 64, dtype=torch.bfloat16),
-        "rms_eps": 1e-6,
-        "mhc_pre_eps": 1e-6,
-        "mhc_sinkhorn_eps": 1e-6,
-        "mhc_post_mult_value": 2.0,
-        "sinkhorn_repeat": 10,
-    }
-    return {**good, **changes}
-
-
-PRE_MIX = torch.ones(3, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "changes"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    make(3, 4, 64, 2)("cpu"),
     [
-        (ValueError, "gemm_out_mul", {"gemm_out_mul": torch.ones(0, 3, 24), "gemm_out_sqrsum": torch.ones(0, 3)}),
-        (ValueError, "residual", {"residual": torch.ones(3, 3, 64, dtype=torch.bfloat16)}),
-        (ValueError, "residual", {"residual": torch.ones(3, 4, 96, dtype=torch.bfloat16)}),
-        (ValueError, "rms_eps", {"rms_eps": -1.0}),
-        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 0}),
-        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 1001}),
-        (ValueError, "layer_norm_weight", {"layer_norm_weight": torch.ones(256)}),
-        (ValueError, "pre_mix", {"shifted": True, "pre_mix": PRE_MIX[:2]}),
-        (ValueError, "pre_mix", {"shifted": False, "pre_mix": PRE_MIX}),
+        # Of two shapes that do not fit each other, either argument may be the one that is named.
+        ({"gemm_out_mul": torch.ones(2, 4, 24)}, ValueError, "gemm_out_mul|residual"),
+        ({"gemm_out_mul": torch.ones(0, 3, 24), "gemm_out_sqrsum": torch.ones(0, 3)}, ValueError, "gemm_out_mul"),
+        ({"gemm_out_sqrsum": torch.ones(3, 3)}, ValueError, "gemm_out_sqrsum: .*shape"),
+        ({"residual": torch.ones(3, 3, 64).bfloat16()}, ValueError, "mhc_mult.*residual.*2, 4, 8"),
+        ({"rms_eps": -1.0}, ValueError, "rms_eps.*at least 0"),
+        ({"shifted": False, "pre_mix": torch.ones(3, 4, 1)}, ValueError, "pre_mix: .*shifted"),
     ],
 )
-def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
-    # Of two shapes that do not fit each other, either argument may be the one that is named.
-    either = f"{name}|residual" if name.startswith("gemm_out") else name
-    with pytest.raises(error, match=rf"\b({either})\b"):
-        tk_mhc.mhc_pre_big_fuse_from_partials(**arguments(**changes))
 
 
 @pytest.mark.gpu(gib=2)
@@ -313,25 +229,3 @@ def test_gpu_empty_splits_change_nothing(num_tokens: int) -> None:
     for n_splits in (12, 13, 40):
         partials = tk_mhc.mhc_prenorm_gemm(inputs["residual"], fn, n_splits)
         assert_equal(tk_mhc.mhc_pre_big_fuse_from_partials(*partials, **inputs), expected)
-
-
-@pytest.mark.gpu(gib=3)
-@pytest.mark.parametrize(
-    ("mhc_mult", "hidden", "n_splits", "options"),
-    [
-        (4, 7168, 1, {}),
-        (4, 7168, 16, {}),
-        (4, 7168, 7, {"layer_norm": torch.bfloat16}),
-        (4, 7168, 16, {"shifted": True, "layer_norm": torch.float32}),
-        (2, 576, 16, {}),
-        (8, 1280, 5, {"shifted": True}),
-    ],
-)
-def test_gpu_bits_do_not_depend_on_the_batch(
-    mhc_mult: int, hidden: int, n_splits: int, options: dict[str, Any]
-) -> None:
-    inputs = make(8192, mhc_mult, hidden, n_splits, **options)("cuda")
-    token_dims = {"gemm_out_mul": 1, "gemm_out_sqrsum": 1, "residual": 0}
-    if options.get("shifted"):
-        token_dims["pre_mix"] = 0
-    assert_independent_of_batch(tk_mhc.mhc_pre_big_fuse_from_partials, inputs, token_dims)

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import tk_core
 import tk_mhc
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
 
-from ..batches import assert_independent_of_batch
-from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, assert_relative_error
-from ..projection.test_mhc_pre_norm_fn import MODEL_SCALE
+from ..compare import assert_relative_error
+from ..inputs import bench_cases, size_cases
+from ..projection.test_mhc_pre_norm_fn import BENCH_SIZES, MODEL_SCALE
 from . import test_mhc_pre_big_fuse as big_fuse
 from .test_mhc_pre_big_fuse import MODEL_EPS, assert_close_input, assert_close_mix, draw_parameters
 
@@ -70,37 +69,10 @@ SPEC = OpSpec(
         Case("m4-h64-no-leading", make((), 4, 64), small=True),
         Case("m4-h64-t2x3", make((2, 3), 4, 64), small=True),
         Case("m4-h64-t0", make(0, 4, 64), small=True),
-        *(
-            Case(f"m4-h{hidden}-t{num_tokens}", make(num_tokens, 4, hidden))
-            for hidden in HIDDEN_SIZES
-            for num_tokens in ((65, 4096) if hidden != 7168 else TOKEN_COUNTS)
-        ),
-        *(
-            Case(f"m{mhc_mult}-h{hidden}-t{num_tokens}", make(num_tokens, mhc_mult, hidden))
-            for mhc_mult in (2, 8)
-            for hidden, num_tokens in ((64, 4096), (576, 65), (7168, 1), (8192, 1000))
-        ),
+        *size_cases(make),
         *(Case(f"m4-h7168-t65-splits{n_splits}", make(65, n_splits=n_splits)) for n_splits in (1, 7, 112)),
         Case("m4-h7168-t64-scale1", make(64, scale=1.0)),
-        *(
-            Case(
-                f"m4-h7168-t{num_tokens}-bench",
-                make(num_tokens, eps=MODEL_EPS),
-                bench=True,
-                model_shape=True,
-                gpu=False,
-                compile=True,
-            )
-            for num_tokens in (64, 8192)
-        ),
-        *(
-            Case(f"m4-h7168-t{num_tokens}-bench", make(num_tokens, eps=MODEL_EPS), bench=True, gpu=False)
-            for num_tokens in (1, 128, 1024, 4001, 8001)
-        ),
-        *(
-            Case(f"m4-h{hidden}-t8192-bench", make(8192, 4, hidden, eps=MODEL_EPS), bench=True, gpu=False)
-            for hidden in (576, 2048, 2560, 4096)
-        ),
+        *bench_cases(make, BENCH_SIZES[0], model_tokens=(64, 8192), eps=MODEL_EPS),
     ),
 )
 
@@ -155,61 +127,19 @@ def test_reference_is_mhc_pre_big_fuse_of_equal_streams(mhc_mult: int) -> None:
     torch.testing.assert_close(tuple(results), reference.mhc_pre_big_fuse(**inputs))
 
 
-def test_reference_passes_gradcheck() -> None:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-    assert torch.autograd.gradcheck(
-        lambda x, fn, scale, base: reference.mhc_pre_broadcast(x, fn, scale, base, 0.1, 0.1, 0.1, 2.0, 2),
-        (draw(3, 5), draw(8, 5), draw(3), draw(8)),
-    )
-
-
-@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
-def test_leading_dimensions(leading: tuple[int, ...]) -> None:
-    inputs = make(leading, 2, 64)("cpu")
-    results = tk_mhc.mhc_pre_broadcast(**inputs)
-    trailing = ((2, 64), (2, 1), (2, 2), (64,))
-    assert [x.shape for x in results] == [(*leading, *shape) for shape in trailing]
-    inputs["hidden"] = inputs["hidden"].view(-1, 64)
-    for x, y, shape in zip(results, tk_mhc.mhc_pre_broadcast(**inputs), trailing):
-        assert_equal(x.view(-1, *shape), y)
-
-
-def arguments(**changes: Any) -> dict[str, Any]:
-    """Good arguments, some of them exchanged."""
-    good = {
-        "hidden": torch.ones(3, 64, dtype=torch.bfloat16),
-        "fn_folded": torch.ones(24, 64),
-        "mhc_scale": torch.ones(3),
-        "mhc_base": torch.ones(24),
-        "rms_eps": 1e-6,
-        "mhc_pre_eps": 1e-6,
-        "mhc_sinkhorn_eps": 1e-6,
-        "mhc_post_mult_value": 2.0,
-        "sinkhorn_repeat": 10,
-    }
-    return {**good, **changes}
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "changes"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    make(3, 4, 64)("cpu"),
     [
-        (ValueError, "hidden", {"hidden": torch.tensor(1.0, dtype=torch.bfloat16)}),
-        (ValueError, "hidden", {"hidden": torch.ones(3, 96, dtype=torch.bfloat16)}),
-        (ValueError, "hidden", {"hidden": torch.ones(3, 8256, dtype=torch.bfloat16)}),
-        (ValueError, "fn_folded", {"fn_folded": torch.ones(4, 64)}),
-        (ValueError, "fn_folded", {"fn_folded": torch.ones(15, 64)}),
-        (ValueError, "fn_folded", {"fn_folded": torch.ones(23, 64)}),
-        (ValueError, "rms_eps", {"rms_eps": -1.0}),
-        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 0}),
-        (ValueError, "sinkhorn_repeat", {"sinkhorn_repeat": 1001}),
-        (ValueError, "n_splits", {"n_splits": 0}),
+        ({"hidden": torch.tensor(1.0).bfloat16()}, ValueError, "hidden: .*shape"),
+        ({"hidden": torch.ones(3, 96).bfloat16()}, ValueError, "hidden.*multiple of 64"),
+        ({"hidden": torch.ones(3, 8256).bfloat16()}, ValueError, "hidden.*64 to 8192"),
+        ({"fn_folded": torch.ones(4, 64)}, ValueError, "rows of fn_folded"),
+        ({"fn_folded": torch.ones(15, 64)}, ValueError, "rows of fn_folded"),
+        ({"rms_eps": -1.0}, ValueError, "rms_eps.*at least 0"),
+        ({"n_splits": 0}, ValueError, "n_splits.*at least 1"),
     ],
 )
-def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(error, match=rf"\b{name}\b"):
-        tk_mhc.mhc_pre_broadcast(**arguments(**changes))
 
 
 @pytest.mark.gpu(gib=3)
@@ -252,31 +182,3 @@ def test_gpu_layer_input_is_the_collapse_of_the_expanded_residual(
     assert_equal(layer_input, tk_mhc.mhc_pre_apply_mix(residual, pre))
     expected = reference.mhc_pre_broadcast(**inputs)
     big_fuse.compare((post, comb, layer_input), expected[1:])
-
-
-@pytest.mark.gpu(gib=9)
-@pytest.mark.parametrize(
-    ("mhc_mult", "hidden", "n_splits"),
-    [(4, 7168, None), (4, 7168, 1), (4, 7168, 7), (2, 576, None), (2, 64, None), (8, 8192, 16)],
-)
-def test_gpu_bits_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, n_splits: int | None) -> None:
-    inputs = make(8192, mhc_mult, hidden, n_splits=n_splits)("cuda")
-    assert_independent_of_batch(tk_mhc.mhc_pre_broadcast, inputs, {"hidden": 0})
-
-
-@pytest.mark.gpu(gib=2)
-@pytest.mark.parametrize("num_tokens", [1, 64, 300, 8192])
-def test_gpu_bits_do_not_depend_on_multiprocessors(num_tokens: int) -> None:
-    inputs = make(num_tokens)("cuda")
-    expected = tk_mhc.mhc_pre_broadcast(**inputs)
-    for num_sms in (1, 7, 100):
-        with tk_core.num_sms(num_sms):
-            assert_equal(tk_mhc.mhc_pre_broadcast(**inputs), expected)
-
-
-@pytest.mark.gpu(gib=7)
-def test_gpu_more_than_two_to_the_31_elements() -> None:
-    inputs = make(80_000)("cuda")
-    results = tk_mhc.mhc_pre_broadcast(**inputs)
-    last = tk_mhc.mhc_pre_broadcast(**{**inputs, "hidden": inputs["hidden"][-100:].clone()})
-    assert_equal(tuple(x[-100:].clone() for x in results), last)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_mhc import reference
 
-from ..batches import assert_independent_of_batch
-from ..compare import TOKEN_COUNTS, within
+from ..compare import within
+from ..inputs import TOKEN_COUNTS, empty
 
 
 def make_logits(
@@ -24,8 +24,7 @@ def make_logits(
     first_element: int = 0,
 ) -> torch.Tensor:
     """Normal matrices, transposed views of them, or views that start at element `first_element` of their storage."""
-    shape = (*leading, mhc_mult, mhc_mult)
-    x = (torch.randn(first_element + torch.Size(shape).numel(), device=device) * std)[first_element:].view(shape)
+    x = empty(*leading, mhc_mult, mhc_mult, device=device, first_element=first_element).normal_(std=std)
     return x.transpose(-2, -1) if transposed else x
 
 
@@ -117,36 +116,15 @@ def test_not_a_number_and_infinity_reach_what_softmax_lets_them(device: str) -> 
     assert result.isnan().all((1, 2)).tolist() == [False, True, True, True, False, False]
 
 
-def test_reference_passes_gradcheck() -> None:
-    x = torch.randn(3, 4, 4, dtype=torch.float64, requires_grad=True)
-    for repeat in (1, 2, 5):
-        assert torch.autograd.gradcheck(lambda x, repeat=repeat: reference.sinkhorn_normalize(x, repeat, 1e-6), (x,))
-
-
 def test_reference_in_float32_is_near_float64() -> None:
     x = torch.randn(1000, 8, 8) * 3
     expected = reference.sinkhorn_normalize(x.double(), 20)
     torch.testing.assert_close(tk_mhc.sinkhorn_normalize(x, 20), expected.float())
 
 
-def test_strided_inputs_are_copied() -> None:
-    x = torch.randn(5, 4, 4, 2)[..., 0].transpose(0, 2)[:, :, :4]
-    result = tk_mhc.sinkhorn_normalize(x)
-    assert result.is_contiguous()
-    assert torch.equal(result, tk_mhc.sinkhorn_normalize(x.contiguous()))
-
-
-def test_leading_dimensions() -> None:
-    x = torch.randn(2, 3, 4, 4)
-    assert torch.equal(tk_mhc.sinkhorn_normalize(x), tk_mhc.sinkhorn_normalize(x.view(6, 4, 4)).view(x.shape))
-
-
-GOOD: dict[str, Any] = {"x": torch.ones(3, 4, 4), "repeat": 2, "eps": 1e-6}
-
-
 test_bad_input = tiers.bad_input(
     SPEC,
-    GOOD,
+    make((3,), 4)("cpu"),
     [
         ({"x": torch.ones(4)}, ValueError, "x.*shape"),
         ({"x": torch.ones(3, 2, 4)}, ValueError, "x.*square"),
@@ -160,20 +138,8 @@ test_bad_input = tiers.bad_input(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
-def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int) -> None:
-    assert_independent_of_batch(tk_mhc.sinkhorn_normalize, make((8192,), mhc_mult, std=3.0)("cuda"), {"x": 0})
-
-
-@pytest.mark.gpu
 def test_gpu_against_float64() -> None:
     x = torch.cat([torch.randn(2000, 4, 4, device="cuda") * std for std in (0.1, 1, 10, 80)])
     for repeat in (1, 2, 10, 20, 1000):
         expected = reference.sinkhorn_normalize(x.double(), repeat).float()
         torch.testing.assert_close(tk_mhc.sinkhorn_normalize(x, repeat), expected)
-
-
-@pytest.mark.gpu
-def test_gpu_strided_inputs_have_the_bits_of_contiguous_ones() -> None:
-    x = torch.randn(100, 4, 4, 2, device="cuda")[..., 0].transpose(1, 2)
-    assert_equal(tk_mhc.sinkhorn_normalize(x), tk_mhc.sinkhorn_normalize(x.contiguous()))

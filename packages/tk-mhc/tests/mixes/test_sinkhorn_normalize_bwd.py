@@ -9,13 +9,13 @@ from torch import Tensor
 
 import tk_mhc
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_mhc import reference
 from tk_mhc.lib.tokens import MAX_REPEAT
 from tk_mhc.mixes.sinkhorn_normalize_bwd import tokens_a_block
 
-from ..batches import assert_independent_of_batch
-from ..compare import TOKEN_COUNTS, within
+from ..compare import within
+from ..inputs import TOKEN_COUNTS
 from .test_sinkhorn_normalize import make_logits
 
 
@@ -115,23 +115,6 @@ def test_gradient_is_of_no_shift_of_a_row() -> None:
     torch.testing.assert_close(d_x.sum(-1), torch.zeros(100, 4), rtol=0, atol=1e-6)
 
 
-def test_strided_inputs_are_copied() -> None:
-    d_o, x = (torch.randn(6, 4, 4).transpose(1, 2) for _ in range(2))
-    d_x = tk_mhc.sinkhorn_normalize_bwd(d_o, x, 3, 1e-6)
-    assert d_x.is_contiguous()
-    assert torch.equal(d_x, tk_mhc.sinkhorn_normalize_bwd(d_o.contiguous(), x.contiguous(), 3, 1e-6))
-    one = torch.ones(()).expand(6, 4, 4)
-    assert torch.equal(
-        tk_mhc.sinkhorn_normalize_bwd(one, x, 3, 1e-6), tk_mhc.sinkhorn_normalize_bwd(torch.ones(6, 4, 4), x, 3, 1e-6)
-    )
-
-
-def test_leading_dimensions() -> None:
-    d_o, x = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
-    expected = tk_mhc.sinkhorn_normalize_bwd(d_o.view(6, 4, 4), x.view(6, 4, 4), 3, 1e-6)
-    assert torch.equal(tk_mhc.sinkhorn_normalize_bwd(d_o, x, 3, 1e-6), expected.view(x.shape))
-
-
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS.keys())
 @pytest.mark.parametrize("mhc_mult", [2, 4, 8])
 def test_sums_fit_into_shared_memory(mhc_mult: int, arch: Any) -> None:
@@ -142,12 +125,9 @@ def test_sums_fit_into_shared_memory(mhc_mult: int, arch: Any) -> None:
         assert block_tokens * (2 * repeat - 1) * mhc_mult * 4 <= arch.max_shared_memory - 1024
 
 
-GOOD: dict[str, Any] = {"d_o": torch.ones(3, 4, 4), "x": torch.ones(3, 4, 4), "repeat": 2, "eps": 1e-6}
-
-
 test_bad_input = tiers.bad_input(
     SPEC,
-    GOOD,
+    make((3,), 4)("cpu"),
     [
         ({"d_o": torch.ones(2, 4, 4)}, ValueError, "d_o.*shape"),
         ({"x": torch.ones(3, 4, 8)}, ValueError, "x.*square"),
@@ -161,23 +141,9 @@ test_bad_input = tiers.bad_input(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mhc_mult", [2, 4, 8])
-def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int) -> None:
-    inputs = make((8192,), mhc_mult, std=3.0)("cuda")
-    assert_independent_of_batch(tk_mhc.sinkhorn_normalize_bwd, inputs, {"d_o": 0, "x": 0})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
 @pytest.mark.parametrize("repeat", [1, 2, 10, 20, 100])
 def test_gpu_against_autograd_in_float64(repeat: int, mhc_mult: int) -> None:
     x = torch.cat([torch.randn(1000, mhc_mult, mhc_mult, device="cuda") * std for std in (0.1, 1, 10, 80)])
     d_o = torch.randn_like(x)
     expected = autograd(d_o.double(), x.double(), repeat, 1e-6).float()
     torch.testing.assert_close(tk_mhc.sinkhorn_normalize_bwd(d_o, x, repeat, 1e-6), expected)
-
-
-@pytest.mark.gpu
-def test_gpu_strided_inputs_have_the_bits_of_contiguous_ones() -> None:
-    d_o, x = (torch.randn(100, 4, 4, device="cuda").transpose(1, 2) for _ in range(2))
-    expected = tk_mhc.sinkhorn_normalize_bwd(d_o.contiguous(), x.contiguous(), 10, 1e-6)
-    assert_equal(tk_mhc.sinkhorn_normalize_bwd(d_o, x, 10, 1e-6), expected)

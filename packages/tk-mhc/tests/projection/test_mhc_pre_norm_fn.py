@@ -9,19 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tk_core
 import tk_mhc
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_mhc import reference
 
-from ..batches import assert_independent_of_batch
-from ..compare import HIDDEN_SIZES, TOKEN_COUNTS, assert_relative_error, relative_error
+from ..compare import assert_relative_error, relative_error
+from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases
 
 RELATIVE_ERROR = 5e-4
 """‖mixes - exact‖ / ‖exact‖ that the contract allows."""
 MODEL_SCALE = 1e-4
 """Standard deviation of fn in a model."""
+BENCH_SIZES = (1, 128, 1024, 4001, 8001), (576, 2048, 2560, 3072, 4096, 6144)
+"""Tokens and channels of benchmarks."""
 
 
 def draw_fn(num_rows: int, num_channels: int, scale: float, device: str) -> Tensor:
@@ -118,31 +119,9 @@ SPEC = OpSpec(
         Case("m4-h7168-t8192-head", make(8192, head=True)),
         *(Case(f"m4-h7168-t129-splits{n_splits}", make(129, n_splits=n_splits)) for n_splits in (1, 2, 7, 16, 448)),
         *(Case(f"m4-h7168-t{num_tokens}-scale1", make(num_tokens, scale=1.0)) for num_tokens in (64, 8192)),
-        *(
-            Case(
-                f"m4-h7168-t{num_tokens}-bench",
-                make(num_tokens, eps=1e-6),
-                bench=True,
-                model_shape=True,
-                gpu=False,
-                compile=True,
-            )
-            for num_tokens in (64, 8192)
-        ),
-        *(
-            Case(f"m4-h7168-t{num_tokens}-bench", make(num_tokens, eps=1e-6), bench=True, gpu=False)
-            for num_tokens in (1, 128, 1024, 4001, 8001)
-        ),
-        *(
-            Case(f"m4-h{hidden}-t8192-bench", make(8192, 4, hidden, eps=1e-6), bench=True, gpu=False)
-            for hidden in (576, 2048, 2560, 3072, 4096, 6144)
-        ),
+        *bench_cases(make, *BENCH_SIZES, mhc_mults=(2, 8), model_tokens=(64, 8192), eps=1e-6),
         Case("m4-h7168-t8192-scale1-bench", make(8192, scale=1.0, eps=1e-6), bench=True, gpu=False),
         Case("m4-h7168-t64-head-bench", make(64, head=True, eps=1e-6), bench=True, gpu=False),
-        *(
-            Case(f"m{mhc_mult}-h7168-t8192-bench", make(8192, mhc_mult, eps=1e-6), bench=True, gpu=False)
-            for mhc_mult in (2, 8)
-        ),
     ),
 )
 
@@ -198,78 +177,20 @@ def test_against_rms_norm_and_linear_of_pytorch(mhc_mult: int, head: bool, devic
     assert_relative_error(mixes, F.linear(normed, inputs["mhc_fn"].double()), RELATIVE_ERROR)
 
 
-@pytest.mark.parametrize("return_rstd", [False, True])
-@pytest.mark.parametrize("norm_weight", [False, True])
-def test_reference_passes_gradcheck(norm_weight: bool, return_rstd: bool) -> None:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-    weight = draw(6) if norm_weight else None
-    assert torch.autograd.gradcheck(
-        lambda residual, fn, weight: reference.mhc_pre_norm_fn(residual, fn, weight, 0.1, return_rstd=return_rstd),
-        (draw(3, 2, 3), draw(8, 6), weight),
-    )
-
-
-def test_reference_keeps_float64() -> None:
-    mixes, rstd = reference.mhc_pre_norm_fn(
-        torch.randn(3, 2, 64, dtype=torch.float64),
-        torch.randn(8, 128, dtype=torch.float64),
-        None,
-        0.1,
-        return_rstd=True,
-    )
-    assert mixes.dtype == rstd.dtype == torch.float64
-
-
-@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)])
-def test_leading_dimensions(leading: tuple[int, ...]) -> None:
-    inputs = make(leading, 2, 64, return_rstd=True)("cpu")
-    mixes, rstd = tk_mhc.mhc_pre_norm_fn(**inputs)
-    assert mixes.shape == (*leading, 8)
-    assert rstd.shape == leading
-    inputs["residual"] = inputs["residual"].view(-1, 2, 64)
-    flat_mixes, flat_rstd = tk_mhc.mhc_pre_norm_fn(**inputs)
-    assert_equal(mixes.view(-1, 8), flat_mixes)
-    assert_equal(rstd.view(-1), flat_rstd)
-
-
-@pytest.mark.parametrize("device", CPU_AND_GPU)
-def test_fuse_grad_acc_changes_nothing(device: str) -> None:
-    inputs = make(17, 4, 192)(device)
-    expected = tk_mhc.mhc_pre_norm_fn(**inputs)
-    for fuse_grad_acc in (False, True):
-        assert_equal(tk_mhc.mhc_pre_norm_fn(**inputs, fuse_grad_acc=fuse_grad_acc), expected)
-
-
-def arguments(**changes: Any) -> dict[str, Any]:
-    """Good arguments, some of them exchanged."""
-    good = {
-        "residual": torch.ones(3, 4, 64, dtype=torch.bfloat16),
-        "mhc_fn": torch.ones(24, 256),
-        "mhc_norm_weight": torch.ones(256),
-        "mhc_norm_eps": 1e-6,
-    }
-    return {**good, **changes}
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "changes"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    make(3, 4, 64)("cpu"),
     [
-        (ValueError, "residual", {"residual": torch.ones(64, dtype=torch.bfloat16)}),
-        (ValueError, "residual", {"residual": torch.ones(3, 3, 64, dtype=torch.bfloat16)}),
-        (ValueError, "residual", {"residual": torch.ones(3, 4, 96, dtype=torch.bfloat16)}),
-        (ValueError, "residual", {"residual": torch.ones(3, 4, 0, dtype=torch.bfloat16)}),
-        (ValueError, "residual", {"residual": torch.ones(3, 4, 8256, dtype=torch.bfloat16)}),
-        (ValueError, "mhc_fn", {"mhc_fn": torch.ones(8, 256)}),
-        (ValueError, "mhc_norm_eps", {"mhc_norm_eps": -1.0}),
-        (ValueError, "n_splits", {"n_splits": 0}),
-        (ValueError, "n_splits", {"n_splits": -1}),
+        ({"residual": torch.ones(64).bfloat16()}, ValueError, "residual: .*shape"),
+        ({"residual": torch.ones(3, 3, 64).bfloat16()}, ValueError, "mhc_mult.*residual.*2, 4, 8"),
+        ({"residual": torch.ones(3, 4, 96).bfloat16()}, ValueError, "hidden.*residual.*multiple of 64"),
+        ({"residual": torch.ones(3, 4, 0).bfloat16()}, ValueError, "hidden.*residual.*64 to 8192"),
+        ({"residual": torch.ones(3, 4, 8256).bfloat16()}, ValueError, "hidden.*residual.*64 to 8192"),
+        ({"mhc_fn": torch.ones(8, 256)}, ValueError, "mhc_fn"),
+        ({"mhc_norm_eps": -1.0}, ValueError, "mhc_norm_eps.*at least 0"),
+        ({"n_splits": 0}, ValueError, "n_splits.*at least 1"),
     ],
 )
-def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(error, match=rf"\b{name}\b"):
-        tk_mhc.mhc_pre_norm_fn(**arguments(**changes))
 
 
 @contextmanager
@@ -330,52 +251,3 @@ def test_gpu_splits_are_added_in_order(mhc_mult: int, hidden: int, num_tokens: i
     assert_equal(mixes, total * rstd[:, None])
     mean = squares.double() / (mhc_mult * hidden)
     torch.testing.assert_close(rstd.double(), torch.rsqrt(mean + inputs["mhc_norm_eps"]), rtol=1e-6, atol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n_splits", [1000, 1 << 30])
-def test_gpu_more_splits_than_blocks_are_as_many_as_blocks(n_splits: int) -> None:
-    inputs = make(65, 4, 576)("cuda")
-    expected = tk_mhc.mhc_pre_norm_fn(**{**inputs, "n_splits": 36})
-    assert_equal(tk_mhc.mhc_pre_norm_fn(**{**inputs, "n_splits": n_splits}), expected)
-
-
-@pytest.mark.gpu(gib=6)
-@pytest.mark.parametrize(
-    ("mhc_mult", "hidden", "options"),
-    [
-        (4, 7168, {}),
-        (4, 7168, {"norm_weight": False}),
-        (4, 7168, {"head": True}),
-        (4, 7168, {"n_splits": 1}),
-        (4, 7168, {"n_splits": 7}),
-        (2, 576, {}),
-        (2, 64, {"n_splits": 10_000}),
-        (8, 1280, {}),
-        (8, 8192, {"n_splits": 16}),
-    ],
-)
-def test_gpu_bits_do_not_depend_on_the_batch(mhc_mult: int, hidden: int, options: dict[str, Any]) -> None:
-    inputs = make(8192, mhc_mult, hidden, return_rstd=True, **options)("cuda")
-    assert_independent_of_batch(tk_mhc.mhc_pre_norm_fn, inputs, {"residual": 0})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 64, 300, 8192])
-def test_gpu_bits_do_not_depend_on_multiprocessors_nor_rstd(num_tokens: int) -> None:
-    inputs = make(num_tokens)("cuda")
-    expected = tk_mhc.mhc_pre_norm_fn(**inputs)
-    for num_sms in (1, 7, 100):
-        with tk_core.num_sms(num_sms):
-            assert_equal(tk_mhc.mhc_pre_norm_fn(**inputs), expected)
-    mixes, _ = tk_mhc.mhc_pre_norm_fn(**{**inputs, "return_rstd": True})
-    assert_equal(mixes, expected)
-
-
-@pytest.mark.gpu(gib=5)
-def test_gpu_more_than_two_to_the_31_elements() -> None:
-    inputs = make(80_000, return_rstd=True)("cuda")
-    mixes, rstd = tk_mhc.mhc_pre_norm_fn(**inputs)
-    last = {**inputs, "residual": inputs["residual"][-100:].clone()}
-    assert_equal((mixes[-100:].clone(), rstd[-100:].clone()), tk_mhc.mhc_pre_norm_fn(**last))
-    assert_relative_error(mixes[-100:], exact(last), RELATIVE_ERROR)

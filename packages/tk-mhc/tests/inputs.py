@@ -1,0 +1,49 @@
+"""Sizes and cases that the ops' test files share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core.testing import Case, Make
+
+HIDDEN_SIZES = (128, 576, 1280, 2560, 4096, 5120, 7168, 8192)
+"""Hidden sizes that the gpu tier runs."""
+TOKEN_COUNTS = (0, 1, 3, 17, 64, 4096, 8192)
+"""Numbers of tokens that the gpu tier runs."""
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32, device: str, first_element: int = 0) -> Tensor:
+    """A contiguous tensor that starts at element `first_element` of its storage."""
+    size = torch.Size(shape)
+    return torch.empty(first_element + size.numel(), dtype=dtype, device=device)[first_element:].view(size)
+
+
+def size_cases(make: Callable[..., Make]) -> list[Case]:
+    """Cases of make(tokens, mhc_mult, hidden) for the gpu tier: all hidden sizes, numbers of tokens and of streams."""
+    shapes = [(4, hidden, t) for hidden in HIDDEN_SIZES for t in ((65, 4096) if hidden != 7168 else TOKEN_COUNTS)]
+    shapes += [(m, *each) for m in (2, 8) for each in ((64, 4096), (576, 65), (7168, 1), (8192, 1000))]
+    return [Case(f"m{m}-h{hidden}-t{tokens}", make(tokens, m, hidden)) for m, hidden, tokens in shapes]
+
+
+def bench_cases(
+    make: Callable[..., Make],
+    num_tokens: Sequence[int] = (1, 64, 4096),
+    hidden_sizes: Sequence[int] = (576, 2048, 2560, 4096),
+    mhc_mults: Sequence[int] = (),
+    model_tokens: Sequence[int] = (8192,),
+    **options: Any,
+) -> list[Case]:
+    """Benchmarks of make((tokens,), mhc_mult, hidden, **options): of (8192, 4, 7168) one number varies at a time.
+
+    Those of `model_tokens` have a model's shape, and are compiled in the compile tier.
+    """
+    shapes = [(t, 4, 7168) for t in (*model_tokens, *num_tokens)]
+    shapes += [(8192, 4, hidden) for hidden in hidden_sizes] + [(8192, m, 7168) for m in mhc_mults]
+    cases = []
+    for index, (tokens, mhc_mult, hidden) in enumerate(shapes):
+        name, of_model = f"m{mhc_mult}-h{hidden}-t{tokens}-bench", index < len(model_tokens)
+        made = make((tokens,), mhc_mult, hidden, **options)
+        cases.append(Case(name, made, bench=True, gpu=False, model_shape=of_model, compile=of_model))
+    return cases
