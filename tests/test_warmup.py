@@ -165,14 +165,16 @@ activations = [{ fmt = "e4m3", num_per_channels = 128 }]
 _SERVE = """
 import sys
 from collections import defaultdict
+import torch
 from tk_core import compat
 from tk_core.arch import arch_from_name, compiling_for
+from tk_core.call import Op
 from tk_core.cli.profile import load
 from tk_core.kernel import Kernel
-from tk_core.op import Op
 
 # Kernels are compiled or loaded as on a GPU, but not launched.
-Op.__call__ = lambda self, *args: self._launch(args)
+torch.cuda.current_device = lambda: None
+Op.__call__ = lambda self, *args, **kwargs: self._serve(self.bind(*args, **kwargs), None)
 Kernel.__call__ = lambda self, *args: (self.compile(*args), lambda *_: None)[1]
 
 
@@ -207,5 +209,5 @@ def test_a_warm_model_is_served_without_compiling(tmp_path: Path) -> None:
     # Another width needs another kernel.
     assert served.returncode != 0
     error = served.stderr.strip().splitlines()[-1]
-    kernel = r"tk_quant\.lib\.cast_kernels\.cast_kernel\(.*, 320, .*sm_90a\)"
-    assert re.search(f"tk_quant::cast_out: {kernel}: TK_COMPILE=forbid", error), error
+    kernel = r"tk_quant\.cast\.by_block\.cast_kernel\(.*, 320, .*sm_90a\)"
+    assert re.search(f"tk_quant.per_token_cast: {kernel}: TK_COMPILE=forbid", error), error

@@ -136,7 +136,7 @@ def _map_tensors(function: Callable[[Tensor], Tensor], x: Any) -> Any:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x if its address is a multiple of 16 bytes, to which kernels' wide accesses need it, else a copy of its strides."""
+    """x if its address is a multiple of 16 bytes, as kernels' wide accesses need it, else a copy with its strides."""
     if x.data_ptr() % 16 == 0:
         return x
     # Nothing can be copied into a tensor that repeats elements, and a clone drops the gaps between columns.

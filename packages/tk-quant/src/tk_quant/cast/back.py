@@ -21,10 +21,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
@@ -151,27 +150,6 @@ def _cast_back_kernel(quantized: CastInput, hidden: int, out_dtype: torch.dtype,
     return cast_back
 
 
-@op(
-    "tk_quant::cast_back_out",
-    mutates=("out",),
-    reference="back.cast_back",
-    translate=lambda call: {
-        "x": (call.x, call.x_sf),
-        "fmt": "bf16" if call.out.dtype is torch.bfloat16 else "fp32",
-        "x_block_size": (call.x_block_tokens, call.x_block_channels),
-        "x_special_fmt": "e5m6" if call.x.dtype is torch.uint8 else None,
-    },
-)
-def _cast_back_out(
-    x: Tensor, x_sf: Tensor, tensor_sf: Tensor | None, out: Tensor, x_block_tokens: int, x_block_channels: int
-) -> None:
-    if out.numel() == 0:
-        return
-    quantized = CastInput.of(x, x_sf, (x_block_tokens, x_block_channels))
-    cast_back = _cast_back_kernel(quantized, out.shape[1], out.dtype, get_arch(x.device))
-    cast_back(x, aligned(x_sf, 16), tensor_sf, out)
-
-
 def _check_pair(x: tuple[Tensor, Tensor], fmt: str, x_special_fmt: str | None) -> tuple[Tensor, Tensor, int]:
     """Check the formats and the data of x, not sf or blocks; return `(data, sf, hidden)`, with e2m1 data as int8."""
     check.one_of("fmt", fmt, OUT_DTYPES)
@@ -208,7 +186,7 @@ def _check_tensor_sf(data: Tensor, sf: Tensor, tensor_sf: Tensor | None) -> Tens
     return tensor_sf if len(shape) == 1 else tensor_sf.view(1)
 
 
-@replayable
+@op(aligned=())
 def cast_back(
     x: tuple[Tensor, Tensor],
     fmt: str,
@@ -252,8 +230,11 @@ def cast_back(
     num_rows, num_cols = ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
     check_scales("x[1]", sf, num_rows, num_cols, data.device, _BYTE_SF_DTYPES)
     tensor_sf = _check_tensor_sf(data, sf, tensor_sf)
-    out = data.new_empty((num_tokens, hidden), dtype=OUT_DTYPES[fmt])
-    _cast_back_out(data, sf, tensor_sf, out, block_tokens, block_channels)
+    out = new(data.new_empty, (num_tokens, hidden), dtype=OUT_DTYPES[fmt])
+    if launching(out):
+        quantized = CastInput.of(data, sf, (block_tokens, block_channels))
+        # Rows of data may have any address.
+        _cast_back_kernel(quantized, hidden, out.dtype, get_arch(data.device))(data, aligned(sf), tensor_sf, out)
     return out
 
 
@@ -276,7 +257,6 @@ def cast_back_e5m6(x: tuple[Tensor, Tensor], fmt: str, x_block_size: tuple[int, 
     return cast_back(x, fmt, x_block_size, "e5m6")
 
 
-@replayable
 def per_token_cast_back(
     x: tuple[Tensor, Tensor],
     fmt: str,

@@ -1,4 +1,4 @@
-"""Casts by blocks: the kernel of per_token_cast, per_block_cast and their relatives, and `cast_out`, which launches it.
+"""Casts by blocks: the kernel of per_token_cast, per_block_cast and their relatives, and its launch.
 
 A block is the elements that share a scale factor: some channels of one token or of several. A thread block loads a
 tile of whole blocks and keeps it in registers until the store. A thread holds 8 or 16 neighbouring channels:
@@ -21,9 +21,8 @@ from torch import Tensor
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
 from tk_core.tiles import DIRECT_COPIES
-from tk_quant.cast.config import CastInput, CastSf, TileConfig, flags_of, layout_of
+from tk_quant.cast.config import CastInput, CastSf, TileConfig, layout_of
 from tk_quant.cast.format import BITS, DTYPES, least_amax_of
 
 # Each access has a guard of its own, so TileLang's bounds checks would only repeat them.
@@ -132,52 +131,25 @@ def cast_kernel(
     return cast
 
 
-def _for_vectors(x: Tensor | None) -> Tensor | None:
-    """x if its address is a multiple of 16 bytes, as vector stores need, else a new tensor, to be copied back to x."""
-    if x is None or x.data_ptr() % 16 == 0:
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
-@op(
-    "tk_quant::cast_out",
-    mutates=("out", "out_sf"),
-    reference="quantizer.cast",
-    translate=lambda call: {
-        "x": call.x if call.x_sf is None else (call.x, call.x_sf),
-        "block_size": (call.block_tokens, call.block_channels),
-        "x_block_size": (call.x_block_tokens, call.x_block_channels),
-        **({} if call.out_sf is None else flags_of(call.out_sf)),
-    },
-)
-def cast_out(
+def launch_cast(
     x: Tensor,
-    x_sf: Tensor | None,
-    sf: Tensor | None,
-    tensor_sf: Tensor | None,
-    out: Tensor | None,
-    out_sf: Tensor | None,
+    data: Tensor | None,
+    sf: Tensor,
     fmt: str,
-    block_tokens: int,
-    block_channels: int,
-    x_block_tokens: int,
-    x_block_channels: int,
-    round_sf: bool,
-    sf_clamp_min: float | None,
+    block_size: tuple[int, int],
+    *,
+    x_sf: Tensor | None = None,
+    x_block_size: tuple[int, int] = (0, 0),
+    tensor_sf: Tensor | None = None,
+    round_sf: bool = False,
+    sf_clamp_min: float | None = None,
+    sf_is_given: bool = False,
 ) -> None:
-    """Write `out` and `out_sf`, or one of them; `out` alone is scaled by `sf`. `x_sf` belongs to a pair x."""
-    if x.shape[0] == 0:
-        return
-    block_size = (block_tokens, block_channels)
-    arch, source = get_arch(x.device), CastInput.of(x, x_sf, (x_block_tokens, x_block_channels))
+    """Write data and sf of x, or of the pair (x, x_sf); sf alone if data is None, data alone if `sf_is_given`."""
+    arch, source = get_arch(x.device), CastInput.of(x, x_sf, x_block_size)
     hidden = x.shape[1] * 8 * x.dtype.itemsize // source.bits
-    written_data, written_sf = _for_vectors(out), _for_vectors(out_sf)
-    is_given, with_data = out_sf is None, out is not None
-    of_sf = CastSf(layout_of(sf if is_given else out_sf), round_sf, tensor_sf is not None, is_given)
+    with_data = data is not None
+    of_sf = CastSf(layout_of(sf), round_sf, tensor_sf is not None, sf_is_given)
     config = TileConfig.best(hidden, block_size, source.bits, fmt, with_data, of_sf.in_bytes, arch)
     cast = cast_kernel(source, hidden, fmt, block_size, of_sf, with_data, config, arch)
-    cast(x, x_sf, tensor_sf, written_data, sf if is_given else written_sf, least_amax_of(fmt, sf_clamp_min))
-    if written_data is not out:
-        out.copy_(written_data)
-    if written_sf is not out_sf:
-        out_sf.copy_(written_sf)
+    cast(x, x_sf, tensor_sf, data, sf, least_amax_of(fmt, sf_clamp_min))

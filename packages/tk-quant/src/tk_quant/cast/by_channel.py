@@ -24,7 +24,6 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_device_num_sms
-from tk_core.op import op
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.cast import gathered_recast
 from tk_quant.cast.config import TILE_ROWS, CastInput
@@ -148,18 +147,7 @@ def per_channel_cast_kernel(
     return per_channel_cast
 
 
-@op(
-    "tk_quant::per_channel_cast_out",
-    mutates=("out", "sf"),
-    reference="per_channel.per_channel_cast_fused",
-    translate=lambda call: {
-        "x": call.x if call.x_sf is None else (call.x, call.x_sf),
-        "fmt": "e4m3",
-        "num_per_tokens": TILE_ROWS,
-        "num_per_channels": None if call.x_sf is None else PAIR_CHANNELS,
-    },
-)
-def per_channel_cast_out(
+def launch_per_channel_cast(
     x: Tensor,
     x_sf: Tensor | None,
     pos_to_token: Tensor | None,
@@ -169,8 +157,6 @@ def per_channel_cast_out(
     sf_clamp_min: float | None,
 ) -> None:
     """Launch the kernel, or that of gathered_recast.py where it is faster."""
-    if out.numel() == 0:
-        return
     arch, hidden, gathered = get_arch(x.device), x.shape[1], pos_to_token is not None
     source = CastInput.of(x, x_sf, (1, PAIR_CHANNELS))
     if x_sf is not None and gathered:

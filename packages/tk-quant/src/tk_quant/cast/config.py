@@ -35,17 +35,6 @@ def layout_of(sf: Tensor) -> ScaleLayout:
     return ScaleLayout.PACKED_UE8M0 if sf.dtype is torch.int32 else ScaleLayout.COL_MAJOR
 
 
-def flags_of(sf: Tensor) -> dict[str, bool]:
-    """Flags with which a reference returns such an sf; any float32 counts as row major, as only its strides differ."""
-    layout = layout_of(sf)
-    packed = layout is ScaleLayout.PACKED_UE8M0
-    return {
-        "use_tma_aligned_col_major_sf": packed,
-        "use_packed_ue8m0": packed,
-        "use_swizzled_sf": layout is ScaleLayout.SWIZZLED,
-    }
-
-
 @dataclass(frozen=True)
 class CastInput:
     """Input of a cast or a cast back: a plain tensor, or a pair of data and scale factors."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tk_core import check
+from tk_core.call import new
 from tk_core.scales import ScaleLayout, check_scales, empty_scales
 
 LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0, 1e-4)}
@@ -82,7 +83,7 @@ def data_output(name: str, given: Any, like: Tensor, num_tokens: int, hidden: in
     """
     shape, dtype = (num_tokens, hidden * BITS[fmt] // 8), DTYPES[fmt]
     if given is None:
-        return like.new_empty(shape, dtype=dtype)
+        return new(like.new_empty, shape, dtype=dtype)
     check.tensor(name, given, (dtype,), shape, device=like.device)
     return given
 
@@ -101,7 +102,7 @@ def sf_output(
     Raises TypeError or ValueError if `given` has another dtype, shape, device or strides.
     """
     if given is None:
-        return empty_scales(like, num_rows, num_cols, layout, dtype)
+        return new(empty_scales, like, num_rows, num_cols, layout, dtype)
     expected = empty_scales(torch.empty((), dtype=torch.float32, device="meta"), num_rows, num_cols, layout, dtype)
     check_scales(name, given, num_rows, num_cols, like.device, (torch.float8_e8m0fnu, torch.float8_e4m3fn))
     check.require_type(given.dtype == expected.dtype, name, f"dtype {expected.dtype}", given.dtype)

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales, empty_scales, scale_layout
 from tk_core.views import aligned
 from tk_quant.cast.config import layout_of
@@ -170,37 +169,6 @@ def _lossless_kernel(
     return per_block_cast_lossless
 
 
-@op(
-    "tk_quant::per_block_cast_lossless_out",
-    mutates=("out", "sf"),
-    reference="lossless.per_block_cast_lossless",
-    translate=lambda call: {
-        "x": (call.x, call.x_sf),
-        "fmt": "e4m3",
-        "x_block_size": (call.x_block_tokens, call.x_block_channels),
-        "out_block_size": (call.out_block_tokens, call.out_block_channels),
-        **dict.fromkeys(("use_tma_aligned_col_major_sf", "round_sf", "use_packed_ue8m0"), call.sf.dtype is torch.int32),
-    },
-)
-def _lossless_out(
-    x: Tensor,
-    x_sf: Tensor,
-    out: Tensor,
-    sf: Tensor,
-    x_block_tokens: int,
-    x_block_channels: int,
-    out_block_tokens: int,
-    out_block_channels: int,
-) -> None:
-    if out.numel() == 0:
-        return
-    blocks_of_x = (x_block_tokens, x_block_channels), layout_of(x_sf)
-    blocks_of_out = (out_block_tokens, out_block_channels), layout_of(sf)
-    blocks = *blocks_of_x, *blocks_of_out
-    cast = _lossless_kernel(check.row_alignment(x), out.shape[1], *blocks, get_arch(x.device))
-    cast(x, aligned(x_sf, 4), out, sf)  # A swizzled x_sf is bytes, which the kernel reads as words.
-
-
 def _check_block_size(name: str, block_size: tuple[int, int]) -> tuple[int, int]:
     tokens, channels = block_size_of(name, block_size)
     fits = tokens in BLOCK_SIDES and channels in BLOCK_SIDES and channels >= _CHANNELS
@@ -228,7 +196,7 @@ def _check_exact(data: Tensor, sf: Tensor, x_block_size: tuple[int, int], out_bl
     )
 
 
-@replayable
+@op(aligned=())
 def per_block_cast_lossless(
     x: tuple[Tensor, Tensor],
     fmt: str,
@@ -277,8 +245,8 @@ def per_block_cast_lossless(
     hidden = 2 * num_bytes
     if hidden <= 0 or hidden % 32:
         check.require(False, "x", "a positive multiple of 32 channels", hidden)
-    x_tokens, x_channels = _check_block_size("x_block_size", x_block_size)
-    out_tokens, out_channels = _check_block_size("out_block_size", out_block_size)
+    x_block_size = x_tokens, x_channels = _check_block_size("x_block_size", x_block_size)
+    out_block_size = out_tokens, out_channels = _check_block_size("out_block_size", out_block_size)
     if out_tokens % x_tokens or out_channels % x_channels:
         check.require(False, "out_block_size", f"multiples of x_block_size {x_block_size}", out_block_size)
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
@@ -287,8 +255,11 @@ def per_block_cast_lossless(
     if data.dtype is not torch.int8:
         data = data.view(torch.int8)
     if check.reads_data(data) and data.numel():
-        _check_exact(data, x_sf, (x_tokens, x_channels), (out_tokens, out_channels))
-    out = data.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
-    sf = empty_scales(data, ceil_div(num_tokens, out_tokens), ceil_div(hidden, out_channels), layout)
-    _lossless_out(data, x_sf, out, sf, x_tokens, x_channels, out_tokens, out_channels)
+        _check_exact(data, x_sf, x_block_size, out_block_size)
+    out = new(data.new_empty, (num_tokens, hidden), dtype=torch.float8_e4m3fn)
+    sf = new(empty_scales, data, ceil_div(num_tokens, out_tokens), ceil_div(hidden, out_channels), layout)
+    if launching(out, sf):
+        blocks = x_block_size, layout_of(x_sf), out_block_size, layout_of(sf)
+        cast = _lossless_kernel(check.row_alignment(data), hidden, *blocks, get_arch(data.device))
+        cast(data, aligned(x_sf, 4), out, sf)  # A swizzled x_sf is bytes, which the kernel reads as words.
     return out, sf

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tk_core import check
+from tk_core.call import launching, op
 from tk_core.math import ceil_div
-from tk_core.replay import replayable
 from tk_core.scales import scale_layout
-from tk_quant.cast.by_block import cast_out
+from tk_quant.cast.by_block import launch_cast
 from tk_quant.cast.format import (
     BLOCK_SIDES,
     PLAIN_DTYPES,
@@ -36,7 +36,7 @@ def _check_input(x: Tensor, fmt: str, block_size: tuple[int, int]) -> tuple[tupl
     return (block_tokens, block_channels), ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
 
 
-@replayable
+@op(writes=("out",), aligned=("out",))
 def per_block_cast(
     x: Tensor,
     fmt: str,
@@ -86,11 +86,12 @@ def per_block_cast(
     data, sf = (None, None) if out is None else pair_of("out", out)
     data = data_output("out[0]", data, x, *x.shape, fmt)
     sf = sf_output("out[1]", sf, x, num_rows, num_cols, layout)
-    cast_out(x, None, None, None, data, sf, fmt, *block_size, 0, 0, round_sf, sf_clamp_min)
+    if launching(data, sf):
+        launch_cast(x, data, sf, fmt, block_size, round_sf=round_sf, sf_clamp_min=sf_clamp_min)
     return data, sf
 
 
-@replayable
+@op(writes=("out_sf",), aligned=("out_sf",))
 def per_block_cast_with_sf_only(
     x: Tensor,
     fmt: str,
@@ -114,11 +115,12 @@ def per_block_cast_with_sf_only(
     block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
     check_sf_clamp_min(sf_clamp_min, fmt)
     sf = sf_output("out_sf", out_sf, x, num_rows, num_cols, layout)
-    cast_out(x, None, None, None, None, sf, fmt, *block_size, 0, 0, round_sf, sf_clamp_min)
+    if launching(sf):
+        launch_cast(x, None, sf, fmt, block_size, round_sf=round_sf, sf_clamp_min=sf_clamp_min)
     return sf
 
 
-@replayable
+@op(writes=("out",), aligned=("out",))
 def per_block_cast_with_precomputed_sf(
     x: Tensor,
     fmt: str,
@@ -149,5 +151,6 @@ def per_block_cast_with_precomputed_sf(
     block_size, num_rows, num_cols = _check_input(x, fmt, block_size)
     check.tensor("sf", sf, (torch.float32,), (num_rows, num_cols), device=x.device)
     data = data_output("out", out, x, *x.shape, fmt)
-    cast_out(x, None, sf, None, data, None, fmt, *block_size, 0, 0, False, None)
+    if launching(data):
+        launch_cast(x, data, sf, fmt, block_size, sf_is_given=True)
     return data

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import get_arch
+from tk_core.call import launching, new, op
 from tk_core.math import ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
-from tk_quant.cast.by_channel import PAIR_CHANNELS, per_channel_cast_kernel, per_channel_cast_out
+from tk_quant.cast.by_channel import PAIR_CHANNELS, launch_per_channel_cast, per_channel_cast_kernel
 from tk_quant.cast.config import TILE_ROWS, CastInput
 from tk_quant.cast.format import PLAIN_DTYPES, check_channel_blocks, least_amax_of, pair_of
 
@@ -27,7 +26,7 @@ def _check_plain_cast(
     return num_tokens, hidden
 
 
-@replayable
+@op(aligned=())
 def per_channel_cast(
     x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False, *, sf_clamp_min: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -55,29 +54,14 @@ def per_channel_cast(
     """
     num_tokens, hidden = _check_plain_cast(x, fmt, num_per_tokens, round_sf, sf_clamp_min)
     check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
-    data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
-    sf = x.new_empty((num_tokens // TILE_ROWS, hidden), dtype=torch.float32)
-    per_channel_cast_out(x, None, None, data, sf, round_sf, sf_clamp_min)
+    data = new(x.new_empty, (num_tokens, hidden), dtype=torch.float8_e4m3fn)
+    sf = new(x.new_empty, (num_tokens // TILE_ROWS, hidden), dtype=torch.float32)
+    if launching(data, sf):
+        launch_per_channel_cast(x, None, None, data, sf, round_sf, sf_clamp_min)
     return data, sf
 
 
-@op(
-    "tk_quant::per_channel_cast_and_transpose_out",
-    mutates=("out", "sf"),
-    reference="per_channel.per_channel_cast_and_transpose",
-    translate=lambda call: {"fmt": "e4m3"},
-)
-def _per_channel_cast_and_transpose_out(
-    x: Tensor, out: Tensor, sf: Tensor, num_per_tokens: int, round_sf: bool, sf_clamp_min: float | None
-) -> None:
-    if out.numel() == 0:
-        return
-    source = CastInput(x.dtype, check.row_alignment(x))
-    cast = per_channel_cast_kernel(source, x.shape[1], num_per_tokens, round_sf, True, False, get_arch(x.device))
-    cast(x, None, None, out, sf, least_amax_of("e4m3", sf_clamp_min))
-
-
-@replayable
+@op(aligned=())
 def per_channel_cast_and_transpose(
     x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False, *, sf_clamp_min: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -107,13 +91,16 @@ def per_channel_cast_and_transpose(
     check.multiple_of("x.shape[0]", num_tokens, TILE_ROWS)
     check.require(hidden > 0 and hidden % 64 == 0, "x.shape[1]", "a positive multiple of 64", hidden)
     check_channel_blocks(fmt, num_per_tokens, (32, 128), round_sf, sf_clamp_min)
-    data = x.new_empty((hidden, num_tokens), dtype=torch.float8_e4m3fn)
-    sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)
-    _per_channel_cast_and_transpose_out(x, data, sf, num_per_tokens, round_sf, sf_clamp_min)
+    data = new(x.new_empty, (hidden, num_tokens), dtype=torch.float8_e4m3fn)
+    sf = new(x.new_empty, (num_tokens // num_per_tokens, hidden), dtype=torch.float32)
+    if launching(data, sf):
+        source = CastInput(x.dtype, check.row_alignment(x))
+        cast = per_channel_cast_kernel(source, hidden, num_per_tokens, round_sf, True, False, get_arch(x.device))
+        cast(x, None, None, data, sf, least_amax_of("e4m3", sf_clamp_min))
     return data, sf
 
 
-@replayable
+@op(aligned=())
 def per_channel_cast_fused(
     x: Tensor | tuple[Tensor, Tensor],
     fmt: str,
@@ -161,6 +148,7 @@ def per_channel_cast_fused(
         check.require(fits, "x[0].shape[1]", f"a positive multiple of {PAIR_CHANNELS}", hidden)
         check.tensor("x[1]", x_sf, (torch.float32,), (num_tokens, hidden // PAIR_CHANNELS), device=x.device)
         check.one_of("num_per_channels", num_per_channels, (PAIR_CHANNELS,))
+        check.integer("num_per_channels", num_per_channels)
         check_channel_blocks(fmt, num_per_tokens, (TILE_ROWS,), round_sf, sf_clamp_min)
     else:
         num_tokens, hidden = _check_plain_cast(x, fmt, num_per_tokens, round_sf, sf_clamp_min)
@@ -172,7 +160,8 @@ def per_channel_cast_fused(
         (num_rows,) = check.tensor("pos_to_token", pos_to_token, (torch.int32,), ("num_rows",), device=x.device)
         check.multiple_of("pos_to_token.shape[0]", num_rows, 16)
         check.below("pos_to_token", pos_to_token, num_tokens, "indices below {}")
-    out = x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn)
-    sf = x.new_empty((ceil_div(num_rows, TILE_ROWS), hidden), dtype=torch.float32)
-    per_channel_cast_out(x, x_sf, pos_to_token, out, sf, round_sf, sf_clamp_min)
+    out = new(x.new_empty, (num_rows, hidden), dtype=torch.float8_e4m3fn)
+    sf = new(x.new_empty, (ceil_div(num_rows, TILE_ROWS), hidden), dtype=torch.float32)
+    if launching(out, sf):
+        launch_per_channel_cast(x, x_sf, pos_to_token, out, sf, round_sf, sf_clamp_min)
     return out, sf

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tk_core import check
+from tk_core.call import launching, op
 from tk_core.math import ceil_div
-from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, check_scales, scale_layout
-from tk_quant.cast.by_block import cast_out
+from tk_quant.cast.by_block import launch_cast
 from tk_quant.cast.format import (
     E2M1_DTYPES,
     LIMITS,
@@ -114,7 +114,7 @@ def flags_may_begin_at(position: int) -> Callable[[Function], Function]:
     return decorate
 
 
-@replayable
+@op(writes=("out",), aligned=("out",))
 def per_token_cast(
     x: Tensor | Pair,
     fmt: str,
@@ -182,7 +182,10 @@ def per_token_cast(
     data = data_output("out[0]", data, x, num_tokens, hidden, fmt)
     num_groups = ceil_div(hidden, num_per_channels)
     sf = sf_output("out[1]", sf, x, num_tokens, num_groups, layout, sf_dtype)
-    cast_out(x, x_sf, None, tensor_sf, data, sf, fmt, 1, num_per_channels, *x_block_size, round_sf, sf_clamp_min)
+    if launching(data, sf):
+        pair = {"x_sf": x_sf, "x_block_size": x_block_size}
+        options = {"tensor_sf": tensor_sf, "round_sf": round_sf, "sf_clamp_min": sf_clamp_min}
+        launch_cast(x, data, sf, fmt, (1, num_per_channels), **pair, **options)
     return data, sf
 
 
@@ -200,8 +203,8 @@ def per_token_cast_to_e5m6(
     return per_token_cast(x, "e5m6", num_per_channels, None, *flags, sf_clamp_min=sf_clamp_min)
 
 
-@replayable
 @flags_may_begin_at(3)
+@op(writes=("out_sf",), aligned=("out_sf",))
 def per_token_cast_with_sf_only(
     x: Tensor | Pair,
     fmt: str,
@@ -230,12 +233,15 @@ def per_token_cast_with_sf_only(
     layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf, sf_clamp_min)
     num_groups = ceil_div(hidden, num_per_channels)
     sf = sf_output("out_sf", out_sf, x, num_tokens, num_groups, layout, sf_dtype)
-    cast_out(x, x_sf, None, tensor_sf, None, sf, fmt, 1, num_per_channels, *x_block_size, round_sf, sf_clamp_min)
+    if launching(sf):
+        pair = {"x_sf": x_sf, "x_block_size": x_block_size}
+        options = {"tensor_sf": tensor_sf, "round_sf": round_sf, "sf_clamp_min": sf_clamp_min}
+        launch_cast(x, None, sf, fmt, (1, num_per_channels), **pair, **options)
     return sf
 
 
-@replayable
 @flags_may_begin_at(4)
+@op(writes=("out",), aligned=("out",))
 def per_token_cast_with_precomputed_sf(
     x: Tensor | Pair,
     fmt: str,
@@ -272,5 +278,7 @@ def per_token_cast_with_precomputed_sf(
     num_groups = ceil_div(hidden, num_per_channels)
     check.tensor("sf", sf, (torch.float32,), (num_tokens, num_groups), device=x.device)
     data = data_output("out", out, x, num_tokens, hidden, fmt)
-    cast_out(x, x_sf, sf, None, data, None, fmt, 1, num_per_channels, *x_block_size, False, None)
+    if launching(data):
+        pair = {"x_sf": x_sf, "x_block_size": x_block_size}
+        launch_cast(x, data, sf, fmt, (1, num_per_channels), **pair, sf_is_given=True)
     return data

@@ -24,11 +24,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.device.memory import prefetch_line
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_quant.cast.config import OWN_GUARDS_AND_BARRIERS, TILE_ROWS
 from tk_quant.cast.format import PLAIN_DTYPES, check_sf_clamp_min, least_amax_of
@@ -141,40 +140,7 @@ def _per_token_and_channel_cast_kernel(
     return per_token_and_channel_cast
 
 
-@op(
-    "tk_quant::per_token_and_channel_cast_out",
-    mutates=("token_data", "token_sf", "channel_data", "channel_sf"),
-    reference="per_token_and_channel.per_token_and_channel_cast",
-    translate=lambda call: {
-        "fmt": "e4m3",
-        "transpose_channel_data": call.transpose,
-        "use_tma_aligned_col_major_sf": call.col_major,
-        "use_packed_ue8m0": call.token_sf.dtype is torch.int32,
-    },
-)
-def _per_token_and_channel_cast_out(
-    x: Tensor,
-    token_data: Tensor,
-    token_sf: Tensor,
-    channel_data: Tensor,
-    channel_sf: Tensor,
-    num_per_channels: int,
-    num_per_tokens: int,
-    round_sf: bool,
-    transpose: bool,
-    col_major: bool,
-    sf_clamp_min: float | None,
-) -> None:
-    if token_data.numel() == 0:
-        return
-    layout = scale_layout(col_major, round_sf, token_sf.dtype is torch.int32)
-    casts = TwoCasts(num_per_channels, num_per_tokens, round_sf, layout, transpose)
-    arguments = x.shape[1], x.dtype, check.row_alignment(x), casts, get_arch(x.device)
-    cast = _per_token_and_channel_cast_kernel(*arguments)
-    cast(x, token_data, token_sf, channel_data, channel_sf, least_amax_of("e4m3", sf_clamp_min))
-
-
-@replayable
+@op(aligned=())
 def per_token_and_channel_cast(
     x: Tensor,
     fmt: str,
@@ -228,13 +194,14 @@ def per_token_and_channel_cast(
         check.flag(name, flag)
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     check_sf_clamp_min(sf_clamp_min, fmt)
-    token_data = x.new_empty((num_tokens, hidden), dtype=torch.float8_e4m3fn)
-    token_sf = empty_scales(x, num_tokens, ceil_div(hidden, num_per_channels), layout)
+    token_data = new(x.new_empty, (num_tokens, hidden), dtype=torch.float8_e4m3fn)
+    token_sf = new(empty_scales, x, num_tokens, ceil_div(hidden, num_per_channels), layout)
     channel_shape = (hidden, num_tokens) if transpose_channel_data else (num_tokens, hidden)
-    channel_data = x.new_empty(channel_shape, dtype=torch.float8_e4m3fn)
-    channel_sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)
-    _per_token_and_channel_cast_out(
-        *(x, token_data, token_sf, channel_data, channel_sf, num_per_channels, num_per_tokens),
-        *(round_sf, transpose_channel_data, layout is not ScaleLayout.ROW_MAJOR, sf_clamp_min),
-    )
+    channel_data = new(x.new_empty, channel_shape, dtype=torch.float8_e4m3fn)
+    channel_sf = new(x.new_empty, (num_tokens // num_per_tokens, hidden), dtype=torch.float32)
+    if launching(token_data, token_sf, channel_data, channel_sf):
+        casts = TwoCasts(num_per_channels, num_per_tokens, round_sf, layout, transpose_channel_data)
+        arguments = hidden, x.dtype, check.row_alignment(x), casts, get_arch(x.device)
+        cast = _per_token_and_channel_cast_kernel(*arguments)
+        cast(x, token_data, token_sf, channel_data, channel_sf, least_amax_of("e4m3", sf_clamp_min))
     return (token_data, token_sf), (channel_data, channel_sf)

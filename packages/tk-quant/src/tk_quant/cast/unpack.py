@@ -16,9 +16,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import aligned
 from tk_quant.cast.format import E2M1_DTYPES
@@ -74,19 +73,7 @@ def _unpack_kernel(ndim: int, out_dtype: torch.dtype, arch: Arch) -> Any:
     return unpack_from_e2m1fn_x2
 
 
-@op(
-    "tk_quant::unpack_from_e2m1fn_x2_out",
-    mutates=("out",),
-    reference="unpack.unpack_from_e2m1fn_x2",
-    translate=lambda call: {"out_dtype": call.out.dtype},
-)
-def _unpack_out(x: Tensor, out: Tensor) -> None:
-    if out.numel() == 0:
-        return
-    _unpack_kernel(x.ndim, out.dtype, get_arch(x.device))(aligned(x, 4), out)
-
-
-@replayable
+@op(aligned=())
 def unpack_from_e2m1fn_x2(x: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     """Packed e2m1 (FP4) codes to floats, exactly.
 
@@ -108,8 +95,7 @@ def unpack_from_e2m1fn_x2(x: Tensor, out_dtype: torch.dtype = torch.float32) -> 
     check.require(x.ndim > 0, "x", "at least one dimension", tuple(x.shape))
     shape = check.tensor("x", x, _DTYPES, ("size",) * x.ndim)
     check.require_type(out_dtype in _OUT_DTYPES, "out_dtype", "torch.float32 or torch.bfloat16", out_dtype)
-    if x.dtype is not torch.int8:
-        x = x.view(torch.int8)
-    out = x.new_empty((*shape[:-1], 2 * shape[-1]), dtype=out_dtype)
-    _unpack_out(x, out)
+    out = new(x.new_empty, (*shape[:-1], 2 * shape[-1]), dtype=out_dtype)
+    if launching(out):
+        _unpack_kernel(x.ndim, out_dtype, get_arch(x.device))(aligned(x.view(torch.int8), 4), out)
     return out

@@ -30,12 +30,11 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.device.bits import byte_perm
 from tk_core.device.memory import prefetch_line
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES
 
 _DTYPES = (
@@ -171,10 +170,7 @@ def _transpose_kernel(
     return transpose
 
 
-@op("tk_quant::transpose_out", mutates=("out",), reference=lambda x: x.transpose(-2, -1))
-def _transpose_out(x: Tensor, out: Tensor) -> None:
-    if out.numel() == 0:
-        return
+def _launch(x: Tensor, out: Tensor) -> None:
     if x.dtype == torch.bool:  # TileLang has no vectors of bool
         x, out = x.view(torch.uint8), out.view(torch.uint8)
     arch = get_arch(x.device)
@@ -194,7 +190,7 @@ def _transpose_out(x: Tensor, out: Tensor) -> None:
         _transpose_kernel(x.shape[-1], x.dtype, check.row_alignment(x), x.ndim == 3, config, arch)(x, out)
 
 
-@replayable
+@op(aligned=())
 def transpose(x: Tensor) -> Tensor:
     """Transpose a matrix.
 
@@ -211,12 +207,13 @@ def transpose(x: Tensor) -> Tensor:
     num_rows, num_cols = check.tensor("x", x, _DTYPES, ("num_rows", "num_cols"), layout="rows")
     check.multiple_of("x.shape[0]", num_rows, 16)
     check.multiple_of("x.shape[1]", num_cols, 16)
-    out = x.new_empty((num_cols, num_rows))
-    _transpose_out(x, out)
+    out = new(x.new_empty, (num_cols, num_rows))
+    if launching(out):
+        _launch(x, out)
     return out
 
 
-@replayable
+@op(aligned=())
 def batched_transpose(x: Tensor) -> Tensor:
     """Transpose each matrix of a batch.
 
@@ -235,6 +232,7 @@ def batched_transpose(x: Tensor) -> Tensor:
     batch, num_rows, num_cols = check.tensor("x", x, _DTYPES, ("batch", "num_rows", "num_cols"), layout="rows")
     check.multiple_of("x.shape[1]", num_rows, 16)
     check.multiple_of("x.shape[2]", num_cols, 16)
-    out = x.new_empty((batch, num_cols, num_rows))
-    _transpose_out(x, out)
+    out = new(x.new_empty, (batch, num_cols, num_rows))
+    if launching(out):
+        _launch(x, out)
     return out

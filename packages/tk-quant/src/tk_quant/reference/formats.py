@@ -141,4 +141,4 @@ def dequantize(
     num_tokens, hidden = values.shape
     sf = unpack_scales(sf, ceil_div(num_tokens, x_block_size[0]), ceil_div(hidden, x_block_size[1]))
     values = values * expand_blocks(sf, x_block_size, num_tokens, hidden)
-    return values if tensor_sf is None else values * tensor_sf
+    return values if tensor_sf is None else values * tensor_sf.view(())

@@ -20,12 +20,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR
-from tk_core.views import aligned
 from tk_quant.cast.format import PLAIN_DTYPES
 from tk_quant.swiglu.arguments import SwigluOptions, check_maps_agree, check_swiglu_arguments
 
@@ -142,48 +140,7 @@ def _swiglu_backward_kernel(
     return swiglu_backward
 
 
-@op(
-    "tk_quant::swiglu_backward_out",
-    mutates=("out", "x_grad", "weight_grad"),
-    reference="swiglu.swiglu_backward",
-    translate=lambda call: {
-        "fmt": "fp32" if call.x_grad.dtype is torch.float32 else "bf16",
-        "with_out": call.out is not None,
-    },
-)
-def _swiglu_backward_out(
-    x: Tensor,
-    grad_out: Tensor,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    token_topk_to_pos: Tensor | None,
-    pos_to_expert: Tensor | None,
-    x_grad: Tensor,
-    weight_grad: Tensor | None,
-    out: Tensor | None,
-    swiglu_clamp_value: float | None,
-) -> None:
-    num_positions, hidden = grad_out.shape
-    if num_positions == 0:
-        if weight_grad is not None:
-            weight_grad.zero_()
-        return
-    arch = get_arch(x.device)
-    dtypes = x.dtype, grad_out.dtype, x_grad.dtype
-    options = SwigluOptions(topk_weights is not None, pos_to_expert is not None, swiglu_clamp_value is not None)
-    backward = _swiglu_backward_kernel(hidden, dtypes, options, weight_grad is not None, out is not None, arch)
-    of_pairs = (None if each is None else each.view(-1) for each in (topk_weights, token_topk_to_pos, weight_grad))
-    weights, positions, written = of_pairs
-    num_pairs = 0 if written is None else written.shape[0]
-    backward(
-        *(aligned(x).view(num_positions, 2, hidden), aligned(grad_out), pos_to_token_topk, weights, positions),
-        *(pos_to_expert, math.inf if swiglu_clamp_value is None else swiglu_clamp_value),
-        ceil_div(num_pairs, ceil_div(num_positions, _tile(hidden)[0]) * _THREADS),
-        *(x_grad.view(num_positions, 2, hidden), written, out),
-    )
-
-
-@replayable
+@op(aligned=("x", "grad_out"))
 def swiglu_backward(
     x: Tensor,
     grad_out: Tensor,
@@ -238,18 +195,28 @@ def swiglu_backward(
     num_positions, hidden = x.shape[0], x.shape[1] // 2
     check.tensor("grad_out", grad_out, PLAIN_DTYPES, (num_positions, hidden), device=x.device)
     check.flag("with_out", with_out)
-    weight_grad = None
     if token_topk_to_pos is not None:
         check.require(topk_weights is not None, "topk_weights", "a tensor beside token_topk_to_pos", None)
         pairs = tuple(topk_weights.shape)
         check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), pairs, device=x.device)
         if check.reads_data(x):
             check_maps_agree(pos_to_token_topk, token_topk_to_pos)
-        weight_grad = torch.empty_like(topk_weights)
-    x_grad = x.new_empty((num_positions, 2 * hidden), dtype=dtype)
-    out = x.new_empty((num_positions, hidden), dtype=dtype) if with_out else None
-    _swiglu_backward_out(
-        *(x, grad_out, pos_to_token_topk, topk_weights, token_topk_to_pos, pos_to_expert),
-        *(x_grad, weight_grad, out, None if swiglu_clamp_value is None else float(swiglu_clamp_value)),
-    )
+    out = new(x.new_empty, (num_positions, hidden), dtype=dtype) if with_out else None
+    x_grad = new(x.new_empty, (num_positions, 2 * hidden), dtype=dtype)
+    weight_grad = None if token_topk_to_pos is None else new(torch.empty_like, topk_weights)
+    if launching(out, x_grad, weight_grad) and num_positions:
+        arch, dtypes = get_arch(x.device), (x.dtype, grad_out.dtype, dtype)
+        options = SwigluOptions(topk_weights is not None, pos_to_expert is not None, swiglu_clamp_value is not None)
+        backward = _swiglu_backward_kernel(hidden, dtypes, options, weight_grad is not None, with_out, arch)
+        of_pairs = (None if each is None else each.view(-1) for each in (topk_weights, token_topk_to_pos, weight_grad))
+        weights, positions, written = of_pairs
+        num_pairs = 0 if written is None else written.shape[0]
+        backward(
+            *(x.view(num_positions, 2, hidden), grad_out, pos_to_token_topk, weights, positions, pos_to_expert),
+            math.inf if swiglu_clamp_value is None else float(swiglu_clamp_value),
+            ceil_div(num_pairs, ceil_div(num_positions, _tile(hidden)[0]) * _THREADS),
+            *(x_grad.view(num_positions, 2, hidden), written, out),
+        )
+    elif launching(weight_grad):
+        weight_grad.zero_()
     return out, x_grad, weight_grad

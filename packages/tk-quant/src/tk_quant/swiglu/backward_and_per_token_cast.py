@@ -22,11 +22,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.views import flat
 from tk_quant.cast.format import check_sf_clamp_min, least_amax_of, pair_of
 from tk_quant.swiglu.arguments import SwigluOptions, check_clamp_value, check_maps_agree
@@ -198,54 +197,7 @@ def _swiglu_backward_and_per_token_cast_kernel(
     return swiglu_backward_and_per_token_cast
 
 
-@op(
-    "tk_quant::swiglu_backward_and_per_token_cast_out",
-    mutates=("out", "x_grad_data", "x_grad_sf", "x_grad", "weight_grad"),
-    reference="swiglu.swiglu_backward_and_per_token_cast",
-    translate=lambda call: {"x": (call.data, call.sf)},
-)
-def _swiglu_backward_and_per_token_cast_out(
-    data: Tensor,
-    sf: Tensor,
-    grad_out: Tensor,
-    weight: Tensor,
-    pos_to_token_topk: Tensor,
-    token_topk_to_pos: Tensor,
-    out: Tensor,
-    x_grad_data: Tensor,
-    x_grad_sf: Tensor,
-    x_grad: Tensor,
-    weight_grad: Tensor,
-    num_per_channels: int,
-    round_sf: bool,
-    swiglu_clamp_value: float | None,
-    sf_clamp_min: float | None,
-) -> None:
-    hidden, num_pairs, num_positions = grad_out.shape[-1], weight.numel(), pos_to_token_topk.numel()
-    if num_positions == 0:
-        weight_grad.zero_()
-        return
-    arch, clamps = get_arch(data.device), swiglu_clamp_value is not None
-    _, lanes, rows, blocks_per_sm, most_turns = _threads_of(hidden, num_per_channels)
-    # As many turns as still leave two waves of thread blocks. These cover all rows, and all pairs with a thread each.
-    turns = min(max(num_positions // (2 * rows * blocks_per_sm * get_num_sms(data.device)), 1), most_turns)
-    num_blocks = max(ceil_div(num_positions, rows * turns), ceil_div(num_pairs, align(lanes * rows, 32)))
-    alignments = check.row_alignment(data), check.row_alignment(grad_out)
-    data, sf, grad_out, out, x_grad_data, x_grad_sf, x_grad = (
-        flat(each, 1) for each in (data, sf, grad_out, out, x_grad_data, x_grad_sf, x_grad)
-    )
-    _swiglu_backward_and_per_token_cast_kernel(alignments, hidden, num_per_channels, round_sf, clamps, arch)(
-        *(data, sf, grad_out, weight, pos_to_token_topk, token_topk_to_pos),
-        *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
-        0.0 if swiglu_clamp_value is None else swiglu_clamp_value,
-        least_amax_of("e4m3", sf_clamp_min),
-        num_pairs,
-        turns,
-        num_blocks,
-    )
-
-
-@replayable
+@op(aligned=())
 def swiglu_backward_and_per_token_cast(
     x: tuple[Tensor, Tensor],
     grad_out: Tensor,
@@ -312,30 +264,41 @@ def swiglu_backward_and_per_token_cast(
     check.one_of("num_per_channels", num_per_channels, _GROUPS)
     channels = 2 * num_per_channels
     check.require(width > 0 and width % channels == 0, "x[0]", "a positive multiple of {} columns", width, channels)
-    hidden, sf_shape = width // 2, (*leading, width // num_per_channels)
+    hidden, sf_shape, num_positions = width // 2, (*leading, width // num_per_channels), math.prod(leading)
     check.tensor("x[1]", sf, (torch.float32,), sf_shape, device=device)
     check.tensor("grad_out", grad_out, (torch.bfloat16,), (*leading, hidden), device=device)
     pairs = check.tensor("weight", weight, (torch.float32,), ("num_tokens", "num_topk"), device=device)
     check.require(weight.numel() <= _MAX_PAIRS, "weight", f"at most {_MAX_PAIRS} elements", weight.numel())
     check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), tuple(pairs), device=device)
     is_flat = not (batched and isinstance(pos_to_token_topk, Tensor) and pos_to_token_topk.ndim == 2)
-    positions = (math.prod(leading),) if is_flat else tuple(leading)
+    positions = (num_positions,) if is_flat else tuple(leading)
     check.tensor("pos_to_token_topk", pos_to_token_topk, (torch.int32,), positions, device=device)
     check.flag("round_sf", round_sf)
     check_clamp_value(swiglu_clamp_value)
     check_sf_clamp_min(sf_clamp_min, "e4m3")
     if check.reads_data(data):  # the two maps must stay inside each other and agree
-        num_positions, num_pairs = pos_to_token_topk.numel(), token_topk_to_pos.numel()
-        check.below("pos_to_token_topk", pos_to_token_topk, num_pairs, "indices below {}")
+        check.below("pos_to_token_topk", pos_to_token_topk, token_topk_to_pos.numel(), "indices below {}")
         check.below("token_topk_to_pos", token_topk_to_pos, num_positions, "indices below {}")
         check_maps_agree(pos_to_token_topk, token_topk_to_pos)
 
-    x_grad_data, x_grad_sf = torch.empty_like(data), torch.empty_like(sf)
-    out, x_grad = torch.empty_like(grad_out), grad_out.new_empty((*leading, width))
-    weight_grad = torch.empty_like(weight)
-    _swiglu_backward_and_per_token_cast_out(
-        *(data, sf, grad_out, weight, pos_to_token_topk if is_flat else pos_to_token_topk.view(-1), token_topk_to_pos),
-        *(out, x_grad_data, x_grad_sf, x_grad, weight_grad),
-        *(num_per_channels, round_sf, swiglu_clamp_value, sf_clamp_min),
-    )
+    out = new(torch.empty_like, grad_out)
+    x_grad_data, x_grad_sf = new(torch.empty_like, data), new(torch.empty_like, sf)
+    x_grad, weight_grad = new(grad_out.new_empty, (*leading, width)), new(torch.empty_like, weight)
+    results = out, x_grad_data, x_grad_sf, x_grad
+    if launching(*results, weight_grad) and num_positions:
+        num_pairs, clamps = weight.numel(), swiglu_clamp_value is not None
+        arch, alignments = get_arch(data.device), (check.row_alignment(data), check.row_alignment(grad_out))
+        _, lanes, rows, blocks_per_sm, most_turns = _threads_of(hidden, num_per_channels)
+        # As many turns as still leave two waves of thread blocks, which cover all rows, and all pairs a thread each.
+        turns = min(max(num_positions // (2 * rows * blocks_per_sm * get_num_sms(data.device)), 1), most_turns)
+        num_blocks = max(ceil_div(num_positions, rows * turns), ceil_div(num_pairs, align(lanes * rows, 32)))
+        _swiglu_backward_and_per_token_cast_kernel(alignments, hidden, num_per_channels, round_sf, clamps, arch)(
+            *(flat(each, 1) for each in (data, sf, grad_out)),
+            *(weight, pos_to_token_topk.view(-1), token_topk_to_pos),
+            *(flat(each, 1) for each in results),
+            *(weight_grad, swiglu_clamp_value if clamps else 0.0, least_amax_of("e4m3", sf_clamp_min)),
+            *(num_pairs, turns, num_blocks),
+        )
+    elif launching(weight_grad):
+        weight_grad.zero_()
     return out, (x_grad_data, x_grad_sf), x_grad, weight_grad

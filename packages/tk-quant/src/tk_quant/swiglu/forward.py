@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_core.views import aligned
 from tk_quant.swiglu.arguments import SwigluOptions, check_clamped_count, check_swiglu_arguments
 
 
@@ -107,36 +105,7 @@ def _swiglu_forward_kernel(
     return swiglu_forward
 
 
-@op(
-    "tk_quant::swiglu_forward_out",
-    mutates=("out", "clamped_count"),
-    reference="swiglu.swiglu_forward",
-    translate=lambda call: {"fmt": "fp32" if call.out.dtype is torch.float32 else "bf16"},
-)
-def _swiglu_forward_out(
-    x: Tensor,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    pos_to_expert: Tensor | None,
-    out: Tensor,
-    clamped_count: Tensor | None,
-    swiglu_clamp_value: float | None,
-) -> None:
-    num_positions, hidden = out.shape
-    if num_positions == 0:
-        return
-    optional = topk_weights, pos_to_expert, swiglu_clamp_value, clamped_count
-    options = SwigluOptions(*(each is not None for each in optional))
-    forward = _swiglu_forward_kernel(hidden, x.dtype, out.dtype, options, get_arch(x.device))
-    limit = math.inf if swiglu_clamp_value is None else swiglu_clamp_value
-    weights = None if topk_weights is None else topk_weights.view(-1)
-    forward(
-        *(aligned(x).view(num_positions, 2, hidden), pos_to_token_topk, weights, pos_to_expert),
-        *(limit, out, clamped_count),
-    )
-
-
-@replayable
+@op(writes=("clamped_count",), aligned=("x",))
 def swiglu_forward(
     x: Tensor,
     swiglu_clamp_value: float | None = None,
@@ -174,7 +143,15 @@ def swiglu_forward(
     """
     dtype = check_swiglu_arguments(x, swiglu_clamp_value, fmt, pos_to_token_topk, topk_weights, pos_to_expert)
     check_clamped_count(x, clamped_count, swiglu_clamp_value)
-    out = x.new_empty((x.shape[0], x.shape[1] // 2), dtype=dtype)
-    clamp_value = None if swiglu_clamp_value is None else float(swiglu_clamp_value)
-    _swiglu_forward_out(x, pos_to_token_topk, topk_weights, pos_to_expert, out, clamped_count, clamp_value)
+    num_positions, hidden = x.shape[0], x.shape[1] // 2
+    out = new(x.new_empty, (num_positions, hidden), dtype=dtype)
+    if launching(out):
+        optional = topk_weights, pos_to_expert, swiglu_clamp_value, clamped_count
+        options = SwigluOptions(*(each is not None for each in optional))
+        limit = math.inf if swiglu_clamp_value is None else float(swiglu_clamp_value)
+        weights = None if topk_weights is None else topk_weights.view(-1)
+        _swiglu_forward_kernel(hidden, x.dtype, dtype, options, get_arch(x.device))(
+            *(x.view(num_positions, 2, hidden), pos_to_token_topk, weights, pos_to_expert),
+            *(limit, out, clamped_count),
+        )
     return out

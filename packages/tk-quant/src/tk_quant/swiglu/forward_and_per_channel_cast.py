@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_quant.cast.config import OWN_GUARDS_AND_BARRIERS, TILE_ROWS, CastInput
 from tk_quant.cast.format import check_channel_blocks, least_amax_of
 from tk_quant.swiglu.arguments import SwigluOptions, check_clamp_value
@@ -117,33 +116,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
     return swiglu_forward_and_per_channel_cast_and_transpose
 
 
-@op(
-    "tk_quant::swiglu_forward_and_per_channel_cast_and_transpose_out",
-    mutates=("out", "sf"),
-    reference="swiglu.swiglu_forward_and_per_channel_cast_and_transpose",
-    translate=lambda call: {"fmt": "e4m3"},
-)
-def _swiglu_forward_and_per_channel_cast_and_transpose_out(
-    x: Tensor,
-    out: Tensor,
-    sf: Tensor,
-    num_per_tokens: int,
-    round_sf: bool,
-    without_transpose: bool,
-    swiglu_clamp_value: float | None,
-    sf_clamp_min: float | None,
-) -> None:
-    if out.numel() == 0:
-        return
-    arch = get_arch(x.device)
-    hidden = x.shape[1] // 2
-    alignment, clamped = check.row_alignment(x), swiglu_clamp_value is not None
-    args = (hidden, alignment, num_per_tokens, round_sf, not without_transpose, clamped, arch)
-    cast = _swiglu_forward_and_per_channel_cast_and_transpose_kernel(*args)
-    cast(x, out, sf, swiglu_clamp_value if clamped else 0.0, least_amax_of("e4m3", sf_clamp_min))
-
-
-@replayable
+@op(aligned=())
 def swiglu_forward_and_per_channel_cast_and_transpose(
     x: Tensor,
     fmt: str,
@@ -190,9 +163,12 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     if swiglu_clamp_value is not None:
         swiglu_clamp_value = None if swiglu_clamp_value == math.inf else float(swiglu_clamp_value)
     hidden = width // 2
-    out = x.new_empty((num_tokens, hidden) if without_transpose else (hidden, num_tokens), dtype=torch.float8_e4m3fn)
-    sf = x.new_empty((num_tokens // num_per_tokens, hidden), dtype=torch.float32)
-    _swiglu_forward_and_per_channel_cast_and_transpose_out(
-        x, out, sf, num_per_tokens, round_sf, without_transpose, swiglu_clamp_value, sf_clamp_min
-    )
+    shape = (num_tokens, hidden) if without_transpose else (hidden, num_tokens)
+    out = new(x.new_empty, shape, dtype=torch.float8_e4m3fn)
+    sf = new(x.new_empty, (num_tokens // num_per_tokens, hidden), dtype=torch.float32)
+    if launching(out, sf):
+        alignment, clamped = check.row_alignment(x), swiglu_clamp_value is not None
+        args = (hidden, alignment, num_per_tokens, round_sf, not without_transpose, clamped, get_arch(x.device))
+        cast = _swiglu_forward_and_per_channel_cast_and_transpose_kernel(*args)
+        cast(x, out, sf, swiglu_clamp_value if clamped else 0.0, least_amax_of("e4m3", sf_clamp_min))
     return out, sf

@@ -23,12 +23,11 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import op
-from tk_core.replay import replayable
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
-from tk_quant.cast.config import CastInput, CastSf, flags_of, layout_of
+from tk_quant.cast.config import CastInput, CastSf, layout_of
 from tk_quant.cast.format import BITS, DTYPES, PLAIN_DTYPES, check_sf_clamp_min, data_output, least_amax_of
 from tk_quant.swiglu.arguments import SwigluOptions, check_clamp_value, check_clamped_count, check_row_maps
 
@@ -186,50 +185,7 @@ def _swiglu_forward_and_per_token_cast_kernel(
     return swiglu_forward_and_per_token_cast
 
 
-@op(
-    "tk_quant::swiglu_forward_and_per_token_cast_out",
-    mutates=("data", "sf", "clamped_count"),
-    reference="swiglu.swiglu_forward_and_per_token_cast",
-    translate=lambda call: flags_of(call.sf),
-)
-def _swiglu_forward_and_per_token_cast_out(
-    x: Tensor,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    pos_to_expert: Tensor | None,
-    data: Tensor,
-    sf: Tensor,
-    clamped_count: Tensor | None,
-    fmt: str,
-    num_per_channels: int,
-    round_sf: bool,
-    swiglu_clamp_value: float | None,
-    sf_clamp_min: float | None,
-) -> None:
-    num_positions, hidden = x.shape[0], x.shape[1] // 2
-    if num_positions == 0:
-        return
-    arch = get_arch(x.device)
-    source, of_sf = CastInput(x.dtype, check.row_alignment(x)), CastSf(layout_of(sf), round_sf)
-    weights, experts, clamps = pos_to_token_topk is not None, pos_to_expert is not None, swiglu_clamp_value is not None
-    options = SwigluOptions(weights, experts, clamps, clamped_count is not None)
-    pieces, lanes, rows, _ = _threads_of(hidden, num_per_channels, source.bits, of_sf.in_bytes, clamps)
-    num_rows = align(num_positions, _ROWS_OF_SWIZZLED_TILE) if of_sf.layout is ScaleLayout.SWIZZLED else num_positions
-    _swiglu_forward_and_per_token_cast_kernel(hidden, source, fmt, num_per_channels, of_sf, options, arch)(
-        x,
-        0 if pos_to_token_topk is None else pos_to_token_topk,
-        0 if topk_weights is None else topk_weights,
-        0 if pos_to_expert is None else pos_to_expert,
-        0 if clamped_count is None else clamped_count,
-        data,
-        sf,
-        0.0 if swiglu_clamp_value is None else float(swiglu_clamp_value),
-        least_amax_of(fmt, sf_clamp_min),
-        ceil_div(num_rows, rows) * ceil_div(hidden, lanes * _VEC * pieces),
-    )
-
-
-@replayable
+@op(writes=("clamped_count",), aligned=())
 def swiglu_forward_and_per_token_cast(
     x: Tensor,
     fmt: str,
@@ -304,9 +260,24 @@ def swiglu_forward_and_per_token_cast(
     check_clamped_count(x, clamped_count, swiglu_clamp_value)
     check_sf_clamp_min(sf_clamp_min, fmt)
     data = data_output("data", None, x, num_positions, hidden, fmt)
-    sf = empty_scales(x, num_positions, hidden // num_per_channels, layout)
-    _swiglu_forward_and_per_token_cast_out(
-        *(x, pos_to_token_topk, topk_weights, pos_to_expert, data, sf, clamped_count),
-        *(fmt, num_per_channels, round_sf, swiglu_clamp_value, sf_clamp_min),
-    )
+    sf = new(empty_scales, x, num_positions, hidden // num_per_channels, layout)
+    if launching(data, sf):
+        arch = get_arch(x.device)
+        source, of_sf = CastInput(x.dtype, check.row_alignment(x)), CastSf(layout_of(sf), round_sf)
+        optional = pos_to_token_topk, pos_to_expert, swiglu_clamp_value, clamped_count
+        options = SwigluOptions(*(each is not None for each in optional))
+        pieces, lanes, rows, _ = _threads_of(hidden, num_per_channels, source.bits, of_sf.in_bytes, options.clamp)
+        num_rows = align(num_positions, _ROWS_OF_SWIZZLED_TILE) if use_swizzled_sf else num_positions
+        _swiglu_forward_and_per_token_cast_kernel(hidden, source, fmt, num_per_channels, of_sf, options, arch)(
+            x,
+            0 if pos_to_token_topk is None else pos_to_token_topk,
+            0 if topk_weights is None else topk_weights,
+            0 if pos_to_expert is None else pos_to_expert,
+            0 if clamped_count is None else clamped_count,
+            data,
+            sf,
+            0.0 if swiglu_clamp_value is None else float(swiglu_clamp_value),
+            least_amax_of(fmt, sf_clamp_min),
+            ceil_div(num_rows, rows) * ceil_div(hidden, lanes * _VEC * pieces),
+        )
     return data, sf
