@@ -7,34 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-import tk_core
 import tk_moe
-from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, tiers
 
-from ..models import MODEL_EXPERTS
-from .test_group_count import indices
+from ..models import MODEL_EXPERTS, benches
+from .test_group_count import make_indices
 
 
 def make(
-    num_tokens: int,
-    num_topk: int,
-    num_experts: int,
-    routing: str = "any",
-    num_aux_topk: int | None = None,
-    first_element: int = 0,
-    dtype: torch.dtype = torch.int64,
+    num_tokens: int, num_topk: int, num_experts: int, routing: str = "any", num_aux_topk: int = 0, **drawn: Any
 ) -> Make:
-    """Arguments of aux_fi; num_aux_topk is num_topk unless given. The rest is as in `group_count.indices`."""
-
-    def build(device: str) -> dict[str, Any]:
-        return {
-            "topk_idx": indices(num_tokens, num_topk, num_experts, routing, device, first_element, dtype),
-            "num_experts": num_experts,
-            "num_aux_topk": num_aux_topk or num_topk,
-        }
-
-    return build
+    """Arguments of aux_fi; num_aux_topk is num_topk unless given. The rest is as in `make_indices`."""
+    others = {"num_experts": num_experts, "num_aux_topk": num_aux_topk or num_topk}
+    return make_indices("topk_idx", (num_tokens, num_topk), num_experts, routing, **drawn, **others)
 
 
 SPEC = OpSpec(
@@ -66,12 +51,8 @@ SPEC = OpSpec(
             for num_experts in MODEL_EXPERTS
             for num_topk, num_tokens in ((1, 2), (7, 8001), (9, 31))
         ),
-        Case("e256-k8-t8192-bench", make(8192, 8, 256), bench=True, model_shape=True, gpu=False),
-        Case("e256-k8-t8192-half-bench", make(8192, 8, 256, "half"), bench=True, gpu=False),
-        *(
-            Case(f"e256-k8-t{num_tokens}-bench", make(num_tokens, 8, 256), bench=True, gpu=False)
-            for num_tokens in (1, 8, 64, 128, 1024)
-        ),
+        *benches("e256-k8-t{}", lambda t: make(t, 8, 256), (8192, 1, 8, 64, 128, 1024), models=(8192,)),
+        *benches("e256-k8-t{}-half", lambda t: make(t, 8, 256, "half"), (8192,)),
     ),
 )
 
@@ -84,11 +65,6 @@ def test_by_hand() -> None:
     assert fi.dtype == torch.float32
     assert fi.tolist() == [4 / 8, 4 / 8, 12 / 8, 0.0]
     assert tk_moe.aux_fi(torch.tensor([[2, 0], [-7, 4]], dtype=torch.int32), 3, 2).tolist() == [3 / 4, 0.0, 3 / 4]
-
-
-def test_even_load_is_one() -> None:
-    topk_idx = torch.arange(96).view(16, 6) % 12
-    assert tk_moe.aux_fi(topk_idx, 12, 6).tolist() == [1.0] * 12
 
 
 def test_no_tokens() -> None:
@@ -107,13 +83,6 @@ def test_products_are_rounded_to_float32_and_divided_once(num_tokens: int, num_e
     assert fi[0].item() == quotient
 
 
-def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "debug", lambda: True)
-    tk_moe.aux_fi(torch.tensor([[2, -1]]), 3, 2)
-    with pytest.raises(ValueError, match=r"topk_idx.*num_experts = 3.*3"):
-        tk_moe.aux_fi(torch.tensor([[3, -1]]), 3, 2)
-
-
 test_bad_input = tiers.bad_input(
     SPEC,
     {"topk_idx": torch.zeros(4, 2, dtype=torch.int64), "num_experts": 4, "num_aux_topk": 2},
@@ -124,12 +93,3 @@ test_bad_input = tiers.bad_input(
         ({"num_aux_topk": 33}, ValueError, "num_aux_topk.*1 to 32"),
     ],
 )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_sms", [None, 100, 8, 1])
-def test_gpu_bits_do_not_depend_on_the_number_of_blocks(num_sms: int | None) -> None:
-    topk_idx = torch.randint(-1, 256, (8001, 8), device="cuda")
-    with tk_core.num_sms(num_sms):
-        for _ in range(25):
-            assert torch.equal(tk_moe.aux_fi(topk_idx, 256, 8), tk_moe.reference.aux_fi(topk_idx, 256, 8))

@@ -10,33 +10,37 @@ from hypothesis import strategies as st
 
 import tk_core
 import tk_moe
-from tk_core import env
 from tk_core.arch import ARCHS, arch_from_name
 from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_moe.balance.group_count import MAX_PAIRS, cluster_size_for
 
-from ..models import MODEL_EXPERTS
+from ..models import MODEL_EXPERTS, benches, starting_at
 
 # Not a group for any number of groups; includes values whose low 32 bits alone would be one.
 _NO_GROUP = (-1, -2, -(2**31), -(2**32), -(2**32) + 3, -(2**63), 1024, 2**31, 2**32, 2**32 + 3, 2**63 - 1)
 
 
-def indices(
-    num_tokens: int,
-    num_topk: int,
-    num_groups: int,
-    routing: str,
-    device: str,
+def make_indices(
+    name: str,
+    shape: tuple[int, int],
+    limit: int,
+    routing: str = "any",
     first_element: int = 0,
     dtype: torch.dtype = torch.int64,
-) -> torch.Tensor:
-    """Indices that are "any", all the "last", "half" of them group 0, or mostly of "none"; contiguous.
+    **others: Any,
+) -> Make:
+    """An op's arguments: indices below `limit`, called `name`, and others.
 
-    They start at element `first_element` of their storage.
+    Indices are "any", all the "last", "half" of them group 0, or mostly of "none". They start at element
+    `first_element` of their storage.
     """
-    shape = (num_tokens, num_topk)
-    out = torch.empty(first_element + num_tokens * num_topk, dtype=dtype, device=device)[first_element:]
-    out = out.view(shape)
+    return lambda device: {name: _indices(shape, limit, routing, first_element, dtype, device), **others}
+
+
+def _indices(
+    shape: tuple[int, int], num_groups: int, routing: str, first_element: int, dtype: torch.dtype, device: str
+) -> torch.Tensor:
+    out = starting_at(first_element, shape, device, dtype)
     if device == "meta":
         return out
     if routing == "last":
@@ -51,21 +55,9 @@ def indices(
     return out
 
 
-def make(
-    num_tokens: int,
-    num_topk: int,
-    num_groups: int,
-    routing: str = "any",
-    first_element: int = 0,
-    dtype: torch.dtype = torch.int64,
-) -> Make:
-    """Arguments of group_count; see `indices`."""
-
-    def build(device: str) -> dict[str, Any]:
-        drawn = indices(num_tokens, num_topk, num_groups, routing, device, first_element, dtype)
-        return {"group_idx": drawn, "num_groups": num_groups}
-
-    return build
+def make(num_tokens: int, num_topk: int, num_groups: int, *drawn: Any, **options: Any) -> Make:
+    """Arguments of group_count; the rest is as in `make_indices`."""
+    return make_indices("group_idx", (num_tokens, num_topk), num_groups, *drawn, **options, num_groups=num_groups)
 
 
 SPEC = OpSpec(
@@ -96,13 +88,9 @@ SPEC = OpSpec(
             for num_groups in MODEL_EXPERTS
             for num_topk, num_tokens in ((1, 2), (6, 8001), (9, 31))
         ),
-        Case("g256-k8-t8192-bench", make(8192, 8, 256), bench=True, model_shape=True, gpu=False),
-        Case("g8-k8-t8192-bench", make(8192, 8, 8), bench=True, gpu=False),
-        Case("g256-k8-t8192-half-bench", make(8192, 8, 256, "half"), bench=True, gpu=False),
-        *(
-            Case(f"g256-k8-t{num_tokens}-bench", make(num_tokens, 8, 256), bench=True, gpu=False)
-            for num_tokens in (1, 64, 128, 1024)
-        ),
+        *benches("g256-k8-t{}", lambda t: make(t, 8, 256), (8192, 1, 64, 128, 1024), models=(8192,)),
+        *benches("g8-k8-t{}", lambda t: make(t, 8, 8), (8192,)),
+        *benches("g256-k8-t{}-half", lambda t: make(t, 8, 256, "half"), (8192,)),
     ),
 )
 
@@ -132,13 +120,6 @@ def test_reference_against_a_counter(data: st.DataObject) -> None:
     assert tk_moe.group_count(torch.tensor(rows), num_groups).tolist() == [counted[g] for g in range(num_groups)]
 
 
-def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "debug", lambda: True)
-    tk_moe.group_count(torch.tensor([[2, -1]]), 3)
-    with pytest.raises(ValueError, match=r"group_idx.*num_groups = 3.*3"):
-        tk_moe.group_count(torch.tensor([[3, -1]]), 3)
-
-
 test_bad_input = tiers.bad_input(
     SPEC,
     {"group_idx": torch.zeros(4, 2, dtype=torch.int64), "num_groups": 4},
@@ -165,13 +146,3 @@ def test_clusters_are_those_that_the_device_has(arch: tk_core.Arch) -> None:
         assert size == 1 or arch.sm >= 90
     assert cluster_size_for(4097, 132, arch_from_name("sm_90a")) == 16
     assert cluster_size_for(4097, 188, arch_from_name("sm_120a")) == 8
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_sms", [None, 100, 8, 1])
-@pytest.mark.parametrize("num_tokens", [1, 300, 8001])
-def test_gpu_counts_do_not_depend_on_the_number_of_blocks(num_tokens: int, num_sms: int | None) -> None:
-    group_idx = torch.randint(-1, 300, (num_tokens, 8), device="cuda")
-    expected = torch.bincount(group_idx[(group_idx >= 0) & (group_idx < 288)], minlength=288).int()
-    with tk_core.num_sms(num_sms):
-        assert torch.equal(tk_moe.group_count(group_idx, 288), expected)

@@ -9,6 +9,8 @@ import tk_moe
 from tk_core.math import align, ceil_div
 from tk_core.testing import Case, Make, OpSpec, tiers
 
+from ..models import benches
+
 _MODEL_EXPERTS = 256
 _MODEL_ALIGNMENT = 16
 
@@ -35,7 +37,7 @@ def model_rows(num_tokens: int, num_topk: int) -> int:
 def make_maps(
     num_tokens: int,
     num_topk: int,
-    num_rows: int,
+    num_rows: int | None,
     device: str,
     *,
     num_experts: int = _MODEL_EXPERTS,
@@ -46,8 +48,10 @@ def make_maps(
     """`token_topk_to_pos` and `pos_to_expert` of random routing, as `get_fused_mapping` returns them.
 
     `share_without_position` of the (token, slot) pairs, and if it is not 0 every fifth token, go to no expert. Pairs
-    that do not fit into `num_rows` have no position either, unless `drop_what_does_not_fit` is False.
+    that do not fit into `num_rows`, by default `model_rows`, have no position either, unless `drop_what_does_not_fit`
+    is False.
     """
+    num_rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows
     if device == "meta":
         return (
             torch.empty((num_tokens, num_topk), dtype=torch.int32, device=device),
@@ -88,9 +92,8 @@ def make(
     """Inputs of expand_to_fused; x is contiguous and starts at element `first_element` of its storage."""
 
     def build(device: str) -> dict[str, Any]:
-        rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows
         x = random_bits((first_element + num_tokens * hidden,), dtype, device)[first_element:].view(num_tokens, hidden)
-        token_topk_to_pos, pos_to_expert = make_maps(num_tokens, num_topk, rows, device, **routing)
+        token_topk_to_pos, pos_to_expert = make_maps(num_tokens, num_topk, num_rows, device, **routing)
         return {"x": x, "token_topk_to_pos": token_topk_to_pos, "pos_to_expert": pos_to_expert}
 
     return build
@@ -111,14 +114,13 @@ def make_with_sf(
     """Inputs of expand_to_fused_with_sf with `hidden` values per token."""
 
     def build(device: str) -> dict[str, Any]:
-        rows = model_rows(num_tokens, num_topk) if num_rows is None else num_rows
         num_sf = ceil_div(hidden, num_per_channels)
         data = random_bits((num_tokens, hidden if dtype == torch.float8_e4m3fn else hidden // 2), dtype, device)
         if packed:
             sf = random_bits((num_tokens, ceil_div(num_sf, 4)), torch.int32, device)
         else:
             sf = random_bits((num_tokens, num_sf), torch.float32, device)
-        token_topk_to_pos, pos_to_expert = make_maps(num_tokens, num_topk, rows, device, **routing)
+        token_topk_to_pos, pos_to_expert = make_maps(num_tokens, num_topk, num_rows, device, **routing)
         return {
             "x": (data, sf),
             "num_per_channels": num_per_channels,
@@ -131,22 +133,9 @@ def make_with_sf(
 
 
 _SMALL_ROUTING = {"num_experts": 4, "alignment": 4, "share_without_position": 0.2}
-_DTYPES = tuple(
-    getattr(torch, name)
-    for name in (
-        "float16",
-        "float32",
-        "int32",
-        "int16",
-        "uint16",
-        "int8",
-        "uint8",
-        "bool",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e8m0fnu",
-    )
-    if hasattr(torch, name)
+_DTYPES = (
+    *(torch.float16, torch.float32, torch.int32, torch.int16, torch.uint16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
 )
 # Output rows of the large cases stay below 1 GB.
 _TOPK_OF_HIDDEN = {576: 9, 2048: 8, 4096: 6, 7168: 8}
@@ -216,95 +205,63 @@ SPEC = OpSpec(
             gpu=False,
             compile=True,
         ),
-        *(
-            Case(f"bf16-h{hidden}-t4096-bench", make(4096, hidden, 8), bench=True, gpu=False)
-            for hidden in _BENCH_HIDDEN[:-1]
-        ),
-        *(
-            Case(f"bf16-h7168-t{num_tokens}-bench", make(num_tokens, 7168, 8), bench=True, gpu=False)
-            for num_tokens in (1, 64, 4001, 8001)
-        ),
+        *benches("bf16-h{}-t4096", lambda h: make(4096, h, 8), _BENCH_HIDDEN[:-1]),
+        *benches("bf16-h7168-t{}", lambda t: make(t, 7168, 8), (1, 64, 4001, 8001)),
     ),
 )
+
+
+def _small_with_sf(
+    name: str,
+    hidden: int,
+    num_per_channels: int,
+    num_tokens: int = 7,
+    num_topk: int = 3,
+    num_rows: int = 41,
+    *,
+    small: bool = True,
+    modes: bool = False,
+    compile: bool = False,
+    **options: Any,
+) -> Case:
+    sizes = num_tokens, hidden, num_topk, num_per_channels
+    made = make_with_sf(*sizes, num_rows=num_rows, **_SMALL_ROUTING, **options)
+    return Case(name, made, small=small, modes=modes, compile=compile)
+
 
 WITH_SF_SPEC = OpSpec(
     op=tk_moe.expand_to_fused_with_sf,
     cases=(
-        Case(
-            "e4m3-h256-t7",
-            make_with_sf(7, 256, 3, 128, num_rows=41, **_SMALL_ROUTING),
-            small=True,
-            modes=True,
-            compile=True,
-        ),
-        Case(
-            "e4m3-h256-t7-col-major",
-            make_with_sf(7, 256, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING),
-            small=True,
-            modes=True,
-            compile=True,
-        ),
-        Case(
-            "e4m3-h256-t7-packed",
-            make_with_sf(7, 256, 3, 32, packed=True, col_major=True, num_rows=41, **_SMALL_ROUTING),
-            small=True,
-            compile=True,
-        ),
-        Case(
-            "e2m1-h256-t7-packed",
-            make_with_sf(7, 256, 3, 32, dtype=torch.int8, packed=True, col_major=True, num_rows=41, **_SMALL_ROUTING),
-            small=True,
-            compile=True,
-        ),
-        Case("e2m1-h256-t7", make_with_sf(7, 256, 3, 128, dtype=torch.int8, num_rows=41, **_SMALL_ROUTING), small=True),
+        _small_with_sf("e4m3-h256-t7", 256, 128, modes=True, compile=True),
+        _small_with_sf("e4m3-h256-t7-col-major", 256, 32, col_major=True, modes=True, compile=True),
+        _small_with_sf("e4m3-h256-t7-packed", 256, 32, packed=True, col_major=True, compile=True),
+        _small_with_sf("e2m1-h256-t7-packed", 256, 32, dtype=torch.int8, packed=True, col_major=True, compile=True),
+        _small_with_sf("e2m1-h256-t7", 256, 128, dtype=torch.int8),
         # Scale factors gathered by a second launch: whole tiles or not, without tokens, many rows.
-        Case(
-            "e4m3-h512-t7-gathered",
-            make_with_sf(7, 512, 4, 32, col_major=True, num_rows=75, **_SMALL_ROUTING),
-            small=True,
-            modes=True,
+        _small_with_sf("e4m3-h512-t7-gathered", 512, 32, 7, 4, 75, col_major=True, modes=True, compile=True),
+        _small_with_sf(
+            *("e2m1-h1200-t40-packed-gathered", 1200, 32, 40, 3, 110),
+            dtype=torch.int8,
+            packed=True,
+            col_major=True,
+            drop_what_does_not_fit=False,
             compile=True,
         ),
-        Case(
-            "e2m1-h1200-t40-packed-gathered",
-            make_with_sf(
-                40,
-                1200,
-                3,
-                32,
-                dtype=torch.int8,
-                packed=True,
-                col_major=True,
-                num_rows=110,
-                drop_what_does_not_fit=False,
-                **_SMALL_ROUTING,
-            ),
-            small=True,
-            compile=True,
-        ),
-        Case("e4m3-h300-t0-gathered", make_with_sf(0, 300, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
+        _small_with_sf("e4m3-h300-t0-gathered", 300, 32, 0, col_major=True, small=False),
         Case("e4m3-h288-t35000-gathered", make_with_sf(35000, 288, 8, 32, col_major=True)),
         # Partial blocks, one column of factors, one row, columns that are not whole vectors, more factors
         # than threads.
-        Case("e4m3-h200-t7", make_with_sf(7, 200, 3, 128, num_rows=41, **_SMALL_ROUTING), small=True),
-        Case("e4m3-h128-t7-col-major", make_with_sf(7, 128, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING)),
+        _small_with_sf("e4m3-h200-t7", 200, 128),
+        _small_with_sf("e4m3-h128-t7-col-major", 128, 128, col_major=True, small=False),
         Case(
             "e4m3-h128-t1-one-row", make_with_sf(1, 128, 1, 128, col_major=True, num_rows=1, num_experts=1), small=True
         ),
-        Case("e4m3-h131-t7", make_with_sf(7, 131, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING), small=True),
-        Case("e4m3-h16384-t7", make_with_sf(7, 16384, 3, 32, col_major=True, num_rows=41, **_SMALL_ROUTING)),
-        Case("e4m3-h16384-t7-row-major", make_with_sf(7, 16384, 3, 32, num_rows=41, **_SMALL_ROUTING)),
-        Case("e4m3-h256-t0", make_with_sf(0, 256, 3, 128, col_major=True, num_rows=41, **_SMALL_ROUTING), small=True),
-        Case(
-            "e4m3-h256-t7-no-rows",
-            make_with_sf(7, 256, 3, 128, col_major=True, num_rows=0, **_SMALL_ROUTING),
-            small=True,
-        ),
-        Case(
-            "e4m3-h256-t40-past-the-end",
-            make_with_sf(40, 256, 3, 128, num_rows=30, drop_what_does_not_fit=False, **_SMALL_ROUTING),
-            small=True,
-        ),
+        _small_with_sf("e4m3-h131-t7", 131, 32, col_major=True),
+        _small_with_sf("e4m3-h16384-t7", 16384, 32, col_major=True, small=False),
+        _small_with_sf("e4m3-h16384-t7-row-major", 16384, 32, small=False),
+        _small_with_sf("e4m3-h256-t0", 256, 128, 0, col_major=True),
+        _small_with_sf("e4m3-h256-t7-no-rows", 256, 128, num_rows=0, col_major=True),
+        _small_with_sf("e4m3-h256-t40-past-the-end", 256, 128, 40, num_rows=30, drop_what_does_not_fit=False),
         *(
             Case(f"e4m3-h{hidden}-t{num_tokens}", make_with_sf(num_tokens, hidden, 8, 128, col_major=True))
             for hidden in (576, 2048, 4096, 7168)
@@ -314,33 +271,17 @@ WITH_SF_SPEC = OpSpec(
         Case("e4m3-h7168-t4001-packed", make_with_sf(4001, 7168, 8, 128, packed=True, col_major=True)),
         Case("e2m1-h7168-t4001-packed", make_with_sf(4001, 7168, 8, 32, dtype=torch.int8, packed=True, col_major=True)),
         Case("e4m3-h2560-t4001-packed", make_with_sf(4001, 2560, 8, 32, packed=True, col_major=True)),
-        Case("e4m3-h7168-t4096-row-major-bench", make_with_sf(4096, 7168, 8, 128), bench=True, gpu=False),
-        Case(
-            "e4m3-h7168-t4096-packed-bench",
-            make_with_sf(4096, 7168, 8, 128, packed=True, col_major=True),
-            bench=True,
-            gpu=False,
-            model_shape=True,
+        *benches("e4m3-h7168-t{}-row-major", lambda t: make_with_sf(t, 7168, 8, 128), (4096,)),
+        *benches(
+            "e4m3-h7168-t{}-packed",
+            lambda t: make_with_sf(t, 7168, 8, 128, packed=True, col_major=True),
+            (4096,),
+            models=(4096,),
         ),
-        *(
-            Case(
-                f"e4m3-h{hidden}-t4096-bench",
-                make_with_sf(4096, hidden, 8, 128, col_major=True),
-                bench=True,
-                gpu=False,
-                model_shape=hidden == 7168,
-            )
-            for hidden in _BENCH_HIDDEN
+        *benches(
+            "e4m3-h{}-t4096", lambda h: make_with_sf(4096, h, 8, 128, col_major=True), _BENCH_HIDDEN, models=(7168,)
         ),
-        *(
-            Case(
-                f"e4m3-h7168-t{num_tokens}-bench",
-                make_with_sf(num_tokens, 7168, 8, 128, col_major=True),
-                bench=True,
-                gpu=False,
-            )
-            for num_tokens in (1, 64, 4001, 8001)
-        ),
+        *benches("e4m3-h7168-t{}", lambda t: make_with_sf(t, 7168, 8, 128, col_major=True), (1, 64, 4001, 8001)),
     ),
 )
 

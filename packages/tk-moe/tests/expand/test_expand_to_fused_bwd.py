@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tk_moe
-from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, tiers
 
+from ..models import benches
 from .test_expand_to_fused import make_maps, model_rows
 
 
@@ -62,11 +62,7 @@ SPEC = OpSpec(
         ),
         Case("float32-h7168-t4001-k2", make(4001, 7168, 2, torch.float32)),
         Case("bf16-h7168-t8001-k1", make(8001, 7168, 1)),
-        Case("bf16-h7168-t4096-bench", make(4096, 7168, 8), bench=True, model_shape=True, gpu=False),
-        *(
-            Case(f"bf16-h7168-t{num_tokens}-bench", make(num_tokens, 7168, 8), bench=True, gpu=False)
-            for num_tokens in (1, 64, 1024, 4001)
-        ),
+        *benches("bf16-h7168-t{}", lambda t: make(t, 7168, 8), (4096, 1, 64, 1024, 4001), models=(4096,)),
     ),
 )
 
@@ -116,10 +112,3 @@ test_bad_input = tiers.bad_input(
         ({"token_topk_to_pos": POS[:, :0]}, ValueError, "token_topk_to_pos.*slot"),
     ],
 )
-
-
-def test_debug_mode_finds_positions_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "debug", lambda: True)
-    tk_moe.expand_to_fused_bwd(torch.ones(4, 64), POS)
-    with pytest.raises(ValueError, match="token_topk_to_pos"):
-        tk_moe.expand_to_fused_bwd(torch.ones(3, 64), POS)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import tk_moe
-from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, tiers
-from tk_moe import ScoringFunc, reference
+from tk_moe import ScoringFunc
 
+from ..models import benches
 from .test_topk_gate_with_weights import compare, make_logits, make_mask, name_of
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
@@ -150,16 +150,16 @@ SPEC = OpSpec(
             for index, (num_experts, num_topk, num_tokens) in enumerate(_SIZES)
             for dtype, function, options in (_VARIANTS[index % 5],)
         ),
-        *(
-            Case(
-                f"{function}-float32-e256-k6-t{num_tokens}-bench",
-                make(num_tokens, 256, 6, function, vocab_size=129280),
-                bench=True,
-                model_shape=function is SQRTSOFTPLUS and num_tokens in (128, 8192),
-                gpu=False,
-            )
-            for function in (SQRTSOFTPLUS, SOFTMAX)
-            for num_tokens in (1, 8, 64, 128, 1024, 4001, 8192)
+        *benches(
+            "sqrtsoftplus-float32-e256-k6-t{}",
+            lambda t: make(t, 256, 6, vocab_size=129280),
+            (1, 8, 64, 128, 1024, 4001, 8192),
+            models=(128, 8192),
+        ),
+        *benches(
+            "softmax-float32-e256-k6-t{}",
+            lambda t: make(t, 256, 6, SOFTMAX, vocab_size=129280),
+            (1, 8, 64, 128, 1024, 4001, 8192),
         ),
     ),
 )
@@ -214,28 +214,6 @@ def test_padding_may_hold_anything() -> None:
         assert topk_idx.tolist() == [[-1, -1], [0, 1]]
         assert weights[0].tolist() == [0.0, 0.0]
         assert weights[1].isfinite().all()
-
-
-def test_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "debug", lambda: True)
-    with pytest.raises(ValueError, match=r"token_ids: expected 0 to 4, got 5$"):
-        gate([0, 5])
-    with pytest.raises(ValueError, match=r"token_ids: expected 0 to 4, got -1$"):
-        gate([0, -1])
-    with pytest.raises(ValueError, match=r"table.*below 4.*4"):
-        gate([0])
-    assert tk_moe.hash_gate(torch.tensor([0, 3]), TABLE[:4], torch.tensor([ROW] * 2), SIGMOID)[0].shape == (2, 2)
-
-
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("scoring_func", ScoringFunc)
-def test_gradcheck(scoring_func: ScoringFunc, renormalize: bool) -> None:
-    # Positive, so that sums of logits stay away from the clamp.
-    logits = (torch.rand(6, 4, dtype=torch.float64) + 0.1).requires_grad_()
-    ids = torch.tensor([0, 1, 2, 3, 4, 7])
-    assert torch.autograd.gradcheck(
-        lambda x: reference.hash_gate(ids, TABLE, x, scoring_func, renormalize, 2.5)[1], logits
-    )
 
 
 GOOD: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """topk_gate_with_weights."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 import tk_moe
 from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal
-from tk_moe import ScoringFunc, reference
+from tk_moe import ScoringFunc
 
-from ..models import MODEL_EXPERTS
+from ..models import MODEL_EXPERTS, benches, starting_at
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 
@@ -34,8 +35,7 @@ def make_logits(
     They start at element `first_element` of their storage.
     """
     shape = (num_tokens, num_experts)
-    logits = torch.empty(first_element + num_tokens * num_experts, dtype=dtype, device=device)[first_element:]
-    logits = logits.view(shape)
+    logits = starting_at(first_element, shape, device, dtype)
     if device == "meta":
         return logits
     if values == "normal":
@@ -79,7 +79,7 @@ def make(
         logits = make_logits(num_tokens, num_experts, dtype, values, device, first_element)
         shift = None
         if bias:
-            shift = torch.empty(bias_first_element + num_experts, device=device)[bias_first_element:]
+            shift = starting_at(bias_first_element, (num_experts,), device)
             if device != "meta":
                 few = torch.randint(0, 3, (num_experts,), device=device).float()
                 shift.copy_(few if bias == "ties" else 0.1 * torch.randn(num_experts, device=device))
@@ -200,24 +200,15 @@ SPEC = OpSpec(
             if index % 5 in (0, 2)
             for dtype, function, options in (_VARIANTS[index % 7],)
         ),
-        *(
-            Case(
-                f"sigmoid-float32-e256-k8-t{num_tokens}-bench",
-                make(num_tokens, 256, 8, bias="normal"),
-                bench=True,
-                model_shape=num_tokens in (128, 8192),
-                gpu=False,
-            )
-            for num_tokens in (1, 8, 64, 128, 1024, 4001, 8192)
+        *benches(
+            "sigmoid-float32-e256-k8-t{}",
+            lambda t: make(t, 256, 8, bias="normal"),
+            (1, 8, 64, 128, 1024, 4001, 8192),
+            models=(128, 8192),
         ),
         *(
-            Case(
-                f"{function}-{name_of(dtype)}-e{num_experts}-k{num_topk}-t{num_tokens}-bench",
-                make(num_tokens, num_experts, num_topk, function, dtype, bias=bias),
-                bench=True,
-                gpu=False,
-            )
-            for function, dtype, num_experts, num_topk, bias in (
+            case
+            for function, dtype, e, k, bias in (
                 (SIGMOID, BF16, 256, 8, "normal"),
                 (SQRTSOFTPLUS, FLOAT32, 256, 6, "normal"),
                 (SOFTMAX, BF16, 128, 8, ""),
@@ -225,7 +216,11 @@ SPEC = OpSpec(
                 (SIGMOID, FLOAT32, 384, 8, "normal"),
                 (SOFTMAX, FLOAT32, 64, 6, ""),
             )
-            for num_tokens in (128, 8192)
+            for case in benches(
+                f"{function}-{name_of(dtype)}-e{e}-k{k}-t{{}}",
+                partial(make, num_experts=e, num_topk=k, scoring_func=function, dtype=dtype, bias=bias),
+                (128, 8192),
+            )
         ),
     ),
 )
@@ -315,20 +310,6 @@ def test_reference_against_a_loop(data: st.DataObject) -> None:
     assert topk_idx[0].tolist() == expected
     total = max(math.fsum(score[row[e]] for e in expected), 1e-20)
     torch.testing.assert_close(weights[0].tolist(), [score[row[e]] / total for e in expected], rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("scoring_func", ScoringFunc)
-def test_gradcheck(scoring_func: ScoringFunc, renormalize: bool) -> None:
-    logits = torch.randn(4, 9, dtype=torch.float64)
-    # A sum of logits may come close to 0, where the clamp has no derivative.
-    logits = (logits.abs() + 0.1 if scoring_func is IDENTITY else logits).requires_grad_()
-    mask = torch.tensor([True, True, False, True])
-
-    bias = torch.randn(9, dtype=torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda x: reference.topk_gate_with_weights(x, 3, scoring_func, bias, renormalize, 2.5, mask)[1], logits
-    )
 
 
 GOOD: dict[str, Any] = {"logits": torch.zeros(2, 8), "num_topk": 2, "scoring_func": SIGMOID}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import tk_moe
 from tk_core.testing import Case, Make, OpSpec, tiers
 
+from ..models import benches
 from . import test_topk_gate as gate_cases
 
 
@@ -60,20 +61,8 @@ SPEC = OpSpec(
             for num, tokens, values in ((1, 31, "ties"), (2, 4001, "ties"), (2, 8001, "normal"), (2, 2003, "extremes"))
         ),
         Case("g8-e32-s2-k4-t4001-bits", make(4001, 8, 32, 2, 4, "bits")),
-        *(
-            Case(
-                f"g8-e32-s2-k4-t{tokens}-bench",
-                make(tokens, 8, 32, 2, 4),
-                bench=True,
-                model_shape=tokens == 8192,
-                gpu=False,
-            )
-            for tokens in (1, 8, 64, 128, 1024, 8192)
-        ),
-        *(
-            Case(f"g{groups}-e{size}-s2-k{kept}-t8192-bench", make(8192, groups, size, 2, kept), bench=True, gpu=False)
-            for groups, size, kept in ((4, 32, 2), (8, 48, 4), (16, 32, 4))
-        ),
+        *benches("g8-e32-s2-k4-t{}", lambda t: make(t, 8, 32, 2, 4), (1, 8, 64, 128, 1024, 8192), models=(8192,)),
+        *benches("g{}-e{}-s2-k{}-t8192", lambda g, e, k: make(8192, g, e, 2, k), ((4, 32, 2), (8, 48, 4), (16, 32, 4))),
     ),
 )
 

@@ -11,13 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tk_core
 import tk_moe
-from tk_core import env
 from tk_core.arch import ARCHS, arch_from_name
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_moe import reference
 from tk_moe.mapping.get_fused_mapping import MAX_POSITIONS, GetFusedMappingConfig
 
-from ..models import MODEL_EXPERTS
+from ..models import MODEL_EXPERTS, benches
 
 # Not an expert for any number of experts; includes values whose low 32 bits alone would be one.
 _NO_EXPERT = (-1, -2, -(2**31), -(2**32), -(2**32) + 3, -(2**63), 1024, 2**31, 2**32, 2**32 + 3, 2**63 - 1)
@@ -141,20 +140,18 @@ SPEC = OpSpec(
             for num_experts in MODEL_EXPERTS
             for num_topk, num_tokens, alignment in ((1, 2, 128), (2, 31, 16), (6, 8001, 16), (7, 1, 1), (9, 4001, 128))
         ),
-        Case("e256-k8-t8192-bench", make(8192, 8, 256), bench=True, model_shape=True, gpu=False, compile=True),
-        Case("e256-k8-t128-bench", make(128, 8, 256), bench=True, model_shape=True, gpu=False),
-        Case("e256-k8-t8192-int32-bench", make(8192, 8, 256, idx_dtype=torch.int32), bench=True, gpu=False),
-        Case("e256-k8-t8192-last-bench", make(8192, 8, 256, routing="last"), bench=True, gpu=False),
-        Case("e256-k8-t8192-half-bench", make(8192, 8, 256, routing="half"), bench=True, gpu=False),
-        Case("e256-k8-t8192-a128-bench", make(8192, 8, 256, 128), bench=True, gpu=False),
-        *(
-            Case(f"e256-k8-t{num_tokens}-bench", make(num_tokens, 8, 256), bench=True, gpu=False)
-            for num_tokens in (1, 64, 512, 1024, 2048, 4001, 8001, 16384, 32768)
+        *benches("e256-k8-t{}", lambda t: make(t, 8, 256), (8192,), models=(8192,), compile=True),
+        *benches(
+            "e256-k8-t{}",
+            lambda t: make(t, 8, 256),
+            (128, 1, 64, 512, 1024, 2048, 4001, 8001, 16384, 32768),
+            models=(128,),
         ),
-        *(
-            Case(f"e{num_experts}-k{num_topk}-t8192-bench", make(8192, num_topk, num_experts), bench=True, gpu=False)
-            for num_experts, num_topk in ((64, 6), (128, 8), (384, 8), (512, 8))
-        ),
+        *benches("e256-k8-t{}-int32", lambda t: make(t, 8, 256, idx_dtype=torch.int32), (8192,)),
+        *benches("e256-k8-t{}-last", lambda t: make(t, 8, 256, routing="last"), (8192,)),
+        *benches("e256-k8-t{}-half", lambda t: make(t, 8, 256, routing="half"), (8192,)),
+        *benches("e256-k8-t{}-a128", lambda t: make(t, 8, 256, 128), (8192,)),
+        *benches("e{}-k{}-t8192", lambda e, k: make(8192, k, e), ((64, 6), (128, 8), (384, 8), (512, 8))),
     ),
 )
 
@@ -192,22 +189,11 @@ def test_by_hand() -> None:
 
 
 def test_psum_is_where_each_segment_s_pairs_end() -> None:
-    *outputs, sizes, psum = tk_moe.get_fused_mapping(torch.tensor(TOPK_IDX), 3, 0, 2, with_psum=True)
+    *outputs, sizes, psum = tk_moe.get_fused_mapping(torch.tensor(TOPK_IDX, dtype=torch.int32), 3, 0, 2, with_psum=True)
     assert psum.dtype == torch.int32
     assert psum.tolist() == [3, 4, 7]
     assert [x.tolist() for x in outputs] == [MAPPING[name] for name in NAMES]
     assert sizes == MAPPING["list"]
-
-
-def test_indices_of_32_bits() -> None:
-    *outputs, _ = tk_moe.get_fused_mapping(torch.tensor(TOPK_IDX, dtype=torch.int32), 3, 0, 2)
-    assert [x.tolist() for x in outputs] == [MAPPING[name] for name in NAMES]
-
-
-def padded(mapping: dict[str, Any], length: int) -> dict[str, Any]:
-    """The mapping in `length` positions, and not read back."""
-    longer = {name: mapping[name] + [-1] * (length - len(mapping[name])) for name in NAMES[:3]}
-    return {**mapping, **longer, "list": []}
 
 
 def test_sizes_can_not_be_read_where_there_are_none() -> None:
@@ -229,16 +215,6 @@ def test_sizes_can_not_be_read_where_there_are_none() -> None:
     size = tk_moe.max_expanded_tokens(*idx.shape, 3, 2)
     sized = torch.compile(lambda idx: tk_moe.get_fused_mapping(idx, 3, size, 2)[0], fullgraph=True, backend="aot_eager")
     assert sized(idx).shape == (size,)
-
-
-def test_worst_case_is_kept_without_synchronization() -> None:
-    # ⌊(8 pairs + 1 · 3 experts) / 2⌋ · 2
-    assert run(TOPK_IDX, 3, 0, 2, True) == padded(MAPPING, 10)
-
-
-@pytest.mark.parametrize("force_no_sync", [False, True])
-def test_given_number_of_positions(force_no_sync: bool) -> None:
-    assert run(TOPK_IDX, 3, 13, 2, force_no_sync) == padded(MAPPING, 13)
 
 
 def test_pairs_that_do_not_fit_have_no_position() -> None:
@@ -266,20 +242,6 @@ def test_no_tokens(alignment: int, worst_case: int) -> None:
         assert token_topk_to_pos.shape == (0, 4)
         assert [x.tolist() for x in (start, end, counts)] == [nothing] * 3
         assert listed == sizes
-
-
-def test_all_tokens_to_one_expert_of_many() -> None:
-    out = run([[5]] * 20, 9, 0, 16)
-    assert out["pos_to_token"] == [*range(20), *[-1] * 12]
-    assert out["list"] == [0, 0, 0, 0, 0, 32, 0, 0, 0]
-    assert out["token_topk_to_pos"] == [[token] for token in range(20)]
-
-
-def test_no_pair_has_an_expert() -> None:
-    out = run([[-1, -(2**63)], [4, 2**32]], 4, 0, 16)
-    assert out["pos_to_expert"] == []
-    assert out["token_topk_to_pos"] == [[-1, -1], [-1, -1]]
-    assert out["list"] == [0, 0, 0, 0]
 
 
 def naive_mapping(
@@ -324,21 +286,6 @@ def test_reference_against_a_loop(data: st.DataObject) -> None:
     assert run(topk_idx, *args) == naive_mapping(topk_idx, *args)
 
 
-def test_cut_maps_are_contiguous_and_the_input_stays() -> None:
-    topk_idx = torch.tensor(TOPK_IDX)
-    before = topk_idx.clone()
-    pos_to_expert, *_ = tk_moe.get_fused_mapping(topk_idx, 3, 0, 2)
-    assert pos_to_expert.is_contiguous()
-    assert torch.equal(topk_idx, before)
-
-
-def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "debug", lambda: True)
-    run(TOPK_IDX, 3, 0, 2)
-    with pytest.raises(ValueError, match=r"topk_idx.*num_experts = 3.*3"):
-        run([[0, 3]], 3, 0, 2)
-
-
 GOOD: dict[str, Any] = {
     "topk_idx": torch.zeros(4, 2, dtype=torch.int64),
     "num_experts": 4,
@@ -376,11 +323,6 @@ def test_every_config_has_room(arch: tk_core.Arch, num_experts: int) -> None:
             assert config.cluster_size * config.num_clusters <= num_sms
             assert config.cluster_size in (0, 1) or arch.sm >= 90
             assert not config.cluster_size or config.max_pairs >= 1 << exponent
-
-
-def test_config_at_the_target_shape() -> None:
-    assert GetFusedMappingConfig.best(65536, 256, 132, arch_from_name("sm_90a")).cluster_size > 1
-    assert GetFusedMappingConfig.best(65536, 256, 108, arch_from_name("sm_80")).cluster_size == 0
 
 
 def naive_parts(num_pairs: int, config: GetFusedMappingConfig) -> list[range]:

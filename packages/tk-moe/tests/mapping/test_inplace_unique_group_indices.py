@@ -8,27 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, tiers
 
-from ..balance.test_group_count import indices
+from ..balance.test_group_count import make_indices
+from ..models import benches
 
 
-def make(
-    num_tokens: int,
-    num_topk: int,
-    num_groups: int,
-    routing: str = "any",
-    first_element: int = 0,
-    dtype: torch.dtype = torch.int64,
-) -> Make:
-    """Arguments of inplace_unique_group_indices; routing as in `testing.balance.group_count.indices`."""
-
-    def build(device: str) -> dict[str, Any]:
-        drawn = indices(num_tokens, num_topk, num_groups, routing, device, first_element, dtype)
-        return {"group_indices": drawn, "num_groups": num_groups}
-
-    return build
+def make(num_tokens: int, num_topk: int, num_groups: int, *drawn: Any, **options: Any) -> Make:
+    """Arguments of inplace_unique_group_indices; the rest is as in `make_indices`."""
+    return make_indices("group_indices", (num_tokens, num_topk), num_groups, *drawn, **options, num_groups=num_groups)
 
 
 SPEC = OpSpec(
@@ -54,10 +42,11 @@ SPEC = OpSpec(
             for num_groups in (4, 8, 36, 72, 128)
             for num_topk, num_tokens, routing in ((2, 2, "any"), (8, 8001, "any"), (9, 4001, "none"), (7, 31, "half"))
         ),
-        Case("g8-k8-t8192-bench", make(8192, 8, 8), bench=True, model_shape=True, gpu=False),
-        *(
-            Case(f"g{num_groups}-k8-t{num_tokens}-bench", make(num_tokens, 8, num_groups), bench=True, gpu=False)
-            for num_groups, num_tokens in ((8, 1), (8, 128), (8, 1024), (128, 8192))
+        *benches(
+            "g{}-k8-t{}",
+            lambda g, t: make(t, 8, g),
+            ((8, 8192), (8, 1), (8, 128), (8, 1024), (128, 8192)),
+            models=((8, 8192),),
         ),
     ),
 )
@@ -92,13 +81,6 @@ def test_reference_against_a_set(data: st.DataObject) -> None:
     group_indices = torch.tensor([row])
     tk_moe.inplace_unique_group_indices(group_indices, num_groups)
     assert group_indices.tolist() == [expected]
-
-
-def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "debug", lambda: True)
-    tk_moe.inplace_unique_group_indices(torch.tensor([[2, -1]]), 3)
-    with pytest.raises(ValueError, match=r"group_indices.*num_groups = 3.*3"):
-        tk_moe.inplace_unique_group_indices(torch.tensor([[3, -1]]), 3)
 
 
 test_bad_input = tiers.bad_input(

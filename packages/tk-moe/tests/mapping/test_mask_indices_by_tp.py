@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, tiers
 
-from ..balance.test_group_count import indices
+from ..balance.test_group_count import make_indices
+from ..models import benches
 
 
 def make(
@@ -21,22 +21,12 @@ def make(
     num_ep_ranks: int,
     tp_rank: int,
     num_tp_ranks: int,
-    routing: str = "any",
-    first_element: int = 0,
-    dtype: torch.dtype = torch.int64,
+    *drawn: Any,
+    **options: Any,
 ) -> Make:
-    """Arguments of mask_indices_by_tp; routing as in `testing.balance.group_count.indices`."""
-
-    def build(device: str) -> dict[str, Any]:
-        return {
-            "indices": indices(num_tokens, num_topk, n, routing, device, first_element, dtype),
-            "n": n,
-            "num_ep_ranks": num_ep_ranks,
-            "tp_rank": tp_rank,
-            "num_tp_ranks": num_tp_ranks,
-        }
-
-    return build
+    """Arguments of mask_indices_by_tp; the rest is as in `make_indices`."""
+    ranks = {"n": n, "num_ep_ranks": num_ep_ranks, "tp_rank": tp_rank, "num_tp_ranks": num_tp_ranks}
+    return make_indices("indices", (num_tokens, num_topk), n, *drawn, **options, **ranks)
 
 
 SPEC = OpSpec(
@@ -69,11 +59,7 @@ SPEC = OpSpec(
                 (512, 1, 2, 16, 1, 2),
             )
         ),
-        Case("n256-k8-t8192-ep8-tp1of2-bench", make(8192, 8, 256, 8, 1, 2), bench=True, model_shape=True, gpu=False),
-        *(
-            Case(f"n256-k8-t{num_tokens}-ep8-tp1of2-bench", make(num_tokens, 8, 256, 8, 1, 2), bench=True, gpu=False)
-            for num_tokens in (1, 128, 1024)
-        ),
+        *benches("n256-k8-t{}-ep8-tp1of2", lambda t: make(t, 8, 256, 8, 1, 2), (8192, 1, 128, 1024), models=(8192,)),
     ),
 )
 
@@ -110,13 +96,6 @@ def test_kept_experts_are_numbered_in_order(data: st.DataObject) -> None:
     expected = [kept.index(i) if i in kept else -1 for i in range(n)]
     out = tk_moe.mask_indices_by_tp(torch.arange(n)[None], n, num_ep_ranks, tp_rank, num_tp_ranks)
     assert out.tolist() == [expected]
-
-
-def test_debug_mode_finds_an_index_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "debug", lambda: True)
-    tk_moe.mask_indices_by_tp(torch.tensor([[7, -1]]), 8, 4, 0, 2)
-    with pytest.raises(ValueError, match=r"indices.*n = 8.*8"):
-        tk_moe.mask_indices_by_tp(torch.tensor([[8, -1]]), 8, 4, 0, 2)
 
 
 test_bad_input = tiers.bad_input(

@@ -52,14 +52,6 @@ def test_no_routing_needs_more_and_one_needs_as_much(data: Any) -> None:
     assert rows_needed(worst_routing(num_tokens, num_topk, num_experts), num_experts, alignment) == most
 
 
-def test_every_pair_has_a_row() -> None:
-    topk_idx = worst_routing(7, 3, 16)
-    num_rows = max_expanded_tokens(7, 3, 16, 8)
-    token_topk_to_pos = get_fused_mapping(topk_idx, 16, num_rows, 8, True)[3]
-    assert token_topk_to_pos.min() >= 0
-    assert get_fused_mapping(topk_idx, 16, num_rows - 8, 8, True)[3].min() == -1
-
-
 def test_one_graph_for_all_numbers_of_tokens() -> None:
     graphs = 0
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import tk_moe
 from tk_core.testing import Case, Make, OpSpec, nearest_float32, tiers
 
+from ..models import benches, starting_at
+
 
 def make(num_tokens: int, num_topk: int, values: str = "uniform", first_element: int = 0) -> Make:
     """Weights that are `uniform`, `zeros`, of all magnitudes (`wide`), or full of ∞ and subnormals (`extremes`).
@@ -20,7 +22,7 @@ def make(num_tokens: int, num_topk: int, values: str = "uniform", first_element:
 
     def build(device: str) -> dict[str, Any]:
         shape = (num_tokens, num_topk)
-        w = torch.empty(first_element + num_tokens * num_topk, device=device)[first_element:].view(shape)
+        w = starting_at(first_element, shape, device)
         if device == "meta":
             return {"topk_weights": w}
         if values == "uniform":
@@ -58,10 +60,11 @@ SPEC = OpSpec(
             for num_topk in (1, 2, 6, 7, 8, 9)
             for num_tokens in (0, 1, 2, 31, 4001, 8001)
         ),
-        Case("k8-t8192-bench", make(8192, 8), bench=True, model_shape=True, gpu=False),
-        *(
-            Case(f"k{num_topk}-t{num_tokens}-bench", make(num_tokens, num_topk), bench=True, gpu=False)
-            for num_topk, num_tokens in ((8, 1), (8, 64), (8, 4001), (8, 8001), (6, 8192), (9, 8192))
+        *benches(
+            "k{}-t{}",
+            lambda k, t: make(t, k),
+            ((8, 8192), (8, 1), (8, 64), (8, 4001), (8, 8001), (6, 8192), (9, 8192)),
+            models=((8, 8192),),
         ),
     ),
 )
