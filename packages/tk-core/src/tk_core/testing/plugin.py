@@ -150,6 +150,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # ---- seeds
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """A test that takes it runs on a CPU, and where there is a GPU, on that too."""
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _tk_seed(request: pytest.FixtureRequest) -> None:
     import numpy as np
