@@ -267,6 +267,7 @@ def _engram_gate_bwd(
     rstd_x: Tensor,
     rstd_k: Tensor,
     clamp_value: float,
+    *,
     image_token_mask: Tensor | None,
     add_residual: bool,
     grad_kv: Tensor | None,
@@ -359,9 +360,9 @@ def engram_gate_bwd(
         TypeError: an argument is not of its type, or no tensor of its dtype.
         ValueError: a shape, stride, device or number does not fit.
     """
-    inputs = (grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k)
-    gradients = _engram_gate_bwd(*inputs, clamp_value, image_token_mask, add_residual, grad_kv)
-    grad_x, grad_k, grad_v, grad_w_partial = gradients
+    inputs = (grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value)
+    options = {"image_token_mask": image_token_mask, "add_residual": add_residual, "grad_kv": grad_kv}
+    grad_x, grad_k, grad_v, grad_w_partial = _engram_gate_bwd(*inputs, **options)
     if grad_v is None:
         return grad_x, grad_k[:, :-1], grad_k[:, -1], grad_w_partial
     return grad_x, grad_k, grad_v, grad_w_partial

@@ -174,6 +174,7 @@ def _engram_gate_fwd(
     eps: float,
     clamp_value: float,
     save_for_backward: bool,
+    *,
     image_token_mask: Tensor | None,
     add_residual: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -239,5 +240,5 @@ def engram_gate_fwd(
         check.flag(name, flag)
     check.require(not (inplace and save_for_backward), "inplace", "False with save_for_backward", inplace)
     streams = (None, hidden_states) if inplace else (hidden_states, None)
-    options = (eps, clamp_value, save_for_backward, image_token_mask, add_residual)
-    return _engram_gate_fwd(*streams, k, v, weight_fused, *options)
+    inputs = (*streams, k, v, weight_fused, eps, clamp_value, save_for_backward)
+    return _engram_gate_fwd(*inputs, image_token_mask=image_token_mask, add_residual=add_residual)

@@ -1,5 +1,7 @@
 """Reference of engram_gate_bwd."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,22 +62,8 @@ def engram_gate_bwd(
 
 
 def engram_gate_bwd_into(
-    grad_out: Tensor,
-    hidden_states: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    dot: Tensor,
-    gate_score: Tensor,
-    rstd_x: Tensor,
-    rstd_k: Tensor,
-    clamp_value: float,
-    image_token_mask: Tensor | None,
-    add_residual: bool,
-    grad_kv: Tensor | None,
+    *inputs: Any, grad_kv: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """`engram_gate_bwd`, which returns a given grad_kv instead of its two views."""
-    inputs = (grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value)
-    options = {"image_token_mask": image_token_mask, "add_residual": add_residual, "grad_kv": grad_kv}
-    grad_x, grad_k, grad_v, grad_w_partial = engram_gate_bwd(*inputs, **options)
+    grad_x, grad_k, grad_v, grad_w_partial = engram_gate_bwd(*inputs, grad_kv=grad_kv, **options)
     return grad_x, *((grad_k, grad_v) if grad_kv is None else (grad_kv, None)), grad_w_partial

@@ -1,5 +1,7 @@
 """Reference of engram_gate_fwd."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,18 +43,7 @@ def engram_gate_fwd(
 
 
 def engram_gate_fwd_into(
-    x: Tensor | None,
-    hidden_states: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    eps: float,
-    clamp_value: float,
-    save_for_backward: bool,
-    image_token_mask: Tensor | None,
-    add_residual: bool,
+    x: Tensor | None, hidden_states: Tensor | None, *inputs: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """`engram_gate_fwd` of x, or of hidden_states and in place."""
-    options = {"image_token_mask": image_token_mask, "inplace": x is None, "add_residual": add_residual}
-    streams = hidden_states if x is None else x
-    return engram_gate_fwd(streams, k, v, weight_fused, eps, clamp_value, save_for_backward, **options)
+    return engram_gate_fwd(hidden_states if x is None else x, *inputs, inplace=x is None, **options)
