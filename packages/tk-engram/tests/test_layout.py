@@ -1,6 +1,5 @@
 """The layout of a model's tables."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 import tk_engram
 from tk_engram import reference
-from tk_engram.layout import EngramLayout, engram_layout, is_prime
+from tk_engram.layout import engram_layout, is_prime
 
 
 def test_primes_against_a_sieve() -> None:
@@ -123,15 +122,6 @@ def test_tensors_are_what_the_hash_takes() -> None:
     assert (rows >= offsets[:, None]).all()
     assert (rows.flatten(1).amax(1) < torch.tensor(layout.num_rows)).all()
     assert layout.tensors("meta")[0].is_meta
-
-
-def test_layout_is_a_value() -> None:
-    layout = engram_layout(50, [1, 4], 3, 2, [40, 30])
-    assert layout == engram_layout(50, (1, 4), 3, 2, (40, 30), seed=0)
-    assert hash(layout) == hash(EngramLayout(layout.layer_ids, layout.vocab_sizes, layout.multipliers))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        layout.layer_ids = (1,)  # type: ignore[misc]
-    assert "engram_layout" not in tk_engram.__all__
 
 
 GOOD: dict[str, Any] = {

@@ -16,7 +16,8 @@ from tk_engram import reference
 from tk_engram.gate.engram_gate_bwd import EngramGateBwdConfig
 from tk_engram.sizes import num_token_ranges
 
-from .compare import assert_calc_diff, assert_close_bfloat16
+from ..compare import assert_calc_diff, assert_close_bfloat16
+from ..inputs import bench, empty
 from .test_engram_gate_fwd import CLAMP_VALUE, EPS, Layout
 from .test_engram_gate_fwd import make as make_forward
 
@@ -48,11 +49,8 @@ def make(
         del inputs["eps"]
         inputs["grad_out"] = torch.randn((num_tokens, mhc_mult, hidden), dtype=torch.bfloat16, device=device)
         inputs |= zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved)
-        grad_kv = None
-        if given:
-            size = num_tokens * (mhc_mult + 1) * hidden
-            grad_kv = torch.empty(first_element + size, dtype=torch.bfloat16, device=device)[first_element:]
-            grad_kv = grad_kv.view(num_tokens, mhc_mult + 1, hidden).normal_()
+        shape = (num_tokens, mhc_mult + 1, hidden)
+        grad_kv = empty(shape, torch.bfloat16, device, first_element).normal_() if given else None
         return {**inputs, "grad_kv": grad_kv}
 
     return build
@@ -101,34 +99,21 @@ SPEC = OpSpec(
         Case("m1-h16384-t401", make(401, 1, 16384)),
         Case("m4-h7168-t1001-mask", make(1001, 4, 7168, layout="packed", mask=True, given=True), compile=True),
         Case("m4-h4096-t401-alone", make(401, 4, 4096, given=True, add_residual=False), compile=True),
-        Case("m4-h7168-t8192-bench", make(8192, 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
-        *(
-            Case(f"m4-h7168-t{tokens}-bench", make(tokens, 4, 7168), bench=True, gpu=False)
-            for tokens in (1, 64, 4001, 8001)
-        ),
-        *(
-            Case(f"m4-h{hidden}-t8192-bench", make(8192, 4, hidden), bench=True, gpu=False)
-            for hidden in (576, 2048, 2560)
-        ),
-        Case("m4-h4096-t8192-bench", make(8192, 4, 4096), bench=True, gpu=False),
-        Case("m4-h2048-t4001-bench", make(4001, 4, 2048), bench=True, gpu=False),
-        Case(
-            "m4-h7168-t8192-packed-bench",
-            make(8192, 4, 7168, layout="packed", given=True),
-            bench=True,
-            gpu=False,
-        ),
+        bench("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
+        *(bench(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (1, 64, 4001, 8001)),
+        *(bench(f"m4-h{hidden}-t8192", make(8192, 4, hidden)) for hidden in (576, 2048, 2560, 4096)),
+        bench("m4-h2048-t4001", make(4001, 4, 2048)),
+        bench("m4-h7168-t8192-packed", make(8192, 4, 7168, layout="packed", given=True)),
     ),
 )
 
 
 test_tiers = tiers.tests(SPEC)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 INPUTS = ("hidden_states", "k", "v", "weight_fused")
+PER_TOKEN = ("grad_out", "hidden_states", "k", "v", "dot", "gate_score", "rstd_x", "rstd_k")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_by_hand(device: str) -> None:
     """All of a stream's channels equal, eps 0: rstd = 1 / |x|, d = ±8 · weight, and x and k only have their signs."""
     x = torch.full((1, 1, 64), 2.0, device=device).bfloat16()
@@ -176,18 +161,6 @@ def test_reference_against_autograd(options: dict[str, Any], mhc_mult: int) -> N
     torch.testing.assert_close((grad_x, grad_k, grad_v, grad_w.sum(0)), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mask", [False, True])
-def test_op_against_autograd_in_float64(mask: bool, device: str) -> None:
-    inputs = make(33, 4, 576, mask=mask)(device)
-    grad_x, grad_k, grad_v, grad_w = tk_engram.engram_gate_bwd(**inputs)
-    expected = gradients(inputs, torch.float64)
-    for name, got, want in zip(("grad_x", "grad_k", "grad_v"), (grad_x, grad_k, grad_v), expected):
-        assert_close_bfloat16(got, want.bfloat16(), 1e-8, name)
-    assert calc_diff(grad_w.sum(0), expected[3]) < 1e-8
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_parts_are_sums_over_every_so_many_tokens(device: str) -> None:
     num_ranges = num_token_ranges(1, 64)
     inputs = make(2 * num_ranges + 3, 1, 64)(device)
@@ -202,7 +175,6 @@ def test_parts_are_sums_over_every_so_many_tokens(device: str) -> None:
     assert calc_diff(grad_w[1], expected) < 1e-8
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("clamp_value", [0.0, 1e-6])
 def test_nothing_comes_through_the_gate_of_padding(clamp_value: float, device: str) -> None:
     inputs = make(5, 2, 128, zeros=True, clamp_value=clamp_value)(device)
@@ -216,7 +188,6 @@ def test_nothing_comes_through_the_gate_of_padding(clamp_value: float, device: s
     assert (grad_w[1] != 0).any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_nothing_comes_through_the_root_of_what_is_clamped(device: str) -> None:
     inputs = make(5, 2, 128, clamp_value=1e6)(device)
     grad_x, grad_k, _, grad_w = tk_engram.engram_gate_bwd(**inputs)
@@ -225,7 +196,6 @@ def test_nothing_comes_through_the_root_of_what_is_clamped(device: str) -> None:
     assert (grad_w == 0).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("add_residual", [True, False])
 def test_masked_tokens(add_residual: bool, device: str) -> None:
     inputs = make(7, 2, 192, mask=True, add_residual=add_residual)(device)
@@ -244,7 +214,6 @@ def test_masked_tokens(add_residual: bool, device: str) -> None:
     assert grad_w.isfinite().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["packed", "strided", "unaligned"])
 def test_layouts_and_grad_kv_change_nothing(layout: str, device: str) -> None:
     inputs = make(5, 3, 320, layout=layout, given=True)(device)
@@ -259,24 +228,6 @@ def test_layouts_and_grad_kv_change_nothing(layout: str, device: str) -> None:
     assert expected[2].is_contiguous()
     assert_equal(tuple(each.clone(memory_format=torch.contiguous_format) for each in result), expected)
     assert_equal(grad_kv, torch.cat((expected[1], expected[2].unsqueeze(1)), dim=1))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_zero_tokens(device: str) -> None:
-    grad_x, grad_k, grad_v, grad_w = tk_engram.engram_gate_bwd(**make(0, 4, 128)(device))
-    assert grad_x.shape == grad_k.shape == (0, 4, 128)
-    assert grad_v.shape == (0, 128)
-    assert grad_w.shape == (num_token_ranges(4, 128), 4, 128)
-    assert (grad_w == 0).all()
-
-
-def test_least_bytes_counts_grad_kv_once() -> None:
-    for given in (False, True):
-        inputs = make(2, 2, 64, given=given)("cpu")
-        outputs = tk_engram.engram_gate_bwd(**inputs)
-        streams, saved, weight = 2 * (2 * 2 * 64), 4 * (2 * 2), 4 * (2 * 64)
-        expected = 5 * streams + 2 * 2 * (2 * 64) + 4 * saved + weight * (1 + num_token_ranges(2, 64))
-        assert least_bytes(inputs, outputs) == expected
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a"])
@@ -295,85 +246,28 @@ def test_config_fits(has_mask: bool, arch: str) -> None:
         assert config.padded(hidden) - hidden < 256 * rounds, hidden
 
 
-@pytest.mark.parametrize(("mhc_mult", "hidden"), [(1, 64), (4, 576), (4, 2048), (4, 7168), (4, 8192), (8, 4096)])
-@pytest.mark.parametrize("has_mask", [False, True])
-def test_shapes_that_are_read_once_on_an_h200(has_mask: bool, mhc_mult: int, hidden: int) -> None:
-    assert EngramGateBwdConfig.best(mhc_mult, hidden, has_mask, ARCHS["sm_90a"]) is not None
-
-
 GOOD = make(3, 2, 64, mask=True, given=True)("cpu")
-X, K, V, WEIGHT, MASK = (GOOD[name] for name in (*INPUTS, "image_token_mask"))
-DOT = GOOD["dot"]
+X = GOOD["hidden_states"]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
-        ({"grad_out": None}, TypeError, "grad_out: .*Tensor"),
-        ({"grad_out": X.float()}, TypeError, "grad_out: .*bfloat16"),
-        ({"grad_out": X[:2]}, ValueError, "grad_out: .*shape"),
-        ({"grad_out": X.repeat(1, 1, 2)[..., :64]}, ValueError, "grad_out: .*contiguous"),
-        ({"grad_out": X.to("meta")}, ValueError, "grad_out: .*device"),
-        ({"hidden_states": 1}, TypeError, "hidden_states: .*Tensor"),
-        ({"hidden_states": X.float()}, TypeError, "hidden_states: .*bfloat16"),
-        ({"hidden_states": X[0]}, ValueError, "hidden_states: .*shape"),
-        ({"hidden_states": X.repeat(1, 1, 2)[..., :64]}, ValueError, "hidden_states: .*contiguous"),
         ({"hidden_states": X.repeat(1, 5, 1)}, ValueError, "hc_mult .*hidden_states.*1 to 8"),
         ({"hidden_states": X[..., :32].contiguous()}, ValueError, "hidden .*hidden_states.*64 to 16384"),
         ({"hidden_states": X.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "hidden .*multiple of 64"),
-        ({"k": None}, TypeError, "k: .*Tensor"),
-        ({"k": K.float()}, TypeError, "k: .*bfloat16"),
-        ({"k": K[:2]}, ValueError, "k: .*shape"),
-        ({"k": K.repeat(1, 1, 2)[..., ::2]}, ValueError, "k: .*stride 1"),
-        ({"k": K.to("meta")}, ValueError, "k: .*device"),
-        ({"v": 0.5}, TypeError, "v: .*Tensor"),
-        ({"v": V.half()}, TypeError, "v: .*bfloat16"),
-        ({"v": V[:2]}, ValueError, "v: .*shape"),
-        ({"v": V.repeat(1, 2)[:, ::2]}, ValueError, "v: .*stride 1"),
-        ({"v": V.to("meta")}, ValueError, "v: .*device"),
-        ({"weight_fused": None}, TypeError, "weight_fused: .*Tensor"),
-        ({"weight_fused": WEIGHT.bfloat16()}, TypeError, "weight_fused: .*float32"),
-        ({"weight_fused": WEIGHT[:1]}, ValueError, "weight_fused: .*shape"),
-        ({"weight_fused": torch.ones(64, 2).T}, ValueError, "weight_fused: .*contiguous"),
-        ({"weight_fused": WEIGHT.to("meta")}, ValueError, "weight_fused: .*device"),
         *(
-            case
-            for name in ("dot", "gate_score", "rstd_x", "rstd_k")
-            for case in (
-                ({name: None}, TypeError, f"{name}: .*Tensor"),
-                ({name: DOT.bfloat16()}, TypeError, f"{name}: .*float32"),
-                ({name: DOT[:, :1]}, ValueError, f"{name}: .*shape"),
-                ({name: torch.ones(2, 3).T}, ValueError, f"{name}: .*contiguous"),
-                ({name: DOT.to("meta")}, ValueError, f"{name}: .*device"),
-            )
+            ({name: GOOD[name][:2]}, ValueError, f"{name}: .*shape")
+            for name in ("image_token_mask", *PER_TOKEN)
+            if name != "hidden_states"
         ),
-        ({"clamp_value": None}, TypeError, "clamp_value: .*number"),
+        ({"weight_fused": GOOD["weight_fused"][:1]}, ValueError, "weight_fused: .*shape"),
+        ({"grad_kv": X}, ValueError, "grad_kv: .*shape"),
         ({"clamp_value": -1e-6}, ValueError, "clamp_value: .*at least 0"),
         ({"clamp_value": math.inf}, ValueError, "clamp_value: .*finite"),
-        ({"image_token_mask": 1}, TypeError, "image_token_mask: .*Tensor"),
-        ({"image_token_mask": MASK.int()}, TypeError, "image_token_mask: .*bool"),
-        ({"image_token_mask": MASK[:2]}, ValueError, "image_token_mask: .*shape"),
-        ({"image_token_mask": MASK.repeat(2)[::2]}, ValueError, "image_token_mask: .*contiguous"),
-        ({"image_token_mask": MASK.to("meta")}, ValueError, "image_token_mask: .*device"),
-        ({"add_residual": None}, TypeError, "add_residual: .*bool"),
-        ({"grad_kv": 1}, TypeError, "grad_kv: .*Tensor"),
-        ({"grad_kv": GOOD["grad_kv"].float()}, TypeError, "grad_kv: .*bfloat16"),
-        ({"grad_kv": X}, ValueError, "grad_kv: .*shape"),
-        ({"grad_kv": GOOD["grad_kv"].repeat(1, 1, 2)[..., :64]}, ValueError, "grad_kv: .*contiguous"),
-        ({"grad_kv": GOOD["grad_kv"].to("meta")}, ValueError, "grad_kv: .*device"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    before = GOOD["grad_kv"].clone()
-    with pytest.raises(error, match=match):
-        tk_engram.engram_gate_bwd(**{**GOOD, **change})
-    assert_equal(GOOD["grad_kv"], before)
-
-
-def test_new_options_are_given_by_name() -> None:
-    saved = (DOT, DOT, DOT, DOT)
-    with pytest.raises(TypeError, match="positional"):
-        tk_engram.engram_gate_bwd(X, X, K, V, WEIGHT, *saved, 1e-6, MASK)
 
 
 @pytest.mark.gpu(gib=3)
@@ -381,9 +275,8 @@ def test_new_options_are_given_by_name() -> None:
 def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int, hidden: int) -> None:
     inputs = make(2001, mhc_mult, hidden, layout="packed")("cuda")
     whole = tk_engram.engram_gate_bwd(**inputs)
-    per_token = ("grad_out", "hidden_states", "k", "v", "dot", "gate_score", "rstd_x", "rstd_k")
     for first, last in ((0, 1), (777, 778), (1, 140)):
-        part = {name: inputs[name][first:last] for name in per_token}
+        part = {name: inputs[name][first:last] for name in PER_TOKEN}
         expected = tuple(each[first:last].clone() for each in whole[:3])
         assert_equal(tk_engram.engram_gate_bwd(**{**inputs, **part})[:3], expected)
 
@@ -393,9 +286,8 @@ def test_gpu_bits_do_not_depend_on_other_tokens(mhc_mult: int, hidden: int) -> N
 def test_gpu_beyond_two_to_the_31_elements(mhc_mult: int) -> None:
     num_tokens = 2**31 // (mhc_mult * 8192) + 5
     last = make(9, mhc_mult, 8192)("cuda")
-    per_token = ("grad_out", "hidden_states", "k", "v", "dot", "gate_score", "rstd_x", "rstd_k")
     inputs = dict(last)
-    for name in per_token:
+    for name in PER_TOKEN:
         inputs[name] = last[name].new_zeros((num_tokens, *last[name].shape[1:]))
         inputs[name][-9:] = last[name]
     results = tk_engram.engram_gate_bwd(**inputs)

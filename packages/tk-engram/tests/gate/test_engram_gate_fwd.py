@@ -14,7 +14,8 @@ from tk_core.testing.trees import distinct_bytes
 from tk_engram import reference
 from tk_engram.gate.engram_gate_fwd import EngramGateFwdConfig
 
-from .compare import assert_calc_diff, assert_close_bfloat16
+from ..compare import assert_calc_diff, assert_close_bfloat16
+from ..inputs import bench, empty
 
 Layout = Literal["dense", "packed", "strided", "unaligned"]
 EPS, CLAMP_VALUE = 1e-5, 1e-6
@@ -60,14 +61,13 @@ def make(
     """
 
     def build(device: str) -> dict[str, Any]:
-        size = num_tokens * mhc_mult * hidden
-        x = torch.empty(first_element + size, dtype=torch.bfloat16, device=device)[first_element:]
+        x = empty((num_tokens, mhc_mult, hidden), torch.bfloat16, device, first_element)
         k, v = draw_kv(num_tokens, mhc_mult, hidden, layout, device)
         if zeros:
             k[::2] = 0
         image_token_mask = (torch.arange(num_tokens, device=device) % 3 == 1) if mask else None
         return {
-            "hidden_states": x.view(num_tokens, mhc_mult, hidden).normal_(),
+            "hidden_states": x.normal_(),
             "k": k,
             "v": v,
             "weight_fused": torch.randn((mhc_mult, hidden), device=device),
@@ -130,32 +130,23 @@ SPEC = OpSpec(
             compile=True,
         ),
         Case("m3-h576-t17-inplace", make(17, 3, 576, layout="unaligned", **IN_PLACE)),
-        Case("m4-h7168-t8192-bench", make(8192, 4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
-        *(
-            Case(f"m4-h7168-t{tokens}-bench", make(tokens, 4, 7168), bench=True, gpu=False)
-            for tokens in (1, 64, 4001, 8001)
-        ),
-        *(
-            Case(f"m4-h{hidden}-t8192-bench", make(8192, 4, hidden), bench=True, gpu=False)
-            for hidden in (576, 2048, 2560, 4096)
-        ),
-        Case("m4-h2048-t4001-bench", make(4001, 4, 2048), bench=True, gpu=False),
-        Case("m4-h7168-t8192-packed-bench", make(8192, 4, 7168, layout="packed"), bench=True, gpu=False),
-        Case("m4-h7168-t8192-inplace-bench", make(8192, 4, 7168, **IN_PLACE), bench=True, gpu=False),
+        bench("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
+        *(bench(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (1, 64, 4001, 8001)),
+        *(bench(f"m4-h{hidden}-t8192", make(8192, 4, hidden)) for hidden in (576, 2048, 2560, 4096)),
+        bench("m4-h2048-t4001", make(4001, 4, 2048)),
+        bench("m4-h7168-t8192-packed", make(8192, 4, 7168, layout="packed")),
+        bench("m4-h7168-t8192-inplace", make(8192, 4, 7168, **IN_PLACE)),
     ),
 )
 
 
 test_tiers = tiers.tests(SPEC)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def sigmoid(z: float) -> float:
     return 1 / (1 + math.exp(-z))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_by_hand(sign: int, device: str) -> None:
     x = torch.tensor([[3.0] * 64, [0.0] * 64], device=device).bfloat16()[None]
@@ -172,7 +163,6 @@ def test_by_hand(sign: int, device: str) -> None:
     assert_equal(out[0, :, 5].clone(), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("clamp_value", [0.0, 1.0, 4.0])
 def test_zero_opens_the_gate_halfway_and_small_ones_are_clamped(clamp_value: float, device: str) -> None:
     x = torch.ones(3, 1, 64, device=device).bfloat16()
@@ -188,18 +178,6 @@ def test_zero_opens_the_gate_halfway_and_small_ones_are_clamped(clamp_value: flo
     torch.testing.assert_close(gate[:, 0], torch.tensor(expected, device=device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("clamp_value", [0.0, 1e-6, 9.0])
-def test_rows_of_padding(clamp_value: float, device: str) -> None:
-    inputs = make(6, 4, 128, zeros=True)(device)
-    out, dot, gate, *_ = tk_engram.engram_gate_fwd(**{**inputs, "clamp_value": clamp_value})
-    assert (dot[::2] == 0).all()
-    assert (gate[::2] == 0.5).all()
-    assert (gate[1::2] != 0.5).all()
-    expected = inputs["hidden_states"][::2].float() + 0.5 * inputs["v"][::2, None].float()
-    assert_equal(out[::2].clone(), expected.bfloat16())
-
-
 def plain_formula(inputs: dict[str, Any]) -> torch.Tensor:
     """The gate in float64, token by token and stream by stream."""
     x, k, weight = (inputs[name].double().cpu() for name in ("hidden_states", "k", "weight_fused"))
@@ -213,7 +191,6 @@ def plain_formula(inputs: dict[str, Any]) -> torch.Tensor:
     return gates
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_against_a_plain_formula(device: str) -> None:
     inputs = make(9, 3, 576, layout="packed")(device)
     out, _, gate, *_ = tk_engram.engram_gate_fwd(**inputs)
@@ -223,20 +200,6 @@ def test_against_a_plain_formula(device: str) -> None:
     assert_close_bfloat16(out.cpu(), (x + expected[..., None] * v[:, None]).bfloat16(), 2e-10, "out")
 
 
-@pytest.mark.parametrize("add_residual", [True, False])
-def test_gradients_of_the_reference(add_residual: bool) -> None:
-    torch.manual_seed(0)
-    x, k = (torch.randn(2, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    v = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
-
-    def out(*inputs: torch.Tensor) -> torch.Tensor:
-        return reference.engram_gate_fwd(*inputs, EPS, CLAMP_VALUE, add_residual=add_residual)[0]
-
-    assert torch.autograd.gradcheck(out, (x, k, v, weight))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_out_does_not_depend_on_what_is_saved(device: str) -> None:
     inputs = make(17, 4, 576)(device)
     saving = tk_engram.engram_gate_fwd(**inputs)
@@ -248,7 +211,6 @@ def test_out_does_not_depend_on_what_is_saved(device: str) -> None:
     assert_equal(in_place, saving[0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("add_residual", [True, False])
 def test_masked_tokens(add_residual: bool, device: str) -> None:
     inputs = make(7, 2, 192, mask=True)(device)
@@ -269,22 +231,6 @@ def test_masked_tokens(add_residual: bool, device: str) -> None:
     assert_equal((out[~masked], *(each[~masked] for each in saved)), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_layouts_of_k_and_v_change_nothing(device: str) -> None:
-    for layout in ("packed", "strided", "unaligned"):
-        inputs = make(5, 3, 320, layout=layout)(device)
-        dense = {**inputs, "k": inputs["k"].contiguous(), "v": inputs["v"].contiguous()}
-        assert_equal(tk_engram.engram_gate_fwd(**inputs), tk_engram.engram_gate_fwd(**dense))
-
-
-def test_least_bytes_counts_overwritten_streams_twice() -> None:
-    rest = 2 * (2 * 2 * 64) + 2 * (2 * 64) + 4 * (2 * 64)
-    for options in ({"save_for_backward": False}, IN_PLACE):
-        inputs = make(2, 2, 64, **options)("cpu")
-        outputs = tk_engram.engram_gate_fwd(**inputs), inputs["hidden_states"]
-        assert least_bytes(inputs, outputs) == rest + 2 * 2 * (2 * 2 * 64)
-
-
 def test_config_covers_hidden() -> None:
     for hidden in range(64, 16385, 64):
         config = EngramGateFwdConfig.best(hidden)
@@ -297,36 +243,27 @@ def test_config_covers_hidden() -> None:
 
 
 GOOD = make(3, 2, 64, mask=True)("cpu")
-X, K, V, WEIGHT, MASK = (GOOD[name] for name in ("hidden_states", "k", "v", "weight_fused", "image_token_mask"))
+X = GOOD["hidden_states"]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    GOOD,
     [
         ({"hidden_states": X.repeat(1, 5, 1)}, ValueError, "hc_mult .*hidden_states.*1 to 8"),
         ({"hidden_states": X[:, :0]}, ValueError, "hc_mult .*hidden_states.*1 to 8"),
         ({"hidden_states": X.repeat(1, 1, 2)[..., :96].contiguous()}, ValueError, "hidden .*multiple of 64"),
         ({"hidden_states": X.repeat(1, 1, 257)}, ValueError, "hidden .*hidden_states.*64 to 16384"),
-        ({"k": K[:2]}, ValueError, "k: .*shape"),
-        ({"weight_fused": WEIGHT[:1]}, ValueError, "weight_fused: .*shape"),
+        ({"k": GOOD["k"][:2]}, ValueError, "k: .*shape"),
+        ({"weight_fused": GOOD["weight_fused"][:1]}, ValueError, "weight_fused: .*shape"),
         ({"eps": -1e-5}, ValueError, "eps: .*at least 0"),
         ({"eps": math.inf}, ValueError, "eps: .*finite"),
         ({"clamp_value": -1.0}, ValueError, "clamp_value: .*at least 0"),
         ({"clamp_value": math.nan}, ValueError, "clamp_value: .*finite"),
-        ({"image_token_mask": MASK[:2]}, ValueError, "image_token_mask: .*shape"),
+        ({"image_token_mask": GOOD["image_token_mask"][:2]}, ValueError, "image_token_mask: .*shape"),
         ({"inplace": True}, ValueError, "inplace: .*save_for_backward"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    before = X.clone()
-    with pytest.raises(error, match=match):
-        tk_engram.engram_gate_fwd(**{**GOOD, **change})
-    assert_equal(X, before)
-
-
-def test_new_options_are_given_by_name() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        tk_engram.engram_gate_fwd(X, K, V, WEIGHT, EPS, CLAMP_VALUE, False, MASK)
 
 
 @pytest.mark.gpu(gib=3)

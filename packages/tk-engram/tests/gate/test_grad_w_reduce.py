@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_core.testing.trees import distinct_bytes
 
-from .compare import assert_calc_diff
+from ..compare import assert_calc_diff
+from ..inputs import bench, empty
 
 
 def make(
@@ -24,9 +25,7 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            size = torch.Size(shape)
-            storage = torch.empty(first_element + size.numel(), dtype=dtype, device=device)
-            return storage[first_element:].view(size).normal_()
+            return empty(shape, dtype, device, first_element).normal_()
 
         shape = (mhc_mult, hidden)
         return {
@@ -62,31 +61,23 @@ SPEC = OpSpec(
         # One round of parts and several, the last one full or partial; zero parts.
         Case("b33-bf16-m2-h64", make(33, 2, 64), small=True, modes=True),
         Case("b7-fp32-m1-h192", make(7, 1, 192, torch.float32), small=True, modes=True),
-        Case(
-            "b64-fp32-bf16-m1-h64",
-            make(64, 1, 64, torch.float32, torch.bfloat16),
-            small=True,
-            compile=True,
-        ),
+        Case("b64-fp32-bf16-m1-h64", make(64, 1, 64, torch.float32, torch.bfloat16), small=True, compile=True),
         Case("b1-bf16-m8-h64", make(1, 8, 64), small=True),
         Case("b0-bf16-m4-h64", make(0, 4, 64), small=True),
         Case("b3-bf16-m4-h64-unaligned", make(3, 4, 64, first_element=1), small=True),
         *(Case(f"b132-bf16-m4-h{hidden}", make(132, 4, hidden)) for hidden in (2560, 7168)),
         Case("b528-bf16-fp32-m4-h576", make(528, 4, 576, torch.bfloat16, torch.float32)),
         Case("b1000-fp32-m8-h8192", make(1000, 8, 8192, torch.float32)),
-        Case("b132-bf16-m4-h7168-bench", make(132, 4, 7168), bench=True, model_shape=True, gpu=False),
-        Case("b132-bf16-m4-h4096-bench", make(132, 4, 4096), bench=True, gpu=False),
-        Case("b264-bf16-m4-h2048-bench", make(264, 4, 2048), bench=True, gpu=False),
+        bench("b132-bf16-m4-h7168", make(132, 4, 7168), model_shape=True),
+        bench("b132-bf16-m4-h4096", make(132, 4, 4096)),
+        bench("b264-bf16-m4-h2048", make(264, 4, 2048)),
     ),
 )
 
 
 test_tiers = tiers.tests(SPEC)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_by_hand(device: str) -> None:
     partial = torch.tensor([1.0, 10.0, 100.0], device=device)[:, None, None].repeat(1, 2, 64)
     partial[2, 1, 7] = 500.0
@@ -98,7 +89,6 @@ def test_by_hand(device: str) -> None:
     assert by_embed[1, 5:8].tolist() == [333, 333, 1533]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("blocks", [1, 31, 32, 33, 132, 1000])
 def test_against_float64(blocks: int, device: str) -> None:
     inputs = make(blocks, 2, 192, torch.float32, torch.bfloat16)(device)
@@ -110,33 +100,12 @@ def test_against_float64(blocks: int, device: str) -> None:
     torch.testing.assert_close(inputs["grad_weight_embed"], by_embed.float(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_no_block_changes_nothing(device: str) -> None:
-    inputs = make(0, 4, 64)(device)
-    before = [inputs[name].clone() for name in ("grad_weight_hidden", "grad_weight_embed")]
-    tk_engram.grad_w_reduce(**inputs)
-    assert_equal([inputs["grad_weight_hidden"], inputs["grad_weight_embed"]], before)
-
-
-def test_least_bytes_counts_the_gradients_twice() -> None:
-    inputs = make(3, 2, 64)("cpu")
-    assert least_bytes(inputs, None) == 4 * 3 * 128 + 2 * (2 * 128) + 2 * (2 * 4 * 128)
-
-
-GOOD = make(3, 2, 64)("cpu")
-FLOAT = torch.ones(2, 64)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    make(3, 2, 64)("cpu"),
     [
         ({"grad_w_partial": torch.ones(3, 9, 64)}, ValueError, "hc_mult .*grad_w_partial.*1 to 8"),
         ({"grad_w_partial": torch.ones(3, 2, 32)}, ValueError, "hidden .*grad_w_partial.*64 to 16384"),
         ({"grad_w_partial": torch.ones(3, 2, 96)}, ValueError, "hidden .*grad_w_partial.*multiple of 64"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    before = [GOOD[name].clone() for name in ("grad_weight_hidden", "grad_weight_embed")]
-    with pytest.raises(error, match=match):
-        tk_engram.grad_w_reduce(**{**GOOD, **change})
-    assert_equal([GOOD["grad_weight_hidden"], GOOD["grad_weight_embed"]], before)

@@ -10,6 +10,8 @@ from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_engram import reference
 
+from ..inputs import bench, empty
+
 # Sizes of tables with the largest and smallest quotients and remainders.
 _EXTREME_SIZES = (1, 2, 3, 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, 2**31 - 1)
 
@@ -32,8 +34,7 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         def integers(low: int, high: int, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            x = torch.empty(first_element + torch.Size(shape).numel(), dtype=dtype, device=device)
-            return x.random_(low, high)[first_element:].view(shape)
+            return empty(shape, dtype, device, first_element).random_(low, high)
 
         columns = (num_layers, (max_ngram - 1) * num_heads)
         if values == "wide":
@@ -82,20 +83,15 @@ SPEC = OpSpec(
         Case("l2-n3-m9-t4001-wide", make(4001, 2, 3, 9, values="wide")),
         Case("l30-n3-m64-t257", make(257, 30, 3, 64)),
         Case("l2-n16-m64-t129", make(129, 2, 16, 64)),
-        Case("l2-n3-m8-t8192-bench", make(8192), bench=True, model_shape=True, gpu=False),
-        Case("l3-n4-m8-t8192-bench", make(8192, 3, 4), bench=True, model_shape=True, gpu=False, compile=True),
-        *(
-            Case(f"l2-n3-m8-t{num_tokens}-bench", make(num_tokens), bench=True, gpu=False)
-            for num_tokens in (1, 64, 4001, 8001, 65536)
-        ),
-        Case("l3-n4-m8-t65536-bench", make(65536, 3, 4), bench=True, gpu=False),
+        bench("l2-n3-m8-t8192", make(8192), model_shape=True),
+        bench("l3-n4-m8-t8192", make(8192, 3, 4), model_shape=True, compile=True),
+        *(bench(f"l2-n3-m8-t{num_tokens}", make(num_tokens)) for num_tokens in (1, 64, 4001, 8001, 65536)),
+        bench("l3-n4-m8-t65536", make(65536, 3, 4)),
     ),
 )
 
 
 test_tiers = tiers.tests(SPEC)
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def hash_one(
@@ -113,20 +109,17 @@ def hash_one(
     return out.flatten().tolist()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_by_hand(device: str) -> None:
     # 3·5 = 15, 4·7 = 28, 15 xor 28 = 0b01111 xor 0b11100 = 19; 2·9 = 18, 19 xor 18 = 1.
     assert hash_one([3, 4, 2], [5, 7, 9], [[10, 7], [2, 3]], [0, 100, 200, 300], device) == [9, 105, 201, 301]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_negative_hashes_round_down(device: str) -> None:
     # -1 xor 0 = -1, and -1 mod v is v - 1; -7 xor 0 = -7.
     assert hash_one([-1, 0], [1, 3], [[10, 1, 2**31 - 1]], [0, 5, 0], device) == [9, 5, 2**31 - 2]
     assert hash_one([-7, 0], [1, 3], [[5, 7, 100]], [1, 1, 1], device) == [4, 1, 94]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_products_wrap(device: str) -> None:
     # 4 · 2⁶² = 2⁶⁴, which is 0; 3 · 2⁶² = 2⁶³ + 2⁶², which is -2⁶². -2³¹ · 2³² = -2⁶³, the least of all.
     assert hash_one([4, 0], [2**62, 1], [[10]], [0], device) == [0]
@@ -136,7 +129,6 @@ def test_products_wrap(device: str) -> None:
     assert hash_one([-1, 0], [2**63 - 1, 1], [[1000003]], [0], device) == [(1 - 2**63) % 1000003]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("max_ngram", "num_heads", "values"), [(2, 1, "wide"), (3, 8, "model"), (4, 5, "wide"), (7, 16, "wide")]
 )
@@ -158,7 +150,6 @@ def test_against_integers_without_bounds(max_ngram: int, num_heads: int, values:
     assert tk_engram.engram_hash(**inputs).flatten().tolist() == expected
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_image_tokens_have_no_rows(device: str) -> None:
     inputs = make(65, 3, 4, masked=True)(device)
     mask = inputs.pop("image_token_mask")
@@ -176,21 +167,6 @@ def test_make_offsets() -> None:
     expected = torch.tensor([[0, 5, 12, 23], [0, 2, 5, 6]], dtype=torch.int32)
     assert_equal(reference.make_offsets(sizes), expected)
     assert "make_offsets" not in reference.__all__
-
-
-def test_rows_of_tables_do_not_meet() -> None:
-    inputs = make(2000, 2, 3, 4)("cpu")
-    offsets = reference.make_offsets(inputs["vocab_sizes"])
-    out = tk_engram.engram_hash(**{**inputs, "offsets": offsets})
-    ends = offsets + inputs["vocab_sizes"].flatten(1)
-    assert torch.equal(ends[:, :-1], offsets[:, 1:])
-    assert (out >= offsets[:, None]).all()
-    assert (out < ends[:, None]).all()
-
-
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_no_tokens(num_layers: int) -> None:
-    assert tk_engram.engram_hash(**make(0, num_layers, 4)("cpu")).shape == (num_layers, 0, 24)
 
 
 GOOD: dict[str, Any] = make(5)("cpu")

@@ -10,6 +10,8 @@ import tk_engram
 from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 
+from ..inputs import bench
+
 
 def make(
     lengths: tuple[int, ...] | int,
@@ -71,10 +73,10 @@ SPEC = OpSpec(
         Case("n4-b300-t8001-history", make(_lengths(300, 8001), 4, vocab_size=50, block_id=7, history=True)),
         Case("n3-b4001-decode", make((1,) * 4001, history=True)),
         Case("n3-b4096-t4096", make((0, 2) * 2048, history=True)),
-        Case("n3-b16-t8192-bench", make(_lengths(16, 8192)), bench=True, model_shape=True, gpu=False, compile=True),
-        Case("n3-t8192-bench", make(8192), bench=True, model_shape=True, gpu=False),
+        bench("n3-b16-t8192", make(_lengths(16, 8192)), model_shape=True, compile=True),
+        bench("n3-t8192", make(8192), model_shape=True),
         *(
-            Case(f"n3-b{num_tokens}-decode-bench", make((1,) * num_tokens, history=True), bench=True, gpu=False)
+            bench(f"n3-b{num_tokens}-decode", make((1,) * num_tokens, history=True))
             for num_tokens in (1, 64, 4001, 8001)
         ),
     ),
@@ -83,35 +85,29 @@ SPEC = OpSpec(
 
 test_tiers = tiers.tests(SPEC)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def int32(values: Any, device: str = "cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_sequence_by_hand(device: str) -> None:
     out = tk_engram.ngram_windows(int32([10, 11, 12, 13], device), None, 3, 2)
     assert out.dtype == torch.int32
     assert out.tolist() == [[10, 2, 2], [11, 10, 2], [12, 11, 10], [13, 12, 11]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_sequences_by_hand(device: str) -> None:
     ids, bounds = int32([10, 11, 12, 13, 14], device), int32([0, 0, 2, 2, 5, 5], device)
     out = tk_engram.ngram_windows(ids, bounds, 3, -9)
     assert out.tolist() == [[10, -9, -9], [11, 10, -9], [12, -9, -9], [13, 12, -9], [14, 13, 12]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_blocks_by_hand(device: str) -> None:
     # 99 is neither in a window nor seen through, not even by itself.
     out = tk_engram.ngram_windows(int32([10, 99, 11, 12, 13], device), None, 3, 2, block_id=99)
     assert out.tolist() == [[10, 2, 2], [2, 2, 2], [11, 2, 2], [12, 11, 2], [13, 12, 11]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_history_by_hand(device: str) -> None:
     ids, bounds = int32([10, 20, 21, 30, 40], device), int32([0, 1, 3, 4, 5], device)
     # Of the third sequence only the first entry counts; the fourth meets block_id 99 at once.
@@ -121,7 +117,6 @@ def test_history_by_hand(device: str) -> None:
     assert tk_engram.ngram_windows(ids[:2], None, 4, 2, history=history[:1]).tolist() == [[10, 9, 8, 7], [20, 10, 9, 8]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_any_id_is_an_id(device: str) -> None:
     # Negative ids are none in history only; the extremes are ids and may be pad_id and block_id.
     low, high = -(2**31), 2**31 - 1
@@ -145,7 +140,6 @@ def window(ids: list[int], history: list[int], token: int, inputs: dict[str, Any
     return (past + [inputs["pad_id"]] * inputs["N"])[: inputs["N"]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("history", [False, True])
 @pytest.mark.parametrize("lengths", [(5,), (1,) * 40, (3, 0, 64, 1, 62, 0, 0, 9), (130, 2)], ids=str)
 def test_against_lists(lengths: tuple[int, ...], history: bool, device: str) -> None:
@@ -158,25 +152,6 @@ def test_against_lists(lengths: tuple[int, ...], history: bool, device: str) -> 
         for t in range(end - begin)
     ]
     assert tk_engram.ngram_windows(**inputs).tolist() == expected
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_decoding_gives_the_windows_of_the_whole(device: str) -> None:
-    """Token by token, with what came before as history, as all at once."""
-    inputs = make((6, 6, 6), 4, vocab_size=7, block_id=3)(device)
-    whole = tk_engram.ngram_windows(**inputs).view(3, 6, 4)
-    ids = inputs["token_ids"].view(3, 6)
-    history = torch.full((3, 3), -1, dtype=torch.int32, device=device)
-    for step in range(6):
-        now = {**inputs, "token_ids": ids[:, step].contiguous(), "cu_seqlens": int32([0, 1, 2, 3], device)}
-        assert_equal(tk_engram.ngram_windows(**{**now, "history": history}), whole[:, step].contiguous())
-        history = torch.cat([ids[:, step : step + 1], history[:, :2]], 1)
-
-
-@pytest.mark.parametrize("bounds", [None, [0], [0, 0], [0, 0, 0]])
-def test_no_tokens(bounds: list[int] | None) -> None:
-    cu_seqlens = None if bounds is None else int32(bounds)
-    assert tk_engram.ngram_windows(int32([]), cu_seqlens, 3, 2).shape == (0, 3)
 
 
 IDS, BOUNDS, HISTORY = int32([1, 2, 3, 4]), int32([0, 1, 4]), int32([[5, 6], [7, 8]])
@@ -233,19 +208,6 @@ def test_gpu_bad_bounds_only_give_other_windows(bounds: list[int]) -> None:
     inputs["cu_seqlens"] = int32(bounds, "cuda")
     out = tk_engram.ngram_windows(**inputs)
     assert ((out >= 0) & (out < 50)).all()
-
-
-@pytest.mark.gpu
-def test_gpu_window_does_not_depend_on_the_other_sequences() -> None:
-    inputs = make((700, 33, 2000), 4, vocab_size=20, block_id=3, history=True)("cuda")
-    whole = tk_engram.ngram_windows(**inputs)
-    alone = {
-        **inputs,
-        "token_ids": inputs["token_ids"][700:733].contiguous(),
-        "cu_seqlens": None,
-        "history": inputs["history"][1:2].contiguous(),
-    }
-    assert_equal(tk_engram.ngram_windows(**alone), whole[700:733].clone())
 
 
 @pytest.mark.gpu(gib=9)

@@ -37,18 +37,11 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("size", EXTREME_SIZES)
 def test_where_quotients_change(size: int) -> None:
-    """Where the quotient grows by one, of either sign: there an estimate may be one off."""
+    """Where the quotient grows by one, of either sign: there an estimate may be one off; and where halves change."""
     last = (2**63 - 1) // size
     quotients = {*range(min(last, 100)), last // 2, last - 1, last, *(min(2**k, last) for k in range(63))}
-    near = {quotient * size + i for quotient in quotients for i in range(-3, 4)}
+    near = {y + i for y in (*(q * size for q in quotients), *(2**k for k in range(64))) for i in range(-3, 4)}
     values = [x for y in near for x in (y, -y, ~y) if -(2**63) <= x < 2**63]
-    assert_remainders(np.array(values, np.int64), np.full(len(values), size, np.int32))
-
-
-@pytest.mark.parametrize("size", EXTREME_SIZES)
-def test_where_halves_and_signs_change(size: int) -> None:
-    near = {sign * 2**k + i for k in range(64) for sign in (-1, 1) for i in range(-3, 4)}
-    values = [x for x in near if -(2**63) <= x < 2**63]
     assert_remainders(np.array(values, np.int64), np.full(len(values), size, np.int32))
 
 

@@ -14,6 +14,8 @@ from tk_core.testing.usage import resource_usage
 from tk_engram import reference
 from tk_engram.lookup.engram_lookup import _engram_lookup_kernel
 
+from ..inputs import bench
+
 
 def make(
     num_tokens: int,
@@ -77,8 +79,7 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
 
 
 def _bench(name: str, *args: Any, model_shape: bool = False, compile: bool = False, **kwargs: Any) -> Case:
-    made = make(*args, negatives=False, **kwargs)
-    return Case(f"{name}-bench", made, bench=True, gpu=False, model_shape=model_shape, compile=compile)
+    return bench(name, make(*args, negatives=False, **kwargs), model_shape=model_shape, compile=compile)
 
 
 # 8.6 and 8.9 GB.
@@ -120,7 +121,6 @@ SPEC = OpSpec(
 
 test_tiers = tiers.tests(SPEC)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 E4M3 = torch.float8_e4m3fn
 
 
@@ -130,7 +130,6 @@ def look_up(indices: list[list[int]], table: Tensor, table_sf: Tensor | None, de
     return tk_engram.engram_lookup(rows, table.to(device), table_sf=table_sf).cpu()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_by_hand(device: str) -> None:
     table = torch.tensor([1.0, -2.0, 3.5])[:, None].repeat(1, 32).bfloat16()
     table[2, 31] = 7.0
@@ -141,7 +140,6 @@ def test_by_hand(device: str) -> None:
     assert (out[1, 0].view(torch.int16) == 0).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_scales_by_hand(device: str) -> None:
     # e4m3: sign, four bits of exponent (bias 7), three of mantissa; 0x38 is 1, 0x01 2⁻⁹, 0x7e 448, 0x7f NaN.
     codes = torch.tensor([0x38, 0xB8, 0x7E, 0x01, 0x3B, 0x7F], dtype=torch.uint8)
@@ -161,7 +159,6 @@ def test_scales_by_hand(device: str) -> None:
     assert not out[0, 6:32].any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_products_are_rounded_to_nearest_even(device: str) -> None:
     # A code of 1 leaves the scale: 257 and 259 are midway between numbers of 8 bits.
     sf = torch.tensor([257.0, 259.0, -257.0, 258.9]).view(2, 2)
@@ -171,7 +168,6 @@ def test_products_are_rounded_to_nearest_even(device: str) -> None:
     assert out[:, 32].tolist() == [260.0, 258.0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["bf16", "packed", "float"])
 def test_against_torch_embedding(kind: str, device: str) -> None:
     inputs = make(7, 5, 96, 13, kind=kind)(device)
@@ -187,7 +183,6 @@ def test_against_torch_embedding(kind: str, device: str) -> None:
     torch.testing.assert_close(tk_engram.engram_lookup(**inputs), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_an_index_beyond_the_table_counts_as_negative(device: str) -> None:
     inputs = make(4, 3, 32, 9)(device)
     expected = tk_engram.engram_lookup(**inputs)
@@ -206,7 +201,6 @@ def test_debug_names_an_index_beyond_the_table(monkeypatch: pytest.MonkeyPatch) 
         tk_engram.engram_lookup(**inputs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_out_is_written_and_returned(device: str) -> None:
     inputs = make(3, 2, 64, 9)(device)
     expected = tk_engram.engram_lookup(**inputs)
@@ -217,18 +211,6 @@ def test_out_is_written_and_returned(device: str) -> None:
         assert tk_engram.engram_lookup(**{**inputs, "out": out}) is out
         assert_equal(out, expected)
         assert storage[-1].isnan()
-
-
-def test_reference_passes_gradcheck() -> None:
-    indices = torch.tensor([[0, 3], [-1, 3]], dtype=torch.int32)
-    table = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: reference.engram_lookup(indices, x), (table,))
-
-
-def test_result_requires_no_gradient() -> None:
-    inputs = make(3, 2, 64, 9)("cpu")
-    inputs["table"].requires_grad_()
-    assert not tk_engram.engram_lookup(**inputs).requires_grad
 
 
 def test_a_host_table_is_accepted_under_a_fake_mode() -> None:
