@@ -1,4 +1,6 @@
-"""The tiers of per_channel_cast_and_transpose; its results are tested in test_per_channel_cast.py."""
+"""per_channel_cast_and_transpose; test_per_channel_cast.py tests its values beside those of per_channel_cast."""
+
+import torch
 
 import tk_quant
 from tk_core.testing import Case, OpSpec, tiers
@@ -64,3 +66,11 @@ SPEC = OpSpec(
 
 
 test_tiers = tiers.tests(SPEC)
+
+
+def test_transposing_changes_nothing_else() -> None:
+    x = extremes(256, torch.bfloat16)("cpu")
+    data, sf = tk_quant.per_channel_cast(x, "e4m3", 128)
+    transposed, same_sf = tk_quant.per_channel_cast_and_transpose(x, "e4m3", 128)
+    assert torch.equal(transposed.view(torch.uint8).t(), data.view(torch.uint8))
+    assert torch.equal(same_sf.view(torch.int32), sf.view(torch.int32))
