@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tk_core import compat, faults
 from tk_core.cli import app, doctor
+from tk_core.faults import FaultError
 
 CODES = {check: code for check, code, *_ in doctor.CHECKS}
 
@@ -23,67 +24,46 @@ _NVCC = """\
 #!/bin/sh
 if [ "$1" = --version ]; then
     echo "Cuda compilation tools, release {nvcc}, V{nvcc}.37"
-    exit 0
-fi
-if [ "{nvcc}" != "{headers}" ]; then
+elif [ "{nvcc}" != "{headers}" ]; then
     echo 'cuda_toolkit.h(41): fatal error: #error "CUDA compiler and CUDA toolkit headers are incompatible"' >&2
     exit 1
 fi
 """
+_NO_CCCL = "probe.cu:2:10: fatal error: cuda/std/cstdint: No such file or directory"
 
-Toolkit = Callable[..., Path]
-Look = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
+INSTALLED = {
+    "torch": "2.15.0",
+    "tilelang": "0.1.15",
+    "apache-tvm-ffi": "0.1.12",
+    "nvidia-cuda-runtime": "13.2.86",
+    "nvidia-cuda-cccl": "13.2.86",
+}
+H200, V100 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0), SimpleNamespace(name="Tesla V100", major=7, minor=0)
+Findings = dict[str, dict[str, Any]]
+Look = Callable[..., tuple[int, Findings]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tilelang() -> None:
-    """TileLang settles on a toolkit when it is first imported; that must not be a fake one."""
-    compat.load_tilelang()
-
-
-@pytest.fixture
-def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
-    """Make a CUDA toolkit and let it be the one from wheels, or with `chosen`, the one that CUDA_HOME names."""
-
-    def make(nvcc: str | None = "13.2", headers: str | None = "13.2", chosen: bool = False) -> Path:
-        home = tmp_path / f"cuda-{nvcc}"
-        (home / "bin").mkdir(parents=True)
-        (home / "include").mkdir()
-        if headers is not None:
-            major, minor = map(int, headers.split("."))
-            text = f"#define CUDART_VERSION  {major * 1000 + minor * 10}\n"
-            (home / "include" / "cuda_runtime_api.h").write_text(text)
-        if nvcc is not None:
-            script = home / "bin" / "nvcc"
-            script.write_text(_NVCC.format(nvcc=nvcc, headers=headers))
-            script.chmod(0o755)
-        if chosen:
-            monkeypatch.setenv("CUDA_HOME", str(home))
-        else:
-            monkeypatch.delenv("CUDA_HOME", raising=False)
-            monkeypatch.setattr(compat, "wheel_cuda_home", lambda: home if nvcc else None)
-            if nvcc is None:
-                monkeypatch.setattr(compat, "cuda_home", lambda: None)
-        monkeypatch.delenv("CUDA_PATH", raising=False)
-        return home
-
-    return make
+def make_toolkit(
+    home: Path, nvcc: str | None = "13.2", headers: str | None = "13.2", header: str | None = None, script: str = ""
+) -> Path:
+    """A CUDA toolkit: releases of its nvcc and of its headers, what its header says, what its nvcc adds."""
+    (home / "bin").mkdir(parents=True)
+    (home / "include").mkdir()
+    if said := header if header is not None else headers:
+        major, minor = map(int, said.split("."))
+        text = f"#define CUDART_VERSION  {major * 1000 + minor * 10}\n"
+        (home / "include" / "cuda_runtime_api.h").write_text(text)
+    if nvcc:
+        file = home / "bin" / "nvcc"
+        file.write_text(_NVCC.format(nvcc=nvcc, headers=headers) + script)
+        file.chmod(0o755)
+    return home
 
 
 @pytest.fixture
-def look(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
     """Run `tk doctor` on a machine on which all is well but for the facts given; returns exit code and findings."""
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("TK_ARCH", raising=False)
-    installed = {
-        "torch": "2.15.0",
-        "tilelang": "0.1.15",
-        "apache-tvm-ffi": "0.1.12",
-        "nvidia-cuda-runtime": "13.2.86",
-        "nvidia-cuda-cccl": "13.2.86",
-    }
-    monkeypatch.setattr(doctor, "installed", installed.get)
-    loaded = compat.load_tilelang()
+    loaded = compat.load_tilelang()  # it settles on a toolkit when it is first imported; not on a fake one
 
     def pretend(module: Any, function: str, result: Any) -> None:
         """Let a function return something, or raise it."""
@@ -96,29 +76,44 @@ def look(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> L
         monkeypatch.setattr(module, function, fake)
 
     def run(
-        without: str | None = None,
-        versions: dict[str, str] | None = None,
+        installed: dict[str, str | None] | None = None,
         python: str = "3.11.7",
         torch_cuda: str | Exception | None = "13.2",
         tilelang: Any = loaded,
         driver_cuda: str | None = "13.2",
-        gpus: tuple[tuple[str, int, int], ...] = (("NVIDIA H200", 9, 0),),
+        gpus: tuple[Any, ...] = (H200,),
         host_compiler: str | None = sys.executable,
         os_family: str = "ubuntu debian",
-    ) -> tuple[int, dict[str, dict[str, Any]]]:
-        if not list(tmp_path.glob("cuda-*")):
-            toolkit()
-        installed.update(versions or {})
-        installed.pop(without, None)
+        toolkit: dict[str, str | None] | None = None,
+        env: dict[str, str] | None = None,
+        cache: str = "",
+        kernels: int = 0,
+    ) -> tuple[int, Findings]:
+        monkeypatch.setattr(doctor, "installed", (INSTALLED | (installed or {})).get)
         pretend(doctor.platform, "python_version", python)
         pretend(doctor, "torch_cuda", Version(torch_cuda) if isinstance(torch_cuda, str) else torch_cuda)
         pretend(compat, "load_tilelang", tilelang)
         pretend(doctor, "driver_cuda", Version(driver_cuda) if driver_cuda else None)
         pretend(torch.cuda, "device_count", len(gpus))
-        properties = [SimpleNamespace(name=name, major=major, minor=minor) for name, major, minor in gpus]
-        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
         pretend(compat, "host_compiler", host_compiler)
         pretend(faults, "os_family", os_family)
+        home = make_toolkit(tmp_path / "cuda", **toolkit or {})
+        make_toolkit(tmp_path / "old-cuda", nvcc="12.4", headers="12.4")
+        (tmp_path / "file").touch()
+        pretend(compat, "wheel_cuda_home", home if (home / "bin" / "nvcc").exists() else None)
+        if toolkit and "nvcc" in toolkit and toolkit["nvcc"] is None:
+            pretend(compat, "cuda_home", None)
+        for name in ("CUDA_HOME", "CUDA_PATH", "TK_ARCH"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"TILELANG_CACHE_DIR": str(tmp_path / "cache"), **(env or {})}.items():
+            monkeypatch.setenv(name, value.format(tmp=tmp_path))
+        for number in range(kernels):
+            library = tmp_path / "cache" / "0.1.15" / "linux-x86_64" / "kernels" / str(number) / "executable.so"
+            library.parent.mkdir(parents=True)
+            library.touch()
+        if cache:
+            fail_writes(cache)
         result = CliRunner().invoke(app, ["doctor", "--json"])
         findings = {finding["check"]: finding for finding in json.loads(result.output)}
         assert list(findings) == list(CODES)
@@ -129,17 +124,16 @@ def look(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> L
             assert (finding["fix"] or "") in text.output, "a command must not be wrapped"
         return result.exit_code, findings
 
+    def fail_writes(why: str) -> None:
+        def refuse(**_: Any) -> None:
+            raise OSError(30, why)
+
+        access = os.access
+        monkeypatch.setattr(faults.tempfile, "TemporaryFile", refuse)
+        if why == "Read-only file system":
+            monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+
     return run
-
-
-def _only_fault(result: tuple[int, dict[str, dict[str, Any]]], check: str) -> dict[str, Any]:
-    """The finding of `check`, which is the first fault; the exit code must say so and every fault must have a fix."""
-    code, findings = result
-    faults = [name for name, finding in findings.items() if finding["state"] == "fault"]
-    assert faults[:1] == [check], findings
-    assert code == CODES[check]
-    assert all(findings[name]["fix"] for name in faults)
-    return findings[check]
 
 
 def test_healthy(look: Look) -> None:
@@ -156,13 +150,6 @@ def test_exit_codes_are_told_apart_and_documented() -> None:
         assert f"{code} {check}" in doctor.doctor.__doc__
 
 
-def test_nothing_here_is_a_gpu_is_a_note(look: Look) -> None:
-    code, findings = look(driver_cuda=None, gpus=())
-    assert code == 0
-    assert findings["driver"]["state"] == findings["architecture"]["state"] == "note"
-    assert "--arch" in findings["architecture"]["found"]
-
-
 def test_this_machine_compiles_the_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     findings = doctor.examine()
@@ -170,292 +157,148 @@ def test_this_machine_compiles_the_probe(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert findings["CUDA headers"].state == "ok", findings["CUDA headers"]
 
 
-def test_nvcc_newer_than_headers(look: Look, toolkit: Toolkit) -> None:
-    toolkit(nvcc="13.5", headers="13.2")
-    fault = _only_fault(look(), "CUDA headers")
-    assert "nvcc 13.5" in fault["found"]
-    assert "headers 13.2" in fault["found"]
-    assert "nvcc is newer than the CUDA headers" in fault["found"]
-    assert "CUDA compiler and CUDA toolkit headers are incompatible" in fault["found"]
-    wheels = '"nvidia-cuda-nvcc==13.2.*" "nvidia-cuda-crt==13.2.*" "nvidia-nvvm==13.2.*"'
-    assert f"pip install {wheels}" in fault["fix"]
-
-
-def test_headers_newer_than_torch(look: Look, toolkit: Toolkit) -> None:
-    toolkit(nvcc="13.2", headers="13.5")
-    result = look(versions={"nvidia-cuda-runtime": "13.5.10"})
-    fault = _only_fault(result, "CUDA runtime")
-    assert '"nvidia-cuda-runtime==13.2.*"' in fault["fix"]
-    headers = result[1]["CUDA headers"]
-    assert headers["state"] == "fault"
-    assert "nvcc is older than the CUDA headers" in headers["found"]
-    assert '"nvidia-cuda-runtime==13.2.*"' in headers["fix"]
-
-
-def test_pins_follow_torch(look: Look, toolkit: Toolkit) -> None:
-    toolkit(nvcc="13.5", headers="13.0")
-    versions = {"torch": "2.11.0+cu130", "nvidia-cuda-runtime": "13.0.96"}
-    fault = _only_fault(look(torch_cuda="13.0", versions=versions), "CUDA headers")
-    assert '"nvidia-cuda-nvcc==13.0.*"' in fault["fix"]
-
-
-def test_two_releases_that_compile_are_a_note(look: Look, toolkit: Toolkit) -> None:
-    home = toolkit(nvcc="13.2", headers="13.2")
-    (home / "include" / "cuda_runtime_api.h").write_text("#define CUDART_VERSION 13010\n")
-    code, findings = look()
-    assert code == 0
-    assert findings["CUDA headers"]["state"] == "note"
-
-
-def test_no_headers(look: Look, toolkit: Toolkit) -> None:
-    toolkit(headers=None)
-    fault = _only_fault(look(), "CUDA headers")
-    assert "no cuda_runtime_api.h" in fault["found"]
-    assert '"nvidia-cuda-runtime==13.2.*" "nvidia-cuda-cccl==13.2.*"' in fault["fix"]
-    assert "reinstall" in fault["fix"]
-
-
-def test_an_nvcc_that_finds_its_headers_elsewhere(look: Look, toolkit: Toolkit) -> None:
-    (toolkit() / "include" / "cuda_runtime_api.h").unlink()
-    code, findings = look()
-    assert code == 0
-    assert findings["CUDA headers"]["state"] == "ok"
-
-
-def test_headers_without_cccl(look: Look, toolkit: Toolkit) -> None:
-    script = toolkit() / "bin" / "nvcc"
-    message = "probe.cu:2:10: fatal error: cuda/std/cstdint: No such file or directory"
-    script.write_text(f"{script.read_text()}echo '{message}' >&2\nexit 1\n")
-    fault = _only_fault(look(), "CUDA headers")
-    assert "cuda/std/cstdint: No such file" in fault["found"]
-    assert '"nvidia-cuda-cccl==13.2.*"' in fault["fix"]
-
-
-def test_no_nvcc(look: Look, toolkit: Toolkit) -> None:
-    toolkit(nvcc=None)
-    result = look()
-    fault = _only_fault(result, "nvcc")
-    assert '"nvidia-cuda-nvcc==13.2.*"' in fault["fix"]
-    assert result[1]["CUDA headers"]["state"] == "skipped"
-
-
-@pytest.mark.parametrize("nvcc", ["11.8", "12.9"])
-def test_old_nvcc(look: Look, toolkit: Toolkit, nvcc: str) -> None:
-    toolkit(nvcc=nvcc, headers=nvcc)
-    fault = _only_fault(look(), "nvcc")
-    assert f"{nvcc} at " in fault["found"]
-    assert '"nvidia-cuda-nvcc==13.2.*"' in fault["fix"]
-
-
-def test_old_nvcc_in_cuda_home(look: Look, toolkit: Toolkit) -> None:
-    toolkit()
-    toolkit(nvcc="12.4", headers="12.4", chosen=True)
-    assert _only_fault(look(), "nvcc")["fix"] == "unset CUDA_HOME CUDA_PATH"
-
-
-def test_cuda_home_without_a_toolkit(look: Look, toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch) -> None:
-    toolkit()
-    monkeypatch.setenv("CUDA_HOME", "/nonexistent/cuda")
-    fault = _only_fault(look(), "nvcc")
-    assert "/nonexistent/cuda" in fault["found"]
-    assert fault["fix"] == "unset CUDA_HOME CUDA_PATH"
-
-
-def test_nvcc_that_does_not_run(look: Look, toolkit: Toolkit) -> None:
-    (toolkit() / "bin" / "nvcc").write_text("#!/bin/sh\nexit 127\n")
-    fault = _only_fault(look(), "nvcc")
-    assert "does not run" in fault["found"]
-
-
-@pytest.mark.parametrize(
-    ("os_family", "fix"), [("ubuntu debian", "sudo apt-get install --yes g++"), ("rocky rhel fedora", "gcc-c++")]
-)
-def test_no_host_compiler(look: Look, os_family: str, fix: str) -> None:
-    fault = _only_fault(look(host_compiler=None, os_family=os_family), "host compiler")
-    assert fix in fault["fix"]
-
-
-def test_host_compiler_that_is_not_there(look: Look) -> None:
-    result = look(host_compiler="/nonexistent/g++")
-    fault = _only_fault(result, "host compiler")
-    assert "/nonexistent/g++" in fault["found"]
-    assert fault["fix"] == "unset CXX CC", "installing another would not help"
-    assert result[1]["CUDA headers"]["state"] == "skipped"
-
-
-def test_no_torch(look: Look) -> None:
-    code, findings = look(without="torch", torch_cuda=ModuleNotFoundError("No module named 'torch'"))
-    assert code == CODES["torch"]
-    assert 'pip install "torch>=2.10"' in findings["torch"]["fix"]
-    states = {check: finding["state"] for check, finding in findings.items()}
-    assert states["nvcc"] == states["TileLang"] == states["architecture"] == "skipped"
-
-
-def test_torch_that_can_not_be_imported(look: Look) -> None:
-    code, findings = look(torch_cuda=OSError("libcudart.so.13: cannot open shared object file"))
-    assert code == CODES["torch"]
-    assert "libcudart.so.13" in findings["torch"]["found"]
-    assert '"torch==2.15.0"' in findings["torch"]["fix"]
-
-
-def test_old_torch(look: Look) -> None:
-    result = look(versions={"torch": "2.9.1+cu130"}, torch_cuda="13.0")
-    assert '"torch>=2.10"' in _only_fault(result, "torch")["fix"]
-
-
-def test_torch_without_cuda_where_there_is_no_gpu(look: Look) -> None:
-    code, findings = look(versions={"torch": "2.15.0+cpu"}, torch_cuda=None, driver_cuda=None, gpus=())
-    assert code == 0
-    assert findings["torch"]["state"] == "note"
-    assert "references and compiling ahead work" in findings["torch"]["found"]
-    assert findings["torch"]["fix"] is None
-    assert findings["CUDA runtime"]["state"] == "skipped"
-
-
-def test_torch_without_cuda_beside_a_driver(look: Look) -> None:
-    result = look(versions={"torch": "2.15.0+cpu"}, torch_cuda=None, gpus=())
-    fault = _only_fault(result, "torch")
-    assert '"torch==2.15.0"' in fault["fix"]
-    assert "reinstall" in fault["fix"], "2.15.0+cpu satisfies torch==2.15.0"
-    assert result[1]["CUDA runtime"]["state"] == "skipped"
-
-
-def test_torch_of_an_older_cuda(look: Look) -> None:
-    """torch 2.10, which the packages' bounds allow, is for CUDA 12.8 on the public index."""
-    torch = {"versions": {"torch": "2.10.0+cu128"}, "torch_cuda": "12.8"}
-    code, findings = look(**torch)
-    assert code == 0
-    assert findings["CUDA runtime"]["state"] == "note"
-    assert "torch's is 12.8; kernels are compiled for 13.2" in findings["CUDA runtime"]["found"]
-    assert "580" in _only_fault(look(**torch, driver_cuda="12.8"), "driver")["fix"]
-
-
-def test_cuda_runtime_that_is_not_from_wheels(look: Look) -> None:
-    code, findings = look(without="nvidia-cuda-runtime")
-    assert code == 0
-    assert findings["CUDA runtime"]["state"] == "skipped"
-
-
-def test_no_tilelang(look: Look) -> None:
-    result = look(without="tilelang")
-    assert f'pip install "tilelang{compat.SUPPORTED_TILELANG}"' in _only_fault(result, "TileLang")["fix"]
-    assert result[1]["tvm-ffi"]["state"] == "skipped"
-
-
-@pytest.mark.parametrize("version", ["0.1.9", "0.2.0", "1.0"])
-def test_tilelang_out_of_range(look: Look, version: str) -> None:
-    fault = _only_fault(look(versions={"tilelang": version}), "TileLang")
-    assert version in fault["found"]
-    assert f'pip install "tilelang{compat.SUPPORTED_TILELANG}"' in fault["fix"]
-
-
-def test_tilelang_that_can_not_be_imported(look: Look) -> None:
-    fault = _only_fault(look(tilelang=ImportError("undefined symbol: TVMFFI")), "TileLang")
-    assert "undefined symbol: TVMFFI" in fault["found"]
-
-
-def test_tvm_ffi_out_of_range(look: Look) -> None:
-    fault = _only_fault(look(versions={"apache-tvm-ffi": "0.9.0"}), "tvm-ffi")
-    assert 'pip install "apache-tvm-ffi' in fault["fix"]
-
-
-def test_no_tvm_ffi(look: Look) -> None:
-    assert "not installed" in _only_fault(look(without="apache-tvm-ffi"), "tvm-ffi")["found"]
-
-
-def test_old_python(look: Look) -> None:
-    assert "uv venv --python 3.13" in _only_fault(look(python="3.10.4"), "Python")["fix"]
-
-
-def test_old_driver(look: Look) -> None:
-    fault = _only_fault(look(driver_cuda="12.8"), "driver")
-    assert "12.8" in fault["found"]
-    assert "580" in fault["fix"]
-
-
-def test_driver_of_an_earlier_minor_release_is_fine(look: Look) -> None:
-    assert look(driver_cuda="13.0")[0] == 0
-
-
-def test_gpu_without_kernels(look: Look) -> None:
-    fault = _only_fault(look(gpus=(("Tesla V100", 7, 0),)), "architecture")
-    assert "sm_70" in fault["found"]
-    assert fault["fix"] == "export TK_BACKEND=reference"
-
-
-def test_one_gpu_of_two_without_kernels(look: Look) -> None:
-    fault = _only_fault(look(gpus=(("Tesla V100", 7, 0), ("NVIDIA H200", 9, 0))), "architecture")
-    assert fault["fix"] == "export CUDA_VISIBLE_DEVICES=1"
-
-
-def test_unknown_tk_arch(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TK_ARCH", "sm_42")
-    assert _only_fault(look(), "architecture")["fix"] == "unset TK_ARCH"
-
-
-def test_cache_folder_that_can_not_be_written(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "file"))
-    fault = _only_fault(look(), "cache folder")
-    assert str(tmp_path / "file") in fault["found"]
-    assert fault["fix"].startswith("export TILELANG_CACHE_DIR=")
-
-
-@pytest.fixture
-def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder, in which nothing can be written."""
-    folder, access = tmp_path / "cache", os.access
-    folder.mkdir()
-
-    def refuse(**_: Any) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(faults.tempfile, "TemporaryFile", refuse)
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
-    return folder
-
-
-def _add_kernel(cache: Path) -> None:
-    library = cache / "0.1.15" / "linux-x86_64" / "kernels" / "key" / "executable.so"
-    library.parent.mkdir(parents=True)
-    library.touch()
-
-
-def test_read_only_cache_with_kernels_is_a_note(look: Look, read_only: Path) -> None:
-    _add_kernel(read_only)
-    code, findings = look()
-    assert code == 0
-    assert findings["cache folder"] == {
-        "check": "cache folder",
-        "state": "note",
-        "found": f"{read_only} is read-only: its 1 kernels can be loaded, but no others can be compiled",
-        "fix": None,
-    }
-    assert findings["TileLang"]["state"] == "ok"
-
-
-def test_read_only_cache_that_tilelang_can_not_load(look: Look, read_only: Path) -> None:
-    """Without a folder .staging in it, TileLang can't be imported."""
-    _add_kernel(read_only)
-    error = faults.unwritable_cache(read_only, "Read-only file system")
-    fault = _only_fault(look(tilelang=error), "TileLang")
-    assert (fault["found"], fault["fix"]) == (error.found, error.fix)
-
-
-def test_read_only_cache_without_kernels(look: Look, read_only: Path) -> None:
-    fault = _only_fault(look(), "cache folder")
-    assert fault["found"].endswith("can't be written: Read-only file system")
-    assert fault["fix"].startswith("export TILELANG_CACHE_DIR=")
-
-
-def test_cache_on_a_full_disk(look: Look, read_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not read-only, so that kernels were meant to be added."""
-    _add_kernel(read_only)
-    monkeypatch.setattr(os, "access", lambda path, mode: True)
-    _only_fault(look(), "cache folder")
-
-
 def test_pip_install_names_the_environment() -> None:
     command = doctor.pip_install("a>=1", "b==2.*")
     assert 'pip install "a>=1" "b==2.*"' in command
     assert sys.executable in command
+
+
+_CPU_TORCH = {"installed": {"torch": "2.15.0+cpu"}, "torch_cuda": None}
+# What the packages' bounds allow and the public index has: torch 2.10 for CUDA 12.8.
+_OLD_CUDA = {"installed": {"torch": "2.10.0+cu128"}, "torch_cuda": "12.8"}
+_READ_ONLY = {"cache": "Read-only file system"}
+_NO_KERNELS_ELSE = "is read-only: its 1 kernels can be loaded, but no others can be compiled"
+
+# Facts that are no fault: the facts, a check, its state, and what it says.
+NO_FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "no-driver": ({"driver_cuda": None, "gpus": ()}, "driver", "note", "no NVIDIA driver here"),
+    "no-gpu": ({"driver_cuda": None, "gpus": ()}, "architecture", "note", "--arch"),
+    "earlier-driver": ({"driver_cuda": "13.0"}, "driver", "ok", "13.0"),
+    "two-releases-that-compile": ({"toolkit": {"header": "13.1"}}, "CUDA headers", "note", "though a probe compiles"),
+    "headers-elsewhere": ({"toolkit": {"header": ""}}, "CUDA headers", "ok", "no cuda_runtime_api.h beside it"),
+    "cpu-torch": (
+        *({**_CPU_TORCH, "driver_cuda": None, "gpus": ()}, "torch", "note"),
+        "references and compiling ahead work",
+    ),
+    "cpu-torch-runtime": ({**_CPU_TORCH, "driver_cuda": None, "gpus": ()}, "CUDA runtime", "skipped", ""),
+    "older-cuda": (_OLD_CUDA, "CUDA runtime", "note", "torch's is 12.8; kernels are compiled for 13.2"),
+    "no-runtime-wheel": ({"installed": {"nvidia-cuda-runtime": None}}, "CUDA runtime", "skipped", "not from wheels"),
+    "read-only-cache": ({**_READ_ONLY, "kernels": 1}, "cache folder", "note", _NO_KERNELS_ELSE),
+    "tk-arch": ({"env": {"TK_ARCH": "sm_100"}}, "architecture", "ok", "sm_100a, by TK_ARCH"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FAULTS)
+def test_no_fault(look: Look, name: str) -> None:
+    facts, check, state, found = NO_FAULTS[name]
+    code, findings = look(**facts)
+    assert code == 0
+    assert (findings[check]["state"], findings[check]["fix"]) == (state, None)
+    assert found in findings[check]["found"]
+
+
+_WHEELS = 'pip install "nvidia-cuda-nvcc==13.2.*" "nvidia-cuda-crt==13.2.*" "nvidia-nvvm==13.2.*"'
+_RUNTIME = '"nvidia-cuda-runtime==13.2.*" "nvidia-cuda-cccl==13.2.*"'
+_TILELANG = f'pip install "tilelang{compat.SUPPORTED_TILELANG}"'
+_NO_VARIABLES = "unset CUDA_HOME CUDA_PATH"
+_INCOMPATIBLE = "CUDA compiler and CUDA toolkit headers are incompatible"
+_NEWER = "nvcc 13.5, headers 13.2: nvcc is newer than the CUDA headers: "
+_TOO_NEW = {"toolkit": {"headers": "13.5"}, "installed": {"nvidia-cuda-runtime": "13.5.10"}}
+_TORCH_2_11 = {"torch_cuda": "13.0", "installed": {"torch": "2.11.0+cu130", "nvidia-cuda-runtime": "13.0.96"}}
+
+# The facts, the first check at fault, what it says, and what is in the command that mends it.
+FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "old-python": ({"python": "3.10.4"}, "Python", "3.10.4", "uv venv --python 3.13"),
+    "no-torch": (
+        *({"installed": {"torch": None}, "torch_cuda": ModuleNotFoundError("No module named 'torch'")}, "torch"),
+        *("not installed", 'pip install "torch>=2.10"'),
+    ),
+    "broken-torch": ({"torch_cuda": OSError("libcudart.so.13: no")}, "torch", "libcudart.so.13", '"torch==2.15.0"'),
+    "old-torch": ({"installed": {"torch": "2.9.1+cu130"}, "torch_cuda": "13.0"}, "torch", "2.9.1", '"torch>=2.10"'),
+    # 2.15.0+cpu satisfies torch==2.15.0.
+    "cpu-torch-beside-a-driver": (_CPU_TORCH, "torch", "without CUDA", '"torch==2.15.0" --force-reinstall'),
+    "newer-runtime": (_TOO_NEW, "CUDA runtime", "13.5.10", '"nvidia-cuda-runtime==13.2.*"'),
+    "cache-is-a-file": (
+        *({"env": {"TILELANG_CACHE_DIR": "{tmp}/file"}}, "cache folder"),
+        *("/file, can't be written: ", "export TILELANG_CACHE_DIR="),
+    ),
+    "read-only-cache-without-kernels": (
+        *(_READ_ONLY, "cache folder"),
+        *("can't be written: Read-only file system", "export TILELANG_CACHE_DIR="),
+    ),
+    # It is not read-only, so kernels were meant to be added.
+    "full-disk": (
+        *({"cache": "No space left on device", "kernels": 1}, "cache folder"),
+        *("can't be written: No space left on device", "export TILELANG_CACHE_DIR="),
+    ),
+    "other-tvm-ffi": (
+        *({"installed": {"apache-tvm-ffi": "0.9.0"}}, "tvm-ffi"),
+        *("0.9.0", 'pip install "apache-tvm-ffi'),
+    ),
+    "no-tvm-ffi": ({"installed": {"apache-tvm-ffi": None}}, "tvm-ffi", "not installed", "pip install"),
+    "no-tilelang": ({"installed": {"tilelang": None}}, "TileLang", "not installed", _TILELANG),
+    "tilelang-0.1.9": ({"installed": {"tilelang": "0.1.9"}}, "TileLang", "0.1.9", _TILELANG),
+    "tilelang-0.2.0": ({"installed": {"tilelang": "0.2.0"}}, "TileLang", "0.2.0", _TILELANG),
+    "tilelang-1.0": ({"installed": {"tilelang": "1.0"}}, "TileLang", "1.0", _TILELANG),
+    "broken-tilelang": ({"tilelang": ImportError("undefined symbol")}, "TileLang", "undefined symbol", "--no-deps"),
+    # Without a folder .staging in a read-only cache, TileLang can't be imported.
+    "tilelang-says-why": (
+        *({**_READ_ONLY, "kernels": 1, "tilelang": FaultError("no .staging", "export X=y")}, "TileLang"),
+        *("no .staging", "export X=y"),
+    ),
+    "no-compiler": ({"host_compiler": None}, "host compiler", "no g++", "sudo apt-get install --yes g++"),
+    "no-compiler-rhel": ({"host_compiler": None, "os_family": "rocky rhel"}, "host compiler", "no g++", "gcc-c++"),
+    # To install another would not help.
+    "compiler-not-there": ({"host_compiler": "/nowhere/g++"}, "host compiler", "/nowhere/g++", "unset CXX CC"),
+    "no-nvcc": ({"toolkit": {"nvcc": None}}, "nvcc", "none in any CUDA toolkit", _WHEELS),
+    "nvcc-11": ({"toolkit": {"nvcc": "11.8", "headers": "11.8"}}, "nvcc", "11.8 at ", _WHEELS),
+    "nvcc-12": ({"toolkit": {"nvcc": "12.9", "headers": "12.9"}}, "nvcc", "12.9 at ", _WHEELS),
+    "old-cuda-home": ({"env": {"CUDA_HOME": "{tmp}/old-cuda"}}, "nvcc", "12.4 at ", _NO_VARIABLES),
+    "no-cuda-home": ({"env": {"CUDA_HOME": "/nowhere/cuda"}}, "nvcc", "/nowhere/cuda", _NO_VARIABLES),
+    "broken-nvcc": ({"toolkit": {"nvcc": "x"}}, "nvcc", "does not run", _WHEELS),
+    "newer-nvcc": ({"toolkit": {"nvcc": "13.5"}}, "CUDA headers", _NEWER, f"{_WHEELS} {_RUNTIME}"),
+    "newer-nvcc-error": ({"toolkit": {"nvcc": "13.5"}}, "CUDA headers", _INCOMPATIBLE, "--force-reinstall --no-deps"),
+    # The release is torch's.
+    "newer-nvcc-torch-2.11": (
+        *({**_TORCH_2_11, "toolkit": {"nvcc": "13.5", "headers": "13.0"}}, "CUDA headers"),
+        *("newer", '"nvidia-cuda-nvcc==13.0.*"'),
+    ),
+    "no-headers": ({"toolkit": {"headers": None}}, "CUDA headers", "no cuda_runtime_api.h", _RUNTIME),
+    "no-cccl": (
+        *({"toolkit": {"script": f"echo '{_NO_CCCL}' >&2; exit 1"}}, "CUDA headers"),
+        *("cuda/std/cstdint: No such file", _RUNTIME),
+    ),
+    "old-driver": ({"driver_cuda": "12.8"}, "driver", "12.8", "580"),
+    "old-driver-older-cuda": ({**_OLD_CUDA, "driver_cuda": "12.8"}, "driver", "12.8", "580"),
+    "old-gpu": ({"gpus": (V100,)}, "architecture", "sm_70", "export TK_BACKEND=reference"),
+    "one-old-gpu": ({"gpus": (V100, H200)}, "architecture", "sm_70", "export CUDA_VISIBLE_DEVICES=1"),
+    "unknown-tk-arch": ({"env": {"TK_ARCH": "sm_42"}}, "architecture", "sm_42", "unset TK_ARCH"),
+}
+# What can't be looked at beside a fault.
+SKIPPED = {
+    "torch": ["CUDA runtime", "TileLang", "host compiler", "nvcc", "CUDA headers", "architecture"],
+    "TileLang": ["host compiler", "CUDA headers"],
+    "host compiler": ["CUDA headers"],
+    "nvcc": ["CUDA headers"],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(look: Look, name: str) -> None:
+    facts, check, found, fix = FAULTS[name]
+    code, findings = look(**facts)
+    faulty = [name for name, finding in findings.items() if finding["state"] == "fault"]
+    assert faulty[:1] == [check], findings
+    assert code == CODES[check]
+    assert all(findings[name]["fix"] for name in faulty)
+    assert found in findings[check]["found"]
+    assert fix in findings[check]["fix"]
+    skipped = [name for name, finding in findings.items() if finding["state"] == "skipped"]
+    assert skipped == ["tvm-ffi"] * (name == "no-tilelang") + SKIPPED.get(check, [])
+
+
+def test_headers_newer_than_torch_are_a_second_fault(look: Look) -> None:
+    headers = look(**_TOO_NEW)[1]["CUDA headers"]
+    assert headers["state"] == "fault"
+    assert "nvcc is older than the CUDA headers" in headers["found"]
+    assert '"nvidia-cuda-runtime==13.2.*"' in headers["fix"]
