@@ -21,9 +21,9 @@ from tk_core.kernel import KernelRequest, capture
 from tk_core.testing import load_specs
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERY_OP = str(ROOT / "tests" / "profiles" / "every-op.toml")
-README_MODEL = str(ROOT / "tests" / "profiles" / "readmes.toml")
-MODELING_MODEL = str(ROOT / "tests" / "profiles" / "modeling.toml")
+EVERY_OP, README_MODEL, MODELING_MODEL = (
+    str(ROOT / "tests" / "profiles" / f"{name}.toml") for name in ("every-op", "readmes", "modeling")
+)
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 
 
@@ -193,18 +193,22 @@ with compiling_for(arch_from_name("sm_90a")):
 
 @pytest.mark.compile
 def test_a_warm_model_is_served_without_compiling(tmp_path: Path) -> None:
-    model = tmp_path / "small.toml"
+    """Kernels that were compiled without a GPU, and carried to another machine, are all that a server needs."""
+    model, archive = tmp_path / "small.toml", str(tmp_path / "kernels.zip")
     model.write_text(_SMALL)
-    environment = {**os.environ, "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
 
-    def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
-        whole = [sys.executable, *command]
-        return subprocess.run(whole, env=environment | more, capture_output=True, text=True, timeout=300)
+    def run(cache: str, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "TILELANG_CACHE_DIR": str(tmp_path / cache), **more}
+        return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
 
-    warm = run("-m", "tk_core.cli", "warmup", "--model", str(model), "--arch", "sm_90a", "-j", "2")
-    assert warm.returncode == 0, warm.stdout + warm.stderr
-    assert "3 compiled, 0 cached already, 0 failed" in warm.stdout
-    served = run("-c", _SERVE, str(model), TK_COMPILE="forbid")
+    tk = ("-m", "tk_core.cli")
+    for outcome in ("3 compiled, 0 cached already, 0 failed", "0 compiled, 3 cached already, 0 failed"):
+        warm = run("built", *tk, "warmup", "--model", str(model), "--arch", "sm_90a", "-j", "2")
+        assert warm.returncode == 0, warm.stdout + warm.stderr
+        assert outcome in warm.stdout
+    assert "exported 3 kernels" in run("built", *tk, "cache", "export", archive).stdout
+    assert "imported 3 kernels" in run("carried", *tk, "cache", "import", archive).stdout
+    served = run("carried", "-c", _SERVE, str(model), TK_COMPILE="forbid")
     assert "compilations: 0" in served.stdout, served.stderr
     # Another width needs another kernel.
     assert served.returncode != 0

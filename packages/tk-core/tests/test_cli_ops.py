@@ -32,8 +32,8 @@ import torch
 from tk_core import compat
 from tk_core.arch import get_arch
 from tk_core.compat import CompiledKernel
+from tk_core.call import launching, new, op
 from tk_core.kernel import Kernel
-from tk_core.op import op
 
 FOLDER = Path(__file__).parent / "compiled" / "{name}"
 
@@ -69,24 +69,17 @@ def two(cols, arch):
     """Another kernel."""
 
 
-def _reference(x: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(x)
-
-
-@op("{package}::{name}_out", mutates=("out",), reference=_reference, min_sm={min_sm})
-def _out(x: torch.Tensor, out: torch.Tensor) -> None:
-    arch = get_arch(x.device)
-    if x.shape[1] == 7:
-        raise ValueError("x: expected other than 7 columns")
-    one(x.shape[1], arch)(x, out)
-    if x.shape[1] % 2 or (x.shape[1] < 8 and 300 < x.shape[0] < 340):
-        two(x.shape[1], arch)(x, out)
-
-
+@op(min_sm={min_sm})
 def {name}(x: torch.Tensor) -> torch.Tensor:
     """A copy."""
-    out = torch.empty_like(x)
-    _out(x, out)
+    out = new(torch.empty_like, x)
+    if launching(out):
+        arch = get_arch(x.device)
+        if x.shape[1] == 7:
+            raise ValueError("x: expected other than 7 columns")
+        one(x.shape[1], arch)(x, out)
+        if x.shape[1] % 2 or (x.shape[1] < 8 and 300 < x.shape[0] < 340):
+            two(x.shape[1], arch)(x, out)
     return out
 '''
 
@@ -184,6 +177,11 @@ def tk(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
+def shown(result: Any) -> str:
+    """What the command printed, without the frame and the line breaks of an error."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
 def compiled(package: Path, op: str = "copy_rows") -> list[str]:
     """An op's kernels that were compiled, by kernel, columns and architecture."""
     return sorted(path.name for path in (package / "compiled" / op).iterdir())
@@ -199,29 +197,15 @@ def test_list(package: Path) -> None:
     assert old["signature"] == "copy_rows(x: torch.Tensor) -> torch.Tensor"
     assert old["reference"] == f"{PACKAGE}.reference.copy_rows"
     assert (old["state"], old["reason"]) == ("pending", "new")
+    assert [row["min_sm"] for row in rows.values()] == [90, 80]
     text = tk("list", f"{PACKAGE}.copy_new").output
-    assert f"{PACKAGE}.copy_new" in text
+    assert re.search(rf"{PACKAGE}\.copy_new +sm_90 +pending +A copy\.", text)
     assert "copy_rows" not in text
 
 
 def test_list_takes_a_name_with_dashes_and_an_op_by_itself(package: Path) -> None:
-    by_dashes = json.loads(tk("list", PACKAGE.replace("_", "-"), "--json").output)
-    assert len(by_dashes) == 2
-    both = json.loads(tk("list", PACKAGE, "copy_rows", "--json").output)
-    assert len(both) == 2
-
-
-def test_unknown_name(package: Path) -> None:
-    result = tk("list", f"{PACKAGE}.copy_row")
-    assert result.exit_code == 2
-    assert f"did you mean {PACKAGE}.copy_rows?" in " ".join(result.output.split())
-
-
-def test_a_package_without_any_ops(package: Path) -> None:
-    for command in ("list", "verify"):
-        result = tk(command, "tk-core", PACKAGE)
-        assert result.exit_code == 2
-        assert "'tk_core': expected a package" in " ".join(result.output.split())
+    for targets in ([PACKAGE.replace("_", "-")], [PACKAGE, "copy_rows"]):
+        assert len(json.loads(tk("list", *targets, "--json").output)) == 2
 
 
 def test_a_package_without_ops_stands_for_those_it_is_built_on() -> None:
@@ -256,11 +240,11 @@ def test_warmup_compiles_each_kernel_of_a_model_once(package: Path, model: str) 
     assert sum(line.startswith(("compiled", "cached")) for line in result.output.splitlines()) == 12
 
 
-def test_warmup_of_one_op_with_another_value(package: Path, model: str) -> None:
+def test_warmup_of_one_op_with_another_value(package: Path, jobs: list[Job], model: str) -> None:
     result = tk("warmup", f"{PACKAGE}.copy_rows", "--model", model, "--set", "cols=[16]", "--arch", "sm_90a")
     assert result.exit_code == 0, result.output
-    assert compiled(package) == ["one-16-sm_90a"]
-    assert compiled(package, "copy_new") == []
+    assert list(map(str, jobs)) == [f"{PACKAGE}.copy_rows.one for sm_90a ({PACKAGE}.copy_rows)"]
+    assert jobs[0].args[0] == 16
 
 
 def test_warmup_finds_a_kernel_between_two_numbers_of_tokens(package: Path, jobs: list[Job], model: str) -> None:
@@ -270,39 +254,12 @@ def test_warmup_finds_a_kernel_between_two_numbers_of_tokens(package: Path, jobs
     assert {job.kernel.rpartition(".")[2] for job in jobs} == {"one", "two"}
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("colls=[3]", "did you mean cols?"),
-        ("cols=3", "expected a list"),
-        ("cols=[true]", "expected a value of type int"),
-        (f"{PACKAGE}.cols=['a']", "expected a value of type int"),
-        ("tk_other.cols=[3]", f"with a section of {PACKAGE}"),
-        ("cols", "expected KEY=VALUE"),
-        ("max_tokens=0", "expected at least 1"),
-        (f"max_tokens={10**30}", "less than 2**31"),
-        ("dtype=float33", "float33"),
-    ],
-)
-def test_warmup_names_a_bad_value(package: Path, model: str, override: str, message: str) -> None:
-    result = tk("warmup", PACKAGE, "--model", model, "--set", override, "--arch", "sm_90a")
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.replace("│", " ").split())
-    assert compiled(package) == []
-
-
-def test_warmup_of_a_model_that_is_not_there(package: Path) -> None:
-    result = tk("warmup", "--model", "deepseek-v2", "--arch", "sm_90a")
-    assert result.exit_code == 2
-    assert "deepseek-v3, deepseek-v4-flash" in " ".join(result.output.replace("│", " ").split())
-
-
-def test_warmup_of_calls_that_fail(package: Path, model: str) -> None:
+def test_warmup_of_calls_that_fail(package: Path, jobs: list[Job], model: str) -> None:
     result = tk("warmup", f"{PACKAGE}.copy_rows", "--model", model, "--set", "cols=[7, 8]", "--arch", "sm_90a")
     assert result.exit_code == 1
     # Once, however many tokens.
     assert result.output.count("expected other than 7 columns") == 1
-    assert compiled(package) == ["one-8-sm_90a"]
+    assert [job.args[0] for job in jobs] == [8]
 
 
 def test_warmup_names_failures_and_does_the_rest(package: Path) -> None:
@@ -383,31 +340,52 @@ def test_warmup_of_all_cases(package: Path, jobs: list[Job]) -> None:
     assert len(jobs) == 1 + 2 + 1 + 2 + 1 + 1 + 6
 
 
-def test_warmup_without_an_architecture(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = tk("warmup", PACKAGE)
-    assert result.exit_code == 2
-    assert "--arch sm_90a" in " ".join(result.output.split())
+WARM_UP = ("warmup", PACKAGE, "--arch", "sm_90a")
+WITH_MODEL = (*WARM_UP, "--model", "MODEL")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ("--arch", "sm_42"),
-        ("--arch", "sm_90a", "--case", "nothing-*"),
-        ("--arch", "sm_90a", "--case", "c8", "--case", "nothing-*"),
-        ("--arch", "sm_90a", "--model", "deepseek-v3"),
-        ("--arch", "sm_90a", "--case", "c8", "--set", "cols=[3]"),
+        (("list", f"{PACKAGE}.copy_row"), f"did you mean {PACKAGE}.copy_rows?"),
+        (("list", "tk-core", PACKAGE), "'tk_core': expected a package"),
+        (("verify", "tk-core", PACKAGE), "'tk_core': expected a package"),
+        ((*WITH_MODEL, "--set", "colls=[3]"), "did you mean cols?"),
+        ((*WITH_MODEL, "--set", "cols=3"), "expected a list"),
+        ((*WITH_MODEL, "--set", "cols=[true]"), "expected a value of type int"),
+        ((*WITH_MODEL, "--set", f"{PACKAGE}.cols=['a']"), "expected a value of type int"),
+        ((*WITH_MODEL, "--set", "tk_other.cols=[3]"), f"with a section of {PACKAGE}"),
+        ((*WITH_MODEL, "--set", "cols"), "expected KEY=VALUE"),
+        ((*WITH_MODEL, "--set", "max_tokens=0"), "expected at least 1"),
+        ((*WITH_MODEL, "--set", f"max_tokens={10**30}"), "less than 2**31"),
+        ((*WITH_MODEL, "--set", "dtype=float33"), "float33"),
+        (("warmup", "--model", "deepseek-v2", "--arch", "sm_90a"), "deepseek-v3, deepseek-v4-flash"),
+        (("warmup", PACKAGE), "--arch sm_90a"),
+        (("warmup", PACKAGE, "--arch", "sm_42"), "expected one of sm_80"),
+        ((*WARM_UP, "--case", "nothing-*"), "no case of 2 ops is named 'nothing-*'"),
+        ((*WARM_UP, "--case", "c8", "--case", "nothing-*"), "no case of 2 ops is named 'nothing-*'"),
+        ((*WARM_UP, "--model", "deepseek-v3"), f"{PACKAGE}: deepseek-v3 calls none of it"),
+        ((*WARM_UP, "--case", "c8", "--set", "cols=[3]"), "--case: expected no --model"),
+        (("verify", "--pending", PACKAGE, "two ops"), "expected one op"),
+        (("verify", "--pending", f"{PACKAGE}.copy_rows", " "), "expected a reason"),
+        (("verify", "--pending", PACKAGE, "why", PACKAGE), "nothing beside it"),
     ],
 )
-def test_warmup_of_nothing(package: Path, arguments: tuple[str, ...]) -> None:
-    assert tk("warmup", PACKAGE, *arguments).exit_code == 2
+def test_usage_errors(
+    package: Path, model: str, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    before = (package / "gpu-verified.json").read_text()
+    result = tk(*(model if argument == "MODEL" else argument for argument in arguments))
+    assert result.exit_code == 2, result.exception
+    assert message in shown(result)
     assert compiled(package) == []
+    assert (package / "gpu-verified.json").read_text() == before
 
 
-def test_warmup_drops_no_op_in_silence(package: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_drops_no_op_in_silence(
+    package: Path, jobs: list[Job], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of two that the model never calls, or that has no such case, is an error; so is a model without sections."""
     ops = [f"{PACKAGE}.copy_rows", f"{PACKAGE}.copy_new"]
     warm_up = importlib.import_module(f"{PACKAGE}.warmup")
@@ -415,17 +393,17 @@ def test_warmup_drops_no_op_in_silence(package: Path, model: str, monkeypatch: p
     monkeypatch.setattr(warm_up, "calls", lambda *args: (call for call in calls(*args) if "rows" in call[0].__name__))
     result = tk("warmup", *ops, "--model", model, "--arch", "sm_90a")
     assert result.exit_code == 2
-    assert f"{ops[1]}: {model} calls none of it" in " ".join(result.output.split())
+    assert f"{ops[1]}: {model} calls none of it" in shown(result)
     assert tk("warmup", ops[0], PACKAGE, "--model", model, "--arch", "sm_90a").exit_code == 0
     spec = select([ops[1]], specs_of)[ops[1]]
     monkeypatch.setitem(vars(spec), "cases", spec.cases[:1])
     result = tk("warmup", *ops, "--arch", "sm_90a", *cases("c9"))
     assert result.exit_code == 2
-    assert f"{ops[1]}: it has no case named c9" in " ".join(result.output.split())
+    assert f"{ops[1]}: it has no case named c9" in shown(result)
     Path(model).write_text("max_tokens = 10\n")
     result = tk("warmup", "--model", model, "--arch", "sm_90a")
     assert result.exit_code == 2
-    assert f"{model}: expected sections" in " ".join(result.output.split())
+    assert f"{model}: expected sections" in shown(result)
 
 
 def cases(*patterns: str) -> list[str]:
@@ -492,77 +470,6 @@ def test_nothing_is_left_running_after_sigterm(package: Path) -> None:
     assert not [pid for pid in started if is_running(pid)]
 
 
-_REAL = """
-import torch
-from tk_core.arch import get_arch
-from tk_core.kernel import kernel
-from tk_core.op import op
-
-
-@kernel
-def _double_kernel(cols, arch):
-    import tilelang.language as T
-
-    rows = T.dynamic("rows")
-
-    @T.prim_func
-    def double(x: T.Tensor((rows, cols), "float32"), out: T.Tensor((rows, cols), "float32")):
-        with T.Kernel(rows, threads=32) as row:
-            for col in T.Parallel(cols):
-                out[row, col] = x[row, col] * 2.0
-
-    return double
-
-
-@op("tk_cli_test_real::double_out", mutates=("out",), reference=lambda x, out: out.copy_(2 * x))
-def _double_out(x: torch.Tensor, out: torch.Tensor) -> None:
-    _double_kernel(x.shape[1], get_arch(x.device))(x, out)
-
-
-def double(x):
-    out = torch.empty_like(x)
-    _double_out(x, out)
-    return out
-"""
-
-_REAL_SPEC = """
-import torch
-from tk_core.testing import Case, OpSpec
-from tk_cli_test_real.double import double
-
-
-def make(device):
-    return {"x": torch.empty(3, 64, device=device)}
-
-
-SPEC = OpSpec(double, lambda x: 2 * x, (Case("c64", make, model_shape=True),))
-"""
-
-
-@pytest.mark.compile
-def test_warmup_fills_tilelangs_cache(tmp_path: Path) -> None:
-    """With a real kernel and no GPU, the second process finds what the first compiled."""
-    project = tmp_path / "packages" / "tk-cli-test-real"
-    folder = project / "src" / "tk_cli_test_real"
-    for each in (folder / "reference", project / "tests"):
-        each.mkdir(parents=True)
-    for each in (folder, folder / "reference"):
-        (each / "__init__.py").write_text("")
-    (folder / "double.py").write_text(_REAL)
-    (project / "tests" / "test_double.py").write_text(_REAL_SPEC)
-    environment = {**os.environ, "PYTHONPATH": str(folder.parent), "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", "from tk_core.cli import main; main()"]
-    warm_up = [*command, "warmup", "tk_cli_test_real", "--arch", "sm_90a", "--case", "*"]
-    for outcome in ("1 compiled, 0 cached already, 0 failed", "0 compiled, 1 cached already, 0 failed"):
-        ran = subprocess.run(warm_up, env=environment, capture_output=True, text=True, timeout=300)
-        assert ran.returncode == 0, ran.stderr
-        assert outcome in ran.stdout
-    info = subprocess.run([*command, "cache", "info", "--json"], env=environment, capture_output=True, text=True)
-    facts = json.loads(info.stdout)
-    assert facts["kernels"] == 1
-    assert facts["broken"] == 0
-
-
 def test_verify(package: Path) -> None:
     (package / "gpu-verified.json").unlink()
     assert tk("verify", PACKAGE).exit_code == 1
@@ -587,7 +494,7 @@ def test_verify_and_cases_need_a_checkout(package: Path) -> None:
         for arguments in (("verify",), ("warmup", "--arch", "sm_90a", *cases("*"))):
             result = tk(*arguments, PACKAGE)
             assert result.exit_code == 2
-            assert f"{PACKAGE}: its cases are in the repository" in " ".join(result.output.replace("│", " ").split())
+            assert f"{PACKAGE}: its cases are in the repository" in shown(result)
     finally:
         tests.with_name("elsewhere").rename(tests)
 
@@ -607,19 +514,6 @@ def test_verify_compares(package: Path, monkeypatch: pytest.MonkeyPatch, now: st
     result = tk("verify", op)
     assert result.exit_code == exit_code
     assert line.format(op=op) in "; ".join(" ".join(each.split()) for each in result.output.splitlines())
-
-
-@pytest.mark.parametrize("pending", [(PACKAGE, "two ops"), (f"{PACKAGE}.copy_rows", " "), ("nonsense", "why")])
-def test_verify_pending_takes_one_op_and_a_reason(package: Path, pending: tuple[str, str]) -> None:
-    before = (package / "gpu-verified.json").read_text()
-    assert tk("verify", "--pending", *pending).exit_code == 2
-    assert (package / "gpu-verified.json").read_text() == before
-
-
-def test_verify_takes_nothing_beside_pending(package: Path) -> None:
-    result = tk("verify", "--pending", f"{PACKAGE}.copy_rows", "why", PACKAGE)
-    assert result.exit_code == 2, result.exception
-    assert "nothing beside it" in " ".join(result.output.split())
 
 
 def test_help_and_version() -> None:

@@ -24,6 +24,8 @@ def describe(op: str) -> dict[str, Any]:
         "what": (inspect.getdoc(function) or "").partition("\n")[0],
         "signature": f"{name}{inspect.signature(function)}",
         "reference": f"{package}.reference.{name}",
+        # A function that calls ops, and is none, serves every GPU.
+        "min_sm": function.op.min_sm if hasattr(function, "op") else 80,
         "state": status.state,
         "reason": status.reason,
         "entry": status.entry,
@@ -36,7 +38,7 @@ def list_ops(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, signatures included.")] = False,
 ) -> None:
-    """List ops, what each computes, and whether it is verified on a GPU."""
+    """List ops, from which GPU on each has kernels, whether it is verified on one, and what it computes."""
     rows = [describe(op) for op in select(targets or [], records_of)]
     if as_json:
         typer.echo(json.dumps(rows, indent=2, default=str))
@@ -47,9 +49,10 @@ def list_ops(
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for column in ("op", "on a GPU", "what"):
+    for column in ("op", "from", "on a GPU", "what"):
         table.add_column(column, no_wrap=column != "what")
     for row in rows:
-        table.add_row(row["op"], Text(row["state"], STATE_COLORS.get(row["state"], "")), Text(row["what"]))
+        state = Text(row["state"], STATE_COLORS.get(row["state"], ""))
+        table.add_row(row["op"], f"sm_{row['min_sm']}", state, Text(row["what"]))
     # Names must not be cut, however narrow the terminal is.
     Console(highlight=False, width=max(Console().width, 120)).print(table)
