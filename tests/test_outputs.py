@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_with_path
 
 from tk_core import kernel, overlap
 from tk_core.testing import OpSpec, load_specs
@@ -26,24 +27,17 @@ IN_PLACE = {("d", "c"), ("out", "matrix")}
 # Arguments that nothing reads.
 UNREAD = {"k_grouped_bf16_gemm_tn_contiguous": "grouped_layout", "k_grouped_fp8_gemm_nt_contiguous": "grouped_layout"}
 Path = tuple[Any, ...]
+"""Keys of a tensor in a tree of arguments: "x" and 1 are those of the second of the pair x."""
 
 
-def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors of a tree of arguments, each with its path: ("x", 1) is the second of the pair x."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, dict | list | tuple):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from leaves(value, (*path, key))
+def leaves(tree: Any) -> dict[Path, Tensor]:
+    """The tensors of a tree of arguments by their paths."""
+    return {path: x for path, x in tree_leaves_with_path(tree) if isinstance(x, Tensor)}
 
 
-def replaced(tree: Any, new: dict[Path, Tensor], path: Path = ()) -> Any:
+def replaced(tree: Any, new: dict[Path, Tensor]) -> Any:
     """The same tree with other tensors at some paths, and copies of the rest."""
-    if isinstance(tree, dict):
-        return {key: replaced(value, new, (*path, key)) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(replaced(value, new, (*path, i)) for i, value in enumerate(tree))
-    return new[path] if path in new else transfer(tree)
+    return tree_map_with_path(lambda path, x: new[path] if path in new else transfer(x), tree)
 
 
 def calls(spec: OpSpec, device: str) -> Iterator[tuple[dict[str, Any], list[Path]]]:
@@ -59,7 +53,7 @@ def calls(spec: OpSpec, device: str) -> Iterator[tuple[dict[str, Any], list[Path
         copy = transfer(kwargs)
         with kernel.recorded_launches() as recorded:
             spec.op(**copy)
-        yield kwargs, [path for path, x in leaves(copy) if any(overlap.overlap(x, y) for y in recorded.written)]
+        yield kwargs, [path for path, x in leaves(copy).items() if any(overlap.overlap(x, y) for y in recorded.written)]
 
 
 def sharing(x: Tensor, y: Tensor, distance: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +69,7 @@ def bad_calls(spec: OpSpec, device: str) -> Iterator[tuple[str, dict[str, Any], 
     """What is wrong with a call; its arguments; right ones that they differ from; whether the op may take them."""
     seen = set()
     for kwargs, written in calls(spec, device):
-        arguments = {path: x for path, x in leaves(kwargs) if x.numel()}
+        arguments = {path: x for path, x in leaves(kwargs).items() if x.numel()}
         for path in written:
             x = arguments.get(path)
             if x is None:
@@ -83,23 +77,19 @@ def bad_calls(spec: OpSpec, device: str) -> Iterator[tuple[str, dict[str, Any], 
             for other, y in arguments.items():
                 for distance in (0, 64):
                     is_new = other != path and (path, other, distance) not in seen
-                    is_read = UNREAD.get(spec.op.__name__) != other[0]
+                    is_read = UNREAD.get(spec.op.__name__) != other[0].key
                     if is_new and is_read and y.device == x.device and distance < overlap.extent(x):
                         seen.add((path, other, distance))
                         first, second = sharing(x, y, distance)
                         are_same = distance == 0 and (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
-                        may_pass = are_same and (path[0], other[0]) in IN_PLACE
+                        may_pass = are_same and (path[0].key, other[0].key) in IN_PLACE
                         bad = replaced(kwargs, {path: first, other: second})
-                        yield f"{path} over {other}, {distance} bytes before", bad, kwargs, may_pass
+                        yield f"{keystr(path)} over {keystr(other)}, {distance} bytes before", bad, kwargs, may_pass
             if max(x.shape, default=1) > 1 and (path, 0) not in seen:
                 seen.add((path, 0))
                 dim = max(range(x.ndim), key=lambda d: x.shape[d] > 1)
-                yield (
-                    f"{path} of stride 0",
-                    replaced(kwargs, {path: x.narrow(dim, 0, 1).expand(x.shape)}),
-                    kwargs,
-                    False,
-                )
+                bad = replaced(kwargs, {path: x.narrow(dim, 0, 1).expand(x.shape)})
+                yield f"{keystr(path)} of stride 0", bad, kwargs, False
     assert seen, f"{spec.name}: expected a case in which an argument is written"
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_with_path
 
 import tk_modeling
 from tk_core.op import _what_differentiates
@@ -84,24 +84,6 @@ OPERATOR_NAMES = {
 }
 
 
-def tensors_of(kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor, Callable[[Tensor], dict[str, Any]]]]:
-    """(name, tensor, function that makes the arguments with another tensor in its place) of each tensor argument."""
-    for name, value in kwargs.items():
-        others = transfer(kwargs)
-        if isinstance(value, Tensor):
-            yield name, value, lambda x, name=name, others=others: {**others, name: x}
-        elif isinstance(value, list | tuple):
-            for i, item in enumerate(value):
-                if isinstance(item, Tensor):
-                    before, after = value[:i], value[i + 1 :]
-                    make = partial(_with_item, others, name, before, after)
-                    yield f"{name}[{i}]", item, make
-
-
-def _with_item(others: dict[str, Any], name: str, before: Any, after: Any, x: Tensor) -> dict[str, Any]:
-    return {**others, name: type(before)((*before, x, *after))}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPECS)
 def test_unusual_tensors(name: str, kind: str) -> None:
@@ -110,13 +92,20 @@ def test_unusual_tensors(name: str, kind: str) -> None:
     case = next(case for case in spec.cases if case.small and case.modes)
     torch.manual_seed(0)
     problems = []
-    for argument, x, make in tensors_of(case.make("cpu")):
-        if x.dtype not in DTYPES.get(kind, (x.dtype,)):
+    kwargs = case.make("cpu")
+    for path, x in tree_leaves_with_path(kwargs):
+        if not isinstance(x, Tensor) or x.dtype not in DTYPES.get(kind, (x.dtype,)):
             continue
-        names = "|".join(map(re.escape, [argument, *OPERATOR_NAMES.get(argument, ())]))
+        argument = path[0].key + keystr(path[1:])
         results: list[Any] = []
+
+        def call(y: Tensor, path: Any = path, results: list[Any] = results) -> None:
+            others = transfer(kwargs)
+            results.append(spec.op(**tree_map_with_path(lambda other, z: y if other == path else z, others)))
+
+        names = "|".join(map(re.escape, [argument, *OPERATOR_NAMES.get(argument, ())]))
         try:
-            call_with(lambda x, make=make, results=results: results.append(spec.op(**make(x))), transfer(x))
+            call_with(call, transfer(x))
         except Exception as got:
             if type(got) is not error or not re.match(text.replace("ARGUMENT", f"({names})"), str(got)):
                 problems.append(f"{argument}: {type(got).__name__}: {str(got)[:150]}")

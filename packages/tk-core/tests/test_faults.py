@@ -5,7 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,42 +57,33 @@ def _fault(width: int = 32, called: str = "fabsf") -> FaultError:
     return raised.value
 
 
-@pytest.mark.parametrize("variable", ["CXX", "CC"])
-def test_a_compiler_that_is_not_there(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv(variable, "/nonexistent/g++")
-    fault = _fault()
-    assert "/nonexistent/g++" in fault.found
-    assert fault.fix == "unset CXX CC"
-
-
 @pytest.mark.parametrize(
-    ("family", "fix"),
-    [("ubuntu debian", "sudo apt-get install --yes g++"), ("fedora", "sudo dnf install --assumeyes gcc-c++")],
+    ("variable", "value", "family", "found", "fix"),
+    [
+        ("CXX", "/nonexistent/g++", "", "/nonexistent/g++", "unset CXX CC"),
+        ("CC", "/nonexistent/g++", "", "/nonexistent/g++", "unset CXX CC"),
+        ("PATH", "/nonexistent", "ubuntu debian", "no C++ compiler", "sudo apt-get install --yes g++"),
+        ("PATH", "/nonexistent", "fedora", "no C++ compiler", "sudo dnf install --assumeyes gcc-c++"),
+        ("TILELANG_CACHE_DIR", __file__, "", __file__, "export TILELANG_CACHE_DIR="),
+        ("TILELANG_CACHE_DIR", f"{__file__}/cache", "", __file__, "export TILELANG_CACHE_DIR="),
+    ],
 )
-def test_no_compiler(family: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_environment_lacks(
+    variable: str, value: str, family: str, found: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv(variable, value)
     monkeypatch.setattr(faults, "os_family", lambda: family)
     fault = _fault()
-    assert "no C++ compiler" in fault.found
-    assert fault.fix == fix
+    assert found in fault.found
+    assert fault.fix.startswith(fix)
 
 
 def test_no_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "cuda_home", lambda: tmp_path)
     with pytest.raises(FaultError, match=f"there is no CUDA compiler in {tmp_path}. Run: tk doctor"):
         raise compat._fault("whatever TileLang says") or AssertionError
-
-
-@pytest.mark.parametrize("below", ["", "cache"])
-def test_a_cache_that_can_not_be_written(below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "file" / below))
-    fault = _fault()
-    assert str(tmp_path / "file") in fault.found
-    assert fault.fix.startswith("export TILELANG_CACHE_DIR=")
 
 
 def test_a_cache_of_somebody_else() -> None:
@@ -104,11 +95,10 @@ def test_a_cache_of_somebody_else() -> None:
     assert fault.found == f"the cache of kernels, {folder}, can't be written: Permission denied"
 
 
-def test_importing_tilelang_with_a_cache_that_can_not_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_importing_tilelang_with_a_cache_that_can_not_be_made() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", "from tk_core import compat; compat.load_tilelang()"],
-        env={**os.environ, "TILELANG_CACHE_DIR": str(tmp_path / "file" / "cache")},
+        env={**os.environ, "TILELANG_CACHE_DIR": f"{__file__}/cache"},
         capture_output=True,
         text=True,
     )
@@ -197,17 +187,8 @@ def test_faults_come_back_from_other_processes() -> None:
     assert (fault.found, fault.fix, str(fault)) == ("no g++.", "install it", "no g++. Run: install it")
 
 
-@pytest.fixture
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """What a fault of a cache folder below a home says to do, for each home."""
-
-    def fix(home: str) -> str:
+def test_another_folder_is_not_below_the_same_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for home, is_below in (("a", False), ("b", True)):
         monkeypatch.setenv("HOME", str(tmp_path / home))
-        return faults.unwritable_cache(tmp_path / "a" / "cache", "no").fix
-
-    return fix
-
-
-def test_another_folder_is_not_below_the_same_home(folders: Callable[[str], str], tmp_path: Path) -> None:
-    assert str(tmp_path / "a") not in folders("a")
-    assert str(tmp_path / "b") in folders("b")
+        fix = faults.unwritable_cache(tmp_path / "a" / "cache", "no").fix
+        assert (str(tmp_path / home) in fix) == is_below

@@ -66,12 +66,9 @@ def test_an_edit_of_an_included_header_compiles_the_kernel_anew(folder: Path) ->
 
 def test_a_prelude_has_each_header_once_behind_what_it_includes(folder: Path) -> None:
     program = str(_kernel(folder).build(32, SM_90A).script(show_meta=True))
-    assert [program.count(text) for text in ("define tk_half()", "define tk_twice(", "What the kernel brings")] == [
-        1
-    ] * 3
-    assert (
-        program.index("define tk_half()") < program.index("define tk_twice(") < program.index("What the kernel brings")
-    )
+    texts = ("define tk_half()", "define tk_twice(", "What the kernel brings")
+    assert [program.count(text) for text in texts] == [1, 1, 1]
+    assert sorted(texts, key=program.index) == list(texts)
     assert "#pragma once" not in program
     assert "half.cuh" not in program
     assert "#include <cuda_fp16.h>" in program

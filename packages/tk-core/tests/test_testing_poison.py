@@ -27,11 +27,11 @@ def all_ones(x: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize("name", _ALLOCATIONS)
 def test_every_allocation_is_poisoned(name: str, dtype: torch.dtype) -> None:
-    with poisoned_allocations() as done:
+    with poisoned_allocations():
         x = _ALLOCATIONS[name](dtype)
+    assert not torch.overrides._get_current_function_mode_stack(), "it ends"
     assert x.untyped_storage().nbytes() >= 12 * dtype.itemsize
     assert all_ones(x)
-    assert done.num_allocations == 1
 
 
 def test_contents_that_are_asked_for_stay() -> None:
@@ -59,10 +59,3 @@ def test_poison_fills_gaps_and_neighbours_in_the_storage() -> None:
     wide = torch.zeros(3, 8)
     assert poison(wide[:, 2:4]).isnan().all()
     assert all_ones(wide)
-
-
-def test_it_ends() -> None:
-    with poisoned_allocations() as done:
-        pass
-    torch.empty(3)
-    assert done.num_allocations == 0

@@ -29,16 +29,12 @@ def os_family() -> str:
     return f"{about.get('ID', '')} {about.get('ID_LIKE', '')}"
 
 
-def uses_rpm(family: str) -> bool:
-    """Whether a distribution of this family installs packages with dnf rather than apt-get."""
-    return any(name in family for name in ("fedora", "rhel", "suse"))
-
-
 def no_host_compiler(named: str | None, family: str) -> FaultError:
     """The error for a missing C++ compiler: none at all, or not the one that CXX or CC names."""
     if named:
         return FaultError(f"CXX or CC names a C++ compiler that is not there, {named}", "unset CXX CC")
-    install = "sudo dnf install --assumeyes gcc-c++" if uses_rpm(family) else "sudo apt-get install --yes g++"
+    has_dnf = any(name in family for name in ("fedora", "rhel", "suse"))
+    install = "sudo dnf install --assumeyes gcc-c++" if has_dnf else "sudo apt-get install --yes g++"
     return FaultError("there is no C++ compiler: no g++, clang++ or c++ on PATH", install)
 
 

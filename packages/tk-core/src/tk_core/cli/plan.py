@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -80,17 +79,13 @@ def plan_model(profile: ModelProfile, archs: Sequence[str], ops: Collection[str]
     halved until the counts where the choice changes are found. `num_sms` is for a GPU with fewer SMs than is usual
     for its architecture.
     """
-    plan = Plan()
-    for arch in archs:
-        with _limited_to(num_sms):
-            _ask_for_all_counts(plan, profile, arch, ops)
-    return plan
-
-
-def _limited_to(num_sms: int | None) -> AbstractContextManager[None]:
     import tk_core
 
-    return nullcontext() if num_sms is None else tk_core.num_sms(num_sms)
+    plan = Plan()
+    with tk_core.num_sms(num_sms):
+        for arch in archs:
+            _ask_for_all_counts(plan, profile, arch, ops)
+    return plan
 
 
 def _ask_for_all_counts(plan: Plan, profile: ModelProfile, arch: str, ops: Collection[str]) -> None:

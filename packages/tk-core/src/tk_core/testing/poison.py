@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from tk_core.testing.trees import storage_bytes
 
-_ALLOCATORS = frozenset(
-    (
-        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
-        *(Tensor.new_empty, Tensor.new_empty_strided),
-    )
-)
-
-
-@dataclass
-class Poison:
-    """What `poisoned_allocations` has done so far."""
-
-    num_allocations: int = 0
+_ALLOCATORS = {
+    *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+    *(Tensor.new_empty, Tensor.new_empty_strided),
+}
 
 
 def poison(x: Tensor) -> Tensor:
@@ -39,26 +29,18 @@ def poison(x: Tensor) -> Tensor:
 
 # Not a dispatch mode: under one, ops leave their eager fast path, which is what has to be tested.
 class _PoisonMode(TorchFunctionMode):
-    def __init__(self, done: Poison) -> None:
-        super().__init__()
-        self.done = done
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _ALLOCATORS:
-            poison(result)
-            self.done.num_allocations += 1
-        return result
+        return poison(result) if func in _ALLOCATORS else result
 
 
 @contextmanager
-def poisoned_allocations() -> Iterator[Poison]:
+def poisoned_allocations() -> Iterator[None]:
     """Context in which torch.empty, x.new_empty and the like return tensors of 0xFF bytes, on any device, of any dtype.
 
     Has no effect on code under torch.compile, which does its own allocations.
     """
-    done = Poison()
-    with _PoisonMode(done):
-        yield done
+    with _PoisonMode():
+        yield

@@ -1,38 +1,21 @@
 """Trees of arguments and outputs: tuples, lists and dicts with tensors at their leaves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors of a tree, in order."""
-    return [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _leaves(item)
-    else:
-        yield tree
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """The same tree with `function` applied to each tensor."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, item) for item in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, item) for item in tree)
-    return tree
+    return tree_map_only(Tensor, function, tree)
 
 
 def storage_bytes(x: Tensor) -> Tensor:
