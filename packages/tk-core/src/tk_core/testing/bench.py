@@ -39,10 +39,8 @@ from tk_core.testing.machine import versions
 from tk_core.testing.specs import Call, Case, OpSpec, Peer
 from tk_core.testing.trees import distinct_bytes, tensors, transfer
 
-# Four times the L2 of an H200.
-_FLUSH_BYTES = 256 << 20
-# Twice that L2: bytes that the uncounted calls of a turn move before the counted ones.
-_LEAD_BYTES = 128 << 20
+_FLUSH_BYTES = 256 << 20  # four times the L2 of an H200
+_LEAD_BYTES = 128 << 20  # twice that L2: what the uncounted calls of a turn move before the counted ones
 # At most this many uncounted calls: those of a small op do not fill L2 anyway.
 _LEAD_CALLS = 16
 _COPY_BYTES = 8192 * 7168 * 2
@@ -124,7 +122,8 @@ class Bench:
         arguments = [kwargs, *(transfer(kwargs) for _ in range(lead + _CALLS - 1))]
         contenders: dict[str, Call] = {"copy": self._copy, "op": Rotation(spec.op, arguments)}
         baselines: dict[str, Callable[[], Call]] = {
-            name: lambda peer=peer: _peer_calls(peer, arguments) for name, peer in (peers or {}).items()
+            name: lambda peer=peer: Rotation(lambda call: call(), [{"call": peer(**each)} for each in arguments])
+            for name, peer in (peers or {}).items()
         }
         if self.baselines != "none":
             baselines["eager"] = lambda: Rotation(spec.reference, arguments)
@@ -133,11 +132,11 @@ class Bench:
             baselines["compiled"] = lambda: Rotation(torch.compile(spec.reference), arguments)
         errors: dict[str, str] = {}
         for name, prepare in baselines.items():
-            call, error = _try(prepare)
-            if call is None:
-                errors[f"{name}_error"] = error
-            else:
-                contenders[name] = call
+            try:
+                contenders[name] = _warmed_up(prepare())
+            except Exception as error:  # a result to report, not a failure
+                first_line = str(error).strip().partition("\n")[0]
+                errors[f"{name}_error"] = f"{type(error).__name__}: {first_line}"[:200]
 
         timer, times = self._device_times(contenders, lead)
         host_us, host_bare_us = self._host_times(spec.op, kwargs, outputs)
@@ -194,14 +193,12 @@ class Bench:
         samples: dict[str, list[float]] = {name: [] for name in contenders}
         # Reading evicts the dirty lines that the last contender left in L2.
         durations = self._record([[self._read, *[contenders[name]] * calls] for name, calls, _ in plan])
-        if durations is not None:
-            for (name, _, count), of_turn in zip(plan, durations):
-                samples[name] += of_turn[-count:]
-        else:
-            for name, _, count in plan:
-                samples[name] += [self._time_by_events(contenders[name]) for _ in range(count)]
-        timer = "events" if durations is None else "cupti"
-        return timer, {name: statistics.median(values) for name, values in samples.items()}
+        for turn, (name, _, count) in enumerate(plan):
+            call = contenders[name]
+            samples[name] += (
+                durations[turn][-count:] if durations else [self._time_by_events(call) for _ in range(count)]
+            )
+        return "cupti" if durations else "events", {name: statistics.median(values) for name, values in samples.items()}
 
     def _read(self) -> None:
         self._flush.view(torch.int64).max()
@@ -235,10 +232,8 @@ class Bench:
             if event.device_type() == torch.autograd.DeviceType.CUDA
         ]
         sums = between_markers(events, sum(len(turn) for turn in turns))
-        if sums is None:
-            return None
-        durations = iter(sums)
-        return [list(islice(durations, len(turn))) for turn in turns]
+        durations = iter(sums or ())
+        return None if sums is None else [list(islice(durations, len(turn))) for turn in turns]
 
     # ---- host time
 
@@ -334,21 +329,11 @@ def _host_time(call: Call) -> float:
     return statistics.median(samples)
 
 
-def _try(prepare: Callable[[], Call]) -> tuple[Call | None, str]:
-    """Prepare a baseline and warm it up. If it raises, return None and the error: a result to report, not a failure."""
-    try:
-        call = prepare()
-        for _ in range(2):
-            call()
-        torch.cuda.synchronize()
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        return None, f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-    return call, ""
-
-
-def _peer_calls(peer: Peer, arguments: Sequence[dict[str, Any]]) -> Rotation:
-    return Rotation(lambda call: call(), [{"call": peer(**kwargs)} for kwargs in arguments])
+def _warmed_up(call: Call) -> Call:
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    return call
 
 
 # ---- rows
@@ -382,23 +367,19 @@ def format_rows(rows: Sequence[dict[str, Any]], color: bool = False) -> str:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(
-        ("op", "case", "µs", "GB/s", "of copy", "eager µs", "compiled µs", "host µs", "bare")
-    ):
+    headings = ("op", "case", "µs", "GB/s", "of copy", "eager µs", "compiled µs", "host µs", "bare")
+    for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
     for row in sorted(rows, key=lambda row: row["op"]):
         table.add_row(
             *(row["op"], row["case"], f"{row['us']:.1f}", f"{row['gbps']:.0f}", f"{row['of_copy']:.0%}"),
-            *(_cell(row, "eager"), _cell(row, "compiled"), f"{row['host_us']:.1f}"),
-            "–" if row["host_bare_us"] is None else f"{row['host_bare_us']:.1f}",
+            *(_cell(row, name) for name in ("eager", "compiled", "host", "host_bare")),
         )
     out = io.StringIO()
     Console(file=out, width=200, force_terminal=color, highlight=False).print(table)
     return out.getvalue().rstrip()
 
 
-def _cell(row: dict[str, Any], baseline: str) -> str:
-    if row.get(f"{baseline}_error"):
-        return "error"
-    value = row.get(f"{baseline}_us")
-    return "–" if value is None else f"{value:.1f}"
+def _cell(row: dict[str, Any], name: str) -> str:
+    value = row.get(f"{name}_us")
+    return "error" if row.get(f"{name}_error") else "–" if value is None else f"{value:.1f}"

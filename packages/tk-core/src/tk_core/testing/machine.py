@@ -16,7 +16,7 @@ def versions() -> dict[str, str | None]:
     """GPU, driver and versions of everything that a result depends on, and today's date; None for what is absent."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "driver": _driver(),
+        "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "tilelang": _version("tilelang"),
@@ -28,10 +28,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in importlib.metadata.distributions(name=distribution)), None)
 
 
 def _printed(*command: str) -> str | None:
@@ -41,10 +38,6 @@ def _printed(*command: str) -> str | None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     lines = done.stdout.strip().splitlines()
     return lines[0].strip() if done.returncode == 0 and lines else None
-
-
-def _driver() -> str | None:
-    return _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def _commit() -> str | None:
