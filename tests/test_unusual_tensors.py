@@ -97,10 +97,9 @@ def test_unusual_tensors(name: str, kind: str) -> None:
         if not isinstance(x, Tensor) or x.dtype not in DTYPES.get(kind, (x.dtype,)):
             continue
         argument = path[0].key + keystr(path[1:])
-        results: list[Any] = []
+        others, results = transfer(kwargs), []
 
-        def call(y: Tensor, path: Any = path, results: list[Any] = results) -> None:
-            others = transfer(kwargs)
+        def call(y: Tensor, path: Any = path, others: Any = others, results: Any = results) -> None:
             results.append(spec.op(**tree_map_with_path(lambda other, z: y if other == path else z, others)))
 
         names = "|".join(map(re.escape, [argument, *OPERATOR_NAMES.get(argument, ())]))

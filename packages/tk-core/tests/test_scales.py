@@ -81,7 +81,10 @@ def test_round_trip(layout: ScaleLayout) -> None:
         sf = powers_of_two(*shape)
         packed = pack_scales(sf, layout)
         assert check_scales("sf", packed, *shape, CPU, BYTE_DTYPES) is layout
-        assert_equal(unpack_scales(packed, *shape), sf)
+        unpacked = unpack_scales(packed, *shape)
+        assert unpacked.is_contiguous()
+        assert unpacked.dtype is torch.float32
+        assert torch.equal(unpacked, sf)
 
 
 def test_packed_bytes_by_hand() -> None:
