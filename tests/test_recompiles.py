@@ -220,12 +220,7 @@ MORE = {"fp8-linear": 1}
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str) -> None:
-    make, arguments = MODULES[name]
-    assert _count_graphs(make(), map(arguments, SIZES)) <= 2 + MORE.get(name, 0)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_with_a_marked_dimension(name: str) -> None:
+    """With sizes as they come, and with a dimension that is marked."""
     make, arguments = MODULES[name]
 
     def marked(num_tokens: int) -> tuple[Tensor, ...]:
@@ -235,6 +230,7 @@ def test_modules_with_a_marked_dimension(name: str) -> None:
                 torch._dynamo.mark_dynamic(x, 0)
         return inputs
 
+    assert _count_graphs(make(), map(arguments, SIZES)) <= 2 + MORE.get(name, 0)
     assert _count_graphs(make(), map(marked, (24, 160))) <= 1 + MORE.get(name, 0)
 
 
