@@ -241,7 +241,7 @@ def test_language_model_names_a_bad_option_before_it_trains(lm: ModuleType, tmp_
         (("--resume", "--out", run, "--seed", "5"), "seed 5"),
         (("--resume", "--out", tmp_path / "run2"), "expected a checkpoint of this example, got another file"),
         (("--out", tmp_path / "empty", "--resume"), "expected a folder with a checkpoint"),
-        (("--seed", "-1"), "-1 is not in the range"),
+        (("--seed", "-1"), "Invalid value for '--seed'"),
     ):
         result = run_main(lm, tmp_path / "new", *map(str, arguments))
         assert (result.exit_code, type(result.exception)) == (2, SystemExit), (arguments, result.exception)
