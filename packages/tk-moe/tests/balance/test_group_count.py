@@ -41,13 +41,11 @@ def _indices(
     shape: tuple[int, int], num_groups: int, routing: str, first_element: int, dtype: torch.dtype, device: str
 ) -> torch.Tensor:
     out = starting_at(first_element, shape, device, dtype)
-    if device == "meta":
-        return out
     if routing == "last":
         return out.fill_(num_groups - 1)
     out.random_(0, num_groups)
     if routing == "half":
-        out[torch.rand(shape, device=device) < 0.5] = 0
+        out.masked_fill_(torch.rand(shape, device=device) < 0.5, 0)
     if routing == "none":
         table = torch.tensor(_NO_GROUP, device=device).clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
         nothing = table[torch.randint(0, len(_NO_GROUP), shape, device=device)]

@@ -37,22 +37,17 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         shape = (num_tokens, num_topk)
-        if device == "meta":
-            topk_idx = torch.empty(shape, dtype=idx_dtype, device=device)
-        elif routing == "distinct" and num_topk <= num_experts:
+        if routing == "distinct" and num_topk <= num_experts:
             topk_idx = torch.rand((num_tokens, num_experts), device=device).topk(num_topk).indices
         else:
             topk_idx = torch.randint(0, num_experts, shape, device=device)
-        if routing == "none" and device != "meta":
+        if routing == "none":
             none = torch.tensor((*_NO_EXPERT, num_experts), device=device)
             nothing = none[torch.randint(0, len(none), shape, device=device)]
             topk_idx = torch.where(torch.rand(shape, device=device) < 0.3, nothing, topk_idx)
             topk_idx[::5] = -1
-        grad_weights = torch.empty(shape, device=device)
-        if device != "meta":
-            grad_weights.normal_()
         return {
-            "grad_weights": grad_weights,
+            "grad_weights": torch.randn(shape, device=device),
             "logits": make_logits(num_tokens, num_experts, dtype, values, device, first_element),
             "topk_idx": topk_idx.to(idx_dtype),
             "scoring_func": scoring_func,

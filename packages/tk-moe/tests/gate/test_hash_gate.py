@@ -38,28 +38,23 @@ def make(
     """Arguments; with `faults` some ids are not in the table, and some entries of the table are not experts."""
 
     def build(device: str) -> dict[str, Any]:
-        if device == "meta":
-            token_ids = torch.empty((num_tokens,), dtype=ids_dtype, device=device)
-            table = torch.empty((vocab_size, num_topk), dtype=torch.int32, device=device)
+        token_ids = torch.randint(0, vocab_size, (num_tokens,), device=device)
+        shape = (vocab_size, num_topk)
+        if num_topk <= num_experts and not faults:
+            table = torch.rand((vocab_size, num_experts), device=device).topk(num_topk).indices.int()
         else:
-            token_ids = torch.randint(0, vocab_size, (num_tokens,), device=device)
-            shape = (vocab_size, num_topk)
-            if num_topk <= num_experts and not faults:
-                table = torch.rand((vocab_size, num_experts), device=device).topk(num_topk).indices.int()
-            else:
-                table = torch.randint(0, num_experts, shape, dtype=torch.int32, device=device)
-            if faults:
-                missing = torch.tensor(_NO_TOKEN, device=device)
-                if ids_dtype == torch.int32:
-                    missing = missing.clamp(-(2**31), 2**31 - 1)
-                token_ids[::3] = missing[torch.randint(0, len(missing), token_ids[::3].shape, device=device)]
-                none = torch.tensor((-1, -7, num_experts, 2**31 - 1, -(2**31)), dtype=torch.int32, device=device)
-                nothing = none[torch.randint(0, len(none), shape, device=device)]
-                table = torch.where(torch.rand(shape, device=device) < 0.3, nothing, table)
-                table[::5] = -1
-            token_ids = token_ids.to(ids_dtype)
+            table = torch.randint(0, num_experts, shape, dtype=torch.int32, device=device)
+        if faults:
+            missing = torch.tensor(_NO_TOKEN, device=device)
+            if ids_dtype == torch.int32:
+                missing = missing.clamp(-(2**31), 2**31 - 1)
+            token_ids[::3] = missing[torch.randint(0, len(missing), token_ids[::3].shape, device=device)]
+            none = torch.tensor((-1, -7, num_experts, 2**31 - 1, -(2**31)), dtype=torch.int32, device=device)
+            nothing = none[torch.randint(0, len(none), shape, device=device)]
+            table = torch.where(torch.rand(shape, device=device) < 0.3, nothing, table)
+            table[::5] = -1
         return {
-            "token_ids": token_ids,
+            "token_ids": token_ids.to(ids_dtype),
             "table": table,
             "logits": make_logits(num_tokens, num_experts, dtype, values, device, first_element),
             "scoring_func": scoring_func,

@@ -57,8 +57,6 @@ def make(
 
     def draw(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (num_tokens, num_experts)
-        if device == "meta":
-            return torch.empty(shape, device=device), torch.empty(num_experts, device=device)
         if values == "ties":
             logits = torch.tensor(_VALUES, device=device)[torch.randint(0, 4, shape, device=device)]
             return logits, torch.tensor(_BIASES, device=device)[torch.randint(0, 2, (num_experts,), device=device)]

@@ -30,9 +30,7 @@ def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal
 
     def build(device: str) -> dict[str, Any]:
         shape = (num_tokens, num_experts)
-        if device == "meta":
-            scores = torch.empty(shape, device=device)
-        elif values == "normal":
+        if values == "normal":
             scores = torch.randn(shape, device=device)
         elif values == "ties":
             scores = torch.randint(0, 4, shape, device=device).float()

@@ -36,8 +36,6 @@ def make_logits(
     """
     shape = (num_tokens, num_experts)
     logits = starting_at(first_element, shape, device, dtype)
-    if device == "meta":
-        return logits
     if values == "normal":
         return logits.copy_(torch.randn(shape, device=device))
     if values == "ties":
@@ -55,8 +53,6 @@ def make_logits(
 
 def make_mask(num_tokens: int, device: str) -> torch.Tensor:
     """True for about two of three tokens; the others are padding."""
-    if device == "meta":
-        return torch.empty((num_tokens,), dtype=torch.bool, device=device)
     return torch.randint(0, 3, (num_tokens,), device=device) > 0
 
 
@@ -80,9 +76,8 @@ def make(
         shift = None
         if bias:
             shift = starting_at(bias_first_element, (num_experts,), device)
-            if device != "meta":
-                few = torch.randint(0, 3, (num_experts,), device=device).float()
-                shift.copy_(few if bias == "ties" else 0.1 * torch.randn(num_experts, device=device))
+            few = torch.randint(0, 3, (num_experts,), device=device).float()
+            shift.copy_(few if bias == "ties" else 0.1 * torch.randn(num_experts, device=device))
         return {
             "logits": logits,
             "num_topk": num_topk,

@@ -40,13 +40,11 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         shape = (num_tokens, num_topk)
-        if device == "meta":
-            topk_idx = torch.empty(shape, dtype=torch.int64, device=device)
-        elif routing == "last":
+        if routing == "last":
             topk_idx = torch.full(shape, num_experts - 1, device=device)
         elif routing == "half":
             topk_idx = torch.randint(0, num_experts, shape, device=device)
-            topk_idx[torch.rand(shape, device=device) < 0.5] = num_experts - 1
+            topk_idx.masked_fill_(torch.rand(shape, device=device) < 0.5, num_experts - 1)
         elif routing == "few":
             few = torch.randint(0, num_experts, (3,), device=device)
             topk_idx = few[torch.randint(0, 3, shape, device=device)]
@@ -54,7 +52,7 @@ def make(
             topk_idx = torch.rand((num_tokens, num_experts), device=device).topk(num_topk, sorted=False).indices
         else:
             topk_idx = torch.randint(0, num_experts, shape, device=device)
-        if routing == "none" and device != "meta":
+        if routing == "none":
             table = torch.tensor(_NO_EXPERT, device=device)
             nothing = table[torch.randint(0, len(_NO_EXPERT), shape, device=device)]
             topk_idx = torch.where(torch.rand(shape, device=device) < 0.7, nothing, topk_idx)

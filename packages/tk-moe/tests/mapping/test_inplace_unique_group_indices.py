@@ -31,7 +31,6 @@ SPEC = OpSpec(
         Case("g1-k1-t3", make(3, 1, 1), small=True),
         Case("g8-k8-t0", make(0, 8, 8), small=True),
         Case("g8-k8-t1", make(1, 8, 8), small=True),
-        Case("g8-k8-t67-unaligned", make(67, 8, 8, first_element=1), small=True),
         Case("g64-k8-t67-int32", make(67, 8, 64, dtype=torch.int32), small=True, modes=True, compile=True),
         Case("g33-k9-t67-int32-none", make(67, 9, 33, "none", 1, torch.int32), small=True),
         Case("g128-k8-t8001-int32", make(8001, 8, 128, dtype=torch.int32)),
