@@ -1,4 +1,4 @@
-"""What the cases of several ops share: sizes of real models, cases of benchmarks, storage."""
+"""What the cases of several ops share: sizes of real models, names, cases of benchmarks, storage."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -9,6 +9,11 @@ from tk_core.testing import Case, Make
 
 MODEL_EXPERTS = (8, 16, 32, 36, 64, 72, 96, 108, 128, 144, 256, 288, 384, 512)
 """Numbers of experts."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in case names."""
+    return str(dtype).removeprefix("torch.").replace("_", "-").replace("bfloat16", "bf16")
 
 
 def benches(

@@ -9,7 +9,7 @@ import tk_moe
 from tk_core.math import align, ceil_div
 from tk_core.testing import Case, Make, OpSpec, tiers
 
-from ..models import benches
+from ..models import benches, name_of
 
 _MODEL_EXPERTS = 256
 _MODEL_ALIGNMENT = 16
@@ -22,11 +22,6 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torc
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
     info = torch.iinfo(words)
     return torch.randint(info.min, info.max + 1, shape, dtype=words, device=device).view(dtype)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype in case names."""
-    return str(dtype).removeprefix("torch.").replace("_", "-").replace("bfloat16", "bf16")
 
 
 def model_rows(num_tokens: int, num_topk: int) -> int:

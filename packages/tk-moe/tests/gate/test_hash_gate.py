@@ -10,8 +10,8 @@ import tk_moe
 from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_moe import ScoringFunc
 
-from ..models import benches
-from .test_topk_gate_with_weights import compare, make_logits, make_mask, name_of
+from ..models import benches, name_of
+from .test_topk_gate_with_weights import compare, make_logits, make_mask
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -224,10 +224,8 @@ test_bad_input = tiers.bad_input(
     GOOD,
     [
         ({"table": torch.zeros(0, 2, dtype=torch.int32)}, ValueError, "table.*at least one row"),
-        ({"table": torch.zeros(5, 0, dtype=torch.int32)}, ValueError, "table.*1 to 32"),
         ({"table": torch.zeros(5, 33, dtype=torch.int32)}, ValueError, "table.*1 to 32.*33"),
         ({"logits": torch.zeros(3, 8)}, ValueError, "logits.*shape"),
-        ({"logits": torch.zeros(2, 0)}, ValueError, "logits.*1 to 1024"),
         ({"logits": torch.zeros(2, 1025)}, ValueError, "logits.*1 to 1024"),
         ({"mask": torch.zeros(1, dtype=torch.bool)}, ValueError, "mask.*shape"),
     ],

@@ -170,10 +170,7 @@ test_bad_input = tiers.bad_input(
     SPEC,
     GOOD,
     [
-        ({"scores": torch.zeros(2, 0)}, ValueError, "scores.*1 to 1024"),
         ({"scores": torch.zeros(2, 1025)}, ValueError, "scores.*1 to 1024.*1025"),
-        ({"num_topk": 0}, ValueError, "num_topk.*1 to 8"),
-        ({"num_topk": -1}, ValueError, "num_topk"),
         ({"num_topk": 9}, ValueError, "num_topk.*1 to 8.*9"),
         ({"scores": torch.zeros(2, 64), "num_topk": 33}, ValueError, "num_topk.*1 to 32.*33"),
     ],

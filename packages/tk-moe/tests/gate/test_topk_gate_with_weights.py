@@ -14,7 +14,7 @@ from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_core.testing.numeric import assert_equal
 from tk_moe import ScoringFunc
 
-from ..models import MODEL_EXPERTS, benches, starting_at
+from ..models import MODEL_EXPERTS, benches, name_of, starting_at
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 
@@ -94,11 +94,6 @@ def compare(actual: Any, expected: Any) -> None:
     """Indices must be equal, weights within rtol 1e-5, atol 1e-8, as a token's slots are added in another order."""
     assert_equal(actual[0], expected[0], name="topk_idx")
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-8, equal_nan=True)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype in case names."""
-    return {torch.bfloat16: "bf16", torch.float32: "float32"}[dtype]
 
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -314,9 +309,7 @@ test_bad_input = tiers.bad_input(
     SPEC,
     GOOD,
     [
-        ({"logits": torch.zeros(2, 0)}, ValueError, "logits.*1 to 1024"),
         ({"logits": torch.zeros(2, 1025)}, ValueError, "logits.*1 to 1024.*1025"),
-        ({"num_topk": 0}, ValueError, "num_topk.*1 to 8"),
         ({"num_topk": 9}, ValueError, "num_topk.*1 to 8.*9"),
         ({"logits": torch.zeros(2, 64), "num_topk": 33}, ValueError, "num_topk.*1 to 32.*33"),
         ({"bias": torch.zeros(7)}, ValueError, "bias.*shape"),

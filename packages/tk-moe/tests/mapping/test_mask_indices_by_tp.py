@@ -109,9 +109,7 @@ test_bad_input = tiers.bad_input(
     },
     [
         ({"n": 3}, ValueError, "n: expected 4 to"),
-        ({"n": 2**31}, ValueError, "n: expected 4 to"),
         ({"num_ep_ranks": 0}, ValueError, "num_ep_ranks"),
-        ({"tp_rank": -1}, ValueError, "tp_rank: expected 0 to 1"),
         ({"tp_rank": 2}, ValueError, "tp_rank: expected 0 to 1"),
         ({"num_tp_ranks": 0}, ValueError, "num_tp_ranks"),
     ],

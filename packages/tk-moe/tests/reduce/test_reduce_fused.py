@@ -10,8 +10,8 @@ import torch
 import tk_moe
 from tk_core.testing import Case, Make, OpSpec, nearest_float32, tiers
 
-from ..expand.test_expand_to_fused import make_maps, model_rows, name_of, random_bits
-from ..models import benches
+from ..expand.test_expand_to_fused import make_maps, model_rows, random_bits
+from ..models import benches, name_of
 
 
 def make(

@@ -10,8 +10,8 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_moe import reference
 
-from ..expand.test_expand_to_fused import make_maps, model_rows, name_of
-from ..models import benches
+from ..expand.test_expand_to_fused import make_maps, model_rows
+from ..models import benches, name_of
 
 _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 

@@ -98,5 +98,5 @@ def test_reference_against_exact_arithmetic(weights: list[float]) -> None:
 test_bad_input = tiers.bad_input(
     SPEC,
     {},
-    [({"topk_weights": torch.zeros(2, num_topk)}, ValueError, "topk_weights.*1 to 32") for num_topk in (0, 33)],
+    [({"topk_weights": torch.zeros(2, 33)}, ValueError, "topk_weights.*1 to 32")],
 )
