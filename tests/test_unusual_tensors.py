@@ -71,17 +71,8 @@ KINDS: dict[str, tuple[Callable[[Call, Tensor], Any], type[Exception], str]] = {
 }
 _DIFFERENTIABLE = (torch.float32, torch.bfloat16)
 DTYPES = {"negative": (torch.float32,), "differentiated": _DIFFERENTIABLE, "dual": _DIFFERENTIABLE}
-# Names that an operator may have for an argument, where they are not those of the public function.
-OPERATOR_NAMES = {
-    "a[0]": ("a",),
-    "a[1]": ("a_sf",),
-    "b[0]": ("b",),
-    "b[1]": ("b_sf",),
-    "x[0]": ("x", "data"),
-    "x[1]": ("x_sf", "sf"),
-    "hidden_states": ("x",),
-    "grad_rows": ("x",),
-}
+# engram_gate_fwd calls an op of its own, which has another name for it.
+OP_NAMES = {"hidden_states": "x"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,11 +93,12 @@ def test_unusual_tensors(name: str, kind: str) -> None:
         def call(y: Tensor, path: Any = path, others: Any = others, results: Any = results) -> None:
             results.append(spec.op(**tree_map_with_path(lambda other, z: y if other == path else z, others)))
 
-        names = "|".join(map(re.escape, [argument, *OPERATOR_NAMES.get(argument, ())]))
+        names = {re.escape(argument), OP_NAMES.get(argument, re.escape(argument))}
+        expected = text.replace("ARGUMENT", f"({'|'.join(names)})")
         try:
             call_with(call, transfer(x))
         except Exception as got:
-            if type(got) is not error or not re.match(text.replace("ARGUMENT", f"({names})"), str(got)):
+            if type(got) is not error or not re.match(expected, str(got)):
                 problems.append(f"{argument}: {type(got).__name__}: {str(got)[:150]}")
         else:
             # Indices and packed factors have no derivative.
