@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from tk_core.math import ceil_div
 
 _GIB = 2**30
@@ -67,6 +65,8 @@ def gpu_memory(gib: float, num_workers: int) -> Iterator[None]:
 
     `num_workers` processes of the same test run share the machine's GPUs. Raises AssertionError if the test took more.
     """
+    import torch  # processes that only wait for their turn start without it
+
     device = torch.cuda.get_device_properties()
     # One more process is the one that started the workers.
     num_processes = ceil_div(num_workers, torch.cuda.device_count()) + 1
