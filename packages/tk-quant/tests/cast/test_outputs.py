@@ -18,46 +18,31 @@ BLOCK_SF = torch.full((1, 4), 0.25)
 COL_MAJOR = {"use_tma_aligned_col_major_sf": True}
 PACKED = {**COL_MAJOR, "round_sf": True, "use_packed_ue8m0": True}
 
-# Op, arguments, and the name of the argument that it writes into.
-CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "token": (tk_quant.per_token_cast, {"fmt": "e4m3", "num_per_channels": 32}, "out"),
-    "token-hidden": (tk_quant.per_token_cast, {"fmt": "e4m3", "num_per_channels": 128}, "out"),
-    "token-col-major": (tk_quant.per_token_cast, {"fmt": "e4m3", "num_per_channels": 32, **COL_MAJOR}, "out"),
-    "token-packed": (tk_quant.per_token_cast, {"fmt": "e2m1", "num_per_channels": 32, **PACKED}, "out"),
-    "token-swizzled": (
-        tk_quant.per_token_cast,
-        {"fmt": "e4m3", "num_per_channels": 32, "round_sf": True, "use_swizzled_sf": True},
-        "out",
-    ),
-    "token-nvfp4": (
-        tk_quant.per_token_cast,
-        {"fmt": "e2m1", "num_per_channels": 16, "tensor_sf": torch.tensor(0.5)},
-        "out",
-    ),
-    "token-sf": (tk_quant.per_token_cast_with_sf_only, {"fmt": "e4m3", "num_per_channels": 32}, "out_sf"),
-    "token-sf-packed": (
-        tk_quant.per_token_cast_with_sf_only,
-        {"fmt": "e4m3", "num_per_channels": 32, **PACKED},
-        "out_sf",
-    ),
-    "token-data": (
-        tk_quant.per_token_cast_with_precomputed_sf,
-        {"fmt": "e2m1", "num_per_channels": 32, "sf": SF},
-        "out",
-    ),
-    "block": (tk_quant.per_block_cast, {"fmt": "e4m3", "block_size": (32, 32)}, "out"),
-    "block-packed": (tk_quant.per_block_cast, {"fmt": "e2m1", "block_size": (2, 32), **PACKED}, "out"),
-    "block-sf": (
-        tk_quant.per_block_cast_with_sf_only,
-        {"fmt": "e4m3", "block_size": (2, 32), **COL_MAJOR},
-        "out_sf",
-    ),
+SWIZZLED = {"round_sf": True, "use_swizzled_sf": True}
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "token": (tk_quant.per_token_cast, {"fmt": "e4m3", "num_per_channels": 32}),
+    "token-hidden": (tk_quant.per_token_cast, {"fmt": "e4m3", "num_per_channels": 128}),
+    "token-col-major": (tk_quant.per_token_cast, {"fmt": "e4m3", "num_per_channels": 32, **COL_MAJOR}),
+    "token-packed": (tk_quant.per_token_cast, {"fmt": "e2m1", "num_per_channels": 32, **PACKED}),
+    "token-swizzled": (tk_quant.per_token_cast, {"fmt": "e4m3", "num_per_channels": 32, **SWIZZLED}),
+    "token-nvfp4": (tk_quant.per_token_cast, {"fmt": "e2m1", "num_per_channels": 16, "tensor_sf": torch.tensor(0.5)}),
+    "token-sf": (tk_quant.per_token_cast_with_sf_only, {"fmt": "e4m3", "num_per_channels": 32}),
+    "token-sf-packed": (tk_quant.per_token_cast_with_sf_only, {"fmt": "e4m3", "num_per_channels": 32, **PACKED}),
+    "token-data": (tk_quant.per_token_cast_with_precomputed_sf, {"fmt": "e2m1", "num_per_channels": 32, "sf": SF}),
+    "block": (tk_quant.per_block_cast, {"fmt": "e4m3", "block_size": (32, 32)}),
+    "block-packed": (tk_quant.per_block_cast, {"fmt": "e2m1", "block_size": (2, 32), **PACKED}),
+    "block-sf": (tk_quant.per_block_cast_with_sf_only, {"fmt": "e4m3", "block_size": (2, 32), **COL_MAJOR}),
     "block-data": (
         tk_quant.per_block_cast_with_precomputed_sf,
         {"fmt": "e4m3", "block_size": (32, 32), "sf": BLOCK_SF},
-        "out",
     ),
 }
+
+
+def _call(name: str) -> tuple[Callable[..., Any], dict[str, Any], str]:
+    """The op, its arguments, and the name of the argument that it writes into."""
+    op, kwargs = CALLS[name]
+    return op, kwargs, "out_sf" if "sf_only" in op.__name__ else "out"
 
 
 def _like(x: Any) -> Any:
@@ -75,7 +60,7 @@ def _leaves(x: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_writes_what_it_would_return(name: str) -> None:
-    op, kwargs, out = CALLS[name]
+    op, kwargs, out = _call(name)
     expected = op(X, **kwargs)
     given = _like(expected)
     returned = op(X, **kwargs, **{out: given})
@@ -86,7 +71,7 @@ def test_writes_what_it_would_return(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["token", "token-sf-packed", "block-data"])
 def test_compiled(name: str) -> None:
-    op, kwargs, out = CALLS[name]
+    op, kwargs, out = _call(name)
     expected = op(X, **kwargs)
     given = _like(expected)
     torch.compile(lambda x, given: op(x, **kwargs, **{out: given}), fullgraph=True, backend="eager")(X, given)
@@ -95,7 +80,7 @@ def test_compiled(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_refuses_what_does_not_fit(name: str) -> None:
-    op, kwargs, out = CALLS[name]
+    op, kwargs, out = _call(name)
     right = _like(op(X, **kwargs))
     where = [f"{out}[0]", f"{out}[1]"] if isinstance(right, tuple) else [out]
     for index, (argument, tensor) in enumerate(zip(where, _leaves(right), strict=True)):
@@ -136,7 +121,7 @@ def test_flags_in_the_order_of_both_versions() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_gpu(name: str) -> None:
     """Also at addresses that are no multiple of 16 bytes, and in calls that are remembered."""
-    op, kwargs, out = CALLS[name]
+    op, kwargs, out = _call(name)
     x = X.cuda()
     kwargs = {key: value.cuda() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
     expected = op(x, **kwargs)

@@ -11,6 +11,8 @@ import torch
 import tk_quant
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
 
+from ..per_token.test_per_token_cast import BENCH
+
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -83,8 +85,7 @@ SPEC = OpSpec(
             Case(
                 f"int8-{_NAMES[out_dtype]}-h7168-t{tokens}-bench",
                 make((tokens, 3584), out_dtype),
-                bench=True,
-                gpu=False,
+                **BENCH,
                 model_shape=tokens == 8192,
             )
             for out_dtype in _NAMES
@@ -129,12 +130,6 @@ def test_float4_dtype() -> None:
     assert_equal(tk_quant.unpack_from_e2m1fn_x2(codes.view(torch.float4_e2m1fn_x2)), expected)
 
 
-@pytest.mark.parametrize(
-    ("args", "error", "match"),
-    [
-        ((torch.zeros((), dtype=torch.int8),), ValueError, "x: expected at least one dimension"),
-    ],
+test_bad_input = tiers.bad_input(
+    SPEC, {}, [({"x": torch.zeros((), dtype=torch.int8)}, ValueError, "x: expected at least one dimension")]
 )
-def test_bad_input(args: tuple[Any, ...], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        tk_quant.unpack_from_e2m1fn_x2(*args)

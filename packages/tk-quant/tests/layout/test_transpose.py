@@ -2,11 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 import tk_quant
 from tk_core.testing import Case, Make, OpSpec, tiers
+
+from ..per_token.test_per_token_cast import BENCH
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -94,8 +95,7 @@ SPEC = OpSpec(
                 f"{name_of(dtype)}-t{tokens}-h{hidden}-bench",
                 make((tokens, hidden), dtype),
                 compile=(tokens, hidden) == (8192, 7168),
-                bench=True,
-                gpu=False,
+                **BENCH,
                 model_shape=(tokens, hidden) == (8192, 7168),
             )
             for dtype in _DTYPES
@@ -130,13 +130,7 @@ BATCHED_SPEC = OpSpec(
             for dtype in _DTYPES
             for tokens, hidden in _SIZES
         ),
-        Case(
-            "bfloat16-32x2048x7168-bench",
-            make((32, 2048, 7168), torch.bfloat16),
-            bench=True,
-            gpu=False,
-            model_shape=True,
-        ),
+        Case("bfloat16-32x2048x7168-bench", make((32, 2048, 7168), torch.bfloat16), **BENCH, model_shape=True),
     ),
 )
 
@@ -159,18 +153,13 @@ def test_batched_by_hand() -> None:
     assert all(out[b, n, m] == x[b, m, n] for b in range(2) for m in range(16) for n in range(16))
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        (torch.zeros(16, 8), ValueError, r"x.shape\[1\]: expected a multiple of 16, got 8"),
-        (torch.zeros(17, 16), ValueError, r"x.shape\[0\]: expected a multiple of 16, got 17"),
-    ],
-)
-def test_bad_input(x: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        tk_quant.transpose(x)
-    if isinstance(x, torch.Tensor):
-        with pytest.raises(
-            error, match=message.replace("(num_rows", "(batch, num_rows").replace("[1", "[2").replace("[0", "[1")
-        ):
-            tk_quant.batched_transpose(x.unsqueeze(0))
+def bad_sizes(*leading: int) -> list[tuple[dict[str, Any], type[Exception], str]]:
+    rows, cols = len(leading), len(leading) + 1
+    return [
+        ({"x": torch.zeros(*leading, 17, 16)}, ValueError, rf"x.shape\[{rows}\]: expected a multiple of 16, got 17"),
+        ({"x": torch.zeros(*leading, 16, 8)}, ValueError, rf"x.shape\[{cols}\]: expected a multiple of 16, got 8"),
+    ]
+
+
+test_bad_input = tiers.bad_input(SPEC, {}, bad_sizes())
+test_batched_bad_input = tiers.bad_input(BATCHED_SPEC, {}, bad_sizes(1))

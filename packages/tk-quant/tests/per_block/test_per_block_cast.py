@@ -15,14 +15,17 @@ from tk_core.math import ceil_div
 from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, OpSpec, assert_equal, tiers
 from tk_quant.cast.config import TileConfig
-from tk_quant.reference.formats import dequantize, expand_blocks
+from tk_quant.reference.formats import expand_blocks
 
 from ..per_token.test_per_token_cast import (
+    BENCH,
     FLAGS,
     LEAST_AMAX,
+    NEIGHBOURS,
     Make,
     MakeInput,
     extremes,
+    nibbles,
     normal,
     repeated,
     strided,
@@ -120,13 +123,8 @@ def _precomputed(
 
 
 def _bench(dtype: torch.dtype, fmt: str, block: Block, flags: str, num_tokens: int, hidden: int, **roles: Any) -> Case:
-    return _plain(dtype, fmt, block, flags, num_tokens, hidden, "-bench", bench=True, gpu=False, **roles)
+    return _plain(dtype, fmt, block, flags, num_tokens, hidden, "-bench", **BENCH, **roles)
 
-
-_NEIGHBOURS = (
-    *((8192, hidden) for hidden in (576, 2048, 2560, 3072, 4096, 6144)),
-    *((tokens, 7168) for tokens in (1, 64, 4001, 8001)),
-)
 
 SPEC = OpSpec(
     op=tk_quant.per_block_cast,
@@ -255,8 +253,8 @@ SPEC = OpSpec(
                 (_FP32, "e2m1", (32, 32), "packed"),
             )
         ),
-        *(_bench(_BF16, "e4m3", (128, 128), "row", tokens, hidden) for tokens, hidden in _NEIGHBOURS),
-        *(_bench(_BF16, "e2m1", (32, 32), "row", tokens, hidden) for tokens, hidden in _NEIGHBOURS),
+        *(_bench(_BF16, "e4m3", (128, 128), "row", tokens, hidden) for tokens, hidden in NEIGHBOURS),
+        *(_bench(_BF16, "e2m1", (32, 32), "row", tokens, hidden) for tokens, hidden in NEIGHBOURS),
     ),
 )
 
@@ -340,7 +338,7 @@ WITH_PRECOMPUTED_SF_SPEC = OpSpec(
             )
         ),
         *(
-            _precomputed(_BF16, fmt, block, 8192, 7168, "-bench", bench=True, gpu=False, compile=True)
+            _precomputed(_BF16, fmt, block, 8192, 7168, "-bench", **BENCH, compile=True)
             for fmt, block in (("e4m3", (128, 128)), ("e2m1", (32, 32)))
         ),
     ),
@@ -353,12 +351,6 @@ test_with_precomputed_sf_tiers = tiers.tests(WITH_PRECOMPUTED_SF_SPEC)
 
 INF, NAN = math.inf, math.nan
 SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-def nibbles(data: torch.Tensor) -> torch.Tensor:
-    """Codes of packed e2m1 data, one an element."""
-    codes = data.view(torch.uint8)
-    return torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
 
 
 def test_by_hand() -> None:
@@ -400,41 +392,6 @@ def test_against_ml_dtypes(fmt: str, largest: float, block_size: tuple[int, int]
         assert sf[row // block_size[0], col // block_size[1]].item() == amax / np.float32(largest)
         expected = (values[block] * (np.float32(largest) / amax)).astype(oracle).view(np.uint8)
         np.testing.assert_array_equal(codes[block].numpy(), expected & (0xFF if fmt == "e4m3" else 0xF))
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
-@pytest.mark.parametrize("num_per_channels", [16, 32, 64, 128])
-@pytest.mark.parametrize("flags", list(FLAGS))
-def test_blocks_of_one_token_are_groups(fmt: str, num_per_channels: int, flags: str) -> None:
-    x = extremes(192, torch.bfloat16)("cpu")
-    data, sf = tk_quant.per_block_cast(x, fmt, (1, num_per_channels), **FLAGS[flags])
-    expected_data, expected_sf = tk_quant.per_token_cast(x, fmt, num_per_channels, **FLAGS[flags])
-    assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))
-    assert torch.equal(sf.view(torch.int32), expected_sf.view(torch.int32))
-
-
-@pytest.mark.parametrize(("block_tokens", "block_channels"), list(product(SIDES, SIDES)))
-def test_blocks_do_not_mix(block_tokens: int, block_channels: int) -> None:
-    x = torch.ones(133, 192)
-    x[100, 130] = 448.0
-    data, sf = tk_quant.per_block_cast(x, "e4m3", (block_tokens, block_channels), round_sf=True)
-    expected = torch.full((-(-133 // block_tokens), -(-192 // block_channels)), 2.0**-8)
-    expected[100 // block_tokens, 130 // block_channels] = 1.0
-    assert torch.equal(sf, expected)
-    assert torch.equal(dequantize((data, sf), (block_tokens, block_channels)), x)
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
-def test_layouts_hold_the_same(fmt: str) -> None:
-    x = torch.randn(70, 192)
-    data, sf = tk_quant.per_block_cast(x, fmt, (16, 32), round_sf=True)
-    assert sf.is_contiguous()
-    for name in ("col-round", "packed"):
-        other_data, other_sf = tk_quant.per_block_cast(x, fmt, (16, 32), **FLAGS[name])
-        assert torch.equal(other_data.view(torch.uint8), data.view(torch.uint8))
-        assert torch.equal(unpack_scales(other_sf, 5, 6), sf)
-        assert other_sf.stride() == (1, 8)
-    assert other_sf.shape == (5, 2)
 
 
 def test_not_finite() -> None:
@@ -496,32 +453,6 @@ def test_compare_forgives_only_what_is_unspecified() -> None:
                 compare((wrong, sf), (data, sf))
 
 
-def least_of_three(a: np.ndarray, dtype: Any, base: float) -> np.ndarray:
-    """As the kernels do: the least of three sums that are rounded to integers."""
-    halves, ones, twos = (
-        (a.astype(np.float64) * factor + (base + offset)).astype(dtype).astype(np.float64)
-        for factor, offset in ((2.0, 0.0), (1.0, 2.0), (0.5, 4.0))
-    )
-    return np.minimum(np.minimum(halves, ones), twos) - base
-
-
-def test_arithmetic_of_e2m1_codes() -> None:
-    # Every bfloat16 from 0 to 6, and each boundary's neighbours in float32.
-    a = np.arange(0, 0x40C1, dtype=np.uint16).view(ml_dtypes.bfloat16)
-    expected = a.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    np.testing.assert_array_equal(least_of_three(a, ml_dtypes.bfloat16, 128.0), expected)
-    middle = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=np.float32)
-    a = np.concatenate((middle, np.nextafter(middle, np.float32(9)), np.nextafter(middle, np.float32(0))))
-    expected = a.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    np.testing.assert_array_equal(least_of_three(a, np.float32, 2.0**23), expected)
-
-
-def test_ties_are_made() -> None:
-    x = ties((32, 32), torch.bfloat16)("cpu")
-    _, sf = tk_quant.per_block_cast(x, "e2m1", (32, 32))
-    assert torch.equal(sf.flatten(), torch.arange(1.0, 65.0).mul(6).to(torch.bfloat16).float() / torch.tensor(6.0))
-
-
 @pytest.mark.parametrize("hidden", [64, 192, 576, 7168])
 def test_tiles_are_whole_blocks(hidden: int) -> None:
     for side, other, itemsize, fmt, packed in product(SIDES, SIDES, (2, 4), ("e4m3", "e2m1"), (False, True)):
@@ -541,37 +472,28 @@ def test_tiles_are_whole_blocks(hidden: int) -> None:
 X = torch.zeros(8, 192)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"x": X[:, :100]}, ValueError, "x: expected a positive multiple of 64 channels, got 100"),
-        ({"x": X[:, :0]}, ValueError, "x: expected a positive multiple of 64 channels"),
-        ({"block_size": (32,)}, ValueError, "block_size: expected two numbers"),
-        ({"block_size": (0, 32)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
-        ({"block_size": (32, 48)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
-        ({"block_size": (256, 32)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
-        ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0"),
-        ({"use_packed_ue8m0": True, "round_sf": True}, ValueError, "use_packed_ue8m0"),
-    ],
-)
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    kwargs = {"x": X, "fmt": "e4m3", "block_size": (4, 32), **change}
-    for function in (tk_quant.per_block_cast, tk_quant.per_block_cast_with_sf_only):
-        with pytest.raises(error, match=match):
-            function(**kwargs)
-    with pytest.raises(error, match=match):
-        tk_quant.per_block_cast_with_precomputed_sf(**kwargs, sf=torch.ones(2, 6))
+GOOD = {"x": X, "fmt": "e4m3", "block_size": (4, 32)}
+BAD = [
+    ({"x": X[:, :100]}, ValueError, "x: expected a positive multiple of 64 channels, got 100"),
+    ({"x": X[:, :0]}, ValueError, "x: expected a positive multiple of 64 channels"),
+    ({"block_size": (32,)}, ValueError, "block_size: expected two numbers"),
+    ({"block_size": (0, 32)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
+    ({"block_size": (32, 48)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
+    ({"block_size": (256, 32)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
+    ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0"),
+    ({"use_packed_ue8m0": True, "round_sf": True}, ValueError, "use_packed_ue8m0"),
+]
+test_bad_input = tiers.bad_input(SPEC, GOOD, BAD)
+test_with_sf_only_bad_input = tiers.bad_input(WITH_SF_ONLY_SPEC, GOOD, BAD)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_with_precomputed_sf_bad_input = tiers.bad_input(
+    WITH_PRECOMPUTED_SF_SPEC,
+    {**GOOD, "sf": torch.ones(2, 6)},
     [
+        *BAD,
         ({"sf": torch.ones(8, 6)}, ValueError, r"sf: expected shape \(2, 6\)"),
         ({"use_tma_aligned_col_major_sf": True}, ValueError, "use_tma_aligned_col_major_sf: expected False"),
         ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected False"),
     ],
 )
-def test_bad_precomputed_sf(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    kwargs = {"x": X, "fmt": "e4m3", "block_size": (4, 32), "sf": torch.ones(2, 6), **change}
-    with pytest.raises(error, match=match):
-        tk_quant.per_block_cast_with_precomputed_sf(**kwargs)

@@ -13,6 +13,7 @@ import tk_quant
 from tk_core.testing import Case, Make, OpSpec, tiers
 
 from ..per_token import test_per_token_cast as by_token
+from ..per_token.test_per_token_cast import BENCH
 
 MakeInput = Callable[[str], torch.Tensor]
 
@@ -135,13 +136,13 @@ SPEC = OpSpec(
             for hidden in HIDDENS
         ),
         case(65536, 64, BF16, 128, False),
-        case(8192, 7168, FP32, 128, False, "-bench", bench=True, gpu=False, model_shape=True, compile=True),
+        case(8192, 7168, FP32, 128, False, "-bench", **BENCH, model_shape=True, compile=True),
         *(
-            case(*(8192, 7168, BF16, 128, round_sf, "-bench"), bench=True, gpu=False, model_shape=True, compile=True)
+            case(*(8192, 7168, BF16, 128, round_sf, "-bench"), **BENCH, model_shape=True, compile=True)
             for round_sf in (False, True)
         ),
         *(
-            case(tokens, hidden, BF16, 128, False, "-bench", bench=True, gpu=False)
+            case(tokens, hidden, BF16, 128, False, "-bench", **BENCH)
             for tokens, hidden in (
                 *((8192, hidden) for hidden in HIDDENS[:-1]),
                 *((tokens, 7168) for tokens in (128, 3968, 8064)),
@@ -152,6 +153,21 @@ SPEC = OpSpec(
 
 
 test_tiers = tiers.tests(SPEC)
+
+
+def quantize(x: np.ndarray, size: int, round_sf: bool = False, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, sf) of float32 x by blocks of `size` along `axis`, the last one shorter, with ml_dtypes' rounding."""
+    x = np.moveaxis(x, axis, -1)
+    length = x.shape[-1]
+    blocks = np.pad(x, ((0, 0), (0, -length % size))).reshape(len(x), -1, size)
+    amax = np.maximum(np.abs(blocks).max(axis=-1), np.float32(1e-4))
+    sf, factor = amax / np.float32(448), np.float32(448) / amax
+    if round_sf:
+        sf = np.exp2(np.ceil(np.log2(sf.astype(np.float64)))).astype(np.float32)
+        factor = np.float32(1) / sf
+    codes = (blocks * factor[..., None]).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.moveaxis(codes.reshape(len(x), -1)[:, :length], -1, axis), np.moveaxis(sf, -1, axis)
+
 
 # sf of a block whose amax is 1e-4 or less.
 LEAST_SF = np.float32(1e-4) / np.float32(448)
@@ -165,19 +181,7 @@ def channel_with(values: list[float], dtype: torch.dtype = torch.float32) -> tor
     return x.to(dtype)
 
 
-TABLE = [
-    (1.0, 0x38),
-    (-1.0, 0xB8),
-    (-0.0, 0x80),
-    (-448.0, 0xFE),
-    (432.0, 0x7E),  # tie between 416 (0x7d) and 448 (0x7e)
-    (17.0, 0x58),  # tie between 16 (0x58) and 18 (0x59)
-    (19.0, 0x5A),  # tie between 18 (0x59) and 20 (0x5a)
-    (2.0**-9, 0x01),  # least subnormal
-    (2.0**-10, 0x00),  # tie between 0 and that
-    (-(2.0**-10), 0x80),
-    (1.5 * 2.0**-9, 0x02),  # tie between the first two subnormals
-]
+TABLE = [(value, code) for value, code in by_token.E4M3_TABLE if torch.tensor(value).bfloat16().item() == value]
 
 
 @pytest.mark.parametrize("round_sf", [False, True])
@@ -187,22 +191,10 @@ def test_by_hand(dtype: torch.dtype, round_sf: bool) -> None:
     data, sf = tk_quant.per_channel_cast(x, "e4m3", 128, round_sf)
     assert data.shape == (128, 64)
     assert sf.shape == (1, 64)
-    assert data.view(torch.uint8)[:12, 3].tolist() == [0x7E, *(code for _, code in TABLE)]
-    assert not data.view(torch.uint8)[12:].any()
+    assert data.view(torch.uint8)[: 1 + len(TABLE), 3].tolist() == [0x7E, *(code for _, code in TABLE)]
+    assert not data.view(torch.uint8)[1 + len(TABLE) :].any()
     assert sf[0, 3] == 1.0
     assert sf[0, 4] == (2.0**-22 if round_sf else LEAST_SF)
-
-
-def test_transposed_by_hand() -> None:
-    x = channel_with([value for value, _ in TABLE], torch.bfloat16)
-    x[32:64, 5] = 896.0
-    for num_per_tokens, expected in ((128, [[2.0]]), (32, [[LEAST_SF], [2.0], [LEAST_SF], [LEAST_SF]])):
-        data, sf = tk_quant.per_channel_cast_and_transpose(x, "e4m3", num_per_tokens)
-        assert data.shape == (64, 128)
-        assert data.is_contiguous()
-        assert data.view(torch.uint8)[3, :12].tolist() == [0x7E, *(code for _, code in TABLE)]
-        assert data.view(torch.uint8)[5].tolist() == [0] * 32 + [0x7E] * 32 + [0] * 64
-        assert sf[:, 5:6].tolist() == [[float(value) for value in row] for row in expected]
 
 
 @pytest.mark.parametrize("round_sf", [False, True])
@@ -211,23 +203,9 @@ def test_against_numpy(num_per_tokens: int, transpose: bool, round_sf: bool) -> 
     x = normal(256, 192, torch.bfloat16)("cpu")
     cast = tk_quant.per_channel_cast_and_transpose if transpose else tk_quant.per_channel_cast
     data, sf = cast(x, "e4m3", num_per_tokens, round_sf)
-    blocks = x.float().numpy().reshape(-1, num_per_tokens, 192)
-    amax = np.maximum(np.abs(blocks).max(axis=1), np.float32(1e-4))
-    expected_sf, factor = amax / np.float32(448), np.float32(448) / amax
-    if round_sf:
-        expected_sf = np.exp2(np.ceil(np.log2(expected_sf.astype(np.float64)))).astype(np.float32)
-        factor = np.float32(1) / expected_sf
-    expected = (blocks * factor[:, None]).reshape(256, 192).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    expected, expected_sf = quantize(x.float().numpy(), num_per_tokens, round_sf)
     np.testing.assert_array_equal(data.view(torch.uint8).numpy(), expected.T if transpose else expected)
     np.testing.assert_array_equal(sf.numpy(), expected_sf)
-
-
-def test_casting_by_channels_is_casting_the_transpose_by_tokens() -> None:
-    x = normal(128, 128, torch.float32)("cpu")
-    data, sf = tk_quant.per_channel_cast(x, "e4m3", 128)
-    expected_data, expected_sf = tk_quant.per_token_cast(x.t().contiguous(), "e4m3", 128)
-    assert torch.equal(data.view(torch.uint8).t(), expected_data.view(torch.uint8))
-    assert torch.equal(sf.t(), expected_sf)
 
 
 @pytest.mark.parametrize("round_sf", [False, True])
@@ -244,35 +222,17 @@ def test_not_finite(round_sf: bool) -> None:
     assert sf[:, 3:].isfinite().all()
 
 
-def test_blocks_do_not_mix() -> None:
-    x = torch.full((384, 192), 448.0, dtype=torch.bfloat16)
-    x[200, 77] = 896.0
-    expected = torch.ones(3, 192)
-    expected[1, 77] = 2.0
-    assert torch.equal(tk_quant.per_channel_cast(x, "e4m3", 128)[1], expected)
-    assert torch.equal(tk_quant.per_channel_cast_and_transpose(x, "e4m3", 128)[1], expected)
-    expected = torch.ones(12, 192)
-    expected[6, 77] = 2.0
-    assert torch.equal(tk_quant.per_channel_cast_and_transpose(x, "e4m3", 32)[1], expected)
-
-
 X = torch.zeros(256, 128, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": X.half()}, TypeError, "x: expected dtype torch.bfloat16"),
-        ({"x": X[:127]}, ValueError, r"x.shape\[0\]: expected a multiple of 128, got 127"),
-        ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
-        ({"x": X[:, :0]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 0"),
-        ({"num_per_tokens": 64}, ValueError, "num_per_tokens: expected one of .*128, got 64"),
-    ],
-)
-def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    for cast in (tk_quant.per_channel_cast, tk_quant.per_channel_cast_and_transpose):
-        with pytest.raises(error, match=message):
-            cast(**{"x": X, "fmt": "e4m3", "num_per_tokens": 128, **change})
+GOOD = {"x": X, "fmt": "e4m3", "num_per_tokens": 128}
+BAD = [
+    ({"x": X[:127]}, ValueError, r"x.shape\[0\]: expected a multiple of 128, got 127"),
+    ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
+    ({"x": X[:, :0]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 0"),
+    ({"num_per_tokens": 64}, ValueError, "num_per_tokens: expected one of .*128, got 64"),
+]
+test_bad_input = tiers.bad_input(SPEC, GOOD, BAD)
 
 
 def test_what_only_one_of_them_serves() -> None:

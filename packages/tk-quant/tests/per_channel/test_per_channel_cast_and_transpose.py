@@ -5,7 +5,8 @@ import torch
 import tk_quant
 from tk_core.testing import Case, OpSpec, tiers
 
-from .test_per_channel_cast import BF16, HIDDENS, case, extremes, make, strided, tiny_case
+from ..per_token.test_per_token_cast import BENCH
+from .test_per_channel_cast import BAD, BF16, GOOD, HIDDENS, case, extremes, make, strided, tiny_case
 
 _KINDS = tuple((num_per_tokens, round_sf) for num_per_tokens in (32, 128) for round_sf in (False, True))
 
@@ -46,8 +47,7 @@ SPEC = OpSpec(
         *(
             case(
                 *(8192, 7168, BF16, *kind, "-bench"),
-                bench=True,
-                gpu=False,
+                **BENCH,
                 model_shape=kind == (128, False),
                 # No smaller case compiles the other kinds' kernels; (128, False) is compiled at 128 rows above.
                 compile=kind != (128, False),
@@ -55,7 +55,7 @@ SPEC = OpSpec(
             for kind in _KINDS
         ),
         *(
-            case(tokens, hidden, BF16, 128, False, "-bench", bench=True, gpu=False)
+            case(tokens, hidden, BF16, 128, False, "-bench", **BENCH)
             for tokens, hidden in (
                 *((8192, hidden) for hidden in HIDDENS[:-1]),
                 *((tokens, 7168) for tokens in (128, 3968, 8064)),
@@ -66,6 +66,7 @@ SPEC = OpSpec(
 
 
 test_tiers = tiers.tests(SPEC)
+test_bad_input = tiers.bad_input(SPEC, GOOD, BAD)
 
 
 def test_transposing_changes_nothing_else() -> None:

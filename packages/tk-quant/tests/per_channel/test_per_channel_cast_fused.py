@@ -1,6 +1,5 @@
 """per_channel_cast_fused."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,8 @@ from tk_quant import reference
 from tk_quant.cast import gathered_recast
 
 from ..per_token import test_per_token_cast as by_token
-from .test_per_channel_cast import BF16, FP32, HIDDENS, NAMES, extremes, normal, strided
+from ..per_token.test_per_token_cast import BENCH
+from .test_per_channel_cast import BF16, FP32, HIDDENS, NAMES, extremes, normal, quantize, strided
 
 MakeInput = Callable[[str], Any]
 MakeMap = Callable[[str], torch.Tensor | None]
@@ -134,7 +134,7 @@ _MODEL_ROWS = segments(256, 136, 8, 4096)
 
 def _bench(kind: str, hidden: int, round_sf: bool = False, **roles: Any) -> Case:
     name = f"{kind}{'-round' if round_sf else ''}-h{hidden}-t4096-to-34816-bench"
-    return Case(name, make(_input(kind, 4096, hidden), _MODEL_ROWS, round_sf), bench=True, gpu=False, **roles)
+    return Case(name, make(_input(kind, 4096, hidden), _MODEL_ROWS, round_sf), **BENCH, **roles)
 
 
 def _least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
@@ -257,15 +257,10 @@ SPEC = OpSpec(
         Case("pair-h7168-t64-to-512", make(pair(64, 7168), scattered(512, 64)), model_shape=True),
         *(_bench("pair", hidden) for hidden in (640, *HIDDENS[1:-1])),
         *(
-            Case(
-                f"pair-h7168-t{tokens}-to-{rows}-bench",
-                make(pair(tokens, 7168), scattered(rows, tokens)),
-                bench=True,
-                gpu=False,
-            )
+            Case(f"pair-h7168-t{tokens}-to-{rows}-bench", make(pair(tokens, 7168), scattered(rows, tokens)), **BENCH)
             for tokens, rows in ((1, 16), (64, 544), (4001, 16000), (8001, 68000))
         ),
-        Case("pair-h7168-t8192-bench", make(pair(8192, 7168)), bench=True, gpu=False, compile=True),
+        Case("pair-h7168-t8192-bench", make(pair(8192, 7168)), **BENCH, compile=True),
     ),
 )
 
@@ -316,59 +311,9 @@ def test_against_numpy(num_rows: int | None, round_sf: bool) -> None:
     values = values * np.repeat(sf.numpy(), 128, axis=1)
     if where is not None:
         values = np.where(where.numpy()[:, None] >= 0, values[where.numpy()], np.float32(0))
-    assert out_sf.shape == (-(-len(values) // 128), 256)
-    for block in range(len(out_sf)):
-        part = values[128 * block : 128 * (block + 1)]
-        amax = np.maximum(np.abs(part).max(axis=0), np.float32(1e-4))
-        expected_sf, factor = amax / np.float32(448), np.float32(448) / amax
-        if round_sf:
-            expected_sf = np.exp2(np.ceil(np.log2(expected_sf.astype(np.float64)))).astype(np.float32)
-            factor = np.float32(1) / expected_sf
-        np.testing.assert_array_equal(out_sf[block].numpy(), expected_sf)
-        expected = (part * factor).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        np.testing.assert_array_equal(out.view(torch.uint8)[128 * block : 128 * (block + 1)].numpy(), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_without_a_map_it_is_per_channel_cast(dtype: torch.dtype) -> None:
-    x = normal(256, 192, dtype)("cpu")
-    expected = tk_quant.per_channel_cast(x, "e4m3", 128, True)
-    identity = torch.arange(256, dtype=torch.int32)
-    for found in (
-        tk_quant.per_channel_cast_fused(x, "e4m3", 128, True),
-        tk_quant.per_channel_cast_fused(x, "e4m3", 128, True, pos_to_token=identity),
-    ):
-        assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
-        assert torch.equal(found[1], expected[1])
-
-
-def test_requantizing_is_dequantizing_first() -> None:
-    x = pair(70, 256)("cpu")
-    where = scattered(144, 70)("cpu")
-    whole = tk_quant.per_token_cast_back(x, "fp32", 128)
-    found = tk_quant.per_channel_cast_fused(x, "e4m3", 128, False, 128, where)
-    expected = tk_quant.per_channel_cast_fused(whole, "e4m3", 128, pos_to_token=where)
-    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
-    assert torch.equal(found[1], expected[1])
-
-
-def test_a_token_that_is_not_asked_for_counts_nothing() -> None:
-    data, sf = pair(20, 128)("cpu")
-    sf[7] = math.nan
-    where = torch.tensor([token for token in range(20) if token != 7][:16], dtype=torch.int32)
-    assert tk_quant.per_channel_cast_fused((data, sf), "e4m3", 128, False, 128, where)[1].isfinite().all()
-    where[3] = 7
-    assert tk_quant.per_channel_cast_fused((data, sf), "e4m3", 128, False, 128, where)[1].isnan().all()
-
-
-def test_padding_is_zero() -> None:
-    least = np.float32(1e-4) / np.float32(448)
-    for x, more in ((pair(9, 128)("cpu"), 128), (torch.ones(9, 128), None), (torch.ones(0, 128), None)):
-        where = torch.full((144,), -1, dtype=torch.int32)
-        data, sf = tk_quant.per_channel_cast_fused(x, "e4m3", 128, False, more, where)
-        assert not data.view(torch.uint8).any()
-        assert sf.shape == (2, 128)
-        assert (sf == least).all()
+    expected, expected_sf = quantize(values, 128, round_sf)
+    np.testing.assert_array_equal(out.view(torch.uint8).numpy(), expected)
+    np.testing.assert_array_equal(out_sf.numpy(), expected_sf)
 
 
 def test_indices_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,25 +399,22 @@ X = torch.zeros(256, 128)
 PAIR = (X.to(torch.float8_e4m3fn), torch.ones(256, 1))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    {"x": X, "fmt": "e4m3", "num_per_tokens": 128},
     [
         ({"x": X[:127]}, ValueError, "rows of x: expected a multiple of 128, got 127"),
         ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
-        ({"x": X.t()}, ValueError, "x: expected stride 1"),
         ({"num_per_tokens": 32}, ValueError, "num_per_tokens: expected one of 128, got 32"),
         ({"num_per_channels": 128}, ValueError, "num_per_channels: expected None, for x is no pair, got 128"),
         ({"pos_to_token": rows()[:15]}, ValueError, r"pos_to_token.shape\[0\]: expected a multiple of 16, got 15"),
-        ({"pos_to_token": rows().repeat(2)[::2]}, ValueError, "pos_to_token: expected contiguous"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        tk_quant.per_channel_cast_fused(**{"x": X, "fmt": "e4m3", "num_per_tokens": 128, **change})
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
+test_bad_pair = tiers.bad_input(
+    SPEC,
+    {"x": PAIR, "fmt": "e4m3", "num_per_tokens": 128, "num_per_channels": 128},
     [
         ({"x": (*PAIR, 1)}, ValueError, r"x: expected a pair \(data, sf\)"),
         ({"x": (X, PAIR[1])}, TypeError, r"x\[0\]: expected dtype torch.float8_e4m3fn"),
@@ -492,7 +434,3 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
         ({"num_per_tokens": 64}, ValueError, "num_per_tokens: expected one of 128, got 64"),
     ],
 )
-def test_bad_pair(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    kwargs = {"x": PAIR, "fmt": "e4m3", "num_per_tokens": 128, "num_per_channels": 128, **change}
-    with pytest.raises(error, match=message):
-        tk_quant.per_channel_cast_fused(**kwargs)

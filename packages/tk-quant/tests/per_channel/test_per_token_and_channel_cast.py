@@ -3,26 +3,18 @@
 import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 import tk_quant
-from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, Make, OpSpec, tiers
 
-from ..per_token.test_per_token_cast import LEAST_AMAX, MakeInput, extremes, normal, strided, tiny
+from ..per_token.test_per_token_cast import BENCH, FLAGS, LEAST_AMAX, MakeInput, extremes, normal, strided, tiny
+from .test_per_channel_cast import quantize
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _BF16, _FP32 = torch.bfloat16, torch.float32
-FLAGS: dict[str, dict[str, bool]] = {
-    "row": {},
-    "row-round": {"round_sf": True},
-    "col": {"use_tma_aligned_col_major_sf": True},
-    "packed": {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True},
-}
-"""Layouts of the tokens' sf and roundings, by their names in case names."""
 
 
 def extreme_blocks(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
@@ -138,16 +130,7 @@ SPEC = OpSpec(
         ),
         _case(65536, 64, *_MXFP8),
         *(
-            _case(
-                8192,
-                7168,
-                *path,
-                "-bench",
-                bench=True,
-                gpu=False,
-                model_shape=path == _PATHS[0],
-                compile=path == _PATHS[0],
-            )
+            _case(8192, 7168, *path, "-bench", **BENCH, model_shape=path == _PATHS[0], compile=path == _PATHS[0])
             for path in (
                 _PATHS[0],
                 (_BF16, (128, 128), "row", False),
@@ -157,7 +140,7 @@ SPEC = OpSpec(
             )
         ),
         *(
-            _case(tokens, hidden, *_PATHS[0], "-bench", bench=True, gpu=False)
+            _case(tokens, hidden, *_PATHS[0], "-bench", **BENCH)
             for tokens, hidden in (
                 *((8192, hidden) for hidden in (576, 2048, 2560, 3072, 4096, 6144)),
                 *((tokens, 7168) for tokens in (128, 4096, 8064)),
@@ -171,15 +154,6 @@ test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
 cast = tk_quant.per_token_and_channel_cast
-
-
-def quantize(x: np.ndarray, axis: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, sf) of float32 x by blocks of `size` along `axis`, with ml_dtypes' rounding."""
-    x = np.moveaxis(x, axis, -1)
-    blocks = x.reshape(*x.shape[:-1], -1, size)
-    amax = np.maximum(np.abs(blocks).max(axis=-1), np.float32(1e-4))
-    codes = (blocks * (np.float32(448) / amax)[..., None]).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return np.moveaxis(codes.reshape(x.shape), -1, axis), np.moveaxis(amax / np.float32(448), -1, axis)
 
 
 def test_by_hand() -> None:
@@ -213,7 +187,7 @@ def test_against_numpy(dtype: torch.dtype, num_per_channels: int, num_per_tokens
     values = x.float().numpy()
     by_token, by_channel = cast(x, "e4m3", num_per_channels, num_per_tokens)
     for (data, sf), axis, size in ((by_token, 1, num_per_channels), (by_channel, 0, num_per_tokens)):
-        codes, expected_sf = quantize(values, axis, size)
+        codes, expected_sf = quantize(values, size, axis=axis)
         np.testing.assert_array_equal(data.view(torch.uint8).numpy(), codes)
         np.testing.assert_array_equal(sf.numpy(), expected_sf)
 
@@ -227,29 +201,6 @@ def test_tokens_are_those_of_per_token_cast(flags: str, num_per_channels: int) -
     assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))
     assert torch.equal(sf.view(torch.int32), expected_sf.view(torch.int32))
     assert sf.stride() == expected_sf.stride()
-
-
-@pytest.mark.parametrize("flags", list(FLAGS))
-@pytest.mark.parametrize("num_per_tokens", [32, 128])
-def test_channels_are_those_of_per_token_cast_of_the_transpose(flags: str, num_per_tokens: int) -> None:
-    x = extreme_blocks(128, 192, torch.float32)("cpu")
-    _, (data, sf) = cast(x, "e4m3", 128, num_per_tokens, transpose_channel_data=True, **FLAGS[flags])
-    expected_data, expected_sf = tk_quant.per_token_cast(
-        x.t().contiguous(), "e4m3", num_per_tokens, round_sf="round_sf" in FLAGS[flags]
-    )
-    assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))
-    np.testing.assert_array_equal(sf.t().numpy(), expected_sf.numpy())
-    assert sf.is_contiguous()
-
-
-def test_layouts_hold_the_same() -> None:
-    x = torch.randn(128, 576)
-    (data, sf), _ = cast(x, "e4m3", round_sf=True)
-    (other_data, other_sf), _ = cast(x, "e4m3", **FLAGS["packed"])
-    assert torch.equal(other_data.view(torch.uint8), data.view(torch.uint8))
-    assert other_sf.shape == (128, 2)
-    assert other_sf.stride() == (1, 128)
-    assert torch.equal(unpack_scales(other_sf, 128, 5), sf)
 
 
 @pytest.mark.parametrize("round_sf", [False, True])
@@ -274,8 +225,9 @@ def test_not_finite(round_sf: bool) -> None:
 X = torch.zeros(128, 128)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    {"x": X, "fmt": "e4m3"},
     [
         ({"x": X[:100]}, ValueError, r"x.shape\[0\]: expected a multiple of 128, got 100"),
         ({"x": X[:, :96]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 96"),
@@ -290,6 +242,3 @@ X = torch.zeros(128, 128)
         ),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        cast(**{"x": X, "fmt": "e4m3", **change})

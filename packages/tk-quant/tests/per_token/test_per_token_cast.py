@@ -23,6 +23,8 @@ from tk_quant.cast.format import FLOAT4_DTYPE
 from tk_quant.reference import formats
 from tk_quant.reference.formats import expand_blocks
 
+from ..cast.test_formats import e5m6_codes, nibbles
+
 MakeInput = Callable[[str], Any]
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -34,6 +36,13 @@ FLAGS = {
     "packed": {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True},
 }
 """Layouts and roundings of sf, by their names in case names."""
+BENCH = {"bench": True, "gpu": False}
+"""Roles of a case that only serves benchmarks."""
+NEIGHBOURS = (
+    *((8192, hidden) for hidden in (576, 2048, 2560, 3072, 4096, 6144)),
+    *((num_tokens, 7168) for num_tokens in (1, 64, 4001, 8001)),
+)
+"""Benchmark shapes in addition to (8192, 7168)."""
 ALL_FLAGS = {**FLAGS, "swizzled": {"use_swizzled_sf": True, "round_sf": True}}
 
 
@@ -266,15 +275,20 @@ def _plain(
     return Case(name, make(normal(num_tokens, hidden, dtype), fmt, group, flags), **roles)
 
 
-def _pair_cases(num_tokens: int, hidden: int, make_case: Callable[..., Make], **roles: Any) -> tuple[Case, ...]:
-    return tuple(
-        Case(
-            f"{x_fmt}-{block[0]}x{block[1]}-{layout}-{fmt}-{group}-{flags}-{_size(num_tokens, hidden)}",
-            make_case(pair(num_tokens, hidden, x_fmt, block, _LAYOUTS[layout]), fmt, group, flags, x_block_size=block),
-            **roles,
-        )
-        for x_fmt, block, layout, fmt, group, flags in _PAIRS
-    )
+def _pair_case(
+    of: tuple[str, tuple[int, int], str, str, int, str],
+    num_tokens: int,
+    hidden: int,
+    suffix: str = "",
+    special: bool = False,
+    largest_exponent: int = 9,
+    **roles: Any,
+) -> Case:
+    """A case with a pair as input; `of` as in _PAIRS."""
+    x_fmt, block, layout, fmt, group, flags = of
+    name = f"{x_fmt}-{block[0]}x{block[1]}-{layout}-{fmt}-{group}-{flags}-{_size(num_tokens, hidden)}"
+    x = pair(num_tokens, hidden, x_fmt, block, _LAYOUTS[layout], special, largest_exponent)
+    return Case(name + "-special" * special + suffix, make(x, fmt, group, flags, x_block_size=block), **roles)
 
 
 def _nvfp4(dtype: torch.dtype, swizzled: bool, num_tokens: int, hidden: int, suffix: str = "", **roles: Any) -> Case:
@@ -427,39 +441,13 @@ SPEC = OpSpec(
             small=True,
         ),
         # Quantized input.
-        *_pair_cases(5, 192, make, small=True),
-        *_pair_cases(140, 192, make)[::4],
-        Case(
-            "e4m3-32x32-row-e4m3-32-row-h192-t40-special",
-            make(
-                pair(40, 192, "e4m3", (32, 32), ScaleLayout.ROW_MAJOR, special=True),
-                "e4m3",
-                32,
-                x_block_size=(32, 32),
-            ),
-        ),
-        Case(
-            "e2m1-1x32-packed-e4m3-64-packed-h192-t40-special",
-            make(
-                pair(40, 192, "e2m1", (1, 32), ScaleLayout.PACKED_UE8M0, special=True),
-                "e4m3",
-                64,
-                "packed",
-                x_block_size=(1, 32),
-            ),
-        ),
+        *(_pair_case(each, 5, 192, small=True) for each in _PAIRS),
+        *(_pair_case(each, 140, 192) for each in _PAIRS[::4]),
+        _pair_case(("e4m3", (32, 32), "row", "e4m3", 32, "row"), 40, 192, special=True),
+        _pair_case(("e2m1", (1, 32), "packed", "e4m3", 64, "packed"), 40, 192, special=True),
         # Every power of two as sf, and values that overflow with it.
         *(
-            Case(
-                f"e4m3-{block[0]}x{block[1]}-{layout}-e2m1-{group}-{flags}-h576-t40-special",
-                make(
-                    pair(40, 576, "e4m3", block, _LAYOUTS[layout], special=True, largest_exponent=127),
-                    "e2m1",
-                    group,
-                    flags,
-                    x_block_size=block,
-                ),
-            )
+            _pair_case(("e4m3", block, layout, "e2m1", group, flags), 40, 576, special=True, largest_exponent=127)
             for block, layout, group, flags in (
                 ((1, 32), "packed", 32, "packed"),
                 ((1, 128), "swizzled", 32, "swizzled"),
@@ -477,18 +465,9 @@ SPEC = OpSpec(
             )
             for x_fmt, extra in (("e4m3", 8), ("e4m3", 1), ("e2m1", 4), ("e2m1", 3))
         ),
-        Case(
-            "e4m3-1x128-row-e4m3-192-row-h192-t9",
-            make(pair(9, 192, "e4m3", (1, 128), ScaleLayout.ROW_MAJOR), "e4m3", 192, x_block_size=(1, 128)),
-            small=True,
-            compile=True,
-        ),
+        _pair_case(("e4m3", (1, 128), "row", "e4m3", 192, "row"), 9, 192, small=True, compile=True),
         *(
-            Case(
-                f"{x_fmt}-128x128-{layout}-{fmt}-{group}-{flags}-{_size(8001, 7168)}",
-                make(pair(8001, 7168, x_fmt, (128, 128), _LAYOUTS[layout]), fmt, group, flags, x_block_size=(128, 128)),
-                compile=True,
-            )
+            _pair_case((x_fmt, (128, 128), layout, fmt, group, flags), 8001, 7168, compile=True)
             for x_fmt, layout, fmt, group, flags in (
                 ("e4m3", "swizzled", "e2m1", 32, "packed"),
                 ("e2m1", "packed", "e4m3", 128, "swizzled"),
@@ -518,9 +497,7 @@ SPEC = OpSpec(
         _nvfp4(_BF16, True, 4001, 7168),
         _nvfp4(_BF16, False, 8001, 2048),
         *(
-            _plain(
-                dtype, fmt, group, flags, 8192, 7168, "-bench", bench=True, gpu=False, model_shape=True, compile=True
-            )
+            _plain(dtype, fmt, group, flags, 8192, 7168, "-bench", **BENCH, model_shape=True, compile=True)
             for dtype, fmt, group, flags in (
                 (_BF16, "e4m3", 128, "row"),
                 (_BF16, "e4m3", 128, "packed"),
@@ -530,7 +507,7 @@ SPEC = OpSpec(
             )
         ),
         *(
-            _plain(dtype, fmt, group, flags, 8192, 7168, "-bench", bench=True, gpu=False, compile=True)
+            _plain(dtype, fmt, group, flags, 8192, 7168, "-bench", **BENCH, compile=True)
             for dtype, fmt, group, flags in (
                 (_BF16, "e2m1", 32, "row"),
                 (_BF16, "e2m1", 32, "swizzled"),
@@ -539,28 +516,14 @@ SPEC = OpSpec(
                 (_FP32, "e5m6", 7168, "row"),
             )
         ),
-        _nvfp4(_BF16, True, 8192, 7168, "-bench", bench=True, gpu=False, compile=True),
-        _nvfp4(_FP32, False, 8192, 7168, "-bench", bench=True, gpu=False, compile=True),
+        _nvfp4(_BF16, True, 8192, 7168, "-bench", **BENCH, compile=True),
+        _nvfp4(_FP32, False, 8192, 7168, "-bench", **BENCH, compile=True),
         *(
-            _plain(_BF16, fmt, group or hidden, flags, num_tokens, hidden, "-bench", bench=True, gpu=False)
+            _plain(_BF16, fmt, group or hidden, flags, num_tokens, hidden, "-bench", **BENCH)
             for fmt, group, flags in (("e4m3", 128, "row"), ("e2m1", 32, "packed"), ("e5m6", None, "row"))
-            for num_tokens, hidden in (
-                *((8192, hidden) for hidden in (576, 2048, 2560, 3072, 4096, 6144)),
-                *((num_tokens, 7168) for num_tokens in (1, 64, 4001, 8001)),
-            )
+            for num_tokens, hidden in NEIGHBOURS
         ),
-        Case(
-            "e4m3-128x128-packed-e2m1-32-packed-h7168-t8192-bench",
-            make(
-                pair(8192, 7168, "e4m3", (128, 128), ScaleLayout.PACKED_UE8M0),
-                "e2m1",
-                32,
-                "packed",
-                x_block_size=(128, 128),
-            ),
-            bench=True,
-            gpu=False,
-        ),
+        _pair_case(("e4m3", (128, 128), "packed", "e2m1", 32, "packed"), 8192, 7168, "-bench", **BENCH),
     ),
 )
 
@@ -618,7 +581,7 @@ WITH_SF_ONLY_SPEC = OpSpec(
         ),
         _nvfp4(_BF16, True, 130, 192, small=True),
         _nvfp4(_FP32, False, 5, 192, small=True),
-        *_pair_cases(5, 192, make, small=True),
+        *(_pair_case(each, 5, 192, small=True) for each in _PAIRS),
         *(
             _plain(_BF16, "e4m3", 128, flags, num_tokens, hidden)
             for flags, num_tokens, hidden in (
@@ -630,7 +593,7 @@ WITH_SF_ONLY_SPEC = OpSpec(
             )
         ),
         *(
-            _plain(dtype, "e4m3", 128, flags, 8192, 7168, "-bench", bench=True, gpu=False, compile=True)
+            _plain(dtype, "e4m3", 128, flags, 8192, 7168, "-bench", **BENCH, compile=True)
             for dtype, flags in ((_BF16, "row"), (_BF16, "packed"), (_FP32, "row"))
         ),
     ),
@@ -686,8 +649,7 @@ WITH_PRECOMPUTED_SF_SPEC = OpSpec(
             Case(
                 f"bf16-{fmt}-{group}-{_size(8192, 7168)}-bench",
                 make_precomputed(normal(8192, 7168, _BF16), fmt, group),
-                bench=True,
-                gpu=False,
+                **BENCH,
                 compile=True,
             )
             for fmt, group in (("e4m3", 128), ("e2m1", 32), ("e4m3", 7168))
@@ -710,12 +672,6 @@ def row_with(values: list[float], largest: float) -> torch.Tensor:
     row[0, 0] = largest
     row[0, 1 : 1 + len(values)] = torch.tensor(values)
     return row
-
-
-def nibbles(data: torch.Tensor) -> torch.Tensor:
-    """Codes of packed e2m1 data, one an element."""
-    codes = data.view(torch.uint8)
-    return torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
 
 
 E4M3_TABLE = [
@@ -742,47 +698,12 @@ E4M3_TABLE = [
 ]
 
 E2M1_TABLE = [
-    (0.0, 0x0),
-    (0.5, 0x1),
-    (1.0, 0x2),
-    (1.5, 0x3),
-    (2.0, 0x4),
-    (3.0, 0x5),
-    (4.0, 0x6),
-    (6.0, 0x7),
-    (-0.0, 0x8),
-    (-0.5, 0x9),
-    (-1.0, 0xA),
-    (-1.5, 0xB),
-    (-2.0, 0xC),
-    (-3.0, 0xD),
-    (-4.0, 0xE),
-    (-6.0, 0xF),
+    *zip((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), range(8)),
     # Ties go to the even code.
-    (0.25, 0x0),
-    (0.75, 0x2),
-    (1.25, 0x2),
-    (1.75, 0x4),
-    (2.5, 0x4),
-    (3.5, 0x6),
-    (5.0, 0x6),
-    (-0.25, 0x8),
-    (-0.75, 0xA),
-    (-1.25, 0xA),
-    (-1.75, 0xC),
-    (-2.5, 0xC),
-    (-3.5, 0xE),
-    (-5.0, 0xE),
-    (0.251, 0x1),
-    (0.749, 0x1),
-    (1.251, 0x3),
-    (1.749, 0x3),
-    (2.501, 0x5),
-    (3.499, 0x5),
-    (5.001, 0x7),
-    (1e-40, 0x0),
-    (-1e-40, 0x8),
+    *zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0, 2, 2, 4, 4, 6, 6)),
+    *zip((0.251, 0.749, 1.251, 1.749, 2.501, 3.499, 5.001, 1e-40), (1, 1, 3, 3, 5, 5, 7, 0)),
 ]
+E2M1_TABLE += [(-value, code | 8) for value, code in E2M1_TABLE]
 
 
 @pytest.mark.parametrize("round_sf", [False, True])
@@ -803,12 +724,6 @@ def test_e2m1_by_hand(round_sf: bool) -> None:
     assert sf.tolist() == [[1.0]]
     assert data.dtype is torch.int8
     assert nibbles(data)[0, 1 : 1 + len(E2M1_TABLE)].tolist() == [code for _, code in E2M1_TABLE]
-
-
-def test_even_channel_in_the_low_nibble() -> None:
-    x = row_with([0.5, -1.0], 6.0)
-    data, _ = tk_quant.per_token_cast(x, "e2m1", 64)
-    assert data.view(torch.uint8)[0, :2].tolist() == [0x17, 0x0A]
 
 
 def test_scaling_against_numpy() -> None:
@@ -852,17 +767,6 @@ def test_sf_by_hand(fmt: str, amax: float, sf: float, rounded: float) -> None:
     assert tk_quant.per_token_cast_with_sf_only(x, fmt, 64, round_sf=True).item() == rounded
 
 
-@pytest.mark.parametrize(("fmt", "largest"), [("e4m3", 448.0), ("e2m1", 6.0)])
-def test_rounded_sf_is_the_least_admissible(fmt: str, largest: float) -> None:
-    x = torch.randn(512, 64) * torch.exp2(torch.randint(-10, 60, (512, 1)).float())
-    exact = tk_quant.per_token_cast_with_sf_only(x, fmt, 64)
-    sf = tk_quant.per_token_cast_with_sf_only(x, fmt, 64, round_sf=True)
-    assert bool((torch.frexp(sf).mantissa == 0.5).all())
-    assert bool((sf >= exact).all())
-    assert bool((sf / 2 < exact).all())
-    assert bool((x.abs().amax(1, keepdim=True) / sf <= largest).all())
-
-
 @pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
 def test_layouts_hold_the_same(fmt: str) -> None:
     x = torch.randn(6, 576)
@@ -891,17 +795,6 @@ def test_swizzled_by_hand() -> None:
     assert (codes[1, :, 8:, 2] == 0).all()
     assert (codes[1, :, :, 3] == 0).all()
     assert (codes[1, :, :8, 2] > 0).all()
-
-
-def e5m6_codes(data: torch.Tensor) -> list[int]:
-    """The codes of a row, by the definition of where they lie: 96 bits, the first word's upper ones first."""
-    row = data.view(torch.uint8).flatten().tolist()
-    codes = []
-    for i in range(0, len(row), 12):
-        words = [int.from_bytes(bytes(row[i + 4 * k : i + 4 * k + 4]), "little") for k in range(3)]
-        bits = words[0] << 64 | words[1] << 32 | words[2]
-        codes += [bits >> (84 - 12 * k) & 0xFFF for k in range(8)]
-    return codes
 
 
 E5M6_TABLE = [
@@ -938,18 +831,9 @@ def test_e5m6_by_hand(dtype: torch.dtype, round_sf: bool) -> None:
     assert sf.tolist() == [[1.0]]
     assert data.dtype is torch.uint8
     assert data.shape == (1, 96)
-    assert e5m6_codes(data)[1 : 1 + len(table)] == [code for _, code in table]
+    assert e5m6_codes(data)[1 : 1 + len(table)].tolist() == [code for _, code in table]
     same = tk_quant.per_token_cast(x, "e5m6", 64, round_sf=round_sf)
     assert torch.equal(same[0], data)
-
-
-def test_eight_e5m6_codes_in_twelve_bytes() -> None:
-    # c0 = 0x3c0, c1 = 0x400, c2 = 0x440, c3 = 0x480, c4 = 0x4c0, c5 = 0x500, c6 = 0x540, c7 = 0x7bf
-    x = torch.zeros(1, 64)
-    x[0, :8] = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 65024.0])
-    data, _ = tk_quant.per_token_cast_to_e5m6(x, 64)
-    words = data[0, :12].view(torch.int32)
-    assert [f"{word & 0xFFFFFFFF:08x}" for word in words.tolist()] == ["3c040044", "04804c05", "005407bf"]
 
 
 @pytest.mark.parametrize("times", [1.0, 0.01])
@@ -1011,16 +895,6 @@ def test_compare_forgives_only_data_of_groups_that_are_not_finite() -> None:
             compare((other, sf), (data, sf))
 
 
-@pytest.mark.parametrize("num_per_channels", [16, 32, 64, 128, 192])
-def test_groups_do_not_mix(num_per_channels: int) -> None:
-    x = torch.ones(3, 192)
-    x[1, 100] = 448.0
-    _, sf = tk_quant.per_token_cast(x, "e4m3", num_per_channels, round_sf=True)
-    expected = torch.full_like(sf, 2.0**-8)
-    expected[1, 100 // num_per_channels] = 1.0
-    assert torch.equal(sf, expected)
-
-
 def test_not_finite() -> None:
     x = torch.ones(3, 64)
     x[0, 1], x[1, 2], x[2, 3], x[2, 4] = INF, NAN, -INF, NAN
@@ -1038,18 +912,6 @@ def test_not_finite() -> None:
         back = formats.dequantize(tk_quant.per_token_cast(x, fmt, 32, **FLAGS["packed"]), (1, 32))
         assert back[:, :32].isnan().all()
         assert back[:, 32:].isfinite().all()
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
-@pytest.mark.parametrize("flags", ["row", "row-round"])
-def test_relatives_agree(fmt: str, flags: str) -> None:
-    x = extremes(192, torch.bfloat16)("cpu")
-    data, sf = tk_quant.per_token_cast(x, fmt, 64, **FLAGS[flags])
-    only = tk_quant.per_token_cast_with_sf_only(x, fmt, 64, **FLAGS[flags])
-    assert torch.equal(only.view(torch.int32), sf.view(torch.int32))
-    if flags == "row-round":
-        again = tk_quant.per_token_cast_with_precomputed_sf(x, fmt, 64, sf, **FLAGS[flags])
-        assert torch.equal(again.view(torch.uint8), data.view(torch.uint8))
 
 
 def test_precomputed_sf_by_hand() -> None:
@@ -1091,17 +953,6 @@ def test_float4_dtype() -> None:
     assert torch.equal(found[1], expected[1])
 
 
-def test_reference_cast_of_blocks() -> None:
-    x = torch.randn(70, 192)
-    data, sf = reference.cast(x, "e4m3", (32, 64))
-    assert sf.shape == (3, 3)
-    assert sf[2, 1] == x[64:, 64:128].abs().max() / torch.tensor(448.0)
-    assert torch.equal(reference.cast(x, "e4m3", (32, 64), sf=torch.ones(3, 3)).float(), formats.encode_e4m3(x).float())
-    assert torch.equal(
-        formats.encode_e4m3(formats.dequantize((data, torch.ones_like(sf)), (32, 64))).float(), data.float()
-    )
-
-
 ARCH = arch_from_name("sm_90a")
 
 
@@ -1130,35 +981,26 @@ X = torch.zeros(8, 192)
 PAIR = (torch.zeros(8, 192, dtype=torch.float8_e4m3fn), torch.ones(1, 2))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"x": [[1.0]]}, ValueError, "x: expected a pair"),
-        ({"x": X[:, :100]}, ValueError, "x: expected a positive multiple of 64 channels, got 100"),
-        ({"x": X[:, :0]}, ValueError, "x: expected a positive multiple of 64 channels"),
-        ({"num_per_channels": 48}, ValueError, "num_per_channels: expected one of 16, 32, 64, 128, 192, got 48"),
-        ({"num_per_channels": 0}, ValueError, "num_per_channels"),
-        ({"x_block_size": (1, 32)}, ValueError, "x_block_size: expected None"),
-        ({"x": PAIR}, ValueError, "x_block_size: expected the block size"),
-        ({"x": PAIR, "x_block_size": (128,)}, ValueError, "x_block_size: expected two"),
-        ({"x": PAIR, "x_block_size": (128, 0)}, ValueError, "x_block_size: expected two positive"),
-        ({"x": PAIR, "x_block_size": (128, 64)}, ValueError, r"x\[1\]: expected shape \(1, 3\)"),
-        ({"x": (X, PAIR[1]), "x_block_size": (128, 128)}, TypeError, r"x\[0\]: expected dtype"),
-        ({"x": (PAIR[0], PAIR[1].half()), "x_block_size": (128, 128)}, TypeError, r"x\[1\]: expected dtype"),
-        ({"x": (PAIR[0], PAIR[1].to("meta")), "x_block_size": (128, 128)}, ValueError, r"x\[1\]: expected device"),
-        ({"x": (PAIR[0], torch.ones(8, 12)[:, ::2]), "x_block_size": (1, 32)}, ValueError, r"x\[1\]: expected strides"),
-        ({"x": (PAIR[0], PAIR[1], 0), "x_block_size": (128, 128)}, ValueError, "x: expected a pair"),
-        ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0"),
-        ({"use_packed_ue8m0": True, "round_sf": True}, ValueError, "use_packed_ue8m0"),
-    ],
-)
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    kwargs = {"x": X, "fmt": "e4m3", "num_per_channels": 32, **change}
-    for function in (tk_quant.per_token_cast, tk_quant.per_token_cast_with_sf_only):
-        with pytest.raises(error, match=match):
-            function(**kwargs)
-    with pytest.raises(error, match=match):
-        tk_quant.per_token_cast_with_precomputed_sf(**kwargs, sf=torch.ones(8, 6))
+GOOD = {"x": X, "fmt": "e4m3", "num_per_channels": 32}
+BAD = [
+    ({"x": [[1.0]]}, ValueError, "x: expected a pair"),
+    ({"x": X[:, :100]}, ValueError, "x: expected a positive multiple of 64 channels, got 100"),
+    ({"x": X[:, :0]}, ValueError, "x: expected a positive multiple of 64 channels"),
+    ({"num_per_channels": 48}, ValueError, "num_per_channels: expected one of 16, 32, 64, 128, 192, got 48"),
+    ({"num_per_channels": 0}, ValueError, "num_per_channels"),
+    ({"x_block_size": (1, 32)}, ValueError, "x_block_size: expected None"),
+    ({"x": PAIR}, ValueError, "x_block_size: expected the block size"),
+    ({"x": PAIR, "x_block_size": (128,)}, ValueError, "x_block_size: expected two"),
+    ({"x": PAIR, "x_block_size": (128, 0)}, ValueError, "x_block_size: expected two positive"),
+    ({"x": PAIR, "x_block_size": (128, 64)}, ValueError, r"x\[1\]: expected shape \(1, 3\)"),
+    ({"x": (X, PAIR[1]), "x_block_size": (128, 128)}, TypeError, r"x\[0\]: expected dtype"),
+    ({"x": (PAIR[0], PAIR[1].half()), "x_block_size": (128, 128)}, TypeError, r"x\[1\]: expected dtype"),
+    ({"x": (PAIR[0], PAIR[1].to("meta")), "x_block_size": (128, 128)}, ValueError, r"x\[1\]: expected device"),
+    ({"x": (PAIR[0], torch.ones(8, 12)[:, ::2]), "x_block_size": (1, 32)}, ValueError, r"x\[1\]: expected strides"),
+    ({"x": (PAIR[0], PAIR[1], 0), "x_block_size": (128, 128)}, ValueError, "x: expected a pair"),
+    ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0"),
+    ({"use_packed_ue8m0": True, "round_sf": True}, ValueError, "use_packed_ue8m0"),
+]
 
 
 @pytest.mark.parametrize("op", [tk_quant.per_token_cast, tk_quant.per_token_cast_with_sf_only])
@@ -1180,43 +1022,37 @@ def test_what_tilekernels_lacks_has_no_position() -> None:
 NVFP4 = {"fmt": "e2m1", "num_per_channels": 16, "tensor_sf": torch.ones(())}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"use_swizzled_sf": True}, ValueError, "use_swizzled_sf: expected round_sf=True or a tensor_sf"),
-        (
-            {"use_swizzled_sf": True, "round_sf": True, "use_tma_aligned_col_major_sf": True},
-            ValueError,
-            "use_tma_aligned_col_major_sf: expected False beside use_swizzled_sf",
-        ),
-        ({**NVFP4, "fmt": "e4m3"}, ValueError, "fmt: expected 'e2m1' with tensor_sf, got 'e4m3'"),
-        ({**NVFP4, "num_per_channels": 32}, ValueError, "num_per_channels: expected 16 with tensor_sf, got 32"),
-        ({**NVFP4, "round_sf": True}, ValueError, "round_sf: expected False with tensor_sf"),
-        (
-            {**NVFP4, "use_tma_aligned_col_major_sf": True},
-            ValueError,
-            "use_tma_aligned_col_major_sf: expected False with tensor_sf",
-        ),
-        ({**NVFP4, "tensor_sf": torch.ones(2)}, ValueError, r"tensor_sf: expected shape \(1\), got \(2,\)"),
-        ({**NVFP4, "tensor_sf": torch.ones(1, 1)}, ValueError, "tensor_sf: expected shape"),
-        ({**NVFP4, "tensor_sf": torch.ones((), device="meta")}, ValueError, "tensor_sf: expected device"),
-        (
-            {"x": (PAIR[0], torch.ones(1, 1, 32, 4, 4).to(torch.float8_e4m3fn)), "x_block_size": (128, 128)},
-            TypeError,
-            r"x\[1\]: expected dtype .*, got torch.float8_e4m3fn",
-        ),
-        (
-            {"x": (PAIR[0], torch.ones(1, 2, 32, 4, 4).to(torch.float8_e8m0fnu)), "x_block_size": (128, 128)},
-            ValueError,
-            r"x\[1\]: expected shape",
-        ),
-    ],
-)
-def test_bad_input_of_new_layouts(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    kwargs = {"x": X, "fmt": "e4m3", "num_per_channels": 32, **change}
-    for function in (tk_quant.per_token_cast, tk_quant.per_token_cast_with_sf_only):
-        with pytest.raises(error, match=match):
-            function(**kwargs)
+BAD_LAYOUTS = [
+    ({"use_swizzled_sf": True}, ValueError, "use_swizzled_sf: expected round_sf=True or a tensor_sf"),
+    (
+        {"use_swizzled_sf": True, "round_sf": True, "use_tma_aligned_col_major_sf": True},
+        ValueError,
+        "use_tma_aligned_col_major_sf: expected False beside use_swizzled_sf",
+    ),
+    ({**NVFP4, "fmt": "e4m3"}, ValueError, "fmt: expected 'e2m1' with tensor_sf, got 'e4m3'"),
+    ({**NVFP4, "num_per_channels": 32}, ValueError, "num_per_channels: expected 16 with tensor_sf, got 32"),
+    ({**NVFP4, "round_sf": True}, ValueError, "round_sf: expected False with tensor_sf"),
+    (
+        {**NVFP4, "use_tma_aligned_col_major_sf": True},
+        ValueError,
+        "use_tma_aligned_col_major_sf: expected False with tensor_sf",
+    ),
+    ({**NVFP4, "tensor_sf": torch.ones(2)}, ValueError, r"tensor_sf: expected shape \(1\), got \(2,\)"),
+    ({**NVFP4, "tensor_sf": torch.ones(1, 1)}, ValueError, "tensor_sf: expected shape"),
+    ({**NVFP4, "tensor_sf": torch.ones((), device="meta")}, ValueError, "tensor_sf: expected device"),
+    (
+        {"x": (PAIR[0], torch.ones(1, 1, 32, 4, 4).to(torch.float8_e4m3fn)), "x_block_size": (128, 128)},
+        TypeError,
+        r"x\[1\]: expected dtype .*, got torch.float8_e4m3fn",
+    ),
+    (
+        {"x": (PAIR[0], torch.ones(1, 2, 32, 4, 4).to(torch.float8_e8m0fnu)), "x_block_size": (128, 128)},
+        ValueError,
+        r"x\[1\]: expected shape",
+    ),
+]
+test_bad_input = tiers.bad_input(SPEC, GOOD, [*BAD, *BAD_LAYOUTS])
+test_with_sf_only_bad_input = tiers.bad_input(WITH_SF_ONLY_SPEC, GOOD, [*BAD, *BAD_LAYOUTS])
 
 
 def test_bad_e5m6() -> None:
@@ -1234,18 +1070,16 @@ def test_bad_e5m6() -> None:
         tk_quant.per_token_cast_with_precomputed_sf(X, "e5m6", 192, torch.ones(8, 1))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_with_precomputed_sf_bad_input = tiers.bad_input(
+    WITH_PRECOMPUTED_SF_SPEC,
+    {**GOOD, "sf": torch.ones(8, 6)},
     [
+        *BAD,
         ({"sf": torch.ones(8, 5)}, ValueError, r"sf: expected shape \(8, 6\)"),
         ({"use_tma_aligned_col_major_sf": True}, ValueError, "use_tma_aligned_col_major_sf: expected False"),
         ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected False"),
     ],
 )
-def test_bad_precomputed_sf(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    kwargs = {"x": X, "fmt": "e4m3", "num_per_channels": 32, "sf": torch.ones(8, 6), **change}
-    with pytest.raises(error, match=match):
-        tk_quant.per_token_cast_with_precomputed_sf(**kwargs)
 
 
 def test_any_layout_of_an_input_with_one_block() -> None:

@@ -14,7 +14,7 @@ from tk_core.num_sms import num_sms
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_quant import reference
-from tk_quant.reference.swiglu import float32_backward, float32_forward, real_positions
+from tk_quant.reference.swiglu import real_positions
 
 MakePair = Callable[[str], tuple[torch.Tensor, torch.Tensor]]
 
@@ -390,22 +390,6 @@ def test_against_autograd(clamp: float | None) -> None:
     assert bool(((cast - x.grad).abs() <= x.grad.abs() / 16 + step * 2.0**-9).all())
 
 
-def test_plain_backward_has_the_same_formulas() -> None:
-    x, grad_out = torch.randn(5, 256), torch.randn(5, 128)
-    weight = torch.rand(5)
-    for kwargs in ({}, {"weight": weight}, {"swiglu_clamp_value": 0.7, "weight": weight}):
-        out, x_grad, weight_grad = float32_backward(x, grad_out, **kwargs)
-        assert_equal(out, float32_forward(x, **kwargs))
-        leaf = x.double().requires_grad_()
-        factor = kwargs.get("weight", torch.ones(5)).double().requires_grad_()
-        gate, value = leaf.chunk(2, dim=-1)
-        if "swiglu_clamp_value" in kwargs:
-            gate, value = gate.clamp(max=0.7), value.clamp(-0.7, 0.7)
-        (torch.nn.functional.silu(gate) * value * factor[:, None]).backward(grad_out.double())
-        torch.testing.assert_close(x_grad.double(), leaf.grad, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(weight_grad.double(), factor.grad, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("round_sf", [False, True])
 def test_padding_is_not_looked_at(round_sf: bool) -> None:
     kwargs = make((20,), 128, 128, num_real=15, round_sf=round_sf)("cpu")
@@ -449,19 +433,6 @@ def test_positions_of_experts_are_positions() -> None:
     assert_equal(again, (out, pair, x_grad, weight_grad))
 
 
-def test_rows_do_not_mix() -> None:
-    kwargs = make((12,), 128, 128, num_real=12)("cpu")
-    order = torch.randperm(12)
-    moved = {**kwargs, "x": tuple(each[order] for each in kwargs["x"])}
-    for name in ("grad_out", "pos_to_token_topk"):
-        moved[name] = kwargs[name][order]
-    back = torch.where(kwargs["token_topk_to_pos"] < 0, -1, order.argsort()[kwargs["token_topk_to_pos"].long()])
-    moved["token_topk_to_pos"] = back.to(torch.int32)
-    out, pair, x_grad, weight_grad = tk_quant.swiglu_backward_and_per_token_cast(**kwargs)
-    expected = (out[order], tuple(each[order] for each in pair), x_grad[order], weight_grad)
-    assert_equal(tk_quant.swiglu_backward_and_per_token_cast(**moved), expected)
-
-
 def test_not_finite() -> None:
     for value, grad, expected in ((448.0, INF, INF), (448.0, NAN, NAN), (0.0, INF, NAN)):
         out, (data, sf), x_grad, _ = tk_quant.swiglu_backward_and_per_token_cast(**rows(1.0, value, grad, 1.0))
@@ -502,8 +473,16 @@ def test_debug_mode_finds_maps_that_disagree(monkeypatch: pytest.MonkeyPatch) ->
 DATA, SF = activations((8,), 256, 128)("cpu")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    {
+        "x": (DATA, SF),
+        "grad_out": torch.zeros(8, 128, dtype=torch.bfloat16),
+        "weight": torch.ones(8, 1),
+        "pos_to_token_topk": torch.arange(8, dtype=torch.int32),
+        "token_topk_to_pos": torch.arange(8, dtype=torch.int32).view(8, 1),
+        "num_per_channels": 128,
+    },
     [
         ({"x": DATA}, TypeError, "x: expected a pair"),
         ({"x": (DATA, SF, SF)}, ValueError, "x: expected a pair"),
@@ -531,15 +510,3 @@ DATA, SF = activations((8,), 256, 128)("cpu")
         ({"num_per_channels": 64}, ValueError, "num_per_channels: expected one of 32, 128, got 64"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    kwargs = {
-        "x": (DATA, SF),
-        "grad_out": torch.zeros(8, 128, dtype=torch.bfloat16),
-        "weight": torch.ones(8, 1),
-        "pos_to_token_topk": torch.arange(8, dtype=torch.int32),
-        "token_topk_to_pos": torch.arange(8, dtype=torch.int32).view(8, 1),
-        "num_per_channels": 128,
-    }
-    tk_quant.swiglu_backward_and_per_token_cast(**kwargs)
-    with pytest.raises(error, match=match):
-        tk_quant.swiglu_backward_and_per_token_cast(**{**kwargs, **change})

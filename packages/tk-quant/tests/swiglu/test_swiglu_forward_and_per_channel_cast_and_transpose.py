@@ -12,6 +12,9 @@ import torch
 import tk_quant
 from tk_core.testing import Case, Make, OpSpec, tiers
 
+from ..per_channel.test_per_channel_cast import quantize
+from ..per_token.test_per_token_cast import BENCH
+
 MakeInput = Callable[[str], torch.Tensor]
 
 
@@ -182,8 +185,7 @@ SPEC = OpSpec(
         *(
             _case(
                 *(*_BENCH_SHAPE, num_per_tokens, flags, "-bench"),
-                bench=True,
-                gpu=False,
+                **BENCH,
                 model_shape=(num_per_tokens, flags) == (128, "plain"),
             )
             for num_per_tokens, flags in (
@@ -191,7 +193,7 @@ SPEC = OpSpec(
             )
         ),
         *(
-            _case(tokens, hidden, 128, "plain", "-bench", bench=True, gpu=False)
+            _case(tokens, hidden, 128, "plain", "-bench", **BENCH)
             for tokens, hidden in (
                 *((16384, hidden) for hidden in (576, 1280, 1536, 3072, 7168)),
                 *((tokens, 2048) for tokens in (128, 4096, 8064)),
@@ -251,31 +253,13 @@ def test_against_numpy(num_per_tokens: int, flags: str) -> None:
     # numpy's exp differs from torch's in the last place.
     exp = torch.exp(torch.from_numpy(-left)).numpy()
     activation = (left / (np.float32(1) + exp) * right).astype(ml_dtypes.bfloat16).astype(np.float32)
-    blocks = activation.reshape(-1, num_per_tokens, 64)
-    amax = np.maximum(np.abs(blocks).max(axis=1), np.float32(1e-4))
-    expected_sf = amax / np.float32(448)
-    factor = np.float32(448) / amax
-    if FLAGS[flags].get("round_sf"):
-        expected_sf = np.exp2(np.ceil(np.log2(expected_sf.astype(np.float64)))).astype(np.float32)
-        factor = np.float32(1) / expected_sf
-    expected = (blocks * factor[:, None]).reshape(256, 64).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    expected, expected_sf = quantize(activation, num_per_tokens, "round_sf" in FLAGS[flags])
     if not FLAGS[flags].get("without_transpose"):
         expected = expected.T
     np.testing.assert_array_equal(data.view(torch.uint8).numpy(), expected)
     np.testing.assert_array_equal(sf.numpy(), expected_sf)
     assert data.is_contiguous()
     assert sf.is_contiguous()
-
-
-def test_clamp_value() -> None:
-    x = tokens([(100.0, 3.0), (8.0, 3.0), (-100.0, 3.0), (8.0, 100.0), (8.0, -100.0), (INF, INF), (-8.0, 8.0)])
-    clamped = tokens([(8.0, 3.0), (8.0, 3.0), (-100.0, 3.0), (8.0, 8.0), (8.0, -8.0), (8.0, 8.0), (-8.0, 8.0)])
-    for given, expected in zip(cast(x, "e4m3", 32, swiglu_clamp_value=8), cast(clamped, "e4m3", 32)):
-        assert torch.equal(given.view(torch.uint8), expected.view(torch.uint8))
-    # Next to nothing is left.
-    data, sf = cast(x, "e4m3", 32, swiglu_clamp_value=2.0**-126)
-    assert (data.float() == 0).all()
-    assert (sf == np.float32(1e-4) / np.float32(448)).all()
 
 
 @pytest.mark.parametrize("round_sf", [False, True])
@@ -289,21 +273,12 @@ def test_not_finite(round_sf: bool) -> None:
     assert sf[:, 8:14].isfinite().all()
 
 
-def test_blocks_do_not_mix() -> None:
-    x = torch.ones(256, 256, dtype=torch.bfloat16) * 20
-    x[70, 128 + 33] = 40.0
-    for num_per_tokens in (32, 128):
-        _, sf = cast(x, "e4m3", num_per_tokens, round_sf=True)
-        expected = torch.ones_like(sf)
-        expected[70 // num_per_tokens, 33] = 2.0
-        assert torch.equal(sf, expected)
-
-
 X = torch.zeros(128, 128, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    {"x": X, "fmt": "e4m3", "num_per_tokens": 128},
     [
         ({"x": X[:127]}, ValueError, r"x.shape\[0\]: expected a multiple of 128, got 127"),
         ({"x": X[:, :64]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 128, got 64"),
@@ -311,6 +286,3 @@ X = torch.zeros(128, 128, dtype=torch.bfloat16)
         ({"num_per_tokens": 64}, ValueError, "num_per_tokens: expected one of 32, 128, got 64"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        cast(**{"x": X, "fmt": "e4m3", "num_per_tokens": 128, **change})

@@ -13,7 +13,6 @@ import tk_quant
 from tk_core import env
 from tk_core.math import ceil_div
 from tk_core.reference.scales import unpack_scales
-from tk_core.scales import ScaleLayout
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_quant import reference
@@ -54,35 +53,41 @@ def segments(num_positions: int, padding: tuple[int, int]) -> MakeInput:
     return build
 
 
-def make(
-    x: MakeInput,
-    fmt: str,
-    num_per_channels: int,
-    flags: str = "row",
+OPTIONS = {"padding", "beyond", "experts", "counted"}
+"""Options of `optional`."""
+
+
+def optional(
+    num_positions: int,
+    device: str,
     padding: tuple[int, int] | None = None,
     beyond: bool = False,
     experts: bool = False,
     counted: bool = False,
-    **more: Any,
-) -> Make:
-    """Arguments of the op. `padding` adds weights, see `segments`; `beyond` puts some indices past the weights' end."""
+) -> dict[str, torch.Tensor | None]:
+    """Maps and a count. `padding` adds weights, see `segments`; `beyond` puts some indices past the weights' end."""
+    made: dict[str, torch.Tensor | None] = {"clamped_count": None}
+    if padding is not None:
+        # More weights than needed, or too few.
+        num_tokens = ceil_div(num_positions, 2 * _NUM_TOPK if beyond else _NUM_TOPK)
+        made["pos_to_token_topk"] = segments(num_positions, padding)(device)
+        made["topk_weights"] = torch.rand(num_tokens, _NUM_TOPK, device=device)
+    if experts:
+        expert = torch.arange(num_positions, dtype=torch.int32, device=device)
+        made["pos_to_expert"] = torch.where(expert % 5 == 3, -1, expert)
+    if counted:
+        made["clamped_count"] = torch.tensor([7, 2**40, 0], device=device)
+    return made
+
+
+def make(x: MakeInput, fmt: str, num_per_channels: int, flags: str = "row", **more: Any) -> Make:
+    """Arguments of the op, some of them by the options of `optional`."""
+    options = {name: more.pop(name) for name in OPTIONS & more.keys()}
 
     def build(device: str) -> dict[str, Any]:
         values = x(device)
-        num_positions = values.shape[0]
-        kwargs = {"x": values, "fmt": fmt, "num_per_channels": num_per_channels, **FLAGS[flags], **more}
-        if padding is not None:
-            # More weights than needed, or too few.
-            num_tokens = ceil_div(num_positions, 2 * _NUM_TOPK if beyond else _NUM_TOPK)
-            kwargs["pos_to_token_topk"] = segments(num_positions, padding)(device)
-            kwargs["topk_weights"] = torch.rand(num_tokens, _NUM_TOPK, device=device)
-        if experts:
-            expert = torch.arange(num_positions, dtype=torch.int32, device=device)
-            kwargs["pos_to_expert"] = torch.where(expert % 5 == 3, -1, expert)
-        kwargs["clamped_count"] = None
-        if counted:
-            kwargs["clamped_count"] = torch.tensor([7, 2**40, 0], device=device)
-        return kwargs
+        kwargs = {"fmt": fmt, "num_per_channels": num_per_channels, **FLAGS[flags], **more}
+        return {"x": values, **kwargs, **optional(values.shape[0], device, **options)}
 
     return build
 
@@ -408,24 +413,6 @@ def test_against_numpy_and_ml_dtypes(group: int, dtype: torch.dtype, clamp: floa
     np.testing.assert_allclose(data.float().numpy()[different], expected.astype(F32)[different], rtol=0.13)
 
 
-def test_silu_of_torch_is_near() -> None:
-    x = torch.randn(16, 512, dtype=torch.float64)
-    expected = torch.nn.functional.silu(x[:, :256]) * x[:, 256:]
-    torch.testing.assert_close(reference.swiglu_forward(x.float()).double(), expected, rtol=1e-6, atol=1e-7)
-
-
-def test_weight_comes_last() -> None:
-    x, weights = torch.randn(64, 256), torch.rand(8, 8)
-    index = torch.arange(64, dtype=torch.int32)
-    _, sf = op(x, "e2m1", 32, index, weights)
-    silu = x[:, :128] / (1 + torch.exp(-x[:, :128]))
-    last = (silu * x[:, 128:]) * weights.view(64, 1)
-    first = silu * (x[:, 128:] * weights.view(64, 1))
-    expected = last.abs().view(64, 4, 32).amax(2) / torch.tensor(6.0)
-    assert torch.equal(sf, expected)
-    assert not torch.equal(sf, first.abs().view(64, 4, 32).amax(2) / torch.tensor(6.0))
-
-
 def test_nothing_is_rounded_before_the_cast() -> None:
     x = torch.randn(64, 256).to(torch.bfloat16)
     _, sf = op(x, "e4m3", 128)
@@ -454,19 +441,6 @@ def test_hidden_is_0_too() -> None:
     assert_equal(op(x, "e4m3", 0), op(x, "e4m3", 256))
 
 
-def test_clamp_and_count() -> None:
-    left = [3.0, 2.0, 2.5, -9.0, 0.0, 0.0, 0.0, NAN, 1.0, INF]
-    right = [1.0, 1.0, 1.0, 1.0, 2.5, -2.5, -2.0, 1.0, NAN, -INF]
-    count = torch.tensor([10, 20, 30])
-    _, sf = op(row(left, right), "e4m3", 128, swiglu_clamp_value=2, clamped_count=count)
-    assert count.tolist() == [13, 21, 32]
-    assert sf.isnan().all()
-    finite = row(left[:7], right[:7])
-    expected = op(row([2.0, 2.0, 2.0, -9.0], [1.0, 1.0, 1.0, 1.0, 2.0, -2.0, -2.0]), "e4m3", 128)
-    assert_equal(op(finite, "e4m3", 128, swiglu_clamp_value=2.0), expected)
-    assert_equal(op(finite, "e4m3", 128, swiglu_clamp_value=INF), op(finite, "e4m3", 128))
-
-
 def test_padding() -> None:
     x = torch.full((6, 256), 5.0)
     index = torch.tensor([0, -1, 15, 16, 2**31 - 1, -(2**31)], dtype=torch.int32)
@@ -491,15 +465,6 @@ def test_index_past_the_weights_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -
         op(x, "e4m3", 128, torch.tensor([15, 16, 0], dtype=torch.int32), weights)
 
 
-def test_least_amax() -> None:
-    x = row([100.0], [0.25])
-    assert op(x, "e4m3", 128, sf_clamp_min=56)[1].item() == 0.125
-    assert op(x, "e4m3", 128, sf_clamp_min=28.0, round_sf=True)[1].item() == 0.0625
-    assert op(x, "e4m3", 128, sf_clamp_min=1e-30)[1].item() == 25 / F32(448)
-    assert op(0 * x, "e4m3", 128, sf_clamp_min=448 * 2.0**-100)[1].item() == 2.0**-100
-    assert op(0 * x, "e4m3", 128)[1].item() == F32(1e-4) / F32(448)
-
-
 def test_compare_looks_at_real_rows_only() -> None:
     expected = op(torch.randn(3, 256), "e4m3", 32, **FLAGS["packed"])
     expected[1][1] = 0
@@ -517,8 +482,9 @@ X = torch.zeros(8, 256)
 INDEX, WEIGHTS, COUNT = torch.zeros(8, dtype=torch.int32), torch.ones(2, 4), torch.zeros(3, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+test_bad_input = tiers.bad_input(
+    SPEC,
+    {"x": X, "fmt": "e4m3", "num_per_channels": 128},
     [
         ({"x": X[:, :128]}, ValueError, "x: expected a positive multiple of 256 columns, got 128"),
         ({"x": X[:, :0]}, ValueError, "x: expected a positive multiple of 256 columns, got 0"),
@@ -544,20 +510,3 @@ INDEX, WEIGHTS, COUNT = torch.zeros(8, dtype=torch.int32), torch.ones(2, 4), tor
         ({"clamped_count": COUNT[:2], "swiglu_clamp_value": 1.0}, ValueError, "clamped_count: expected shape"),
     ],
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], match: str) -> None:
-    before = COUNT.clone()
-    with pytest.raises(error, match=match):
-        op(**{"x": X, "fmt": "e4m3", "num_per_channels": 128, **change})
-    assert torch.equal(COUNT, before)
-
-
-def test_layouts_of_the_specification() -> None:
-    x = torch.randn(5, 1280).to(torch.bfloat16)
-    sf = {flags: op(x, "e4m3", 128, **FLAGS[flags])[1] for flags in FLAGS}
-    assert sf["row"].shape == (5, 5)
-    assert sf["row"].stride() == (5, 1)
-    assert sf["col"].stride() == (1, 8)
-    assert (sf["packed"].shape, sf["packed"].stride()) == ((5, 2), (1, 8))
-    assert sf["swizzled"].shape == (1, 2, 32, 4, 4)
-    assert {each.dtype for each in sf.values()} == {torch.float32, torch.int32, torch.float8_e8m0fnu}
-    assert {layout.name for layout in ScaleLayout} == {"ROW_MAJOR", "COL_MAJOR", "PACKED_UE8M0", "SWIZZLED"}
