@@ -1,5 +1,6 @@
 """expand_to_fused_bwd."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,21 +39,26 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
     return used + pos.numel() * pos.element_size() + outputs.numel() * outputs.element_size()
 
 
-_SMALL_ROUTING = {"num_rows": 40, "num_experts": 4, "alignment": 4, "share_without_position": 0.2}
+SMALL_ROUTING = {"num_rows": 40, "num_experts": 4, "alignment": 4, "share_without_position": 0.2}
+
+
+def edge_cases(make: Callable[..., Make]) -> tuple[Case, ...]:
+    """No tokens, no rows, positions past the last row."""
+    past_the_end = {**SMALL_ROUTING, "num_rows": 30, "drop_what_does_not_fit": False}
+    return (
+        Case("bf16-h64-t0", make(0, 64, 3, **SMALL_ROUTING), small=True),
+        Case("bf16-h64-t7-no-rows", make(7, 64, 3, **{**SMALL_ROUTING, "num_rows": 0}), small=True),
+        Case("bf16-h64-t40-past-the-end", make(40, 64, 3, **past_the_end), small=True),
+    )
+
 
 SPEC = OpSpec(
     op=tk_moe.expand_to_fused_bwd,
     least_bytes=least_bytes,
     cases=(
-        Case("bf16-h64-t7", make(7, 64, 3, **_SMALL_ROUTING), small=True, modes=True, compile=True),
-        Case("float32-h192-t7", make(7, 192, 3, torch.float32, **_SMALL_ROUTING), small=True, compile=True),
-        Case("bf16-h64-t0", make(0, 64, 3, **_SMALL_ROUTING), small=True),
-        Case("bf16-h64-t7-no-rows", make(7, 64, 3, **{**_SMALL_ROUTING, "num_rows": 0}), small=True),
-        Case(
-            "bf16-h64-t40-past-the-end",
-            make(40, 64, 3, drop_what_does_not_fit=False, **{**_SMALL_ROUTING, "num_rows": 30}),
-            small=True,
-        ),
+        Case("bf16-h64-t7", make(7, 64, 3, **SMALL_ROUTING), small=True, modes=True, compile=True),
+        Case("float32-h192-t7", make(7, 192, 3, torch.float32, **SMALL_ROUTING), small=True, compile=True),
+        *edge_cases(make),
         *(
             Case(f"bf16-h{hidden}-t{num_tokens}", make(num_tokens, hidden, num_topk))
             for hidden, num_topk in ((576, 9), (2048, 8), (7168, 8))

@@ -12,7 +12,7 @@ from tk_moe import ScoringFunc
 from tk_moe.reference.gate.gate import weights_of
 
 from ..models import benches, name_of
-from .test_topk_gate_with_weights import make_logits
+from .test_topk_gate_with_weights import Variant, make_logits, varied_cases
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -77,8 +77,7 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert worst <= 0, f"{int((error > 0).sum())} of {error.numel()} gradients are off, the worst by {worst} too much"
 
 
-# (dtype, scoring_func, options), which the sizes below take in turn.
-_VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
+_VARIANTS: tuple[Variant, ...] = (
     (FLOAT32, SIGMOID, {"routed_scaling_factor": 2.5}),
     (BF16, SQRTSOFTPLUS, {"routing": "none"}),
     (FLOAT32, SOFTMAX, {"renormalize": False, "idx_dtype": torch.int32}),
@@ -143,14 +142,7 @@ SPEC = OpSpec(
             for function in ScoringFunc
             for dtype, values in ((FLOAT32, "ties"), (BF16, "normal"), (FLOAT32, "wide"))
         ),
-        *(
-            Case(
-                f"{function}-{name_of(dtype)}-e{num_experts}-k{num_topk}-t{num_tokens}",
-                make(num_tokens, num_experts, num_topk, function, dtype, **options),
-            )
-            for index, (num_experts, num_topk, num_tokens) in enumerate(_SIZES)
-            for dtype, function, options in (_VARIANTS[index % 7],)
-        ),
+        *varied_cases(make, _SIZES, _VARIANTS),
         *benches(
             "sigmoid-float32-e256-k8-t{}",
             lambda t: make(t, 256, 8),

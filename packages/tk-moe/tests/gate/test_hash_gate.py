@@ -11,7 +11,7 @@ from tk_core.testing import Case, Make, OpSpec, tiers
 from tk_moe import ScoringFunc
 
 from ..models import benches, name_of
-from .test_topk_gate_with_weights import compare, make_logits, make_mask
+from .test_topk_gate_with_weights import Variant, compare, make_logits, make_mask, varied_cases
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -74,8 +74,7 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
     return kwargs["token_ids"].nbytes + 4 * num_slots + wanted * logits.element_size() + written
 
 
-# (dtype, scoring_func, options), which the sizes below take in turn.
-_VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
+_VARIANTS: tuple[Variant, ...] = (
     (FLOAT32, SQRTSOFTPLUS, {"routed_scaling_factor": 2.5}),
     (BF16, SIGMOID, {"ids_dtype": torch.int32, "faults": True, "idx_dtype": torch.int32}),
     (FLOAT32, SOFTMAX, {"faults": True}),
@@ -137,14 +136,7 @@ SPEC = OpSpec(
             for function in ScoringFunc
             for dtype, values in ((FLOAT32, "extremes"), (BF16, "wide"))
         ),
-        *(
-            Case(
-                f"{function}-{name_of(dtype)}-e{num_experts}-k{num_topk}-t{num_tokens}",
-                make(num_tokens, num_experts, num_topk, function, dtype, **options),
-            )
-            for index, (num_experts, num_topk, num_tokens) in enumerate(_SIZES)
-            for dtype, function, options in (_VARIANTS[index % 5],)
-        ),
+        *varied_cases(make, _SIZES, _VARIANTS),
         *benches(
             "sqrtsoftplus-float32-e256-k6-t{}",
             lambda t: make(t, 256, 6, vocab_size=129280),

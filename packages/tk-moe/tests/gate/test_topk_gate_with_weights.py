@@ -1,7 +1,9 @@
 """topk_gate_with_weights."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -97,8 +99,19 @@ def compare(actual: Any, expected: Any) -> None:
 
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
-# (dtype, scoring_func, options), which the sizes below take in turn.
-_VARIANTS: tuple[tuple[torch.dtype, ScoringFunc, dict[str, Any]], ...] = (
+Variant = tuple[torch.dtype, ScoringFunc, dict[str, Any]]
+
+
+def varied_cases(
+    make: Callable[..., Make], sizes: Sequence[tuple[int, int, int]], variants: Sequence[Variant]
+) -> Iterator[Case]:
+    """A case of each (num_experts, num_topk, num_tokens), which take the variants in turn."""
+    for (num_experts, num_topk, num_tokens), (dtype, function, options) in zip(sizes, cycle(variants)):
+        name = f"{function}-{name_of(dtype)}-e{num_experts}-k{num_topk}-t{num_tokens}"
+        yield Case(name, make(num_tokens, num_experts, num_topk, function, dtype, **options))
+
+
+_VARIANTS: tuple[Variant, ...] = (
     (FLOAT32, SIGMOID, {"bias": "normal"}),
     (BF16, SQRTSOFTPLUS, {"bias": "ties", "routed_scaling_factor": 2.5}),
     (FLOAT32, SOFTMAX, {"renormalize": False}),
@@ -180,16 +193,8 @@ SPEC = OpSpec(
                 (IDENTITY, BF16, "extremes", ""),
             )
         ),
-        *(
-            Case(
-                f"{function}-{name_of(dtype)}-e{num_experts}-k{num_topk}-t{num_tokens}",
-                make(num_tokens, num_experts, num_topk, function, dtype, **options),
-            )
-            for index, (num_experts, num_topk, num_tokens) in enumerate(_SIZES)
-            # Two of five cases, to save time: every variant still gets sizes of all kinds.
-            if index % 5 in (0, 2)
-            for dtype, function, options in (_VARIANTS[index % 7],)
-        ),
+        # Two of five sizes, to save time: every variant still gets sizes of all kinds.
+        *(case for index, case in enumerate(varied_cases(make, _SIZES, _VARIANTS)) if index % 5 in (0, 2)),
         *benches(
             "sigmoid-float32-e256-k8-t{}",
             lambda t: make(t, 256, 8, bias="normal"),

@@ -11,6 +11,7 @@ import tk_moe
 from tk_core.testing import Case, Make, OpSpec, nearest_float32, tiers
 
 from ..expand.test_expand_to_fused import make_maps, model_rows, random_bits
+from ..expand.test_expand_to_fused_bwd import SMALL_ROUTING, edge_cases
 from ..models import benches, name_of
 
 
@@ -86,7 +87,6 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
     return total
 
 
-_SMALL_ROUTING = {"num_rows": 40, "num_experts": 4, "alignment": 4, "share_without_position": 0.2}
 _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 
 SPEC = OpSpec(
@@ -94,34 +94,27 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("out",),
     cases=(
-        Case("bf16-h64-t7", make(7, 64, 3, **_SMALL_ROUTING), small=True, modes=True, compile=True),
-        Case("float32-h64-t7", make(7, 64, 3, _FLOAT32, **_SMALL_ROUTING), small=True, compile=True),
-        Case("bf16-h192-t7-no-weights", make(7, 192, 3, weights=False, **_SMALL_ROUTING), small=True, compile=True),
-        Case("bf16-h192-t7-row-sf", make(7, 192, 3, row_sf=True, **_SMALL_ROUTING), small=True, compile=True),
-        Case("float32-h192-t7-row-sf-alone", make(7, 192, 3, _FLOAT32, weights=False, row_sf=True, **_SMALL_ROUTING)),
+        Case("bf16-h64-t7", make(7, 64, 3, **SMALL_ROUTING), small=True, modes=True, compile=True),
+        Case("float32-h64-t7", make(7, 64, 3, _FLOAT32, **SMALL_ROUTING), small=True, compile=True),
+        Case("bf16-h192-t7-no-weights", make(7, 192, 3, weights=False, **SMALL_ROUTING), small=True, compile=True),
+        Case("bf16-h192-t7-row-sf", make(7, 192, 3, row_sf=True, **SMALL_ROUTING), small=True, compile=True),
+        Case("float32-h192-t7-row-sf-alone", make(7, 192, 3, _FLOAT32, weights=False, row_sf=True, **SMALL_ROUTING)),
         Case(
             "bf16-h192-t7-e4m3",
-            make(7, 192, 3, row_sf=True, fp8_format="e4m3", out_sf=37.3, **_SMALL_ROUTING),
+            make(7, 192, 3, row_sf=True, fp8_format="e4m3", out_sf=37.3, **SMALL_ROUTING),
             small=True,
             modes=True,
             compile=True,
         ),
-        Case("bf16-h192-t7-e4m3-no-sf", make(7, 192, 3, fp8_format="e4m3", **_SMALL_ROUTING), small=True, compile=True),
+        Case("bf16-h192-t7-e4m3-no-sf", make(7, 192, 3, fp8_format="e4m3", **SMALL_ROUTING), small=True, compile=True),
         Case(
             "float32-h192-t7-e4m3",
-            make(7, 192, 3, _FLOAT32, fp8_format="e4m3", out_sf=-1e3, **_SMALL_ROUTING),
+            make(7, 192, 3, _FLOAT32, fp8_format="e4m3", out_sf=-1e3, **SMALL_ROUTING),
             small=True,
         ),
-        Case("bf16-h64-t7-out", make_with_out(make(7, 64, 3, **_SMALL_ROUTING)), small=True, modes=True),
-        Case("bf16-h64-t7-e4m3-out", make_with_out(make(7, 64, 3, fp8_format="e4m3", **_SMALL_ROUTING)), small=True),
-        # No tokens, no rows, no positions, positions past the last row, all rows of one expert.
-        Case("bf16-h64-t0", make(0, 64, 3, **_SMALL_ROUTING), small=True),
-        Case("bf16-h64-t7-no-rows", make(7, 64, 3, **{**_SMALL_ROUTING, "num_rows": 0}), small=True),
-        Case(
-            "bf16-h64-t40-past-the-end",
-            make(40, 64, 3, drop_what_does_not_fit=False, **{**_SMALL_ROUTING, "num_rows": 30}),
-            small=True,
-        ),
+        Case("bf16-h64-t7-out", make_with_out(make(7, 64, 3, **SMALL_ROUTING)), small=True, modes=True),
+        Case("bf16-h64-t7-e4m3-out", make_with_out(make(7, 64, 3, fp8_format="e4m3", **SMALL_ROUTING)), small=True),
+        *edge_cases(make),
         Case("bf16-h576-t67-no-position", make(67, 576, 4, num_rows=256, share_without_position=1.0)),
         Case("bf16-h576-t67-one-expert", make(67, 576, 4, num_rows=300, num_experts=1)),
         # NaN, infinities, subnormals, largest values; sums whose exact value is near the midpoint of two floats.

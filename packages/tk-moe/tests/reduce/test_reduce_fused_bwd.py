@@ -11,6 +11,7 @@ from tk_core.testing.numeric import assert_same_metadata
 from tk_moe import reference
 
 from ..expand.test_expand_to_fused import make_maps, model_rows
+from ..expand.test_expand_to_fused_bwd import SMALL_ROUTING, edge_cases
 from ..models import benches, name_of
 
 _BF16, _FLOAT32 = torch.bfloat16, torch.float32
@@ -73,41 +74,33 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
     return total + sum(y.numel() * y.element_size() for y in others if y is not None)
 
 
-_SMALL_ROUTING = {"num_rows": 40, "num_experts": 4, "alignment": 4, "share_without_position": 0.2}
-
 SPEC = OpSpec(
     op=tk_moe.reduce_fused_bwd,
     compare=compare,
     least_bytes=least_bytes,
     cases=(
-        Case("bf16-h64-t7", make(7, 64, 3, **_SMALL_ROUTING), small=True, modes=True, compile=True),
-        Case("float32-h192-t7", make(7, 192, 3, _FLOAT32, **_SMALL_ROUTING), small=True, compile=True),
-        Case("bf16-h64-t7-no-weights", make(7, 64, 3, weights=False, **_SMALL_ROUTING), small=True, modes=True),
-        Case("float32-h64-t7-no-weights", make(7, 64, 3, _FLOAT32, weights=False, **_SMALL_ROUTING), small=True),
+        Case("bf16-h64-t7", make(7, 64, 3, **SMALL_ROUTING), small=True, modes=True, compile=True),
+        Case("float32-h192-t7", make(7, 192, 3, _FLOAT32, **SMALL_ROUTING), small=True, compile=True),
+        Case("bf16-h64-t7-no-weights", make(7, 64, 3, weights=False, **SMALL_ROUTING), small=True, modes=True),
+        Case("float32-h64-t7-no-weights", make(7, 64, 3, _FLOAT32, weights=False, **SMALL_ROUTING), small=True),
         Case(
             "bf16-h192-t7-float32-grad",
-            make(7, 192, 3, grad_dtype=_FLOAT32, **_SMALL_ROUTING),
+            make(7, 192, 3, grad_dtype=_FLOAT32, **SMALL_ROUTING),
             small=True,
             compile=True,
         ),
         Case(
             "float32-h192-t7-bf16-grad",
-            make(7, 192, 3, _FLOAT32, grad_dtype=_BF16, **_SMALL_ROUTING),
+            make(7, 192, 3, _FLOAT32, grad_dtype=_BF16, **SMALL_ROUTING),
             small=True,
             compile=True,
         ),
         # Several warps and chunks.
-        Case("bf16-h576-t7", make(7, 576, 3, **_SMALL_ROUTING), small=True),
-        # No tokens, no rows, no positions, more rows than needed, positions past the last row, one row, one expert.
-        Case("bf16-h64-t0", make(0, 64, 3, **_SMALL_ROUTING), small=True),
-        Case("bf16-h64-t7-no-rows", make(7, 64, 3, **{**_SMALL_ROUTING, "num_rows": 0}), small=True),
-        Case("bf16-h64-t3-mostly-padding", make(3, 64, 2, **{**_SMALL_ROUTING, "num_rows": 600}), small=True),
+        Case("bf16-h576-t7", make(7, 576, 3, **SMALL_ROUTING), small=True),
+        # More rows than needed, one row.
+        Case("bf16-h64-t3-mostly-padding", make(3, 64, 2, **{**SMALL_ROUTING, "num_rows": 600}), small=True),
         Case("bf16-h64-t1-one-row", make(1, 64, 1, num_rows=1, num_experts=1, alignment=1), small=True),
-        Case(
-            "bf16-h64-t40-past-the-end",
-            make(40, 64, 3, drop_what_does_not_fit=False, **{**_SMALL_ROUTING, "num_rows": 30}),
-            small=True,
-        ),
+        *edge_cases(make),
         Case("bf16-h576-t67-no-position", make(67, 576, 4, num_rows=256, share_without_position=1.0)),
         Case("bf16-h576-t67-one-expert", make(67, 576, 4, num_rows=300, num_experts=1)),
         *(
