@@ -24,7 +24,7 @@ from rich.table import Table
 import tk_gemm
 import tk_moe
 import tk_quant
-from tk_core.op import uses_reference
+from tk_core.serving import uses_reference
 
 # Segments begin at multiples of this many rows, as the grouped products require.
 ALIGNMENT = 128

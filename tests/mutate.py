@@ -208,9 +208,9 @@ def outputs(op: Op) -> Iterator[Mutation]:
     """One of the arguments that an operator writes into is not declared."""
     for file, node in _nodes(op):
         match node:
-            case ast.keyword("mutates", ast.Tuple(names)):
+            case ast.keyword("writes", ast.Tuple(names)):
                 for gone in names:
-                    left = ast.keyword("mutates", ast.Tuple([name for name in names if name is not gone], ast.Load()))
+                    left = ast.keyword("writes", ast.Tuple([name for name in names if name is not gone], ast.Load()))
                     what = f"{file}:{node.lineno} {ast.unparse(gone)} undeclared"
                     yield Mutation(op, what, rewriting(op.module, node, lambda _, left=left: left))
 

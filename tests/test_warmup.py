@@ -167,7 +167,7 @@ import sys
 import torch
 from tk_core import compat
 from tk_core.arch import arch_from_name, compiling_for
-from tk_core.call import Op
+from tk_core.op import Op
 from tk_core.cli.profile import load
 from tk_core.kernel import Kernel
 

@@ -32,7 +32,7 @@ import torch
 from tk_core import compat
 from tk_core.arch import get_arch
 from tk_core.compat import CompiledKernel
-from tk_core.call import launching, new, op
+from tk_core.op import launching, new, op
 from tk_core.kernel import Kernel
 
 FOLDER = Path(__file__).parent / "compiled" / "{name}"

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from tk_core import compat, env, headers, stored
 from tk_core.arch import Arch, compiling_for
@@ -47,30 +45,18 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class Recording:
-    """The launches that one thread makes within `recorded_launches`, its workspaces, and what its operators write."""
+    """The launches that one thread makes within `recorded_launches`, and what its ops write."""
 
     launches: list[tuple[Callable[..., None], tuple[Any, ...]]]
     """Each compiled kernel that was launched, with its arguments; within `capture` its request."""
-    workspaces: list[Tensor]
     written: list[Tensor]
-    """What its operators write."""
+    """What its ops write."""
     thread: int
 
 
 def recording() -> Recording | None:
     """The recording of this thread, if it is within `recorded_launches`."""
     return _recording if _recording is not None and _recording.thread == threading.get_ident() else None
-
-
-def new_workspace(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate an uninitialized tensor on the device of `like`, for one kernel of a call to pass data to the next.
-
-    Its dtype is by default that of `like`. Only kernels of the call may access it: then `@replayable` records the call.
-    """
-    workspace = like.new_empty(shape, dtype=dtype)
-    if not is_compiling() and (recorded := recording()) is not None:
-        recorded.workspaces.append(workspace)
-    return workspace
 
 
 def _recorded(function: Callable[..., None]) -> Callable[..., None]:
@@ -182,10 +168,10 @@ def capture(arch: Arch) -> Iterator[list[KernelRequest]]:
 
 @contextmanager
 def recorded_launches() -> Iterator[Recording]:
-    """Record the launches that this thread makes, and its workspaces."""
+    """Record the launches that this thread makes."""
     global _recording
     with _compile_lock:
-        before, _recording = _recording, Recording([], [], [], threading.get_ident())
+        before, _recording = _recording, Recording([], [], threading.get_ident())
         try:
             yield _recording
         finally:

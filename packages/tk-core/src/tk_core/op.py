@@ -1,13 +1,32 @@
-"""@op: makes a kernel launch a torch operator, with a reference for CPU tensors; eager calls bypass the dispatcher."""
+"""@op: makes a public function an op, whose kernels serve CUDA tensors and whose reference serves all others.
+
+The function checks its arguments, allocates its results and launches its kernels, in this order:
+
+    @op
+    def double(x: Tensor) -> Tensor:
+        check.tensor("x", x, (torch.float32,), ("num_tokens", "hidden"))
+        out = new(x.new_empty, x.shape)
+        if launching(out):
+            double_kernel(x.shape[1], get_arch(x.device))(x, out)
+        return out
+
+`launching` is false where no kernel is to be launched: under torch.compile and for fake, meta and CPU tensors. There
+the function only checks and allocates, and a torch operator, made from the function's signature, stands in the graph or
+runs the reference. Where that operator runs on a GPU, it calls the function again, and `new` returns the results that
+the operator was given.
+"""
 
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
 from importlib.metadata import entry_points
-from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -23,89 +42,92 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tk_core import env, kernel, overlap, serving
+from tk_core import env, kernel, overlap, repeat, serving
 from tk_core.arch import UnsupportedArchError, get_arch
 from tk_core.compat import CompilationForbiddenError
-from tk_core.serving import backend as backend
-from tk_core.serving import uses_reference
+from tk_core.flat_operator import FlatOperator, tensors
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _libraries: dict[str, torch.library.Library] = {}
-# Argument types of earlier calls that had no tensor subclass among them: such calls need no dispatcher.
+# Types of the arguments of earlier calls that had no tensor subclass among them: such calls need no dispatcher.
 _plain: set[tuple[type, ...]] = set()
 
 
-def _are_plain(args: tuple[Any, ...]) -> bool:
+@dataclass
+class _Call:
+    """What `new` and `launching` go by while an op's function runs."""
+
+    check: Callable[[tuple[Any, ...]], None] | None = None
+    """Called with what is written before kernels are launched; None where none are."""
+    given: Iterator[Tensor] | None = None
+    """Results that `new` returns; None where it allocates."""
+    made: list[Tensor] = field(default_factory=list)
+    """What `new` has allocated."""
+
+
+class _Current(threading.local):
+    call = _Call()
+
+
+_current = _Current()
+
+
+@contextmanager
+def _within(call: _Call) -> Iterator[_Call]:
+    before, _current.call = _current.call, call
+    try:
+        yield call
+    finally:
+        _current.call = before
+
+
+def new(allocate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A result of an op to be written: `allocate(*args, **kwargs)`, or the one that the op's operator was given.
+
+    An op calls it for each of its results, in the order in which it returns them.
+    """
+    if is_compiling():
+        return allocate(*args, **kwargs)
+    if _current.call.given is not None:
+        return next(_current.call.given)
+    _current.call.made.append(result := allocate(*args, **kwargs))
+    return result
+
+
+def launching(*written: Tensor | Sequence[Tensor] | None) -> bool:
+    """Whether the op that calls this is to launch its kernels, which write these tensors; False if all are empty.
+
+    Raises ValueError if an argument that is written shares memory with another argument, or with itself.
+    """
+    if is_compiling() or _current.call.check is None or not any(x.numel() for x in tensors(written)):
+        return False
+    _current.call.check(written)
+    return True
+
+
+def _are_plain(args: Sequence[Any]) -> bool:
     kinds = tuple(map(type, args))
+    if kinds in _plain:
+        return True
     plain = all(kind in (Tensor, Parameter) or not issubclass(kind, Tensor) for kind in kinds)
-    if list in kinds:
-        # Not added to _plain: at the next call the list may hold tensors of a subclass.
-        return plain and all(_are_plain(tuple(arg)) for arg in args if type(arg) is list)
+    if list in kinds or tuple in kinds:
+        # Not added to _plain: at the next call they may hold tensors of a subclass.
+        return plain and all(_are_plain(arg) for arg in args if type(arg) in (list, tuple))
     if plain:
         _plain.add(kinds)
     return plain
 
 
-def _with_usual_strides(x: Any) -> Any:
-    """Give contiguous tensors the strides of new ones: in dimensions of size 0 or 1 any stride counts as contiguous."""
-    if isinstance(x, list):
-        usual = [_with_usual_strides(y) for y in x]
-        return x if all(new is old for new, old in zip(usual, x)) else usual
-    if not isinstance(x, Tensor) or not x.is_contiguous():
-        return x
-    usual = torch.empty(x.shape, dtype=x.dtype, device="meta").stride()
-    return x if x.stride() == usual else x.as_strided(x.shape, usual)
-
-
-def _stand_in(
-    launch: Callable[..., None],
-    mutates: tuple[str, ...],
-    reference: str | Callable[..., Any],
-    translate: Callable[[Any], dict[str, Any]] | None,
-) -> Callable[..., None]:
-    """Wrap the reference to take the operator's arguments. Like a kernel, it runs without autograd and autocast."""
-    names = tuple(inspect.signature(launch).parameters)
-
-    @cache
-    def find() -> tuple[Callable[..., Any], list[str]]:
-        """The reference, and the names of its parameters that are also arguments of the operator."""
-        found = reference
-        if isinstance(reference, str):
-            package, _, beside = launch.__module__.partition(".")
-            place, _, name = reference.rpartition(".")
-            found = getattr(importlib.import_module(f"{package}.reference.{place or beside}"), name)
-        return found, [name for name in inspect.signature(found).parameters if name in names]
-
-    def run(*args: Any) -> None:
-        function, shared = find()
-        call = dict(zip(names, args))
-        given = {name: call[name] for name in shared}
-        if translate is not None:
-            given |= translate(SimpleNamespace(**call))
-        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
-            results = _flat([function(**given)])
-            for out, result in zip(_flat(call[name] for name in mutates), results):
-                if result is not None and out is not None and result is not out:
-                    out.copy_(result)
-
-    return run
-
-
-def _nothing(*_: Any) -> None:
-    """Fake implementation. It does nothing, because an op allocates no outputs: it only writes into its arguments."""
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """The values in order, with nested lists and tuples flattened."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, those in lists too."""
-    return (value for value in _flat(values) if isinstance(value, Tensor))
+def _lost(x: Tensor) -> str | None:
+    """The derivative by x that a call of an op drops, if any: of ordinary reverse mode only with TK_DEBUG."""
+    if not x.is_floating_point():
+        return None
+    if torch.is_grad_enabled() and x.requires_grad and (env.debug() or is_gradtrackingtensor(x)):
+        return "gradient of {}"
+    is_forward = forward_ad._current_level >= 0 and _is_fwd_grad_enabled()
+    is_dual = is_forward and forward_ad.unpack_dual(x).tangent is not None
+    return "tangent of {} (no op has a forward mode)" if is_dual else None
 
 
 def _what_differentiates(package: str, name: str) -> str:
@@ -123,181 +145,288 @@ def _what_differentiates(package: str, name: str) -> str:
     return "if none is wanted, detach the argument"
 
 
-def _lost(x: Tensor) -> str | None:
-    """The derivative by x that a call of an op drops, if any: of ordinary reverse mode only with TK_DEBUG."""
-    if not x.is_floating_point():
-        return None
-    if torch.is_grad_enabled() and x.requires_grad and (env.debug() or is_gradtrackingtensor(x)):
-        return "gradient of {}"
-    is_forward = forward_ad._current_level >= 0 and _is_fwd_grad_enabled()
-    is_dual = is_forward and forward_ad.unpack_dual(x).tangent is not None
-    return "tangent of {} (no op has a forward mode)" if is_dual else None
+def _map_tensors(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+    if isinstance(x, tuple | list):
+        return type(x)([_map_tensors(function, y) for y in x])
+    return function(x) if type(x) in (Tensor, Parameter) and x.layout is torch.strided else x
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x if its address is a multiple of 16 bytes, as kernels' wide accesses need it, else a copy with its strides."""
+    if x.data_ptr() % 16 == 0:
+        return x
+    # Nothing can be copied into a tensor that repeats elements, and a clone drops the gaps between columns.
+    return x.clone() if 0 in x.stride() else x.new_empty_strided(x.shape, x.stride()).copy_(x)
+
+
+def _with_usual_strides(x: Tensor) -> Tensor:
+    """x, if contiguous, with a new one's strides: in dimensions of size 0 or 1 any stride counts as contiguous."""
+    if not x.is_contiguous():
+        return x
+    usual = torch.empty(x.shape, dtype=x.dtype, device="meta").stride()
+    return x if x.stride() == usual else x.as_strided(x.shape, usual)
 
 
 class Op:
-    """A torch operator that writes its results into tensors passed as arguments. Made by `@op`."""
+    """What `@op` knows of a function, and the ways in which it serves a call. The attribute `op` of the function."""
 
     def __init__(
         self,
-        name: str,
-        launch: Callable[..., None],
-        mutates: tuple[str, ...],
+        function: Callable[..., Any],
+        writes: tuple[str, ...],
+        aligned: tuple[str, ...] | None,
         in_place: Mapping[str, tuple[str, ...]],
-        stand_in: Callable[..., None],
+        reference: str | Callable[..., Any] | None,
         min_sm: int,
     ) -> None:
-        namespace, _, short_name = name.partition("::")
-        self.name = name
-        self.launch = launch
-        self._names = list(inspect.signature(launch).parameters)
-        self._written = frozenset(map(self._names.index, mutates))
-        self._in_place = {(output, other) for output, others in in_place.items() for other in others}
-        self.reference = stand_in
+        self.function = function
+        self.package = function.__module__.partition(".")[0]
+        self.name = f"{self.package}.{function.__name__.lstrip('_')}"
         self.min_sm = min_sm
+        parameters = inspect.signature(function).parameters
+        self._names = list(parameters)
+        self._written = tuple(map(self._names.index, writes))
+        self._to_align = [aligned is None or name in aligned for name in self._names]
+        self._in_place = {(output, other) for output, others in in_place.items() for other in others}
+        self._reference = reference or function.__name__
         self._ready_devices: set[torch.device] = set()
-        self.__doc__ = launch.__doc__
-        if namespace not in _libraries:
-            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-        library = _libraries[namespace]
-        schema = torch.library.infer_schema(launch, mutates_args=mutates)
-        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-        library.define(short_name + schema, tags=tags)
-        library.impl(short_name, self._on_cuda, "CUDA")
-        library.impl(short_name, self._on_cpu, "CPU")
-        library.impl(short_name, _nothing, "Meta")
-        self._overload = getattr(getattr(torch.ops, namespace), short_name).default
+        # bind(*args, **kwargs) gives the arguments in the order of the parameters, defaults included.
+        self.bind = eval(f"lambda {_declared(parameters.values())}: [{', '.join(self._names)}]")
+        self.bind.__defaults__, self.bind.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        self.bind.__name__ = self.bind.__qualname__ = function.__name__
+        self._keywords = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+        library = _libraries.get(self.package)
+        if library is None:
+            library = _libraries[self.package] = torch.library.Library(self.package, "FRAGMENT")
+        self.operator = FlatOperator(library, function, function.__name__.lstrip("_"), writes)
+        library.impl(function.__name__.lstrip("_"), self._on_cpu, "CPU")
+        library.impl(function.__name__.lstrip("_"), self._on_cuda, "CUDA")
+        self.repeated = repeat.repeating(self._serve_given)
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
 
-    def _check_arch(self, device: torch.device) -> None:
-        arch = get_arch(device)
-        if arch.sm < self.min_sm:
-            raise UnsupportedArchError(self.name, arch.name, f"sm_{self.min_sm} or newer")
+    @cached_property
+    def reference(self) -> Callable[..., Any]:
+        """The function that defines the op's results."""
+        if not isinstance(self._reference, str):
+            return self._reference
+        place, _, name = self._reference.rpartition(".")
+        module = ".".join(filter(None, (self.package, "reference", place)))
+        return getattr(importlib.import_module(module), name)
 
-    def _check_derivatives(self, args: tuple[Any, ...]) -> None:
+    def _apply(self, function: Callable[..., Any], call: Sequence[Any]) -> Any:
+        num_keywords = len(self._keywords)
+        if not num_keywords:
+            return function(*call)
+        return function(*call[:-num_keywords], **dict(zip(self._keywords, call[-num_keywords:])))
+
+    def _aligned(self, call: Sequence[Any]) -> list[Any]:
+        """The arguments as kernels can take them, some of their tensors copied."""
+        return [_map_tensors(_aligned, x) if to_align else x for x, to_align in zip(call, self._to_align)]
+
+    def _fresh(self, result: Any, call: Sequence[Any]) -> list[Tensor]:
+        """The tensors of a result that are no arguments which the op writes."""
+        written = tensors([call[index] for index in self._written])
+        return [x for x in tensors([result]) if not any(x is y for y in written)]
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Check and allocate, then call the operator: what torch.compile traces."""
+        result, call = self.function(*args, **kwargs), self.bind(*args, **kwargs)
+        self.operator(call, self._fresh(result, call))
+        return result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Serve an eager call."""
+        try:
+            call = self.bind(*args, **kwargs)
+        except TypeError:  # Let the function itself say so.
+            return self.function(*args, **kwargs)
+        first = next(iter(tensors(call)), None)
+        if first is not None and kernel.capturing():
+            self._check_arch(first.device)
+            with _within(_Call(lambda _: None)):
+                return self._apply(self.function, self._aligned(call))
+        is_seen = (
+            _len_torch_dispatch_stack() > (kernel.recording() is not None)
+            or peek_interpreter_stack() is not None
+            or forward_ad._current_level >= 0
+            or not _are_plain(call)
+        )
+        if first is None or is_seen or serving.uses_reference(first.device):
+            return self._dispatch(call)
+        return self._serve(call, None)
+
+    def _dispatch(self, call: list[Any]) -> Any:
+        """Check and allocate, then let torch choose what the operator does."""
+        if peek_interpreter_stack() is not None:
+            self._refuse_batches(call)
+        with _within(_Call()) as allocating:
+            result = self._apply(self.function, call)
+        fresh = self._fresh(result, call)
+        if not all(x is y for x, y in zip(allocating.made, fresh)) or len(allocating.made) != len(fresh):
+            raise AssertionError(f"{self.name}: makes its results in another order than it returns them")
+        self._check_derivatives(call, [fresh, *(call[index] for index in self._written)])
+        self.operator(call, fresh)
+        return result
+
+    def _check_derivatives(self, call: Sequence[Any], written: Sequence[Any]) -> None:
         """Raise RuntimeError if the call would drop a gradient or a tangent: no op builds an autograd graph."""
-        for argument, x in overlap.named(self._names, args):
+        for argument, x in overlap.named(self._names, call):
             lost = _lost(x)
-            if lost and any(y.is_floating_point() for y in _tensors(args[index] for index in self._written)):
-                package, _, name = self.name.removesuffix("_out").partition("::")
-                lost, instead = lost.format(argument), _what_differentiates(package, name)
-                raise RuntimeError(f"{package}.{name}: drops the {lost}; {instead}")
+            if lost and any(y.is_floating_point() for y in tensors(written)):
+                package, _, name = self.name.partition(".")
+                instead = _what_differentiates(package, name)
+                raise RuntimeError(f"{self.name}: drops the {lost.format(argument)}; {instead}")
 
-    def _refuse_batches(self, args: tuple[Any, ...]) -> None:
+    def _refuse_batches(self, call: Sequence[Any]) -> None:
         """Raise TypeError if an argument is a batch of torch.func.vmap, perhaps inside of other wrappers."""
-        for argument, x in overlap.named(self._names, args):
+        for argument, x in overlap.named(self._names, call):
             while is_functorch_wrapped_tensor(x):
                 if is_batchedtensor(x):
                     got = "a batch of torch.func.vmap, which is not supported; call it for each element"
                     raise TypeError(f"{argument}: expected a torch.Tensor, got {got}")
                 x = get_unwrapped(x)
 
-    def _dispatch(self, args: tuple[Any, ...]) -> None:
-        if peek_interpreter_stack() is not None:
-            self._refuse_batches(args)
-        self._check_derivatives(args)
-        self._overload(*args)
+    def _check_memory(self, call: Sequence[Any], results: list[Tensor]) -> None:
+        names, args = [*self._names, "results"], [*call, results]
+        overlap.check_written(names, args, [*self._written, len(call)], self._in_place)
 
-    def _check_memory(self, args: tuple[Any, ...]) -> None:
-        overlap.check_written(self._names, args, self._written, self._in_place)
+    def _on_cpu(self, *flat: Any) -> None:
+        *flat, results = flat
+        call = self.operator.arguments(flat)
+        self._check_memory(call, results)
+        self._refer(call, results)
 
-    def _on_cpu(self, *args: Any) -> None:
-        self._check_memory(args)
-        self.reference(*args)
+    def _on_cuda(self, *flat: Any) -> None:
+        *flat, results = flat
+        call = self.operator.arguments(flat)
+        if serving.uses_reference(next(iter(tensors(call))).device):
+            self._check_memory(call, results)
+            self._refer(call, results)
+        else:
+            self.repeated(*call, *results)
 
-    def _on_cuda(self, *args: Any) -> None:
-        self._check_memory(args)
-        device = args[0].device
-        if uses_reference(device):
-            self.reference(*args)
-            return
+    def _refer(self, call: Sequence[Any], results: list[Tensor]) -> None:
+        """Let the reference write the results. Like a kernel, it runs without autograd and autocast."""
+        device = next(iter(tensors(call))).device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            found = self._fresh(self._apply(self.reference, call), call)
+            for out, x in zip(results, found, strict=True):
+                out.copy_(x)
+
+    def _check_arch(self, device: torch.device) -> None:
+        arch = get_arch(device)
+        if arch.sm < self.min_sm:
+            raise UnsupportedArchError(self.name, arch.name, f"sm_{self.min_sm} or newer")
+
+    def _serve_given(self, *call_and_results: Any) -> None:
+        num_arguments = len(self._names)
+        self._serve(list(call_and_results[:num_arguments]), list(call_and_results[num_arguments:]))
+
+    def _serve(self, call: list[Any], given: list[Tensor] | None) -> Any:
+        """Run the function with its kernels on the GPU of its first tensor."""
+        device = next(iter(tensors(call))).device
         if device not in self._ready_devices:
             self._check_arch(device)
             self._ready_devices.add(device)
-        if device.index == torch.cuda.current_device():
-            self._launch(args)
-        else:
-            # The kernel's host code makes the tensors' device current and does not restore the one before.
-            with torch.cuda.device(device):
-                self._launch(args)
-
-    def _launch(self, args: tuple[Any, ...]) -> None:
-        try:
-            self.launch(*args)
-        except CompilationForbiddenError as error:
-            raise CompilationForbiddenError(f"{self.name}: {error}") from error
-        except RuntimeError:
-            # TileLang's host code rejects unusual strides of size-0 and size-1 dimensions before it launches: retry.
-            usual = tuple(map(_with_usual_strides, args))
-            if all(new is old for new, old in zip(usual, args)):
-                raise
-            self.launch(*usual)
-
-    def __call__(self, *args: Any) -> None:
-        """Run the operator on the device of its first argument, which is a tensor.
-
-        Raises ValueError before it writes anything if a tensor that it writes shares memory with another argument.
-        An eager call raises RuntimeError if it would drop a derivative of torch.func or of forward mode, and with
-        TK_DEBUG=1 if it would drop any gradient.
-        """
-        if is_compiling():
-            self._overload(*args)
-            return
-        if kernel.capturing():
-            self._check_arch(args[0].device)
-            self.launch(*args)
-            return
-        if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-            self._dispatch(args)
-            return
-        kinds = tuple(map(type, args))
-        if kinds not in _plain and not _are_plain(args):
-            self._dispatch(args)
-            return
-        first = args[0]
-        if not first.is_cuda:
-            self._dispatch(args)
-        elif serving.kernels_only and serving._one_device and first.device in self._ready_devices:
-            self._check_memory(args)
-            self._launch(args)
-        else:
-            if env.debug():
-                self._check_derivatives(args)
-            self._on_cuda(*args)
             serving.look_up()
+        # A kernel's host code makes the tensors' device current and does not restore the one before.
+        is_current = device.index == torch.cuda.current_device()
+        with nullcontext() if is_current else torch.cuda.device(device):
+            passed = self._aligned(call)
+            into = given and _map_tensors(_aligned, given)
+            try:
+                return self._launch(call, given, passed, into)
+            except CompilationForbiddenError as error:
+                raise CompilationForbiddenError(f"{self.name}: {error}") from error
+            except RuntimeError:
+                # TileLang's host code rejects unusual strides of size-0 and size-1 dimensions before it launches.
+                usual = _map_tensors(_with_usual_strides, passed)
+                if all(x is y for x, y in zip(tensors(usual), tensors(passed))):
+                    raise
+                return self._launch(call, given, usual, into)
+
+    def _launch(self, call: list[Any], given: list[Tensor] | None, passed: list[Any], into: list[Tensor] | None) -> Any:
+        """Call the function and its kernels with `passed` for the arguments `call`, `into` for results `given`."""
+
+        def check(written: Sequence[Any]) -> None:
+            self._check_memory(call, given or [])
+            if env.debug() and given is None:
+                self._check_derivatives(call, written)
+
+        with _within(_Call(check, None if into is None else iter(into))):
+            result = self._apply(self.function, passed)
+        stand_ins = list(zip(tensors([call, given]), tensors([passed, into])))
+        if all(x is y for x, y in stand_ins):
+            return result
+        written = [call[index] for index in self._written]
+        for x, y in zip(tensors([written, given]), tensors([[passed[index] for index in self._written], into])):
+            if x.data_ptr() != y.data_ptr():
+                x.copy_(y)
+        originals = {id(y): x for x, y in stand_ins}
+        return repeat.map_items(lambda x: originals.get(id(x), x), result)
+
+
+def _declared(parameters: Any) -> str:
+    """The names of parameters as in a `def`, without annotations; a default stands as None."""
+    parts, is_keyword = [], False
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
+            parts.append("*")
+            is_keyword = True
+        parts.append(parameter.name if parameter.default is parameter.empty else f"{parameter.name}=None")
+    return ", ".join(parts)
+
+
+@overload
+def op(function: Function) -> Function: ...
+
+
+@overload
+def op(
+    *,
+    writes: tuple[str, ...] = (),
+    aligned: tuple[str, ...] | None = None,
+    in_place: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    reference: str | Callable[..., Any] | None = None,
+    min_sm: int = 80,
+) -> Callable[[Function], Function]: ...
 
 
 def op(
-    name: str,
+    function: Any = None,
     *,
-    mutates: tuple[str, ...],
-    reference: str | Callable[..., Any],
-    translate: Callable[[Any], dict[str, Any]] | None = None,
+    writes: tuple[str, ...] = (),
+    aligned: tuple[str, ...] | None = None,
     in_place: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    reference: str | Callable[..., Any] | None = None,
     min_sm: int = 80,
-) -> Callable[[Callable[..., None]], Op]:
-    """Register a launch as the torch operator `name` ("tk_domain::f_out").
+) -> Any:
+    """Make a function an op: see the top of this file for its form, docs/architecture.md for the way of a call.
 
-    The decorated function launches the kernel for CUDA tensors. Its arguments are a tensor, then tensors, lists of
-    tensors and scalars. It writes into the arguments in `mutates` and returns nothing; its annotations give the schema.
-    `reference` runs for CPU tensors, and for CUDA tensors under the reference backend. `min_sm` is the compute
-    capability × 10 of the oldest GPU that the kernel runs on. Eager calls with plain tensors launch directly; calls
-    under torch.compile, or with fake tensors, modes or tensor subclasses, go through torch's dispatcher.
+    The function's reference has its name and its arguments, and returns new tensors in the order of the results; an
+    argument that the op writes, it writes too. It runs for CPU tensors, and for CUDA tensors under the reference
+    backend. The op becomes the torch operator `package::name`, opaque under torch.compile, with arguments read off the
+    annotations: tensors, pairs and lists of tensors, numbers, strings, dtypes, and tuples of ints.
 
-    `reference` is a function, or a name below the package's `reference/`, imported at the first call: "f" in the module
-    at the same path as the launch's, or a dotted name such as "lib.cast.cast". It gets the operator's arguments whose
-    names are among its parameters. For parameters that differ, `translate` receives all arguments as attributes of one
-    object and returns a dict. The reference returns tensors, None or tuples of these; each tensor is copied into the
-    argument of `mutates` at its position. An argument that the reference wrote itself needs no result.
+    Kernels get aligned tensors: an argument whose address is no multiple of 16 bytes is copied, and copied back if the
+    op writes it. A repeated call skips the function's Python if all that this did was to check, allocate and launch.
 
-    When the operator runs, under torch.compile too, each argument in `mutates` must have memory of its own, or the call
-    raises ValueError, naming it as the operator's parameter: so a parameter has the name of the public function's
-    argument that may be passed for it. `in_place` allows exceptions: {"d": ("c",)} if d may be c itself, the same
-    elements at the same address, though not just overlap it.
+    Args:
+        function: The function, if the decorator is used without arguments.
+        writes: Parameters whose tensors the op writes, such as `out`. When the op runs, under torch.compile too, such a
+            tensor must share no memory with another argument, or the call raises ValueError before anything is written.
+        aligned: Parameters whose tensors kernels need aligned; None for all.
+        in_place: {"d": ("c",)} if d, which is written, may be c itself: the same elements at the same address.
+        reference: The reference, or its name below the package's `reference`, "folder.file.f", if it is not the op's.
+        min_sm: Compute capability × 10 of the oldest GPU that the kernels run on.
     """
 
-    def decorate(launch: Callable[..., None]) -> Op:
-        return Op(name, launch, mutates, in_place, _stand_in(launch, mutates, reference, translate), min_sm)
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        made = Op(function, writes, aligned, in_place, reference, min_sm)
+        call = wraps(function)(repeat.repeating(made, made.trace))
+        call.op = made
+        return call
 
-    return decorate
+    return decorate if function is None else decorate(function)

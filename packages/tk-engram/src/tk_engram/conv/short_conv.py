@@ -30,9 +30,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.num_sms import get_num_sms
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd, launch_sequences
 from tk_engram.lib.conv_rows import ConvRowsConfig, rows_walk_length, short_conv_rows_kernel, takes_whole_rows

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_engram.conv.short_conv import walk_length
 from tk_engram.lib.conv import ChannelTile, check_conv, launch_rstd

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_engram.lib.indices import check_indices, piece_channels
 

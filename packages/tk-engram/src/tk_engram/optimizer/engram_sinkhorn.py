@@ -21,9 +21,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_engram.lib.scaled_rows import DTYPES, MAX_WIDTH, RowTile, check_matrix
 from tk_engram.sizes import NUM_PARTIALS

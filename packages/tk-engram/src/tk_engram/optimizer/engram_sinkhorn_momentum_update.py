@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 
 _DTYPES = (torch.bfloat16, torch.float32)

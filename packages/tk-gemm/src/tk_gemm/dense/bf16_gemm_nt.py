@@ -8,7 +8,7 @@ kernels' plan.
 
 import torch
 
-from tk_core.call import launching, op
+from tk_core.op import launching, op
 from tk_gemm.lib.bf16_operands import bf16_weights, in_either_order
 from tk_gemm.lib.launch_bf16_product import launch_bf16_product
 from tk_gemm.lib.operands import OUT, compiler_hints, result

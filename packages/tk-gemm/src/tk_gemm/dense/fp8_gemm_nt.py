@@ -10,8 +10,8 @@ Blackwell's tensor cores scale and sum products of 32 channels. docs/tuning/gemm
 
 import torch
 
-from tk_core.call import launching, op
 from tk_core.math import ceil_div
+from tk_core.op import launching, op
 from tk_gemm.layout.get_mn_major_tma_aligned_tensor import get_mn_major_tma_aligned_tensor
 from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product, launch_fp8_product
 from tk_gemm.lib.operands import (

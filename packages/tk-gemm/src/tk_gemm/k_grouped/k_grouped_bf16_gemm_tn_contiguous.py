@@ -11,7 +11,7 @@ Numerics are those of `bf16_gemm_tn` of a group's rows, to the bit.
 import torch
 
 from tk_core import check
-from tk_core.call import launching, op
+from tk_core.op import launching, op
 from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k
 from tk_gemm.lib.launch_bf16_product import launch_bf16_product
 from tk_gemm.lib.operands import BF16, BLOCK, compiler_hints, matrix, positive_multiple, result

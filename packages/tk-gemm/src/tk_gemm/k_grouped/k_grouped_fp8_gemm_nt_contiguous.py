@@ -18,8 +18,8 @@ import torch
 
 from tk_core import check
 from tk_core.arch import Arch
-from tk_core.call import launching, op
 from tk_core.math import ceil_div
+from tk_core.op import launching, op
 from tk_gemm.lib.archs import arch_of_factors
 from tk_gemm.lib.gather_groups import gather_groups_kernel
 from tk_gemm.lib.k_groups import check_ks, ends_of, finish_without_k

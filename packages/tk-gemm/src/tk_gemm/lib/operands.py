@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.call import new
 from tk_core.math import ceil_div
+from tk_core.op import new
 from tk_gemm.lib.tma import bytes_off
 
 BLOCK = 128

@@ -9,7 +9,7 @@ may hold NaN: their results are replaced by zeros.
 import torch
 
 from tk_core import check
-from tk_core.call import launching, op
+from tk_core.op import launching, op
 from tk_gemm.lib.bf16_operands import bf16_weights
 from tk_gemm.lib.groups import check_grouped_layout
 from tk_gemm.lib.launch_bf16_product import launch_bf16_product

@@ -7,7 +7,7 @@ For decoding under CUDA graphs: nothing is read back. Numerics are those of `bf1
 
 import torch
 
-from tk_core.call import launching, op
+from tk_core.op import launching, op
 from tk_gemm.lib.bf16_operands import bf16_weights
 from tk_gemm.lib.groups import check_masked_m
 from tk_gemm.lib.launch_bf16_product import launch_bf16_product

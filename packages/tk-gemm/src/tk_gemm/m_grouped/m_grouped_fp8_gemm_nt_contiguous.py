@@ -11,7 +11,7 @@ Numerics are those of `fp8_gemm_nt`, to the bit. Padding rows of a may hold NaN:
 import torch
 
 from tk_core import check
-from tk_core.call import launching, op
+from tk_core.op import launching, op
 from tk_gemm.lib.groups import check_grouped_layout
 from tk_gemm.lib.launch_fp8_product import launch_fp8_product
 from tk_gemm.lib.operands import BF16, FACTORS, compiler_hints, fp8_a, fp8_weights, only_per_block, pair, result

@@ -7,7 +7,7 @@ For decoding under CUDA graphs: nothing is read back. Numerics are those of `fp8
 
 import torch
 
-from tk_core.call import launching, op
+from tk_core.op import launching, op
 from tk_gemm.lib.groups import check_masked_m
 from tk_gemm.lib.launch_fp8_product import launch_fp8_product
 from tk_gemm.lib.operands import (

@@ -11,9 +11,9 @@ the product to bfloat16 between them, which does not happen here.
 import torch
 
 from tk_core import check
-from tk_core.call import launching, new, op
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_num_sms
+from tk_core.op import launching, new, op
 from tk_core.scales import ScaleLayout, empty_scales
 from tk_gemm.lib.archs import arch_of_factors
 from tk_gemm.lib.fp8_product_config import WIDE

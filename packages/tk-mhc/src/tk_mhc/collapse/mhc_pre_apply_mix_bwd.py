@@ -24,9 +24,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_core.views import flat
 from tk_mhc.lib.tokens import check_streams

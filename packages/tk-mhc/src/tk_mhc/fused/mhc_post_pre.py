@@ -9,7 +9,7 @@ lib/pre_fuse.py; otherwise mhc_post's kernel and those of mhc_pre_big_fuse. Sour
 
 from torch import Tensor
 
-from tk_core.call import launching, new, op
+from tk_core.op import launching, new, op
 from tk_core.views import flat
 from tk_mhc.lib.post_project import launch_post_sums, takes_post_project
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions

@@ -12,7 +12,7 @@ shifted form and the layer norm are those of vLLM's mhc_pre_delayed and of its f
 
 from torch import Tensor
 
-from tk_core.call import launching, op
+from tk_core.op import launching, op
 from tk_core.views import flat
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.lib.pre_fuse import launch_pre_fuse, new_results

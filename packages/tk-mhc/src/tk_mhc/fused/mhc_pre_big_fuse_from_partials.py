@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.call import launching, op
+from tk_core.op import launching, op
 from tk_core.views import flat
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.lib.pre_fuse import launch_pre_fuse, new_results

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
-from tk_core.call import new
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
+from tk_core.op import new
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import flat
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions

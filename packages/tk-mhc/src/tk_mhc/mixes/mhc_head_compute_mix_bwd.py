@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import flat
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel

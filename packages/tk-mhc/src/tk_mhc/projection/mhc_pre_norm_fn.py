@@ -11,7 +11,7 @@ bits are the same.
 from torch import Tensor
 
 from tk_core import check
-from tk_core.call import launching, new, op
+from tk_core.op import launching, new, op
 from tk_core.views import flat
 from tk_mhc.lib.projection import check_n_splits, launch_projection, new_sums, takes_all_splits
 from tk_mhc.lib.projection_config import Projection

@@ -10,7 +10,7 @@ product of its own. Source: arXiv 2512.24880; the partial products are those of 
 from torch import Tensor
 
 from tk_core import check
-from tk_core.call import launching, new, op
+from tk_core.op import launching, new, op
 from tk_mhc.lib.projection import launch_projection
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Projection
 from tk_mhc.lib.tokens import MAX_HIDDEN, MHC_MULTS, check_fn, check_streams

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 import tk_moe
 from tk_core import check
-from tk_core.op import op
 from tk_modeling.float32_state import Float32State
 from tk_modeling.gradients import as_float32, without_autocast
 from tk_modeling.linear import linear
@@ -121,11 +120,9 @@ def _scores(logits: Tensor, scoring_func: ScoringFunc) -> Tensor:
     return nn.functional.softplus(logits).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
 
 
-def _add_counts(load: Tensor, topk_idx: Tensor) -> None:
+# An operator, so that compiled code, too, looks at run time whether it runs within a backward.
+@torch.library.custom_op("tk_modeling::add_load", mutates_args=("load",))
+def _add_load(load: Tensor, topk_idx: Tensor) -> None:
     # A forward within a backward is activation checkpointing: its tokens were counted before.
     if torch._C._current_graph_task_id() == -1:
         load.add_(tk_moe.group_count(topk_idx, load.shape[0]))
-
-
-# An operator, so that compiled code, too, looks at run time whether it runs within a backward.
-_add_load = op("tk_modeling::add_load", mutates=("load",), reference=_add_counts)(_add_counts)

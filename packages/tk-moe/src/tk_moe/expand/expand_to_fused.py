@@ -30,9 +30,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import get_arch
-from tk_core.call import launching, new, op
 from tk_core.math import ceil_div
 from tk_core.num_sms import get_device_num_sms
+from tk_core.op import launching, new, op
 from tk_core.scales import ScaleLayout, empty_scales
 from tk_moe.lib.check_maps import check_each_once, check_experts, check_positions
 from tk_moe.lib.expand_to_fused_bulk_kernel import BulkConfig, expand_bulk_kernel

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
+from tk_core.op import launching, new, op
 from tk_moe.scoring import ScoringFunc, scoring_func_of
 
 MAX_EXPERTS = 1024

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
+from tk_core.op import launching, new, op
 from tk_moe.gate.gate import IDX_DTYPES, LOGIT_DTYPES, MAX_EXPERTS, MAX_TOPK, WARPS, GateOptions
 from tk_moe.scoring import LEAST_SUM, ScoringFunc, scoring_func_of
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
+from tk_core.op import launching, new, op
 from tk_moe.gate.gate import MAX_EXPERTS, WARPS
 
 MAX_GROUPS = 32

@@ -40,10 +40,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
+from tk_core.op import launching, new, op
 from tk_moe.device.async_copy import expect_bytes, init_mbarrier, wait_for_cluster
 
 MAX_EXPERTS = 1024

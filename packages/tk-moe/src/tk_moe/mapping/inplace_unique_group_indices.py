@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, op
 from tk_core.kernel import kernel
+from tk_core.op import launching, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_moe.balance.group_count import check_pairs
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.call import new
+from tk_core.op import new
 from tk_core.scales import ScaleLayout, check_scales, empty_scales
 
 LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0, 1e-4)}

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
+from tk_core.op import launching, new, op
 from tk_core.scales import ScaleLayout, check_scales, empty_scales, scale_layout
 from tk_core.views import aligned
 from tk_quant.cast.config import layout_of

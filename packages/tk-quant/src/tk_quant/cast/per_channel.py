@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import get_arch
-from tk_core.call import launching, new, op
 from tk_core.math import ceil_div
+from tk_core.op import launching, new, op
 from tk_quant.cast.by_channel import PAIR_CHANNELS, launch_per_channel_cast, per_channel_cast_kernel
 from tk_quant.cast.config import TILE_ROWS, CastInput
 from tk_quant.cast.format import PLAIN_DTYPES, check_channel_blocks, least_amax_of, pair_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.call import launching, op
 from tk_core.math import ceil_div
+from tk_core.op import launching, op
 from tk_core.scales import ScaleLayout, check_scales, scale_layout
 from tk_quant.cast.by_block import launch_cast
 from tk_quant.cast.format import (

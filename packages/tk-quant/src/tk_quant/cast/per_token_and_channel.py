@@ -24,10 +24,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.device.memory import prefetch_line
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
+from tk_core.op import launching, new, op
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_quant.cast.config import OWN_GUARDS_AND_BARRIERS, TILE_ROWS
 from tk_quant.cast.format import PLAIN_DTYPES, check_sf_clamp_min, least_amax_of

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.device.bits import byte_perm
 from tk_core.device.memory import prefetch_line
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 
 _DTYPES = (

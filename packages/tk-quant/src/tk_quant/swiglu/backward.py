@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_quant.cast.format import PLAIN_DTYPES
 from tk_quant.swiglu.arguments import SwigluOptions, check_maps_agree, check_swiglu_arguments

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
+from tk_core.op import launching, new, op
 from tk_core.views import flat
 from tk_quant.cast.format import check_sf_clamp_min, least_amax_of, pair_of
 from tk_quant.swiglu.arguments import SwigluOptions, check_clamp_value, check_maps_agree

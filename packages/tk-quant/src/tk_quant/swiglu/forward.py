@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
+from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_quant.swiglu.arguments import SwigluOptions, check_clamped_count, check_swiglu_arguments
 

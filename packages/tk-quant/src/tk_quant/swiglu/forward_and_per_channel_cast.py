@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
+from tk_core.op import launching, new, op
 from tk_quant.cast.config import OWN_GUARDS_AND_BARRIERS, TILE_ROWS, CastInput
 from tk_quant.cast.format import check_channel_blocks, least_amax_of
 from tk_quant.swiglu.arguments import SwigluOptions, check_clamp_value

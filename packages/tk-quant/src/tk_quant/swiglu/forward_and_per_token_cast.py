@@ -23,9 +23,9 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
-from tk_core.call import launching, new, op
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
+from tk_core.op import launching, new, op
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_quant.cast.config import CastInput, CastSf, layout_of
 from tk_quant.cast.format import BITS, DTYPES, PLAIN_DTYPES, check_sf_clamp_min, data_output, least_amax_of
