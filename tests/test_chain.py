@@ -41,7 +41,6 @@ def inputs(num_tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_one_graph(device: str) -> None:
     graphs = 0
 

@@ -285,7 +285,6 @@ def test_debug_takes_ops_in_an_autograd_function() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_autocast_changes_no_bit(device: str, compiled: bool) -> None:
     x = torch.randn(8, 8, device=device)
     run = torch.compile(square, fullgraph=True, backend="aot_eager") if compiled else square

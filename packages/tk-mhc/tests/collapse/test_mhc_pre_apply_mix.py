@@ -68,8 +68,6 @@ SPEC = OpSpec(
 
 test_tiers = tiers.tests(SPEC)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def collapse(terms: list[tuple[float, float]], device: str) -> float:
     """The sum of (weight, value) pairs, one a stream, as the op adds them up."""
@@ -83,7 +81,6 @@ def collapse(terms: list[tuple[float, float]], device: str) -> float:
     return out[0].item()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_by_hand(device: str) -> None:
     assert collapse([(0.5, 3.0), (0.25, -8.0)], device) == -0.5
     assert collapse([(1.0, 2.0), (2.0, 10.0), (3.0, 100.0), (0.0, 5.0)], device) == 322.0
@@ -92,7 +89,6 @@ def test_by_hand(device: str) -> None:
     assert collapse([(1.0, 258.0), (1.0, 1.0)], device) == 260.0
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_streams_ascend(device: str) -> None:
     # From the other end 2⁻²⁴ + 2⁻²⁴ would be counted.
     tiny = 2.0**-24
@@ -100,7 +96,6 @@ def test_streams_ascend(device: str) -> None:
     assert collapse([(-1.0, 1.0), (tiny, 1.0), (tiny, 1.0), (1.0, 1.0)], device) == 2 * tiny
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_products_are_not_rounded(device: str) -> None:
     # (1 + 2⁻²³)(1 + 2⁻⁷) = 1 + 2⁻⁷ + 2⁻²³ + 2⁻³⁰: the last term is beyond float32's 24 bits.
     weight, value = 1 + 2.0**-23, 1 + 2.0**-7
@@ -108,7 +103,6 @@ def test_products_are_not_rounded(device: str) -> None:
     assert collapse([(-1.0, value), (weight, value)], device) == 2.0**-23 + 2.0**-30
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_sums_are_rounded_once(device: str) -> None:
     # 16519105 · 130 = 2³¹ + 2. Added to 1, the product 2⁻²⁴ + 2⁻⁵⁴ is just more than half of float32's step 2⁻²³, but
     # exactly half after a first rounding to float64's 53 bits.
@@ -121,7 +115,6 @@ def test_sums_are_rounded_once(device: str) -> None:
     assert collapse([(1 + 2.0**-23, 1.0), (weight, value), (-1.0, 1.0), (0.0, 0.0)], device) == 2.0**-23
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_against_rational_arithmetic(device: str) -> None:
     inputs = make((4,), 4, 64)(device)
     expected = torch.empty(4, 64)
@@ -147,7 +140,6 @@ def test_reference_in_float32_is_not_rounded_to_bfloat16() -> None:
     torch.testing.assert_close(out.double(), (x.double() * mix.double()).sum(-2), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_out_is_written_and_returned(device: str) -> None:
     inputs = make((2, 3), 4, 64)(device)
     expected = tk_mhc.mhc_pre_apply_mix(**inputs)

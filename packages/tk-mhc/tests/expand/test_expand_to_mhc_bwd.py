@@ -56,8 +56,6 @@ SPEC = OpSpec(
 
 test_tiers = tiers.tests(SPEC)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def total(values: list[float], device: str) -> float:
     """The sum of values, one a stream, as the op adds them up."""
@@ -69,7 +67,6 @@ def total(values: list[float], device: str) -> float:
     return d_hidden[0].item()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_by_hand(device: str) -> None:
     assert total([1.0, -3.5], device) == -2.5
     assert total([2.0, 20.0, 300.0, 0.0], device) == 322.0
@@ -82,7 +79,6 @@ def test_by_hand(device: str) -> None:
     assert total([1.0, 1.0, large, -large], device) == 0.0
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_sum_of_negative_zeros_is_negative(device: str) -> None:
     d_o = torch.full((2, 64), -0.0).bfloat16().to(device)
     assert tk_mhc.expand_to_mhc_bwd(d_o).signbit().all()
@@ -99,7 +95,6 @@ def test_reference_against_autograd(dtype: torch.dtype, leading: tuple[int, ...]
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_against_float64(device: str) -> None:
     d_o = make((2, 3), 8, 576)(device)["d_o"]
     expected = d_o.double().sum(-2).bfloat16()

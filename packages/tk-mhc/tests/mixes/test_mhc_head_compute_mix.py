@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import pytest
 import torch
 
 import tk_mhc
@@ -66,7 +65,6 @@ def test_by_hand() -> None:
     torch.testing.assert_close(out, torch.tensor([[0.25, 0.25], [0.75, 0.1]]))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_it_is_pre_of_the_split_mixes(device: str) -> None:
     mixes, scale, base = (torch.randn(*shape, device=device) for shape in ((1000, 24), (3,), (24,)))
     pre, _, _ = tk_mhc.mhc_pre_split_mixes(mixes, scale, base, 4, 1.0, 1e-2)

@@ -50,8 +50,6 @@ SPEC = OpSpec(
 
 test_tiers = tiers.tests(SPEC)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def fold(streams: list[float], weights: list[float] | None, device: str) -> float:
     """What becomes of a projection that has these values in its streams."""
@@ -69,7 +67,6 @@ def fold(streams: list[float], weights: list[float] | None, device: str) -> floa
     return out[0, 0].item()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_by_hand(device: str) -> None:
     assert fold([1.0, 2.5], None, device) == 3.5
     assert fold([1.0, 2.5], [10.0, -2.0], device) == 5.0
@@ -83,12 +80,10 @@ def test_by_hand(device: str) -> None:
     assert fold([-1.0, near], [1.0, near], device) == 2.0**-22
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_sum_of_negative_zeros_is_negative(device: str) -> None:
     assert tk_mhc.mhc_fold_fn(torch.full((8, 2 * 64), -0.0, device=device), 2).signbit().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_places_are_kept(device: str) -> None:
     # Powers of two that no two places share, so each sum tells which were added.
     fn = torch.zeros(8, 2 * 128, device=device)
@@ -99,7 +94,6 @@ def test_places_are_kept(device: str) -> None:
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_it_is_the_projection_of_equal_streams(device: str) -> None:
     inputs = make(4, 192)(device)
     hidden = torch.randn(7, 192, dtype=torch.float64, device=device)

@@ -13,7 +13,6 @@ from tk_modeling.engram.functional import engram_gate_kv
 
 from .cases import check_gradients, in_float64, parameter, relative_error, streams
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUMBERS = (1e-6, 1e-5)
 """clamp_value and eps."""
 
@@ -30,7 +29,6 @@ def gate_weights(m: int = 3, hidden: int = 192, **options: Any) -> list[Tensor]:
     return [parameter(m, hidden, **options) for _ in range(2)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("add_residual", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

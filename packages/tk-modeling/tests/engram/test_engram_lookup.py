@@ -12,8 +12,6 @@ from tk_core.testing import assert_equal
 
 from .cases import parameter
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 NUM_ROWS, DIM = 41, 96
 
 
@@ -32,7 +30,6 @@ def lookup_gradient(indices: Tensor, grad_rows: Tensor) -> Tensor:
     return grad.index_add_(0, indices.flatten() % (NUM_ROWS + 1), grad_rows.double().flatten(0, -2))[:NUM_ROWS]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sparse_grad", [False, True])
 @pytest.mark.parametrize("shape", [(2, 9, 5), (7, 3), (0, 3), (4,)])
 def test_lookup_gradients(shape: tuple[int, ...], sparse_grad: bool, device: str) -> None:

@@ -12,8 +12,6 @@ from tk_core.testing import assert_equal
 
 from .cases import check_gradients, in_float64, parameter, relative_error
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def conv_inputs(*leading: int, m: int = 2, hidden: int = 64, device: str = "cpu", **options: Any) -> list[Tensor]:
     """Leaves: u, norm_weight, conv_weight, residual."""
@@ -23,7 +21,6 @@ def conv_inputs(*leading: int, m: int = 2, hidden: int = 64, device: str = "cpu"
     return [u, *weights, residual]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_residual", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(

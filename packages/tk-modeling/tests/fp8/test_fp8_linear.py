@@ -10,8 +10,6 @@ from tk_modeling import fp8_linear
 
 from .cases import main_grad_of_ones
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def arguments(num_rows: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[Tensor, nn.Parameter]:
     torch.manual_seed(num_rows)
@@ -28,7 +26,6 @@ def run(function: object, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Te
     return y.detach(), *torch.autograd.grad(y, (x, weight), d_y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_rows", [3, 128, 300])
 def test_against_bf16(num_rows: int, dtype: torch.dtype, device: str) -> None:
@@ -51,7 +48,6 @@ def test_a_row_does_not_depend_on_others() -> None:
     assert d_x.shape == x.shape
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "not-on-16-bytes"])
 def test_main_grad_takes_float32_gradients(layout: str, device: str) -> None:
     x, weight = arguments(300, torch.float32, device)
@@ -65,7 +61,6 @@ def test_main_grad_takes_float32_gradients(layout: str, device: str) -> None:
         torch.testing.assert_close(weight.main_grad, 1 + times * expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_small_gradients_keep_their_codes(device: str) -> None:
     """A power of two in dY goes through to dX and dW exactly, and an error is the same at |dY| = 1e-9 as at 1."""
     x, weight = arguments(300, torch.float32, device)

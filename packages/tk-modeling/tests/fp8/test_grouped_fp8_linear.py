@@ -14,8 +14,6 @@ from tk_modeling import fp8_linear, grouped_fp8_linear
 
 from .cases import COUNTS, main_grad_of_ones
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def arguments(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[Tensor, nn.Parameter, Tensor, Tensor]:
     """Rows, of which the last 128, of no expert, are NaN; weights; ends; whether each row is an expert's."""
@@ -42,7 +40,6 @@ def gradient_of(y: Tensor, is_row: Tensor) -> Tensor:
     return d_y
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["", "contiguous", "transposed", "not-on-16-bytes"])
 def test_experts_are_linear_layers(layout: str, device: str) -> None:
     """Output and gradients have the bits of fp8_linear's: segments begin at multiples of 128, so factors agree.

@@ -34,7 +34,6 @@ def gradients(function: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> tupl
     return y.detach(), d_rows[: ENDS[-1]], d_weight
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_against_float64(dtype: torch.dtype, device: str) -> None:
     rows, weight, ends = arguments(dtype, device)
