@@ -47,3 +47,29 @@ def bench_cases(
         made = make((tokens,), mhc_mult, hidden, **options)
         cases.append(Case(name, made, bench=True, gpu=False, model_shape=of_model, compile=of_model))
     return cases
+
+
+def mix_cases(
+    make: Callable[..., Make], std: float, short: int = 67, larger: Sequence[tuple[int, int]] = ((2, 4001), (8, 4001))
+) -> tuple[Case, ...]:
+    """Cases of make(leading, mhc_mult, **options) for ops on mixes, which have no hidden size.
+
+    `std` of the mixes rounds sigmoids to 0 and 1, and exponentials overflow; `short` tokens are those of two streams;
+    `larger` has numbers of streams and of tokens for the gpu tier.
+    """
+    return (
+        Case("m4-t17", make((17,), 4), small=True, modes=True, compile=True),
+        Case(f"m2-t{short}", make((short,), 2), small=True),
+        Case("m8-t33", make((33,), 8), small=True, compile=True),
+        Case("m4-2x3", make((2, 3), 4), small=True, modes=True),
+        Case("m4-one-token", make((), 4), small=True),
+        Case("m4-t1", make((1,), 4), small=True),
+        Case("m4-t0", make((0,), 4), small=True),
+        Case("m8-0x3", make((0, 3), 8), small=True),
+        Case("m4-t67-wide", make((67,), 4, std=std), small=True),
+        Case("m4-t67-unaligned", make((67,), 4, first_element=1), small=True),
+        *(Case(f"m4-t{num_tokens}", make((num_tokens,), 4)) for num_tokens in TOKEN_COUNTS if num_tokens > 17),
+        *(Case(f"m{mhc_mult}-t{num_tokens}", make((num_tokens,), mhc_mult)) for mhc_mult, num_tokens in larger),
+        Case("m4-t8192-bench", make((8192,), 4), bench=True, model_shape=True, gpu=False),
+        *(Case(f"m4-t{n}-bench", make((n,), 4), bench=True, gpu=False) for n in (1, 64, 4096)),
+    )

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Make, OpSpec, tiers
 
 from ..compare import within
-from ..inputs import TOKEN_COUNTS, empty
+from ..inputs import empty, mix_cases
 
 
 def make_mixes(
@@ -42,24 +42,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, **values: Any) -> Make:
 SPEC = OpSpec(
     op=tk_mhc.mhc_pre_split_mixes,
     compare=within(rtol=1e-5, atol=2e-5),
-    cases=(
-        Case("m4-t17", make((17,), 4), small=True, modes=True, compile=True),
-        Case("m2-t67", make((67,), 2), small=True),
-        Case("m8-t33", make((33,), 8), small=True, compile=True),
-        Case("m4-2x3", make((2, 3), 4), small=True, modes=True),
-        Case("m4-one-token", make((), 4), small=True),
-        Case("m4-t1", make((1,), 4), small=True),
-        Case("m4-t0", make((0,), 4), small=True),
-        Case("m8-0x3", make((0, 3), 8), small=True),
-        # Sigmoids that round to 0 and 1, and exponentials that overflow.
-        Case("m4-t67-wide", make((67,), 4, std=100.0), small=True),
-        Case("m4-t67-unaligned", make((67,), 4, first_element=1), small=True),
-        *(Case(f"m4-t{num_tokens}", make((num_tokens,), 4)) for num_tokens in TOKEN_COUNTS if num_tokens > 17),
-        Case("m2-t4001", make((4001,), 2)),
-        Case("m8-t4001", make((4001,), 8)),
-        Case("m4-t8192-bench", make((8192,), 4), bench=True, model_shape=True, gpu=False),
-        *(Case(f"m4-t{n}-bench", make((n,), 4), bench=True, gpu=False) for n in (1, 64, 4096)),
-    ),
+    cases=mix_cases(make, 100.0),
 )
 
 

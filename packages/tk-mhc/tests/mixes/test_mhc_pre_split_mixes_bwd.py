@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Make, OpSpec, tiers
 from tk_mhc import reference
 
 from ..compare import within
-from ..inputs import TOKEN_COUNTS, empty
+from ..inputs import empty, mix_cases
 from .test_mhc_pre_split_mixes import make_mixes
 
 
@@ -37,25 +37,8 @@ def make(leading: tuple[int, ...], mhc_mult: int, *, first_element: int = 0, std
 SPEC = OpSpec(
     op=tk_mhc.mhc_pre_split_mixes_bwd,
     compare=within(rtol=1e-5, atol=2e-5),
-    cases=(
-        Case("m4-t17", make((17,), 4), small=True, modes=True, compile=True),
-        Case("m2-t67", make((67,), 2), small=True),
-        Case("m8-t33", make((33,), 8), small=True, compile=True),
-        Case("m4-2x3", make((2, 3), 4), small=True, modes=True),
-        Case("m4-one-token", make((), 4), small=True),
-        Case("m4-t1", make((1,), 4), small=True),
-        Case("m4-t0", make((0,), 4), small=True),
-        Case("m8-0x3", make((0, 3), 8), small=True),
-        Case("m4-t67-wide", make((67,), 4, std=10.0), small=True),
-        Case("m4-t67-unaligned", make((67,), 4, first_element=1), small=True),
-        *(Case(f"m4-t{num_tokens}", make((num_tokens,), 4)) for num_tokens in TOKEN_COUNTS if num_tokens > 17),
-        # Several tiles per range, empty ranges at the end, and a partial tile.
-        Case("m4-t20001", make((20001,), 4)),
-        Case("m2-t40001", make((40001,), 2)),
-        Case("m8-t4001", make((4001,), 8)),
-        Case("m4-t8192-bench", make((8192,), 4), bench=True, model_shape=True, gpu=False),
-        *(Case(f"m4-t{n}-bench", make((n,), 4), bench=True, gpu=False) for n in (1, 64, 4096)),
-    ),
+    # Several tiles per range, empty ranges at the end, and a partial tile.
+    cases=mix_cases(make, 10.0, 67, ((4, 20001), (2, 40001), (8, 4001))),
 )
 
 

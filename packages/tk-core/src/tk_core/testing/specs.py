@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import pkgutil
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -12,8 +13,6 @@ from typing import Any
 
 from tk_core.testing.numeric import assert_equal
 from tk_core.testing.trees import distinct_bytes
-
-_SOURCE_PACKAGES = ("tk_quant", "tk_moe", "tk_engram", "tk_mhc", "tk_gemm", "tk_modeling")
 
 Make = Callable[[str], dict[str, Any]]
 """make(device) → an op's keyword arguments, drawn from torch's global generator. Works on device "meta" too."""
@@ -88,9 +87,10 @@ class OpSpec:
 
 
 def packages() -> list[str]:
-    """Import names of the op packages: those registered as entry points, or if none is, those that can be imported."""
-    found = sorted({entry.value for entry in entry_points(group="tk_core.packages")}) or _SOURCE_PACKAGES
-    return [name for name in found if importlib.util.find_spec(name)]
+    """Import names of the op packages: those registered as entry points, or if none is, all tk_… on the path."""
+    if registered := {entry.value for entry in entry_points(group="tk_core.packages")}:
+        return sorted(filter(importlib.util.find_spec, registered))
+    return sorted(m.name for m in pkgutil.iter_modules() if m.name.startswith("tk_") and m.name != "tk_core")
 
 
 def _tests(package: str) -> Path:
