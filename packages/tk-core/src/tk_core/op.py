@@ -22,7 +22,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, wraps
 from importlib.metadata import entry_points
 from types import MappingProxyType
@@ -62,8 +62,8 @@ class _Call:
     """Called with what is written before kernels are launched; None where none are."""
     given: Iterator[Tensor] | None = None
     """Results that `new` returns; None where it allocates."""
-    made: list[Tensor] = field(default_factory=list)
-    """What `new` has allocated."""
+    made: list[Tensor] | None = None
+    """What `new` has allocated, if somebody asks."""
 
 
 class _Current(threading.local):
@@ -91,7 +91,9 @@ def new(allocate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return allocate(*args, **kwargs)
     if _current.call.given is not None:
         return next(_current.call.given)
-    _current.call.made.append(result := allocate(*args, **kwargs))
+    result = allocate(*args, **kwargs)
+    if _current.call.made is not None:
+        _current.call.made.append(result)
     return result
 
 
@@ -261,7 +263,7 @@ class Op:
         """Check and allocate, then let torch choose what the operator does."""
         if peek_interpreter_stack() is not None:
             self._refuse_batches(call)
-        with _within(_Call()) as allocating:
+        with _within(_Call(made=[])) as allocating:
             result = self._apply(self.function, call)
         fresh = self._fresh(result, call)
         if not all(x is y for x, y in zip(allocating.made, fresh)) or len(allocating.made) != len(fresh):
