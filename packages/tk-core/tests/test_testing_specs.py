@@ -67,6 +67,9 @@ def write_package(folder: Path, second: str = "") -> None:
 def zz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "packages" / "tk-zz"
     monkeypatch.syspath_prepend(folder / "src")
+    # Those of other tests are named so, too.
+    for name in [name for name in sys.modules if name.startswith(("tk_zz", "packages.tk-zz"))]:
+        monkeypatch.delitem(sys.modules, name)
     yield folder
     for name in [name for name in sys.modules if name.startswith(("tk_zz", "packages.tk-zz"))]:
         del sys.modules[name]
