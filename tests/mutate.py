@@ -33,7 +33,6 @@ from tk_core.testing import OpSpec, load_specs
 from tk_core.testing.trees import storage_bytes, tensors
 
 ROOT = Path(__file__).resolve().parents[1]
-_ALLOCATORS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "new_zeros", "zeros"}
 # Exit code of a fork in which an exception left the script, not a test.
 _NOT_MADE = 70
 
@@ -173,10 +172,14 @@ def rewriting(module: str, node: ast.AST, replace: Callable[[Any], ast.AST]) -> 
 
 
 def _nodes(op: Op) -> Iterator[tuple[str, ast.AST]]:
-    """The nodes of the op's source file."""
+    """The nodes of the op's source file, without other ops that stand in it."""
     package, _, rest = op.module.partition(".")
     file = ROOT / "packages" / package.replace("_", "-") / "src" / package / f"{rest.replace('.', '/')}.py"
-    yield from ((f"{file.stem}.py", node) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    for top in ast.parse(file.read_text(encoding="utf-8")).body:
+        match top:
+            case ast.FunctionDef(name, decorator_list=[_, *_]) if name.lstrip("_") != op.name.rpartition(".")[2]:
+                continue
+        yield from ((f"{file.stem}.py", node) for node in ast.walk(top))
 
 
 def checks(op: Op) -> Iterator[Mutation]:
@@ -195,11 +198,11 @@ def _grown(x: torch.Tensor) -> torch.Tensor:
 
 
 def fakes(op: Op) -> Iterator[Mutation]:
-    """A tensor that the op allocates has one row more than it should, if it is a fake tensor."""
+    """A result of the op has one row more than it should, if it is a fake tensor."""
     grow = ast.parse("__import__('sys').modules['__main__']._grown", mode="eval").body
     for file, node in _nodes(op):
         match node:
-            case ast.Call(ast.Attribute(_, name)) if name in _ALLOCATORS:
+            case ast.Call(ast.Name("new")):
                 what = f"{file}:{node.lineno} {ast.unparse(node)[:90]}"
                 yield Mutation(op, what, rewriting(op.module, node, lambda call: ast.Call(grow, [call], [])))
 
