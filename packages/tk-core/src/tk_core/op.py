@@ -183,7 +183,8 @@ class Op:
     ) -> None:
         self.function = function
         self.package = function.__module__.partition(".")[0]
-        self.name = f"{self.package}.{function.__name__.lstrip('_')}"
+        short_name = function.__name__.lstrip("_")
+        self.name = f"{self.package}.{short_name}"
         self.min_sm = min_sm
         parameters = inspect.signature(function).parameters
         self._names = list(parameters)
@@ -200,9 +201,9 @@ class Op:
         library = _libraries.get(self.package)
         if library is None:
             library = _libraries[self.package] = torch.library.Library(self.package, "FRAGMENT")
-        self.operator = FlatOperator(library, function, function.__name__.lstrip("_"), writes)
-        library.impl(function.__name__.lstrip("_"), self._on_cpu, "CPU")
-        library.impl(function.__name__.lstrip("_"), self._on_cuda, "CUDA")
+        self.operator = FlatOperator(library, function, short_name, writes)
+        library.impl(short_name, self._on_cpu, "CPU")
+        library.impl(short_name, self._on_cuda, "CUDA")
         self.repeated = repeat.repeating(self._serve_given)
 
     def __repr__(self) -> str:
@@ -223,7 +224,7 @@ class Op:
             return function(*call)
         return function(*call[:-num_keywords], **dict(zip(self._keywords, call[-num_keywords:])))
 
-    def _aligned(self, call: Sequence[Any]) -> list[Any]:
+    def _for_kernels(self, call: Sequence[Any]) -> list[Any]:
         """The arguments as kernels can take them, some of their tensors copied."""
         return [_map_tensors(_aligned, x) if to_align else x for x, to_align in zip(call, self._to_align)]
 
@@ -248,7 +249,7 @@ class Op:
         if first is not None and kernel.capturing():
             self._check_arch(first.device)
             with _within(_Call(lambda _: None)):
-                return self._apply(self.function, self._aligned(call))
+                return self._apply(self.function, self._for_kernels(call))
         is_seen = (
             _len_torch_dispatch_stack() > (kernel.recording() is not None)
             or peek_interpreter_stack() is not None
@@ -336,7 +337,7 @@ class Op:
         # A kernel's host code makes the tensors' device current and does not restore the one before.
         is_current = device.index == torch.cuda.current_device()
         with nullcontext() if is_current else torch.cuda.device(device):
-            passed = self._aligned(call)
+            passed = self._for_kernels(call)
             into = given and _map_tensors(_aligned, given)
             try:
                 return self._launch(call, given, passed, into)

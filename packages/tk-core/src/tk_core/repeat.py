@@ -87,9 +87,9 @@ def _repeat_of(
     """Make the function `repeat`, which repeats the recorded launches for another call's arguments, with its result.
 
     `repeat` returns NotImplemented for what the function refuses: an argument that is written, such as `out`, overlaps
-    another, or one is a negative view. None
-    instead of `repeat` if an operand or result can't be traced to exactly one tensor, or if an output is no operand of
-    a kernel. Launches name operands by index into one list: arguments, constants, allocated tensors, views of these.
+    another, or one is a negative view. The result is None instead of `repeat` if an operand or result can't be traced
+    to exactly one tensor, or if an output is no operand of a kernel. Launches name operands by index into one list:
+    arguments, constants, allocated tensors, views of these.
     """
     results: list[Any] = []
     map_items(results.append, result)
