@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 import tk_gemm as gemm
-from tk_core.cli.profile import Call, empty
+from tk_core.cli.profile import Call, call, empty
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout, empty_scales
 
@@ -73,34 +73,33 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for (num_cols, num_channels), layout in product(profile.dense, profile.sf_layouts):
         a, b = _activations(num_tokens, num_channels, layout), _weights(num_cols, num_channels, layout)
         for outputs in _results(profile, num_tokens, num_cols):
-            yield gemm.fp8_gemm_nt, {"a": a, "b": b, **outputs}
+            yield call(gemm.fp8_gemm_nt, a, b, *outputs)
     for (num_cols, num_channels), layout in product(profile.experts, profile.sf_layouts):
         b = _weights(num_cols, num_channels, layout, profile.num_experts)
         for num_rows, groups, with_psum in _contiguous(profile, num_tokens):
-            arguments = {"a": _activations(num_rows, num_channels, layout), "b": b, "d": None}
-            grouping = {"grouped_layout": groups, "use_psum_layout": with_psum}
-            yield gemm.m_grouped_fp8_gemm_nt_contiguous, {**arguments, **grouping}
+            a = _activations(num_rows, num_channels, layout)
+            yield call(gemm.m_grouped_fp8_gemm_nt_contiguous, a, b, None, groups, use_psum_layout=with_psum)
             if profile.swiglu and num_cols % (2 * _BLOCK) == 0:
-                del arguments["d"]
                 for options in _swiglu_options(profile, num_rows):
-                    yield gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, {**arguments, **grouping, **options}
+                    yield call(gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, a, b, groups, *options, with_psum)
         for num_rows, grouping in _masked(profile, num_tokens):
             data, sf = _activations(profile.num_experts * num_rows, num_channels, layout)
             shape = profile.num_experts, num_rows
             a = data.unflatten(0, shape), sf.unflatten(0, shape)
-            yield gemm.m_grouped_fp8_gemm_nt_masked, {"a": a, "b": b, "d": None, **grouping}
+            yield call(gemm.m_grouped_fp8_gemm_nt_masked, a, b, None, *grouping)
     layouts = {"packed_ue8m0" if layout == "packed_ue8m0" else "col_major": None for layout in profile.sf_layouts}
     for shape, layout in product(profile.experts, layouts):
         for total, arguments in _k_grouped(profile, num_tokens, *shape):
             pairs = [_activations(rows, total, layout) for rows in shape]
             for a, b in ([(data, sf.t()) for data, sf in pairs], [(data.view(-1), sf) for data, sf in pairs]):
-                yield gemm.k_grouped_fp8_gemm_nt_contiguous, {"a": a, "b": b, **arguments}
+                yield call(gemm.k_grouped_fp8_gemm_nt_contiguous, a, b, **arguments)
 
 
-def _swiglu_options(profile: Profile, num_rows: int) -> Iterator[dict[str, Any]]:
-    weighted = {"pos_to_token_topk": empty(num_rows, dtype=torch.int32), "topk_weights": empty(1, 1)}
-    for clamps, maps in product(profile.swiglu_clamps, ({}, weighted)):
-        yield {"swiglu_clamp_value": 10.0 if clamps else None, **maps}
+def _swiglu_options(profile: Profile, num_rows: int) -> Iterator[tuple[Any, ...]]:
+    """pos_to_token_topk, topk_weights, swiglu_clamp_value."""
+    weighted = empty(num_rows, dtype=torch.int32), empty(1, 1)
+    for clamps, maps in product(profile.swiglu_clamps, ((None, None), weighted)):
+        yield *maps, 10.0 if clamps else None
 
 
 def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -109,7 +108,7 @@ def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         a = _bf16(num_rows, num_channels) if order[0] == "n" else _bf16(num_channels, num_rows).t()
         b = _bf16(num_cols, num_channels) if order[1] == "t" else _bf16(num_channels, num_cols).t()
         for outputs in _results(profile, num_rows, num_cols):
-            yield gemm.bf16_gemm_nt, {"a": a, "b": b, **outputs}
+            yield call(gemm.bf16_gemm_nt, a, b, *outputs)
     for (num_cols, num_channels), order in product(profile.experts, profile.orders):
         if order[0] == "t":
             continue
@@ -117,26 +116,26 @@ def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         b = _bf16(profile.num_experts, *shape)
         b = b if order == "nt" else b.mT
         for num_rows, groups, with_psum in _contiguous(profile, num_tokens):
-            arguments = {"a": _bf16(num_rows, num_channels), "b": b, "d": None}
-            grouping = {"grouped_layout": groups, "use_psum_layout": with_psum}
-            yield gemm.m_grouped_bf16_gemm_nt_contiguous, {**arguments, **grouping}
+            a = _bf16(num_rows, num_channels)
+            yield call(gemm.m_grouped_bf16_gemm_nt_contiguous, a, b, None, groups, use_psum_layout=with_psum)
         for num_rows, grouping in _masked(profile, num_tokens):
             a = _bf16(profile.num_experts, num_rows, num_channels)
-            yield gemm.m_grouped_bf16_gemm_nt_masked, {"a": a, "b": b, "d": None, **grouping}
+            yield call(gemm.m_grouped_bf16_gemm_nt_masked, a, b, None, *grouping)
     for shape in profile.experts:
         for total, arguments in _k_grouped(profile, num_tokens, *shape):
             a, b = (_bf16(total, rows) for rows in shape)
-            yield gemm.k_grouped_bf16_gemm_tn_contiguous, {"a": a, "b": b, **arguments}
+            yield call(gemm.k_grouped_bf16_gemm_tn_contiguous, a, b, **arguments)
 
 
 def _bf16(*shape: int) -> torch.Tensor:
     return empty(*shape, dtype=torch.bfloat16)
 
 
-def _results(profile: Profile, num_tokens: int, num_cols: int) -> Iterator[dict[str, torch.Tensor | None]]:
+def _results(profile: Profile, num_tokens: int, num_cols: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """d and c."""
     for dtype, accumulates in product(profile.outputs, profile.accumulate):
         d = empty(num_tokens, num_cols, dtype=dtype)
-        yield {"d": d, "c": d if accumulates else None}
+        yield d, d if accumulates else None
 
 
 def _activations(num_rows: int, num_channels: int, layout: str) -> Pair:
@@ -164,11 +163,11 @@ def _contiguous(profile: Profile, num_tokens: int) -> Iterator[tuple[int, torch.
         yield num_rows, empty(size, dtype=torch.int32), with_psum
 
 
-def _masked(profile: Profile, num_tokens: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a buffer that has room for every token, and the arguments for equal shares of the experts."""
+def _masked(profile: Profile, num_tokens: int) -> Iterator[tuple[int, tuple[torch.Tensor, int]]]:
+    """Rows of a buffer that has room for every token, and masked_m and expected_m for equal shares of the experts."""
     if "masked" not in profile.layouts:
         return
     counts = empty(profile.num_experts, dtype=torch.int32)
     expected = ceil_div(num_tokens * profile.num_topk, profile.num_experts)
     # A multiple of 4, so that each expert's scale factors are on 16 bytes.
-    yield align(num_tokens, 4), {"masked_m": counts, "expected_m": expected}
+    yield align(num_tokens, 4), (counts, expected)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tk_quant as quant
-from tk_core.cli.profile import Call, empty
+from tk_core.cli.profile import Call, call, empty
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout, empty_scales
 from tk_quant.cast.format import data_output
@@ -122,59 +122,52 @@ def _token_options(form: Format, layout: str) -> dict[str, Any]:
 
 def _casts_by_token(profile: Profile, form: Format, width: int, num_tokens: int) -> Iterator[Call]:
     group = form.num_per_channels or width
-    cast = {"fmt": form.fmt, "num_per_channels": group}
     for dtype, layout in product(profile.inputs, form.sf_layouts):
         x, options = empty(num_tokens, width, dtype=dtype), _token_options(form, layout)
         if form.fmt == "e5m6" and layout != "swizzled":  # per_token_cast_to_e5m6 has no use_swizzled_sf
-            yield quant.per_token_cast_to_e5m6, {"x": x, "num_per_channels": group, **options}
+            yield call(quant.per_token_cast_to_e5m6, x, group, **options)
             continue
-        yield quant.per_token_cast, {"x": x, **cast, **options}
+        yield call(quant.per_token_cast, x, form.fmt, group, **options)
         if form.fmt == "e5m6":
             continue
         if profile.separate_sf:
-            yield quant.per_token_cast_with_sf_only, {"x": x, **cast, **options}
+            yield call(quant.per_token_cast_with_sf_only, x, form.fmt, group, **options)
             if layout == "row_major" and not form.tensor_sf:
                 sf = empty(num_tokens, ceil_div(width, group))
-                yield quant.per_token_cast_with_precomputed_sf, {"x": x, **cast, "sf": sf}
+                yield call(quant.per_token_cast_with_precomputed_sf, x, form.fmt, group, sf)
         for block in profile.recasts:
-            pair = _pair("e4m3", num_tokens, width, block)
-            yield quant.per_token_cast, {"x": pair, **cast, "x_block_size": block, **options}
+            yield call(quant.per_token_cast, _pair("e4m3", num_tokens, width, block), form.fmt, group, block, **options)
 
 
 def _casts_back(profile: Profile, form: Format, width: int, num_tokens: int) -> Iterator[Call]:
     group = form.num_per_channels or width
-    sf_dtype = torch.float8_e4m3fn if form.tensor_sf else None
-    tensor_sf = {"tensor_sf": empty(1)} if form.tensor_sf else {}
+    sf_dtype, tensor_sf = (torch.float8_e4m3fn, empty(1)) if form.tensor_sf else (None, None)
     for layout, fmt in product(form.sf_layouts, profile.outputs):
         pair = _pair(form.fmt, num_tokens, width, (1, group), layout, sf_dtype)
         if form.fmt == "e5m6":
-            yield quant.cast_back_e5m6, {"x": pair, "fmt": fmt, "x_block_size": (1, group)}
+            yield call(quant.cast_back_e5m6, pair, fmt, (1, group))
             continue
-        yield quant.per_token_cast_back, {"x": pair, "fmt": fmt, "num_per_channels": group, **tensor_sf}
+        yield call(quant.per_token_cast_back, pair, fmt, group, tensor_sf=tensor_sf)
         if form.fmt == "e2m1":
-            out_dtype = torch.bfloat16 if fmt == "bf16" else torch.float32
-            yield quant.unpack_from_e2m1fn_x2, {"x": pair[0], "out_dtype": out_dtype}
+            yield call(quant.unpack_from_e2m1fn_x2, pair[0], torch.bfloat16 if fmt == "bf16" else torch.float32)
 
 
 def _weights(profile: Profile, width: int) -> Iterator[Call]:
     num_rows = 256  # rows of a weight; no kernel depends on them
     for form in profile.weights:
         for dtype, layout in product(profile.inputs, form.sf_layouts):
-            x, sizes = empty(num_rows, width, dtype=dtype), {"fmt": form.fmt, "block_size": form.block}
-            flags = _flags(layout, form.round_sf)
-            yield quant.per_block_cast, {"x": x, **sizes, **flags}
+            x, flags = empty(num_rows, width, dtype=dtype), _flags(layout, form.round_sf)
+            yield call(quant.per_block_cast, x, form.fmt, form.block, **flags)
+            pair = _pair(form.fmt, num_rows, width, form.block, layout)
             if profile.separate_sf:
-                yield quant.per_block_cast_with_sf_only, {"x": x, **sizes, **flags}
+                yield call(quant.per_block_cast_with_sf_only, x, form.fmt, form.block, **flags)
                 if layout == "row_major":
-                    sf = _pair(form.fmt, num_rows, width, form.block)[1]
-                    yield quant.per_block_cast_with_precomputed_sf, {"x": x, **sizes, "sf": sf}
+                    yield call(quant.per_block_cast_with_precomputed_sf, x, form.fmt, form.block, pair[1])
             for fmt in profile.outputs:
-                pair = _pair(form.fmt, num_rows, width, form.block, layout)
-                yield quant.cast_back, {"x": pair, "fmt": fmt, "x_block_size": form.block}
+                yield call(quant.cast_back, pair, fmt, form.block)
     for block, layout in product(profile.lossless_blocks, ("row_major", "packed_ue8m0")):
         pair = _pair("e2m1", num_rows, width, (1, 32), layout)
-        arguments = {"x": pair, "fmt": "e4m3", "x_block_size": (1, 32), "out_block_size": block}
-        yield quant.per_block_cast_lossless, {**arguments, **_flags(layout, True)}
+        yield call(quant.per_block_cast_lossless, pair, "e4m3", (1, 32), block, **_flags(layout, True))
 
 
 def _numbers_of_rows(profile: Profile, num_tokens: int) -> tuple[int, int]:
@@ -201,67 +194,55 @@ def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Ite
     layouts = [layout for layout in form.sf_layouts if layout == "row_major" or group in (32, _TOKENS)]
     for dtype, layout, clamp, of_rows in product(profile.inputs, layouts, _clamp_values(profile), maps):
         x = empty(num_rows, 2 * hidden, dtype=dtype)
-        arguments = {"x": x, "fmt": form.fmt, "num_per_channels": group, **_token_options(form, layout), **of_rows}
-        yield quant.swiglu_forward_and_per_token_cast, {**arguments, "swiglu_clamp_value": clamp}
-        if clamp and profile.training:
-            counted = {"swiglu_clamp_value": clamp, "clamped_count": empty(3, dtype=torch.int64)}
-            yield quant.swiglu_forward_and_per_token_cast, {**arguments, **counted}
+        options = {**_token_options(form, layout), **of_rows, "swiglu_clamp_value": clamp}
+        for count in (None, empty(3, dtype=torch.int64)) if clamp and profile.training else (None,):
+            yield call(quant.swiglu_forward_and_per_token_cast, x, form.fmt, group, **options, clamped_count=count)
 
 
 def _casts_by_channel(profile: Profile, width: int, dtype: str, num_tokens: int) -> Iterator[Call]:
     x = empty(align(num_tokens, _TOKENS), width, dtype=dtype)
     forms = [form for form in profile.activations if form.fmt == "e4m3"]
     for round_sf in sorted({form.round_sf for form in forms}):
-        cast = {"fmt": "e4m3", "num_per_tokens": _TOKENS, "round_sf": round_sf}
-        yield quant.per_channel_cast, {"x": x, **cast}
+        yield call(quant.per_channel_cast, x, "e4m3", _TOKENS, round_sf)
         if dtype == "bfloat16":
-            yield quant.per_channel_cast_and_transpose, {"x": x, **cast}
-        yield from _gathers(profile, width, dtype, num_tokens, cast)
+            yield call(quant.per_channel_cast_and_transpose, x, "e4m3", _TOKENS, round_sf)
+        yield from _gathers(profile, width, dtype, num_tokens, round_sf)
     for form in forms:
         for layout, transposes in product(form.sf_layouts, (False, True)):
             if layout != "swizzled" and form.num_per_channels in (32, _TOKENS):
-                sizes = {"fmt": "e4m3", "num_per_channels": form.num_per_channels, "num_per_tokens": _TOKENS}
                 flags = {**_flags(layout, form.round_sf), "transpose_channel_data": transposes}
-                yield quant.per_token_and_channel_cast, {"x": x, **sizes, **flags}
+                yield call(quant.per_token_and_channel_cast, x, "e4m3", form.num_per_channels, _TOKENS, **flags)
     for y in (x, _data("e4m3", *x.shape)):
-        yield quant.transpose, {"x": y}
-        yield quant.batched_transpose, {"x": y.unsqueeze(0)}
+        yield call(quant.transpose, y)
+        yield call(quant.batched_transpose, y.unsqueeze(0))
 
 
-def _gathers(profile: Profile, width: int, dtype: str, num_tokens: int, cast: dict[str, Any]) -> Iterator[Call]:
+def _gathers(profile: Profile, width: int, dtype: str, num_tokens: int, round_sf: bool) -> Iterator[Call]:
     """`per_channel_cast_fused` of rows as they are, and of rows that are fetched from their tokens."""
     sizes = align(num_tokens, _TOKENS), num_tokens
-    sources: list[tuple[Any, Any, dict[str, Any]]] = [(*(empty(size, width, dtype=dtype) for size in sizes), cast)]
+    sources: list[tuple[Any, ...]] = [(*(empty(size, width, dtype=dtype) for size in sizes), None)]
     if dtype == "bfloat16" and width % 128 == 0:
-        pairs = (_pair("e4m3", size, width, (1, 128)) for size in sizes)
-        sources.append((*pairs, {**cast, "num_per_channels": 128}))
-    for whole, tokens, options in sources:
-        yield quant.per_channel_cast_fused, {"x": whole, **options}
+        sources.append((*(_pair("e4m3", size, width, (1, 128)) for size in sizes), 128))
+    for whole, tokens, num_per_channels in sources:
+        options = "e4m3", _TOKENS, round_sf, num_per_channels
+        yield call(quant.per_channel_cast_fused, whole, *options)
         for num_rows in _numbers_of_rows(profile, num_tokens):
-            pos_to_token = empty(num_rows, dtype=torch.int32)
-            yield quant.per_channel_cast_fused, {"x": tokens, **options, "pos_to_token": pos_to_token}
+            yield call(quant.per_channel_cast_fused, tokens, *options, empty(num_rows, dtype=torch.int32))
 
 
 def _swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator[Call]:
     """Backward with a cast, and forward with a cast by channels."""
     num_rows, pairs = _numbers_of_rows(profile, num_tokens)[0], (num_tokens, profile.num_topk)
-    maps = {
-        "weight": empty(*pairs),
-        "pos_to_token_topk": empty(num_rows, dtype=torch.int32),
-        "token_topk_to_pos": empty(*pairs, dtype=torch.int32),
-    }
+    maps = empty(*pairs), empty(num_rows, dtype=torch.int32), empty(*pairs, dtype=torch.int32)
     formats = sorted({(f.num_per_channels, f.round_sf) for f in profile.activations if f.fmt == "e4m3"})
-    for (group, round_sf), clamp_value in product(formats, _clamp_values(profile)):
+    for (group, round_sf), clamp in product(formats, _clamp_values(profile)):
         if group not in (32, _TOKENS):
             continue
-        options = {"round_sf": round_sf, "swiglu_clamp_value": clamp_value}
         x, grad_out = _pair("e4m3", num_rows, 2 * hidden, (1, group)), empty(num_rows, hidden, dtype=torch.bfloat16)
-        backward = {"x": x, "grad_out": grad_out, **maps, "num_per_channels": group}
-        yield quant.swiglu_backward_and_per_token_cast, {**backward, **options}
-        x = empty(align(num_rows, _TOKENS), 2 * hidden, dtype=torch.bfloat16)
+        yield call(quant.swiglu_backward_and_per_token_cast, x, grad_out, *maps, group, round_sf, clamp)
+        x, cast = empty(align(num_rows, _TOKENS), 2 * hidden, dtype=torch.bfloat16), ("e4m3", _TOKENS, round_sf)
         for without_transpose in (False, True):
-            cast = {"fmt": "e4m3", "num_per_tokens": _TOKENS, "without_transpose": without_transpose}
-            yield quant.swiglu_forward_and_per_channel_cast_and_transpose, {"x": x, **cast, **options}
+            yield call(quant.swiglu_forward_and_per_channel_cast_and_transpose, x, *cast, without_transpose, clamp)
 
 
 def _plain_swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator[Call]:
@@ -269,9 +250,9 @@ def _plain_swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> It
     num_rows, pairs = _numbers_of_rows(profile, num_tokens)[0], (num_tokens, profile.num_topk)
     rows = empty(num_rows, dtype=torch.int32)
     weighted = {"pos_to_token_topk": rows, "topk_weights": empty(*pairs), "pos_to_expert": rows}
-    for dtype, clamp_value, maps in product(profile.inputs, _clamp_values(profile), ({}, weighted)):
+    for dtype, clamp, maps in product(profile.inputs, _clamp_values(profile), ({}, weighted)):
         x, grad_out = (empty(num_rows, columns, dtype=dtype) for columns in (2 * hidden, hidden))
-        options = {"swiglu_clamp_value": clamp_value, "fmt": "bf16" if dtype == "bfloat16" else "fp32", **maps}
-        yield quant.swiglu_forward, {"x": x, **options}
+        options = {"fmt": "bf16" if dtype == "bfloat16" else "fp32", **maps}
+        yield call(quant.swiglu_forward, x, clamp, **options)
         of_weights = {"token_topk_to_pos": empty(*pairs, dtype=torch.int32)} if maps else {}
-        yield quant.swiglu_backward, {"x": x, "grad_out": grad_out, **options, **of_weights}
+        yield call(quant.swiglu_backward, x, grad_out, clamp, **options, **of_weights)
