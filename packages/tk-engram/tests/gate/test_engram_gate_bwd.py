@@ -17,8 +17,8 @@ from tk_engram.gate.engram_gate_bwd import EngramGateBwdConfig
 from tk_engram.sizes import num_token_ranges
 
 from ..compare import assert_calc_diff, assert_close_bfloat16
-from ..inputs import bench, empty
-from .test_engram_gate_fwd import CLAMP_VALUE, EPS, Layout
+from ..inputs import empty
+from .test_engram_gate_fwd import CLAMP_VALUE, EPS, Layout, shared_cases
 from .test_engram_gate_fwd import make as make_forward
 
 
@@ -78,32 +78,17 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("grad_kv",),
     cases=(
-        # One warp and several, one round of channels and several, the last one full or partial; any number of streams.
-        Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
-        Case("m1-h576-t2", make(2, 1, 576), small=True),
-        Case("m8-h128-t1", make(1, 8, 128), small=True),
-        Case("m2-h1088-t1", make(1, 2, 1088), small=True),
-        Case("m3-h320-t5-packed-mask", make(5, 3, 320, layout="packed", mask=True, given=True), small=True, modes=True),
-        Case("m2-h64-t5-strided-zeros", make(5, 2, 64, layout="strided", zeros=True), small=True),
+        *shared_cases(make, given=True),
         Case("m2-h64-t5-zeros-clamp0", make(5, 2, 64, zeros=True, clamp_value=0.0), small=True),
-        Case("m2-h64-t5-unaligned", make(5, 2, 64, layout="unaligned", first_element=1, given=True), small=True),
         Case("m4-h64-t5-mask-alone", make(5, 4, 64, mask=True, add_residual=False), small=True),
         Case("m2-h64-t5-clamp", make(5, 2, 64, clamp_value=0.5), small=True),
-        Case("m4-h64-t0", make(0, 4, 64), small=True),
         Case("m1-h64-t533", make(533, 1, 64)),
-        *(Case(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (0, 1, 17, 4001, 8001)),
         *(Case(f"m4-h{hidden}-t1001", make(1001, 4, hidden)) for hidden in (576, 1280, 2560, 5120, 8192)),
-        *(Case(f"m{m}-h4096-t1001", make(1001, m, 4096, layout="packed", given=True)) for m in (1, 2, 8)),
         Case("m8-h7168-t1001-strided-mask", make(1001, 8, 7168, layout="strided", mask=True), compile=True),
         Case("m5-h8192-t401-given", make(401, 5, 8192, given=True, add_residual=False)),
         Case("m1-h16384-t401", make(401, 1, 16384)),
         Case("m4-h7168-t1001-mask", make(1001, 4, 7168, layout="packed", mask=True, given=True), compile=True),
         Case("m4-h4096-t401-alone", make(401, 4, 4096, given=True, add_residual=False), compile=True),
-        bench("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
-        *(bench(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (1, 64, 4001, 8001)),
-        *(bench(f"m4-h{hidden}-t8192", make(8192, 4, hidden)) for hidden in (576, 2048, 2560, 4096)),
-        bench("m4-h2048-t4001", make(4001, 4, 2048)),
-        bench("m4-h7168-t8192-packed", make(8192, 4, 7168, layout="packed", given=True)),
     ),
 )
 

@@ -1,6 +1,7 @@
 """engram_gate_fwd."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -97,6 +98,28 @@ def least_bytes(inputs: dict[str, Any], outputs: Any) -> int:
     return distinct_bytes((inputs, outputs)) + (distinct_bytes(outputs[0]) if inputs.get("inplace") else 0)
 
 
+def shared_cases(make: Callable[..., Make], **views: bool) -> list[Case]:
+    """Cases of the op and of its backward; `views` are options for k and v that are views of one tensor."""
+    return [
+        # One warp and several, one round of channels and several, the last one full or partial; any number of streams.
+        Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
+        Case("m1-h576-t2", make(2, 1, 576), small=True),
+        Case("m8-h128-t1", make(1, 8, 128), small=True),
+        Case("m2-h1088-t1", make(1, 2, 1088), small=True),
+        Case("m3-h320-t5-packed-mask", make(5, 3, 320, layout="packed", mask=True, **views), small=True, modes=True),
+        Case("m2-h64-t5-strided-zeros", make(5, 2, 64, layout="strided", zeros=True), small=True),
+        Case("m2-h64-t5-unaligned", make(5, 2, 64, layout="unaligned", first_element=1, **views), small=True),
+        Case("m4-h64-t0", make(0, 4, 64), small=True),
+        *(Case(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (0, 1, 17, 4001, 8001)),
+        *(Case(f"m{m}-h4096-t1001", make(1001, m, 4096, layout="packed", **views)) for m in (1, 2, 8)),
+        bench("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
+        *(bench(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (1, 64, 4001, 8001)),
+        *(bench(f"m4-h{hidden}-t8192", make(8192, 4, hidden)) for hidden in (576, 2048, 2560, 4096)),
+        bench("m4-h2048-t4001", make(4001, 4, 2048)),
+        bench("m4-h7168-t8192-packed", make(8192, 4, 7168, layout="packed", **views)),
+    ]
+
+
 IN_PLACE = {"inplace": True, "save_for_backward": False}
 
 SPEC = OpSpec(
@@ -105,23 +128,13 @@ SPEC = OpSpec(
     least_bytes=least_bytes,
     mutates=("hidden_states",),
     cases=(
-        # One warp and several, one round of channels and several, the last one full or partial; any number of streams.
-        Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
-        Case("m1-h576-t2", make(2, 1, 576), small=True),
-        Case("m8-h128-t1", make(1, 8, 128), small=True),
-        Case("m2-h1088-t1", make(1, 2, 1088), small=True),
-        Case("m3-h320-t5-packed-mask", make(5, 3, 320, layout="packed", mask=True), small=True, modes=True),
-        Case("m2-h64-t5-strided-zeros", make(5, 2, 64, layout="strided", zeros=True), small=True),
-        Case("m2-h64-t5-unaligned", make(5, 2, 64, layout="unaligned", first_element=1), small=True),
+        *shared_cases(make),
         Case("m4-h64-t7-inplace", make(7, 4, 64, **IN_PLACE), small=True, modes=True),
         Case("m2-h64-t3-inplace-unaligned", make(3, 2, 64, first_element=3, **IN_PLACE), small=True),
         Case("m2-h192-t4-inplace-mask", make(4, 2, 192, mask=True, **IN_PLACE), small=True),
         Case("m4-h64-t3-not-saved", make(3, 4, 64, save_for_backward=False), small=True),
         Case("m4-h64-t4-mask-alone", make(4, 4, 64, mask=True, add_residual=False), small=True),
-        Case("m4-h64-t0", make(0, 4, 64), small=True),
-        *(Case(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (0, 1, 17, 4001, 8001)),
         *(Case(f"m4-h{hidden}-t65", make(65, 4, hidden)) for hidden in (576, 1280, 2560, 5120, 16384)),
-        *(Case(f"m{m}-h4096-t1001", make(1001, m, 4096, layout="packed")) for m in (1, 2, 8)),
         Case("m8-h8192-t1001-strided-mask", make(1001, 8, 8192, layout="strided", mask=True)),
         Case("m4-h2048-t4001-not-saved", make(4001, 4, 2048, save_for_backward=False)),
         Case(
@@ -130,11 +143,6 @@ SPEC = OpSpec(
             compile=True,
         ),
         Case("m3-h576-t17-inplace", make(17, 3, 576, layout="unaligned", **IN_PLACE)),
-        bench("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
-        *(bench(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (1, 64, 4001, 8001)),
-        *(bench(f"m4-h{hidden}-t8192", make(8192, 4, hidden)) for hidden in (576, 2048, 2560, 4096)),
-        bench("m4-h2048-t4001", make(4001, 4, 2048)),
-        bench("m4-h7168-t8192-packed", make(8192, 4, 7168, layout="packed")),
         bench("m4-h7168-t8192-inplace", make(8192, 4, 7168, **IN_PLACE)),
     ),
 )

@@ -7,40 +7,29 @@ import pytest
 import torch
 
 import tk_gemm
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, tiers
 
 from ..compare import assert_close
 from ..inputs import bf16
 
 
-def make(counts: tuple[int, ...], max_m: int, n: int, k: int) -> Callable[[str], dict[str, Any]]:
-    """Arguments for groups of these counts; d has sevens in it."""
-
-    def build(device: str) -> dict[str, Any]:
-        num_groups = len(counts)
-        return {
-            "a": bf16(num_groups, max_m, k, device=device),
-            "b": bf16(num_groups, n, k, device=device),
-            "d": torch.full((num_groups, max_m, n), 7.0, dtype=torch.bfloat16, device=device),
-            "masked_m": torch.tensor(counts, dtype=torch.int32, device=device),
-            "expected_m": max(1, min(max_m, sum(counts) // num_groups)),
-        }
-
-    return build
+def masked_outputs(counts: tuple[int, ...], max_m: int, n: int, device: str) -> dict[str, Any]:
+    """What arguments for groups of these counts have beside a and b; d has sevens in it."""
+    return {
+        "d": torch.full((len(counts), max_m, n), 7.0, dtype=torch.bfloat16, device=device),
+        "masked_m": torch.tensor(counts, dtype=torch.int32, device=device),
+        "expected_m": max(1, min(max_m, sum(counts) // len(counts))),
+    }
 
 
-SPEC = OpSpec(
-    op=tk_gemm.m_grouped_bf16_gemm_nt_masked,
-    compare=assert_close,
-    mutates=("d",),
-    cases=(
-        Case("g3-n8-k128", make((3, 0, 5), 5, 8, 128), small=True, modes=True),
-        Case("g5-n8-k64-odd", make((0, 1, 127, 128, 129), 130, 8, 64), small=True),
-        Case("g2-n8-k64-past-the-end", make((9, 2**31 - 1), 8, 8, 64), small=True),
-        Case("g2-n8-k64-no-rows", make((0, 3), 0, 8, 64), small=True),
-        Case("g8-n4096-k320", make((512, 0, 1, 127, 129, 256, 700, 512), 512, 4096, 320), compile=True),
+def shared_cases(make: Callable[..., Make], n: int, k: int) -> list[Case]:
+    """Cases of make(counts, max_m, n, k) for masked products; the small ones have this n, and this k or twice it."""
+    return [
+        Case(f"g3-n{n}-k{2 * k}", make((3, 0, 5), 5, n, 2 * k), small=True, modes=True),
+        Case(f"g5-n{n}-k{k}-odd", make((0, 1, 127, 128, 129), 130, n, k), small=True),
+        Case(f"g2-n{n}-k{k}-past-the-end", make((9, 2**31 - 1), 8, n, k), small=True),
+        Case(f"g2-n{n}-k{k}-no-rows", make((0, 3), 0, n, k), small=True),
         Case("g32-n512-k7168", make((20,) * 32, 64, 512, 7168), compile=True),
-        Case("g256-n264-k128", make((3, 0, 130, 128) * 64, 192, 264, 128)),
         *(
             Case(f"g{g}-m{m}of{max_m}-n{n}-k{k}-bench", make((m,) * g, max_m, n, k), bench=True, gpu=False)
             for g, m, max_m, n, k in (
@@ -50,6 +39,27 @@ SPEC = OpSpec(
                 (32, 20, 512, 7168, 2048),
             )
         ),
+    ]
+
+
+def make(counts: tuple[int, ...], max_m: int, n: int, k: int) -> Make:
+    """Arguments for groups of these counts."""
+
+    def build(device: str) -> dict[str, Any]:
+        a, b = bf16(len(counts), max_m, k, device=device), bf16(len(counts), n, k, device=device)
+        return {"a": a, "b": b, **masked_outputs(counts, max_m, n, device)}
+
+    return build
+
+
+SPEC = OpSpec(
+    op=tk_gemm.m_grouped_bf16_gemm_nt_masked,
+    compare=assert_close,
+    mutates=("d",),
+    cases=(
+        *shared_cases(make, 8, 64),
+        Case("g8-n4096-k320", make((512, 0, 1, 127, 129, 256, 700, 512), 512, 4096, 320), compile=True),
+        Case("g256-n264-k128", make((3, 0, 130, 128) * 64, 192, 264, 128)),
     ),
 )
 
