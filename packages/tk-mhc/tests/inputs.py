@@ -3,21 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from tk_core.testing import Case, Make
+from tk_core.testing import Case, Make, bench_case
 
 HIDDEN_SIZES = (128, 576, 1280, 2560, 4096, 5120, 7168, 8192)
 """Hidden sizes that the gpu tier runs."""
 TOKEN_COUNTS = (0, 1, 3, 17, 64, 4096, 8192)
 """Numbers of tokens that the gpu tier runs."""
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.float32, device: str, first_element: int = 0) -> Tensor:
-    """A contiguous tensor that starts at element `first_element` of its storage."""
-    size = torch.Size(shape)
-    return torch.empty(first_element + size.numel(), dtype=dtype, device=device)[first_element:].view(size)
 
 
 def size_cases(make: Callable[..., Make]) -> list[Case]:
@@ -43,9 +34,9 @@ def bench_cases(
     shapes += [(8192, 4, hidden) for hidden in hidden_sizes] + [(8192, m, 7168) for m in mhc_mults]
     cases = []
     for index, (tokens, mhc_mult, hidden) in enumerate(shapes):
-        name, of_model = f"m{mhc_mult}-h{hidden}-t{tokens}-bench", index < len(model_tokens)
+        name, of_model = f"m{mhc_mult}-h{hidden}-t{tokens}", index < len(model_tokens)
         made = make((tokens,), mhc_mult, hidden, **options)
-        cases.append(Case(name, made, bench=True, gpu=False, model_shape=of_model, compile=of_model))
+        cases.append(bench_case(name, made, model_shape=of_model, compile=of_model))
     return cases
 
 
@@ -70,6 +61,6 @@ def mix_cases(
         Case("m4-t67-unaligned", make((67,), 4, first_element=1), small=True),
         *(Case(f"m4-t{num_tokens}", make((num_tokens,), 4)) for num_tokens in TOKEN_COUNTS if num_tokens > 17),
         *(Case(f"m{mhc_mult}-t{num_tokens}", make((num_tokens,), mhc_mult)) for mhc_mult, num_tokens in larger),
-        Case("m4-t8192-bench", make((8192,), 4), bench=True, model_shape=True, gpu=False),
-        *(Case(f"m4-t{n}-bench", make((n,), 4), bench=True, gpu=False) for n in (1, 64, 4096)),
+        bench_case("m4-t8192", make((8192,), 4), model_shape=True),
+        *(bench_case(f"m4-t{n}", make((n,), 4)) for n in (1, 64, 4096)),
     )

@@ -1,11 +1,11 @@
-"""What the cases of several ops share: sizes of real models, names, cases of benchmarks, storage."""
+"""What the cases of several ops share: sizes of real models, names, cases of benchmarks."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
-from tk_core.testing import Case, Make
+from tk_core.testing import Case, Make, bench_case
 
 MODEL_EXPERTS = (8, 16, 32, 36, 64, 72, 96, 108, 128, 144, 256, 288, 384, 512)
 """Numbers of experts."""
@@ -26,14 +26,5 @@ def benches(
     cases = []
     for size in sizes:
         numbers = size if isinstance(size, tuple) else (size,)
-        which = {"bench": True, "gpu": False, "model_shape": size in models, **flags}
-        cases.append(Case(f"{name.format(*numbers)}-bench", make(*numbers), **which))
+        cases.append(bench_case(name.format(*numbers), make(*numbers), model_shape=size in models, **flags))
     return cases
-
-
-def starting_at(
-    first_element: int, shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """A contiguous tensor, not initialized, that starts at element `first_element` of its storage."""
-    size = torch.Size(shape).numel()
-    return torch.empty(first_element + size, dtype=dtype, device=device)[first_element:].view(shape)

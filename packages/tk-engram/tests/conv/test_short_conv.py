@@ -1,6 +1,7 @@
 """short_conv."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,10 @@ import tk_core
 import tk_engram
 from tk_core.arch import ARCHS
 from tk_core.kernel import KernelRequest, capture
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, empty, tiers
 from tk_core.testing.usage import lower, resource_usages
 
 from ..compare import assert_within_a_step
-from ..inputs import bench, empty
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
@@ -35,15 +35,16 @@ def make_conv(
 
     Tensors start at element `first_element` of their storage.
     """
-    u = empty((num_tokens, mhc_mult, hidden), _BF16, device, first_element).normal_()
+    tensor = partial(empty, device=device, first_element=first_element)
+    u = tensor(num_tokens, mhc_mult, hidden, dtype=_BF16).normal_()
     u.mul_(torch.exp2(torch.randint(-2, 3, (num_tokens, mhc_mult, 1), device=device)))
     cu_seqlens = None
     if lengths is not None:
         assert sum(lengths) == num_tokens
         offsets = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
         cu_seqlens = torch.tensor(offsets, dtype=torch.int32).to(device)
-    norm_weight = empty((mhc_mult, hidden), dtypes[0], device, first_element).normal_()
-    conv_weight = empty((mhc_mult, hidden, 4), dtypes[1], device, first_element).normal_()
+    norm_weight = tensor(mhc_mult, hidden, dtype=dtypes[0]).normal_()
+    conv_weight = tensor(mhc_mult, hidden, 4, dtype=dtypes[1]).normal_()
     return {
         "u": u,
         "norm_weight": norm_weight.mul_(0.2).add_(1.0),
@@ -67,11 +68,11 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         inputs = make_conv(num_tokens, mhc_mult, hidden, device, first_element=first_element, **options)
-        shape = (num_tokens, mhc_mult, hidden)
+        tensor = partial(empty, dtype=_BF16, device=device, first_element=first_element)
+        inputs["residual"] = tensor(num_tokens, mhc_mult, hidden).normal_() if residual else None
         num_sequences = 1 if inputs["cu_seqlens"] is None else len(inputs["cu_seqlens"]) - 1
-        state_shape = (num_sequences, 3 * inputs["dilation"], mhc_mult, hidden)
-        inputs["residual"] = empty(shape, _BF16, device, first_element).normal_() if residual else None
-        inputs["state"] = empty(state_shape, _BF16, device, first_element).normal_() if state else None
+        kept = (num_sequences, 3 * inputs["dilation"], mhc_mult, hidden)
+        inputs["state"] = tensor(*kept).normal_() if state else None
         return inputs
 
     return build
@@ -117,17 +118,19 @@ SPEC = OpSpec(
         Case("m2-h8192-t257-packed", make(257, 2, 8192, lengths=(100, 157), residual=True)),
         Case("m1-h16384-t65", make(65, 1, 16384)),
         Case("m4-h7168-t64-decode", make(64, 4, 7168, lengths=(1,) * 64, state=True, residual=True)),
-        bench("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
-        bench("m4-h7168-t8192-residual", make(8192, 4, 7168, residual=True), model_shape=True),
-        bench(
+        bench_case("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
+        bench_case("m4-h7168-t8192-residual", make(8192, 4, 7168, residual=True), model_shape=True),
+        bench_case(
             "m4-h7168-t8192-packed",
             make(8192, 4, 7168, residual=True, lengths=(2048,) * 4),
             model_shape=True,
             compile=True,
         ),
-        bench("m4-h7168-t64-decode", make(64, 4, 7168, residual=True, lengths=(1,) * 64, state=True), model_shape=True),
-        *(bench(f"m4-h7168-t{n}", make(n, 4, 7168)) for n in (1, 64, 4001, 8001)),
-        *(bench(f"m4-h{h}-t8192", make(8192, 4, h)) for h in (2048, 4096)),
+        bench_case(
+            "m4-h7168-t64-decode", make(64, 4, 7168, residual=True, lengths=(1,) * 64, state=True), model_shape=True
+        ),
+        *(bench_case(f"m4-h7168-t{n}", make(n, 4, 7168)) for n in (1, 64, 4001, 8001)),
+        *(bench_case(f"m4-h{h}-t8192", make(8192, 4, h)) for h in (2048, 4096)),
     ),
 )
 

@@ -8,11 +8,10 @@ from torch import Tensor
 
 import tk_core
 import tk_engram
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, empty, tiers
 from tk_engram import reference
 
 from ..compare import assert_calc_diff, assert_within_a_step
-from ..inputs import bench, empty
 from .test_short_conv import GOOD as FORWARD
 from .test_short_conv import make_conv
 
@@ -31,7 +30,8 @@ def make(
     """Arguments of the op: those of `make_conv`, and a normal gradient."""
 
     def build(device: str) -> dict[str, Any]:
-        d_out = empty((num_tokens, mhc_mult, hidden), torch.bfloat16, device, first_element).normal_()
+        shape = (num_tokens, mhc_mult, hidden)
+        d_out = empty(*shape, dtype=torch.bfloat16, device=device, first_element=first_element).normal_()
         inputs = make_conv(num_tokens, mhc_mult, hidden, device, first_element=first_element, **options)
         return {"d_out": d_out, **inputs, "has_residual": has_residual}
 
@@ -78,14 +78,14 @@ SPEC = OpSpec(
         Case("m1-h5120-t1001-far-taps", make(1001, 1, 5120, dilation=500)),
         Case("m2-h8192-t257-packed", make(257, 2, 8192, lengths=(100, 157), has_residual=True)),
         Case("m1-h16384-t65", make(65, 1, 16384)),
-        bench("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
-        bench(
+        bench_case("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
+        bench_case(
             "m4-h7168-t8192-packed-residual",
             make(8192, 4, 7168, has_residual=True, lengths=(2048,) * 4),
             model_shape=True,
         ),
-        *(bench(f"m4-h7168-t{n}", make(n, 4, 7168)) for n in (1, 64, 4001, 8001)),
-        *(bench(f"m4-h{h}-t8192", make(8192, 4, h)) for h in (2048, 4096)),
+        *(bench_case(f"m4-h7168-t{n}", make(n, 4, 7168)) for n in (1, 64, 4001, 8001)),
+        *(bench_case(f"m4-h{h}-t8192", make(8192, 4, h)) for h in (2048, 4096)),
     ),
 )
 

@@ -9,7 +9,7 @@ import torch
 
 import tk_engram
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, empty, tiers
 from tk_core.testing.numeric import calc_diff
 from tk_core.testing.trees import distinct_bytes
 from tk_engram import reference
@@ -17,7 +17,6 @@ from tk_engram.gate.engram_gate_bwd import EngramGateBwdConfig
 from tk_engram.sizes import num_token_ranges
 
 from ..compare import assert_calc_diff, assert_close_bfloat16
-from ..inputs import empty
 from .test_engram_gate_fwd import CLAMP_VALUE, EPS, Layout, shared_cases
 from .test_engram_gate_fwd import make as make_forward
 
@@ -49,9 +48,8 @@ def make(
         del inputs["eps"]
         inputs["grad_out"] = torch.randn((num_tokens, mhc_mult, hidden), dtype=torch.bfloat16, device=device)
         inputs |= zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved)
-        shape = (num_tokens, mhc_mult + 1, hidden)
-        grad_kv = empty(shape, torch.bfloat16, device, first_element).normal_() if given else None
-        return {**inputs, "grad_kv": grad_kv}
+        kv = empty(num_tokens, mhc_mult + 1, hidden, dtype=torch.bfloat16, device=device, first_element=first_element)
+        return {**inputs, "grad_kv": kv.normal_() if given else None}
 
     return build
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 import tk_engram
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, empty, tiers
 from tk_core.testing.numeric import calc_diff
 from tk_core.testing.trees import distinct_bytes
 from tk_engram import reference
 from tk_engram.gate.engram_gate_fwd import EngramGateFwdConfig
 
 from ..compare import assert_calc_diff, assert_close_bfloat16
-from ..inputs import bench, empty
 
 Layout = Literal["dense", "packed", "strided", "unaligned"]
 EPS, CLAMP_VALUE = 1e-5, 1e-6
@@ -62,7 +61,7 @@ def make(
     """
 
     def build(device: str) -> dict[str, Any]:
-        x = empty((num_tokens, mhc_mult, hidden), torch.bfloat16, device, first_element)
+        x = empty(num_tokens, mhc_mult, hidden, dtype=torch.bfloat16, device=device, first_element=first_element)
         k, v = draw_kv(num_tokens, mhc_mult, hidden, layout, device)
         if zeros:
             k[::2] = 0
@@ -112,11 +111,11 @@ def shared_cases(make: Callable[..., Make], **views: bool) -> list[Case]:
         Case("m4-h64-t0", make(0, 4, 64), small=True),
         *(Case(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (0, 1, 17, 4001, 8001)),
         *(Case(f"m{m}-h4096-t1001", make(1001, m, 4096, layout="packed", **views)) for m in (1, 2, 8)),
-        bench("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
-        *(bench(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (1, 64, 4001, 8001)),
-        *(bench(f"m4-h{hidden}-t8192", make(8192, 4, hidden)) for hidden in (576, 2048, 2560, 4096)),
-        bench("m4-h2048-t4001", make(4001, 4, 2048)),
-        bench("m4-h7168-t8192-packed", make(8192, 4, 7168, layout="packed", **views)),
+        bench_case("m4-h7168-t8192", make(8192, 4, 7168), model_shape=True, compile=True),
+        *(bench_case(f"m4-h7168-t{tokens}", make(tokens, 4, 7168)) for tokens in (1, 64, 4001, 8001)),
+        *(bench_case(f"m4-h{hidden}-t8192", make(8192, 4, hidden)) for hidden in (576, 2048, 2560, 4096)),
+        bench_case("m4-h2048-t4001", make(4001, 4, 2048)),
+        bench_case("m4-h7168-t8192-packed", make(8192, 4, 7168, layout="packed", **views)),
     ]
 
 
@@ -143,7 +142,7 @@ SPEC = OpSpec(
             compile=True,
         ),
         Case("m3-h576-t17-inplace", make(17, 3, 576, layout="unaligned", **IN_PLACE)),
-        bench("m4-h7168-t8192-inplace", make(8192, 4, 7168, **IN_PLACE)),
+        bench_case("m4-h7168-t8192-inplace", make(8192, 4, 7168, **IN_PLACE)),
     ),
 )
 

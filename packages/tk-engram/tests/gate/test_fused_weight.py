@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, Make, OpSpec, tiers
-
-from ..inputs import bench, empty
+from tk_core.testing import Case, Make, OpSpec, bench_case, empty, tiers
 
 
 def make(
@@ -23,7 +21,8 @@ def make(
     def build(device: str) -> dict[str, Any]:
         dtypes = {"weight_hidden": dtype, "weight_embed": embed_dtype or dtype}
         return {
-            name: empty((mhc_mult, hidden), dtype, device, first_element).normal_() for name, dtype in dtypes.items()
+            name: empty(mhc_mult, hidden, dtype=dtype, device=device, first_element=first_element).normal_()
+            for name, dtype in dtypes.items()
         }
 
     return build
@@ -39,9 +38,9 @@ SPEC = OpSpec(
         Case("bf16-m8-h128-unaligned", make(8, 128, first_element=1), small=True),
         *(Case(f"bf16-m4-h{hidden}", make(4, hidden)) for hidden in (576, 2560, 8192)),
         Case("fp32-m8-h16384", make(8, 16384, torch.float32)),
-        bench("bf16-m4-h7168", make(4, 7168), model_shape=True),
-        bench("fp32-m4-h7168", make(4, 7168, torch.float32)),
-        *(bench(f"bf16-m4-h{hidden}", make(4, hidden)) for hidden in (2048, 4096)),
+        bench_case("bf16-m4-h7168", make(4, 7168), model_shape=True),
+        bench_case("fp32-m4-h7168", make(4, 7168, torch.float32)),
+        *(bench_case(f"bf16-m4-h{hidden}", make(4, hidden)) for hidden in (2048, 4096)),
     ),
 )
 

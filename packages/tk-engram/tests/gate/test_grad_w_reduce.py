@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, empty, tiers
 from tk_core.testing.trees import distinct_bytes
 
 from ..compare import assert_calc_diff
-from ..inputs import bench, empty
 
 
 def make(
@@ -25,7 +24,7 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return empty(shape, dtype, device, first_element).normal_()
+            return empty(*shape, dtype=dtype, device=device, first_element=first_element).normal_()
 
         shape = (mhc_mult, hidden)
         return {
@@ -68,9 +67,9 @@ SPEC = OpSpec(
         *(Case(f"b132-bf16-m4-h{hidden}", make(132, 4, hidden)) for hidden in (2560, 7168)),
         Case("b528-bf16-fp32-m4-h576", make(528, 4, 576, torch.bfloat16, torch.float32)),
         Case("b1000-fp32-m8-h8192", make(1000, 8, 8192, torch.float32)),
-        bench("b132-bf16-m4-h7168", make(132, 4, 7168), model_shape=True),
-        bench("b132-bf16-m4-h4096", make(132, 4, 4096)),
-        bench("b264-bf16-m4-h2048", make(264, 4, 2048)),
+        bench_case("b132-bf16-m4-h7168", make(132, 4, 7168), model_shape=True),
+        bench_case("b132-bf16-m4-h4096", make(132, 4, 4096)),
+        bench_case("b264-bf16-m4-h2048", make(264, 4, 2048)),
     ),
 )
 

@@ -7,10 +7,8 @@ import torch
 
 import tk_engram
 from tk_core import env
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, empty, tiers
 from tk_engram import reference
-
-from ..inputs import bench, empty
 
 # Sizes of tables with the largest and smallest quotients and remainders.
 _EXTREME_SIZES = (1, 2, 3, 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, 2**31 - 1)
@@ -34,7 +32,7 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         def integers(low: int, high: int, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return empty(shape, dtype, device, first_element).random_(low, high)
+            return empty(*shape, dtype=dtype, device=device, first_element=first_element).random_(low, high)
 
         columns = (num_layers, (max_ngram - 1) * num_heads)
         if values == "wide":
@@ -83,10 +81,10 @@ SPEC = OpSpec(
         Case("l2-n3-m9-t4001-wide", make(4001, 2, 3, 9, values="wide")),
         Case("l30-n3-m64-t257", make(257, 30, 3, 64)),
         Case("l2-n16-m64-t129", make(129, 2, 16, 64)),
-        bench("l2-n3-m8-t8192", make(8192), model_shape=True),
-        bench("l3-n4-m8-t8192", make(8192, 3, 4), model_shape=True, compile=True),
-        *(bench(f"l2-n3-m8-t{num_tokens}", make(num_tokens)) for num_tokens in (1, 64, 4001, 8001, 65536)),
-        bench("l3-n4-m8-t65536", make(65536, 3, 4)),
+        bench_case("l2-n3-m8-t8192", make(8192), model_shape=True),
+        bench_case("l3-n4-m8-t8192", make(8192, 3, 4), model_shape=True, compile=True),
+        *(bench_case(f"l2-n3-m8-t{num_tokens}", make(num_tokens)) for num_tokens in (1, 64, 4001, 8001, 65536)),
+        bench_case("l3-n4-m8-t65536", make(65536, 3, 4)),
     ),
 )
 

@@ -8,9 +8,7 @@ import torch
 
 import tk_engram
 from tk_core import env
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
-
-from ..inputs import bench
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 
 
 def make(
@@ -73,10 +71,10 @@ SPEC = OpSpec(
         Case("n4-b300-t8001-history", make(_lengths(300, 8001), 4, vocab_size=50, block_id=7, history=True)),
         Case("n3-b4001-decode", make((1,) * 4001, history=True)),
         Case("n3-b4096-t4096", make((0, 2) * 2048, history=True)),
-        bench("n3-b16-t8192", make(_lengths(16, 8192)), model_shape=True, compile=True),
-        bench("n3-t8192", make(8192), model_shape=True),
+        bench_case("n3-b16-t8192", make(_lengths(16, 8192)), model_shape=True, compile=True),
+        bench_case("n3-t8192", make(8192), model_shape=True),
         *(
-            bench(f"n3-b{num_tokens}-decode", make((1,) * num_tokens, history=True))
+            bench_case(f"n3-b{num_tokens}-decode", make((1,) * num_tokens, history=True))
             for num_tokens in (1, 64, 4001, 8001)
         ),
     ),

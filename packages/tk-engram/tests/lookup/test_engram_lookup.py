@@ -9,12 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tk_engram
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 from tk_core.testing.usage import resource_usage
 from tk_engram import reference
 from tk_engram.lookup.engram_lookup import _engram_lookup_kernel
-
-from ..inputs import bench
 
 
 def make(
@@ -79,7 +77,7 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
 
 
 def _bench(name: str, *args: Any, model_shape: bool = False, compile: bool = False, **kwargs: Any) -> Case:
-    return bench(name, make(*args, negatives=False, **kwargs), model_shape=model_shape, compile=compile)
+    return bench_case(name, make(*args, negatives=False, **kwargs), model_shape=model_shape, compile=compile)
 
 
 # 8.6 and 8.9 GB.

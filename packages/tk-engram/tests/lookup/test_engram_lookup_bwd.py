@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 import tk_engram
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, empty, tiers
 from tk_engram import reference
-
-from ..inputs import bench, empty
 
 
 def make(
@@ -33,7 +31,7 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         def normal(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return empty(shape, dtype, device, first_element).normal_()
+            return empty(*shape, dtype=dtype, device=device, first_element=first_element).normal_()
 
         shape = (num_tokens, num_columns)
         least = -(num_rows // 2) - 1 if negatives else 0
@@ -65,7 +63,7 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
 
 
 def _bench(name: str, *args: Any, model_shape: bool = False, compile: bool = False, **kwargs: Any) -> Case:
-    return bench(name, make(*args, negatives=False, **kwargs), model_shape=model_shape, compile=compile)
+    return bench_case(name, make(*args, negatives=False, **kwargs), model_shape=model_shape, compile=compile)
 
 
 _FLOAT32 = torch.float32

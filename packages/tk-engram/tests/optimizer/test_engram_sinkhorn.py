@@ -6,13 +6,11 @@ import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, empty, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.trees import distinct_bytes, tensors
 from tk_engram import reference
 from tk_engram.lib.scaled_rows import RowTile
-
-from ..inputs import bench, empty
 
 
 def make_step(num_rows: int, width: int, *, first_element: int = 0) -> Make:
@@ -23,7 +21,7 @@ def make_step(num_rows: int, width: int, *, first_element: int = 0) -> Make:
 
     def build(device: str) -> dict[str, Any]:
         shapes = {"matrix": (num_rows, width), "row_scale": (num_rows,), "col_scale": (width,)}
-        inputs = {name: empty(shape, torch.float32, device, first_element) for name, shape in shapes.items()}
+        inputs = {name: empty(*shape, device=device, first_element=first_element) for name, shape in shapes.items()}
         inputs["matrix"].normal_()[:, width // 2] *= 1000
         inputs["row_scale"].uniform_(0.5, 2.0)
         inputs["col_scale"].uniform_(0.5, 2.0)
@@ -37,8 +35,8 @@ def make_step_reduce(num_partials: int, width: int, *, first_element: int = 0) -
 
     def build(device: str) -> dict[str, Any]:
         return {
-            "col_sumsq_partial": empty((num_partials, width), torch.float32, device, first_element).uniform_(),
-            "col_sumsq": empty((width,), torch.float32, device, first_element).fill_(torch.nan),
+            "col_sumsq_partial": empty(num_partials, width, device=device, first_element=first_element).uniform_(),
+            "col_sumsq": empty(width, device=device, first_element=first_element).fill_(torch.nan),
         }
 
     return build
@@ -74,9 +72,9 @@ def row_cases(make: Make) -> tuple[Case, ...]:
         Case("r1000-d8192", make(1000, 8192)),
         Case("r1000-d16384", make(1000, 16384), compile=make is make_step),
         Case("r100003-d256", make(100003, 256)),
-        bench("r1048576-d256", make(1048576, 256), model_shape=True, compile=make is make_step),
+        bench_case("r1048576-d256", make(1048576, 256), model_shape=True, compile=make is make_step),
         *(
-            bench(f"r{num_rows}-d{width}", make(num_rows, width))
+            bench_case(f"r{num_rows}-d{width}", make(num_rows, width))
             for num_rows, width in ((65536, 256), (262144, 1024), (65536, 4096))
         ),
     )
@@ -114,8 +112,8 @@ STEP_REDUCE = OpSpec(
         Case("p396-d576", make_step_reduce(396, 576)),
         Case("p1001-d8192", make_step_reduce(1001, 8192)),
         Case("p396-d16384", make_step_reduce(396, 16384)),
-        bench("p396-d256", make_step_reduce(396, 256), model_shape=True, compile=True),
-        *(bench(f"p396-d{width}", make_step_reduce(396, width)) for width in (1024, 4096)),
+        bench_case("p396-d256", make_step_reduce(396, 256), model_shape=True, compile=True),
+        *(bench_case(f"p396-d{width}", make_step_reduce(396, width)) for width in (1024, 4096)),
     ),
 )
 

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 import tk_engram
-from tk_core.testing import Case, Make, OpSpec, assert_equal, nearest_float32, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, empty, nearest_float32, tiers
 from tk_core.testing.trees import distinct_bytes
 from tk_engram import reference
-
-from ..inputs import bench, empty
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
@@ -32,7 +30,7 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         def tensor(dtype: torch.dtype) -> torch.Tensor:
-            x = empty(shape, dtype, device, first_element).normal_()
+            x = empty(*shape, dtype=dtype, device=device, first_element=first_element).normal_()
             if values == "wide":
                 x.mul_(torch.exp2(torch.randint(-20, 20, x.shape, device=device)))
                 x[::17], x[1::19] = torch.inf, -torch.inf
@@ -72,10 +70,10 @@ SPEC = OpSpec(
         Case("bf16-bf16-n2304576", make((4001 * 576,), _BF16, _BF16)),
         Case("fp32-fp32-n10241280", make((8001 * 1280,), _FP32, _FP32)),
         Case("fp32-bf16-n508127", make((4001 * 127,), _FP32, _BF16)),
-        bench("bf16-fp32-n268435456", make((1 << 28,), _BF16, _FP32), model_shape=True, compile=True),
-        bench("fp32-fp32-n268435456", make((1 << 28,), _FP32, _FP32)),
-        bench("bf16-bf16-n268435456", make((1 << 28,), _BF16, _BF16)),
-        bench("bf16-fp32-n1048576", make((1 << 20,), _BF16, _FP32)),
+        bench_case("bf16-fp32-n268435456", make((1 << 28,), _BF16, _FP32), model_shape=True, compile=True),
+        bench_case("fp32-fp32-n268435456", make((1 << 28,), _FP32, _FP32)),
+        bench_case("bf16-bf16-n268435456", make((1 << 28,), _BF16, _BF16)),
+        bench_case("bf16-fp32-n1048576", make((1 << 20,), _BF16, _FP32)),
     ),
 )
 

@@ -9,7 +9,7 @@ import torch
 import tk_gemm
 from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import Kernel, capture
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.bf16_product_blackwell import bf16_product_blackwell_kernel
@@ -73,10 +73,10 @@ SPEC = OpSpec(
                 Case(f"m4096-n4096-k320-{order}", make(4096, 4096, 320, order), compile=True),
                 Case(f"m4096-n2112-k1024-{order}", make(4096, 2112, 1024, order), compile=True),
                 Case(f"m128-n7168-k2048-{order}", make(128, 7168, 2048, order), compile=True),
-                Case(f"m4096-n4096-k7168-{order}-bench", make(4096, 4096, 7168, order), bench=True, gpu=False),
+                bench_case(f"m4096-n4096-k7168-{order}", make(4096, 4096, 7168, order)),
             )
         ),
-        *(Case(f"m{m}-n{n}-k{k}-bench", make(m, n, k), bench=True, gpu=False) for m, n, k in SHAPES),
+        *(bench_case(f"m{m}-n{n}-k{k}", make(m, n, k)) for m, n, k in SHAPES),
     ),
 )
 

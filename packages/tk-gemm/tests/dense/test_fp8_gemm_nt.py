@@ -10,7 +10,7 @@ import tk_gemm
 from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import capture
 from tk_core.reference.scales import unpack_scales
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close
@@ -96,7 +96,7 @@ SPEC = OpSpec(
                 ("m5-n48-k640-per-row", make(5, 48, 640, dtype=torch.float32, per_row=True, layout="packed")),
             )
         ),
-        *(Case(f"m{m}-n{n}-k{k}-bench", make(m, n, k), bench=True, gpu=False) for m, n, k in SHAPES),
+        *(bench_case(f"m{m}-n{n}-k{k}", make(m, n, k)) for m, n, k in SHAPES),
     ),
 )
 

@@ -8,7 +8,7 @@ import torch
 
 import tk_gemm
 from tk_core.math import align
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close
@@ -61,8 +61,8 @@ SPEC = OpSpec(
         Case("g8-m2048-n2048", make((1024, 128, 0, 512) * 2, 2048, 2048, with_c=True), compile=True),
         Case("g8-m2048-n2048-bfloat16", make((1024, 128, 0, 512) * 2, 2048, 2048, dtype=torch.bfloat16), compile=True),
         Case("g64-m256-n512-psum", make((200, 0, 3, 128) * 16, 256, 512, with_psum=True)),
-        Case("g4-m4096-n7168-k8192-bench", make((8192,) * 4, 4096, 7168), bench=True, gpu=False),
-        Case("g32-m7168-n2048-k1024-bench", make((1024,) * 32, 7168, 2048), bench=True, gpu=False),
+        bench_case("g4-m4096-n7168-k8192", make((8192,) * 4, 4096, 7168)),
+        bench_case("g32-m7168-n2048-k1024", make((1024,) * 32, 7168, 2048)),
     ),
 )
 

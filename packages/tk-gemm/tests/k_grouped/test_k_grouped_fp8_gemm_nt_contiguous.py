@@ -12,7 +12,7 @@ from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import capture
 from tk_core.math import align
 from tk_core.reference.scales import unpack_scales
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close
@@ -92,9 +92,9 @@ SPEC = OpSpec(
             compile=True,
         ),
         Case("g64-m256-n512-psum", make((200, 0, 3, 128) * 16, 256, 512, with_psum=True)),
-        Case("g4-m4096-n7168-k8192-bench", make((8192,) * 4, 4096, 7168), bench=True, gpu=False),
-        Case("g4-m4096-n7168-k8192-flat-bench", make((8192,) * 4, 4096, 7168, flat=True), bench=True, gpu=False),
-        Case("g32-m7168-n2048-k1024-bench", make((1024,) * 32, 7168, 2048), bench=True, gpu=False),
+        bench_case("g4-m4096-n7168-k8192", make((8192,) * 4, 4096, 7168)),
+        bench_case("g4-m4096-n7168-k8192-flat", make((8192,) * 4, 4096, 7168, flat=True)),
+        bench_case("g32-m7168-n2048-k1024", make((1024,) * 32, 7168, 2048)),
     ),
 )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tk_gemm
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close
@@ -52,9 +52,9 @@ SPEC = OpSpec(
         Case("g2-n8-k64-nn", make((3, 1), 256, 8, 64, transposed=True), small=True, modes=True),
         Case("g6-n4096-k320-nn", make(UNEVEN, 4096, 4096, 320, transposed=True), compile=True),
         Case("g6-n136-k7168-psum-nn", make(ODD, ODD_ROWS, 136, 7168, with_psum=True, transposed=True), compile=True),
-        Case("g32-n4096-k7168-nn-bench", make((1024,) * 32, 32768, 4096, 7168, transposed=True), bench=True, gpu=False),
+        bench_case("g32-n4096-k7168-nn", make((1024,) * 32, 32768, 4096, 7168, transposed=True)),
         *(
-            Case(f"g{g}-m{g * m}-n{n}-k{k}-bench", make((m,) * g, g * m, n, k), bench=True, gpu=False)
+            bench_case(f"g{g}-m{g * m}-n{n}-k{k}", make((m,) * g, g * m, n, k))
             for g, m in ((4, 8192), (32, 1024), (256, 128))
             for n, k in ((4096, 7168), (7168, 2048))
         ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tk_gemm
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 
 from ..compare import assert_close
 from ..inputs import bf16
@@ -31,7 +31,7 @@ def shared_cases(make: Callable[..., Make], n: int, k: int) -> list[Case]:
         Case(f"g2-n{n}-k{k}-no-rows", make((0, 3), 0, n, k), small=True),
         Case("g32-n512-k7168", make((20,) * 32, 64, 512, 7168), compile=True),
         *(
-            Case(f"g{g}-m{m}of{max_m}-n{n}-k{k}-bench", make((m,) * g, max_m, n, k), bench=True, gpu=False)
+            bench_case(f"g{g}-m{m}of{max_m}-n{n}-k{k}", make((m,) * g, max_m, n, k))
             for g, m, max_m, n, k in (
                 (32, 192, 512, 4096, 7168),
                 (6, 1024, 2048, 4096, 7168),

@@ -11,7 +11,7 @@ import torch
 import tk_gemm
 from tk_core import env
 from tk_core.math import align
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal
 
 from ..compare import assert_close
@@ -78,12 +78,12 @@ SPEC = OpSpec(
         Case("g256-n512-k256-psum", make((5,) * 256, 256 * 128, 512, 256, with_psum=True)),
         Case("g4-n1024-k256-one-group", make((0, 0, 2000, 0), 2048, 1024, 256, with_psum=True)),
         *(
-            Case(f"g{g}-m{g * m}-n{n}-k{k}-bench", make((m,) * g, g * m, n, k), bench=True, gpu=False)
+            bench_case(f"g{g}-m{g * m}-n{n}-k{k}", make((m,) * g, g * m, n, k))
             for g, m in ((4, 8192), (32, 1024), (256, 128))
             for n, k in ((4096, 7168), (7168, 2048))
         ),
         *(
-            Case(f"g256-routed-n{n}-k{k}-bench", make(ROUTED, ROUTED_ROWS, n, k), bench=True, gpu=False)
+            bench_case(f"g256-routed-n{n}-k{k}", make(ROUTED, ROUTED_ROWS, n, k))
             for n, k in ((4096, 7168), (7168, 2048))
         ),
     ),

@@ -10,7 +10,7 @@ import tk_gemm
 from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import capture
 from tk_core.reference.scales import unpack_scales
-from tk_core.testing import Case, OpSpec, tiers
+from tk_core.testing import Case, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close_pairs
@@ -84,7 +84,7 @@ SPEC = OpSpec(
         Case("g6-i2048-k512-weighted-clamp", make(UNEVEN, 4096, 2048, 512, weighted=True, clamp=1.0), compile=True),
         Case("g6-i256-k7168-psum", make(ODD, ODD_ROWS, 256, 7168, with_psum=True), compile=True),
         Case("g6-i384-k256-row-major-clamp", make(ODD, ODD_ROWS, 384, 256, layout="row", clamp=0.3), compile=True),
-        Case("g32-m32768-i2048-k7168-bench", make((1024,) * 32, 32768, 2048, 7168), bench=True, gpu=False),
+        bench_case("g32-m32768-i2048-k7168", make((1024,) * 32, 32768, 2048, 7168)),
     ),
 )
 

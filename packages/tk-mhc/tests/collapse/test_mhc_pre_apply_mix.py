@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, nearest_float32, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, empty, nearest_float32, tiers
 from tk_mhc import reference
 
-from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases, empty
+from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases
 
 
 def make(

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, empty, tiers
 from tk_core.testing.trees import distinct_bytes
 from tk_mhc import reference
 
 from ..compare import within
-from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases, empty
+from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, given: bool = False, first_element: int = 0) -> Make:
@@ -66,7 +66,7 @@ SPEC = OpSpec(
         *(Case(f"m4-h{hidden}-t65-given", make((65,), 4, hidden, given=True)) for hidden in HIDDEN_SIZES),
         *(Case(f"m{m}-h{hidden}-t1001", make((1001,), m, hidden)) for m in (2, 8) for hidden in (576, 7168)),
         Case("m8-h7168-t1001-given", make((1001,), 8, 7168, given=True), compile=True),
-        Case("m4-h7168-t8192-given-bench", make((8192,), 4, 7168, given=True), bench=True, model_shape=True, gpu=False),
+        bench_case("m4-h7168-t8192-given", make((8192,), 4, 7168, given=True), model_shape=True),
         *bench_cases(make, mhc_mults=(2, 8)),
     ),
 )

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, empty, tiers
 
-from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases, empty
+from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases
 
 
 def make(

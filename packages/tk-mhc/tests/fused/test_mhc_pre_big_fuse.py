@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_mhc import reference
 
@@ -141,7 +141,7 @@ def shared_cases(make: Callable[..., Make]) -> tuple[Case, ...]:
         *(Case(f"m4-h7168-t65-splits{n_splits}", make(65, n_splits=n_splits)) for n_splits in (1, 7, 448)),
         Case("m4-h7168-t64-scale1", make(64, scale=1.0)),
         *(
-            Case(f"m4-h7168-t{t}-{name}-bench", make(t, eps=MODEL_EPS, **options), bench=True, gpu=False)
+            bench_case(f"m4-h7168-t{t}-{name}", make(t, eps=MODEL_EPS, **options))
             for t in (64, 8192)
             for name, options in (("layer-norm", {"layer_norm": _BF16}), ("shifted", {"shifted": True}))
         ),
@@ -164,7 +164,7 @@ SPEC = OpSpec(
         Case("m4-h7168-t1000-no-weight", make(1000, norm_weight=False)),
         Case("m4-h7168-t8192-scale1", make(8192, scale=1.0)),
         *bench_cases(make, *BENCH_SIZES, mhc_mults=(2, 8), model_tokens=(64, 8192), eps=MODEL_EPS),
-        Case("m4-h7168-t8192-scale1-bench", make(8192, scale=1.0, eps=MODEL_EPS), bench=True, gpu=False),
+        bench_case("m4-h7168-t8192-scale1", make(8192, scale=1.0, eps=MODEL_EPS)),
     ),
 )
 

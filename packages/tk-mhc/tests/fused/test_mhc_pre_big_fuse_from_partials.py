@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_mhc import reference
 
@@ -96,31 +96,24 @@ SPEC = OpSpec(
         *(Case(f"m4-h7168-t{t}-splits16-shifted", make(t, shifted=True)) for t in (64, 8192)),
         Case("m4-h7168-t64-splits16-scale1", make(64, scale=1.0)),
         *(
-            Case(
-                f"m4-h7168-t{num_tokens}-splits{n_splits}-bench",
+            bench_case(
+                f"m4-h7168-t{num_tokens}-splits{n_splits}",
                 make(num_tokens, n_splits=n_splits, eps=MODEL_EPS),
-                bench=True,
                 model_shape=True,
-                gpu=False,
                 compile=True,
             )
             for num_tokens, n_splits in ((64, 16), (8192, 1))
         ),
         *(
-            Case(f"m4-h7168-t{t}-splits{n}-bench", make(t, n_splits=n, eps=MODEL_EPS), bench=True, gpu=False)
+            bench_case(f"m4-h7168-t{t}-splits{n}", make(t, n_splits=n, eps=MODEL_EPS))
             for t, n in ((1, 16), (128, 16), (1024, 4), (4001, 1), (8001, 1), (8192, 16))
         ),
         *(
-            Case(f"m4-h{hidden}-t8192-splits1-bench", make(8192, 4, hidden, 1, eps=MODEL_EPS), bench=True, gpu=False)
+            bench_case(f"m4-h{hidden}-t8192-splits1", make(8192, 4, hidden, 1, eps=MODEL_EPS))
             for hidden in (576, 2048, 2560, 4096)
         ),
         *(
-            Case(
-                f"m4-h7168-t8192-splits1-{name}-bench",
-                make(8192, n_splits=1, eps=MODEL_EPS, **options),
-                bench=True,
-                gpu=False,
-            )
+            bench_case(f"m4-h7168-t8192-splits1-{name}", make(8192, n_splits=1, eps=MODEL_EPS, **options))
             for name, options in (("layer-norm", {"layer_norm": _BF16}), ("shifted", {"shifted": True}))
         ),
     ),

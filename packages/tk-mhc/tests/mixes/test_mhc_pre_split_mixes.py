@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 import tk_mhc
-from tk_core.testing import Make, OpSpec, tiers
+from tk_core.testing import Make, OpSpec, empty, tiers
 
 from ..compare import within
-from ..inputs import empty, mix_cases
+from ..inputs import mix_cases
 
 
 def make_mixes(

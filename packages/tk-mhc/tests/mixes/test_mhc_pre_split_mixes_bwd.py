@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import tk_mhc
-from tk_core.testing import Make, OpSpec, tiers
+from tk_core.testing import Make, OpSpec, empty, tiers
 from tk_mhc import reference
 
 from ..compare import within
-from ..inputs import empty, mix_cases
+from ..inputs import mix_cases
 from .test_mhc_pre_split_mixes import make_mixes
 
 

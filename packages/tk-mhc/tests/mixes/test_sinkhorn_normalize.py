@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, empty, tiers
 from tk_mhc import reference
 
 from ..compare import within
-from ..inputs import TOKEN_COUNTS, empty
+from ..inputs import TOKEN_COUNTS
 
 
 def make_logits(
@@ -57,9 +57,9 @@ def shared_cases(make: Callable[..., Make]) -> list[Case]:
             for mhc_mult in (2, 4, 8)
             for repeat in (1, 2, 20)
         ),
-        Case("m4-t8192-bench", make((8192,), 4), bench=True, model_shape=True, gpu=False),
-        *(Case(f"m4-t{n}-bench", make((n,), 4), bench=True, gpu=False) for n in (1, 64, 4096)),
-        Case("m8-t8192-bench", make((8192,), 8), bench=True, gpu=False),
+        bench_case("m4-t8192", make((8192,), 4), model_shape=True),
+        *(bench_case(f"m4-t{n}", make((n,), 4)) for n in (1, 64, 4096)),
+        bench_case("m8-t8192", make((8192,), 8)),
     ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 from tk_mhc import reference
 
 from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS
@@ -53,20 +53,10 @@ SPEC = OpSpec(
         Case("m8-h7168-t17-l10-p9", make((17,), 8, 7168, 10, 9), compile=True),
         # More layers than one round of a thread block's threads can load mixes for.
         Case("m8-h64-t3-l20-p20", make((3,), 8, 64, 20, 20)),
-        Case(
-            "m4-h7168-t8192-l10-p9-bench",
-            make((8192,), 4, 7168, 10, 9),
-            bench=True,
-            model_shape=True,
-            gpu=False,
-            compile=True,
-        ),
+        bench_case("m4-h7168-t8192-l10-p9", make((8192,), 4, 7168, 10, 9), model_shape=True, compile=True),
+        *(bench_case(f"m4-h7168-t{tokens}-l10-p9", make((tokens,), 4, 7168, 10, 9)) for tokens in (1, 64, 4001)),
         *(
-            Case(f"m4-h7168-t{tokens}-l10-p9-bench", make((tokens,), 4, 7168, 10, 9), bench=True, gpu=False)
-            for tokens in (1, 64, 4001)
-        ),
-        *(
-            Case(f"m4-h{hidden}-t8192-l10-p9-bench", make((8192,), 4, hidden, 10, 9), bench=True, gpu=False)
+            bench_case(f"m4-h{hidden}-t8192-l10-p9", make((8192,), 4, hidden, 10, 9))
             for hidden in (576, 2048, 2560, 4096)
         ),
     ),

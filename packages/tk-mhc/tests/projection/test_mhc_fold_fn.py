@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, empty, tiers
 from tk_mhc import reference
 
-from ..inputs import HIDDEN_SIZES, empty
+from ..inputs import HIDDEN_SIZES
 
 
 def make(mhc_mult: int, hidden: int, *, weight: bool = True, first_element: int = 0) -> Make:
@@ -42,8 +42,8 @@ SPEC = OpSpec(
         *(Case(f"m8-h{hidden}", make(8, hidden)) for hidden in (64, 576, 8192)),
         Case("m8-h7168", make(8, 7168), compile=True),
         Case("m4-h2560-no-weight", make(4, 2560, weight=False)),
-        Case("m4-h7168-bench", make(4, 7168), bench=True, model_shape=True, gpu=False, compile=True),
-        *(Case(f"m4-h{hidden}-bench", make(4, hidden), bench=True, gpu=False) for hidden in (576, 2048, 2560, 4096)),
+        bench_case("m4-h7168", make(4, 7168), model_shape=True, compile=True),
+        *(bench_case(f"m4-h{hidden}", make(4, hidden)) for hidden in (576, 2048, 2560, 4096)),
     ),
 )
 

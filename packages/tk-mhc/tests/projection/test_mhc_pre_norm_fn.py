@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_mhc import reference
 
@@ -120,8 +120,8 @@ SPEC = OpSpec(
         *(Case(f"m4-h7168-t129-splits{n_splits}", make(129, n_splits=n_splits)) for n_splits in (1, 2, 7, 16, 448)),
         *(Case(f"m4-h7168-t{num_tokens}-scale1", make(num_tokens, scale=1.0)) for num_tokens in (64, 8192)),
         *bench_cases(make, *BENCH_SIZES, mhc_mults=(2, 8), model_tokens=(64, 8192), eps=1e-6),
-        Case("m4-h7168-t8192-scale1-bench", make(8192, scale=1.0, eps=1e-6), bench=True, gpu=False),
-        Case("m4-h7168-t64-head-bench", make(64, head=True, eps=1e-6), bench=True, gpu=False),
+        bench_case("m4-h7168-t8192-scale1", make(8192, scale=1.0, eps=1e-6)),
+        bench_case("m4-h7168-t64-head", make(64, head=True, eps=1e-6)),
     ),
 )
 

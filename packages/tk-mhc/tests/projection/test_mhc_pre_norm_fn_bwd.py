@@ -10,14 +10,14 @@ from torch import Tensor
 import tk_core
 import tk_mhc
 from tk_core.arch import ARCHS
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, empty, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.trees import distinct_bytes
 from tk_mhc import reference
 from tk_mhc.projection.mhc_pre_norm_fn_bwd import MhcPreNormFnBwdConfig
 
 from ..compare import assert_relative_error
-from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases, empty
+from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases
 from .test_mhc_pre_norm_fn import BENCH_SIZES, MODEL_SCALE
 
 RESIDUAL_ERROR = 5e-3
@@ -121,11 +121,9 @@ SPEC = OpSpec(
         Case("m4-h7168-t1001-no-weight", make(1001, norm_weight=False)),
         Case("m4-h7168-t8192-head", make(8192, head=True)),
         Case("m4-h7168-t8192-scale1", make(8192, scale=1.0)),
-        Case(
-            "m4-h7168-t8192-given-bench", make(8192, given=True), bench=True, model_shape=True, gpu=False, compile=True
-        ),
+        bench_case("m4-h7168-t8192-given", make(8192, given=True), model_shape=True, compile=True),
         *bench_cases(make, (1, 64, 4001, 8001), BENCH_SIZES[1], (2, 8)),
-        Case("m4-h7168-t8192-head-bench", make(8192, head=True), bench=True, gpu=False),
+        bench_case("m4-h7168-t8192-head", make(8192, head=True)),
     ),
 )
 

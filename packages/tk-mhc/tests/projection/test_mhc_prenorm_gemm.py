@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.poison import poisoned_allocations
 from tk_mhc import reference
@@ -92,30 +92,20 @@ SPEC = OpSpec(
         Case("m4-h7168-t8192-splits1-scale1", make(8192, n_splits=1, scale=1.0)),
         Case("m4-h7168-t64-splits16-head", make(64, head=True)),
         *(
-            Case(
-                f"m4-h7168-t{num_tokens}-splits{n_splits}-bench",
+            bench_case(
+                f"m4-h7168-t{num_tokens}-splits{n_splits}",
                 make(num_tokens, n_splits=n_splits),
-                bench=True,
                 model_shape=True,
-                gpu=False,
                 compile=True,
             )
             for num_tokens, n_splits in ((64, 16), (8192, 1))
         ),
         *(
-            Case(f"m4-h7168-t{t}-splits{n_splits}-bench", make(t, n_splits=n_splits), bench=True, gpu=False)
+            bench_case(f"m4-h7168-t{t}-splits{n_splits}", make(t, n_splits=n_splits))
             for t, n_splits in ((1, 16), (128, 16), (1024, 4), (4001, 1), (8001, 1), (8192, 16))
         ),
-        *(
-            Case(f"m4-h{hidden}-t8192-splits1-bench", make(8192, 4, hidden, 1), bench=True, gpu=False)
-            for hidden in (576, 2048, 2560, 4096)
-        ),
-        Case(
-            "m4-h7168-t8192-splits1-groups4-bench",
-            make(8192, n_splits=1, num_rms_groups=4),
-            bench=True,
-            gpu=False,
-        ),
+        *(bench_case(f"m4-h{hidden}-t8192-splits1", make(8192, 4, hidden, 1)) for hidden in (576, 2048, 2560, 4096)),
+        bench_case("m4-h7168-t8192-splits1-groups4", make(8192, n_splits=1, num_rms_groups=4)),
     ),
 )
 

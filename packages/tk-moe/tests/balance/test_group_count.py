@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import tk_core
 import tk_moe
 from tk_core.arch import ARCHS, arch_from_name
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, empty, tiers
 from tk_moe.balance.group_count import MAX_PAIRS, cluster_size_for
 
-from ..models import MODEL_EXPERTS, benches, starting_at
+from ..models import MODEL_EXPERTS, benches
 
 # Not a group for any number of groups; includes values whose low 32 bits alone would be one.
 _NO_GROUP = (-1, -2, -(2**31), -(2**32), -(2**32) + 3, -(2**63), 1024, 2**31, 2**32, 2**32 + 3, 2**63 - 1)
@@ -41,7 +41,7 @@ def make_indices(
 def _indices(
     shape: tuple[int, int], num_groups: int, routing: str, first_element: int, dtype: torch.dtype, device: str
 ) -> torch.Tensor:
-    out = starting_at(first_element, shape, device, dtype)
+    out = empty(*shape, dtype=dtype, device=device, first_element=first_element)
     if routing == "last":
         return out.fill_(num_groups - 1)
     out.random_(0, num_groups)

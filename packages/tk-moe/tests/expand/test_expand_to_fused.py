@@ -7,7 +7,7 @@ import torch
 
 import tk_moe
 from tk_core.math import align, ceil_div
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 
 from ..models import benches, name_of
 
@@ -188,12 +188,10 @@ SPEC = OpSpec(
         Case("float8-e4m3fn-h2560-t4001", make(4001, 2560, 8, torch.float8_e4m3fn)),
         Case("bf16-h2560-t4001", make(4001, 2560, 8)),
         # 552 MB: 32768 rows of tokens and 1664 of padding, in the segments and after the last one.
-        Case(
-            "bf16-h7168-t4096-bench",
+        bench_case(
+            "bf16-h7168-t4096",
             make(4096, 7168, 8, num_rows=34432, num_experts=32, alignment=64),
-            bench=True,
             model_shape=True,
-            gpu=False,
             compile=True,
         ),
         *benches("bf16-h{}-t4096", lambda h: make(4096, h, 8), _BENCH_HIDDEN[:-1]),

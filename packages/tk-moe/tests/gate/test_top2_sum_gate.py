@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, empty, tiers
 from tk_core.testing.trees import transfer
 from tk_moe import ScoringFunc, reference
 from tk_moe.reference.gate.gate import topk_gate
 from tk_moe.reference.gate.top2_sum_gate import biased_ranks, without_other_groups
 
-from ..models import benches, starting_at
+from ..models import benches
 
 # The order of ranks that differ by no more than this is unspecified.
 _TOLERANCE = 2e-6
@@ -73,7 +73,7 @@ def make(
     def build(device: str) -> dict[str, Any]:
         logits, bias = draw(device)
         if first_element:
-            logits = starting_at(first_element, logits.shape, device).copy_(logits)
+            logits = empty(*logits.shape, device=device, first_element=first_element).copy_(logits)
         inputs: dict[str, Any] = {"logits": logits, "bias": bias, "num_topk": num_topk}
         inputs |= {"num_topk_groups": groups[0], "num_groups": groups[1]}
         inputs |= {"use_shared_as_routed": num_shared > 0, "num_shared_experts": num_shared}

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, empty, tiers
 
-from ..models import MODEL_EXPERTS, benches, starting_at
+from ..models import MODEL_EXPERTS, benches
 
 # Of both signs: ∞, the largest, least normal and least subnormal numbers, 1, 0, and NaNs of several payloads.
 _EXTREMES = (
@@ -53,7 +53,7 @@ def make(num_tokens: int, num_experts: int, num_topk: int, values: str = "normal
             first = torch.randint(0, num_experts, (num_tokens, 1), device=device)
             scores = torch.rand(shape, device=device) - (torch.arange(num_experts, device=device) - first).abs() // 8
         if first_element:
-            scores = starting_at(first_element, shape, device).copy_(scores)
+            scores = empty(*shape, device=device, first_element=first_element).copy_(scores)
         return {"scores": scores, "num_topk": num_topk}
 
     return build

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tk_moe
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.testing import Case, Make, OpSpec, empty, tiers
 from tk_core.testing.numeric import assert_equal
 from tk_moe import ScoringFunc
 
-from ..models import MODEL_EXPERTS, benches, name_of, starting_at
+from ..models import MODEL_EXPERTS, benches, name_of
 
 SIGMOID, SQRTSOFTPLUS, SOFTMAX, IDENTITY = ScoringFunc
 
@@ -37,7 +37,7 @@ def make_logits(
     They start at element `first_element` of their storage.
     """
     shape = (num_tokens, num_experts)
-    logits = starting_at(first_element, shape, device, dtype)
+    logits = empty(*shape, dtype=dtype, device=device, first_element=first_element)
     if values == "normal":
         return logits.copy_(torch.randn(shape, device=device))
     if values == "ties":
@@ -77,7 +77,7 @@ def make(
         logits = make_logits(num_tokens, num_experts, dtype, values, device, first_element)
         shift = None
         if bias:
-            shift = starting_at(bias_first_element, (num_experts,), device)
+            shift = empty(num_experts, device=device, first_element=bias_first_element)
             few = torch.randint(0, 3, (num_experts,), device=device).float()
             shift.copy_(few if bias == "ties" else 0.1 * torch.randn(num_experts, device=device))
         return {

@@ -9,5 +9,7 @@ from .poison import poisoned_allocations as poisoned_allocations
 from .specs import Case as Case
 from .specs import Make as Make
 from .specs import OpSpec as OpSpec
+from .specs import bench_case as bench_case
 from .specs import load_specs as load_specs
 from .specs import packages as packages
+from .trees import empty as empty

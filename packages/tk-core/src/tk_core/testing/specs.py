@@ -49,6 +49,11 @@ class Case:
             raise ValueError(f"name: expected kebab-case such as bf16-h7168-t4001, got {self.name!r}")
 
 
+def bench_case(name: str, make: Make, **roles: bool) -> Case:
+    """A case for benchmarks alone, or for these and the compile tier, with "-bench" after its name."""
+    return Case(f"{name}-bench", make, bench=True, gpu=False, **roles)
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """One public op, its reference and its cases."""

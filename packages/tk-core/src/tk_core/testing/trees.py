@@ -18,6 +18,14 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree_map_only(Tensor, function, tree)
 
 
+def empty(
+    *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str, first_element: int = 0
+) -> Tensor:
+    """A contiguous tensor, not initialized, that starts at element `first_element` of its storage."""
+    size = torch.Size(shape)
+    return torch.empty(first_element + size.numel(), dtype=dtype, device=device)[first_element:].view(size)
+
+
 def storage_bytes(x: Tensor) -> Tensor:
     """All bytes of a tensor's storage, gaps between strided rows included, as a uint8 tensor that shares them."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
