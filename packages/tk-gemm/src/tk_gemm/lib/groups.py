@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_gemm.lib.alignment import get_mk_alignment_for_contiguous_layout
+from tk_gemm.lib.alignment import ALIGNMENT
 
 INT32 = (torch.int32,)
 
@@ -22,14 +22,13 @@ def check_grouped_layout(
     check.flag("use_psum_layout", use_psum_layout)
     size = num_groups if use_psum_layout else num_rows
     check.tensor("grouped_layout", layout, INT32, (size,), device=device)
-    alignment = get_mk_alignment_for_contiguous_layout()
     if use_psum_layout:
-        check.ends("grouped_layout", layout, alignment)
+        check.ends("grouped_layout", layout, ALIGNMENT)
     elif size and check.reads_data(layout):
-        _check_ids(layout.cpu().long(), num_groups, alignment)
+        _check_ids(layout.cpu().long(), num_groups)
 
 
-def _check_ids(ids: Tensor, num_groups: int, alignment: int) -> None:
+def _check_ids(ids: Tensor, num_groups: int) -> None:
     check.require(int(ids.max()) < num_groups, "grouped_layout", "groups below {}", int(ids.max()), num_groups)
     rows = (ids >= 0).nonzero().flatten()
     groups = ids[rows]
@@ -37,9 +36,9 @@ def _check_ids(ids: Tensor, num_groups: int, alignment: int) -> None:
         got = f"group {groups[index + 1]} in row {rows[index + 1]}, after group {groups[index]}"
         raise ValueError(f"grouped_layout: expected groups in ascending order, got {got}")
     is_first = torch.cat([groups.new_ones(1, dtype=torch.bool), groups[1:] != groups[:-1]])[: len(groups)]
-    for row in rows[is_first & (rows % alignment != 0)].tolist():
+    for row in rows[is_first & (rows % ALIGNMENT != 0)].tolist():
         raise ValueError(
-            f"grouped_layout: expected groups that begin at multiples of {alignment}, got one that begins at row {row}"
+            f"grouped_layout: expected groups that begin at multiples of {ALIGNMENT}, got one that begins at row {row}"
         )
     for row in rows[:-1][(rows[1:] - rows[:-1] != 1) & ~is_first[1:]].tolist():
         raise ValueError(

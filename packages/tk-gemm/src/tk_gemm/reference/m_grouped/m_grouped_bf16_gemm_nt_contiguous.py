@@ -2,7 +2,6 @@
 
 import torch
 
-from tk_gemm.lib.alignment import get_mk_alignment_for_contiguous_layout
 from tk_gemm.reference.lib.groups import rows_of_groups
 from tk_gemm.reference.lib.products import bf16_product
 
@@ -22,8 +21,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     if d is None:
         d = a.new_empty((a.shape[0], num_cols))
     d.zero_()
-    alignment = get_mk_alignment_for_contiguous_layout()
-    for group, rows in rows_of_groups(grouped_layout, a.shape[0], num_groups, alignment, use_psum_layout):
+    for group, rows in rows_of_groups(grouped_layout, a.shape[0], num_groups, use_psum_layout):
         d[rows] = bf16_product(a[rows], b[group]).to(d.dtype)
     return d
 

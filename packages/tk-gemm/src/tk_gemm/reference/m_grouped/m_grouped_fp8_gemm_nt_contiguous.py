@@ -2,7 +2,6 @@
 
 import torch
 
-from tk_gemm.lib.alignment import get_mk_alignment_for_contiguous_layout
 from tk_gemm.reference.lib.groups import rows_of_groups
 from tk_gemm.reference.lib.products import fp8_product, weight_factors
 
@@ -27,8 +26,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     if d is None:
         d = data.new_empty((data.shape[0], num_cols), dtype=torch.bfloat16)
     d.zero_()
-    alignment = get_mk_alignment_for_contiguous_layout()
-    for group, rows in rows_of_groups(grouped_layout, data.shape[0], num_groups, alignment, use_psum_layout):
+    for group, rows in rows_of_groups(grouped_layout, data.shape[0], num_groups, use_psum_layout):
         # Rows are selected as bytes: not every device can index float8.
         selected = data.view(torch.uint8)[rows].view(data.dtype)
         factors = weight_factors(b_sf[group], num_cols)

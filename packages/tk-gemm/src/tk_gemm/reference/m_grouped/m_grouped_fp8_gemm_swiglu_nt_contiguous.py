@@ -4,7 +4,6 @@ import torch
 
 from tk_core.reference.scales import pack_scales
 from tk_core.scales import ScaleLayout
-from tk_gemm.lib.alignment import get_mk_alignment_for_contiguous_layout
 from tk_gemm.reference.lib.groups import rows_of_groups
 from tk_gemm.reference.lib.products import BLOCK, fp8_product, weight_factors
 
@@ -26,8 +25,7 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
     num_rows, (num_groups, num_cols, _) = data.shape[0], b_data.shape
     out = torch.zeros((num_rows, num_cols // 2), dtype=torch.float32, device=data.device)
     is_real = torch.zeros(num_rows, dtype=torch.bool, device=data.device)
-    alignment = get_mk_alignment_for_contiguous_layout()
-    for group, rows in rows_of_groups(grouped_layout, num_rows, num_groups, alignment, use_psum_layout):
+    for group, rows in rows_of_groups(grouped_layout, num_rows, num_groups, use_psum_layout):
         selected = data.view(torch.uint8)[rows].view(data.dtype)
         product = fp8_product(selected, sf[rows], b_data[group], weight_factors(b_sf[group], num_cols))
         runs = product.view(rows.numel(), num_cols // (2 * BLOCK), 2, BLOCK)
