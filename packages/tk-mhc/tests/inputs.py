@@ -40,6 +40,21 @@ def bench_cases(
     return cases
 
 
+def stream_cases(make: Callable[..., Make], suffix: str = "", **options: Any) -> list[Case]:
+    """Cases of make(leading, mhc_mult, hidden) for ops on streams; those named with `suffix` have `options`."""
+    return [
+        Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
+        Case(f"m2-h576-t2x3{suffix}", make((2, 3), 2, 576, **options), small=True, modes=True, compile=True),
+        Case("m4-h128-no-leading", make((), 4, 128), small=True),
+        Case(f"m4-h64-t0{suffix}", make((0,), 4, 64, **options), small=True),
+        Case("m8-h64-t2x0", make((2, 0), 8, 64), small=True),
+        Case(f"m4-h64-t3-unaligned{suffix}", make((3,), 4, 64, first_element=1, **options), small=True),
+        *(Case(f"m4-h7168-t{num_tokens}", make((num_tokens,), 4, 7168)) for num_tokens in TOKEN_COUNTS),
+        *(Case(f"m{m}-h{hidden}-t1001", make((1001,), m, hidden)) for m in (2, 8) for hidden in (576, 7168)),
+        *bench_cases(make, mhc_mults=(2, 8)),
+    ]
+
+
 def mix_cases(
     make: Callable[..., Make], std: float, short: int = 67, larger: Sequence[tuple[int, int]] = ((2, 4001), (8, 4001))
 ) -> tuple[Case, ...]:

@@ -11,7 +11,7 @@ import tk_mhc
 from tk_core.testing import Case, Make, OpSpec, assert_equal, empty, nearest_float32, tiers
 from tk_mhc import reference
 
-from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases
+from ..inputs import HIDDEN_SIZES, stream_cases
 
 
 def make(
@@ -47,21 +47,13 @@ SPEC = OpSpec(
     mutates=("out",),
     cases=(
         # One tile with idle threads and without, two tiles with an idle warp; the gpu tier also has more tiles.
-        Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
-        Case("m2-h576-t2x3-out", make((2, 3), 2, 576, out=True), small=True, modes=True, compile=True),
+        *stream_cases(make, "-out", out=True),
         Case("m8-h192-t3", make((3,), 8, 192), small=True),
         Case("m2-h256-t17", make((17,), 2, 256), small=True),
         Case("m4-h2112-t1", make((1,), 4, 2112), small=True, compile=True),
-        Case("m4-h128-no-leading", make((), 4, 128), small=True),
-        Case("m4-h64-t0-out", make((0,), 4, 64, out=True), small=True),
-        Case("m8-h64-t2x0", make((2, 0), 8, 64), small=True),
         Case("m4-h64-t17-wide", make((17,), 4, 64, values="wide"), small=True),
-        Case("m4-h64-t3-unaligned-out", make((3,), 4, 64, out=True, first_element=1), small=True),
-        *(Case(f"m4-h7168-t{num_tokens}", make((num_tokens,), 4, 7168)) for num_tokens in TOKEN_COUNTS),
         *(Case(f"m4-h{hidden}-t65", make((65,), 4, hidden, out=True)) for hidden in HIDDEN_SIZES),
-        *(Case(f"m{m}-h{hidden}-t1001", make((1001,), m, hidden)) for m in (2, 8) for hidden in (576, 7168)),
         Case("m4-h7168-t257-wide", make((257,), 4, 7168, values="wide")),
-        *bench_cases(make, mhc_mults=(2, 8)),
     ),
 )
 

@@ -12,7 +12,7 @@ from tk_core.testing.trees import distinct_bytes
 from tk_mhc import reference
 
 from ..compare import within
-from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases
+from ..inputs import HIDDEN_SIZES, stream_cases
 
 
 def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, given: bool = False, first_element: int = 0) -> Make:
@@ -52,22 +52,14 @@ SPEC = OpSpec(
     mutates=("d_x",),
     cases=(
         # One tile; several tiles of one, two and four warps, the last tile full or partial.
-        Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
-        Case("m2-h576-t2x3-given", make((2, 3), 2, 576, given=True), small=True, modes=True, compile=True),
+        *stream_cases(make, "-given", given=True),
         Case("m8-h192-t3-given", make((3,), 8, 192, given=True), small=True),
         Case("m2-h512-t17", make((17,), 2, 512), small=True),
         Case("m4-h2048-t1", make((1,), 4, 2048), small=True),
         Case("m4-h960-t1-given", make((1,), 4, 960, given=True), small=True, compile=True),
-        Case("m4-h128-no-leading", make((), 4, 128), small=True),
-        Case("m4-h64-t0-given", make((0,), 4, 64, given=True), small=True),
-        Case("m8-h64-t2x0", make((2, 0), 8, 64), small=True),
-        Case("m4-h64-t3-unaligned-given", make((3,), 4, 64, given=True, first_element=1), small=True),
-        *(Case(f"m4-h7168-t{num_tokens}", make((num_tokens,), 4, 7168)) for num_tokens in TOKEN_COUNTS),
         *(Case(f"m4-h{hidden}-t65-given", make((65,), 4, hidden, given=True)) for hidden in HIDDEN_SIZES),
-        *(Case(f"m{m}-h{hidden}-t1001", make((1001,), m, hidden)) for m in (2, 8) for hidden in (576, 7168)),
         Case("m8-h7168-t1001-given", make((1001,), 8, 7168, given=True), compile=True),
         bench_case("m4-h7168-t8192-given", make((8192,), 4, 7168, given=True), model_shape=True),
-        *bench_cases(make, mhc_mults=(2, 8)),
     ),
 )
 

@@ -64,7 +64,6 @@ SPEC = OpSpec(
 
 test_tiers = tiers.tests(SPEC)
 
-CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POST_ARGUMENTS = ("x", "residual", "post_layer_mix", "comb_res_mix")
 
 
@@ -75,24 +74,15 @@ def composed(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     return new_residual, *tk_mhc.mhc_pre_big_fuse(new_residual, **rest)
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_by_hand(device: str) -> None:
-    inputs = {
-        "x": torch.ones(64, dtype=torch.bfloat16, device=device),
-        "residual": torch.tensor([1.0, 2.0], dtype=torch.bfloat16, device=device)[:, None].repeat(1, 64),
-        "post_layer_mix": torch.tensor([[2.0], [-1.0]], device=device),
+    inputs = big_fuse.hand_arguments(
+        device,
+        x=torch.ones(64, dtype=torch.bfloat16, device=device),
+        residual=torch.tensor([1.0, 2.0], dtype=torch.bfloat16, device=device)[:, None].repeat(1, 64),
+        post_layer_mix=torch.tensor([[2.0], [-1.0]], device=device),
         # new[0] = 2 - 1 · 1 + 1 · 2 = 3, new[1] = -1 + 4 · 1 + 1 · 2 = 5: not symmetric.
-        "comb_res_mix": torch.tensor([[-1.0, 4.0], [1.0, 1.0]], device=device),
-        # Mixes are 0: z is the base.
-        "fn": torch.zeros(8, 128, device=device),
-        "mhc_scale": torch.ones(3, device=device),
-        "mhc_base": torch.tensor([0.0, log(3), log(3), 0.0, 0.0, log(3), 0.0, log(3)], device=device),
-        "rms_eps": 1e-6,
-        "mhc_pre_eps": 0.25,
-        "mhc_sinkhorn_eps": 0.0,
-        "mhc_post_mult_value": 2.0,
-        "sinkhorn_repeat": 1,
-    }
+        comb_res_mix=torch.tensor([[-1.0, 4.0], [1.0, 1.0]], device=device),
+    )
     new_residual, post, comb, layer_input = tk_mhc.mhc_post_pre(**inputs)
     assert new_residual.tolist() == [[3.0] * 64, [5.0] * 64]
     torch.testing.assert_close(post.cpu(), torch.tensor([[1.5], [1.0]]))

@@ -171,8 +171,6 @@ SPEC = OpSpec(
 
 test_tiers = tiers.tests(SPEC)
 
-CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def composed(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """(post, comb, layer_input, pre) by the separate ops, layer_input by pre_mix in the shifted form. No layer norm."""
@@ -213,7 +211,6 @@ def hand_arguments(device: str = "cpu", **changes: Any) -> dict[str, Any]:
     return {**good, **changes}
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_by_hand(device: str) -> None:
     post, comb, layer_input = tk_mhc.mhc_pre_big_fuse(**hand_arguments(device))
     torch.testing.assert_close(post.cpu(), torch.tensor([[1.5], [1.0]]))
@@ -232,7 +229,6 @@ def test_by_hand(device: str) -> None:
     torch.testing.assert_close(layer_input.cpu().float(), torch.full((64,), 8.0), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_shifted_by_hand(device: str) -> None:
     pre_mix = torch.tensor([[2.0], [-1.0]], device=device)
     for mix, expected in ((pre_mix, 1.0), (None, 3.0)):
@@ -243,7 +239,6 @@ def test_shifted_by_hand(device: str) -> None:
         torch.testing.assert_close(results[3].cpu(), torch.tensor([[0.75], [1.0]]))
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_layer_norm_by_hand(weight_dtype: torch.dtype, device: str) -> None:
     weight = torch.linspace(-2, 2, 64, device=device).to(weight_dtype)

@@ -130,7 +130,6 @@ SPEC = OpSpec(
 
 test_tiers = tiers.tests(SPEC)
 
-CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TENSORS = ("d_mixes", "residual", "mhc_fn", "mhc_norm_weight", "mixes", "rstd", "d_residual")
 
 
@@ -161,7 +160,6 @@ def assert_accurate(inputs: dict[str, Any]) -> None:
         assert_relative_error(d_norm_weight, expected[2], WEIGHT_ERROR, "d_norm_weight")
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_by_hand(device: str) -> None:
     # Two tokens of 2 · 64 channels, all 1 and all 2. Row 0 of fn is 1 in all channels, row 1 is 4 in channel 5, the
     # others are 0; the weight is 2.
@@ -215,7 +213,6 @@ def test_reference_against_autograd(dtype: torch.dtype, tolerance: float, norm_w
         torch.testing.assert_close(actual, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 @pytest.mark.parametrize(("mhc_mult", "head"), [(2, False), (4, False), (4, True), (8, False)])
 def test_against_autograd_at_the_scale_of_a_model(mhc_mult: int, head: bool, device: str) -> None:
     inputs = make(200, mhc_mult, 192, head=head)(device)
@@ -231,7 +228,6 @@ def test_against_autograd_at_the_scale_of_a_model(mhc_mult: int, head: bool, dev
         assert_relative_error(actual, want, WEIGHT_ERROR)
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 @pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("mhc_mult", [2, 4, 8])
 def test_each_term_counts(mhc_mult: int, head: bool, device: str) -> None:
@@ -247,7 +243,6 @@ def test_each_term_counts(mhc_mult: int, head: bool, device: str) -> None:
     assert not d_norm_weight.any()
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_given_d_residual_is_written_and_returned(device: str) -> None:
     inputs = make(17, 4, 64, given=True)(device)
     given = inputs["d_residual"]

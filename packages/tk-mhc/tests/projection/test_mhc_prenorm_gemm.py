@@ -1,5 +1,6 @@
 """mhc_prenorm_gemm."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,6 +52,34 @@ def compare(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=0)
 
 
+def split_cases(make: Callable[..., Make], **options: float) -> list[Case]:
+    """Cases of make(num_tokens, mhc_mult, hidden, n_splits); those for benchmarks have `options`."""
+    return [
+        *(
+            Case(f"m4-h{hidden}-t{num_tokens}-splits7", make(num_tokens, 4, hidden, 7))
+            for hidden in HIDDEN_SIZES
+            for num_tokens in ((65, 4096) if hidden != 7168 else TOKEN_COUNTS)
+        ),
+        *(
+            Case(f"m{mhc_mult}-h{hidden}-t{num_tokens}-splits16", make(num_tokens, mhc_mult, hidden))
+            for mhc_mult in (2, 8)
+            for hidden, num_tokens in ((64, 4096), (576, 65), (7168, 1), (8192, 1000))
+        ),
+        *(
+            bench_case(f"m4-h7168-t{t}-splits{n}", make(t, n_splits=n, **options), model_shape=True, compile=True)
+            for t, n in ((64, 16), (8192, 1))
+        ),
+        *(
+            bench_case(f"m4-h7168-t{t}-splits{n}", make(t, n_splits=n, **options))
+            for t, n in ((1, 16), (128, 16), (1024, 4), (4001, 1), (8001, 1), (8192, 16))
+        ),
+        *(
+            bench_case(f"m4-h{hidden}-t8192-splits1", make(8192, 4, hidden, 1, **options))
+            for hidden in (576, 2048, 2560, 4096)
+        ),
+    ]
+
+
 SPEC = OpSpec(
     op=tk_mhc.mhc_prenorm_gemm,
     compare=compare,
@@ -77,34 +106,11 @@ SPEC = OpSpec(
         Case("m4-h64-t2x3-splits2", make((2, 3), 4, 64, 2), small=True),
         Case("m4-h64-t0-splits2", make(0, 4, 64, 2), small=True),
         Case("m4-h64-t2x0-splits2-groups2", make((2, 0), 4, 64, 2, num_rms_groups=2), small=True),
-        *(
-            Case(f"m4-h{hidden}-t{num_tokens}-splits7", make(num_tokens, 4, hidden, 7))
-            for hidden in HIDDEN_SIZES
-            for num_tokens in ((65, 4096) if hidden != 7168 else TOKEN_COUNTS)
-        ),
-        *(
-            Case(f"m{mhc_mult}-h{hidden}-t{num_tokens}-splits16", make(num_tokens, mhc_mult, hidden))
-            for mhc_mult in (2, 8)
-            for hidden, num_tokens in ((64, 4096), (576, 65), (7168, 1), (8192, 1000))
-        ),
+        *split_cases(make),
         *(Case(f"m4-h7168-t129-splits{n_splits}", make(129, n_splits=n_splits)) for n_splits in (1, 2, 16, 448, 1000)),
         *(Case(f"m4-h7168-t1000-splits4-groups{g}", make(1000, n_splits=4, num_rms_groups=g)) for g in (2, 4, 7, 448)),
         Case("m4-h7168-t8192-splits1-scale1", make(8192, n_splits=1, scale=1.0)),
         Case("m4-h7168-t64-splits16-head", make(64, head=True)),
-        *(
-            bench_case(
-                f"m4-h7168-t{num_tokens}-splits{n_splits}",
-                make(num_tokens, n_splits=n_splits),
-                model_shape=True,
-                compile=True,
-            )
-            for num_tokens, n_splits in ((64, 16), (8192, 1))
-        ),
-        *(
-            bench_case(f"m4-h7168-t{t}-splits{n_splits}", make(t, n_splits=n_splits))
-            for t, n_splits in ((1, 16), (128, 16), (1024, 4), (4001, 1), (8001, 1), (8192, 16))
-        ),
-        *(bench_case(f"m4-h{hidden}-t8192-splits1", make(8192, 4, hidden, 1)) for hidden in (576, 2048, 2560, 4096)),
         bench_case("m4-h7168-t8192-splits1-groups4", make(8192, n_splits=1, num_rms_groups=4)),
     ),
 )
@@ -112,10 +118,7 @@ SPEC = OpSpec(
 
 test_tiers = tiers.tests(SPEC)
 
-CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 @pytest.mark.parametrize(
     ("n_splits", "mul", "sqrsum"),
     [
@@ -141,7 +144,6 @@ def test_by_hand(n_splits: int, mul: list[float], sqrsum: list[float], device: s
     assert torch.equal(actual_sqrsum, torch.stack([squares, 4 * squares], dim=1))
 
 
-@pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_groups_by_hand(device: str) -> None:
     residual = torch.arange(1.0, 5.0, device=device)[:, None].repeat(1, 64).bfloat16()
     fn = torch.arange(1.0, 25.0, device=device)[:, None].repeat(1, 256)
