@@ -5,14 +5,13 @@ experts in a random order is drawn with weight 1 / n, without replacement. `zipf
 indices, so that the favourites are neighbours, which is the worst for the gates: few lanes of a warp hold them.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tk_core.testing import Case, OpSpec
+from tk_core.testing import Case, Make, OpSpec
 from tk_core.testing.bench import Bench
 from tk_core.testing.specs import load_specs
 from tk_core.testing.trees import tensors
@@ -74,7 +73,7 @@ def num_rows(case: Case) -> int:
     return tensors(case.make("meta"))[0].shape[0]
 
 
-def _make(case: Case, routing: str) -> Callable[[str], dict[str, Any]]:
+def _make(case: Case, routing: str) -> Make:
     return lambda device: routed(case.make(device), routing, device)
 
 

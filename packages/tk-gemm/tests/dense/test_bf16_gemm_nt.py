@@ -1,6 +1,5 @@
 """bf16_gemm_nt, nn, tn and tt."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import tk_gemm
 from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import Kernel, capture
-from tk_core.testing import Case, OpSpec, bench_case, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.lib.bf16_product import bf16_product_kernel
 from tk_gemm.lib.bf16_product_blackwell import bf16_product_blackwell_kernel
@@ -28,7 +27,7 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     with_c: bool = False,
     sliced: bool = False,
-) -> Callable[[str], dict[str, Any]]:
+) -> Make:
     """Arguments of bf16_gemm_nt; d is given, with sevens in it. Operands are transposed views as `order` says."""
 
     def operand(rows: int, cols: int, device: str) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """fp8_gemm_nt and its transposed views."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import tk_gemm
 from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import capture
 from tk_core.reference.scales import unpack_scales
-from tk_core.testing import Case, OpSpec, bench_case, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close
@@ -39,7 +38,7 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     with_c: bool = False,
     per_row: bool = False,
-) -> Callable[[str], dict[str, Any]]:
+) -> Make:
     """Arguments of fp8_gemm_nt; d is given, with sevens in it."""
 
     def build(device: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """k_grouped_bf16_gemm_tn_contiguous."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 import tk_gemm
 from tk_core.math import align
-from tk_core.testing import Case, OpSpec, bench_case, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close
@@ -23,7 +22,7 @@ def make(
     with_psum: bool = False,
     with_c: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> Callable[[str], dict[str, Any]]:
+) -> Make:
     """Arguments for groups of these sizes along K; with_psum, of these counts, each padded to 128 with zeros."""
 
     def build(device: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """k_grouped_fp8_gemm_nt_contiguous."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import capture
 from tk_core.math import align
 from tk_core.reference.scales import unpack_scales
-from tk_core.testing import Case, OpSpec, bench_case, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close
@@ -29,7 +28,7 @@ def make(
     with_c: bool = False,
     dtype: torch.dtype = torch.float32,
     packed: bool = False,
-) -> Callable[[str], dict[str, Any]]:
+) -> Make:
     """Arguments for groups of these sizes along K; with_psum, of these counts, each padded to 128 with zeros."""
 
     def build(device: str) -> dict[str, Any]:

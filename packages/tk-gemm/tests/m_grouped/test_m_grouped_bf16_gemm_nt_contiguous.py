@@ -1,23 +1,22 @@
 """m_grouped_bf16_gemm_nt_contiguous and nn."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_gemm
-from tk_core.testing import Case, OpSpec, bench_case, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close
 from ..inputs import bf16, ids, psum
-from .test_m_grouped_fp8_gemm_nt_contiguous import ODD, ODD_ROWS, UNEVEN
+from .test_m_grouped_fp8_gemm_nt_contiguous import ODD, ODD_ROWS, UNEVEN, shared_cases
 
 
 def make(
     counts: tuple[int, ...], num_rows: int, n: int, k: int, *, with_psum: bool = False, transposed: bool = False
-) -> Callable[[str], dict[str, Any]]:
+) -> Make:
     """Arguments for groups of these counts in a buffer of num_rows rows; d has sevens in it. b may be a view."""
 
     def build(device: str) -> dict[str, Any]:
@@ -39,11 +38,7 @@ SPEC = OpSpec(
     compare=assert_close,
     mutates=("d",),
     cases=(
-        Case("g2-n8-k64", make((3, 1), 256, 8, 64), small=True, modes=True),
-        Case("g6-n8-k64-odd", make(ODD, ODD_ROWS, 8, 64), small=True),
-        Case("g6-n8-k64-odd-psum", make(ODD, ODD_ROWS, 8, 64, with_psum=True), small=True, modes=True),
-        Case("g2-n8-k64-past-the-end", make((3, 130), 200, 8, 64, with_psum=True), small=True),
-        Case("g2-n8-k64-no-rows", make((0, 0), 0, 8, 64), small=True),
+        *shared_cases(make, 8, 64),
         Case("g6-n4096-k320", make(UNEVEN, 4096, 4096, 320), compile=True),
         Case("g6-n4096-k320-psum", make(UNEVEN, 4096, 4096, 320, with_psum=True), compile=True),
         Case("g6-n136-k7168", make(ODD, ODD_ROWS, 136, 7168)),
@@ -53,11 +48,6 @@ SPEC = OpSpec(
         Case("g6-n4096-k320-nn", make(UNEVEN, 4096, 4096, 320, transposed=True), compile=True),
         Case("g6-n136-k7168-psum-nn", make(ODD, ODD_ROWS, 136, 7168, with_psum=True, transposed=True), compile=True),
         bench_case("g32-n4096-k7168-nn", make((1024,) * 32, 32768, 4096, 7168, transposed=True)),
-        *(
-            bench_case(f"g{g}-m{g * m}-n{n}-k{k}", make((m,) * g, g * m, n, k))
-            for g, m in ((4, 8192), (32, 1024), (256, 128))
-            for n, k in ((4096, 7168), (7168, 2048))
-        ),
     ),
 )
 

@@ -11,7 +11,7 @@ import torch
 import tk_gemm
 from tk_core import env
 from tk_core.math import align
-from tk_core.testing import Case, OpSpec, bench_case, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal
 
 from ..compare import assert_close
@@ -36,7 +36,7 @@ ROUTED_ROWS = sum(align(count, 128) for count in ROUTED)
 
 def make(
     counts: tuple[int, ...], num_rows: int, n: int, k: int, *, layout: str = "column", with_psum: bool = False
-) -> Callable[[str], dict[str, Any]]:
+) -> Make:
     """Arguments for groups of these counts in a buffer of num_rows rows; d has sevens in it."""
 
     def build(device: str) -> dict[str, Any]:
@@ -51,18 +51,30 @@ def make(
     return build
 
 
+def shared_cases(make: Callable[..., Make], n: int, k: int) -> list[Case]:
+    """Cases of make(counts, num_rows, n, k, with_psum=…) for rows by expert; the small ones have this n and k."""
+    return [
+        Case(f"g2-n{n}-k{k}", make((3, 1), 256, n, k), small=True, modes=True),
+        Case(f"g6-n{n}-k{k}-odd", make(ODD, ODD_ROWS, n, k), small=True),
+        Case(f"g6-n{n}-k{k}-odd-psum", make(ODD, ODD_ROWS, n, k, with_psum=True), small=True, modes=True),
+        Case(f"g2-n{n}-k{k}-past-the-end", make((3, 130), 200, n, k, with_psum=True), small=True),
+        Case(f"g2-n{n}-k{k}-no-rows", make((0, 0), 0, n, k), small=True),
+        *(
+            bench_case(f"g{g}-m{g * m}-n{n}-k{k}", make((m,) * g, g * m, n, k))
+            for g, m in ((4, 8192), (32, 1024), (256, 128))
+            for n, k in ((4096, 7168), (7168, 2048))
+        ),
+    ]
+
+
 SPEC = OpSpec(
     op=tk_gemm.m_grouped_fp8_gemm_nt_contiguous,
     compare=assert_close,
     mutates=("d",),
     archs=("sm_90a",),
     cases=(
-        Case("g2-n16-k128", make((3, 1), 256, 16, 128), small=True, modes=True),
-        Case("g6-n16-k128-odd", make(ODD, ODD_ROWS, 16, 128), small=True),
-        Case("g6-n16-k128-odd-psum", make(ODD, ODD_ROWS, 16, 128, with_psum=True), small=True, modes=True),
+        *shared_cases(make, 16, 128),
         Case("g2-n144-k256-row-major", make((3, 130), 384, 144, 256, layout="row"), small=True),
-        Case("g2-n16-k128-past-the-end", make((3, 130), 200, 16, 128, with_psum=True), small=True),
-        Case("g2-n16-k128-no-rows", make((0, 0), 0, 16, 128), small=True),
         *(
             Case(f"g2-n144-k640{name}-packed", build, small=True, compile=True, archs=("sm_100a",), gpu=False)
             for name, build in (
@@ -77,11 +89,6 @@ SPEC = OpSpec(
         Case("g256-n512-k256", make((5,) * 256, 256 * 128, 512, 256)),
         Case("g256-n512-k256-psum", make((5,) * 256, 256 * 128, 512, 256, with_psum=True)),
         Case("g4-n1024-k256-one-group", make((0, 0, 2000, 0), 2048, 1024, 256, with_psum=True)),
-        *(
-            bench_case(f"g{g}-m{g * m}-n{n}-k{k}", make((m,) * g, g * m, n, k))
-            for g, m in ((4, 8192), (32, 1024), (256, 128))
-            for n, k in ((4096, 7168), (7168, 2048))
-        ),
         *(
             bench_case(f"g256-routed-n{n}-k{k}", make(ROUTED, ROUTED_ROWS, n, k))
             for n, k in ((4096, 7168), (7168, 2048))

@@ -1,6 +1,5 @@
 """m_grouped_fp8_gemm_swiglu_nt_contiguous."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import tk_gemm
 from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import capture
 from tk_core.reference.scales import unpack_scales
-from tk_core.testing import Case, OpSpec, bench_case, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
 
 from ..compare import assert_close_pairs
@@ -28,7 +27,7 @@ def make(
     with_psum: bool = False,
     weighted: bool = False,
     clamp: float | None = None,
-) -> Callable[[str], dict[str, Any]]:
+) -> Make:
     """Arguments for groups of these counts in a buffer of num_rows rows; factors such that gates are about 1."""
 
     def build(device: str) -> dict[str, Any]:

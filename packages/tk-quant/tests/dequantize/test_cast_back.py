@@ -13,7 +13,7 @@ import tk_quant
 from tk_core.math import ceil_div
 from tk_core.reference.scales import convert_scales, pack_scales
 from tk_core.scales import ScaleLayout
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_quant.cast.back import _tile
 from tk_quant.reference.formats import encode_e5m6
 
@@ -134,7 +134,7 @@ def make_tensor_sf(device: str) -> torch.Tensor:
     return torch.rand(1, device=device) + 0.5
 
 
-def more(fmt: str, layout: str) -> Callable[[str], dict[str, Any]]:
+def more(fmt: str, layout: str) -> Make:
     """The arguments that a format and a layout need in addition to x."""
 
     def build(device: str) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def more(fmt: str, layout: str) -> Callable[[str], dict[str, Any]]:
     return build
 
 
-def make(x: MakePair, fmt: str, block_size: tuple[int, int], others: Any = None) -> Callable[[str], dict[str, Any]]:
+def make(x: MakePair, fmt: str, block_size: tuple[int, int], others: Any = None) -> Make:
     """Arguments of cast_back; `others(device)` gives more of them."""
     return lambda device: {
         "x": x(device),

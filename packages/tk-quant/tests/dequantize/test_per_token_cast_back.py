@@ -1,19 +1,18 @@
 """per_token_cast_back."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import tk_quant
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 
 from ..per_token.test_per_token_cast import BENCH, NEIGHBOURS
 from .test_cast_back import MakePair, every_code, more, pair
 
 
-def make(x: MakePair, fmt: str, num_per_channels: int, others: Any = None) -> Callable[[str], dict[str, Any]]:
+def make(x: MakePair, fmt: str, num_per_channels: int, others: Any = None) -> Make:
     """Arguments of per_token_cast_back; `others(device)` gives more of them."""
     return lambda device: {
         "x": x(device),

@@ -1,6 +1,5 @@
 """unpack_from_e2m1fn_x2."""
 
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import tk_quant
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 
 from ..per_token.test_per_token_cast import BENCH
 
@@ -18,7 +17,7 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 def make(
     shape: tuple[int, ...], out_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.int8, first: int = 0
-) -> Callable[[str], dict[str, Any]]:
+) -> Make:
     """Random bytes, from byte `first` of their storage."""
 
     def build(device: str) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def make(
     return build
 
 
-def every_code(out_dtype: torch.dtype, dtype: torch.dtype) -> Callable[[str], dict[str, Any]]:
+def every_code(out_dtype: torch.dtype, dtype: torch.dtype) -> Make:
     """Every byte once."""
 
     def build(device: str) -> dict[str, Any]:

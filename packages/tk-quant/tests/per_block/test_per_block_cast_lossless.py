@@ -12,7 +12,7 @@ import tk_quant
 from tk_core import env
 from tk_core.math import ceil_div
 from tk_core.reference.scales import decode_ue8m0, pack_scales, unpack_scales
-from tk_core.testing import Case, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 
 from ..dequantize.test_cast_back import LAYOUTS, Pair, random_codes
 from ..per_token.test_per_token_cast import BENCH, NEIGHBOURS
@@ -52,7 +52,7 @@ def pair(
     return build
 
 
-def make(x: Callable[[str], Pair], x_block_size: Block, out_block_size: Block, flags: str) -> Callable[[str], Any]:
+def make(x: Callable[[str], Pair], x_block_size: Block, out_block_size: Block, flags: str) -> Make:
     """Arguments of per_block_cast_lossless."""
     blocks = {"x_block_size": x_block_size, "out_block_size": out_block_size}
     return lambda device: {"x": x(device), "fmt": "e4m3", **blocks, **FLAGS[flags]}
