@@ -13,7 +13,7 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_quant.reference.swiglu import real_positions
 
 from ..per_token.test_per_token_cast import MakeInput, extremes
-from .test_swiglu_forward_and_per_token_cast import OPTIONS, activations, by_numpy, every_gate, optional
+from .test_swiglu_forward_and_per_token_cast import OPTIONS, activations, by_numpy, every_gate, optional, row
 
 FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 NUM_TOPK = 8
@@ -51,15 +51,11 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
 def _case(dtype: torch.dtype, num_positions: int, hidden: int, suffix: str = "", roles: str = "", **more: Any) -> Case:
     name = f"{'bf16' if dtype is _BF16 else 'fp32'}-h{hidden}-t{num_positions}{suffix}"
     made = make(activations(num_positions, 2 * hidden, dtype), **more)
-    return Case(name, made, **dict.fromkeys(roles.split(), True))
+    return Case(name, made, gpu="bench" not in roles, **dict.fromkeys(roles.split(), True))
 
 
 def _bench(num_positions: int, hidden: int, roles: str = "bench", suffix: str = "-bench", **more: Any) -> Case:
-    dtype = more.pop("dtype", _BF16)
-    made = make(activations(num_positions, 2 * hidden, dtype), padding=(8, 136), **more)
-    prefix = "bf16" if dtype is _BF16 else "fp32"
-    name = f"{prefix}-h{hidden}-t{num_positions}{suffix}"
-    return Case(name, made, gpu=False, **dict.fromkeys(roles.split(), True))
+    return _case(more.pop("dtype", _BF16), num_positions, hidden, suffix, roles, padding=(8, 136), **more)
 
 
 SPEC = OpSpec(
@@ -113,15 +109,7 @@ SPEC = OpSpec(
 test_tiers = tiers.tests(SPEC)
 
 INF, NAN = math.inf, math.nan
-F32 = np.float32
 op = tk_quant.swiglu_forward
-
-
-def row(left: list[float], right: list[float]) -> torch.Tensor:
-    """One position of 64 channels, zeros where nothing is given."""
-    x = torch.zeros(1, 128)
-    x[0, : len(left)], x[0, 64 : 64 + len(right)] = torch.tensor(left), torch.tensor(right)
-    return x
 
 
 def test_by_hand(device: str) -> None:
