@@ -1,8 +1,12 @@
 """fp8_linear."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from tk_core.testing import assert_equal
 from tk_core.testing.numeric import calc_diff
@@ -48,17 +52,40 @@ def test_a_row_does_not_depend_on_others() -> None:
     assert d_x.shape == x.shape
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "not-on-16-bytes"])
-def test_main_grad_takes_float32_gradients(layout: str, device: str) -> None:
+def test_main_grad_takes_float32_gradients(layout: str, compiled: bool, device: str) -> None:
+    torch._dynamo.reset()
     x, weight = arguments(300, torch.float32, device)
     _, _, expected = run(fp8_linear, x, weight)
     weight.main_grad = main_grad_of_ones(weight, layout)
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    function = torch.compile(fp8_linear, fullgraph=True, backend=backend) if compiled else fp8_linear
     for times in (1, 2):
-        y = fp8_linear(x, weight)
+        y = function(x, weight)
         torch.manual_seed(7)
         y.backward(torch.randn(y.shape, device=device).to(y.dtype))
         assert weight.grad is None
         torch.testing.assert_close(weight.main_grad, 1 + times * expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "not-on-16-bytes"])
+def test_a_compiled_backward_adds_in_the_product(layout: str) -> None:
+    """As an eager one does: there is no addition beside the operator."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph.code)
+        return make_boxed_func(graph)
+
+    x, weight = arguments(128)
+    weight.main_grad = main_grad_of_ones(weight, layout)
+    compiled = torch.compile(fp8_linear, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    compiled(x, weight).sum().backward()
+    _, backward = graphs
+    assert backward.count("tk_modeling.add_weight_product.default") == 1
+    assert "aten.add" not in backward
 
 
 def test_small_gradients_keep_their_codes(device: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import tk_gemm
 from tk_core import check
 from tk_core.math import align
+from tk_core.op import launching, op
 from tk_modeling.fp8.operands import (
     BLOCK,
     GRADIENT_CLAMP,
@@ -135,11 +136,25 @@ def _product(x: Pair, weight: Pair, ends: Tensor | None) -> Tensor:
 
 
 def _weight_product(d_y: Pair, x: Pair, ends: Tensor | None, main_grad: Tensor | None) -> Tensor:
-    """dYᵀ · X in float32, of transposed operands: added to main_grad, which is returned, if there is one that fits."""
-    # The products add in place only where rows have stride 1 and begin on 16 bytes; torch 2.11 cannot trace an offset.
-    adds = main_grad is not None and not torch.compiler.is_compiling()
-    adds = adds and main_grad.is_contiguous() and main_grad.storage_offset() % 4 == 0
-    d = c = main_grad if adds else None
+    """dYᵀ · X in float32, of transposed operands: added to main_grad, which is returned, if that is contiguous."""
+    if main_grad is None or not main_grad.is_contiguous():
+        return _column_product(d_y, x, ends)
+    # torch.compile can't see whether main_grad begins on 16 bytes, as the products need it.
+    if torch.compiler.is_compiling() or main_grad.storage_offset() % 4:
+        _add_weight_product(d_y, x, ends, main_grad)
+        return main_grad
+    return _column_product(d_y, x, ends, main_grad)
+
+
+@op(writes=("main_grad",), reference=lambda d_y, x, ends, main_grad: main_grad.add_(_column_product(d_y, x, ends)))
+def _add_weight_product(d_y: Pair, x: Pair, ends: Tensor | None, main_grad: Tensor) -> None:
+    """Add dYᵀ · X to main_grad. If that does not begin on 16 bytes, `@op` copies it, and copies the sum back."""
+    if launching(main_grad):
+        _column_product(d_y, x, ends, main_grad)
+
+
+def _column_product(d_y: Pair, x: Pair, ends: Tensor | None, d: Tensor | None = None) -> Tensor:
+    c = d
     if ends is not None:
         return tk_gemm.k_grouped_fp8_gemm_nt_contiguous(d_y, x, d, ends, c=c)
     if d is None:
