@@ -41,12 +41,18 @@ def replaced(tree: Any, new: dict[Path, Tensor]) -> Any:
 
 
 def calls(spec: OpSpec, device: str) -> Iterator[tuple[dict[str, Any], list[Path]]]:
-    """The arguments of each small case, with outputs given where the op takes them; the paths of what the op writes."""
+    """The arguments of a small case for each set of tensors and flags, outputs among them; paths of what is written."""
+    seen = set()
     for case in spec.cases:
         if not case.small or (device == "cuda" and not case.gpu):
             continue
         torch.manual_seed(0)
         kwargs = case.make(device)
+        flags = {(name, value) for name, value in kwargs.items() if isinstance(value, bool)}
+        kind = frozenset(flags | {(path, x.ndim) for path, x in leaves(kwargs).items() if x.numel()})
+        if kind in seen:
+            continue
+        seen.add(kind)
         for name in OUTPUTS & inspect.signature(spec.op).parameters.keys():
             if kwargs.get(name) is None:
                 kwargs[name] = spec.op(**kwargs)

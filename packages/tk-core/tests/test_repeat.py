@@ -573,7 +573,7 @@ def test_checks_run_once_for_each_kind_of_call() -> None:
     def transpose(x: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        return tk_quant.transpose.__wrapped__(x)
+        return tk_quant.transpose.op(x)
 
     a, b = torch.randn(2, 64, 32, device="cuda")
     transpose(a)
