@@ -1,4 +1,4 @@
-"""Breaks one thing at a time and runs the op's own tests on a CPU: what none of them notices is listed.
+"""Breaks one thing at a time and runs the tests of the ops that use it on a CPU: what none of them notices is listed.
 
     python tests/mutate.py references                 each reference returns sevens, or has one element changed
     python tests/mutate.py checks --sample 40         a check of arguments is left out
@@ -18,7 +18,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -52,6 +52,7 @@ class Mutation(NamedTuple):
 
     op: Op
     what: str
+    """What is changed and how; ops that share code share this."""
     apply: Callable[[], None]
 
 
@@ -136,8 +137,9 @@ def references(op: Op) -> Iterator[Mutation]:
         for place in (module, importlib.import_module(f"{op.name.partition('.')[0]}.reference")):
             setattr(place, name, wrong)
 
-    yield Mutation(op, "the reference returns sevens", lambda: breaking(lambda found: [*map(_sevens, found)]))
-    yield Mutation(op, "an element of the first result", lambda: breaking(lambda found: [*map(_change_one, found[:1])]))
+    every, first = f"{op.name}: its reference returns sevens", f"{op.name}: an element of its reference's first result"
+    yield Mutation(op, every, lambda: breaking(lambda found: [*map(_sevens, found)]))
+    yield Mutation(op, first, lambda: breaking(lambda found: [*map(_change_one, found[:1])]))
 
 
 class _Replace(ast.NodeTransformer):
@@ -171,24 +173,40 @@ def rewriting(module: str, node: ast.AST, replace: Callable[[Any], ast.AST]) -> 
     return lambda: sys.meta_path.insert(0, Finder())
 
 
+@cache
+def _statements(module: str) -> list[ast.stmt]:
+    """The top level of one of our modules; nothing of a package, whose names are those of its modules."""
+    package = module.partition(".")[0]
+    file = ROOT / "packages" / package.replace("_", "-") / "src" / f"{module.replace('.', '/')}.py"
+    return ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else []
+
+
 def _nodes(op: Op) -> Iterator[tuple[str, ast.AST]]:
-    """The nodes of the op's source file, without other ops that stand in it."""
-    package, _, rest = op.module.partition(".")
-    file = ROOT / "packages" / package.replace("_", "-") / "src" / package / f"{rest.replace('.', '/')}.py"
-    for top in ast.parse(file.read_text(encoding="utf-8")).body:
-        match top:
-            case ast.FunctionDef(name, decorator_list=[_, *_]) if name.lstrip("_") != op.name.rpartition(".")[2]:
-                continue
-        yield from ((f"{file.stem}.py", node) for node in ast.walk(top))
+    """The nodes of the op's function, and of all of its package that it uses, with the modules in which they stand."""
+    package, _, name = op.name.partition(".")
+    left = [(op.module, name), (op.module, f"_{name}")]
+    for module, wanted in left:
+        for top in _statements(module):
+            found = []
+            match top:
+                case ast.FunctionDef(name) | ast.ClassDef(name) if name == wanted:
+                    yield from ((module, node) for node in ast.walk(top))
+                    found = [(module, node.id) for node in ast.walk(top) if isinstance(node, ast.Name)]
+                case ast.ImportFrom(source, names) if source.startswith(f"{package}."):
+                    found = [(source, wanted) for alias in names if alias.name == wanted]
+            left += [each for each in dict.fromkeys(found) if each not in left]
+
+
+def _what(module: str, node: ast.AST, change: str = "") -> str:
+    return f"{module}:{node.lineno}:{node.col_offset} {change or ast.unparse(node)[:90]}"
 
 
 def checks(op: Op) -> Iterator[Mutation]:
     """A statement `check.…(…)` is gone."""
-    for file, node in _nodes(op):
+    for module, node in _nodes(op):
         match node:
             case ast.Expr(ast.Call(ast.Attribute(ast.Name("check")))):
-                what = f"{file}:{node.lineno} {ast.unparse(node)[:90]}"
-                yield Mutation(op, what, rewriting(op.module, node, lambda _: ast.Pass()))
+                yield Mutation(op, _what(module, node), rewriting(module, node, lambda _: ast.Pass()))
 
 
 def _grown(x: torch.Tensor) -> torch.Tensor:
@@ -200,37 +218,44 @@ def _grown(x: torch.Tensor) -> torch.Tensor:
 def fakes(op: Op) -> Iterator[Mutation]:
     """A result of the op has one row more than it should, if it is a fake tensor."""
     grow = ast.parse("__import__('sys').modules['__main__']._grown", mode="eval").body
-    for file, node in _nodes(op):
+    for module, node in _nodes(op):
         match node:
             case ast.Call(ast.Name("new")):
-                what = f"{file}:{node.lineno} {ast.unparse(node)[:90]}"
-                yield Mutation(op, what, rewriting(op.module, node, lambda call: ast.Call(grow, [call], [])))
+                grown = rewriting(module, node, lambda call: ast.Call(grow, [call], []))
+                yield Mutation(op, _what(module, node), grown)
 
 
 def outputs(op: Op) -> Iterator[Mutation]:
     """One of the arguments that an operator writes into is not declared."""
-    for file, node in _nodes(op):
+    for module, node in _nodes(op):
         match node:
             case ast.keyword("writes", ast.Tuple(names)):
                 for gone in names:
                     left = ast.keyword("writes", ast.Tuple([name for name in names if name is not gone], ast.Load()))
-                    what = f"{file}:{node.lineno} {ast.unparse(gone)} undeclared"
-                    yield Mutation(op, what, rewriting(op.module, node, lambda _, left=left: left))
+                    what = _what(module, node, f"{ast.unparse(gone)} undeclared")
+                    yield Mutation(op, what, rewriting(module, node, lambda _, left=left: left))
 
 
 KINDS = {"references": references, "checks": checks, "fakes": fakes, "outputs": outputs}
 
 
-def run_tests(mutation: Mutation, kind: str) -> int:
-    """pytest's exit code for the op's tests with the mutation made."""
+def run_tests(mutation: Mutation, ops: Sequence[Op], kind: str) -> int:
+    """pytest's exit code for the tests of these ops with the mutation made."""
     mutation.apply()
-    files = [mutation.op.tests]
-    if kind == "checks":
-        files.append(f"{ROOT}/tests/test_bad_arguments.py::test_bad_arguments[{mutation.op.name}]")
+    own, others = [*dict.fromkeys(op.tests for op in ops)], []
     options = ["-n0", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu and not compile"]
+    options += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     if kind == "fakes":
         options += ["-k", "not torch-compile"]  # it can't trace the change
-    return pytest.main([*options, "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *files])
+    if kind == "outputs":
+        others = [f"{ROOT}/tests/test_outputs.py::test_outputs_over_other_arguments[{op.name}]" for op in ops]
+    if kind == "checks":
+        options += ["-k", "not test_tiers"]  # all of its input is good
+        others = [f"{ROOT}/tests/test_bad_arguments.py::test_bad_arguments[{op.name}]" for op in ops]
+        package = mutation.op.name.partition(".")[0].replace("_", "-")
+        others += map(str, ROOT.glob(f"packages/{package}/tests/test_debug_mode.py"))
+    # The others' files import all packages' tests.
+    return pytest.main([*options, *own]) or (pytest.main([*options, *others]) if others else 0)
 
 
 def main() -> int:
@@ -242,19 +267,24 @@ def main() -> int:
     options = parser.parse_args()
     os.nice(10)
     scratch = Path(os.environ.get("TMPDIR", "/tmp")) / f"mutate-{os.getpid()}"
-    mutations = [each for op in find_ops(options.ops, scratch) for each in KINDS[options.kind](op)]
+    found: dict[str, list[Mutation]] = {}
+    for op in find_ops(options.ops, scratch):
+        for mutation in KINDS[options.kind](op):
+            found.setdefault(mutation.what, []).append(mutation)
+    chosen = [*found.values()]
     if options.sample:
-        mutations = random.Random(0).sample(mutations, min(options.sample, len(mutations)))
+        chosen = random.Random(0).sample(chosen, min(options.sample, len(chosen)))
     unnoticed = 0
-    for mutation in mutations:
-        code = in_child(partial(run_tests, mutation, options.kind), scratch)
+    for mutation, *more in chosen:
+        ops = [mutation.op, *(each.op for each in more)]
+        code = in_child(partial(run_tests, mutation, ops, options.kind), scratch)
         lines = scratch.read_text(encoding="utf-8", errors="replace").splitlines()
         by = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), f"exit code {code}")
         how = {0: "UNNOTICED", _NOT_MADE: "NOT MADE "}.get(code, "noticed  ")
         unnoticed += how != "noticed  "
-        print(f"{how} {mutation.op.name}: {mutation.what}" + ("" if code == 0 else f" ← {by[:150]}"), flush=True)
+        print(f"{how} {mutation.what}" + ("" if code == 0 else f" ← {by[:150]}"), flush=True)
     scratch.unlink(missing_ok=True)
-    print(f"{unnoticed} of {len(mutations)} went unnoticed")
+    print(f"{unnoticed} of {len(chosen)} went unnoticed")
     return int(unnoticed > 0)
 
 

@@ -59,7 +59,11 @@ def calls(spec: OpSpec, device: str) -> Iterator[tuple[dict[str, Any], list[Path
         copy = transfer(kwargs)
         with kernel.recorded_launches() as recorded:
             spec.op(**copy)
-        yield kwargs, [path for path, x in leaves(copy).items() if any(overlap.overlap(x, y) for y in recorded.written)]
+        copies, before = leaves(copy), leaves(kwargs)
+        written = [path for path, x in copies.items() if any(overlap.overlap(x, y) for y in recorded.written)]
+        changed = [path for path, x in copies.items() if not torch.equal(storage_bytes(x), storage_bytes(before[path]))]
+        assert {*changed} <= {*written}, f"{spec.name}: expected writes= for {changed}, which it changes, got {written}"
+        yield kwargs, written
 
 
 def sharing(x: Tensor, y: Tensor, distance: int) -> tuple[Tensor, Tensor]:
