@@ -220,7 +220,7 @@ def fakes(op: Op) -> Iterator[Mutation]:
     grow = ast.parse("__import__('sys').modules['__main__']._grown", mode="eval").body
     for module, node in _nodes(op):
         match node:
-            case ast.Call(ast.Name("new")):
+            case ast.Call(ast.Name("new" | "given_or_new")):
                 grown = rewriting(module, node, lambda call: ast.Call(grow, [call], []))
                 yield Mutation(op, _what(module, node), grown)
 

@@ -42,7 +42,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tk_core import env, kernel, overlap, repeat, serving
+from tk_core import check, env, kernel, overlap, repeat, serving
 from tk_core.arch import UnsupportedArchError, get_arch
 from tk_core.compat import CompilationForbiddenError
 from tk_core.flat_operator import FlatOperator, tensors
@@ -95,6 +95,20 @@ def new(allocate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     if _current.call.made is not None:
         _current.call.made.append(result)
     return result
+
+
+def given_or_new(
+    name: str, given: Tensor | None, like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
+) -> Tensor:
+    """A result that a caller may give in the argument `name`: `given`, checked, or by `new` one on `like`'s device.
+
+    It is contiguous and of this shape and dtype, by default that of `like`.
+    """
+    dtype = dtype or like.dtype
+    if given is None:
+        return new(like.new_empty, shape, dtype=dtype)
+    check.tensor(name, given, (dtype,), tuple(shape), device=like.device)
+    return given
 
 
 def launching(*written: Tensor | Sequence[Tensor] | None) -> bool:

@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_engram.lib.indices import check_indices, piece_channels
 
@@ -193,10 +193,7 @@ def engram_lookup(
     num_tokens, num_columns = check_indices(indices, num_rows)
     is_pinned = _is_pinned(indices.device, table, table_sf)
     shape = (num_tokens, num_columns, dim)
-    if out is None:
-        out = new(indices.new_empty, shape, dtype=torch.bfloat16)
-    else:
-        check.tensor("out", out, (torch.bfloat16,), shape, device=indices.device)
+    out = given_or_new("out", out, indices, shape, torch.bfloat16)
     if launching(out):
         if table_sf is not None and table_sf.stride(1) != 1:  # of a single column
             table_sf = table_sf.as_strided(sf_shape, (table_sf.stride(0), 1))

@@ -26,7 +26,7 @@ from torch import Tensor
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_engram.lib.indices import check_indices, piece_channels
 
@@ -261,10 +261,7 @@ def engram_lookup_bwd(
             _launch_sparse(d_o, indices, num_rows, rows, values, count)
         return rows, values, count
     target = "new" if grad is None else "given"
-    if grad is None:
-        grad = new(d_o.new_empty, (num_rows, dim), dtype=torch.float32)
-    else:
-        check.tensor("grad", grad, (torch.float32,), (num_rows, dim), device=d_o.device)
+    grad = given_or_new("grad", grad, d_o, (num_rows, dim), torch.float32)
     if launching(grad):
         if target == "new":
             grad.zero_()

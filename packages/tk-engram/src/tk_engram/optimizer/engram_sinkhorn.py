@@ -23,7 +23,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_engram.lib.scaled_rows import DTYPES, MAX_WIDTH, RowTile, check_matrix
 from tk_engram.sizes import NUM_PARTIALS
@@ -248,10 +248,7 @@ def engram_sinkhorn_finalize(
     num_rows, width = check_matrix(matrix, row_scale, col_scale)
     check.number("eps", eps, at_least=0)
     check.number("alpha", alpha)
-    if out is None:
-        out = new(matrix.new_empty, (num_rows, width))
-    else:
-        check.tensor("out", out, DTYPES, (num_rows, width), device=matrix.device)
+    out = given_or_new("out", out, matrix, (num_rows, width))
     if launching(out):
         finalize = _engram_sinkhorn_finalize_kernel(width, get_arch(matrix.device))
         finalize(matrix, row_scale, col_scale, out, float(eps), float(alpha))

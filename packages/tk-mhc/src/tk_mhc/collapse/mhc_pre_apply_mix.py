@@ -20,7 +20,7 @@ from torch import Tensor
 from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import flat
 from tk_mhc.lib.tokens import check_streams
@@ -76,10 +76,7 @@ def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tens
     """
     leading, mhc_mult, hidden, device = check_streams("x", x)
     check.tensor("mix", mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
-    if out is None:
-        out = new(x.new_empty, (*leading, hidden))
-    else:
-        check.tensor("out", out, (torch.bfloat16,), (*leading, hidden), device=device)
+    out = given_or_new("out", out, x, (*leading, hidden))
     if launching(out):
         _mhc_pre_apply_mix_kernel(mhc_mult, hidden, get_arch(device))(flat(x, 2), flat(mix, 2), flat(out, 1))
     return out

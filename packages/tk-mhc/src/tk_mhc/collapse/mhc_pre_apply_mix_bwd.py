@@ -26,7 +26,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, new, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_core.views import flat
 from tk_mhc.lib.tokens import check_streams
@@ -105,10 +105,7 @@ def mhc_pre_apply_mix_bwd(d_o: Tensor, x: Tensor, mix: Tensor, *, d_x: Tensor | 
     check.tensor("d_o", d_o, (torch.bfloat16,), (*leading, hidden), device=device)
     check.tensor("mix", mix, (torch.float32,), (*leading, mhc_mult, 1), device=device)
     accumulate = d_x is not None
-    if d_x is None:
-        d_x = new(x.new_empty, x.shape)
-    else:
-        check.tensor("d_x", d_x, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
+    d_x = given_or_new("d_x", d_x, x, x.shape)
     d_mix = new(mix.new_empty, mix.shape)
     if launching(d_x, d_mix):
         backward = _mhc_pre_apply_mix_bwd_kernel(mhc_mult, hidden, accumulate, get_arch(device))

@@ -19,7 +19,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_core.views import flat
 from tk_mhc.lib.tokens import MHC_MULTS, check_hidden
@@ -73,11 +73,7 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
     check_hidden("hidden_size (last dimension of hidden)", hidden_size)
     check.integer("mhc_mult", mhc_mult)
     check.one_of("mhc_mult", mhc_mult, MHC_MULTS)
-    shape = (*leading, mhc_mult, hidden_size)
-    if out is None:
-        out = new(hidden.new_empty, shape)
-    else:
-        check.tensor("out", out, (torch.bfloat16,), shape, device=hidden.device)
+    out = given_or_new("out", out, hidden, (*leading, mhc_mult, hidden_size))
     if launching(out):
         _expand_to_mhc_kernel(mhc_mult, hidden_size, get_arch(hidden.device))(flat(hidden, 1), flat(out, 2))
     return out

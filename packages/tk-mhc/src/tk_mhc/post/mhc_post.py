@@ -17,13 +17,11 @@ streams, with all mixes of the token in registers:
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import flat
 from tk_mhc.lib.tokens import PostArguments, check_post
@@ -95,11 +93,8 @@ def mhc_post(
         TypeError: an argument is not a tensor of its dtype.
         ValueError: a shape, stride or device does not fit, or m or H is out of range.
     """
-    (leading, mhc_mult, hidden, device), arguments = check_post(x, residual, post_layer_mix, comb_res_mix)
-    if out is None:
-        out = new(x.new_empty, (*leading, mhc_mult, hidden))
-    else:
-        check.tensor("out", out, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
+    (leading, mhc_mult, hidden, _), arguments = check_post(x, residual, post_layer_mix, comb_res_mix)
+    out = given_or_new("out", out, x, (*leading, mhc_mult, hidden))
     if launching(out):
         launch_post(arguments, flat(out, 2))
     return out

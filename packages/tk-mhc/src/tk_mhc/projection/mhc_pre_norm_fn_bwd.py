@@ -34,7 +34,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, new, op
 from tk_core.views import flat
 from tk_mhc.lib.tokens import check_fn, check_norm_weight, check_streams
 
@@ -307,17 +307,14 @@ def mhc_pre_norm_fn_bwd(
     """
     float32 = (torch.float32,)
     streams = check_streams("residual", residual)
-    leading, mhc_mult, hidden, device = streams
+    leading, device = streams.leading, streams.device
     num_rows, width = check_fn("mhc_fn", mhc_fn, streams), streams.width
     check_norm_weight("mhc_norm_weight", mhc_norm_weight, streams)
     check.tensor("d_mixes", d_mixes, float32, (*leading, num_rows), device=device)
     check.tensor("mixes", mixes, float32, (*leading, num_rows), device=device)
     check.tensor("rstd", rstd, float32, leading, device=device)
     accumulate = d_residual is not None
-    if d_residual is None:
-        d_residual = new(residual.new_empty, residual.shape)
-    else:
-        check.tensor("d_residual", d_residual, (torch.bfloat16,), (*leading, mhc_mult, hidden), device=device)
+    d_residual = given_or_new("d_residual", d_residual, residual, residual.shape)
     d_fn = new(mhc_fn.new_empty, mhc_fn.shape)
     d_norm_weight = None if mhc_norm_weight is None else new(mhc_norm_weight.new_empty, (width,))
     if not launching(d_residual, d_fn, d_norm_weight):

@@ -29,7 +29,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_moe.lib.check_maps import check_positions
 
@@ -155,10 +155,7 @@ def reduce_fused(
         check.require(fp8_format != "", "sf", "None without fp8_format, since only FP8 outputs are scaled", "a tensor")
         check.tensor("sf", sf, (torch.float32,), (1,), device=device)
     out_dtype = torch.float8_e4m3fn if fp8_format else x.dtype
-    if out is None:
-        out = new(x.new_empty, (num_tokens, hidden), dtype=out_dtype)
-    else:
-        check.tensor("out", out, (out_dtype,), (num_tokens, hidden), device=device)
+    out = given_or_new("out", out, x, (num_tokens, hidden), out_dtype)
     if launching(out):
         factors = Factors(row_sf is not None, topk_weights is not None, sf is not None)
         reduce = _reduce_fused_kernel(hidden, num_topk, x.dtype, out_dtype, factors, get_arch(device))

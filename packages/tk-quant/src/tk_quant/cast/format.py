@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.op import new
+from tk_core.op import given_or_new, new
 from tk_core.scales import ScaleLayout, check_scales, empty_scales
 
 LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0, 1e-4)}
@@ -81,11 +81,7 @@ def data_output(name: str, given: Any, like: Tensor, num_tokens: int, hidden: in
 
     Raises TypeError or ValueError if `given` has another dtype, shape, device or strides.
     """
-    shape, dtype = (num_tokens, hidden * BITS[fmt] // 8), DTYPES[fmt]
-    if given is None:
-        return new(like.new_empty, shape, dtype=dtype)
-    check.tensor(name, given, (dtype,), shape, device=like.device)
-    return given
+    return given_or_new(name, given, like, (num_tokens, hidden * BITS[fmt] // 8), DTYPES[fmt])
 
 
 def sf_output(
