@@ -7,11 +7,6 @@ import torch
 from tk_core.testing.numeric import assert_same_metadata
 from tk_core.testing.trees import tensors
 
-HIDDEN_SIZES = (128, 576, 1280, 2560, 4096, 5120, 7168, 8192)
-"""Hidden sizes that the gpu tier runs."""
-TOKEN_COUNTS = (0, 1, 3, 17, 64, 4096, 8192)
-"""Numbers of tokens that the gpu tier runs."""
-
 
 def within(rtol: float | None = None, atol: float | None = None) -> Any:
     """compare(actual, expected) for trees by torch.testing.assert_close, by default with its tolerances by dtype."""

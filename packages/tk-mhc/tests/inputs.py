@@ -9,13 +9,14 @@ HIDDEN_SIZES = (128, 576, 1280, 2560, 4096, 5120, 7168, 8192)
 """Hidden sizes that the gpu tier runs."""
 TOKEN_COUNTS = (0, 1, 3, 17, 64, 4096, 8192)
 """Numbers of tokens that the gpu tier runs."""
+STREAM_SHAPES = [(m, *each) for m in (2, 8) for each in ((64, 4096), (576, 65), (7168, 1), (8192, 1000))]
+"""(m, H, T) of the gpu tier where there are not 4 streams."""
 
 
 def size_cases(make: Callable[..., Make]) -> list[Case]:
     """Cases of make(tokens, mhc_mult, hidden) for the gpu tier: all hidden sizes, numbers of tokens and of streams."""
     shapes = [(4, hidden, t) for hidden in HIDDEN_SIZES for t in ((65, 4096) if hidden != 7168 else TOKEN_COUNTS)]
-    shapes += [(m, *each) for m in (2, 8) for each in ((64, 4096), (576, 65), (7168, 1), (8192, 1000))]
-    return [Case(f"m{m}-h{hidden}-t{tokens}", make(tokens, m, hidden)) for m, hidden, tokens in shapes]
+    return [Case(f"m{m}-h{hidden}-t{t}", make(t, m, hidden)) for m, hidden, t in (*shapes, *STREAM_SHAPES)]
 
 
 def bench_cases(

@@ -10,8 +10,7 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
 
 from ..compare import within
-from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases
-from .test_mhc_post import draw_mixes, draw_streams
+from .test_mhc_post import draw_mixes, draw_streams, shared_cases
 
 
 def compare(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
@@ -41,22 +40,11 @@ SPEC = OpSpec(
     compare=compare,
     cases=(
         # One warp per token and several, rounds with and without idle threads; all numbers of streams.
-        Case("m4-h64-t3", make((3,), 4, 64), small=True, modes=True),
-        Case("m2-h192-t17", make((17,), 2, 192), small=True),
-        Case("m8-h128-t3", make((3,), 8, 128), small=True),
-        Case("m4-h576-t3", make((3,), 4, 576), small=True, compile=True),
+        *shared_cases(make),
         Case("m2-h512-t3", make((3,), 2, 512), small=True),
-        Case("m4-h64-t2x3", make((2, 3), 4, 64), small=True),
-        Case("m4-h64-no-leading", make((), 4, 64), small=True),
-        Case("m4-h64-t0", make((0,), 4, 64), small=True),
-        Case("m4-h64-t2x3-strided", make((2, 3), 4, 64, strided=True), small=True, modes=True),
-        *(Case(f"m4-h{hidden}-t64", make((64,), 4, hidden)) for hidden in HIDDEN_SIZES),
-        *(Case(f"m4-h7168-t{tokens}", make((tokens,), 4, 7168)) for tokens in TOKEN_COUNTS if tokens != 64),
         Case("m8-h576-t17", make((17,), 8, 576), compile=True),
         Case("m8-h7168-t17", make((17,), 8, 7168), compile=True),
         Case("m2-h7168-t17", make((17,), 2, 7168)),
-        Case("m4-h2560-t4001-strided", make((4001,), 4, 2560, strided=True)),
-        *bench_cases(make, (1, 64, 4001)),
     ),
 )
 

@@ -14,7 +14,7 @@ from tk_core.testing.poison import poisoned_allocations
 from tk_mhc import reference
 
 from ..compare import assert_relative_error
-from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS
+from ..inputs import HIDDEN_SIZES, STREAM_SHAPES, TOKEN_COUNTS
 from .test_mhc_pre_norm_fn import MODEL_SCALE, RELATIVE_ERROR, draw_fn
 
 
@@ -60,11 +60,7 @@ def split_cases(make: Callable[..., Make], **options: float) -> list[Case]:
             for hidden in HIDDEN_SIZES
             for num_tokens in ((65, 4096) if hidden != 7168 else TOKEN_COUNTS)
         ),
-        *(
-            Case(f"m{mhc_mult}-h{hidden}-t{num_tokens}-splits16", make(num_tokens, mhc_mult, hidden))
-            for mhc_mult in (2, 8)
-            for hidden, num_tokens in ((64, 4096), (576, 65), (7168, 1), (8192, 1000))
-        ),
+        *(Case(f"m{m}-h{hidden}-t{t}-splits16", make(t, m, hidden)) for m, hidden, t in STREAM_SHAPES),
         *(
             bench_case(f"m4-h7168-t{t}-splits{n}", make(t, n_splits=n, **options), model_shape=True, compile=True)
             for t, n in ((64, 16), (8192, 1))
