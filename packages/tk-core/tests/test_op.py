@@ -15,7 +15,7 @@ import tk_core
 from tk_core import env, serving
 from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import capture
-from tk_core.op import launching, new, op
+from tk_core.op import given_or_new, launching, new, op
 from tk_core.serving import uses_reference
 
 launches: list[str] = []
@@ -83,7 +83,7 @@ def scale(x: Tensor, factor: float, out: Tensor | None = None) -> Tensor:
     """Multiply by a factor."""
     if x.ndim != 1:
         raise ValueError(f"x: expected one dimension, got {x.ndim}")
-    out = new(x.new_empty, x.shape) if out is None else out
+    out = given_or_new("out", out, x, x.shape)
     if launching(out):
         launches.append("kernel")
         if not out.is_meta:
@@ -392,6 +392,20 @@ def test_results_are_made_in_the_order_in_which_they_are_returned() -> None:
 def test_nothing_is_launched_for_empty_results() -> None:
     assert scale(torch.empty(0), 2.0).shape == (0,)
     assert launches == []
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "expected"),
+    [
+        (torch.empty(4, dtype=torch.float64), TypeError, "torch.float32"),
+        (torch.empty(3), ValueError, r"shape \(4\)"),
+        (torch.empty(8)[::2], ValueError, "contiguous"),
+        (torch.empty(4, device="meta"), ValueError, "cpu"),
+    ],
+)
+def test_a_given_result_must_fit(out: Tensor, error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=f"^out: expected .*{expected}"):
+        scale(torch.ones(4), 2.0, out)
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
