@@ -206,6 +206,7 @@ test_bad_input = tiers.bad_input(
         ({"recipe_a": 128}, TypeError, "^recipe_a"),
         ({"recipe": (1.0, 128.0, 128.0)}, TypeError, "^recipe: expected a tuple of int"),
         ({"recipe_b": (True, 128)}, TypeError, "^recipe_b"),
+        ({"recipe": (1, 128, 128), "recipe_a": (1, 128)}, ValueError, "^recipe_a"),
         ({"recipe": (1, 128, 128), "recipe_b": (128, 128)}, ValueError, "^recipe_b"),
         ({"compiled_dims": "nope"}, ValueError, "^compiled_dims: expected letters of 'mnk', got 'nope'"),
     ],

@@ -101,6 +101,7 @@ SPEC = OpSpec(
 test_tiers = tiers.tests(SPEC)
 
 KS = [128, 0, 256]
+ENDS = torch.tensor([128, 128, 384], dtype=torch.int32)
 A = (e4m3(16, 384, device="cpu"), torch.rand(3, 16) + 0.5)
 B = (e4m3(32, 384, device="cpu"), torch.rand(3, 32) + 0.5)
 
@@ -110,8 +111,7 @@ def test_both_forms_against_a_float64_product() -> None:
     a, b = (x.double() * sf.t().double().repeat_interleave(128, 1) for x, sf in (A, B))
     for group, channels in enumerate((slice(0, 128), slice(0, 0), slice(128, 384))):
         assert calc_diff(d[group], a[:, channels] @ b[:, channels].T) < 1e-7
-    ends = torch.tensor([128, 128, 384], dtype=torch.int32)
-    assert_equal(tk_gemm.k_grouped_fp8_gemm_nt_contiguous(A, B, None, ends), d)
+    assert_equal(tk_gemm.k_grouped_fp8_gemm_nt_contiguous(A, B, None, ENDS), d)
     flat = []
     for data, sf in (A, B):
         parts = [data[:, :128].reshape(-1), data[:, 128:].reshape(-1)]
@@ -200,13 +200,16 @@ test_bad_input = tiers.bad_input(
         ({"ks": [128, 0, 128]}, ValueError, "^ks"),
         ({"ks": [64, 64, 256]}, ValueError, r"^ks\[0\]"),
         ({"ks": [-128, 256, 256]}, ValueError, r"^ks\[0\]"),
-        ({"ks": []}, ValueError, "^ks"),
+        ({"ks": []}, ValueError, "^ks: .*one group"),
+        ({"ks": torch.empty(0, dtype=torch.int32)}, ValueError, "^ks: .*one group"),
+        ({"ks": ENDS, "grouped_layout": ENDS}, ValueError, "^grouped_layout: .*None"),
         ({"ks": 384}, TypeError, "^ks"),
         ({"ks": torch.tensor([128, 128, 384])}, TypeError, "^ks"),
         ({"grouped_layout": torch.zeros(2, dtype=torch.int32)}, ValueError, "^grouped_layout"),
         ({"d": torch.empty(2, 16, 32)}, ValueError, "^d"),
         ({"recipe": (1, 128, 128)}, ValueError, "^recipe"),
         ({"recipe": None}, TypeError, "^recipe"),
+        ({"a": (A[0].flatten().view(torch.int8), A[1].t())}, TypeError, r"^a\[0\]"),
         ({"a": (A[0].flatten()[:-128], A[1].t())}, ValueError, r"^a\[0\]"),
         ({"a": (A[0].flatten(), A[1].t())}, ValueError, r"^b\[0\]"),
     ],

@@ -75,6 +75,7 @@ test_bad_input = tiers.bad_input(
     {"a": A, "b": B, "d": None, "grouped_layout": LAYOUT},
     [
         ({"b": B[:, :, :32]}, ValueError, "^b"),
+        ({"b": B[:0]}, ValueError, "^b: .*one group"),
         ({"d": A[:, :8]}, ValueError, "^d"),
         ({"grouped_layout": LAYOUT[1:]}, ValueError, "^grouped_layout"),
     ],

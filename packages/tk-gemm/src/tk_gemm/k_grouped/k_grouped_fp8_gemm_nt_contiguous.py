@@ -68,8 +68,6 @@ def _operand(
     check.require(is_whole, f"{name}[0]", "{} rows of a multiple of {} elements", data.numel(), num_rows, BLOCK)
     is_packed = isinstance(sf, torch.Tensor) and sf.dtype is torch.int32
     num_factors = ceil_div(total, 4 * BLOCK) if is_packed else total // BLOCK
-    shape = (num_rows, num_factors) if is_flat else (num_factors, num_rows)
-    check.tensor(f"{name}[1]", sf, dtypes, shape, layout="any", device=data.device)
     factors = (f"{name}[1] transposed", sf.t()) if is_flat else (f"{name}[1]", sf)
     matrix(*factors, dtypes, (num_factors, num_rows), data.device)
     return data, sf, num_rows, total
