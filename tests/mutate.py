@@ -29,6 +29,7 @@ import torch
 import torch._dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 
+import tk_core.testing.specs
 from tk_core.testing import OpSpec, load_specs
 from tk_core.testing.trees import storage_bytes, tensors
 
@@ -243,6 +244,7 @@ def run_tests(mutation: Mutation, ops: Sequence[Op], kind: str) -> int:
     """pytest's exit code for the tests of these ops with the mutation made."""
     mutation.apply()
     own, others = [*dict.fromkeys(op.tests for op in ops)], []
+    package = mutation.op.name.partition(".")[0]
     options = ["-n0", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu and not compile"]
     options += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     if kind == "fakes":
@@ -252,10 +254,15 @@ def run_tests(mutation: Mutation, ops: Sequence[Op], kind: str) -> int:
     if kind == "checks":
         options += ["-k", "not test_tiers"]  # all of its input is good
         others = [f"{ROOT}/tests/test_bad_arguments.py::test_bad_arguments[{op.name}]" for op in ops]
-        package = mutation.op.name.partition(".")[0].replace("_", "-")
-        others += map(str, ROOT.glob(f"packages/{package}/tests/test_debug_mode.py"))
-    # The others' files import all packages' tests.
-    return pytest.main([*options, *own]) or (pytest.main([*options, *others]) if others else 0)
+        folder = ROOT / "packages" / package.replace("_", "-") / "tests"
+        texts = {str(file): file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py")}
+        others += [file for file, text in texts.items() if file not in own and any(op.name in text for op in ops)]
+    # Files for all ops need to import only this package's tests.
+    tk_core.testing.specs.packages = lambda: [package]
+    for files in filter(None, (own, others)):
+        if (code := pytest.main([*options, *files])) not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return code
+    return 0
 
 
 def main() -> int:
