@@ -103,6 +103,15 @@ def test_refuses_what_does_not_fit(name: str) -> None:
                 op(X, **kwargs, out=pair)
 
 
+@pytest.mark.parametrize(
+    ("flags", "error", "match"), [(COL_MAJOR, ValueError, "strides"), (PACKED, TypeError, "dtype")]
+)
+def test_refuses_sf_of_another_layout(flags: dict[str, bool], error: type[Exception], match: str) -> None:
+    sf = tk_quant.per_block_cast_with_sf_only(X, "e4m3", (1, 32), **flags)
+    with pytest.raises(error, match=f"^out_sf: expected {match}"):
+        tk_quant.per_block_cast_with_sf_only(X, "e4m3", (1, 32), out_sf=sf)
+
+
 def test_flags_in_the_order_of_both_versions() -> None:
     """TileKernels 1.0.0 has x_block_size before the flags, 2.1.0 has not."""
     expected = tk_quant.per_token_cast_with_sf_only(X, "e4m3", 32, **PACKED)

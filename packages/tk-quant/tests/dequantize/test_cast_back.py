@@ -582,6 +582,7 @@ test_bad_input = tiers.bad_input(
             ValueError,
             r"tensor_sf: expected a float32 tensor beside an x\[1\] of float8_e4m3fn",
         ),
+        ({"x": (X[0], X[1].to(E4M3)), "tensor_sf": ONE}, ValueError, r"x\[0\]: expected e2m1 beside"),
         ({"x": (FP4, X[1]), "tensor_sf": ONE}, ValueError, r"tensor_sf: expected None unless x\[1\] is float8_e4m3fn"),
         ({"x": (FP4, torch.ones(1, 1, 32, 4, 4).to(E8M0)), "tensor_sf": ONE}, ValueError, "tensor_sf: expected None"),
         ({"x": (FP4, X[1].to(E4M3)), "tensor_sf": torch.ones(2)}, ValueError, "tensor_sf: expected one element"),
