@@ -73,9 +73,18 @@ def tensors(values: Iterable[Any]) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             found += tensors(value)
     return found
+
+
+def first_tensor(values: Iterable[Any]) -> Tensor | None:
+    """The first of these tensors, if there is any."""
+    for value in values:
+        found = first_tensor(value) if isinstance(value, (list, tuple)) else value
+        if isinstance(found, Tensor):
+            return found
+    return None
 
 
 class FlatOperator:

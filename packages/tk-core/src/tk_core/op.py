@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from importlib.metadata import entry_points
+from operator import is_
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
@@ -45,7 +46,7 @@ from torch.nn import Parameter
 from tk_core import check, env, kernel, overlap, repeat, serving
 from tk_core.arch import UnsupportedArchError, get_arch
 from tk_core.compat import CompilationForbiddenError
-from tk_core.flat_operator import FlatOperator, tensors
+from tk_core.flat_operator import FlatOperator, first_tensor, tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -162,8 +163,10 @@ def _what_differentiates(package: str, name: str) -> str:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], x: Any) -> Any:
-    if isinstance(x, tuple | list):
-        return type(x)([_map_tensors(function, y) for y in x])
+    """x, or what it is with `function` applied to each of its tensors, if that changes any."""
+    if isinstance(x, (tuple, list)):
+        mapped = [_map_tensors(function, y) for y in x]
+        return x if all(map(is_, mapped, x)) else type(x)(mapped)
     return function(x) if type(x) in (Tensor, Parameter) and x.layout is torch.strided else x
 
 
@@ -259,7 +262,7 @@ class Op:
             call = self.bind(*args, **kwargs)
         except TypeError:  # Let the function itself say so.
             return self.function(*args, **kwargs)
-        first = next(iter(tensors(call)), None)
+        first = first_tensor(call)
         if first is not None and kernel.capturing():
             self._check_arch(first.device)
             with _within(_Call(lambda _: None)):
@@ -318,7 +321,7 @@ class Op:
     def _on_cuda(self, *flat: Any) -> None:
         *flat, results = flat
         call = self.operator.arguments(flat)
-        if serving.uses_reference(next(iter(tensors(call))).device):
+        if serving.uses_reference(first_tensor(call).device):
             self._check_memory(call, results)
             self._refer(call, results)
         else:
@@ -326,7 +329,7 @@ class Op:
 
     def _refer(self, call: Sequence[Any], results: list[Tensor]) -> None:
         """Let the reference write the results. Like a kernel, it runs without autograd and autocast."""
-        device = next(iter(tensors(call))).device
+        device = first_tensor(call).device
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             found = self._fresh(self._apply(self.reference, call), call)
             for out, x in zip(results, found, strict=True):
@@ -343,7 +346,7 @@ class Op:
 
     def _serve(self, call: list[Any], given: list[Tensor] | None) -> Any:
         """Run the function with its kernels on the GPU of its first tensor."""
-        device = next(iter(tensors(call))).device
+        device = first_tensor(call).device
         if device not in self._ready_devices:
             self._check_arch(device)
             self._ready_devices.add(device)
@@ -360,7 +363,7 @@ class Op:
             except RuntimeError:
                 # TileLang's host code rejects unusual strides of size-0 and size-1 dimensions before it launches.
                 usual = _map_tensors(_with_usual_strides, passed)
-                if all(x is y for x, y in zip(tensors(usual), tensors(passed))):
+                if all(map(is_, usual, passed)):
                     raise
                 return self._launch(call, given, usual, into)
 
@@ -374,14 +377,13 @@ class Op:
 
         with _within(_Call(check, None if into is None else iter(into))):
             result = self._apply(self.function, passed)
-        stand_ins = list(zip(tensors([call, given]), tensors([passed, into])))
-        if all(x is y for x, y in stand_ins):
+        if into is given and all(map(is_, passed, call)):
             return result
         written = [call[index] for index in self._written]
         for x, y in zip(tensors([written, given]), tensors([[passed[index] for index in self._written], into])):
             if x.data_ptr() != y.data_ptr():
                 x.copy_(y)
-        originals = {id(y): x for x, y in stand_ins}
+        originals = {id(y): x for x, y in zip(tensors([call, given]), tensors([passed, into]))}
         return repeat.map_items(lambda x: originals.get(id(x), x), result)
 
 
