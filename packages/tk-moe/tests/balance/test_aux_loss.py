@@ -132,6 +132,7 @@ def test_against_autograd(dtype: torch.dtype, rtol: float) -> None:
 GOOD = {"scores": torch.ones(4, 3), "fi": torch.ones(3), "alpha": 1.0}
 BAD = [
     ({"scores": torch.ones(4, 1025)}, ValueError, "scores.*1 to 1024"),
+    ({"scores": torch.ones(2**30 + 1, 3, device="meta")}, ValueError, "scores.*0 to 1073741824"),
     ({"fi": torch.ones(4)}, ValueError, "fi.*shape"),
 ]
 

@@ -108,6 +108,7 @@ test_bad_input = tiers.bad_input(
         "num_tp_ranks": 2,
     },
     [
+        ({"indices": torch.zeros(2**29 + 1, 2, dtype=torch.int64, device="meta")}, ValueError, "indices.*1073741824"),
         ({"n": 3}, ValueError, "n: expected 4 to"),
         ({"num_ep_ranks": 0}, ValueError, "num_ep_ranks"),
         ({"tp_rank": 2}, ValueError, "tp_rank: expected 0 to 1"),
