@@ -242,6 +242,17 @@ test_bad_input = tiers.bad_input(
 )
 
 
+def test_host_tables_and_their_scales_must_be_pinned() -> None:
+    with FakeTensorMode():
+        indices = torch.empty(3, 2, dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match=r"table: .*cuda.* or pinned host memory.*cpu, not pinned"):
+        tk_engram.engram_lookup(indices, TABLE)
+    codes = TABLE.to(E4M3)
+    codes.is_pinned = lambda: True
+    with pytest.raises(ValueError, match=r"table_sf: .*pinned"):
+        tk_engram.engram_lookup(indices, codes, table_sf=torch.ones(4, 2))
+
+
 def test_single_scales_may_have_any_stride() -> None:
     table, sf = torch.ones(4, 32).to(E4M3), torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     rows = torch.tensor([[3, 1]], dtype=torch.int32)

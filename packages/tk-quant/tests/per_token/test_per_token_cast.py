@@ -1032,6 +1032,7 @@ BAD_LAYOUTS = [
     ({**NVFP4, "fmt": "e4m3"}, ValueError, "fmt: expected 'e2m1' with tensor_sf, got 'e4m3'"),
     ({**NVFP4, "num_per_channels": 32}, ValueError, "num_per_channels: expected 16 with tensor_sf, got 32"),
     ({**NVFP4, "round_sf": True}, ValueError, "round_sf: expected False with tensor_sf"),
+    ({**NVFP4, "sf_clamp_min": 1.0}, ValueError, "sf_clamp_min: expected None with tensor_sf"),
     (
         {**NVFP4, "use_tma_aligned_col_major_sf": True},
         ValueError,
