@@ -124,6 +124,8 @@ class Function(torch.autograd.Function):
                     grads[i] = _to_parameter(grads[i], main_grads.get(name), dtype)
             return *grads, *nothing[len(grads) :]
 
+        # torch asks for it in each call.
+        forward.__signature__ = inspect.signature(forward)
         cls.call = staticmethod(call)
         cls.forward, cls.setup_context = staticmethod(forward), staticmethod(setup_context)
         cls.backward = staticmethod(_once_differentiable(backward))

@@ -142,8 +142,9 @@ def _weight_product(d_y: Pair, x: Pair, ends: Tensor | None, main_grad: Tensor |
     # torch.compile can't see whether main_grad begins on 16 bytes, as the products need it.
     if torch.compiler.is_compiling() or main_grad.storage_offset() % 4:
         _add_weight_product(d_y, x, ends, main_grad)
-        return main_grad
-    return _column_product(d_y, x, ends, main_grad)
+    else:
+        _column_product(d_y, x, ends, main_grad)
+    return main_grad
 
 
 @op(writes=("main_grad",), reference=lambda d_y, x, ends, main_grad: main_grad.add_(_column_product(d_y, x, ends)))
@@ -154,13 +155,11 @@ def _add_weight_product(d_y: Pair, x: Pair, ends: Tensor | None, main_grad: Tens
 
 
 def _column_product(d_y: Pair, x: Pair, ends: Tensor | None, d: Tensor | None = None) -> Tensor:
-    c = d
     if ends is not None:
-        return tk_gemm.k_grouped_fp8_gemm_nt_contiguous(d_y, x, d, ends, c=c)
-    if d is None:
-        d = d_y[0].new_empty((len(d_y[0]), len(x[0])), dtype=torch.float32)
-    # Factors are (rows / 128, channels).
-    return tk_gemm.fp8_gemm_nt((d_y[0], d_y[1].t()), (x[0], x[1].t()), d, c, recipe=(1, 1, BLOCK))
+        return tk_gemm.k_grouped_fp8_gemm_nt_contiguous(d_y, x, d, ends, c=d)
+    # A group of all rows: fp8_gemm_nt would do the same, but fill such a tensor itself, and so not be repeated.
+    ends = d_y[0].new_full((1,), d_y[0].shape[1], dtype=torch.int32)
+    return _column_product(d_y, x, ends, None if d is None else d.unsqueeze(0)).squeeze(0)
 
 
 def _casts(

@@ -47,4 +47,5 @@ def transposed(weight: Pair) -> Pair:
     """Transpose the result of `cast_weight` to (…, in_features, out_features): the same values."""
     data, sf = weight
     transpose = tk_quant.transpose if data.dim() == 2 else tk_quant.batched_transpose
-    return transpose(data), sf.mT
+    # A product copies factors that are not contiguous, and a call that copies is not repeated.
+    return transpose(data), sf.mT.contiguous()
