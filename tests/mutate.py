@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import random
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,8 @@ from tk_core.testing.trees import storage_bytes, tensors
 ROOT = Path(__file__).resolve().parents[1]
 # Exit code of a fork in which an exception left the script, not a test.
 _NOT_MADE = 70
+# Without its check a size of 2**31 may take more memory than there is.
+_MOST_BYTES = 16 << 30
 
 
 class Op(NamedTuple):
@@ -62,6 +65,7 @@ def in_child(function: Callable[[], int], output: Path) -> int:
     sys.stdout.flush()
     if (pid := os.fork()) == 0:
         signal.alarm(600)
+        resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
         sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
@@ -256,7 +260,8 @@ def run_tests(mutation: Mutation, ops: Sequence[Op], kind: str) -> int:
         others = [f"{ROOT}/tests/test_bad_arguments.py::test_bad_arguments[{op.name}]" for op in ops]
         folder = ROOT / "packages" / package.replace("_", "-") / "tests"
         texts = {str(file): file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py")}
-        others += [file for file, text in texts.items() if file not in own and any(op.name in text for op in ops)]
+        names = [mutation.what.partition(":")[0], *(op.name for op in ops)]
+        others += [file for file, text in texts.items() if file not in own and any(name in text for name in names)]
     # Files for all ops need to import only this package's tests.
     tk_core.testing.specs.packages = lambda: [package]
     for files in filter(None, (own, others)):
