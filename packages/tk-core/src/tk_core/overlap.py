@@ -37,9 +37,13 @@ def _repeats(x: Tensor) -> bool:
 
 
 def named(names: Sequence[str], args: Sequence[Any]) -> list[tuple[str, Tensor]]:
-    """The tensors among arguments, those in lists too, with their names: "x", or "xs[1]" for one in the list xs."""
+    """The tensors among arguments, those in lists too, with their names: "x", or "xs[1]" for one in the list xs.
+
+    A parameter x_, which an op has beside x for an argument that some calls write, is named x, too.
+    """
     found = []
     for name, x in zip(names, args):
+        name = name.rstrip("_")
         each = [(f"{name}[{i}]", y) for i, y in enumerate(x)] if isinstance(x, _LISTS) else [(name, x)]
         found += [(label, y) for label, y in each if isinstance(y, Tensor)]
     return found

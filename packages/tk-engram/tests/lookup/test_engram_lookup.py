@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tk_engram
+from tk_core import backend
 from tk_core.arch import ARCHS
 from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 from tk_core.testing.usage import resource_usage
@@ -251,6 +252,8 @@ def test_host_tables_and_their_scales_must_be_pinned() -> None:
     codes.is_pinned = lambda: True
     with pytest.raises(ValueError, match=r"table_sf: .*pinned"):
         tk_engram.engram_lookup(indices, codes, table_sf=torch.ones(4, 2))
+    with backend("reference"), FakeTensorMode(allow_non_fake_inputs=True):  # which takes any scales
+        assert tk_engram.engram_lookup(indices, codes, table_sf=torch.ones(4, 2)).shape == (3, 2, 64)
 
 
 def test_single_scales_may_have_any_stride() -> None:

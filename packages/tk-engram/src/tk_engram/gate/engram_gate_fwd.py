@@ -161,13 +161,13 @@ def _engram_gate_fwd_kernel(
 
 
 @op(
-    writes=("hidden_states",),
-    aligned=("x", "hidden_states", "weight_fused"),
+    writes=("hidden_states_",),
+    aligned=("hidden_states", "hidden_states_", "weight_fused"),
     reference="gate.engram_gate_fwd.engram_gate_fwd_into",
 )
 def _engram_gate_fwd(
-    x: Tensor | None,
     hidden_states: Tensor | None,
+    hidden_states_: Tensor | None,
     k: Tensor,
     v: Tensor,
     weight_fused: Tensor,
@@ -178,13 +178,13 @@ def _engram_gate_fwd(
     image_token_mask: Tensor | None,
     add_residual: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The streams are x, or hidden_states, into which the result is written then."""
-    streams = hidden_states if x is None else x
+    """The streams are hidden_states, or hidden_states_, into which the result is written then."""
+    streams = hidden_states_ if hidden_states is None else hidden_states
     num_tokens, mhc_mult, hidden = shape = check_streams("hidden_states", streams)
     check_inputs(k, v, weight_fused, image_token_mask, shape, streams.device)
     check.number("eps", eps, at_least=0)
     check.number("clamp_value", clamp_value, at_least=0)
-    out = streams if x is None else new(x.new_empty, shape)
+    out = streams if hidden_states is None else new(streams.new_empty, shape)
     saved: tuple[Tensor | None, ...] = (None,) * 4
     if save_for_backward:
         saved = tuple(new(weight_fused.new_empty, (num_tokens, mhc_mult)) for _ in range(4))

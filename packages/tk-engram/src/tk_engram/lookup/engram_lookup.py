@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from tk_core import check
+from tk_core import check, serving
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import given_or_new, launching, op
@@ -147,8 +147,9 @@ def _is_pinned(device: torch.device, table: Tensor, table_sf: Tensor | None) -> 
     check.require(table.is_cpu and device.type == "cuda", "table", expected, f"{table.device}")
     if not is_compiling() and type(table) in (Tensor, Parameter):
         check.require(table.is_pinned(), "table", expected, f"{table.device}, not pinned")
-        sf_is_pinned = table_sf is None or table_sf.is_pinned()
-        check.require(sf_is_pinned, "table_sf", "pinned host memory, as table", "memory that is not pinned")
+        # The reference takes any scales.
+        is_read = table_sf is None or table_sf.is_pinned() or serving.uses_reference(device)
+        check.require(is_read, "table_sf", "pinned host memory, as table", "memory that is not pinned")
     return True
 
 
@@ -169,7 +170,8 @@ def engram_lookup(
         table: bfloat16 or float8_e4m3fn (R, D), D a multiple of 32; rows may be strided. Fast where they begin at
             multiples of 16 bytes, or 8 for e4m3.
         table_sf: for e4m3, and only there, (R, D / 32): float32, or uint8 exponents, b for 2^(b - 127), 255 for NaN. On
-            the table's device; rows may be strided, so that a row's codes and exponents can lie side by side.
+            the table's device, where kernels need it pinned like the table; rows may be strided, so that a row's codes
+            and exponents can lie side by side.
         out: bfloat16 (T, C, D), contiguous, to be written, overlapping no other argument; None for a new tensor.
 
     Returns:

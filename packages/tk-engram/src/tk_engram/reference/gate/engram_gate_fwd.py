@@ -43,7 +43,9 @@ def engram_gate_fwd(
 
 
 def engram_gate_fwd_into(
-    x: Tensor | None, hidden_states: Tensor | None, *inputs: Any, **options: Any
+    hidden_states: Tensor | None, hidden_states_: Tensor | None, *inputs: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """`engram_gate_fwd` of x, or of hidden_states and in place."""
-    return engram_gate_fwd(hidden_states if x is None else x, *inputs, inplace=x is None, **options)
+    """`engram_gate_fwd` of hidden_states, or of hidden_states_ and in place."""
+    if hidden_states is None:
+        return engram_gate_fwd(hidden_states_, *inputs, inplace=True, **options)
+    return engram_gate_fwd(hidden_states, *inputs, **options)
