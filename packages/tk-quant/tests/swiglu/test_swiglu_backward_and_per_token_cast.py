@@ -508,5 +508,10 @@ test_bad_input = tiers.bad_input(
             r"token_topk_to_pos: expected shape \(8, 1\)",
         ),
         ({"num_per_channels": 64}, ValueError, "num_per_channels: expected one of 32, 128, got 64"),
+        (
+            {**make((9,), 64, 32)("meta"), "weight": torch.empty(2**31, 1, device="meta")},
+            ValueError,
+            "weight: .*at most",
+        ),
     ],
 )
