@@ -52,6 +52,7 @@ def test_recipes(recipe: tuple[int, ...], is_sfa: bool, per_row: bool) -> None:
         (TypeError, "recipe", {"recipe": 128}),
         (ValueError, "num_groups", {"num_groups": 0}),
         (TypeError, "is_sfa", {"is_sfa": 1}),
+        (TypeError, "disable_ue8m0_cast", {"disable_ue8m0_cast": 1}),
     ],
 )
 def test_bad_input(error: type[Exception], name: str, changes: dict[str, Any]) -> None:
