@@ -29,7 +29,7 @@ def topk_gate_with_weights(
     topk_idx, topk_weights = tk_moe.topk_gate_with_weights(
         *(_detached(logits), num_topk, scoring_func, bias, renormalize, routed_scaling_factor, mask, idx_dtype)
     )
-    return topk_idx, _with_gradient(logits, topk_idx, topk_weights, scoring_func, renormalize, routed_scaling_factor)
+    return topk_idx, _GateWeights.call(logits, topk_idx, topk_weights, scoring_func, renormalize, routed_scaling_factor)
 
 
 def hash_gate(
@@ -46,7 +46,7 @@ def hash_gate(
     topk_idx, topk_weights = tk_moe.hash_gate(
         *(token_ids, table, _detached(logits), scoring_func, renormalize, routed_scaling_factor, mask, idx_dtype)
     )
-    return topk_idx, _with_gradient(logits, topk_idx, topk_weights, scoring_func, renormalize, routed_scaling_factor)
+    return topk_idx, _GateWeights.call(logits, topk_idx, topk_weights, scoring_func, renormalize, routed_scaling_factor)
 
 
 def top2_sum_gate(
@@ -90,7 +90,7 @@ def top2_sum_gate(
             experts = torch.where(fix_routing_mask.unsqueeze(1), experts.clamp(min=0), experts)
         if mask is not None:
             experts = torch.where(mask.unsqueeze(1), experts, -1)
-    return topk_idx, _with_gradient(logits, experts, topk_weights, scoring_func, True, routed_scaling_factor)
+    return topk_idx, _GateWeights.call(logits, experts, topk_weights, scoring_func, True, routed_scaling_factor)
 
 
 def _detached(logits: Tensor) -> Tensor:
@@ -98,19 +98,9 @@ def _detached(logits: Tensor) -> Tensor:
     return logits.detach()
 
 
-def _with_gradient(
-    logits: Tensor,
-    experts: Tensor,
-    topk_weights: Tensor,
-    scoring_func: ScoringFunc | str,
-    renormalize: bool,
-    routed_scaling_factor: float,
-) -> Tensor:
-    """A gate's weights as a differentiable function of its logits."""
-    return _GateWeights.call(logits, experts, topk_weights, scoring_func, renormalize, routed_scaling_factor)
-
-
 class _GateWeights(Function):
+    """A gate's weights as a differentiable function of its logits."""
+
     saves = ("logits", "experts", "scoring_func", "renormalize", "routed_scaling_factor")
 
     @staticmethod
