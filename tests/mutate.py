@@ -260,7 +260,8 @@ def run_tests(mutation: Mutation, ops: Sequence[Op], kind: str) -> int:
         others = [f"{ROOT}/tests/test_bad_arguments.py::test_bad_arguments[{op.name}]" for op in ops]
         folder = ROOT / "packages" / package.replace("_", "-") / "tests"
         texts = {str(file): file.read_text(encoding="utf-8") for file in folder.rglob("test_*.py")}
-        names = [mutation.what.partition(":")[0], *(op.name for op in ops)]
+        module = mutation.what.partition(":")[0]
+        names = [module, f"{package}.{module.rpartition('.')[2]}", *(op.name for op in ops)]
         others += [file for file, text in texts.items() if file not in own and any(name in text for name in names)]
     # Files for all ops need to import only this package's tests.
     tk_core.testing.specs.packages = lambda: [package]
