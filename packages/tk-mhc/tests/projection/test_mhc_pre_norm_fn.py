@@ -180,7 +180,6 @@ test_bad_input = tiers.bad_input(
         ({"residual": torch.ones(3, 4, 8256).bfloat16()}, ValueError, "hidden.*residual.*64 to 8192"),
         ({"mhc_fn": torch.ones(8, 256)}, ValueError, "mhc_fn"),
         ({"mhc_norm_eps": -1.0}, ValueError, "mhc_norm_eps.*at least 0"),
-        ({"n_splits": 0}, ValueError, "n_splits.*at least 1"),
     ],
 )
 
