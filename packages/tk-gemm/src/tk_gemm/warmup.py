@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -59,7 +59,7 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _bf16_calls(profile, num_tokens)
 
 
-def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple[int, dict[str, torch.Tensor | None]]]:
     """Rows of all experts together, and the arguments of gradients of this shape other than the operands."""
     if profile.training:
         ends = empty(profile.num_experts, dtype=torch.int32)
@@ -95,7 +95,9 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
                 yield call(gemm.k_grouped_fp8_gemm_nt_contiguous, a, b, **arguments)
 
 
-def _swiglu_options(profile: Profile, num_rows: int) -> Iterator[tuple[Any, ...]]:
+def _swiglu_options(
+    profile: Profile, num_rows: int
+) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, float | None]]:
     """pos_to_token_topk, topk_weights, swiglu_clamp_value."""
     weighted = empty(num_rows, dtype=torch.int32), empty(1, 1)
     for clamps, maps in product(profile.swiglu_clamps, ((None, None), weighted)):

@@ -5,23 +5,23 @@ import weakref
 import pytest
 import torch
 
-from tk_gemm.lib import k_groups
+from tk_gemm import k_grouped
 
 
 def test_sums_of_sizes_are_made_once() -> None:
     cpu = torch.device("cpu")
-    sums = k_groups.ends_of([128, 0, 256], cpu)
+    sums = k_grouped._ends_of([128, 0, 256], cpu)
     assert sums.dtype is torch.int32
     assert sums.tolist() == [128, 128, 384]
-    assert k_groups.ends_of([128, 0, 256], cpu) is sums
-    assert k_groups.ends_of(sums, cpu) is sums
+    assert k_grouped._ends_of([128, 0, 256], cpu) is sums
+    assert k_grouped._ends_of(sums, cpu) is sums
 
 
 @pytest.mark.gpu
 def test_sums_in_a_graph_outlive_the_cache() -> None:
     cuda = torch.device("cuda")
-    k_groups.ends_of([128, 256], cuda)
+    k_grouped._ends_of([128, 256], cuda)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        sums = weakref.ref(k_groups.ends_of([128, 256], cuda))
-    k_groups._sums.cache_clear()
+        sums = weakref.ref(k_grouped._ends_of([128, 256], cuda))
+    k_grouped._sums.cache_clear()
     assert sums() is not None

@@ -2,8 +2,10 @@
 
 import torch
 
+from tk_gemm.reference.products import Pair
 
-def interleave_gate_and_up(b: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+
+def interleave_gate_and_up(b: Pair) -> Pair:
     """Rows [gate | up] of each group in runs of 128: gate, up, gate, … See tk_gemm.interleave_gate_and_up."""
     data, sf = b
     num_groups, num_rows, num_channels = data.shape

@@ -5,15 +5,20 @@ does not depend on the other rows, nor on how torch multiplies matrices.
 """
 
 import torch
+from torch import Tensor
 
 from tk_core.reference.scales import unpack_scales
 
-BLOCK = 128
+Pair = tuple[Tensor, Tensor]
+Recipe = tuple[int, int, int]
+SideRecipe = tuple[int, int]
+
+BLOCK = 128  # channels, or rows of weights, of a factor; groups begin at multiples of it
 # Temporaries of a product take about 20 bytes an element; this bounds them at 350 MB.
 _MAX_ELEMENTS = 1 << 24
 
 
-def fp8_product(a: torch.Tensor, a_sf: torch.Tensor, b: torch.Tensor, b_sf: torch.Tensor) -> torch.Tensor:
+def fp8_product(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
     """A·Bᵀ, float32 (M, N), of e4m3 a (M, K) and b (N, K) with factors (M, K/128), (N, K/128), float32 or packed.
 
     For each block of 128 along K, in order: acc = fma(a_sf · b_sf, partial, acc), with a_sf · b_sf and the exact sum of
@@ -34,7 +39,7 @@ def fp8_product(a: torch.Tensor, a_sf: torch.Tensor, b: torch.Tensor, b_sf: torc
     return out
 
 
-def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def bf16_product(a: Tensor, b: Tensor) -> Tensor:
     """A·Bᵀ, float32 (M, N), of bfloat16 a (M, K) and b (N, K): summed in float64, rounded once."""
     num_rows, num_cols = a.shape[0], b.shape[0]
     out = torch.empty((num_rows, num_cols), dtype=torch.float32, device=a.device)
@@ -46,14 +51,12 @@ def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def weight_factors(sf: torch.Tensor, num_rows: int) -> torch.Tensor:
+def weight_factors(sf: Tensor, num_rows: int) -> Tensor:
     """Factors (⌈N/128⌉, K/128) of 128 × 128 blocks, one for each of the N rows: (N, K/128)."""
     return sf.repeat_interleave(BLOCK, dim=0)[:num_rows]
 
 
-def finish(
-    product: torch.Tensor, d: torch.Tensor | None, c: torch.Tensor | None, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
+def finish(product: Tensor, d: Tensor | None, c: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The product plus c, written into d, or into a new tensor of c's dtype, or of `dtype` without c."""
     if c is not None:
         product = product + c.float()

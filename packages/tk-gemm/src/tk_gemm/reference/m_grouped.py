@@ -1,0 +1,206 @@
+"""References of the products of rows grouped by expert."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tk_core.math import align
+from tk_core.reference.scales import pack_scales
+from tk_core.scales import ScaleLayout
+from tk_gemm.reference.products import BLOCK, Pair, Recipe, SideRecipe, bf16_product, fp8_product, weight_factors
+
+_LARGEST = 448.0
+_LEAST_AMAX = 1e-4
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    d: Tensor | None,
+    grouped_layout: Tensor,
+    recipe: Recipe | None = None,
+    recipe_a: SideRecipe | None = None,
+    recipe_b: SideRecipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> Tensor:
+    """D[r] = A[r]·B[group of r]ᵀ, zeros in rows of no group. See tk_gemm.m_grouped_fp8_gemm_nt_contiguous."""
+    (data, sf), (b_data, b_sf) = a, b
+    num_groups, num_cols, _ = b_data.shape
+    if d is None:
+        d = data.new_empty((data.shape[0], num_cols), dtype=torch.bfloat16)
+    d.zero_()
+    for group, rows in _rows_of_groups(grouped_layout, data.shape[0], num_groups, use_psum_layout):
+        # Rows are selected as bytes: not every device can index float8.
+        selected = data.view(torch.uint8)[rows].view(data.dtype)
+        factors = weight_factors(b_sf[group], num_cols)
+        d[rows] = fp8_product(selected, sf[rows], b_data[group], factors).to(d.dtype)
+    return d
+
+
+def m_grouped_fp8_gemm_nn_contiguous(
+    a: Pair,
+    b: Pair,
+    d: Tensor | None,
+    grouped_layout: Tensor,
+    recipe: Recipe | None = None,
+    recipe_a: SideRecipe | None = None,
+    recipe_b: SideRecipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> Tensor:
+    """`m_grouped_fp8_gemm_nt_contiguous` of b (G, K, N)."""
+    b = b[0].mT, b[1].mT
+    recipes, unused = (recipe, recipe_a, recipe_b), (compiled_dims, disable_ue8m0_cast)
+    grouping = use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout
+    return m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout, *recipes, *unused, *grouping)
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Pair,
+    b: Pair,
+    d: Tensor | None,
+    masked_m: Tensor,
+    expected_m: int,
+    recipe: Recipe | None = None,
+    recipe_a: SideRecipe | None = None,
+    recipe_b: SideRecipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> Tensor:
+    """D[g, r] = A[g, r]·B[g]ᵀ for r < masked_m[g]; other rows stay. See tk_gemm.m_grouped_fp8_gemm_nt_masked."""
+    (data, sf), (b_data, b_sf) = a, b
+    num_groups, max_m, _ = data.shape
+    num_cols = b_data.shape[1]
+    if d is None:
+        d = data.new_empty((num_groups, max_m, num_cols), dtype=torch.bfloat16)
+    for group, count in enumerate(masked_m.clamp(0, max_m).tolist()):
+        factors = weight_factors(b_sf[group], num_cols)
+        d[group, :count] = fp8_product(data[group, :count], sf[group, :count], b_data[group], factors).to(d.dtype)
+    return d
+
+
+def m_grouped_fp8_gemm_swiglu_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    grouped_layout: Tensor,
+    pos_to_token_topk: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    swiglu_clamp_value: float | None = None,
+    use_psum_layout: bool = False,
+) -> Pair:
+    """SwiGLU and cast of the grouped product. See tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous."""
+    (data, sf), (b_data, b_sf) = a, b
+    num_rows, (num_groups, num_cols, _) = data.shape[0], b_data.shape
+    out = torch.zeros((num_rows, num_cols // 2), dtype=torch.float32, device=data.device)
+    is_real = torch.zeros(num_rows, dtype=torch.bool, device=data.device)
+    for group, rows in _rows_of_groups(grouped_layout, num_rows, num_groups, use_psum_layout):
+        selected = data.view(torch.uint8)[rows].view(data.dtype)
+        product = fp8_product(selected, sf[rows], b_data[group], weight_factors(b_sf[group], num_cols))
+        runs = product.view(rows.numel(), num_cols // (2 * BLOCK), 2, BLOCK)
+        gate, up = runs[:, :, 0].flatten(1), runs[:, :, 1].flatten(1)
+        if swiglu_clamp_value is not None:
+            gate = gate.clamp(max=swiglu_clamp_value)
+            up = up.clamp(-swiglu_clamp_value, swiglu_clamp_value)
+        out[rows] = gate / (1 + torch.exp(-gate)) * up
+        is_real[rows] = True
+    if pos_to_token_topk is not None and topk_weights is not None:
+        pairs = pos_to_token_topk.long()
+        is_real &= (pairs >= 0) & (pairs < topk_weights.numel())
+        weights = torch.cat([topk_weights.flatten(), topk_weights.new_zeros(1)])
+        out = out * weights[torch.where(is_real, pairs, topk_weights.numel())].unsqueeze(1)
+    blocks = out.unflatten(1, (num_cols // (2 * BLOCK), BLOCK))
+    amax = blocks.abs().amax(dim=2).clamp(min=_LEAST_AMAX)
+    # A tensor, as torch on CUDA divides by a number through its reciprocal.
+    largest = torch.full_like(amax, _LARGEST)
+    factors, scale, layout = amax / largest, largest / amax, ScaleLayout.COL_MAJOR
+    if sf.dtype is torch.int32:
+        factors, layout = _least_power_of_two(factors), ScaleLayout.PACKED_UE8M0
+        scale = 1 / factors
+    values = (blocks * scale.unsqueeze(2)).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    codes = values.flatten(1).view(torch.uint8).masked_fill(~is_real.unsqueeze(1), 0)
+    factors = factors.masked_fill(~is_real.unsqueeze(1), 0)
+    return codes.view(torch.float8_e4m3fn), pack_scales(factors, layout)
+
+
+def _least_power_of_two(x: Tensor) -> Tensor:
+    """The least power of two that is at least x, a positive normal number; infinity and NaN stay."""
+    mantissa, exponent = torch.frexp(x)  # mantissa from 0.5 to below 1
+    power = torch.ldexp(torch.ones_like(x), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return torch.where(x.isfinite(), power, x)
+
+
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor | None,
+    grouped_layout: Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> Tensor:
+    """D[r] = A[r]·B[group of r]ᵀ, zeros in rows of no group. See tk_gemm.m_grouped_bf16_gemm_nt_contiguous."""
+    num_groups, num_cols, _ = b.shape
+    if d is None:
+        d = a.new_empty((a.shape[0], num_cols))
+    d.zero_()
+    for group, rows in _rows_of_groups(grouped_layout, a.shape[0], num_groups, use_psum_layout):
+        d[rows] = bf16_product(a[rows], b[group]).to(d.dtype)
+    return d
+
+
+def m_grouped_bf16_gemm_nn_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor | None,
+    grouped_layout: Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> Tensor:
+    """`m_grouped_bf16_gemm_nt_contiguous` of b (G, K, N)."""
+    grouping = use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout
+    return m_grouped_bf16_gemm_nt_contiguous(a, b.mT, d, grouped_layout, compiled_dims, *grouping)
+
+
+def m_grouped_bf16_gemm_nt_masked(
+    a: Tensor, b: Tensor, d: Tensor | None, masked_m: Tensor, expected_m: int, compiled_dims: str = "nk"
+) -> Tensor:
+    """D[g, r] = A[g, r]·B[g]ᵀ for r < masked_m[g]; other rows stay. See tk_gemm.m_grouped_bf16_gemm_nt_masked."""
+    num_groups, max_m, _ = a.shape
+    if d is None:
+        d = a.new_empty((num_groups, max_m, b.shape[1]))
+    for group, count in enumerate(masked_m.clamp(0, max_m).tolist()):
+        d[group, :count] = bf16_product(a[group, :count], b[group]).to(d.dtype)
+    return d
+
+
+def _rows_of_groups(
+    grouped_layout: Tensor, num_rows: int, num_groups: int, use_psum_layout: bool
+) -> Iterator[tuple[int, Tensor]]:
+    """`(group, its rows)` of the groups that have rows; rows are int64 indices."""
+    if use_psum_layout:
+        for group, (first, end) in enumerate(_psum_ranges(grouped_layout, num_rows)):
+            if first < end:
+                yield group, torch.arange(first, end, device=grouped_layout.device)
+        return
+    for group in range(num_groups):
+        rows = (grouped_layout == group).nonzero().flatten()
+        if rows.numel():
+            yield group, rows
+
+
+def _psum_ranges(psum: Tensor, num_rows: int) -> list[tuple[int, int]]:
+    """`(first, end)` of each group: from the aligned end of the group before to psum[group], both at most num_rows."""
+    ends = psum.tolist()
+    firsts = [0, *(align(end, BLOCK) for end in ends[:-1])]
+    return [(min(first, num_rows), min(end, num_rows)) for first, end in zip(firsts, ends)]
