@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tk_gemm.reference.products import Pair, Recipe, SideRecipe, bf16_product, finish, fp8_product, weight_factors
+from tk_gemm.reference.products import Pair, Recipe, SideRecipe, bf16_product, finish, fp8_product
 
 
 def fp8_gemm_nt(
@@ -19,9 +19,7 @@ def fp8_gemm_nt(
 ) -> Tensor:
     """D = A·Bᵀ + C of pairs a (M, K) and b (N, K). See tk_gemm.fp8_gemm_nt."""
     b_is_per_row = tuple(recipe or ()) == (1, 1, 128) or tuple(recipe_b or ()) == (1, 128)
-    b_sf = b[1] if b_is_per_row else weight_factors(b[1], b[0].shape[0])
-    dtype = torch.float32 if b_is_per_row else torch.bfloat16
-    return finish(fp8_product(*a, b[0], b_sf), d, c, dtype)
+    return finish(fp8_product(*a, *b), d, c, torch.float32 if b_is_per_row else torch.bfloat16)
 
 
 def fp8_gemm_nn(

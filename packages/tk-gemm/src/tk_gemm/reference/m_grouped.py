@@ -8,7 +8,7 @@ from torch import Tensor
 from tk_core.math import align
 from tk_core.reference.scales import pack_scales
 from tk_core.scales import ScaleLayout
-from tk_gemm.reference.products import BLOCK, Pair, Recipe, SideRecipe, bf16_product, fp8_product, weight_factors
+from tk_gemm.reference.products import BLOCK, Pair, Recipe, SideRecipe, bf16_product, fp8_product
 
 _LARGEST = 448.0
 _LEAST_AMAX = 1e-4
@@ -37,8 +37,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     for group, rows in _rows_of_groups(grouped_layout, data.shape[0], num_groups, use_psum_layout):
         # Rows are selected as bytes: not every device can index float8.
         selected = data.view(torch.uint8)[rows].view(data.dtype)
-        factors = weight_factors(b_sf[group], num_cols)
-        d[rows] = fp8_product(selected, sf[rows], b_data[group], factors).to(d.dtype)
+        d[rows] = fp8_product(selected, sf[rows], b_data[group], b_sf[group]).to(d.dtype)
     return d
 
 
@@ -78,12 +77,11 @@ def m_grouped_fp8_gemm_nt_masked(
     """D[g, r] = A[g, r]·B[g]ᵀ for r < masked_m[g]; other rows stay. See tk_gemm.m_grouped_fp8_gemm_nt_masked."""
     (data, sf), (b_data, b_sf) = a, b
     num_groups, max_m, _ = data.shape
-    num_cols = b_data.shape[1]
     if d is None:
-        d = data.new_empty((num_groups, max_m, num_cols), dtype=torch.bfloat16)
+        d = data.new_empty((num_groups, max_m, b_data.shape[1]), dtype=torch.bfloat16)
     for group, count in enumerate(masked_m.clamp(0, max_m).tolist()):
-        factors = weight_factors(b_sf[group], num_cols)
-        d[group, :count] = fp8_product(data[group, :count], sf[group, :count], b_data[group], factors).to(d.dtype)
+        product = fp8_product(data[group, :count], sf[group, :count], b_data[group], b_sf[group])
+        d[group, :count] = product.to(d.dtype)
     return d
 
 
@@ -103,7 +101,7 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
     is_real = torch.zeros(num_rows, dtype=torch.bool, device=data.device)
     for group, rows in _rows_of_groups(grouped_layout, num_rows, num_groups, use_psum_layout):
         selected = data.view(torch.uint8)[rows].view(data.dtype)
-        product = fp8_product(selected, sf[rows], b_data[group], weight_factors(b_sf[group], num_cols))
+        product = fp8_product(selected, sf[rows], b_data[group], b_sf[group])
         runs = product.view(rows.numel(), num_cols // (2 * BLOCK), 2, BLOCK)
         gate, up = runs[:, :, 0].flatten(1), runs[:, :, 1].flatten(1)
         if swiglu_clamp_value is not None:

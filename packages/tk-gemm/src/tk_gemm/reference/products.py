@@ -21,10 +21,13 @@ _MAX_ELEMENTS = 1 << 24
 def fp8_product(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
     """A·Bᵀ, float32 (M, N), of e4m3 a (M, K) and b (N, K) with factors (M, K/128), (N, K/128), float32 or packed.
 
+    b_sf may have a row for each 128 of b's: (⌈N/128⌉, K/128).
     For each block of 128 along K, in order: acc = fma(a_sf · b_sf, partial, acc), with a_sf · b_sf and the exact sum of
     the block rounded to float32 first. The multiply-add is rounded to float64 before float32.
     """
     num_rows, num_cols = a.shape[0], b.shape[0]
+    if b_sf.shape[0] != num_cols:
+        b_sf = b_sf.repeat_interleave(BLOCK, dim=0)[:num_cols]
     out = torch.zeros((num_rows, num_cols), dtype=torch.float32, device=a.device)
     a_sf, b_sf = (unpack_scales(sf, sf.shape[0], a.shape[1] // BLOCK) for sf in (a_sf, b_sf))
     step = max(1, _MAX_ELEMENTS // max(1, num_cols))
@@ -49,11 +52,6 @@ def bf16_product(a: Tensor, b: Tensor) -> Tensor:
         rows = slice(first, first + step)
         out[rows] = (a[rows].double() @ columns).float()
     return out
-
-
-def weight_factors(sf: Tensor, num_rows: int) -> Tensor:
-    """Factors (⌈N/128⌉, K/128) of 128 × 128 blocks, one for each of the N rows: (N, K/128)."""
-    return sf.repeat_interleave(BLOCK, dim=0)[:num_rows]
 
 
 def finish(product: Tensor, d: Tensor | None, c: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
