@@ -252,9 +252,9 @@ def only_per_block(recipe: Recipe | None, recipe_a: SideRecipe | None, recipe_b:
 
 def without_effect(
     compiled_dims: str,
-    disable_ue8m0_cast: bool = False,
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
+    disable_ue8m0_cast: bool = False,
 ) -> None:
     """Check arguments of DeepGEMM that have no effect in this package: compiled_dims is made of the letters m, n, k."""
     check.require_type(isinstance(compiled_dims, str), "compiled_dims", "a str", compiled_dims)

@@ -79,7 +79,7 @@ def fp8_gemm_nt(
             with packed ones, unless TK_BACKEND=reference.
     """
     b_is_per_row = is_per_row(recipe, recipe_a, recipe_b)
-    without_effect(compiled_dims, disable_ue8m0_cast)
+    without_effect(compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast)
     a_data, a_sf, b_data, b_sf, shape = fp8_operands(a, b, b_is_per_row=b_is_per_row)
     d = result(d, c, shape, a_data, FLOAT32 if b_is_per_row else BF16 + FLOAT32)
     if launching(d):

@@ -104,7 +104,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
             with packed ones, unless TK_BACKEND=reference.
     """
     only_per_block(recipe, recipe_a, recipe_b)
-    without_effect(compiled_dims, disable_ue8m0_cast, ensure_zero_padding, expected_m_for_psum_layout)
+    without_effect(compiled_dims, ensure_zero_padding, expected_m_for_psum_layout, disable_ue8m0_cast)
     a_data, a_sf, b_data, b_sf, shape = fp8_operands(a, b, groups=("G",))
     kind = check_grouped_layout(grouped_layout, use_psum_layout, a_data, b_data)
     d = result(d, None, shape, a_data, BF16)
@@ -180,7 +180,7 @@ def m_grouped_fp8_gemm_nt_masked(
             with packed ones, unless TK_BACKEND=reference.
     """
     only_per_block(recipe, recipe_a, recipe_b)
-    without_effect(compiled_dims, disable_ue8m0_cast)
+    without_effect(compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast)
     a_data, a_sf, b_data, b_sf, shape = fp8_operands(a, b, ("G", "M_max"))
     check_masked_m(masked_m, expected_m, a_data)
     d = result(d, None, shape, a_data, BF16)
@@ -306,7 +306,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    without_effect(compiled_dims, False, ensure_zero_padding, expected_m_for_psum_layout)
+    without_effect(compiled_dims, ensure_zero_padding, expected_m_for_psum_layout)
     x = bf16_operands(a, b, groups=("G",))
     kind = check_grouped_layout(grouped_layout, use_psum_layout, x.a, x.b)
     d = result(d, None, x.shape, x.a, BF16)
