@@ -11,11 +11,9 @@ import tk_gemm as gemm
 from tk_core.cli.profile import Call, call, empty
 from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout, empty_scales
+from tk_gemm.check import BLOCK, Pair
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 Weight = tuple[int, int]
-
-_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple
     """Rows of all experts together, and the arguments of gradients of this shape other than the operands."""
     if profile.training:
         ends = empty(profile.num_experts, dtype=torch.int32)
-        total = align(num_tokens * profile.num_topk, _BLOCK)
+        total = align(num_tokens * profile.num_topk, BLOCK)
         for dtype in profile.gradients:
             d = empty(profile.num_experts, *shape, dtype=dtype)
             yield from ((total, {"d": d, "ks": ends, "c": c}) for c in (None, d))
@@ -79,7 +77,7 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         for num_rows, groups, with_psum in _contiguous(profile, num_tokens):
             a = _activations(num_rows, num_channels, layout)
             yield call(gemm.m_grouped_fp8_gemm_nt_contiguous, a, b, None, groups, use_psum_layout=with_psum)
-            if profile.swiglu and num_cols % (2 * _BLOCK) == 0:
+            if profile.swiglu and num_cols % (2 * BLOCK) == 0:
                 for options in _swiglu_options(profile, num_rows):
                     yield call(gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, a, b, groups, *options, with_psum)
         for num_rows, grouping in _masked(profile, num_tokens):
@@ -142,22 +140,22 @@ def _results(profile: Profile, num_tokens: int, num_cols: int) -> Iterator[tuple
 
 def _activations(num_rows: int, num_channels: int, layout: str) -> Pair:
     data = empty(num_rows, num_channels, dtype=torch.float8_e4m3fn)
-    return data, empty_scales(data, num_rows, num_channels // _BLOCK, ScaleLayout(layout))
+    return data, empty_scales(data, num_rows, num_channels // BLOCK, ScaleLayout(layout))
 
 
 def _weights(num_cols: int, num_channels: int, layout: str, *groups: int) -> Pair:
     data = empty(*groups, num_cols, num_channels, dtype=torch.float8_e4m3fn)
-    shape = *groups, ceil_div(num_cols, _BLOCK)
+    shape = *groups, ceil_div(num_cols, BLOCK)
     if layout == "packed_ue8m0":
-        return data, empty(*shape, ceil_div(num_channels, 4 * _BLOCK), dtype=torch.int32)
-    return data, empty(*shape, num_channels // _BLOCK)
+        return data, empty(*shape, ceil_div(num_channels, 4 * BLOCK), dtype=torch.int32)
+    return data, empty(*shape, num_channels // BLOCK)
 
 
 def _contiguous(profile: Profile, num_tokens: int) -> Iterator[tuple[int, torch.Tensor, bool]]:
     """Rows, grouped_layout, use_psum_layout: with the fewest rows that have room for all pairs, and the most."""
     num_pairs = num_tokens * profile.num_topk
-    most = (num_pairs + (_BLOCK - 1) * profile.num_experts) // _BLOCK * _BLOCK
-    for num_rows, kind in product((align(num_pairs, _BLOCK), most), profile.layouts):
+    most = (num_pairs + (BLOCK - 1) * profile.num_experts) // BLOCK * BLOCK
+    for num_rows, kind in product((align(num_pairs, BLOCK), most), profile.layouts):
         if kind == "masked":
             continue
         with_psum = kind == "psum"
