@@ -1,13 +1,15 @@
 """tk_core.testing.tiers: what the tests of every op notice."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tk_core.arch import Arch, get_arch
-from tk_core.kernel import kernel
+from tk_core.kernel import Kernel, kernel
 from tk_core.testing import Case, OpSpec, tiers
 
 
@@ -171,6 +173,22 @@ def test_several_cases_are_compiled_in_one_test() -> None:
     spec = OpSpec(fill, fill, tuple(fill_case(1024 + i) for i in range(13)))
     tests = list(checks_of(spec, "compile"))
     assert tests == ["good1024-and-5-more", "good1030-and-5-more", "good1036"]
+
+
+def test_a_second_architecture_gets_one_case_of_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered = []
+
+    def lower(kernel: Kernel, *args: Any) -> SimpleNamespace:
+        lowered.append((args[0], args[-1].name))
+        return SimpleNamespace(kernel_source=str(args))
+
+    monkeypatch.setattr(tiers, "lower", lower)
+    monkeypatch.setattr(tiers, "_usages", lambda requests, _: [{} for _ in requests])
+    only_there = replace(fill_case(1088), archs=("sm_100a",))
+    spec = OpSpec(fill, fill, (fill_case(1024), fill_case(1056), only_there), archs=("sm_90a", "sm_100a"))
+    (test,) = checks_of(spec, "compile").values()
+    test()
+    assert lowered == [(1024, "sm_90a"), (1056, "sm_90a"), (1088, "sm_100a"), (1024, "sm_100a")]
 
 
 @pytest.mark.compile

@@ -218,10 +218,11 @@ def _group_name(cases: Sequence[Case]) -> str:
 
 def _check_compile(spec: OpSpec, cases: Sequence[Case]) -> None:
     sources: set[str] = set()
-    for name in dict.fromkeys(name for case in cases for name in case.archs or spec.archs):
+    archs = [case.archs or spec.archs for case in cases]
+    for name in dict.fromkeys(name for of_case in archs for name in of_case):
         arch = arch_from_name(name)
-        first = _requests(spec, [case for case in cases if name == (case.archs or spec.archs)[0]], arch)
-        again = _requests(spec, [case for case in cases if name in (case.archs or spec.archs)[1:]], arch)
+        first = _requests(spec, [case for case, of_case in zip(cases, archs) if name == of_case[0]], arch)
+        again = _requests(spec, [case for case, of_case in zip(cases, archs) if name in of_case[1:]], arch)
         # Lowering is most of this tier's time, and an architecture hardly tells one code path from another.
         requests = list(dict.fromkeys([*first, *{request.kernel: request for request in reversed(again)}.values()]))
         lowered = [lower(request.kernel, *request.args) for request in requests]
