@@ -92,6 +92,7 @@ class Environment:
         self.folder = folder
         made = _uv("venv", "--python", sys.executable, folder, cwd=folder.parent)
         assert made.returncode == 0, made.stderr
+        self._bytecode = folder.parent / "bytecode"
         # Links, never copies: torch and CUDA take gigabytes. The index is asked only for what is not in uv's cache.
         cache = Path(_uv("cache", "dir").stdout.strip())
         link = "hardlink" if cache.stat().st_dev == folder.parent.stat().st_dev else "symlink"
@@ -108,11 +109,15 @@ class Environment:
 
     def run(self, code: str) -> str:
         """Run Python code and return what it prints."""
-        command = [self.python, "-I", "-c", textwrap.dedent(code)]
-        without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        ran = subprocess.run(command, env=without_gpu, capture_output=True, text=True, timeout=300)
+        ran = self.command("python", "-I", "-X", f"pycache_prefix={self._bytecode}", "-c", textwrap.dedent(code))
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
+
+    def command(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of the environment, without a GPU."""
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPYCACHEPREFIX": str(self._bytecode)}
+        command = [self.folder / "bin" / name, *arguments]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +125,8 @@ def alone(
     request: pytest.FixtureRequest, dist: Path, constraints: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
     """A package, with an environment in which it is installed by itself."""
-    folder = tmp_path_factory.mktemp("alone") / request.param
+    # All in the same place, one after the other, so that torch's bytecode serves all.
+    folder = tmp_path_factory.getbasetemp() / "alone"
     yield request.param, Environment(folder, dist, constraints, request.param)
     shutil.rmtree(folder)
 
@@ -246,16 +252,15 @@ assert "tilelang" not in sys.modules
 def test_command_alone(alone: tuple[str, Environment]) -> None:
     """The command tk is installed with every package and needs none of the development dependencies."""
     package, environment = alone
-    tk = environment.folder / "bin" / "tk"
-    listed = subprocess.run([tk, "list", "--json"], capture_output=True, text=True, timeout=300)
+    listed = environment.command("tk", "list", "--json")
     assert listed.returncode == 0, listed.stderr
     assert ('"tk_moe.topk_gate"' in listed.stdout) == (package == "tk-moe")
     assert "tk_quant" not in listed.stdout
     if package == "tk-moe":
-        verified = subprocess.run([tk, "verify", package], capture_output=True, text=True, timeout=300)
+        verified = environment.command("tk", "verify", package)
         assert verified.returncode == 2
         assert "tk_moe: its cases are in the repository" in " ".join(verified.stderr.replace("│", " ").split())
-    module = subprocess.run([environment.python, "-m", "tk_core", "--version"], capture_output=True, text=True)
+    module = environment.command("python", "-m", "tk_core", "--version")
     assert module.stdout == f"tk-core {PROJECTS['tk-core']['version']}\n", module.stderr
 
 

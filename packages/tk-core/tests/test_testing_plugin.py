@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -226,6 +227,22 @@ def test_each_worker_begins_with_a_gpu_of_its_own(pytester: pytest.Pytester, mon
     result = pytester.runpytest_subprocess("-p", "tk_core.testing.plugin", "-n2")
     result.assert_outcomes(passed=4)
     result.stdout.fnmatch_lines(["1 gpu tests left out: no GPU here"])
+
+
+def test_bytecode_is_kept_apart_where_none_may_lie_beside_the_sources(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    test = pytester.makepyfile("def test(): pass")
+    pytester.runpytest_inprocess("-p", "tk_core.testing.plugin").assert_outcomes(passed=1)
+    kept = pytester.path / ".pytest_cache" / "d" / "bytecode"
+    assert (os.environ["PYTHONDONTWRITEBYTECODE"], os.environ["PYTHONPYCACHEPREFIX"]) == ("", str(kept))
+    found = [file.parent for file in pytester.path.rglob("*.pyc")]
+    assert kept / test.parent.relative_to("/") in found
+    assert all(folder.is_relative_to(kept) for folder in found)
 
 
 @pytest.mark.parametrize(

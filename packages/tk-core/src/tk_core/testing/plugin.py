@@ -9,6 +9,9 @@ gets one GPU; a gpu test waits until the memory that it declares is free, and fa
 import os
 import random
 import re
+import shutil
+import sys
+import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Generator, Iterator
@@ -60,6 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     workerinput = getattr(config, "workerinput", None)
     if workerinput is not None:
         _take_gpu(workerinput)
+    elif sys.dont_write_bytecode and hasattr(config, "cache"):
+        _keep_bytecode(config.cache.mkdir("bytecode"))
     markexpr = config.option.markexpr
     for name in ("gpu", "bench"):
         if _requires(markexpr, name) and not _has_gpu():
@@ -69,6 +74,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if workerinput is None:
         config.stash[_SESSION] = session = _Session(config)
         config.pluginmanager.register(session, "tk-session")
+
+
+def _keep_bytecode(folder: Path) -> None:
+    """Let this process and its children keep bytecode here where none may lie beside the sources.
+
+    Else each process that a test starts would compile torch and TileLang anew, in 3 s.
+    """
+    temporary = Path(tempfile.gettempdir()).resolve()
+    shutil.rmtree(folder / temporary.relative_to(temporary.anchor), ignore_errors=True)  # an earlier run's
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+    os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
 
 
 # tryfirst: not every version of xdist calls its own implementation last.
