@@ -5,9 +5,9 @@ from collections import defaultdict
 import pytest
 
 from tk_core.arch import ARCHS
-from tk_core.compat import load_tilelang
 from tk_core.kernel import KernelRequest, capture
 from tk_core.testing import load_specs
+from tk_core.testing.usage import build
 
 MOST_OF_A_BUILDER = 4
 """Kernels that are built of each builder; the others differ in sizes and formats."""
@@ -27,8 +27,7 @@ def _requests(package: str) -> list[KernelRequest]:
 
 @pytest.mark.parametrize("package", ["tk_engram", "tk_gemm", "tk_mhc", "tk_moe", "tk_quant"])
 def test_strides_have_64_bits(package: str) -> None:
-    load_tilelang()
     for request in _requests(package):
-        for buffer in request.kernel.build(*request.args).buffer_map.values():
+        for buffer in build(request.kernel, *request.args).buffer_map.values():
             free = [x for x in buffer.strides if hasattr(x, "name") and not any(map(x.same_as, buffer.shape))]
             assert {x.dtype for x in free} <= {"int64"}, f"{request}: {buffer.name} has strides {free}"

@@ -18,6 +18,7 @@ from tk_core import compat, ledger
 from tk_core.arch import arch_from_name
 from tk_core.kernel import KernelRequest, capture, recorded_launches
 from tk_core.testing.specs import Case, OpSpec, load_specs
+from tk_core.testing.usage import build
 
 _ARCH = "sm_90a"
 """Architecture of the hashes of an op that has no record."""
@@ -61,9 +62,8 @@ def case_hash(spec: OpSpec, case: Case, arch: str) -> str:
 @cache
 def _program(request: KernelRequest) -> str:
     """Hash of a kernel's program, and the options that it is compiled with."""
-    compat.load_tilelang()
     options = request.kernel._pass_configs, request.kernel._compile_flags
-    return f"{compat.structural_hash(request.kernel.build(*request.args))} {options}"
+    return f"{compat.structural_hash(build(request.kernel, *request.args))} {options}"
 
 
 def _layout(value: Any) -> Any:
