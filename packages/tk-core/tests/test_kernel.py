@@ -158,13 +158,13 @@ def test_launch(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @kernel
-def _shared_kernel(width: int, arch: Arch) -> Any:
+def _shared_kernel(width: int, dtype: str, arch: Arch) -> Any:
     import tilelang.language as T
 
     @T.prim_func
-    def shared(x: T.Tensor((width,), "float32"), out: T.Tensor((width,), "float32")) -> None:
+    def shared(x: T.Tensor((width,), dtype), out: T.Tensor((width,), dtype)) -> None:
         with T.Kernel(1, threads=128):
-            tile = T.alloc_shared((width,), "float32")
+            tile = T.alloc_shared((width,), dtype)
             thread = T.get_thread_binding()
             for i in T.serial(width // 128):
                 tile[i * 128 + thread] = x[i * 128 + thread]
@@ -178,22 +178,24 @@ def _shared_kernel(width: int, arch: Arch) -> Any:
 @pytest.mark.compile
 def test_shared_memory_asked_for_at_launch_is_seen() -> None:
     # The kibibyte that sm_90 reserves for itself does not count.
-    assert resource_usage(_shared_kernel, 16384, SM_90A)["shared_kernel"].shared_bytes == 65536
+    assert resource_usage(_shared_kernel, 16384, "float32", SM_90A)["shared_kernel"].shared_bytes == 65536
 
 
 @pytest.mark.compile
 def test_kernels_compiled_together_are_told_apart() -> None:
-    """Two have the same name, one uses local and one shared memory."""
+    """Some have the same name, one uses local memory, and two shared memory of the same name, but another type."""
     requests = [
         KernelRequest(_add_kernel, (64, SM_90A)),
         KernelRequest(_spilling_kernel, (1024, SM_90A)),
         KernelRequest(_add_kernel, (32, SM_90A)),
-        KernelRequest(_shared_kernel, (16384, SM_90A)),
+        KernelRequest(_shared_kernel, (16384, "float32", SM_90A)),
+        KernelRequest(_shared_kernel, (8192, "int32", SM_90A)),
     ]
     usages = resource_usages(requests, [lower(request.kernel, *request.args) for request in requests])
-    assert [list(usage) for usage in usages] == [["add_kernel"], ["spill_kernel"], ["add_kernel"], ["shared_kernel"]]
-    first, spilling, second, shared = (used for usage in usages for used in usage.values())
+    names = ["add_kernel", "spill_kernel", "add_kernel", "shared_kernel", "shared_kernel"]
+    assert [list(usage) for usage in usages] == [[name] for name in names]
+    first, spilling, second, *shared = (used for usage in usages for used in usage.values())
     assert spilling.stack_bytes >= 128
-    assert [used.stack_bytes for used in (first, second, shared)] == [0, 0, 0]
-    assert shared.shared_bytes == 65536
+    assert [used.stack_bytes for used in (first, second, *shared)] == [0, 0, 0, 0]
+    assert [used.shared_bytes for used in shared] == [65536, 32768]
     assert max(first.shared_bytes, second.shared_bytes, spilling.shared_bytes) == 0

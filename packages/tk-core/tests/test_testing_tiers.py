@@ -175,25 +175,33 @@ def test_several_cases_are_compiled_in_one_test() -> None:
     assert tests == ["good1024-and-5-more", "good1030-and-5-more", "good1036"]
 
 
-def test_a_second_architecture_gets_one_case_of_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_architectures_get_one_program_of_each_kernel_and_none_is_checked_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lowered = []
 
     def lower(kernel: Kernel, *args: Any) -> SimpleNamespace:
         lowered.append((args[0], args[-1].name))
         return SimpleNamespace(kernel_source=str(args))
 
+    monkeypatch.setattr(tiers, "_good", set())
     monkeypatch.setattr(tiers, "lower", lower)
     monkeypatch.setattr(tiers, "_usages", lambda requests, _: [{} for _ in requests])
     only_there = replace(fill_case(1088), archs=("sm_100a",))
     spec = OpSpec(fill, fill, (fill_case(1024), fill_case(1056), only_there), archs=("sm_90a", "sm_100a"))
     (test,) = checks_of(spec, "compile").values()
     test()
-    assert lowered == [(1024, "sm_90a"), (1056, "sm_90a"), (1088, "sm_100a"), (1024, "sm_100a")]
+    assert lowered == [(1024, "sm_90a"), (1056, "sm_90a"), (1088, "sm_100a")]
+    tiers.check_other_architectures([spec, spec])
+    assert lowered[3:] == [(1024, "sm_100a")]
+    test()
+    assert len(lowered) == 4
 
 
 @pytest.mark.compile
 def test_one_bad_kernel_among_good_ones_is_noticed() -> None:
     def check(*cases: Case) -> None:
+        tiers._good.clear()
         (test,) = checks_of(OpSpec(fill, fill, cases), "compile").values()
         test()
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tk_core import env
 from tk_core.arch import Arch, arch_from_name
-from tk_core.kernel import KernelRequest, capture
+from tk_core.kernel import Kernel, KernelRequest, capture
 from tk_core.testing.numeric import assert_equal, assert_same_metadata
 from tk_core.testing.poison import poison, poisoned_allocations
 from tk_core.testing.specs import Case, OpSpec
@@ -29,9 +29,9 @@ def tests(spec: OpSpec) -> Callable[..., None]:
     strides are those of the reference, on fake and meta tensors too; each element is written; inputs stay as they are;
     under torch.compile without a graph break, cases with modes=True give the same.
 
-    compile: each compile case's kernels compile for the first of the spec's architectures, use no local memory, and fit
-    in shared memory; so does one case of each kernel for the others (except where the CUDA source is the same). A test
-    has several cases, because one run of nvcc compiles all their kernels in hardly more time than one.
+    compile: each compile case's kernels compile for the first of its architectures, use no local memory, and fit in
+    shared memory. A test has several cases, because one run of nvcc compiles all their kernels in hardly more time than
+    one. For the other architectures, `check_other_architectures` compiles one program of each kernel.
 
     gpu: kernel against reference, outputs poisoned first, run twice for equal bits, inputs unchanged.
 
@@ -217,20 +217,38 @@ def _group_name(cases: Sequence[Case]) -> str:
 
 
 def _check_compile(spec: OpSpec, cases: Sequence[Case]) -> None:
-    sources: set[str] = set()
-    archs = [case.archs or spec.archs for case in cases]
-    for name in dict.fromkeys(name for of_case in archs for name in of_case):
-        arch = arch_from_name(name)
-        first = _requests(spec, [case for case, of_case in zip(cases, archs) if name == of_case[0]], arch)
-        again = _requests(spec, [case for case, of_case in zip(cases, archs) if name in of_case[1:]], arch)
-        # Lowering is most of this tier's time, and an architecture hardly tells one code path from another.
-        requests = list(dict.fromkeys([*first, *{request.kernel: request for request in reversed(again)}.values()]))
-        lowered = [lower(request.kernel, *request.args) for request in requests]
-        new = [index for index, artifact in enumerate(lowered) if artifact.kernel_source not in sources]
-        sources.update(artifact.kernel_source for artifact in lowered)
-        chosen = [requests[index] for index in new]
-        for request, usage in zip(chosen, _usages(chosen, [lowered[index] for index in new])):
-            _check_usage(request, usage)
+    of_arch: dict[str, list[Case]] = {}
+    for case in cases:
+        of_arch.setdefault((case.archs or spec.archs)[0], []).append(case)
+    for name, of_one in of_arch.items():
+        _check_kernels(_requests(spec, of_one, arch_from_name(name)))
+
+
+def check_other_architectures(specs: Sequence[OpSpec]) -> None:
+    """One program of each kernel of these ops compiles for each of a case's architectures after the first.
+
+    Lowering is most of this tier's time, and an architecture hardly tells one code path from another.
+    """
+    found: dict[tuple[Kernel, str], KernelRequest] = {}
+    for spec in specs:
+        for case in spec.cases:
+            for name in (case.archs or spec.archs)[1:] if case.compile else ():
+                for request in _requests(spec, [case], arch_from_name(name)):
+                    found.setdefault((request.kernel, name), request)
+    for arch in dict.fromkeys(request.arch for request in found.values()):
+        _check_kernels([request for request in found.values() if request.arch == arch])
+
+
+_good: set[KernelRequest] = set()
+"""Programs that this process has checked; ops share kernels, and cases."""
+
+
+def _check_kernels(requests: Sequence[KernelRequest]) -> None:
+    requests = [request for request in requests if request not in _good]
+    lowered = [lower(request.kernel, *request.args) for request in requests]
+    for request, usage in zip(requests, _usages(requests, lowered)):
+        _check_usage(request, usage)
+        _good.add(request)
 
 
 def _requests(spec: OpSpec, cases: Sequence[Case], arch: Arch) -> list[KernelRequest]:

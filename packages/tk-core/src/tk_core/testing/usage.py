@@ -156,7 +156,7 @@ _INCLUDE = re.compile(r"^(?:#ifdef \w+\n#include <\S+>\n#endif|#include <\S+>)\n
 
 
 def _joined(sources: Sequence[str]) -> str:
-    """Join CUDA sources: all includes, then each source in its own namespace, its index added to its kernels' names."""
+    """Join CUDA sources: all includes, then each source in its own namespace, with names of C that end in its index."""
     includes = dict.fromkeys(include for source in sources for include in _INCLUDE.findall(source))
     bodies = (
         f"namespace source_{index} {{\n{_with_index(_INCLUDE.sub('', source), index)}}}\n"
@@ -166,9 +166,10 @@ def _joined(sources: Sequence[str]) -> str:
 
 
 def _with_index(source: str, index: int) -> str:
-    # extern "C" functions of the same name are one function, even in different namespaces.
-    names = re.findall(r'^extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(', source, re.MULTILINE)
-    return re.sub(rf"\b({'|'.join(dict.fromkeys(names))})\b", rf"\1_{index}", source)
+    # Functions of the same name that are extern "C" are one, even in different namespaces; so is their shared memory.
+    names = re.findall(r"^ +extern __shared__ [^;]*?(\w+)\[\];", source, re.MULTILINE)
+    names += re.findall(r'^extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(', source, re.MULTILINE)
+    return re.sub(rf"(?<![\w.])({'|'.join(dict.fromkeys(names))})\b", rf"\1_{index}", source)
 
 
 def _resources(source: str, arch: Arch, configs: dict[str, Any]) -> str:
