@@ -25,7 +25,7 @@ FIXED = {
     *("bias", "to_physical_map", "logical_count", "tensor_sf", "clamped_count", "reduce_fused.sf", "table_sf"),
     *("bf16_gemm_nt.b", "fp8_gemm_nt.b", "m_grouped_bf16_gemm_nt_contiguous.b", "m_grouped_bf16_gemm_nt_masked.b"),
     *("m_grouped_fp8_gemm_nt_contiguous.b", "m_grouped_fp8_gemm_nt_masked.b", "engram_lookup_bwd.grad"),
-    *("m_grouped_fp8_gemm_swiglu_nt_contiguous.b", "k_grouped_bf16_gemm_tn_contiguous.d"),
+    *("m_grouped_fp8_gemm_swiglu_nt_contiguous.b", "k_grouped_bf16_gemm_tn_contiguous.d", "router_gemm_nt.weight"),
     *("k_grouped_fp8_gemm_nt_contiguous.d", "k_grouped_fp8_gemm_nt_contiguous.c"),
 }
 # Where tokens are another dimension than the first: that of the tensor, or of each of a pair.

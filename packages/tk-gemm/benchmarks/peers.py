@@ -61,6 +61,10 @@ def _mm(a: Tensor, b: Tensor, d: Tensor, **_: Any) -> Call:
     return lambda: torch.mm(a, b.t(), out=d)
 
 
+def _float32_mm(x: Tensor, weight: Tensor, d: Tensor) -> Call:
+    return lambda: torch.mm(x.float(), weight.t(), out=d)
+
+
 def _two_ops(a: Pair, b: Pair, grouped_layout: Tensor, **_: Any) -> Call:
     """The two ops that m_grouped_fp8_gemm_swiglu_nt_contiguous replaces: the product, then SwiGLU with the cast."""
 
@@ -76,6 +80,7 @@ def _two_ops(a: Pair, b: Pair, grouped_layout: Tensor, **_: Any) -> Call:
 PEERS: dict[str, dict[str, Peer]] = {
     "tk_gemm.fp8_gemm_nt": {**_deep_gemm("fp8_gemm_nt"), "scaled_mm": _scaled_mm},
     "tk_gemm.bf16_gemm_nt": {**_deep_gemm("bf16_gemm_nt"), "mm": _mm},
+    "tk_gemm.router_gemm_nt": {"float32_mm": _float32_mm},
     "tk_gemm.m_grouped_fp8_gemm_nt_contiguous": _deep_gemm("m_grouped_fp8_gemm_nt_contiguous"),
     "tk_gemm.m_grouped_fp8_gemm_nt_masked": _deep_gemm("m_grouped_fp8_gemm_nt_masked"),
     "tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous": {"two_ops": _two_ops},

@@ -27,6 +27,8 @@ class Profile:
     """N and K of the weights that each expert has."""
     dense: tuple[Weight, ...] = ()
     """N and K of the weights that every token is multiplied with."""
+    routers: tuple[Weight, ...] = ()
+    """N and K of the routers' float32 weights."""
     layouts: tuple[Literal["ids", "psum", "masked"], ...] = ("ids",)
     """How rows are assigned to experts: an id for each row, the rows at which experts end, or a buffer each."""
     sf_layouts: tuple[Literal["row_major", "col_major", "packed_ue8m0"], ...] = ("col_major",)
@@ -55,6 +57,8 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _fp8_calls(profile, num_tokens)
     if "bfloat16" in profile.operands:
         yield from _bf16_calls(profile, num_tokens)
+    for num_cols, num_channels in profile.routers:
+        yield call(gemm.router_gemm_nt, _bf16(num_tokens, num_channels), empty(num_cols, num_channels))
 
 
 def _k_grouped(profile: Profile, num_tokens: int, *shape: int) -> Iterator[tuple[int, dict[str, torch.Tensor | None]]]:

@@ -16,3 +16,4 @@ from .m_grouped import m_grouped_fp8_gemm_nn_contiguous as m_grouped_fp8_gemm_nn
 from .m_grouped import m_grouped_fp8_gemm_nt_contiguous as m_grouped_fp8_gemm_nt_contiguous
 from .m_grouped import m_grouped_fp8_gemm_nt_masked as m_grouped_fp8_gemm_nt_masked
 from .m_grouped import m_grouped_fp8_gemm_swiglu_nt_contiguous as m_grouped_fp8_gemm_swiglu_nt_contiguous
+from .router import router_gemm_nt as router_gemm_nt
