@@ -6,8 +6,8 @@
 Each token chooses its experts (the best `topk` by sigmoid scores, with normalized weights). Its row is quantized to
 e4m3 with one scale factor for 128 channels and copied into a segment of rows for each of these experts. An expert is
 two FP8 matrix products with a SwiGLU between them; a weighted sum of the experts' outputs is the result. Every stage
-but the scores is an op of tk-quant, tk-moe or tk-gemm: its kernel on a GPU, its reference on a CPU. For comparison the
-same layer follows in bf16, with torch's grouped products.
+but the scores' sigmoid is an op of tk-quant, tk-moe or tk-gemm: its kernel on a GPU, its reference on a CPU. For
+comparison the same layer follows in bf16, with torch's grouped products.
 """
 
 import statistics
@@ -100,7 +100,7 @@ def make_activations(size: LayerSize, device: torch.device) -> torch.Tensor:
 
 def router_scores(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     """Sigmoid scores float32 (tokens, experts)."""
-    return torch.sigmoid(x.float() @ layer.router.t())
+    return tk_gemm.router_gemm_nt(x, layer.router).sigmoid_()
 
 
 def exact_layer(layer: Layer, x: torch.Tensor, topk: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ class Routing:
 def route(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> Routing:
     """Choose experts, and give each expert a segment of rows."""
     num_experts = layer.router.shape[0]
-    scores = stages.run("score", router_scores, layer, x, backend="torch", read=layer.router)
+    scores = stages.run("score", router_scores, layer, x, read=layer.router)
     topk_idx = stages.run("gate", tk_moe.topk_gate, scores, topk)
     _, weights = stages.run("normalize", tk_moe.normalize_weight, scores.gather(1, topk_idx))
     mapping = stages.run("map", tk_moe.get_fused_mapping, topk_idx, num_experts, 0, ALIGNMENT)
@@ -252,7 +252,7 @@ def device_named(name: str | None) -> torch.device:
 def main(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in the batch.")] = None,
     hidden: Annotated[int | None, typer.Option(min=128, help="Channels of a token, a multiple of 128.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, max=1024, help="Number of experts.")] = None,
+    experts: Annotated[int | None, typer.Option(min=8, max=1024, help="Number of experts, a multiple of 8.")] = None,
     topk: Annotated[int | None, typer.Option(min=1, max=32, help="Experts of a token.")] = None,
     intermediate: Annotated[
         int | None, typer.Option(min=128, help="Channels inside an expert, a multiple of 128.")
@@ -271,9 +271,9 @@ def main(
         topk=topk or default.topk,
         intermediate=intermediate or default.intermediate,
     )
-    for name in ("hidden", "intermediate"):
-        if getattr(size, name) % 128:
-            message = f"expected a multiple of 128, got {getattr(size, name)}"
+    for name, divisor in {"hidden": 128, "intermediate": 128, "experts": 8}.items():
+        if getattr(size, name) % divisor:
+            message = f"expected a multiple of {divisor}, got {getattr(size, name)}"
             raise typer.BadParameter(message, param_hint=f"--{name}")
     if size.topk > size.experts:
         raise typer.BadParameter(f"expected at most {size.experts} experts, got {size.topk}", param_hint="--topk")

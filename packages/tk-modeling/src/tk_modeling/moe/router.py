@@ -3,11 +3,15 @@
 import torch
 from torch import Tensor, nn
 
+import tk_gemm
 import tk_moe
 from tk_core import check
+from tk_core.arch import get_arch
+from tk_core.op import launching, new, op
 from tk_modeling.float32_state import Float32State
+from tk_modeling.function import Context, Function, Gradients
 from tk_modeling.gradients import as_float32, without_autocast
-from tk_modeling.linear import linear
+from tk_modeling.linear import float32_product, linear
 from tk_modeling.moe.functional import aux_loss, top2_sum_gate
 from tk_modeling.options import check_numbers, check_placement
 from tk_moe import ScoringFunc
@@ -16,10 +20,12 @@ from tk_moe import ScoringFunc
 class Router(Float32State):
     """Choose `num_topk` of `num_experts` experts for each token by `tk_moe.top2_sum_gate`.
 
-    logits = x · weightᵀ in float32, also under autocast. Experts are ranked by scoring_func(logits) + bias, for softmax
-    by logits + bias, in the `num_topk_groups` best of `num_groups` groups if there are groups; their weights are the
-    scores without bias, divided by their sum, times `routed_scaling_factor`. The auxiliary loss is tk_moe.aux_loss of
-    all scores of the call, with factor `aux_loss_factor`.
+    logits = x · weightᵀ in float32, also under autocast: for bfloat16 on Hopper by `tk_gemm.router_gemm_nt` if
+    hidden is a multiple of 64 and num_experts of 8, else by torch, as are the gradients. Experts are ranked by
+    scoring_func(logits) + bias, for softmax by logits + bias, in the `num_topk_groups` best of `num_groups` groups
+    if there are groups; their weights are the scores without bias, divided by their sum, times
+    `routed_scaling_factor`. The auxiliary loss is tk_moe.aux_loss of all scores of the call, with factor
+    `aux_loss_factor`.
 
     A forward in training mode adds the number of tokens of each expert to `load`, unless activation checkpointing runs
     it again within a backward. `update_bias`, to be called after the optimizer's step, moves each expert's bias by
@@ -78,7 +84,8 @@ class Router(Float32State):
         """(topk_idx, topk_weights, aux)."""
         check.tensor("x", x, (torch.bfloat16, torch.float32), (..., self.hidden), layout="any")
         with without_autocast(x):
-            logits = linear(x.reshape(-1, self.hidden).float(), as_float32(self.weight))
+            rows, weight = x.reshape(-1, self.hidden), as_float32(self.weight)
+            logits = linear(rows, weight) if x.dtype == torch.float32 else _Logits.call(rows, weight)
             topk_idx, topk_weights = self._gate(logits, self.bias.float())
             fi = tk_moe.aux_fi(topk_idx, self.num_experts, self.num_topk)
             aux = aux_loss(_scores(logits, self.scoring_func), fi, self.aux_loss_factor)
@@ -108,6 +115,39 @@ class Router(Float32State):
     def extra_repr(self) -> str:
         groups = f", {self.num_topk_groups} of {self.num_groups} groups" if self.num_groups else ""
         return f"{self.hidden}, {self.num_topk} of {self.num_experts} experts{groups}, {self.scoring_func}"
+
+
+class _Logits(Function):
+    """The float32 product of bfloat16 tokens and the router's weight; its gradients are torch's float32 products."""
+
+    parameters = ("weight",)
+    saves = ("x", "weight")
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return _logits(x, weight)
+
+    @staticmethod
+    def backward(ctx: Context, d_logits: Tensor) -> Gradients:
+        x, weight = ctx.saved
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        d_x = float32_product(d_logits, weight).to(x.dtype) if needs_x else None
+        return d_x, float32_product(d_logits.t(), x) if needs_weight else None
+
+
+# An operator, so that compiled code, too, has tensors copied that do not begin on 16 bytes.
+@op(reference=lambda x, weight: nn.functional.linear(x.float(), weight))
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 (M, N) of x bfloat16 (M, K) and weight float32 (N, K)."""
+    num_experts, hidden = weight.shape
+    logits = new(x.new_empty, (x.shape[0], num_experts), dtype=torch.float32)
+    if launching(logits):
+        if get_arch(x.device).has_wgmma and hidden % 64 == 0 and num_experts % 8 == 0:
+            x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+            tk_gemm.router_gemm_nt(x, weight.contiguous(), logits)
+        else:
+            torch.mm(x.float(), weight.t(), out=logits)
+    return logits
 
 
 def _scores(logits: Tensor, scoring_func: ScoringFunc) -> Tensor:
