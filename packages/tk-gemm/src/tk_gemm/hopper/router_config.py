@@ -40,7 +40,7 @@ class RouterConfig(NamedTuple):
 
     def num_stages(self, arch: Arch) -> int:
         """Runs in flight: as many as shared memory has room for, six at most."""
-        room = arch.max_shared_memory - 1024
+        room = arch.max_shared_memory - 2048
         if self.output != "chunks":
             room -= 4 * self.block_experts * (self.block_tokens + PADDING)
         return min(6, room // (RUN * (4 * self.block_experts + 2 * self.block_tokens)))
