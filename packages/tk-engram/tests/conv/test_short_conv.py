@@ -282,12 +282,15 @@ def test_offsets_are_checked_in_debug_mode(offsets: list[int], monkeypatch: pyte
 @pytest.mark.compile
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_no_registers_spill(arch: str) -> None:
-    """With the most threads of one pass, with more, which take two passes, and where registers are fewest."""
+    """With the most threads of one pass, with more, which take two passes, and where registers are fewest.
+
+    The tiers compile H = 7168, whose kernels leave 20 registers.
+    """
     found: list[KernelRequest] = []
-    for hidden, residual in ((4864, True), (7936, True), (4096, False), (5888, False), (7168, False), (7936, False)):
+    for hidden, residual in ((4864, True), (7936, True), (4096, False), (5888, False), (7936, False)):
         with capture(ARCHS[arch]) as requests:
             tk_engram.short_conv(**make(64, 4, hidden, residual=residual, lengths=(24, 40))("meta"))
-        found += requests
+        found += [request for request in requests if request not in found]
     for request, usage in zip(found, resource_usages(found, [lower(each.kernel, *each.args) for each in found])):
         assert {function: each.stack_bytes for function, each in usage.items()} == dict.fromkeys(usage, 0), request
 
