@@ -284,7 +284,7 @@ def test_offsets_are_checked_in_debug_mode(offsets: list[int], monkeypatch: pyte
 def test_no_registers_spill(arch: str) -> None:
     """With the most threads of one pass, with more, which take two passes, and where registers are fewest.
 
-    The tiers compile H = 7168, whose kernels leave 20 registers.
+    The tiers compile H = 7168, whose kernels leave 16 registers or more.
     """
     found: list[KernelRequest] = []
     for hidden, residual in ((4864, True), (7936, True), (4096, False), (5888, False), (7936, False)):
