@@ -8,8 +8,8 @@ are then added in float32 with ordinary rounding, since the tensor core's own su
 of up to 8 runs, the chunks in 4 groups, then the groups, each in order. The cut depends on K alone, so a token's bits
 depend on neither the other tokens nor on where the work is done.
 
-One kernel (hopper/router.py) writes the scores, or for fewer tokens the sums of groups or of chunks, which a second one
-adds up. docs/tuning/gemm-router.md has the plan.
+One kernel (hopper/router.py) writes the sums of groups, or for few tokens those of chunks, and a second one adds them
+up. docs/tuning/gemm-router.md has measurements.
 """
 
 from torch import Tensor
@@ -28,7 +28,8 @@ def router_gemm_nt(x: Tensor, weight: Tensor, d: Tensor | None = None) -> Tensor
 
     The error is that of adding up in float32: weights are not rounded. A token's bits depend on that row of x and on
     weight alone. Scores of an infinite or NaN weight are infinite or NaN as in a float32 product; those of a row of x
-    with an infinity are infinite or NaN. Of weights below 2^-110, bits below 2^-133 are lost.
+    with an infinity are infinite or NaN. Weights from 2^-110 on are exact; smaller ones are rounded to multiples of
+    2^-133, the least bfloat16.
 
     Args:
         x: bfloat16 (M, K), rows strided by multiples of 16 bytes; M from 0, K a multiple of 64.
@@ -61,12 +62,9 @@ def launch_router(x: Tensor, weight: Tensor, d: Tensor, plan: Plan) -> None:
     (num_tokens, num_experts), num_channels = d.shape, x.shape[1]
     config, num_workers = plan
     cut, num_parts, arch = Cut.of(num_channels), plan.num_parts(num_channels), get_arch(x.device)
-    num_pieces = cut.num_groups if config.output == "total" else num_parts
-    # Groups that add to the same scores lie at stride 0.
-    out = d.expand(num_pieces, *d.shape) if config.output == "total" else d.new_empty((num_parts, *d.shape))
+    out = d.new_empty((num_parts, *d.shape))
     if num_tokens == 1:  # TMA takes no stride off 16 bytes, which torch may have there.
         x = x.as_strided(x.shape, (num_channels, 1))
-    router_kernel(config, arch)(x, weight, out, cut.num_chunks, num_pieces, num_workers)
-    if config.output != "total":
-        quads = num_experts // 4, 4
-        sum_parts_kernel(num_parts, cut.num_groups, arch)(out.unflatten(2, quads), d.unflatten(1, quads))
+    router_kernel(config, arch)(x, weight, out, cut.num_chunks, num_parts, num_workers)
+    quads = num_experts // 4, 4
+    sum_parts_kernel(num_parts, cut.num_groups, arch)(out.unflatten(2, quads), d.unflatten(1, quads))

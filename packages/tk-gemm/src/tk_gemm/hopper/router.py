@@ -27,7 +27,7 @@ from tk_gemm.hopper.router_config import BANK_ROW, PADDING, RUN, RouterConfig
 def router_kernel(config: RouterConfig, arch: Arch) -> Any:
     """out[part] = x · weightᵀ over the part's channels; shapes and the cut of K are known only at run time.
 
-    There are `num_chunks` chunks in `num_pieces` pieces, that is parts of the output or, if that is the total, groups.
+    There are `num_chunks` chunks in `num_pieces` parts of the output, which are chunks or groups of chunks.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -98,7 +98,7 @@ def router_kernel(config: RouterConfig, arch: Arch) -> Any:
                                 for i, j in T.Parallel(block_n, block_m):
                                     group_sums[i, j] = sums[i, j]
                         chunk += 1
-                    steps.store(sums, out, piece, token, expert, output == "total" and piece > 0)
+                    steps.store(sums, out, piece, token, expert)
                     piece += 1
             else:
                 if block_n * block_m == 128 * 128:

@@ -12,8 +12,8 @@ BANK_ROW = 32
 PADDING = 8
 """Columns that keep apart in banks the rows of a group's sums in shared memory."""
 
-Output = Literal["chunks", "groups", "total"]
-"""What a thread block writes: the sums of each chunk or of each group of chunks it takes, or the sum of all groups."""
+Output = Literal["chunks", "groups"]
+"""What a thread block writes: the sums of each chunk that it takes, or of each group of chunks."""
 
 
 class Cut(NamedTuple):
@@ -54,16 +54,15 @@ class Plan(NamedTuple):
 
     @staticmethod
     def best(m: int, n: int, k: int, num_sms: int) -> "Plan":
-        """The first of these ways that leaves at most one thread block an SM, with ever more work for each."""
+        """The first of these ways that leaves at most one thread block an SM, or the last: ever more work for each."""
         num_chunks, num_groups = Cut.of(k)
         for block_experts, block_tokens, output, num_workers in (
             (64, 8, "chunks", num_chunks),
             (64, 64, "chunks", num_chunks),
             (128, 128, "chunks", num_chunks),
-            (128, 64, "groups", num_groups),
+            (64, 128, "groups", num_groups),
             (128, 128, "groups", num_groups),
             (128, 128, "groups", min(num_groups, 2)),
-            (128, 128, "total", 1),
         ):
             config = RouterConfig(block_experts if n > 64 else 64, block_tokens, output)
             if ceil_div(m, config.block_tokens) * ceil_div(n, config.block_experts) * num_workers <= num_sms:
@@ -73,4 +72,4 @@ class Plan(NamedTuple):
     def num_parts(self, k: int) -> int:
         """Sums that are written for each element of the result."""
         num_chunks, num_groups = Cut.of(k)
-        return {"chunks": num_chunks, "groups": num_groups, "total": 1}[self.config.output]
+        return num_chunks if self.config.output == "chunks" else num_groups

@@ -85,19 +85,12 @@ def add(sums: Any, addend: Any) -> None:
 
 
 @T.macro
-def store(sums: Any, out: Any, part: Any, token: Any, expert: Any, is_added: Any) -> None:
-    """out[part] = a tile of sums, as far as there are tokens and experts; added to what is there if is_added.
-
-    A quarter at a time, so that its loads are in flight together, in few registers.
-    """
+def store(sums: Any, out: Any, part: Any, token: Any, expert: Any) -> None:
+    """out[part] = a tile of sums, as far as there are tokens and experts, one quarter of the tokens after another."""
     _, num_tokens, num_experts = out.shape
     block_m = sums.shape[1]
     quarter = max(block_m // 4, 8)
     for first in range(0, block_m, quarter):
-        if is_added:
-            for i, j in T.Parallel(*sums.shape):
-                if j // quarter == first // quarter and token + j < num_tokens and expert + row_of(i) < num_experts:
-                    sums[i, j] = out[part, token + j, expert + row_of(i)] + sums[i, j]
         for i, j in T.Parallel(*sums.shape):
             if j // quarter == first // quarter and token + j < num_tokens and expert + row_of(i) < num_experts:
                 out[part, token + j, expert + row_of(i)] = sums[i, j]
