@@ -41,27 +41,6 @@ def m_grouped_fp8_gemm_nt_contiguous(
     return d
 
 
-def m_grouped_fp8_gemm_nn_contiguous(
-    a: Pair,
-    b: Pair,
-    d: Tensor | None,
-    grouped_layout: Tensor,
-    recipe: Recipe | None = None,
-    recipe_a: SideRecipe | None = None,
-    recipe_b: SideRecipe | None = None,
-    compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False,
-    use_psum_layout: bool = False,
-    ensure_zero_padding: bool = True,
-    expected_m_for_psum_layout: int | None = None,
-) -> Tensor:
-    """`m_grouped_fp8_gemm_nt_contiguous` of b (G, K, N)."""
-    b = b[0].mT, b[1].mT
-    recipes, unused = (recipe, recipe_a, recipe_b), (compiled_dims, disable_ue8m0_cast)
-    grouping = use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout
-    return m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout, *recipes, *unused, *grouping)
-
-
 def m_grouped_fp8_gemm_nt_masked(
     a: Pair,
     b: Pair,
@@ -153,21 +132,6 @@ def m_grouped_bf16_gemm_nt_contiguous(
     for group, rows in _rows_of_groups(grouped_layout, a.shape[0], num_groups, use_psum_layout):
         d[rows] = bf16_product(a[rows], b[group]).to(d.dtype)
     return d
-
-
-def m_grouped_bf16_gemm_nn_contiguous(
-    a: Tensor,
-    b: Tensor,
-    d: Tensor | None,
-    grouped_layout: Tensor,
-    compiled_dims: str = "nk",
-    use_psum_layout: bool = False,
-    ensure_zero_padding: bool = True,
-    expected_m_for_psum_layout: int | None = None,
-) -> Tensor:
-    """`m_grouped_bf16_gemm_nt_contiguous` of b (G, K, N)."""
-    grouping = use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout
-    return m_grouped_bf16_gemm_nt_contiguous(a, b.mT, d, grouped_layout, compiled_dims, *grouping)
 
 
 def m_grouped_bf16_gemm_nt_masked(
