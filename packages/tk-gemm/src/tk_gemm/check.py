@@ -8,7 +8,7 @@ from torch import Tensor
 from tk_core import check
 from tk_core.math import ceil_div
 from tk_core.op import new
-from tk_gemm.lib.tma import bytes_off
+from tk_gemm.tma import bytes_off
 
 Pair = tuple[Tensor, Tensor]
 Recipe = tuple[int, int, int]

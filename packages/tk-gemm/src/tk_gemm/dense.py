@@ -33,9 +33,8 @@ from tk_gemm.check import (
     transposed_pair,
     without_effect,
 )
+from tk_gemm.launch import Groups, launch_bf16, launch_fp8, launch_fp8_by_k
 from tk_gemm.layout import get_mn_major_tma_aligned_tensor
-from tk_gemm.lib.launch_bf16_product import launch_bf16_product
-from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product, launch_fp8_product
 
 
 @op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
@@ -80,17 +79,16 @@ def fp8_gemm_nt(
     """
     b_is_per_row = is_per_row(recipe, recipe_a, recipe_b)
     without_effect(compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast)
-    a_data, a_sf, b_data, b_sf, shape = fp8_operands(a, b, b_is_per_row=b_is_per_row)
-    d = result(d, c, shape, a_data, FLOAT32 if b_is_per_row else BF16 + FLOAT32)
+    x = fp8_operands(a, b, b_is_per_row=b_is_per_row)
+    d = result(d, c, x.shape, x.a, FLOAT32 if b_is_per_row else BF16 + FLOAT32)
     if launching(d):
-        name, addend, rows = "tk_gemm.fp8_gemm_nt", None if c is None else c.unsqueeze(0), d.unsqueeze(0)
-        if b_is_per_row and a_sf.dtype is torch.float32:
-            a_sf, b_sf = (get_mn_major_tma_aligned_tensor(sf).t() for sf in (a_sf, b_sf))
-            ends = a_data.new_full((1,), a_data.shape[1], dtype=torch.int32)
-            launch_fp8_k_product(name, a_data, a_sf, b_data, b_sf, ends, addend, rows)
+        if b_is_per_row and x.a_sf.dtype is torch.float32:
+            a_sf, b_sf = (get_mn_major_tma_aligned_tensor(sf).t() for sf in (x.a_sf, x.b_sf))
+            ends = x.a.new_full((1,), x.a.shape[1], dtype=torch.int32)
+            x, addend = x._replace(a_sf=a_sf, b_sf=b_sf), None if c is None else c.unsqueeze(0)
+            launch_fp8_by_k("tk_gemm.fp8_gemm_nt", x, ends, addend, d.unsqueeze(0))
         else:
-            operands = [x.unsqueeze(0) for x in (a_data, a_sf, b_data, b_sf)]
-            launch_fp8_product(name, "dense", *operands, None, addend, rows, b_is_per_row=b_is_per_row)
+            launch_fp8("tk_gemm.fp8_gemm_nt", x, Groups(), c, d, b_is_per_row)
     return d
 
 
@@ -174,17 +172,7 @@ def bf16_gemm_nt(
     x = bf16_operands(a, b)
     d = result(d, c, x.shape, x.a, BF16 + FLOAT32)
     if launching(d):
-        launch_bf16_product(
-            "tk_gemm.bf16_gemm_nt",
-            "dense",
-            x.a.unsqueeze(0),
-            x.b.unsqueeze(0),
-            None,
-            None if c is None else c.unsqueeze(0),
-            d.unsqueeze(0),
-            a_is_transposed=x.a_is_transposed,
-            b_is_transposed=x.b_is_transposed,
-        )
+        launch_bf16("tk_gemm.bf16_gemm_nt", x, Groups(), c, d)
     return d
 
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.arch import Arch
 from tk_core.op import launching, op
 from tk_gemm.check import (
     BF16,
     BLOCK,
     FLOAT32,
+    Bf16Operands,
     Pair,
     Recipe,
     check_ks,
@@ -38,10 +38,7 @@ from tk_gemm.check import (
     result,
     without_effect,
 )
-from tk_gemm.lib.archs import arch_of_factors
-from tk_gemm.lib.gather_groups import gather_groups_kernel
-from tk_gemm.lib.launch_bf16_product import launch_bf16_product
-from tk_gemm.lib.launch_fp8_product import launch_fp8_k_product
+from tk_gemm.launch import Groups, gather_groups, launch_bf16, launch_fp8_by_k
 
 _OUT = FLOAT32 + BF16
 
@@ -115,28 +112,19 @@ def k_grouped_fp8_gemm_nt_contiguous(
     """
     recipe_of("recipe", recipe, ((1, 1, BLOCK),))
     without_effect(compiled_dims)
-    (a_data, a_sf, b_data, b_sf, shape), total = fp8_k_operands(a, b)
-    num_groups = check_ks(ks, grouped_layout, total, a_data.device)
-    d = result(d, c, (num_groups, *shape), a_data, _OUT)
+    x, total = fp8_k_operands(a, b)
+    num_groups = check_ks(ks, grouped_layout, total, x.a.device)
+    d = result(d, c, (num_groups, *x.shape), x.a, _OUT)
     if not launching(d):
         return d
     if not total:
         _finish_without_k(c, d)
         return d
-    name, ends = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous", _ends_of(ks, a_data.device)
-    if a_data.ndim == 1:
-        arch = arch_of_factors(name, a_sf)
-        a_data, b_data = (_gathered(x, num_rows, ends, arch) for x, num_rows in zip((a_data, b_data), shape))
-        a_sf, b_sf = a_sf.t(), b_sf.t()
-    launch_fp8_k_product(name, a_data, a_sf, b_data, b_sf, ends, c, d)
+    name, ends = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous", _ends_of(ks, x.a.device)
+    if x.a.ndim == 1:
+        x = gather_groups(name, x, ends)
+    launch_fp8_by_k(name, x, ends, c, d)
     return d
-
-
-def _gathered(flat: Tensor, num_rows: int, ends: Tensor, arch: Arch) -> Tensor:
-    """The matrices of all groups side by side: a copy (rows, ΣK)."""
-    out = flat.new_empty((num_rows, flat.numel() // num_rows))
-    gather_groups_kernel(arch)(flat.view(torch.int32), ends, out.view(torch.int32))
-    return out
 
 
 @op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
@@ -186,7 +174,6 @@ def k_grouped_bf16_gemm_tn_contiguous(
     if not total:
         _finish_without_k(c, d)
         return d
-    name, ends = "tk_gemm.k_grouped_bf16_gemm_tn_contiguous", _ends_of(ks, a.device)
-    a, b = a.unsqueeze(0), b.unsqueeze(0)
-    launch_bf16_product(name, "k", a, b, ends, c, d, a_is_transposed=True, b_is_transposed=True)
+    x = Bf16Operands(a, b, True, True, (num_rows, num_cols))
+    launch_bf16("tk_gemm.k_grouped_bf16_gemm_tn_contiguous", x, Groups("k", _ends_of(ks, a.device)), c, d)
     return d

@@ -20,7 +20,7 @@ from tk_gemm.check import (
     positive_multiple,
     recipe_of,
 )
-from tk_gemm.lib.tma import bytes_off
+from tk_gemm.tma import bytes_off
 
 
 def get_mn_major_tma_aligned_tensor(x: Tensor) -> Tensor:

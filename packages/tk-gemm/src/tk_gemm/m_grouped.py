@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.math import ceil_div
-from tk_core.num_sms import get_num_sms
 from tk_core.op import launching, new, op
 from tk_core.scales import ScaleLayout, empty_scales
 from tk_gemm.check import (
@@ -46,13 +44,7 @@ from tk_gemm.check import (
     transposed_pair,
     without_effect,
 )
-from tk_gemm.lib.archs import arch_of_factors
-from tk_gemm.lib.fp8_product_config import WIDE
-from tk_gemm.lib.fp8_swiglu_product import fp8_swiglu_product_kernel
-from tk_gemm.lib.fp8_swiglu_product_blackwell import fp8_swiglu_product_blackwell_kernel
-from tk_gemm.lib.launch_bf16_product import launch_bf16_product
-from tk_gemm.lib.launch_fp8_product import launch_fp8_product
-from tk_gemm.lib.tma import for_tma, takes_tma
+from tk_gemm.launch import Groups, Routing, launch_bf16, launch_fp8, launch_fp8_swiglu
 
 
 @op(writes=("d",), aligned=(), min_sm=90)
@@ -105,13 +97,11 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """
     only_per_block(recipe, recipe_a, recipe_b)
     without_effect(compiled_dims, ensure_zero_padding, expected_m_for_psum_layout, disable_ue8m0_cast)
-    a_data, a_sf, b_data, b_sf, shape = fp8_operands(a, b, groups=("G",))
-    kind = check_grouped_layout(grouped_layout, use_psum_layout, a_data, b_data)
-    d = result(d, None, shape, a_data, BF16)
+    x = fp8_operands(a, b, groups=("G",))
+    kind = check_grouped_layout(grouped_layout, use_psum_layout, x.a, x.b)
+    d = result(d, None, x.shape, x.a, BF16)
     if launching(d):
-        name = "tk_gemm.m_grouped_fp8_gemm_nt_contiguous"
-        operands = a_data.unsqueeze(0), a_sf.unsqueeze(0), b_data, b_sf
-        launch_fp8_product(name, kind, *operands, grouped_layout, None, d.unsqueeze(0))
+        launch_fp8("tk_gemm.m_grouped_fp8_gemm_nt_contiguous", x, Groups(kind, grouped_layout), None, d)
     return d
 
 
@@ -181,12 +171,11 @@ def m_grouped_fp8_gemm_nt_masked(
     """
     only_per_block(recipe, recipe_a, recipe_b)
     without_effect(compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast)
-    a_data, a_sf, b_data, b_sf, shape = fp8_operands(a, b, ("G", "M_max"))
-    check_masked_m(masked_m, expected_m, a_data)
-    d = result(d, None, shape, a_data, BF16)
+    x = fp8_operands(a, b, ("G", "M_max"))
+    check_masked_m(masked_m, expected_m, x.a)
+    d = result(d, None, x.shape, x.a, BF16)
     if launching(d):
-        name, operands = "tk_gemm.m_grouped_fp8_gemm_nt_masked", (a_data, a_sf, b_data, b_sf)
-        launch_fp8_product(name, "masked", *operands, masked_m, None, d, expected_m)
+        launch_fp8("tk_gemm.m_grouped_fp8_gemm_nt_masked", x, Groups("masked", masked_m, expected_m), None, d)
     return d
 
 
@@ -226,10 +215,11 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
             with packed ones, unless TK_BACKEND=reference.
     """
-    a_data, a_sf, b_data, b_sf, (num_rows, num_cols) = fp8_operands(a, b, groups=("G",))
-    device = a_data.device
+    x = fp8_operands(a, b, groups=("G",))
+    num_rows, num_cols = x.shape
+    device = x.a.device
     positive_multiple("b[0] (2 * I)", num_cols, 2 * BLOCK)
-    kind = check_grouped_layout(grouped_layout, use_psum_layout, a_data, b_data)
+    kind = check_grouped_layout(grouped_layout, use_psum_layout, x.a, x.b)
     if (pos_to_token_topk is None) is not (topk_weights is None):
         missing = "topk_weights" if topk_weights is None else "pos_to_token_topk"
         raise ValueError(f"{missing}: expected a tensor beside the other of the two, got None")
@@ -240,31 +230,18 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
         check.number("swiglu_clamp_value", swiglu_clamp_value, at_least=2.0**-126)
         swiglu_clamp_value = float(swiglu_clamp_value)
     inner = num_cols // 2
-    data = new(a_data.new_empty, (num_rows, inner))
-    sf_layout = ScaleLayout.COL_MAJOR if a_sf.dtype is torch.float32 else ScaleLayout.PACKED_UE8M0
-    sf = new(empty_scales, a_data, num_rows, inner // BLOCK, sf_layout)
+    data = new(x.a.new_empty, (num_rows, inner))
+    sf_layout = ScaleLayout.COL_MAJOR if x.a_sf.dtype is torch.float32 else ScaleLayout.PACKED_UE8M0
+    sf = new(empty_scales, x.a, num_rows, inner // BLOCK, sf_layout)
     if not launching(data, sf):
         return data, sf
-    arch = arch_of_factors("tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous", a_sf)
     if topk_weights is not None and not topk_weights.numel():  # No row has a weight.
         data.zero_()
         sf.zero_()
         return data, sf
-    # Tiles of both kernels are 128 × 256: 128 columns of the gate and 128 of up.
-    num_tiles = ceil_div(num_rows, WIDE.block_m) * ceil_div(num_cols, WIDE.block_n)
-    with_clamp = swiglu_clamp_value is not None
-    rows, rows_sf, weights = for_tma(a_data.unsqueeze(0)), a_sf.unsqueeze(0).mT, for_tma(b_data)
-    factors = for_tma(rows_sf)
-    maps = (grouped_layout, pos_to_token_topk, None if topk_weights is None else topk_weights.view(-1))
-    others = (swiglu_clamp_value or 0.0, min(num_tiles, get_num_sms(device)))
-    if arch.has_tcgen05:
-        launch = fp8_swiglu_product_blackwell_kernel(kind, topk_weights is not None, with_clamp, arch)
-        launch(rows, factors, weights, b_sf.mT, *maps, data, sf.mT.view(torch.uint8), *others)
-    else:
-        by_tma = takes_tma(factors)
-        launch = fp8_swiglu_product_kernel(kind, by_tma, topk_weights is not None, with_clamp, arch)
-        weights_sf, codes = b_sf.contiguous().view(-1), for_tma(data.unsqueeze(0))
-        launch(rows, factors if by_tma else rows_sf, weights, weights_sf, *maps, codes, sf.mT, *others)
+    name, groups = "tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous", Groups(kind, grouped_layout)
+    routing = Routing(pos_to_token_topk, None if topk_weights is None else topk_weights.view(-1))
+    launch_fp8_swiglu(name, x, groups, routing, swiglu_clamp_value, data, sf)
     return data, sf
 
 
@@ -311,8 +288,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     kind = check_grouped_layout(grouped_layout, use_psum_layout, x.a, x.b)
     d = result(d, None, x.shape, x.a, BF16)
     if launching(d):
-        name, operands = "tk_gemm.m_grouped_bf16_gemm_nt_contiguous", (x.a.unsqueeze(0), x.b, grouped_layout, None)
-        launch_bf16_product(name, kind, *operands, d.unsqueeze(0), b_is_transposed=x.b_is_transposed)
+        launch_bf16("tk_gemm.m_grouped_bf16_gemm_nt_contiguous", x, Groups(kind, grouped_layout), None, d)
     return d
 
 
@@ -362,8 +338,5 @@ def m_grouped_bf16_gemm_nt_masked(
     check_masked_m(masked_m, expected_m, x.a)
     d = result(d, None, x.shape, x.a, BF16)
     if launching(d):
-        name, b_is_transposed = "tk_gemm.m_grouped_bf16_gemm_nt_masked", x.b_is_transposed
-        launch_bf16_product(
-            name, "masked", x.a, x.b, masked_m, None, d, b_is_transposed=b_is_transposed, num_rows=expected_m
-        )
+        launch_bf16("tk_gemm.m_grouped_bf16_gemm_nt_masked", x, Groups("masked", masked_m, expected_m), None, d)
     return d

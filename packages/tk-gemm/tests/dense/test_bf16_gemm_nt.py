@@ -10,8 +10,8 @@ from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import Kernel, capture
 from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm.lib.bf16_product import bf16_product_kernel
-from tk_gemm.lib.bf16_product_blackwell import bf16_product_blackwell_kernel
+from tk_gemm.blackwell.bf16 import bf16_product_blackwell_kernel
+from tk_gemm.hopper.bf16 import bf16_product_kernel
 
 from ..compare import assert_close
 from ..inputs import bf16

@@ -10,7 +10,7 @@ from typing import Any
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
-from tk_gemm.lib.fp8_product_config import BLOCK_K
+from tk_gemm.kernels import BLOCK_K
 
 _WORDS = BLOCK_K // 4
 ROWS = 64
@@ -24,7 +24,7 @@ def gather_groups_kernel(arch: Arch) -> Any:
     """
     import tilelang.language as T
 
-    from tk_gemm.lib.k_grouped_steps import find_group
+    from tk_gemm.scheduler import find_range
 
     rows, words, num_groups = (T.dynamic(x) for x in ("rows", "words", "num_groups"))
     size = T.dynamic("size", "int64")
@@ -35,7 +35,7 @@ def gather_groups_kernel(arch: Arch) -> Any:
     ) -> None:
         with T.Kernel(T.ceildiv(rows, ROWS), T.truncdiv(words, _WORDS), threads=256) as (block, step):
             group = T.alloc_local((3,), "int32")  # Its number, and where it begins and ends.
-            find_group(ends, num_groups, words * 4, step * BLOCK_K, group)
+            find_range(ends, num_groups, words * 4, step * BLOCK_K, group)
             if group[0] < num_groups:
                 for i, j in T.Parallel(ROWS, _WORDS):
                     if block * ROWS + i < rows:

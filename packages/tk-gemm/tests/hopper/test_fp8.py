@@ -7,9 +7,8 @@ import tk_gemm
 from tk_core.arch import get_arch
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm.lib.fp8_product import fp8_product_kernel
-from tk_gemm.lib.fp8_product_config import CONFIGS, WIDE
-from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
+from tk_gemm.hopper.fp8 import fp8_product_kernel
+from tk_gemm.hopper.tiles import FP8_TILES
 
 from ..inputs import activations, dequantized, ids, psum, weights
 
@@ -22,16 +21,13 @@ def test_tiles_have_equal_bits(k: int) -> None:
     (a, a_sf), (b, b_sf) = activations(m, k, "cuda"), weights(n, k, "cuda")
     expected = tk_gemm.fp8_gemm_nt((a, a_sf), (b, b_sf))
     arch = get_arch(a.device)
-    for config in CONFIGS:
+    for tile in FP8_TILES:
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
-        if config == WIDE:
-            launch = fp8_product_wide_kernel("dense", d.dtype, True, False, arch)
-        else:
-            launch = fp8_product_kernel("dense", config, d.dtype, True, False, arch)
-        num_tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
+        launch = fp8_product_kernel("dense", tile, d.dtype, True, False, arch)
+        num_tiles = ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n)
         for num_blocks in (1, 3, 132):
             launch(a[None], a_sf.mT[None], b[None], b_sf.flatten(), None, None, d, min(num_blocks, num_tiles))
-            assert_equal(d[0], expected, name=f"{config}, {num_blocks} thread blocks")
+            assert_equal(d[0], expected, name=f"{tile}, {num_blocks} thread blocks")
 
 
 def test_tiles_of_masked_rows() -> None:
@@ -44,16 +40,12 @@ def test_tiles_of_masked_rows() -> None:
     for group, count in enumerate(counts):
         rows = a[group, :count], a_sf[group, :count]
         expected[group, :count] = tk_gemm.fp8_gemm_nt(rows, (b[group], b_sf[group]))
-    for config in CONFIGS:
+    for tile in FP8_TILES:
         d = torch.full_like(expected, 7.0)
-        arch = get_arch(a.device)
-        if config == WIDE:
-            launch = fp8_product_wide_kernel("masked", d.dtype, True, False, arch)
-        else:
-            launch = fp8_product_kernel("masked", config, d.dtype, True, False, arch)
+        launch = fp8_product_kernel("masked", tile, d.dtype, True, False, get_arch(a.device))
         for num_blocks in (1, 132):
             launch(a, a_sf.mT, b, b_sf.flatten(), masked_m, None, d, num_blocks)
-            assert_equal(d, expected, name=f"{config}, {num_blocks} thread blocks")
+            assert_equal(d, expected, name=f"{tile}, {num_blocks} thread blocks")
 
 
 def test_ops_have_equal_bits() -> None:

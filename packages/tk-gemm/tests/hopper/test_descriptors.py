@@ -9,7 +9,8 @@ import torch
 
 from tk_core.arch import arch_from_name
 from tk_core.kernel import KernelRequest
-from tk_gemm.lib.fp8_product_wide import fp8_product_wide_kernel
+from tk_gemm.hopper.fp8 import fp8_product_kernel
+from tk_gemm.hopper.tiles import WIDE
 
 
 class _Managed(ctypes.Structure):
@@ -43,7 +44,8 @@ def test_a_descriptor_of_a_large_result(monkeypatch: pytest.MonkeyPatch) -> None
     """The host code of 73,728 × 36,864 results, up to the first of the descriptors that it makes: that of d."""
     import tvm_ffi
 
-    request = KernelRequest(fp8_product_wide_kernel, ("dense", torch.bfloat16, True, False, arch_from_name("sm_90a")))
+    args = ("dense", WIDE, torch.bfloat16, True, False, arch_from_name("sm_90a"))
+    request = KernelRequest(fp8_product_kernel, args)
     function, kept = request.compile().function, []
     m, n, k = 73728, 36864, 128
     e4m3 = torch.float8_e4m3fn

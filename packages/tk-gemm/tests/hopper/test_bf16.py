@@ -9,8 +9,8 @@ import tk_gemm
 from tk_core.arch import get_arch
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm.lib.bf16_product import bf16_product_kernel
-from tk_gemm.lib.bf16_product_config import CONFIGS
+from tk_gemm.hopper.bf16 import bf16_product_kernel
+from tk_gemm.hopper.tiles import BF16_TILES
 
 from ..inputs import bf16, ids, psum
 
@@ -26,13 +26,13 @@ def test_tiles_and_orders_have_equal_bits(a_is_transposed: bool, b_is_transposed
     expected = tk_gemm.bf16_gemm_nt(a, b)
     lies_a = a.t().contiguous() if a_is_transposed else a
     lies_b = b.t().contiguous() if b_is_transposed else b
-    for config, num_blocks in product(CONFIGS, (1, 3, 132)):
+    for tile, num_blocks in product(BF16_TILES, (1, 3, 132)):
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
         orders = (a_is_transposed, b_is_transposed)
-        launch = bf16_product_kernel("dense", config, d.dtype, *orders, False, get_arch(a.device))
-        num_tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
+        launch = bf16_product_kernel("dense", tile, d.dtype, *orders, False, get_arch(a.device))
+        num_tiles = ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n)
         launch(lies_a[None], lies_b[None], None, None, d, min(num_blocks, num_tiles))
-        assert_equal(d[0], expected, name=f"{config}, {num_blocks} thread blocks")
+        assert_equal(d[0], expected, name=f"{tile}, {num_blocks} thread blocks")
 
 
 def test_ops_have_equal_bits() -> None:

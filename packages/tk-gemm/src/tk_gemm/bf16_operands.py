@@ -1,0 +1,47 @@
+"""BF16 operands, which may be transposed, and their way into the ring: the same on Hopper and on Blackwell."""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from tk_gemm import ring
+from tk_gemm.kernels import BF16_STEP_K
+from tk_gemm.ring import Ring
+from tk_gemm.scheduler import Tile
+
+
+class Operands(NamedTuple):
+    """What is multiplied, in global memory. With groups along K, A and B are one group."""
+
+    a: Any  # bfloat16 (groups, M, K), transposed (groups, K, M)
+    b: Any  # bfloat16 (groups, N, K), transposed (groups, K, N)
+    a_is_transposed: bool
+    b_is_transposed: bool
+    by_k: bool  # groups are ranges of K
+
+
+def stages(x: Operands, count: int, block_m: int, block_n: int) -> tuple[Any, Any]:
+    """Stages of A, bfloat16 (count, block_m, 64) or transposed (count, 64, block_m), and of B with block_n."""
+    shapes = ((block_m, x.a_is_transposed), (block_n, x.b_is_transposed))
+    a, b = ((BF16_STEP_K, rows) if is_transposed else (rows, BF16_STEP_K) for rows, is_transposed in shapes)
+    return T.alloc_shared((count, *a), "bfloat16"), T.alloc_shared((count, *b), "bfloat16")
+
+
+def part(operand: Any, first: Any, rows: slice, channels: slice, is_transposed: bool) -> Any:
+    """Rows and channels of a group, or of a stage."""
+    return operand[first, channels, rows] if is_transposed else operand[first, rows, channels]
+
+
+@T.macro
+def load(tile: Tile, x: Operands, block_m: int, block_n: int, a_stages: Any, b_stages: Any, r: Ring) -> None:
+    """In the loading warp: load a tile's operands."""
+    for index in T.serial(tile.num_steps[0]):
+        step = tile.first_step[0] + index
+        group = 0 if x.by_k else tile.group[0]
+        rows = slice(tile.row[0], tile.row[0] + block_m)
+        cols = slice(tile.col[0], tile.col[0] + block_n)
+        channels = slice(step * BF16_STEP_K, (step + 1) * BF16_STEP_K)
+        ring.wait_empty(r)
+        ring.load(r, part(x.a, group, rows, channels, x.a_is_transposed), a_stages[r.stage[0], :, :])
+        ring.load(r, part(x.b, tile.weights[0], cols, channels, x.b_is_transposed), b_stages[r.stage[0], :, :])
+        ring.fill(r)

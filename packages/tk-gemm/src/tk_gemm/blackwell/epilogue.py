@@ -1,0 +1,81 @@
+"""What the storing warps do with a tile's sums: C is added, padding becomes zero, and each thread writes a row of D."""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from tk_gemm.blackwell import sums
+from tk_gemm.blackwell.sums import Sums
+from tk_gemm.blackwell.tiles import BLOCK, PIECE
+from tk_gemm.kernels import Kind
+from tk_gemm.scheduler import Tile
+
+
+class Results(NamedTuple):
+    """Where results go."""
+
+    kind: Kind
+    layout: Any
+    c: Any  # (G, M, N), or None
+    d: Any  # (G, M, N)
+
+
+@T.macro
+def find_rows(kind: Kind, layout: Any, tile: Tile, m: Any, is_row: Any) -> None:
+    """is_row = which rows of a tile are a group's: others become zero, whatever their products are."""
+    for i in T.Parallel(*is_row.shape):
+        row = tile.row[0] + i
+        if kind == "ids":
+            is_row[i] = T.cast(layout[T.min(row, m - 1)] >= 0, "int32")
+        else:
+            is_row[i] = T.cast(row < tile.end[0], "int32")
+
+
+@T.macro
+def store(x: Results, tile: Tile, s: Sums) -> None:
+    """In the storing warps: write a tile's results, but no rows and columns past the last."""
+    acc = T.alloc_fragment((BLOCK, PIECE), "float32")
+    is_row = T.alloc_fragment((BLOCK,), "int32") if x.kind in ("ids", "psum") else None
+    if is_row is not None:
+        find_rows(x.kind, x.layout, tile, x.d.shape[1], is_row)
+    sums.wait_summed(s)
+    for first in T.unroll(0, BLOCK, PIECE):
+        T.copy(s.parts[0][:, first : first + PIECE], acc)
+        _add_c(x.c, tile, acc, first)
+        if is_row is not None:
+            for i, j in T.Parallel(*acc.shape):
+                acc[i, j] = T.if_then_else(is_row[i] != 0, acc[i, j], T.float32(0))
+        _write(x, tile, acc, first)
+    sums.give_back(s)
+
+
+@T.macro
+def _add_c(c: Any, tile: Tile, acc: Any, first: Any) -> None:
+    if c is not None:
+        width = 128 // c.dtype.bits
+        col = tile.col[0] + first
+        _assume_vectors(c, col)
+        for i, j, x in T.Parallel(acc.shape[0], acc.shape[1] // width, width):
+            if tile.row[0] + i < c.shape[1] and col + j * width < c.shape[2]:
+                acc[i, j * width + x] += T.cast(c[tile.group[0], tile.row[0] + i, col + j * width + x], "float32")
+
+
+@T.macro
+def _write(to: Results, tile: Tile, acc: Any, first: Any) -> None:
+    d = to.d
+    width = 128 // d.dtype.bits
+    col = tile.col[0] + first
+    _assume_vectors(d, col)
+    for i, j, x in T.Parallel(acc.shape[0], acc.shape[1] // width, width):
+        is_row = tile.row[0] + i < (tile.end[0] if to.kind == "masked" else d.shape[1])
+        if is_row and col + j * width < d.shape[2]:
+            d[tile.group[0], tile.row[0] + i, col + j * width + x] = acc[i, j * width + x]
+
+
+@T.macro
+def _assume_vectors(x: Any, col: Any) -> None:
+    # So that 16 bytes are read or written at a time: rows and columns of a piece begin on 16 bytes.
+    width = 128 // x.dtype.bits
+    T.assume(col % width == 0)
+    T.assume(x.strides[0] % width == 0)
+    T.assume(x.strides[1] % width == 0)

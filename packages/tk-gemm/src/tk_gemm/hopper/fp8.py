@@ -1,0 +1,100 @@
+"""The FP8 products' kernel: persistent thread blocks of one loading warp and one or two multiplying warpgroups.
+
+    load        one warp      finds tiles; 128 channels of A, B and their factors a step, by TMA, into a ring
+    multiply    warpgroups    64 rows each: the tensor core's sum of 128 channels, then acc = fma(factor, sum, acc)
+
+docs/tuning/gemm.md has measurements.
+"""
+
+from typing import Any
+
+import torch
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_gemm.hopper.tiles import TileShape
+from tk_gemm.kernels import BLOCK_K, PASS_CONFIGS, Kind, stride, strides
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def fp8_product_kernel(
+    kind: Kind, shape: TileShape, d_dtype: torch.dtype, a_sf_by_tma: bool, with_c: bool, arch: Arch
+) -> Any:
+    """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known only at run time.
+
+    A's factors come by TMA where they are column major on 16 bytes, else by plain loads from any strides. B's are
+    flat (groups, ⌈N/128⌉, steps), or with groups along K as A's, for each row.
+    """
+    import tilelang.language as T
+
+    from tk_gemm import ring, scheduler
+    from tk_gemm.hopper import epilogue, fp8_loop, roles
+
+    by_k, width = kind == "k", shape.warpgroup_n
+    stores_early = d_dtype is torch.bfloat16 and a_sf_by_tma and not with_c  # Else registers are spilled.
+    m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
+    num_steps, layout_size, num_factors = (T.dynamic(x) for x in ("num_steps", "layout_size", "num_factors"))
+    num_d_groups = layout_size if by_k else num_a_groups
+    a_sf_type = T.StridedTensor(
+        (num_a_groups, num_steps, m), (*strides("a_sf"), 1 if a_sf_by_tma else stride("a_sf_row_stride")), "float32"
+    )
+    b_sf_type = T.Tensor((num_factors,), "float32")
+    if by_k:
+        b_sf_type = T.StridedTensor((num_b_groups, num_steps, n), (*strides("b_sf"), 1), "float32")
+
+    @T.macro
+    def multiply(share: Any, end: Any, layout: Any) -> None:
+        tile = scheduler.local_tile()
+        part = T.alloc_fragment((64, 128 if width == 256 else width), "float32")
+        acc = T.alloc_fragment(part.shape, "float32")
+        other = T.alloc_fragment(part.shape, "float32") if width != 192 else None
+        ring.wait_full(share.ring)
+        scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
+        while tile.row[0] >= 0:
+            epilogue.find_rows(end, layout, tile)
+            if width == 256:
+                if stores_early:
+                    fp8_loop.sum_in_turn(share, tile, part, (acc, other), lambda: epilogue.store(end, tile, acc, 0))
+                else:
+                    fp8_loop.sum_in_turn(share, tile, part, (acc, other), None)
+                    epilogue.store(end, tile, acc, 0)
+                epilogue.store(end, tile, other, 128)
+            else:
+                if width == 192:
+                    fp8_loop.sum_in_turn(share, tile, part, (acc,), None)
+                else:
+                    fp8_loop.sum_ahead(share, tile, part, other, acc)
+                epilogue.store(end, tile, acc, 0)
+            scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
+        T.tma_store_wait(0)
+
+    @T.prim_func
+    def product(
+        a: T.StridedTensor((num_a_groups, m, k), (*strides("a"), 1), "float8_e4m3fn"),
+        a_sf: a_sf_type,
+        b: T.StridedTensor((num_b_groups, n, k), (*strides("b"), 1), "float8_e4m3fn"),
+        b_sf: b_sf_type,
+        layout: T.Tensor((layout_size,), "int32"),
+        c: T.StridedTensor((num_d_groups, m, n), (*strides("c"), 1), d_dtype),
+        d: T.StridedTensor((num_d_groups, m, n), (*strides("d"), 1), d_dtype),
+        num_blocks: T.int32,
+    ) -> None:
+        with T.Kernel(num_blocks, threads=128 * shape.num_warpgroups + 128) as block:
+            stages = fp8_loop.stages(shape, by_k)
+            out = T.alloc_shared(epilogue.out_shape(shape, d_dtype), d_dtype)
+            r = ring.ring(shape.num_stages, 2, 4 * shape.num_warpgroups)  # The loading and the writing warp fill it.
+            x = fp8_loop.Operands(a, a_sf, b, b_sf, a_sf_by_tma, by_k)
+            addend = c if with_c else None
+            sizes, tile_shape = (m, n, k, num_b_groups), (shape.block_m, shape.block_n, BLOCK_K)
+            roles.split(
+                shape.num_warpgroups,
+                block,
+                lambda w: multiply(
+                    fp8_loop.share(w, shape, x, stages, r), epilogue.epilogue(w, shape, kind, out, addend, d), layout
+                ),
+                lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
+                lambda s: fp8_loop.load(s, shape, x, stages, r),
+                lambda s: fp8_loop.write(s, shape, x, stages, r),
+            )
+
+    return product

@@ -1,0 +1,89 @@
+"""A ring of stages in shared memory, which some warps fill and others empty."""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from tk_gemm import scheduler
+from tk_gemm.scheduler import Scheduler, local_int
+
+
+class Ring(NamedTuple):
+    """The barriers of a ring, and a thread's place in it."""
+
+    full: Any  # barriers: a stage's operands have arrived
+    empty: Any  # barriers: a stage's operands have been multiplied
+    stage: Any  # int32 (1)
+    parity: Any  # int32 (1), of the round
+
+
+def ring(num_stages: int, num_fills: int, num_releases: int) -> Ring:
+    """A ring of empty stages, and how often each is filled, and released, in a round."""
+    full = T.alloc_barrier([num_fills] * num_stages)
+    empty = T.alloc_barrier([num_releases] * num_stages)
+    return Ring(full, empty, local_int(), local_int())
+
+
+@T.macro
+def wait_full(r: Ring) -> None:
+    """Wait until the stage has its operands."""
+    T.mbarrier_wait_parity(r.full[r.stage[0]], r.parity[0])
+
+
+@T.macro
+def wait_empty(r: Ring) -> None:
+    """Wait until the stage may be filled."""
+    T.mbarrier_wait_parity(r.empty[r.stage[0]], r.parity[0] ^ 1)
+
+
+@T.macro
+def load(r: Ring, source: Any, target: Any) -> None:
+    """Begin to load a tile into the stage, by TMA."""
+    T.tma_copy(source, target, barrier=r.full[r.stage[0]], leader_scope_threads=32)
+
+
+@T.macro
+def fill(r: Ring) -> None:
+    """Arrive at the stage's barrier, after its loads have been issued or its values written, and move on."""
+    if T.shuffle_elect(32):
+        T.mbarrier_arrive(r.full[r.stage[0]])
+    move_on(r)
+
+
+@T.macro
+def release(r: Ring, stage: Any) -> None:
+    """Give a stage back to the warps that fill it."""
+    if T.shuffle_elect(32):
+        T.mbarrier_arrive(r.empty[stage])
+
+
+@T.macro
+def move_on(r: Ring) -> None:
+    """Go to the next stage."""
+    r.stage[0] += 1
+    if r.stage[0] == r.full.shape[0]:
+        r.stage[0] = 0
+        r.parity[0] = r.parity[0] ^ 1
+
+
+@T.macro
+def send_tiles(r: Ring, s: Scheduler, sent: Any) -> None:
+    """In the writing warp, where it has nothing else to write: put tiles' coordinates into the stages, and the end."""
+    while s.index[0] < s.total[0]:
+        for step in T.serial(s.tile.num_steps[0]):
+            wait_empty(r)
+            if step == 0 and T.shuffle_elect(32):
+                scheduler.send(s.tile, sent, r.stage[0])
+            fill(r)
+        scheduler.next_tile(s)
+    send_end(r, s, sent)
+
+
+@T.macro
+def send_end(r: Ring, s: Scheduler, sent: Any) -> None:
+    """Put the end into the stage behind the last tile."""
+    s.tile.row[0] = -1
+    wait_empty(r)
+    if T.shuffle_elect(32):
+        scheduler.send(s.tile, sent, r.stage[0])
+    fill(r)

@@ -1,0 +1,234 @@
+"""Which tiles of D a thread block computes, and how their coordinates reach the warps that multiply.
+
+Thread block b takes tiles b, b + num_blocks, … Only the loading warp looks for them; it sends a tile's coordinates
+through the ring, with the tile's first stage, and behind the last tile one whose row is negative.
+"""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from tk_gemm.kernels import Kind
+
+STRIP = 8
+"""Height of a strip in units of 128 rows; a strip's tiles are taken one column of tiles after the other."""
+
+_GROUP_ROWS = 128
+"""Groups of rows, and of channels, begin at multiples of this."""
+_WORD_CHANNELS = 512
+"""Channels whose packed factors are a word."""
+
+
+class Tile(NamedTuple):
+    """Coordinates of a tile, each an int32 (1) in registers."""
+
+    row: Any  # its first row; negative behind the last tile
+    col: Any  # its first column
+    group: Any  # group of A, C and D
+    weights: Any  # group of B; negative where the rows have none
+    end: Any  # row at which the group's rows end: of "psum" and "masked"
+    first_step: Any  # where the group begins along K, in steps: of "k"
+    num_steps: Any  # steps of K
+
+
+class Scheduler(NamedTuple):
+    """The search for a thread block's next tile, in the loading warp."""
+
+    kind: Kind
+    layout: Any  # int32: a group for each row, where groups end, or rows of each group
+    m: Any
+    n: Any
+    k: Any
+    num_groups: Any  # of B; of "masked" also of A
+    block_m: int
+    block_n: int
+    step_k: int
+    num_blocks: Any
+    index: Any  # int32 (1), the tile's number
+    total: Any  # int32 (1), tiles of D
+    cursor: Any  # int32 (1), with "masked" the group that the search has reached
+    before: Any  # int32 (1), with "masked" the tiles of earlier groups
+    tile: Tile
+
+
+def local_int() -> Any:
+    """An int32 (1) in registers, 0."""
+    return T.alloc_var("int32", init=0)
+
+
+def local_tile() -> Tile:
+    """Coordinates in registers, 0."""
+    return Tile(*(local_int() for _ in Tile._fields))
+
+
+def scheduler(
+    kind: Kind, layout: Any, sizes: tuple[Any, Any, Any, Any], tile_shape: tuple[int, int, int], num_blocks: Any
+) -> Scheduler:
+    """A scheduler for sizes (M, N, K, groups of B) and tiles of (rows, columns, channels of a step)."""
+    counters = (local_int() for _ in range(4))
+    return Scheduler(kind, layout, *sizes, *tile_shape, num_blocks, *counters, local_tile())
+
+
+def group_end(end: Any, k: Any) -> Any:
+    """Where the group after one that ends at `end` begins along K, a multiple of 128."""
+    return T.ceildiv(T.max(T.min(end, k), 0), _GROUP_ROWS) * _GROUP_ROWS
+
+
+@T.macro
+def start(s: Scheduler, block: Any) -> None:
+    """Find the thread block's first tile."""
+    num_m = T.ceildiv(s.m, s.block_m)
+    num_n = T.ceildiv(s.n, s.block_n)
+    if s.kind == "masked":
+        for group in T.serial(s.num_groups):
+            s.total[0] += T.ceildiv(T.max(T.min(s.layout[group], s.m), 0), s.block_m)
+        s.total[0] = s.total[0] * num_n
+    elif s.kind == "k":
+        s.total[0] = num_m * num_n * s.layout.shape[0]
+    else:
+        s.total[0] = num_m * num_n
+    s.tile.num_steps[0] = T.ceildiv(s.k, s.step_k)
+    s.index[0] = block
+    _find_with_weights(s)
+
+
+@T.macro
+def next_tile(s: Scheduler) -> None:
+    """Find the thread block's next tile; s.index ≥ s.total if there is none."""
+    s.index[0] += s.num_blocks
+    _find_with_weights(s)
+
+
+@T.macro
+def _find_with_weights(s: Scheduler) -> None:
+    if s.index[0] < s.total[0]:
+        _find(s)
+    if s.kind == "ids" or s.kind == "psum":
+        while s.index[0] < s.total[0] and s.tile.weights[0] < 0:
+            s.index[0] += s.num_blocks
+            if s.index[0] < s.total[0]:
+                _find(s)
+
+
+@T.macro
+def _find(s: Scheduler) -> None:
+    if s.kind == "masked":
+        _find_masked(s)
+    elif s.kind == "k":
+        tiles_of_group = T.ceildiv(s.m, s.block_m) * T.ceildiv(s.n, s.block_n)
+        _find_in_strips(s, T.truncmod(s.index[0], tiles_of_group))
+        _find_range(s, T.truncdiv(s.index[0], tiles_of_group))
+    else:
+        _find_in_strips(s, s.index[0])
+        if s.kind == "ids":
+            s.tile.weights[0] = s.layout[s.tile.row[0] // _GROUP_ROWS * _GROUP_ROWS]  # 64 rows may be all padding.
+        elif s.kind == "psum":
+            _find_group(s)
+
+
+@T.macro
+def _find_in_strips(s: Scheduler, index: Any) -> None:
+    # Strips of STRIP · 128 rows, one column of tiles after the other, so that their rows stay in L2.
+    strip = T.alloc_var("int32")
+    inner = T.alloc_var("int32")
+    height = T.alloc_var("int32")
+    strip_size = STRIP * 128 // s.block_m
+    num_n = T.ceildiv(s.n, s.block_n)
+    strip = T.truncdiv(index, strip_size * num_n)
+    inner = T.truncmod(index, strip_size * num_n)
+    height = T.min(strip_size, T.ceildiv(s.m, s.block_m) - strip * strip_size)
+    s.tile.row[0] = (strip * strip_size + T.truncmod(inner, height)) * s.block_m
+    s.tile.col[0] = T.truncdiv(inner, height) * s.block_n
+
+
+@T.macro
+def _find_masked(s: Scheduler) -> None:
+    # Tiles come in ascending order, so the search resumes where it stopped.
+    count = T.alloc_var("int32")
+    num_m = T.alloc_var("int32")
+    num_n = T.ceildiv(s.n, s.block_n)
+    count = T.max(T.min(s.layout[s.cursor[0]], s.m), 0)
+    num_m = T.ceildiv(count, s.block_m)
+    while s.index[0] >= s.before[0] + num_m * num_n:
+        s.before[0] += num_m * num_n
+        s.cursor[0] += 1
+        count = T.max(T.min(s.layout[s.cursor[0]], s.m), 0)
+        num_m = T.ceildiv(count, s.block_m)
+    s.tile.row[0] = T.truncmod(s.index[0] - s.before[0], num_m) * s.block_m
+    s.tile.col[0] = T.truncdiv(s.index[0] - s.before[0], num_m) * s.block_n
+    s.tile.group[0] = s.cursor[0]
+    s.tile.weights[0] = s.cursor[0]
+    s.tile.end[0] = count
+
+
+@T.macro
+def _find_group(s: Scheduler) -> None:
+    # The first group that ends after the first of the 128 rows that have the tile; empty groups end where they begin.
+    low = T.alloc_var("int32")
+    high = T.alloc_var("int32")
+    low = 0
+    high = s.num_groups
+    while low < high:
+        middle = (low + high) >> 1
+        if s.layout[middle] > s.tile.row[0] // _GROUP_ROWS * _GROUP_ROWS:
+            high = middle
+        else:
+            low = middle + 1
+    s.tile.weights[0] = -1
+    if low < s.num_groups:
+        s.tile.weights[0] = low
+        s.tile.end[0] = s.layout[low]
+
+
+@T.macro
+def _find_range(s: Scheduler, group: Any) -> None:
+    # A group without channels has one step past the last, of which TMA loads zeros. It is also past the last word of
+    # packed factors, which may have any bytes behind those of the last step, such as NaN: 0 · NaN would be NaN.
+    first = T.alloc_var("int32")
+    end = T.alloc_var("int32")
+    first = 0
+    if group > 0:
+        first = group_end(s.layout[group - 1], s.k)
+    end = group_end(s.layout[group], s.k)
+    if end <= first:
+        first = T.ceildiv(s.k, _WORD_CHANNELS) * _WORD_CHANNELS
+        end = first + s.step_k
+    s.tile.group[0] = group
+    s.tile.first_step[0] = T.truncdiv(first, s.step_k)
+    s.tile.num_steps[0] = T.truncdiv(end - first, s.step_k)
+
+
+@T.macro
+def send(tile: Tile, sent: Any, stage: Any) -> None:
+    """Put a tile's coordinates into a stage; only one lane does."""
+    for x, _ in enumerate(tile):
+        sent[stage, x] = tile[x][0]
+
+
+@T.macro
+def receive(tile: Tile, sent: Any, stage: Any) -> None:
+    """Read the coordinates in a stage, which may be released then."""
+    for x, _ in enumerate(tile):
+        tile[x][0] = sent[stage, x]
+
+
+@T.macro
+def find_range(ends: Any, num_groups: Any, k: Any, channel: Any, group: Any) -> None:
+    """group = [first group that ends after a channel, where it begins, where it ends], or [num_groups, 0, 0]."""
+    low = T.alloc_var("int32")
+    high = T.alloc_var("int32")
+    low = 0
+    high = num_groups
+    while low < high:
+        middle = (low + high) >> 1
+        if group_end(ends[middle], k) > channel:
+            high = middle
+        else:
+            low = middle + 1
+    group[0] = low
+    group[1] = 0
+    group[2] = 0
+    if low < num_groups:
+        group[2] = group_end(ends[low], k)
+        if low > 0:
+            group[1] = group_end(ends[low - 1], k)

@@ -1,0 +1,57 @@
+"""Machine code of the products' kernels on Hopper: what ptxas makes of a step decides how fast they are."""
+
+import re
+
+import pytest
+import torch
+
+from tk_core.arch import arch_from_name
+from tk_core.kernel import KernelRequest
+from tk_core.testing.usage import cuobjdump, resource_usage
+from tk_gemm.hopper.fp8 import fp8_product_kernel
+from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
+from tk_gemm.hopper.tiles import BY_K, FP8_TILES, WIDE, TileShape
+from tk_gemm.kernels import BLOCK_K
+
+from ..sass import count, loops_with_products
+
+pytestmark = pytest.mark.compile
+
+ARCH = arch_from_name("sm_90a")
+CASES = [("dense", tile) for tile in FP8_TILES] + [("k", BY_K)]
+
+
+def check_loops(sass: str, num_warpgroups: int, num_sums: int, products: int) -> None:
+    """A loop for each multiplying warpgroup: `products` products, and one fused multiply-add for each of its sums."""
+    loops = loops_with_products(sass)
+    assert len(loops) == num_warpgroups
+    for loop in loops:
+        found = count(loop)
+        assert found["QGMMA"] == 4 * products
+        # A product is four instructions, of which the last one signals: if each does, ptxas makes each wait.
+        assert sum("GMMA" in code and "gsb0" in code for code in loop) == products
+        assert found["FFMA"] == num_sums, "expected one fused multiply-add an element"
+        assert found["LDG"] == found["LDC"] == 0, "expected factors from shared memory"
+        assert found["R2UR"] <= 4, "expected descriptors in uniform registers"
+    assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
+
+
+@pytest.mark.parametrize(("kind", "tile"), CASES, ids=lambda x: x if isinstance(x, str) else f"{x.block_m}x{x.block_n}")
+def test_a_step_of_fp8(kind: str, tile: TileShape) -> None:
+    """With float32 results, which take the most shared memory: ops choose the tile by the shape alone."""
+    args = (kind, tile, torch.float32, True, False, ARCH)
+    check = cuobjdump(KernelRequest(fp8_product_kernel, args).compile(), "--dump-sass")
+    steps = 1 if tile.warpgroup_n > 128 else 2  # Loops of the others have an even and an odd step.
+    products = steps * (2 if tile.warpgroup_n == 256 else 1)
+    check_loops(check, tile.num_warpgroups, steps * tile.warpgroup_n // 2, products)
+    (used,) = resource_usage(fp8_product_kernel, *args).values()
+    assert used.shared_bytes <= ARCH.shared_memory_each(1)
+    assert used.stack_bytes == 0
+
+
+def test_a_step_of_swiglu() -> None:
+    args = ("ids", True, True, True, ARCH)
+    check_loops(cuobjdump(KernelRequest(fp8_swiglu_product_kernel, args).compile(), "--dump-sass"), 2, 128, 2)
+    (used,) = resource_usage(fp8_swiglu_product_kernel, *args).values()
+    ring = WIDE.num_stages * (BLOCK_K * (WIDE.block_m + WIDE.block_n) + 4 * WIDE.block_m)
+    assert used.shared_bytes - ring < 2 * WIDE.block_m * 128, "expected one buffer of codes"
