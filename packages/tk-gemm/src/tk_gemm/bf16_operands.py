@@ -1,8 +1,9 @@
 """BF16 operands, which may be transposed, and their way into the ring: the same on Hopper and on Blackwell."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
+from tvm.tirx import BufferRegion
 
 from tk_gemm import ring
 from tk_gemm.kernels import BF16_STEP_K
@@ -13,27 +14,27 @@ from tk_gemm.scheduler import Tile
 class Operands(NamedTuple):
     """What is multiplied, in global memory. With groups along K, A and B are one group."""
 
-    a: Any  # bfloat16 (groups, M, K), transposed (groups, K, M)
-    b: Any  # bfloat16 (groups, N, K), transposed (groups, K, N)
+    a: T.Buffer  # bfloat16 (groups, M, K), transposed (groups, K, M)
+    b: T.Buffer  # bfloat16 (groups, N, K), transposed (groups, K, N)
     a_is_transposed: bool
     b_is_transposed: bool
     by_k: bool  # groups are ranges of K
 
 
-def stages(x: Operands, count: int, block_m: int, block_n: int) -> tuple[Any, Any]:
+def stages(x: Operands, count: int, block_m: int, block_n: int) -> tuple[T.Buffer, T.Buffer]:
     """Stages of A, bfloat16 (count, block_m, 64) or transposed (count, 64, block_m), and of B with block_n."""
     shapes = ((block_m, x.a_is_transposed), (block_n, x.b_is_transposed))
     a, b = ((BF16_STEP_K, rows) if is_transposed else (rows, BF16_STEP_K) for rows, is_transposed in shapes)
     return T.alloc_shared((count, *a), "bfloat16"), T.alloc_shared((count, *b), "bfloat16")
 
 
-def part(operand: Any, first: Any, rows: slice, channels: slice, is_transposed: bool) -> Any:
+def part(operand: T.Buffer, first: T.PrimExpr, rows: slice, channels: slice, is_transposed: bool) -> BufferRegion:
     """Rows and channels of a group, or of a stage."""
     return operand[first, channels, rows] if is_transposed else operand[first, rows, channels]
 
 
 @T.macro
-def load(tile: Tile, x: Operands, block_m: int, block_n: int, a_stages: Any, b_stages: Any, r: Ring) -> None:
+def load(tile: Tile, x: Operands, block_m: int, block_n: int, a_stages: T.Buffer, b_stages: T.Buffer, r: Ring) -> None:
     """In the loading warp: load a tile's operands."""
     for index in T.serial(tile.num_steps[0]):
         step = tile.first_step[0] + index

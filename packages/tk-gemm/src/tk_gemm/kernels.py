@@ -1,6 +1,9 @@
 """What the builders of all products' kernels share."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimExpr
 
 BLOCK_K = 128
 """Channels that share a scale factor, and channels of a step of FP8 products."""
@@ -21,13 +24,13 @@ PASS_CONFIGS = {
 }
 
 
-def stride(name: str) -> Any:
+def stride(name: str) -> "PrimExpr":
     """A stride known at run time, of 64 bits: rows may be 2³¹ elements apart, and groups of rows are."""
     import tilelang.language as T
 
     return T.dynamic(name, "int64")
 
 
-def strides(name: str) -> tuple[Any, Any]:
+def strides(name: str) -> "tuple[PrimExpr, PrimExpr]":
     """Strides of a tensor's groups and rows, known at run time."""
     return stride(f"{name}_group_stride"), stride(f"{name}_stride")

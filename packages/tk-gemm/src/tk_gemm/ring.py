@@ -1,8 +1,9 @@
 """A ring of stages in shared memory, which some warps fill and others empty."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
+from tvm.tirx import BufferRegion
 
 from tk_gemm import scheduler
 from tk_gemm.scheduler import Scheduler, local_int
@@ -11,10 +12,10 @@ from tk_gemm.scheduler import Scheduler, local_int
 class Ring(NamedTuple):
     """The barriers of a ring, and a thread's place in it."""
 
-    full: Any  # barriers: a stage's operands have arrived
-    empty: Any  # barriers: a stage's operands have been multiplied
-    stage: Any  # int32 (1)
-    parity: Any  # int32 (1), of the round
+    full: T.Buffer  # barriers: a stage's operands have arrived
+    empty: T.Buffer  # barriers: a stage's operands have been multiplied
+    stage: T.Buffer  # int32 (1)
+    parity: T.Buffer  # int32 (1), of the round
 
 
 def ring(num_stages: int, num_fills: int, num_releases: int) -> Ring:
@@ -37,7 +38,7 @@ def wait_empty(r: Ring) -> None:
 
 
 @T.macro
-def load(r: Ring, source: Any, target: Any) -> None:
+def load(r: Ring, source: BufferRegion, target: BufferRegion) -> None:
     """Begin to load a tile into the stage, by TMA."""
     T.tma_copy(source, target, barrier=r.full[r.stage[0]], leader_scope_threads=32)
 
@@ -51,7 +52,7 @@ def fill(r: Ring) -> None:
 
 
 @T.macro
-def release(r: Ring, stage: Any) -> None:
+def release(r: Ring, stage: T.PrimExpr) -> None:
     """Give a stage back to the warps that fill it."""
     if T.shuffle_elect(32):
         T.mbarrier_arrive(r.empty[stage])
@@ -67,7 +68,7 @@ def move_on(r: Ring) -> None:
 
 
 @T.macro
-def send_tiles(r: Ring, s: Scheduler, sent: Any) -> None:
+def send_tiles(r: Ring, s: Scheduler, sent: T.Buffer) -> None:
     """In the writing warp, where it has nothing else to write: put tiles' coordinates into the stages, and the end."""
     while s.index[0] < s.total[0]:
         for step in T.serial(s.tile.num_steps[0]):
@@ -80,7 +81,7 @@ def send_tiles(r: Ring, s: Scheduler, sent: Any) -> None:
 
 
 @T.macro
-def send_end(r: Ring, s: Scheduler, sent: Any) -> None:
+def send_end(r: Ring, s: Scheduler, sent: T.Buffer) -> None:
     """Put the end into the stage behind the last tile."""
     s.tile.row[0] = -1
     wait_empty(r)

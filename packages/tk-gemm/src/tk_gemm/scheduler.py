@@ -4,7 +4,7 @@ Thread block b takes tiles b, b + num_blocks, … Only the loading warp looks fo
 through the ring, with the tile's first stage, and behind the last tile one whose row is negative.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
 
@@ -22,36 +22,36 @@ _WORD_CHANNELS = 512
 class Tile(NamedTuple):
     """Coordinates of a tile, each an int32 (1) in registers."""
 
-    row: Any  # its first row; negative behind the last tile
-    col: Any  # its first column
-    group: Any  # group of A, C and D
-    weights: Any  # group of B; negative where the rows have none
-    end: Any  # row at which the group's rows end: of "psum" and "masked"
-    first_step: Any  # where the group begins along K, in steps: of "k"
-    num_steps: Any  # steps of K
+    row: T.Buffer  # its first row; negative behind the last tile
+    col: T.Buffer  # its first column
+    group: T.Buffer  # group of A, C and D
+    weights: T.Buffer  # group of B; negative where the rows have none
+    end: T.Buffer  # row at which the group's rows end: of "psum" and "masked"
+    first_step: T.Buffer  # where the group begins along K, in steps: of "k"
+    num_steps: T.Buffer  # steps of K
 
 
 class Scheduler(NamedTuple):
     """The search for a thread block's next tile, in the loading warp."""
 
     kind: Kind
-    layout: Any  # int32: a group for each row, where groups end, or rows of each group
-    m: Any
-    n: Any
-    k: Any
-    num_groups: Any  # of B; of "masked" also of A
+    layout: T.Buffer  # int32: a group for each row, where groups end, or rows of each group
+    m: T.PrimExpr
+    n: T.PrimExpr
+    k: T.PrimExpr
+    num_groups: T.PrimExpr  # of B; of "masked" also of A
     block_m: int
     block_n: int
     step_k: int
-    num_blocks: Any
-    index: Any  # int32 (1), the tile's number
-    total: Any  # int32 (1), tiles of D
-    cursor: Any  # int32 (1), with "masked" the group that the search has reached
-    before: Any  # int32 (1), with "masked" the tiles of earlier groups
+    num_blocks: T.PrimExpr
+    index: T.Buffer  # int32 (1), the tile's number
+    total: T.Buffer  # int32 (1), tiles of D
+    cursor: T.Buffer  # int32 (1), with "masked" the group that the search has reached
+    before: T.Buffer  # int32 (1), with "masked" the tiles of earlier groups
     tile: Tile
 
 
-def local_int() -> Any:
+def local_int() -> T.Buffer:
     """An int32 (1) in registers, 0."""
     return T.alloc_var("int32", init=0)
 
@@ -62,20 +62,24 @@ def local_tile() -> Tile:
 
 
 def scheduler(
-    kind: Kind, layout: Any, sizes: tuple[Any, Any, Any, Any], tile_shape: tuple[int, int, int], num_blocks: Any
+    kind: Kind,
+    layout: T.Buffer,
+    sizes: tuple[T.PrimExpr, ...],
+    tile_shape: tuple[int, int, int],
+    num_blocks: T.PrimExpr,
 ) -> Scheduler:
     """A scheduler for sizes (M, N, K, groups of B) and tiles of (rows, columns, channels of a step)."""
     counters = (local_int() for _ in range(4))
     return Scheduler(kind, layout, *sizes, *tile_shape, num_blocks, *counters, local_tile())
 
 
-def group_end(end: Any, k: Any) -> Any:
+def group_end(end: T.PrimExpr, k: T.PrimExpr) -> T.PrimExpr:
     """Where the group after one that ends at `end` begins along K, a multiple of 128."""
     return T.ceildiv(T.max(T.min(end, k), 0), _GROUP_ROWS) * _GROUP_ROWS
 
 
 @T.macro
-def start(s: Scheduler, block: Any) -> None:
+def start(s: Scheduler, block: T.PrimExpr) -> None:
     """Find the thread block's first tile."""
     num_m = T.ceildiv(s.m, s.block_m)
     num_n = T.ceildiv(s.n, s.block_n)
@@ -127,7 +131,7 @@ def _find(s: Scheduler) -> None:
 
 
 @T.macro
-def _find_in_strips(s: Scheduler, index: Any) -> None:
+def _find_in_strips(s: Scheduler, index: T.PrimExpr) -> None:
     # Strips of STRIP · 128 rows, one column of tiles after the other, so that their rows stay in L2.
     strip = T.alloc_var("int32")
     inner = T.alloc_var("int32")
@@ -181,7 +185,7 @@ def _find_group(s: Scheduler) -> None:
 
 
 @T.macro
-def _find_range(s: Scheduler, group: Any) -> None:
+def _find_range(s: Scheduler, group: T.PrimExpr) -> None:
     # A group without channels has one step past the last, of which TMA loads zeros. It is also past the last word of
     # packed factors, which may have any bytes behind those of the last step, such as NaN: 0 · NaN would be NaN.
     first = T.alloc_var("int32")
@@ -199,21 +203,21 @@ def _find_range(s: Scheduler, group: Any) -> None:
 
 
 @T.macro
-def send(tile: Tile, sent: Any, stage: Any) -> None:
+def send(tile: Tile, sent: T.Buffer, stage: T.PrimExpr) -> None:
     """Put a tile's coordinates into a stage; only one lane does."""
     for x, _ in enumerate(tile):
         sent[stage, x] = tile[x][0]
 
 
 @T.macro
-def receive(tile: Tile, sent: Any, stage: Any) -> None:
+def receive(tile: Tile, sent: T.Buffer, stage: T.PrimExpr) -> None:
     """Read the coordinates in a stage, which may be released then."""
     for x, _ in enumerate(tile):
         tile[x][0] = sent[stage, x]
 
 
 @T.macro
-def find_range(ends: Any, num_groups: Any, k: Any, channel: Any, group: Any) -> None:
+def find_range(ends: T.Buffer, num_groups: T.PrimExpr, k: T.PrimExpr, channel: T.PrimExpr, group: T.Buffer) -> None:
     """group = [first group that ends after a channel, where it begins, where it ends], or [num_groups, 0, 0]."""
     low = T.alloc_var("int32")
     high = T.alloc_var("int32")

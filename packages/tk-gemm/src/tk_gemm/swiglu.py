@@ -1,8 +1,9 @@
 """SwiGLU of sums of the gate and of up, and the cast of its results to e4m3: 128 columns of a row share a factor."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
+from tvm.tirx import Buffer
 
 _LARGEST = 448.0
 _LEAST_AMAX = 1e-4
@@ -13,13 +14,13 @@ _MANTISSA_BITS = 0x007FFFFF
 class Rows(NamedTuple):
     """The rows of a tile, or of a warpgroup's part of it."""
 
-    first: Any  # the first one of them in all of the M rows
-    m: Any
-    is_row: Any  # int32 (rows) in registers: the others' results are 0, whatever their sums are
+    first: T.PrimExpr  # the first one of them in all of the M rows
+    m: T.PrimExpr
+    is_row: T.Buffer  # int32 (rows) in registers: the others' results are 0, whatever their sums are
 
 
 @T.macro
-def find_weights(rows: Rows, pos: Any, weights: Any, weight: Any) -> None:
+def find_weights(rows: Rows, pos: T.Buffer, weights: T.Buffer, weight: T.Buffer) -> None:
     """weight = that of each row; a row without one becomes padding in is_row."""
     for i in T.Parallel(*weight.shape):
         index = pos[T.min(rows.first + i, rows.m - 1)]
@@ -31,7 +32,7 @@ def find_weights(rows: Rows, pos: Any, weights: Any, weight: Any) -> None:
 
 
 @T.macro
-def activate(gate: Any, up: Any, weight: Any, clamp: Any) -> None:
+def activate(gate: T.Buffer, up: T.Buffer, weight: Buffer | None, clamp: T.PrimExpr | None) -> None:
     """gate = gate / (1 + exp(-gate)) * up * weight, from left to right; weight and clamp may be None."""
     if clamp is not None:
         for i, j in T.Parallel(*gate.shape):  # Comparisons, so that NaN stays.
@@ -45,7 +46,7 @@ def activate(gate: Any, up: Any, weight: Any, clamp: Any) -> None:
 
 
 @T.macro
-def find_amax(out: Any, spare: Any, amax: Any, clear: bool) -> None:
+def find_amax(out: T.Buffer, spare: T.Buffer, amax: T.Buffer, clear: bool) -> None:
     """amax = the bits of the largest magnitude of each row, and of what was there unless `clear`."""
     # As integers, so that NaN is the largest.
     bits = T.view(spare, spare.shape, "int32")
@@ -55,7 +56,7 @@ def find_amax(out: Any, spare: Any, amax: Any, clear: bool) -> None:
 
 
 @T.macro
-def quantize(rows: Rows, out: Any, spare: Any, sf: Any, block: Any) -> None:
+def quantize(rows: Rows, out: T.Buffer, spare: T.Buffer, sf: T.Buffer, block: T.PrimExpr) -> None:
     """out *= 448 / amax, for the cast to e4m3, and write each row's factor to sf[block]; both are 0 in padding."""
     amax = T.alloc_fragment(rows.is_row.shape, "int32")
     scale = T.alloc_fragment(rows.is_row.shape, "float32")
@@ -70,7 +71,7 @@ def quantize(rows: Rows, out: Any, spare: Any, sf: Any, block: Any) -> None:
 
 
 @T.macro
-def write_exponents(rows: Rows, amax: Any, scale: Any, sf: Any, block: Any) -> None:
+def write_exponents(rows: Rows, amax: T.Buffer, scale: T.Buffer, sf: T.Buffer, block: T.PrimExpr) -> None:
     """Write each row's factor, the least power of two from amax / 448 on, to its byte of sf; scale = 1 / factor.
 
     sf is uint8 (words, 4 · M). The byte is 0 in padding. Without a finite amax it is 255, and scale the reciprocal of
@@ -87,7 +88,7 @@ def write_exponents(rows: Rows, amax: Any, scale: Any, sf: Any, block: Any) -> N
 
 
 @T.macro
-def write_codes(rows: Rows, out: Any, scale: Any, data: Any, col: Any) -> None:
+def write_codes(rows: Rows, out: T.Buffer, scale: T.Buffer, data: T.Buffer, col: T.PrimExpr) -> None:
     """Write the e4m3 codes of out · scale to data (M, I), from column `col` on; 0 in padding."""
     # So that up to 32 codes are written at a time.
     T.assume(data.shape[1] % 128 == 0)
@@ -98,7 +99,7 @@ def write_codes(rows: Rows, out: Any, scale: Any, data: Any, col: Any) -> None:
             data[rows.first + i, col + j] = T.cast(code, data.dtype)
 
 
-def _magnitude(bits: Any) -> Any:
+def _magnitude(bits: T.PrimExpr) -> T.PrimExpr:
     """A row's amax of its bits, at least the least one; NaN stays."""
     amax = T.reinterpret(bits, "float32")
     return T.if_then_else(amax < T.float32(_LEAST_AMAX), T.float32(_LEAST_AMAX), amax)

@@ -39,7 +39,7 @@ def bf16_product_blackwell_kernel(
     a_shape, b_shape = (k, m) if a_is_transposed else (m, k), (k, n) if b_is_transposed else (n, k)
 
     @T.macro
-    def multiply(tile: Any, a_stages: Any, b_stages: Any, r: Any, s: Any) -> None:
+    def multiply(tile: scheduler.Tile, a_stages: T.Buffer, b_stages: T.Buffer, r: ring.Ring, s: sums.Sums) -> None:
         # In the multiplying warp: begin a tile's products, the first of which begins the sums.
         sums.wait_taken(s)
         for index in T.serial(tile.num_steps[0]):

@@ -1,6 +1,6 @@
 """What the storing warps do with a tile's sums: C is added, padding becomes zero, and each thread writes a row of D."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
 
@@ -15,13 +15,13 @@ class Results(NamedTuple):
     """Where results go."""
 
     kind: Kind
-    layout: Any
-    c: Any  # (G, M, N), or None
-    d: Any  # (G, M, N)
+    layout: T.Buffer
+    c: "T.Buffer | None"  # (G, M, N)
+    d: T.Buffer  # (G, M, N)
 
 
 @T.macro
-def find_rows(kind: Kind, layout: Any, tile: Tile, m: Any, is_row: Any) -> None:
+def find_rows(kind: Kind, layout: T.Buffer, tile: Tile, m: T.PrimExpr, is_row: T.Buffer) -> None:
     """is_row = which rows of a tile are a group's: others become zero, whatever their products are."""
     for i in T.Parallel(*is_row.shape):
         row = tile.row[0] + i
@@ -50,7 +50,7 @@ def store(x: Results, tile: Tile, s: Sums) -> None:
 
 
 @T.macro
-def _add_c(c: Any, tile: Tile, acc: Any, first: Any) -> None:
+def _add_c(c: T.Buffer, tile: Tile, acc: T.Buffer, first: T.PrimExpr) -> None:
     if c is not None:
         width = 128 // c.dtype.bits
         col = tile.col[0] + first
@@ -61,7 +61,7 @@ def _add_c(c: Any, tile: Tile, acc: Any, first: Any) -> None:
 
 
 @T.macro
-def _write(to: Results, tile: Tile, acc: Any, first: Any) -> None:
+def _write(to: Results, tile: Tile, acc: T.Buffer, first: T.PrimExpr) -> None:
     d = to.d
     width = 128 // d.dtype.bits
     col = tile.col[0] + first
@@ -73,7 +73,7 @@ def _write(to: Results, tile: Tile, acc: Any, first: Any) -> None:
 
 
 @T.macro
-def _assume_vectors(x: Any, col: Any) -> None:
+def _assume_vectors(x: T.Buffer, col: T.PrimExpr) -> None:
     # So that 16 bytes are read or written at a time: rows and columns of a piece begin on 16 bytes.
     width = 128 // x.dtype.bits
     T.assume(col % width == 0)

@@ -4,7 +4,7 @@ With groups along K a word may have bytes of two groups, which both load it: wor
 A group without channels has a step of zeros, data and words, where byte 0 is the factor 2⁻¹²⁷: its sums are 0.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
 
@@ -23,10 +23,10 @@ _LANES = 32
 class Operands(NamedTuple):
     """What is multiplied, in global memory. With groups along K, A and B are one group."""
 
-    a: Any  # e4m3 (groups, M, K)
-    a_sf: Any  # int32 (groups, words, M)
-    b: Any  # e4m3 (groups, N, K)
-    b_sf: Any  # int32 (groups, words, N), or (groups, words, ⌈N/128⌉)
+    a: T.Buffer  # e4m3 (groups, M, K)
+    a_sf: T.Buffer  # int32 (groups, words, M)
+    b: T.Buffer  # e4m3 (groups, N, K)
+    b_sf: T.Buffer  # int32 (groups, words, N), or (groups, words, ⌈N/128⌉)
     b_is_per_row: bool
     by_k: bool  # groups are ranges of K
 
@@ -34,18 +34,18 @@ class Operands(NamedTuple):
 class Stages(NamedTuple):
     """The stages of the ring in shared memory; the first dimension is the stage. Only some have words."""
 
-    a: Any  # e4m3 (stages, 128, 128)
-    b: Any  # e4m3 (stages, columns, 128)
-    a_words: Any  # int32 (stages, 128)
-    b_words: tuple[Any, ...]  # int32 (stages, 128), of each 128 columns
-    arranged: Any  # barriers: the stage's words are in the order of tensor memory
+    a: T.Buffer  # e4m3 (stages, 128, 128)
+    b: T.Buffer  # e4m3 (stages, columns, 128)
+    a_words: T.Buffer  # int32 (stages, 128)
+    b_words: tuple[T.Buffer, ...]  # int32 (stages, 128), of each 128 columns
+    arranged: T.Buffer  # barriers: the stage's words are in the order of tensor memory
 
 
 class Factors(NamedTuple):
     """Words in tensor memory, of which the tensor cores take a step's byte."""
 
-    a: Any  # int32 (128, 4)
-    b: tuple[Any, ...]  # int32 (128, 4), of each 128 columns
+    a: T.Buffer  # int32 (128, 4)
+    b: tuple[T.Buffer, ...]  # int32 (128, 4), of each 128 columns
 
 
 def stages(count: int, num_parts: int) -> Stages:
@@ -137,13 +137,13 @@ def multiply(tile: Tile, stages: Stages, r: Ring, f: Factors, s: Sums) -> None:
     sums.hand_over(s)
 
 
-def _has_words(index: Any, step: Any) -> Any:
+def _has_words(index: T.PrimExpr, step: T.PrimExpr) -> T.PrimExpr:
     """Whether a stage has words: those of a tile's first step, and then of every fourth one."""
     return T.Or(index == 0, T.truncmod(step, _WORD_STEPS) == 0)
 
 
 @T.macro
-def _repeat(tile: Tile, x: Operands, part: int, step: Any, words: Any, stage: Any) -> None:
+def _repeat(tile: Tile, x: Operands, part: int, step: T.PrimExpr, words: T.Buffer, stage: T.PrimExpr) -> None:
     """Write the word of a block of 128 columns once for each of them."""
     word = T.alloc_var("int32")
     block = T.truncdiv(T.min(tile.col[0] + part * BLOCK, x.b.shape[1] - 1), 128)

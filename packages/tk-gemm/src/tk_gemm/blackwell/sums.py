@@ -1,6 +1,6 @@
 """A tile's sums in tensor memory: the warp that multiplies hands them to the four that store, and gets them back."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
 
@@ -11,10 +11,10 @@ from tk_gemm.scheduler import local_int
 class Sums(NamedTuple):
     """A tile's sums, and how many tiles a thread has seen."""
 
-    parts: tuple[Any, ...]  # float32 (128, 128) in tensor memory, of each 128 columns
-    summed: Any  # barrier: the tile's products are done
-    taken: Any  # barrier: the storing threads have read the sums
-    parity: Any  # int32 (1), of the number of tiles before this one
+    parts: tuple[T.Buffer, ...]  # float32 (128, 128) in tensor memory, of each 128 columns
+    summed: T.Buffer  # barrier: the tile's products are done
+    taken: T.Buffer  # barrier: the storing threads have read the sums
+    parity: T.Buffer  # int32 (1), of the number of tiles before this one
 
 
 def sums(num_parts: int) -> Sums:

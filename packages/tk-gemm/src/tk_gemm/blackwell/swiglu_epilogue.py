@@ -4,7 +4,7 @@ A thread has a row, and reads its sums twice, for amax and for the codes: with t
 run out of registers.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
 
@@ -20,11 +20,11 @@ class Results(NamedTuple):
     """What results depend on beside the sums, and where they go."""
 
     kind: Kind
-    layout: Any
-    weights: tuple[Any, Any] | None  # indices (M) of rows' weights, and the weights, where there are any
-    clamp: Any  # or None
-    data: Any  # e4m3 (M, I)
-    sf: Any  # uint8 (words, 4 · M)
+    layout: T.Buffer
+    weights: tuple[T.Buffer, T.Buffer] | None  # indices (M) of rows' weights, and the weights, where there are any
+    clamp: "T.PrimExpr | None"
+    data: T.Buffer  # e4m3 (M, I)
+    sf: T.Buffer  # uint8 (words, 4 · M)
 
 
 @T.macro
@@ -54,7 +54,7 @@ def store(x: Results, tile: Tile, s: Sums) -> None:
 
 
 @T.macro
-def _activate(x: Results, s: Sums, first: Any, gate: Any, up: Any, weight: Any) -> None:
+def _activate(x: Results, s: Sums, first: T.PrimExpr, gate: T.Buffer, up: T.Buffer, weight: T.Buffer) -> None:
     """gate = the outputs of the tile's columns from `first` on."""
     T.copy(s.parts[0][:, first : first + PIECE], gate)
     T.copy(s.parts[1][:, first : first + PIECE], up)

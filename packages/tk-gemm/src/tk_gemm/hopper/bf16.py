@@ -44,7 +44,7 @@ def bf16_product_kernel(
     b_shape = (k, n) if b_is_transposed else (n, k)
 
     @T.macro
-    def multiply(share: Any, end: Any, layout: Any) -> None:
+    def multiply(share: bf16_loop.Share, end: epilogue.Epilogue, layout: T.Buffer) -> None:
         tile = scheduler.local_tile()
         acc = T.alloc_fragment((64, shape.warpgroup_n), "float32")
         ring.wait_full(share.ring)

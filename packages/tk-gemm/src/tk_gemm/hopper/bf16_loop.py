@@ -4,7 +4,7 @@ A step's product begins before the one before it is done, so the tensor core nev
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
 
@@ -18,9 +18,9 @@ from tk_gemm.scheduler import Scheduler, Tile
 class Stages(NamedTuple):
     """The stages of the ring in shared memory; the first dimension is the stage."""
 
-    a: Any  # bfloat16 (stages, block_m, 64), transposed (stages, 64, block_m)
-    b: Any  # bfloat16 (stages, block_n, 64), transposed (stages, 64, block_n)
-    tile: Any  # int32 (stages, fields of Tile)
+    a: T.Buffer  # bfloat16 (stages, block_m, 64), transposed (stages, 64, block_m)
+    b: T.Buffer  # bfloat16 (stages, block_n, 64), transposed (stages, 64, block_n)
+    tile: T.Buffer  # int32 (stages, fields of Tile)
 
 
 class Share(NamedTuple):
@@ -49,7 +49,7 @@ def load(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring) -> No
 
 
 @T.macro
-def sum_up(s: Share, tile: Tile, acc: Any, at_last_product: Callable[[], None]) -> None:
+def sum_up(s: Share, tile: Tile, acc: T.Buffer, at_last_product: Callable[[], None]) -> None:
     """acc = Σ over K; at_last_product() runs during the last product.
 
     The tile's first stage is full. Behind its last is a full one, too: the next tile's, or the end.
@@ -72,7 +72,7 @@ def sum_up(s: Share, tile: Tile, acc: Any, at_last_product: Callable[[], None]) 
 
 
 @T.macro
-def _multiply(s: Share, is_first: bool, acc: Any) -> None:
+def _multiply(s: Share, is_first: bool, acc: T.Buffer) -> None:
     """Begin acc += a step's product, or acc = it."""
     row, col = s.corner
     x = s.x

@@ -1,6 +1,6 @@
 """What a warpgroup does with a tile's sums: C is added, padding becomes zero, and results go to D by TMA."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
 import torch
@@ -19,10 +19,10 @@ class Epilogue(NamedTuple):
     kind: Kind
     warpgroup: int
     corner: tuple[int, int]  # its first row and column within the tile
-    out: Any  # (buffers, 64 · warpgroups, columns of a piece) in shared memory
-    c: Any  # (G, M, N), or None
-    d: Any  # (G, M, N)
-    is_row: Any  # int32 (64), which rows are a group's: others become zero, whatever their products are; or None
+    out: T.Buffer  # (buffers, 64 · warpgroups, columns of a piece) in shared memory
+    c: "T.Buffer | None"  # (G, M, N)
+    d: T.Buffer  # (G, M, N)
+    is_row: "T.Buffer | None"  # int32 (64), which rows are a group's: others become zero, whatever their products are
 
 
 def out_shape(shape: TileShape, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -34,14 +34,16 @@ def out_shape(shape: TileShape, dtype: torch.dtype) -> tuple[int, int, int]:
     return 2 if two else 1, 64 * shape.num_warpgroups, piece
 
 
-def epilogue(warpgroup: int, shape: TileShape, kind: Kind, out: Any, c: Any, d: Any) -> Epilogue:
+def epilogue(
+    warpgroup: int, shape: TileShape, kind: Kind, out: T.Buffer, c: "T.Buffer | None", d: T.Buffer
+) -> Epilogue:
     """A multiplying warpgroup's epilogue."""
     is_row = T.alloc_fragment((64,), "int32") if kind in ("ids", "psum") else None
     return Epilogue(kind, warpgroup, shape.corner(warpgroup), out, c, d, is_row)
 
 
 @T.macro
-def find_rows(e: Epilogue, layout: Any, tile: Tile) -> None:
+def find_rows(e: Epilogue, layout: T.Buffer, tile: Tile) -> None:
     """Set is_row for a tile."""
     if e.is_row is not None:
         for i in T.Parallel(64):
@@ -53,7 +55,7 @@ def find_rows(e: Epilogue, layout: Any, tile: Tile) -> None:
 
 
 @T.macro
-def store(e: Epilogue, tile: Tile, acc: Any, first: Any) -> None:
+def store(e: Epilogue, tile: Tile, acc: T.Buffer, first: T.PrimExpr) -> None:
     """Begin to write sums as the warpgroup's columns from `first` on, but no rows and columns past the last."""
     row = tile.row[0] + e.corner[0]
     col = tile.col[0] + e.corner[1] + first
@@ -70,7 +72,7 @@ def store(e: Epilogue, tile: Tile, acc: Any, first: Any) -> None:
 
 
 @T.macro
-def _finish(e: Epilogue, tile: Tile, acc: Any, row: Any, col: Any) -> None:
+def _finish(e: Epilogue, tile: Tile, acc: T.Buffer, row: T.PrimExpr, col: T.PrimExpr) -> None:
     if e.c is not None:
         for i, j in T.Parallel(*acc.shape):
             if row + i < e.c.shape[1] and col + j < e.c.shape[2]:
@@ -81,7 +83,7 @@ def _finish(e: Epilogue, tile: Tile, acc: Any, row: Any, col: Any) -> None:
 
 
 @T.macro
-def _store_by_tma(e: Epilogue, tile: Tile, acc: Any, row: Any, col: Any) -> None:
+def _store_by_tma(e: Epilogue, tile: Tile, acc: T.Buffer, row: T.PrimExpr, col: T.PrimExpr) -> None:
     size = e.out.shape[2]
     rows = slice(e.warpgroup * 64, e.warpgroup * 64 + 64)
     num_pieces = acc.shape[1] // size

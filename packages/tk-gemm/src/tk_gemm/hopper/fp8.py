@@ -43,7 +43,7 @@ def fp8_product_kernel(
         b_sf_type = T.StridedTensor((num_b_groups, num_steps, n), (*strides("b_sf"), 1), "float32")
 
     @T.macro
-    def multiply(share: Any, end: Any, layout: Any) -> None:
+    def multiply(share: fp8_loop.Share, end: epilogue.Epilogue, layout: T.Buffer) -> None:
         tile = scheduler.local_tile()
         part = T.alloc_fragment((64, 128 if width == 256 else width), "float32")
         acc = T.alloc_fragment(part.shape, "float32")

@@ -7,7 +7,7 @@ ahead      at most 128 columns: a step's product begins before the one before it
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tilelang.language as T
 
@@ -23,10 +23,10 @@ _LANES = 32
 class Operands(NamedTuple):
     """What is multiplied, in global memory. With groups along K, A and B are one group, and b_sf is as a_sf."""
 
-    a: Any  # e4m3 (groups, M, K)
-    a_sf: Any  # float32 (groups, steps, M)
-    b: Any  # e4m3 (groups, N, K)
-    b_sf: Any  # float32, flat (groups, ⌈N/128⌉, steps)
+    a: T.Buffer  # e4m3 (groups, M, K)
+    a_sf: T.Buffer  # float32 (groups, steps, M)
+    b: T.Buffer  # e4m3 (groups, N, K)
+    b_sf: T.Buffer  # float32, flat (groups, ⌈N/128⌉, steps)
     a_sf_by_tma: bool
     by_k: bool  # groups are ranges of K, and B has factors for each row
 
@@ -34,11 +34,11 @@ class Operands(NamedTuple):
 class Stages(NamedTuple):
     """The stages of the ring in shared memory; the first dimension is the stage."""
 
-    a: Any  # e4m3 (stages, block_m, 128)
-    b: Any  # e4m3 (stages, block_n, 128)
-    a_sf: Any  # float32 (stages, block_m), where it comes by TMA
-    b_sf: Any  # float32 (stages, factors of the columns)
-    tile: Any  # int32 (stages, fields of Tile)
+    a: T.Buffer  # e4m3 (stages, block_m, 128)
+    b: T.Buffer  # e4m3 (stages, block_n, 128)
+    a_sf: T.Buffer  # float32 (stages, block_m), where it comes by TMA
+    b_sf: T.Buffer  # float32 (stages, factors of the columns)
+    tile: T.Buffer  # int32 (stages, fields of Tile)
 
 
 class Share(NamedTuple):
@@ -49,8 +49,8 @@ class Share(NamedTuple):
     x: Operands
     stages: Stages
     ring: Ring
-    row_sf: Any  # float32 (64), a step's factors of the rows
-    col_sf: Any  # float32 (factors), a step's factors of the columns
+    row_sf: T.Buffer  # float32 (64), a step's factors of the rows
+    col_sf: T.Buffer  # float32 (factors), a step's factors of the columns
 
 
 def stages(shape: TileShape, by_k: bool) -> Stages:
@@ -131,7 +131,9 @@ def write(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring) -> N
 
 
 @T.macro
-def sum_in_turn(s: Share, tile: Tile, part: Any, sums: Sequence[Any], at_last_product: Callable[[], None]) -> None:
+def sum_in_turn(
+    s: Share, tile: Tile, part: T.Buffer, sums: Sequence[T.Buffer], at_last_product: Callable[[], None] | None
+) -> None:
     """Each of `sums`, the warpgroup's columns side by side, = Σ over K; at_last_product() runs when all but one are.
 
     The tile's first stage is full. Each step ends with the first product of the next one: what it needs is ready before
@@ -148,7 +150,12 @@ def sum_in_turn(s: Share, tile: Tile, part: Any, sums: Sequence[Any], at_last_pr
 
 @T.macro
 def _add_in_turn(
-    s: Share, tile: Tile, step: Any, part: Any, sums: Sequence[Any], at_last_product: Callable[[], None] | None
+    s: Share,
+    tile: Tile,
+    step: T.PrimExpr,
+    part: T.Buffer,
+    sums: Sequence[T.Buffer],
+    at_last_product: Callable[[], None] | None,
 ) -> None:
     # The step's first product has been issued.
     stage = T.alloc_var("int32")
@@ -176,7 +183,7 @@ def _add_in_turn(
 
 
 @T.macro
-def sum_ahead(s: Share, tile: Tile, even: Any, odd: Any, acc: Any) -> None:
+def sum_ahead(s: Share, tile: Tile, even: T.Buffer, odd: T.Buffer, acc: T.Buffer) -> None:
     """acc = Σ over K; even and odd have products of even and odd steps. The tile's first stage is full.
 
     Two steps at a time, and two ends: where ptxas can't tell which registers are being written, every product waits for
@@ -198,14 +205,16 @@ def sum_ahead(s: Share, tile: Tile, even: Any, odd: Any, acc: Any) -> None:
 
 
 @T.macro
-def _issue(s: Share, last: Any, part: Any) -> None:
+def _issue(s: Share, last: T.Buffer, part: T.Buffer) -> None:
     _multiply(s, s.ring.stage[0], 0, part)
     last[0] = s.ring.stage[0]
     ring.move_on(s.ring)
 
 
 @T.macro
-def _issue_and_add(s: Share, tile: Tile, step: Any, last: Any, following: Any, part: Any, acc: Any) -> None:
+def _issue_and_add(
+    s: Share, tile: Tile, step: T.PrimExpr, last: T.Buffer, following: T.Buffer, part: T.Buffer, acc: T.Buffer
+) -> None:
     # Begin the step after this one, then add this one.
     stage = T.alloc_var("int32")
     stage = last[0]
@@ -216,14 +225,14 @@ def _issue_and_add(s: Share, tile: Tile, step: Any, last: Any, following: Any, p
 
 
 @T.macro
-def _add_last(s: Share, tile: Tile, step: Any, last: Any, part: Any, acc: Any) -> None:
+def _add_last(s: Share, tile: Tile, step: T.PrimExpr, last: T.Buffer, part: T.Buffer, acc: T.Buffer) -> None:
     _read_factors(s, tile, last[0], step)
     T.wait_wgmma(0)
     _add_and_release(s, last[0], part, acc)
 
 
 @T.macro
-def _add_and_release(s: Share, stage: Any, part: Any, acc: Any) -> None:
+def _add_and_release(s: Share, stage: T.PrimExpr, part: T.Buffer, acc: T.Buffer) -> None:
     if s.x.by_k:  # The columns' factors are read while they are used: there are no registers for 128 of them.
         _add(s, stage, part, 0, acc)
         ring.release(s.ring, stage)
@@ -235,7 +244,7 @@ def _add_and_release(s: Share, stage: Any, part: Any, acc: Any) -> None:
 
 
 @T.macro
-def _multiply(s: Share, stage: Any, first: Any, part: Any) -> None:
+def _multiply(s: Share, stage: T.PrimExpr, first: T.PrimExpr, part: T.Buffer) -> None:
     """Begin part = a step's product with the warpgroup's columns from `first` on."""
     row, col = s.corner
     T.wgmma_gemm(
@@ -249,7 +258,7 @@ def _multiply(s: Share, stage: Any, first: Any, part: Any) -> None:
 
 
 @T.macro
-def _read_factors(s: Share, tile: Tile, stage: Any, step: Any) -> None:
+def _read_factors(s: Share, tile: Tile, stage: T.PrimExpr, step: T.PrimExpr) -> None:
     first = s.corner[0]
     if s.x.a_sf_by_tma:
         T.copy(s.stages.a_sf[stage, first : first + 64], s.row_sf)
@@ -263,7 +272,7 @@ def _read_factors(s: Share, tile: Tile, stage: Any, step: Any) -> None:
 
 
 @T.macro
-def _add(s: Share, stage: Any, part: Any, first: int, acc: Any) -> None:
+def _add(s: Share, stage: T.PrimExpr, part: T.Buffer, first: int, acc: T.Buffer) -> None:
     """acc = fma(row's factor · column's factor, part, acc), of the warpgroup's columns from `first` on."""
     col = s.corner[1] + first
     for i, j in T.Parallel(*part.shape):
@@ -273,7 +282,7 @@ def _add(s: Share, stage: Any, part: Any, first: int, acc: Any) -> None:
             acc[i, j] = T.ieee_fmaf(_scale(s, i, j, col, int(part.shape[1])), part[i, j], acc[i, j])
 
 
-def _scale(s: Share, i: Any, j: Any, col: int, num_cols: int) -> Any:
+def _scale(s: Share, i: T.PrimExpr, j: T.PrimExpr, col: int, num_cols: int) -> T.PrimExpr:
     """The product of the factors of a row and of a column; which factor is known when the kernel is compiled."""
     size = s.shape.factor_n
     first, last = col // size, (col + num_cols - 1) // size

@@ -1,7 +1,6 @@
 """What each warp of a thread block does: warpgroups that multiply, and behind them the warps that fill the ring."""
 
 from collections.abc import Callable
-from typing import Any
 
 import tilelang.language as T
 
@@ -12,7 +11,7 @@ from tk_gemm.scheduler import Scheduler
 @T.macro
 def split(
     num_warpgroups: int,
-    block: Any,
+    block: T.PrimExpr,
     multiply: Callable[[int], None],
     new_scheduler: Callable[[], Scheduler],
     load: Callable[[Scheduler], None],

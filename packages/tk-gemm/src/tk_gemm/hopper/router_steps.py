@@ -1,13 +1,11 @@
 """Steps of the router's product, which fix its arithmetic. Only the kernels import this."""
 
-from typing import Any
-
 import tilelang.language as T
 
 from tk_gemm.hopper.router_config import BANK_ROW, RUN
 
 
-def row_of(i: Any) -> Any:
+def row_of(i: T.PrimExpr) -> T.PrimExpr:
     """Which row of a tile of weights is row i of its product: of each eight the even ones, then the odd ones.
 
     A warp reads four of these rows at a time. TMA's swizzle puts neighbours' channels into the same banks in pairs.
@@ -17,7 +15,15 @@ def row_of(i: Any) -> Any:
 
 @T.macro
 def load(
-    x: Any, weight: Any, x_tile: Any, w_tile: Any, full: Any, slot: Any, token: Any, expert: Any, run: Any
+    x: T.Buffer,
+    weight: T.Buffer,
+    x_tile: T.Buffer,
+    w_tile: T.Buffer,
+    full: T.Buffer,
+    slot: T.PrimExpr,
+    token: T.PrimExpr,
+    expert: T.PrimExpr,
+    run: T.PrimExpr,
 ) -> None:
     """Begin to load a run of channels into a stage of the ring."""
     for part in T.unroll(RUN // BANK_ROW):
@@ -31,7 +37,7 @@ def load(
 
 
 @T.macro
-def split(w_tile: Any, slot: Any, parts: Any) -> None:
+def split(w_tile: T.Buffer, slot: T.PrimExpr, parts: T.Buffer) -> None:
     """parts[0] + parts[1] + parts[2] = a stage's float32 weights, each with 8 of their 24 bits, the highest first.
 
     All of an infinity is in the first part.
@@ -48,13 +54,13 @@ def split(w_tile: Any, slot: Any, parts: Any) -> None:
     T.copy(low, parts[2])
 
 
-def _cut(value: Any) -> Any:
+def _cut(value: T.PrimExpr) -> T.PrimExpr:
     """A float32 with 8 significant bits: the others are cut off, not rounded, so that no finite one overflows."""
     return T.reinterpret(T.reinterpret(value, "uint32") & T.uint32(0xFFFF0000), "float32")
 
 
 @T.macro
-def multiply(x_tile: Any, slot: Any, parts: Any, sums: Any) -> None:
+def multiply(x_tile: T.Buffer, slot: T.PrimExpr, parts: T.Buffer, sums: T.Buffer) -> None:
     """sums = a run's product; the small parts first, while the sums have room for their bits."""
     for index in (2, 1, 0):
         T.wgmma_gemm(
@@ -69,7 +75,7 @@ def multiply(x_tile: Any, slot: Any, parts: Any, sums: Any) -> None:
 
 
 @T.macro
-def next_slot(slot: Any, num_stages: Any) -> None:
+def next_slot(slot: T.Buffer, num_stages: int) -> None:
     """Move on slot = [stage of the ring, parity of the round]."""
     slot[0] += 1
     if slot[0] == num_stages:
@@ -78,14 +84,14 @@ def next_slot(slot: Any, num_stages: Any) -> None:
 
 
 @T.macro
-def add(sums: Any, addend: Any) -> None:
+def add(sums: T.Buffer, addend: T.Buffer) -> None:
     """sums += addend, both in registers or the latter in shared memory, as wide as it may be."""
     for i, j in T.Parallel(*sums.shape):
         sums[i, j] = addend[i, j] + sums[i, j]
 
 
 @T.macro
-def store(sums: Any, out: Any, part: Any, token: Any, expert: Any) -> None:
+def store(sums: T.Buffer, out: T.Buffer, part: T.PrimExpr, token: T.PrimExpr, expert: T.PrimExpr) -> None:
     """out[part] = a tile of sums, as far as there are tokens and experts, one quarter of the tokens after another."""
     _, num_tokens, num_experts = out.shape
     block_m = sums.shape[1]

@@ -30,7 +30,14 @@ def fp8_swiglu_product_kernel(
     sf_row_stride = 1 if a_sf_by_tma else stride("a_sf_row_stride")
 
     @T.macro
-    def multiply(share: Any, end: Any, layout: Any, weights: Any, clamp: Any, sf: Any) -> None:
+    def multiply(
+        share: fp8_loop.Share,
+        end: epilogue.Epilogue,
+        layout: T.Buffer,
+        weights: tuple[T.Buffer, T.Buffer],
+        clamp: T.PrimExpr,
+        sf: T.Buffer,
+    ) -> None:
         tile = scheduler.local_tile()
         part = T.alloc_fragment((64, 128), "float32")
         gate = T.alloc_fragment((64, 128), "float32")
