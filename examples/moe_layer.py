@@ -7,13 +7,14 @@ Each token chooses its experts (the best `topk` by sigmoid scores, with normaliz
 e4m3 with one scale factor for 128 channels and copied into a segment of rows for each of these experts. An expert is
 two FP8 matrix products with a SwiGLU between them; a weighted sum of the experts' outputs is the result. Every stage
 but the scores' sigmoid is an op of tk-quant, tk-moe or tk-gemm: its kernel on a GPU, its reference on a CPU. For
-comparison the same layer follows in bf16, with torch's grouped products.
+comparison the same layer follows in bf16, with tk-gemm's grouped products and with torch's.
 """
 
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -217,22 +218,27 @@ def run_layer(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> torch
     return stages.run("reduce", tk_moe.reduce_fused, rows, routing.weights, routing.token_topk_to_pos)
 
 
-def run_bf16_layer(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> torch.Tensor:
-    """The same layer in bf16, its products torch's."""
+def run_bf16_layer(layer: Layer, x: torch.Tensor, topk: int, stages: Stages, by_torch: bool = False) -> torch.Tensor:
+    """The same layer in bf16, its SwiGLU torch's, and with `by_torch` its products."""
     routing = route(layer, x, topk, stages)
     pos_to_expert, ends = routing.pos_to_expert, routing.ends
 
-    def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def grouped_mm(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.grouped_mm(rows, weights.mT, offs=ends)
 
     def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up
 
+    def product(stage: str, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if by_torch:
+            return stages.run(stage, grouped_mm, rows, weights, backend="torch")
+        return stages.run(stage, tk_gemm.m_grouped_bf16_gemm_nt_contiguous, rows, weights, None, pos_to_expert)
+
     rows = stages.run("expand", tk_moe.expand_to_fused, x, routing.token_topk_to_pos, pos_to_expert)
-    gate_up = stages.run("gate and up", grouped_mm, rows, layer.gate_up, ends, backend="torch")
+    gate_up = product("gate and up", rows, layer.gate_up)
     rows = stages.run("SwiGLU", swiglu, gate_up, backend="torch")
-    rows = stages.run("down", grouped_mm, rows, layer.down, ends, backend="torch")
+    rows = product("down", rows, layer.down)
     return stages.run("reduce", tk_moe.reduce_fused, rows, routing.weights, routing.token_topk_to_pos)
 
 
@@ -280,9 +286,9 @@ def main(
     torch.manual_seed(seed)
     # Wide enough for every column where the output is not a terminal.
     console = Console(width=None if Console().is_terminal else 120)
-    layers = {"FP8": run_layer}
+    layers = {"FP8": run_layer, "bf16": run_bf16_layer}
     if hasattr(torch.nn.functional, "grouped_mm"):
-        layers["bf16"] = run_bf16_layer
+        layers["bf16, products by torch"] = partial(run_bf16_layer, by_torch=True)
     with torch.no_grad():
         layer, x = make_layer(size, where), make_activations(size, where)
         exact = exact_layer(layer, x, size.topk)
