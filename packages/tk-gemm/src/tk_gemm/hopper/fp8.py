@@ -1,6 +1,7 @@
-"""The FP8 products' kernel: persistent thread blocks of one loading warp and one or two multiplying warpgroups.
+"""The FP8 products' kernel: persistent thread blocks of two warps for the ring and one or two multiplying warpgroups.
 
-    load        one warp      finds tiles; 128 channels of A, B and their factors a step, by TMA, into a ring
+    load        one warp      finds tiles; 128 channels of A, B and A's factors a step, by TMA, into a ring
+    write       one warp      finds the same tiles; B's factors and the tiles' coordinates, into the ring
     multiply    warpgroups    64 rows each: the tensor core's sum of 128 channels, then acc = fma(factor, sum, acc)
 
 docs/tuning/gemm.md has measurements.

@@ -102,8 +102,8 @@ def write(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring) -> N
     A warp of its own, as TMA would have to wait for what its own warp writes to shared memory.
     """
     begin = T.alloc_local((shape.num_factors,), "int32")  # Where the factors of each block of columns begin.
-    factors = T.alloc_local((shape.num_factors,), "float32")  # A lane's step of 32 steps, or the step's.
-    factor = T.alloc_local((shape.num_factors,), "float32")
+    factors = T.alloc_local((shape.num_factors,), "float32")  # Those of the lane's step, of 32 steps.
+    factor = T.alloc_local((shape.num_factors,), "float32")  # Those of the step.
     num_col_blocks = T.ceildiv(s.n, 128)
     while s.index[0] < s.total[0]:
         for f in T.unroll(shape.num_factors):
