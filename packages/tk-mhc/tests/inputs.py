@@ -25,11 +25,12 @@ def bench_cases(
     hidden_sizes: Sequence[int] = (576, 2048, 2560, 4096),
     mhc_mults: Sequence[int] = (),
     model_tokens: Sequence[int] = (8192,),
+    compiled_tokens: Sequence[int] = (8192,),
     **options: Any,
 ) -> list[Case]:
     """Benchmarks of make((tokens,), mhc_mult, hidden, **options): of (8192, 4, 7168) one number varies at a time.
 
-    Those of `model_tokens` have a model's shape, and are compiled in the compile tier.
+    Those of `model_tokens` have a model's shape; of these the compile tier compiles those of `compiled_tokens`.
     """
     shapes = [(t, 4, 7168) for t in (*model_tokens, *num_tokens)]
     shapes += [(8192, 4, hidden) for hidden in hidden_sizes] + [(8192, m, 7168) for m in mhc_mults]
@@ -37,7 +38,7 @@ def bench_cases(
     for index, (tokens, mhc_mult, hidden) in enumerate(shapes):
         name, of_model = f"m{mhc_mult}-h{hidden}-t{tokens}", index < len(model_tokens)
         made = make((tokens,), mhc_mult, hidden, **options)
-        cases.append(bench_case(name, made, model_shape=of_model, compile=of_model))
+        cases.append(bench_case(name, made, model_shape=of_model, compile=of_model and tokens in compiled_tokens))
     return cases
 
 

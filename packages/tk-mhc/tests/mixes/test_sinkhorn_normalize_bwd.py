@@ -38,7 +38,7 @@ SPEC = OpSpec(
     op=tk_mhc.sinkhorn_normalize_bwd,
     compare=within(),
     cases=(
-        Case("m8-t33-r20", make((33,), 8, repeat=20), small=True, compile=True),
+        Case("m8-t33-r20", make((33,), 8, repeat=20), small=True),
         # Of so many iterations, sums of 4 tokens at most fit in shared memory.
         Case("m8-t33-r800", make((33,), 8, repeat=800), small=True, compile=True),
         *shared_cases(make),

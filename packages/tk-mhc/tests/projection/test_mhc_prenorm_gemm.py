@@ -52,8 +52,11 @@ def compare(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=0)
 
 
-def split_cases(make: Callable[..., Make], **options: float) -> list[Case]:
-    """Cases of make(num_tokens, mhc_mult, hidden, n_splits); those for benchmarks have `options`."""
+def split_cases(make: Callable[..., Make], compiled: bool, **options: float) -> list[Case]:
+    """Cases of make(num_tokens, mhc_mult, hidden, n_splits); those for benchmarks have `options`.
+
+    `compiled`: the compile tier compiles those of a model's shape.
+    """
     return [
         *(
             Case(f"m4-h{hidden}-t{num_tokens}-splits7", make(num_tokens, 4, hidden, 7))
@@ -62,7 +65,7 @@ def split_cases(make: Callable[..., Make], **options: float) -> list[Case]:
         ),
         *(Case(f"m{m}-h{hidden}-t{t}-splits16", make(t, m, hidden)) for m, hidden, t in STREAM_SHAPES),
         *(
-            bench_case(f"m4-h7168-t{t}-splits{n}", make(t, n_splits=n, **options), model_shape=True, compile=True)
+            bench_case(f"m4-h7168-t{t}-splits{n}", make(t, n_splits=n, **options), model_shape=True, compile=compiled)
             for t, n in ((64, 16), (8192, 1))
         ),
         *(
@@ -81,11 +84,11 @@ SPEC = OpSpec(
     compare=compare,
     cases=(
         Case("m4-h64-t3-splits2", make(3, 4, 64, 2), small=True, modes=True),
-        Case("m2-h64-t17-splits1", make(17, 2, 64, 1), small=True, compile=True),
+        Case("m2-h64-t17-splits1", make(17, 2, 64, 1), small=True),
         Case("m8-h64-t3-splits3", make(3, 8, 64, 3), small=True, compile=True),
         # Splits of two lengths; one per block of channels; more, so that some are empty; more than twice as many.
         *(Case(f"m4-h192-t3-splits{n_splits}", make(3, 4, 192, n_splits), small=True) for n_splits in (5, 12, 13, 31)),
-        Case("m4-h128-t17-splits3-head", make(17, 4, 128, 3, head=True), small=True, compile=True),
+        Case("m4-h128-t17-splits3-head", make(17, 4, 128, 3, head=True), small=True),
         Case(
             "m4-h192-t3-splits2-groups4",
             make(3, 4, 192, 2, num_rms_groups=4),
@@ -102,7 +105,7 @@ SPEC = OpSpec(
         Case("m4-h64-t2x3-splits2", make((2, 3), 4, 64, 2), small=True),
         Case("m4-h64-t0-splits2", make(0, 4, 64, 2), small=True),
         Case("m4-h64-t2x0-splits2-groups2", make((2, 0), 4, 64, 2, num_rms_groups=2), small=True),
-        *split_cases(make),
+        *split_cases(make, compiled=True),
         *(Case(f"m4-h7168-t129-splits{n_splits}", make(129, n_splits=n_splits)) for n_splits in (1, 2, 16, 448, 1000)),
         *(Case(f"m4-h7168-t1000-splits4-groups{g}", make(1000, n_splits=4, num_rms_groups=g)) for g in (2, 4, 7, 448)),
         Case("m4-h7168-t8192-splits1-scale1", make(8192, n_splits=1, scale=1.0)),

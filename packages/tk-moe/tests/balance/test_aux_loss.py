@@ -55,10 +55,10 @@ def _cases(backward: bool) -> tuple[Case, ...]:
     return (
         # One, two and eight vectors of 4 per lane; vectors of 2 and 1; lanes without any.
         Case("e256-t67", made(67, 256), small=True, modes=True, compile=True),
-        Case("e72-t33", made(33, 72, alpha=0.001), small=True, compile=True),
+        Case("e72-t33", made(33, 72, alpha=0.001), small=True),
         Case("e13-t17", made(17, 13, alpha=-2.0), small=True, compile=True),
         Case("e66-t5", made(5, 66), small=True, compile=True),
-        Case("e1024-t3", made(3, 1024), small=True, compile=True),
+        Case("e1024-t3", made(3, 1024), small=True),
         Case("e3-t3", made(3, 3), small=True),
         Case("e256-t0", made(0, 256), small=True),
         Case("e256-t1", made(1, 256), small=True),

@@ -65,7 +65,7 @@ def count_cases(letter: str, make: Callable[..., Make]) -> list[Case]:
         # One block: up to 4096 pairs.
         Case(f"{letter}256-k8-t31", make(31, 8, 256), small=True, modes=True, compile=True),
         Case(f"{letter}13-k3-t31", make(31, 3, 13), small=True),
-        Case(f"{letter}1024-k32-t9", make(9, 32, 1024), small=True, compile=True),
+        Case(f"{letter}1024-k32-t9", make(9, 32, 1024), small=True),
         Case(f"{letter}1-k1-t5", make(5, 1, 1), small=True),
         Case(f"{letter}8-k2-t0", make(0, 2, 8), small=True),
         Case(f"{letter}8-k2-t1", make(1, 2, 8), small=True),
@@ -87,7 +87,7 @@ SPEC = OpSpec(
     cases=(
         *count_cases("g", make),
         Case("g32-k6-t67-int32-none", make(67, 6, 32, "none", 1, torch.int32), small=True),
-        Case("g1024-k32-t8001", make(8001, 32, 1024), compile=True),
+        Case("g1024-k32-t8001", make(8001, 32, 1024)),
         Case("g7-k32-t65536", make(65536, 32, 7)),
         *(
             Case(f"g{num_groups}-k{num_topk}-t{num_tokens}", make(num_tokens, num_topk, num_groups))
