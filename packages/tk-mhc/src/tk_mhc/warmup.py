@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from inspect import signature
 from itertools import product
 from typing import Any, Literal
 
 import torch
 
 import tk_mhc as mhc
-from tk_core.cli.profile import Call, empty
+from tk_core.cli.profile import Call, empty, signature
 
 _EPS = 1e-6  # of every kind: kernels take it when launched
 

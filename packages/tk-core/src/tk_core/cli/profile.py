@@ -4,14 +4,15 @@ A section such as [tk_moe] has the fields of `tk_moe.warmup.Profile`. Values abo
 a field of that name. See docs/warmup.md.
 """
 
+import inspect
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,9 @@ Call = tuple[Any, dict[str, Any]]
 """An op and its arguments, tensors on the meta device."""
 
 _SHIPPED = files("tk_core.cli") / "profiles"
+
+signature = cache(inspect.signature)
+"""`inspect.signature`, once for each op: anew for each call it would take most of a plan's time."""
 
 
 def empty(*shape: int, dtype: "torch.dtype | str" = "float32") -> "torch.Tensor":
