@@ -75,7 +75,7 @@ SPEC = OpSpec(
         Case("g1-m16-n16-no-k", make((0,), 16, 16), small=True),
         Case("g2-m16-n16-no-k-c", make((0, 0), 16, 16, with_c=True), small=True),
         *(
-            Case(f"{name}-packed", build, small=True, compile=True, archs=("sm_100a",), gpu=False)
+            Case(f"{name}-packed", build, small=True, compile=name != "g3-m16-n32", archs=("sm_100a",), gpu=False)
             for name, build in (
                 ("g3-m16-n32", make((128, 0, 768), 16, 32, packed=True)),
                 ("g5-m16-n32-psum-c", make((0, 1, 127, 700, 129), 16, 32, with_psum=True, with_c=True, packed=True)),
@@ -84,7 +84,7 @@ SPEC = OpSpec(
         ),
         Case("g4-m272-n400", make((1024, 128, 0, 4096), 272, 400, flat=True), compile=True),
         Case("g4-m272-n400-c", make((1024, 128, 0, 4096), 272, 400, with_c=True), compile=True),
-        Case("g4-m272-n400-bfloat16", make((1024, 128, 0, 4096), 272, 400, dtype=torch.bfloat16), compile=True),
+        Case("g4-m272-n400-bfloat16", make((1024, 128, 0, 4096), 272, 400, dtype=torch.bfloat16)),
         Case(
             "g4-m144-n2064-bfloat16-c",
             make((1024, 128, 0, 4096), 144, 2064, dtype=torch.bfloat16, with_c=True),

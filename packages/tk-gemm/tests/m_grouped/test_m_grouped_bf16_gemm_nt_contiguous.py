@@ -38,8 +38,8 @@ SPEC = OpSpec(
     mutates=("d",),
     cases=(
         *shared_cases(make, 8, 64),
-        Case("g6-n4096-k320", make(UNEVEN, 4096, 4096, 320), compile=True),
-        Case("g6-n4096-k320-psum", make(UNEVEN, 4096, 4096, 320, with_psum=True), compile=True),
+        Case("g6-n4096-k320", make(UNEVEN, 4096, 4096, 320)),
+        Case("g6-n4096-k320-psum", make(UNEVEN, 4096, 4096, 320, with_psum=True)),
         Case("g6-n136-k7168", make(ODD, ODD_ROWS, 136, 7168)),
         Case("g256-n512-k128", make((5,) * 256, 256 * 128, 512, 128)),
         Case("g256-n512-k128-psum", make((5,) * 256, 256 * 128, 512, 128, with_psum=True)),

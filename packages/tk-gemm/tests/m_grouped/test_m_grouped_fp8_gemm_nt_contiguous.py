@@ -83,7 +83,7 @@ SPEC = OpSpec(
             )
         ),
         Case("g6-n4096-k512", make(UNEVEN, 4096, 4096, 512), compile=True),
-        Case("g6-n4096-k512-psum", make(UNEVEN, 4096, 4096, 512, with_psum=True), compile=True),
+        Case("g6-n4096-k512-psum", make(UNEVEN, 4096, 4096, 512, with_psum=True)),
         Case("g6-n144-k7168", make(ODD, ODD_ROWS, 144, 7168)),
         Case("g6-n2048-k256-psum", make(ODD, ODD_ROWS, 2048, 256, with_psum=True)),
         Case("g256-n512-k256", make((5,) * 256, 256 * 128, 512, 256)),

@@ -65,7 +65,7 @@ SPEC = OpSpec(
         Case("m5-n16-k576-new", make(5, 16, 576, new=True), small=True, modes=True),
         Case("m130-n72-k128", make(130, 72, 128), small=True),
         *(
-            Case(f"m{m}-n{n}-k{k}", make(m, n, k), compile=True)
+            Case(f"m{m}-n{n}-k{k}", make(m, n, k), compile=m in (1, 300, 520, 2000))
             for m, n, k in (
                 *((1, 256, 7168), (64, 256, 7168), (300, 256, 7168), (520, 256, 7168), (2000, 256, 7168)),
                 *((4000, 256, 7168), (8200, 256, 7168), (700, 160, 4096), (8000, 64, 2048), (77, 512, 4160)),

@@ -126,7 +126,7 @@ SPEC = OpSpec(
             )
         ),
         *(
-            case(tokens, hidden, dtype, 128, round_sf, compile=hidden == 576)
+            case(tokens, hidden, dtype, 128, round_sf, compile=(dtype, hidden) == (FP32, 576))
             for tokens, dtype, round_sf in (
                 (128, BF16, True),
                 (3968, BF16, False),

@@ -39,7 +39,7 @@ SPEC = OpSpec(
             for num_per_tokens, extra, first in ((128, 64, 64), (32, 4, 4), (128, 6, 2), (32, 3, 1))
         ),
         *(
-            case(tokens, hidden, BF16, *_KINDS[(row + column) % len(_KINDS)], compile=row == 0)
+            case(tokens, hidden, BF16, *_KINDS[(row + column) % len(_KINDS)], compile=(tokens, hidden) == (128, 7168))
             for row, tokens in enumerate((128, 3968, 8064))
             for column, hidden in enumerate(HIDDENS)
         ),
