@@ -40,18 +40,19 @@ import torch
 from tk_core import compat
 from tk_core.arch import arch_from_name
 from tk_stored_test.scale import scale_kernel
-compiled = scale_kernel.compile(int(sys.argv[1]), torch.float32, arch_from_name("sm_90a"))
-assert callable(compiled.function)
-try:
-    compiled.function(torch.zeros(int(sys.argv[1])))
-except Exception as error:
-    assert "cuda" in str(error).lower(), error
-else:
-    raise AssertionError("took a tensor of the CPU")
-print("tilelang" in sys.modules, compat.num_compilations, compiled.library and compiled.library.parent.name)
+for size in map(int, sys.argv[1:]):
+    compiled = scale_kernel.compile(size, torch.float32, arch_from_name("sm_90a"))
+    assert callable(compiled.function)
+    try:
+        compiled.function(torch.zeros(size))
+    except Exception as error:
+        assert "cuda" in str(error).lower(), error
+    else:
+        raise AssertionError("took a tensor of the CPU")
+    print("tilelang" in sys.modules, compat.num_compilations, compiled.library and compiled.library.parent.name)
 """
 
-Load = Callable[..., list[str]]
+Load = Callable[..., list[list[str]]]
 
 
 @pytest.fixture
@@ -70,37 +71,38 @@ def packages(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(packages: Path, tmp_path: Path) -> Load:
-    """Load the kernel in a process of its own: was TileLang imported, how many were compiled, which was it, ..."""
+    """Load kernels of these sizes in a new process: was TileLang imported, how many were compiled, which is it?"""
 
-    def run(size: int = 32, **variables: str) -> list[str]:
+    def run(*sizes: int, **variables: str) -> list[list[str]]:
         paths = [str(packages), *(path for path in sys.path if path)]
-        command = (sys.executable, "-B", "-c", _LOAD, str(size))
+        command = (sys.executable, "-B", "-c", _LOAD, *map(str, sizes))
         variables = {"PYTHONPATH": ":".join(paths), "TILELANG_CACHE_DIR": str(tmp_path / "cache"), **variables}
         done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()[-1].split()
+        return [line.split() for line in done.stdout.splitlines()[-len(sizes) :]]
 
     return run
 
 
 @pytest.mark.compile
 def test_a_compiled_kernel_is_loaded_without_tilelang(load: Load, packages: Path, tmp_path: Path) -> None:
-    compiled = load()
+    [compiled] = load(32)
     assert compiled[:2] == ["True", "1"]
-    assert load(TK_COMPILE="forbid") == ["False", "0", *compiled[2:]]
     # Another size is another kernel, for which TileLang is imported after its libraries.
-    assert load(16)[:2] == ["True", "1"]
+    stored_already, other = load(32, 16)
+    assert stored_already == ["False", "0", *compiled[2:]]
+    assert other[:2] == ["True", "1"]
     (packages / "tk_stored_helper" / "factor.py").write_text("FACTOR = 0.25\n")
-    assert load()[:2] == ["True", "1"]
+    assert load(32)[0][:2] == ["True", "1"]
     # Without notes, or with damaged ones, TileLang finds it; a damaged library is compiled anew.
     for note in (tmp_path / "cache" / "tk").iterdir():
         note.write_text("nonsense")
     (packages / "tk_stored_helper" / "factor.py").write_text("FACTOR = 0.5\n")
-    assert load() == ["True", "0", *compiled[2:]]
+    assert load(32, TK_COMPILE="forbid") == [["True", "0", *compiled[2:]]]
     [library] = tmp_path.glob(f"cache/*/*/kernels/{compiled[2]}/executable.so")
     library.write_bytes(library.read_bytes()[:-1] + b"?")
-    assert load() == ["True", "1", *compiled[2:]]
-    assert load(TILELANG_DISABLE_CACHE="1") == ["True", "1", "None"]
+    assert load(32) == [["True", "1", *compiled[2:]]]
+    assert load(32, TILELANG_DISABLE_CACHE="1") == [["True", "1", "None"]]
 
 
 def test_builders_that_may_depend_on_more_have_no_note() -> None:
