@@ -5,7 +5,7 @@ import pytest
 from tk_core.testing import load_specs, tiers
 
 # Few enough that several processes share the tests evenly: one run of nvcc compiles all kernels of a test.
-_COMPILED_TOGETHER = 8
+_COMPILED_TOGETHER = 16
 _OPS = list(load_specs())
 _GROUPS = [_OPS[start : start + _COMPILED_TOGETHER] for start in range(0, len(_OPS), _COMPILED_TOGETHER)]
 

@@ -209,7 +209,7 @@ def _check_cpu_compile(spec: OpSpec, case: Case) -> None:
 
 
 # Cases of one compile test: few enough that several processes share the tests evenly.
-_COMPILED_TOGETHER = 6
+_COMPILED_TOGETHER = 12
 
 
 def _group_name(cases: Sequence[Case]) -> str:
