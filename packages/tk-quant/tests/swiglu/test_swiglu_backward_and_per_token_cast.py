@@ -265,7 +265,7 @@ SPEC = OpSpec(
         ),
         # Sizes of real models.
         *(
-            _case(num_positions, hidden, group, roles=_COMPILE if first else None, **more)
+            _case(num_positions, hidden, group, roles=_COMPILE if first and more else None, **more)
             for group, more, sizes in (
                 (
                     128,
@@ -279,7 +279,8 @@ SPEC = OpSpec(
             )
             for first, (num_positions, hidden) in zip((True, *(False for _ in sizes[1:])), sizes)
         ),
-        *(_case(17, hidden, 128, roles=_COMPILE) for hidden in (7168, 20480)),
+        _case(17, 7168, 128),
+        _case(17, 20480, 128, roles=_COMPILE),
         _case(4001, 2048, 128, "-all-padding", num_real=0),
         _case((8, 512), 2048, 128),
         _case((8, 500), 1280, 32, "-map-as-x", map_as_x=True),
