@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tk_core.arch import arch_from_name
-from tk_core.kernel import KernelRequest
-from tk_core.testing.usage import cuobjdump, resource_usage
+from tk_core.testing.usage import machine_code
 from tk_gemm.hopper.bf16 import bf16_product_kernel
 from tk_gemm.hopper.tiles import BF16_TILES, TileShape
 from tk_gemm.kernels import Kind
@@ -25,10 +24,10 @@ CASES = [(tile, *(("k", torch.float32) if i % 2 else ("ids", torch.bfloat16))) f
 def test_machine_code(shape: TileShape, kind: Kind, dtype: torch.dtype) -> None:
     by_k = kind == "k"  # Operands are transposed, and C is added.
     args = (kind, shape, dtype, by_k, by_k, by_k, ARCH)
-    for used in resource_usage(bf16_product_kernel, *args).values():
+    sass, usage = machine_code(bf16_product_kernel, *args)
+    for used in usage.values():
         assert used.shared_bytes <= ARCH.shared_memory_each(1)
         assert used.stack_bytes == 0, "registers were spilled"
-    sass = cuobjdump(KernelRequest(bf16_product_kernel, args).compile(), "--dump-sass")
     products = re.findall(r"HGMMA\.[^;]*", sass)
     # A step's product is four instructions, of which the last one signals: if each does, ptxas makes each wait.
     assert len(products) == 4 * sum("gsb0" in each for each in products)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tk_core.arch import arch_from_name
-from tk_core.kernel import KernelRequest
-from tk_core.testing.usage import cuobjdump, resource_usage
+from tk_core.testing.usage import machine_code
 from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
 from tk_gemm.hopper.tiles import BY_K, FP8_TILES, WIDE, TileShape
@@ -40,18 +39,19 @@ def check_loops(sass: str, num_warpgroups: int, num_sums: int, products: int) ->
 def test_a_step_of_fp8(kind: str, tile: TileShape) -> None:
     """With float32 results, which take the most shared memory: ops choose the tile by the shape alone."""
     args = (kind, tile, torch.float32, True, False, ARCH)
-    check = cuobjdump(KernelRequest(fp8_product_kernel, args).compile(), "--dump-sass")
+    sass, usage = machine_code(fp8_product_kernel, *args)
     steps = 1 if tile.warpgroup_n > 128 else 2  # Loops of the others have an even and an odd step.
     products = steps * (2 if tile.warpgroup_n == 256 else 1)
-    check_loops(check, tile.num_warpgroups, steps * tile.warpgroup_n // 2, products)
-    (used,) = resource_usage(fp8_product_kernel, *args).values()
+    check_loops(sass, tile.num_warpgroups, steps * tile.warpgroup_n // 2, products)
+    (used,) = usage.values()
     assert used.shared_bytes <= ARCH.shared_memory_each(1)
     assert used.stack_bytes == 0
 
 
 def test_a_step_of_swiglu() -> None:
     args = ("ids", True, True, True, ARCH)
-    check_loops(cuobjdump(KernelRequest(fp8_swiglu_product_kernel, args).compile(), "--dump-sass"), 2, 128, 2)
-    (used,) = resource_usage(fp8_swiglu_product_kernel, *args).values()
+    sass, usage = machine_code(fp8_swiglu_product_kernel, *args)
+    check_loops(sass, 2, 128, 2)
+    (used,) = usage.values()
     ring = WIDE.num_stages * (BLOCK_K * (WIDE.block_m + WIDE.block_n) + 4 * WIDE.block_m)
     assert used.shared_bytes - ring < 2 * WIDE.block_m * 128, "expected one buffer of codes"

@@ -133,6 +133,13 @@ def resource_usage(kernel: Kernel, *args: Any) -> dict[str, ResourceUsage]:
     return usage
 
 
+def machine_code(kernel: Kernel, *args: Any) -> tuple[str, dict[str, ResourceUsage]]:
+    """What cuobjdump prints with --dump-sass, and what `resource_usage` returns, of one run of nvcc."""
+    lowered = lower(kernel, *args)
+    cubin = _cubin(_joined([lowered.kernel_source]), args[-1], _configs(kernel))
+    return _cuobjdump(cubin, ["--dump-sass"]), _usage_in(_cuobjdump(cubin, ["--dump-resource-usage"]), 0, lowered)
+
+
 def resource_usages(requests: Sequence[KernelRequest], lowered: Sequence[Any]) -> list[dict[str, ResourceUsage]]:
     """`resource_usage` of several kernels for one architecture; `lowered` is what `lower` returned for each.
 
@@ -143,7 +150,8 @@ def resource_usages(requests: Sequence[KernelRequest], lowered: Sequence[Any]) -
     for chosen in {repr(each): each for each in options}.values():
         indices = [index for index, each in enumerate(options) if each == chosen]
         sources = list(dict.fromkeys(lowered[index].kernel_source for index in indices))
-        printed = _resources(_joined(sources), requests[indices[0]].arch, chosen)
+        cubin = _cubin(_joined(sources), requests[indices[0]].arch, chosen)
+        printed = _cuobjdump(cubin, ["--dump-resource-usage"])
         for index in indices:
             found[index] = _usage_in(printed, sources.index(lowered[index].kernel_source), lowered[index])
             if not found[index]:
@@ -172,14 +180,13 @@ def _with_index(source: str, index: int) -> str:
     return re.sub(rf"(?<![\w.])({'|'.join(dict.fromkeys(names))})\b", rf"\1_{index}", source)
 
 
-def _resources(source: str, arch: Arch, configs: dict[str, Any]) -> str:
-    """Compile CUDA source, and return what cuobjdump prints about the resources of its kernels."""
+def _cubin(source: str, arch: Arch, configs: dict[str, Any]) -> bytes:
+    """Compile CUDA source."""
     load_tilelang()
     from tilelang import tvm
     from tilelang.cuda.backend import tilelang_callback_cuda_compile
 
-    cubin = tilelang_callback_cuda_compile(source, tvm.target.Target(arch.target), configs)
-    return _cuobjdump(bytes(cubin), ["--dump-resource-usage"])
+    return bytes(tilelang_callback_cuda_compile(source, tvm.target.Target(arch.target), configs))
 
 
 def _usage_in(printed: str, index: int, lowered: Any) -> dict[str, ResourceUsage]:
