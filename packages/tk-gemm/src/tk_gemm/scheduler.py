@@ -1,7 +1,7 @@
 """Which tiles of D a thread block computes, and how their coordinates reach the warps that multiply.
 
-Thread block b takes tiles b, b + num_blocks, … Only the loading warp looks for them; it sends a tile's coordinates
-through the ring, with the tile's first stage, and behind the last tile one whose row is negative.
+Thread block b takes tiles b, b + num_blocks, … On Blackwell all warps look for them. On Hopper only the two that fill
+the ring do: one sends a tile's coordinates with the tile's first stage, and a negative row behind the last tile.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 
 class Scheduler(NamedTuple):
-    """The search for a thread block's next tile, in the loading warp."""
+    """The search for a thread block's next tile, in a warp."""
 
     kind: Kind
     layout: T.Buffer  # int32: a group for each row, where groups end, or rows of each group
@@ -200,6 +200,17 @@ def _find_range(s: Scheduler, group: T.PrimExpr) -> None:
     s.tile.group[0] = group
     s.tile.first_step[0] = T.truncdiv(first, s.step_k)
     s.tile.num_steps[0] = T.truncdiv(end - first, s.step_k)
+
+
+@T.macro
+def find_rows(kind: Kind, layout: T.Buffer, tile: Tile, first: T.PrimExpr, m: T.PrimExpr, is_row: T.Buffer) -> None:
+    """is_row = which rows of a tile, from its row `first` on, are a group's: the others' results are zero."""
+    for i in T.Parallel(*is_row.shape):
+        row = tile.row[0] + first + i
+        if kind == "ids":
+            is_row[i] = T.cast(layout[T.min(row, m - 1)] >= 0, "int32")
+        else:
+            is_row[i] = T.cast(row < tile.end[0], "int32")
 
 
 @T.macro

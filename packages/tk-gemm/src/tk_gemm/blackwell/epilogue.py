@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from tk_gemm import scheduler
 from tk_gemm.blackwell import sums
 from tk_gemm.blackwell.sums import Sums
 from tk_gemm.blackwell.tiles import BLOCK, PIECE
@@ -21,23 +22,12 @@ class Results(NamedTuple):
 
 
 @T.macro
-def find_rows(kind: Kind, layout: T.Buffer, tile: Tile, m: T.PrimExpr, is_row: T.Buffer) -> None:
-    """is_row = which rows of a tile are a group's: others become zero, whatever their products are."""
-    for i in T.Parallel(*is_row.shape):
-        row = tile.row[0] + i
-        if kind == "ids":
-            is_row[i] = T.cast(layout[T.min(row, m - 1)] >= 0, "int32")
-        else:
-            is_row[i] = T.cast(row < tile.end[0], "int32")
-
-
-@T.macro
 def store(x: Results, tile: Tile, s: Sums) -> None:
     """In the storing warps: write a tile's results, but no rows and columns past the last."""
     acc = T.alloc_fragment((BLOCK, PIECE), "float32")
     is_row = T.alloc_fragment((BLOCK,), "int32") if x.kind in ("ids", "psum") else None
     if is_row is not None:
-        find_rows(x.kind, x.layout, tile, x.d.shape[1], is_row)
+        scheduler.find_rows(x.kind, x.layout, tile, 0, x.d.shape[1], is_row)
     sums.wait_summed(s)
     for first in T.unroll(0, BLOCK, PIECE):
         T.copy(s.parts[0][:, first : first + PIECE], acc)

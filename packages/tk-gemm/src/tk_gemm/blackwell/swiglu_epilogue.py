@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from tk_gemm import swiglu
-from tk_gemm.blackwell import epilogue, sums
+from tk_gemm import scheduler, swiglu
+from tk_gemm.blackwell import sums
 from tk_gemm.blackwell.sums import Sums
 from tk_gemm.blackwell.tiles import BLOCK, PIECE
 from tk_gemm.kernels import Kind
@@ -38,7 +38,7 @@ def store(x: Results, tile: Tile, s: Sums) -> None:
     scale = T.alloc_fragment((BLOCK,), "float32")
     rows = swiglu.Rows(tile.row[0], x.data.shape[0], is_row)
     block = T.truncdiv(tile.col[0], 2 * BLOCK)
-    epilogue.find_rows(x.kind, x.layout, tile, x.data.shape[0], is_row)
+    scheduler.find_rows(x.kind, x.layout, tile, 0, x.data.shape[0], is_row)
     if weight is not None:
         swiglu.find_weights(rows, *x.weights, weight)
     sums.wait_summed(s)

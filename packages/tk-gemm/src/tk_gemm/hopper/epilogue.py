@@ -5,6 +5,7 @@ from typing import NamedTuple
 import tilelang.language as T
 import torch
 
+from tk_gemm import scheduler
 from tk_gemm.hopper.tiles import TileShape
 from tk_gemm.kernels import BLOCK_K, Kind
 from tk_gemm.scheduler import Tile
@@ -46,12 +47,7 @@ def epilogue(
 def find_rows(e: Epilogue, layout: T.Buffer, tile: Tile) -> None:
     """Set is_row for a tile."""
     if e.is_row is not None:
-        for i in T.Parallel(64):
-            row = tile.row[0] + e.corner[0] + i
-            if e.kind == "ids":
-                e.is_row[i] = T.cast(layout[T.min(row, e.d.shape[1] - 1)] >= 0, "int32")
-            else:
-                e.is_row[i] = T.cast(row < tile.end[0], "int32")
+        scheduler.find_rows(e.kind, layout, tile, e.corner[0], e.d.shape[1], e.is_row)
 
 
 @T.macro

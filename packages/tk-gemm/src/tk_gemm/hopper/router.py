@@ -14,16 +14,10 @@ from typing import Any
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_gemm.hopper.router_config import BANK_ROW, PADDING, RUN, RouterConfig
+from tk_gemm.kernels import PASS_CONFIGS
 
 
-@kernel(
-    pass_configs={
-        # The ring's barriers are all that the roles need; every access is compared here.
-        "tl.disable_thread_storage_sync": True,
-        "tl.disable_warp_specialized": True,
-        "tl.disable_safe_memory_legalize": True,
-    }
-)
+@kernel(pass_configs=PASS_CONFIGS)
 def router_kernel(config: RouterConfig, arch: Arch) -> Any:
     """out[part] = x · weightᵀ over the part's channels; shapes and the cut of K are known only at run time.
 
