@@ -1,0 +1,148 @@
+"""Dispatch and combine by the group's own collectives: NCCL between GPUs and across hosts, gloo on CPUs.
+
+A token is sent once to each rank that has one of its experts. Ranks exchange how many, then the rows:
+
+    dispatch   data, factors, and (token, experts, weights) as int32     source rank → experts' rank
+    combine    sums of a token's rows, or with sum_on_source all rows    experts' rank → source rank
+
+Rows travel in the order (rank, token) on the source, which is (source rank, token) on the receiver. They are sent as
+bytes, as gloo knows fewer dtypes than torch. The host waits for each exchange.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tk_ep.check import CombineRequest, CombineResult, DispatchRequest, DispatchResult
+from tk_ep.consensus import wait
+from tk_ep.handle import EPHandle, Place
+from tk_ep.layout import Received, bits, dst_buffer_slot_idx, rank_of_slot, receive, sent_tokens, staging_rows
+
+
+class CollectiveBackend:
+    """Serves a buffer by `all_to_all_single` of its group. A call ends when this rank has what it needs."""
+
+    name = "collective"
+    supports_capture = False
+
+    def __init__(self, place: Place, limit: timedelta) -> None:
+        self._place = place
+        self._limit = limit
+
+    def dispatch(self, request: DispatchRequest) -> DispatchResult:
+        """See `tk_ep.backend.Backend`."""
+        num_ranks = self._place.num_ranks
+        ranks = rank_of_slot(request.topk_idx, request.num_experts, num_ranks)
+        sent = sent_tokens(ranks, num_ranks)
+        token = sent.t().nonzero()[:, 1]
+        send = sent.sum(0)
+        if request.handle is not None:
+            recv = _recv_counts(request.handle)
+        else:
+            recv = self._exchange("dispatch", send[:, None], [1] * num_ranks, [1] * num_ranks)[:, 0]
+        source = torch.arange(num_ranks, device=recv.device).repeat_interleave(recv)
+        splits = send.tolist(), recv.tolist()
+
+        def exchange(values: Tensor) -> Tensor:
+            return self._exchange("dispatch", values.index_select(0, token), *splits)
+
+        experts = torch.where(ranks < num_ranks, request.topk_idx, -1).int()
+        weights = request.topk_weights
+        own_tokens = torch.arange(len(ranks), dtype=torch.int32, device=ranks.device)
+        facts = [own_tokens[:, None], experts] + ([] if weights is None else [weights.view(torch.int32)])
+        received = exchange(torch.cat(facts, 1))
+        num_topk = ranks.shape[1]
+        tokens_here = Received(
+            x=exchange(bits(request.x)),
+            sf=None if request.sf is None else exchange(request.sf),
+            topk_idx=received[:, 1 : 1 + num_topk],
+            topk_weights=None if weights is None else received[:, 1 + num_topk :].view(torch.float32),
+            source=source,
+            token=received[:, 0].long(),
+        )
+        return receive(request, tokens_here, None if request.handle else dst_buffer_slot_idx(request, ranks))
+
+    def combine(self, request: CombineRequest) -> CombineResult:
+        """See `tk_ep.backend.Backend`."""
+        x, handle, num_ranks = request.x, request.handle, self._place.num_ranks
+        ranks = rank_of_slot(handle.topk_idx, handle.num_experts, num_ranks)
+        # What went out comes back, in the same order.
+        send, back = _recv_counts(handle).tolist(), sent_tokens(ranks, num_ranks).sum(0).tolist()
+        rows = handle.recv_src_metadata[: sum(send), 2:].long()
+        staged = torch.where(ranks < num_ranks, staging_rows(ranks, num_ranks), -1)
+
+        if request.sum_on_source:
+            has_row = rows >= 0
+            returns = self._exchange("combine", has_row.byte(), send, back).bool()
+            send_rows, back_rows = (
+                [int(each.sum()) for each in has.split(splits)] for has, splits in ((has_row, send), (returns, back))
+            )
+            returned = self._exchange("combine", x.index_select(0, rows[has_row]), send_rows, back_rows)
+            returned_row = torch.where(returns, returns.flatten().cumsum(0).view_as(returns) - 1, -1)
+            index = _at_slots(returned_row, staged, -1)
+        else:
+            sums = x[: sum(send)]
+            if handle.do_expand:
+                sums = _sum_of_rows(x, rows, x.new_zeros((len(rows), x.shape[1]), dtype=torch.float32)).bfloat16()
+            returned = self._exchange("combine", sums, send, back)
+            index = torch.where(handle.dst_buffer_slot_idx >= 0, staged, -1)
+        start = x.new_zeros((len(ranks), x.shape[1]), dtype=torch.float32)
+        for bias in request.bias:
+            start += bias
+        combined_x = _sum_of_rows(returned, index, start).bfloat16()
+
+        weights = request.topk_weights
+        if weights is not None:
+            if handle.do_expand:
+                weights = _at_slots(weights[:, None].expand(-1, rows.shape[1]), rows, 0.0)
+            returned_weights = self._exchange("combine", weights[: sum(send)], send, back)
+            weights = _at_slots(returned_weights, staged, 0.0)
+        return CombineResult(combined_x, weights)
+
+    def barrier(self, with_cpu_sync: bool) -> None:
+        """See `tk_ep.backend.Backend`. The host waits in any case."""
+        one = torch.ones(1, device=self._place.device)
+        work = dist.all_reduce(one, group=self._place.group, async_op=True)
+        wait(work, "barrier", self._place.rank, self._limit)
+        if with_cpu_sync and one.is_cuda:
+            torch.cuda.current_stream(one.device).synchronize()
+
+    def check(self) -> None:
+        """See `tk_ep.backend.Backend`. No call returns before it is over."""
+
+    def release(self) -> None:
+        """See `tk_ep.backend.Backend`. There is nothing to free."""
+
+    def _exchange(self, op: str, rows: Tensor, send: list[int], recv: list[int]) -> Tensor:
+        """Send the first send[0] rows of (n, …) to rank 0 and so on; return what ranks have sent, (sum(recv), …)."""
+        received = rows.new_empty((sum(recv), *rows.shape[1:]))
+        if rows.shape[1] == 0:
+            return received
+        sent, into = (each.view(torch.uint8) for each in (rows.contiguous(), received))
+        work = dist.all_to_all_single(into, sent, recv, send, group=self._place.group, async_op=True)
+        wait(work, op, self._place.rank, self._limit)
+        return received
+
+
+def _recv_counts(handle: EPHandle) -> Tensor:
+    """How many tokens came from each rank, int64 (R,)."""
+    psum = handle.psum_num_recv_tokens_per_scaleup_rank.long()
+    return psum.diff(prepend=psum.new_zeros(1))
+
+
+def _at_slots(values: Tensor, rows: Tensor, none: float) -> Tensor:
+    """values[rows[t, k], k] of values (n, K) and rows (T, K), or `none` where rows is -1."""
+    out = values.new_full(rows.shape, none)
+    token, slot = (rows >= 0).nonzero(as_tuple=True)
+    out[token, slot] = values[rows[token, slot], slot]
+    return out
+
+
+def _sum_of_rows(x: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    """Add x[rows[t, 0]], x[rows[t, 1]] … to start[t], float32 (T, H), in this order. Rows of -1 are left out."""
+    for slot in range(rows.shape[1]):
+        token = (rows[:, slot] >= 0).nonzero()[:, 0]
+        start.index_add_(0, token, x.index_select(0, rows[token, slot]).float())
+    return start

@@ -1,0 +1,2 @@
+from .combine import combine as combine
+from .dispatch import dispatch as dispatch

@@ -1,0 +1,88 @@
+"""Sizes of results and of a buffer's memory."""
+
+from tk_core.math import align, ceil_div
+
+MAX_EXPERTS = 1024
+MAX_TOPK = 32
+MAX_RANKS = 1024
+FLAG_BYTES = 64 << 10
+_PAGE = 2 << 20
+
+
+def max_recv_tokens(num_ranks: int, num_max_tokens_per_rank: int) -> int:
+    """The most tokens that a rank receives."""
+    return num_ranks * num_max_tokens_per_rank
+
+
+def max_expanded_rows(
+    num_ranks: int, num_max_tokens_per_rank: int, num_topk: int, num_local_experts: int, alignment: int
+) -> int:
+    """The most rows that the segments of a rank's experts take, if no token has an expert twice."""
+    pairs = max_recv_tokens(num_ranks, num_max_tokens_per_rank) * min(num_topk, num_local_experts)
+    return align(pairs + (alignment - 1) * num_local_experts, alignment)
+
+
+def dispatch_row_bytes(x_bytes: int, sf_bytes: int, num_topk: int) -> int:
+    """Bytes of a dispatched token in a buffer: data, factors, and for each slot an expert and a weight, each part to 16
+    bytes, with the token's index."""
+    return align(x_bytes, 16) + align(sf_bytes, 16) + align(8 * num_topk + 4, 16)
+
+
+def combine_row_bytes(hidden: int, num_topk: int) -> int:
+    """Bytes of a row on its way back: bfloat16 values and a weight for each slot."""
+    return align(2 * hidden, 16) + align(4 * num_topk, 16)
+
+
+def dispatch_area_bytes(num_ranks: int, num_max_tokens_per_rank: int, row_bytes: int) -> int:
+    """Bytes of the rows that all ranks may dispatch to one."""
+    return num_ranks * num_max_tokens_per_rank * row_bytes
+
+
+def combine_area_bytes(
+    num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int, allow_multiple_reduction: bool
+) -> int:
+    """Bytes of the rows that a rank's tokens may get back: one from each rank, or from each slot."""
+    rows_per_token = min(num_ranks, num_topk) if allow_multiple_reduction else num_topk
+    return rows_per_token * num_max_tokens_per_rank * combine_row_bytes(hidden, num_topk)
+
+
+def buffer_bytes(
+    num_ranks: int,
+    num_max_tokens_per_rank: int,
+    hidden: int,
+    num_topk: int,
+    use_fp8_dispatch: bool,
+    allow_multiple_reduction: bool,
+) -> int:
+    """Bytes of a buffer for dispatches and combines of tokens with `hidden` channels, to 2 MiB.
+
+    num_topk 0 stands for the most slots, 32. FP8 rows have four bytes of factors for 128 channels.
+    """
+    num_topk = num_topk or MAX_TOPK
+    data, factors = (hidden, 4 * ceil_div(hidden, 128)) if use_fp8_dispatch else (2 * hidden, 0)
+    row_bytes = dispatch_row_bytes(data, factors, num_topk)
+    dispatched = dispatch_area_bytes(num_ranks, num_max_tokens_per_rank, row_bytes)
+    combined = combine_area_bytes(num_ranks, num_max_tokens_per_rank, hidden, num_topk, allow_multiple_reduction)
+    return align(dispatched + combined + FLAG_BYTES, _PAGE)
+
+
+class BufferSpace:
+    """Which of a buffer's bytes its calls take: dispatched rows from the start, combined ones from the end.
+
+    Each area is as large as the largest call so far needed it, and both have to fit beside the flags.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.dispatch_bytes = 0
+        self.combine_bytes = 0
+
+    def claim(self, dispatch_bytes: int = 0, combine_bytes: int = 0) -> None:
+        """Enlarge the areas to at least these bytes. Raises ValueError, and changes nothing, if they don't fit."""
+        dispatch_bytes = max(self.dispatch_bytes, dispatch_bytes)
+        combine_bytes = max(self.combine_bytes, combine_bytes)
+        needed = dispatch_bytes + combine_bytes + FLAG_BYTES
+        if needed > self.num_bytes:
+            parts = f"dispatches take {dispatch_bytes}, combines {combine_bytes}, flags {FLAG_BYTES}"
+            raise ValueError(f"num_bytes: expected a buffer of {needed} bytes ({parts}), got {self.num_bytes}")
+        self.dispatch_bytes, self.combine_bytes = dispatch_bytes, combine_bytes
