@@ -7,7 +7,7 @@ from torch import Tensor
 
 import tk_moe
 from tk_core.math import align
-from tk_core.testing import assert_equal
+from tk_core.testing import assert_equal, poisoned_allocations
 from tk_ep import reference
 
 from .routing import Routing, choose, expected, random_routing, tokens, weights
@@ -18,14 +18,10 @@ HIDDEN = 64
 def dispatched(routing: Routing, **options: object) -> tuple:
     """The reference's dispatch of random tokens and weights."""
     sizes = {"num_experts": routing.num_experts, "num_max_tokens_per_rank": routing.num_max_tokens_per_rank}
-    return reference.dispatch(
-        tokens(routing, HIDDEN),
-        routing.topk_idx,
-        weights(routing),
-        expert_alignment=routing.alignment,
-        **sizes,
-        **options,
-    )
+    sizes["expert_alignment"] = routing.alignment
+    x, w = tokens(routing, HIDDEN), weights(routing)
+    with poisoned_allocations():
+        return reference.dispatch(x, routing.topk_idx, w, **sizes, **options)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -101,6 +97,27 @@ def stack(rows: list[Tensor], empty: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("do_expand", [False, True])
+@pytest.mark.parametrize("use_tma_aligned_col_major_sf", [False, True])
+def test_scale_factors(use_tma_aligned_col_major_sf: bool, do_expand: bool) -> None:
+    """Codes of one byte, and factors of any strides, which take the layout asked for."""
+    routing = random_routing(4, num_ranks=2)
+    data = [x.view(torch.int8) for x in tokens(routing, HIDDEN)]
+    sf = [torch.arange(len(x) * 3, dtype=torch.int32).view(3, -1).t() + 1 for x in data]
+    sizes = {"num_experts": routing.num_experts, "expert_alignment": routing.alignment, "do_expand": do_expand}
+    layout = {"use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf, "do_zero_padding": do_expand}
+    with poisoned_allocations():
+        received, *_ = reference.dispatch(list(zip(data, sf)), routing.topk_idx, **sizes, **layout)
+    for rank, (codes, factors) in enumerate(received):
+        want = expected(routing, rank)
+        pairs = want.pairs if do_expand else [(s, t, 0) for s, t in want.tokens]
+        assert len(pairs) > 4
+        assert factors.stride() == ((1, align(len(pairs), 4)) if use_tma_aligned_col_major_sf else (3, 1))
+        for row, pair in enumerate(pairs):
+            assert torch.equal(codes[row], data[pair[0]][pair[1]] if pair else torch.zeros(2 * HIDDEN).char())
+            assert torch.equal(factors[row], sf[pair[0]][pair[1]] if pair else torch.zeros(3).int())
+
+
+@pytest.mark.parametrize("do_expand", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_dispatch_without_counts_on_the_host(seed: int, do_expand: bool) -> None:
     """The largest sizes there can be, and in them what exact sizes give."""
@@ -157,8 +174,7 @@ def test_an_expert_twice_in_a_token() -> None:
 @pytest.mark.parametrize("allow_multiple_reduction", [True, False])
 @pytest.mark.parametrize("do_expand", [False, True])
 def test_combine(do_expand: bool, allow_multiple_reduction: bool) -> None:
-    """Sums in the order that the formula gives, of values over 30 binades, which any other order would round
-    differently."""
+    """Sums in the order that the formula gives, of values over 30 binades, which other orders round differently."""
     generator = torch.Generator().manual_seed(7)
     routing = Routing(12, 40, 4, [choose(generator, count, 6, 12) for count in (40, 0, 33)])
     *_, row_weights, handles = dispatched(routing, do_expand=do_expand)
@@ -176,10 +192,14 @@ def test_combine(do_expand: bool, allow_multiple_reduction: bool) -> None:
 
 
 def wide(generator: torch.Generator, count: int) -> Tensor:
-    """bfloat16 (count, HIDDEN) over 30 binades, with zeros of both signs."""
+    """bfloat16 (count, HIDDEN) of three magnitudes 30 binades apart, and zeros of both signs.
+
+    Large values often cancel, and what they have swallowed before is lost: in another order, a sum has other bits.
+    """
     shape = count, HIDDEN
-    values = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-15, 16, shape, generator=generator)
-    return torch.where(torch.rand(shape, generator=generator) < 0.1, values * 0, values).bfloat16()
+    magnitudes = torch.tensor([2.0**-15, 1.25 * 2.0**-15, 1.0, 2.0**15, 2.0**15, 0.0])
+    values = magnitudes[torch.randint(0, len(magnitudes), shape, generator=generator)]
+    return torch.where(torch.rand(shape, generator=generator) < 0.5, -values, values).bfloat16()
 
 
 def summed(

@@ -1,8 +1,9 @@
 """ElasticBuffer: what users call. It checks arguments, cares for streams, and hands the rest to a backend."""
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,26 @@ from tk_ep.events import EventHandle, EventOverlap
 from tk_ep.handle import EPHandle, Place
 from tk_ep.sizes import MAX_TOPK, BufferSpace, buffer_bytes
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Request = TypeVar("Request", DispatchRequest, CombineRequest)
 Pair = tuple[Tensor, Tensor]
 _BACKENDS = ("auto", "symmetric", "collective")
+
+
+def _eager(method: Callable[P, T]) -> Callable[P, T]:
+    """A method at which torch.compile breaks its graph.
+
+    `torch.compiler.disable` as a decorator would import torch._dynamo for everybody, which takes seconds.
+    """
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(method)(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return call
 
 
 class ElasticBuffer:
@@ -175,6 +192,7 @@ class ElasticBuffer:
             num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction
         )
 
+    @_eager
     def dispatch(
         self,
         x: Tensor | Pair,
@@ -273,6 +291,7 @@ class ElasticBuffer:
         recv_x = result.recv_x if result.recv_sf is None else (result.recv_x, result.recv_sf)
         return recv_x, result.recv_topk_idx, result.recv_topk_weights, result.handle, event
 
+    @_eager
     def combine(
         self,
         x: Tensor,
@@ -331,6 +350,7 @@ class ElasticBuffer:
         )
         return result.combined_x, result.combined_topk_weights, event
 
+    @_eager
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait for all ranks: later work of the current stream does, and with_cpu_sync the host, too.
 

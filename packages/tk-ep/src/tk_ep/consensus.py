@@ -23,7 +23,7 @@ def wait(work: dist.Work, op: str, rank: int, limit: timedelta) -> None:
     try:
         work.wait(limit)
     except RuntimeError as error:
-        reason = f"waited for its peers, at most {limit.total_seconds():g} s, in vain: {error}"
+        reason = f"heard nothing from a peer, with a limit of {limit.total_seconds():g} s: {error}"
         raise EPTimeoutError(op, rank, reason) from error
 
 

@@ -123,7 +123,7 @@ def receive(request: DispatchRequest, received: Received, dst_slots: Tensor | No
     if handle is None:
         handle = _handle(request, received, dst_slots, local_idx, segments, num_tokens, num_rows)
         if request.stats is not None:
-            request.stats += segments.counts.int()
+            request.stats.add_(segments.counts)
 
     weights = received.topk_weights
     if request.do_expand:
