@@ -192,13 +192,18 @@ class Routing:
     """int32 (experts): where segments end, padding included"""
 
 
-def route(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> Routing:
-    """Choose experts, and give each expert a segment of rows."""
-    num_experts = layer.router.shape[0]
+def choose_experts(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts int64 (tokens, topk), and their weights."""
     scores = stages.run("score", router_scores, layer, x, read=layer.router)
     topk_idx = stages.run("gate", tk_moe.topk_gate, scores, topk)
     _, weights = stages.run("normalize", tk_moe.normalize_weight, scores.gather(1, topk_idx))
-    mapping = stages.run("map", tk_moe.get_fused_mapping, topk_idx, num_experts, 0, ALIGNMENT)
+    return topk_idx, weights
+
+
+def route(layer: Layer, x: torch.Tensor, topk: int, stages: Stages) -> Routing:
+    """Choose experts, and give each expert a segment of rows."""
+    topk_idx, weights = choose_experts(layer, x, topk, stages)
+    mapping = stages.run("map", tk_moe.get_fused_mapping, topk_idx, layer.router.shape[0], 0, ALIGNMENT)
     return Routing(weights, mapping[3], mapping[0], mapping[5])
 
 
@@ -255,21 +260,24 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
-def main(
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in the batch.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=128, help="Channels of a token, a multiple of 128.")] = None,
-    experts: Annotated[int | None, typer.Option(min=8, max=1024, help="Number of experts, a multiple of 8.")] = None,
-    topk: Annotated[int | None, typer.Option(min=1, max=32, help="Experts of a token.")] = None,
-    intermediate: Annotated[
-        int | None, typer.Option(min=128, help="Channels inside an expert, a multiple of 128.")
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="DeepSeek-V3's sizes, also on a CPU.")] = False,
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and activations.")] = 0,
-) -> None:
-    """Run one mixture-of-experts layer in FP8 and in bf16; print each stage's time, and the error against float32."""
-    where = device_named(device)
-    default = FULL if full or where.type == "cuda" else SMALL
+Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens in the batch.")]
+Hidden = Annotated[int | None, typer.Option(min=128, help="Channels of a token, a multiple of 128.")]
+Experts = Annotated[int | None, typer.Option(min=8, max=1024, help="Number of experts, a multiple of 8.")]
+Topk = Annotated[int | None, typer.Option(min=1, max=32, help="Experts of a token.")]
+Intermediate = Annotated[int | None, typer.Option(min=128, help="Channels inside an expert, a multiple of 128.")]
+Full = Annotated[bool, typer.Option("--full", help="DeepSeek-V3's sizes, also on a CPU.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and activations.")]
+
+
+def chosen_size(
+    default: LayerSize,
+    tokens: int | None,
+    hidden: int | None,
+    experts: int | None,
+    topk: int | None,
+    intermediate: int | None,
+) -> LayerSize:
+    """The sizes that the options ask for."""
     size = LayerSize(
         tokens=tokens or default.tokens,
         hidden=hidden or default.hidden,
@@ -283,9 +291,30 @@ def main(
             raise typer.BadParameter(message, param_hint=f"--{name}")
     if size.topk > size.experts:
         raise typer.BadParameter(f"expected at most {size.experts} experts, got {size.topk}", param_hint="--topk")
+    return size
+
+
+def wide_console() -> Console:
+    """A console wide enough for every column where the output is not a terminal."""
+    return Console(width=None if Console().is_terminal else 120)
+
+
+def main(
+    tokens: Tokens = None,
+    hidden: Hidden = None,
+    experts: Experts = None,
+    topk: Topk = None,
+    intermediate: Intermediate = None,
+    full: Full = False,
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Run one mixture-of-experts layer in FP8 and in bf16; print each stage's time, and the error against float32."""
+    where = device_named(device)
+    default = FULL if full or where.type == "cuda" else SMALL
+    size = chosen_size(default, tokens, hidden, experts, topk, intermediate)
     torch.manual_seed(seed)
-    # Wide enough for every column where the output is not a terminal.
-    console = Console(width=None if Console().is_terminal else 120)
+    console = wide_console()
     layers = {"FP8": run_layer, "bf16": run_bf16_layer}
     if hasattr(torch.nn.functional, "grouped_mm"):
         layers["bf16, products by torch"] = partial(run_bf16_layer, by_torch=True)

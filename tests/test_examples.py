@@ -62,6 +62,21 @@ def test_moe_layer_names_a_bad_option(options: str) -> None:
     assert options.split()[0] in result.output
 
 
+def test_moe_layer_on_two_ranks() -> None:
+    """It compares its result with one process's, to the bit where sums are rounded once."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "moe_layer_ep.py"), "--device", "cpu", "--tokens", "60"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for stage in ("score", "gate", "normalize", "quantize", "dispatch", "gate and up", "SwiGLU", "down", "combine"):
+        assert len(re.findall(rf"^│ {stage} +│", result.stdout, re.MULTILINE)) == 1, stage
+    assert result.stdout.count("│ collective │") == 2
+    assert "without sums on each rank the bits are the same" in result.stdout
+    # As for one process; and that of a bfloat16's rounding.
+    assert 0.03 < float(re.search(r"relative error ([\d.]+)", result.stdout)[1]) < 0.11
+    assert 0.001 < float(re.search(r"difference to one process ([\d.]+)", result.stdout)[1]) < 0.004
+
+
 @pytest.fixture
 def lm() -> Iterator[ModuleType]:
     """examples/train_tiny_lm.py as a module; settings of torch that it changes are restored."""
