@@ -345,6 +345,8 @@ def differences_in_debug_mode(here: Here) -> None:
             dispatch(idx=torch.tensor([[0, 1], [2, 2]]) if differs else idx)
         with raises(TypeError, "" if differs else "on rank 1: ", "x: expected dtype torch.bfloat16"):
             dispatch(x.float() if differs else x)
+        with raises(RuntimeError, "" if differs else "on rank 1: ", "dispatch: drops the gradient of x"):
+            dispatch(x.clone().requires_grad_(differs))
         handle = dispatch()
         rows = torch.zeros(handle.num_recv_tokens, HIDDEN).bfloat16()
         with raises(ValueError, "op: ", "rank 0 and rank 1 make different calls"):

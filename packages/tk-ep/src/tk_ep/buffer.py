@@ -445,7 +445,10 @@ class ElasticBuffer:
         request, error = None, None
         try:
             request = checked()
-        except (TypeError, ValueError) as found:
+            for name, value in request._asdict().items():
+                if torch.is_grad_enabled() and any(each.requires_grad for each in streams.tensors_in(value)):
+                    raise RuntimeError(f"{op}: drops the gradient of {name}; if none is wanted, detach the argument")
+        except (TypeError, ValueError, RuntimeError) as found:
             error = found
         agree(self._place, op, {} if request is None else request.facts(), error, self._limit)
         return request

@@ -41,22 +41,22 @@ class CollectiveBackend:
         if request.handle is not None:
             recv = _recv_counts(request.handle)
         else:
-            recv = self._exchange("dispatch", send[:, None], [1] * num_ranks, [1] * num_ranks)[:, 0]
+            (recv,) = self._exchange("dispatch", [1] * num_ranks, [1] * num_ranks, send[:, None])
+            recv = recv[:, 0]
         source = torch.arange(num_ranks, device=recv.device).repeat_interleave(recv)
-        splits = send.tolist(), recv.tolist()
 
-        def exchange(values: Tensor) -> Tensor:
-            return self._exchange("dispatch", values.index_select(0, token), *splits)
-
-        experts = torch.where(ranks < num_ranks, request.topk_idx, -1).int()
-        weights = request.topk_weights
+        weights, num_topk = request.topk_weights, ranks.shape[1]
         own_tokens = torch.arange(len(ranks), dtype=torch.int32, device=ranks.device)
-        facts = [own_tokens[:, None], experts] + ([] if weights is None else [weights.view(torch.int32)])
-        received = exchange(torch.cat(facts, 1))
-        num_topk = ranks.shape[1]
+        facts = [own_tokens[:, None], torch.where(ranks < num_ranks, request.topk_idx, -1).int()]
+        facts += [] if weights is None else [weights.view(torch.int32)]
+        rows = [torch.cat(facts, 1), bits(request.x)] + ([] if request.sf is None else [request.sf])
+        sent_rows = [each.index_select(0, token) for each in rows]
+        received, x, *sf = self._exchange("dispatch", send.tolist(), recv.tolist(), *sent_rows)
+        if request.previous_event_before_epilogue is not None:
+            request.previous_event_before_epilogue.current_stream_wait()
         tokens_here = Received(
-            x=exchange(bits(request.x)),
-            sf=None if request.sf is None else exchange(request.sf),
+            x=x,
+            sf=sf[0] if sf else None,
             topk_idx=received[:, 1 : 1 + num_topk],
             topk_weights=None if weights is None else received[:, 1 + num_topk :].view(torch.float32),
             source=source,
@@ -73,33 +73,32 @@ class CollectiveBackend:
         rows = handle.recv_src_metadata[: sum(send), 2:].long()
         staged = torch.where(ranks < num_ranks, staging_rows(ranks, num_ranks), -1)
 
+        weights = () if request.topk_weights is None else (request.topk_weights[: sum(send)],)
+        if weights and handle.do_expand:
+            weights = (_at_slots(request.topk_weights[:, None].expand(-1, rows.shape[1]), rows, 0.0),)
         if request.sum_on_source:
             has_row = rows >= 0
-            returns = self._exchange("combine", has_row.byte(), send, back).bool()
+            returns, *weights = self._exchange("combine", send, back, has_row.byte(), *weights)
+            returns = returns.bool()
             send_rows, back_rows = (
                 [int(each.sum()) for each in has.split(splits)] for has, splits in ((has_row, send), (returns, back))
             )
-            returned = self._exchange("combine", x.index_select(0, rows[has_row]), send_rows, back_rows)
+            (returned,) = self._exchange("combine", send_rows, back_rows, x.index_select(0, rows[has_row]))
             returned_row = torch.where(returns, returns.flatten().cumsum(0).view_as(returns) - 1, -1)
             index = _at_slots(returned_row, staged, -1)
         else:
             sums = x[: sum(send)]
             if handle.do_expand:
                 sums = _sum_of_rows(x, rows, x.new_zeros((len(rows), x.shape[1]), dtype=torch.float32)).bfloat16()
-            returned = self._exchange("combine", sums, send, back)
+            returned, *weights = self._exchange("combine", send, back, sums, *weights)
             index = torch.where(handle.dst_buffer_slot_idx >= 0, staged, -1)
+        if request.previous_event_before_epilogue is not None:
+            request.previous_event_before_epilogue.current_stream_wait()
         start = x.new_zeros((len(ranks), x.shape[1]), dtype=torch.float32)
         for bias in request.bias:
             start += bias
         combined_x = _sum_of_rows(returned, index, start).bfloat16()
-
-        weights = request.topk_weights
-        if weights is not None:
-            if handle.do_expand:
-                weights = _at_slots(weights[:, None].expand(-1, rows.shape[1]), rows, 0.0)
-            returned_weights = self._exchange("combine", weights[: sum(send)], send, back)
-            weights = _at_slots(returned_weights, staged, 0.0)
-        return CombineResult(combined_x, weights)
+        return CombineResult(combined_x, _at_slots(weights[0], staged, 0.0) if weights else None)
 
     def barrier(self, with_cpu_sync: bool) -> None:
         """See `tk_ep.backend.Backend`. The host waits in any case."""
@@ -115,15 +114,17 @@ class CollectiveBackend:
     def release(self) -> None:
         """See `tk_ep.backend.Backend`. There is nothing to free."""
 
-    def _exchange(self, op: str, rows: Tensor, send: list[int], recv: list[int]) -> Tensor:
-        """Send the first send[0] rows of (n, …) to rank 0 and so on; return what ranks have sent, (sum(recv), …)."""
-        received = rows.new_empty((sum(recv), *rows.shape[1:]))
-        if rows.shape[1] == 0:
-            return received
-        sent, into = (each.view(torch.uint8) for each in (rows.contiguous(), received))
-        work = dist.all_to_all_single(into, sent, recv, send, group=self._place.group, async_op=True)
-        wait(work, op, self._place.rank, self._limit)
-        return received
+    def _exchange(self, op: str, send: list[int], recv: list[int], *rows: Tensor) -> list[Tensor]:
+        """Send the first send[0] rows of each tensor to rank 0 and so on; return what ranks sent, sum(recv) rows."""
+        results = [each.new_empty((sum(recv), *each.shape[1:])) for each in rows]
+        works = []
+        for sent, received in zip(rows, results):
+            if received.shape[1]:
+                sent, received = (each.view(torch.uint8) for each in (sent.contiguous(), received))
+                works.append(dist.all_to_all_single(received, sent, recv, send, group=self._place.group, async_op=True))
+        for work in works:
+            wait(work, op, self._place.rank, self._limit)
+        return results
 
 
 def _recv_counts(handle: EPHandle) -> Tensor:

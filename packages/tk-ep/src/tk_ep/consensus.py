@@ -15,7 +15,7 @@ from tk_ep.handle import Place
 
 _MAX_FACTS = 24
 _MAX_TEXT = 800
-_KINDS = (ValueError, TypeError)
+_KINDS = (ValueError, TypeError, RuntimeError)
 
 
 def wait(work: dist.Work, op: str, rank: int, limit: timedelta) -> None:
@@ -62,7 +62,7 @@ def agree(
         values = (*facts.values(), *own_facts)
         numbers[2 : 2 + len(values)] = torch.tensor(values, dtype=torch.int64)
     else:
-        numbers[0] = 2 if isinstance(error, TypeError) else 1
+        numbers[0] = 1 + next(index for index, kind in enumerate(_KINDS) if isinstance(error, kind))
         encoded = str(error).encode()[:_MAX_TEXT]
         text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     message = torch.cat((numbers.view(torch.uint8), text))

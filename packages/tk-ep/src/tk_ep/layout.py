@@ -148,7 +148,10 @@ def receive(request: DispatchRequest, received: Received, dst_slots: Tensor | No
         recv_topk_idx = placed(local_idx.to(empty.dtype), empty)
         if weights is not None:
             weights = placed(weights, weights.new_zeros((num_tokens, weights.shape[1])))
-    recv_x = placed(received.x, received.x.new_empty((num_rows, received.x.shape[1]))).view(request.x.dtype)
+    recv_x = received.x
+    if request.do_expand or len(recv_x) < num_rows:
+        recv_x = placed(recv_x, recv_x.new_empty((num_rows, recv_x.shape[1])))
+    recv_x = recv_x.view(request.x.dtype)
     recv_sf = None
     if received.sf is not None:
         shape = num_rows, received.sf.shape[1]

@@ -19,12 +19,13 @@ def get_comm_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dataclasses."""
     if isinstance(tree, Tensor):
         return [tree]
     if hasattr(tree, "__dataclass_fields__"):
         tree = tuple(vars(tree).values())
-    return [each for item in tree for each in _tensors(item)] if isinstance(tree, tuple | list) else []
+    return [each for item in tree for each in tensors_in(item)] if isinstance(tree, tuple | list) else []
 
 
 def on_comm_stream(
@@ -52,7 +53,7 @@ def on_comm_stream(
             previous_event.current_stream_wait()
         results = call()
         event = EventHandle()
-    kept = _tensors(inputs) + _tensors(results)
+    kept = tensors_in(inputs) + tensors_in(results)
     if not async_with_compute_stream:
         event.current_stream_wait()
     if torch.cuda.is_current_stream_capturing():
