@@ -128,9 +128,10 @@ def options_of(seed: int) -> dict[str, Any]:
 
 
 def random_routings(here: Here) -> None:
-    """200 routings on two buffers, one of which sums at the source alone."""
+    """200 routings on two buffers, one of which sums at the source alone; each rank is late now and then."""
     buffers = [make_buffer(here.world, 9, allow_multiple_reduction=reduce, num_topk=5) for reduce in (True, False)]
     for seed in range(200):
+        time.sleep(0.02 if (seed + here.rank) % 9 == 0 else 0)
         compare(buffers[seed // 2 % 2], random_routing(seed, here.num_ranks), seed, **options_of(seed))
     for buffer in buffers:
         buffer.destroy()
@@ -419,7 +420,7 @@ def lose_rank_1(here: Here, how: Callable[[], None]) -> None:
     begin = time.monotonic()
     with raises(EPTimeoutError, f"dispatch: rank {here.rank} heard nothing from a peer, with a limit of 1 s"):
         buffer.dispatch(x, idx, num_experts=here.num_ranks)
-    assert time.monotonic() - begin < 2 * SHORT
+    assert time.monotonic() - begin < 4 * SHORT
     for call in (
         lambda: buffer.dispatch(x, idx, num_experts=here.num_ranks),
         lambda: buffer.combine(x, handle),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tk_ep.check import CombineRequest, CombineResult, DispatchRequest, DispatchResult
-from tk_ep.consensus import wait
+from tk_ep.consensus import waiting_for_peers
 from tk_ep.handle import EPHandle, Place
 from tk_ep.layout import Received, bits, dst_buffer_slot_idx, rank_of_slot, receive, sent_tokens, staging_rows
 
@@ -103,8 +103,8 @@ class CollectiveBackend:
     def barrier(self, with_cpu_sync: bool) -> None:
         """See `tk_ep.backend.Backend`. The host waits in any case."""
         one = torch.ones(1, device=self._place.device)
-        work = dist.all_reduce(one, group=self._place.group, async_op=True)
-        wait(work, "barrier", self._place.rank, self._limit)
+        with waiting_for_peers("barrier", self._place.rank, self._limit):
+            dist.all_reduce(one, group=self._place.group, async_op=True).wait(self._limit)
         if with_cpu_sync and one.is_cuda:
             torch.cuda.current_stream(one.device).synchronize()
 
@@ -117,13 +117,17 @@ class CollectiveBackend:
     def _exchange(self, op: str, send: list[int], recv: list[int], *rows: Tensor) -> list[Tensor]:
         """Send the first send[0] rows of each tensor to rank 0 and so on; return what ranks sent, sum(recv) rows."""
         results = [each.new_empty((sum(recv), *each.shape[1:])) for each in rows]
-        works = []
-        for sent, received in zip(rows, results):
-            if received.shape[1]:
-                sent, received = (each.view(torch.uint8) for each in (sent.contiguous(), received))
-                works.append(dist.all_to_all_single(received, sent, recv, send, group=self._place.group, async_op=True))
-        for work in works:
-            wait(work, op, self._place.rank, self._limit)
+        # Bytes, and nothing of rows without any.
+        pairs = [
+            (received.view(torch.uint8), sent.contiguous().view(torch.uint8))
+            for received, sent in zip(results, rows)
+            if sent.shape[1]
+        ]
+        with waiting_for_peers(op, self._place.rank, self._limit):
+            options = {"group": self._place.group, "async_op": True}
+            works = [dist.all_to_all_single(received, sent, recv, send, **options) for received, sent in pairs]
+            for work in works:
+                work.wait(self._limit)
         return results
 
 

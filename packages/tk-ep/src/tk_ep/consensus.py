@@ -2,7 +2,8 @@
 
 import hashlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,12 +19,16 @@ _MAX_TEXT = 800
 _KINDS = (ValueError, TypeError, RuntimeError)
 
 
-def wait(work: dist.Work, op: str, rank: int, limit: timedelta) -> None:
-    """Wait for a collective. Raises EPTimeoutError past the limit, and where a peer is lost."""
+@contextmanager
+def waiting_for_peers(op: str, rank: int, limit: timedelta) -> Iterator[None]:
+    """Makes an EPTimeoutError of what a collective raises if a peer is lost, or past its limit."""
     try:
-        work.wait(limit)
+        yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        reason = f"heard nothing from a peer, with a limit of {limit.total_seconds():g} s: {error}"
+        first_line = str(error).partition("\n")[0]
+        reason = f"heard nothing from a peer, with a limit of {limit.total_seconds():g} s: {first_line}"
         raise EPTimeoutError(op, rank, reason) from error
 
 
@@ -38,7 +43,8 @@ def gather(place: Place, op: str, values: Tensor, limit: timedelta) -> Tensor:
     """A tensor of each rank, of equal shapes and dtypes, stacked on the CPU."""
     values = values.to(place.device)
     out = [torch.empty_like(values) for _ in range(place.num_ranks)]
-    wait(dist.all_gather(out, values, group=place.group, async_op=True), op, place.rank, limit)
+    with waiting_for_peers(op, place.rank, limit):
+        dist.all_gather(out, values, group=place.group, async_op=True).wait(limit)
     return torch.stack(out).cpu()
 
 

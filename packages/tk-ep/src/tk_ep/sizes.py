@@ -4,7 +4,6 @@ from tk_core.math import align, ceil_div
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
-MAX_RANKS = 1024
 FLAG_BYTES = 64 << 10
 _PAGE = 2 << 20
 
