@@ -4,8 +4,8 @@ import re
 from collections import Counter
 
 
-def loops_with_products(sass: str) -> list[list[str]]:
-    """Instructions of each loop with products of the tensor core that has no such loop within.
+def loops_with(sass: str, name: str) -> list[list[str]]:
+    """Instructions of each loop that has an instruction with `name` in it, and no such loop within.
 
     A loop ends in a conditional branch back. Waits that go on elsewhere, behind the code, come back unconditionally.
     """
@@ -16,7 +16,7 @@ def loops_with_products(sass: str) -> list[list[str]]:
         target = re.search(r"^@\S+ +BRA\b.*0x([0-9a-f]+)", text)
         if target and int(target[1], 16) < at:
             first = index[int(target[1], 16)]
-            if any("GMMA" in each for _, each in code[first:last]):
+            if any(name in each for _, each in code[first:last]):
                 loops.append((first, last))
     inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
     return [[text for _, text in code[first : last + 1]] for first, last in inner]

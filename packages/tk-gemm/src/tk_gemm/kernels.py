@@ -15,6 +15,9 @@ Kind = Literal["dense", "ids", "psum", "masked", "k"]
 """How the weights of a tile's rows are found: one matrix for all, a group for each row, ends of groups, or a buffer for
 each group; "k": groups are ranges of K."""
 
+Addend = Literal["c", "d"]
+"""What is added to the products: C, which threads read, or what is in D, float32, which TMA adds to."""
+
 PASS_CONFIGS = {
     # The ring's barriers are all that the roles need.
     "tl.disable_thread_storage_sync": True,

@@ -18,7 +18,7 @@ from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.gather_groups import gather_groups_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
 from tk_gemm.hopper.tiles import BY_K, WIDE, Problem, bf16_tile, fp8_tile
-from tk_gemm.kernels import Kind
+from tk_gemm.kernels import Addend, Kind
 from tk_gemm.tma import for_tma, takes_tma
 
 
@@ -57,9 +57,10 @@ def launch_fp8(
         launch(a, a_sf, b, b_sf, groups.layout, c, d, _num_blocks(d, BLOCK, BLOCK, num_sms))
         return
     expected = min(groups.num_rows or num_rows, num_rows)
-    tile = fp8_tile(Problem(num_groups, expected, num_cols, a.shape[2], b.shape[0]), num_sms)
+    tile = fp8_tile(Problem(num_groups, expected, num_rows, num_cols, a.shape[2], b.shape[0]), num_sms)
     by_tma = takes_tma(a_sf)
-    launch = fp8_product_kernel(groups.kind, tile, d.dtype, by_tma, c is not None, arch)
+    addend = _addend(c, d)
+    launch = fp8_product_kernel(groups.kind, tile, d.dtype, by_tma, addend, arch)
     a_sf = a_sf if by_tma else _grouped(x.a_sf.mT)
     num_blocks = _num_blocks(d, tile.block_m, tile.block_n, num_sms)
     launch(a, a_sf, b, x.b_sf.contiguous().view(-1), groups.layout, c, d, num_blocks)
@@ -76,7 +77,7 @@ def launch_fp8_by_k(op: str, x: Fp8Operands, ends: Tensor, c: Tensor | None, d: 
     if arch.has_tcgen05:
         launch, block_m, block_n = fp8_product_blackwell_kernel("k", d.dtype, True, c is not None, arch), BLOCK, BLOCK
     else:
-        launch = fp8_product_kernel("k", BY_K, d.dtype, True, c is not None, arch)
+        launch = fp8_product_kernel("k", BY_K, d.dtype, True, _addend(c, d), arch)
         block_m, block_n = BY_K.block_m, BY_K.block_n
     launch(*operands, ends, c, d, _num_blocks(d, block_m, block_n, get_num_sms(d.device)))
 
@@ -112,7 +113,8 @@ def launch_bf16(op: str, x: Bf16Operands, groups: Groups, c: Tensor | None, d: T
         launch, block_m, block_n = bf16_product_blackwell_kernel(groups.kind, *variant, arch), BLOCK, BLOCK
     else:
         tile = bf16_tile(num_groups, min(groups.num_rows or num_rows, num_rows), num_cols, num_sms)
-        launch, block_m, block_n = bf16_product_kernel(groups.kind, tile, *variant, arch), tile.block_m, tile.block_n
+        launch = bf16_product_kernel(groups.kind, tile, *variant[:3], _addend(c, d), arch)
+        block_m, block_n = tile.block_m, tile.block_n
     launch(a, b, groups.layout, c, d, _num_blocks(d, block_m, block_n, num_sms))
 
 
@@ -121,7 +123,8 @@ def gather_groups(op: str, x: Fp8Operands, ends: Tensor) -> Fp8Operands:
     launch = gather_groups_kernel(arch_of_factors(op, x.a_sf))
     copies = []
     for flat, num_rows in zip((x.a, x.b), x.shape):
-        copies.append(flat.new_empty((num_rows, flat.numel() // num_rows)))
+        total = flat.numel() // num_rows
+        copies.append(flat.new_empty((num_rows, total + 128))[:, :total])  # No row stride is a power of two.
         launch(flat.view(torch.int32), ends, copies[-1].view(torch.int32))
     return x._replace(a=copies[0], b=copies[1], a_sf=x.a_sf.t(), b_sf=x.b_sf.t())
 
@@ -142,6 +145,13 @@ def arch_of_factors(op: str, sf: Tensor) -> Arch:
         found = f"{arch.name} and {'packed UE8M0' if is_packed else 'float32'} scale factors"
         raise UnsupportedArchError(op, found, "float32 on sm_90a, packed ones on sm_100a, or the reference backend")
     return arch
+
+
+def _addend(c: Tensor | None, d: Tensor) -> Addend | None:
+    """Where the kernels on Hopper find what is added."""
+    if c is None:
+        return None
+    return "d" if c.data_ptr() == d.data_ptr() and d.dtype == torch.float32 else "c"
 
 
 def _grouped(x: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """A ring of stages in shared memory, which some warps fill and others empty."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import tilelang.language as T
 from tvm.tirx import BufferRegion
 
 from tk_gemm import scheduler
+from tk_gemm.barriers import is_over
 from tk_gemm.scheduler import Scheduler, local_int
 
 
@@ -32,9 +34,26 @@ def wait_full(r: Ring) -> None:
 
 
 @T.macro
-def wait_empty(r: Ring) -> None:
-    """Wait until the stage may be filled."""
+def while_filling(r: Ring, work: Callable[[], None]) -> None:
+    """Do what needs no stage, then wait until the stage has its operands.
+
+    It is asked before the work, since the answer takes a while; but not awaited, as it may come during the work.
+    """
+    is_full = T.alloc_var("int32")
+    is_full = is_over(r.full[r.stage[0]], r.parity[0])
+    work()
+    if is_full == 0:
+        wait_full(r)
+
+
+@T.macro
+def wait_empty(r: Ring) -> T.PrimExpr:
+    """Wait until the stage may be filled, and return it, with its range: else addresses take a dozen divisions."""
     T.mbarrier_wait_parity(r.empty[r.stage[0]], r.parity[0] ^ 1)
+    stage = r.stage[0]
+    T.assume(stage >= 0)
+    T.assume(stage < r.full.shape[0])
+    return stage
 
 
 @T.macro

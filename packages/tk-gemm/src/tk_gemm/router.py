@@ -65,6 +65,6 @@ def launch_router(x: Tensor, weight: Tensor, d: Tensor, plan: Plan) -> None:
     out = d.new_empty((num_parts, *d.shape))
     if num_tokens == 1:  # TMA takes no stride off 16 bytes, which torch may have there.
         x = x.as_strided(x.shape, (num_channels, 1))
-    router_kernel(config, arch)(x, weight, out, cut.num_chunks, num_parts, num_workers)
+    router_kernel(config, arch)(x, weight, out, cut.num_chunks, num_workers)
     quads = num_experts // 4, 4
     sum_parts_kernel(num_parts, cut.num_groups, arch)(out.unflatten(2, quads), d.unflatten(1, quads))

@@ -29,7 +29,7 @@ def test_tiles_and_orders_have_equal_bits(a_is_transposed: bool, b_is_transposed
     for tile, num_blocks in product(BF16_TILES, (1, 3, 132)):
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
         orders = (a_is_transposed, b_is_transposed)
-        launch = bf16_product_kernel("dense", tile, d.dtype, *orders, False, get_arch(a.device))
+        launch = bf16_product_kernel("dense", tile, d.dtype, *orders, None, get_arch(a.device))
         num_tiles = ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n)
         launch(lies_a[None], lies_b[None], None, None, d, min(num_blocks, num_tiles))
         assert_equal(d[0], expected, name=f"{tile}, {num_blocks} thread blocks")

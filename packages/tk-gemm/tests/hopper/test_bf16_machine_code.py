@@ -11,7 +11,7 @@ from tk_gemm.hopper.bf16 import bf16_product_kernel
 from tk_gemm.hopper.tiles import BF16_TILES, TileShape
 from tk_gemm.kernels import Kind
 
-from ..sass import count, loops_with_products
+from ..sass import count, loops_with
 
 pytestmark = pytest.mark.compile
 
@@ -31,7 +31,7 @@ def test_machine_code(shape: TileShape, kind: Kind, dtype: torch.dtype) -> None:
     products = re.findall(r"HGMMA\.[^;]*", sass)
     # A step's product is four instructions, of which the last one signals: if each does, ptxas makes each wait.
     assert len(products) == 4 * sum("gsb0" in each for each in products)
-    loops = loops_with_products(sass)
+    loops = loops_with(sass, "GMMA")
     assert len(loops) == shape.num_warpgroups
     for names in map(count, loops):
         assert names["WARPGROUP"] == names["HGMMA"] // 2, "expected one arrival and one wait a step"

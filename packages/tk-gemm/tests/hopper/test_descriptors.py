@@ -44,7 +44,7 @@ def test_a_descriptor_of_a_large_result(monkeypatch: pytest.MonkeyPatch) -> None
     """The host code of 73,728 × 36,864 results, up to the first of the descriptors that it makes: that of d."""
     import tvm_ffi
 
-    args = ("dense", WIDE, torch.bfloat16, True, False, arch_from_name("sm_90a"))
+    args = ("dense", WIDE, torch.bfloat16, True, None, arch_from_name("sm_90a"))
     request = KernelRequest(fp8_product_kernel, args)
     function, kept = request.compile().function, []
     m, n, k = 73728, 36864, 128

@@ -1,5 +1,7 @@
 """The FP8 products' kernel: a row's bits depend on that row and its weights alone, not on the op or the tile."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,8 @@ from tk_core.arch import get_arch
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.hopper.fp8 import fp8_product_kernel
-from tk_gemm.hopper.tiles import FP8_TILES
+from tk_gemm.hopper.tiles import BY_K, FEW_ROWS, FP8_TILES, TileShape
+from tk_gemm.tma import for_tma
 
 from ..inputs import activations, dequantized, ids, psum, weights
 
@@ -23,7 +26,7 @@ def test_tiles_have_equal_bits(k: int) -> None:
     arch = get_arch(a.device)
     for tile in FP8_TILES:
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
-        launch = fp8_product_kernel("dense", tile, d.dtype, True, False, arch)
+        launch = fp8_product_kernel("dense", tile, d.dtype, True, None, arch)
         num_tiles = ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n)
         for num_blocks in (1, 3, 132):
             launch(a[None], a_sf.mT[None], b[None], b_sf.flatten(), None, None, d, min(num_blocks, num_tiles))
@@ -42,10 +45,45 @@ def test_tiles_of_masked_rows() -> None:
         expected[group, :count] = tk_gemm.fp8_gemm_nt(rows, (b[group], b_sf[group]))
     for tile in FP8_TILES:
         d = torch.full_like(expected, 7.0)
-        launch = fp8_product_kernel("masked", tile, d.dtype, True, False, get_arch(a.device))
+        launch = fp8_product_kernel("masked", tile, d.dtype, True, None, get_arch(a.device))
         for num_blocks in (1, 132):
             launch(a, a_sf.mT, b, b_sf.flatten(), masked_m, None, d, num_blocks)
             assert_equal(d, expected, name=f"{tile}, {num_blocks} thread blocks")
+
+
+@pytest.mark.parametrize("m", [1, 17, 32])
+def test_few_rows_have_the_bits_of_many(m: int) -> None:
+    """Tiles of which most rows are not loaded, so that these have what shared memory had."""
+    n, k = 528, 1024
+    (a, a_sf), (b, b_sf) = activations(300, k, "cuda"), weights(n, k, "cuda")
+    expected = tk_gemm.fp8_gemm_nt((a, a_sf), (b, b_sf))[:m]
+    rows = a[:m], tk_gemm.get_mn_major_tma_aligned_tensor(a_sf[:m])
+    for tile in (replace(tile, max_rows=FEW_ROWS) for tile in FP8_TILES if tile.block_m == 64):
+        d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
+        launch = fp8_product_kernel("dense", tile, d.dtype, True, None, get_arch(a.device))
+        launch(rows[0][None], for_tma(rows[1].mT[None]), b[None], b_sf.flatten(), None, None, for_tma(d), 3)
+        assert_equal(d[0], expected, name=f"{tile}")
+    assert_equal(tk_gemm.fp8_gemm_nt(rows, (b, b_sf)), expected)
+
+
+@pytest.mark.parametrize("tile", [*FP8_TILES, BY_K], ids=str)
+def test_sums_added_by_tma_have_the_bits_of_others(tile: TileShape) -> None:
+    m, n, k = 300, 528, 1024
+    by_k = tile == BY_K
+    (a, a_sf), (b, b_sf) = activations(m, k, "cuda"), activations(n, k, "cuda") if by_k else weights(n, k, "cuda")
+    factors = b_sf.mT.contiguous()[None] if by_k else b_sf.flatten()
+    layout = torch.tensor([384, 384, k], dtype=torch.int32, device="cuda") if by_k else None
+    c = torch.randn((3 if by_k else 1, m, n), device="cuda")
+    results = []
+    for addend in ("c", "d"):
+        kind = "k" if by_k else "dense"
+        launch = fp8_product_kernel(kind, tile, torch.float32, True, addend, get_arch(a.device))
+        for num_blocks in (1, 3):
+            d = c.clone() if addend == "d" else torch.full_like(c, 7.0)
+            launch(a[None], a_sf.mT[None], b[None], factors, layout, c, d, num_blocks)
+            results.append(d)
+    for result in results[1:]:
+        assert_equal(result, results[0])
 
 
 def test_ops_have_equal_bits() -> None:

@@ -28,8 +28,12 @@ def make(
     with_c: bool = False,
     dtype: torch.dtype = torch.float32,
     packed: bool = False,
+    added: bool = False,
 ) -> Make:
-    """Arguments for groups of these sizes along K; with_psum, of these counts, each padded to 128 with zeros."""
+    """Arguments for groups of these sizes along K; with_psum, of these counts, each padded to 128 with zeros.
+
+    With c, or `added` to what is in d.
+    """
 
     def build(device: str) -> dict[str, Any]:
         sizes = [align(size, 128) for size in ks]
@@ -48,12 +52,13 @@ def make(
             return (torch.cat(parts).view(data.dtype), sf.t()) if flat else (data, sf)
 
         shape = (len(ks), m, n)
+        d = torch.full(shape, 7.0, dtype=dtype, device=device)
         return {
             "a": operand(m),
             "b": operand(n),
-            "d": torch.full(shape, 7.0, dtype=dtype, device=device),
+            "d": d,
             "ks": psum(ks, device) if with_psum else sizes,
-            "c": torch.randn(shape, device=device).to(dtype) if with_c else None,
+            "c": d if added else torch.randn(shape, device=device).to(dtype) if with_c else None,
         }
 
     return build
@@ -94,6 +99,8 @@ SPEC = OpSpec(
         bench_case("g4-m4096-n7168-k8192", make((8192,) * 4, 4096, 7168)),
         bench_case("g4-m4096-n7168-k8192-flat", make((8192,) * 4, 4096, 7168, flat=True)),
         bench_case("g32-m7168-n2048-k1024", make((1024,) * 32, 7168, 2048)),
+        bench_case("g32-m7168-n2048-k1024-added", make((1024,) * 32, 7168, 2048, added=True)),
+        bench_case("g32-m7168-n2048-k1024-added-flat", make((1024,) * 32, 7168, 2048, added=True, flat=True)),
     ),
 )
 

@@ -14,7 +14,7 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_gemm.hopper.tiles import TileShape
-from tk_gemm.kernels import BF16_STEP_K, PASS_CONFIGS, Kind, strides
+from tk_gemm.kernels import BF16_STEP_K, PASS_CONFIGS, Addend, Kind, strides
 
 
 @kernel(pass_configs=PASS_CONFIGS)
@@ -24,7 +24,7 @@ def bf16_product_kernel(
     d_dtype: torch.dtype,
     a_is_transposed: bool,
     b_is_transposed: bool,
-    with_c: bool,
+    addend: Addend | None,
     arch: Arch,
 ) -> Any:
     """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known only at run time.
@@ -69,19 +69,20 @@ def bf16_product_kernel(
             stages = bf16_loop.stages(shape, x)
             out = T.alloc_shared(epilogue.out_shape(shape, d_dtype), d_dtype)
             r = ring.ring(shape.num_stages, 2, 4 * shape.num_warpgroups)  # The loading and the writing warp fill it.
-            addend = c if with_c else None
+            sums = epilogue.handed_over(shape, out) if addend == "d" else None
             sizes, tile_shape = (m, n, k, num_b_groups), (shape.block_m, shape.block_n, BF16_STEP_K)
             roles.split(
                 shape.num_warpgroups,
                 block,
                 lambda w: multiply(
                     bf16_loop.Share(shape.corner(w), x, stages, r),
-                    epilogue.epilogue(w, shape, kind, out, addend, d),
+                    epilogue.epilogue(w, shape, kind, out, d, c if addend == "c" else None, sums),
                     layout,
                 ),
                 lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
                 lambda s: bf16_loop.load(s, shape, x, stages, r),
                 lambda s: ring.send_tiles(r, s, stages.tile),
+                (lambda s, w: epilogue.add_to_d(s, shape, w, sums, d)) if addend == "d" else None,
             )
 
     return product

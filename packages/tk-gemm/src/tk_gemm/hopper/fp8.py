@@ -14,12 +14,12 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_gemm.hopper.tiles import TileShape
-from tk_gemm.kernels import BLOCK_K, PASS_CONFIGS, Kind, stride, strides
+from tk_gemm.kernels import BLOCK_K, PASS_CONFIGS, Addend, Kind, stride, strides
 
 
 @kernel(pass_configs=PASS_CONFIGS)
 def fp8_product_kernel(
-    kind: Kind, shape: TileShape, d_dtype: torch.dtype, a_sf_by_tma: bool, with_c: bool, arch: Arch
+    kind: Kind, shape: TileShape, d_dtype: torch.dtype, a_sf_by_tma: bool, addend: Addend | None, arch: Arch
 ) -> Any:
     """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known only at run time.
 
@@ -32,7 +32,7 @@ def fp8_product_kernel(
     from tk_gemm.hopper import epilogue, fp8_loop, roles
 
     by_k, width = kind == "k", shape.warpgroup_n
-    stores_early = d_dtype is torch.bfloat16 and a_sf_by_tma and not with_c  # Else registers are spilled.
+    stores_early = d_dtype is torch.bfloat16 and a_sf_by_tma and addend is None  # Else registers are spilled.
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     num_steps, layout_size, num_factors = (T.dynamic(x) for x in ("num_steps", "layout_size", "num_factors"))
     num_d_groups = layout_size if by_k else num_a_groups
@@ -85,17 +85,20 @@ def fp8_product_kernel(
             out = T.alloc_shared(epilogue.out_shape(shape, d_dtype), d_dtype)
             r = ring.ring(shape.num_stages, 2, 4 * shape.num_warpgroups)  # The loading and the writing warp fill it.
             x = fp8_loop.Operands(a, a_sf, b, b_sf, a_sf_by_tma, by_k)
-            addend = c if with_c else None
+            sums = epilogue.handed_over(shape, out) if addend == "d" else None
             sizes, tile_shape = (m, n, k, num_b_groups), (shape.block_m, shape.block_n, BLOCK_K)
             roles.split(
                 shape.num_warpgroups,
                 block,
                 lambda w: multiply(
-                    fp8_loop.share(w, shape, x, stages, r), epilogue.epilogue(w, shape, kind, out, addend, d), layout
+                    fp8_loop.share(w, shape, x, stages, r),
+                    epilogue.epilogue(w, shape, kind, out, d, c if addend == "c" else None, sums),
+                    layout,
                 ),
                 lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
                 lambda s: fp8_loop.load(s, shape, x, stages, r),
                 lambda s: fp8_loop.write(s, shape, x, stages, r),
+                (lambda s, w: epilogue.add_to_d(s, shape, w, sums, d)) if addend == "d" else None,
             )
 
     return product

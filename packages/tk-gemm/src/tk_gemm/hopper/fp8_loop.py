@@ -80,15 +80,16 @@ def load(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring) -> No
             step = s.tile.first_step[0] + index
             group = 0 if x.by_k else s.tile.group[0]
             rows = slice(s.tile.row[0], s.tile.row[0] + shape.block_m)
+            loaded = slice(s.tile.row[0], s.tile.row[0] + shape.loaded_m)
             cols = slice(s.tile.col[0], s.tile.col[0] + shape.block_n)
             channels = slice(step * BLOCK_K, (step + 1) * BLOCK_K)
-            ring.wait_empty(r)
+            stage = ring.wait_empty(r)
             if x.a_sf_by_tma:
-                ring.load(r, x.a_sf[group, step, rows], to.a_sf[r.stage[0], :])
+                ring.load(r, x.a_sf[group, step, rows], to.a_sf[stage, :])
             if x.by_k:
-                ring.load(r, x.b_sf[0, step, cols], to.b_sf[r.stage[0], :])
-            ring.load(r, x.a[group, rows, channels], to.a[r.stage[0], :, :])
-            ring.load(r, x.b[s.tile.weights[0], cols, channels], to.b[r.stage[0], :, :])
+                ring.load(r, x.b_sf[0, step, cols], to.b_sf[stage, :])
+            ring.load(r, x.a[group, loaded, channels], to.a[stage, : shape.loaded_m, :])
+            ring.load(r, x.b[s.tile.weights[0], cols, channels], to.b[stage, :, :])
             ring.fill(r)
         scheduler.next_tile(s)
     ring.wait_empty(r)
@@ -136,15 +137,16 @@ def sum_in_turn(
 ) -> None:
     """Each of `sums`, the warpgroup's columns side by side, = Σ over K; at_last_product() runs when all but one are.
 
-    The tile's first stage is full. Each step ends with the first product of the next one: what it needs is ready before
-    the last sum, after which nothing but that product is left to do.
+    The tile's first stage is full. Where a step has two products, it ends with the first one of the next step.
     """
     for acc in sums:
         T.clear(acc)
-    _multiply(s, s.ring.stage[0], 0, part)
+    if len(sums) > 1:
+        _multiply(s, s.ring.stage[0], 0, part)
     for step in T.serial(tile.num_steps[0] - 1):
         _add_in_turn(s, tile, step, part, sums, None)
-        _multiply(s, s.ring.stage[0], 0, part)
+        if len(sums) > 1:
+            _multiply(s, s.ring.stage[0], 0, part)
     _add_in_turn(s, tile, tile.num_steps[0] - 1, part, sums, at_last_product)
 
 
@@ -157,29 +159,24 @@ def _add_in_turn(
     sums: Sequence[T.Buffer],
     at_last_product: Callable[[], None] | None,
 ) -> None:
-    # The step's first product has been issued.
     stage = T.alloc_var("int32")
     width = int(part.shape[1])
     stage = s.ring.stage[0]
-    _read_factors(s, tile, stage, step)
     for x, acc in enumerate(sums):
-        if x > 0:
+        if x > 0 or len(sums) == 1:
             _multiply(s, stage, x * width, part)
-        if x == len(sums) - 1:
+        if x == 0:
+            _read_factors(s, tile, stage, step)
+        if x < len(sums) - 1:
+            T.wait_wgmma(0)
+            _add(s, stage, part, x * width, acc)
+        else:
             if x > 0 and at_last_product is not None:
                 at_last_product()
-            # Behind the last step's is a stage too: the next tile's, or the end. It is awaited before this step's is
-            # released where a step has two products: 4 to 9 % faster for 128 x 256, but slower for 128 x 192.
-            ring.move_on(s.ring)
-            if x > 0:
-                ring.wait_full(s.ring)
             T.wait_wgmma(0)
             ring.release(s.ring, stage)
-            if x == 0:
-                ring.wait_full(s.ring)
-        else:
-            T.wait_wgmma(0)
-        _add(s, stage, part, x * width, acc)
+            ring.move_on(s.ring)  # Behind the last step's is a stage too: the next tile's, or the end.
+            ring.while_filling(s.ring, partial(_add, s, stage, part, x * width, acc))
 
 
 @T.macro
@@ -235,12 +232,12 @@ def _add_last(s: Share, tile: Tile, step: T.PrimExpr, last: T.Buffer, part: T.Bu
 def _add_and_release(s: Share, stage: T.PrimExpr, part: T.Buffer, acc: T.Buffer) -> None:
     if s.x.by_k:  # The columns' factors are read while they are used: there are no registers for 128 of them.
         _add(s, stage, part, 0, acc)
+        T.fence_proxy_async()  # Else TMA may overwrite what is still to be read.
         ring.release(s.ring, stage)
         ring.wait_full(s.ring)
     else:
         ring.release(s.ring, stage)
-        ring.wait_full(s.ring)
-        _add(s, stage, part, 0, acc)
+        ring.while_filling(s.ring, partial(_add, s, stage, part, 0, acc))
 
 
 @T.macro

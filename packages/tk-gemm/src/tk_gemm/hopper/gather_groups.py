@@ -27,20 +27,24 @@ def gather_groups_kernel(arch: Arch) -> Any:
     from tk_gemm.scheduler import find_range
 
     rows, words, num_groups = (T.dynamic(x) for x in ("rows", "words", "num_groups"))
-    size = T.dynamic("size", "int64")
+    size, pitch = T.dynamic("size", "int64"), T.dynamic("pitch", "int64")
 
     @T.prim_func
     def gather(
-        flat: T.Tensor((size,), "int32"), ends: T.Tensor((num_groups,), "int32"), out: T.Tensor((rows, words), "int32")
+        flat: T.Tensor((size,), "int32"),
+        ends: T.Tensor((num_groups,), "int32"),
+        out: T.StridedTensor((rows, words), (pitch, 1), "int32"),
     ) -> None:
         with T.Kernel(T.ceildiv(rows, ROWS), T.truncdiv(words, _WORDS), threads=256) as (block, step):
             group = T.alloc_local((3,), "int32")  # Its number, and where it begins and ends.
             find_range(ends, num_groups, words * 4, step * BLOCK_K, group)
+            T.assume(pitch % _WORDS == 0)
             if group[0] < num_groups:
+                first, num_steps = T.truncdiv(group[1], BLOCK_K), T.truncdiv(group[2] - group[1], BLOCK_K)
                 for i, j in T.Parallel(ROWS, _WORDS):
                     if block * ROWS + i < rows:
                         row = T.cast(block * ROWS + i, "int64")
-                        begin = row * ((group[2] - group[1]) // 4) + T.cast(group[1] // 4, "int64") * rows
-                        out[row, step * _WORDS + j] = flat[begin + (step * _WORDS - group[1] // 4) + j]
+                        begin = T.cast(first, "int64") * rows + row * num_steps + (step - first)
+                        out[row, step * _WORDS + j] = flat[begin * _WORDS + j]
 
     return gather

@@ -16,11 +16,15 @@ def split(
     new_scheduler: Callable[[], Scheduler],
     load: Callable[[Scheduler], None],
     write: Callable[[Scheduler], None],
+    add: Callable[[Scheduler, int], None] | None = None,
 ) -> None:
     """Run multiply(w) in each multiplying warpgroup, load(s) and write(s) in two warps that find the block's tiles.
 
-    Each multiplying warpgroup has a branch of its own, in which its rows are constants: where it takes them from its
-    number, descriptors of operands pass from registers to uniform registers in each step.
+    And add(s, w) in a warp for each multiplying warpgroup, if given.
+
+    Each multiplying warpgroup has a branch of its own, in which its rows are constants, and each branch begins with
+    setmaxnreg, behind which ptxas takes a warp to be whole: else addresses and descriptors pass from registers to
+    uniform registers in each step.
     """
     thread = T.get_thread_binding()
     if thread < 128:
@@ -29,12 +33,23 @@ def split(
     elif thread < 128 * num_warpgroups:
         T.set_max_nreg(232, 1)
         multiply(1)
+    elif thread < 128 * num_warpgroups + 32:
+        _find_tiles(block, new_scheduler, load)
+    elif thread < 128 * num_warpgroups + 64:
+        _find_tiles(block, new_scheduler, write)
+    elif add is None:
+        T.set_max_nreg(40, 0)
+    elif thread < 128 * num_warpgroups + 96:
+        _find_tiles(block, new_scheduler, lambda s: add(s, 0))
+    elif num_warpgroups == 2:
+        _find_tiles(block, new_scheduler, lambda s: add(s, 1))
     else:
         T.set_max_nreg(40, 0)
-        if thread < 128 * num_warpgroups + 64:
-            s = new_scheduler()
-            scheduler.start(s, block)
-            if thread < 128 * num_warpgroups + 32:
-                load(s)
-            else:
-                write(s)
+
+
+@T.macro
+def _find_tiles(block: T.PrimExpr, new_scheduler: Callable[[], Scheduler], use: Callable[[Scheduler], None]) -> None:
+    T.set_max_nreg(40, 0)
+    s = new_scheduler()
+    scheduler.start(s, block)
+    use(s)

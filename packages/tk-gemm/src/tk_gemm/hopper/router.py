@@ -13,99 +13,75 @@ from typing import Any
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
-from tk_gemm.hopper.router_config import BANK_ROW, PADDING, RUN, RouterConfig
-from tk_gemm.kernels import PASS_CONFIGS
+from tk_gemm.hopper.router_config import PADDING, RUN, RouterConfig
+from tk_gemm.kernels import PASS_CONFIGS, stride
 
 
 @kernel(pass_configs=PASS_CONFIGS)
 def router_kernel(config: RouterConfig, arch: Arch) -> Any:
     """out[part] = x · weightᵀ over the part's channels; shapes and the cut of K are known only at run time.
 
-    There are `num_chunks` chunks in `num_pieces` parts of the output, which are chunks or groups of chunks.
+    A part is a chunk or a group of chunks; a thread block computes its worker's share of the parts of one tile.
     """
     import tilelang.language as T
-    from tilelang.layout import make_full_bank_swizzled_layout
 
+    from tk_gemm import ring
     from tk_gemm.hopper import router_steps as steps
+    from tk_gemm.hopper.router_steps import begin
 
     block_n, block_m, output = config.block_experts, config.block_tokens, config.output
-    num_stages, num_consumers = config.num_stages(arch), 2 * block_n
+    num_stages, num_consumers, moves_registers = config.num_stages(arch), 2 * block_n, block_n * block_m == 128 * 128
     m, n, k, num_parts = (T.dynamic(name) for name in ("m", "n", "k", "num_parts"))
-    x_stride, weight_stride = T.dynamic("x_stride", "int64"), T.dynamic("weight_stride", "int64")
-    part_stride, out_stride = T.dynamic("part_stride", "int64"), T.dynamic("out_stride", "int64")
+    num_runs = T.truncdiv(k, RUN)
 
     @T.prim_func
     def product(
-        x: T.StridedTensor((m, k), (x_stride, 1), "bfloat16"),
-        weight: T.StridedTensor((n, k), (weight_stride, 1), "float32"),
-        out: T.StridedTensor((num_parts, m, n), (part_stride, out_stride, 1), "float32"),
+        x: T.StridedTensor((m, k), (stride("x_stride"), 1), "bfloat16"),
+        weight: T.StridedTensor((n, k), (stride("weight_stride"), 1), "float32"),
+        out: T.StridedTensor((num_parts, m, n), (stride("part_stride"), stride("out_stride"), 1), "float32"),
         num_chunks: T.int32,
-        num_pieces: T.int32,
         num_workers: T.int32,
     ) -> None:
-        with T.Kernel(T.ceildiv(n, block_n) * T.ceildiv(m, block_m), num_workers, threads=num_consumers + 128) as (
-            tile,
-            worker,
-        ):
-            w_tile = T.alloc_shared((num_stages, RUN // BANK_ROW, block_n, BANK_ROW), "float32")
-            x_tile = T.alloc_shared((num_stages, block_m, RUN), "bfloat16")
-            full = T.alloc_barrier([1] * num_stages)
-            empty = T.alloc_barrier([num_consumers // 32] * num_stages)
-            slot = T.alloc_local((2,), "int32")  # Stage of the ring, and the round's parity.
-            expert, token, piece, end_piece = (T.alloc_var("int32") for _ in range(4))
-            chunk, end_chunk, run, end_run = (T.alloc_var("int32") for _ in range(4))
-            T.annotate_layout({w_tile: make_full_bank_swizzled_layout(w_tile)})
-            T.clear(slot)
-            expert = T.truncmod(tile, T.ceildiv(n, block_n)) * block_n
-            token = T.truncdiv(tile, T.ceildiv(n, block_n)) * block_m
-            piece = T.truncdiv(worker * num_pieces, num_workers)
-            end_piece = T.truncdiv((worker + 1) * num_pieces, num_workers)
-            chunk = T.truncdiv(piece * num_chunks, num_pieces)
-            run = T.truncdiv(chunk * T.truncdiv(k, RUN), num_chunks)
+        num_tiles = T.ceildiv(n, block_n) * T.ceildiv(m, block_m)
+        with T.Kernel(num_tiles, num_workers, threads=num_consumers + 128) as (index, worker):
+            stages = steps.stages(num_stages, block_m, block_n)
+            r = ring.ring(num_stages, 1, num_consumers // 32)
+            tile = steps.tile(index, n, block_m, block_n)
+            first_part = begin(worker, num_parts, num_workers)
+            end_part = begin(worker + 1, num_parts, num_workers)
             if T.get_thread_binding() < num_consumers:
-                if block_n * block_m == 128 * 128:
+                if moves_registers:
                     T.set_max_nreg(232, 1)
-                parts = [T.alloc_fragment((block_n, RUN), "bfloat16") for _ in range(3)]
+                weight_parts = [T.alloc_fragment((block_n, RUN), "bfloat16") for _ in range(3)]
                 product_sums = T.alloc_fragment((block_n, block_m), "float32")
                 sums = T.alloc_fragment((block_n, block_m), "float32")
                 group_sums = T.alloc_shared((block_n, block_m + PADDING), "float32")
-                while piece < end_piece:
-                    first_chunk = T.alloc_var("int32")
-                    first_chunk = chunk
-                    end_chunk = T.truncdiv((piece + 1) * num_chunks, num_pieces)
-                    while chunk < end_chunk:
-                        end_run = T.truncdiv((chunk + 1) * T.truncdiv(k, RUN), num_chunks)
+                for part in T.serial(first_part, end_part):
+                    first_chunk = begin(part, num_chunks, num_parts)
+                    end_chunk = begin(part + 1, num_chunks, num_parts)
+                    for chunk in T.serial(first_chunk, end_chunk):
                         T.clear(sums)
-                        while run < end_run:
-                            T.mbarrier_wait_parity(full[slot[0]], slot[1])
-                            steps.split(w_tile, slot[0], parts)
-                            steps.multiply(x_tile, slot[0], parts, product_sums)
-                            if T.shuffle_elect(32):
-                                T.mbarrier_arrive(empty[slot[0]])
-                            steps.next_slot(slot, num_stages)
+                        for _ in T.serial(begin(chunk, num_runs, num_chunks), begin(chunk + 1, num_runs, num_chunks)):
+                            ring.wait_full(r)
+                            steps.split(stages.weight, r.stage[0], weight_parts)
+                            steps.multiply(stages.x, r.stage[0], weight_parts, product_sums)
+                            ring.release(r, r.stage[0])
+                            ring.move_on(r)
                             steps.add(sums, product_sums)
-                            run += 1
-                        if output != "chunks":
+                        if output == "groups":
                             if chunk > first_chunk:
                                 steps.add(sums, group_sums)
                             if chunk + 1 < end_chunk:
-                                for i, j in T.Parallel(block_n, block_m):
-                                    group_sums[i, j] = sums[i, j]
-                        chunk += 1
-                    steps.store(sums, out, piece, token, expert)
-                    piece += 1
+                                T.copy(sums, group_sums[:, :block_m])
+                    steps.store(sums, out, part, tile)
             else:
-                if block_n * block_m == 128 * 128:
+                if moves_registers:
                     T.set_max_nreg(40, 0)
                 if T.get_thread_binding() < num_consumers + 32:
-                    end_run = T.truncdiv(
-                        T.truncdiv(end_piece * num_chunks, num_pieces) * T.truncdiv(k, RUN), num_chunks
-                    )
-                    while run < end_run:
-                        T.mbarrier_wait_parity(empty[slot[0]], slot[1] ^ 1)
-                        steps.load(x, weight, x_tile, w_tile, full, slot[0], token, expert, run)
-                        steps.next_slot(slot, num_stages)
-                        run += 1
+                    first_run = begin(begin(first_part, num_chunks, num_parts), num_runs, num_chunks)
+                    end_run = begin(begin(end_part, num_chunks, num_parts), num_runs, num_chunks)
+                    for run in T.serial(first_run, end_run):
+                        steps.load(x, weight, tile, run, stages, r)
 
     return product
 

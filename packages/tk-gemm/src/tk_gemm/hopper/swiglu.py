@@ -47,7 +47,7 @@ def fp8_swiglu_product_kernel(
         scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
         while tile.row[0] >= 0:
             epilogue.find_rows(end, layout, tile)
-            rows = swiglu.Rows(tile.row[0] + share.corner[0], m, end.is_row)
+            rows = swiglu.Rows(tile.row[0] + end.corner[0], m, end.is_row)
             if with_weights:
                 swiglu.find_weights(rows, *weights, weight)
             fp8_loop.sum_in_turn(share, tile, part, (gate, up), None)
@@ -83,7 +83,7 @@ def fp8_swiglu_product_kernel(
                 block,
                 lambda w: multiply(
                     fp8_loop.share(w, WIDE, x, stages, r),
-                    epilogue.epilogue(w, WIDE, kind, out, None, data),
+                    epilogue.epilogue(w, WIDE, kind, out, data),
                     layout,
                     (pos, weights),
                     clamp,
