@@ -100,7 +100,7 @@ class LocalGroup:
             rank.count(call)
         if requests[0].do_cpu_sync:
             for rank in self._ranks:
-                rank.await_counts(_TIMEOUT_SECS)
+                rank.wait_on_host("dispatch", _TIMEOUT_SECS)
         return dispatched([rank.receive(call) for rank, call in zip(self._ranks, calls)])
 
     @torch.no_grad()

@@ -160,7 +160,7 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
 
 @kernel(pass_configs=PASS_CONFIGS)
 def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtype, num_biases: int, arch: Arch) -> Any:
-    """`own` twice: as int32 and, in `vectors`, as bfloat16. After a failure combined_x is NaN."""
+    """`own` twice: as int32 and, in `vectors`, as bfloat16. After a failure combined_x is NaN. No matter do_expand."""
     import tilelang.language as T
 
     from tk_ep.symmetric import flags, rows

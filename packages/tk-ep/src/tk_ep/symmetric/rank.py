@@ -143,14 +143,14 @@ class Rank:
         stats = () if request.stats is None else (request.stats,)
         call.count(self._own, *counts, *scalars, *addresses, *self._buffers, *stats)
 
-    def await_counts(self, limit: float) -> None:
-        """Wait on the host until `count` is over, at most `limit` seconds. Raises EPTimeoutError."""
+    def wait_on_host(self, op: str, limit: float) -> None:
+        """Wait on the host for all that was launched, at most `limit` seconds. Raises EPTimeoutError."""
         event = torch.cuda.Event()
         event.record()
         end = time.monotonic() + limit
         while not event.query():
             if time.monotonic() > end:
-                raise EPTimeoutError("dispatch", self.place.rank, f"waited {limit:g} s on the host for its own GPU")
+                raise EPTimeoutError(op, self.place.rank, f"waited {limit:g} s on the host for its GPU")
             time.sleep(0)
         self.check()
 
@@ -237,7 +237,9 @@ class Rank:
         sums = Sums(handle.do_expand, request.topk_weights is not None, request.sum_on_source)
         push = push_rows_kernel(sizes, hidden, sums, arch)
         wait = wait_kernel(place.num_ranks, memory.COMBINE, arch)
-        total = sum_rows_kernel(sizes, hidden, sums, handle.topk_idx.dtype, len(request.bias), arch)
+        total = sum_rows_kernel(
+            sizes, hidden, sums._replace(do_expand=False), handle.topk_idx.dtype, len(request.bias), arch
+        )
         first_row = memory.first_combined_row(self._num_bytes, request.area_bytes)
         num_blocks = min(request.num_sms or self._num_sms, get_num_sms(place.device))
         scalars = [handle.num_recv_tokens, handle.num_expanded_tokens, handle.num_max_tokens_per_rank, first_row]
