@@ -17,13 +17,12 @@ import tk_gemm
 import tk_quant
 from tk_core import env
 from tk_core.testing import assert_equal
-from tk_ep import ElasticBuffer, EPHandle, EPTimeoutError, UnsupportedTopologyError, reference
+from tk_ep import ElasticBuffer, EPHandle, EPTimeoutError, UnsupportedTopologyError
 
+from .compare import HIDDEN, OfBuffer, compare
 from .ranks import Case, Here, raises, run
-from .routing import Routing, choose, random_routing, tokens, weights
-from .test_reference import wide
+from .routing import Routing, choose, random_routing
 
-HIDDEN = 64
 LIMIT = 60
 
 
@@ -31,87 +30,6 @@ def make_buffer(group: dist.ProcessGroup, most: int = 40, **options: Any) -> Ela
     """A buffer for rows of 64 channels."""
     options = {"num_cpu_timeout_secs": LIMIT} | options
     return ElasticBuffer(group, num_max_tokens_per_rank=most, hidden=HIDDEN, **options)
-
-
-def quantized(x: Tensor, kind: str) -> Tensor | tuple[Tensor, Tensor]:
-    """Tokens as they are dispatched: bfloat16, e4m3 with float32 factors, or FP4 with packed ones of other strides."""
-    if kind == "bf16":
-        return x
-    sf = x[:, :3].float()
-    if kind == "e4m3":
-        return x.to(torch.float8_e4m3fn), sf.t().contiguous().t()
-    return x[:, : HIDDEN // 2].contiguous().view(torch.int8)[:, :HIDDEN].contiguous(), sf.repeat(1, 2)[:, ::2].view(
-        torch.int32
-    )
-
-
-def check_dispatch(got: tuple, want: tuple, zero_padding: bool) -> None:
-    """Compare all that is specified of (recv_x, recv_topk_idx, recv_topk_weights, handle)."""
-    handle: EPHandle = want[3]
-    for name in vars(handle):
-        if name != "place":
-            assert_equal(getattr(got[3], name), getattr(handle, name), name=name)
-    assert_equal(got[1], want[1], name="recv_topk_idx")
-    count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-    if not handle.do_expand:
-        rows = torch.arange(handle.num_recv_tokens) < count
-    elif zero_padding:
-        alignment = handle.expert_alignment
-        end = (-(-handle.num_unaligned_recv_tokens_per_expert // alignment) * alignment).sum()
-        rows = torch.arange(handle.num_expanded_tokens) < end
-    else:
-        rows = handle.pos_to_expert >= 0
-    for name, mine, theirs in (
-        *zip(("recv_x", "recv_sf"), *(x if isinstance(x, tuple) else (x,) for x in (got[0], want[0]))),
-        *((("weights", got[2], want[2]),) if want[2] is not None else ()),
-    ):
-        assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride()), name
-        some = torch.ones_like(rows) if name == "weights" and handle.do_expand else rows
-        mine, theirs = (each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in (mine, theirs))
-        assert_equal(mine[some], theirs[some], name=name)
-
-
-def compare(buffer: ElasticBuffer, routing: Routing, seed: int, kind: str = "bf16", **options: Any) -> None:
-    """Dispatch, dispatch with the handle, and combine, each as the reference does it."""
-    rank = dist.get_rank(buffer.group)
-    generator = torch.Generator().manual_seed(seed)
-    x = [quantized(each, kind) for each in tokens(routing, HIDDEN, seed)]
-    w = weights(routing, seed)
-    sizes = {
-        "num_experts": routing.num_experts,
-        "num_max_tokens_per_rank": routing.num_max_tokens_per_rank,
-        "expert_alignment": routing.alignment,
-    }
-    stats = [torch.arange(routing.num_experts // routing.num_ranks, dtype=torch.int32) for _ in x]
-    want = reference.dispatch(x, routing.topk_idx, w, [each.clone() for each in stats], **sizes, **options)
-    got = buffer.dispatch(x[rank], routing.topk_idx[rank], w[rank], stats[rank], **sizes, **options)
-    handles = want[3]
-    zero_padding = options.get("do_zero_padding", False)
-    check_dispatch(got, tuple(each and each[rank] for each in want), zero_padding)
-    counts = handles[rank].num_unaligned_recv_tokens_per_expert
-    assert_equal(stats[rank] - torch.arange(len(counts), dtype=torch.int32), counts)
-
-    again = {name: value for name, value in options.items() if name != "do_cpu_sync"}
-    x = [quantized(each, kind) for each in tokens(routing, HIDDEN, seed + 1)]
-    w = weights(routing, seed + 1) if seed % 2 else None
-    want = reference.dispatch(x, topk_weights=w, handle=handles, **again)
-    got_again = buffer.dispatch(x[rank], topk_weights=w and w[rank], handle=got[3], **again)
-    assert got_again[3] is got[3]
-    check_dispatch(got_again, tuple(each and each[rank] for each in want), zero_padding)
-
-    do_expand = options.get("do_expand", False)
-    many = [each.num_expanded_tokens if do_expand else each.num_recv_tokens for each in handles]
-    rows = [wide(generator, count) for count in many]
-    shapes = [(count,) if do_expand else (count, routing.num_topk) for count in many]
-    row_weights = [torch.rand(shape, generator=generator) for shape in shapes]
-    biases = [tuple(wide(generator, len(idx)) for _ in range(seed % 3)) for idx in routing.topk_idx]
-    out, out_weights = reference.combine(
-        rows, handles, row_weights, biases, allow_multiple_reduction=buffer.allow_multiple_reduction
-    )
-    bias = biases[rank][0] if seed % 3 == 1 else biases[rank]
-    got = buffer.combine(rows[rank], got[3], row_weights[rank], bias)
-    assert_equal(got[0], out[rank])
-    assert_equal(got[1], out_weights[rank])
 
 
 def options_of(seed: int) -> dict[str, Any]:
@@ -132,7 +50,7 @@ def random_routings(here: Here) -> None:
     buffers = [make_buffer(here.world, 9, allow_multiple_reduction=reduce, num_topk=5) for reduce in (True, False)]
     for seed in range(200):
         time.sleep(0.02 if (seed + here.rank) % 9 == 0 else 0)
-        compare(buffers[seed // 2 % 2], random_routing(seed, here.num_ranks), seed, **options_of(seed))
+        compare(OfBuffer(buffers[seed // 2 % 2]), random_routing(seed, here.num_ranks), seed, **options_of(seed))
     for buffer in buffers:
         buffer.destroy()
 
@@ -144,7 +62,7 @@ def ranks_1_and_3(here: Here) -> None:
     buffer = make_buffer(here.odd)
     assert (buffer.rank_idx, buffer.num_ranks) == (here.rank // 2, 2)
     for seed in range(36):
-        compare(buffer, random_routing(seed, 2), seed, **options_of(seed))
+        compare(OfBuffer(buffer), random_routing(seed, 2), seed, **options_of(seed))
     buffer.destroy()
 
 
@@ -173,7 +91,7 @@ def extreme_routings(here: Here) -> None:
     ):
         routing = Routing(num_experts, 40, 128 if number % 2 else 1, topk_idx)
         for do_expand in (True, False):
-            compare(buffer, routing, number, do_expand=do_expand, do_cpu_sync=None if number else False)
+            compare(OfBuffer(buffer), routing, number, do_expand=do_expand, do_cpu_sync=None if number else False)
     buffer.destroy()
 
 
@@ -184,8 +102,8 @@ def sums_in_order(here: Here) -> None:
     for reduce in (True, False):
         buffer = make_buffer(here.world, allow_multiple_reduction=reduce)
         for seed in range(3):
-            compare(buffer, Routing(4 * here.num_ranks, 40, 1, topk_idx), seed, do_expand=True)
-            compare(buffer, Routing(4 * here.num_ranks, 40, 1, topk_idx), seed)
+            compare(OfBuffer(buffer), Routing(4 * here.num_ranks, 40, 1, topk_idx), seed, do_expand=True)
+            compare(OfBuffer(buffer), Routing(4 * here.num_ranks, 40, 1, topk_idx), seed)
         buffer.destroy()
 
 
@@ -288,7 +206,7 @@ def bad_arguments_of_one_rank(here: Here) -> None:
             buffer.dispatch(big, torch.zeros((2, 1), dtype=torch.int64), num_experts=4)
         with raises(ValueError, "x: expected shape"):
             buffer.combine(torch.zeros(3, HIDDEN).bfloat16(), handle)
-    compare(buffer, routing, 1)
+    compare(OfBuffer(buffer), routing, 1)
     buffer.destroy()
     with raises(RuntimeError, "dispatch: the buffer is destroyed"):
         buffer.dispatch(torch.zeros(2, HIDDEN).bfloat16(), handle=handle)
@@ -353,7 +271,7 @@ def differences_in_debug_mode(here: Here) -> None:
         with raises(ValueError, "op: ", "rank 0 and rank 1 make different calls"):
             buffer.combine(rows, handle) if differs else dispatch()
         buffer.combine(rows, handle)
-    compare(buffer, random_routing(1, here.num_ranks), 1)
+    compare(OfBuffer(buffer), random_routing(1, here.num_ranks), 1)
     buffer.destroy()
 
 

@@ -10,6 +10,7 @@ from tk_core.math import align
 from tk_core.testing import assert_equal, poisoned_allocations
 from tk_ep import reference
 
+from .compare import wide
 from .routing import Routing, choose, expected, random_routing, tokens, weights
 
 HIDDEN = 64
@@ -189,17 +190,6 @@ def test_combine(do_expand: bool, allow_multiple_reduction: bool) -> None:
         assert_equal(out[rank], want)
         is_expert = (experts >= 0) & (experts < 12)
         assert_equal(out_weights[rank], torch.where(is_expert, weights(routing)[rank], 0.0))
-
-
-def wide(generator: torch.Generator, count: int) -> Tensor:
-    """bfloat16 (count, HIDDEN) of three magnitudes 30 binades apart, and zeros of both signs.
-
-    Large values often cancel, and what they have swallowed before is lost: in another order, a sum has other bits.
-    """
-    shape = count, HIDDEN
-    magnitudes = torch.tensor([2.0**-15, 1.25 * 2.0**-15, 1.0, 2.0**15, 2.0**15, 0.0])
-    values = magnitudes[torch.randint(0, len(magnitudes), shape, generator=generator)]
-    return torch.where(torch.rand(shape, generator=generator) < 0.5, -values, values).bfloat16()
 
 
 def summed(

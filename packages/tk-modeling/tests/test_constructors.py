@@ -48,6 +48,7 @@ WRONG = [
     *((module, name, value, TypeError) for module, names in FLAGS.items() for name in names for value in (1, None)),
     *((module, "device", "nonsense", ValueError) for module in ARGUMENTS),
     *((module, "device", 1.5, TypeError) for module in ARGUMENTS),
+    *((module, "ep", value, TypeError) for module in ("MoE", "Router") for value in (2, "group")),
     *((module, "dtype", dtype, ValueError) for module in WITH_DTYPE for dtype in (torch.float16, torch.int32)),
     *((module, "dtype", "bfloat16", TypeError) for module in WITH_DTYPE),
     ("Engram", "hidden", 96, ValueError),

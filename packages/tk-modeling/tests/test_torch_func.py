@@ -159,8 +159,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     **{case.name: single_op(case) for case in ops.CASES},
     "topk_gate_with_weights": (lambda x: tk_modeling.topk_gate_with_weights(x, 2, "sigmoid"), (torch.rand(3, 4),)),
 }
-# tk_mhc's own ops, and a function of layers.
+# tk_mhc's own ops, a function of layers, and calls of several ranks (moe/test_expert_parallel.py).
 OTHERS = {"mhc_multilayer_recompute", "mhc_post_bwd", "mhc_post_fwd", "mhc_pre_big_fuse", "checkpoint_streams"}
+OTHERS |= {"ep_combine", "ep_dispatch"}
 
 
 def test_all_functions_are_tried() -> None:

@@ -6,5 +6,6 @@ from .events import EventHandle as EventHandle
 from .events import EventOverlap as EventOverlap
 from .handle import EPHandle as EPHandle
 from .handle import topk_idx_t as topk_idx_t
+from .local_group import LocalGroup as LocalGroup
 
 __version__: str

@@ -158,10 +158,17 @@ class ElasticBuffer:
 
     def _make_backend(self, backend: str) -> Backend:
         """All ranks decide alike: by what they have gathered."""
-        if backend == "symmetric":
-            others = min(1, self.num_ranks - 1)
-            raise UnsupportedTopologyError("backend: 'symmetric' is not built yet", (0, others))
-        return CollectiveBackend(self._place, self._limit)
+        if backend != "symmetric":
+            return CollectiveBackend(self._place, self._limit)
+        from tk_ep.symmetric.backend import SymmetricBackend, find_obstacle
+
+        obstacle = find_obstacle(self._place, self._hosts, self._limit)
+        if obstacle is not None:
+            raise UnsupportedTopologyError(
+                f"backend: 'symmetric' does not serve this group: {obstacle.reason}", obstacle.ranks
+            )
+        num_sms = self.get_theoretical_num_sms(0, 0)
+        return SymmetricBackend(self._place, self.num_bytes, num_sms, self.num_gpu_timeout_secs, self._limit)
 
     @staticmethod
     def get_buffer_size_hint(

@@ -252,6 +252,11 @@ def check_dispatch(
     # Indices of rows and source rank · K + slot are int32.
     most = max(request.max_recv_tokens, request.max_expanded_rows)
     check.require(most < _INT32_LIMIT, "num_max_tokens_per_rank", "fewer than 2**31 received rows", most)
+    # A slot is sent as its rank among the source's pairs of its expert · num_experts + expert.
+    most = num_max_tokens_per_rank * num_experts
+    check.require(most < _INT32_LIMIT, "num_max_tokens_per_rank", "fewer than 2**31 tokens · num_experts", most)
+    if request.do_cpu_sync and place.device.type == "cuda":
+        check.require(not torch.cuda.is_current_stream_capturing(), "do_cpu_sync", "False within a CUDA graph", True)
     return request
 
 

@@ -2,6 +2,8 @@
 
 from tk_core.math import align, ceil_div
 
+MAX_RANKS = 8
+"""Of the symmetric backend"""
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
 FLAG_BYTES = 64 << 10
@@ -28,8 +30,8 @@ def dispatch_row_bytes(x_bytes: int, sf_bytes: int, num_topk: int) -> int:
 
 
 def combine_row_bytes(hidden: int, num_topk: int) -> int:
-    """Bytes of a row on its way back: bfloat16 values and a weight for each slot."""
-    return align(2 * hidden, 16) + align(4 * num_topk, 16)
+    """Bytes of a row on its way back: bfloat16 values, a weight for each slot, and which slots have rows."""
+    return align(2 * hidden, 16) + align(4 * num_topk + 4, 16)
 
 
 def dispatch_area_bytes(num_ranks: int, num_max_tokens_per_rank: int, row_bytes: int) -> int:

@@ -26,6 +26,8 @@ from .mhc.ops import mhc_pre_big_fuse as mhc_pre_big_fuse
 from .mhc.ops import mhc_pre_norm_fn as mhc_pre_norm_fn
 from .mhc.ops import mhc_pre_split_mixes as mhc_pre_split_mixes
 from .mhc.ops import sinkhorn_normalize as sinkhorn_normalize
+from .moe.expert_parallel import ep_combine as ep_combine
+from .moe.expert_parallel import ep_dispatch as ep_dispatch
 from .moe.functional import aux_loss as aux_loss
 from .moe.functional import expand_to_fused as expand_to_fused
 from .moe.functional import hash_gate as hash_gate

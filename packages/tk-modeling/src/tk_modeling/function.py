@@ -42,7 +42,7 @@ class Function(torch.autograd.Function):
                 return scale_bwd(d_y, *ctx.saved)
 
     The forward's first outputs have the gradients that the backward takes: contiguous, and None where one of several
-    outputs gets none. Outputs behind them carry no gradient, such as what is computed to be saved.
+    outputs gets none. Outputs behind them, tensors or not, carry no gradient, such as what is computed to be saved.
 
     The backward returns the gradients of the first inputs, or the first one alone. Those that nobody asked for are let
     go; those of `parameters` are added to their main_grad, or cast to the parameter's dtype. A backward that adds to a
@@ -105,7 +105,7 @@ class Function(torch.autograd.Function):
             ctx.dtypes = [getattr(args[i], "dtype", None) for _, i in parameters]
             ctx.set_materialize_grads(False)
             if len(found) > num_grads:
-                ctx.mark_non_differentiable(*found[num_grads:])
+                ctx.mark_non_differentiable(*(x for x in found[num_grads:] if isinstance(x, Tensor)))
             if written is not None and args[written] is not None:
                 ctx.mark_dirty(args[written])
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from tk_core import check
+from tk_ep import ElasticBuffer
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -34,3 +35,8 @@ def check_flags(**flags: Any) -> None:
     """Raise TypeError unless all are bools."""
     for name, value in flags.items():
         check.flag(name, value)
+
+
+def check_ep(ep: Any) -> None:
+    """Raise TypeError unless it is a buffer or None."""
+    check.require_type(ep is None or isinstance(ep, ElasticBuffer), "ep", "a tk_ep.ElasticBuffer or None", ep)

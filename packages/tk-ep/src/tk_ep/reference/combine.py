@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tk_ep.check import CombineRequest, check_combine
+from tk_ep.all_ranks import Combined, combine_requests, combined
+from tk_ep.check import CombineRequest, CombineResult
 from tk_ep.handle import EPHandle
 from tk_ep.layout import last_slots, rank_of_slot
-from tk_ep.reference.dispatch import of_rank
 
 
 @torch.no_grad()
@@ -20,25 +20,22 @@ def combine(
     num_sms: int = 0,
     *,
     allow_multiple_reduction: bool = True,
-) -> tuple[list[Tensor], list[Tensor] | None]:
+) -> Combined:
     """`ElasticBuffer.combine` of all ranks: arguments of tensors and handles are lists with an item for each rank.
 
     Returns (combined_x, combined_topk_weights), lists or None.
     """
-    requests = [
-        check_combine(
-            handle[rank].place,
-            x=x[rank],
-            handle=handle[rank],
-            topk_weights=of_rank(topk_weights, rank),
-            bias=of_rank(bias, rank),
-            num_sms=num_sms,
-            allow_multiple_reduction=allow_multiple_reduction,
-        )
-        for rank in range(len(x))
+    lists = {"x": x, "handle": handle, "topk_weights": topk_weights, "bias": bias}
+    places = [each.place for each in handle]
+    return combined(combine_results(combine_requests(places, lists, num_sms, allow_multiple_reduction)))
+
+
+def combine_results(requests: list[CombineRequest]) -> list[CombineResult]:
+    """What each rank's combine returns."""
+    return [
+        CombineResult(_sum(requests, rank), None if each.topk_weights is None else _weights(requests, rank))
+        for rank, each in enumerate(requests)
     ]
-    combined_x = [_sum(requests, rank) for rank in range(len(x))]
-    return combined_x, None if topk_weights is None else [_weights(requests, rank) for rank in range(len(x))]
 
 
 def _index_on(request: CombineRequest, source: int) -> Tensor:

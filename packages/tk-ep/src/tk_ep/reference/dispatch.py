@@ -5,20 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tk_ep.check import DispatchRequest, DispatchResult, check_dispatch
+from tk_ep.all_ranks import Dispatched, Pair, dispatch_requests, dispatched
+from tk_ep.check import DispatchRequest, DispatchResult
 from tk_ep.handle import EPHandle, Place
 from tk_ep.layout import Received, bits, dst_buffer_slot_idx, rank_of_slot, receive, sent_tokens
-
-Pair = tuple[Tensor, Tensor]
 
 
 class Ranks:
     """The group of the ranks of one reference: what their handles have in common."""
-
-
-def of_rank(values: Sequence[Tensor] | None, rank: int) -> Tensor | None:
-    """An item of an optional list."""
-    return None if values is None else values[rank]
 
 
 @torch.no_grad()
@@ -38,7 +32,7 @@ def dispatch(
     do_expand: bool = False,
     do_zero_padding: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
-) -> tuple[list[Tensor | Pair], list[Tensor] | None, list[Tensor] | None, list[EPHandle]]:
+) -> Dispatched:
     """`ElasticBuffer.dispatch` of all ranks: arguments of tensors and handles are lists with an item for each rank.
 
     Returns (recv_x, recv_topk_idx, recv_topk_weights, handles), lists or None. Rows of which the result is unspecified
@@ -47,32 +41,34 @@ def dispatch(
     num_ranks = len(x)
     most = max(1, *(len(each[0] if isinstance(each, tuple) else each) for each in x))
     group = Ranks() if handle is None else handle[0].place.group
-    requests = [
-        check_dispatch(
-            Place(group, rank, num_ranks, (x[rank][0] if isinstance(x[rank], tuple) else x[rank]).device),
-            most,
-            x=x[rank],
-            topk_idx=of_rank(topk_idx, rank),
-            topk_weights=of_rank(topk_weights, rank),
-            cumulative_local_expert_recv_stats=of_rank(cumulative_local_expert_recv_stats, rank),
-            num_experts=num_experts,
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            expert_alignment=expert_alignment,
-            num_sms=num_sms,
-            handle=None if handle is None else handle[rank],
-            do_handle_copy=do_handle_copy,
-            do_cpu_sync=do_cpu_sync,
-            do_expand=do_expand,
-            do_zero_padding=do_zero_padding,
-            use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
-        )
-        for rank in range(num_ranks)
+    places = [
+        Place(group, rank, num_ranks, (each[0] if isinstance(each, tuple) else each).device)
+        for rank, each in enumerate(x)
     ]
-    results = [_dispatch_to(requests, rank) for rank in range(num_ranks)]
-    recv_x = [each.recv_x if each.recv_sf is None else (each.recv_x, each.recv_sf) for each in results]
-    recv_topk_idx = None if do_expand else [each.recv_topk_idx for each in results]
-    recv_topk_weights = None if topk_weights is None else [each.recv_topk_weights for each in results]
-    return recv_x, recv_topk_idx, recv_topk_weights, [each.handle for each in results]
+    lists = {
+        "x": x,
+        "topk_idx": topk_idx,
+        "topk_weights": topk_weights,
+        "cumulative_local_expert_recv_stats": cumulative_local_expert_recv_stats,
+        "handle": handle,
+    }
+    options = {
+        "num_experts": num_experts,
+        "num_max_tokens_per_rank": num_max_tokens_per_rank,
+        "expert_alignment": expert_alignment,
+        "num_sms": num_sms,
+        "do_handle_copy": do_handle_copy,
+        "do_cpu_sync": do_cpu_sync,
+        "do_expand": do_expand,
+        "do_zero_padding": do_zero_padding,
+        "use_tma_aligned_col_major_sf": use_tma_aligned_col_major_sf,
+    }
+    return dispatched(dispatch_results(dispatch_requests(places, most, lists, options)))
+
+
+def dispatch_results(requests: list[DispatchRequest]) -> list[DispatchResult]:
+    """What each rank's dispatch returns."""
+    return [_dispatch_to(requests, rank) for rank in range(len(requests))]
 
 
 def _dispatch_to(requests: list[DispatchRequest], rank: int) -> DispatchResult:

@@ -1,6 +1,7 @@
 """Router: which experts each token goes to, with which weights; an even load by a bias and an auxiliary loss."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import tk_gemm
@@ -8,12 +9,13 @@ import tk_moe
 from tk_core import check
 from tk_core.arch import get_arch
 from tk_core.op import launching, new, op
+from tk_ep import ElasticBuffer
 from tk_modeling.float32_state import Float32State
 from tk_modeling.function import Context, Function, Gradients
 from tk_modeling.gradients import as_float32, without_autocast
 from tk_modeling.linear import float32_product, linear
 from tk_modeling.moe.functional import aux_loss, top2_sum_gate
-from tk_modeling.options import check_numbers, check_placement
+from tk_modeling.options import check_ep, check_numbers, check_placement
 from tk_moe import ScoringFunc
 
 
@@ -29,8 +31,8 @@ class Router(Float32State):
 
     A forward in training mode adds the number of tokens of each expert to `load`, unless activation checkpointing runs
     it again within a backward. `update_bias`, to be called after the optimizer's step, moves each expert's bias by
-    `bias_update_rate` towards an even load (DeepSeek-V3, 2.1.2) and sets load to zero; where several processes train
-    one model, all-reduce load first.
+    `bias_update_rate` towards an even load (DeepSeek-V3, 2.1.2) and sets load to zero. Where several processes train
+    one model, all-reduce load first; over the ranks of `ep`, a buffer, update_bias does, so all of them call it.
 
     Parameters and buffers: weight float32 (num_experts, hidden), bias float32 and load int64 (num_experts,). They keep
     these dtypes when the module is cast.
@@ -52,14 +54,16 @@ class Router(Float32State):
         scoring_func: ScoringFunc | str = "sigmoid",
         bias_update_rate: float = 1e-3,
         aux_loss_factor: float = 1e-4,
+        ep: ElasticBuffer | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_ep(ep)
         check.in_range("hidden", hidden, 1, 2**31 - 1)
         check.in_range("num_experts", num_experts, 1, 2**31 - 1)
         check_numbers(bias_update_rate=bias_update_rate, aux_loss_factor=aux_loss_factor)
         check_placement(device)
-        self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
+        self.hidden, self.num_experts, self.num_topk, self.ep = hidden, num_experts, num_topk, ep
         self.num_groups, self.num_topk_groups = num_groups, num_topk_groups
         self.routed_scaling_factor = routed_scaling_factor
         self.scoring_func = scoring_func
@@ -102,12 +106,14 @@ class Router(Float32State):
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """bias += bias_update_rate · sign(mean(load) - load); load = 0.
+        """bias += bias_update_rate · sign(mean(load) - load); load = 0. With `ep`, load is the sum of all ranks.
 
         Raises:
             TypeError: something that does not go through `to` has narrowed bias, which would lose such steps.
         """
         check.tensor("bias", self.bias, (torch.float32,), (self.num_experts,), layout="any")
+        if self.ep is not None:
+            dist.all_reduce(self.load, group=self.ep.group)
         load = self.load.to(torch.float64)
         self.bias.add_((load.mean() - load).sign().float(), alpha=self.bias_update_rate)
         self.load.zero_()

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 
 class Router(nn.Module):
-    """The same as tk_modeling.Router, of any floating-point dtype."""
+    """The same as tk_modeling.Router without `ep`, of any floating-point dtype."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ def _scores(logits: Tensor, scoring_func: str) -> Tensor:
 
 
 class MoE(nn.Module):
-    """The same as tk_modeling.MoE without `fp8`, of any floating-point dtype; `options` are those of Router."""
+    """The same as tk_modeling.MoE without `fp8` and `ep`, of any floating-point dtype; `options` are Router's."""
 
     def __init__(
         self,

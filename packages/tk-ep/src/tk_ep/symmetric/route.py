@@ -1,0 +1,135 @@
+"""What a source knows of its own pairs of a token and a slot: the first kernel of a dispatch without a handle.
+
+Thread blocks have consecutive parts of the tokens. A block counts the pairs of each expert, and the tokens for each
+rank, in the parts before its own; then it goes through its own part in groups of at most 256 pairs, in which each pair
+counts those before it that are alike.
+"""
+
+from typing import Any
+
+import torch
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_core.math import ceil_div
+from tk_ep.symmetric.kernels import PASS_CONFIGS, Sizes
+
+THREADS = 256
+
+
+def group_tokens(num_topk: int) -> int:
+    """Tokens of a group of pairs."""
+    return THREADS // num_topk
+
+
+def parts(num_tokens: int, num_topk: int, num_sms: int) -> tuple[int, int]:
+    """(thread blocks, groups of each)."""
+    num_groups = max(1, ceil_div(num_tokens, group_tokens(num_topk)))
+    groups_each = ceil_div(num_groups, num_sms)
+    return ceil_div(num_groups, groups_each), groups_each
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
+    """Write `slots` and `dst_slots` (memory.TokenRow; EPHandle.dst_buffer_slot_idx), and `counts`, int32 (E + R,)."""
+    import tilelang.language as T
+
+    num_ranks, num_experts, num_topk = sizes
+    num_local, num_counts = sizes.num_local_experts, num_experts + num_ranks
+    per_group = group_tokens(num_topk)
+
+    @T.prim_func
+    def route(
+        topk_idx: T.Tensor((T.dynamic("idx_rows"), num_topk), idx_dtype),
+        slots: T.Tensor((T.dynamic("slot_rows"), num_topk), "int32"),
+        dst_slots: T.Tensor((T.dynamic("dst_rows"), num_topk), "int32"),
+        counts: T.Tensor((num_counts,), "int32"),
+        num_tokens: T.int32,
+        first_dst_slot: T.int32,
+        max_index: T.int32,
+        num_blocks: T.int32,
+        groups_each: T.int32,
+    ) -> None:
+        with T.Kernel(num_blocks, threads=THREADS) as block:
+            thread = T.get_thread_binding()
+            before = T.alloc_shared((num_counts,), "int32")  # of earlier pairs and tokens: experts, then ranks
+            experts = T.alloc_shared((THREADS,), "int32")  # of the group's pairs, -1 for none
+            ranks = T.alloc_shared((THREADS,), "int32")  # of the group's tokens, a bit for each
+            expert, home, token, index, dst, mask, group = (T.alloc_var("int32", init=0) for _ in range(7))
+            sent = T.alloc_local((num_ranks,), "int32")
+            is_last = T.alloc_var("bool", init=False)
+            for j in T.unroll(ceil_div(num_counts, THREADS)):
+                if j * THREADS + thread < num_counts:
+                    before[j * THREADS + thread] = 0
+            for r in T.unroll(num_ranks):
+                sent[r] = 0
+            T.sync_threads()
+
+            token = thread
+            while token < T.min(block * groups_each * per_group, num_tokens):
+                mask = 0
+                for k in T.unroll(num_topk):
+                    if topk_idx[token, k] >= 0 and topk_idx[token, k] < num_experts:
+                        expert = T.cast(topk_idx[token, k], "int32")
+                        T.atomic_add(before[expert], 1)
+                        mask = mask | (1 << T.truncdiv(expert, num_local))
+                for r in T.unroll(num_ranks):
+                    sent[r] = sent[r] + ((mask >> r) & 1)
+                token = token + THREADS
+            for r in T.unroll(num_ranks):
+                if sent[r] > 0:
+                    T.atomic_add(before[num_experts + r], sent[r])
+            T.sync_threads()
+
+            group = block * groups_each
+            while group < (block + 1) * groups_each:
+                token = group * per_group + thread // num_topk
+                expert = -1
+                if thread < per_group * num_topk and token < num_tokens:
+                    slot = thread % num_topk
+                    if topk_idx[token, slot] >= 0 and topk_idx[token, slot] < num_experts:
+                        expert = T.cast(topk_idx[token, slot], "int32")
+                home = T.truncdiv(T.max(expert, 0), num_local)
+                experts[thread] = expert
+                T.sync_threads()
+                mask = 0
+                if thread < per_group:
+                    for k in T.unroll(num_topk):
+                        if experts[thread * num_topk + k] >= 0:
+                            mask = mask | (1 << T.truncdiv(experts[thread * num_topk + k], num_local))
+                ranks[thread] = mask
+                T.sync_threads()
+                index = 0
+                dst = 0
+                is_last = expert >= 0
+                if expert >= 0:
+                    index = before[expert]
+                    dst = before[num_experts + home]
+                    for pair in T.serial(thread):
+                        if experts[pair] == expert:
+                            index = index + 1
+                    for earlier in T.serial(thread // num_topk):
+                        dst = dst + ((ranks[earlier] >> home) & 1)
+                    for k in T.serial(thread % num_topk + 1, num_topk):
+                        other = experts[thread // num_topk * num_topk + k]
+                        if other >= 0 and T.truncdiv(other, num_local) == home:
+                            is_last = False
+                T.sync_threads()
+                if expert >= 0:
+                    T.atomic_add(before[expert], 1)
+                if is_last:
+                    T.atomic_add(before[num_experts + home], 1)
+                if thread < per_group * num_topk and token < num_tokens:
+                    slots[token, thread % num_topk] = T.if_then_else(
+                        expert >= 0, T.min(index, max_index) * num_experts + expert, -1
+                    )
+                    dst_slots[token, thread % num_topk] = T.if_then_else(is_last, first_dst_slot + dst, -1)
+                T.sync_threads()
+                group = group + 1
+
+            if block == num_blocks - 1:
+                for j in T.unroll(ceil_div(num_counts, THREADS)):
+                    if j * THREADS + thread < num_counts:
+                        counts[j * THREADS + thread] = before[j * THREADS + thread]
+
+    return route

@@ -1,0 +1,92 @@
+"""How a warp moves rows, from and to global memory, through its place in shared memory."""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+
+from tk_ep.device.system import bulk_store
+from tk_ep.symmetric.flags import Ranks
+from tk_ep.symmetric.memory import UNIT
+
+VECTOR = 8
+"""bfloat16 values of a unit."""
+_LOADS = 8
+"""Rows of which a lane loads a vector before it adds the first."""
+
+
+class Stage(NamedTuple):
+    """A warp's place in shared memory for a row."""
+
+    words: T.Buffer  # int32 (warps, 4 · units of a row)
+    loaded: T.Buffer  # a barrier for each warp
+    parity: T.Buffer  # int32 (1), of the next load
+    warp: T.PrimExpr
+    lane: T.PrimExpr
+
+
+def stage(warps: int, num_units: int) -> Stage:
+    """The places of a thread block's warps, for rows of so many units."""
+    thread = T.get_thread_binding()
+    words = T.alloc_shared((warps, num_units * 4), "int32")
+    return Stage(words, T.alloc_barrier([1] * warps), T.alloc_var("int32", init=0), thread // 32, thread % 32)
+
+
+@T.macro
+def await_free(s: Stage) -> None:
+    """Wait until the warp's stores have read the place."""
+    T.tma_store_wait(0)
+    T.sync_warp()
+
+
+@T.macro
+def load(s: Stage, source: T.Buffer, index: T.PrimExpr, num_units: int) -> None:
+    """Begin to load a row, from source[index, 0] on, to the start of the place; one lane calls it."""
+    T.mbarrier_arrive_expect_tx(s.loaded[s.warp], num_units * UNIT)
+    T.tma_load(
+        T.access_ptr(s.words[s.warp, 0], "w"),
+        T.access_ptr(source[T.cast(index, "int64"), 0], "r"),
+        s.loaded[s.warp],
+        num_units * UNIT,
+        0,
+    )
+
+
+@T.macro
+def await_loaded(s: Stage) -> None:
+    """Wait for the row; all lanes call it."""
+    T.mbarrier_wait_parity(s.loaded[s.warp], s.parity[0])
+    s.parity[0] = s.parity[0] ^ 1
+
+
+@T.macro
+def store(s: Stage, first: int, num_units: int, buffer: T.Buffer, unit: T.PrimExpr) -> None:
+    """Begin to store units of the place, from `first` on, to buffer[unit, 0] on."""
+    bulk_store(
+        T.access_ptr(buffer[T.cast(unit, "int64"), 0], "w"),
+        T.access_ptr(s.words[s.warp, first * 4], "r"),
+        num_units * UNIT,
+    )
+
+
+@T.macro
+def send(s: Stage, first: int, num_units: int, r: Ranks, to: T.PrimExpr, unit: T.PrimExpr) -> None:
+    """`store` to the buffer of rank `to`."""
+    for rank in r.all_ranks:
+        if to == rank:
+            store(s, first, num_units, r.peers[rank], unit)
+
+
+@T.macro
+def add_vectors(source: T.Buffer, firsts: T.Buffer, vector: T.PrimExpr, acc: T.Buffer) -> None:
+    """acc += the vectors firsts[0] + vector, firsts[1] + vector, … of bfloat16 (vectors, 8); negative ones are none."""
+    count = int(firsts.shape[0])
+    rows = T.alloc_local((min(count, _LOADS), VECTOR), "bfloat16")
+    for batch in tuple(range(0, count, _LOADS)):
+        for k in T.unroll(min(_LOADS, count - batch)):
+            if firsts[batch + k] >= 0:
+                for v in T.vectorized(VECTOR):
+                    rows[k, v] = source[T.cast(firsts[batch + k] + vector, "int64"), v]
+        for k in T.unroll(min(_LOADS, count - batch)):
+            if firsts[batch + k] >= 0:
+                for v in T.unroll(VECTOR):
+                    acc[v] = acc[v] + T.cast(rows[k, v], "float32")

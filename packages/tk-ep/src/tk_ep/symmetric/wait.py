@@ -1,0 +1,123 @@
+"""Waits until what all ranks have sent is here, and adds up what they will have sent: one thread block."""
+
+from typing import Any
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_core.math import align
+from tk_ep.symmetric import memory
+from tk_ep.symmetric.kernels import PASS_CONFIGS, Sizes
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def wait_kernel(num_ranks: int, op: int, arch: Arch) -> Any:
+    """Wait for the rows of all ranks; for a barrier, also tell them that this one is here."""
+    import tilelang.language as T
+
+    from tk_ep.symmetric import flags
+    from tk_ep.symmetric.flags import Ranks
+
+    num_units = T.dynamic("num_units")
+
+    @T.prim_func
+    def wait(own: T.Tensor((num_units, 4), "int32"), rank: T.int32, limit: T.int64, host: T.int64) -> None:
+        peers = tuple(T.arg(f"peer_{r}", T.Tensor((num_units, 4), "int32")) for r in range(num_ranks))
+        with T.Kernel(1, threads=32):
+            r = Ranks(own, peers, rank, op, limit, host)
+            failed = T.alloc_var("int32", init=0)
+            if op == memory.BARRIER:
+                flags.signal(r, memory.flag_of(memory.ARRIVED, op), 1)
+            failed = flags.await_ranks(r, memory.flag_of(memory.ARRIVED, op), 1)
+            if op == memory.BARRIER and failed == 0:
+                flags.advance(r)
+
+    return wait
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def wait_for_counts_kernel(sizes: Sizes, do_expand: bool, has_stats: bool, arch: Arch) -> Any:
+    """Wait for all ranks' tokens and counts; write what follows from counts. After a failure all counts are 0.
+
+    `host_counts`, an address or 0, gets the numbers of tokens and rows, and the aligned count of each expert.
+    """
+    import tilelang.language as T
+
+    from tk_ep.device.system import load_acquire, store_on_host
+    from tk_ep.symmetric import flags
+    from tk_ep.symmetric.flags import Ranks
+
+    num_ranks, _, num_topk = sizes
+    num_local = sizes.num_local_experts
+    threads = align(num_local, 32)
+    steps = (threads - 1).bit_length()
+    num_units = T.dynamic("num_units")
+
+    @T.prim_func
+    def wait_for_counts(
+        own: T.Tensor((num_units, 4), "int32"),
+        psum_per_rank: T.Tensor((num_ranks,), "int32"),
+        psum_per_expert: T.Tensor((num_local,), "int32"),
+        num_unaligned: T.Tensor((num_local,), "int32"),
+        first_rows: T.Tensor((num_ranks, num_local), "int32"),
+        num_max_tokens: T.int32,
+        alignment: T.int32,
+        num_rows: T.int32,
+        rank: T.int32,
+        limit: T.int64,
+        host: T.int64,
+        host_counts: T.int64,
+    ) -> None:
+        peers = tuple(T.arg(f"peer_{r}", T.Tensor((num_units, 4), "int32")) for r in range(num_ranks))
+        if has_stats:
+            stats = T.arg("stats", T.Tensor((num_local,), "int32"))
+        with T.Kernel(1, threads=threads):
+            thread = T.get_thread_binding()
+            r = Ranks(own, peers, rank, memory.DISPATCH, limit, host)
+            failed, total, tokens, size, end, start = (T.alloc_var("int32", init=0) for _ in range(6))
+            counts = T.alloc_local((num_ranks,), "int32")
+            ends = T.alloc_shared((threads,), "int32")
+            failed = flags.await_ranks(r, memory.flag_of(memory.ARRIVED, memory.DISPATCH), 1)
+            for s in T.unroll(num_ranks):
+                counts[s] = 0
+                if thread < num_local and failed == 0:
+                    counts[s] = load_acquire(flags.word(own, memory.COUNTS + s * (num_local + 1) + thread))
+                    counts[s] = T.max(T.min(counts[s], num_max_tokens * num_topk), 0)
+                total = total + counts[s]
+            for s in T.unroll(num_ranks):
+                if s <= thread and failed == 0:
+                    size = load_acquire(flags.word(own, memory.COUNTS + s * (num_local + 1) + num_local))
+                    tokens = tokens + T.max(T.min(size, num_max_tokens), 0)
+            size = T.truncdiv(total + alignment - 1, alignment) * alignment
+            end = size
+            for step in T.unroll(steps):
+                ends[thread] = end
+                T.sync_threads()
+                if thread >= (1 << step):
+                    end = end + ends[thread - (1 << step)]
+                T.sync_threads()
+            start = end - size
+            if host_counts != 0:
+                if thread == num_ranks - 1:
+                    store_on_host(host_counts, 0, tokens)
+                if thread == num_local - 1:
+                    store_on_host(host_counts, 1, end)
+                if thread < num_local:
+                    store_on_host(host_counts, 2 + thread, size)
+            if thread < num_ranks:
+                psum_per_rank[thread] = tokens
+            if thread < num_local:
+                tokens = start
+                for s in T.unroll(num_ranks):
+                    first_rows[s, thread] = tokens
+                    tokens = tokens + counts[s]
+                if do_expand:
+                    # Only a token with an expert twice has pairs for which no row is left.
+                    total = T.min(total, T.max(num_rows - start, 0))
+                    psum_per_expert[thread] = T.min(start, num_rows) + total
+                else:
+                    psum_per_expert[thread] = end
+                num_unaligned[thread] = total
+                if has_stats:
+                    stats[thread] = stats[thread] + total
+
+    return wait_for_counts
