@@ -127,8 +127,9 @@ class MoE(nn.Module):
         return reduce_fused(rows, None, token_topk_to_pos, pos_to_expert=pos_to_expert)
 
     def _on_all_ranks(self, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        num_experts, alignment = self.router.num_experts, self._alignment
         rows, row_weights, handle = ep_dispatch(
-            *(self.ep, tokens, topk_idx, topk_weights, self.router.num_experts), expert_alignment=self._alignment
+            self.ep, tokens, topk_idx, topk_weights, num_experts, expert_alignment=alignment
         )
         ends, pos_to_expert = handle.psum_num_recv_tokens_per_expert, handle.pos_to_expert
         if not self.fp8:
