@@ -75,7 +75,10 @@ def fp8_operands(
 
 
 def fp8_k_operands(a: Pair, b: Pair) -> tuple[Fp8Operands, int]:
-    """Check operands whose groups are ranges of K, in one form or the other; return them and ΣK."""
+    """Check operands whose groups are ranges of K, in one form or the other; return them and ΣK.
+
+    Factors are returned as (rows, blocks) of both forms.
+    """
     a_data, a_sf, num_rows, total = _fp8_k_operand("a", a, None, FACTORS)
     b_data, b_sf, num_cols, b_total = _fp8_k_operand("b", b, a_data.device, (a_sf.dtype,))
     check.require(b_data.ndim == a_data.ndim, "b[0]", "{} dimensions as a[0]", b_data.ndim, a_data.ndim)
@@ -98,6 +101,16 @@ def bf16_operands(a: Tensor, b: Tensor, rows: check.Shape = ("M",), groups: chec
     return Bf16Operands(a, b, a_is_transposed, b_is_transposed, (*sizes, num_cols))
 
 
+def bf16_k_operands(a: Tensor, b: Tensor) -> tuple[Bf16Operands, int]:
+    """Check a (ΣK, M) and b (ΣK, N), whose groups are ranges of rows; return them and ΣK."""
+    total, num_rows = matrix("a", a, BF16, ("K", "M"))
+    check.multiple_of("a (K)", total, BLOCK)
+    positive_multiple("a (M)", num_rows, 8)
+    _, num_cols = matrix("b", b, BF16, (total, "N"), a.device)
+    positive_multiple("b (N)", num_cols, 8)
+    return Bf16Operands(a, b, True, True, (num_rows, num_cols)), total
+
+
 def _bf16_operand(
     name: str, x: Tensor, shape: check.Shape, device: torch.device | None, either_order: bool
 ) -> tuple[Tensor, bool, torch.Size]:
@@ -113,7 +126,7 @@ def _bf16_operand(
 
 
 def _fp8_k_operand(name: str, x: Pair, device: torch.device | None, dtypes: Dtypes) -> tuple[Tensor, Tensor, int, int]:
-    """Check one operand, with factors of one of these dtypes; return data, factors, rows, ΣK."""
+    """Check one operand, with factors of one of these dtypes; return data, factors (rows, blocks), rows, ΣK."""
     data, sf = pair(name, x)
     is_flat = isinstance(data, Tensor) and data.ndim == 1
     if is_flat:
@@ -130,29 +143,13 @@ def _fp8_k_operand(name: str, x: Pair, device: torch.device | None, dtypes: Dtyp
     num_factors = ceil_div(total, 4 * BLOCK) if is_packed else total // BLOCK
     rows = (f"{name}[1] transposed", sf.t()) if is_flat else (f"{name}[1]", sf)
     matrix(*rows, dtypes, (num_factors, num_rows), data.device)
-    return data, sf, num_rows, total
+    return data, sf if is_flat else sf.t(), num_rows, total
 
 
 def pair(name: str, x: Pair) -> Pair:
     """Raise TypeError unless x is a pair; return it."""
     check.require_type(isinstance(x, (tuple, list)) and len(x) == 2, name, "a pair (data, sf)", type(x).__name__)
     return x[0], x[1]
-
-
-def transposed(name: str, x: Tensor, num_dims: int = 2) -> Tensor:
-    """x with its last two dimensions swapped. TypeError unless it is a tensor, ValueError unless it has this rank."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if x.ndim != num_dims:
-        wanted = "two" if num_dims == 2 else "three"
-        raise ValueError(f"{name}: expected {wanted} dimensions, got shape {tuple(x.shape)}")
-    return x.mT
-
-
-def transposed_pair(name: str, x: Pair, num_dims: int = 2) -> Pair:
-    """Data and factors with their last two dimensions swapped; errors as `pair` and `transposed`."""
-    data, sf = pair(name, x)
-    return transposed(f"{name}[0]", data, num_dims), transposed(f"{name}[1]", sf, num_dims)
 
 
 def matrix(name: str, x: Tensor, dtypes: Dtypes, shape: check.Shape, device: torch.device | None = None) -> torch.Size:
@@ -276,7 +273,7 @@ def result(d: Tensor | None, c: Tensor | None, shape: tuple[int, ...], like: Ten
     return d
 
 
-def check_grouped_layout(layout: Tensor, use_psum_layout: bool, a: Tensor, b: Tensor) -> Literal["ids", "psum"]:
+def row_groups(layout: Tensor, use_psum_layout: bool, a: Tensor, b: Tensor) -> Literal["ids", "psum"]:
     """Check the groups of a's rows: int32 (M), the row's group of b; or int32 (G), where each group ends. Return which.
 
     With TK_DEBUG=1 also the values: ids ascend and are below G, groups begin at multiples of 128 and have -1 only after
@@ -311,7 +308,7 @@ def _check_ids(ids: Tensor, num_groups: int) -> None:
         )
 
 
-def check_masked_m(masked_m: Tensor, expected_m: int, a: Tensor) -> None:
+def row_counts(masked_m: Tensor, expected_m: int, a: Tensor) -> None:
     """Check the number of rows of each group of a, int32 (G), and the number that the caller expects."""
     check.tensor("masked_m", masked_m, INT32, (a.shape[0],), device=a.device)
     check.in_range("expected_m", expected_m, 0, 2**31 - 1)
@@ -320,7 +317,20 @@ def check_masked_m(masked_m: Tensor, expected_m: int, a: Tensor) -> None:
         check.require(least >= 0, "masked_m", "counts from 0", least)
 
 
-def check_ks(ks: list[int] | Tensor, grouped_layout: Tensor | None, total: int, device: torch.device) -> int:
+def swiglu_options(pos: Tensor | None, weights: Tensor | None, clamp: float | None, a: Tensor) -> float | None:
+    """Check rows' weights, int32 (M) indices of float32 (num_tokens, num_topk) or neither, and the clamp; return it."""
+    if (pos is None) is not (weights is None):
+        missing = "topk_weights" if weights is None else "pos_to_token_topk"
+        raise ValueError(f"{missing}: expected a tensor beside the other of the two, got None")
+    if pos is not None:
+        check.tensor("pos_to_token_topk", pos, INT32, (a.shape[0],), device=a.device)
+        check.tensor("topk_weights", weights, FLOAT32, ("num_tokens", "num_topk"), device=a.device)
+    if clamp is not None:
+        check.number("swiglu_clamp_value", clamp, at_least=2.0**-126)
+    return None if clamp is None else float(clamp)
+
+
+def k_groups(ks: list[int] | Tensor, grouped_layout: Tensor | None, total: int, device: torch.device) -> int:
     """Check the groups along K, sizes in a list or ends in an int32 (G) tensor; return their number.
 
     With TK_DEBUG=1 also the values of tensors: no group ends before it begins, and grouped_layout has the list's sizes.

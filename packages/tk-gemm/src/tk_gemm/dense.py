@@ -15,26 +15,17 @@ where the tensor core adds 16 products at a time to a float32 accumulator, in th
 the kernels' plan.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tk_core.op import launching, op
-from tk_gemm.check import (
-    BF16,
-    FLOAT32,
-    Pair,
-    Recipe,
-    SideRecipe,
-    bf16_operands,
-    fp8_operands,
-    is_per_row,
-    result,
-    transposed,
-    transposed_pair,
-    without_effect,
-)
-from tk_gemm.launch import Groups, launch_bf16, launch_fp8, launch_fp8_by_k
+from tk_gemm import check
+from tk_gemm.check import BF16, FLOAT32, Pair, Recipe, SideRecipe
+from tk_gemm.launch import Groups, launch_bf16, launch_fp8
 from tk_gemm.layout import get_mn_major_tma_aligned_tensor
+from tk_gemm.views import transposed, view_of
 
 
 @op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
@@ -77,69 +68,40 @@ def fp8_gemm_nt(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
             with packed ones, unless TK_BACKEND=reference.
     """
-    b_is_per_row = is_per_row(recipe, recipe_a, recipe_b)
-    without_effect(compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast)
-    x = fp8_operands(a, b, b_is_per_row=b_is_per_row)
-    d = result(d, c, x.shape, x.a, FLOAT32 if b_is_per_row else BF16 + FLOAT32)
+    b_is_per_row = check.is_per_row(recipe, recipe_a, recipe_b)
+    check.without_effect(compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast)
+    x = check.fp8_operands(a, b, b_is_per_row=b_is_per_row)
+    d = check.result(d, c, x.shape, x.a, FLOAT32 if b_is_per_row else BF16 + FLOAT32)
     if launching(d):
+        groups = Groups()
         if b_is_per_row and x.a_sf.dtype is torch.float32:
-            a_sf, b_sf = (get_mn_major_tma_aligned_tensor(sf).t() for sf in (x.a_sf, x.b_sf))
-            ends = x.a.new_full((1,), x.a.shape[1], dtype=torch.int32)
-            x, addend = x._replace(a_sf=a_sf, b_sf=b_sf), None if c is None else c.unsqueeze(0)
-            launch_fp8_by_k("tk_gemm.fp8_gemm_nt", x, ends, addend, d.unsqueeze(0))
-        else:
-            launch_fp8("tk_gemm.fp8_gemm_nt", x, Groups(), c, d, b_is_per_row)
+            a_sf, b_sf = (get_mn_major_tma_aligned_tensor(sf) for sf in (x.a_sf, x.b_sf))
+            x = x._replace(a_sf=a_sf, b_sf=b_sf)
+            groups = Groups("k", x.a.new_full((1,), x.a.shape[1], dtype=torch.int32))
+        launch_fp8("tk_gemm.fp8_gemm_nt", x, groups, c, d)
     return d
 
 
-def fp8_gemm_nn(
-    a: Pair,
-    b: Pair,
-    d: Tensor | None = None,
-    c: Tensor | None = None,
-    recipe: Recipe | None = None,
-    recipe_a: SideRecipe | None = None,
-    recipe_b: SideRecipe | None = None,
-    compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False,
-) -> Tensor:
+@view_of(fp8_gemm_nt)
+def fp8_gemm_nn(a: Pair, b: Pair, *rest: Any, **options: Any) -> Tensor:
     """D = A·B + C: `fp8_gemm_nt` of a (M, K) and b (K, N), whose memory is contiguous along K all the same.
 
     Hopper's FP8 products read both operands along K: a transposed operand is a view, such as `(w.t(), w_sf.t())`.
     Shapes, strides and factors are those of `fp8_gemm_nt` once it is transposed back; the same errors.
     """
-    return fp8_gemm_nt(a, transposed_pair("b", b), d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    return fp8_gemm_nt(a, transposed(b), *rest, **options)
 
 
-def fp8_gemm_tn(
-    a: Pair,
-    b: Pair,
-    d: Tensor | None = None,
-    c: Tensor | None = None,
-    recipe: Recipe | None = None,
-    recipe_a: SideRecipe | None = None,
-    recipe_b: SideRecipe | None = None,
-    compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False,
-) -> Tensor:
+@view_of(fp8_gemm_nt)
+def fp8_gemm_tn(a: Pair, b: Pair, *rest: Any, **options: Any) -> Tensor:
     """D = Aᵀ·B + C: `fp8_gemm_nt` of a (K, M) and b (K, N), contiguous along K, as in `fp8_gemm_nn`."""
-    a, b = transposed_pair("a", a), transposed_pair("b", b)
-    return fp8_gemm_nt(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    return fp8_gemm_nt(transposed(a), transposed(b), *rest, **options)
 
 
-def fp8_gemm_tt(
-    a: Pair,
-    b: Pair,
-    d: Tensor | None = None,
-    c: Tensor | None = None,
-    recipe: Recipe | None = None,
-    recipe_a: SideRecipe | None = None,
-    recipe_b: SideRecipe | None = None,
-    compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False,
-) -> Tensor:
+@view_of(fp8_gemm_nt)
+def fp8_gemm_tt(a: Pair, b: Pair, *rest: Any, **options: Any) -> Tensor:
     """D = Aᵀ·Bᵀ + C: `fp8_gemm_nt` of a (K, M) and b (N, K), contiguous along K, as in `fp8_gemm_nn`."""
-    return fp8_gemm_nt(transposed_pair("a", a), b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast)
+    return fp8_gemm_nt(transposed(a), b, *rest, **options)
 
 
 @op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
@@ -168,30 +130,27 @@ def bf16_gemm_nt(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    without_effect(compiled_dims)
-    x = bf16_operands(a, b)
-    d = result(d, c, x.shape, x.a, BF16 + FLOAT32)
+    check.without_effect(compiled_dims)
+    x = check.bf16_operands(a, b)
+    d = check.result(d, c, x.shape, x.a, BF16 + FLOAT32)
     if launching(d):
         launch_bf16("tk_gemm.bf16_gemm_nt", x, Groups(), c, d)
     return d
 
 
-def bf16_gemm_nn(
-    a: Tensor, b: Tensor, d: Tensor | None = None, c: Tensor | None = None, compiled_dims: str = "nk"
-) -> Tensor:
+@view_of(bf16_gemm_nt)
+def bf16_gemm_nn(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
     """D = A·B + C: `bf16_gemm_nt` of a (M, K) and b (K, N), read as they lie. The same errors."""
-    return bf16_gemm_nt(a, transposed("b", b), d, c, compiled_dims)
+    return bf16_gemm_nt(a, transposed(b), *rest, **options)
 
 
-def bf16_gemm_tn(
-    a: Tensor, b: Tensor, d: Tensor | None = None, c: Tensor | None = None, compiled_dims: str = "nk"
-) -> Tensor:
+@view_of(bf16_gemm_nt)
+def bf16_gemm_tn(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
     """D = Aᵀ·B + C: `bf16_gemm_nt` of a (K, M) and b (K, N), read as they lie. The same errors."""
-    return bf16_gemm_nt(transposed("a", a), transposed("b", b), d, c, compiled_dims)
+    return bf16_gemm_nt(transposed(a), transposed(b), *rest, **options)
 
 
-def bf16_gemm_tt(
-    a: Tensor, b: Tensor, d: Tensor | None = None, c: Tensor | None = None, compiled_dims: str = "nk"
-) -> Tensor:
+@view_of(bf16_gemm_nt)
+def bf16_gemm_tt(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
     """D = Aᵀ·Bᵀ + C: `bf16_gemm_nt` of a (K, M) and b (N, K), read as they lie. The same errors."""
-    return bf16_gemm_nt(transposed("a", a), b, d, c, compiled_dims)
+    return bf16_gemm_nt(transposed(a), b, *rest, **options)

@@ -21,24 +21,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tk_core import check
 from tk_core.op import launching, op
-from tk_gemm.check import (
-    BF16,
-    BLOCK,
-    FLOAT32,
-    Bf16Operands,
-    Pair,
-    Recipe,
-    check_ks,
-    fp8_k_operands,
-    matrix,
-    positive_multiple,
-    recipe_of,
-    result,
-    without_effect,
-)
-from tk_gemm.launch import Groups, gather_groups, launch_bf16, launch_fp8_by_k
+from tk_gemm import check
+from tk_gemm.check import BF16, BLOCK, FLOAT32, Pair, Recipe
+from tk_gemm.launch import Groups, gather_groups, launch_bf16, launch_fp8
 
 _OUT = FLOAT32 + BF16
 
@@ -59,14 +45,6 @@ def _ends_of(ks: list[int] | Tensor, device: torch.device) -> Tensor:
 @lru_cache(maxsize=1024)
 def _sums(ks: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(list(accumulate(ks)), dtype=torch.int32, device=device)
-
-
-def _finish_without_k(c: Tensor | None, d: Tensor) -> None:
-    """d = c, or zero without c: all groups are empty, and TMA takes no operand without elements."""
-    if c is None:
-        d.zero_()
-    elif c is not d:
-        d.copy_(c)
 
 
 @op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
@@ -110,20 +88,19 @@ def k_grouped_fp8_gemm_nt_contiguous(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
             with packed ones, unless TK_BACKEND=reference.
     """
-    recipe_of("recipe", recipe, ((1, 1, BLOCK),))
-    without_effect(compiled_dims)
-    x, total = fp8_k_operands(a, b)
-    num_groups = check_ks(ks, grouped_layout, total, x.a.device)
-    d = result(d, c, (num_groups, *x.shape), x.a, _OUT)
+    check.recipe_of("recipe", recipe, ((1, 1, BLOCK),))
+    check.without_effect(compiled_dims)
+    x, total = check.fp8_k_operands(a, b)
+    num_groups = check.k_groups(ks, grouped_layout, total, x.a.device)
+    d = check.result(d, c, (num_groups, *x.shape), x.a, _OUT)
     if not launching(d):
         return d
-    if not total:
-        _finish_without_k(c, d)
-        return d
+    if not total:  # All groups are empty, and TMA takes no operand without elements.
+        return d.zero_() if c is None else d.copy_(c)
     name, ends = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous", _ends_of(ks, x.a.device)
     if x.a.ndim == 1:
         x = gather_groups(name, x, ends)
-    launch_fp8_by_k(name, x, ends, c, d)
+    launch_fp8(name, x, Groups("k", ends), c, d)
     return d
 
 
@@ -143,10 +120,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
         a: bfloat16 (ΣK, M), M a multiple of 8, rows strided by multiples of 16 bytes; ΣK a multiple of 128.
         b: bfloat16 (ΣK, N), N a multiple of 8.
         d: float32 or bfloat16 (G, M, N), written; None: new, of c's dtype or float32.
-        ks: Sizes of the groups, multiples of 128 that add up to ΣK; the first call with these sizes copies them to the
-            device, which a CUDA graph cannot capture. Or int32 (G) on the device, where each group ends: the next one
-            begins at the next multiple of 128, and rows in between must be zero in both operands. An end past ΣK
-            counts as ΣK.
+        ks: The groups' sizes or ends, as `k_grouped_fp8_gemm_nt_contiguous` takes them.
         grouped_layout: The sizes in ks on the device, int32 (G), only where ks is a list; without effect.
         c: (G, M, N) of d's dtype, added last; may be d. Groups without rows give c, or zeros without c.
         compiled_dims: For DeepGEMM's compiler; without effect here.
@@ -161,19 +135,13 @@ def k_grouped_bf16_gemm_tn_contiguous(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    without_effect(compiled_dims)
-    total, num_rows = matrix("a", a, BF16, ("K", "M"))
-    check.multiple_of("a (K)", total, BLOCK)
-    positive_multiple("a (M)", num_rows, 8)
-    _, num_cols = matrix("b", b, BF16, (total, "N"), a.device)
-    positive_multiple("b (N)", num_cols, 8)
-    num_groups = check_ks(ks, grouped_layout, total, a.device)
-    d = result(d, c, (num_groups, num_rows, num_cols), a, _OUT)
+    check.without_effect(compiled_dims)
+    x, total = check.bf16_k_operands(a, b)
+    num_groups = check.k_groups(ks, grouped_layout, total, a.device)
+    d = check.result(d, c, (num_groups, *x.shape), a, _OUT)
     if not launching(d):
         return d
-    if not total:
-        _finish_without_k(c, d)
-        return d
-    x = Bf16Operands(a, b, True, True, (num_rows, num_cols))
+    if not total:  # All groups are empty, and TMA takes no operand without elements.
+        return d.zero_() if c is None else d.copy_(c)
     launch_bf16("tk_gemm.k_grouped_bf16_gemm_tn_contiguous", x, Groups("k", _ends_of(ks, a.device)), c, d)
     return d

@@ -19,32 +19,17 @@ The same as `m_grouped_fp8_gemm_nt_contiguous` and `tk_quant.swiglu_forward_and_
 the product to bfloat16 between them, which does not happen here.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tk_core import check
 from tk_core.op import launching, new, op
 from tk_core.scales import ScaleLayout, empty_scales
-from tk_gemm.check import (
-    BF16,
-    BLOCK,
-    FLOAT32,
-    INT32,
-    Pair,
-    Recipe,
-    SideRecipe,
-    bf16_operands,
-    check_grouped_layout,
-    check_masked_m,
-    fp8_operands,
-    only_per_block,
-    positive_multiple,
-    result,
-    transposed,
-    transposed_pair,
-    without_effect,
-)
+from tk_gemm import check
+from tk_gemm.check import BF16, BLOCK, Pair, Recipe, SideRecipe
 from tk_gemm.launch import Groups, Routing, launch_bf16, launch_fp8, launch_fp8_swiglu
+from tk_gemm.views import transposed, view_of
 
 
 @op(writes=("d",), aligned=(), min_sm=90)
@@ -95,35 +80,20 @@ def m_grouped_fp8_gemm_nt_contiguous(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
             with packed ones, unless TK_BACKEND=reference.
     """
-    only_per_block(recipe, recipe_a, recipe_b)
-    without_effect(compiled_dims, ensure_zero_padding, expected_m_for_psum_layout, disable_ue8m0_cast)
-    x = fp8_operands(a, b, groups=("G",))
-    kind = check_grouped_layout(grouped_layout, use_psum_layout, x.a, x.b)
-    d = result(d, None, x.shape, x.a, BF16)
+    check.only_per_block(recipe, recipe_a, recipe_b)
+    check.without_effect(compiled_dims, ensure_zero_padding, expected_m_for_psum_layout, disable_ue8m0_cast)
+    x = check.fp8_operands(a, b, groups=("G",))
+    kind = check.row_groups(grouped_layout, use_psum_layout, x.a, x.b)
+    d = check.result(d, None, x.shape, x.a, BF16)
     if launching(d):
         launch_fp8("tk_gemm.m_grouped_fp8_gemm_nt_contiguous", x, Groups(kind, grouped_layout), None, d)
     return d
 
 
-def m_grouped_fp8_gemm_nn_contiguous(
-    a: Pair,
-    b: Pair,
-    d: Tensor | None,
-    grouped_layout: Tensor,
-    recipe: Recipe | None = None,
-    recipe_a: SideRecipe | None = None,
-    recipe_b: SideRecipe | None = None,
-    compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False,
-    use_psum_layout: bool = False,
-    ensure_zero_padding: bool = True,
-    expected_m_for_psum_layout: int | None = None,
-) -> Tensor:
+@view_of(m_grouped_fp8_gemm_nt_contiguous)
+def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, *rest: Any, **options: Any) -> Tensor:
     """`m_grouped_fp8_gemm_nt_contiguous` of b (G, K, N) with factors (G, K/128, ⌈N/128⌉), contiguous along K."""
-    b = transposed_pair("b", b, 3)
-    recipes, unused = (recipe, recipe_a, recipe_b), (compiled_dims, disable_ue8m0_cast)
-    grouping = use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout
-    return m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout, *recipes, *unused, *grouping)
+    return m_grouped_fp8_gemm_nt_contiguous(a, transposed(b), *rest, **options)
 
 
 @op(writes=("d",), aligned=(), min_sm=90)
@@ -169,11 +139,11 @@ def m_grouped_fp8_gemm_nt_masked(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
             with packed ones, unless TK_BACKEND=reference.
     """
-    only_per_block(recipe, recipe_a, recipe_b)
-    without_effect(compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast)
-    x = fp8_operands(a, b, ("G", "M_max"))
-    check_masked_m(masked_m, expected_m, x.a)
-    d = result(d, None, x.shape, x.a, BF16)
+    check.only_per_block(recipe, recipe_a, recipe_b)
+    check.without_effect(compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast)
+    x = check.fp8_operands(a, b, ("G", "M_max"))
+    check.row_counts(masked_m, expected_m, x.a)
+    d = check.result(d, None, x.shape, x.a, BF16)
     if launching(d):
         launch_fp8("tk_gemm.m_grouped_fp8_gemm_nt_masked", x, Groups("masked", masked_m, expected_m), None, d)
     return d
@@ -215,20 +185,11 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) with float32 factors and Blackwell (sm_100a, sm_103a)
             with packed ones, unless TK_BACKEND=reference.
     """
-    x = fp8_operands(a, b, groups=("G",))
+    x = check.fp8_operands(a, b, groups=("G",))
     num_rows, num_cols = x.shape
-    device = x.a.device
-    positive_multiple("b[0] (2 * I)", num_cols, 2 * BLOCK)
-    kind = check_grouped_layout(grouped_layout, use_psum_layout, x.a, x.b)
-    if (pos_to_token_topk is None) is not (topk_weights is None):
-        missing = "topk_weights" if topk_weights is None else "pos_to_token_topk"
-        raise ValueError(f"{missing}: expected a tensor beside the other of the two, got None")
-    if pos_to_token_topk is not None:
-        check.tensor("pos_to_token_topk", pos_to_token_topk, INT32, (num_rows,), device=device)
-        check.tensor("topk_weights", topk_weights, FLOAT32, ("num_tokens", "num_topk"), device=device)
-    if swiglu_clamp_value is not None:
-        check.number("swiglu_clamp_value", swiglu_clamp_value, at_least=2.0**-126)
-        swiglu_clamp_value = float(swiglu_clamp_value)
+    check.positive_multiple("b[0] (2 * I)", num_cols, 2 * BLOCK)
+    kind = check.row_groups(grouped_layout, use_psum_layout, x.a, x.b)
+    clamp = check.swiglu_options(pos_to_token_topk, topk_weights, swiglu_clamp_value, x.a)
     inner = num_cols // 2
     data = new(x.a.new_empty, (num_rows, inner))
     sf_layout = ScaleLayout.COL_MAJOR if x.a_sf.dtype is torch.float32 else ScaleLayout.PACKED_UE8M0
@@ -241,7 +202,7 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
         return data, sf
     name, groups = "tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous", Groups(kind, grouped_layout)
     routing = Routing(pos_to_token_topk, None if topk_weights is None else topk_weights.view(-1))
-    launch_fp8_swiglu(name, x, groups, routing, swiglu_clamp_value, data, sf)
+    launch_fp8_swiglu(name, x, groups, routing, clamp, data, sf)
     return data, sf
 
 
@@ -264,10 +225,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
         a: bfloat16 (M, K), rows strided by multiples of 16 bytes; M from 0, K a multiple of 64.
         b: bfloat16 (G, N, K), N a multiple of 8; contiguous along K or, a transposed view, along N.
         d: bfloat16 (M, N), written; None: new.
-        grouped_layout: int32 (M): each row's group, -1 for padding; groups ascend, begin at multiples of
-            128, and have -1 only after their rows: tk_moe's pos_to_expert, with an alignment of 128.
-            With use_psum_layout int32 (G): where each group's rows end, the next one beginning at the next multiple of
-            128; an end past M counts as M.
+        grouped_layout: int32 (M), or with use_psum_layout (G), as `m_grouped_fp8_gemm_nt_contiguous` takes it.
         compiled_dims: For DeepGEMM's compiler; without effect here.
         use_psum_layout: grouped_layout has the ends of groups, not an id for each row.
         ensure_zero_padding: Without effect: padding of a group's last 128 rows is always written zero.
@@ -283,28 +241,19 @@ def m_grouped_bf16_gemm_nt_contiguous(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    without_effect(compiled_dims, ensure_zero_padding, expected_m_for_psum_layout)
-    x = bf16_operands(a, b, groups=("G",))
-    kind = check_grouped_layout(grouped_layout, use_psum_layout, x.a, x.b)
-    d = result(d, None, x.shape, x.a, BF16)
+    check.without_effect(compiled_dims, ensure_zero_padding, expected_m_for_psum_layout)
+    x = check.bf16_operands(a, b, groups=("G",))
+    kind = check.row_groups(grouped_layout, use_psum_layout, x.a, x.b)
+    d = check.result(d, None, x.shape, x.a, BF16)
     if launching(d):
         launch_bf16("tk_gemm.m_grouped_bf16_gemm_nt_contiguous", x, Groups(kind, grouped_layout), None, d)
     return d
 
 
-def m_grouped_bf16_gemm_nn_contiguous(
-    a: Tensor,
-    b: Tensor,
-    d: Tensor | None,
-    grouped_layout: Tensor,
-    compiled_dims: str = "nk",
-    use_psum_layout: bool = False,
-    ensure_zero_padding: bool = True,
-    expected_m_for_psum_layout: int | None = None,
-) -> Tensor:
+@view_of(m_grouped_bf16_gemm_nt_contiguous)
+def m_grouped_bf16_gemm_nn_contiguous(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
     """`m_grouped_bf16_gemm_nt_contiguous` of b (G, K, N), read as it lies. The same errors."""
-    grouping = use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout
-    return m_grouped_bf16_gemm_nt_contiguous(a, transposed("b", b, 3), d, grouped_layout, compiled_dims, *grouping)
+    return m_grouped_bf16_gemm_nt_contiguous(a, transposed(b), *rest, **options)
 
 
 @op(writes=("d",), aligned=(), min_sm=90)
@@ -333,10 +282,10 @@ def m_grouped_bf16_gemm_nt_masked(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    without_effect(compiled_dims)
-    x = bf16_operands(a, b, ("G", "M_max"))
-    check_masked_m(masked_m, expected_m, x.a)
-    d = result(d, None, x.shape, x.a, BF16)
+    check.without_effect(compiled_dims)
+    x = check.bf16_operands(a, b, ("G", "M_max"))
+    check.row_counts(masked_m, expected_m, x.a)
+    d = check.result(d, None, x.shape, x.a, BF16)
     if launching(d):
         launch_bf16("tk_gemm.m_grouped_bf16_gemm_nt_masked", x, Groups("masked", masked_m, expected_m), None, d)
     return d

@@ -82,8 +82,10 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             a = _activations(num_rows, num_channels, layout)
             yield call(gemm.m_grouped_fp8_gemm_nt_contiguous, a, b, None, groups, use_psum_layout=with_psum)
             if profile.swiglu and num_cols % (2 * BLOCK) == 0:
-                for options in _swiglu_options(profile, num_rows):
-                    yield call(gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, a, b, groups, *options, with_psum)
+                weighted = empty(num_rows, dtype=torch.int32), empty(1, 1)
+                for clamps, maps in product(profile.swiglu_clamps, ((None, None), weighted)):
+                    options = *maps, 10.0 if clamps else None, with_psum
+                    yield call(gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous, a, b, groups, *options)
         for num_rows, grouping in _masked(profile, num_tokens):
             data, sf = _activations(profile.num_experts * num_rows, num_channels, layout)
             shape = profile.num_experts, num_rows
@@ -97,28 +99,17 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
                 yield call(gemm.k_grouped_fp8_gemm_nt_contiguous, a, b, **arguments)
 
 
-def _swiglu_options(
-    profile: Profile, num_rows: int
-) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, float | None]]:
-    """pos_to_token_topk, topk_weights, swiglu_clamp_value."""
-    weighted = empty(num_rows, dtype=torch.int32), empty(1, 1)
-    for clamps, maps in product(profile.swiglu_clamps, ((None, None), weighted)):
-        yield *maps, 10.0 if clamps else None
-
-
 def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for (num_cols, num_channels), order in product(profile.dense, profile.orders):
         num_rows = num_tokens if order[0] == "n" else align(num_tokens, 8)  # transposed, columns are on 16 bytes
-        a = _bf16(num_rows, num_channels) if order[0] == "n" else _bf16(num_channels, num_rows).t()
-        b = _bf16(num_cols, num_channels) if order[1] == "t" else _bf16(num_channels, num_cols).t()
+        a = _bf16(num_rows, num_channels, is_transposed=order[0] == "t")
+        b = _bf16(num_cols, num_channels, is_transposed=order[1] == "n")
         for outputs in _results(profile, num_rows, num_cols):
             yield call(gemm.bf16_gemm_nt, a, b, *outputs)
     for (num_cols, num_channels), order in product(profile.experts, profile.orders):
         if order[0] == "t":
             continue
-        shape = (num_cols, num_channels) if order == "nt" else (num_channels, num_cols)
-        b = _bf16(profile.num_experts, *shape)
-        b = b if order == "nt" else b.mT
+        b = _bf16(profile.num_experts, num_cols, num_channels, is_transposed=order == "nn")
         for num_rows, groups, with_psum in _contiguous(profile, num_tokens):
             a = _bf16(num_rows, num_channels)
             yield call(gemm.m_grouped_bf16_gemm_nt_contiguous, a, b, None, groups, use_psum_layout=with_psum)
@@ -131,7 +122,10 @@ def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             yield call(gemm.k_grouped_bf16_gemm_tn_contiguous, a, b, **arguments)
 
 
-def _bf16(*shape: int) -> torch.Tensor:
+def _bf16(*shape: int, is_transposed: bool = False) -> torch.Tensor:
+    """A tensor of this shape, or transposed, a view of one that has its last two dimensions the other way round."""
+    if is_transposed:
+        return _bf16(*shape[:-2], shape[-1], shape[-2]).mT
     return empty(*shape, dtype=torch.bfloat16)
 
 

@@ -150,19 +150,13 @@ def _rows_of_groups(
     grouped_layout: Tensor, num_rows: int, num_groups: int, use_psum_layout: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """`(group, its rows)` of the groups that have rows; rows are int64 indices."""
+    ids, first = grouped_layout, 0
     if use_psum_layout:
-        for group, (first, end) in enumerate(_psum_ranges(grouped_layout, num_rows)):
-            if first < end:
-                yield group, torch.arange(first, end, device=grouped_layout.device)
-        return
+        ids = grouped_layout.new_full((num_rows,), -1)
+        for group, end in enumerate(grouped_layout.clamp(min=0).tolist()):
+            ids[first:end] = group
+            first = align(end, BLOCK)
     for group in range(num_groups):
-        rows = (grouped_layout == group).nonzero().flatten()
+        rows = (ids == group).nonzero().flatten()
         if rows.numel():
             yield group, rows
-
-
-def _psum_ranges(psum: Tensor, num_rows: int) -> list[tuple[int, int]]:
-    """`(first, end)` of each group: from the aligned end of the group before to psum[group], both at most num_rows."""
-    ends = psum.tolist()
-    firsts = [0, *(align(end, BLOCK) for end in ends[:-1])]
-    return [(min(first, num_rows), min(end, num_rows)) for first, end in zip(firsts, ends)]
