@@ -1,5 +1,6 @@
 """`import tk_gemm as deep_gemm`: calls of DeepGEMM 2.6's users on Hopper, with its arguments in its order."""
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,14 @@ def test_fp8_gemm(device: str, order: str) -> None:
     assert_product(d, a, b)
     function(a_given, b_given, d, disable_ue8m0_cast=True, recipe=None, recipe_a=(1, 128), recipe_b=(128, 128))
     assert_product(d, a, b)
+
+
+@pytest.mark.parametrize("order", ["nn", "tn", "tt"])
+def test_views_show_the_arguments_of_their_op(order: str) -> None:
+    grouped = ["m_grouped_fp8_gemm_{}_contiguous", "m_grouped_bf16_gemm_{}_contiguous"] if order == "nn" else []
+    for name in ("fp8_gemm_{}", "bf16_gemm_{}", *grouped):
+        view, op = (getattr(deep_gemm, name.format(each)) for each in (order, "nt"))
+        assert inspect.signature(view) == inspect.signature(op)
 
 
 def test_fp8_gemm_that_adds(device: str) -> None:

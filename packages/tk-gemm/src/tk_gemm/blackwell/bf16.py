@@ -4,8 +4,7 @@
     multiply    one warp      one product a step, summed in tensor memory
     store       four warps    a tile's sums, with C added
 
-All of them find the tiles themselves. The kernel is compiled for sm_100a and sm_103a, and has not run: there was no
-such GPU.
+All of them find the tiles themselves.
 """
 
 from typing import Any

