@@ -26,6 +26,7 @@ class Here(NamedTuple):
     rank: int
     num_ranks: int
     odd: dist.ProcessGroup | None
+    device: torch.device
 
 
 Case = Callable[[Here], None]
@@ -74,7 +75,7 @@ def _rank(cases: list[Case], rank: int, num_ranks: int, folder: Path) -> None:
         store = dist.FileStore(str(folder / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         odd = dist.new_group(list(range(1, num_ranks, 2)))
-        here = Here(dist.group.WORLD, rank, num_ranks, odd if rank % 2 else None)
+        here = Here(dist.group.WORLD, rank, num_ranks, odd if rank % 2 else None, torch.device("cpu"))
         for case in cases:
             log.write_text(json.dumps(ran))
             with poisoned_allocations():

@@ -177,6 +177,93 @@ def test_bad_buffer(group: dist.ProcessGroup, changes: dict[str, Any], kind: typ
         ElasticBuffer(group, **({"num_max_tokens_per_rank": 8, "hidden": 64} | changes))
 
 
+T = torch.zeros(8)
+INT32 = torch.zeros((2, 3), dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "kind", "match"),
+    [
+        ("agrs_set_config", (0, 1), ValueError, "num_max_session_bytes: expected 1 to"),
+        (
+            "agrs_set_config",
+            (2 << 20, 1),
+            ValueError,
+            r"num_bytes: expected a buffer of 2162688 bytes \(a session takes",
+        ),
+        ("agrs_get_inplace_tensor", ((2, -1), torch.int8), ValueError, r"shapes\[0\]: expected 0 to"),
+        ("agrs_get_inplace_tensor", (8, torch.int8), TypeError, "shapes: expected a shape or a sequence of shapes"),
+        ("agrs_get_inplace_tensor", ([(2,), 3], torch.int8), TypeError, r"shapes\[1\]: expected a shape"),
+        ("agrs_get_inplace_tensor", ((2,), "int8"), TypeError, "dtype: expected a torch.dtype"),
+        ("agrs_get_inplace_tensor", ((129,), torch.int8), ValueError, "num_max_session_bytes: expected at least 256"),
+        ("all_gather", (T.to("meta"),), ValueError, "t: expected device cpu"),
+        ("all_gather", ((T, 3),), TypeError, r"t\[1\]: expected a torch.Tensor"),
+        ("all_gather", (T[::2],), ValueError, "t: expected contiguous"),
+        ("all_gather", ((T, T),), ValueError, "num_max_session_bytes: expected at least 256, got 128"),
+        ("pp_set_config", (64, 0), ValueError, "num_max_inflight_tensors: expected 1 to"),
+        ("pp_set_config", (2 << 20, 1), ValueError, r"num_bytes: expected .* \(slots take 4194304"),
+        ("pp_send", (T, 0), ValueError, "dst_rank_idx: expected one of , got 0"),
+        ("pp_recv", (T, True), TypeError, "src_rank_idx: expected an int"),
+        ("engram_write", (3,), TypeError, "storage: expected a torch.Tensor"),
+        ("engram_write", (T,), ValueError, r"storage: expected shape \(num_entries, hidden\)"),
+        ("engram_write", (INT32[:0],), ValueError, "storage: expected an entry at least"),
+        ("engram_write", (X, X), TypeError, "sf: expected a dtype of 4 bytes"),
+        ("engram_fetch", (INT32.long(),), TypeError, "indices: expected dtype torch.int32"),
+        ("engram_fetch", (INT32, -1), ValueError, "num_qps: expected 0 to"),
+        ("engram_fetch", (INT32, 0, 1), TypeError, "use_tma_aligned_col_major_sf: expected a bool"),
+    ],
+)
+def test_bad_copies(group: dist.ProcessGroup, method: str, args: tuple, kind: type[Exception], match: str) -> None:
+    """Calls that move tensors without routing; each is refused, and a good one of its kind works afterwards."""
+    buffer = ElasticBuffer(group, num_bytes=2 << 20)
+    if "set_config" not in method and method.startswith(("agrs", "all")):
+        buffer.agrs_set_config(128, 1)
+        buffer.create_agrs_session()
+    elif method in ("pp_send", "pp_recv"):
+        buffer.pp_set_config(64, 1)
+    elif method == "engram_fetch":
+        buffer.engram_write(X)
+    with pytest.raises(kind, match=match):
+        getattr(buffer, method)(*args)
+    if method == "all_gather":
+        gathered, wait = buffer.all_gather(T)
+        wait()
+        assert_equal(gathered, T[None])
+    elif method == "engram_fetch":
+        assert_equal(buffer.engram_fetch(INT32)()[0], X[:1].repeat(2, 3))
+
+
+def test_copies_out_of_order(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, sending, fetching = (ElasticBuffer(group, num_bytes=2 << 20) for _ in range(3))
+    for call, match in (
+        (buffer.create_agrs_session, "create_agrs_session: expected agrs_set_config before"),
+        (buffer.destroy_agrs_session, "destroy_agrs_session: expected a session"),
+        (lambda: buffer.all_gather(T), "all_gather: expected a session"),
+        (lambda: sending.pp_send(T, 1), "pp_send: expected pp_set_config before"),
+        (lambda: fetching.engram_fetch(INT32), "engram_fetch: expected engram_write before"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            call()
+    buffer.agrs_set_config(128, 1)
+    sending.pp_set_config(64, 1)
+    fetching.engram_write(X)
+    buffer.create_agrs_session()
+    for call, match in (
+        (buffer.create_agrs_session, "create_agrs_session: expected no session"),
+        (lambda: buffer.agrs_set_config(128, 1), "agrs_set_config: expected no session"),
+        (lambda: sending.pp_set_config(64, 1), "pp_set_config: expected once"),
+        (lambda: fetching.agrs_set_config(128, 1), "all_gather: this buffer serves engram_fetch"),
+        (lambda: dispatch(sending, num_max_tokens_per_rank=8), "dispatch and combine: this buffer serves pp_send and"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            call()
+    monkeypatch.setattr("tk_core.env.debug", lambda: True)
+    with pytest.raises(ValueError, match="indices: expected entries below 5, got 5"):
+        fetching.engram_fetch(INT32 + 5)
+    with pytest.raises(ValueError, match="indices: expected no negative entries, got -1"):
+        fetching.engram_fetch(INT32 - 1)
+
+
 def test_handles(buffer: ElasticBuffer) -> None:
     idx = IDX.clone()
     copied, own = (dispatch(buffer, topk_idx=idx, do_handle_copy=copy)[3] for copy in (True, False))

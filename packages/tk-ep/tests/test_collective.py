@@ -20,6 +20,7 @@ from tk_core.testing import assert_equal
 from tk_ep import ElasticBuffer, EPHandle, EPTimeoutError, UnsupportedTopologyError
 
 from .compare import HIDDEN, OfBuffer, compare
+from .copying import COPYING
 from .ranks import Case, Here, raises, run
 from .routing import Routing, choose, random_routing
 
@@ -314,6 +315,7 @@ CASES = (
     faults_of_the_constructor,
     differences_in_debug_mode,
     other_methods,
+    *COPYING,
 )
 
 
@@ -322,7 +324,7 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    run((extreme_routings, a_user_of_deep_ep), 2, tmp_path, limit=100)
+    run((extreme_routings, a_user_of_deep_ep, *COPYING), 2, tmp_path, limit=100)
 
 
 SHORT = 1.0
@@ -353,7 +355,18 @@ def lose_rank_1(here: Here, how: Callable[[], None]) -> None:
 
 
 def rank_1_is_killed(here: Here) -> None:
+    gathering, sending, fetching = (make_buffer(here.world, num_cpu_timeout_secs=SHORT) for _ in range(3))
+    gathering.agrs_set_config(1024, 1)
+    gathering.create_agrs_session()
+    sending.pp_set_config(64, 1)
+    fetching.engram_write(torch.zeros(1, 4))
     lose_rank_1(here, lambda: os._exit(9))
+    with raises(EPTimeoutError, "all_gather: rank"):
+        gathering.all_gather(torch.zeros(1))[-1]()
+    with raises(EPTimeoutError, "pp_recv: rank"):
+        sending.pp_recv(torch.zeros(1), 1)
+    with raises(EPTimeoutError, "engram_fetch: rank"):
+        fetching.engram_fetch(torch.tensor([[0, 1]], dtype=torch.int32))
 
 
 def rank_1_raises(here: Here) -> None:

@@ -1,8 +1,10 @@
 """ElasticBuffer: what users call. It checks arguments, cares for streams, and hands the rest to a backend."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -10,19 +12,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tk_core import check, env
-from tk_ep import streams
+from tk_ep import engram, streams
+from tk_ep.all_gather import GatherRequest, Sessions, SessionSizes, Shape, check_shapes, gathered_bytes
 from tk_ep.backend import Backend
-from tk_ep.check import CombineRequest, DispatchRequest, Event, check_combine, check_dispatch, check_events
+from tk_ep.check import CombineRequest, DispatchRequest, Event, check_combine, check_dispatch, check_stream_options
 from tk_ep.collective import CollectiveBackend
 from tk_ep.consensus import agree, host_id
 from tk_ep.errors import EPTimeoutError, UnsupportedTopologyError
 from tk_ep.events import EventHandle, EventOverlap
 from tk_ep.handle import EPHandle, Place
-from tk_ep.sizes import MAX_TOPK, BufferSpace, buffer_bytes
+from tk_ep.pipeline import Pipeline, SlotSizes
+from tk_ep.sizes import MAX_TOPK, BufferSpace, buffer_bytes, with_flags
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Request = TypeVar("Request", DispatchRequest, CombineRequest)
+Request = TypeVar(
+    "Request",
+    DispatchRequest,
+    CombineRequest,
+    SessionSizes,
+    GatherRequest,
+    SlotSizes,
+    engram.Storage,
+    engram.FetchRequest,
+)
 Pair = tuple[Tensor, Tensor]
 _BACKENDS = ("auto", "symmetric", "collective")
 
@@ -114,6 +127,9 @@ class ElasticBuffer:
         self._place = place
         self._failure: BaseException | None = None
         self._destroyed = False
+        self._sessions: Sessions | None = None
+        self._pipeline: Pipeline | None = None
+        self._storage: engram.Storage | None = None
         error, facts = None, {}
         self._limit = timedelta(seconds=300)
         try:
@@ -199,6 +215,40 @@ class ElasticBuffer:
             num_ranks, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction
         )
 
+    @staticmethod
+    def get_agrs_num_max_session_bytes(
+        group: dist.ProcessGroup, shapes: Shape | Sequence[Shape], dtype: torch.dtype
+    ) -> int:
+        """Bytes of a session that gathers tensors of a shape, or of each of several, from all ranks of the group."""
+        sizes = [prod(shape) * dtype.itemsize for shape in check_shapes(shapes, dtype)]
+        return gathered_bytes(_place(group).num_ranks, sizes)
+
+    @staticmethod
+    def get_agrs_buffer_size_hint(group: dist.ProcessGroup, num_max_session_bytes: int) -> int:
+        """Bytes of a buffer for such sessions, one after the other: to 2 MiB."""
+        _place(group)
+        check.in_range("num_max_session_bytes", num_max_session_bytes, 1, 2**62)
+        return with_flags(num_max_session_bytes)
+
+    @staticmethod
+    def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
+        """Bytes of a buffer with slots for so many tensors to each of two neighbours: to 2 MiB."""
+        return with_flags(_slot_sizes(num_max_tensor_bytes, num_max_inflight_tensors).num_bytes)
+
+    @staticmethod
+    def get_engram_storage_size_hint(
+        num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[int, int]:
+        """Bytes of a buffer on the GPU, to 2 MiB, and on the host, for a rank's num_entries rows of `hidden` elements.
+
+        Nothing is kept on the host, and num_max_tokens_per_rank changes nothing: what is fetched is new.
+        """
+        for name, value in (("num_entries", num_entries), ("hidden", hidden)):
+            check.in_range(name, value, 1, 2**31 - 1)
+        check.in_range("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, 2**31 - 1)
+        check.require_type(isinstance(dtype, torch.dtype), "dtype", "a torch.dtype", dtype)
+        return with_flags(num_entries * hidden * dtype.itemsize), 0
+
     @_eager
     def dispatch(
         self,
@@ -260,12 +310,16 @@ class ElasticBuffer:
 
         Raises TypeError or ValueError for a bad argument, before anything is sent; EPTimeoutError.
         """
-        self._require_usable("dispatch")
+        self._require_usable("dispatch", self._backend.supports_capture)
 
         def checked() -> DispatchRequest:
-            check.in_range("num_qps", num_qps, 0, 2**31 - 1)
-            check.flag("async_with_compute_stream", async_with_compute_stream)
-            check_events(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+            check_stream_options(
+                num_qps,
+                previous_event,
+                previous_event_before_epilogue,
+                async_with_compute_stream,
+                allocate_on_comm_stream,
+            )
             request = check_dispatch(
                 self._place,
                 self.num_max_tokens_per_rank,
@@ -333,12 +387,16 @@ class ElasticBuffer:
 
         Raises TypeError or ValueError for a bad argument, before anything is sent; EPTimeoutError.
         """
-        self._require_usable("combine")
+        self._require_usable("combine", self._backend.supports_capture)
 
         def checked() -> CombineRequest:
-            check.in_range("num_qps", num_qps, 0, 2**31 - 1)
-            check.flag("async_with_compute_stream", async_with_compute_stream)
-            check_events(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+            check_stream_options(
+                num_qps,
+                previous_event,
+                previous_event_before_epilogue,
+                async_with_compute_stream,
+                allocate_on_comm_stream,
+            )
             request = check_combine(
                 self._place,
                 x=x,
@@ -358,13 +416,202 @@ class ElasticBuffer:
         return result.combined_x, result.combined_topk_weights, event
 
     @_eager
+    def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
+        """Set what a session of `all_gather` may take: bytes, as `get_agrs_num_max_session_bytes` says, and calls.
+
+        Collective; raises TypeError or ValueError on all ranks if one has a bad argument, RuntimeError in a session.
+        """
+        op = "agrs_set_config"
+        self._require_usable(op)
+
+        def checked() -> SessionSizes:
+            check.in_range("num_max_session_bytes", num_max_session_bytes, 1, 2**62)
+            check.in_range("num_max_all_gathers_per_session", num_max_all_gathers_per_session, 1, 2**31 - 1)
+            self._require_session(op, False)
+            self._space.serve("all_gather", num_max_session_bytes, f"a session takes {num_max_session_bytes}")
+            return SessionSizes(num_max_session_bytes, num_max_all_gathers_per_session)
+
+        self._sessions = Sessions(self._place, self._agreed(op, checked, always=True), self._limit)
+
+    @_eager
+    def create_agrs_session(self) -> None:
+        """Begin a session: until its end, what `all_gather` returns is valid. Collective."""
+        self._require_usable("create_agrs_session")
+        self._require_session("create_agrs_session", False)
+        if self._sessions is None:
+            raise RuntimeError("create_agrs_session: expected agrs_set_config before")
+        self._sessions.begin()
+
+    @_eager
+    def destroy_agrs_session(self) -> None:
+        """End the session, whose results may be overwritten from now on. Collective. Raises EPTimeoutError."""
+        self._require_usable("destroy_agrs_session")
+        self._guarded(self._require_session("destroy_agrs_session", True).end)
+
+    @contextmanager
+    def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
+        """A session for the length of a with block; nothing unless `enabled`."""
+        check.flag("enabled", enabled)
+        if enabled:
+            self.create_agrs_session()
+        try:
+            yield
+        finally:
+            if enabled:
+                self.destroy_agrs_session()
+
+    @_eager
+    def agrs_get_inplace_tensor(
+        self, shapes: Shape | Sequence[Shape], dtype: torch.dtype
+    ) -> Tensor | tuple[Tensor, ...]:
+        """A tensor of a shape, or for several shapes a tuple, which `all_gather` gathers without copying it first.
+
+        It is in the session's memory, and valid as long. Collective. Raises TypeError or ValueError.
+        """
+        self._require_usable("agrs_get_inplace_tensor")
+        sessions = self._require_session("agrs_get_inplace_tensor", True)
+        several = check_shapes(shapes, dtype)
+        tensors = sessions.new(several, dtype)
+        return tuple(tensors) if several != [tuple(shapes)] else tensors[0]
+
+    @_eager
+    def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
+        """Gather a tensor, or several, of equal shapes and dtypes on all ranks. Collective.
+
+        Args:
+            t: one or several contiguous tensors of any dtype and shape, which must not change before the wait.
+
+        Returns (gathered, …, wait): for each tensor one of shape (R, …), ordered by rank, valid until the session ends;
+        and a function that makes the current stream, or a CPU, wait until all of them have arrived.
+
+        Raises TypeError or ValueError for a bad argument, before anything is sent; `wait` raises EPTimeoutError.
+        """
+        self._require_usable("all_gather")
+        sessions = self._require_session("all_gather", True)
+
+        def checked() -> GatherRequest:
+            tensors = t if isinstance(t, tuple | list) else (t,)
+            for index, each in enumerate(tensors):
+                name = "t" if each is t else f"t[{index}]"
+                check.plain(name, each)
+                check.tensor(name, each, (each.dtype,), (...,), device=self._place.device)
+            return GatherRequest(list(tensors))
+
+        request = self._agreed("all_gather", checked)
+        with torch.no_grad():
+            places = sessions.places(request)
+            gathered, works = self._guarded(lambda: sessions.gather(request, places))
+        return *gathered, lambda: self._guarded(lambda: sessions.wait(works))
+
+    @_eager
+    def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
+        """Make slots for tensors on their way to a neighbour: their largest size, and how many of them. Once a buffer.
+
+        Collective; raises TypeError or ValueError on all ranks if one has a bad argument.
+        """
+        self._require_usable("pp_set_config")
+
+        def checked() -> SlotSizes:
+            if self._pipeline is not None:
+                raise RuntimeError("pp_set_config: expected once for a buffer")
+            sizes = _slot_sizes(num_max_tensor_bytes, num_max_inflight_tensors)
+            self._space.serve("pp_send and pp_recv", sizes.num_bytes, f"slots take {sizes.num_bytes}")
+            return sizes
+
+        sizes = self._agreed("pp_set_config", checked, always=True)
+        self._pipeline = self._guarded(lambda: Pipeline(self._place, sizes, self._limit))
+
+    @_eager
+    def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
+        """Send a contiguous tensor to a neighbour in the ring of ranks, rank - 1 or rank + 1 modulo R.
+
+        It is copied to a slot, so t may change; if num_max_inflight_tensors are on their way, the call waits for the
+        receiver. num_sms changes nothing. Raises TypeError or ValueError for a bad argument; EPTimeoutError.
+        """
+        pipeline = self._checked_pipeline("pp_send", "dst_rank_idx", dst_rank_idx, t, num_sms)
+        with torch.no_grad():
+            self._guarded(lambda: pipeline.send(t, dst_rank_idx))
+
+    @_eager
+    def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
+        """Receive in t what a neighbour sends next, of the same number of bytes.
+
+        t is contiguous. num_sms changes nothing. Raises TypeError or ValueError for a bad argument; EPTimeoutError.
+        """
+        pipeline = self._checked_pipeline("pp_recv", "src_rank_idx", src_rank_idx, t, num_sms)
+        with torch.no_grad():
+            self._guarded(lambda: pipeline.receive(t, src_rank_idx))
+
+    @_eager
+    def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> None:
+        """Store a rank's entries for `engram_fetch`, in place of those stored before. Arguments are copied.
+
+        Args:
+            storage: (n, H) of any dtype, contiguous, entries rank · n … rank · n + n - 1; n, H and the dtype's size are
+                the same on all ranks, and rows are multiples of 16 bytes.
+            sf: (R · n, S) of 4-byte elements, scale factors of the entries of all ranks, alike on all ranks.
+
+        Collective; raises TypeError or ValueError on all ranks if one has a bad argument.
+        """
+        self._require_usable("engram_write")
+
+        def checked() -> engram.Storage:
+            new = engram.check_storage(self._place, storage, sf)
+            self._space.serve("engram_fetch", new.rows.nbytes, f"entries take {new.rows.nbytes}")
+            return new
+
+        new = self._agreed("engram_write", checked, always=True)
+        self._storage = engram.Storage(new.rows.detach().clone(), None if sf is None else sf.detach().clone())
+
+    @_eager
+    def engram_fetch(
+        self, indices: Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """Begin to fetch entries of all ranks. Collective.
+
+        Args:
+            indices: int32 (T, m), which may differ between ranks, T too. Entry i is row i % n of rank i // n's storage;
+                an index of no entry, which TK_DEBUG=1 refuses, gets zeros.
+            num_qps: changes nothing.
+            use_tma_aligned_col_major_sf: return scale factors with strides (1, T to a multiple of 4).
+
+        Returns a function that makes the current stream wait, and returns the rows (T, m · H) of the storage's dtype,
+        and their scale factors (T, m · S), or None.
+
+        Raises TypeError or ValueError for a bad argument, before anything is sent; EPTimeoutError.
+        """
+        self._require_usable("engram_fetch")
+        if self._storage is None:
+            raise RuntimeError("engram_fetch: expected engram_write before")
+        storage = self._storage
+
+        def checked() -> engram.FetchRequest:
+            check.in_range("num_qps", num_qps, 0, 2**31 - 1)
+            return engram.check_fetch(self._place, storage, indices, use_tma_aligned_col_major_sf)
+
+        request = self._agreed("engram_fetch", checked)
+        fetched, event = self._run(
+            "engram_fetch",
+            lambda: engram.fetch(self._place, storage, request, self._limit),
+            (indices, *storage),
+            None,
+            True,
+        )
+
+        def wait() -> tuple[Tensor, Tensor | None]:
+            event.current_stream_wait()
+            return fetched
+
+        return wait
+
+    @_eager
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait for all ranks: later work of the current stream does, and with_cpu_sync the host, too.
 
         Without use_comm_stream the barrier itself is on the current stream. `sequential` changes nothing: ranks are
         never let through one after the other. Raises EPTimeoutError.
         """
-        self._require_usable("barrier")
+        self._require_usable("barrier", self._backend.supports_capture)
         for name, value in (("use_comm_stream", use_comm_stream), ("with_cpu_sync", with_cpu_sync)):
             check.flag(name, value)
         check.flag("sequential", sequential)
@@ -395,7 +642,7 @@ class ElasticBuffer:
 
     def capture(self) -> EventHandle:
         """The work that the current stream has been given so far, for previous_event. On a CPU it is nothing."""
-        self._require_usable("capture")
+        self._require_usable("capture", self._backend.supports_capture)
         return EventHandle()
 
     def get_comm_stream(self) -> torch.cuda.Stream | None:
@@ -434,26 +681,40 @@ class ElasticBuffer:
         if failure is not None:
             raise RuntimeError(f"{op}: the buffer cannot be used any more, as an earlier call failed") from failure
 
-    def _require_usable(self, op: str) -> None:
+    def _require_usable(self, op: str, supports_capture: bool = False) -> None:
         if self._destroyed:
             raise RuntimeError(f"{op}: the buffer is destroyed")
         self._raise_failure(op)
-        if (
-            self._place.device.type == "cuda"
-            and torch.cuda.is_current_stream_capturing()
-            and not self._backend.supports_capture
-        ):
-            raise RuntimeError(f"{op}: the {self.backend} backend synchronizes, so CUDA graphs cannot capture it")
+        is_cuda = self._place.device.type == "cuda"
+        if is_cuda and not supports_capture and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{op}: it waits on the host, so CUDA graphs cannot capture it")
 
-    def _agreed(self, op: str, checked: Callable[[], Request]) -> Request:
-        """What the checks make of a call's arguments; with TK_DEBUG all ranks raise if one does, or if they differ."""
-        if not env.debug():
+    def _require_session(self, op: str, is_open: bool) -> Sessions | None:
+        """The sessions, if one is open or not as asked for. Raises RuntimeError."""
+        if (self._sessions is not None and self._sessions.is_open) != is_open:
+            raise RuntimeError(f"{op}: expected {'a' if is_open else 'no'} session, which create_agrs_session begins")
+        return self._sessions
+
+    def _checked_pipeline(self, op: str, name: str, rank: int, t: Tensor, num_sms: int) -> Pipeline:
+        self._require_usable(op)
+        if self._pipeline is None:
+            raise RuntimeError(f"{op}: expected pp_set_config before")
+        check.in_range("num_sms", num_sms, 0, 2**31 - 1)
+        self._pipeline.check(name, rank, t)
+        return self._pipeline
+
+    def _agreed(self, op: str, checked: Callable[[], Request], always: bool = False) -> Request:
+        """What the checks make of a call's arguments.
+
+        With TK_DEBUG, or `always`, all ranks raise if one does, or if they differ.
+        """
+        if not always and not env.debug():
             return checked()
         request, error = None, None
         try:
             request = checked()
-            for name, value in request._asdict().items():
-                if torch.is_grad_enabled() and any(each.requires_grad for each in streams.tensors_in(value)):
+            for name, value in request._asdict().items() if env.debug() and torch.is_grad_enabled() else ():
+                if any(each.requires_grad for each in streams.tensors_in(value)):
                     raise RuntimeError(f"{op}: drops the gradient of {name}; if none is wanted, detach the argument")
         except (TypeError, ValueError, RuntimeError) as found:
             error = found
@@ -492,3 +753,9 @@ def _place(group: Any) -> Place:
     if "cuda:nccl" in dist.get_backend_config(group):
         device = torch.device("cuda", torch.cuda.current_device())
     return Place(group, rank, dist.get_world_size(group), device)
+
+
+def _slot_sizes(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> SlotSizes:
+    check.in_range("num_max_tensor_bytes", num_max_tensor_bytes, 1, 2**62)
+    check.in_range("num_max_inflight_tensors", num_max_inflight_tensors, 1, 2**31 - 1)
+    return SlotSizes(num_max_tensor_bytes, num_max_inflight_tensors)

@@ -269,13 +269,17 @@ def _check_x(place: Place, x: Any) -> tuple[Tensor, Tensor | None]:
         data, sf, name = x[0], x[1], "x[0]"
         dtypes = (torch.float8_e4m3fn, torch.int8)
         num_tokens, _ = check.tensor(name, data, dtypes, ("num_tokens", "hidden"), device=place.device)
-        check.plain("x[1]", sf)
-        is_word = sf.dtype.itemsize == 4 and not sf.dtype.is_complex
-        check.require_type(is_word, "x[1]", "a dtype of 4 bytes", sf.dtype)
-        check.tensor("x[1]", sf, (sf.dtype,), (num_tokens, "num_factors"), layout="any", device=place.device)
+        check_factors("x[1]", sf, num_tokens, place.device)
     row_bytes = data.shape[1] * data.element_size()
     check.require(row_bytes > 0 and row_bytes % 16 == 0, name, "rows of a positive multiple of 16 bytes", row_bytes)
     return data, sf
+
+
+def check_factors(name: str, sf: Any, num_rows: int, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless sf is (num_rows, S) of 4-byte elements, with any strides."""
+    check.plain(name, sf)
+    check.require_type(sf.dtype.itemsize == 4 and not sf.dtype.is_complex, name, "a dtype of 4 bytes", sf.dtype)
+    check.tensor(name, sf, (sf.dtype,), (num_rows, "num_factors"), layout="any", device=device)
 
 
 def _check_handle(place: Place, handle: Any) -> None:
@@ -316,8 +320,16 @@ def check_combine(
     return CombineRequest(x, handle, topk_weights, biases, num_sms or handle.num_sms, sum_on_source)
 
 
-def check_events(previous_event: Any, previous_event_before_epilogue: Any, allocate_on_comm_stream: Any) -> None:
-    """The events that a call waits for. Raises TypeError or ValueError, which name what is wrong."""
+def check_stream_options(
+    num_qps: Any,
+    previous_event: Any,
+    previous_event_before_epilogue: Any,
+    async_with_compute_stream: Any,
+    allocate_on_comm_stream: Any,
+) -> None:
+    """What dispatch and combine take alike. Raises TypeError or ValueError, which name what is wrong."""
+    check.in_range("num_qps", num_qps, 0, _INT32_LIMIT - 1)
+    check.flag("async_with_compute_stream", async_with_compute_stream)
     check.flag("allocate_on_comm_stream", allocate_on_comm_stream)
     events = {"previous_event": previous_event, "previous_event_before_epilogue": previous_event_before_epilogue}
     for name, event in events.items():

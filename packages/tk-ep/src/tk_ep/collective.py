@@ -10,6 +10,7 @@ bytes, as gloo knows fewer dtypes than torch. The host waits for each exchange.
 """
 
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ class CollectiveBackend:
     def __init__(self, place: Place, limit: timedelta) -> None:
         self._place = place
         self._limit = limit
+        self._exchange = partial(exchange, place, limit)
 
     def dispatch(self, request: DispatchRequest) -> DispatchResult:
         """See `tk_ep.backend.Backend`."""
@@ -114,21 +116,22 @@ class CollectiveBackend:
     def release(self) -> None:
         """See `tk_ep.backend.Backend`. There is nothing to free."""
 
-    def _exchange(self, op: str, send: list[int], recv: list[int], *rows: Tensor) -> list[Tensor]:
-        """Send the first send[0] rows of each tensor to rank 0 and so on; return what ranks sent, sum(recv) rows."""
-        results = [each.new_empty((sum(recv), *each.shape[1:])) for each in rows]
-        # Bytes, and nothing of rows without any.
-        pairs = [
-            (received.view(torch.uint8), sent.contiguous().view(torch.uint8))
-            for received, sent in zip(results, rows)
-            if sent.shape[1]
-        ]
-        with waiting_for_peers(op, self._place.rank, self._limit):
-            options = {"group": self._place.group, "async_op": True}
-            works = [dist.all_to_all_single(received, sent, recv, send, **options) for received, sent in pairs]
-            for work in works:
-                work.wait(self._limit)
-        return results
+
+def exchange(place: Place, limit: timedelta, op: str, send: list[int], recv: list[int], *rows: Tensor) -> list[Tensor]:
+    """Send the first send[0] rows of each tensor to rank 0 and so on; return what ranks sent, sum(recv) rows."""
+    results = [each.new_empty((sum(recv), *each.shape[1:])) for each in rows]
+    # Bytes, and nothing of rows without any.
+    pairs = [
+        (received.view(torch.uint8), sent.contiguous().view(torch.uint8))
+        for received, sent in zip(results, rows)
+        if sent.shape[1]
+    ]
+    with waiting_for_peers(op, place.rank, limit):
+        options = {"group": place.group, "async_op": True}
+        works = [dist.all_to_all_single(received, sent, recv, send, **options) for received, sent in pairs]
+        for work in works:
+            work.wait(limit)
+    return results
 
 
 def _recv_counts(handle: EPHandle) -> Tensor:

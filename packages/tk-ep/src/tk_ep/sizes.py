@@ -47,6 +47,11 @@ def combine_area_bytes(
     return rows_per_token * num_max_tokens_per_rank * combine_row_bytes(hidden, num_topk)
 
 
+def with_flags(num_bytes: int) -> int:
+    """Bytes of a buffer with room for num_bytes beside the flags, to 2 MiB."""
+    return align(num_bytes + FLAG_BYTES, _PAGE)
+
+
 def buffer_bytes(
     num_ranks: int,
     num_max_tokens_per_rank: int,
@@ -64,26 +69,40 @@ def buffer_bytes(
     row_bytes = dispatch_row_bytes(data, factors, num_topk)
     dispatched = dispatch_area_bytes(num_ranks, num_max_tokens_per_rank, row_bytes)
     combined = combine_area_bytes(num_ranks, num_max_tokens_per_rank, hidden, num_topk, allow_multiple_reduction)
-    return align(dispatched + combined + FLAG_BYTES, _PAGE)
+    return with_flags(dispatched + combined)
 
 
 class BufferSpace:
-    """Which of a buffer's bytes its calls take: dispatched rows from the start, combined ones from the end.
+    """Which of a buffer's bytes its calls take.
 
-    Each area is as large as the largest call so far needed it, and both have to fit beside the flags.
+    A buffer serves one of several uses. For dispatch and combine, dispatched rows are at the start, combined ones at
+    the end; each area is as large as the largest call so far needed it, and both have to fit beside the flags.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.dispatch_bytes = 0
         self.combine_bytes = 0
+        self._use: str | None = None
 
     def claim(self, dispatch_bytes: int = 0, combine_bytes: int = 0) -> None:
-        """Enlarge the areas to at least these bytes. Raises ValueError, and changes nothing, if they don't fit."""
+        """Enlarge the areas to at least these bytes. Raises, and changes nothing, as `serve` does."""
         dispatch_bytes = max(self.dispatch_bytes, dispatch_bytes)
         combine_bytes = max(self.combine_bytes, combine_bytes)
-        needed = dispatch_bytes + combine_bytes + FLAG_BYTES
-        if needed > self.num_bytes:
-            parts = f"dispatches take {dispatch_bytes}, combines {combine_bytes}, flags {FLAG_BYTES}"
-            raise ValueError(f"num_bytes: expected a buffer of {needed} bytes ({parts}), got {self.num_bytes}")
+        parts = f"dispatches take {dispatch_bytes}, combines {combine_bytes}"
+        self.serve("dispatch and combine", dispatch_bytes + combine_bytes, parts)
         self.dispatch_bytes, self.combine_bytes = dispatch_bytes, combine_bytes
+
+    def serve(self, use: str, num_bytes: int, parts: str) -> None:
+        """Keep the buffer for this use.
+
+        Raises ValueError, which says the `parts`, if num_bytes don't fit; RuntimeError if it is in another use.
+        """
+        if self._use not in (None, use):
+            raise RuntimeError(f"{use}: this buffer serves {self._use}; each use needs a buffer of its own")
+        needed = num_bytes + FLAG_BYTES
+        if needed > self.num_bytes:
+            raise ValueError(
+                f"num_bytes: expected a buffer of {needed} bytes ({parts}, flags {FLAG_BYTES}), got {self.num_bytes}"
+            )
+        self._use = use

@@ -1,0 +1,103 @@
+"""What pipeline parallelism calls, over NCCL or gloo: tensors to and from the neighbours in a ring of ranks.
+
+A sender has slots for each neighbour, so that it need not wait for the receiver until all of them are in flight. Each
+direction between two ranks has a communicator of its own: NCCL runs what one communicator is given in order, so that
+two ranks which send to each other, and then receive, would wait for each other.
+"""
+
+import secrets
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tk_core import check
+from tk_core.math import align
+from tk_ep.consensus import gather, waiting_for_peers
+from tk_ep.handle import Place
+
+_ALIGNMENT = 128
+_SENDER, _RECEIVER = 0, 1
+
+
+class SlotSizes(NamedTuple):
+    """How many tensors may be on their way to a neighbour, and how large they are."""
+
+    num_max_tensor_bytes: int
+    num_max_inflight_tensors: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return align(self.num_max_tensor_bytes, _ALIGNMENT)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slots for both neighbours."""
+        return 2 * self.num_max_inflight_tensors * self.slot_bytes
+
+    def facts(self) -> dict[str, int]:
+        """What has to be equal on all ranks."""
+        return self._asdict()
+
+
+class _Sent:
+    """The slots for one neighbour, of which sends take the next in turn."""
+
+    def __init__(self, sizes: SlotSizes, device: torch.device) -> None:
+        shape = sizes.num_max_inflight_tensors, sizes.slot_bytes
+        self.slots = torch.empty(shape, dtype=torch.uint8, device=device)
+        self.works: list[dist.Work | None] = [None] * len(self.slots)
+        self.next = 0
+
+
+class Pipeline:
+    """A rank's sends and receives. Making one is collective."""
+
+    def __init__(self, place: Place, sizes: SlotSizes, limit: timedelta) -> None:
+        self._place = place
+        self._limit = limit
+        self._sizes = sizes
+        self._neighbours = sorted({(place.rank + step) % place.num_ranks for step in (-1, 1)} - {place.rank})
+        self._sent = {rank: _Sent(sizes, place.device) for rank in self._neighbours}
+        # Not groups of dist.new_group: it names them by a count that has to be equal on all ranks of the world.
+        key = int(gather(place, "pp_set_config", torch.tensor([secrets.randbits(62)]), limit)[0])
+        self._pairs: dict[tuple[int, int], Any] = {}
+        kind = dist.ProcessGroupGloo if place.device.type == "cpu" else dist.ProcessGroupNCCL
+        # Both ranks of a pair wait for each other, so that all ranks take pairs in the same order.
+        for low, high in sorted(tuple(sorted((place.rank, rank))) for rank in self._neighbours):
+            for source, to in ((low, high), (high, low)):
+                store = dist.PrefixStore(f"tk_ep/{key}/{source}-{to}", _get_default_store())
+                with waiting_for_peers("pp_set_config", place.rank, limit):
+                    self._pairs[source, to] = kind(store, int(place.rank == to), 2, limit)
+
+    def check(self, name: str, rank: int, t: Tensor) -> None:
+        """Raise TypeError or ValueError unless t fits a slot, and argument `name` is a neighbour."""
+        check.integer(name, rank)
+        check.one_of(name, rank, self._neighbours)
+        check.plain("t", t)
+        check.tensor("t", t, (t.dtype,), (...,), device=self._place.device)
+        most = self._sizes.num_max_tensor_bytes
+        check.require(t.nbytes <= most, "t", "at most num_max_tensor_bytes = {} bytes", t.nbytes, most)
+
+    def send(self, t: Tensor, to: int) -> None:
+        """Send t, when a slot is free."""
+        sent = self._sent[to]
+        slot = sent.slots[sent.next][: t.nbytes]
+        with waiting_for_peers("pp_send", self._place.rank, self._limit):
+            if sent.works[sent.next] is not None:
+                sent.works[sent.next].wait(self._limit)
+            slot.copy_(t.flatten().view(torch.uint8))
+            pair = self._pairs[self._place.rank, to]
+            sent.works[sent.next] = pair.send([slot], _RECEIVER, 0) if len(slot) else None
+        sent.next = (sent.next + 1) % len(sent.works)
+
+    def receive(self, t: Tensor, source: int) -> None:
+        """Receive the next tensor from `source` in t."""
+        if t.numel():
+            with waiting_for_peers("pp_recv", self._place.rank, self._limit):
+                pair = self._pairs[source, self._place.rank]
+                pair.recv([t.flatten().view(torch.uint8)], _SENDER, 0).wait(self._limit)
