@@ -133,9 +133,7 @@ def _find(s: Scheduler) -> None:
 @T.macro
 def _find_in_strips(s: Scheduler, index: T.PrimExpr) -> None:
     # Strips of STRIP · 128 rows, one column of tiles after the other, so that their rows stay in L2.
-    strip = T.alloc_var("int32")
-    inner = T.alloc_var("int32")
-    height = T.alloc_var("int32")
+    strip, inner, height = (T.alloc_var("int32") for _ in range(3))
     strip_size = STRIP * 128 // s.block_m
     num_n = T.ceildiv(s.n, s.block_n)
     strip = T.truncdiv(index, strip_size * num_n)
@@ -148,8 +146,7 @@ def _find_in_strips(s: Scheduler, index: T.PrimExpr) -> None:
 @T.macro
 def _find_masked(s: Scheduler) -> None:
     # Tiles come in ascending order, so the search resumes where it stopped.
-    count = T.alloc_var("int32")
-    num_m = T.alloc_var("int32")
+    count, num_m = T.alloc_var("int32"), T.alloc_var("int32")
     num_n = T.ceildiv(s.n, s.block_n)
     count = T.max(T.min(s.layout[s.cursor[0]], s.m), 0)
     num_m = T.ceildiv(count, s.block_m)
@@ -168,8 +165,7 @@ def _find_masked(s: Scheduler) -> None:
 @T.macro
 def _find_group(s: Scheduler) -> None:
     # The first group that ends after the first of the 128 rows that have the tile; empty groups end where they begin.
-    low = T.alloc_var("int32")
-    high = T.alloc_var("int32")
+    low, high = T.alloc_var("int32"), T.alloc_var("int32")
     low = 0
     high = s.num_groups
     while low < high:
@@ -188,8 +184,7 @@ def _find_group(s: Scheduler) -> None:
 def _find_range(s: Scheduler, group: T.PrimExpr) -> None:
     # A group without channels has one step past the last, of which TMA loads zeros. It is also past the last word of
     # packed factors, which may have any bytes behind those of the last step, such as NaN: 0 · NaN would be NaN.
-    first = T.alloc_var("int32")
-    end = T.alloc_var("int32")
+    first, end = T.alloc_var("int32"), T.alloc_var("int32")
     first = 0
     if group > 0:
         first = group_end(s.layout[group - 1], s.k)
@@ -225,25 +220,3 @@ def receive(tile: Tile, sent: T.Buffer, stage: T.PrimExpr) -> None:
     """Read the coordinates in a stage, which may be released then."""
     for x, _ in enumerate(tile):
         tile[x][0] = sent[stage, x]
-
-
-@T.macro
-def find_range(ends: T.Buffer, num_groups: T.PrimExpr, k: T.PrimExpr, channel: T.PrimExpr, group: T.Buffer) -> None:
-    """group = [first group that ends after a channel, where it begins, where it ends], or [num_groups, 0, 0]."""
-    low = T.alloc_var("int32")
-    high = T.alloc_var("int32")
-    low = 0
-    high = num_groups
-    while low < high:
-        middle = (low + high) >> 1
-        if group_end(ends[middle], k) > channel:
-            high = middle
-        else:
-            low = middle + 1
-    group[0] = low
-    group[1] = 0
-    group[2] = 0
-    if low < num_groups:
-        group[2] = group_end(ends[low], k)
-        if low > 0:
-            group[1] = group_end(ends[low - 1], k)

@@ -30,8 +30,7 @@ class Results(NamedTuple):
 @T.macro
 def store(x: Results, tile: Tile, s: Sums) -> None:
     """In the storing warps: write a tile's codes and factors, but of no rows past the last."""
-    gate = T.alloc_fragment((BLOCK, PIECE), "float32")
-    up = T.alloc_fragment((BLOCK, PIECE), "float32")
+    gate, up = (T.alloc_fragment((BLOCK, PIECE), "float32") for _ in range(2))
     is_row = T.alloc_fragment((BLOCK,), "int32")
     weight = T.alloc_fragment((BLOCK,), "float32") if x.weights is not None else None
     amax = T.alloc_fragment((BLOCK,), "int32")

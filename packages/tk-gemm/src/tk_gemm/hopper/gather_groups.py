@@ -24,7 +24,7 @@ def gather_groups_kernel(arch: Arch) -> Any:
     """
     import tilelang.language as T
 
-    from tk_gemm.scheduler import find_range
+    from tk_gemm.scheduler import group_end
 
     rows, words, num_groups = (T.dynamic(x) for x in ("rows", "words", "num_groups"))
     size, pitch = T.dynamic("size", "int64"), T.dynamic("pitch", "int64")
@@ -36,8 +36,25 @@ def gather_groups_kernel(arch: Arch) -> Any:
         out: T.StridedTensor((rows, words), (pitch, 1), "int32"),
     ) -> None:
         with T.Kernel(T.ceildiv(rows, ROWS), T.truncdiv(words, _WORDS), threads=256) as (block, step):
-            group = T.alloc_local((3,), "int32")  # Its number, and where it begins and ends.
-            find_range(ends, num_groups, words * 4, step * BLOCK_K, group)
+            # The first group that ends behind the step: its number, and where it begins and ends.
+            group = T.alloc_local((3,), "int32")
+            k, channel = words * 4, step * BLOCK_K
+            low, high = T.alloc_var("int32"), T.alloc_var("int32")
+            low = 0
+            high = num_groups
+            while low < high:
+                middle = (low + high) >> 1
+                if group_end(ends[middle], k) > channel:
+                    high = middle
+                else:
+                    low = middle + 1
+            group[0] = low
+            group[1] = 0
+            group[2] = 0
+            if low < num_groups:
+                group[2] = group_end(ends[low], k)
+                if low > 0:
+                    group[1] = group_end(ends[low - 1], k)
             T.assume(pitch % _WORDS == 0)
             if group[0] < num_groups:
                 first, num_steps = T.truncdiv(group[1], BLOCK_K), T.truncdiv(group[2] - group[1], BLOCK_K)

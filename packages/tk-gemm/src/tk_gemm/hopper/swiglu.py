@@ -39,9 +39,7 @@ def fp8_swiglu_product_kernel(
         sf: T.Buffer,
     ) -> None:
         tile = scheduler.local_tile()
-        part = T.alloc_fragment((64, 128), "float32")
-        gate = T.alloc_fragment((64, 128), "float32")
-        up = T.alloc_fragment((64, 128), "float32")
+        part, gate, up = (T.alloc_fragment((64, 128), "float32") for _ in range(3))
         weight = T.alloc_fragment((64,), "float32") if with_weights else None
         ring.wait_full(share.ring)
         scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
