@@ -52,7 +52,7 @@ def fp8_gemm_nt(
             with factors for each row (N, K/128) as a's.
         d: bfloat16 or float32 (M, N), written; by default new, of c's dtype or, without c, bfloat16. With factors for
             each row of b only float32.
-        c: (M, N) of d's dtype, added last; may be d.
+        c: (M, N) of d's dtype, added last; may be d. If it is, in float32, subnormal c and results count as 0.
         recipe: (1, 128, 128), the default, or (1, 1, 128): factors for each row of b.
         recipe_a: (1, 128), instead of recipe.
         recipe_b: (128, 128) or (1, 128), instead of recipe.
@@ -118,7 +118,7 @@ def bf16_gemm_nt(
             contiguous along M, with columns strided by multiples of 16 bytes.
         b: bfloat16 (N, K), N a multiple of 8; or a transposed view, as a.
         d: bfloat16 or float32 (M, N), written; by default new, of c's dtype or, without c, bfloat16.
-        c: (M, N) of d's dtype, added last; may be d.
+        c: (M, N) of d's dtype, added last; may be d. If it is, in float32, subnormal c and results count as 0.
         compiled_dims: For DeepGEMM's compiler; without effect here.
 
     Returns:

@@ -74,7 +74,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
             begins at the next multiple of 128, and channels in between must be zero in both operands. An end past ΣK
             counts as ΣK.
         grouped_layout: The sizes in ks on the device, int32 (G), only where ks is a list; without effect.
-        c: (G, M, N) of d's dtype, added last; may be d. Groups without K give c, or zeros without c.
+        c: (G, M, N) of d's dtype, added last; may be d. If it is, in float32, subnormal c and results count as 0.
+            Groups without K give c, or zeros without c.
         recipe: (1, 1, 128).
         compiled_dims: For DeepGEMM's compiler; without effect here.
 
@@ -122,7 +123,8 @@ def k_grouped_bf16_gemm_tn_contiguous(
         d: float32 or bfloat16 (G, M, N), written; None: new, of c's dtype or float32.
         ks: The groups' sizes or ends, as `k_grouped_fp8_gemm_nt_contiguous` takes them.
         grouped_layout: The sizes in ks on the device, int32 (G), only where ks is a list; without effect.
-        c: (G, M, N) of d's dtype, added last; may be d. Groups without rows give c, or zeros without c.
+        c: (G, M, N) of d's dtype, added last; may be d. If it is, in float32, subnormal c and results count as 0.
+            Groups without rows give c, or zeros without c.
         compiled_dims: For DeepGEMM's compiler; without effect here.
 
     Returns:
