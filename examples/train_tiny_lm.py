@@ -3,6 +3,7 @@
     uv run examples/train_tiny_lm.py                # tiny: minutes on a CPU, where plain PyTorch computes everything
     uv run examples/train_tiny_lm.py --size small   # for a GPU
     uv run examples/train_tiny_lm.py --size small --backend reference --compare runs/small-kernels
+    uv run torchrun --nproc-per-node 2 examples/train_tiny_lm.py --expert-parallel
 
 It learns the sources of Python's standard library, a part of which is held out for validation. `--backend kernels`
 takes the layers from tk_modeling, `--backend fp8` too, with the experts' products in FP8, `--backend reference` from
@@ -10,6 +11,10 @@ its plain PyTorch references; initial weights, batches, attention and optimizer 
 (log.jsonl), a plot (loss.png) and a checkpoint are written to `--out`. `--resume` continues from the checkpoint with
 the same bits as an uninterrupted run; on a GPU this needs `--deterministic`. With more `--steps` it trains a finished
 run further. Ctrl-C ends a run after the step at hand, with a checkpoint.
+
+With `--expert-parallel` the processes that torchrun has started train one model, as one process would: each has a part
+of every batch and of every layer's experts, and all else is the same everywhere. The first one reports; each of the
+others has a folder in `--out`. Ctrl-C ends such a run at once, and `--resume` goes on from its last checkpoint.
 """
 
 import json
@@ -23,13 +28,14 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import typer
 from rich.console import Console
@@ -37,6 +43,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor, nn
 
+import tk_ep
 import tk_modeling
 import tk_modeling.reference
 from tk_engram.layout import engram_layout
@@ -85,6 +92,27 @@ SIZES = {
 # fmt: on
 
 
+class Ranks(NamedTuple):
+    """The processes that train the model, of which this is one: without a buffer, this one alone."""
+
+    index: int = 0
+    number: int = 1
+    buffer: tk_ep.ElasticBuffer | None = None
+
+    def share(self, x: Tensor) -> Tensor:
+        """This process's part of a batch, or of all experts."""
+        return x.chunk(self.number)[self.index]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add up a tensor of all processes, in place."""
+        if self.buffer is not None:
+            dist.all_reduce(x, group=self.buffer.group)
+        return x
+
+
+ALONE = Ranks()
+
+
 @dataclass(frozen=True)
 class Run:
     """What to train, and how."""
@@ -98,6 +126,7 @@ class Run:
     compile: bool
     deterministic: bool
     save_every: int
+    ranks: Ranks = ALONE
 
 
 # Data
@@ -159,10 +188,9 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Norm and mixture of experts."""
 
-    def __init__(self, size: Size, layers: ModuleType, fp8: bool) -> None:
+    def __init__(self, size: Size, layers: ModuleType, options: dict[str, Any]) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
-        options = {"fp8": True} if fp8 else {}
         self.moe = layers.MoE(size.hidden, size.intermediate, size.experts, size.topk, dtype=DTYPE, **options)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,9 +199,9 @@ class FeedForward(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes to logits of the next byte. `layers` is tk_modeling, with or without `fp8` experts, or its reference."""
+    """Bytes to logits of the next byte. `layers` is tk_modeling, with options of its MoE, or its reference."""
 
-    def __init__(self, size: Size, layers: ModuleType, fp8: bool = False) -> None:
+    def __init__(self, size: Size, layers: ModuleType, **moe: Any) -> None:
         super().__init__()
         self.expand, self.streams = layers.expand_from_embedding, size.streams
         self.embedding = nn.Embedding(VOCABULARY, size.hidden, dtype=DTYPE)
@@ -190,7 +218,7 @@ class LanguageModel(nn.Module):
             return layers.HyperConnection(sublayer, size.hidden, mhc_mult=size.streams)
 
         self.attentions = nn.ModuleList(connected(Attention(size)) for _ in range(size.layers))
-        self.feed_forwards = nn.ModuleList(connected(FeedForward(size, layers, fp8)) for _ in range(size.layers))
+        self.feed_forwards = nn.ModuleList(connected(FeedForward(size, layers, moe)) for _ in range(size.layers))
         self.head = layers.HyperHead(size.hidden, mhc_mult=size.streams)
         self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
         self.logits = nn.Linear(size.hidden, VOCABULARY, bias=False, dtype=DTYPE)
@@ -212,14 +240,20 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), auxiliary
 
 
-def make_model(size: Size, backend: str, seed: int) -> LanguageModel:
+def is_expert(name: str) -> bool:
+    """Whether a parameter has weights of experts, of which each process has its own."""
+    return name.endswith(("moe.gate_up", "moe.down"))
+
+
+def make_model(size: Size, backend: str, seed: int, ranks: Ranks = ALONE) -> LanguageModel:
     """A model whose initial weights depend only on the seed."""
     torch.manual_seed(seed)
     reference = LanguageModel(size, tk_modeling.reference)
     if backend == "reference":
         return reference
-    model = LanguageModel(size, tk_modeling, fp8=backend == "fp8")
-    model.load_state_dict(reference.state_dict())
+    model = LanguageModel(size, tk_modeling, fp8=backend == "fp8", ep=ranks.buffer)
+    state = reference.state_dict()
+    model.load_state_dict({name: ranks.share(x) if is_expert(name) else x for name, x in state.items()})
     return model
 
 
@@ -237,9 +271,14 @@ def compile_layers(model: LanguageModel) -> None:
 class Optimizer:
     """AdamW on float32 copies of the weights: bf16 would round small steps away."""
 
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        self.weights = weights
-        self.copies = [weight.detach().to(torch.float32, copy=True) for weight in weights]
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self.ranks = ranks
+        parts: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+        for name, weight in model.named_parameters():
+            parts[ranks.number > 1 and is_expert(name)].append(weight)
+        self.num_shared = len(parts[0])
+        self.weights = [*parts[0], *parts[1]]
+        self.copies = [weight.detach().to(torch.float32, copy=True) for weight in self.weights]
         for copy in self.copies:
             copy.grad = torch.empty_like(copy)
         self.adamw = torch.optim.AdamW(self.copies, betas=(0.9, 0.95), fused=True)
@@ -247,11 +286,17 @@ class Optimizer:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Clip the norm of all gradients to 1, update the weights, drop the gradients."""
+        gradients = [copy.grad for copy in self.copies]
         # torch's own optimizers use _foreach: one launch for many tensors.
-        torch._foreach_copy_([copy.grad for copy in self.copies], [weight.grad for weight in self.weights])
+        torch._foreach_copy_(gradients, [weight.grad for weight in self.weights])
         for weight in self.weights:
             weight.grad = None
-        nn.utils.clip_grad_norm_(self.copies, 1.0)
+        # An expert's gradient is of all processes' losses already.
+        for gradient in gradients[: self.num_shared]:
+            self.ranks.sum(gradient)
+        squares = torch.stack(torch._foreach_norm(gradients)).square()
+        norm = (squares[: self.num_shared].sum() + self.ranks.sum(squares[self.num_shared :].sum())).sqrt()
+        nn.utils.clip_grads_with_norm_(self.copies, 1.0, norm)
         self.adamw.param_groups[0]["lr"] = learning_rate
         self.adamw.step()
         torch._foreach_copy_(self.weights, self.copies)
@@ -283,38 +328,42 @@ class Trainer:
         torch.set_float32_matmul_precision("high")
         self.run = run
         self.train_text, self.held_out, self.description = read_text(run.device)
-        self.model = make_model(run.size, run.backend, run.seed).to(run.device)
+        self.model = make_model(run.size, run.backend, run.seed, run.ranks).to(run.device)
         if run.compile:
             compile_layers(self.model)
-        self.optimizer = Optimizer(list(self.model.parameters()))
+        self.optimizer = Optimizer(self.model, run.ranks)
         self.generator = torch.Generator().manual_seed(run.seed)
         self.step, self.steps = 0, run.steps or run.size.steps
         # A checkpoint is loaded only into a run of the same identity.
         self.identity = f"{run.size}, seed {run.seed}, {self.description}"
+        if run.ranks.number > 1:
+            self.identity += f", process {run.ranks.index} of {run.ranks.number}"
 
     def train_step(self) -> tuple[Tensor, float]:
         """Take a step; return the loss, which the GPU may still be computing, and the learning rate."""
-        size = self.run.size
+        size, ranks = self.run.size, self.run.ranks
         starts = torch.randint(len(self.train_text) - size.length, (size.batch,), generator=self.generator)
-        loss, auxiliary = self.model.loss(*windows(self.train_text, starts, size.length))
-        (loss + auxiliary).backward()
+        loss, auxiliary = self.model.loss(*windows(self.train_text, ranks.share(starts), size.length))
+        # The batch's loss is the sum of these.
+        ((loss + auxiliary) / ranks.number).backward()
         rate = size.learning_rate * learning_rate(self.step, self.steps)
         self.optimizer.step(rate)
         for connection in self.model.feed_forwards:
             connection.sublayer.moe.router.update_bias()
         self.step += 1
-        return loss.detach(), rate
+        return ranks.sum(loss.detach() / ranks.number), rate
 
     @torch.no_grad()
     def validation_loss(self, batches: int = 4) -> float:
         """Mean cross-entropy over windows spread evenly over the held-out text."""
-        text, size = self.held_out, self.run.size
+        text, size, ranks = self.held_out, self.run.size, self.run.ranks
         number = batches * size.batch
         starts = torch.arange(number) * (len(text) - size.length - 1) // number
         self.model.eval()
-        losses = [self.model.loss(*windows(text, part, size.length))[0] for part in starts.split(size.batch)]
+        parts = [ranks.share(part) for part in starts.split(size.batch)]
+        losses = [self.model.loss(*windows(text, part, size.length))[0] for part in parts]
         self.model.train()
-        return torch.stack(losses).mean().item()
+        return ranks.sum(torch.stack(losses).mean() / ranks.number).item()
 
     def save(self, path: Path) -> None:
         """Write all that the next step depends on, to a temporary file that is then renamed to `path`."""
@@ -343,6 +392,8 @@ class Trainer:
         if identity != self.identity:
             raise CheckpointError(f"{path}: expected a checkpoint of {self.identity}, got one of {identity}")
         self.step, self.steps = state["step"], self.run.steps or state["steps"]
+        if self.run.ranks.sum(torch.tensor(self.step, device=self.run.device)) != self.step * self.run.ranks.number:
+            raise CheckpointError(f"{path}: expected the step of the other processes, got {self.step}")
         if self.steps < self.step:
             raise CheckpointError(f"{path}: expected --steps of at least its {self.step}, got {self.steps}")
         self.model.load_state_dict(state["model"])
@@ -421,7 +472,9 @@ def train(run: Run, resume: bool, console: Console) -> LanguageModel:
     kept = log.read_text().splitlines(keepends=True)[: trainer.step] if resume else []
     log.write_text("".join(kept))
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress, interrupts_noted() as interrupts:
+    # Several processes would not stop after the same step.
+    noted = interrupts_noted() if run.ranks.buffer is None else nullcontext([])
+    with Progress(*columns, console=console) as progress, noted as interrupts:
         bar = progress.add_task("", total=trainer.steps, completed=trainer.step)
         while trainer.step < trainer.steps and not interrupts:
             entries = train_interval(trainer, interrupts)
@@ -554,6 +607,21 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
+def join_ranks(size: Size, device: torch.device) -> tuple[Ranks, torch.device]:
+    """The processes that torchrun has started, or this one alone, with a buffer for their tokens; its own device."""
+    from moe_layer_ep import join_group
+
+    device = join_group(device.type)
+    number = dist.get_world_size()
+    if size.batch % number or size.experts % number:
+        expected = f"expected processes that share out {size.batch} windows and {size.experts} experts, got {number}"
+        raise typer.BadParameter(expected, param_hint="--expert-parallel")
+    sizes = {"hidden": size.hidden, "num_topk": size.topk}
+    tokens = size.batch // number * size.length
+    buffer = tk_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=tokens, **sizes)
+    return Ranks(buffer.rank_idx, number, buffer), device
+
+
 def require_log(folder: Path) -> None:
     """Refuse a folder to compare with before training, not after it."""
     try:
@@ -603,14 +671,22 @@ def main(
     deterministic: Annotated[bool, typer.Option(help="Same bits in every run on a GPU, too; slower.")] = False,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints, each with a validation.")] = 50,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")] = None,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Share out batches and experts among torchrun's processes.")
+    ] = False,
 ) -> None:
     """Train a byte-level language model on Python's standard library."""
     where = device_named(device)
-    backend = backend or ("kernels" if where.type == "cuda" else "reference")
+    backend = backend or ("kernels" if where.type == "cuda" or expert_parallel else "reference")
+    if backend == "reference" and expert_parallel:
+        expected = "expected kernels or fp8 with --expert-parallel, got reference"
+        raise typer.BadParameter(expected, param_hint="--backend")
     if backend == "fp8" and (SIZES[size].hidden % 128 or SIZES[size].intermediate % 128):
         expected = f"kernels or reference for {size}: FP8 takes multiples of 128 channels"
         raise typer.BadParameter(f"expected {expected}, got fp8", param_hint="--backend")
-    out = out or Path("runs", f"{size}-{backend}")
+    ranks, where = join_ranks(SIZES[size], where) if expert_parallel else (ALONE, where)
+    out = out or Path("runs", f"{size}-{backend}" + (f"-{ranks.number}-processes" if expert_parallel else ""))
+    out = out / f"process{ranks.index}" if ranks.index else out
     folders = {folder.name: folder for folder in (out, *(compare or []))}
     if len(folders) <= len(compare or []):
         raise typer.BadParameter(f"expected folders of other names than {', '.join(folders)}", param_hint="--compare")
@@ -618,8 +694,8 @@ def main(
         require_log(folder)
     prepare_folder(out, resume)
     # Wide enough for every column where the output is not a terminal.
-    console = Console(width=None if Console().is_terminal else 120)
-    run = Run(SIZES[size], backend, steps, seed, out, where, compile, deterministic, save_every)
+    console = Console(width=None if Console().is_terminal else 120, quiet=ranks.index > 0)
+    run = Run(SIZES[size], backend, steps, seed, out, where, compile, deterministic, save_every, ranks)
     try:
         model = train(run, resume, console)
     except CheckpointError as error:
@@ -634,6 +710,9 @@ def main(
     console.print(results_table(logs, run.size.batch * run.size.length))
     console.print(sample(model, 100, b"def ", seed), markup=False, highlight=False)
     console.print(f"log, plot and checkpoint: {out}", highlight=False)
+    if ranks.buffer is not None:
+        ranks.buffer.destroy()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -177,6 +177,53 @@ def test_language_model_learns_with_fp8_experts(lm: ModuleType, tmp_path: Path) 
     assert max(abs(first[step] - second[step]) for step in range(1, 7)) < 0.05
 
 
+# Trains, then resumes by the command, in one group; with a small sample, and without a plot.
+ON_RANKS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+import torch
+import train_tiny_lm as lm
+import typer
+from rich.console import Console
+lm.SIZES["tiny"] = size = lm.{size}
+lm.plot, sample = lambda *_: None, lm.sample
+lm.sample = lambda model, length, prompt, seed: sample(model, 8, prompt, seed)
+ranks, device = joined = lm.join_ranks(size, torch.device("cpu"))
+lm.join_ranks = lambda *_: joined
+out = Path({out!r}, *([] if ranks.index == 0 else ["process1"]))
+lm.train(lm.Run(size, "kernels", 3, 0, out, device, False, False, 3, ranks), False, Console(quiet=True))
+sys.argv[1:] = ["--device", "cpu", "--expert-parallel", "--out", {out!r}, "--steps", "5", "--resume"]
+typer.run(lm.main)
+"""
+
+
+def test_language_model_learns_the_same_on_two_ranks(lm: ModuleType, tmp_path: Path) -> None:
+    """Also from a checkpoint on."""
+    # Larger steps multiply the rounding of gradients, which other parts of a batch round otherwise.
+    size = replace(micro_run(lm, tmp_path).size, learning_rate=3e-4)
+    alone, first, script = (tmp_path / name for name in ("alone", "first", "on_ranks.py"))
+    script.write_text(ON_RANKS.format(folder=str(EXAMPLES), size=size, out=str(first)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("step 5: loss") == 1
+    for steps in (3, 5):
+        lm.train(micro_run(lm, alone, size=size, steps=steps), steps == 5, Console(quiet=True))
+    for key in ("loss", "validation_loss"):
+        expected, found, other = (lm.series(lm.read_log(out), key) for out in (alone, first, first / "process1"))
+        assert found == other
+        assert found.keys() == expected.keys()
+        assert max(abs(found[step] - expected[step]) for step in found) < 1e-3
+    states = (torch.load(out / "checkpoint.pt")["model"] for out in (alone, first, first / "process1"))
+    for (name, whole), *shares in zip(*(state.items() for state in states)):
+        shares = [x for _, x in shares]
+        if lm.is_expert(name):
+            assert torch.cat(shares).shape == whole.shape
+        else:
+            assert_equal(*shares, name=name)
+
+
 def test_language_model_holds_whole_files_out(lm: ModuleType) -> None:
     train, held_out, description = lm.read_text(torch.device("cpu"))
     assert 5e6 < len(train) < 5e7
@@ -250,6 +297,7 @@ def test_language_model_names_a_bad_option_before_it_trains(lm: ModuleType, tmp_
     for arguments, expected in (
         (("--device", "nonsense"), "expected cpu, cuda or cuda:N, got nonsense"),
         (("--backend", "fp8"), "FP8 takes multiples of 128 channels"),
+        (("--expert-parallel", "--backend", "reference"), "expected kernels or fp8 with --expert-parallel"),
         (("--out", "/proc/x"), "expected a folder that can be written"),
         (("--out", tmp_path / "file"), "expected a folder that can be written"),
         (("--out", run), "expected a folder without a checkpoint, or --resume"),
