@@ -155,7 +155,28 @@ def test_tests_for_another_architecture_are_left_out(
     )
     result = run(gpu=True)
     result.assert_outcomes(passed=1, deselected=1)
-    result.stdout.fnmatch_lines(["1 gpu tests left out: not for this GPU's architecture"])
+    result.stdout.fnmatch_lines(["1 gpu tests left out: for another architecture, or more GPUs"])
+
+
+def test_tests_for_more_gpus_are_left_out(pytester: pytest.Pytester, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_num_gpus", lambda: 2)
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.gpu
+        @pytest.mark.gpus(2)
+        def test_two():
+            pass
+
+        @pytest.mark.gpu
+        @pytest.mark.gpus(4)
+        def test_four():
+            assert False
+        """
+    )
+    run("-m", "gpu", gpu=True).assert_outcomes(passed=1, deselected=1)
+    run(gpu=False).assert_outcomes(deselected=2)
 
 
 _BENCH = """

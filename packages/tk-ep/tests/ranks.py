@@ -1,4 +1,4 @@
-"""Runs functions in the processes of a gloo group, which are started once for many functions."""
+"""Runs functions in the processes of a group on CPUs or GPUs, which are started once for many functions."""
 
 import contextlib
 import json
@@ -27,13 +27,23 @@ class Here(NamedTuple):
     num_ranks: int
     odd: dist.ProcessGroup | None
     device: torch.device
+    backend: str
+    """Of buffers"""
 
 
 Case = Callable[[Here], None]
 
 
-def run(cases: Sequence[Case], num_ranks: int, folder: Path, limit: float, ended: Sequence[int] = ()) -> None:
-    """Run cases, functions of a module's top level, one after the other on all ranks.
+def run(
+    cases: Sequence[Case],
+    num_ranks: int,
+    folder: Path,
+    limit: float,
+    ended: Sequence[int] = (),
+    device: str = "cpu",
+    backend: str = "collective",
+) -> None:
+    """Run cases, functions of a module's top level, one after the other on all ranks, each with a GPU if device="cuda".
 
     Raises AssertionError with the traceback of each rank that raised, or that had not finished after `limit` seconds
     and was killed. Ranks in `ended` are expected to end on the way.
@@ -45,7 +55,7 @@ def run(cases: Sequence[Case], num_ranks: int, folder: Path, limit: float, ended
     sys.path.append(str(ROOT))  # The ranks import this file by the name that pytest has given it.
     try:
         ranks = [
-            context.Process(target=_rank, args=(list(cases), rank, num_ranks, folder), daemon=True)
+            context.Process(target=_rank, args=(list(cases), rank, num_ranks, folder, device, backend), daemon=True)
             for rank in range(num_ranks)
         ]
         for each in ranks:
@@ -67,20 +77,23 @@ def run(cases: Sequence[Case], num_ranks: int, folder: Path, limit: float, ended
     assert not faults, "\n".join(faults)
 
 
-def _rank(cases: list[Case], rank: int, num_ranks: int, folder: Path) -> None:
+def _rank(cases: list[Case], rank: int, num_ranks: int, folder: Path, kind: str, backend: str) -> None:
     torch.set_num_threads(1)
     ran: dict[str, object] = {"done": []}
     log = folder / f"rank{rank}.json"
     try:
         store = dist.FileStore(str(folder / "store"), num_ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        device = torch.device(kind, rank if kind == "cuda" else None)
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks)
         odd = dist.new_group(list(range(1, num_ranks, 2)))
-        here = Here(dist.group.WORLD, rank, num_ranks, odd if rank % 2 else None, torch.device("cpu"))
+        here = Here(dist.group.WORLD, rank, num_ranks, odd if rank % 2 else None, device, backend)
         for case in cases:
             log.write_text(json.dumps(ran))
             with poisoned_allocations():
                 case(here)
-            ran["done"].append(case.__name__)
+            ran["done"].append(getattr(case, "__name__", str(case)))
     except BaseException:
         ran["error"] = traceback.format_exc()
     log.write_text(json.dumps(ran))

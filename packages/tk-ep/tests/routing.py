@@ -35,14 +35,15 @@ def choose(generator: torch.Generator, num_tokens: int, num_topk: int, num_exper
     )
 
 
-def random_routing(seed: int, num_ranks: int, most: int = 9) -> Routing:
-    """Random sizes, numbers of tokens from 0 to `most`, and experts."""
+def random_routing(seed: int, num_ranks: int, most: int = 9, sizes: tuple[int, int] | None = None) -> Routing:
+    """Random experts of 0 to `most` tokens; random numbers of experts a rank and of slots, unless `sizes` has them."""
     generator = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
 
-    num_experts, num_topk = num_ranks * number(1, 4), number(1, 5)
+    num_local_experts, num_topk = sizes or (number(1, 4), number(1, 5))
+    num_experts = num_ranks * num_local_experts
     return Routing(
         num_experts,
         most,

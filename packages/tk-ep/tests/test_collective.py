@@ -1,320 +1,28 @@
 """The collective backend, in processes of a gloo group, equals the reference bit for bit."""
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-import tk_ep
-import tk_gemm
-import tk_quant
-from tk_core import env
-from tk_core.testing import assert_equal
-from tk_ep import ElasticBuffer, EPHandle, EPTimeoutError, UnsupportedTopologyError
+from tk_ep import EPTimeoutError
 
-from .compare import HIDDEN, OfBuffer, compare
+from . import cases
+from .cases import SHORT, make_buffer
 from .copying import COPYING
 from .ranks import Case, Here, raises, run
-from .routing import Routing, choose, random_routing
-
-LIMIT = 60
-
-
-def make_buffer(group: dist.ProcessGroup, most: int = 40, **options: Any) -> ElasticBuffer:
-    """A buffer for rows of 64 channels."""
-    options = {"num_cpu_timeout_secs": LIMIT} | options
-    return ElasticBuffer(group, num_max_tokens_per_rank=most, hidden=HIDDEN, **options)
-
-
-def options_of(seed: int) -> dict[str, Any]:
-    """Different options for different seeds, such that every pair of values occurs within 36."""
-    do_expand = seed % 2 == 0
-    return {
-        "kind": ("bf16", "e4m3", "fp4")[seed % 3],
-        "do_expand": do_expand,
-        "do_cpu_sync": (None, False, True)[seed // 3 % 3],
-        "do_zero_padding": do_expand and seed // 2 % 2 == 0,
-        "use_tma_aligned_col_major_sf": seed // 4 % 2 == 0,
-        "do_handle_copy": seed // 5 % 2 == 0,
-    }
-
-
-def random_routings(here: Here) -> None:
-    """200 routings on two buffers, one of which sums at the source alone; each rank is late now and then."""
-    buffers = [make_buffer(here.world, 9, allow_multiple_reduction=reduce, num_topk=5) for reduce in (True, False)]
-    for seed in range(200):
-        time.sleep(0.02 if (seed + here.rank) % 9 == 0 else 0)
-        compare(OfBuffer(buffers[seed // 2 % 2]), random_routing(seed, here.num_ranks), seed, **options_of(seed))
-    for buffer in buffers:
-        buffer.destroy()
-
-
-def ranks_1_and_3(here: Here) -> None:
-    """A group that is a part of the world."""
-    if here.odd is None:
-        return
-    buffer = make_buffer(here.odd)
-    assert (buffer.rank_idx, buffer.num_ranks) == (here.rank // 2, 2)
-    for seed in range(36):
-        compare(OfBuffer(buffer), random_routing(seed, 2), seed, **options_of(seed))
-    buffer.destroy()
-
-
-def extreme_routings(here: Here) -> None:
-    """All tokens to one rank, or none; no tokens; one slot and 32; 1024 experts; int32 experts."""
-    buffer = make_buffer(here.world, allow_multiple_reduction=False)
-    count, generator = here.num_ranks, torch.Generator().manual_seed(3)
-
-    def same(idx: Tensor) -> list[Tensor]:
-        return [idx for _ in range(count)]
-
-    lengths = range(0, 4 * count, 4)
-    for number, (num_experts, topk_idx) in enumerate(
-        (
-            (2 * count, same(torch.tensor([[2, 3, -1]] * 40))),
-            (2 * count, same(torch.full((7, 3), -1))),
-            (2 * count, same(torch.empty((0, 3), dtype=torch.int64))),
-            (
-                2 * count,
-                [torch.tensor([[2 * count - 1, 0]]).repeat(5 if rank == 1 else 0, 1) for rank in range(count)],
-            ),
-            (count, [choose(generator, 20, 1, count) for _ in range(count)]),
-            (16 * count, [choose(generator, each, 32, 16 * count, none=0.0) for each in lengths]),
-            (1024, [choose(generator, each, 8, 1024).clamp(-1, 2000).int() for each in lengths]),
-        )
-    ):
-        routing = Routing(num_experts, 40, 128 if number % 2 else 1, topk_idx)
-        for do_expand in (True, False):
-            compare(OfBuffer(buffer), routing, number, do_expand=do_expand, do_cpu_sync=None if number else False)
-    buffer.destroy()
-
-
-def sums_in_order(here: Here) -> None:
-    """Many tokens with values over 30 binades (see `wide`), whose sums have other bits in any other order."""
-    generator = torch.Generator().manual_seed(5)
-    topk_idx = [choose(generator, 40, 8, 4 * here.num_ranks, none=0.05) for _ in range(here.num_ranks)]
-    for reduce in (True, False):
-        buffer = make_buffer(here.world, allow_multiple_reduction=reduce)
-        for seed in range(3):
-            compare(OfBuffer(buffer), Routing(4 * here.num_ranks, 40, 1, topk_idx), seed, do_expand=True)
-            compare(OfBuffer(buffer), Routing(4 * here.num_ranks, 40, 1, topk_idx), seed)
-        buffer.destroy()
-
-
-def a_user_of_deep_ep(here: Here) -> None:
-    """The calls of a MoE layer that was written for DeepEP: forward and backward, then FP8 with tk-gemm's products."""
-    import tk_ep as deep_ep
-
-    group, rank, num_ranks = here.world, here.rank, here.num_ranks
-    num_experts, num_topk, hidden = 4 * num_ranks, 3, 256
-    size = deep_ep.ElasticBuffer.get_buffer_size_hint(group, 64, hidden, num_topk)
-    buffer = deep_ep.ElasticBuffer(group, num_bytes=size, num_max_tokens_per_rank=64, explicitly_destroy=True)
-    generator = torch.Generator().manual_seed(rank)
-    num_tokens = 40 + rank
-    x = torch.randn((num_tokens, hidden), generator=generator).bfloat16()
-    topk_idx = choose(generator, num_tokens, num_topk, num_experts).to(deep_ep.topk_idx_t)
-    topk_weights = torch.rand((num_tokens, num_topk), generator=generator)
-    num_sms = buffer.get_theoretical_num_sms(num_experts, num_topk)
-
-    # Forward, beside other work of the compute stream.
-    event = buffer.capture()
-    recv_x, recv_topk_idx, recv_topk_weights, handle, event = buffer.dispatch(
-        x,
-        topk_idx=topk_idx,
-        topk_weights=topk_weights,
-        num_experts=num_experts,
-        num_sms=num_sms,
-        previous_event=event,
-        async_with_compute_stream=True,
-        allocate_on_comm_stream=True,
-    )
-    event.current_stream_wait()
-    assert recv_topk_idx.max() < num_experts // num_ranks
-    assert sum(handle.num_recv_tokens_per_expert_list) == (recv_topk_idx >= 0).sum()
-    combined, combined_weights, event = buffer.combine(
-        recv_x, handle, topk_weights=recv_topk_weights, previous_event=event, allocate_on_comm_stream=True
-    )
-    with event:
-        homes = torch.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx // (num_experts // num_ranks), -1)
-        times = torch.tensor([len(set(each) - {-1}) for each in homes.tolist()])
-    assert_equal(combined, (x.float() * times[:, None] + 0.0).bfloat16())
-    assert_equal(combined_weights, torch.where(homes >= 0, topk_weights, 0.0))
-
-    # Backward: of dispatch, combine; of combine, dispatch with its handle.
-    grad, grad_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_topk_weights)
-    assert_equal((grad, grad_weights), (combined, combined_weights))
-    grad_recv_x, _, none, same, _ = buffer.dispatch(x, handle=handle)
-    assert same is handle
-    assert none is None
-    assert_equal(grad_recv_x, recv_x)
-
-    # FP8 rows of each expert, for grouped products.
-    fp8 = tk_quant.per_token_cast(x, "e4m3", 128)
-    recv, _, row_weights, handle, _ = buffer.dispatch(
-        fp8,
-        topk_idx=topk_idx,
-        topk_weights=topk_weights,
-        num_experts=num_experts,
-        expert_alignment=128,
-        do_expand=True,
-        do_zero_padding=True,
-        use_tma_aligned_col_major_sf=True,
-    )
-    same_on_all = torch.Generator().manual_seed(99)
-    w = torch.randn((num_experts, hidden, hidden), generator=same_on_all).bfloat16()
-    data, sf = tk_quant.per_block_cast(w.flatten(0, 1), "e4m3", (128, 128))
-    experts = data.unflatten(0, (num_experts, -1)), sf.unflatten(0, (num_experts, -1))
-    mine = slice(rank * num_experts // num_ranks, (rank + 1) * num_experts // num_ranks)
-    ends = handle.psum_num_recv_tokens_per_expert
-    local = experts[0][mine], experts[1][mine]
-    out = tk_gemm.m_grouped_fp8_gemm_nt_contiguous(recv, local, None, ends, use_psum_layout=True)
-    by_id = tk_gemm.m_grouped_fp8_gemm_nt_contiguous(recv, local, None, handle.pos_to_expert)
-    has_token = handle.pos_to_expert >= 0
-    assert_equal(out[has_token], by_id[has_token])
-    out = (out * row_weights[:, None]).bfloat16()
-    y, _, _ = buffer.combine(out, handle)
-    exact = torch.zeros((num_tokens, hidden))
-    for slot in range(num_topk):
-        for expert in range(num_experts):
-            token = (topk_idx[:, slot] == expert).nonzero()[:, 0]
-            if len(token):
-                pair = fp8[0][token], fp8[1][token]
-                one = tk_gemm.fp8_gemm_nt(pair, (experts[0][expert], experts[1][expert]))
-                exact[token] += one.float() * topk_weights[token, slot, None]
-    assert (y.float() - exact).abs().max() < 0.02 * exact.abs().max()
-    buffer.destroy()
-
-
-def bad_arguments_of_one_rank(here: Here) -> None:
-    """A call that is refused has sent nothing: the others do not notice."""
-    buffer = make_buffer(here.world)
-    routing = random_routing(1, here.num_ranks)
-    _, _, _, handle, _ = buffer.dispatch(
-        torch.zeros(2, HIDDEN).bfloat16(), torch.zeros((2, 1), dtype=torch.int64), num_experts=4
-    )
-    if here.rank == 1:
-        with raises(ValueError, "x: ", "num_max_tokens_per_rank = 40", "got 41"):
-            buffer.dispatch(torch.zeros(41, HIDDEN).bfloat16(), torch.zeros((41, 1), dtype=torch.int64), num_experts=4)
-        with raises(ValueError, "num_bytes: ", "got 2097152"):
-            big = torch.zeros(2, 100 * HIDDEN).bfloat16()
-            buffer.dispatch(big, torch.zeros((2, 1), dtype=torch.int64), num_experts=4)
-        with raises(ValueError, "x: expected shape"):
-            buffer.combine(torch.zeros(3, HIDDEN).bfloat16(), handle)
-    compare(OfBuffer(buffer), routing, 1)
-    buffer.destroy()
-    with raises(RuntimeError, "dispatch: the buffer is destroyed"):
-        buffer.dispatch(torch.zeros(2, HIDDEN).bfloat16(), handle=handle)
-    buffer.destroy()
-
-
-def faults_of_the_constructor(here: Here) -> None:
-    """All ranks raise what one has found; and that ranks differ."""
-    wrong = here.rank == 2
-    with raises(ValueError, "" if wrong else "on rank 2: ", "num_topk: expected 0 to 32, got 33"):
-        make_buffer(here.world, num_topk=33 if wrong else 3)
-    with raises(TypeError, "" if wrong else "on rank 2: ", "use_fp8_dispatch: expected a bool, got 'no'"):
-        make_buffer(here.world, use_fp8_dispatch="no" if wrong else False)
-    with raises(ValueError, "num_bytes: expected the same on all ranks, got 4194304 on rank 0, 8388608 on rank 2"):
-        make_buffer(here.world, num_bytes=8 << 20 if wrong else 4 << 20)
-    with raises(ValueError, "hidden: expected a positive number of channels without num_bytes, got 0"):
-        ElasticBuffer(here.world, num_max_tokens_per_rank=3)
-    with raises(UnsupportedTopologyError, "symmetric"):
-        make_buffer(here.world, backend="symmetric")
-    with raises(TypeError, "group: expected a torch.distributed.ProcessGroup"):
-        ElasticBuffer(None)
-
-
-@contextmanager
-def debug_mode() -> Iterator[None]:
-    """TK_DEBUG=1."""
-    os.environ["TK_DEBUG"] = "1"
-    env.debug.cache_clear()
-    try:
-        yield
-    finally:
-        del os.environ["TK_DEBUG"]
-        env.debug.cache_clear()
-
-
-def differences_in_debug_mode(here: Here) -> None:
-    """With TK_DEBUG all ranks raise what one has found, and name a rank that differs; then they go on."""
-    buffer = make_buffer(here.world, num_bytes=16 << 20)
-    x, idx = torch.zeros(2, 2 * HIDDEN).bfloat16(), torch.tensor([[0, 1], [2, -1]])
-    differs = here.rank == 1
-
-    def dispatch(x: Any = x, idx: Tensor = idx, **options: Any) -> EPHandle:
-        return buffer.dispatch(x, idx, **({"num_experts": 2 * here.num_ranks} | options))[3]
-
-    with debug_mode():
-        with raises(ValueError, "columns of x: expected the same on all ranks, got 128 on rank 0, 64 on rank 1"):
-            dispatch(x[:, :HIDDEN].contiguous() if differs else x)
-        with raises(ValueError, "num_experts: ", "got 8 on rank 0, 4 on rank 1"):
-            dispatch(num_experts=4 if differs else 8)
-        with raises(ValueError, "bytes of an element of x: "):
-            dispatch((x.to(torch.float8_e4m3fn), torch.ones(2, 1)) if differs else x)
-        with raises(ValueError, "do_expand: "):
-            dispatch(do_expand=differs)
-        with raises(ValueError, "" if differs else "on rank 1: ", "topk_idx[1]: expected an expert once in a token"):
-            dispatch(idx=torch.tensor([[0, 1], [2, 2]]) if differs else idx)
-        with raises(TypeError, "" if differs else "on rank 1: ", "x: expected dtype torch.bfloat16"):
-            dispatch(x.float() if differs else x)
-        with raises(RuntimeError, "" if differs else "on rank 1: ", "dispatch: drops the gradient of x"):
-            dispatch(x.clone().requires_grad_(differs))
-        handle = dispatch()
-        rows = torch.zeros(handle.num_recv_tokens, HIDDEN).bfloat16()
-        with raises(ValueError, "op: ", "rank 0 and rank 1 make different calls"):
-            buffer.combine(rows, handle) if differs else dispatch()
-        buffer.combine(rows, handle)
-    compare(OfBuffer(buffer), random_routing(1, here.num_ranks), 1)
-    buffer.destroy()
-
-
-def other_methods(here: Here) -> None:
-    """Barriers, sizes and attributes."""
-    buffer = make_buffer(here.world, num_topk=2)
-    for comm_stream in (True, False):
-        early = time.monotonic()
-        if here.rank == 0:
-            time.sleep(0.2)
-        buffer.barrier(use_comm_stream=comm_stream, with_cpu_sync=True)
-        assert here.rank == 0 or time.monotonic() - early > 0.1
-    assert buffer.backend == "collective"
-    assert buffer.get_comm_stream() is None
-    assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, here.num_ranks)
-    assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks, buffer.scaleup_rank_idx) == (
-        1,
-        here.num_ranks,
-        here.rank,
-    )
-    assert buffer.get_theoretical_num_sms(8, 2) == 24
-    assert make_buffer(here.world, prefer_overlap_with_compute=False).get_theoretical_num_sms(8, 2) == 48
-    assert buffer.get_theoretical_num_qps(24) == 0
-    # 4 · 1024 rows of 14336 bytes and 80 for 8 slots, 4 · 1024 of 14336 and 32.
-    assert ElasticBuffer.get_buffer_size_hint(here.world, 1024, 7168, 8) == 114 << 20
-    # FP8: rows of 7168, 224 and 80 bytes. Without multiple reduction: 8 · 1024 rows.
-    assert ElasticBuffer.get_buffer_size_hint(here.world, 1024, 7168, 8, True) == 86 << 20
-    assert ElasticBuffer.get_buffer_size_hint(here.world, 1024, 7168, 8, True, True, False) == 142 << 20
-    buffer.check()
-    buffer.destroy()
-
 
 CASES = (
-    random_routings,
-    ranks_1_and_3,
-    extreme_routings,
-    sums_in_order,
-    a_user_of_deep_ep,
-    bad_arguments_of_one_rank,
-    faults_of_the_constructor,
-    differences_in_debug_mode,
-    other_methods,
+    cases.random_routings,
+    cases.ranks_1_and_3,
+    cases.extreme_routings,
+    cases.sums_in_order,
+    cases.a_user_of_deep_ep,
+    cases.bad_arguments_of_one_rank,
+    cases.faults_of_the_constructor,
+    cases.differences_in_debug_mode,
+    cases.other_methods,
     *COPYING,
 )
 
@@ -324,43 +32,17 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    run((extreme_routings, a_user_of_deep_ep, *COPYING), 2, tmp_path, limit=100)
-
-
-SHORT = 1.0
-
-
-def lose_rank_1(here: Here, how: Callable[[], None]) -> None:
-    """After rank 1 has met its fate, the others raise within the limit, and at every later call."""
-    buffer = make_buffer(here.world, num_cpu_timeout_secs=SHORT)
-    x, idx = torch.zeros(2, HIDDEN).bfloat16(), torch.zeros((2, 1), dtype=torch.int64)
-    handle = buffer.dispatch(x, idx, num_experts=here.num_ranks)[3]
-    if here.rank == 1:
-        how()
-    begin = time.monotonic()
-    with raises(EPTimeoutError, f"dispatch: rank {here.rank} heard nothing from a peer, with a limit of 1 s"):
-        buffer.dispatch(x, idx, num_experts=here.num_ranks)
-    assert time.monotonic() - begin < 4 * SHORT
-    for call in (
-        lambda: buffer.dispatch(x, idx, num_experts=here.num_ranks),
-        lambda: buffer.combine(x, handle),
-        buffer.barrier,
-        buffer.check,
-        tk_ep.EventOverlap(check=buffer.check).current_stream_wait,
-        buffer.destroy,
-    ):
-        with raises(EPTimeoutError, "dispatch: rank"):
-            call()
-    buffer.destroy()
+    run((cases.extreme_routings, cases.a_user_of_deep_ep, *COPYING), 2, tmp_path, limit=100)
 
 
 def rank_1_is_killed(here: Here) -> None:
-    gathering, sending, fetching = (make_buffer(here.world, num_cpu_timeout_secs=SHORT) for _ in range(3))
+    """For calls without routing, too."""
+    gathering, sending, fetching = (make_buffer(here, num_cpu_timeout_secs=SHORT) for _ in range(3))
     gathering.agrs_set_config(1024, 1)
     gathering.create_agrs_session()
     sending.pp_set_config(64, 1)
     fetching.engram_write(torch.zeros(1, 4))
-    lose_rank_1(here, lambda: os._exit(9))
+    cases.rank_1_is_killed(here)
     with raises(EPTimeoutError, "all_gather: rank"):
         gathering.all_gather(torch.zeros(1))[-1]()
     with raises(EPTimeoutError, "pp_recv: rank"):
@@ -369,14 +51,10 @@ def rank_1_is_killed(here: Here) -> None:
         fetching.engram_fetch(torch.tensor([[0, 1]], dtype=torch.int32))
 
 
-def rank_1_raises(here: Here) -> None:
-    lose_rank_1(here, lambda: 1 // 0)
-
-
 def rank_1_is_late(here: Here) -> None:
-    lose_rank_1(here, lambda: time.sleep(3 * SHORT))
+    cases.lose_rank_1(here, lambda: time.sleep(3 * SHORT))
 
 
-@pytest.mark.parametrize("case", [rank_1_is_killed, rank_1_raises, rank_1_is_late])
+@pytest.mark.parametrize("case", [rank_1_is_killed, cases.rank_1_raises, rank_1_is_late])
 def test_a_lost_rank(case: Case, tmp_path: Path) -> None:
     run([case], 3, tmp_path, limit=60, ended=[1] if case is not rank_1_is_late else [])

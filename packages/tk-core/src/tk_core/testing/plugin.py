@@ -26,6 +26,7 @@ from tk_core import env
 
 _MARKERS = (
     "gpu(arch=None, gib=1): needs a GPU, of this architecture if it names one, and gib or gib(parameters) GiB of it",
+    "gpus(count): beside gpu: needs so many GPUs",
     "compile: compiles kernels, for which no GPU is needed",
     "bench: measures speed on a GPU; runs only with -m bench or if its file is named",
     "tk_case(op, test): which test of which op's spec this is",
@@ -141,7 +142,16 @@ def _needs_gpu(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in ("gpu", "bench"))
 
 
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def _runs_here(item: pytest.Item) -> bool:
+    several = item.get_closest_marker("gpus")
+    if several and several.args[0] > _num_gpus():
+        return False
     marker = item.get_closest_marker("gpu")
     wanted = marker.kwargs.get("arch") if marker else None
     if wanted is None:
@@ -153,7 +163,7 @@ def _runs_here(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that need a GPU, or another GPU than this machine's."""
+    """Deselect tests that need a GPU, more GPUs than there are, or another GPU than this machine's."""
     needing = [item for item in items if _needs_gpu(item)]
     if not needing:
         return
@@ -353,7 +363,7 @@ class _Session:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what was deselected, recorded, sanitized and measured."""
         if self.left_out:
-            why = "not for this GPU's architecture" if _has_gpu() else "no GPU here"
+            why = "for another architecture, or more GPUs" if _has_gpu() else "no GPU here"
             terminalreporter.write_line(f"{self.left_out} gpu tests left out: {why}")
         for line in self.lines:
             terminalreporter.write_line(line)
