@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections import defaultdict
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from tk_core.cli.plan import Plan, ops_called, plan_model
 from tk_core.cli.profile import ModelProfile, load, shipped
 from tk_core.kernel import KernelRequest, capture
 from tk_core.testing import load_specs
+from tk_ep import LocalGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY_OP, README_MODEL, MODELING_MODEL = (
@@ -32,9 +36,11 @@ def plan_of(model: ModelProfile, arch: str = "sm_90a") -> Plan:
     plan = plan_model(model, [arch], called)
     assert not plan.failures
     specs = load_specs()
-    for_hopper = {name for name in called if specs[name].archs == ("sm_90a",)}
+    of_ep = {name for name in called if name.startswith("tk_ep.")}
+    for_hopper = {name for name in called - of_ep if specs[name].archs == ("sm_90a",)}
     refused = {op for op, _ in plan.unsupported}
-    assert refused == {"sm_80": for_hopper, "sm_90a": set(), "sm_100a": {"tk_gemm.router_gemm_nt"} & called}[arch]
+    wanted = {"sm_80": for_hopper | of_ep, "sm_90a": set(), "sm_100a": {"tk_gemm.router_gemm_nt"} & called}
+    assert refused == wanted[arch]
     return plan
 
 
@@ -51,7 +57,8 @@ def test_shipped_profiles(name: str, arch: str) -> None:
 
 def test_a_profile_can_call_every_op() -> None:
     called = set(ops_called(load(EVERY_OP)))
-    assert called == load_specs().keys() - {op for op in load_specs() if op.startswith("tk_modeling.")}
+    ops = load_specs().keys() - {op for op in load_specs() if op.startswith("tk_modeling.")}
+    assert called == ops | {f"tk_ep.{call}" for call in ("dispatch", "combine", "barrier")}
 
 
 def test_few_kernels_depend_on_the_number_of_tokens() -> None:
@@ -124,9 +131,9 @@ def test_products_are_planned_with_every_option() -> None:
 
 
 def examples(readme: Path) -> list[str]:
-    """Python examples of a README, with tensors on the meta device."""
+    """Python examples of a README that need no process group, with tensors on the meta device."""
     codes = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
-    return [re.sub(r'"(cuda|cpu)"', '"meta"', code) for code in codes]
+    return [re.sub(r'"(cuda|cpu)"', '"meta"', code) for code in codes if "init_process_group" not in code]
 
 
 @pytest.mark.parametrize("readme", [r for r in READMES if examples(r)], ids=lambda readme: readme.parent.name)
@@ -139,11 +146,16 @@ def test_examples_of_the_readmes_are_covered(readme: Path) -> None:
     assert not missing(requests, plan_of(load(model)))
 
 
-def test_the_example_layer_is_covered() -> None:
-    spec = spec_from_file_location("moe_layer", ROOT / "examples" / "moe_layer.py")
+def _example(name: str) -> ModuleType:
+    spec = spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     example = module_from_spec(spec)
-    sys.modules["moe_layer"] = example  # dataclasses look their module up
+    sys.modules[name] = example  # dataclasses look their module up
     spec.loader.exec_module(example)
+    return example
+
+
+def test_the_example_layer_is_covered() -> None:
+    example = _example("moe_layer")
     device = torch.device("meta")
     layer = example.make_layer(example.FULL, device)
     x = torch.empty(example.FULL.tokens, example.FULL.hidden, dtype=torch.bfloat16, device=device)
@@ -151,6 +163,42 @@ def test_the_example_layer_is_covered() -> None:
         example.run_layer(layer, x, example.FULL.topk, example.Stages("", device))
     assert len({request.kernel.name for request in requests}) >= 7
     assert not missing(requests, plan_of(load("deepseek-v3")))
+
+
+class _OneRank:
+    """Stands for the buffer of one of several ranks: the calls of a LocalGroup of which only that rank's are given."""
+
+    rank_idx, backend = 0, "symmetric"
+
+    def __init__(self, num_ranks: int, reduces: bool, size: Any) -> None:
+        self.num_ranks = num_ranks
+        sizes = {"num_max_tokens_per_rank": size.tokens, "hidden": size.hidden, "num_topk": size.topk}
+        self._group = LocalGroup(num_ranks, "meta", allow_multiple_reduction=reduces, **sizes)
+
+    def dispatch(self, x: Any, topk_idx: Any, weights: Any, **options: Any) -> tuple[Any, ...]:
+        every = ([each] * self.num_ranks for each in (x, topk_idx, weights))
+        results = self._group.dispatch(*every, do_cpu_sync=False, **options)
+        self._handles = results[3]
+        return *(each and each[0] for each in results), None
+
+    def combine(self, x: Any, handle: Any) -> tuple[Any, ...]:
+        return *(each and each[0] for each in self._group.combine([x] * self.num_ranks, self._handles)), None
+
+
+def test_the_example_layer_on_several_ranks_is_covered() -> None:
+    """tk-ep's kernels of it; the others depend on how many experts a rank has."""
+    layer_file, ep_file = (_example(name) for name in ("moe_layer", "moe_layer_ep"))
+    device = torch.device("meta")
+    layer = layer_file.make_layer(layer_file.FULL, device)
+    x = torch.empty(layer_file.FULL.tokens, layer_file.FULL.hidden, dtype=torch.bfloat16, device=device)
+    with capture(arch_from_name("sm_90a")) as requests:
+        for num_ranks, reduces in product((2, 8), (True, False)):
+            buffer = _OneRank(num_ranks, reduces, layer_file.FULL)
+            ep_file.run_layer(buffer, layer, x, layer_file.FULL.topk, layer_file.Stages("", device))
+    requests = [each for each in requests if each.kernel.name.startswith("tk_ep.")]
+    assert len({request.kernel.name for request in requests}) == 7
+    model = load("deepseek-v3")
+    assert not missing(requests, plan_model(model, ["sm_90a"], {op for op in ops_called(model) if "tk_ep" in op}))
 
 
 _SMALL = """

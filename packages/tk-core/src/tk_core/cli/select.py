@@ -82,7 +82,7 @@ def _built_on(target: str, names: list[str], ops_of: OpsOf[Any]) -> list[str]:
     if target not in names or ops_of(target):
         return []
     required = {Requirement(text).name.replace("-", "_") for text in metadata.requires(target) or ()}
-    return [name for name in names if name in required]
+    return [name for name in names if name in required and ops_of(name)]
 
 
 def _is_package(name: str) -> bool:

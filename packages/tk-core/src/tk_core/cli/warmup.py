@@ -55,7 +55,11 @@ def _plan_for_model(
         raise typer.BadParameter(f"{model}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     if not called:
         raise typer.BadParameter(f"{model}: expected sections of packages that are installed, such as [tk_moe]")
-    wanted = {target: called & ops.keys() for target, ops in select_each(targets, records_of).items()}
+
+    def ops_of(package: str) -> dict[str, None]:
+        return dict.fromkeys([*records_of(package), *(op for op in called if op.startswith(f"{package}."))])
+
+    wanted = {target: called & ops.keys() for target, ops in select_each(targets, ops_of).items()}
     if unused := [target for target, ops in wanted.items() if not ops]:
         raise typer.BadParameter(f"{', '.join(unused)}: {model} calls none of it; --set changes a value of the model")
     return plan_model(loaded, archs, set().union(*wanted.values()) or called, num_sms)

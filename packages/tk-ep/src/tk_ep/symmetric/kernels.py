@@ -30,11 +30,16 @@ class Sizes(NamedTuple):
         return self.num_experts // self.num_ranks
 
 
-def max_row_bytes(arch: Arch) -> int:
-    """The longest row that a warp can hold in shared memory. Raises UnsupportedArchError without bulk copies."""
+def with_bulk_copies(arch: Arch) -> Arch:
+    """The architecture. Raises UnsupportedArchError if it has no bulk copies."""
     if not arch.has_tma:
         raise UnsupportedArchError("tk_ep", arch.name, "bulk copies (sm_90 or newer)")
-    return arch.shared_memory_each(1) - _OTHER_SHARED_BYTES
+    return arch
+
+
+def max_row_bytes(arch: Arch) -> int:
+    """The longest row that a warp can hold in shared memory. Raises UnsupportedArchError without bulk copies."""
+    return with_bulk_copies(arch).shared_memory_each(1) - _OTHER_SHARED_BYTES
 
 
 def num_warps(row_bytes: int, arch: Arch) -> int:

@@ -24,7 +24,7 @@ from tk_ep.handle import EPHandle, Place
 from tk_ep.sizes import MAX_EXPERTS
 from tk_ep.symmetric import memory
 from tk_ep.symmetric.combine import Sums, push_rows_kernel, sum_rows_kernel
-from tk_ep.symmetric.kernels import Sizes, max_row_bytes
+from tk_ep.symmetric.kernels import Sizes, max_row_bytes, with_bulk_copies
 from tk_ep.symmetric.push_tokens import Content, push_tokens_kernel
 from tk_ep.symmetric.receive_tokens import Results, receive_tokens_kernel
 from tk_ep.symmetric.route import parts, route_kernel
@@ -272,7 +272,8 @@ class Rank:
 
     def barrier(self) -> None:
         """Wait for all ranks to be here, on the GPU."""
-        self._launch_wait(wait_kernel(self.place.num_ranks, memory.BARRIER, get_arch(self.place.device)))
+        arch = with_bulk_copies(get_arch(self.place.device))
+        self._launch_wait(wait_kernel(self.place.num_ranks, memory.BARRIER, arch))
 
     def check(self) -> None:
         """Raise EPTimeoutError if a kernel has met its limit. Waits for nothing."""
