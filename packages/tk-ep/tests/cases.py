@@ -43,14 +43,20 @@ def options_of(seed: int) -> dict[str, Any]:
     }
 
 
+def compare_random(here: Here, buffer: ElasticBuffer, seed: int) -> None:
+    """Calls of a random routing. On the symmetric backend they are of few kinds: each takes other kernels."""
+    options, sizes = options_of(seed), None
+    if here.backend == "symmetric":
+        sizes, options["kind"] = (4, 4), "e4m3" if options["do_expand"] else "bf16"
+    compare(OfBuffer(buffer), random_routing(seed, buffer.num_ranks, sizes=sizes), seed, **options)
+
+
 def random_routings(here: Here, count: int = 200) -> None:
     """Routings on two buffers, one of which sums at the source alone; each rank is late now and then."""
     buffers = [make_buffer(here, 9, allow_multiple_reduction=reduce, num_topk=5) for reduce in (True, False)]
     for seed in range(count):
         time.sleep(0.02 if (seed + here.rank) % 9 == 0 else 0)
-        # On GPUs, other numbers of experts and slots would be other kernels.
-        routing = random_routing(seed, here.num_ranks, sizes=(4, 4) if here.backend == "symmetric" else None)
-        compare(OfBuffer(buffers[seed // 2 % 2]), routing, seed, **options_of(seed))
+        compare_random(here, buffers[seed // 2 % 2], seed)
     for buffer in buffers:
         buffer.destroy()
 
@@ -62,8 +68,7 @@ def ranks_1_and_3(here: Here) -> None:
     buffer = make_buffer(here, group=here.odd)
     assert (buffer.rank_idx, buffer.num_ranks) == (here.rank // 2, 2)
     for seed in range(36):
-        routing = random_routing(seed, 2, sizes=(4, 4) if here.backend == "symmetric" else None)
-        compare(OfBuffer(buffer), routing, seed, **options_of(seed))
+        compare_random(here, buffer, seed)
     buffer.destroy()
 
 
@@ -315,7 +320,7 @@ def rank_1_is_waited_for(here: Here) -> None:
     for seed in (0, 2):
         if here.rank == 1:
             time.sleep(5)
-        compare(OfBuffer(buffer), random_routing(seed, here.num_ranks, sizes=(4, 4)), seed, **options_of(seed))
+        compare_random(here, buffer, seed)
     buffer.destroy()
 
 

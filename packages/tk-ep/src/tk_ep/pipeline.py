@@ -67,12 +67,17 @@ class Pipeline:
         key = int(gather(place, "pp_set_config", torch.tensor([secrets.randbits(62)]), limit)[0])
         self._pairs: dict[tuple[int, int], Any] = {}
         kind = dist.ProcessGroupGloo if place.device.type == "cpu" else dist.ProcessGroupNCCL
-        # Both ranks of a pair wait for each other, so that all ranks take pairs in the same order.
+        # Both ranks of a pair wait for each other here, so all ranks take pairs in the same order. A byte is sent, as
+        # NCCL's first send would wait for its receiver.
+        byte = torch.zeros(1, dtype=torch.uint8, device=place.device)
         for low, high in sorted(tuple(sorted((place.rank, rank))) for rank in self._neighbours):
             for source, to in ((low, high), (high, low)):
                 store = dist.PrefixStore(f"tk_ep/{key}/{source}-{to}", _get_default_store())
                 with waiting_for_peers("pp_set_config", place.rank, limit):
-                    self._pairs[source, to] = kind(store, int(place.rank == to), 2, limit)
+                    pair = kind(store, _RECEIVER if place.rank == to else _SENDER, 2, limit)
+                    work = pair.recv([byte], _SENDER, 0) if place.rank == to else pair.send([byte], _RECEIVER, 0)
+                    work.wait(limit)
+                self._pairs[source, to] = pair
 
     def check(self, name: str, rank: int, t: Tensor) -> None:
         """Raise TypeError or ValueError unless t fits a slot, and argument `name` is a neighbour."""
