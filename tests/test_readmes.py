@@ -11,7 +11,7 @@ from . import tables
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = _ROOT / "packages"
-_WITH_OPS = ["tk-engram", "tk-gemm", "tk-mhc", "tk-moe", "tk-quant"]
+_WITH_OPS = ["tk-engram", "tk-gemm", "tk-indexer", "tk-mhc", "tk-moe", "tk-quant"]
 _EXAMPLE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 _DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
 _READMES = {"tk": _ROOT / "README.md"} | {path.parent.name: path for path in sorted(_PACKAGES.glob("*/README.md"))}

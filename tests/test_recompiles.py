@@ -21,13 +21,13 @@ MAX_NUMEL = 70_000
 # Arguments whose size no number of tokens changes.
 FIXED = {
     *("norm_weight", "conv_weight", "weight_fused", "weight_hidden", "weight_embed", "multipliers", "table"),
-    *("grad_weight_hidden", "grad_weight_embed", "vocab_sizes", "offsets", "col_scale", "col_sumsq", "masked_m", "ks"),
+    *("grad_weight_hidden", "grad_weight_embed", "vocab_sizes", "col_scale", "col_sumsq", "masked_m", "ks"),
     *("fn", "mhc_fn", "fn_folded", "mhc_scale", "mhc_base", "layer_norm_weight", "mhc_norm_weight", "fi", "grad_loss"),
     *("bias", "to_physical_map", "logical_count", "tensor_sf", "clamped_count", "reduce_fused.sf", "table_sf"),
     *("bf16_gemm_nt.b", "fp8_gemm_nt.b", "m_grouped_bf16_gemm_nt_contiguous.b", "m_grouped_bf16_gemm_nt_masked.b"),
     *("m_grouped_fp8_gemm_nt_contiguous.b", "m_grouped_fp8_gemm_nt_masked.b", "engram_lookup_bwd.grad"),
     *("m_grouped_fp8_gemm_swiglu_nt_contiguous.b", "k_grouped_bf16_gemm_tn_contiguous.d", "router_gemm_nt.weight"),
-    *("k_grouped_fp8_gemm_nt_contiguous.d", "k_grouped_fp8_gemm_nt_contiguous.c"),
+    *("k_grouped_fp8_gemm_nt_contiguous.d", "k_grouped_fp8_gemm_nt_contiguous.c", "engram_hash.offsets"),
 }
 # Where tokens are another dimension than the first: that of the tensor, or of each of a pair.
 DIMENSIONS = {
@@ -71,8 +71,8 @@ def _with_tokens(spec: OpSpec, kwargs: dict[str, Any], factor: int) -> dict[str,
     """The arguments for `factor` times as many tokens; indices among them are 0."""
     op = spec.op.__name__
     made = dict(kwargs)
-    block = kwargs.get("x_block_size") or kwargs.get("block_size") or (1, 1)
-    if block[0] > 1:
+    block = kwargs.get("x_block_size") or kwargs.get("block_size")
+    if isinstance(block, tuple) and block[0] > 1:
         # At least 3 rows of scales, and not 4: torch takes their stride, a multiple of 4, for the same number then.
         factor *= ceil_div(2 * block[0], len(tensors(kwargs["x"])[0]))
     for name, value in kwargs.items():

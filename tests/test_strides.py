@@ -25,7 +25,7 @@ def _requests(package: str) -> list[KernelRequest]:
     return [request for of_one in found.values() for request in list(of_one)[:MOST_OF_A_BUILDER]]
 
 
-@pytest.mark.parametrize("package", ["tk_engram", "tk_gemm", "tk_mhc", "tk_moe", "tk_quant"])
+@pytest.mark.parametrize("package", ["tk_engram", "tk_gemm", "tk_indexer", "tk_mhc", "tk_moe", "tk_quant"])
 def test_strides_have_64_bits(package: str) -> None:
     for request in _requests(package):
         for buffer in build(request.kernel, *request.args).buffer_map.values():

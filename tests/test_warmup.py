@@ -37,7 +37,8 @@ def plan_of(model: ModelProfile, arch: str = "sm_90a") -> Plan:
     assert not plan.failures
     specs = load_specs()
     of_ep = {name for name in called if name.startswith("tk_ep.")}
-    for_hopper = {name for name in called - of_ep if specs[name].archs == ("sm_90a",)}
+    of_indexer = {name for name in called if name.startswith("tk_indexer.")}
+    for_hopper = {name for name in called - of_ep if specs[name].archs == ("sm_90a",)} | of_indexer
     refused = {op for op, _ in plan.unsupported}
     wanted = {"sm_80": for_hopper | of_ep, "sm_90a": set(), "sm_100a": {"tk_gemm.router_gemm_nt"} & called}
     assert refused == wanted[arch]

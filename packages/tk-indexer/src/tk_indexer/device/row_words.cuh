@@ -1,0 +1,16 @@
+#pragma once
+// Reads of rows that begin at any address.
+
+// Bytes from the last multiple of 16 up to an address.
+__device__ __forceinline__ int tk_past_16_bytes(const void* address) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(address) & 15);
+}
+
+// Loads 16 bytes from global memory, at a multiple of 16.
+__device__ __forceinline__ void tk_load_16_bytes(const void* address, unsigned* words) {
+  uint4 loaded = *static_cast<const uint4*>(address);
+  words[0] = loaded.x;
+  words[1] = loaded.y;
+  words[2] = loaded.z;
+  words[3] = loaded.w;
+}

@@ -1,0 +1,1 @@
+from .selection import topk_indices as topk_indices

@@ -1,0 +1,444 @@
+"""topk_indices: the columns of the k largest of each row, in ascending order, turned into what sparse attention reads.
+
+    candidates  columns [starts[r], ends[r]) of logits[r] whose value is not -∞
+    winners     the k largest; any NaN counts as above +∞, +0 as equal to -0; of equals the smaller column wins
+    out[r]      the winners' columns minus starts[r], ascending, then -1
+                + offsets[r], or, by pages: block_table[b, i // block_size] · block_size + i % block_size
+
+logits float32 or bfloat16 (R, N), out int32 (R, k).
+
+A key is the uint32 that sorts like the value. A thread block, or a cluster of them with a share of the columns each,
+takes a row:
+
+    1. A sample of the row gives the least of the keys that are counted and the width of 2048 bins.
+    2. A pass over the row counts keys by bins. The bin that holds the k-th best becomes the range; what is in the bins
+       above it wins. While the range has more candidates than fit into shared memory, it is counted by finer bins.
+    3. A pass over the row, which by now is in L2, marks winners by a bit for each column and lists the range. The list
+       is narrowed by finer bins, until all of the range wins, or until its keys are equal: then the first columns win.
+    4. Sums over the marks give each winner its place.
+
+    keys     0 ─── LEAST_KEY ───────── low ── bin 0 ── bin 1 ── … ── bin j ── … ── bin 2047 ─── 2³² - 1
+             no candidates    not counted                           the range      winners
+
+So a row is read twice, once from memory. A third pass is needed if the sample misleads, if many keys share their upper
+bits, or if a block has more columns than bits for them. All sums are of integers, so the result does not depend on the
+order of the atomics.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, get_arch
+from tk_core.kernel import kernel
+from tk_core.num_sms import get_num_sms
+from tk_core.op import launching, new, op
+
+MAX_K = 4096
+NUM_BINS = 2048
+_LEAST_SHARE = 8192
+"""The fewest columns that a thread block of a cluster gets, while there are any left."""
+
+# Bits of the kernel's argument `given`.
+_STARTS, _ENDS, _OFFSETS, _BLOCK_TABLE, _ROW_TO_BATCH, _RAW_OUT = (1 << bit for bit in range(6))
+
+
+@dataclass(frozen=True)
+class TopkIndicesConfig:
+    """How rows are distributed. Nothing has been timed yet; docs/tuning/tk-indexer.md has the estimates."""
+
+    threads: int
+    """Threads of a thread block."""
+    cluster_size: int
+    """Thread blocks that share a row."""
+    num_words: int
+    """Bits for columns that a thread block has at a time, in words of 32."""
+    room: int
+    """Candidates that a thread block can list, at least k."""
+
+    @staticmethod
+    def best(num_rows: int, num_cols: int, k: int, num_sms: int, arch: Arch) -> "TopkIndicesConfig":
+        """The configuration for logits (num_rows, num_cols) on `num_sms` SMs."""
+        if num_rows > num_sms:
+            # Several blocks on an SM: one counts bins while others read.
+            if num_cols <= 2 * _LEAST_SHARE - 64:
+                return TopkIndicesConfig(256, 1, 512, 1024 if k <= 1024 else MAX_K)
+            return TopkIndicesConfig(512, 1, 4096, MAX_K)
+        # The blocks of a cluster share a GPC: more than 120 SMs in 8 GPCs mean one of at least 16.
+        most = 16 if arch.sm in (90, 100, 103) and num_sms > 120 else 8
+        cluster_size = 1
+        while cluster_size < most and 2 * cluster_size * max(num_rows, 1) <= num_sms:
+            if num_cols < 2 * cluster_size * _LEAST_SHARE:
+                break
+            cluster_size *= 2
+        return TopkIndicesConfig(1024, cluster_size, 4096, MAX_K)
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Shared memory of a thread block, without sums and the padding that aligns the arrays."""
+        return 4 * (NUM_BINS + 2 * self.num_words + 2 * self.room)
+
+
+# Written per thread: a histogram and bits have no operations on tiles. Blocks of a cluster read each other's shared
+# memory, which TileLang does not see, so all barriers are explicit and shared memory is not reused.
+@kernel(
+    pass_configs={
+        "tl.disable_safe_memory_legalize": True,
+        "tl.disable_thread_storage_sync": True,
+        "tl.disable_shared_memory_reuse": True,
+    }
+)
+def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Arch) -> Any:
+    """One program for all options. A tensor that is not given is any other of its shape, and `given` says so."""
+    import tilelang.language as T
+
+    from tk_indexer.device.cluster import load_from_cluster
+    from tk_indexer.device.row_words import past_16_bytes
+    from tk_indexer.lib import topk_indices_steps as steps
+
+    threads, cluster_size, room = config.threads, config.cluster_size, config.room
+    least_words = _LEAST_SHARE // 32
+    num_rows, num_cols, k = T.dynamic("num_rows"), T.dynamic("num_cols"), T.dynamic("k")
+    num_batches, num_pages = T.dynamic("num_batches"), T.dynamic("num_pages")
+    stride, table_stride, raw_stride, out_stride = (
+        T.dynamic(name, "int64") for name in ("stride", "table_stride", "raw_stride", "out_stride")
+    )
+
+    @T.macro
+    def sync() -> None:
+        if cluster_size > 1:
+            T.cluster_sync()
+        else:
+            T.sync_threads()
+
+    @T.prim_func
+    def topk_indices(
+        logits: T.StridedTensor((num_rows, num_cols), (stride, 1), dtype),
+        starts: T.Tensor((num_rows,), "int32"),
+        ends: T.Tensor((num_rows,), "int32"),
+        offsets: T.Tensor((num_rows,), "int32"),
+        block_table: T.StridedTensor((num_batches, num_pages), (table_stride, 1), "int32"),
+        row_to_batch: T.Tensor((num_rows,), "int32"),
+        raw_out: T.StridedTensor((num_rows, k), (raw_stride, 1), "int32"),
+        out: T.StridedTensor((num_rows, k), (out_stride, 1), "int32"),
+        counts: T.Tensor((num_rows,), "int32"),
+        given: T.int32,
+        block_size: T.int32,
+        rows_per_batch: T.int32,
+    ) -> None:
+        with T.Kernel(num_rows * cluster_size, threads=threads, cluster_dims=cluster_size) as block:
+            thread = T.get_thread_binding()
+            index, rank = block // cluster_size, block % cluster_size
+
+            # The window, and the words of its columns that this block has.
+            start, end, batch = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            start, end, batch = 0, num_cols, 0
+            if given & _STARTS:
+                start = T.max(T.min(starts[index], num_cols), 0)
+            if given & _ENDS:
+                end = T.min(ends[index], num_cols)
+            if given & _BLOCK_TABLE:
+                batch = T.truncdiv(index, rows_per_batch)
+                if given & _ROW_TO_BATCH:
+                    batch = row_to_batch[index]
+                    if batch < 0 or batch >= num_batches:
+                        end = start
+            end = T.max(end, start)
+            row = steps.Row(logits, index, start, end)
+            size = 4 if dtype == torch.float32 else 2
+            column, words, share = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            column = (start + past_16_bytes(T.address_of(logits[index, 0])) // size) & 31  # bits before the window
+            words = T.cast((T.cast(end - start, "uint32") + T.cast(column + 31, "uint32")) >> T.uint32(5), "int32")
+            if end == start:
+                words = 0
+            column = start - column
+            window = steps.span_of(row, column, words)
+            share = T.max(T.ceildiv(words, cluster_size), least_words)
+            own_words = T.max(T.min(words - rank * share, share), 0)
+            own = steps.span_of(row, column + rank * share * 32, own_words)
+
+            bins = T.alloc_shared((NUM_BINS,), "int32")
+            marked_above, marked_within = (T.alloc_shared((config.num_words,), "uint32") for _ in range(2))
+            listed_keys, listed_places = T.alloc_shared((room,), "uint32"), T.alloc_shared((room,), "int32")
+            num_listed = T.alloc_shared((1,), "int32")
+            found_bin, found_above, found_count, found_own_above, found_own_count = (
+                T.alloc_shared((1,), "int32") for _ in range(5)
+            )
+            warp_sums = T.alloc_shared((2, threads // 32), "int32")
+            extremes = T.alloc_shared((2, threads // 32), "uint32")
+            own_marks = T.alloc_shared((2,), "int32")
+            marks = steps.Marks(marked_above, marked_within)
+            listed = steps.Listed(listed_keys, listed_places, num_listed)
+            found = steps.Found(found_bin, found_above, found_count, found_own_above, found_own_count)
+            low, width, shift = (T.alloc_local((1,), "uint32") for _ in range(3))
+            need, above, within = (T.alloc_local((1,), "int32") for _ in range(3))
+            search = steps.Search(low, width, shift, need, above, within)
+
+            # Search for the threshold.
+            goes_on, is_listed, fits = T.alloc_var("bool"), T.alloc_var("bool"), T.alloc_var("bool")
+            goes_on, is_listed = end > start, False
+            fits = own_words <= config.num_words
+            low[0], width[0], need[0], above[0], within[0] = T.uint32(0), T.uint32(0), k, 0, 0
+            steps.sample(row, window, k, extremes, search)
+            while goes_on:
+                steps.clear(bins)
+                T.sync_threads()
+                if is_listed:
+                    steps.count_listed(listed, search, bins)
+                else:
+                    steps.count_row(row, own, search, bins)
+                sync()
+                steps.find(bins, cluster_size, search, warp_sums, found)
+                sync()  # before bins change, and until what was found is there
+                goes_on = steps.narrow(found, k, search)
+                if goes_on and not is_listed and found.bin[0] >= 0 and found.count[0] <= room:
+                    is_listed = True
+                    steps.clear(marked_above)
+                    steps.clear(marked_within)
+                    if thread == 0:
+                        num_listed[0] = 0
+                    T.sync_threads()
+                    steps.mark_row(row, own, search, marks, fits, listed)
+                    T.sync_threads()
+
+            # Winners of the blocks before this one.
+            before = T.alloc_local((2,), "int32")
+            first = T.alloc_var("int32")
+            before[0], before[1] = 0, 0
+            if cluster_size > 1:
+                if thread == 0:
+                    own_marks[0] = above[0]
+                    own_marks[1] = within[0]
+                T.cluster_sync()
+                for other in T.unroll(cluster_size - 1):
+                    if other < rank:
+                        for i in T.unroll(2):
+                            before[i] = before[i] + load_from_cluster(T.address_of(own_marks[i]), other)
+                T.cluster_arrive()
+            first = before[0] + T.min(before[1], need[0])
+
+            winners = T.view(listed_keys, (room,), "int32")
+            for chunk in T.serial(T.ceildiv(own_words, config.num_words)):
+                chunk_words = T.min(own_words - chunk * config.num_words, config.num_words)
+                span = steps.span_of(row, own.column + chunk * config.num_words * 32, chunk_words)
+                if is_listed and fits:
+                    steps.mark_listed(listed, search, marks)
+                else:
+                    T.sync_threads()  # until the marks of the chunk before are read
+                    steps.clear(marked_above)
+                    steps.clear(marked_within)
+                    T.sync_threads()
+                    steps.mark_row(row, span, search, marks, True, None)
+                T.sync_threads()
+                steps.emit(marks, span, need[0], first, before, warp_sums, winners)
+            T.sync_threads()
+
+            end_of_own = T.alloc_var("int32")
+            end_of_own = before[0] + T.min(before[1], need[0])
+            entry, value, page, page_block = (T.alloc_var("int32") for _ in range(4))
+            for j in T.serial(T.ceildiv(end_of_own - first, threads)):
+                entry = j * threads + thread
+                if first + entry < end_of_own:
+                    value = winners[entry] - start
+                    if given & _RAW_OUT:
+                        raw_out[index, first + entry] = value
+                    if given & _OFFSETS:
+                        value = value + offsets[index]
+                    if given & _BLOCK_TABLE:
+                        page = T.truncdiv(value, block_size)
+                        page_block = -1
+                        if page < num_pages:
+                            page_block = block_table[batch, page]
+                        position = T.cast(page_block, "int64") * block_size + (value - page * block_size)
+                        value = T.if_then_else(page_block >= 0 and position < 2**31, T.cast(position, "int32"), -1)
+                    out[index, first + entry] = value
+            if rank == cluster_size - 1:
+                for j in T.serial(T.ceildiv(k - end_of_own, threads)):
+                    entry = end_of_own + j * threads + thread
+                    if entry < k:
+                        out[index, entry] = -1
+                        if given & _RAW_OUT:
+                            raw_out[index, entry] = -1
+                if thread == 0:
+                    counts[index] = end_of_own
+            if cluster_size > 1:
+                T.cluster_wait()  # until no other block reads this one's shared memory
+
+    return topk_indices
+
+
+def _check_data(
+    num_cols: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    block_table: Tensor | None,
+    block_size: int,
+    row_to_batch: Tensor | None,
+) -> None:
+    """With TK_DEBUG: raise for what is too large."""
+    for name, bound in (("starts", starts), ("ends", ends)):
+        if bound is not None:
+            check.below(name, bound, num_cols + 1, "columns below {}")
+    if block_table is not None:
+        check.below("block_table", block_table, 2**31 // block_size, "blocks below {}")
+        if row_to_batch is not None:
+            check.below("row_to_batch", row_to_batch, block_table.shape[0], "rows of block_table below {}")
+
+
+@overload
+def topk_indices(
+    logits: Tensor,
+    k: int,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    *,
+    offsets: Tensor | None = None,
+    block_table: Tensor | None = None,
+    block_size: int = 1,
+    rows_per_batch: int = 1,
+    row_to_batch: Tensor | None = None,
+    raw_out: Tensor | None = None,
+    out: Tensor | None = None,
+    return_counts: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def topk_indices(
+    logits: Tensor,
+    k: int,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    *,
+    offsets: Tensor | None = None,
+    block_table: Tensor | None = None,
+    block_size: int = 1,
+    rows_per_batch: int = 1,
+    row_to_batch: Tensor | None = None,
+    raw_out: Tensor | None = None,
+    out: Tensor | None = None,
+    return_counts: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@op(writes=("raw_out", "out"), aligned=(), min_sm=90)
+def topk_indices(
+    logits: Tensor,
+    k: int,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    *,
+    offsets: Tensor | None = None,
+    block_table: Tensor | None = None,
+    block_size: int = 1,
+    rows_per_batch: int = 1,
+    row_to_batch: Tensor | None = None,
+    raw_out: Tensor | None = None,
+    out: Tensor | None = None,
+    return_counts: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Columns of the k largest values of each row, ascending: the keys that sparse attention reads for a query.
+
+    The candidates of row r are the columns from starts[r] up to, not including, ends[r] whose value is not -inf, so
+    masked scores need no starts and ends. The k largest win; any NaN counts as larger than +inf, -0 equals +0, and
+    of equal values the smaller column wins. So the selection is the same in every run, on every device. Columns count
+    from starts[r]; where there are fewer than k candidates, -1 fills the rest.
+
+    With `offsets`, out[r, j] is the column plus offsets[r]. With `block_table`, it is a position in a paged cache:
+    column i becomes block_table[b, i // block_size] * block_size + i % block_size, where b is row_to_batch[r], or if
+    that is not given r // rows_per_batch. Columns on a page whose block is negative or not in the table become -1, in
+    place. Padding stays -1.
+
+    Nothing is read back to the host. With TK_DEBUG=1, starts and ends above N, rows of block_table in row_to_batch that
+    it does not have, and blocks whose positions exceed int32 raise. Otherwise starts and ends are clamped to 0 … N,
+    such rows are empty, and such blocks count as missing.
+
+    Args:
+        logits: float32 or bfloat16 (R, N), rows may be strided; N < 2^31.
+        k: From 1 to 4096; may exceed N.
+        starts: int32 (R), contiguous; None for 0.
+        ends: int32 (R), contiguous; None for N.
+        offsets: int32 (R), contiguous; not with block_table.
+        block_table: int32 (B, M), rows may be strided: the blocks of each sequence's pages.
+        block_size: Positions of a block, with block_table only.
+        rows_per_batch: Consecutive rows that belong to one sequence, with block_table but without row_to_batch only;
+            B * rows_per_batch >= R.
+        row_to_batch: int32 (R), contiguous, with block_table only: the sequence of each row; negative for an empty row.
+        raw_out: int32 (R, k), rows may be strided: receives the columns, before offsets or block_table.
+        out: int32 (R, k), rows may be strided: receives the result; None to allocate it.
+        return_counts: Whether to return the number of entries before the padding, too.
+
+    Returns:
+        int32 (R, k), `out` if that is given; with return_counts also int32 (R).
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: A shape, a stride, a device or a number is out of range, offsets and block_table are both given, or
+            an argument is given that needs block_table.
+        UnsupportedArchError: The GPU is older than sm_90.
+    """
+    floats = torch.float32, torch.bfloat16
+    num_rows, num_cols = check.tensor("logits", logits, floats, ("R", "N"), layout="rows")
+    check.require(num_cols < 2**31, "logits", "fewer than 2^31 columns", num_cols)
+    check.in_range("k", k, 1, MAX_K)
+    check.in_range("block_size", block_size, 1, 2**31 - 1)
+    check.in_range("rows_per_batch", rows_per_batch, 1, 2**31 - 1)
+    check.flag("return_counts", return_counts)
+    device, int32 = logits.device, (torch.int32,)
+    for name, per_row in (("starts", starts), ("ends", ends), ("offsets", offsets), ("row_to_batch", row_to_batch)):
+        if per_row is not None:
+            check.tensor(name, per_row, int32, (num_rows,), device=device)
+    for name, given in (("raw_out", raw_out), ("out", out)):
+        if given is not None:
+            check.tensor(name, given, int32, (num_rows, k), layout="rows", device=device)
+    if block_table is None:
+        check.require(block_size == 1, "block_size", "1 without block_table", block_size)
+        check.require(row_to_batch is None, "row_to_batch", "None without block_table", "a tensor")
+    else:
+        num_batches, _ = check.tensor("block_table", block_table, int32, ("B", "M"), layout="rows", device=device)
+        check.require(offsets is None, "offsets", "None with block_table", "a tensor")
+        if row_to_batch is None:
+            enough = num_rows <= num_batches * rows_per_batch
+            check.require(enough, "block_table", "sequences for {} rows of logits", num_batches, num_rows)
+    if block_table is None or row_to_batch is not None:
+        only = "1 without block_table, or with row_to_batch"
+        check.require(rows_per_batch == 1, "rows_per_batch", only, rows_per_batch)
+    _check_data(num_cols, starts, ends, block_table, block_size, row_to_batch)
+    if out is None:
+        out = new(logits.new_empty, (num_rows, k), dtype=torch.int32)
+    counts = new(logits.new_empty, (num_rows,), dtype=torch.int32) if return_counts else None
+    if launching(out, raw_out, counts):
+        if counts is None:
+            counts = logits.new_empty((num_rows,), dtype=torch.int32)
+        options = starts, ends, offsets, block_table, row_to_batch, raw_out
+        _launch(logits, k, options, block_size, rows_per_batch, out, counts)
+    return (out, counts) if return_counts else out
+
+
+def _launch(
+    logits: Tensor,
+    k: int,
+    options: tuple[Tensor | None, ...],
+    block_size: int,
+    rows_per_batch: int,
+    out: Tensor,
+    counts: Tensor,
+) -> None:
+    num_rows, num_cols = logits.shape
+    if num_cols == 0:
+        for x in (out, options[-1]):
+            if x is not None:
+                x.fill_(-1)
+        counts.zero_()
+        return
+    arch = get_arch(logits.device)
+    config = TopkIndicesConfig.best(num_rows, num_cols, k, get_num_sms(logits.device), arch)
+    given = sum(1 << bit for bit, option in enumerate(options) if option is not None)
+    # TileLang takes None for a tensor only if the kernel never reads it.
+    instead = (counts, counts, counts, counts.view(-1, 1), counts, out)
+    tensors = [other if option is None else option for option, other in zip(options, instead)]
+    launch = _topk_indices_kernel(logits.dtype, config, arch)
+    launch(logits, *tensors, out, counts, given, block_size, rows_per_batch)
