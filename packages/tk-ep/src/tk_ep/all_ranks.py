@@ -20,24 +20,12 @@ Pair = tuple[Tensor, Tensor]
 Dispatched = tuple[list[Tensor | Pair], list[Tensor] | None, list[Tensor] | None, list[EPHandle]]
 Combined = tuple[list[Tensor], list[Tensor] | None]
 Request = TypeVar("Request", DispatchRequest, CombineRequest)
-_DISPATCH_OPTIONS = {
-    "num_experts": None,
-    "num_max_tokens_per_rank": None,
-    "expert_alignment": None,
-    "num_sms": 0,
-    "do_handle_copy": True,
-    "do_cpu_sync": None,
-    "do_expand": False,
-    "do_zero_padding": False,
-    "use_tma_aligned_col_major_sf": False,
-}
 
 
 def dispatch_requests(
     places: Sequence[Place], num_max_tokens_per_rank: int, lists: dict[str, Any], options: dict[str, Any]
 ) -> list[DispatchRequest]:
     """The checked arguments of each rank's dispatch: `lists` have an item a rank or are None, `options` are for all."""
-    options = _DISPATCH_OPTIONS | options
     return _alike(
         [
             check_dispatch(place, num_max_tokens_per_rank, **items, **options)

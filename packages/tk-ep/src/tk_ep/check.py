@@ -78,6 +78,12 @@ class DispatchRequest(NamedTuple):
         row_bytes = dispatch_row_bytes(self.x.shape[1] * self.x.element_size(), sf_bytes, self.topk_idx.shape[1])
         return dispatch_area_bytes(self.place.num_ranks, self.num_max_tokens_per_rank, row_bytes)
 
+    def new_handle(self, **results: Any) -> EPHandle:
+        """The handle of this dispatch, with these fields beside those that the request gives."""
+        names = ("place", "do_expand", "num_experts", "expert_alignment", "num_max_tokens_per_rank", "num_sms")
+        topk_idx = self.topk_idx.clone() if self.do_handle_copy else self.topk_idx
+        return EPHandle(topk_idx=topk_idx, **{name: getattr(self, name) for name in names}, **results)
+
     def facts(self) -> dict[str, int]:
         """What has to be equal on all ranks."""
         return {
@@ -159,16 +165,16 @@ def check_dispatch(
     topk_idx: Any,
     topk_weights: Any,
     cumulative_local_expert_recv_stats: Any,
-    num_experts: Any,
-    num_max_tokens_per_rank: Any,
-    expert_alignment: Any,
-    num_sms: Any,
     handle: Any,
-    do_handle_copy: Any,
-    do_cpu_sync: Any,
-    do_expand: Any,
-    do_zero_padding: Any,
-    use_tma_aligned_col_major_sf: Any,
+    num_experts: Any = None,
+    num_max_tokens_per_rank: Any = None,
+    expert_alignment: Any = None,
+    num_sms: Any = 0,
+    do_handle_copy: Any = True,
+    do_cpu_sync: Any = None,
+    do_expand: Any = False,
+    do_zero_padding: Any = False,
+    use_tma_aligned_col_major_sf: Any = False,
 ) -> DispatchRequest:
     """The arguments of a rank's dispatch. Raises TypeError or ValueError, which name what is wrong."""
     check.flag("do_handle_copy", do_handle_copy)

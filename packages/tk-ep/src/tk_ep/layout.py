@@ -170,7 +170,6 @@ def _handle(
     num_rows: int,
 ) -> EPHandle:
     num_received, num_topk = local_idx.shape
-    place = request.place
     slots = torch.arange(num_topk, device=local_idx.device)
     last_slot = torch.where(local_idx >= 0, slots, -1).amax(1)
     metadata = torch.full((num_tokens, 2 + num_topk), -1, dtype=torch.int32, device=local_idx.device)
@@ -183,20 +182,12 @@ def _handle(
         pos_to_expert[segments.rows[segments.rows >= 0]] = local_idx[segments.rows >= 0].int()
     sizes = segments.ends - segments.starts
     psum = segments.starts.clamp(max=num_rows) + segments.counts if request.do_expand else segments.ends
-    return EPHandle(
-        place=place,
-        do_expand=request.do_expand,
-        num_experts=request.num_experts,
-        expert_alignment=request.expert_alignment,
-        num_max_tokens_per_rank=request.num_max_tokens_per_rank,
-        num_sms=request.num_sms,
-        topk_idx=request.topk_idx.clone() if request.do_handle_copy else request.topk_idx,
+    tokens_of_ranks = torch.bincount(received.source, minlength=request.place.num_ranks)
+    return request.new_handle(
         num_recv_tokens=num_tokens,
         num_expanded_tokens=num_rows,
         num_recv_tokens_per_expert_list=sizes.tolist() if request.do_cpu_sync else [],
-        psum_num_recv_tokens_per_scaleup_rank=torch.bincount(received.source, minlength=place.num_ranks)
-        .cumsum(0)
-        .int(),
+        psum_num_recv_tokens_per_scaleup_rank=tokens_of_ranks.cumsum(0).int(),
         psum_num_recv_tokens_per_expert=psum.int(),
         num_unaligned_recv_tokens_per_expert=segments.counts.int(),
         recv_src_metadata=metadata,

@@ -20,7 +20,7 @@ from tk_core.math import align
 from tk_core.num_sms import get_num_sms
 from tk_ep.check import CombineRequest, CombineResult, DispatchRequest, DispatchResult
 from tk_ep.errors import EPTimeoutError
-from tk_ep.handle import EPHandle, Place
+from tk_ep.handle import Place
 from tk_ep.sizes import MAX_EXPERTS
 from tk_ep.symmetric import memory
 from tk_ep.symmetric.combine import Sums, push_rows_kernel, sum_rows_kernel
@@ -198,14 +198,7 @@ class Rank:
         if weights is not None:
             weights = weights[:rows, 0] if request.do_expand else weights[:rows]
         if handle is None:
-            handle = EPHandle(
-                place=request.place,
-                do_expand=request.do_expand,
-                num_experts=request.num_experts,
-                expert_alignment=request.expert_alignment,
-                num_max_tokens_per_rank=request.num_max_tokens_per_rank,
-                num_sms=request.num_sms,
-                topk_idx=request.topk_idx.clone() if request.do_handle_copy else request.topk_idx,
+            handle = request.new_handle(
                 num_recv_tokens=num_tokens,
                 num_expanded_tokens=num_rows,
                 num_recv_tokens_per_expert_list=sizes_of_experts,
