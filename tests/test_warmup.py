@@ -121,13 +121,14 @@ def test_products_are_planned_with_every_option() -> None:
     planned: dict[str, set[tuple[object, ...]]] = defaultdict(set)
     for request in plan_model(load(EVERY_OP), ["sm_90a"], ops).jobs:
         planned[request.kernel.name.rpartition(".")[2]].add(request.args)
-    # Their last arguments but the architecture: weights and a clamp; the dtype of the gradient and whether c is added.
+    # Their last arguments but the architecture: weights and a clamp; the gradient's dtype, and what is added to it.
     options = {args[-3:-1] for args in planned["fp8_swiglu_product_kernel"]}
     assert options == {(False, False), (False, True), (True, False), (True, True)}
     for name in ("fp8_product_kernel", "bf16_product_kernel"):
         gradients = {(args[2], args[-2]) for args in planned[name] if args[0] == "k"}
-        assert gradients == {(dtype, add) for dtype in (torch.float32, torch.bfloat16) for add in (False, True)}
-        assert {args[-2] for args in planned[name] if args[0] == "dense"} == {False, True}
+        adds = {(torch.float32, None), (torch.float32, "d"), (torch.bfloat16, None), (torch.bfloat16, "c")}
+        assert gradients == adds
+        assert {args[-2] for args in planned[name] if args[0] == "dense"} == {None, "c", "d"}
     assert planned["gather_groups_kernel"]
 
 
