@@ -350,6 +350,7 @@ test_bad_input = tiers.bad_input(
     SPEC,
     GOOD,
     [
+        ({"logits": torch.empty(0, 2**31)}, ValueError, "logits.*fewer than 2.31 columns.*2147483648"),
         ({"k": 0}, ValueError, "k.*1 to 4096"),
         ({"k": 4097}, ValueError, "k.*1 to 4096"),
         ({"starts": integers(0, 0, 0)}, ValueError, "starts.*shape"),
