@@ -464,7 +464,9 @@ def lose_rank_1(here: Here, how: Callable[[], None]) -> None:
     x = torch.zeros((2, HIDDEN), dtype=torch.bfloat16, device=here.device)
     idx = torch.zeros((2, 1), dtype=torch.int64, device=here.device)
     # Kernels and connections are made before the limit is short.
-    make_buffer(here).dispatch(x, idx, num_experts=here.num_ranks)
+    other = make_buffer(here)
+    other.dispatch(x, idx, num_experts=here.num_ranks)
+    other.destroy()
     is_symmetric = here.backend == "symmetric"
     limits = {"num_gpu_timeout_secs": SHORT, "num_cpu_timeout_secs": (3 if is_symmetric else 1) * SHORT}
     buffer = make_buffer(here, **limits)

@@ -109,15 +109,15 @@ def sends(here: Here) -> None:
     # A sender with all slots in flight waits for its receiver.
     buffer.barrier(with_cpu_sync=True)
     x = torch.zeros(most, dtype=torch.uint8, device=here.device)
-    if here.rank == 0:
-        for _ in range(2 * num_slots):
-            buffer.pp_send(x, 1)
-    elif here.rank == 1:
-        time.sleep(0.1)
-        for _ in range(2 * num_slots):
-            buffer.pp_recv(x, 0)
+    for number in range(2 * num_slots) if here.rank < 2 else ():
+        if here.rank == 0:
+            buffer.pp_send(x.fill_(number), 1)
+            continue
+        time.sleep(0.1 if number == 0 else 0)
+        buffer.pp_recv(x, 0)
+        assert_equal(x, torch.full_like(x, number))
     if here.num_ranks > 2:
-        with raises(ValueError, "dst_rank_idx: expected one of "):
+        with raises(ValueError, "dst_rank_idx: expected a neighbour in the ring of ranks, of ["):
             buffer.pp_send(x, (here.rank + 2) % here.num_ranks)
     buffer.destroy()
 

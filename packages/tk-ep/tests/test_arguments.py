@@ -202,7 +202,7 @@ INT32 = torch.zeros((2, 3), dtype=torch.int32)
         ("all_gather", ((T, T),), ValueError, "num_max_session_bytes: expected at least 256, got 128"),
         ("pp_set_config", (64, 0), ValueError, "num_max_inflight_tensors: expected 1 to"),
         ("pp_set_config", (2 << 20, 1), ValueError, r"num_bytes: expected .* \(slots take 4194304"),
-        ("pp_send", (T, 0), ValueError, "dst_rank_idx: expected one of , got 0"),
+        ("pp_send", (T, 0), ValueError, r"dst_rank_idx: expected a neighbour in the ring of ranks, of \[\], got 0"),
         ("pp_recv", (T, True), TypeError, "src_rank_idx: expected an int"),
         ("engram_write", (3,), TypeError, "storage: expected a torch.Tensor"),
         ("engram_write", (T,), ValueError, r"storage: expected shape \(num_entries, hidden\)"),

@@ -82,7 +82,8 @@ class Pipeline:
     def check(self, name: str, rank: int, t: Tensor) -> None:
         """Raise TypeError or ValueError unless t fits a slot, and argument `name` is a neighbour."""
         check.integer(name, rank)
-        check.one_of(name, rank, self._neighbours)
+        wanted = "a neighbour in the ring of ranks, of {}"
+        check.require(rank in self._neighbours, name, wanted, rank, self._neighbours)
         check.plain("t", t)
         check.tensor("t", t, (t.dtype,), (...,), device=self._place.device)
         most = self._sizes.num_max_tensor_bytes
