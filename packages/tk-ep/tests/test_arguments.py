@@ -264,6 +264,10 @@ def test_copies_out_of_order(group: dist.ProcessGroup, monkeypatch: pytest.Monke
         fetching.engram_fetch(INT32 - 1)
 
 
+def test_copies_of_a_model_share_its_buffer(buffer: ElasticBuffer) -> None:
+    assert copy.deepcopy({"ep": buffer})["ep"] is buffer
+
+
 def test_handles(buffer: ElasticBuffer) -> None:
     idx = IDX.clone()
     copied, own = (dispatch(buffer, topk_idx=idx, do_handle_copy=copy)[3] for copy in (True, False))

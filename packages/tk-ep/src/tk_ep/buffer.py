@@ -620,6 +620,10 @@ class ElasticBuffer:
         else:
             self._guarded(lambda: self._backend.barrier(with_cpu_sync))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ElasticBuffer":
+        """The buffer itself: a copy of a model sends through the same one."""
+        return self
+
     def check(self) -> None:
         """Raise EPTimeoutError if a peer has been waited for past a limit. It waits for nothing."""
         self._raise_failure("check")
