@@ -45,7 +45,7 @@ def launch_fp8(op: str, x: Fp8Operands, groups: Groups, c: Tensor | None, d: Ten
     With kind "k" only c and d have groups, and factors are column major: b's has N rows then, and where it is packed it
     may have them with any kind, else ⌈N/128⌉.
     """
-    arch = _arch_of_factors(op, x.a_sf)
+    arch, addend = _arch_of_factors(op, x.a_sf), _addend(c, d)
     a, a_sf, b, c, d = (_for_tma(each) for each in (x.a, x.a_sf.mT, x.b, c, d))
     b_is_per_row = x.b_sf.shape[-2] == b.shape[1]
     if arch.has_tcgen05:
@@ -58,7 +58,7 @@ def launch_fp8(op: str, x: Fp8Operands, groups: Groups, c: Tensor | None, d: Ten
     problem = Problem(num_groups, expected, num_rows, num_cols, a.shape[2], b.shape[0])
     tile = BY_K if b_is_per_row else fp8_tile(problem, get_num_sms(d.device))
     by_tma = takes_tma(a_sf)
-    launch = fp8_product_kernel(groups.kind, tile, d.dtype, by_tma, _addend(c, d), arch)
+    launch = fp8_product_kernel(groups.kind, tile, d.dtype, by_tma, addend, arch)
     a_sf = a_sf if by_tma else _grouped(x.a_sf.mT)
     b_sf = _for_tma(x.b_sf.mT) if b_is_per_row else x.b_sf.contiguous().view(-1)
     launch(a, a_sf, b, b_sf, groups.layout, c, d, _num_blocks(d, tile.block_m, tile.block_n))
@@ -88,15 +88,16 @@ def launch_bf16(op: str, x: Bf16Operands, groups: Groups, c: Tensor | None, d: T
     arch = get_arch(x.a.device)
     if not (arch.has_wgmma or arch.has_tcgen05):
         raise UnsupportedArchError(op, arch.name, "sm_90a, sm_100a, or the reference backend")
+    addend, variant = _addend(c, d), (d.dtype, x.a_is_transposed, x.b_is_transposed)
     a, b, c, d = (_for_tma(each) for each in (x.a, x.b, c, d))
     num_groups, num_rows, num_cols = d.shape
-    variant = d.dtype, x.a_is_transposed, x.b_is_transposed, c is not None
     if arch.has_tcgen05:
-        launch, block_m, block_n = bf16_product_blackwell_kernel(groups.kind, *variant, arch), BLOCK, BLOCK
+        launch = bf16_product_blackwell_kernel(groups.kind, *variant, c is not None, arch)
+        block_m = block_n = BLOCK
     else:
         expected = min(groups.num_rows or num_rows, num_rows)
         tile = bf16_tile(num_groups, expected, num_cols, get_num_sms(d.device))
-        launch = bf16_product_kernel(groups.kind, tile, *variant[:3], _addend(c, d), arch)
+        launch = bf16_product_kernel(groups.kind, tile, *variant, addend, arch)
         block_m, block_n = tile.block_m, tile.block_n
     launch(a, b, groups.layout, c, d, _num_blocks(d, block_m, block_n))
 
@@ -107,7 +108,7 @@ def gather_groups(op: str, x: Fp8Operands, ends: Tensor) -> Fp8Operands:
     copies = []
     for flat, num_rows in zip((x.a, x.b), x.shape):
         total = flat.numel() // num_rows
-        copies.append(flat.new_empty((num_rows, total + 128))[:, :total])  # No row stride is a power of two.
+        copies.append(flat.new_empty((num_rows, total + 128))[:, :total])  # The usual row stride is a power of two.
         launch(flat.view(torch.int32), ends, copies[-1].view(torch.int32))
     return x._replace(a=copies[0], b=copies[1])
 
@@ -123,10 +124,11 @@ def _arch_of_factors(op: str, sf: Tensor) -> Arch:
 
 
 def _addend(c: Tensor | None, d: Tensor) -> Addend | None:
-    """Where the kernels on Hopper find what is added."""
+    """Where the kernels on Hopper find what is added. Meta tensors, which are only planned for, have no addresses."""
     if c is None:
         return None
-    return "d" if c.data_ptr() == d.data_ptr() and d.dtype == torch.float32 else "c"
+    is_d = c is d if d.is_meta else c.data_ptr() == d.data_ptr()
+    return "d" if is_d and d.dtype == torch.float32 else "c"
 
 
 def _grouped(x: Tensor) -> Tensor:

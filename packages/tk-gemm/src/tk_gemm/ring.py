@@ -35,9 +35,9 @@ def wait_full(r: Ring) -> None:
 
 @T.macro
 def while_filling(r: Ring, work: Callable[[], None]) -> None:
-    """Do what needs no stage, then wait until the stage has its operands.
+    """Do work that does not need the stage, and return when the stage has its operands.
 
-    It is asked before the work, since the answer takes a while; but not awaited, as it may come during the work.
+    The barrier is polled before the work, which hides the poll's latency, and waited for only after it.
     """
     is_full = T.alloc_var("int32")
     is_full = is_over(r.full[r.stage[0]], r.parity[0])
@@ -48,7 +48,10 @@ def while_filling(r: Ring, work: Callable[[], None]) -> None:
 
 @T.macro
 def wait_empty(r: Ring) -> T.PrimExpr:
-    """Wait until the stage may be filled, and return it, with its range: else addresses take a dozen divisions."""
+    """Wait until the stage may be filled, and return its index.
+
+    TileLang is told the index's range: without it, each address in shared memory takes divisions.
+    """
     T.mbarrier_wait_parity(r.empty[r.stage[0]], r.parity[0] ^ 1)
     stage = r.stage[0]
     T.assume(stage >= 0)

@@ -150,6 +150,18 @@ def test_factors_of_another_architecture_are_named_before_anything_is_copied(arc
     assert not launched
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_a_float32_c_that_is_d_is_added_in_memory(dtype: torch.dtype) -> None:
+    """On the meta device too, where neither has an address: plans and records are of the kernels that a GPU runs."""
+    arguments = make((128, 256), 16, 32, dtype=dtype)("meta")
+    addends = []
+    for c in (None, torch.empty_like(arguments["d"]), arguments["d"]):
+        with capture(arch_from_name("sm_90a")) as launched:
+            tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments | {"c": c})
+        addends.append(launched[0].args[-2])
+    assert addends == [None, "c", "d" if dtype == torch.float32 else "c"]
+
+
 def test_c_may_be_d_and_groups_of_no_channels_keep_it() -> None:
     c = torch.randn(3, 16, 32)
     product = tk_gemm.k_grouped_fp8_gemm_nt_contiguous(A, B, None, KS)

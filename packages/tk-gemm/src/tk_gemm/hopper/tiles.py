@@ -70,7 +70,8 @@ FP8_TILES = {
 }
 """docs/tuning/gemm.md has the measurements. All tiles give the same bits."""
 FEW_ROWS = 32
-"""Up to so many rows, tiles load no more. TMA takes longer to fill rows past the last with zeros than to load them."""
+"""Groups of at most so many rows get tiles that load only this many: for a tile's rest TMA would write zeros, which
+takes it longer than loading rows."""
 BY_K = TileShape(128, 128, 5)
 """The tile where groups are ranges of K."""
 
