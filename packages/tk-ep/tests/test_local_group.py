@@ -307,7 +307,10 @@ def test_cuda_graph() -> None:
         assert_equal(row_weights, want_w)
         assert_equal(metadata, [each.recv_src_metadata for each in handles])
         assert_equal(out, reference.combine(want_x, handles)[0])
-    with pytest.raises(ValueError, match="do_cpu_sync: expected False within a CUDA graph"), torch.cuda.graph(graph):
+    with (
+        pytest.raises(ValueError, match="do_cpu_sync: expected False within a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         group.dispatch(x, idx, w, num_experts=8)
 
 
