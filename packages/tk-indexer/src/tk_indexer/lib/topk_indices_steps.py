@@ -11,6 +11,7 @@ import tilelang.language as T
 
 from tk_core.device.bits import atomic_or_u32, count_leading_zeros
 from tk_core.headers import builtin
+from tk_core.macros.block_scan import scan_two
 from tk_indexer.device.cluster import load_from_cluster
 from tk_indexer.device.row_words import load_16_bytes
 from tk_indexer.selection.topk_indices import NUM_BINS
@@ -164,26 +165,6 @@ def span_of(row: Row, column: Any, num_words: Any) -> Span:
 
 
 @T.macro
-def _scan(sums: T.Buffer, warp_sums: T.Buffer, all_sums: T.Buffer) -> None:
-    """Two inclusive prefix sums over the threads of the block, of `sums` in place; `all_sums` become the totals."""
-    warps, (warp, lane) = T.get_thread_extent() // 32, _warp_and_lane()
-    for step in T.unroll(5):
-        for i in T.unroll(2):
-            lower = T.shfl_up(sums[i], 1 << step)
-            sums[i] = sums[i] + T.if_then_else(lane >= (1 << step), lower, 0)
-    if lane == 31:
-        for i in T.unroll(2):
-            warp_sums[i, warp] = sums[i]
-    T.sync_threads()
-    for i in T.unroll(2):
-        of_warp = T.alloc_var("int32", init=0)
-        if lane < warps:
-            of_warp = warp_sums[i, lane]
-        all_sums[i] = T.warp_reduce_sum(of_warp)
-        sums[i] = sums[i] + T.warp_reduce_sum(T.if_then_else(lane < warp, of_warp, 0))
-
-
-@T.macro
 def sample(row: Row, span: Span, k: Any, extremes: T.Buffer, search: Search) -> None:
     """Choose the bins by one load of each thread, spread over the whole window, `span`.
 
@@ -259,7 +240,7 @@ def count_listed(listed: Listed, search: Search, bins: T.Buffer) -> None:
 
 
 @T.macro
-def find(bins: T.Buffer, cluster_size: int, search: Search, warp_sums: T.Buffer, found: Found) -> None:
+def find(bins: T.Buffer, cluster_size: int, search: Search, found: Found) -> None:
     """Find the bin, counted over all blocks of the cluster, that holds the last of the needed candidates."""
     thread, threads = T.get_thread_binding(), T.get_thread_extent()
     per_thread = NUM_BINS // threads
@@ -281,7 +262,7 @@ def find(bins: T.Buffer, cluster_size: int, search: Search, warp_sums: T.Buffer,
         sums[0] = sums[0] + counts[j]
         sums[1] = sums[1] + own[j]
     above, own_above = sums[0], sums[1]
-    _scan(sums, warp_sums, all_sums)
+    scan_two(sums, all_sums)
     above, own_above = sums[0] - above, sums[1] - own_above
     if thread == 0 and all_sums[0] < search.need[0]:
         found.bin[0] = -1
@@ -384,9 +365,7 @@ def mark_listed(listed: Listed, search: Search, marks: Marks) -> None:
 
 
 @T.macro
-def emit(
-    marks: Marks, span: Span, need: Any, first: Any, before: T.Buffer, warp_sums: T.Buffer, winners: T.Buffer
-) -> None:
+def emit(marks: Marks, span: Span, need: Any, first: Any, before: T.Buffer, winners: T.Buffer) -> None:
     """Append the span's winners, as columns in ascending order, to `winners`, whose first is the row's `first`-th.
 
     before: int32 (2,), the number of marks, above and within, in front of the span; here those of the span are added.
@@ -404,7 +383,7 @@ def emit(
             sums[0] = sums[0] + T.cast(T.popcount(marks.above[word]), "int32")
             sums[1] = sums[1] + T.cast(T.popcount(marks.within[word]), "int32")
     own_above, own_within = sums[0], sums[1]
-    _scan(sums, warp_sums, all_sums)
+    scan_two(sums, all_sums)
     own_within = before[1] + sums[1] - own_within  # from now on the number of such marks so far
     slot = before[0] + sums[0] - own_above + T.min(own_within, need) - first
     for j in T.serial(per_thread):

@@ -167,7 +167,6 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
             found_bin, found_above, found_count, found_own_above, found_own_count = (
                 T.alloc_shared((1,), "int32") for _ in range(5)
             )
-            warp_sums = T.alloc_shared((2, threads // 32), "int32")
             extremes = T.alloc_shared((2, threads // 32), "uint32")
             own_marks = T.alloc_shared((2,), "int32")
             marks = steps.Marks(marked_above, marked_within)
@@ -191,7 +190,7 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
                 else:
                     steps.count_row(row, own, search, bins)
                 sync()
-                steps.find(bins, cluster_size, search, warp_sums, found)
+                steps.find(bins, cluster_size, search, found)
                 sync()  # before bins change, and until what was found is there
                 goes_on = steps.narrow(found, k, search)
                 if goes_on and not is_listed and found.bin[0] >= 0 and found.count[0] <= room:
@@ -233,7 +232,7 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
                     T.sync_threads()
                     steps.mark_row(row, span, search, marks, True, None)
                 T.sync_threads()
-                steps.emit(marks, span, need[0], first, before, warp_sums, winners)
+                steps.emit(marks, span, need[0], first, before, winners)
             T.sync_threads()
 
             end_of_own = T.alloc_var("int32")

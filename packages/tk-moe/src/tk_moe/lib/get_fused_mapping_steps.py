@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from tk_core.device.bits import atomic_or_u32
+from tk_core.macros.block_scan import scan_two
 from tk_core.math import ceil_div
 from tk_moe.device.async_copy import send_to_cluster
 
@@ -205,25 +206,6 @@ def sum_over_blocks(counts: T.Buffer, received: Any, rank: Any) -> tuple[Any, An
 
 
 @T.macro
-def _scan(sums: T.Buffer, all_sums: T.Buffer) -> None:
-    """Two inclusive prefix sums over the threads of the block, of `sums` in place; `all_sums` become the totals."""
-    warps, (warp, lane) = T.get_thread_extent() // 32, _warp_and_lane()
-    warp_sums = T.alloc_shared((2, warps), "int32")
-    for step in T.unroll(5):
-        for i in T.unroll(2):
-            lower = T.shfl_up(sums[i], 1 << step)
-            sums[i] = sums[i] + T.if_then_else(lane >= (1 << step), lower, 0)
-    if lane == 31:
-        for i in T.unroll(2):
-            warp_sums[i, warp] = sums[i]
-    T.sync_threads()
-    for i in T.unroll(2):
-        of_warp = T.if_then_else(lane < warps, warp_sums[i, lane], 0)
-        all_sums[i] = T.warp_reduce_sum(of_warp)
-        sums[i] = sums[i] + T.warp_reduce_sum(T.if_then_else(lane < warp, of_warp, 0))
-
-
-@T.macro
 def locate_segments(
     before: Any, total: Any, count: Any, alignment: Any, experts: Experts, segments: Segments
 ) -> tuple[Any, Any]:
@@ -242,7 +224,7 @@ def locate_segments(
             size = T.truncdiv(size, alignment) * alignment
     sums[0] = size
     sums[1] = count
-    _scan(sums, all_sums)
+    scan_two(sums, all_sums)
     if thread < num_experts:
         experts.first_sorted[thread] = sums[1] - count
         experts.first_pos[thread] = sums[0] - size + before
