@@ -5,9 +5,9 @@ from typing import NamedTuple
 import tilelang.language as T
 from tvm.tirx import BufferRegion
 
-from tk_gemm import ring
+from tk_core.macros import ring
+from tk_core.macros.ring import Ring
 from tk_gemm.kernels import BF16_STEP_K
-from tk_gemm.ring import Ring
 from tk_gemm.scheduler import Tile
 
 

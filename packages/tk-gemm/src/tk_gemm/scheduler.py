@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from tk_core.macros import ring
+from tk_core.macros.ring import Ring, local_int
 from tk_gemm.kernels import Kind
 
 STRIP = 8
@@ -49,11 +51,6 @@ class Scheduler(NamedTuple):
     cursor: T.Buffer  # int32 (1), with "masked" the group that the search has reached
     before: T.Buffer  # int32 (1), with "masked" the tiles of earlier groups
     tile: Tile
-
-
-def local_int() -> T.Buffer:
-    """An int32 (1) in registers, 0."""
-    return T.alloc_var("int32", init=0)
 
 
 def local_tile() -> Tile:
@@ -220,3 +217,26 @@ def receive(tile: Tile, sent: T.Buffer, stage: T.PrimExpr) -> None:
     """Read the coordinates in a stage, which may be released then."""
     for x, _ in enumerate(tile):
         tile[x][0] = sent[stage, x]
+
+
+@T.macro
+def send_tiles(r: Ring, s: Scheduler, sent: T.Buffer) -> None:
+    """In the writing warp, where it has nothing else to write: put tiles' coordinates into the stages, and the end."""
+    while s.index[0] < s.total[0]:
+        for step in T.serial(s.tile.num_steps[0]):
+            ring.wait_empty(r)
+            if step == 0 and T.shuffle_elect(32):
+                send(s.tile, sent, r.stage[0])
+            ring.fill(r)
+        next_tile(s)
+    send_end(r, s, sent)
+
+
+@T.macro
+def send_end(r: Ring, s: Scheduler, sent: T.Buffer) -> None:
+    """Put the end into the stage behind the last tile."""
+    s.tile.row[0] = -1
+    ring.wait_empty(r)
+    if T.shuffle_elect(32):
+        send(s.tile, sent, r.stage[0])
+    ring.fill(r)

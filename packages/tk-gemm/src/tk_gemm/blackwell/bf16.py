@@ -29,7 +29,8 @@ def bf16_product_blackwell_kernel(
     """
     import tilelang.language as T
 
-    from tk_gemm import bf16_operands, ring, scheduler
+    from tk_core.macros import ring
+    from tk_gemm import bf16_operands, scheduler
     from tk_gemm.blackwell import epilogue, sums
 
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))

@@ -28,7 +28,8 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
     """
     import tilelang.language as T
 
-    from tk_gemm import ring, scheduler
+    from tk_core.macros import ring
+    from tk_gemm import scheduler
     from tk_gemm.blackwell import epilogue, fp8_loop, sums
 
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from tk_gemm import ring
+from tk_core.macros import ring
+from tk_core.macros.ring import Ring
 from tk_gemm.blackwell import sums
 from tk_gemm.blackwell.sums import Sums
 from tk_gemm.blackwell.tiles import BLOCK
 from tk_gemm.kernels import BLOCK_K
-from tk_gemm.ring import Ring
 from tk_gemm.scheduler import Tile
 
 _WORD_STEPS = 4

@@ -25,7 +25,8 @@ def fp8_swiglu_product_blackwell_kernel(
     """
     import tilelang.language as T
 
-    from tk_gemm import ring, scheduler
+    from tk_core.macros import ring
+    from tk_gemm import scheduler
     from tk_gemm.blackwell import fp8_loop, sums, swiglu_epilogue
 
     m, n, k, num_groups, num_cols = (T.dynamic(x) for x in ("m", "n", "k", "num_groups", "num_cols"))

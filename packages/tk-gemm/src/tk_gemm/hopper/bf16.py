@@ -33,7 +33,8 @@ def bf16_product_kernel(
     """
     import tilelang.language as T
 
-    from tk_gemm import bf16_operands, ring, scheduler
+    from tk_core.macros import ring
+    from tk_gemm import bf16_operands, scheduler
     from tk_gemm.hopper import bf16_loop, epilogue, roles
 
     by_k = kind == "k"
@@ -81,7 +82,7 @@ def bf16_product_kernel(
                 ),
                 lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
                 lambda s: bf16_loop.load(s, shape, x, stages, r),
-                lambda s: ring.send_tiles(r, s, stages.tile),
+                lambda s: scheduler.send_tiles(r, s, stages.tile),
                 (lambda s, w: epilogue.add_to_d(s, shape, w, sums, d)) if addend == "d" else None,
             )
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from tk_gemm import bf16_operands, ring, scheduler
+from tk_core.macros import ring
+from tk_core.macros.ring import Ring
+from tk_gemm import bf16_operands, scheduler
 from tk_gemm.bf16_operands import Operands, part
 from tk_gemm.hopper.tiles import TileShape
-from tk_gemm.ring import Ring
 from tk_gemm.scheduler import Scheduler, Tile
 
 

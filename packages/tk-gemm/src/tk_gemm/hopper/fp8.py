@@ -28,7 +28,8 @@ def fp8_product_kernel(
     """
     import tilelang.language as T
 
-    from tk_gemm import ring, scheduler
+    from tk_core.macros import ring
+    from tk_gemm import scheduler
     from tk_gemm.hopper import epilogue, fp8_loop, roles
 
     by_k, width = kind == "k", shape.warpgroup_n

@@ -25,7 +25,7 @@ def router_kernel(config: RouterConfig, arch: Arch) -> Any:
     """
     import tilelang.language as T
 
-    from tk_gemm import ring
+    from tk_core.macros import ring
     from tk_gemm.hopper import router_steps as steps
     from tk_gemm.hopper.router_steps import begin
 

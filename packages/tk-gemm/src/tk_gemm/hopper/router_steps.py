@@ -5,9 +5,9 @@ from typing import NamedTuple
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from tk_gemm import ring
+from tk_core.macros import ring
+from tk_core.macros.ring import Ring
 from tk_gemm.hopper.router_config import BANK_ROW, RUN
-from tk_gemm.ring import Ring
 
 
 class Stages(NamedTuple):

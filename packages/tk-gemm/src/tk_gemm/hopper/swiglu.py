@@ -21,7 +21,8 @@ def fp8_swiglu_product_kernel(
     """As fp8_product_kernel, of interleaved B (groups, 2 · I, K), to data (1, M, I) and factors (I/128, M)."""
     import tilelang.language as T
 
-    from tk_gemm import ring, scheduler, swiglu
+    from tk_core.macros import ring
+    from tk_gemm import scheduler, swiglu
     from tk_gemm.hopper import epilogue, fp8_loop, roles
 
     m, n, k, num_groups, num_cols = (T.dynamic(x) for x in ("m", "n", "k", "num_groups", "num_cols"))
