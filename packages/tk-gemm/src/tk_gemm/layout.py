@@ -7,19 +7,7 @@ from tk_core import check
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms as get_num_sms
 from tk_core.num_sms import set_num_sms as set_num_sms
-from tk_gemm.check import (
-    BLOCK,
-    E4M3,
-    FACTORS,
-    FLOAT32,
-    Pair,
-    Recipe,
-    SideRecipe,
-    factors,
-    pair,
-    positive_multiple,
-    recipe_of,
-)
+from tk_gemm.check import BLOCK, FACTORS, FLOAT32, Pair, Recipe, SideRecipe, factors, pair, positive_multiple, recipe_of
 from tk_gemm.tma import bytes_off
 
 
@@ -99,7 +87,7 @@ def interleave_gate_and_up(b: Pair) -> Pair:
         ValueError: A shape, stride or device is not as described.
     """
     data, sf = pair("b", b)
-    num_groups, num_rows, num_channels = check.tensor("b[0]", data, E4M3, ("G", "2 * I", "K"))
+    num_groups, num_rows, num_channels = check.tensor("b[0]", data, (torch.float8_e4m3fn,), ("G", "2 * I", "K"))
     positive_multiple("b[0] (2 * I)", num_rows, 2 * BLOCK)
     positive_multiple("b[0] (K)", num_channels, BLOCK)
     shape = (num_groups, num_rows // BLOCK, num_channels // BLOCK)

@@ -27,41 +27,31 @@ def gather_groups_kernel(arch: Arch) -> Any:
     from tk_gemm.scheduler import group_end
 
     rows, words, num_groups = (T.dynamic(x) for x in ("rows", "words", "num_groups"))
-    size, pitch = T.dynamic("size", "int64"), T.dynamic("pitch", "int64")
+    size = T.dynamic("size", "int64")
 
     @T.prim_func
     def gather(
-        flat: T.Tensor((size,), "int32"),
-        ends: T.Tensor((num_groups,), "int32"),
-        out: T.StridedTensor((rows, words), (pitch, 1), "int32"),
+        flat: T.Tensor((size,), "int32"), ends: T.Tensor((num_groups,), "int32"), out: T.Tensor((rows, words), "int32")
     ) -> None:
         with T.Kernel(T.ceildiv(rows, ROWS), T.truncdiv(words, _WORDS), threads=256) as (block, step):
-            # The first group that ends behind the step: its number, and where it begins and ends.
-            group = T.alloc_local((3,), "int32")
-            k, channel = words * 4, step * BLOCK_K
-            low, high = T.alloc_var("int32"), T.alloc_var("int32")
-            low = 0
+            # The first group that ends behind the step, if one does, and where it begins and ends, in steps.
+            group, high, first, end = (T.alloc_var("int32", init=0) for _ in range(4))
             high = num_groups
-            while low < high:
-                middle = (low + high) >> 1
-                if group_end(ends[middle], k) > channel:
+            while group < high:
+                middle = (group + high) >> 1
+                if group_end(ends[middle], words * 4) > step * BLOCK_K:
                     high = middle
                 else:
-                    low = middle + 1
-            group[0] = low
-            group[1] = 0
-            group[2] = 0
-            if low < num_groups:
-                group[2] = group_end(ends[low], k)
-                if low > 0:
-                    group[1] = group_end(ends[low - 1], k)
-            T.assume(pitch % _WORDS == 0)
-            if group[0] < num_groups:
-                first, num_steps = T.truncdiv(group[1], BLOCK_K), T.truncdiv(group[2] - group[1], BLOCK_K)
+                    group = middle + 1
+            T.assume(words % _WORDS == 0)
+            if group < num_groups:
+                if group > 0:
+                    first = T.truncdiv(group_end(ends[group - 1], words * 4), BLOCK_K)
+                end = T.truncdiv(group_end(ends[group], words * 4), BLOCK_K)
                 for i, j in T.Parallel(ROWS, _WORDS):
                     if block * ROWS + i < rows:
                         row = T.cast(block * ROWS + i, "int64")
-                        begin = T.cast(first, "int64") * rows + row * num_steps + (step - first)
+                        begin = T.cast(first, "int64") * rows + row * (end - first) + (step - first)
                         out[row, step * _WORDS + j] = flat[begin * _WORDS + j]
 
     return gather

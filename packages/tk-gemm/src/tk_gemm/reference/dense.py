@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from tk_gemm.reference.products import Pair, Recipe, SideRecipe, bf16_product, finish, fp8_product
+from tk_gemm.check import Pair, Recipe, SideRecipe
+from tk_gemm.reference.products import bf16_product, finish, fp8_product
 
 
 def fp8_gemm_nt(

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tk_core.math import align
 from tk_core.reference.scales import unpack_scales
-from tk_gemm.reference.products import BLOCK, Pair, Recipe, bf16_product, finish, fp8_product
+from tk_gemm.check import BLOCK, Pair, Recipe
+from tk_gemm.reference.products import bf16_product, finish, fp8_product
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
@@ -39,8 +40,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
             else:
                 part = data[first * num_rows : end * num_rows].view(num_rows, end - first)
             operands += [part, sf[:, blocks]]
-        product = fp8_product(*operands)
-        finish(product, d[group], None if c is None else c[group])
+        finish(fp8_product(*operands), d[group], None if c is None else c[group])
     return d
 
 
@@ -57,8 +57,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
     if d is None:
         d = a.new_empty((len(ks), a.shape[1], b.shape[1]), dtype=torch.float32 if c is None else c.dtype)
     for group, (first, end) in enumerate(_k_ranges(ks, a.shape[0])):
-        product = bf16_product(a[first:end].t(), b[first:end].t())
-        finish(product, d[group], None if c is None else c[group])
+        finish(bf16_product(a[first:end].t(), b[first:end].t()), d[group], None if c is None else c[group])
     return d
 
 

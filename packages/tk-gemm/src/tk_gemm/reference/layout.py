@@ -2,7 +2,7 @@
 
 import torch
 
-from tk_gemm.reference.products import Pair
+from tk_gemm.check import Pair
 
 
 def interleave_gate_and_up(b: Pair) -> Pair:

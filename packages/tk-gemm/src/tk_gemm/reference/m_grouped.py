@@ -8,7 +8,8 @@ from torch import Tensor
 from tk_core.math import align
 from tk_core.reference.scales import pack_scales
 from tk_core.scales import ScaleLayout
-from tk_gemm.reference.products import BLOCK, Pair, Recipe, SideRecipe, bf16_product, fp8_product
+from tk_gemm.check import BLOCK, Pair, Recipe, SideRecipe
+from tk_gemm.reference.products import bf16_product, fp8_product
 
 _LARGEST = 448.0
 _LEAST_AMAX = 1e-4
@@ -59,8 +60,7 @@ def m_grouped_fp8_gemm_nt_masked(
     if d is None:
         d = data.new_empty((num_groups, max_m, b_data.shape[1]), dtype=torch.bfloat16)
     for group, count in enumerate(masked_m.clamp(0, max_m).tolist()):
-        product = fp8_product(data[group, :count], sf[group, :count], b_data[group], b_sf[group])
-        d[group, :count] = product.to(d.dtype)
+        d[group, :count] = fp8_product(data[group, :count], sf[group, :count], b_data[group], b_sf[group]).to(d.dtype)
     return d
 
 

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 
 from tk_core.reference.scales import unpack_scales
+from tk_gemm.check import BLOCK
 
-Pair = tuple[Tensor, Tensor]
-Recipe = tuple[int, int, int]
-SideRecipe = tuple[int, int]
-
-BLOCK = 128  # channels, or rows of weights, of a factor; groups begin at multiples of it
 # Temporaries of a product take about 20 bytes an element; this bounds them at 350 MB.
 _MAX_ELEMENTS = 1 << 24
 
