@@ -18,7 +18,7 @@ from tk_gemm.hopper.bf16 import bf16_product_kernel
 from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.gather_groups import gather_groups_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
-from tk_gemm.hopper.tiles import BY_K, WIDE, Problem, bf16_tile, fp8_tile
+from tk_gemm.hopper.tiles import BF16_TILES, WIDE, Problem, by_k_tile, fastest, fp8_tile
 from tk_gemm.kernels import BLOCK_K, Addend, Kind
 from tk_gemm.tma import for_tma, takes_tma
 
@@ -54,10 +54,8 @@ def launch_fp8(op: str, x: Fp8Operands, groups: Groups, c: Tensor | None, d: Ten
         b_sf = (_for_tma if b_is_per_row else _grouped)(x.b_sf.mT)
         launch(a, a_sf, b, b_sf, groups.layout, c, d, _num_blocks(d, BLOCK, BLOCK))
         return
-    num_groups, num_rows, num_cols = d.shape
-    expected = min(groups.num_rows or num_rows, num_rows)
-    problem = Problem(num_groups, expected, num_rows, num_cols, a.shape[2], b.shape[0])
-    tile = BY_K if b_is_per_row else fp8_tile(problem, get_num_sms(d.device))
+    problem, num_sms = _problem(groups, a.shape[2], b, d), get_num_sms(d.device)
+    tile = by_k_tile(problem, addend, num_sms) if b_is_per_row else fp8_tile(problem, num_sms)
     by_tma = takes_tma(a_sf)
     launch = fp8_product_kernel(groups.kind, tile, d.dtype, by_tma, addend, arch)
     a_sf = a_sf if by_tma else _grouped(x.a_sf.mT)
@@ -91,13 +89,12 @@ def launch_bf16(op: str, x: Bf16Operands, groups: Groups, c: Tensor | None, d: T
         raise UnsupportedArchError(op, arch.name, "sm_90a, sm_100a, or the reference backend")
     addend, variant = _addend(c, d), (d.dtype, x.a_is_transposed, x.b_is_transposed)
     a, b, c, d = (_for_tma(each) for each in (x.a, x.b, c, d))
-    num_groups, num_rows, num_cols = d.shape
     if arch.has_tcgen05:
         launch = bf16_product_blackwell_kernel(groups.kind, *variant, c is not None, arch)
         block_m = block_n = BLOCK
     else:
-        expected = min(groups.num_rows or num_rows, num_rows)
-        tile = bf16_tile(num_groups, expected, num_cols, get_num_sms(d.device))
+        num_channels = a.shape[1 if x.a_is_transposed else 2]
+        tile = fastest(BF16_TILES, _problem(groups, num_channels, b, d), get_num_sms(d.device))
         launch = bf16_product_kernel(groups.kind, tile, *variant, addend, arch)
         block_m, block_n = tile.block_m, tile.block_n
     launch(a, b, groups.layout, c, d, _num_blocks(d, block_m, block_n))
@@ -118,7 +115,7 @@ def pays_by_group(x: Fp8Operands, ks: Sequence[int]) -> bool:
     A launch begins 4 after the end of the one before, whose last tiles leave SMs idle, and takes the host 30.
     """
     (num_rows, num_cols), num_sms, total = x.shape, get_num_sms(x.a.device), sum(ks)
-    num_tiles = ceil_div(num_rows, BY_K.block_m) * ceil_div(num_cols, BY_K.block_n)
+    num_tiles = ceil_div(num_rows, BLOCK) * ceil_div(num_cols, BLOCK)
     per_tile, copies = 0.6 * total / BLOCK_K / num_sms, 2 * (num_rows + num_cols) * total / 3.5e6
     lost = 4 * len(ks) + (-num_tiles % num_sms) * per_tile
     return x.a_sf.is_floating_point() and lost < copies and num_tiles * per_tile > 30 * len(ks)
@@ -127,7 +124,9 @@ def pays_by_group(x: Fp8Operands, ks: Sequence[int]) -> bool:
 def launch_fp8_by_group(op: str, x: Fp8Operands, ks: Sequence[int], c: Tensor | None, d: Tensor) -> None:
     """Launch d[g] = a_g · b_gᵀ (+ c[g]) for each group of such operands: with float32 factors, as words span groups."""
     arch, addend = _arch_of_factors(op, x.a_sf), _addend(c, d)
-    launch = fp8_product_kernel("k", BY_K, d.dtype, True, addend, arch)
+    num_rows, num_cols = x.shape
+    tile = by_k_tile(Problem(1, num_rows, num_rows, num_cols, max(ks), 1), addend, get_num_sms(d.device))
+    launch = fp8_product_kernel("k", tile, d.dtype, True, addend, arch)
     end = x.a.new_full((1,), max(ks), dtype=torch.int32)  # Of each group: K ends before.
     data = (flat.split([rows * size for size in ks]) for flat, rows in zip((x.a, x.b), x.shape))
     factors = (_for_tma(sf.mT).split([size // BLOCK_K for size in ks], 1) for sf in (x.a_sf, x.b_sf))
@@ -135,11 +134,19 @@ def launch_fp8_by_group(op: str, x: Fp8Operands, ks: Sequence[int], c: Tensor | 
     for size, a, b, a_sf, b_sf, c_g, d_g in zip(ks, *data, *factors, *sums):
         if size:
             operands = a.view(1, -1, size), a_sf, b.view(1, -1, size), b_sf
-            launch(*operands, end, addend and c_g, d_g, _num_blocks(d_g, BY_K.block_m, BY_K.block_n))
+            launch(*operands, end, addend and c_g, d_g, _num_blocks(d_g, tile.block_m, tile.block_n))
         elif c is None:
             d_g.zero_()
         elif addend == "c":
             d_g.copy_(c_g)
+
+
+def _problem(groups: Groups, num_channels: int, b: Tensor, d: Tensor) -> Problem:
+    num_groups, num_rows, num_cols = d.shape
+    expected, num_weights = min(groups.num_rows or num_rows, num_rows), b.shape[0]
+    if groups.kind == "k":
+        num_channels, num_weights = ceil_div(num_channels, num_groups), num_groups
+    return Problem(num_groups, expected, num_rows, num_cols, num_channels, num_weights, b.itemsize)
 
 
 def _arch_of_factors(op: str, sf: Tensor) -> Arch:

@@ -1,6 +1,7 @@
 """The FP8 products' kernel: a row's bits depend on that row and its weights alone, not on the op or the tile."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tk_core.arch import get_arch
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.hopper.fp8 import fp8_product_kernel
-from tk_gemm.hopper.tiles import BY_K, FEW_ROWS, FP8_TILES, TileShape
+from tk_gemm.hopper.tiles import BY_K, BY_K_TILES, FEW_ROWS, FP8_TILES, WIDE_LONG, TileShape
 from tk_gemm.tma import for_tma
 
 from ..inputs import activations, dequantized, ids, psum, weights
@@ -24,7 +25,7 @@ def test_tiles_have_equal_bits(k: int) -> None:
     (a, a_sf), (b, b_sf) = activations(m, k, "cuda"), weights(n, k, "cuda")
     expected = tk_gemm.fp8_gemm_nt((a, a_sf), (b, b_sf))
     arch = get_arch(a.device)
-    for tile in FP8_TILES:
+    for tile in (*FP8_TILES, WIDE_LONG):
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
         launch = fp8_product_kernel("dense", tile, d.dtype, True, None, arch)
         num_tiles = ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n)
@@ -43,7 +44,7 @@ def test_tiles_of_masked_rows() -> None:
     for group, count in enumerate(counts):
         rows = a[group, :count], a_sf[group, :count]
         expected[group, :count] = tk_gemm.fp8_gemm_nt(rows, (b[group], b_sf[group]))
-    for tile in FP8_TILES:
+    for tile in (*FP8_TILES, WIDE_LONG):
         d = torch.full_like(expected, 7.0)
         launch = fp8_product_kernel("masked", tile, d.dtype, True, None, get_arch(a.device))
         for num_blocks in (1, 132):
@@ -51,14 +52,17 @@ def test_tiles_of_masked_rows() -> None:
             assert_equal(d, expected, name=f"{tile}, {num_blocks} thread blocks")
 
 
-@pytest.mark.parametrize("m", [1, 17, 32])
+@pytest.mark.parametrize("m", [1, 8, 9, 32])
 def test_few_rows_have_the_bits_of_many(m: int) -> None:
     """Tiles of which most rows are not loaded, so that these have what shared memory had."""
     n, k = 528, 1024
     (a, a_sf), (b, b_sf) = activations(300, k, "cuda"), weights(n, k, "cuda")
     expected = tk_gemm.fp8_gemm_nt((a, a_sf), (b, b_sf))[:m]
     rows = a[:m], tk_gemm.get_mn_major_tma_aligned_tensor(a_sf[:m])
-    for tile in (replace(tile, max_rows=FEW_ROWS) for tile in FP8_TILES if tile.block_m == 64):
+    for tile, few in product(FP8_TILES, FEW_ROWS):
+        if m > few:
+            continue
+        tile = replace(tile, max_rows=few)
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
         launch = fp8_product_kernel("dense", tile, d.dtype, True, None, get_arch(a.device))
         launch(rows[0][None], for_tma(rows[1].mT[None]), b[None], b_sf.flatten(), None, None, for_tma(d), 3)
@@ -66,18 +70,21 @@ def test_few_rows_have_the_bits_of_many(m: int) -> None:
     assert_equal(tk_gemm.fp8_gemm_nt(rows, (b, b_sf)), expected)
 
 
-@pytest.mark.parametrize("tile", [*FP8_TILES, BY_K], ids=str)
-def test_sums_added_by_tma_have_the_bits_of_others(tile: TileShape) -> None:
+@pytest.mark.parametrize(
+    ("by_k", "tile"), [(False, tile) for tile in FP8_TILES] + [(True, tile) for tile in BY_K_TILES], ids=str
+)
+def test_sums_added_by_tma_have_the_bits_of_others(by_k: bool, tile: TileShape) -> None:
     m, n, k = 300, 528, 1024
-    by_k = tile == BY_K
     (a, a_sf), (b, b_sf) = activations(m, k, "cuda"), activations(n, k, "cuda") if by_k else weights(n, k, "cuda")
     factors = b_sf.mT.contiguous()[None] if by_k else b_sf.flatten()
     layout = torch.tensor([384, 384, k], dtype=torch.int32, device="cuda") if by_k else None
     c = torch.randn((3 if by_k else 1, m, n), device="cuda")
     results = []
     for addend in ("c", "d"):
-        kind = "k" if by_k else "dense"
-        launch = fp8_product_kernel(kind, tile, torch.float32, True, addend, get_arch(a.device))
+        kind, of_threads = ("k", BY_K) if by_k else ("dense", tile)
+        launch = fp8_product_kernel(
+            kind, tile if addend == "d" else of_threads, torch.float32, True, addend, get_arch(a.device)
+        )
         for num_blocks in (1, 3):
             d = c.clone() if addend == "d" else torch.full_like(c, 7.0)
             launch(a[None], a_sf.mT[None], b[None], factors, layout, c, d, num_blocks)

@@ -10,7 +10,7 @@ from tk_core.arch import arch_from_name
 from tk_core.testing.usage import machine_code
 from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
-from tk_gemm.hopper.tiles import BY_K, FEW_ROWS, FP8_TILES, WIDE, TileShape
+from tk_gemm.hopper.tiles import BY_K_TILES, FEW_ROWS, FP8_TILES, WIDE_LONG, TileShape
 from tk_gemm.kernels import BLOCK_K
 
 from ..sass import count, loops_with
@@ -18,7 +18,7 @@ from ..sass import count, loops_with
 pytestmark = pytest.mark.compile
 
 ARCH = arch_from_name("sm_90a")
-CASES = [("dense", tile) for tile in FP8_TILES] + [("k", BY_K)]
+CASES = [("dense", tile) for tile in (*FP8_TILES, WIDE_LONG)] + [("k", tile) for tile in BY_K_TILES]
 
 
 def check_loops(sass: str, num_warpgroups: int, num_sums: int, products: int) -> None:
@@ -36,7 +36,9 @@ def check_loops(sass: str, num_warpgroups: int, num_sums: int, products: int) ->
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
 
 
-@pytest.mark.parametrize(("kind", "tile"), CASES, ids=lambda x: x if isinstance(x, str) else f"{x.block_m}x{x.block_n}")
+@pytest.mark.parametrize(
+    ("kind", "tile"), CASES, ids=lambda x: x if isinstance(x, str) else f"{x.block_m}x{x.block_n}x{x.num_stages}"
+)
 def test_a_step_of_fp8(kind: str, tile: TileShape) -> None:
     """With float32 results, which take the most shared memory: ops choose the tile by the shape alone."""
     args = (kind, tile, torch.float32, True, None, ARCH)
@@ -49,19 +51,25 @@ def test_a_step_of_fp8(kind: str, tile: TileShape) -> None:
     assert used.stack_bytes == 0
 
 
-def test_loads_take_their_addresses_from_uniform_registers() -> None:
-    """A warp that ptxas does not take to be whole, or a stage without a known range, made each step's loads late."""
-    tile = TileShape(64, 64, 12, 1)
+@pytest.mark.parametrize(
+    ("tile", "loads"), [(TileShape(64, 64, 12, 1), [2, 1]), (TileShape(128, 192, 4), [3])], ids=["small", "wide"]
+)
+def test_loads_take_their_addresses_from_uniform_registers(tile: TileShape, loads: list[int]) -> None:
+    """A warp that ptxas does not take to be whole, or a stage without a known range, made each step's loads late.
+
+    A and its factors are loaded by one warp and B by another, or all three by one.
+    """
     assert tile in FP8_TILES
-    sass, _ = machine_code(
-        fp8_product_kernel, "dense", replace(tile, max_rows=FEW_ROWS), torch.bfloat16, True, None, ARCH
-    )
+    if tile.block_m > FEW_ROWS[-1]:
+        tile = replace(tile, max_rows=FEW_ROWS[-1])
+    sass, _ = machine_code(fp8_product_kernel, "dense", tile, torch.bfloat16, True, None, ARCH)
     loops = loops_with(sass, "UTMALDG")
-    assert loops
-    for loop in loops:
+    assert len(loops) == len(loads)
+    for loop, loads_a_step in zip(loops, loads):
         found = count(loop)
         assert found["R2UR"] == 0
-        assert len(loop) <= 55 * found["UTMALDG"] // 3, "expected at most 55 instructions a step"
+        steps = found["UTMALDG"] // loads_a_step
+        assert len(loop) <= 55 * steps, "expected at most 55 instructions a step"
 
 
 def test_a_step_of_swiglu() -> None:
@@ -69,5 +77,5 @@ def test_a_step_of_swiglu() -> None:
     sass, usage = machine_code(fp8_swiglu_product_kernel, *args)
     check_loops(sass, 2, 128, 2)
     (used,) = usage.values()
-    ring = WIDE.num_stages * (BLOCK_K * (WIDE.block_m + WIDE.block_n) + 4 * WIDE.block_m)
-    assert used.shared_bytes - ring < 2 * WIDE.block_m * 128, "expected one buffer of codes"
+    ring = WIDE_LONG.num_stages * (BLOCK_K * (WIDE_LONG.block_m + WIDE_LONG.block_n) + 4 * WIDE_LONG.block_m)
+    assert used.shared_bytes - ring < 2 * WIDE_LONG.block_m * 128, "expected one buffer of codes"

@@ -141,7 +141,8 @@ def _own(spec: OpSpec, kwargs: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _unchanged(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[None]:
     """Assert that a with block changes no byte of the inputs' storages, gaps between rows included."""
-    inputs = {name: value for name, value in kwargs.items() if name not in spec.mutates}
+    written = [kwargs.get(name) for name in spec.mutates]  # Under another name too, as c that is d
+    inputs = {name: value for name, value in kwargs.items() if not any(value is x for x in written)}
     before = transfer(inputs)
     yield
     for name, value in inputs.items():

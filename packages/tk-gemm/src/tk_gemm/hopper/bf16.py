@@ -72,6 +72,12 @@ def bf16_product_kernel(
             r = ring.ring(shape.num_stages, 2, 4 * shape.num_warpgroups)  # The loading and the writing warp fill it.
             sums = epilogue.handed_over(shape, out) if addend == "d" else None
             sizes, tile_shape = (m, n, k, num_b_groups), (shape.block_m, shape.block_n, BF16_STEP_K)
+            warps = [
+                lambda s: bf16_loop.load(s, shape, x, stages, r),
+                lambda s: scheduler.send_tiles(r, s, stages.tile),
+            ]
+            if addend == "d":
+                warps += epilogue.adding_warps(shape, sums, d)
             roles.split(
                 shape.num_warpgroups,
                 block,
@@ -81,9 +87,7 @@ def bf16_product_kernel(
                     layout,
                 ),
                 lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
-                lambda s: bf16_loop.load(s, shape, x, stages, r),
-                lambda s: scheduler.send_tiles(r, s, stages.tile),
-                (lambda s, w: epilogue.add_to_d(s, shape, w, sums, d)) if addend == "d" else None,
+                warps,
             )
 
     return product

@@ -1,5 +1,7 @@
 """A tile's end: C is added, padding becomes zero, and TMA writes the results to D or adds them to it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import tilelang.language as T
@@ -53,9 +55,14 @@ def handed_over(shape: TileShape, out: T.Buffer) -> HandedOver:
     return HandedOver(out, T.alloc_barrier([128] * count), T.alloc_barrier([32] * count), local_int())
 
 
+def adding_warps(shape: TileShape, sums: HandedOver, d: T.Buffer) -> list[Callable[[Scheduler], None]]:
+    """What a warp for each multiplying warpgroup does."""
+    return [partial(_add_to_d, shape=shape, warpgroup=w, sums=sums, d=d) for w in range(shape.num_warpgroups)]
+
+
 @T.macro
-def add_to_d(s: Scheduler, shape: TileShape, warpgroup: int, sums: HandedOver, d: T.Buffer) -> None:
-    """In a warp for each multiplying warpgroup: add its results to D by TMA, piece by piece, of one tile after another.
+def _add_to_d(s: Scheduler, shape: TileShape, warpgroup: int, sums: HandedOver, d: T.Buffer) -> None:
+    """Add a multiplying warpgroup's results to D by TMA, piece by piece, of one tile after another.
 
     TMA's additions are rounded to the nearest as others, but subnormal addends and results become zero.
     """

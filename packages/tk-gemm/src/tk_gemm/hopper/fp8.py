@@ -1,12 +1,13 @@
-"""The FP8 products' kernel: persistent thread blocks of two warps for the ring and one or two multiplying warpgroups.
+"""The FP8 products' kernel: persistent thread blocks of warps for the ring and one or two multiplying warpgroups.
 
-    load        one warp      finds tiles; 128 channels of A, B and A's factors a step, by TMA, into a ring
+    load        1 or 2 warps  find tiles; 128 channels of A, B and A's factors a step, by TMA, into a ring
     write       one warp      finds the same tiles; B's factors and the tiles' coordinates, into the ring
     multiply    warpgroups    64 rows each: the tensor core's sum of 128 channels, then acc = fma(factor, sum, acc)
 
 docs/tuning/gemm.md has measurements.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,10 +85,15 @@ def fp8_product_kernel(
         with T.Kernel(num_blocks, threads=128 * shape.num_warpgroups + 128) as block:
             stages = fp8_loop.stages(shape, by_k)
             out = T.alloc_shared(epilogue.out_shape(shape, d_dtype), d_dtype)
-            r = ring.ring(shape.num_stages, 2, 4 * shape.num_warpgroups)  # The loading and the writing warp fill it.
+            sides = ("a", "b") if shape.splits_loads and addend != "d" else ("ab",)
+            r = ring.ring(shape.num_stages, len(sides) + 1, 4 * shape.num_warpgroups)
             x = fp8_loop.Operands(a, a_sf, b, b_sf, a_sf_by_tma, by_k)
             sums = epilogue.handed_over(shape, out) if addend == "d" else None
             sizes, tile_shape = (m, n, k, num_b_groups), (shape.block_m, shape.block_n, BLOCK_K)
+            warps = [partial(fp8_loop.load, shape=shape, x=x, to=stages, r=r, sides=each) for each in sides]
+            warps.append(partial(fp8_loop.write, shape=shape, x=x, to=stages, r=r))
+            if addend == "d":
+                warps += epilogue.adding_warps(shape, sums, d)
             roles.split(
                 shape.num_warpgroups,
                 block,
@@ -97,9 +103,7 @@ def fp8_product_kernel(
                     layout,
                 ),
                 lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
-                lambda s: fp8_loop.load(s, shape, x, stages, r),
-                lambda s: fp8_loop.write(s, shape, x, stages, r),
-                (lambda s, w: epilogue.add_to_d(s, shape, w, sums, d)) if addend == "d" else None,
+                warps,
             )
 
     return product

@@ -73,8 +73,8 @@ def share(warpgroup: int, shape: TileShape, x: Operands, stages: Stages, r: Ring
 
 
 @T.macro
-def load(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring) -> None:
-    """In the loading warp: load operands, and the factors that come by TMA, for one tile after the other."""
+def load(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring, sides: str) -> None:
+    """In a loading warp: load "a", "b" or "ab", with the factors that come by TMA, for one tile after the other."""
     while s.index[0] < s.total[0]:
         for index in T.serial(s.tile.num_steps[0]):
             step = s.tile.first_step[0] + index
@@ -84,12 +84,14 @@ def load(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring) -> No
             cols = slice(s.tile.col[0], s.tile.col[0] + shape.block_n)
             channels = slice(step * BLOCK_K, (step + 1) * BLOCK_K)
             stage = ring.wait_empty(r)
-            if x.a_sf_by_tma:
-                ring.load(r, x.a_sf[group, step, rows], to.a_sf[stage, :])
-            if x.by_k:
-                ring.load(r, x.b_sf[0, step, cols], to.b_sf[stage, :])
-            ring.load(r, x.a[group, loaded, channels], to.a[stage, : shape.loaded_m, :])
-            ring.load(r, x.b[s.tile.weights[0], cols, channels], to.b[stage, :, :])
+            if "a" in sides:
+                if x.a_sf_by_tma:
+                    ring.load(r, x.a_sf[group, step, rows], to.a_sf[stage, :])
+                ring.load(r, x.a[group, loaded, channels], to.a[stage, : shape.loaded_m, :])
+            if "b" in sides:
+                if x.by_k:
+                    ring.load(r, x.b_sf[0, step, cols], to.b_sf[stage, :])
+                ring.load(r, x.b[s.tile.weights[0], cols, channels], to.b[stage, :, :])
             ring.fill(r)
         scheduler.next_tile(s)
     ring.wait_empty(r)
@@ -137,15 +139,15 @@ def sum_in_turn(
 ) -> None:
     """Each of `sums`, the warpgroup's columns side by side, = Σ over K; at_last_product() runs when all but one are.
 
-    The tile's first stage is full. Where a step has two products, it ends with the first one of the next step.
+    The tile's first stage is full. With groups along K, a step ends with the next one's first product.
     """
     for acc in sums:
         T.clear(acc)
-    if len(sums) > 1:
+    if s.x.by_k:
         _multiply(s, s.ring.stage[0], 0, part)
     for step in T.serial(tile.num_steps[0] - 1):
         _add_in_turn(s, tile, step, part, sums, None)
-        if len(sums) > 1:
+        if s.x.by_k:
             _multiply(s, s.ring.stage[0], 0, part)
     _add_in_turn(s, tile, tile.num_steps[0] - 1, part, sums, at_last_product)
 
@@ -162,10 +164,14 @@ def _add_in_turn(
     stage = T.alloc_var("int32")
     width = int(part.shape[1])
     stage = s.ring.stage[0]
+    # Before the first of two products, so that the second one's descriptors are ready when it may begin.
+    reads_first = len(sums) > 1
+    if reads_first:
+        _read_factors(s, tile, stage, step)
     for x, acc in enumerate(sums):
-        if x > 0 or len(sums) == 1:
+        if x > 0 or not s.x.by_k:
             _multiply(s, stage, x * width, part)
-        if x == 0:
+        if x == 0 and not reads_first:
             _read_factors(s, tile, stage, step)
         if x < len(sums) - 1:
             T.wait_wgmma(0)
@@ -174,9 +180,8 @@ def _add_in_turn(
             if x > 0 and at_last_product is not None:
                 at_last_product()
             T.wait_wgmma(0)
-            ring.release(s.ring, stage)
             ring.move_on(s.ring)  # Behind the last step's is a stage too: the next tile's, or the end.
-            ring.while_filling(s.ring, partial(_add, s, stage, part, x * width, acc))
+            _end_step(s, stage, part, x * width, acc)
 
 
 @T.macro
@@ -218,26 +223,32 @@ def _issue_and_add(
     _read_factors(s, tile, stage, step)
     _issue(s, last, following)
     T.wait_wgmma(1)
-    _add_and_release(s, stage, part, acc)
+    _end_step(s, stage, part, 0, acc)
 
 
 @T.macro
 def _add_last(s: Share, tile: Tile, step: T.PrimExpr, last: T.Buffer, part: T.Buffer, acc: T.Buffer) -> None:
     _read_factors(s, tile, last[0], step)
     T.wait_wgmma(0)
-    _add_and_release(s, last[0], part, acc)
+    _end_step(s, last[0], part, 0, acc)
 
 
 @T.macro
-def _add_and_release(s: Share, stage: T.PrimExpr, part: T.Buffer, acc: T.Buffer) -> None:
-    if s.x.by_k:  # The columns' factors are read while they are used: there are no registers for 128 of them.
-        _add(s, stage, part, 0, acc)
-        T.fence_proxy_async()  # Else TMA may overwrite what is still to be read.
-        ring.release(s.ring, stage)
-        ring.wait_full(s.ring)
+def _end_step(s: Share, stage: T.PrimExpr, part: T.Buffer, first: int, acc: T.Buffer) -> None:
+    """Add a step's last product and release the step's stage, while the next stage fills."""
+    if s.x.by_k:
+        ring.while_filling(s.ring, partial(_add_and_release, s, stage, part, first, acc))
     else:
         ring.release(s.ring, stage)
-        ring.while_filling(s.ring, partial(_add, s, stage, part, 0, acc))
+        ring.while_filling(s.ring, partial(_add, s, stage, part, first, acc))
+
+
+@T.macro
+def _add_and_release(s: Share, stage: T.PrimExpr, part: T.Buffer, first: int, acc: T.Buffer) -> None:
+    # The columns' factors are read while they are used: there are no registers for 128 of them.
+    _add(s, stage, part, first, acc)
+    T.fence_proxy_async()  # Else TMA may overwrite what is still to be read.
+    ring.release(s.ring, stage)
 
 
 @T.macro

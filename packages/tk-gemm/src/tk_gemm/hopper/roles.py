@@ -1,6 +1,6 @@
 """What each warp of a thread block does: warpgroups that multiply, and behind them the warps that fill the ring."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tilelang.language as T
 
@@ -14,13 +14,9 @@ def split(
     block: T.PrimExpr,
     multiply: Callable[[int], None],
     new_scheduler: Callable[[], Scheduler],
-    load: Callable[[Scheduler], None],
-    write: Callable[[Scheduler], None],
-    add: Callable[[Scheduler, int], None] | None = None,
+    warps: Sequence[Callable[[Scheduler], None]],
 ) -> None:
-    """Run multiply(w) in each multiplying warpgroup, load(s) and write(s) in two warps that find the block's tiles.
-
-    And add(s, w) in a warp for each multiplying warpgroup, if given.
+    """Run multiply(w) in each multiplying warpgroup, and up to four functions of a scheduler, each in a warp.
 
     Each multiplying warpgroup has a branch of its own, in which its rows are constants, and each branch begins with
     setmaxnreg, behind which ptxas takes a warp to be whole: else addresses and descriptors pass from registers to
@@ -34,22 +30,21 @@ def split(
         T.set_max_nreg(232, 1)
         multiply(1)
     elif thread < 128 * num_warpgroups + 32:
-        _find_tiles(block, new_scheduler, load)
+        _find_tiles(block, new_scheduler, warps[:1])
     elif thread < 128 * num_warpgroups + 64:
-        _find_tiles(block, new_scheduler, write)
-    elif add is None:
-        T.set_max_nreg(40, 0)
+        _find_tiles(block, new_scheduler, warps[1:2])
     elif thread < 128 * num_warpgroups + 96:
-        _find_tiles(block, new_scheduler, lambda s: add(s, 0))
-    elif num_warpgroups == 2:
-        _find_tiles(block, new_scheduler, lambda s: add(s, 1))
+        _find_tiles(block, new_scheduler, warps[2:3])
     else:
-        T.set_max_nreg(40, 0)
+        _find_tiles(block, new_scheduler, warps[3:4])
 
 
 @T.macro
-def _find_tiles(block: T.PrimExpr, new_scheduler: Callable[[], Scheduler], use: Callable[[Scheduler], None]) -> None:
+def _find_tiles(
+    block: T.PrimExpr, new_scheduler: Callable[[], Scheduler], warps: Sequence[Callable[[Scheduler], None]]
+) -> None:
     T.set_max_nreg(40, 0)
-    s = new_scheduler()
-    scheduler.start(s, block)
-    use(s)
+    for use in warps:
+        s = new_scheduler()
+        scheduler.start(s, block)
+        use(s)

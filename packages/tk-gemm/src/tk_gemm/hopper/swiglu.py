@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
-from tk_gemm.hopper.tiles import WIDE
+from tk_gemm.hopper.tiles import WIDE_LONG as SHAPE
 from tk_gemm.kernels import BLOCK_K, PASS_CONFIGS, stride, strides
 
 
@@ -73,24 +73,26 @@ def fp8_swiglu_product_kernel(
     ) -> None:
         with T.Kernel(num_blocks, threads=384) as block:
             x = fp8_loop.Operands(a, a_sf, b, b_sf, a_sf_by_tma, False)
-            stages = fp8_loop.stages(WIDE, False)
-            out = T.alloc_shared((1, WIDE.block_m, 128), "float8_e4m3fn")  # A tile's codes are one piece.
-            r = ring.ring(WIDE.num_stages, 2, 4 * WIDE.num_warpgroups)  # The loading and the writing warp fill it.
-            sizes, tile_shape = (m, n, k, num_groups), (WIDE.block_m, WIDE.block_n, BLOCK_K)
+            stages = fp8_loop.stages(SHAPE, False)
+            out = T.alloc_shared((1, SHAPE.block_m, 128), "float8_e4m3fn")  # A tile's codes are one piece.
+            r = ring.ring(SHAPE.num_stages, 2, 4 * SHAPE.num_warpgroups)  # The loading and the writing warp fill it.
+            sizes, tile_shape = (m, n, k, num_groups), (SHAPE.block_m, SHAPE.block_n, BLOCK_K)
             roles.split(
-                WIDE.num_warpgroups,
+                SHAPE.num_warpgroups,
                 block,
                 lambda w: multiply(
-                    fp8_loop.share(w, WIDE, x, stages, r),
-                    epilogue.epilogue(w, WIDE, kind, out, data),
+                    fp8_loop.share(w, SHAPE, x, stages, r),
+                    epilogue.epilogue(w, SHAPE, kind, out, data),
                     layout,
                     (pos, weights),
                     clamp,
                     sf,
                 ),
                 lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
-                lambda s: fp8_loop.load(s, WIDE, x, stages, r),
-                lambda s: fp8_loop.write(s, WIDE, x, stages, r),
+                (
+                    lambda s: fp8_loop.load(s, SHAPE, x, stages, r, "ab"),
+                    lambda s: fp8_loop.write(s, SHAPE, x, stages, r),
+                ),
             )
 
     return product

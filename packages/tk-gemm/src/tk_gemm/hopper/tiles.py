@@ -1,10 +1,11 @@
 """Tiles of the products' kernels on Hopper, and how one is chosen for a shape."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tk_core.math import ceil_div
-from tk_gemm.kernels import BLOCK_K
+from tk_gemm.kernels import BLOCK_K, Addend
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class TileShape:
         return self.max_rows or self.block_m
 
     @property
+    def splits_loads(self) -> bool:
+        """Whether A and B are loaded by a warp each. One takes as long to issue both as a small tile's step takes."""
+        return self.block_m * self.block_n <= 128 * 128
+
+    @property
     def warpgroup_n(self) -> int:
         """Columns of a warpgroup."""
         return self.block_n * self.block_m // (64 * self.num_warpgroups)
@@ -47,82 +53,90 @@ class TileShape:
 
 
 class Cost(NamedTuple):
-    """What a tile takes on an H100: fitted to measurements of 53 shapes, so that the model below chooses well."""
+    """What a tile takes on an H100: fitted to measurements of 50 shapes, so that the model below chooses well."""
 
     step: float
-    """Nanoseconds of a step of 128 channels, with all SMs at work."""
+    """Nanoseconds of a step, of 128 channels in FP8 or 64 in BF16, with all SMs at work."""
     end: float
     """Nanoseconds between a tile's last step and the next one's first."""
     bandwidth: float
     """Bytes of operands and results a nanosecond, where these are the bound."""
 
 
-WIDE = TileShape(128, 256, 3)
+WIDE = TileShape(128, 256, 4)
 FP8_TILES = {
-    WIDE: Cost(800, 1800, 2500),
-    TileShape(128, 192, 4): Cost(600, 1100, 2650),
-    TileShape(128, 128, 5): Cost(400, 1700, 2600),
-    TileShape(64, 256, 5): Cost(400, 1900, 2750),
-    TileShape(64, 128, 8, 1): Cost(240, 1300, 2400),
-    TileShape(64, 64, 12, 1): Cost(190, 400, 2350),
-    TileShape(64, 32, 16, 1): Cost(170, 1400, 2200),
-    TileShape(64, 16, 16, 1): Cost(150, 1400, 2200),
+    WIDE: Cost(740, 1300, 2400),
+    TileShape(128, 192, 4): Cost(550, 1100, 2400),
+    TileShape(128, 128, 5): Cost(400, 1000, 2300),
+    TileShape(128, 64, 8): Cost(300, 600, 2250),
+    TileShape(64, 256, 5): Cost(400, 1000, 2250),
+    TileShape(64, 128, 8, 1): Cost(230, 900, 2500),
+    TileShape(64, 64, 12, 1): Cost(210, 900, 2550),
+    TileShape(64, 32, 16, 1): Cost(140, 900, 2350),
+    TileShape(64, 16, 16, 1): Cost(120, 600, 1850),
 }
 """docs/tuning/gemm.md has the measurements. All tiles give the same bits."""
-FEW_ROWS = 32
+WIDE_LONG = replace(WIDE, num_stages=3)
+"""In place of the widest for 2048 channels and more: blocks that run less far ahead find more of each other's loads in
+L2, and a whole tile's results have room in shared memory."""
+FEW_ROWS = 8, 32
 """Groups of at most so many rows get tiles that load only this many: for a tile's rest TMA would write zeros, which
 takes it longer than loading rows."""
 BY_K = TileShape(128, 128, 5)
-"""The tile where groups are ranges of K."""
+"""The tile where groups are ranges of K and threads add C: the wider one has no registers for it."""
+BY_K_TILES = {BY_K: Cost(560, 5600, 2400), WIDE_LONG: Cost(990, 12300, 2400)}
+"""The tiles where groups are ranges of K otherwise. Ends are those of float32 sums which are added to D."""
+BF16_TILES = {
+    WIDE: Cost(740, 1300, 2720),
+    TileShape(128, 192, 4): Cost(550, 1100, 2720),
+    TileShape(128, 128, 4): Cost(400, 1000, 2720),
+    TileShape(64, 256, 5): Cost(400, 1000, 2720),
+    TileShape(64, 128, 8): Cost(230, 900, 2750),
+}
 
 
 class Problem(NamedTuple):
     """What the choice of a tile depends on."""
 
     num_groups: int
-    """Groups of rows with tiles of their own."""
+    """Groups of rows with tiles of their own, or of channels."""
     num_rows: int
     """Rows that such a group has, as far as is known."""
     max_rows: int
     """Rows that it may have."""
     num_cols: int
     num_channels: int
+    """Of one group, where groups are ranges of K."""
     num_weights: int
     """Matrices B that are read."""
+    itemsize: int = 1
+    """Bytes of an operand's element."""
 
 
-def fp8_tile(x: Problem, num_sms: int) -> TileShape:
+def fastest(tiles: Mapping[TileShape, Cost], x: Problem, num_sms: int) -> TileShape:
     """The tile with the least time: the longer of the busiest SM's steps and of the bytes, and a tenth of the other."""
-    rows = x.num_groups * x.num_rows
-    num_bytes = x.num_weights * x.num_cols * x.num_channels + rows * (x.num_channels + 2 * x.num_cols)
+    rows, row_bytes = x.num_groups * x.num_rows, x.num_channels * x.itemsize
+    num_bytes = x.num_weights * x.num_cols * row_bytes + rows * (row_bytes + 2 * x.num_cols)
 
     def time(tile: TileShape) -> float:
-        cost = FP8_TILES[tile]
+        cost = tiles[tile]
         num_tiles = x.num_groups * ceil_div(x.num_rows, tile.block_m) * ceil_div(x.num_cols, tile.block_n)
-        steps = ceil_div(num_tiles, num_sms) * (x.num_channels / BLOCK_K * cost.step + cost.end)
+        steps = ceil_div(num_tiles, num_sms) * (row_bytes / BLOCK_K * cost.step + cost.end)
         loads = num_bytes / cost.bandwidth
         return max(steps, loads) + 0.1 * min(steps, loads)
 
-    tile = min(FP8_TILES, key=time)
-    return replace(tile, max_rows=FEW_ROWS) if tile.block_m > FEW_ROWS >= x.max_rows else tile
+    return min(tiles, key=time)
 
 
-BF16_TILES = {
-    TileShape(128, 256, 4): 1.0,
-    TileShape(128, 192, 4): 0.8,
-    TileShape(128, 128, 4): 0.6,
-    TileShape(64, 256, 5): 0.62,
-    TileShape(64, 128, 8): 0.44,
-}
-"""Time of a step for each tile, relative to the widest: estimates, from those of the FP8 products, whose steps have as
-many bytes and take the tensor core as long."""
+def fp8_tile(x: Problem, num_sms: int) -> TileShape:
+    """The tile of an FP8 product whose groups, if it has any, are rows."""
+    tile = fastest(FP8_TILES, x, num_sms)
+    if tile == WIDE and x.num_channels >= 2048:
+        return WIDE_LONG
+    few = next((few for few in FEW_ROWS if x.max_rows <= few < tile.block_m), None)
+    return replace(tile, max_rows=few)
 
 
-def bf16_tile(num_groups: int, num_rows: int, num_cols: int, num_sms: int) -> TileShape:
-    """The tile with the least time on the busiest SM, for groups of `num_rows` rows."""
-
-    def time(shape: TileShape) -> float:
-        num_tiles = num_groups * ceil_div(num_rows, shape.block_m) * ceil_div(num_cols, shape.block_n)
-        return ceil_div(num_tiles, num_sms) * BF16_TILES[shape]
-
-    return min(BF16_TILES, key=time)
+def by_k_tile(x: Problem, addend: Addend | None, num_sms: int) -> TileShape:
+    """The tile of an FP8 product whose groups are ranges of K."""
+    return BY_K if addend == "c" else fastest(BY_K_TILES, x, num_sms)
