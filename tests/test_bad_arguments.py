@@ -125,6 +125,8 @@ def wrong_arguments(spec: OpSpec) -> Iterator[tuple[dict[str, Any], str, Wrong]]
                     yield kwargs, name, wrong
         elif isinstance(value, tuple) and isinstance(value[0], Tensor):
             for i, x in enumerate(value):
+                if x is None:
+                    continue
                 for respect, wrong, error in wrong_tensors(x, [pair[i] for pair in like], True, ANY):
                     yield kwargs, name, Wrong(respect, (*value[:i], wrong, *value[i + 1 :]), error)
         elif value is not parameter.empty:

@@ -88,7 +88,7 @@ def _with_tokens(spec: OpSpec, kwargs: dict[str, Any], factor: int) -> dict[str,
             _resized(x, dim, _size(name, i, x.shape[dim], factor, x, kwargs))
             for i, (x, dim) in enumerate(zip(items, dims, strict=True))
         ]
-        made[name] = longer[0] if isinstance(value, Tensor) else tuple(longer)
+        made[name] = longer[0] if isinstance(value, Tensor) else (*longer, *value[len(longer) :])
     if isinstance(kwargs.get("ks"), list):
         made["ks"] = [size * factor for size in kwargs["ks"]]
     if isinstance(made.get("cu_seqlens"), Tensor):

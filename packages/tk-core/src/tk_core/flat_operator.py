@@ -18,7 +18,7 @@ _SCALARS = {bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype
 class _Parameter(NamedTuple):
     """How one parameter reaches torch: as `kind`, in arguments of these torch types."""
 
-    kind: Literal["as it is", "list", "tuple", "name", "pair", "tensor or list"]
+    kind: Literal["as it is", "list", "tuple", "name", "pair", "open pair", "tensor or list"]
     types: tuple[str, ...]
 
 
@@ -29,6 +29,8 @@ def _parameter(annotation: Any) -> _Parameter:
     origins = {get_origin(choice) or choice for choice in choices}
     if any(get_args(choice) == (Tensor, Tensor) for choice in choices):
         return _Parameter("pair", ("Tensor" + optional, "Tensor?"))
+    if choices == {tuple[Tensor, Tensor | None]}:
+        return _Parameter("open pair", ("Tensor", "Tensor?"))
     if Tensor in choices and list in origins:
         return _Parameter("tensor or list", ("Tensor?", "SymInt[]?"))
     if any(isinstance(choice, type) and issubclass(choice, enum.Enum) for choice in choices):
@@ -47,6 +49,8 @@ def _parameter(annotation: Any) -> _Parameter:
 
 
 def _flatten(kind: str, value: Any) -> tuple[Any, ...]:
+    if kind == "open pair":
+        return tuple(value)
     if kind == "pair":
         return tuple(value) if isinstance(value, tuple | list) else (value, None)
     if kind == "tensor or list":
@@ -58,6 +62,8 @@ def _flatten(kind: str, value: Any) -> tuple[Any, ...]:
 
 def _unflatten(kind: str, flat: Iterator[Any]) -> Any:
     value = next(flat)
+    if kind == "open pair":
+        return value, next(flat)
     if kind == "pair":
         second = next(flat)
         return value if second is None else (value, second)

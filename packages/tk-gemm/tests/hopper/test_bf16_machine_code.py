@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from tk_core.arch import arch_from_name
+from tk_core.testing.sass import count, loops_with
 from tk_core.testing.usage import machine_code
 from tk_gemm.hopper.bf16 import bf16_product_kernel
 from tk_gemm.hopper.tiles import BF16_TILES, TileShape
 from tk_gemm.kernels import Kind
-
-from ..sass import count, loops_with
 
 pytestmark = pytest.mark.compile
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from tk_core.arch import arch_from_name
+from tk_core.testing.sass import count, loops_with
 from tk_core.testing.usage import machine_code
 from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
 from tk_gemm.hopper.tiles import BY_K_TILES, FEW_ROWS, FP8_TILES, WIDE_LONG, TileShape
 from tk_gemm.kernels import BLOCK_K
-
-from ..sass import count, loops_with
 
 pytestmark = pytest.mark.compile
 

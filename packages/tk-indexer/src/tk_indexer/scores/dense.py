@@ -1,0 +1,248 @@
+"""Dense scores of a query's keys, which DeepGEMM calls MQA logits: all heads of a query have the same keys.
+
+    out[s, n] = sf[n] · Σ_h weights[s, h] · max(q[s, h] · k[n], 0)    for the keys n in the row's window
+
+q e4m3 (S, H, D), k e4m3 (N, D), sf float32 (N), weights float32 (S, H), out float32 or bfloat16 (S, N). The tensor core
+sums over channels; heads are added in float32, in an order that neither the place of a query nor that of a key changes
+(lib/fold.py). The maximum keeps NaN.
+
+A persistent thread block takes runs: some consecutive keys for a block of queries whose heads are 256 columns.
+
+    load        one warp          finds runs; a run's queries, then 128 keys a step with their factors, by TMA
+    write       one warp          finds the same runs; their weights and windows
+    multiply    two warpgroups    64 keys × 128 columns at a time, from shared memory; two products in registers: one
+                                  is folded to scores while the tensor core computes the next
+    fill        two warps         -∞ outside of the windows
+
+    columns       heads of query 0 │ heads of query 1 │ …    the first warpgroup has 128, the second the other 128
+    keys 0…63     first product of a step
+        64…127    second product
+
+Keys are the tensor core's rows: a row's 128 columns are in four lanes, and its scores are neighbours in memory.
+docs/tuning/tk-indexer.md has the plan and what was measured.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core import check
+from tk_core.arch import Arch, UnsupportedArchError, get_arch
+from tk_core.kernel import kernel
+from tk_core.math import align, ceil_div
+from tk_core.num_sms import get_num_sms
+from tk_core.op import launching, new, op
+
+NUM_HEADS = (16, 32, 64)
+DIMS = (32, 64, 128)
+_COLUMNS = 256
+"""Heads of all queries of a run."""
+_STEP_KEYS = 128
+_NUM_STAGES = 6
+_ROW_BYTES = 1024
+"""Rows of scores begin at multiples of this."""
+_LEAST_RUN = 1024
+"""The fewest keys of a run, while there are as many."""
+_RUNS_EACH = 8
+"""Runs that each thread block should get, as windows differ in length."""
+
+PASS_CONFIGS = {
+    # The rings' barriers are all that the roles need.
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_warp_specialized": True,
+    # Every access is clamped or compared here.
+    "tl.disable_safe_memory_legalize": True,
+}
+
+
+def run_length(num_rows: int, num_keys: int, num_heads: int, num_sms: int) -> int:
+    """Keys of a run, a multiple of 128: the busiest thread block has as few steps as possible, if windows are full.
+
+    A run's last product is folded while no other is computed, which counts as a step.
+    """
+    num_blocks = ceil_div(num_rows * num_heads, _COLUMNS)
+    most = min(max(num_keys // _LEAST_RUN, 1), 64)
+    least = min(most, ceil_div(_RUNS_EACH * num_sms, num_blocks))
+
+    def steps(num_runs: int) -> int:
+        return ceil_div(num_blocks * num_runs, num_sms) * (ceil_div(num_keys, num_runs * _STEP_KEYS) + 1)
+
+    return align(ceil_div(num_keys, min(range(least, most + 1), key=steps)), _STEP_KEYS)
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def dense_logits_kernel(num_heads: int, dim: int, dtype: torch.dtype, arch: Arch) -> Any:
+    """Scores of queries (S · H, D) and keys (N, D); S and N are known only at run time."""
+    import tilelang.language as T
+
+    from tk_core.macros import ring
+    from tk_indexer.lib import dense_steps as steps
+    from tk_indexer.lib.fold import COLUMNS, KEYS
+
+    num_rows, num_columns, num_keys, num_cols = (
+        T.dynamic(name) for name in ("num_rows", "num_columns", "num_keys", "num_cols")
+    )
+    weights_stride, sf_stride, out_stride = (
+        T.dynamic(name, "int64") for name in ("weights_stride", "sf_stride", "out_stride")
+    )
+
+    @T.macro
+    def multiply(share: steps.Share) -> None:
+        T.set_max_nreg(232, 1)
+        if arch.has_wgmma:
+            steps.score_ahead(share, *(T.alloc_fragment((KEYS, COLUMNS), "float32") for _ in range(2)))
+        else:
+            steps.score_in_turn(share, T.alloc_fragment((KEYS, COLUMNS), "float32"))
+
+    @T.prim_func
+    def logits(
+        q: T.Tensor((num_columns, dim), "float8_e4m3fn"),
+        k: T.Tensor((num_keys, dim), "float8_e4m3fn"),
+        sf: T.StridedTensor((1, num_keys), (sf_stride, 1), "float32"),
+        weights: T.StridedTensor((num_rows, num_heads), (weights_stride, 1), "float32"),
+        starts: T.Tensor((num_rows,), "int32"),
+        ends: T.Tensor((num_rows,), "int32"),
+        out: T.StridedTensor((num_rows, num_cols), (out_stride, 1), dtype),
+        run_keys: T.int32,
+        max_seqlen: T.int32,
+        clean: T.int32,
+        num_blocks: T.int32,
+    ) -> None:
+        with T.Kernel(num_blocks, threads=384) as block:
+            x = steps.Operands(q, k, sf, weights, starts, ends, out, max_seqlen)
+            to_keys, to_queries = steps.keys(_NUM_STAGES, dim), steps.queries(num_heads, dim)
+            rings = steps.Rings(ring.ring(_NUM_STAGES, 1, 8), ring.ring(2, 2, 8))
+            T.assume(out_stride % (_ROW_BYTES // dtype.itemsize) == 0)
+            thread = T.get_thread_binding()
+            if thread < 128:
+                multiply(steps.share(0, num_heads, x, to_keys, to_queries, rings))
+            elif thread < 256:
+                multiply(steps.share(1, num_heads, x, to_keys, to_queries, rings))
+            else:
+                T.set_max_nreg(40, 0)
+                if thread < 288:
+                    steps.load(steps.start(x, run_keys, num_blocks, block), to_keys, to_queries, rings)
+                elif thread < 320:
+                    steps.write(steps.start(x, run_keys, num_blocks, block), to_queries, rings)
+                elif clean != 0:
+                    steps.fill(x, block, num_blocks)
+
+    return logits
+
+
+@op(min_sm=90)
+def fp8_fp4_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: Tensor | None = None,
+) -> Tensor:
+    """Scores of all queries and keys: out[s, n] = sf[n] * sum over h of weights[s, h] * max(q[s, h] . k[n], 0).
+
+    Row s sees the keys from cu_seq_len_k_start[s] up to, not including, cu_seq_len_k_end[s], both first clamped to
+    0 … N; other columns are -inf with clean_logits, and else unspecified. With max_seqlen_k, column j is key
+    cu_seq_len_k_start[s] + j, and longer windows are cut.
+
+    A score's bits depend on its query, weights, key and factor alone. NaN in one of these makes exactly its scores NaN.
+    Nothing is read back to the host. With TK_DEBUG=1, starts and ends above N raise. Name and arguments are
+    DeepGEMM 2.6's; FP4 operands are not taken yet.
+
+    Args:
+        q: `(data, None)`: float8_e4m3fn (S, H, D), contiguous; H 16, 32 or 64, D 32, 64 or 128. Its scale belongs into
+            the weights.
+        kv: `(data, sf)`: float8_e4m3fn (N, D) and float32 (N), contiguous.
+        weights: float32 (S, H), rows may be strided.
+        cu_seq_len_k_start: int32 (S), contiguous.
+        cu_seq_len_k_end: int32 (S), contiguous.
+        clean_logits: Whether columns outside of the windows become -inf.
+        max_seqlen_k: 0 for a column for each key, or the number of columns.
+        logits_dtype: float32, or bfloat16: the float32 scores, rounded.
+        schedule_meta: Of DeepGEMM; without effect.
+
+    Returns:
+        (S, N), or (S, max_seqlen_k), whose rows begin at multiples of 1024 bytes.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: A shape, a stride, a device or a number is out of range.
+        UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
+            TK_BACKEND=reference.
+    """
+    _check_pair("q", q, "(data, None)")
+    _check_pair("kv", kv, "(data, sf)")
+    (data, q_sf), (k, sf), fp8 = q, kv, (torch.float8_e4m3fn,)
+    num_rows, num_heads, dim = check.tensor("q[0]", data, fp8, ("S", "H", "D"))
+    check.one_of("q[0] (H)", num_heads, NUM_HEADS)
+    check.one_of("q[0] (D)", dim, DIMS)
+    check.require_type(q_sf is None, "q[1]", "None, for e4m3 queries", type(q_sf).__name__)
+    device = data.device
+    num_keys, _ = check.tensor("kv[0]", k, fp8, ("N", dim), device=device)
+    check.tensor("kv[1]", sf, (torch.float32,), (num_keys,), device=device)
+    check.tensor("weights", weights, (torch.float32,), (num_rows, num_heads), layout="rows", device=device)
+    windows = cu_seq_len_k_start, cu_seq_len_k_end
+    for name, bound in zip(("cu_seq_len_k_start", "cu_seq_len_k_end"), windows):
+        check.tensor(name, bound, (torch.int32,), (num_rows,), device=device)
+        check.below(name, bound, num_keys + 1, "keys below {}")
+    check.flag("clean_logits", clean_logits)
+    check.in_range("max_seqlen_k", max_seqlen_k, 0, 2**31 - 1)
+    is_dtype = logits_dtype in (torch.float32, torch.bfloat16)
+    check.require_type(is_dtype, "logits_dtype", "torch.float32 or torch.bfloat16", logits_dtype)
+    if schedule_meta is not None:
+        check.plain("schedule_meta", schedule_meta)
+    shape = num_rows, max_seqlen_k or num_keys
+    strides = align(shape[1], _ROW_BYTES // logits_dtype.itemsize), 1
+    out = new(data.new_empty_strided, shape, strides, dtype=logits_dtype)
+    if launching(out):
+        arch = get_arch(device)
+        if not (arch.has_wgmma or arch.has_tcgen05):
+            raise UnsupportedArchError(
+                "tk_indexer.fp8_fp4_mqa_logits", arch.name, "sm_90a, sm_100a, or the reference backend"
+            )
+        if num_keys == 0:
+            out.fill_(-torch.inf)
+        else:
+            _launch(data, k, sf, weights, windows, out, clean_logits, max_seqlen_k, arch)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    sf: Tensor,
+    weights: Tensor,
+    windows: tuple[Tensor, Tensor],
+    out: Tensor,
+    clean: bool,
+    max_seqlen: int,
+    arch: Arch,
+) -> None:
+    num_rows, num_heads, dim = q.shape
+    num_keys, num_sms = k.shape[0], get_num_sms(q.device)
+    launch = dense_logits_kernel(num_heads, dim, out.dtype, arch)
+    sf = sf.as_strided((1, num_keys), (align(num_keys, 4), 1))  # TMA takes no other stride, even of one row.
+    run_keys = run_length(num_rows, num_keys, num_heads, num_sms)
+    launch(q.view(-1, dim), k, sf, weights, *windows, out, run_keys, max_seqlen, int(clean), num_sms)
+
+
+def fp8_mqa_logits(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> Tensor:
+    """`fp8_fp4_mqa_logits` of e4m3 queries, q (S, H, D), with float32 scores. The same errors."""
+    windows = cu_seq_len_k_start, cu_seq_len_k_end
+    return fp8_fp4_mqa_logits((q, None), kv, weights, *windows, clean_logits, max_seqlen_k)
+
+
+def _check_pair(name: str, x: Any, expected: str) -> None:
+    check.require_type(isinstance(x, (tuple, list)) and len(x) == 2, name, f"a pair {expected}", type(x).__name__)
