@@ -34,15 +34,20 @@ def part(operand: T.Buffer, first: T.PrimExpr, rows: slice, channels: slice, is_
 
 
 @T.macro
-def load(tile: Tile, x: Operands, block_m: int, block_n: int, a_stages: T.Buffer, b_stages: T.Buffer, r: Ring) -> None:
-    """In the loading warp: load a tile's operands."""
+def load(
+    tile: Tile, x: Operands, num_rows: int, num_cols: int, a_stages: T.Buffer, b_stages: T.Buffer, r: Ring, sides: str
+) -> None:
+    """In a loading warp: load "a", "b" or "ab" of a tile of so many rows and columns."""
     for index in T.serial(tile.num_steps[0]):
         step = tile.first_step[0] + index
         group = 0 if x.by_k else tile.group[0]
-        rows = slice(tile.row[0], tile.row[0] + block_m)
-        cols = slice(tile.col[0], tile.col[0] + block_n)
+        rows = slice(tile.row[0], tile.row[0] + num_rows)
+        cols = slice(tile.col[0], tile.col[0] + num_cols)
         channels = slice(step * BF16_STEP_K, (step + 1) * BF16_STEP_K)
         stage = ring.wait_empty(r)
-        ring.load(r, part(x.a, group, rows, channels, x.a_is_transposed), a_stages[stage, :, :])
-        ring.load(r, part(x.b, tile.weights[0], cols, channels, x.b_is_transposed), b_stages[stage, :, :])
+        if "a" in sides:
+            to = part(a_stages, stage, slice(0, num_rows), slice(0, BF16_STEP_K), x.a_is_transposed)
+            ring.load(r, part(x.a, group, rows, channels, x.a_is_transposed), to)
+        if "b" in sides:
+            ring.load(r, part(x.b, tile.weights[0], cols, channels, x.b_is_transposed), b_stages[stage, :, :])
         ring.fill(r)

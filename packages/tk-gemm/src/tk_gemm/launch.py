@@ -18,7 +18,7 @@ from tk_gemm.hopper.bf16 import bf16_product_kernel
 from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.gather_groups import gather_groups_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
-from tk_gemm.hopper.tiles import BF16_TILES, WIDE, Problem, by_k_tile, fastest, fp8_tile
+from tk_gemm.hopper.tiles import TILES, WIDE, Problem, by_k_tile, fastest, tile_of_rows
 from tk_gemm.kernels import BLOCK_K, Addend, Kind
 from tk_gemm.tma import for_tma, takes_tma
 
@@ -55,7 +55,7 @@ def launch_fp8(op: str, x: Fp8Operands, groups: Groups, c: Tensor | None, d: Ten
         launch(a, a_sf, b, b_sf, groups.layout, c, d, _num_blocks(d, BLOCK, BLOCK))
         return
     problem, num_sms = _problem(groups, a.shape[2], b, d), get_num_sms(d.device)
-    tile = by_k_tile(problem, addend, num_sms) if b_is_per_row else fp8_tile(problem, num_sms)
+    tile = by_k_tile(problem, addend, num_sms) if b_is_per_row else tile_of_rows(problem, num_sms)
     by_tma = takes_tma(a_sf)
     launch = fp8_product_kernel(groups.kind, tile, d.dtype, by_tma, addend, arch)
     a_sf = a_sf if by_tma else _grouped(x.a_sf.mT)
@@ -94,7 +94,9 @@ def launch_bf16(op: str, x: Bf16Operands, groups: Groups, c: Tensor | None, d: T
         block_m = block_n = BLOCK
     else:
         num_channels = a.shape[1 if x.a_is_transposed else 2]
-        tile = fastest(BF16_TILES, _problem(groups, num_channels, b, d), get_num_sms(d.device))
+        problem, num_sms = _problem(groups, num_channels, b, d), get_num_sms(d.device)
+        # Rows that lie one after the other along K are loaded all or none.
+        tile = fastest(TILES, problem, num_sms) if x.a_is_transposed else tile_of_rows(problem, num_sms)
         launch = bf16_product_kernel(groups.kind, tile, *variant, addend, arch)
         block_m, block_n = tile.block_m, tile.block_n
     launch(a, b, groups.layout, c, d, _num_blocks(d, block_m, block_n))

@@ -1,5 +1,6 @@
 """The BF16 products' kernel: a row's bits depend on that row and its weights alone, not on the op or the tile."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ from tk_core.arch import get_arch
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.hopper.bf16 import bf16_product_kernel
-from tk_gemm.hopper.tiles import BF16_TILES
+from tk_gemm.hopper.tiles import FEW_ROWS, TILES
 
 from ..inputs import bf16, ids, psum
 
@@ -26,13 +27,28 @@ def test_tiles_and_orders_have_equal_bits(a_is_transposed: bool, b_is_transposed
     expected = tk_gemm.bf16_gemm_nt(a, b)
     lies_a = a.t().contiguous() if a_is_transposed else a
     lies_b = b.t().contiguous() if b_is_transposed else b
-    for tile, num_blocks in product(BF16_TILES, (1, 3, 132)):
+    for tile, num_blocks in product(TILES, (1, 3, 132)):
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
         orders = (a_is_transposed, b_is_transposed)
         launch = bf16_product_kernel("dense", tile, d.dtype, *orders, None, get_arch(a.device))
         num_tiles = ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n)
         launch(lies_a[None], lies_b[None], None, None, d, min(num_blocks, num_tiles))
         assert_equal(d[0], expected, name=f"{tile}, {num_blocks} thread blocks")
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 32])
+def test_few_rows_have_the_bits_of_many(m: int) -> None:
+    n, k = 520, 1024
+    a, b = bf16(300, k, device="cuda"), bf16(n, k, device="cuda")
+    expected = tk_gemm.bf16_gemm_nt(a, b)[:m]
+    for tile, few in product(TILES, FEW_ROWS):
+        if m <= few:
+            d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
+            tile = replace(tile, max_rows=few)
+            launch = bf16_product_kernel("dense", tile, d.dtype, False, False, None, get_arch(a.device))
+            launch(a[None, :m], b[None], None, None, d, 3)
+            assert_equal(d[0], expected, name=f"{tile}")
+    assert_equal(tk_gemm.bf16_gemm_nt(a[:m], b), expected)
 
 
 def test_ops_have_equal_bits() -> None:

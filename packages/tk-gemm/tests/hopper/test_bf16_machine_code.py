@@ -9,14 +9,14 @@ from tk_core.arch import arch_from_name
 from tk_core.testing.sass import count, loops_with
 from tk_core.testing.usage import machine_code
 from tk_gemm.hopper.bf16 import bf16_product_kernel
-from tk_gemm.hopper.tiles import BF16_TILES, TileShape
+from tk_gemm.hopper.tiles import TILES, TileShape
 from tk_gemm.kernels import Kind
 
 pytestmark = pytest.mark.compile
 
 ARCH = arch_from_name("sm_90a")
 # Half of the tiles with operands as they are in a forward pass, half as in gradients.
-CASES = [(tile, *(("k", torch.float32) if i % 2 else ("ids", torch.bfloat16))) for i, tile in enumerate(BF16_TILES)]
+CASES = [(tile, *(("k", torch.float32) if i % 2 else ("ids", torch.bfloat16))) for i, tile in enumerate(TILES)]
 
 
 @pytest.mark.parametrize(("shape", "kind", "dtype"), CASES, ids=str)

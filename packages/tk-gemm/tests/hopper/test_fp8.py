@@ -11,7 +11,7 @@ from tk_core.arch import get_arch
 from tk_core.math import align, ceil_div
 from tk_core.testing.numeric import assert_equal, calc_diff
 from tk_gemm.hopper.fp8 import fp8_product_kernel
-from tk_gemm.hopper.tiles import BY_K, BY_K_TILES, FEW_ROWS, FP8_TILES, WIDE_LONG, TileShape
+from tk_gemm.hopper.tiles import BY_K, BY_K_TILES, FEW_ROWS, TILES, WIDE_LONG, TileShape
 from tk_gemm.tma import for_tma
 
 from ..inputs import activations, dequantized, ids, psum, weights
@@ -25,7 +25,7 @@ def test_tiles_have_equal_bits(k: int) -> None:
     (a, a_sf), (b, b_sf) = activations(m, k, "cuda"), weights(n, k, "cuda")
     expected = tk_gemm.fp8_gemm_nt((a, a_sf), (b, b_sf))
     arch = get_arch(a.device)
-    for tile in (*FP8_TILES, WIDE_LONG):
+    for tile in (*TILES, WIDE_LONG):
         d = torch.full((1, m, n), 7.0, dtype=torch.bfloat16, device="cuda")
         launch = fp8_product_kernel("dense", tile, d.dtype, True, None, arch)
         num_tiles = ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n)
@@ -44,7 +44,7 @@ def test_tiles_of_masked_rows() -> None:
     for group, count in enumerate(counts):
         rows = a[group, :count], a_sf[group, :count]
         expected[group, :count] = tk_gemm.fp8_gemm_nt(rows, (b[group], b_sf[group]))
-    for tile in (*FP8_TILES, WIDE_LONG):
+    for tile in (*TILES, WIDE_LONG):
         d = torch.full_like(expected, 7.0)
         launch = fp8_product_kernel("masked", tile, d.dtype, True, None, get_arch(a.device))
         for num_blocks in (1, 132):
@@ -59,7 +59,7 @@ def test_few_rows_have_the_bits_of_many(m: int) -> None:
     (a, a_sf), (b, b_sf) = activations(300, k, "cuda"), weights(n, k, "cuda")
     expected = tk_gemm.fp8_gemm_nt((a, a_sf), (b, b_sf))[:m]
     rows = a[:m], tk_gemm.get_mn_major_tma_aligned_tensor(a_sf[:m])
-    for tile, few in product(FP8_TILES, FEW_ROWS):
+    for tile, few in product(TILES, FEW_ROWS):
         if m > few:
             continue
         tile = replace(tile, max_rows=few)
@@ -71,7 +71,7 @@ def test_few_rows_have_the_bits_of_many(m: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_k", "tile"), [(False, tile) for tile in FP8_TILES] + [(True, tile) for tile in BY_K_TILES], ids=str
+    ("by_k", "tile"), [(False, tile) for tile in TILES] + [(True, tile) for tile in BY_K_TILES], ids=str
 )
 def test_sums_added_by_tma_have_the_bits_of_others(by_k: bool, tile: TileShape) -> None:
     m, n, k = 300, 528, 1024

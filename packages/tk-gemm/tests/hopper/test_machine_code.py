@@ -11,13 +11,13 @@ from tk_core.testing.sass import count, loops_with
 from tk_core.testing.usage import machine_code
 from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
-from tk_gemm.hopper.tiles import BY_K_TILES, FEW_ROWS, FP8_TILES, WIDE_LONG, TileShape
+from tk_gemm.hopper.tiles import BY_K_TILES, FEW_ROWS, TILES, WIDE_LONG, TileShape
 from tk_gemm.kernels import BLOCK_K
 
 pytestmark = pytest.mark.compile
 
 ARCH = arch_from_name("sm_90a")
-CASES = [("dense", tile) for tile in (*FP8_TILES, WIDE_LONG)] + [("k", tile) for tile in BY_K_TILES]
+CASES = [("dense", tile) for tile in (*TILES, WIDE_LONG)] + [("k", tile) for tile in BY_K_TILES]
 
 
 def check_loops(sass: str, num_warpgroups: int, num_sums: int, products: int) -> None:
@@ -58,7 +58,7 @@ def test_loads_take_their_addresses_from_uniform_registers(tile: TileShape, load
 
     A and its factors are loaded by one warp and B by another, or all three by one.
     """
-    assert tile in FP8_TILES
+    assert tile in TILES
     if tile.block_m > FEW_ROWS[-1]:
         tile = replace(tile, max_rows=FEW_ROWS[-1])
     sass, _ = machine_code(fp8_product_kernel, "dense", tile, torch.bfloat16, True, None, ARCH)

@@ -76,7 +76,7 @@ def bf16_product_blackwell_kernel(
             scheduler.start(s, block)
             while s.index[0] < s.total[0]:
                 if thread < 32:
-                    bf16_operands.load(s.tile, x, BLOCK, BLOCK, *stages, r)
+                    bf16_operands.load(s.tile, x, BLOCK, BLOCK, *stages, r, "ab")
                 elif thread < 64:
                     multiply(s.tile, *stages, r, acc)
                 elif thread >= 128:

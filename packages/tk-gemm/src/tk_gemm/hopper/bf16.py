@@ -1,12 +1,13 @@
-"""The BF16 products' kernel: persistent thread blocks of two warps for the ring and one or two multiplying warpgroups.
+"""The BF16 products' kernel: persistent thread blocks of warps for the ring and one or two multiplying warpgroups.
 
-    load        one warp      finds tiles; 64 channels of A and B a step, by TMA, into a ring
+    load        1 or 2 warps  find tiles; 64 channels of A and B a step, by TMA, into a ring
     write       one warp      finds the same tiles, and puts their coordinates into the ring
     multiply    warpgroups    64 rows each: sums stay in the accumulators, in registers, through all of K
 
 Tiles are found and results stored as in the FP8 products (fp8.py).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,13 +70,12 @@ def bf16_product_kernel(
             x = bf16_operands.Operands(a, b, a_is_transposed, b_is_transposed, by_k)
             stages = bf16_loop.stages(shape, x)
             out = T.alloc_shared(epilogue.out_shape(shape, d_dtype), d_dtype)
-            r = ring.ring(shape.num_stages, 2, 4 * shape.num_warpgroups)  # The loading and the writing warp fill it.
+            sides = shape.sides(addend)
+            r = ring.ring(shape.num_stages, len(sides) + 1, 4 * shape.num_warpgroups)
             sums = epilogue.handed_over(shape, out) if addend == "d" else None
             sizes, tile_shape = (m, n, k, num_b_groups), (shape.block_m, shape.block_n, BF16_STEP_K)
-            warps = [
-                lambda s: bf16_loop.load(s, shape, x, stages, r),
-                lambda s: scheduler.send_tiles(r, s, stages.tile),
-            ]
+            warps = [partial(bf16_loop.load, shape=shape, x=x, to=stages, r=r, sides=each) for each in sides]
+            warps.append(lambda s: scheduler.send_tiles(r, s, stages.tile))
             if addend == "d":
                 warps += epilogue.adding_warps(shape, sums, d)
             roles.split(

@@ -40,10 +40,10 @@ def stages(shape: TileShape, x: Operands) -> Stages:
 
 
 @T.macro
-def load(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring) -> None:
-    """In the loading warp: load operands for one tile after the other."""
+def load(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring, sides: str) -> None:
+    """In a loading warp: load "a", "b" or "ab" for one tile after the other."""
     while s.index[0] < s.total[0]:
-        bf16_operands.load(s.tile, x, shape.block_m, shape.block_n, to.a, to.b, r)
+        bf16_operands.load(s.tile, x, shape.loaded_m, shape.block_n, to.a, to.b, r, sides)
         scheduler.next_tile(s)
     ring.wait_empty(r)
     ring.fill(r)

@@ -85,7 +85,7 @@ def fp8_product_kernel(
         with T.Kernel(num_blocks, threads=128 * shape.num_warpgroups + 128) as block:
             stages = fp8_loop.stages(shape, by_k)
             out = T.alloc_shared(epilogue.out_shape(shape, d_dtype), d_dtype)
-            sides = ("a", "b") if shape.splits_loads and addend != "d" else ("ab",)
+            sides = shape.sides(addend)
             r = ring.ring(shape.num_stages, len(sides) + 1, 4 * shape.num_warpgroups)
             x = fp8_loop.Operands(a, a_sf, b, b_sf, a_sf_by_tma, by_k)
             sums = epilogue.handed_over(shape, out) if addend == "d" else None

@@ -27,10 +27,9 @@ class TileShape:
         """Rows of A that are loaded for a tile."""
         return self.max_rows or self.block_m
 
-    @property
-    def splits_loads(self) -> bool:
-        """Whether A and B are loaded by a warp each. One takes as long to issue both as a small tile's step takes."""
-        return self.block_m * self.block_n <= 128 * 128
+    def sides(self, addend: Addend | None) -> tuple[str, ...]:
+        """What each loading warp loads: one takes as long to issue A's and B's loads as a small tile's step takes."""
+        return ("a", "b") if self.block_m * self.block_n <= 128 * 128 and addend != "d" else ("ab",)
 
     @property
     def warpgroup_n(self) -> int:
@@ -63,22 +62,25 @@ class Cost(NamedTuple):
     """Bytes of operands and results a nanosecond, where these are the bound."""
 
 
+L2_BANDWIDTH = 9000
+"""Bytes of tiles' operands a nanosecond that all SMs together get from L2."""
 WIDE = TileShape(128, 256, 4)
-FP8_TILES = {
-    WIDE: Cost(740, 1300, 2400),
-    TileShape(128, 192, 4): Cost(550, 1100, 2400),
-    TileShape(128, 128, 5): Cost(400, 1000, 2300),
-    TileShape(128, 64, 8): Cost(300, 600, 2250),
-    TileShape(64, 256, 5): Cost(400, 1000, 2250),
-    TileShape(64, 128, 8, 1): Cost(230, 900, 2500),
-    TileShape(64, 64, 12, 1): Cost(210, 900, 2550),
-    TileShape(64, 32, 16, 1): Cost(140, 900, 2350),
-    TileShape(64, 16, 16, 1): Cost(120, 600, 1850),
+TILES = {
+    WIDE: Cost(730, 1300, 2450),
+    TileShape(128, 192, 4): Cost(520, 1300, 2400),
+    TileShape(128, 128, 5): Cost(380, 1000, 2350),
+    TileShape(128, 64, 8): Cost(250, 600, 2400),
+    TileShape(64, 256, 5): Cost(390, 1300, 2500),
+    TileShape(64, 128, 8, 1): Cost(240, 900, 2700),
+    TileShape(64, 64, 12, 1): Cost(210, 900, 2650),
+    TileShape(64, 32, 16, 1): Cost(150, 600, 2400),
+    TileShape(64, 16, 16, 1): Cost(120, 600, 2400),
 }
-"""docs/tuning/gemm.md has the measurements. All tiles give the same bits."""
+"""For FP8, and for BF16, whose steps have as many bytes, half as many channels, and take the tensor core as long.
+docs/tuning/gemm.md has the measurements. All tiles give the same bits."""
 WIDE_LONG = replace(WIDE, num_stages=3)
-"""In place of the widest for 2048 channels and more: blocks that run less far ahead find more of each other's loads in
-L2, and a whole tile's results have room in shared memory."""
+"""In place of the widest in FP8, for 2048 channels and more: blocks that run less far ahead find more of each other's
+loads in L2, and a whole tile's results have room in shared memory."""
 FEW_ROWS = 8, 32
 """Groups of at most so many rows get tiles that load only this many: for a tile's rest TMA would write zeros, which
 takes it longer than loading rows."""
@@ -86,13 +88,6 @@ BY_K = TileShape(128, 128, 5)
 """The tile where groups are ranges of K and threads add C: the wider one has no registers for it."""
 BY_K_TILES = {BY_K: Cost(560, 5600, 2400), WIDE_LONG: Cost(990, 12300, 2400)}
 """The tiles where groups are ranges of K otherwise. Ends are those of float32 sums which are added to D."""
-BF16_TILES = {
-    WIDE: Cost(740, 1300, 2720),
-    TileShape(128, 192, 4): Cost(550, 1100, 2720),
-    TileShape(128, 128, 4): Cost(400, 1000, 2720),
-    TileShape(64, 256, 5): Cost(400, 1000, 2720),
-    TileShape(64, 128, 8): Cost(230, 900, 2750),
-}
 
 
 class Problem(NamedTuple):
@@ -114,24 +109,28 @@ class Problem(NamedTuple):
 
 
 def fastest(tiles: Mapping[TileShape, Cost], x: Problem, num_sms: int) -> TileShape:
-    """The tile with the least time: the longer of the busiest SM's steps and of the bytes, and a tenth of the other."""
+    """The tile with the least time: the longer of tiles and memory, and a tenth of the other.
+
+    Tiles take as long as those of the busiest SM, or as L2 takes to bring all their operands.
+    """
     rows, row_bytes = x.num_groups * x.num_rows, x.num_channels * x.itemsize
     num_bytes = x.num_weights * x.num_cols * row_bytes + rows * (row_bytes + 2 * x.num_cols)
 
     def time(tile: TileShape) -> float:
         cost = tiles[tile]
         num_tiles = x.num_groups * ceil_div(x.num_rows, tile.block_m) * ceil_div(x.num_cols, tile.block_n)
-        steps = ceil_div(num_tiles, num_sms) * (row_bytes / BLOCK_K * cost.step + cost.end)
-        loads = num_bytes / cost.bandwidth
-        return max(steps, loads) + 0.1 * min(steps, loads)
+        busiest = ceil_div(num_tiles, num_sms) * (row_bytes / BLOCK_K * cost.step + cost.end)
+        from_l2 = num_tiles * (tile.block_m + tile.block_n) * row_bytes / L2_BANDWIDTH
+        tiles_take, memory_takes = max(busiest, from_l2), num_bytes / cost.bandwidth
+        return max(tiles_take, memory_takes) + 0.1 * min(tiles_take, memory_takes)
 
     return min(tiles, key=time)
 
 
-def fp8_tile(x: Problem, num_sms: int) -> TileShape:
-    """The tile of an FP8 product whose groups, if it has any, are rows."""
-    tile = fastest(FP8_TILES, x, num_sms)
-    if tile == WIDE and x.num_channels >= 2048:
+def tile_of_rows(x: Problem, num_sms: int) -> TileShape:
+    """The tile of a product whose groups, if it has any, are rows."""
+    tile = fastest(TILES, x, num_sms)
+    if tile == WIDE and x.itemsize == 1 and x.num_channels >= 2048:
         return WIDE_LONG
     few = next((few for few in FEW_ROWS if x.max_rows <= few < tile.block_m), None)
     return replace(tile, max_rows=few)
