@@ -124,12 +124,12 @@ def test_products_are_planned_with_every_option() -> None:
     # Their last arguments but the architecture: weights and a clamp; the gradient's dtype, and what is added to it.
     options = {args[-3:-1] for args in planned["fp8_swiglu_product_kernel"]}
     assert options == {(False, False), (False, True), (True, False), (True, True)}
-    for name in ("fp8_product_kernel", "bf16_product_kernel"):
-        gradients = {(args[2], args[-2]) for args in planned[name] if args[0] == "k"}
+    for name, kinds in (("fp8_product_kernel", ("k", "k_flat")), ("bf16_product_kernel", ("k",))):
         adds = {(torch.float32, None), (torch.float32, "d"), (torch.bfloat16, None), (torch.bfloat16, "c")}
-        assert gradients == adds
+        for kind in kinds:
+            assert {(args[2], args[-2]) for args in planned[name] if args[0] == kind} == adds
         assert {args[-2] for args in planned[name] if args[0] == "dense"} == {None, "c", "d"}
-    assert planned["gather_groups_kernel"]
+    assert planned["group_maps_kernel"]
 
 
 def examples(readme: Path) -> list[str]:

@@ -12,7 +12,7 @@ FP8 operands have one of two forms, by the rank of data:
     1-D    one contiguous (M, K_g) after another, (N, K_g) too;  sf (M, ΣK/128), strides (1, M), and (N, ΣK/128), (1, N)
 
 Both have the same factors in memory; packed, four blocks of K are a word, counted from the beginning of ΣK.
-TMA loads rows that are equally far apart: groups of the second form are launched one by one, or copied into the first.
+TMA loads rows that are equally far apart: each group of the second form has tensor maps of its own, in device memory.
 """
 
 from functools import lru_cache
@@ -24,7 +24,7 @@ from torch import Tensor
 from tk_core.op import launching, op
 from tk_gemm import check
 from tk_gemm.check import BF16, BLOCK, FLOAT32, Pair, Recipe
-from tk_gemm.launch import Groups, gather_groups, launch_bf16, launch_fp8, launch_fp8_by_group, pays_by_group
+from tk_gemm.launch import Groups, launch_bf16, launch_fp8
 
 _OUT = FLOAT32 + BF16
 
@@ -64,9 +64,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
     Args:
         a: `(data, sf)`: float8_e4m3fn (M, ΣK), M a multiple of 16, with float32 sf (ΣK/128, M) contiguous in M; or
-            (M · ΣK,), one contiguous (M, K_g) after the other, with float32 sf (M, ΣK/128) of strides (1, M). On a GPU
-            that form is copied into the first one, unless ks is a list of large groups. On Blackwell int32 sf, ⌈ΣK/512⌉
-            in place of ΣK/128: the biased exponents of four blocks a word, counted from the beginning of ΣK.
+            (M · ΣK,), one contiguous (M, K_g) after the other, with float32 sf (M, ΣK/128) of strides (1, M). On
+            Blackwell int32 sf, ⌈ΣK/512⌉ in place of ΣK/128: the biased exponents of four blocks a word, counted from
+            the beginning of ΣK.
         b: The same with N, in the same form, with sf of a's dtype.
         d: float32 or bfloat16 (G, M, N), written; None: new, of c's dtype or float32.
         ks: Sizes of the groups, multiples of 128 that add up to ΣK; the first call with these sizes copies them to the
@@ -98,12 +98,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         return d
     if not total:  # All groups are empty, and TMA takes no operand without elements.
         return d.zero_() if c is None else d.copy_(c)
-    name, is_flat = "tk_gemm.k_grouped_fp8_gemm_nt_contiguous", x.a.ndim == 1
-    if is_flat and not isinstance(ks, Tensor) and pays_by_group(x, ks):
-        launch_fp8_by_group(name, x, ks, c, d)
-    else:
-        ends = _ends_of(ks, x.a.device)
-        launch_fp8(name, gather_groups(name, x, ends) if is_flat else x, Groups("k", ends), c, d)
+    launch_fp8("tk_gemm.k_grouped_fp8_gemm_nt_contiguous", x, Groups("k", _ends_of(ks, x.a.device)), c, d)
     return d
 
 

@@ -11,9 +11,9 @@ BLOCK_K = 128
 BF16_STEP_K = 64
 """Channels of a step of BF16 products: as many bytes as those of a step in FP8."""
 
-Kind = Literal["dense", "ids", "psum", "masked", "k"]
+Kind = Literal["dense", "ids", "psum", "masked", "k", "k_flat"]
 """How the weights of a tile's rows are found: one matrix for all, a group for each row, ends of groups, or a buffer for
-each group; "k": groups are ranges of K."""
+each group; "k": groups are ranges of K; "k_flat": and each group's operands are matrices of their own."""
 
 Addend = Literal["c", "d"]
 """What is added to the products: C, which threads read, or what is in D, float32, which TMA adds to."""

@@ -1,6 +1,5 @@
 """Launches of the products' kernels, on the architecture that the operands are on."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,12 +13,12 @@ from tk_gemm.blackwell.fp8 import fp8_product_blackwell_kernel
 from tk_gemm.blackwell.swiglu import fp8_swiglu_product_blackwell_kernel
 from tk_gemm.blackwell.tiles import BLOCK
 from tk_gemm.check import Bf16Operands, Fp8Operands
+from tk_gemm.group_maps import group_maps_kernel
 from tk_gemm.hopper.bf16 import bf16_product_kernel
 from tk_gemm.hopper.fp8 import fp8_product_kernel
-from tk_gemm.hopper.gather_groups import gather_groups_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
 from tk_gemm.hopper.tiles import TILES, WIDE, Problem, by_k_tile, fastest, tile_of_rows
-from tk_gemm.kernels import BLOCK_K, Addend, Kind
+from tk_gemm.kernels import Addend, Kind
 from tk_gemm.tma import for_tma, takes_tma
 
 
@@ -44,20 +43,25 @@ def launch_fp8(op: str, x: Fp8Operands, groups: Groups, c: Tensor | None, d: Ten
     """Launch d = a · bᵀ (+ c) for (M, K) and (N, K), or (G, M, K) and (groups, N, K).
 
     With kind "k" only c and d have groups, and factors are column major: b's has N rows then, and where it is packed it
-    may have them with any kind, else ⌈N/128⌉.
+    may have them with any kind, else ⌈N/128⌉. Flat operands are groups (M, K_g), or (N, K_g), one after the other.
     """
-    arch, addend = _arch_of_factors(op, x.a_sf), _addend(c, d)
+    arch, addend, kind = _arch_of_factors(op, x.a_sf), _addend(c, d), groups.kind
+    if x.a.ndim == 1:  # As matrices, but for the order of elements.
+        x, kind = x._replace(a=x.a.view(x.shape[0], -1), b=x.b.view(x.shape[1], -1)), "k_flat"
     a, a_sf, b, c, d = (_for_tma(each) for each in (x.a, x.a_sf.mT, x.b, c, d))
     b_is_per_row = x.b_sf.shape[-2] == b.shape[1]
     if arch.has_tcgen05:
-        launch = fp8_product_blackwell_kernel(groups.kind, d.dtype, b_is_per_row, c is not None, arch)
+        launch = fp8_product_blackwell_kernel(kind, d.dtype, b_is_per_row, c is not None, arch)
         b_sf = (_for_tma if b_is_per_row else _grouped)(x.b_sf.mT)
-        launch(a, a_sf, b, b_sf, groups.layout, c, d, _num_blocks(d, BLOCK, BLOCK))
+        maps = _group_maps(x, groups.layout, BLOCK, BLOCK, arch) if kind == "k_flat" else (None, None)
+        launch(a, a_sf, b, b_sf, groups.layout, *maps, c, d, _num_blocks(d, BLOCK, BLOCK))
         return
     problem, num_sms = _problem(groups, a.shape[2], b, d), get_num_sms(d.device)
     tile = by_k_tile(problem, addend, num_sms) if b_is_per_row else tile_of_rows(problem, num_sms)
     by_tma = takes_tma(a_sf)
-    launch = fp8_product_kernel(groups.kind, tile, d.dtype, by_tma, addend, arch)
+    if kind == "k_flat":
+        a, b = _group_maps(x, groups.layout, tile.block_m, tile.block_n, arch)
+    launch = fp8_product_kernel(kind, tile, d.dtype, by_tma, addend, arch)
     a_sf = a_sf if by_tma else _grouped(x.a_sf.mT)
     b_sf = _for_tma(x.b_sf.mT) if b_is_per_row else x.b_sf.contiguous().view(-1)
     launch(a, a_sf, b, b_sf, groups.layout, c, d, _num_blocks(d, tile.block_m, tile.block_n))
@@ -102,45 +106,11 @@ def launch_bf16(op: str, x: Bf16Operands, groups: Groups, c: Tensor | None, d: T
     launch(a, b, groups.layout, c, d, _num_blocks(d, block_m, block_n))
 
 
-def gather_groups(op: str, x: Fp8Operands, ends: Tensor) -> Fp8Operands:
-    """Operands whose groups (M, K_g) and (N, K_g) lie one after the other, copied side by side: (M, ΣK) and (N, ΣK)."""
-    launch = gather_groups_kernel(_arch_of_factors(op, x.a_sf))
-    copies = [flat.new_empty((num_rows, flat.numel() // num_rows)) for flat, num_rows in zip((x.a, x.b), x.shape)]
-    for flat, copy in zip((x.a, x.b), copies):
-        launch(flat.view(torch.int32), ends, copy.view(torch.int32))
-    return x._replace(a=copies[0], b=copies[1])
-
-
-def pays_by_group(x: Fp8Operands, ks: Sequence[int]) -> bool:
-    """Whether `launch_fp8_by_group` takes less time than `gather_groups` and one launch, by figures of an H200, in µs.
-
-    A launch begins 4 after the end of the one before, whose last tiles leave SMs idle, and takes the host 30.
-    """
-    (num_rows, num_cols), num_sms, total = x.shape, get_num_sms(x.a.device), sum(ks)
-    num_tiles = ceil_div(num_rows, BLOCK) * ceil_div(num_cols, BLOCK)
-    per_tile, copies = 0.6 * total / BLOCK_K / num_sms, 2 * (num_rows + num_cols) * total / 3.5e6
-    lost = 4 * len(ks) + (-num_tiles % num_sms) * per_tile
-    return x.a_sf.is_floating_point() and lost < copies and num_tiles * per_tile > 30 * len(ks)
-
-
-def launch_fp8_by_group(op: str, x: Fp8Operands, ks: Sequence[int], c: Tensor | None, d: Tensor) -> None:
-    """Launch d[g] = a_g · b_gᵀ (+ c[g]) for each group of such operands: with float32 factors, as words span groups."""
-    arch, addend = _arch_of_factors(op, x.a_sf), _addend(c, d)
-    num_rows, num_cols = x.shape
-    tile = by_k_tile(Problem(1, num_rows, num_rows, num_cols, max(ks), 1), addend, get_num_sms(d.device))
-    launch = fp8_product_kernel("k", tile, d.dtype, True, addend, arch)
-    end = x.a.new_full((1,), max(ks), dtype=torch.int32)  # Of each group: K ends before.
-    data = (flat.split([rows * size for size in ks]) for flat, rows in zip((x.a, x.b), x.shape))
-    factors = (_for_tma(sf.mT).split([size // BLOCK_K for size in ks], 1) for sf in (x.a_sf, x.b_sf))
-    sums = (_for_tma(d if each is None else each).split(1) for each in (c, d))
-    for size, a, b, a_sf, b_sf, c_g, d_g in zip(ks, *data, *factors, *sums):
-        if size:
-            operands = a.view(1, -1, size), a_sf, b.view(1, -1, size), b_sf
-            launch(*operands, end, addend and c_g, d_g, _num_blocks(d_g, tile.block_m, tile.block_n))
-        elif c is None:
-            d_g.zero_()
-        elif addend == "c":
-            d_g.copy_(c_g)
+def _group_maps(x: Fp8Operands, ends: Tensor, block_m: int, block_n: int, arch: Arch) -> list[Tensor]:
+    """Tensor maps of the groups of A and of B, for tiles of these sizes."""
+    maps = [ends.new_empty((ends.shape[0], 16), dtype=torch.int64) for _ in range(2)]
+    group_maps_kernel(block_m, block_n, arch)(x.a, x.b, ends, *maps)
+    return maps
 
 
 def _problem(groups: Groups, num_channels: int, b: Tensor, d: Tensor) -> Problem:

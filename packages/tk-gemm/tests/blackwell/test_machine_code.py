@@ -20,6 +20,7 @@ BF16 = torch.bfloat16
 FP8 = {
     "dense": (fp8_product_blackwell_kernel, ("dense", BF16, False, False), 4, 16, 128),
     "k": (fp8_product_blackwell_kernel, ("k", torch.float32, True, False), 4, 32, 128),
+    "k_flat": (fp8_product_blackwell_kernel, ("k_flat", torch.float32, True, False), 4, 32, 128),
     "swiglu": (fp8_swiglu_product_blackwell_kernel, ("ids", True, True), 8, 4, 256),
 }
 

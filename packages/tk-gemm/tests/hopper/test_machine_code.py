@@ -9,10 +9,11 @@ import torch
 from tk_core.arch import arch_from_name
 from tk_core.testing.sass import count, loops_with
 from tk_core.testing.usage import machine_code
+from tk_gemm.group_maps import group_maps_kernel
 from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
-from tk_gemm.hopper.tiles import BY_K_TILES, FEW_ROWS, TILES, WIDE_LONG, TileShape
-from tk_gemm.kernels import BLOCK_K
+from tk_gemm.hopper.tiles import BY_K, BY_K_TILES, FEW_ROWS, TILES, WIDE_LONG, TileShape
+from tk_gemm.kernels import BLOCK_K, Addend
 
 pytestmark = pytest.mark.compile
 
@@ -69,6 +70,29 @@ def test_loads_take_their_addresses_from_uniform_registers(tile: TileShape, load
         assert found["R2UR"] == 0
         steps = found["UTMALDG"] // loads_a_step
         assert len(loop) <= 55 * steps, "expected at most 55 instructions a step"
+
+
+@pytest.mark.parametrize(("tile", "addend", "loads"), [(BY_K, None, [2, 2]), (WIDE_LONG, "d", [4])], ids=["2", "1"])
+def test_loads_by_maps_take_no_longer(tile: TileShape, addend: Addend | None, loads: list[int]) -> None:
+    """A map's address is in uniform registers, and the warp drops what it knows of a map only for another group."""
+    sass, _ = machine_code(fp8_product_kernel, "k_flat", tile, torch.float32, True, addend, ARCH)
+    loops = loops_with(sass, "UTMALDG")
+    assert len(loops) == len(loads)
+    for loop, loads_a_step in zip(loops, loads):
+        found = count(loop)
+        assert found["R2UR"] == found["UTMACCTL"] == 0
+        assert len(loop) <= 55 * found["UTMALDG"] // loads_a_step, "expected at most 55 instructions a step"
+    assert sass.count("UTMACCTL.IV") == 2
+    assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
+
+
+def test_maps_of_groups() -> None:
+    sass, usage = machine_code(group_maps_kernel, 128, 256, ARCH)
+    assert not re.search(r"\b(STL|LDL)\b", sass)
+    (used,) = usage.values()
+    assert used.shared_bytes == 128
+    # TileLang's strides are in bytes, and a map's in 16 bytes: tensormap.replace shifts them since CUDA 12.5.
+    assert re.search(r"SHF\.R\.\w+(\.HI)? R\d+, R\d+, 0x4,", sass)
 
 
 def test_a_step_of_swiglu() -> None:

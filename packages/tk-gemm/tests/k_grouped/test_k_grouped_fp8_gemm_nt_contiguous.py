@@ -1,6 +1,5 @@
 """k_grouped_fp8_gemm_nt_contiguous."""
 
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -10,16 +9,11 @@ import torch
 import tk_gemm
 from tk_core import env
 from tk_core.arch import UnsupportedArchError, arch_from_name
-from tk_core.kernel import capture, recorded_launches
+from tk_core.kernel import capture
 from tk_core.math import align
-from tk_core.num_sms import num_sms
 from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, Make, OpSpec, bench_case, tiers
 from tk_core.testing.numeric import assert_equal, calc_diff
-from tk_gemm import check, launch
-from tk_gemm.hopper.tiles import BY_K
-from tk_gemm.reference.products import finish, fp8_product
-from tk_gemm.tma import takes_tma
 
 from ..compare import assert_close
 from ..inputs import e4m3, packed_factors, psum
@@ -104,7 +98,7 @@ SPEC = OpSpec(
             make((1024, 128, 0, 4096), 144, 2064, dtype=torch.bfloat16, with_c=True),
             compile=True,
         ),
-        # Groups launched one by one, on 132 SMs in three full rounds of tiles, which rows and columns do not fill.
+        # Three rounds of tiles on 132 SMs, which rows and columns do not fill.
         *(
             Case(f"g4-m2800-n2288-flat{name}", make(LARGE, 2800, 2288, flat=True, **options), modes=not name)
             for name, options in (
@@ -168,84 +162,89 @@ def test_factors_of_another_architecture_are_named_before_anything_is_copied(arc
     assert not launched
 
 
-def launches(arch: str = "sm_90a", **changes: Any) -> list[str]:
-    """Kernels of the launches for flat groups of LARGE sizes, with other arguments of `make`, or ks."""
-    ks = changes.pop("ks", None)
-    arguments = make(**{"ks": LARGE, "m": 2800, "n": 2288, "flat": True, **changes})("meta")
-    with capture(arch_from_name(arch)), recorded_launches() as recorded:
-        tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments | ({} if ks is None else {"ks": ks}))
-    return [request.kernel.name.rpartition(".")[2] for request, _ in recorded.launches]
+@pytest.mark.parametrize(("arch", "product"), [("sm_90a", "fp8_product"), ("sm_100a", "fp8_product_blackwell")])
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_flat_groups_are_not_copied(arch: str, product: str, in_a_list: bool) -> None:
+    packed = arch == "sm_100a"
+    arguments = make((128, 0, 256), 16, 32, flat=True, with_psum=not in_a_list, packed=packed)("meta")
+    with capture(arch_from_name(arch)) as launched:
+        tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments)
+    names = {request.kernel.name.rpartition(".")[2] for request in launched}
+    assert names == {"group_maps_kernel", f"{product}_kernel"}
 
 
-def test_large_flat_groups_with_sizes_in_a_list_are_not_copied() -> None:
-    by_group, copies = ["fp8_product_kernel"] * 3, ["gather_groups_kernel"] * 2
-    assert launches() == by_group
-    with num_sms(99):  # Four full rounds of tiles.
-        assert launches() == by_group
-    with num_sms(131):  # A fourth round of three tiles.
-        assert launches() == [*copies, "fp8_product_kernel"]
-    ends = torch.empty(len(LARGE), dtype=torch.int32, device="meta")
-    assert launches(ks=ends) == [*copies, "fp8_product_kernel"]
-    assert launches(m=144, n=272) == [*copies, "fp8_product_kernel"]  # The host would take longer than the GPU.
-    assert launches("sm_100a", packed=True) == [*copies, "fp8_product_blackwell_kernel"]
+def both_forms(ks: tuple[int, ...], m: int, n: int, **options: Any) -> list[dict[str, Any]]:
+    """Arguments on a GPU: flat ones with sizes in a list, the same with ends in a tensor, and 2-D ones."""
+    flat = make(ks, m, n, flat=True, **options)("cuda")
+    matrices = dict(flat)
+    for name in ("a", "b"):
+        data, sf = flat[name]
+        parts = data.view(torch.uint8).split([sf.shape[0] * size for size in ks])
+        matrix = torch.cat([part.view(sf.shape[0], -1) for part in parts if part.numel()], 1)
+        matrices[name] = matrix.view(data.dtype), sf.t()
+    ends = torch.tensor(list(accumulate(ks)), dtype=torch.int32, device="cuda")
+    return [flat, flat | {"ks": ends}, matrices]
 
 
-@pytest.mark.parametrize("adds", ["nothing", "c", "d"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ks", [(128, 0, 640, 256), (0, 384), (128,), (256, 0)])
-def test_views_of_flat_groups(
-    monkeypatch: pytest.MonkeyPatch, ks: tuple[int, ...], dtype: torch.dtype, adds: str
-) -> None:
-    """What is launched for each group, multiplied by the reference of one product, is the op's result."""
-    m, n = 48, 272
-    arguments = make(ks, m, n, flat=True, dtype=dtype)("cpu")
-    d, c = (torch.randn(len(ks), m + 8, n + 16).to(dtype)[:, :m, :n] for _ in range(2))
-    c = {"nothing": None, "c": c, "d": d}[adds]
-    copies = [None if x is None else x.clone() for x in (c, d)]
-    expected = tk_gemm.reference.k_grouped_fp8_gemm_nt_contiguous(**arguments | {"c": copies[0], "d": copies[1]})
-    num_launches = 0
+def product_of(arguments: dict[str, Any]) -> torch.Tensor:
+    """The op's result in a copy of d, which c remains if it was."""
+    d = arguments["d"].clone()
+    c = d if arguments["c"] is arguments["d"] else arguments["c"]
+    return tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments | {"d": d, "c": c})
 
-    def kernel(*args: Any) -> Callable[..., None]:
-        assert args[:4] == ("k", BY_K, dtype, True)
 
-        def product(*args: Any) -> None:
-            nonlocal num_launches
-            a, a_sf, b, b_sf, end, c, d, num_blocks = args
-            assert all(x.ndim == 3 and x.shape[0] == 1 and takes_tma(x) for x in (a, a_sf, b, b_sf, d))
-            assert end.shape == (1,)
-            assert int(end) >= a.shape[2] > 0
-            assert num_blocks == 3
-            num_launches += 1
-            finish(fp8_product(a[0], a_sf[0].t(), b[0], b_sf[0].t()), d[0], None if c is None else c[0])
-
-        return product
-
-    monkeypatch.setattr(launch, "fp8_product_kernel", kernel)
-    monkeypatch.setattr(launch, "get_arch", lambda _: arch_from_name("sm_90a"))
-    monkeypatch.setattr(launch, "get_num_sms", lambda _: 132)
-    x, _ = check.fp8_k_operands(arguments["a"], arguments["b"])
-    launch.launch_fp8_by_group("op", x, list(ks), c, d)
-    assert num_launches == len([size for size in ks if size])
-    assert_equal(d.contiguous(), expected.contiguous())
+ODD = (384, 0, 128, 1664, 0, 0, 640)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("added", [False, True])
-def test_forms_of_large_groups_agree(added: bool) -> None:
-    """In bits: flat groups with sizes in a list, launched one by one, with ends on the device, copied, and 2-D ones."""
-    arguments = make(LARGE, 2800, 2288, flat=True, added=added)("cuda")
-    plain, ends = dict(arguments), torch.tensor(list(accumulate(LARGE)), dtype=torch.int32, device="cuda")
-    for name in ("a", "b"):
-        data, sf = arguments[name]
-        sizes = [sf.shape[0] * size for size in LARGE]
-        parts = [part.view(torch.uint8).view(sf.shape[0], -1) for part in data.split(sizes) if part.numel()]
-        plain[name] = (torch.cat(parts, 1).view(data.dtype), sf.t())
-    results = []
-    for each in (arguments, arguments | {"ks": ends}, plain):
-        d = arguments["d"].clone()
-        results.append(tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**each | {"d": d, "c": d if added else None}))
-    assert_equal(results[1], results[0])
-    assert_equal(results[2], results[0])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"added": True}, {"with_c": True}, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "added": True}],
+    ids=["float32", "float32-added", "float32-c", "bfloat16", "bfloat16-added"],
+)
+@pytest.mark.parametrize(("ks", "m", "n"), [(ODD, 272, 400), (ODD, 16, 32), ((0, 256), 128, 528), (LARGE, 2800, 2288)])
+def test_forms_have_equal_bits(ks: tuple[int, ...], m: int, n: int, options: dict[str, Any]) -> None:
+    in_list, in_tensor, matrices = both_forms(ks, m, n, **options)
+    expected = product_of(matrices)
+    for _ in range(20):
+        assert_equal(product_of(in_list), expected)
+    assert_equal(product_of(in_tensor), expected)
+
+
+@pytest.mark.gpu
+def test_nothing_of_other_groups_is_multiplied() -> None:
+    """Codes of NaN around each group, times a zero factor too, would show where they do not belong."""
+    num_groups, m, n = len(ODD), 272, 400
+    for group, size in enumerate(ODD):
+        flat, _, _ = both_forms(ODD, m, n)
+        for name, num_rows in (("a", m), ("b", n)):
+            codes = flat[name][0].view(torch.uint8)
+            first = num_rows * sum(ODD[:group])
+            codes[:first] = 0x7F
+            codes[first + num_rows * size :] = 0x7F
+        d = product_of(flat)
+        assert d[group].isfinite().all()
+        assert d[group].any() == (size > 0)
+        others = [x for x in range(num_groups) if x != group and ODD[x]]
+        assert d[others].isnan().all()
+
+
+@pytest.mark.gpu
+def test_a_graph_makes_its_maps_anew() -> None:
+    """Replayed with other ends in the same tensor, of groups that lie elsewhere in the same data."""
+    m, n, total = 272, 400, 2816
+    flat, _, _ = both_forms((total,), m, n)
+    ends, d = torch.tensor([128, 128, total], dtype=torch.int32, device="cuda"), torch.zeros((3, m, n), device="cuda")
+    arguments = flat | {"ks": ends, "d": d, "c": None}
+    tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments)
+    for sizes in ([128, 0, 2688], [0, 1408, 1408], [1280, 1280, 256], [0, 0, 2816]):
+        ends.copy_(torch.tensor(list(accumulate(sizes)), dtype=torch.int32))
+        d.fill_(7.0)
+        graph.replay()
+        assert_equal(d, tk_gemm.k_grouped_fp8_gemm_nt_contiguous(**arguments | {"ks": sizes, "d": None}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -141,8 +141,8 @@ def _own(spec: OpSpec, kwargs: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _unchanged(spec: OpSpec, kwargs: dict[str, Any]) -> Iterator[None]:
     """Assert that a with block changes no byte of the inputs' storages, gaps between rows included."""
-    written = [kwargs.get(name) for name in spec.mutates]  # Under another name too, as c that is d
-    inputs = {name: value for name, value in kwargs.items() if not any(value is x for x in written)}
+    written = {x.data_ptr() for name in spec.mutates for x in tensors(kwargs.get(name))}  # As c too, where c is d
+    inputs = {name: value for name, value in kwargs.items() if not any(x.data_ptr() in written for x in tensors(value))}
     before = transfer(inputs)
     yield
     for name, value in inputs.items():

@@ -25,6 +25,7 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
     """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known only at run time.
 
     Words of factors are (groups, words, M) for A's rows, and for B's (groups, words, N) or (groups, words, ⌈N/128⌉).
+    With kind "k_flat" A and B are loaded by what `group_maps_kernel` writes.
     """
     import tilelang.language as T
 
@@ -32,6 +33,8 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
     from tk_gemm import scheduler
     from tk_gemm.blackwell import epilogue, fp8_loop, sums
 
+    is_flat = kind == "k_flat"
+    kind = "k" if is_flat else kind
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     num_words, num_b_factors, layout_size = (T.dynamic(x) for x in ("num_words", "num_b_factors", "layout_size"))
     num_d_groups = layout_size if kind == "k" else num_a_groups
@@ -45,6 +48,8 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
         b: T.StridedTensor((num_b_groups, n, k), (*strides("b"), 1), "float8_e4m3fn"),
         b_sf: T.StridedTensor(b_sf_shape, b_sf_strides, "int32"),
         layout: T.Tensor((layout_size,), "int32"),
+        a_maps: T.Tensor((layout_size, 16), "int64"),
+        b_maps: T.Tensor((layout_size, 16), "int64"),
         c: T.StridedTensor((num_d_groups, m, n), (*strides("c"), 1), d_dtype),
         d: T.StridedTensor((num_d_groups, m, n), (*strides("d"), 1), d_dtype),
         num_blocks: T.int32,
@@ -54,7 +59,8 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
             acc = sums.sums(1)
             factors = fp8_loop.factors(1)
             r = ring.ring(_NUM_STAGES, 1, 1)  # The product itself releases a stage.
-            x = fp8_loop.Operands(a, a_sf, b, b_sf, b_is_per_row, kind == "k")
+            maps = (a_maps, b_maps) if is_flat else None
+            x = fp8_loop.Operands(a, a_sf, b, b_sf, b_is_per_row, kind == "k", maps)
             results = epilogue.Results(kind, layout, c if with_c else None, d)
             s = scheduler.scheduler(kind, layout, (m, n, k, num_b_groups), (BLOCK, BLOCK, BLOCK_K), num_blocks)
             thread = T.get_thread_binding()

@@ -13,6 +13,7 @@ from tk_core.macros.ring import Ring
 from tk_gemm.blackwell import sums
 from tk_gemm.blackwell.sums import Sums
 from tk_gemm.blackwell.tiles import BLOCK
+from tk_gemm.device import tensor_maps
 from tk_gemm.kernels import BLOCK_K
 from tk_gemm.scheduler import Tile
 
@@ -29,6 +30,7 @@ class Operands(NamedTuple):
     b_sf: T.Buffer  # int32 (groups, words, N), or (groups, words, ⌈N/128⌉)
     b_is_per_row: bool
     by_k: bool  # groups are ranges of K
+    maps: "tuple[T.Buffer, T.Buffer] | None" = None  # int64 (groups, 16), by which groups of A and B are loaded, if any
 
 
 class Stages(NamedTuple):
@@ -68,6 +70,9 @@ def factors(num_parts: int) -> Factors:
 @T.macro
 def load(tile: Tile, x: Operands, to: Stages, r: Ring) -> None:
     """In the loading warp: load a tile's operands, and words of factors where they are for each row."""
+    if x.maps is not None:
+        for maps in x.maps:
+            tensor_maps.acquire(maps[tile.group[0], :])
     for index in T.serial(tile.num_steps[0]):
         step = tile.first_step[0] + index
         group = 0 if x.by_k else tile.group[0]
@@ -80,8 +85,12 @@ def load(tile: Tile, x: Operands, to: Stages, r: Ring) -> None:
             ring.load(r, x.a_sf[group, word, rows], to.a_words[r.stage[0], :])
             if x.b_is_per_row:
                 ring.load(r, x.b_sf[tile.weights[0], word, cols], to.b_words[0][r.stage[0], :])
-        ring.load(r, x.a[group, rows, channels], to.a[r.stage[0], :, :])
-        ring.load(r, x.b[tile.weights[0], cols, channels], to.b[r.stage[0], :, :])
+        if x.maps is not None:
+            tensor_maps.load(r, x.maps[0][tile.group[0], :], rows, channels, to.a[r.stage[0], :, :])
+            tensor_maps.load(r, x.maps[1][tile.group[0], :], cols, channels, to.b[r.stage[0], :, :])
+        else:
+            ring.load(r, x.a[group, rows, channels], to.a[r.stage[0], :, :])
+            ring.load(r, x.b[tile.weights[0], cols, channels], to.b[r.stage[0], :, :])
         ring.fill(r)
 
 

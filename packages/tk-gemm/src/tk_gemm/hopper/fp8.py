@@ -25,7 +25,8 @@ def fp8_product_kernel(
     """D = A·Bᵀ (+ C) for one way to find a tile's rows and weights; shapes and strides are known only at run time.
 
     A's factors come by TMA where they are column major on 16 bytes, else by plain loads from any strides. B's are
-    flat (groups, ⌈N/128⌉, steps), or with groups along K as A's, for each row.
+    flat (groups, ⌈N/128⌉, steps), or with groups along K as A's, for each row. With kind "k_flat" A and B are what
+    `group_maps_kernel` writes.
     """
     import tilelang.language as T
 
@@ -33,11 +34,17 @@ def fp8_product_kernel(
     from tk_gemm import scheduler
     from tk_gemm.hopper import epilogue, fp8_loop, roles
 
-    by_k, width = kind == "k", shape.warpgroup_n
+    is_flat, by_k, width = kind == "k_flat", kind in ("k", "k_flat"), shape.warpgroup_n
+    kind = "k" if by_k else kind
     stores_early = d_dtype is torch.bfloat16 and a_sf_by_tma and addend is None  # Else registers are spilled.
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     num_steps, layout_size, num_factors = (T.dynamic(x) for x in ("num_steps", "layout_size", "num_factors"))
     num_d_groups = layout_size if by_k else num_a_groups
+    a_type = T.StridedTensor((num_a_groups, m, k), (*strides("a"), 1), "float8_e4m3fn")
+    b_type = T.StridedTensor((num_b_groups, n, k), (*strides("b"), 1), "float8_e4m3fn")
+    if is_flat:
+        a_type, b_type = (T.Tensor((layout_size, 16), "int64") for _ in range(2))
+        k = num_steps * BLOCK_K
     a_sf_type = T.StridedTensor(
         (num_a_groups, num_steps, m), (*strides("a_sf"), 1 if a_sf_by_tma else stride("a_sf_row_stride")), "float32"
     )
@@ -73,9 +80,9 @@ def fp8_product_kernel(
 
     @T.prim_func
     def product(
-        a: T.StridedTensor((num_a_groups, m, k), (*strides("a"), 1), "float8_e4m3fn"),
+        a: a_type,
         a_sf: a_sf_type,
-        b: T.StridedTensor((num_b_groups, n, k), (*strides("b"), 1), "float8_e4m3fn"),
+        b: b_type,
         b_sf: b_sf_type,
         layout: T.Tensor((layout_size,), "int32"),
         c: T.StridedTensor((num_d_groups, m, n), (*strides("c"), 1), d_dtype),
@@ -87,7 +94,7 @@ def fp8_product_kernel(
             out = T.alloc_shared(epilogue.out_shape(shape, d_dtype), d_dtype)
             sides = shape.sides(addend)
             r = ring.ring(shape.num_stages, len(sides) + 1, 4 * shape.num_warpgroups)
-            x = fp8_loop.Operands(a, a_sf, b, b_sf, a_sf_by_tma, by_k)
+            x = fp8_loop.Operands(a, a_sf, b, b_sf, a_sf_by_tma, by_k, is_flat)
             sums = epilogue.handed_over(shape, out) if addend == "d" else None
             sizes, tile_shape = (m, n, k, num_b_groups), (shape.block_m, shape.block_n, BLOCK_K)
             warps = [partial(fp8_loop.load, shape=shape, x=x, to=stages, r=r, sides=each) for each in sides]

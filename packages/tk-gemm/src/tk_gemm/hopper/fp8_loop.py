@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from tk_gemm import ring, scheduler
+from tk_core.macros import ring
+from tk_core.macros.ring import Ring
+from tk_gemm import scheduler
+from tk_gemm.device import tensor_maps
 from tk_gemm.hopper.tiles import TileShape
 from tk_gemm.kernels import BLOCK_K
-from tk_gemm.ring import Ring
 from tk_gemm.scheduler import Scheduler, Tile
 
 _LANES = 32
@@ -29,6 +31,7 @@ class Operands(NamedTuple):
     b_sf: T.Buffer  # float32, flat (groups, ⌈N/128⌉, steps)
     a_sf_by_tma: bool
     by_k: bool  # groups are ranges of K, and B has factors for each row
+    is_flat: bool = False  # A and B are tensor maps of the groups, int64 (groups, 16)
 
 
 class Stages(NamedTuple):
@@ -75,7 +78,12 @@ def share(warpgroup: int, shape: TileShape, x: Operands, stages: Stages, r: Ring
 @T.macro
 def load(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring, sides: str) -> None:
     """In a loading warp: load "a", "b" or "ab", with the factors that come by TMA, for one tile after the other."""
+    acquired = T.alloc_var("int32", init=-1) if x.is_flat else None  # The group whose maps were acquired last.
     while s.index[0] < s.total[0]:
+        if x.is_flat and s.tile.group[0] != acquired:
+            acquired = s.tile.group[0]
+            for side in sides:
+                tensor_maps.acquire(getattr(x, side)[acquired, :])
         for index in T.serial(s.tile.num_steps[0]):
             step = s.tile.first_step[0] + index
             group = 0 if x.by_k else s.tile.group[0]
@@ -87,11 +95,17 @@ def load(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring, sides
             if "a" in sides:
                 if x.a_sf_by_tma:
                     ring.load(r, x.a_sf[group, step, rows], to.a_sf[stage, :])
-                ring.load(r, x.a[group, loaded, channels], to.a[stage, : shape.loaded_m, :])
+                if x.is_flat:
+                    tensor_maps.load(r, x.a[s.tile.group[0], :], rows, channels, to.a[stage, :, :])
+                else:
+                    ring.load(r, x.a[group, loaded, channels], to.a[stage, : shape.loaded_m, :])
             if "b" in sides:
                 if x.by_k:
                     ring.load(r, x.b_sf[0, step, cols], to.b_sf[stage, :])
-                ring.load(r, x.b[s.tile.weights[0], cols, channels], to.b[stage, :, :])
+                if x.is_flat:
+                    tensor_maps.load(r, x.b[s.tile.group[0], :], cols, channels, to.b[stage, :, :])
+                else:
+                    ring.load(r, x.b[s.tile.weights[0], cols, channels], to.b[stage, :, :])
             ring.fill(r)
         scheduler.next_tile(s)
     ring.wait_empty(r)
@@ -130,7 +144,7 @@ def write(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring) -> N
                     scheduler.send(s.tile, to.tile, r.stage[0])
             ring.fill(r)
         scheduler.next_tile(s)
-    ring.send_end(r, s, to.tile)
+    scheduler.send_end(r, s, to.tile)
 
 
 @T.macro
