@@ -13,9 +13,10 @@ A row of the results, a JSON line, has a call's time `us`, the slowest rank's me
     product_us       a product of bfloat16 8192 × 8192 matrices; beside_product_us: with the call beside it
     kernels_us       the mean time of each kernel on rank 0, waits included
 
-Local bytes: dispatch reads the tokens received and writes its rows; combine reads the rows that come back and writes
-its tokens. Calls of the symmetric backend are timed in a CUDA graph of several calls, those of NCCL from the host. On
-CPUs only the collective backend is timed, by the host's clock, which shows that the program runs.
+Local bytes: dispatch reads the tokens received and writes its rows, those named "zeroed" their padding, too; combine
+reads the rows that come back and writes its tokens. Calls of the symmetric backend are timed in a CUDA graph of several
+calls, those of NCCL from the host. On CPUs only the collective backend is timed, by the host's clock, which shows that
+the program runs.
 """
 
 import os
@@ -180,7 +181,7 @@ def cases_of(
     fp8 = bf16.to(torch.float8_e4m3fn), torch.ones((num_tokens, hidden // 128), device=bench.device)
     fp8_bytes, bf16_bytes = hidden + hidden // 32, 2 * hidden
     asynchronous = {"allocate_on_comm_stream": True, "async_with_compute_stream": True}
-    expand = {"do_expand": True, "do_zero_padding": True, "expert_alignment": ALIGNMENT}
+    expand = {"do_expand": True, "expert_alignment": ALIGNMENT}
     handles = {
         do_expand: buffer.dispatch(bf16, topk_idx, weights, num_experts=num_experts, **(expand if do_expand else {}))[3]
         for do_expand in (False, True)
@@ -215,10 +216,13 @@ def cases_of(
         return [Case("combine expanded, all rows", combine(True), away * bf16_bytes, back * bf16_bytes)]
     by_column = {"use_tma_aligned_col_major_sf": True}
     expanded = total + slots_here
+    zeroed = expanded + handles[True].num_expanded_tokens - slots_here
+    zeroing = expand | by_column | {"do_zero_padding": True}
     returned = (int(sent.sum()) + num_tokens) * bf16_bytes
     return [
         Case("dispatch FP8", dispatch(fp8), num_sent * fp8_bytes, 2 * total * fp8_bytes),
         Case("dispatch FP8 expanded", dispatch(fp8, **expand, **by_column), num_sent * fp8_bytes, expanded * fp8_bytes),
+        Case("dispatch FP8 expanded, zeroed", dispatch(fp8, **zeroing), num_sent * fp8_bytes, zeroed * fp8_bytes),
         Case("dispatch bf16", dispatch(bf16), num_sent * bf16_bytes, 2 * total * bf16_bytes),
         Case("dispatch bf16 expanded", dispatch(bf16, **expand), num_sent * bf16_bytes, expanded * bf16_bytes),
         Case(

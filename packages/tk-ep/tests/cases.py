@@ -305,9 +305,9 @@ def other_methods(here: Here) -> None:
     assert buffer.get_theoretical_num_sms(8, 2) == 24
     assert make_buffer(here, prefer_overlap_with_compute=False).get_theoretical_num_sms(8, 2) == 48
     assert buffer.get_theoretical_num_qps(24) == 0
-    # R · 1024 rows of 14336 bytes and 80 for 8 slots, as many of 14336 and 48. With FP8 dispatched rows have 7168, 224
-    # and 80 bytes. Without multiple reduction 8 · 1024 rows come back.
-    sizes = {2: (58, 44, 128), 4: (114, 86, 142)}[here.num_ranks]
+    # R · 1024 rows of 14336 bytes and 68 for 8 slots, as many of 14336 and 36, all to 128 bytes. With FP8 dispatched
+    # rows have 7168, 224 and 68 bytes. Without multiple reduction 8 · 1024 rows come back.
+    sizes = {2: (58, 44, 128), 4: (114, 88, 144)}[here.num_ranks]
     for mib, options in zip(sizes, ((), (True,), (True, True, False))):
         assert ElasticBuffer.get_buffer_size_hint(here.world, 1024, 7168, 8, *options) == mib << 20
     buffer.check()

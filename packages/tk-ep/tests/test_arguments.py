@@ -74,7 +74,7 @@ def dispatch(buffer: ElasticBuffer, **changes: Any) -> tuple:
         (
             {"num_max_tokens_per_rank": 2**14},
             ValueError,
-            "num_bytes: expected a buffer of 2686976 bytes .* got 2097152",
+            "num_bytes: expected a buffer of 4259840 bytes .* got 2097152",
         ),
         ({"expert_alignment": 0}, ValueError, "expert_alignment: expected 1 to"),
         ({"num_sms": -1}, ValueError, "num_sms: expected 0 to"),
@@ -127,7 +127,7 @@ def test_bad_dispatch_with_a_handle(
         ({"x": ROWS[:6]}, ValueError, r"x: expected shape \(7, hidden\)"),
         ({"x": ROWS.float()}, TypeError, "x: expected dtype torch.bfloat16"),
         ({"x": ROWS[:, :32].contiguous()}, ValueError, "x: expected a positive multiple of 64 channels, got 32"),
-        ({"x": ROWS.repeat(1, 128)}, ValueError, "num_bytes: expected a buffer of 2185216 bytes"),
+        ({"x": ROWS.repeat(1, 128)}, ValueError, "num_bytes: expected a buffer of 2211840 bytes"),
         ({"handle": None}, TypeError, "handle: expected an EPHandle, got NoneType"),
         ({"topk_weights": WEIGHTS}, ValueError, r"topk_weights: expected shape \(7\)"),
         ({"bias": X[:4]}, ValueError, r"bias: expected shape \(5, 64\)"),

@@ -45,10 +45,11 @@ def a_benchmark(here: Here) -> None:
         buffer.destroy()
     # Two tokens of each rank go to each: 4 are received, for 6 rows. A row of FP8 has 132 bytes, one of bfloat16 256.
     assert moved["dispatch FP8"] == (2 * 132, (4 + 4) * 132)
+    assert moved["dispatch FP8 expanded, zeroed"][1] == (4 + 2 * 128) * 132
     assert moved["dispatch bf16 expanded, handle"] == (2 * 256, (4 + 6) * 256)
     assert moved["combine expanded"] == (2 * 256, (4 + 3) * 256)
     assert moved["combine expanded, all rows"] == (3 * 256, (6 + 3) * 256)
-    assert len(moved) == 8
+    assert len(moved) == 9
 
 
 def test_two_ranks(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ MAX_EXPERTS = 1024
 MAX_TOPK = 32
 FLAG_BYTES = 64 << 10
 _PAGE = 2 << 20
+ROW_UNIT = 128
+"""Rows in a buffer begin at multiples of so many bytes: bulk copies are slower to and from other addresses."""
 
 
 def max_recv_tokens(num_ranks: int, num_max_tokens_per_rank: int) -> int:
@@ -24,14 +26,14 @@ def max_expanded_rows(
 
 
 def dispatch_row_bytes(x_bytes: int, sf_bytes: int, num_topk: int) -> int:
-    """Bytes of a dispatched token in a buffer: data, factors, and for each slot an expert and a weight, each part to 16
-    bytes, with the token's index."""
-    return align(x_bytes, 16) + align(sf_bytes, 16) + align(8 * num_topk + 4, 16)
+    """Bytes of a dispatched token in a buffer, to 128: data and factors, each to 16 bytes, for each slot an expert and
+    a weight, and the token's index."""
+    return align(align(x_bytes, 16) + align(sf_bytes, 16) + 8 * num_topk + 4, ROW_UNIT)
 
 
 def combine_row_bytes(hidden: int, num_topk: int) -> int:
-    """Bytes of a row on its way back: bfloat16 values, a weight for each slot, and which slots have rows."""
-    return align(2 * hidden, 16) + align(4 * num_topk + 4, 16)
+    """Bytes of a row on its way back, to 128: bfloat16 values, a weight for each slot, and which slots have rows."""
+    return align(align(2 * hidden, 16) + 4 * num_topk + 4, ROW_UNIT)
 
 
 def dispatch_area_bytes(num_ranks: int, num_max_tokens_per_rank: int, row_bytes: int) -> int:

@@ -7,17 +7,23 @@ __device__ __forceinline__ int tk_load_acquire(const int* address) {
   return value;
 }
 
-__device__ __forceinline__ void tk_store_release(int* address, int value) {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-  asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+__device__ __forceinline__ int tk_load_relaxed(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
 }
+
+__device__ __forceinline__ void tk_store_relaxed(int* address, int value) {
+  asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void tk_fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // What the block has written, on any GPU, is visible to the block that takes the last ticket, and to whom that signals.
 __device__ __forceinline__ int tk_take_ticket(int* address) {
   int taken;
   asm volatile("fence.acq_rel.sys;" ::: "memory");
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(taken) : "l"(address) : "memory");
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
   return taken;
 }
 
@@ -54,7 +60,8 @@ __device__ __forceinline__ void tk_fail(int* failed, long long host, int op, int
   tk_store_on_host(host, 0, 1);
 }
 
-// Orders what threads have written or acquired before bulk copies that follow.
+// Orders what threads have written or acquired, in global memory too, before bulk copies that follow. It waits for the
+// thread's stores to be visible to the whole GPU, which takes a microsecond and more.
 __device__ __forceinline__ void tk_fence_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ void tk_bulk_store(void* destination, const void* source, int num_bytes) {

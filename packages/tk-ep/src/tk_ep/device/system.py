@@ -16,9 +16,19 @@ def load_acquire(address: Any) -> Any:
     return _SYSTEM.call("int32", "tk_load_acquire", address)
 
 
-def store_release(address: Any, value: Any) -> Any:
-    """Store an int32 after all that is visible to this thread."""
-    return _SYSTEM.call("void", "tk_store_release", address, value)
+def load_relaxed(address: Any) -> Any:
+    """Load an int32 that others may write at the same time, without waiting for it as load_acquire does."""
+    return _SYSTEM.call("int32", "tk_load_relaxed", address)
+
+
+def store_relaxed(address: Any, value: Any) -> Any:
+    """Store an int32 that others may read at the same time; after fence_system it releases what came before."""
+    return _SYSTEM.call("void", "tk_store_relaxed", address, value)
+
+
+def fence_system() -> Any:
+    """Order all that is visible to this thread before the stores that follow, for all GPUs and the host."""
+    return _SYSTEM.call("void", "tk_fence_system")
 
 
 def take_ticket(address: Any) -> Any:
@@ -42,7 +52,10 @@ def fail(address: Any, host: Any, op: Any, awaited: Any, wanted: Any, found: Any
 
 
 def fence_bulk_copies() -> Any:
-    """Order what this thread has written, or acquired, before the bulk copies that follow."""
+    """Order what this thread has written, or acquired, before the bulk copies that follow.
+
+    What it wrote to shared memory alone takes T.fence_proxy_async(), which does not wait for global memory.
+    """
     return _SYSTEM.call("void", "tk_fence_bulk_copies")
 
 

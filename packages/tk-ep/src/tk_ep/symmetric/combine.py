@@ -76,12 +76,13 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                 T.alloc_var("int32", init=0) for _ in range(11)
             )
             has_row, todo = T.alloc_var("uint32"), T.alloc_var("uint32")
-            firsts, acc = T.alloc_local((num_topk,), "int32"), T.alloc_local((rows.VECTOR,), "float32")
+            firsts, acc = T.alloc_local((num_topk,), "int32"), rows.sums(num_topk)
+            width = int(acc.shape[0])
             r = Ranks(own, peers, rank, memory.COMBINE, limit, host)
             failed = flags.await_ranks(r, memory.flag_of(memory.CREDIT, memory.COMBINE), 0)
             fence_bulk_copies()
             if failed == 0:
-                index = block * warps + s.warp
+                index = s.warp * num_blocks + block  # Few tokens are spread over all blocks.
                 while index < T.min(psum_per_rank[num_ranks - 1], num_tokens):
                     source = T.truncdiv(metadata[index, 0], num_max_tokens)
                     token = metadata[index, 0] - source * num_max_tokens
@@ -107,7 +108,7 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                         s.words[s.warp, row.values * 4 + num_topk] = T.cast(has_row, "int32")
                     first = first_row + (place * num_max_tokens + token) * row.size
                     if sums.sum_on_source:
-                        fence_bulk_copies()
+                        T.fence_proxy_async()
                         T.sync_warp()
                         todo = has_row
                         while todo != T.uint32(0):
@@ -135,17 +136,20 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                                 firsts[k] = T.if_then_else(firsts[k] >= 0, firsts[k] * row.values, -1)
                             vector = lane
                             while vector < row.values:
-                                for v in T.unroll(rows.VECTOR):
-                                    acc[v] = T.float32(0)
-                                rows.add_vectors(x, firsts, vector, acc)
-                                for v in T.vectorized(rows.VECTOR):
-                                    values[s.warp, vector * rows.VECTOR + v] = T.cast(acc[v], "bfloat16")
-                                vector = vector + 32
+                                for j, v in T.grid(width, rows.VECTOR):
+                                    acc[j, v] = T.float32(0)
+                                rows.add_vectors(x, firsts, vector, row.values, acc)
+                                for j in T.unroll(width):
+                                    if vector + 32 * j < row.values:
+                                        for v in T.vectorized(rows.VECTOR):
+                                            at_value = (vector + 32 * j) * rows.VECTOR + v
+                                            values[s.warp, at_value] = T.cast(acc[j, v], "bfloat16")
+                                vector = vector + 32 * width
                         else:
                             if lane == 0:
                                 rows.load(s, x, index * row.values, row.values)
                             rows.await_loaded(s)
-                        fence_bulk_copies()
+                        T.fence_proxy_async()
                         T.sync_warp()
                         if lane == 0:
                             rows.send(s, 0, row.size, r, source, first)
@@ -163,6 +167,7 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
     """`own` twice: as int32 and, in `vectors`, as bfloat16. After a failure combined_x is NaN. No matter do_expand."""
     import tilelang.language as T
 
+    from tk_core.device.bits import count_leading_zeros
     from tk_ep.symmetric import flags, rows
     from tk_ep.symmetric.flags import Ranks
 
@@ -172,6 +177,7 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
     num_parts = ceil_div(row.values, _PART_VECTORS)
     num_units = T.dynamic("num_units")
     by_rank = sums.places_are_ranks(sizes)
+    num_terms = num_topk if sums.sum_on_source else min(num_ranks, num_topk)
 
     @T.prim_func
     def sum_rows(
@@ -200,12 +206,14 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
             failed, index, token, part, home, other, last, place, has_row, first, vector, mine, weight = (
                 T.alloc_var("int32", init=0) for _ in range(13)
             )
-            firsts, acc = T.alloc_local((num_topk,), "int32"), T.alloc_local((rows.VECTOR,), "float32")
+            todo = T.alloc_var("uint32")
+            firsts, acc = T.alloc_local((num_terms,), "int32"), rows.sums(num_terms)
+            width = int(acc.shape[0])
             # Where the biases' vectors of the token are, as add_vectors takes it.
             bias_first = T.alloc_local((1,), "int32")
             r = Ranks(own, peers, rank, memory.COMBINE, T.int64(0), T.int64(0))
             failed = flags.has_failed(r)
-            index = block * _SUM_WARPS + warp
+            index = warp * num_blocks + block
             while index < num_tokens * num_parts:
                 token = T.truncdiv(index, num_parts)
                 part = index - token * num_parts
@@ -240,22 +248,29 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
                     first = first_row + (lane * num_max_tokens + token) * row.size
                 if has_row == 0:
                     first = -1
-                for k in T.unroll(num_topk):
-                    firsts[k] = T.shfl_sync(first, k)
+                # Slots in order; only a rank's last slot has a row, unless each has.
+                todo = T.ballot(first >= 0)
+                for k in T.unroll(num_terms):
+                    firsts[k] = -1
+                    if todo != T.uint32(0):
+                        up_to_next = todo ^ (todo - T.uint32(1))
+                        firsts[k] = T.shfl_sync(first, 31 - count_leading_zeros(T.cast(up_to_next, "int32")))
+                        todo = todo & (todo - T.uint32(1))
                 bias_first[0] = token * row.values
                 vector = part * _PART_VECTORS + lane
-                while vector < T.min(row.values, (part + 1) * _PART_VECTORS):
-                    for v in T.unroll(rows.VECTOR):
-                        acc[v] = T.float32(0)
+                end = T.min(row.values, (part + 1) * _PART_VECTORS)
+                while vector < end:
+                    for j, v in T.grid(width, rows.VECTOR):
+                        acc[j, v] = T.if_then_else(failed == 0, T.float32(0), T.float32(float("nan")))
                     for b in tuple(range(num_biases)):
-                        rows.add_vectors(biases[b], bias_first, vector, acc)
-                    rows.add_vectors(vectors, firsts, vector, acc)
-                    if failed != 0:
-                        for v in T.unroll(rows.VECTOR):
-                            acc[v] = T.float32(float("nan"))
-                    for v in T.vectorized(rows.VECTOR):
-                        out[T.cast(token * row.values + vector, "int64"), v] = T.cast(acc[v], "bfloat16")
-                    vector = vector + 32
+                        rows.add_vectors(biases[b], bias_first, vector, end, acc)
+                    rows.add_vectors(vectors, firsts, vector, end, acc)
+                    for j in T.unroll(width):
+                        if vector + 32 * j < end:
+                            for v in T.vectorized(rows.VECTOR):
+                                at = T.cast(token * row.values + vector + 32 * j, "int64")
+                                out[at, v] = T.cast(acc[j, v], "bfloat16")
+                    vector = vector + 32 * width
                 index = index + num_blocks * _SUM_WARPS
             if flags.is_last_block(r, num_blocks):
                 flags.finish_call(r)

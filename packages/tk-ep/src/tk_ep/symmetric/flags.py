@@ -4,7 +4,15 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from tk_ep.device.system import await_epoch, fail, load_acquire, store_release, take_ticket
+from tk_ep.device.system import (
+    await_epoch,
+    fail,
+    fence_system,
+    load_acquire,
+    load_relaxed,
+    store_relaxed,
+    take_ticket,
+)
 from tk_ep.symmetric import memory
 
 
@@ -38,9 +46,9 @@ def await_ranks(r: Ranks, first: int, ahead: int) -> T.PrimExpr:
     thread = T.get_thread_binding()
     failed, wanted, found = (T.alloc_var("int32", init=0) for _ in range(3))
     if thread < len(r.peers):
-        failed = load_acquire(word(r.own, memory.FAILED))
+        failed = load_relaxed(word(r.own, memory.FAILED))
+        wanted = load_relaxed(word(r.own, memory.EPOCH + r.op)) + ahead
         if failed == 0:
-            wanted = load_acquire(word(r.own, memory.EPOCH + r.op)) + ahead
             found = await_epoch(word(r.own, first + thread), wanted, r.limit)
             if found - wanted < 0:
                 failed = 1
@@ -68,8 +76,8 @@ def is_last_block(r: Ranks, num_blocks: T.PrimExpr) -> T.PrimExpr:
     if T.get_thread_binding() == 0:
         taken = take_ticket(word(r.own, memory.TICKET))
     if taken == num_blocks - 1:
-        store_release(word(r.own, memory.TICKET), 0)
-        if load_acquire(word(r.own, memory.FAILED)) == 0:
+        store_relaxed(word(r.own, memory.TICKET), 0)
+        if load_relaxed(word(r.own, memory.FAILED)) == 0:
             is_last = 1
     return T.syncthreads_or(is_last)
 
@@ -77,11 +85,13 @@ def is_last_block(r: Ranks, num_blocks: T.PrimExpr) -> T.PrimExpr:
 @T.macro
 def signal(r: Ranks, first: int, ahead: int) -> None:
     """Set this rank's flag, from word `first` on, at all ranks to `ahead` epochs after this rank's own."""
-    thread = T.get_thread_binding()
+    thread, epoch = T.get_thread_binding(), T.alloc_var("int32", init=0)
+    if thread < len(r.peers):
+        epoch = load_relaxed(word(r.own, memory.EPOCH + r.op)) + ahead
+        fence_system()
     for to in r.all_ranks:
         if thread == to:
-            epoch = load_acquire(word(r.own, memory.EPOCH + r.op))
-            store_release(word(r.peers[to], first + r.rank), epoch + ahead)
+            store_relaxed(word(r.peers[to], first + r.rank), epoch)
 
 
 @T.macro
@@ -96,4 +106,4 @@ def advance(r: Ranks) -> None:
     """Go to the next epoch of the op. All threads of one block call it."""
     T.sync_threads()
     if T.get_thread_binding() == 0:
-        store_release(word(r.own, memory.EPOCH + r.op), load_acquire(word(r.own, memory.EPOCH + r.op)) + 1)
+        store_relaxed(word(r.own, memory.EPOCH + r.op), load_relaxed(word(r.own, memory.EPOCH + r.op)) + 1)

@@ -5,14 +5,15 @@
     …
     combined        rows that come back, up to the end, row place · T + token: values | weights, and which slots
 
-T is num_max_tokens_per_rank. A row's parts are multiples of 16 bytes, called units. `place` is the number of the rank
-that sends a row back, or where tokens have fewer slots than there are ranks, or each slot's row travels, a slot.
+T is num_max_tokens_per_rank. A row is a multiple of 128 bytes, its parts of 16 bytes, called units. `place` is the
+number of the rank that sends a row back, or where tokens have fewer slots than there are ranks, or each slot's row
+travels, a slot.
 """
 
 from typing import NamedTuple
 
 from tk_core.math import ceil_div
-from tk_ep.sizes import FLAG_BYTES, MAX_RANKS, combine_row_bytes, dispatch_row_bytes
+from tk_ep.sizes import FLAG_BYTES, MAX_RANKS, ROW_UNIT, combine_row_bytes, dispatch_row_bytes
 
 UNIT = 16
 
@@ -88,7 +89,7 @@ FIRST_ROW = FLAG_BYTES // UNIT
 
 def first_combined_row(num_bytes: int, area_bytes: int) -> int:
     """The unit at which combined rows of `area_bytes` begin."""
-    return (num_bytes - area_bytes) // UNIT
+    return (num_bytes // ROW_UNIT * ROW_UNIT - area_bytes) // UNIT
 
 
 def places_are_ranks(num_ranks: int, num_topk: int, sum_on_source: bool) -> bool:

@@ -73,7 +73,7 @@ def push_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype | 
             failed = flags.await_ranks(r, memory.flag_of(memory.CREDIT, memory.DISPATCH), 0)
             fence_bulk_copies()
             if failed == 0:
-                token = block * warps + s.warp
+                token = s.warp * num_blocks + block  # Few tokens are spread over all blocks.
                 while token < num_tokens:
                     slot = -1
                     dst = -1
@@ -98,7 +98,7 @@ def push_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype | 
                             s.words[s.warp, first_fact + 1 + lane] = slot
                             if content.has_weights:
                                 s.words[s.warp, first_fact + 1 + num_topk + lane] = weights[token, lane]
-                        fence_bulk_copies()
+                        T.fence_proxy_async()
                         rows.await_loaded(s)
                         T.sync_warp()
                         if dst >= 0:

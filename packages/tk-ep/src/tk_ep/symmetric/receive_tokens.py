@@ -41,6 +41,7 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
     row = content.layout(num_topk)
     warps = num_warps(content.x_bytes, arch)
     threads = warps * 32
+    num_parts = ceil_div(content.num_factors, 32)
     num_units = T.dynamic("num_units")
     first_fact = (row.data + row.sf) * 4  # word of a row
     sf_strides = tuple(T.dynamic(f"sf_{dim}_stride", "int64") for dim in ("row", "col"))
@@ -81,10 +82,11 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
             thread, warp, lane = T.get_thread_binding(), s.warp, s.lane
             ends = T.alloc_shared((num_local,), "int32")
             from_rank = T.alloc_local((num_ranks,), "int32")
-            failed, index, source, first, token, slot, local, at, weight, factor, to = (
-                T.alloc_var("int32", init=0) for _ in range(11)
+            failed, index, source, first, token, slot, local, at, weight, to = (
+                T.alloc_var("int32", init=0) for _ in range(10)
             )
-            here, padding = T.alloc_var("uint32"), T.alloc_var("uint32")
+            factors = T.alloc_local((max(num_parts, 1),), "int32")  # the lane's
+            here = T.alloc_var("uint32")
             low, high, middle = (T.alloc_var("int32", init=0) for _ in range(3))
             r = Ranks(own, peers, rank, memory.DISPATCH, T.int64(0), T.int64(0))
             failed = flags.has_failed(r)
@@ -96,7 +98,7 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
                     ends[j * threads + thread] = psum_per_expert[j * threads + thread]
             T.sync_threads()
 
-            index = block * warps + warp
+            index = warp * num_blocks + block  # Few tokens are spread over all blocks.
             while index < T.min(from_rank[num_ranks - 1], num_tokens):
                 source = 0
                 first = 0
@@ -113,6 +115,11 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
                     slot = own[(first_word + 1 + lane) // 4, (first_word + 1 + lane) % 4]
                     if content.has_weights:
                         weight = own[(first_word + 1 + num_topk + lane) // 4, (first_word + 1 + num_topk + lane) % 4]
+                if content.num_factors:
+                    for j in T.unroll(num_parts):
+                        column = j * 32 + lane
+                        if column < content.num_factors:
+                            factors[j] = own[T.cast(first + row.data, "int64") + column // 4, column % 4]
                 local = -1
                 if slot >= 0:
                     local = T.truncmod(slot, num_experts) - rank * num_local
@@ -155,25 +162,21 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
                     if lane < num_topk:
                         metadata[index, 2 + lane] = at if do_expand else -1
                 if content.num_factors:
-                    for j in T.unroll(ceil_div(content.num_factors, 32)):
+                    for j in T.unroll(num_parts):
                         column = j * 32 + lane
-                        factor = 0
-                        if column < content.num_factors:
-                            factor = own[T.cast(first + row.data, "int64") + column // 4, column % 4]
                         for k in T.unroll(num_topk if do_expand else 1):
                             to = T.shfl_sync(at, k)
                             if to >= 0 and column < content.num_factors:
-                                recv_sf[to, column] = factor
+                                recv_sf[to, column] = factors[j]
 
                 rows.await_loaded(s)
                 if at >= 0:
                     rows.store(s, 0, row.data, recv_x, at)
                 T.tma_store_arrive()
                 index = index + num_blocks * warps
-            T.tma_store_wait(0)
 
             # Past the received.
-            index = from_rank[num_ranks - 1] + block * warps + warp
+            index = from_rank[num_ranks - 1] + warp * num_blocks + block
             while index < num_tokens:
                 if lane < 2 and not has_handle:
                     metadata[index, lane] = -1
@@ -185,8 +188,10 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
                 index = index + num_blocks * warps
 
             if do_expand:
+                if do_zero_padding:
+                    rows.clear(s)
                 # Each lane looks for the expert of a row: the first that ends, with its padding, behind the row.
-                index = (block * warps + warp) * 32
+                index = (warp * num_blocks + block) * 32
                 while index < num_rows:
                     low = 0
                     high = num_local
@@ -209,20 +214,15 @@ def receive_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype
                         if not has_handle:
                             pos_to_expert[index + lane] = -1
                     if do_zero_padding:
-                        padding = T.ballot(at == 2)
-                        while padding != T.uint32(0):
-                            to = index + 31 - count_leading_zeros(T.cast(padding, "int32"))
-                            padding = padding ^ (T.uint32(1) << T.cast(to - index, "uint32"))
-                            for j in T.serial(ceil_div(row.data, 32)):
-                                if j * 32 + lane < row.data:
-                                    for v in T.vectorized(4):
-                                        recv_x[T.cast(to, "int64"), (j * 32 + lane) * 4 + v] = 0
+                        if at == 2:
+                            rows.store(s, 0, row.data, recv_x, index + lane)
                             if content.num_factors:
-                                for j in T.unroll(ceil_div(content.num_factors, 32)):
-                                    if j * 32 + lane < content.num_factors:
-                                        recv_sf[to, j * 32 + lane] = 0
+                                for j in T.serial(content.num_factors):
+                                    recv_sf[index + lane, j] = 0
+                        T.tma_store_arrive()
                     index = index + num_blocks * threads
 
+            T.tma_store_wait(0)
             if flags.is_last_block(r, num_blocks):
                 flags.finish_call(r)
 

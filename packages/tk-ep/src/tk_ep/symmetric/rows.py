@@ -10,8 +10,8 @@ from tk_ep.symmetric.memory import UNIT
 
 VECTOR = 8
 """bfloat16 values of a unit."""
-_LOADS = 8
-"""Rows of which a lane loads a vector before it adds the first."""
+_ROWS = 8
+"""Rows from which a lane loads before it adds the first."""
 
 
 class Stage(NamedTuple):
@@ -35,6 +35,18 @@ def stage(warps: int, num_units: int) -> Stage:
 def await_free(s: Stage) -> None:
     """Wait until the warp's stores have read the place."""
     T.tma_store_wait(0)
+    T.sync_warp()
+
+
+@T.macro
+def clear(s: Stage) -> None:
+    """Fill the place with zeros."""
+    await_free(s)
+    words = int(s.words.shape[1])
+    for j in T.serial((words + 31) // 32):
+        if j * 32 + s.lane < words:
+            s.words[s.warp, j * 32 + s.lane] = 0
+    T.fence_proxy_async()
     T.sync_warp()
 
 
@@ -76,17 +88,27 @@ def send(s: Stage, first: int, num_units: int, r: Ranks, to: T.PrimExpr, unit: T
             store(s, first, num_units, r.peers[rank], unit)
 
 
+def sums(num_rows: int) -> T.Buffer:
+    """A lane's sums of vectors from so many rows, float32 (vectors, 8): as many at once as registers allow."""
+    return T.alloc_local((4 if num_rows <= 2 else 2 if num_rows <= _ROWS else 1, VECTOR), "float32")
+
+
 @T.macro
-def add_vectors(source: T.Buffer, firsts: T.Buffer, vector: T.PrimExpr, acc: T.Buffer) -> None:
-    """acc += the vectors firsts[0] + vector, firsts[1] + vector, … of bfloat16 (vectors, 8); negative ones are none."""
-    count = int(firsts.shape[0])
-    rows = T.alloc_local((min(count, _LOADS), VECTOR), "bfloat16")
-    for batch in tuple(range(0, count, _LOADS)):
-        for k in T.unroll(min(_LOADS, count - batch)):
-            if firsts[batch + k] >= 0:
-                for v in T.vectorized(VECTOR):
-                    rows[k, v] = source[T.cast(firsts[batch + k] + vector, "int64"), v]
-        for k in T.unroll(min(_LOADS, count - batch)):
-            if firsts[batch + k] >= 0:
-                for v in T.unroll(VECTOR):
-                    acc[v] = acc[v] + T.cast(rows[k, v], "float32")
+def add_vectors(source: T.Buffer, firsts: T.Buffer, vector: T.PrimExpr, end: T.PrimExpr, acc: T.Buffer) -> None:
+    """acc[j] += the vectors firsts[0] + i, firsts[1] + i, … of bfloat16 (vectors, 8), where i = vector + 32 · j < end.
+
+    Negative firsts are none.
+    """
+    count, width = int(firsts.shape[0]), int(acc.shape[0])
+    rows = T.alloc_local((min(count, _ROWS), width, VECTOR), "bfloat16")
+    for batch in tuple(range(0, count, _ROWS)):
+        for k in T.unroll(min(_ROWS, count - batch)):
+            for j in T.unroll(width):
+                if firsts[batch + k] >= 0 and vector + 32 * j < end:
+                    for v in T.vectorized(VECTOR):
+                        rows[k, j, v] = source[T.cast(firsts[batch + k] + vector + 32 * j, "int64"), v]
+        for k in T.unroll(min(_ROWS, count - batch)):
+            for j in T.unroll(width):
+                if firsts[batch + k] >= 0 and vector + 32 * j < end:
+                    for v in T.unroll(VECTOR):
+                        acc[j, v] = acc[j, v] + T.cast(rows[k, j, v], "float32")
