@@ -3,8 +3,6 @@
 A map is 128 bytes on 128: a region of 16 int64, such as maps[group, :].
 """
 
-from typing import Any
-
 import tilelang.language as T
 from tvm.tirx import BufferRegion, PrimExpr
 
@@ -25,7 +23,7 @@ def bytes_map(x: T.Buffer, box: tuple[int, int]) -> PrimExpr:
     return T.create_tma_descriptor(_UINT8, 2, x.data, *sizes, _NOT_INTERLEAVED, _SWIZZLE_128B, _L2_128B, _ZEROS)
 
 
-def write(map: BufferRegion, like: PrimExpr, data: Any, num_cols: Any, row_bytes: Any) -> Any:
+def write(map: BufferRegion, like: PrimExpr, data: PrimExpr, num_cols: PrimExpr, row_bytes: PrimExpr) -> PrimExpr:
     """Write a map as `like`, but of `num_cols` bytes a row from the pointer `data` on, rows `row_bytes` apart.
 
     In thread blocks of one warp. Rows may overlap.
@@ -33,7 +31,7 @@ def write(map: BufferRegion, like: PrimExpr, data: Any, num_cols: Any, row_bytes
     return _TENSOR_MAPS.call("void", "tk_write_map", T.access_ptr(map, "w"), like, data, num_cols, row_bytes)
 
 
-def acquire(map: BufferRegion) -> Any:
+def acquire(map: BufferRegion) -> PrimExpr:
     """See a map that another kernel wrote, before the warp's first load by it."""
     return _TENSOR_MAPS.call("void", "tk_acquire_map", T.access_ptr(map, "r"))
 
