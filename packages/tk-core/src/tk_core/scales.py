@@ -20,7 +20,10 @@ import torch
 from tk_core import check
 from tk_core.math import align, ceil_div
 
-__all__ = ["ScaleLayout", "check_scales", "empty_scales", "scale_layout"]
+__all__ = ["LIMITS", "ScaleLayout", "check_scales", "empty_scales", "scale_layout"]
+
+LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0, 1e-4)}
+"""By format of quantized data: (largest finite value, least amax, to which a smaller amax is raised)."""
 
 
 class ScaleLayout(enum.Enum):

@@ -1,2 +1,3 @@
 from . import fma as fma
+from . import quantize as quantize
 from . import scales as scales

@@ -51,6 +51,7 @@ def cast_kernel(
     """
     import tilelang.language as T
 
+    from tk_core.macros import quantize
     from tk_quant.cast import e2m1, e4m3, e5m6, scales
     from tk_quant.cast import tile as tiles
 
@@ -71,7 +72,7 @@ def cast_kernel(
             return scales.nvfp4_sf_of_amax(amax, tensor_sf[0])
         if fmt == "e2m1" and not of_sf.round_sf:
             return scales.quick_sf_of_amax(amax, fmt, False)
-        return scales.sf_of_amax(amax, fmt, of_sf.round_sf)
+        return quantize.sf_of_amax(amax, fmt, of_sf.round_sf)
 
     @T.prim_func
     def cast(
@@ -109,10 +110,10 @@ def cast_kernel(
                     tiles.amax_of_parts(amax, whole)
                 # Here, and not where it is used: nvcc would do so twice, with nearly twice the instructions for 1 x 1.
                 if splits and not of_sf.is_nvfp4:
-                    whole = scales.raised(whole, least_amax)
+                    whole = quantize.raised(whole, least_amax)
                 elif not of_sf.is_nvfp4:
                     for i, g in T.Parallel(*config.parts):
-                        amax[i, g] = scales.raised(amax[i, g], least_amax)
+                        amax[i, g] = quantize.raised(amax[i, g], least_amax)
                 for i, g in T.Parallel(down, across):
                     block_sf[i, g] = sf_of_amax(whole if splits else amax[i, g], tensor_sf)[0]
                 scales.store_sf(sf, block_sf, block_row, block_col, num_rows, num_cols, of_sf.layout)

@@ -17,8 +17,8 @@ from typing import Any
 
 import tilelang.language as T
 
+from tk_core.macros.quantize import MAGNITUDE_BITS, raised, sf_of_amax
 from tk_quant.cast.config import TILE_ROWS
-from tk_quant.cast.scales import MAGNITUDE_BITS, raised, sf_of_amax
 
 
 @dataclass(frozen=True)

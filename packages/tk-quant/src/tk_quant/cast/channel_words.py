@@ -7,11 +7,11 @@ from typing import Any
 
 import tilelang.language as T
 
+from tk_core.macros.quantize import encode_e4m3, raised
 from tk_core.math import ceil_div
 from tk_core.scales import ScaleLayout
 from tk_quant.cast.config import TILE_ROWS
-from tk_quant.cast.e4m3 import encode_e4m3
-from tk_quant.cast.scales import quick_sf_of_amax, raised, sf_bytes, sf_index
+from tk_quant.cast.scales import quick_sf_of_amax, sf_bytes, sf_index
 from tk_quant.cast.words import element
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.device.row_amax import row_amax

@@ -1,4 +1,4 @@
-"""Casts of float32 to e4m3 codes: of a few values in a thread, and of a tile, whose codes are stored.
+"""The cast of a tile of float32 to e4m3 codes, which are stored.
 
 Kernels import this module in their builder, as it imports TileLang.
 """
@@ -7,14 +7,6 @@ import tilelang.language as T
 
 from tk_quant.cast.config import TileConfig
 from tk_quant.cast.tile import layout_of_tile
-
-
-@T.macro
-def encode_e4m3(scaled: T.Buffer, words: T.Buffer) -> None:
-    """Encode float32 (4 * n,) as codes packed in uint32 (n,), to nearest, ties to even, saturating."""
-    codes = T.view(words, scaled.shape, "float8_e4m3fn")
-    for j in T.vectorized(scaled.shape[0]):
-        codes[j] = T.cast(scaled[j], "float8_e4m3fn")
 
 
 @T.macro

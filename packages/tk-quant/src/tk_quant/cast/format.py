@@ -7,10 +7,8 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.op import given_or_new, new
-from tk_core.scales import ScaleLayout, check_scales, empty_scales
+from tk_core.scales import LIMITS, ScaleLayout, check_scales, empty_scales
 
-LIMITS = {"e4m3": (448.0, 1e-4), "e2m1": (6.0, 6 * 2.0**-126), "e5m6": (65024.0, 1e-4)}
-"""By format: (largest finite value, least amax, to which a smaller amax is raised)."""
 BITS = {"e4m3": 8, "e2m1": 4, "e5m6": 12}
 """By format: bits of a code."""
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.int8, "e5m6": torch.uint8}

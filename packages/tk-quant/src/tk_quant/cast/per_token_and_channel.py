@@ -57,9 +57,9 @@ def _per_token_and_channel_cast_kernel(
 ) -> Any:
     import tilelang.language as T
 
+    from tk_core.macros.quantize import encode_e4m3
     from tk_quant.cast import channel_words as steps
     from tk_quant.cast.channel_words import CHANNELS, VEC, is_inside
-    from tk_quant.cast.e4m3 import encode_e4m3
     from tk_quant.cast.scales import sf_type
     from tk_quant.cast.words import element, load_words
 

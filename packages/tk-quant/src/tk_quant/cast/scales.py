@@ -16,18 +16,14 @@ instructions without a branch. Let r be an approximate 1 / d. With each bracket 
 The bracket is d * q - l and not l - d * q, so that l = -0 gives -0. The tests try all float32.
 """
 
-from math import frexp
 from typing import Any
 
 import tilelang.language as T
 
+from tk_core.macros.quantize import INFINITY_BITS, NAN_BITS, sf_of_amax
 from tk_core.math import align, ceil_div
-from tk_core.scales import ScaleLayout
-from tk_quant.cast.format import LIMITS
+from tk_core.scales import LIMITS, ScaleLayout
 
-INFINITY_BITS = 0x7F800000
-MAGNITUDE_BITS = 0x7FFFFFFF
-_NAN_BITS = 0x7FFFFFFF
 # A factor that an amax is multiplied by, so that neither the product nor its reciprocal is subnormal.
 _DOWN = 0.25
 _BYTES = (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
@@ -56,37 +52,6 @@ def rows_of_sf(num_rows: Any, layout: ScaleLayout) -> Any:
     return T.ceildiv(num_rows, 128) * 128 if layout is ScaleLayout.SWIZZLED else num_rows
 
 
-def raised(amax: Any, least_amax: Any) -> Any:
-    """The larger of amax, int32 bits as in `sf_of_amax`, and the positive float32 least_amax, as bits."""
-    return T.max(amax, T.reinterpret(least_amax, "int32"))
-
-
-def sf_of_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
-    """`(sf, factor)` of a block, float32 expressions: the scale factor, and the factor that x is multiplied by.
-
-    amax is int32, the bits of max |x| as a float32, and at least 2**-126 times the largest value of fmt. Such bits
-    compare in order, with NaN above infinity. An amax of infinity or NaN gives an sf of infinity or NaN.
-
-    With round_sf no division is needed. Let amax = m * 2**e and the largest value of fmt = L * 2**k, with m and L in
-    [1, 2). The quotient m / L rounds to more than 1 exactly if m > L, so sf is 2**(e - k), or twice that if m > L.
-    """
-    largest, _ = LIMITS[fmt]
-    if not round_sf:
-        value = T.reinterpret(amax, "float32")
-        return value / T.float32(largest), T.float32(largest) / value
-    half, exponent = frexp(largest)  # L / 2 and k + 1
-    mantissa = int((2 * half - 1) * 2**23)
-    rounded_up = (T.reinterpret(amax, "uint32") + T.uint32(0x007FFFFF - mantissa)) & T.uint32(INFINITY_BITS)
-    power = rounded_up - T.uint32((exponent - 1) << 23)
-    is_finite, is_infinite = amax < INFINITY_BITS, amax == INFINITY_BITS
-    not_finite = T.if_then_else(is_infinite, T.uint32(INFINITY_BITS), T.uint32(_NAN_BITS))
-    sf = T.if_then_else(is_finite, power, not_finite)
-    # The exponent fields of 2**k and 2**-k sum up to 254. The reciprocal of infinity is 0, that of NaN is NaN.
-    not_finite = T.if_then_else(is_infinite, T.uint32(0), T.uint32(_NAN_BITS))
-    factor = T.if_then_else(is_finite, T.uint32(0x7F000000) - power, not_finite)
-    return T.reinterpret(sf, "float32"), T.reinterpret(factor, "float32")
-
-
 @T.macro
 def nvfp4_sf_of_amax(amax: T.int32, tensor_sf: T.float32) -> tuple[T.float32, T.float32]:
     """`(sf, factor)` of an NVFP4 group: sf, beside tensor_sf, is e4m3, at least 2**-9; NaN if amax is not finite."""
@@ -94,7 +59,7 @@ def nvfp4_sf_of_amax(amax: T.int32, tensor_sf: T.float32) -> tuple[T.float32, T.
     exact = T.reinterpret(amax, "float32") / T.float32(LIMITS["e2m1"][0]) / tensor_sf
     # Written so that NaN stays NaN.
     exact = T.if_then_else(exact < T.float32(2.0**-9), T.float32(2.0**-9), exact)
-    exact = T.if_then_else(amax < INFINITY_BITS, exact, T.reinterpret(T.uint32(_NAN_BITS), "float32"))
+    exact = T.if_then_else(amax < INFINITY_BITS, exact, T.reinterpret(T.uint32(NAN_BITS), "float32"))
     sf[0] = T.cast(exact, "float8_e4m3fn")
     rounded = T.cast(sf[0], "float32")
     return rounded, T.float32(1) / (rounded * tensor_sf)
@@ -133,7 +98,7 @@ def float_of_ue8m0(exponent: Any) -> Any:
     """float32 expression of a UE8M0 scale factor, a biased exponent (uint8): 0 is 2**-127, 255 is NaN."""
     wide = T.cast(exponent, "uint32")
     bits = T.if_then_else(wide == 0, T.uint32(0x00400000), wide << T.uint32(23))
-    return T.reinterpret(T.if_then_else(wide == 255, T.uint32(_NAN_BITS), bits), "float32")
+    return T.reinterpret(T.if_then_else(wide == 255, T.uint32(NAN_BITS), bits), "float32")
 
 
 def sf_bytes(sf: T.Buffer, layout: ScaleLayout) -> T.Buffer:

@@ -10,9 +10,10 @@ from typing import Any
 
 import tilelang.language as T
 
+from tk_core.macros.quantize import MAGNITUDE_BITS
 from tk_core.math import ceil_div
 from tk_quant.cast.config import CastInput, TileConfig
-from tk_quant.cast.scales import MAGNITUDE_BITS, load_sf, sf_bytes, sf_type
+from tk_quant.cast.scales import load_sf, sf_bytes, sf_type
 
 # An e2m1 magnitude, shifted to the low exponent bits and top mantissa bit of a float32, is 2**-126 times its value.
 _E2M1_SCALE = 2.0**126

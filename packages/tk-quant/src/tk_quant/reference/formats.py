@@ -5,20 +5,12 @@ from collections.abc import Callable
 import torch
 
 from tk_core.math import ceil_div
+from tk_core.reference.quantize import encode_e4m3
 from tk_core.reference.scales import unpack_scales
 from tk_quant.cast.format import E2M1_DTYPES
 
-_E4M3_NAN = 0x7F
 _E5M6_LARGEST = 65024.0
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Float32 to float8_e4m3fn: to nearest, ties to even, saturating at ±448; any NaN becomes byte 0x7f."""
-    # torch's own cast turns values that are too large into NaN, and keeps the sign of a NaN.
-    codes = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    codes.view(torch.uint8).masked_fill_(x.isnan(), _E4M3_NAN)
-    return codes
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:

@@ -3,15 +3,14 @@
 import torch
 
 from tk_core.math import ceil_div
+from tk_core.reference.quantize import encode_e4m3, quantization_factors
 from tk_core.reference.scales import pack_scales
-from tk_core.scales import scale_layout
-from tk_quant.cast.format import LIMITS, least_amax_of
-from tk_quant.reference.formats import ENCODERS, dequantize, encode_e4m3, expand_blocks
+from tk_core.scales import LIMITS, scale_layout
+from tk_quant.cast.format import least_amax_of
+from tk_quant.reference.formats import ENCODERS, dequantize, expand_blocks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-_INFINITY_BITS = 0x7F800000
-_MANTISSA_BITS = 0x007FFFFF
 _LEAST_E4M3 = 2.0**-9
 
 
@@ -26,27 +25,6 @@ def block_amax(x: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
     if any(missing):
         magnitude = torch.nn.functional.pad(magnitude, missing)
     return magnitude.view(count_rows, block_rows, count_cols, block_cols).amax(dim=(1, 3)).to(torch.float32)
-
-
-def least_power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The least power of two that is at least x, for positive normal float32 x; infinity and NaN stay."""
-    bits = x.contiguous().view(torch.int32)
-    rounded = ((bits.clamp(max=_INFINITY_BITS) + _MANTISSA_BITS) & _INFINITY_BITS).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x)
-
-
-def quantization_factors(
-    amax: torch.Tensor, fmt: str, round_sf: bool, sf_clamp_min: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(sf, s)` of blocks with this amax (float32): the scale factor, and the factor that x is multiplied by."""
-    # On CUDA, torch replaces division by a Python number with multiplication by its reciprocal; hence a tensor.
-    largest = torch.full_like(amax, LIMITS[fmt][0])
-    amax = amax.clamp(min=least_amax_of(fmt, sf_clamp_min))
-    sf = amax / largest
-    if not round_sf:
-        return sf, largest / amax
-    sf = least_power_of_two(sf)
-    return sf, torch.ones_like(sf) / sf
 
 
 def tensor_scaled_factors(amax: torch.Tensor, fmt: str, tensor_sf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +83,7 @@ def cast(
         return _encode(values, torch.ones_like(sf) / sf, fmt, block_size)
     amax = block_amax(values, block_size)
     if tensor_sf is None:
-        sf, factor = quantization_factors(amax, fmt, round_sf, sf_clamp_min)
+        sf, factor = quantization_factors(amax, fmt, round_sf, least_amax_of(fmt, sf_clamp_min))
     else:
         sf, factor = tensor_scaled_factors(amax, fmt, tensor_sf)
     sf = pack_scales(sf, layout, None if tensor_sf is None else torch.float8_e4m3fn)

@@ -10,9 +10,9 @@ from typing import Any
 
 import tilelang.language as T
 
+from tk_core.macros.quantize import encode_e4m3, raised
 from tk_core.math import ceil_div
-from tk_quant.cast.e4m3 import encode_e4m3
-from tk_quant.cast.scales import quick_sf_of_amax, raised
+from tk_quant.cast.scales import quick_sf_of_amax
 from tk_quant.cast.words import element, load_words, store_words
 from tk_quant.device.magnitude import larger_magnitude_f32
 from tk_quant.swiglu.activation import NEAR_SF, clamp_gate, clamp_value, near_sigmoid

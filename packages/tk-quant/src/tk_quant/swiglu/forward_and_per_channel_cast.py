@@ -42,8 +42,8 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
 ) -> Any:
     import tilelang.language as T
 
+    from tk_core.macros.quantize import encode_e4m3
     from tk_quant.cast import channel_words as steps
-    from tk_quant.cast.e4m3 import encode_e4m3
     from tk_quant.cast.words import element, load_words
     from tk_quant.swiglu.forward_steps import activate
 

@@ -93,7 +93,8 @@ def _swiglu_forward_and_per_token_cast_kernel(
     """Build the kernel: neighbouring lanes of a warp hold a group, or a thread block takes a whole row as the group."""
     import tilelang.language as T
 
-    from tk_quant.cast.scales import sf_of_amax, sf_type
+    from tk_core.macros.quantize import sf_of_amax
+    from tk_quant.cast.scales import sf_type
     from tk_quant.swiglu import forward_steps as steps
 
     vec, bits = _VEC, source.bits
