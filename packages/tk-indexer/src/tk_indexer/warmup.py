@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import Any, Literal
 
 import torch
 
@@ -24,8 +25,20 @@ class Profile:
     """Heads of an index query."""
     index_dim: int = 128
     """Channels of a head, and of a key."""
+    rope: Literal["none", "neox", "interleaved"] = "neox"
+    """Which channels of a key are paired when a position rotates them."""
+    rope_first: bool = True
+    """Whether the first 64 channels are rotated, else the last."""
+    hadamard: bool = False
+    """Whether a Hadamard transform precedes the casts."""
+    tables: tuple[Literal["float32", "bfloat16"], ...] = ("float32",)
+    """Dtypes of the table of cosines and sines."""
+    keys: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
+    """Dtypes of keys that are cast."""
+    block_kv: int = 64
+    """Keys of a block of the cache."""
     operands: tuple[Literal["e4m3"], ...] = ("e4m3",)
-    """Dtypes of index queries and keys; without any, no scores are computed."""
+    """Dtypes of index queries and keys; without any, none are cast and no scores are computed."""
 
 
 def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -34,7 +47,25 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for dtype in profile.logits:
         for num_keys in (*powers, profile.max_keys):
             yield call(tk_indexer.topk_indices, empty(num_tokens, num_keys, dtype=dtype), profile.index_topk)
-    for dtype in profile.logits if "e4m3" in profile.operands else ():
+    if "e4m3" in profile.operands:
+        yield from _fp8_calls(profile, num_tokens)
+
+
+def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
+    cache = empty(64, profile.block_kv, profile.index_dim + 4, dtype=torch.uint8)
+    slots = empty(num_tokens, dtype=torch.int64)
+    for keys, table in product(profile.keys, profile.tables if profile.rope != "none" else (None,)):
+        k = empty(num_tokens, profile.index_dim, dtype=getattr(torch, keys))
+        options: dict[str, Any] = {"hadamard": profile.hadamard}
+        if table is not None:
+            rope = {"positions": slots, "cos_sin_cache": empty(64, 64, dtype=getattr(torch, table))}
+            options |= {**rope, "rope_first": profile.rope_first, "is_neox": profile.rope == "neox"}
+        yield call(tk_indexer.indexer_k_quant_and_cache, k, cache, slots, profile.index_dim, "ue8m0", **options)
+    data = empty(num_tokens, profile.index_dim, dtype=torch.float8_e4m3fn)
+    table, bounds = empty(1, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
+    for scales in (empty(num_tokens), empty(num_tokens, 4, dtype=torch.uint8)):
+        yield call(tk_indexer.cp_gather_indexer_k_quant_cache, cache, data, scales, table, bounds)
+    for dtype in profile.logits:
         q, k = (
             empty(*shape, profile.index_dim, dtype=torch.float8_e4m3fn)
             for shape in ((num_tokens, profile.index_heads), (profile.max_keys,))

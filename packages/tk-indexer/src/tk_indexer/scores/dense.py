@@ -33,9 +33,8 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import launching, new, op
+from tk_indexer.lib.rows import DIMS, NUM_HEADS
 
-NUM_HEADS = (16, 32, 64)
-DIMS = (32, 64, 128)
 _COLUMNS = 256
 """Heads of all queries of a run."""
 _STEP_KEYS = 128

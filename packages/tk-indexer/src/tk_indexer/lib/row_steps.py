@@ -1,0 +1,154 @@
+"""Steps on rows in registers: load, rotate, transform, cast to e4m3. Four lanes have a row.
+
+A lane has of each 32 channels eight neighbours, one 16-byte load of bfloat16, so D / 4 in all:
+
+    channels   0 … 7    8 … 15   16 … 23   24 … 31 │ 32 … 39  …      values[8 · v + j] is channel 32 · v + 8 · lane + j
+    lane          0         1         2         3  │     0    …
+
+The two channels of a rotated pair, and of a butterfly of stride 1, 2, 4, 32 or 64, are in one lane; those of the
+strides 8 and 16 are in neighbours, which exchange values. A tile has one layout in a loop, which is why these steps are
+written per lane. Each makes new values. Kernels import this module in their builder, as it imports TileLang.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from tk_core.macros.quantize import MAGNITUDE_BITS, encode_e4m3, raised, sf_of_amax
+from tk_indexer.lib.rows import ROPE_DIM, Transform
+
+LANES = 4
+"""Lanes that share a row."""
+_VECTOR = 8
+
+
+def _lane() -> T.PrimExpr:
+    return T.get_thread_binding() % LANES
+
+
+def _rounded(x: Any) -> Any:
+    """A float32, rounded to bfloat16."""
+    return T.cast(T.cast(x, "bfloat16"), "float32")
+
+
+@T.macro
+def load_row(x: T.Buffer, row: tuple[Any, ...], alignment: int, rounds: bool) -> T.Buffer:
+    """The lane's values of x[*row] as float32, which `rounds` them to bfloat16; rows lie on `alignment` bytes."""
+    num_values, width = int(x.shape[-1]) // LANES, min(_VECTOR, 8 * alignment // T.dtype(x.dtype).bits)
+    loaded, values = T.alloc_local((num_values,), x.dtype), T.alloc_local((num_values,), "float32")
+    first = _lane() * _VECTOR
+    for v in T.unroll(num_values // _VECTOR):
+        for part in T.unroll(_VECTOR // width):
+            for j in T.vectorized(width):
+                loaded[v * _VECTOR + part * width + j] = x[*row, v * LANES * _VECTOR + first + part * width + j]
+    for i in T.unroll(num_values):
+        if rounds:
+            values[i] = _rounded(T.cast(loaded[i], "float32"))
+        else:
+            values[i] = T.cast(loaded[i], "float32")
+    return values
+
+
+def _first_pair(v: Any, is_neox: bool) -> Any:
+    """The first of the lane's pairs 4 v … 4 v + 3 among the 32: of its 8 channels, or of those of each 32."""
+    return _lane() * _VECTOR + v * 4 if is_neox else v * 16 + _lane() * 4
+
+
+@T.macro
+def rotate(values: T.Buffer, table: T.Buffer, position: T.int64, rope_first: bool, is_neox: bool) -> T.Buffer:
+    """The values with 64 channels rotated by the angles of a position, [cos | sin] in table[position]."""
+    num_values, num_pairs = int(values.shape[0]), ROPE_DIM // 2
+    rotated = T.alloc_local((num_values,), "float32")
+    loaded = T.alloc_local((2, _VECTOR), table.dtype)  # cosines, sines
+    for half in T.unroll(2):
+        for v in T.unroll(2):
+            for j in T.vectorized(4):
+                loaded[half, v * 4 + j] = table[position, half * num_pairs + _first_pair(v, is_neox) + j]
+    base = 0 if rope_first else num_values - ROPE_DIM // LANES
+    for i in T.unroll(num_values):
+        rotated[i] = values[i]
+    for p in T.unroll(_VECTOR):
+        low = base + p if is_neox else base + 2 * p
+        high = low + _VECTOR if is_neox else low + 1
+        cos, sin = T.cast(loaded[0, p], "float32"), T.cast(loaded[1, p], "float32")
+        rotated[low] = _rounded(values[low] * cos - values[high] * sin)
+        rotated[high] = _rounded(values[high] * cos + values[low] * sin)
+    return rotated
+
+
+@T.macro
+def _butterflies(values: T.Buffer, stride: int) -> T.Buffer:
+    """Sums and differences of the values that are `stride` apart in the lane."""
+    made = T.alloc_local(values.shape, "float32")
+    for p in T.unroll(values.shape[0] // 2):
+        low = p // stride * (2 * stride) + p % stride
+        made[low] = values[low] + values[low + stride]
+        made[low + stride] = values[low] - values[low + stride]
+    return made
+
+
+@T.macro
+def _butterflies_of_lanes(values: T.Buffer, bit: int) -> T.Buffer:
+    """Sums, in the lane without `bit`, and differences, in the other, of two lanes' values."""
+    made = T.alloc_local(values.shape, "float32")
+    other = T.alloc_var("float32")
+    for i in T.unroll(values.shape[0]):
+        other = T.shfl_xor(values[i], bit)
+        made[i] = T.if_then_else(_lane() & bit == 0, values[i] + other, other - values[i])
+    return made
+
+
+@T.macro
+def _scaled(values: T.Buffer, factor: float) -> T.Buffer:
+    made = T.alloc_local(values.shape, "float32")
+    for i in T.unroll(values.shape[0]):
+        made[i] = _rounded(values[i] * T.float32(factor))
+    return made
+
+
+def transform_by_hadamard(values: T.Buffer) -> T.Buffer:
+    """The Hadamard transform in natural order, times D ** -0.5, rounded to bfloat16: strides 1, 2, 4, 8, …"""
+    num_values = int(values.shape[0])
+    for stride in (1, 2, 4):
+        values = _butterflies(values, stride)
+    for bit in (1, 2):
+        values = _butterflies_of_lanes(values, bit)
+    for stride in (8, 16):
+        if stride < num_values:
+            values = _butterflies(values, stride)
+    return _scaled(values, (LANES * num_values) ** -0.5)
+
+
+def transformed_row(
+    x: T.Buffer, row: tuple[Any, ...], table: T.Buffer, position: Any, transform: Transform, alignment: int
+) -> T.Buffer:
+    """The lane's values of x[*row] after all steps of `transform`."""
+    values = load_row(x, row, alignment, transform.in_bf16 and x.dtype == "float32")
+    if transform.table_dtype is not None:
+        values = rotate(values, table, position, transform.rope_first, transform.is_neox)
+    return transform_by_hadamard(values) if transform.hadamard else values
+
+
+@T.macro
+def factors_of_row(values: T.Buffer, round_sf: bool, least_amax: T.float32) -> T.Buffer:
+    """[sf, factor] of a row of which four lanes have the values, as `sf_of_amax`."""
+    amax = T.alloc_var("int32", init=0)
+    factors = T.alloc_local((2,), "float32")
+    for i in T.unroll(values.shape[0]):
+        amax = T.max(amax, T.reinterpret(values[i], "int32") & MAGNITUDE_BITS)
+    for step in T.unroll(2):
+        amax = T.max(amax, T.shfl_xor(amax, 1 << step))
+    amax = raised(amax, least_amax)
+    factors[0], factors[1] = sf_of_amax(amax, "e4m3", round_sf)
+    return factors
+
+
+@T.macro
+def store_codes(values: T.Buffer, factor: T.float32, out: T.Buffer, row: tuple[Any, ...], first: Any) -> None:
+    """Store the e4m3 codes of values · factor to out[*row, first:], whose elements are bytes."""
+    scaled, words = T.alloc_local((_VECTOR,), "float32"), T.alloc_local((2,), "uint32")
+    for v in T.unroll(values.shape[0] // _VECTOR):
+        for j in T.unroll(_VECTOR):
+            scaled[j] = values[v * _VECTOR + j] * factor
+        encode_e4m3(scaled, words)
+        T.stg64(out[*row, first + (v * LANES + _lane()) * _VECTOR], words[0:2])
