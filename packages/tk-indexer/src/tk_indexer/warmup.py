@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -54,13 +53,20 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
 def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     cache = empty(64, profile.block_kv, profile.index_dim + 4, dtype=torch.uint8)
     slots = empty(num_tokens, dtype=torch.int64)
-    for keys, table in product(profile.keys, profile.tables if profile.rope != "none" else (None,)):
-        k = empty(num_tokens, profile.index_dim, dtype=getattr(torch, keys))
-        options: dict[str, Any] = {"hadamard": profile.hadamard}
+    for table in profile.tables if profile.rope != "none" else (None,):
+        positions = cos_sin_cache = None
+        flags = {"hadamard": profile.hadamard}
         if table is not None:
-            rope = {"positions": slots, "cos_sin_cache": empty(64, 64, dtype=getattr(torch, table))}
-            options |= {**rope, "rope_first": profile.rope_first, "is_neox": profile.rope == "neox"}
-        yield call(tk_indexer.indexer_k_quant_and_cache, k, cache, slots, profile.index_dim, "ue8m0", **options)
+            positions, cos_sin_cache = slots, empty(64, 64, dtype=getattr(torch, table))
+            flags |= {"rope_first": profile.rope_first, "is_neox": profile.rope == "neox"}
+        for keys in profile.keys:
+            k = empty(num_tokens, profile.index_dim, dtype=getattr(torch, keys))
+            options = {"positions": positions, "cos_sin_cache": cos_sin_cache, **flags}
+            yield call(tk_indexer.indexer_k_quant_and_cache, k, cache, slots, profile.index_dim, "ue8m0", **options)
+        for dtype in (torch.bfloat16, torch.float32):
+            q = empty(num_tokens, profile.index_heads, profile.index_dim, dtype=torch.bfloat16)
+            operands = positions, q, cos_sin_cache, empty(num_tokens, profile.index_heads, dtype=dtype)
+            yield call(tk_indexer.fused_indexer_q_rope_quant, *operands, 1.0, 1.0, **flags)
     data = empty(num_tokens, profile.index_dim, dtype=torch.float8_e4m3fn)
     table, bounds = empty(1, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
     for scales in (empty(num_tokens), empty(num_tokens, 4, dtype=torch.uint8)):

@@ -35,6 +35,27 @@ def indexer_k_quant_and_cache(
     of_sf[blocks, keys] = sf[:, None].view(torch.uint8)[is_slot]
 
 
+def fused_indexer_q_rope_quant(
+    positions: Tensor | None,
+    q: Tensor,
+    cos_sin_cache: Tensor | None,
+    weights: Tensor,
+    softmax_scale: float,
+    head_scale: float,
+    is_neox: bool = True,
+    *,
+    fmt: str = "e4m3",
+    rope_first: bool = True,
+    hadamard: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Cast the transformed heads by `quantize_rows`; multiply the weights, one factor after another."""
+    data, sf = quantize_rows(transformed_rows(q, positions, cos_sin_cache, rope_first, is_neox, hadamard), True)
+    products = weights.float() * sf
+    for factor in (softmax_scale, head_scale):
+        products = products * torch.full((), factor, dtype=torch.float32, device=q.device)
+    return data, products
+
+
 def parts_of_cache(kv_cache: Tensor, key_bytes: int) -> tuple[Tensor, Tensor]:
     """Views of a cache (num_blocks, block_kv, ...): data (num_blocks, block_kv, key_bytes), sf (..., 4), both uint8."""
     num_blocks, block_kv = kv_cache.shape[:2]
