@@ -66,7 +66,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         a: `(data, sf)`: float8_e4m3fn (M, ΣK), M a multiple of 16, with float32 sf (ΣK/128, M) contiguous in M; or
             (M · ΣK,), one contiguous (M, K_g) after the other, with float32 sf (M, ΣK/128) of strides (1, M). On
             Blackwell int32 sf, ⌈ΣK/512⌉ in place of ΣK/128: the biased exponents of four blocks a word, counted from
-            the beginning of ΣK.
+            the beginning of ΣK, whatever the groups.
         b: The same with N, in the same form, with sf of a's dtype.
         d: float32 or bfloat16 (G, M, N), written; None: new, of c's dtype or float32.
         ks: Sizes of the groups, multiples of 128 that add up to ΣK; the first call with these sizes copies them to the

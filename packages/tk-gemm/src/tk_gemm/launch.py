@@ -99,7 +99,7 @@ def launch_bf16(op: str, x: Bf16Operands, groups: Groups, c: Tensor | None, d: T
     else:
         num_channels = a.shape[1 if x.a_is_transposed else 2]
         problem, num_sms = _problem(groups, num_channels, b, d), get_num_sms(d.device)
-        # Rows that lie one after the other along K are loaded all or none.
+        # Boxes of few rows are for an A that lies along K: they would change how a transposed one lies in a stage.
         tile = fastest(TILES, problem, num_sms) if x.a_is_transposed else tile_of_rows(problem, num_sms)
         launch = bf16_product_kernel(groups.kind, tile, *variant, addend, arch)
         block_m, block_n = tile.block_m, tile.block_n

@@ -58,10 +58,7 @@ def _fused_indexer_q_rope_quant_kernel(
             row = block * rows + thread // steps.LANES
             # Past the last token, lanes repeat it, as they exchange values, and store nothing.
             token, head = T.min(row // num_heads, num_tokens - 1), row % num_heads
-            position = T.alloc_var("int64", init=0)
-            if transform.table_dtype is not None:
-                position = T.max(T.min(positions[token], T.cast(num_positions - 1, "int64")), T.int64(0))
-            values = steps.transformed_row(q, (token, head), table, position, transform, alignment)
+            values = steps.transformed_row(q, (token, head), table, positions, transform, alignment)
             factors = steps.factors_of_row(values, True, least_amax)
             if row // num_heads < num_tokens:
                 steps.store_codes(values, factors[1], out, (token, head), 0)

@@ -59,11 +59,9 @@ def _indexer_k_quant_and_cache_kernel(
             thread = T.get_thread_binding()
             # Past the last token, lanes repeat it, as they exchange values, and store nothing.
             token = T.min(block * rows + thread // steps.LANES, num_tokens - 1)
-            slot, position = T.alloc_var("int64"), T.alloc_var("int64", init=0)
+            slot = T.alloc_var("int64")
             slot = slots[token]
-            if transform.table_dtype is not None:
-                position = T.max(T.min(positions[token], T.cast(num_positions - 1, "int64")), T.int64(0))
-            values = steps.transformed_row(k, (token,), table, position, transform, alignment)
+            values = steps.transformed_row(k, (token,), table, positions, transform, alignment)
             factors = steps.factors_of_row(values, round_sf, least_amax)
             is_slot = slot >= 0 and slot < T.cast(num_blocks, "int64") * block_kv
             if is_slot and block * rows + thread // steps.LANES < num_tokens:

@@ -120,11 +120,13 @@ def transform_by_hadamard(values: T.Buffer) -> T.Buffer:
 
 
 def transformed_row(
-    x: T.Buffer, row: tuple[Any, ...], table: T.Buffer, position: Any, transform: Transform, alignment: int
+    x: T.Buffer, row: tuple[Any, ...], table: T.Buffer, positions: T.Buffer, transform: Transform, alignment: int
 ) -> T.Buffer:
-    """The lane's values of x[*row] after all steps of `transform`."""
+    """The lane's values of x[*row] after all steps of `transform`; positions[row[0]] is clamped into the table."""
     values = load_row(x, row, alignment, transform.in_bf16 and x.dtype == "float32")
     if transform.table_dtype is not None:
+        last = T.cast(table.shape[0] - 1, "int64")
+        position = T.alloc_var("int64", init=T.max(T.min(positions[row[0]], last), T.int64(0)))
         values = rotate(values, table, position, transform.rope_first, transform.is_neox)
     return transform_by_hadamard(values) if transform.hadamard else values
 

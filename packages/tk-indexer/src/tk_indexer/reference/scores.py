@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tk_core.math import align
+
 _CHUNK_BYTES = 256 << 20
 """The most that the products of some rows and all keys take, if those of a row take no more."""
 _ROW_BYTES = 1024
@@ -31,7 +33,7 @@ def fp8_fp4_mqa_logits(
     column = torch.arange(num_cols, device=data.device)[None]
     keys = column + starts if max_seqlen_k else column.expand(num_rows, -1)
     is_inside = (keys >= starts) & (keys < ends)
-    stride = -(-num_cols * logits_dtype.itemsize // _ROW_BYTES) * _ROW_BYTES // logits_dtype.itemsize
+    stride = align(num_cols, _ROW_BYTES // logits_dtype.itemsize)
     out = data.new_empty_strided((num_rows, num_cols), (stride, 1), dtype=logits_dtype).fill_(-torch.inf)
     chunk = max(1, _CHUNK_BYTES // (8 * num_heads * max(num_keys, 1)))
     for first in range(0, num_rows if num_keys else 0, chunk):

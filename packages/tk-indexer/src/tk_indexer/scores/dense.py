@@ -204,29 +204,14 @@ def fp8_fp4_mqa_logits(
                 "tk_indexer.fp8_fp4_mqa_logits", arch.name, "sm_90a, sm_100a, or the reference backend"
             )
         if num_keys == 0:
-            out.fill_(-torch.inf)
-        else:
-            _launch(data, k, sf, weights, windows, out, clean_logits, max_seqlen_k, arch)
+            return out.fill_(-torch.inf)
+        num_sms = get_num_sms(device)
+        run_keys = run_length(num_rows, num_keys, num_heads, num_sms)
+        sf = sf.as_strided((1, num_keys), (align(num_keys, 4), 1))  # TMA takes no other stride, even of one row.
+        launch = dense_logits_kernel(num_heads, dim, logits_dtype, arch)
+        scalars = run_keys, max_seqlen_k, int(clean_logits), num_sms
+        launch(data.view(-1, dim), k, sf, weights, *windows, out, *scalars)
     return out
-
-
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    sf: Tensor,
-    weights: Tensor,
-    windows: tuple[Tensor, Tensor],
-    out: Tensor,
-    clean: bool,
-    max_seqlen: int,
-    arch: Arch,
-) -> None:
-    num_rows, num_heads, dim = q.shape
-    num_keys, num_sms = k.shape[0], get_num_sms(q.device)
-    launch = dense_logits_kernel(num_heads, dim, out.dtype, arch)
-    sf = sf.as_strided((1, num_keys), (align(num_keys, 4), 1))  # TMA takes no other stride, even of one row.
-    run_keys = run_length(num_rows, num_keys, num_heads, num_sms)
-    launch(q.view(-1, dim), k, sf, weights, *windows, out, run_keys, max_seqlen, int(clean), num_sms)
 
 
 def fp8_mqa_logits(
