@@ -1,1 +1,1 @@
-"""Typed macros over CUDA that TileLang has no expression for: `memory` over memory.cuh, `bits` over CUDA's own."""
+"""Typed macros over CUDA that TileLang has no expression for; `bits` has CUDA's own functions, without a header."""

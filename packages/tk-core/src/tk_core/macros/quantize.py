@@ -1,4 +1,4 @@
-"""Quantization in registers: scale factors from the amax of a block, and e4m3 codes of a thread's values.
+"""Quantization in registers: scale factors from the amax of a block, and e4m3 and e2m1 codes of a thread's values.
 
 `sf` is a scale factor, `factor` what x is multiplied by, about 1 / sf.
 """
@@ -8,6 +8,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tk_core.device.e2m1 import encode_e2m1x8
 from tk_core.scales import LIMITS
 
 INFINITY_BITS = 0x7F800000
@@ -52,3 +53,13 @@ def encode_e4m3(scaled: T.Buffer, words: T.Buffer) -> None:
     codes = T.view(words, scaled.shape, "float8_e4m3fn")
     for j in T.vectorized(scaled.shape[0]):
         codes[j] = T.cast(scaled[j], "float8_e4m3fn")
+
+
+@T.macro
+def encode_e2m1(scaled: T.Buffer, words: T.Buffer, are_bounded: bool) -> None:
+    """Encode float32 (8 * n,) as codes packed in uint32 (n,), to nearest, ties to even, saturating.
+
+    `are_bounded`: see `encode_e2m1x8`.
+    """
+    for j in T.unroll(words.shape[0]):
+        words[j] = encode_e2m1x8((scaled[8 * j + k] for k in range(8)), are_bounded)

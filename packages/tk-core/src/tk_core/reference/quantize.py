@@ -1,4 +1,4 @@
-"""Quantization in plain PyTorch, for any device: scale factors from the amax of blocks, and e4m3 codes."""
+"""Quantization in plain PyTorch, for any device: scale factors from the amax of blocks, e4m3 and e2m1 codes."""
 
 import torch
 
@@ -7,6 +7,7 @@ from tk_core.scales import LIMITS
 _INFINITY_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
 _E4M3_NAN = 0x7F
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def least_power_of_two(x: torch.Tensor) -> torch.Tensor:
@@ -36,3 +37,31 @@ def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
     codes = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     codes.view(torch.uint8).masked_fill_(x.isnan(), _E4M3_NAN)
     return codes
+
+
+def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Float32 (..., n) to int8 (..., n / 2): even elements in the low nibbles, odd ones in the high.
+
+    To nearest, ties to even, saturating at ±6, the sign of zero kept; NaN becomes +6.
+    """
+    magnitude = x.abs()
+    # The code is the number of boundaries passed; a tie goes to the even code, so every second boundary counts itself.
+    codes = (magnitude > 0.25).to(torch.int8)
+    codes += magnitude >= 0.75
+    codes += magnitude > 1.25
+    codes += magnitude >= 1.75
+    codes += magnitude > 2.5
+    codes += magnitude >= 3.5
+    codes += magnitude > 5.0
+    codes += x.signbit().to(torch.int8) << 3
+    codes.masked_fill_(x.isnan(), 7)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def decode_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """int8, uint8 or float4_e2m1fn_x2 (..., n / 2) to float32 (..., n), exactly."""
+    codes = x.view(torch.uint8)
+    codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+    values = _E2M1_VALUES + tuple(-value for value in _E2M1_VALUES)
+    table = torch.tensor(values, dtype=torch.float32, device=x.device)
+    return table[codes.to(torch.int32)]

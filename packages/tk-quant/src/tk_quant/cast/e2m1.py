@@ -1,23 +1,13 @@
-"""Casts of float32 to e2m1 codes: of a few values in a thread, and of a tile, whose codes are stored.
+"""Casts of a tile of float32 to e2m1 codes, which are stored.
 
 Kernels import this module in their builder, as it imports TileLang.
 """
 
 import tilelang.language as T
 
+from tk_core.device.e2m1 import e2m1x8_by_power, encode_e2m1x8
 from tk_quant.cast.config import TileConfig
 from tk_quant.cast.tile import layout_of_rows, scale_values
-from tk_quant.device.e2m1 import e2m1x8_by_power, encode_e2m1x8
-
-
-@T.macro
-def encode_e2m1(scaled: T.Buffer, words: T.Buffer, are_bounded: bool) -> None:
-    """Encode float32 (8 * n,) as codes packed in uint32 (n,), to nearest, ties to even, saturating.
-
-    `are_bounded`: see `encode_e2m1x8`.
-    """
-    for j in T.unroll(words.shape[0]):
-        words[j] = encode_e2m1x8((scaled[8 * j + k] for k in range(8)), are_bounded)
 
 
 @T.macro

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.arch import Arch, get_arch
+from tk_core.device.e2m1 import e4m3_of_e2m1_magnitudes, e4m3_of_e2m1x8
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
 from tk_core.op import launching, new, op
@@ -31,7 +32,6 @@ from tk_core.scales import ScaleLayout, check_scales, empty_scales, scale_layout
 from tk_core.views import aligned
 from tk_quant.cast.config import layout_of
 from tk_quant.cast.format import BLOCK_SIDES, E2M1_DTYPES, block_size_of, pair_of
-from tk_quant.device.e2m1 import e4m3_of_e2m1_magnitudes, e4m3_of_e2m1x8
 
 _CHANNELS = 16
 """Channels of a piece, which is one row of a thread: 16 bytes of the output."""
@@ -178,7 +178,8 @@ def _check_block_size(name: str, block_size: tuple[int, int]) -> tuple[int, int]
 
 def _check_exact(data: Tensor, sf: Tensor, x_block_size: tuple[int, int], out_block_size: tuple[int, int]) -> None:
     """With TK_DEBUG: raise if a nonzero block's sf is too far below the largest sf in its block of the output."""
-    from tk_quant.reference.formats import decode_e2m1, expand_blocks
+    from tk_core.reference.quantize import decode_e2m1
+    from tk_quant.reference.formats import expand_blocks
     from tk_quant.reference.lossless import sf_exponents
     from tk_quant.reference.quantizer import block_amax
 

@@ -5,40 +5,11 @@ from collections.abc import Callable
 import torch
 
 from tk_core.math import ceil_div
-from tk_core.reference.quantize import encode_e4m3
+from tk_core.reference.quantize import decode_e2m1, encode_e2m1, encode_e4m3
 from tk_core.reference.scales import unpack_scales
 from tk_quant.cast.format import E2M1_DTYPES
 
 _E5M6_LARGEST = 65024.0
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Float32 (..., n) to int8 (..., n / 2): even elements in the low nibbles, odd ones in the high.
-
-    To nearest, ties to even, saturating at ±6, the sign of zero kept; NaN becomes +6.
-    """
-    magnitude = x.abs()
-    # The code is the number of boundaries passed; a tie goes to the even code, so every second boundary counts itself.
-    codes = (magnitude > 0.25).to(torch.int8)
-    codes += magnitude >= 0.75
-    codes += magnitude > 1.25
-    codes += magnitude >= 1.75
-    codes += magnitude > 2.5
-    codes += magnitude >= 3.5
-    codes += magnitude > 5.0
-    codes += x.signbit().to(torch.int8) << 3
-    codes.masked_fill_(x.isnan(), 7)
-    return codes[..., 0::2] | codes[..., 1::2] << 4
-
-
-def decode_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """int8, uint8 or float4_e2m1fn_x2 (..., n / 2) to float32 (..., n), exactly."""
-    codes = x.view(torch.uint8)
-    codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-    values = _E2M1_VALUES + tuple(-value for value in _E2M1_VALUES)
-    table = torch.tensor(values, dtype=torch.float32, device=x.device)
-    return table[codes.to(torch.int32)]
 
 
 def round_e5m6(x: torch.Tensor) -> torch.Tensor:

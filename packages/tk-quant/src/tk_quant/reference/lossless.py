@@ -3,10 +3,10 @@
 import torch
 
 from tk_core.math import ceil_div
-from tk_core.reference.quantize import encode_e4m3
+from tk_core.reference.quantize import decode_e2m1, encode_e4m3
 from tk_core.reference.scales import decode_ue8m0, pack_scales, unpack_scales
 from tk_core.scales import scale_layout
-from tk_quant.reference.formats import decode_e2m1, expand_blocks
+from tk_quant.reference.formats import expand_blocks
 from tk_quant.reference.quantizer import block_amax
 
 _LOG2_OF_ROOM = 6

@@ -2,7 +2,7 @@
 
 import torch
 
-from tk_quant.reference.formats import decode_e2m1
+from tk_core.reference.quantize import decode_e2m1
 
 
 def unpack_from_e2m1fn_x2(x: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:

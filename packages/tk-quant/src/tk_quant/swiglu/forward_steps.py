@@ -12,10 +12,9 @@ import tilelang.language as T
 import torch
 
 from tk_core.headers import builtin
-from tk_core.macros.quantize import encode_e4m3
+from tk_core.macros.quantize import encode_e2m1, encode_e4m3
 from tk_core.scales import ScaleLayout
 from tk_quant.cast.config import CastInput
-from tk_quant.cast.e2m1 import encode_e2m1
 from tk_quant.cast.format import BITS
 from tk_quant.cast.words import element, load_words, store_words
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32

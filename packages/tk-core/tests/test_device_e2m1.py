@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tk_core.arch import Arch, arch_from_name
+from tk_core.device.e2m1 import encode_e2m1x8
 from tk_core.kernel import kernel
 from tk_core.testing.usage import cuobjdump
-from tk_quant.device.e2m1 import encode_e2m1x8
 
 
 @kernel
