@@ -265,7 +265,10 @@ def test_copies_out_of_order(group: dist.ProcessGroup, monkeypatch: pytest.Monke
 
 
 def test_copies_of_a_model_share_its_buffer(buffer: ElasticBuffer) -> None:
-    assert copy.deepcopy({"ep": buffer})["ep"] is buffer
+    for copy_it in (copy.copy, copy.deepcopy):
+        assert copy_it(buffer) is buffer
+    with pytest.raises(TypeError, match=r"ElasticBuffer: cannot be pickled, .* of a model save the state_dict"):
+        pickle.dumps({"ep": buffer})
 
 
 def test_handles(buffer: ElasticBuffer) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -623,6 +623,14 @@ class ElasticBuffer:
     def __deepcopy__(self, memo: dict[int, Any]) -> "ElasticBuffer":
         """The buffer itself: a copy of a model sends through the same one."""
         return self
+
+    def __copy__(self) -> "ElasticBuffer":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "ElasticBuffer: cannot be pickled, as it belongs to this process's group; of a model save the state_dict"
+        )
 
     def check(self) -> None:
         """Raise EPTimeoutError if a peer has been waited for past a limit. It waits for nothing."""
