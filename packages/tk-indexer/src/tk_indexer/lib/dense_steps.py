@@ -12,12 +12,11 @@ import tilelang.language as T
 from tk_core.macros import ring
 from tk_core.macros.ring import Ring, local_int
 from tk_indexer.lib import fold
+from tk_indexer.lib.fill import FILLED, fill_chunk
 from tk_indexer.lib.fold import COLUMNS, KEYS, Fold
 
 STAGE_KEYS = 2 * KEYS
 """Keys of a stage: two products of each warpgroup."""
-_FILLED = 4096
-"""Columns of a row that a warp fills at a time."""
 _LAST = 2**31 - 1
 
 
@@ -123,8 +122,9 @@ def local_run() -> Run:
 
 def share(warpgroup: int, num_heads: int, x: Operands, k: Keys, q: Queries, rings: Rings) -> Share:
     """A warpgroup's share."""
-    windows = Windows(*(T.alloc_local((fold.per_lane(num_heads),), "int32") for _ in Windows._fields))
-    return Share(warpgroup, x, k, q, rings, fold.fold(num_heads), windows)
+    num_queries = COLUMNS // num_heads
+    windows = Windows(*(T.alloc_local((fold.per_lane(num_queries),), "int32") for _ in Windows._fields))
+    return Share(warpgroup, x, k, q, rings, fold.fold(num_heads, num_queries), windows)
 
 
 @T.macro
@@ -243,12 +243,11 @@ def _send(run: Run, to: Queries, stage: T.PrimExpr) -> None:
 
 @T.macro
 def fill(x: Operands, block: T.PrimExpr, num_blocks: T.PrimExpr) -> None:
-    """In two warps: write -∞ outside of the rows' windows, 16 bytes at a time where all are outside."""
+    """In two warps: write -∞ outside of the rows' windows."""
     thread = T.get_thread_binding()
-    lane, (num_rows, num_cols) = thread % 32, x.out.shape
-    per_store = 4 if x.out.dtype == "float32" else 8
+    num_rows, num_cols = x.out.shape
     index, row, chunk, begin, end = (T.alloc_var("int32") for _ in range(5))
-    num_chunks = T.ceildiv(num_cols, _FILLED)
+    num_chunks = T.ceildiv(num_cols, FILLED)
     index = 2 * block + thread // 32 % 2
     while index < num_rows * num_chunks:
         row = T.truncdiv(index, num_chunks)
@@ -257,16 +256,7 @@ def fill(x: Operands, block: T.PrimExpr, num_blocks: T.PrimExpr) -> None:
         if x.max_seqlen > 0:
             end = end - begin
             begin = 0
-        if begin > chunk * _FILLED or end < T.min(num_cols, (chunk + 1) * _FILLED):
-            for j in T.serial(_FILLED // (32 * per_store)):
-                first = chunk * _FILLED + (j * 32 + lane) * per_store
-                if first + per_store <= num_cols and (first + per_store <= begin or first >= end):
-                    for v in T.vectorized(per_store):  # Written out, or TileLang does not see the multiple.
-                        x.out[row, chunk * _FILLED + (j * 32 + lane) * per_store + v] = -T.infinity(x.out.dtype)
-                else:
-                    for v in T.unroll(per_store):
-                        if first + v < num_cols and (first + v < begin or first + v >= end):
-                            x.out[row, first + v] = -T.infinity(x.out.dtype)
+        fill_chunk(x.out, row, chunk, begin, end)
         index += 2 * num_blocks
 
 
@@ -363,7 +353,7 @@ def _receive(s: Share, run: Run) -> None:
     for x, _ in enumerate(run):
         run[x][0] = s.queries.run[stage, x]
     for x in T.unroll(num_lane_queries):
-        query = s.warpgroup * 2 * num_lane_queries + fold.first_query_of_lane(s.fold.num_heads) + x
+        query = s.warpgroup * 2 * num_lane_queries + fold.first_query_of_lane(s.fold.num_queries) + x
         s.windows.begin[x] = s.queries.begin[stage, query]
         s.windows.end[x] = s.queries.end[stage, query]
         s.windows.shift[x] = s.queries.shift[stage, query]
@@ -409,7 +399,7 @@ def _store(s: Share, run: Run, key: T.PrimExpr, sf: T.PrimExpr, products: T.Buff
     """Store the scores of 64 keys from `key` on, of which sf is that of the lane's, if the windows have them."""
     num_lane_queries = s.windows.begin.shape[0]
     fold.sum_heads(s.fold, products)
-    row = run.row[0] + s.warpgroup * 2 * num_lane_queries + fold.first_query_of_lane(s.fold.num_heads)
+    row = run.row[0] + s.warpgroup * 2 * num_lane_queries + fold.first_query_of_lane(s.fold.num_queries)
     at = key + fold.key_of_lane()
     for x in T.unroll(num_lane_queries):
         if at >= s.windows.begin[x] and at < s.windows.end[x]:

@@ -28,31 +28,22 @@ import torch
 from torch import Tensor
 
 from tk_core import check
-from tk_core.arch import Arch, UnsupportedArchError, get_arch
+from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
-from tk_core.op import launching, new, op
+from tk_core.op import launching, op
+from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, check_pair, new_logits
 from tk_indexer.lib.rows import DIMS, NUM_HEADS
 
 _COLUMNS = 256
 """Heads of all queries of a run."""
 _STEP_KEYS = 128
 _NUM_STAGES = 6
-_ROW_BYTES = 1024
-"""Rows of scores begin at multiples of this."""
 _LEAST_RUN = 1024
 """The fewest keys of a run, while there are as many."""
 _RUNS_EACH = 8
 """Runs that each thread block should get, as windows differ in length."""
-
-PASS_CONFIGS = {
-    # The rings' barriers are all that the roles need.
-    "tl.disable_thread_storage_sync": True,
-    "tl.disable_warp_specialized": True,
-    # Every access is clamped or compared here.
-    "tl.disable_safe_memory_legalize": True,
-}
 
 
 def run_length(num_rows: int, num_keys: int, num_heads: int, num_sms: int) -> int:
@@ -112,7 +103,7 @@ def dense_logits_kernel(num_heads: int, dim: int, dtype: torch.dtype, arch: Arch
             x = steps.Operands(q, k, sf, weights, starts, ends, out, max_seqlen)
             to_keys, to_queries = steps.keys(_NUM_STAGES, dim), steps.queries(num_heads, dim)
             rings = steps.Rings(ring.ring(_NUM_STAGES, 1, 8), ring.ring(2, 2, 8))
-            T.assume(out_stride % (_ROW_BYTES // dtype.itemsize) == 0)
+            T.assume(out_stride % (ROW_BYTES // dtype.itemsize) == 0)
             thread = T.get_thread_binding()
             if thread < 128:
                 multiply(steps.share(0, num_heads, x, to_keys, to_queries, rings))
@@ -173,8 +164,8 @@ def fp8_fp4_mqa_logits(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    _check_pair("q", q, "(data, None)")
-    _check_pair("kv", kv, "(data, sf)")
+    check_pair("q", q, "(data, None)")
+    check_pair("kv", kv, "(data, sf)")
     (data, q_sf), (k, sf), fp8 = q, kv, (torch.float8_e4m3fn,)
     num_rows, num_heads, dim = check.tensor("q[0]", data, fp8, ("S", "H", "D"))
     check.one_of("q[0] (H)", num_heads, NUM_HEADS)
@@ -188,21 +179,13 @@ def fp8_fp4_mqa_logits(
     for name, bound in zip(("cu_seq_len_k_start", "cu_seq_len_k_end"), windows):
         check.tensor(name, bound, (torch.int32,), (num_rows,), device=device)
         check.below(name, bound, num_keys + 1, "keys below {}")
-    check.flag("clean_logits", clean_logits)
     check.in_range("max_seqlen_k", max_seqlen_k, 0, 2**31 - 1)
-    is_dtype = logits_dtype in (torch.float32, torch.bfloat16)
-    check.require_type(is_dtype, "logits_dtype", "torch.float32 or torch.bfloat16", logits_dtype)
+    check_options(clean_logits, logits_dtype)
     if schedule_meta is not None:
         check.plain("schedule_meta", schedule_meta)
-    shape = num_rows, max_seqlen_k or num_keys
-    strides = align(shape[1], _ROW_BYTES // logits_dtype.itemsize), 1
-    out = new(data.new_empty_strided, shape, strides, dtype=logits_dtype)
+    out = new_logits(data, num_rows, max_seqlen_k or num_keys, logits_dtype)
     if launching(out):
-        arch = get_arch(device)
-        if not (arch.has_wgmma or arch.has_tcgen05):
-            raise UnsupportedArchError(
-                "tk_indexer.fp8_fp4_mqa_logits", arch.name, "sm_90a, sm_100a, or the reference backend"
-            )
+        arch = arch_of("fp8_fp4_mqa_logits", device)
         if num_keys == 0:
             return out.fill_(-torch.inf)
         num_sms = get_num_sms(device)
@@ -226,7 +209,3 @@ def fp8_mqa_logits(
     """`fp8_fp4_mqa_logits` of e4m3 queries, q (S, H, D), with float32 scores. The same errors."""
     windows = cu_seq_len_k_start, cu_seq_len_k_end
     return fp8_fp4_mqa_logits((q, None), kv, weights, *windows, clean_logits, max_seqlen_k)
-
-
-def _check_pair(name: str, x: Any, expected: str) -> None:
-    check.require_type(isinstance(x, (tuple, list)) and len(x) == 2, name, f"a pair {expected}", type(x).__name__)
