@@ -20,6 +20,8 @@ __device__ __forceinline__ void tk_write_map(void* map, const CUtensorMap& like,
                  "l"(static_cast<long long>(row_bytes))
                  : "memory");
   }
+  // The copy is an atomic exchange in the machine code, which reads what was there: compute-sanitizer wants it written.
+  static_cast<int*>(map)[threadIdx.x] = 0;
   __syncwarp();
   asm volatile(
       "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;" ::"l"(map),
