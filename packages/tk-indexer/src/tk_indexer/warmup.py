@@ -36,7 +36,7 @@ class Profile:
     """Dtypes of keys that are cast."""
     block_kv: int = 64
     """Keys of a block of the cache."""
-    operands: tuple[Literal["e4m3"], ...] = ("e4m3",)
+    operands: tuple[Literal["e4m3", "e2m1"], ...] = ("e4m3",)
     """Dtypes of index queries and keys; without any, none are cast and no scores are computed."""
 
 
@@ -46,12 +46,17 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for dtype in profile.logits:
         for num_keys in (*powers, profile.max_keys):
             yield call(tk_indexer.topk_indices, empty(num_tokens, num_keys, dtype=dtype), profile.index_topk)
+    for fmt in profile.operands:
+        yield from _cast_calls(profile, num_tokens, fmt)
     if "e4m3" in profile.operands:
-        yield from _fp8_calls(profile, num_tokens)
+        yield from _score_calls(profile, num_tokens)
 
 
-def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
-    cache = empty(64, profile.block_kv, profile.index_dim + 4, dtype=torch.uint8)
+def _cast_calls(profile: Profile, num_tokens: int, fmt: str) -> Iterator[Call]:
+    dim, group, widths = profile.index_dim, profile.index_dim, (profile.index_dim,)
+    if fmt == "e2m1":
+        group, widths = 32, (dim // 2, dim)  # Gathered keys are copied, or widened.
+    cache = empty(64, profile.block_kv, widths[0] + 4, dtype=torch.uint8)
     slots = empty(num_tokens, dtype=torch.int64)
     for table in profile.tables if profile.rope != "none" else (None,):
         positions = cos_sin_cache = None
@@ -60,17 +65,20 @@ def _fp8_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             positions, cos_sin_cache = slots, empty(64, 64, dtype=getattr(torch, table))
             flags |= {"rope_first": profile.rope_first, "is_neox": profile.rope == "neox"}
         for keys in profile.keys:
-            k = empty(num_tokens, profile.index_dim, dtype=getattr(torch, keys))
+            k = empty(num_tokens, dim, dtype=getattr(torch, keys))
             options = {"positions": positions, "cos_sin_cache": cos_sin_cache, **flags}
-            yield call(tk_indexer.indexer_k_quant_and_cache, k, cache, slots, profile.index_dim, "ue8m0", **options)
+            yield call(tk_indexer.indexer_k_quant_and_cache, k, cache, slots, group, "ue8m0", **options)
         for dtype in (torch.bfloat16, torch.float32):
-            q = empty(num_tokens, profile.index_heads, profile.index_dim, dtype=torch.bfloat16)
+            q = empty(num_tokens, profile.index_heads, dim, dtype=torch.bfloat16)
             operands = positions, q, cos_sin_cache, empty(num_tokens, profile.index_heads, dtype=dtype)
-            yield call(tk_indexer.fused_indexer_q_rope_quant, *operands, 1.0, 1.0, **flags)
-    data = empty(num_tokens, profile.index_dim, dtype=torch.float8_e4m3fn)
+            yield call(tk_indexer.fused_indexer_q_rope_quant, *operands, 1.0, 1.0, fmt=fmt, **flags)
     table, bounds = empty(1, 64, dtype=torch.int32), empty(2, dtype=torch.int32)
-    for scales in (empty(num_tokens), empty(num_tokens, 4, dtype=torch.uint8)):
-        yield call(tk_indexer.cp_gather_indexer_k_quant_cache, cache, data, scales, table, bounds)
+    for width in widths:
+        data = empty(num_tokens, width, dtype=torch.float8_e4m3fn)
+        yield call(tk_indexer.cp_gather_indexer_k_quant_cache, cache, data, empty(num_tokens), table, bounds)
+
+
+def _score_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for dtype in profile.logits:
         q, k = (
             empty(*shape, profile.index_dim, dtype=torch.float8_e4m3fn)

@@ -28,9 +28,25 @@ def keys(kind: str, tokens: int, dim: int, device: str) -> Tensor:
         row = torch.arange(tokens, device=device)[:, None]
         k = torch.where(row % 5 == 1, torch.where(chosen < 0.5, 0.0, torch.full_like(k, -0.0)), k)
         k = torch.where(row % 5 == 2, 1e-4 * chosen, k)
+    if kind == "groups":  # every 32 channels of another size: zeros of both signs, below the least amax, up to the top
+        size = torch.randint(-60, 60, (tokens, dim // 32, 1), device=device).float().exp2()
+        chosen = torch.rand(tokens, dim // 32, 1, device=device)
+        size = torch.where(chosen < 0.1, -0.0, torch.where(chosen < 0.2, 2.0**-126, size))
+        size = torch.where(chosen > 0.9, 2.0**125, size)
+        k = (torch.randn(tokens, dim // 32, 32, device=device).clamp(-5, 5) * size).view(tokens, dim)
     if kind == "edges":  # amax at, and next to, 448 times a power of two
         k = k.clamp(-1, 1)
         k[:, 3] = 448 * (1 + 2.0**-7 * torch.randint(-1, 2, (tokens,), device=device)) * 2.0**-5
+    if kind == "ties":  # halfway between codes of e2m1, and next to that; amax at, and next to, 6 times a power of two
+        ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0], device=device)
+        near = 1 + 2.0**-7 * torch.randint(-1, 2, (tokens, dim), device=device)
+        k = (
+            ties[torch.randint(0, 8, (tokens, dim), device=device)]
+            * near
+            * torch.randn(tokens, dim, device=device).sign()
+        )
+        k[:, 7::32] = 6 * near[:, 7::32]
+        k = k * 2.0 ** torch.randint(-9, 9, (tokens, 1), device=device)
     return k
 
 
@@ -39,6 +55,7 @@ def make(
     dim: int = 128,
     kind: str = "normal",
     *,
+    fp4: bool = False,
     dtype: torch.dtype = BF16,
     block_kv: int = 64,
     num_blocks: int | None = None,
@@ -58,9 +75,10 @@ def make(
         blocks = -(-tokens // block_kv) + 2 if num_blocks is None else num_blocks
         k = empty(tokens, dim + pad, dtype=dtype, device=device, first_element=first_element)[:, :dim]
         k.copy_(keys(kind, tokens, dim, device))
-        size = block_kv * (dim + 4)
+        width = (dim // 2 if fp4 else dim) + 4
+        size = block_kv * width
         cache = torch.randint(0, 256, (blocks, size + (gap or 0)), dtype=torch.uint8, device=device)
-        cache = cache[:, :size].view(blocks, block_kv, *(() if gap is None else (1,)), dim + 4)
+        cache = cache[:, :size].view(blocks, block_kv, *(() if gap is None else (1,)), width)
         slots = torch.argsort(torch.rand(max(blocks * block_kv, tokens), device=device))[:tokens]
         positions = torch.randint(0, 50, (tokens,), device=device)
         if wild:
@@ -76,7 +94,7 @@ def make(
             "k": k,
             "kv_cache": cache,
             "slot_mapping": slots,
-            "quant_block_size": dim,
+            "quant_block_size": 32 if fp4 else dim,
             "scale_fmt": scale_fmt,
             **options,
             "rope_first": rope_first,
@@ -91,7 +109,7 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
     """Keys and slots read, and positions with their table; data and factors written."""
     tokens, dim = kwargs["k"].shape
     of_rope = sum(x.nbytes for x in (kwargs["positions"], kwargs["cos_sin_cache"]) if x is not None)
-    return kwargs["k"].element_size() * tokens * dim + tokens * (8 + dim + 4) + of_rope
+    return kwargs["k"].element_size() * tokens * dim + tokens * (8 + kwargs["kv_cache"].shape[-1]) + of_rope
 
 
 def bench(tokens: int, name: str, **options: Any) -> Case:
@@ -129,6 +147,22 @@ SPEC = OpSpec(
         Case("t50-d128-special", make(50, 128, "special", dtype=F32), small=True),
         Case("t50-d32-edges", make(50, 32, "edges"), small=True),
         Case("t21-d32-hadamard", make(21, 32, hadamard=True, block_kv=32), small=True),
+        Case(
+            "t37-d128-fp4-interleaved-last-hadamard-wild",
+            make(37, fp4=True, rope="interleaved", rope_first=False, hadamard=True, gap=48, wild=True, pad=8),
+            small=True,
+            modes=True,
+            compile=True,
+        ),
+        Case(
+            "t41-d64-fp4-groups-float32",
+            make(41, 64, "groups", fp4=True, dtype=F32, block_kv=32),
+            small=True,
+            compile=True,
+        ),
+        Case("t50-d128-fp4-groups", make(50, 128, "groups", fp4=True, block_kv=128), small=True),
+        Case("t50-d64-fp4-ties-odd-rows", make(50, 64, "ties", fp4=True, pad=3, first_element=1), small=True),
+        Case("t0-d128-fp4", make(0, fp4=True), small=True),
         Case("t0-d128", make(0, rope="neox"), small=True),
         Case("t5-d128-no-blocks", make(5, num_blocks=0, wild=True), small=True),
         Case("t1-d128-one-block", make(1, num_blocks=1, gap=0, rope="interleaved"), small=True),
@@ -140,11 +174,19 @@ SPEC = OpSpec(
         ),
         Case("t4001-d128-float32-wild", make(4001, dtype=F32, hadamard=True, rope="neox", wild=True, block_kv=128)),
         Case("t4001-d128-divided", make(4001, 128, "special", scale_fmt=None)),
+        *(
+            Case(f"t4001-d{dim}-fp4-{kind}-{name}", make(4001, dim, kind, fp4=True, dtype=dtype))
+            for dim in (64, 128)
+            for kind in ("groups", "ties")
+            for name, dtype in (("bfloat16", BF16), ("float32", F32))
+        ),
         bench(8192, "d128-neox-hadamard", rope="neox", hadamard=True, model_shape=True),
         bench(8192, "d128-neox", rope="neox"),
         bench(8192, "d128"),
         bench(256, "d128-neox-hadamard", rope="neox", hadamard=True, model_shape=True),
         bench(65536, "d128-neox-hadamard", rope="neox", hadamard=True),
+        bench(8192, "d128-fp4-interleaved-hadamard", fp4=True, rope="interleaved", hadamard=True, rope_first=False),
+        bench(8192, "d128-fp4", fp4=True),
     ),
 )
 
@@ -176,6 +218,42 @@ def test_a_key_and_its_factor_by_hand() -> None:
     changed = torch.zeros(2, 32 * 36, dtype=torch.bool)
     changed[1, 32:64] = changed[1, 1028:1032] = changed[0, :32] = changed[0, 1024:1028] = True
     assert (cache.view(2, -1)[~changed] == 0xAA).all()
+
+
+def test_a_key_in_fp4_by_hand() -> None:
+    cache = torch.full((2, 32, 36), 0xAA, dtype=torch.uint8)
+    k = [[0.0, 0.5, 1.0, -1.5, 2.0, -3.0, 4.0, 6.0] * 4 + [0.1, -0.2, 0.0, 0.0] * 8, [-0.0] * 32 + [7.0] + [5.0] * 31]
+    tk_indexer.indexer_k_quant_and_cache(torch.tensor(k), cache, torch.tensor([33, 0]), 32, "ue8m0")
+    first, second = cache.view(2, -1)
+    # 6 needs 1; 0.2 needs 2^-4, and 0.1 · 16 is nearest to 1.5, -0.2 · 16 to -3.
+    assert second[32:64].tolist() == [0x10, 0xB2, 0xD4, 0x76] * 4 + [0xD3, 0x00] * 8
+    assert second[32 * 32 + 4 : 32 * 32 + 8].tolist() == [127, 123, 0, 0]
+    # Zeros have the least factor, 2^-126. 7 needs 2: 3.5 is as far from 3 as from 4, whose code is even; 2.5 from 2.
+    assert first[:32].tolist() == [0x88] * 16 + [0x46] + [0x44] * 15
+    assert first[32 * 32 : 32 * 32 + 4].tolist() == [1, 128, 0, 0]
+    changed = torch.zeros(2, 32 * 36, dtype=torch.bool)
+    changed[1, 32:64] = changed[1, 1028:1032] = changed[0, :32] = changed[0, 1024:1028] = True
+    assert (cache.view(2, -1)[~changed] == 0xAA).all()
+
+
+def test_groups_that_are_not_finite_have_byte_255(device: str) -> None:
+    """The others are as they are without them."""
+    torch.manual_seed(0)
+    k = torch.randn(64, 128, device=device)
+    caches = [torch.zeros(1, 64, 68, dtype=torch.uint8, device=device) for _ in range(2)]
+    slots = torch.arange(64, device=device)
+    tk_indexer.indexer_k_quant_and_cache(k, caches[0], slots, 32, "ue8m0")
+    k[5, 40], k[6, 3], k[6, 127], k[7, 64] = NAN, INF, -INF, -NAN
+    tk_indexer.indexer_k_quant_and_cache(k, caches[1], slots, 32, "ue8m0")
+    (before, of_before), (after, of_after) = (
+        (cache.view(-1)[: 64 * 64].view(64, 4, 16), cache.view(64, 68).view(-1)[64 * 64 :].view(64, 4))
+        for cache in caches
+    )
+    bad = torch.zeros(64, 4, dtype=torch.bool, device=device)
+    for row, group in ((5, 1), (6, 0), (6, 3), (7, 2)):
+        bad[row, group] = True
+    assert_equal(of_after, torch.where(bad, torch.full_like(of_before, 255), of_before))
+    assert_equal(after[~bad], before[~bad])
 
 
 def test_hadamard_of_a_unit_vector_by_hand() -> None:
@@ -248,25 +326,68 @@ def row_of(kwargs: dict[str, Any], t: int) -> np.ndarray:
     return x
 
 
+def power_from(x: np.float32) -> np.float32:
+    """The least power of two that is at least x."""
+    mantissa, exponent = np.frexp(x)
+    return np.float32(2.0 ** (exponent - (mantissa == 0.5)))
+
+
+def e4m3_of(x: np.ndarray, scale_fmt: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of a row's codes, and of its factor."""
+    amax = max(np.abs(x).max(), np.float32(1e-4))
+    sf, factor = amax / np.float32(448), np.float32(448) / amax
+    if scale_fmt == "ue8m0":
+        sf = power_from(sf)
+        factor = np.float32(1) / sf
+    return (x * factor).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), np.array([sf], np.float32).view(np.uint8)
+
+
+def fp4_of(x: np.ndarray, _: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of a row's codes, two each, and of the factors of 32 channels each."""
+    groups = x.reshape(-1, 32)
+    amax = np.maximum(np.abs(groups).max(axis=1), np.float32(6 * 2.0**-126))
+    sf = np.array([power_from(y / np.float32(6)) for y in amax], np.float32)
+    codes = (groups / sf[:, None]).astype(ml_dtypes.float4_e2m1fn).view(np.uint8).reshape(-1) & 15
+    factors = np.zeros(4, np.uint8)
+    factors[: len(sf)] = sf.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+    return codes[0::2] | codes[1::2] << 4, factors
+
+
 def expected_cache(kwargs: dict[str, Any]) -> Tensor:
     cache = kwargs["kv_cache"].clone()  # keeps no gaps
-    blocks, block_kv, dim = cache.shape[0], cache.shape[1], kwargs["k"].shape[1]
-    flat = cache.view(blocks, block_kv * (dim + 4)).numpy()
+    blocks, block_kv, width = cache.shape[0], cache.shape[1], cache.shape[-1]
+    size = width - 4
+    flat = cache.view(blocks, block_kv * width).numpy()
     for t, slot in enumerate(kwargs["slot_mapping"].tolist()):
         if not 0 <= slot < blocks * block_kv:
             continue
-        x = row_of(kwargs, t)
-        amax = max(np.abs(x).max(), np.float32(1e-4))
-        sf, factor = amax / np.float32(448), np.float32(448) / amax
-        if kwargs["scale_fmt"] == "ue8m0":
-            mantissa, exponent = np.frexp(sf)
-            sf = np.float32(2.0 ** (exponent - (mantissa == 0.5)))
-            factor = np.float32(1) / sf
-        codes = (x * factor).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        codes, sf = (fp4_of if kwargs["quant_block_size"] == 32 < kwargs["k"].shape[1] else e4m3_of)(
+            row_of(kwargs, t), kwargs["scale_fmt"]
+        )
         block, key = slot // block_kv, slot % block_kv
-        flat[block, key * dim : (key + 1) * dim] = codes
-        flat[block, block_kv * dim + 4 * key : block_kv * dim + 4 * key + 4] = np.array([sf], np.float32).view(np.uint8)
+        flat[block, key * size : (key + 1) * size] = codes
+        flat[block, block_kv * size + 4 * key : block_kv * size + 4 * key + 4] = sf
     return cache
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(
+    ("dim", "options"),
+    [
+        (64, {"kind": "groups"}),
+        (128, {"kind": "groups", "block_kv": 128, "gap": 32, "wild": True}),
+        (64, {"kind": "ties", "pad": 5, "first_element": 1}),
+        (128, {"kind": "ties", "block_kv": 32}),
+        (64, {"rope": "neox", "hadamard": True}),
+        (128, {"rope": "interleaved", "rope_first": False, "hadamard": True}),
+    ],
+)
+def test_fp4_against_numpy(dim: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    kwargs = make(60, dim, fp4=True, dtype=dtype, **options)("cpu")
+    expected = expected_cache(kwargs)
+    tk_indexer.indexer_k_quant_and_cache(**kwargs)
+    assert_equal(kwargs["kv_cache"].contiguous(), expected)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -308,7 +429,13 @@ test_bad_input = tiers.bad_input(
     GOOD,
     [
         ({"k": torch.zeros(3, 96), "quant_block_size": 96}, ValueError, "k .D.*32, 64, 128.*96"),
-        ({"quant_block_size": 32}, ValueError, "quant_block_size.*128.*32"),
+        ({"quant_block_size": 64}, ValueError, "quant_block_size.*32 or 128.*64"),
+        ({"quant_block_size": 32}, ValueError, "kv_cache.*shape.*68.*132"),
+        (
+            {"quant_block_size": 32, "kv_cache": torch.zeros(2, 32, 68, dtype=torch.uint8), "scale_fmt": None},
+            ValueError,
+            "scale_fmt.*ue8m0.*None",
+        ),
         ({"scale_fmt": "e8m0"}, ValueError, "scale_fmt.*ue8m0.*e8m0"),
         ({"kv_cache": torch.zeros(2, 48, 132, dtype=torch.uint8)}, ValueError, "kv_cache .block_kv.*32, 64, 128.*48"),
         ({"kv_cache": torch.zeros(2, 32, 128, dtype=torch.uint8)}, ValueError, "kv_cache.*shape.*132.*128"),
@@ -363,7 +490,7 @@ def test_debug_mode_refuses_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"rope": "neox", "hadamard": True}])
+@pytest.mark.parametrize("options", [{}, {"rope": "neox", "hadamard": True}, {"fp4": True, "hadamard": True}])
 def test_gpu_other_keys_do_not_matter(options: dict[str, Any]) -> None:
     kwargs = make(300, **options)("cuda")
     whole, alone = kwargs["kv_cache"].clone(), kwargs["kv_cache"].clone()

@@ -1,7 +1,7 @@
-"""fused_indexer_q_rope_quant: index queries are rotated, transformed, cast to e4m3; their factors go into weights.
+"""fused_indexer_q_rope_quant: index queries are rotated, transformed, cast; the factors of e4m3 go into the weights.
 
     each head of each token is a row: rope, Hadamard and cast as in indexer_k_quant_and_cache.py, with sf a power of two
-    weights[t, h] = ((w[t, h] · sf) · softmax_scale) · head_scale, each product rounded to float32
+    weights[t, h] = ((w[t, h] · sf) · softmax_scale) · head_scale, each product rounded to float32; e2m1: without sf
 
 Four lanes take a row, a thread block 32 rows, heads of a token one after another: `lib/row_steps.py` shows which
 channels a lane has.
@@ -17,7 +17,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import launching, new, op
 from tk_core.scales import LIMITS
-from tk_indexer.lib.rows import DIMS, NUM_HEADS, ROPE_DIM, Transform, check_rope
+from tk_indexer.lib.rows import DIMS, FP4_DIMS, NUM_HEADS, ROPE_DIM, Transform, check_rope
 
 _THREADS = 128
 # Each access is clamped or guarded here.
@@ -26,9 +26,9 @@ _PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
 
 @kernel(pass_configs=_PASS_CONFIGS)
 def _fused_indexer_q_rope_quant_kernel(
-    num_heads: int, dim: int, alignment: int, weights_dtype: torch.dtype, transform: Transform, arch: Arch
+    num_heads: int, dim: int, alignment: int, weights_dtype: torch.dtype, fmt: str, transform: Transform, arch: Arch
 ) -> Any:
-    """Without rope, positions and table are None."""
+    """Without rope, positions and table are None; so is out_sf for e4m3."""
     import tilelang.language as T
 
     from tk_indexer.lib import row_steps as steps
@@ -38,6 +38,7 @@ def _fused_indexer_q_rope_quant_kernel(
     weights_stride = T.dynamic("weights_stride", "int64")
     rows = _THREADS // steps.LANES
     table_dtype = transform.table_dtype or torch.float32
+    is_fp4 = fmt == "e2m1"
 
     @T.prim_func
     def cast(
@@ -45,7 +46,8 @@ def _fused_indexer_q_rope_quant_kernel(
         q: T.StridedTensor((num_tokens, num_heads, dim), (*strides, 1), "bfloat16"),
         table: T.Tensor((num_positions, ROPE_DIM), T.dtype(table_dtype)),
         weights: T.StridedTensor((num_tokens, num_heads), (weights_stride, 1), T.dtype(weights_dtype)),
-        out: T.Tensor((num_tokens, num_heads, dim), "float8_e4m3fn"),
+        out: T.Tensor((num_tokens, num_heads, dim // 2 if is_fp4 else dim), "int8" if is_fp4 else "float8_e4m3fn"),
+        out_sf: T.Tensor((num_tokens, num_heads), "int32"),
         out_weights: T.Tensor((num_tokens, num_heads), "float32"),
         softmax_scale: T.float32,
         head_scale: T.float32,
@@ -59,12 +61,16 @@ def _fused_indexer_q_rope_quant_kernel(
             # Past the last token, lanes repeat it, as they exchange values, and store nothing.
             token, head = T.min(row // num_heads, num_tokens - 1), row % num_heads
             values = steps.transformed_row(q, (token, head), table, positions, transform, alignment)
-            factors = steps.factors_of_row(values, True, least_amax)
+            factors = steps.factors_of_row(values, fmt, True, least_amax)
             if row // num_heads < num_tokens:
-                steps.store_codes(values, factors[1], out, (token, head), 0)
+                steps.store_codes(values, factors, fmt, out, (token, head), 0)
                 if thread % steps.LANES == 0:
                     weight = T.cast(weights[token, head], "float32")
-                    out_weights[token, head] = weight * factors[0] * softmax_scale * head_scale
+                    if is_fp4:
+                        T.stg32(out_sf[token, head], steps.sf_word(factors, fmt))
+                        out_weights[token, head] = weight * softmax_scale * head_scale
+                    else:
+                        out_weights[token, head] = weight * factors[0, 0] * softmax_scale * head_scale
 
     return cast
 
@@ -82,13 +88,14 @@ def fused_indexer_q_rope_quant(
     fmt: str = "e4m3",
     rope_first: bool = True,
     hadamard: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Cast index queries to e4m3, a factor for each head, and multiply the heads' weights by their factors.
+) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+    """Cast index queries to e4m3 or FP4, and multiply the heads' weights by what scores need beside them.
 
     Each head of each token is rotated, transformed and cast exactly as a key is by `indexer_k_quant_and_cache` with
-    scale_fmt "ue8m0". Then weights become ((w * sf) * softmax_scale) * head_scale, each product rounded to float32.
-    With TK_DEBUG=1, positions that are too large raise. Name and arguments before the `*` are vLLM's. Queries in FP4
-    are not taken yet.
+    scale_fmt "ue8m0". Then weights become ((w * sf) * softmax_scale) * head_scale, each product rounded to float32;
+    with e2m1, whose factors are the second of a pair, (w * softmax_scale) * head_scale. With TK_DEBUG=1, positions that
+    are too large raise. Name and arguments before the `*` are vLLM's; `fused_indexer_q_rope_quant_v4` has those of its
+    function for DeepSeek V4.
 
     Args:
         positions: int64 (T), contiguous, for D of 64 or 128; clamped to 0 ... P - 1. None: nothing is rotated.
@@ -98,12 +105,13 @@ def fused_indexer_q_rope_quant(
         softmax_scale: Finite.
         head_scale: Finite.
         is_neox: Whether channel i is paired with i + 32, else 2i with 2i + 1.
-        fmt: "e4m3".
+        fmt: "e4m3", or, with D of 64 or 128, "e2m1".
         rope_first: Whether the first 64 channels are rotated, else the last.
         hadamard: Whether each head is multiplied by the Hadamard matrix.
 
     Returns:
-        float8_e4m3fn (T, H, D) and float32 (T, H).
+        `(q, weights)`: float8_e4m3fn (T, H, D), and float32 (T, H); with e2m1 `((q, sf), weights)`: int8 (T, H, D / 2),
+        two codes a byte, the even channel in the low nibble, and int32 (T, H), byte b for channels 32 b … 32 b + 31.
 
     Raises:
         TypeError: An argument has the wrong type or dtype.
@@ -118,16 +126,38 @@ def fused_indexer_q_rope_quant(
     check.tensor("weights", weights, floats, (num_tokens, num_heads), layout="rows", device=q.device)
     check.number("softmax_scale", softmax_scale)
     check.number("head_scale", head_scale)
-    check.one_of("fmt", fmt, ("e4m3",))
+    check.one_of("fmt", fmt, ("e4m3", "e2m1") if dim in FP4_DIMS else ("e4m3",))
     for name, flag in (("is_neox", is_neox), ("rope_first", rope_first), ("hadamard", hadamard)):
         check.flag(name, flag)
     check_rope(positions, cos_sin_cache, num_tokens, q)
-    out = new(q.new_empty, (num_tokens, num_heads, dim), dtype=torch.float8_e4m3fn)
-    out_weights = new(q.new_empty, (num_tokens, num_heads), dtype=torch.float32)
-    if launching(out, out_weights):
+    is_fp4, shape = fmt == "e2m1", (num_tokens, num_heads)
+    data_type = torch.int8 if is_fp4 else torch.float8_e4m3fn
+    out = new(q.new_empty, (*shape, dim // 2 if is_fp4 else dim), dtype=data_type)
+    out_sf = new(q.new_empty, shape, dtype=torch.int32) if is_fp4 else None
+    out_weights = new(q.new_empty, shape, dtype=torch.float32)
+    if launching(out, out_sf, out_weights):
         transform = Transform.of(cos_sin_cache, rope_first, is_neox, hadamard)
-        key = num_heads, dim, check.row_alignment(q), weights.dtype, transform
+        key = num_heads, dim, check.row_alignment(q), weights.dtype, fmt, transform
         launch = _fused_indexer_q_rope_quant_kernel(*key, get_arch(q.device))
-        factors = float(softmax_scale), float(head_scale), LIMITS["e4m3"][1]
-        launch(positions, q, cos_sin_cache, weights, out, out_weights, *factors)
-    return out, out_weights
+        factors = float(softmax_scale), float(head_scale), LIMITS[fmt][1]
+        launch(positions, q, cos_sin_cache, weights, out, out_sf, out_weights, *factors)
+    return (out if out_sf is None else (out, out_sf)), out_weights
+
+
+def fused_indexer_q_rope_quant_v4(
+    positions: Tensor,
+    q: Tensor,
+    cos_sin_cache: Tensor,
+    weights: Tensor,
+    softmax_scale: float,
+    head_scale: float,
+    use_fp4: bool = False,
+) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+    """`fused_indexer_q_rope_quant` by the arguments of vLLM's function for DeepSeek V4, which has the same name.
+
+    The last 64 channels are rotated, 2i with 2i + 1. The same results and errors.
+    """
+    check.flag("use_fp4", use_fp4)
+    operands = positions, q, cos_sin_cache, weights, softmax_scale, head_scale
+    fmt = "e2m1" if use_fp4 else "e4m3"
+    return fused_indexer_q_rope_quant(*operands, is_neox=False, fmt=fmt, rope_first=False)

@@ -1,4 +1,4 @@
-"""Steps on rows in registers: load, rotate, transform, cast to e4m3. Four lanes have a row.
+"""Steps on rows in registers: load, rotate, transform, cast to e4m3 or e2m1. Four lanes have a row.
 
 A lane has of each 32 channels eight neighbours, one 16-byte load of bfloat16, so D / 4 in all:
 
@@ -7,15 +7,16 @@ A lane has of each 32 channels eight neighbours, one 16-byte load of bfloat16, s
 
 The two channels of a rotated pair, and of a butterfly of stride 1, 2, 4, 32 or 64, are in one lane; those of the
 strides 8 and 16 are in neighbours, which exchange values. A tile has one layout in a loop, which is why these steps are
-written per lane. Each makes new values. Kernels import this module in their builder, as it imports TileLang.
+written per lane. Each makes new values. A group, which has a factor, is the row for e4m3, and for e2m1 32 channels, of
+which a lane has eight. Kernels import this module in their builder, as it imports TileLang.
 """
 
 from typing import Any
 
 import tilelang.language as T
 
-from tk_core.macros.quantize import MAGNITUDE_BITS, encode_e4m3, raised, sf_of_amax
-from tk_indexer.lib.rows import ROPE_DIM, Transform
+from tk_core.macros.quantize import MAGNITUDE_BITS, encode_e2m1, encode_e4m3, raised, sf_of_amax
+from tk_indexer.lib.rows import FP4_GROUP, ROPE_DIM, Transform
 
 LANES = 4
 """Lanes that share a row."""
@@ -132,25 +133,46 @@ def transformed_row(
 
 
 @T.macro
-def factors_of_row(values: T.Buffer, round_sf: bool, least_amax: T.float32) -> T.Buffer:
-    """[sf, factor] of a row of which four lanes have the values, as `sf_of_amax`."""
-    amax = T.alloc_var("int32", init=0)
-    factors = T.alloc_local((2,), "float32")
-    for i in T.unroll(values.shape[0]):
-        amax = T.max(amax, T.reinterpret(values[i], "int32") & MAGNITUDE_BITS)
-    for step in T.unroll(2):
-        amax = T.max(amax, T.shfl_xor(amax, 1 << step))
-    amax = raised(amax, least_amax)
-    factors[0], factors[1] = sf_of_amax(amax, "e4m3", round_sf)
+def factors_of_row(values: T.Buffer, fmt: str, round_sf: bool, least_amax: T.float32) -> T.Buffer:
+    """[sf, factor] of each group of a row of which four lanes have the values, as `sf_of_amax`; float32 (groups, 2)."""
+    num_groups = values.shape[0] * LANES // FP4_GROUP if fmt == "e2m1" else 1
+    size = values.shape[0] // num_groups
+    factors = T.alloc_local((num_groups, 2), "float32")
+    amax = T.alloc_var("int32")
+    for group in T.unroll(num_groups):
+        amax = 0
+        for i in T.unroll(size):
+            amax = T.max(amax, T.reinterpret(values[group * size + i], "int32") & MAGNITUDE_BITS)
+        for step in T.unroll(2):
+            amax = T.max(amax, T.shfl_xor(amax, 1 << step))
+        amax = raised(amax, least_amax)
+        factors[group, 0], factors[group, 1] = sf_of_amax(amax, fmt, round_sf)
     return factors
 
 
 @T.macro
-def store_codes(values: T.Buffer, factor: T.float32, out: T.Buffer, row: tuple[Any, ...], first: Any) -> None:
-    """Store the e4m3 codes of values · factor to out[*row, first:], whose elements are bytes."""
-    scaled, words = T.alloc_local((_VECTOR,), "float32"), T.alloc_local((2,), "uint32")
-    for v in T.unroll(values.shape[0] // _VECTOR):
+def sf_word(factors: T.Buffer, fmt: str) -> T.PrimExpr:
+    """A row's four bytes of sf, uint32: a float32, or UE8M0 of each group, then zeros."""
+    word = T.alloc_var("uint32", init=T.reinterpret(factors[0, 0], "uint32"))
+    if fmt == "e2m1":
+        word = 0
+        for group in T.unroll(factors.shape[0]):
+            word = word | (T.reinterpret(factors[group, 0], "uint32") >> T.uint32(23) << T.uint32(8 * group))
+    return word
+
+
+@T.macro
+def store_codes(values: T.Buffer, factors: T.Buffer, fmt: str, out: T.Buffer, row: tuple[Any, ...], first: Any) -> None:
+    """Store the codes of values times their groups' factors to out[*row, first:], whose elements are bytes."""
+    scaled = T.alloc_local((_VECTOR,), "float32")
+    words = T.alloc_local((1 if fmt == "e2m1" else 2,), "uint32")
+    num_vectors = values.shape[0] // _VECTOR
+    for v in T.unroll(num_vectors):
         for j in T.unroll(_VECTOR):
-            scaled[j] = values[v * _VECTOR + j] * factor
-        encode_e4m3(scaled, words)
-        T.stg64(out[*row, first + (v * LANES + _lane()) * _VECTOR], words[0:2])
+            scaled[j] = values[v * _VECTOR + j] * factors[v * factors.shape[0] // num_vectors, 1]
+        if fmt == "e2m1":
+            encode_e2m1(scaled, words, True)
+            T.stg32(out[*row, first + (v * LANES + _lane()) * (_VECTOR // 2)], words[0])
+        else:
+            encode_e4m3(scaled, words)
+            T.stg64(out[*row, first + (v * LANES + _lane()) * _VECTOR], words[0:2])

@@ -11,6 +11,12 @@ NUM_HEADS = (16, 32, 64)
 """Heads of a query."""
 DIMS = (32, 64, 128)
 """Channels of a query's head, and of a key."""
+FP4_DIMS = (64, 128)
+"""The same in FP4."""
+FP4_DTYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
+"""Dtypes of tensors with two e2m1 codes a byte, the even channel in the low nibble."""
+FP4_GROUP = 32
+"""Channels that share a factor in FP4."""
 ROPE_DIM = 64
 """Channels that a position rotates."""
 

@@ -3,10 +3,14 @@
 import torch
 from torch import Tensor
 
-from tk_core.reference.quantize import encode_e4m3, quantization_factors
+from tk_core.reference.quantize import decode_e2m1, encode_e2m1, encode_e4m3, quantization_factors
+from tk_core.reference.scales import decode_ue8m0
 from tk_core.scales import LIMITS
 
 _ROPE_DIM = 64
+_FP4_GROUP = 32
+_LOG2_OF_ROOM = 6
+"""Between e2m1 and e4m3: 6 · 2⁶ = 384."""
 _NAN_BITS = 0x7FFFFFFF
 
 
@@ -23,14 +27,15 @@ def indexer_k_quant_and_cache(
     is_neox: bool = True,
     hadamard: bool = False,
 ) -> None:
-    """Cast the transformed rows of k by `quantize_rows`, and write each to its slot, if it has one."""
+    """Cast the transformed rows of k, and write each to its slot, if it has one."""
     num_blocks, block_kv, dim = kv_cache.shape[0], kv_cache.shape[1], k.shape[1]
     x = transformed_rows(k, positions, cos_sin_cache, rope_first, is_neox, hadamard)
-    data, sf = quantize_rows(x, scale_fmt == "ue8m0")
+    is_fp4 = quant_block_size < dim
+    data, sf = quantize_rows_to_fp4(x) if is_fp4 else quantize_rows(x, scale_fmt == "ue8m0")
     is_slot = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_kv)
     slots = slot_mapping[is_slot]
     blocks, keys = slots // block_kv, slots % block_kv
-    of_data, of_sf = parts_of_cache(kv_cache, dim)
+    of_data, of_sf = parts_of_cache(kv_cache, data.shape[1])
     of_data[blocks, keys] = data.view(torch.uint8)[is_slot]
     of_sf[blocks, keys] = sf[:, None].view(torch.uint8)[is_slot]
 
@@ -47,10 +52,15 @@ def fused_indexer_q_rope_quant(
     fmt: str = "e4m3",
     rope_first: bool = True,
     hadamard: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Cast the transformed heads by `quantize_rows`; multiply the weights, one factor after another."""
-    data, sf = quantize_rows(transformed_rows(q, positions, cos_sin_cache, rope_first, is_neox, hadamard), True)
-    products = weights.float() * sf
+) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+    """Cast the transformed heads; multiply the weights, one factor after another."""
+    x = transformed_rows(q, positions, cos_sin_cache, rope_first, is_neox, hadamard)
+    products = weights.float()
+    if fmt == "e2m1":
+        data = quantize_rows_to_fp4(x)
+    else:
+        data, sf = quantize_rows(x, True)
+        products = products * sf
     for factor in (softmax_scale, head_scale):
         products = products * torch.full((), factor, dtype=torch.float32, device=q.device)
     return data, products
@@ -110,15 +120,39 @@ def quantize_rows(x: Tensor, round_sf: bool) -> tuple[Tensor, Tensor]:
     return encode_e4m3(x * factor[..., None]), torch.where(sf.isnan(), nan, sf)
 
 
+def quantize_rows_to_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`(data, sf)` of float32 rows (..., D): e2m1, int8 (..., D / 2), and UE8M0 of 32 channels each, int32 (...)."""
+    groups = x.unflatten(-1, (-1, _FP4_GROUP))
+    sf, factor = quantization_factors(groups.abs().amax(dim=-1), "e2m1", True, LIMITS["e2m1"][1])
+    exponents = ((sf.view(torch.int32) >> 23) & 0xFF).to(torch.uint8)
+    exponents = torch.nn.functional.pad(exponents, (0, 4 - exponents.shape[-1]))
+    return encode_e2m1((groups * factor[..., None]).flatten(-2)), exponents.view(torch.int32)[..., 0]
+
+
+def widen_rows(data: Tensor, sf: Tensor) -> tuple[Tensor, Tensor]:
+    """e2m1 (..., D / 2) and UE8M0 int32 (...) to e4m3 (..., D) and float32 (...): row factors, values unchanged.
+
+    A row's factor has the biased exponent max(E - 6, 1), E that of its largest group. Values of groups whose factor is
+    more than 2¹⁴ below are rounded.
+    """
+    exponents = sf[..., None].view(torch.uint8)[..., : 2 * data.shape[-1] // _FP4_GROUP].int()
+    largest = exponents.amax(dim=-1, keepdim=True)
+    of_row = (largest - _LOG2_OF_ROOM).clamp(min=1)
+    # 2⁻¹²⁶ already rounds every code to zero.
+    powers = (((exponents - of_row).clamp(min=-126) + 127) << 23).view(torch.float32)
+    values = decode_e2m1(data).unflatten(-1, (-1, _FP4_GROUP)) * powers[..., None]
+    return encode_e4m3(values.flatten(-2)), decode_ue8m0(torch.where(largest == 255, 255, of_row))[..., 0]
+
+
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Tensor, dst_k: Tensor, dst_scale: Tensor, block_table: Tensor, cu_seq_lens: Tensor
 ) -> None:
-    """Copy each row's key from the cache, zeros from holes; rows of no sequence stay."""
+    """Copy each row's key from the cache, or widen it; zeros from holes; rows of no sequence stay."""
     num_blocks, block_kv = kv_cache.shape[:2]
-    (num_rows, key_bytes), (num_seqs, num_pages) = dst_k.shape, block_table.shape
+    num_rows, num_pages = dst_k.shape[0], block_table.shape[1]
     row = torch.arange(num_rows, device=dst_k.device, dtype=torch.int32)
     seq = torch.searchsorted(cu_seq_lens, row, right=True) - 1
-    is_written = (seq >= 0) & (seq < num_seqs)
+    is_written = (seq >= 0) & (seq < len(block_table))
     row, seq = row[is_written], seq[is_written]
     index = row - cu_seq_lens[seq]
     page = index // block_kv
@@ -126,7 +160,14 @@ def cp_gather_indexer_k_quant_cache(
     blocks = torch.full_like(index, -1)
     blocks[is_key] = block_table[seq[is_key], page[is_key]]
     is_key = (blocks >= 0) & (blocks < num_blocks)
-    for out, part in zip((dst_k, dst_scale), parts_of_cache(kv_cache, key_bytes)):
-        found = torch.zeros((len(row), part.shape[-1]), dtype=torch.uint8, device=dst_k.device)
-        found[is_key] = part[blocks[is_key], index[is_key] % block_kv]
-        out.view(num_rows, part.shape[-1] // out.element_size()).view(torch.uint8)[row] = found
+    data, sf = (
+        part[blocks[is_key], index[is_key] % block_kv] for part in parts_of_cache(kv_cache, kv_cache.shape[-1] - 4)
+    )
+    if dst_k.shape[1] * dst_k.element_size() > data.shape[1]:
+        data, sf = widen_rows(data, sf.view(torch.int32)[:, 0])
+        sf = sf[:, None]
+    for out, part in zip((dst_k, dst_scale), (data, sf)):
+        part = part.view(torch.uint8)
+        found = torch.zeros((len(row), part.shape[1]), dtype=torch.uint8, device=dst_k.device)
+        found[is_key] = part
+        out.view(num_rows, part.shape[1] // out.element_size()).view(torch.uint8)[row] = found
