@@ -5,6 +5,9 @@ from .casts.fused_indexer_q_rope_quant import fused_indexer_q_rope_quant_v4 as f
 from .casts.indexer_k_quant_and_cache import indexer_k_quant_and_cache as indexer_k_quant_and_cache
 from .scores.dense import fp8_fp4_mqa_logits as fp8_fp4_mqa_logits
 from .scores.dense import fp8_mqa_logits as fp8_mqa_logits
+from .scores.paged import fp8_fp4_paged_mqa_logits as fp8_fp4_paged_mqa_logits
+from .scores.paged import fp8_paged_mqa_logits as fp8_paged_mqa_logits
+from .scores.paged import get_paged_mqa_logits_metadata as get_paged_mqa_logits_metadata
 from .selection.topk_indices import topk_indices as topk_indices
 
 __version__: str

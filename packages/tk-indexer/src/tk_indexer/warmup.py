@@ -36,6 +36,8 @@ class Profile:
     """Dtypes of keys that are cast."""
     block_kv: int = 64
     """Keys of a block of the cache."""
+    next_n: tuple[int, ...] = (1,)
+    """Queries of a sequence that a step of decoding scores, 1 to 8; without any, none are scored in a paged cache."""
     operands: tuple[Literal["e4m3", "e2m1"], ...] = ("e4m3",)
     """Dtypes of index queries and keys; without any, none are cast and no scores are computed."""
 
@@ -50,6 +52,7 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _cast_calls(profile, num_tokens, fmt)
     if "e4m3" in profile.operands:
         yield from _score_calls(profile, num_tokens)
+        yield from _paged_calls(profile, num_tokens)
 
 
 def _cast_calls(profile: Profile, num_tokens: int, fmt: str) -> Iterator[Call]:
@@ -88,3 +91,16 @@ def _score_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         operands = (q, None), (k, empty(profile.max_keys)), empty(num_tokens, profile.index_heads)
         dtype = getattr(torch, dtype)
         yield call(tk_indexer.fp8_fp4_mqa_logits, *operands, window, window, logits_dtype=dtype)
+
+
+def _paged_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
+    cache = empty(64, profile.block_kv, profile.index_dim + 4, dtype=torch.uint8)
+    tables = empty(num_tokens, 64, dtype=torch.int32), empty(2, 2, dtype=torch.int32)
+    for next_n in profile.next_n:
+        lengths = empty(num_tokens, next_n, dtype=torch.int32)
+        yield call(tk_indexer.get_paged_mqa_logits_metadata, lengths, profile.block_kv, 1)
+        q = empty(num_tokens, next_n, profile.index_heads, profile.index_dim, dtype=torch.float8_e4m3fn)
+        operands = (q, None), cache, empty(num_tokens * next_n, profile.index_heads), lengths, *tables
+        for dtype in profile.logits:
+            options = {"logits_dtype": getattr(torch, dtype)}
+            yield call(tk_indexer.fp8_fp4_paged_mqa_logits, *operands, profile.max_keys, **options)

@@ -1,4 +1,4 @@
-"""Machine code of the dense scores' kernel on Hopper: what ptxas makes of a step decides how fast it is."""
+"""Machine code of the scores' kernels on Hopper: what ptxas makes of a step decides how fast it is."""
 
 import re
 
@@ -7,8 +7,9 @@ import torch
 
 from tk_core.arch import arch_from_name
 from tk_core.testing.sass import count, loops_with
-from tk_core.testing.usage import machine_code
+from tk_core.testing.usage import ResourceUsage, machine_code
 from tk_indexer.scores.dense import dense_logits_kernel
+from tk_indexer.scores.paged import paged_logits_kernel
 
 pytestmark = pytest.mark.compile
 
@@ -34,6 +35,36 @@ def test_a_step(num_heads: int, dim: int, dtype: torch.dtype, most: int) -> None
         assert found["LDG"] == 0
         assert found["R2UR"] <= 4, "expected descriptors in uniform registers"
         assert len(loop) <= most
+    check_resources(sass, usage)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "dim", "next_n", "block_kv", "dtype", "elements", "most"),
+    [
+        (64, 128, 1, 64, torch.float32, 32, 150),
+        (64, 128, 3, 64, torch.bfloat16, 64, 240),
+        (16, 32, 5, 32, torch.float32, 40, 215),
+        (32, 64, 3, 128, torch.float32, 48, 210),
+    ],
+)
+def test_a_chunk_of_pages(
+    num_heads: int, dim: int, next_n: int, block_kv: int, dtype: torch.dtype, elements: int, most: int
+) -> None:
+    """A loop for each warpgroup, of one product: for each element of a lane a maximum and a fused multiply-add."""
+    sass, usage = machine_code(paged_logits_kernel, num_heads, dim, next_n, block_kv, dtype, ARCH)
+    loops = loops_with(sass, "GMMA")
+    assert len(loops) == 3
+    for loop in loops:
+        found = count(loop)
+        assert found["QGMMA"] == dim // 32
+        assert sum("GMMA" in code and "gsb0" in code for code in loop) == 1
+        assert found["FMNMX"] == found["FFMA"] == elements
+        assert found["LDG"] == 0
+        assert len(loop) <= most
+    check_resources(sass, usage)
+
+
+def check_resources(sass: str, usage: dict[str, ResourceUsage]) -> None:
     assert "FMNMX.NAN" in sass
     assert not re.search(r"\b(STL|LDL)\b", sass), "registers were spilled"
     (used,) = usage.values()

@@ -2,4 +2,6 @@ from .casts import cp_gather_indexer_k_quant_cache as cp_gather_indexer_k_quant_
 from .casts import fused_indexer_q_rope_quant as fused_indexer_q_rope_quant
 from .casts import indexer_k_quant_and_cache as indexer_k_quant_and_cache
 from .scores import fp8_fp4_mqa_logits as fp8_fp4_mqa_logits
+from .scores import fp8_fp4_paged_mqa_logits as fp8_fp4_paged_mqa_logits
+from .scores import get_paged_mqa_logits_metadata as get_paged_mqa_logits_metadata
 from .selection import topk_indices as topk_indices

@@ -4,10 +4,13 @@ import torch
 from torch import Tensor
 
 from tk_core.math import align
+from tk_indexer.reference.casts import parts_of_cache
 
 _CHUNK_BYTES = 256 << 20
 """The most that the products of some rows and all keys take, if those of a row take no more."""
 _ROW_BYTES = 1024
+_CHUNK_KEYS = 64
+"""Keys between two places at which a thread block may begin."""
 
 
 def fp8_fp4_mqa_logits(
@@ -43,4 +46,62 @@ def fp8_fp4_mqa_logits(
         scores = (heads.sum(dim=1) * sf.double()).float()
         scores = scores.gather(1, keys[rows].clamp(max=num_keys - 1))
         out[rows] = torch.where(is_inside[rows], scores, -torch.inf).to(logits_dtype)
+    return out
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
+) -> Tensor:
+    """Thread block i begins at chunk total * i // num_sms of all sequences' chunks, one after another."""
+    device = context_lens.device
+    chunks = -(-context_lens.long().clamp(min=0).amax(dim=1) // _CHUNK_KEYS)
+    ends = chunks.cumsum(0)
+    total = chunks.sum()
+    place = torch.arange(num_sms + 1, device=device) * total // num_sms
+    seq = torch.searchsorted(ends, place, right=True)
+    begins = torch.cat((ends - chunks, total[None]))
+    schedule = torch.stack((seq, place - begins[seq]), dim=1)
+    schedule[0] = 0
+    return schedule.int()
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor,
+    max_context_len: int,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """The scores of each sequence's pages, in float64 up to the last rounding; schedule_meta and indices do not matter.
+
+    Columns behind the lengths are -inf with and without clean_logits.
+    """
+    data = q[0]
+    num_seqs, next_n, num_heads, dim = data.shape
+    num_blocks, block_kv, num_pages = *kv_cache.shape[:2], block_table.shape[1]
+    k, sf = parts_of_cache(kv_cache, dim)
+    stride = align(max_context_len, _ROW_BYTES // logits_dtype.itemsize)
+    shape = num_seqs * next_n, max_context_len
+    out = data.new_empty_strided(shape, (stride, 1), dtype=logits_dtype).fill_(-torch.inf)
+    scores = out.view(num_seqs, next_n, max_context_len)
+    weights = weights.double().view(num_seqs, next_n, num_heads, 1)
+    step = max(_CHUNK_BYTES // (8 * next_n * num_heads) // block_kv, 1)
+    for seq in range(num_seqs if num_blocks else 0):
+        for first in range(0, min(num_pages, -(-max_context_len // block_kv)), step):
+            blocks = block_table[seq, first : first + step].long()
+            is_listed = (blocks >= 0) & (blocks < num_blocks)
+            blocks = blocks.where(is_listed, 0)
+            keys = k[blocks].flatten(0, 1).view(torch.float8_e4m3fn).double()
+            factors = sf[blocks].flatten(0, 1).contiguous().view(torch.float32).double()[:, 0]
+            products = (data[seq].double().flatten(0, 1) @ keys.t()).view(next_n, num_heads, -1)
+            found = (products.clamp_(min=0).mul_(weights[seq]).sum(dim=1) * factors).float()
+            column = first * block_kv + torch.arange(len(keys), device=data.device)
+            is_seen = is_listed.repeat_interleave(block_kv) & (column < context_lens[seq][:, None])
+            found = torch.where(is_seen, found, -torch.inf)[:, : max_context_len - first * block_kv]
+            scores[seq, :, first * block_kv : first * block_kv + found.shape[1]] = found.to(logits_dtype)
     return out
