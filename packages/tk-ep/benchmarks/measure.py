@@ -1,4 +1,4 @@
-"""Times of dispatch and combine on several GPUs, beside those of the copy engine, of NCCL and of a local copy.
+"""Times of calls on several GPUs, beside those of the copy engine, of NCCL and of a local copy.
 
     torchrun --nproc-per-node 4 packages/tk-ep/benchmarks/measure.py --results nvidia-h100.jsonl
 
@@ -14,9 +14,9 @@ A row of the results, a JSON line, has a call's time `us`, the slowest rank's me
     kernels_us       the mean time of each kernel on rank 0, waits included
 
 Local bytes: dispatch reads the tokens received and writes its rows, those named "zeroed" their padding, too; combine
-reads the rows that come back and writes its tokens. Calls of the symmetric backend are timed in a CUDA graph of several
-calls, those of NCCL from the host. On CPUs only the collective backend is timed, by the host's clock, which shows that
-the program runs.
+reads the rows that come back and writes its tokens; pp_recv reads a slot and writes its tensor. Calls of the symmetric
+backend are timed in a CUDA graph of several calls, those of NCCL from the host. On CPUs only the collective backend is
+timed, by the host's clock, which shows that the program runs.
 """
 
 import os
@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -243,6 +244,30 @@ def all_to_all(bench: Bench, num_bytes: int) -> float:
     return bench.time(lambda: dist.all_to_all_single(received, sent, sizes, sizes))
 
 
+def copies_of(bench: Bench, backend: str, num_bytes: int) -> list[Case]:
+    """all_gather of num_bytes of each rank, in place, and num_bytes once round the ring; both take no event."""
+    num_ranks, x = bench.num_ranks, torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device)
+    hint = tk_ep.ElasticBuffer.get_agrs_buffer_size_hint(dist.group.WORLD, num_ranks * num_bytes)
+    gathering = tk_ep.ElasticBuffer(dist.group.WORLD, num_bytes=hint, backend=backend)
+    gathering.agrs_set_config(num_ranks * num_bytes, 1)
+    hint = tk_ep.ElasticBuffer.get_pp_buffer_size_hint(num_bytes, 2)
+    sending = tk_ep.ElasticBuffer(dist.group.WORLD, num_bytes=hint, backend=backend)
+    sending.pp_set_config(num_bytes, 2)
+
+    def all_gather(_: bool) -> None:
+        with gathering.agrs_new_session():
+            gathering.all_gather(gathering.agrs_get_inplace_tensor((num_bytes,), torch.uint8))[-1]()
+
+    def send_and_receive(_: bool) -> None:
+        sending.pp_send(x, (bench.rank + 1) % num_ranks)
+        sending.pp_recv(x, (bench.rank - 1) % num_ranks)
+
+    return [
+        Case("all_gather", all_gather, (num_ranks - 1) * num_bytes, 0),
+        Case("pp_send, pp_recv", send_and_receive, num_bytes, 2 * num_bytes),
+    ]
+
+
 def main(
     tokens: Annotated[list[int], typer.Option(help="Tokens of a rank; may be repeated.")] = (
         1,
@@ -256,6 +281,7 @@ def main(
     experts: int = 256,
     topk: int = 8,
     sms: Annotated[list[int], typer.Option(help="The most SMs that sending takes; may be repeated.")] = (24, 48),
+    copies: Annotated[list[int], typer.Option(help="MiB that all_gather and pp_send move; may be repeated.")] = (1, 64),
     skew: Annotated[float, typer.Option(help="Added to the scores, 0 to 1, of rank 0's experts.")] = 0.0,
     only: Annotated[str, typer.Option(help="A part of the names of calls.")] = "",
     results: Annotated[Path | None, typer.Option(help="A file to which rows are appended, as JSON lines.")] = None,
@@ -269,6 +295,11 @@ def main(
     bench = Bench(device, results)
     backends = {"symmetric": sms, "collective": sms[:1]} if is_cuda else {"collective": sms[:1]}
     rate = bench.copy_rate() if is_cuda else None
+    for mib, backend in product(copies if bench.num_ranks > 1 else (), backends):
+        for case in copies_of(bench, backend, mib << 20):
+            if only in case.name:
+                row = {"call": case.name, "backend": backend, "mib": mib}
+                bench.write(row | bounds(bench, case, backend == "symmetric", rate))
     for num_tokens in tokens:
         topk_idx = choose_experts(bench, num_tokens, experts, topk, skew)
         sizes = {"num_max_tokens_per_rank": num_tokens, "hidden": hidden, "num_topk": topk}
@@ -289,14 +320,22 @@ def main(
     dist.destroy_process_group()
 
 
-def measure(bench: Bench, case: Case, in_graph: bool, rate: float | None) -> dict[str, Any]:
-    """A case's time and bounds."""
+def bounds(bench: Bench, case: Case, in_graph: bool, rate: float | None) -> dict[str, Any]:
+    """A case's time, and what bounds it on GPUs."""
     row: dict[str, Any] = {"us": bench.time(lambda: case.run(False), in_graph)}
     row["remote_bytes"], row["local_bytes"] = (int(bench.most(each)) for each in case[2:])
     if rate is None or bench.num_ranks == 1:
         return row
     row["copy_engine_us"], row["local_us"] = bench.copy_engine(row["remote_bytes"]), row["local_bytes"] / rate
     row["of_bound"] = row["us"] / (row["copy_engine_us"] + row["local_us"])
+    return row
+
+
+def measure(bench: Bench, case: Case, in_graph: bool, rate: float | None) -> dict[str, Any]:
+    """A case's time and bounds, and on GPUs what its kernels take, and what it takes beside a product."""
+    row = bounds(bench, case, in_graph, rate)
+    if "of_bound" not in row:
+        return row
     if not in_graph:
         return row | {"all_to_all_us": all_to_all(bench, row["remote_bytes"])}
     row["kernels_us"] = bench.kernels(lambda: case.run(False))

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tk_core.testing import assert_equal
 from tk_ep import ElasticBuffer, EPHandle, EPTimeoutError, UnsupportedTopologyError, reference
 
 from .compare import HIDDEN, OfBuffer, compare
-from .ranks import Here, raises
+from .ranks import Here, capturing, raises
 from .routing import Routing, choose, random_routing, tokens, weights
 
 LIMIT = 60
@@ -391,11 +391,6 @@ def streams_and_events(here: Here) -> None:
     comm.synchronize()
     assert side.query()
     buffer.destroy()
-
-
-def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-    """Like torch.cuda.graph, while NCCL's own thread may look at its events."""
-    return torch.cuda.graph(graph, capture_error_mode="thread_local")
 
 
 def graphs(here: Here) -> None:

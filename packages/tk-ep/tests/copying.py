@@ -1,21 +1,24 @@
 """Cases of the calls that move tensors without routing: all_gather, pp_send and pp_recv, engram_fetch."""
 
+import os
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tk_core.testing import assert_equal
-from tk_ep import ElasticBuffer
+from tk_ep import ElasticBuffer, EPTimeoutError
 
-from .ranks import Here, raises
+from .ranks import Here, capturing, raises
 
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64, torch.bool)
 
 
 def make(here: Here, num_bytes: int) -> ElasticBuffer:
     """A buffer of so many bytes."""
-    return ElasticBuffer(here.world, num_bytes=num_bytes, num_cpu_timeout_secs=60)
+    limits = {"num_cpu_timeout_secs": 60, "num_gpu_timeout_secs": 60}
+    return ElasticBuffer(here.world, num_bytes=num_bytes, backend=here.backend, **limits)
 
 
 def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -188,6 +191,99 @@ def faults_of_set_up(here: Here) -> None:
     buffer.engram_write(storage.requires_grad_())
     assert buffer.engram_fetch(torch.zeros((2, 3), dtype=torch.int32, device=here.device))()[0].shape == (2, 48)
     buffer.destroy()
+
+
+def graphs_of_copies(here: Here) -> None:
+    """Replays on other tensors, in turn with eager calls on the same buffers, ranks late now and then."""
+    gathering, sending, fetching = (make(here, 4 << 20) for _ in range(3))
+    gathering.agrs_set_config(1 << 20, 2)
+    sending.pp_set_config(4096, 3)
+    table = numbers(0, (9 * here.num_ranks, 64), torch.float32).to(here.device)
+    fetching.engram_write(table[9 * here.rank :][:9].clone())
+    after, before = ((here.rank + step) % here.num_ranks for step in (1, -1))
+    x, idx = torch.zeros(1000, device=here.device), torch.zeros((5, 3), dtype=torch.int32, device=here.device)
+
+    def call() -> list[Tensor]:
+        with gathering.agrs_new_session():
+            in_place = gathering.agrs_get_inplace_tensor((1000,), torch.float32).copy_(x)
+            one, wait = gathering.all_gather(in_place)
+            two, both, wait_for_two = gathering.all_gather((x + 1, x[:3]))
+            wait_for_two()
+            wait()
+            results = [each.clone() for each in (one, two, both)]
+        for number in range(2 if here.num_ranks > 1 else 0):
+            sending.pp_send(x + number, after)
+        for _ in range(2 if here.num_ranks > 1 else 0):
+            results.append(torch.empty_like(x))
+            sending.pp_recv(results[-1], before)
+        return [*results, fetching.engram_fetch(idx)()[0]]
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        captured = call()
+    for number in range(12):
+        x.fill_(100 * number + here.rank)
+        idx.copy_(numbers(number, (5, 3), torch.int32) % len(table))
+        time.sleep(0.02 if (number + here.rank) % 4 == 0 else 0)
+        results = captured
+        if number % 3 == 2:
+            results = call()
+        else:
+            graph.replay()
+        of_ranks = 100 * number + torch.arange(here.num_ranks, device=here.device)[:, None].expand(-1, 1000).float()
+        received = [of_ranks[before] + each for each in range(2 if here.num_ranks > 1 else 0)]
+        assert_equal(results, [of_ranks, of_ranks + 1, of_ranks[:, :3], *received, table[idx.long()].flatten(1)])
+
+    for call_in, match in (
+        (lambda: gathering.agrs_set_config(1 << 20, 2), "CUDA graphs cannot capture it"),
+        (lambda: gathering.all_gather(x), "expected the session to begin and end in one CUDA graph"),
+    ):
+        in_session = gathering.agrs_new_session(enabled="session" in match)
+        with in_session, raises(RuntimeError, match), capturing(torch.cuda.CUDAGraph()):
+            call_in()
+    for buffer in (gathering, sending, fetching):
+        buffer.destroy()
+
+
+def copies_without_rank_1(here: Here, how: Callable[[], None]) -> None:
+    """After rank 1 has met its fate, calls that wait for it end within the limit, and the buffers are failed."""
+    limits = {"num_gpu_timeout_secs": 1.0, "num_cpu_timeout_secs": 3.0, "backend": here.backend}
+    gathering, sending, fetching = (ElasticBuffer(here.world, num_bytes=2 << 20, **limits) for _ in range(3))
+    gathering.agrs_set_config(1024, 1)
+    gathering.create_agrs_session()
+    sending.pp_set_config(64, 1)
+    x = torch.zeros((1, 4), device=here.device)
+    fetching.engram_write(x)
+    if here.rank == 1:
+        how()
+    begin = time.monotonic()
+    is_symmetric = here.backend == "symmetric"
+
+    def ends(buffer: ElasticBuffer, op: str, call: Callable[[], object]) -> None:
+        with raises(EPTimeoutError, f"{op}: rank {here.rank} "):
+            call()
+            torch.cuda.synchronize()  # Where the GPU has waited, the host has not.
+            buffer.check()
+        with raises(EPTimeoutError, f"{op}: rank {here.rank} "):
+            buffer.destroy()
+
+    ends(gathering, "all_gather", lambda: gathering.all_gather(x)[-1]())
+    if abs(here.rank - 1) == 1:
+        ends(sending, "pp_recv", lambda: sending.pp_recv(x, 1))
+    indices = torch.zeros((1, 1), dtype=torch.int32, device=here.device) + 1
+    if is_symmetric:
+        # What rank 1 has stored stays: nobody waits for it.
+        assert_equal(fetching.engram_fetch(indices)()[0], x)
+    else:
+        ends(fetching, "engram_fetch", lambda: fetching.engram_fetch(indices)())
+    assert time.monotonic() - begin < 12
+
+
+def copies_with_rank_1_killed(here: Here) -> None:
+    """A rank that is gone without a word."""
+    copies_without_rank_1(here, lambda: os._exit(9))
 
 
 COPYING = (gathers, sends, fetches, faults_of_set_up)

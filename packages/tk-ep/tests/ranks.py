@@ -112,3 +112,8 @@ def raises(kind: type[Exception], *parts: str) -> Iterator[None]:
     assert raised, f"no {kind.__name__}"
     missing = [part for part in parts if part not in raised]
     assert not missing, f"no {missing} in {raised}"
+
+
+def capturing(graph: torch.cuda.CUDAGraph) -> contextlib.AbstractContextManager[None]:
+    """Like torch.cuda.graph, while NCCL's own thread may look at its events."""
+    return torch.cuda.graph(graph, capture_error_mode="thread_local")

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tk_ep import EPTimeoutError
-
 from . import cases
 from .cases import SHORT, make_buffer
-from .copying import COPYING
-from .ranks import Case, Here, raises, run
+from .copying import COPYING, copies_with_rank_1_killed
+from .ranks import Case, Here, run
 
 CASES = (
     cases.random_routings,
@@ -50,6 +48,9 @@ def a_benchmark(here: Here) -> None:
     assert moved["combine expanded"] == (2 * 256, (4 + 3) * 256)
     assert moved["combine expanded, all rows"] == (3 * 256, (6 + 3) * 256)
     assert len(moved) == 9
+    for case in measure.copies_of(bench, "collective", 4096):
+        assert bench.time(lambda case=case: case.run(False)) > 0
+        assert case.remote_bytes == 4096
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -57,26 +58,12 @@ def test_two_ranks(tmp_path: Path) -> None:
     run((*tests, a_benchmark), 2, tmp_path, limit=100)
 
 
-def rank_1_is_killed(here: Here) -> None:
-    """For calls without routing, too."""
-    gathering, sending, fetching = (make_buffer(here, num_cpu_timeout_secs=SHORT) for _ in range(3))
-    gathering.agrs_set_config(1024, 1)
-    gathering.create_agrs_session()
-    sending.pp_set_config(64, 1)
-    fetching.engram_write(torch.zeros(1, 4))
-    cases.rank_1_is_killed(here)
-    with raises(EPTimeoutError, "all_gather: rank"):
-        gathering.all_gather(torch.zeros(1))[-1]()
-    with raises(EPTimeoutError, "pp_recv: rank"):
-        sending.pp_recv(torch.zeros(1), 1)
-    with raises(EPTimeoutError, "engram_fetch: rank"):
-        fetching.engram_fetch(torch.tensor([[0, 1]], dtype=torch.int32))
-
-
 def rank_1_is_late(here: Here) -> None:
     cases.lose_rank_1(here, lambda: time.sleep(3 * SHORT))
 
 
-@pytest.mark.parametrize("case", [rank_1_is_killed, cases.rank_1_raises, rank_1_is_late])
+@pytest.mark.parametrize(
+    "case", [cases.rank_1_is_killed, copies_with_rank_1_killed, cases.rank_1_raises, rank_1_is_late]
+)
 def test_a_lost_rank(case: Case, tmp_path: Path) -> None:
     run([case], 3, tmp_path, limit=60, ended=[1] if case is not rank_1_is_late else [])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from . import cases
-from .copying import COPYING
+from .copying import COPYING, copies_with_rank_1_killed, fetches, gathers, graphs_of_copies
 from .ranks import Case, run
 
 ON_ONE = (
@@ -58,6 +58,13 @@ def test_symmetric(num_gpus: int, tmp_path: Path) -> None:
     run_on_gpus(tests, num_gpus, tmp_path, "symmetric")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_gpus", [1, *SEVERAL])
+def test_symmetric_copies(num_gpus: int, tmp_path: Path) -> None:
+    tests = (gathers, fetches) if num_gpus == 1 else COPYING
+    run_on_gpus((*tests, graphs_of_copies), num_gpus, tmp_path, "symmetric")
+
+
 @pytest.mark.gpu(gib=3)
 @pytest.mark.parametrize("num_gpus", SEVERAL)
 def test_nccl(num_gpus: int, tmp_path: Path) -> None:
@@ -66,7 +73,7 @@ def test_nccl(num_gpus: int, tmp_path: Path) -> None:
 
 @pytest.mark.gpu(gib=3)
 @pytest.mark.parametrize("num_gpus", SEVERAL)
-@pytest.mark.parametrize("case", [cases.rank_1_is_killed, cases.rank_1_raises])
+@pytest.mark.parametrize("case", [cases.rank_1_is_killed, cases.rank_1_raises, copies_with_rank_1_killed])
 @pytest.mark.parametrize("backend", ["symmetric", "collective"])
 def test_a_lost_rank(case: Case, backend: str, num_gpus: int, tmp_path: Path) -> None:
     run_on_gpus((case,), num_gpus, tmp_path, backend, ended=(1,))

@@ -1,14 +1,14 @@
-"""What context parallelism calls, over the group's collectives: the ranks' tensors are gathered in a buffer's memory.
+"""What context parallelism calls: the ranks' tensors are gathered in memory of the backend.
 
 In a session results lie there one after the other, each as (R, …):
 
     rank 0's t₀, rank 1's t₀, … │ rank 0's t₁, rank 1's t₁, … │ …
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,29 +61,76 @@ class GatherRequest(NamedTuple):
         return {"number of tensors": len(self.tensors), "bytes of tensors": sum(each.nbytes for each in self.tensors)}
 
 
+class Gathering(Protocol):
+    """Moves what sessions gather. The gathers of a session are numbered from 0."""
+
+    memory: Tensor
+    """uint8: where each session's results lie, from the start on"""
+
+    def gather(self, number: int, places: list[Tensor]) -> None:
+        """Begin to gather in places, uint8 (R, bytes) of the memory, where this rank's part is already."""
+        ...
+
+    def wait(self, number: int) -> None:
+        """Wait until what all ranks gather has arrived. It may be called again."""
+        ...
+
+    def end(self, count: int) -> None:
+        """Wait for all of a session's gathers, and let peers write over them when the stream comes here."""
+        ...
+
+
+class CollectiveGathering:
+    """Gathers by `all_gather_into_tensor` of the group."""
+
+    def __init__(self, place: Place, num_bytes: int, limit: timedelta) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=place.device)
+        self._place = place
+        self._limit = limit
+        # By the number of a gather those that were not waited for.
+        self._works: dict[int, list[dist.Work]] = {}
+
+    def gather(self, number: int, places: list[Tensor]) -> None:
+        """See Gathering."""
+        works = self._works[number] = []
+        with waiting_for_peers("all_gather", self._place.rank, self._limit):
+            for place in places:
+                own, options = place[self._place.rank], {"group": self._place.group, "async_op": True}
+                works += [dist.all_gather_into_tensor(place.flatten(), own, **options)] if len(own) else []
+
+    def wait(self, number: int) -> None:
+        """See Gathering."""
+        with waiting_for_peers("all_gather", self._place.rank, self._limit):
+            for work in self._works.pop(number, ()):
+                work.wait(self._limit)
+
+    def end(self, count: int) -> None:
+        """See Gathering."""
+        for number in range(count):
+            self.wait(number)
+
+
 class Sessions:
     """A rank's sessions, which use the same memory one after the other."""
 
-    def __init__(self, place: Place, sizes: SessionSizes, limit: timedelta) -> None:
+    def __init__(self, place: Place, sizes: SessionSizes, gathering: Gathering) -> None:
         self.is_open = False
         self._place = place
         self._sizes = sizes
-        self._limit = limit
-        self._memory = torch.empty(sizes.num_max_session_bytes, dtype=torch.uint8, device=place.device)
+        self._gathering = gathering
+        self._begun = 0
 
-    def begin(self) -> None:
-        """Begin a session: all memory is free."""
-        self.is_open = True
-        self._used = 0
-        # The works of each all_gather: those that were not waited for.
-        self._works: list[list[dist.Work]] = []
+    def begin(self, is_captured: bool) -> None:
+        """Begin a session, in a CUDA graph or not: all memory is free."""
+        self.is_open, self.is_captured = True, is_captured
+        self._begun += 1
+        self._used = self._count = 0
         # Where tensors of `new` are gathered, uint8 (R, bytes), by the address of this rank's.
         self._in_place: dict[int, Tensor] = {}
 
     def end(self) -> None:
         """End the session, when all has arrived."""
-        for works in self._works:
-            self.wait(works)
+        self._gathering.end(self._count)
         self.is_open = False
 
     def new(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
@@ -94,45 +141,41 @@ class Sessions:
         return own
 
     def places(self, request: GatherRequest) -> list[Tensor]:
-        """Where the tensors are gathered, uint8 (R, bytes) each, with this rank's in place.
+        """Where the tensors are gathered, uint8 (R, bytes) each.
 
         Raises ValueError, and takes nothing, if there is no room.
         """
-        most, count = self._sizes.num_max_all_gathers_per_session, len(self._works) + 1
+        most, count = self._sizes.num_max_all_gathers_per_session, self._count + 1
         check.require(count <= most, "num_max_all_gathers_per_session", "at least {}", most, count)
         found = [self._in_place.get(t.data_ptr()) for t in request.tensors]
         is_new = [place is None or place[0].nbytes != t.nbytes for t, place in zip(request.tensors, found)]
         taken = iter(self._take([t.nbytes for t, new in zip(request.tensors, is_new) if new]))
-        for index, t in enumerate(request.tensors):
-            if is_new[index]:
-                found[index] = next(taken)
-                found[index][self._place.rank].copy_(t.flatten().view(torch.uint8))
-        return found
+        return [next(taken) if new else place for place, new in zip(found, is_new)]
 
-    def gather(self, request: GatherRequest, places: list[Tensor]) -> tuple[list[Tensor], list[dist.Work]]:
-        """Results (R, …), and works for `wait`."""
-        works = []
-        self._works.append(works)
-        with waiting_for_peers("all_gather", self._place.rank, self._limit):
-            for place in places:
-                own, options = place[self._place.rank], {"group": self._place.group, "async_op": True}
-                works += [dist.all_gather_into_tensor(place.flatten(), own, **options)] if len(own) else []
-        return [_typed(place, t.dtype, t.shape) for place, t in zip(places, request.tensors)], works
+    def gather(self, request: GatherRequest, places: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Results (R, …), and a function that waits for them, which does nothing after the session."""
+        for t, place in zip(request.tensors, places):
+            own = place[self._place.rank]
+            if own.data_ptr() != t.data_ptr():
+                own.copy_(t.flatten().view(torch.uint8))
+        number, session = self._count, self._begun
+        self._count += 1
+        self._gathering.gather(number, places)
 
-    def wait(self, works: list[dist.Work]) -> None:
-        """Wait for the works, and forget them."""
-        with waiting_for_peers("all_gather", self._place.rank, self._limit):
-            while works:
-                works.pop().wait(self._limit)
+        def wait() -> None:
+            if self.is_open and self._begun == session:
+                self._gathering.wait(number)
+
+        return [_typed(place, t.dtype, t.shape) for place, t in zip(places, request.tensors)], wait
 
     def _take(self, tensor_bytes: list[int]) -> list[Tensor]:
         """Room for the tensors of all ranks, uint8 (R, bytes) each."""
-        num_ranks = self._place.num_ranks
+        num_ranks, memory = self._place.num_ranks, self._gathering.memory
         needed = self._used + gathered_bytes(num_ranks, tensor_bytes)
-        check.require(needed <= len(self._memory), "num_max_session_bytes", "at least {}", len(self._memory), needed)
+        check.require(needed <= len(memory), "num_max_session_bytes", "at least {}", len(memory), needed)
         places = []
         for size in tensor_bytes:
-            places.append(self._memory[self._used :][: num_ranks * size].view(num_ranks, size))
+            places.append(memory[self._used :][: num_ranks * size].view(num_ranks, size))
             self._used += gathered_bytes(num_ranks, [size])
         return places
 

@@ -2,7 +2,12 @@
 
 from typing import Protocol
 
+from torch import Tensor
+
+from tk_ep.all_gather import Gathering
 from tk_ep.check import CombineRequest, CombineResult, DispatchRequest, DispatchResult
+from tk_ep.engram import FetchRequest, Storage
+from tk_ep.pipeline import Pipes, SlotSizes
 
 
 class Backend(Protocol):
@@ -15,7 +20,7 @@ class Backend(Protocol):
     name: str
     """What `ElasticBuffer.backend` tells, such as "collective"."""
     supports_capture: bool
-    """Whether dispatches without do_cpu_sync and combines can be captured in a CUDA graph."""
+    """Whether calls that need not wait on the host can be captured in a CUDA graph."""
 
     def dispatch(self, request: DispatchRequest) -> DispatchResult:
         """Send tokens to the ranks of their experts, and receive. Adds the real counts to request.stats, if given."""
@@ -23,6 +28,22 @@ class Backend(Protocol):
 
     def combine(self, request: CombineRequest) -> CombineResult:
         """Send rows back to the ranks of their tokens, and sum them there."""
+        ...
+
+    def gathering(self, num_bytes: int) -> Gathering:
+        """What gathers in so many bytes, from now on."""
+        ...
+
+    def pipes(self, sizes: SlotSizes) -> Pipes:
+        """What sends to neighbours, and receives from them."""
+        ...
+
+    def store(self, storage: Storage) -> Storage:
+        """Keep a copy of the entries for all ranks to fetch, in place of those of before."""
+        ...
+
+    def fetch(self, storage: Storage, request: FetchRequest) -> tuple[Tensor, Tensor | None]:
+        """The rows of entries, (T, m · H), and their factors, (T, m · S). Indices of no entry get zeros."""
         ...
 
     def barrier(self, with_cpu_sync: bool) -> None:

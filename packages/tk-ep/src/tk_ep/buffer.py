@@ -21,8 +21,8 @@ from tk_ep.consensus import agree, host_id
 from tk_ep.errors import EPTimeoutError, UnsupportedTopologyError
 from tk_ep.events import EventHandle, EventOverlap
 from tk_ep.handle import EPHandle, Place
-from tk_ep.pipeline import Pipeline, SlotSizes
-from tk_ep.sizes import MAX_TOPK, BufferSpace, buffer_bytes, with_flags
+from tk_ep.pipeline import Pipes, SlotSizes, check_message
+from tk_ep.sizes import MAX_SLOTS, MAX_TOPK, BufferSpace, buffer_bytes, with_flags
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class ElasticBuffer:
         self._failure: BaseException | None = None
         self._destroyed = False
         self._sessions: Sessions | None = None
-        self._pipeline: Pipeline | None = None
+        self._slots: tuple[SlotSizes, Pipes] | None = None
         self._storage: engram.Storage | None = None
         error, facts = None, {}
         self._limit = timedelta(seconds=300)
@@ -431,22 +431,27 @@ class ElasticBuffer:
             self._space.serve("all_gather", num_max_session_bytes, f"a session takes {num_max_session_bytes}")
             return SessionSizes(num_max_session_bytes, num_max_all_gathers_per_session)
 
-        self._sessions = Sessions(self._place, self._agreed(op, checked, always=True), self._limit)
+        sizes = self._agreed(op, checked, always=True)
+        self._sessions = Sessions(self._place, sizes, self._backend.gathering(num_max_session_bytes))
 
     @_eager
     def create_agrs_session(self) -> None:
-        """Begin a session: until its end, what `all_gather` returns is valid. Collective."""
-        self._require_usable("create_agrs_session")
+        """Begin a session: until its end, what `all_gather` returns is valid. Collective.
+
+        A CUDA graph, where the backend supports them, has whole sessions.
+        """
+        self._require_usable("create_agrs_session", self._backend.supports_capture)
         self._require_session("create_agrs_session", False)
         if self._sessions is None:
             raise RuntimeError("create_agrs_session: expected agrs_set_config before")
-        self._sessions.begin()
+        self._sessions.begin(self._is_capturing())
 
     @_eager
     def destroy_agrs_session(self) -> None:
         """End the session, whose results may be overwritten from now on. Collective. Raises EPTimeoutError."""
-        self._require_usable("destroy_agrs_session")
-        self._guarded(self._require_session("destroy_agrs_session", True).end)
+        self._require_usable("destroy_agrs_session", self._backend.supports_capture)
+        sessions = self._require_session("destroy_agrs_session", True)
+        self._run("destroy_agrs_session", sessions.end, (), None, False)
 
     @contextmanager
     def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
@@ -468,7 +473,7 @@ class ElasticBuffer:
 
         It is in the session's memory, and valid as long. Collective. Raises TypeError or ValueError.
         """
-        self._require_usable("agrs_get_inplace_tensor")
+        self._require_usable("agrs_get_inplace_tensor", self._backend.supports_capture)
         sessions = self._require_session("agrs_get_inplace_tensor", True)
         several = check_shapes(shapes, dtype)
         tensors = sessions.new(several, dtype)
@@ -486,7 +491,7 @@ class ElasticBuffer:
 
         Raises TypeError or ValueError for a bad argument, before anything is sent; `wait` raises EPTimeoutError.
         """
-        self._require_usable("all_gather")
+        self._require_usable("all_gather", self._backend.supports_capture)
         sessions = self._require_session("all_gather", True)
 
         def checked() -> GatherRequest:
@@ -498,39 +503,46 @@ class ElasticBuffer:
             return GatherRequest(list(tensors))
 
         request = self._agreed("all_gather", checked)
-        with torch.no_grad():
-            places = sessions.places(request)
-            gathered, works = self._guarded(lambda: sessions.gather(request, places))
-        return *gathered, lambda: self._guarded(lambda: sessions.wait(works))
+        places = sessions.places(request)
+        (gathered, arrive), event = self._run(
+            "all_gather", lambda: sessions.gather(request, places), (request.tensors,), None, True
+        )
+
+        def wait() -> None:
+            event.current_stream_wait()
+            self._guarded(arrive)
+
+        return *gathered, wait
 
     @_eager
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
-        """Make slots for tensors on their way to a neighbour: their largest size, and how many of them. Once a buffer.
+        """Make slots, at most 256, for tensors on their way to a neighbour: their largest size, and how many. Once.
 
         Collective; raises TypeError or ValueError on all ranks if one has a bad argument.
         """
         self._require_usable("pp_set_config")
 
         def checked() -> SlotSizes:
-            if self._pipeline is not None:
+            if self._slots is not None:
                 raise RuntimeError("pp_set_config: expected once for a buffer")
             sizes = _slot_sizes(num_max_tensor_bytes, num_max_inflight_tensors)
             self._space.serve("pp_send and pp_recv", sizes.num_bytes, f"slots take {sizes.num_bytes}")
             return sizes
 
         sizes = self._agreed("pp_set_config", checked, always=True)
-        self._pipeline = self._guarded(lambda: Pipeline(self._place, sizes, self._limit))
+        self._slots = sizes, self._guarded(lambda: self._backend.pipes(sizes))
 
     @_eager
     def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
         """Send a contiguous tensor to a neighbour in the ring of ranks, rank - 1 or rank + 1 modulo R.
 
-        It is copied to a slot, so t may change; if num_max_inflight_tensors are on their way, the call waits for the
-        receiver. num_sms changes nothing. Raises TypeError or ValueError for a bad argument; EPTimeoutError.
+        It is copied to a slot, so t may change; if num_max_inflight_tensors are on their way, the current stream, or a
+        CPU, waits for the receiver. num_sms changes nothing.
+
+        Raises TypeError or ValueError for a bad argument; EPTimeoutError.
         """
-        pipeline = self._checked_pipeline("pp_send", "dst_rank_idx", dst_rank_idx, t, num_sms)
-        with torch.no_grad():
-            self._guarded(lambda: pipeline.send(t, dst_rank_idx))
+        pipes = self._checked_pipes("pp_send", "dst_rank_idx", dst_rank_idx, t, num_sms)
+        self._run("pp_send", lambda: pipes.send(t, dst_rank_idx), (t,), None, False)
 
     @_eager
     def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
@@ -538,9 +550,8 @@ class ElasticBuffer:
 
         t is contiguous. num_sms changes nothing. Raises TypeError or ValueError for a bad argument; EPTimeoutError.
         """
-        pipeline = self._checked_pipeline("pp_recv", "src_rank_idx", src_rank_idx, t, num_sms)
-        with torch.no_grad():
-            self._guarded(lambda: pipeline.receive(t, src_rank_idx))
+        pipes = self._checked_pipes("pp_recv", "src_rank_idx", src_rank_idx, t, num_sms)
+        self._run("pp_recv", lambda: pipes.receive(t, src_rank_idx), (t,), None, False)
 
     @_eager
     def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> None:
@@ -561,7 +572,7 @@ class ElasticBuffer:
             return new
 
         new = self._agreed("engram_write", checked, always=True)
-        self._storage = engram.Storage(new.rows.detach().clone(), None if sf is None else sf.detach().clone())
+        self._storage, _ = self._run("engram_write", lambda: self._backend.store(new), tuple(new), None, False)
 
     @_eager
     def engram_fetch(
@@ -580,7 +591,7 @@ class ElasticBuffer:
 
         Raises TypeError or ValueError for a bad argument, before anything is sent; EPTimeoutError.
         """
-        self._require_usable("engram_fetch")
+        self._require_usable("engram_fetch", self._backend.supports_capture)
         if self._storage is None:
             raise RuntimeError("engram_fetch: expected engram_write before")
         storage = self._storage
@@ -592,7 +603,7 @@ class ElasticBuffer:
         request = self._agreed("engram_fetch", checked)
         fetched, event = self._run(
             "engram_fetch",
-            lambda: engram.fetch(self._place, storage, request, self._limit),
+            lambda: self._backend.fetch(storage, request),
             (indices, *storage),
             None,
             True,
@@ -650,6 +661,7 @@ class ElasticBuffer:
             self.barrier(with_cpu_sync=True)
         finally:
             self._destroyed = True
+            self._sessions = self._slots = self._storage = None
             self._backend.release()
 
     def capture(self) -> EventHandle:
@@ -697,23 +709,29 @@ class ElasticBuffer:
         if self._destroyed:
             raise RuntimeError(f"{op}: the buffer is destroyed")
         self._raise_failure(op)
-        is_cuda = self._place.device.type == "cuda"
-        if is_cuda and not supports_capture and torch.cuda.is_current_stream_capturing():
+        if not supports_capture and self._is_capturing():
             raise RuntimeError(f"{op}: it waits on the host, so CUDA graphs cannot capture it")
+
+    def _is_capturing(self) -> bool:
+        return self._place.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _require_session(self, op: str, is_open: bool) -> Sessions | None:
         """The sessions, if one is open or not as asked for. Raises RuntimeError."""
         if (self._sessions is not None and self._sessions.is_open) != is_open:
             raise RuntimeError(f"{op}: expected {'a' if is_open else 'no'} session, which create_agrs_session begins")
+        # A replay would begin where the last one ended.
+        if is_open and self._sessions.is_captured != self._is_capturing():
+            raise RuntimeError(f"{op}: expected the session to begin and end in one CUDA graph, or outside of any")
         return self._sessions
 
-    def _checked_pipeline(self, op: str, name: str, rank: int, t: Tensor, num_sms: int) -> Pipeline:
-        self._require_usable(op)
-        if self._pipeline is None:
+    def _checked_pipes(self, op: str, name: str, rank: int, t: Tensor, num_sms: int) -> Pipes:
+        self._require_usable(op, self._backend.supports_capture)
+        if self._slots is None:
             raise RuntimeError(f"{op}: expected pp_set_config before")
         check.in_range("num_sms", num_sms, 0, 2**31 - 1)
-        self._pipeline.check(name, rank, t)
-        return self._pipeline
+        sizes, pipes = self._slots
+        check_message(self._place, sizes, name, rank, t)
+        return pipes
 
     def _agreed(self, op: str, checked: Callable[[], Request], always: bool = False) -> Request:
         """What the checks make of a call's arguments.
@@ -769,5 +787,5 @@ def _place(group: Any) -> Place:
 
 def _slot_sizes(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> SlotSizes:
     check.in_range("num_max_tensor_bytes", num_max_tensor_bytes, 1, 2**62)
-    check.in_range("num_max_inflight_tensors", num_max_inflight_tensors, 1, 2**31 - 1)
+    check.in_range("num_max_inflight_tensors", num_max_inflight_tensors, 1, MAX_SLOTS)
     return SlotSizes(num_max_tensor_bytes, num_max_inflight_tensors)

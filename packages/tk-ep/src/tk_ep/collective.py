@@ -1,4 +1,4 @@
-"""Dispatch and combine by the group's own collectives: NCCL between GPUs and across hosts, gloo on CPUs.
+"""All calls by the group's own collectives: NCCL between GPUs and across hosts, gloo on CPUs.
 
 A token is sent once to each rank that has one of its experts. Ranks exchange how many, then the rows:
 
@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tk_ep.all_gather import CollectiveGathering
 from tk_ep.check import CombineRequest, CombineResult, DispatchRequest, DispatchResult
 from tk_ep.consensus import waiting_for_peers
+from tk_ep.engram import FetchRequest, Storage, fetched_factors
 from tk_ep.handle import EPHandle, Place
 from tk_ep.layout import Received, bits, dst_buffer_slot_idx, rank_of_slot, receive, sent_tokens, staging_rows
+from tk_ep.pipeline import CollectivePipes, SlotSizes
 
 
 class CollectiveBackend:
@@ -101,6 +104,35 @@ class CollectiveBackend:
             start += bias
         combined_x = _sum_of_rows(returned, index, start).bfloat16()
         return CombineResult(combined_x, _at_slots(weights[0], staged, 0.0) if weights else None)
+
+    def gathering(self, num_bytes: int) -> CollectiveGathering:
+        """See `tk_ep.backend.Backend`."""
+        return CollectiveGathering(self._place, num_bytes, self._limit)
+
+    def pipes(self, sizes: SlotSizes) -> CollectivePipes:
+        """See `tk_ep.backend.Backend`."""
+        return CollectivePipes(self._place, sizes, self._limit)
+
+    def store(self, storage: Storage) -> Storage:
+        """See `tk_ep.backend.Backend`. Others read it through this rank alone."""
+        return storage.copied_to(torch.empty_like(storage.rows))
+
+    def fetch(self, storage: Storage, request: FetchRequest) -> tuple[Tensor, Tensor | None]:
+        """See `tk_ep.backend.Backend`. A rank asks the others for rows."""
+        num_ranks, num_rows = self._place.num_ranks, len(storage.rows)
+        entries = request.indices.flatten().long()
+        asked = ((entries >= 0) & (entries < num_ranks * num_rows)).nonzero()[:, 0]
+        owners = entries[asked] // num_rows
+        # Those of rank 0 first, as they are sent.
+        asked = asked[owners.argsort(stable=True)]
+        send = torch.bincount(owners, minlength=num_ranks)
+        (recv,) = self._exchange("engram_fetch", [1] * num_ranks, [1] * num_ranks, send[:, None])
+        send, recv = send.tolist(), recv[:, 0].tolist()
+        (wanted,) = self._exchange("engram_fetch", send, recv, (entries[asked] % num_rows)[:, None])
+        table = storage.rows.view(torch.uint8)
+        (rows,) = self._exchange("engram_fetch", recv, send, table.index_select(0, wanted[:, 0]))
+        out = table.new_zeros((len(entries), table.shape[1])).index_copy_(0, asked, rows)
+        return request.joined(out.view(storage.rows.dtype)), fetched_factors(storage, request)
 
     def barrier(self, with_cpu_sync: bool) -> None:
         """See `tk_ep.backend.Backend`. The host waits in any case."""

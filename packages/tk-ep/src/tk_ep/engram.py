@@ -1,6 +1,5 @@
-"""A table of which each rank has a part, over the group's collectives: a rank asks the others for rows."""
+"""A table of which each rank has a part: what engram_write and engram_fetch take and return."""
 
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from tk_core import check
 from tk_core.math import align
 from tk_ep.check import check_factors
-from tk_ep.collective import exchange
 from tk_ep.handle import Place
 
 
@@ -20,6 +18,10 @@ class Storage(NamedTuple):
     """(n, H) of rank r's entries r · n … r · n + n - 1"""
     sf: Tensor | None
     """(R · n, S) of 4-byte elements"""
+
+    def copied_to(self, rows: Tensor) -> "Storage":
+        """A copy with these rows, which get the values of its own."""
+        return Storage(rows.copy_(self.rows), None if self.sf is None else self.sf.clone())
 
     def facts(self) -> dict[str, int]:
         """What has to be equal on all ranks."""
@@ -40,6 +42,11 @@ class FetchRequest(NamedTuple):
     def facts(self) -> dict[str, int]:
         """What has to be equal on all ranks: nothing."""
         return {}
+
+    def joined(self, rows: Tensor) -> Tensor:
+        """Rows of the entries, (T · m, …), as (T, m · …)."""
+        num_tokens, num_each = self.indices.shape
+        return rows.view(num_tokens, num_each * rows.shape[1])
 
 
 def check_storage(place: Place, storage: Any, sf: Any) -> Storage:
@@ -70,30 +77,15 @@ def check_fetch(place: Place, storage: Storage, indices: Any, use_tma_aligned_co
     return FetchRequest(indices, use_tma_aligned_col_major_sf)
 
 
-def fetch(place: Place, storage: Storage, request: FetchRequest, limit: timedelta) -> tuple[Tensor, Tensor | None]:
-    """The rows of the entries, (T, m · H), and their factors, (T, m · S). Indices of no entry get zeros. Collective."""
-    (num_tokens, num_each), num_rows = request.indices.shape, len(storage.rows)
-    entries = request.indices.flatten().long()
-    asked = ((entries >= 0) & (entries < place.num_ranks * num_rows)).nonzero()[:, 0]
-    owners = entries[asked] // num_rows
-    # Those of rank 0 first, as they are sent.
-    asked = asked[owners.argsort(stable=True)]
-    send = torch.bincount(owners, minlength=place.num_ranks)
-    ones = [1] * place.num_ranks
-    (recv,) = exchange(place, limit, "engram_fetch", ones, ones, send[:, None])
-    send, recv = send.tolist(), recv[:, 0].tolist()
-    (wanted,) = exchange(place, limit, "engram_fetch", send, recv, (entries[asked] % num_rows)[:, None])
-    table = storage.rows.view(torch.uint8)
-    (rows,) = exchange(place, limit, "engram_fetch", recv, send, table.index_select(0, wanted[:, 0]))
-    out = table.new_zeros((len(entries), table.shape[1])).index_copy_(0, asked, rows)
-    out = out.view(storage.rows.dtype).view(num_tokens, num_each * storage.rows.shape[1])
+def fetched_factors(storage: Storage, request: FetchRequest) -> Tensor | None:
+    """The factors of the entries, (T, m · S), in the layout asked for; zeros for indices of no entry."""
     if storage.sf is None:
-        return out, None
-    num_factors = storage.sf.shape[1]
-    factors = storage.sf.new_zeros((len(entries), num_factors))
-    factors = factors.index_copy_(0, asked, storage.sf.index_select(0, entries[asked]))
-    factors = factors.view(num_tokens, num_each * num_factors)
+        return None
+    num_entries, indices = len(storage.sf), request.indices.flatten().long()
+    is_entry = (indices >= 0) & (indices < num_entries)
+    factors = storage.sf.view(torch.int32)[indices.clamp(0, num_entries - 1)] * is_entry[:, None]
+    factors = request.joined(factors.view(storage.sf.dtype))
     if request.use_tma_aligned_col_major_sf:
-        strides = 1, align(num_tokens, 4)
+        strides = 1, align(len(factors), 4)
         factors = factors.new_empty_strided(factors.shape, strides).copy_(factors)
-    return out, factors
+    return factors

@@ -1,13 +1,11 @@
-"""What pipeline parallelism calls, over NCCL or gloo: tensors to and from the neighbours in a ring of ranks.
+"""What pipeline parallelism calls: tensors to and from the neighbours in a ring of ranks.
 
-A sender has slots for each neighbour, so that it need not wait for the receiver until all of them are in flight. Each
-direction between two ranks has a communicator of its own: NCCL runs what one communicator is given in order, so that
-two ranks which send to each other, and then receive, would wait for each other.
+There are slots for each neighbour, so that a sender need not wait for the receiver until all of them are in flight.
 """
 
 import secrets
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ _SENDER, _RECEIVER = 0, 1
 
 
 class SlotSizes(NamedTuple):
-    """How many tensors may be on their way to a neighbour, and how large they are."""
+    """How many tensors may be on their way to a neighbour, at most MAX_SLOTS, and how large they are."""
 
     num_max_tensor_bytes: int
     num_max_inflight_tensors: int
@@ -44,6 +42,34 @@ class SlotSizes(NamedTuple):
         return self._asdict()
 
 
+def neighbours(rank: int, num_ranks: int) -> list[int]:
+    """The ranks before and after one in the ring: of two ranks the other, of one none."""
+    return sorted({(rank + step) % num_ranks for step in (-1, 1)} - {rank})
+
+
+def check_message(place: Place, sizes: SlotSizes, name: str, rank: Any, t: Any) -> None:
+    """Raise TypeError or ValueError unless t fits a slot, and `rank`, the argument of this name, is a neighbour."""
+    check.integer(name, rank)
+    found = neighbours(place.rank, place.num_ranks)
+    check.require(rank in found, name, "a neighbour in the ring of ranks, of {}", rank, found)
+    check.plain("t", t)
+    check.tensor("t", t, (t.dtype,), (...,), device=place.device)
+    most = sizes.num_max_tensor_bytes
+    check.require(t.nbytes <= most, "t", "at most num_max_tensor_bytes = {} bytes", t.nbytes, most)
+
+
+class Pipes(Protocol):
+    """A rank's sends to its neighbours, and receives from them: contiguous tensors that fit a slot."""
+
+    def send(self, t: Tensor, to: int) -> None:
+        """Send t when a slot is free. When the stream comes here, t may change."""
+        ...
+
+    def receive(self, t: Tensor, source: int) -> None:
+        """Receive in t what `source` sends next."""
+        ...
+
+
 class _Sent:
     """The slots for one neighbour, of which sends take the next in turn."""
 
@@ -54,15 +80,18 @@ class _Sent:
         self.next = 0
 
 
-class Pipeline:
-    """A rank's sends and receives. Making one is collective."""
+class CollectivePipes:
+    """Slots at the sender, and NCCL or gloo. Making one is collective.
+
+    Each direction between two ranks has a communicator of its own: NCCL runs what one communicator is given in order,
+    so that two ranks which send to each other, and then receive, would wait for each other.
+    """
 
     def __init__(self, place: Place, sizes: SlotSizes, limit: timedelta) -> None:
         self._place = place
         self._limit = limit
-        self._sizes = sizes
-        self._neighbours = sorted({(place.rank + step) % place.num_ranks for step in (-1, 1)} - {place.rank})
-        self._sent = {rank: _Sent(sizes, place.device) for rank in self._neighbours}
+        found = neighbours(place.rank, place.num_ranks)
+        self._sent = {rank: _Sent(sizes, place.device) for rank in found}
         # Not groups of dist.new_group: it names them by a count that has to be equal on all ranks of the world.
         key = int(gather(place, "pp_set_config", torch.tensor([secrets.randbits(62)]), limit)[0])
         self._pairs: dict[tuple[int, int], Any] = {}
@@ -70,7 +99,7 @@ class Pipeline:
         # Both ranks of a pair wait for each other here, so all ranks take pairs in the same order. A byte is sent, as
         # NCCL's first send would wait for its receiver.
         byte = torch.zeros(1, dtype=torch.uint8, device=place.device)
-        for low, high in sorted(tuple(sorted((place.rank, rank))) for rank in self._neighbours):
+        for low, high in sorted(tuple(sorted((place.rank, rank))) for rank in found):
             for source, to in ((low, high), (high, low)):
                 store = dist.PrefixStore(f"tk_ep/{key}/{source}-{to}", _get_default_store())
                 with waiting_for_peers("pp_set_config", place.rank, limit):
@@ -79,18 +108,8 @@ class Pipeline:
                     work.wait(limit)
                 self._pairs[source, to] = pair
 
-    def check(self, name: str, rank: int, t: Tensor) -> None:
-        """Raise TypeError or ValueError unless t fits a slot, and argument `name` is a neighbour."""
-        check.integer(name, rank)
-        wanted = "a neighbour in the ring of ranks, of {}"
-        check.require(rank in self._neighbours, name, wanted, rank, self._neighbours)
-        check.plain("t", t)
-        check.tensor("t", t, (t.dtype,), (...,), device=self._place.device)
-        most = self._sizes.num_max_tensor_bytes
-        check.require(t.nbytes <= most, "t", "at most num_max_tensor_bytes = {} bytes", t.nbytes, most)
-
     def send(self, t: Tensor, to: int) -> None:
-        """Send t, when a slot is free."""
+        """See Pipes."""
         sent = self._sent[to]
         slot = sent.slots[sent.next][: t.nbytes]
         with waiting_for_peers("pp_send", self._place.rank, self._limit):
@@ -102,7 +121,7 @@ class Pipeline:
         sent.next = (sent.next + 1) % len(sent.works)
 
     def receive(self, t: Tensor, source: int) -> None:
-        """Receive the next tensor from `source` in t."""
+        """See Pipes."""
         if t.numel():
             with waiting_for_peers("pp_recv", self._place.rank, self._limit):
                 pair = self._pairs[source, self._place.rank]

@@ -6,6 +6,8 @@ MAX_RANKS = 8
 """Of the symmetric backend"""
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
+MAX_SLOTS = 256
+"""Tensors on their way to a neighbour: the symmetric backend has flags for each"""
 FLAG_BYTES = 64 << 10
 _PAGE = 2 << 20
 ROW_UNIT = 128

@@ -11,8 +11,11 @@ from tk_core import check
 from tk_core.arch import get_arch
 from tk_ep.check import CombineRequest, CombineResult, DispatchRequest, DispatchResult
 from tk_ep.consensus import gather
+from tk_ep.engram import FetchRequest, Storage, fetched_factors
 from tk_ep.handle import Place
+from tk_ep.pipeline import SlotSizes
 from tk_ep.sizes import MAX_RANKS
+from tk_ep.symmetric.copies import SymmetricGathering, SymmetricPipes
 from tk_ep.symmetric.memory import allocated_units
 from tk_ep.symmetric.rank import MAX_BYTES, Rank
 
@@ -74,6 +77,7 @@ class SymmetricBackend:
 
     def __init__(self, place: Place, num_bytes: int, num_sms: int, gpu_timeout_secs: float, limit: timedelta) -> None:
         check.require(num_bytes < MAX_BYTES, "num_bytes", "fewer than {} bytes", num_bytes, MAX_BYTES)
+        self._place = place
         self._limit = limit.total_seconds()
         shape, self._memory = (allocated_units(num_bytes), 4), None
         buffers: tuple[Tensor, ...]
@@ -112,6 +116,27 @@ class SymmetricBackend:
         if request.previous_event_before_epilogue is not None:
             request.previous_event_before_epilogue.current_stream_wait()
         return self._rank.sum(call)
+
+    def gathering(self, num_bytes: int) -> SymmetricGathering:
+        """See `tk_ep.backend.Backend`."""
+        return SymmetricGathering(self._rank, num_bytes)
+
+    def pipes(self, sizes: SlotSizes) -> SymmetricPipes:
+        """See `tk_ep.backend.Backend`."""
+        return SymmetricPipes(self._rank, sizes)
+
+    def store(self, storage: Storage) -> Storage:
+        """See `tk_ep.backend.Backend`."""
+        rows = self._rank.data(self._place.rank)[: storage.rows.nbytes].view(storage.rows.dtype)
+        # Peers may still fetch from what was stored before.
+        self.barrier(with_cpu_sync=True)
+        stored = storage.copied_to(rows.view(storage.rows.shape))
+        self._rank.barrier()
+        return stored
+
+    def fetch(self, storage: Storage, request: FetchRequest) -> tuple[Tensor, Tensor | None]:
+        """See `tk_ep.backend.Backend`. Peers have no part in it."""
+        return request.joined(self._rank.fetch(storage.rows, request.indices)), fetched_factors(storage, request)
 
     def barrier(self, with_cpu_sync: bool) -> None:
         """See `tk_ep.backend.Backend`."""

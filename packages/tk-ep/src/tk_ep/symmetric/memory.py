@@ -5,6 +5,8 @@
     …
     combined        rows that come back, up to the end, row place · T + token: values | weights, and which slots
 
+Buffers of calls without routing have other data behind the flags: copies.py and fetch.py.
+
 T is num_max_tokens_per_rank. A row is a multiple of 128 bytes, its parts of 16 bytes, called units. `place` is the
 number of the rank that sends a row back, or where tokens have fewer slots than there are ranks, or each slot's row
 travels, a slot.
@@ -17,11 +19,11 @@ from tk_ep.sizes import FLAG_BYTES, MAX_RANKS, ROW_UNIT, combine_row_bytes, disp
 
 UNIT = 16
 
-DISPATCH, COMBINE, BARRIER = range(3)
-OPS = ("dispatch", "combine", "barrier")
+DISPATCH, COMBINE, BARRIER, GATHER, SEND, RECEIVE = range(6)
+OPS = ("dispatch", "combine", "barrier", "all_gather", "pp_send", "pp_recv")
 
-# Words of the flags. The first two have a word for each op and rank: the epochs that a rank's rows are for, written by
-# that rank, and the epochs in which it has read what this rank sent.
+# Words of the flags. The first two have a word for each rank and each op but the last two: the epochs that a rank's
+# rows are for, written by that rank, and the epochs in which it has read what this rank sent.
 ARRIVED = 0
 CREDIT = 32
 EPOCH = 64
@@ -31,11 +33,20 @@ TICKET = 72
 FAILED = 73
 COUNTS = 128
 """For each source L counts of pairs, then the number of its tokens."""
+SLOTS = 128
+"""Instead of counts, where a buffer serves sends: for each slot four times a word for each rank."""
+FILLED, FREED, SENT, RECEIVED = range(4)
+"""Of a slot: tensors from a rank, written by it; those read there, written by the reader; the rank's own counts."""
 
 
 def flag_of(first: int, op: int) -> int:
     """The first of an op's words for all ranks."""
     return first + op * MAX_RANKS
+
+
+def flag_of_slot(slot: int, kind: int) -> int:
+    """The first of a slot's words of one kind for all ranks."""
+    return SLOTS + (4 * slot + kind) * MAX_RANKS
 
 
 class TokenRow(NamedTuple):

@@ -21,9 +21,12 @@ from tk_core.num_sms import get_num_sms
 from tk_ep.check import CombineRequest, CombineResult, DispatchRequest, DispatchResult
 from tk_ep.errors import EPTimeoutError
 from tk_ep.handle import Place
-from tk_ep.sizes import MAX_EXPERTS
+from tk_ep.sizes import FLAG_BYTES, MAX_EXPERTS
 from tk_ep.symmetric import memory
 from tk_ep.symmetric.combine import Sums, push_rows_kernel, sum_rows_kernel
+from tk_ep.symmetric.exchange import GIVEN_UP, Step, exchange_kernel
+from tk_ep.symmetric.fetch import fetch_kernel
+from tk_ep.symmetric.fetch import num_blocks as num_fetch_blocks
 from tk_ep.symmetric.kernels import Sizes, max_row_bytes, with_bulk_copies
 from tk_ep.symmetric.push_tokens import Content, push_tokens_kernel
 from tk_ep.symmetric.receive_tokens import Results, receive_tokens_kernel
@@ -268,11 +271,34 @@ class Rank:
         arch = with_bulk_copies(get_arch(self.place.device))
         self._launch_wait(wait_kernel(self.place.num_ranks, memory.BARRIER, arch))
 
+    def data(self, rank: int) -> Tensor:
+        """A rank's buffer behind the flags, uint8."""
+        return self._buffers[rank].view(torch.uint8).flatten()[FLAG_BYTES : self._num_bytes]
+
+    def exchange(self) -> Callable[[Step], None]:
+        """What makes steps of copies."""
+        launch = exchange_kernel(self.place.num_ranks, with_bulk_copies(get_arch(self.place.device)))
+        given = self._own, self.place.rank, self._limit, self._failure.data_ptr()
+        return lambda step: launch(*given, *step, *self._buffers)
+
+    def fetch(self, rows: Tensor, indices: Tensor) -> Tensor:
+        """The entries of all ranks' rows, which are where this rank's are: (indices, H), zeros for no entry."""
+        out = rows.new_empty((max(indices.numel(), 1), rows.shape[1]))
+        units = out.view(torch.int32).view(-1, 4)
+        row_units = rows[0].nbytes // memory.UNIT
+        launch = fetch_kernel(self.place.num_ranks, row_units, with_bulk_copies(get_arch(self.place.device)))
+        total = indices.numel() * row_units
+        blocks = num_fetch_blocks(total, min(self._num_sms, get_num_sms(self.place.device)))
+        launch(_with_a_row(indices.flatten()), units, total, len(rows), blocks, *self._buffers)
+        return out[: indices.numel()]
+
     def check(self) -> None:
         """Raise EPTimeoutError if a kernel has met its limit. Waits for nothing."""
         failed, op, awaited, wanted, found = self._failure[:5].tolist()
         if failed:
-            reason = f"waited {self._timeout_secs:g} s for rank {awaited}, which is {wanted - found} calls behind"
+            behind = wanted - found
+            which = "has given up itself" if behind > GIVEN_UP // 2 else f"is {behind} calls behind"
+            reason = f"waited {self._timeout_secs:g} s for rank {awaited}, which {which}"
             raise EPTimeoutError(memory.OPS[op], self.place.rank, reason)
 
     def _launch_wait(self, wait: Launch) -> None:

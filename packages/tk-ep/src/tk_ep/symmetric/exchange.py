@@ -1,0 +1,72 @@
+"""A step of calls that copy engines serve: one warp waits for peers' flags, then sets its own flag at these peers."""
+
+from typing import Any, NamedTuple
+
+from tk_core.arch import Arch
+from tk_core.kernel import kernel
+from tk_ep.symmetric.kernels import PASS_CONFIGS
+
+NOBODY = -1
+GIVEN_UP = 1 << 30
+"""How far behind a rank's flags are set where it has waited in vain."""
+
+
+class Step(NamedTuple):
+    """What a step waits for, and tells. Flags are words of flags for all ranks, of which each has one."""
+
+    op: int
+    first_peer: int
+    num_peers: int
+    epoch: int
+    """The word of this rank's own count"""
+    awaited: int
+    """Flags here, written by the peers"""
+    ahead: int
+    """How far ahead of the count they have to be"""
+    told: int = NOBODY
+    """This rank's flag at the peers, which a failure sets behind, so that they do not read what is written over"""
+    told_ahead: int = NOBODY
+    """How far ahead of the count the flag is set; NOBODY: it is left, but for a failure"""
+    advance: int = 0
+    """Added to the count"""
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def exchange_kernel(num_ranks: int, arch: Arch) -> Any:
+    """The fields of a Step are run-time arguments."""
+    import tilelang.language as T
+
+    from tk_ep.device.system import await_epoch, fail, fence_system, load_relaxed, store_relaxed
+    from tk_ep.symmetric import memory
+    from tk_ep.symmetric.flags import word
+
+    num_units = T.dynamic("num_units")
+
+    @T.prim_func
+    def exchange(own: T.Tensor((num_units, 4), "int32"), rank: T.int32, limit: T.int64, host: T.int64) -> None:
+        step = Step(*(T.arg(name, T.int32()) for name in Step._fields))
+        peers = tuple(T.arg(f"peer_{r}", T.Tensor((num_units, 4), "int32")) for r in range(num_ranks))
+        with T.Kernel(1, threads=32):
+            thread = T.get_thread_binding()
+            peer = step.first_peer + thread
+            failed, count, found, value = (T.alloc_var("int32", init=0) for _ in range(4))
+            count = load_relaxed(word(own, step.epoch))
+            failed = load_relaxed(word(own, memory.FAILED))
+            if thread < step.num_peers and failed == 0:
+                found = await_epoch(word(own, step.awaited + peer), count + step.ahead, limit)
+                if found - (count + step.ahead) < 0:
+                    failed = 1
+                    fail(word(own, memory.FAILED), host, step.op, peer, count + step.ahead, found)
+            failed = T.syncthreads_or(failed)
+            value = count + step.told_ahead
+            if failed != 0:
+                value = count - GIVEN_UP
+            if thread < step.num_peers and step.told >= 0 and (failed != 0 or step.told_ahead >= 0):
+                fence_system()
+                for r in tuple(range(num_ranks)):
+                    if peer == r:
+                        store_relaxed(word(peers[r], step.told + rank), value)
+            if thread == 0 and failed == 0:
+                store_relaxed(word(own, step.epoch), count + step.advance)
+
+    return exchange
