@@ -50,8 +50,8 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             yield call(tk_indexer.topk_indices, empty(num_tokens, num_keys, dtype=dtype), profile.index_topk)
     for fmt in profile.operands:
         yield from _cast_calls(profile, num_tokens, fmt)
+        yield from _score_calls(profile, num_tokens, fmt)
     if "e4m3" in profile.operands:
-        yield from _score_calls(profile, num_tokens)
         yield from _paged_calls(profile, num_tokens)
 
 
@@ -81,16 +81,16 @@ def _cast_calls(profile: Profile, num_tokens: int, fmt: str) -> Iterator[Call]:
         yield call(tk_indexer.cp_gather_indexer_k_quant_cache, cache, data, empty(num_tokens), table, bounds)
 
 
-def _score_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
+def _score_calls(profile: Profile, num_tokens: int, fmt: str) -> Iterator[Call]:
+    is_fp4, window = fmt == "e2m1", empty(num_tokens, dtype=torch.int32)
+    data_type, sf_type = (torch.int8, torch.int32) if is_fp4 else (torch.float8_e4m3fn, torch.float32)
+    (q, q_sf), kv = (
+        (empty(*shape, profile.index_dim // (2 if is_fp4 else 1), dtype=data_type), empty(*shape, dtype=sf_type))
+        for shape in ((num_tokens, profile.index_heads), (profile.max_keys,))
+    )
+    operands = (q, q_sf if is_fp4 else None), kv, empty(num_tokens, profile.index_heads), window, window
     for dtype in profile.logits:
-        q, k = (
-            empty(*shape, profile.index_dim, dtype=torch.float8_e4m3fn)
-            for shape in ((num_tokens, profile.index_heads), (profile.max_keys,))
-        )
-        window = empty(num_tokens, dtype=torch.int32)
-        operands = (q, None), (k, empty(profile.max_keys)), empty(num_tokens, profile.index_heads)
-        dtype = getattr(torch, dtype)
-        yield call(tk_indexer.fp8_fp4_mqa_logits, *operands, window, window, logits_dtype=dtype)
+        yield call(tk_indexer.fp8_fp4_mqa_logits, *operands, logits_dtype=getattr(torch, dtype))
 
 
 def _paged_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:

@@ -4,6 +4,8 @@ import math
 from itertools import product
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,10 +18,12 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 from tk_core.testing.numeric import assert_same_metadata, calc_diff
 from tk_core.testing.trees import empty
 from tk_indexer import reference
-from tk_indexer.scores.dense import DIMS, NUM_HEADS, run_length
+from tk_indexer.reference.casts import widen_rows
+from tk_indexer.scores.dense import DIMS, FP4_DIMS, NUM_HEADS, run_length
 
 INF, NAN = math.inf, math.nan
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+FLOAT4 = torch.float4_e2m1fn_x2
 
 
 def windows(kind: str, rows: int, keys: int, device: str) -> tuple[Tensor, Tensor]:
@@ -41,6 +45,15 @@ def windows(kind: str, rows: int, keys: int, device: str) -> tuple[Tensor, Tenso
     return starts.int(), ends.int()
 
 
+def fp4_rows(*shape: int, device: str, dtype: torch.dtype, positive: bool) -> tuple[Tensor, Tensor]:
+    """Any codes; the factors of a row's groups differ by up to 2⁶. Those past the row are any bytes."""
+    *shape, dim = shape
+    data = torch.randint(0, 256, (*shape, dim // 2), dtype=torch.uint8, device=device)
+    factors = torch.randint(119, 130, (*shape, 1), device=device) + torch.randint(0, 7, (*shape, 4), device=device)
+    factors[..., dim // 32 :] = torch.randint(0, 256, (*shape, 4 - dim // 32), device=device)
+    return (data & 0x77 if positive else data).view(dtype), factors.to(torch.uint8).view(torch.int32)[..., 0]
+
+
 def make(
     rows: int,
     keys: int,
@@ -48,6 +61,7 @@ def make(
     dim: int = 128,
     window: str = "full",
     *,
+    fp4: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
     max_seqlen: int = 0,
     positive: bool = False,
@@ -63,12 +77,15 @@ def make(
         weights = empty(rows, num_heads + pad, dtype=torch.float32, device=device).fill_(NAN)[:, :num_heads]
         weights.copy_(normal(rows, num_heads))
         starts, ends = windows(window, rows, keys, device)
+        if fp4 is None:
+            factors = torch.exp2(torch.randint(-6, 7, (keys,), device=device).float())
+            q, kv = (normal(rows, num_heads, dim).to(E4M3), None), ((normal(keys, dim) * 4).to(E4M3), factors)
+        else:
+            options = {"device": device, "dtype": fp4, "positive": positive}
+            q, kv = fp4_rows(rows, num_heads, dim, **options), fp4_rows(keys, dim, **options)
         return {
-            "q": (normal(rows, num_heads, dim).to(E4M3), None),
-            "kv": (
-                (normal(keys, dim) * 4).to(E4M3),
-                torch.exp2(torch.randint(-6, 7, (keys,), device=device).float()),
-            ),
+            "q": q,
+            "kv": kv,
             "weights": weights,
             "cu_seq_len_k_start": starts,
             "cu_seq_len_k_end": ends,
@@ -92,8 +109,9 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert diff < limit, f"logits: expected a difference below {limit}, got {diff:.3g}"
 
 
-def bench(rows: int, keys: int, num_heads: int, dim: int, **more: Any) -> Case:
-    return bench_case(f"s{rows}-n{keys}-h{num_heads}-d{dim}", make(rows, keys, num_heads, dim), **more)
+def bench(rows: int, keys: int, num_heads: int, dim: int, fp4: torch.dtype | None = None, **more: Any) -> Case:
+    name = f"s{rows}-n{keys}-h{num_heads}-d{dim}{'' if fp4 is None else '-fp4'}"
+    return bench_case(name, make(rows, keys, num_heads, dim, fp4=fp4), **more)
 
 
 SPEC = OpSpec(
@@ -106,6 +124,16 @@ SPEC = OpSpec(
         Case("s33-n200-h16-d32-causal", make(33, 200, 16, 32, "causal"), small=True),
         Case("s6-n300-h64-d128-packed-max100", make(6, 300, window="packed", max_seqlen=100), small=True, modes=True),
         Case("s5-n20-h64-d128-max77-bf16", make(5, 20, max_seqlen=77, dtype=BF16), small=True),
+        Case("s5-n300-h64-d128-fp4", make(5, 300, fp4=torch.int8), small=True, modes=True, compile=True),
+        Case("s9-n129-h16-d64-any-fp4-bf16", make(9, 129, 16, 64, "any", fp4=FLOAT4, dtype=BF16, pad=3), small=True),
+        Case(
+            "s6-n300-h32-d64-packed-max100-fp4",
+            make(6, 300, 32, 64, "packed", fp4=torch.uint8, max_seqlen=100),
+            small=True,
+        ),
+        Case("s1-n1-h16-d128-fp4", make(1, 1, 16, fp4=torch.int8), small=True),
+        Case("s0-n20-h64-d128-fp4", make(0, 20, fp4=torch.int8), small=True),
+        Case("s5-n0-h64-d128-fp4", make(5, 0, fp4=torch.int8), small=True),
         Case("s0-n20-h64-d128", make(0, 20), small=True),
         Case("s5-n0-h64-d128", make(5, 0), small=True),
         Case("s5-n0-h64-d128-max9", make(5, 0, max_seqlen=9), small=True),
@@ -122,6 +150,18 @@ SPEC = OpSpec(
                 (torch.float32, BF16, torch.float32) * 3,
             )
         ),
+        *(
+            Case(
+                f"s{50 + h}-n{2000 + d + h}-h{h}-d{d}-{window}-fp4",
+                make(50 + h, 2000 + d + h, h, d, window, fp4=fp4),
+                compile=(h, d) == (16, 64),
+            )
+            for (h, d), window, fp4 in zip(
+                product(NUM_HEADS, FP4_DIMS),
+                ("any", "causal", "packed", "context-parallel", "full", "any"),
+                (torch.int8, torch.uint8, FLOAT4) * 2,
+            )
+        ),
         Case("s515-n4111-h64-d128-causal", make(515, 4111, window="causal")),
         Case("s300-n70001-h64-d128-packed", make(300, 70_001, window="packed")),
         Case(
@@ -134,6 +174,11 @@ SPEC = OpSpec(
         bench(2048, 65536, 64, 64),
         bench(128, 65536, 64, 128),
         bench(2048, 65536, 16, 128),
+        bench(2048, 8192, 64, 128, torch.int8, model_shape=True),
+        bench(2048, 65536, 64, 128, torch.int8, model_shape=True),
+        bench(8192, 8192, 32, 128, torch.int8),
+        bench(128, 65536, 64, 128, torch.int8),
+        bench(2048, 65536, 64, 64, torch.int8),
         bench_case("s2048-n65536-h64-d128-causal", make(2048, 65536, window="causal")),
         bench_case("s2048-n65536-h64-d128-packed", make(2048, 65536, window="packed")),
         bench_case("s2048-n65536-h64-d128-bf16", make(2048, 65536, dtype=BF16)),
@@ -205,6 +250,54 @@ def test_against_float64(positive: bool, device: str) -> None:
     assert ((found.double() - expected).abs() <= limit).all()
 
 
+def fp4_values(x: tuple[Tensor, Tensor]) -> Tensor:
+    """The values of FP4 rows in float64."""
+    codes, sf = (part.cpu().contiguous().view(torch.uint8).numpy() for part in (x[0], x[1][..., None]))
+    values = np.stack((codes & 15, codes >> 4), axis=-1).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    values = values.reshape(*codes.shape[:-1], -1, 32)
+    factors = sf[..., : values.shape[-2], None].view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    return torch.from_numpy((values * factors).reshape(*codes.shape[:-1], -1))
+
+
+@pytest.mark.parametrize(("num_heads", "dim"), [(64, 128), (16, 64)])
+@pytest.mark.parametrize("positive", [False, True])
+def test_fp4_against_float64(num_heads: int, dim: int, positive: bool, device: str) -> None:
+    torch.manual_seed(0)
+    kwargs = make(37, 511, num_heads, dim, fp4=torch.int8, positive=positive)(device)
+    q, k, weights = fp4_values(kwargs["q"]), fp4_values(kwargs["kv"]), kwargs["weights"].cpu().double()[..., None]
+    products = torch.einsum("shd,nd->shn", q, k)
+    found = tk_indexer.fp8_fp4_mqa_logits(**kwargs).cpu()
+    assert calc_diff(found, (products.clamp(min=0) * weights).sum(1)) < (1e-6 if positive else 1e-7)
+    limit = 2**-9 * (torch.einsum("shd,nd->shn", q.abs(), k.abs()) * weights.abs()).sum(1)
+    assert ((found.double() - (products.clamp(min=0) * weights).sum(1)).abs() <= limit).all()
+
+
+def test_fp4_scores_are_those_of_widened_rows(device: str) -> None:
+    """Bit for bit, with a query's factors in the weights; also where widening rounds."""
+    torch.manual_seed(0)
+    kwargs = make(9, 300, window="any", fp4=torch.uint8)(device)
+    (q, q_sf), (k, k_sf) = kwargs["q"], kwargs["kv"]
+    k_sf.view(torch.uint8)[::8] += 30
+    wide, factors = widen_rows(q, q_sf)
+    fp8 = {**kwargs, "q": (wide, None), "kv": widen_rows(k, k_sf), "weights": kwargs["weights"] * factors}
+    assert_equal(tk_indexer.fp8_fp4_mqa_logits(**kwargs), tk_indexer.fp8_fp4_mqa_logits(**fp8))
+
+
+def test_fp4_factors_that_are_nan(device: str) -> None:
+    """Byte 255 of a query's head makes its row NaN, of a key its column; past the channels it does not matter."""
+    kwargs = make(5, 70, 16, 64, fp4=torch.int8)(device)
+    expected = tk_indexer.fp8_fp4_mqa_logits(**kwargs)
+    q_sf, k_sf = (x[1][..., None].view(torch.uint8) for x in (kwargs["q"], kwargs["kv"]))
+    q_sf[..., 2:], k_sf[..., 2:] = 255, 255
+    assert_equal(tk_indexer.fp8_fp4_mqa_logits(**kwargs), expected)
+    q_sf[3, 7, 1], k_sf[40, 0] = 255, 255
+    row, column = torch.arange(5, device=device)[:, None], torch.arange(70, device=device)
+    is_nan = (row == 3) | (column == 40)
+    found = tk_indexer.fp8_fp4_mqa_logits(**kwargs)
+    assert torch.equal(found.isnan(), is_nan)
+    assert torch.equal(found[~is_nan], expected[~is_nan])
+
+
 def test_chunks_of_rows_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     kwargs = make(7, 50, window="any", max_seqlen=33)("cpu")
     whole = reference.fp8_fp4_mqa_logits(**kwargs)
@@ -239,15 +332,22 @@ def test_selection_needs_no_lengths(device: str) -> None:
 
 GOOD = make(4, 6)("cpu")
 Q, (K, SF), WEIGHTS = GOOD["q"][0], GOOD["kv"], GOOD["weights"]
+FP4 = make(4, 6, fp4=torch.int8)("cpu")
 
 test_bad_input = tiers.bad_input(
     SPEC,
     GOOD,
     [
-        ({"q": Q}, TypeError, r"^q: expected a pair \(data, None\)"),
+        ({"q": Q}, TypeError, r"^q: expected a pair \(data, sf or None\)"),
         ({"q": (Q, SF)}, TypeError, r"^q\[1\]: expected None"),
         ({"q": (Q[:, :8].contiguous(), None)}, ValueError, r"^q\[0\] \(H\).*16, 32, 64.*8"),
         ({"q": (torch.zeros(4, 64, 96).to(E4M3), None)}, ValueError, r"^q\[0\] \(D\).*32, 64, 128.*96"),
+        ({**FP4, "q": (FP4["q"][0], None)}, TypeError, r"^q\[1\]: expected a torch.Tensor, got NoneType"),
+        ({**FP4, "q": (FP4["q"][0], FP4["q"][1][:, :9])}, ValueError, r"^q\[1\].*shape \(4, 64\)"),
+        ({**FP4, "q": (FP4["q"][0][..., :16].contiguous(), FP4["q"][1])}, ValueError, r"^q\[0\] \(D\).*64, 128.*32"),
+        ({**FP4, "kv": (K, SF)}, TypeError, r"^kv\[0\]: expected dtype torch.int8 or.*e4m3"),
+        ({**FP4, "kv": (FP4["kv"][0], SF)}, TypeError, r"^kv\[1\]: expected dtype torch.int32"),
+        ({"kv": FP4["kv"]}, TypeError, r"^kv\[0\]: expected dtype torch.float8_e4m3fn"),
         ({"kv": K}, TypeError, "^kv: expected a pair"),
         ({"kv": (K[:, :64].contiguous(), SF)}, ValueError, r"^kv\[0\].*shape \(N, 128\)"),
         ({"kv": (K, SF[:5])}, ValueError, r"^kv\[1\].*shape \(6\)"),

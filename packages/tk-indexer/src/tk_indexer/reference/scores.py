@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tk_core.math import align
-from tk_indexer.reference.casts import parts_of_cache
+from tk_indexer.reference.casts import parts_of_cache, widen_rows
 
 _CHUNK_BYTES = 256 << 20
 """The most that the products of some rows and all keys take, if those of a row take no more."""
@@ -26,9 +26,13 @@ def fp8_fp4_mqa_logits(
 ) -> Tensor:
     """sf[n] * sum over h of weights[s, h] * max(q[s, h] . k[n], 0), in float64 up to the last rounding.
 
-    Columns outside of the windows are -inf with and without clean_logits.
+    Of FP4, the scores of widened rows. Columns outside of the windows are -inf with and without clean_logits.
     """
-    (data, _), (k, sf) = q, kv
+    (data, q_sf), (k, sf) = q, kv
+    if q_sf is not None:
+        data, factors = widen_rows(data, q_sf)
+        weights = weights * factors
+        k, sf = widen_rows(k, sf)
     num_rows, num_heads, dim = data.shape
     num_keys = k.shape[0]
     starts, ends = (x.long().clamp(0, num_keys)[:, None] for x in (cu_seq_len_k_start, cu_seq_len_k_end))

@@ -6,6 +6,9 @@ q e4m3 (S, H, D), k e4m3 (N, D), sf float32 (N), weights float32 (S, H), out flo
 sums over channels; heads are added in float32, in an order that neither the place of a query nor that of a key changes
 (lib/fold.py). The maximum keeps NaN.
 
+FP4 is widened to e4m3 first, by a kernel of its own (lib/widen_steps.py): a block of queries meets every key, so to
+widen keys as they come would take more instructions than the folds leave.
+
 A persistent thread block takes runs: some consecutive keys for a block of queries whose heads are 256 columns.
 
     load        one warp          finds runs; a run's queries, then 128 keys a step with their factors, by TMA
@@ -34,7 +37,7 @@ from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import launching, op
 from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, check_pair, new_logits
-from tk_indexer.lib.rows import DIMS, NUM_HEADS
+from tk_indexer.lib.rows import DIMS, FP4_DIMS, FP4_DTYPES, NUM_HEADS
 
 _COLUMNS = 256
 """Heads of all queries of a run."""
@@ -44,6 +47,7 @@ _LEAST_RUN = 1024
 """The fewest keys of a run, while there are as many."""
 _RUNS_EACH = 8
 """Runs that each thread block should get, as windows differ in length."""
+_WIDENING_THREADS = 256
 
 
 def run_length(num_rows: int, num_keys: int, num_heads: int, num_sms: int) -> int:
@@ -59,6 +63,61 @@ def run_length(num_rows: int, num_keys: int, num_heads: int, num_sms: int) -> in
         return ceil_div(num_blocks * num_runs, num_sms) * (ceil_div(num_keys, num_runs * _STEP_KEYS) + 1)
 
     return align(ceil_div(num_keys, min(range(least, most + 1), key=steps)), _STEP_KEYS)
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def _widen_kernel(num_heads: int, dim: int, arch: Arch) -> Any:
+    """FP4 queries (S · H, D / 2), whose rows' factors go into the weights, and keys (N, D / 2) to e4m3."""
+    import tilelang.language as T
+
+    from tk_indexer.lib.widen_steps import CHANNELS, widen
+
+    num_rows, num_columns, num_keys = (T.dynamic(name) for name in ("num_rows", "num_columns", "num_keys"))
+    weights_stride = T.dynamic("weights_stride", "int64")
+    lanes = dim // CHANNELS
+    rows = _WIDENING_THREADS // lanes
+
+    @T.macro
+    def widen_row(x: T.Buffer, sf: T.Buffer, row: T.int32, lane: T.int32, wide: T.Buffer) -> T.PrimExpr:
+        codes, of_row, words = (T.alloc_local((size,), "uint32") for size in (2, 1, 4))
+        codes[0:2] = T.ldg64(x[row, lane * (CHANNELS // 2)])
+        of_row[0] = T.ldg32(sf[row])
+        factor = T.alloc_var("uint32")
+        factor = widen(codes, of_row, lane, dim, words)
+        T.stg128(wide[row, lane * CHANNELS], words[0:4])
+        return T.reinterpret(factor, "float32")
+
+    @T.prim_func
+    def widen_operands(
+        q: T.Tensor((num_columns, dim // 2), "uint8"),
+        q_sf: T.Tensor((num_columns,), "int32"),
+        k: T.Tensor((num_keys, dim // 2), "uint8"),
+        k_sf: T.Tensor((num_keys,), "int32"),
+        weights: T.StridedTensor((num_rows, num_heads), (weights_stride, 1), "float32"),
+        wide_q: T.Tensor((num_columns, dim), "float8_e4m3fn"),
+        wide_k: T.Tensor((num_keys, dim), "float8_e4m3fn"),
+        wide_sf: T.Tensor((num_keys,), "float32"),
+        wide_weights: T.Tensor((num_rows, num_heads), "float32"),
+    ) -> None:
+        with T.Kernel(T.ceildiv(num_columns, rows) + T.ceildiv(num_keys, rows), threads=_WIDENING_THREADS) as block:
+            thread = T.get_thread_binding()
+            lane = thread % lanes
+            factor, row = T.alloc_var("float32"), T.alloc_var("int32")
+            if block < T.ceildiv(num_columns, rows):
+                row = block * rows + thread // lanes
+                if row < num_columns:
+                    factor = widen_row(q, q_sf, row, lane, wide_q)
+                    if lane == 0:
+                        query, head = T.truncdiv(row, num_heads), T.truncmod(row, num_heads)
+                        wide_weights[query, head] = weights[query, head] * factor
+            else:
+                row = (block - T.ceildiv(num_columns, rows)) * rows + thread // lanes
+                if row < num_keys:
+                    factor = widen_row(k, k_sf, row, lane, wide_k)
+                    if lane == 0:
+                        wide_sf[row] = factor
+
+    return widen_operands
 
 
 @kernel(pass_configs=PASS_CONFIGS)
@@ -141,12 +200,18 @@ def fp8_fp4_mqa_logits(
 
     A score's bits depend on its query, weights, key and factor alone. NaN in one of these makes exactly its scores NaN.
     Nothing is read back to the host. With TK_DEBUG=1, starts and ends above N raise. Name and arguments are
-    DeepGEMM 2.6's; FP4 operands are not taken yet.
+    DeepGEMM 2.6's.
+
+    Scores of FP4 are those of rows widened as by `cp_gather_indexer_k_quant_cache`, with a query's factors multiplied
+    into the weights, rounded to float32.
 
     Args:
         q: `(data, None)`: float8_e4m3fn (S, H, D), contiguous; H 16, 32 or 64, D 32, 64 or 128. Its scale belongs into
-            the weights.
-        kv: `(data, sf)`: float8_e4m3fn (N, D) and float32 (N), contiguous.
+            the weights. Or in FP4 `(data, sf)`: int8, uint8 or float4_e2m1fn_x2 (S, H, D / 2), D 64 or 128, the even
+            channel in the low nibble, and int32 (S, H), whose byte b is UE8M0 of the channels 32 b … 32 b + 31; bytes
+            past D are ignored.
+        kv: `(data, sf)`: float8_e4m3fn (N, D) and float32 (N), contiguous. With FP4 queries in FP4, (N, D / 2) and
+            int32 (N).
         weights: float32 (S, H), rows may be strided.
         cu_seq_len_k_start: int32 (S), contiguous.
         cu_seq_len_k_end: int32 (S), contiguous.
@@ -164,16 +229,20 @@ def fp8_fp4_mqa_logits(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    check_pair("q", q, "(data, None)")
+    check_pair("q", q, "(data, sf or None)")
     check_pair("kv", kv, "(data, sf)")
-    (data, q_sf), (k, sf), fp8 = q, kv, (torch.float8_e4m3fn,)
-    num_rows, num_heads, dim = check.tensor("q[0]", data, fp8, ("S", "H", "D"))
+    (data, q_sf), (k, sf), e4m3 = q, kv, (torch.float8_e4m3fn,)
+    num_rows, num_heads, width = check.tensor("q[0]", data, e4m3 + FP4_DTYPES, ("S", "H", "D"))
+    is_fp4, device = data.dtype in FP4_DTYPES, data.device
+    dim = 2 * width if is_fp4 else width
     check.one_of("q[0] (H)", num_heads, NUM_HEADS)
-    check.one_of("q[0] (D)", dim, DIMS)
-    check.require_type(q_sf is None, "q[1]", "None, for e4m3 queries", type(q_sf).__name__)
-    device = data.device
-    num_keys, _ = check.tensor("kv[0]", k, fp8, ("N", dim), device=device)
-    check.tensor("kv[1]", sf, (torch.float32,), (num_keys,), device=device)
+    check.one_of("q[0] (D)", dim, FP4_DIMS if is_fp4 else DIMS)
+    if is_fp4:
+        check.tensor("q[1]", q_sf, (torch.int32,), (num_rows, num_heads), device=device)
+    else:
+        check.require_type(q_sf is None, "q[1]", "None, for e4m3 queries", type(q_sf).__name__)
+    num_keys, _ = check.tensor("kv[0]", k, FP4_DTYPES if is_fp4 else e4m3, ("N", width), device=device)
+    check.tensor("kv[1]", sf, (torch.int32 if is_fp4 else torch.float32,), (num_keys,), device=device)
     check.tensor("weights", weights, (torch.float32,), (num_rows, num_heads), layout="rows", device=device)
     windows = cu_seq_len_k_start, cu_seq_len_k_end
     for name, bound in zip(("cu_seq_len_k_start", "cu_seq_len_k_end"), windows):
@@ -188,6 +257,12 @@ def fp8_fp4_mqa_logits(
         arch = arch_of("fp8_fp4_mqa_logits", device)
         if num_keys == 0:
             return out.fill_(-torch.inf)
+        if is_fp4:
+            x = data.view(torch.uint8).view(-1, width), q_sf.view(-1), k.view(torch.uint8), sf, weights
+            shapes = (num_rows, num_heads, dim), (num_keys, dim)
+            data, k = (data.new_empty(shape, dtype=torch.float8_e4m3fn) for shape in shapes)
+            sf, weights = (weights.new_empty(shape) for shape in ((num_keys,), (num_rows, num_heads)))
+            _widen_kernel(num_heads, dim, arch)(*x, data.view(-1, dim), k, sf, weights)
         num_sms = get_num_sms(device)
         run_keys = run_length(num_rows, num_keys, num_heads, num_sms)
         sf = sf.as_strided((1, num_keys), (align(num_keys, 4), 1))  # TMA takes no other stride, even of one row.
