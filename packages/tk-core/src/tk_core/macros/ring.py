@@ -77,10 +77,27 @@ def fill(r: Ring) -> None:
 
 
 @T.macro
+def fill_by_lanes(r: Ring) -> None:
+    """Arrive at the stage's barrier with each lane, after each has written values, and move on.
+
+    A lane's arrival releases what that lane wrote. One for all, behind a warp's barrier, would do, but racecheck does
+    not see that order.
+    """
+    T.mbarrier_arrive(r.full[r.stage[0]])
+    move_on(r)
+
+
+@T.macro
 def release(r: Ring, stage: T.PrimExpr) -> None:
     """Give a stage back to the warps that fill it."""
     if T.shuffle_elect(32):
         T.mbarrier_arrive(r.empty[stage])
+
+
+@T.macro
+def release_by_lanes(r: Ring, stage: T.PrimExpr) -> None:
+    """Give a stage that lanes write, and each lane has read, back to them; each lane arrives, as in fill_by_lanes."""
+    T.mbarrier_arrive(r.empty[stage])
 
 
 @T.macro

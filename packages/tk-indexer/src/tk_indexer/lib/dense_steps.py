@@ -225,13 +225,12 @@ def write(s: Scheduler, to: Queries, rings: Rings) -> None:
             to.end[stage, lane] = s.end[0]
             to.shift[stage, lane] = T.if_then_else(s.x.max_seqlen > 0, s.begin[0], 0)
         _send(s.run, to, stage)
-        T.sync_warp()
-        ring.fill(rings.queries)
+        ring.fill_by_lanes(rings.queries)
         next_run(s)
     s.run.row[0] = -1
     stage = ring.wait_empty(rings.queries)
     _send(s.run, to, stage)
-    ring.fill(rings.queries)
+    ring.fill_by_lanes(rings.queries)
 
 
 @T.macro
@@ -303,7 +302,7 @@ def score_ahead(s: Share, even: T.Buffer, odd: T.Buffer) -> None:
             T.wait_wgmma(0)
             _release(s, stage)
             _store(s, run, key, sf[0], even)
-        ring.release(s.rings.queries, s.rings.queries.stage[0])
+        ring.release_by_lanes(s.rings.queries, s.rings.queries.stage[0])
         ring.move_on(s.rings.queries)
         ring.wait_full(s.rings.queries)
         _receive(s, run)
@@ -327,7 +326,7 @@ def score_in_turn(s: Share, products: T.Buffer) -> None:
                 _store(s, run, run.key[0] + step * STAGE_KEYS + x * KEYS, sf[x], products)
             _release(s, s.rings.keys.stage[0])
             ring.move_on(s.rings.keys)
-        ring.release(s.rings.queries, s.rings.queries.stage[0])
+        ring.release_by_lanes(s.rings.queries, s.rings.queries.stage[0])
         ring.move_on(s.rings.queries)
         ring.wait_full(s.rings.queries)
         _receive(s, run)

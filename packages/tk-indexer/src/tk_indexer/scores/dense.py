@@ -161,7 +161,8 @@ def dense_logits_kernel(num_heads: int, dim: int, dtype: torch.dtype, arch: Arch
         with T.Kernel(num_blocks, threads=384) as block:
             x = steps.Operands(q, k, sf, weights, starts, ends, out, max_seqlen)
             to_keys, to_queries = steps.keys(_NUM_STAGES, dim), steps.queries(num_heads, dim)
-            rings = steps.Rings(ring.ring(_NUM_STAGES, 1, 8), ring.ring(2, 2, 8))
+            # Queries are filled by the loading warp and each lane of the writing one, and released by each thread.
+            rings = steps.Rings(ring.ring(_NUM_STAGES, 1, 8), ring.ring(2, 33, 256))
             T.assume(out_stride % (ROW_BYTES // dtype.itemsize) == 0)
             thread = T.get_thread_binding()
             if thread < 128:
