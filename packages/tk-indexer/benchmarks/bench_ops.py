@@ -17,19 +17,36 @@ def _topk(logits: Tensor, k: int, **_: Any) -> Call:
     return partial(torch.topk, logits, k, sorted=False)
 
 
-def _deep_gemm() -> dict[str, Peer]:
-    """DeepGEMM's scores; it cleans them in a second kernel, and has no 16 heads and no max_seqlen_k with cleaning."""
+def _dense(q: Any, kv: Any, weights: Tensor, logits_dtype: torch.dtype, max_seqlen_k: int, **windows: Tensor) -> Call:
+    """DeepGEMM cleans scores in a second kernel, and has no 16 heads and no max_seqlen_k with cleaning."""
+    import deep_gemm
 
-    def peer(q: Any, kv: Any, weights: Tensor, logits_dtype: torch.dtype, max_seqlen_k: int, **windows: Tensor) -> Call:
-        import deep_gemm
-
-        bounds = windows["cu_seq_len_k_start"], windows["cu_seq_len_k_end"]
-        options = {"clean_logits": True, "max_seqlen_k": max_seqlen_k, "logits_dtype": logits_dtype}
-        return partial(deep_gemm.fp8_fp4_mqa_logits, q, kv, weights, *bounds, **options)
-
-    return {"deep_gemm": peer} if importlib.util.find_spec("deep_gemm") else {}
+    bounds = windows["cu_seq_len_k_start"], windows["cu_seq_len_k_end"]
+    options = {"clean_logits": True, "max_seqlen_k": max_seqlen_k, "logits_dtype": logits_dtype}
+    return partial(deep_gemm.fp8_fp4_mqa_logits, q, kv, weights, *bounds, **options)
 
 
-PEERS = {"tk_indexer.topk_indices": {"topk": _topk}, "tk_indexer.fp8_fp4_mqa_logits": _deep_gemm()}
+def _paged(q: Any, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_table: Tensor, **more: Any) -> Call:
+    """DeepGEMM takes two queries of a sequence at most: more are several calls. It does not clean."""
+    import deep_gemm
+
+    (num_seqs, next_n), most = context_lens.shape, more["max_context_len"]
+    cache = kv_cache.unsqueeze(2) if kv_cache.ndim == 3 else kv_cache
+    of_seq = weights.view(num_seqs, next_n, -1)
+    calls = []
+    for first in range(0, next_n, 2):
+        part = slice(first, first + 2)
+        lengths = context_lens[:, part].contiguous()
+        schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, cache.shape[1], deep_gemm.get_num_sms())
+        operands = (q[0][:, part].contiguous(), None), cache, of_seq[:, part].flatten(0, 1).contiguous(), lengths
+        options = {"clean_logits": False, "logits_dtype": more["logits_dtype"]}
+        calls.append(partial(deep_gemm.fp8_fp4_paged_mqa_logits, *operands, block_table, schedule, most, **options))
+    return lambda: [call() for call in calls]
+
+
+PEERS: dict[str, dict[str, Peer]] = {"tk_indexer.topk_indices": {"topk": _topk}}
+if importlib.util.find_spec("deep_gemm"):
+    PEERS["tk_indexer.fp8_fp4_mqa_logits"] = {"deep_gemm": _dense}
+    PEERS["tk_indexer.fp8_fp4_paged_mqa_logits"] = {"deep_gemm": _paged}
 
 test_bench = benchmarks(load_specs("tk_indexer"), PEERS)

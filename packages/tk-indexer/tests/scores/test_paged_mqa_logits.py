@@ -286,8 +286,9 @@ def test_selection_needs_no_cleaning(device: str) -> None:
 def test_chunks_of_pages_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     kwargs = make((300, 20, 64), 2, holes=True)("cpu")
     whole = reference.fp8_fp4_paged_mqa_logits(**kwargs)
-    monkeypatch.setattr("tk_indexer.reference.scores._CHUNK_BYTES", 2 * 8 * 64 * 2 * 64)
-    assert_close(reference.fp8_fp4_paged_mqa_logits(**kwargs), whole)
+    for num_pages in (1, 2, 10):
+        monkeypatch.setattr("tk_indexer.reference.scores._CHUNK_BYTES", 8 * 2 * 64 * 64 * num_pages)
+        assert_close(reference.fp8_fp4_paged_mqa_logits(**kwargs), whole)
 
 
 # ---- the schedule

@@ -240,9 +240,8 @@ def load(s: Scheduler, a: Atoms, block_kv: int, to_keys: Keys, to_queries: Queri
                 words = slice(first_sf + row, first_sf + row + rows)
                 ring.load(rings.keys, x.sf[block, words], to_keys.sf[stage, target])
                 ring.load(rings.keys, x.k[block, row : row + rows, :], to_keys.k[stage, target, :])
-                if lane == 0:
+                if T.shuffle_elect(_LANES):
                     to_keys.is_listed[stage, part] = T.if_then_else(block >= 0 and block < num_blocks, 1, 0)
-            T.sync_warp()
             ring.fill(rings.keys)
         next_run(s)
     ring.wait_empty(rings.queries)
@@ -277,13 +276,12 @@ def write(s: Scheduler, a: Atoms, to: Queries, rings: Rings) -> None:
             if lane < a.next_n:
                 to.end[stage, lane] = T.min(x.lengths[s.run.seq[0], lane], x.most_keys)
         _send(s.run, to, stage)
-        T.sync_warp()
-        ring.fill(rings.queries)
+        ring.fill_by_lanes(rings.queries)
         next_run(s)
     s.run.seq[0] = -1
     stage = ring.wait_empty(rings.queries)
     _send(s.run, to, stage)
-    ring.fill(rings.queries)
+    ring.fill_by_lanes(rings.queries)
 
 
 @T.macro
@@ -329,7 +327,7 @@ def score(s: Share, products: T.Buffer, is_async: bool) -> None:
                 ring.move_on(keys)
             chunk += s.num_warpgroups
         chunk -= run.num_chunks[0]
-        ring.release(s.rings.queries, s.rings.queries.stage[0])
+        ring.release_by_lanes(s.rings.queries, s.rings.queries.stage[0])
         ring.move_on(s.rings.queries)
         ring.wait_full(s.rings.queries)
         _receive(s, run)
@@ -337,10 +335,12 @@ def score(s: Share, products: T.Buffer, is_async: bool) -> None:
 
 @T.macro
 def _score_chunk(s: Share, run: Run, key: T.PrimExpr, products: T.Buffer, is_async: bool) -> None:
-    stage, of_lane = s.rings.keys.stage[0], fold.key_of_lane()
-    sf, is_listed = T.alloc_var("float32"), T.alloc_var("int32")
+    stage, of_lane, num_pages = s.rings.keys.stage[0], fold.key_of_lane(), s.keys.is_listed.shape[1]
+    sf, is_listed = T.alloc_var("float32"), T.alloc_var("int32", init=0)
     sf = s.keys.sf[stage, of_lane]
-    is_listed = s.keys.is_listed[stage, of_lane * s.keys.is_listed.shape[1] // KEYS]
+    if T.get_thread_binding() % _LANES == 0:  # The lane that releases the stage; a warp's keys are in one page.
+        is_listed = s.keys.is_listed[stage, of_lane * num_pages // KEYS]
+    is_listed = T.shfl_sync(is_listed, 0)
     for i in T.serial(s.atoms.num):
         if is_async:
             _multiply(s, stage, i * s.atoms.columns, products)

@@ -1,5 +1,7 @@
 """References of the scores of queries and keys."""
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -94,18 +96,23 @@ def fp8_fp4_paged_mqa_logits(
     out = data.new_empty_strided(shape, (stride, 1), dtype=logits_dtype).fill_(-torch.inf)
     scores = out.view(num_seqs, next_n, max_context_len)
     weights = weights.double().view(num_seqs, next_n, num_heads, 1)
-    step = max(_CHUNK_BYTES // (8 * next_n * num_heads) // block_kv, 1)
-    for seq in range(num_seqs if num_blocks else 0):
-        for first in range(0, min(num_pages, -(-max_context_len // block_kv)), step):
-            blocks = block_table[seq, first : first + step].long()
-            is_listed = (blocks >= 0) & (blocks < num_blocks)
-            blocks = blocks.where(is_listed, 0)
-            keys = k[blocks].flatten(0, 1).view(torch.float8_e4m3fn).double()
-            factors = sf[blocks].flatten(0, 1).contiguous().view(torch.float32).double()[:, 0]
-            products = (data[seq].double().flatten(0, 1) @ keys.t()).view(next_n, num_heads, -1)
-            found = (products.clamp_(min=0).mul_(weights[seq]).sum(dim=1) * factors).float()
-            column = first * block_kv + torch.arange(len(keys), device=data.device)
-            is_seen = is_listed.repeat_interleave(block_kv) & (column < context_lens[seq][:, None])
-            found = torch.where(is_seen, found, -torch.inf)[:, : max_context_len - first * block_kv]
-            scores[seq, :, first * block_kv : first * block_kv + found.shape[1]] = found.to(logits_dtype)
+    key_bytes = 8 * max(next_n * num_heads, dim)
+    step = max(_CHUNK_BYTES // key_bytes // block_kv, 1)
+    pages = min(num_pages, -(-max_context_len // block_kv)) if num_blocks else 0
+    together = max(_CHUNK_BYTES // (key_bytes * block_kv * max(min(step, pages), 1)), 1)
+    for first_seq, first in product(range(0, num_seqs, together), range(0, pages, step)):
+        seqs = slice(first_seq, first_seq + together)
+        blocks = block_table[seqs, first : first + step].long()
+        is_listed = (blocks >= 0) & (blocks < num_blocks)
+        blocks = blocks.where(is_listed, 0)
+        keys = k[blocks].flatten(1, 2).view(torch.float8_e4m3fn).double()
+        factors = sf[blocks].flatten(1, 2).contiguous().view(torch.float32).double().mT
+        products = data[seqs].double().flatten(1, 2) @ keys.mT
+        heads = products.clamp_(min=0).unflatten(1, (next_n, num_heads)).mul_(weights[seqs])
+        found = (heads.sum(dim=2) * factors).float()
+        column = first * block_kv + torch.arange(keys.shape[1], device=data.device)
+        is_seen = is_listed.repeat_interleave(block_kv, 1)[:, None] & (column < context_lens[seqs, :, None])
+        columns = slice(first * block_kv, min(first * block_kv + keys.shape[1], max_context_len))
+        found = torch.where(is_seen, found, -torch.inf)[..., : columns.stop - columns.start]
+        scores[seqs, :, columns] = found.to(logits_dtype)
     return out

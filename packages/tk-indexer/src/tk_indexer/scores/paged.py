@@ -124,7 +124,7 @@ def paged_logits_kernel(num_heads: int, dim: int, next_n: int, block_kv: int, dt
     num_bytes = block_kv * (dim + SF_BYTES)
     atoms = steps.atoms(num_heads, next_n)
     stages = num_stages(atoms.num * atoms.columns, dim, arch)
-    num_warps = 4 * _WARPGROUPS
+    threads = 128 * _WARPGROUPS
 
     @T.macro
     def multiply(share: steps.Share) -> None:
@@ -144,13 +144,14 @@ def paged_logits_kernel(num_heads: int, dim: int, next_n: int, block_kv: int, dt
         most_keys: T.int32,
         clean: T.int32,
     ) -> None:
-        with T.Kernel(num_bounds - 1, threads=32 * num_warps + 128) as block:
+        with T.Kernel(num_bounds - 1, threads=threads + 128) as block:
             # A block's factors, at its end, are as long as a number of keys.
             k = T.view(cache, (num_blocks, num_bytes // dim, dim), "float8_e4m3fn", (cache_stride, dim, 1))
             sf = T.view(cache, (num_blocks, num_bytes // SF_BYTES), "float32", (cache_stride // SF_BYTES, 1))
             x = steps.Operands(q, k, sf, weights, lengths, block_table, schedule, out, most_keys)
             to_keys, to_queries = steps.keys(stages, dim, block_kv), steps.queries(atoms, dim)
-            rings = steps.Rings(ring.ring(stages, 1, 4), ring.ring(2, 2, num_warps))
+            # Queries are filled by the loading warp and each lane of the writing one, and released by each thread.
+            rings = steps.Rings(ring.ring(stages, 1, 4), ring.ring(2, 33, threads))
             T.assume(out_stride % (ROW_BYTES // dtype.itemsize) == 0)
             thread = T.get_thread_binding()
             if thread < 128:
