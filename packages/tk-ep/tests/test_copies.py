@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tk_core.arch import arch_from_name
-from tk_core.kernel import capture
+from tk_core.kernel import capture, recorded_launches
 from tk_core.testing import assert_equal, poisoned_allocations
 from tk_core.testing.usage import lower, resource_usages
 from tk_ep import EPTimeoutError
@@ -26,6 +26,7 @@ from tk_ep.symmetric.exchange import GIVEN_UP, NOBODY, Step
 from tk_ep.symmetric.rank import Rank
 
 from .copying import DTYPES, numbers
+from .launches import check_arguments
 
 SM_90A = arch_from_name("sm_90a")
 CASES_OF_RANKS = pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
@@ -212,16 +213,19 @@ def test_flags_of_slots_fit() -> None:
 @pytest.mark.compile
 def test_compile() -> None:
     """Without local memory: up to the largest number of ranks, rows of one vector and of many."""
-    with capture(SM_90A) as requests:
+    with capture(SM_90A), recorded_launches() as recorded:
         for num_ranks, hidden in ((1, 8), (2, 512), (8, 7168)):
             rank = virtual_ranks(num_ranks, 1 << 20, "meta")[0]
             rank.exchange()(Step(memory.GATHER, 0, num_ranks, 0, 0, 0))
             rows = torch.empty((9, hidden), dtype=torch.bfloat16, device="meta")
             rank.fetch(rows, torch.empty((5, 3), dtype=torch.int32, device="meta"))
-    assert len(requests) == 6
-    for request, usage in zip(requests, resource_usages(requests, [lower(r.kernel, *r.args) for r in requests])):
+    arguments = dict(recorded.launches)
+    assert len(arguments) == 6
+    lowered = [lower(each.kernel, *each.args) for each in arguments]
+    for (request, args), usage in zip(arguments.items(), resource_usages(list(arguments), lowered)):
         for used in usage.values():
             assert used.stack_bytes == 0, f"{request}: registers were spilled"
+        check_arguments(request, args)
 
 
 @pytest.mark.gpu

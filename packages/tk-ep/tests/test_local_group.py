@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tk_core.arch import arch_from_name
-from tk_core.kernel import capture
+from tk_core.kernel import capture, recorded_launches
 from tk_core.testing import assert_equal, poisoned_allocations
 from tk_core.testing.trees import transfer
 from tk_core.testing.usage import lower, resource_usages
@@ -21,6 +21,7 @@ from tk_ep.handle import Place
 from tk_ep.symmetric.rank import Rank
 
 from .compare import HIDDEN, OfGroup, compare
+from .launches import check_arguments
 from .routing import Routing, choose, tokens, weights
 
 SM_90A = arch_from_name("sm_90a")
@@ -106,8 +107,8 @@ def test_on_a_cpu(reduce: bool) -> None:
 
 
 def captured(kind: str, do_expand: bool, idx_dtype: torch.dtype, reduce: bool, num_biases: int) -> list[Any]:
-    """The kernels of a dispatch, one with its handle and weights, and a combine, with DeepSeek-V3's sizes."""
-    with capture(SM_90A) as requests:
+    """The launches of a dispatch, one with its handle and weights, and a combine, with DeepSeek-V3's sizes."""
+    with capture(SM_90A), recorded_launches() as recorded:
         group = make_group(4, 128, "meta", hidden=7168, num_topk=8, allow_multiple_reduction=reduce)
         x: Any = torch.empty((100, 7168), dtype=torch.bfloat16, device="meta")
         bias = (x,) * num_biases
@@ -125,24 +126,25 @@ def captured(kind: str, do_expand: bool, idx_dtype: torch.dtype, reduce: bool, n
         count = handles[0].num_expanded_tokens if do_expand else handles[0].num_recv_tokens
         rows = torch.empty((count, 7168), dtype=torch.bfloat16, device="meta")
         group.combine([rows] * 4, handles, row_weights, [bias] * 4)
-    return requests
+    return recorded.launches
 
 
 @pytest.mark.compile
 def test_compile() -> None:
     """Each code path, without local memory, within the shared memory of a thread block."""
-    requests = [
+    launches = [
         *captured("bf16", False, torch.int64, True, 0),
         *captured("e4m3", False, torch.int32, False, 1),
         *captured("bf16", True, torch.int32, True, 2),
         *captured("e4m3", True, torch.int64, False, 0),
     ]
-    requests = list(dict.fromkeys(requests))
-    lowered = [lower(each.kernel, *each.args) for each in requests]
-    for request, usage in zip(requests, resource_usages(requests, lowered)):
+    arguments = dict(launches)
+    lowered = [lower(each.kernel, *each.args) for each in arguments]
+    for (request, args), usage in zip(arguments.items(), resource_usages(list(arguments), lowered)):
         for used in usage.values():
             assert used.stack_bytes == 0, f"{request}: registers were spilled"
             assert used.shared_bytes <= SM_90A.max_shared_memory, request
+        check_arguments(request, args)
 
 
 # ---- kernels against the reference

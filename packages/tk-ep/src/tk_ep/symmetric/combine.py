@@ -32,6 +32,25 @@ class Sums(NamedTuple):
         return memory.places_are_ranks(sizes.num_ranks, sizes.num_topk, self.sum_on_source)
 
 
+class PushNumbers(NamedTuple):
+    """Run-time numbers of push_rows."""
+
+    num_tokens: int
+    num_rows: int
+    num_max_tokens: int
+    first_row: int
+    num_blocks: int
+
+
+class SumNumbers(NamedTuple):
+    """Run-time numbers of sum_rows."""
+
+    num_tokens: int
+    num_max_tokens: int
+    first_row: int
+    num_blocks: int
+
+
 @kernel(pass_configs=PASS_CONFIGS)
 def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
     """x is bfloat16 (rows · hidden / 8, 8)."""
@@ -39,13 +58,11 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
 
     from tk_core.device.bits import count_leading_zeros
     from tk_ep.device.system import fence_bulk_copies
-    from tk_ep.symmetric import flags, rows
-    from tk_ep.symmetric.flags import Ranks
+    from tk_ep.symmetric import arguments, flags, rows
 
     num_ranks, _, num_topk = sizes
     row = memory.sum_row(hidden, num_topk)
     warps = num_warps(row.size * memory.UNIT, arch)
-    num_units = T.dynamic("num_units")
     by_rank = sums.places_are_ranks(sizes)
 
     @T.prim_func
@@ -53,22 +70,14 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
         x: T.Tensor((T.dynamic("num_vectors"), rows.VECTOR), "bfloat16"),
         metadata: T.Tensor((T.dynamic("metadata_rows"), 2 + num_topk), "int32"),
         psum_per_rank: T.Tensor((num_ranks,), "int32"),
-        own: T.Tensor((num_units, 4), "int32"),
-        num_tokens: T.int32,
-        num_rows: T.int32,
-        num_max_tokens: T.int32,
-        first_row: T.int32,
-        rank: T.int32,
-        num_blocks: T.int32,
-        limit: T.int64,
-        host: T.int64,
     ) -> None:
-        peers = tuple(T.arg(f"peer_{r}", T.Tensor((num_units, 4), "int32")) for r in range(num_ranks))
+        r = arguments.ranks(num_ranks, memory.COMBINE)
+        n = arguments.scalars(PushNumbers)
         if sums.has_weights:
             columns = 1 if sums.do_expand else num_topk
             weights = T.arg("weights", T.Tensor((T.dynamic("weight_rows"), columns), "int32"))
 
-        with T.Kernel(num_blocks, threads=warps * 32) as block:
+        with T.Kernel(n.num_blocks, threads=warps * 32) as block:
             s = rows.stage(warps, row.size)
             values = T.view(s.words, (warps, row.size * rows.VECTOR), "bfloat16")
             lane = s.lane
@@ -78,22 +87,21 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
             has_row, todo = T.alloc_var("uint32"), T.alloc_var("uint32")
             firsts, acc = T.alloc_local((num_topk,), "int32"), rows.sums(num_topk)
             width = int(acc.shape[0])
-            r = Ranks(own, peers, rank, memory.COMBINE, limit, host)
             failed = flags.await_ranks(r, memory.flag_of(memory.CREDIT, memory.COMBINE), 0)
             fence_bulk_copies()
             if failed == 0:
-                index = s.warp * num_blocks + block  # Few tokens are spread over all blocks.
-                while index < T.min(psum_per_rank[num_ranks - 1], num_tokens):
-                    source = T.truncdiv(metadata[index, 0], num_max_tokens)
-                    token = metadata[index, 0] - source * num_max_tokens
+                index = s.warp * n.num_blocks + block  # Few tokens are spread over all blocks.
+                while index < T.min(psum_per_rank[num_ranks - 1], n.num_tokens):
+                    source = T.truncdiv(metadata[index, 0], n.num_max_tokens)
+                    token = metadata[index, 0] - source * n.num_max_tokens
                     last = metadata[index, 1] - source * num_topk
-                    place = rank if by_rank else last
+                    place = r.rank if by_rank else last
                     at = -1
                     weight = 0
                     if lane < num_topk:
                         if sums.do_expand:
                             at = metadata[index, 2 + lane]
-                            if at >= num_rows:
+                            if at >= n.num_rows:
                                 at = -1
                         if sums.has_weights:
                             if not sums.do_expand:
@@ -106,7 +114,7 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                         s.words[s.warp, row.values * 4 + lane] = weight
                     if lane == 0:
                         s.words[s.warp, row.values * 4 + num_topk] = T.cast(has_row, "int32")
-                    first = first_row + (place * num_max_tokens + token) * row.size
+                    first = n.first_row + (place * n.num_max_tokens + token) * row.size
                     if sums.sum_on_source:
                         T.fence_proxy_async()
                         T.sync_warp()
@@ -120,12 +128,12 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                                 rows.load(s, x, vector, row.values)
                             rows.await_loaded(s)
                             if lane == 0:
-                                first = first_row + (slot * num_max_tokens + token) * row.size
+                                first = n.first_row + (slot * n.num_max_tokens + token) * row.size
                                 rows.send(s, 0, row.size, r, source, first)
                             T.tma_store_arrive()
                         # Which slots have rows is read at the last slot, which may have none.
                         if lane == 0 and ((has_row >> T.cast(last, "uint32")) & T.uint32(1)) == T.uint32(0):
-                            first = first_row + (last * num_max_tokens + token) * row.size
+                            first = n.first_row + (last * n.num_max_tokens + token) * row.size
                             rows.send(s, row.values, row.facts, r, source, first + row.values)
                         T.tma_store_arrive()
                     else:
@@ -154,9 +162,9 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                         if lane == 0:
                             rows.send(s, 0, row.size, r, source, first)
                         T.tma_store_arrive()
-                    index = index + num_blocks * warps
+                    index = index + n.num_blocks * warps
                 T.tma_store_wait(0, read=False)
-            if flags.is_last_block(r, num_blocks):
+            if flags.is_last_block(r, n.num_blocks):
                 flags.signal(r, memory.flag_of(memory.ARRIVED, memory.COMBINE), 1)
 
     return push_rows
@@ -168,31 +176,24 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
     import tilelang.language as T
 
     from tk_core.device.bits import count_leading_zeros
-    from tk_ep.symmetric import flags, rows
-    from tk_ep.symmetric.flags import Ranks
+    from tk_ep.symmetric import arguments, flags, rows
 
     num_ranks, num_experts, num_topk = sizes
     num_local = sizes.num_local_experts
     row = memory.sum_row(hidden, num_topk)
     num_parts = ceil_div(row.values, _PART_VECTORS)
-    num_units = T.dynamic("num_units")
     by_rank = sums.places_are_ranks(sizes)
     num_terms = num_topk if sums.sum_on_source else min(num_ranks, num_topk)
 
     @T.prim_func
     def sum_rows(
-        own: T.Tensor((num_units, 4), "int32"),
-        vectors: T.Tensor((num_units, rows.VECTOR), "bfloat16"),
+        vectors: T.Tensor((T.dynamic("vector_units"), rows.VECTOR), "bfloat16"),
         topk_idx: T.Tensor((T.dynamic("idx_rows"), num_topk), idx_dtype),
         dst_slots: T.Tensor((T.dynamic("dst_rows"), num_topk), "int32"),
         out: T.Tensor((T.dynamic("out_vectors"), rows.VECTOR), "bfloat16"),
-        num_tokens: T.int32,
-        num_max_tokens: T.int32,
-        first_row: T.int32,
-        rank: T.int32,
-        num_blocks: T.int32,
     ) -> None:
-        peers = tuple(T.arg(f"peer_{r}", T.Tensor((num_units, 4), "int32")) for r in range(num_ranks))
+        r = arguments.ranks(num_ranks, memory.COMBINE, waits=False)
+        n = arguments.scalars(SumNumbers)
         biases = tuple(
             T.arg(f"bias_{b}", T.Tensor((T.dynamic(f"bias_{b}_vectors"), rows.VECTOR), "bfloat16"))
             for b in range(num_biases)
@@ -200,7 +201,7 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
         if sums.has_weights:
             out_weights = T.arg("out_weights", T.Tensor((T.dynamic("weight_rows"), num_topk), "int32"))
 
-        with T.Kernel(num_blocks, threads=_SUM_WARPS * 32) as block:
+        with T.Kernel(n.num_blocks, threads=_SUM_WARPS * 32) as block:
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
             failed, index, token, part, home, other, last, place, has_row, first, vector, mine, weight = (
@@ -211,10 +212,9 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
             width = int(acc.shape[0])
             # Where the biases' vectors of the token are, as add_vectors takes it.
             bias_first = T.alloc_local((1,), "int32")
-            r = Ranks(own, peers, rank, memory.COMBINE, T.int64(0), T.int64(0))
             failed = flags.has_failed(r)
-            index = warp * num_blocks + block
-            while index < num_tokens * num_parts:
+            index = warp * n.num_blocks + block
+            while index < n.num_tokens * num_parts:
                 token = T.truncdiv(index, num_parts)
                 part = index - token * num_parts
                 home = -1
@@ -230,22 +230,22 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
                         last = k
                 # The row that has the facts of the lane's slot, and whether the lane has a row to add.
                 place = home if by_rank else last
-                first = first_row + (place * num_max_tokens + token) * row.size
+                first = n.first_row + (place * n.num_max_tokens + token) * row.size
                 has_row = 0
                 if home >= 0 and failed == 0:
                     if sums.sum_on_source:
                         at = T.cast(first + row.values, "int64") + num_topk // 4
-                        has_row = (own[at, num_topk % 4] >> lane) & 1
+                        has_row = (r.own[at, num_topk % 4] >> lane) & 1
                     elif mine >= 0:
                         has_row = 1
                 if sums.has_weights:
                     weight = 0
                     if home >= 0 and failed == 0:
-                        weight = own[T.cast(first + row.values, "int64") + lane // 4, lane % 4]
+                        weight = r.own[T.cast(first + row.values, "int64") + lane // 4, lane % 4]
                     if part == 0 and lane < num_topk:
                         out_weights[token, lane] = weight
                 if sums.sum_on_source:
-                    first = first_row + (lane * num_max_tokens + token) * row.size
+                    first = n.first_row + (lane * n.num_max_tokens + token) * row.size
                 if has_row == 0:
                     first = -1
                 # Slots in order; only a rank's last slot has a row, unless each has.
@@ -271,8 +271,8 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
                                 at = T.cast(token * row.values + vector + 32 * j, "int64")
                                 out[at, v] = T.cast(acc[j, v], "bfloat16")
                     vector = vector + 32 * width
-                index = index + num_blocks * _SUM_WARPS
-            if flags.is_last_block(r, num_blocks):
+                index = index + n.num_blocks * _SUM_WARPS
+            if flags.is_last_block(r, n.num_blocks):
                 flags.finish_call(r)
 
     return sum_rows

@@ -37,36 +37,34 @@ def exchange_kernel(num_ranks: int, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_ep.device.system import await_epoch, fail, fence_system, load_relaxed, store_relaxed
-    from tk_ep.symmetric import memory
+    from tk_ep.symmetric import arguments, memory
     from tk_ep.symmetric.flags import word
 
-    num_units = T.dynamic("num_units")
-
     @T.prim_func
-    def exchange(own: T.Tensor((num_units, 4), "int32"), rank: T.int32, limit: T.int64, host: T.int64) -> None:
-        step = Step(*(T.arg(name, T.int32()) for name in Step._fields))
-        peers = tuple(T.arg(f"peer_{r}", T.Tensor((num_units, 4), "int32")) for r in range(num_ranks))
+    def exchange() -> None:
+        r = arguments.ranks(num_ranks, memory.GATHER)
+        step = arguments.scalars(Step)
         with T.Kernel(1, threads=32):
             thread = T.get_thread_binding()
             peer = step.first_peer + thread
             failed, count, found, value = (T.alloc_var("int32", init=0) for _ in range(4))
-            count = load_relaxed(word(own, step.epoch))
-            failed = load_relaxed(word(own, memory.FAILED))
+            count = load_relaxed(word(r.own, step.epoch))
+            failed = load_relaxed(word(r.own, memory.FAILED))
             if thread < step.num_peers and failed == 0:
-                found = await_epoch(word(own, step.awaited + peer), count + step.ahead, limit)
+                found = await_epoch(word(r.own, step.awaited + peer), count + step.ahead, r.limit)
                 if found - (count + step.ahead) < 0:
                     failed = 1
-                    fail(word(own, memory.FAILED), host, step.op, peer, count + step.ahead, found)
+                    fail(word(r.own, memory.FAILED), r.host, step.op, peer, count + step.ahead, found)
             failed = T.syncthreads_or(failed)
             value = count + step.told_ahead
             if failed != 0:
                 value = count - GIVEN_UP
             if thread < step.num_peers and step.told >= 0 and (failed != 0 or step.told_ahead >= 0):
                 fence_system()
-                for r in tuple(range(num_ranks)):
-                    if peer == r:
-                        store_relaxed(word(peers[r], step.told + rank), value)
+                for to in r.all_ranks:
+                    if peer == to:
+                        store_relaxed(word(r.peers[to], step.told + r.rank), value)
             if thread == 0 and failed == 0:
-                store_relaxed(word(own, step.epoch), count + step.advance)
+                store_relaxed(word(r.own, step.epoch), count + step.advance)
 
     return exchange

@@ -33,15 +33,13 @@ def push_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype | 
     import tilelang.language as T
 
     from tk_ep.device.system import fence_bulk_copies
-    from tk_ep.symmetric import flags, rows
-    from tk_ep.symmetric.flags import Ranks
+    from tk_ep.symmetric import arguments, flags, rows
 
     num_ranks, num_experts, num_topk = sizes
     num_local, has_handle = sizes.num_local_experts, idx_dtype is not None
     row = content.layout(num_topk)
     first_fact = (row.data + row.sf) * 4  # word of a row
     warps = num_warps(row.size * memory.UNIT, arch)
-    num_units = T.dynamic("num_units")
     sf_strides = tuple(T.dynamic(f"sf_{dim}_stride", "int64") for dim in ("row", "col"))
 
     @T.prim_func
@@ -49,15 +47,10 @@ def push_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype | 
         x: T.Tensor((T.dynamic("x_rows"), row.data * 4), "int32"),
         slots: T.Tensor((T.dynamic("slot_rows"), num_topk), idx_dtype or "int32"),
         dst_slots: T.Tensor((T.dynamic("dst_rows"), num_topk), "int32"),
-        own: T.Tensor((num_units, 4), "int32"),
         num_tokens: T.int32,
-        num_max_tokens: T.int32,
-        rank: T.int32,
         num_blocks: T.int32,
-        limit: T.int64,
-        host: T.int64,
     ) -> None:
-        peers = tuple(T.arg(f"peer_{r}", T.Tensor((num_units, 4), "int32")) for r in range(num_ranks))
+        r = arguments.ranks(num_ranks, memory.DISPATCH)
         if content.num_factors:
             sf = T.arg("sf", T.StridedTensor((T.dynamic("sf_rows"), content.num_factors), sf_strides, "int32"))
         if content.has_weights:
@@ -69,7 +62,6 @@ def push_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype | 
             s = rows.stage(warps, row.size)
             thread, lane = T.get_thread_binding(), s.lane
             failed, slot, dst, home, token, first = (T.alloc_var("int32", init=0) for _ in range(6))
-            r = Ranks(own, peers, rank, memory.DISPATCH, limit, host)
             failed = flags.await_ranks(r, memory.flag_of(memory.CREDIT, memory.DISPATCH), 0)
             fence_bulk_copies()
             if failed == 0:
@@ -103,8 +95,8 @@ def push_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype | 
                         T.sync_warp()
                         if dst >= 0:
                             first = memory.FIRST_ROW + dst * row.size
-                            if home == rank:
-                                rows.store(s, row.data, row.tail, own, first + row.data)
+                            if home == r.rank:
+                                rows.store(s, row.data, row.tail, r.own, first + row.data)
                             else:
                                 rows.send(s, 0, row.size, r, home, first)
                         T.tma_store_arrive()
@@ -116,9 +108,9 @@ def push_tokens_kernel(sizes: Sizes, content: Content, idx_dtype: torch.dtype | 
                         for j in T.unroll(ceil_div(num_local + 1, warps * 32)):
                             index = j * warps * 32 + thread
                             if index <= num_local:
-                                at = memory.COUNTS + rank * (num_local + 1) + index
+                                at = memory.COUNTS + r.rank * (num_local + 1) + index
                                 source = T.if_then_else(index < num_local, to * num_local + index, num_experts + to)
-                                peers[to][at // 4, at % 4] = counts[source]
+                                r.peers[to][at // 4, at % 4] = counts[source]
                 T.sync_threads()
                 flags.signal(r, memory.flag_of(memory.ARRIVED, memory.DISPATCH), 1)
 

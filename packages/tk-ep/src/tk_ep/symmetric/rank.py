@@ -23,14 +23,17 @@ from tk_ep.errors import EPTimeoutError
 from tk_ep.handle import Place
 from tk_ep.sizes import FLAG_BYTES, MAX_EXPERTS
 from tk_ep.symmetric import memory
-from tk_ep.symmetric.combine import Sums, push_rows_kernel, sum_rows_kernel
+from tk_ep.symmetric.combine import PushNumbers, SumNumbers, Sums, push_rows_kernel, sum_rows_kernel
 from tk_ep.symmetric.exchange import GIVEN_UP, Step, exchange_kernel
 from tk_ep.symmetric.fetch import fetch_kernel
 from tk_ep.symmetric.fetch import num_blocks as num_fetch_blocks
 from tk_ep.symmetric.kernels import Sizes, max_row_bytes, with_bulk_copies
 from tk_ep.symmetric.push_tokens import Content, push_tokens_kernel
+from tk_ep.symmetric.receive_tokens import Numbers as ReceiveNumbers
 from tk_ep.symmetric.receive_tokens import Results, receive_tokens_kernel
+from tk_ep.symmetric.route import Numbers as RouteNumbers
 from tk_ep.symmetric.route import parts, route_kernel
+from tk_ep.symmetric.wait import Numbers as CountNumbers
 from tk_ep.symmetric.wait import wait_for_counts_kernel, wait_kernel
 
 Launch = Callable[..., None]
@@ -83,9 +86,11 @@ class Rank:
         self._num_bytes = num_bytes
         self._num_sms = num_sms
         self._timeout_secs = timeout_secs
-        self._limit = int(timeout_secs * 1e9)
         pinned = partial(torch.zeros, dtype=torch.int32, pin_memory=place.device.type == "cuda")
         self._failure, self._counts = pinned(8), pinned(2 + MAX_EXPERTS)
+        # See arguments.ranks: of kernels that never wait, and of those that do.
+        self._ranks = self._own, place.rank, *buffers
+        self._waiting = *self._ranks, int(timeout_secs * 1e9), self._failure.data_ptr()
 
     def push_tokens(self, request: DispatchRequest) -> Dispatch:
         """Send this rank's tokens to all ranks."""
@@ -118,9 +123,14 @@ class Rank:
             slots, dst_slots = new(max(num_tokens, 1), num_topk), new(max(num_tokens, 1), num_topk)
             routing = [new(request.num_experts + num_ranks)]
             num_blocks, groups_each = parts(num_tokens, num_topk, get_num_sms(device))
-            max_index = _MAX_INT32 // request.num_experts - 1
-            scalars = num_tokens, place.rank * most, max_index, num_blocks, groups_each
-            route(_with_a_row(request.topk_idx), slots, dst_slots, *routing, *scalars)
+            numbers = RouteNumbers(
+                num_tokens=num_tokens,
+                first_dst_slot=place.rank * most,
+                max_index=_MAX_INT32 // request.num_experts - 1,
+                num_blocks=num_blocks,
+                groups_each=groups_each,
+            )
+            route(_with_a_row(request.topk_idx), slots, dst_slots, *routing, *numbers)
             num_local = request.num_local_experts
             counts = new(num_ranks), new(num_local), new(num_local), new(num_ranks, num_local)
         else:
@@ -128,23 +138,26 @@ class Rank:
             psum_per_expert = handle.psum_num_recv_tokens_per_expert
             counts = handle.psum_num_recv_tokens_per_scaleup_rank, psum_per_expert, None, None
         num_blocks = min(request.num_sms or self._num_sms, get_num_sms(device))
-        tensors = [self._own, num_tokens, most, place.rank, num_blocks, self._limit, self._failure.data_ptr()]
-        tensors += [*self._buffers, *_factors(request.sf, num_factors), *_words(request.topk_weights), *routing]
-        push(_aligned(request.x).view(torch.int32), slots, dst_slots, *tensors)
+        optional = [*_factors(request.sf, num_factors), *_words(request.topk_weights), *routing]
+        x = _aligned(request.x).view(torch.int32)
+        push(x, slots, dst_slots, num_tokens, num_blocks, *self._waiting, *optional)
         return Dispatch(request, sizes, count, receive, dst_slots[:num_tokens], *counts)
 
     def count(self, call: Dispatch) -> None:
         """Wait for all ranks' tokens on the GPU, and count them unless a handle has the counts."""
         request = call.request
         if request.handle is not None:
-            self._launch_wait(call.count)
+            call.count(*self._waiting)
             return
-        num_rows = _MAX_INT32 if request.do_cpu_sync else request.max_expanded_rows
-        scalars = [request.num_max_tokens_per_rank, request.expert_alignment, num_rows, self.place.rank, self._limit]
-        addresses = self._failure.data_ptr(), self._counts.data_ptr() if request.do_cpu_sync else 0
+        numbers = CountNumbers(
+            num_max_tokens=request.num_max_tokens_per_rank,
+            alignment=request.expert_alignment,
+            num_rows=_MAX_INT32 if request.do_cpu_sync else request.max_expanded_rows,
+        )
         counts = call.psum_per_rank, call.psum_per_expert, call.num_unaligned, call.first_rows
+        host_counts = self._counts.data_ptr() if request.do_cpu_sync else 0
         stats = () if request.stats is None else (request.stats,)
-        call.count(self._own, *counts, *scalars, *addresses, *self._buffers, *stats)
+        call.count(*counts, host_counts, *self._waiting, *numbers, *stats)
 
     def wait_on_host(self, op: str, limit: float) -> None:
         """Wait on the host for all that was launched, at most `limit` seconds. Raises EPTimeoutError."""
@@ -193,11 +206,16 @@ class Rank:
             if request.do_expand:
                 pos_to_expert = new(num_rows)
                 optional.append(pos_to_expert)
-        scalars = [len(x), num_tokens, num_rows, request.num_max_tokens_per_rank, request.expert_alignment]
-        scalars += [self.place.rank, get_num_sms(self.place.device), *self._buffers]
-        counts = call.psum_per_rank, call.psum_per_expert
-        inputs = _aligned(x).view(torch.int32), self._own, *counts
-        call.receive(*inputs, metadata, recv_x.view(torch.int32), *scalars, *optional)
+        numbers = ReceiveNumbers(
+            num_own_tokens=len(x),
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            num_max_tokens=request.num_max_tokens_per_rank,
+            alignment=request.expert_alignment,
+            num_blocks=get_num_sms(self.place.device),
+        )
+        inputs = _aligned(x).view(torch.int32), call.psum_per_rank, call.psum_per_expert
+        call.receive(*inputs, *self._ranks, *numbers, metadata, recv_x.view(torch.int32), *optional)
         if weights is not None:
             weights = weights[:rows, 0] if request.do_expand else weights[:rows]
         if handle is None:
@@ -237,19 +255,23 @@ class Rank:
             sizes, hidden, sums._replace(do_expand=False), handle.topk_idx.dtype, len(request.bias), arch
         )
         first_row = memory.first_combined_row(self._num_bytes, request.area_bytes)
-        num_blocks = min(request.num_sms or self._num_sms, get_num_sms(place.device))
-        scalars = [handle.num_recv_tokens, handle.num_expanded_tokens, handle.num_max_tokens_per_rank, first_row]
-        scalars += [place.rank, num_blocks, self._limit, self._failure.data_ptr()]
+        numbers = PushNumbers(
+            num_tokens=handle.num_recv_tokens,
+            num_rows=handle.num_expanded_tokens,
+            num_max_tokens=handle.num_max_tokens_per_rank,
+            first_row=first_row,
+            num_blocks=min(request.num_sms or self._num_sms, get_num_sms(place.device)),
+        )
         weights = request.topk_weights
         if weights is not None:
             weights = _with_a_row(weights[:, None] if handle.do_expand else weights)
         inputs = _vectors(x), _with_a_row(handle.recv_src_metadata), handle.psum_num_recv_tokens_per_scaleup_rank
-        push(*inputs, self._own, *scalars, *self._buffers, *_words(weights))
+        push(*inputs, *self._waiting, *numbers, *_words(weights))
         return Combine(request, wait, total, first_row)
 
     def wait(self, call: Combine) -> None:
         """Wait for all ranks' rows, on the GPU."""
-        self._launch_wait(call.wait)
+        call.wait(*self._waiting)
 
     def sum(self, call: Combine) -> CombineResult:
         """Sum what has come back."""
@@ -260,16 +282,20 @@ class Rank:
         if request.topk_weights is not None:
             weights = torch.empty((max(num_tokens, 1), num_topk), dtype=torch.float32, device=self.place.device)
         routing = _with_a_row(handle.topk_idx), _with_a_row(handle.dst_buffer_slot_idx)
-        scalars = [num_tokens, handle.num_max_tokens_per_rank, call.first_row, self.place.rank]
-        scalars += [get_num_sms(self.place.device), *self._buffers]
-        views = self._own, self._own.view(torch.bfloat16)
-        call.sum(*views, *routing, _vectors(out), *scalars, *map(_vectors, request.bias), *_words(weights))
+        numbers = SumNumbers(
+            num_tokens=num_tokens,
+            num_max_tokens=handle.num_max_tokens_per_rank,
+            first_row=call.first_row,
+            num_blocks=get_num_sms(self.place.device),
+        )
+        tensors = self._own.view(torch.bfloat16), *routing, _vectors(out)
+        call.sum(*tensors, *self._ranks, *numbers, *map(_vectors, request.bias), *_words(weights))
         return CombineResult(out[:num_tokens], None if weights is None else weights[:num_tokens])
 
     def barrier(self) -> None:
         """Wait for all ranks to be here, on the GPU."""
         arch = with_bulk_copies(get_arch(self.place.device))
-        self._launch_wait(wait_kernel(self.place.num_ranks, memory.BARRIER, arch))
+        wait_kernel(self.place.num_ranks, memory.BARRIER, arch)(*self._waiting)
 
     def data(self, rank: int) -> Tensor:
         """A rank's buffer behind the flags, uint8."""
@@ -278,8 +304,7 @@ class Rank:
     def exchange(self) -> Callable[[Step], None]:
         """What makes steps of copies."""
         launch = exchange_kernel(self.place.num_ranks, with_bulk_copies(get_arch(self.place.device)))
-        given = self._own, self.place.rank, self._limit, self._failure.data_ptr()
-        return lambda step: launch(*given, *step, *self._buffers)
+        return lambda step: launch(*self._waiting, *step)
 
     def fetch(self, rows: Tensor, indices: Tensor) -> Tensor:
         """The entries of all ranks' rows, which are where this rank's are: (indices, H), zeros for no entry."""
@@ -300,9 +325,6 @@ class Rank:
             which = "has given up itself" if behind > GIVEN_UP // 2 else f"is {behind} calls behind"
             reason = f"waited {self._timeout_secs:g} s for rank {awaited}, which {which}"
             raise EPTimeoutError(memory.OPS[op], self.place.rank, reason)
-
-    def _launch_wait(self, wait: Launch) -> None:
-        wait(self._own, self.place.rank, self._limit, self._failure.data_ptr(), *self._buffers)
 
 
 def _with_a_row(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ rank, in the parts before its own; then it goes through its own part in groups o
 counts those before it that are alike.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,10 +29,23 @@ def parts(num_tokens: int, num_topk: int, num_sms: int) -> tuple[int, int]:
     return ceil_div(num_groups, groups_each), groups_each
 
 
+class Numbers(NamedTuple):
+    """Run-time numbers of route."""
+
+    num_tokens: int
+    first_dst_slot: int
+    max_index: int
+    """Ranks among an expert's pairs are at most this"""
+    num_blocks: int
+    groups_each: int
+
+
 @kernel(pass_configs=PASS_CONFIGS)
 def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
     """Write `slots` and `dst_slots` (memory.TokenRow; EPHandle.dst_buffer_slot_idx), and `counts`, int32 (E + R,)."""
     import tilelang.language as T
+
+    from tk_ep.symmetric import arguments
 
     num_ranks, num_experts, num_topk = sizes
     num_local, num_counts = sizes.num_local_experts, num_experts + num_ranks
@@ -44,13 +57,9 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
         slots: T.Tensor((T.dynamic("slot_rows"), num_topk), "int32"),
         dst_slots: T.Tensor((T.dynamic("dst_rows"), num_topk), "int32"),
         counts: T.Tensor((num_counts,), "int32"),
-        num_tokens: T.int32,
-        first_dst_slot: T.int32,
-        max_index: T.int32,
-        num_blocks: T.int32,
-        groups_each: T.int32,
     ) -> None:
-        with T.Kernel(num_blocks, threads=THREADS) as block:
+        n = arguments.scalars(Numbers)
+        with T.Kernel(n.num_blocks, threads=THREADS) as block:
             thread = T.get_thread_binding()
             before = T.alloc_shared((num_counts,), "int32")  # of earlier pairs and tokens: experts, then ranks
             experts = T.alloc_shared((THREADS,), "int32")  # of the group's pairs, -1 for none
@@ -66,7 +75,7 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
             T.sync_threads()
 
             token = thread
-            while token < T.min(block * groups_each * per_group, num_tokens):
+            while token < T.min(block * n.groups_each * per_group, n.num_tokens):
                 mask = 0
                 for k in T.unroll(num_topk):
                     if topk_idx[token, k] >= 0 and topk_idx[token, k] < num_experts:
@@ -81,11 +90,11 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
                     T.atomic_add(before[num_experts + r], sent[r])
             T.sync_threads()
 
-            group = block * groups_each
-            while group < (block + 1) * groups_each:
+            group = block * n.groups_each
+            while group < (block + 1) * n.groups_each:
                 token = group * per_group + thread // num_topk
                 expert = -1
-                if thread < per_group * num_topk and token < num_tokens:
+                if thread < per_group * num_topk and token < n.num_tokens:
                     slot = thread % num_topk
                     if topk_idx[token, slot] >= 0 and topk_idx[token, slot] < num_experts:
                         expert = T.cast(topk_idx[token, slot], "int32")
@@ -119,15 +128,15 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
                     T.atomic_add(before[expert], 1)
                 if is_last:
                     T.atomic_add(before[num_experts + home], 1)
-                if thread < per_group * num_topk and token < num_tokens:
+                if thread < per_group * num_topk and token < n.num_tokens:
                     slots[token, thread % num_topk] = T.if_then_else(
-                        expert >= 0, T.min(index, max_index) * num_experts + expert, -1
+                        expert >= 0, T.min(index, n.max_index) * num_experts + expert, -1
                     )
-                    dst_slots[token, thread % num_topk] = T.if_then_else(is_last, first_dst_slot + dst, -1)
+                    dst_slots[token, thread % num_topk] = T.if_then_else(is_last, n.first_dst_slot + dst, -1)
                 T.sync_threads()
                 group = group + 1
 
-            if block == num_blocks - 1:
+            if block == n.num_blocks - 1:
                 for j in T.unroll(ceil_div(num_counts, THREADS)):
                     if j * THREADS + thread < num_counts:
                         counts[j * THREADS + thread] = before[j * THREADS + thread]

@@ -1,6 +1,6 @@
 """Waits until what all ranks have sent is here, and adds up what they will have sent: one thread block."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
@@ -14,16 +14,12 @@ def wait_kernel(num_ranks: int, op: int, arch: Arch) -> Any:
     """Wait for the rows of all ranks; for a barrier, also tell them that this one is here."""
     import tilelang.language as T
 
-    from tk_ep.symmetric import flags
-    from tk_ep.symmetric.flags import Ranks
-
-    num_units = T.dynamic("num_units")
+    from tk_ep.symmetric import arguments, flags
 
     @T.prim_func
-    def wait(own: T.Tensor((num_units, 4), "int32"), rank: T.int32, limit: T.int64, host: T.int64) -> None:
-        peers = tuple(T.arg(f"peer_{r}", T.Tensor((num_units, 4), "int32")) for r in range(num_ranks))
+    def wait() -> None:
+        r = arguments.ranks(num_ranks, op)
         with T.Kernel(1, threads=32):
-            r = Ranks(own, peers, rank, op, limit, host)
             failed = T.alloc_var("int32", init=0)
             if op == memory.BARRIER:
                 flags.signal(r, memory.flag_of(memory.ARRIVED, op), 1)
@@ -32,6 +28,14 @@ def wait_kernel(num_ranks: int, op: int, arch: Arch) -> Any:
                 flags.advance(r)
 
     return wait
+
+
+class Numbers(NamedTuple):
+    """Run-time numbers of wait_for_counts."""
+
+    num_max_tokens: int
+    alignment: int
+    num_rows: int
 
 
 @kernel(pass_configs=PASS_CONFIGS)
@@ -43,36 +47,27 @@ def wait_for_counts_kernel(sizes: Sizes, do_expand: bool, has_stats: bool, arch:
     import tilelang.language as T
 
     from tk_ep.device.system import load_acquire, store_on_host
-    from tk_ep.symmetric import flags
-    from tk_ep.symmetric.flags import Ranks
+    from tk_ep.symmetric import arguments, flags
 
     num_ranks, _, num_topk = sizes
     num_local = sizes.num_local_experts
     threads = align(num_local, 32)
     steps = (threads - 1).bit_length()
-    num_units = T.dynamic("num_units")
 
     @T.prim_func
     def wait_for_counts(
-        own: T.Tensor((num_units, 4), "int32"),
         psum_per_rank: T.Tensor((num_ranks,), "int32"),
         psum_per_expert: T.Tensor((num_local,), "int32"),
         num_unaligned: T.Tensor((num_local,), "int32"),
         first_rows: T.Tensor((num_ranks, num_local), "int32"),
-        num_max_tokens: T.int32,
-        alignment: T.int32,
-        num_rows: T.int32,
-        rank: T.int32,
-        limit: T.int64,
-        host: T.int64,
         host_counts: T.int64,
     ) -> None:
-        peers = tuple(T.arg(f"peer_{r}", T.Tensor((num_units, 4), "int32")) for r in range(num_ranks))
+        r = arguments.ranks(num_ranks, memory.DISPATCH)
+        n = arguments.scalars(Numbers)
         if has_stats:
             stats = T.arg("stats", T.Tensor((num_local,), "int32"))
         with T.Kernel(1, threads=threads):
             thread = T.get_thread_binding()
-            r = Ranks(own, peers, rank, memory.DISPATCH, limit, host)
             failed, total, tokens, size, end, start = (T.alloc_var("int32", init=0) for _ in range(6))
             counts = T.alloc_local((num_ranks,), "int32")
             ends = T.alloc_shared((threads,), "int32")
@@ -80,14 +75,14 @@ def wait_for_counts_kernel(sizes: Sizes, do_expand: bool, has_stats: bool, arch:
             for s in T.unroll(num_ranks):
                 counts[s] = 0
                 if thread < num_local and failed == 0:
-                    counts[s] = load_acquire(flags.word(own, memory.COUNTS + s * (num_local + 1) + thread))
-                    counts[s] = T.max(T.min(counts[s], num_max_tokens * num_topk), 0)
+                    counts[s] = load_acquire(flags.word(r.own, memory.COUNTS + s * (num_local + 1) + thread))
+                    counts[s] = T.max(T.min(counts[s], n.num_max_tokens * num_topk), 0)
                 total = total + counts[s]
             for s in T.unroll(num_ranks):
                 if s <= thread and failed == 0:
-                    size = load_acquire(flags.word(own, memory.COUNTS + s * (num_local + 1) + num_local))
-                    tokens = tokens + T.max(T.min(size, num_max_tokens), 0)
-            size = T.truncdiv(total + alignment - 1, alignment) * alignment
+                    size = load_acquire(flags.word(r.own, memory.COUNTS + s * (num_local + 1) + num_local))
+                    tokens = tokens + T.max(T.min(size, n.num_max_tokens), 0)
+            size = T.truncdiv(total + n.alignment - 1, n.alignment) * n.alignment
             end = size
             for step in T.unroll(steps):
                 ends[thread] = end
@@ -112,8 +107,8 @@ def wait_for_counts_kernel(sizes: Sizes, do_expand: bool, has_stats: bool, arch:
                     tokens = tokens + counts[s]
                 if do_expand:
                     # Only a token with an expert twice has pairs for which no row is left.
-                    total = T.min(total, T.max(num_rows - start, 0))
-                    psum_per_expert[thread] = T.min(start, num_rows) + total
+                    total = T.min(total, T.max(n.num_rows - start, 0))
+                    psum_per_expert[thread] = T.min(start, n.num_rows) + total
                 else:
                     psum_per_expert[thread] = end
                 num_unaligned[thread] = total

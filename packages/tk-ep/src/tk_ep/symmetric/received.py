@@ -1,0 +1,100 @@
+"""What receive_tokens writes, and how it marks tokens and rows that there are not."""
+
+from typing import NamedTuple
+
+import tilelang.language as T
+import torch
+
+from tk_ep.symmetric import rows
+from tk_ep.symmetric.kernels import Sizes
+from tk_ep.symmetric.push_tokens import Content
+from tk_ep.symmetric.receive_tokens import Numbers, Results
+from tk_ep.symmetric.rows import Stage
+
+_TOKEN, _OUTSIDE, _PADDING = range(3)
+"""What a row is: past all segments it is outside."""
+
+
+class Outputs(NamedTuple):
+    """The kernel's arguments for results, in this order; with a handle metadata is read, not written."""
+
+    metadata: T.Buffer  # int32 (tokens, 2 + K)
+    x: T.Buffer  # int32 (rows, words)
+    sf: "T.Buffer | None"  # int32 (rows, S)
+    idx: "T.Buffer | None"  # (tokens, K)
+    weights: "T.Buffer | None"  # int32 (rows, 1) or (tokens, K)
+    first_rows: "T.Buffer | None"  # int32 (R, L), which is read
+    pos_to_expert: "T.Buffer | None"  # int32 (rows)
+
+
+def outputs(sizes: Sizes, content: Content, idx_dtype: torch.dtype, results: Results) -> Outputs:
+    """The arguments that these results need."""
+    num_ranks, _, num_topk = sizes
+    metadata = T.arg("metadata", T.Tensor((T.dynamic("metadata_rows"), 2 + num_topk), "int32"))
+    words = content.layout(num_topk).data * 4
+    x = T.arg("recv_x", T.Tensor((T.dynamic("recv_rows"), words), "int32"))
+    sf = idx = weights = first_rows = pos_to_expert = None
+    if content.num_factors:
+        strides = tuple(T.dynamic(f"sf_{dim}_stride", "int64") for dim in ("row", "col"))
+        sf = T.arg("recv_sf", T.StridedTensor((T.dynamic("sf_rows"), content.num_factors), strides, "int32"))
+    if not results.do_expand:
+        idx = T.arg("recv_idx", T.Tensor((T.dynamic("idx_rows"), num_topk), idx_dtype))
+    if content.has_weights:
+        columns = 1 if results.do_expand else num_topk
+        weights = T.arg("recv_weights", T.Tensor((T.dynamic("weight_rows"), columns), "int32"))
+    if not results.has_handle:
+        first_rows = T.arg("first_rows", T.Tensor((num_ranks, sizes.num_local_experts), "int32"))
+        if results.do_expand:
+            pos_to_expert = T.arg("pos_to_expert", T.Tensor((T.dynamic("expert_rows"),), "int32"))
+    return Outputs(metadata, x, sf, idx, weights, first_rows, pos_to_expert)
+
+
+@T.macro
+def clear_token(out: Outputs, index: T.PrimExpr, lane: T.PrimExpr) -> None:
+    """Mark a place past the received tokens; all lanes of a warp call it."""
+    writes_metadata = out.first_rows is not None
+    num_topk = int(out.metadata.shape[1]) - 2
+    if lane < 2 and writes_metadata:
+        out.metadata[index, lane] = -1
+    if lane < num_topk:
+        if writes_metadata:
+            out.metadata[index, 2 + lane] = -1
+        if out.idx is not None:
+            out.idx[index, lane] = T.cast(-1, out.idx.dtype)
+
+
+@T.macro
+def clear_rows(out: Outputs, s: Stage, ends: T.Buffer, n: Numbers, first: T.PrimExpr, with_zeros: bool) -> None:
+    """Mark those of 32 rows, from `first` on, that have no token; with_zeros zero them in segments, from a warp's place.
+
+    `ends` has the rows at which experts' tokens end. The row's expert is the first whose padding ends behind it.
+    """
+    low, high, middle, kind = (T.alloc_var("int32", init=0) for _ in range(4))
+    num_local = int(ends.shape[0])
+    low = 0
+    high = num_local
+    while low < high:
+        middle = (low + high) >> 1
+        if T.truncdiv(ends[middle] + n.alignment - 1, n.alignment) * n.alignment > first + s.lane:
+            high = middle
+        else:
+            low = middle + 1
+    kind = _TOKEN
+    if first + s.lane < n.num_rows:
+        if low == num_local:
+            kind = _OUTSIDE
+        else:
+            if first + s.lane >= ends[low]:
+                kind = _PADDING
+    if kind > _TOKEN:
+        if out.weights is not None:
+            out.weights[first + s.lane, 0] = 0
+        if out.pos_to_expert is not None:
+            out.pos_to_expert[first + s.lane] = -1
+    if with_zeros:
+        if kind == _PADDING:
+            rows.store(s, 0, int(out.x.shape[1]) // 4, out.x, first + s.lane)
+            if out.sf is not None:
+                for j in T.serial(int(out.sf.shape[1])):
+                    out.sf[first + s.lane, j] = 0
+        T.tma_store_arrive()
