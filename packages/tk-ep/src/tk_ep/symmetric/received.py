@@ -65,7 +65,7 @@ def clear_token(out: Outputs, index: T.PrimExpr, lane: T.PrimExpr) -> None:
 
 @T.macro
 def clear_rows(out: Outputs, s: Stage, ends: T.Buffer, n: Numbers, first: T.PrimExpr, with_zeros: bool) -> None:
-    """Mark those of 32 rows, from `first` on, that have no token; with_zeros zero them in segments, from a warp's place.
+    """Mark those of 32 rows from `first` on that have no token; with_zeros zero them in segments, from a warp's place.
 
     `ends` has the rows at which experts' tokens end. The row's expert is the first whose padding ends behind it.
     """
