@@ -359,7 +359,7 @@ WITH_MODEL = (*WARM_UP, "--model", "MODEL")
         ((*WITH_MODEL, "--set", "max_tokens=0"), "expected at least 1"),
         ((*WITH_MODEL, "--set", f"max_tokens={10**30}"), "less than 2**31"),
         ((*WITH_MODEL, "--set", "dtype=float33"), "float33"),
-        (("warmup", "--model", "deepseek-v2", "--arch", "sm_90a"), "deepseek-v3, deepseek-v4-flash"),
+        (("warmup", "--model", "deepseek-v2", "--arch", "sm_90a"), "deepseek-v3, deepseek-v3.2, deepseek-v4-flash"),
         (("warmup", PACKAGE), "--arch sm_90a"),
         (("warmup", PACKAGE, "--arch", "sm_42"), "expected one of sm_80"),
         ((*WARM_UP, "--case", "nothing-*"), "no case of 2 ops is named 'nothing-*'"),

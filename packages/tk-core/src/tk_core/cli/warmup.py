@@ -120,7 +120,7 @@ def warmup(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="NAME|FILE", help=f"deepseek-v3, deepseek-v4-flash or a TOML file [{DEFAULT_MODEL}]."
+            "--model", metavar="NAME|FILE", help=f"{', '.join(profile.shipped())} or a TOML file [{DEFAULT_MODEL}]."
         ),
     ] = None,
     overrides: Annotated[
