@@ -41,6 +41,10 @@ class Profile:
     """Tensors that combine adds to its sums."""
     counts_experts: tuple[bool, ...] = (False,)
     """Whether dispatch is given cumulative_local_expert_recv_stats."""
+    copies: bool = False
+    """Whether all_gather, pp_send or pp_recv are called."""
+    entry_bytes: tuple[int, ...] = ()
+    """Bytes of an entry, multiples of 16, that engram_fetch fetches."""
     training: bool = False
     """Whether the backwards are called too, with bfloat16 gradients."""
 
@@ -51,6 +55,10 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for num_ranks in profile.num_ranks:
         rank = _rank(profile, num_ranks, num_tokens)
         yield call(barrier, rank)
+        if profile.copies:
+            yield call(copy, rank)
+        for num_bytes in profile.entry_bytes:
+            yield call(fetch, rank, num_bytes, num_tokens)
         for idx_dtype, do_expand in product(profile.indices, profile.expanded):
             topk_idx = empty(num_tokens, profile.num_topk, dtype=idx_dtype)
             routing = topk_idx, weights, profile.num_experts, do_expand
@@ -113,6 +121,16 @@ def combine(
 def barrier(rank: Rank) -> None:
     """What a rank launches for a barrier."""
     rank.barrier()
+
+
+def copy(rank: Rank) -> None:
+    """What a rank launches for a call that copies to peers: the same for all."""
+    rank.exchange()
+
+
+def fetch(rank: Rank, num_bytes: int, num_tokens: int) -> None:
+    """What a rank launches to fetch entries."""
+    rank.fetch(empty(1, num_bytes, dtype=torch.int8), empty(num_tokens, 1, dtype=torch.int32))
 
 
 def _of_one_rank(given: dict[str, Any]) -> dict[str, list[Any] | None]:

@@ -1,6 +1,8 @@
 """ep_dispatch, ep_combine and MoE with experts on two ranks, each a process of a gloo group, against one process."""
 
+import copy
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -216,6 +218,9 @@ def initial_values(here: Any) -> None:
             states.append(dict(make().state_dict()) | {"router.drawn afterwards": torch.rand(3)})
         assert_equal(states[1], own_experts(here, states[0]))
     assert repr(part).count(f"ep=rank {here.rank} of 2") == 1
+    assert copy.deepcopy(part).ep is buffer
+    with ranks.raises(TypeError, "ElasticBuffer: cannot be pickled", "state_dict"):
+        pickle.dumps(part)
 
 
 def checkpointed(here: Any) -> None:
