@@ -247,19 +247,24 @@ def graphs_of_copies(here: Here) -> None:
         buffer.destroy()
 
 
-def copies_without_rank_1(here: Here, how: Callable[[], None]) -> None:
-    """After rank 1 has met its fate, calls that wait for it end within the limit, and the buffers are failed."""
+def copies_with_rank_1_killed(here: Here) -> None:
+    """Calls that wait for a rank that is gone without a word end within the limit, and the buffers are failed."""
+    x = torch.zeros((1, 4), device=here.device)
+    indices = torch.ones((1, 1), dtype=torch.int32, device=here.device)  # Rank 1's entry.
+    # Kernels are made before the limit is short.
+    other = make(here, 2 << 20)
+    other.engram_write(x)
+    other.engram_fetch(indices)()
+    other.destroy()
     limits = {"num_gpu_timeout_secs": 1.0, "num_cpu_timeout_secs": 3.0, "backend": here.backend}
     gathering, sending, fetching = (ElasticBuffer(here.world, num_bytes=2 << 20, **limits) for _ in range(3))
     gathering.agrs_set_config(1024, 1)
     gathering.create_agrs_session()
     sending.pp_set_config(64, 1)
-    x = torch.zeros((1, 4), device=here.device)
     fetching.engram_write(x)
     if here.rank == 1:
-        how()
+        os._exit(9)
     begin = time.monotonic()
-    is_symmetric = here.backend == "symmetric"
 
     def ends(buffer: ElasticBuffer, op: str, call: Callable[[], object]) -> None:
         with raises(EPTimeoutError, f"{op}: rank {here.rank} "):
@@ -272,18 +277,12 @@ def copies_without_rank_1(here: Here, how: Callable[[], None]) -> None:
     ends(gathering, "all_gather", lambda: gathering.all_gather(x)[-1]())
     if abs(here.rank - 1) == 1:
         ends(sending, "pp_recv", lambda: sending.pp_recv(x, 1))
-    indices = torch.zeros((1, 1), dtype=torch.int32, device=here.device) + 1
-    if is_symmetric:
+    if here.backend == "symmetric":
         # What rank 1 has stored stays: nobody waits for it.
         assert_equal(fetching.engram_fetch(indices)()[0], x)
     else:
         ends(fetching, "engram_fetch", lambda: fetching.engram_fetch(indices)())
     assert time.monotonic() - begin < 12
-
-
-def copies_with_rank_1_killed(here: Here) -> None:
-    """A rank that is gone without a word."""
-    copies_without_rank_1(here, lambda: os._exit(9))
 
 
 COPYING = (gathers, sends, fetches, faults_of_set_up)
