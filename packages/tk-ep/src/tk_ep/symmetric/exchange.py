@@ -64,7 +64,8 @@ def exchange_kernel(num_ranks: int, arch: Arch) -> Any:
                 for to in r.all_ranks:
                     if peer == to:
                         store_relaxed(word(r.peers[to], step.told + r.rank), value)
-            if thread == 0 and failed == 0:
+            # Not where nothing is added: a step on another stream may be adding.
+            if thread == 0 and failed == 0 and step.advance != 0:
                 store_relaxed(word(r.own, step.epoch), count + step.advance)
 
     return exchange
