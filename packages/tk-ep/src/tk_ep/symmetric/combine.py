@@ -85,7 +85,7 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                 T.alloc_var("int32", init=0) for _ in range(11)
             )
             has_row, todo = T.alloc_var("uint32"), T.alloc_var("uint32")
-            firsts, acc = T.alloc_local((num_topk,), "int32"), rows.sums(num_topk)
+            firsts, acc = T.alloc_local((num_topk,), "int32"), rows.sums()
             width = int(acc.shape[0])
             failed = flags.await_ranks(r, memory.flag_of(memory.CREDIT, memory.COMBINE), 0)
             fence_bulk_copies()
@@ -138,10 +138,7 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                         T.tma_store_arrive()
                     else:
                         if sums.do_expand:
-                            for k in T.unroll(num_topk):
-                                firsts[k] = T.shfl_sync(at, k)
-                            for k in T.unroll(num_topk):
-                                firsts[k] = T.if_then_else(firsts[k] >= 0, firsts[k] * row.values, -1)
+                            rows.find_firsts(T.if_then_else(at >= 0, at * row.values, -1), firsts)
                             vector = lane
                             while vector < row.values:
                                 for j, v in T.grid(width, rows.VECTOR):
@@ -175,7 +172,6 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
     """`own` twice: as int32 and, in `vectors`, as bfloat16. After a failure combined_x is NaN. No matter do_expand."""
     import tilelang.language as T
 
-    from tk_core.device.bits import count_leading_zeros
     from tk_ep.symmetric import arguments, flags, rows
 
     num_ranks, num_experts, num_topk = sizes
@@ -207,8 +203,7 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
             failed, index, token, part, home, other, last, place, has_row, first, vector, mine, weight = (
                 T.alloc_var("int32", init=0) for _ in range(13)
             )
-            todo = T.alloc_var("uint32")
-            firsts, acc = T.alloc_local((num_terms,), "int32"), rows.sums(num_terms)
+            firsts, acc = T.alloc_local((num_terms,), "int32"), rows.sums()
             width = int(acc.shape[0])
             # Where the biases' vectors of the token are, as add_vectors takes it.
             bias_first = T.alloc_local((1,), "int32")
@@ -248,14 +243,7 @@ def sum_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, idx_dtype: torch.dtyp
                     first = n.first_row + (lane * n.num_max_tokens + token) * row.size
                 if has_row == 0:
                     first = -1
-                # Slots in order; only a rank's last slot has a row, unless each has.
-                todo = T.ballot(first >= 0)
-                for k in T.unroll(num_terms):
-                    firsts[k] = -1
-                    if todo != T.uint32(0):
-                        up_to_next = todo ^ (todo - T.uint32(1))
-                        firsts[k] = T.shfl_sync(first, 31 - count_leading_zeros(T.cast(up_to_next, "int32")))
-                        todo = todo & (todo - T.uint32(1))
+                rows.find_firsts(first, firsts)  # Only a rank's last slot has a row, unless each has.
                 bias_first[0] = token * row.values
                 vector = part * _PART_VECTORS + lane
                 end = T.min(row.values, (part + 1) * _PART_VECTORS)

@@ -4,14 +4,15 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
+from tk_core.device.bits import count_leading_zeros
 from tk_ep.device.system import bulk_store
 from tk_ep.symmetric.flags import Ranks
 from tk_ep.symmetric.memory import UNIT
 
 VECTOR = 8
 """bfloat16 values of a unit."""
-_ROWS = 8
-"""Rows from which a lane loads before it adds the first."""
+_ROWS, _VECTORS = 4, 4
+"""Rows, and vectors of each, that a lane loads before it adds the first."""
 
 
 class Stage(NamedTuple):
@@ -88,27 +89,41 @@ def send(s: Stage, first: int, num_units: int, r: Ranks, to: T.PrimExpr, unit: T
             store(s, first, num_units, r.peers[rank], unit)
 
 
-def sums(num_rows: int) -> T.Buffer:
-    """A lane's sums of vectors from so many rows, float32 (vectors, 8): as many at once as registers allow."""
-    return T.alloc_local((4 if num_rows <= 2 else 2 if num_rows <= _ROWS else 1, VECTOR), "float32")
+def sums() -> T.Buffer:
+    """A lane's sums of several vectors, float32 (vectors, 8)."""
+    return T.alloc_local((_VECTORS, VECTOR), "float32")
+
+
+@T.macro
+def find_firsts(first: T.PrimExpr, firsts: T.Buffer) -> None:
+    """firsts = the lanes' values of `first` that are not negative, in the order of lanes, then -1."""
+    todo, lanes = T.alloc_var("uint32"), T.alloc_var("uint32")
+    todo = T.ballot(first >= 0)
+    for k in T.unroll(firsts.shape[0]):
+        firsts[k] = -1
+        if todo != T.uint32(0):
+            lanes = todo ^ (todo - T.uint32(1))  # Up to the next one that has a value.
+            firsts[k] = T.shfl_sync(first, 31 - count_leading_zeros(T.cast(lanes, "int32")))
+            todo = todo & (todo - T.uint32(1))
 
 
 @T.macro
 def add_vectors(source: T.Buffer, firsts: T.Buffer, vector: T.PrimExpr, end: T.PrimExpr, acc: T.Buffer) -> None:
     """acc[j] += the vectors firsts[0] + i, firsts[1] + i, … of bfloat16 (vectors, 8), where i = vector + 32 · j < end.
 
-    Negative firsts are none.
+    Negative firsts, which are the last, are none.
     """
-    count, width = int(firsts.shape[0]), int(acc.shape[0])
-    rows = T.alloc_local((min(count, _ROWS), width, VECTOR), "bfloat16")
+    count = int(firsts.shape[0])
+    rows = T.alloc_local((min(count, _ROWS), _VECTORS, VECTOR), "bfloat16")
     for batch in tuple(range(0, count, _ROWS)):
-        for k in T.unroll(min(_ROWS, count - batch)):
-            for j in T.unroll(width):
-                if firsts[batch + k] >= 0 and vector + 32 * j < end:
-                    for v in T.vectorized(VECTOR):
-                        rows[k, j, v] = source[T.cast(firsts[batch + k] + vector + 32 * j, "int64"), v]
-        for k in T.unroll(min(_ROWS, count - batch)):
-            for j in T.unroll(width):
-                if firsts[batch + k] >= 0 and vector + 32 * j < end:
-                    for v in T.unroll(VECTOR):
-                        acc[j, v] = acc[j, v] + T.cast(rows[k, j, v], "float32")
+        if firsts[batch] >= 0:
+            for k in T.unroll(min(_ROWS, count - batch)):
+                for j in T.unroll(_VECTORS):
+                    if firsts[batch + k] >= 0 and vector + 32 * j < end:
+                        for v in T.vectorized(VECTOR):
+                            rows[k, j, v] = source[T.cast(firsts[batch + k] + vector + 32 * j, "int64"), v]
+            for k in T.unroll(min(_ROWS, count - batch)):
+                for j in T.unroll(_VECTORS):
+                    if firsts[batch + k] >= 0 and vector + 32 * j < end:
+                        for v in T.unroll(VECTOR):
+                            acc[j, v] = acc[j, v] + T.cast(rows[k, j, v], "float32")
