@@ -1,5 +1,6 @@
 """Launches of the products' kernels, on the architecture that the operands are on."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from tk_gemm.group_maps import group_maps_kernel
 from tk_gemm.hopper.bf16 import bf16_product_kernel
 from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
-from tk_gemm.hopper.tiles import TILES, WIDE, Problem, by_k_tile, fastest, tile_of_rows
+from tk_gemm.hopper.tiles import TILES, WIDE, Problem, TileShape, by_k_tile, fastest, tile_of_rows, widest_tile
 from tk_gemm.kernels import Addend, Kind
 from tk_gemm.tma import for_tma, takes_tma
 
@@ -56,15 +57,16 @@ def launch_fp8(op: str, x: Fp8Operands, groups: Groups, c: Tensor | None, d: Ten
         maps = _group_maps(x, groups.layout, BLOCK, BLOCK, arch) if kind == "k_flat" else (None, None)
         launch(a, a_sf, b, b_sf, groups.layout, *maps, c, d, _num_blocks(d, BLOCK, BLOCK))
         return
-    problem, num_sms = _problem(groups, a.shape[2], b, d), get_num_sms(d.device)
-    tile = by_k_tile(problem, addend, num_sms) if b_is_per_row else tile_of_rows(problem, num_sms)
+    problem, num_sms = _problem(groups, d.shape, a.shape[2], b), get_num_sms(d.device)
+    tile = by_k_tile(problem, addend, num_sms) if b_is_per_row else tile_of_rows(kind, problem, num_sms)
     by_tma = takes_tma(a_sf)
     if kind == "k_flat":
         a, b = _group_maps(x, groups.layout, tile.block_m, tile.block_n, arch)
     launch = fp8_product_kernel(kind, tile, d.dtype, by_tma, addend, arch)
     a_sf = a_sf if by_tma else _grouped(x.a_sf.mT)
     b_sf = _for_tma(x.b_sf.mT) if b_is_per_row else x.b_sf.contiguous().view(-1)
-    launch(a, a_sf, b, b_sf, groups.layout, c, d, _num_blocks(d, tile.block_m, tile.block_n))
+    num_blocks = _num_blocks(d, tile.block_m, tile.block_n)
+    launch(a, a_sf, b, b_sf, groups.layout, c, d, num_blocks, *_counter(tile, d))
 
 
 def launch_fp8_swiglu(
@@ -72,18 +74,20 @@ def launch_fp8_swiglu(
 ) -> None:
     """Launch SwiGLU of a (M, K) times interleaved b (groups, 2 · I, K), cast to data (M, I) and sf (M, blocks of I)."""
     arch = _arch_of_factors(op, x.a_sf)
-    num_tiles = ceil_div(x.a.shape[0], WIDE.block_m) * ceil_div(x.b.shape[1], WIDE.block_n)
+    num_rows, num_cols, num_sms = x.a.shape[0], x.b.shape[1], get_num_sms(data.device)
     a, a_sf, b = (_for_tma(each) for each in (x.a, x.a_sf.mT, x.b))
     variant = routing.weights is not None, clamp is not None
-    scalars = clamp or 0.0, min(num_tiles, get_num_sms(data.device))
+    scalars = clamp or 0.0, min(ceil_div(num_rows, WIDE.block_m) * ceil_div(num_cols, WIDE.block_n), num_sms)
     if arch.has_tcgen05:
         launch = fp8_swiglu_product_blackwell_kernel(groups.kind, *variant, arch)
         launch(a, a_sf, b, x.b_sf.mT, groups.layout, *routing, data, sf.mT.view(torch.uint8), *scalars)
     else:
         by_tma = takes_tma(a_sf)
-        launch = fp8_swiglu_product_kernel(groups.kind, by_tma, *variant, arch)
+        tile = widest_tile(groups.kind, _problem(groups, (1, num_rows, num_cols), x.a.shape[1], b), num_sms)
+        launch = fp8_swiglu_product_kernel(groups.kind, tile, by_tma, *variant, arch)
         a_sf, b_sf = a_sf if by_tma else _grouped(x.a_sf.mT), x.b_sf.contiguous().view(-1)
-        launch(a, a_sf, b, b_sf, groups.layout, *routing, _for_tma(data), sf.mT, *scalars)
+        outputs = _for_tma(data), sf.mT
+        launch(a, a_sf, b, b_sf, groups.layout, *routing, *outputs, *scalars, *_counter(tile, data))
 
 
 def launch_bf16(op: str, x: Bf16Operands, groups: Groups, c: Tensor | None, d: Tensor) -> None:
@@ -95,15 +99,19 @@ def launch_bf16(op: str, x: Bf16Operands, groups: Groups, c: Tensor | None, d: T
     a, b, c, d = (_for_tma(each) for each in (x.a, x.b, c, d))
     if arch.has_tcgen05:
         launch = bf16_product_blackwell_kernel(groups.kind, *variant, c is not None, arch)
-        block_m = block_n = BLOCK
-    else:
-        num_channels = a.shape[1 if x.a_is_transposed else 2]
-        problem, num_sms = _problem(groups, num_channels, b, d), get_num_sms(d.device)
-        # Boxes of few rows are for an A that lies along K: they would change how a transposed one lies in a stage.
-        tile = fastest(TILES, problem, num_sms) if x.a_is_transposed else tile_of_rows(problem, num_sms)
-        launch = bf16_product_kernel(groups.kind, tile, *variant, addend, arch)
-        block_m, block_n = tile.block_m, tile.block_n
-    launch(a, b, groups.layout, c, d, _num_blocks(d, block_m, block_n))
+        launch(a, b, groups.layout, c, d, _num_blocks(d, BLOCK, BLOCK))
+        return
+    num_channels, num_sms = a.shape[1 if x.a_is_transposed else 2], get_num_sms(d.device)
+    problem = _problem(groups, d.shape, num_channels, b)
+    # Boxes of few rows are for an A that lies along K: they would change how a transposed one lies in a stage.
+    tile = fastest(TILES, problem, num_sms) if x.a_is_transposed else tile_of_rows(groups.kind, problem, num_sms)
+    launch = bf16_product_kernel(groups.kind, tile, *variant, addend, arch)
+    launch(a, b, groups.layout, c, d, _num_blocks(d, tile.block_m, tile.block_n), *_counter(tile, d))
+
+
+def _counter(tile: TileShape, like: Tensor) -> list[Tensor]:
+    """The counter of tiles that are taken on demand, if they are."""
+    return [like.new_zeros(1, dtype=torch.int32)] if tile.on_demand else []
 
 
 def _group_maps(x: Fp8Operands, ends: Tensor, block_m: int, block_n: int, arch: Arch) -> list[Tensor]:
@@ -113,8 +121,8 @@ def _group_maps(x: Fp8Operands, ends: Tensor, block_m: int, block_n: int, arch: 
     return maps
 
 
-def _problem(groups: Groups, num_channels: int, b: Tensor, d: Tensor) -> Problem:
-    num_groups, num_rows, num_cols = d.shape
+def _problem(groups: Groups, d_shape: Sequence[int], num_channels: int, b: Tensor) -> Problem:
+    num_groups, num_rows, num_cols = d_shape
     expected, num_weights = min(groups.num_rows or num_rows, num_rows), b.shape[0]
     if groups.kind == "k":
         num_channels, num_weights = ceil_div(num_channels, num_groups), num_groups

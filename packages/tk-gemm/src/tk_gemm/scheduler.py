@@ -1,7 +1,10 @@
 """Which tiles of D a thread block computes, and how their coordinates reach the warps that multiply.
 
-Thread block b takes tiles b, b + num_blocks, … On Blackwell all warps look for them. On Hopper only the two that fill
-the ring do: one sends a tile's coordinates with the tile's first stage, and a negative row behind the last tile.
+Thread block b takes tiles b, b + num_blocks, …, or after its first, on demand, the next that no block has taken: tiles
+side by side, which share weights, then begin together and find each other's loads in L2.
+
+On Blackwell all warps look for tiles. On Hopper only those that fill the ring do: one sends a tile's coordinates with
+the tile's first stage, and a negative row behind the last tile.
 """
 
 from typing import NamedTuple
@@ -12,8 +15,8 @@ from tk_core.macros import ring
 from tk_core.macros.ring import Ring, local_int
 from tk_gemm.kernels import Kind
 
-STRIP = 8
-"""Height of a strip in units of 128 rows; a strip's tiles are taken one column of tiles after the other."""
+STRIP, SHORT_STRIP = 8, 2
+"""Height of a strip in units of 128 rows, and on demand; a strip's tiles are taken one column after the other."""
 
 _GROUP_ROWS = 128
 """Groups of rows, and of channels, begin at multiples of this."""
@@ -31,6 +34,15 @@ class Tile(NamedTuple):
     end: T.Buffer  # row at which the group's rows end: of "psum" and "masked"
     first_step: T.Buffer  # where the group begins along K, in steps: of "k"
     num_steps: T.Buffer  # steps of K
+
+
+class Demand(NamedTuple):
+    """How tiles are taken on demand: the last warp that fills the ring asks for one, and tells the others."""
+
+    taken: T.Buffer  # int32 (1) in global memory: tiles that were taken, besides each block's first
+    told: T.Buffer  # int32 (stages) in shared memory
+    ring: Ring
+    asking_warp: int
 
 
 class Scheduler(NamedTuple):
@@ -51,11 +63,18 @@ class Scheduler(NamedTuple):
     cursor: T.Buffer  # int32 (1), with "masked" the group that the search has reached
     before: T.Buffer  # int32 (1), with "masked" the tiles of earlier groups
     tile: Tile
+    demand: Demand | None
 
 
 def local_tile() -> Tile:
     """Coordinates in registers, 0."""
     return Tile(*(local_int() for _ in Tile._fields))
+
+
+def demand(taken: T.Buffer, num_warps: int, first_warp: int) -> Demand:
+    """Tiles on demand for num_warps warps that look for them, from the thread block's warp first_warp on."""
+    told = T.alloc_shared((2,), "int32", scope="shared")
+    return Demand(taken, told, ring.ring(2, 1, num_warps - 1), first_warp + num_warps - 1)
 
 
 def scheduler(
@@ -64,10 +83,11 @@ def scheduler(
     sizes: tuple[T.PrimExpr, ...],
     tile_shape: tuple[int, int, int],
     num_blocks: T.PrimExpr,
+    demand: Demand | None = None,
 ) -> Scheduler:
     """A scheduler for sizes (M, N, K, groups of B) and tiles of (rows, columns, channels of a step)."""
     counters = (local_int() for _ in range(4))
-    return Scheduler(kind, layout, *sizes, *tile_shape, num_blocks, *counters, local_tile())
+    return Scheduler(kind, layout, *sizes, *tile_shape, num_blocks, *counters, local_tile(), demand)
 
 
 def group_end(end: T.PrimExpr, k: T.PrimExpr) -> T.PrimExpr:
@@ -96,8 +116,27 @@ def start(s: Scheduler, block: T.PrimExpr) -> None:
 @T.macro
 def next_tile(s: Scheduler) -> None:
     """Find the thread block's next tile; s.index ≥ s.total if there is none."""
-    s.index[0] += s.num_blocks
+    _advance(s)
     _find_with_weights(s)
+
+
+@T.macro
+def _advance(s: Scheduler) -> None:
+    d, thread = s.demand, T.get_thread_binding()
+    if d is None:
+        s.index[0] += s.num_blocks
+    elif thread // 32 == d.asking_warp:
+        stage = ring.wait_empty(d.ring)
+        if thread % 32 == 0:
+            s.index[0] = s.num_blocks + T.atomic_add(d.taken[0], 1, return_prev=True)
+            d.told[stage] = s.index[0]
+        s.index[0] = T.shfl_sync(s.index[0], 0)
+        ring.fill(d.ring)
+    else:
+        ring.wait_full(d.ring)
+        s.index[0] = d.told[d.ring.stage[0]]
+        ring.release(d.ring, d.ring.stage[0])
+        ring.move_on(d.ring)
 
 
 @T.macro
@@ -106,7 +145,7 @@ def _find_with_weights(s: Scheduler) -> None:
         _find(s)
     if s.kind == "ids" or s.kind == "psum":
         while s.index[0] < s.total[0] and s.tile.weights[0] < 0:
-            s.index[0] += s.num_blocks
+            _advance(s)
             if s.index[0] < s.total[0]:
                 _find(s)
 
@@ -129,9 +168,9 @@ def _find(s: Scheduler) -> None:
 
 @T.macro
 def _find_in_strips(s: Scheduler, index: T.PrimExpr) -> None:
-    # Strips of STRIP · 128 rows, one column of tiles after the other, so that their rows stay in L2.
+    # Strips of rows, one column of tiles after the other, so that their rows stay in L2.
     strip, inner, height = (T.alloc_var("int32") for _ in range(3))
-    strip_size = STRIP * 128 // s.block_m
+    strip_size = (STRIP if s.demand is None else SHORT_STRIP) * 128 // s.block_m
     num_n = T.ceildiv(s.n, s.block_n)
     strip = T.truncdiv(index, strip_size * num_n)
     inner = T.truncmod(index, strip_size * num_n)

@@ -12,13 +12,13 @@ from tk_core.testing.usage import machine_code
 from tk_gemm.group_maps import group_maps_kernel
 from tk_gemm.hopper.fp8 import fp8_product_kernel
 from tk_gemm.hopper.swiglu import fp8_swiglu_product_kernel
-from tk_gemm.hopper.tiles import BY_K, BY_K_TILES, FEW_ROWS, TILES, WIDE_LONG, TileShape
+from tk_gemm.hopper.tiles import BY_K, BY_K_TILES, FEW_ROWS, ON_DEMAND, TILES, WIDE_LONG, TileShape
 from tk_gemm.kernels import BLOCK_K, Addend
 
 pytestmark = pytest.mark.compile
 
 ARCH = arch_from_name("sm_90a")
-CASES = [("dense", tile) for tile in (*TILES, WIDE_LONG)] + [("k", tile) for tile in BY_K_TILES]
+CASES = [("dense", tile) for tile in (*TILES, WIDE_LONG)] + [("k", tile) for tile in BY_K_TILES] + [("ids", ON_DEMAND)]
 
 
 def check_loops(sass: str, num_warpgroups: int, num_sums: int, products: int) -> None:
@@ -37,7 +37,9 @@ def check_loops(sass: str, num_warpgroups: int, num_sums: int, products: int) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "tile"), CASES, ids=lambda x: x if isinstance(x, str) else f"{x.block_m}x{x.block_n}x{x.num_stages}"
+    ("kind", "tile"),
+    CASES,
+    ids=lambda x: x if isinstance(x, str) else f"{x.block_m}x{x.block_n}x{x.num_stages}" + "-on-demand" * x.on_demand,
 )
 def test_a_step_of_fp8(kind: str, tile: TileShape) -> None:
     """With float32 results, which take the most shared memory: ops choose the tile by the shape alone."""
@@ -95,8 +97,9 @@ def test_maps_of_groups() -> None:
     assert re.search(r"SHF\.R\.\w+(\.HI)? R\d+, R\d+, 0x4,", sass)
 
 
-def test_a_step_of_swiglu() -> None:
-    args = ("ids", True, True, True, ARCH)
+@pytest.mark.parametrize("tile", [WIDE_LONG, ON_DEMAND], ids=["in order", "on demand"])
+def test_a_step_of_swiglu(tile: TileShape) -> None:
+    args = ("ids", tile, True, True, True, ARCH)
     sass, usage = machine_code(fp8_swiglu_product_kernel, *args)
     check_loops(sass, 2, 128, 2)
     (used,) = usage.values()

@@ -66,6 +66,9 @@ def bf16_product_kernel(
         d: T.StridedTensor((num_d_groups, m, n), (*strides("d"), 1), d_dtype),
         num_blocks: T.int32,
     ) -> None:
+        if shape.on_demand:
+            taken = T.arg("taken", T.Tensor((1,), "int32"))
+
         with T.Kernel(num_blocks, threads=128 * shape.num_warpgroups + 128) as block:
             x = bf16_operands.Operands(a, b, a_is_transposed, b_is_transposed, by_k)
             stages = bf16_loop.stages(shape, x)
@@ -73,6 +76,7 @@ def bf16_product_kernel(
             sides = shape.sides(addend)
             r = ring.ring(shape.num_stages, len(sides) + 1, 4 * shape.num_warpgroups)
             sums = epilogue.handed_over(shape, out) if addend == "d" else None
+            demand = scheduler.demand(taken, len(sides) + 1, 4 * shape.num_warpgroups) if shape.on_demand else None
             sizes, tile_shape = (m, n, k, num_b_groups), (shape.block_m, shape.block_n, BF16_STEP_K)
             warps = [partial(bf16_loop.load, shape=shape, x=x, to=stages, r=r, sides=each) for each in sides]
             warps.append(lambda s: scheduler.send_tiles(r, s, stages.tile))
@@ -86,7 +90,7 @@ def bf16_product_kernel(
                     epilogue.epilogue(w, shape, kind, out, d, c if addend == "c" else None, sums),
                     layout,
                 ),
-                lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
+                lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks, demand),
                 warps,
             )
 

@@ -89,6 +89,9 @@ def fp8_product_kernel(
         d: T.StridedTensor((num_d_groups, m, n), (*strides("d"), 1), d_dtype),
         num_blocks: T.int32,
     ) -> None:
+        if shape.on_demand:
+            taken = T.arg("taken", T.Tensor((1,), "int32"))
+
         with T.Kernel(num_blocks, threads=128 * shape.num_warpgroups + 128) as block:
             stages = fp8_loop.stages(shape, by_k)
             out = T.alloc_shared(epilogue.out_shape(shape, d_dtype), d_dtype)
@@ -96,6 +99,7 @@ def fp8_product_kernel(
             r = ring.ring(shape.num_stages, len(sides) + 1, 4 * shape.num_warpgroups)
             x = fp8_loop.Operands(a, a_sf, b, b_sf, a_sf_by_tma, by_k, is_flat)
             sums = epilogue.handed_over(shape, out) if addend == "d" else None
+            demand = scheduler.demand(taken, len(sides) + 1, 4 * shape.num_warpgroups) if shape.on_demand else None
             sizes, tile_shape = (m, n, k, num_b_groups), (shape.block_m, shape.block_n, BLOCK_K)
             warps = [partial(fp8_loop.load, shape=shape, x=x, to=stages, r=r, sides=each) for each in sides]
             warps.append(partial(fp8_loop.write, shape=shape, x=x, to=stages, r=r))
@@ -109,7 +113,7 @@ def fp8_product_kernel(
                     epilogue.epilogue(w, shape, kind, out, d, c if addend == "c" else None, sums),
                     layout,
                 ),
-                lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
+                lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks, demand),
                 warps,
             )
 

@@ -10,13 +10,18 @@ from typing import Any, Literal
 
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
-from tk_gemm.hopper.tiles import WIDE_LONG as SHAPE
+from tk_gemm.hopper.tiles import TileShape
 from tk_gemm.kernels import BLOCK_K, PASS_CONFIGS, stride, strides
 
 
 @kernel(pass_configs=PASS_CONFIGS)
 def fp8_swiglu_product_kernel(
-    kind: Literal["ids", "psum"], a_sf_by_tma: bool, with_weights: bool, with_clamp: bool, arch: Arch
+    kind: Literal["ids", "psum"],
+    shape: TileShape,
+    a_sf_by_tma: bool,
+    with_weights: bool,
+    with_clamp: bool,
+    arch: Arch,
 ) -> Any:
     """As fp8_product_kernel, of interleaved B (groups, 2 · I, K), to data (1, M, I) and factors (I/128, M)."""
     import tilelang.language as T
@@ -71,27 +76,31 @@ def fp8_swiglu_product_kernel(
         clamp: T.float32,
         num_blocks: T.int32,
     ) -> None:
+        if shape.on_demand:
+            taken = T.arg("taken", T.Tensor((1,), "int32"))
+
         with T.Kernel(num_blocks, threads=384) as block:
             x = fp8_loop.Operands(a, a_sf, b, b_sf, a_sf_by_tma, False)
-            stages = fp8_loop.stages(SHAPE, False)
-            out = T.alloc_shared((1, SHAPE.block_m, 128), "float8_e4m3fn")  # A tile's codes are one piece.
-            r = ring.ring(SHAPE.num_stages, 2, 4 * SHAPE.num_warpgroups)  # The loading and the writing warp fill it.
-            sizes, tile_shape = (m, n, k, num_groups), (SHAPE.block_m, SHAPE.block_n, BLOCK_K)
+            stages = fp8_loop.stages(shape, False)
+            out = T.alloc_shared((1, shape.block_m, 128), "float8_e4m3fn")  # A tile's codes are one piece.
+            r = ring.ring(shape.num_stages, 2, 4 * shape.num_warpgroups)  # The loading and the writing warp fill it.
+            demand = scheduler.demand(taken, 2, 4 * shape.num_warpgroups) if shape.on_demand else None
+            sizes, tile_shape = (m, n, k, num_groups), (shape.block_m, shape.block_n, BLOCK_K)
             roles.split(
-                SHAPE.num_warpgroups,
+                shape.num_warpgroups,
                 block,
                 lambda w: multiply(
-                    fp8_loop.share(w, SHAPE, x, stages, r),
-                    epilogue.epilogue(w, SHAPE, kind, out, data),
+                    fp8_loop.share(w, shape, x, stages, r),
+                    epilogue.epilogue(w, shape, kind, out, data),
                     layout,
                     (pos, weights),
                     clamp,
                     sf,
                 ),
-                lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks),
+                lambda: scheduler.scheduler(kind, layout, sizes, tile_shape, num_blocks, demand),
                 (
-                    lambda s: fp8_loop.load(s, SHAPE, x, stages, r, "ab"),
-                    lambda s: fp8_loop.write(s, SHAPE, x, stages, r),
+                    lambda s: fp8_loop.load(s, shape, x, stages, r, "ab"),
+                    lambda s: fp8_loop.write(s, shape, x, stages, r),
                 ),
             )
 

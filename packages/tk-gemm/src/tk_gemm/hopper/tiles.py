@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tk_core.math import ceil_div
-from tk_gemm.kernels import BLOCK_K, Addend
+from tk_gemm.kernels import BLOCK_K, Addend, Kind
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class TileShape:
     num_warpgroups: int = 2
     max_rows: int | None = None
     """Rows that A has at most, if the tile has more: the others are neither loaded nor filled with zeros."""
+    on_demand: bool = False
+    """Whether a thread block asks for its next tile: see scheduler.py."""
 
     @property
     def loaded_m(self) -> int:
@@ -81,6 +83,10 @@ docs/tuning/gemm.md has the measurements. All tiles give the same bits."""
 WIDE_LONG = replace(WIDE, num_stages=3)
 """In place of the widest in FP8, for 2048 channels and more: blocks that run less far ahead find more of each other's
 loads in L2, and a whole tile's results have room in shared memory."""
+ON_DEMAND = replace(WIDE_LONG, on_demand=True)
+"""For groups of rows one after the other, where they wait for memory, and for long."""
+_LONG = 400_000
+"""Nanoseconds from which this pays: the counter of tiles that are taken has to be zeroed first."""
 FEW_ROWS = 8, 32
 """Groups of at most so many rows get tiles that load only this many: for a tile's rest TMA would write zeros, which
 takes it longer than loading rows."""
@@ -108,27 +114,39 @@ class Problem(NamedTuple):
     """Bytes of an operand's element."""
 
 
-def fastest(tiles: Mapping[TileShape, Cost], x: Problem, num_sms: int) -> TileShape:
-    """The tile with the least time: the longer of tiles and memory, and a tenth of the other.
+def _times(tile: TileShape, cost: Cost, x: Problem, num_sms: int) -> tuple[float, float]:
+    """Nanoseconds that tiles take, and that memory takes.
 
     Tiles take as long as those of the busiest SM, or as L2 takes to bring all their operands.
     """
     rows, row_bytes = x.num_groups * x.num_rows, x.num_channels * x.itemsize
     num_bytes = x.num_weights * x.num_cols * row_bytes + rows * (row_bytes + 2 * x.num_cols)
+    num_tiles = x.num_groups * ceil_div(x.num_rows, tile.block_m) * ceil_div(x.num_cols, tile.block_n)
+    busiest = ceil_div(num_tiles, num_sms) * (row_bytes / BLOCK_K * cost.step + cost.end)
+    from_l2 = num_tiles * (tile.block_m + tile.block_n) * row_bytes / L2_BANDWIDTH
+    return max(busiest, from_l2), num_bytes / cost.bandwidth
+
+
+def fastest(tiles: Mapping[TileShape, Cost], x: Problem, num_sms: int) -> TileShape:
+    """The tile with the least time: the longer of tiles and memory, and a tenth of the other."""
 
     def time(tile: TileShape) -> float:
-        cost = tiles[tile]
-        num_tiles = x.num_groups * ceil_div(x.num_rows, tile.block_m) * ceil_div(x.num_cols, tile.block_n)
-        busiest = ceil_div(num_tiles, num_sms) * (row_bytes / BLOCK_K * cost.step + cost.end)
-        from_l2 = num_tiles * (tile.block_m + tile.block_n) * row_bytes / L2_BANDWIDTH
-        tiles_take, memory_takes = max(busiest, from_l2), num_bytes / cost.bandwidth
-        return max(tiles_take, memory_takes) + 0.1 * min(tiles_take, memory_takes)
+        times = _times(tile, tiles[tile], x, num_sms)
+        return max(times) + 0.1 * min(times)
 
     return min(tiles, key=time)
 
 
-def tile_of_rows(x: Problem, num_sms: int) -> TileShape:
+def widest_tile(kind: Kind, x: Problem, num_sms: int) -> TileShape:
+    """The widest tile of products with many channels."""
+    tiles_take, memory_takes = _times(WIDE_LONG, TILES[WIDE], x, num_sms)
+    return ON_DEMAND if kind in ("ids", "psum") and memory_takes > max(tiles_take, _LONG) else WIDE_LONG
+
+
+def tile_of_rows(kind: Kind, x: Problem, num_sms: int) -> TileShape:
     """The tile of a product whose groups, if it has any, are rows."""
+    if widest_tile(kind, x, num_sms) == ON_DEMAND:
+        return ON_DEMAND
     tile = fastest(TILES, x, num_sms)
     if tile == WIDE and x.itemsize == 1 and x.num_channels >= 2048:
         return WIDE_LONG
