@@ -38,7 +38,8 @@ def _paged(q: Any, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, bloc
         part = slice(first, first + 2)
         lengths = context_lens[:, part].contiguous()
         schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, cache.shape[1], deep_gemm.get_num_sms())
-        operands = (q[0][:, part].contiguous(), None), cache, of_seq[:, part].flatten(0, 1).contiguous(), lengths
+        queries = tuple(x if x is None else x[:, part].contiguous() for x in q)
+        operands = queries, cache, of_seq[:, part].flatten(0, 1).contiguous(), lengths
         options = {"clean_logits": False, "logits_dtype": more["logits_dtype"]}
         calls.append(partial(deep_gemm.fp8_fp4_paged_mqa_logits, *operands, block_table, schedule, most, **options))
     return lambda: [call() for call in calls]

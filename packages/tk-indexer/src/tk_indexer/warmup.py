@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 import tk_indexer
 from tk_core.cli.profile import Call, call, empty
@@ -51,8 +52,7 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
     for fmt in profile.operands:
         yield from _cast_calls(profile, num_tokens, fmt)
         yield from _score_calls(profile, num_tokens, fmt)
-    if "e4m3" in profile.operands:
-        yield from _paged_calls(profile, num_tokens)
+        yield from _paged_calls(profile, num_tokens, fmt)
 
 
 def _cast_calls(profile: Profile, num_tokens: int, fmt: str) -> Iterator[Call]:
@@ -81,26 +81,33 @@ def _cast_calls(profile: Profile, num_tokens: int, fmt: str) -> Iterator[Call]:
         yield call(tk_indexer.cp_gather_indexer_k_quant_cache, cache, data, empty(num_tokens), table, bounds)
 
 
+def _operand(profile: Profile, fmt: str, *shape: int) -> tuple[Tensor, Tensor]:
+    """Rows of data and their factors."""
+    if fmt == "e2m1":
+        return empty(*shape, profile.index_dim // 2, dtype=torch.int8), empty(*shape, dtype=torch.int32)
+    return empty(*shape, profile.index_dim, dtype=torch.float8_e4m3fn), empty(*shape)
+
+
+def _queries(profile: Profile, fmt: str, *shape: int) -> tuple[Tensor, Tensor | None]:
+    data, sf = _operand(profile, fmt, *shape, profile.index_heads)
+    return data, sf if fmt == "e2m1" else None
+
+
 def _score_calls(profile: Profile, num_tokens: int, fmt: str) -> Iterator[Call]:
-    is_fp4, window = fmt == "e2m1", empty(num_tokens, dtype=torch.int32)
-    data_type, sf_type = (torch.int8, torch.int32) if is_fp4 else (torch.float8_e4m3fn, torch.float32)
-    (q, q_sf), kv = (
-        (empty(*shape, profile.index_dim // (2 if is_fp4 else 1), dtype=data_type), empty(*shape, dtype=sf_type))
-        for shape in ((num_tokens, profile.index_heads), (profile.max_keys,))
-    )
-    operands = (q, q_sf if is_fp4 else None), kv, empty(num_tokens, profile.index_heads), window, window
+    weights, window = empty(num_tokens, profile.index_heads), empty(num_tokens, dtype=torch.int32)
+    operands = _queries(profile, fmt, num_tokens), _operand(profile, fmt, profile.max_keys), weights, window, window
     for dtype in profile.logits:
         yield call(tk_indexer.fp8_fp4_mqa_logits, *operands, logits_dtype=getattr(torch, dtype))
 
 
-def _paged_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
-    cache = empty(64, profile.block_kv, profile.index_dim + 4, dtype=torch.uint8)
+def _paged_calls(profile: Profile, num_tokens: int, fmt: str) -> Iterator[Call]:
+    key_bytes = profile.index_dim // 2 if fmt == "e2m1" else profile.index_dim
+    cache = empty(64, profile.block_kv, key_bytes + 4, dtype=torch.uint8)
     tables = empty(num_tokens, 64, dtype=torch.int32), empty(2, 2, dtype=torch.int32)
     for next_n in profile.next_n:
         lengths = empty(num_tokens, next_n, dtype=torch.int32)
         yield call(tk_indexer.get_paged_mqa_logits_metadata, lengths, profile.block_kv, 1)
-        q = empty(num_tokens, next_n, profile.index_heads, profile.index_dim, dtype=torch.float8_e4m3fn)
-        operands = (q, None), cache, empty(num_tokens * next_n, profile.index_heads), lengths, *tables
+        q, weights = _queries(profile, fmt, num_tokens, next_n), empty(num_tokens * next_n, profile.index_heads)
         for dtype in profile.logits:
-            options = {"logits_dtype": getattr(torch, dtype)}
-            yield call(tk_indexer.fp8_fp4_paged_mqa_logits, *operands, profile.max_keys, **options)
+            operands = q, cache, weights, lengths, *tables, profile.max_keys
+            yield call(tk_indexer.fp8_fp4_paged_mqa_logits, *operands, logits_dtype=getattr(torch, dtype))

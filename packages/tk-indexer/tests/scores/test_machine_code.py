@@ -39,24 +39,27 @@ def test_a_step(num_heads: int, dim: int, dtype: torch.dtype, most: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "dim", "next_n", "block_kv", "dtype", "elements", "most"),
+    ("num_heads", "dim", "is_fp4", "next_n", "block_kv", "dtype", "elements", "most"),
     [
-        (64, 128, 1, 64, torch.float32, 32, 155),
-        (64, 128, 3, 64, torch.bfloat16, 64, 245),
-        (16, 32, 5, 32, torch.float32, 40, 220),
-        (32, 64, 3, 128, torch.float32, 48, 215),
+        (64, 128, False, 1, 64, torch.float32, 32, 155),
+        (64, 128, False, 3, 64, torch.bfloat16, 64, 245),
+        (16, 32, False, 5, 32, torch.float32, 40, 220),
+        (32, 64, False, 3, 128, torch.float32, 48, 215),
+        (64, 128, True, 1, 64, torch.float32, 32, 290),
     ],
 )
 def test_a_chunk_of_pages(
-    num_heads: int, dim: int, next_n: int, block_kv: int, dtype: torch.dtype, elements: int, most: int
+    num_heads: int, dim: int, is_fp4: bool, next_n: int, block_kv: int, dtype: torch.dtype, elements: int, most: int
 ) -> None:
     """A loop for each warpgroup, of one product: for each element of a lane a maximum and a fused multiply-add."""
-    sass, usage = machine_code(paged_logits_kernel, num_heads, dim, next_n, block_kv, dtype, ARCH)
+    sass, usage = machine_code(paged_logits_kernel, num_heads, dim, is_fp4, next_n, block_kv, dtype, ARCH)
     loops = loops_with(sass, "GMMA")
     assert len(loops) == 3
     for loop in loops:
         found = count(loop)
         assert found["QGMMA"] == dim // 32
+        if is_fp4:  # 64 bytes a thread, 16 at a time
+            assert found["STS"] == 4
         assert sum("GMMA" in code and "gsb0" in code for code in loop) == 1
         assert found["FMNMX"] == found["FFMA"] == elements
         assert found["LDG"] == 0

@@ -45,13 +45,15 @@ def windows(kind: str, rows: int, keys: int, device: str) -> tuple[Tensor, Tenso
     return starts.int(), ends.int()
 
 
-def fp4_rows(*shape: int, device: str, dtype: torch.dtype, positive: bool) -> tuple[Tensor, Tensor]:
+def fp4_rows(*shape: int, device: str, dtype: torch.dtype, positive: bool = False) -> tuple[Tensor, Tensor]:
     """Any codes; the factors of a row's groups differ by up to 2⁶. Those past the row are any bytes."""
     *shape, dim = shape
     data = torch.randint(0, 256, (*shape, dim // 2), dtype=torch.uint8, device=device)
     factors = torch.randint(119, 130, (*shape, 1), device=device) + torch.randint(0, 7, (*shape, 4), device=device)
     factors[..., dim // 32 :] = torch.randint(0, 256, (*shape, 4 - dim // 32), device=device)
-    return (data & 0x77 if positive else data).view(dtype), factors.to(torch.uint8).view(torch.int32)[..., 0]
+    sf = torch.empty(*shape, dtype=torch.int32, device=device)  # With the usual strides, also where it is empty.
+    sf.copy_(factors.to(torch.uint8).view(torch.int32)[..., 0])
+    return (data & 0x77 if positive else data).view(dtype), sf
 
 
 def make(

@@ -13,15 +13,17 @@ from tk_core import env, get_num_sms
 from tk_core.arch import UnsupportedArchError, arch_from_name
 from tk_core.kernel import capture
 from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
+from tk_core.testing.numeric import calc_diff
 from tk_core.testing.trees import empty
 from tk_indexer import reference
 from tk_indexer.reference.casts import parts_of_cache
 from tk_indexer.scores.paged import num_stages
 
-from .test_mqa_logits import assert_close
+from .test_mqa_logits import assert_close, fp4_rows, fp4_values
 
 INF, NAN = math.inf, math.nan
 E4M3, BF16, UINT8, INT32 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8, torch.int32
+FLOAT4 = torch.float4_e2m1fn_x2
 
 
 def make(
@@ -40,6 +42,7 @@ def make(
     pad: int = 0,
     holes: bool = False,
     num_sms: int = 5,
+    fp4: torch.dtype | None = None,
 ) -> Make:
     """Sequences whose last query sees so many keys, others fewer or more; blocks in any order, some shared.
 
@@ -51,14 +54,19 @@ def make(
         num_seqs = len(lengths)
         pages = max((-(-x // block_kv) for x in lengths), default=0) if num_pages is None else num_pages
         blocks = num_seqs * pages + 2 if num_blocks is None else num_blocks
-        size = block_kv * (dim + 4)
+        key_bytes = dim if fp4 is None else dim // 2
+        size = block_kv * (key_bytes + 4)
         memory = torch.zeros(blocks, size + (gap or 0), dtype=UINT8, device=device)
-        cache = memory[:, :size].view(blocks, block_kv, *(() if gap is None else (1,)), dim + 4)
-        k, sf = parts_of_cache(cache, dim)
-        k.copy_((torch.randn(blocks, block_kv, dim, device=device) * 4).to(E4M3).view(UINT8))
-        sf.copy_(
-            torch.exp2(torch.randint(-6, 7, (blocks, block_kv, 1), device=device).float()).view(UINT8),
-        )
+        cache = memory[:, :size].view(blocks, block_kv, *(() if gap is None else (1,)), key_bytes + 4)
+        if fp4 is None:
+            q = torch.randn(num_seqs, next_n, num_heads, dim, device=device).to(E4M3), None
+            k = (torch.randn(blocks, block_kv, dim, device=device) * 4).to(E4M3)
+            sf = torch.exp2(torch.randint(-6, 7, (blocks, block_kv), device=device).float())
+        else:
+            q = fp4_rows(num_seqs, next_n, num_heads, dim, device=device, dtype=fp4)
+            k, sf = fp4_rows(blocks, block_kv, dim, device=device, dtype=UINT8)
+        for part, x in zip(parts_of_cache(cache, key_bytes), (k, sf[..., None])):
+            part.copy_(x.view(UINT8))
         table = torch.randint(0, max(blocks, 1), (num_seqs, pages + pad), dtype=INT32, device=device)[:, :pages]
         if holes:
             share = torch.rand(num_seqs, pages, device=device)
@@ -70,7 +78,7 @@ def make(
         weights = empty(num_seqs * next_n, num_heads + pad, dtype=torch.float32, device=device).fill_(NAN)
         weights = weights[:, :num_heads].copy_(torch.randn(num_seqs * next_n, num_heads, device=device))
         return {
-            "q": (torch.randn(num_seqs, next_n, num_heads, dim, device=device).to(E4M3), None),
+            "q": q,
             "kv_cache": cache,
             "weights": weights,
             "context_lens": seen,
@@ -91,24 +99,27 @@ def schedule_of(seen: Tensor, num_sms: int) -> Tensor:
     return tk_indexer.get_paged_mqa_logits_metadata(seen, 64, num_sms)
 
 
-def bench(num_seqs: int, keys: int, next_n: int, **more: Any) -> Case:
+def bench(num_seqs: int, keys: int, next_n: int, fp4: torch.dtype | None = None, **more: Any) -> Case:
     """Full windows of 64 heads with 128 channels; each block of the cache is one sequence's."""
 
     def build(device: str) -> dict[str, Any]:
-        kwargs = make((64,) * num_seqs, next_n)(device)
-        blocks = num_seqs * keys // 64
-        cache = torch.empty(blocks, 64, 132, dtype=UINT8, device=device)
-        k, sf = parts_of_cache(cache, 128)
+        kwargs = make((64,) * num_seqs, next_n, fp4=fp4)(device)
+        blocks, key_bytes = num_seqs * keys // 64, 128 if fp4 is None else 64
+        cache = torch.empty(blocks, 64, key_bytes + 4, dtype=UINT8, device=device)
+        k, sf = parts_of_cache(cache, key_bytes)
         for part in torch.arange(blocks, device=device).split(4096):
-            k[part] = torch.randn(len(part), 64, 128, device=device).to(E4M3).view(UINT8)
-        sf.copy_(torch.ones(blocks, 64, 1, device=device).view(UINT8))
+            if fp4 is None:
+                k[part] = torch.randn(len(part), 64, 128, device=device).to(E4M3).view(UINT8)
+            else:
+                k[part] = torch.randint(0, 256, (len(part), 64, 64), dtype=UINT8, device=device)
+        sf.copy_(torch.ones(blocks, 64, 1, device=device).view(UINT8)) if fp4 is None else sf.fill_(127)
         seen = torch.full((num_seqs, next_n), keys, dtype=INT32, device=device)
         table = torch.randperm(blocks, device=device).view(num_seqs, keys // 64).int()
         schedule = schedule_of(seen, get_num_sms(device) if device.startswith("cuda") else 132)
         changed = {"kv_cache": cache, "context_lens": seen, "block_table": table, "schedule_meta": schedule}
         return {**kwargs, **changed, "max_context_len": keys, "clean_logits": False}
 
-    return bench_case(f"b{num_seqs}-n{keys}-next{next_n}", build, **more)
+    return bench_case(f"b{num_seqs}-n{keys}-next{next_n}{'' if fp4 is None else '-fp4'}", build, **more)
 
 
 SPEC = OpSpec(
@@ -127,6 +138,20 @@ SPEC = OpSpec(
         Case("b2-next3-h32-d64-kv128", make((129, 250), 3, 32, 64, 128, gap=16), small=True, compile=True),
         Case("b3-next2-h64-d128-cut", make((190, 65, 128), 2, most=100, num_pages=2), small=True, modes=True),
         Case("b2-next2-h64-d128-few-pages", make((300, 200), 2, num_pages=2, most=290, num_sms=300), small=True),
+        Case("b3-next1-h64-d128-fp4", make((70, 0, 133), fp4=torch.int8), small=True, modes=True, compile=True),
+        Case(
+            "b3-next3-h64-d128-fp4-holes-apart-bf16",
+            make((300, 64, 1), 3, dtype=BF16, most=333, gap=48, pad=3, holes=True, fp4=UINT8),
+            small=True,
+        ),
+        Case(
+            "b4-next5-h16-d64-kv32-fp4",
+            make((5, 31, 97, 0), 5, 16, 64, 32, holes=True, fp4=FLOAT4),
+            small=True,
+            compile=True,
+        ),
+        Case("b2-next1-h64-d128-fp4-no-blocks", make((5, 6), num_blocks=0, fp4=torch.int8), small=True),
+        Case("b0-next1-h64-d128-fp4", make((), num_pages=3, most=9, fp4=torch.int8), small=True),
         Case("b0-next1-h64-d128", make((), num_pages=3, most=9), small=True),
         Case("b2-next1-h64-d128-no-columns", make((5, 6), most=0), small=True),
         Case("b2-next1-h64-d128-no-blocks", make((5, 6), num_blocks=0), small=True),
@@ -152,6 +177,20 @@ SPEC = OpSpec(
                 ((513, 1999), 8, 16, 128, 32, torch.float32),
             )
         ),
+        *(
+            Case(
+                f"b{len(lengths)}-next{next_n}-h{h}-d{d}-kv{block_kv}-fp4",
+                make(lengths, next_n, h, d, block_kv, holes=next_n % 2 == 0, pad=1, num_sms=132, fp4=fp4),
+            )
+            for lengths, next_n, h, d, block_kv, fp4 in (
+                ((4001, 2, 64, 640), 2, 64, 128, 64, torch.int8),
+                ((1000, 1, 129), 8, 64, 128, 32, UINT8),
+                ((999, 3000), 7, 64, 64, 128, FLOAT4),
+                ((77, 5003), 1, 32, 128, 128, torch.int8),
+                ((513, 4000), 4, 16, 64, 32, UINT8),
+            )
+        ),
+        Case("b300-next1-h64-d128-fp4", make(tuple(i * i % 997 for i in range(300)), num_sms=132, fp4=torch.int8)),
         Case("b300-next1-h64-d128", make(tuple(i * i % 997 for i in range(300)), num_sms=132)),
         Case("b300-next2-h64-d128", make(tuple(i % 37 * 11 for i in range(300)), 2, num_sms=132)),
         Case("b2-next1-h64-d128-long", make((70_001, 9), most=80_000, num_sms=132)),
@@ -159,6 +198,10 @@ SPEC = OpSpec(
             bench(num_seqs, keys, next_n, model_shape=(keys, next_n) in ((8192, 1), (8192, 2), (131072, 1)))
             for num_seqs, keys in ((256, 8192), (256, 65536), (32, 131072))
             for next_n in (1, 2, 4, 6)
+        ),
+        *(
+            bench(num_seqs, keys, next_n, torch.int8, model_shape=(keys, next_n) == (8192, 1))
+            for num_seqs, keys, next_n in ((256, 8192, 1), (256, 8192, 2), (256, 8192, 4), (32, 131072, 1))
         ),
     ),
 )
@@ -236,7 +279,7 @@ def test_nan_is_where_it_came_from() -> None:
 def gathered(kwargs: dict[str, Any], block_kv: int, seq: int) -> tuple[Tensor, Tensor]:
     """Keys and factors of a sequence's pages; zeros from holes."""
     table, device = kwargs["block_table"][seq : seq + 1].contiguous(), kwargs["block_table"].device
-    num_keys, dim = table.shape[1] * block_kv, kwargs["q"][0].shape[-1]
+    num_keys, dim = table.shape[1] * block_kv, kwargs["q"][0].shape[-1] * (1 if kwargs["q"][1] is None else 2)
     k = torch.zeros(num_keys, dim, dtype=torch.uint8, device=device).view(E4M3)
     sf = torch.zeros(num_keys, device=device)
     bounds = torch.tensor([0, num_keys], dtype=INT32, device=device)
@@ -261,6 +304,54 @@ def test_equals_dense_scores(next_n: int, num_heads: int, dim: int, block_kv: in
         expected = tk_indexer.fp8_fp4_mqa_logits(*operands, *window, max_seqlen_k=401)
         compare = assert_equal if device == "cuda" else assert_close
         compare(scores[rows].contiguous(), expected.contiguous())
+
+
+@pytest.mark.parametrize(
+    ("next_n", "num_heads", "dim", "block_kv"),
+    [(1, 64, 128, 64), (2, 64, 128, 64), (3, 64, 64, 128), (5, 64, 128, 32), (8, 64, 128, 64), (1, 16, 64, 32)],
+)
+def test_fp4_equals_dense_scores(next_n: int, num_heads: int, dim: int, block_kv: int, device: str) -> None:
+    """Of the gathered FP4 keys, on a GPU in every bit; factors differ by so much that some values are rounded."""
+    torch.manual_seed(0)
+    kwargs = make((401, 64, 1, 250), next_n, num_heads, dim, block_kv, pad=2, gap=32, fp4=torch.int8)(device)
+    parts_of_cache(kwargs["kv_cache"], dim // 2)[1][:, ::3, 0] += 30
+    scores = tk_indexer.fp8_fp4_paged_mqa_logits(**kwargs)
+    table, num_keys = kwargs["block_table"], kwargs["block_table"].shape[1] * block_kv
+    bounds = torch.tensor([0, num_keys], dtype=INT32, device=device)
+    for seq, lengths in enumerate(kwargs["context_lens"]):
+        rows = slice(seq * next_n, (seq + 1) * next_n)
+        kv = (
+            torch.empty(num_keys, dim // 2, dtype=torch.int8, device=device),
+            torch.empty_like(bounds[:1].expand(num_keys)),
+        )
+        tk_indexer.cp_gather_indexer_k_quant_cache(kwargs["kv_cache"], *kv, table[seq : seq + 1].contiguous(), bounds)
+        q = tuple(x[seq].clone() for x in kwargs["q"])
+        window = torch.zeros_like(lengths), lengths.clamp(max=401)
+        expected = tk_indexer.fp8_fp4_mqa_logits(q, kv, kwargs["weights"][rows], *window, max_seqlen_k=401)
+        compare = assert_equal if device == "cuda" else assert_close
+        compare(scores[rows].contiguous(), expected.contiguous())
+
+
+def test_fp4_against_float64() -> None:
+    """Of a sequence whose pages are in order."""
+    kwargs = make((192,), 2, 16, 64, num_blocks=3, fp4=torch.int8)("cpu")
+    kwargs["block_table"].copy_(torch.arange(3))
+    kwargs["context_lens"].fill_(192)
+    k, sf = (x.flatten(0, 1) for x in parts_of_cache(kwargs["kv_cache"], 32))
+    q, k = fp4_values(kwargs["q"])[0], fp4_values((k, sf.contiguous().view(INT32)[:, 0]))
+    products = torch.einsum("shd,nd->shn", q, k).clamp(min=0) * kwargs["weights"].double()[..., None]
+    assert calc_diff(tk_indexer.fp8_fp4_paged_mqa_logits(**kwargs), products.sum(1)) < 1e-7
+
+
+@pytest.mark.parametrize("fp4", [None, torch.int8])
+def test_a_cache_of_68_bytes_is_what_the_queries_are(fp4: torch.dtype | None, device: str) -> None:
+    """64 channels in FP8, or 128 in FP4."""
+    kwargs = make((70, 20), 1, 16, 64 if fp4 is None else 128, fp4=fp4)(device)
+    assert kwargs["kv_cache"].shape[-1] == 68
+    assert_close(
+        tk_indexer.fp8_fp4_paged_mqa_logits(**kwargs).cpu(),
+        reference.fp8_fp4_paged_mqa_logits(**kwargs).cpu(),
+    )
 
 
 def test_fp8_paged_mqa_logits_is_a_view(device: str) -> None:
@@ -342,14 +433,19 @@ def test_a_schedule_shares_all_chunks_equally(num_sms: int) -> None:
 # ---- bad input
 
 GOOD = make((40, 7), 2)("cpu")
+FP4 = make((40, 7), 2, fp4=torch.int8)("cpu")
 Q, TABLE, SCHEDULED = GOOD["q"][0], GOOD["block_table"], GOOD["schedule_meta"]
 
 test_bad_input = tiers.bad_input(
     SPEC,
     GOOD,
     [
-        ({"q": Q}, TypeError, r"^q: expected a pair \(data, None\)"),
+        ({"q": Q}, TypeError, r"^q: expected a pair \(data, sf or None\)"),
         ({"q": (Q, torch.zeros(2, 2, 64))}, TypeError, r"^q\[1\]: expected None"),
+        ({**FP4, "q": (FP4["q"][0], None)}, TypeError, r"^q\[1\]: expected a torch.Tensor, got NoneType"),
+        ({**FP4, "q": (FP4["q"][0], FP4["q"][1][:, :1])}, ValueError, r"^q\[1\].*shape \(2, 2, 64\)"),
+        ({**FP4, "q": (FP4["q"][0][..., :16].contiguous(), FP4["q"][1])}, ValueError, r"^q\[0\] \(D\).*64, 128.*32"),
+        ({"q": FP4["q"]}, ValueError, "^kv_cache.*68.*132"),
         ({"q": (torch.zeros(2, 0, 64, 128).to(E4M3), None)}, ValueError, r"^q\[0\] \(next_n\).*1 to 8.*0"),
         ({"q": (torch.zeros(2, 9, 64, 128).to(E4M3), None)}, ValueError, r"^q\[0\] \(next_n\).*1 to 8.*9"),
         ({"q": (Q[:, :, :8].contiguous(), None)}, ValueError, r"^q\[0\] \(H\).*16, 32, 64.*8"),
@@ -404,19 +500,24 @@ def test_a_stage_is_always_the_same_warpgroups(arch: str) -> None:
     """Else a warpgroup could take a stage's last round but one for its own: barriers tell odd rounds from even ones."""
     for columns in (16, 48, 128, 192, 256, 384, 512):
         for dim in (32, 64, 128):
-            stages = num_stages(columns, dim, arch_from_name(arch))
+            stages = num_stages(columns, dim, False, arch_from_name(arch))
             assert stages % 3 == 0
             assert stages >= 6
+            # The six places of widened FP4 are taken in turn.
+            assert num_stages(columns, dim, True, arch_from_name(arch)) in (6, 12, 18, 24)
 
 
 # ---- on a GPU
 
 
 @pytest.mark.gpu(gib=4)
-@pytest.mark.parametrize(("next_n", "num_heads"), [(1, 64), (2, 64), (5, 64), (3, 16)])
-def test_gpu_bits_do_not_depend_on_the_schedule(next_n: int, num_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("next_n", "num_heads", "fp4"),
+    [(1, 64, None), (2, 64, None), (5, 64, None), (3, 16, None), (1, 64, torch.int8), (5, 64, torch.int8)],
+)
+def test_gpu_bits_do_not_depend_on_the_schedule(next_n: int, num_heads: int, fp4: torch.dtype | None) -> None:
     """A score is the same for any schedule, for other sequences beside it, in shared pages, and in 20 runs."""
-    kwargs = make((3000, 5, 700, 0, 64), next_n, num_heads, holes=True, num_sms=132)("cuda")
+    kwargs = make((3000, 5, 700, 0, 64), next_n, num_heads, holes=True, num_sms=132, fp4=fp4)("cuda")
     seen = kwargs["context_lens"]
     expected = tk_indexer.fp8_fp4_paged_mqa_logits(**kwargs)
     for _ in range(20):
@@ -427,7 +528,8 @@ def test_gpu_bits_do_not_depend_on_the_schedule(next_n: int, num_heads: int) -> 
         assert_equal(tk_indexer.fp8_fp4_paged_mqa_logits(**{**kwargs, "schedule_meta": schedule}), expected)
     for seq in range(5):
         rows, one = slice(seq * next_n, (seq + 1) * next_n), slice(seq, seq + 1)
-        alone = {**kwargs, "q": (kwargs["q"][0][one].clone(), None), "weights": kwargs["weights"][rows]}
+        q = tuple(x if x is None else x[one].clone() for x in kwargs["q"])
+        alone = {**kwargs, "q": q, "weights": kwargs["weights"][rows]}
         alone |= {"context_lens": seen[one].clone(), "block_table": kwargs["block_table"][one]}
         alone["schedule_meta"] = tk_indexer.get_paged_mqa_logits_metadata(alone["context_lens"], 64, 132)
         found = tk_indexer.fp8_fp4_paged_mqa_logits(**alone)

@@ -18,7 +18,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import launching, op
 from tk_indexer.lib.paged_cache import SF_BYTES, block_bytes, check_cache
-from tk_indexer.lib.rows import FP4_DIMS, FP4_DTYPES
+from tk_indexer.lib.rows import FP4_DIMS, FP4_DTYPES, FP4_GROUP
 
 _THREADS = 256
 _VECTOR = 16
@@ -32,7 +32,7 @@ _KEY_BYTES = (32, 64, 128)
 def _cp_gather_indexer_k_quant_cache_kernel(key_bytes: int, block_kv: int, widens: bool, arch: Arch) -> Any:
     import tilelang.language as T
 
-    from tk_indexer.lib.widen_steps import widen
+    from tk_indexer.lib.widen_steps import factor_of_row, widen
 
     num_rows, num_blocks, num_seqs, num_pages, num_bounds = (
         T.dynamic(name) for name in ("num_rows", "num_blocks", "num_seqs", "num_pages", "num_bounds")
@@ -77,7 +77,8 @@ def _cp_gather_indexer_k_quant_cache_kernel(key_bytes: int, block_kv: int, widen
                         sf[0] = T.ldg32(cache[page_block, block_kv * key_bytes + key * SF_BYTES])
                     if widens:
                         codes[0:2] = T.ldg64(cache[page_block, key * key_bytes + lane * vector])
-                        sf[0] = widen(codes, sf, lane, row_bytes, words)
+                        widen(codes, sf, lane * _VECTOR // FP4_GROUP, row_bytes, words)
+                        sf[0] = factor_of_row(sf, row_bytes)
                     else:
                         words[0:4] = T.ldg128(cache[page_block, key * key_bytes + lane * vector])
                 T.stg128(dst_k[row, lane * _VECTOR], words[0:4])

@@ -25,7 +25,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import launching, op
 from tk_core.scales import LIMITS
-from tk_indexer.lib.paged_cache import SF_BYTES, block_bytes, check_cache
+from tk_indexer.lib.paged_cache import SF_BYTES, block_bytes, bytes_of_key, check_cache
 from tk_indexer.lib.rows import DIMS, FP4_GROUP, ROPE_DIM, Transform, check_rope
 
 _THREADS = 128
@@ -51,7 +51,7 @@ def _indexer_k_quant_and_cache_kernel(
 
     num_tokens, num_blocks, num_positions = (T.dynamic(name) for name in ("num_tokens", "num_blocks", "num_positions"))
     k_stride, cache_stride = (T.dynamic(name, "int64") for name in ("k_stride", "cache_stride"))
-    rows, key_bytes = _THREADS // steps.LANES, dim // 2 if fmt == "e2m1" else dim
+    rows, key_bytes = _THREADS // steps.LANES, bytes_of_key(dim, fmt == "e2m1")
     table_dtype = transform.table_dtype or torch.float32
 
     @T.prim_func
@@ -136,8 +136,8 @@ def indexer_k_quant_and_cache(
     is_size = quant_block_size in (FP4_GROUP, dim)
     check.require(is_size, "quant_block_size", "32 or {}, the channels of k", quant_block_size, dim)
     fmt = "e4m3" if quant_block_size == dim else "e2m1"
-    key_bytes = dim if fmt == "e4m3" else dim // 2
-    num_blocks, block_kv, _ = check_cache("kv_cache", kv_cache, key_bytes + SF_BYTES, k.device)
+    width = bytes_of_key(dim, fmt == "e2m1") + SF_BYTES
+    num_blocks, block_kv, _ = check_cache("kv_cache", kv_cache, width, k.device)
     check.tensor("slot_mapping", slot_mapping, (torch.int64,), (num_tokens,), device=k.device)
     check.below("slot_mapping", slot_mapping, num_blocks * block_kv, "slots below {}")
     check.one_of("scale_fmt", scale_fmt, ("ue8m0", "", None) if fmt == "e4m3" else ("ue8m0",))

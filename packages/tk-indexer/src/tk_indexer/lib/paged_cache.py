@@ -13,6 +13,11 @@ SF_BYTES = 4
 """Bytes of a key's factor, or factors."""
 
 
+def bytes_of_key(dim: int, is_fp4: bool) -> int:
+    """Bytes of a key's data."""
+    return dim // 2 if is_fp4 else dim
+
+
 def check_cache(name: str, cache: Any, key_bytes: int | str, device: torch.device | None) -> tuple[int, int, int]:
     """Check a cache uint8 (num_blocks, block_kv, W) or (num_blocks, block_kv, 1, W); return (num_blocks, block_kv, W).
 

@@ -14,12 +14,16 @@ from tk_indexer.lib import fold
 from tk_indexer.lib.fill import FILLED, fill_chunk
 from tk_indexer.lib.fold import COLUMNS, KEYS, Fold
 from tk_indexer.lib.paged_cache import SF_BYTES
+from tk_indexer.lib.rows import FP4_GROUP
+from tk_indexer.lib.widen_steps import alloc_tables, factor_of_row, widen_by_tables
 
 _LANES = 32
+_WIDE_BARRIER = 1
+"""The first warpgroup's named barrier; the other two have the next ones."""
 
 
 class Operands(NamedTuple):
-    """The op's tensors in global memory, and its numbers."""
+    """The op's tensors in global memory, and its numbers. FP4 keys are uint32, of eight codes, and so are their sf."""
 
     q: T.Buffer  # e4m3 (B · next_n · heads, channels)
     k: T.Buffer  # e4m3 (blocks, rows, channels), a view of the cache: keys, and behind a block's keys its factors
@@ -47,11 +51,13 @@ class Atoms(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The stages of keys in shared memory."""
+    """The stages of keys in shared memory, in the cache's dtypes."""
 
-    k: T.Buffer  # e4m3 (stages, 64, channels)
-    sf: T.Buffer  # float32 (stages, 64)
+    k: T.Buffer  # e4m3 (stages, 64, channels), or uint32 (stages, 64, channels / 8)
+    sf: T.Buffer  # float32, or uint32, (stages, 64)
     is_listed: T.Buffer  # int32 (stages, pages of a chunk): whether the page is in the cache
+    wide: "T.Buffer | None"  # e4m3 (two for each warpgroup, 64, channels): FP4 of a stage, modulo their number, widened
+    tables: "T.Buffer | None"  # of widen_steps.py
 
 
 class Queries(NamedTuple):
@@ -109,11 +115,15 @@ def atoms(num_heads: int, next_n: int) -> Atoms:
     return Atoms(num_heads, next_n, num, -(-next_n // num))
 
 
-def keys(num_stages: int, dim: int, block_kv: int) -> Keys:
-    """The stages of keys."""
-    k = T.alloc_shared((num_stages, KEYS, dim), "float8_e4m3fn")
-    sf = T.alloc_shared((num_stages, KEYS), "float32")
-    return Keys(k, sf, T.alloc_shared((num_stages, _pages(block_kv)), "int32", scope="shared"))
+def keys(num_stages: int, dim: int, block_kv: int, num_wide: int) -> Keys:
+    """The stages of keys: of FP4, if there is room to widen some."""
+    is_fp4 = num_wide > 0
+    width, dtype, sf_dtype = (dim // 8, "uint32", "uint32") if is_fp4 else (dim, "float8_e4m3fn", "float32")
+    k, sf = T.alloc_shared((num_stages, KEYS, width), dtype), T.alloc_shared((num_stages, KEYS), sf_dtype)
+    is_listed = T.alloc_shared((num_stages, _pages(block_kv)), "int32", scope="shared")
+    if not is_fp4:
+        return Keys(k, sf, is_listed, None, None)
+    return Keys(k, sf, is_listed, T.alloc_shared((num_wide, KEYS, dim), "float8_e4m3fn"), alloc_tables())
 
 
 def _pages(block_kv: int) -> int:
@@ -213,7 +223,7 @@ def load(s: Scheduler, a: Atoms, block_kv: int, to_keys: Keys, to_queries: Queri
     """
     x, lane = s.x, T.get_thread_binding() % _LANES
     num_seqs, num_blocks, rows = x.lengths.shape[0], x.k.shape[0], min(block_kv, KEYS)
-    first_sf = block_kv * int(x.k.shape[2]) // SF_BYTES
+    first_sf = block_kv * int(x.k.shape[2]) * T.dtype(x.k.dtype).bits // (8 * SF_BYTES)
     page, first, entry, next_entry, block = (T.alloc_var("int32") for _ in range(5))
     while s.run.seq[0] < num_seqs:
         q_stage = ring.wait_empty(rings.queries)
@@ -336,11 +346,12 @@ def score(s: Share, products: T.Buffer, is_async: bool) -> None:
 @T.macro
 def _score_chunk(s: Share, run: Run, key: T.PrimExpr, products: T.Buffer, is_async: bool) -> None:
     stage, of_lane, num_pages = s.rings.keys.stage[0], fold.key_of_lane(), s.keys.is_listed.shape[1]
+    is_fp8 = s.keys.wide is None
     sf, is_listed = T.alloc_var("float32"), T.alloc_var("int32", init=0)
-    sf = s.keys.sf[stage, of_lane]
     if T.get_thread_binding() % _LANES == 0:  # The lane that releases the stage; a warp's keys are in one page.
         is_listed = s.keys.is_listed[stage, of_lane * num_pages // KEYS]
     is_listed = T.shfl_sync(is_listed, 0)
+    sf = s.keys.sf[stage, of_lane] if is_fp8 else _widen(s, stage)
     for i in T.serial(s.atoms.num):
         if is_async:
             _multiply(s, stage, i * s.atoms.columns, products)
@@ -351,9 +362,42 @@ def _score_chunk(s: Share, run: Run, key: T.PrimExpr, products: T.Buffer, is_asy
             _multiply_in_turn(s, stage, i * s.atoms.columns, products)
             if s.atoms.num > 1:
                 _read_queries(s, i)
-        if i == s.atoms.num - 1:
+        if is_fp8 and i == s.atoms.num - 1:
             _release(s, stage)
         _store(s, run.seq[0] * s.atoms.next_n + i * s.atoms.num_queries, key + of_lane, is_listed, sf, products)
+
+
+@T.macro
+def _widen(s: Share, stage: T.PrimExpr) -> T.PrimExpr:
+    """Widen a stage's keys, give the stage back, and return the factor of the lane's key. A thread has whole groups."""
+    dim, thread = int(s.keys.wide.shape[2]), T.get_thread_binding() % 128
+    groups = dim // FP4_GROUP
+    codes, of_row, words = (T.alloc_local((size,), "uint32") for size in (4, 1, 8))
+    factor = T.alloc_var("float32")
+    bytes_ = T.view(words, (FP4_GROUP,), "float8_e4m3fn")
+    for part in T.unroll(KEYS * groups // 128):
+        row, group = part * (128 // groups) + thread // groups, thread % groups
+        of_row[0] = s.keys.sf[stage, row]
+        for i in T.vectorized(4):
+            codes[i] = s.keys.k[stage, row, group * 4 + i]
+        widen_by_tables(codes, of_row, group, dim, s.keys.tables, words)
+        for half in T.unroll(2):
+            for v in T.vectorized(16):
+                s.keys.wide[_operand(s, stage)[1], row, group * FP4_GROUP + half * 16 + v] = bytes_[half * 16 + v]
+    of_row[0] = s.keys.sf[stage, fold.key_of_lane()]
+    factor = T.reinterpret(factor_of_row(of_row, dim), "float32")
+    # The tensor core reads what other threads wrote. It has also read, then, what the next chunk will overwrite.
+    T.fence_proxy_async()
+    T.sync_threads(_WIDE_BARRIER + s.warpgroup, 128)
+    ring.release(s.rings.keys, stage)
+    return factor
+
+
+def _operand(s: Share, stage: T.PrimExpr) -> tuple[T.Buffer, T.PrimExpr]:
+    """A stage's keys as the tensor core takes them: a buffer, and an index of it."""
+    if s.keys.wide is None:
+        return s.keys.k, stage
+    return s.keys.wide, T.truncmod(stage, int(s.keys.wide.shape[0]))
 
 
 @T.macro
@@ -385,8 +429,9 @@ def _release(s: Share, stage: T.PrimExpr) -> None:
 @T.macro
 def _multiply(s: Share, stage: T.PrimExpr, column: T.PrimExpr, products: T.Buffer) -> None:
     """Begin products = a stage's keys times the queries from a column on."""
+    k, index = _operand(s, stage)
     T.wgmma_gemm(
-        s.keys.k[stage, :, :],
+        k[index, :, :],
         s.queries.q[s.rings.queries.stage[0], column : column + s.atoms.columns, :],
         products,
         transpose_B=True,
@@ -398,11 +443,12 @@ def _multiply(s: Share, stage: T.PrimExpr, column: T.PrimExpr, products: T.Buffe
 @T.macro
 def _multiply_in_turn(s: Share, stage: T.PrimExpr, column: T.PrimExpr, products: T.Buffer) -> None:
     """The same without WGMMA, 32 channels at a time: for more there are no registers."""
+    k, index = _operand(s, stage)
     T.clear(products)
-    for step in T.unroll(s.keys.k.shape[2] // 32, unroll_factor=1):
+    for step in T.unroll(k.shape[2] // 32, unroll_factor=1):
         channels = slice(step * 32, step * 32 + 32)
         T.gemm(
-            s.keys.k[stage, :, channels],
+            k[index, :, channels],
             s.queries.q[s.rings.queries.stage[0], column : column + s.atoms.columns, channels],
             products,
             transpose_B=True,

@@ -85,12 +85,15 @@ def fp8_fp4_paged_mqa_logits(
 ) -> Tensor:
     """The scores of each sequence's pages, in float64 up to the last rounding; schedule_meta and indices do not matter.
 
-    Columns behind the lengths are -inf with and without clean_logits.
+    Of FP4, the scores of widened rows. Columns behind the lengths are -inf with and without clean_logits.
     """
-    data = q[0]
+    data, q_sf = q
+    if q_sf is not None:
+        data, factors = widen_rows(data, q_sf)
+        weights = weights * factors.view(weights.shape)
     num_seqs, next_n, num_heads, dim = data.shape
     num_blocks, block_kv, num_pages = *kv_cache.shape[:2], block_table.shape[1]
-    k, sf = parts_of_cache(kv_cache, dim)
+    k, sf = parts_of_cache(kv_cache, q[0].shape[-1])
     stride = align(max_context_len, _ROW_BYTES // logits_dtype.itemsize)
     shape = num_seqs * next_n, max_context_len
     out = data.new_empty_strided(shape, (stride, 1), dtype=logits_dtype).fill_(-torch.inf)
@@ -105,11 +108,14 @@ def fp8_fp4_paged_mqa_logits(
         blocks = block_table[seqs, first : first + step].long()
         is_listed = (blocks >= 0) & (blocks < num_blocks)
         blocks = blocks.where(is_listed, 0)
-        keys = k[blocks].flatten(1, 2).view(torch.float8_e4m3fn).double()
-        factors = sf[blocks].flatten(1, 2).contiguous().view(torch.float32).double().mT
-        products = data[seqs].double().flatten(1, 2) @ keys.mT
+        keys, factors = (part[blocks].flatten(1, 2) for part in (k, sf))
+        if q_sf is None:
+            keys, factors = keys.view(torch.float8_e4m3fn), factors.view(torch.float32)[..., 0]
+        else:
+            keys, factors = widen_rows(keys, factors.view(torch.int32)[..., 0])
+        products = data[seqs].double().flatten(1, 2) @ keys.double().mT
         heads = products.clamp_(min=0).unflatten(1, (next_n, num_heads)).mul_(weights[seqs])
-        found = (heads.sum(dim=2) * factors).float()
+        found = (heads.sum(dim=2) * factors.double()[:, None]).float()
         column = first * block_kv + torch.arange(keys.shape[1], device=data.device)
         is_seen = is_listed.repeat_interleave(block_kv, 1)[:, None] & (column < context_lens[seqs, :, None])
         columns = slice(first * block_kv, min(first * block_kv + keys.shape[1], max_context_len))

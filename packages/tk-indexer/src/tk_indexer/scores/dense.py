@@ -6,8 +6,8 @@ q e4m3 (S, H, D), k e4m3 (N, D), sf float32 (N), weights float32 (S, H), out flo
 sums over channels; heads are added in float32, in an order that neither the place of a query nor that of a key changes
 (lib/fold.py). The maximum keeps NaN.
 
-FP4 is widened to e4m3 first, by a kernel of its own (lib/widen_steps.py): a block of queries meets every key, so to
-widen keys as they come would take more instructions than the folds leave.
+FP4 is widened to e4m3 first, by a kernel of its own (lib/widen.py): a block of queries meets every key, so to widen
+keys as they come would take more instructions than the folds leave.
 
 A persistent thread block takes runs: some consecutive keys for a block of queries whose heads are 256 columns.
 
@@ -38,6 +38,7 @@ from tk_core.num_sms import get_num_sms
 from tk_core.op import launching, op
 from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, check_pair, new_logits
 from tk_indexer.lib.rows import DIMS, FP4_DIMS, FP4_DTYPES, NUM_HEADS
+from tk_indexer.lib.widen import widened
 
 _COLUMNS = 256
 """Heads of all queries of a run."""
@@ -47,7 +48,6 @@ _LEAST_RUN = 1024
 """The fewest keys of a run, while there are as many."""
 _RUNS_EACH = 8
 """Runs that each thread block should get, as windows differ in length."""
-_WIDENING_THREADS = 256
 
 
 def run_length(num_rows: int, num_keys: int, num_heads: int, num_sms: int) -> int:
@@ -63,61 +63,6 @@ def run_length(num_rows: int, num_keys: int, num_heads: int, num_sms: int) -> in
         return ceil_div(num_blocks * num_runs, num_sms) * (ceil_div(num_keys, num_runs * _STEP_KEYS) + 1)
 
     return align(ceil_div(num_keys, min(range(least, most + 1), key=steps)), _STEP_KEYS)
-
-
-@kernel(pass_configs=PASS_CONFIGS)
-def _widen_kernel(num_heads: int, dim: int, arch: Arch) -> Any:
-    """FP4 queries (S · H, D / 2), whose rows' factors go into the weights, and keys (N, D / 2) to e4m3."""
-    import tilelang.language as T
-
-    from tk_indexer.lib.widen_steps import CHANNELS, widen
-
-    num_rows, num_columns, num_keys = (T.dynamic(name) for name in ("num_rows", "num_columns", "num_keys"))
-    weights_stride = T.dynamic("weights_stride", "int64")
-    lanes = dim // CHANNELS
-    rows = _WIDENING_THREADS // lanes
-
-    @T.macro
-    def widen_row(x: T.Buffer, sf: T.Buffer, row: T.int32, lane: T.int32, wide: T.Buffer) -> T.PrimExpr:
-        codes, of_row, words = (T.alloc_local((size,), "uint32") for size in (2, 1, 4))
-        codes[0:2] = T.ldg64(x[row, lane * (CHANNELS // 2)])
-        of_row[0] = T.ldg32(sf[row])
-        factor = T.alloc_var("uint32")
-        factor = widen(codes, of_row, lane, dim, words)
-        T.stg128(wide[row, lane * CHANNELS], words[0:4])
-        return T.reinterpret(factor, "float32")
-
-    @T.prim_func
-    def widen_operands(
-        q: T.Tensor((num_columns, dim // 2), "uint8"),
-        q_sf: T.Tensor((num_columns,), "int32"),
-        k: T.Tensor((num_keys, dim // 2), "uint8"),
-        k_sf: T.Tensor((num_keys,), "int32"),
-        weights: T.StridedTensor((num_rows, num_heads), (weights_stride, 1), "float32"),
-        wide_q: T.Tensor((num_columns, dim), "float8_e4m3fn"),
-        wide_k: T.Tensor((num_keys, dim), "float8_e4m3fn"),
-        wide_sf: T.Tensor((num_keys,), "float32"),
-        wide_weights: T.Tensor((num_rows, num_heads), "float32"),
-    ) -> None:
-        with T.Kernel(T.ceildiv(num_columns, rows) + T.ceildiv(num_keys, rows), threads=_WIDENING_THREADS) as block:
-            thread = T.get_thread_binding()
-            lane = thread % lanes
-            factor, row = T.alloc_var("float32"), T.alloc_var("int32")
-            if block < T.ceildiv(num_columns, rows):
-                row = block * rows + thread // lanes
-                if row < num_columns:
-                    factor = widen_row(q, q_sf, row, lane, wide_q)
-                    if lane == 0:
-                        query, head = T.truncdiv(row, num_heads), T.truncmod(row, num_heads)
-                        wide_weights[query, head] = weights[query, head] * factor
-            else:
-                row = (block - T.ceildiv(num_columns, rows)) * rows + thread // lanes
-                if row < num_keys:
-                    factor = widen_row(k, k_sf, row, lane, wide_k)
-                    if lane == 0:
-                        wide_sf[row] = factor
-
-    return widen_operands
 
 
 @kernel(pass_configs=PASS_CONFIGS)
@@ -259,11 +204,7 @@ def fp8_fp4_mqa_logits(
         if num_keys == 0:
             return out.fill_(-torch.inf)
         if is_fp4:
-            x = data.view(torch.uint8).view(-1, width), q_sf.view(-1), k.view(torch.uint8), sf, weights
-            shapes = (num_rows, num_heads, dim), (num_keys, dim)
-            data, k = (data.new_empty(shape, dtype=torch.float8_e4m3fn) for shape in shapes)
-            sf, weights = (weights.new_empty(shape) for shape in ((num_keys,), (num_rows, num_heads)))
-            _widen_kernel(num_heads, dim, arch)(*x, data.view(-1, dim), k, sf, weights)
+            data, weights, k, sf = widened((data, q_sf), weights, (k, sf), arch)
         num_sms = get_num_sms(device)
         run_keys = run_length(num_rows, num_keys, num_heads, num_sms)
         sf = sf.as_strided((1, num_keys), (align(num_keys, 4), 1))  # TMA takes no other stride, even of one row.

@@ -15,7 +15,8 @@ order of a schedule that a kernel of its own makes on the device (get_paged_mqa_
 
     columns     heads of query 0 │ heads of query 1 │ …     more than 128 are products of the same keys, one by one
 
-Each key is read once, and its data stay in shared memory: next_n queries cost the memory little more than one.
+Each key is read once, and its data stay in shared memory: next_n queries cost the memory little more than one. FP4 keys
+are widened to e4m3 there by the warpgroup that multiplies them, queries by a kernel before (lib/widen.py).
 docs/tuning/tk-indexer.md has the plan and what was measured.
 """
 
@@ -29,8 +30,9 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import launching, new, op
 from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, check_pair, new_logits
-from tk_indexer.lib.paged_cache import BLOCK_SIZES, SF_BYTES, block_bytes, check_cache
-from tk_indexer.lib.rows import DIMS, NUM_HEADS
+from tk_indexer.lib.paged_cache import BLOCK_SIZES, SF_BYTES, block_bytes, bytes_of_key, check_cache
+from tk_indexer.lib.rows import DIMS, FP4_DIMS, FP4_DTYPES, NUM_HEADS
+from tk_indexer.lib.widen import widened
 
 MAX_NEXT_N = 8
 _MAX_SMS = 1 << 16
@@ -39,20 +41,24 @@ _CHUNK = 64
 """Keys of a chunk, a tensor core's rows."""
 _WARPGROUPS = 3
 """Warpgroups that multiply: chunk c of a thread block is that of warpgroup c % 3."""
+_NUM_WIDE = 2 * _WARPGROUPS
+"""Chunks of FP4 that are widened: two of each warpgroup, as the tensor core may still read one."""
 _MAX_STAGES = 24
 _OTHER_SHARED = 2048
 """Bytes of shared memory for barriers, runs and lengths, and for what is aligned."""
 
 
-def num_stages(num_columns: int, dim: int, arch: Arch) -> int:
+def num_stages(num_columns: int, dim: int, is_fp4: bool, arch: Arch) -> int:
     """Chunks of keys in flight: as many as fit beside two stages of queries, up to some 200 KB of keys.
 
     A stage is always the same warpgroup's, or one might take what another has not received yet for its own chunk: loads
-    end in any order, and a barrier tells only odd rounds from even ones.
+    end in any order, and a barrier tells only odd rounds from even ones. And of FP4, always the same place widened.
     """
     room = arch.shared_memory_each(1) - _OTHER_SHARED - 2 * num_columns * (dim + SF_BYTES)
-    fitting = min(room // (_CHUNK * (dim + SF_BYTES)), _MAX_STAGES)
-    return fitting - fitting % _WARPGROUPS
+    if is_fp4:
+        room -= _NUM_WIDE * _CHUNK * dim
+    fitting = min(room // (_CHUNK * (bytes_of_key(dim, is_fp4) + SF_BYTES)), _MAX_STAGES)
+    return fitting - fitting % (_NUM_WIDE if is_fp4 else _WARPGROUPS)
 
 
 @kernel(pass_configs=PASS_CONFIGS)
@@ -108,22 +114,28 @@ def get_paged_mqa_logits_metadata(
 
 
 @kernel(pass_configs=PASS_CONFIGS)
-def paged_logits_kernel(num_heads: int, dim: int, next_n: int, block_kv: int, dtype: torch.dtype, arch: Arch) -> Any:
+def paged_logits_kernel(
+    num_heads: int, dim: int, is_fp4: bool, next_n: int, block_kv: int, dtype: torch.dtype, arch: Arch
+) -> Any:
     """Scores of queries (B · next_n · H, D) and keys in blocks; B and what depends on it are known only at run time."""
     import tilelang.language as T
 
     from tk_core.macros import ring
     from tk_indexer.lib import paged_steps as steps
     from tk_indexer.lib.fold import KEYS
+    from tk_indexer.lib.widen_steps import write_tables
 
     names = "num_seqs", "num_rows", "num_columns", "num_blocks", "num_pages", "num_bounds", "num_cols"
     num_seqs, num_rows, num_columns, num_blocks, num_pages, num_bounds, num_cols = map(T.dynamic, names)
     cache_stride, weights_stride, table_stride, out_stride = (
         T.dynamic(name, "int64") for name in ("cache_stride", "weights_stride", "table_stride", "out_stride")
     )
-    num_bytes = block_kv * (dim + SF_BYTES)
+    key_bytes = bytes_of_key(dim, is_fp4)
+    num_bytes = block_kv * (key_bytes + SF_BYTES)
+    codes, sf_dtype = ("uint32", "uint32") if is_fp4 else ("float8_e4m3fn", "float32")
+    size = T.dtype(codes).bits // 8
     atoms = steps.atoms(num_heads, next_n)
-    stages = num_stages(atoms.num * atoms.columns, dim, arch)
+    stages = num_stages(atoms.num * atoms.columns, dim, is_fp4, arch)
     threads = 128 * _WARPGROUPS
 
     @T.macro
@@ -146,14 +158,19 @@ def paged_logits_kernel(num_heads: int, dim: int, next_n: int, block_kv: int, dt
     ) -> None:
         with T.Kernel(num_bounds - 1, threads=threads + 128) as block:
             # A block's factors, at its end, are as long as a number of keys.
-            k = T.view(cache, (num_blocks, num_bytes // dim, dim), "float8_e4m3fn", (cache_stride, dim, 1))
-            sf = T.view(cache, (num_blocks, num_bytes // SF_BYTES), "float32", (cache_stride // SF_BYTES, 1))
+            k_shape = num_blocks, num_bytes // key_bytes, key_bytes // size
+            k = T.view(cache, k_shape, codes, (cache_stride // size, key_bytes // size, 1))
+            sf = T.view(cache, (num_blocks, num_bytes // SF_BYTES), sf_dtype, (cache_stride // SF_BYTES, 1))
             x = steps.Operands(q, k, sf, weights, lengths, block_table, schedule, out, most_keys)
-            to_keys, to_queries = steps.keys(stages, dim, block_kv), steps.queries(atoms, dim)
+            to_keys = steps.keys(stages, dim, block_kv, _NUM_WIDE if is_fp4 else 0)
+            to_queries = steps.queries(atoms, dim)
             # Queries are filled by the loading warp and each lane of the writing one, and released by each thread.
             rings = steps.Rings(ring.ring(stages, 1, 4), ring.ring(2, 33, threads))
             T.assume(out_stride % (ROW_BYTES // dtype.itemsize) == 0)
             thread = T.get_thread_binding()
+            if is_fp4:
+                write_tables(to_keys.tables)
+                T.sync_threads()
             if thread < 128:
                 multiply(steps.share(0, _WARPGROUPS, atoms, x, to_keys, to_queries, rings))
             elif thread < 256:
@@ -195,15 +212,15 @@ def fp8_fp4_paged_mqa_logits(
 
     A score's bits depend on its query, weights, key and factor alone: they are those of `fp8_fp4_mqa_logits`, for any
     schedule. NaN in one of these makes exactly its scores NaN. Nothing is read back to the host. With TK_DEBUG=1,
-    lengths that are too large and blocks that the cache does not have raise. Name and arguments are DeepGEMM 2.6's; FP4
-    operands are not taken yet.
+    lengths that are too large and blocks that the cache does not have raise. Name and arguments are DeepGEMM 2.6's.
 
     Args:
         q: `(data, None)`: float8_e4m3fn (B, next_n, H, D), contiguous; next_n 1 to 8, H 16, 32 or 64, D 32, 64 or 128.
-            Its scale belongs into the weights.
-        kv_cache: uint8 (num_blocks, block_kv, D + 4), or (num_blocks, block_kv, 1, D + 4): a block's bytes are first
-            the e4m3 data of its keys, then their float32 factors. block_kv is 32, 64 or 128; blocks may lie further
-            apart, by a multiple of 16 bytes.
+            Its scale belongs into the weights. Or in FP4 `(data, sf)`, as in `fp8_fp4_mqa_logits`: (B, next_n, H,
+            D / 2), D 64 or 128, and int32 (B, next_n, H).
+        kv_cache: uint8 (num_blocks, block_kv, W), or (num_blocks, block_kv, 1, W): a block's bytes are first the data
+            of its keys, then their factors, in FP4 if the queries are. W is D + 4, or in FP4 D / 2 + 4; block_kv is 32,
+            64 or 128; blocks may lie further apart, by a multiple of 16 bytes.
         weights: float32 (B * next_n, H), rows may be strided.
         context_lens: int32 (B, next_n), contiguous, in any order.
         block_table: int32 (B, M), rows may be strided: the blocks of each sequence's pages.
@@ -222,16 +239,21 @@ def fp8_fp4_paged_mqa_logits(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    check_pair("q", q, "(data, None)")
+    check_pair("q", q, "(data, sf or None)")
     data, q_sf = q
-    shape = check.tensor("q[0]", data, (torch.float8_e4m3fn,), ("B", "next_n", "H", "D"))
+    shape = check.tensor("q[0]", data, (torch.float8_e4m3fn, *FP4_DTYPES), ("B", "next_n", "H", "D"))
     num_seqs, next_n, num_heads, dim = shape
+    is_fp4, device = data.dtype in FP4_DTYPES, data.device
+    if is_fp4:
+        dim *= 2
     check.in_range("q[0] (next_n)", next_n, 1, MAX_NEXT_N)
     check.one_of("q[0] (H)", num_heads, NUM_HEADS)
-    check.one_of("q[0] (D)", dim, DIMS)
-    check.require_type(q_sf is None, "q[1]", "None, for e4m3 queries", type(q_sf).__name__)
-    device = data.device
-    num_blocks, block_kv, _ = check_cache("kv_cache", kv_cache, dim + SF_BYTES, device)
+    check.one_of("q[0] (D)", dim, FP4_DIMS if is_fp4 else DIMS)
+    if is_fp4:
+        check.tensor("q[1]", q_sf, (torch.int32,), tuple(shape[:3]), device=device)
+    else:
+        check.require_type(q_sf is None, "q[1]", "None, for e4m3 queries", type(q_sf).__name__)
+    num_blocks, block_kv, _ = check_cache("kv_cache", kv_cache, bytes_of_key(dim, is_fp4) + SF_BYTES, device)
     weights_shape = num_seqs * next_n, num_heads
     check.tensor("weights", weights, (torch.float32,), weights_shape, layout="rows", device=device)
     check.tensor("context_lens", context_lens, (torch.int32,), (num_seqs, next_n), device=device)
@@ -250,7 +272,9 @@ def fp8_fp4_paged_mqa_logits(
         arch = arch_of("fp8_fp4_paged_mqa_logits", device)
         if most_keys == 0 or num_blocks == 0:
             return out.fill_(-torch.inf)
-        launch = paged_logits_kernel(num_heads, dim, next_n, block_kv, logits_dtype, arch)
+        if is_fp4:
+            data, weights, _, _ = widened((data, q_sf), weights, None, arch)
+        launch = paged_logits_kernel(num_heads, dim, is_fp4, next_n, block_kv, logits_dtype, arch)
         tensors = data.view(-1, dim), block_bytes(kv_cache), weights, context_lens, block_table, schedule_meta, out
         launch(*tensors, most_keys, int(clean_logits))
     return out
