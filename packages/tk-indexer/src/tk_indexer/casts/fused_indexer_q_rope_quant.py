@@ -63,7 +63,7 @@ def _fused_indexer_q_rope_quant_kernel(
             values = steps.transformed_row(q, (token, head), table, positions, transform, alignment)
             factors = steps.factors_of_row(values, fmt, True, least_amax)
             if row // num_heads < num_tokens:
-                steps.store_codes(values, factors, fmt, out, (token, head), 0)
+                steps.store_codes(values, factors, fmt, is_fp4 and not arch.has_fp4_convert, out, (token, head), 0)
                 if thread % steps.LANES == 0:
                     weight = T.cast(weights[token, head], "float32")
                     if is_fp4:

@@ -53,6 +53,7 @@ def _indexer_k_quant_and_cache_kernel(
     k_stride, cache_stride = (T.dynamic(name, "int64") for name in ("k_stride", "cache_stride"))
     rows, key_bytes = _THREADS // steps.LANES, bytes_of_key(dim, fmt == "e2m1")
     table_dtype = transform.table_dtype or torch.float32
+    in_pairs = fmt == "e2m1" and (dtype == torch.bfloat16 or transform.in_bf16) and not arch.has_fp4_convert
 
     @T.prim_func
     def cast(
@@ -75,7 +76,7 @@ def _indexer_k_quant_and_cache_kernel(
             is_slot = slot >= 0 and slot < T.cast(num_blocks, "int64") * block_kv
             if is_slot and block * rows + thread // steps.LANES < num_tokens:
                 page, key = T.cast(slot // block_kv, "int32"), T.cast(slot % block_kv, "int32")
-                steps.store_codes(values, factors, fmt, cache, (page,), key * key_bytes)
+                steps.store_codes(values, factors, fmt, in_pairs, cache, (page,), key * key_bytes)
                 if thread % steps.LANES == 0:
                     T.stg32(cache[page, block_kv * key_bytes + key * SF_BYTES], steps.sf_word(factors, fmt))
 
