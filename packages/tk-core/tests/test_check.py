@@ -80,6 +80,10 @@ _WIDE = _tensor(4, 8)
         (partial(check.require, False, "k", "an even number", 3), ValueError, "k: expected an even number, got 3"),
         (partial(check.require, False, "k", "{} or {}", 3, 4, "5"), ValueError, "k: expected 4 or 5, got 3"),
         (partial(check.require_type, False, "k", "a tuple", 3), TypeError, "k: expected a tuple, got 3"),
+        *(
+            (partial(check.pair, "x", x), TypeError, r"x: expected a pair \(data, sf\)")
+            for x in (None, "ab", (1, 2, 3))
+        ),
         *((partial(check.number, "eps", x), TypeError, "eps: expected a number") for x in ("1", None, True)),
         *((partial(check.number, "eps", float(x)), ValueError, "expected a finite number") for x in ("nan", "inf")),
         *((partial(check.number, "eps", x), ValueError, "a finite number of float32") for x in (1e300, 10**400)),
@@ -99,6 +103,7 @@ def test_what_is_right_passes() -> None:
     check.in_range("k", 8, 1, 8)
     check.require(True, "k", "", None)
     check.require_type(True, "k", "", None)
+    assert check.pair("x", [1, 2]) == (1, 2)
     check.flag("round_sf", True)
     check.integer("repeat", 2**63 - 1)
     for value in (0, -1, 2.5, 1e30):

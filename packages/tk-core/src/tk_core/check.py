@@ -121,6 +121,12 @@ def require_type(condition: bool, name: str, expected: str, got: Any) -> None:
         raise TypeError(f"{name}: expected {expected}, got {got!r}")
 
 
+def pair(name: str, x: Any, expected: str = "a pair (data, sf)") -> tuple[Any, Any]:
+    """Raise TypeError unless x is a tuple or list of two; return these."""
+    require_type(isinstance(x, (tuple, list)) and len(x) == 2, name, expected, type(x).__name__)
+    return x[0], x[1]
+
+
 def integer(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is an int (not a bool), ValueError unless it fits 64 bits."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):

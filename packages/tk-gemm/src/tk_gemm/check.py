@@ -8,7 +8,7 @@ from torch import Tensor
 from tk_core import check
 from tk_core.math import ceil_div
 from tk_core.op import new
-from tk_gemm.tma import bytes_off
+from tk_gemm.tma import BYTES, bytes_off
 
 Pair = tuple[Tensor, Tensor]
 Recipe = tuple[int, int, int]
@@ -23,8 +23,6 @@ FLOAT32 = (torch.float32,)
 INT32 = (torch.int32,)
 FACTORS = (torch.float32, torch.int32)
 """Scale factors: float32 on Hopper, int32 with four biased exponents a word on Blackwell."""
-
-_WIDE = 16  # bytes, to which TMA needs bases and strides aligned
 
 
 class Fp8Operands(NamedTuple):
@@ -56,16 +54,15 @@ def fp8_operands(
 
     b has the groups before its rows that a has, or else `groups`; its factors have the dtype of a's.
     """
-    a_data, a_sf = pair("a", a)
+    a_data, a_sf = check.pair("a", a)
     *sizes, num_channels = matrix("a[0]", a_data, E4M3, (*rows, "K"))
     positive_multiple("a[0] (K)", num_channels, BLOCK)
     device, num_blocks = a_data.device, num_channels // BLOCK
     _per_row_factors("a[1]", a_sf, (*sizes, num_blocks), device, FACTORS)
-    b_data, b_sf = pair("b", b)
+    b_data, b_sf = check.pair("b", b)
     shape = (*(sizes[:-1] or groups), "N", num_channels)
     *num_groups, num_cols, _ = matrix("b[0]", b_data, E4M3, shape, device)
-    if num_groups:
-        check.require(num_groups[0] > 0, "b[0]", "at least one group", num_groups[0])
+    check.require(0 not in num_groups, "b[0]", "at least one group", 0)
     positive_multiple("b[0] (N)", num_cols, 16)
     if b_is_per_row:
         _per_row_factors("b[1]", b_sf, (num_cols, num_blocks), device, (a_sf.dtype,))
@@ -95,8 +92,7 @@ def bf16_operands(a: Tensor, b: Tensor, rows: check.Shape = ("M",), groups: chec
     a, a_is_transposed, (*sizes, num_channels) = _bf16_operand("a", a, (*rows, "K"), None, is_dense)
     shape = (*(sizes[:-1] or groups), "N", num_channels)
     b, b_is_transposed, (*num_groups, num_cols, _) = _bf16_operand("b", b, shape, a.device, True)
-    if num_groups:
-        check.require(num_groups[0] > 0, "b", "at least one group", num_groups[0])
+    check.require(0 not in num_groups, "b", "at least one group", 0)
     positive_multiple("b (N)", num_cols, 8)
     return Bf16Operands(a, b, a_is_transposed, b_is_transposed, (*sizes, num_cols))
 
@@ -127,7 +123,7 @@ def _bf16_operand(
 
 def _fp8_k_operand(name: str, x: Pair, device: torch.device | None, dtypes: Dtypes) -> tuple[Tensor, Tensor, int, int]:
     """Check one operand, with factors of one of these dtypes; return data, factors (rows, blocks), rows, ΣK."""
-    data, sf = pair(name, x)
+    data, sf = check.pair(name, x)
     is_flat = isinstance(data, Tensor) and data.ndim == 1
     if is_flat:
         check.tensor(f"{name}[0]", data, E4M3, ("rows * K",), device=device)
@@ -144,12 +140,6 @@ def _fp8_k_operand(name: str, x: Pair, device: torch.device | None, dtypes: Dtyp
     rows = (f"{name}[1] transposed", sf.t()) if is_flat else (f"{name}[1]", sf)
     matrix(*rows, dtypes, (num_factors, num_rows), data.device)
     return data, sf if is_flat else sf.t(), num_rows, total
-
-
-def pair(name: str, x: Pair) -> Pair:
-    """Raise TypeError unless x is a pair; return it."""
-    check.require_type(isinstance(x, (tuple, list)) and len(x) == 2, name, "a pair (data, sf)", type(x).__name__)
-    return x[0], x[1]
 
 
 def matrix(name: str, x: Tensor, dtypes: Dtypes, shape: check.Shape, device: torch.device | None = None) -> torch.Size:
@@ -169,11 +159,11 @@ def _aligned(name: str, x: Tensor) -> None:
     size = x.element_size()
     for dim in range(x.ndim - 1):
         # The stride first: torch.compile would make a graph of its own for a size of 1 that is asked for.
-        if x.stride(dim) * size % _WIDE and x.shape[dim] > 1:
+        if x.stride(dim) * size % BYTES and x.shape[dim] > 1:
             got = f"stride {x.stride(dim)} in dimension {dim}"
-            raise ValueError(f"{name}: expected strides that are multiples of {_WIDE // size} elements, got {got}")
+            raise ValueError(f"{name}: expected strides that are multiples of {BYTES // size} elements, got {got}")
     if off := bytes_off(x):
-        raise ValueError(f"{name}: expected a base on {_WIDE} bytes, got one at {off} past that")
+        raise ValueError(f"{name}: expected a base on {BYTES} bytes, got one at {off} past that")
 
 
 def positive_multiple(name: str, size: int, divisor: int) -> None:

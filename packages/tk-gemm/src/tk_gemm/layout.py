@@ -7,7 +7,7 @@ from tk_core import check
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms as get_num_sms
 from tk_core.num_sms import set_num_sms as set_num_sms
-from tk_gemm.check import BLOCK, FACTORS, FLOAT32, Pair, Recipe, SideRecipe, factors, pair, positive_multiple, recipe_of
+from tk_gemm.check import BLOCK, FACTORS, FLOAT32, Pair, Recipe, SideRecipe, factors, positive_multiple, recipe_of
 from tk_gemm.tma import bytes_off
 
 
@@ -86,15 +86,16 @@ def interleave_gate_and_up(b: Pair) -> Pair:
         TypeError: b is no pair, or a tensor has another dtype.
         ValueError: A shape, stride or device is not as described.
     """
-    data, sf = pair("b", b)
+    data, sf = check.pair("b", b)
     num_groups, num_rows, num_channels = check.tensor("b[0]", data, (torch.float8_e4m3fn,), ("G", "2 * I", "K"))
     positive_multiple("b[0] (2 * I)", num_rows, 2 * BLOCK)
     positive_multiple("b[0] (K)", num_channels, BLOCK)
     shape = (num_groups, num_rows // BLOCK, num_channels // BLOCK)
     factors("b[1]", sf, shape, data.device, FACTORS)
-    from tk_gemm.reference.layout import interleave_gate_and_up as interleave
-
-    return interleave((data, sf))
+    runs, sf_runs = (
+        x.unflatten(1, (2, num_rows // (2 * BLOCK), -1)).transpose(1, 2) for x in (data.view(torch.uint8), sf)
+    )
+    return runs.reshape(data.shape).view(data.dtype), sf_runs.reshape(sf.shape)
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:

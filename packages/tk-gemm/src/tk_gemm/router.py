@@ -20,6 +20,7 @@ from tk_core.op import launching, op
 from tk_gemm.check import BF16, FLOAT32, matrix, positive_multiple, result
 from tk_gemm.hopper.router import router_kernel, sum_parts_kernel
 from tk_gemm.hopper.router_config import RUN, Cut, Plan
+from tk_gemm.tma import for_tma
 
 
 @op(writes=("d",), aligned=(), min_sm=90)
@@ -59,12 +60,10 @@ def router_gemm_nt(x: Tensor, weight: Tensor, d: Tensor | None = None) -> Tensor
 
 def launch_router(x: Tensor, weight: Tensor, d: Tensor, plan: Plan) -> None:
     """Launch the kernels of a plan for x (M, K), weight (N, K) and d (M, N), none of them empty."""
-    (num_tokens, num_experts), num_channels = d.shape, x.shape[1]
+    num_experts, num_channels = d.shape[1], x.shape[1]
     config, num_workers = plan
     cut, num_parts, arch = Cut.of(num_channels), plan.num_parts(num_channels), get_arch(x.device)
     out = d.new_empty((num_parts, *d.shape))
-    if num_tokens == 1:  # TMA takes no stride off 16 bytes, which torch may have there.
-        x = x.as_strided(x.shape, (num_channels, 1))
-    router_kernel(config, arch)(x, weight, out, cut.num_chunks, num_workers)
+    router_kernel(config, arch)(for_tma(x), weight, out, cut.num_chunks, num_workers)
     quads = num_experts // 4, 4
     sum_parts_kernel(num_parts, cut.num_groups, arch)(out.unflatten(2, quads), d.unflatten(1, quads))

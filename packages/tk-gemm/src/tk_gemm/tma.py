@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_BYTES = 16
+BYTES = 16
+"""To which TMA needs bases and strides aligned."""
 
 
 def bytes_off(x: Tensor) -> int:
@@ -15,14 +16,14 @@ def bytes_off(x: Tensor) -> int:
     if torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter) or x.is_meta:
         return 0
     try:
-        return x.data_ptr() % _BYTES
+        return x.data_ptr() % BYTES
     except RuntimeError:  # functorch's
         return 0
 
 
 def for_tma(x: Tensor) -> Tensor:
     """x with strides that TMA accepts in dimensions of size 1, where torch may have any."""
-    multiple = _BYTES // x.element_size()
+    multiple = BYTES // x.element_size()
     if all(size > 1 or stride % multiple == 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)):
         return x
     strides = [stride if size > 1 else multiple for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
@@ -31,6 +32,6 @@ def for_tma(x: Tensor) -> Tensor:
 
 def takes_tma(x: Tensor) -> bool:
     """Whether TMA can load from x: rows are contiguous, and the base and all other strides are on 16 bytes."""
-    multiple = _BYTES // x.element_size()
+    multiple = BYTES // x.element_size()
     is_contiguous = x.shape[-1] == 1 or x.stride(-1) == 1
     return is_contiguous and not bytes_off(x) and all(stride % multiple == 0 for stride in x.stride()[:-1])

@@ -1,7 +1,5 @@
 """What dense and paged scores' host code shares: the checks of their arguments, their results, their GPUs."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,11 +18,6 @@ PASS_CONFIGS = {
     # Every access is clamped or compared in the kernels.
     "tl.disable_safe_memory_legalize": True,
 }
-
-
-def check_pair(name: str, x: Any, expected: str) -> None:
-    """Raise TypeError unless x is a pair."""
-    check.require_type(isinstance(x, (tuple, list)) and len(x) == 2, name, f"a pair {expected}", type(x).__name__)
 
 
 def check_options(clean_logits: bool, logits_dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import launching, op
-from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, check_pair, new_logits
+from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, new_logits
 from tk_indexer.lib.rows import DIMS, FP4_DIMS, FP4_DTYPES, NUM_HEADS
 from tk_indexer.lib.widen import widened
 
@@ -175,9 +175,8 @@ def fp8_fp4_mqa_logits(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    check_pair("q", q, "(data, sf or None)")
-    check_pair("kv", kv, "(data, sf)")
-    (data, q_sf), (k, sf), e4m3 = q, kv, (torch.float8_e4m3fn,)
+    data, q_sf = check.pair("q", q, "a pair (data, sf or None)")
+    (k, sf), e4m3 = check.pair("kv", kv), (torch.float8_e4m3fn,)
     num_rows, num_heads, width = check.tensor("q[0]", data, e4m3 + FP4_DTYPES, ("S", "H", "D"))
     is_fp4, device = data.dtype in FP4_DTYPES, data.device
     dim = 2 * width if is_fp4 else width

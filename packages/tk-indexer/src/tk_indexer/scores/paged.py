@@ -29,7 +29,7 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import launching, new, op
-from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, check_pair, new_logits
+from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, new_logits
 from tk_indexer.lib.paged_cache import BLOCK_SIZES, SF_BYTES, block_bytes, bytes_of_key, check_cache
 from tk_indexer.lib.rows import DIMS, FP4_DIMS, FP4_DTYPES, NUM_HEADS
 from tk_indexer.lib.widen import widened
@@ -239,8 +239,7 @@ def fp8_fp4_paged_mqa_logits(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    check_pair("q", q, "(data, sf or None)")
-    data, q_sf = q
+    data, q_sf = check.pair("q", q, "a pair (data, sf or None)")
     shape = check.tensor("q[0]", data, (torch.float8_e4m3fn, *FP4_DTYPES), ("B", "next_n", "H", "D"))
     num_seqs, next_n, num_heads, dim = shape
     is_fp4, device = data.dtype in FP4_DTYPES, data.device
