@@ -56,8 +56,7 @@ def fp8_gemm_nt(
         recipe: (1, 128, 128), the default, or (1, 1, 128): factors for each row of b.
         recipe_a: (1, 128), instead of recipe.
         recipe_b: (128, 128) or (1, 128), instead of recipe.
-        compiled_dims: For DeepGEMM's compiler; without effect here.
-        disable_ue8m0_cast: Of DeepGEMM; without effect.
+        compiled_dims, disable_ue8m0_cast: Of DeepGEMM; without effect.
 
     Returns:
         d.

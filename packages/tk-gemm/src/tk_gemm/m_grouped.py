@@ -62,13 +62,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
             With use_psum_layout int32 (G): where each group's rows end, the next one beginning at the next multiple of
             128; an end past M counts as M.
         recipe: (1, 128, 128), the default.
-        recipe_a: (1, 128), instead of recipe.
-        recipe_b: (128, 128), instead of recipe.
-        compiled_dims: For DeepGEMM's compiler; without effect here.
-        disable_ue8m0_cast: Of DeepGEMM; without effect.
+        recipe_a, recipe_b: (1, 128) and (128, 128), instead of recipe.
+        compiled_dims, disable_ue8m0_cast, expected_m_for_psum_layout: Of DeepGEMM; without effect.
         use_psum_layout: grouped_layout has the ends of groups, not an id for each row.
         ensure_zero_padding: Without effect: padding of a group's last 128 rows is always written zero.
-        expected_m_for_psum_layout: Of DeepGEMM; without effect.
 
     Returns:
         d. Where 128 rows, from a multiple of 128 on, are all padding, they are unspecified.
@@ -124,10 +121,8 @@ def m_grouped_fp8_gemm_nt_masked(
         masked_m: int32 (G), on a's device; more than M_max counts as M_max.
         expected_m: Rows of a group that the caller expects: chooses the tile, results do not depend on it.
         recipe: (1, 128, 128), the default.
-        recipe_a: (1, 128), instead of recipe.
-        recipe_b: (128, 128), instead of recipe.
-        compiled_dims: For DeepGEMM's compiler; without effect here.
-        disable_ue8m0_cast: Of DeepGEMM; without effect.
+        recipe_a, recipe_b: (1, 128) and (128, 128), instead of recipe.
+        compiled_dims, disable_ue8m0_cast: Of DeepGEMM; without effect.
 
     Returns:
         d.
@@ -226,10 +221,9 @@ def m_grouped_bf16_gemm_nt_contiguous(
         b: bfloat16 (G, N, K), N a multiple of 8; contiguous along K or, a transposed view, along N.
         d: bfloat16 (M, N), written; None: new.
         grouped_layout: int32 (M), or with use_psum_layout (G), as `m_grouped_fp8_gemm_nt_contiguous` takes it.
-        compiled_dims: For DeepGEMM's compiler; without effect here.
+        compiled_dims, expected_m_for_psum_layout: Of DeepGEMM; without effect.
         use_psum_layout: grouped_layout has the ends of groups, not an id for each row.
         ensure_zero_padding: Without effect: padding of a group's last 128 rows is always written zero.
-        expected_m_for_psum_layout: Of DeepGEMM; without effect.
 
     Returns:
         d. Where 128 rows, from a multiple of 128 on, are all padding, they are unspecified.

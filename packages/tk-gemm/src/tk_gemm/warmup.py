@@ -106,9 +106,7 @@ def _bf16_calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         b = _bf16(num_cols, num_channels, is_transposed=order[1] == "n")
         for outputs in _results(profile, num_rows, num_cols):
             yield call(gemm.bf16_gemm_nt, a, b, *outputs)
-    for (num_cols, num_channels), order in product(profile.experts, profile.orders):
-        if order[0] == "t":
-            continue
+    for (num_cols, num_channels), order in product(profile.experts, [x for x in profile.orders if x[0] == "n"]):
         b = _bf16(profile.num_experts, num_cols, num_channels, is_transposed=order == "nn")
         for num_rows, groups, with_psum in _contiguous(profile, num_tokens):
             a = _bf16(num_rows, num_channels)
@@ -154,18 +152,15 @@ def _contiguous(profile: Profile, num_tokens: int) -> Iterator[tuple[int, torch.
     num_pairs = num_tokens * profile.num_topk
     most = (num_pairs + (BLOCK - 1) * profile.num_experts) // BLOCK * BLOCK
     for num_rows, kind in product((align(num_pairs, BLOCK), most), profile.layouts):
-        if kind == "masked":
-            continue
-        with_psum = kind == "psum"
-        size = profile.num_experts if with_psum else num_rows
-        yield num_rows, empty(size, dtype=torch.int32), with_psum
+        if kind != "masked":
+            size = profile.num_experts if kind == "psum" else num_rows
+            yield num_rows, empty(size, dtype=torch.int32), kind == "psum"
 
 
 def _masked(profile: Profile, num_tokens: int) -> Iterator[tuple[int, tuple[torch.Tensor, int]]]:
     """Rows of a buffer that has room for every token, and masked_m and expected_m for equal shares of the experts."""
-    if "masked" not in profile.layouts:
-        return
-    counts = empty(profile.num_experts, dtype=torch.int32)
-    expected = ceil_div(num_tokens * profile.num_topk, profile.num_experts)
-    # A multiple of 4, so that each expert's scale factors are on 16 bytes.
-    yield align(num_tokens, 4), (counts, expected)
+    if "masked" in profile.layouts:
+        counts = empty(profile.num_experts, dtype=torch.int32)
+        expected = ceil_div(num_tokens * profile.num_topk, profile.num_experts)
+        # A multiple of 4, so that each expert's scale factors are on 16 bytes.
+        yield align(num_tokens, 4), (counts, expected)

@@ -41,7 +41,7 @@ def bf16_product_blackwell_kernel(
     @T.macro
     def multiply(tile: scheduler.Tile, a_stages: T.Buffer, b_stages: T.Buffer, r: ring.Ring, s: sums.Sums) -> None:
         # In the multiplying warp: begin a tile's products, the first of which begins the sums.
-        sums.wait_taken(s)
+        T.mbarrier_wait_parity(s.taken[0], s.parity[0] ^ 1)
         for index in T.serial(tile.num_steps[0]):
             ring.wait_full(r)
             T.tcgen05_gemm(
@@ -54,7 +54,7 @@ def bf16_product_blackwell_kernel(
                 clear_accum=index == 0,
             )
             ring.move_on(r)
-        sums.hand_over(s)
+        T.tcgen05_mma_arrive(s.summed[0])
 
     @T.prim_func
     def product(
@@ -81,7 +81,7 @@ def bf16_product_blackwell_kernel(
                     multiply(s.tile, *stages, r, acc)
                 elif thread >= 128:
                     epilogue.store(results, s.tile, acc)
-                sums.move_on(acc)
+                acc.parity[0] = acc.parity[0] ^ 1
                 scheduler.next_tile(s)
             T.sync_threads()  # The first warp is done before the others, and then frees tensor memory.
 

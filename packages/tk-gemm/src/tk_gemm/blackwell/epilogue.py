@@ -5,7 +5,6 @@ from typing import NamedTuple
 import tilelang.language as T
 
 from tk_gemm import scheduler
-from tk_gemm.blackwell import sums
 from tk_gemm.blackwell.sums import Sums
 from tk_gemm.blackwell.tiles import BLOCK, PIECE
 from tk_gemm.kernels import Kind
@@ -28,7 +27,7 @@ def store(x: Results, tile: Tile, s: Sums) -> None:
     is_row = T.alloc_fragment((BLOCK,), "int32") if x.kind in ("ids", "psum") else None
     if is_row is not None:
         scheduler.find_rows(x.kind, x.layout, tile, 0, x.d.shape[1], is_row)
-    sums.wait_summed(s)
+    T.mbarrier_wait_parity(s.summed[0], s.parity[0])
     for first in T.unroll(0, BLOCK, PIECE):
         T.copy(s.parts[0][:, first : first + PIECE], acc)
         _add_c(x.c, tile, acc, first)
@@ -36,7 +35,7 @@ def store(x: Results, tile: Tile, s: Sums) -> None:
             for i, j in T.Parallel(*acc.shape):
                 acc[i, j] = T.if_then_else(is_row[i] != 0, acc[i, j], T.float32(0))
         _write(x, tile, acc, first)
-    sums.give_back(s)
+    T.mbarrier_arrive(s.taken[0])
 
 
 @T.macro

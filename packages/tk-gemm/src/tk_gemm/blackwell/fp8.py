@@ -74,7 +74,7 @@ def fp8_product_blackwell_kernel(kind: Kind, d_dtype: torch.dtype, b_is_per_row:
                     fp8_loop.multiply(s.tile, stages, r, factors, acc)
                 elif thread >= 128:
                     epilogue.store(results, s.tile, acc)
-                sums.move_on(acc)
+                acc.parity[0] = acc.parity[0] ^ 1
                 scheduler.next_tile(s)
             T.sync_threads()  # The first warp is done before the others, and then frees tensor memory.
 

@@ -10,7 +10,6 @@ import tilelang.language as T
 
 from tk_core.macros import ring
 from tk_core.macros.ring import Ring
-from tk_gemm.blackwell import sums
 from tk_gemm.blackwell.sums import Sums
 from tk_gemm.blackwell.tiles import BLOCK
 from tk_gemm.device import tensor_maps
@@ -118,7 +117,7 @@ def arrange(tile: Tile, x: Operands, to: Stages, r: Ring) -> None:
 @T.macro
 def multiply(tile: Tile, stages: Stages, r: Ring, f: Factors, s: Sums) -> None:
     """In the multiplying warp: begin a tile's products, the first of which begins the sums."""
-    sums.wait_taken(s)
+    T.mbarrier_wait_parity(s.taken[0], s.parity[0] ^ 1)
     for index in T.serial(tile.num_steps[0]):
         step = tile.first_step[0] + index
         ring.wait_full(r)
@@ -143,7 +142,7 @@ def multiply(tile: Tile, stages: Stages, r: Ring, f: Factors, s: Sums) -> None:
                 sf_b_granularity_k=BLOCK_K,
             )
         ring.move_on(r)
-    sums.hand_over(s)
+    T.tcgen05_mma_arrive(s.summed[0])
 
 
 def _has_words(index: T.PrimExpr, step: T.PrimExpr) -> T.PrimExpr:

@@ -21,33 +21,3 @@ def sums(num_parts: int) -> Sums:
     """Sums of 128 · num_parts columns."""
     parts = tuple(T.alloc_tmem([BLOCK, BLOCK], "float32") for _ in range(num_parts))
     return Sums(parts, T.alloc_barrier([1]), T.alloc_barrier([BLOCK]), local_int())
-
-
-@T.macro
-def wait_taken(s: Sums) -> None:
-    """Wait until the sums may be written."""
-    T.mbarrier_wait_parity(s.taken[0], s.parity[0] ^ 1)
-
-
-@T.macro
-def hand_over(s: Sums) -> None:
-    """Signal, once the tile's products are done, that the sums may be read."""
-    T.tcgen05_mma_arrive(s.summed[0])
-
-
-@T.macro
-def wait_summed(s: Sums) -> None:
-    """Wait until the sums may be read."""
-    T.mbarrier_wait_parity(s.summed[0], s.parity[0])
-
-
-@T.macro
-def give_back(s: Sums) -> None:
-    """Signal that this thread has read its sums."""
-    T.mbarrier_arrive(s.taken[0])
-
-
-@T.macro
-def move_on(s: Sums) -> None:
-    """Go to the next tile."""
-    s.parity[0] = s.parity[0] ^ 1

@@ -69,7 +69,7 @@ def fp8_swiglu_product_blackwell_kernel(
                     fp8_loop.multiply(s.tile, stages, r, factors, acc)
                 elif thread >= 128:
                     swiglu_epilogue.store(results, s.tile, acc)
-                sums.move_on(acc)
+                acc.parity[0] = acc.parity[0] ^ 1
                 scheduler.next_tile(s)
             T.sync_threads()  # The first warp is done before the others, and then frees tensor memory.
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import tilelang.language as T
 
 from tk_gemm import scheduler, swiglu
-from tk_gemm.blackwell import sums
 from tk_gemm.blackwell.sums import Sums
 from tk_gemm.blackwell.tiles import BLOCK, PIECE
 from tk_gemm.kernels import Kind
@@ -40,7 +39,7 @@ def store(x: Results, tile: Tile, s: Sums) -> None:
     scheduler.find_rows(x.kind, x.layout, tile, 0, x.data.shape[0], is_row)
     if weight is not None:
         swiglu.find_weights(rows, *x.weights, weight)
-    sums.wait_summed(s)
+    T.mbarrier_wait_parity(s.summed[0], s.parity[0])
     T.clear(amax)
     for first in T.unroll(0, BLOCK, PIECE):
         _activate(x, s, first, gate, up, weight)
@@ -49,7 +48,7 @@ def store(x: Results, tile: Tile, s: Sums) -> None:
     for first in T.unroll(0, BLOCK, PIECE):
         _activate(x, s, first, gate, up, weight)
         swiglu.write_codes(rows, gate, scale, x.data, block * BLOCK + first)
-    sums.give_back(s)
+    T.mbarrier_arrive(s.taken[0])
 
 
 @T.macro

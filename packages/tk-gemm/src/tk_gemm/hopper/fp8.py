@@ -36,7 +36,8 @@ def fp8_product_kernel(
 
     is_flat, by_k, width = kind == "k_flat", kind in ("k", "k_flat"), shape.warpgroup_n
     kind = "k" if by_k else kind
-    stores_early = d_dtype is torch.bfloat16 and a_sf_by_tma and addend is None  # Else registers are spilled.
+    # Half of the results during the last product of the other half, where that spills no registers.
+    stores_early = width == 256 and d_dtype is torch.bfloat16 and a_sf_by_tma and addend is None
     m, n, k, num_a_groups, num_b_groups = (T.dynamic(x) for x in ("m", "n", "k", "num_a_groups", "num_b_groups"))
     num_steps, layout_size, num_factors = (T.dynamic(x) for x in ("num_steps", "layout_size", "num_factors"))
     num_d_groups = layout_size if by_k else num_a_groups
@@ -62,19 +63,15 @@ def fp8_product_kernel(
         scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
         while tile.row[0] >= 0:
             epilogue.find_rows(end, layout, tile)
-            if width == 256:
-                if stores_early:
-                    fp8_loop.sum_in_turn(share, tile, part, (acc, other), lambda: epilogue.store(end, tile, acc, 0))
-                else:
-                    fp8_loop.sum_in_turn(share, tile, part, (acc, other), None)
-                    epilogue.store(end, tile, acc, 0)
-                epilogue.store(end, tile, other, 128)
+            if width <= 128:
+                fp8_loop.sum_ahead(share, tile, part, other, acc)
             else:
-                if width == 192:
-                    fp8_loop.sum_in_turn(share, tile, part, (acc,), None)
-                else:
-                    fp8_loop.sum_ahead(share, tile, part, other, acc)
+                at_last_product = partial(epilogue.store, end, tile, acc, 0) if stores_early else None
+                fp8_loop.sum_in_turn(share, tile, part, (acc, other) if width == 256 else (acc,), at_last_product)
+            if not stores_early:
                 epilogue.store(end, tile, acc, 0)
+            if width == 256:
+                epilogue.store(end, tile, other, 128)
             scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
         T.tma_store_wait(0)
 

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from tk_core.math import align
+from tk_core.reference.quantize import encode_e4m3, quantization_factors
 from tk_core.reference.scales import pack_scales
-from tk_core.scales import ScaleLayout
+from tk_core.scales import LIMITS, ScaleLayout
 from tk_gemm.check import BLOCK, Pair, Recipe, SideRecipe
 from tk_gemm.reference.products import bf16_product, fp8_product
-
-_LARGEST = 448.0
-_LEAST_AMAX = 1e-4
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -93,25 +91,12 @@ def m_grouped_fp8_gemm_swiglu_nt_contiguous(
         is_real &= (pairs >= 0) & (pairs < topk_weights.numel())
         weights = torch.cat([topk_weights.flatten(), topk_weights.new_zeros(1)])
         out = out * weights[torch.where(is_real, pairs, topk_weights.numel())].unsqueeze(1)
-    blocks = out.unflatten(1, (num_cols // (2 * BLOCK), BLOCK))
-    amax = blocks.abs().amax(dim=2).clamp(min=_LEAST_AMAX)
-    # A tensor, as torch on CUDA divides by a number through its reciprocal.
-    largest = torch.full_like(amax, _LARGEST)
-    factors, scale, layout = amax / largest, largest / amax, ScaleLayout.COL_MAJOR
-    if sf.dtype is torch.int32:
-        factors, layout = _least_power_of_two(factors), ScaleLayout.PACKED_UE8M0
-        scale = 1 / factors
-    values = (blocks * scale.unsqueeze(2)).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
-    codes = values.flatten(1).view(torch.uint8).masked_fill(~is_real.unsqueeze(1), 0)
-    factors = factors.masked_fill(~is_real.unsqueeze(1), 0)
-    return codes.view(torch.float8_e4m3fn), pack_scales(factors, layout)
-
-
-def _least_power_of_two(x: Tensor) -> Tensor:
-    """The least power of two that is at least x, a positive normal number; infinity and NaN stay."""
-    mantissa, exponent = torch.frexp(x)  # mantissa from 0.5 to below 1
-    power = torch.ldexp(torch.ones_like(x), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return torch.where(x.isfinite(), power, x)
+    is_padding, is_packed = ~is_real.unsqueeze(1), sf.dtype is torch.int32
+    blocks = out.masked_fill(is_padding, 0).unflatten(1, (num_cols // (2 * BLOCK), BLOCK))
+    factors, scale = quantization_factors(blocks.abs().amax(dim=2), "e4m3", is_packed, LIMITS["e4m3"][1])
+    layout = ScaleLayout.PACKED_UE8M0 if is_packed else ScaleLayout.COL_MAJOR
+    codes = encode_e4m3(blocks * scale.unsqueeze(2)).flatten(1)
+    return codes, pack_scales(factors.masked_fill(is_padding, 0), layout)
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
