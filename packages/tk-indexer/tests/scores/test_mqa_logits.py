@@ -382,7 +382,7 @@ def test_runs_are_even() -> None:
         length = run_length(rows, keys, heads, 132)
         assert length % 128 == 0
         assert length > 0
-        blocks, runs = -(-rows * heads // 256), -(-keys // length)
+        blocks, runs = -(-rows * heads // 384), -(-keys // length)
         assert (runs - 1) * length < keys
         steps = -(-blocks * runs // 132) * (length // 128)
         if rows * keys >= 2048 * 8192:

@@ -4,7 +4,6 @@ A run is up to `run_keys` consecutive keys for a block of queries; thread block 
 loading and the writing warp find them, and skip those that no query's window reaches.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import tilelang.language as T
@@ -15,8 +14,14 @@ from tk_indexer.lib import fold
 from tk_indexer.lib.fill import FILLED, fill_chunk
 from tk_indexer.lib.fold import COLUMNS, KEYS, Fold
 
+WARPGROUPS = 3
+"""Warpgroups that multiply, each with queries of its own."""
+RUN_COLUMNS = WARPGROUPS * COLUMNS
+"""Heads of all queries of a run."""
 STAGE_KEYS = 2 * KEYS
 """Keys of a stage: two products of each warpgroup."""
+_TURNS = 4
+"""The named barrier of the first warpgroup's turns; the others' follow."""
 _LAST = 2**31 - 1
 
 
@@ -25,7 +30,7 @@ class Operands(NamedTuple):
 
     q: T.Buffer  # e4m3 (S · heads, channels)
     k: T.Buffer  # e4m3 (N, channels)
-    sf: T.Buffer  # float32 (1, N)
+    sf: T.Buffer  # float32 (N)
     weights: T.Buffer  # float32 (S, heads)
     starts: T.Buffer  # int32 (S)
     ends: T.Buffer  # int32 (S)
@@ -33,18 +38,11 @@ class Operands(NamedTuple):
     max_seqlen: T.PrimExpr  # above 0: column 0 is a row's first key, and windows are cut
 
 
-class Keys(NamedTuple):
-    """The stages of keys in shared memory."""
-
-    k: T.Buffer  # e4m3 (stages, 128, channels)
-    sf: T.Buffer  # float32 (stages, 128)
-
-
 class Queries(NamedTuple):
     """The stages of runs in shared memory: two, so that the next run's queries are there when one ends."""
 
-    q: T.Buffer  # e4m3 (2, 256, channels)
-    weights: T.Buffer  # float32 (2, 256)
+    q: T.Buffer  # e4m3 (2, 384, channels)
+    weights: T.Buffer  # float32 (2, 384)
     begin: T.Buffer  # int32 (2, queries): each query's first key
     end: T.Buffer  # int32 (2, queries): behind its last
     shift: T.Buffer  # int32 (2, queries): the key whose score is in column 0
@@ -90,28 +88,26 @@ class Rings(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a warpgroup multiplies and folds: half of a run's queries with all of its keys."""
+    """What a warpgroup multiplies and folds: a third of a run's queries with all of its keys."""
 
     warpgroup: int
     x: Operands
-    keys: Keys
+    keys: T.Buffer  # e4m3 (stages, 128, channels), in shared memory
     queries: Queries
     rings: Rings
     fold: Fold
     windows: Windows
 
 
-def keys(num_stages: int, dim: int) -> Keys:
+def keys(num_stages: int, dim: int) -> T.Buffer:
     """The stages of keys."""
-    k = T.alloc_shared((num_stages, STAGE_KEYS, dim), "float8_e4m3fn")
-    return Keys(k, T.alloc_shared((num_stages, STAGE_KEYS), "float32"))
+    return T.alloc_shared((num_stages, STAGE_KEYS, dim), "float8_e4m3fn")
 
 
 def queries(num_heads: int, dim: int) -> Queries:
     """The stages of runs."""
-    columns = 2 * COLUMNS
-    q, weights = T.alloc_shared((2, columns, dim), "float8_e4m3fn"), T.alloc_shared((2, columns), "float32")
-    begin, end, shift = (T.alloc_shared((2, columns // num_heads), "int32", scope="shared") for _ in range(3))
+    q, weights = T.alloc_shared((2, RUN_COLUMNS, dim), "float8_e4m3fn"), T.alloc_shared((2, RUN_COLUMNS), "float32")
+    begin, end, shift = (T.alloc_shared((2, RUN_COLUMNS // num_heads), "int32", scope="shared") for _ in range(3))
     return Queries(q, weights, begin, end, shift, T.alloc_shared((2, len(Run._fields)), "int32", scope="shared"))
 
 
@@ -120,7 +116,7 @@ def local_run() -> Run:
     return Run(*(local_int() for _ in Run._fields))
 
 
-def share(warpgroup: int, num_heads: int, x: Operands, k: Keys, q: Queries, rings: Rings) -> Share:
+def share(warpgroup: int, num_heads: int, x: Operands, k: T.Buffer, q: Queries, rings: Rings) -> Share:
     """A warpgroup's share."""
     num_queries = COLUMNS // num_heads
     windows = Windows(*(T.alloc_local((fold.per_lane(num_queries),), "int32") for _ in Windows._fields))
@@ -143,7 +139,7 @@ def find_window(x: Operands, row: T.PrimExpr) -> tuple[T.PrimExpr, T.PrimExpr]:
 
 def start(x: Operands, run_keys: T.PrimExpr, num_blocks: T.PrimExpr, block: T.PrimExpr) -> Scheduler:
     """The search, at the thread block's first run."""
-    num_queries = 2 * COLUMNS // int(x.weights.shape[1])
+    num_queries = RUN_COLUMNS // int(x.weights.shape[1])
     num_row_blocks = T.ceildiv(x.out.shape[0], num_queries)
     counters = (local_int() for _ in range(4))
     s = Scheduler(x, num_queries, run_keys, num_row_blocks, num_blocks, *counters, local_run())
@@ -190,19 +186,20 @@ def _find(s: Scheduler) -> None:
 
 
 @T.macro
-def load(s: Scheduler, to_keys: Keys, to_queries: Queries, rings: Rings) -> None:
+def load(s: Scheduler, to_keys: T.Buffer, to_queries: Queries, rings: Rings) -> None:
     """In the loading warp: load queries and keys of one run after the other, by TMA."""
     num_heads = s.x.weights.shape[1]
     while s.index[0] < s.total[0]:
-        column = s.run.row[0] * num_heads
         q_stage = ring.wait_empty(rings.queries)
-        ring.load(rings.queries, s.x.q[column : column + 2 * COLUMNS, :], to_queries.q[q_stage, :, :])
+        for i in T.unroll(WARPGROUPS):
+            column = s.run.row[0] * num_heads + i * COLUMNS
+            target = to_queries.q[q_stage, i * COLUMNS : (i + 1) * COLUMNS, :]
+            ring.load(rings.queries, s.x.q[column : column + COLUMNS, :], target)
         ring.fill(rings.queries)
         for step in T.serial(T.ceildiv(s.run.num_keys[0], STAGE_KEYS)):
             key = s.run.key[0] + step * STAGE_KEYS
             stage = ring.wait_empty(rings.keys)
-            ring.load(rings.keys, s.x.sf[0, key : key + STAGE_KEYS], to_keys.sf[stage, :])
-            ring.load(rings.keys, s.x.k[key : key + STAGE_KEYS, :], to_keys.k[stage, :, :])
+            ring.load(rings.keys, s.x.k[key : key + STAGE_KEYS, :], to_keys[stage, :, :])
             ring.fill(rings.keys)
         next_run(s)
     ring.wait_empty(rings.queries)
@@ -215,7 +212,7 @@ def write(s: Scheduler, to: Queries, rings: Rings) -> None:
     lane, num_heads = T.get_thread_binding() % 32, s.x.weights.shape[1]
     while s.index[0] < s.total[0]:
         stage = ring.wait_empty(rings.queries)
-        for x in T.unroll(2 * COLUMNS // 32):
+        for x in T.unroll(RUN_COLUMNS // 32):
             row = s.run.row[0] + (x * 32 + lane) // num_heads
             to.weights[stage, x * 32 + lane] = T.float32(0)
             if row < s.x.weights.shape[0]:
@@ -260,89 +257,63 @@ def fill(x: Operands, block: T.PrimExpr, num_blocks: T.PrimExpr) -> None:
 
 
 @T.macro
-def score_ahead(s: Share, even: T.Buffer, odd: T.Buffer) -> None:
-    """In a warpgroup: the scores of half of each run's queries. A product begins before the one before it is folded.
+def score(s: Share, products: T.Buffer, is_async: bool) -> None:
+    """In a warpgroup: the scores of a third of each run's queries.
 
-    Two products at a time, and two ends: a run's last stage may have one. ptxas makes every product wait for the one
-    before it if there is one end only (tests/scores/test_machine_code.py).
+    It folds a product while the tensor core computes those of the other warpgroups.
     """
-    run = local_run()
-    key, stage = T.alloc_var("int32"), T.alloc_var("int32")
-    sf = T.alloc_local((2,), "float32")
+    run, key = local_run(), T.alloc_var("int32")
+    if is_async and s.warpgroup == WARPGROUPS - 1:
+        _give_turn(s)
     ring.wait_full(s.rings.queries)
     _receive(s, run)
-    _read_weights(s)
     while run.row[0] >= 0:
+        if is_async:
+            _read_weights(s)
         key = run.key[0]
-        ring.wait_full(s.rings.keys)
-        _multiply(s, s.rings.keys.stage[0], 0, even)
-        for _ in T.serial(T.ceildiv(run.num_keys[0], STAGE_KEYS) - 1):
-            stage = s.rings.keys.stage[0]
-            _read_factors(s, sf)
-            _multiply(s, stage, KEYS, odd)
-            ring.move_on(s.rings.keys)
-            T.wait_wgmma(1)
-            ring.while_filling(s.rings.keys, partial(_store, s, run, key, sf[0], even))
-            _multiply(s, s.rings.keys.stage[0], 0, even)
-            T.wait_wgmma(1)
-            _release(s, stage)
-            _store(s, run, key + KEYS, sf[1], odd)
-            key += STAGE_KEYS
-        stage = s.rings.keys.stage[0]
-        _read_factors(s, sf)
-        ring.move_on(s.rings.keys)
-        if (run.num_keys[0] - 1) % STAGE_KEYS >= KEYS:
-            _multiply(s, stage, KEYS, odd)
-            T.wait_wgmma(1)
-            _store(s, run, key, sf[0], even)
-            T.wait_wgmma(0)
-            _release(s, stage)
-            _store(s, run, key + KEYS, sf[1], odd)
-        else:
-            T.wait_wgmma(0)
-            _release(s, stage)
-            _store(s, run, key, sf[0], even)
-        ring.release_by_lanes(s.rings.queries, s.rings.queries.stage[0])
-        ring.move_on(s.rings.queries)
-        ring.wait_full(s.rings.queries)
-        _receive(s, run)
-        _read_weights(s)
-
-
-@T.macro
-def score_in_turn(s: Share, products: T.Buffer) -> None:
-    """The same where a product is done when it has been issued."""
-    run = local_run()
-    sf = T.alloc_local((2,), "float32")
-    ring.wait_full(s.rings.queries)
-    _receive(s, run)
-    while run.row[0] >= 0:
-        for step in T.serial(T.ceildiv(run.num_keys[0], STAGE_KEYS)):
+        for _ in T.serial(T.ceildiv(run.num_keys[0], STAGE_KEYS)):
             ring.wait_full(s.rings.keys)
-            _read_factors(s, sf)
-            for x in range(2):
-                _multiply_in_turn(s, s.rings.keys.stage[0], x * KEYS, products)
-                _read_weights(s)  # Here there are no registers for them beside the product's operands.
-                _store(s, run, run.key[0] + step * STAGE_KEYS + x * KEYS, sf[x], products)
-            _release(s, s.rings.keys.stage[0])
+            for i in T.unroll(STAGE_KEYS // KEYS):
+                _score_product(s, run, key, i * KEYS, products, is_async)
+                key += KEYS
             ring.move_on(s.rings.keys)
         ring.release_by_lanes(s.rings.queries, s.rings.queries.stage[0])
         ring.move_on(s.rings.queries)
         ring.wait_full(s.rings.queries)
         _receive(s, run)
+    if is_async and s.warpgroup == 0:
+        _wait_for_turn(s)  # The one that the last warpgroup gave at first.
 
 
 @T.macro
-def _read_factors(s: Share, sf: T.Buffer) -> None:
-    """Read the factors of the lane's keys, one of each product of the stage."""
-    for x in T.unroll(2):
-        sf[x] = s.keys.sf[s.rings.keys.stage[0], x * KEYS + fold.key_of_lane()]
+def _score_product(s: Share, run: Run, key: T.PrimExpr, first: int, products: T.Buffer, is_async: bool) -> None:
+    """The scores of the stage's 64 keys from index `first` on, the keys from `key` on."""
+    stage, of_lane, sf = s.rings.keys.stage[0], T.alloc_var("int32"), T.alloc_var("float32")
+    of_lane = T.min(key + fold.key_of_lane(), s.x.k.shape[0] - 1)
+    if is_async:
+        _wait_for_turn(s)
+        _multiply(s, stage, first, products)
+        _give_turn(s)
+    else:
+        _multiply_in_turn(s, stage, first, products)
+        _read_weights(s)  # Here there are no registers for them beside the product's operands.
+    sf = s.x.sf[of_lane]
+    if is_async:
+        T.wait_wgmma(0)
+    if first + KEYS == STAGE_KEYS:
+        ring.release(s.rings.keys, stage)
+    _store(s, run, key, sf, products)
 
 
 @T.macro
-def _release(s: Share, stage: T.PrimExpr) -> None:
-    T.fence_proxy_async()  # Else TMA may overwrite factors that are still to be read.
-    ring.release(s.rings.keys, stage)
+def _wait_for_turn(s: Share) -> None:
+    """Warpgroups issue products one after the other, so that each folds while the others' are computed."""
+    T.sync_threads(_TURNS + s.warpgroup, 256)
+
+
+@T.macro
+def _give_turn(s: Share) -> None:
+    T.named_barrier_arrive(_TURNS + (s.warpgroup + 1) % WARPGROUPS, 256)
 
 
 @T.macro
@@ -352,7 +323,7 @@ def _receive(s: Share, run: Run) -> None:
     for x, _ in enumerate(run):
         run[x][0] = s.queries.run[stage, x]
     for x in T.unroll(num_lane_queries):
-        query = s.warpgroup * 2 * num_lane_queries + fold.first_query_of_lane(s.fold.num_queries) + x
+        query = s.warpgroup * s.fold.num_queries + fold.first_query_of_lane(s.fold.num_queries) + x
         s.windows.begin[x] = s.queries.begin[stage, query]
         s.windows.end[x] = s.queries.end[stage, query]
         s.windows.shift[x] = s.queries.shift[stage, query]
@@ -368,7 +339,7 @@ def _multiply(s: Share, stage: T.PrimExpr, first: int, products: T.Buffer) -> No
     """Begin products = a stage's keys from index `first` on times the warpgroup's queries."""
     q_stage, column = s.rings.queries.stage[0], s.warpgroup * COLUMNS
     T.wgmma_gemm(
-        s.keys.k[stage, first : first + KEYS, :],
+        s.keys[stage, first : first + KEYS, :],
         s.queries.q[q_stage, column : column + COLUMNS, :],
         products,
         transpose_B=True,
@@ -382,10 +353,10 @@ def _multiply_in_turn(s: Share, stage: T.PrimExpr, first: int, products: T.Buffe
     """The same without WGMMA, 32 channels at a time: for more there are no registers."""
     q_stage, column = s.rings.queries.stage[0], s.warpgroup * COLUMNS
     T.clear(products)
-    for step in T.unroll(s.keys.k.shape[2] // 32, unroll_factor=1):
+    for step in T.unroll(s.keys.shape[2] // 32, unroll_factor=1):
         channels = slice(step * 32, step * 32 + 32)
         T.gemm(
-            s.keys.k[stage, first : first + KEYS, channels],
+            s.keys[stage, first : first + KEYS, channels],
             s.queries.q[q_stage, column : column + COLUMNS, channels],
             products,
             transpose_B=True,
@@ -398,7 +369,7 @@ def _store(s: Share, run: Run, key: T.PrimExpr, sf: T.PrimExpr, products: T.Buff
     """Store the scores of 64 keys from `key` on, of which sf is that of the lane's, if the windows have them."""
     num_lane_queries = s.windows.begin.shape[0]
     fold.sum_heads(s.fold, products)
-    row = run.row[0] + s.warpgroup * 2 * num_lane_queries + fold.first_query_of_lane(s.fold.num_queries)
+    row = run.row[0] + s.warpgroup * s.fold.num_queries + fold.first_query_of_lane(s.fold.num_queries)
     at = key + fold.key_of_lane()
     for x in T.unroll(num_lane_queries):
         if at >= s.windows.begin[x] and at < s.windows.end[x]:

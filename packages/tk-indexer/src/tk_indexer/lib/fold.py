@@ -6,14 +6,15 @@ thread has for each of its two keys and each query a quarter of the heads, and f
 
 The order of a sum is the same wherever a kernel puts a query and a key: in a thread the even columns' heads, then the
 odd ones', ascending; then ((lane 0 + lane 1) + (lane 2 + lane 3)) of the quad.
+
+max(x, 0) is half of x + |x|, and the whole sum is halved: an addition keeps NaN, and takes half a maximum's cycles. A
+power of two changes no bits, unless a sum is above 2¹²⁷ or denormal.
 """
 
 from typing import NamedTuple
 
 import tilelang.language as T
 from tilelang.layout import Fragment
-
-from tk_indexer.device.relu import relu
 
 KEYS = 64
 """Keys of a product: the rows of the tensor core's instruction."""
@@ -82,7 +83,7 @@ def sum_heads(f: Fold, products: T.Buffer) -> None:
                     for step in T.unroll(num_steps):
                         x = products[16 * warp + 8 * r + quad, (q * num_steps + step) * 8 + 2 * lane + parity]
                         weight = f.weights[(q * num_steps + step) * 2 + parity]
-                        f.sums[r, q] = T.ieee_fmaf(weight, relu(x), f.sums[r, q])
+                        f.sums[r, q] = T.ieee_fmaf(weight, x + T.abs(x), f.sums[r, q])
     # Lanes of a quad exchange halves: first each gives away one of its two keys, then half of the queries.
     others = num_queries // 2  # The first query of lanes 2 and 3.
     kept, given = T.alloc_var("float32"), T.alloc_var("float32")
@@ -94,4 +95,4 @@ def sum_heads(f: Fold, products: T.Buffer) -> None:
     for q in T.unroll(num_queries - others):
         kept = T.if_then_else(lane_of_quad < 2, f.sums[0, q], f.sums[0, others + q])
         given = T.if_then_else(lane_of_quad < 2, f.sums[0, others + q], f.sums[0, q])
-        f.sums[0, q] = kept + T.shfl_xor(given, 2)
+        f.sums[0, q] = T.float32(0.5) * (kept + T.shfl_xor(given, 2))

@@ -4,20 +4,20 @@
 
 q e4m3 (S, H, D), k e4m3 (N, D), sf float32 (N), weights float32 (S, H), out float32 or bfloat16 (S, N). The tensor core
 sums over channels; heads are added in float32, in an order that neither the place of a query nor that of a key changes
-(lib/fold.py). The maximum keeps NaN.
+(lib/fold.py). NaN is kept.
 
 FP4 is widened to e4m3 first, by a kernel of its own (lib/widen.py): a block of queries meets every key, so to widen
 keys as they come would take more instructions than the folds leave.
 
-A persistent thread block takes runs: some consecutive keys for a block of queries whose heads are 256 columns.
+A persistent thread block takes runs: some consecutive keys for a block of queries whose heads are 384 columns.
 
-    load        one warp          finds runs; a run's queries, then 128 keys a step with their factors, by TMA
-    write       one warp          finds the same runs; their weights and windows
-    multiply    two warpgroups    64 keys × 128 columns at a time, from shared memory; two products in registers: one
-                                  is folded to scores while the tensor core computes the next
-    fill        two warps         -∞ outside of the windows
+    load        one warp            finds runs; a run's queries, then 128 keys a step, by TMA
+    write       one warp            finds the same runs; their weights and windows
+    multiply    three warpgroups    64 keys × 128 columns at a time, from shared memory, in turns: a product is folded
+                                    to scores while the tensor core computes the other warpgroups'
+    fill        two warps           -∞ outside of the windows
 
-    columns       heads of query 0 │ heads of query 1 │ …    the first warpgroup has 128, the second the other 128
+    columns       heads of query 0 │ heads of query 1 │ …    each warpgroup has 128
     keys 0…63     first product of a step
         64…127    second product
 
@@ -40,29 +40,31 @@ from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_option
 from tk_indexer.lib.rows import DIMS, FP4_DIMS, FP4_DTYPES, NUM_HEADS
 from tk_indexer.lib.widen import widened
 
-_COLUMNS = 256
-"""Heads of all queries of a run."""
+_COLUMNS = 384
+"""Heads of all queries of a run, 128 for each warpgroup."""
 _STEP_KEYS = 128
-_NUM_STAGES = 6
+_NUM_STAGES = 5
 _LEAST_RUN = 1024
 """The fewest keys of a run, while there are as many."""
 _RUNS_EACH = 8
 """Runs that each thread block should get, as windows differ in length."""
+_MOST_TRIED = 64
+"""Numbers of runs that are compared: more take the host longer."""
 
 
 def run_length(num_rows: int, num_keys: int, num_heads: int, num_sms: int) -> int:
     """Keys of a run, a multiple of 128: the busiest thread block has as few steps as possible, if windows are full.
 
-    A run's last product is folded while no other is computed, which counts as a step.
+    A run begins with loads of windows and weights, which count as a step.
     """
     num_blocks = ceil_div(num_rows * num_heads, _COLUMNS)
-    most = min(max(num_keys // _LEAST_RUN, 1), 64)
+    most = max(num_keys // _LEAST_RUN, 1)
     least = min(most, ceil_div(_RUNS_EACH * num_sms, num_blocks))
 
     def steps(num_runs: int) -> int:
         return ceil_div(num_blocks * num_runs, num_sms) * (ceil_div(num_keys, num_runs * _STEP_KEYS) + 1)
 
-    return align(ceil_div(num_keys, min(range(least, most + 1), key=steps)), _STEP_KEYS)
+    return align(ceil_div(num_keys, min(range(least, min(most, least + _MOST_TRIED) + 1), key=steps)), _STEP_KEYS)
 
 
 @kernel(pass_configs=PASS_CONFIGS)
@@ -77,23 +79,19 @@ def dense_logits_kernel(num_heads: int, dim: int, dtype: torch.dtype, arch: Arch
     num_rows, num_columns, num_keys, num_cols = (
         T.dynamic(name) for name in ("num_rows", "num_columns", "num_keys", "num_cols")
     )
-    weights_stride, sf_stride, out_stride = (
-        T.dynamic(name, "int64") for name in ("weights_stride", "sf_stride", "out_stride")
-    )
+    weights_stride, out_stride = (T.dynamic(name, "int64") for name in ("weights_stride", "out_stride"))
+    threads = 128 * steps.WARPGROUPS
 
     @T.macro
     def multiply(share: steps.Share) -> None:
-        T.set_max_nreg(232, 1)
-        if arch.has_wgmma:
-            steps.score_ahead(share, *(T.alloc_fragment((KEYS, COLUMNS), "float32") for _ in range(2)))
-        else:
-            steps.score_in_turn(share, T.alloc_fragment((KEYS, COLUMNS), "float32"))
+        T.set_max_nreg(152, 1)
+        steps.score(share, T.alloc_fragment((KEYS, COLUMNS), "float32"), arch.has_wgmma)
 
     @T.prim_func
     def logits(
         q: T.Tensor((num_columns, dim), "float8_e4m3fn"),
         k: T.Tensor((num_keys, dim), "float8_e4m3fn"),
-        sf: T.StridedTensor((1, num_keys), (sf_stride, 1), "float32"),
+        sf: T.Tensor((num_keys,), "float32"),
         weights: T.StridedTensor((num_rows, num_heads), (weights_stride, 1), "float32"),
         starts: T.Tensor((num_rows,), "int32"),
         ends: T.Tensor((num_rows,), "int32"),
@@ -103,22 +101,24 @@ def dense_logits_kernel(num_heads: int, dim: int, dtype: torch.dtype, arch: Arch
         clean: T.int32,
         num_blocks: T.int32,
     ) -> None:
-        with T.Kernel(num_blocks, threads=384) as block:
+        with T.Kernel(num_blocks, threads=threads + 128) as block:
             x = steps.Operands(q, k, sf, weights, starts, ends, out, max_seqlen)
             to_keys, to_queries = steps.keys(_NUM_STAGES, dim), steps.queries(num_heads, dim)
             # Queries are filled by the loading warp and each lane of the writing one, and released by each thread.
-            rings = steps.Rings(ring.ring(_NUM_STAGES, 1, 8), ring.ring(2, 33, 256))
+            rings = steps.Rings(ring.ring(_NUM_STAGES, 1, 4 * steps.WARPGROUPS), ring.ring(2, 33, threads))
             T.assume(out_stride % (ROW_BYTES // dtype.itemsize) == 0)
             thread = T.get_thread_binding()
             if thread < 128:
                 multiply(steps.share(0, num_heads, x, to_keys, to_queries, rings))
             elif thread < 256:
                 multiply(steps.share(1, num_heads, x, to_keys, to_queries, rings))
+            elif thread < 384:
+                multiply(steps.share(2, num_heads, x, to_keys, to_queries, rings))
             else:
-                T.set_max_nreg(40, 0)
-                if thread < 288:
+                T.set_max_nreg(56, 0)
+                if thread < 416:
                     steps.load(steps.start(x, run_keys, num_blocks, block), to_keys, to_queries, rings)
-                elif thread < 320:
+                elif thread < 448:
                     steps.write(steps.start(x, run_keys, num_blocks, block), to_queries, rings)
                 elif clean != 0:
                     steps.fill(x, block, num_blocks)
@@ -206,7 +206,6 @@ def fp8_fp4_mqa_logits(
             data, weights, k, sf = widened((data, q_sf), weights, (k, sf), arch)
         num_sms = get_num_sms(device)
         run_keys = run_length(num_rows, num_keys, num_heads, num_sms)
-        sf = sf.as_strided((1, num_keys), (align(num_keys, 4), 1))  # TMA takes no other stride, even of one row.
         launch = dense_logits_kernel(num_heads, dim, logits_dtype, arch)
         scalars = run_keys, max_seqlen_k, int(clean_logits), num_sms
         launch(data.view(-1, dim), k, sf, weights, *windows, out, *scalars)
