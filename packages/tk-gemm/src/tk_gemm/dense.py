@@ -15,8 +15,6 @@ where the tensor core adds 16 products at a time to a float32 accumulator, in th
 the kernels' plan.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -82,25 +80,25 @@ def fp8_gemm_nt(
 
 
 @view_of(fp8_gemm_nt)
-def fp8_gemm_nn(a: Pair, b: Pair, *rest: Any, **options: Any) -> Tensor:
+def fp8_gemm_nn(a: Pair, b: Pair) -> tuple[Pair, Pair]:
     """D = A·B + C: `fp8_gemm_nt` of a (M, K) and b (K, N), whose memory is contiguous along K all the same.
 
     Hopper's FP8 products read both operands along K: a transposed operand is a view, such as `(w.t(), w_sf.t())`.
     Shapes, strides and factors are those of `fp8_gemm_nt` once it is transposed back; the same errors.
     """
-    return fp8_gemm_nt(a, transposed(b), *rest, **options)
+    return a, transposed(b)
 
 
 @view_of(fp8_gemm_nt)
-def fp8_gemm_tn(a: Pair, b: Pair, *rest: Any, **options: Any) -> Tensor:
+def fp8_gemm_tn(a: Pair, b: Pair) -> tuple[Pair, Pair]:
     """D = Aᵀ·B + C: `fp8_gemm_nt` of a (K, M) and b (K, N), contiguous along K, as in `fp8_gemm_nn`."""
-    return fp8_gemm_nt(transposed(a), transposed(b), *rest, **options)
+    return transposed(a), transposed(b)
 
 
 @view_of(fp8_gemm_nt)
-def fp8_gemm_tt(a: Pair, b: Pair, *rest: Any, **options: Any) -> Tensor:
+def fp8_gemm_tt(a: Pair, b: Pair) -> tuple[Pair, Pair]:
     """D = Aᵀ·Bᵀ + C: `fp8_gemm_nt` of a (K, M) and b (N, K), contiguous along K, as in `fp8_gemm_nn`."""
-    return fp8_gemm_nt(transposed(a), b, *rest, **options)
+    return transposed(a), b
 
 
 @op(writes=("d",), aligned=(), in_place={"d": ("c",)}, min_sm=90)
@@ -138,18 +136,18 @@ def bf16_gemm_nt(
 
 
 @view_of(bf16_gemm_nt)
-def bf16_gemm_nn(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
+def bf16_gemm_nn(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """D = A·B + C: `bf16_gemm_nt` of a (M, K) and b (K, N), read as they lie. The same errors."""
-    return bf16_gemm_nt(a, transposed(b), *rest, **options)
+    return a, transposed(b)
 
 
 @view_of(bf16_gemm_nt)
-def bf16_gemm_tn(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
+def bf16_gemm_tn(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """D = Aᵀ·B + C: `bf16_gemm_nt` of a (K, M) and b (K, N), read as they lie. The same errors."""
-    return bf16_gemm_nt(transposed(a), transposed(b), *rest, **options)
+    return transposed(a), transposed(b)
 
 
 @view_of(bf16_gemm_nt)
-def bf16_gemm_tt(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
+def bf16_gemm_tt(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """D = Aᵀ·Bᵀ + C: `bf16_gemm_nt` of a (K, M) and b (N, K), read as they lie. The same errors."""
-    return bf16_gemm_nt(transposed(a), b, *rest, **options)
+    return transposed(a), b

@@ -19,8 +19,6 @@ The same as `m_grouped_fp8_gemm_nt_contiguous` and `tk_quant.swiglu_forward_and_
 the product to bfloat16 between them, which does not happen here.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -88,9 +86,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
 
 @view_of(m_grouped_fp8_gemm_nt_contiguous)
-def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, *rest: Any, **options: Any) -> Tensor:
+def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair) -> tuple[Pair, Pair]:
     """`m_grouped_fp8_gemm_nt_contiguous` of b (G, K, N) with factors (G, K/128, ⌈N/128⌉), contiguous along K."""
-    return m_grouped_fp8_gemm_nt_contiguous(a, transposed(b), *rest, **options)
+    return a, transposed(b)
 
 
 @op(writes=("d",), aligned=(), min_sm=90)
@@ -245,9 +243,9 @@ def m_grouped_bf16_gemm_nt_contiguous(
 
 
 @view_of(m_grouped_bf16_gemm_nt_contiguous)
-def m_grouped_bf16_gemm_nn_contiguous(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
+def m_grouped_bf16_gemm_nn_contiguous(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """`m_grouped_bf16_gemm_nt_contiguous` of b (G, K, N), read as it lies. The same errors."""
-    return m_grouped_bf16_gemm_nt_contiguous(a, transposed(b), *rest, **options)
+    return a, transposed(b)
 
 
 @op(writes=("d",), aligned=(), min_sm=90)

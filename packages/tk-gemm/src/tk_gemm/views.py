@@ -2,24 +2,32 @@
 
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
 from tk_gemm.check import Pair
 
-Arguments = ParamSpec("Arguments")
 Operand = TypeVar("Operand", Tensor, Pair)
+Rest = ParamSpec("Rest")
+Op = Callable[Concatenate[Operand, Operand, Rest], Tensor]
 
 
-def view_of(op: Callable[Arguments, Tensor]) -> Callable[[Callable[..., Tensor]], Callable[Arguments, Tensor]]:
-    """Give a view, which passes on what it need not know, the op's signature."""
+def view_of(
+    op: Op[Operand, Rest],
+) -> Callable[[Callable[[Operand, Operand], tuple[Operand, Operand]]], Op[Operand, Rest]]:
+    """Make a view of an op from a function that gives the op's operands for the view's."""
 
-    def with_signature(view: Callable[..., Tensor]) -> Callable[Arguments, Tensor]:
+    def make(operands: Callable[[Operand, Operand], tuple[Operand, Operand]]) -> Op[Operand, Rest]:
+        @wraps(operands)
+        def view(a: Operand, b: Operand, *rest: Rest.args, **options: Rest.kwargs) -> Tensor:
+            return op(*operands(a, b), *rest, **options)
+
         view.__signature__ = inspect.signature(op)
         return view
 
-    return with_signature
+    return make
 
 
 def transposed(x: Operand) -> Operand:
