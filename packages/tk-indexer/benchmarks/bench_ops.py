@@ -18,10 +18,13 @@ def _topk(logits: Tensor, k: int, **_: Any) -> Call:
 
 
 def _dense(q: Any, kv: Any, weights: Tensor, logits_dtype: torch.dtype, max_seqlen_k: int, **windows: Tensor) -> Call:
-    """DeepGEMM cleans scores in a second kernel, and has no 16 heads and no max_seqlen_k with cleaning."""
+    """DeepGEMM cleans scores in a second kernel, and has no 16 heads and no max_seqlen_k with cleaning.
+
+    It writes behind a row where a window ends behind the last key, so windows are clamped before.
+    """
     import deep_gemm
 
-    bounds = windows["cu_seq_len_k_start"], windows["cu_seq_len_k_end"]
+    bounds = (windows[name].clamp(0, len(kv[0])) for name in ("cu_seq_len_k_start", "cu_seq_len_k_end"))
     options = {"clean_logits": True, "max_seqlen_k": max_seqlen_k, "logits_dtype": logits_dtype}
     return partial(deep_gemm.fp8_fp4_mqa_logits, q, kv, weights, *bounds, **options)
 

@@ -18,7 +18,7 @@ ARCH = arch_from_name("sm_90a")
 
 @pytest.mark.parametrize(
     ("num_heads", "dim", "dtype", "most"),
-    [(64, 128, torch.float32, 375), (32, 64, torch.bfloat16, 415), (16, 32, torch.float32, 500)],
+    [(64, 128, torch.float32, 370), (32, 64, torch.bfloat16, 415), (16, 32, torch.float32, 475)],
 )
 def test_a_step(num_heads: int, dim: int, dtype: torch.dtype, most: int) -> None:
     """A loop for each warpgroup, of two products: for each of 128 elements an addition and a fused multiply-add."""
@@ -32,7 +32,7 @@ def test_a_step(num_heads: int, dim: int, dtype: torch.dtype, most: int) -> None
         assert sum("GMMA" in code and "gsb0" in code for code in loop) == 2
         assert found["SHFL"] == 6 * 64 // num_heads
         check_fold(loop, 128)
-        assert found["LDG"] == 2
+        assert found["LDG"] == 0
         assert found["R2UR"] <= 4, "expected descriptors in uniform registers"
         assert len(loop) <= most
     check_resources(sass, usage)

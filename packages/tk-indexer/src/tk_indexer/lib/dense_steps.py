@@ -20,8 +20,6 @@ RUN_COLUMNS = WARPGROUPS * COLUMNS
 """Heads of all queries of a run."""
 STAGE_KEYS = 2 * KEYS
 """Keys of a stage: two products of each warpgroup."""
-_TURNS = 4
-"""The named barrier of the first warpgroup's turns; the others' follow."""
 _LAST = 2**31 - 1
 
 
@@ -30,12 +28,19 @@ class Operands(NamedTuple):
 
     q: T.Buffer  # e4m3 (S · heads, channels)
     k: T.Buffer  # e4m3 (N, channels)
-    sf: T.Buffer  # float32 (N)
+    sf: T.Buffer  # float32 (1, N)
     weights: T.Buffer  # float32 (S, heads)
     starts: T.Buffer  # int32 (S)
     ends: T.Buffer  # int32 (S)
     out: T.Buffer  # (S, columns)
     max_seqlen: T.PrimExpr  # above 0: column 0 is a row's first key, and windows are cut
+
+
+class Keys(NamedTuple):
+    """The stages of keys in shared memory."""
+
+    k: T.Buffer  # e4m3 (stages, 128, channels)
+    sf: T.Buffer  # float32 (stages, 128)
 
 
 class Queries(NamedTuple):
@@ -92,16 +97,17 @@ class Share(NamedTuple):
 
     warpgroup: int
     x: Operands
-    keys: T.Buffer  # e4m3 (stages, 128, channels), in shared memory
+    keys: Keys
     queries: Queries
     rings: Rings
     fold: Fold
     windows: Windows
 
 
-def keys(num_stages: int, dim: int) -> T.Buffer:
+def keys(num_stages: int, dim: int) -> Keys:
     """The stages of keys."""
-    return T.alloc_shared((num_stages, STAGE_KEYS, dim), "float8_e4m3fn")
+    k = T.alloc_shared((num_stages, STAGE_KEYS, dim), "float8_e4m3fn")
+    return Keys(k, T.alloc_shared((num_stages, STAGE_KEYS), "float32"))
 
 
 def queries(num_heads: int, dim: int) -> Queries:
@@ -116,7 +122,7 @@ def local_run() -> Run:
     return Run(*(local_int() for _ in Run._fields))
 
 
-def share(warpgroup: int, num_heads: int, x: Operands, k: T.Buffer, q: Queries, rings: Rings) -> Share:
+def share(warpgroup: int, num_heads: int, x: Operands, k: Keys, q: Queries, rings: Rings) -> Share:
     """A warpgroup's share."""
     num_queries = COLUMNS // num_heads
     windows = Windows(*(T.alloc_local((fold.per_lane(num_queries),), "int32") for _ in Windows._fields))
@@ -186,7 +192,7 @@ def _find(s: Scheduler) -> None:
 
 
 @T.macro
-def load(s: Scheduler, to_keys: T.Buffer, to_queries: Queries, rings: Rings) -> None:
+def load(s: Scheduler, to_keys: Keys, to_queries: Queries, rings: Rings) -> None:
     """In the loading warp: load queries and keys of one run after the other, by TMA."""
     num_heads = s.x.weights.shape[1]
     while s.index[0] < s.total[0]:
@@ -199,7 +205,8 @@ def load(s: Scheduler, to_keys: T.Buffer, to_queries: Queries, rings: Rings) -> 
         for step in T.serial(T.ceildiv(s.run.num_keys[0], STAGE_KEYS)):
             key = s.run.key[0] + step * STAGE_KEYS
             stage = ring.wait_empty(rings.keys)
-            ring.load(rings.keys, s.x.k[key : key + STAGE_KEYS, :], to_keys[stage, :, :])
+            ring.load(rings.keys, s.x.sf[0, key : key + STAGE_KEYS], to_keys.sf[stage, :])
+            ring.load(rings.keys, s.x.k[key : key + STAGE_KEYS, :], to_keys.k[stage, :, :])
             ring.fill(rings.keys)
         next_run(s)
     ring.wait_empty(rings.queries)
@@ -262,9 +269,7 @@ def score(s: Share, products: T.Buffer, is_async: bool) -> None:
 
     It folds a product while the tensor core computes those of the other warpgroups.
     """
-    run, key = local_run(), T.alloc_var("int32")
-    if is_async and s.warpgroup == WARPGROUPS - 1:
-        _give_turn(s)
+    run, key, sf = local_run(), T.alloc_var("int32"), T.alloc_var("float32")
     ring.wait_full(s.rings.queries)
     _receive(s, run)
     while run.row[0] >= 0:
@@ -272,48 +277,27 @@ def score(s: Share, products: T.Buffer, is_async: bool) -> None:
             _read_weights(s)
         key = run.key[0]
         for _ in T.serial(T.ceildiv(run.num_keys[0], STAGE_KEYS)):
+            stage = s.rings.keys.stage[0]
             ring.wait_full(s.rings.keys)
-            for i in T.unroll(STAGE_KEYS // KEYS):
-                _score_product(s, run, key, i * KEYS, products, is_async)
+            for x in T.unroll(STAGE_KEYS // KEYS):
+                if is_async:
+                    _multiply(s, stage, x * KEYS, products)
+                else:
+                    _multiply_in_turn(s, stage, x * KEYS, products)
+                    _read_weights(s)  # Here there are no registers for them beside the product's operands.
+                sf = s.keys.sf[stage, x * KEYS + fold.key_of_lane()]
+                if is_async:
+                    T.wait_wgmma(0)
+                if x == STAGE_KEYS // KEYS - 1:
+                    T.fence_proxy_async()  # Else TMA may overwrite factors that are still to be read.
+                    ring.release(s.rings.keys, stage)
+                _store(s, run, key, sf, products)
                 key += KEYS
             ring.move_on(s.rings.keys)
         ring.release_by_lanes(s.rings.queries, s.rings.queries.stage[0])
         ring.move_on(s.rings.queries)
         ring.wait_full(s.rings.queries)
         _receive(s, run)
-    if is_async and s.warpgroup == 0:
-        _wait_for_turn(s)  # The one that the last warpgroup gave at first.
-
-
-@T.macro
-def _score_product(s: Share, run: Run, key: T.PrimExpr, first: int, products: T.Buffer, is_async: bool) -> None:
-    """The scores of the stage's 64 keys from index `first` on, the keys from `key` on."""
-    stage, of_lane, sf = s.rings.keys.stage[0], T.alloc_var("int32"), T.alloc_var("float32")
-    of_lane = T.min(key + fold.key_of_lane(), s.x.k.shape[0] - 1)
-    if is_async:
-        _wait_for_turn(s)
-        _multiply(s, stage, first, products)
-        _give_turn(s)
-    else:
-        _multiply_in_turn(s, stage, first, products)
-        _read_weights(s)  # Here there are no registers for them beside the product's operands.
-    sf = s.x.sf[of_lane]
-    if is_async:
-        T.wait_wgmma(0)
-    if first + KEYS == STAGE_KEYS:
-        ring.release(s.rings.keys, stage)
-    _store(s, run, key, sf, products)
-
-
-@T.macro
-def _wait_for_turn(s: Share) -> None:
-    """Warpgroups issue products one after the other, so that each folds while the others' are computed."""
-    T.sync_threads(_TURNS + s.warpgroup, 256)
-
-
-@T.macro
-def _give_turn(s: Share) -> None:
-    T.named_barrier_arrive(_TURNS + (s.warpgroup + 1) % WARPGROUPS, 256)
 
 
 @T.macro
@@ -339,7 +323,7 @@ def _multiply(s: Share, stage: T.PrimExpr, first: int, products: T.Buffer) -> No
     """Begin products = a stage's keys from index `first` on times the warpgroup's queries."""
     q_stage, column = s.rings.queries.stage[0], s.warpgroup * COLUMNS
     T.wgmma_gemm(
-        s.keys[stage, first : first + KEYS, :],
+        s.keys.k[stage, first : first + KEYS, :],
         s.queries.q[q_stage, column : column + COLUMNS, :],
         products,
         transpose_B=True,
@@ -353,10 +337,10 @@ def _multiply_in_turn(s: Share, stage: T.PrimExpr, first: int, products: T.Buffe
     """The same without WGMMA, 32 channels at a time: for more there are no registers."""
     q_stage, column = s.rings.queries.stage[0], s.warpgroup * COLUMNS
     T.clear(products)
-    for step in T.unroll(s.keys.shape[2] // 32, unroll_factor=1):
+    for step in T.unroll(s.keys.k.shape[2] // 32, unroll_factor=1):
         channels = slice(step * 32, step * 32 + 32)
         T.gemm(
-            s.keys[stage, first : first + KEYS, channels],
+            s.keys.k[stage, first : first + KEYS, channels],
             s.queries.q[q_stage, column : column + COLUMNS, channels],
             products,
             transpose_B=True,

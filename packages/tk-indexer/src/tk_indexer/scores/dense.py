@@ -11,10 +11,10 @@ keys as they come would take more instructions than the folds leave.
 
 A persistent thread block takes runs: some consecutive keys for a block of queries whose heads are 384 columns.
 
-    load        one warp            finds runs; a run's queries, then 128 keys a step, by TMA
+    load        one warp            finds runs; a run's queries, then 128 keys a step with their factors, by TMA
     write       one warp            finds the same runs; their weights and windows
-    multiply    three warpgroups    64 keys × 128 columns at a time, from shared memory, in turns: a product is folded
-                                    to scores while the tensor core computes the other warpgroups'
+    multiply    three warpgroups    64 keys × 128 columns at a time, from shared memory: a product is folded to scores
+                                    while the tensor core computes the other warpgroups'
     fill        two warps           -∞ outside of the windows
 
     columns       heads of query 0 │ heads of query 1 │ …    each warpgroup has 128
@@ -79,7 +79,9 @@ def dense_logits_kernel(num_heads: int, dim: int, dtype: torch.dtype, arch: Arch
     num_rows, num_columns, num_keys, num_cols = (
         T.dynamic(name) for name in ("num_rows", "num_columns", "num_keys", "num_cols")
     )
-    weights_stride, out_stride = (T.dynamic(name, "int64") for name in ("weights_stride", "out_stride"))
+    weights_stride, sf_stride, out_stride = (
+        T.dynamic(name, "int64") for name in ("weights_stride", "sf_stride", "out_stride")
+    )
     threads = 128 * steps.WARPGROUPS
 
     @T.macro
@@ -91,7 +93,7 @@ def dense_logits_kernel(num_heads: int, dim: int, dtype: torch.dtype, arch: Arch
     def logits(
         q: T.Tensor((num_columns, dim), "float8_e4m3fn"),
         k: T.Tensor((num_keys, dim), "float8_e4m3fn"),
-        sf: T.Tensor((num_keys,), "float32"),
+        sf: T.StridedTensor((1, num_keys), (sf_stride, 1), "float32"),
         weights: T.StridedTensor((num_rows, num_heads), (weights_stride, 1), "float32"),
         starts: T.Tensor((num_rows,), "int32"),
         ends: T.Tensor((num_rows,), "int32"),
@@ -206,6 +208,7 @@ def fp8_fp4_mqa_logits(
             data, weights, k, sf = widened((data, q_sf), weights, (k, sf), arch)
         num_sms = get_num_sms(device)
         run_keys = run_length(num_rows, num_keys, num_heads, num_sms)
+        sf = sf.as_strided((1, num_keys), (align(num_keys, 4), 1))  # TMA takes no other stride, even of one row.
         launch = dense_logits_kernel(num_heads, dim, logits_dtype, arch)
         scalars = run_keys, max_seqlen_k, int(clean_logits), num_sms
         launch(data.view(-1, dim), k, sf, weights, *windows, out, *scalars)
