@@ -15,7 +15,7 @@ from tk_core.math import ceil_div
 from tk_ep.symmetric import memory
 from tk_ep.symmetric.kernels import PASS_CONFIGS, Sizes, num_warps
 
-_SUM_WARPS = 16
+_SUM_WARPS = 12  # With 16 a lane has 128 registers, and four terms beside a bias take more.
 _PART_VECTORS = 8 * 32
 """Vectors of a part: at most 8 for each lane."""
 
