@@ -92,10 +92,9 @@ def interleave_gate_and_up(b: Pair) -> Pair:
     positive_multiple("b[0] (K)", num_channels, BLOCK)
     shape = (num_groups, num_rows // BLOCK, num_channels // BLOCK)
     factors("b[1]", sf, shape, data.device, FACTORS)
-    runs, sf_runs = (
-        x.unflatten(1, (2, num_rows // (2 * BLOCK), -1)).transpose(1, 2) for x in (data.view(torch.uint8), sf)
-    )
-    return runs.reshape(data.shape).view(data.dtype), sf_runs.reshape(sf.shape)
+    sides = (x.unflatten(1, (2, num_rows // (2 * BLOCK), -1)).transpose(1, 2) for x in (data.view(torch.uint8), sf))
+    runs, sf_runs = (x.clone(memory_format=torch.contiguous_format) for x in sides)
+    return runs.view(data.shape).view(data.dtype), sf_runs.view(sf.shape)
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:

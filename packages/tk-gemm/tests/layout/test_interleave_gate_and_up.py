@@ -24,6 +24,14 @@ def test_packed_factors() -> None:
     assert_equal(out_sf, sf[:, [0, 2, 1, 3]].contiguous())
 
 
+def test_results_are_new_tensors() -> None:
+    """Also where one run of gate and one of up are in their order already."""
+    b = torch.zeros(2, 256, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 2).mT
+    for before, after in zip(b, tk_gemm.interleave_gate_and_up(b), strict=True):
+        assert after.data_ptr() != before.data_ptr()
+        assert after.is_contiguous()
+
+
 def test_bad_input() -> None:
     data, sf = weights(512, 128, "cpu", 2)
     for error, name, wrong in (
