@@ -245,27 +245,13 @@ def find_rows(kind: Kind, layout: T.Buffer, tile: Tile, first: T.PrimExpr, m: T.
 
 
 @T.macro
-def send(tile: Tile, sent: T.Buffer, stage: T.PrimExpr) -> None:
-    """Put a tile's coordinates into a stage; only one lane does."""
-    for x, _ in enumerate(tile):
-        sent[stage, x] = tile[x][0]
-
-
-@T.macro
-def receive(tile: Tile, sent: T.Buffer, stage: T.PrimExpr) -> None:
-    """Read the coordinates in a stage, which may be released then."""
-    for x, _ in enumerate(tile):
-        tile[x][0] = sent[stage, x]
-
-
-@T.macro
 def send_tiles(r: Ring, s: Scheduler, sent: T.Buffer) -> None:
     """In the writing warp, where it has nothing else to write: put tiles' coordinates into the stages, and the end."""
     while s.index[0] < s.total[0]:
         for step in T.serial(s.tile.num_steps[0]):
             ring.wait_empty(r)
             if step == 0 and T.shuffle_elect(32):
-                send(s.tile, sent, r.stage[0])
+                ring.send(s.tile, sent, r.stage[0])
             ring.fill(r)
         next_tile(s)
     send_end(r, s, sent)
@@ -277,5 +263,5 @@ def send_end(r: Ring, s: Scheduler, sent: T.Buffer) -> None:
     s.tile.row[0] = -1
     ring.wait_empty(r)
     if T.shuffle_elect(32):
-        send(s.tile, sent, r.stage[0])
+        ring.send(s.tile, sent, r.stage[0])
     ring.fill(r)

@@ -18,8 +18,9 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 from tk_core.testing.numeric import assert_same_metadata, calc_diff
 from tk_core.testing.trees import empty
 from tk_indexer import reference
+from tk_indexer.lib.rows import DIMS, FP4_DIMS, NUM_HEADS
 from tk_indexer.reference.casts import widen_rows
-from tk_indexer.scores.dense import DIMS, FP4_DIMS, NUM_HEADS, run_length
+from tk_indexer.scores.dense import run_length
 
 INF, NAN = math.inf, math.nan
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16

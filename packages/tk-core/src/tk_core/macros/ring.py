@@ -107,3 +107,17 @@ def move_on(r: Ring) -> None:
     if r.stage[0] == r.full.shape[0]:
         r.stage[0] = 0
         r.parity[0] = r.parity[0] ^ 1
+
+
+@T.macro
+def send(coordinates: tuple[T.Buffer, ...], sent: T.Buffer, stage: T.PrimExpr) -> None:
+    """Put coordinates, each an int32 (1) in registers, into a stage; only one lane does."""
+    for x, _ in enumerate(coordinates):
+        sent[stage, x] = coordinates[x][0]
+
+
+@T.macro
+def receive(coordinates: tuple[T.Buffer, ...], sent: T.Buffer, stage: T.PrimExpr) -> None:
+    """Read the coordinates in a stage, which may be released then."""
+    for x, _ in enumerate(coordinates):
+        coordinates[x][0] = sent[stage, x]

@@ -50,11 +50,11 @@ def bf16_product_kernel(
         tile = scheduler.local_tile()
         acc = T.alloc_fragment((64, shape.warpgroup_n), "float32")
         ring.wait_full(share.ring)
-        scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
+        ring.receive(tile, share.stages.tile, share.ring.stage[0])
         while tile.row[0] >= 0:
             bf16_loop.sum_up(share, tile, acc, lambda: epilogue.find_rows(end, layout, tile))
             epilogue.store(end, tile, acc, 0)
-            scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
+            ring.receive(tile, share.stages.tile, share.ring.stage[0])
         T.tma_store_wait(0)
 
     @T.prim_func

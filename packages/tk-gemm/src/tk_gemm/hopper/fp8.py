@@ -60,7 +60,7 @@ def fp8_product_kernel(
         acc = T.alloc_fragment(part.shape, "float32")
         other = T.alloc_fragment(part.shape, "float32") if width != 192 else None
         ring.wait_full(share.ring)
-        scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
+        ring.receive(tile, share.stages.tile, share.ring.stage[0])
         while tile.row[0] >= 0:
             epilogue.find_rows(end, layout, tile)
             if width <= 128:
@@ -72,7 +72,7 @@ def fp8_product_kernel(
                 epilogue.store(end, tile, acc, 0)
             if width == 256:
                 epilogue.store(end, tile, other, 128)
-            scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
+            ring.receive(tile, share.stages.tile, share.ring.stage[0])
         T.tma_store_wait(0)
 
     @T.prim_func

@@ -141,7 +141,7 @@ def write(s: Scheduler, shape: TileShape, x: Operands, to: Stages, r: Ring) -> N
                     for f in T.unroll(shape.num_factors):
                         to.b_sf[r.stage[0], f] = factor[f]
                 if step == 0:
-                    scheduler.send(s.tile, to.tile, r.stage[0])
+                    ring.send(s.tile, to.tile, r.stage[0])
             ring.fill(r)
         scheduler.next_tile(s)
     scheduler.send_end(r, s, to.tile)

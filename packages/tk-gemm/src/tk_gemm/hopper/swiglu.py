@@ -48,7 +48,7 @@ def fp8_swiglu_product_kernel(
         part, gate, up = (T.alloc_fragment((64, 128), "float32") for _ in range(3))
         weight = T.alloc_fragment((64,), "float32") if with_weights else None
         ring.wait_full(share.ring)
-        scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
+        ring.receive(tile, share.stages.tile, share.ring.stage[0])
         while tile.row[0] >= 0:
             epilogue.find_rows(end, layout, tile)
             rows = swiglu.Rows(tile.row[0] + end.corner[0], m, end.is_row)
@@ -59,7 +59,7 @@ def fp8_swiglu_product_kernel(
             tile.col[0] = tile.col[0] // 2
             swiglu.quantize(rows, gate, part, sf, tile.col[0] // 128)
             epilogue.store(end, tile, gate, 0)
-            scheduler.receive(tile, share.stages.tile, share.ring.stage[0])
+            ring.receive(tile, share.stages.tile, share.ring.stage[0])
         T.tma_store_wait(0)
 
     @T.prim_func

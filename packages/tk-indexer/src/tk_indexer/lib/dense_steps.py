@@ -228,20 +228,15 @@ def write(s: Scheduler, to: Queries, rings: Rings) -> None:
             to.begin[stage, lane] = s.begin[0]
             to.end[stage, lane] = s.end[0]
             to.shift[stage, lane] = T.if_then_else(s.x.max_seqlen > 0, s.begin[0], 0)
-        _send(s.run, to, stage)
+        if T.shuffle_elect(32):
+            ring.send(s.run, to.run, stage)
         ring.fill_by_lanes(rings.queries)
         next_run(s)
     s.run.row[0] = -1
     stage = ring.wait_empty(rings.queries)
-    _send(s.run, to, stage)
-    ring.fill_by_lanes(rings.queries)
-
-
-@T.macro
-def _send(run: Run, to: Queries, stage: T.PrimExpr) -> None:
     if T.shuffle_elect(32):
-        for x, _ in enumerate(run):
-            to.run[stage, x] = run[x][0]
+        ring.send(s.run, to.run, stage)
+    ring.fill_by_lanes(rings.queries)
 
 
 @T.macro
@@ -304,8 +299,7 @@ def score(s: Share, products: T.Buffer, is_async: bool) -> None:
 def _receive(s: Share, run: Run) -> None:
     """Read a run's coordinates and windows."""
     stage, num_lane_queries = s.rings.queries.stage[0], s.windows.begin.shape[0]
-    for x, _ in enumerate(run):
-        run[x][0] = s.queries.run[stage, x]
+    ring.receive(run, s.queries.run, stage)
     for x in T.unroll(num_lane_queries):
         query = s.warpgroup * s.fold.num_queries + fold.first_query_of_lane(s.fold.num_queries) + x
         s.windows.begin[x] = s.queries.begin[stage, query]

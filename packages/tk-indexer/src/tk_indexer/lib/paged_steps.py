@@ -285,20 +285,15 @@ def write(s: Scheduler, a: Atoms, to: Queries, rings: Rings) -> None:
             to.end[stage, lane] = 0
             if lane < a.next_n:
                 to.end[stage, lane] = T.min(x.lengths[s.run.seq[0], lane], x.most_keys)
-        _send(s.run, to, stage)
+        if T.shuffle_elect(_LANES):
+            ring.send(s.run, to.run, stage)
         ring.fill_by_lanes(rings.queries)
         next_run(s)
     s.run.seq[0] = -1
     stage = ring.wait_empty(rings.queries)
-    _send(s.run, to, stage)
-    ring.fill_by_lanes(rings.queries)
-
-
-@T.macro
-def _send(run: Run, to: Queries, stage: T.PrimExpr) -> None:
     if T.shuffle_elect(_LANES):
-        for x, _ in enumerate(run):
-            to.run[stage, x] = run[x][0]
+        ring.send(s.run, to.run, stage)
+    ring.fill_by_lanes(rings.queries)
 
 
 @T.macro
@@ -326,7 +321,7 @@ def score(s: Share, products: T.Buffer, is_async: bool) -> None:
     chunk = s.warpgroup
     keys.stage[0] = s.warpgroup
     ring.wait_full(s.rings.queries)
-    _receive(s, run)
+    ring.receive(run, s.queries.run, s.rings.queries.stage[0])
     while run.seq[0] >= 0:
         if s.atoms.num == 1:
             _read_queries(s, 0)
@@ -340,7 +335,7 @@ def score(s: Share, products: T.Buffer, is_async: bool) -> None:
         ring.release_by_lanes(s.rings.queries, s.rings.queries.stage[0])
         ring.move_on(s.rings.queries)
         ring.wait_full(s.rings.queries)
-        _receive(s, run)
+        ring.receive(run, s.queries.run, s.rings.queries.stage[0])
 
 
 @T.macro
@@ -398,13 +393,6 @@ def _operand(s: Share, stage: T.PrimExpr) -> tuple[T.Buffer, T.PrimExpr]:
     if s.keys.wide is None:
         return s.keys.k, stage
     return s.keys.wide, T.truncmod(stage, int(s.keys.wide.shape[0]))
-
-
-@T.macro
-def _receive(s: Share, run: Run) -> None:
-    """Read a run's coordinates."""
-    for x, _ in enumerate(run):
-        run[x][0] = s.queries.run[s.rings.queries.stage[0], x]
 
 
 @T.macro

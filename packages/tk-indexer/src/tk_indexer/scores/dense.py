@@ -36,8 +36,8 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.num_sms import get_num_sms
 from tk_core.op import launching, op
-from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, new_logits
-from tk_indexer.lib.rows import DIMS, FP4_DIMS, FP4_DTYPES, NUM_HEADS
+from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, check_queries, new_logits
+from tk_indexer.lib.rows import FP4_DTYPES
 from tk_indexer.lib.widen import widened
 
 _COLUMNS = 384
@@ -177,19 +177,11 @@ def fp8_fp4_mqa_logits(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    data, q_sf = check.pair("q", q, "a pair (data, sf or None)")
-    (k, sf), e4m3 = check.pair("kv", kv), (torch.float8_e4m3fn,)
-    num_rows, num_heads, width = check.tensor("q[0]", data, e4m3 + FP4_DTYPES, ("S", "H", "D"))
-    is_fp4, device = data.dtype in FP4_DTYPES, data.device
-    dim = 2 * width if is_fp4 else width
-    check.one_of("q[0] (H)", num_heads, NUM_HEADS)
-    check.one_of("q[0] (D)", dim, FP4_DIMS if is_fp4 else DIMS)
-    if is_fp4:
-        check.tensor("q[1]", q_sf, (torch.int32,), (num_rows, num_heads), device=device)
-    else:
-        check.require_type(q_sf is None, "q[1]", "None, for e4m3 queries", type(q_sf).__name__)
-    num_keys, _ = check.tensor("kv[0]", k, FP4_DTYPES if is_fp4 else e4m3, ("N", width), device=device)
-    check.tensor("kv[1]", sf, (torch.int32 if is_fp4 else torch.float32,), (num_keys,), device=device)
+    data, q_sf, (num_rows,), num_heads, dim, is_fp4 = check_queries(q, ("S",))
+    (k, sf), device = check.pair("kv", kv), data.device
+    dtypes, sf_dtype = (FP4_DTYPES, torch.int32) if is_fp4 else ((torch.float8_e4m3fn,), torch.float32)
+    num_keys, _ = check.tensor("kv[0]", k, dtypes, ("N", data.shape[-1]), device=device)
+    check.tensor("kv[1]", sf, (sf_dtype,), (num_keys,), device=device)
     check.tensor("weights", weights, (torch.float32,), (num_rows, num_heads), layout="rows", device=device)
     windows = cu_seq_len_k_start, cu_seq_len_k_end
     for name, bound in zip(("cu_seq_len_k_start", "cu_seq_len_k_end"), windows):

@@ -29,9 +29,8 @@ from tk_core import check
 from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.op import launching, new, op
-from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, new_logits
+from tk_indexer.lib.logits import PASS_CONFIGS, ROW_BYTES, arch_of, check_options, check_queries, new_logits
 from tk_indexer.lib.paged_cache import BLOCK_SIZES, SF_BYTES, block_bytes, bytes_of_key, check_cache
-from tk_indexer.lib.rows import DIMS, FP4_DIMS, FP4_DTYPES, NUM_HEADS
 from tk_indexer.lib.widen import widened
 
 MAX_NEXT_N = 8
@@ -239,19 +238,9 @@ def fp8_fp4_paged_mqa_logits(
         UnsupportedArchError: On a GPU other than Hopper (sm_90a) and Blackwell (sm_100a, sm_103a), unless
             TK_BACKEND=reference.
     """
-    data, q_sf = check.pair("q", q, "a pair (data, sf or None)")
-    shape = check.tensor("q[0]", data, (torch.float8_e4m3fn, *FP4_DTYPES), ("B", "next_n", "H", "D"))
-    num_seqs, next_n, num_heads, dim = shape
-    is_fp4, device = data.dtype in FP4_DTYPES, data.device
-    if is_fp4:
-        dim *= 2
+    data, q_sf, (num_seqs, next_n), num_heads, dim, is_fp4 = check_queries(q, ("B", "next_n"))
+    device = data.device
     check.in_range("q[0] (next_n)", next_n, 1, MAX_NEXT_N)
-    check.one_of("q[0] (H)", num_heads, NUM_HEADS)
-    check.one_of("q[0] (D)", dim, FP4_DIMS if is_fp4 else DIMS)
-    if is_fp4:
-        check.tensor("q[1]", q_sf, (torch.int32,), tuple(shape[:3]), device=device)
-    else:
-        check.require_type(q_sf is None, "q[1]", "None, for e4m3 queries", type(q_sf).__name__)
     num_blocks, block_kv, _ = check_cache("kv_cache", kv_cache, bytes_of_key(dim, is_fp4) + SF_BYTES, device)
     weights_shape = num_seqs * next_n, num_heads
     check.tensor("weights", weights, (torch.float32,), weights_shape, layout="rows", device=device)
