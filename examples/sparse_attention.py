@@ -1,7 +1,7 @@
 """A step of decoding with DeepSeek's sparse attention: an indexer scores all keys, attention reads the best of them.
 
     uv run examples/sparse_attention.py            # 4 sequences of 4096 keys
-    uv run examples/sparse_attention.py --full     # 32 sequences of 131072 keys, for a GPU: 16 GB
+    uv run examples/sparse_attention.py --full     # 32 sequences of 131072 keys; takes a GPU with 16 GB free
 
 Attention is latent multi-query attention: 16 heads read the same latents of 512 channels, which are keys and values.
 Each latent belongs to one of 32 topics, and each sequence's queries look for one. The indexer has 64 heads of 128
@@ -172,6 +172,11 @@ def run_step(step: Step, fmt: str, title: str) -> tuple[Stages, Tensor, Tensor]:
     return stages, columns, out
 
 
+def run_dense(step: Step, stages: Stages) -> Tensor:
+    """Attention's output if it reads all latents."""
+    return stages.run("dense instead", attend, step.q, step.latents, backend="torch")
+
+
 def compare(step: Step, choices: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Of each choice of positions the share of dense weight that it covers, and the relative error of the output."""
     weights = dense_weights(step)
@@ -193,12 +198,15 @@ def float32_scores(step: Step) -> Tensor:
 
 
 def main(
-    full: Annotated[bool, typer.Option("--full", help="32 sequences of 131072 keys.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="32 sequences of 131072 keys, on a GPU.")] = False,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")] = None,
     seed: Seed = 0,
 ) -> None:
     """Choose keys by scores in FP8 and FP4 and attend to them; print times, and what each choice covers."""
     where = device_named(device)
+    if full and where.type != "cuda":
+        message = f"expected a GPU for {FULL.seqs} sequences of {FULL.keys} keys, got {where}"
+        raise typer.BadParameter(message, param_hint="--full")
     size = FULL if full else SMALL
     torch.manual_seed(seed)
     console = wide_console()
@@ -209,7 +217,7 @@ def main(
             title = f"{name}: {size.seqs} sequences of {size.keys} keys, {size.chosen} chosen, on {where}"
             stages, choices[name], _ = run_step(step, fmt, title)
             total = stages.total
-            stages.run("dense instead", attend, step.q, step.latents, backend="torch")
+            run_dense(step, stages)
             console.print(stages.table)
             console.print(f"{name}: all stages {total * 1e3:,.3f} ms, dense {(stages.total - total) * 1e3:,.3f} ms\n")
         choices["ideal"] = dense_weights(step).topk(size.chosen).indices

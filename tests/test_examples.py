@@ -18,6 +18,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tk_core.arch import arch_from_name
+from tk_core.kernel import capture
 from tk_core.testing import assert_equal
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -31,6 +33,13 @@ def load(name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def load_sparse_attention() -> ModuleType:
+    """It imports moe_layer, as a script in the same folder does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        return load("sparse_attention")
 
 
 def test_moe_layer() -> None:
@@ -92,6 +101,32 @@ def test_sparse_attention() -> None:
     for name in ("FP8", "FP4"):
         assert 0.99 * covered["float32"] <= covered[name] <= covered["ideal"]
         assert errors[name] < 0.1 * errors["random"]
+
+
+def test_sparse_attention_refuses_its_full_size_without_a_gpu() -> None:
+    app = typer.Typer()
+    app.command()(load_sparse_attention().main)
+    result = CliRunner().invoke(app, ["--full", "--device", "cpu"])
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert "expected a GPU for 32 sequences of 131072 keys, got cpu" in " ".join(result.output.replace("│", "").split())
+
+
+@pytest.mark.parametrize(("fmt", "key_bytes"), [("e4m3", 132), ("e2m1", 68)])
+def test_sparse_attention_fits_its_full_size(fmt: str, key_bytes: int) -> None:
+    """Shapes and bytes of every stage, and that kernels take them, without their values."""
+    example, meta = load_sparse_attention(), torch.device("meta")
+    with torch.no_grad(), capture(arch_from_name("sm_90a")):
+        step = example.make_step(example.FULL, meta)
+        stages, columns, out = example.run_step(step, fmt, "full")
+        example.run_dense(step, stages)
+    assert (columns.shape, out.shape) == ((32, 2048), (32, 16, 512))
+    names, _, _, _, megabytes, _ = (list(column.cells) for column in stages.table.columns)
+    moved = {name: float(text.replace(",", "")) * 1e6 for name, text in zip(names, megabytes)}
+    keys, chosen = 32 * 131072, 32 * 2048
+    assert moved["score"] == pytest.approx(keys * (key_bytes + 4), rel=0.01)  # Scores are float32.
+    assert moved["select"] == pytest.approx(keys * 4 + chosen * 8, rel=0.02)
+    assert moved["attend"] == pytest.approx(chosen * 1024, rel=0.03)
+    assert moved["dense instead"] == pytest.approx(keys * 1024, rel=1e-3)
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ SPEC = OpSpec(
         ),
         *(
             bench(num_seqs, keys, next_n, torch.int8, model_shape=(keys, next_n) == (8192, 1))
-            for num_seqs, keys, next_n in ((256, 8192, 1), (256, 8192, 2), (256, 8192, 4), (32, 131072, 1))
+            for num_seqs, keys, next_n in (*((256, 8192, n) for n in (1, 2, 4)), (256, 65536, 1), (32, 131072, 1))
         ),
     ),
 )
