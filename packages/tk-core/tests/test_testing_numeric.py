@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tk_core.testing import assert_equal, calc_diff, check_bias, nearest_float32
+from tk_core.testing import assert_equal, calc_diff, check_bias, construct_logits, nearest_float32, quant_level_rank
 from tk_core.testing.trees import transfer
 
 _DTYPES = (
@@ -119,3 +119,38 @@ def test_nearest_float32_is_numpys(scale: int) -> None:
     ties = generator.integers(-(2**26), 2**26, 200) / 2.0**24
     for x in (0.0, *np.ldexp([*ties, *generator.standard_normal(200)], scale).tolist()):
         assert nearest_float32(Fraction(x)) == Fraction(float(np.float32(x)))
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [(torch.bfloat16, "bf16"), (torch.float8_e4m3fn, "e4m3")])
+def test_ranks_are_those_of_all_values_in_order(dtype: torch.dtype, fmt: str) -> None:
+    codes = torch.arange(256**dtype.itemsize).to(torch.int16 if fmt == "bf16" else torch.uint8)
+    values, ranks = codes.view(dtype).double(), quant_level_rank(codes.view(dtype), fmt)
+    assert_equal(quant_level_rank(codes, fmt), ranks)
+    levels = values[~values.isnan()].unique()
+    expected = torch.searchsorted(levels, values) - int((levels < 0).sum())
+    assert torch.equal(ranks.long(), torch.where(values.isnan(), 2**20, expected))
+
+
+def test_ranks_of_packed_codes() -> None:
+    # 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a sign.
+    codes = torch.tensor([[0x10, 0x98], [0x7F, 0x2A]], dtype=torch.uint8)
+    expected = torch.tensor([[0, 1, 0, -1], [-7, 7, -2, 2]], dtype=torch.int32)
+    for same in (codes, codes.view(torch.int8), codes.view(torch.float4_e2m1fn_x2)):
+        assert_equal(quant_level_rank(same, "e2m1"), expected)
+    with pytest.raises(ValueError, match="fmt: expected bf16, e4m3 or e2m1, got 'fp8'"):
+        quant_level_rank(codes, "fp8")
+    with pytest.raises(ValueError, match="codes: expected elements of 2 bytes for bf16"):
+        quant_level_rank(codes, "bf16")
+
+
+def test_constructed_logits_have_gaps() -> None:
+    bias = torch.tensor([0.5, 0.0, 0.0, 0.0])
+    logits = construct_logits(300, 4, 2, ranks_of=lambda x: x.sigmoid() + bias, gap=0.1)
+    assert (logits.shape, logits.dtype) == ((300, 4), torch.float32)
+    ranks = (logits.sigmoid() + bias).sort(dim=1, descending=True).values
+    assert (ranks[:, :2] - ranks[:, 1:3]).min() > 0.1
+    assert (ranks[:, 2] - ranks[:, 3]).min() < 0.1  # which the two best do not depend on
+    assert construct_logits(3, 8, 8, dtype=torch.bfloat16, gap=0.01).dtype is torch.bfloat16
+    assert construct_logits(3, 8, 2, device="meta").is_meta
+    with pytest.raises(ValueError, match="gap: expected ranks that can be further apart than 10, got 3 tokens"):
+        construct_logits(3, 8, 2, gap=10)

@@ -1,8 +1,10 @@
 from . import usage as usage
+from .logits import construct_logits as construct_logits
 from .numeric import assert_equal as assert_equal
 from .numeric import calc_diff as calc_diff
 from .numeric import check_bias as check_bias
 from .numeric import nearest_float32 as nearest_float32
+from .numeric import quant_level_rank as quant_level_rank
 from .poison import Poison as Poison
 from .poison import poison as poison
 from .poison import poisoned_allocations as poisoned_allocations

@@ -1,4 +1,4 @@
-"""Bitwise equality, two checks for results that may differ (by how much, and whether with a bias), exact rounding."""
+"""Bitwise equality; by how much results differ, by how many levels of a format, whether with a bias; exact rounding."""
 
 import math
 from collections.abc import Iterator
@@ -99,6 +99,41 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
         product += float((a * b).sum())
         squares += float((a * a + b * b).sum())
     return 1 - 2 * product / squares if squares else 0.0
+
+
+_SIGN_BITS = {"bf16": 15, "e4m3": 7, "e2m1": 3}
+_NOT_A_LEVEL = 1 << 20
+
+
+def quant_level_rank(codes: Tensor, fmt: str) -> Tensor:
+    """Rank of each code among the values that a format has: those of neighbouring values differ by 1.
+
+    Both zeros have rank 0, infinities those next to the largest values; NaN has 2^20, far from all of them.
+
+    Args:
+        codes: torch.bfloat16, or integers of 16 bits, for "bf16"; torch.float8_e4m3fn, or bytes, for "e4m3"; for "e2m1"
+            bytes of any dtype with two codes each, the first one in the lower bits. Any shape.
+        fmt: "bf16", "e4m3" or "e2m1".
+
+    Returns:
+        int32 of the codes' shape, for "e2m1" with a last dimension of twice the size.
+
+    Raises:
+        ValueError: another format, or elements of another size.
+    """
+    if fmt not in _SIGN_BITS:
+        raise ValueError(f"fmt: expected bf16, e4m3 or e2m1, got {fmt!r}")
+    size = 2 if fmt == "bf16" else 1
+    if codes.element_size() != size:
+        raise ValueError(f"codes: expected elements of {size} bytes for {fmt}, got {codes.dtype}")
+    bits = bits_of(codes).int() & (0xFFFF if size == 2 else 0xFF)
+    if fmt == "e2m1":
+        bits = torch.stack((bits & 15, bits >> 4), dim=-1).flatten(-2)
+    sign = 1 << _SIGN_BITS[fmt]
+    magnitude = bits & (sign - 1)
+    rank = torch.where((bits & sign) != 0, -magnitude, magnitude)
+    is_nan = {"bf16": magnitude > 0x7F80, "e4m3": magnitude == 0x7F}.get(fmt)
+    return rank if is_nan is None else rank.masked_fill(is_nan, _NOT_A_LEVEL)
 
 
 def check_bias(x: Tensor, ref: Tensor, *, sigmas: float = 5.0, allowance: float = 0.1) -> None:
