@@ -64,11 +64,12 @@ def run(
         sys.path.remove(str(ROOT))
     for each in ranks:
         each.join(max(0.0, deadline - time.monotonic()))
+    # All at once: a rank that lost its peers first would write of that.
+    for each in ranks:
+        each.kill()
     faults = []
     for rank, process in enumerate(ranks):
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.join()
         log = folder / f"rank{rank}.json"
         ran = json.loads(log.read_text()) if log.exists() else {}
         if rank not in ended and ("error" in ran or len(ran["done"]) < len(cases)):
@@ -80,7 +81,13 @@ def run(
 def _rank(cases: list[Case], rank: int, num_ranks: int, folder: Path, kind: str, backend: str) -> None:
     torch.set_num_threads(1)
     ran: dict[str, object] = {"done": []}
-    log = folder / f"rank{rank}.json"
+
+    def note() -> None:
+        # Whole, or not at all, if the rank is killed meanwhile.
+        written = folder / f"rank{rank}.new"
+        written.write_text(json.dumps(ran))
+        written.replace(folder / f"rank{rank}.json")
+
     try:
         store = dist.FileStore(str(folder / "store"), num_ranks)
         device = torch.device(kind, rank if kind == "cuda" else None)
@@ -90,13 +97,13 @@ def _rank(cases: list[Case], rank: int, num_ranks: int, folder: Path, kind: str,
         odd = dist.new_group(list(range(1, num_ranks, 2)))
         here = Here(dist.group.WORLD, rank, num_ranks, odd if rank % 2 else None, device, backend)
         for case in cases:
-            log.write_text(json.dumps(ran))
+            note()
             with poisoned_allocations():
                 case(here)
             ran["done"].append(getattr(case, "__name__", str(case)))
     except BaseException:
         ran["error"] = traceback.format_exc()
-    log.write_text(json.dumps(ran))
+    note()
     # At once: the group's threads may wait for peers that are gone.
     os._exit("error" in ran)
 

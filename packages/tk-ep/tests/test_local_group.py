@@ -118,7 +118,7 @@ def captured(kind: str, do_expand: bool, idx_dtype: torch.dtype, reduce: bool, n
         idx = torch.empty((100, 8), dtype=idx_dtype, device="meta")
         w = torch.empty((100, 8), device="meta")
         stats = [torch.empty(64, dtype=torch.int32, device="meta")] * 4
-        options = {"do_expand": do_expand, "do_zero_padding": do_expand}
+        options = {"do_expand": do_expand, "do_zero_padding": do_expand, "use_tma_aligned_col_major_sf": do_expand}
         *_, handles = group.dispatch(
             [x] * 4, [idx] * 4, None if reduce else [w] * 4, stats, num_experts=256, do_cpu_sync=False, **options
         )

@@ -174,12 +174,14 @@ class ElasticBuffer:
 
     def _make_backend(self, backend: str) -> Backend:
         """All ranks decide alike: by what they have gathered."""
-        if backend != "symmetric":
+        if backend == "collective":
             return CollectiveBackend(self._place, self._limit)
         from tk_ep.symmetric.backend import SymmetricBackend, find_obstacle
 
         obstacle = find_obstacle(self._place, self._hosts, self._limit)
         if obstacle is not None:
+            if backend == "auto":
+                return CollectiveBackend(self._place, self._limit)
             raise UnsupportedTopologyError(
                 f"backend: 'symmetric' does not serve this group: {obstacle.reason}", obstacle.ranks
             )

@@ -78,10 +78,9 @@ class DispatchRequest(NamedTuple):
         row_bytes = dispatch_row_bytes(self.x.shape[1] * self.x.element_size(), sf_bytes, self.topk_idx.shape[1])
         return dispatch_area_bytes(self.place.num_ranks, self.num_max_tokens_per_rank, row_bytes)
 
-    def new_handle(self, **results: Any) -> EPHandle:
+    def new_handle(self, topk_idx: Tensor, **results: Any) -> EPHandle:
         """The handle of this dispatch, with these fields beside those that the request gives."""
         names = ("place", "do_expand", "num_experts", "expert_alignment", "num_max_tokens_per_rank", "num_sms")
-        topk_idx = self.topk_idx.clone() if self.do_handle_copy else self.topk_idx
         return EPHandle(topk_idx=topk_idx, **{name: getattr(self, name) for name in names}, **results)
 
     def facts(self) -> dict[str, int]:

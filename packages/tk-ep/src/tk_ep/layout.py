@@ -184,6 +184,7 @@ def _handle(
     psum = segments.starts.clamp(max=num_rows) + segments.counts if request.do_expand else segments.ends
     tokens_of_ranks = torch.bincount(received.source, minlength=request.place.num_ranks)
     return request.new_handle(
+        request.topk_idx.clone() if request.do_handle_copy else request.topk_idx,
         num_recv_tokens=num_tokens,
         num_expanded_tokens=num_rows,
         num_recv_tokens_per_expert_list=sizes.tolist() if request.do_cpu_sync else [],

@@ -89,6 +89,7 @@ def dispatch(
     given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "handle": handle}
     given["cumulative_local_expert_recv_stats"] = stats
     options = {"num_experts": num_experts, "do_expand": do_expand, "do_zero_padding": do_expand, "do_cpu_sync": False}
+    options["use_tma_aligned_col_major_sf"] = isinstance(x, tuple)  # which takes one kernel more
     num_tokens = len(x[0] if isinstance(x, tuple) else x)
     (request,) = dispatch_requests([rank.place], max(num_tokens, 1), _of_one_rank(given), options)
     started = rank.push_tokens(request)

@@ -1,6 +1,6 @@
 """What one rank launches. A call is a few steps, so that the ranks of a LocalGroup can take each step in turn.
 
-    dispatch    push (route, push_tokens) → count (wait_for_counts) → receive (receive_tokens)
+    dispatch    push (route, push_tokens) → count (wait_for_counts) → receive (receive_tokens, transpose_factors)
     combine     push (push_rows) → wait → sum (sum_rows)
 
 All kernels of a call are compiled and loaded before the first is launched: until then no peer waits for this rank.
@@ -33,6 +33,7 @@ from tk_ep.symmetric.receive_tokens import Numbers as ReceiveNumbers
 from tk_ep.symmetric.receive_tokens import Results, receive_tokens_kernel
 from tk_ep.symmetric.route import Numbers as RouteNumbers
 from tk_ep.symmetric.route import parts, route_kernel
+from tk_ep.symmetric.transpose_factors import transpose_factors_kernel
 from tk_ep.symmetric.wait import Numbers as CountNumbers
 from tk_ep.symmetric.wait import wait_for_counts_kernel, wait_kernel
 
@@ -49,6 +50,10 @@ class Dispatch(NamedTuple):
     sizes: Sizes
     count: Launch
     receive: Launch
+    transpose: Launch | None
+    """What writes scale factors by columns, if they are asked for"""
+    topk_idx: Tensor
+    """For the handle"""
     dst_slots: Tensor
     psum_per_rank: Tensor
     psum_per_expert: Tensor
@@ -107,9 +112,11 @@ class Rank:
         results = Results(request.do_expand, request.do_zero_padding, handle is not None)
         push = push_tokens_kernel(sizes, content, None if handle is None else idx_dtype, arch)
         receive = receive_tokens_kernel(sizes, content, idx_dtype, results, arch)
-        route = None
+        route = transpose = None
+        if request.use_tma_aligned_col_major_sf and num_factors:
+            transpose = transpose_factors_kernel(num_factors, arch)
         if handle is None:
-            route = route_kernel(sizes, idx_dtype, arch)
+            route = route_kernel(sizes, idx_dtype, request.do_handle_copy, arch)
             count = wait_for_counts_kernel(sizes, request.do_expand, request.stats is not None, arch)
         else:
             count = wait_kernel(num_ranks, memory.DISPATCH, arch)
@@ -118,7 +125,7 @@ class Rank:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         num_tokens, most = len(request.x), request.num_max_tokens_per_rank
-        routing = []
+        routing, topk_idx = [], request.topk_idx
         if handle is None:
             slots, dst_slots = new(max(num_tokens, 1), num_topk), new(max(num_tokens, 1), num_topk)
             routing = [new(request.num_experts + num_ranks)]
@@ -130,7 +137,9 @@ class Rank:
                 num_blocks=num_blocks,
                 groups_each=groups_each,
             )
-            route(_with_a_row(request.topk_idx), slots, dst_slots, *routing, *numbers)
+            copies = [torch.empty_like(_with_a_row(topk_idx))] if request.do_handle_copy else []
+            route(_with_a_row(topk_idx), slots, dst_slots, *routing, *numbers, *copies)
+            topk_idx = copies[0][:num_tokens] if copies else topk_idx
             num_local = request.num_local_experts
             counts = new(num_ranks), new(num_local), new(num_local), new(num_ranks, num_local)
         else:
@@ -141,7 +150,7 @@ class Rank:
         optional = [*_factors(request.sf, num_factors), *_words(request.topk_weights), *routing]
         x = _aligned(request.x).view(torch.int32)
         push(x, slots, dst_slots, num_tokens, num_blocks, *self._waiting, *optional)
-        return Dispatch(request, sizes, count, receive, dst_slots[:num_tokens], *counts)
+        return Dispatch(request, sizes, count, receive, transpose, topk_idx, dst_slots[:num_tokens], *counts)
 
     def count(self, call: Dispatch) -> None:
         """Wait for all ranks' tokens on the GPU, and count them unless a handle has the counts."""
@@ -191,10 +200,8 @@ class Rank:
         metadata = new(num_tokens, 2 + num_topk) if handle is None else _with_a_row(handle.recv_src_metadata)
         optional, recv_sf, recv_idx, weights, pos_to_expert = [], None, None, None, None
         if request.sf is not None:
-            num_factors = request.sf.shape[1]
-            strides = (1, align(rows, 4)) if request.use_tma_aligned_col_major_sf else (num_factors, 1)
-            recv_sf = request.sf.new_empty_strided((max(rows, 1), num_factors), strides)
-            optional += _factors(recv_sf, num_factors)
+            recv_sf = request.sf.new_empty((max(rows, 1), request.sf.shape[1]))
+            optional += _factors(recv_sf, request.sf.shape[1])
         if not request.do_expand:
             recv_idx = new(num_tokens, num_topk, dtype=request.topk_idx.dtype)
             optional.append(recv_idx)
@@ -216,10 +223,16 @@ class Rank:
         )
         inputs = _aligned(x).view(torch.int32), call.psum_per_rank, call.psum_per_expert
         call.receive(*inputs, *self._ranks, *numbers, metadata, recv_x.view(torch.int32), *optional)
+        if call.transpose is not None:
+            by_rows, num_factors = recv_sf.view(torch.int32), recv_sf.shape[1]
+            recv_sf = recv_sf.new_empty_strided((len(recv_sf), num_factors), (1, align(rows, 4)))
+            counts = call.psum_per_expert if request.do_expand else call.psum_per_rank
+            call.transpose(by_rows, recv_sf.view(torch.int32), counts, request.expert_alignment)
         if weights is not None:
             weights = weights[:rows, 0] if request.do_expand else weights[:rows]
         if handle is None:
             handle = request.new_handle(
+                call.topk_idx,
                 num_recv_tokens=num_tokens,
                 num_expanded_tokens=num_rows,
                 num_recv_tokens_per_expert_list=sizes_of_experts,

@@ -35,8 +35,7 @@ def outputs(sizes: Sizes, content: Content, idx_dtype: torch.dtype, results: Res
     x = T.arg("recv_x", T.Tensor((T.dynamic("recv_rows"), words), "int32"))
     sf = idx = weights = first_rows = pos_to_expert = None
     if content.num_factors:
-        strides = tuple(T.dynamic(f"sf_{dim}_stride", "int64") for dim in ("row", "col"))
-        sf = T.arg("recv_sf", T.StridedTensor((T.dynamic("sf_rows"), content.num_factors), strides, "int32"))
+        sf = T.arg("recv_sf", T.Tensor((T.dynamic("sf_rows"), content.num_factors), "int32"))
     if not results.do_expand:
         idx = T.arg("recv_idx", T.Tensor((T.dynamic("idx_rows"), num_topk), idx_dtype))
     if content.has_weights:

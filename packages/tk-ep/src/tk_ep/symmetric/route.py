@@ -2,7 +2,7 @@
 
 Thread blocks have consecutive parts of the tokens. A block counts the pairs of each expert, and the tokens for each
 rank, in the parts before its own; then it goes through its own part in groups of at most 256 pairs, in which each pair
-counts those before it that are alike.
+counts those before it that are alike. It also copies its part of topk_idx, for the handle.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from tk_core.math import ceil_div
 from tk_ep.symmetric.kernels import PASS_CONFIGS, Sizes
 
 THREADS = 256
+_EARLIER = 32
+"""Experts of earlier tokens that a thread loads before it counts the first."""
 
 
 def group_tokens(num_topk: int) -> int:
@@ -41,7 +43,7 @@ class Numbers(NamedTuple):
 
 
 @kernel(pass_configs=PASS_CONFIGS)
-def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
+def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: Arch) -> Any:
     """Write `slots` and `dst_slots` (memory.TokenRow; EPHandle.dst_buffer_slot_idx), and `counts`, int32 (E + R,)."""
     import tilelang.language as T
 
@@ -50,6 +52,7 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
     num_ranks, num_experts, num_topk = sizes
     num_local, num_counts = sizes.num_local_experts, num_experts + num_ranks
     per_group = group_tokens(num_topk)
+    at_once = max(1, _EARLIER // num_topk)
 
     @T.prim_func
     def route(
@@ -59,6 +62,8 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
         counts: T.Tensor((num_counts,), "int32"),
     ) -> None:
         n = arguments.scalars(Numbers)
+        if copies_idx:
+            idx_copy = T.arg("idx_copy", T.Tensor((T.dynamic("copy_rows"), num_topk), idx_dtype))
         with T.Kernel(n.num_blocks, threads=THREADS) as block:
             thread = T.get_thread_binding()
             before = T.alloc_shared((num_counts,), "int32")  # of earlier pairs and tokens: experts, then ranks
@@ -66,6 +71,7 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
             ranks = T.alloc_shared((THREADS,), "int32")  # of the group's tokens, a bit for each
             expert, home, token, index, dst, mask, group = (T.alloc_var("int32", init=0) for _ in range(7))
             sent = T.alloc_local((num_ranks,), "int32")
+            loaded = T.alloc_local((at_once, num_topk), idx_dtype)
             is_last = T.alloc_var("bool", init=False)
             for j in T.unroll(ceil_div(num_counts, THREADS)):
                 if j * THREADS + thread < num_counts:
@@ -76,15 +82,21 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
 
             token = thread
             while token < T.min(block * n.groups_each * per_group, n.num_tokens):
-                mask = 0
-                for k in T.unroll(num_topk):
-                    if topk_idx[token, k] >= 0 and topk_idx[token, k] < num_experts:
-                        expert = T.cast(topk_idx[token, k], "int32")
-                        T.atomic_add(before[expert], 1)
-                        mask = mask | (1 << T.truncdiv(expert, num_local))
-                for r in T.unroll(num_ranks):
-                    sent[r] = sent[r] + ((mask >> r) & 1)
-                token = token + THREADS
+                for t in T.unroll(at_once):
+                    for k in T.unroll(num_topk):
+                        loaded[t, k] = -1
+                        if token + t * THREADS < T.min(block * n.groups_each * per_group, n.num_tokens):
+                            loaded[t, k] = topk_idx[token + t * THREADS, k]
+                for t in T.unroll(at_once):
+                    mask = 0
+                    for k in T.unroll(num_topk):
+                        if loaded[t, k] >= 0 and loaded[t, k] < num_experts:
+                            expert = T.cast(loaded[t, k], "int32")
+                            T.atomic_add(before[expert], 1)
+                            mask = mask | (1 << T.truncdiv(expert, num_local))
+                    for r in T.unroll(num_ranks):
+                        sent[r] = sent[r] + ((mask >> r) & 1)
+                token = token + THREADS * at_once
             for r in T.unroll(num_ranks):
                 if sent[r] > 0:
                     T.atomic_add(before[num_experts + r], sent[r])
@@ -98,6 +110,8 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, arch: Arch) -> Any:
                     slot = thread % num_topk
                     if topk_idx[token, slot] >= 0 and topk_idx[token, slot] < num_experts:
                         expert = T.cast(topk_idx[token, slot], "int32")
+                    if copies_idx:
+                        idx_copy[token, slot] = topk_idx[token, slot]
                 home = T.truncdiv(T.max(expert, 0), num_local)
                 experts[thread] = expert
                 T.sync_threads()
