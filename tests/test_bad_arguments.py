@@ -18,8 +18,9 @@ from tk_core.testing import OpSpec, load_specs
 from tk_core.testing.trees import map_tensors, tensors, transfer
 
 SPECS = load_specs()
-# Integers of which any positive one will do: more splits or rows than there are count as all.
-UNBOUNDED = {"n_splits", "expected_m", "expected_m_for_psum_layout"}
+# Integers of which any positive one will do: more splits or rows than there are count as all, and positions outside of
+# the cache have results, too.
+UNBOUNDED = {"n_splits", "expected_m", "expected_m_for_psum_layout", "seqlen_offset"}
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),

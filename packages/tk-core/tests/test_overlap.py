@@ -39,6 +39,46 @@ def test_overlap(first: torch.Tensor, second: torch.Tensor, is_overlapping: bool
         overlap.check_written(("x", "y", "z"), (x, y, torch.zeros(1)), [2])
 
 
+ROWS = MEMORY.view(4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "are_apart"),
+    [
+        (ROWS[..., :3], ROWS[..., 3:], True),
+        (ROWS[..., 3:], ROWS[..., :3], True),
+        (ROWS[..., :4], ROWS[..., 3:], False),
+        (ROWS[:, 0, :5], ROWS[:, 1], True),
+        (ROWS[:, :1, :5], ROWS[:, 0, 5:], True),
+        (ROWS[:, 0, 4:], ROWS[1:, 0, :4], True),
+        (ROWS[:, :, 4:], ROWS[:, 1, :5], False),
+        (ROWS[..., :4], ROWS[..., 4:].view(torch.int32), True),
+        (ROWS[..., :4], ROWS[..., 3:].view(torch.uint8)[..., 4:], True),
+        (ROWS[..., :4], ROWS[..., 3:].view(torch.uint8)[..., 3:], False),
+        (MEMORY.as_strided((4, 2), (8, 1)), MEMORY.as_strided((4, 2), (12, 1), 2), False),
+        (MEMORY.as_strided((4, 2), (8, 1)), MEMORY.as_strided((3, 2), (16, 1), 2), True),
+        (MEMORY.as_strided((4, 4), (4, 1)), MEMORY.as_strided((3, 2), (0, 1), 15), False),
+        # Apart, but not in rows of one length: refused, as any that are too hard to tell.
+        (MEMORY[0:12:2], MEMORY[1:12:3], False),
+    ],
+)
+def test_tensors_beside_each_other(x: Tensor, y: Tensor, are_apart: bool) -> None:
+    overlaps = overlap.overlap(x, y)
+    assert (overlap.lie_beside(x, y) or not overlaps) == (overlap.lie_beside(y, x) or not overlaps) == are_apart
+    used = torch.zeros(256)
+    for z in (x, y):
+        places = z.storage_offset() * z.element_size() + torch.arange(z.element_size())
+        for size, stride in zip(z.shape, z.stride()):
+            places = places[..., None] + torch.arange(size) * (stride * z.element_size())
+        used[places.unique()] += 1
+    assert not are_apart or used.max() == 1
+    if are_apart:
+        overlap.check_written(("x", "y"), (x, y), [0, 1])
+    else:
+        with pytest.raises(ValueError, match=r"^x: expected memory of its own, got some of y$"):
+            overlap.check_written(("x", "y"), (x, y), [0])
+
+
 @pytest.mark.parametrize(
     ("shape", "strides", "is_refused"),
     [

@@ -339,9 +339,14 @@ def test_a_remembered_call_runs_no_python() -> None:
         assert calls == expected
     counted(memory[:8], memory[8:])
     assert calls == 4
+    # Columns of the same rows are apart, at this distance only.
+    rows = torch.ones(4, 16)
+    for first in (0, 0, 0, 8, 0):
+        counted(rows[:, 4:8], rows[:, first : first + 4])
+    assert calls == 6
     with serving.backend("reference"):
         counted(torch.ones(8))
-    assert calls == 5
+    assert calls == 7
 
 
 def counted_doubling() -> tuple[Callable[[torch.Tensor], torch.Tensor], list[torch.Tensor]]:

@@ -109,6 +109,7 @@ ENDS = torch.tensor([128], dtype=torch.int32)
 POS = torch.tensor([[0, 1]], dtype=torch.int32)
 EXPERT = torch.zeros(2, dtype=torch.int32)
 IDX = torch.tensor([[0, 1]], dtype=torch.int32)
+ANGLES = torch.rand(3, 32)
 
 
 def single_op(case: ops.Case) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
@@ -120,6 +121,10 @@ def single_op(case: ops.Case) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
 
 # Each function with its differentiable arguments.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "apply_rotary": (
+        lambda query, key: tk_modeling.apply_rotary(query, ANGLES, key),
+        (bf16(3, 2, 40), bf16(3, 1, 40)),
+    ),
     "aux_loss": (lambda scores: tk_modeling.aux_loss(scores, torch.ones(4)), (torch.rand(3, 4),)),
     "engram_gate": (
         lambda *args: tk_modeling.engram_gate(*args, 1e-6, 1e-6),

@@ -124,14 +124,20 @@ def _repeat_of(
     # Allocating through an empty tensor of the same dtype and device takes less host time than passing both.
     allocations = [(x.new_empty((0,)), x.shape, x.stride()) for x in allocated]
     given = [x for x, given in arguments.items() if any(overlap.overlap(given, y) for y in recorded.written)]
-    # Two arguments overlap if x begins less than x's extent before y, and less than y's extent after it.
-    apart = [(x, y, -overlap.extent(values[x]), overlap.extent(values[y])) for x in given for y in arguments if x != y]
+    # Two arguments overlap if x begins less than x's extent before y, and less than y's extent after it; unless they
+    # lie beside each other in rows, as they do where they are as far apart as in this call.
+    apart = [
+        (x, y, -overlap.extent(values[x]), overlap.extent(values[y]), values[x].data_ptr() - values[y].data_ptr())
+        for x in given
+        for y in arguments
+        if x != y
+    ]
     # A key does not tell the negative bit, which the imaginary parts of conjugates have; their strides are even.
     maybe_negative = [x for x, given in arguments.items() if given.dtype.is_floating_point and 1 not in given.stride()]
 
     def repeat(values: list[Any]) -> Any:
-        for x, y, before, after in apart:
-            if before < values[x].data_ptr() - values[y].data_ptr() < after:
+        for x, y, before, after, as_recorded in apart:
+            if before < (between := values[x].data_ptr() - values[y].data_ptr()) < after and between != as_recorded:
                 return NotImplemented
         for x in maybe_negative:
             if values[x].is_neg():

@@ -17,6 +17,7 @@ from .cast.per_token_and_channel import per_token_and_channel_cast as per_token_
 from .cast.unpack import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
 from .layout.transpose import batched_transpose as batched_transpose
 from .layout.transpose import transpose as transpose
+from .rotary.apply_rotary import apply_rotary as apply_rotary
 from .swiglu.backward import swiglu_backward as swiglu_backward
 from .swiglu.backward_and_per_token_cast import (
     swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast,

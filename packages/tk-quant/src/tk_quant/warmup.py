@@ -45,6 +45,20 @@ class BlockFormat:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """RoPE of queries and keys, in place."""
+
+    rot: int
+    """Channels of a head that turn."""
+    head_dim: int = 0
+    """Channels of a head; 0 for `rot`."""
+    interleaved: bool = False
+    positions: tuple[Literal["none", "int32", "int64"], ...] = ("int64",)
+    batched: tuple[bool, ...] = (False,)
+    """Whether queries have a dimension for sequences."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """Section [tk_quant] of a model's profile."""
 
@@ -67,6 +81,7 @@ class Profile:
     """Block sizes of e4m3 inputs that are cast again, to the formats in `activations`."""
     lossless_blocks: tuple[Block, ...] = ()
     """Block sizes of the e4m3 weights that e2m1 weights with blocks of (1, 32) are cast to."""
+    rotary: tuple[Rotary, ...] = ()
     training: bool = False
     """Whether backwards, casts by channels and transposes are called too."""
 
@@ -80,6 +95,8 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _weights(profile, width)
     for hidden, form in product(profile.intermediate, profile.activations):
         yield from _swiglu(profile, form, hidden, num_tokens)
+    for rotary, dtype in product(profile.rotary, profile.inputs):
+        yield from _rotations(rotary, dtype, num_tokens, profile.training)
     if profile.training:
         for width, dtype in product(profile.widths, profile.inputs):
             yield from _casts_by_channel(profile, width, dtype, num_tokens)
@@ -256,3 +273,16 @@ def _plain_swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> It
         yield call(quant.swiglu_forward, x, clamp, **options)
         of_weights = {"token_topk_to_pos": empty(*pairs, dtype=torch.int32)} if maps else {}
         yield call(quant.swiglu_backward, x, grad_out, clamp, **options, **of_weights)
+
+
+def _rotations(rotary: Rotary, dtype: str, num_tokens: int, training: bool) -> Iterator[Call]:
+    """In place; for training also to other tensors, as the forward and the backward of a differentiable one do."""
+    cache = empty(num_tokens, rotary.rot)
+    for at, batched, to_out in product(rotary.positions, rotary.batched, (False, True) if training else (False,)):
+        tokens = (1, num_tokens) if batched else (num_tokens,)
+        query, key, *outs = (
+            empty(*tokens, heads, rotary.head_dim or rotary.rot, dtype=dtype) for heads in (8, 1, *((8, 1) * to_out))
+        )
+        positions = None if at == "none" else empty(*tokens, dtype=getattr(torch, at))
+        written = dict(zip(("out", "key_out"), outs))
+        yield call(quant.apply_rotary, query, cache, key, positions, rotary.interleaved, **written)

@@ -1,0 +1,1 @@
+"""Differentiable rotary position embedding."""
