@@ -234,7 +234,9 @@ def graphs_of_copies(here: Here) -> None:
             graph.replay()
         of_ranks = 100 * number + torch.arange(here.num_ranks, device=here.device)[:, None].expand(-1, 1000).float()
         received = [of_ranks[before] + each for each in range(2 if here.num_ranks > 1 else 0)]
-        assert_equal(results, [of_ranks, of_ranks + 1, of_ranks[:, :3], *received, table[idx.long()].flatten(1)])
+        assert_equal(
+            results, [of_ranks, of_ranks + 1, of_ranks[:, :3].contiguous(), *received, table[idx.long()].flatten(1)]
+        )
 
     for call_in, match in (
         (lambda: gathering.agrs_set_config(1 << 20, 2), "CUDA graphs cannot capture it"),

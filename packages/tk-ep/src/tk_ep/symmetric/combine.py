@@ -62,7 +62,9 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
 
     num_ranks, _, num_topk = sizes
     row = memory.sum_row(hidden, num_topk)
-    warps = num_warps(row.size * memory.UNIT, arch)
+    sums_here = sums.do_expand and not sums.sum_on_source
+    stage_units = rows.piece_stage_units(row) if sums_here else row.size
+    warps = num_warps(stage_units * memory.UNIT, arch)
     by_rank = sums.places_are_ranks(sizes)
 
     @T.prim_func
@@ -78,15 +80,14 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
             weights = T.arg("weights", T.Tensor((T.dynamic("weight_rows"), columns), "int32"))
 
         with T.Kernel(n.num_blocks, threads=warps * 32) as block:
-            s = rows.stage(warps, row.size)
-            values = T.view(s.words, (warps, row.size * rows.VECTOR), "bfloat16")
+            s = rows.stage(warps, stage_units)
             lane = s.lane
-            failed, index, source, token, last, place, at, slot, vector, weight, first = (
-                T.alloc_var("int32", init=0) for _ in range(11)
+            failed, index, source, token, last, place, at, slot, weight, first = (
+                T.alloc_var("int32", init=0) for _ in range(10)
             )
             has_row, todo = T.alloc_var("uint32"), T.alloc_var("uint32")
-            firsts, acc = T.alloc_local((num_topk,), "int32"), rows.sums()
-            width = int(acc.shape[0])
+            firsts, sent = T.alloc_local((num_topk,), "int32"), T.alloc_local((1,), "int32")
+            sent[0] = 0
             failed = flags.await_ranks(r, memory.flag_of(memory.CREDIT, memory.COMBINE), 0)
             fence_bulk_copies()
             if failed == 0:
@@ -109,56 +110,44 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                             elif at >= 0:
                                 weight = weights[at, 0]
                     has_row = T.ballot(at >= 0)
-                    rows.await_free(s)
-                    if lane < num_topk:
-                        s.words[s.warp, row.values * 4 + lane] = weight
-                    if lane == 0:
-                        s.words[s.warp, row.values * 4 + num_topk] = T.cast(has_row, "int32")
+                    facts = rows.Facts(weight, T.cast(has_row, "int32"), num_topk)
                     first = n.first_row + (place * n.num_max_tokens + token) * row.size
-                    if sums.sum_on_source:
-                        T.fence_proxy_async()
-                        T.sync_warp()
-                        todo = has_row
-                        while todo != T.uint32(0):
-                            slot = 31 - count_leading_zeros(T.cast(todo, "int32"))
-                            todo = todo ^ (T.uint32(1) << T.cast(slot, "uint32"))
-                            vector = T.shfl_sync(at, slot) * row.values
-                            rows.await_free(s)
-                            if lane == 0:
-                                rows.load(s, x, vector, row.values)
-                            rows.await_loaded(s)
-                            if lane == 0:
-                                first = n.first_row + (slot * n.num_max_tokens + token) * row.size
-                                rows.send(s, 0, row.size, r, source, first)
-                            T.tma_store_arrive()
-                        # Which slots have rows is read at the last slot, which may have none.
-                        if lane == 0 and ((has_row >> T.cast(last, "uint32")) & T.uint32(1)) == T.uint32(0):
-                            first = n.first_row + (last * n.num_max_tokens + token) * row.size
-                            rows.send(s, row.values, row.facts, r, source, first + row.values)
-                        T.tma_store_arrive()
+                    if sums_here:
+                        rows.find_firsts(T.if_then_else(at >= 0, at * row.values, -1), firsts)
+                        rows.send_sums(s, x, row, firsts, facts, sent, r, source, first)
                     else:
-                        if sums.do_expand:
-                            rows.find_firsts(T.if_then_else(at >= 0, at * row.values, -1), firsts)
-                            vector = lane
-                            while vector < row.values:
-                                for j, v in T.grid(width, rows.VECTOR):
-                                    acc[j, v] = T.float32(0)
-                                rows.add_vectors(x, firsts, vector, row.values, acc)
-                                for j in T.unroll(width):
-                                    if vector + 32 * j < row.values:
-                                        for v in T.vectorized(rows.VECTOR):
-                                            at_value = (vector + 32 * j) * rows.VECTOR + v
-                                            values[s.warp, at_value] = T.cast(acc[j, v], "bfloat16")
-                                vector = vector + 32 * width
+                        rows.await_free(s)
+                        rows.write_facts(s, row.values, facts)
+                        if sums.sum_on_source:
+                            T.fence_proxy_async()
+                            T.sync_warp()
+                            todo = has_row
+                            while todo != T.uint32(0):
+                                slot = 31 - count_leading_zeros(T.cast(todo, "int32"))
+                                todo = todo ^ (T.uint32(1) << T.cast(slot, "uint32"))
+                                first = T.shfl_sync(at, slot) * row.values
+                                rows.await_free(s)
+                                if lane == 0:
+                                    rows.load(s, x, first, row.values)
+                                rows.await_loaded(s)
+                                if lane == 0:
+                                    first = n.first_row + (slot * n.num_max_tokens + token) * row.size
+                                    rows.send(s, 0, row.size, r, source, first)
+                                T.tma_store_arrive()
+                            # Which slots have rows is read at the last slot, which may have none.
+                            if lane == 0 and ((has_row >> T.cast(last, "uint32")) & T.uint32(1)) == T.uint32(0):
+                                first = n.first_row + (last * n.num_max_tokens + token) * row.size
+                                rows.send(s, row.values, row.facts, r, source, first + row.values)
+                            T.tma_store_arrive()
                         else:
                             if lane == 0:
                                 rows.load(s, x, index * row.values, row.values)
                             rows.await_loaded(s)
-                        T.fence_proxy_async()
-                        T.sync_warp()
-                        if lane == 0:
-                            rows.send(s, 0, row.size, r, source, first)
-                        T.tma_store_arrive()
+                            T.fence_proxy_async()
+                            T.sync_warp()
+                            if lane == 0:
+                                rows.send(s, 0, row.size, r, source, first)
+                            T.tma_store_arrive()
                     index = index + n.num_blocks * warps
                 T.tma_store_wait(0, read=False)
             if flags.is_last_block(r, n.num_blocks):
