@@ -18,15 +18,16 @@ from tk_core.testing import OpSpec, load_specs
 from tk_core.testing.trees import map_tensors, tensors, transfer
 
 SPECS = load_specs()
-# Integers of which any positive one will do: more splits or rows than there are count as all, and positions outside of
-# the cache have results, too.
-UNBOUNDED = {"n_splits", "expected_m", "expected_m_for_psum_layout", "seqlen_offset"}
+# Integers of which any positive one will do: more splits or rows than there are count as all, positions outside of the
+# cache have results, too, and there are 2⁶³ draws.
+UNBOUNDED = {"n_splits", "expected_m", "expected_m_for_psum_layout", "seqlen_offset", "random_offset"}
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
 )
 # Argument and respect in which an op takes more than its cases have: bits are copied whatever their dtype; rows may lie
-# apart where they are read or written by their stride, or copied first; a scale may have any shape of one element.
+# apart where they are read or written by their stride, or copied first; a scale may have any shape of one element; a
+# number may be an int or a tensor.
 ALSO_TAKEN = {
     *(
         "tk_quant.transpose x dtype",
@@ -40,6 +41,7 @@ ALSO_TAKEN = {
     *(f"tk_gemm.m_grouped_bf16_gemm_nt_contiguous {name} strides" for name in "ad"),
     *(f"tk_gemm.m_grouped_fp8_gemm_nt_contiguous {name} strides" for name in "ad"),
     *("tk_gemm.m_grouped_fp8_gemm_swiglu_nt_contiguous a strides", "tk_mhc.mhc_post_pre residual strides"),
+    "tk_moe.moe_topk_gate_forward random_offset type",
     *("tk_moe.top2_sum_gate unmapped_topk_idx strides", "tk_quant.cast_back_e5m6 x strides"),
     "tk_quant.per_token_cast_with_sf_only tensor_sf dims",
     *("tk_quant.per_token_cast_to_e5m6 x strides", "tk_quant.per_channel_cast_fused x strides"),

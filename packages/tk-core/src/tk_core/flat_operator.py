@@ -18,7 +18,7 @@ _SCALARS = {bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype
 class _Parameter(NamedTuple):
     """How one parameter reaches torch: as `kind`, in arguments of these torch types."""
 
-    kind: Literal["as it is", "list", "tuple", "name", "pair", "open pair", "tensor or list"]
+    kind: Literal["as it is", "list", "tuple", "name", "pair", "open pair", "tensor or else"]
     types: tuple[str, ...]
 
 
@@ -31,8 +31,8 @@ def _parameter(annotation: Any) -> _Parameter:
         return _Parameter("pair", ("Tensor" + optional, "Tensor?"))
     if choices == {tuple[Tensor, Tensor | None]}:
         return _Parameter("open pair", ("Tensor", "Tensor?"))
-    if Tensor in choices and list in origins:
-        return _Parameter("tensor or list", ("Tensor?", "SymInt[]?"))
+    if Tensor in choices and (list in origins or int in choices):
+        return _Parameter("tensor or else", ("Tensor?", "SymInt[]?" if list in origins else "SymInt?"))
     if any(isinstance(choice, type) and issubclass(choice, enum.Enum) for choice in choices):
         return _Parameter("name", ("str" + optional,))
     (choice,) = choices
@@ -53,8 +53,8 @@ def _flatten(kind: str, value: Any) -> tuple[Any, ...]:
         return tuple(value)
     if kind == "pair":
         return tuple(value) if isinstance(value, tuple | list) else (value, None)
-    if kind == "tensor or list":
-        return (value, None) if isinstance(value, Tensor) else (None, list(value))
+    if kind == "tensor or else":
+        return (value, None) if isinstance(value, Tensor) else (None, value if isinstance(value, int) else list(value))
     if kind == "name":
         return (None if value is None else str(value),)
     return (list(value) if kind in ("list", "tuple") and value is not None else value,)
@@ -67,7 +67,7 @@ def _unflatten(kind: str, flat: Iterator[Any]) -> Any:
     if kind == "pair":
         second = next(flat)
         return value if second is None else (value, second)
-    if kind == "tensor or list":
+    if kind == "tensor or else":
         second = next(flat)
         return second if value is None else value
     return tuple(value) if kind == "tuple" and value is not None else value

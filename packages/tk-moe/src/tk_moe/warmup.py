@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,14 @@ class Profile:
     token_masks: tuple[bool, ...] = (False,)
     """Whether gates are given a mask, which is False for padding tokens."""
     fixed_routing: bool = False
-    """Whether `top2_sum_gate` is also called with unmapped_topk_idx, without and with fix_routing_mask."""
+    """Whether `top2_sum_gate` and `moe_topk_gate` are also called with unmapped_topk_idx, without and with
+    fix_routing_mask."""
+    renormalize: bool = True
+    """Whether gates divide weights by their sum."""
+    num_topk_sum: Literal[1, 2] = 2
+    """By how many of its best experts a group is chosen."""
+    saves_scores: tuple[bool, ...] = ()
+    """Whether `moe_topk_gate` is given scores to write, which its backward takes; empty without calls of it."""
     token_ids: tuple[IdxDtype, ...] = ()
     """Dtypes of the ids by which `hash_gate` looks up experts; empty without such layers."""
     expert_psum: tuple[bool, ...] = (False,)
@@ -86,28 +93,45 @@ def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
             options = {"mask": mask, "idx_dtype": getattr(torch, idx_dtype)}
             for has_bias in profile.expert_bias:
                 bias_given = bias if has_bias else None
-                yield call(moe.topk_gate_with_weights, logits, num_topk, scoring_func, bias_given, **options)
+                scored = logits, num_topk, scoring_func, bias_given, profile.renormalize
+                yield call(moe.topk_gate_with_weights, *scored, **options)
+                yield from _moe_topk_gates(profile, logits, bias_given, **options)
             table = empty(1, num_topk, dtype=torch.int32)
             for id_dtype in profile.token_ids:
                 token_ids = empty(num_tokens, dtype=id_dtype)
-                yield call(moe.hash_gate, token_ids, table, logits, scoring_func, **options)
+                yield call(moe.hash_gate, token_ids, table, logits, scoring_func, profile.renormalize, **options)
         yield from _top2_sum_gates(profile, scores, bias, mask)
 
 
-def _top2_sum_gates(profile: Profile, logits: Tensor, bias: Tensor, mask: Tensor | None) -> Iterator[Call]:
-    num_tokens, num_shared = logits.shape[0], profile.num_shared_slots
+def _routings(profile: Profile, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """Options of gates that map experts to physical ones, and may be given experts."""
     unmapped = {"unmapped_topk_idx": empty(num_tokens, profile.num_topk, dtype=torch.int64)}
     fixed = [unmapped, {**unmapped, "fix_routing_mask": empty(num_tokens, dtype=torch.bool)}]
-    physical = {}
+    options: dict[str, Any] = {"renormalize": profile.renormalize, "num_topk_sum": profile.num_topk_sum}
     if profile.num_extra_experts:
-        num_logical = profile.num_experts + num_shared
+        num_logical = profile.num_experts + profile.num_shared_slots
         copies = empty(num_logical, 1 + profile.num_extra_experts, dtype=torch.int32)
-        physical = {"to_physical_map": copies, "logical_count": empty(num_logical, dtype=torch.int32)}
+        options |= {"to_physical_map": copies, "logical_count": empty(num_logical, dtype=torch.int32)}
+    for routing in [{}, *fixed] if profile.fixed_routing else [{}]:
+        yield {**options, **routing}
+
+
+def _top2_sum_gates(profile: Profile, logits: Tensor, bias: Tensor, mask: Tensor | None) -> Iterator[Call]:
+    num_shared = profile.num_shared_slots
     sizes = profile.num_topk, profile.num_topk_groups, profile.num_groups, num_shared > 0, num_shared
     ranks = 0, profile.num_ep_ranks, 0, profile.num_tp_ranks
-    for routing in [{}, *fixed] if profile.fixed_routing else [{}]:
-        arguments = logits, bias, *sizes, 1.0, *ranks, profile.scoring_func, mask
-        yield call(moe.top2_sum_gate, *arguments, **physical, **routing)
+    for routing in _routings(profile, logits.shape[0]):
+        yield call(moe.top2_sum_gate, logits, bias, *sizes, 1.0, *ranks, profile.scoring_func, mask, **routing)
+
+
+def _moe_topk_gates(profile: Profile, logits: Tensor, bias: Tensor | None, **options: Any) -> Iterator[Call]:
+    num_shared = profile.num_shared_slots
+    sizes = profile.num_topk, num_shared > 0, num_shared
+    groups = {"num_groups": profile.num_groups, "num_topk_groups": profile.num_topk_groups}
+    for saves_scores, routing in product(profile.saves_scores, _routings(profile, logits.shape[0])):
+        scores = empty(*logits.shape) if saves_scores else None
+        arguments = logits, *sizes, 1.0, 0, profile.scoring_func
+        yield call(moe.moe_topk_gate, *arguments, bias=bias, scores=scores, **groups, **routing, **options)
 
 
 def _indices(profile: Profile, num_tokens: int) -> Iterator[Call]:
@@ -171,7 +195,7 @@ def _training(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield call(moe.aux_fi, idx, num_experts, num_topk)
         for logits_dtype in profile.logits:
             logits = empty(num_tokens, num_experts, dtype=logits_dtype)
-            yield call(moe.gate_weights_bwd, weights, logits, idx, profile.scoring_func)
+            yield call(moe.gate_weights_bwd, weights, logits, idx, profile.scoring_func, profile.renormalize)
     for maps, dtype in product(_maps(profile, num_tokens), profile.combine):
         token_topk_to_pos, pos_to_expert = maps
         rows = empty(pos_to_expert.shape[0], profile.hidden, dtype=dtype)

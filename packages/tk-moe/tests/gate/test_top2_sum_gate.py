@@ -47,6 +47,8 @@ def make(
     ep: tuple[int, int] = (0, 1),
     tp: tuple[int, int] = (0, 1),
     first_element: int = 0,
+    renormalize: bool = True,
+    num_topk_sum: int = 2,
 ) -> Make:
     """Inputs of top2_sum_gate.
 
@@ -94,7 +96,7 @@ def make(
             given = torch.randint(0, num_experts, (num_tokens, width), device=device)
             given = torch.where(torch.rand(given.shape, device=device) < 0.1, -7, given)
             inputs["unmapped_topk_idx"] = given[:, :num_topk]
-        return inputs
+        return {**inputs, "renormalize": renormalize, "num_topk_sum": num_topk_sum}
 
     return build
 
@@ -106,11 +108,12 @@ def _same_rank(x: float, y: float) -> bool:
     return x == y or abs(x - y) <= _TOLERANCE or (x != x and y != y)
 
 
-def _possible_groups(ranks: torch.Tensor, selection: list[int], num_kept: int, num_groups: int) -> Iterator[list[int]]:
+def _possible_groups(
+    ranks: torch.Tensor, selection: list[int], num_kept: int, num_groups: int, num_topk_sum: int
+) -> Iterator[list[int]]:
     """Sets of groups that may have been kept: those with the best sums, any of nearly equal ones, and `selection`'s."""
     rows = ranks.view(num_groups, -1)
-    best = rows.gather(1, topk_gate(rows, 2))
-    sums = best[:, 0] + best[:, 1]
+    sums = rows.gather(1, topk_gate(rows, num_topk_sum)).sum(dim=1)
     least = sums[topk_gate(sums[None], num_kept)[0, -1]].item()
     places = topk_gate(sums[None], num_groups)[0].tolist()
     open_groups = [g for g in places if _same_rank(sums[g].item(), least)]
@@ -123,7 +126,9 @@ def _possible_groups(ranks: torch.Tensor, selection: list[int], num_kept: int, n
             yield [*sure, *sorted(needed), *more]
 
 
-def assert_selection(ranks: torch.Tensor, selection: list[int], num_kept: int, num_groups: int) -> None:
+def assert_selection(
+    ranks: torch.Tensor, selection: list[int], num_kept: int, num_groups: int, num_topk_sum: int = 2
+) -> None:
     """Raise AssertionError unless a token with these ranks (num_experts) may select these experts, best first.
 
     The experts must be distinct. The rank in each slot must be within 2e-6 of the rank there when ranks are sorted, in
@@ -135,7 +140,8 @@ def assert_selection(ranks: torch.Tensor, selection: list[int], num_kept: int, n
     assert len({*selection}) == num_topk, f"an expert twice: {selection}"
     candidates = [ranks]
     if num_groups != num_kept:
-        kept = torch.tensor(list(_possible_groups(ranks, selection, num_kept, num_groups)), device=ranks.device)
+        possible = _possible_groups(ranks, selection, num_kept, num_groups, num_topk_sum)
+        kept = torch.tensor(list(possible), device=ranks.device)
         candidates = [without_other_groups(ranks[None], one[None], num_groups)[0] for one in kept.long()]
     for candidate in candidates:
         best = candidate[topk_gate(candidate[None], num_topk)[0]].tolist()
@@ -147,7 +153,7 @@ def assert_selection(ranks: torch.Tensor, selection: list[int], num_kept: int, n
 _INPUTS = (
     *("logits", "bias", "num_topk", "num_topk_groups", "num_groups", "use_shared_as_routed", "num_shared_experts"),
     *("routed_scaling_factor", "ep_rank", "num_ep_ranks", "tp_rank", "num_tp_ranks", "scoring_func"),
-    *("mask", "fix_routing_mask", "to_physical_map", "logical_count"),
+    *("mask", "fix_routing_mask", "to_physical_map", "logical_count", "renormalize", "num_topk_sum"),
 )
 
 
@@ -184,7 +190,8 @@ def compare(actual: Any, expected: Any) -> None:
         ranks = biased_ranks(kwargs["logits"][rows], kwargs["bias"], kwargs["scoring_func"])
         for row, row_ranks, experts in zip(rows.tolist(), ranks, own[rows].tolist()):
             try:
-                assert_selection(row_ranks, experts, kwargs["num_topk_groups"], kwargs["num_groups"])
+                groups = kwargs["num_topk_groups"], kwargs["num_groups"], kwargs["num_topk_sum"]
+                assert_selection(row_ranks, experts, *groups)
             except AssertionError as error:
                 raise AssertionError(f"token {row}: {error}; expected {selection[row].tolist()}") from None
         # The reference's indices and weights for this selection.
@@ -230,6 +237,9 @@ SPEC = OpSpec(
             for values in ("ties", "equal", "extremes", "none", "low")
         ),
         Case("e64-k6-t9-mask", make(9, 64, 6, mask=True), small=True),
+        Case("e64-k6-t9-not-divided", make(9, 64, 6, renormalize=False), small=True, compile=True),
+        Case("e160-g3of8-k6-t33-one", make(33, 160, 6, (3, 8), SOFTMAX, num_topk_sum=1), small=True, compile=True),
+        Case("e32-g7of32-k5-t33-one", make(33, 32, 5, (7, 32), values="ties", num_topk_sum=1), small=True),
         Case("e64-k6-t9-unmapped", make(9, 64, 6, unmapped="contiguous"), small=True),
         Case("e64-k6-t9-mask-unmapped", make(9, 64, 6, mask=True, unmapped="strided"), small=True),
         Case("e64-k6-t9-fixed", make(9, 64, 6, fixed=True, unmapped="contiguous"), small=True),
@@ -329,6 +339,11 @@ def test_weights_by_hand() -> None:
     torch.testing.assert_close(weights, torch.tensor([[0.8, 0.6, 0.5]]))
 
 
+def test_weights_that_are_not_divided() -> None:
+    _, weights = route([[logit(p) for p in SCORES]], num_topk=3, routed_scaling_factor=2.0, renormalize=False)
+    torch.testing.assert_close(weights, torch.tensor([[1.6, 1.2, 1.0]]))
+
+
 def test_bias_ranks_but_does_not_weigh() -> None:
     idx, weights = route([[logit(p) for p in SCORES]], [1.0, 0.0, 0.0, 0.0, 0.0, 0.25])
     assert idx.tolist() == [[0, 5]]
@@ -342,6 +357,9 @@ def test_groups_by_hand() -> None:
     assert route(logits, num_groups=3, num_topk_groups=2, num_topk=3)[0].tolist() == [[2, 5, 4]]
     assert route(logits, num_groups=3, num_topk_groups=3)[0].tolist() == [[2, 5]]
     assert route(logits, num_groups=2, num_topk_groups=1, num_topk=3)[0].tolist() == [[2, 1, 0]]
+    # By the best one, which is 0.4, 0.8, 0.6.
+    assert route(logits, num_groups=3, num_topk_groups=1, num_topk_sum=1)[0].tolist() == [[2, 3]]
+    assert route([[0.0, 1.0]], num_topk=1, num_groups=2, num_topk_groups=1, num_topk_sum=1)[0].tolist() == [[1]]
 
 
 def test_ties_go_to_the_smaller_index() -> None:
@@ -578,6 +596,7 @@ test_bad_input = tiers.bad_input(
         ({"num_topk_groups": 0}, ValueError, "num_topk_groups.*1 to 4.*0"),
         ({"num_topk_groups": 5}, ValueError, "num_topk_groups.*0 to 4.*5"),
         ({"num_groups": 8}, ValueError, "num_groups.*at least 2 experts.*8"),
+        ({"num_topk_sum": 3}, ValueError, "num_topk_sum.*1 to 2.*3"),
         ({"logits": torch.zeros(1, 66), "bias": torch.zeros(66), "num_groups": 33}, ValueError, "num_groups.*1 to 32"),
         ({**SHARED, "num_shared_experts": 3}, ValueError, "num_shared_experts.*1 to 2.*3"),
         ({"use_shared_as_routed": True, "num_shared_experts": 1}, ValueError, "num_shared_experts.*at most 0"),

@@ -1,9 +1,10 @@
 """top2_sum_gate: scores a token's logits, keeps the best groups of experts, and chooses and weighs the best in those.
 
     rank      = scoring_func(logits[t]) + bias                        softmax: logits[t] + bias
-    groups    = the num_topk_groups with the largest sum of their two best ranks; the others' ranks become -∞
+    groups    = the num_topk_groups with the largest sum of their num_topk_sum best ranks; the others' become -∞
     selection = argsort(rank, descending, stable)[:num_topk]          or given: unmapped_topk_idx[t]
-    weights   = score / max(Σ score, 1e-20) · routed_scaling_factor   (scores of the selection, without bias)
+    weights   = score / max(Σ score, 1e-20) · routed_scaling_factor   (scores of the selection, without bias; not
+                                                                       divided unless renormalize)
 
 Then num_shared_experts slots follow, and experts are mapped to physical copies and to a tensor-parallel rank's indices.
 
@@ -36,10 +37,9 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import launching, new, op
 from tk_moe.gate.gate import MAX_EXPERTS, WARPS
+from tk_moe.lib.check_routing import check_groups, check_values
 from tk_moe.scoring import ScoringFunc, scoring_func_of
 
-MAX_GROUPS = 32
-MAX_SLOTS = 32
 MAX_EXTRA_EXPERTS = 32767
 
 
@@ -61,6 +61,8 @@ class Routing:
     per_rank: int
     """Physical experts of an expert-parallel rank; 0 with one tensor-parallel rank."""
     num_tp_ranks: int
+    renormalize: bool
+    num_topk_sum: int
 
 
 # Written per thread: lanes rank keys by shuffles, for which tiles have no operation. No tile version has been timed.
@@ -121,7 +123,7 @@ def _top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bi
             keys[j] = T.if_then_else(first + j < limit, key_of(x[j], shift[j]), T.int32(selection.NO_KEY))
         selection.best_three(keys, best)
         if num_groups > 1:
-            selection.group_key(best, lanes, 2, key)
+            selection.group_key(best, lanes, routing.num_topk_sum, key)
             selection.group_position(key, num_groups, lane, position)
             most = T.if_then_else(
                 position[0] < routing.num_topk_groups, T.int32(selection.TOP_KEY), T.int32(selection.LEAST_KEY)
@@ -190,10 +192,13 @@ def _top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bi
                         expert = T.min(T.max(chosen[0], 0), num_experts - 1)
                         value = logits[token, expert]
                         value = softmax_score(value, sums) if is_softmax else score_of(value)
-                    total = value
-                    for step in T.unroll((num_topk - 1).bit_length()):
-                        total = total + T.shfl_xor(total, 1 << step)
-                    value = value * fast_reciprocal(clamped(total)) * factor
+                    if routing.renormalize:
+                        total = value
+                        for step in T.unroll((num_topk - 1).bit_length()):
+                            total = total + T.shfl_xor(total, 1 << step)
+                        value = value * fast_reciprocal(clamped(total)) * factor
+                    else:
+                        value = value * factor
                     if routing.num_shared and lane >= num_topk:
                         chosen[0] = num_experts - num_topk + lane
                         value = T.float32(1)
@@ -211,52 +216,12 @@ def _top2_sum_gate_kernel(num_experts: int, routing: Routing, alignment: int, bi
     return top2_sum_gate
 
 
-def _check_routing(
-    num_experts: int,
-    num_topk: int,
-    num_topk_groups: int,
-    num_groups: int,
-    num_shared: int,
-    num_extra: int,
-    scoring_func: ScoringFunc,
-) -> None:
-    is_known = scoring_func != ScoringFunc.IDENTITY
-    check.require(is_known, "scoring_func", "sigmoid, sqrtsoftplus or softmax", str(scoring_func))
-    check.in_range("num_topk", num_topk, 1, min(num_experts, MAX_SLOTS - num_shared))
-    check.in_range("num_groups", num_groups, 0, num_experts)
-    check.in_range("num_topk_groups", num_topk_groups, 0, num_groups)
-    if num_groups:
-        check.in_range("num_topk_groups", num_topk_groups, 1, num_groups)
-        check.require(num_experts % num_groups == 0, "num_groups", "a divisor of {} experts", num_groups, num_experts)
-    if num_groups != num_topk_groups:
-        group_size = num_experts // num_groups
-        check.in_range("num_groups (with fewer kept)", num_groups, 1, MAX_GROUPS)
-        check.require(group_size >= 2, "num_groups", "groups of at least 2 experts", num_groups)
-        check.in_range("num_topk (experts in the groups kept)", num_topk, 1, num_topk_groups * group_size)
+def _check_shared(num_experts: int, num_topk: int, num_shared: int, num_extra: int) -> None:
     if num_shared:
         check.multiple_of("num_topk (by num_shared_experts)", num_topk, num_shared)
         check.multiple_of("num_experts (by num_topk / num_shared_experts)", num_experts, num_topk // num_shared)
         most = f"at most {num_extra}, the extra physical experts"
         check.require(num_shared <= num_extra, "num_shared_experts", most, num_shared)
-
-
-def _check_data(
-    num_experts: int,
-    fix_routing_mask: Tensor | None,
-    unmapped_topk_idx: Tensor | None,
-    to_physical_map: Tensor | None,
-    logical_count: Tensor | None,
-) -> None:
-    """With TK_DEBUG: raise for an index or a count out of range."""
-    if fix_routing_mask is not None and unmapped_topk_idx is not None:
-        given = unmapped_topk_idx[fix_routing_mask]
-        check.below("unmapped_topk_idx", given, num_experts, "experts below {}")
-    if to_physical_map is not None and logical_count is not None:
-        num_copies = to_physical_map.shape[1]
-        for extreme in logical_count.aminmax():
-            check.in_range("logical_count", int(extreme), 1, num_copies)
-        num_physical = num_experts + num_copies - 1
-        check.below("to_physical_map", to_physical_map, num_physical, "experts below {}")
 
 
 @op(writes=("unmapped_topk_idx",), aligned=())
@@ -279,6 +244,9 @@ def top2_sum_gate(
     to_physical_map: Tensor | None = None,
     logical_count: Tensor | None = None,
     unmapped_topk_idx: Tensor | None = None,
+    *,
+    renormalize: bool = True,
+    num_topk_sum: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """Route tokens: keep the best groups of experts, weigh the best experts in them, and map these to physical copies.
 
@@ -286,9 +254,10 @@ def top2_sum_gate(
 
     1. Experts rank by scoring_func(logits) + bias, with softmax by logits + bias.
     2. If num_groups differs from num_topk_groups, only the num_topk_groups groups with the largest sums of their two
-       best ranks stay; the others' ranks become -inf.
+       best ranks stay, or with num_topk_sum 1 those with the largest ranks; the others' ranks become -inf.
     3. The num_topk best are selected, best first. Of equals, here and in 2, the smaller index comes first; NaN ranks
-       highest. A weight is the score without bias / max(sum of the selected scores, 1e-20) * routed_scaling_factor.
+       highest. A weight is the score without bias / max(sum of the selected scores, 1e-20) * routed_scaling_factor;
+       without renormalize the score * that factor.
     4. Where fix_routing_mask[t], the selection is unmapped_topk_idx[t] instead; a negative index has expert 0's score.
     5. With use_shared_as_routed, num_shared_experts slots follow: experts num_experts, num_experts + 1, weights 1.
     6. With to_physical_map, expert e becomes to_physical_map[e, (ep_rank + t * 23333) mod logical_count[e]].
@@ -304,7 +273,7 @@ def top2_sum_gate(
         bias: float32 (num_experts), contiguous.
         num_topk: Experts per token; with the shared ones at most 32.
         num_topk_groups, num_groups: Groups kept and groups in all; both 0 for no groups. Where they differ, at most 32
-            groups, of 2 experts or more.
+            groups, of num_topk_sum experts or more.
         use_shared_as_routed, num_shared_experts: If set, 1 or 2 shared experts (S) take slots; S divides num_topk,
             num_topk / S divides num_experts.
         routed_scaling_factor: Factor of the weights, except those of shared experts.
@@ -317,6 +286,8 @@ def top2_sum_gate(
         logical_count: int32 (num_experts + S), copies of each expert, clamped to 1 to 1 + X.
         unmapped_topk_idx: int64 (num_tokens, num_topk), rows may be strided. The selection of every token whose routing
             is not given is written to it, -1 where mask is False.
+        renormalize: Whether to divide by the sum of the selected scores.
+        num_topk_sum: 2, or 1 for the group's best rank alone (DeepSeek-V2).
 
     Returns:
         topk_idx: int64 (num_tokens, num_topk + S).
@@ -346,7 +317,9 @@ def top2_sum_gate(
         check.require(to_physical_map is not None, "to_physical_map", "a tensor beside logical_count", to_physical_map)
         check.tensor("logical_count", logical_count, (torch.int32,), (num_experts + num_shared,), device=device)
     scoring_func = scoring_func_of(scoring_func)
-    _check_routing(num_experts, num_topk, num_topk_groups, num_groups, num_shared, num_extra, scoring_func)
+    check_groups(num_experts, num_topk, num_shared, (num_topk_groups, num_groups), num_topk_sum, scoring_func)
+    _check_shared(num_experts, num_topk, num_shared, num_extra)
+    check.flag("renormalize", renormalize)
     check.in_range("num_ep_ranks", num_ep_ranks, 1, num_experts + num_extra)
     check.in_range("ep_rank", ep_rank, 0, num_ep_ranks - 1)
     check.in_range("num_tp_ranks", num_tp_ranks, 1, num_experts + num_extra)
@@ -360,7 +333,9 @@ def top2_sum_gate(
     is_given = fix_routing_mask is None or unmapped_topk_idx is not None
     check.require(is_given, "unmapped_topk_idx", "a tensor beside fix_routing_mask", unmapped_topk_idx)
     if check.reads_data(logits):
-        _check_data(num_experts, fix_routing_mask, unmapped_topk_idx, to_physical_map, logical_count)
+        check_values(num_experts, fix_routing_mask, unmapped_topk_idx, to_physical_map, logical_count)
+        if to_physical_map is not None:
+            check.below("to_physical_map", to_physical_map, num_experts + num_extra, "experts below {}")
     topk_idx = new(logits.new_empty, (num_tokens, num_topk + num_shared), dtype=torch.int64)
     topk_weights = new(logits.new_empty, (num_tokens, num_topk + num_shared))
     if launching(topk_idx, topk_weights, unmapped_topk_idx):
@@ -368,7 +343,9 @@ def top2_sum_gate(
         present = (x is not None for x in (mask, fix_routing_mask, unmapped_topk_idx))
         num_copies = 0 if to_physical_map is None else num_extra + 1
         per_rank = (num_experts + num_extra) // num_ep_ranks if num_tp_ranks > 1 else 0
-        routing = Routing(num_topk, *groups, num_shared, scoring_func, *present, num_copies, per_rank, num_tp_ranks)
+        sizes = num_topk, *groups, num_shared
+        physical = num_copies, per_rank, num_tp_ranks
+        routing = Routing(*sizes, scoring_func, *present, *physical, renormalize, num_topk_sum)
         alignments = check.row_alignment(logits), check.row_alignment(bias)
         gate = _top2_sum_gate_kernel(num_experts, routing, *alignments, get_arch(device))
         gate(

@@ -249,3 +249,24 @@ def group_position(key: T.Buffer, num_groups: int, lane: T.int32, position: T.Bu
         position[0] = position[0] + T.cast(group < num_groups and other > least, "int32")
     for step in T.unroll(lanes.bit_length() - 1):
         position[0] = position[0] + T.shfl_xor(position[0], 1 << step)
+
+
+@T.macro
+def choose_in_groups(
+    keys: T.Buffer, groups: tuple[int, int, int], num_topk: int, lane: T.int32, first: T.int32, chosen: T.Buffer
+) -> None:
+    """`choose` from the best groups; groups: how many are kept, of how many, by the sum of how many of their best."""
+    num_kept, num_groups, num_topk_sum = groups
+    best = T.alloc_local((3,), "int32")
+    best_three(keys, best)
+    if num_groups == 1:
+        choose_from(keys, best, TOP_KEY, num_topk, lane, first, chosen)
+    else:
+        key, position = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
+        most = T.alloc_var("int32")
+        group_key(best, group_lanes(num_groups), num_topk_sum, key)
+        group_position(key, num_groups, lane, position)
+        most = T.if_then_else(position[0] < num_kept, T.int32(TOP_KEY), T.int32(LEAST_KEY))
+        for i in T.unroll(3):
+            best[i] = T.min(best[i], most)
+        choose_from(keys, best, most, num_topk, lane, first, chosen)

@@ -61,6 +61,9 @@ def top2_sum_gate(
     to_physical_map: torch.Tensor | None = None,
     logical_count: torch.Tensor | None = None,
     unmapped_topk_idx: torch.Tensor | None = None,
+    *,
+    renormalize: bool = True,
+    num_topk_sum: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices int64 and weights float32, both (num_tokens, num_topk + shared experts); see the op."""
     scoring_func = scoring_func_of(scoring_func)
@@ -68,11 +71,13 @@ def top2_sum_gate(
     ranks = biased_ranks(logits, bias, scoring_func)
     if num_groups != num_topk_groups:
         by_group = ranks.view(num_tokens, num_groups, num_experts // num_groups)
-        ranks = without_other_groups(ranks, topk_sum_and_topk_group_idx(by_group, 2, num_topk_groups), num_groups)
+        ranks = without_other_groups(
+            ranks, topk_sum_and_topk_group_idx(by_group, num_topk_sum, num_topk_groups), num_groups
+        )
     selection = topk_gate(ranks, num_topk)
     if fix_routing_mask is not None and unmapped_topk_idx is not None:
         selection = torch.where(fix_routing_mask[:, None], unmapped_topk_idx, selection)
-    weights = weights_of(logits, selection.clamp(min=0), scoring_func, True, routed_scaling_factor)
+    weights = weights_of(logits, selection.clamp(min=0), scoring_func, renormalize, routed_scaling_factor)
     if unmapped_topk_idx is not None:
         none = torch.full_like(selection, -1)
         unmapped_topk_idx.copy_(selection if mask is None else torch.where(mask[:, None], selection, none))
