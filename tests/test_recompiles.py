@@ -26,6 +26,7 @@ FIXED = {
     *(
         "bias",
         "image_bias",
+        "grad_scores_sum",
         "random_offset",
         "to_physical_map",
         "logical_count",

@@ -196,6 +196,12 @@ def _training(profile: Profile, num_tokens: int) -> Iterator[Call]:
         for logits_dtype in profile.logits:
             logits = empty(num_tokens, num_experts, dtype=logits_dtype)
             yield call(moe.gate_weights_bwd, weights, logits, idx, profile.scoring_func, profile.renormalize)
+        if True in profile.saves_scores:
+            saved = scores, idx, weights, weights, 1.0, profile.scoring_func
+            for masked, sums in product(profile.token_masks, (None, empty(1, num_experts))):
+                mask = empty(num_tokens, dtype=torch.bool) if masked else None
+                options = {"mask": mask, "grad_scores_sum": sums, "renormalize": profile.renormalize}
+                yield call(moe.moe_topk_gate_backward, *saved, **options)
     for maps, dtype in product(_maps(profile, num_tokens), profile.combine):
         token_topk_to_pos, pos_to_expert = maps
         rows = empty(pos_to_expert.shape[0], profile.hidden, dtype=dtype)

@@ -41,6 +41,7 @@ def _gate_weights_bwd_kernel(
     import tilelang.language as T
 
     from tk_moe.lib.scores import clamped, load_logits, score, slope, softmax_score, softmax_sums
+    from tk_moe.lib.slots import add_up
 
     vector = alignment // dtype.itemsize
     chunks = ceil_div(num_experts, 32 * vector)
@@ -58,20 +59,6 @@ def _gate_weights_bwd_kernel(
             difference = grad[0] - T.shfl_sync(grad[0], k)
             total = total + difference * T.shfl_sync(weight, k)
         grad[0] = total
-
-    @T.macro
-    def add_up(grad: T.Buffer, expert: T.int32, lane: T.int32) -> None:
-        # Slots with the same expert all get the sum of their gradients, added in the order of the slots.
-        peers = T.alloc_var("uint32")
-        term, total = T.alloc_var("float32"), T.alloc_var("float32")
-        peers = T.match_any_sync(expert)  # occupies the whole SM for 2 cycles per distinct value
-        if T.any_sync(T.And(expert >= 0, peers != T.uint32(1) << T.cast(lane, "uint32"))) != 0:
-            total = T.float32(0)
-            for k in T.serial(num_topk):
-                term = T.shfl_sync(grad[0], k)
-                if (peers >> T.cast(k, "uint32")) & T.uint32(1) != T.uint32(0):
-                    total = total + term
-            grad[0] = total
 
     @T.prim_func
     def gate_weights_bwd(
@@ -132,7 +119,7 @@ def _gate_weights_bwd_kernel(
                     if (c * 32 + lane) * vector < num_experts:
                         for v in T.vectorized(vector):
                             grad_logits[token, (c * 32 + lane) * vector + v] = row[c * vector + v]
-                add_up(grad, expert, lane)
+                add_up(grad, expert, num_topk, lane)
                 # The stores of the whole row come before the stores that overwrite the slots' elements.
                 T.sync_warp()
                 if expert >= 0:

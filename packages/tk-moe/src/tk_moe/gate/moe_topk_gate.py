@@ -16,6 +16,7 @@ Ranks and saved scores are approximations of sigmoid and sqrtsoftplus, off by at
 lane of a slot computes the score of its expert again, accurately.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +145,7 @@ def _moe_topk_gate_kernel(
                 chosen[0] = -1
                 value[0] = T.float32(0)
                 if is_routed and not is_random:
-                    load_row(logits, token, run, vector, x)
+                    load_row(logits, token, run, vector, -math.inf, x)
                     for j in T.unroll(per_lane):
                         ranks[j] = x[j] if is_softmax else fast_score(x[j])
                     if "scores" in given and not is_softmax:

@@ -21,8 +21,8 @@ def expert(run: Run, j: Any) -> Any:
 
 
 @T.macro
-def load_row(rows: T.Buffer, token: T.int32, run: Run, vector: int, x: T.Buffer) -> None:
-    """Load a lane's part of a token's row into x as float32, -∞ where the lane has no expert."""
+def load_row(rows: T.Buffer, token: T.int32, run: Run, vector: int, padding: float, x: T.Buffer) -> None:
+    """Load a lane's part of a token's row into x as float32, `padding` where the lane has no expert."""
     per_lane = int(x.shape[0])
     values = T.alloc_local((per_lane,), rows.dtype)
     for c in T.unroll(per_lane // vector):
@@ -31,7 +31,7 @@ def load_row(rows: T.Buffer, token: T.int32, run: Run, vector: int, x: T.Buffer)
                 values[c * vector + v] = rows[token, expert(run, c * vector) + v]
     for j in T.unroll(per_lane):
         is_expert = expert(run, j) < run.limit
-        x[j] = T.if_then_else(is_expert, T.cast(values[j], "float32"), -T.infinity("float32"))
+        x[j] = T.if_then_else(is_expert, T.cast(values[j], "float32"), T.float32(padding))
 
 
 @T.macro

@@ -9,6 +9,7 @@ from .gate.gate import topk_gate as topk_gate
 from .gate.gate import topk_gate_with_weights as topk_gate_with_weights
 from .gate.gate_weights_bwd import gate_weights_bwd as gate_weights_bwd
 from .gate.moe_topk_gate import moe_topk_gate_forward as moe_topk_gate_forward
+from .gate.moe_topk_gate_backward import moe_topk_gate_backward as moe_topk_gate_backward
 from .gate.top2_sum_gate import top2_sum_gate as top2_sum_gate
 from .gate.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx as topk_sum_and_topk_group_idx
 from .mapping.get_fused_mapping import get_fused_mapping as get_fused_mapping
