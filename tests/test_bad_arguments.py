@@ -19,8 +19,8 @@ from tk_core.testing.trees import map_tensors, tensors, transfer
 
 SPECS = load_specs()
 # Integers of which any positive one will do: more splits or rows than there are count as all, positions outside of the
-# cache have results, too, and there are 2⁶³ draws.
-UNBOUNDED = {"n_splits", "expected_m", "expected_m_for_psum_layout", "seqlen_offset", "random_offset"}
+# cache have results, too, there are 2⁶³ draws, and a seed is any 64 bits.
+UNBOUNDED = {"n_splits", "expected_m", "expected_m_for_psum_layout", "seqlen_offset", "random_offset", "seed"}
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),

@@ -28,6 +28,7 @@ FIXED = {
         "image_bias",
         "grad_scores_sum",
         "random_offset",
+        "seed",
         "to_physical_map",
         "logical_count",
         "tensor_sf",

@@ -54,7 +54,9 @@ def _flatten(kind: str, value: Any) -> tuple[Any, ...]:
     if kind == "pair":
         return tuple(value) if isinstance(value, tuple | list) else (value, None)
     if kind == "tensor or else":
-        return (value, None) if isinstance(value, Tensor) else (None, value if isinstance(value, int) else list(value))
+        if isinstance(value, Tensor):
+            return value, None
+        return None, list(value) if isinstance(value, (list, tuple)) else value
     if kind == "name":
         return (None if value is None else str(value),)
     return (list(value) if kind in ("list", "tuple") and value is not None else value,)

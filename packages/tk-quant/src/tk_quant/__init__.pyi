@@ -1,4 +1,6 @@
 from . import reference as reference
+from .cast import cast as cast
+from .cast.and_back import per_token_cast_and_cast_back as per_token_cast_and_cast_back
 from .cast.back import cast_back as cast_back
 from .cast.back import cast_back_e5m6 as cast_back_e5m6
 from .cast.back import per_token_cast_back as per_token_cast_back

@@ -16,6 +16,7 @@ from tk_quant.cast.format import data_output
 
 Layout = Literal["row_major", "col_major", "packed_ue8m0", "swizzled"]
 Block = tuple[int, int]
+Dtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
 _TOKENS = 128  # tokens of a block of one channel
 
@@ -81,6 +82,12 @@ class Profile:
     """Block sizes of e4m3 inputs that are cast again, to the formats in `activations`."""
     lossless_blocks: tuple[Block, ...] = ()
     """Block sizes of the e4m3 weights that e2m1 weights with blocks of (1, 32) are cast to."""
+    conversions: tuple[tuple[Dtype, Dtype], ...] = ()
+    """Pairs of dtypes between which tensors are cast without scale factors."""
+    stochastic: bool = False
+    """Whether casts without scale factors round stochastically too, with a seed in memory."""
+    cast_and_back: bool = False
+    """Whether activations are also cast and cast back in place."""
     rotary: tuple[Rotary, ...] = ()
     training: bool = False
     """Whether backwards, casts by channels and transposes are called too."""
@@ -93,6 +100,7 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _casts_back(profile, form, width, num_tokens)
     for width in profile.widths:
         yield from _weights(profile, width)
+        yield from _conversions(profile, width, num_tokens)
     for hidden, form in product(profile.intermediate, profile.activations):
         yield from _swiglu(profile, form, hidden, num_tokens)
     for rotary, dtype in product(profile.rotary, profile.inputs):
@@ -169,6 +177,19 @@ def _casts_back(profile: Profile, form: Format, width: int, num_tokens: int) -> 
             yield call(quant.unpack_from_e2m1fn_x2, pair[0], torch.bfloat16 if fmt == "bf16" else torch.float32)
 
 
+def _conversions(profile: Profile, width: int, num_tokens: int) -> Iterator[Call]:
+    """Casts without scale factors in the result."""
+    for dtype, to in profile.conversions:
+        x, to = empty(num_tokens, width, dtype=dtype), getattr(torch, to)
+        yield call(quant.cast, x, to)
+        if profile.stochastic and to.itemsize < x.dtype.itemsize:
+            yield call(quant.cast, x, to, True, seed=empty(1, dtype=torch.int64))
+    for dtype, form in product(profile.inputs, profile.activations if profile.cast_and_back else ()):
+        if form.fmt != "e5m6":
+            group, x = form.num_per_channels or width, empty(num_tokens, width, dtype=dtype)
+            yield call(quant.per_token_cast_and_cast_back, x, form.fmt, group, form.round_sf, form.tensor_sf)
+
+
 def _weights(profile: Profile, width: int) -> Iterator[Call]:
     num_rows = 256  # rows of a weight; no kernel depends on them
     for form in profile.weights:
@@ -220,7 +241,12 @@ def _casts_by_channel(profile: Profile, width: int, dtype: str, num_tokens: int)
     x = empty(align(num_tokens, _TOKENS), width, dtype=dtype)
     forms = [form for form in profile.activations if form.fmt == "e4m3"]
     for round_sf in sorted({form.round_sf for form in forms}):
-        yield call(quant.per_channel_cast, x, "e4m3", _TOKENS, round_sf)
+        for num_per_tokens in (32, _TOKENS) if any(form.num_per_channels == 32 for form in forms) else (_TOKENS,):
+            for packed in (False, True) if round_sf else (False,):
+                yield call(quant.per_channel_cast, x, "e4m3", num_per_tokens, round_sf, use_packed_ue8m0=packed)
+        if dtype == "bfloat16" and width % 128 == 0 and profile.recasts:
+            pair = _pair("e4m3", *x.shape, (1, 128))
+            yield call(quant.per_channel_cast, pair, "e4m3", _TOKENS, round_sf, 128)
         if dtype == "bfloat16":
             yield call(quant.per_channel_cast_and_transpose, x, "e4m3", _TOKENS, round_sf)
         yield from _gathers(profile, width, dtype, num_tokens, round_sf)

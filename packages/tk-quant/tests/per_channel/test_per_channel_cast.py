@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tk_quant
-from tk_core.testing import Case, Make, OpSpec, tiers
+from tk_core.scales import ScaleLayout
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 
 from ..per_token import test_per_token_cast as by_token
 from ..per_token.test_per_token_cast import BENCH
@@ -65,6 +66,15 @@ def make(x: MakeInput, num_per_tokens: int = 128, round_sf: bool = False, **more
     """Arguments of the op."""
     kwargs = {"fmt": "e4m3", "num_per_tokens": num_per_tokens, "round_sf": round_sf, **more}
     return lambda device: {"x": x(device), **kwargs}
+
+
+PACKED = {"round_sf": True, "use_packed_ue8m0": True}
+OF_PAIR = {"num_per_channels": 128}
+
+
+def pair(num_tokens: int, hidden: int, special: bool = False) -> MakeInput:
+    """A pair of e4m3 codes and a scale factor for 128 channels of a token."""
+    return by_token.pair(num_tokens, hidden, "e4m3", (1, 128), ScaleLayout.ROW_MAJOR, special)
 
 
 def tiny_case(dtype: torch.dtype, num_per_tokens: int, round_sf: bool) -> Case:
@@ -136,6 +146,44 @@ SPEC = OpSpec(
             for hidden in HIDDENS
         ),
         case(65536, 64, BF16, 128, False),
+        # Blocks of 32 tokens, pairs, packed words of four and of fewer blocks.
+        *(
+            Case(
+                f"{kind}-{size}-{flags}-h{hidden}-t{tokens}",
+                make(x, size, **more),
+                small=True,
+                compile=True,
+                modes=modes,
+            )
+            for kind, x, size, tokens, hidden, flags, more, modes in (
+                ("bf16", normal(256, 192, BF16), 32, 256, 192, "plain", {}, False),
+                ("fp32", normal(128, 64, FP32), 32, 128, 64, "round", {"round_sf": True}, False),
+                ("bf16", normal(256, 192, BF16), 32, 256, 192, "packed", PACKED, True),
+                ("bf16", normal(640, 192, BF16), 128, 640, 192, "packed", PACKED, False),
+                ("fp32", normal(384, 64, FP32), 128, 384, 64, "packed", PACKED, False),
+                ("pair", pair(256, 256), 32, 256, 256, "plain", OF_PAIR, True),
+                ("pair", pair(256, 128), 128, 256, 128, "round", {**OF_PAIR, "round_sf": True}, False),
+                ("pair", pair(384, 128), 128, 384, 128, "packed", {**OF_PAIR, **PACKED}, False),
+                ("pair", pair(128, 128, special=True), 32, 128, 128, "special-packed", {**OF_PAIR, **PACKED}, False),
+            )
+        ),
+        *(
+            Case(f"{NAMES[dtype]}-{size}-packed-extremes", make(extremes(256, dtype), size, **PACKED), small=True)
+            for dtype in (BF16, FP32)
+            for size in (32, 128)
+        ),
+        Case("bf16-32-packed-no-tokens", make(normal(0, 64, BF16), 32, **PACKED), small=True),
+        *(
+            Case(f"bf16-{size}-packed-h{hidden}-t{tokens}", make(normal(tokens, hidden, BF16), size, **PACKED))
+            for size in (32, 128)
+            for tokens, hidden in ((4992, 7168), (8064, 576))
+        ),
+        Case("pair-32-h7168-t4992", make(pair(4992, 7168), 32, **OF_PAIR)),
+        *(
+            bench_case(f"bf16-{size}-packed-h7168-t8192", make(normal(8192, 7168, BF16), size, **PACKED))
+            for size in (32, 128)
+        ),
+        bench_case("pair-32-h7168-t8192", make(pair(8192, 7168), 32, **OF_PAIR)),
         case(8192, 7168, FP32, 128, False, "-bench", **BENCH, model_shape=True, compile=True),
         *(
             case(*(8192, 7168, BF16, 128, round_sf, "-bench"), **BENCH, model_shape=True, compile=True)
@@ -198,7 +246,7 @@ def test_by_hand(dtype: torch.dtype, round_sf: bool) -> None:
 
 
 @pytest.mark.parametrize("round_sf", [False, True])
-@pytest.mark.parametrize(("num_per_tokens", "transpose"), [(128, False), (128, True), (32, True)])
+@pytest.mark.parametrize(("num_per_tokens", "transpose"), [(128, False), (32, False), (128, True), (32, True)])
 def test_against_numpy(num_per_tokens: int, transpose: bool, round_sf: bool) -> None:
     x = normal(256, 192, torch.bfloat16)("cpu")
     cast = tk_quant.per_channel_cast_and_transpose if transpose else tk_quant.per_channel_cast
@@ -222,7 +270,34 @@ def test_not_finite(round_sf: bool) -> None:
     assert sf[:, 3:].isfinite().all()
 
 
+def test_packed_by_hand(device: str) -> None:
+    """Byte k of a word of row r is the exponent of block row 4r + k, and 0 past the last."""
+    x = torch.zeros(640, 64, device=device)
+    x[::128] = 448 * torch.exp2(torch.arange(5.0, device=device))[:, None]
+    data, sf = tk_quant.per_channel_cast(x, "e4m3", 128, True, use_packed_ue8m0=True)
+    assert sf.dtype is torch.int32
+    assert sf.shape == (2, 64)
+    assert sf.view(torch.uint8).view(2, 64, 4)[0, 0].tolist() == [127, 128, 129, 130]
+    assert sf[1].tolist() == [131] * 64
+    plain, factors = tk_quant.per_channel_cast(x, "e4m3", 128, True)
+    assert torch.equal(plain.view(torch.uint8), data.view(torch.uint8))
+    assert factors[:, 0].tolist() == [1, 2, 4, 8, 16]
+
+
+def test_a_pair_is_dequantized_first(device: str) -> None:
+    x = pair(256, 256)(device)
+    whole = tk_quant.per_token_cast_back(x, "fp32", 128)
+    for size in (32, 128):
+        found = tk_quant.per_channel_cast(x, "e4m3", size, False, 128)
+        assert_equal(found, tk_quant.per_channel_cast(whole, "e4m3", size))
+    assert_equal(
+        tk_quant.per_channel_cast_fused(x, "e4m3", 128, False, 128),
+        tk_quant.per_channel_cast(x, "e4m3", 128, False, 128),
+    )
+
+
 X = torch.zeros(256, 128, dtype=torch.bfloat16)
+PAIR = X.to(torch.float8_e4m3fn), torch.ones(256, 1)
 
 
 GOOD = {"x": X, "fmt": "e4m3", "num_per_tokens": 128}
@@ -232,11 +307,23 @@ BAD = [
     ({"x": X[:, :0]}, ValueError, r"x.shape\[1\]: expected a positive multiple of 64, got 0"),
     ({"num_per_tokens": 64}, ValueError, "num_per_tokens: expected one of .*128, got 64"),
 ]
-test_bad_input = tiers.bad_input(SPEC, GOOD, BAD)
+BAD_OF_PAIRS = [
+    ({"x": PAIR}, ValueError, "num_per_channels: expected one of 128, got None"),
+    ({"x": PAIR, "num_per_channels": 64}, ValueError, "num_per_channels: expected one of 128, got 64"),
+    ({"num_per_channels": 128}, ValueError, "num_per_channels: expected None, for x is no pair, got 128"),
+    ({"x": (PAIR[0], PAIR[1].t()), "num_per_channels": 128}, ValueError, r"x\[1\]: expected shape \(256, 1\)"),
+    (
+        {"x": (PAIR[0][:100], PAIR[1][:100]), "num_per_channels": 128},
+        ValueError,
+        "rows of x: expected a multiple of 128",
+    ),
+    ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected round_sf=True beside it"),
+]
+test_bad_input = tiers.bad_input(SPEC, GOOD, [*BAD, *BAD_OF_PAIRS])
 
 
 def test_what_only_one_of_them_serves() -> None:
     with pytest.raises(ValueError, match="num_per_tokens: expected one of 128, got 32"):
-        tk_quant.per_channel_cast(X, "e4m3", 32)
+        tk_quant.per_channel_cast_fused(X, "e4m3", 32)
     with pytest.raises(TypeError, match=r"x: expected dtype torch.bfloat16, got torch.float32"):
         tk_quant.per_channel_cast_and_transpose(X.float(), "e4m3", 32)

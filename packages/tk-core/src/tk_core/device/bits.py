@@ -10,6 +10,11 @@ def byte_perm(low: Any, high: Any, selector: Any, dtype: str = "uint32") -> Any:
     return builtin(dtype, "__byte_perm", low, high, selector)
 
 
+def reverse_bits(x: Any) -> Any:
+    """The bits of a uint32 in reverse order."""
+    return builtin("uint32", "__brev", x)
+
+
 def count_leading_zeros(x: Any) -> Any:
     """Number of zero bits above the highest 1 bit of an int32."""
     return builtin("int32", "__clz", x)

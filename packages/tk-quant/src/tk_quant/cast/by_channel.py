@@ -17,6 +17,7 @@ take four times the space, and latency is hidden by many warps.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tk_core import check
@@ -66,11 +67,13 @@ def per_channel_cast_kernel(
     round_sf: bool,
     transpose: bool,
     gathered: bool,
+    packed: bool,
     arch: Arch,
 ) -> Any:
     """Build `per_channel_cast(x, x_sf, pos_to_token, out, sf, least_amax)`; None for a missing tensor.
 
-    With `transpose`, out is (hidden, num_rows). In a pair, the channels of a tile share one scale factor per token.
+    With `transpose`, out is (hidden, num_rows); with `packed`, a word of sf has the exponents of four blocks of tokens.
+    In a pair, the channels of a tile share one scale factor per token.
     """
     import tilelang.language as T
 
@@ -109,7 +112,7 @@ def per_channel_cast_kernel(
         x_sf: T.Tensor((x_rows, ceil_div(hidden, PAIR_CHANNELS)), "float32"),
         pos_to_token: T.Tensor((num_rows,), "int32"),
         out: T.Tensor((hidden, num_rows) if transpose else (num_rows, hidden), "float8_e4m3fn"),
-        sf: T.Tensor((num_blocks, hidden), "float32"),
+        sf: T.Tensor((num_blocks, hidden), "int32" if packed else "float32"),
         least_amax: T.float32,
     ) -> None:
         with T.Kernel(*grid, threads=tile.threads) as (first, second):
@@ -135,13 +138,15 @@ def per_channel_cast_kernel(
                 for b, i, r, j in T.Parallel(*tile.shape):
                     kept[tile.token(b, i, r), j] = values[b, i, r, j]
                 columns = dequantize(values, row_sf)
-                factors = tiles.factors_of_blocks(columns, sf, row_tile, channel, least_amax, tile, round_sf)
+                options = (least_amax, tile, round_sf, num_rows // num_per_tokens if packed else None)
+                factors = tiles.factors_of_blocks(columns, sf, row_tile * tile.blocks, channel, *options)
                 again = dequantize(tiles.load_values(kept, 0, 0, tile), row_sf)
                 tiles.store_by_channel(again, factors, out, row, channel, tile, transpose)
             else:
                 columns = tiles.columns_of(values, tile)
                 first_block = row_tile * tile.blocks
-                factors = tiles.factors_of_blocks(columns, sf, first_block, channel, least_amax, tile, round_sf)
+                options = (least_amax, tile, round_sf, num_rows // num_per_tokens if packed else None)
+                factors = tiles.factors_of_blocks(columns, sf, first_block, channel, *options)
                 tiles.store_by_channel(columns, factors, out, row, channel, tile, transpose)
 
     return per_channel_cast
@@ -155,6 +160,7 @@ def launch_per_channel_cast(
     sf: Tensor,
     round_sf: bool,
     sf_clamp_min: float | None,
+    num_per_tokens: int = TILE_ROWS,
 ) -> None:
     """Launch the kernel, or that of gathered_recast.py where it is faster."""
     arch, hidden, gathered = get_arch(x.device), x.shape[1], pos_to_token is not None
@@ -169,5 +175,6 @@ def launch_per_channel_cast(
                 x, x_sf, pos_to_token, out, sf, least_amax_of("e4m3", sf_clamp_min), num_sms, *prefetched
             )
             return
-    cast = per_channel_cast_kernel(source, hidden, TILE_ROWS, round_sf, False, gathered, arch)
+    packed = sf.dtype is torch.int32
+    cast = per_channel_cast_kernel(source, hidden, num_per_tokens, round_sf, False, gathered, packed, arch)
     cast(x, x_sf, pos_to_token, out, sf, least_amax_of("e4m3", sf_clamp_min))

@@ -176,10 +176,12 @@ def factors_of_blocks(
     least_amax: T.float32,
     tile: ChannelTile,
     round_sf: bool,
+    num_packed: Any = None,
 ) -> T.Buffer:
     """Store the sf of a tile's blocks in rows from `sf_row` on, and return the factors to multiply its values by.
 
-    columns: the tile's values, bfloat16 or float32, from `channel` on. sf: float32 (blocks of all tokens, hidden).
+    columns: the tile's values, bfloat16 or float32, from `channel` on. sf: float32 (blocks of all tokens, hidden); or
+    with the number of these blocks, `num_packed`, int32 words of the exponents of four blocks, zero past the last one.
     Returns float32 (blocks, channels) in registers.
     """
     parts = fragment((tile.blocks, tile.lanes, tile.channels), "int32", tile.of_part)
@@ -192,8 +194,20 @@ def factors_of_blocks(
     amax = T.alloc_fragment((tile.blocks, tile.channels), "int32")
     T.reduce_max(gathered, amax, dim=1)
     of_blocks = T.alloc_shared((tile.blocks, tile.channels), "float32")
-    for b, j in T.Parallel(tile.blocks, tile.channels):
-        sf[sf_row + b, channel + j], of_blocks[b, j] = sf_of_amax(raised(amax[b, j], least_amax), "e4m3", round_sf)
+    if num_packed is None:
+        for b, j in T.Parallel(tile.blocks, tile.channels):
+            sf[sf_row + b, channel + j], of_blocks[b, j] = sf_of_amax(raised(amax[b, j], least_amax), "e4m3", round_sf)
+    else:
+        exponents = T.view(sf, (*sf.shape, 4), "uint8")
+        for b, j in T.Parallel(tile.blocks, tile.channels):
+            of_block, of_blocks[b, j] = sf_of_amax(raised(amax[b, j], least_amax), "e4m3", round_sf)
+            exponent = T.cast(T.reinterpret(of_block, "uint32") >> T.uint32(23), "uint8")
+            exponents[(sf_row + b) // 4, channel + j, (sf_row + b) % 4] = exponent
+        end = sf_row + tile.blocks
+        if end == num_packed:
+            for k, j in T.Parallel(3, tile.channels):
+                if (end + k) // 4 < sf.shape[0]:
+                    exponents[(end + k) // 4, channel + j, (end + k) % 4] = T.uint8(0)
     factors = T.alloc_fragment((tile.blocks, tile.channels), "float32")
     T.copy(of_blocks, factors)
     return factors

@@ -56,6 +56,18 @@ def store_e2m1_by_power(
 
 
 @T.macro
+def round_to_e2m1(value: T.float32) -> T.float32:
+    """The e2m1 value nearest to a float32, ties to the even code, saturating, the sign of zero kept; NaN becomes 6."""
+    magnitude, step = T.alloc_var("float32"), T.alloc_var("float32")
+    magnitude = T.min(T.abs(value), T.float32(6))
+    # Values are .5, 1 or 2 apart, as are float32 around these powers of two.
+    step = T.if_then_else(magnitude < 4, T.float32(2.0**23), T.float32(2.0**24))
+    step = T.if_then_else(magnitude < 2, T.float32(2.0**22), step)
+    rounded = T.reinterpret(T.ieee_sub(T.ieee_add(magnitude, step), step), "uint32")
+    return T.reinterpret(rounded | (T.reinterpret(value, "uint32") & T.uint32(0x80000000)), "float32")
+
+
+@T.macro
 def _store_words(words: T.Buffer, data: T.Buffer, row: T.int32, col: T.int32, config: TileConfig) -> None:
     _, tokens, width = words.shape
     vector, num_words = config.vec // 8, data.shape[1] // 4

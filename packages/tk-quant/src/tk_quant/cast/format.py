@@ -24,6 +24,8 @@ OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
 LEAST_NORMAL = 2.0**-126
 """The least normal float32."""
+LEAST_E4M3 = 2.0**-9
+"""The least positive e4m3 value."""
 
 
 def pair_of(name: str, x: Any, expected: str = "a pair (data, sf)") -> tuple[Any, Any]:
@@ -60,9 +62,11 @@ def check_channel_blocks(
     check_sf_clamp_min(sf_clamp_min, fmt)
 
 
-def least_amax_of(fmt: str, sf_clamp_min: float | None) -> float:
+def least_amax_of(fmt: str, sf_clamp_min: float | None, use_e4m3_sf: bool = False) -> float:
     """The least amax that a kernel gets as a run-time argument, which rounds it to float32."""
-    return LIMITS[fmt][1] if sf_clamp_min is None else float(sf_clamp_min)
+    if sf_clamp_min is not None:
+        return float(sf_clamp_min)
+    return LIMITS[fmt][0] * LEAST_E4M3 if use_e4m3_sf else LIMITS[fmt][1]
 
 
 def check_flags_of_given_sf(use_tma_aligned_col_major_sf: Any, round_sf: Any, use_packed_ue8m0: Any) -> None:

@@ -66,6 +66,20 @@ def nvfp4_sf_of_amax(amax: T.int32, tensor_sf: T.float32) -> tuple[T.float32, T.
 
 
 @T.macro
+def e4m3_sf_of_amax(amax: T.int32, fmt: str) -> tuple[T.float32, T.float32]:
+    """`(sf, factor)` of a block whose sf is e4m3; amax is at least 2**-9 times the largest value of fmt.
+
+    sf saturates at 448; it is NaN if amax is not finite.
+    """
+    exact, sf = T.alloc_var("float32"), T.alloc_local((1,), "float8_e4m3fn")
+    exact = T.reinterpret(amax, "float32") / T.float32(LIMITS[fmt][0])
+    exact = T.if_then_else(amax < INFINITY_BITS, exact, T.reinterpret(T.uint32(NAN_BITS), "float32"))
+    sf[0] = T.cast(exact, "float8_e4m3fn")
+    rounded = T.cast(sf[0], "float32")
+    return rounded, T.float32(1) / rounded
+
+
+@T.macro
 def reciprocal(d: T.float32) -> T.float32:
     """1 / d, for d from 2**-126 to 2**126."""
     r = T.fast_rcp(d)

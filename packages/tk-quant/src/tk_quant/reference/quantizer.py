@@ -6,12 +6,10 @@ from tk_core.math import ceil_div
 from tk_core.reference.quantize import encode_e4m3, quantization_factors
 from tk_core.reference.scales import pack_scales
 from tk_core.scales import LIMITS, scale_layout
-from tk_quant.cast.format import least_amax_of
+from tk_quant.cast.format import LEAST_E4M3, least_amax_of
 from tk_quant.reference.formats import ENCODERS, dequantize, expand_blocks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-_LEAST_E4M3 = 2.0**-9
 
 
 def block_amax(x: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
@@ -30,9 +28,16 @@ def block_amax(x: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
 def tensor_scaled_factors(amax: torch.Tensor, fmt: str, tensor_sf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`(sf, s)` for sf in float8_e4m3fn with one float32 factor for the tensor (NVFP4); sf is returned as float32."""
     sf = amax / torch.full_like(amax, LIMITS[fmt][0]) / tensor_sf
-    sf = encode_e4m3(sf.clamp(min=_LEAST_E4M3)).to(torch.float32)
+    sf = encode_e4m3(sf.clamp(min=LEAST_E4M3)).to(torch.float32)
     sf = torch.where(amax.isfinite(), sf, torch.nan)
     return sf, torch.ones_like(sf) / (sf * tensor_sf)
+
+
+def e4m3_factors(amax: torch.Tensor, fmt: str, least_amax: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(sf, s)` for sf in float8_e4m3fn, returned as float32: at most 448, NaN where amax is not finite."""
+    sf = encode_e4m3(amax.clamp(min=least_amax) / torch.full_like(amax, LIMITS[fmt][0])).to(torch.float32)
+    sf = torch.where(amax.isfinite(), sf, torch.nan)
+    return sf, torch.ones_like(sf) / sf
 
 
 def written(out: Pair | torch.Tensor | None, result: Pair | torch.Tensor) -> Pair | torch.Tensor:
@@ -53,6 +58,7 @@ def cast(
     round_sf: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    use_e4m3_sf: bool = False,
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
@@ -65,13 +71,14 @@ def cast(
 
         amax = max(max |x|, sf_clamp_min or least amax of fmt);  sf = amax / largest of fmt;  s = largest of fmt / amax
         with round_sf:   sf = least power of two ≥ that quotient;  s = 1 / sf
+        with use_e4m3_sf: sf = e4m3 nearest to that quotient, at most 448 and at least 2**-9;  s = 1 / sf
         with sf given:   s = 1 / sf
         with tensor_sf:  sf = e4m3 nearest to max |x| / largest of fmt / tensor_sf, at least 2**-9, saturating at 448;
                          s = 1 / (sf * tensor_sf)
         data = round(x * s)
 
     each operation in float32 to nearest, ties to even. sf comes in the layout that the flags ask for (tk_core.scales),
-    float8_e4m3fn with `tensor_sf`.
+    float8_e4m3fn with `tensor_sf` or `use_e4m3_sf`.
     """
     if fmt not in LIMITS:
         raise ValueError(f"fmt: expected one of {', '.join(map(repr, LIMITS))}, got {fmt!r}")
@@ -80,13 +87,16 @@ def cast(
     values = x if isinstance(x, torch.Tensor) else dequantize(x, x_block_size)
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     if sf is not None:
+        sf = sf.float()
         return _encode(values, torch.ones_like(sf) / sf, fmt, block_size)
     amax = block_amax(values, block_size)
-    if tensor_sf is None:
+    if use_e4m3_sf:
+        sf, factor = e4m3_factors(amax, fmt, least_amax_of(fmt, sf_clamp_min, True))
+    elif tensor_sf is None:
         sf, factor = quantization_factors(amax, fmt, round_sf, least_amax_of(fmt, sf_clamp_min))
     else:
         sf, factor = tensor_scaled_factors(amax, fmt, tensor_sf)
-    sf = pack_scales(sf, layout, None if tensor_sf is None else torch.float8_e4m3fn)
+    sf = pack_scales(sf, layout, torch.float8_e4m3fn if use_e4m3_sf or tensor_sf is not None else None)
     return _encode(values, factor, fmt, block_size), sf
 
 
