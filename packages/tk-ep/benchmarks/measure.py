@@ -4,7 +4,8 @@
 
 A row of the results, a JSON line, has a call's time `us`, the slowest rank's median, and what to compare it with:
 
-    copy_engine_us   pushing the call's remote bytes, the most that a rank sends, by copy engines, all ranks at once
+    copy_engine_us   pushing the call's remote bytes, the most that a rank sends, by copy engines, all ranks at once, to
+                     the peers side by side or in turn, whichever is faster
     local_us         reading and writing its local bytes at the rate of a large copy on one GPU
     of_bound         us / (copy_engine_us + local_us)
     of_copy_engine   copy_engine_us / the push kernel's time
@@ -15,8 +16,8 @@ A row of the results, a JSON line, has a call's time `us`, the slowest rank's me
 
 Local bytes: dispatch reads the tokens received and writes its rows, those named "zeroed" their padding, too; combine
 reads the rows that come back and writes its tokens; pp_recv reads a slot and writes its tensor. Calls of the symmetric
-backend are timed in a CUDA graph of several calls, those of NCCL from the host. On CPUs only the collective backend is
-timed, by the host's clock, which shows that the program runs.
+backend and copy engines are timed in a CUDA graph of several calls, those of NCCL from the host. On CPUs only the
+collective backend is timed, by the host's clock, which shows that the program runs.
 """
 
 import os
@@ -128,10 +129,15 @@ class Bench:
         each = max(num_bytes // (self.num_ranks - 1), 16) // 16 * 16
         own = symmetric_memory.empty(self.num_ranks, each, dtype=torch.uint8, device=self.device)
         memory = symmetric_memory.rendezvous(own, dist.group.WORLD)
-        peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        # From the next rank on: then a rank gets one copy at a time, if all take as long.
+        peers = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
         places = [memory.get_buffer(peer, (self.num_ranks, each), torch.uint8)[self.rank] for peer in peers]
         source = torch.zeros(each, dtype=torch.uint8, device=self.device)
         streams = [torch.cuda.Stream() for _ in peers]
+
+        def push_in_turn() -> None:
+            for place in places:
+                place.copy_(source)
 
         def push() -> None:
             current = torch.cuda.current_stream()
@@ -139,9 +145,10 @@ class Bench:
                 stream.wait_stream(current)
                 with torch.cuda.stream(stream):
                     place.copy_(source)
+            for stream in streams:
                 current.wait_stream(stream)
 
-        return self.time(push)
+        return min(self.time(each, in_graph=True) for each in (push, push_in_turn))
 
     def copy_rate(self) -> float:
         """Bytes per µs, read and written, of a large copy on this GPU."""
