@@ -43,5 +43,6 @@ CASES = (
     _case("router", Router, (64, 16, 4), aux_loss_factor=0.5),
     _case("moe", MoE, (64, 64, 8, 2), aux_loss_factor=0.5, **_BF16),
     _case("moe-groups", MoE, (64, 128, 16, 3), **_GROUPS, **_BF16),
+    _case("moe-plain", MoE, (64, 64, 16, 3), **(_GROUPS | {"num_topk_sum": 1, "renormalize": False}), **_BF16),
     _case("moe-fp8", MoE, (128, 128, 4, 2), fp8=True, **_BF16),
 )

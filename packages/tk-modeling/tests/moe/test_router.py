@@ -30,10 +30,15 @@ def x(*leading: int) -> Tensor:
 
 @pytest.mark.parametrize("scoring_func", ["sigmoid", "sqrtsoftplus", "softmax"])
 @pytest.mark.parametrize("groups", [(0, 0), (4, 2)])
-def test_against_the_reference_in_float64(scoring_func: str, groups: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("renormalize", "num_topk_sum"), [(True, 2), (False, 1)])
+def test_against_the_reference_in_float64(
+    scoring_func: str, groups: tuple[int, int], renormalize: bool, num_topk_sum: int
+) -> None:
     options = {
         "num_groups": groups[0],
         "num_topk_groups": groups[1],
+        "num_topk_sum": num_topk_sum,
+        "renormalize": renormalize,
         "scoring_func": scoring_func,
         "routed_scaling_factor": 2.5,
         "aux_loss_factor": 0.5,
@@ -42,13 +47,14 @@ def test_against_the_reference_in_float64(scoring_func: str, groups: tuple[int, 
     reference.load_state_dict(ours.state_dict())
     reference.weight.data, reference.bias = reference.weight.data.double(), reference.bias.double()
     inputs = x(2, 9).requires_grad_(), x(2, 9).double().requires_grad_()
-    outputs = ours(inputs[0]), reference(inputs[1])
+    outputs = ours(inputs[0], return_logits=True), reference(inputs[1], return_logits=True)
     assert_equal(outputs[0][0], outputs[1][0])
     for got, want in zip(outputs[0][1:], outputs[1][1:], strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
-    d_weights = torch.randn(2, 9, 3)
-    for _, weights, aux in outputs:
-        ((weights * d_weights.to(weights.dtype)).sum() + aux).backward()
+    assert outputs[0][3].shape == (2, 9, 12)
+    d_weights, d_logits = torch.randn(2, 9, 3), 0.1 * torch.randn(2, 9, 12)
+    for _, weights, aux, logits in outputs:
+        ((weights * d_weights).sum() + aux + (logits * d_logits).sum()).backward()
     torch.testing.assert_close(ours.weight.grad.double(), reference.weight.grad, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(inputs[0].grad.double(), inputs[1].grad, rtol=2**-7, atol=1e-4)
     assert_equal(ours.load, reference.load)
@@ -133,6 +139,9 @@ def test_large_negative_logits_of_sqrtsoftplus_have_finite_gradients() -> None:
         (lambda: router()(x(3).double()), TypeError, "x: .*bfloat16"),
         (lambda: router()(x(3)[:, :8]), ValueError, r"x: expected shape \(..., 24\)"),
         (lambda: Router(8, 12, 2, num_groups=5, num_topk_groups=2), ValueError, "num_groups: .*divisor of 12"),
+        (lambda: router()(x(3), 1), TypeError, "return_logits: .*bool"),
+        (lambda: Router(8, 12, 2, renormalize=1), TypeError, "renormalize: .*bool"),
+        (lambda: Router(8, 12, 2, num_topk_sum=3), ValueError, "num_topk_sum: .*1 to 2"),
         (lambda: Router(8, 12, 2, num_groups=4), ValueError, "num_topk_groups: .*1 to 4"),
     ],
 )

@@ -52,6 +52,8 @@ class Profile:
     """Whether `moe_topk_gate` is given scores to write, which its backward takes; empty without calls of it."""
     token_ids: tuple[IdxDtype, ...] = ()
     """Dtypes of the ids by which `hash_gate` looks up experts; empty without such layers."""
+    tables: tuple[IdxDtype, ...] = ("int32",)
+    """Dtypes of its tables."""
     expert_psum: tuple[bool, ...] = (False,)
     """Whether `get_fused_mapping` also returns expert_psum, the ends of the experts' pairs."""
     alignments: tuple[int, ...] = (128,)
@@ -96,9 +98,8 @@ def _gates(profile: Profile, num_tokens: int) -> Iterator[Call]:
                 scored = logits, num_topk, scoring_func, bias_given, profile.renormalize
                 yield call(moe.topk_gate_with_weights, *scored, **options)
                 yield from _moe_topk_gates(profile, logits, bias_given, **options)
-            table = empty(1, num_topk, dtype=torch.int32)
-            for id_dtype in profile.token_ids:
-                token_ids = empty(num_tokens, dtype=id_dtype)
+            for id_dtype, table_dtype in product(profile.token_ids, profile.tables):
+                token_ids, table = empty(num_tokens, dtype=id_dtype), empty(1, num_topk, dtype=table_dtype)
                 yield call(moe.hash_gate, token_ids, table, logits, scoring_func, profile.renormalize, **options)
         yield from _top2_sum_gates(profile, scores, bias, mask)
 

@@ -30,6 +30,7 @@ def make(
     *,
     vocab_size: int = 1000,
     ids_dtype: torch.dtype = torch.int64,
+    table_dtype: torch.dtype = torch.int32,
     faults: bool = False,
     masked: bool = False,
     first_element: int = 0,
@@ -53,6 +54,9 @@ def make(
             nothing = none[torch.randint(0, len(none), shape, device=device)]
             table = torch.where(torch.rand(shape, device=device) < 0.3, nothing, table)
             table[::5] = -1
+        table = table.to(table_dtype)
+        if faults and table_dtype is torch.int64:
+            table[1::3, 0] += 2**40
         return {
             "token_ids": token_ids.to(ids_dtype),
             "table": table,
@@ -71,7 +75,8 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
     logits = kwargs["logits"]
     wanted = logits.numel() if kwargs["scoring_func"] is SOFTMAX else num_slots
     written = num_slots * (outputs[0].element_size() + 4)
-    return kwargs["token_ids"].nbytes + 4 * num_slots + wanted * logits.element_size() + written
+    looked_up = kwargs["table"].element_size() * num_slots
+    return kwargs["token_ids"].nbytes + looked_up + wanted * logits.element_size() + written
 
 
 _VARIANTS: tuple[Variant, ...] = (
@@ -102,6 +107,12 @@ SPEC = OpSpec(
         ),
         Case("sigmoid-bf16-e72-k6-t9", make(9, 72, 6, SIGMOID, BF16, ids_dtype=torch.int32, masked=True), small=True),
         Case("softmax-float32-e33-k3-t9", make(9, 33, 3, SOFTMAX, faults=True, first_element=1), small=True),
+        Case(
+            "sqrtsoftplus-float32-e256-k6-t33-int64",
+            make(33, 256, 6, table_dtype=torch.int64, faults=True),
+            small=True,
+            compile=True,
+        ),
         Case("identity-float32-e8-k2-t33", make(33, 8, 2, IDENTITY, faults=True, renormalize=False), small=True),
         Case("softmax-float32-e1023-k32-t3", make(3, 1023, 32, SOFTMAX, renormalize=False), small=True, compile=True),
         Case("sigmoid-float32-e1-k1-t3-one-id", make(3, 1, 1, SIGMOID, vocab_size=1, faults=True), small=True),
@@ -153,6 +164,14 @@ SPEC = OpSpec(
 
 
 test_tiers = tiers.tests(SPEC)
+
+
+def test_a_table_of_wide_entries() -> None:
+    table = torch.tensor([[1, 2**32], [-(2**63), 0]])
+    topk_idx, weights = tk_moe.hash_gate(torch.tensor([0, 1]), table, torch.zeros(2, 3), SIGMOID)
+    assert topk_idx.tolist() == [[1, -1], [-1, 0]]
+    assert weights.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
 
 TABLE = torch.tensor([[0, 1], [3, -1], [-1, -2], [2, 2], [1, 4]], dtype=torch.int32)
 ROW = [0.0, math.log(3), math.log(1 / 3), -math.inf]

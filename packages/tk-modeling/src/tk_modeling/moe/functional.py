@@ -68,6 +68,9 @@ def top2_sum_gate(
     to_physical_map: Tensor | None = None,
     logical_count: Tensor | None = None,
     unmapped_topk_idx: Tensor | None = None,
+    *,
+    renormalize: bool = True,
+    num_topk_sum: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """`tk_moe.top2_sum_gate`; topk_weights is differentiable by logits, topk_idx and bias are not."""
     is_mapped = to_physical_map is not None or num_tp_ranks != 1
@@ -79,6 +82,8 @@ def top2_sum_gate(
         *(_detached(logits), bias, num_topk, num_topk_groups, num_groups, use_shared_as_routed, num_shared_experts),
         *(routed_scaling_factor, ep_rank, num_ep_ranks, tp_rank, num_tp_ranks, scoring_func, mask),
         *(fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx),
+        renormalize=renormalize,
+        num_topk_sum=num_topk_sum,
     )
     if not needs_gradients(logits):
         return topk_idx, topk_weights
@@ -90,7 +95,7 @@ def top2_sum_gate(
             experts = torch.where(fix_routing_mask.unsqueeze(1), experts.clamp(min=0), experts)
         if mask is not None:
             experts = torch.where(mask.unsqueeze(1), experts, -1)
-    return topk_idx, _GateWeights.call(logits, experts, topk_weights, scoring_func, True, routed_scaling_factor)
+    return topk_idx, _GateWeights.call(logits, experts, topk_weights, scoring_func, renormalize, routed_scaling_factor)
 
 
 def _detached(logits: Tensor) -> Tensor:

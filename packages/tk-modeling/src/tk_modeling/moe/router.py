@@ -25,9 +25,9 @@ class Router(Float32State):
     logits = x · weightᵀ in float32, also under autocast: for bfloat16 on Hopper by `tk_gemm.router_gemm_nt` if
     hidden is a multiple of 64 and num_experts of 8, else by torch, as are the gradients. Experts are ranked by
     scoring_func(logits) + bias, for softmax by logits + bias, in the `num_topk_groups` best of `num_groups` groups
-    if there are groups; their weights are the scores without bias, divided by their sum, times
-    `routed_scaling_factor`. The auxiliary loss is tk_moe.aux_loss of all scores of the call, with factor
-    `aux_loss_factor`.
+    if there are groups, which rank by the sum of their best `num_topk_sum`; their weights are the scores without bias,
+    divided by their sum if `renormalize`, times `routed_scaling_factor`. The auxiliary loss is tk_moe.aux_loss of all
+    scores of the call, with factor `aux_loss_factor`.
 
     A forward in training mode adds the number of tokens of each expert to `load`, unless activation checkpointing runs
     it again within a backward. `update_bias`, to be called after the optimizer's step, moves each expert's bias by
@@ -39,7 +39,8 @@ class Router(Float32State):
 
     Shapes:
         x: (..., hidden), bfloat16 or float32.
-        returns: topk_idx int64 and topk_weights float32 (..., num_topk), aux float32 ().
+        returns: topk_idx int64 and topk_weights float32 (..., num_topk), aux float32 (); with `return_logits` also the
+            logits float32 (..., num_experts), differentiable too.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Router(Float32State):
         *,
         num_groups: int = 0,
         num_topk_groups: int = 0,
+        num_topk_sum: int = 2,
+        renormalize: bool = True,
         routed_scaling_factor: float = 1.0,
         scoring_func: ScoringFunc | str = "sigmoid",
         bias_update_rate: float = 1e-3,
@@ -65,6 +68,7 @@ class Router(Float32State):
         check_placement(device)
         self.hidden, self.num_experts, self.num_topk, self.ep = hidden, num_experts, num_topk, ep
         self.num_groups, self.num_topk_groups = num_groups, num_topk_groups
+        self.num_topk_sum, self.renormalize = num_topk_sum, renormalize
         self.routed_scaling_factor = routed_scaling_factor
         self.scoring_func = scoring_func
         self.bias_update_rate, self.aux_loss_factor = bias_update_rate, aux_loss_factor
@@ -84,8 +88,9 @@ class Router(Float32State):
         nn.init.zeros_(self.bias)
         self.load.zero_()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(topk_idx, topk_weights, aux)."""
+    def forward(self, x: Tensor, return_logits: bool = False) -> tuple[Tensor, ...]:
+        """(topk_idx, topk_weights, aux), and with `return_logits` the logits."""
+        check.flag("return_logits", return_logits)
         check.tensor("x", x, (torch.bfloat16, torch.float32), (..., self.hidden), layout="any")
         with without_autocast(x):
             rows, weight = x.reshape(-1, self.hidden), as_float32(self.weight)
@@ -96,12 +101,15 @@ class Router(Float32State):
         if self.training:
             _add_load(self.load, topk_idx)
         shape = (*x.shape[:-1], self.num_topk)
-        return topk_idx.view(shape), topk_weights.view(shape), aux
+        result = topk_idx.view(shape), topk_weights.view(shape), aux
+        return (*result, logits.view(*x.shape[:-1], self.num_experts)) if return_logits else result
 
     def _gate(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         return top2_sum_gate(
             *(logits, bias, self.num_topk, self.num_topk_groups, self.num_groups, False, 0),
             *(self.routed_scaling_factor, 0, 1, 0, 1, self.scoring_func),
+            renormalize=self.renormalize,
+            num_topk_sum=self.num_topk_sum,
         )
 
     @torch.no_grad()

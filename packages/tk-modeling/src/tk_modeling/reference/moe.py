@@ -16,6 +16,8 @@ class Router(nn.Module):
         *,
         num_groups: int = 0,
         num_topk_groups: int = 0,
+        num_topk_sum: int = 2,
+        renormalize: bool = True,
         routed_scaling_factor: float = 1.0,
         scoring_func: str = "sigmoid",
         bias_update_rate: float = 1e-3,
@@ -24,6 +26,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.num_topk, self.num_groups, self.num_topk_groups = num_topk, num_groups, num_topk_groups
+        self.num_topk_sum, self.renormalize = num_topk_sum, renormalize
         self.routed_scaling_factor, self.scoring_func = routed_scaling_factor, str(scoring_func)
         self.bias_update_rate, self.aux_loss_factor = bias_update_rate, aux_loss_factor
         self.weight = nn.Parameter(torch.empty((num_experts, hidden), dtype=torch.float32, device=device))
@@ -36,7 +39,7 @@ class Router(nn.Module):
         nn.init.zeros_(self.bias)
         self.load.zero_()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, return_logits: bool = False) -> tuple[Tensor, ...]:
         num_experts, hidden = self.weight.shape
         with torch.autocast(x.device.type, enabled=False):
             logits = functional.linear(x.reshape(-1, hidden).to(self.weight.dtype), self.weight)
@@ -44,7 +47,9 @@ class Router(nn.Module):
         ranks = (logits if self.scoring_func == "softmax" else scores).detach() + self.bias
         topk_idx = self._without_other_groups(ranks).topk(self.num_topk, dim=-1).indices
         topk_weights = scores.gather(1, topk_idx)
-        topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True).clamp(min=1e-20) * self.routed_scaling_factor
+        if self.renormalize:
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        topk_weights = topk_weights * self.routed_scaling_factor
 
         pairs = topk_idx.flatten()
         counts = torch.zeros_like(self.load).scatter_add_(0, pairs, torch.ones_like(pairs))
@@ -54,13 +59,14 @@ class Router(nn.Module):
         if self.training:
             self.load += counts
         shape = (*x.shape[:-1], self.num_topk)
-        return topk_idx.view(shape), topk_weights.view(shape), aux
+        result = topk_idx.view(shape), topk_weights.view(shape), aux
+        return (*result, logits.view(*x.shape[:-1], num_experts)) if return_logits else result
 
     def _without_other_groups(self, ranks: Tensor) -> Tensor:
         if self.num_groups == self.num_topk_groups:
             return ranks
         by_group = ranks.unflatten(1, (self.num_groups, -1))
-        best = by_group.topk(2, dim=-1).values.sum(-1).topk(self.num_topk_groups, dim=-1).indices
+        best = by_group.topk(self.num_topk_sum, dim=-1).values.sum(-1).topk(self.num_topk_groups, dim=-1).indices
         is_out = torch.ones_like(by_group[:, :, 0], dtype=torch.bool).scatter(1, best, False)
         return by_group.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(1)
 

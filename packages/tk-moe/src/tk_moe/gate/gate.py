@@ -6,9 +6,9 @@
     weights = scores[idx] / max(Σ scores[idx], 1e-20) · routed_scaling_factor
 
 logits bfloat16 or float32 (num_tokens, num_experts), bias float32 (num_experts), token_ids int32 or int64 (num_tokens),
-table int32 (vocab_size, num_topk), idx int64 or int32 and weights float32 (num_tokens, num_topk). topk_gate takes the
-scores themselves, and returns idx alone. Tokens whose `mask` is False get -1 and 0, as do entries of the table that are
-not experts, and all slots of a token whose id is not in the table.
+table int32 or int64 (vocab_size, num_topk), idx int64 or int32 and weights float32 (num_tokens, num_topk). topk_gate
+takes the scores themselves, and returns idx alone. Tokens whose `mask` is False get -1 and 0, as do entries of the
+table that are not experts, and all slots of a token whose id is not in the table.
 
 Each warp handles one token. It chooses experts by packed keys (lib/packed_selection.py) or, where these do not apply,
 full keys (lib/selection.py); in hash_gate, lane k < num_topk looks up the k-th expert in a table. Then lane k computes
@@ -57,6 +57,8 @@ class GateOptions:
     """Dtype of topk_idx."""
     token_ids_dtype: torch.dtype | None
     """Dtype of the ids by which experts are looked up; None where experts are chosen."""
+    table_dtype: torch.dtype | None = None
+    """Dtype of the table in which they are looked up."""
 
 
 # Written per thread: lanes rank keys by shuffles, for which tiles have no operation. No tile version has been timed.
@@ -128,7 +130,7 @@ def _gate_kernel(
     ) -> None:
         if looks_up:
             token_ids = T.arg("token_ids", T.Tensor((num_tokens,), options.token_ids_dtype))
-            table = T.arg("table", T.Tensor((vocab_size, num_topk), "int32"))
+            table = T.arg("table", T.Tensor((vocab_size, num_topk), options.table_dtype))
 
         with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * 32) as block:
             thread = T.get_thread_binding()
@@ -151,7 +153,11 @@ def _gate_kernel(
                         row = T.alloc_var("int64")
                         row = T.cast(token_ids[token], "int64")
                         if lane < num_topk and row >= 0 and row < T.cast(vocab_size, "int64"):
-                            chosen[0] = table[row, lane]
+                            if options.table_dtype is torch.int64:
+                                # Cut to 32 bits, a wide entry would be another expert.
+                                chosen[0] = T.cast(T.max(T.min(table[row, lane], T.int64(num_experts)), -1), "int32")
+                            else:
+                                chosen[0] = table[row, lane]
                         if chosen[0] >= num_experts or chosen[0] < 0:
                             chosen[0] = -1
                     else:
@@ -188,8 +194,8 @@ def _launch_gate(
     topk_idx, topk_weights = outputs
     num_topk = topk_idx.shape[1]
     present = (x is not None for x in (mask, bias, topk_weights))
-    token_ids_dtype = lookup[0].dtype if lookup else None
-    options = GateOptions(scoring_func, renormalize, *present, topk_idx.dtype, token_ids_dtype)
+    lookup_dtypes = (x.dtype for x in lookup)
+    options = GateOptions(scoring_func, renormalize, *present, topk_idx.dtype, *(lookup_dtypes if lookup else (None,)))
     alignments = check.row_alignment(logits), 16 if bias is None else check.row_alignment(bias)
     gate = _gate_kernel(num_experts, num_topk, logits.dtype, options, *alignments, get_arch(logits.device))
     gate(logits, bias, mask, factor, topk_idx, topk_weights, *lookup)
@@ -307,8 +313,8 @@ def hash_gate(
     Args:
         token_ids: int32 or int64 (num_tokens), contiguous. An id without a row in the table gives -1 and 0 in all slots
             (`TK_DEBUG=1` raises ValueError).
-        table: int32 (vocab_size, num_topk), contiguous; num_topk from 1 to 32. Negative entries, and those from
-            num_experts on, mean no expert (`TK_DEBUG=1` raises ValueError for the latter).
+        table: int32 or int64 (vocab_size, num_topk), contiguous; num_topk from 1 to 32. Negative entries, and those
+            from num_experts on, mean no expert (`TK_DEBUG=1` raises ValueError for the latter).
         logits: bfloat16 or float32 (num_tokens, num_experts), contiguous; num_experts from 1 to 1024.
         scoring_func: Any ScoringFunc, or its name; softmax is over all experts.
         renormalize: Whether to divide by the sum of the token's scores.
@@ -326,7 +332,8 @@ def hash_gate(
     """
     (num_tokens,) = check.tensor("token_ids", token_ids, (torch.int32, torch.int64), ("num_tokens",))
     device = token_ids.device
-    vocab_size, num_topk = check.tensor("table", table, (torch.int32,), ("vocab_size", "num_topk"), device=device)
+    shape = "vocab_size", "num_topk"
+    vocab_size, num_topk = check.tensor("table", table, (torch.int32, torch.int64), shape, device=device)
     check.require(vocab_size >= 1, "table", "at least one row", vocab_size)
     check.in_range("num_topk (columns of table)", num_topk, 1, MAX_TOPK)
     _, num_experts = check.tensor("logits", logits, LOGIT_DTYPES, (num_tokens, "num_experts"), device=device)
