@@ -11,6 +11,8 @@ from tk_core import env
 
 from .expand.test_expand_to_fused import EXPAND
 from .gate.test_hash_gate import ROW, TABLE
+from .gate.test_moe_topk_gate import GOOD as GATE
+from .gate.test_moe_topk_gate import MAP
 from .gate.test_top2_sum_gate import GOOD as ROUTE
 from .gate.test_top2_sum_gate import SHARED
 from .reduce.test_reduce_fused import GOOD as REDUCE
@@ -20,12 +22,11 @@ IDX, WRONG = torch.tensor([[2, -1]]), torch.tensor([[3, -1]])
 POS = REDUCE_BWD["token_topk_to_pos"]
 HASH = {"token_ids": torch.tensor([0, 3]), "table": TABLE[:4], "logits": torch.tensor([ROW] * 2)}
 HASH |= {"scoring_func": "sigmoid"}
-ROUTE = {
-    **ROUTE,
-    **SHARED,
+GIVEN = {
     "fix_routing_mask": torch.tensor([True, False, True]),
     "unmapped_topk_idx": torch.tensor([[0, 7]] * 3),
 }
+ROUTE, GATE = {**ROUTE, **SHARED, **GIVEN}, {**GATE, **MAP, **GIVEN}
 ROWS = {"grad_rows": torch.ones(4, 64), "token_topk_to_pos": REDUCE["token_topk_to_pos"]}
 
 
@@ -63,6 +64,8 @@ def counts(count: int) -> dict[str, torch.Tensor]:
         (tk_moe.top2_sum_gate, ROUTE, counts(0), "expected 1 to 3, got 0$"),
         (tk_moe.top2_sum_gate, ROUTE, counts(4), "expected 1 to 3, got 4$"),
         (tk_moe.top2_sum_gate, ROUTE, {"to_physical_map": torch.full((9, 3), 10, dtype=torch.int32)}, "below 10"),
+        (tk_moe.moe_topk_gate, GATE, {"unmapped_topk_idx": torch.tensor([[0, 8]] * 3)}, "below 8.*8"),
+        (tk_moe.moe_topk_gate, GATE, {"logical_count": torch.zeros(8, dtype=torch.int32)}, "expected 1 to 3, got 0$"),
         (tk_moe.expand_to_fused, EXPAND, {"token_topk_to_pos": EXPAND["token_topk_to_pos"] - 1}, "every row"),
         (tk_moe.reduce_fused, REDUCE, {"token_topk_to_pos": REDUCE["token_topk_to_pos"] + 2}, "positions below 5"),
         (tk_moe.expand_to_fused_bwd, ROWS, {"token_topk_to_pos": ROWS["token_topk_to_pos"] + 1}, "positions below 4"),

@@ -403,6 +403,13 @@ test_bad_input = tiers.bad_input(
         ({"num_groups": 3, "num_topk_groups": 1}, ValueError, "num_groups.*divisor of 8.*3"),
         ({"num_groups": 4, "num_topk_groups": 5}, ValueError, "num_topk_groups.*0 to 4.*5"),
         ({"num_groups": 8, "num_topk_groups": 2}, ValueError, "num_groups.*at least 2 experts.*8"),
+        ({"num_groups": 4}, ValueError, "num_topk_groups.*1 to 4.*0"),
+        ({"num_groups": 4, "num_topk_groups": 1, "num_topk": 3}, ValueError, "num_topk.*groups kept.*1 to 2.*3"),
+        (
+            {"logits": torch.zeros(1, 66), "num_groups": 33, "num_topk_groups": 2},
+            ValueError,
+            "num_groups.*1 to 32.*33",
+        ),
         ({"num_topk_sum": 3}, ValueError, "num_topk_sum.*1 to 2.*3"),
         ({"mask": TOKENS[:2]}, ValueError, "mask.*shape"),
         ({"image_bias": torch.zeros(8)}, ValueError, "image_token_mask.*beside image_bias"),
