@@ -44,6 +44,7 @@ ALSO_TAKEN = {
     "tk_moe.moe_topk_gate_forward random_offset type",
     *("tk_moe.top2_sum_gate unmapped_topk_idx strides", "tk_quant.cast_back_e5m6 x strides"),
     "tk_quant.per_token_cast_with_sf_only tensor_sf dims",
+    *(f"tk_quant.norm_forward_and_per_token_cast {what}" for what in ("out_bf16 strides", "tensor_sf dims")),
     *("tk_quant.per_token_cast_to_e5m6 x strides", "tk_quant.per_channel_cast_fused x strides"),
 }
 ANY = (TypeError, ValueError)

@@ -41,6 +41,7 @@ FIXED = {
     *("m_grouped_fp8_gemm_swiglu_nt_contiguous.b", "k_grouped_bf16_gemm_tn_contiguous.d", "router_gemm_nt.weight"),
     *("k_grouped_fp8_gemm_nt_contiguous.d", "k_grouped_fp8_gemm_nt_contiguous.c", "engram_hash.offsets"),
     *("cp_gather_indexer_k_quant_cache.block_table", "cp_gather_indexer_k_quant_cache.cu_seq_lens"),
+    *("norm_forward.weight", "norm_forward_and_per_token_cast.weight", "norm_backward.weight", "weight_grad"),
 }
 # Where tokens are another dimension than the first: that of the tensor, or of each of a pair.
 DIMENSIONS = {

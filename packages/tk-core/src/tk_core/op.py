@@ -246,9 +246,9 @@ class Op:
         return [_map_tensors(_aligned, x) if to_align else x for x, to_align in zip(call, self._to_align)]
 
     def _fresh(self, result: Any, call: Sequence[Any]) -> list[Tensor]:
-        """The tensors of a result that are no arguments which the op writes."""
-        written = tensors([call[index] for index in self._written])
-        return [x for x in tensors([result]) if not any(x is y for y in written)]
+        """The tensors of a result that are no arguments."""
+        given = tensors(call)
+        return [x for x in tensors([result]) if not any(x is y for y in given)]
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Check and allocate, then call the operator: what torch.compile traces."""

@@ -1,4 +1,7 @@
-"""FP8, FP4 and E5M6 casts, fused SwiGLU and transposes as GPU kernels. Names load on first use."""
+"""The element-wise steps between matrix products as GPU kernels: casts, SwiGLU, RMSNorm, RoPE, transposes.
+
+Names load on first use.
+"""
 
 from tk_core.lazy import export_stub
 

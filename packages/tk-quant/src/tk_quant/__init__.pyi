@@ -19,6 +19,11 @@ from .cast.per_token_and_channel import per_token_and_channel_cast as per_token_
 from .cast.unpack import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
 from .layout.transpose import batched_transpose as batched_transpose
 from .layout.transpose import transpose as transpose
+from .norm.backward import norm_backward as norm_backward
+from .norm.forward import norm_forward as norm_forward
+from .norm.forward_and_per_token_cast import (
+    norm_forward_and_per_token_cast as norm_forward_and_per_token_cast,
+)
 from .rotary.apply_rotary import apply_rotary as apply_rotary
 from .swiglu.backward import swiglu_backward as swiglu_backward
 from .swiglu.backward_and_per_token_cast import (

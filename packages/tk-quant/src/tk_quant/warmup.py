@@ -89,6 +89,11 @@ class Profile:
     cast_and_back: bool = False
     """Whether activations are also cast and cast back in place."""
     rotary: tuple[Rotary, ...] = ()
+    norms: tuple[int, ...] = ()
+    """Channels of the RMS norms, each with and without a residual."""
+    norm_weights: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
+    norm_rounds_before_weight: bool = True
+    """Whether a norm rounds its result before it is multiplied by the weight."""
     training: bool = False
     """Whether backwards, casts by channels and transposes are called too."""
 
@@ -105,6 +110,8 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
         yield from _swiglu(profile, form, hidden, num_tokens)
     for rotary, dtype in product(profile.rotary, profile.inputs):
         yield from _rotations(rotary, dtype, num_tokens, profile.training)
+    for width, dtype in product(profile.norms, profile.inputs):
+        yield from _norms(profile, width, dtype, num_tokens)
     if profile.training:
         for width, dtype in product(profile.widths, profile.inputs):
             yield from _casts_by_channel(profile, width, dtype, num_tokens)
@@ -235,6 +242,23 @@ def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Ite
         options = {**_token_options(form, layout), **of_rows, "swiglu_clamp_value": clamp}
         for count in (None, empty(3, dtype=torch.int64)) if clamp and profile.training else (None,):
             yield call(quant.swiglu_forward_and_per_token_cast, x, form.fmt, group, **options, clamped_count=count)
+
+
+def _norms(profile: Profile, width: int, dtype: str, num_tokens: int) -> Iterator[Call]:
+    x = empty(num_tokens, width, dtype=dtype)
+    options = {"round_before_weight": profile.norm_rounds_before_weight}
+    for weight_dtype, residual in product(profile.norm_weights, (None, empty(num_tokens, width, dtype=dtype))):
+        weight = empty(width, dtype=weight_dtype)
+        yield call(quant.norm_forward, x, weight, 1e-6, residual, **options)
+        if profile.training:
+            yield call(quant.norm_forward, x, weight, 1e-6, residual, with_rstd=True, **options)
+            for main_grad in (None, empty(width)):
+                yield call(quant.norm_backward, x, x, weight, empty(num_tokens), residual, 1.0, main_grad)
+        for form in profile.activations if width % 64 == 0 else ():
+            group = form.num_per_channels or width
+            for layout in form.sf_layouts if form.fmt != "e5m6" else ():
+                flags = {**_token_options(form, layout), **options}
+                yield call(quant.norm_forward_and_per_token_cast, x, weight, 1e-6, form.fmt, group, residual, **flags)
 
 
 def _casts_by_channel(profile: Profile, width: int, dtype: str, num_tokens: int) -> Iterator[Call]:

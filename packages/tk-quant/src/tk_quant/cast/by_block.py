@@ -121,13 +121,13 @@ def cast_kernel(
                     for i, g in T.Parallel(*config.parts):
                         factors[i, g] = sf_of_amax(whole if splits else amax[i, g], tensor_sf)[1]
             if with_data and fmt == "e4m3":
-                e4m3.store_e4m3(values, factors, data, row, col, config)
+                e4m3.store_e4m3(values, factors, data, row, col, num_tokens, config)
             elif with_data and fmt == "e5m6":
                 e5m6.store_e5m6(values, factors, data, row, col, config)
             elif with_data and by_power:
-                e2m1.store_e2m1_by_power(values, factors, data, row, col, config)
+                e2m1.store_e2m1_by_power(values, factors, data, row, col, num_tokens, config)
             elif with_data:
-                e2m1.store_e2m1(values, factors, data, row, col, are_bounded, config)
+                e2m1.store_e2m1(values, factors, data, row, col, num_tokens, are_bounded, config)
 
     return cast
 

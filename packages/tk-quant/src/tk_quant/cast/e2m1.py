@@ -17,12 +17,14 @@ def store_e2m1(
     data: T.Buffer,
     row: T.int32,
     col: T.int32,
+    num_rows: T.int32,
     are_bounded: bool,
     config: TileConfig,
 ) -> None:
     """Multiply values by the factors of their blocks, and store the products' codes at (row, col) of data.
 
-    `are_bounded`: the factors were made from the values' amax, so no finite value saturates.
+    Rows from num_rows on are skipped. `are_bounded`: the factors were made from the values' amax, so no finite value
+    saturates.
     """
     down, tokens, _, size = config.tile
     scaled = scale_values(values, factors, config)
@@ -34,12 +36,18 @@ def store_e2m1(
             eight[k] = scaled[i, t, (8 * w + k) // size, (8 * w + k) % size]
         # If a word has codes of several blocks, NaN or infinity in one would spoil the others.
         words[i, t, w] = encode_e2m1x8((eight[k] for k in range(8)), are_bounded and size >= 8)
-    _store_words(words, data, row, col, config)
+    _store_words(words, data, row, col, num_rows, config)
 
 
 @T.macro
 def store_e2m1_by_power(
-    values: T.Buffer, factors: T.Buffer, data: T.Buffer, row: T.int32, col: T.int32, config: TileConfig
+    values: T.Buffer,
+    factors: T.Buffer,
+    data: T.Buffer,
+    row: T.int32,
+    col: T.int32,
+    num_rows: T.int32,
+    config: TileConfig,
 ) -> None:
     """`store_e2m1` of bfloat16 values times powers of two, for GPUs without an instruction that casts to e2m1."""
     down, tokens, _, size = config.tile
@@ -52,7 +60,7 @@ def store_e2m1_by_power(
         pairs, power = T.view(eight, (4,), "uint32"), T.reinterpret(factors[i, 8 * w // size], "uint32")
         four = tuple(pairs[k] for k in range(4))
         words[i, t, w] = e2m1x8_by_power(four, power | (power >> T.uint32(16)))
-    _store_words(words, data, row, col, config)
+    _store_words(words, data, row, col, num_rows, config)
 
 
 @T.macro
@@ -68,7 +76,9 @@ def round_to_e2m1(value: T.float32) -> T.float32:
 
 
 @T.macro
-def _store_words(words: T.Buffer, data: T.Buffer, row: T.int32, col: T.int32, config: TileConfig) -> None:
+def _store_words(
+    words: T.Buffer, data: T.Buffer, row: T.int32, col: T.int32, num_rows: T.int32, config: TileConfig
+) -> None:
     _, tokens, width = words.shape
     vector, num_words = config.vec // 8, data.shape[1] // 4
     out = T.view(data, (data.shape[0], num_words), "uint32")
@@ -78,7 +88,7 @@ def _store_words(words: T.Buffer, data: T.Buffer, row: T.int32, col: T.int32, co
         copied = T.alloc_local((vector,), "uint32")
         for k in T.unroll(vector):
             copied[k] = words[i, t, v * vector + k]
-        if token < data.shape[0] and word < num_words:
+        if token < num_rows and word < num_words:
             if vector == 1:
                 T.stg32(out[token, word], copied[0])
             else:

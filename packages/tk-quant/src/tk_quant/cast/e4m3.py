@@ -11,9 +11,18 @@ from tk_quant.cast.tile import layout_of_tile
 
 @T.macro
 def store_e4m3(
-    values: T.Buffer, factors: T.Buffer, data: T.Buffer, row: T.int32, col: T.int32, config: TileConfig
+    values: T.Buffer,
+    factors: T.Buffer,
+    data: T.Buffer,
+    row: T.int32,
+    col: T.int32,
+    num_rows: T.int32,
+    config: TileConfig,
 ) -> None:
-    """Multiply values by the factors of their blocks, and store the products' codes at (row, col) of data."""
+    """Multiply values by the factors of their blocks, and store the products' codes at (row, col) of data.
+
+    Rows from num_rows on are skipped.
+    """
     _, tokens, _, size = config.tile
     codes = T.alloc_fragment(config.tile, "float8_e4m3fn")
     T.annotate_layout({codes: layout_of_tile(config)})
@@ -22,5 +31,5 @@ def store_e4m3(
     for i, t, g, j in T.Parallel(*config.tile):
         token, channel = row + i * tokens + t, col + g * size + j
         # Compares vectors, so that TileLang sees one guard for all elements of a vector.
-        if token < data.shape[0] and channel // config.vec < data.shape[1] // config.vec:
+        if token < num_rows and channel // config.vec < data.shape[1] // config.vec:
             data[token, channel] = codes[i, t, g, j]

@@ -64,7 +64,7 @@ def _check_input(
     return x, x_sf, num_tokens, hidden, x_block_size
 
 
-def _check_sf(
+def check_sf(
     x: Tensor,
     fmt: str,
     num_per_channels: int,
@@ -177,7 +177,7 @@ def per_token_cast(
     """
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     x, x_sf, num_tokens, hidden, x_block_size = _check_input(x, fmt, tuple(LIMITS), num_per_channels, x_block_size)
-    layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf, sf_clamp_min)
+    layout, sf_dtype, tensor_sf = check_sf(x, fmt, num_per_channels, *flags, tensor_sf, sf_clamp_min)
     data, sf = (None, None) if out is None else pair_of("out", out)
     data = data_output("out[0]", data, x, num_tokens, hidden, fmt)
     num_groups = ceil_div(hidden, num_per_channels)
@@ -230,7 +230,7 @@ def per_token_cast_with_sf_only(
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     checked = _check_input(x, fmt, _FORMATS_FROM_PAIRS, num_per_channels, x_block_size)
     x, x_sf, num_tokens, hidden, x_block_size = checked
-    layout, sf_dtype, tensor_sf = _check_sf(x, fmt, num_per_channels, *flags, tensor_sf, sf_clamp_min)
+    layout, sf_dtype, tensor_sf = check_sf(x, fmt, num_per_channels, *flags, tensor_sf, sf_clamp_min)
     num_groups = ceil_div(hidden, num_per_channels)
     sf = sf_output("out_sf", out_sf, x, num_tokens, num_groups, layout, sf_dtype)
     if launching(sf):

@@ -3,6 +3,9 @@ from .back import cast_back as cast_back
 from .back import cast_back_e5m6 as cast_back_e5m6
 from .back import per_token_cast_back as per_token_cast_back
 from .lossless import per_block_cast_lossless as per_block_cast_lossless
+from .norm import norm_backward as norm_backward
+from .norm import norm_forward as norm_forward
+from .norm import norm_forward_and_per_token_cast as norm_forward_and_per_token_cast
 from .per_block import per_block_cast as per_block_cast
 from .per_block import per_block_cast_with_precomputed_sf as per_block_cast_with_precomputed_sf
 from .per_block import per_block_cast_with_sf_only as per_block_cast_with_sf_only

@@ -1,0 +1,1 @@
+"""RMSNorm, plain and with a cast, and its backward."""
