@@ -172,10 +172,10 @@ def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
 class Attention(nn.Module):
     """Norm and causal self-attention."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, layers: ModuleType) -> None:
         super().__init__()
         self.heads = size.heads
-        self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
+        self.norm = layers.RMSNorm(size.hidden, dtype=DTYPE)
         self.qkv = nn.Linear(size.hidden, 3 * size.hidden, bias=False, dtype=DTYPE)
         self.out = nn.Linear(size.hidden, size.hidden, bias=False, dtype=DTYPE)
 
@@ -190,7 +190,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, size: Size, layers: ModuleType, options: dict[str, Any]) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
+        self.norm = layers.RMSNorm(size.hidden, dtype=DTYPE)
         self.moe = layers.MoE(size.hidden, size.intermediate, size.experts, size.topk, dtype=DTYPE, **options)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,10 +217,10 @@ class LanguageModel(nn.Module):
         def connected(sublayer: nn.Module) -> nn.Module:
             return layers.HyperConnection(sublayer, size.hidden, mhc_mult=size.streams)
 
-        self.attentions = nn.ModuleList(connected(Attention(size)) for _ in range(size.layers))
+        self.attentions = nn.ModuleList(connected(Attention(size, layers)) for _ in range(size.layers))
         self.feed_forwards = nn.ModuleList(connected(FeedForward(size, layers, moe)) for _ in range(size.layers))
         self.head = layers.HyperHead(size.hidden, mhc_mult=size.streams)
-        self.norm = nn.RMSNorm(size.hidden, eps=1e-6, dtype=DTYPE)
+        self.norm = layers.RMSNorm(size.hidden, dtype=DTYPE)
         self.logits = nn.Linear(size.hidden, VOCABULARY, bias=False, dtype=DTYPE)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

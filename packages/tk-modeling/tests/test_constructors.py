@@ -21,6 +21,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "HyperConnection": {"sublayer": nn.Identity(), "hidden": 64},
     "HyperHead": {"hidden": 64},
     "MoE": {"hidden": 64, "intermediate": 64, "num_experts": 4, "num_topk": 2},
+    "RMSNorm": {"hidden": 64},
     "Router": {"hidden": 64, "num_experts": 4, "num_topk": 2},
 }
 NUMBERS = {
@@ -29,6 +30,7 @@ NUMBERS = {
     "HyperConnection": ("norm_eps", "pre_eps", "sinkhorn_eps", "post_mult_value"),
     "HyperHead": ("norm_eps", "pre_eps"),
     "MoE": ("bias_update_rate", "aux_loss_factor", "routed_scaling_factor"),
+    "RMSNorm": ("eps", "weight_offset"),
     "Router": ("bias_update_rate", "aux_loss_factor", "routed_scaling_factor"),
 }
 FLAGS = {
@@ -36,10 +38,11 @@ FLAGS = {
     "HyperConnection": ("norm_weight", "shifted"),
     "HyperHead": ("norm_weight",),
     "MoE": ("fp8",),
+    "RMSNorm": ("round_before_weight",),
 }
-WITH_DTYPE = ("Engram", "EngramGate", "FP8Linear", "GroupedFP8Linear", "MoE")
+WITH_DTYPE = ("Engram", "EngramGate", "FP8Linear", "GroupedFP8Linear", "MoE", "RMSNorm")
 STREAMS = ("HyperConnection", "HyperHead")
-SIGNED = ("pre_eps", "routed_scaling_factor")
+SIGNED = ("pre_eps", "routed_scaling_factor", "weight_offset")
 EACH_NUMBER = [(module, name) for module, names in NUMBERS.items() for name in names]
 WRONG = [
     *((module, name, NAN, ValueError) for module, name in EACH_NUMBER),
@@ -65,6 +68,8 @@ WRONG = [
     ("Engram", "block_id", 1.0, TypeError),
     ("Engram", "layout", None, TypeError),
     ("EngramGate", "hidden", 96, ValueError),
+    ("RMSNorm", "hidden", 60, ValueError),
+    ("RMSNorm", "hidden", 64.0, TypeError),
     ("FP8Linear", "in_features", 0, ValueError),
     ("FP8Linear", "in_features", 128.0, TypeError),
     ("FP8Linear", "out_features", -128, ValueError),

@@ -9,8 +9,9 @@ from .engram import cases as engram
 from .fp8 import cases as fp8
 from .mhc import cases as mhc
 from .moe import cases as moe
+from .norm import cases as norm
 
-CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, *fp8.CASES)
+CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, *fp8.CASES, *norm.CASES)
 
 
 @pytest.mark.parametrize(

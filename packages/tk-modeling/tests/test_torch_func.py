@@ -19,9 +19,10 @@ from .fp8 import cases as fp8
 from .mhc import cases as mhc
 from .mhc import test_ops as ops
 from .moe import cases as moe
+from .norm import cases as norm
 
 BF16 = torch.bfloat16
-CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, *fp8.CASES)
+CASES = (*mhc.CASES, *engram.CASES, *moe.CASES, *fp8.CASES, *norm.CASES)
 FP8_CASES = [case for case in CASES if "fp8" in case.name]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -124,6 +125,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "apply_rotary": (
         lambda query, key: tk_modeling.apply_rotary(query, ANGLES, key),
         (bf16(3, 2, 40), bf16(3, 1, 40)),
+    ),
+    "rms_norm": (
+        lambda x, weight, residual: tk_modeling.rms_norm(x, weight, 1e-6, residual),
+        (bf16(3, 72), torch.rand(72), bf16(3, 72)),
     ),
     "aux_loss": (lambda scores: tk_modeling.aux_loss(scores, torch.ones(4)), (torch.rand(3, 4),)),
     "engram_gate": (

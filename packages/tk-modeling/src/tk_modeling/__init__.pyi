@@ -38,6 +38,8 @@ from .moe.functional import top2_sum_gate as top2_sum_gate
 from .moe.functional import topk_gate_with_weights as topk_gate_with_weights
 from .moe.moe import MoE as MoE
 from .moe.router import Router as Router
+from .norm.functional import rms_norm as rms_norm
+from .norm.rms_norm import RMSNorm as RMSNorm
 from .rotary.functional import apply_rotary as apply_rotary
 
 __version__: str

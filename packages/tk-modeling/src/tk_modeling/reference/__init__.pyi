@@ -7,3 +7,4 @@ from .mhc import HyperHead as HyperHead
 from .mhc import expand_from_embedding as expand_from_embedding
 from .moe import MoE as MoE
 from .moe import Router as Router
+from .norm import RMSNorm as RMSNorm

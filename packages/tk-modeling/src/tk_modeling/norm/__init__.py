@@ -1,0 +1,1 @@
+"""RMSNorm: the differentiable function and its module."""
