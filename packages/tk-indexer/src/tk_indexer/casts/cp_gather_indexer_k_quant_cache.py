@@ -4,8 +4,8 @@
     block block_table[b, i // block_kv]
 
 Bytes are copied as they are, or FP4 is widened to e4m3 with a factor for the row (lib/widen_steps.py). A thread writes
-16 bytes; the first of a row's writes the factor, too. Each finds the row's sequence by bisection of cu_seq_lens, which
-is in L1 after the first row.
+16 bytes; the first of a row's writes the factor, too. All threads of a block search for the sequence of its first row:
+each looks at the end of one of 256 parts of cu_seq_lens. Rows of later sequences go on from there by bisection.
 """
 
 from typing import Any
@@ -55,9 +55,24 @@ def _cp_gather_indexer_k_quant_cache_kernel(key_bytes: int, block_kv: int, widen
             row, lane = block * rows + thread // lanes, thread % lanes
             words, sf = T.alloc_local((4,), "uint32"), T.alloc_local((1,), "uint32")
             codes = T.alloc_local((2,), "uint32")
+            # Of the bounds, `passed` are not above the block's first row, nor may be up to `left` more.
+            passed, left, part, whole_parts = (T.alloc_var("int32", init=0) for _ in range(4))
+            left = num_bounds
+            while left > 0:
+                part = T.ceildiv(left, _THREADS)
+                last = passed + (thread + 1) * part - 1
+                is_passed = T.alloc_var("bool", init=False)
+                if last < passed + left:
+                    is_passed = cu_seq_lens[last] <= block * rows
+                whole_parts = T.syncthreads_count(is_passed)
+                passed = passed + whole_parts * part
+                left = T.min(left - whole_parts * part, part - 1)
             # cu_seq_lens[seq] ≤ row < cu_seq_lens[end], if both are there.
             seq, end, middle, page_block = (T.alloc_var("int32", init=-1) for _ in range(4))
-            end = num_bounds
+            seq = passed - 1
+            end = passed
+            if passed < num_bounds and cu_seq_lens[passed] <= row:
+                end = num_bounds
             while end - seq > 1:
                 middle = (seq + end) // 2
                 if cu_seq_lens[middle] <= row:
