@@ -85,21 +85,25 @@ def test_each_turn_is_recorded_behind_one_head_start(monkeypatch: pytest.MonkeyP
     recorded = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: [event for _, event in device]))
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(SimpleNamespace(profiler=recorded)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: launch(_SPIN, cycles))
     made = object.__new__(bench.Bench)
     turns = [[lambda: launch("read", 9), lambda: launch("first", 2000)], [lambda: launch("second", 3000)]]
-    assert made._record(turns) == [[0.009, 2.0], [3.0]]
-    assert [duration for duration, _ in device] == [900_000, 9, 1, 1, 2000, 1, 900_000, 3000, 1]
+    cycles = iter([900_000, 1, 1, 1, 600_000, 1, 450_000, 1])
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: launch(_SPIN, next(cycles)))
+    # A turn's clock is that of the head start which follows: 900,000 cycles in 0.6 and 0.45 ms.
+    assert made._record(turns) == ([[0.009, 2.0], [3.0]], [1500.0, 2000.0])
+    assert [duration for duration, _ in device] == [900_000, 9, 1, 1, 2000, 1, 600_000, 3000, 1, 450_000, 1]
 
 
 def test_only_the_last_calls_of_a_turn_count() -> None:
     made = object.__new__(bench.Bench)
     made._time_by_events = lambda call: 57.0
-    made._record = lambda turns: [[1e9, *range(len(turn) - 1)] for turn in turns]
-    # Eight calls of which five count: 3, 4, 5, 6, 7.
-    assert made._device_times({"copy": None, "op": None}, 3) == ("cupti", {"copy": 5, "op": 5})
+    made._record = lambda turns: bench.Recording(
+        [[1e9, *range(len(turn) - 1)] for turn in turns], [1500.0 + turn for turn in range(len(turns))]
+    )
+    # Eight calls of which five count: 3, 4, 5, 6, 7. The op has turns 1, 2, 5, 6 … of 24.
+    assert made._device_times({"copy": None, "op": None}, 3) == ("cupti", {"copy": 5, "op": 5}, 1511.5)
     made._record = lambda turns: None
-    assert made._device_times({"copy": None, "op": None}, 3) == ("events", {"copy": 57.0, "op": 57.0})
+    assert made._device_times({"copy": None, "op": None}, 3) == ("events", {"copy": 57.0, "op": 57.0}, None)
 
 
 def test_rates() -> None:
@@ -145,7 +149,7 @@ def cpu_bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(bench.Bench)
     made.baselines, made.versions = "compiled", {"gpu": "H200", "date": "2026-11-21"}
     made._copy = None
-    made._device_times = lambda contenders, lead: ("cupti", {name: times[name] for name in contenders})
+    made._device_times = lambda contenders, lead: ("cupti", {name: times[name] for name in contenders}, 1700.0)
     return made
 
 
@@ -157,7 +161,7 @@ def test_a_row(cpu_bench: Any) -> None:
     assert row["copy_gbps"] == round(2 * 8192 * 7168 * 2 / 56.9e3, 1)
     assert (row["eager_us"], row["compiled_us"], row["model_shape"], row["gpu"]) == (8.0, 4.0, True, "H200")
     assert row["host_us"] > 0
-    assert row["host_bare_us"] is None
+    assert (row["host_bare_us"], row["sm_mhz"]) == (None, 1700.0)
     json.dumps(row)
     assert cpu_bench.measure(OpSpec(double, double, SHAPES), SHAPES[1])["compiled_us"] is None
 

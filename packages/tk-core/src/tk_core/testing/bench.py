@@ -13,6 +13,9 @@ A flush of L2 by writing before each call would add 45 MB of dirty lines on an H
 back, in up to 11 µs; after a flush by reading, the call would leave its own last 45 MB for others to write back. Calls
 follow each other closely, as an idle GPU writes lines back at no cost: 10 µs of idle time take 0.5 µs off a copy.
 
+The kernel that gives the host a head start before a turn spins for a fixed number of cycles; how long that took tells
+the clock of the SMs, as it was when the turn before ended. A row has the op's median.
+
 Where CUPTI does not work, CUDA events around a call time it. They also time calls of several launches in a CUDA graph,
 whose buffers are fixed. L2 is flushed before such a call by writing 256 MB.
 
@@ -25,9 +28,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -94,6 +97,15 @@ class Rotation:
         self._results[index] = self._function(**self._arguments[index])
 
 
+class Recording(NamedTuple):
+    """What one recording tells of its turns."""
+
+    durations: list[list[float]]
+    """Device time in µs of each call of each turn."""
+    sm_mhz: list[float]
+    """The clock of the SMs at the end of each turn."""
+
+
 class Bench:
     """Measures cases on the current GPU. One per session: it owns the buffers that every measurement uses."""
 
@@ -138,7 +150,7 @@ class Bench:
                 first_line = str(error).strip().partition("\n")[0]
                 errors[f"{name}_error"] = f"{type(error).__name__}: {first_line}"[:200]
 
-        timer, times = self._device_times(contenders, lead)
+        timer, times, sm_mhz = self._device_times(contenders, lead)
         host_us, host_bare_us = self._host_times(spec.op, kwargs, outputs)
         return {
             "op": spec.name,
@@ -152,6 +164,7 @@ class Bench:
             **errors,
             "host_us": round(host_us, 2),
             "host_bare_us": _rounded(host_bare_us),
+            "sm_mhz": _rounded(sm_mhz),
             "timer": timer,
             "cold_by": "rotation" if timer == "cupti" else "flush",
             **self.versions,
@@ -186,19 +199,26 @@ class Bench:
 
     # ---- device time
 
-    def _device_times(self, contenders: dict[str, Call], lead: int) -> tuple[str, dict[str, float]]:
-        """The timer that was used, "cupti" or "events", and the median device time of each contender in µs."""
+    def _device_times(self, contenders: dict[str, Call], lead: int) -> tuple[str, dict[str, float], float | None]:
+        """The timer, "cupti" or "events"; each contender's median device time in µs; the op's clock in MHz.
+
+        Events tell no clock.
+        """
         single_call_us = {name: self._time_by_events(call) for name, call in contenders.items()}
         plan = plan_of(single_call_us, lead)
         samples: dict[str, list[float]] = {name: [] for name in contenders}
         # Reading evicts the dirty lines that the last contender left in L2.
-        durations = self._record([[self._read, *[contenders[name]] * calls] for name, calls, _ in plan])
+        recording = self._record([[self._read, *[contenders[name]] * calls] for name, calls, _ in plan])
         for turn, (name, _, count) in enumerate(plan):
             call = contenders[name]
             samples[name] += (
-                durations[turn][-count:] if durations else [self._time_by_events(call) for _ in range(count)]
+                recording.durations[turn][-count:] if recording else [self._time_by_events(call) for _ in range(count)]
             )
-        return "cupti" if durations else "events", {name: statistics.median(values) for name, values in samples.items()}
+        times = {name: statistics.median(values) for name, values in samples.items()}
+        if recording is None:
+            return "events", times, None
+        of_op = [mhz for mhz, (name, _, _) in zip(recording.sm_mhz, plan) if name == "op"]
+        return "cupti", times, statistics.median(of_op)
 
     def _read(self) -> None:
         self._flush.view(torch.int64).max()
@@ -216,8 +236,8 @@ class Bench:
         after.synchronize()
         return before.elapsed_time(after) * 1e3
 
-    def _record(self, turns: Sequence[Sequence[Call]]) -> list[list[float]] | None:
-        """Device time in µs of each call of each turn, from one recording; None if CUPTI reports too few kernels."""
+    def _record(self, turns: Sequence[Sequence[Call]]) -> Recording | None:
+        """One recording of all turns; None if CUPTI reports too few kernels."""
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
             for turn in turns:
@@ -225,15 +245,23 @@ class Bench:
                     torch.cuda._sleep(_HEAD_START_CYCLES if index == 0 else 1)
                     call()
                     torch.cuda._sleep(1)
+            # For the last turn's clock.
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+            torch.cuda._sleep(1)
             torch.cuda.synchronize()
         events = [
             (event.start_ns(), event.name(), event.duration_ns())
             for event in recorded.profiler.kineto_results.events()
             if event.device_type() == torch.autograd.DeviceType.CUDA
         ]
-        sums = between_markers(events, sum(len(turn) for turn in turns))
-        durations = iter(sums or ())
-        return None if sums is None else [list(islice(durations, len(turn))) for turn in turns]
+        sums = between_markers(events, sum(len(turn) for turn in turns) + 1)
+        if sums is None:
+            return None
+        durations = iter(sums)
+        head_starts = [duration for _, name, duration in sorted(events) if _MARKER_KERNEL in name][::2]
+        firsts = accumulate(len(turn) for turn in turns)
+        mhz = [_HEAD_START_CYCLES * 1e3 / head_starts[index] for index in firsts]
+        return Recording([list(islice(durations, len(turn))) for turn in turns], mhz)
 
     # ---- host time
 
