@@ -151,7 +151,7 @@ def _sum_parts_kernel(hidden: int, dtype: torch.dtype, accumulates: bool, arch: 
     return sum_parts
 
 
-@op(writes=("weight_grad",), aligned=("weight", "rstd", "weight_grad"))
+@op(writes=("weight_grad",), aligned=("weight", "weight_grad"))
 def norm_backward(
     out_grad: Tensor,
     x: Tensor,

@@ -20,7 +20,7 @@ from tk_core.arch import Arch, get_arch
 from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import given_or_new, launching, new, op
-from tk_core.scales import ScaleLayout
+from tk_core.scales import ScaleLayout, empty_scales
 from tk_core.tiles import DIRECT_COPIES
 from tk_quant.cast.config import CastSf, layout_of
 from tk_quant.cast.format import BITS, DTYPES, least_amax_of, pair_of, sf_output
@@ -129,36 +129,34 @@ def _sf_of_batches(
     *batches, num_rows = leading
     if not batches:
         return sf_output(name, given, like, num_rows, num_cols, layout, dtype)
-    if layout not in _COLUMN_MAJOR:
-        is_swizzled = layout is ScaleLayout.SWIZZLED
-        dtype = dtype or (torch.float8_e8m0fnu if is_swizzled else torch.float32)
-        shape = (ceil_div(num_rows, 128), ceil_div(num_cols, 4), 32, 4, 4) if is_swizzled else (num_rows, num_cols)
-        return given_or_new(name, given, like, (*batches, *shape), dtype)
-    is_packed, pitch = layout is ScaleLayout.PACKED_UE8M0, align(num_rows, 4)
-    width, dtype = (ceil_div(num_cols, 4), torch.int32) if is_packed else (num_cols, torch.float32)
-    strides = (width * pitch, 1, pitch)
+    one = empty_scales(torch.empty((), device="meta"), num_rows, num_cols, layout, dtype)
+    shape, strides = (*batches, *one.shape), (_pitch_of(one), *one.stride())
     for size in reversed(batches[1:]):
         strides = (size * strides[0], *strides)
-    shape = (*batches, num_rows, width)
     if given is None:
-        return new(like.new_empty_strided, shape, strides, dtype=dtype)
-    check.tensor(name, given, (dtype,), shape, layout="any", device=like.device)
+        return new(like.new_empty_strided, shape, strides, dtype=one.dtype)
+    check.tensor(name, given, (one.dtype,), shape, layout="any", device=like.device)
     check.require(given.stride() == strides or given.numel() == 0, name, "strides {}", given.stride(), strides)
     return given
+
+
+def _pitch_of(sf: Tensor) -> int:
+    """Elements of memory that a matrix of scale factors takes, with the padding of its columns."""
+    return max(size * stride for size, stride in zip(sf.shape, sf.stride()))
 
 
 def _sf_of_matrix(sf: Tensor, leading: tuple[int, ...], layout: ScaleLayout) -> tuple[Tensor, int]:
     """`(sf of all batches as for one matrix, rows from one batch to the next)`, as the kernel takes them."""
     *batches, num_rows = leading
-    if layout is ScaleLayout.SWIZZLED:
-        return (sf.flatten(0, -5) if batches else sf), align(num_rows, 128)
-    if layout not in _COLUMN_MAJOR:
-        return (sf.flatten(0, -2) if batches else sf), num_rows
-    pitch = sf.shape[-1] * sf.stride(-1)
     if not batches:
-        return sf, pitch
-    rows = (sf.numel() // (num_rows * sf.shape[-1]) - 1) * pitch + num_rows
-    return sf.as_strided((rows, sf.shape[-1]), (1, sf.stride(-1))), pitch
+        return sf, 0
+    if layout is ScaleLayout.SWIZZLED:
+        return sf.flatten(0, -5), align(num_rows, 128)
+    if layout not in _COLUMN_MAJOR:
+        return sf.flatten(0, -2), num_rows
+    width, pitch = sf.shape[-1], sf.stride(-3)
+    num_batches = sf.numel() // (num_rows * width)
+    return sf.as_strided(((num_batches - 1) * pitch + num_rows, width), (1, sf.stride(-1))), pitch
 
 
 def _check_mega_moe(
