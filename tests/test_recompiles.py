@@ -114,7 +114,7 @@ def _size(name: str, index: int, size: int, factor: int, x: Tensor, kwargs: dict
     if name == "cu_seqlens":
         return (size - 1) * factor + 1
     block = kwargs.get("x_block_size") or kwargs.get("block_size")
-    is_sf = name == "sf" or (name == "x" and index == 1)
+    is_sf = (name == "sf" and "x" in kwargs) or (name == "x" and index == 1)
     if not is_sf or (block is None and x.ndim != 5):
         return size * factor
     num_tokens = len(tensors(kwargs["x"])[0]) * factor

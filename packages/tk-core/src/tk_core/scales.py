@@ -8,9 +8,12 @@ columns of blocks:
     PACKED_UE8M0  int32 (R, ceil(C / 4)), strides (1, align(R, 4)); byte k of a word (little endian) is the biased
                   exponent of block 4 * col + k: byte b means 2**(b - 127), 255 means NaN; bytes past C are
                   unspecified (written as 0 here)
+    PACKED_ROW_MAJOR  the same words, contiguous
     SWIZZLED      one byte a block, float8_e8m0fnu (2**(b - 127), 255 means NaN) or float8_e4m3fn, contiguous
                   (ceil(R / 128), ceil(C / 4), 32, 4, 4), block (r, c) at [r // 128, c // 4, r % 32, r % 128 // 32,
                   c % 4]: the 128 x 4 tiles that Blackwell's block-scaled matrix products read; bytes past R and C are 0
+
+In ROW_MAJOR and COL_MAJOR scale factors may be float8_e4m3fn, too, in COL_MAJOR with strides (1, align(R, 16)).
 """
 
 import enum
@@ -32,6 +35,7 @@ class ScaleLayout(enum.Enum):
     ROW_MAJOR = "row_major"
     COL_MAJOR = "col_major"
     PACKED_UE8M0 = "packed_ue8m0"
+    PACKED_ROW_MAJOR = "packed_row_major"
     SWIZZLED = "swizzled"
 
 
@@ -41,8 +45,7 @@ def scale_layout(
     """The layout that an op's flags ask for.
 
     Raises TypeError if a flag is not a bool. Raises ValueError for `use_packed_ue8m0` without `round_sf` (a byte holds
-    only powers of two) or without `use_tma_aligned_col_major_sf` (packed words are always column major), and for
-    `use_swizzled_sf` with `use_tma_aligned_col_major_sf` or `use_packed_ue8m0`.
+    only powers of two), and for `use_swizzled_sf` with `use_tma_aligned_col_major_sf` or `use_packed_ue8m0`.
     """
     check.flag("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
     check.flag("round_sf", round_sf)
@@ -56,12 +59,7 @@ def scale_layout(
     if use_packed_ue8m0:
         if not round_sf:
             raise ValueError("use_packed_ue8m0: expected round_sf=True beside it, got round_sf=False")
-        if not use_tma_aligned_col_major_sf:
-            raise ValueError(
-                "use_packed_ue8m0: expected use_tma_aligned_col_major_sf=True beside it, "
-                "got use_tma_aligned_col_major_sf=False"
-            )
-        return ScaleLayout.PACKED_UE8M0
+        return ScaleLayout.PACKED_UE8M0 if use_tma_aligned_col_major_sf else ScaleLayout.PACKED_ROW_MAJOR
     return ScaleLayout.COL_MAJOR if use_tma_aligned_col_major_sf else ScaleLayout.ROW_MAJOR
 
 
@@ -74,16 +72,18 @@ def empty_scales(
 ) -> torch.Tensor:
     """Uninitialized scale factors for `(num_rows, num_cols)` blocks in `layout`, on the device of `like`.
 
-    By default `dtype` is the layout's own; for ROW_MAJOR and SWIZZLED it may be float8_e4m3fn.
+    By default `dtype` is the layout's own; for ROW_MAJOR, COL_MAJOR and SWIZZLED it may be float8_e4m3fn.
     """
     if layout is ScaleLayout.ROW_MAJOR:
         return like.new_empty((num_rows, num_cols), dtype=dtype or torch.float32)
     if layout is ScaleLayout.SWIZZLED:
         return like.new_empty(_swizzled_shape(num_rows, num_cols), dtype=dtype or torch.float8_e8m0fnu)
-    strides = (1, align(num_rows, 4))
+    if layout is ScaleLayout.PACKED_ROW_MAJOR:
+        return like.new_empty((num_rows, ceil_div(num_cols, 4)), dtype=torch.int32)
     if layout is ScaleLayout.COL_MAJOR:
-        return like.new_empty_strided((num_rows, num_cols), strides, dtype=torch.float32)
-    return like.new_empty_strided((num_rows, ceil_div(num_cols, 4)), strides, dtype=torch.int32)
+        dtype = dtype or torch.float32
+        return like.new_empty_strided((num_rows, num_cols), (1, align(num_rows, 16 // dtype.itemsize)), dtype=dtype)
+    return like.new_empty_strided((num_rows, ceil_div(num_cols, 4)), (1, align(num_rows, 4)), dtype=torch.int32)
 
 
 def check_scales(
@@ -96,10 +96,10 @@ def check_scales(
 ) -> ScaleLayout:
     """Check the scale factors that a caller gave for `(num_rows, num_cols)` blocks, and return their layout.
 
-    float32 and int32 are always accepted, float8_e8m0fnu (swizzled) and float8_e4m3fn (swizzled or row major) only if
-    they are in `byte_dtypes`. In a dimension of size 0 or 1 any stride is accepted, as it addresses nothing. A float32
-    tensor that fits both layouts (one column, or no elements) counts as column major only if its strides are exactly
-    (1, align(num_rows, 4)).
+    float32 and int32 are always accepted, float8_e8m0fnu (swizzled) and float8_e4m3fn (swizzled, row major or column
+    major) only if they are in `byte_dtypes`. In a dimension of size 0 or 1 any stride is accepted, as it addresses
+    nothing. A tensor that fits a row-major and a column-major layout (one column, or no elements) counts as column
+    major only if its strides are exactly (1, num_rows aligned to 16 bytes).
 
     Raises TypeError if `sf` is not a tensor of an accepted dtype, ValueError on a wrong shape, stride or device.
     """
@@ -117,18 +117,26 @@ def check_scales(
         raise ValueError(f"{name}: expected shape {expected_shape}{what}, got {tuple(sf.shape)}")
     if sf.device != device:
         raise ValueError(f"{name}: expected device {device}, got {sf.device}")
-    strides = sf.stride()
-    col_major_strides = (1, align(num_rows, 4))
-    is_col_major = strides == col_major_strides
-    if not is_col_major and not packed and sf.is_contiguous():
-        return ScaleLayout.ROW_MAJOR
-    if not is_col_major:
-        fits = zip(expected_shape, strides, col_major_strides, strict=True)
-        is_col_major = sf.numel() == 0 or all(size == 1 or got == want for size, got, want in fits)
-    if not is_col_major:
-        contiguous = "" if packed else f"{(num_cols, 1)} or "
-        raise ValueError(f"{name}: expected strides {contiguous}{col_major_strides}, got {strides}")
-    return ScaleLayout.PACKED_UE8M0 if packed else ScaleLayout.COL_MAJOR
+    is_col_major = _is_col_major(name, sf, align(num_rows, 4))
+    if packed:
+        return ScaleLayout.PACKED_UE8M0 if is_col_major else ScaleLayout.PACKED_ROW_MAJOR
+    return ScaleLayout.COL_MAJOR if is_col_major else ScaleLayout.ROW_MAJOR
+
+
+def _is_col_major(name: str, sf: torch.Tensor, col_stride: int) -> bool:
+    """Whether a tensor of two dimensions is column major, its columns this far apart, and not contiguous.
+
+    Raises ValueError if it is neither.
+    """
+    strides, expected = sf.stride(), (1, col_stride)
+    if strides == expected:
+        return True
+    if sf.is_contiguous():
+        return False
+    fits = zip(sf.shape, strides, expected, strict=True)
+    if sf.numel() and any(size != 1 and got != want for size, got, want in fits):
+        raise ValueError(f"{name}: expected strides {(sf.shape[1], 1)} or {expected}, got {strides}")
+    return True
 
 
 def _check_byte_scales(name: str, sf: torch.Tensor, num_rows: int, num_cols: int, device: torch.device) -> ScaleLayout:
@@ -142,6 +150,8 @@ def _check_byte_scales(name: str, sf: torch.Tensor, num_rows: int, num_cols: int
         raise ValueError(f"{name}: expected shape {expected}, got {tuple(sf.shape)}")
     if sf.device != device:
         raise ValueError(f"{name}: expected device {device}, got {sf.device}")
+    if layout is ScaleLayout.ROW_MAJOR:
+        return ScaleLayout.COL_MAJOR if _is_col_major(name, sf, align(num_rows, 16)) else layout
     if not sf.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {sf.stride()}")
     return layout

@@ -224,6 +224,8 @@ WITH_SF_SPEC = OpSpec(
         _small_with_sf("e4m3-h256-t7", 256, 128, modes=True, compile=True),
         _small_with_sf("e4m3-h256-t7-col-major", 256, 32, col_major=True, modes=True, compile=True),
         _small_with_sf("e4m3-h256-t7-packed", 256, 32, packed=True, col_major=True, compile=True),
+        _small_with_sf("e4m3-h256-t7-packed-row-major", 256, 32, packed=True, compile=True),
+        _small_with_sf("e4m3-h4096-t7-packed-row-major", 4096, 32, packed=True),
         _small_with_sf("e2m1-h256-t7-packed", 256, 32, dtype=torch.int8, packed=True, col_major=True, compile=True),
         _small_with_sf("e2m1-h256-t7", 256, 128, dtype=torch.int8),
         # Scale factors gathered by a second launch: whole tiles or not, without tokens, many rows.
@@ -366,7 +368,6 @@ test_with_sf_bad_input = tiers.bad_input(
         ({"x": (DATA, torch.ones(3, 2), None)}, TypeError, "x"),
         ({"x": (DATA, torch.ones(3, 3))}, ValueError, r"x\[1\]"),
         ({"x": (DATA, torch.ones(3, 2, dtype=torch.int32))}, ValueError, r"x\[1\]"),
-        ({"x": (DATA, torch.ones(3, 1, dtype=torch.int32))}, ValueError, "use_tma_aligned_col_major_sf"),
         ({"num_per_channels": 64}, ValueError, "num_per_channels"),
         ({"token_topk_to_pos": TOKEN_TOPK_TO_POS[:2]}, ValueError, "token_topk_to_pos"),
     ],

@@ -17,6 +17,7 @@ from .cast.per_token import per_token_cast_with_precomputed_sf as per_token_cast
 from .cast.per_token import per_token_cast_with_sf_only as per_token_cast_with_sf_only
 from .cast.per_token_and_channel import per_token_and_channel_cast as per_token_and_channel_cast
 from .cast.unpack import unpack_from_e2m1fn_x2 as unpack_from_e2m1fn_x2
+from .layout.batched_transpose_weight_sf import batched_transpose_weight_sf as batched_transpose_weight_sf
 from .layout.transpose import batched_transpose as batched_transpose
 from .layout.transpose import transpose as transpose
 from .norm.backward import norm_backward as norm_backward

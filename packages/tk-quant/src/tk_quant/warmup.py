@@ -14,7 +14,7 @@ from tk_core.math import align, ceil_div
 from tk_core.scales import ScaleLayout, empty_scales
 from tk_quant.cast.format import data_output
 
-Layout = Literal["row_major", "col_major", "packed_ue8m0", "swizzled"]
+Layout = Literal["row_major", "col_major", "packed_ue8m0", "packed_row_major", "swizzled"]
 Block = tuple[int, int]
 Dtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
@@ -33,6 +33,8 @@ class Format:
     """Whether scale factors are powers of two in the layouts that may have others."""
     tensor_sf: bool = False
     """Whether scale factors are e4m3, beside one float32 scale for the whole tensor (NVFP4)."""
+    e4m3_sf: bool = False
+    """Whether scale factors are e4m3 alone."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Profile:
     conversions: tuple[tuple[Dtype, Dtype], ...] = ()
     """Pairs of dtypes between which tensors are cast without scale factors."""
     stochastic: bool = False
-    """Whether casts without scale factors round stochastically too, with a seed in memory."""
+    """Whether casts by token and those without scale factors round stochastically too, with a seed in memory."""
     cast_and_back: bool = False
     """Whether activations are also cast and cast back in place."""
     rotary: tuple[Rotary, ...] = ()
@@ -135,7 +137,7 @@ def _pair(
 
 def _flags(layout: str, round_sf: bool) -> dict[str, bool]:
     """The flags for a layout that every op with scale factors has."""
-    packed = layout == "packed_ue8m0"
+    packed = layout in ("packed_ue8m0", "packed_row_major")
     return {
         "use_tma_aligned_col_major_sf": layout in ("col_major", "packed_ue8m0"),
         "round_sf": round_sf or packed,
@@ -148,7 +150,9 @@ def _token_options(form: Format, layout: str) -> dict[str, Any]:
     if layout != "swizzled":
         flags = _flags(layout, form.round_sf)
     else:
-        flags = {**_flags(layout, not form.tensor_sf), "use_swizzled_sf": True}
+        flags = {**_flags(layout, not (form.tensor_sf or form.e4m3_sf)), "use_swizzled_sf": True}
+    if form.e4m3_sf:
+        flags["use_e4m3_sf"] = True
     return {**flags, "tensor_sf": empty(1)} if form.tensor_sf else flags
 
 
@@ -162,18 +166,23 @@ def _casts_by_token(profile: Profile, form: Format, width: int, num_tokens: int)
         yield call(quant.per_token_cast, x, form.fmt, group, **options)
         if form.fmt == "e5m6":
             continue
+        if profile.stochastic:
+            seed = empty(1, dtype=torch.int64)
+            yield call(quant.per_token_cast, x, form.fmt, group, **options, stochastic_cast=True, seed=seed)
         if profile.separate_sf:
             yield call(quant.per_token_cast_with_sf_only, x, form.fmt, group, **options)
             if layout == "row_major" and not form.tensor_sf:
-                sf = empty(num_tokens, ceil_div(width, group))
-                yield call(quant.per_token_cast_with_precomputed_sf, x, form.fmt, group, sf)
+                sf = empty(num_tokens, ceil_div(width, group), dtype=_e4m3_or_float32(form))
+                flags = {"use_e4m3_sf": form.e4m3_sf}
+                yield call(quant.per_token_cast_with_precomputed_sf, x, form.fmt, group, sf, **flags)
         for block in profile.recasts:
             yield call(quant.per_token_cast, _pair("e4m3", num_tokens, width, block), form.fmt, group, block, **options)
 
 
 def _casts_back(profile: Profile, form: Format, width: int, num_tokens: int) -> Iterator[Call]:
     group = form.num_per_channels or width
-    sf_dtype, tensor_sf = (torch.float8_e4m3fn, empty(1)) if form.tensor_sf else (None, None)
+    sf_dtype = torch.float8_e4m3fn if form.tensor_sf or form.e4m3_sf else None
+    tensor_sf = empty(1) if form.tensor_sf else None
     for layout, fmt in product(form.sf_layouts, profile.outputs):
         pair = _pair(form.fmt, num_tokens, width, (1, group), layout, sf_dtype)
         if form.fmt == "e5m6":
@@ -194,11 +203,21 @@ def _conversions(profile: Profile, width: int, num_tokens: int) -> Iterator[Call
     for dtype, form in product(profile.inputs, profile.activations if profile.cast_and_back else ()):
         if form.fmt != "e5m6":
             group, x = form.num_per_channels or width, empty(num_tokens, width, dtype=dtype)
-            yield call(quant.per_token_cast_and_cast_back, x, form.fmt, group, form.round_sf, form.tensor_sf)
+            is_e4m3 = form.e4m3_sf or form.tensor_sf
+            yield call(quant.per_token_cast_and_cast_back, x, form.fmt, group, form.round_sf, is_e4m3)
+
+
+def _e4m3_or_float32(form: Format) -> torch.dtype:
+    return torch.float8_e4m3fn if form.e4m3_sf else torch.float32
 
 
 def _weights(profile: Profile, width: int) -> Iterator[Call]:
     num_rows = 256  # rows of a weight; no kernel depends on them
+    if profile.training and width % 128 == 0:
+        for size in sorted({form.block[0] for form in profile.weights if form.block in ((32, 32), (128, 128))}):
+            for count in (1, 8, 64):  # a kernel for up to each of these numbers of weights
+                sf = [empty(num_rows // size, width // size)] * count
+                yield call(quant.batched_transpose_weight_sf, sf, size, [False] * count, [None] * count)
     for form in profile.weights:
         for dtype, layout in product(profile.inputs, form.sf_layouts):
             x, flags = empty(num_rows, width, dtype=dtype), _flags(layout, form.round_sf)
@@ -227,7 +246,7 @@ def _clamp_values(profile: Profile) -> list[float | None]:
 
 def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Iterator[Call]:
     group = form.num_per_channels or hidden
-    if form.fmt == "e5m6" or form.tensor_sf or group not in (32, _TOKENS, hidden):
+    if form.fmt == "e5m6" or form.tensor_sf or form.e4m3_sf or group not in (32, _TOKENS, hidden):
         return
     num_rows = _numbers_of_rows(profile, num_tokens)[0]
     rows, weights = empty(num_rows, dtype=torch.int32), empty(num_tokens, profile.num_topk)

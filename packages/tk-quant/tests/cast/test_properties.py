@@ -25,6 +25,7 @@ FLAGS: dict[ScaleLayout, dict[str, bool]] = {
     ScaleLayout.ROW_MAJOR: {},
     ScaleLayout.COL_MAJOR: {"use_tma_aligned_col_major_sf": True},
     ScaleLayout.PACKED_UE8M0: {"use_tma_aligned_col_major_sf": True, "use_packed_ue8m0": True},
+    ScaleLayout.PACKED_ROW_MAJOR: {"use_packed_ue8m0": True},
     ScaleLayout.SWIZZLED: {"use_swizzled_sf": True},
 }
 # By format: bits of mantissa, and the exponent of the least normal value, below which steps stay the same.

@@ -134,6 +134,6 @@ test_bad_input = tiers.bad_input(
         ({"num_per_channels": 48}, ValueError, "num_per_channels: expected one of 16, 32, 64, 128, 192, got 48"),
         ({"x_special_fmt": "e5m6"}, TypeError, r"x\[0\]: expected dtype torch.uint8"),
         ({"tensor_sf": torch.ones(1)}, ValueError, "tensor_sf: expected None"),
-        ({"x": (FP4, X[1].to(torch.float8_e4m3fn))}, ValueError, "tensor_sf: expected a float32 tensor"),
+        ({"x": (FP4, X[1].to(torch.float8_e4m3fn)), "tensor_sf": 3}, TypeError, "tensor_sf: expected a torch.Tensor"),
     ],
 )

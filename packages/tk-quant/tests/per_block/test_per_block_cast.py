@@ -18,8 +18,8 @@ from tk_quant.cast.config import TileConfig
 from tk_quant.reference.formats import expand_blocks
 
 from ..per_token.test_per_token_cast import (
+    ALL_FLAGS,
     BENCH,
-    FLAGS,
     LEAST_AMAX,
     NEIGHBOURS,
     Make,
@@ -85,7 +85,7 @@ def every_bfloat16(device: str) -> torch.Tensor:
 
 def make(x: MakeInput, fmt: str, block_size: Block, flags: str = "row", **more: Any) -> Make:
     """Arguments of per_block_cast or its form with sf only."""
-    return lambda device: {"x": x(device), "fmt": fmt, "block_size": block_size, **FLAGS[flags], **more}
+    return lambda device: {"x": x(device), "fmt": fmt, "block_size": block_size, **ALL_FLAGS[flags], **more}
 
 
 def make_precomputed(x: MakeInput, fmt: str, block_size: Block, special: bool = False) -> Make:
@@ -130,6 +130,7 @@ SPEC = OpSpec(
     op=tk_quant.per_block_cast,
     compare=compare,
     cases=(
+        *(_plain(_BF16, "e4m3", block, "packed-row", 133, 192, small=True) for block in ((128, 128), (32, 32), (1, 1))),
         # Blocks of every kind, partial ones at both edges; 128 does not divide 576 channels, 192 leave a partial word.
         *(
             _plain(_BF16, fmt, block, flags, 133, 192, small=True, modes=(fmt, block) == ("e4m3", (128, 128)))
@@ -398,7 +399,7 @@ def test_not_finite() -> None:
     x = torch.ones(6, 128)
     x[1, 3], x[3, 40], x[5, 100], x[4, 101] = INF, NAN, -INF, NAN
     for flags in ("row", "row-round", "col"):
-        data, sf = tk_quant.per_block_cast(x, "e4m3", (2, 32), **FLAGS[flags])
+        data, sf = tk_quant.per_block_cast(x, "e4m3", (2, 32), **ALL_FLAGS[flags])
         assert sf[0, 0] == INF
         assert sf[1, 1].isnan()
         assert sf[2, 3].isnan()
@@ -407,7 +408,7 @@ def test_not_finite() -> None:
         assert codes[1, 2:5].tolist() == [0x00, 0x7F, 0x00]
         assert (codes[2:4, 32:64] == 0x7F).all()
     for fmt in ("e4m3", "e2m1"):
-        sf = tk_quant.per_block_cast_with_sf_only(x, fmt, (2, 32), **FLAGS["packed"])
+        sf = tk_quant.per_block_cast_with_sf_only(x, fmt, (2, 32), **ALL_FLAGS["packed"])
         assert [[(word >> shift) & 0xFF == 255 for shift in (0, 8, 16, 24)] for word in sf[:, 0].tolist()] == [
             [True, False, False, False],
             [False, True, False, False],
@@ -419,8 +420,8 @@ def test_not_finite() -> None:
 @pytest.mark.parametrize("flags", ["row", "row-round"])
 def test_relatives_agree(fmt: str, flags: str) -> None:
     x = extremes(192, torch.bfloat16)("cpu")
-    data, sf = tk_quant.per_block_cast(x, fmt, (2, 64), **FLAGS[flags])
-    only = tk_quant.per_block_cast_with_sf_only(x, fmt, (2, 64), **FLAGS[flags])
+    data, sf = tk_quant.per_block_cast(x, fmt, (2, 64), **ALL_FLAGS[flags])
+    only = tk_quant.per_block_cast_with_sf_only(x, fmt, (2, 64), **ALL_FLAGS[flags])
     assert torch.equal(only.view(torch.int32), sf.view(torch.int32))
     if flags == "row-round":
         again = tk_quant.per_block_cast_with_precomputed_sf(x, fmt, (2, 64), sf, round_sf=True)
@@ -442,7 +443,7 @@ def test_compare_forgives_only_what_is_unspecified() -> None:
     x = torch.ones(8, 192)
     x[0, 0] = NAN
     for flags in ("row", "packed"):
-        data, sf = tk_quant.per_block_cast(x, "e2m1", (4, 32), **FLAGS[flags])
+        data, sf = tk_quant.per_block_cast(x, "e2m1", (4, 32), **ALL_FLAGS[flags])
         elsewhere = data.clone()
         elsewhere[3, 15] ^= 1
         compare((elsewhere, sf), (data, sf))
@@ -481,7 +482,6 @@ BAD = [
     ({"block_size": (32, 48)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
     ({"block_size": (256, 32)}, ValueError, "block_size: expected two powers of two from 1 to 128"),
     ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0"),
-    ({"use_packed_ue8m0": True, "round_sf": True}, ValueError, "use_packed_ue8m0"),
 ]
 test_bad_input = tiers.bad_input(SPEC, GOOD, BAD)
 test_with_sf_only_bad_input = tiers.bad_input(WITH_SF_ONLY_SPEC, GOOD, BAD)

@@ -27,6 +27,7 @@ FLAGS = {
     "col": {"use_tma_aligned_col_major_sf": True},
     "round": {"round_sf": True},
     "packed": {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True},
+    "packed-row": {"round_sf": True, "use_packed_ue8m0": True},
 }
 """Layouts of the output's sf, by their names in case names."""
 
@@ -88,6 +89,7 @@ SPEC = OpSpec(
                 ((1, 32), (1, 128), "row", "row", 5, 576, "near", False),
                 ((1, 32), (1, 128), "packed", "packed", 5, 576, "apart", True),
                 ((1, 32), (1, 128), "swizzled", "col", 9, 160, "any", False),
+                ((1, 32), (32, 32), "packed-row", "packed-row", 40, 576, "any", False),
                 ((1, 32), (32, 32), "row", "packed", 40, 160, "near", False),
                 ((1, 32), (32, 32), "packed", "row", 40, 96, "any", False),
                 ((1, 32), (32, 32), "swizzled", "round", 33, 32, "tiny", False),
@@ -321,6 +323,5 @@ test_bad_input = tiers.bad_input(
             "out_block_size: expected multiples",
         ),
         (PACKED, ValueError, "use_packed_ue8m0: expected round_sf=True"),
-        ({**PACKED, "round_sf": True}, ValueError, "use_packed_ue8m0: expected use_tma_aligned_col_major_sf=True"),
     ],
 )

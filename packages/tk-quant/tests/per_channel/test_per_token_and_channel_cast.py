@@ -10,7 +10,7 @@ import torch
 import tk_quant
 from tk_core.testing import Case, Make, OpSpec, tiers
 
-from ..per_token.test_per_token_cast import BENCH, FLAGS, LEAST_AMAX, MakeInput, extremes, normal, strided, tiny
+from ..per_token.test_per_token_cast import ALL_FLAGS, BENCH, LEAST_AMAX, MakeInput, extremes, normal, strided, tiny
 from .test_per_channel_cast import quantize
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -47,6 +47,7 @@ def _name(dtype: torch.dtype, groups: tuple[int, int], flags: str, transpose: bo
     return f"{_NAMES[dtype]}-{groups[0]}-{groups[1]}-{flags}{'-transpose' if transpose else ''}"
 
 
+FLAGS = {name: flags for name, flags in ALL_FLAGS.items() if name != "swizzled"}
 # dtype, (num_per_channels, num_per_tokens), flags, transposed or not
 _PATHS = tuple(
     (dtype, groups, flags, transpose)
@@ -80,6 +81,7 @@ def _case(
 
 
 _MXFP8 = (_BF16, (32, 32), "packed", True)
+_PACKED_ROWS = (_FP32, (32, 128), "packed-row", False)
 
 SPEC = OpSpec(
     op=tk_quant.per_token_and_channel_cast,
@@ -92,6 +94,7 @@ SPEC = OpSpec(
             for index, path in enumerate(_PATHS)
         ),
         _case(256, 320, *_MXFP8, small=True, modes=True),
+        _case(128, 320, *_PACKED_ROWS, small=True, modes=True),
         *(_case(0, 128, *path, small=True) for path in (_PATHS[0], _MXFP8)),
         *(
             Case(
@@ -237,10 +240,5 @@ test_bad_input = tiers.bad_input(
         ({"num_per_channels": 64}, ValueError, "num_per_channels: expected one of 32, 128, got 64"),
         ({"num_per_tokens": 16}, ValueError, "num_per_tokens: expected one of 32, 128, got 16"),
         ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected round_sf=True"),
-        (
-            {"use_packed_ue8m0": True, "round_sf": True},
-            ValueError,
-            "use_packed_ue8m0: expected use_tma_aligned_col_major_sf=True",
-        ),
     ],
 )

@@ -16,7 +16,7 @@ from tk_core.arch import arch_from_name
 from tk_core.math import ceil_div
 from tk_core.reference.scales import pack_scales, unpack_scales
 from tk_core.scales import ScaleLayout, check_scales
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, quant_level_rank, tiers
 from tk_quant import reference
 from tk_quant.cast.config import TileConfig
 from tk_quant.cast.format import FLOAT4_DTYPE
@@ -43,7 +43,16 @@ NEIGHBOURS = (
     *((num_tokens, 7168) for num_tokens in (1, 64, 4001, 8001)),
 )
 """Benchmark shapes in addition to (8192, 7168)."""
-ALL_FLAGS = {**FLAGS, "swizzled": {"use_swizzled_sf": True, "round_sf": True}}
+ALL_FLAGS = {
+    **FLAGS,
+    "swizzled": {"use_swizzled_sf": True, "round_sf": True},
+    "packed-row": {"round_sf": True, "use_packed_ue8m0": True},
+}
+E4M3_FLAGS = {
+    "e4m3-sf": {"use_e4m3_sf": True},
+    "e4m3-sf-col": {"use_e4m3_sf": True, "use_tma_aligned_col_major_sf": True},
+    "e4m3-sf-swizzled": {"use_e4m3_sf": True, "use_swizzled_sf": True},
+}
 
 
 def normal(num_tokens: int, hidden: int, dtype: torch.dtype) -> MakeInput:
@@ -135,7 +144,7 @@ def pair(
         rows, cols = ceil_div(num_tokens, block_size[0]), ceil_div(hidden, block_size[1])
         exponents = torch.randint(-largest_exponent, largest_exponent, (rows, cols), device=device)
         sf = torch.exp2(exponents.to(torch.float32))
-        if layout is not ScaleLayout.PACKED_UE8M0:
+        if layout not in (ScaleLayout.PACKED_UE8M0, ScaleLayout.PACKED_ROW_MAJOR):
             sf = sf * (1 + torch.rand(rows, cols, device=device))
         if special:
             sf[0, 0], sf[-1, -1], sf[rows // 2, cols // 2] = torch.nan, 2.0**-127, torch.inf
@@ -162,7 +171,8 @@ def strided_pair(num_tokens: int, hidden: int, fmt: str, extra: int) -> MakeInpu
 
 def make(x: MakeInput, fmt: str, num_per_channels: int, flags: str = "row", **more: Any) -> Make:
     """Arguments of per_token_cast or its form with sf only."""
-    kwargs = {"fmt": fmt, "num_per_channels": num_per_channels, **ALL_FLAGS[flags], **more}
+    kwargs = {"fmt": fmt, "num_per_channels": num_per_channels, **ALL_FLAGS.get(flags, {}), **more}
+    kwargs |= E4M3_FLAGS.get(flags, {})
     return lambda device: {"x": x(device), **kwargs}
 
 
@@ -208,6 +218,16 @@ def make_precomputed(x: MakeInput, fmt: str, num_per_channels: int, special: boo
         if special:
             sf[0, 0], sf[1, 0], sf[2, 0], sf[3, 0] = 0.0, torch.inf, torch.nan, -1.0
         return {"x": values, "fmt": fmt, "num_per_channels": num_per_channels, "sf": sf, **more}
+
+    return build
+
+
+def of_e4m3_sf(arguments: Make) -> Make:
+    """Arguments of the form with precomputed sf, with sf as e4m3."""
+
+    def build(device: str) -> dict[str, Any]:
+        kwargs = arguments(device)
+        return {**kwargs, "sf": kwargs["sf"].clamp(-448, 448).to(torch.float8_e4m3fn), "use_e4m3_sf": True}
 
     return build
 
@@ -260,6 +280,7 @@ _LAYOUTS = {
     "col": ScaleLayout.COL_MAJOR,
     "packed": ScaleLayout.PACKED_UE8M0,
     "swizzled": ScaleLayout.SWIZZLED,
+    "packed-row": ScaleLayout.PACKED_ROW_MAJOR,
 }
 
 
@@ -296,10 +317,155 @@ def _nvfp4(dtype: torch.dtype, swizzled: bool, num_tokens: int, hidden: int, suf
     return Case(name, make_nvfp4(normal(num_tokens, hidden, dtype), swizzled), **roles)
 
 
+def e4m3_pair(num_tokens: int, hidden: int, fmt: str, group: int, layout: ScaleLayout) -> MakeInput:
+    """A pair whose scale factors are e4m3, all codes of it among them."""
+    plain = pair(num_tokens, hidden, fmt, (1, group), ScaleLayout.ROW_MAJOR)
+
+    def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        data, sf = plain(device)
+        codes = torch.randint(0, 0x80, sf.shape, device=device).to(torch.uint8).view(torch.float8_e4m3fn)
+        return data, pack_scales(codes.float(), layout, torch.float8_e4m3fn)
+
+    return build
+
+
+def with_seed(arguments: Make, seed: Any) -> Make:
+    """Arguments for stochastic rounding; a seed of "tensor" is one."""
+
+    def build(device: str) -> dict[str, Any]:
+        at = torch.randint(-(2**62), 2**62, (1,), device=device) if seed == "tensor" else seed
+        return {**arguments(device), "stochastic_cast": True, "seed": at}
+
+    return build
+
+
+# format, group, flags, input dtype, what x is
+_WITH_E4M3_SF = (
+    ("e4m3", 128, "e4m3-sf", _BF16, "normal"),
+    ("e4m3", 32, "e4m3-sf-col", _BF16, "normal"),
+    ("e4m3", 64, "e4m3-sf-swizzled", _FP32, "normal"),
+    ("e2m1", 16, "e4m3-sf", _BF16, "normal"),
+    ("e2m1", 16, "e4m3-sf-swizzled", _BF16, "normal"),
+    ("e2m1", 32, "e4m3-sf-col", _FP32, "normal"),
+    ("e4m3", 16, "e4m3-sf", _FP32, "extremes"),
+    ("e2m1", 32, "e4m3-sf-col", _BF16, "extremes"),
+    ("e4m3", 128, "e4m3-sf", _BF16, "tiny"),
+)
+# format, group, flags, input dtype, seed
+_STOCHASTIC = (
+    ("e4m3", 128, "row", _BF16, None),
+    ("e4m3", 32, "packed", _BF16, 2**40 + 7),
+    ("e4m3", 16, "e4m3-sf", _FP32, "tensor"),
+    ("e4m3", 576, "col", _BF16, 5),
+    ("e2m1", 32, "packed-row", _BF16, None),
+    ("e2m1", 16, "e4m3-sf-swizzled", _BF16, "tensor"),
+    ("e2m1", 128, "row-round", _FP32, 3),
+)
+
+
+def _e4m3_cases(small: bool) -> list[Case]:
+    """Cases with e4m3 scale factors, as results and in pairs."""
+    sources = {
+        "normal": lambda dtype: normal(5, 576, dtype),
+        "extremes": lambda dtype: extremes(192, dtype),
+        "tiny": lambda dtype: tiny(5, 128, dtype),
+    }
+    return [
+        Case(
+            f"{_NAMES[dtype]}-{fmt}-{group}-{flags}-{kind}",
+            make(sources[kind](dtype), fmt, group, flags),
+            small=small,
+            compile=kind == "normal",
+            modes=(fmt, group, flags) == ("e4m3", 128, "e4m3-sf") and kind == "normal",
+        )
+        for fmt, group, flags, dtype, kind in _WITH_E4M3_SF
+    ]
+
+
 SPEC = OpSpec(
     op=tk_quant.per_token_cast,
     compare=compare,
     cases=(
+        *_e4m3_cases(True),
+        *(
+            Case(
+                f"{_NAMES[dtype]}-{fmt}-{group}-{flags}-stochastic-{'none' if seed is None else seed}",
+                with_seed(make(normal(5, 576, dtype), fmt, group, flags), seed),
+                small=True,
+                compile=True,
+                modes=seed == "tensor",
+            )
+            for fmt, group, flags, dtype, seed in _STOCHASTIC
+        ),
+        *(
+            Case(
+                f"{fmt}-stochastic-{name}",
+                with_seed(make(x, fmt, 32, flags, **more), 1),
+                small=True,
+                compile=name == "pair",
+            )
+            for fmt in ("e4m3", "e2m1")
+            for name, x, flags, more in (
+                ("tiny", tiny(5, 128, _BF16), "row", {}),
+                ("no-tokens", normal(0, 128, _BF16), "row", {}),
+                ("odd-rows", strided(7, 192, _FP32, 3, 1), "row-round", {}),
+                ("pair", pair(5, 192, "e4m3", (1, 64), ScaleLayout.ROW_MAJOR), "packed", {"x_block_size": (1, 64)}),
+            )
+        ),
+        Case("nvfp4-stochastic", with_seed(make_nvfp4(normal(5, 576, _BF16), True), None), small=True, compile=True),
+        *(
+            Case(
+                f"{x_fmt}-e4m3-sf-{layout.value.replace('_', '-')}-{fmt}-{group}",
+                make(e4m3_pair(5, 576, x_fmt, 16, layout), fmt, group, flags, x_block_size=(1, 16)),
+                small=True,
+                compile=True,
+            )
+            for x_fmt, layout, fmt, group, flags in (
+                ("e2m1", ScaleLayout.ROW_MAJOR, "e4m3", 128, "row"),
+                ("e4m3", ScaleLayout.COL_MAJOR, "e4m3", 32, "e4m3-sf"),
+                ("e2m1", ScaleLayout.SWIZZLED, "e4m3", 16, "packed-row"),
+            )
+        ),
+        *(
+            Case(
+                f"{_NAMES[dtype]}-{fmt}-{group}-packed-row-h576-t{tokens}",
+                make(normal(tokens, 576, dtype), fmt, group, "packed-row"),
+                small=tokens == 5,
+            )
+            for dtype, fmt, group in ((_BF16, "e4m3", 128), (_FP32, "e2m1", 16), (_BF16, "e2m1", 32))
+            for tokens in (5, 1, 4001)
+        ),
+        Case(
+            "e4m3-1x64-packed-row-e4m3-128-packed-row",
+            make(
+                pair(5, 576, "e4m3", (1, 64), ScaleLayout.PACKED_ROW_MAJOR),
+                "e4m3",
+                128,
+                "packed-row",
+                x_block_size=(1, 64),
+            ),
+            small=True,
+        ),
+        *(
+            Case(
+                f"bf16-{fmt}-{group}-e4m3-sf-h7168-t{tokens}", make(normal(tokens, 7168, _BF16), fmt, group, "e4m3-sf")
+            )
+            for fmt, group in (("e4m3", 128), ("e2m1", 16))
+            for tokens in (1, 8001)
+        ),
+        *(
+            Case(
+                f"bf16-{fmt}-{group}-stochastic-h7168-t4001", with_seed(make(normal(4001, 7168, _BF16), fmt, group), 9)
+            )
+            for fmt, group in (("e4m3", 128), ("e2m1", 32))
+        ),
+        *(
+            bench_case(
+                f"bf16-{fmt}-{group}-stochastic-h7168-t8192", with_seed(make(normal(8192, 7168, _BF16), fmt, group), 1)
+            )
+            for fmt, group in (("e4m3", 128), ("e2m1", 32))
+        ),
+        bench_case("bf16-e2m1-16-e4m3-sf-h7168-t8192", make(normal(8192, 7168, _BF16), "e2m1", 16, "e4m3-sf")),
         # Every group, rounding and layout. 576 channels leave the last group of 128 and the last word partial.
         *(
             _plain(_BF16, fmt, group, flags, 5, 576, small=True, modes=(fmt, group, flags) == ("e4m3", 128, "row"))
@@ -562,6 +728,9 @@ WITH_SF_ONLY_SPEC = OpSpec(
                 (128, "row"),
                 (128, "packed"),
                 (576, "row-round"),
+                (32, "packed-row"),
+                (16, "e4m3-sf"),
+                (64, "e4m3-sf-col"),
             )
         ),
         *(
@@ -602,6 +771,16 @@ WITH_SF_ONLY_SPEC = OpSpec(
 WITH_PRECOMPUTED_SF_SPEC = OpSpec(
     op=tk_quant.per_token_cast_with_precomputed_sf,
     cases=(
+        *(
+            Case(
+                f"{_NAMES[dtype]}-{fmt}-{group}-e4m3-sf-h576-t5",
+                of_e4m3_sf(make_precomputed(normal(5, 576, dtype), fmt, group, special)),
+                small=True,
+                compile=True,
+                modes=fmt == "e2m1",
+            )
+            for dtype, fmt, group, special in ((_BF16, "e2m1", 16, False), (_FP32, "e4m3", 128, True))
+        ),
         *(
             Case(
                 f"{_NAMES[dtype]}-{fmt}-{group}-h576-t5",
@@ -999,7 +1178,6 @@ BAD = [
     ({"x": (PAIR[0], torch.ones(8, 12)[:, ::2]), "x_block_size": (1, 32)}, ValueError, r"x\[1\]: expected strides"),
     ({"x": (PAIR[0], PAIR[1], 0), "x_block_size": (128, 128)}, ValueError, "x: expected a pair"),
     ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0"),
-    ({"use_packed_ue8m0": True, "round_sf": True}, ValueError, "use_packed_ue8m0"),
 ]
 
 
@@ -1014,16 +1192,25 @@ def test_debug_mode_finds_a_tensor_sf_that_scales_nothing(monkeypatch: pytest.Mo
 
 
 def test_what_tilekernels_lacks_has_no_position() -> None:
-    # 2.1.0 has use_e4m3_sf in eighth place.
+    x = torch.ones(2, 64)
     with pytest.raises(TypeError, match="positional"):
-        tk_quant.per_token_cast(torch.ones(2, 64), "e4m3", 64, None, False, True, False, True)
+        tk_quant.per_token_cast(x, "e4m3", 64, None, False, True, False, False, False, None, True)
+    # The arguments that 2.1.0 has in places 8 to 10, and the flags that it has one place earlier.
+    data, sf = torch.empty(2, 64, dtype=torch.float8_e4m3fn), torch.empty(2, 1, dtype=torch.float8_e4m3fn)
+    assert tk_quant.per_token_cast(x, "e4m3", 64, None, False, False, False, True, True, (data, sf))[1] is sf
+    out_sf = torch.empty_like(sf)
+    assert tk_quant.per_token_cast_with_sf_only(x, "e4m3", 64, False, False, False, True, out_sf) is out_sf
+    assert tk_quant.per_token_cast_with_sf_only(x, "e4m3", 64, None, False, False, False, True, out_sf) is out_sf
+    assert torch.equal(out_sf.float(), sf.float())
+    again = torch.empty_like(data)
+    assert tk_quant.per_token_cast_with_precomputed_sf(x, "e4m3", 64, sf, False, False, False, True, again) is again
 
 
 NVFP4 = {"fmt": "e2m1", "num_per_channels": 16, "tensor_sf": torch.ones(())}
 
 
 BAD_LAYOUTS = [
-    ({"use_swizzled_sf": True}, ValueError, "use_swizzled_sf: expected round_sf=True or a tensor_sf"),
+    ({"use_swizzled_sf": True}, ValueError, "use_swizzled_sf: expected round_sf=True, use_e4m3_sf or a tensor_sf"),
     (
         {"use_swizzled_sf": True, "round_sf": True, "use_tma_aligned_col_major_sf": True},
         ValueError,
@@ -1041,18 +1228,22 @@ BAD_LAYOUTS = [
     ({**NVFP4, "tensor_sf": torch.ones(2)}, ValueError, r"tensor_sf: expected shape \(1\), got \(2,\)"),
     ({**NVFP4, "tensor_sf": torch.ones(1, 1)}, ValueError, "tensor_sf: expected shape"),
     ({**NVFP4, "tensor_sf": torch.ones((), device="meta")}, ValueError, "tensor_sf: expected device"),
-    (
-        {"x": (PAIR[0], torch.ones(1, 1, 32, 4, 4).to(torch.float8_e4m3fn)), "x_block_size": (128, 128)},
-        TypeError,
-        r"x\[1\]: expected dtype .*, got torch.float8_e4m3fn",
-    ),
+    ({"use_e4m3_sf": True, "round_sf": True}, ValueError, "round_sf: expected False beside use_e4m3_sf"),
+    ({"use_e4m3_sf": True, "num_per_channels": 192}, ValueError, "num_per_channels: expected one of 16, 32, 64, 128"),
+    ({"use_e4m3_sf": True, "sf_clamp_min": 0.8}, ValueError, "sf_clamp_min: expected at least 0.875, got 0.8"),
+    ({**NVFP4, "use_e4m3_sf": True}, ValueError, "tensor_sf: expected None beside use_e4m3_sf"),
     (
         {"x": (PAIR[0], torch.ones(1, 2, 32, 4, 4).to(torch.float8_e8m0fnu)), "x_block_size": (128, 128)},
         ValueError,
         r"x\[1\]: expected shape",
     ),
 ]
-test_bad_input = tiers.bad_input(SPEC, GOOD, [*BAD, *BAD_LAYOUTS])
+BAD_SEEDS = [
+    ({"seed": 1}, ValueError, "seed: expected None without stochastic_cast, got 1"),
+    ({"stochastic_cast": True, "seed": torch.ones(2).long()}, ValueError, r"seed: expected shape \(1\)"),
+    ({"stochastic_cast": True, "fmt": "e5m6", "num_per_channels": 192}, ValueError, "stochastic_cast: expected False"),
+]
+test_bad_input = tiers.bad_input(SPEC, GOOD, [*BAD, *BAD_LAYOUTS, *BAD_SEEDS])
 test_with_sf_only_bad_input = tiers.bad_input(WITH_SF_ONLY_SPEC, GOOD, [*BAD, *BAD_LAYOUTS])
 
 
@@ -1089,3 +1280,63 @@ def test_any_layout_of_an_input_with_one_block() -> None:
         sf = pack_scales(torch.full((1, 1), 4.0), layout)
         assert check_scales("sf", sf, 1, 1, sf.device, (torch.float8_e8m0fnu,)) is layout
         assert tk_quant.per_token_cast((data, sf), "e4m3", 64, (1, 64), round_sf=True)[1].item() == 2.0**-5
+
+
+def test_e4m3_sf_by_hand(device: str) -> None:
+    x = torch.zeros(4, 64, device=device)
+    x[0, :3] = torch.tensor([10.0, 1.0, -0.0])
+    x[1, 0], x[2, 0], x[3, 0] = 1e6, 1e-3, math.inf
+    data, sf = tk_quant.per_token_cast(x, "e4m3", 64, use_e4m3_sf=True)
+    # 10 / 448 is nearest to 1.375 · 2⁻⁶; 1e6 / 448 saturates; the least is 2⁻⁹; infinity has NaN.
+    assert sf.view(torch.uint8).flatten().tolist() == [0x0B, 0x7E, 0x01, 0x7F]
+    # 10 over it saturates, 1 over it is 46.5; 1e-3 · 512 is nearest to 0.5.
+    assert data[:3, 0].tolist() == [448, 448, 0.5]
+    assert data[0, 1:3].tolist() == [48, 0]
+
+
+def test_e4m3_sf_of_e2m1_is_nvfp4_with_one(device: str) -> None:
+    x = extremes(192, torch.bfloat16)(device)
+    for flags in ({}, {"use_swizzled_sf": True}):
+        found = tk_quant.per_token_cast(x, "e2m1", 16, use_e4m3_sf=True, **flags)
+        compare(found, tk_quant.per_token_cast(x, "e2m1", 16, tensor_sf=torch.ones(1, device=device), **flags))
+        back = tk_quant.per_token_cast_back(found, "fp32", 16)
+        assert_equal(back, tk_quant.per_token_cast_back(found, "fp32", 16, tensor_sf=torch.ones(1, device=device)))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+def test_e4m3_sf_is_the_same_in_all_layouts(fmt: str, device: str) -> None:
+    x = normal(130, 192, torch.bfloat16)(device)
+    data, sf = tk_quant.per_token_cast(x, fmt, 32, use_e4m3_sf=True)
+    assert torch.equal(tk_quant.per_token_cast_with_precomputed_sf(x, fmt, 32, sf, use_e4m3_sf=True), data)
+    for flags in list(E4M3_FLAGS.values())[1:]:
+        other, other_sf = tk_quant.per_token_cast(x, fmt, 32, **flags)
+        assert torch.equal(other.view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(unpack_scales(other_sf, 130, 6), sf.float())
+        for out in ("bf16", "fp32"):
+            back = tk_quant.per_token_cast_back((other, other_sf), out, 32)
+            assert_equal(back, tk_quant.per_token_cast_back((data, sf), out, 32))
+    assert other_sf.shape == (2, 2, 32, 4, 4)
+    clamped = tk_quant.per_token_cast_with_sf_only(x * 0, fmt, 32, use_e4m3_sf=True, sf_clamp_min=6 * 448.0)
+    assert (clamped.float() == (6 if fmt == "e4m3" else 448)).all()
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+def test_stochastic_data_are_next_to_those_to_nearest(fmt: str, device: str) -> None:
+    x = torch.randn(256, 512, device=device)
+    nearest, sf = tk_quant.per_token_cast(x, fmt, 32)
+    data, same_sf = tk_quant.per_token_cast(x, fmt, 32, stochastic_cast=True)
+    assert torch.equal(sf, same_sf)
+    assert (quant_level_rank(data, fmt) - quant_level_rank(nearest, fmt)).abs().max() == 1
+    error = (tk_quant.per_token_cast_back((data, sf), "fp32", 32).double() - x.double()).mean().abs()
+    bits = {"e4m3": 3, "e2m1": 1}[fmt]
+    assert error <= 10 * 2**-bits * x.double().abs().mean() / math.sqrt(x.numel())
+    # Without a seed equal rows are rounded alike, with one they are not.
+    rows = x[:1].expand(4, -1)
+    alike = tk_quant.per_token_cast(rows, fmt, 32, stochastic_cast=True)[0].view(torch.uint8)
+    assert (alike == alike[0]).all()
+    apart = tk_quant.per_token_cast(rows, fmt, 32, stochastic_cast=True, seed=0)[0].view(torch.uint8)
+    assert torch.equal(apart[0], alike[0])
+    assert not torch.equal(apart[1], alike[1])
+    at = torch.tensor([2**40], device=device)
+    of_tensor = tk_quant.per_token_cast(rows, fmt, 32, stochastic_cast=True, seed=at)[0]
+    assert_equal(of_tensor, tk_quant.per_token_cast(rows, fmt, 32, stochastic_cast=True, seed=2**40)[0])

@@ -21,7 +21,7 @@ from tk_quant.reference.swiglu import real_positions
 from ..per_token import test_per_token_cast as per_token_cast
 from ..per_token.test_per_token_cast import MakeInput, extremes, normal, strided
 
-FLAGS = {**per_token_cast.FLAGS, "swizzled": {"round_sf": True, "use_swizzled_sf": True}}
+FLAGS = per_token_cast.ALL_FLAGS
 """Layouts and roundings of sf, by their names in case names."""
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
@@ -164,7 +164,11 @@ SPEC = OpSpec(
             _case(_BF16, fmt, group, flags, 5, 640, roles=_SMALL, padding=(1, 4))
             for fmt in ("e4m3", "e2m1")
             for group, flags in (
-                *((group, flags) for group in (32, 128) for flags in ("row", "col", "packed", "swizzled")),
+                *(
+                    (group, flags)
+                    for group in (32, 128)
+                    for flags in ("row", "col", "packed", "swizzled", "packed-row")
+                ),
                 (640, "row"),
                 (0, "row-round"),
             )
@@ -494,7 +498,6 @@ test_bad_input = tiers.bad_input(
         ({"pos_to_token_topk": INDEX[1:], "topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: expected shape"),
         ({"pos_to_expert": INDEX[:5]}, ValueError, "pos_to_expert: expected shape"),
         ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected round_sf"),
-        ({"use_packed_ue8m0": True, "round_sf": True}, ValueError, "use_packed_ue8m0: expected use_tma"),
         ({"use_swizzled_sf": True}, ValueError, "use_swizzled_sf: expected False without round_sf"),
         (
             {"use_swizzled_sf": True, "round_sf": True, "use_tma_aligned_col_major_sf": True},

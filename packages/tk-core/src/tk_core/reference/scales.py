@@ -29,7 +29,9 @@ def unpack_scales(sf: torch.Tensor, num_rows: int, num_cols: int) -> torch.Tenso
             row_tiles, col_tiles = sf.shape[:2]
             rows = sf.view(torch.uint8).permute(0, 3, 2, 1, 4).reshape(128 * row_tiles, 4 * col_tiles)
             sf = rows[:num_rows, :num_cols].contiguous().view(sf.dtype)
-        return sf.to(torch.float32) if sf.dtype is torch.float8_e4m3fn else decode_ue8m0(sf.view(torch.uint8))
+        if sf.dtype is torch.float8_e4m3fn:
+            return sf.to(torch.float32).contiguous()
+        return decode_ue8m0(sf.view(torch.uint8))
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=sf.device)
     codes = (sf.unsqueeze(-1) >> shifts) & 0xFF
     return decode_ue8m0(codes.reshape(num_rows, 4 * sf.shape[1])[:, :num_cols].contiguous())
@@ -47,8 +49,9 @@ def pack_scales(sf: torch.Tensor, layout: ScaleLayout, dtype: torch.dtype | None
         return packed.copy_(sf)
     if packed.dtype is torch.float8_e4m3fn:
         codes = sf.to(torch.float8_e4m3fn).view(torch.uint8)
-        if layout is ScaleLayout.ROW_MAJOR:
-            return codes.view(torch.float8_e4m3fn)
+        if layout is not ScaleLayout.SWIZZLED:
+            packed.view(torch.uint8).copy_(codes)
+            return packed
     else:
         codes = (sf.contiguous().view(torch.int32) >> 23) & 0xFF
     if layout is ScaleLayout.SWIZZLED:
@@ -70,12 +73,11 @@ def convert_scales(sf: torch.Tensor, num_rows: int, num_cols: int, layout: Scale
     float8_e4m3fn scale factors keep their dtype, as they need not be powers of two. Conversion to PACKED_UE8M0, and
     from float32 to SWIZZLED, is exact only for powers of two; see `pack_scales`.
 
-    Raises TypeError or ValueError as `check_scales` does, and ValueError for float8_e4m3fn to another layout than
-    ROW_MAJOR or SWIZZLED.
+    Raises TypeError or ValueError as `check_scales` does, and ValueError for float8_e4m3fn to a packed layout.
     """
     is_e4m3 = isinstance(sf, torch.Tensor) and sf.dtype is torch.float8_e4m3fn
     check_scales("sf", sf, num_rows, num_cols, sf.device, (torch.float8_e8m0fnu, torch.float8_e4m3fn))
-    if is_e4m3 and layout not in (ScaleLayout.ROW_MAJOR, ScaleLayout.SWIZZLED):
-        raise ValueError(f"layout: expected ROW_MAJOR or SWIZZLED for float8_e4m3fn, got {layout.name}")
+    if is_e4m3 and layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.PACKED_ROW_MAJOR):
+        raise ValueError(f"layout: expected one that is not packed for float8_e4m3fn, got {layout.name}")
     values = unpack_scales(sf, num_rows, num_cols)
     return pack_scales(values, layout, torch.float8_e4m3fn if is_e4m3 else None)

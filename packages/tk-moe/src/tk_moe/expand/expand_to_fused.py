@@ -128,8 +128,7 @@ def expand_to_fused_with_sf(
             (num_tokens, ceil(C / 4)).
         num_per_channels: 32 or 128.
         token_topk_to_pos, pos_to_expert: as in `expand_to_fused`.
-        use_tma_aligned_col_major_sf: return sf' column-major, with strides (1, align(num_expanded_tokens, 4)); required
-            for packed factors.
+        use_tma_aligned_col_major_sf: return sf' column-major, with strides (1, align(num_expanded_tokens, 4)).
 
     Returns:
         (data', sf') with num_expanded_tokens rows; in padding rows both are zero. sf' is contiguous without the flag.
@@ -149,12 +148,10 @@ def expand_to_fused_with_sf(
     packed = getattr(sf, "dtype", None) is torch.int32
     sf_shape = num_tokens, ceil_div(num_sf, 4) if packed else num_sf
     check.tensor("x[1]", sf, (torch.float32, torch.int32), sf_shape, device=device)
-    is_allowed = use_tma_aligned_col_major_sf or not packed
-    check.require(is_allowed, "use_tma_aligned_col_major_sf", "True, since x[1] is packed UE8M0", False)
     num_expanded_tokens = check_experts(pos_to_expert, device)
     check_positions(token_topk_to_pos, num_tokens, num_expanded_tokens, device)
     check_each_once(token_topk_to_pos, pos_to_expert)
-    layout = ScaleLayout.ROW_MAJOR
+    layout = ScaleLayout.PACKED_ROW_MAJOR if packed else ScaleLayout.ROW_MAJOR
     if use_tma_aligned_col_major_sf:
         layout = ScaleLayout.PACKED_UE8M0 if packed else ScaleLayout.COL_MAJOR
     out = new(data.new_empty, (num_expanded_tokens, cols))

@@ -74,13 +74,14 @@ def _cast_back_kernel(quantized: CastInput, hidden: int, out_dtype: torch.dtype,
     num_tiles = ceil_div(hidden, block_channels)
     vectors, num_words = block_channels // vector, words_of_vector(vector)
     dtype, alignment, layout, is_nvfp4 = quantized.dtype, quantized.alignment, quantized.layout, quantized.is_nvfp4
+    is_e4m3 = is_nvfp4 or quantized.has_e4m3_sf
     # Rows and channels of a tile that are known at compile time to share one scale factor.
     block_tokens, channels_of_sf = quantized.block_size
     sf_rows = block_rows if block_tokens % block_rows == 0 else 1
     sf_channels = vector if channels_of_sf % vector == 0 or channels_of_sf >= hidden else 1
-    sf_dtype = "float8_e4m3fn" if is_nvfp4 else "float8_e8m0fnu"
-    has_exponents = not is_nvfp4 and layout is not ScaleLayout.COL_MAJOR
-    sf_code_dtype = "uint8" if has_exponents else sf_dtype if is_nvfp4 else "float32"
+    sf_dtype = "float8_e4m3fn" if is_e4m3 else "float8_e8m0fnu"
+    has_exponents = not is_e4m3 and layout is not ScaleLayout.COL_MAJOR
+    sf_code_dtype = "uint8" if has_exponents else sf_dtype if is_e4m3 else "float32"
     num_tokens, x_stride = T.dynamic("num_tokens"), T.dynamic("x_stride", "int64")
 
     def of_channel(row: Any, channel: Any) -> tuple[Any, Any]:
@@ -117,13 +118,19 @@ def _cast_back_kernel(quantized: CastInput, hidden: int, out_dtype: torch.dtype,
     @T.macro
     def load_sf(x_sf: T.Buffer, sf: T.Buffer, token: T.int32, channel: T.int32) -> None:
         """Load the scale factors of a tile's blocks and decode them to float32."""
-        codes = T.alloc_fragment(sf.shape, sf_code_dtype)
-        stored = x_sf if is_nvfp4 else sf_bytes(x_sf, layout)
-        for i, j in T.Parallel(*sf.shape):
-            row, col = (token + i * sf_rows) // block_tokens, (channel + j * sf_channels) // channels_of_sf
-            codes[i, j] = stored[sf_index(row, col, layout)]
-        for i, j in T.Parallel(*sf.shape):
-            sf[i, j] = float_of_ue8m0(codes[i, j]) if has_exponents else T.cast(codes[i, j], "float32")
+        if quantized.has_e4m3_sf:
+            # Widened at once: codes that are widened in pairs would go through local memory.
+            for i, j in T.Parallel(*sf.shape):
+                row, col = (token + i * sf_rows) // block_tokens, (channel + j * sf_channels) // channels_of_sf
+                sf[i, j] = T.cast(x_sf[sf_index(row, col, layout)], "float32")
+        else:
+            codes = T.alloc_fragment(sf.shape, sf_code_dtype)
+            stored = x_sf if is_e4m3 else sf_bytes(x_sf, layout)
+            for i, j in T.Parallel(*sf.shape):
+                row, col = (token + i * sf_rows) // block_tokens, (channel + j * sf_channels) // channels_of_sf
+                codes[i, j] = stored[sf_index(row, col, layout)]
+            for i, j in T.Parallel(*sf.shape):
+                sf[i, j] = float_of_ue8m0(codes[i, j]) if has_exponents else T.cast(codes[i, j], "float32")
 
     @T.prim_func
     def cast_back(
@@ -172,12 +179,12 @@ def _check_pair(x: tuple[Tensor, Tensor], fmt: str, x_special_fmt: str | None) -
 
 
 def _check_tensor_sf(data: Tensor, sf: Tensor, tensor_sf: Tensor | None) -> Tensor | None:
-    """Check tensor_sf; return it with one dimension, or None if sf is not NVFP4's."""
+    """Check tensor_sf; return it with one dimension, or None if there is none."""
     if not isinstance(sf, Tensor) or sf.dtype is not torch.float8_e4m3fn:
         check.require(tensor_sf is None, "tensor_sf", "None unless x[1] is float8_e4m3fn", type(tensor_sf).__name__)
+    if tensor_sf is None:
         return None
-    check.require(data.dtype is torch.int8, "x[0]", "e2m1 beside an x[1] of float8_e4m3fn", data.dtype)
-    check.require(tensor_sf is not None, "tensor_sf", "a float32 tensor beside an x[1] of float8_e4m3fn", None)
+    check.require(data.dtype is torch.int8, "x[0]", "e2m1 beside a tensor_sf", data.dtype)
     check.require_type(isinstance(tensor_sf, Tensor), "tensor_sf", "a torch.Tensor", type(tensor_sf).__name__)
     dtype, shape, device = tensor_sf.dtype, tensor_sf.shape, tensor_sf.device
     check.require_type(dtype is torch.float32, "tensor_sf", "dtype torch.float32", dtype)
@@ -206,13 +213,13 @@ def cast_back(
             hidden / 2), the even channel in the low nibble, or e5m6 in uint8 (num_tokens, hidden * 3 / 2); hidden a
             multiple of 64, rows may be strided. sf: one for each block, (ceil(num_tokens / block tokens), ceil(hidden /
             block channels)), in any layout of tk_core.scales: float32 row major or TMA-aligned column major, packed
-            UE8M0, swizzled; for NVFP4 float8_e4m3fn, row major or swizzled.
+            UE8M0, swizzled; or float8_e4m3fn in one of these that is not packed.
         fmt: Type of the output, "bf16" or "fp32".
         x_block_size: (tokens, channels) of a block: (1, any number), or two powers of two up to 128, such as (128, 1),
             (32, 32) and (128, 128).
         x_special_fmt: "e5m6" for e5m6 data, else None.
-        tensor_sf: float32, one element, for an sf of float8_e4m3fn (NVFP4, e2m1 data) and only there: the value is
-            (data * sf) * tensor_sf, where the first product is exact and the second is rounded to float32.
+        tensor_sf: float32, one element, for e2m1 data with an sf of float8_e4m3fn (NVFP4) and only there: the value is
+            (data * sf) * tensor_sf, where the first product is exact and the second is rounded to float32. None is 1.
 
     Returns:
         (num_tokens, hidden), bfloat16 or float32, contiguous.
@@ -232,7 +239,7 @@ def cast_back(
     tensor_sf = _check_tensor_sf(data, sf, tensor_sf)
     out = new(data.new_empty, (num_tokens, hidden), dtype=OUT_DTYPES[fmt])
     if launching(out):
-        quantized = CastInput.of(data, sf, (block_tokens, block_channels))
+        quantized = CastInput.of(data, sf, (block_tokens, block_channels), tensor_sf is not None)
         # Rows of data may have any address.
         _cast_back_kernel(quantized, hidden, out.dtype, get_arch(data.device))(data, aligned(sf), tensor_sf, out)
     return out
@@ -270,12 +277,12 @@ def per_token_cast_back(
     Args:
         x: `(data, sf)`. data: float8_e4m3fn (num_tokens, hidden), or e2m1 in int8 or float4_e2m1fn_x2 (num_tokens,
             hidden / 2), or e5m6 in uint8 (num_tokens, hidden * 3 / 2); hidden a multiple of 64, rows may be strided.
-            sf: (num_tokens, ceil(hidden / num_per_channels)) blocks in any layout of tk_core.scales; for NVFP4
-            float8_e4m3fn, row major or swizzled.
+            sf: (num_tokens, ceil(hidden / num_per_channels)) blocks in any layout of tk_core.scales, float8_e4m3fn if
+            not packed.
         fmt: Type of the output, "bf16" or "fp32".
         num_per_channels: Channels of a group: 16, 32, 64, 128 or hidden. The last group of a row may be shorter.
         x_special_fmt: "e5m6" for e5m6 data, else None.
-        tensor_sf: float32, one element, for an sf of float8_e4m3fn (NVFP4) and only there; see `cast_back`.
+        tensor_sf: float32, one element, for NVFP4 and only there; see `cast_back`.
 
     Returns:
         (num_tokens, hidden), bfloat16 or float32, contiguous.

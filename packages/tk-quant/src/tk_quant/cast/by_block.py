@@ -29,7 +29,7 @@ from tk_quant.cast.format import BITS, DTYPES, least_amax_of
 _PASS_CONFIGS = {**DIRECT_COPIES, "tl.disable_safe_memory_legalize": True}
 
 
-def _tiles_across(num_cols: int, in_bytes: bool, across: int) -> int:
+def tiles_across(num_cols: int, in_bytes: bool, across: int) -> int:
     """Tiles along channels, of `across` blocks each; they cover one-byte scale factors to the end of the last word."""
     return 1 if across >= num_cols else ceil_div(align(num_cols, 4) if in_bytes else num_cols, across)
 
@@ -58,18 +58,20 @@ def cast_kernel(
     block_tokens, block_channels = block_size
     splits, (down, across) = config.splits(block_size), config.blocks_of_tile(block_size)
     num_cols = ceil_div(hidden, block_channels)
-    num_tiles = _tiles_across(num_cols, of_sf.in_bytes, across)
+    num_tiles = tiles_across(num_cols, of_sf.in_bytes, across)
     num_tokens = T.dynamic("num_tokens")
     sf_rows = num_tokens if block_tokens == 1 else T.dynamic("sf_rows")
 
     of_bf16 = source.dtype is torch.bfloat16 and block_channels >= 8
     by_power = of_bf16 and of_sf.round_sf and not arch.has_fp4_convert
     # Factors that are made from the values' amax let no finite value saturate.
-    are_bounded = not of_sf.is_given and not of_sf.is_nvfp4
+    are_bounded = not of_sf.is_given and not of_sf.is_nvfp4 and not of_sf.is_e4m3
 
     def sf_of_amax(amax: Any, tensor_sf: T.Buffer) -> tuple[Any, Any]:
         if of_sf.is_nvfp4:
             return scales.nvfp4_sf_of_amax(amax, tensor_sf[0])
+        if of_sf.is_e4m3:
+            return scales.e4m3_sf_of_amax(amax, fmt)
         if fmt == "e2m1" and not of_sf.round_sf:
             return scales.quick_sf_of_amax(amax, fmt, False)
         return quantize.sf_of_amax(amax, fmt, of_sf.round_sf)
@@ -99,8 +101,12 @@ def cast_kernel(
                     token, channel = row + i * config.block_tokens, col + g * config.block_channels
                     # Clamped to a valid index, as TileLang may load before it tests the condition.
                     sf_row, sf_col = T.min(token, num_tokens - 1) // block_tokens, T.min(channel, hidden - 1)
-                    given = T.if_then_else(token < num_tokens, sf[sf_row, sf_col // block_channels], T.float32(1))
-                    factors[i, g] = T.float32(1) / given
+                    if of_sf.is_e4m3:
+                        code = T.cast(sf[sf_row, sf_col // block_channels], "float32")
+                        factors[i, g] = T.float32(1) / T.if_then_else(token < num_tokens, code, T.float32(1))
+                    else:
+                        given = T.if_then_else(token < num_tokens, sf[sf_row, sf_col // block_channels], T.float32(1))
+                        factors[i, g] = T.float32(1) / given
             else:
                 whole = T.alloc_var("int32", init=0)
                 amax = T.alloc_fragment(config.parts, "int32")
@@ -145,12 +151,13 @@ def launch_cast(
     round_sf: bool = False,
     sf_clamp_min: float | None = None,
     sf_is_given: bool = False,
+    use_e4m3_sf: bool = False,
 ) -> None:
     """Write data and sf of x, or of the pair (x, x_sf); sf alone if data is None, data alone if `sf_is_given`."""
     arch, source = get_arch(x.device), CastInput.of(x, x_sf, x_block_size)
     hidden = x.shape[1] * 8 * x.dtype.itemsize // source.bits
     with_data = data is not None
-    of_sf = CastSf(layout_of(sf), round_sf, tensor_sf is not None, sf_is_given)
+    of_sf = CastSf(layout_of(sf), round_sf, tensor_sf is not None, sf_is_given, use_e4m3_sf)
     config = TileConfig.best(hidden, block_size, source.bits, fmt, with_data, of_sf.in_bytes, arch)
     cast = cast_kernel(source, hidden, fmt, block_size, of_sf, with_data, config, arch)
-    cast(x, x_sf, tensor_sf, data, sf, least_amax_of(fmt, sf_clamp_min))
+    cast(x, x_sf, tensor_sf, data, sf, least_amax_of(fmt, sf_clamp_min, use_e4m3_sf))

@@ -27,11 +27,13 @@ _TOKENS = 4
 
 
 def layout_of(sf: Tensor) -> ScaleLayout:
-    """Layout of sf as kernels distinguish it: COL_MAJOR for all float32, whose strides are kernel arguments."""
+    """Layout of sf as kernels distinguish it: strides are kernel arguments for all float32, which is COL_MAJOR, and for
+    all int32, which is PACKED_UE8M0.
+    """
     if sf.ndim == 5:
         return ScaleLayout.SWIZZLED
     if sf.dtype is torch.float8_e4m3fn:
-        return ScaleLayout.ROW_MAJOR
+        return ScaleLayout.ROW_MAJOR if sf.is_contiguous() else ScaleLayout.COL_MAJOR
     return ScaleLayout.PACKED_UE8M0 if sf.dtype is torch.int32 else ScaleLayout.COL_MAJOR
 
 
@@ -48,6 +50,8 @@ class CastInput:
     """Layout of the pair's scale factors, from `layout_of`."""
     is_nvfp4: bool = False
     """Whether the scale factors are float8_e4m3fn, beside one float32 scale for the whole tensor."""
+    has_e4m3_sf: bool = False
+    """Whether the scale factors are float8_e4m3fn alone."""
 
     @property
     def is_pair(self) -> bool:
@@ -59,12 +63,13 @@ class CastInput:
         return BITS[FORMATS[self.dtype]] if self.is_pair else 8 * self.dtype.itemsize
 
     @staticmethod
-    def of(x: Tensor, x_sf: Tensor | None, block_size: tuple[int, int]) -> "CastInput":
+    def of(x: Tensor, x_sf: Tensor | None, block_size: tuple[int, int], has_tensor_sf: bool = False) -> "CastInput":
         """Describe x and x_sf, which the op has checked before."""
         if x_sf is None:
             return CastInput(x.dtype, check.row_alignment(x))
-        is_nvfp4 = x_sf.dtype is torch.float8_e4m3fn
-        return CastInput(x.dtype, check.row_alignment(x), block_size, layout_of(x_sf), is_nvfp4)
+        is_e4m3 = x_sf.dtype is torch.float8_e4m3fn
+        of_sf = layout_of(x_sf), is_e4m3 and has_tensor_sf, is_e4m3 and not has_tensor_sf
+        return CastInput(x.dtype, check.row_alignment(x), block_size, *of_sf)
 
 
 @dataclass(frozen=True)
@@ -78,16 +83,18 @@ class CastSf:
     is_nvfp4: bool = False
     """Whether they are e4m3, beside one float32 scale for the whole tensor (NVFP4)."""
     is_given: bool = False
-    """Whether the cast reads them, in float32, rather than making them."""
+    """Whether the cast reads them, rather than making them."""
+    is_e4m3: bool = False
+    """Whether they are e4m3 alone."""
 
     @property
     def byte_dtype(self) -> str:
         """TileLang's dtype of one-byte scale factors."""
-        return "float8_e4m3fn" if self.is_nvfp4 else "float8_e8m0fnu"
+        return "float8_e4m3fn" if self.is_nvfp4 or self.is_e4m3 else "float8_e8m0fnu"
 
     @property
     def in_bytes(self) -> bool:
-        return self.is_nvfp4 or self.layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
+        return self.is_nvfp4 or self.is_e4m3 or self.layout in (ScaleLayout.PACKED_UE8M0, ScaleLayout.SWIZZLED)
 
 
 @dataclass(frozen=True)

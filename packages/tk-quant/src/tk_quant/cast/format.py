@@ -45,10 +45,10 @@ def block_size_of(name: str, block_size: Any) -> tuple[int, int]:
     return block_size[0], block_size[1]
 
 
-def check_sf_clamp_min(value: Any, fmt: str) -> None:
-    """Raise unless `value` is None, or a number of float32 with which sf and its reciprocal stay normal."""
+def check_sf_clamp_min(value: Any, fmt: str, use_e4m3_sf: bool = False) -> None:
+    """Raise unless `value` is None, or a number with which sf and its reciprocal stay normal, or an e4m3 sf above 0."""
     if value is not None:
-        check.number("sf_clamp_min", value, at_least=LIMITS[fmt][0] * LEAST_NORMAL)
+        check.number("sf_clamp_min", value, at_least=LIMITS[fmt][0] * (LEAST_E4M3 if use_e4m3_sf else LEAST_NORMAL))
 
 
 def check_channel_blocks(

@@ -66,7 +66,7 @@ def per_block_cast(
         block_size: (tokens, channels) of a block, powers of two from 1 to 128. The last blocks may be smaller.
         use_tma_aligned_col_major_sf: sf with strides (1, its rows rounded up to 4), as TMA wants it.
         round_sf: Round sf up to a power of two.
-        use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
+        use_packed_ue8m0: sf as biased exponents, four in an int32; needs round_sf.
         out: `(data, sf)` to write into, with the dtypes, shapes and strides that a new result would have. They overlap
             neither x nor each other.
         sf_clamp_min: The least amax instead of the format's; at least max * 2**-126.

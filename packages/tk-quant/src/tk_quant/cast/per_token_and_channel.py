@@ -168,7 +168,7 @@ def per_token_and_channel_cast(
         round_sf: whether scale factors are powers of two.
         transpose_channel_data: whether the data that is quantized by channels is transposed to (hidden, num_tokens).
         use_tma_aligned_col_major_sf: whether token_sf is column major, with columns aligned to 16 bytes.
-        use_packed_ue8m0: whether token_sf is packed exponents, four an int32; needs the flag above and `round_sf`.
+        use_packed_ue8m0: whether token_sf is packed exponents, four an int32; needs `round_sf`.
         sf_clamp_min: the least amax instead of 1e-4; at least 448 * 2**-126.
 
     Returns:
@@ -200,6 +200,8 @@ def per_token_and_channel_cast(
     channel_data = new(x.new_empty, channel_shape, dtype=torch.float8_e4m3fn)
     channel_sf = new(x.new_empty, (num_tokens // num_per_tokens, hidden), dtype=torch.float32)
     if launching(token_data, token_sf, channel_data, channel_sf):
+        # Strides of packed words are arguments of the kernel.
+        layout = ScaleLayout.PACKED_UE8M0 if layout is ScaleLayout.PACKED_ROW_MAJOR else layout
         casts = TwoCasts(num_per_channels, num_per_tokens, round_sf, layout, transpose_channel_data)
         arguments = hidden, x.dtype, check.row_alignment(x), casts, get_arch(x.device)
         cast = _per_token_and_channel_cast_kernel(*arguments)

@@ -34,8 +34,9 @@ def sf_type(
 ) -> Any:
     """TileLang type of a kernel argument that holds the scale factors of (num_rows, num_cols) blocks.
 
-    COL_MAJOR has run-time strides, so the same kernel serves row-major float32. `byte_dtype` is float8_e4m3fn for
-    NVFP4, in ROW_MAJOR or SWIZZLED. `prefix` tells the dynamic symbols of several such arguments apart.
+    COL_MAJOR and PACKED_UE8M0 have run-time strides, so the same kernel serves row-major float32 and words.
+    `byte_dtype` is float8_e4m3fn for e4m3 scale factors, not in PACKED_UE8M0. `prefix` tells the dynamic symbols of
+    several such arguments apart.
     """
     if layout is ScaleLayout.SWIZZLED:
         return T.Tensor((T.dynamic(prefix + "sf_row_tiles"), ceil_div(num_cols, 4), 32, 4, 4), byte_dtype)
@@ -44,7 +45,8 @@ def sf_type(
     packed = layout is ScaleLayout.PACKED_UE8M0
     strides = tuple(T.dynamic(f"{prefix}sf_{dim}_stride", "int64") for dim in ("row", "col"))
     shape = (num_rows, ceil_div(num_cols, 4) if packed else num_cols)
-    return T.StridedTensor(shape, strides, "int32" if packed else "float32")
+    unpacked = "float32" if byte_dtype == "float8_e8m0fnu" else byte_dtype
+    return T.StridedTensor(shape, strides, "int32" if packed else unpacked)
 
 
 def rows_of_sf(num_rows: Any, layout: ScaleLayout) -> Any:
@@ -137,6 +139,8 @@ def sf_index(row: Any, col: Any, layout: ScaleLayout) -> tuple[Any, ...]:
 def load_sf(sf: T.Buffer, row: Any, col: Any, layout: ScaleLayout) -> Any:
     """float32 expression of the scale factor of block (row, col); `sf` is the result of `sf_bytes`."""
     value = sf[sf_index(row, col, layout)]
+    if sf.dtype == "float8_e4m3fn":
+        return T.cast(value, "float32")
     return float_of_ue8m0(value) if layout in _BYTES else value
 
 

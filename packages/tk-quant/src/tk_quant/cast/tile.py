@@ -55,7 +55,8 @@ def input_sf_type(x: CastInput, hidden: int) -> Any:
     """TileLang type of the argument x_sf, the scale factors of a pair; a plain x comes with None."""
     if not x.is_pair:
         return T.Tensor((T.dynamic("x_sf_rows"),), "float32")
-    return sf_type(T.dynamic("x_sf_rows"), ceil_div(hidden, x.block_size[1]), x.layout, prefix="x_")
+    byte_dtype = "float8_e4m3fn" if x.has_e4m3_sf else "float8_e8m0fnu"
+    return sf_type(T.dynamic("x_sf_rows"), ceil_div(hidden, x.block_size[1]), x.layout, byte_dtype, "x_")
 
 
 def values_dtype(x: CastInput) -> str:
@@ -98,7 +99,8 @@ def load_values(
         step = _channels_of_sf(of, hidden, config.vec)
         sf = T.alloc_fragment((down, tokens, across, size // step), "float32")
         T.annotate_layout({sf: layout_of_tile(config, step)})
-        sf_codes, (block_tokens, block_channels) = sf_bytes(x_sf, of.layout), of.block_size
+        sf_codes = x_sf if of.has_e4m3_sf else sf_bytes(x_sf, of.layout)
+        block_tokens, block_channels = of.block_size
         for i, t, g, k in T.Parallel(down, tokens, across, size // step):
             token, channel = row + i * tokens + t, col + g * size + k * step
             is_inside = token < num_tokens and channel < hidden

@@ -2,6 +2,7 @@ from .and_back import per_token_cast_and_cast_back as per_token_cast_and_cast_ba
 from .back import cast_back as cast_back
 from .back import cast_back_e5m6 as cast_back_e5m6
 from .back import per_token_cast_back as per_token_cast_back
+from .batched_transpose_weight_sf import batched_transpose_weight_sf as batched_transpose_weight_sf
 from .lossless import per_block_cast_lossless as per_block_cast_lossless
 from .norm import norm_backward as norm_backward
 from .norm import norm_forward as norm_forward

@@ -13,15 +13,19 @@ def per_token_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    use_e4m3_sf: bool = False,
+    stochastic_cast: bool = False,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
     sf_clamp_min: float | None = None,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    seed: torch.Tensor | int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.per_token_cast."""
-    flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0, use_e4m3_sf)
     options = {"use_swizzled_sf": use_swizzled_sf, "tensor_sf": tensor_sf, "sf_clamp_min": sf_clamp_min}
+    options |= {"stochastic_cast": stochastic_cast, "seed": seed}
     return written(out, cast(x, fmt, (1, num_per_channels), None, x_block_size, *flags, **options))
 
 
@@ -47,14 +51,15 @@ def per_token_cast_with_sf_only(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    use_e4m3_sf: bool = False,
+    out_sf: torch.Tensor | None = None,
     *,
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
     sf_clamp_min: float | None = None,
-    out_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_token_cast_with_sf_only."""
-    flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    flags = (round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0, use_e4m3_sf)
     options = {"use_swizzled_sf": use_swizzled_sf, "tensor_sf": tensor_sf, "sf_clamp_min": sf_clamp_min}
     return written(out_sf, cast(x, fmt, (1, num_per_channels), None, x_block_size, *flags, **options)[1])
 
@@ -68,7 +73,7 @@ def per_token_cast_with_precomputed_sf(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
-    *,
+    use_e4m3_sf: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See tk_quant.per_token_cast_with_precomputed_sf."""

@@ -8,6 +8,7 @@ from tk_core.reference.scales import pack_scales
 from tk_core.scales import LIMITS, scale_layout
 from tk_quant.cast.format import LEAST_E4M3, least_amax_of
 from tk_quant.reference.formats import ENCODERS, dequantize, expand_blocks
+from tk_quant.reference.stochastic import round_stochastically
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -63,6 +64,8 @@ def cast(
     use_swizzled_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
     sf_clamp_min: float | None = None,
+    stochastic_cast: bool = False,
+    seed: torch.Tensor | int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
     """Quantize by blocks: `(data, sf)`, or data alone where `sf` (row-major float32 (R, C)) is given.
 
@@ -77,7 +80,8 @@ def cast(
                          s = 1 / (sf * tensor_sf)
         data = round(x * s)
 
-    each operation in float32 to nearest, ties to even. sf comes in the layout that the flags ask for (tk_core.scales),
+    each operation in float32 to nearest, ties to even; with `stochastic_cast` and blocks of one token, data is rounded
+    stochastically, as tk_quant.per_token_cast does. sf comes in the layout that the flags ask for (tk_core.scales),
     float8_e4m3fn with `tensor_sf` or `use_e4m3_sf`.
     """
     if fmt not in LIMITS:
@@ -97,9 +101,15 @@ def cast(
     else:
         sf, factor = tensor_scaled_factors(amax, fmt, tensor_sf)
     sf = pack_scales(sf, layout, torch.float8_e4m3fn if use_e4m3_sf or tensor_sf is not None else None)
-    return _encode(values, factor, fmt, block_size), sf
+    scaled = expand_blocks(factor, block_size, *values.shape) * values
+    if stochastic_cast:
+        num_rows, num_quads = len(scaled), scaled.shape[1] // 4
+        index = torch.arange(num_quads, device=scaled.device).expand(num_rows, -1)
+        if seed is not None:
+            index = index + num_quads * torch.arange(num_rows, device=scaled.device)[:, None]
+        scaled = round_stochastically(scaled, fmt, index, seed)
+    return ENCODERS[fmt](scaled), sf
 
 
 def _encode(values: torch.Tensor, factor: torch.Tensor, fmt: str, block_size: tuple[int, int]) -> torch.Tensor:
-    scaled = expand_blocks(factor, block_size, *values.shape) * values
-    return ENCODERS[fmt](scaled)
+    return ENCODERS[fmt](expand_blocks(factor, block_size, *values.shape) * values)

@@ -228,7 +228,7 @@ def swiglu_forward_and_per_token_cast(
             unspecified (swizzled sf: 0), and x is not read there.
         use_tma_aligned_col_major_sf: sf with strides (1, num_positions rounded up to 4), as TMA wants it.
         round_sf: Round sf up to a power of two.
-        use_packed_ue8m0: sf as biased exponents, four in an int32; needs the other two flags.
+        use_packed_ue8m0: sf as biased exponents, four in an int32; needs round_sf.
         swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]. NaN stays NaN.
         clamped_count: int64 (3,), to which the numbers of l > c, r > c and r < -c in rows that are not padding are
             added in place. Needs swiglu_clamp_value.
