@@ -198,7 +198,7 @@ def test_the_example_layer_on_several_ranks_is_covered() -> None:
             buffer = _OneRank(num_ranks, reduces, layer_file.FULL)
             ep_file.run_layer(buffer, layer, x, layer_file.FULL.topk, layer_file.Stages("", device))
     requests = [each for each in requests if each.kernel.name.startswith("tk_ep.")]
-    assert len({request.kernel.name for request in requests}) == 7
+    assert len({request.kernel.name for request in requests}) == 8
     model = load("deepseek-v3")
     assert not missing(requests, plan_model(model, ["sm_90a"], {op for op in ops_called(model) if "tk_ep" in op}))
 
