@@ -78,6 +78,8 @@ class Profile:
     num_topk: int = 1
     swiglu_clamps: tuple[bool, ...] = (False,)
     """Whether the SwiGLU clamps its input."""
+    swiglu_segments: bool = False
+    """Whether the SwiGLU is also called with the ends of the experts' rows, aligned to 128, and weights by position."""
     separate_sf: bool = False
     """Whether separate calls also make scale factors alone, and data by given scale factors."""
     recasts: tuple[Block, ...] = ()
@@ -244,6 +246,15 @@ def _clamp_values(profile: Profile) -> list[float | None]:
     return [10.0 if clamps else None for clamps in profile.swiglu_clamps]
 
 
+def _segments(profile: Profile, num_rows: int) -> list[dict[str, Any]]:
+    """Arguments of SwiGLU: where experts' rows end, alone, with weights by position, and with these times a factor."""
+    if not profile.swiglu_segments:
+        return []
+    ends = {"psum_num_tokens_per_expert": empty(profile.num_experts, dtype=torch.int32)}
+    weighted = {**ends, "topk_weights": empty(num_rows)}
+    return [ends, weighted, {**weighted, "routed_scaling_factor": 2.5}]
+
+
 def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Iterator[Call]:
     group = form.num_per_channels or hidden
     if form.fmt == "e5m6" or form.tensor_sf or form.e4m3_sf or group not in (32, _TOKENS, hidden):
@@ -254,12 +265,14 @@ def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Ite
     maps: list[dict[str, Any]] = [{}]
     if profile.num_experts > 1:
         maps += [weighted, {"pos_to_expert": rows}, {**weighted, "pos_to_expert": rows}]
+    maps += _segments(profile, num_rows)
     # The op has other layouts for these groups only.
     layouts = [layout for layout in form.sf_layouts if layout == "row_major" or group in (32, _TOKENS)]
     for dtype, layout, clamp, of_rows in product(profile.inputs, layouts, _clamp_values(profile), maps):
         x = empty(num_rows, 2 * hidden, dtype=dtype)
         options = {**_token_options(form, layout), **of_rows, "swiglu_clamp_value": clamp}
-        for count in (None, empty(3, dtype=torch.int64)) if clamp and profile.training else (None,):
+        num_counts = 4 if "psum_num_tokens_per_expert" in of_rows else 3
+        for count in (None, empty(num_counts, dtype=torch.int64)) if clamp and profile.training else (None,):
             yield call(quant.swiglu_forward_and_per_token_cast, x, form.fmt, group, **options, clamped_count=count)
 
 
@@ -326,6 +339,11 @@ def _swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator
             continue
         x, grad_out = _pair("e4m3", num_rows, 2 * hidden, (1, group)), empty(num_rows, hidden, dtype=torch.bfloat16)
         yield call(quant.swiglu_backward_and_per_token_cast, x, grad_out, *maps, group, round_sf, clamp)
+        for of_rows, recompute in product(_segments(profile, num_rows), (False, True)):
+            options = {**of_rows, "clamp_value": clamp, "do_recompute": recompute}
+            yield call(
+                quant.swiglu_backward_and_per_token_cast, x, grad_out, None, None, None, group, round_sf, **options
+            )
         x, cast = empty(align(num_rows, _TOKENS), 2 * hidden, dtype=torch.bfloat16), ("e4m3", _TOKENS, round_sf)
         for without_transpose in (False, True):
             yield call(quant.swiglu_forward_and_per_channel_cast_and_transpose, x, *cast, without_transpose, clamp)
@@ -336,11 +354,12 @@ def _plain_swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> It
     num_rows, pairs = _numbers_of_rows(profile, num_tokens)[0], (num_tokens, profile.num_topk)
     rows = empty(num_rows, dtype=torch.int32)
     weighted = {"pos_to_token_topk": rows, "topk_weights": empty(*pairs), "pos_to_expert": rows}
-    for dtype, clamp, maps in product(profile.inputs, _clamp_values(profile), ({}, weighted)):
+    forms = [{}, weighted, *_segments(profile, num_rows)]
+    for dtype, clamp, maps in product(profile.inputs, _clamp_values(profile), forms):
         x, grad_out = (empty(num_rows, columns, dtype=dtype) for columns in (2 * hidden, hidden))
         options = {"fmt": "bf16" if dtype == "bfloat16" else "fp32", **maps}
         yield call(quant.swiglu_forward, x, clamp, **options)
-        of_weights = {"token_topk_to_pos": empty(*pairs, dtype=torch.int32)} if maps else {}
+        of_weights = {"token_topk_to_pos": empty(*pairs, dtype=torch.int32)} if maps is weighted else {}
         yield call(quant.swiglu_backward, x, grad_out, clamp, **options, **of_weights)
 
 

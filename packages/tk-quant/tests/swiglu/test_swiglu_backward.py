@@ -14,8 +14,8 @@ from tk_core.testing.numeric import assert_same_metadata
 
 from ..per_token.test_per_token_cast import MakeInput, extremes
 from .test_swiglu_backward_and_per_token_cast import maps
-from .test_swiglu_forward import FORMATS, NUM_TOPK, real_rows
-from .test_swiglu_forward_and_per_token_cast import activations, every_gate
+from .test_swiglu_forward import FORMATS, NUM_TOPK
+from .test_swiglu_forward_and_per_token_cast import activations, every_gate, optional, real_rows
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
@@ -27,11 +27,13 @@ def make(
     weight_grad: bool = True,
     experts: bool = False,
     grad_dtype: torch.dtype | None = None,
+    segments: int | None = None,
+    by_position: bool = False,
     **more: Any,
 ) -> Make:
     """Arguments of the op. `num_real`: with weights, so many of which have a position; `weight_grad`: and a gradient.
 
-    x and grad_out are NaN in rows of padding.
+    `segments` and `by_position` are those of `optional`. x and grad_out are NaN in rows of padding.
     """
 
     def build(device: str) -> dict[str, Any]:
@@ -39,6 +41,8 @@ def make(
         num_positions, hidden = values.shape[0], values.shape[1] // 2
         grad_out = torch.randn(num_positions, hidden, device=device).to(grad_dtype or values.dtype)
         kwargs: dict[str, Any] = {"fmt": FORMATS[values.dtype], **more}
+        kwargs.update(optional(num_positions, device, segments=segments, by_position=by_position))
+        del kwargs["clamped_count"]
         if num_real is not None:
             # Includes pairs without a position.
             num_tokens = num_positions // NUM_TOPK + 2
@@ -104,6 +108,19 @@ SPEC = OpSpec(
         _case(_FP32, 9, 192, "-plain", "small"),
         _case(_FP32, 9, 192, "-to-bf16", "small compile", num_real=7, fmt="bf16", grad_dtype=_BF16),
         _case(_FP32, 33, 640, "-clamped", "small compile", num_real=30, swiglu_clamp_value=2, with_out=True),
+        # Rows of experts by where these end, weights by position.
+        _case(_BF16, 41, 256, "-segments", "small modes", segments=8),
+        _case(_BF16, 41, 64, "-by-position", "small", by_position=True),
+        _case(
+            *(_BF16, 33, 2112, "-segments-scaled", "small compile"),
+            segments=7,
+            by_position=True,
+            routed_scaling_factor=2.5,
+            do_recompute=True,
+        ),
+        _case(_FP32, 33, 192, "-all-scaled", "small", num_real=30, experts=True, segments=1, routed_scaling_factor=-3),
+        _case(_BF16, 0, 128, "-segments", "small", segments=8, by_position=True),
+        _case(_BF16, 8001, 2048, "-segments", segments=128, by_position=True, clamp_value=3.0),
         # More pairs than threads; zero rows, one row.
         _case(_BF16, 1, 64, "", "small", num_real=1),
         _case(_BF16, 0, 128, "", "small", num_real=0),
@@ -265,5 +282,10 @@ test_bad_input = tiers.bad_input(
         ({"grad_out": GRAD[:2]}, ValueError, "grad_out: .*shape"),
         ({"token_topk_to_pos": PAIRS}, ValueError, "topk_weights: .*tensor beside token_topk_to_pos"),
         ({**MAPS, "token_topk_to_pos": PAIRS[:1]}, ValueError, "token_topk_to_pos: .*shape"),
+        (
+            {"topk_weights": torch.ones(3), "token_topk_to_pos": PAIRS},
+            ValueError,
+            "topk_weights: .*beside token_topk_to_pos, of two dimensions",
+        ),
     ],
 )

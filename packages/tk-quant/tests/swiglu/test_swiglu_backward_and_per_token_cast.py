@@ -16,6 +16,8 @@ from tk_core.testing.numeric import assert_same_metadata
 from tk_quant import reference
 from tk_quant.reference.swiglu import real_positions
 
+from .test_swiglu_forward_and_per_token_cast import optional
+
 MakePair = Callable[[str], tuple[torch.Tensor, torch.Tensor]]
 
 _NUM_TOPK = 8
@@ -112,9 +114,16 @@ def make(
     shift: tuple[int, int] | None = None,
     map_as_x: bool = False,
     grad_scale: float = 1.0,
+    grad_dtype: torch.dtype = torch.bfloat16,
+    by_pairs: bool = True,
+    segments: int | None = None,
+    by_position: bool = False,
     **more: Any,
 ) -> Make:
-    """Arguments. By default 7 of 8 positions are real. shift: bytes by which data and grad_out are off alignment."""
+    """Arguments. By default 7 of 8 positions are real. shift: bytes by which data and grad_out are off alignment.
+
+    `by_pairs`: with weight and maps; `segments` and `by_position` are those of `optional`.
+    """
     num_positions = prod(leading)
     if num_tokens is None:
         num_tokens = -(-num_positions // num_topk)
@@ -123,19 +132,22 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         data, sf = x(leading, 2 * hidden, num_per_channels)(device)
-        grad_out = (grad_scale * torch.randn(*leading, hidden, device=device)).to(torch.bfloat16)
+        grad_out = (grad_scale * torch.randn(*leading, hidden, device=device)).to(grad_dtype)
         if shift is not None:
             data = _shifted(data.view(torch.uint8), shift[0]).view(torch.float8_e4m3fn)
-            grad_out = _shifted(grad_out, shift[1] // 2)
+            grad_out = _shifted(grad_out, shift[1] // grad_out.element_size())
         made = maps(num_positions, num_tokens, num_topk, num_real, disagree)
-        pos_to_token_topk, token_topk_to_pos = made(device)
+        pos_to_token_topk, token_topk_to_pos = made(device) if by_pairs else (None, None)
+        of_rows = optional(num_positions, device, segments=segments, by_position=by_position)
+        del of_rows["clamped_count"]
         return {
             "x": (data, sf),
             "grad_out": grad_out,
-            "weight": torch.rand(num_tokens, num_topk, device=device),
+            "weight": torch.rand(num_tokens, num_topk, device=device) if by_pairs else None,
             "pos_to_token_topk": pos_to_token_topk.view(leading) if map_as_x else pos_to_token_topk,
             "token_topk_to_pos": token_topk_to_pos,
             "num_per_channels": num_per_channels,
+            **of_rows,
             **more,
         }
 
@@ -171,6 +183,9 @@ def compare(actual: Any, expected: Any) -> None:
     """Bitwise equal, except weight_grad, which is summed in another order."""
     assert_equal(actual[:3], expected[:3])
     got, want = actual[3], expected[3]
+    if want is None:
+        assert got is None
+        return
     assert_same_metadata(got, want, "weight_grad")
     if not want.is_meta:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
@@ -181,11 +196,14 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
     out, pair, x_grad, weight_grad = outputs
     written = (out, *pair, x_grad, weight_grad)
     rows = (*kwargs["x"], kwargs["grad_out"])
-    rest = (kwargs["weight"], kwargs["pos_to_token_topk"], kwargs["token_topk_to_pos"])
-    pos = kwargs["pos_to_token_topk"].flatten()
-    num_real = int(real_positions(pos.numel(), pos, kwargs["weight"], None, pos.device).sum())
-    row_bytes = sum(x.numel() * x.element_size() for x in rows) * num_real // max(pos.numel(), 1)
-    return row_bytes + sum(x.numel() * x.element_size() for x in (*written, *rest))
+    weight, pos = (kwargs[name] for name in ("weight", "pos_to_token_topk"))
+    rest = (weight, pos, kwargs["token_topk_to_pos"], kwargs.get("topk_weights"))
+    num_positions = kwargs["x"][0].shape[:-1].numel()
+    segments = kwargs.get("psum_num_tokens_per_expert"), kwargs.get("token_alignment", 128)
+    pos = None if pos is None else pos.flatten()
+    num_real = int(real_positions(num_positions, pos, weight, None, kwargs["grad_out"].device, *segments).sum())
+    row_bytes = sum(x.numel() * x.element_size() for x in rows) * num_real // max(num_positions, 1)
+    return row_bytes + sum(x.numel() * x.element_size() for x in (*written, *rest) if x is not None)
 
 
 def _case(
@@ -206,6 +224,8 @@ def _case(
 _SMALL = {"small": True}
 _COMPILE = {"compile": True}
 _BENCH = {"bench": True, "gpu": False}
+_ALONE = {"by_pairs": False}
+_PACKED = {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True}
 
 SPEC = OpSpec(
     op=tk_quant.swiglu_backward_and_per_token_cast,
@@ -231,6 +251,33 @@ SPEC = OpSpec(
         # Positions of experts.
         _case((3, 5), 128, 128, roles={"small": True, "modes": True, "compile": True}),
         _case((2, 7), 64, 32, "-map-as-x", roles=_SMALL, map_as_x=True, swiglu_clamp_value=0.1),
+        # Rows of experts by where these end, weights by position or none, layouts of sf, gradients in float32.
+        *(
+            _case(num_positions, hidden, group, suffix, roles={"small": True, **roles}, **more)
+            for num_positions, hidden, group, suffix, roles, more in (
+                (41, 128, 128, "-segments", {"modes": True}, {**_ALONE, "segments": 8}),
+                (41, 96, 32, "-by-position", {"modes": True}, {**_ALONE, "by_position": True, "do_recompute": False}),
+                (33, 384, 128, "-plain-fp32-grad", {}, {**_ALONE, "grad_dtype": torch.float32}),
+                (
+                    *(33, 640, 128, "-segments-packed", _COMPILE),
+                    {**_ALONE, **_PACKED, "segments": 7, "by_position": True, "routed_scaling_factor": 2.5},
+                ),
+                (
+                    *(33, 96, 32, "-segments-packed-fp32-grad", _COMPILE),
+                    {**_ALONE, **_PACKED, "segments": 1, "grad_dtype": torch.float32, "clamp_value": 1.5},
+                ),
+                (
+                    *(9, 384, 128, "-col", {}),
+                    {**_ALONE, "use_tma_aligned_col_major_sf": True, "by_position": True},
+                ),
+                (9, 640, 128, "-packed-row", {}, {**_ALONE, "round_sf": True, "use_packed_ue8m0": True}),
+                (33, 128, 128, "-pairs-segments-scaled", {}, {"segments": 4, "routed_scaling_factor": 0.3}),
+                (0, 128, 128, "-segments", {}, {**_ALONE, **_PACKED, "segments": 8, "by_position": True}),
+                ((2, 9), 128, 128, "-segments", {}, {**_ALONE, "segments": 8, "by_position": True}),
+                (7, 128, 128, "-shifted-fp32-grad", {}, {**_ALONE, "shift": (4, 4), "grad_dtype": torch.float32}),
+            )
+        ),
+        _case(8001, 2048, 128, "-segments", **_ALONE, segments=128, by_position=True, clamp_value=2.0),
         # Few or many channels per row, with and without idle lanes.
         _case(70, 32, 32, roles=_SMALL),
         _case(7, 288, 32, roles=_SMALL),
@@ -290,6 +337,14 @@ SPEC = OpSpec(
         _case(34560, 2048, 128, "-bench", roles={**_BENCH, "model_shape": True}, num_real=34560),
         _case(34816, 2048, 128, "-padded-bench", roles=_BENCH, num_tokens=4096, num_real=32768),
         _case(34560, 2048, 32, "-bench", roles=_BENCH, num_real=34560),
+        *(
+            _case(34816, 2048, 128, suffix, roles=_BENCH, **_ALONE, segments=136, by_position=True, **more)
+            for suffix, more in (
+                ("-segments-bench", {}),
+                ("-segments-packed-bench", {**_PACKED, "do_recompute": False}),
+                ("-segments-fp32-grad-bench", {"grad_dtype": torch.float32}),
+            )
+        ),
         _case(34560, 2048, 128, "-bench", roles=_BENCH, num_real=34560, round_sf=True),
         _case(34560, 2048, 128, "-bench", roles=_BENCH, num_real=34560, swiglu_clamp_value=10.0),
         *(
@@ -509,6 +564,10 @@ test_bad_input = tiers.bad_input(
             r"token_topk_to_pos: expected shape \(8, 1\)",
         ),
         ({"num_per_channels": 64}, ValueError, "num_per_channels: expected one of 32, 128, got 64"),
+        ({"weight": None}, ValueError, "pos_to_token_topk: expected None without weight"),
+        ({"topk_weights": torch.ones(8)}, ValueError, "topk_weights: expected None beside weight"),
+        ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0: expected round_sf"),
+        ({"token_alignment": 0}, ValueError, "token_alignment: expected 1 to 65536, got 0"),
         (
             {**make((9,), 64, 32)("meta"), "weight": torch.empty(2**31, 1, device="meta")},
             ValueError,

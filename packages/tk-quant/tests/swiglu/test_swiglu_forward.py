@@ -10,10 +10,10 @@ import torch
 import tk_quant
 from tk_core import env
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
-from tk_quant.reference.swiglu import real_positions
+from tk_core.testing.numeric import assert_same_metadata
 
 from ..per_token.test_per_token_cast import MakeInput, extremes
-from .test_swiglu_forward_and_per_token_cast import OPTIONS, activations, by_numpy, every_gate, optional, row
+from .test_swiglu_forward_and_per_token_cast import OPTIONS, activations, by_numpy, every_gate, optional, real_rows, row
 
 FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 NUM_TOPK = 8
@@ -33,10 +33,14 @@ def make(x: MakeInput, **more: Any) -> Make:
     return build
 
 
-def real_rows(kwargs: dict[str, Any], num_positions: int, device: torch.device) -> torch.Tensor:
-    """bool (num_positions,): rows that are not padding."""
-    maps = (kwargs.get(name) for name in ("pos_to_token_topk", "topk_weights", "pos_to_expert"))
-    return real_positions(num_positions, *maps, device)
+def compare(actual: Any, expected: Any) -> None:
+    """Bitwise equal, except rows that are 0 in the reference: some of them are left unwritten."""
+    (got, got_count), (want, count) = actual, expected
+    assert_equal(got_count, count, name="clamped_count")
+    assert_same_metadata(got, want, "out")
+    if not want.is_meta:
+        is_zero = (want == 0).all(1, keepdim=True)
+        assert_equal(got.masked_fill(is_zero, 0), want.masked_fill(is_zero, 0))
 
 
 def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
@@ -55,11 +59,13 @@ def _case(dtype: torch.dtype, num_positions: int, hidden: int, suffix: str = "",
 
 
 def _bench(num_positions: int, hidden: int, roles: str = "bench", suffix: str = "-bench", **more: Any) -> Case:
-    return _case(more.pop("dtype", _BF16), num_positions, hidden, suffix, roles, padding=(8, 136), **more)
+    rows = {} if "segments" in more else {"padding": (8, 136)}
+    return _case(more.pop("dtype", _BF16), num_positions, hidden, suffix, roles, **rows, **more)
 
 
 SPEC = OpSpec(
     op=tk_quant.swiglu_forward,
+    compare=compare,
     least_bytes=least_bytes,
     mutates=("clamped_count",),
     cases=(
@@ -70,21 +76,31 @@ SPEC = OpSpec(
         _case(_BF16, 33, 128, "-all", "small modes", padding=(2, 7), experts=True),
         _case(_BF16, 33, 128, "-beyond", "small", padding=(2, 7), beyond=True),
         _case(_BF16, 9, 2112, "-clamped", "small compile", padding=(1, 4), swiglu_clamp_value=1.5),
-        _case(_BF16, 33, 192, "-counted", "small modes", experts=True, swiglu_clamp_value=0.7, counted=True),
-        _case(_BF16, 9, 2112, "-counted", "small", padding=(1, 4), swiglu_clamp_value=2, counted=True),
+        _case(_BF16, 33, 192, "-counted", "small modes", experts=True, swiglu_clamp_value=0.7, counted=3),
+        _case(_BF16, 9, 2112, "-counted", "small", padding=(1, 4), swiglu_clamp_value=2, counted=3),
         _case(_BF16, 9, 192, "-to-fp32", "small", padding=(1, 4), fmt="fp32"),
         _case(_FP32, 9, 192, "-plain", "small"),
         _case(_FP32, 9, 192, "-to-bf16", "small compile", padding=(1, 4), fmt="bf16"),
-        _case(_FP32, 33, 640, "-counted", "small compile", padding=(1, 4), swiglu_clamp_value=0.5, counted=True),
+        _case(_FP32, 33, 640, "-counted", "small compile", padding=(1, 4), swiglu_clamp_value=0.5, counted=3),
+        # Rows of experts by where these end, weights by position.
+        _case(_BF16, 41, 256, "-segments", "small modes", segments=8),
+        _case(_BF16, 41, 64, "-by-position", "small", by_position=True),
+        _case(_BF16, 33, 2112, "-segments-scaled", "small", segments=7, by_position=True, routed_scaling_factor=2.5),
+        _case(_FP32, 33, 640, "-segments-counted", "small compile", segments=1, clamp_value=0.7, counted=4),
+        _case(
+            *(_BF16, 33, 128, "-all-scaled", "small"), padding=(2, 7), experts=True, segments=4, routed_scaling_factor=3
+        ),
+        _case(_BF16, 0, 128, "-segments", "small", segments=8, by_position=True),
+        _case(_BF16, 8001, 2048, "-segments", segments=128, by_position=True),
         # Zero rows, one row.
         _case(_BF16, 0, 128, "", "small", padding=(1, 4)),
-        _case(_BF16, 0, 128, "-counted", "small", swiglu_clamp_value=1.0, counted=True),
+        _case(_BF16, 0, 128, "-counted", "small", swiglu_clamp_value=1.0, counted=3),
         _case(_BF16, 1, 640, "", "small"),
         # Zeros, infinity, NaN, subnormals, random bits; every possible gate.
         *(
             Case(f"{name}-h256-extremes{'-clamped' * bool(more)}", make(extremes(512, dtype), **more), small=True)
             for name, dtype in (("bf16", _BF16), ("fp32", _FP32))
-            for more in ({}, {"swiglu_clamp_value": 3.3, "counted": True})
+            for more in ({}, {"swiglu_clamp_value": 3.3, "counted": 3})
         ),
         Case("bf16-h128-every-gate", make(every_gate)),
         # Sizes of real models.
@@ -92,13 +108,14 @@ SPEC = OpSpec(
             _case(_BF16, num_positions, hidden, padding=(8, 136))
             for num_positions, hidden in ((4001, 640), (8001, 2048), (17, 3072), (4001, 7168), (3, 40960))
         ),
-        _case(_BF16, 8001, 2048, "-counted", padding=(8, 136), experts=True, swiglu_clamp_value=2.0, counted=True),
+        _case(_BF16, 8001, 2048, "-counted", padding=(8, 136), experts=True, swiglu_clamp_value=2.0, counted=3),
         _case(_FP32, 4001, 2048, padding=(8, 136)),
         # More than 2**31 elements.
         _case(_BF16, 300001, 4096, "-large", padding=(299000, 300000)),
         # Benchmarks.
         _bench(34816, 2048, "bench model_shape compile"),
-        _bench(34816, 2048, suffix="-clamped-counted-bench", swiglu_clamp_value=10.0, counted=True),
+        _bench(34816, 2048, suffix="-clamped-counted-bench", swiglu_clamp_value=10.0, counted=3),
+        _bench(34816, 2048, "bench compile", "-segments-bench", segments=136, by_position=True),
         _bench(34816, 2048, dtype=_FP32),
         *(_bench(34816, hidden) for hidden in (256, 640, 1536, 7168)),
         *(_bench(num_positions, 2048) for num_positions in (64, 4001)),
@@ -191,6 +208,11 @@ test_bad_input = tiers.bad_input(
         ({"x": torch.ones(3, 0)}, ValueError, "x: .*positive multiple of 128"),
         ({"topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: .*tensor beside topk_weights"),
         ({"pos_to_token_topk": INDEX}, TypeError, "topk_weights: .*Tensor"),
+        ({"topk_weights": WEIGHTS.view(8)}, ValueError, "topk_weights: .*shape"),
+        ({"routed_scaling_factor": 2.0}, ValueError, "topk_weights: .*routed_scaling_factor"),
+        ({"psum_num_tokens_per_expert": INDEX[:0]}, ValueError, "psum_num_tokens_per_expert: .*one expert"),
+        ({"token_alignment": 65537}, ValueError, "token_alignment: .*65536"),
+        ({"clamp_value": 1.0, "swiglu_clamp_value": 1.0}, ValueError, "clamp_value: .*None beside swiglu_clamp_value"),
         ({"pos_to_token_topk": INDEX[:2], "topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: .*shape"),
         ({"pos_to_expert": INDEX[:2]}, ValueError, "pos_to_expert: .*shape"),
         ({"clamped_count": torch.zeros(3, dtype=torch.int64)}, ValueError, "swiglu_clamp_value: .*clamped_count"),

@@ -1,5 +1,6 @@
 """swiglu_forward_and_per_token_cast."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import tk_quant
 from tk_core import env
-from tk_core.math import ceil_div
+from tk_core.math import align, ceil_div
 from tk_core.reference.scales import unpack_scales
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
@@ -42,7 +43,7 @@ def every_gate(device: str) -> torch.Tensor:
     return x
 
 
-def segments(num_positions: int, padding: tuple[int, int]) -> MakeInput:
+def pairs(num_positions: int, padding: tuple[int, int]) -> MakeInput:
     """Indices of weights in random order; of every padding[1] positions the last padding[0] are -1."""
 
     def build(device: str) -> torch.Tensor:
@@ -53,7 +54,17 @@ def segments(num_positions: int, padding: tuple[int, int]) -> MakeInput:
     return build
 
 
-OPTIONS = {"padding", "beyond", "experts", "counted"}
+def expert_ends(num_positions: int, alignment: int, device: str) -> torch.Tensor:
+    """psum_num_tokens_per_expert of experts with some rows or none, the last of whose ends before num_positions."""
+    ends = [0]
+    for count in itertools.cycle((3, 0, alignment + 1, 1, alignment)):
+        if (end := align(ends[-1], alignment) + count) > num_positions:
+            break
+        ends.append(end)
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+OPTIONS = {"padding", "beyond", "experts", "counted", "segments", "by_position"}
 """Options of `optional`."""
 
 
@@ -63,20 +74,30 @@ def optional(
     padding: tuple[int, int] | None = None,
     beyond: bool = False,
     experts: bool = False,
-    counted: bool = False,
-) -> dict[str, torch.Tensor | None]:
-    """Maps and a count. `padding` adds weights, see `segments`; `beyond` puts some indices past the weights' end."""
-    made: dict[str, torch.Tensor | None] = {"clamped_count": None}
+    counted: int = 0,
+    segments: int | None = None,
+    by_position: bool = False,
+) -> dict[str, Any]:
+    """Maps and a count of `counted` numbers. `padding` adds weights, see `pairs`; `segments` is an alignment.
+
+    `beyond` puts some indices past the weights' end.
+    """
+    made: dict[str, Any] = {"clamped_count": None}
     if padding is not None:
         # More weights than needed, or too few.
         num_tokens = ceil_div(num_positions, 2 * _NUM_TOPK if beyond else _NUM_TOPK)
-        made["pos_to_token_topk"] = segments(num_positions, padding)(device)
+        made["pos_to_token_topk"] = pairs(num_positions, padding)(device)
         made["topk_weights"] = torch.rand(num_tokens, _NUM_TOPK, device=device)
     if experts:
         expert = torch.arange(num_positions, dtype=torch.int32, device=device)
         made["pos_to_expert"] = torch.where(expert % 5 == 3, -1, expert)
+    if segments is not None:
+        made["psum_num_tokens_per_expert"] = expert_ends(num_positions, segments, device)
+        made["token_alignment"] = segments
+    if by_position:
+        made["topk_weights"] = torch.rand(num_positions, device=device)
     if counted:
-        made["clamped_count"] = torch.tensor([7, 2**40, 0], device=device)
+        made["clamped_count"] = torch.tensor([7, 2**40, 0, 5][:counted], device=device)
     return made
 
 
@@ -127,10 +148,17 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
     """Real rows of x, data and sf; maps and weights."""
     x, (data, sf) = kwargs["x"], outputs
     maps = [kwargs.get(name) for name in ("pos_to_token_topk", "topk_weights", "pos_to_expert")]
-    real = real_positions(x.shape[0], *maps, x.device)
+    real = real_rows(kwargs, x.shape[0], x.device)
     rows = sum(each.numel() * each.element_size() for each in (x, data, sf))
     once = sum(each.numel() * each.element_size() for each in maps if each is not None)
     return once + (rows * int(real.sum()) // x.shape[0] if x.shape[0] else 0)
+
+
+def real_rows(kwargs: dict[str, Any], num_positions: int, device: torch.device) -> torch.Tensor:
+    """bool (num_positions,): rows that are not padding."""
+    maps = (kwargs.get(name) for name in ("pos_to_token_topk", "topk_weights", "pos_to_expert"))
+    segments = kwargs.get("psum_num_tokens_per_expert"), kwargs.get("token_alignment", 128)
+    return real_positions(num_positions, *maps, device, *segments)
 
 
 def _case(
@@ -198,17 +226,17 @@ SPEC = OpSpec(
                 "row",
                 33,
                 384,
-                "-clamped" + "-counted" * counted,
-                roles={"small": True, "modes": counted and group == 128 and dtype is _BF16},
+                "-clamped" + "-counted" * bool(counted),
+                roles={"small": True, "modes": bool(counted) and group == 128 and dtype is _BF16},
                 swiglu_clamp_value=clamp,
                 counted=counted,
             )
             for dtype, group, counted, clamp in (
-                (_BF16, 128, False, 10.0),
-                (_BF16, 128, True, 0.7),
-                (_BF16, 0, True, 10),
-                (_FP32, 32, True, 2.5),
-                (_FP32, 0, False, 0.1),
+                (_BF16, 128, 0, 10.0),
+                (_BF16, 128, 3, 0.7),
+                (_BF16, 0, 3, 10),
+                (_FP32, 32, 3, 2.5),
+                (_FP32, 0, 0, 0.1),
             )
         ),
         _case(
@@ -216,8 +244,39 @@ SPEC = OpSpec(
             roles=_SMALL,
             padding=(2, 7),
             experts=True,
-            counted=True,
+            counted=3,
             swiglu_clamp_value=1.5,
+        ),
+        # Rows of experts by where these end, weights by position.
+        *(
+            _case(dtype, fmt, group, flags, num_positions, hidden, suffix, roles={"small": True, **roles}, **more)
+            for dtype, fmt, group, flags, num_positions, hidden, suffix, roles, more in (
+                (_BF16, "e4m3", 128, "row", 41, 256, "-segments", {"modes": True}, {"segments": 8}),
+                (_BF16, "e4m3", 32, "packed", 41, 128, "-by-position", {}, {"by_position": True}),
+                (
+                    *(_BF16, "e4m3", 128, "swizzled", 140, 640, "-segments-scaled", _COMPILE),
+                    {"segments": 7, "by_position": True, "routed_scaling_factor": 2.5},
+                ),
+                (
+                    *(_FP32, "e4m3", 0, "row", 33, 384, "-segments-counted", {"modes": True}),
+                    {"segments": 1, "by_position": True, "clamp_value": 0.7, "counted": 4},
+                ),
+                (
+                    *(_BF16, "e2m1", 32, "packed", 33, 128, "-all-scaled", {}),
+                    {"padding": (2, 7), "experts": True, "segments": 4, "routed_scaling_factor": 0.3},
+                ),
+                (_BF16, "e4m3", 128, "row", 0, 256, "-segments", {}, {"segments": 8, "by_position": True}),
+                (_BF16, "e4m3", 128, "row", 5, 128, "-one-expert", {}, {"segments": 128}),
+            )
+        ),
+        _case(
+            *(_BF16, "e4m3", 128, "row", 8001, 2048, "-segments-clamped-counted"),
+            x=activations,
+            roles=_COMPILE,
+            segments=128,
+            by_position=True,
+            counted=4,
+            clamp_value=2.0,
         ),
         _case(_BF16, "e4m3", 32, "row", 9, 256, "-least", roles=_SMALL, sf_clamp_min=0.5),
         _case(_BF16, "e2m1", 128, "packed", 9, 256, "-least", roles=_SMALL, sf_clamp_min=3),
@@ -230,7 +289,7 @@ SPEC = OpSpec(
         # Zero rows, one row.
         _case(_BF16, "e4m3", 128, "row", 0, 640, roles=_SMALL, padding=(1, 4)),
         _case(_BF16, "e4m3", 128, "swizzled", 0, 640, roles=_SMALL),
-        _case(_BF16, "e4m3", 0, "row", 0, 640, roles=_SMALL, swiglu_clamp_value=1.0, counted=True),
+        _case(_BF16, "e4m3", 0, "row", 0, 640, roles=_SMALL, swiglu_clamp_value=1.0, counted=3),
         _case(_BF16, "e2m1", 128, "packed", 1, 640, roles=_SMALL),
         # Strided rows, down to rows that start at odd elements.
         *(
@@ -261,10 +320,10 @@ SPEC = OpSpec(
                 (_BF16, "e4m3", 128, "packed", {}),
                 (_BF16, "e4m3", 256, "row-round", {}),
                 (_BF16, "e2m1", 32, "swizzled", {}),
-                (_BF16, "e4m3", 128, "row", {"swiglu_clamp_value": 3.3, "counted": True}),
+                (_BF16, "e4m3", 128, "row", {"swiglu_clamp_value": 3.3, "counted": 3}),
                 (_FP32, "e4m3", 128, "row", {}),
                 (_FP32, "e2m1", 256, "row", {}),
-                (_FP32, "e4m3", 32, "packed", {"swiglu_clamp_value": 3.3, "counted": True}),
+                (_FP32, "e4m3", 32, "packed", {"swiglu_clamp_value": 3.3, "counted": 3}),
             )
         ),
         *(Case(f"bf16-{fmt}-32-row-every-gate", make(every_gate, fmt, 32)) for fmt in ("e4m3", "e2m1")),
@@ -291,7 +350,7 @@ SPEC = OpSpec(
                 roles=_COMPILE,
                 padding=(8, 136),
                 experts=True,
-                counted=True,
+                counted=3,
                 swiglu_clamp_value=2.0,
             )
             for group, hidden in ((128, 2048), (0, 3072))
@@ -318,9 +377,16 @@ SPEC = OpSpec(
             *(_BF16, "e4m3", 128, "row", 34816, 2048, "-clamped-counted-bench"),
             x=activations,
             padding=(8, 136),
-            counted=True,
+            counted=3,
             swiglu_clamp_value=10.0,
             roles=_BENCH,
+        ),
+        _case(
+            *(_BF16, "e4m3", 128, "row", 34816, 2048, "-segments-bench"),
+            x=activations,
+            segments=136,
+            by_position=True,
+            roles={**_BENCH, **_COMPILE},
         ),
         _case(_FP32, "e4m3", 128, "row", 34816, 2048, "-bench", x=activations, padding=(8, 136), roles=_BENCH),
         *(
@@ -494,6 +560,12 @@ test_bad_input = tiers.bad_input(
         ({"x": X[:, :0]}, ValueError, "x: expected a positive multiple of 256 columns, got 0"),
         ({"num_per_channels": 64}, ValueError, "num_per_channels: expected one of 32, 128, 128, 0, got 64"),
         ({"pos_to_token_topk": INDEX}, TypeError, "topk_weights: expected a torch.Tensor"),
+        ({"pos_to_token_topk": INDEX, "topk_weights": WEIGHTS.view(8)}, ValueError, "topk_weights: expected shape"),
+        ({"topk_weights": WEIGHTS.view(8)[1:]}, ValueError, r"topk_weights: expected shape \(8\)"),
+        ({"routed_scaling_factor": 2.0}, ValueError, "topk_weights: expected a tensor beside routed_scaling_factor"),
+        ({"psum_num_tokens_per_expert": INDEX[:0]}, ValueError, "psum_num_tokens_per_expert: expected at least one"),
+        ({"token_alignment": 0}, ValueError, "token_alignment: expected 1 to 65536, got 0"),
+        ({"clamp_value": 1.0, "swiglu_clamp_value": 1.0}, ValueError, "clamp_value: expected None beside swiglu_clamp"),
         ({"topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: expected a tensor beside topk_weights"),
         ({"pos_to_token_topk": INDEX[1:], "topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: expected shape"),
         ({"pos_to_expert": INDEX[:5]}, ValueError, "pos_to_expert: expected shape"),
@@ -510,6 +582,6 @@ test_bad_input = tiers.bad_input(
             "num_per_channels: expected 32 or 128 for sf in layout COL_MAJOR, got 256",
         ),
         ({"clamped_count": COUNT}, ValueError, "swiglu_clamp_value: expected a number beside clamped_count"),
-        ({"clamped_count": COUNT[:2], "swiglu_clamp_value": 1.0}, ValueError, "clamped_count: expected shape"),
+        ({"clamped_count": COUNT[:2], "swiglu_clamp_value": 1.0}, ValueError, "clamped_count: expected 3 or 4 numbers"),
     ],
 )

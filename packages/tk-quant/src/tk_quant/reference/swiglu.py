@@ -4,7 +4,7 @@ import torch
 
 from tk_core.reference.fma import fma
 from tk_core.reference.scales import pack_scales
-from tk_core.scales import scale_layout
+from tk_core.scales import ScaleLayout, scale_layout
 from tk_quant.cast.format import OUT_DTYPES
 from tk_quant.reference.formats import dequantize
 from tk_quant.reference.quantizer import cast
@@ -65,10 +65,10 @@ def float32_backward(
 
 
 def count_clamped(x: torch.Tensor, swiglu_clamp_value: float, is_real: torch.Tensor | None = None) -> torch.Tensor:
-    """Numbers of l > c, r > c and r < -c in x = [l | r], int64 (3,); `is_real` (bool) picks the rows that count."""
+    """Numbers of l > c, r > c, r < -c and l in x = [l | r], int64 (4,); `is_real` (bool) picks the rows that count."""
     gate, value = halves(x if is_real is None else x[is_real])
     beyond = (gate > swiglu_clamp_value, value > swiglu_clamp_value, value < -swiglu_clamp_value)
-    return torch.stack([each.sum() for each in beyond])
+    return torch.stack([each.sum() for each in (*beyond, torch.ones_like(gate, dtype=torch.bool))])
 
 
 def real_positions(
@@ -77,8 +77,13 @@ def real_positions(
     topk_weights: torch.Tensor | None,
     pos_to_expert: torch.Tensor | None,
     device: torch.device,
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    token_alignment: int = 128,
 ) -> torch.Tensor:
-    """Which positions are not padding, bool (num_positions,): indices not negative, and inside topk_weights."""
+    """Which positions are not padding, bool (num_positions,): indices not negative, and inside topk_weights.
+
+    With psum_num_tokens_per_expert also in [align(psum[e - 1], token_alignment), psum[e]) for some expert e.
+    """
     is_real = torch.ones(num_positions, dtype=torch.bool, device=device)
     if pos_to_token_topk is not None:
         is_real &= pos_to_token_topk >= 0
@@ -86,16 +91,28 @@ def real_positions(
             is_real &= pos_to_token_topk < topk_weights.numel()
     if pos_to_expert is not None:
         is_real &= pos_to_expert >= 0
+    if psum_num_tokens_per_expert is not None:
+        ends = psum_num_tokens_per_expert.unsqueeze(1)
+        begins = (ends.roll(1, 0) + token_alignment - 1) // token_alignment * token_alignment
+        begins[0] = 0
+        position = torch.arange(num_positions, device=device)
+        is_real &= ((begins <= position) & (position < ends)).any(0)
     return is_real
 
 
 def position_weights(
-    pos_to_token_topk: torch.Tensor, topk_weights: torch.Tensor, is_real: torch.Tensor
+    pos_to_token_topk: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    is_real: torch.Tensor,
+    routed_scaling_factor: float | None = None,
 ) -> torch.Tensor:
-    """The weight of each position, float32; 0 for padding."""
+    """The weight of each position, float32; 0 for padding. Without pos_to_token_topk they are by position already."""
     weights = torch.zeros(is_real.shape, dtype=torch.float32, device=is_real.device)
-    weights[is_real] = topk_weights.flatten()[pos_to_token_topk[is_real].to(torch.int64)]
-    return weights
+    if pos_to_token_topk is None:
+        weights[is_real] = topk_weights[is_real]
+    else:
+        weights[is_real] = topk_weights.flatten()[pos_to_token_topk[is_real].to(torch.int64)]
+    return weights if routed_scaling_factor is None else weights * routed_scaling_factor
 
 
 def _rows(
@@ -103,10 +120,16 @@ def _rows(
     pos_to_token_topk: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     pos_to_expert: torch.Tensor | None,
+    psum_num_tokens_per_expert: torch.Tensor | None,
+    token_alignment: int,
+    routed_scaling_factor: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`real_positions` of the rows of x, and their `position_weights`, if there are any."""
-    is_real = real_positions(x.shape[0], pos_to_token_topk, topk_weights, pos_to_expert, x.device)
-    return is_real, None if topk_weights is None else position_weights(pos_to_token_topk, topk_weights, is_real)
+    maps = pos_to_token_topk, topk_weights, pos_to_expert
+    is_real = real_positions(x.shape[0], *maps, x.device, psum_num_tokens_per_expert, token_alignment)
+    if topk_weights is None:
+        return is_real, None
+    return is_real, position_weights(pos_to_token_topk, topk_weights, is_real, routed_scaling_factor)
 
 
 def swiglu_forward(
@@ -118,12 +141,18 @@ def swiglu_forward(
     topk_weights: torch.Tensor | None = None,
     pos_to_expert: torch.Tensor | None = None,
     clamped_count: torch.Tensor | None = None,
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    token_alignment: int = 128,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
 ) -> torch.Tensor:
-    """See tk_quant.swiglu_forward."""
-    is_real, weight = _rows(x, pos_to_token_topk, topk_weights, pos_to_expert)
+    """See tk_quant.swiglu_forward. Rows of padding are 0."""
+    maps = pos_to_token_topk, topk_weights, pos_to_expert
+    is_real, weight = _rows(x, *maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
+    clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
     if clamped_count is not None:
-        clamped_count += count_clamped(x, swiglu_clamp_value, is_real)
-    out = float32_forward(x, swiglu_clamp_value, weight=weight)
+        clamped_count += count_clamped(x, clamp, is_real)[: clamped_count.shape[0]]
+    out = float32_forward(x, clamp, weight=weight)
     return out.masked_fill(~is_real.unsqueeze(1), 0).to(OUT_DTYPES[fmt])
 
 
@@ -138,18 +167,27 @@ def swiglu_backward(
     token_topk_to_pos: torch.Tensor | None = None,
     pos_to_expert: torch.Tensor | None = None,
     with_out: bool = False,
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    token_alignment: int = 128,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
+    do_recompute: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """See tk_quant.swiglu_backward."""
-    is_real, weight = _rows(x, pos_to_token_topk, topk_weights, pos_to_expert)
-    out, x_grad, row_grads = _in_pieces(x, grad_out, swiglu_clamp_value, weight, OUT_DTYPES[fmt])
+    maps = pos_to_token_topk, topk_weights, pos_to_expert
+    is_real, weight = _rows(x, *maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
+    clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
+    out, x_grad, row_grads = _in_pieces(x, grad_out, clamp, weight, OUT_DTYPES[fmt])
     out, x_grad = (y.masked_fill(~is_real.unsqueeze(1), 0) for y in (out, x_grad))
-    weight_grad = None
+    row_grads = row_grads.masked_fill(~is_real, 0)
+    if routed_scaling_factor is not None:
+        row_grads = row_grads * routed_scaling_factor
+    weight_grad = row_grads if topk_weights is not None and topk_weights.ndim == 1 else None
     if token_topk_to_pos is not None:
-        row_grads = row_grads.masked_fill(~is_real, 0)
         has_row = (token_topk_to_pos >= 0) & (token_topk_to_pos < x.shape[0])
         # An extra row of zero for pairs without a row.
         weight_grad = torch.cat((row_grads, row_grads.new_zeros(1)))[token_topk_to_pos.where(has_row, -1).long()]
-    return out if with_out else None, x_grad, weight_grad
+    return out if with_out or do_recompute else None, x_grad, weight_grad
 
 
 def _in_pieces(
@@ -184,14 +222,20 @@ def swiglu_forward_and_per_token_cast(
     sf_clamp_min: float | None = None,
     *,
     use_swizzled_sf: bool = False,
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    token_alignment: int = 128,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See tk_quant.swiglu_forward_and_per_token_cast. Data and sf of padding rows are 0; no other sf is 0."""
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     hidden = x.shape[1] // 2
-    is_real, weight = _rows(x, pos_to_token_topk, topk_weights, pos_to_expert)
+    maps = pos_to_token_topk, topk_weights, pos_to_expert
+    is_real, weight = _rows(x, *maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
+    clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
     if clamped_count is not None:
-        clamped_count += count_clamped(x, swiglu_clamp_value, is_real)
-    values = float32_forward(x, swiglu_clamp_value, weight=weight)
+        clamped_count += count_clamped(x, clamp, is_real)[: clamped_count.shape[0]]
+    values = float32_forward(x, clamp, weight=weight)
 
     block_size = (1, num_per_channels or hidden)
     data, sf = cast(values, fmt, block_size, round_sf=round_sf, sf_clamp_min=sf_clamp_min)
@@ -219,48 +263,78 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
 def swiglu_backward_and_per_token_cast(
     x: tuple[torch.Tensor, torch.Tensor],
     grad_out: torch.Tensor,
-    weight: torch.Tensor,
-    pos_to_token_topk: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
+    weight: torch.Tensor | None,
+    pos_to_token_topk: torch.Tensor | None,
+    token_topk_to_pos: torch.Tensor | None,
     num_per_channels: int,
     round_sf: bool = False,
     swiglu_clamp_value: float | None = None,
     *,
     sf_clamp_min: float | None = None,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    token_alignment: int = 128,
+    topk_weights: torch.Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+    clamp_value: float | None = None,
+    do_recompute: bool = True,
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor | None]:
     """See tk_quant.swiglu_backward_and_per_token_cast."""
+    layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     data, sf = (each.flatten(0, -2) for each in x)
-    grad_out, pos_to_token_topk = grad_out.flatten(0, -2), pos_to_token_topk.flatten()
+    grad_out = grad_out.flatten(0, -2)
+    pos_to_token_topk = None if pos_to_token_topk is None else pos_to_token_topk.flatten()
     leading, num_positions, block_size = x[0].shape[:-1], data.shape[0], (1, num_per_channels)
-    is_real = real_positions(num_positions, pos_to_token_topk, weight, None, data.device)
-    weights = position_weights(pos_to_token_topk, weight, is_real)[is_real]
+    psum = psum_num_tokens_per_expert
+    all_weights = topk_weights if weight is None else weight
+    is_real = real_positions(num_positions, pos_to_token_topk, all_weights, None, data.device, psum, token_alignment)
+    of_rows = {}
+    if all_weights is not None:
+        weights = position_weights(pos_to_token_topk, all_weights, is_real, routed_scaling_factor)
+        of_rows["weight"] = weights[is_real]
     values = dequantize((data[is_real], sf[is_real]), block_size)
-    results = float32_backward(values, grad_out[is_real], swiglu_clamp_value, weight=weights)
+    clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
+    results = float32_backward(values, grad_out[is_real], clamp, **of_rows)
 
-    # Padding has the result of a row of zeros.
+    # Padding has the result of a row of zeros, or with psum_num_tokens_per_expert sf of 0.
     zeros = torch.zeros(1, 2 * num_per_channels, dtype=torch.float32, device=data.device)
     x_grad_data = torch.zeros_like(data)
     options = {"round_sf": round_sf, "sf_clamp_min": sf_clamp_min}
     x_grad_sf = cast(zeros, "e4m3", block_size, **options)[1][:, :1].repeat(sf.shape)
-    out, x_grad = torch.zeros_like(grad_out), grad_out.new_zeros(data.shape)
+    if psum is not None:
+        x_grad_sf.zero_()
+    out, x_grad = (torch.zeros_like(y, dtype=torch.bfloat16) for y in (grad_out, data))
     row_grads = torch.zeros(num_positions, dtype=torch.float32, device=data.device)
     x_grad_data[is_real], x_grad_sf[is_real] = cast(results[1], "e4m3", block_size, **options)
     out[is_real], x_grad[is_real], row_grads[is_real] = _to_bf16(results[0]), _to_bf16(results[1]), results[2]
+    if routed_scaling_factor is not None:
+        row_grads = row_grads * routed_scaling_factor
+    packed_sf = pack_scales(x_grad_sf, layout)
+    if layout is ScaleLayout.ROW_MAJOR:
+        packed_sf = packed_sf.unflatten(0, leading)
+    return (
+        out.unflatten(0, leading) if do_recompute else None,
+        (x_grad_data.unflatten(0, leading), packed_sf),
+        x_grad.unflatten(0, leading),
+        None if all_weights is None else _weight_grad(row_grads, pos_to_token_topk, token_topk_to_pos),
+    )
 
-    # A pair's gradient is that of its row, if that row is the pair's.
-    pos = token_topk_to_pos.flatten().to(torch.int64)
+
+def _weight_grad(
+    row_grads: torch.Tensor, pos_to_token_topk: torch.Tensor | None, token_topk_to_pos: torch.Tensor | None
+) -> torch.Tensor:
+    """Gradients of weights, by pairs where there are maps: a pair's is that of its row, if that row is the pair's."""
+    if pos_to_token_topk is None or token_topk_to_pos is None:
+        return row_grads
+    num_positions, pos = row_grads.shape[0], token_topk_to_pos.flatten().to(torch.int64)
     has_row = (pos >= 0) & (pos < num_positions)
-    weight_grad = torch.zeros(pos.shape, dtype=torch.float32, device=data.device)
+    weight_grad = torch.zeros(pos.shape, dtype=torch.float32, device=pos.device)
     if num_positions:
         pos = pos.where(has_row, 0)
-        has_row &= pos_to_token_topk[pos] == torch.arange(pos.numel(), device=data.device)
+        has_row &= pos_to_token_topk[pos] == torch.arange(pos.numel(), device=pos.device)
         weight_grad = torch.where(has_row, row_grads[pos], weight_grad)
-    return (
-        out.unflatten(0, leading),
-        (x_grad_data.unflatten(0, leading), x_grad_sf.unflatten(0, leading)),
-        x_grad.unflatten(0, leading),
-        weight_grad.view(token_topk_to_pos.shape),
-    )
+    return weight_grad.view(token_topk_to_pos.shape)
 
 
 def _to_bf16(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,14 @@ from tk_core.math import align, ceil_div
 from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR
 from tk_quant.cast.format import PLAIN_DTYPES
-from tk_quant.swiglu.arguments import SwigluOptions, check_maps_agree, check_swiglu_arguments
+from tk_quant.swiglu.arguments import (
+    Rows,
+    SwigluOptions,
+    check_clamp_value,
+    check_maps_agree,
+    check_swiglu_arguments,
+)
+from tk_quant.swiglu.tile_kernels import backward_called_as_in_2_1, may_be_called
 
 _THREADS = 512 // VECTOR
 
@@ -53,7 +60,7 @@ def _swiglu_backward_kernel(
     """`dtypes`: of x, grad_out and x_grad. The kernel's `steps`: pairs that a thread checks for lack of a position."""
     import tilelang.language as T
 
-    from tk_quant.swiglu.activation import clamp_gate, clamp_value, pair_of_row
+    from tk_quant.swiglu.activation import clamp_gate, clamp_value, find_segments, pair_of_row
 
     block_rows, block_channels = _tile(hidden)
     num_positions, num_pairs = T.dynamic("num_positions"), T.dynamic("num_pairs")
@@ -72,6 +79,8 @@ def _swiglu_backward_kernel(
         x_grad: T.Tensor((num_positions, 2, hidden), dtypes[2]),
         weight_grad: T.Tensor((num_pairs,), "float32"),
         out: T.Tensor((num_positions, hidden), dtypes[2]),
+        expert_ends: T.Tensor((options.segments[0],), "int32") if options.has_segments else 0,
+        routed_scaling_factor: T.float32 if options.scaled else 1.0,
     ) -> None:
         with T.Kernel(T.ceildiv(num_positions, block_rows), threads=_THREADS) as block:
             first = block * block_rows
@@ -85,10 +94,17 @@ def _swiglu_backward_kernel(
             activated = T.alloc_fragment(tile_shape, "float32")
             products = T.alloc_fragment(tile_shape, "float32")
             sums = T.alloc_fragment((block_rows,), "float32")
+            maps = num_positions, pos_to_token_topk, pos_to_expert, num_pairs, options
+            if options.has_segments:
+                num_ended = T.alloc_fragment((block_rows,), "int32")
+                ends = T.alloc_fragment((block_rows,), "int32")
+                find_segments(expert_ends, first, num_ended, ends)
             for r in T.Parallel(block_rows):
-                pairs[r] = pair_of_row(first + r, num_positions, pos_to_token_topk, pos_to_expert, num_pairs, options)
+                pairs[r] = pair_of_row(first + r, *maps, (num_ended[r], ends[r]) if options.has_segments else None)
                 if options.weights:
                     weights[r] = T.if_then_else(pairs[r] >= 0, topk_weights[pairs[r]], T.float32(0))
+                if options.scaled:
+                    weights[r] = weights[r] * routed_scaling_factor
             if has_weight_grad:
                 T.clear(products)
             for tile in T.serial(hidden // block_channels):
@@ -124,6 +140,14 @@ def _swiglu_backward_kernel(
                     T.copy(activated, out[first : first + block_rows, channel : channel + block_channels])
             if has_weight_grad:
                 T.reduce_sum(products, sums, dim=1)
+                if options.scaled:
+                    for r in T.Parallel(block_rows):
+                        sums[r] = sums[r] * routed_scaling_factor
+                if options.by_position:
+                    for r in T.Parallel(block_rows):
+                        if first + r < num_positions:
+                            weight_grad[first + r] = sums[r]
+            if has_weight_grad and options.pairs:
                 for r in T.Parallel(block_rows):
                     pair = T.if_then_else(first + r < num_positions, pos_to_token_topk[first + r], -1)
                     if pair >= 0 and pair < num_pairs:
@@ -140,6 +164,7 @@ def _swiglu_backward_kernel(
     return swiglu_backward
 
 
+@may_be_called(backward_called_as_in_2_1)
 @op(aligned=("x", "grad_out"))
 def swiglu_backward(
     x: Tensor,
@@ -152,6 +177,11 @@ def swiglu_backward(
     token_topk_to_pos: Tensor | None = None,
     pos_to_expert: Tensor | None = None,
     with_out: bool = False,
+    psum_num_tokens_per_expert: Tensor | None = None,
+    token_alignment: int = 128,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
+    do_recompute: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Gradients of `swiglu_forward` with respect to x and the weights, and on request its output.
 
@@ -162,7 +192,9 @@ def swiglu_backward(
         out = a * w;  x_grad = [gs * r * fma(l, 1 - s, 1) | gs * l];  weight_grad = sum of g * a over the row
 
     All results are exact but weight_grad, which is summed in float32, in an order that depends only on hidden and the
-    dtypes.
+    dtypes. The positional arguments of TileKernels 2.1.0 are taken too, and then its results are returned, a tuple of
+    x_grad, weight_grad with weights, and out with do_recompute: (x, act_x_grad, fmt, psum_num_tokens_per_expert,
+    topk_weights, routed_scaling_factor, clamp_value, do_recompute).
 
     Args:
         x: (num_positions, 2 * hidden) bfloat16 or float32, contiguous, the gate l in the left half; hidden a multiple
@@ -173,49 +205,62 @@ def swiglu_backward(
         fmt: "bf16" or "fp32", the type of x_grad and out.
         pos_to_token_topk: int32 (num_positions,), index of each row's weight in topk_weights, flat; a row where it is
             negative or past the end (`TK_DEBUG=1` raises ValueError for that) is padding.
-        topk_weights: float32 (num_tokens, num_topk), contiguous; with pos_to_token_topk only, and the other way round.
-        token_topk_to_pos: int32 (num_tokens, num_topk), contiguous, with topk_weights only; asks for their gradient. It
-            is the position of each pair; a pair whose position is not a row of x has none. For all other pairs
-            pos_to_token_topk has to name the pair at that position, else the pair's gradient is unspecified
+        topk_weights: float32, contiguous: (num_tokens, num_topk) beside pos_to_token_topk, else (num_positions,).
+        token_topk_to_pos: int32 (num_tokens, num_topk), contiguous, with topk_weights of that shape only; asks for
+            their gradient. It is the position of each pair; a pair whose position is not a row of x has none. For all
+            other pairs pos_to_token_topk has to name the pair at that position, else the pair's gradient is unspecified
             (`TK_DEBUG=1` raises ValueError).
         pos_to_expert: int32 (num_positions,); a row where it is negative is padding. Rows of padding come out as zeros,
             whatever x and grad_out hold there.
         with_out: Also return the forward's output.
+        psum_num_tokens_per_expert: int32 (num_experts,), the position where each expert's rows end. They begin where
+            those of the expert before end, rounded up to a multiple of token_alignment. All other rows are padding.
+        token_alignment: 1 to 65536.
+        routed_scaling_factor: weights are multiplied by it first, rounded to float32, and weight_grad at the end.
+        clamp_value: The same as swiglu_clamp_value.
+        do_recompute: The same as with_out.
 
     Returns:
         out: (num_positions, hidden), or None without `with_out`.
         x_grad: (num_positions, 2 * hidden).
-        weight_grad: float32 (num_tokens, num_topk), 0 for a pair without a position; None without token_topk_to_pos.
+        weight_grad: float32 (num_tokens, num_topk), 0 for a pair without a position, or None without token_topk_to_pos;
+            for weights by position always, (num_positions,), 0 for padding.
 
     Raises:
         TypeError: An argument is not a tensor, number or flag as described, or has another dtype.
         ValueError: Any other argument is not as described, or is on another device.
     """
-    dtype = check_swiglu_arguments(x, swiglu_clamp_value, fmt, pos_to_token_topk, topk_weights, pos_to_expert)
+    maps = pos_to_token_topk, topk_weights, pos_to_expert
+    rows = Rows(*maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
+    dtype, clamp = check_swiglu_arguments(x, fmt, rows), check_clamp_value(swiglu_clamp_value, clamp_value)
     num_positions, hidden = x.shape[0], x.shape[1] // 2
     check.tensor("grad_out", grad_out, PLAIN_DTYPES, (num_positions, hidden), device=x.device)
     check.flag("with_out", with_out)
+    check.flag("do_recompute", do_recompute)
+    with_out = with_out or do_recompute
     if token_topk_to_pos is not None:
-        check.require(topk_weights is not None, "topk_weights", "a tensor beside token_topk_to_pos", None)
+        if topk_weights is None or rows.by_position:
+            got = None if topk_weights is None else tuple(topk_weights.shape)
+            check.require(False, "topk_weights", "a tensor beside token_topk_to_pos, of two dimensions", got)
         pairs = tuple(topk_weights.shape)
         check.tensor("token_topk_to_pos", token_topk_to_pos, (torch.int32,), pairs, device=x.device)
         if check.reads_data(x):
             check_maps_agree(pos_to_token_topk, token_topk_to_pos)
+    has_weight_grad = rows.by_position or token_topk_to_pos is not None
     out = new(x.new_empty, (num_positions, hidden), dtype=dtype) if with_out else None
     x_grad = new(x.new_empty, (num_positions, 2 * hidden), dtype=dtype)
-    weight_grad = None if token_topk_to_pos is None else new(torch.empty_like, topk_weights)
+    weight_grad = new(torch.empty_like, topk_weights) if has_weight_grad else None
     if launching(out, x_grad, weight_grad) and num_positions:
         arch, dtypes = get_arch(x.device), (x.dtype, grad_out.dtype, dtype)
-        options = SwigluOptions(topk_weights is not None, pos_to_expert is not None, swiglu_clamp_value is not None)
-        backward = _swiglu_backward_kernel(hidden, dtypes, options, weight_grad is not None, with_out, arch)
+        backward = _swiglu_backward_kernel(hidden, dtypes, rows.options(clamp), has_weight_grad, with_out, arch)
         of_pairs = (None if each is None else each.view(-1) for each in (topk_weights, token_topk_to_pos, weight_grad))
         weights, positions, written = of_pairs
         num_pairs = 0 if written is None else written.shape[0]
         backward(
             *(x.view(num_positions, 2, hidden), grad_out, pos_to_token_topk, weights, positions, pos_to_expert),
-            math.inf if swiglu_clamp_value is None else float(swiglu_clamp_value),
+            math.inf if clamp is None else float(clamp),
             ceil_div(num_pairs, ceil_div(num_positions, _tile(hidden)[0]) * _THREADS),
-            *(x_grad.view(num_positions, 2, hidden), written, out),
+            *(x_grad.view(num_positions, 2, hidden), written, out, *rows.last_operands),
         )
     elif launching(weight_grad):
         weight_grad.zero_()

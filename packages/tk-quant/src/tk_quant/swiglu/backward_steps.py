@@ -1,9 +1,9 @@
 """The steps of swiglu_backward_and_per_token_cast's kernel; backward_and_per_token_cast.py has the picture.
 
 A piece is `vec` neighbouring channels of a row. A thread holds its piece of both halves of x as uint32 words of e4m3 in
-`codes` (halves, words), with the sf of each half in `piece_sf`; its piece of grad_out as words of bfloat16 in `grad`
-(1, words); and as float32 in `values` (3, channels) out, and dl and dr, the halves of x_grad. Kernels import this
-module in their builder, as it imports TileLang.
+`codes` (halves, words), with the sf of each half in `piece_sf`; its piece of grad_out as words in `grad` (1, words);
+and as float32 in `values` (3, channels) out, and dl and dr, the halves of x_grad. Kernels import this module in their
+builder, as it imports TileLang.
 """
 
 from typing import Any
@@ -12,7 +12,9 @@ import tilelang.language as T
 
 from tk_core.macros.quantize import encode_e4m3, raised
 from tk_core.math import ceil_div
-from tk_quant.cast.scales import quick_sf_of_amax
+from tk_core.scales import ScaleLayout
+from tk_quant.cast.config import CastSf
+from tk_quant.cast.scales import quick_sf_of_amax, sf_bytes, sf_index
 from tk_quant.cast.words import element, load_words, store_words
 from tk_quant.device.magnitude import larger_magnitude_f32
 from tk_quant.swiglu.activation import NEAR_SF, clamp_gate, clamp_value, near_sigmoid
@@ -60,6 +62,7 @@ def differentiate(
 ) -> None:
     """Compute out, dl and dr of a piece into values; add the piece's part of the weight's gradient to row_sum."""
     vec = int(values.shape[1])
+    is_bf16 = int(grad.shape[1]) < vec
     x_values = T.alloc_local((2, _CHUNK), "float32")
     sigmoids, silus = T.alloc_local((_CHUNK,), "float32"), T.alloc_local((_CHUNK,), "float32")
     left, right, scaled = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
@@ -86,9 +89,12 @@ def differentiate(
             x_values[1, j] = x_values[1, j] * piece_sf[1]
             left, right = clamp_gate(x_values[0, j], clamp, options), clamp_value(x_values[1, j], clamp, options)
             values[0, first + j] = silus[j] * right
-            row_sum = T.ieee_fmaf(element(grad, 0, first + j, True), values[0, first + j], row_sum)
-            values[0, first + j] = values[0, first + j] * weight
-            scaled = element(grad, 0, first + j, True) * weight * sigmoids[j]
+            row_sum = T.ieee_fmaf(element(grad, 0, first + j, is_bf16), values[0, first + j], row_sum)
+            if options.weights:
+                values[0, first + j] = values[0, first + j] * weight
+                scaled = element(grad, 0, first + j, is_bf16) * weight * sigmoids[j]
+            else:
+                scaled = element(grad, 0, first + j, is_bf16) * sigmoids[j]
             values[1, first + j] = scaled * right * T.ieee_fmaf(left, T.float32(1) - sigmoids[j], T.float32(1))
             values[2, first + j] = scaled * left
             if options.clamp:
@@ -117,13 +123,17 @@ def quantize(
     col: T.int32,
     valid: T.bool,
     least_amax: T.float32,
+    is_zero: Any,
     lanes: int,
-    round_sf: bool,
+    group_lanes: int,
+    of_sf: CastSf,
 ) -> None:
-    """Quantize dl and dr of a piece to e4m3; even lanes of a group reduce amax and make sf for dl, odd lanes for dr."""
+    """Quantize dl and dr of a piece to e4m3; even lanes of a group reduce amax and make sf for dl, odd lanes for dr.
+
+    `is_zero`: whether the row's sf are to be 0; None if no row's are.
+    """
     hidden, vec = int(data.shape[1]) // 2, int(values.shape[1])
-    num_per_channels = 2 * hidden // int(sf.shape[1])
-    group_lanes, code_words = num_per_channels // vec, vec // 4
+    num_per_channels, code_words = group_lanes * vec, vec // 4
     amax, factor = T.alloc_local((2,), "int32"), T.alloc_local((2,), "float32")
     scaled, codes = T.alloc_local((vec,), "float32"), T.alloc_local((code_words,), "uint32")
     largest, half_amax = T.alloc_var("uint32"), T.alloc_var("int32")
@@ -138,9 +148,16 @@ def quantize(
     half_amax = T.max(half_amax, T.shfl_xor(T.if_then_else(is_odd, amax[0], amax[1]), 1))
     for j in T.unroll(1, group_lanes.bit_length() - 1):
         half_amax = T.max(half_amax, T.shfl_xor(half_amax, 1 << j))
-    half_sf, half_factor = quick_sf_of_amax(half_amax, "e4m3", round_sf)
+    half_sf, half_factor = quick_sf_of_amax(half_amax, "e4m3", of_sf.round_sf)
     if valid and thread % lanes % group_lanes < 2:
-        sf[row, (thread % 2 * hidden + col) // num_per_channels] = half_sf
+        if is_zero is not None:
+            half_sf = T.if_then_else(is_zero, T.float32(0), half_sf)
+        if of_sf.layout is ScaleLayout.PACKED_UE8M0:
+            block = (thread % 2 * hidden + col) // num_per_channels
+            exponent = T.cast(T.reinterpret(half_sf, "uint32") >> T.uint32(23), "uint8")
+            sf_bytes(sf, of_sf.layout)[sf_index(row, block, of_sf.layout)] = exponent
+        else:
+            sf[row, (thread % 2 * hidden + col) // num_per_channels] = half_sf
     factor[0] = T.shfl_xor(half_factor, 1)
     factor[1] = T.if_then_else(is_odd, half_factor, factor[0])
     factor[0] = T.if_then_else(is_odd, factor[0], half_factor)
@@ -163,6 +180,8 @@ def store_row_sums(
     threads: int,
     rows: int,
     lanes: int,
+    factor: T.float32,
+    options: SwigluOptions,
 ) -> None:
     """Sum row_sums over the lanes of each row, one warp a row, and store the sum at targets[row] in weight_grad."""
     num_warps = threads // 32
@@ -176,5 +195,10 @@ def store_row_sums(
                     row_sum = row_sum + row_sums[first + k * 32 + thread % 32]
             for j in T.unroll(5):
                 row_sum = row_sum + T.shfl_xor(row_sum, 1 << j)
+            if options.scaled:
+                row_sum = row_sum * factor
             if thread % 32 == 0 and targets[summed] >= 0:
-                weight_grad[0, targets[summed]] = row_sum
+                if options.by_position:
+                    weight_grad[targets[summed]] = row_sum
+                else:
+                    weight_grad[0, targets[summed]] = row_sum

@@ -7,7 +7,7 @@ of one row or two:
     x, right    [ thread 0 | thread 1 | … ]
     out         [ thread 0 | thread 1 | … ]
 
-Rows of padding are not read.
+Rows of padding are not read, and with psum_num_tokens_per_expert not written.
 """
 
 import math
@@ -21,7 +21,14 @@ from tk_core.kernel import kernel
 from tk_core.math import align, ceil_div
 from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
-from tk_quant.swiglu.arguments import SwigluOptions, check_clamped_count, check_swiglu_arguments
+from tk_quant.swiglu.arguments import (
+    Rows,
+    SwigluOptions,
+    check_clamp_value,
+    check_clamped_count,
+    check_swiglu_arguments,
+)
+from tk_quant.swiglu.tile_kernels import forward_called_as_in_2_1, may_be_called
 
 
 def _tile(hidden: int, counts: bool) -> tuple[int, int, int]:
@@ -49,7 +56,7 @@ def _swiglu_forward_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    from tk_quant.swiglu.activation import clamp_gate, clamp_value, pair_of_row
+    from tk_quant.swiglu.activation import clamp_gate, clamp_value, find_segments, pair_of_row
 
     block_rows, block_channels, threads = _tile(hidden, options.count)
     num_positions, num_pairs = T.dynamic("num_positions"), T.dynamic("num_pairs")
@@ -63,7 +70,9 @@ def _swiglu_forward_kernel(
         pos_to_expert: T.Tensor((num_positions,), "int32"),
         limit: T.float32,
         out: T.Tensor((num_positions, hidden), out_dtype),
-        clamped_count: T.Tensor((3,), "int64"),
+        clamped_count: T.Tensor((options.count or 3,), "int64"),
+        expert_ends: T.Tensor((options.segments[0],), "int32") if options.has_segments else 0,
+        routed_scaling_factor: T.float32 if options.scaled else 1.0,
     ) -> None:
         with T.Kernel(T.ceildiv(num_positions, block_rows) * num_tiles, threads=threads) as block:
             first, channel = block // num_tiles * block_rows, block % num_tiles * block_channels
@@ -74,10 +83,17 @@ def _swiglu_forward_kernel(
             activated = T.alloc_fragment((block_rows, block_channels), "float32")
             beyond = T.alloc_fragment((block_rows, block_channels), "int32")
             counted = T.alloc_fragment((block_rows,), "int32")
+            maps = num_positions, pos_to_token_topk, pos_to_expert, num_pairs, options
+            if options.has_segments:
+                num_ended = T.alloc_fragment((block_rows,), "int32")
+                ends = T.alloc_fragment((block_rows,), "int32")
+                find_segments(expert_ends, first, num_ended, ends)
             for r in T.Parallel(block_rows):
-                pairs[r] = pair_of_row(first + r, num_positions, pos_to_token_topk, pos_to_expert, num_pairs, options)
+                pairs[r] = pair_of_row(first + r, *maps, (num_ended[r], ends[r]) if options.has_segments else None)
                 if options.weights:
                     weights[r] = T.if_then_else(pairs[r] >= 0, topk_weights[pairs[r]], T.float32(0))
+                if options.scaled:
+                    weights[r] = weights[r] * routed_scaling_factor
             for r, i in T.Parallel(block_rows, block_channels):
                 is_read = pairs[r] >= 0 and channel + i < hidden
                 gates[r, i] = T.if_then_else(is_read, x[first + r, 0, channel + i], zero)
@@ -89,7 +105,12 @@ def _swiglu_forward_kernel(
                 value = clamp_value(T.cast(values[r, i], "float32"), limit, options)
                 a = gate / (T.float32(1) + T.exp(-gate)) * value
                 activated[r, i] = a * weights[r] if options.weights else a
-            T.copy(activated, out[first : first + block_rows, channel : channel + block_channels])
+            if options.has_segments:
+                for r, i in T.Parallel(block_rows, block_channels):
+                    if pairs[r] >= 0 and channel + i < hidden:
+                        out[first + r, channel + i] = T.cast(activated[r, i], out_dtype)
+            else:
+                T.copy(activated, out[first : first + block_rows, channel : channel + block_channels])
             if options.count:
                 for r, i in T.Parallel(block_rows, block_channels):
                     gate, value = T.cast(gates[r, i], "float32"), T.cast(values[r, i], "float32")
@@ -101,10 +122,15 @@ def _swiglu_forward_kernel(
                         count = (counted[r] >> (10 * k)) & 1023
                         if count > 0:
                             T.atomic_add(clamped_count[k], T.cast(count, "int64"))
+                if options.count == 4:
+                    for r in T.Parallel(block_rows):
+                        if pairs[r] >= 0 and channel == 0:
+                            T.atomic_add(clamped_count[3], T.int64(hidden))
 
     return swiglu_forward
 
 
+@may_be_called(forward_called_as_in_2_1)
 @op(writes=("clamped_count",), aligned=("x",))
 def swiglu_forward(
     x: Tensor,
@@ -115,11 +141,17 @@ def swiglu_forward(
     topk_weights: Tensor | None = None,
     pos_to_expert: Tensor | None = None,
     clamped_count: Tensor | None = None,
+    psum_num_tokens_per_expert: Tensor | None = None,
+    token_alignment: int = 128,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
 ) -> Tensor:
     """SwiGLU of each row, times its weight where there are weights, rounded once to bfloat16 or float32.
 
     With l and r the left and right half of a row, every operation in float32 to nearest with ties to even, from left to
-    right: out = l / (1 + exp(-l)) * r * weight. Every bit equals the reference's.
+    right: out = l / (1 + exp(-l)) * r * weight. Every bit equals the reference's. The positional arguments of
+    TileKernels 2.1.0 are taken too: (x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
+    clamp_value, clamped_count).
 
     Args:
         x: (num_positions, 2 * hidden) bfloat16 or float32, contiguous, the gate l in the left half; hidden a multiple
@@ -128,11 +160,18 @@ def swiglu_forward(
         fmt: "bf16" or "fp32", the output's type.
         pos_to_token_topk: int32 (num_positions,), index of each row's weight in topk_weights, flat; a row where it is
             negative or past the end (`TK_DEBUG=1` raises ValueError for that) is padding.
-        topk_weights: float32 (num_tokens, num_topk), contiguous; with pos_to_token_topk only, and the other way round.
+        topk_weights: float32, contiguous: (num_tokens, num_topk) beside pos_to_token_topk, else (num_positions,).
         pos_to_expert: int32 (num_positions,); a row where it is negative is padding. Rows of padding come out as zeros,
             whatever x holds there.
-        clamped_count: int64 (3,), to which the numbers of l > c, r > c and r < -c in rows that are not padding are
-            added in place. Needs swiglu_clamp_value.
+        clamped_count: int64 (3,) or (4,), to which the numbers of l > c, r > c and r < -c in rows that are not padding
+            are added in place, and to the fourth the number of elements of these rows of the output. Needs
+            a clamp value.
+        psum_num_tokens_per_expert: int32 (num_experts,), the position where each expert's rows end. They begin where
+            those of the expert before end, rounded up to a multiple of token_alignment. All other rows are padding, and
+            rows of padding are then left unwritten.
+        token_alignment: 1 to 65536.
+        routed_scaling_factor: weights are multiplied by it first, rounded to float32.
+        clamp_value: The same as swiglu_clamp_value.
 
     Returns:
         (num_positions, hidden).
@@ -141,17 +180,17 @@ def swiglu_forward(
         TypeError: An argument is not a tensor or a number as described, or has another dtype.
         ValueError: Any other argument is not as described, or is on another device.
     """
-    dtype = check_swiglu_arguments(x, swiglu_clamp_value, fmt, pos_to_token_topk, topk_weights, pos_to_expert)
-    check_clamped_count(x, clamped_count, swiglu_clamp_value)
+    maps = pos_to_token_topk, topk_weights, pos_to_expert
+    rows = Rows(*maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
+    dtype, clamp = check_swiglu_arguments(x, fmt, rows), check_clamp_value(swiglu_clamp_value, clamp_value)
+    check_clamped_count(x, clamped_count, clamp)
     num_positions, hidden = x.shape[0], x.shape[1] // 2
     out = new(x.new_empty, (num_positions, hidden), dtype=dtype)
     if launching(out):
-        optional = topk_weights, pos_to_expert, swiglu_clamp_value, clamped_count
-        options = SwigluOptions(*(each is not None for each in optional))
-        limit = math.inf if swiglu_clamp_value is None else float(swiglu_clamp_value)
-        weights = None if topk_weights is None else topk_weights.view(-1)
+        limit = math.inf if clamp is None else float(clamp)
+        weights, options = None if topk_weights is None else topk_weights.view(-1), rows.options(clamp, clamped_count)
         _swiglu_forward_kernel(hidden, x.dtype, dtype, options, get_arch(x.device))(
             *(x.view(num_positions, 2, hidden), pos_to_token_topk, weights, pos_to_expert),
-            *(limit, out, clamped_count),
+            *(limit, out, clamped_count, *rows.last_operands),
         )
     return out

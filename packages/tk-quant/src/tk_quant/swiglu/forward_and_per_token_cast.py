@@ -29,7 +29,8 @@ from tk_core.op import launching, new, op
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_quant.cast.config import CastInput, CastSf, layout_of
 from tk_quant.cast.format import BITS, DTYPES, PLAIN_DTYPES, check_sf_clamp_min, data_output, least_amax_of
-from tk_quant.swiglu.arguments import SwigluOptions, check_clamp_value, check_clamped_count, check_row_maps
+from tk_quant.swiglu.arguments import Rows, SwigluOptions, check_clamp_value, check_clamped_count, check_rows
+from tk_quant.swiglu.tile_kernels import forward_cast_called_as_in_2_1, may_be_called
 
 _FORMATS = ("e4m3", "e2m1")
 _GROUPS = (32, 128)
@@ -107,24 +108,27 @@ def _swiglu_forward_and_per_token_cast_kernel(
     assert in_warp or lanes % 32 == 0
     col_tiles = ceil_div(hidden, lanes * vec * pieces)
     kept = pieces if pieces <= _MAX_KEPT_PIECES else 1
+    num_counts = options.count or 3
     each_piece = T.unroll if kept == pieces else T.serial
 
     num_positions, x_stride = T.dynamic("num_positions"), T.dynamic("x_stride", "int64")
-    num_tokens, num_topk = T.dynamic("num_tokens"), T.dynamic("num_topk")
+    weights_shape = (T.dynamic("num_tokens"), T.dynamic("num_topk")) if options.pairs else (num_positions,)
 
     # Where an argument is not options, the caller passes a 0, which costs the host less than a tensor.
     @T.prim_func
     def swiglu_forward_and_per_token_cast(
         x: T.StridedTensor((num_positions, 2 * hidden), (x_stride, 1), source.dtype),
-        pos_to_token_topk: T.Tensor((num_positions,), "int32") if options.weights else T.int32,
-        topk_weights: T.Tensor((num_tokens, num_topk), "float32") if options.weights else T.int32,
+        pos_to_token_topk: T.Tensor((num_positions,), "int32") if options.pairs else T.int32,
+        topk_weights: T.Tensor(weights_shape, "float32") if options.weights else T.int32,
         pos_to_expert: T.Tensor((num_positions,), "int32") if options.experts else T.int32,
-        clamped_count: T.Tensor((3,), "int64") if options.count else T.int32,
+        clamped_count: T.Tensor((options.count,), "int64") if options.count else T.int32,
         data: T.Tensor((num_positions, hidden * BITS[fmt] // 8), T.dtype(DTYPES[fmt])),
         sf: sf_type(num_positions, num_groups, of_sf.layout),
         clamp: T.float32,
         least_amax: T.float32,
         num_blocks: T.int32,
+        expert_ends: T.Tensor((options.segments[0],), "int32") if options.has_segments else 0,
+        routed_scaling_factor: T.float32 if options.scaled else 1.0,
     ) -> None:
         with T.Kernel(num_blocks, threads=align(lanes * rows, 32)) as block:
             # Narrow loads take more registers.
@@ -138,17 +142,18 @@ def _swiglu_forward_and_per_token_cast_kernel(
             weight = T.alloc_local((1,), "float32")
             amax = T.alloc_var("int32")
             sf_and_factor = T.alloc_local((2,), "float32")
-            total = T.alloc_shared((3,), "int32")  # numbers of elements that the clamp changes
+            # Numbers of elements that the clamp changes, and of all.
+            total = T.alloc_shared((num_counts,), "int32")
             if options.count:
-                if thread < 3:
+                if thread < options.count:
                     total[thread] = 0
                 T.sync_threads()
             # Variables: inside an address these divisions would be computed in 64 bits.
             row, col = T.alloc_var("int32"), T.alloc_var("int32")
             row = block // col_tiles * rows + thread // lanes
             col = (block % col_tiles * lanes + lane) * vec
-            maps = pos_to_token_topk, topk_weights, pos_to_expert
-            steps.look_up(*maps, num_positions, row, col < hidden and thread < lanes * rows, real, weight, options)
+            maps = steps.RowMaps(pos_to_token_topk, topk_weights, pos_to_expert, expert_ends, routed_scaling_factor)
+            steps.look_up(maps, num_positions, row, col < hidden and thread < lanes * rows, real, weight, options)
             amax = T.reinterpret(least_amax, "int32")
             for i in each_piece(pieces):
                 channel, piece = col + i * lanes * vec, i if kept == pieces else 0
@@ -179,13 +184,18 @@ def _swiglu_forward_and_per_token_cast_kernel(
                     values, data, piece, row, channel, sf_and_factor[1], real[0] and channel < hidden, fmt
                 )
             if options.count:
+                if options.count == 4:
+                    is_first = real[0] and col == 0
+                    if is_first:
+                        T.atomic_add(total[3], hidden)
                 T.sync_threads()
-                if thread < 3 and total[thread] > 0:
+                if thread < options.count and total[thread] > 0:
                     T.atomic_add(clamped_count[thread], T.cast(total[thread], "int64"))
 
     return swiglu_forward_and_per_token_cast
 
 
+@may_be_called(forward_cast_called_as_in_2_1)
 @op(writes=("clamped_count",), aligned=())
 def swiglu_forward_and_per_token_cast(
     x: Tensor,
@@ -202,6 +212,10 @@ def swiglu_forward_and_per_token_cast(
     sf_clamp_min: float | None = None,
     *,
     use_swizzled_sf: bool = False,
+    psum_num_tokens_per_expert: Tensor | None = None,
+    token_alignment: int = 128,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """SwiGLU of each row, times its weight where there are weights, quantized by groups of channels in the same pass.
 
@@ -214,7 +228,8 @@ def swiglu_forward_and_per_token_cast(
 
     data saturates and keeps the sign of zero. A group with NaN or infinity in it has NaN or infinity for its sf, and
     its data are unspecified for e2m1. Names and formulas are those of DeepSeek's TileKernels 1.0.0; groups of 32, e2m1
-    and swizzled sf are not in it.
+    and swizzled sf are not in it. The positional arguments of 2.1.0 are taken too: (x, fmt, num_per_channels,
+    psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, three flags, clamp_value, clamped_count).
 
     Args:
         x: (num_positions, 2 * hidden) bfloat16 or float32, the gate l in the left half; hidden a multiple of 128, rows
@@ -223,17 +238,22 @@ def swiglu_forward_and_per_token_cast(
         num_per_channels: Channels of a group: 32, 128 or hidden; 0 means hidden too.
         pos_to_token_topk: int32 (num_positions,), index of each row's weight in topk_weights, flat; a row where it is
             negative or past the end (`TK_DEBUG=1` raises ValueError for that) is padding.
-        topk_weights: float32 (num_tokens, num_topk); with pos_to_token_topk only, and the other way round.
+        topk_weights: float32, (num_tokens, num_topk) beside pos_to_token_topk, else (num_positions,).
         pos_to_expert: int32 (num_positions,); a row where it is negative is padding. Data and sf of padding rows are
             unspecified (swizzled sf: 0), and x is not read there.
         use_tma_aligned_col_major_sf: sf with strides (1, num_positions rounded up to 4), as TMA wants it.
         round_sf: Round sf up to a power of two.
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs round_sf.
         swiglu_clamp_value: c, 2**-126 to infinity: l is clamped to at most c first, r to [-c, c]. NaN stays NaN.
-        clamped_count: int64 (3,), to which the numbers of l > c, r > c and r < -c in rows that are not padding are
-            added in place. Needs swiglu_clamp_value.
+        clamped_count: int64 (3,) or (4,), to which the numbers of l > c, r > c and r < -c in rows that are not padding
+            are added in place, and to the fourth the number of elements of these rows of data. Needs a clamp value.
         sf_clamp_min: The least amax instead of the format's; at least max * 2**-126.
         use_swizzled_sf: sf as Blackwell's block-scaled matrix products read it; needs round_sf.
+        psum_num_tokens_per_expert: int32 (num_experts,), the position where each expert's rows end. They begin where
+            those of the expert before end, rounded up to a multiple of token_alignment. All other rows are padding.
+        token_alignment: 1 to 65536.
+        routed_scaling_factor: weights are multiplied by it first, rounded to float32.
+        clamp_value: The same as swiglu_clamp_value.
 
     Returns:
         `(data, sf)`: data float8_e4m3fn (num_positions, hidden), or int8 (num_positions, hidden / 2) with the even
@@ -256,29 +276,28 @@ def swiglu_forward_and_per_token_cast(
     num_per_channels = num_per_channels or hidden
     if layout is not ScaleLayout.ROW_MAJOR and num_per_channels not in _GROUPS:
         check.require(False, "num_per_channels", f"32 or 128 for sf in layout {layout.name}", num_per_channels)
-    check_row_maps(x, pos_to_token_topk, topk_weights, pos_to_expert)
-    check_clamp_value(swiglu_clamp_value)
-    check_clamped_count(x, clamped_count, swiglu_clamp_value)
+    maps = pos_to_token_topk, topk_weights, pos_to_expert
+    of_rows = Rows(*maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
+    check_rows(x, of_rows)
+    clamp = check_clamp_value(swiglu_clamp_value, clamp_value)
+    check_clamped_count(x, clamped_count, clamp)
     check_sf_clamp_min(sf_clamp_min, fmt)
     data = data_output("data", None, x, num_positions, hidden, fmt)
     sf = new(empty_scales, x, num_positions, hidden // num_per_channels, layout)
     if launching(data, sf):
         arch = get_arch(x.device)
         source, of_sf = CastInput(x.dtype, check.row_alignment(x)), CastSf(layout_of(sf), round_sf)
-        optional = pos_to_token_topk, pos_to_expert, swiglu_clamp_value, clamped_count
-        options = SwigluOptions(*(each is not None for each in optional))
+        options = of_rows.options(clamp, clamped_count)
         pieces, lanes, rows, _ = _threads_of(hidden, num_per_channels, source.bits, of_sf.in_bytes, options.clamp)
         num_rows = align(num_positions, _ROWS_OF_SWIZZLED_TILE) if use_swizzled_sf else num_positions
         _swiglu_forward_and_per_token_cast_kernel(hidden, source, fmt, num_per_channels, of_sf, options, arch)(
             x,
-            0 if pos_to_token_topk is None else pos_to_token_topk,
-            0 if topk_weights is None else topk_weights,
-            0 if pos_to_expert is None else pos_to_expert,
-            0 if clamped_count is None else clamped_count,
+            *(0 if each is None else each for each in (*maps, clamped_count)),
             data,
             sf,
-            0.0 if swiglu_clamp_value is None else float(swiglu_clamp_value),
+            0.0 if clamp is None else float(clamp),
             least_amax_of(fmt, sf_clamp_min),
             ceil_div(num_rows, rows) * ceil_div(hidden, lanes * _VEC * pieces),
+            *of_rows.last_operands,
         )
     return data, sf

@@ -6,7 +6,7 @@ and `value` (pieces, words), and their SwiGLU as float32 in `values` (pieces, ch
 TileLang.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 import torch
@@ -18,15 +18,31 @@ from tk_quant.cast.config import CastInput
 from tk_quant.cast.format import BITS
 from tk_quant.cast.words import element, load_words, store_words
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
-from tk_quant.swiglu.activation import NEAR_LIMIT, clamp_gate, clamp_value, near_sigmoid, near_silu
+from tk_quant.swiglu.activation import (
+    NEAR_LIMIT,
+    clamp_gate,
+    clamp_value,
+    find_segment,
+    is_in_segment,
+    near_sigmoid,
+    near_silu,
+)
 from tk_quant.swiglu.arguments import SwigluOptions
+
+
+class RowMaps(NamedTuple):
+    """Where a kernel finds which rows are padding, and the weights of the others; what a call lacks is a number."""
+
+    pos_to_token_topk: T.Buffer
+    topk_weights: T.Buffer
+    pos_to_expert: T.Buffer
+    expert_ends: T.Buffer
+    routed_scaling_factor: T.float32
 
 
 @T.macro
 def look_up(
-    pos_to_token_topk: T.Buffer,
-    topk_weights: T.Buffer,
-    pos_to_expert: T.Buffer,
+    maps: RowMaps,
     num_positions: Any,
     row: T.int32,
     inside: T.bool,
@@ -36,16 +52,23 @@ def look_up(
 ) -> None:
     """Set real[0] to whether a row is not padding, and weight[0] to its weight."""
     real[0] = inside and row < num_positions
-    if options.weights:
-        num_tokens, num_topk = topk_weights.shape
+    if options.pairs:
+        num_tokens, num_topk = maps.topk_weights.shape
         index = T.alloc_var("int32")
-        index = T.reinterpret(T.ldg32(pos_to_token_topk[row], pred=real[0]), "int32")
+        index = T.reinterpret(T.ldg32(maps.pos_to_token_topk[row], pred=real[0]), "int32")
         real[0] = real[0] and index >= 0
         real[0] = real[0] and T.cast(index, "int64") < T.cast(num_tokens, "int64") * num_topk
     if options.experts:
-        real[0] = real[0] and T.reinterpret(T.ldg32(pos_to_expert[row], pred=real[0]), "int32") >= 0
-    if options.weights:
-        weight[0] = T.reinterpret(T.ldg32(topk_weights[0, index], pred=real[0]), "float32")
+        real[0] = real[0] and T.reinterpret(T.ldg32(maps.pos_to_expert[row], pred=real[0]), "int32") >= 0
+    if options.has_segments:
+        num_ended, end = find_segment(maps.expert_ends, row)
+        real[0] = real[0] and is_in_segment(row, num_ended, end, options)
+    if options.pairs:
+        weight[0] = T.reinterpret(T.ldg32(maps.topk_weights[0, index], pred=real[0]), "float32")
+    if options.by_position:
+        weight[0] = T.reinterpret(T.ldg32(maps.topk_weights[row], pred=real[0]), "float32")
+    if options.scaled:
+        weight[0] = weight[0] * maps.routed_scaling_factor
 
 
 @T.macro
@@ -115,7 +138,7 @@ def activate(
 def count_clamped(
     gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, total: T.Buffer, source: CastInput
 ) -> None:
-    """Count gates > clamp, values > clamp and values < -clamp of a piece; add them to the thread block's total (3,)."""
+    """Count gates > clamp, values > clamp and values < -clamp of a piece; add them to the thread block's totals."""
     is_bf16, count = source.dtype is torch.bfloat16, T.alloc_local((3,), "int32")
     T.clear(count)
     for j in T.unroll(gate.shape[1] * 4 // source.dtype.itemsize):
