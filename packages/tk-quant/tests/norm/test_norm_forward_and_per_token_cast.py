@@ -1,5 +1,6 @@
 """norm_forward_and_per_token_cast."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import tk_quant
 from tk_core.math import align, ceil_div
 from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 
-from ..per_token.test_per_token_cast import ALL_FLAGS, BENCH
+from ..per_token.test_per_token_cast import ALL_FLAGS, BENCH, E4M3_FLAGS
 from .test_norm_forward import BF16, EPS, FP32, NAMES, MakeRows, apart, extreme_rows, normal, transposed
 from .test_norm_forward import make as make_norm
 
+FLAGS = {**ALL_FLAGS, **E4M3_FLAGS}
+"""Layouts, roundings and dtypes of sf, by their names in case names."""
 WRITTEN = ("out", "out_bf16", "residual_out", "mega_moe_sf")
 
 
@@ -38,17 +41,19 @@ def make(
     of_norm = make_norm(shape, dtype, rows, weight, into="same" if into else "", **more)
 
     def build(device: str) -> dict[str, Any]:
-        kwargs = {**of_norm(device), "fmt": fmt, "num_per_channels": group or shape[-1], **ALL_FLAGS[layout]}
+        kwargs = {**of_norm(device), "fmt": fmt, "num_per_channels": group or shape[-1], **FLAGS[layout]}
         kwargs |= dict.fromkeys(WRITTEN[:2])
         kwargs["mega_moe_sf"] = None
         if tensor_sf:
             kwargs |= {"round_sf": False, "tensor_sf": torch.full((1,), 0.01, device=device)}
         if into:
             plain = {name: kwargs[name] for name in ("x", "weight", "eps", "fmt", "num_per_channels")}
-            flags = {**ALL_FLAGS[layout], "tensor_sf": kwargs.get("tensor_sf")}
+            flags = {**FLAGS[layout], "tensor_sf": kwargs.get("tensor_sf")}
             flags["round_sf"] = kwargs.get("round_sf", False)
             made = tk_quant.norm_forward_and_per_token_cast(**plain, **flags, with_out_bf16=True)
-            kwargs |= {"out": tuple(torch.zeros_like(x.view(torch.uint8)).view(x.dtype) for x in made[0])}
+            for each in made[0]:
+                (each.view(torch.uint8) if each.itemsize == 1 else each).zero_()
+            kwargs["out"] = made[0]
             kwargs["out_bf16"] = torch.zeros_like(made[1])
         if mega_moe:
             columns = torch.full((shape[-1] // 128, mega_moe_rows(shape[0], mega_moe)), 7, device=device)
@@ -108,6 +113,20 @@ SPEC = OpSpec(
         case((9, 320), FP32, "e2m1", 32, "swizzled", "", "small compile"),
         case((9, 320), BF16, "e2m1", 16, "swizzled", "-nvfp4", "small compile", tensor_sf=True),
         case((9, 320), FP32, "e2m1", 16, "row", "-nvfp4", "small", tensor_sf=True, into=True),
+        case((9, 576), BF16, "e4m3", 128, "packed-row", "", "small compile"),
+        case((9, 320), FP32, "e2m1", 64, "packed-row", "", "small compile", residual=True),
+        # e4m3 scale factors: more columns than one, one, some that saturate, the least, a least that the caller names.
+        case((9, 576), BF16, "e4m3", 128, "e4m3-sf", "", "small modes compile", with_out_bf16=True),
+        case((19, 320), FP32, "e4m3", 64, "e4m3-sf-col", "", "small compile", residual=True),
+        case((33, 64), BF16, "e4m3", 128, "e4m3-sf-col", "", "small compile"),
+        case((9, 320), FP32, "e4m3", 16, "e4m3-sf-swizzled", "", "small compile"),
+        case((9, 320), BF16, "e2m1", 16, "e4m3-sf-swizzled", "", "small compile"),
+        case((19, 320), BF16, "e2m1", 32, "e4m3-sf-col", "", "small compile", with_rstd=True),
+        *(
+            case((9, 320), BF16, fmt, 32, "e4m3-sf", f"-{name}", "small", out_scale=out_scale, sf_clamp_min=least)
+            for fmt in ("e4m3", "e2m1")
+            for name, out_scale, least in (("saturating", 1e6, None), ("least", 1e-6, None), ("clamp", 1.0, 3))
+        ),
         # A group of all channels: of a warp and less, of several warps, of several pieces.
         case((33, 192), BF16, "e4m3", 0, "row", "", "small compile"),
         case((5, 1088), BF16, "e4m3", 0, "row", "-wide", "small compile", with_out_bf16=True),
@@ -115,12 +134,16 @@ SPEC = OpSpec(
         case((3, 8256), FP32, "e4m3", 0, "swizzled", "-wide", "small compile"),
         case((3, 16384), FP32, "e4m3", 128, "row", "-pieces", "small compile", residual=True),
         # Batches have scale factors of their own, in every layout.
-        *(case((3, 5, 192), BF16, "e4m3", 32, layout, "", "small") for layout in ALL_FLAGS),
+        *(case((3, 5, 192), BF16, "e4m3", 32, layout, "", "small") for layout in FLAGS),
         case((3, 131, 64), BF16, "e2m1", 32, "swizzled", "", "small compile"),
         case((3, 131, 64), BF16, "e2m1", 32, "packed", "", "small modes compile"),
         case((2, 3, 5, 64), FP32, "e4m3", 64, "packed", "", "small"),
         case((4, 7, 128), BF16, "e4m3", 128, "row", "-transposed", "small", rows=transposed, residual=True),
         case((2, 5, 192), BF16, "e4m3", 32, "swizzled", "-into", "small", into=True, residual=True),
+        *(
+            case((2, 5, 192), BF16, "e4m3", 32, layout, "-into", "small", into=True)
+            for layout in ("packed-row", "e4m3-sf-col")
+        ),
         case((5, 3, 256), BF16, "e4m3", 128, "row", "-row-weights", "small compile", row_weights=True),
         # Options, rows at any address, given results.
         case((33, 128), BF16, "e4m3", 128, "row", "-unaligned", "small compile", rows=apart(5, 3), residual=True),
@@ -135,14 +158,15 @@ SPEC = OpSpec(
         ),
         case((70, 128), BF16, "e2m1", 32, "packed", "-mega-moe", "small modes compile", mega_moe=64),
         # No rows, one row.
-        *(case((0, 128), BF16, "e4m3", 128, layout, "", "small") for layout in ("row", "packed", "swizzled")),
-        case((3, 0, 128), BF16, "e4m3", 128, "col", "", "small"),
+        *(case((0, 128), BF16, "e4m3", 128, layout, "", "small") for layout in FLAGS),
+        *(case((3, 0, 128), BF16, "e4m3", 128, layout, "", "small") for layout in ("col", "e4m3-sf-col")),
+        case((1, 576), BF16, "e4m3", 128, "e4m3-sf-col", "", "small"),
         case((1, 7168), BF16, "e4m3", 128, "packed", "", "small"),
         # Zeros, infinity, NaN, subnormals, random bits.
         *(
             case((24, 256), dtype, "e4m3", group, layout, "-extremes", "small", rows=extreme_rows, weight=None, eps=0.0)
             for dtype in (BF16, FP32)
-            for group, layout in ((128, "row"), (32, "packed"), (0, "row"))
+            for group, layout in ((128, "row"), (32, "packed"), (0, "row"), (32, "e4m3-sf"))
         ),
         # Sizes of real models.
         *(
@@ -152,6 +176,8 @@ SPEC = OpSpec(
                 ("e4m3", 32, "row"),
                 ("e2m1", 32, "packed"),
                 ("e4m3", 0, "row"),
+                ("e4m3", 128, "packed-row"),
+                ("e2m1", 16, "e4m3-sf"),
             )
         ),
         case((1031, 2560), FP32, "e4m3", 128, "col", with_out_bf16=True),
@@ -178,12 +204,18 @@ test_tiers = tiers.tests(SPEC)
 op = tk_quant.norm_forward_and_per_token_cast
 
 
-@pytest.mark.parametrize("layout", ALL_FLAGS)
-@pytest.mark.parametrize(("fmt", "group"), [("e4m3", 128), ("e4m3", 32), ("e2m1", 16), ("e2m1", 320)])
+@pytest.mark.parametrize(
+    ("fmt", "group", "layout"),
+    [
+        *product(("e4m3",), (128, 32), FLAGS),
+        *(("e2m1", 16, layout) for layout in FLAGS),
+        *(("e2m1", 320, layout) for layout in ALL_FLAGS),
+    ],
+)
 def test_is_the_norm_and_the_cast(device: str, fmt: str, group: int, layout: str) -> None:
     """Each batch as by the two ops, whose references are compared elsewhere."""
     x, residual = (normal(device, (2, 7, 320), BF16) for _ in range(2))
-    weight, flags = torch.randn(320, device=device), ALL_FLAGS[layout]
+    weight, flags = torch.randn(320, device=device), FLAGS[layout]
     (data, sf), out_bf16, rstd, norm_input = op(
         x, weight, EPS, fmt, group, residual, 0.5, with_out_bf16=True, with_rstd=True, **flags
     )
@@ -193,6 +225,8 @@ def test_is_the_norm_and_the_cast(device: str, fmt: str, group: int, layout: str
         assert_equal((data[b], sf[b]), tk_quant.per_token_cast(out[b], fmt, group, **flags))
     if layout in ("col", "col-round", "packed"):
         assert sf.stride() == (8 * sf.shape[2], 1, 8)
+    elif layout == "e4m3-sf-col":
+        assert sf.stride() == (16 * sf.shape[2], 1, 16)
 
 
 def test_mega_moe_rows(device: str) -> None:
@@ -236,6 +270,13 @@ test_bad_input = tiers.bad_input(
         ({"use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0"),
         ({"use_swizzled_sf": True}, ValueError, "use_swizzled_sf: .*round_sf"),
         ({"sf_clamp_min": 0.0}, ValueError, "sf_clamp_min"),
+        ({"use_e4m3_sf": True, "round_sf": True}, ValueError, "round_sf: .*False beside use_e4m3_sf"),
+        (
+            {"use_e4m3_sf": True, "x": torch.ones(4, 192), "num_per_channels": 192},
+            *(ValueError, "num_per_channels: expected one of 16, 32, 64, 128, got 192"),
+        ),
+        ({"use_e4m3_sf": True, "sf_clamp_min": 0.8}, ValueError, "sf_clamp_min: .*at least 0.875"),
+        ({"use_e4m3_sf": True, "out": (X.to(torch.float8_e4m3fn), torch.ones(4, 1))}, TypeError, r"out\[1\]: .*e4m3fn"),
         ({"out": (X.to(torch.float8_e4m3fn), torch.ones(4, 2))}, ValueError, r"out\[1\]: .*shape"),
         ({"out": (X, torch.ones(4, 1))}, TypeError, r"out\[0\]: .*float8_e4m3fn"),
         (

@@ -211,6 +211,7 @@ def norm_forward_and_per_token_cast(
     with_rstd: bool = False,
     *,
     use_swizzled_sf: bool = False,
+    use_e4m3_sf: bool = False,
     tensor_sf: Tensor | None = None,
     sf_clamp_min: float | None = None,
     weight_offset: float = 0.0,
@@ -225,8 +226,8 @@ def norm_forward_and_per_token_cast(
             `norm_forward`; H is a multiple of 64.
         fmt: "e4m3" or "e2m1".
         num_per_channels: Channels of a group: 16, 32, 64, 128 or H.
-        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf, tensor_sf, sf_clamp_min: See
-            `per_token_cast`. With more than two dimensions each batch x[..., :, :] has sf as if it were cast alone.
+        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf, use_e4m3_sf, tensor_sf, sf_clamp_min:
+            See `per_token_cast`. With more than two dimensions each batch x[..., :, :] has sf as if it were cast alone.
         with_out_bf16: Return norm_forward's result too, rounded to bfloat16 (once more where x is float32).
         out: `(data, sf)` to write into, with the dtypes, shapes and strides that a new result would have.
         out_bf16: bfloat16 (..., T, H) to write into, with any strides but the last; it is written without
@@ -240,8 +241,8 @@ def norm_forward_and_per_token_cast(
 
     Returns:
         `((data, sf), out_bf16, rstd, norm_input)`: data float8_e4m3fn (..., T, H), or int8 (..., T, H / 2); sf as
-        per_token_cast's for each batch, a column-major one with a batch stride of C * align(T, 4), C its columns;
-        out_bf16 and rstd None if not asked for; norm_input as norm_forward's.
+        per_token_cast's for each batch, a column-major one with a batch stride of C * align(T, 4), C its columns, in
+        e4m3 of C * align(T, 16); out_bf16 and rstd None if not asked for; norm_input as norm_forward's.
 
     Raises:
         TypeError: An argument is not a tensor, a number or a bool as described, or has another dtype.
@@ -259,7 +260,7 @@ def norm_forward_and_per_token_cast(
     check.integer("num_per_channels", num_per_channels)
     check.one_of("num_per_channels", num_per_channels, (*GROUPS, hidden))
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
-    layout, sf_dtype, tensor_sf = check_sf(x, fmt, num_per_channels, *flags, tensor_sf, sf_clamp_min)
+    layout, sf_dtype, tensor_sf = check_sf(x, fmt, num_per_channels, *flags, tensor_sf, sf_clamp_min, use_e4m3_sf)
     _check_mega_moe(x, mega_moe_sf, mega_moe_block_m, num_per_channels, round_sf)
     data, sf = (None, None) if out is None else pair_of("out", out)
     if out is not None:
@@ -275,12 +276,13 @@ def norm_forward_and_per_token_cast(
         written = None if residual is None else norm_input
         options = NormOptions.of(x, weight, (residual, out_bf16, written), residual is not None, round_before_weight)
         matrix, pitch = _sf_of_matrix(sf, leading, layout)
-        cast = RowCast(fmt, num_per_channels, CastSf(layout_of(matrix), round_sf, tensor_sf is not None))
+        of_sf = CastSf(layout_of(matrix), round_sf, tensor_sf is not None, is_e4m3=use_e4m3_sf)
+        cast = RowCast(fmt, num_per_channels, of_sf)
         present = out_bf16 is not None, with_rstd, mega_moe_sf is not None
         _norm_forward_and_per_token_cast_kernel(hidden, options, cast, *present, get_arch(x.device))(
             *(folded(x), folded(residual), rows_of_weight(weight), tensor_sf, data.view(-1, data.shape[-1]), matrix),
             *(folded(out_bf16), None if rstd is None else rstd.view(-1), folded(written), mega_moe_sf),
-            *(float(eps), float(out_scale), float(weight_offset), least_amax_of(fmt, sf_clamp_min)),
+            *(float(eps), float(out_scale), float(weight_offset), least_amax_of(fmt, sf_clamp_min, use_e4m3_sf)),
             *(pitch, mega_moe_block_m),
         )
     return (data, sf), out_bf16, rstd, norm_input

@@ -221,13 +221,17 @@ def cast_rows(
     elif by_power:
         e2m1.store_e2m1_by_power(tile, factors, to.data, row, 0, end, config)
     else:
-        e2m1.store_e2m1(tile, factors, to.data, row, 0, end, not of_sf.is_nvfp4, config)
+        # Factors that are made from the values' amax let no finite value saturate, unless sf is rounded to e4m3.
+        are_bounded = not of_sf.is_nvfp4 and not of_sf.is_e4m3
+        e2m1.store_e2m1(tile, factors, to.data, row, 0, end, are_bounded, config)
     return block_sf
 
 
 def _sf_of_amax(amax: Any, tensor_sf: T.Buffer, cast: RowCast) -> tuple[Any, Any]:
     if cast.sf.is_nvfp4:
         return scales.nvfp4_sf_of_amax(amax, tensor_sf[0])
+    if cast.sf.is_e4m3:
+        return scales.e4m3_sf_of_amax(amax, cast.fmt)
     if cast.fmt == "e2m1" and not cast.sf.round_sf:
         return scales.quick_sf_of_amax(amax, cast.fmt, False)
     return quantize.sf_of_amax(amax, cast.fmt, cast.sf.round_sf)

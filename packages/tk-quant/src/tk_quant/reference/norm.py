@@ -94,6 +94,7 @@ def norm_forward_and_per_token_cast(
     with_rstd: bool = False,
     *,
     use_swizzled_sf: bool = False,
+    use_e4m3_sf: bool = False,
     tensor_sf: torch.Tensor | None = None,
     sf_clamp_min: float | None = None,
     weight_offset: float = 0.0,
@@ -104,7 +105,7 @@ def norm_forward_and_per_token_cast(
     normed, rstd, norm_input = norm_forward(
         x, weight, eps, residual, out_scale, None, residual_out, with_rstd, **of_norm
     )
-    flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf)
     options = {"use_swizzled_sf": use_swizzled_sf, "tensor_sf": tensor_sf, "sf_clamp_min": sf_clamp_min}
     batches = x.shape[:-2]
     num_batches = math.prod(batches)
