@@ -27,7 +27,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 NUMBERS = {
     "Engram": ("eps", "clamp_value", "conv_eps"),
     "EngramGate": ("eps", "clamp_value"),
-    "HyperConnection": ("norm_eps", "pre_eps", "sinkhorn_eps", "post_mult_value"),
+    "HyperConnection": ("norm_eps", "pre_eps", "sinkhorn_eps", "post_mult_value", "post_eps"),
     "HyperHead": ("norm_eps", "pre_eps"),
     "MoE": ("bias_update_rate", "aux_loss_factor", "routed_scaling_factor"),
     "RMSNorm": ("eps", "weight_offset"),
@@ -35,7 +35,7 @@ NUMBERS = {
 }
 FLAGS = {
     "Engram": ("short_conv", "sparse_grad"),
-    "HyperConnection": ("norm_weight", "shifted"),
+    "HyperConnection": ("norm_weight", "shifted", "comb"),
     "HyperHead": ("norm_weight",),
     "MoE": ("fp8",),
     "RMSNorm": ("round_before_weight",),
@@ -83,6 +83,7 @@ WRONG = [
     # Initially pre is 1/m of m = 4 streams, a sigmoid plus pre_eps.
     *((module, "pre_eps", value, ValueError) for module in STREAMS for value in (0.25, -0.75)),
     ("HyperConnection", "post_mult_value", 1.0, ValueError),
+    ("HyperConnection", "post_eps", 1.0, ValueError),
     ("HyperConnection", "sublayer", None, TypeError),
     ("HyperConnection", "sinkhorn_repeat", 0, ValueError),
     ("HyperConnection", "sinkhorn_repeat", 2**31, ValueError),

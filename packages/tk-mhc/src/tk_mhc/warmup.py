@@ -20,6 +20,10 @@ class Profile:
     hidden: int
     mhc_mult: int = 4
     """Residual streams."""
+    comb: bool = True
+    """Whether streams are mixed: without, `broadcast` and `partial_splits` can't be."""
+    post_eps: bool = False
+    """Whether there is a number that is added to post."""
     sinkhorn_repeat: int = 10
     n_splits: int = 0
     """Splits of the projection; 0 for the number that follows from mhc_mult · hidden."""
@@ -87,8 +91,9 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
             yield call(mhc.mhc_pre_norm_fn_bwd, **forward, d_mixes=mixes, mixes=mixes, d_residual=d_residual)
     yield call(mhc.mhc_pre_split_mixes)
     yield call(mhc.mhc_pre_split_mixes_bwd)
-    yield call(mhc.sinkhorn_normalize, x=shared["d_comb"])
-    yield call(mhc.sinkhorn_normalize_bwd, d_o=shared["d_comb"], x=shared["d_comb"])
+    if profile.comb:
+        yield call(mhc.sinkhorn_normalize, x=shared["d_comb"])
+        yield call(mhc.sinkhorn_normalize_bwd, d_o=shared["d_comb"], x=shared["d_comb"])
     for d_x in (None, shared["residual"]):
         yield call(mhc.mhc_pre_apply_mix_bwd, d_o=shared["x"], x=shared["residual"], d_x=d_x)
     yield call(mhc.mhc_post_bwd, d_o=shared["residual"])
@@ -99,16 +104,17 @@ def calls(profile: Profile, num_tokens: int) -> Iterator[Call]:
 def _arguments(profile: Profile, num_tokens: int) -> dict[str, Any]:
     """Arguments by the names of the ops' parameters, where these mean the same in most of the ops."""
     mhc_mult, hidden = profile.mhc_mult, profile.hidden
-    num_mixes = mhc_mult * (mhc_mult + 2)
+    num_mixes = mhc_mult * (mhc_mult + 2 if profile.comb else 2)
     x, residual = empty(num_tokens, hidden, dtype="bfloat16"), empty(num_tokens, mhc_mult, hidden, dtype="bfloat16")
     mix, comb = empty(num_tokens, mhc_mult, 1), empty(num_tokens, mhc_mult, mhc_mult)
     mixes = {"input_mixes": empty(num_tokens, num_mixes), "input_mix": empty(num_tokens, mhc_mult)}
-    mixes |= {"mhc_scale": empty(3), "mhc_base": empty(num_mixes), "mhc_mult": mhc_mult}
-    weights = {"post_layer_mix": mix, "comb_res_mix": comb, "pre": mix, "mix": mix}
-    gradients = {"d_pre": mix, "d_post": mix, "d_comb": comb, "rstd": empty(num_tokens)}
+    mixes |= {"mhc_scale": empty(3 if profile.comb else 2), "mhc_base": empty(num_mixes), "mhc_mult": mhc_mult}
+    weights = {"post_layer_mix": mix, "comb_res_mix": comb if profile.comb else None, "pre": mix, "mix": mix}
+    gradients = {"d_pre": mix, "d_post": mix, "d_comb": weights["comb_res_mix"], "rstd": empty(num_tokens)}
     projections = {"fn": empty(num_mixes, mhc_mult * hidden), "fn_folded": empty(num_mixes, hidden)}
     numbers = dict.fromkeys(("rms_eps", "mhc_norm_eps", "mhc_pre_eps", "mhc_sinkhorn_eps", "eps"), _EPS)
     numbers |= {"mhc_post_mult_value": 1.0, "n_splits": profile.n_splits or None}
+    numbers["mhc_post_eps"] = _EPS if profile.post_eps else 0.0
     numbers |= dict.fromkeys(("sinkhorn_repeat", "repeat"), profile.sinkhorn_repeat)
     return {"x": x, "hidden": x, "residual": residual, **mixes, **weights, **gradients, **projections, **numbers}
 
@@ -126,13 +132,14 @@ def _head(profile: Profile) -> dict[str, torch.Tensor]:
 
 
 def _lists(shared: dict[str, Any], num_layers: int, num_posts: int) -> dict[str, Any]:
-    """Arguments of mhc_multilayer_recompute; what it writes has memory of its own."""
+    """Arguments of mhc_multilayer_recompute, which always takes a comb; what it writes has memory of its own."""
+    num_tokens, mhc_mult, _ = shared["residual"].shape
     return {
         "initial_residual": shared["residual"],
         "pre_mix_list": [shared["pre"]] * num_layers,
         "layer_output_list": [shared["x"]] * num_posts,
         "post_mix_list": [shared["post_layer_mix"]] * num_posts,
-        "comb_mix_list": [shared["comb_res_mix"]] * num_posts,
+        "comb_mix_list": [empty(num_tokens, mhc_mult, mhc_mult)] * num_posts,
         "layer_input_list": [torch.empty_like(shared["x"]) for _ in range(num_layers)],
         "residual_list": [torch.empty_like(shared["residual"]) for _ in range(num_posts)],
     }

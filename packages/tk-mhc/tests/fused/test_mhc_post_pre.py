@@ -31,7 +31,9 @@ def make(leading: int | tuple[int, ...], mhc_mult: int = 4, hidden: int = 7168, 
         residual = others.pop("residual")
         post, comb = draw_mixes(tuple(residual.shape[:-2]), mhc_mult, device)
         x = torch.randn((*residual.shape[:-2], hidden), dtype=torch.bfloat16, device=device)
-        return {"x": x, "residual": residual, "post_layer_mix": post, "comb_res_mix": comb, **others}
+        has_comb = others["mhc_scale"].shape[0] == 3
+        mixes = {"post_layer_mix": post, "comb_res_mix": comb if has_comb else None}
+        return {"x": x, "residual": residual, **mixes, **others}
 
     return build
 
@@ -49,12 +51,14 @@ def compare(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     for name, x, y in zip(("post", "comb", "layer_input", "next_pre_mix"), actual[1:], expected[1:]):
         if name == "layer_input":
             assert_close_input(x, y, atol=4e-2)
+        elif y is None:
+            assert x is None, f"{name}: expected None, got a tensor"
         else:
             assert_close_mix(name, x, y)
 
 
 # Where it is not fused, the kernels are those of mhc_post and mhc_pre_big_fuse, which compile them.
-_COMPILED = ("m4-h192-t3-shifted-layer-norm",)
+_COMPILED = ("m4-h192-t3-shifted-layer-norm", "m4-h64-t17-no-comb")
 
 SPEC = OpSpec(
     op=tk_mhc.mhc_post_pre,
@@ -133,6 +137,12 @@ test_bad_input = tiers.bad_input(
     [
         ({"x": torch.ones(2, 64).bfloat16()}, ValueError, "x: .*shape"),
         ({"residual": torch.ones(3, 3, 64).bfloat16()}, ValueError, "mhc_mult.*residual.*2, 4, 8"),
+        ({"comb_res_mix": None}, TypeError, "comb_res_mix: expected a tensor, as fn has rows of comb"),
+        (
+            {"fn": torch.ones(8, 256), "mhc_scale": torch.ones(2), "mhc_base": torch.ones(8)},
+            ValueError,
+            "comb_res_mix: expected None, as fn has no rows of comb",
+        ),
     ],
 )
 
@@ -157,8 +167,9 @@ test_bad_input = tiers.bad_input(
         {"layer_norm": torch.bfloat16},
         {"layer_norm": torch.float32, "shifted": True},
         {"shifted": True, "pre_mix": False},
+        {"has_comb": False, "post_eps": 0.25},
     ],
-    ids=["plain", "no-weight", "layer-norm", "shifted-layer-norm", "shifted-stream0"],
+    ids=["plain", "no-weight", "layer-norm", "shifted-layer-norm", "shifted-stream0", "no-comb"],
 )
 def test_equals_mhc_post_then_mhc_pre_big_fuse(
     device: str, mhc_mult: int, hidden: int, num_tokens: int, options: dict[str, Any]

@@ -17,20 +17,22 @@ from tk_mhc import reference
 
 from ..compare import assert_relative_error
 from ..inputs import bench_cases, size_cases
-from ..projection.test_mhc_pre_norm_fn import BENCH_SIZES, MODEL_SCALE, draw_fn, draw_norm_weight
+from ..projection.test_mhc_pre_norm_fn import BENCH_SIZES, MODEL_SCALE, draw_fn, draw_norm_weight, rows_of_fn
 
 MODEL_EPS = 1e-6
 
 
-def draw_parameters(mhc_mult: int, num_channels: int, scale: float, eps: float, device: str) -> dict[str, Any]:
+def draw_parameters(
+    mhc_mult: int, num_channels: int, scale: float, eps: float, device: str, has_comb: bool = True
+) -> dict[str, Any]:
     """fn, scale, base and the numbers. The sums of num_channels products times mhc_scale are about 1 for any `scale`.
 
     Cases for tests have an eps of 1e-2, large enough to detect a result that leaves one out.
     """
-    num_mixes = mhc_mult * (mhc_mult + 2)
+    num_mixes = rows_of_fn(mhc_mult, False, has_comb)
     return {
         "fn": draw_fn(num_mixes, num_channels, scale, device),
-        "mhc_scale": (0.5 + torch.rand((3,), device=device)) / (scale * num_channels**0.5),
+        "mhc_scale": (0.5 + torch.rand((3 if has_comb else 2,), device=device)) / (scale * num_channels**0.5),
         "mhc_base": 0.5 * torch.randn((num_mixes,), device=device),
         "rms_eps": eps,
         "mhc_pre_eps": eps,
@@ -52,6 +54,8 @@ def make(
     layer_norm: torch.dtype | None = None,
     shifted: bool = False,
     pre_mix: bool = True,
+    has_comb: bool = True,
+    post_eps: float = 0.0,
 ) -> Make:
     """Normal residual and fn; `layer_norm` is the dtype of the layer norm's weight."""
     leading = (leading,) if isinstance(leading, int) else leading
@@ -60,10 +64,12 @@ def make(
         num_channels = mhc_mult * hidden
         inputs = {
             "residual": torch.randn((*leading, mhc_mult, hidden), dtype=torch.bfloat16, device=device),
-            **draw_parameters(mhc_mult, num_channels, scale, eps, device),
+            **draw_parameters(mhc_mult, num_channels, scale, eps, device, has_comb),
             "n_splits": n_splits,
             "norm_weight": draw_norm_weight(num_channels, device) if norm_weight else None,
         }
+        if post_eps:
+            inputs["mhc_post_eps"] = post_eps
         if layer_norm is not None:
             weight = 0.5 + torch.rand((hidden,), device=device)
             inputs |= {"layer_norm_weight": weight.to(layer_norm), "layer_norm_eps": eps}
@@ -104,6 +110,8 @@ def compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for name, x, y in zip(names, actual, expected):
         if name == "layer_input":
             assert_close_input(x, y)
+        elif y is None:
+            assert x is None, f"{name}: expected None, got a tensor"
         else:
             assert_close_mix(name, x, y)
 
@@ -114,6 +122,7 @@ _BF16, _FLOAT32 = torch.bfloat16, torch.float32
 def shared_cases(make: Callable[..., Make]) -> tuple[Case, ...]:
     """Cases of the ops that begin with a projection of all streams."""
     both = {"layer_norm": _BF16, "shifted": True}
+    no_comb = {"has_comb": False, "post_eps": 0.25}
     return (
         Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
         Case("m2-h64-t17", make(17, 2, 64), small=True, compile=True),
@@ -130,6 +139,15 @@ def shared_cases(make: Callable[..., Make]) -> tuple[Case, ...]:
         Case("m4-h64-t2x3-shifted", make((2, 3), 4, 64, shifted=True), small=True),
         Case("m4-h64-t0", make(0, 4, 64), small=True),
         Case("m4-h64-t2x0-shifted-layer-norm", make((2, 0), 4, 64, **both), small=True),
+        Case("m4-h64-t17-no-comb", make(17, 4, 64, **no_comb), small=True, modes=True, compile=True),
+        Case("m2-h576-t3-no-comb-layer-norm", make(3, 2, 576, layer_norm=_FLOAT32, **no_comb), small=True),
+        Case("m8-h64-t2x3-no-comb-shifted", make((2, 3), 8, 64, shifted=True, **no_comb), small=True),
+        Case("m4-h192-t3-no-comb-splits5", make(3, 4, 192, n_splits=5, has_comb=False), small=True),
+        Case("m4-h64-t0-no-comb", make(0, 4, 64, **no_comb), small=True),
+        Case("m4-h128-t3-post-eps", make(3, 4, 128, post_eps=0.25), small=True),
+        *(Case(f"m4-h7168-t{t}-no-comb", make(t, **no_comb)) for t in (1, 64, 129, 4096)),
+        Case("m8-h8192-t1000-no-comb-shifted-layer-norm", make(1000, 8, 8192, **both, **no_comb)),
+        *(bench_case(f"m4-h7168-t{t}-no-comb", make(t, eps=MODEL_EPS, **no_comb)) for t in (64, 8192)),
         *size_cases(make),
         *(
             Case(f"m{m}-h{hidden}-t{t}-shifted-layer-norm", make(t, m, hidden, layer_norm=weight_dtype, shifted=True))
@@ -172,7 +190,7 @@ SPEC = OpSpec(
 test_tiers = tiers.tests(SPEC)
 
 
-def composed(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+def composed(inputs: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """(post, comb, layer_input, pre) by the separate ops, layer_input by pre_mix in the shifted form. No layer norm."""
     residual = inputs["residual"]
     mixes = tk_mhc.mhc_pre_norm_fn(
@@ -185,8 +203,10 @@ def composed(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
         residual.shape[-2],
         inputs["mhc_post_mult_value"],
         inputs["mhc_pre_eps"],
+        mhc_post_eps=inputs.get("mhc_post_eps", 0.0),
     )
-    comb = tk_mhc.sinkhorn_normalize(comb, inputs["sinkhorn_repeat"], inputs["mhc_sinkhorn_eps"])
+    if comb is not None:
+        comb = tk_mhc.sinkhorn_normalize(comb, inputs["sinkhorn_repeat"], inputs["mhc_sinkhorn_eps"])
     if not inputs.get("shifted"):
         return post, comb, tk_mhc.mhc_pre_apply_mix(residual, pre), pre
     if inputs["pre_mix"] is None:
@@ -227,6 +247,20 @@ def test_by_hand(device: str) -> None:
     # z of pre becomes (log(3), log(3)), z of post (log(3), -2·log(3)): 2 · 3/4 and 2 · 1/10.
     torch.testing.assert_close(post.cpu(), torch.tensor([[1.5], [0.2]]), rtol=1e-3, atol=0)
     torch.testing.assert_close(layer_input.cpu().float(), torch.full((64,), 8.0), rtol=1e-2, atol=0)
+
+
+def test_without_comb_by_hand(device: str) -> None:
+    with_comb = hand_arguments(device)
+    first = {"fn": with_comb["fn"][:4], "mhc_scale": with_comb["mhc_scale"][:2], "mhc_base": with_comb["mhc_base"][:4]}
+    post, comb, layer_input = tk_mhc.mhc_pre_big_fuse(**with_comb | first, mhc_post_eps=0.125)
+    torch.testing.assert_close(post.cpu(), torch.tensor([[1.625], [1.125]]))
+    assert comb is None
+    assert layer_input.tolist() == [7.25] * 64
+    post, comb, _, next_pre_mix = tk_mhc.mhc_pre_big_fuse(**with_comb | first, shifted=True)
+    torch.testing.assert_close(
+        (post.cpu(), next_pre_mix.cpu()), (torch.tensor([[1.5], [1.0]]), torch.tensor([[0.75], [1.0]]))
+    )
+    assert comb is None
 
 
 def test_shifted_by_hand(device: str) -> None:
@@ -287,7 +321,8 @@ def gradients(ops: ModuleType, inputs: dict[str, Any], grads: tuple[Tensor, ...]
     numbers = (inputs["mhc_scale"], inputs["mhc_base"], mhc_mult, inputs["mhc_post_mult_value"])
     _, _, comb = ops.mhc_pre_split_mixes(mixes, *numbers, inputs["mhc_pre_eps"])
     d_residual, d_pre_mix = ops.mhc_pre_apply_mix_bwd(d_layer_input, residual, inputs["pre_mix"])
-    d_comb = ops.sinkhorn_normalize_bwd(d_comb, comb, inputs["sinkhorn_repeat"], inputs["mhc_sinkhorn_eps"])
+    if comb is not None:
+        d_comb = ops.sinkhorn_normalize_bwd(d_comb, comb, inputs["sinkhorn_repeat"], inputs["mhc_sinkhorn_eps"])
     d_mixes, d_scale, d_base = ops.mhc_pre_split_mixes_bwd(d_next_pre_mix, d_post, d_comb, mixes, *numbers)
     added, d_fn, d_norm_weight = ops.mhc_pre_norm_fn_bwd(
         d_mixes, residual, fn, norm_weight, mixes, rstd, d_residual=d_residual
@@ -308,19 +343,26 @@ def by_autograd(inputs: dict[str, Any], grads: tuple[Tensor, ...]) -> dict[str, 
     inputs = in_float64(inputs)
     names = ("residual", "fn", "mhc_scale", "mhc_base", "norm_weight", "pre_mix")
     leaves = [inputs[name].requires_grad_() for name in names]
-    results = reference.mhc_pre_big_fuse(**inputs)
+    results, grads = ([x for x in each if x is not None] for each in (reference.mhc_pre_big_fuse(**inputs), grads))
     return dict(zip(names, torch.autograd.grad(results, leaves, [grad.double() for grad in grads])))
 
 
+def draw_gradients(results: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """A normal gradient for each result; None where there is none."""
+    return tuple(None if x is None else torch.randn_like(x) for x in results)
+
+
+@pytest.mark.parametrize("has_comb", [True, False])
 @pytest.mark.parametrize("mhc_mult", [2, 4, 8])
-def test_backward_of_the_shifted_form_by_the_references_in_float64(mhc_mult: int) -> None:
-    inputs = in_float64(make(5, mhc_mult, 64, shifted=True)("cpu"))
-    grads = tuple(torch.randn_like(x) for x in reference.mhc_pre_big_fuse(**inputs))
+def test_backward_of_the_shifted_form_by_the_references_in_float64(mhc_mult: int, has_comb: bool) -> None:
+    inputs = in_float64(make(5, mhc_mult, 64, shifted=True, has_comb=has_comb, post_eps=0.25)("cpu"))
+    grads = draw_gradients(reference.mhc_pre_big_fuse(**inputs))
     actual = gradients(reference, inputs, grads)
     for name, expected in by_autograd(inputs, grads).items():
         assert_relative_error(actual[name], expected, 1e-9, name)
 
 
+@pytest.mark.parametrize("has_comb", [True, False])
 @pytest.mark.parametrize(
     ("device", "mhc_mult", "hidden", "num_tokens"),
     [
@@ -333,9 +375,9 @@ def test_backward_of_the_shifted_form_by_the_references_in_float64(mhc_mult: int
         ),
     ],
 )
-def test_backward_of_the_shifted_form(device: str, mhc_mult: int, hidden: int, num_tokens: int) -> None:
-    inputs = make(num_tokens, mhc_mult, hidden, shifted=True)(device)
-    grads = tuple(torch.randn_like(x) for x in tk_mhc.mhc_pre_big_fuse(**inputs))
+def test_backward_of_the_shifted_form(device: str, mhc_mult: int, hidden: int, num_tokens: int, has_comb: bool) -> None:
+    inputs = make(num_tokens, mhc_mult, hidden, shifted=True, has_comb=has_comb)(device)
+    grads = draw_gradients(tk_mhc.mhc_pre_big_fuse(**inputs))
     actual = gradients(tk_mhc, inputs, grads)
     expected = by_autograd(inputs, grads)
     # The residual's is rounded to bfloat16 twice, as it is a sum of two.
@@ -361,6 +403,10 @@ test_bad_input = tiers.bad_input(
         ({"shifted": True, "pre_mix": PRE_MIX[:2]}, ValueError, "pre_mix: .*shape"),
         ({"shifted": True, "pre_mix": PRE_MIX.squeeze(-1)}, ValueError, "pre_mix: .*shape"),
         ({"shifted": True, "pre_mix": torch.ones(3, 4, 2)[..., :1]}, ValueError, "pre_mix: .*contiguous"),
+        ({"fn": torch.ones(12, 256)}, ValueError, "rows of fn: expected 24, or 8 without comb, got 12"),
+        ({"fn": torch.ones(8, 256)}, ValueError, "mhc_scale.*shape"),
+        ({"fn": torch.ones(8, 256), "mhc_scale": torch.ones(2)}, ValueError, "mhc_base.*shape"),
+        ({"mhc_post_eps": -1.0}, ValueError, "mhc_post_eps.*at least 0"),
         # It would have no effect.
         ({"shifted": False, "pre_mix": PRE_MIX}, ValueError, "pre_mix: .*shifted"),
     ],
@@ -380,7 +426,16 @@ test_bad_input = tiers.bad_input(
     ],
 )
 @pytest.mark.parametrize(
-    "options", [{}, {"norm_weight": False}, {"shifted": True}, {"shifted": True, "pre_mix": False}]
+    "options",
+    [
+        {},
+        {"norm_weight": False},
+        {"shifted": True},
+        {"shifted": True, "pre_mix": False},
+        {"has_comb": False},
+        {"has_comb": False, "post_eps": 0.25, "shifted": True},
+        {"post_eps": 0.25},
+    ],
 )
 def test_equals_the_separate_ops(
     device: str, mhc_mult: int, hidden: int, num_tokens: int, options: dict[str, Any]

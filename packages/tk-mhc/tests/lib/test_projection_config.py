@@ -35,7 +35,7 @@ def test_more_splits_than_blocks_count_as_one_a_block() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
-@pytest.mark.parametrize("num_rows", [2, 4, 8, 24, 80])
+@pytest.mark.parametrize("num_rows", [2, 4, 8, 16, 24, 80])
 @pytest.mark.parametrize("n_splits", [None, 1, 3, 7, 448])
 def test_steps_meet_all_splits_whoever_converts_the_weights(arch: Arch, num_rows: int, n_splits: int | None) -> None:
     width = 28672

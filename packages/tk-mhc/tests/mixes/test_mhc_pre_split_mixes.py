@@ -6,43 +6,68 @@ from typing import Any
 import torch
 
 import tk_mhc
-from tk_core.testing import Make, OpSpec, empty, tiers
+from tk_core.testing import Case, Make, OpSpec, bench_case, empty, tiers
 
 from ..compare import within
 from ..inputs import mix_cases
 
 
 def make_mixes(
-    leading: tuple[int, ...], mhc_mult: int, device: str, *, std: float = 1.0, first_element: int = 0
+    leading: tuple[int, ...],
+    mhc_mult: int,
+    device: str,
+    *,
+    std: float = 1.0,
+    first_element: int = 0,
+    has_comb: bool = True,
 ) -> dict[str, Any]:
     """Normal mixes of standard deviation `std`, scales and bases, from element `first_element` of their storage on."""
-    num_columns = mhc_mult * (mhc_mult + 2)
+    num_columns = mhc_mult * (mhc_mult + 2 if has_comb else 2)
 
     def draw(*shape: int, std: float = 1.0) -> torch.Tensor:
         return empty(*shape, device=device, first_element=first_element).normal_(std=std)
 
     return {
         "input_mixes": draw(*leading, num_columns, std=std),
-        "mhc_scale": draw(3),
+        "mhc_scale": draw(3 if has_comb else 2),
         "mhc_base": draw(num_columns),
         "mhc_mult": mhc_mult,
     }
 
 
-def make(leading: tuple[int, ...], mhc_mult: int, **values: Any) -> Make:
+def make(leading: tuple[int, ...], mhc_mult: int, *, post_eps: float = 0.0, **values: Any) -> Make:
     """Arguments of the op."""
 
     def build(device: str) -> dict[str, Any]:
         mixes = make_mixes(leading, mhc_mult, device, **values)
-        return {**mixes, "mhc_post_mult_value": 2.0, "mhc_pre_eps": 1e-2}
+        return {**mixes, "mhc_post_mult_value": 2.0, "mhc_pre_eps": 1e-2, "mhc_post_eps": post_eps}
 
     return build
+
+
+def cases_without_comb(make: Any, **options: Any) -> tuple[Case, ...]:
+    """Cases of make(leading, mhc_mult, has_comb=False, **options)."""
+    options["has_comb"] = False
+    return (
+        Case("m4-t17-no-comb", make((17,), 4, **options), small=True, modes=True, compile=True),
+        Case("m2-t67-no-comb", make((67,), 2, **options), small=True),
+        Case("m8-2x3-no-comb-unaligned", make((2, 3), 8, first_element=1, **options), small=True),
+        Case("m4-t0-no-comb", make((0,), 4, **options), small=True),
+        Case("m2-t4001-no-comb", make((4001,), 2, **options)),
+        Case("m8-t4001-no-comb", make((4001,), 8, **options)),
+        bench_case("m4-t8192-no-comb", make((8192,), 4, **options)),
+    )
 
 
 SPEC = OpSpec(
     op=tk_mhc.mhc_pre_split_mixes,
     compare=within(rtol=1e-5, atol=2e-5),
-    cases=mix_cases(make, 100.0),
+    cases=(
+        *mix_cases(make, 100.0),
+        *cases_without_comb(make, post_eps=0.25),
+        Case("m4-t17-post-eps", make((17,), 4, post_eps=0.25), small=True, compile=True),
+        Case("m2-t17-no-comb-no-eps", make((17,), 2, has_comb=False), small=True),
+    ),
 )
 
 
@@ -59,6 +84,12 @@ def test_by_hand() -> None:
     torch.testing.assert_close(pre, torch.tensor([[[0.875], [0.375]]]))
     torch.testing.assert_close(post, torch.tensor([[[1.5], [0.5]]]))
     assert comb.tolist() == [[[0.5, 1.0], [1.5, 12.0]]]
+    pre, post, comb = tk_mhc.mhc_pre_split_mixes(
+        mixes[:, :4].clone(), scale[:2], base[:4], 2, 2.0, 0.125, mhc_post_eps=0.5
+    )
+    torch.testing.assert_close(pre, torch.tensor([[[0.875], [0.375]]]))
+    torch.testing.assert_close(post, torch.tensor([[[2.0], [1.0]]]))
+    assert comb is None
 
 
 def test_against_plain_loops() -> None:
@@ -87,7 +118,15 @@ test_bad_input = tiers.bad_input(
     SPEC,
     make((3,), 2)("cpu"),
     [
-        ({"input_mixes": torch.ones(3, 24)}, ValueError, "input_mixes.*shape"),
+        (
+            {"input_mixes": torch.ones(3, 24)},
+            ValueError,
+            "columns of input_mixes: expected 8, or 4 without comb, got 24",
+        ),
+        # A comb's scale and base for mixes without one.
+        ({"input_mixes": torch.ones(3, 4)}, ValueError, "mhc_scale.*shape"),
+        ({"input_mixes": torch.ones(3, 4), "mhc_scale": torch.ones(2)}, ValueError, "mhc_base.*shape"),
+        ({"mhc_post_eps": math.nan}, ValueError, "mhc_post_eps.*finite"),
         ({"mhc_base": torch.ones(24)}, ValueError, "mhc_base.*shape"),
         ({"mhc_mult": 3, "input_mixes": torch.ones(3, 15)}, ValueError, "mhc_mult.*2, 4, 8"),
         ({"mhc_post_mult_value": math.nan}, ValueError, "mhc_post_mult_value.*finite"),

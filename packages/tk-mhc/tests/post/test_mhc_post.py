@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import tk_mhc
-from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
+from tk_core.testing import Case, Make, OpSpec, assert_equal, bench_case, tiers
 from tk_mhc import reference
 
 from ..inputs import HIDDEN_SIZES, TOKEN_COUNTS, bench_cases
@@ -26,7 +27,15 @@ def draw_mixes(leading: tuple[int, ...], mhc_mult: int, device: str) -> tuple[to
     return post, comb
 
 
-def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, strided: bool = False, has_out: bool = False) -> Make:
+def make(
+    leading: tuple[int, ...],
+    mhc_mult: int,
+    hidden: int,
+    *,
+    strided: bool = False,
+    has_out: bool = False,
+    has_comb: bool = True,
+) -> Make:
     """Normal values and mixes like those of a model."""
 
     def build(device: str) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, strided: bool 
             "x": torch.randn((*leading, hidden), dtype=torch.bfloat16, device=device),
             "residual": draw_streams(leading, mhc_mult, hidden, device, strided),
             "post_layer_mix": post,
-            "comb_res_mix": comb,
+            "comb_res_mix": comb if has_comb else None,
             "out": out,
         }
 
@@ -57,6 +66,12 @@ def shared_cases(make: Callable[..., Make]) -> list[Case]:
         *(Case(f"m4-h{hidden}-t64", make((64,), 4, hidden)) for hidden in HIDDEN_SIZES),
         *(Case(f"m4-h7168-t{tokens}", make((tokens,), 4, 7168)) for tokens in TOKEN_COUNTS if tokens != 64),
         Case("m4-h2560-t4001-strided", make((4001,), 4, 2560, strided=True)),
+        Case("m4-h576-t3-no-comb", make((3,), 4, 576, has_comb=False), small=True, modes=True, compile=True),
+        Case("m2-h192-t17-no-comb", make((17,), 2, 192, has_comb=False), small=True),
+        Case("m8-h128-t2x3-no-comb", make((2, 3), 8, 128, strided=True, has_comb=False), small=True),
+        Case("m4-h64-t0-no-comb", make((0,), 4, 64, has_comb=False), small=True),
+        *(Case(f"m{m}-h7168-t1001-no-comb", make((1001,), m, 7168, has_comb=False)) for m in (2, 4, 8)),
+        bench_case("m4-h7168-t8192-no-comb", make((8192,), 4, 7168, has_comb=False)),
         *bench_cases(make, (1, 64, 4001)),
     ]
 
@@ -96,6 +111,29 @@ def test_streams_that_are_passed_on_unchanged() -> None:
     inputs["post_layer_mix"].zero_()
     inputs["comb_res_mix"].copy_(torch.eye(4))
     assert_equal(tk_mhc.mhc_post(**inputs), inputs["residual"])
+
+
+def draw_with_extremes(mhc_mult: int, device: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tensors of a case with zeros of either sign, infinities and NaN, and the identity as comb."""
+    inputs = make((33,), mhc_mult, 576)(device)
+    for name in ("x", "residual"):
+        values = inputs[name].view(-1)
+        for i, extreme in enumerate((0.0, -0.0, float("inf"), float("nan"))):
+            values[i :: 11 + i] = extreme
+    identity = torch.eye(mhc_mult, device=device).repeat(33, 1, 1)
+    return {name: x for name, x in inputs.items() if name != "comb_res_mix" and x is not None}, identity
+
+
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_without_comb_it_has_the_bits_of_the_identity(mhc_mult: int, device: str) -> None:
+    inputs, identity = draw_with_extremes(mhc_mult, device)
+    expected = tk_mhc.mhc_post(**inputs, comb_res_mix=identity)
+    assert_equal(tk_mhc.mhc_post(**inputs, comb_res_mix=None), expected)
+    # Streams do not mix: each has its own values.
+    plain = inputs["post_layer_mix"] * inputs["x"][:, None].float() + inputs["residual"].float()
+    finite = expected.isfinite()
+    assert finite.any()
+    torch.testing.assert_close(expected[finite], plain.bfloat16()[finite])
 
 
 def test_each_step_is_a_fused_multiply_add() -> None:

@@ -10,16 +10,16 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_mhc import reference
 
 from ..compare import within
-from .test_mhc_post import draw_mixes, draw_streams, shared_cases
+from .test_mhc_post import draw_mixes, draw_streams, draw_with_extremes, shared_cases
 
 
 def compare(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    """d_x and d_residual bit for bit, d_post and d_comb within 1e-4: they are added in another order."""
+    """d_x and d_residual bit for bit, d_post and d_comb, if any, within 1e-4: they are added in another order."""
     assert_equal(actual[:2], expected[:2], name="d_x, d_residual")
     within(rtol=1e-4, atol=1e-4)(actual[2:], expected[2:])
 
 
-def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, strided: bool = False) -> Make:
+def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, strided: bool = False, has_comb: bool = True) -> Make:
     """Normal values and mixes like those of a model; `strided`: residual and d_o are not contiguous."""
 
     def build(device: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def make(leading: tuple[int, ...], mhc_mult: int, hidden: int, *, strided: bool 
             "x": torch.randn((*leading, hidden), dtype=torch.bfloat16, device=device),
             "residual": draw_streams(leading, mhc_mult, hidden, device, strided),
             "post_layer_mix": post,
-            "comb_res_mix": comb,
+            "comb_res_mix": comb if has_comb else None,
             "d_o": draw_streams(leading, mhc_mult, hidden, device, strided),
         }
 
@@ -63,6 +63,16 @@ def test_by_hand() -> None:
     assert d_residual[:, 7].tolist() == [1 * 2 + 2 * 8, 3 * 2 + 4 * 8]
     assert d_post.tolist() == [[64 * 3 * 2], [64 * 3 * 8]]
     assert d_comb.tolist() == [[64 * 1 * 2, 64 * 1 * 8], [64 * 10 * 2, 64 * 10 * 8]]
+
+
+@pytest.mark.parametrize("mhc_mult", [2, 4, 8])
+def test_without_comb_it_has_the_bits_of_the_identity(mhc_mult: int, device: str) -> None:
+    inputs, identity = draw_with_extremes(mhc_mult, device)
+    inputs["d_o"] = inputs["residual"].flip(0)
+    *expected, _ = tk_mhc.mhc_post_bwd(**inputs, comb_res_mix=identity)
+    *actual, d_comb = tk_mhc.mhc_post_bwd(**inputs, comb_res_mix=None)
+    assert d_comb is None
+    assert_equal(actual, expected)
 
 
 def gradients(inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -25,6 +25,11 @@ BENCH_SIZES = (1, 128, 1024, 4001, 8001), (576, 2048, 2560, 3072, 4096, 6144)
 """Tokens and channels of benchmarks."""
 
 
+def rows_of_fn(mhc_mult: int, head: bool, has_comb: bool) -> int:
+    """Rows for the head, or for a sublayer with or without comb."""
+    return mhc_mult if head else mhc_mult * (mhc_mult + 2 if has_comb else 2)
+
+
 def draw_fn(num_rows: int, num_channels: int, scale: float, device: str) -> Tensor:
     """fn of normal values."""
     return scale * torch.randn((num_rows, num_channels), device=device)
@@ -41,6 +46,7 @@ def make(
     hidden: int = 7168,
     *,
     head: bool = False,
+    has_comb: bool = True,
     norm_weight: bool = True,
     scale: float = MODEL_SCALE,
     eps: float = 1e-2,
@@ -49,7 +55,7 @@ def make(
 ) -> Make:
     """Normal residual and fn. The default eps is so large that leaving it out would give ten times the allowed error.
 
-    `head`: fn has m rows, not m(m + 2).
+    `head`: fn has m rows, not m(m + 2); without comb 2m.
     """
     leading = (leading,) if isinstance(leading, int) else leading
 
@@ -57,7 +63,7 @@ def make(
         num_channels = mhc_mult * hidden
         return {
             "residual": torch.randn((*leading, mhc_mult, hidden), dtype=torch.bfloat16, device=device),
-            "mhc_fn": draw_fn(mhc_mult if head else mhc_mult * (mhc_mult + 2), num_channels, scale, device),
+            "mhc_fn": draw_fn(rows_of_fn(mhc_mult, head, has_comb), num_channels, scale, device),
             "mhc_norm_weight": draw_norm_weight(num_channels, device) if norm_weight else None,
             "mhc_norm_eps": eps,
             "n_splits": n_splits,
@@ -94,6 +100,11 @@ SPEC = OpSpec(
         Case("m4-h128-t17-head", make(17, 4, 128, head=True, return_rstd=True), small=True, compile=True),
         Case("m2-h64-t3-head", make(3, 2, 64, head=True), small=True),
         Case("m8-h64-t3-head-no-weight", make(3, 8, 64, head=True, norm_weight=False), small=True),
+        Case("m4-h128-t17-no-comb", make(17, 4, 128, has_comb=False, return_rstd=True), small=True, compile=True),
+        Case("m2-h64-t3-no-comb", make(3, 2, 64, has_comb=False), small=True),
+        Case("m8-h64-t3-no-comb-no-weight", make(3, 8, 64, has_comb=False, norm_weight=False), small=True),
+        *(Case(f"m4-h7168-t{t}-no-comb", make(t, has_comb=False)) for t in (64, 1001, 8192)),
+        Case("m8-h8192-t300-no-comb", make(300, 8, 8192, has_comb=False)),
         # One split, splits of two lengths, one per block of channels, more than blocks.
         *(
             Case(f"m4-h192-t3-splits{n_splits}", make(3, 4, 192, n_splits=n_splits), small=True)
@@ -180,7 +191,7 @@ test_bad_input = tiers.bad_input(
         ({"residual": torch.ones(3, 4, 96).bfloat16()}, ValueError, "hidden.*residual.*multiple of 64"),
         ({"residual": torch.ones(3, 4, 0).bfloat16()}, ValueError, "hidden.*residual.*64 to 8192"),
         ({"residual": torch.ones(3, 4, 8256).bfloat16()}, ValueError, "hidden.*residual.*64 to 8192"),
-        ({"mhc_fn": torch.ones(8, 256)}, ValueError, "mhc_fn"),
+        ({"mhc_fn": torch.ones(12, 256)}, ValueError, "rows of mhc_fn: expected 24, 8 without comb, or 4 for the head"),
         ({"mhc_norm_eps": -1.0}, ValueError, "mhc_norm_eps.*at least 0"),
     ],
 )

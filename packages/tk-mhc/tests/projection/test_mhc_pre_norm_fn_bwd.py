@@ -18,7 +18,7 @@ from tk_mhc.projection.mhc_pre_norm_fn_bwd import MhcPreNormFnBwdConfig
 
 from ..compare import assert_relative_error
 from ..inputs import HIDDEN_SIZES, STREAM_SHAPES, TOKEN_COUNTS, bench_cases
-from .test_mhc_pre_norm_fn import BENCH_SIZES, MODEL_SCALE
+from .test_mhc_pre_norm_fn import BENCH_SIZES, MODEL_SCALE, rows_of_fn
 
 RESIDUAL_ERROR = 5e-3
 """‖d_residual - exact‖ / ‖exact‖ that the contract allows; rounding to bfloat16 takes about 1.7e-3 of it."""
@@ -32,6 +32,7 @@ def make(
     hidden: int = 7168,
     *,
     head: bool = False,
+    has_comb: bool = True,
     norm_weight: bool = True,
     given: bool = False,
     scale: float = MODEL_SCALE,
@@ -39,14 +40,14 @@ def make(
 ) -> Make:
     """Normal values. mixes are large, so that both terms of d_residual matter: in a model the second is about 1 %.
 
-    `head`: fn has m rows, not m(m + 2). `given`: with a d_residual to be added to, of about the gradient's magnitude.
-    Tensors start at element `first_element` of their storage.
+    `head`: fn has m rows, not m(m + 2); without comb 2m. `given`: with a d_residual to be added to, of about the
+    gradient's magnitude. Tensors start at element `first_element` of their storage.
     """
     leading = (leading,) if isinstance(leading, int) else leading
 
     def build(device: str) -> dict[str, Any]:
         width = mhc_mult * hidden
-        num_rows = mhc_mult if head else mhc_mult * (mhc_mult + 2)
+        num_rows = rows_of_fn(mhc_mult, head, has_comb)
 
         tensor = partial(empty, device=device, first_element=first_element)
         streams = (*leading, mhc_mult, hidden)
@@ -91,6 +92,9 @@ SPEC = OpSpec(
         Case("m4-h64-t3", make(3, 4, 64), small=True, modes=True),
         Case("m2-h64-t17-given", make(17, 2, 64, given=True), small=True, modes=True),
         Case("m2-h64-t3-head", make(3, 2, 64, head=True), small=True, compile=True),
+        Case("m4-h64-t17-no-comb-given", make(17, 4, 64, has_comb=False, given=True), small=True, compile=True),
+        Case("m8-h64-t3-no-comb-no-weight", make(3, 8, 64, has_comb=False, norm_weight=False), small=True),
+        *(Case(f"m4-h7168-t{t}-no-comb", make(t, has_comb=False)) for t in (64, 4096)),
         Case("m4-h192-t17-no-weight-given", make(17, 4, 192, norm_weight=False, given=True), small=True, compile=True),
         Case("m8-h64-t3", make(3, 8, 64), small=True),
         Case("m8-h64-t17-head-given", make(17, 8, 64, head=True, given=True), small=True),
@@ -260,7 +264,7 @@ test_bad_input = tiers.bad_input(
         ({"d_mixes": torch.ones(3, 4)}, ValueError, "d_mixes: .*shape"),
         ({"d_mixes": torch.ones(2, 24)}, ValueError, "d_mixes: .*shape"),
         ({"residual": torch.ones(3, 3, 64).bfloat16()}, ValueError, "mhc_mult.*residual.*2, 4, 8"),
-        ({"mhc_fn": torch.ones(8, 256)}, ValueError, "mhc_fn"),
+        ({"mhc_fn": torch.ones(12, 256)}, ValueError, "mhc_fn"),
         ({"mixes": torch.ones(3, 8)}, ValueError, "mixes: .*shape"),
         ({"rstd": torch.ones(3, 1)}, ValueError, "rstd: .*shape"),
         ({"d_residual": torch.ones(3, 256).bfloat16()}, ValueError, "d_residual: .*shape"),
@@ -273,7 +277,7 @@ test_bad_input = tiers.bad_input(
 @pytest.mark.parametrize("has_d_residual", [False, True])
 def test_config_fits(has_d_residual: bool, arch: tk_core.arch.Arch) -> None:
     for mhc_mult in (2, 4, 8):
-        for num_rows in (mhc_mult, mhc_mult * (mhc_mult + 2)):
+        for num_rows in (mhc_mult, 2 * mhc_mult, mhc_mult * (mhc_mult + 2)):
             for hidden in (64, 576, 7168, 8192):
                 width = mhc_mult * hidden
                 config = MhcPreNormFnBwdConfig.best(width, num_rows, has_d_residual, arch)

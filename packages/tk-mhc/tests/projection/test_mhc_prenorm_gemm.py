@@ -15,7 +15,7 @@ from tk_mhc import reference
 
 from ..compare import assert_relative_error
 from ..inputs import HIDDEN_SIZES, STREAM_SHAPES, TOKEN_COUNTS
-from .test_mhc_pre_norm_fn import MODEL_SCALE, RELATIVE_ERROR, draw_fn
+from .test_mhc_pre_norm_fn import MODEL_SCALE, RELATIVE_ERROR, draw_fn, rows_of_fn
 
 
 def make(
@@ -26,13 +26,14 @@ def make(
     *,
     num_rms_groups: int = 1,
     head: bool = False,
+    has_comb: bool = True,
     scale: float = MODEL_SCALE,
 ) -> Make:
-    """Normal residual and fn. `head`: fn has m rows, not m(m + 2)."""
+    """Normal residual and fn. `head`: fn has m rows, not m(m + 2); without comb 2m."""
     leading = (leading,) if isinstance(leading, int) else leading
 
     def build(device: str) -> dict[str, Any]:
-        num_rows = mhc_mult if head else mhc_mult * (mhc_mult + 2)
+        num_rows = rows_of_fn(mhc_mult, head, has_comb)
         return {
             "residual": torch.randn((*leading, mhc_mult, hidden), dtype=torch.bfloat16, device=device),
             "fn": draw_fn(num_rows, mhc_mult * hidden, scale, device),
@@ -89,6 +90,7 @@ SPEC = OpSpec(
         # Splits of two lengths; one per block of channels; more, so that some are empty; more than twice as many.
         *(Case(f"m4-h192-t3-splits{n_splits}", make(3, 4, 192, n_splits), small=True) for n_splits in (5, 12, 13, 31)),
         Case("m4-h128-t17-splits3-head", make(17, 4, 128, 3, head=True), small=True),
+        Case("m8-h128-t17-splits3-no-comb", make(17, 8, 128, 3, has_comb=False), small=True),
         Case(
             "m4-h192-t3-splits2-groups4",
             make(3, 4, 192, 2, num_rms_groups=4),
@@ -174,7 +176,7 @@ test_bad_input = tiers.bad_input(
     make(3, 4, 64, 2)("cpu"),
     [
         ({"residual": torch.ones(3, 3, 64).bfloat16()}, ValueError, "mhc_mult.*residual.*2, 4, 8"),
-        ({"fn": torch.ones(8, 256)}, ValueError, r"\bfn\b"),
+        ({"fn": torch.ones(12, 256)}, ValueError, r"\bfn\b"),
         ({"n_splits": 0}, ValueError, "n_splits.*1 to 1024"),
         ({"n_splits": 1025}, ValueError, "n_splits.*1 to 1024"),
         ({"num_rms_groups": 0}, ValueError, "num_rms_groups.*1 to 4"),

@@ -87,5 +87,7 @@ CASES = (
     _hyper_connection(""),
     _hyper_connection("-2-streams-norm-weight", mhc_mult=2, norm_weight=True, sinkhorn_repeat=3),
     _hyper_connection("-shifted", shifted=True, sinkhorn_repeat=3),
+    _hyper_connection("-no-comb", comb=False, post_eps=0.25),
+    _hyper_connection("-2-streams-no-comb-shifted", mhc_mult=2, comb=False, shifted=True),
     _hyper_head("", norm_weight=True),
 )

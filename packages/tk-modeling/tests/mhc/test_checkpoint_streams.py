@@ -101,10 +101,10 @@ def _train(layers: nn.ModuleList, residual: Tensor, run: Callable[..., tuple[Any
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2, 3, LAYERS, 100])
-@pytest.mark.parametrize("mix", ["own", "shifted", "given"])
+@pytest.mark.parametrize("mix", ["own", "no-comb", "shifted", "given"])
 def test_bits_are_those_of_the_layers(mix: str, group_size: int | None) -> None:
-    """Of layers with their own mixes, of shifted ones, and of shifted ones with a first pre_mix."""
-    layers = _stack(shifted=mix != "own")
+    """Of layers with their own mixes, also without comb, of shifted ones, and of shifted ones with a first pre_mix."""
+    layers = _stack(shifted=mix in ("shifted", "given"), comb=mix != "no-comb")
     pre_mix = torch.rand(2, 3, M, 1)
     found = []
     for run in (partial(checkpoint_streams, group_size=group_size), _one_by_one):

@@ -18,19 +18,20 @@ M, HIDDEN = 4, 64
 NUMBERS = {"norm_eps": 1e-3, "post_mult_value": 2.0, "pre_eps": 1e-3, "sinkhorn_eps": 1e-3, "sinkhorn_repeat": 3}
 
 
-def _parameters(mhc_mult: int = M, rows: int | None = None) -> dict[str, Tensor]:
-    rows, width = rows or mhc_mult * (mhc_mult + 2), mhc_mult * HIDDEN
+def _parameters(mhc_mult: int = M, rows: int | None = None, has_comb: bool = True) -> dict[str, Tensor]:
+    rows, width = rows or mhc_mult * (mhc_mult + 2 if has_comb else 2), mhc_mult * HIDDEN
     return {
         "fn": 0.1 * torch.randn(rows, width),
-        "scale": torch.rand(3) + 0.5,
+        "scale": torch.rand(3 if has_comb else 2) + 0.5,
         "base": torch.randn(rows),
         "norm_weight": torch.rand(width) + 0.5,
     }
 
 
-def _draw(leading: tuple[int, ...] = (3, 5), mhc_mult: int = M) -> dict[str, Tensor]:
+def _draw(leading: tuple[int, ...] = (3, 5), mhc_mult: int = M, has_comb: bool = True) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return {"residual": draw_residual(leading, "cpu", mhc_mult, HIDDEN), **_parameters(mhc_mult)}
+    residual = draw_residual(leading, "cpu", mhc_mult, HIDDEN)
+    return {"residual": residual, **_parameters(mhc_mult, has_comb=has_comb)}
 
 
 def _draw_head(scale: tuple[int, ...] = (1,), rows: int = M) -> dict[str, Tensor]:
@@ -43,11 +44,15 @@ def _grads(args: dict[str, Tensor]) -> dict[str, Tensor | None]:
     return {name: x.grad for name, x in args.items()}
 
 
-def _pre_by_ops(ops: Any, args: dict[str, Tensor], shifted: bool = False, pre_mix: Tensor | None = None) -> tuple:
+def _pre_by_ops(
+    ops: Any, args: dict[str, Tensor], shifted: bool = False, pre_mix: Tensor | None = None, post_eps: float = 0.0
+) -> tuple:
     """mhc_pre by the ops of a module, or by references."""
     mixes = ops.mhc_pre_norm_fn(args["residual"], args["fn"], args["norm_weight"], 1e-3)
-    pre, post, comb = ops.mhc_pre_split_mixes(mixes, args["scale"], args["base"], args["residual"].shape[-2], 2.0, 1e-3)
-    comb = ops.sinkhorn_normalize(comb, 3, 1e-3)
+    numbers = args["residual"].shape[-2], 2.0, 1e-3
+    pre, post, comb = ops.mhc_pre_split_mixes(mixes, args["scale"], args["base"], *numbers, mhc_post_eps=post_eps)
+    if comb is not None:
+        comb = ops.sinkhorn_normalize(comb, 3, 1e-3)
     if not shifted:
         return ops.mhc_pre_apply_mix(args["residual"], pre), (post, comb)
     if pre_mix is None:
@@ -70,26 +75,27 @@ def _assert_near(
         assert error <= limit, f"{name}: relative error {error:.3g}"
 
 
+@pytest.mark.parametrize("has_comb", [True, False])
 @pytest.mark.parametrize("shifted", ["", "first", "later"])
 @pytest.mark.parametrize("mhc_mult", [2, 4])
-def test_mhc_pre(mhc_mult: int, shifted: str) -> None:
-    drawn = _draw(mhc_mult=mhc_mult)
+def test_mhc_pre(mhc_mult: int, shifted: str, has_comb: bool) -> None:
+    drawn = _draw(mhc_mult=mhc_mult, has_comb=has_comb)
     args, exact = leaves(drawn), leaves(drawn, torch.float64)
     pre_mix = torch.rand(3, 5, mhc_mult, 1) if shifted == "later" else None
     args_mix = {} if pre_mix is None else {"pre_mix": pre_mix.clone().requires_grad_()}
     exact_mix = None if pre_mix is None else pre_mix.double().requires_grad_()
-    options = NUMBERS | {"mhc_mult": mhc_mult, "shifted": bool(shifted)}
+    options = NUMBERS | {"mhc_mult": mhc_mult, "shifted": bool(shifted), "post_eps": 0.25}
 
     outputs = mhc_pre(**args, **args_mix, **options)
     with torch.no_grad():
         without = mhc_pre(**args, **args_mix, **options)
-        by_ops = _pre_by_ops(tk_mhc, args, bool(shifted), pre_mix)
+        by_ops = _pre_by_ops(tk_mhc, args, bool(shifted), pre_mix, 0.25)
     detached = map_tensors(Tensor.detach, outputs)
     assert_equal(without, detached)
     assert_equal(map_tensors(torch.clone, by_ops), map_tensors(torch.clone, detached))
 
     backward(outputs)
-    backward(_pre_by_ops(tk_mhc.reference, exact, bool(shifted), exact_mix))
+    backward(_pre_by_ops(tk_mhc.reference, exact, bool(shifted), exact_mix, 0.25))
     _assert_near(_grads(args), _grads(exact))
     if pre_mix is not None:
         _assert_near({"pre_mix": args_mix["pre_mix"].grad}, {"pre_mix": exact_mix.grad})
@@ -242,7 +248,9 @@ PRE_ERRORS = [
     ("residual", torch.zeros(3, 2, 64).bfloat16(), ValueError, r"residual: expected shape \(..., 4, hidden\), got"),
     ("residual", torch.zeros(3, 4, 96).bfloat16(), ValueError, r"hidden \(last dimension of residual\): .* 64, got 96"),
     ("residual", torch.zeros(3, 64, 4).bfloat16().mT, ValueError, "residual: expected contiguous"),
-    ("fn", torch.zeros(4, 256), ValueError, r"fn: expected shape \(24, 256\), got \(4, 256\)"),
+    ("fn", torch.zeros(4, 256), ValueError, "rows of fn: expected 24, or 8 without comb, got 4"),
+    ("fn", torch.zeros(24, 64), ValueError, r"fn: expected shape \(rows, 256\), got \(24, 64\)"),
+    ("post_eps", -1e-6, ValueError, "post_eps: expected at least 0"),
     ("fn", torch.zeros(24, 256).bfloat16(), TypeError, "fn: expected dtype torch.float32"),
     ("scale", torch.zeros(1), ValueError, "scale: expected shape"),
     ("base", torch.zeros(4), ValueError, "base: expected shape"),

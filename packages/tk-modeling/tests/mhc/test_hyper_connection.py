@@ -34,19 +34,24 @@ def _gradients(module: nn.Module, *inputs: Tensor) -> list[Tensor | None]:
 @pytest.mark.parametrize("kind", [HyperConnection, reference.HyperConnection])
 @pytest.mark.parametrize("mhc_mult", [2, 8])
 @pytest.mark.parametrize("post_mult_value", [2.0, 3.5])
-def test_initial_values(kind: type[nn.Module], mhc_mult: int, post_mult_value: float) -> None:
+@pytest.mark.parametrize("has_comb", [True, False])
+def test_initial_values(kind: type[nn.Module], mhc_mult: int, post_mult_value: float, has_comb: bool) -> None:
     torch.manual_seed(0)
-    module = kind(nn.Identity(), HIDDEN, mhc_mult=mhc_mult, post_mult_value=post_mult_value, norm_weight=True)
+    options = {"mhc_mult": mhc_mult, "post_mult_value": post_mult_value, "post_eps": 0.25}
+    module = kind(nn.Identity(), HIDDEN, norm_weight=True, comb=has_comb, **options)
     assert abs(module.fn.std() - 0.02) < 0.001
-    assert abs(module.fn.mean()) < 0.001
+    assert abs(module.fn.mean()) < 0.002
     assert module.scale.eq(0.01).all()
     assert module.norm_weight.eq(1).all()
     module.scale.data.zero_()
     residual = draw_residual((5,), "cpu", mhc_mult)
-    parameters = {"fn": module.fn, "scale": module.scale, "base": module.base, "mhc_mult": mhc_mult}
-    _, (post, comb), pre = mhc_pre(residual, **parameters, post_mult_value=post_mult_value, shifted=True)
+    parameters = {"fn": module.fn, "scale": module.scale, "base": module.base}
+    _, (post, comb), pre = mhc_pre(residual, **parameters, **options, shifted=True)
     torch.testing.assert_close(pre, torch.full_like(pre, 1 / mhc_mult))
     torch.testing.assert_close(post, torch.ones_like(post))
+    if not has_comb:
+        assert comb is None
+        return
     logits = module.base[2 * mhc_mult :].view(mhc_mult, mhc_mult)
     assert torch.equal(logits, 8 * torch.eye(mhc_mult))
     assert (comb.diagonal(dim1=-2, dim2=-1) > 0.99).all()

@@ -41,6 +41,12 @@ CASES = [
         lambda t: (torch.randn(*t, 24), torch.rand(3) + 0.5, torch.randn(24), 4, 2.0, 1e-3),
         (1, 2),
     ),
+    Case(
+        "mhc_pre_split_mixes",
+        lambda t: (torch.randn(*t, 8), torch.rand(2) + 0.5, torch.randn(8), 4, 2.0, 1e-3),
+        (1, 2),
+    ),
+    Case("mhc_post", lambda t: (_streams(*t), _streams(*t, 4), torch.randn(*t, 4, 1), None)),
     Case("sinkhorn_normalize", lambda t: (torch.randn(*t, 4, 4).mT, 3, 1e-3)),
     Case("mhc_pre_apply_mix", lambda t: (_streams(*t, 8), torch.randn(*t, 8, 1))),
     Case("mhc_post", lambda t: (_streams(*t), _streams(*t, 4), torch.randn(*t, 4, 1), torch.randn(*t, 4, 4))),

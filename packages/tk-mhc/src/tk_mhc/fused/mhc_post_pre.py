@@ -9,6 +9,7 @@ lib/pre_fuse.py; otherwise mhc_post's kernel and those of mhc_pre_big_fuse. Sour
 
 from torch import Tensor
 
+from tk_core import check
 from tk_core.op import launching, new, op
 from tk_core.views import flat
 from tk_mhc.lib.post_project import launch_post_sums, takes_post_project
@@ -24,7 +25,7 @@ def mhc_post_pre(
     x: Tensor,
     residual: Tensor,
     post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
+    comb_res_mix: Tensor | None,
     fn: Tensor,
     mhc_scale: Tensor,
     mhc_base: Tensor,
@@ -40,23 +41,24 @@ def mhc_post_pre(
     layer_norm_eps: float = 1e-6,
     shifted: bool = False,
     pre_mix: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    mhc_post_eps: float = 0.0,
+) -> tuple[Tensor | None, ...]:
     """The boundary between two sublayers: mhc_post of the one, then mhc_pre_big_fuse of the other, with their bits.
 
-    Source: arXiv 2512.24880.
+    Source: arXiv 2512.24880. With 2m rows of fn neither sublayer has a comb: a model that does not mix its streams.
 
     Args:
         x: output of the sublayer before, bfloat16 (..., H), contiguous.
         residual: bfloat16 (..., m, H); m is 2, 4 or 8, H a multiple of 64, 64 to 8192. If it is not contiguous, it is
             copied first.
         post_layer_mix: float32 (..., m, 1), contiguous: post of the sublayer before.
-        comb_res_mix: float32 (..., m, m), contiguous: its comb.
-        fn: float32 (m·(m+2), m·H), contiguous.
-        mhc_scale: float32 (3): of pre, post and comb.
-        mhc_base: float32 (m·(m+2)): of pre, post and comb.
+        comb_res_mix: float32 (..., m, m), contiguous: its comb; None where fn has 2m rows.
+        fn: float32 (m·(m+2), m·H), or (2m, m·H) without comb; contiguous.
+        mhc_scale: float32 (3): of pre, post and comb; (2) without comb.
+        mhc_base: float32 (m·(m+2)): of pre, post and comb; (2m) without comb.
         rms_eps: added to the mean of squares.
         mhc_pre_eps: added to pre.
-        mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column.
+        mhc_sinkhorn_eps: added to the softmax and to each sum of a row or column of comb.
         mhc_post_mult_value: factor of post.
         sinkhorn_repeat: iterations, 1 to 1000.
         n_splits: splits of the projection's sum, see `mhc_pre_norm_fn`.
@@ -66,11 +68,12 @@ def mhc_post_pre(
         layer_norm_eps: added to the mean of squares there.
         shifted: collapse by `pre_mix` instead of this residual's own pre, which is returned for the next sublayer.
         pre_mix: float32 (..., m, 1), with `shifted` only: next_pre_mix of the sublayer before; None: stream 0.
+        mhc_post_eps: added to post.
 
     Returns:
         new_residual: bfloat16 (..., m, H).
         post: float32 (..., m, 1).
-        comb: float32 (..., m, m), after Sinkhorn.
+        comb: float32 (..., m, m), after Sinkhorn; or None.
         layer_input: bfloat16 (..., H).
         next_pre_mix: float32 (..., m, 1), with `shifted` only.
 
@@ -81,11 +84,17 @@ def mhc_post_pre(
     streams, before = check_post(x, residual, post_layer_mix, comb_res_mix)
     projection = check_projection(streams, fn, norm_weight, n_splits)
     arguments = PreArguments(
-        mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
-    ).checked(streams)
+        *(mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat),
+        mhc_post_eps,
+    ).checked(streams, fn.shape[0])
     options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix).checked(streams)
+    has_comb = arguments.sinkhorn_repeat is not None
+    if has_comb:
+        check.require_type(comb_res_mix is not None, "comb_res_mix", "a tensor, as fn has rows of comb", comb_res_mix)
+    else:
+        check.require(comb_res_mix is None, "comb_res_mix", "None, as fn has no rows of comb", "a tensor")
     new_residual = new(x.new_empty, (*streams.leading, streams.mhc_mult, streams.hidden))
-    results = new_results(x, streams, shifted)
+    results = new_results(x, streams, has_comb, shifted)
     if launching(new_residual, results):
         written = flat(new_residual, 2)
         if takes_post_project(written, projection.n_splits):

@@ -13,7 +13,7 @@ from tk_core.op import launching, op
 from tk_core.views import flat
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
 from tk_mhc.lib.pre_fuse import launch_pre_fuse, new_results
-from tk_mhc.lib.tokens import check_streams
+from tk_mhc.lib.tokens import check_streams, mix_counts
 
 
 @op
@@ -69,15 +69,16 @@ def mhc_pre_big_fuse_from_partials(
     streams = check_streams("residual", residual)
     x = flat(residual, 2)
     num_tokens, device = x.shape[0], streams.device
-    shape = ("splits", num_tokens, streams.num_mixes)
+    num_mixes, _ = mix_counts(streams.mhc_mult)
+    shape = ("splits", num_tokens, num_mixes)
     num_splits, _, _ = check.tensor("gemm_out_mul", gemm_out_mul, (torch.float32,), shape, device=device)
     check.require(num_splits >= 1, "splits (dimension 0 of gemm_out_mul)", "at least 1", num_splits)
     check.tensor("gemm_out_sqrsum", gemm_out_sqrsum, (torch.float32,), (num_splits, num_tokens), device=device)
     arguments = PreArguments(
         mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
-    ).checked(streams)
+    ).checked(streams, num_mixes)
     options = PreOptions(layer_norm_weight, layer_norm_eps, shifted, pre_mix).checked(streams)
-    results = new_results(residual, streams, shifted)
+    results = new_results(residual, streams, has_comb=True, shifted=shifted)
     if launching(results):
         launch_pre_fuse(x, (gemm_out_mul, gemm_out_sqrsum), arguments, options, results)
     return results.present()

@@ -69,10 +69,10 @@ def mhc_pre_broadcast(
     streams = Streams(tuple(leading), mhc_mult, size, hidden.device)
     arguments = PreArguments(
         mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat
-    ).checked(streams)
+    ).checked(streams, num_rows)
     n_splits = check_n_splits(n_splits, size)
     residual = new(hidden.new_empty, (*leading, mhc_mult, size))
-    results = new_results(hidden, streams, shifted=False)
+    results = new_results(hidden, streams, has_comb=True, shifted=False)
     if launching(residual, results):
         x = flat(hidden, 1)
         sums = launch_sums(x, Projection(fn_folded, None, n_splits))

@@ -41,17 +41,19 @@ def split_mixes(
     base: T.Buffer,
     pre: T.Buffer,
     post: T.Buffer,
-    comb: T.Buffer,
+    comb: Any,
     post_mult_value: Any,
     pre_eps: Any,
+    post_eps: Any,
 ) -> None:
-    """mixes become z = mixes · scale of their group + base: sigmoid(z) + pre_eps, sigmoid(z) · post_mult_value, and z.
+    """mixes become z = mixes · scale of their group + base.
 
+    pre = sigmoid(z) + pre_eps, post = sigmoid(z) · post_mult_value, and + post_eps unless that is None, and comb = z.
     `mixes` (tokens, m·(m + 2)), `pre` and `post` (tokens, m) and `comb` (tokens, m, m) are fragments with a token per
-    thread, `scale` (3) and `base` (m·(m + 2)) global tensors.
+    thread, `scale` (3) and `base` (m·(m + 2)) global tensors; without comb there are 2m mixes of two groups.
     """
     num_tokens, mhc_mult = pre.shape
-    for row in T.unroll(mhc_mult + 2):
+    for row in T.unroll(mixes.shape[1] // mhc_mult):
         for t, i in T.Parallel(num_tokens, mhc_mult):
             k = row * mhc_mult + i
             mixes[t, k] = mixes[t, k] * scale[T.min(row, 2)] + base[k]
@@ -59,8 +61,12 @@ def split_mixes(
         pre[t, i] = sigmoid(mixes[t, i]) + pre_eps
     for t, i in T.Parallel(num_tokens, mhc_mult):
         post[t, i] = sigmoid(mixes[t, mhc_mult + i]) * post_mult_value
-    for t, i, j in T.Parallel(num_tokens, mhc_mult, mhc_mult):
-        comb[t, i, j] = mixes[t, (2 + i) * mhc_mult + j]
+    if post_eps is not None:
+        for t, i in T.Parallel(num_tokens, mhc_mult):
+            post[t, i] += post_eps
+    if comb is not None:
+        for t, i, j in T.Parallel(num_tokens, mhc_mult, mhc_mult):
+            comb[t, i, j] = mixes[t, (2 + i) * mhc_mult + j]
 
 
 @T.macro

@@ -27,7 +27,7 @@ from tk_core.num_sms import get_num_sms
 from tk_core.tiles import DIRECT_COPIES
 from tk_mhc.lib.projection import default_n_splits, new_sums
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Projection, ProjectionConfig, padded_rows
-from tk_mhc.lib.tokens import PostArguments
+from tk_mhc.lib.tokens import PostArguments, mix_counts
 
 _BLOCK_TOKENS = ProjectionConfig.block_tokens
 
@@ -37,7 +37,7 @@ _THREADS = 256
 
 @kernel(pass_configs=DIRECT_COPIES)
 def post_project_kernel(
-    mhc_mult: int, hidden: int, n_splits: int, is_normed: bool, block_channels: int, arch: Arch
+    mhc_mult: int, hidden: int, has_comb: bool, n_splits: int, is_normed: bool, block_channels: int, arch: Arch
 ) -> Any:
     """`block_channels`: channels of a step of the projection, on which its bits depend."""
     import tilelang.language as T
@@ -45,13 +45,14 @@ def post_project_kernel(
     from tk_mhc.lib.projection_tiles import SplitSteps, add_squares, convert_weights, write_squares, write_sums
     from tk_mhc.lib.stream_steps import post_stream_of_tokens
 
-    num_rows, width = mhc_mult * (mhc_mult + 2), mhc_mult * hidden
+    num_rows, width = mix_counts(mhc_mult)[0 if has_comb else 1], mhc_mult * hidden
     steps = SplitSteps(n_splits, width // CHANNEL_BLOCK, block_channels // CHANNEL_BLOCK)
     # A tuple, for loops that Python unrolls: each step of a split has tiles of its own.
     split_steps = tuple(range(max(steps.first(split + 1) - steps.first(split) for split in range(n_splits))))
     num_blocks = hidden // CHANNEL_BLOCK
     post_blocks = tuple(range(ceil_div(num_blocks, n_splits)))
-    product_rows = padded_rows(num_rows)
+    # Two warp groups share a product's columns, at least eight each; the bits are those of fewer columns.
+    product_rows = max(16, padded_rows(num_rows))
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -71,7 +72,7 @@ def post_project_kernel(
             streams = [T.alloc_fragment((mhc_mult, _BLOCK_TOKENS, CHANNEL_BLOCK), "bfloat16") for _ in post_blocks]
             new_stream = T.alloc_fragment((_BLOCK_TOKENS, CHANNEL_BLOCK), "bfloat16")
             post = T.alloc_shared((_BLOCK_TOKENS, mhc_mult), "float32")
-            comb = T.alloc_shared((_BLOCK_TOKENS, mhc_mult, mhc_mult), "float32")
+            comb = T.alloc_shared((_BLOCK_TOKENS, mhc_mult, mhc_mult), "float32") if has_comb else None
             fn_tiles = [T.alloc_fragment((num_rows, block_channels), "float32") for _ in split_steps]
             weights = [T.alloc_shared((block_channels,), "float32") for _ in split_steps]
             parts = [T.alloc_shared((2, product_rows, block_channels), "bfloat16") for _ in split_steps]
@@ -88,7 +89,8 @@ def post_project_kernel(
 
             # All loads come first, so that they are in flight together.
             T.copy(post_layer_mix[first_token:end_token, :, 0], post)
-            T.copy(comb_res_mix[first_token:end_token, :, :], comb)
+            if has_comb:
+                T.copy(comb_res_mix[first_token:end_token, :, :], comb)
             for b in post_blocks:
                 if b < num_post_blocks:
                     channel = (first_block + b) * CHANNEL_BLOCK
@@ -150,9 +152,9 @@ def launch_post_sums(arguments: PostArguments, projection: Projection, new_resid
     fn, norm_weight, n_splits = projection
     num_tokens, mhc_mult, hidden = new_residual.shape
     arch = get_arch(fn.device)
-    is_normed = norm_weight is not None
+    is_normed, has_comb = norm_weight is not None, arguments.comb_res_mix is not None
     steps = ProjectionConfig.best(fn.shape[0], fn.shape[1], n_splits, "normed" if is_normed else "float32", arch)
     mul, sqrsum = new_sums(fn, n_splits, num_tokens)
-    kernel = post_project_kernel(mhc_mult, hidden, n_splits, is_normed, steps.block_channels, arch)
+    kernel = post_project_kernel(mhc_mult, hidden, has_comb, n_splits, is_normed, steps.block_channels, arch)
     kernel(*arguments, fn, norm_weight, new_residual.view(num_tokens, -1), mul, sqrsum)
     return mul, sqrsum

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_core import check
 from tk_core.views import flat
-from tk_mhc.lib.tokens import Streams, check_repeat
+from tk_mhc.lib.tokens import Streams, check_repeat, mix_counts
 
 
 class PreArguments(NamedTuple):
@@ -19,19 +19,27 @@ class PreArguments(NamedTuple):
     mhc_pre_eps: float
     mhc_sinkhorn_eps: float
     mhc_post_mult_value: float
-    sinkhorn_repeat: int
+    sinkhorn_repeat: int | None
+    """None without comb, once checked."""
+    mhc_post_eps: float = 0.0
 
-    def checked(self, streams: Streams) -> "PreArguments":
-        """These, the numbers as floats. Raises TypeError or ValueError that names the argument that does not fit."""
-        scale, base, *numbers, sinkhorn_repeat = self
-        check.tensor("mhc_scale", scale, (torch.float32,), (3,), device=streams.device)
-        check.tensor("mhc_base", base, (torch.float32,), (streams.num_mixes,), device=streams.device)
+    def checked(self, streams: Streams, num_mixes: int) -> "PreArguments":
+        """These for `num_mixes` mixes of a token, as `mix_counts` has them; the numbers as floats.
+
+        Raises TypeError or ValueError that names the argument that does not fit.
+        """
+        scale, base, *numbers, sinkhorn_repeat, post_eps = self
+        has_comb = num_mixes == mix_counts(streams.mhc_mult)[0]
+        check.tensor("mhc_scale", scale, (torch.float32,), (3 if has_comb else 2,), device=streams.device)
+        check.tensor("mhc_base", base, (torch.float32,), (num_mixes,), device=streams.device)
         check.number("rms_eps", self.rms_eps, at_least=0)
         check.number("mhc_pre_eps", self.mhc_pre_eps, at_least=0)
         check.number("mhc_sinkhorn_eps", self.mhc_sinkhorn_eps, at_least=0)
         check.number("mhc_post_mult_value", self.mhc_post_mult_value)
         check_repeat("sinkhorn_repeat", sinkhorn_repeat)
-        return PreArguments(scale, base, *[float(x) for x in numbers], sinkhorn_repeat)
+        check.number("mhc_post_eps", post_eps, at_least=0)
+        repeat = sinkhorn_repeat if has_comb else None
+        return PreArguments(scale, base, *[float(x) for x in numbers], repeat, float(post_eps))
 
 
 class PreOptions(NamedTuple):

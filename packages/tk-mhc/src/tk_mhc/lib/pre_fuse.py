@@ -5,7 +5,7 @@
     layer_input = Σ_s pre[s] · residual[s]                                   rounded to bfloat16
     layer_input = layer_input · rsqrt(mean(layer_input²) + eps) · weight     with a layer norm
 
-One launch with two kinds of thread blocks, so that neither waits for the other:
+One launch with two kinds of thread blocks, so that neither waits for the other; without comb there is no Sinkhorn:
 
     the first thread blocks             post, comb and, if shifted, pre of a few tokens, one a thread
     blocks after these                  the collapse of one token's streams, or of some of its channels
@@ -24,7 +24,7 @@ from tk_core.op import new
 from tk_core.tiles import DIRECT_COPIES, VECTOR, channel_tile
 from tk_core.views import flat
 from tk_mhc.lib.pre_arguments import PreArguments, PreOptions
-from tk_mhc.lib.tokens import Streams
+from tk_mhc.lib.tokens import Streams, mix_counts
 
 Collapse = Literal["pre", "pre_mix", "first", "broadcast"]
 """How the streams become the layer's input: weighted by pre; by pre_mix; stream 0; or by pre where all streams are
@@ -64,18 +64,20 @@ def pre_fuse_kernel(
     hidden: int,
     collapse: Collapse,
     layer_norm: str | None,
-    sinkhorn_repeat: int,
+    sinkhorn_repeat: int | None,
+    has_post_eps: bool,
     config: PreFuseConfig,
     arch: Arch,
 ) -> Any:
-    """`layer_norm`: dtype of the layer norm's weight, or None without one."""
+    """`layer_norm`: dtype of the layer norm's weight, or None without one. `sinkhorn_repeat`: None without comb."""
     import tilelang.language as T
 
     from tk_mhc.lib.mixes import sigmoid, sinkhorn, split_mixes, token_per_thread
     from tk_mhc.lib.partials import sum_partials, threads_per_token
     from tk_mhc.lib.stream_steps import collapse_streams
 
-    num_rows = mhc_mult * (mhc_mult + 2)
+    has_comb = sinkhorn_repeat is not None
+    num_rows = mix_counts(mhc_mult)[0 if has_comb else 1]
     block_channels, mix_tokens, in_flight = config.block_channels, config.mix_tokens, config.splits_in_flight
     num_channel_blocks = ceil_div(hidden, block_channels)
     all_equal = collapse == "broadcast"
@@ -102,7 +104,7 @@ def pre_fuse_kernel(
         residual: T.Tensor((num_tokens, num_stored, hidden), "bfloat16"),
         mul: T.Tensor((num_partials, num_tokens, num_rows), "float32"),
         sqrsum: T.Tensor((num_partials, num_tokens), "float32"),
-        scale: T.Tensor((3,), "float32"),
+        scale: T.Tensor((3 if has_comb else 2,), "float32"),
         base: T.Tensor((num_rows,), "float32"),
         pre_mix: T.Tensor((num_tokens, mhc_mult, 1), "float32"),
         norm_weight: T.Tensor((hidden,), layer_norm or "float32"),
@@ -116,6 +118,7 @@ def pre_fuse_kernel(
         sinkhorn_eps: T.float32,
         post_mult_value: T.float32,
         norm_eps: T.float32,
+        post_eps: T.float32 if has_post_eps else 0.0,
     ) -> None:
         num_mix_blocks = T.ceildiv(num_tokens, mix_tokens)
         with T.Kernel(num_mix_blocks + num_tokens * num_channel_blocks, threads=config.threads) as block:
@@ -127,21 +130,25 @@ def pre_fuse_kernel(
                 token_mixes = T.alloc_fragment((mix_tokens, num_rows), "float32")
                 token_pre = T.alloc_fragment((mix_tokens, mhc_mult), "float32")
                 token_post = T.alloc_fragment((mix_tokens, mhc_mult), "float32")
-                token_comb = T.alloc_fragment((mix_tokens, mhc_mult, mhc_mult), "float32")
+                token_comb = T.alloc_fragment((mix_tokens, mhc_mult, mhc_mult), "float32") if has_comb else None
+                weights_of_token = (token_pre, token_post, token_comb)[: 3 if has_comb else 2]
                 T.annotate_layout(
-                    {x: token_per_thread(x.shape) for x in (token_mixes, token_pre, token_post, token_comb)}
+                    {x: token_per_thread(x.shape) for x in (token_mixes, *weights_of_token)}
                     | {summed: threads_per_token(mix_tokens, num_rows, 128 // mix_tokens)}
                 )
 
                 sum_partials(mul, sqrsum, first_token, num_stored * hidden, rms_eps, summed, rstd, in_flight)
                 T.copy(summed, mixes)
                 T.copy(mixes, token_mixes)
-                split_mixes(token_mixes, scale, base, token_pre, token_post, token_comb, post_mult_value, pre_eps)
-                sinkhorn(token_comb, sinkhorn_repeat, sinkhorn_eps)
+                numbers = (post_mult_value, pre_eps, post_eps if has_post_eps else None)
+                split_mixes(token_mixes, scale, base, token_pre, token_post, token_comb, *numbers)
+                if has_comb:
+                    sinkhorn(token_comb, sinkhorn_repeat, sinkhorn_eps)
                 if collapse in ("pre_mix", "first"):
                     T.copy(token_pre, next_pre[first_token : first_token + mix_tokens, :, 0])
                 T.copy(token_post, post[first_token : first_token + mix_tokens, :, 0])
-                T.copy(token_comb, comb[first_token : first_token + mix_tokens, :, :])
+                if has_comb:
+                    T.copy(token_comb, comb[first_token : first_token + mix_tokens, :, :])
             else:
                 token = (block - num_mix_blocks) // num_channel_blocks
                 channel = (block - num_mix_blocks) % num_channel_blocks * block_channels
@@ -180,20 +187,20 @@ class PreResults(NamedTuple):
     """What all ops with this kernel return."""
 
     post: Tensor
-    comb: Tensor
+    comb: Tensor | None
     layer_input: Tensor
     next_pre_mix: Tensor | None
 
-    def present(self) -> tuple[Tensor, ...]:
+    def present(self) -> tuple[Tensor | None, ...]:
         """Without next_pre_mix if it is None."""
-        return tuple(x for x in self if x is not None)
+        return tuple(self) if self.next_pre_mix is not None else self[:3]
 
 
-def new_results(like: Tensor, streams: Streams, shifted: bool) -> PreResults:
+def new_results(like: Tensor, streams: Streams, has_comb: bool, shifted: bool) -> PreResults:
     """Tensors for the results, next_pre_mix only if shifted, on the device of the bfloat16 tensor `like`."""
     leading, mhc_mult, hidden, _ = streams
     post = new(like.new_empty, (*leading, mhc_mult, 1), dtype=torch.float32)
-    comb = new(like.new_empty, (*leading, mhc_mult, mhc_mult), dtype=torch.float32)
+    comb = new(like.new_empty, (*leading, mhc_mult, mhc_mult), dtype=torch.float32) if has_comb else None
     layer_input = new(like.new_empty, (*leading, hidden))
     next_pre_mix = new(like.new_empty, (*leading, mhc_mult, 1), dtype=torch.float32) if shifted else None
     return PreResults(post, comb, layer_input, next_pre_mix)
@@ -207,20 +214,22 @@ def launch_pre_fuse(
     results: PreResults,
     expanded: Tensor | None = None,
 ) -> None:
-    """Launch on the projection's sums, (P, T, m·(m+2)) and (P, T), and write `results`.
+    """Launch on the projection's sums, (P, T, mixes) and (P, T), and write `results`.
 
     residual is (T, m, H). With `expanded` (T, m, H), which is written, it is (T, 1, H): the one that all streams equal.
     """
-    scale, base, *numbers, sinkhorn_repeat = arguments
+    scale, base, *numbers, sinkhorn_repeat, post_eps = arguments
     weight, norm_eps, shifted, pre_mix = options
     collapse = "pre" if expanded is None else "broadcast"
     if shifted:
         collapse = "first" if pre_mix is None else "pre_mix"
-    mhc_mult, hidden = results.comb.shape[-1], residual.shape[2]
+    mhc_mult, hidden = results.post.shape[-2], residual.shape[2]
     layer_norm = None if weight is None else str(weight.dtype).removeprefix("torch.")
     arch = get_arch(residual.device)
     config = PreFuseConfig.best(hidden, sums[0].shape[0], weight is not None)
-    fuse = pre_fuse_kernel(mhc_mult, hidden, collapse, layer_norm, sinkhorn_repeat, config, arch)
-    next_pre_mix = None if results.next_pre_mix is None else flat(results.next_pre_mix, 2)
-    outputs = (next_pre_mix, flat(results.post, 2), flat(results.comb, 2), flat(results.layer_input, 1), expanded)
-    fuse(residual, *sums, scale, base, pre_mix, weight, *outputs, *numbers, norm_eps)
+    fuse = pre_fuse_kernel(mhc_mult, hidden, collapse, layer_norm, sinkhorn_repeat, post_eps != 0, config, arch)
+    post, comb, layer_input, next_pre_mix = results
+    next_pre_mix, comb = (None if x is None else flat(x, 2) for x in (next_pre_mix, comb))
+    outputs = (next_pre_mix, flat(post, 2), comb, flat(layer_input, 1), expanded)
+    numbers += [norm_eps, post_eps] if post_eps != 0 else [norm_eps]
+    fuse(residual, *sums, scale, base, pre_mix, weight, *outputs, *numbers)

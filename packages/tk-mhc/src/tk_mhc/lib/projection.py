@@ -30,7 +30,7 @@ from tk_mhc.lib.project_mma import project_mma_kernel
 from tk_mhc.lib.project_wgmma import project_wgmma_kernel
 from tk_mhc.lib.projection_config import CHANNEL_BLOCK, Output, Projection, ProjectionConfig, Weights
 from tk_mhc.lib.sum_splits import launch_sum_splits
-from tk_mhc.lib.tokens import Streams, check_norm_weight
+from tk_mhc.lib.tokens import Streams, check_norm_weight, mix_counts
 
 CONVERT_TOKENS = 2048
 """From this many tokens on, on Hopper, the weights are converted by a kernel of their own.
@@ -120,7 +120,9 @@ def launch_sums(x: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
 
 def check_projection(streams: Streams, fn: Tensor, norm_weight: Tensor | None, n_splits: int | None) -> Projection:
     """Raise TypeError or ValueError that names the argument, unless these can project the streams on their mixes."""
-    check.tensor("fn", fn, (torch.float32,), (streams.num_mixes, streams.width), device=streams.device)
+    num_rows, _ = check.tensor("fn", fn, (torch.float32,), ("rows", streams.width), device=streams.device)
+    counts = mix_counts(streams.mhc_mult)
+    check.require(num_rows in counts, "rows of fn", "{}, or {} without comb", num_rows, *counts)
     check_norm_weight("norm_weight", norm_weight, streams)
     return Projection(fn, norm_weight, check_n_splits(n_splits, streams.width))
 

@@ -3,7 +3,7 @@
     z = mixes · scale of the group + base, s = sigmoid(z)
     d_z = d_pre · s(1 - s)                      first m columns
           d_post · post_mult_value · s(1 - s)   next m
-          d_comb                                last m²
+          d_comb                                last m², unless there are 2m columns, without comb
     d_mixes = d_z · scale of the group
     d_base[k] = Σ_t d_z[t, k];  d_scale[g] = Σ_t Σ_(k in group g) d_z[t, k] · mixes[t, k]
 
@@ -26,20 +26,21 @@ from tk_core.op import launching, new, op
 from tk_core.tiles import DIRECT_COPIES
 from tk_core.views import flat
 from tk_mhc.lib.token_sums import NUM_RANGES, sum_ranges_kernel
-from tk_mhc.lib.tokens import MHC_MULTS
+from tk_mhc.lib.tokens import check_mixes, mix_counts
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
+def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, has_comb: bool, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.mixes import sigmoid
     from tk_mhc.lib.mixes_bwd import add_to_sums, store_sums, thread_per_column
 
     m = mhc_mult
-    num_columns = m * (m + 2)
+    num_columns = mix_counts(m)[0 if has_comb else 1]
+    groups = ((0, 0, m), (1, m, 2 * m), *([(2, 2 * m, num_columns)] if has_comb else []))
     # At most 256 threads, and eight elements of a thread in flight; they decide the order of the sums. Untuned.
-    rows = {2: 32, 4: 8, 8: 2}[mhc_mult]
+    rows = 1 << ((256 // num_columns).bit_length() - 1)
     block_tokens = 8 * rows
     num_tokens = T.dynamic("num_tokens")
 
@@ -49,10 +50,10 @@ def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
         d_post: T.Tensor((num_tokens, m), "float32"),
         d_comb: T.Tensor((num_tokens, m * m), "float32"),
         input_mixes: T.Tensor((num_tokens, num_columns), "float32"),
-        mhc_scale: T.Tensor((3,), "float32"),
+        mhc_scale: T.Tensor((len(groups),), "float32"),
         mhc_base: T.Tensor((num_columns,), "float32"),
         d_mixes: T.Tensor((num_tokens, num_columns), "float32"),
-        sums: T.Tensor((NUM_RANGES, 3 + num_columns), "float64"),
+        sums: T.Tensor((NUM_RANGES, len(groups) + num_columns), "float64"),
         post_mult_value: T.float32,
     ) -> None:
         with T.Kernel(NUM_RANGES, threads=rows * num_columns) as token_range:
@@ -74,7 +75,9 @@ def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
                     d_z[t, c] = T.if_then_else(
                         c < m,
                         d_pre[first + t, c],
-                        T.if_then_else(c < 2 * m, d_post[first + t, c - m], d_comb[first + t, c - 2 * m]),
+                        T.if_then_else(c < 2 * m, d_post[first + t, c - m], d_comb[first + t, c - 2 * m])
+                        if has_comb
+                        else d_post[first + t, c - m],
                     )
                 for t, c in T.Parallel(block_tokens, num_columns):
                     s[t, c] = sigmoid(mixes[t, c] * mhc_scale[T.min(c // m, 2)] + mhc_base[c])
@@ -88,7 +91,6 @@ def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
                     d_z[t, c] *= mhc_scale[T.min(c // m, 2)]
                 T.copy(d_z, d_mixes[first : first + block_tokens, :])
 
-            groups = ((0, 0, m), (1, m, 2 * m), (2, 2 * m, num_columns))
             store_sums(base_sums, scale_sums, groups, sums, token_range)
 
     return mhc_pre_split_mixes_bwd
@@ -98,7 +100,7 @@ def _mhc_pre_split_mixes_bwd_kernel(mhc_mult: int, arch: Arch) -> Any:
 def mhc_pre_split_mixes_bwd(
     d_pre: Tensor,
     d_post: Tensor,
-    d_comb: Tensor,
+    d_comb: Tensor | None,
     input_mixes: Tensor,
     mhc_scale: Tensor,
     mhc_base: Tensor,
@@ -115,41 +117,40 @@ def mhc_pre_split_mixes_bwd(
     Args:
         d_pre: float32 (..., m, 1), contiguous.
         d_post: float32 (..., m, 1), contiguous.
-        d_comb: float32 (..., m, m), contiguous.
-        input_mixes: float32 (..., m·(m + 2)), contiguous, as the forward was given it.
-        mhc_scale: float32 (3).
-        mhc_base: float32 (m·(m + 2)).
+        d_comb: float32 (..., m, m), contiguous; None where the mixes have no comb.
+        input_mixes: float32 (..., m·(m + 2)), or (..., 2m) without comb; contiguous, as the forward was given it.
+        mhc_scale: float32 (3), or (2) without comb.
+        mhc_base: float32 (m·(m + 2)), or (2m) without comb.
         mhc_mult: m, the number of streams: 2, 4 or 8.
         mhc_post_mult_value: factor of the second group's sigmoids.
 
     Returns:
-        d_mixes float32 (..., m·(m + 2)), d_scale float32 (3), d_base float32 (m·(m + 2)).
+        d_mixes, d_scale, d_base: float32, of the shapes of input_mixes, mhc_scale and mhc_base.
 
     Raises:
         TypeError: an argument is not a tensor of its dtype, or not a number.
         ValueError: a shape, stride or device does not fit, m is none of these, or the number is not finite.
     """
-    check.integer("mhc_mult", mhc_mult)
-    check.one_of("mhc_mult", mhc_mult, MHC_MULTS)
-    dtypes, num_columns = (torch.float32,), mhc_mult * (mhc_mult + 2)
-    *leading, _ = check.tensor("input_mixes", input_mixes, dtypes, (..., num_columns))
-    device = input_mixes.device
+    leading, has_comb = check_mixes(input_mixes, mhc_scale, mhc_base, mhc_mult)
+    dtypes, device = (torch.float32,), input_mixes.device
     check.tensor("d_pre", d_pre, dtypes, (*leading, mhc_mult, 1), device=device)
     check.tensor("d_post", d_post, dtypes, (*leading, mhc_mult, 1), device=device)
-    check.tensor("d_comb", d_comb, dtypes, (*leading, mhc_mult, mhc_mult), device=device)
-    check.tensor("mhc_scale", mhc_scale, dtypes, (3,), device=device)
-    check.tensor("mhc_base", mhc_base, dtypes, (num_columns,), device=device)
+    if has_comb:
+        check.tensor("d_comb", d_comb, dtypes, (*leading, mhc_mult, mhc_mult), device=device)
+    else:
+        check.require(d_comb is None, "d_comb", "None, as the mixes have no comb", "a tensor")
     check.number("mhc_post_mult_value", mhc_post_mult_value)
     d_mixes = new(input_mixes.new_empty, input_mixes.shape)
-    d_scale, d_base = new(input_mixes.new_empty, (3,)), new(input_mixes.new_empty, (num_columns,))
+    d_scale, d_base = new(input_mixes.new_empty, mhc_scale.shape), new(input_mixes.new_empty, mhc_base.shape)
     if not launching(d_mixes, d_scale, d_base):
         return d_mixes, d_scale, d_base
     if d_mixes.numel() == 0:
         return d_mixes, d_scale.zero_(), d_base.zero_()
     arch = get_arch(device)
-    sums = input_mixes.new_empty((NUM_RANGES, 3 + num_columns), dtype=torch.float64)
-    inputs = (*(flat(x, 2).flatten(1) for x in (d_pre, d_post, d_comb)), flat(input_mixes, 1), mhc_scale, mhc_base)
-    backward = _mhc_pre_split_mixes_bwd_kernel(mhc_mult, arch)
-    backward(*inputs, flat(d_mixes, 1), sums, float(mhc_post_mult_value))
-    sum_ranges_kernel(3, num_columns, arch)(sums, d_scale, d_base)
+    num_scales, num_columns = mhc_scale.shape[0], mhc_base.shape[0]
+    sums = input_mixes.new_empty((NUM_RANGES, num_scales + num_columns), dtype=torch.float64)
+    gradients = [None if d is None else flat(d, 2).flatten(1) for d in (d_pre, d_post, d_comb)]
+    backward = _mhc_pre_split_mixes_bwd_kernel(mhc_mult, has_comb, arch)
+    backward(*gradients, flat(input_mixes, 1), mhc_scale, mhc_base, flat(d_mixes, 1), sums, float(mhc_post_mult_value))
+    sum_ranges_kernel(num_scales, num_columns, arch)(sums, d_scale, d_base)
     return d_mixes, d_scale, d_base

@@ -3,7 +3,7 @@
     out[t, n, i] = bf16(post[t, n] · x[t, i] + Σ_k comb[t, k, n] · residual[t, k, i])
 
 in float32: the product with x rounded, then one fused multiply-add a stream, ascending, then rounded to bfloat16: every
-bit is defined.
+bit is defined. Without comb streams are not mixed: the same with the identity for comb.
 
 A thread block takes a token and a stretch of its channels, a thread eight neighbouring channels of x and of all
 streams, with all mixes of the token in registers:
@@ -28,7 +28,7 @@ from tk_mhc.lib.tokens import PostArguments, check_post
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_post_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
+def _mhc_post_kernel(mhc_mult: int, hidden: int, has_comb: bool, arch: Arch) -> Any:
     import tilelang.language as T
 
     from tk_mhc.lib.stream_steps import post_streams
@@ -52,12 +52,13 @@ def _mhc_post_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
             streams = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
             new_streams = T.alloc_fragment((mhc_mult, block_channels), "bfloat16")
             post = T.alloc_fragment((mhc_mult,), "float32")
-            comb = T.alloc_fragment((mhc_mult, mhc_mult), "float32")
+            comb = T.alloc_fragment((mhc_mult, mhc_mult), "float32") if has_comb else None
 
             T.copy(x[token, channel : channel + block_channels], layer_output)
             T.copy(residual[token, :, channel : channel + block_channels], streams)
             T.copy(post_layer_mix[token, :, 0], post)
-            T.copy(comb_res_mix[token, :, :], comb)
+            if has_comb:
+                T.copy(comb_res_mix[token, :, :], comb)
             post_streams(layer_output, streams, post, comb, new_streams)
             T.copy(new_streams, out[token, :, channel : channel + block_channels])
 
@@ -67,12 +68,13 @@ def _mhc_post_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
 def launch_post(arguments: PostArguments, out: Tensor) -> None:
     """Launch on at least one token, and write out (T, m, H)."""
     _, mhc_mult, hidden = out.shape
-    _mhc_post_kernel(mhc_mult, hidden, get_arch(out.device))(*arguments, out)
+    has_comb = arguments.comb_res_mix is not None
+    _mhc_post_kernel(mhc_mult, hidden, has_comb, get_arch(out.device))(*arguments, out)
 
 
 @op(writes=("out",))
 def mhc_post(
-    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor | None = None
+    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
     """Mix the streams and add a sublayer's output to each: out[n] = post[n] · x + Σ_k comb[k, n] · residual[k].
 
@@ -83,7 +85,7 @@ def mhc_post(
         x: output of the sublayer, bfloat16 (..., H), contiguous; H is a multiple of 64, 64 to 8192.
         residual: the streams, bfloat16 (..., m, H); m is 2, 4 or 8. If it is not contiguous, it is copied first.
         post_layer_mix: post, float32 (..., m, 1), contiguous.
-        comb_res_mix: comb, float32 (..., m, m), contiguous.
+        comb_res_mix: comb, float32 (..., m, m), contiguous; None has the bits of the identity.
         out: bfloat16 (..., m, H), contiguous, to be written, of no other argument's memory; None for a new tensor.
 
     Returns:

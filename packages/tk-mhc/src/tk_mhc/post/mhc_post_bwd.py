@@ -5,7 +5,7 @@
     d_post[t, n]        = Σ_i x[t, i] · d_o[t, n, i]
     d_comb[t, k, n]     = Σ_i residual[t, k, i] · d_o[t, n, i]
 
-in float32.
+in float32. Without comb, as with the identity for comb, but there is no d_comb, and residual is not read.
 
 A thread block takes a token and walks its channels, a thread eight neighbouring ones at a time. It reads each channel
 once, for all four gradients; of the m + m · m sums over channels each thread keeps partial sums in registers, which are
@@ -31,8 +31,10 @@ from tk_mhc.lib.tokens import check_post
 
 
 @kernel(pass_configs=DIRECT_COPIES)
-def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
+def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, has_comb: bool, arch: Arch) -> Any:
     import tilelang.language as T
+
+    from tk_mhc.lib.stream_steps import mix_of
 
     # Of 128, 64 and 32 threads the most that leave as few as possible idle in the last round; the sum over the threads
     # of a block needs a power of two, and its order depends on it.
@@ -64,7 +66,7 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
         with T.Kernel(num_tokens, threads=threads) as token:
             T.annotate_min_blocks_per_sm(min_blocks)
             post = T.alloc_fragment((mhc_mult,), "float32")
-            comb = T.alloc_fragment((mhc_mult, mhc_mult), "float32")
+            comb = T.alloc_fragment((mhc_mult, mhc_mult), "float32") if has_comb else None
             layer_output = T.alloc_fragment((threads, VECTOR), "bfloat16")
             streams = T.alloc_fragment((mhc_mult, threads, VECTOR), "bfloat16")
             d_streams = T.alloc_fragment((mhc_mult, threads, VECTOR), "bfloat16")
@@ -75,14 +77,17 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
             comb_sum = T.alloc_fragment((mhc_mult, mhc_mult), "float32")
 
             T.copy(post_layer_mix[token, :, 0], post)
-            T.copy(comb_res_mix[token, :, :], comb)
+            if has_comb:
+                T.copy(comb_res_mix[token, :, :], comb)
             T.clear(post_partial)
-            T.clear(comb_partial)
+            if has_comb:
+                T.clear(comb_partial)
             for chunk in T.serial(T.ceildiv(num_vectors, threads)):
                 first = chunk * threads
                 T.copy(d_o_vectors[token, :, first : first + threads, :], d_streams)
                 T.copy(x_vectors[token, first : first + threads, :], layer_output)
-                T.copy(residual_vectors[token, :, first : first + threads, :], streams)
+                if has_comb:
+                    T.copy(residual_vectors[token, :, first : first + threads, :], streams)
                 T.clear(total)
                 for n in T.unroll(mhc_mult):
                     for t, v in T.Parallel(threads, VECTOR):
@@ -92,7 +97,7 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
                     T.clear(total)
                     for n in T.unroll(mhc_mult):
                         for t, v in T.Parallel(threads, VECTOR):
-                            total[t, v] = T.fma(comb[k, n], T.cast(d_streams[n, t, v], "float32"), total[t, v])
+                            total[t, v] = T.fma(mix_of(comb, k, n), T.cast(d_streams[n, t, v], "float32"), total[t, v])
                     T.copy(total, d_residual_vectors[token, k, first : first + threads, :])
                 for n in T.unroll(mhc_mult):
                     for t in T.Parallel(threads):
@@ -100,24 +105,31 @@ def _mhc_post_bwd_kernel(mhc_mult: int, hidden: int, arch: Arch) -> Any:
                             post_partial[n, t] = T.fma(
                                 T.float32(layer_output[t, v]), T.float32(d_streams[n, t, v]), post_partial[n, t]
                             )
-                    for k in T.unroll(mhc_mult):
+                    for k in T.unroll(mhc_mult if has_comb else 0):
                         for t in T.Parallel(threads):
                             for v in T.unroll(VECTOR):
                                 comb_partial[k, n, t] = T.fma(
                                     T.float32(streams[k, t, v]), T.float32(d_streams[n, t, v]), comb_partial[k, n, t]
                                 )
             T.reduce_sum(post_partial, post_sum, dim=1, batch=mhc_mult)
-            T.reduce_sum(comb_partial, comb_sum, dim=2, batch=mhc_mult * mhc_mult)
+            if has_comb:
+                T.reduce_sum(comb_partial, comb_sum, dim=2, batch=mhc_mult * mhc_mult)
             T.copy(post_sum, d_post[token, :, 0])
-            T.copy(comb_sum, d_comb[token, :, :])
+            if has_comb:
+                T.copy(comb_sum, d_comb[token, :, :])
 
     return mhc_post_bwd
 
 
 @op
 def mhc_post_bwd(
-    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, d_o: Tensor, fuse_grad_acc: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor | None,
+    d_o: Tensor,
+    fuse_grad_acc: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of `mhc_post` by x, residual, post and comb.
 
     d_x = Σ_n post[n] · d_o[n], d_residual[k] = Σ_n comb[k, n] · d_o[n], d_post[n] = Σ x · d_o[n] and
@@ -127,12 +139,13 @@ def mhc_post_bwd(
         x: as `mhc_post` took it: bfloat16 (..., H), contiguous; H is a multiple of 64, 64 to 8192.
         residual: bfloat16 (..., m, H); m is 2, 4 or 8. If it is not contiguous, it is copied first.
         post_layer_mix: float32 (..., m, 1), contiguous.
-        comb_res_mix: float32 (..., m, m), contiguous.
+        comb_res_mix: float32 (..., m, m), contiguous, or None for no mixing.
         d_o: gradient of what `mhc_post` returned, bfloat16 (..., m, H). If it is not contiguous, it is copied first.
         fuse_grad_acc: accepted for TileKernels' callers; changes nothing.
 
     Returns:
         (d_x, d_residual, d_post, d_comb): bfloat16 (..., H) and (..., m, H), float32 (..., m, 1) and (..., m, m).
+        Without comb_res_mix d_comb is None, and the others have the bits of the identity.
 
     Raises:
         TypeError: an argument is not a tensor of its dtype, or fuse_grad_acc no bool.
@@ -144,9 +157,10 @@ def mhc_post_bwd(
     d_x = new(x.new_empty, (*leading, hidden))
     d_residual = new(x.new_empty, (*leading, mhc_mult, hidden))
     d_post = new(post_layer_mix.new_empty, (*leading, mhc_mult, 1))
-    d_comb = new(comb_res_mix.new_empty, (*leading, mhc_mult, mhc_mult))
+    has_comb = comb_res_mix is not None
+    d_comb = new(comb_res_mix.new_empty, (*leading, mhc_mult, mhc_mult)) if has_comb else None
     if launching(d_x, d_residual, d_post, d_comb):
-        gradients = (flat(d_x, 1), flat(d_residual, 2), flat(d_post, 2), flat(d_comb, 2))
-        backward = _mhc_post_bwd_kernel(mhc_mult, hidden, get_arch(device))
+        gradients = (flat(d_x, 1), flat(d_residual, 2), flat(d_post, 2), flat(d_comb, 2) if has_comb else None)
+        backward = _mhc_post_bwd_kernel(mhc_mult, hidden, has_comb, get_arch(device))
         backward(*arguments, flat(d_o.contiguous(), 2), *gradients)
     return d_x, d_residual, d_post, d_comb

@@ -41,7 +41,7 @@ def mhc_pre_norm_fn(
 
     Args:
         residual: bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
-        mhc_fn: float32 (m·(m+2), m·H), or (m, m·H) for the head; contiguous.
+        mhc_fn: float32 (m·(m+2), m·H), (2m, m·H) without comb, or (m, m·H) for the head; contiguous.
         mhc_norm_weight: float32 (m·H), contiguous, or None for ones.
         mhc_norm_eps: added to the mean of squares.
         fuse_grad_acc: taken as TileKernels takes it; changes nothing.

@@ -289,7 +289,7 @@ def mhc_pre_norm_fn_bwd(
     Args:
         d_mixes: gradient by mixes, float32 (..., rows of mhc_fn), contiguous.
         residual: bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
-        mhc_fn: float32 (m·(m+2), m·H), or (m, m·H) for the head; contiguous.
+        mhc_fn: float32 (m·(m+2), m·H), (2m, m·H) without comb, or (m, m·H) for the head; contiguous.
         mhc_norm_weight: float32 (m·H), contiguous, or None for ones.
         mixes: float32 (..., rows of mhc_fn), contiguous, as `mhc_pre_norm_fn` returned it.
         rstd: float32 (...), contiguous, as `mhc_pre_norm_fn` returned it.

@@ -29,7 +29,8 @@ def mhc_prenorm_gemm(residual: Tensor, fn: Tensor, n_splits: int, *, num_rms_gro
 
     Args:
         residual: bfloat16 (..., m, H), contiguous; m is 2, 4 or 8, H a multiple of 64, 64 to 8192.
-        fn: float32 (m·(m+2), m·H), or (m, m·H) for the head; contiguous; already times the norm's weight.
+        fn: float32 (m·(m+2), m·H), (2m, m·H) without comb, or (m, m·H) for the head; contiguous; already times
+            the norm's weight.
         n_splits: 1 to 1024.
         num_rms_groups: groups of channels, each a multiple of 64 channels.
 

@@ -88,18 +88,18 @@ class _Group:
         self.outputs: list[Tensor] = []
         self._pre_mixes: list[Tensor] = []
         self._post_mixes: list[Tensor] = []
-        self._comb_mixes: list[Tensor] = []
+        self._comb_mixes: list[Tensor | None] = []
         self._versions: list[int] = []
         self._recomputed: tuple[list[Tensor], list[Tensor]] | None = None
 
-    def add(self, pre_mix: Tensor, y: Tensor, post_mix: Tensor, comb_mix: Tensor) -> None:
+    def add(self, pre_mix: Tensor, y: Tensor, post_mix: Tensor, comb_mix: Tensor | None) -> None:
         """Keep the mixes and the output of one more layer."""
         if not self.outputs:
             self._versions.append(self.first_residual._version)
         self._pre_mixes.append(pre_mix.detach())
         self.outputs.append(y.detach())
         self._post_mixes.append(post_mix.detach())
-        self._comb_mixes.append(comb_mix.detach())
+        self._comb_mixes.append(None if comb_mix is None else comb_mix.detach())
         self._versions.append(y._version)
 
     def residual(self, layer: int) -> Tensor:
@@ -118,12 +118,19 @@ class _Group:
             last = len(self.outputs) - 1
             residuals = [torch.empty_like(self.first_residual) for _ in range(last)]
             inputs = [torch.empty_like(y) for y in self.outputs]
+            combs = self._comb_mixes[:last]
+            if any(comb is None for comb in combs):
+                # mhc_post without comb has the bits of the identity.
+                *leading, mhc_mult, _ = self.first_residual.shape
+                identity = torch.eye(mhc_mult, device=self.first_residual.device)
+                identity = identity.expand(*leading, mhc_mult, mhc_mult).contiguous()
+                combs = [identity if comb is None else comb for comb in combs]
             tk_mhc.mhc_multilayer_recompute(
                 self.first_residual,
                 self._pre_mixes,
                 self.outputs[:last],
                 self._post_mixes[:last],
-                self._comb_mixes[:last],
+                combs,
                 inputs,
                 residuals,
             )

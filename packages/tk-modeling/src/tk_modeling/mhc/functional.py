@@ -43,6 +43,7 @@ class PreSettings(NamedTuple):
     sinkhorn_repeat: int
     n_splits: int | None
     shifted: bool
+    post_eps: float = 0.0
 
 
 class PreResult(NamedTuple):
@@ -50,7 +51,7 @@ class PreResult(NamedTuple):
 
     layer_input: Tensor
     post_mix: Tensor
-    comb_mix: Tensor
+    comb_mix: Tensor | None
     pre_mix: Tensor | None
     """The residual's own pre; None without gradients if not shifted, where it is not written."""
     residual: Tensor
@@ -74,6 +75,7 @@ def mhc_pre(
     shifted: bool = False,
     pre_mix: Tensor | None = None,
     return_residual: bool = False,
+    post_eps: float = 0.0,
 ) -> tuple[Any, ...]:
     """Compute a sublayer's input from the residual, and the mixes that mhc_post takes after the sublayer.
 
@@ -84,9 +86,9 @@ def mhc_pre(
 
     Args:
         residual: bfloat16 (..., m, H), contiguous; H a multiple of 64, 64 to 8192.
-        fn: float32 (m·(m+2), m·H), contiguous.
-        scale: float32 (3): of pre, post and comb.
-        base: float32 (m·(m+2)): of pre, post and comb.
+        fn: float32 (m·(m+2), m·H), or (2m, m·H) if streams are not mixed (HY-V4): then there is no comb; contiguous.
+        scale: float32 (3): of pre, post and comb; (2) without comb.
+        base: float32 (m·(m+2)): of pre, post and comb; (2m) without comb.
         norm_weight: float32 (m·H), or None for ones.
         norm_eps: added to the mean of squares.
         mhc_mult: m, the number of streams: 2, 4 or 8.
@@ -100,10 +102,11 @@ def mhc_pre(
         return_residual: return the residual, too, to be given to mhc_post instead of the argument, and to nothing else:
             the backward adds in place to the gradient that mhc_post's backward made, which saves autograd a sum of two
             tensors of the residual's size.
+        post_eps: added to post.
 
     Returns:
         layer_input: bfloat16 (..., H).
-        (post_mix, comb_mix): float32 (..., m, 1) and (..., m, m).
+        (post_mix, comb_mix): float32 (..., m, 1) and (..., m, m), or None for comb_mix.
         next_pre_mix: float32 (..., m, 1), with `shifted` only.
         residual: with `return_residual` only.
 
@@ -113,7 +116,9 @@ def mhc_pre(
             parameter.
     """
     check.flag("return_residual", return_residual)
-    settings = PreSettings(norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat, n_splits, shifted)
+    settings = PreSettings(
+        norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat, n_splits, shifted, post_eps
+    )
     parameters = MixParameters(fn, scale, base, norm_weight)
     result = collapse_streams(residual, parameters, mhc_mult, settings, pre_mix)
     last = (result.pre_mix,) if shifted else ()
@@ -140,6 +145,7 @@ def collapse_streams(
         parameters.norm_weight,
         shifted=settings.shifted,
         pre_mix=pre_mix,
+        mhc_post_eps=settings.post_eps,
     )
     return PreResult(layer_input, post_mix, comb_mix, own_pre_mix[0] if own_pre_mix else None, residual)
 
@@ -160,14 +166,15 @@ class _MhcPre(Function):
         norm_weight: Tensor | None,
         pre_mix: Tensor | None,
         settings: PreSettings,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         mixes, rstd = tk_mhc.mhc_pre_norm_fn(
             residual, fn, norm_weight, settings.norm_eps, n_splits=settings.n_splits, return_rstd=True
         )
-        pre, post, logits = tk_mhc.mhc_pre_split_mixes(
-            mixes, scale, base, residual.shape[-2], settings.post_mult_value, settings.pre_eps
-        )
-        comb = tk_mhc.sinkhorn_normalize(logits, settings.sinkhorn_repeat, settings.sinkhorn_eps)
+        numbers = residual.shape[-2], settings.post_mult_value, settings.pre_eps
+        pre, post, logits = tk_mhc.mhc_pre_split_mixes(mixes, scale, base, *numbers, mhc_post_eps=settings.post_eps)
+        comb = None
+        if logits is not None:
+            comb = tk_mhc.sinkhorn_normalize(logits, settings.sinkhorn_repeat, settings.sinkhorn_eps)
         if settings.shifted and pre_mix is None:
             layer_input = residual[..., 0, :].clone(memory_format=torch.contiguous_format)
         else:
@@ -319,8 +326,11 @@ def _check_pre(
 ) -> None:
     fn, scale, base, norm_weight = parameters
     leading = _check_streams(residual, mhc_mult)
-    num_rows, width = mhc_mult * (mhc_mult + 2), residual.shape[-2] * residual.shape[-1]
-    _check_float32(residual, fn=(fn, (num_rows, width)), scale=(scale, (3,)), base=(base, (num_rows,)))
+    width = residual.shape[-2] * residual.shape[-1]
+    _check_float32(residual, fn=(fn, ("rows", width)))
+    num_rows, counts = fn.shape[0], (mhc_mult * (mhc_mult + 2), 2 * mhc_mult)
+    check.require(num_rows in counts, "rows of fn", "{}, or {} without comb", num_rows, *counts)
+    _check_float32(residual, scale=(scale, (3 if num_rows == counts[0] else 2,)), base=(base, (num_rows,)))
     if norm_weight is not None:
         _check_float32(residual, norm_weight=(norm_weight, (width,)))
     check.flag("shifted", settings.shifted)
@@ -332,6 +342,7 @@ def _check_pre(
     check.number("pre_eps", settings.pre_eps, at_least=0)
     check.number("sinkhorn_eps", settings.sinkhorn_eps, at_least=0)
     check.in_range("sinkhorn_repeat", settings.sinkhorn_repeat, 1, 1000)
+    check.number("post_eps", settings.post_eps, at_least=0)
 
 
 def _check_head(residual: Tensor, parameters: MixParameters, mhc_mult: int, settings: HeadSettings) -> None:

@@ -44,11 +44,13 @@ class HyperConnection(Float32State):
         sinkhorn_repeat: iterations, 1 to 1000.
         norm_weight: whether the RMS norm of the m·hidden channels has a learned weight.
         shifted: collapse the streams by the mix that the layer before computed; see forward.
+        comb: whether the streams are mixed. If not (HY-V4), fn has 2m rows, scale 2 numbers and base 2m.
+        post_eps: added to post, less than 1.
         device: of the parameters, which are float32.
 
-    Parameters: fn (m·(m+2), m·hidden), scale (3), base (m·(m+2)) and norm_weight (m·hidden) or None, all float32,
-    also after the module was cast; `sublayer` is cast. torch's fully_shard takes one dtype a unit, so give it
-    `sublayer` before the whole layer. reset_parameters leaves the sublayer alone.
+    Parameters: fn (m·(m+2), m·hidden), scale (3), base (m·(m+2)), other shapes without comb, and norm_weight (m·hidden)
+    or None, all float32, also after the module was cast; `sublayer` is cast. torch's fully_shard takes one dtype a
+    unit, so give it `sublayer` before the whole layer. reset_parameters leaves the sublayer alone.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class HyperConnection(Float32State):
         sinkhorn_repeat: int = 20,
         norm_weight: bool = False,
         shifted: bool = False,
+        comb: bool = True,
+        post_eps: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -73,19 +77,24 @@ class HyperConnection(Float32State):
         check.require(post_mult_value > 1, "post_mult_value", "more than 1", post_mult_value)
         check_pre_eps(pre_eps, mhc_mult)
         check.require_type(callable(sublayer), "sublayer", "a torch.nn.Module", sublayer)
-        check_numbers(norm_eps=norm_eps, sinkhorn_eps=sinkhorn_eps)
+        check_numbers(norm_eps=norm_eps, sinkhorn_eps=sinkhorn_eps, post_eps=post_eps)
+        check.require(post_eps < 1, "post_eps", "less than 1", post_eps)
         check.in_range("sinkhorn_repeat", sinkhorn_repeat, 1, 1000)
-        check_flags(norm_weight=norm_weight, shifted=shifted)
+        check_flags(norm_weight=norm_weight, shifted=shifted, comb=comb)
         check_placement(device)
         self.sublayer = sublayer
         self.hidden = hidden
         self.mhc_mult = mhc_mult
+        self.comb = comb
         self.settings = PreSettings(
-            norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat, n_splits=None, shifted=shifted
+            *(norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat),
+            n_splits=None,
+            shifted=shifted,
+            post_eps=post_eps,
         )
-        num_rows, width = mhc_mult * (mhc_mult + 2), mhc_mult * hidden
+        num_rows, width = mhc_mult * (mhc_mult + 2 if comb else 2), mhc_mult * hidden
         self.fn = float32_parameter(num_rows, width, device=device)
-        self.scale = float32_parameter(3, device=device)
+        self.scale = float32_parameter(3 if comb else 2, device=device)
         self.base = float32_parameter(num_rows, device=device)
         self.norm_weight = float32_parameter(width, device=device) if norm_weight else None
         self.reset_parameters()
@@ -96,15 +105,16 @@ class HyperConnection(Float32State):
         m = self.mhc_mult
         reset_projection(self.fn, self.scale, self.norm_weight)
         base = torch.zeros(self.base.shape, dtype=torch.float32, device=self.base.device)
-        pre, post, comb = base.split((m, m, m * m))
-        pre.fill_(logit(1 / m - self.settings.pre_eps))
-        post.fill_(logit(1 / self.settings.post_mult_value))
-        comb.view(m, m).fill_diagonal_(_DIAGONAL_LOGIT)
+        base[:m] = logit(1 / m - self.settings.pre_eps)
+        base[m : 2 * m] = logit((1 - self.settings.post_eps) / self.settings.post_mult_value)
+        if self.comb:
+            base[2 * m :].view(m, m).fill_diagonal_(_DIAGONAL_LOGIT)
         _copy_whole(self.base, base)
 
     def extra_repr(self) -> str:
         numbers = ", ".join(f"{k}={v}" for k, v in self.settings._asdict().items() if k != "n_splits")
-        return f"{self.hidden}, mhc_mult={self.mhc_mult}, norm_weight={self.norm_weight is not None}, {numbers}"
+        found = f"{self.hidden}, mhc_mult={self.mhc_mult}, norm_weight={self.norm_weight is not None}, {numbers}"
+        return f"{found}, comb={self.comb}"
 
     def collapse(self, residual: Tensor, pre_mix: Tensor | None = None) -> PreResult:
         """mhc_pre with the parameters of the layer."""

@@ -81,9 +81,12 @@ def mhc_pre_split_mixes(
     mhc_mult: int,
     mhc_post_mult_value: float,
     mhc_pre_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *,
+    mhc_post_eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The mixes as pre (..., m, 1), post (..., m, 1) and raw comb (..., m, m). See tk_mhc.mhc_pre_split_mixes."""
-    return _MhcPreSplitMixes.call(input_mixes, mhc_scale, mhc_base, mhc_mult, mhc_post_mult_value, mhc_pre_eps)
+    numbers = mhc_mult, mhc_post_mult_value, mhc_pre_eps, mhc_post_eps
+    return _MhcPreSplitMixes.call(input_mixes, mhc_scale, mhc_base, *numbers)
 
 
 class _MhcPreSplitMixes(Function):
@@ -92,9 +95,16 @@ class _MhcPreSplitMixes(Function):
 
     @staticmethod
     def forward(
-        mixes: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_mult: int, post_mult_value: float, pre_eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return tk_mhc.mhc_pre_split_mixes(mixes, mhc_scale, mhc_base, mhc_mult, post_mult_value, pre_eps)
+        mixes: Tensor,
+        mhc_scale: Tensor,
+        mhc_base: Tensor,
+        mhc_mult: int,
+        post_mult_value: float,
+        pre_eps: float,
+        post_eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        numbers = mhc_mult, post_mult_value, pre_eps
+        return tk_mhc.mhc_pre_split_mixes(mixes, mhc_scale, mhc_base, *numbers, mhc_post_eps=post_eps)
 
     @staticmethod
     def backward(ctx: Context, d_pre: Tensor | None, d_post: Tensor | None, d_comb: Tensor | None) -> Gradients:
@@ -114,6 +124,8 @@ def split_mixes_bwd(
         mixes.new_zeros((*mixes.shape[:-1], mhc_mult, columns)) if d is None else d
         for d, columns in zip(d_outputs, (1, 1, mhc_mult))
     )
+    if mixes.shape[-1] == 2 * mhc_mult:
+        d_comb = None
     return tk_mhc.mhc_pre_split_mixes_bwd(d_pre, d_post, d_comb, mixes, scale, base, mhc_mult, post_mult_value)
 
 
@@ -154,9 +166,12 @@ class _MhcPreApplyMix(Function):
 
 
 def mhc_post(
-    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor | None = None
+    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """The streams after a sublayer: post[n] · x + Σ_k comb[k, n] · residual[k]. See tk_mhc.mhc_post."""
+    """The streams after a sublayer: post[n] · x + Σ_k comb[k, n] · residual[k], comb None for the identity.
+
+    See tk_mhc.mhc_post.
+    """
     x, residual = autocast_to_bf16(x, residual)
     return _MhcPost.call(x, residual, post_layer_mix, comb_res_mix, out)
 
@@ -166,7 +181,7 @@ class _MhcPost(Function):
     saves = ("x", "residual", "post", "comb")
 
     @staticmethod
-    def forward(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, out: Tensor | None) -> Tensor:
+    def forward(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None, out: Tensor | None) -> Tensor:
         return tk_mhc.mhc_post(x, residual, post, comb, out)
 
     @staticmethod

@@ -26,6 +26,8 @@ class HyperConnection(nn.Module):
         sinkhorn_repeat: int = 20,
         norm_weight: bool = False,
         shifted: bool = False,
+        comb: bool = True,
+        post_eps: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -37,31 +39,36 @@ class HyperConnection(nn.Module):
         self.sinkhorn_eps = sinkhorn_eps
         self.sinkhorn_repeat = sinkhorn_repeat
         self.shifted = shifted
+        self.post_eps = post_eps
         m, width = mhc_mult, mhc_mult * hidden
         float32 = {"dtype": torch.float32, "device": device}
-        self.fn = nn.Parameter(0.02 * torch.randn(m * (m + 2), width, **float32))
-        self.scale = nn.Parameter(torch.full((3,), 0.01, **float32))
+        self.fn = nn.Parameter(0.02 * torch.randn(m * (m + 2 if comb else 2), width, **float32))
+        self.scale = nn.Parameter(torch.full((3 if comb else 2,), 0.01, **float32))
         pre = torch.full((m,), _logit(1 / m - pre_eps), **float32)
-        post = torch.full((m,), _logit(1 / post_mult_value), **float32)
-        self.base = nn.Parameter(torch.cat((pre, post, 8 * torch.eye(m, **float32).flatten())))
+        post = torch.full((m,), _logit((1 - post_eps) / post_mult_value), **float32)
+        logits = 8 * torch.eye(m, **float32).flatten()
+        self.base = nn.Parameter(torch.cat((pre, post, logits) if comb else (pre, post)))
         self.norm_weight = nn.Parameter(torch.ones(width, **float32)) if norm_weight else None
 
     def forward(self, residual: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
         """The new residual, or (residual, *rest); shifted, (residual, next_pre_mix, *rest) from (residual, pre_mix)."""
         m = self.mhc_mult
         mixes = _project(residual, self.fn, self.norm_weight, self.norm_eps)
-        groups = zip(mixes.split((m, m, m * m), -1), self.scale, self.base.split((m, m, m * m)))
-        pre, post, comb = (mix * scale + base for mix, scale, base in groups)
+        sizes = (m, m, m * m)[: len(self.scale)]
+        groups = zip(mixes.split(sizes, -1), self.scale, self.base.split(sizes))
+        pre, post, *comb = (mix * scale + base for mix, scale, base in groups)
         pre = (pre.sigmoid() + self.pre_eps).unsqueeze(-1)
-        post = (post.sigmoid() * self.post_mult_value).unsqueeze(-1)
-        comb = _sinkhorn(comb.unflatten(-1, (m, m)), self.sinkhorn_repeat, self.sinkhorn_eps)
+        post = (post.sigmoid() * self.post_mult_value + self.post_eps).unsqueeze(-1)
         collapse_mix = pre
         if self.shifted:
             collapse_mix, *args = args
         layer_input = residual[..., 0, :] if collapse_mix is None else _collapse(residual, collapse_mix)
         output = self.sublayer(layer_input, *args, **kwargs)
         y, *rest = output if isinstance(output, tuple) else (output,)
-        new_residual = (post * y.unsqueeze(-2) + comb.mT @ residual.to(comb.dtype)).to(residual.dtype)
+        streams = residual.to(post.dtype)
+        if comb:
+            streams = _sinkhorn(comb[0].unflatten(-1, (m, m)), self.sinkhorn_repeat, self.sinkhorn_eps).mT @ streams
+        new_residual = (post * y.unsqueeze(-2) + streams).to(residual.dtype)
         if self.shifted:
             return new_residual, pre, *rest
         return (new_residual, *rest) if rest else new_residual

@@ -9,7 +9,7 @@ def mhc_post_pre(
     x: Tensor,
     residual: Tensor,
     post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
+    comb_res_mix: Tensor | None,
     fn: Tensor,
     mhc_scale: Tensor,
     mhc_base: Tensor,
@@ -25,7 +25,8 @@ def mhc_post_pre(
     layer_norm_eps: float = 1e-6,
     shifted: bool = False,
     pre_mix: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    mhc_post_eps: float = 0.0,
+) -> tuple[Tensor | None, ...]:
     """mhc_post of a sublayer, then mhc_pre_big_fuse of the next one on the residual that mhc_post gives.
 
     Returns (new_residual, post, comb, layer_input), and with shifted next_pre_mix.
@@ -47,5 +48,6 @@ def mhc_post_pre(
         layer_norm_eps=layer_norm_eps,
         shifted=shifted,
         pre_mix=pre_mix,
+        mhc_post_eps=mhc_post_eps,
     )
     return new_residual, *results
