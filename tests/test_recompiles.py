@@ -71,7 +71,8 @@ class Graphs:
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
     """Zeros with another size in one dimension, in memory laid out like x."""
     shape, strides = list(x.shape), list(x.stride())
-    before, after = align(shape[dim], 4), align(size, 4)  # of column-major scales, aligned for TMA
+    unit = 16 // x.element_size()  # Column-major scales are aligned for TMA.
+    before, after = align(shape[dim], unit), align(size, unit)
     if strides[dim] != 1 or any(stride % before for stride in strides if stride > 1):
         before, after = shape[dim], size
     strides = [stride // before * after if stride > strides[dim] else stride for stride in strides]

@@ -24,6 +24,7 @@ from .moe import cases as moe
 ROOT = Path(__file__).parents[3]
 BF16 = {"dtype": torch.bfloat16}
 CONNECTION = {"norm_weight": True, "sinkhorn_repeat": 3}
+_MOE = {case.name: case.make_inputs for case in moe.CASES}
 MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...]]]] = {
     "engram-gate": (lambda: tk_modeling.EngramGate(128, **BF16), engram.CASES[0].make_inputs),
     "engram": (lambda: tk_modeling.Engram(64, engram.LAYOUT, 1, head_dim=32, **BF16), engram.CASES[1].make_inputs),
@@ -32,9 +33,9 @@ MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...
         mhc.CASES[0].make_inputs,
     ),
     "hyper-head": (lambda: tk_modeling.HyperHead(64, norm_weight=True), mhc.CASES[0].make_inputs),
-    "router": (lambda: tk_modeling.Router(64, 16, 4, aux_loss_factor=0.5), moe.CASES[0].make_inputs),
-    "moe": (lambda: tk_modeling.MoE(64, 64, 8, 2, **BF16), moe.CASES[0].make_inputs),
-    "moe-fp8": (lambda: tk_modeling.MoE(128, 128, 4, 2, fp8=True, **BF16), moe.CASES[3].make_inputs),
+    "router": (lambda: tk_modeling.Router(64, 16, 4, aux_loss_factor=0.5), _MOE["router"]),
+    "moe": (lambda: tk_modeling.MoE(64, 64, 8, 2, **BF16), _MOE["moe"]),
+    "moe-fp8": (lambda: tk_modeling.MoE(128, 128, 4, 2, fp8=True, **BF16), _MOE["moe-fp8"]),
     "fp8-linear": (lambda: tk_modeling.FP8Linear(256, 128, **BF16), fp8.LINEAR.make_inputs),
     "grouped-fp8-linear": (lambda: tk_modeling.GroupedFP8Linear(5, 256, 128, **BF16), fp8.GROUPED.make_inputs),
 }

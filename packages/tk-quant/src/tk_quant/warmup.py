@@ -279,7 +279,9 @@ def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Ite
 def _norms(profile: Profile, width: int, dtype: str, num_tokens: int) -> Iterator[Call]:
     x = empty(num_tokens, width, dtype=dtype)
     options = {"round_before_weight": profile.norm_rounds_before_weight}
-    for weight_dtype, residual in product(profile.norm_weights, (None, empty(num_tokens, width, dtype=dtype))):
+    # A weight has the dtype of x, or float32.
+    weights = {weight_dtype if weight_dtype == dtype else "float32" for weight_dtype in profile.norm_weights}
+    for weight_dtype, residual in product(sorted(weights), (None, empty(num_tokens, width, dtype=dtype))):
         weight = empty(width, dtype=weight_dtype)
         yield call(quant.norm_forward, x, weight, 1e-6, residual, **options)
         if profile.training:

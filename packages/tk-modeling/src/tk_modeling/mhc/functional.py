@@ -136,6 +136,7 @@ def collapse_streams(
     if needs_gradients(residual, *parameters, pre_mix):
         results = _MhcPre.call(residual, *parameters, pre_mix, settings)
         layer_input, post_mix, comb_mix, own_pre_mix, same_residual = results[:5]
+        comb_mix = None if len(parameters.fn) == 2 * mhc_mult else comb_mix
         # The view requires gradients if any input does.
         residual = same_residual if residual.requires_grad else residual
         return PreResult(layer_input, post_mix, comb_mix, own_pre_mix, residual)
@@ -172,8 +173,10 @@ class _MhcPre(Function):
         )
         numbers = residual.shape[-2], settings.post_mult_value, settings.pre_eps
         pre, post, logits = tk_mhc.mhc_pre_split_mixes(mixes, scale, base, *numbers, mhc_post_eps=settings.post_eps)
-        comb = None
-        if logits is not None:
+        if logits is None:
+            # torch.compile takes no None among outputs.
+            comb, logits = post.new_empty(0), post.new_empty(0)
+        else:
             comb = tk_mhc.sinkhorn_normalize(logits, settings.sinkhorn_repeat, settings.sinkhorn_eps)
         if settings.shifted and pre_mix is None:
             layer_input = residual[..., 0, :].clone(memory_format=torch.contiguous_format)
@@ -199,7 +202,7 @@ class _MhcPre(Function):
         elif d_mix is not None:
             d_pre = d_mix if d_pre is None else d_pre + d_mix
         d_logits = None
-        if d_comb is not None:
+        if d_comb is not None and logits.numel():
             d_logits = tk_mhc.sinkhorn_normalize_bwd(d_comb, logits, settings.sinkhorn_repeat, settings.sinkhorn_eps)
         d_outputs = (d_pre, d_post, d_logits)
         d_mixes, d_scale, d_base = split_mixes_bwd(

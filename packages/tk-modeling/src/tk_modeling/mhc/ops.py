@@ -86,7 +86,8 @@ def mhc_pre_split_mixes(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The mixes as pre (..., m, 1), post (..., m, 1) and raw comb (..., m, m). See tk_mhc.mhc_pre_split_mixes."""
     numbers = mhc_mult, mhc_post_mult_value, mhc_pre_eps, mhc_post_eps
-    return _MhcPreSplitMixes.call(input_mixes, mhc_scale, mhc_base, *numbers)
+    pre, post, comb = _MhcPreSplitMixes.call(input_mixes, mhc_scale, mhc_base, *numbers)
+    return pre, post, None if input_mixes.shape[-1] == 2 * mhc_mult else comb
 
 
 class _MhcPreSplitMixes(Function):
@@ -102,9 +103,11 @@ class _MhcPreSplitMixes(Function):
         post_mult_value: float,
         pre_eps: float,
         post_eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         numbers = mhc_mult, post_mult_value, pre_eps
-        return tk_mhc.mhc_pre_split_mixes(mixes, mhc_scale, mhc_base, *numbers, mhc_post_eps=post_eps)
+        pre, post, comb = tk_mhc.mhc_pre_split_mixes(mixes, mhc_scale, mhc_base, *numbers, mhc_post_eps=post_eps)
+        # torch.compile takes no None among outputs.
+        return pre, post, post.new_empty(0) if comb is None else comb
 
     @staticmethod
     def backward(ctx: Context, d_pre: Tensor | None, d_post: Tensor | None, d_comb: Tensor | None) -> Gradients:

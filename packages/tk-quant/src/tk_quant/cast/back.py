@@ -235,7 +235,8 @@ def cast_back(
         check.require(fits, "x_block_size", "(1, channels), or two powers of two up to 128", x_block_size)
     num_tokens = data.shape[0]
     num_rows, num_cols = ceil_div(num_tokens, block_tokens), ceil_div(hidden, block_channels)
-    check_scales("x[1]", sf, num_rows, num_cols, data.device, _BYTE_SF_DTYPES)
+    byte_dtypes = _BYTE_SF_DTYPES if x_special_fmt is None else _BYTE_SF_DTYPES[:1]
+    check_scales("x[1]", sf, num_rows, num_cols, data.device, byte_dtypes)
     tensor_sf = _check_tensor_sf(data, sf, tensor_sf)
     out = new(data.new_empty, (num_tokens, hidden), dtype=OUT_DTYPES[fmt])
     if launching(out):
