@@ -42,7 +42,8 @@ class Function(torch.autograd.Function):
                 return scale_bwd(d_y, *ctx.saved)
 
     The forward's first outputs have the gradients that the backward takes: contiguous, and None where one of several
-    outputs gets none. Outputs behind them, tensors or not, carry no gradient, such as what is computed to be saved.
+    outputs gets none. Outputs behind them, tensors or not, carry no gradient, such as what is computed to be saved. An
+    empty tensor stands for an output that there is not, as torch.compile traces no backward of one that is None.
 
     The backward returns the gradients of the first inputs, or the first one alone. Those that nobody asked for are let
     go; those of `parameters` are added to their main_grad, or cast to the parameter's dtype. A backward that adds to a

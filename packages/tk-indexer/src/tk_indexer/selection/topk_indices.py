@@ -48,7 +48,7 @@ _STARTS, _ENDS, _OFFSETS, _BLOCK_TABLE, _ROW_TO_BATCH, _RAW_OUT = (1 << bit for 
 
 @dataclass(frozen=True)
 class TopkIndicesConfig:
-    """How rows are distributed. Nothing has been timed yet; docs/tuning/tk-indexer.md has the estimates."""
+    """How rows are distributed: as was estimated. docs/tuning/tk-indexer.md has what was measured since."""
 
     threads: int
     """Threads of a thread block."""

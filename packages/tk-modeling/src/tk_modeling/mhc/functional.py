@@ -167,14 +167,13 @@ class _MhcPre(Function):
         norm_weight: Tensor | None,
         pre_mix: Tensor | None,
         settings: PreSettings,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, ...]:
         mixes, rstd = tk_mhc.mhc_pre_norm_fn(
             residual, fn, norm_weight, settings.norm_eps, n_splits=settings.n_splits, return_rstd=True
         )
         numbers = residual.shape[-2], settings.post_mult_value, settings.pre_eps
         pre, post, logits = tk_mhc.mhc_pre_split_mixes(mixes, scale, base, *numbers, mhc_post_eps=settings.post_eps)
         if logits is None:
-            # torch.compile takes no None among outputs.
             comb, logits = post.new_empty(0), post.new_empty(0)
         else:
             comb = tk_mhc.sinkhorn_normalize(logits, settings.sinkhorn_repeat, settings.sinkhorn_eps)

@@ -106,7 +106,6 @@ class _MhcPreSplitMixes(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         numbers = mhc_mult, post_mult_value, pre_eps
         pre, post, comb = tk_mhc.mhc_pre_split_mixes(mixes, mhc_scale, mhc_base, *numbers, mhc_post_eps=post_eps)
-        # torch.compile takes no None among outputs.
         return pre, post, post.new_empty(0) if comb is None else comb
 
     @staticmethod
