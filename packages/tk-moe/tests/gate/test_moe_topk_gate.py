@@ -120,7 +120,7 @@ def compare(actual: Any, expected: Any) -> None:
     assert_equal(idx, expected_idx, name="topk_idx")
     assert_equal(unmapped, expected_unmapped, name="unmapped_topk_idx")
     assert (out is None) == (expected_out is None)
-    assert out is None or (out[0] is idx and out[1] is weights)
+    assert out is None or [x.data_ptr() for x in out] == [idx.data_ptr(), weights.data_ptr()]
     close = {"rtol": 1e-5, "atol": 1e-8, "equal_nan": True}
     torch.testing.assert_close(weights, expected_weights, **close)
     if expected_scores is not None:

@@ -151,7 +151,7 @@ def _moe_topk_gate_kernel(
                     if "scores" in given and not is_softmax:
                         store_row(ranks, token, run, float32_vector, scores)
                     if is_fixed:
-                        if lane < num_topk:
+                        if "fix_routing_mask" in given and lane < num_topk:
                             index = unmapped_topk_idx[token, lane]
                             if index >= 0 and index < num_experts:
                                 chosen[0] = T.cast(index, "int32")
