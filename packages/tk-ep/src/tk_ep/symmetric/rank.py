@@ -94,7 +94,7 @@ class Rank:
         pinned = partial(torch.zeros, dtype=torch.int32, pin_memory=place.device.type == "cuda")
         self._failure, self._counts = pinned(8), pinned(2 + MAX_EXPERTS)
         # Of route: for each thread block, counts of its pairs and tokens, with the epoch that they are of.
-        blocks = get_num_sms(place.device)
+        blocks = 0 if place.device.type == "cpu" else get_num_sms(place.device)  # a CPU has the copies only
         self._counts_of_blocks = torch.zeros((blocks, MAX_EXPERTS + MAX_RANKS), dtype=torch.int64, device=place.device)
         # See arguments.ranks: of kernels that never wait, and of those that do.
         self._ranks = self._own, place.rank, *buffers
