@@ -178,7 +178,7 @@ def extremes() -> dict[str, tuple[int, list[Tensor]]]:
         "all to one rank": (4, [torch.tensor([[2, 3, -1]]).repeat(40, 1)] * 2),
         "to no rank": (4, [torch.full((7, 3), -1)] * 2),
         "no tokens": (4, [none] * 2),
-        "one rank's tokens": (4, [none[:, :2], torch.tensor([[3, 0]]).repeat(5, 1)]),
+        "one rank's tokens": (4, [none.view(0, 2), torch.tensor([[3, 0]]).repeat(5, 1)]),
         "one slot": (2, [choose(generator, 20, 1, 2) for _ in range(2)]),
         "32 slots": (64, [choose(generator, count, 32, 64, none=0.0) for count in (40, 33)]),
         "1024 experts": (1024, [choose(generator, count, 8, 1024).clamp(-1, 2000).int() for count in (40, 11)]),

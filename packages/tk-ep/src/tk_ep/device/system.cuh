@@ -17,18 +17,6 @@ __device__ __forceinline__ void tk_store_relaxed(int* address, int value) {
   asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// A value, and in the upper half the epoch that it is of: who finds the epoch has the value, too.
-__device__ __forceinline__ void tk_publish(void* address, int epoch, int value) {
-  long long both = static_cast<long long>(epoch) << 32 | static_cast<unsigned>(value);
-  asm volatile("st.relaxed.gpu.global.s64 [%0], %1;" ::"l"(address), "l"(both) : "memory");
-}
-
-__device__ __forceinline__ long long tk_load_published(const void* address) {
-  long long both;
-  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(both) : "l"(address) : "memory");
-  return both;
-}
-
 __device__ __forceinline__ void tk_fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // What the block has written, on any GPU, is visible to the block that takes the last ticket, and to whom that signals.

@@ -26,16 +26,6 @@ def store_relaxed(address: Any, value: Any) -> Any:
     return _SYSTEM.call("void", "tk_store_relaxed", address, value)
 
 
-def publish(address: Any, epoch: Any, value: Any) -> Any:
-    """Store an int32 for other thread blocks, with the epoch that it is of, in one int64."""
-    return _SYSTEM.call("void", "tk_publish", address, epoch, value)
-
-
-def load_published(address: Any) -> Any:
-    """What `publish` has stored, int64: the epoch in the upper half, the value in the lower."""
-    return _SYSTEM.call("int64", "tk_load_published", address)
-
-
 def fence_system() -> Any:
     """Order all that is visible to this thread before the stores that follow, for all GPUs and the host."""
     return _SYSTEM.call("void", "tk_fence_system")

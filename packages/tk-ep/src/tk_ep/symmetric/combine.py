@@ -59,12 +59,12 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
     from tk_core.device.bits import count_leading_zeros
     from tk_ep.device.system import fence_bulk_copies
     from tk_ep.symmetric import arguments, flags, rows
-    from tk_ep.symmetric import sums as row_sums
 
     num_ranks, _, num_topk = sizes
     row = memory.sum_row(hidden, num_topk)
     sums_here = sums.do_expand and not sums.sum_on_source
-    warps = num_warps((row_sums.warp_units(row) if sums_here else row.size) * memory.UNIT, arch)
+    stage_units = rows.piece_stage_units(row) if sums_here else row.size
+    warps = num_warps(stage_units * memory.UNIT, arch)
     by_rank = sums.places_are_ranks(sizes)
 
     @T.prim_func
@@ -80,15 +80,14 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
             weights = T.arg("weights", T.Tensor((T.dynamic("weight_rows"), columns), "int32"))
 
         with T.Kernel(n.num_blocks, threads=warps * 32) as block:
-            if sums_here:
-                of_sums = row_sums.stage(warps, row, num_topk)
-                row_sums.begin(of_sums)
-            s = of_sums.sent if sums_here else rows.stage(warps, row.size)
+            s = rows.stage(warps, stage_units)
             lane = s.lane
             failed, index, source, token, last, place, at, slot, weight, first = (
                 T.alloc_var("int32", init=0) for _ in range(10)
             )
             has_row, todo = T.alloc_var("uint32"), T.alloc_var("uint32")
+            firsts, sent = T.alloc_local((num_topk,), "int32"), T.alloc_local((1,), "int32")
+            sent[0] = 0
             failed = flags.await_ranks(r, memory.flag_of(memory.CREDIT, memory.COMBINE), 0)
             fence_bulk_copies()
             if failed == 0:
@@ -114,8 +113,8 @@ def push_rows_kernel(sizes: Sizes, hidden: int, sums: Sums, arch: Arch) -> Any:
                     facts = rows.Facts(weight, T.cast(has_row, "int32"), num_topk)
                     first = n.first_row + (place * n.num_max_tokens + token) * row.size
                     if sums_here:
-                        begins = T.if_then_else(at >= 0, at * row.values, -1)
-                        row_sums.send(of_sums, row_sums.Sum(x, row, begins, facts, source, first), r)
+                        rows.find_firsts(T.if_then_else(at >= 0, at * row.values, -1), firsts)
+                        rows.send_sums(s, x, row, firsts, facts, sent, r, source, first)
                     else:
                         rows.await_free(s)
                         rows.write_facts(s, row.values, facts)

@@ -21,7 +21,7 @@ from tk_core.num_sms import get_num_sms
 from tk_ep.check import CombineRequest, CombineResult, DispatchRequest, DispatchResult
 from tk_ep.errors import EPTimeoutError
 from tk_ep.handle import Place
-from tk_ep.sizes import FLAG_BYTES, MAX_EXPERTS, MAX_RANKS
+from tk_ep.sizes import FLAG_BYTES, MAX_EXPERTS
 from tk_ep.symmetric import memory
 from tk_ep.symmetric.combine import PushNumbers, SumNumbers, Sums, push_rows_kernel, sum_rows_kernel
 from tk_ep.symmetric.exchange import GIVEN_UP, Step, exchange_kernel
@@ -93,9 +93,6 @@ class Rank:
         self._timeout_secs = timeout_secs
         pinned = partial(torch.zeros, dtype=torch.int32, pin_memory=place.device.type == "cuda")
         self._failure, self._counts = pinned(8), pinned(2 + MAX_EXPERTS)
-        # Of route: for each thread block, counts of its pairs and tokens, with the epoch that they are of.
-        blocks = 0 if place.device.type == "cpu" else get_num_sms(place.device)  # a CPU has the copies only
-        self._counts_of_blocks = torch.zeros((blocks, MAX_EXPERTS + MAX_RANKS), dtype=torch.int64, device=place.device)
         # See arguments.ranks: of kernels that never wait, and of those that do.
         self._ranks = self._own, place.rank, *buffers
         self._waiting = *self._ranks, int(timeout_secs * 1e9), self._failure.data_ptr()
@@ -132,8 +129,7 @@ class Rank:
         if handle is None:
             slots, dst_slots = new(max(num_tokens, 1), num_topk), new(max(num_tokens, 1), num_topk)
             routing = [new(request.num_experts + num_ranks)]
-            most_blocks = min(get_num_sms(device), len(self._counts_of_blocks))
-            num_blocks, groups_each = parts(num_tokens, num_topk, most_blocks)
+            num_blocks, groups_each = parts(num_tokens, num_topk, get_num_sms(device))
             numbers = RouteNumbers(
                 num_tokens=num_tokens,
                 first_dst_slot=place.rank * most,
@@ -142,8 +138,7 @@ class Rank:
                 groups_each=groups_each,
             )
             copies = [torch.empty_like(_with_a_row(topk_idx))] if request.do_handle_copy else []
-            shared = self._counts_of_blocks, self._own
-            route(_with_a_row(topk_idx), slots, dst_slots, *routing, *shared, *numbers, *copies)
+            route(_with_a_row(topk_idx), slots, dst_slots, *routing, *numbers, *copies)
             topk_idx = copies[0][:num_tokens] if copies else topk_idx
             num_local = request.num_local_experts
             counts = new(num_ranks), new(num_local), new(num_local), new(num_ranks, num_local)

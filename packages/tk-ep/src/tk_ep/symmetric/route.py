@@ -1,9 +1,8 @@
 """What a source knows of its own pairs of a token and a slot: the first kernel of a dispatch without a handle.
 
-Thread blocks have consecutive parts of the tokens. A block counts its pairs of each expert, and its tokens for each
-rank, tells the others, and sums what the blocks before it tell: these are running, or have run, as blocks start in
-order. Then it goes through its part again, in groups of at most 256 pairs, in which warps count one after the other.
-It also copies its part of topk_idx, for the handle.
+Thread blocks have consecutive parts of the tokens. A block counts the pairs of each expert, and the tokens for each
+rank, in the parts before its own; then it goes through its own part in groups of at most 256 pairs, in which warps
+count one after the other. It also copies its part of topk_idx, for the handle.
 """
 
 from typing import Any, NamedTuple
@@ -13,13 +12,11 @@ import torch
 from tk_core.arch import Arch
 from tk_core.kernel import kernel
 from tk_core.math import ceil_div
-from tk_ep.sizes import MAX_EXPERTS, MAX_RANKS
-from tk_ep.symmetric import memory
 from tk_ep.symmetric.kernels import PASS_CONFIGS, Sizes
 
 THREADS = 256
-_LOADS = 16
-"""Counts of earlier blocks that a thread loads at once."""
+_LOADS = 32
+"""Experts of earlier tokens that a thread loads at once."""
 
 
 def group_tokens(num_topk: int) -> int:
@@ -50,12 +47,12 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: A
     """Write `slots` and `dst_slots` (memory.TokenRow; EPHandle.dst_buffer_slot_idx), and `counts`, int32 (E + R,)."""
     import tilelang.language as T
 
-    from tk_ep.device.system import load_published, load_relaxed, publish
-    from tk_ep.symmetric import arguments, flags
+    from tk_ep.symmetric import arguments
 
     num_ranks, num_experts, num_topk = sizes
     num_local, num_counts = sizes.num_local_experts, num_experts + num_ranks
     per_group = group_tokens(num_topk)
+    at_once = max(1, _LOADS // num_topk)
 
     def expert_of(index: T.PrimExpr) -> T.PrimExpr:
         return T.if_then_else(T.And(index >= 0, index < num_experts), T.cast(index, "int32"), -1)
@@ -63,28 +60,12 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: A
     def bits_below(bits: T.PrimExpr, lane: T.PrimExpr) -> T.PrimExpr:
         return T.cast(T.popcount(bits & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1))), "int32")
 
-    @T.macro
-    def find_last(experts: T.Buffer, expert: T.PrimExpr) -> T.PrimExpr:
-        """Whether the thread's pair is its token's last on a rank; `experts`, of the group's pairs, is written."""
-        thread, is_last = T.get_thread_binding(), T.alloc_var("bool", init=False)
-        T.sync_threads()
-        experts[thread] = expert
-        T.sync_threads()
-        is_last = expert >= 0
-        for k in T.serial(thread % num_topk + 1, num_topk):
-            other = experts[thread // num_topk * num_topk + k]
-            if other >= 0 and T.truncdiv(other, num_local) == T.truncdiv(expert, num_local):
-                is_last = False
-        return is_last
-
     @T.prim_func
     def route(
         topk_idx: T.Tensor((T.dynamic("idx_rows"), num_topk), idx_dtype),
         slots: T.Tensor((T.dynamic("slot_rows"), num_topk), "int32"),
         dst_slots: T.Tensor((T.dynamic("dst_rows"), num_topk), "int32"),
         counts: T.Tensor((num_counts,), "int32"),
-        counts_of_blocks: T.Tensor((T.dynamic("most_blocks"), MAX_EXPERTS + MAX_RANKS), "int64"),
-        own: T.Tensor((T.dynamic("num_units"), 4), "int32"),
     ) -> None:
         n = arguments.scalars(Numbers)
         if copies_idx:
@@ -92,55 +73,46 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: A
         with T.Kernel(n.num_blocks, threads=THREADS) as block:
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
-            # Of experts, then of ranks: pairs and tokens of the block, then those before the pairs that are counted.
-            before = T.alloc_shared((num_counts,), "int32")
-            experts = T.alloc_shared((THREADS,), "int32")
-            expert, home, token, index, dst, group, epoch = (T.alloc_var("int32", init=0) for _ in range(7))
-            found, total = T.alloc_local((_LOADS,), "int64"), T.alloc_var("int32", init=0)
+            before = T.alloc_shared((num_counts,), "int32")  # of earlier pairs and tokens: experts, then ranks
+            # Experts of earlier tokens, -1 for none; a column more, so that threads meet different banks.
+            staged = T.alloc_shared((at_once * THREADS, num_topk | 1), "int32")
+            experts = T.alloc_shared((THREADS,), "int32")  # of the group's pairs
+            expert, home, token, first, end, index, dst, mask, group = (T.alloc_var("int32", init=0) for _ in range(9))
+            found, sent = T.alloc_local((at_once * num_topk,), "int32"), T.alloc_local((num_ranks,), "int32")
             alike, alike_homes = T.alloc_var("uint32"), T.alloc_var("uint32")
             is_last = T.alloc_var("bool", init=False)
-            # 0 is what there is before the first call.
-            epoch = load_relaxed(flags.word(own, memory.EPOCH + memory.DISPATCH)) + 1
             for j in T.unroll(ceil_div(num_counts, THREADS)):
                 if j * THREADS + thread < num_counts:
                     before[j * THREADS + thread] = 0
+            for r in T.unroll(num_ranks):
+                sent[r] = 0
 
-            group = block * n.groups_each
-            while group < (block + 1) * n.groups_each:
-                token = group * per_group + thread // num_topk
-                expert = -1
-                if thread < per_group * num_topk and token < n.num_tokens:
-                    expert = expert_of(topk_idx[token, thread % num_topk])
-                is_last = find_last(experts, expert)
-                if expert >= 0:
-                    T.atomic_add(before[expert], 1)
-                if is_last:
-                    T.atomic_add(before[num_experts + T.truncdiv(expert, num_local)], 1)
-                group = group + 1
-            T.sync_threads()
-
-            for j in T.unroll(ceil_div(num_counts, THREADS)):
-                column = j * THREADS + thread
-                if column < num_counts:
-                    publish(T.address_of(counts_of_blocks[block, column]), epoch, before[column])
-            for j in T.unroll(ceil_div(num_counts, THREADS)):
-                column = j * THREADS + thread
-                if column < num_counts:
-                    total = 0
-                    for first in T.serial(T.ceildiv(block, _LOADS)):
-                        for i in T.unroll(_LOADS):
-                            if first * _LOADS + i < block:
-                                found[i] = load_published(T.address_of(counts_of_blocks[first * _LOADS + i, column]))
-                        for i in T.unroll(_LOADS):
-                            if first * _LOADS + i < block:
-                                while T.cast(found[i] >> T.int64(32), "int32") != epoch:
-                                    found[i] = load_published(
-                                        T.address_of(counts_of_blocks[first * _LOADS + i, column])
-                                    )
-                                total = total + T.cast(found[i], "int32")
-                    if block == n.num_blocks - 1:
-                        counts[column] = total + before[column]
-                    before[column] = total
+            end = T.min(block * n.groups_each * per_group, n.num_tokens)
+            first = 0
+            while first < end:
+                # A warp loads neighbours; then a thread has whole tokens, whose ranks it counts once.
+                for j in T.unroll(at_once * num_topk):
+                    found[j] = -1
+                    token = first + (j * THREADS + thread) // num_topk
+                    if token < end:
+                        found[j] = expert_of(topk_idx[token, (j * THREADS + thread) % num_topk])
+                T.sync_threads()
+                for j in T.unroll(at_once * num_topk):
+                    staged[(j * THREADS + thread) // num_topk, (j * THREADS + thread) % num_topk] = found[j]
+                T.sync_threads()
+                for t in T.unroll(at_once):
+                    mask = 0
+                    for k in T.unroll(num_topk):
+                        expert = staged[t * THREADS + thread, k]
+                        if expert >= 0:
+                            T.atomic_add(before[expert], 1)
+                            mask = mask | (1 << T.truncdiv(expert, num_local))
+                    for r in T.unroll(num_ranks):
+                        sent[r] = sent[r] + ((mask >> r) & 1)
+                first = first + at_once * THREADS
+            for r in T.unroll(num_ranks):
+                if sent[r] > 0:
+                    T.atomic_add(before[num_experts + r], sent[r])
 
             group = block * n.groups_each
             while group < (block + 1) * n.groups_each:
@@ -151,7 +123,13 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: A
                     if copies_idx:
                         idx_copy[token, thread % num_topk] = topk_idx[token, thread % num_topk]
                 home = T.truncdiv(T.max(expert, 0), num_local)
-                is_last = find_last(experts, expert)
+                experts[thread] = expert
+                T.sync_threads()
+                is_last = expert >= 0
+                for k in T.serial(thread % num_topk + 1, num_topk):
+                    other = experts[thread // num_topk * num_topk + k]
+                    if other >= 0 and T.truncdiv(other, num_local) == home:
+                        is_last = False
                 # Warps take turns: a pair counts those of its warp, and finds what earlier warps have counted.
                 alike = T.match_any_sync(expert)
                 alike_homes = T.match_any_sync(T.if_then_else(is_last, home, -1))
@@ -173,5 +151,10 @@ def route_kernel(sizes: Sizes, idx_dtype: torch.dtype, copies_idx: bool, arch: A
                     )
                     dst_slots[token, thread % num_topk] = T.if_then_else(is_last, n.first_dst_slot + dst, -1)
                 group = group + 1
+
+            if block == n.num_blocks - 1:
+                for j in T.unroll(ceil_div(num_counts, THREADS)):
+                    if j * THREADS + thread < num_counts:
+                        counts[j * THREADS + thread] = before[j * THREADS + thread]
 
     return route

@@ -5,14 +5,19 @@ from typing import NamedTuple
 import tilelang.language as T
 
 from tk_core.device.bits import count_leading_zeros
+from tk_core.math import ceil_div
 from tk_ep.device.system import bulk_store
 from tk_ep.symmetric.flags import Ranks
-from tk_ep.symmetric.memory import UNIT
+from tk_ep.symmetric.memory import UNIT, SumRow
 
 VECTOR = 8
 """bfloat16 values of a unit."""
 _ROWS, _VECTORS = 4, 4
 """Rows, and vectors of each, that a lane loads before it adds the first."""
+_PIECE = 32 * _VECTORS
+"""Vectors of a sum that a warp sends at once."""
+_PIECES = 4
+"""Pieces for which a warp has a place: while some are sent, the next is summed."""
 
 
 class Stage(NamedTuple):
@@ -99,11 +104,16 @@ class Facts(NamedTuple):
 
 @T.macro
 def write_facts(s: Stage, unit: T.PrimExpr, facts: Facts) -> None:
-    """Write a combined row's facts to the warp's place, from a unit on."""
+    """Write a combined row's facts to the place, from a unit on."""
     if s.lane < facts.num_topk:
         s.words[s.warp, unit * 4 + s.lane] = facts.weight
     if s.lane == 0:
         s.words[s.warp, unit * 4 + facts.num_topk] = facts.has_row
+
+
+def piece_stage_units(row: SumRow) -> int:
+    """Units of a warp's place for `send_sums`."""
+    return _PIECES * (min(row.values, _PIECE) + row.facts)
 
 
 def sums() -> T.Buffer:
@@ -144,3 +154,43 @@ def add_vectors(source: T.Buffer, firsts: T.Buffer, vector: T.PrimExpr, end: T.P
                     if firsts[batch + k] >= 0 and vector + 32 * j < end:
                         for v in T.unroll(VECTOR):
                             acc[j, v] = acc[j, v] + T.cast(rows[k, j, v], "float32")
+
+
+@T.macro
+def send_sums(
+    s: Stage,
+    source: T.Buffer,
+    row: SumRow,
+    firsts: T.Buffer,
+    facts: Facts,
+    sent: T.Buffer,
+    r: Ranks,
+    to: T.PrimExpr,
+    unit: T.PrimExpr,
+) -> None:
+    """Send the sum of the rows that begin at `firsts`, and facts, to `unit` and on of rank `to`, piece by piece.
+
+    sent: int32 (1,), the pieces that the warp has sent, modulo the number of places; counted on.
+    """
+    places = T.view(s.words, (int(s.words.shape[0]), int(s.words.shape[1]) * 2), "bfloat16")
+    acc, last = sums(), ceil_div(row.values, _PIECE) - 1
+    for piece in T.serial(last + 1):
+        for j, v in T.grid(_VECTORS, VECTOR):
+            acc[j, v] = T.float32(0)
+        add_vectors(source, firsts, piece * _PIECE + s.lane, row.values, acc)
+        first = sent[0] * (min(row.values, _PIECE) + row.facts)
+        T.tma_store_wait(_PIECES - 1)
+        T.sync_warp()
+        for j in T.unroll(_VECTORS):
+            if piece * _PIECE + s.lane + 32 * j < row.values:
+                for v in T.vectorized(VECTOR):
+                    places[s.warp, (first + s.lane + 32 * j) * VECTOR + v] = T.cast(acc[j, v], "bfloat16")
+        if piece == last:
+            write_facts(s, first + row.values - last * _PIECE, facts)
+        T.fence_proxy_async()
+        T.sync_warp()
+        if s.lane == 0:
+            count = T.if_then_else(piece == last, row.size - last * _PIECE, _PIECE)
+            send(s, first, count, r, to, unit + piece * _PIECE)
+        T.tma_store_arrive()
+        sent[0] = (sent[0] + 1) % _PIECES
