@@ -1,7 +1,7 @@
 """topk_indices."""
 
 import math
-from itertools import pairwise, product
+from itertools import combinations_with_replacement, pairwise, product
 from typing import Any
 
 import pytest
@@ -156,7 +156,7 @@ SPEC = OpSpec(
         *(Case(f"r2-n300-k40-{kind}", make(2, 300, 40, kind, counts=True), small=True) for kind in KINDS),
         Case("r0-n300-k7", make(0, 300, 7, counts=True, transform="offsets"), small=True),
         Case("r3-n0-k7", make(3, 0, 7, counts=True, raw=True, out="strided"), small=True),
-        # Compiled: a block for a row with few columns and with many, clusters, bfloat16.
+        # Compiled, with two more below: a block for a row with few columns and with many, clusters, bfloat16.
         Case("r300-n4352-k512", make(300, 4352, 512, transform="pages", batches=100, raw=True), compile=True),
         Case("r300-n20000-k2048-bf16", make(300, 20000, 2048, dtype=BF16, window=True), compile=True),
         Case("r4-n1048576-k2048", make(4, 2**20, 2048, window=True, counts=True), compile=True),
@@ -173,14 +173,14 @@ SPEC = OpSpec(
             for cols, k in ((8191, 1), (16321, 63), (16385, 1000), (40001, 4096))
         ),
         Case("r1-n3000001-k4096", make(1, 3_000_001, 4096, window=True, counts=True)),
-        Case("r200-n300001-k2048", make(200, 300_001, 2048, counts=True)),
+        Case("r200-n300001-k2048", make(200, 300_001, 2048, counts=True), compile=True),
         # All in one bin or in few, with one block and with clusters.
         *(
             Case(f"r{rows}-n{cols}-k{k}-{kind}", make(rows, cols, k, kind, counts=True))
             for kind in KINDS
             for rows, cols, k in ((160, 8192, 2048), (160, 40000, 1000), (3, 200_000, 2048))
         ),
-        Case("r160-n8192-k2048-bf16", make(160, 8192, 2048, dtype=BF16)),
+        Case("r160-n8192-k2048-bf16", make(160, 8192, 2048, dtype=BF16), compile=True),
         Case("r3-n200000-k512-zeros-bf16", make(3, 200_000, 512, "zeros", dtype=BF16)),
         bench(2048, 65536, 2048, model_shape=True),
         bench(16384, 4352, 512, model_shape=True),
@@ -407,14 +407,27 @@ def test_every_config_fits(arch: Any, num_sms: int) -> None:
     ):
         config = TopkIndicesConfig.best(rows, cols, k, num_sms, arch)
         assert config.shared_memory_bytes + 1024 <= arch.max_shared_memory
+        if arch.sm < 120 and k <= 1024:
+            assert config.shared_memory_bytes + 512 <= arch.shared_memory_each(config.blocks_per_sm)
         assert config.cluster_size * rows <= num_sms or config.cluster_size == 1
         assert config.cluster_size <= 16
         assert config.room >= k
-        assert cols + 62 <= 32 * config.num_words or config.num_words == 4096
+        assert cols + 62 <= 32 * config.num_words or config.threads == 1024
     shares = [TopkIndicesConfig.best(1, 2**bits, 64, 132, ARCHS["sm_90a"]).cluster_size for bits in range(10, 24)]
     assert shares[0] == 1
     assert shares[-1] == 16
     assert all(a <= b for a, b in pairwise(shares))
+
+
+def test_all_clusters_of_an_h100_run_at_once() -> None:
+    """However its 132 SMs are divided into 8 GPCs of 14, 16 or 18, as long as nine pairs at most are in one."""
+    divisions = [each for each in combinations_with_replacement((14, 16, 18), 8) if sum(each) == 132]
+    sizes = set()
+    for rows in range(1, 133):
+        size = TopkIndicesConfig.best(rows, 2**20, 2048, 132, ARCHS["sm_90a"]).cluster_size
+        assert rows <= min(sum(sms // size for sms in each) for each in divisions)
+        sizes.add(size)
+    assert sizes == {1, 2, 3, 4, 8, 16}
 
 
 # ---- on a GPU

@@ -18,3 +18,8 @@ def past_16_bytes(address: Any) -> Any:
 def load_16_bytes(address: Any, words: Any) -> Any:
     """Load 16 bytes from global memory; the address is a multiple of 16."""
     return _ROW_WORDS.call("void", "tk_load_16_bytes", address, words)
+
+
+def is_above(x: Any, bound: Any) -> Any:
+    """1 if x > bound or x is NaN, 0 otherwise: uint32 of two float32, of which `bound` is no NaN."""
+    return _ROW_WORDS.call("uint32", "tk_is_above", x, bound)

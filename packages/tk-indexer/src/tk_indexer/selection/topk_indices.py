@@ -10,19 +10,23 @@ logits float32 or bfloat16 (R, N), out int32 (R, k).
 A key is the uint32 that sorts like the value. A thread block, or a cluster of them with a share of the columns each,
 takes a row:
 
-    1. A sample of the row gives the least of the keys that are counted and the width of 2048 bins.
+    1. A sample of the row gives the least of the keys that are counted and the width of 512 to 2048 bins.
     2. A pass over the row counts keys by bins. The bin that holds the k-th best becomes the range; what is in the bins
        above it wins. While the range has more candidates than fit into shared memory, it is counted by finer bins.
-    3. A pass over the row, which by now is in L2, marks winners by a bit for each column and lists the range. The list
-       is narrowed by finer bins, until all of the range wins, or until its keys are equal: then the first columns win.
+    3. A pass over the row, from its end back, marks winners by a bit for each column and lists the range. Of few
+       candidates each is compared with all others. A longer list is narrowed by finer bins, until all of the range
+       wins, or until its keys are equal: then the first columns win.
     4. Sums over the marks give each winner its place.
 
-    keys     0 ─── LEAST_KEY ───────── low ── bin 0 ── bin 1 ── … ── bin j ── … ── bin 2047 ─── 2³² - 1
+    keys     0 ─── LEAST_KEY ───────── low ── bin 0 ── bin 1 ── … ── bin j ── … ── last bin ─── 2³² - 1
              no candidates    not counted                           the range      winners
 
-So a row is read twice, once from memory. A third pass is needed if the sample misleads, if many keys share their upper
-bits, or if a block has more columns than bits for them. All sums are of integers, so the result does not depend on the
-order of the atomics.
+What a thread block's registers hold is loaded once, the rest of a row twice, the second time mostly from L2. A third
+pass is needed if the sample misleads, if many keys share their upper bits, or if a block has more columns than bits for
+them. All sums are of integers, so the result does not depend on the order of the atomics.
+
+The blocks of a cluster read each other's counts between the cluster's barriers: sums of groups of bins, then the bins
+of one group. Counts of the blocks with lower columns also tell a block where its winners begin in the result.
 """
 
 from dataclasses import dataclass
@@ -38,9 +42,11 @@ from tk_core.num_sms import get_num_sms
 from tk_core.op import launching, new, op
 
 MAX_K = 4096
-NUM_BINS = 2048
-_LEAST_SHARE = 8192
-"""The fewest columns that a thread block of a cluster gets, while there are any left."""
+FEW = 64
+"""Candidates of a range that are compared with each other instead of counted by bins again."""
+_LEAST_SHARE = 16384
+"""The fewest columns that a thread block of a cluster gets, while there are any left: what it loads at a time."""
+_NUM_GPCS = 8
 
 # Bits of the kernel's argument `given`.
 _STARTS, _ENDS, _OFFSETS, _BLOCK_TABLE, _ROW_TO_BATCH, _RAW_OUT = (1 << bit for bit in range(6))
@@ -48,12 +54,16 @@ _STARTS, _ENDS, _OFFSETS, _BLOCK_TABLE, _ROW_TO_BATCH, _RAW_OUT = (1 << bit for 
 
 @dataclass(frozen=True)
 class TopkIndicesConfig:
-    """How rows are distributed: as was estimated. docs/tuning/tk-indexer.md has what was measured since."""
+    """How rows are distributed; docs/tuning/tk-indexer.md has what was measured."""
 
     threads: int
     """Threads of a thread block."""
+    blocks_per_sm: int
+    """Thread blocks that an SM should hold, which bounds their registers."""
     cluster_size: int
     """Thread blocks that share a row."""
+    at_a_time: int
+    """Columns that a thread has in registers."""
     num_words: int
     """Bits for columns that a thread block has at a time, in words of 32."""
     room: int
@@ -62,24 +72,44 @@ class TopkIndicesConfig:
     @staticmethod
     def best(num_rows: int, num_cols: int, k: int, num_sms: int, arch: Arch) -> "TopkIndicesConfig":
         """The configuration for logits (num_rows, num_cols) on `num_sms` SMs."""
-        if num_rows > num_sms:
-            # Several blocks on an SM: one counts bins while others read.
-            if num_cols <= 2 * _LEAST_SHARE - 64:
-                return TopkIndicesConfig(256, 1, 512, 1024 if k <= 1024 else MAX_K)
-            return TopkIndicesConfig(512, 1, 4096, MAX_K)
-        # The blocks of a cluster share a GPC: more than 120 SMs in 8 GPCs mean one of at least 16.
-        most = 16 if arch.sm in (90, 100, 103) and num_sms > 120 else 8
         cluster_size = 1
-        while cluster_size < most and 2 * cluster_size * max(num_rows, 1) <= num_sms:
-            if num_cols < 2 * cluster_size * _LEAST_SHARE:
-                break
-            cluster_size *= 2
-        return TopkIndicesConfig(1024, cluster_size, 4096, MAX_K)
+        if num_rows > num_sms:
+            # Rows stay in registers; several blocks on an SM hide each other's latency.
+            for threads, blocks in ((128, 7), (256, 3)):
+                if num_cols <= 36 * threads - 62:
+                    return TopkIndicesConfig(threads, blocks, 1, 36, 9 * threads // 8, 1024 if k <= 1024 else MAX_K)
+            # Two blocks on an SM, unless their rows do not fit into L2 at once: then they are read twice from memory.
+            if num_cols <= 32768 - 62:
+                return TopkIndicesConfig(512, 2, 1, 16, 1024, MAX_K)
+        elif arch.sm in (90, 100, 103):
+            # Several sizes, as each is a kernel of its own.
+            for size in (2, 3, 4, 8, 16):
+                if num_cols >= size * _LEAST_SHARE and num_rows <= _clusters_at_once(size, num_sms):
+                    cluster_size = size
+        num_words = 16384 if arch.max_shared_memory > 2**17 + 2**16 else 4096
+        return TopkIndicesConfig(1024, 1, cluster_size, 16, num_words, MAX_K)
+
+    @property
+    def num_bins(self) -> int:
+        """Bins that candidates are counted by, at least 512: LEAST_KEY has to be above the width of a bin."""
+        return max(2 * self.threads, 512)
 
     @property
     def shared_memory_bytes(self) -> int:
         """Shared memory of a thread block, without sums and the padding that aligns the arrays."""
-        return 4 * (NUM_BINS + 2 * self.num_words + 2 * self.room)
+        return 4 * (self.num_bins + 2 * self.num_words + 2 * self.room + 2 * FEW)
+
+
+def _clusters_at_once(size: int, num_sms: int) -> int:
+    """How many clusters surely run at once.
+
+    The blocks of a cluster share a GPC. GPCs have 18 SMs at most, and an even number, but which is not known: an H100
+    may have some of 14, and then holds 30 clusters of four instead of 32.
+    """
+    if size == 16:
+        return num_sms // 32 if num_sms > 120 else 0  # five of eight GPCs have 16 SMs, if there are 132
+    unused = size - 2 + size % 2  # SMs of a GPC, at most
+    return max(num_sms - _NUM_GPCS * unused, 0) // size
 
 
 # Written per thread: a histogram and bits have no operations on tiles. Blocks of a cluster read each other's shared
@@ -95,11 +125,15 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
     """One program for all options. A tensor that is not given is any other of its shape, and `given` says so."""
     import tilelang.language as T
 
-    from tk_indexer.device.cluster import load_from_cluster
+    from tk_indexer.device.cluster import cluster_arrive, cluster_arrive_first, cluster_wait
     from tk_indexer.device.row_words import past_16_bytes
     from tk_indexer.lib import topk_indices_steps as steps
 
-    threads, cluster_size, room = config.threads, config.cluster_size, config.room
+    threads, cluster_size, room, num_bins = config.threads, config.cluster_size, config.room, config.num_bins
+    elements = steps.per_load("float32" if dtype == torch.float32 else "bfloat16")
+    loads = -(-config.at_a_time // elements)
+    # Whether a thread block has its whole row in registers.
+    is_kept = cluster_size == 1 and threads * config.at_a_time >= 32 * config.num_words
     least_words = _LEAST_SHARE // 32
     num_rows, num_cols, k = T.dynamic("num_rows"), T.dynamic("num_cols"), T.dynamic("k")
     num_batches, num_pages = T.dynamic("num_batches"), T.dynamic("num_pages")
@@ -108,11 +142,14 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
     )
 
     @T.macro
-    def sync() -> None:
+    def arrive() -> None:
         if cluster_size > 1:
-            T.cluster_sync()
-        else:
-            T.sync_threads()
+            cluster_arrive()
+
+    @T.macro
+    def wait() -> None:
+        if cluster_size > 1:
+            cluster_wait()
 
     @T.prim_func
     def topk_indices(
@@ -130,6 +167,7 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
         rows_per_batch: T.int32,
     ) -> None:
         with T.Kernel(num_rows * cluster_size, threads=threads, cluster_dims=cluster_size) as block:
+            T.annotate_min_blocks_per_sm(config.blocks_per_sm)
             thread = T.get_thread_binding()
             index, rank = block // cluster_size, block % cluster_size
 
@@ -160,63 +198,82 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
             own_words = T.max(T.min(words - rank * share, share), 0)
             own = steps.span_of(row, column + rank * share * 32, own_words)
 
-            bins = T.alloc_shared((NUM_BINS,), "int32")
+            bin_counts = T.alloc_shared((num_bins + 4,), "int32")
+            group_counts = T.alloc_shared((threads // 32,), "int32")
             marked_above, marked_within = (T.alloc_shared((config.num_words,), "uint32") for _ in range(2))
             listed_keys, listed_places = T.alloc_shared((room,), "uint32"), T.alloc_shared((room,), "int32")
-            num_listed = T.alloc_shared((1,), "int32")
-            found_bin, found_above, found_count, found_own_above, found_own_count = (
+            few_keys, few_before = T.alloc_shared((FEW,), "uint32"), T.alloc_shared((FEW,), "int32")
+            num_listed, num_few = T.alloc_shared((1,), "int32"), T.alloc_shared((1,), "int32")
+            found_bin, found_above, found_count, found_before_above, found_before_count = (
                 T.alloc_shared((1,), "int32") for _ in range(5)
             )
             extremes = T.alloc_shared((2, threads // 32), "uint32")
-            own_marks = T.alloc_shared((2,), "int32")
+            bins = steps.Bins(bin_counts, group_counts)
             marks = steps.Marks(marked_above, marked_within)
             listed = steps.Listed(listed_keys, listed_places, num_listed)
-            found = steps.Found(found_bin, found_above, found_count, found_own_above, found_own_count)
+            few = steps.Few(few_keys, few_before, num_few)
+            found = steps.Found(found_bin, found_above, found_count, found_before_above, found_before_count)
             low, width, shift = (T.alloc_local((1,), "uint32") for _ in range(3))
-            need, above, within = (T.alloc_local((1,), "int32") for _ in range(3))
-            search = steps.Search(low, width, shift, need, above, within)
+            need, count, above, within = (T.alloc_local((1,), "int32") for _ in range(4))
+            search = steps.Search(low, width, shift, need, count, above, within)
+            batch_words, batch_index = T.alloc_local((4 * loads,), "uint32"), T.alloc_local((1,), "int32")
+            batch_of_row = steps.Batch(batch_words, batch_index, is_kept)
 
-            # Search for the threshold.
+            # Search for the threshold. At the loop's begin and end, this block has arrived at the cluster's barrier: it
+            # has read what it needs from the others' shared memory, and what it has listed is there.
             goes_on, is_listed, fits = T.alloc_var("bool"), T.alloc_var("bool"), T.alloc_var("bool")
             goes_on, is_listed = end > start, False
             fits = own_words <= config.num_words
-            low[0], width[0], need[0], above[0], within[0] = T.uint32(0), T.uint32(0), k, 0, 0
-            steps.sample(row, window, k, extremes, search)
+            low[0], width[0], need[0], count[0], above[0], within[0] = T.uint32(0), T.uint32(0), k, 0, 0, 0
+            if cluster_size > 1:
+                cluster_arrive_first()
+            steps.load_first(row, own, batch_of_row)
+            steps.sample(row, window, k, extremes, batch_of_row, search, num_bins)
             while goes_on:
-                steps.clear(bins)
+                wait()
+                steps.clear(bins.counts, num_bins + 4)
                 T.sync_threads()
                 if is_listed:
                     steps.count_listed(listed, search, bins)
                 else:
-                    steps.count_row(row, own, search, bins)
-                sync()
-                steps.find(bins, cluster_size, search, found)
-                sync()  # before bins change, and until what was found is there
-                goes_on = steps.narrow(found, k, search)
-                if goes_on and not is_listed and found.bin[0] >= 0 and found.count[0] <= room:
+                    steps.count_row(row, own, batch_of_row, search, bins)
+                T.sync_threads()
+                steps.sum_groups(bins)
+                if cluster_size > 1:
+                    arrive()
+                    wait()
+                else:
+                    T.sync_threads()
+                steps.find(bins, cluster_size, rank, search, found)
+                T.sync_threads()
+                goes_on = steps.narrow(found, k, search, num_bins)
+                if goes_on and not is_listed and count[0] <= room:
                     is_listed = True
-                    steps.clear(marked_above)
-                    steps.clear(marked_within)
+                    steps.clear(marked_above, T.min(own_words, config.num_words))
+                    steps.clear(marked_within, T.min(own_words, config.num_words))
                     if thread == 0:
                         num_listed[0] = 0
+                        num_few[0] = 0
                     T.sync_threads()
-                    steps.mark_row(row, own, search, marks, fits, listed)
-                    T.sync_threads()
+                    steps.mark_row(row, own, batch_of_row, search, marks, fits, listed)
+                    if count[0] <= FEW:
+                        goes_on = False
+                        if cluster_size > 1:
+                            arrive()
+                            wait()
+                            steps.gather_few(listed, cluster_size, rank, few)
+                            T.sync_threads()
+                            steps.rank_few(few_keys, few_before, search, found)
+                        else:
+                            T.sync_threads()
+                            steps.rank_few(listed_keys, None, search, found)
+                arrive()
+            wait()
 
             # Winners of the blocks before this one.
             before = T.alloc_local((2,), "int32")
             first = T.alloc_var("int32")
-            before[0], before[1] = 0, 0
-            if cluster_size > 1:
-                if thread == 0:
-                    own_marks[0] = above[0]
-                    own_marks[1] = within[0]
-                T.cluster_sync()
-                for other in T.unroll(cluster_size - 1):
-                    if other < rank:
-                        for i in T.unroll(2):
-                            before[i] = before[i] + load_from_cluster(T.address_of(own_marks[i]), other)
-                T.cluster_arrive()
+            before[0], before[1] = above[0], within[0]
             first = before[0] + T.min(before[1], need[0])
 
             winners = T.view(listed_keys, (room,), "int32")
@@ -227,10 +284,12 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
                     steps.mark_listed(listed, search, marks)
                 else:
                     T.sync_threads()  # until the marks of the chunk before are read
-                    steps.clear(marked_above)
-                    steps.clear(marked_within)
+                    steps.clear(marked_above, chunk_words)
+                    steps.clear(marked_within, chunk_words)
+                    if not fits:
+                        steps.load_first(row, span, batch_of_row)
                     T.sync_threads()
-                    steps.mark_row(row, span, search, marks, True, None)
+                    steps.mark_row(row, span, batch_of_row, search, marks, True, None)
                 T.sync_threads()
                 steps.emit(marks, span, need[0], first, before, winners)
             T.sync_threads()
@@ -263,8 +322,6 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
                             raw_out[index, entry] = -1
                 if thread == 0:
                     counts[index] = end_of_own
-            if cluster_size > 1:
-                T.cluster_wait()  # until no other block reads this one's shared memory
 
     return topk_indices
 
