@@ -8,7 +8,7 @@ import pytest
 import tk_quant
 from tk_core.arch import arch_from_name
 from tk_core.kernel import capture
-from tk_quant.warmup import Format, Profile, calls
+from tk_quant.warmup import Format, Profile, Swiglu, calls
 
 LAYOUTS = ("row_major", "col_major", "packed_ue8m0", "swizzled")
 FORMS = [("e5m6", 0), *product(("e4m3", "e2m1"), (0, 16, 32, 64, 128))]
@@ -39,6 +39,35 @@ def test_e5m6_is_cast_to_every_layout() -> None:
     named, general = (arguments_of(op, profile) for op in (tk_quant.per_token_cast_to_e5m6, tk_quant.per_token_cast))
     assert len({flags_of(arguments) for arguments in named}) == len(named) == 3
     assert [(arguments["fmt"], *flags_of(arguments)) for arguments in general] == [("e5m6", False, False, True)]
+
+
+def test_every_swiglu() -> None:
+    """With alpha or not, the kernels of a call whose alpha is another number."""
+    swiglus = (
+        Swiglu("swiglu_oai", interleaved=True),
+        Swiglu("relu2", gated=False),
+        Swiglu(alpha=True, clamp_after=True),
+    )
+    profile = Profile(
+        (512,), (HIDDEN,), (Format("e4m3", 128),), swiglus=swiglus, swiglu_clamps=(False, True), training=True
+    )
+    found = set()
+    for op, arguments in calls(profile, 300):
+        if op.__name__.startswith("swiglu") and "activation" in arguments:
+            with capture(arch_from_name("sm_90a")) as requests:
+                op(**arguments)
+            found.add((op.__name__, arguments["activation"]))
+            with capture(arch_from_name("sm_90a")) as again:
+                op(**(arguments if arguments["alpha"] is None else {**arguments, "alpha": 3}))
+            assert requests
+            assert requests == again
+    ops = (
+        "swiglu_forward",
+        "swiglu_backward",
+        "swiglu_forward_and_per_token_cast",
+        "swiglu_backward_and_per_token_cast",
+    )
+    assert found == set(product(ops, ("swiglu_oai", "relu2", "silu")))
 
 
 @pytest.mark.parametrize(("hidden", "num_layouts"), [(128, 4), (HIDDEN, 1)])

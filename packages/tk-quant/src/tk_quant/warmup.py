@@ -62,13 +62,35 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Swiglu:
+    """What a SwiGLU makes of a gate and its value, and where its input has them; the ops' arguments say more."""
+
+    activation: Literal["silu", "swiglu_oai", "gelu_tanh", "relu2"] = "silu"
+    alpha: bool = False
+    """Whether calls give an alpha."""
+    interleaved: bool = False
+    gated: bool = True
+    clamp_after: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels of the input for each channel of the output."""
+        return 2 if self.gated else 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the ops."""
+        return {**vars(self), "alpha": 1.5 if self.alpha else None}
+
+
+@dataclass(frozen=True)
 class Profile:
     """Section [tk_quant] of a model's profile."""
 
     widths: tuple[int, ...]
     """Channels of the activations that are cast, and of the weights that they are multiplied with."""
     intermediate: tuple[int, ...] = ()
-    """Output channels of a SwiGLU, whose input has twice as many."""
+    """Output channels of a SwiGLU."""
     activations: tuple[Format, ...] = ()
     weights: tuple[BlockFormat, ...] = ()
     inputs: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16",)
@@ -76,6 +98,7 @@ class Profile:
     """Formats that quantized tensors are cast back to."""
     num_experts: int = 1
     num_topk: int = 1
+    swiglus: tuple[Swiglu, ...] = (Swiglu(),)
     swiglu_clamps: tuple[bool, ...] = (False,)
     """Whether the SwiGLU clamps its input."""
     swiglu_segments: bool = False
@@ -268,9 +291,10 @@ def _swiglu(profile: Profile, form: Format, hidden: int, num_tokens: int) -> Ite
     maps += _segments(profile, num_rows)
     # The op has other layouts for these groups only.
     layouts = [layout for layout in form.sf_layouts if layout == "row_major" or group in (32, _TOKENS)]
-    for dtype, layout, clamp, of_rows in product(profile.inputs, layouts, _clamp_values(profile), maps):
-        x = empty(num_rows, 2 * hidden, dtype=dtype)
-        options = {**_token_options(form, layout), **of_rows, "swiglu_clamp_value": clamp}
+    clamps = _clamp_values(profile)
+    for swiglu, dtype, layout, clamp, of_rows in product(profile.swiglus, profile.inputs, layouts, clamps, maps):
+        x = empty(num_rows, swiglu.width * hidden, dtype=dtype)
+        options = {**_token_options(form, layout), **of_rows, **swiglu.options, "swiglu_clamp_value": clamp}
         num_counts = 4 if "psum_num_tokens_per_expert" in of_rows else 3
         for count in (None, empty(num_counts, dtype=torch.int64)) if clamp and profile.training else (None,):
             yield call(quant.swiglu_forward_and_per_token_cast, x, form.fmt, group, **options, clamped_count=count)
@@ -339,13 +363,15 @@ def _swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> Iterator
     for (group, round_sf), clamp in product(formats, _clamp_values(profile)):
         if group not in (32, _TOKENS):
             continue
-        x, grad_out = _pair("e4m3", num_rows, 2 * hidden, (1, group)), empty(num_rows, hidden, dtype=torch.bfloat16)
-        yield call(quant.swiglu_backward_and_per_token_cast, x, grad_out, *maps, group, round_sf, clamp)
-        for of_rows, recompute in product(_segments(profile, num_rows), (False, True)):
-            options = {**of_rows, "clamp_value": clamp, "do_recompute": recompute}
-            yield call(
-                quant.swiglu_backward_and_per_token_cast, x, grad_out, None, None, None, group, round_sf, **options
-            )
+        grad_out = empty(num_rows, hidden, dtype=torch.bfloat16)
+        for swiglu in profile.swiglus:
+            x, options = _pair("e4m3", num_rows, swiglu.width * hidden, (1, group)), swiglu.options
+            yield call(quant.swiglu_backward_and_per_token_cast, x, grad_out, *maps, group, round_sf, clamp, **options)
+            for of_rows, recompute in product(_segments(profile, num_rows), (False, True)):
+                options = {**swiglu.options, **of_rows, "clamp_value": clamp, "do_recompute": recompute}
+                yield call(
+                    quant.swiglu_backward_and_per_token_cast, x, grad_out, None, None, None, group, round_sf, **options
+                )
         x, cast = empty(align(num_rows, _TOKENS), 2 * hidden, dtype=torch.bfloat16), ("e4m3", _TOKENS, round_sf)
         for without_transpose in (False, True):
             yield call(quant.swiglu_forward_and_per_channel_cast_and_transpose, x, *cast, without_transpose, clamp)
@@ -357,9 +383,9 @@ def _plain_swiglu_training(profile: Profile, hidden: int, num_tokens: int) -> It
     rows = empty(num_rows, dtype=torch.int32)
     weighted = {"pos_to_token_topk": rows, "topk_weights": empty(*pairs), "pos_to_expert": rows}
     forms = [{}, weighted, *_segments(profile, num_rows)]
-    for dtype, clamp, maps in product(profile.inputs, _clamp_values(profile), forms):
-        x, grad_out = (empty(num_rows, columns, dtype=dtype) for columns in (2 * hidden, hidden))
-        options = {"fmt": "bf16" if dtype == "bfloat16" else "fp32", **maps}
+    for swiglu, dtype, clamp, maps in product(profile.swiglus, profile.inputs, _clamp_values(profile), forms):
+        x, grad_out = (empty(num_rows, columns, dtype=dtype) for columns in (swiglu.width * hidden, hidden))
+        options = {"fmt": "bf16" if dtype == "bfloat16" else "fp32", **maps, **swiglu.options}
         yield call(quant.swiglu_forward, x, clamp, **options)
         of_weights = {"token_topk_to_pos": empty(*pairs, dtype=torch.int32)} if maps is weighted else {}
         yield call(quant.swiglu_backward, x, grad_out, clamp, **options, **of_weights)

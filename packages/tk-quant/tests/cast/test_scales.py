@@ -10,14 +10,29 @@ from tk_core.arch import Arch, arch_from_name, get_arch
 from tk_core.kernel import kernel
 from tk_core.testing import assert_equal
 from tk_quant.cast.scales import quick_sf_of_amax, quotient, reciprocal
-from tk_quant.reference.swiglu import float32_forward
-from tk_quant.swiglu.activation import NEAR_LIMIT, NEAR_SF, near_sigmoid, near_silu
+from tk_quant.reference.swiglu import Gating, float32_forward
+from tk_quant.swiglu.activation import (
+    NEAR_ALPHA,
+    NEAR_LIMIT,
+    NEAR_LIMIT_OF_GELU,
+    NEAR_SF,
+    NEAR_SF_OF_GELU,
+    near_logistic,
+    near_sigmoid,
+    near_silu,
+)
 
 F32, F64 = np.float32, np.float64
 
 
+def gelu_exponent(x: np.ndarray) -> np.ndarray:
+    """z of gelu_tanh, about."""
+    return 1.5957691 * x + 0.07135482 * x**3
+
+
 def test_near_sf() -> None:
     assert F32(448) * F32(NEAR_SF) <= 87
+    assert gelu_exponent(F32(448) * F32(NEAR_SF_OF_GELU)) <= 87
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -44,6 +59,8 @@ def near_gates() -> np.ndarray:
 
 def test_near_limit() -> None:
     assert np.uint32(NEAR_LIMIT << 16).view(F32) == 87
+    limit_of_gelu = np.uint32(NEAR_LIMIT_OF_GELU << 16).view(F32)
+    assert gelu_exponent(limit_of_gelu) <= 87 < gelu_exponent(limit_of_gelu * (1 + 2.0**-7))
     # d stays normal, and so does 1 / d.
     assert 1 + np.exp(np.float64(87)) < 2.0**126
 
@@ -63,9 +80,27 @@ def test_quick_division_is_correctly_rounded(exp_error: int, reciprocal_error: i
     assert not wrong.any() or reciprocal_error != 0
 
 
+@pytest.mark.parametrize("exp_error", [-1, 0, 1])
+@pytest.mark.parametrize("alpha", [2.0**-20, 0.37, 1.702, NEAR_ALPHA, None])
+def test_refined_quotient_is_correctly_rounded(alpha: float | None, exp_error: int) -> None:
+    """Of a gate and its divisor, for silu with an alpha and for gelu_tanh, whose alpha is None here."""
+    gate = (np.arange(1 << 16, dtype=np.uint32) << 16).view(F32)
+    with np.errstate(all="ignore"):
+        z = (gelu_exponent(gate.astype(F64)) if alpha is None else F64(alpha) * gate).astype(F32)
+    gate, z = gate[np.abs(z) <= 87], z[np.abs(z) <= 87]
+    d = F32(1) + offset(np.exp(-z.astype(F64)).astype(F32), exp_error)
+    s = (1 / d.astype(F64)).astype(F32)
+    once = fma(-fma(d, gate * s, -gate), s, gate * s)
+    twice = fma(-fma(d, once, -gate), s, once)
+    assert np.array_equal(twice.view(np.int32), (gate / d).view(np.int32))
+
+
 @kernel
 def _divisions_kernel(arch: Arch) -> Any:
-    """Counts float32 for which our divisions and IEEE's differ: sigmoid and SiLU within ±87, sf and s of an amax."""
+    """Counts float32 for which our divisions and IEEE's differ: sigmoid and SiLU within ±87, sf and s of an amax.
+
+    Also x / (1 + exp(-z)) for some multiples z of x.
+    """
     import tilelang.language as T
 
     infinity = T.uint32(0x7F800000)
@@ -97,6 +132,14 @@ def _divisions_kernel(arch: Arch) -> Any:
             T.atomic_add(wrong[9], 1)
 
     @T.macro
+    def check_logistic(wrong: T.Tensor, x: T.float32, z: T.float32) -> None:
+        if T.abs(z) <= T.float32(87):
+            result, product = near_logistic(x, z)
+            d = T.float32(1) + T.exp(-z)
+            if differ(bits_of(result), T.float32(1) / d) or differ(bits_of(product), x / d):
+                T.atomic_add(wrong[10], 1)
+
+    @T.macro
     def check_scale(wrong: T.Tensor, bits: T.uint32, fmt: str, largest: float, first: int) -> None:
         amax = T.reinterpret(bits, "float32")
         least = amax / T.float32(largest)
@@ -115,7 +158,7 @@ def _divisions_kernel(arch: Arch) -> Any:
             T.atomic_add(wrong[first + 3], 1)
 
     @T.prim_func
-    def count(wrong: T.Tensor((10,), "int32")) -> None:
+    def count(wrong: T.Tensor((11,), "int32")) -> None:
         with T.Kernel(2**22, threads=128) as block:
             first = (T.cast(block, "uint32") * T.uint32(128) + T.cast(T.get_thread_binding(), "uint32")) * T.uint32(8)
             bits = T.alloc_var("uint32")
@@ -129,6 +172,9 @@ def _divisions_kernel(arch: Arch) -> Any:
                     # exp one unit in the last place off.
                     check_silu(wrong, x, -1)
                     check_silu(wrong, x, 1)
+                check_logistic(wrong, x, x * T.float32(0.37))
+                check_logistic(wrong, x, x * T.float32(1.702))
+                check_logistic(wrong, x, x * T.float32(NEAR_ALPHA))
                 if x >= T.float32(448 * 2.0**-126) or (is_nan(bits) and bits < T.uint32(0x80000000)):
                     check_scale(wrong, bits, "e4m3", 448.0, 1)
                 if x >= T.float32(6 * 2.0**-126) or (is_nan(bits) and bits < T.uint32(0x80000000)):
@@ -145,9 +191,9 @@ def test_divisions_compile(arch: str) -> None:
 
 @pytest.mark.gpu
 def test_divisions_of_every_float32() -> None:
-    wrong = torch.zeros(10, dtype=torch.int32, device="cuda")
+    wrong = torch.zeros(11, dtype=torch.int32, device="cuda")
     _divisions_kernel(get_arch(wrong.device))(wrong)
-    assert wrong.tolist() == [0] * 10
+    assert wrong.tolist() == [0] * 11
 
 
 @kernel
@@ -179,7 +225,7 @@ def test_silu_of_every_bfloat16() -> None:
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16).float()
     near = torch.empty_like(gate)
     _silu_kernel(get_arch(gate.device))(gate, near)
-    expected = float32_forward(torch.stack((gate, torch.ones_like(gate)), dim=-1)).flatten()
+    expected = float32_forward(torch.stack((gate, torch.ones_like(gate)), dim=-1), Gating()).flatten()
     assert bool(near[gate.isnan()].isnan().all())
     inside = gate.abs() <= 87
     assert_equal(near[inside], expected[inside])

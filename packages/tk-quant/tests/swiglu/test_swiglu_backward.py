@@ -13,6 +13,7 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, nearest_float32, t
 from tk_core.testing.numeric import assert_same_metadata
 
 from ..per_token.test_per_token_cast import MakeInput, extremes
+from .activations import ACTIVATIONS, IN_HALVES, plain, width
 from .test_swiglu_backward_and_per_token_cast import maps
 from .test_swiglu_forward import FORMATS, NUM_TOPK
 from .test_swiglu_forward_and_per_token_cast import activations, every_gate, optional, real_rows
@@ -38,7 +39,7 @@ def make(
 
     def build(device: str) -> dict[str, Any]:
         values = x(device)
-        num_positions, hidden = values.shape[0], values.shape[1] // 2
+        num_positions, hidden = values.shape[0], values.shape[1] // width(1, more)
         grad_out = torch.randn(num_positions, hidden, device=device).to(grad_dtype or values.dtype)
         kwargs: dict[str, Any] = {"fmt": FORMATS[values.dtype], **more}
         kwargs.update(optional(num_positions, device, segments=segments, by_position=by_position))
@@ -88,9 +89,12 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
 
 def _case(dtype: torch.dtype, num_positions: int, hidden: int, suffix: str = "", roles: str = "", **more: Any) -> Case:
     name = f"{'bf16' if dtype is _BF16 else 'fp32'}-h{hidden}-t{num_positions}{suffix}"
-    made = make(activations(num_positions, 2 * hidden, dtype), **more)
+    made = make(activations(num_positions, width(hidden, more), dtype), **more)
     return Case(name, made, gpu="bench" not in roles, **dict.fromkeys(roles.split(), True))
 
+
+# Compiled are the programs that differ most: with pairs of 32 and of 64 bits.
+_ROLES = {("oai", _BF16): "small modes compile", ("gelu", _FP32): "small compile"}
 
 SPEC = OpSpec(
     op=tk_quant.swiglu_backward,
@@ -121,6 +125,21 @@ SPEC = OpSpec(
         _case(_FP32, 33, 192, "-all-scaled", "small", num_real=30, experts=True, segments=1, routed_scaling_factor=-3),
         _case(_BF16, 0, 128, "-segments", "small", segments=8, by_position=True),
         _case(_BF16, 8001, 2048, "-segments", segments=128, by_position=True, clamp_value=3.0),
+        # Other activations, interleaved or without values.
+        *(
+            _case(dtype, 33, hidden, f"-{name}", _ROLES.get((name, dtype), "small"), **more, **rows)
+            for name, more in ACTIVATIONS.items()
+            for dtype, hidden, rows in (
+                (_BF16, 320, {"num_real": 30, "with_out": True}),
+                (_FP32, 192, {"segments": 7, "by_position": True, "grad_dtype": _BF16}),
+            )
+        ),
+        *(
+            _case(dtype, 9, 64, f"-{name}-to-{fmt}", "small", fmt=fmt, **ACTIVATIONS[name])
+            for name in ("oai", "relu2")
+            for dtype, fmt in ((_BF16, "fp32"), (_FP32, "bf16"))
+        ),
+        _case(_BF16, 0, 128, "-oai", "small", with_out=True, **ACTIVATIONS["oai"]),
         # More pairs than threads; zero rows, one row.
         _case(_BF16, 1, 64, "", "small", num_real=1),
         _case(_BF16, 0, 128, "", "small", num_real=0),
@@ -131,7 +150,17 @@ SPEC = OpSpec(
             for name, dtype in (("bf16", _BF16), ("fp32", _FP32))
             for more in ({}, {"swiglu_clamp_value": 3.3, "with_out": True})
         ),
+        *(
+            Case(
+                f"{dtype_name}-h256-extremes-{name}",
+                make(extremes(width(256, more), dtype), with_out=True, **more),
+                small=True,
+            )
+            for dtype_name, dtype in (("bf16", _BF16), ("fp32", _FP32))
+            for name, more in ACTIVATIONS.items()
+        ),
         Case("bf16-h128-every-gate", make(every_gate)),
+        *(Case(f"bf16-h128-every-gate-{name}", make(every_gate, **more)) for name, more in IN_HALVES.items()),
         # Sizes of real models.
         *(
             _case(_BF16, num_positions, hidden, num_real=num_positions * 7 // 8)
@@ -143,6 +172,8 @@ SPEC = OpSpec(
         # Benchmarks.
         _case(_BF16, 34816, 2048, "-bench", "bench model_shape compile", num_real=32768),
         _case(_BF16, 34816, 2048, "-out-bench", "bench", num_real=32768, with_out=True),
+        _case(_BF16, 34816, 2048, "-oai-bench", "bench", num_real=32768, **ACTIVATIONS["oai"]),
+        _case(_BF16, 34816, 2048, "-gelu-bench", "bench", num_real=32768, activation="gelu_tanh"),
         _case(_FP32, 34816, 2048, "-bench", "bench compile", num_real=32768),
         *(_case(_BF16, 34816, hidden, "-bench", "bench", num_real=32768) for hidden in (256, 640, 1536, 7168)),
         *(_case(_BF16, n, 2048, "-bench", "bench", num_real=n * 15 // 16) for n in (64, 4001)),
@@ -202,17 +233,16 @@ def test_every_operation_is_rounded_once(device: str) -> None:
 
 
 @pytest.mark.parametrize("clamp", [None, 0.7])
-def test_against_autograd(clamp: float | None) -> None:
-    x = torch.randn(5, 256, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
-    grad_out = torch.randn(5, 128, dtype=torch.float64)
-    gate, value = x.chunk(2, dim=1)
-    if clamp is not None:
-        gate, value = gate.clamp(max=clamp), value.clamp(-clamp, clamp)
-    expected = torch.nn.functional.silu(gate) * value * weights[:, None]
+@pytest.mark.parametrize("name", ["silu", "interleaved", *ACTIVATIONS])
+def test_against_autograd(name: str, clamp: float | None, device: str) -> None:
+    options = {"silu": {}, "interleaved": {"interleaved": True}, **ACTIVATIONS}[name] | {"swiglu_clamp_value": clamp}
+    x = torch.randn(5, width(128, options), dtype=torch.float64, device=device, requires_grad=True)
+    weights = torch.rand(5, dtype=torch.float64, device=device, requires_grad=True)
+    grad_out = torch.randn(5, 128, dtype=torch.float64, device=device)
+    expected = plain(x, **options) * weights[:, None]
     expected.backward(grad_out)
-    given = rows(weights.tolist())
-    out, x_grad, weight_grad = op(x.detach().float(), grad_out.float(), clamp, with_out=True, **given)
+    given = rows(weights.tolist(), device)
+    out, x_grad, weight_grad = op(x.detach().float(), grad_out.float(), with_out=True, **options, **given)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(x_grad.double(), x.grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weight_grad[0].double(), weights.grad, rtol=1e-5, atol=1e-5)

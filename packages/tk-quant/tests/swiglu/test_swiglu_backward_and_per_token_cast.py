@@ -16,6 +16,7 @@ from tk_core.testing.numeric import assert_same_metadata
 from tk_quant import reference
 from tk_quant.reference.swiglu import real_positions
 
+from .activations import ACTIVATIONS, plain, width
 from .test_swiglu_forward_and_per_token_cast import optional
 
 MakePair = Callable[[str], tuple[torch.Tensor, torch.Tensor]]
@@ -52,8 +53,11 @@ SF_EXTREMES += (1e-38, 1e-42, 2.0**-149, 2.0**120, 3.4e38, torch.inf, -torch.inf
 """Scale factors of gates: near the limits of the fast path and of float32, negative, NaN and infinity."""
 
 
-def extremes(num_per_channels: int) -> MakePair:
-    """(128, 512): all codes in both halves, in many combinations; gates with the scales of SF_EXTREMES."""
+def extremes(num_per_channels: int, interleaved: bool = False, gated: bool = True) -> MakePair:
+    """(128, 512): all codes in both halves, in many combinations; gates with the scales of SF_EXTREMES.
+
+    Interleaved, values have these scales too; not gated, there is the half of the gates alone.
+    """
 
     def build(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         row, col = torch.arange(128, device=device).unsqueeze(1), torch.arange(256, device=device)
@@ -66,6 +70,10 @@ def extremes(num_per_channels: int) -> MakePair:
         of_gates = sf.repeat(128 // len(SF_EXTREMES) + 1)[:128].unsqueeze(1).repeat(1, groups)
         of_values = torch.exp2((torch.arange(128, device=device) % 40 - 20).to(torch.float32))
         pair_sf = torch.cat((of_gates, of_values.unsqueeze(1).repeat(1, groups)), dim=1)
+        if interleaved:
+            data, pair_sf = data.view(128, 2, 256).transpose(1, 2).reshape(128, 512), of_gates.repeat(1, 2)
+        if not gated:
+            data, pair_sf = data[:, :256].contiguous(), of_gates
         return data.to(torch.uint8).view(torch.float8_e4m3fn), pair_sf
 
     return build
@@ -131,7 +139,7 @@ def make(
         num_real = min(num_positions - num_positions // 8, num_tokens * num_topk)
 
     def build(device: str) -> dict[str, Any]:
-        data, sf = x(leading, 2 * hidden, num_per_channels)(device)
+        data, sf = x(leading, width(hidden, more), num_per_channels)(device)
         grad_out = (grad_scale * torch.randn(*leading, hidden, device=device)).to(grad_dtype)
         if shift is not None:
             data = _shifted(data.view(torch.uint8), shift[0]).view(torch.float8_e4m3fn)
@@ -166,8 +174,9 @@ def make_extremes(num_per_channels: int, **more: Any) -> Make:
         weight = torch.rand(16, 8, device=device)
         weight[5, :5] = torch.tensor([0.0, -0.0, -2.0, torch.inf, torch.nan], device=device)
         pos = torch.where(position < 120, position, -1)
+        layout = {name: more[name] for name in ("interleaved", "gated") if name in more}
         return {
-            "x": extremes(num_per_channels)(device),
+            "x": extremes(num_per_channels, **layout)(device),
             "grad_out": grad_out.to(torch.bfloat16),
             "weight": weight,
             "pos_to_token_topk": pos,
@@ -278,6 +287,29 @@ SPEC = OpSpec(
             )
         ),
         _case(8001, 2048, 128, "-segments", **_ALONE, segments=128, by_position=True, clamp_value=2.0),
+        # Other activations, interleaved or without values.
+        *(
+            _case(num_positions, hidden, group, f"-{name}", roles=_SMALL, **more, **rest)
+            for name, more in ACTIVATIONS.items()
+            for num_positions, hidden, group, rest in (
+                (9, 96, 32, {"round_sf": True}),
+                (33, 384, 128, {**_ALONE, **_PACKED, "segments": 7, "by_position": True}),
+                (9, 640, 128, {**_ALONE, "grad_dtype": torch.float32, "do_recompute": False}),
+            )
+        ),
+        *(
+            _case(8001, 2048, 128, f"-{name}", roles=_COMPILE, **_ALONE, by_position=True, **ACTIVATIONS[name])
+            for name in ("oai", "relu2")
+        ),
+        _case((3, 5), 128, 128, "-oai", roles={**_SMALL, "modes": True}, **ACTIVATIONS["oai"]),
+        _case(0, 128, 128, "-oai", roles=_SMALL, **ACTIVATIONS["oai"]),
+        *(
+            _case(7, 128, 32, f"-shifted-{name}", roles=_SMALL, shift=(1, 2), **ACTIVATIONS[name])
+            for name in ("oai", "relu2")
+        ),
+        _case(
+            9, 384, 128, "-col-relu2", roles=_SMALL, **_ALONE, use_tma_aligned_col_major_sf=True, **ACTIVATIONS["relu2"]
+        ),
         # Few or many channels per row, with and without idle lanes.
         _case(70, 32, 32, roles=_SMALL),
         _case(7, 288, 32, roles=_SMALL),
@@ -309,6 +341,10 @@ SPEC = OpSpec(
                 (128, "-clamped-round", {"swiglu_clamp_value": 448, "round_sf": True}),
                 (128, "-clamped-far", {"swiglu_clamp_value": torch.inf}),
             )
+        ),
+        *(
+            Case(f"{group}-extremes-{name}", make_extremes(group, **more), small=True)
+            for group, (name, more) in zip((32, 128) * len(ACTIVATIONS), ACTIVATIONS.items())
         ),
         # Sizes of real models.
         *(
@@ -344,6 +380,10 @@ SPEC = OpSpec(
                 ("-segments-packed-bench", {**_PACKED, "do_recompute": False}),
                 ("-segments-fp32-grad-bench", {"grad_dtype": torch.float32}),
             )
+        ),
+        *(
+            _case(34560, 2048, 128, f"-{name}-bench", roles=_BENCH, num_real=34560, **ACTIVATIONS[name])
+            for name in ("oai", "gelu")
         ),
         _case(34560, 2048, 128, "-bench", roles=_BENCH, num_real=34560, round_sf=True),
         _case(34560, 2048, 128, "-bench", roles=_BENCH, num_real=34560, swiglu_clamp_value=10.0),
@@ -427,14 +467,13 @@ def test_by_hand(
 
 
 @pytest.mark.parametrize("clamp", [None, 1.5])
-def test_against_autograd(clamp: float | None) -> None:
-    kwargs = make((24,), 128, 128, num_real=24, swiglu_clamp_value=clamp)("cpu")
+@pytest.mark.parametrize("name", ["silu", "interleaved", *ACTIVATIONS])
+def test_against_autograd(name: str, clamp: float | None, device: str) -> None:
+    options = {"silu": {}, "interleaved": {"interleaved": True}, **ACTIVATIONS}[name] | {"swiglu_clamp_value": clamp}
+    kwargs = make((24,), 128, 128, num_real=24, **options)(device)
     x = reference.cast_back(kwargs["x"], "fp32", (1, 128)).double().requires_grad_()
     weight = kwargs["weight"].double().requires_grad_()
-    gate, value = x.chunk(2, dim=-1)
-    if clamp is not None:
-        gate, value = gate.clamp(max=clamp), value.clamp(-clamp, clamp)
-    out = torch.nn.functional.silu(gate) * value * weight.flatten()[kwargs["pos_to_token_topk"].long()].unsqueeze(-1)
+    out = plain(x, **options) * weight.flatten()[kwargs["pos_to_token_topk"].long()].unsqueeze(-1)
     out.backward(kwargs["grad_out"].double())
     got, pair, x_grad, weight_grad = tk_quant.swiglu_backward_and_per_token_cast(**kwargs)
     torch.testing.assert_close(got.double(), out.detach(), rtol=2.0**-8, atol=1e-6)

@@ -13,6 +13,7 @@ from tk_core.testing import Case, Make, OpSpec, assert_equal, tiers
 from tk_core.testing.numeric import assert_same_metadata
 
 from ..per_token.test_per_token_cast import MakeInput, extremes
+from .activations import ACTIVATIONS, COUNTED, IN_HALVES, width
 from .test_swiglu_forward_and_per_token_cast import OPTIONS, activations, by_numpy, every_gate, optional, real_rows, row
 
 FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -54,7 +55,7 @@ def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
 
 def _case(dtype: torch.dtype, num_positions: int, hidden: int, suffix: str = "", roles: str = "", **more: Any) -> Case:
     name = f"{'bf16' if dtype is _BF16 else 'fp32'}-h{hidden}-t{num_positions}{suffix}"
-    made = make(activations(num_positions, 2 * hidden, dtype), **more)
+    made = make(activations(num_positions, width(hidden, more), dtype), **more)
     return Case(name, made, gpu="bench" not in roles, **dict.fromkeys(roles.split(), True))
 
 
@@ -92,6 +93,29 @@ SPEC = OpSpec(
         ),
         _case(_BF16, 0, 128, "-segments", "small", segments=8, by_position=True),
         _case(_BF16, 8001, 2048, "-segments", segments=128, by_position=True),
+        # Other activations, interleaved or without values.
+        *(
+            _case(
+                dtype,
+                33,
+                hidden,
+                f"-{name}",
+                "small modes compile" if (name, dtype) == ("oai", _BF16) else "small",
+                **more,
+                **rows,
+            )
+            for name, more in ACTIVATIONS.items()
+            for dtype, hidden, rows in (
+                (_BF16, 320, {"padding": (2, 7)}),
+                (_FP32, 192, {"segments": 7, "by_position": True}),
+            )
+        ),
+        *(
+            _case(dtype, 33, 192, f"-counted-{name}", "small", experts=True, **more)
+            for name, more in COUNTED.items()
+            for dtype in (_BF16, _FP32)
+        ),
+        _case(_BF16, 0, 128, "-oai", "small", **ACTIVATIONS["oai"]),
         # Zero rows, one row.
         _case(_BF16, 0, 128, "", "small", padding=(1, 4)),
         _case(_BF16, 0, 128, "-counted", "small", swiglu_clamp_value=1.0, counted=3),
@@ -102,7 +126,13 @@ SPEC = OpSpec(
             for name, dtype in (("bf16", _BF16), ("fp32", _FP32))
             for more in ({}, {"swiglu_clamp_value": 3.3, "counted": 3})
         ),
+        *(
+            Case(f"{dtype_name}-h256-extremes-{name}", make(extremes(width(256, more), dtype), **more), small=True)
+            for dtype_name, dtype in (("bf16", _BF16), ("fp32", _FP32))
+            for name, more in ACTIVATIONS.items()
+        ),
         Case("bf16-h128-every-gate", make(every_gate)),
+        *(Case(f"bf16-h128-every-gate-{name}", make(every_gate, **more)) for name, more in IN_HALVES.items()),
         # Sizes of real models.
         *(
             _case(_BF16, num_positions, hidden, padding=(8, 136))
@@ -116,6 +146,8 @@ SPEC = OpSpec(
         _bench(34816, 2048, "bench model_shape compile"),
         _bench(34816, 2048, suffix="-clamped-counted-bench", swiglu_clamp_value=10.0, counted=3),
         _bench(34816, 2048, "bench compile", "-segments-bench", segments=136, by_position=True),
+        _bench(34816, 2048, suffix="-oai-bench", **ACTIVATIONS["oai"]),
+        _bench(34816, 2048, suffix="-gelu-bench", activation="gelu_tanh"),
         _bench(34816, 2048, dtype=_FP32),
         *(_bench(34816, hidden) for hidden in (256, 640, 1536, 7168)),
         *(_bench(num_positions, 2048) for num_positions in (64, 4001)),
@@ -216,5 +248,6 @@ test_bad_input = tiers.bad_input(
         ({"pos_to_token_topk": INDEX[:2], "topk_weights": WEIGHTS}, ValueError, "pos_to_token_topk: .*shape"),
         ({"pos_to_expert": INDEX[:2]}, ValueError, "pos_to_expert: .*shape"),
         ({"clamped_count": torch.zeros(3, dtype=torch.int64)}, ValueError, "swiglu_clamp_value: .*clamped_count"),
+        ({"x": torch.ones(3, 96), "gated": False}, ValueError, "x: .*positive multiple of 64 columns, got 96"),
     ],
 )

@@ -21,6 +21,7 @@ from tk_quant.reference.swiglu import real_positions
 
 from ..per_token import test_per_token_cast as per_token_cast
 from ..per_token.test_per_token_cast import MakeInput, extremes, normal, strided
+from .activations import ACTIVATIONS, COUNTED, IN_HALVES, width
 
 FLAGS = per_token_cast.ALL_FLAGS
 """Layouts and roundings of sf, by their names in case names."""
@@ -32,6 +33,11 @@ _NUM_TOPK = 8
 def activations(num_positions: int, width: int, dtype: torch.dtype) -> MakeInput:
     """Normally distributed with a standard deviation of 2."""
     return lambda device: (2 * torch.randn(num_positions, width, device=device)).to(dtype)
+
+
+def far_activations(num_positions: int, width: int, dtype: torch.dtype) -> MakeInput:
+    """Normally distributed with a standard deviation of 40: exponents are beyond ±87 in some pieces of a row."""
+    return lambda device: (40 * torch.randn(num_positions, width, device=device)).to(dtype)
 
 
 def every_gate(device: str) -> torch.Tensor:
@@ -174,7 +180,7 @@ def _case(
     **more: Any,
 ) -> Case:
     name = f"{'bf16' if dtype is _BF16 else 'fp32'}-{fmt}-{group}-{flags}-h{hidden}-t{num_positions}{suffix}"
-    return Case(name, make(x(num_positions, 2 * hidden, dtype), fmt, group, flags, **more), **(roles or {}))
+    return Case(name, make(x(num_positions, width(hidden, more), dtype), fmt, group, flags, **more), **(roles or {}))
 
 
 _SMALL = {"small": True}
@@ -286,6 +292,29 @@ SPEC = OpSpec(
             roles=_SMALL,
             sf_clamp_min=per_token_cast.LEAST_AMAX["e4m3"],
         ),
+        # Other activations, interleaved or without values: with exponents within ±87 and beyond.
+        *(
+            _case(dtype, fmt, group, flags, 33, 384, f"-{name}", x=x, roles=_SMALL, **more, **rows)
+            for name, more in ACTIVATIONS.items()
+            for dtype, fmt, group, flags, x, rows in (
+                (_BF16, "e4m3", 128, "row", activations, {"padding": (2, 7)}),
+                (_BF16, "e2m1", 32, "swizzled", far_activations, {}),
+                (_FP32, "e4m3", 32, "packed", activations, {"segments": 7, "by_position": True}),
+            )
+        ),
+        *(
+            _case(dtype, "e4m3", group, "row", 33, 384, f"-counted-{name}", roles=_SMALL, experts=True, **more)
+            for name, more in COUNTED.items()
+            for dtype, group in ((_BF16, 128), (_FP32, 0))
+        ),
+        *(
+            _case(
+                *(dtype, "e4m3", 128, "row", 8001, 2048, f"-{name}"), x=activations, roles=_COMPILE, **ACTIVATIONS[name]
+            )
+            for dtype, name in ((_BF16, "oai"), (_FP32, "relu2"))
+        ),
+        _case(_BF16, "e4m3", 0, "row", 17, 20480, "-oai", x=activations, **ACTIVATIONS["oai"]),
+        _case(_BF16, "e4m3", 128, "row", 0, 640, "-oai", roles={**_SMALL, "modes": True}, **ACTIVATIONS["oai"]),
         # Zero rows, one row.
         _case(_BF16, "e4m3", 128, "row", 0, 640, roles=_SMALL, padding=(1, 4)),
         _case(_BF16, "e4m3", 128, "swizzled", 0, 640, roles=_SMALL),
@@ -326,7 +355,20 @@ SPEC = OpSpec(
                 (_FP32, "e4m3", 32, "packed", {"swiglu_clamp_value": 3.3, "counted": 3}),
             )
         ),
+        *(
+            Case(
+                f"{dtype_name}-e4m3-128-row-h256-extremes-{name}",
+                make(extremes(width(256, more), dtype), "e4m3", 128, **more),
+                small=True,
+            )
+            for dtype_name, dtype in (("bf16", _BF16), ("fp32", _FP32))
+            for name, more in ACTIVATIONS.items()
+        ),
         *(Case(f"bf16-{fmt}-32-row-every-gate", make(every_gate, fmt, 32)) for fmt in ("e4m3", "e2m1")),
+        *(
+            Case(f"bf16-e4m3-32-row-every-gate-{name}", make(every_gate, "e4m3", 32, **more))
+            for name, more in IN_HALVES.items()
+        ),
         # Sizes of real models.
         *(
             _case(dtype, fmt, group, flags, num_positions, hidden, padding=(8, 136), roles=_COMPILE if first else None)
@@ -387,6 +429,16 @@ SPEC = OpSpec(
             segments=136,
             by_position=True,
             roles={**_BENCH, **_COMPILE},
+        ),
+        *(
+            _case(
+                *(_BF16, "e4m3", 128, "row", 34816, 2048, f"-{name}-bench"),
+                x=activations,
+                padding=(8, 136),
+                roles=_BENCH,
+                **more,
+            )
+            for name, more in (("oai", ACTIVATIONS["oai"]), ("gelu", IN_HALVES["gelu"]))
         ),
         _case(_FP32, "e4m3", 128, "row", 34816, 2048, "-bench", x=activations, padding=(8, 136), roles=_BENCH),
         *(
@@ -582,6 +634,11 @@ test_bad_input = tiers.bad_input(
             "num_per_channels: expected 32 or 128 for sf in layout COL_MAJOR, got 256",
         ),
         ({"clamped_count": COUNT}, ValueError, "swiglu_clamp_value: expected a number beside clamped_count"),
+        (
+            {"x": torch.zeros(8, 192), "gated": False},
+            ValueError,
+            "x: expected a positive multiple of 128 columns, got 192",
+        ),
         ({"clamped_count": COUNT[:2], "swiglu_clamp_value": 1.0}, ValueError, "clamped_count: expected 3 or 4 numbers"),
     ],
 )

@@ -13,7 +13,9 @@ instructions without a branch. Let r be an approximate 1 / d. With each bracket 
   - d = 1 + exp(-l) for any float32 l within ±87, with exp as CUDA's or one unit in the last place off, or
   - one of l and d is 448 or 6, and no intermediate result is subnormal.
 
-The bracket is d * q - l and not l - d * q, so that l = -0 gives -0. The tests try all float32.
+The bracket is d * q - l and not l - d * q, so that l = -0 gives -0. The tests try all float32. For other l and d the
+quotient is corrected once more: the first correction leaves it within a unit in the last place of l / d, from where,
+with s correctly rounded, one step gives the IEEE result (Markstein).
 """
 
 from typing import Any
@@ -92,6 +94,13 @@ def reciprocal(d: T.float32) -> T.float32:
 def quotient(x: T.float32, d: T.float32, s: T.float32) -> T.float32:
     """x / d, given s = 1 / d, for the x and d of the module's text."""
     q = x * s
+    return T.fma(-T.fma(d, q, -x), s, q)
+
+
+@T.macro
+def refined_quotient(x: T.float32, d: T.float32, s: T.float32) -> T.float32:
+    """x / d, given s = 1 / d, for d from 2**-126 to 2**126 and any x whose quotient is no subnormal, or for d = 2."""
+    q = quotient(x, d, s)
     return T.fma(-T.fma(d, q, -x), s, q)
 
 

@@ -1,6 +1,9 @@
 """SwiGLU in plain PyTorch, alone and with a cast of its results. For any device."""
 
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from tk_core.reference.fma import fma
 from tk_core.reference.scales import pack_scales
@@ -12,74 +15,144 @@ from tk_quant.reference.transpose import transpose
 
 _ROWS = 2**16
 _BF16_NAN_BITS = 0x7FFF
+_GELU = float.fromhex("0x1.988454p0"), float.fromhex("0x1.2444F2p-4"), float.fromhex("0x1.B6676Cp-3")
+"""The float32 k1 = 2 * sqrt(2 / pi) and k2 = 0.044715 * k1, and 3 * k2 rounded to float32."""
+_GELU_CUT = 16.0
+_ALPHA_OF_OAI = 1.702
 
 
-def halves(x: torch.Tensor, swiglu_clamp_value: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate l and value r of x (..., 2 * hidden) in float32; with a clamp value c, l to (-inf, c] and r to [-c, c]."""
-    gate, value = x.to(torch.float32).chunk(2, dim=-1)
-    if swiglu_clamp_value is None:
-        return gate, value
-    return gate.clamp(max=swiglu_clamp_value), value.clamp(min=-swiglu_clamp_value, max=swiglu_clamp_value)
+class Gating(NamedTuple):
+    """What the gate l and the value r of a channel become, and where x has them: arguments of the SwiGLU ops."""
+
+    clamp: float | None = None
+    activation: str = "silu"
+    alpha: float | None = None
+    interleaved: bool = False
+    gated: bool = True
+    clamp_after: bool = False
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """l and r of x in float32; without r None."""
+        x = x.to(torch.float32)
+        if not self.gated:
+            return x, None
+        return (x[..., 0::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
+
+    def joined(self, gate: Tensor, value: Tensor | None) -> Tensor:
+        """The opposite of `halves`."""
+        if value is None:
+            return gate
+        return torch.stack((gate, value), dim=-1).flatten(-2) if self.interleaved else torch.cat((gate, value), dim=-1)
+
+    def clamped(self, gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """l cut to (-inf, c], unless its activation is to be cut, and r to [-c, c]; for swiglu_oai r is r + 1 then."""
+        if self.clamp is not None:
+            gate = gate if self.clamp_after else gate.clamp(max=self.clamp)
+            value = None if value is None else value.clamp(min=-self.clamp, max=self.clamp)
+        return gate, value + 1 if self.activation == "swiglu_oai" and value is not None else value
+
+    def exponents(self, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """z, where the activation is l / (1 + exp(-z)), and u * z', as the gradient has it."""
+        if self.activation == "gelu_tanh":
+            linear, cubic, slope = _GELU
+            cut = gate.clamp(-_GELU_CUT, _GELU_CUT)
+            return cut * (linear + cubic * (cut * cut)), cut * (linear + slope * (cut * cut))
+        alpha = _ALPHA_OF_OAI if self.activation == "swiglu_oai" and self.alpha is None else self.alpha
+        z = gate if alpha is None else alpha * gate
+        return z, z
+
+    def activated(self, gate: Tensor) -> Tensor:
+        """The activation of l, before a clamp that comes after it."""
+        if self.activation == "relu2":
+            return _positive(gate) * _positive(gate)
+        return gate / (1 + torch.exp(-self.exponents(gate)[0]))
+
+    def is_beyond(self, gate: Tensor) -> Tensor:
+        """Whether the clamp cuts l, or its activation, bool."""
+        return (self.activated(gate) if self.clamp_after else gate) > self.clamp
 
 
-def float32_forward(
-    x: torch.Tensor, swiglu_clamp_value: float | None = None, *, weight: torch.Tensor | None = None
-) -> torch.Tensor:
-    """l / (1 + exp(-l)) * r * weight for x = [l | r] of any dtype, each operation rounded to float32, left to right."""
-    gate, value = halves(x, swiglu_clamp_value)
-    out = gate / (1 + torch.exp(-gate)) * value
+def _positive(gate: Tensor) -> Tensor:
+    """max(l, 0); NaN stays NaN, and -0 becomes 0."""
+    return gate.masked_fill(gate <= 0, 0)
+
+
+def float32_forward(x: Tensor, gating: Gating, *, weight: Tensor | None = None) -> Tensor:
+    """The activation of l, times r, times weight, for x of any dtype, each operation rounded to float32 in this order.
+
+    For silu it is l / (1 + exp(-l)) * r * weight for x = [l | r].
+    """
+    gate, value = gating.clamped(*gating.halves(x))
+    out = gating.activated(gate)
+    if gating.clamp_after and gating.clamp is not None:
+        out = out.clamp(max=gating.clamp)
+    out = out if value is None else out * value
     return out if weight is None else out * weight.unsqueeze(-1)
 
 
 def float32_backward(
-    x: torch.Tensor,
-    grad_out: torch.Tensor,
-    swiglu_clamp_value: float | None = None,
-    *,
-    weight: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Forward and gradients of out = l / (1 + exp(-l)) * r * weight for x = [l | r], all in float32.
+    x: Tensor, grad_out: Tensor, gating: Gating, *, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and gradients of out = l / (1 + exp(-z)) * (r + b) * weight, in float32.
 
-    With d = 1 + exp(-l), s = 1 / d, a = l / d * r and gs = grad_out * weight * s, products from left to right:
+    With d = 1 + exp(-z), s = 1 / d, g = grad_out, a = l / d * (r + b) and gs = g * weight * s, from left to right:
 
-        out = a * weight;  dl = gs * r * fma(l, 1 - s, 1);  dr = gs * l;  grad of weight = sum of grad_out * a
+        out = a * weight;  dl = gs * (r + b) * fma(u * z', 1 - s, 1);  dr = gs * l;  grad of weight = sum of g * a
 
-    dl and dr are 0 where l and r were clamped. Returns `(out, x_grad, weight_grad)`, with one weight for each row.
+    where z = l and u * z' = l, or those of `Gating.exponents`. For relu2, q = max(l, 0):
+
+        a = q * q * r;  dl = g * weight * (2 * q) * r;  dr = g * weight * (q * q)
+
+    dl and dr are 0 where l and r were clamped. Where the activation was clamped, dl is 0 and dr = g * weight * clamp.
+    Returns `(out, x_grad, weight_grad)`, with one weight for each row.
     """
-    gate, value = halves(x, swiglu_clamp_value)
+    unclamped = gating.halves(x)
+    gate, factor = gating.clamped(*unclamped)
     grad_out = grad_out.to(torch.float32)
-    divisor = 1 + torch.exp(-gate)
-    sigmoid = torch.ones_like(divisor) / divisor
-    activated = gate / divisor * value
-    scaled = grad_out if weight is None else grad_out * weight.unsqueeze(-1)
-    scaled = scaled * sigmoid
-    gate_grad = scaled * value * fma(gate, 1 - sigmoid, torch.ones_like(gate))
-    value_grad = scaled * gate
-    if swiglu_clamp_value is not None:
-        unclamped_gate, unclamped_value = halves(x)
-        gate_grad = gate_grad.masked_fill(unclamped_gate > swiglu_clamp_value, 0)
-        value_grad = value_grad.masked_fill(unclamped_value.abs() > swiglu_clamp_value, 0)
+    weighted = grad_out if weight is None else grad_out * weight.unsqueeze(-1)
+    activated = gating.activated(gate)
+    if gating.activation == "relu2":
+        gate_grad = weighted * (2 * _positive(gate))
+        value_grad = weighted * activated
+        gate_grad = gate_grad if factor is None else gate_grad * factor
+    else:
+        z, product = gating.exponents(gate)
+        sigmoid = torch.ones_like(gate) / (1 + torch.exp(-z))
+        scaled = weighted * sigmoid
+        value_grad = scaled * gate
+        scaled = scaled if factor is None else scaled * factor
+        gate_grad = scaled * fma(product, 1 - sigmoid, torch.ones_like(gate))
+    if gating.clamp is not None:
+        is_beyond = gating.is_beyond(unclamped[0])
+        gate_grad = gate_grad.masked_fill(is_beyond, 0)
+        if gating.clamp_after:
+            activated = activated.clamp(max=gating.clamp)
+            value_grad = torch.where(is_beyond, weighted * activated, value_grad)
+        if factor is not None:
+            value_grad = value_grad.masked_fill(unclamped[1].abs() > gating.clamp, 0)
+    activated = activated if factor is None else activated * factor
     out = activated if weight is None else activated * weight.unsqueeze(-1)
     weight_grad = (grad_out.to(torch.float64) * activated.to(torch.float64)).sum(-1).to(torch.float32)
-    return out, torch.cat((gate_grad, value_grad), dim=-1), weight_grad
+    return out, gating.joined(gate_grad, None if factor is None else value_grad), weight_grad
 
 
-def count_clamped(x: torch.Tensor, swiglu_clamp_value: float, is_real: torch.Tensor | None = None) -> torch.Tensor:
-    """Numbers of l > c, r > c, r < -c and l in x = [l | r], int64 (4,); `is_real` (bool) picks the rows that count."""
-    gate, value = halves(x if is_real is None else x[is_real])
-    beyond = (gate > swiglu_clamp_value, value > swiglu_clamp_value, value < -swiglu_clamp_value)
-    return torch.stack([each.sum() for each in (*beyond, torch.ones_like(gate, dtype=torch.bool))])
+def count_clamped(x: Tensor, gating: Gating, is_real: Tensor | None = None) -> Tensor:
+    """Numbers of l > c (or its activation), r > c, r < -c and l in x, int64 (4,); `is_real` (bool) picks the rows."""
+    gate, value = gating.halves(x if is_real is None else x[is_real])
+    is_beyond = gating.is_beyond(gate)
+    of_value = (torch.zeros_like(is_beyond),) * 2 if value is None else (value > gating.clamp, value < -gating.clamp)
+    return torch.stack([each.sum() for each in (is_beyond, *of_value, torch.ones_like(is_beyond))])
 
 
 def real_positions(
     num_positions: int,
-    pos_to_token_topk: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    pos_to_expert: torch.Tensor | None,
+    pos_to_token_topk: Tensor | None,
+    topk_weights: Tensor | None,
+    pos_to_expert: Tensor | None,
     device: torch.device,
-    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    psum_num_tokens_per_expert: Tensor | None = None,
     token_alignment: int = 128,
-) -> torch.Tensor:
+) -> Tensor:
     """Which positions are not padding, bool (num_positions,): indices not negative, and inside topk_weights.
 
     With psum_num_tokens_per_expert also in [align(psum[e - 1], token_alignment), psum[e]) for some expert e.
@@ -101,11 +174,11 @@ def real_positions(
 
 
 def position_weights(
-    pos_to_token_topk: torch.Tensor | None,
-    topk_weights: torch.Tensor,
-    is_real: torch.Tensor,
+    pos_to_token_topk: Tensor | None,
+    topk_weights: Tensor,
+    is_real: Tensor,
     routed_scaling_factor: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The weight of each position, float32; 0 for padding. Without pos_to_token_topk they are by position already."""
     weights = torch.zeros(is_real.shape, dtype=torch.float32, device=is_real.device)
     if pos_to_token_topk is None:
@@ -116,14 +189,14 @@ def position_weights(
 
 
 def _rows(
-    x: torch.Tensor,
-    pos_to_token_topk: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    pos_to_expert: torch.Tensor | None,
-    psum_num_tokens_per_expert: torch.Tensor | None,
+    x: Tensor,
+    pos_to_token_topk: Tensor | None,
+    topk_weights: Tensor | None,
+    pos_to_expert: Tensor | None,
+    psum_num_tokens_per_expert: Tensor | None,
     token_alignment: int,
     routed_scaling_factor: float | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """`real_positions` of the rows of x, and their `position_weights`, if there are any."""
     maps = pos_to_token_topk, topk_weights, pos_to_expert
     is_real = real_positions(x.shape[0], *maps, x.device, psum_num_tokens_per_expert, token_alignment)
@@ -133,51 +206,63 @@ def _rows(
 
 
 def swiglu_forward(
-    x: torch.Tensor,
+    x: Tensor,
     swiglu_clamp_value: float | None = None,
     *,
     fmt: str = "fp32",
-    pos_to_token_topk: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-    pos_to_expert: torch.Tensor | None = None,
-    clamped_count: torch.Tensor | None = None,
-    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    pos_to_token_topk: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    pos_to_expert: Tensor | None = None,
+    clamped_count: Tensor | None = None,
+    psum_num_tokens_per_expert: Tensor | None = None,
     token_alignment: int = 128,
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
-) -> torch.Tensor:
+    activation: str = "silu",
+    alpha: float | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
+    clamp_after: bool = False,
+) -> Tensor:
     """See tk_quant.swiglu_forward. Rows of padding are 0."""
     maps = pos_to_token_topk, topk_weights, pos_to_expert
     is_real, weight = _rows(x, *maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
     clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
+    gating = Gating(clamp, activation, alpha, interleaved, gated, clamp_after)
     if clamped_count is not None:
-        clamped_count += count_clamped(x, clamp, is_real)[: clamped_count.shape[0]]
-    out = float32_forward(x, clamp, weight=weight)
+        clamped_count += count_clamped(x, gating, is_real)[: clamped_count.shape[0]]
+    out = float32_forward(x, gating, weight=weight)
     return out.masked_fill(~is_real.unsqueeze(1), 0).to(OUT_DTYPES[fmt])
 
 
 def swiglu_backward(
-    x: torch.Tensor,
-    grad_out: torch.Tensor,
+    x: Tensor,
+    grad_out: Tensor,
     swiglu_clamp_value: float | None = None,
     *,
     fmt: str = "fp32",
-    pos_to_token_topk: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-    token_topk_to_pos: torch.Tensor | None = None,
-    pos_to_expert: torch.Tensor | None = None,
+    pos_to_token_topk: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    token_topk_to_pos: Tensor | None = None,
+    pos_to_expert: Tensor | None = None,
     with_out: bool = False,
-    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    psum_num_tokens_per_expert: Tensor | None = None,
     token_alignment: int = 128,
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
     do_recompute: bool = False,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    activation: str = "silu",
+    alpha: float | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
+    clamp_after: bool = False,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """See tk_quant.swiglu_backward."""
     maps = pos_to_token_topk, topk_weights, pos_to_expert
     is_real, weight = _rows(x, *maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
     clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
-    out, x_grad, row_grads = _in_pieces(x, grad_out, clamp, weight, OUT_DTYPES[fmt])
+    gating = Gating(clamp, activation, alpha, interleaved, gated, clamp_after)
+    out, x_grad, row_grads = _in_pieces(x, grad_out, gating, weight, OUT_DTYPES[fmt])
     out, x_grad = (y.masked_fill(~is_real.unsqueeze(1), 0) for y in (out, x_grad))
     row_grads = row_grads.masked_fill(~is_real, 0)
     if routed_scaling_factor is not None:
@@ -191,51 +276,57 @@ def swiglu_backward(
 
 
 def _in_pieces(
-    x: torch.Tensor,
-    grad_out: torch.Tensor,
-    swiglu_clamp_value: float | None,
-    weight: torch.Tensor | None,
+    x: Tensor,
+    grad_out: Tensor,
+    gating: Gating,
+    weight: Tensor | None,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """out and x_grad in `dtype` and each row's weight gradient. In pieces, as float64 of all rows may not fit."""
     inputs = (x, grad_out) if weight is None else (x, grad_out, weight)
     pieces = []
     for part_x, part_grad, *part_weight in zip(*(each.split(_ROWS) for each in inputs)):
         weights = {"weight": part_weight[0]} if part_weight else {}
-        out, x_grad, row_grads = float32_backward(part_x, part_grad, swiglu_clamp_value, **weights)
+        out, x_grad, row_grads = float32_backward(part_x, part_grad, gating, **weights)
         pieces.append((out.to(dtype), x_grad.to(dtype), row_grads))
     return tuple(map(torch.cat, zip(*pieces)))
 
 
 def swiglu_forward_and_per_token_cast(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     num_per_channels: int,
-    pos_to_token_topk: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-    pos_to_expert: torch.Tensor | None = None,
+    pos_to_token_topk: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    pos_to_expert: Tensor | None = None,
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     swiglu_clamp_value: float | None = None,
-    clamped_count: torch.Tensor | None = None,
+    clamped_count: Tensor | None = None,
     sf_clamp_min: float | None = None,
     *,
     use_swizzled_sf: bool = False,
-    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    psum_num_tokens_per_expert: Tensor | None = None,
     token_alignment: int = 128,
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    activation: str = "silu",
+    alpha: float | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
+    clamp_after: bool = False,
+) -> tuple[Tensor, Tensor]:
     """See tk_quant.swiglu_forward_and_per_token_cast. Data and sf of padding rows are 0; no other sf is 0."""
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
-    hidden = x.shape[1] // 2
+    hidden = x.shape[1] // (2 if gated else 1)
     maps = pos_to_token_topk, topk_weights, pos_to_expert
     is_real, weight = _rows(x, *maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
     clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
+    gating = Gating(clamp, activation, alpha, interleaved, gated, clamp_after)
     if clamped_count is not None:
-        clamped_count += count_clamped(x, clamp, is_real)[: clamped_count.shape[0]]
-    values = float32_forward(x, clamp, weight=weight)
+        clamped_count += count_clamped(x, gating, is_real)[: clamped_count.shape[0]]
+    values = float32_forward(x, gating, weight=weight)
 
     block_size = (1, num_per_channels or hidden)
     data, sf = cast(values, fmt, block_size, round_sf=round_sf, sf_clamp_min=sf_clamp_min)
@@ -245,7 +336,7 @@ def swiglu_forward_and_per_token_cast(
 
 
 def swiglu_forward_and_per_channel_cast_and_transpose(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: str,
     num_per_tokens: int,
     round_sf: bool = False,
@@ -253,33 +344,38 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     swiglu_clamp_value: float | None = None,
     *,
     sf_clamp_min: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """See tk_quant.swiglu_forward_and_per_channel_cast_and_transpose."""
-    activation = float32_forward(x, swiglu_clamp_value).to(torch.bfloat16)
+    activation = float32_forward(x, Gating(swiglu_clamp_value)).to(torch.bfloat16)
     data, sf = cast(activation, fmt, (num_per_tokens, 1), round_sf=round_sf, sf_clamp_min=sf_clamp_min)
     return data if without_transpose else transpose(data), sf
 
 
 def swiglu_backward_and_per_token_cast(
-    x: tuple[torch.Tensor, torch.Tensor],
-    grad_out: torch.Tensor,
-    weight: torch.Tensor | None,
-    pos_to_token_topk: torch.Tensor | None,
-    token_topk_to_pos: torch.Tensor | None,
+    x: tuple[Tensor, Tensor],
+    grad_out: Tensor,
+    weight: Tensor | None,
+    pos_to_token_topk: Tensor | None,
+    token_topk_to_pos: Tensor | None,
     num_per_channels: int,
     round_sf: bool = False,
     swiglu_clamp_value: float | None = None,
     *,
     sf_clamp_min: float | None = None,
-    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    psum_num_tokens_per_expert: Tensor | None = None,
     token_alignment: int = 128,
-    topk_weights: torch.Tensor | None = None,
+    topk_weights: Tensor | None = None,
     routed_scaling_factor: float | None = None,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
     clamp_value: float | None = None,
     do_recompute: bool = True,
-) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    activation: str = "silu",
+    alpha: float | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
+    clamp_after: bool = False,
+) -> tuple[Tensor | None, tuple[Tensor, Tensor], Tensor, Tensor | None]:
     """See tk_quant.swiglu_backward_and_per_token_cast."""
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     data, sf = (each.flatten(0, -2) for each in x)
@@ -295,7 +391,8 @@ def swiglu_backward_and_per_token_cast(
         of_rows["weight"] = weights[is_real]
     values = dequantize((data[is_real], sf[is_real]), block_size)
     clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
-    results = float32_backward(values, grad_out[is_real], clamp, **of_rows)
+    gating = Gating(clamp, activation, alpha, interleaved, gated, clamp_after)
+    results = float32_backward(values, grad_out[is_real], gating, **of_rows)
 
     # Padding has the result of a row of zeros, or with psum_num_tokens_per_expert sf of 0.
     zeros = torch.zeros(1, 2 * num_per_channels, dtype=torch.float32, device=data.device)
@@ -321,9 +418,7 @@ def swiglu_backward_and_per_token_cast(
     )
 
 
-def _weight_grad(
-    row_grads: torch.Tensor, pos_to_token_topk: torch.Tensor | None, token_topk_to_pos: torch.Tensor | None
-) -> torch.Tensor:
+def _weight_grad(row_grads: Tensor, pos_to_token_topk: Tensor | None, token_topk_to_pos: Tensor | None) -> Tensor:
     """Gradients of weights, by pairs where there are maps: a pair's is that of its row, if that row is the pair's."""
     if pos_to_token_topk is None or token_topk_to_pos is None:
         return row_grads
@@ -337,7 +432,7 @@ def _weight_grad(
     return weight_grad.view(token_topk_to_pos.shape)
 
 
-def _to_bf16(x: torch.Tensor) -> torch.Tensor:
+def _to_bf16(x: Tensor) -> Tensor:
     """Round to bfloat16, to nearest, ties to even; any NaN gets the bits that a GPU writes."""
     rounded = x.to(torch.bfloat16)
     rounded.view(torch.int16).masked_fill_(x.isnan(), _BF16_NAN_BITS)

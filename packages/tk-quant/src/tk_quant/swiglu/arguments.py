@@ -1,4 +1,4 @@
-"""Arguments that several SwiGLU ops have: checks, and which of them a kernel is compiled for."""
+"""Arguments that several SwiGLU ops have: checks, and what of them a kernel is compiled for."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,16 @@ from torch import Tensor
 from tk_core import check
 from tk_quant.cast.format import LEAST_NORMAL, OUT_DTYPES, PLAIN_DTYPES
 
+ACTIVATIONS = ("silu", "swiglu_oai", "gelu_tanh", "relu2")
+_ALPHA_OF_OAI = 1.702
 _MAX_ALIGNMENT = 2**16
+# Of a gate and its value beside each other.
+_PAIR_DTYPES = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
 
 @dataclass(frozen=True)
 class SwigluOptions:
-    """Which optional arguments a call has."""
+    """Which optional arguments a call has, and which activation."""
 
     weights: bool
     experts: bool
@@ -28,6 +32,22 @@ class SwigluOptions:
     """Whether weights are multiplied by routed_scaling_factor."""
     segments: tuple[int, int] | None = None
     """(experts, alignment) of psum_num_tokens_per_expert, if there is one."""
+    activation: str = "silu"
+    has_alpha: bool = False
+    interleaved: bool = False
+    gated: bool = True
+    clamp_after: bool = False
+    """Whether the clamp, which there is, cuts the gate after its activation."""
+
+    @property
+    def width(self) -> int:
+        """Channels of x for each channel of the output."""
+        return 2 if self.gated else 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the activation is SiLU of the clamped gate."""
+        return self.activation == "silu" and not self.has_alpha and not self.clamp_after
 
     @property
     def has_segments(self) -> bool:
@@ -38,6 +58,32 @@ class SwigluOptions:
     def pairs(self) -> bool:
         """Whether each row's weight is found by pos_to_token_topk."""
         return self.weights and not self.by_position
+
+
+class Gating(NamedTuple):
+    """The arguments that say what a gate and its value become, and where x has them; made by `check_gating`."""
+
+    activation: str
+    alpha: float | None
+    interleaved: bool
+    gated: bool
+    clamp_after: bool
+
+    @property
+    def width(self) -> int:
+        """Channels of x for each channel of the output."""
+        return 2 if self.gated else 1
+
+    @property
+    def last_operands(self) -> list[float]:
+        """What a kernel gets after all else: alpha, if there is one."""
+        return [] if self.alpha is None else [self.alpha]
+
+    def parts(self, x: Tensor) -> Tensor:
+        """View x or its gradient as (rows, halves, channels): gates and values; or pairs of these, as integers."""
+        if self.interleaved:
+            return x.view(_PAIR_DTYPES[x.dtype]).unsqueeze(1)
+        return x.view(x.shape[0], self.width, x.shape[1] // self.width)
 
 
 class Rows(NamedTuple):
@@ -61,7 +107,7 @@ class Rows(NamedTuple):
         psum, factor = self.psum_num_tokens_per_expert, self.routed_scaling_factor
         return [*([] if psum is None else [psum]), *([] if factor is None else [float(factor)])]
 
-    def options(self, clamp: float | None, clamped_count: Tensor | None = None) -> SwigluOptions:
+    def options(self, gating: Gating, clamp: float | None, clamped_count: Tensor | None = None) -> SwigluOptions:
         """What a kernel is compiled for."""
         psum = self.psum_num_tokens_per_expert
         return SwigluOptions(
@@ -72,6 +118,11 @@ class Rows(NamedTuple):
             by_position=self.by_position,
             scaled=self.routed_scaling_factor is not None,
             segments=None if psum is None else (psum.shape[0], self.token_alignment),
+            activation=gating.activation,
+            has_alpha=gating.alpha is not None,
+            interleaved=gating.interleaved,
+            gated=gating.gated,
+            clamp_after=gating.clamp_after and clamp is not None,
         )
 
 
@@ -89,6 +140,24 @@ def check_clamp_value(value: Any, other: Any = None) -> float | None:
     if value is not None and not (isinstance(value, float) and value == math.inf):
         check.number(name, value, at_least=LEAST_NORMAL)
     return value
+
+
+def check_gating(activation: Any, alpha: Any, interleaved: Any, gated: Any, clamp_after: Any) -> Gating:
+    """The arguments, checked, with the alpha that swiglu_oai has where none is given."""
+    check.one_of("activation", activation, ACTIVATIONS)
+    for name, flag in (("interleaved", interleaved), ("gated", gated), ("clamp_after", clamp_after)):
+        check.flag(name, flag)
+    if alpha is not None:
+        check.number("alpha", alpha, at_least=LEAST_NORMAL)
+        has_alpha = activation in ("silu", "swiglu_oai")
+        check.require(has_alpha, "alpha", "None beside activation {!r}", alpha, activation)
+    check.require(gated or activation != "swiglu_oai", "gated", "True beside activation 'swiglu_oai'", gated)
+    check.require(gated or not interleaved, "interleaved", "False without gated", interleaved)
+    is_after_silu = activation == "silu" or not clamp_after
+    check.require(is_after_silu, "clamp_after", "False beside activation {!r}", clamp_after, activation)
+    if activation == "swiglu_oai" and alpha is None:
+        alpha = _ALPHA_OF_OAI
+    return Gating(activation, None if alpha is None else float(alpha), interleaved, gated, clamp_after)
 
 
 def check_rows(x: Tensor, rows: Rows) -> None:
@@ -117,10 +186,11 @@ def check_rows(x: Tensor, rows: Rows) -> None:
         check.require(topk_weights is not None, "topk_weights", "a tensor beside routed_scaling_factor", None)
 
 
-def check_swiglu_arguments(x: Tensor, fmt: Any, rows: Rows) -> torch.dtype:
+def check_swiglu_arguments(x: Tensor, fmt: Any, rows: Rows, gating: Gating) -> torch.dtype:
     """Check the arguments that the forward and the backward share; return the output's dtype."""
-    _, width = check.tensor("x", x, PLAIN_DTYPES, ("num_positions", "2 * hidden"))
-    check.require(width > 0 and width % 128 == 0, "x", "a positive multiple of 128 columns", width)
+    _, width = check.tensor("x", x, PLAIN_DTYPES, ("num_positions", "2 * hidden" if gating.gated else "hidden"))
+    multiple = 64 * gating.width
+    check.require(width > 0 and width % multiple == 0, "x", "a positive multiple of {} columns", width, multiple)
     check.one_of("fmt", fmt, OUT_DTYPES)
     check_rows(x, rows)
     return OUT_DTYPES[fmt]

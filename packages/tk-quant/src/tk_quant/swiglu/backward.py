@@ -8,8 +8,10 @@ over the tiles, for each of the thread's channels; the sums of a row are added u
     x, x_grad   left, right    [ thread 0 | thread 1 | … ]  [ thread 0 | thread 1 | … ]
     grad_out, out              [ thread 0 | thread 1 | … ]  [ thread 0 | thread 1 | … ]
 
+Interleaved, a gate and its value are one element of x and x_grad, an integer of twice the bits.
+
 The thread blocks also divide the pairs (token, top-k) among themselves, and write a gradient of 0 for pairs without a
-position. Rows of padding are not read. The order of the sums depends only on hidden and the dtypes.
+position. Rows of padding are not read. The order of the sums depends only on hidden, the dtypes and `interleaved`.
 """
 
 import math
@@ -29,6 +31,7 @@ from tk_quant.swiglu.arguments import (
     Rows,
     SwigluOptions,
     check_clamp_value,
+    check_gating,
     check_maps_agree,
     check_swiglu_arguments,
 )
@@ -60,15 +63,18 @@ def _swiglu_backward_kernel(
     """`dtypes`: of x, grad_out and x_grad. The kernel's `steps`: pairs that a thread checks for lack of a position."""
     import tilelang.language as T
 
-    from tk_quant.swiglu.activation import clamp_gate, clamp_value, find_segments, pair_of_row
+    from tk_quant.swiglu import activation as of
+    from tk_quant.swiglu.activation import find_segments, pair_of_row
 
     block_rows, block_channels = _tile(hidden)
+    parts = 2 if options.gated and not options.interleaved else 1
+    x_type, grad_type = (of.element_type(dtype, options) for dtype in (dtypes[0], dtypes[2]))
     num_positions, num_pairs = T.dynamic("num_positions"), T.dynamic("num_pairs")
     tile_shape = (block_rows, block_channels)
 
     @T.prim_func
     def swiglu_backward(
-        x: T.Tensor((num_positions, 2, hidden), dtypes[0]),
+        x: T.Tensor((num_positions, parts, hidden), x_type),
         grad_out: T.Tensor((num_positions, hidden), dtypes[1]),
         pos_to_token_topk: T.Tensor((num_positions,), "int32"),
         topk_weights: T.Tensor((num_pairs,), "float32"),
@@ -76,25 +82,29 @@ def _swiglu_backward_kernel(
         pos_to_expert: T.Tensor((num_positions,), "int32"),
         limit: T.float32,
         steps: T.int32,
-        x_grad: T.Tensor((num_positions, 2, hidden), dtypes[2]),
+        x_grad: T.Tensor((num_positions, parts, hidden), grad_type),
         weight_grad: T.Tensor((num_pairs,), "float32"),
         out: T.Tensor((num_positions, hidden), dtypes[2]),
         expert_ends: T.Tensor((options.segments[0],), "int32") if options.has_segments else 0,
         routed_scaling_factor: T.float32 if options.scaled else 1.0,
+        alpha: T.float32 if options.has_alpha else 1.0,
     ) -> None:
         with T.Kernel(T.ceildiv(num_positions, block_rows), threads=_THREADS) as block:
             first = block * block_rows
             pairs = T.alloc_fragment((block_rows,), "int32")
             weights = T.alloc_fragment((block_rows,), "float32")
-            gates = T.alloc_fragment(tile_shape, dtypes[0])
-            values = T.alloc_fragment(tile_shape, dtypes[0])
+            gates = T.alloc_fragment(tile_shape, x_type)
+            values = T.alloc_fragment(tile_shape, x_type) if parts == 2 else gates
             grads = T.alloc_fragment(tile_shape, dtypes[1])
             gate_grads = T.alloc_fragment(tile_shape, "float32")
             value_grads = T.alloc_fragment(tile_shape, "float32")
+            if options.interleaved:
+                pair_grads = T.alloc_fragment(tile_shape, grad_type)
             activated = T.alloc_fragment(tile_shape, "float32")
             products = T.alloc_fragment(tile_shape, "float32")
             sums = T.alloc_fragment((block_rows,), "float32")
             maps = num_positions, pos_to_token_topk, pos_to_expert, num_pairs, options
+            scalars = of.Scalars(limit, alpha)
             if options.has_segments:
                 num_ended = T.alloc_fragment((block_rows,), "int32")
                 ends = T.alloc_fragment((block_rows,), "int32")
@@ -110,32 +120,43 @@ def _swiglu_backward_kernel(
             for tile in T.serial(hidden // block_channels):
                 channel = tile * block_channels
                 for r, i in T.Parallel(*tile_shape):
-                    gates[r, i] = T.if_then_else(pairs[r] >= 0, x[first + r, 0, channel + i], T.cast(0, dtypes[0]))
-                for r, i in T.Parallel(*tile_shape):
-                    values[r, i] = T.if_then_else(pairs[r] >= 0, x[first + r, 1, channel + i], T.cast(0, dtypes[0]))
+                    gates[r, i] = T.if_then_else(pairs[r] >= 0, x[first + r, 0, channel + i], T.cast(0, x_type))
+                if parts == 2:
+                    for r, i in T.Parallel(*tile_shape):
+                        values[r, i] = T.if_then_else(pairs[r] >= 0, x[first + r, 1, channel + i], T.cast(0, x_type))
                 for r, i in T.Parallel(*tile_shape):
                     grads[r, i] = T.if_then_else(pairs[r] >= 0, grad_out[first + r, channel + i], T.cast(0, dtypes[1]))
                 for r, i in T.Parallel(*tile_shape):
                     g = T.cast(grads[r, i], "float32")
-                    gate = clamp_gate(T.cast(gates[r, i], "float32"), limit, options)
-                    value = clamp_value(T.cast(values[r, i], "float32"), limit, options)
-                    d = T.float32(1) + T.exp(-gate)
-                    s = T.float32(1) / d
-                    a = gate / d * value
+                    gate = of.clamp_gate(of.gate_of(gates[r, i], options), scalars, options)
+                    value = of.value_factor(of.value_of(values[r, i], options), scalars, options)
+                    d = of.divisor_of(gate, scalars, options)
+                    s = of.slope_factor(gate, d, options)
+                    a = of.times_value(
+                        of.clamp_activation(of.activation_of(gate, d, options), scalars, options), value, options
+                    )
                     gs = g * weights[r] * s if options.weights else g * s
                     activated[r, i] = a * weights[r] if options.weights else a
-                    gate_grads[r, i] = gs * value * T.fma(gate, T.float32(1) - s, T.float32(1))
-                    value_grads[r, i] = gs * gate
+                    gate_grads[r, i] = of.gate_gradient(of.times_value(gs, value, options), gate, s, scalars, options)
+                    value_grads[r, i] = of.value_gradient(
+                        *(gs, g, weights[r], gate, of.activation_of(gate, d, options), scalars, options)
+                    )
                     if has_weight_grad:
                         products[r, i] = products[r, i] + g * a
                 if options.clamp:
                     for r, i in T.Parallel(*tile_shape):
-                        if T.cast(gates[r, i], "float32") > limit:
+                        if of.is_gate_clamped(of.gate_of(gates[r, i], options), scalars, options):
                             gate_grads[r, i] = T.float32(0)
-                        if T.abs(T.cast(values[r, i], "float32")) > limit:
+                        if T.abs(of.value_of(values[r, i], options)) > limit:
                             value_grads[r, i] = T.float32(0)
-                T.copy(gate_grads, x_grad[first : first + block_rows, 0, channel : channel + block_channels])
-                T.copy(value_grads, x_grad[first : first + block_rows, 1, channel : channel + block_channels])
+                if options.interleaved:
+                    for r, i in T.Parallel(*tile_shape):
+                        pair_grads[r, i] = of.pair_of(gate_grads[r, i], value_grads[r, i], grad_type)
+                    T.copy(pair_grads, x_grad[first : first + block_rows, 0, channel : channel + block_channels])
+                else:
+                    T.copy(gate_grads, x_grad[first : first + block_rows, 0, channel : channel + block_channels])
+                if parts == 2:
+                    T.copy(value_grads, x_grad[first : first + block_rows, 1, channel : channel + block_channels])
                 if with_out:
                     T.copy(activated, out[first : first + block_rows, channel : channel + block_channels])
             if has_weight_grad:
@@ -182,6 +203,11 @@ def swiglu_backward(
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
     do_recompute: bool = False,
+    activation: str = "silu",
+    alpha: float | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
+    clamp_after: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Gradients of `swiglu_forward` with respect to x and the weights, and on request its output.
 
@@ -191,10 +217,19 @@ def swiglu_backward(
         d = 1 + exp(-l);  s = 1 / d;  a = l / d * r;  gs = g * w * s
         out = a * w;  x_grad = [gs * r * fma(l, 1 - s, 1) | gs * l];  weight_grad = sum of g * a over the row
 
-    All results are exact but weight_grad, which is summed in float32, in an order that depends only on hidden and the
-    dtypes. The positional arguments of TileKernels 2.1.0 are taken too, and then its results are returned, a tuple of
-    x_grad, weight_grad with weights, and out with do_recompute: (x, act_x_grad, fmt, psum_num_tokens_per_expert,
-    topk_weights, routed_scaling_factor, clamp_value, do_recompute).
+    For other activations d, a and the gradients of l and r are, with `swiglu_forward`'s c, k1 and k2,
+
+        silu with alpha   d = 1 + exp(-(alpha * l)), and fma(alpha * l, 1 - s, 1)
+        swiglu_oai        the same, with r + 1 for r
+        gelu_tanh         d = 1 + exp(-(c * (k1 + k2 * (c * c)))), and fma(c * (k1 + 3 * k2 * (c * c)), 1 - s, 1)
+        relu2             q = max(l, 0);  a = q * q * r;  g * w * (2 * q) * r and g * w * (q * q)
+
+    where 3 * k2 is rounded.
+
+    All results are exact but weight_grad, which is summed in float32, in an order that depends only on hidden, the
+    dtypes and interleaved. The positional arguments of TileKernels 2.1.0 are taken too, and then its results are
+    returned, a tuple of x_grad, weight_grad with weights, and out with do_recompute: (x, act_x_grad, fmt,
+    psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value, do_recompute).
 
     Args:
         x: (num_positions, 2 * hidden) bfloat16 or float32, contiguous, the gate l in the left half; hidden a multiple
@@ -219,10 +254,12 @@ def swiglu_backward(
         routed_scaling_factor: weights are multiplied by it first, rounded to float32, and weight_grad at the end.
         clamp_value: The same as swiglu_clamp_value.
         do_recompute: The same as with_out.
+        activation, alpha, interleaved, gated, clamp_after: those of `swiglu_forward`. x_grad has l and r where x has
+            them. With clamp_after the gradient of l is 0 where silu(l) > c, and that of r is g * w * c there.
 
     Returns:
         out: (num_positions, hidden), or None without `with_out`.
-        x_grad: (num_positions, 2 * hidden).
+        x_grad: shaped like x.
         weight_grad: float32 (num_tokens, num_topk), 0 for a pair without a position, or None without token_topk_to_pos;
             for weights by position always, (num_positions,), 0 for padding.
 
@@ -232,8 +269,9 @@ def swiglu_backward(
     """
     maps = pos_to_token_topk, topk_weights, pos_to_expert
     rows = Rows(*maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
-    dtype, clamp = check_swiglu_arguments(x, fmt, rows), check_clamp_value(swiglu_clamp_value, clamp_value)
-    num_positions, hidden = x.shape[0], x.shape[1] // 2
+    gating = check_gating(activation, alpha, interleaved, gated, clamp_after)
+    dtype, clamp = check_swiglu_arguments(x, fmt, rows, gating), check_clamp_value(swiglu_clamp_value, clamp_value)
+    num_positions, hidden = x.shape[0], x.shape[1] // gating.width
     check.tensor("grad_out", grad_out, PLAIN_DTYPES, (num_positions, hidden), device=x.device)
     check.flag("with_out", with_out)
     check.flag("do_recompute", do_recompute)
@@ -248,19 +286,19 @@ def swiglu_backward(
             check_maps_agree(pos_to_token_topk, token_topk_to_pos)
     has_weight_grad = rows.by_position or token_topk_to_pos is not None
     out = new(x.new_empty, (num_positions, hidden), dtype=dtype) if with_out else None
-    x_grad = new(x.new_empty, (num_positions, 2 * hidden), dtype=dtype)
+    x_grad = new(x.new_empty, x.shape, dtype=dtype)
     weight_grad = new(torch.empty_like, topk_weights) if has_weight_grad else None
     if launching(out, x_grad, weight_grad) and num_positions:
         arch, dtypes = get_arch(x.device), (x.dtype, grad_out.dtype, dtype)
-        backward = _swiglu_backward_kernel(hidden, dtypes, rows.options(clamp), has_weight_grad, with_out, arch)
+        backward = _swiglu_backward_kernel(hidden, dtypes, rows.options(gating, clamp), has_weight_grad, with_out, arch)
         of_pairs = (None if each is None else each.view(-1) for each in (topk_weights, token_topk_to_pos, weight_grad))
         weights, positions, written = of_pairs
         num_pairs = 0 if written is None else written.shape[0]
         backward(
-            *(x.view(num_positions, 2, hidden), grad_out, pos_to_token_topk, weights, positions, pos_to_expert),
+            *(gating.parts(x), grad_out, pos_to_token_topk, weights, positions, pos_to_expert),
             math.inf if clamp is None else float(clamp),
             ceil_div(num_pairs, ceil_div(num_positions, _tile(hidden)[0]) * _THREADS),
-            *(x_grad.view(num_positions, 2, hidden), written, out, *rows.last_operands),
+            *(gating.parts(x_grad), written, out, *rows.last_operands, *gating.last_operands),
         )
     elif launching(weight_grad):
         weight_grad.zero_()

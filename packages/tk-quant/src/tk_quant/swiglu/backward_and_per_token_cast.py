@@ -30,7 +30,14 @@ from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_core.views import flat
 from tk_quant.cast.config import CastSf, layout_of
 from tk_quant.cast.format import PLAIN_DTYPES, check_sf_clamp_min, least_amax_of, pair_of
-from tk_quant.swiglu.arguments import Rows, SwigluOptions, check_clamp_value, check_maps_agree, check_rows
+from tk_quant.swiglu.arguments import (
+    Rows,
+    SwigluOptions,
+    check_clamp_value,
+    check_gating,
+    check_maps_agree,
+    check_rows,
+)
 from tk_quant.swiglu.tile_kernels import backward_cast_called_as_in_2_1, may_be_called
 
 _VEC = 8
@@ -81,14 +88,15 @@ def _swiglu_backward_and_per_token_cast_kernel(
 
     from tk_quant.cast.scales import sf_type
     from tk_quant.swiglu import backward_steps as steps
-    from tk_quant.swiglu.activation import find_segment, is_in_segment
+    from tk_quant.swiglu.activation import Scalars, find_segment, is_in_segment
 
     vec = _VEC
     pieces, lanes, rows, blocks_per_sm, most_turns = _threads_of(hidden, num_per_channels)
     threads, most_rows = align(lanes * rows, 32), rows * most_turns
     assert most_rows <= threads
     code_words, grad_words = vec // 4, vec * grad_dtype.itemsize // 4
-    sf_cols = 2 * hidden // num_per_channels
+    width = options.width * hidden
+    sf_cols = width // num_per_channels
     assert 32 % (num_per_channels // vec) == 0
     assert lanes * vec % num_per_channels == 0
     assert lanes * pieces * vec >= hidden
@@ -98,16 +106,16 @@ def _swiglu_backward_and_per_token_cast_kernel(
 
     @T.prim_func
     def swiglu_backward_and_per_token_cast(
-        x: T.Tensor((num_positions, 2 * hidden), "float8_e4m3fn"),
+        x: T.Tensor((num_positions, width), "float8_e4m3fn"),
         x_sf: T.Tensor((num_positions, sf_cols), "float32"),
         grad_out: T.Tensor((num_positions, hidden), grad_dtype),
         weight: T.Tensor(weights_shape, "float32") if options.weights else 0,
         pos_to_token_topk: T.Tensor((num_positions,), "int32") if options.pairs else 0,
         token_topk_to_pos: T.Tensor((num_tokens, num_topk), "int32") if options.pairs else 0,
         out: T.Tensor((num_positions, hidden), "bfloat16") if with_out else 0,
-        x_grad_data: T.Tensor((num_positions, 2 * hidden), "float8_e4m3fn"),
+        x_grad_data: T.Tensor((num_positions, width), "float8_e4m3fn"),
         x_grad_sf: sf_type(num_positions, sf_cols, of_sf.layout),
-        x_grad: T.Tensor((num_positions, 2 * hidden), "bfloat16"),
+        x_grad: T.Tensor((num_positions, width), "bfloat16"),
         weight_grad: T.Tensor(weights_shape, "float32") if options.weights else 0,
         clamp: T.float32,
         least_amax: T.float32,
@@ -116,6 +124,7 @@ def _swiglu_backward_and_per_token_cast_kernel(
         num_blocks: T.int32,
         expert_ends: T.Tensor((options.segments[0],), "int32") if options.has_segments else 0,
         routed_scaling_factor: T.float32 if options.scaled else 1.0,
+        alpha: T.float32 if options.has_alpha else 1.0,
     ) -> None:
         with T.Kernel(num_blocks, threads=threads) as block:
             # A piece of float32 gradients takes more registers.
@@ -126,6 +135,9 @@ def _swiglu_backward_and_per_token_cast_kernel(
             piece_sf, next_piece_sf = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
             grad, next_grad = T.alloc_local((1, grad_words), "uint32"), T.alloc_local((1, grad_words), "uint32")
             values = T.alloc_local((3, vec), "float32")
+            if options.interleaved:
+                joined = T.alloc_local((1, 2 * vec), "float32")
+            scalars = Scalars(clamp, alpha)
             row_sum = T.alloc_var("float32")
             index, pair_row = T.alloc_var("int32"), T.alloc_var("int32")
             row_sums = T.alloc_shared((most_turns * threads,), "float32")
@@ -150,7 +162,7 @@ def _swiglu_backward_and_per_token_cast_kernel(
                 *(x, x_sf, grad_out, next_codes, next_piece_sf, next_grad),
                 *(T.cast(block * tile_rows + thread_row, "int64"), lane * vec),
                 thread < lanes * rows and lane * vec < hidden and indices[thread_row] >= 0,
-                alignments,
+                *(alignments, options),
             )
             if thread < tile_rows:
                 if options.pairs:
@@ -173,10 +185,7 @@ def _swiglu_backward_and_per_token_cast_kernel(
                 wide_row = T.cast(row, "int64")
                 col = (step % pieces * lanes + lane) * vec
                 in_row = thread < lanes * rows and row < num_positions and col < hidden
-                for half in T.unroll(2):
-                    piece_sf[half] = next_piece_sf[half]
-                    for j in T.unroll(code_words):
-                        codes[half, j] = next_codes[half, j]
+                steps.take_piece(next_codes, next_piece_sf, codes, piece_sf, options)
                 for j in T.unroll(grad_words):
                     grad[0, j] = next_grad[0, j]
                 next_of_tile = (step + 1) // pieces * rows + thread_row
@@ -187,10 +196,10 @@ def _swiglu_backward_and_per_token_cast_kernel(
                     *(x, x_sf, grad_out, next_codes, next_piece_sf, next_grad),
                     *(T.cast(next_row, "int64"), next_col),
                     wanted and indices[next_of_tile] >= 0,
-                    alignments,
+                    *(alignments, options),
                 )
                 if in_row and indices[of_tile] >= 0:
-                    steps.differentiate(codes, piece_sf, grad, weights[of_tile], clamp, values, row_sum, options)
+                    steps.differentiate(codes, piece_sf, grad, weights[of_tile], scalars, values, row_sum, options)
                 else:
                     for j in T.unroll(vec):
                         values[0, j] = T.float32(0)
@@ -199,13 +208,29 @@ def _swiglu_backward_and_per_token_cast_kernel(
                 if in_row:
                     if with_out:
                         steps.store_bf16(out, values, 0, wide_row, col)
-                    steps.store_bf16(x_grad, values, 1, wide_row, col)
-                    steps.store_bf16(x_grad, values, 2, wide_row, hidden + col)
-                steps.quantize(
-                    *(values, x_grad_data, x_grad_sf, wide_row, col, in_row, least_amax),
-                    indices[of_tile] < 0 if options.has_segments else None,
-                    *(lanes, num_per_channels // vec, of_sf),
-                )
+                    if not options.interleaved:
+                        steps.store_bf16(x_grad, values, 1, wide_row, col)
+                    if options.gated and not options.interleaved:
+                        steps.store_bf16(x_grad, values, 2, wide_row, hidden + col)
+                is_zero = indices[of_tile] < 0 if options.has_segments else None
+                if options.interleaved:
+                    steps.join_gradients(values, joined)
+                    if in_row:
+                        steps.store_bf16(x_grad, joined, 0, wide_row, 2 * col)
+                    steps.quantize_joined(
+                        *(joined, 0, x_grad_data, x_grad_sf, wide_row, 2 * col, in_row, least_amax, is_zero),
+                        *(lanes, num_per_channels // (2 * vec), of_sf),
+                    )
+                elif not options.gated:
+                    steps.quantize_joined(
+                        *(values, 1, x_grad_data, x_grad_sf, wide_row, col, in_row, least_amax, is_zero),
+                        *(lanes, num_per_channels // vec, of_sf),
+                    )
+                else:
+                    steps.quantize(
+                        *(values, x_grad_data, x_grad_sf, wide_row, col, in_row, least_amax, is_zero),
+                        *(lanes, num_per_channels // vec, of_sf),
+                    )
                 if step % pieces == pieces - 1:
                     row_sums[step // pieces * threads + thread] = row_sum
                     row_sum = T.float32(0)
@@ -251,6 +276,11 @@ def swiglu_backward_and_per_token_cast(
     use_packed_ue8m0: bool = False,
     clamp_value: float | None = None,
     do_recompute: bool = True,
+    activation: str = "silu",
+    alpha: float | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
+    clamp_after: bool = False,
 ) -> tuple[Tensor | None, tuple[Tensor, Tensor], Tensor, Tensor | None]:
     """Backward of SwiGLU times a weight for each row, from a quantized input; the forward is computed again.
 
@@ -261,7 +291,8 @@ def swiglu_backward_and_per_token_cast(
         d = 1 + exp(-l);  s = 1 / d;  a = l / d * r;  gs = g * w * s
         out = a * w;  x_grad = [gs * r * fma(l, 1 - s, 1) | gs * l];  weight_grad = sum of g * a over the row
 
-    and for each group of num_per_channels channels of x_grad, before it is rounded to bfloat16,
+    or what `swiglu_backward` has for other activations; and for each group of num_per_channels channels of x_grad,
+    before it is rounded to bfloat16,
 
         amax = max(max |x_grad|, 1e-4);  sf = amax / 448;  data = round(x_grad * (448 / amax))
         with round_sf: sf = least power of two >= amax / 448;  data = round(x_grad / sf)
@@ -303,6 +334,8 @@ def swiglu_backward_and_per_token_cast(
         use_packed_ue8m0: sf as biased exponents, four in an int32; needs round_sf.
         clamp_value: The same as swiglu_clamp_value.
         do_recompute: Whether to return out.
+        activation, alpha, interleaved, gated, clamp_after: those of `swiglu_backward`. x that is not gated has hidden
+            columns. The groups of x and x_grad are channels that lie beside each other, of l and r if interleaved.
 
     Returns:
         `(out, (data, sf), x_grad, weight_grad)`: out bfloat16, shaped like grad_out, or None without do_recompute; data
@@ -317,13 +350,15 @@ def swiglu_backward_and_per_token_cast(
     data, sf = pair_of("x", x)
     batched = isinstance(data, Tensor) and data.ndim == 3
     names = ("num_experts", "num_rows") if batched else ("num_positions",)
-    *leading, width = check.tensor("x[0]", data, (torch.float8_e4m3fn,), (*names, "2 * hidden"))
+    gating = check_gating(activation, alpha, interleaved, gated, clamp_after)
+    columns = "2 * hidden" if gated else "hidden"
+    *leading, width = check.tensor("x[0]", data, (torch.float8_e4m3fn,), (*names, columns))
     device = data.device
     check.integer("num_per_channels", num_per_channels)
     check.one_of("num_per_channels", num_per_channels, _GROUPS)
-    channels = 2 * num_per_channels
+    channels = gating.width * num_per_channels
     check.require(width > 0 and width % channels == 0, "x[0]", "a positive multiple of {} columns", width, channels)
-    hidden, sf_shape, num_positions = width // 2, (*leading, width // num_per_channels), math.prod(leading)
+    hidden, sf_shape, num_positions = width // gating.width, (*leading, width // num_per_channels), math.prod(leading)
     check.tensor("x[1]", sf, (torch.float32,), sf_shape, device=device)
     check.tensor("grad_out", grad_out, PLAIN_DTYPES, (*leading, hidden), device=device)
     if weight is not None:
@@ -359,14 +394,14 @@ def swiglu_backward_and_per_token_cast(
         num_blocks = max(ceil_div(num_positions, rows * turns), ceil_div(num_pairs, align(lanes * rows, 32)))
         arch, alignments = get_arch(device), (check.row_alignment(data), check.row_alignment(grad_out))
         of_sf = CastSf(layout if layout is ScaleLayout.ROW_MAJOR else layout_of(x_grad_sf), round_sf)
-        types = of_sf, grad_out.dtype, of_rows.options(clamp), do_recompute
+        types = of_sf, grad_out.dtype, of_rows.options(gating, clamp), do_recompute
         written = (None if each is None else flat(each, 1) for each in (out, x_grad_data, x_grad_sf, x_grad))
         operands = *(flat(each, 1) for each in (data, sf, grad_out)), weights, pairs, token_topk_to_pos, *written
         _swiglu_backward_and_per_token_cast_kernel(alignments, hidden, num_per_channels, *types, arch)(
             *(each for each in (*operands, weight_grad) if each is not None),
             *(0.0 if clamp is None else clamp, least_amax_of("e4m3", sf_clamp_min)),
             *([] if weight is None else [num_pairs]),
-            *(turns, num_blocks, *of_rows.last_operands),
+            *(turns, num_blocks, *of_rows.last_operands, *gating.last_operands),
         )
     elif launching(weight_grad):
         weight_grad.zero_()

@@ -10,6 +10,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tk_core.headers import builtin
 from tk_core.macros.quantize import encode_e4m3, raised
 from tk_core.math import ceil_div
 from tk_core.scales import ScaleLayout
@@ -17,7 +18,24 @@ from tk_quant.cast.config import CastSf
 from tk_quant.cast.scales import quick_sf_of_amax, sf_bytes, sf_index
 from tk_quant.cast.words import element, load_words, store_words
 from tk_quant.device.magnitude import larger_magnitude_f32
-from tk_quant.swiglu.activation import NEAR_SF, clamp_gate, clamp_value, near_sigmoid
+from tk_quant.swiglu.activation import (
+    NEAR_ALPHA,
+    NEAR_SF,
+    NEAR_SF_OF_GELU,
+    Scalars,
+    activation_of,
+    clamp_activation,
+    clamp_gate,
+    divisor_of,
+    exponents,
+    gate_gradient,
+    near_logistic,
+    near_sigmoid,
+    slope_factor,
+    times_value,
+    value_factor,
+    value_gradient,
+)
 from tk_quant.swiglu.arguments import SwigluOptions
 
 # Channels that a thread computes at a time; more would take more registers.
@@ -36,17 +54,52 @@ def load_piece(
     col: T.int32,
     valid: T.bool,
     alignments: tuple[int, int],
+    options: SwigluOptions,
 ) -> None:
-    """Load a piece of x and of grad_out, whose rows are aligned to `alignments` bytes; no reads where not `valid`."""
-    hidden = int(grad_out.shape[1])
-    num_per_channels = 2 * hidden // int(x_sf.shape[1])
-    for half in T.unroll(2):
-        load_words(x, codes, half, row, half * hidden + col, valid, alignments[0])
+    """Load a piece of x and of grad_out, whose rows are aligned to `alignments` bytes; no reads where not `valid`.
+
+    Interleaved, `codes` is the piece as it lies in memory.
+    """
+    hidden, width = int(grad_out.shape[1]), int(x.shape[1])
+    num_per_channels = width // int(x_sf.shape[1])
+    if options.interleaved:
+        load_words(x, T.view(codes, (1, 2 * codes.shape[1]), "uint32"), 0, row, 2 * col, valid, alignments[0])
+    else:
+        for half in T.unroll(options.width):
+            load_words(x, codes, half, row, half * hidden + col, valid, alignments[0])
     load_words(grad_out, grad, 0, row, col, valid, alignments[1])
-    for half in T.unroll(2):
+    for half in T.unroll(options.width):
         piece_sf[half] = T.reinterpret(
-            T.ldg32(x_sf[row, (half * hidden + col) // num_per_channels], pred=valid), "float32"
+            T.ldg32(
+                x_sf[row, (2 * col if options.interleaved else half * hidden + col) // num_per_channels], pred=valid
+            ),
+            "float32",
         )
+
+
+@T.macro
+def take_piece(
+    loaded: T.Buffer, loaded_sf: T.Buffer, codes: T.Buffer, piece_sf: T.Buffer, options: SwigluOptions
+) -> None:
+    """Copy a piece that `load_piece` has loaded, codes of gates to codes[0] and codes of values to codes[1]."""
+    num_words = int(codes.shape[1])
+    pairs = T.view(loaded, (2 * num_words,), "uint32")
+    for half in T.unroll(options.width):
+        piece_sf[half] = loaded_sf[half]
+        for j in T.unroll(num_words):
+            if options.interleaved:
+                every_second = T.uint32(0x6420) + T.cast(half, "uint32") * T.uint32(0x1111)
+                codes[half, j] = builtin("uint32", "__byte_perm", pairs[2 * j], pairs[2 * j + 1], every_second)
+            else:
+                codes[half, j] = loaded[half, j]
+
+
+def _is_near(gate_sf: Any, scalars: Scalars, options: SwigluOptions) -> Any:
+    """Expression: whether the exponents of all gates with a scale factor are within ±87; False for NaN."""
+    if options.has_alpha:
+        is_within = T.abs(gate_sf) * scalars.alpha <= T.float32(NEAR_SF)
+        return T.And(is_within, scalars.alpha <= T.float32(NEAR_ALPHA))
+    return T.abs(gate_sf) <= T.float32(NEAR_SF_OF_GELU if options.activation == "gelu_tanh" else NEAR_SF)
 
 
 @T.macro
@@ -55,15 +108,19 @@ def differentiate(
     piece_sf: T.Buffer,
     grad: T.Buffer,
     weight: T.float32,
-    clamp: T.float32,
+    scalars: Scalars,
     values: T.Buffer,
     row_sum: T.Ref,
     options: SwigluOptions,
 ) -> None:
-    """Compute out, dl and dr of a piece into values; add the piece's part of the weight's gradient to row_sum."""
+    """Compute out, dl and dr of a piece into values; add the piece's part of the weight's gradient to row_sum.
+
+    What gates without values lack, codes[1] and values[2], is left alone.
+    """
     vec = int(values.shape[1])
     is_bf16 = int(grad.shape[1]) < vec
     x_values = T.alloc_local((2, _CHUNK), "float32")
+    # Activations, and what gradients are multiplied by for their slopes: sigmoids, if there are any.
     sigmoids, silus = T.alloc_local((_CHUNK,), "float32"), T.alloc_local((_CHUNK,), "float32")
     left, right, scaled = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
     elements = T.view(codes, (2, vec), "float8_e4m3fn")
@@ -73,33 +130,53 @@ def differentiate(
             x_values[0, j] = T.cast(elements[0, first + j], "float32")
         for j in T.unroll(_CHUNK):
             x_values[0, j] = x_values[0, j] * piece_sf[0]
-        if T.abs(piece_sf[0]) <= T.float32(NEAR_SF):
+        if options.activation != "relu2" and _is_near(piece_sf[0], scalars, options):
             for j in T.unroll(_CHUNK):
-                sigmoids[j], silus[j] = near_sigmoid(clamp_gate(x_values[0, j], clamp, options))
+                if options.is_plain:
+                    sigmoids[j], silus[j] = near_sigmoid(clamp_gate(x_values[0, j], scalars, options))
+                else:
+                    left = clamp_gate(x_values[0, j], scalars, options)
+                    sigmoids[j], silus[j] = near_logistic(left, exponents(left, scalars, options)[0])
         else:
             for j in T.unroll(_CHUNK):
-                left = clamp_gate(x_values[0, j], clamp, options)
+                left = clamp_gate(x_values[0, j], scalars, options)
                 sigmoids[j], silus[j] = (
-                    T.float32(1) / (T.float32(1) + T.exp(-left)),
-                    left / (T.float32(1) + T.exp(-left)),
+                    slope_factor(left, divisor_of(left, scalars, options), options),
+                    activation_of(left, divisor_of(left, scalars, options), options),
                 )
-        for j in T.vectorized(_CHUNK):
-            x_values[1, j] = T.cast(elements[1, first + j], "float32")
+        if options.gated:
+            for j in T.vectorized(_CHUNK):
+                x_values[1, j] = T.cast(elements[1, first + j], "float32")
         for j in T.unroll(_CHUNK):
-            x_values[1, j] = x_values[1, j] * piece_sf[1]
-            left, right = clamp_gate(x_values[0, j], clamp, options), clamp_value(x_values[1, j], clamp, options)
-            values[0, first + j] = silus[j] * right
+            if options.gated:
+                x_values[1, j] = x_values[1, j] * piece_sf[1]
+            left, right = (
+                clamp_gate(x_values[0, j], scalars, options),
+                value_factor(x_values[1, j], scalars, options),
+            )
+            values[0, first + j] = times_value(clamp_activation(silus[j], scalars, options), right, options)
             row_sum = T.ieee_fmaf(element(grad, 0, first + j, is_bf16), values[0, first + j], row_sum)
             if options.weights:
                 values[0, first + j] = values[0, first + j] * weight
                 scaled = element(grad, 0, first + j, is_bf16) * weight * sigmoids[j]
             else:
                 scaled = element(grad, 0, first + j, is_bf16) * sigmoids[j]
-            values[1, first + j] = scaled * right * T.ieee_fmaf(left, T.float32(1) - sigmoids[j], T.float32(1))
-            values[2, first + j] = scaled * left
+            values[1, first + j] = gate_gradient(
+                times_value(scaled, right, options), left, sigmoids[j], scalars, options, T.ieee_fmaf
+            )
+            if options.gated:
+                values[2, first + j] = value_gradient(
+                    *(scaled, element(grad, 0, first + j, is_bf16), weight), left, silus[j], scalars, options
+                )
             if options.clamp:
-                values[1, first + j] = T.if_then_else(x_values[0, j] > clamp, T.float32(0), values[1, first + j])
-                values[2, first + j] = T.if_then_else(T.abs(x_values[1, j]) > clamp, T.float32(0), values[2, first + j])
+                values[1, first + j] = T.if_then_else(
+                    (silus[j] if options.clamp_after else x_values[0, j]) > scalars.clamp,
+                    *(T.float32(0), values[1, first + j]),
+                )
+                if options.gated:
+                    values[2, first + j] = T.if_then_else(
+                        T.abs(x_values[1, j]) > scalars.clamp, T.float32(0), values[2, first + j]
+                    )
 
 
 @T.macro
@@ -167,6 +244,56 @@ def quantize(
         encode_e4m3(scaled, codes)
         if valid:
             store_words(data, codes, row, half * hidden + col)
+
+
+@T.macro
+def join_gradients(values: T.Buffer, joined: T.Buffer) -> None:
+    """Put dl and dr of a piece beside each other, as they lie in x_grad if interleaved."""
+    for j in T.unroll(values.shape[1]):
+        joined[0, 2 * j] = values[1, j]
+        joined[0, 2 * j + 1] = values[2, j]
+
+
+@T.macro
+def quantize_joined(
+    gradients: T.Buffer,
+    which: int,
+    data: T.Buffer,
+    sf: T.Buffer,
+    row: T.int64,
+    col: T.int32,
+    valid: T.bool,
+    least_amax: T.float32,
+    is_zero: Any,
+    lanes: int,
+    group_lanes: int,
+    of_sf: CastSf,
+) -> None:
+    """Quantize gradients[which], neighbours in x_grad, to e4m3; like `quantize`, but with one sf for all of them."""
+    vec = int(gradients.shape[1])
+    scaled, codes = T.alloc_local((vec,), "float32"), T.alloc_local((vec // 4,), "uint32")
+    largest, amax = T.alloc_var("uint32"), T.alloc_var("int32")
+    largest = T.uint32(0)
+    for j in T.unroll(vec):
+        largest = larger_magnitude_f32(largest, T.reinterpret(gradients[which, j], "uint32"))
+    amax = raised(T.reinterpret(largest, "int32"), least_amax)
+    for j in T.unroll(group_lanes.bit_length() - 1):
+        amax = T.max(amax, T.shfl_xor(amax, 1 << j))
+    group_sf, factor = quick_sf_of_amax(amax, "e4m3", of_sf.round_sf)
+    if valid and T.get_thread_binding() % lanes % group_lanes == 0:
+        if is_zero is not None:
+            group_sf = T.if_then_else(is_zero, T.float32(0), group_sf)
+        block = col // (group_lanes * vec)
+        if of_sf.layout is ScaleLayout.PACKED_UE8M0:
+            exponent = T.cast(T.reinterpret(group_sf, "uint32") >> T.uint32(23), "uint8")
+            sf_bytes(sf, of_sf.layout)[sf_index(row, block, of_sf.layout)] = exponent
+        else:
+            sf[row, block] = group_sf
+    for j in T.unroll(vec):
+        scaled[j] = gradients[which, j] * factor
+    encode_e4m3(scaled, codes)
+    if valid:
+        store_words(data, codes, row, col)
 
 
 @T.macro

@@ -7,7 +7,8 @@ of one row or two:
     x, right    [ thread 0 | thread 1 | … ]
     out         [ thread 0 | thread 1 | … ]
 
-Rows of padding are not read, and with psum_num_tokens_per_expert not written.
+Interleaved, a gate and its value are one element of x, an integer of twice the bits. Rows of padding are not read, and
+with psum_num_tokens_per_expert not written.
 """
 
 import math
@@ -26,6 +27,7 @@ from tk_quant.swiglu.arguments import (
     SwigluOptions,
     check_clamp_value,
     check_clamped_count,
+    check_gating,
     check_swiglu_arguments,
 )
 from tk_quant.swiglu.tile_kernels import forward_called_as_in_2_1, may_be_called
@@ -56,15 +58,18 @@ def _swiglu_forward_kernel(
 ) -> Any:
     import tilelang.language as T
 
-    from tk_quant.swiglu.activation import clamp_gate, clamp_value, find_segments, pair_of_row
+    from tk_quant.swiglu import activation as of
+    from tk_quant.swiglu.activation import find_segments, pair_of_row
 
     block_rows, block_channels, threads = _tile(hidden, options.count)
     num_positions, num_pairs = T.dynamic("num_positions"), T.dynamic("num_pairs")
-    num_tiles, zero = ceil_div(hidden, block_channels), T.cast(0, dtype)
+    num_tiles, parts = ceil_div(hidden, block_channels), 2 if options.gated and not options.interleaved else 1
+    x_type = of.element_type(dtype, options)
+    zero = T.cast(0, x_type)
 
     @T.prim_func
     def swiglu_forward(
-        x: T.Tensor((num_positions, 2, hidden), dtype),
+        x: T.Tensor((num_positions, parts, hidden), x_type),
         pos_to_token_topk: T.Tensor((num_positions,), "int32"),
         topk_weights: T.Tensor((num_pairs,), "float32"),
         pos_to_expert: T.Tensor((num_positions,), "int32"),
@@ -73,17 +78,19 @@ def _swiglu_forward_kernel(
         clamped_count: T.Tensor((options.count or 3,), "int64"),
         expert_ends: T.Tensor((options.segments[0],), "int32") if options.has_segments else 0,
         routed_scaling_factor: T.float32 if options.scaled else 1.0,
+        alpha: T.float32 if options.has_alpha else 1.0,
     ) -> None:
         with T.Kernel(T.ceildiv(num_positions, block_rows) * num_tiles, threads=threads) as block:
             first, channel = block // num_tiles * block_rows, block % num_tiles * block_channels
             pairs = T.alloc_fragment((block_rows,), "int32")
             weights = T.alloc_fragment((block_rows,), "float32")
-            gates = T.alloc_fragment((block_rows, block_channels), dtype)
-            values = T.alloc_fragment((block_rows, block_channels), dtype)
+            gates = T.alloc_fragment((block_rows, block_channels), x_type)
+            values = T.alloc_fragment((block_rows, block_channels), x_type) if parts == 2 else gates
             activated = T.alloc_fragment((block_rows, block_channels), "float32")
             beyond = T.alloc_fragment((block_rows, block_channels), "int32")
             counted = T.alloc_fragment((block_rows,), "int32")
             maps = num_positions, pos_to_token_topk, pos_to_expert, num_pairs, options
+            scalars = of.Scalars(limit, alpha)
             if options.has_segments:
                 num_ended = T.alloc_fragment((block_rows,), "int32")
                 ends = T.alloc_fragment((block_rows,), "int32")
@@ -97,13 +104,14 @@ def _swiglu_forward_kernel(
             for r, i in T.Parallel(block_rows, block_channels):
                 is_read = pairs[r] >= 0 and channel + i < hidden
                 gates[r, i] = T.if_then_else(is_read, x[first + r, 0, channel + i], zero)
+            if parts == 2:
+                for r, i in T.Parallel(block_rows, block_channels):
+                    is_read = pairs[r] >= 0 and channel + i < hidden
+                    values[r, i] = T.if_then_else(is_read, x[first + r, 1, channel + i], zero)
             for r, i in T.Parallel(block_rows, block_channels):
-                is_read = pairs[r] >= 0 and channel + i < hidden
-                values[r, i] = T.if_then_else(is_read, x[first + r, 1, channel + i], zero)
-            for r, i in T.Parallel(block_rows, block_channels):
-                gate = clamp_gate(T.cast(gates[r, i], "float32"), limit, options)
-                value = clamp_value(T.cast(values[r, i], "float32"), limit, options)
-                a = gate / (T.float32(1) + T.exp(-gate)) * value
+                gate = of.clamp_gate(of.gate_of(gates[r, i], options), scalars, options)
+                value = of.value_factor(of.value_of(values[r, i], options), scalars, options)
+                a = of.times_value(of.activated(gate, scalars, options), value, options)
                 activated[r, i] = a * weights[r] if options.weights else a
             if options.has_segments:
                 for r, i in T.Parallel(block_rows, block_channels):
@@ -113,9 +121,11 @@ def _swiglu_forward_kernel(
                 T.copy(activated, out[first : first + block_rows, channel : channel + block_channels])
             if options.count:
                 for r, i in T.Parallel(block_rows, block_channels):
-                    gate, value = T.cast(gates[r, i], "float32"), T.cast(values[r, i], "float32")
+                    gate, value = of.gate_of(gates[r, i], options), of.value_of(values[r, i], options)
                     of_values = T.if_then_else(value > limit, 1 << 10, T.if_then_else(value < -limit, 1 << 20, 0))
-                    beyond[r, i] = T.if_then_else(gate > limit, 1, 0) + of_values
+                    beyond[r, i] = T.if_then_else(of.is_gate_clamped(gate, scalars, options), 1, 0) + (
+                        of_values if options.gated else 0
+                    )
                 T.reduce_sum(beyond, counted, dim=1)
                 for k in T.serial(3):
                     for r in T.Parallel(block_rows):
@@ -145,11 +155,24 @@ def swiglu_forward(
     token_alignment: int = 128,
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
+    clamp_after: bool = False,
 ) -> Tensor:
     """SwiGLU of each row, times its weight where there are weights, rounded once to bfloat16 or float32.
 
     With l and r the left and right half of a row, every operation in float32 to nearest with ties to even, from left to
-    right: out = l / (1 + exp(-l)) * r * weight. Every bit equals the reference's. The positional arguments of
+    right: out = l / (1 + exp(-l)) * r * weight. With another activation
+
+        silu with alpha    out = l / (1 + exp(-(alpha * l))) * r * weight
+        swiglu_oai         out = l / (1 + exp(-(alpha * l))) * (r + 1) * weight
+        gelu_tanh          out = l / (1 + exp(-(c * (k1 + k2 * (c * c))))) * r * weight, c = l cut to [-16, 16]
+        relu2              out = q * q * r * weight, q = max(l, 0)
+
+    where k1 = 2 * sqrt(2 / pi) and k2 = 0.044715 * k1 are the float32 with bits 0x3FCC422A and 0x3D922279: tanh's form
+    of GELU. Without r there is no factor of it. Every bit equals the reference's. The positional arguments of
     TileKernels 2.1.0 are taken too: (x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
     clamp_value, clamped_count).
 
@@ -165,13 +188,18 @@ def swiglu_forward(
             whatever x holds there.
         clamped_count: int64 (3,) or (4,), to which the numbers of l > c, r > c and r < -c in rows that are not padding
             are added in place, and to the fourth the number of elements of these rows of the output. Needs
-            a clamp value.
+            a clamp value. With clamp_after it is silu(l) > c.
         psum_num_tokens_per_expert: int32 (num_experts,), the position where each expert's rows end. They begin where
             those of the expert before end, rounded up to a multiple of token_alignment. All other rows are padding, and
             rows of padding are then left unwritten.
         token_alignment: 1 to 65536.
         routed_scaling_factor: weights are multiplied by it first, rounded to float32.
         clamp_value: The same as swiglu_clamp_value.
+        activation: "silu", "swiglu_oai" (gpt-oss), "gelu_tanh" or "relu2".
+        alpha: of silu and swiglu_oai only, at least 2**-126; 1.702 for swiglu_oai if None.
+        interleaved: l in the even channels of x, r in the odd ones.
+        gated: False for x (num_positions, hidden), which has l alone; not for swiglu_oai.
+        clamp_after: silu(l) is clamped instead of l, to at most c; of silu only. Without a clamp it changes nothing.
 
     Returns:
         (num_positions, hidden).
@@ -182,15 +210,17 @@ def swiglu_forward(
     """
     maps = pos_to_token_topk, topk_weights, pos_to_expert
     rows = Rows(*maps, psum_num_tokens_per_expert, token_alignment, routed_scaling_factor)
-    dtype, clamp = check_swiglu_arguments(x, fmt, rows), check_clamp_value(swiglu_clamp_value, clamp_value)
+    gating = check_gating(activation, alpha, interleaved, gated, clamp_after)
+    dtype, clamp = check_swiglu_arguments(x, fmt, rows, gating), check_clamp_value(swiglu_clamp_value, clamp_value)
     check_clamped_count(x, clamped_count, clamp)
-    num_positions, hidden = x.shape[0], x.shape[1] // 2
+    num_positions, hidden = x.shape[0], x.shape[1] // gating.width
     out = new(x.new_empty, (num_positions, hidden), dtype=dtype)
     if launching(out):
         limit = math.inf if clamp is None else float(clamp)
-        weights, options = None if topk_weights is None else topk_weights.view(-1), rows.options(clamp, clamped_count)
+        weights = None if topk_weights is None else topk_weights.view(-1)
+        options = rows.options(gating, clamp, clamped_count)
         _swiglu_forward_kernel(hidden, x.dtype, dtype, options, get_arch(x.device))(
-            *(x.view(num_positions, 2, hidden), pos_to_token_topk, weights, pos_to_expert),
-            *(limit, out, clamped_count, *rows.last_operands),
+            *(gating.parts(x), pos_to_token_topk, weights, pos_to_expert),
+            *(limit, out, clamped_count, *rows.last_operands, *gating.last_operands),
         )
     return out

@@ -45,6 +45,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
     from tk_core.macros.quantize import encode_e4m3
     from tk_quant.cast import channel_words as steps
     from tk_quant.cast.words import element, load_words
+    from tk_quant.swiglu.activation import Scalars
     from tk_quant.swiglu.forward_steps import activate
 
     source, options = CastInput(torch.bfloat16, alignment), SwigluOptions(weights=False, experts=False, clamp=clamped)
@@ -87,7 +88,7 @@ def _swiglu_forward_and_per_channel_cast_and_transpose_kernel(
                 load_words(x, gate, i, first_token + row + i, first_col + col, True, alignment)
                 load_words(x, value, i, first_token + row + i, hidden + first_col + col, True, alignment)
             for i in T.unroll(_ROWS):
-                activate(gate, value, activated, i, T.float32(1), clamp_value, source, options)
+                activate(gate, value, activated, i, T.float32(1), Scalars(clamp_value, 1.0), source, options)
                 for j in T.vectorized(_VEC):
                     rounded[i, j] = T.cast(activated[i, j], "bfloat16")
             steps.share_amax(words, parts, True)

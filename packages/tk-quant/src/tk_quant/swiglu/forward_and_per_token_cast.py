@@ -29,7 +29,14 @@ from tk_core.op import launching, new, op
 from tk_core.scales import ScaleLayout, empty_scales, scale_layout
 from tk_quant.cast.config import CastInput, CastSf, layout_of
 from tk_quant.cast.format import BITS, DTYPES, PLAIN_DTYPES, check_sf_clamp_min, data_output, least_amax_of
-from tk_quant.swiglu.arguments import Rows, SwigluOptions, check_clamp_value, check_clamped_count, check_rows
+from tk_quant.swiglu.arguments import (
+    Rows,
+    SwigluOptions,
+    check_clamp_value,
+    check_clamped_count,
+    check_gating,
+    check_rows,
+)
 from tk_quant.swiglu.tile_kernels import forward_cast_called_as_in_2_1, may_be_called
 
 _FORMATS = ("e4m3", "e2m1")
@@ -43,17 +50,18 @@ _VEC = 16
 
 @cache
 def _threads_of(
-    hidden: int, num_per_channels: int, x_bits: int, share_word: bool, clamps: bool
+    hidden: int, num_per_channels: int, x_bits: int, share_word: bool, takes_registers: bool
 ) -> tuple[int, int, int, int]:
     """(pieces, lanes, rows, blocks per SM): how the threads of a thread block are laid out over rows and channels.
 
     Threads side by side along a row are its lanes. A thread has more than one piece if a thread block takes a whole row
     that is wider than `lanes` pieces. The thread blocks that have to fit on an SM cap registers. `share_word`: four
-    groups share a word of sf; `clamps`: there is a clamp.
+    groups share a word of sf; `takes_registers`: there is a clamp, or x is interleaved.
     """
     # H200, 34816 x 2 * 2048: 84.5 us with 1536 threads (40 registers each), 88.5 with 1280, 100.4 with the 68
     # registers that nvcc takes by itself; vec 8 takes 105, two pieces 89.9, a row ahead in a persistent grid 86.5.
-    # With a clamp 40 registers are too few; float32 takes 52. Hidden 640: 40 lanes x 4 rows 31.6 us, 8 x 16 30.9.
+    # With a clamp or interleaved 40 registers are too few; float32 takes 52. Hidden 640: 40 lanes x 4 rows 31.6 us, 8 x
+    # 16 30.9.
     num_lanes = hidden // _VEC
     if _fits_warp(num_per_channels):
         unit = num_per_channels // _VEC * (4 if share_word else 1)
@@ -68,7 +76,7 @@ def _threads_of(
     threads = 512
     if x_bits == 16 and pieces == 1:
         # Groups that are whole rows take more registers too.
-        few_registers = _fits_warp(num_per_channels) and not clamps
+        few_registers = _fits_warp(num_per_channels) and not takes_registers
         threads = 1536 if few_registers else 1280 if rows == 1 else 1024
     return pieces, lanes, rows, max(threads // (lanes * rows), 1)
 
@@ -97,9 +105,11 @@ def _swiglu_forward_and_per_token_cast_kernel(
     from tk_core.macros.quantize import sf_of_amax
     from tk_quant.cast.scales import sf_type
     from tk_quant.swiglu import forward_steps as steps
+    from tk_quant.swiglu.activation import Scalars
 
     vec, bits = _VEC, source.bits
-    pieces, lanes, rows, blocks_per_sm = _threads_of(hidden, num_per_channels, bits, of_sf.in_bytes, options.clamp)
+    threads_for = hidden, num_per_channels, bits, of_sf.in_bytes, options.clamp or options.interleaved
+    pieces, lanes, rows, blocks_per_sm = _threads_of(*threads_for)
     words_per_piece = vec * source.dtype.itemsize // 4
     in_warp = _fits_warp(num_per_channels)
     group_lanes, num_groups = num_per_channels // vec if in_warp else lanes, hidden // num_per_channels
@@ -117,7 +127,7 @@ def _swiglu_forward_and_per_token_cast_kernel(
     # Where an argument is not options, the caller passes a 0, which costs the host less than a tensor.
     @T.prim_func
     def swiglu_forward_and_per_token_cast(
-        x: T.StridedTensor((num_positions, 2 * hidden), (x_stride, 1), source.dtype),
+        x: T.StridedTensor((num_positions, options.width * hidden), (x_stride, 1), source.dtype),
         pos_to_token_topk: T.Tensor((num_positions,), "int32") if options.pairs else T.int32,
         topk_weights: T.Tensor(weights_shape, "float32") if options.weights else T.int32,
         pos_to_expert: T.Tensor((num_positions,), "int32") if options.experts else T.int32,
@@ -129,14 +139,15 @@ def _swiglu_forward_and_per_token_cast_kernel(
         num_blocks: T.int32,
         expert_ends: T.Tensor((options.segments[0],), "int32") if options.has_segments else 0,
         routed_scaling_factor: T.float32 if options.scaled else 1.0,
+        alpha: T.float32 if options.has_alpha else 1.0,
     ) -> None:
         with T.Kernel(num_blocks, threads=align(lanes * rows, 32)) as block:
             # Narrow loads take more registers.
             T.annotate_min_blocks_per_sm(max(blocks_per_sm * (4 if source.alignment >= 8 else 3) // 4, 1))
             thread = T.get_thread_binding()
             lane = thread % lanes
-            gate = T.alloc_local((kept, words_per_piece), "uint32")
-            value = T.alloc_local((kept, words_per_piece), "uint32")
+            gate = T.alloc_local((kept, words_per_piece * (2 if options.interleaved else 1)), "uint32")
+            value = gate if options.interleaved else T.alloc_local((kept, words_per_piece), "uint32")
             values = T.alloc_local((kept, vec), "float32")
             real = T.alloc_local((1,), "bool")
             weight = T.alloc_local((1,), "float32")
@@ -152,15 +163,16 @@ def _swiglu_forward_and_per_token_cast_kernel(
             row, col = T.alloc_var("int32"), T.alloc_var("int32")
             row = block // col_tiles * rows + thread // lanes
             col = (block % col_tiles * lanes + lane) * vec
+            scalars = Scalars(clamp, alpha)
             maps = steps.RowMaps(pos_to_token_topk, topk_weights, pos_to_expert, expert_ends, routed_scaling_factor)
             steps.look_up(maps, num_positions, row, col < hidden and thread < lanes * rows, real, weight, options)
             amax = T.reinterpret(least_amax, "int32")
             for i in each_piece(pieces):
                 channel, piece = col + i * lanes * vec, i if kept == pieces else 0
-                steps.load_piece(x, gate, value, piece, row, channel, real[0] and channel < hidden, source)
-                steps.activate(gate, value, values, piece, weight[0], clamp, source, options)
+                steps.load_piece(x, gate, value, piece, row, channel, real[0] and channel < hidden, source, options)
+                steps.activate(gate, value, values, piece, weight[0], scalars, source, options)
                 if options.count:
-                    steps.count_clamped(gate, value, piece, clamp, total, source)
+                    steps.count_clamped(gate, value, piece, vec, scalars, total, source, options)
                 steps.piece_amax(values, piece, amax)
             for j in T.unroll(exchanges):
                 amax = T.max(amax, T.shfl_xor(amax, 1 << j))
@@ -178,8 +190,8 @@ def _swiglu_forward_and_per_token_cast_kernel(
             for i in each_piece(pieces):
                 channel, piece = col + i * lanes * vec, i if kept == pieces else 0
                 if kept < pieces:
-                    steps.load_piece(x, gate, value, piece, row, channel, real[0] and channel < hidden, source)
-                    steps.activate(gate, value, values, piece, weight[0], clamp, source, options)
+                    steps.load_piece(x, gate, value, piece, row, channel, real[0] and channel < hidden, source, options)
+                    steps.activate(gate, value, values, piece, weight[0], scalars, source, options)
                 steps.store_piece(
                     values, data, piece, row, channel, sf_and_factor[1], real[0] and channel < hidden, fmt
                 )
@@ -216,6 +228,11 @@ def swiglu_forward_and_per_token_cast(
     token_alignment: int = 128,
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
+    clamp_after: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """SwiGLU of each row, times its weight where there are weights, quantized by groups of channels in the same pass.
 
@@ -226,10 +243,11 @@ def swiglu_forward_and_per_token_cast(
         sf = amax / max;  data = round(out * (max / amax))
         with round_sf: sf = least power of two >= amax / max;  data = round(out / sf)
 
-    data saturates and keeps the sign of zero. A group with NaN or infinity in it has NaN or infinity for its sf, and
-    its data are unspecified for e2m1. Names and formulas are those of DeepSeek's TileKernels 1.0.0; groups of 32, e2m1
-    and swizzled sf are not in it. The positional arguments of 2.1.0 are taken too: (x, fmt, num_per_channels,
-    psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, three flags, clamp_value, clamped_count).
+    `swiglu_forward` has the formulas of other activations. data saturates and keeps the sign of zero. A group with NaN
+    or infinity in it has NaN or infinity for its sf, and its data are unspecified for e2m1. Names and formulas are
+    those of DeepSeek's TileKernels 1.0.0; groups of 32, e2m1 and swizzled sf are not in it. The positional arguments of
+    2.1.0 are taken too: (x, fmt, num_per_channels, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
+    three flags, clamp_value, clamped_count).
 
     Args:
         x: (num_positions, 2 * hidden) bfloat16 or float32, the gate l in the left half; hidden a multiple of 128, rows
@@ -254,6 +272,8 @@ def swiglu_forward_and_per_token_cast(
         token_alignment: 1 to 65536.
         routed_scaling_factor: weights are multiplied by it first, rounded to float32.
         clamp_value: The same as swiglu_clamp_value.
+        activation, alpha, interleaved, gated, clamp_after: those of `swiglu_forward`. x that is not gated is
+            (num_positions, hidden).
 
     Returns:
         `(data, sf)`: data float8_e4m3fn (num_positions, hidden), or int8 (num_positions, hidden / 2) with the even
@@ -267,9 +287,12 @@ def swiglu_forward_and_per_token_cast(
     """
     layout = scale_layout(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_swizzled_sf)
     check.require(round_sf or not use_swizzled_sf, "use_swizzled_sf", "False without round_sf", use_swizzled_sf)
-    num_positions, width = check.tensor("x", x, PLAIN_DTYPES, ("num_positions", "2 * hidden"), layout="rows")
-    check.require(width > 0 and width % 256 == 0, "x", "a positive multiple of 256 columns", width)
-    hidden = width // 2
+    gating = check_gating(activation, alpha, interleaved, gated, clamp_after)
+    columns = "2 * hidden" if gated else "hidden"
+    num_positions, width = check.tensor("x", x, PLAIN_DTYPES, ("num_positions", columns), layout="rows")
+    multiple = 128 * gating.width
+    check.require(width > 0 and width % multiple == 0, "x", "a positive multiple of {} columns", width, multiple)
+    hidden = width // gating.width
     check.one_of("fmt", fmt, _FORMATS)
     check.integer("num_per_channels", num_per_channels)
     check.one_of("num_per_channels", num_per_channels, (*_GROUPS, hidden, 0))
@@ -287,8 +310,9 @@ def swiglu_forward_and_per_token_cast(
     if launching(data, sf):
         arch = get_arch(x.device)
         source, of_sf = CastInput(x.dtype, check.row_alignment(x)), CastSf(layout_of(sf), round_sf)
-        options = of_rows.options(clamp, clamped_count)
-        pieces, lanes, rows, _ = _threads_of(hidden, num_per_channels, source.bits, of_sf.in_bytes, options.clamp)
+        options = of_rows.options(gating, clamp, clamped_count)
+        threads_for = hidden, num_per_channels, source.bits, of_sf.in_bytes, options.clamp or interleaved
+        pieces, lanes, rows, _ = _threads_of(*threads_for)
         num_rows = align(num_positions, _ROWS_OF_SWIZZLED_TILE) if use_swizzled_sf else num_positions
         _swiglu_forward_and_per_token_cast_kernel(hidden, source, fmt, num_per_channels, of_sf, options, arch)(
             x,
@@ -298,6 +322,6 @@ def swiglu_forward_and_per_token_cast(
             0.0 if clamp is None else float(clamp),
             least_amax_of(fmt, sf_clamp_min),
             ceil_div(num_rows, rows) * ceil_div(hidden, lanes * _VEC * pieces),
-            *of_rows.last_operands,
+            *(*of_rows.last_operands, *gating.last_operands),
         )
     return data, sf

@@ -1,7 +1,8 @@
 """The steps of swiglu_forward_and_per_token_cast's kernel; forward_and_per_token_cast.py has the picture.
 
 A piece is `vec` neighbouring channels of a row. A thread holds its pieces of both halves of x as uint32 words in `gate`
-and `value` (pieces, words), and their SwiGLU as float32 in `values` (pieces, channels). The last arguments, from
+and `value` (pieces, words), and their SwiGLU as float32 in `values` (pieces, channels). Interleaved, `gate` has twice
+the words, of gates and values, and `value` is the same buffer. The last arguments, from
 `source` or `options` on, are constants at compile time. Kernels import this module in their builder, as it imports
 TileLang.
 """
@@ -19,13 +20,21 @@ from tk_quant.cast.format import BITS
 from tk_quant.cast.words import element, load_words, store_words
 from tk_quant.device.magnitude import larger_magnitude_bf16x2, larger_magnitude_f32
 from tk_quant.swiglu.activation import (
+    NEAR_ALPHA,
     NEAR_LIMIT,
+    NEAR_LIMIT_OF_GELU,
+    Scalars,
+    activated,
+    clamp_activation,
     clamp_gate,
-    clamp_value,
+    exponents,
     find_segment,
+    is_gate_clamped,
     is_in_segment,
+    near_logistic,
     near_sigmoid,
     near_silu,
+    value_factor,
 )
 from tk_quant.swiglu.arguments import SwigluOptions
 
@@ -81,36 +90,70 @@ def load_piece(
     col: T.int32,
     valid: T.bool,
     source: CastInput,
+    options: SwigluOptions,
 ) -> None:
     """Load a piece of both halves of x; zeros where not `valid`."""
-    load_words(x, gate, piece, row, col, valid, source.alignment)
-    load_words(x, value, piece, row, x.shape[1] // 2 + col, valid, source.alignment)
+    load_words(x, gate, piece, row, col * 2 if options.interleaved else col, valid, source.alignment)
+    if options.gated and not options.interleaved:
+        load_words(x, value, piece, row, x.shape[1] // 2 + col, valid, source.alignment)
 
 
-@T.macro
-def _is_near(gate: T.Buffer, piece: int) -> T.bool:
-    """Whether all gates of a bfloat16 piece are within ±87, as near_sigmoid and near_silu need; False with NaN."""
-    largest = T.alloc_var("uint32", init=T.uint32(0))
-    for j in T.unroll(gate.shape[1]):
-        largest = larger_magnitude_bf16x2(largest, gate[piece, j])
-    limits = T.uint32(NEAR_LIMIT * 0x10001)
+def _gate_of(gate: Any, piece: Any, index: Any, source: CastInput, options: SwigluOptions) -> Any:
+    """float32 expression of a gate of a piece."""
+    return element(gate, piece, 2 * index if options.interleaved else index, source.dtype is torch.bfloat16)
+
+
+def _value_of(value: Any, piece: Any, index: Any, source: CastInput, options: SwigluOptions) -> Any:
+    """float32 expression of a value of a piece."""
+    return element(value, piece, 2 * index + 1 if options.interleaved else index, source.dtype is torch.bfloat16)
+
+
+def _is_within(largest: Any, limits: Any, alpha: Any, options: SwigluOptions) -> Any:
+    """Expression: whether gates are within `limits`, or with alpha their product is within ±87.
+
+    `largest` and `limits` have two magnitudes of bfloat16, of gates, or of values in the upper half if interleaved.
+    """
+    if options.has_alpha:
+        lower = T.reinterpret(largest << T.uint32(16), "float32") * alpha <= T.float32(87)
+        upper = T.reinterpret(largest & T.uint32(0xFFFF0000), "float32") * alpha <= T.float32(87)
+        of_gates = lower if options.interleaved else T.And(lower, upper)
+        return T.And(of_gates, alpha <= T.float32(NEAR_ALPHA))
     return builtin("uint32", "__vmaxu2", largest, limits) == limits
 
 
 @T.macro
-def _silus_of_piece(
-    gate: T.Buffer, values: T.Buffer, piece: int, clamp: T.float32, source: CastInput, options: SwigluOptions
+def _is_near(gate: T.Buffer, piece: int, alpha: T.float32, options: SwigluOptions) -> T.bool:
+    """Whether the exponents of all gates of a bfloat16 piece are within ±87, as divisions without a branch need.
+
+    False with NaN.
+    """
+    largest = T.alloc_var("uint32", init=T.uint32(0))
+    for j in T.unroll(gate.shape[1]):
+        largest = larger_magnitude_bf16x2(largest, gate[piece, j])
+    limit = NEAR_LIMIT_OF_GELU if options.activation == "gelu_tanh" else NEAR_LIMIT
+    limits = T.uint32((0xFFFF if options.interleaved else limit) << 16 | limit)
+    return _is_within(largest, limits, alpha, options)
+
+
+@T.macro
+def _activations_of_piece(
+    gate: T.Buffer, values: T.Buffer, piece: int, scalars: Scalars, source: CastInput, options: SwigluOptions
 ) -> None:
-    is_bf16, vec = source.dtype is torch.bfloat16, values.shape[1]
-    if is_bf16 and _is_near(gate, piece):
+    vec = values.shape[1]
+    divides = source.dtype is torch.bfloat16 and options.activation != "relu2"
+    if divides and _is_near(gate, piece, scalars.alpha, options):
         for j in T.unroll(vec):
-            left = clamp_gate(element(gate, piece, j, is_bf16), clamp, options)
-            # A clamped gate may be no bfloat16, which near_silu needs.
-            values[piece, j] = near_sigmoid(left)[1] if options.clamp else near_silu(left)
+            left = clamp_gate(_gate_of(gate, piece, j, source, options), scalars, options)
+            if options.is_plain:
+                # A clamped gate may be no bfloat16, which near_silu needs.
+                values[piece, j] = near_sigmoid(left)[1] if options.clamp else near_silu(left)
+            else:
+                logistic = near_logistic(left, exponents(left, scalars, options)[0])
+                values[piece, j] = clamp_activation(logistic[1], scalars, options)
     else:
         for j in T.unroll(vec):
-            left = clamp_gate(element(gate, piece, j, is_bf16), clamp, options)
-            values[piece, j] = left / (T.float32(1) + T.exp(-left))
+            left = clamp_gate(_gate_of(gate, piece, j, source, options), scalars, options)
+            values[piece, j] = activated(left, scalars, options)
 
 
 @T.macro
@@ -120,15 +163,18 @@ def activate(
     values: T.Buffer,
     piece: int,
     weight: T.float32,
-    clamp: T.float32,
+    scalars: Scalars,
     source: CastInput,
     options: SwigluOptions,
 ) -> None:
     """Compute SwiGLU of a piece, times its row's weight, into values[piece]; zeros for padding."""
-    is_bf16, vec = source.dtype is torch.bfloat16, values.shape[1]
-    _silus_of_piece(gate, values, piece, clamp, source, options)
-    for j in T.unroll(vec):
-        values[piece, j] = values[piece, j] * clamp_value(element(value, piece, j, is_bf16), clamp, options)
+    vec = values.shape[1]
+    _activations_of_piece(gate, values, piece, scalars, source, options)
+    if options.gated:
+        for j in T.unroll(vec):
+            values[piece, j] = values[piece, j] * value_factor(
+                _value_of(value, piece, j, source, options), scalars, options
+            )
     if options.weights:
         for j in T.unroll(vec):
             values[piece, j] = values[piece, j] * weight
@@ -136,15 +182,25 @@ def activate(
 
 @T.macro
 def count_clamped(
-    gate: T.Buffer, value: T.Buffer, piece: int, clamp: T.float32, total: T.Buffer, source: CastInput
+    gate: T.Buffer,
+    value: T.Buffer,
+    piece: int,
+    vec: int,
+    scalars: Scalars,
+    total: T.Buffer,
+    source: CastInput,
+    options: SwigluOptions,
 ) -> None:
     """Count gates > clamp, values > clamp and values < -clamp of a piece; add them to the thread block's totals."""
-    is_bf16, count = source.dtype is torch.bfloat16, T.alloc_local((3,), "int32")
+    count = T.alloc_local((3,), "int32")
     T.clear(count)
-    for j in T.unroll(gate.shape[1] * 4 // source.dtype.itemsize):
-        count[0] = count[0] + T.cast(element(gate, piece, j, is_bf16) > clamp, "int32")
-        count[1] = count[1] + T.cast(element(value, piece, j, is_bf16) > clamp, "int32")
-        count[2] = count[2] + T.cast(element(value, piece, j, is_bf16) < -clamp, "int32")
+    for j in T.unroll(vec):
+        count[0] = count[0] + T.cast(
+            is_gate_clamped(_gate_of(gate, piece, j, source, options), scalars, options), "int32"
+        )
+        if options.gated:
+            count[1] = count[1] + T.cast(_value_of(value, piece, j, source, options) > scalars.clamp, "int32")
+            count[2] = count[2] + T.cast(_value_of(value, piece, j, source, options) < -scalars.clamp, "int32")
     for i in T.unroll(3):
         if count[i] > 0:
             T.atomic_add(total[i], count[i])
