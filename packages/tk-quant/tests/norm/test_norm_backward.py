@@ -56,26 +56,26 @@ SPEC = OpSpec(
     cases=(
         # Several rows a tile, one; ranges of unequal length, and without rows; a vector's half, idle lanes, pieces.
         case((300, 8), BF16, "-one-lane", "small modes compile", residual=True),
-        case((300, 72), BF16, "-half", "small compile"),
+        case((300, 72), BF16, "-half", "small"),
         case((600, 136), FP32, "-ranges", "small compile", residual=True),
         case((9, 1000), BF16, "-idle", "small compile", weight=BF16, residual=True),
         case((530, 1032), BF16, "-ranges", "small", weight=BF16),
         case((5, 264), FP32, "-idle", "small modes"),
         case((3, 16384), FP32, "-pieces", "small compile", residual=True),
-        case((3, 16384), BF16, "-pieces", "small compile", weight=BF16, residual=True),
-        case((3, 8256), FP32, "-pieces", "small compile"),
+        case((3, 16384), BF16, "-pieces", "small", weight=BF16, residual=True),
+        case((3, 8256), FP32, "-pieces", "small"),
         # Options, each alone; buffers to add to.
         case((9, 320), BF16, "-plain", "small compile", weight=None, residual=True),
         case((9, 320), BF16, "-scaled", "small", weight=BF16, out_scale=-0.3, weight_offset=1.0),
         case((9, 320), BF16, "-add-fp32", "small modes compile", weight=BF16, buffer=FP32),
-        case((9, 320), FP32, "-add-bf16", "small compile", buffer=BF16),
+        case((9, 320), FP32, "-add-bf16", "small", buffer=BF16),
         # Batches, strides, weights of rows.
         case((3, 5, 64), BF16, "-batches", "small", residual=True),
-        case((3, 5, 64), BF16, "-apart", "small compile", rows=apart(24), residual=True),
-        case((3, 5, 64), FP32, "-unaligned", "small compile", rows=apart(3, 1), residual=True),
+        case((3, 5, 64), BF16, "-apart", "small", rows=apart(24), residual=True),
+        case((3, 5, 64), FP32, "-unaligned", "small", rows=apart(3, 1), residual=True),
         case((4, 7, 72), BF16, "-transposed", "small", rows=transposed),
         case((50, 4, 512), BF16, "-row-weights", "small modes compile", row_weights=True, residual=True),
-        case((7, 1032), FP32, "-row-weights", "small compile", row_weights=True, buffer=FP32),
+        case((7, 1032), FP32, "-row-weights", "small", row_weights=True, buffer=FP32),
         case((2, 3, 5, 64), FP32, "-four-dims", "small", residual=True),
         # No rows, one row.
         case((0, 128), BF16, "", "small", residual=True),
@@ -92,7 +92,7 @@ SPEC = OpSpec(
         case((4001, 8, 128), BF16, "-heads", rows=apart(128), weight=BF16),
         case((2001, 4, 4096), BF16, "-streams", row_weights=True),
         # Benchmarks.
-        bench((8192, 7168), BF16, "", "model_shape compile"),
+        bench((8192, 7168), BF16, "", "model_shape"),
         bench((8192, 7168), BF16, "-residual", "model_shape compile", residual=True),
         bench((8192, 7168), FP32, "", "compile"),
         bench((524288, 128), BF16),

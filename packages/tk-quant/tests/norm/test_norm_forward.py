@@ -109,12 +109,12 @@ SPEC = OpSpec(
     least_bytes=lambda kwargs, outputs: distinct_bytes((kwargs, outputs)),
     cases=(
         # One lane, several lanes, half a vector at the end, idle lanes, several warps, several pieces.
-        case((5, 8), BF16, "-one-lane", "small modes compile", with_rstd=True),
+        case((5, 8), BF16, "-one-lane", "small modes", with_rstd=True),
         case((33, 72), BF16, "-half", "small", residual=True, with_rstd=True),
         case((9, 1000), BF16, "-idle", "small compile", weight=BF16, residual=True, with_rstd=True),
-        case((7, 264), FP32, "-idle", "small compile", residual=True),
+        case((7, 264), FP32, "-idle", "small", residual=True),
         case((3, 16384), FP32, "-pieces", "small compile", residual=True, with_rstd=True),
-        case((2, 16384), BF16, "-pieces", "small compile", weight=BF16),
+        case((2, 16384), BF16, "-pieces", "small", weight=BF16),
         # Options, each alone; without any weight.
         case((9, 320), BF16, "-plain", "small compile", weight=None),
         case((9, 320), BF16, "-scaled", "small", weight=None, out_scale=0.3, weight_offset=1.0),
@@ -124,13 +124,13 @@ SPEC = OpSpec(
         case((9, 320), BF16, "-eps", "small", eps=3),
         # Batches, strides, weights of rows.
         case((3, 5, 64), BF16, "-batches", "small modes", residual=True, with_rstd=True),
-        case((3, 5, 64), BF16, "-apart", "small compile", rows=apart(24), residual=True, into="new"),
+        case((3, 5, 64), BF16, "-apart", "small", rows=apart(24), residual=True, into="new"),
         case((3, 5, 64), FP32, "-unaligned", "small compile", rows=apart(3, 1), residual=True, into="new"),
-        case((33, 128), BF16, "-unaligned", "small compile", rows=apart(5, 3), with_rstd=True),
+        case((33, 128), BF16, "-unaligned", "small", rows=apart(5, 3), with_rstd=True),
         case((4, 7, 72), BF16, "-transposed", "small", rows=transposed, residual=True, into="new"),
         case((4, 7, 64), BF16, "-expanded", "small", rows=expanded),
         case((5, 4, 512), BF16, "-row-weights", "small modes compile", row_weights=True, residual=True),
-        case((4, 1032), FP32, "-row-weights", "small compile", row_weights=True),
+        case((4, 1032), FP32, "-row-weights", "small", row_weights=True),
         case((2, 3, 5, 64), FP32, "-four-dims", "small", residual=True, with_rstd=True),
         case((2, 1, 5, 64), BF16, "-four-dims-apart", "small", rows=apart(8), row_weights=True),
         # In place.
@@ -159,7 +159,7 @@ SPEC = OpSpec(
         case((2001, 4, 4096), BF16, "-streams", row_weights=True, with_rstd=True),
         case((300001, 7168), BF16, "-large", weight=BF16),
         # Benchmarks.
-        bench((8192, 7168), BF16, "", "model_shape compile"),
+        bench((8192, 7168), BF16, "", "model_shape"),
         bench((8192, 7168), BF16, "-residual", "model_shape compile", residual=True),
         bench((8192, 7168), FP32),
         bench((4096, 16384), BF16),

@@ -103,25 +103,25 @@ SPEC = OpSpec(
             with_out_bf16=True,
         ),
         case((9, 576), BF16, "e4m3", 128, "packed", "", "small compile"),
-        case((9, 576), FP32, "e4m3", 128, "col", "", "small compile", with_out_bf16=True),
+        case((9, 576), FP32, "e4m3", 128, "col", "", "small", with_out_bf16=True),
         case((9, 320), BF16, "e4m3", 64, "swizzled", "", "small compile"),
-        case((33, 64), BF16, "e4m3", 128, "packed", "", "small compile"),
+        case((33, 64), BF16, "e4m3", 128, "packed", "", "small"),
         case((33, 64), FP32, "e4m3", 128, "row", "", "small"),
         case((33, 192), BF16, "e4m3", 32, "col-round", "", "small", residual=True),
         case((9, 320), BF16, "e2m1", 32, "packed", "", "small compile", residual=True),
-        case((9, 320), BF16, "e2m1", 16, "row", "", "small compile", with_rstd=True),
-        case((9, 320), FP32, "e2m1", 32, "swizzled", "", "small compile"),
+        case((9, 320), BF16, "e2m1", 16, "row", "", "small", with_rstd=True),
+        case((9, 320), FP32, "e2m1", 32, "swizzled", "", "small"),
         case((9, 320), BF16, "e2m1", 16, "swizzled", "-nvfp4", "small compile", tensor_sf=True),
         case((9, 320), FP32, "e2m1", 16, "row", "-nvfp4", "small", tensor_sf=True, into=True),
-        case((9, 576), BF16, "e4m3", 128, "packed-row", "", "small compile"),
+        case((9, 576), BF16, "e4m3", 128, "packed-row", "", "small"),
         case((9, 320), FP32, "e2m1", 64, "packed-row", "", "small compile", residual=True),
         # e4m3 scale factors: more columns than one, one, some that saturate, the least, a least that the caller names.
         case((9, 576), BF16, "e4m3", 128, "e4m3-sf", "", "small modes compile", with_out_bf16=True),
         case((19, 320), FP32, "e4m3", 64, "e4m3-sf-col", "", "small compile", residual=True),
-        case((33, 64), BF16, "e4m3", 128, "e4m3-sf-col", "", "small compile"),
-        case((9, 320), FP32, "e4m3", 16, "e4m3-sf-swizzled", "", "small compile"),
+        case((33, 64), BF16, "e4m3", 128, "e4m3-sf-col", "", "small"),
+        case((9, 320), FP32, "e4m3", 16, "e4m3-sf-swizzled", "", "small"),
         case((9, 320), BF16, "e2m1", 16, "e4m3-sf-swizzled", "", "small compile"),
-        case((19, 320), BF16, "e2m1", 32, "e4m3-sf-col", "", "small compile", with_rstd=True),
+        case((19, 320), BF16, "e2m1", 32, "e4m3-sf-col", "", "small", with_rstd=True),
         *(
             case((9, 320), BF16, fmt, 32, "e4m3-sf", f"-{name}", "small", out_scale=out_scale, sf_clamp_min=least)
             for fmt in ("e4m3", "e2m1")
@@ -129,14 +129,14 @@ SPEC = OpSpec(
         ),
         # A group of all channels: of a warp and less, of several warps, of several pieces.
         case((33, 192), BF16, "e4m3", 0, "row", "", "small compile"),
-        case((5, 1088), BF16, "e4m3", 0, "row", "-wide", "small compile", with_out_bf16=True),
+        case((5, 1088), BF16, "e4m3", 0, "row", "-wide", "small", with_out_bf16=True),
         case((5, 1088), FP32, "e2m1", 0, "col-round", "-wide", "small compile"),
-        case((3, 8256), FP32, "e4m3", 0, "swizzled", "-wide", "small compile"),
+        case((3, 8256), FP32, "e4m3", 0, "swizzled", "-wide", "small"),
         case((3, 16384), FP32, "e4m3", 128, "row", "-pieces", "small compile", residual=True),
         # Batches have scale factors of their own, in every layout.
         *(case((3, 5, 192), BF16, "e4m3", 32, layout, "", "small") for layout in FLAGS),
-        case((3, 131, 64), BF16, "e2m1", 32, "swizzled", "", "small compile"),
-        case((3, 131, 64), BF16, "e2m1", 32, "packed", "", "small modes compile"),
+        case((3, 131, 64), BF16, "e2m1", 32, "swizzled", "", "small"),
+        case((3, 131, 64), BF16, "e2m1", 32, "packed", "", "small modes"),
         case((2, 3, 5, 64), FP32, "e4m3", 64, "packed", "", "small"),
         case((4, 7, 128), BF16, "e4m3", 128, "row", "-transposed", "small", rows=transposed, residual=True),
         case((2, 5, 192), BF16, "e4m3", 32, "swizzled", "-into", "small", into=True, residual=True),
@@ -144,9 +144,9 @@ SPEC = OpSpec(
             case((2, 5, 192), BF16, "e4m3", 32, layout, "-into", "small", into=True)
             for layout in ("packed-row", "e4m3-sf-col")
         ),
-        case((5, 3, 256), BF16, "e4m3", 128, "row", "-row-weights", "small compile", row_weights=True),
+        case((5, 3, 256), BF16, "e4m3", 128, "row", "-row-weights", "small", row_weights=True),
         # Options, rows at any address, given results.
-        case((33, 128), BF16, "e4m3", 128, "row", "-unaligned", "small compile", rows=apart(5, 3), residual=True),
+        case((33, 128), BF16, "e4m3", 128, "row", "-unaligned", "small", rows=apart(5, 3), residual=True),
         case((9, 320), BF16, "e4m3", 64, "row", "-into", "small modes", into=True, residual=True, with_rstd=True),
         case((9, 320), BF16, "e4m3", 64, "row", "-clamp", "small", sf_clamp_min=3, weight_offset=1.0, out_scale=0.1),
         case((9, 320), BF16, "e4m3", 64, "row", "-rounded", "small", round_before_weight=True),
@@ -187,9 +187,9 @@ SPEC = OpSpec(
         case((300001, 7168), BF16, "e4m3", 128, "packed", "-large", weight=BF16),
         # Benchmarks.
         bench((8192, 7168), "e4m3", 32, "row", "", "model_shape compile"),
-        bench((8192, 7168), "e4m3", 128, "packed", "", "model_shape compile"),
+        bench((8192, 7168), "e4m3", 128, "packed", "", "model_shape"),
         bench((8192, 7168), "e4m3", 128, "packed", "-residual", "model_shape compile", residual=True),
-        bench((8192, 7168), "e2m1", 32, "packed", "", "model_shape compile"),
+        bench((8192, 7168), "e2m1", 32, "packed", "", "model_shape"),
         *(bench((8192, hidden), "e4m3", 128, "packed") for hidden in (576, 2048, 2560, 3072, 4096, 6144)),
         *(
             bench((num_tokens, 7168), "e4m3", 128, "packed", "-residual", residual=True)

@@ -87,9 +87,12 @@ def make(
 
 
 def _case(name: str, shape: tuple[int, ...], rot: int, dtype: torch.dtype = BF16, **options: Any) -> Case:
-    """A small case, for the compile tier too."""
+    """A small case; its modes are compiled, too."""
     modes = options.pop("modes", False)
-    return Case(f"{_NAMES[dtype]}-{name}", make(shape, rot, dtype, **options), small=True, compile=True, modes=modes)
+    compile_ = options.pop("compile", modes)
+    return Case(
+        f"{_NAMES[dtype]}-{name}", make(shape, rot, dtype, **options), small=True, compile=compile_, modes=modes
+    )
 
 
 def least_bytes(kwargs: dict[str, Any], outputs: Any) -> int:
@@ -117,18 +120,18 @@ SPEC = OpSpec(
         _case("hf-bf16-cache-interleaved", (6, 3, 32), 32, cache="split", cache_dtype=BF16, interleaved=True),
         _case("64-of-192-to-out", (5, 3, 192), 64, key_heads=1, to_out=True, modes=True),
         _case("16-of-23-to-out", (5, 3, 23), 16, to_out=True, positions="outside", conjugate=True),
-        _case("interleaved-24-of-40-to-out", (5, 3, 40), 24, to_out=True, interleaved=True),
+        _case("interleaved-24-of-40-to-out", (5, 3, 40), 24, to_out=True, interleaved=True, compile=True),
         _case("24-of-24", (5, 3, 24), 24),
-        _case("120-of-128-in-place", (5, 3, 128), 120, key_heads=2, positions="outside"),
+        _case("120-of-128-in-place", (5, 3, 128), 120, key_heads=2, positions="outside", compile=True),
         _case("512-of-512", (3, 2, 512), 512, interleaved=True),
         _case("rows-on-8-bytes", (5, 3, 64), 64, view=(4, 4)),
-        _case("rows-on-2-bytes", (5, 3, 64), 64, view=(1, 6), interleaved=True, key_heads=1),
+        _case("rows-on-2-bytes", (5, 3, 64), 64, view=(1, 6), interleaved=True, key_heads=1, compile=True),
         _case("gaps", (2, 5, 3, 64), 64, view=(64, 64), to_out=True, key_heads=1),
         _case("special", (9, 3, 64), 64, special=True, positions="outside", key_heads=1),
         _case("special-interleaved", (9, 3, 64), 64, special=True, positions="outside", interleaved=True),
         _case("64-of-64", (5, 3, 64), 64, FP32, modes=True),
         _case("interleaved-32-of-80-to-out", (5, 3, 80), 32, FP32, to_out=True, interleaved=True, key_heads=1),
-        _case("512-of-512", (3, 2, 512), 512, FP32, positions="int64", conjugate=True),
+        _case("512-of-512", (3, 2, 512), 512, FP32, positions="int64", conjugate=True, compile=True),
         _case("rows-on-4-bytes", (5, 3, 64), 64, FP32, view=(1, 2)),
         _case("special", (9, 3, 64), 64, FP32, special=True, positions="outside"),
         *(
