@@ -37,7 +37,7 @@ FLAGS = {
     "Engram": ("short_conv", "sparse_grad"),
     "HyperConnection": ("norm_weight", "shifted", "comb"),
     "HyperHead": ("norm_weight",),
-    "MoE": ("fp8",),
+    "MoE": ("fp8", "gated", "interleaved", "clamp_after"),
     "RMSNorm": ("round_before_weight",),
 }
 WITH_DTYPE = ("Engram", "EngramGate", "FP8Linear", "GroupedFP8Linear", "MoE", "RMSNorm")
@@ -93,6 +93,10 @@ WRONG = [
     ("MoE", "intermediate", 100, ValueError),
     ("MoE", "intermediate", 64.0, TypeError),
     ("MoE", "num_topk", 5, ValueError),
+    ("MoE", "activation", "gelu", ValueError),
+    ("MoE", "alpha", 0.0, ValueError),
+    ("MoE", "alpha", "1", TypeError),
+    ("MoE", "swiglu_clamp_value", 0.0, ValueError),
     ("Router", "hidden", -1, ValueError),
     ("Router", "hidden", 8.0, TypeError),
     ("Router", "num_experts", -1, ValueError),

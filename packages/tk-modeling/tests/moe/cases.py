@@ -44,5 +44,9 @@ CASES = (
     _case("moe", MoE, (64, 64, 8, 2), aux_loss_factor=0.5, **_BF16),
     _case("moe-groups", MoE, (64, 128, 16, 3), **_GROUPS, **_BF16),
     _case("moe-plain", MoE, (64, 64, 16, 3), **(_GROUPS | {"num_topk_sum": 1, "renormalize": False}), **_BF16),
+    _case(
+        *("moe-oai", MoE, (64, 64, 8, 2)), activation="swiglu_oai", interleaved=True, swiglu_clamp_value=7.0, **_BF16
+    ),
+    _case("moe-relu2", MoE, (64, 64, 8, 2), activation="relu2", gated=False, **_BF16),
     _case("moe-fp8", MoE, (128, 128, 4, 2), fp8=True, **_BF16),
 )

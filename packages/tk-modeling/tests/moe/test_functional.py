@@ -12,6 +12,7 @@ import tk_modeling
 import tk_moe
 import tk_quant
 from tk_core.testing import assert_equal
+from tk_modeling import reference
 from tk_moe import ScoringFunc
 
 
@@ -266,6 +267,24 @@ def test_swiglu(dtype: torch.dtype, clamp: float | None) -> None:
     out = ours(x.requires_grad_(), weights)
     assert out.dtype == dtype
     assert_equal(out.detach(), ours(x.detach(), weights))
+
+
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "oai": {"activation": "swiglu_oai", "interleaved": True},
+    "gelu": {"activation": "gelu_tanh"},
+    "relu2": {"activation": "relu2", "gated": False},
+    "after": {"alpha": 1.5, "clamp_after": True},
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str) -> None:
+    """As MoE has them in its reference, forward and backward."""
+    options: dict[str, Any] = {"swiglu_clamp_value": 0.7, **ACTIVATIONS[name]}
+    layer = reference.MoE(HIDDEN, HIDDEN, 2, 1, **options)
+    x = torch.randn(9, layer.gate_up.shape[1])
+    found = weighted_gradient(lambda x: tk_modeling.swiglu(x, **options), x)
+    assert_near(found, weighted_gradient(layer.activated, x.double()), 1e-5)
 
 
 def test_swiglu_of_plain_rows_and_formats() -> None:

@@ -4,6 +4,8 @@ Names, arguments and results are those of the ops, unless a docstring says other
 the op alone runs.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -266,6 +268,11 @@ def swiglu(
     topk_weights: Tensor | None = None,
     token_topk_to_pos: Tensor | None = None,
     pos_to_expert: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    interleaved: bool = False,
+    gated: bool = True,
+    clamp_after: bool = False,
 ) -> Tensor:
     """`tk_quant.swiglu_forward`, differentiable by x and, with token_topk_to_pos, by topk_weights.
 
@@ -278,7 +285,15 @@ def swiglu(
     fmt = fmt or _format_of(x)
     if needs_gradients(topk_weights):
         check.require(token_topk_to_pos is not None, "token_topk_to_pos", "a tensor for topk_weights' gradient", None)
-    return _Swiglu.call(x, topk_weights, swiglu_clamp_value, fmt, pos_to_token_topk, token_topk_to_pos, pos_to_expert)
+    options = {
+        "swiglu_clamp_value": swiglu_clamp_value,
+        "activation": activation,
+        "alpha": alpha,
+        "interleaved": interleaved,
+        "gated": gated,
+        "clamp_after": clamp_after,
+    }
+    return _Swiglu.call(x, topk_weights, options, fmt, pos_to_token_topk, token_topk_to_pos, pos_to_expert)
 
 
 def _format_of(x: Tensor) -> str:
@@ -286,34 +301,36 @@ def _format_of(x: Tensor) -> str:
 
 
 class _Swiglu(Function):
-    saves = ("x", "topk_weights", "swiglu_clamp_value", "pos_to_token_topk", "token_topk_to_pos", "pos_to_expert")
+    saves = ("x", "topk_weights", "options", "pos_to_token_topk", "token_topk_to_pos", "pos_to_expert")
 
     @staticmethod
     def forward(
         x: Tensor,
         topk_weights: Tensor | None,
-        swiglu_clamp_value: float | None,
+        options: dict[str, Any],
         fmt: str,
         pos_to_token_topk: Tensor | None,
         token_topk_to_pos: Tensor | None,
         pos_to_expert: Tensor | None,
     ) -> Tensor:
         return tk_quant.swiglu_forward(
-            *(x, swiglu_clamp_value),
+            x,
             fmt=fmt,
             pos_to_token_topk=pos_to_token_topk,
             topk_weights=topk_weights,
             pos_to_expert=pos_to_expert,
+            **options,
         )
 
     @staticmethod
     def backward(ctx: Context, d_out: Tensor) -> Gradients:
-        x, topk_weights, swiglu_clamp_value, pos_to_token_topk, token_topk_to_pos, pos_to_expert = ctx.saved
+        x, topk_weights, options, pos_to_token_topk, token_topk_to_pos, pos_to_expert = ctx.saved
         return tk_quant.swiglu_backward(
-            *(x, d_out, swiglu_clamp_value),
+            *(x, d_out),
             fmt=_format_of(x),
             pos_to_token_topk=pos_to_token_topk,
             topk_weights=topk_weights,
             token_topk_to_pos=token_topk_to_pos if ctx.needs_input_grad[1] else None,
             pos_to_expert=pos_to_expert,
+            **options,
         )[1:]

@@ -30,6 +30,10 @@ class MoE(nn.Module):
     `grouped_linear`), with `fp8` those of `grouped_fp8_linear`, forward and backward. Nothing waits for the GPU, save
     torch's products on others than sm_90 and sm_100.
 
+    activation, alpha, swiglu_clamp_value, clamp_after and interleaved go to `swiglu`, which makes something else of gate
+    and up then: gpt-oss has "swiglu_oai" with a clamp of 7, and interleaved rows in gate_up[e], a gate's before its
+    value's. Without `gated` gate_up[e] has gates alone, and down[e] multiplies their activations.
+
     With `ep` the experts are shared out among the ranks of that buffer, and each rank has its own tokens. num_experts
     counts the experts of all R ranks; rank r has L = num_experts / R of them, from r · L on, in its parameters and its
     state_dict. Forward, backward and `router.update_bias` are then calls of all ranks, and the host waits for the
@@ -40,10 +44,11 @@ class MoE(nn.Module):
     the model, must begin equal, and gets the gradient of the rank's own loss: to add these up is left to the caller.
     DDP and FSDP average them, so divide the experts' gradients by R beside them; or divide each loss by R and add up.
 
-    Parameters: gate_up (num_experts or L, 2 · intermediate, hidden), gate above; down (num_experts or L, hidden,
-    intermediate); both bfloat16, or float32 under autocast to bfloat16; with `fp8` either, with or without autocast.
-    hidden and intermediate are multiples of 64, with `fp8` of 128. torch's fully_shard takes one dtype a unit, so give
-    it `router`, whose parameters are float32, before the whole layer.
+    Parameters: gate_up (num_experts or L, 2 · intermediate, hidden), gate above, or without `gated` (num_experts or L,
+    intermediate, hidden); down (num_experts or L, hidden, intermediate); both bfloat16, or float32 under autocast to
+    bfloat16; with `fp8` either, with or without autocast. hidden and intermediate are multiples of 64, with `fp8` of
+    128. torch's fully_shard takes one dtype a unit, so give it `router`, whose parameters are float32, before the whole
+    layer.
 
     Shapes:
         x: (..., hidden) bfloat16, or float32 under autocast to bfloat16.
@@ -65,6 +70,12 @@ class MoE(nn.Module):
         scoring_func: ScoringFunc | str = "sigmoid",
         bias_update_rate: float = 1e-3,
         aux_loss_factor: float = 1e-4,
+        activation: str = "silu",
+        alpha: float | None = None,
+        swiglu_clamp_value: float | None = None,
+        clamp_after: bool = False,
+        interleaved: bool = False,
+        gated: bool = True,
         fp8: bool = False,
         ep: ElasticBuffer | None = None,
         device: torch.device | str | None = None,
@@ -72,10 +83,22 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check.flag("fp8", fp8)
+        check.flag("gated", gated)
         check_ep(ep)
         check_placement(device, dtype)
         check_features(128 if fp8 else 64, hidden=hidden, intermediate=intermediate)
         self.hidden, self.intermediate, self.fp8, self.ep = hidden, intermediate, fp8, ep
+        self.swiglu_options = {
+            "swiglu_clamp_value": swiglu_clamp_value,
+            "activation": activation,
+            "alpha": alpha,
+            "interleaved": interleaved,
+            "gated": gated,
+            "clamp_after": clamp_after,
+        }
+        rows = (2 if gated else 1) * intermediate
+        # SwiGLU's checks refuse options that do not fit.
+        swiglu(torch.empty((0, rows), dtype=torch.bfloat16, device="meta"), **self.swiglu_options)
         self.router = Router(
             *(hidden, num_experts, num_topk),
             num_groups=num_groups,
@@ -92,7 +115,7 @@ class MoE(nn.Module):
         if ep is not None:
             check.multiple_of("num_experts", num_experts, ep.num_ranks)
             num_experts //= ep.num_ranks
-        self.gate_up = nn.Parameter(torch.empty((num_experts, 2 * intermediate, hidden), device=device, dtype=dtype))
+        self.gate_up = nn.Parameter(torch.empty((num_experts, rows, hidden), device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty((num_experts, hidden, intermediate), device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -163,10 +186,13 @@ class MoE(nn.Module):
             topk_weights=topk_weights,
             token_topk_to_pos=token_topk_to_pos,
             pos_to_expert=pos_to_expert,
+            **self.swiglu_options,
         )
         # Rows are weighted already: the backward of their sums needs none of them, and none are kept for it.
         return linear(rows, self.down, ends, name="down")
 
     def extra_repr(self) -> str:
         ep = "" if self.ep is None else f", ep=rank {self.ep.rank_idx} of {self.ep.num_ranks}"
-        return f"{self.hidden}, intermediate={self.intermediate}" + (", fp8=True" if self.fp8 else "") + ep
+        activation = self.swiglu_options["activation"]
+        options = ("" if activation == "silu" else f", {activation}") + (", fp8=True" if self.fp8 else "")
+        return f"{self.hidden}, intermediate={self.intermediate}{options}{ep}"

@@ -95,13 +95,23 @@ class MoE(nn.Module):
         num_experts: int,
         num_topk: int,
         *,
+        activation: str = "silu",
+        alpha: float | None = None,
+        swiglu_clamp_value: float | None = None,
+        clamp_after: bool = False,
+        interleaved: bool = False,
+        gated: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: float | str,
     ) -> None:
         super().__init__()
+        self.activation, self.alpha, self.interleaved, self.gated = activation, alpha, interleaved, gated
+        self.clamp = torch.inf if swiglu_clamp_value is None else swiglu_clamp_value
+        self.clamp_after = clamp_after
         self.router = Router(hidden, num_experts, num_topk, device=device, **options)
-        self.gate_up = nn.Parameter(torch.empty((num_experts, 2 * intermediate, hidden), device=device, dtype=dtype))
+        rows = (2 if gated else 1) * intermediate
+        self.gate_up = nn.Parameter(torch.empty((num_experts, rows, hidden), device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty((num_experts, hidden, intermediate), device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -121,11 +131,29 @@ class MoE(nn.Module):
         experts = torch.arange(1, self.gate_up.shape[0] + 1, device=x.device)
         ends = torch.searchsorted(topk_idx.flatten()[order], experts).int()
 
-        gate, up = _grouped_linear(tokens.index_select(0, token_of_row), self.gate_up, ends).chunk(2, dim=-1)
-        rows = _grouped_linear(functional.silu(gate) * up, self.down, ends)
+        rows = self.activated(_grouped_linear(tokens.index_select(0, token_of_row), self.gate_up, ends))
+        rows = _grouped_linear(rows, self.down, ends)
         rows = rows * topk_weights.flatten().index_select(0, order).unsqueeze(1)
         y = rows.new_zeros(tokens.shape).index_add(0, token_of_row, rows)
         return y.to(tokens.dtype).view(x.shape), aux
+
+    def activated(self, rows: Tensor) -> Tensor:
+        """What the products with gate_up, (rows, channels), become before that with down."""
+        gate, up = rows, None
+        if self.gated:
+            gate, up = (rows[:, 0::2], rows[:, 1::2]) if self.interleaved else rows.chunk(2, dim=-1)
+            up = up.clamp(-self.clamp, self.clamp)
+        gate = gate if self.clamp_after else gate.clamp(max=self.clamp)
+        if self.activation == "gelu_tanh":
+            out = functional.gelu(gate, approximate="tanh")
+        elif self.activation == "relu2":
+            out = functional.relu(gate).square()
+        elif self.activation == "swiglu_oai":
+            out, up = gate * torch.sigmoid((self.alpha or 1.702) * gate), up + 1
+        else:
+            out = functional.silu(gate) if self.alpha is None else gate * torch.sigmoid(self.alpha * gate)
+        out = out.clamp(max=self.clamp) if self.clamp_after else out
+        return out if up is None else out * up
 
 
 def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
