@@ -67,15 +67,6 @@ def cast_kernel(
     # Factors that are made from the values' amax let no finite value saturate.
     are_bounded = not of_sf.is_given and not of_sf.is_nvfp4 and not of_sf.is_e4m3
 
-    def sf_of_amax(amax: Any, tensor_sf: T.Buffer) -> tuple[Any, Any]:
-        if of_sf.is_nvfp4:
-            return scales.nvfp4_sf_of_amax(amax, tensor_sf[0])
-        if of_sf.is_e4m3:
-            return scales.e4m3_sf_of_amax(amax, fmt)
-        if fmt == "e2m1" and not of_sf.round_sf:
-            return scales.quick_sf_of_amax(amax, fmt, False)
-        return quantize.sf_of_amax(amax, fmt, of_sf.round_sf)
-
     @T.prim_func
     def cast(
         x: tiles.input_type(source, num_tokens, hidden),
@@ -121,11 +112,11 @@ def cast_kernel(
                     for i, g in T.Parallel(*config.parts):
                         amax[i, g] = quantize.raised(amax[i, g], least_amax)
                 for i, g in T.Parallel(down, across):
-                    block_sf[i, g] = sf_of_amax(whole if splits else amax[i, g], tensor_sf)[0]
+                    block_sf[i, g] = scales.sf_of_group(whole if splits else amax[i, g], tensor_sf, fmt, of_sf)[0]
                 scales.store_sf(sf, block_sf, block_row, block_col, num_rows, num_cols, of_sf.layout)
                 if with_data:
                     for i, g in T.Parallel(*config.parts):
-                        factors[i, g] = sf_of_amax(whole if splits else amax[i, g], tensor_sf)[1]
+                        factors[i, g] = scales.sf_of_group(whole if splits else amax[i, g], tensor_sf, fmt, of_sf)[1]
             if with_data and fmt == "e4m3":
                 e4m3.store_e4m3(values, factors, data, row, col, num_tokens, config)
             elif with_data and fmt == "e5m6":

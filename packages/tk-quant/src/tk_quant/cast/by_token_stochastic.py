@@ -44,13 +44,6 @@ def stochastic_per_token_cast_kernel(
     quads = 8 // BITS[fmt]
     vector, row_words = config.vec // (_QUAD * quads), hidden // (_QUAD * quads)
 
-    def sf_of_amax(amax: Any, tensor_sf: T.Buffer) -> tuple[Any, Any]:
-        if of_sf.is_nvfp4:
-            return scales.nvfp4_sf_of_amax(amax, tensor_sf[0])
-        if of_sf.is_e4m3:
-            return scales.e4m3_sf_of_amax(amax, fmt)
-        return quantize.sf_of_amax(amax, fmt, of_sf.round_sf)
-
     @T.macro
     def round_words(
         values: T.Buffer, factors: T.Buffer, words: T.Buffer, row: T.int32, col: T.int32, of_seed: T.uint32
@@ -126,10 +119,10 @@ def stochastic_per_token_cast_kernel(
                 for i, g in T.Parallel(*config.parts):
                     amax[i, g] = quantize.raised(amax[i, g], least_amax)
             for i, g in T.Parallel(down, across):
-                block_sf[i, g] = sf_of_amax(whole if splits else amax[i, g], tensor_sf)[0]
+                block_sf[i, g] = scales.sf_of_group(whole if splits else amax[i, g], tensor_sf, fmt, of_sf, False)[0]
             scales.store_sf(sf, block_sf, row, block_col, num_tokens, num_cols, of_sf.layout)
             for i, g in T.Parallel(*config.parts):
-                factors[i, g] = sf_of_amax(whole if splits else amax[i, g], tensor_sf)[1]
+                factors[i, g] = scales.sf_of_group(whole if splits else amax[i, g], tensor_sf, fmt, of_sf, False)[1]
             round_words(values, factors, words, row, col, of_seed)
             store_words(words, data, row, col)
 

@@ -25,6 +25,7 @@ import tilelang.language as T
 from tk_core.macros.quantize import INFINITY_BITS, NAN_BITS, sf_of_amax
 from tk_core.math import align, ceil_div
 from tk_core.scales import LIMITS, ScaleLayout
+from tk_quant.cast.config import CastSf
 
 # A factor that an amax is multiplied by, so that neither the product nor its reciprocal is subnormal.
 _DOWN = 0.25
@@ -117,6 +118,17 @@ def _quick_sf(amax: T.int32, fmt: str) -> tuple[T.float32, T.float32]:
 def quick_sf_of_amax(amax: Any, fmt: str, round_sf: bool) -> tuple[Any, Any]:
     """The same bits as `sf_of_amax`, for e4m3 and e2m1, by divisions without a branch."""
     return sf_of_amax(amax, fmt, True) if round_sf else _quick_sf(amax, fmt)
+
+
+def sf_of_group(amax: Any, tensor_sf: T.Buffer, fmt: str, of_sf: CastSf, is_quick: bool = True) -> tuple[Any, Any]:
+    """`(sf, factor)` of a group by the kind of its scale factors; with is_quick, e2m1's without a branch."""
+    if of_sf.is_nvfp4:
+        return nvfp4_sf_of_amax(amax, tensor_sf[0])
+    if of_sf.is_e4m3:
+        return e4m3_sf_of_amax(amax, fmt)
+    if is_quick and fmt == "e2m1" and not of_sf.round_sf:
+        return quick_sf_of_amax(amax, fmt, False)
+    return sf_of_amax(amax, fmt, of_sf.round_sf)
 
 
 def float_of_ue8m0(exponent: Any) -> Any:

@@ -210,9 +210,9 @@ def cast_rows(
         for i, g in T.Parallel(rows, num_groups):
             largest[i, g] = quantize.raised(largest[i, g], least_amax)
     for i, g in T.Parallel(rows, num_groups):
-        block_sf[i, g] = _sf_of_amax(largest[i, g], tensor_sf, cast)[0]
+        block_sf[i, g] = scales.sf_of_group(largest[i, g], tensor_sf, cast.fmt, of_sf)[0]
     for i, g in T.Parallel(rows, across):
-        factors[i, g] = _sf_of_amax(largest[i, 0 if splits else g], tensor_sf, cast)[1]
+        factors[i, g] = scales.sf_of_group(largest[i, 0 if splits else g], tensor_sf, cast.fmt, of_sf)[1]
     sf_row, row = to.batch * to.pitch + to.first, to.batch * to.num_rows + to.first
     scales.store_sf(to.sf, block_sf, sf_row, 0, to.batch * to.pitch + to.num_rows, num_cols, of_sf.layout)
     end = (to.batch + 1) * to.num_rows
@@ -225,16 +225,6 @@ def cast_rows(
         are_bounded = not of_sf.is_nvfp4 and not of_sf.is_e4m3
         e2m1.store_e2m1(tile, factors, to.data, row, 0, end, are_bounded, config)
     return block_sf
-
-
-def _sf_of_amax(amax: Any, tensor_sf: T.Buffer, cast: RowCast) -> tuple[Any, Any]:
-    if cast.sf.is_nvfp4:
-        return scales.nvfp4_sf_of_amax(amax, tensor_sf[0])
-    if cast.sf.is_e4m3:
-        return scales.e4m3_sf_of_amax(amax, cast.fmt)
-    if cast.fmt == "e2m1" and not cast.sf.round_sf:
-        return scales.quick_sf_of_amax(amax, cast.fmt, False)
-    return quantize.sf_of_amax(amax, cast.fmt, cast.sf.round_sf)
 
 
 @T.macro
