@@ -30,9 +30,9 @@ class MoE(nn.Module):
     `grouped_linear`), with `fp8` those of `grouped_fp8_linear`, forward and backward. Nothing waits for the GPU, save
     torch's products on others than sm_90 and sm_100.
 
-    activation, alpha, swiglu_clamp_value, clamp_after and interleaved go to `swiglu`, which then makes something else of
-    gate and up: gpt-oss has "swiglu_oai" with a clamp of 7, and interleaved rows in gate_up[e], a gate's before its
-    value's. Without `gated` gate_up[e] has gates alone, and down[e] multiplies their activations.
+    activation, alpha, swiglu_clamp_value, clamp_after and interleaved go to `swiglu`, for others than silu(gate)
+    · up: gpt-oss has "swiglu_oai" with a clamp of 7, and interleaved rows in gate_up[e], a gate's before its value's.
+    Without `gated` gate_up[e] has gates alone, and down[e] multiplies their activations.
 
     With `ep` the experts are shared out among the ranks of that buffer, and each rank has its own tokens. num_experts
     counts the experts of all R ranks; rank r has L = num_experts / R of them, from r · L on, in its parameters and its
