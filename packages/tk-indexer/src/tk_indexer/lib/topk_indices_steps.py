@@ -14,7 +14,7 @@ from tk_core.headers import builtin
 from tk_core.macros.block_scan import scan_two
 from tk_indexer.device.cluster import load_from_cluster
 from tk_indexer.device.row_words import is_above, load_16_bytes
-from tk_indexer.selection.topk_indices import FEW
+from tk_indexer.selection.topk_indices import BLOCK_TABLE, FEW, OFFSETS, RAW_OUT
 
 LEAST_KEY = 0x00800000
 """The least key of a candidate, one above the key of -∞."""
@@ -104,6 +104,34 @@ class Few(NamedTuple):
     keys: Any  # uint32 (FEW)
     is_before: Any  # int32 (FEW): 1 for columns before this block's
     count: Any  # int32 (1,)
+
+
+def shared_arrays(
+    num_bins: int, num_words: int, room: int, threads: int
+) -> tuple[Bins, Marks, Listed, Few, Found, T.Buffer]:
+    """What a thread block has in shared memory; the last array is for the extremes of warps."""
+
+    def words(size: int, dtype: str = "int32") -> T.Buffer:
+        return T.alloc_shared((size,), dtype)
+
+    return (
+        Bins(words(num_bins + 4), words(threads // 32)),
+        Marks(words(num_words, "uint32"), words(num_words, "uint32")),
+        Listed(words(room, "uint32"), words(room), words(1)),
+        Few(words(FEW, "uint32"), words(FEW), words(1)),
+        Found(*(words(1) for _ in range(5))),
+        T.alloc_shared((2, threads // 32), "uint32"),
+    )
+
+
+def registers(loads: int, is_kept: bool) -> tuple[Search, Batch]:
+    """What a thread has in registers."""
+
+    def words(size: int, dtype: str = "int32") -> T.Buffer:
+        return T.alloc_local((size,), dtype)
+
+    search = Search(*(words(1, "uint32") for _ in range(3)), *(words(1) for _ in range(4)))
+    return search, Batch(words(4 * loads, "uint32"), words(1), is_kept)
 
 
 def _warp_and_lane() -> tuple[Any, Any]:
@@ -272,6 +300,13 @@ def sample(row: Row, span: Span, k: Any, extremes: T.Buffer, batch: Batch, searc
     # At most so that the bins reach over all keys.
     bits = num_bins.bit_length() - 1
     search.shift[0] = T.cast(T.min(T.max(num_bits(most) - bits + 1, 0), 32 - bits), "uint32")
+
+
+@T.macro
+def search_all(search: Search, k: Any) -> None:
+    """Begin a search of `k` keys among all."""
+    search.low[0], search.width[0] = T.uint32(0), T.uint32(0)
+    search.need[0], search.count[0], search.above[0], search.within[0] = k, 0, 0, 0
 
 
 @T.macro
@@ -590,3 +625,55 @@ def emit(marks: Marks, span: Span, need: Any, first: Any, before: T.Buffer, winn
                 slot = slot + 1
     for i in T.unroll(2):
         before[i] = before[i] + all_sums[i]
+
+
+class Results(NamedTuple):
+    """Where winners are written, and how; `given` says which tensors there are."""
+
+    raw_out: T.Buffer
+    out: T.Buffer
+    counts: T.Buffer
+    offsets: T.Buffer
+    block_table: T.Buffer
+    given: Any
+    block_size: Any
+
+
+@T.macro
+def write_winners(to: Results, index: Any, batch: Any, start: Any, winners: T.Buffer, first: Any, end: Any) -> None:
+    """Write winners, columns in ascending order, to the places `first` to `end` of the row: as they are and mapped."""
+    thread = T.get_thread_binding()
+    threads = T.get_thread_extent()
+    entry, value, page, page_block = (T.alloc_var("int32") for _ in range(4))
+    for j in T.serial(T.ceildiv(end - first, threads)):
+        entry = j * threads + thread
+        if first + entry < end:
+            value = winners[entry] - start
+            if to.given & RAW_OUT:
+                to.raw_out[index, first + entry] = value
+            if to.given & OFFSETS:
+                value = value + to.offsets[index]
+            if to.given & BLOCK_TABLE:
+                page = T.truncdiv(value, to.block_size)
+                page_block = -1
+                if page < to.block_table.shape[1]:
+                    page_block = to.block_table[batch, page]
+                position = T.cast(page_block, "int64") * to.block_size + (value - page * to.block_size)
+                value = T.if_then_else(page_block >= 0 and position < 2**31, T.cast(position, "int32"), -1)
+            to.out[index, first + entry] = value
+
+
+@T.macro
+def write_rest(to: Results, index: Any, end: Any, k: Any) -> None:
+    """Write -1 behind a row's winners, and their number."""
+    thread = T.get_thread_binding()
+    threads = T.get_thread_extent()
+    entry = T.alloc_var("int32")
+    for j in T.serial(T.ceildiv(k - end, threads)):
+        entry = end + j * threads + thread
+        if entry < k:
+            to.out[index, entry] = -1
+            if to.given & RAW_OUT:
+                to.raw_out[index, entry] = -1
+    if thread == 0:
+        to.counts[index] = end

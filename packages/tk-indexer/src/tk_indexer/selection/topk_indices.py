@@ -49,7 +49,7 @@ _LEAST_SHARE = 16384
 _NUM_GPCS = 8
 
 # Bits of the kernel's argument `given`.
-_STARTS, _ENDS, _OFFSETS, _BLOCK_TABLE, _ROW_TO_BATCH, _RAW_OUT = (1 << bit for bit in range(6))
+STARTS, ENDS, OFFSETS, BLOCK_TABLE, ROW_TO_BATCH, RAW_OUT = (1 << bit for bit in range(6))
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,13 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
             # The window, and the words of its columns that this block has.
             start, end, batch = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             start, end, batch = 0, num_cols, 0
-            if given & _STARTS:
+            if given & STARTS:
                 start = T.max(T.min(starts[index], num_cols), 0)
-            if given & _ENDS:
+            if given & ENDS:
                 end = T.min(ends[index], num_cols)
-            if given & _BLOCK_TABLE:
+            if given & BLOCK_TABLE:
                 batch = T.truncdiv(index, rows_per_batch)
-                if given & _ROW_TO_BATCH:
+                if given & ROW_TO_BATCH:
                     batch = row_to_batch[index]
                     if batch < 0 or batch >= num_batches:
                         end = start
@@ -198,33 +198,15 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
             own_words = T.max(T.min(words - rank * share, share), 0)
             own = steps.span_of(row, column + rank * share * 32, own_words)
 
-            bin_counts = T.alloc_shared((num_bins + 4,), "int32")
-            group_counts = T.alloc_shared((threads // 32,), "int32")
-            marked_above, marked_within = (T.alloc_shared((config.num_words,), "uint32") for _ in range(2))
-            listed_keys, listed_places = T.alloc_shared((room,), "uint32"), T.alloc_shared((room,), "int32")
-            few_keys, few_before = T.alloc_shared((FEW,), "uint32"), T.alloc_shared((FEW,), "int32")
-            num_listed, num_few = T.alloc_shared((1,), "int32"), T.alloc_shared((1,), "int32")
-            found_bin, found_above, found_count, found_before_above, found_before_count = (
-                T.alloc_shared((1,), "int32") for _ in range(5)
-            )
-            extremes = T.alloc_shared((2, threads // 32), "uint32")
-            bins = steps.Bins(bin_counts, group_counts)
-            marks = steps.Marks(marked_above, marked_within)
-            listed = steps.Listed(listed_keys, listed_places, num_listed)
-            few = steps.Few(few_keys, few_before, num_few)
-            found = steps.Found(found_bin, found_above, found_count, found_before_above, found_before_count)
-            low, width, shift = (T.alloc_local((1,), "uint32") for _ in range(3))
-            need, count, above, within = (T.alloc_local((1,), "int32") for _ in range(4))
-            search = steps.Search(low, width, shift, need, count, above, within)
-            batch_words, batch_index = T.alloc_local((4 * loads,), "uint32"), T.alloc_local((1,), "int32")
-            batch_of_row = steps.Batch(batch_words, batch_index, is_kept)
+            bins, marks, listed, few, found, extremes = steps.shared_arrays(num_bins, config.num_words, room, threads)
+            search, batch_of_row = steps.registers(loads, is_kept)
 
             # Search for the threshold. At the loop's begin and end, this block has arrived at the cluster's barrier: it
             # has read what it needs from the others' shared memory, and what it has listed is there.
             goes_on, is_listed, fits = T.alloc_var("bool"), T.alloc_var("bool"), T.alloc_var("bool")
             goes_on, is_listed = end > start, False
             fits = own_words <= config.num_words
-            low[0], width[0], need[0], count[0], above[0], within[0] = T.uint32(0), T.uint32(0), k, 0, 0, 0
+            steps.search_all(search, k)
             if cluster_size > 1:
                 cluster_arrive_first()
             steps.load_first(row, own, batch_of_row)
@@ -247,36 +229,36 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
                 steps.find(bins, cluster_size, rank, search, found)
                 T.sync_threads()
                 goes_on = steps.narrow(found, k, search, num_bins)
-                if goes_on and not is_listed and count[0] <= room:
+                if goes_on and not is_listed and search.count[0] <= room:
                     is_listed = True
-                    steps.clear(marked_above, T.min(own_words, config.num_words))
-                    steps.clear(marked_within, T.min(own_words, config.num_words))
+                    steps.clear(marks.above, T.min(own_words, config.num_words))
+                    steps.clear(marks.within, T.min(own_words, config.num_words))
                     if thread == 0:
-                        num_listed[0] = 0
-                        num_few[0] = 0
+                        listed.count[0] = 0
+                        few.count[0] = 0
                     T.sync_threads()
                     steps.mark_row(row, own, batch_of_row, search, marks, fits, listed)
-                    if count[0] <= FEW:
+                    if search.count[0] <= FEW:
                         goes_on = False
                         if cluster_size > 1:
                             arrive()
                             wait()
                             steps.gather_few(listed, cluster_size, rank, few)
                             T.sync_threads()
-                            steps.rank_few(few_keys, few_before, search, found)
+                            steps.rank_few(few.keys, few.is_before, search, found)
                         else:
                             T.sync_threads()
-                            steps.rank_few(listed_keys, None, search, found)
+                            steps.rank_few(listed.keys, None, search, found)
                 arrive()
             wait()
 
             # Winners of the blocks before this one.
             before = T.alloc_local((2,), "int32")
             first = T.alloc_var("int32")
-            before[0], before[1] = above[0], within[0]
-            first = before[0] + T.min(before[1], need[0])
+            before[0], before[1] = search.above[0], search.within[0]
+            first = before[0] + T.min(before[1], search.need[0])
 
-            winners = T.view(listed_keys, (room,), "int32")
+            winners = T.view(listed.keys, (room,), "int32")
             for chunk in T.serial(T.ceildiv(own_words, config.num_words)):
                 chunk_words = T.min(own_words - chunk * config.num_words, config.num_words)
                 span = steps.span_of(row, own.column + chunk * config.num_words * 32, chunk_words)
@@ -284,44 +266,22 @@ def _topk_indices_kernel(dtype: torch.dtype, config: TopkIndicesConfig, arch: Ar
                     steps.mark_listed(listed, search, marks)
                 else:
                     T.sync_threads()  # until the marks of the chunk before are read
-                    steps.clear(marked_above, chunk_words)
-                    steps.clear(marked_within, chunk_words)
+                    steps.clear(marks.above, chunk_words)
+                    steps.clear(marks.within, chunk_words)
                     if not fits:
                         steps.load_first(row, span, batch_of_row)
                     T.sync_threads()
                     steps.mark_row(row, span, batch_of_row, search, marks, True, None)
                 T.sync_threads()
-                steps.emit(marks, span, need[0], first, before, winners)
+                steps.emit(marks, span, search.need[0], first, before, winners)
             T.sync_threads()
 
             end_of_own = T.alloc_var("int32")
-            end_of_own = before[0] + T.min(before[1], need[0])
-            entry, value, page, page_block = (T.alloc_var("int32") for _ in range(4))
-            for j in T.serial(T.ceildiv(end_of_own - first, threads)):
-                entry = j * threads + thread
-                if first + entry < end_of_own:
-                    value = winners[entry] - start
-                    if given & _RAW_OUT:
-                        raw_out[index, first + entry] = value
-                    if given & _OFFSETS:
-                        value = value + offsets[index]
-                    if given & _BLOCK_TABLE:
-                        page = T.truncdiv(value, block_size)
-                        page_block = -1
-                        if page < num_pages:
-                            page_block = block_table[batch, page]
-                        position = T.cast(page_block, "int64") * block_size + (value - page * block_size)
-                        value = T.if_then_else(page_block >= 0 and position < 2**31, T.cast(position, "int32"), -1)
-                    out[index, first + entry] = value
+            end_of_own = before[0] + T.min(before[1], search.need[0])
+            results = steps.Results(raw_out, out, counts, offsets, block_table, given, block_size)
+            steps.write_winners(results, index, batch, start, winners, first, end_of_own)
             if rank == cluster_size - 1:
-                for j in T.serial(T.ceildiv(k - end_of_own, threads)):
-                    entry = end_of_own + j * threads + thread
-                    if entry < k:
-                        out[index, entry] = -1
-                        if given & _RAW_OUT:
-                            raw_out[index, entry] = -1
-                if thread == 0:
-                    counts[index] = end_of_own
+                steps.write_rest(results, index, end_of_own, k)
 
     return topk_indices
 
